@@ -1,0 +1,385 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every exported function: checks its pointers, calls the context inside guard(). No logic.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "backend/cpu/kernels.hpp"
+#include "context.hpp"
+#include "error.hpp"
+#include "optimizer.hpp"
+#include "schedule.hpp"
+
+struct ga_context : ga::Context {
+  using Context::Context;
+};
+
+namespace {
+
+using ga::Context;
+using ga::fail;
+using ga::guard;
+
+constexpr size_t kLargestStruct = 1 << 16;  // a struct_size beyond it is garbage
+
+// Sizes of the structs in the first release: a smaller one was never compiled by anyone.
+template <class T>
+constexpr size_t first_size = sizeof(T);
+
+template <class T>
+void require(const T* pointer, const char* name) {
+  if (!pointer) fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", name);
+}
+
+template <class T>
+void check_size(size_t size, const char* type) {
+  if (size < first_size<T> || size > kLargestStruct)
+    fail(GA_ERROR_INVALID_ARGUMENT, "struct_size of %s was %zu, expected sizeof(%s), here %zu", type,
+         size, type, sizeof(T));
+}
+
+// A struct that the caller filled, on top of the library's defaults.
+template <class T>
+T read_struct(const T* given, T defaults, const char* type) {
+  require(given, type);
+  const size_t size = given->struct_size;
+  check_size<T>(size, type);
+  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+  if (std::any_of(bytes + std::min(size, sizeof(T)), bytes + size,
+                  [](unsigned char b) { return b != 0; }))
+    fail(GA_ERROR_UNSUPPORTED,
+         "%s of %zu bytes has fields set that this version of the library (%zu bytes) does not know",
+         type, size, sizeof(T));
+  std::memcpy(&defaults, given, std::min(size, sizeof(T)));
+  defaults.struct_size = sizeof(T);
+  return defaults;
+}
+
+// A struct that the library fills; fields that only the caller knows become 0.
+template <class T>
+void check_out(const T* out, const char* type) {
+  require(out, type);
+  check_size<T>(out->struct_size, type);
+}
+
+template <class T>
+void write_struct(T* out, const T& value) {
+  const size_t size = out->struct_size;
+  std::memset(static_cast<void*>(out), 0, size);
+  std::memcpy(static_cast<void*>(out), &value, std::min(size, sizeof(T)));
+  out->struct_size = size;
+}
+
+template <class T>
+void init_struct(T* out, size_t size, const T& defaults, const char* type) {
+  require(out, type);
+  check_size<T>(size, type);
+  out->struct_size = size;
+  write_struct(out, defaults);
+}
+
+ga_param_options default_param_options() {
+  ga_param_options o = {};
+  o.struct_size = sizeof o;
+  return o;
+}
+
+ga_param_options read_options(const ga_param_options* options) {
+  return options ? read_struct(options, default_param_options(), "ga_param_options")
+                 : default_param_options();
+}
+
+ga_optimizer default_optimizer(int32_t kind, int32_t flavor) {
+  ga_optimizer o = {};
+  o.struct_size = sizeof o;
+  o.kind = kind;
+  o.flavor = flavor;
+  ga::optimizer_info(kind, flavor).defaults(o);
+  return o;
+}
+
+void check_transpose(const char* name, int32_t value) {
+  if (value != GA_NO_TRANSPOSE && value != GA_TRANSPOSE)
+    fail(GA_ERROR_INVALID_ARGUMENT, "%s was %d, expected 0 or 1 (ga_transpose)", name, value);
+}
+
+void check_reserved(const char* type, int32_t value) {
+  if (value != 0) fail(GA_ERROR_INVALID_ARGUMENT, "%s: reserved was %d, expected 0", type, value);
+}
+
+// body() inside a call on ctx.
+template <class Body>
+ga_status on(const ga_context* ctx, Body&& body) {
+  return guard([&] {
+    require(ctx, "ctx");
+    const Context::Use use(*ctx);
+    body();
+  });
+}
+
+}  // namespace
+
+#define GA_STRING_(x) #x
+#define GA_STRING(x) GA_STRING_(x)
+
+extern "C" {
+
+int32_t ga_version(void) {
+  return 10000 * GA_VERSION_MAJOR + 100 * GA_VERSION_MINOR + GA_VERSION_PATCH;
+}
+
+const char* ga_build_info(void) {
+  return "libgradaccum " GA_STRING(GA_VERSION_MAJOR) "." GA_STRING(GA_VERSION_MINOR) "." GA_STRING(
+      GA_VERSION_PATCH) "; "
+#if defined(__clang__)
+         "clang " __clang_version__
+#else
+         "gcc " __VERSION__
+#endif
+         "; cpu loops: " GA_CPU_ISA_NAMES "; threads: "
+#ifdef _OPENMP
+         "OpenMP " GA_STRING(_OPENMP)
+#else
+         "one, or the program's own"
+#endif
+         "; modules: onednn";
+}
+
+const char* ga_status_name(ga_status status) {
+  switch (status) {
+    case GA_OK: return "GA_OK";
+    case GA_ERROR_INVALID_ARGUMENT: return "GA_ERROR_INVALID_ARGUMENT";
+    case GA_ERROR_INVALID_STATE: return "GA_ERROR_INVALID_STATE";
+    case GA_ERROR_OUT_OF_MEMORY: return "GA_ERROR_OUT_OF_MEMORY";
+    case GA_ERROR_UNSUPPORTED: return "GA_ERROR_UNSUPPORTED";
+    case GA_ERROR_NONFINITE: return "GA_ERROR_NONFINITE";
+    case GA_ERROR_FAULT: return "GA_ERROR_FAULT";
+    case GA_ERROR_INTERNAL: return "GA_ERROR_INTERNAL";
+  }
+  return "unknown status";
+}
+
+const char* ga_last_error(void) { return ga::last_error(); }
+
+ga_status ga_config_init(ga_config* config, size_t struct_size) {
+  return guard([&] { init_struct(config, struct_size, ga::default_config(), "ga_config"); });
+}
+
+ga_status ga_context_create(const ga_config* config, ga_context** out) {
+  return guard([&] {
+    require(out, "out");
+    const ga_config c = config ? read_struct(config, ga::default_config(), "ga_config")
+                               : ga::default_config();
+    ga::check_config(c);
+    *out = new ga_context(c);
+  });
+}
+
+void ga_context_destroy(ga_context* ctx) { delete ctx; }
+
+ga_status ga_device_count(int32_t device, int32_t* count) {
+  return guard([&] {
+    require(count, "count");
+    if (device == GA_DEVICE_CUDA) {
+      *count = 0;
+      fail(GA_ERROR_UNSUPPORTED, "this version has no CUDA backend");
+    }
+    if (device != GA_DEVICE_CPU)
+      fail(GA_ERROR_INVALID_ARGUMENT, "device was %d, expected 0 or 1 (ga_device)", device);
+    *count = 1;
+  });
+}
+
+ga_status ga_synchronize(ga_context* ctx) {
+  return on(ctx, [] {});
+}
+
+ga_status ga_context_memory(const ga_context* ctx, ga_memory* out) {
+  return on(ctx, [&] {
+    check_out(out, "ga_memory");
+    write_struct(out, ctx->memory());
+  });
+}
+
+ga_status ga_context_set_accum_steps(ga_context* ctx, int64_t accum_steps) {
+  return on(ctx, [&] { ctx->set_accum_steps(accum_steps); });
+}
+
+ga_status ga_context_set_accum_schedule(ga_context* ctx, const ga_accum_phase* phases,
+                                        size_t count) {
+  return on(ctx, [&] { ctx->set_accum_schedule(phases, count); });
+}
+
+ga_status ga_optimizer_init(ga_optimizer* optimizer, size_t struct_size, int32_t kind,
+                            int32_t flavor) {
+  return guard([&] {
+    init_struct(optimizer, struct_size, default_optimizer(kind, flavor), "ga_optimizer");
+  });
+}
+
+ga_status ga_group_add(ga_context* ctx, const ga_optimizer* optimizer, ga_group* out) {
+  return on(ctx, [&] {
+    require(optimizer, "optimizer");
+    check_size<ga_optimizer>(optimizer->struct_size, "ga_optimizer");
+    const ga_optimizer o = read_struct(
+        optimizer, default_optimizer(optimizer->kind, optimizer->flavor), "ga_optimizer");
+    check_reserved("ga_optimizer", o.reserved);
+    const ga_group group = ctx->add_group(o);
+    if (out) *out = group;
+  });
+}
+
+ga_status ga_group_set_lr(ga_context* ctx, ga_group group, double lr) {
+  return on(ctx, [&] { ctx->set_lr(group, lr); });
+}
+
+ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weight_decay) {
+  return on(ctx, [&] { ctx->set_weight_decay(group, weight_decay); });
+}
+
+ga_status ga_schedule_init(ga_schedule* schedule, size_t struct_size, int32_t kind) {
+  return guard([&] {
+    init_struct(schedule, struct_size, ga::Schedule::defaults(kind), "ga_schedule");
+  });
+}
+
+ga_status ga_group_set_schedule(ga_context* ctx, ga_group group, const ga_schedule* schedule) {
+  return on(ctx, [&] {
+    if (!schedule) return ctx->set_schedule(group, nullptr);
+    check_size<ga_schedule>(schedule->struct_size, "ga_schedule");
+    const ga_schedule s =
+        read_struct(schedule, ga::Schedule::defaults(schedule->kind), "ga_schedule");
+    check_reserved("ga_schedule", s.reserved);
+    ctx->set_schedule(group, &s);
+  });
+}
+
+ga_status ga_group_lr(const ga_context* ctx, ga_group group, double* out) {
+  return on(ctx, [&] {
+    require(out, "out");
+    *out = ctx->lr(group);
+  });
+}
+
+ga_status ga_clip_init(ga_clip* clip, size_t struct_size) {
+  return guard([&] { init_struct(clip, struct_size, ga::default_clip(), "ga_clip"); });
+}
+
+ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip) {
+  return on(ctx, [&] {
+    if (!clip) return ctx->set_clip(nullptr);
+    const ga_clip c = read_struct(clip, ga::default_clip(), "ga_clip");
+    ctx->set_clip(&c);
+  });
+}
+
+ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip) {
+  return on(ctx, [&] {
+    if (!clip) return ctx->set_group_clip(group, nullptr);
+    const ga_clip c = read_struct(clip, ga::default_clip(), "ga_clip");
+    ctx->set_group_clip(group, &c);
+  });
+}
+
+ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* data, int32_t dtype,
+                       int32_t rank, const int64_t* shape, const ga_param_options* options,
+                       ga_param* out) {
+  return on(ctx, [&] {
+    const ga_param_options o = read_options(options);
+    check_reserved("ga_param_options", o.reserved);
+    const ga_flat_entry entry = {name, group, rank, shape, 0};
+    const ga_param id = ctx->add_params(data, dtype, &entry, 1, o);
+    if (out) *out = id;
+  });
+}
+
+ga_status ga_params_add_flat(ga_context* ctx, void* data, int32_t dtype,
+                             const ga_flat_entry* entries, size_t count,
+                             const ga_param_options* options, ga_param* first) {
+  return on(ctx, [&] {
+    const ga_param_options o = read_options(options);
+    check_reserved("ga_param_options", o.reserved);
+    if (count > 0) require(entries, "entries");
+    const ga_param id = ctx->add_params(data, dtype, entries, count, o);
+    if (first) *first = id;
+  });
+}
+
+ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data) {
+  return on(ctx, [&] { ctx->bind(param, data); });
+}
+
+ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen) {
+  return on(ctx, [&] {
+    if (frozen != 0 && frozen != 1)
+      fail(GA_ERROR_INVALID_ARGUMENT, "frozen was %d, expected 0 or 1", frozen);
+    ctx->set_frozen(param, frozen == 1);
+  });
+}
+
+ga_status ga_accumulate(ga_context* ctx, const void* const* gradients, size_t count, double weight,
+                        const double* loss_scale) {
+  return on(ctx, [&] { ctx->accumulate(gradients, count, weight, loss_scale); });
+}
+
+ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight, const double* loss_scale) {
+  return on(ctx, [&] { ctx->micro_begin(index, weight, loss_scale); });
+}
+
+ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void* gradient) {
+  return on(ctx, [&] { ctx->accumulate_part(param, gradient); });
+}
+
+ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,
+                               int64_t lda, int32_t transpose_a, const void* b, int64_t ldb,
+                               int32_t transpose_b, int32_t dtype) {
+  return on(ctx, [&] {
+    check_transpose("transpose_a", transpose_a);
+    check_transpose("transpose_b", transpose_b);
+    ctx->accumulate_matmul(param, k, a, lda, transpose_a != 0, b, ldb, transpose_b != 0, dtype);
+  });
+}
+
+ga_status ga_accumulator_acquire(ga_context* ctx, ga_param param, ga_accumulator* out) {
+  return on(ctx, [&] {
+    check_out(out, "ga_accumulator");
+    write_struct(out, ctx->acquire(param));
+  });
+}
+
+ga_status ga_accumulator_release(ga_context* ctx, ga_param param) {
+  return on(ctx, [&] { ctx->release(param); });
+}
+
+ga_status ga_micro_end(ga_context* ctx) {
+  return on(ctx, [&] { ctx->micro_end(); });
+}
+
+ga_status ga_window(const ga_context* ctx, ga_window_info* out) {
+  return on(ctx, [&] {
+    check_out(out, "ga_window_info");
+    write_struct(out, ctx->window());
+  });
+}
+
+ga_status ga_step(ga_context* ctx, ga_step_result* result) {
+  return on(ctx, [&] {
+    if (result) check_out(result, "ga_step_result");
+    const ga_step_result r = ctx->step();
+    if (result) write_struct(result, r);
+  });
+}
+
+ga_status ga_discard(ga_context* ctx) {
+  return on(ctx, [&] { ctx->discard(); });
+}
+
+ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data, int32_t* dtype) {
+  return on(ctx, [&] {
+    require(data, "data");
+    *data = ctx->gradient(param, dtype);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which loops run on this processor: the levels kernels.cpp is compiled for, the plain one first, each able to do what
+// the ones before it can.
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "backend/cpu/kernels.hpp"
+#include "error.hpp"
+
+namespace ga::cpu {
+
+#if defined(__x86_64__)
+const Kernels& kernels_scalar();
+const Kernels& kernels_x86_64_v2();
+const Kernels& kernels_x86_64_v3();
+const Kernels& kernels_x86_64_v4();
+#else
+const Kernels& kernels_scalar();
+const Kernels& kernels_neon();
+#endif
+
+namespace {
+
+bool always() { return true; }
+
+#if defined(__x86_64__)
+
+struct Cpuid {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  Cpuid(unsigned leaf, unsigned subleaf) { __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx); }
+};
+
+constexpr bool has(unsigned reg, std::initializer_list<int> bits) {
+  for (int bit : bits)
+    if (!(reg >> bit & 1u)) return false;
+  return true;
+}
+
+// The registers that the operating system saves, XCR0; 0 without XSAVE.
+unsigned saved_registers() {
+  if (!has(Cpuid(1, 0).ecx, {27})) return 0;
+  unsigned low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+// The levels of the x86-64 psABI, section 3.1.1.
+bool has_v2() {
+  // SSE3, SSSE3, CMPXCHG16B, SSE4.1, SSE4.2, POPCNT; LAHF
+  return has(Cpuid(1, 0).ecx, {0, 9, 13, 19, 20, 23}) && has(Cpuid(0x80000001u, 0).ecx, {0});
+}
+
+bool has_v3() {
+  // FMA, MOVBE, AVX, F16C; BMI1, AVX2, BMI2; LZCNT; the XMM and YMM state
+  return has_v2() && has(Cpuid(1, 0).ecx, {12, 22, 28, 29}) && has(Cpuid(7, 0).ebx, {3, 5, 8}) &&
+         has(Cpuid(0x80000001u, 0).ecx, {5}) && has(saved_registers(), {1, 2});
+}
+
+bool has_v4() {
+  // AVX512F, DQ, CD, BW, VL; the mask and ZMM state
+  return has_v3() && has(Cpuid(7, 0).ebx, {16, 17, 28, 30, 31}) &&
+         has(saved_registers(), {5, 6, 7});
+}
+
+constexpr Isa levels[] = {{"scalar", always, kernels_scalar},
+                          {"x86-64-v2", has_v2, kernels_x86_64_v2},
+                          {"x86-64-v3", has_v3, kernels_x86_64_v3},
+                          {"x86-64-v4", has_v4, kernels_x86_64_v4}};
+
+#else
+
+constexpr Isa levels[] = {{"scalar", always, kernels_scalar}, {"neon", always, kernels_neon}};
+
+#endif
+
+}  // namespace
+
+const Isa& choose_isa() {
+  const char* wanted = std::getenv("GA_CPU_ISA");
+  const Isa* best = nullptr;
+  for (const Isa& level : levels) {
+    if (wanted && *wanted && std::strcmp(wanted, level.name) != 0) continue;
+    if (level.supported())
+      best = &level;
+    else if (wanted && *wanted)
+      fail(GA_ERROR_UNSUPPORTED, "GA_CPU_ISA was \"%s\", but this processor does not have it",
+           wanted);
+  }
+  if (!best)
+    fail(GA_ERROR_UNSUPPORTED, "GA_CPU_ISA was \"%s\", expected one of: " GA_CPU_ISA_NAMES, wanted);
+  return *best;
+}
+
+}  // namespace ga::cpu

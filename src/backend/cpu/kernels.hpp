@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU's loops over one chunk, compiled once per ISA level from kernels.cpp. All levels give the same bits.
+#pragma once
+
+#include "backend/backend.hpp"
+
+namespace ga::cpu {
+
+struct Kernels {
+  // Chunk [offset, offset + count) of a task. stream: write past the caches.
+  void (*accumulate)(const AccumulateTask& task, int64_t offset, int64_t count, bool stream);
+  void (*norm)(const NormTask& task, int64_t offset, int64_t count);
+  void (*finish)(const FinishTask& task, int64_t offset, int64_t count);
+  void (*const* update)(const UpdateTask& task, int64_t offset, int64_t count);  // [AllOps position]
+};
+
+struct Isa {
+  const char* name;
+  bool (*supported)();
+  const Kernels& (*kernels)();
+};
+
+// The level that GA_CPU_ISA names, else the best this processor has. Throws Error.
+const Isa& choose_isa();
+// The levels in this build.
+#if defined(__x86_64__)
+#define GA_CPU_ISA_NAMES "scalar x86-64-v2 x86-64-v3 x86-64-v4"
+#else
+#define GA_CPU_ISA_NAMES "scalar neon"
+#endif
+
+}  // namespace ga::cpu

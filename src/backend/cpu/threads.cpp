@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/cpu/threads.hpp"
+
+#include <algorithm>
+#include <exception>
+
+#include "error.hpp"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace ga::cpu {
+namespace {
+
+int default_count() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+}  // namespace
+
+Threads::Threads(const ga_config& config)
+    : count_(config.num_threads > 0 ? config.num_threads : default_count()),
+      parallel_for_(config.parallel_for),
+      user_(config.parallel_for_user) {
+#ifndef _OPENMP
+  if (!parallel_for_) count_ = 1;
+#endif
+  if (!parallel_for_ && count_ > 1) ranges_.reset(new Range[static_cast<size_t>(count_)]);
+}
+
+void Threads::reserve(int64_t items) {
+  if (!parallel_for_ || items <= capacity_) return;
+  taken_.reset(new std::atomic<unsigned char>[static_cast<size_t>(items)]);
+  capacity_ = items;
+}
+
+void Threads::run(int64_t items, bool alone, ga_task body, void* data) {
+  if (alone || items == 1 || (count_ == 1 && !parallel_for_)) {
+    for (int64_t i = 0; i < items; ++i) body(data, i);
+  } else if (parallel_for_) {
+    run_shared(items, body, data);
+  } else {
+    run_openmp(items, body, data);
+  }
+}
+
+void Threads::run_openmp(int64_t items, ga_task body, void* data) {
+#ifdef _OPENMP
+  const int threads = static_cast<int>(std::min<int64_t>(count_, items));
+  for (int t = 0; t < threads; ++t) {
+    ranges_[static_cast<size_t>(t)].next.store(items * t / threads, std::memory_order_relaxed);
+    ranges_[static_cast<size_t>(t)].end = items * (t + 1) / threads;
+  }
+  Range* const ranges = ranges_.get();
+#pragma omp parallel num_threads(threads)
+  {
+    const int self = omp_get_thread_num();
+    for (int t = 0; t < threads; ++t) {
+      Range& range = ranges[(self + t) % threads];
+      while (range.next.load(std::memory_order_relaxed) < range.end) {
+        const int64_t i = range.next.fetch_add(1, std::memory_order_relaxed);
+        if (i >= range.end) break;
+        body(data, i);
+      }
+    }
+  }
+#else
+  for (int64_t i = 0; i < items; ++i) body(data, i);
+#endif
+}
+
+void Threads::run_shared(int64_t items, ga_task body, void* data) {
+  struct Job {
+    ga_task body;
+    void* data;
+    int64_t items;
+    std::atomic<unsigned char>* taken;
+    std::atomic<int64_t> done;
+    std::atomic<bool> wrong;
+  } job = {body, data, items, taken_.get(), {0}, {false}};
+  for (int64_t i = 0; i < items; ++i) taken_[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
+  const ga_task once = [](void* shared, int64_t i) {
+    Job& j = *static_cast<Job*>(shared);
+    if (i < 0 || i >= j.items || j.taken[i].exchange(1, std::memory_order_relaxed)) {
+      j.wrong.store(true, std::memory_order_relaxed);
+      return;
+    }
+    j.body(j.data, i);
+    j.done.fetch_add(1, std::memory_order_release);
+  };
+  try {
+    parallel_for_(user_, items, once, &job);
+  } catch (const std::exception& e) {
+    fail(GA_ERROR_FAULT, "the program's parallel_for threw an exception: %s", e.what());
+  } catch (...) {
+    fail(GA_ERROR_FAULT, "the program's parallel_for threw an exception");
+  }
+  const int64_t done = job.done.load(std::memory_order_acquire);
+  if (done != items || job.wrong.load(std::memory_order_relaxed))
+    fail(GA_ERROR_FAULT,
+         "the program's parallel_for ran %lld of %lld tasks%s; each is to be run exactly once",
+         static_cast<long long>(done), static_cast<long long>(items),
+         job.wrong.load(std::memory_order_relaxed) ? ", some of them twice or out of range" : "");
+}
+
+}  // namespace ga::cpu

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "error.hpp"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+namespace ga {
+namespace {
+
+thread_local char last_text[1024] = "";
+
+}  // namespace
+
+Error::Error(ga_status status, std::string_view text) noexcept : status_(status) {
+  const size_t n = std::min(text.size(), sizeof text_ - 1);
+  std::memcpy(text_, text.data(), n);
+  text_[n] = '\0';
+}
+
+void fail(ga_status status, const char* format, ...) {
+  char text[1024];
+  va_list args;
+  va_start(args, format);
+  std::vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  throw Error(status, text);
+}
+
+const char* last_error() noexcept { return last_text; }
+
+ga_status set_last_error(ga_status status, const char* text) noexcept {
+  const size_t n = std::min(std::strlen(text), sizeof last_text - 1);
+  std::memmove(last_text, text, n);
+  last_text[n] = '\0';
+  return status;
+}
+
+}  // namespace ga

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stochastic gradient descent with momentum (Sutskever et al. 2013), as torch.optim.SGD and as keras.optimizers.SGD.
+#pragma once
+
+#include "error.hpp"
+#include "ops/op.hpp"
+
+namespace ga {
+
+// p <- (1 - lr wd) p - lr (g + l2 p)
+template <class T>
+struct SgdPlain {
+  using Real = T;
+  static constexpr int slots = 0;
+  T decay, l2, lr;
+
+  GA_HD SgdPlain(const ga_optimizer& o, const StepInput& in)
+      : decay(o.flavor == GA_FLAVOR_KERAS ? T(1 - in.lr * o.weight_decay) : T(1)),
+        l2(o.flavor == GA_FLAVOR_KERAS ? T(0) : T(o.weight_decay)),
+        lr(T(in.lr)) {}
+
+  GA_HD T operator()(T p, T g, T*) const { return decay * p - lr * (g + l2 * p); }
+};
+
+// b <- mu b + (1 - dampening) g, the first time b <- g; p <- p - lr b, or p - lr (g + mu b) with Nesterov
+template <class T, bool kNesterov>
+struct SgdMomentum {
+  using Real = T;
+  static constexpr int slots = 1;
+  T l2, keep, gain, mu, lr;
+
+  GA_HD SgdMomentum(const ga_optimizer& o, const StepInput& in)
+      : l2(T(o.weight_decay)),
+        keep(T(in.clock.step == 1 ? 0 : o.momentum)),
+        gain(T(in.clock.step == 1 ? 1 : 1 - o.dampening)),
+        mu(T(o.momentum)),
+        lr(T(in.lr)) {}
+
+  GA_HD T operator()(T p, T g, T* state) const {
+    g += l2 * p;
+    const T b = keep * state[0] + gain * g;
+    state[0] = b;
+    return p - lr * (kNesterov ? g + mu * b : b);
+  }
+};
+
+// v <- mu v - lr g; p <- p + v, or p + mu v - lr g with Nesterov
+template <class T, bool kNesterov>
+struct SgdKerasMomentum {
+  using Real = T;
+  static constexpr int slots = 1;
+  T decay, mu, lr;
+
+  GA_HD SgdKerasMomentum(const ga_optimizer& o, const StepInput& in)
+      : decay(T(1 - in.lr * o.weight_decay)), mu(T(o.momentum)), lr(T(in.lr)) {}
+
+  GA_HD T operator()(T p, T g, T* state) const {
+    const T v = mu * state[0] - lr * g;
+    state[0] = v;
+    return decay * p + (kNesterov ? mu * v - lr * g : v);
+  }
+};
+
+struct Sgd {
+  static constexpr int32_t kind = GA_OPTIMIZER_SGD;
+  static constexpr const char* name = "SGD";
+  static constexpr const char* slot_names[] = {"momentum_buffer"};
+  template <class T>
+  using Ops = TypeList<SgdPlain<T>, SgdMomentum<T, false>, SgdMomentum<T, true>,
+                       SgdKerasMomentum<T, false>, SgdKerasMomentum<T, true>>;
+
+  static bool has_flavor(int32_t flavor) { return flavor != GA_FLAVOR_BERT; }
+
+  static void defaults(ga_optimizer& o) { o.lr = o.flavor == GA_FLAVOR_KERAS ? 1e-2 : 1e-3; }
+
+  static void check(const ga_optimizer& o) {
+    if (o.flavor == GA_FLAVOR_KERAS && o.dampening != 0)
+      fail(GA_ERROR_INVALID_ARGUMENT, "SGD: dampening was %g, but the Keras flavor has none",
+           o.dampening);
+    if (o.nesterov && (o.momentum == 0 || o.dampening != 0))
+      fail(GA_ERROR_INVALID_ARGUMENT,
+           "SGD: nesterov needs momentum > 0 and dampening 0, but they were %g and %g", o.momentum,
+           o.dampening);
+  }
+
+  static int select(const ga_optimizer& o) {
+    if (o.momentum == 0) return 0;
+    return (o.flavor == GA_FLAVOR_KERAS ? 3 : 1) + (o.nesterov ? 1 : 0);
+  }
+};
+
+}  // namespace ga

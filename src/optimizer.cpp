@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "optimizer.hpp"
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <type_traits>
+
+#include "error.hpp"
+#include "ops/all.hpp"
+
+namespace ga {
+namespace {
+
+template <class List>
+struct Tables;
+
+template <class... O>
+struct Tables<TypeList<O...>> {
+  template <class Optimizer>
+  static int op_of(const ga_optimizer& o) {
+    // Ops of the optimizers before this one in the list.
+    int first = 0;
+    bool found = false;
+    ((found = found || std::is_same_v<O, Optimizer>, first += found ? 0 : O::template Ops<float>::size), ...);
+    const int chosen = Optimizer::select(o);
+    return chosen < 0 ? -1 : first + chosen;
+  }
+
+  static constexpr std::array<OptimizerInfo, sizeof...(O)> infos = {
+      OptimizerInfo{O::name, O::has_flavor, O::defaults, O::check, op_of<O>, O::slot_names}...};
+};
+
+template <class Op>
+void fold_into(const ga_optimizer& o, const StepInput& in, OpBytes& out) {
+  static_assert(sizeof(Op) <= sizeof out.bytes && alignof(Op) <= alignof(OpBytes));
+  static_assert(std::is_trivially_copyable_v<Op> && Op::slots <= kMaxSlots);
+  new (out.bytes) Op(o, in);
+}
+
+template <class List>
+struct OpTable;
+
+template <class... Op>
+struct OpTable<TypeList<Op...>> {
+  static constexpr std::array<OpInfo, sizeof...(Op)> infos = {OpInfo{Op::slots, fold_into<Op>}...};
+};
+
+constexpr auto& optimizers = Tables<Optimizers>::infos;
+constexpr auto& ops = OpTable<AllOps<float>>::infos;
+
+constexpr const char* flavor_names[] = {"torch", "Keras", "BERT"};
+
+void check_range(const char* optimizer, const char* name, double value, double low, double high,
+                 bool high_is_legal) {
+  if (value >= low && (value < high || (high_is_legal && value == high)) && std::isfinite(value))
+    return;
+  if (std::isinf(high))
+    fail(GA_ERROR_INVALID_ARGUMENT, "%s: %s was %g, expected a finite number >= %g", optimizer,
+         name, value, low);
+  fail(GA_ERROR_INVALID_ARGUMENT, "%s: %s was %g, expected a number in [%g, %g%c", optimizer, name,
+       value, low, high, high_is_legal ? ']' : ')');
+}
+
+void check_flag(const char* optimizer, const char* name, int32_t value) {
+  if (value != 0 && value != 1)
+    fail(GA_ERROR_INVALID_ARGUMENT, "%s: %s was %d, expected 0 or 1", optimizer, name, value);
+}
+
+}  // namespace
+
+const OptimizerInfo& optimizer_info(int32_t kind, int32_t flavor) {
+  if (kind < 0 || kind >= static_cast<int32_t>(optimizers.size()))
+    fail(GA_ERROR_INVALID_ARGUMENT, "optimizer kind was %d, expected 0 to %d (ga_optimizer_kind)",
+         kind, static_cast<int>(optimizers.size()) - 1);
+  if (flavor < GA_FLAVOR_TORCH || flavor > GA_FLAVOR_BERT)
+    fail(GA_ERROR_INVALID_ARGUMENT, "optimizer flavor was %d, expected 0 to 2 (ga_flavor)", flavor);
+  const OptimizerInfo& info = optimizers[static_cast<size_t>(kind)];
+  if (!info.has_flavor(flavor))
+    fail(GA_ERROR_UNSUPPORTED, "optimizer %s has no %s flavor", info.name, flavor_names[flavor]);
+  return info;
+}
+
+const OpInfo& op_info(int op) { return ops[static_cast<size_t>(op)]; }
+
+void check_optimizer(const ga_optimizer& o) {
+  const OptimizerInfo& info = optimizer_info(o.kind, o.flavor);
+  const double inf = HUGE_VAL;
+  check_range(info.name, "lr", o.lr, 0, inf, false);
+  check_range(info.name, "weight_decay", o.weight_decay, 0, inf, false);
+  check_range(info.name, "momentum", o.momentum, 0, inf, false);
+  check_range(info.name, "dampening", o.dampening, 0, 1, true);
+  check_range(info.name, "beta1", o.beta1, 0, 1, false);
+  check_range(info.name, "beta2", o.beta2, 0, 1, false);
+  check_range(info.name, "eps", o.eps, 0, inf, false);
+  check_flag(info.name, "nesterov", o.nesterov);
+  check_flag(info.name, "amsgrad", o.amsgrad);
+  check_flag(info.name, "maximize", o.maximize);
+  info.check(o);
+}
+
+}  // namespace ga

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials that the
+// accumulating passes left; a pass of its own is made only for what has none (see collect).
+#include <algorithm>
+#include <cmath>
+
+#include "context.hpp"
+#include "error.hpp"
+
+namespace ga {
+namespace {
+
+// The sum of partials in a fixed pairwise order.
+double sum_squares(const Partial* partials, int64_t count) {
+  if (count <= 0) return 0;
+  if (count == 1) return partials[0].sum_squares;
+  const int64_t half = count / 2;
+  return sum_squares(partials, half) + sum_squares(partials + half, count - half);
+}
+
+double clip_factor(const ga_clip& clip, double norm) {
+  if (clip.flavor == GA_FLAVOR_KERAS)
+    return norm > clip.max_norm ? clip.max_norm / norm : 1;
+  return std::min(1.0, clip.max_norm / (norm + 1e-6));
+}
+
+}  // namespace
+
+ga_window_info Context::window() const {
+  ga_window_info w = {};
+  w.struct_size = sizeof w;
+  w.state = window_.state();
+  w.micro_batches = window_.size();
+  w.open_micro = window_.open_index();
+  w.accum_steps = window_.accum_steps();
+  w.weight = window_.weight();
+  w.windows = windows_;
+  w.steps = steps_;
+  return w;
+}
+
+const ga_clip& Context::clip_of(const Param& p) const {
+  const Group& g = groups_[static_cast<size_t>(p.group)];
+  return g.own_clip ? g.clip : clip_;
+}
+
+// The parameter's reduced gradient, clipped by value, not yet by norm. mean divides by the weights.
+GradientView Context::view(const Param& p, double mean) const {
+  Source source = {p.accumulator, GA_F32, 1};
+  if (p.held == Held::kAdopted) source = p.adopted;
+  if (p.held == Held::kNothing) source.data = nullptr;
+  const double sign = groups_[static_cast<size_t>(p.group)].optimizer.maximize ? -1 : 1;
+  return {source, static_cast<float>(mean * sign), static_cast<float>(clip_of(p).max_value), 1};
+}
+
+// Whether a norm is to be taken of the gradient as clipped by value, which no accumulating pass has seen.
+bool Context::norm_after_value(const Param& p) const {
+  const ga_clip& clip = clip_of(p);
+  return std::isfinite(clip.max_value) && clip.scope != GA_CLIP_NONE;
+}
+
+// Fills Param::sum_squares of the reduced gradients; returns whether all are finite. A pass over the data is made for
+// gradients that were never stored, for accumulators last written by a matrix product or by the program, and where a
+// clip by value comes before one by norm.
+bool Context::take_norms(double mean) {
+  norm_tasks_.clear();
+  for (ga_param id : touched_) {
+    Param& p = params_[static_cast<size_t>(id)];
+    if (p.held == Held::kNothing) continue;
+    const bool clamped = norm_after_value(p);
+    if (p.held == Held::kStored && !p.stale && !clamped) continue;
+    NormTask task = {view(p, mean), p.count, p.partials};
+    if (!clamped) {
+      task.gradient.scale = 1;
+      task.gradient.limit = HUGE_VALF;
+    }
+    norm_tasks_.push_back(task);
+    p.stale = clamped;  // the partials are not those of the accumulator any more
+  }
+  backend_->norm({norm_tasks_.data(), norm_tasks_.size()});
+
+  bool finite = true;
+  for (ga_param id : touched_) {
+    Param& p = params_[static_cast<size_t>(id)];
+    p.sum_squares = 0;
+    if (p.held == Held::kNothing) continue;
+    const int64_t chunks = chunk_count(p.count);
+    for (int64_t c = 0; c < chunks; ++c) finite = finite && !p.partials[c].nonfinite;
+    p.sum_squares = sum_squares(p.partials, chunks) * (norm_after_value(p) ? 1 : mean * mean);
+  }
+  return finite;
+}
+
+// Turns norms into Param::clip_factor; returns the norm of the whole gradient and the smallest factor.
+Context::Clipping Context::clip_by_norm() {
+  double all = 0, shared = 0;
+  for (Group& g : groups_) g.sum_squares = 0;
+  for (ga_param id : touched_) {
+    const Param& p = params_[static_cast<size_t>(id)];
+    Group& g = groups_[static_cast<size_t>(p.group)];
+    all += p.sum_squares;
+    (g.own_clip ? g.sum_squares : shared) += p.sum_squares;
+  }
+  Clipping result = {std::sqrt(all), 1};
+  for (ga_param id : touched_) {
+    Param& p = params_[static_cast<size_t>(id)];
+    const Group& g = groups_[static_cast<size_t>(p.group)];
+    const ga_clip& clip = clip_of(p);
+    p.clip_factor = 1;
+    if (clip.scope == GA_CLIP_GLOBAL)
+      p.clip_factor = clip_factor(clip, std::sqrt(g.own_clip ? g.sum_squares : shared));
+    else if (clip.scope == GA_CLIP_PER_TENSOR)
+      p.clip_factor = clip_factor(clip, std::sqrt(p.sum_squares));
+    result.smallest_factor = std::min(result.smallest_factor, p.clip_factor);
+  }
+  return result;
+}
+
+// One pass over parameters and state. Counters move after it.
+void Context::update(double mean) {
+  update_tasks_.clear();
+  finish_tasks_.clear();
+  folded_.clear();
+  ga_group folded_group = -1;
+  Clock folded_clock;
+  for (ga_param id : touched_) {
+    const Param& p = params_[static_cast<size_t>(id)];
+    const Group& g = groups_[static_cast<size_t>(p.group)];
+    const ga_optimizer& o = g.optimizer;
+    GradientView gradient = view(p, mean);
+    if (std::isinf(gradient.limit))  // then mean and clip factor are one scalar, rounded once
+      gradient.scale = static_cast<float>(mean * p.clip_factor * (o.maximize ? -1 : 1));
+    else
+      gradient.factor = static_cast<float>(p.clip_factor);
+
+    const int op = optimizer_info(o.kind, o.flavor).op(o);
+    if (op < 0) {
+      finish_tasks_.push_back({gradient, p.accumulator, p.count});
+      continue;
+    }
+    Clock clock = o.flavor == GA_FLAVOR_TORCH ? p.clock : g.clock;
+    clock.advance(o);
+    // Parameters of a group have mostly been updated together: fold once for them.
+    if (folded_group != p.group || folded_clock.step != clock.step) {
+      folded_.push_back({});
+      op_info(op).fold(o, {lr(p.group), clock}, folded_.back());
+      folded_group = p.group;
+      folded_clock = clock;
+    }
+    UpdateTask task = {op, &folded_.back(), gradient, p.data, {}, p.count};
+    std::copy(p.state, p.state + kMaxSlots, task.state);
+    update_tasks_.push_back(task);
+  }
+  backend_->finish({finish_tasks_.data(), finish_tasks_.size()});
+  backend_->update({update_tasks_.data(), update_tasks_.size()});
+}
+
+// An applied step: every counter moves, once.
+void Context::commit() {
+  for (ga_param id : touched_) {
+    Param& p = params_[static_cast<size_t>(id)];
+    const Group& g = groups_[static_cast<size_t>(p.group)];
+    p.clock.advance(g.optimizer);
+    p.delivered = g.optimizer.kind == GA_OPTIMIZER_EXTERNAL;
+    delivered_ = delivered_ || p.delivered;
+  }
+  for (Group& g : groups_) g.clock.advance(g.optimizer);
+  ++steps_;
+}
+
+void Context::empty_window() {
+  for (Param& p : params_) {
+    p.held = Held::kNothing;
+    p.acquired = false;
+    p.stale = false;
+  }
+  window_.clear();
+  update_accum_steps();
+}
+
+ga_step_result Context::step() {
+  window_.check_step();
+  ga_step_result r = {};
+  r.struct_size = sizeof r;
+  r.micro_batches = window_.size();
+  r.weight = window_.weight();
+  r.clip_factor = 1;
+  r.loss_scale = config_.loss_scale;
+  forget_delivered();
+
+  if (r.weight > 0) {
+    const double mean = config_.reduce == GA_REDUCE_MEAN ? 1 / r.weight : 1;
+    touched_.clear();
+    for (size_t i = 0; i < params_.size(); ++i)
+      if (!params_[i].frozen &&
+          (params_[i].held != Held::kNothing || config_.missing == GA_MISSING_ZERO))
+        touched_.push_back(static_cast<ga_param>(i));
+    or_break([&] {
+      const bool finite = take_norms(mean);
+      const Clipping clipping = clip_by_norm();
+      r.norm = clipping.norm;
+      if (!finite) {
+        if (config_.nonfinite == GA_NONFINITE_FAIL)
+          fail(GA_ERROR_NONFINITE,
+               "the gradient of parameter \"%s\" is infinite or NaN; the window is kept until "
+               "ga_discard",
+               first_nonfinite());
+        r.outcome = GA_STEP_SKIPPED_NONFINITE;
+        return;
+      }
+      r.clip_factor = clipping.smallest_factor;
+      r.lr = groups_.empty() ? 0 : lr(0);
+      update(mean);
+      commit();
+    });
+  } else {
+    r.outcome = GA_STEP_SKIPPED_EMPTY;
+  }
+  empty_window();
+  r.windows = ++windows_;
+  r.steps = steps_;
+  return r;
+}
+
+const char* Context::first_nonfinite() const {
+  for (ga_param id : touched_) {
+    const Param& p = params_[static_cast<size_t>(id)];
+    for (int64_t c = 0; p.held != Held::kNothing && c < chunk_count(p.count); ++c)
+      if (p.partials[c].nonfinite) return name(id);
+  }
+  return "";
+}
+
+// A pass of ga_step that breaks off half-way may leave parameters half updated: nothing after it can be right.
+template <class Work>
+void Context::or_break(Work&& work) {
+  try {
+    work();
+  } catch (const Error& e) {
+    if (e.status() == GA_ERROR_FAULT) broken_ = e;
+    throw;
+  }
+}
+
+void Context::discard() {
+  forget_delivered();
+  empty_window();
+}
+
+void Context::forget_delivered() {
+  if (delivered_)
+    for (Param& p : params_) p.delivered = false;
+  delivered_ = false;
+}
+
+const void* Context::gradient(ga_param id, int32_t* dtype) const {
+  const Param& p = param(id);
+  const ga_optimizer& o = groups_[static_cast<size_t>(p.group)].optimizer;
+  if (o.kind != GA_OPTIMIZER_EXTERNAL)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "parameter \"%s\": its group has the optimizer %s; ga_gradient is for "
+         "GA_OPTIMIZER_EXTERNAL",
+         name(id), optimizer_info(o.kind, o.flavor).name);
+  if (!delivered_ || !p.delivered)
+    fail(GA_ERROR_INVALID_STATE,
+         "parameter \"%s\": there is no gradient; ga_gradient is legal after an applied ga_step in "
+         "which the parameter had one, until the next accumulate, ga_discard or ga_step",
+         name(id));
+  if (dtype) *dtype = GA_F32;
+  return p.accumulator;
+}
+
+}  // namespace ga

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dtypes as data.
+#pragma once
+
+#include <cstdint>
+
+#include "gradaccum/gradaccum.h"
+
+namespace ga {
+
+struct DtypeInfo {
+  const char* name;
+  int32_t size;    // bytes of an element; 0: no such dtype
+  bool supported;  // has loops in this version
+};
+
+// For any number; unknown ones have size 0.
+inline DtypeInfo dtype_info(int32_t dtype) {
+  constexpr DtypeInfo table[] = {{"unknown", 0, false},
+                                 {"f32", 4, true},
+                                 {"f64", 8, false},
+                                 {"f16", 2, false},
+                                 {"bf16", 2, false}};
+  return table[dtype >= GA_F32 && dtype <= GA_BF16 ? dtype : 0];
+}
+
+}  // namespace ga

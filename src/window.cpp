@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "window.hpp"
+
+#include "error.hpp"
+
+namespace ga {
+namespace {
+
+long long ll(int64_t x) { return static_cast<long long>(x); }
+
+}  // namespace
+
+ga_window_state Window::state() const {
+  if (invalid_) return GA_WINDOW_INVALID;
+  if (micros_.empty()) return GA_WINDOW_EMPTY;
+  return accum_steps_ > 0 && size() >= accum_steps_ ? GA_WINDOW_FULL : GA_WINDOW_OPEN;
+}
+
+double Window::weight() const {
+  double sum = 0;
+  for (const Micro& m : micros_) sum += m.weight;
+  return sum;
+}
+
+void Window::check_valid() const {
+  if (invalid_)
+    fail(GA_ERROR_INVALID_STATE,
+         "the window is invalid since an accumulating call failed half-way; only ga_discard is legal");
+}
+
+void Window::check_whole() const {
+  check_valid();
+  if (open_ >= 0)
+    fail(GA_ERROR_INVALID_STATE, "micro-batch %lld is still open; end it with ga_micro_end first",
+         ll(open_));
+  if (state() == GA_WINDOW_FULL)
+    fail(GA_ERROR_INVALID_STATE,
+         "the window is full: it holds %lld of %lld micro-batches; ga_step is due", ll(size()),
+         ll(accum_steps_));
+}
+
+void Window::begin(int64_t index, const Micro& micro) {
+  check_valid();
+  if (open_ >= 0)
+    fail(GA_ERROR_INVALID_STATE, "micro-batch %lld is still open; end it with ga_micro_end first",
+         ll(open_));
+  if (index < 0 || index > size())
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "micro-batch index was %lld, but the window holds %lld: expected 0 to %lld", ll(index),
+         ll(size()), ll(size()));
+  if (index == size()) {
+    check_whole();
+    micros_.push_back(micro);
+  } else {
+    const Micro& first = micros_[static_cast<size_t>(index)];
+    if (first.weight != micro.weight)
+      fail(GA_ERROR_INVALID_ARGUMENT,
+           "micro-batch %lld was resumed with weight %g, but was opened with %g", ll(index),
+           micro.weight, first.weight);
+    if (first.loss_scale != micro.loss_scale)
+      fail(GA_ERROR_INVALID_ARGUMENT,
+           "micro-batch %lld was resumed with loss scale %g, but was opened with %g", ll(index),
+           micro.loss_scale, first.loss_scale);
+  }
+  open_ = index;
+}
+
+void Window::check_part(const char* what) const {
+  check_valid();
+  if (open_ < 0)
+    fail(GA_ERROR_INVALID_STATE, "%s was called with no micro-batch open; ga_micro_begin opens one",
+         what);
+}
+
+void Window::end() {
+  check_part("ga_micro_end");
+  open_ = -1;
+}
+
+void Window::check_step() const {
+  check_valid();
+  if (open_ >= 0)
+    fail(GA_ERROR_INVALID_STATE,
+         "ga_step was called while micro-batch %lld is open; end it with ga_micro_end first",
+         ll(open_));
+}
+
+void Window::invalidate() { invalid_ = true; }
+
+void Window::clear() {
+  micros_.clear();
+  open_ = -1;
+  invalid_ = false;
+}
+
+}  // namespace ga
