@@ -1,7 +1,7 @@
-// SPDX-License-Identifier: Apache-2.0
-// Contributions to a window. Every function checks all it was given first, then makes its pass over the data, then
-// records what has changed; so a call that fails has changed nothing. Only a pass that breaks off half-way leaves the
-// accumulators unknown, and the window invalid.
+// SPDX-License-Identifier: Apache-2.0 Contributions to a window. Every function checks all it was
+// given first, then makes its pass over the data, then records what has changed; so a call that
+// fails has changed nothing. Only a pass that breaks off half-way leaves the accumulators unknown,
+// and the window invalid.
 #include <cmath>
 
 #include "context.hpp"
@@ -40,8 +40,8 @@ void Context::check_gradient(ga_param id, const void* gradient) {
          "bytes",
          name(id), gradient, size);
   if (const Range* r = overlap(gradient, p.count * size, -1))
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its gradient at %p overlaps %s%s%s", name(id),
-         gradient, r->param < 0 ? "memory of the library" : "parameter \"",
+    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its gradient at %p overlaps %s%s%s",
+         name(id), gradient, r->param < 0 ? "memory of the library" : "parameter \"",
          r->param < 0 ? "" : name(r->param), r->param < 0 ? "" : "\"");
   p.checked = gradient;
 }
@@ -67,7 +67,9 @@ void Context::plan(ga_param id, const void* gradient, float scale) {
 }
 
 void Context::run_plan() {
-  or_invalidate([&] { backend_->accumulate({accumulate_tasks_.data(), accumulate_tasks_.size()}); });
+  or_invalidate([&] {
+    backend_->accumulate({accumulate_tasks_.data(), accumulate_tasks_.size()});
+  });
   for (const Planned& change : planned_) {
     Param& p = params_[static_cast<size_t>(change.param)];
     // Adding to what another wrote last stores new partials: they are right again.
@@ -111,8 +113,8 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
       for (ga_param id = block.first; id < block.first + block.count; ++id) {
         const Param& p = params_[static_cast<size_t>(id)];
         if (p.frozen) continue;
-        const void* gradient = static_cast<const char*>(gradients[b]) +
-                               p.offset * dtype_info(p.gradient_dtype).size;
+        const void* gradient =
+            static_cast<const char*>(gradients[b]) + p.offset * dtype_info(p.gradient_dtype).size;
         check_gradient(id, gradient);
         plan(id, gradient, factor);
       }
@@ -165,8 +167,9 @@ void Context::store_adopted(ga_param id) {
   p.stale = false;
 }
 
-void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t lda, bool transpose_a,
-                                const void* b, int64_t ldb, bool transpose_b, int32_t dtype) {
+void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t lda,
+                                bool transpose_a, const void* b, int64_t ldb, bool transpose_b,
+                                int32_t dtype) {
   Param& p = part(id, "ga_accumulate_matmul");
   if (dtype_info(dtype).size == 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": dtype was %d, expected a ga_dtype", name(id),

@@ -35,8 +35,8 @@ void require(const T* pointer, const char* name) {
 template <class T>
 void check_size(size_t size, const char* type) {
   if (size < first_size<T> || size > kLargestStruct)
-    fail(GA_ERROR_INVALID_ARGUMENT, "struct_size of %s was %zu, expected sizeof(%s), here %zu", type,
-         size, type, sizeof(T));
+    fail(GA_ERROR_INVALID_ARGUMENT, "struct_size of %s was %zu, expected sizeof(%s), here %zu",
+         type, size, type, sizeof(T));
 }
 
 // A struct that the caller filled, on top of the library's defaults.
@@ -48,9 +48,10 @@ T read_struct(const T* given, T defaults, const char* type) {
   const auto* bytes = reinterpret_cast<const unsigned char*>(given);
   if (std::any_of(bytes + std::min(size, sizeof(T)), bytes + size,
                   [](unsigned char b) { return b != 0; }))
-    fail(GA_ERROR_UNSUPPORTED,
-         "%s of %zu bytes has fields set that this version of the library (%zu bytes) does not know",
-         type, size, sizeof(T));
+    fail(
+        GA_ERROR_UNSUPPORTED,
+        "%s of %zu bytes has fields set that this version of the library (%zu bytes) does not know",
+        type, size, sizeof(T));
   std::memcpy(&defaults, given, std::min(size, sizeof(T)));
   defaults.struct_size = sizeof(T);
   return defaults;
@@ -148,14 +149,22 @@ const char* ga_build_info(void) {
 
 const char* ga_status_name(ga_status status) {
   switch (status) {
-    case GA_OK: return "GA_OK";
-    case GA_ERROR_INVALID_ARGUMENT: return "GA_ERROR_INVALID_ARGUMENT";
-    case GA_ERROR_INVALID_STATE: return "GA_ERROR_INVALID_STATE";
-    case GA_ERROR_OUT_OF_MEMORY: return "GA_ERROR_OUT_OF_MEMORY";
-    case GA_ERROR_UNSUPPORTED: return "GA_ERROR_UNSUPPORTED";
-    case GA_ERROR_NONFINITE: return "GA_ERROR_NONFINITE";
-    case GA_ERROR_FAULT: return "GA_ERROR_FAULT";
-    case GA_ERROR_INTERNAL: return "GA_ERROR_INTERNAL";
+    case GA_OK:
+      return "GA_OK";
+    case GA_ERROR_INVALID_ARGUMENT:
+      return "GA_ERROR_INVALID_ARGUMENT";
+    case GA_ERROR_INVALID_STATE:
+      return "GA_ERROR_INVALID_STATE";
+    case GA_ERROR_OUT_OF_MEMORY:
+      return "GA_ERROR_OUT_OF_MEMORY";
+    case GA_ERROR_UNSUPPORTED:
+      return "GA_ERROR_UNSUPPORTED";
+    case GA_ERROR_NONFINITE:
+      return "GA_ERROR_NONFINITE";
+    case GA_ERROR_FAULT:
+      return "GA_ERROR_FAULT";
+    case GA_ERROR_INTERNAL:
+      return "GA_ERROR_INTERNAL";
   }
   return "unknown status";
 }
@@ -169,8 +178,8 @@ ga_status ga_config_init(ga_config* config, size_t struct_size) {
 ga_status ga_context_create(const ga_config* config, ga_context** out) {
   return guard([&] {
     require(out, "out");
-    const ga_config c = config ? read_struct(config, ga::default_config(), "ga_config")
-                               : ga::default_config();
+    const ga_config c =
+        config ? read_struct(config, ga::default_config(), "ga_config") : ga::default_config();
     ga::check_config(c);
     *out = new ga_context(c);
   });
@@ -239,9 +248,8 @@ ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weig
 }
 
 ga_status ga_schedule_init(ga_schedule* schedule, size_t struct_size, int32_t kind) {
-  return guard([&] {
-    init_struct(schedule, struct_size, ga::Schedule::defaults(kind), "ga_schedule");
-  });
+  return guard(
+      [&] { init_struct(schedule, struct_size, ga::Schedule::defaults(kind), "ga_schedule"); });
 }
 
 ga_status ga_group_set_schedule(ga_context* ctx, ga_group group, const ga_schedule* schedule) {

@@ -150,7 +150,7 @@ Context::Param& Context::param(ga_param id) {
   return const_cast<Param&>(static_cast<const Context*>(this)->param(id));
 }
 
-// ---- Window length --------------------------------------------------------------------------------------------
+// ---- Window length
 
 void Context::update_accum_steps() {
   int64_t k = config_.accum_steps;
@@ -171,10 +171,11 @@ void Context::set_accum_steps(int64_t k) {
 
 void Context::set_accum_schedule(const ga_accum_phase* phases, size_t count) {
   require_empty("ga_context_set_accum_schedule");
-  if (count > 0 && !phases) fail(GA_ERROR_INVALID_ARGUMENT, "phases was NULL, but count is %zu", count);
+  if (count > 0 && !phases)
+    fail(GA_ERROR_INVALID_ARGUMENT, "phases was NULL, but count is %zu", count);
   for (size_t i = 0; i < count; ++i) {
-    const bool ordered = i == 0 ? phases[i].from_step == 0
-                                : phases[i].from_step > phases[i - 1].from_step;
+    const bool ordered =
+        i == 0 ? phases[i].from_step == 0 : phases[i].from_step > phases[i - 1].from_step;
     if (!ordered)
       fail(GA_ERROR_INVALID_ARGUMENT,
            "phase %zu: from_step was %lld; the first is 0 and each is larger than the one before",
@@ -188,7 +189,7 @@ void Context::set_accum_schedule(const ga_accum_phase* phases, size_t count) {
   update_accum_steps();
 }
 
-// ---- Groups ---------------------------------------------------------------------------------------------------
+// ---- Groups
 
 ga_group Context::add_group(const ga_optimizer& o) {
   require_empty("ga_group_add");
@@ -235,7 +236,7 @@ double Context::lr(ga_group id) const {
   return g.schedule.rate(g.optimizer.lr, steps_);
 }
 
-// ---- Parameters -----------------------------------------------------------------------------------------------
+// ---- Parameters
 
 const Context::Range* Context::overlap(const void* data, int64_t bytes, ga_param except) const {
   if (bytes == 0) return nullptr;
@@ -272,26 +273,26 @@ void Context::check_data(const char* tensor, const void* data, int64_t count, ga
          "parameter \"%s\": its %lld elements at address %p reach past the end of memory", tensor,
          static_cast<long long>(count), data);
   if (const Range* r = overlap(data, bytes, self))
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its data at %p overlaps %s%s%s", tensor, data,
-         r->param < 0 ? "memory of the library" : "parameter \"", r->param < 0 ? "" : name(r->param),
-         r->param < 0 ? "" : "\"");
+    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its data at %p overlaps %s%s%s", tensor,
+         data, r->param < 0 ? "memory of the library" : "parameter \"",
+         r->param < 0 ? "" : name(r->param), r->param < 0 ? "" : "\"");
 }
 
-ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* entries,
-                             size_t count, const ga_param_options& options) {
+ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* entries, size_t count,
+                             const ga_param_options& options) {
   require_empty("adding a parameter");
   if (count > static_cast<size_t>(INT32_MAX) - params_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "the context would have more than %d parameters", INT32_MAX);
   const size_t old_params = params_.size();
   const size_t old_ranges = ranges_.size();
   const auto undo = [&] {
-    for (size_t i = old_params; i < tensors_.size(); ++i) names_.erase(tensors_[i].name);
+    for (size_t i = old_params; i < tensors_.size(); ++i)
+      names_.erase(tensors_[i].name);  // or was never in
     params_.resize(old_params, Param{});
     tensors_.resize(old_params);
-    ranges_.erase(std::remove_if(ranges_.begin(), ranges_.end(),
-                                 [&](const Range& r) {
-                                   return r.param >= static_cast<ga_param>(old_params);
-                                 }),
+    ranges_.erase(std::remove_if(
+                      ranges_.begin(), ranges_.end(),
+                      [&](const Range& r) { return r.param >= static_cast<ga_param>(old_params); }),
                   ranges_.end());
   };
   try {
@@ -304,6 +305,9 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
       if (!e.name || !*e.name)
         fail(GA_ERROR_INVALID_ARGUMENT, "parameter %zu: its name was %s", old_params + i,
              e.name ? "empty" : "NULL");
+      if (names_.count(e.name) > 0)
+        fail(GA_ERROR_INVALID_ARGUMENT,
+             "parameter \"%s\": the context has one of that name already", e.name);
       group(e.group);
       const int32_t size = check_dtype(e.name, "dtype", dtype);
       const int32_t gradient_dtype = options.gradient_dtype ? options.gradient_dtype : dtype;
@@ -314,15 +318,8 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
              static_cast<long long>(e.offset));
       float* const at = data ? static_cast<float*>(data) + e.offset : nullptr;
       check_data(e.name, at, elements, -1);
-      if (!names_.insert(e.name).second)
-        fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": the context has one of that name already",
-             e.name);
-      try {
-        tensors_.push_back({e.name, dtype, e.rank > 0 ? e.shape[0] : 1});
-      } catch (...) {
-        names_.erase(e.name);
-        throw;
-      }
+      tensors_.push_back({e.name, dtype, e.rank > 0 ? e.shape[0] : 1});
+      names_.insert(e.name);
       Param p = {};
       p.data = at;
       p.count = elements;
@@ -348,9 +345,9 @@ void Context::bind(ga_param id, void* data) {
   Param& p = param(id);
   check_data(name(id), data, p.count, id);
   p.data = static_cast<float*>(data);
-  ranges_.erase(std::remove_if(ranges_.begin(), ranges_.end(),
-                               [&](const Range& r) { return r.param == id; }),
-                ranges_.end());
+  ranges_.erase(
+      std::remove_if(ranges_.begin(), ranges_.end(), [&](const Range& r) { return r.param == id; }),
+      ranges_.end());
   const auto begin = reinterpret_cast<uintptr_t>(data);
   add_range({begin, begin + static_cast<uintptr_t>(p.count) * sizeof(float), id});
   for (Param& other : params_) other.checked = nullptr;
@@ -361,7 +358,7 @@ void Context::set_frozen(ga_param id, bool frozen) {
   param(id).frozen = frozen;
 }
 
-// ---- Memory ---------------------------------------------------------------------------------------------------
+// ---- Memory
 
 Context::Layout Context::layout(size_t first, size_t last) const {
   Layout l;
@@ -376,10 +373,10 @@ Context::Layout Context::layout(size_t first, size_t last) const {
 }
 
 int64_t Context::table_bytes(int64_t params, int64_t chunks) const {
-  return params * static_cast<int64_t>(sizeof(Param) + sizeof(Tensor) + sizeof(Planned) +
-                                       sizeof(AccumulateTask) + sizeof(NormTask) +
-                                       sizeof(UpdateTask) + sizeof(FinishTask) + sizeof(OpBytes) +
-                                       sizeof(ga_param)) +
+  return params *
+             static_cast<int64_t>(sizeof(Param) + sizeof(Tensor) + sizeof(Planned) +
+                                  sizeof(AccumulateTask) + sizeof(NormTask) + sizeof(UpdateTask) +
+                                  sizeof(FinishTask) + sizeof(OpBytes) + sizeof(ga_param)) +
          backend_->reserve_bytes(params, chunks);
 }
 

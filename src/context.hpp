@@ -1,6 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0
-// What a ga_context is: groups, parameters, the window and the counters. No loop over elements is in here; it tells a
-// Backend what to do to which tensors.
+// SPDX-License-Identifier: Apache-2.0 What a ga_context is: groups, parameters, the window and the
+// counters. No loop over elements is in here; it tells a Backend what to do to which tensors.
 //   context.cpp     registration and memory
 //   accumulate.cpp  contributions to a window
 //   step.cpp        the end of a window
@@ -28,7 +27,8 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // Held during a call: throws where the context is in another call already, or has failed for good.
+  // Held during a call: throws where the context is in another call already, or has failed for
+  // good.
   class Use {
    public:
     explicit Use(const Context& context);
@@ -125,7 +125,8 @@ class Context {
     ga_param count;
   };
 
-  // Memory that gradients and parameters must keep clear of: parameters, and the library's own arrays (param -1).
+  // Memory that gradients and parameters must keep clear of: parameters, and the library's own
+  // arrays (param -1).
   struct Range {
     uintptr_t begin, end;
     ga_param param;

@@ -13,7 +13,7 @@
 namespace ga {
 namespace {
 
-// The folder of the shared library or the program that this code is part of; "" if the system does not tell.
+// The folder of the library or program that this code is part of; "" if the system does not tell.
 std::string own_folder() {
   Dl_info info;
   void* map = nullptr;
@@ -45,7 +45,7 @@ const void* open_module(const char* name, int32_t abi) {
     places = std::string("only in the folder that GA_MODULE_PATH names, ") + folder;
   } else {
     path = own_folder() + file;
-    // A module that is here and does not load is the answer; another one elsewhere is not asked for.
+    // If it is here and does not load, that is the answer: no other is asked for.
     if (access(path.c_str(), F_OK) == 0) {
       places = path;
     } else {
@@ -54,23 +54,25 @@ const void* open_module(const char* name, int32_t abi) {
     }
   }
 
-  // Local: what a module brings along is not to be seen by the host. Never closed: the threads of an OpenMP that came
-  // with it would lose the ground under their feet. So it is opened once more by each caller, which is cheap.
+  // Local: what a module brings along is not to be seen by the host. Never closed: the threads of
+  // an OpenMP that came with it would lose the ground under their feet.
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle)
-    fail(GA_ERROR_UNSUPPORTED, "module %s could not be loaded (looked %s): %s", file.c_str(), places.c_str(),
-         loader_text().c_str());
+    fail(GA_ERROR_UNSUPPORTED, "module %s could not be loaded (looked %s): %s", file.c_str(),
+         places.c_str(), loader_text().c_str());
   const std::string symbol = std::string("ga_module_") + name;
   const auto entry = reinterpret_cast<ModuleEntry>(dlsym(handle, symbol.c_str()));
   if (!entry)
-    fail(GA_ERROR_UNSUPPORTED, "module %s (looked %s) is not one of this library: %s", file.c_str(), places.c_str(),
-         loader_text().c_str());
+    fail(GA_ERROR_UNSUPPORTED, "module %s (looked %s) is not one of this library: %s", file.c_str(),
+         places.c_str(), loader_text().c_str());
 
   char reason[512] = "no reason given";
   const void* const table = entry(reason, sizeof reason);
   if (!table) fail(GA_ERROR_UNSUPPORTED, "module %s refused: %s", file.c_str(), reason);
   if (const int32_t its_abi = *static_cast<const int32_t*>(table); its_abi != abi)
-    fail(GA_ERROR_UNSUPPORTED, "module %s (looked %s) has interface %d, this library needs %d: the two are of different builds",
+    fail(GA_ERROR_UNSUPPORTED,
+         "module %s (looked %s) has interface %d, this library needs %d: the two are of different "
+         "builds",
          file.c_str(), places.c_str(), its_abi, abi);
   return table;
 }

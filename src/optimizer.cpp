@@ -23,7 +23,9 @@ struct Tables<TypeList<O...>> {
     // Ops of the optimizers before this one in the list.
     int first = 0;
     bool found = false;
-    ((found = found || std::is_same_v<O, Optimizer>, first += found ? 0 : O::template Ops<float>::size), ...);
+    ((found = found || std::is_same_v<O, Optimizer>,
+      first += found ? 0 : O::template Ops<float>::size),
+     ...);
     const int chosen = Optimizer::select(o);
     return chosen < 0 ? -1 : first + chosen;
   }

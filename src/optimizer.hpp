@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0
-// What the rest of the library knows of an optimizer: numbers and functions read off the list in ops/all.hpp.
+// SPDX-License-Identifier: Apache-2.0 What the rest of the library knows of an optimizer: numbers
+// and functions read off the list in ops/all.hpp.
 #pragma once
 
 #include "ops/op.hpp"
@@ -25,7 +25,8 @@ struct OpInfo {
   void (*fold)(const ga_optimizer&, const StepInput&, OpBytes&);
 };
 
-// Throws GA_ERROR_INVALID_ARGUMENT for an unknown kind, GA_ERROR_UNSUPPORTED for a flavor it has not.
+// Throws GA_ERROR_INVALID_ARGUMENT for an unknown kind, GA_ERROR_UNSUPPORTED for a flavor it has
+// not.
 const OptimizerInfo& optimizer_info(int32_t kind, int32_t flavor);
 const OpInfo& op_info(int op);
 

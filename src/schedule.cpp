@@ -79,8 +79,7 @@ double Schedule::rate(double lr, int64_t step) const {
   const double warmup = static_cast<double>(data_.warmup_steps);
   const double total = static_cast<double>(data_.total_steps);
   if (data_.kind == GA_SCHEDULE_TABLE)
-    return table_[static_cast<size_t>(
-        std::min(step, static_cast<int64_t>(table_.size()) - 1))];
+    return table_[static_cast<size_t>(std::min(step, static_cast<int64_t>(table_.size()) - 1))];
   if (data_.kind == GA_SCHEDULE_BERT)
     return s < warmup ? lr * s / warmup : lr * (1 - std::min(s, total) / total);
   if (s < warmup) return lr * (s + 1) / warmup;
@@ -99,7 +98,8 @@ double Schedule::rate(double lr, int64_t step) const {
       return lr * std::sqrt(c / (c + s - warmup));
     }
     case GA_SCHEDULE_STEP:
-      return lr * std::pow(data_.gamma, std::floor((s - warmup) / static_cast<double>(data_.step_size)));
+      return lr *
+             std::pow(data_.gamma, std::floor((s - warmup) / static_cast<double>(data_.step_size)));
     case GA_SCHEDULE_EXPONENTIAL:
       return lr * std::pow(data_.gamma, s - warmup);
     default:

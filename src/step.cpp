@@ -1,7 +1,8 @@
-// SPDX-License-Identifier: Apache-2.0
-// The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials that the
-// accumulating passes left; a pass of its own is made only for what has none (see collect).
+// SPDX-License-Identifier: Apache-2.0 The end of a window: reduce, check, clip, update, in this
+// order. Norms are sums of the partials that the accumulating passes left; a pass of its own is
+// made only for what has none (see collect).
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 
 #include "context.hpp"
@@ -19,8 +20,7 @@ double sum_squares(const Partial* partials, int64_t count) {
 }
 
 double clip_factor(const ga_clip& clip, double norm) {
-  if (clip.flavor == GA_FLAVOR_KERAS)
-    return norm > clip.max_norm ? clip.max_norm / norm : 1;
+  if (clip.flavor == GA_FLAVOR_KERAS) return norm > clip.max_norm ? clip.max_norm / norm : 1;
   return std::min(1.0, clip.max_norm / (norm + 1e-6));
 }
 
@@ -53,15 +53,16 @@ GradientView Context::view(const Param& p, double mean) const {
   return {source, static_cast<float>(mean * sign), static_cast<float>(clip_of(p).max_value), 1};
 }
 
-// Whether a norm is to be taken of the gradient as clipped by value, which no accumulating pass has seen.
+// Whether a norm is to be taken of the gradient as clipped by value, which no accumulating pass has
+// seen.
 bool Context::norm_after_value(const Param& p) const {
   const ga_clip& clip = clip_of(p);
   return std::isfinite(clip.max_value) && clip.scope != GA_CLIP_NONE;
 }
 
-// Fills Param::sum_squares of the reduced gradients; returns whether all are finite. A pass over the data is made for
-// gradients that were never stored, for accumulators last written by a matrix product or by the program, and where a
-// clip by value comes before one by norm.
+// Fills Param::sum_squares of the reduced gradients; returns whether all are finite. A pass over
+// the data is made for gradients that were never stored, for accumulators last written by a matrix
+// product or by the program, and where a clip by value comes before one by norm.
 bool Context::take_norms(double mean) {
   norm_tasks_.clear();
   for (ga_param id : touched_) {
@@ -91,7 +92,8 @@ bool Context::take_norms(double mean) {
   return finite;
 }
 
-// Turns norms into Param::clip_factor; returns the norm of the whole gradient and the smallest factor.
+// Turns norms into Param::clip_factor; returns the norm of the whole gradient and the smallest
+// factor.
 Context::Clipping Context::clip_by_norm() {
   double all = 0, shared = 0;
   for (Group& g : groups_) g.sum_squares = 0;
@@ -196,7 +198,8 @@ ga_step_result Context::step() {
           (params_[i].held != Held::kNothing || config_.missing == GA_MISSING_ZERO))
         touched_.push_back(static_cast<ga_param>(i));
     or_break([&] {
-      const bool finite = take_norms(mean);
+      // A sum of weights so small that its inverse is no float would make everything infinite.
+      const bool finite = take_norms(mean) && mean <= FLT_MAX;
       const Clipping clipping = clip_by_norm();
       r.norm = clipping.norm;
       if (!finite) {
@@ -228,10 +231,11 @@ const char* Context::first_nonfinite() const {
     for (int64_t c = 0; p.held != Held::kNothing && c < chunk_count(p.count); ++c)
       if (p.partials[c].nonfinite) return name(id);
   }
-  return "";
+  return "(none: the sum of the weights is too small to divide by)";
 }
 
-// A pass of ga_step that breaks off half-way may leave parameters half updated: nothing after it can be right.
+// A pass of ga_step that breaks off half-way may leave parameters half updated: nothing after it
+// can be right.
 template <class Work>
 void Context::or_break(Work&& work) {
   try {

@@ -25,7 +25,8 @@ double Window::weight() const {
 void Window::check_valid() const {
   if (invalid_)
     fail(GA_ERROR_INVALID_STATE,
-         "the window is invalid since an accumulating call failed half-way; only ga_discard is legal");
+         "the window is invalid since an accumulating call failed half-way; only ga_discard is "
+         "legal");
 }
 
 void Window::check_whole() const {

@@ -1,6 +1,6 @@
-// SPDX-License-Identifier: Apache-2.0
-// The window as a state machine: which micro-batches it holds, with which weights, and what is legal next. It knows no
-// tensors. The picture is at the top of gradaccum.h.
+// SPDX-License-Identifier: Apache-2.0 The window as a state machine: which micro-batches it holds,
+// with which weights, and what is legal next. It knows no tensors. The picture is at the top of
+// gradaccum.h.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +28,11 @@ class Window {
   int64_t open_index() const { return open_; }
   const Micro& open_micro() const { return micros_[static_cast<size_t>(open_)]; }
 
-  // Each throws GA_ERROR_INVALID_STATE or GA_ERROR_INVALID_ARGUMENT and changes nothing when the call is not legal.
-  void check_whole() const;                               // a whole micro-batch may be added
-  void begin(int64_t index, const Micro& micro);          // opens or resumes
-  void check_part(const char* what) const;                // a micro-batch is open
+  // Each throws GA_ERROR_INVALID_STATE or GA_ERROR_INVALID_ARGUMENT and changes nothing when the
+  // call is not legal.
+  void check_whole() const;                       // a whole micro-batch may be added
+  void begin(int64_t index, const Micro& micro);  // opens or resumes
+  void check_part(const char* what) const;        // a micro-batch is open
   void end();
   void check_step() const;
 

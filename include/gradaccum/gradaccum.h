@@ -1,31 +1,32 @@
-/* libgradaccum: gradient accumulation and optimizer steps for programs that compute their own gradients.
+/* libgradaccum: gradient accumulation and optimizer steps for programs that compute their own
+ * gradients.
  * SPDX-License-Identifier: Apache-2.0
  *
- * The library does everything between backward() and the next forward(): it accumulates micro-batches, undoes
- * the loss scale, checks for infinities and NaN, clips, updates optimizer state and parameters, and moves the
- * learning-rate schedule. One promise holds for all of it: N micro-batches give what one batch N times as
- * large would have given, to rounding.
+ * The library does everything between backward() and the next forward(): it accumulates
+ * micro-batches, undoes the loss scale, checks for infinities and NaN, clips, updates optimizer
+ * state and parameters, and moves the learning-rate schedule. One promise holds for all of it: N
+ * micro-batches give what one batch N times as large would have given, to rounding.
  *
  * LIFE CYCLE
  *
- *     ga_context* ctx;                                         error handling left out: every call returns
- *     ga_context_create(NULL, &ctx);                           a ga_status, see "Errors" below
+ *     ga_context* ctx;                          (every call returns a ga_status, see Errors below)
+ *     ga_context_create(NULL, &ctx);
  *
- *     ga_optimizer adamw;                                      1. a group: an optimizer and its numbers
+ *     ga_optimizer adamw;                       1. a group: an optimizer and its numbers
  *     ga_optimizer_init(&adamw, sizeof adamw, GA_OPTIMIZER_ADAMW, GA_FLAVOR_TORCH);
  *     adamw.lr = 3e-4;
  *     ga_group group;
  *     ga_group_add(ctx, &adamw, &group);
  *
- *     int64_t shape[2] = {512, 784};                           2. the parameters: the program keeps them,
- *     ga_param_add(ctx, group, "fc1.weight", w1, GA_F32, 2, shape, NULL, NULL);      the library borrows
+ *     int64_t shape[2] = {512, 784};            2. the parameters: the program keeps them, the
+ *     ga_param_add(ctx, group, "fc1.weight", w1, GA_F32, 2, shape, NULL, NULL);     library borrows
  *     ...
- *     for (each window) {                                      3. train
+ *     for (each window) {                       3. train
  *         for (each micro-batch of the window) {
- *             forward(); backward();                           writes the gradients
+ *             forward(); backward();            writes the gradients
  *             ga_accumulate(ctx, gradients, count, samples_in_this_micro_batch, NULL);
  *         }
- *         ga_step(ctx, NULL);                                  updates the parameters in place
+ *         ga_step(ctx, NULL);                   updates the parameters in place
  *     }
  *     ga_context_destroy(ctx);
  *
@@ -36,39 +37,45 @@
  *     ▲                       └─────────── ga_discard ──────────────────►│
  *     └──────────────────────────────────────────────────────────────────┘
  *
- *   - The program says where a window ends, by calling ga_step. ga_config.accum_steps = K > 0 makes the window
- *     report FULL after K micro-batches and refuse more; 0 leaves its length to the program. ga_step applies
- *     whatever the window holds: a short last window of an epoch is divided by what it really holds.
- *   - Every micro-batch has a weight w: its number of samples, or of tokens, or 1. The accumulated gradient is
- *     divided by the sum of the weights once, in ga_step. So micro-batches of different sizes average as they
- *     would have in one batch.
- *   - A parameter's first contribution in a window overwrites its accumulator, so nothing is zeroed and nothing
- *     of a former window, a NaN for instance, survives.
- *   - A step is APPLIED or SKIPPED. Steps, schedules, bias corrections and weight decay move only when it is
- *     applied; a skipped step leaves parameters and optimizer state bit for bit as they were.
+ *   - The program says where a window ends, by calling ga_step. ga_config.accum_steps = K > 0 makes
+ *     the window report FULL after K micro-batches and refuse more; 0 leaves its length to the
+ *     program. ga_step applies whatever the window holds: a short last window of an epoch is
+ *     divided by what it really holds.
+ *   - Every micro-batch has a weight w: its number of samples, or of tokens, or 1. The accumulated
+ *     gradient is divided by the sum of the weights once, in ga_step. So micro-batches of different
+ *     sizes average as they would have in one batch.
+ *   - A parameter's first contribution in a window overwrites its accumulator, so nothing is zeroed
+ *     and nothing of a former window, a NaN for instance, survives.
+ *   - A step is APPLIED or SKIPPED. Steps, schedules, bias corrections and weight decay move only
+ *     when it is applied; a skipped step leaves parameters and optimizer state bit for bit as they
+ *     were.
  *   - A window with a non-finite gradient is skipped (default) or reported, see ga_nonfinite.
  *
- * GRADIENTS BY PART. A program that produces gradients layer by layer opens a micro-batch itself, with
- * ga_micro_begin, contributes with ga_accumulate_part, ga_accumulate_matmul or ga_accumulator_acquire, and
- * closes it with ga_micro_end. Several contributions to one parameter in one micro-batch add up (tied weights).
+ * GRADIENTS BY PART. A program that produces gradients layer by layer opens a micro-batch itself,
+ * with ga_micro_begin, contributes with ga_accumulate_part, ga_accumulate_matmul or
+ * ga_accumulator_acquire, and closes it with ga_micro_end. Several contributions to one parameter
+ * in one micro-batch add up (tied weights).
  *
  * CONVENTIONS, which hold unless a function says otherwise
- *   Errors      Every function returns a ga_status. A call that does not return GA_OK has changed nothing, and
- *               ga_last_error() has a sentence with the names and values involved. A null required pointer, an
- *               id that was never given out, or a number outside its range is GA_ERROR_INVALID_ARGUMENT; a
- *               call at the wrong moment is GA_ERROR_INVALID_STATE; failed memory is GA_ERROR_OUT_OF_MEMORY.
- *               Functions below name only the statuses beyond these three. The library never prints, exits or
- *               lets an exception out.
+ *   Errors      Every function returns a ga_status. A call that does not return GA_OK has changed
+ *               nothing, and ga_last_error() has a sentence with the names and values involved. A
+ *               null required pointer, an id that was never given out, or a number outside its
+ *               range is GA_ERROR_INVALID_ARGUMENT; a call at the wrong moment is
+ *               GA_ERROR_INVALID_STATE; failed memory is GA_ERROR_OUT_OF_MEMORY. Functions below
+ *               name only the statuses beyond these three. The library never prints, exits or lets
+ *               an exception out.
  *   Threads     A context is used by one thread at a time; different contexts are independent.
- *   Ownership   Every pointer is borrowed for the call. Two outlive it: the data of a parameter (until
- *               ga_param_bind or ga_context_destroy) and, by option, gradients (ga_gradient_life). What a
- *               function returns through an out parameter belongs to the context, but for a ga_context.
+ *   Ownership   Every pointer is borrowed for the call. Two outlive it: the data of a parameter
+ *               (until ga_param_bind or ga_context_destroy) and, by option, gradients
+ *               (ga_gradient_life). What a function returns through an out parameter belongs to the
+ *               context, but for a ga_context, which is the caller's to destroy.
  *   Alignment   Data may lie at any address that is a multiple of its element.
  *   Sizes       Counts are elements, 64 bits wide. Tensors are dense and row-major.
- *   Structs     A struct starts with struct_size, its sizeof in the program. The _init functions set it with all
- *               defaults; for a struct that a function fills, the caller sets it. Programs and libraries of
- *               different versions then understand each other: fields unknown to the older side keep their
- *               default; a field that this library does not know and that is set is GA_ERROR_UNSUPPORTED.
+ *   Structs     A struct starts with struct_size, its sizeof in the program. The _init functions
+ *               set it with all defaults; for a struct that a function fills, the caller sets it.
+ *               Programs and libraries of different versions then understand each other: fields
+ *               unknown to the older side keep their default; a field that this library does not
+ *               know and that is set is GA_ERROR_UNSUPPORTED.
  *   out = NULL  An out parameter that says "may be NULL" is not written.
  */
 #ifndef GRADACCUM_GRADACCUM_H_
@@ -87,7 +94,7 @@
 extern "C" {
 #endif
 
-/* ---- Version ------------------------------------------------------------------------------------------- */
+/* ---- Version --------------------------------------------------------------------------------- */
 
 #define GA_VERSION_MAJOR 0
 #define GA_VERSION_MINOR 1
@@ -96,33 +103,35 @@ extern "C" {
 /* Version of the library that is loaded: 10000 * major + 100 * minor + patch. */
 GA_API int32_t ga_version(void);
 
-/* One line that names version, compiler, CPU loops, threads and the modules this build knows. Static. */
+/* One line that names version, compiler, CPU loops, threads and the modules this build knows.
+   Static. */
 GA_API const char* ga_build_info(void);
 
-/* ---- Errors -------------------------------------------------------------------------------------------- */
+/* ---- Errors ---------------------------------------------------------------------------------- */
 
 typedef enum ga_status {
   GA_OK = 0,
-  GA_ERROR_INVALID_ARGUMENT = 1, /* a null pointer, a number out of range, a wrong dtype, an unknown id */
-  GA_ERROR_INVALID_STATE = 2,    /* the call is not legal now: a full window, a closed micro-batch, ... */
+  GA_ERROR_INVALID_ARGUMENT = 1, /* a null pointer, a number out of range, an unknown id, ... */
+  GA_ERROR_INVALID_STATE = 2,    /* not legal now: a full window, a closed micro-batch, ... */
   GA_ERROR_OUT_OF_MEMORY = 3,
-  GA_ERROR_UNSUPPORTED = 4, /* not in this build or on this machine; the sentence says what is missing */
+  GA_ERROR_UNSUPPORTED = 4, /* not in this build or on this machine; the sentence says what */
   GA_ERROR_NONFINITE = 5,   /* the window holds infinities or NaN, under GA_NONFINITE_FAIL */
-  GA_ERROR_FAULT = 6,       /* a device, a matrix engine or the program's parallel_for failed in mid-work. From a
-                               call that accumulates: the window is invalid, parameters and state are as they
-                               were, ga_discard is the way on. From ga_step: the parameters may be half updated,
-                               and only ga_context_destroy is legal; every other call answers this status again */
+  GA_ERROR_FAULT = 6,       /* a device, a matrix engine or the program's parallel_for failed in
+                               mid-work. From a call that accumulates: the window is invalid,
+                               parameters and state are as they were, ga_discard is the way on. From
+                               ga_step: the parameters may be half updated and only
+                               ga_context_destroy is legal; all else answers this status again */
   GA_ERROR_INTERNAL = 7     /* a defect of the library: please report the sentence */
 } ga_status;
 
 /* "GA_ERROR_UNSUPPORTED" and so on; "unknown status" for any other number. Static. */
 GA_API const char* ga_status_name(ga_status status);
 
-/* What went wrong in this thread's last call that failed: one sentence, "" if none has. Belongs to the thread,
-   valid until its next failing call. */
+/* What went wrong in this thread's last call that failed: one sentence, "" if none has. Belongs to
+   the thread, valid until its next failing call. */
 GA_API const char* ga_last_error(void);
 
-/* ---- Types --------------------------------------------------------------------------------------------- */
+/* ---- Types ----------------------------------------------------------------------------------- */
 
 typedef struct ga_context ga_context; /* everything below belongs to one of these */
 typedef int32_t ga_group;             /* 0, 1, 2, ... in the order of ga_group_add */
@@ -132,49 +141,54 @@ enum ga_dtype { GA_F32 = 1, GA_F64 = 2, GA_F16 = 3, GA_BF16 = 4 }; /* this versi
 
 enum ga_device { GA_DEVICE_CPU = 0, GA_DEVICE_CUDA = 1 }; /* this version: GA_DEVICE_CPU */
 
-/* What the program's gradients are: means over their micro-batch (each is multiplied by its weight), or sums
-   (each is taken as it is). */
+/* What the program's gradients are: means over their micro-batch (each is multiplied by its
+   weight), or sums (each is taken as it is). */
 enum ga_gradient_kind { GA_GRADIENT_MEAN = 0, GA_GRADIENT_SUM = 1 };
 
-/* What the optimizer sees: the sum over the window divided by the sum of the weights, or that sum. */
+/* What the optimizer sees: the sum over the window, divided by the sum of the weights or not. */
 enum ga_reduce { GA_REDUCE_MEAN = 0, GA_REDUCE_SUM = 1 };
 
-/* What happens to a parameter that received no gradient in the window: nothing at all, or a step with a
-   gradient of zero (its momentum and weight decay then still move it). */
+/* What happens to a parameter that received no gradient in the window: nothing at all, or a step
+   with a gradient of zero (its momentum and weight decay then still move it). */
 enum ga_missing { GA_MISSING_SKIP = 0, GA_MISSING_ZERO = 1 };
 
-/* What ga_step does when an accumulated gradient is infinite or NaN: skip (outcome GA_STEP_SKIPPED_NONFINITE, the
-   window is emptied), or fail (GA_ERROR_NONFINITE, the window is kept until ga_discard). */
+/* What ga_step does when an accumulated gradient is infinite or NaN: skip (outcome
+   GA_STEP_SKIPPED_NONFINITE, the window is emptied), or fail (GA_ERROR_NONFINITE, the window is
+   kept until ga_discard). */
 enum ga_nonfinite { GA_NONFINITE_SKIP_STEP = 0, GA_NONFINITE_FAIL = 1 };
 
 /* How long the program leaves a gradient in place.
    CONSUMED: the library has read it when the call returns.
-   LIVE: the buffer of a parameter's first contribution in a window stays as it is until the call that brings the
-   second one has returned, else until ga_step or ga_discard. The library then reads it there in place of copying
-   it: fewer bytes, the same bits. It never writes it. A second contribution must come in another buffer. */
+   LIVE: the buffer of a parameter's first contribution in a window stays as it is until the call
+   that brings the second one has returned, else until ga_step or ga_discard. The library then reads
+   it there in place of copying it: fewer bytes, the same bits. It never writes it. A second
+   contribution must come in another buffer. */
 enum ga_gradient_life { GA_GRADIENTS_CONSUMED = 0, GA_GRADIENTS_LIVE = 1 };
 
-/* Runs task(data, i) for every i in [0, count), each once, on any threads, and returns when all are done. */
+/* Runs task(data, i) for every i in [0, count), each once, on any threads, and returns when all are
+   done. */
 typedef void (*ga_task)(void* data, int64_t index);
 typedef void (*ga_parallel_for)(void* user, int64_t count, ga_task task, void* data);
 
-/* ---- Context ------------------------------------------------------------------------------------------- */
+/* ---- Context --------------------------------------------------------------------------------- */
 
 typedef struct ga_config {
   size_t struct_size;
   int32_t device;         /* ga_device; default GA_DEVICE_CPU */
-  int32_t num_threads;    /* threads of the CPU loops; 0, the default: what OpenMP would use, or 1 without it */
-  int64_t accum_steps;    /* K, micro-batches to a full window; 0, the default: the program decides */
+  int32_t num_threads;    /* threads of the CPU loops, up to 4096; 0, the default: as many as OpenMP
+                             would use, or 1 without it */
+  int64_t accum_steps;    /* K, micro-batches to a full window; 0, the default: the program says */
   int32_t gradient_kind;  /* ga_gradient_kind; default GA_GRADIENT_MEAN */
   int32_t reduce;         /* ga_reduce; default GA_REDUCE_MEAN */
   int32_t missing;        /* ga_missing; default GA_MISSING_SKIP */
   int32_t nonfinite;      /* ga_nonfinite; default GA_NONFINITE_SKIP_STEP */
   int32_t gradient_life;  /* ga_gradient_life; default GA_GRADIENTS_CONSUMED */
   int32_t reserved;       /* 0 */
-  double loss_scale;      /* what the loss was multiplied by, divided out again; any finite number but 0, a
-                             negative one for gradients stored negated; default 1 */
-  ga_parallel_for parallel_for; /* the program's own threads in place of OpenMP's; NULL, the default: OpenMP. It
-                             must not throw. Its threads see num_threads only as a hint for small work. */
+  double loss_scale;      /* what the loss was multiplied by, divided out again; any finite number
+                             but 0, a negative one for gradients stored negated; default 1 */
+  ga_parallel_for parallel_for; /* the program's own threads in place of OpenMP's; NULL, the
+                             default: OpenMP's. It must not throw. num_threads then only says into
+                             how many pieces a matrix product is cut. */
   void* parallel_for_user;      /* handed to parallel_for */
 } ga_config;
 
@@ -182,24 +196,26 @@ typedef struct ga_config {
 GA_API ga_status ga_config_init(ga_config* config, size_t struct_size);
 
 /* Makes a context. config may be NULL: the defaults. *out belongs to the caller, who ends it with
-   ga_context_destroy.
-   The environment variable GA_CPU_ISA (scalar, x86-64-v2, x86-64-v3, x86-64-v4) picks the CPU loops for tests;
-   all give the same bits. GA_ERROR_UNSUPPORTED: no such device, or GA_CPU_ISA names loops that this build or
-   this processor does not have. */
+   ga_context_destroy. The environment variable GA_CPU_ISA (scalar, x86-64-v2, x86-64-v3, x86-64-v4)
+   picks the CPU loops for tests; all give the same bits. GA_ERROR_UNSUPPORTED: no such device, or
+   GA_CPU_ISA names loops that this build or this processor does not have. */
 GA_API ga_status ga_context_create(const ga_config* config, ga_context** out);
 
-/* Ends a context and frees what it owns; parameters and gradients are the program's. NULL is legal. */
+/* Ends a context and frees what it owns; parameters and gradients are the program's. NULL is legal.
+   */
 GA_API void ga_context_destroy(ga_context* ctx);
 
-/* Devices of a kind (ga_device) that contexts can be made on. 1 for GA_DEVICE_CPU. Without CUDA in this build or
-   on this machine *count is 0, the status GA_ERROR_UNSUPPORTED, and the sentence says why. */
+/* Devices of a kind (ga_device) that contexts can be made on. 1 for GA_DEVICE_CPU. Without CUDA in
+   this build or on this machine *count is 0, the status GA_ERROR_UNSUPPORTED, and the sentence says
+   why. */
 GA_API ga_status ga_device_count(int32_t device, int32_t* count);
 
 /* Waits until all work of the context is done. The CPU backend has none outstanding. */
 GA_API ga_status ga_synchronize(ga_context* ctx);
 
-/* Bytes the library owns for this context, by purpose, as registered so far. They are allocated by the first
-   contribution to a window; ask before it to plan. Parameters and gradients are not in here: they are yours. */
+/* Bytes the library owns for this context, by purpose, as registered so far. They are allocated by
+   the first contribution to a window; ask before it to plan. Parameters and gradients are not in
+   here: they are yours. */
 typedef struct ga_memory {
   size_t struct_size;
   int64_t accumulators;
@@ -213,17 +229,19 @@ GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
 /* K of the windows to come: as ga_config.accum_steps. Legal while the window is empty. */
 GA_API ga_status ga_context_set_accum_steps(ga_context* ctx, int64_t accum_steps);
 
-/* K as a function of applied steps: from applied step from_step on, windows have accum_steps micro-batches (0: the
-   program decides). Sorted by from_step, strictly ascending, the first from_step 0. The table is copied.
-   count = 0 takes the schedule away. Legal while the window is empty. */
+/* K as a function of applied steps: from applied step from_step on, windows have accum_steps
+   micro-batches (0: the program decides). Sorted by from_step, strictly ascending, the first
+   from_step 0. The table is copied. count = 0 takes the schedule away. Legal while the window is
+   empty. */
 typedef struct ga_accum_phase {
   int64_t from_step;
   int64_t accum_steps;
 } ga_accum_phase;
 
-GA_API ga_status ga_context_set_accum_schedule(ga_context* ctx, const ga_accum_phase* phases, size_t count);
+GA_API ga_status ga_context_set_accum_schedule(ga_context* ctx, const ga_accum_phase* phases,
+                                               size_t count);
 
-/* ---- Groups: an optimizer, its numbers, a schedule, clipping ----------------------------------------------- */
+/* ---- Groups: an optimizer, its numbers, a schedule, clipping --------------------------------- */
 
 enum ga_optimizer_kind {
   GA_OPTIMIZER_SGD = 0,     /* momentum, dampening, Nesterov, L2 */
@@ -233,13 +251,14 @@ enum ga_optimizer_kind {
 };
 
 /* Whose definition, where frameworks differ:
-             SGD                                       Adam and AdamW
-   TORCH     buffer b = mu b + (1 - dampening) g,      eps added to sqrt(v / (1 - beta2^t)); Adam's weight_decay
-             first b = g; p -= lr b                    is L2, AdamW's is decoupled
-   KERAS     velocity v = mu v - lr g; p += v;         eps added to sqrt(v); weight_decay is decoupled in both
-             weight_decay is decoupled
-   BERT      (none)                                    AdamW only, as AdamWeightDecay: no bias correction,
-                                                       p -= lr (m / (sqrt(v) + eps) + weight_decay p)
+             SGD                                    Adam and AdamW
+   TORCH     b = mu b + (1 - dampening) g, first    eps added to sqrt(v / (1 - beta2^t));
+             b = g; p -= lr b; weight_decay is L2   weight_decay is L2 in Adam, decoupled in AdamW
+   KERAS     v = mu v - lr g; p += v;               eps added to sqrt(v); weight_decay is decoupled
+             weight_decay is decoupled              in both
+   BERT      (none)                                 AdamW only, as AdamWeightDecay: no bias
+                                                    correction,
+                                                    p -= lr (m / (sqrt(v) + eps) + weight_decay p)
    t counts a parameter's own updates in TORCH, the context's applied steps in the others. */
 enum ga_flavor { GA_FLAVOR_TORCH = 0, GA_FLAVOR_KERAS = 1, GA_FLAVOR_BERT = 2 };
 
@@ -260,22 +279,25 @@ typedef struct ga_optimizer {
   int32_t reserved;    /* 0 */
 } ga_optimizer;
 
-/* Fills optimizer with that framework's defaults for that optimizer. struct_size: sizeof(ga_optimizer).
-   GA_ERROR_UNSUPPORTED: the optimizer has no such flavor. */
-GA_API ga_status ga_optimizer_init(ga_optimizer* optimizer, size_t struct_size, int32_t kind, int32_t flavor);
+/* Fills optimizer with that framework's defaults for that optimizer. struct_size:
+   sizeof(ga_optimizer). GA_ERROR_UNSUPPORTED: the optimizer has no such flavor. */
+GA_API ga_status ga_optimizer_init(ga_optimizer* optimizer, size_t struct_size, int32_t kind,
+                                   int32_t flavor);
 
-/* Adds a group of parameters that share one optimizer. out may be NULL. Legal while the window is empty.
-   GA_ERROR_UNSUPPORTED: the optimizer has no such flavor. */
+/* Adds a group of parameters that share one optimizer. out may be NULL. Legal while the window is
+   empty. GA_ERROR_UNSUPPORTED: the optimizer has no such flavor. */
 GA_API ga_status ga_group_add(ga_context* ctx, const ga_optimizer* optimizer, ga_group* out);
 
-/* Sets the learning rate, or its peak where a schedule is set; finite, >= 0. At any time; the next ga_step uses it. */
+/* Sets the learning rate, or its peak where a schedule is set; finite, >= 0. At any time; the next
+   ga_step uses it. */
 GA_API ga_status ga_group_set_lr(ga_context* ctx, ga_group group, double lr);
 
 /* Sets the weight decay; finite, >= 0. At any time. */
 GA_API ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weight_decay);
 
-/* The learning rate as a function of the context's applied steps. With s = 0 for the first step to be applied,
-   W = warmup_steps, T = total_steps, x = (s - W) / (T - W) within [0, 1], and end = end_factor * lr:
+/* The learning rate as a function of the context's applied steps. With s = 0 for the first step to
+   be applied, W = warmup_steps, T = total_steps, x = (s - W) / (T - W) within [0, 1], and end =
+   end_factor * lr:
      s < W (linear warm-up)    lr (s + 1) / W            all kinds but TABLE and BERT
      CONSTANT                  lr
      LINEAR                    end + (lr - end) (1 - x)
@@ -285,7 +307,7 @@ GA_API ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, doub
      STEP                      lr gamma^floor((s - W) / step_size)
      EXPONENTIAL               lr gamma^(s - W)
      TABLE                     table[s]; beyond its end the last value
-     BERT                      lr s / W for s < W, else lr (1 - min(s, T) / T); so the first step has lr 0 */
+     BERT                      lr s / W for s < W, else lr (1 - min(s, T) / T): the first lr is 0 */
 enum ga_schedule_kind {
   GA_SCHEDULE_CONSTANT = 0,
   GA_SCHEDULE_LINEAR = 1,
@@ -303,7 +325,7 @@ typedef struct ga_schedule {
   int32_t kind;          /* ga_schedule_kind */
   int32_t reserved;      /* 0 */
   int64_t warmup_steps;  /* W >= 0; default 0 */
-  int64_t total_steps;   /* T > W for LINEAR, COSINE, POLYNOMIAL; T >= max(W, 1) for BERT; else not read */
+  int64_t total_steps;   /* T; LINEAR, COSINE, POLYNOMIAL: > W; BERT: >= max(W, 1); else not read */
   double end_factor;     /* >= 0; default 0 */
   double power;          /* POLYNOMIAL; >= 0; default 1 */
   double gamma;          /* STEP, EXPONENTIAL; >= 0; default 0.1 for STEP, 1 for EXPONENTIAL */
@@ -316,7 +338,8 @@ typedef struct ga_schedule {
 GA_API ga_status ga_schedule_init(ga_schedule* schedule, size_t struct_size, int32_t kind);
 
 /* Sets the schedule of a group; NULL takes it away. The schedule is copied. At any time. */
-GA_API ga_status ga_group_set_schedule(ga_context* ctx, ga_group group, const ga_schedule* schedule);
+GA_API ga_status ga_group_set_schedule(ga_context* ctx, ga_group group,
+                                       const ga_schedule* schedule);
 
 /* The learning rate that the next applied step of this group will use. */
 GA_API ga_status ga_group_lr(const ga_context* ctx, ga_group group, double* out);
@@ -324,18 +347,18 @@ GA_API ga_status ga_group_lr(const ga_context* ctx, ga_group group, double* out)
 /* Clipping of the reduced gradient (unscaled, averaged), first by value, then by norm. */
 enum ga_clip_scope {
   GA_CLIP_NONE = 0,
-  GA_CLIP_GLOBAL = 1,    /* one norm over all parameters of the context that have no clipping of their own, or of
-                            the group, for ga_group_set_clip */
+  GA_CLIP_GLOBAL = 1,    /* one norm over all parameters of the groups without a clipping of their
+                            own; in ga_group_set_clip, over those of the group */
   GA_CLIP_PER_TENSOR = 2 /* each parameter by its own norm */
 };
 
 typedef struct ga_clip {
   size_t struct_size;
   int32_t scope;    /* ga_clip_scope; default GA_CLIP_NONE */
-  int32_t flavor;   /* the factor, for norm n and max_norm C. GA_FLAVOR_TORCH, the default: min(1, C / (n + 1e-6));
-                       GA_FLAVOR_KERAS, TensorFlow's: C / max(n, C) */
+  int32_t flavor;   /* the factor, for norm n and max_norm C. GA_FLAVOR_TORCH, the default:
+                       min(1, C / (n + 1e-6)); GA_FLAVOR_KERAS, TensorFlow's: C / max(n, C) */
   double max_norm;  /* C >= 0; not read for GA_CLIP_NONE */
-  double max_value; /* each element to [-max_value, max_value]; > 0; default infinity: not clipped by value */
+  double max_value; /* each element to [-max_value, max_value]; > 0; default infinity: as it is */
 } ga_clip;
 
 /* Fills clip with the defaults. struct_size: sizeof(ga_clip). */
@@ -344,10 +367,11 @@ GA_API ga_status ga_clip_init(ga_clip* clip, size_t struct_size);
 /* Sets the clipping of the context; NULL takes it away. At any time; the next ga_step uses it. */
 GA_API ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip);
 
-/* Gives one group a clipping of its own in place of the context's, with its own norm; NULL: the context's again. */
+/* Gives one group a clipping of its own in place of the context's, with its own norm; NULL: the
+   context's again. */
 GA_API ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip);
 
-/* ---- Parameters ---------------------------------------------------------------------------------------- */
+/* ---- Parameters ------------------------------------------------------------------------------ */
 
 typedef struct ga_param_options {
   size_t struct_size;
@@ -355,14 +379,14 @@ typedef struct ga_param_options {
   int32_t reserved;       /* 0 */
 } ga_param_options;
 
-/* Adds a parameter. Legal while the window is empty.
-   name: not empty, unique in the context. data: the tensor itself, read and written by ga_step; NULL only when
-   it has no elements; it may not overlap another parameter. rank and shape: extents >= 0; rank 0 (shape may be
-   NULL) is a scalar. options may be NULL: the defaults. out may be NULL.
-   GA_ERROR_UNSUPPORTED: dtypes this version does not have. */
-GA_API ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* data, int32_t dtype,
-                              int32_t rank, const int64_t* shape, const ga_param_options* options,
-                              ga_param* out);
+/* Adds a parameter. Legal while the window is empty. name: not empty, unique in the context. data:
+   the tensor itself, read and written by ga_step; NULL only when it has no elements; it may not
+   overlap another parameter. rank and shape: extents >= 0; rank 0 (shape may be NULL) is a scalar.
+   options may be NULL: the defaults. out may be NULL. GA_ERROR_UNSUPPORTED: dtypes this version
+   does not have. */
+GA_API ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* data,
+                              int32_t dtype, int32_t rank, const int64_t* shape,
+                              const ga_param_options* options, ga_param* out);
 
 /* One parameter within a flat block. */
 typedef struct ga_flat_entry {
@@ -370,85 +394,95 @@ typedef struct ga_flat_entry {
   ga_group group;
   int32_t rank;
   const int64_t* shape;
-  int64_t offset; /* elements from the start of the block, of the parameters and of the gradients alike */
+  int64_t offset; /* elements from the start of the block, of parameters and gradients alike */
 } ga_flat_entry;
 
-/* Adds the parameters that lie in one block of memory, for programs that keep all of them together; gaps between
-   them are legal. All are added or none. *first, which may be NULL, is the id of entries[0]; the others follow.
-   Otherwise as ga_param_add. In ga_accumulate the block is one pointer. */
-GA_API ga_status ga_params_add_flat(ga_context* ctx, void* data, int32_t dtype, const ga_flat_entry* entries,
-                                    size_t count, const ga_param_options* options, ga_param* first);
+/* Adds the parameters that lie in one block of memory, for programs that keep all of them together;
+   gaps between them are legal. All are added or none. *first, which may be NULL, is the id of
+   entries[0]; the others follow. Otherwise as ga_param_add. In ga_accumulate the block is one
+   pointer. */
+GA_API ga_status ga_params_add_flat(ga_context* ctx, void* data, int32_t dtype,
+                                    const ga_flat_entry* entries, size_t count,
+                                    const ga_param_options* options, ga_param* first);
 
-/* Tells that the parameter has moved: data holds its values now. Legal while the window is empty. */
+/* Tells that the parameter has moved: data holds its values now. Legal while the window is empty.
+   */
 GA_API ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data);
 
-/* Freezes a parameter (its gradients are not read, it is not updated) or wakes it. Legal while the window is empty. */
+/* Freezes a parameter (its gradients are not read, it is not updated) or wakes it. Legal while the
+   window is empty. */
 GA_API ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen);
 
-/* ---- Accumulate ---------------------------------------------------------------------------------------- */
+/* ---- Accumulate ------------------------------------------------------------------------------ */
 
-/* Adds a whole micro-batch to the window.
-   gradients: one pointer for each ga_param_add and each ga_params_add_flat, in the order of those calls; for a flat
-   block, the start of a block with the same offsets. NULL: no gradient in this micro-batch. Gradients may overlap
-   each other, but no parameter. count: how many pointers, for checking.
-   weight: samples, tokens, or 1; finite, >= 0. With weight 0 the micro-batch counts toward K and no gradient is
-   read. loss_scale: what this micro-batch's loss was multiplied by; NULL: ga_config.loss_scale.
-   Opens the window when it is empty. GA_ERROR_INVALID_STATE: the window is full or invalid, or a micro-batch is open. */
-GA_API ga_status ga_accumulate(ga_context* ctx, const void* const* gradients, size_t count, double weight,
-                               const double* loss_scale);
+/* Adds a whole micro-batch to the window. gradients: one pointer for each ga_param_add and each
+   ga_params_add_flat, in the order of those calls; for a flat block, the start of a block with the
+   same offsets. NULL: no gradient in this micro-batch. Gradients may overlap each other, but no
+   parameter. count: how many pointers, for checking. weight: samples, tokens, or 1; finite, >= 0.
+   With weight 0 the micro-batch counts toward K and no gradient is read. loss_scale: what this
+   micro-batch's loss was multiplied by; NULL: ga_config.loss_scale. Opens the window when it is
+   empty. GA_ERROR_INVALID_STATE: the window is full or invalid, or a micro-batch is open. */
+GA_API ga_status ga_accumulate(ga_context* ctx, const void* const* gradients, size_t count,
+                               double weight, const double* loss_scale);
 
-/* Opens micro-batch number index of the window (0, 1, 2, ...), to be filled by the calls below, or opens it again:
-   micro-batches may be filled in turns until ga_step, each with the weight and the loss scale of its first opening.
-   A new one has the number ga_window_info.micro_batches. weight, loss_scale: as in ga_accumulate. */
-GA_API ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight, const double* loss_scale);
+/* Opens micro-batch number index of the window (0, 1, 2, ...), to be filled by the calls below, or
+   opens it again: micro-batches may be filled in turns until ga_step, each with the weight and the
+   loss scale of its first opening. A new one has the number ga_window_info.micro_batches. weight,
+   loss_scale: as in ga_accumulate. */
+GA_API ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight,
+                                const double* loss_scale);
 
-/* Adds a gradient to one parameter, within the open micro-batch. Several calls for one parameter add up. */
+/* Adds a gradient to one parameter, within the open micro-batch. Several calls for one parameter
+   add up. */
 GA_API ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void* gradient);
 
 /* Whether a matrix is used as stored or transposed. */
 enum ga_transpose { GA_NO_TRANSPOSE = 0, GA_TRANSPOSE = 1 };
 
-/* Adds the matrix product A B to one parameter, within the open micro-batch, without storing the gradient anywhere:
-   the weight gradient of a dense layer. The parameter is taken as a matrix of m = shape[0] rows and n = count / m
-   columns; A is m x k, B is k x n, both after transposition, row-major as stored, with lda and ldb elements from
-   row to row. For a layer y = x W^T with W [out, in], x [batch, in] and the gradient dy [batch, out], the gradient of
-   W is dy^T x: (k = batch, A = dy, lda = out, GA_TRANSPOSE, B = x, ldb = in, GA_NO_TRANSPOSE).
-   dtype: of A and B; GA_F32 in this version. A and B must not overlap any parameter. The accumulator takes the
-   product directly; sums are in the order of the matrix engine (oneDNN), which depends on threads and processor.
-   GA_ERROR_UNSUPPORTED: libgradaccum_onednn.so or its oneDNN could not be loaded, or the program has loaded another
-   major version of oneDNN; everything else keeps working.
+/* Adds the matrix product A B to one parameter, within the open micro-batch, without storing the
+   gradient anywhere: the weight gradient of a dense layer. The parameter is taken as a matrix of m
+   = shape[0] rows and n = count / m columns; A is m x k, B is k x n, both after transposition,
+   row-major as stored, with lda and ldb elements from row to row. For a layer y = x W^T with W
+   [out, in], x [batch, in] and the gradient dy [batch, out], the gradient of W is dy^T x: (k =
+   batch, A = dy, lda = out, GA_TRANSPOSE, B = x, ldb = in, GA_NO_TRANSPOSE). dtype: of A and B;
+   GA_F32 in this version. A and B must not overlap any parameter. The accumulator takes the product
+   directly; sums are in the order of the matrix engine (oneDNN), which depends on threads and
+   processor. GA_ERROR_UNSUPPORTED: libgradaccum_onednn.so or its oneDNN could not be loaded, or the
+   program has loaded another major version of oneDNN; everything else keeps working.
    GA_ERROR_FAULT: the engine failed in mid-work. */
-GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a, int64_t lda,
-                                      int32_t transpose_a, const void* b, int64_t ldb, int32_t transpose_b,
-                                      int32_t dtype);
+GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,
+                                      int64_t lda, int32_t transpose_a, const void* b, int64_t ldb,
+                                      int32_t transpose_b, int32_t dtype);
 
 /* Where a program's own kernel writes a gradient. */
 typedef struct ga_accumulator {
   size_t struct_size;
-  void* data;                /* the accumulator; NULL in a micro-batch of weight 0: write nothing */
+  void* data;                /* the accumulator; NULL in a micro-batch of weight 0 and for a frozen
+                                parameter: write nothing */
   int32_t dtype;             /* of data */
   int32_t reserved;
   int64_t rows, columns;     /* shape[0], and the product of the other extents */
   int64_t leading_dimension; /* elements from row to row */
-  double alpha, beta;        /* store alpha * gradient + beta * data; with beta 0, data is not to be read */
+  double alpha, beta;        /* store alpha * gradient + beta * data; if beta is 0, data is not read */
 } ga_accumulator;
 
-/* Hands out a parameter's accumulator, within the open micro-batch, so that the program's own kernel adds to it.
-   Every element is to be written. ga_accumulator_release then makes it part of the micro-batch; until then no other
-   call for this parameter is legal, and ga_micro_end is not. */
+/* Hands out a parameter's accumulator, within the open micro-batch, so that the program's own
+   kernel adds to it. Every element is to be written. ga_accumulator_release then makes it part of
+   the micro-batch; until then no other call for this parameter is legal, and ga_micro_end is not.
+   */
 GA_API ga_status ga_accumulator_acquire(ga_context* ctx, ga_param param, ga_accumulator* out);
 GA_API ga_status ga_accumulator_release(ga_context* ctx, ga_param param);
 
 /* Closes the open micro-batch. */
 GA_API ga_status ga_micro_end(ga_context* ctx);
 
-/* ---- Step ---------------------------------------------------------------------------------------------- */
+/* ---- Step ------------------------------------------------------------------------------------ */
 
 enum ga_window_state {
   GA_WINDOW_EMPTY = 0,
   GA_WINDOW_OPEN = 1,
   GA_WINDOW_FULL = 2,   /* K micro-batches: ga_step is due */
-  GA_WINDOW_INVALID = 3 /* a call that accumulates ended in GA_ERROR_FAULT: only ga_discard is legal */
+  GA_WINDOW_INVALID = 3 /* a call that accumulates ended in GA_ERROR_FAULT: ga_discard is due */
 };
 
 typedef struct ga_window_info {
@@ -479,24 +513,28 @@ typedef struct ga_step_result {
   int64_t steps;         /* as in ga_window_info, this one included if applied */
   int64_t micro_batches; /* that this window held */
   double weight;         /* sum of their weights */
-  double norm;           /* 2-norm of the whole reduced gradient before clipping; NaN or infinite if skipped for it,
-                            0 if skipped for being empty */
+  double norm;           /* 2-norm of the whole reduced gradient before the clip by norm (where both
+                            clips are set, after the clip by value); NaN or infinite if skipped for
+                            that, 0 if skipped for being empty */
   double clip_factor;    /* the smallest factor that a clip by norm applied; 1 without */
   double lr;             /* learning rate of group 0 in this step; 0 if skipped */
   double loss_scale;     /* ga_config.loss_scale */
 } ga_step_result;
 
-/* Ends the window: reduces, checks, clips, updates state and parameters in place. result may be NULL.
-   An empty window is legal and skipped. GA_ERROR_INVALID_STATE: a micro-batch is still open, or the window is
-   invalid. GA_ERROR_NONFINITE: under GA_NONFINITE_FAIL; the window stays, ga_discard is the way on. */
+/* Ends the window: reduces, checks, clips, updates state and parameters in place. result may be
+   NULL. An empty window is legal and skipped. GA_ERROR_INVALID_STATE: a micro-batch is still open,
+   or the window is invalid. GA_ERROR_NONFINITE: under GA_NONFINITE_FAIL; the window stays,
+   ga_discard is the way on. */
 GA_API ga_status ga_step(ga_context* ctx, ga_step_result* result);
 
-/* Drops what the window holds, an open micro-batch with it. Parameters, state and counters stay as they are. */
+/* Drops what the window holds, an open micro-batch with it. Parameters, state and counters stay as
+   they are. */
 GA_API ga_status ga_discard(ga_context* ctx);
 
-/* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group: dense, of *dtype (may be NULL). The
-   pointer is legal after an applied ga_step until the next accumulate, ga_discard or ga_step.
-   GA_ERROR_INVALID_STATE: not after an applied step, or this parameter received no gradient in it. */
+/* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group: dense, of *dtype
+   (may be NULL). The pointer is legal after an applied ga_step until the next accumulate,
+   ga_discard or ga_step. GA_ERROR_INVALID_STATE: not after an applied step, or this parameter
+   received no gradient in it. */
 GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data, int32_t* dtype);
 
 #ifdef __cplusplus

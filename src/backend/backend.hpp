@@ -1,9 +1,9 @@
-// SPDX-License-Identifier: Apache-2.0
-// Where arrays live and loops run. The context says what is to be done to which tensors; a backend cuts that into chunks
-// of kChunk elements and does it. One call is one parallel pass over the data of all its tasks.
+// SPDX-License-Identifier: Apache-2.0 Where arrays live and loops run. The context says what is to
+// be done to which tensors; a backend cuts that into chunks of kChunk elements and does it. One
+// call is one parallel pass over the data of all its tasks.
 //
-// Norms: whoever writes a chunk of an accumulator stores that chunk's Partial, so a norm is the sum of a few numbers
-// in the order of the chunks: the same bits however many threads wrote them.
+// Norms: whoever writes a chunk of an accumulator stores that chunk's Partial, so a norm is the sum
+// of a few numbers in the order of the chunks: the same bits however many threads wrote them.
 #pragma once
 
 #include <cstddef>
@@ -97,13 +97,14 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  // A block of zeros for the library's own arrays; throws std::bad_alloc. stagger differs between arrays that one loop
-  // walks together. free(NULL) is legal.
+  // A block of zeros for the library's own arrays; throws std::bad_alloc. stagger differs between
+  // arrays that one loop walks together. free(NULL) is legal.
   virtual void* allocate(size_t bytes, int stagger) = 0;
   virtual void free(void* data, size_t bytes) noexcept = 0;
 
-  // Room for calls with that many tasks and chunks, so that no later call allocates; returns its bytes. With
-  // accumulators of so many bytes in all, the backend knows whether a window stays in the caches.
+  // Room for calls with that many tasks and chunks, so that no later call allocates; returns its
+  // bytes. With accumulators of so many bytes in all, the backend knows whether a window stays in
+  // the caches.
   virtual int64_t reserve(int64_t tasks, int64_t chunks, int64_t accumulator_bytes) = 0;
   virtual int64_t reserve_bytes(int64_t tasks, int64_t chunks) const = 0;
 

@@ -1,6 +1,6 @@
-// SPDX-License-Identifier: Apache-2.0
-// Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019) as torch.optim and keras.optimizers define them, and
-// AdamWeightDecay of the BERT release. They differ in three folded scalars only:
+// SPDX-License-Identifier: Apache-2.0 Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019)
+// as torch.optim and keras.optimizers define them, and AdamWeightDecay of the BERT release. They
+// differ in three folded scalars only:
 //
 //   p <- decay p - a m / (sqrt(v) + e)
 //
@@ -15,7 +15,8 @@
 
 namespace ga {
 
-// m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;  with AMSGrad the root is of the largest v so far
+// m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;  with AMSGrad the root is of the
+// largest v so far
 template <class T, bool kL2, bool kAmsgrad>
 struct AdamOp {
   using Real = T;

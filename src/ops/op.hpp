@@ -8,8 +8,9 @@
 //       GA_HD T operator()(T p, T g, T* state) const;      // the new p; state is updated in place
 //     };
 //
-// It is trivially copyable and knows no pointer, index, dtype or loop. A mode is a template flag or another Op. The
-// loops (one file for the CPU, one for CUDA) are instantiated for every Op of every optimizer in ops/all.hpp.
+// It is trivially copyable and knows no pointer, index, dtype or loop. A mode is a template flag or
+// another Op. The loops (one file for the CPU, one for CUDA) are instantiated for every Op of every
+// optimizer in ops/all.hpp.
 //
 // An optimizer is a header beside this one; sgd.hpp is the one to copy:
 //
@@ -31,8 +32,8 @@
 
 #include "gradaccum/gradaccum.h"
 
-// Always inlined on the host: an object compiled for one ISA level must not export a function that the linker could pick
-// for another.
+// Always inlined on the host: an object compiled for one ISA level must not export a function that
+// the linker could pick for another.
 #ifdef __CUDACC__
 #define GA_HD __host__ __device__ __forceinline__
 #else
@@ -57,7 +58,8 @@ struct ConcatTypes<TypeList<A...>, TypeList<B...>, Rest...> {
   using type = typename ConcatTypes<TypeList<A..., B...>, Rest...>::type;
 };
 
-// Applied steps, of a parameter or of the context, and the running products of the decay rates: beta^t, never by pow.
+// Applied steps, of a parameter or of the context, and the running products of the decay rates:
+// beta^t, never by pow.
 struct Clock {
   int64_t step = 0;
   double beta1_power = 1;

@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0
-// Stochastic gradient descent with momentum (Sutskever et al. 2013), as torch.optim.SGD and as keras.optimizers.SGD.
+// SPDX-License-Identifier: Apache-2.0 Stochastic gradient descent with momentum (Sutskever et al.
+// 2013), as torch.optim.SGD and as keras.optimizers.SGD.
 #pragma once
 
 #include "error.hpp"
@@ -22,7 +22,8 @@ struct SgdPlain {
   GA_HD T operator()(T p, T g, T*) const { return decay * p - lr * (g + l2 * p); }
 };
 
-// b <- mu b + (1 - dampening) g, the first time b <- g; p <- p - lr b, or p - lr (g + mu b) with Nesterov
+// b <- mu b + (1 - dampening) g, the first time b <- g; p <- p - lr b, or p - lr (g + mu b) with
+// Nesterov
 template <class T, bool kNesterov>
 struct SgdMomentum {
   using Real = T;

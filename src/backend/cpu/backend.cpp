@@ -46,8 +46,9 @@ class CpuBackend final : public Backend {
       std::memset(data, 0, bytes);
       return data;
     }
-    // Huge pages; and another place within a page for each array, or a core takes the load of one for depending on the
-    // store to another, the addresses being alike in their low 12 bits (measured: twice the time).
+    // Huge pages; and another place within a page for each array, or a core takes the load of one
+    // for depending on the store to another, the addresses being alike in their low 12 bits
+    // (measured: twice the time).
     const size_t shift = static_cast<size_t>(stagger) * 17 * kCacheLine % kPage;
     if (bytes > SIZE_MAX / 2) throw std::bad_alloc();
     const size_t length = round_up(bytes + shift, kPage);
@@ -73,7 +74,8 @@ class CpuBackend final : public Backend {
     work_.reserve(static_cast<size_t>(chunks));
     items_.reserve(static_cast<size_t>(chunks) + 1);
     threads_.reserve(chunks);
-    // Gradients and accumulators of a window against the cache: past it, written lines are not wanted there.
+    // Gradients and accumulators of a window against the cache: past it, written lines are not
+    // wanted there.
     stream_ = 2 * accumulator_bytes > cache_;
     return reserve_bytes(tasks, chunks);
   }
@@ -84,9 +86,10 @@ class CpuBackend final : public Backend {
   }
 
   void accumulate(Span<const AccumulateTask> tasks) override {
-    run<AccumulateTask>(tasks, [](const CpuBackend& self, const AccumulateTask& task, const Work& w) {
-      self.kernels_.accumulate(task, w.offset, w.count, self.stream_);
-    });
+    run<AccumulateTask>(tasks,
+                        [](const CpuBackend& self, const AccumulateTask& task, const Work& w) {
+                          self.kernels_.accumulate(task, w.offset, w.count, self.stream_);
+                        });
   }
 
   void norm(Span<const NormTask> tasks) override {
@@ -109,7 +112,7 @@ class CpuBackend final : public Backend {
 
   void prepare_matmul() override { matmul_.open(); }
 
-  void matmul(const MatmulTask& task) override { matmul_.run(task, threads_.count()); }
+  void matmul(const MatmulTask& task) override { matmul_.run(task); }
 
  private:
   // A chunk of a task.
@@ -119,7 +122,8 @@ class CpuBackend final : public Backend {
     int64_t offset;
   };
 
-  // Cuts tasks into chunks, and these into items of about kChunk elements, so that many small tensors are one item.
+  // Cuts tasks into chunks, and these into items of about kChunk elements, so that many small
+  // tensors are one item.
   template <class Task>
   void run(Span<const Task> tasks, void (*loop)(const CpuBackend&, const Task&, const Work&)) {
     work_.clear();
@@ -157,7 +161,7 @@ class CpuBackend final : public Backend {
 
   const Kernels& kernels_;
   Threads threads_;
-  MatmulEngine matmul_;
+  MatmulEngine matmul_{threads_};
   int64_t cache_;
   bool stream_ = false;
   std::vector<Work> work_;

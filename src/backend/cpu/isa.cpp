@@ -1,6 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0
-// Which loops run on this processor: the levels kernels.cpp is compiled for, the plain one first, each able to do what
-// the ones before it can.
+// SPDX-License-Identifier: Apache-2.0 Which loops run on this processor: the levels kernels.cpp is
+// compiled for, the plain one first, each able to do what the ones before it can.
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
@@ -32,7 +31,9 @@ bool always() { return true; }
 
 struct Cpuid {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  Cpuid(unsigned leaf, unsigned subleaf) { __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx); }
+  Cpuid(unsigned leaf, unsigned subleaf) {
+    __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx);
+  }
 };
 
 constexpr bool has(unsigned reg, std::initializer_list<int> bits) {

@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0
-// The CPU's loops over one chunk, compiled once per ISA level from kernels.cpp. All levels give the same bits.
+// SPDX-License-Identifier: Apache-2.0 The CPU's loops over one chunk, compiled once per ISA level
+// from kernels.cpp. All levels give the same bits.
 #pragma once
 
 #include "backend/backend.hpp"
@@ -11,7 +11,8 @@ struct Kernels {
   void (*accumulate)(const AccumulateTask& task, int64_t offset, int64_t count, bool stream);
   void (*norm)(const NormTask& task, int64_t offset, int64_t count);
   void (*finish)(const FinishTask& task, int64_t offset, int64_t count);
-  void (*const* update)(const UpdateTask& task, int64_t offset, int64_t count);  // [AllOps position]
+  void (*const* update)(const UpdateTask& task, int64_t offset,
+                        int64_t count);  // [AllOps position]
 };
 
 struct Isa {

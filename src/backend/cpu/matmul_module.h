@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What libgradaccum_onednn.so offers the core: matrix products on the CPU. Plain C: the two may be built by different
- * compilers. */
+ * What libgradaccum_onednn.so offers the core: matrix products on the CPU. Plain C: the two may be
+ * built by different compilers. */
 #ifndef GA_BACKEND_CPU_MATMUL_MODULE_H_
 #define GA_BACKEND_CPU_MATMUL_MODULE_H_
 
@@ -13,11 +13,13 @@ typedef struct ga_matmul_module {
   int32_t abi;         /* GA_MATMUL_ABI */
   const char* version; /* of the oneDNN that is loaded: "oneDNN 2.6.3" */
 
-  /* c [m x n] <- alpha op(a) op(b) + beta c, f32 and row-major, on the calling thread alone; may be called from several
-     at once. op(a) is m x k and op(b) k x n; lda, ldb, ldc: elements from row to row as stored. With beta 0, c is not
-     read. Extents of 0 are legal. Returns NULL, or what went wrong: static, no full sentence. */
-  const char* (*multiply)(int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda, int transpose_a,
-                          const float* b, int64_t ldb, int transpose_b, float beta, float* c, int64_t ldc);
+  /* c [m x n] <- alpha op(a) op(b) + beta c, f32 and row-major, on the calling thread alone; may be
+     called from several at once. op(a) is m x k and op(b) k x n; lda, ldb, ldc: elements from row
+     to row as stored. With beta 0, c is not read. Extents of 0 are legal.
+     Returns NULL, or what went wrong: static, not a whole sentence. */
+  const char* (*multiply)(int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
+                          int transpose_a, const float* b, int64_t ldb, int transpose_b, float beta,
+                          float* c, int64_t ldc);
 } ga_matmul_module;
 
 #endif

@@ -1,24 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// libgradaccum_onednn.so: matrix products by oneDNN 2.6 and later or 3.x. The only file that sees oneDNN.
+// libgradaccum_onednn.so: matrix products by oneDNN 2.6 or 3.x. The only file that sees oneDNN.
 //
-// The products go to its sgemm, not to its matmul primitive with a sum post-op: alpha and beta are arguments of the
-// call, nothing is to be created or kept per shape, and it was measured to be as fast or faster in both majors (1024 x
-// 1024 from a batch of 64: the same; of 16: 0.6 of the time; of 1024: 0.45). It runs on the calling thread: the core
-// cuts a product into one piece per thread itself, because sgemm's own cut lets threads share the lines of C (2.5 times
-// the time at 512 x 784 from a batch of 4 on two threads), and because the program may have brought its own threads.
+// The products go to its sgemm, not to its matmul primitive with a sum post-op: alpha and beta are
+// arguments of the call, nothing is to be created or kept per shape, and it was measured to be as
+// fast or faster in both majors (1024 x 1024 from a batch of 64: the same; from 16: 0.6 of the
+// time; 768 x 3072 from 1024: 0.45). It runs on the calling thread. The core cuts a product into
+// one piece per thread itself: where sgemm cuts, threads get in one another's way in C (2.5 times
+// the time at 512 x 784 from a batch of 4 on two threads), and the program may have brought its
+// own threads.
 
 #include <dlfcn.h>
 #include <oneapi/dnnl/dnnl.h>
 
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
+#include <type_traits>
 
 #include "backend/cpu/matmul_module.h"
 #include "module.hpp"
 
-// Of the OpenMP that oneDNN runs on, whichever that is; absent where it runs on something else. Taken weakly, not by
-// the compiler's OpenMP, which may be another one.
+// Of the OpenMP that oneDNN runs on, whichever that is; absent where it runs on something else.
+// Taken weakly, not by the compiler's OpenMP, which may be another one.
 extern "C" {
 __attribute__((weak)) int omp_get_max_threads();
 __attribute__((weak)) void omp_set_num_threads(int);
@@ -58,8 +60,9 @@ const char* text_of(dnnl_status_t status) {
   }
 }
 
-const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda, int transpose_a,
-                     const float* b, int64_t ldb, int transpose_b, float beta, float* c, int64_t ldc) noexcept {
+const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
+                     int transpose_a, const float* b, int64_t ldb, int transpose_b, float beta,
+                     float* c, int64_t ldc) noexcept {
   if (m == 0 || n == 0) return nullptr;
   if (k == 0) {  // an empty sum; oneDNN would want to look at a and b
     if (beta == 0)
@@ -68,14 +71,14 @@ const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const float* 
   }
   try {
     const OneThread one_thread;
-    return text_of(dnnl_sgemm(transpose_a ? 'T' : 'N', transpose_b ? 'T' : 'N', m, n, k, alpha, a, lda, b, ldb, beta,
-                              c, ldc));
+    return text_of(dnnl_sgemm(transpose_a ? 'T' : 'N', transpose_b ? 'T' : 'N', m, n, k, alpha, a,
+                              lda, b, ldb, beta, c, ldc));
   } catch (...) {
     return "threw an exception";
   }
 }
 
-// Which file a function comes from: oneDNN's symbols carry no version, so the loader takes the first it finds.
+// The file that a function is in.
 const char* file_of(void* function) {
   Dl_info info;
   return dladdr(function, &info) != 0 && info.dli_fname ? info.dli_fname : "?";
@@ -83,16 +86,19 @@ const char* file_of(void* function) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) const void* ga_module_onednn(char* error, size_t error_size) {
+extern "C" __attribute__((visibility("default"))) const void* ga_module_onednn(char* error,
+                                                                               size_t error_size) {
   static_assert(std::is_same_v<decltype(&ga_module_onednn), ga::ModuleEntry>);
-  // Before any other call: where the program has loaded the other major version, calls would go there and crash.
+  // Before any other call: oneDNN's symbols carry no version, so where the program has loaded the
+  // other major one, our calls go there, with arguments that it does not understand.
   const dnnl_version_t& version = *dnnl_version();
   if (version.major != DNNL_VERSION_MAJOR) {
     std::snprintf(error, error_size,
-                  "it was built for oneDNN %d.%d.%d, and this program has already loaded oneDNN %d.%d.%d (%s); a "
+                  "it was built for oneDNN %d.%d.%d, and this program has already loaded oneDNN "
+                  "%d.%d.%d (%s); a "
                   "program can use one major version only",
-                  DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH, version.major, version.minor,
-                  version.patch, file_of(reinterpret_cast<void*>(&dnnl_version)));
+                  DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH, version.major,
+                  version.minor, version.patch, file_of(reinterpret_cast<void*>(&dnnl_version)));
     return nullptr;
   }
   struct Module {

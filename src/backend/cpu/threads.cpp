@@ -83,7 +83,8 @@ void Threads::run_shared(int64_t items, ga_task body, void* data) {
     std::atomic<int64_t> done;
     std::atomic<bool> wrong;
   } job = {body, data, items, taken_.get(), {0}, {false}};
-  for (int64_t i = 0; i < items; ++i) taken_[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
+  for (int64_t i = 0; i < items; ++i)
+    taken_[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
   const ga_task once = [](void* shared, int64_t i) {
     Job& j = *static_cast<Job*>(shared);
     if (i < 0 || i >= j.items || j.taken[i].exchange(1, std::memory_order_relaxed)) {

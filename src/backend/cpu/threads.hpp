@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0
-// One parallel loop: OpenMP's threads, the program's own (ga_config.parallel_for), or the calling thread alone.
+// SPDX-License-Identifier: Apache-2.0 One parallel loop: OpenMP's threads, the program's own
+// (ga_config.parallel_for), or the calling thread alone.
 #pragma once
 
 #include <atomic>
@@ -21,16 +21,17 @@ class Threads {
   void reserve(int64_t items);
   static int64_t reserve_bytes(int64_t items) { return items; }
 
-  // Runs body(data, i) for i in [0, items). alone: on the calling thread. Throws GA_ERROR_FAULT when the program's
-  // parallel_for threw, left items out, or ran one twice (which is not done twice).
+  // Runs body(data, i) for i in [0, items). alone: on the calling thread. Throws GA_ERROR_FAULT
+  // when the program's parallel_for threw, left items out, or ran one twice (which is not done
+  // twice).
   void run(int64_t items, bool alone, ga_task body, void* data);
 
  private:
   void run_shared(int64_t items, ga_task body, void* data);
   void run_openmp(int64_t items, ga_task body, void* data);
 
-  // A thread's own items; whoever is done with its own takes from the others. So a thread finds the chunks it had in
-  // the last pass in its cache, and a thread that is held up delays nobody.
+  // A thread's own items; whoever is done with its own takes from the others. So a thread finds the
+  // chunks it had in the last pass in its cache, and a thread that is held up delays nobody.
   struct alignas(64) Range {
     std::atomic<int64_t> next;
     int64_t end;
