@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 Contributions to a window. Every function checks all it was
+// SPDX-License-Identifier: Apache-2.0
+// Contributions to a window. Every function checks all it was
 // given first, then makes its pass over the data, then records what has changed; so a call that
 // fails has changed nothing. Only a pass that breaks off half-way leaves the accumulators unknown,
 // and the window invalid.
@@ -46,16 +47,17 @@ void Context::check_gradient(ga_param id, const void* gradient) {
   p.checked = gradient;
 }
 
-// One contribution, as a task over the data and as what it makes of the parameter.
-void Context::plan(ga_param id, const void* gradient, float scale) {
-  const Param& p = params_[static_cast<size_t>(id)];
+// One contribution: a task over the data and what it makes of the parameter. Checks are behind it; if
+// the pass fails, the window is invalid and none of this is looked at again.
+void Context::plan(Param& p, const void* gradient, float scale) {
   const Source source = {gradient, p.gradient_dtype, scale};
   if (p.held == Held::kNothing && config_.gradient_life == GA_GRADIENTS_LIVE) {
-    planned_.push_back({id, Held::kAdopted, source});
+    p.held = Held::kAdopted;
+    p.adopted = source;
     return;
   }
-  planned_.push_back({id, Held::kStored, {}});
-  AccumulateTask task = {p.accumulator, p.count, p.partials, {source, {}}, 1, false};
+  accumulate_tasks_.push_back({p.accumulator, p.count, p.partials, {source, {}}, 1, false});
+  AccumulateTask& task = accumulate_tasks_.back();
   if (p.held == Held::kStored) {
     task.keep = true;
   } else if (p.held == Held::kAdopted) {
@@ -63,20 +65,8 @@ void Context::plan(ga_param id, const void* gradient, float scale) {
     task.source[1] = source;
     task.sources = 2;
   }
-  accumulate_tasks_.push_back(task);
-}
-
-void Context::run_plan() {
-  or_invalidate([&] {
-    backend_->accumulate({accumulate_tasks_.data(), accumulate_tasks_.size()});
-  });
-  for (const Planned& change : planned_) {
-    Param& p = params_[static_cast<size_t>(change.param)];
-    // Adding to what another wrote last stores new partials: they are right again.
-    p.stale = false;
-    p.held = change.held;
-    p.adopted = change.adopted;
-  }
+  p.held = Held::kStored;
+  p.stale = false;  // new partials come with what is stored
 }
 
 template <class Work>
@@ -103,25 +93,25 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
   prepare();
   window_.reserve_one();
 
-  planned_.clear();
   accumulate_tasks_.clear();
   if (micro.weight > 0) {
-    const float factor = contribution_scale(micro);
-    for (size_t b = 0; b < count; ++b) {
-      if (!gradients[b]) continue;
-      const Block& block = blocks_[b];
-      for (ga_param id = block.first; id < block.first + block.count; ++id) {
-        const Param& p = params_[static_cast<size_t>(id)];
-        if (p.frozen) continue;
-        const void* gradient =
-            static_cast<const char*>(gradients[b]) + p.offset * dtype_info(p.gradient_dtype).size;
-        check_gradient(id, gradient);
-        plan(id, gradient, factor);
-      }
-    }
+    const auto each = [&](auto&& body) {
+      for (size_t b = 0; b < count; ++b)
+        if (gradients[b])
+          for (ga_param id = blocks_[b].first; id < blocks_[b].first + blocks_[b].count; ++id)
+            if (Param& p = params_[static_cast<size_t>(id)]; !p.frozen)
+              body(id, p,
+                   static_cast<const char*>(gradients[b]) +
+                       p.offset * dtype_info(p.gradient_dtype).size);
+    };
+    each([&](ga_param id, Param&, const void* gradient) { check_gradient(id, gradient); });
+    const float scale = contribution_scale(micro);
+    each([&](ga_param, Param& p, const void* gradient) { plan(p, gradient, scale); });
   }
   forget_delivered();
-  run_plan();
+  or_invalidate([&] {
+    backend_->accumulate({accumulate_tasks_.data(), accumulate_tasks_.size()});
+  });
   window_.add(micro);
 }
 
@@ -145,16 +135,17 @@ Context::Param& Context::part(ga_param id, const char* what) {
 }
 
 void Context::accumulate_part(ga_param id, const void* gradient) {
-  const Param& p = part(id, "ga_accumulate_part");
+  Param& p = part(id, "ga_accumulate_part");
   const Micro& micro = window_.open_micro();
   if (micro.weight == 0 || p.frozen) return;
   if (!gradient && p.count > 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its gradient was NULL", name(id));
   check_gradient(id, gradient);
-  planned_.clear();
   accumulate_tasks_.clear();
-  plan(id, gradient, contribution_scale(micro));
-  run_plan();
+  plan(p, gradient, contribution_scale(micro));
+  or_invalidate([&] {
+    backend_->accumulate({accumulate_tasks_.data(), accumulate_tasks_.size()});
+  });
 }
 
 // Copies an adopted gradient where someone else is about to add to it.

@@ -11,7 +11,9 @@
 namespace ga {
 namespace {
 
-constexpr size_t kAlign = 64;  // of every array the library owns
+// Every array the library owns begins on a cache line, and is padded to whole ones with zeros that
+// stay zeros: the loops may run to the end of the line.
+constexpr size_t kAlign = 64;
 
 size_t align_up(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
@@ -196,7 +198,7 @@ ga_group Context::add_group(const ga_optimizer& o) {
   check_optimizer(o);
   if (groups_.size() >= INT32_MAX) fail(GA_ERROR_INVALID_ARGUMENT, "too many groups");
   const int op = optimizer_info(o.kind, o.flavor).op(o);
-  Group g = {o, Schedule(), Clock(), op < 0 ? 0 : op_info(op).slots, false, default_clip()};
+  Group g = {o, Schedule(), Clock(), op, op < 0 ? 0 : op_info(op).slots, false, default_clip()};
   for (int64_t s = 0; s < steps_; ++s) g.clock.advance(o);
   groups_.push_back(std::move(g));
   return static_cast<ga_group>(groups_.size()) - 1;
@@ -212,6 +214,7 @@ void Context::set_weight_decay(ga_group id, double weight_decay) {
   Group& g = group(id);
   check_rate("weight_decay", weight_decay);
   g.optimizer.weight_decay = weight_decay;
+  g.op = optimizer_info(g.optimizer.kind, g.optimizer.flavor).op(g.optimizer);
 }
 
 void Context::set_schedule(ga_group id, const ga_schedule* schedule) {
@@ -373,10 +376,9 @@ Context::Layout Context::layout(size_t first, size_t last) const {
 }
 
 int64_t Context::table_bytes(int64_t params, int64_t chunks) const {
-  return params *
-             static_cast<int64_t>(sizeof(Param) + sizeof(Tensor) + sizeof(Planned) +
-                                  sizeof(AccumulateTask) + sizeof(NormTask) + sizeof(UpdateTask) +
-                                  sizeof(FinishTask) + sizeof(OpBytes) + sizeof(ga_param)) +
+  return params * static_cast<int64_t>(sizeof(Param) + sizeof(Tensor) + sizeof(AccumulateTask) +
+                                       sizeof(NormTask) + sizeof(UpdateTask) + sizeof(FinishTask) +
+                                       sizeof(OpBytes) + sizeof(ga_param)) +
          backend_->reserve_bytes(params, chunks);
 }
 
@@ -396,7 +398,6 @@ void Context::prepare() {
   if (prepared_ == params_.size()) return;
   const size_t n = params_.size();
   const Layout all = layout(0, n);
-  planned_.reserve(n);
   accumulate_tasks_.reserve(n);
   norm_tasks_.reserve(n);
   update_tasks_.reserve(n);

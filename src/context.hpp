@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 What a ga_context is: groups, parameters, the window and the
+// SPDX-License-Identifier: Apache-2.0
+// What a ga_context is: groups, parameters, the window and the
 // counters. No loop over elements is in here; it tells a Backend what to do to which tensors.
 //   context.cpp     registration and memory
 //   accumulate.cpp  contributions to a window
@@ -77,6 +78,7 @@ class Context {
     ga_optimizer optimizer;
     Schedule schedule;
     Clock clock;  // the context's applied steps, with this optimizer's products
+    int op;       // position in AllOps; -1: none
     int slots;
     bool own_clip;
     ga_clip clip;
@@ -90,26 +92,27 @@ class Context {
     kStored,   // in the accumulator
   };
 
-  // A parameter: what the passes read.
-  struct Param {
-    float* data;
+  // A parameter: what the passes read. The first cache line is all that a contribution needs.
+  struct alignas(64) Param {
     float* accumulator = nullptr;
-    float* state[kMaxSlots] = {};
     Partial* partials = nullptr;
     int64_t count;
-    int64_t offset;  // elements from the start of its block
-    ga_group group;
-    int32_t gradient_dtype;
+    int64_t offset;                 // elements from the start of its block
+    const void* checked = nullptr;  // the gradient address last found clear of the ranges
     Source adopted = {};
-    const void* checked = nullptr;  // the gradient address that was last found clear of the ranges
-    Clock clock;                    // its own updates
-    double sum_squares = 0;         // of the reduced gradient, while stepping
-    double clip_factor = 1;         // likewise
+    int32_t gradient_dtype;
     Held held = Held::kNothing;
     bool frozen = false;
     bool acquired = false;
-    bool stale = false;      // the partials are not those of the accumulator
-    bool delivered = false;  // the accumulator holds the gradient of the last step, for the program
+    bool stale = false;  // the partials are not those of the accumulator
+
+    float* data;
+    float* state[kMaxSlots] = {};
+    Clock clock;             // its own updates
+    double sum_squares = 0;  // of the reduced gradient, while stepping
+    double clip_factor = 1;  // likewise
+    ga_group group;
+    bool delivered = false;  // the accumulator holds the last step's gradient, for the program
   };
 
   // A parameter: what only messages and matrices read.
@@ -135,13 +138,6 @@ class Context {
   struct Arena {
     void* data;
     size_t bytes;
-  };
-
-  // What a contribution will make of a parameter once the pass over the data has succeeded.
-  struct Planned {
-    ga_param param;
-    Held held;
-    Source adopted;
   };
 
   // Bytes that a run of parameters needs.
@@ -171,8 +167,7 @@ class Context {
   Micro make_micro(double weight, const double* scale) const;
   float contribution_scale(const Micro& micro) const;
   void check_gradient(ga_param id, const void* gradient);
-  void plan(ga_param id, const void* gradient, float scale);
-  void run_plan();
+  void plan(Param& p, const void* gradient, float scale);
   void store_adopted(ga_param id);
   Param& part(ga_param id, const char* what);
   template <class Work>
@@ -218,7 +213,6 @@ class Context {
   bool delivered_ = false;  // some parameter's gradient is
 
   // Working lists, sized by prepare() so that no later call allocates.
-  std::vector<Planned> planned_;
   std::vector<AccumulateTask> accumulate_tasks_;
   std::vector<NormTask> norm_tasks_;
   std::vector<UpdateTask> update_tasks_;

@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 Errors inside the library are thrown as Error; guard() turns
+// SPDX-License-Identifier: Apache-2.0
+// Errors inside the library are thrown as Error; guard() turns
 // them into a status at the C boundary.
 #pragma once
 

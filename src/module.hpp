@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 Side modules: parts of the library that need what a host may
+// SPDX-License-Identifier: Apache-2.0
+// Side modules: parts of the library that need what a host may
 // not have (oneDNN, CUDA, NCCL), each opened when first used. A module is libgradaccum_<name>.so
 // and exports one function, ga_module_<name>, of the type ModuleEntry.
 #pragma once

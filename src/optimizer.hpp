@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 What the rest of the library knows of an optimizer: numbers
+// SPDX-License-Identifier: Apache-2.0
+// What the rest of the library knows of an optimizer: numbers
 // and functions read off the list in ops/all.hpp.
 #pragma once
 

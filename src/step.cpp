@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 The end of a window: reduce, check, clip, update, in this
+// SPDX-License-Identifier: Apache-2.0
+// The end of a window: reduce, check, clip, update, in this
 // order. Norms are sums of the partials that the accumulating passes left; a pass of its own is
 // made only for what has none (see collect).
 #include <algorithm>
@@ -135,8 +136,7 @@ void Context::update(double mean) {
     else
       gradient.factor = static_cast<float>(p.clip_factor);
 
-    const int op = optimizer_info(o.kind, o.flavor).op(o);
-    if (op < 0) {
+    if (g.op < 0) {
       finish_tasks_.push_back({gradient, p.accumulator, p.count});
       continue;
     }
@@ -145,13 +145,12 @@ void Context::update(double mean) {
     // Parameters of a group have mostly been updated together: fold once for them.
     if (folded_group != p.group || folded_clock.step != clock.step) {
       folded_.push_back({});
-      op_info(op).fold(o, {lr(p.group), clock}, folded_.back());
+      op_info(g.op).fold(o, {lr(p.group), clock}, folded_.back());
       folded_group = p.group;
       folded_clock = clock;
     }
-    UpdateTask task = {op, &folded_.back(), gradient, p.data, {}, p.count};
-    std::copy(p.state, p.state + kMaxSlots, task.state);
-    update_tasks_.push_back(task);
+    update_tasks_.push_back(
+        {g.op, &folded_.back(), gradient, p.data, {p.state[0], p.state[1], p.state[2]}, p.count});
   }
   backend_->finish({finish_tasks_.data(), finish_tasks_.size()});
   backend_->update({update_tasks_.data(), update_tasks_.size()});

@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 Where arrays live and loops run. The context says what is to
+// SPDX-License-Identifier: Apache-2.0
+// Where arrays live and loops run. The context says what is to
 // be done to which tensors; a backend cuts that into chunks of kChunk elements and does it. One
 // call is one parallel pass over the data of all its tasks.
 //

@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019)
+// SPDX-License-Identifier: Apache-2.0
+// Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019)
 // as torch.optim and keras.optimizers define them, and AdamWeightDecay of the BERT release. They
 // differ in three folded scalars only:
 //

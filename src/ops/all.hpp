@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 Every optimizer. To add one: its header, its line here, its
+// SPDX-License-Identifier: Apache-2.0
+// Every optimizer. To add one: its header, its line here, its
 // value in ga_optimizer_kind, its formula in tests/reference.hpp.
 #pragma once
 

@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 The program's own optimizer: the reduced, clipped gradient is
+// SPDX-License-Identifier: Apache-2.0
+// The program's own optimizer: the reduced, clipped gradient is
 // left for it in the accumulator. No Op, no state.
 #pragma once
 

@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 Stochastic gradient descent with momentum (Sutskever et al.
+// SPDX-License-Identifier: Apache-2.0
+// Stochastic gradient descent with momentum (Sutskever et al.
 // 2013), as torch.optim.SGD and as keras.optimizers.SGD.
 #pragma once
 

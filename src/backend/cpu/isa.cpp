@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 Which loops run on this processor: the levels kernels.cpp is
+// SPDX-License-Identifier: Apache-2.0
+// Which loops run on this processor: the levels kernels.cpp is
 // compiled for, the plain one first, each able to do what the ones before it can.
 #include <cstdlib>
 #include <cstring>

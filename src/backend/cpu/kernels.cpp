@@ -1,7 +1,7 @@
-// SPDX-License-Identifier: Apache-2.0 The only loops over elements on the CPU: plain bodies that
-// the compiler vectorises, compiled once per ISA level (GA_ISA is its name). Nothing here has
-// external linkage but one function, so that no code of a higher level can be linked in place of a
-// lower one's.
+// SPDX-License-Identifier: Apache-2.0
+// The only loops over elements on the CPU, compiled once per ISA level (GA_ISA is its name). Nothing
+// here has external linkage but one function, so that no code of a higher level can be linked in
+// place of a lower one's.
 //
 // Same bits at every level: every element is computed by the same IEEE operations (no contraction,
 // no reassociation), and sums run in kLanes lanes of double, element i in lane i mod kLanes, added
@@ -19,6 +19,10 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 means its own intrinsics
+#endif
+
 #include "ops/all.hpp"
 
 namespace ga::cpu {
@@ -26,14 +30,12 @@ namespace {
 
 constexpr int64_t kBlock = 64;
 constexpr int64_t kAhead = 512;
-constexpr int64_t kTile =
-    1024;  // elements that are converted at a time; fits L1 with all its streams
+constexpr int64_t kTile = 1024;  // elements converted at a time; fits L1 with all its streams
 constexpr int kLanes = 16;
 
 static_assert(kTile % kBlock == 0 && kBlock % kLanes == 0 && kChunk % kTile == 0);
 
-#define GA_INLINE_LAMBDA __attribute__((always_inline))
-#define GA_INLINE GA_INLINE_LAMBDA inline
+#define GA_INLINE __attribute__((always_inline)) inline
 
 #if defined(__clang__)
 #define GA_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
@@ -67,9 +69,9 @@ GA_INLINE void stream_fence() {
 #endif
 }
 
-// ---- Reading: elements [offset, offset + count) of a source as floats, in place where they are
-// floats already ----
+// ---- Reading --------------------------------------------------------------------------------------
 
+// Elements [offset, offset + count) of a source as floats, in place where they are floats already.
 using Load = const float* (*)(const void* data, int64_t offset, int64_t count, float* tile);
 
 const float* load_f32(const void* data, int64_t offset, int64_t, float*) {
@@ -83,90 +85,150 @@ GA_INLINE const float* load(const Source& s, int64_t offset, int64_t count, floa
   return s.data ? loads[s.dtype](s.data, offset, count, tile) : zeros;
 }
 
-// ---- Sums of squares
+// The last elements of a tensor, fewer than a block, padded with zeros to whole groups of kLanes: the
+// loops below then know whole groups only. Zeros add nothing to a sum. The library's own arrays need
+// no copy, they are padded in place (context.cpp).
+struct Padded {
+  alignas(64) float data[kBlock];
 
-struct Lanes {
-  double sum[kLanes];
+  GA_INLINE Padded(const float* from, int64_t count) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+      std::memcpy(data + i, from + i, kLanes * sizeof(float));
+    if (i == count) return;
+#if defined(__AVX512F__)  // whole registers: what is written float by float is slow to load as one
+    const auto mask = static_cast<__mmask16>((1u << (count - i)) - 1);
+    _mm512_store_ps(data + i, _mm512_maskz_loadu_ps(mask, from + i));
+#else
+    std::memset(data + i, 0, kLanes * sizeof(float));
+    for (; i < count; ++i) data[i] = from[i];
+#endif
+  }
+
+  GA_INLINE void copy_to(float* to, int64_t count) const {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) std::memcpy(to + i, data + i, kLanes * sizeof(float));
+    for (; i < count; ++i) to[i] = data[i];
+  }
 };
 
-// The square of a float is exact in double: a fused multiply-add rounds as multiply and add do, so
-// it is used where there is one and the bits stay those of the other levels.
-GA_INLINE double add_square(double sum, float x) {
-  const double d = x;
-#if defined(__FMA__) || defined(__aarch64__)
-  return __builtin_fma(d, d, sum);
+GA_INLINE int64_t whole_groups(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+// ---- Sums of squares ------------------------------------------------------------------------------
+
+// One register of floats, and the two of doubles it widens to. By hand, since the compilers vectorise
+// a loop that both stores floats and sums their squares in double at some levels only.
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX__)
+constexpr int kWidth = 8;
 #else
-  return sum + d * d;
+constexpr int kWidth = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * kWidth)));
+typedef float FloatsInMemory __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+typedef double Doubles __attribute__((vector_size(4 * kWidth)));
+
+GA_INLINE Floats get(const float* p) { return *reinterpret_cast<const FloatsInMemory*>(p); }
+GA_INLINE void put(float* p, Floats x) { *reinterpret_cast<FloatsInMemory*>(p) = x; }
+
+#if defined(__AVX512F__)
+GA_INLINE Doubles widen_low(Floats x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
+GA_INLINE Doubles widen_high(Floats x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
+#elif defined(__AVX__)
+GA_INLINE Doubles widen_low(Floats x) { return _mm256_cvtps_pd(_mm256_castps256_ps128(x)); }
+GA_INLINE Doubles widen_high(Floats x) { return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)); }
+#elif defined(__SSE2__)
+GA_INLINE Doubles widen_low(Floats x) { return _mm_cvtps_pd(x); }
+GA_INLINE Doubles widen_high(Floats x) { return _mm_cvtps_pd(_mm_movehl_ps(x, x)); }
+#else
+GA_INLINE Doubles widen_low(Floats x) { return Doubles{x[0], x[1]}; }
+GA_INLINE Doubles widen_high(Floats x) { return Doubles{x[2], x[3]}; }
+#endif
+
+// The square of a float is exact in double: a fused multiply-add rounds as multiply and add do, so it
+// is used where there is one, and the bits stay those of the other levels.
+GA_INLINE Doubles add_square(Doubles sum, Doubles x) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(x, x, sum);
+#elif defined(__FMA__)
+  return _mm256_fmadd_pd(x, x, sum);
+#else
+  return sum + x * x;
 #endif
 }
 
-Partial total(const Lanes& lanes) {
-  double s[kLanes];
-  std::memcpy(s, lanes.sum, sizeof s);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int l = 0; l < width; ++l) s[l] += s[l + width];
-  // The squares of finite floats cannot overflow a double: the sum is finite exactly when every
-  // element is.
-  return {s[0], !(s[0] <= 1.7976931348623157e308)};
-}
+struct Lanes {
+  Doubles sum[2 * kLanes / kWidth] = {};
 
-// ---- Accumulate
+  // x holds the elements of lanes [lane, lane + kWidth).
+  GA_INLINE void add(int lane, Floats x) {
+    Doubles* const s = sum + 2 * lane / kWidth;
+    s[0] = add_square(s[0], widen_low(x));
+    s[1] = add_square(s[1], widen_high(x));
+  }
 
-template <int kSources, bool kKeep>
-struct Combine {
-  float scale0, scale1;
-  GA_INLINE float operator()(float a, float g0, float g1) const {
-    if (kKeep) return a + g0 * scale0;
-    if (kSources == 2) return g0 * scale0 + g1 * scale1;
-    return g0 * scale0;
+  GA_INLINE Partial total() const {
+    double s[kLanes];
+    std::memcpy(s, sum, sizeof s);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+      for (int l = 0; l < width; ++l) s[l] += s[l + width];
+    // The squares of finite floats cannot overflow a double: the sum is finite exactly when every
+    // element is.
+    return {s[0], !(s[0] <= 1.7976931348623157e308)};
   }
 };
 
-template <int kSources, bool kKeep, bool kStream>
-void accumulate_tile(const Combine<kSources, kKeep>& combine, float* __restrict a,
-                     const float* __restrict g0, const float* __restrict g1, int64_t count,
-                     Lanes& lanes) {
-  double sum[kLanes];
-  std::memcpy(sum, lanes.sum, sizeof sum);
-  int64_t b = 0;
-  for (; b + kBlock <= count; b += kBlock) {
-    prefetch_block<0>(g0 + b + kAhead);
-    if (kSources == 2) prefetch_block<0>(g1 + b + kAhead);
-    if (!kStream) prefetch_block<1>(a + b + kAhead);
-    alignas(64) float block[kBlock];
-    float* __restrict out = kStream ? block : a + b;
-    for (int64_t i = 0; i < kBlock; i += kLanes)
-      for (int l = 0; l < kLanes; ++l) {
-        const float x = combine(kKeep ? a[b + i + l] : 0.0f, g0[b + i + l],
-                                kSources == 2 ? g1[b + i + l] : 0.0f);
-        out[i + l] = x;
-        sum[l] = add_square(sum[l], x);
-      }
-    if (kStream) stream_block(a + b, block);
-  }
-  for (; b < count; ++b) {
-    const float x = combine(kKeep ? a[b] : 0.0f, g0[b], kSources == 2 ? g1[b] : 0.0f);
-    a[b] = x;
-    sum[b % kLanes] = add_square(sum[b % kLanes], x);
-  }
-  std::memcpy(lanes.sum, sum, sizeof sum);
+// ---- Accumulate -----------------------------------------------------------------------------------
+
+// a <- [a +] scale0 g0 [+ scale1 g1] over whole groups
+template <int kSources, bool kKeep>
+GA_INLINE void accumulate_groups(float scale0, float scale1, float* __restrict a,
+                                 const float* __restrict g0, const float* __restrict g1,
+                                 int64_t count, Lanes& lanes) {
+  for (int64_t i = 0; i < count; i += kLanes)
+    for (int l = 0; l < kLanes; l += kWidth) {
+      Floats x = get(g0 + i + l) * scale0;
+      if (kKeep) x = get(a + i + l) + x;
+      if (kSources == 2) x = x + get(g1 + i + l) * scale1;
+      put(a + i + l, x);
+      lanes.add(l, x);
+    }
 }
 
 template <int kSources, bool kKeep, bool kStream>
 void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count) {
-  const Combine<kSources, kKeep> combine = {task.source[0].scale,
-                                            kSources == 2 ? task.source[1].scale : 0.0f};
-  Lanes lanes = {};
+  const float scale0 = task.source[0].scale;
+  const float scale1 = kSources == 2 ? task.source[1].scale : 0.0f;
+  Lanes lanes;
   alignas(64) float tile0[kTile];
   alignas(64) float tile1[kTile];
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
-    const float* g0 = load(task.source[0], offset + t, n, tile0);
-    const float* g1 = kSources == 2 ? load(task.source[1], offset + t, n, tile1) : g0;
-    accumulate_tile<kSources, kKeep, kStream>(combine, task.target + offset + t, g0, g1, n, lanes);
+    const float* const g0 = load(task.source[0], offset + t, n, tile0);
+    const float* const g1 = kSources == 2 ? load(task.source[1], offset + t, n, tile1) : g0;
+    float* const a = task.target + offset + t;
+    int64_t b = 0;
+    for (; b + kBlock <= n; b += kBlock) {
+      prefetch_block<0>(g0 + b + kAhead);
+      if (kSources == 2) prefetch_block<0>(g1 + b + kAhead);
+      if (kStream) {
+        alignas(64) float block[kBlock];
+        accumulate_groups<kSources, kKeep>(scale0, scale1, block, g0 + b, g1 + b, kBlock, lanes);
+        stream_block(a + b, block);
+      } else {
+        prefetch_block<1>(a + b + kAhead);
+        accumulate_groups<kSources, kKeep>(scale0, scale1, a + b, g0 + b, g1 + b, kBlock, lanes);
+      }
+    }
+    if (b == n) continue;
+    const Padded end0(g0 + b, n - b);
+    const Padded end1(g1 + b, kSources == 2 ? n - b : 0);
+    accumulate_groups<kSources, kKeep>(scale0, scale1, a + b, end0.data, end1.data,
+                                       whole_groups(n - b), lanes);
   }
   if (kStream) stream_fence();
-  task.partials[offset / kChunk] = total(lanes);
+  task.partials[offset / kChunk] = lanes.total();
 }
 
 void accumulate(const AccumulateTask& task, int64_t offset, int64_t count, bool stream) {
@@ -180,8 +242,7 @@ void accumulate(const AccumulateTask& task, int64_t offset, int64_t count, bool 
                                                                                     count);
 }
 
-// ---- The gradient as the optimizer sees it
-// ---------------------------------------------------------------------
+// ---- The gradient as the optimizer sees it --------------------------------------------------------
 
 struct View {
   float source_scale, scale, limit, factor;
@@ -189,42 +250,50 @@ struct View {
   explicit View(const GradientView& g)
       : source_scale(g.source.scale), scale(g.scale), limit(g.limit), factor(g.factor) {}
 
-  GA_INLINE float scaled(float x) const { return x * source_scale * scale; }
-  GA_INLINE float clamped(float x) const { return x < -limit ? -limit : (x > limit ? limit : x); }
+  // X: float or Floats
+  template <class X>
+  GA_INLINE X scaled(X x) const {
+    return x * source_scale * scale;
+  }
+  template <class X>
+  GA_INLINE X clamped(X x) const {
+    const X low = X{} - limit, high = X{} + limit;
+    return x < low ? low : (x > high ? high : x);
+  }
   GA_INLINE float operator()(float x) const { return clamped(scaled(x)) * factor; }
 };
+
+template <bool kLimited>
+GA_INLINE void norm_groups(const View& view, const float* __restrict g, int64_t count, Lanes& raw,
+                           Lanes& limited) {
+  for (int64_t i = 0; i < count; i += kLanes)
+    for (int l = 0; l < kLanes; l += kWidth) {
+      const Floats x = view.scaled(get(g + i + l));
+      raw.add(l, x);
+      if (kLimited) limited.add(l, view.clamped(x));
+    }
+}
 
 // With a limit two sums are taken: of the clamped elements, and of the raw ones to see the
 // non-finite among them.
 template <bool kLimited>
 void norm_chunk(const NormTask& task, int64_t offset, int64_t count) {
   const View view(task.gradient);
-  Lanes raw = {};
-  Lanes clamped = {};
+  Lanes raw, limited;
   alignas(64) float tile[kTile];
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
-    const float* __restrict g = load(task.gradient.source, offset + t, n, tile);
-    double r[kLanes], c[kLanes];
-    std::memcpy(r, raw.sum, sizeof r);
-    std::memcpy(c, clamped.sum, sizeof c);
-    const auto add = [&](int64_t i, int l) GA_INLINE_LAMBDA {
-      const float x = view.scaled(g[i]);
-      r[l] = add_square(r[l], x);
-      if (kLimited) c[l] = add_square(c[l], view.clamped(x));
-    };
+    const float* const g = load(task.gradient.source, offset + t, n, tile);
     int64_t b = 0;
     for (; b + kBlock <= n; b += kBlock) {
       prefetch_block<0>(g + b + kAhead);
-      for (int64_t i = 0; i < kBlock; i += kLanes)
-        for (int l = 0; l < kLanes; ++l) add(b + i + l, l);
+      norm_groups<kLimited>(view, g + b, kBlock, raw, limited);
     }
-    for (; b < n; ++b) add(b, static_cast<int>(b % kLanes));
-    std::memcpy(raw.sum, r, sizeof r);
-    std::memcpy(clamped.sum, c, sizeof c);
+    if (b < n)
+      norm_groups<kLimited>(view, Padded(g + b, n - b).data, whole_groups(n - b), raw, limited);
   }
-  Partial partial = total(raw);
-  if (kLimited) partial.sum_squares = total(clamped).sum_squares;
+  Partial partial = raw.total();
+  if (kLimited) partial.sum_squares = limited.total().sum_squares;
   task.partials[offset / kChunk] = partial;
 }
 
@@ -240,18 +309,22 @@ void finish(const FinishTask& task, int64_t offset, int64_t count) {
     const int64_t n = smaller(kTile, count - t);
     const float* g = load(task.gradient.source, offset + t, n, tile);
     float* a = task.target + offset + t;
+    // clang-format off
     GA_INDEPENDENT  // target is the source itself, element for element, or apart from it
-        for (int64_t i = 0; i < n; ++i) a[i] = view(g[i]);
+    for (int64_t i = 0; i < n; ++i) a[i] = view(g[i]);
+    // clang-format on
   }
 }
 
-// ---- Update
+// ---- Update ---------------------------------------------------------------------------------------
 
 template <class Op>
-GA_INLINE void update_range(const Op& op, const View& view, const float* g, float* p,
-                            float* const (&state)[kMaxSlots], int64_t begin, int64_t end) {
+GA_INLINE void update_groups(const Op& op, const View& view, const float* g, float* p,
+                             float* const (&state)[kMaxSlots], int64_t count) {
+  // clang-format off
   GA_INDEPENDENT  // parameters, gradients and state do not overlap
-      for (int64_t i = begin; i < end; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
+    // clang-format on
     float s[Op::slots + 1];
     for (int k = 0; k < Op::slots; ++k) s[k] = state[k][i];
     const float updated = op(p[i], view(g[i]), s);
@@ -262,7 +335,7 @@ GA_INLINE void update_range(const Op& op, const View& view, const float* g, floa
 
 template <class Op>
 void update(const UpdateTask& task, int64_t offset, int64_t count) {
-  Op op = *reinterpret_cast<const Op*>(task.folded->bytes);
+  const Op op = *reinterpret_cast<const Op*>(task.folded->bytes);
   const View view(task.gradient);
   alignas(64) float tile[kTile];
   for (int64_t t = 0; t < count; t += kTile) {
@@ -271,14 +344,22 @@ void update(const UpdateTask& task, int64_t offset, int64_t count) {
     float* p = task.param + offset + t;
     float* state[kMaxSlots] = {};
     for (int k = 0; k < Op::slots; ++k) state[k] = task.state[k] + offset + t;
-    int64_t b = 0;
-    for (; b + kBlock <= n; b += kBlock) {
-      prefetch_block<0>(g + b + kAhead);
-      prefetch_block<1>(p + b + kAhead);
-      for (int k = 0; k < Op::slots; ++k) prefetch_block<1>(state[k] + b + kAhead);
-      update_range(op, view, g, p, state, b, b + kBlock);
+    const float* const end = g + n / kBlock * kBlock;
+    while (g < end) {
+      prefetch_block<0>(g + kAhead);
+      prefetch_block<1>(p + kAhead);
+      for (int k = 0; k < Op::slots; ++k) prefetch_block<1>(state[k] + kAhead);
+      update_groups(op, view, g, p, state, kBlock);
+      g += kBlock;
+      p += kBlock;
+      for (int k = 0; k < Op::slots; ++k) state[k] += kBlock;
     }
-    update_range(op, view, g, p, state, b, n);
+    if (const int64_t rest = n % kBlock; rest > 0) {
+      const Padded end_g(g, rest);
+      Padded end_p(p, rest);
+      update_groups(op, view, end_g.data, end_p.data, state, whole_groups(rest));
+      end_p.copy_to(p, rest);
+    }
   }
 }
 

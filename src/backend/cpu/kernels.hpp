@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 The CPU's loops over one chunk, compiled once per ISA level
+// SPDX-License-Identifier: Apache-2.0
+// The CPU's loops over one chunk, compiled once per ISA level
 // from kernels.cpp. All levels give the same bits.
 #pragma once
 

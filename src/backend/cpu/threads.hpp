@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 One parallel loop: OpenMP's threads, the program's own
+// SPDX-License-Identifier: Apache-2.0
+// One parallel loop: OpenMP's threads, the program's own
 // (ga_config.parallel_for), or the calling thread alone.
 #pragma once
 
