@@ -212,12 +212,13 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
                            ldb,
                            transpose_b,
                            p.accumulator,
-                           n,
+                           p.partials,
                            contribution_scale(micro),
-                           p.held == Held::kStored ? 1 : 0};
-  if (p.count > 0) or_invalidate([&] { backend_->matmul(task); });
+                           p.held == Held::kStored};
+  bool has_partials = true;
+  if (p.count > 0) or_invalidate([&] { has_partials = backend_->matmul(task); });
   p.held = Held::kStored;
-  p.stale = true;
+  p.stale = !has_partials;
 }
 
 ga_accumulator Context::acquire(ga_param id) {

@@ -83,6 +83,7 @@ class Context {
     bool own_clip;
     ga_clip clip;
     double sum_squares = 0;  // of the group's reduced gradients, while stepping
+    double clip_factor = 1;  // of a global norm, likewise
   };
 
   // Where a parameter's gradient of the window is.
@@ -110,7 +111,6 @@ class Context {
     float* state[kMaxSlots] = {};
     Clock clock;             // its own updates
     double sum_squares = 0;  // of the reduced gradient, while stepping
-    double clip_factor = 1;  // likewise
     ga_group group;
     bool delivered = false;  // the accumulator holds the last step's gradient, for the program
   };
@@ -140,11 +140,10 @@ class Context {
     size_t bytes;
   };
 
-  // Bytes that a run of parameters needs.
+  // Places in the arenas, in bytes: the accumulators, then the slots of optimizer state.
+  static constexpr int kArrays = 1 + kMaxSlots;
   struct Layout {
-    size_t accumulators = 0;
-    size_t state[kMaxSlots] = {};
-    size_t partials = 0;
+    size_t bytes[kArrays] = {};
     int64_t chunks = 0;
   };
 
@@ -159,8 +158,9 @@ class Context {
   void check_data(const char* name, const void* data, int64_t count, ga_param self) const;
   const Range* overlap(const void* data, int64_t bytes, ga_param except) const;
   void add_range(const Range& range);
-  Layout layout(size_t first, size_t last) const;
-  int64_t table_bytes(int64_t params, int64_t chunks) const;
+  int arrays_of(const Param& p) const;
+  void place(const Param& p, Layout& l, size_t (&offset)[kArrays]) const;
+  Layout layout_of_new() const;
   void prepare();
 
   // accumulate.cpp
@@ -174,16 +174,17 @@ class Context {
   void or_invalidate(Work&& work);
 
   // step.cpp
-  struct Clipping {
-    double norm, smallest_factor;
+  struct Reduction {
+    double norm;  // of the whole gradient
+    double smallest_factor;
+    bool finite;
   };
   const ga_clip& clip_of(const Param& p) const;
   GradientView view(const Param& p, double mean) const;
   bool norm_after_value(const Param& p) const;
-  bool take_norms(double mean);
-  Clipping clip_by_norm();
-  void update(double mean);
-  void commit();
+  void take_norms(double mean);
+  Reduction reduce(double mean);
+  void update(double mean, Reduction& r);
   void empty_window();
   const char* first_nonfinite() const;
   void forget_delivered();
@@ -205,6 +206,7 @@ class Context {
   std::vector<ga_accum_phase> phases_;
 
   size_t prepared_ = 0;  // parameters that have their arrays
+  Layout owned_;         // of these
   std::vector<Arena> arenas_;
 
   Window window_;

@@ -61,13 +61,16 @@ bool Context::norm_after_value(const Param& p) const {
   return std::isfinite(clip.max_value) && clip.scope != GA_CLIP_NONE;
 }
 
-// Fills Param::sum_squares of the reduced gradients; returns whether all are finite. A pass over
-// the data is made for gradients that were never stored, for accumulators last written by a matrix
-// product or by the program, and where a clip by value comes before one by norm.
-bool Context::take_norms(double mean) {
+// Finds the parameters that this step is about, and makes a pass over the data for the norms that no
+// accumulating pass has left: of gradients that were never stored, of accumulators last written by
+// the program or by some products, and of gradients as clipped by value.
+void Context::take_norms(double mean) {
+  touched_.clear();
   norm_tasks_.clear();
-  for (ga_param id : touched_) {
-    Param& p = params_[static_cast<size_t>(id)];
+  for (size_t i = 0; i < params_.size(); ++i) {
+    Param& p = params_[i];
+    if (p.frozen || (p.held == Held::kNothing && config_.missing == GA_MISSING_SKIP)) continue;
+    touched_.push_back(static_cast<ga_param>(i));
     if (p.held == Held::kNothing) continue;
     const bool clamped = norm_after_value(p);
     if (p.held == Held::kStored && !p.stale && !clamped) continue;
@@ -80,91 +83,79 @@ bool Context::take_norms(double mean) {
     p.stale = clamped;  // the partials are not those of the accumulator any more
   }
   backend_->norm({norm_tasks_.data(), norm_tasks_.size()});
+}
 
-  bool finite = true;
+// Adds up the partials, in the order of the chunks, and finds the clip factor of every group with a
+// global norm.
+Context::Reduction Context::reduce(double mean) {
+  Reduction r = {0, 1, true};
+  double shared = 0;  // of the groups without a clipping of their own
+  for (Group& g : groups_) g.sum_squares = 0;
   for (ga_param id : touched_) {
     Param& p = params_[static_cast<size_t>(id)];
     p.sum_squares = 0;
     if (p.held == Held::kNothing) continue;
     const int64_t chunks = chunk_count(p.count);
-    for (int64_t c = 0; c < chunks; ++c) finite = finite && !p.partials[c].nonfinite;
+    for (int64_t c = 0; c < chunks; ++c) r.finite = r.finite && !p.partials[c].nonfinite;
     p.sum_squares = sum_squares(p.partials, chunks) * (norm_after_value(p) ? 1 : mean * mean);
-  }
-  return finite;
-}
-
-// Turns norms into Param::clip_factor; returns the norm of the whole gradient and the smallest
-// factor.
-Context::Clipping Context::clip_by_norm() {
-  double all = 0, shared = 0;
-  for (Group& g : groups_) g.sum_squares = 0;
-  for (ga_param id : touched_) {
-    const Param& p = params_[static_cast<size_t>(id)];
     Group& g = groups_[static_cast<size_t>(p.group)];
-    all += p.sum_squares;
     (g.own_clip ? g.sum_squares : shared) += p.sum_squares;
   }
-  Clipping result = {std::sqrt(all), 1};
-  for (ga_param id : touched_) {
-    Param& p = params_[static_cast<size_t>(id)];
-    const Group& g = groups_[static_cast<size_t>(p.group)];
-    const ga_clip& clip = clip_of(p);
-    p.clip_factor = 1;
+  double all = shared;
+  for (Group& g : groups_) {
+    if (g.own_clip) all += g.sum_squares;
+    const ga_clip& clip = g.own_clip ? g.clip : clip_;
+    g.clip_factor = 1;
     if (clip.scope == GA_CLIP_GLOBAL)
-      p.clip_factor = clip_factor(clip, std::sqrt(g.own_clip ? g.sum_squares : shared));
-    else if (clip.scope == GA_CLIP_PER_TENSOR)
-      p.clip_factor = clip_factor(clip, std::sqrt(p.sum_squares));
-    result.smallest_factor = std::min(result.smallest_factor, p.clip_factor);
+      g.clip_factor = clip_factor(clip, std::sqrt(g.own_clip ? g.sum_squares : shared));
   }
-  return result;
+  r.norm = std::sqrt(all);
+  return r;
 }
 
-// One pass over parameters and state. Counters move after it.
-void Context::update(double mean) {
+// One pass over parameters and state, with each parameter's own clip factor. Its clock moves on the
+// way: if the pass fails, nothing is looked at again.
+void Context::update(double mean, Reduction& r) {
   update_tasks_.clear();
   finish_tasks_.clear();
   folded_.clear();
   ga_group folded_group = -1;
-  Clock folded_clock;
+  int64_t folded_step = 0;
   for (ga_param id : touched_) {
-    const Param& p = params_[static_cast<size_t>(id)];
+    Param& p = params_[static_cast<size_t>(id)];
     const Group& g = groups_[static_cast<size_t>(p.group)];
     const ga_optimizer& o = g.optimizer;
+    const ga_clip& clip = clip_of(p);
+    const double factor = clip.scope == GA_CLIP_PER_TENSOR
+                              ? clip_factor(clip, std::sqrt(p.sum_squares))
+                              : g.clip_factor;
+    r.smallest_factor = std::min(r.smallest_factor, factor);
     GradientView gradient = view(p, mean);
     if (std::isinf(gradient.limit))  // then mean and clip factor are one scalar, rounded once
-      gradient.scale = static_cast<float>(mean * p.clip_factor * (o.maximize ? -1 : 1));
+      gradient.scale = static_cast<float>(mean * factor * (o.maximize ? -1 : 1));
     else
-      gradient.factor = static_cast<float>(p.clip_factor);
+      gradient.factor = static_cast<float>(factor);
 
+    p.clock.advance(o);
     if (g.op < 0) {
+      p.delivered = delivered_ = true;
       finish_tasks_.push_back({gradient, p.accumulator, p.count});
       continue;
     }
-    Clock clock = o.flavor == GA_FLAVOR_TORCH ? p.clock : g.clock;
-    clock.advance(o);
+    Clock clock = p.clock;
+    if (o.flavor != GA_FLAVOR_TORCH) (clock = g.clock).advance(o);
     // Parameters of a group have mostly been updated together: fold once for them.
-    if (folded_group != p.group || folded_clock.step != clock.step) {
+    if (folded_group != p.group || folded_step != clock.step) {
       folded_.push_back({});
       op_info(g.op).fold(o, {lr(p.group), clock}, folded_.back());
       folded_group = p.group;
-      folded_clock = clock;
+      folded_step = clock.step;
     }
     update_tasks_.push_back(
         {g.op, &folded_.back(), gradient, p.data, {p.state[0], p.state[1], p.state[2]}, p.count});
   }
   backend_->finish({finish_tasks_.data(), finish_tasks_.size()});
   backend_->update({update_tasks_.data(), update_tasks_.size()});
-}
-
-// An applied step: every counter moves, once.
-void Context::commit() {
-  for (ga_param id : touched_) {
-    Param& p = params_[static_cast<size_t>(id)];
-    const Group& g = groups_[static_cast<size_t>(p.group)];
-    p.clock.advance(g.optimizer);
-    p.delivered = g.optimizer.kind == GA_OPTIMIZER_EXTERNAL;
-    delivered_ = delivered_ || p.delivered;
-  }
   for (Group& g : groups_) g.clock.advance(g.optimizer);
   ++steps_;
 }
@@ -191,17 +182,12 @@ ga_step_result Context::step() {
 
   if (r.weight > 0) {
     const double mean = config_.reduce == GA_REDUCE_MEAN ? 1 / r.weight : 1;
-    touched_.clear();
-    for (size_t i = 0; i < params_.size(); ++i)
-      if (!params_[i].frozen &&
-          (params_[i].held != Held::kNothing || config_.missing == GA_MISSING_ZERO))
-        touched_.push_back(static_cast<ga_param>(i));
     or_break([&] {
+      take_norms(mean);
+      Reduction reduction = reduce(mean);
+      r.norm = reduction.norm;
       // A sum of weights so small that its inverse is no float would make everything infinite.
-      const bool finite = take_norms(mean) && mean <= FLT_MAX;
-      const Clipping clipping = clip_by_norm();
-      r.norm = clipping.norm;
-      if (!finite) {
+      if (!reduction.finite || mean > FLT_MAX) {
         if (config_.nonfinite == GA_NONFINITE_FAIL)
           fail(GA_ERROR_NONFINITE,
                "the gradient of parameter \"%s\" is infinite or NaN; the window is kept until "
@@ -210,10 +196,9 @@ ga_step_result Context::step() {
         r.outcome = GA_STEP_SKIPPED_NONFINITE;
         return;
       }
-      r.clip_factor = clipping.smallest_factor;
       r.lr = groups_.empty() ? 0 : lr(0);
-      update(mean);
-      commit();
+      update(mean, reduction);
+      r.clip_factor = reduction.smallest_factor;
     });
   } else {
     r.outcome = GA_STEP_SKIPPED_EMPTY;

@@ -16,7 +16,7 @@ struct DtypeInfo {
 
 // For any number; unknown ones have size 0.
 inline DtypeInfo dtype_info(int32_t dtype) {
-  constexpr DtypeInfo table[] = {{"unknown", 0, false},
+  static constexpr DtypeInfo table[] = {{"unknown", 0, false},
                                  {"f32", 4, true},
                                  {"f64", 8, false},
                                  {"f16", 2, false},

@@ -73,7 +73,7 @@ struct FinishTask {
   int64_t count;
 };
 
-// c [m x n, ldc] <- alpha a b + beta c, all f32 and row-major; beta 0 (c is not read) or 1.
+// target [m x n] <- [target +] scale a b, all f32 and row-major.
 struct MatmulTask {
   int64_t m, n, k;
   const float* a;
@@ -82,10 +82,10 @@ struct MatmulTask {
   const float* b;
   int64_t ldb;
   bool transpose_b;
-  float* c;
-  int64_t ldc;
-  float alpha;
-  int beta;
+  float* target;
+  Partial* partials;
+  float scale;
+  bool keep;
 };
 
 template <class T>
@@ -98,16 +98,16 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  // A block of zeros for the library's own arrays; throws std::bad_alloc. stagger differs between
-  // arrays that one loop walks together. free(NULL) is legal.
-  virtual void* allocate(size_t bytes, int stagger) = 0;
+  // A block of zeros for the library's own arrays, 64-byte aligned, page-aligned from 1 MiB on; throws
+  // std::bad_alloc. free(NULL) is legal.
+  virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* data, size_t bytes) noexcept = 0;
 
-  // Room for calls with that many tasks and chunks, so that no later call allocates; returns its
-  // bytes. With accumulators of so many bytes in all, the backend knows whether a window stays in
-  // the caches.
-  virtual int64_t reserve(int64_t tasks, int64_t chunks, int64_t accumulator_bytes) = 0;
-  virtual int64_t reserve_bytes(int64_t tasks, int64_t chunks) const = 0;
+  // Room for calls with that many chunks, so that no later call allocates. With accumulators of so
+  // many bytes in all, the backend knows whether a window stays in the caches.
+  virtual void reserve(int64_t chunks, int64_t accumulator_bytes) = 0;
+  // Bytes of the backend's own tables for that many chunks, and of what it has beside them.
+  virtual int64_t table_bytes(int64_t chunks) const = 0;
 
   // All throw GA_ERROR_FAULT when the work broke off half-way.
   virtual void accumulate(Span<const AccumulateTask> tasks) = 0;
@@ -116,7 +116,8 @@ class Backend {
   virtual void finish(Span<const FinishTask> tasks) = 0;
   // GA_ERROR_UNSUPPORTED, before anything is touched, where there is no matrix engine.
   virtual void prepare_matmul() = 0;
-  virtual void matmul(const MatmulTask& task) = 0;
+  // Returns whether the partials were stored; else they are stale.
+  virtual bool matmul(const MatmulTask& task) = 0;
 };
 
 std::unique_ptr<Backend> make_cpu_backend(const ga_config& config);

@@ -20,8 +20,9 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kPage = 4096;
 constexpr size_t kCacheLine = 64;
 
-// Below this many elements a second thread costs more than it saves.
-constexpr int64_t kAlone = 32768;
+// Below this many elements a second thread costs more than it saves, and so does an item of its own.
+constexpr int64_t kAlone = 16384;
+constexpr int64_t kSmallestItem = 4096;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -38,7 +39,7 @@ class CpuBackend final : public Backend {
   explicit CpuBackend(const ga_config& config)
       : kernels_(choose_isa().kernels()), threads_(config), cache_(last_level_cache()) {}
 
-  void* allocate(size_t bytes, int stagger) override {
+  void* allocate(size_t bytes) override {
     if (!is_large(bytes)) {
       void* data = nullptr;
       if (posix_memalign(&data, kCacheLine, std::max<size_t>(bytes, 1)) != 0)
@@ -46,12 +47,8 @@ class CpuBackend final : public Backend {
       std::memset(data, 0, bytes);
       return data;
     }
-    // Huge pages; and another place within a page for each array, or a core takes the load of one
-    // for depending on the store to another, the addresses being alike in their low 12 bits
-    // (measured: twice the time).
-    const size_t shift = static_cast<size_t>(stagger) * 17 * kCacheLine % kPage;
     if (bytes > SIZE_MAX / 2) throw std::bad_alloc();
-    const size_t length = round_up(bytes + shift, kPage);
+    const size_t length = round_up(bytes, kPage);
     char* raw = static_cast<char*>(mmap(nullptr, length + kHugePage, PROT_READ | PROT_WRITE,
                                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     if (raw == MAP_FAILED) throw std::bad_alloc();
@@ -59,30 +56,29 @@ class CpuBackend final : public Backend {
     if (base != raw) munmap(raw, static_cast<size_t>(base - raw));
     munmap(base + length, kHugePage - static_cast<size_t>(base - raw));
     madvise(base, length, MADV_HUGEPAGE);
-    return base + shift;
+    return base;
   }
 
   void free(void* data, size_t bytes) noexcept override {
     if (!data) return;
-    if (!is_large(bytes)) return std::free(data);
-    const size_t address = reinterpret_cast<size_t>(data);
-    const size_t shift = address % kHugePage;
-    munmap(reinterpret_cast<void*>(address - shift), round_up(bytes + shift, kPage));
+    if (is_large(bytes))
+      munmap(data, round_up(bytes, kPage));
+    else
+      std::free(data);
   }
 
-  int64_t reserve(int64_t tasks, int64_t chunks, int64_t accumulator_bytes) override {
+  void reserve(int64_t chunks, int64_t accumulator_bytes) override {
     work_.reserve(static_cast<size_t>(chunks));
     items_.reserve(static_cast<size_t>(chunks) + 1);
     threads_.reserve(chunks);
     // Gradients and accumulators of a window against the cache: past it, written lines are not
     // wanted there.
     stream_ = 2 * accumulator_bytes > cache_;
-    return reserve_bytes(tasks, chunks);
   }
 
-  int64_t reserve_bytes(int64_t, int64_t chunks) const override {
+  int64_t table_bytes(int64_t chunks) const override {
     return chunks * static_cast<int64_t>(sizeof(Work) + sizeof(int64_t)) +
-           Threads::reserve_bytes(chunks);
+           Threads::reserve_bytes(chunks) + matmul_.bytes();
   }
 
   void accumulate(Span<const AccumulateTask> tasks) override {
@@ -112,7 +108,7 @@ class CpuBackend final : public Backend {
 
   void prepare_matmul() override { matmul_.open(); }
 
-  void matmul(const MatmulTask& task) override { matmul_.run(task); }
+  bool matmul(const MatmulTask& task) override { return matmul_.run(task, kernels_, stream_); }
 
  private:
   // A chunk of a task.
@@ -122,22 +118,25 @@ class CpuBackend final : public Backend {
     int64_t offset;
   };
 
-  // Cuts tasks into chunks, and these into items of about kChunk elements, so that many small
-  // tensors are one item.
+  // Cuts tasks into chunks, and these into items of similar size: many small tensors are one item, and
+  // there are enough of them for every thread.
   template <class Task>
   void run(Span<const Task> tasks, void (*loop)(const CpuBackend&, const Task&, const Work&)) {
+    int64_t total = 0;
+    for (size_t t = 0; t < tasks.size; ++t) total += tasks.data[t].count;
+    const int64_t item = std::clamp(total / (4 * threads_.count()), kSmallestItem, kChunk);
     work_.clear();
     items_.clear();
-    int64_t total = 0, item_end = 0;
+    int64_t begun = 0, item_end = 0;
     for (size_t t = 0; t < tasks.size; ++t)
       for (int64_t offset = 0; offset < tasks.data[t].count; offset += kChunk) {
-        if (total >= item_end) {
+        if (begun >= item_end) {
           items_.push_back(static_cast<int64_t>(work_.size()));
-          item_end = total + kChunk;
+          item_end = begun + item;
         }
         const int64_t count = std::min(kChunk, tasks.data[t].count - offset);
         work_.push_back({static_cast<int32_t>(t), static_cast<int32_t>(count), offset});
-        total += count;
+        begun += count;
       }
     if (items_.empty()) return;
     const int64_t items = static_cast<int64_t>(items_.size());

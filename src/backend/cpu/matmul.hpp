@@ -2,7 +2,10 @@
 // A context's matrix engine: oneDNN, in a side module that is opened by the first product.
 #pragma once
 
+#include <vector>
+
 #include "backend/backend.hpp"
+#include "backend/cpu/kernels.hpp"
 #include "backend/cpu/matmul_module.h"
 #include "backend/cpu/threads.hpp"
 
@@ -14,12 +17,18 @@ class MatmulEngine {
 
   // Throws GA_ERROR_UNSUPPORTED, or std::bad_alloc; nothing to do from the second time on.
   void open();
-  // After open(). Throws GA_ERROR_FAULT.
-  void run(const MatmulTask& task);
+  // After open(). Returns whether the partials were stored. Throws GA_ERROR_FAULT.
+  bool run(const MatmulTask& task, const Kernels& kernels, bool stream);
+  int64_t bytes() const { return static_cast<int64_t>(scratch_.size() * sizeof(float)); }
 
  private:
+  void run_bands(const MatmulTask& task, const Kernels& kernels, bool stream);
+  void run_direct(const MatmulTask& task);
+  [[noreturn]] void fail_product(const MatmulTask& task, const char* error) const;
+
   Threads& threads_;
   const ga_matmul_module* module_ = nullptr;
+  std::vector<float> scratch_;  // a band for each thread
 };
 
 }  // namespace ga::cpu

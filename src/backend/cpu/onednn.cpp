@@ -94,9 +94,8 @@ extern "C" __attribute__((visibility("default"))) const void* ga_module_onednn(c
   const dnnl_version_t& version = *dnnl_version();
   if (version.major != DNNL_VERSION_MAJOR) {
     std::snprintf(error, error_size,
-                  "it was built for oneDNN %d.%d.%d, and this program has already loaded oneDNN "
-                  "%d.%d.%d (%s); a "
-                  "program can use one major version only",
+                  "it was built for oneDNN %d.%d.%d, but its calls would end up in oneDNN %d.%d.%d "
+                  "(%s), which this program has already loaded",
                   DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH, version.major,
                   version.minor, version.patch, file_of(reinterpret_cast<void*>(&dnnl_version)));
     return nullptr;
