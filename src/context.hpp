@@ -110,7 +110,7 @@ class Context {
     float* data;
     float* state[kMaxSlots] = {};
     Clock clock;             // its own updates
-    double sum_squares = 0;  // of the reduced gradient, while stepping
+    double sum_squares = 0;  // of what a clip by norm sees, while stepping
     ga_group group;
     bool delivered = false;  // the accumulator holds the last step's gradient, for the program
   };
@@ -175,7 +175,7 @@ class Context {
 
   // step.cpp
   struct Reduction {
-    double norm;  // of the whole gradient
+    double norm;  // of the whole gradient before clipping
     double smallest_factor;
     bool finite;
   };

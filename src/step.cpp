@@ -12,12 +12,12 @@
 namespace ga {
 namespace {
 
-// The sum of partials in a fixed pairwise order.
-double sum_squares(const Partial* partials, int64_t count) {
+// The sum over partials in a fixed pairwise order.
+double sum(const Partial* partials, int64_t count, double Partial::*field) {
   if (count <= 0) return 0;
-  if (count == 1) return partials[0].sum_squares;
+  if (count == 1) return partials[0].*field;
   const int64_t half = count / 2;
-  return sum_squares(partials, half) + sum_squares(partials + half, count - half);
+  return sum(partials, half, field) + sum(partials + half, count - half, field);
 }
 
 double clip_factor(const ga_clip& clip, double norm) {
@@ -74,13 +74,9 @@ void Context::take_norms(double mean) {
     if (p.held == Held::kNothing) continue;
     const bool clamped = norm_after_value(p);
     if (p.held == Held::kStored && !p.stale && !clamped) continue;
-    NormTask task = {view(p, mean), p.count, p.partials};
-    if (!clamped) {
-      task.gradient.scale = 1;
-      task.gradient.limit = HUGE_VALF;
-    }
-    norm_tasks_.push_back(task);
-    p.stale = clamped;  // the partials are not those of the accumulator any more
+    norm_tasks_.push_back({view(p, mean), p.count, p.partials});
+    if (!clamped) norm_tasks_.back().gradient.limit = HUGE_VALF;
+    p.stale = false;
   }
   backend_->norm({norm_tasks_.data(), norm_tasks_.size()});
 }
@@ -89,7 +85,7 @@ void Context::take_norms(double mean) {
 // global norm.
 Context::Reduction Context::reduce(double mean) {
   Reduction r = {0, 1, true};
-  double shared = 0;  // of the groups without a clipping of their own
+  double all = 0, shared = 0;  // shared: of the groups without a clipping of their own
   for (Group& g : groups_) g.sum_squares = 0;
   for (ga_param id : touched_) {
     Param& p = params_[static_cast<size_t>(id)];
@@ -97,13 +93,13 @@ Context::Reduction Context::reduce(double mean) {
     if (p.held == Held::kNothing) continue;
     const int64_t chunks = chunk_count(p.count);
     for (int64_t c = 0; c < chunks; ++c) r.finite = r.finite && !p.partials[c].nonfinite;
-    p.sum_squares = sum_squares(p.partials, chunks) * (norm_after_value(p) ? 1 : mean * mean);
+    p.sum_squares = sum(p.partials, chunks, &Partial::sum_squares) * mean * mean;
+    all += p.sum_squares;
+    if (norm_after_value(p)) p.sum_squares = sum(p.partials, chunks, &Partial::limited);
     Group& g = groups_[static_cast<size_t>(p.group)];
     (g.own_clip ? g.sum_squares : shared) += p.sum_squares;
   }
-  double all = shared;
   for (Group& g : groups_) {
-    if (g.own_clip) all += g.sum_squares;
     const ga_clip& clip = g.own_clip ? g.clip : clip_;
     g.clip_factor = 1;
     if (clip.scope == GA_CLIP_GLOBAL)

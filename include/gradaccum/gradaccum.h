@@ -220,7 +220,7 @@ typedef struct ga_memory {
   size_t struct_size;
   int64_t accumulators;
   int64_t optimizer_state;
-  int64_t workspace; /* partial norms and tables */
+  int64_t workspace; /* partial norms and tables; from the first matrix product on, its scratch */
   int64_t total;
 } ga_memory;
 
@@ -513,9 +513,8 @@ typedef struct ga_step_result {
   int64_t steps;         /* as in ga_window_info, this one included if applied */
   int64_t micro_batches; /* that this window held */
   double weight;         /* sum of their weights */
-  double norm;           /* 2-norm of the whole reduced gradient before the clip by norm (where both
-                            clips are set, after the clip by value); NaN or infinite if skipped for
-                            that, 0 if skipped for being empty */
+  double norm;           /* 2-norm of the whole reduced gradient before clipping; NaN or infinite if
+                            skipped for that, 0 if skipped for being empty */
   double clip_factor;    /* the smallest factor that a clip by norm applied; 1 without */
   double lr;             /* learning rate of group 0 in this step; 0 if skipped */
   double loss_scale;     /* ga_config.loss_scale */

@@ -21,6 +21,7 @@ constexpr int64_t chunk_count(int64_t elements) { return (elements + kChunk - 1)
 
 struct Partial {
   double sum_squares;
+  double limited;     // the same of the gradient as clipped by value; from Backend::norm alone
   int64_t nonfinite;  // 0 or 1
 };
 
@@ -49,7 +50,7 @@ struct GradientView {
   float factor;
 };
 
-// partials[chunk] of the view, the factor left out; nonfinite is judged before the clamp.
+// partials[chunk] of the source; limited, where there is a limit, of the view without its factor.
 struct NormTask {
   GradientView gradient;
   int64_t count;

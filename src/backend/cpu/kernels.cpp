@@ -175,7 +175,7 @@ struct Lanes {
       for (int l = 0; l < width; ++l) s[l] += s[l + width];
     // The squares of finite floats cannot overflow a double: the sum is finite exactly when every
     // element is.
-    return {s[0], !(s[0] <= 1.7976931348623157e308)};
+    return {s[0], 0, !(s[0] <= 1.7976931348623157e308)};
   }
 };
 
@@ -268,14 +268,12 @@ GA_INLINE void norm_groups(const View& view, const float* __restrict g, int64_t 
                            Lanes& limited) {
   for (int64_t i = 0; i < count; i += kLanes)
     for (int l = 0; l < kLanes; l += kWidth) {
-      const Floats x = view.scaled(get(g + i + l));
+      const Floats x = get(g + i + l) * view.source_scale;
       raw.add(l, x);
-      if (kLimited) limited.add(l, view.clamped(x));
+      if (kLimited) limited.add(l, view.clamped(x * view.scale));
     }
 }
 
-// With a limit two sums are taken: of the clamped elements, and of the raw ones to see the
-// non-finite among them.
 template <bool kLimited>
 void norm_chunk(const NormTask& task, int64_t offset, int64_t count) {
   const View view(task.gradient);
@@ -293,7 +291,7 @@ void norm_chunk(const NormTask& task, int64_t offset, int64_t count) {
       norm_groups<kLimited>(view, Padded(g + b, n - b).data, whole_groups(n - b), raw, limited);
   }
   Partial partial = raw.total();
-  if (kLimited) partial.sum_squares = limited.total().sum_squares;
+  if (kLimited) partial.limited = limited.total().sum_squares;
   task.partials[offset / kChunk] = partial;
 }
 
