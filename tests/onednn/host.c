@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A program that uses the library beside a oneDNN of its own, or without one: what
+ * ga_accumulate_matmul says then, and that all else works.
+ *
+ *   host works
+ *   host refuses <words of the sentence> [library that the program has loaded]
+ *   host retries <folder of the module>     refused at first, then not
+ *   host faults <words of the sentence>     the engine fails in mid-work
+ *
+ * Exit code 0: as it should be. 77: the library that it should load is not on this machine. */
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "gradaccum/gradaccum.h"
+
+#define CHECK(condition)                                                                     \
+  do {                                                                                       \
+    if (!(condition)) {                                                                      \
+      fprintf(stderr, "%s:%d: not so: %s\nlast error: %s\n", __FILE__, __LINE__, #condition, \
+              ga_last_error());                                                              \
+      exit(1);                                                                               \
+    }                                                                                        \
+  } while (0)
+
+enum { rows = 4, columns = 3, batch = 2 };
+
+static float parameter[rows * columns];
+static const float dy[batch * rows] = {1, 2, 3, 4, 5, 6, 7, 8};
+static const float x[batch * columns] = {1, 0, -1, 2, 3, -5};
+
+static ga_context* ctx;
+static ga_param param;
+
+static void begin(void) {
+  static const int64_t shape[2] = {rows, columns};
+  ga_optimizer sgd;
+  ga_group group;
+  CHECK(ga_context_create(NULL, &ctx) == GA_OK);
+  CHECK(ga_optimizer_init(&sgd, sizeof sgd, GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH) == GA_OK);
+  sgd.lr = 1;
+  CHECK(ga_group_add(ctx, &sgd, &group) == GA_OK);
+  CHECK(ga_param_add(ctx, group, "w", parameter, GA_F32, 2, shape, NULL, &param) == GA_OK);
+}
+
+static ga_window_info window(void) {
+  ga_window_info info;
+  memset(&info, 0, sizeof info);
+  info.struct_size = sizeof info;
+  CHECK(ga_window(ctx, &info) == GA_OK);
+  return info;
+}
+
+static ga_status matmul(void) {
+  return ga_accumulate_matmul(ctx, param, batch, dy, rows, GA_TRANSPOSE, x, columns,
+                              GA_NO_TRANSPOSE, GA_F32);
+}
+
+static float product(int i) {
+  return dy[i / columns] * x[i % columns] + dy[rows + i / columns] * x[columns + i % columns];
+}
+
+/* Ends the open micro-batch, steps, expects -gradient in the parameter. */
+static void finish(int by_part) {
+  float gradient[rows * columns];
+  ga_step_result result;
+  int i;
+  for (i = 0; i < rows * columns; ++i) {
+    gradient[i] = product(i);
+    parameter[i] = 0;
+  }
+  if (by_part) CHECK(ga_accumulate_part(ctx, param, gradient) == GA_OK);
+  CHECK(ga_micro_end(ctx) == GA_OK);
+  result.struct_size = sizeof result;
+  CHECK(ga_step(ctx, &result) == GA_OK && result.outcome == GA_STEP_APPLIED);
+  for (i = 0; i < rows * columns; ++i)
+    CHECK(parameter[i] == -gradient[i]); /* small integers: exact */
+}
+
+static void expect_refusal(const char* words) {
+  ga_window_info before = window(), after;
+  CHECK(matmul() == GA_ERROR_UNSUPPORTED);
+  after = window();
+  printf("%s\n", ga_last_error());
+  CHECK(strstr(ga_last_error(), words));
+  CHECK(memcmp(&before, &after, sizeof before) == 0);
+}
+
+int main(int argc, char** argv) {
+  const char* how = argc > 1 ? argv[1] : "";
+  const char* words = argc > 2 ? argv[2] : "";
+  if (argc > 3 && !dlopen(argv[3], RTLD_NOW | RTLD_GLOBAL)) {
+    printf("skipped: %s\n", dlerror());
+    return 77;
+  }
+  begin();
+  CHECK(ga_micro_begin(ctx, 0, 1, NULL) == GA_OK);
+  if (strcmp(how, "works") == 0) {
+    CHECK(matmul() == GA_OK);
+    finish(0);
+  } else if (strcmp(how, "refuses") == 0) {
+    expect_refusal(words);
+    expect_refusal(words);
+    finish(1);
+  } else if (strcmp(how, "retries") == 0) {
+    expect_refusal("could not be loaded");
+    setenv("GA_MODULE_PATH", words, 1);
+    CHECK(matmul() == GA_OK);
+    finish(0);
+  } else if (strcmp(how, "faults") == 0) {
+    CHECK(matmul() == GA_ERROR_FAULT);
+    printf("%s\n", ga_last_error());
+    CHECK(strstr(ga_last_error(), words));
+    CHECK(window().state == GA_WINDOW_INVALID);
+    CHECK(ga_step(ctx, NULL) == GA_ERROR_INVALID_STATE);
+    CHECK(ga_discard(ctx) == GA_OK);
+    CHECK(ga_micro_begin(ctx, 0, 1, NULL) == GA_OK);
+    finish(1);
+  } else {
+    fprintf(stderr, "host works | refuses | retries | faults\n");
+    return 2;
+  }
+  ga_context_destroy(ctx);
+  return 0;
+}

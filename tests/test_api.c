@@ -1,0 +1,210 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The header as a C program sees it: every public function is called here at least once, with
+ * numbers that are easy to follow by hand. */
+#include <float.h>
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "gradaccum/gradaccum.h"
+
+static int failures = 0;
+
+static void check(int right, const char* what, int line) {
+  if (right) return;
+  ++failures;
+  fprintf(stderr, "test_api.c:%d: %s\n  last error: %s\n", line, what, ga_last_error());
+}
+
+#define CHECK(condition) check((condition) != 0, #condition, __LINE__)
+#define OK(call) CHECK((call) == GA_OK)
+#define NEAR(a, b) CHECK(fabs((double)(a) - (double)(b)) <= 4 * FLT_EPSILON * fabs((double)(b)))
+
+static void serial(void* user, int64_t count, ga_task task, void* data) {
+  int64_t i;
+  ++*(int*)user;
+  for (i = 0; i < count; ++i) task(data, i);
+}
+
+static void versions_and_errors(void) {
+  int32_t devices = -1;
+  CHECK(ga_version() ==
+        10000 * GA_VERSION_MAJOR + 100 * GA_VERSION_MINOR + GA_VERSION_PATCH);
+  CHECK(strstr(ga_build_info(), "gradaccum") != NULL);
+  CHECK(strchr(ga_build_info(), '\n') == NULL);
+  CHECK(strcmp(ga_status_name(GA_ERROR_FAULT), "GA_ERROR_FAULT") == 0);
+  CHECK(ga_last_error()[0] == '\0');
+  CHECK(ga_synchronize(NULL) == GA_ERROR_INVALID_ARGUMENT);
+  CHECK(ga_last_error()[0] != '\0');
+  OK(ga_device_count(GA_DEVICE_CPU, &devices));
+  CHECK(devices == 1);
+}
+
+/* One layer y = x W^T with a bias, trained for two windows of two micro-batches. */
+static void life_cycle(void) {
+  float w[6] = {1, 2, 3, 4, 5, 6}, bias[2] = {0, 0}, moved[2];
+  float dw[6] = {1, 1, 1, 1, 1, 1}, db[2] = {2, 4};
+  const void* whole[2];
+  int64_t shape[2] = {2, 3}, two = 2;
+  ga_config config;
+  ga_context* ctx = NULL;
+  ga_optimizer sgd;
+  ga_schedule warm;
+  ga_clip clip;
+  ga_memory memory;
+  ga_window_info window;
+  ga_step_result result;
+  ga_accumulator accumulator;
+  ga_accum_phase phase;
+  ga_group group = -1;
+  ga_param param = -1;
+  double rate = 0, scale = 4;
+  int loops = 0;
+
+  OK(ga_config_init(&config, sizeof config));
+  CHECK(config.struct_size == sizeof config && config.loss_scale == 1);
+  config.parallel_for = serial;
+  config.parallel_for_user = &loops;
+  OK(ga_context_create(&config, &ctx));
+  OK(ga_synchronize(ctx));
+
+  OK(ga_optimizer_init(&sgd, sizeof sgd, GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH));
+  sgd.lr = 1;
+  OK(ga_group_add(ctx, &sgd, &group));
+  CHECK(group == 0);
+  OK(ga_param_add(ctx, group, "fc.weight", w, GA_F32, 2, shape, NULL, &param));
+  CHECK(param == 0);
+  OK(ga_param_add(ctx, group, "fc.bias", bias, GA_F32, 1, &two, NULL, &param));
+  CHECK(param == 1);
+
+  memory.struct_size = sizeof memory;
+  OK(ga_context_memory(ctx, &memory));
+  CHECK(memory.accumulators >= 8 * 4 && memory.optimizer_state == 0);
+  CHECK(memory.total == memory.accumulators + memory.optimizer_state + memory.workspace);
+
+  /* A whole micro-batch of 1 sample, then one by parts of 3. */
+  OK(ga_context_set_accum_steps(ctx, 2));
+  whole[0] = dw;
+  whole[1] = db;
+  OK(ga_accumulate(ctx, whole, 2, 1, NULL));
+  OK(ga_micro_begin(ctx, 1, 3, &scale));
+  OK(ga_accumulate_part(ctx, 1, db));
+  accumulator.struct_size = sizeof accumulator;
+  OK(ga_accumulator_acquire(ctx, 0, &accumulator));
+  CHECK(accumulator.rows == 2 && accumulator.columns == 3 && accumulator.dtype == GA_F32);
+  CHECK(accumulator.alpha == 0.75 && accumulator.beta == 1);
+  {
+    int64_t r, c;
+    float* a = (float*)accumulator.data;
+    for (r = 0; r < 2; ++r)
+      for (c = 0; c < 3; ++c) a[r * accumulator.leading_dimension + c] += 0.75f * 4;
+  }
+  OK(ga_accumulator_release(ctx, 0));
+  OK(ga_micro_end(ctx));
+  window.struct_size = sizeof window;
+  OK(ga_window(ctx, &window));
+  CHECK(window.state == GA_WINDOW_FULL && window.micro_batches == 2 && window.weight == 4);
+  CHECK(ga_accumulate(ctx, whole, 2, 1, NULL) == GA_ERROR_INVALID_STATE);
+  result.struct_size = sizeof result;
+  OK(ga_step(ctx, &result));
+  CHECK(result.outcome == GA_STEP_APPLIED && result.steps == 1 && result.weight == 4);
+  CHECK(w[0] == 0); /* 1 - (1 * 1 + 3 * 4 / 4) / 4 */
+  NEAR(w[5], 5);
+  NEAR(bias[1], -(1 * 4 + 3 * 4 / 4.0) / 4);
+
+  /* A schedule, a clip, a schedule of K, another place for the bias, a frozen weight. */
+  OK(ga_schedule_init(&warm, sizeof warm, GA_SCHEDULE_CONSTANT));
+  warm.warmup_steps = 4;
+  OK(ga_group_set_schedule(ctx, group, &warm));
+  OK(ga_group_lr(ctx, group, &rate));
+  NEAR(rate, 0.5); /* the second of four steps of warm-up */
+  OK(ga_group_set_schedule(ctx, group, NULL));
+  OK(ga_group_set_lr(ctx, group, 2));
+  OK(ga_group_set_weight_decay(ctx, group, 0));
+  OK(ga_clip_init(&clip, sizeof clip));
+  clip.scope = GA_CLIP_GLOBAL;
+  clip.flavor = GA_FLAVOR_KERAS;
+  clip.max_norm = 2.5;
+  OK(ga_context_set_clip(ctx, &clip));
+  OK(ga_group_set_clip(ctx, group, &clip));
+  OK(ga_group_set_clip(ctx, group, NULL));
+  phase.from_step = 0;
+  phase.accum_steps = 1;
+  OK(ga_context_set_accum_schedule(ctx, &phase, 1));
+  moved[0] = moved[1] = 0;
+  OK(ga_param_bind(ctx, 1, moved));
+  OK(ga_param_set_frozen(ctx, 0, 1));
+  db[0] = 3;
+  OK(ga_accumulate(ctx, whole, 2, 1, NULL));
+  OK(ga_step(ctx, &result));
+  CHECK(result.norm == 5 && result.clip_factor == 0.5 && result.lr == 2);
+  CHECK(moved[0] == -3 && moved[1] == -4);
+  NEAR(w[5], 5);
+
+  OK(ga_accumulate(ctx, whole, 2, 1, NULL));
+  OK(ga_discard(ctx));
+  OK(ga_step(ctx, &result));
+  CHECK(result.outcome == GA_STEP_SKIPPED_EMPTY && moved[0] == -3);
+  ga_context_destroy(ctx);
+  ga_context_destroy(NULL);
+}
+
+/* Parameters in one block, an optimizer of the program's own, and a matrix product where there is
+   an engine for it. */
+static void flat_external_matmul(void) {
+  float block[10] = {0};
+  float g[10] = {1, 2, 3, 4, 5, 6, 0, 0, 0, 8};
+  const float dy[4] = {1, 2, 3, 4}, x[6] = {1, 0, 1, 0, 1, 0}; /* batch 2, out 2, in 3 */
+  const float product[6] = {1, 3, 1, 2, 4, 2};                /* dy^T x */
+  const void *whole[1], *data = NULL;
+  int64_t shape[2] = {2, 3};
+  int32_t dtype = 0;
+  ga_flat_entry entries[2];
+  ga_context* ctx = NULL;
+  ga_optimizer own;
+  ga_param first = -1;
+  ga_status status;
+  int i;
+
+  OK(ga_context_create(NULL, &ctx));
+  OK(ga_optimizer_init(&own, sizeof own, GA_OPTIMIZER_EXTERNAL, GA_FLAVOR_TORCH));
+  OK(ga_group_add(ctx, &own, NULL));
+  memset(entries, 0, sizeof entries);
+  entries[0].name = "weight";
+  entries[0].rank = 2;
+  entries[0].shape = shape;
+  entries[1].name = "scalar";
+  entries[1].offset = 9;
+  OK(ga_params_add_flat(ctx, block, GA_F32, entries, 2, NULL, &first));
+  CHECK(first == 0);
+  whole[0] = g;
+  OK(ga_accumulate(ctx, whole, 1, 7, NULL));
+  OK(ga_step(ctx, NULL));
+  OK(ga_gradient(ctx, 1, &data, &dtype));
+  CHECK(dtype == GA_F32);
+  NEAR(*(const float*)data, 8);
+  CHECK(block[9] == 0);
+
+  OK(ga_micro_begin(ctx, 0, 2, NULL));
+  status = ga_accumulate_matmul(ctx, 0, 2, dy, 2, GA_TRANSPOSE, x, 3, GA_NO_TRANSPOSE, GA_F32);
+  OK(ga_micro_end(ctx));
+  if (status == GA_OK) {
+    OK(ga_step(ctx, NULL));
+    OK(ga_gradient(ctx, 0, &data, NULL));
+    for (i = 0; i < 6; ++i) NEAR(((const float*)data)[i], product[i]);
+  } else {
+    CHECK(status == GA_ERROR_UNSUPPORTED);
+    CHECK(ga_last_error()[0] != '\0');
+    printf("no matrix engine here: %s\n", ga_last_error());
+  }
+  ga_context_destroy(ctx);
+}
+
+int main(void) {
+  versions_and_errors();
+  life_cycle();
+  flat_external_matmul();
+  if (failures) fprintf(stderr, "%d checks failed\n", failures);
+  return failures ? 1 : 0;
+}

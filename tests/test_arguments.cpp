@@ -1,0 +1,959 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every wrong argument: its status, a sentence that names what was wrong, and a context that goes
+// on as if the call had not been made.
+#include <functional>
+#include <thread>
+
+#include "support.hpp"
+
+namespace ga::test {
+namespace {
+
+constexpr int64_t kCount = 70001;
+
+// A context in use, and its twin that no wrong call ever touches.
+class Bench {
+ public:
+  Bench() {
+    ga_config c = config();
+    c.gradient_life = GA_GRADIENTS_LIVE;
+    EXPECT_OK(ga_context_create(&c, &ctx));
+    const ga_optimizer adamw = optimizer(GA_OPTIMIZER_ADAMW);
+    EXPECT_OK(ga_group_add(ctx, &adamw, nullptr));
+    EXPECT_OK(ga_param_add(ctx, 0, "first", first.data(), GA_F32, 1, &kCount, nullptr, nullptr));
+    const int64_t shape[] = {2, 3};
+    const ga_flat_entry entries[] = {{"second", 0, 2, shape, 1}, {"third", 0, 0, nullptr, 9}};
+    EXPECT_OK(ga_params_add_flat(ctx, flat.data(), GA_F32, entries, 2, nullptr, nullptr));
+  }
+  ~Bench() { ga_context_destroy(ctx); }
+  Bench(const Bench&) = delete;
+  Bench& operator=(const Bench&) = delete;
+
+  void window() {
+    const void* a[] = {g.data(), flat_g.data()};
+    const void* b[] = {h.data(), nullptr};
+    EXPECT_OK(ga_accumulate(ctx, a, 2, 3, nullptr));
+    EXPECT_OK(ga_accumulate(ctx, b, 2, 1, nullptr));
+    EXPECT_OK(ga_micro_begin(ctx, 2, 1, nullptr));
+    EXPECT_OK(ga_accumulate_part(ctx, 1, h.data()));
+    EXPECT_OK(ga_micro_end(ctx));
+    EXPECT_OK(ga_step(ctx, nullptr));
+  }
+
+  ga_context* ctx = nullptr;
+  ga_accumulator out = {sizeof out, nullptr, 0, 0, 0, 0, 0, 0, 0};
+  Block first = Block(kCount, 1), flat = Block(10, 2);
+  Block g = Block(kCount, 0.5f), h = Block(kCount, -0.75f), flat_g = Block(10, 0.25f);
+};
+
+using Words = std::vector<std::string>;
+
+struct Bad {
+  std::string what;
+  std::function<ga_status(Bench&)> call;
+  ga_status status;
+  Words words;  // each must be in the sentence
+};
+
+void expect_refused(const Bad& bad, Bench& bench) {
+  SCOPED_TRACE(bad.what);
+  const ga_window_info before = window(bench.ctx);
+  const ga_memory memory_before = memory(bench.ctx);
+  EXPECT_EQ(bad.call(bench), bad.status);
+  const std::string text = ga_last_error();
+  EXPECT_FALSE(text.empty());
+  for (const std::string& word : bad.words) {
+    EXPECT_NE(text.find(word), std::string::npos) << '"' << text << "\" lacks \"" << word << '"';
+  }
+  const ga_window_info after = window(bench.ctx);
+  const ga_memory memory_after = memory(bench.ctx);
+  EXPECT_EQ(0, memcmp(&before, &after, sizeof before)) << "the window moved";
+  EXPECT_EQ(0, memcmp(&memory_before, &memory_after, sizeof memory_before)) << "memory changed";
+}
+
+// prepare brings the context where the calls of list are wrong for their arguments alone; finish
+// ends the window.
+void expect_all_refused(const std::vector<Bad>& list, const std::function<void(Bench&)>& prepare,
+                        const std::function<void(Bench&)>& finish) {
+  Bench bench, twin;
+  for (Bench* b : {&bench, &twin}) {
+    b->window();
+    prepare(*b);
+  }
+  for (const Bad& bad : list) expect_refused(bad, bench);
+  for (Bench* b : {&bench, &twin}) {
+    finish(*b);
+    b->window();
+  }
+  EXPECT_TRUE(same_bits(bench.first, twin.first)) << "a refused call left a trace";
+  EXPECT_TRUE(same_bits(bench.flat, twin.flat)) << "a refused call left a trace";
+}
+
+const auto kNothing = [](Bench&) {};
+
+template <class T>
+T* off_by_one(T* p) {
+  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(p) + 1);
+}
+
+constexpr ga_status kInvalidArgument = GA_ERROR_INVALID_ARGUMENT;
+constexpr ga_status kUnsupported = GA_ERROR_UNSUPPORTED;
+
+// ---- Parameters ---------------------------------------------------------------------------------
+
+TEST(BadArguments, OfParameters) {
+  static Block room(100, 0);
+  const auto add = [](const char* name, float* data, int32_t dtype, int32_t rank,
+                      std::vector<int64_t> shape, ga_group group = 0,
+                      const ga_param_options* options = nullptr) {
+    return [=](Bench& b) {
+      ga_param out = -7;
+      const ga_status status = ga_param_add(b.ctx, group, name, data, dtype, rank,
+                                            shape.empty() ? nullptr : shape.data(), options, &out);
+      EXPECT_EQ(out, -7) << "written by a call that failed";
+      return status;
+    };
+  };
+  float* const data = room.data();
+  static ga_param_options f64 = {sizeof f64, GA_F64, 0}, unknown = {sizeof unknown, 77, 0};
+  const int64_t huge = int64_t{1} << 31;
+  std::vector<Bad> list = {
+      {"no name", add(nullptr, data, GA_F32, 1, {3}), kInvalidArgument, {"name"}},
+      {"empty name", add("", data, GA_F32, 1, {3}), kInvalidArgument, {"name", "empty"}},
+      {"name in use", add("third", data, GA_F32, 1, {3}), kInvalidArgument, {"\"third\""}},
+      {"group 1", add("new", data, GA_F32, 1, {3}, 1), kInvalidArgument, {"group", "1"}},
+      {"group -1", add("new", data, GA_F32, 1, {3}, -1), kInvalidArgument, {"group", "-1"}},
+      {"dtype 0", add("new", data, 0, 1, {3}), kInvalidArgument, {"\"new\"", "dtype", "0"}},
+      {"dtype 9", add("new", data, 9, 1, {3}), kInvalidArgument, {"\"new\"", "dtype", "9"}},
+      {"f64", add("new", data, GA_F64, 1, {3}), kUnsupported, {"\"new\"", "f64"}},
+      {"f16", add("new", data, GA_F16, 1, {3}), kUnsupported, {"\"new\"", "f16"}},
+      {"bf16", add("new", data, GA_BF16, 1, {3}), kUnsupported, {"\"new\"", "bf16"}},
+      {"f64 gradients",
+       add("new", data, GA_F32, 1, {3}, 0, &f64),
+       kUnsupported,
+       {"\"new\"", "f64"}},
+      {"gradients of dtype 77",
+       add("new", data, GA_F32, 1, {3}, 0, &unknown),
+       kInvalidArgument,
+       {"\"new\"", "77"}},
+      {"rank -1", add("new", data, GA_F32, -1, {3}), kInvalidArgument, {"\"new\"", "rank", "-1"}},
+      {"no shape", add("new", data, GA_F32, 2, {}), kInvalidArgument, {"\"new\"", "shape"}},
+      {"extent -4", add("new", data, GA_F32, 2, {3, -4}), kInvalidArgument, {"\"new\"", "-4"}},
+      {"extent -1 beside 0",
+       add("new", data, GA_F32, 2, {0, -1}),
+       kInvalidArgument,
+       {"\"new\"", "-1"}},
+      {"2^62 elements", add("new", data, GA_F32, 2, {huge, huge}), kInvalidArgument, {"\"new\""}},
+      {"2^93 elements",
+       add("new", data, GA_F32, 3, {huge, huge, huge}),
+       kInvalidArgument,
+       {"\"new\""}},
+      {"INT64_MAX elements",
+       add("new", data, GA_F32, 1, {INT64_MAX}),
+       kInvalidArgument,
+       {"\"new\""}},
+      {"past the end of memory",
+       add("new", data, GA_F32, 1, {int64_t{1} << 60}),
+       kInvalidArgument,
+       {"\"new\""}},
+      {"no data", add("new", nullptr, GA_F32, 1, {3}), kInvalidArgument, {"\"new\"", "data"}},
+      {"no data, scalar",
+       add("new", nullptr, GA_F32, 0, {}),
+       kInvalidArgument,
+       {"\"new\"", "data"}},
+      {"odd address",
+       add("new", off_by_one(data), GA_F32, 1, {3}),
+       kInvalidArgument,
+       {"\"new\"", "address"}},
+      {"no context",
+       [](Bench&) {
+         return ga_param_add(nullptr, 0, "new", room.data(), GA_F32, 0, nullptr, nullptr, nullptr);
+       },
+       kInvalidArgument,
+       {"ctx"}},
+  };
+  // Overlaps with the first parameter: at its start, inside, at its last element, around it.
+  for (const int64_t start : {int64_t{0}, int64_t{5}, kCount - 1, int64_t{-2}}) {
+    list.push_back({"overlap at " + std::to_string(start),
+                    [start](Bench& b) {
+                      const int64_t four = 4;
+                      return ga_param_add(b.ctx, 0, "new", b.first.data() + start, GA_F32, 1, &four,
+                                          nullptr, nullptr);
+                    },
+                    kInvalidArgument,
+                    {"\"new\"", "\"first\""}});
+  }
+  expect_all_refused(list, kNothing, kNothing);
+  // Right beside it is legal, and ids were not used up.
+  Block three(3, 0);
+  Bench bench;
+  ga_param out = -1;
+  EXPECT_OK(ga_param_add(bench.ctx, 0, "new", three.data(), GA_F32, 0, nullptr, nullptr, &out));
+  EXPECT_EQ(out, 3);
+  EXPECT_OK(
+      ga_param_add(bench.ctx, 0, "next", three.data() + 1, GA_F32, 0, nullptr, nullptr, &out));
+  EXPECT_EQ(out, 4);
+}
+
+float room[100];
+
+TEST(BadArguments, OfFlatBlocks) {
+  static const int64_t four = 4, negative = -1;
+  const auto add = [](std::vector<ga_flat_entry> entries, float* data = room) {
+    return [=](Bench& b) {
+      ga_param first = -7;
+      const ga_status status =
+          ga_params_add_flat(b.ctx, data, GA_F32, entries.data(), entries.size(), nullptr, &first);
+      EXPECT_EQ(first, -7) << "written by a call that failed";
+      return status;
+    };
+  };
+  const ga_flat_entry good = {"good", 0, 1, &four, 0};
+  const std::vector<Bad> list = {
+      {"no name", add({good, {nullptr, 0, 1, &four, 4}}), kInvalidArgument, {"name"}},
+      {"empty name", add({good, {"", 0, 1, &four, 4}}), kInvalidArgument, {"name"}},
+      {"name in use", add({good, {"first", 0, 1, &four, 4}}), kInvalidArgument, {"\"first\""}},
+      {"the same name twice",
+       add({good, {"good", 0, 1, &four, 4}}),
+       kInvalidArgument,
+       {"\"good\""}},
+      {"group 3", add({good, {"bad", 3, 1, &four, 4}}), kInvalidArgument, {"group", "3"}},
+      {"extent -1", add({good, {"bad", 0, 1, &negative, 4}}), kInvalidArgument, {"\"bad\"", "-1"}},
+      {"no shape", add({good, {"bad", 0, 1, nullptr, 4}}), kInvalidArgument, {"\"bad\"", "shape"}},
+      {"offset -1",
+       add({good, {"bad", 0, 1, &four, -1}}),
+       kInvalidArgument,
+       {"\"bad\"", "offset", "-1"}},
+      {"offset 2^62",
+       add({good, {"bad", 0, 1, &four, int64_t{1} << 62}}),
+       kInvalidArgument,
+       {"\"bad\"", "offset"}},
+      {"overlap within",
+       add({good, {"bad", 0, 1, &four, 3}}),
+       kInvalidArgument,
+       {"\"bad\"", "\"good\""}},
+      {"no data", add({good}, nullptr), kInvalidArgument, {"\"good\"", "data"}},
+      {"odd address", add({good}, off_by_one(room)), kInvalidArgument, {"\"good\"", "address"}},
+      {"no entries",
+       [](Bench& b) {
+         return ga_params_add_flat(b.ctx, room, GA_F32, nullptr, 2, nullptr, nullptr);
+       },
+       kInvalidArgument,
+       {"entries"}},
+      {"no context",
+       [=](Bench&) {
+         return ga_params_add_flat(nullptr, room, GA_F32, &good, 1, nullptr, nullptr);
+       },
+       kInvalidArgument,
+       {"ctx"}},
+      {"overlap with another",
+       [=](Bench& b) {
+         return ga_params_add_flat(b.ctx, b.flat.data() + 8, GA_F32, &good, 1, nullptr, nullptr);
+       },
+       kInvalidArgument,
+       {"\"good\"", "\"third\""}},
+  };
+  expect_all_refused(list, kNothing, kNothing);
+  // All or none: the names and places of entries that were right are free.
+  Bench bench;
+  const ga_flat_entry bad[] = {good, {"bad", 3, 1, &four, 4}};
+  EXPECT_EQ(ga_params_add_flat(bench.ctx, room, GA_F32, bad, 2, nullptr, nullptr),
+            kInvalidArgument);
+  ga_param id = -1;
+  EXPECT_OK(ga_params_add_flat(bench.ctx, room, GA_F32, &good, 1, nullptr, &id));
+  EXPECT_EQ(id, 3);
+}
+
+TEST(BadArguments, OfBindAndFreeze) {
+  const std::vector<Bad> list = {
+      {"parameter 3",
+       [](Bench& b) { return ga_param_bind(b.ctx, 3, b.g.data()); },
+       kInvalidArgument,
+       {"3"}},
+      {"parameter -1",
+       [](Bench& b) { return ga_param_bind(b.ctx, -1, b.g.data()); },
+       kInvalidArgument,
+       {"-1"}},
+      {"NULL",
+       [](Bench& b) { return ga_param_bind(b.ctx, 2, nullptr); },
+       kInvalidArgument,
+       {"\"third\""}},
+      {"odd address",
+       [](Bench& b) { return ga_param_bind(b.ctx, 2, off_by_one(b.g.data())); },
+       kInvalidArgument,
+       {"\"third\"", "address"}},
+      {"onto another",
+       [](Bench& b) { return ga_param_bind(b.ctx, 2, b.first.data() + 9); },
+       kInvalidArgument,
+       {"\"third\"", "\"first\""}},
+      {"no context",
+       [](Bench& b) { return ga_param_bind(nullptr, 2, b.g.data()); },
+       kInvalidArgument,
+       {"ctx"}},
+      {"frozen 2",
+       [](Bench& b) { return ga_param_set_frozen(b.ctx, 0, 2); },
+       kInvalidArgument,
+       {"frozen", "2"}},
+      {"freeze 3",
+       [](Bench& b) { return ga_param_set_frozen(b.ctx, 3, 1); },
+       kInvalidArgument,
+       {"3"}},
+      {"freeze, no context",
+       [](Bench&) { return ga_param_set_frozen(nullptr, 0, 1); },
+       kInvalidArgument,
+       {"ctx"}},
+  };
+  expect_all_refused(list, kNothing, kNothing);
+}
+
+// ---- Gradients ----------------------------------------------------------------------------------
+
+TEST(BadArguments, OfAccumulate) {
+  const auto whole = [](const void* a, const void* b, double weight, double scale) {
+    return [=](Bench& bench) {
+      const void* list[] = {a ? a : bench.g.data(), b};
+      return ga_accumulate(bench.ctx, list, 2, weight, &scale);
+    };
+  };
+  const double inf = INFINITY, nan = NAN;
+  std::vector<Bad> list = {
+      {"weight -1", whole(nullptr, nullptr, -1, 1), kInvalidArgument, {"weight", "-1"}},
+      {"weight NaN", whole(nullptr, nullptr, nan, 1), kInvalidArgument, {"weight", "nan"}},
+      {"weight inf", whole(nullptr, nullptr, inf, 1), kInvalidArgument, {"weight", "inf"}},
+      {"scale 0", whole(nullptr, nullptr, 1, 0), kInvalidArgument, {"scale", "0"}},
+      {"scale NaN", whole(nullptr, nullptr, 1, nan), kInvalidArgument, {"scale", "nan"}},
+      {"scale -inf", whole(nullptr, nullptr, 1, -inf), kInvalidArgument, {"scale", "-inf"}},
+      {"count 3",
+       [](Bench& b) {
+         const void* list[] = {b.g.data(), nullptr, nullptr};
+         return ga_accumulate(b.ctx, list, 3, 1, nullptr);
+       },
+       kInvalidArgument,
+       {"count", "3", "2"}},
+      {"count 0",
+       [](Bench& b) { return ga_accumulate(b.ctx, nullptr, 0, 1, nullptr); },
+       kInvalidArgument,
+       {"count", "0", "2"}},
+      {"no list",
+       [](Bench& b) { return ga_accumulate(b.ctx, nullptr, 2, 1, nullptr); },
+       kInvalidArgument,
+       {"gradients"}},
+      {"no context",
+       [](Bench& b) {
+         const void* list[] = {b.g.data(), nullptr};
+         return ga_accumulate(nullptr, list, 2, 1, nullptr);
+       },
+       kInvalidArgument,
+       {"ctx"}},
+      {"odd address",
+       [](Bench& b) {
+         const void* list[] = {off_by_one(b.g.data()), nullptr};
+         return ga_accumulate(b.ctx, list, 2, 1, nullptr);
+       },
+       kInvalidArgument,
+       {"\"first\"", "address"}},
+      {"odd address of the second, the first being right",
+       [](Bench& b) {
+         const void* list[] = {b.g.data(), off_by_one(b.flat_g.data())};
+         return ga_accumulate(b.ctx, list, 2, 1, nullptr);
+       },
+       kInvalidArgument,
+       {"\"second\"", "address"}},
+      {"its own parameter",
+       [](Bench& b) {
+         const void* list[] = {b.first.data(), nullptr};
+         return ga_accumulate(b.ctx, list, 2, 1, nullptr);
+       },
+       kInvalidArgument,
+       {"\"first\""}},
+      {"the last element of another parameter",
+       [](Bench& b) {
+         const void* list[] = {nullptr, b.first.data() + kCount - 2};
+         return ga_accumulate(b.ctx, list, 2, 1, nullptr);
+       },
+       kInvalidArgument,
+       {"\"second\"", "\"first\""}},
+      {"a block whose gap is a parameter's, and whose element is too",
+       [](Bench& b) {
+         const void* list[] = {nullptr, b.flat.data()};
+         return ga_accumulate(b.ctx, list, 2, 1, nullptr);
+       },
+       kInvalidArgument,
+       {"\"second\""}},
+      {"begin, index 1",
+       [](Bench& b) { return ga_micro_begin(b.ctx, 7, 1, nullptr); },
+       kInvalidArgument,
+       {"7"}},
+      {"begin, index -1",
+       [](Bench& b) { return ga_micro_begin(b.ctx, -1, 1, nullptr); },
+       kInvalidArgument,
+       {"-1"}},
+      {"begin, weight -2",
+       [](Bench& b) { return ga_micro_begin(b.ctx, 0, -2, nullptr); },
+       kInvalidArgument,
+       {"weight", "-2"}},
+      {"begin, scale 0",
+       [](Bench& b) {
+         const double zero = 0;
+         return ga_micro_begin(b.ctx, 0, 1, &zero);
+       },
+       kInvalidArgument,
+       {"scale", "0"}},
+      {"begin, no context",
+       [](Bench&) { return ga_micro_begin(nullptr, 0, 1, nullptr); },
+       kInvalidArgument,
+       {"ctx"}},
+  };
+  expect_all_refused(list, kNothing, kNothing);
+
+  // In an open window the same are wrong, and so is the address where a first gradient lives on.
+  list.push_back({"the buffer that lives on",
+                  [](Bench& b) {
+                    const void* list[] = {b.h.data(), nullptr};
+                    return ga_accumulate(b.ctx, list, 2, 1, nullptr);
+                  },
+                  kInvalidArgument,
+                  {"\"first\""}});
+  list.push_back({"the block that lives on, the other gradient being right",
+                  [](Bench& b) {
+                    const void* list[] = {b.g.data(), b.flat_g.data()};
+                    return ga_accumulate(b.ctx, list, 2, 1, nullptr);
+                  },
+                  kInvalidArgument,
+                  {"\"second\""}});
+  expect_all_refused(
+      list,
+      [](Bench& b) {
+        const void* both[] = {b.h.data(), b.flat_g.data()};
+        EXPECT_OK(ga_accumulate(b.ctx, both, 2, 2, nullptr));
+      },
+      [](Bench& b) {
+        const void* other[] = {b.g.data(), b.g.data()};
+        EXPECT_OK(ga_accumulate(b.ctx, other, 2, 1, nullptr));
+        EXPECT_OK(ga_step(b.ctx, nullptr));
+      });
+}
+
+TEST(BadArguments, OfParts) {
+  const std::vector<Bad> list = {
+      {"parameter 3",
+       [](Bench& b) { return ga_accumulate_part(b.ctx, 3, b.g.data()); },
+       kInvalidArgument,
+       {"3"}},
+      {"parameter -1",
+       [](Bench& b) { return ga_accumulate_part(b.ctx, -1, b.g.data()); },
+       kInvalidArgument,
+       {"-1"}},
+      {"no gradient",
+       [](Bench& b) { return ga_accumulate_part(b.ctx, 0, nullptr); },
+       kInvalidArgument,
+       {"\"first\"", "gradient"}},
+      {"odd address",
+       [](Bench& b) { return ga_accumulate_part(b.ctx, 0, off_by_one(b.g.data())); },
+       kInvalidArgument,
+       {"\"first\"", "address"}},
+      {"a parameter",
+       [](Bench& b) { return ga_accumulate_part(b.ctx, 2, b.flat.data() + 9); },
+       kInvalidArgument,
+       {"\"third\""}},
+      {"the buffer that lives on",
+       [](Bench& b) { return ga_accumulate_part(b.ctx, 1, b.h.data()); },
+       kInvalidArgument,
+       {"\"second\""}},
+      {"its own accumulator",
+       [](Bench& b) { return ga_accumulate_part(b.ctx, 2, b.out.data); },
+       kInvalidArgument,
+       {"\"third\""}},
+      {"another's accumulator",
+       [](Bench& b) { return ga_accumulate_part(b.ctx, 1, b.out.data); },
+       kInvalidArgument,
+       {"\"second\""}},
+      {"no context",
+       [](Bench& b) { return ga_accumulate_part(nullptr, 0, b.g.data()); },
+       kInvalidArgument,
+       {"ctx"}},
+      {"acquire, parameter 3",
+       [](Bench& b) {
+         ga_accumulator a;
+         a.struct_size = sizeof a;
+         return ga_accumulator_acquire(b.ctx, 3, &a);
+       },
+       kInvalidArgument,
+       {"3"}},
+      {"acquire into nothing",
+       [](Bench& b) { return ga_accumulator_acquire(b.ctx, 0, nullptr); },
+       kInvalidArgument,
+       {}},
+      {"acquire, no context",
+       [](Bench&) {
+         ga_accumulator a;
+         a.struct_size = sizeof a;
+         return ga_accumulator_acquire(nullptr, 0, &a);
+       },
+       kInvalidArgument,
+       {"ctx"}},
+      {"release, parameter -1",
+       [](Bench& b) { return ga_accumulator_release(b.ctx, -1); },
+       kInvalidArgument,
+       {"-1"}},
+      {"release, not acquired",
+       [](Bench& b) { return ga_accumulator_release(b.ctx, 0); },
+       GA_ERROR_INVALID_STATE,
+       {"\"first\""}},
+      {"release, no context",
+       [](Bench&) { return ga_accumulator_release(nullptr, 0); },
+       kInvalidArgument,
+       {"ctx"}},
+      {"end, no context", [](Bench&) { return ga_micro_end(nullptr); }, kInvalidArgument, {"ctx"}},
+  };
+  expect_all_refused(
+      list,
+      [&](Bench& b) {
+        EXPECT_OK(ga_micro_begin(b.ctx, 0, 2, nullptr));
+        EXPECT_OK(ga_accumulate_part(b.ctx, 1, b.h.data()));
+        EXPECT_OK(ga_accumulator_acquire(b.ctx, 2, &b.out));
+        *static_cast<float*>(b.out.data) = 1;
+        EXPECT_OK(ga_accumulator_release(b.ctx, 2));
+      },
+      [](Bench& b) {
+        EXPECT_OK(ga_accumulate_part(b.ctx, 0, b.g.data()));
+        EXPECT_OK(ga_accumulate_part(b.ctx, 1, b.g.data()));
+        EXPECT_OK(ga_micro_end(b.ctx));
+        EXPECT_OK(ga_step(b.ctx, nullptr));
+      });
+}
+
+// ga_gradient's memory is the library's: as a gradient it would be read while it is written.
+TEST(BadArguments, AGradientThatIsTheLibrarys) {
+  float p = 0;
+  const float g = 1;
+  Context ctx;
+  ctx.param(ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL)), "p", &p, 1);
+  ctx.accumulate({&g});
+  step(ctx);
+  const void* data = nullptr;
+  ASSERT_OK(ga_gradient(ctx, 0, &data, nullptr));
+  const void* list[] = {data};
+  EXPECT_EQ(ga_accumulate(ctx, list, 1, 1, nullptr), kInvalidArgument);
+  EXPECT_OK(ga_gradient(ctx, 0, &data, nullptr));
+  EXPECT_EQ(*static_cast<const float*>(data), 1);
+}
+
+// ---- The rest -----------------------------------------------------------------------------------
+
+TEST(BadArguments, OfTheRest) {
+  const std::vector<Bad> list = {
+      {"K -1",
+       [](Bench& b) { return ga_context_set_accum_steps(b.ctx, -1); },
+       kInvalidArgument,
+       {"accum_steps", "-1"}},
+      {"K, no context",
+       [](Bench&) { return ga_context_set_accum_steps(nullptr, 1); },
+       kInvalidArgument,
+       {"ctx"}},
+      {"phases missing",
+       [](Bench& b) { return ga_context_set_accum_schedule(b.ctx, nullptr, 1); },
+       kInvalidArgument,
+       {"phases"}},
+      {"phases, no context",
+       [](Bench&) { return ga_context_set_accum_schedule(nullptr, nullptr, 0); },
+       kInvalidArgument,
+       {"ctx"}},
+      {"group_add, no optimizer",
+       [](Bench& b) { return ga_group_add(b.ctx, nullptr, nullptr); },
+       kInvalidArgument,
+       {"optimizer"}},
+      {"group_add, no context",
+       [](Bench&) {
+         const ga_optimizer o = plain_sgd();
+         return ga_group_add(nullptr, &o, nullptr);
+       },
+       kInvalidArgument,
+       {"ctx"}},
+      {"lr, no context",
+       [](Bench&) { return ga_group_set_lr(nullptr, 0, 1); },
+       kInvalidArgument,
+       {"ctx"}},
+      {"decay, no context",
+       [](Bench&) { return ga_group_set_weight_decay(nullptr, 0, 1); },
+       kInvalidArgument,
+       {"ctx"}},
+      {"lr of group 4",
+       [](Bench& b) { return ga_group_set_lr(b.ctx, 4, 1); },
+       kInvalidArgument,
+       {"group", "4"}},
+      {"group_lr of group 4",
+       [](Bench& b) {
+         double lr;
+         return ga_group_lr(b.ctx, 4, &lr);
+       },
+       kInvalidArgument,
+       {"group", "4"}},
+      {"group_lr to nowhere",
+       [](Bench& b) { return ga_group_lr(b.ctx, 0, nullptr); },
+       kInvalidArgument,
+       {"out"}},
+      {"group_lr, no context",
+       [](Bench&) {
+         double lr;
+         return ga_group_lr(nullptr, 0, &lr);
+       },
+       kInvalidArgument,
+       {"ctx"}},
+      {"window to nowhere",
+       [](Bench& b) { return ga_window(b.ctx, nullptr); },
+       kInvalidArgument,
+       {}},
+      {"memory to nowhere",
+       [](Bench& b) { return ga_context_memory(b.ctx, nullptr); },
+       kInvalidArgument,
+       {}},
+      {"step, no context",
+       [](Bench&) { return ga_step(nullptr, nullptr); },
+       kInvalidArgument,
+       {"ctx"}},
+      {"discard, no context",
+       [](Bench&) { return ga_discard(nullptr); },
+       kInvalidArgument,
+       {"ctx"}},
+      {"synchronize, no context",
+       [](Bench&) { return ga_synchronize(nullptr); },
+       kInvalidArgument,
+       {"ctx"}},
+      {"gradient, no context",
+       [](Bench&) {
+         const void* data;
+         return ga_gradient(nullptr, 0, &data, nullptr);
+       },
+       kInvalidArgument,
+       {"ctx"}},
+      {"devices of kind 5",
+       [](Bench&) {
+         int32_t count;
+         return ga_device_count(5, &count);
+       },
+       kInvalidArgument,
+       {"5"}},
+      {"devices to nowhere",
+       [](Bench&) { return ga_device_count(0, nullptr); },
+       kInvalidArgument,
+       {"count"}},
+  };
+  expect_all_refused(list, kNothing, kNothing);
+  ga_context_destroy(nullptr);  // legal
+}
+
+TEST(BadArguments, OfMatrices) {
+  const auto multiply = [](ga_param param, int64_t k, const float* a, int64_t lda, int32_t ta,
+                           const float* b, int64_t ldb, int32_t tb, int32_t dtype = GA_F32) {
+    return [=](Bench& bench) {
+      return ga_accumulate_matmul(bench.ctx, param, k, a, lda, ta, b, ldb, tb, dtype);
+    };
+  };
+  static const Block m(64, 1);
+  const float* const d = m.data();
+  // Parameter 1 is 2 x 3.
+  const std::vector<Bad> list = {
+      {"parameter 9", multiply(9, 4, d, 4, 0, d, 3, 0), kInvalidArgument, {"9"}},
+      {"k -1", multiply(1, -1, d, 4, 0, d, 3, 0), kInvalidArgument, {"\"second\"", "k", "-1"}},
+      {"lda 3", multiply(1, 4, d, 3, 0, d, 3, 0), kInvalidArgument, {"\"second\"", "lda", "3"}},
+      {"lda 1, transposed",
+       multiply(1, 4, d, 1, 1, d, 3, 0),
+       kInvalidArgument,
+       {"\"second\"", "lda", "1"}},
+      {"ldb 2", multiply(1, 4, d, 4, 0, d, 2, 0), kInvalidArgument, {"\"second\"", "ldb", "2"}},
+      {"ldb 3, transposed",
+       multiply(1, 4, d, 4, 0, d, 3, 1),
+       kInvalidArgument,
+       {"\"second\"", "ldb", "3"}},
+      {"transpose_a 2", multiply(1, 4, d, 4, 2, d, 3, 0), kInvalidArgument, {"transpose_a", "2"}},
+      {"transpose_b -1",
+       multiply(1, 4, d, 4, 0, d, 3, -1),
+       kInvalidArgument,
+       {"transpose_b", "-1"}},
+      {"no a", multiply(1, 4, nullptr, 4, 0, d, 3, 0), kInvalidArgument, {"\"second\"", "a"}},
+      {"no b", multiply(1, 4, d, 4, 0, nullptr, 3, 0), kInvalidArgument, {"\"second\"", "b"}},
+      {"odd a",
+       multiply(1, 4, off_by_one(d), 4, 0, d, 3, 0),
+       kInvalidArgument,
+       {"\"second\"", "address"}},
+      {"dtype 0", multiply(1, 4, d, 4, 0, d, 3, 0, 0), kInvalidArgument, {"dtype", "0"}},
+      {"dtype bf16", multiply(1, 4, d, 4, 0, d, 3, 0, GA_BF16), kUnsupported, {"bf16"}},
+      {"k 2^62",
+       multiply(1, int64_t{1} << 62, d, int64_t{1} << 62, 0, d, 3, 0),
+       kInvalidArgument,
+       {"\"second\""}},
+      {"a is a parameter",
+       [](Bench& b) {
+         return ga_accumulate_matmul(b.ctx, 1, 4, b.first.data(), 4, 0, m.data(), 3, 0, GA_F32);
+       },
+       kInvalidArgument,
+       {"\"second\""}},
+      {"b is a parameter",
+       [](Bench& b) {
+         return ga_accumulate_matmul(b.ctx, 1, 4, m.data(), 4, 0, b.first.data(), 3, 0, GA_F32);
+       },
+       kInvalidArgument,
+       {"\"second\""}},
+      {"no context",
+       [](Bench&) {
+         return ga_accumulate_matmul(nullptr, 1, 4, m.data(), 4, 0, m.data(), 3, 0, GA_F32);
+       },
+       kInvalidArgument,
+       {"ctx"}},
+  };
+  expect_all_refused(
+      list, [](Bench& b) { EXPECT_OK(ga_micro_begin(b.ctx, 0, 1, nullptr)); },
+      [](Bench& b) {
+        EXPECT_OK(ga_micro_end(b.ctx));
+        EXPECT_OK(ga_step(b.ctx, nullptr));
+      });
+}
+
+TEST(BadArguments, OfConfig) {
+  struct BadConfig {
+    const char* what;
+    void (*spoil)(ga_config&);
+    ga_status status;
+    Words words;
+  };
+  using C = ga_config&;
+  const BadConfig list[] = {
+      {"device 7", [](C c) { c.device = 7; }, kInvalidArgument, {"device", "7"}},
+      {"device -1", [](C c) { c.device = -1; }, kInvalidArgument, {"device", "-1"}},
+      {"CUDA", [](C c) { c.device = GA_DEVICE_CUDA; }, kUnsupported, {"CUDA"}},
+      {"threads -1", [](C c) { c.num_threads = -1; }, kInvalidArgument, {"num_threads", "-1"}},
+      {"K -1", [](C c) { c.accum_steps = -1; }, kInvalidArgument, {"accum_steps", "-1"}},
+      {"kind 2", [](C c) { c.gradient_kind = 2; }, kInvalidArgument, {"gradient_kind", "2"}},
+      {"reduce -1", [](C c) { c.reduce = -1; }, kInvalidArgument, {"reduce", "-1"}},
+      {"missing 9", [](C c) { c.missing = 9; }, kInvalidArgument, {"missing", "9"}},
+      {"nonfinite 4", [](C c) { c.nonfinite = 4; }, kInvalidArgument, {"nonfinite", "4"}},
+      {"life 2", [](C c) { c.gradient_life = 2; }, kInvalidArgument, {"gradient_life", "2"}},
+      {"scale 0", [](C c) { c.loss_scale = 0; }, kInvalidArgument, {"loss_scale", "0"}},
+      {"scale NaN", [](C c) { c.loss_scale = NAN; }, kInvalidArgument, {"loss_scale", "nan"}},
+      {"scale inf", [](C c) { c.loss_scale = INFINITY; }, kInvalidArgument, {"loss_scale", "inf"}},
+      {"reserved 1", [](C c) { c.reserved = 1; }, kInvalidArgument, {"reserved", "1"}},
+  };
+  int marker = 0;
+  for (const BadConfig& bad : list) {
+    SCOPED_TRACE(bad.what);
+    ga_config c = config();
+    bad.spoil(c);
+    auto* out = reinterpret_cast<ga_context*>(&marker);
+    EXPECT_EQ(ga_context_create(&c, &out), bad.status);
+    EXPECT_EQ(static_cast<void*>(out), &marker) << "written by a call that failed";
+    const std::string text = ga_last_error();
+    for (const std::string& word : bad.words) {
+      EXPECT_NE(text.find(word), std::string::npos) << '"' << text << "\" lacks " << word;
+    }
+  }
+  EXPECT_EQ(ga_context_create(nullptr, nullptr), kInvalidArgument);
+}
+
+TEST(BadArguments, OfGaCpuIsa) {
+  for (const char* level : {"avx9000", "x86-64-v5", "Scalar", " scalar", "x86-64-v"}) {
+    const Isa isa(level);
+    ga_context* ctx = nullptr;
+    EXPECT_EQ(ga_context_create(nullptr, &ctx), kUnsupported) << level;
+    EXPECT_EQ(ctx, nullptr);
+    EXPECT_NE(std::string(ga_last_error()).find(level), std::string::npos) << ga_last_error();
+  }
+}
+
+TEST(BadArguments, DevicesOfThisMachine) {
+  int32_t count = -1;
+  EXPECT_OK(ga_device_count(GA_DEVICE_CPU, &count));
+  EXPECT_EQ(count, 1);
+  EXPECT_EQ(ga_device_count(GA_DEVICE_CUDA, &count), kUnsupported);
+  EXPECT_EQ(count, 0);
+  EXPECT_STRNE(ga_last_error(), "");
+}
+
+// ---- struct_size --------------------------------------------------------------------------------
+
+// A struct with room behind it, as a program of a later version would have.
+template <class T>
+struct Later {
+  T known;
+  unsigned char unknown[24];
+};
+
+// call: uses the struct as an input.
+template <class T, class Call>
+void check_input_sizes(const char* type, const T& good, Call call) {
+  SCOPED_TRACE(type);
+  T same = good;
+  EXPECT_EQ(call(&same), GA_OK) << ga_last_error();
+  for (const size_t size : {size_t{0}, size_t{4}, sizeof(size_t) - 1, SIZE_MAX, SIZE_MAX / 2}) {
+    T bad = good;
+    bad.struct_size = size;
+    EXPECT_EQ(call(&bad), kInvalidArgument) << "struct_size " << size;
+    EXPECT_NE(std::string(ga_last_error()).find("struct_size"), std::string::npos)
+        << ga_last_error();
+  }
+  Later<T> later;
+  memset(&later, 0, sizeof later);
+  later.known = good;
+  later.known.struct_size = sizeof later;
+  EXPECT_EQ(call(&later.known), GA_OK) << "nothing unknown is set: " << ga_last_error();
+  for (const size_t at : {size_t{0}, size_t{7}, sizeof later.unknown - 1}) {
+    later.unknown[at] = 1;
+    EXPECT_EQ(call(&later.known), kUnsupported) << "unknown byte " << at << " is set";
+    EXPECT_STRNE(ga_last_error(), "");
+    later.unknown[at] = 0;
+  }
+  later.known.struct_size = sizeof(T);  // what lies beyond struct_size is not the struct's
+  later.unknown[0] = 1;
+  EXPECT_EQ(call(&later.known), GA_OK) << ga_last_error();
+}
+
+TEST(StructSize, OfInputs) {
+  float p = 0;
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  check_input_sizes("ga_config", config(), [](const ga_config* c) {
+    ga_context* made = nullptr;
+    const ga_status status = ga_context_create(c, &made);
+    EXPECT_EQ(made != nullptr, status == GA_OK);
+    ga_context_destroy(made);
+    return status;
+  });
+  check_input_sizes("ga_optimizer", plain_sgd(),
+                    [&](const ga_optimizer* o) { return ga_group_add(ctx, o, nullptr); });
+  check_input_sizes("ga_schedule", schedule(GA_SCHEDULE_CONSTANT),
+                    [&](const ga_schedule* s) { return ga_group_set_schedule(ctx, 0, s); });
+  check_input_sizes("ga_clip", clip(GA_CLIP_GLOBAL, 1),
+                    [&](const ga_clip* c) { return ga_context_set_clip(ctx, c); });
+  check_input_sizes("ga_clip of a group", clip(GA_CLIP_GLOBAL, 1),
+                    [&](const ga_clip* c) { return ga_group_set_clip(ctx, 0, c); });
+  int added = 0;
+  Block room(100, 0);
+  ga_param_options options = {sizeof options, 0, 0};
+  check_input_sizes("ga_param_options", options, [&](const ga_param_options* o) {
+    ++added;
+    return ga_param_add(ctx, 0, ("n" + std::to_string(added)).c_str(), &room[0] + added, GA_F32, 0,
+                        nullptr, o, nullptr);
+  });
+}
+
+// call: lets the library fill the struct.
+template <class T, class Call>
+void check_output_sizes(const char* type, Call call) {
+  SCOPED_TRACE(type);
+  for (const size_t size : {size_t{0}, size_t{4}, SIZE_MAX}) {
+    T bad, before;
+    memset(&bad, 0x5a, sizeof bad);
+    bad.struct_size = size;
+    before = bad;
+    EXPECT_EQ(call(&bad), kInvalidArgument) << "struct_size " << size;
+    EXPECT_EQ(0, memcmp(&bad, &before, sizeof bad)) << "written by a call that failed";
+  }
+  Later<T> later;
+  memset(&later, 0x5a, sizeof later);
+  later.known.struct_size = sizeof later - 8;
+  EXPECT_EQ(call(&later.known), GA_OK) << ga_last_error();
+  EXPECT_EQ(later.known.struct_size, sizeof later - 8);
+  for (size_t i = sizeof later.unknown - 8; i < sizeof later.unknown; ++i) {
+    EXPECT_EQ(later.unknown[i], 0x5a) << "written beyond struct_size";
+  }
+}
+
+TEST(StructSize, OfOutputs) {
+  float p = 0;
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  check_output_sizes<ga_window_info>("ga_window_info",
+                                     [&](ga_window_info* w) { return ga_window(ctx, w); });
+  check_output_sizes<ga_memory>("ga_memory",
+                                [&](ga_memory* m) { return ga_context_memory(ctx, m); });
+  check_output_sizes<ga_step_result>("ga_step_result",
+                                     [&](ga_step_result* r) { return ga_step(ctx, r); });
+  ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+  check_output_sizes<ga_accumulator>(
+      "ga_accumulator", [&](ga_accumulator* a) { return ga_accumulator_acquire(ctx, 0, a); });
+}
+
+TEST(StructSize, OfInit) {
+  const auto check = [](const char* type, auto example, auto init) {
+    SCOPED_TRACE(type);
+    using T = decltype(example);
+    EXPECT_EQ(init(static_cast<T*>(nullptr), sizeof(T)), kInvalidArgument);
+    for (const size_t size : {size_t{0}, size_t{7}, SIZE_MAX}) {
+      T bad, before;
+      memset(&bad, 0x5a, sizeof bad);
+      before = bad;
+      EXPECT_EQ(init(&bad, size), kInvalidArgument) << size;
+      EXPECT_EQ(0, memcmp(&bad, &before, sizeof bad));
+    }
+    Later<T> later;
+    memset(&later, 0x5a, sizeof later);
+    EXPECT_EQ(init(&later.known, sizeof later - 8), GA_OK) << ga_last_error();
+    EXPECT_EQ(later.known.struct_size, sizeof later - 8);
+    for (size_t i = 0; i < sizeof later.unknown; ++i) {
+      EXPECT_EQ(later.unknown[i], i < sizeof later.unknown - 8 ? 0 : 0x5a) << i;
+    }
+  };
+  check("ga_config", ga_config(), [](ga_config* c, size_t n) { return ga_config_init(c, n); });
+  check("ga_optimizer", ga_optimizer(), [](ga_optimizer* o, size_t n) {
+    return ga_optimizer_init(o, n, GA_OPTIMIZER_ADAMW, GA_FLAVOR_TORCH);
+  });
+  check("ga_schedule", ga_schedule(),
+        [](ga_schedule* s, size_t n) { return ga_schedule_init(s, n, GA_SCHEDULE_COSINE); });
+  check("ga_clip", ga_clip(), [](ga_clip* c, size_t n) { return ga_clip_init(c, n); });
+  ga_optimizer o;
+  for (const int32_t kind : {-1, 4, 1000}) {
+    EXPECT_EQ(ga_optimizer_init(&o, sizeof o, kind, 0), kInvalidArgument) << kind;
+  }
+  for (const int32_t flavor : {-1, 3}) {
+    EXPECT_EQ(ga_optimizer_init(&o, sizeof o, GA_OPTIMIZER_ADAM, flavor), kInvalidArgument);
+  }
+}
+
+// ---- Errors -------------------------------------------------------------------------------------
+
+TEST(Errors, NamesOfStatuses) {
+  const std::pair<int, const char*> names[] = {
+      {0, "GA_OK"},
+      {1, "GA_ERROR_INVALID_ARGUMENT"},
+      {2, "GA_ERROR_INVALID_STATE"},
+      {3, "GA_ERROR_OUT_OF_MEMORY"},
+      {4, "GA_ERROR_UNSUPPORTED"},
+      {5, "GA_ERROR_NONFINITE"},
+      {6, "GA_ERROR_FAULT"},
+      {7, "GA_ERROR_INTERNAL"},
+      {8, "unknown status"},
+  };
+  for (const auto& [status, name] : names) {
+    EXPECT_STREQ(ga_status_name(static_cast<ga_status>(status)), name);
+  }
+}
+
+TEST(Errors, LastErrorBelongsToTheThread) {
+  EXPECT_EQ(ga_step(nullptr, nullptr), kInvalidArgument);
+  const std::string mine = ga_last_error();
+  EXPECT_NE(mine, "");
+  std::thread([] {
+    EXPECT_STREQ(ga_last_error(), "");
+    EXPECT_EQ(ga_context_create(nullptr, nullptr), kInvalidArgument);
+  }).join();
+  EXPECT_EQ(ga_last_error(), mine);
+  Context ctx;
+  step(ctx);
+  EXPECT_EQ(ga_last_error(), mine) << "a call that succeeded leaves it";
+}
+
+// A name as long as a program likes must not run over the sentence's buffer.
+TEST(Errors, VeryLongNames) {
+  const std::string name(100000, 'x');
+  float p = 0, q = 0;
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), name, &p, 1);
+  EXPECT_EQ(ga_param_add(ctx, 0, name.c_str(), &q, GA_F32, 0, nullptr, nullptr, nullptr),
+            kInvalidArgument);
+  EXPECT_NE(std::string(ga_last_error()).find("xxx"), std::string::npos);
+  ctx.param(0, name + "y", &q, 1);
+}
+
+}  // namespace
+}  // namespace ga::test

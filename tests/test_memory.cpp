@@ -1,0 +1,602 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every allocation that can fail, fails once: alone, and with all after it. And what is allocated
+// is counted: against ga_context_memory, for leaks, and per window, where it is nothing.
+//
+// This program's own malloc family and mmap stand in front of the system's, for the library too.
+#include <errno.h>
+#include <malloc.h>
+#include <stdarg.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <set>
+
+#include "support.hpp"
+
+#if defined(__SANITIZE_ADDRESS__)
+#define GA_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define GA_ASAN 1
+#endif
+#endif
+
+#ifdef GA_ASAN  // the sanitizer's own stay behind ours
+#define GA_REAL(name) __interceptor_##name
+#else
+#define GA_REAL(name) __libc_##name
+#endif
+
+extern "C" {
+void* GA_REAL(malloc)(size_t);
+void GA_REAL(free)(void*);
+void* GA_REAL(calloc)(size_t, size_t);
+void* GA_REAL(realloc)(void*, size_t);
+void* GA_REAL(memalign)(size_t, size_t);
+}
+
+namespace {
+
+// Static and trivial: they are used before main and after it.
+std::atomic<bool> counting{false};
+std::atomic<int64_t> allocations{0};  // while counting
+std::atomic<int64_t> live_bytes{0};   // allocated while counting, not freed
+std::atomic<int64_t> fail_from{-1}, fail_to{-1};
+
+// Whether this allocation is to fail.
+bool refuse() {
+  if (!counting.load(std::memory_order_relaxed)) return false;
+  const int64_t number = allocations.fetch_add(1);
+  return number >= fail_from && number < fail_to;
+}
+
+void count(int64_t bytes) {
+  if (counting.load(std::memory_order_relaxed)) live_bytes.fetch_add(bytes);
+}
+
+void* counted(void* p) {
+  if (p) count(static_cast<int64_t>(malloc_usable_size(p)));
+  return p;
+}
+
+void* no_memory() {
+  errno = ENOMEM;
+  return nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+void* malloc(size_t size) { return refuse() ? no_memory() : counted(GA_REAL(malloc)(size)); }
+
+void free(void* p) {
+  if (p) count(-static_cast<int64_t>(malloc_usable_size(p)));
+  GA_REAL(free)(p);
+}
+
+void* calloc(size_t n, size_t size) {
+  return refuse() ? no_memory() : counted(GA_REAL(calloc)(n, size));
+}
+
+void* realloc(void* p, size_t size) {
+  if (refuse()) return no_memory();
+  const int64_t before = p ? static_cast<int64_t>(malloc_usable_size(p)) : 0;
+  void* const q = GA_REAL(realloc)(p, size);
+  if (q || size == 0) count(-before);
+  return counted(q);
+}
+
+void* memalign(size_t alignment, size_t size) {
+  return refuse() ? no_memory() : counted(GA_REAL(memalign)(alignment, size));
+}
+
+void* aligned_alloc(size_t alignment, size_t size) { return memalign(alignment, size); }
+
+int posix_memalign(void** out, size_t alignment, size_t size) {
+  void* const p = memalign(alignment, size);
+  if (!p) return ENOMEM;
+  *out = p;
+  return 0;
+}
+
+void* mmap(void* address, size_t length, int protection, int flags, int fd, off_t offset) {
+  if (refuse()) {
+    errno = ENOMEM;
+    return MAP_FAILED;
+  }
+  const long result = syscall(SYS_mmap, address, length, protection, flags, fd, offset);
+  if (result == -1) return MAP_FAILED;
+  count(static_cast<int64_t>(length));
+  return reinterpret_cast<void*>(result);
+}
+
+void* mmap64(void* address, size_t length, int protection, int flags, int fd, off_t offset) {
+  return mmap(address, length, protection, flags, fd, offset);
+}
+
+int munmap(void* address, size_t length) {
+  count(-static_cast<int64_t>(length));
+  return static_cast<int>(syscall(SYS_munmap, address, length));
+}
+
+}  // extern "C"
+
+// The C++ runtime's operator new calls malloc, but a sanitizer's does not: so all go the same way
+// here.
+void* operator new(size_t size) {
+  if (void* p = malloc(size ? size : 1)) return p;
+  throw std::bad_alloc();
+}
+void* operator new[](size_t size) { return operator new(size); }
+void* operator new(size_t size, const std::nothrow_t&) noexcept { return malloc(size ? size : 1); }
+void* operator new[](size_t size, const std::nothrow_t&) noexcept {
+  return malloc(size ? size : 1);
+}
+void* operator new(size_t size, std::align_val_t alignment) {
+  if (void* p = memalign(static_cast<size_t>(alignment), size ? size : 1)) return p;
+  throw std::bad_alloc();
+}
+void* operator new[](size_t size, std::align_val_t alignment) {
+  return operator new(size, alignment);
+}
+void operator delete(void* p) noexcept { free(p); }
+void operator delete[](void* p) noexcept { free(p); }
+void operator delete(void* p, size_t) noexcept { free(p); }
+void operator delete[](void* p, size_t) noexcept { free(p); }
+void operator delete(void* p, std::align_val_t) noexcept { free(p); }
+void operator delete[](void* p, std::align_val_t) noexcept { free(p); }
+void operator delete(void* p, size_t, std::align_val_t) noexcept { free(p); }
+void operator delete[](void* p, size_t, std::align_val_t) noexcept { free(p); }
+
+namespace ga::test {
+namespace {
+
+// Counts while it lives.
+class Count {
+ public:
+  // Allocations number from to to - 1 fail.
+  explicit Count(int64_t from = -1, int64_t to = -1) {
+    allocations = 0;
+    live_bytes = 0;
+    fail_from = from;
+    fail_to = to;
+    counting = true;
+  }
+  ~Count() { stop(); }
+  void stop() {
+    counting = false;
+    fail_from = fail_to = -1;
+  }
+  static int64_t calls() { return allocations; }
+  static int64_t bytes() { return live_bytes; }
+};
+
+TEST(Interposer, Works) {
+  {
+    const Count all(0, INT64_MAX);
+    void* volatile p = malloc(10);
+    EXPECT_EQ(p, nullptr);
+    EXPECT_EQ(mmap(nullptr, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), MAP_FAILED);
+    bool thrown = false;
+    try {
+      delete new int;
+      auto* volatile bytes = new char[100];
+      delete[] bytes;
+    } catch (const std::bad_alloc&) {
+      thrown = true;
+    }
+    EXPECT_TRUE(thrown);
+  }
+  const Count some;
+  auto* volatile bytes = new char[1000];
+  EXPECT_GE(Count::bytes(), 1000);
+  EXPECT_EQ(Count::calls(), 1);
+  delete[] bytes;
+  EXPECT_EQ(Count::bytes(), 0);
+}
+
+// ---- Every allocation fails ---------------------------------------------------------------------
+
+// Small tensors and one beyond the size at which memory comes from mmap.
+constexpr int64_t kCounts[] = {3, 70001, 1 << 19};
+
+// A context whose life is a list of steps, so that one of them can be repeated after it failed.
+class Life {
+ public:
+  explicit Life(int32_t gradient_life) {
+    for (const int64_t n : kCounts) {
+      p.emplace_back(static_cast<size_t>(n), 1.0f);
+      g.emplace_back(static_cast<size_t>(n), 0.25f);
+    }
+    flat = Block(1000, 2);
+    config_ = config();
+    config_.gradient_life = gradient_life;
+    schedule_ = schedule(GA_SCHEDULE_TABLE);
+    schedule_.table = table_.data();
+    schedule_.table_size = static_cast<int64_t>(table_.size());
+    optimizer_ = optimizer(GA_OPTIMIZER_ADAMW);
+    optimizer_.amsgrad = 1;
+    clip_ = clip(GA_CLIP_GLOBAL, 1);
+  }
+  ~Life() { ga_context_destroy(ctx); }
+  Life(const Life&) = delete;
+  Life& operator=(const Life&) = delete;
+
+  static constexpr int kSteps = 18;
+
+  // No allocation of its own.
+  ga_status step(int number) {
+    const void* list[] = {g[0].data(), g[1].data(), g[2].data(), g[2].data()};
+    switch (number) {
+      case 0:
+        return ga_context_create(&config_, &ctx);
+      case 1:
+        return ga_group_add(ctx, &optimizer_, nullptr);
+      case 2:
+        return ga_group_set_schedule(ctx, 0, &schedule_);
+      case 3:
+        return ga_context_set_accum_schedule(ctx, phases_, 2);
+      case 4:
+        return ga_context_set_clip(ctx, &clip_);
+      case 5:
+        return add(0, "a parameter with a name too long to be kept in place, number 0");
+      case 6:
+        return add(1, "a parameter with a name too long to be kept in place, number 1");
+      case 7:
+        return add(2, "2");
+      case 8:
+        return ga_params_add_flat(ctx, flat.data(), GA_F32, entries_, 3, nullptr, nullptr);
+      case 9:
+        return ga_accumulate(ctx, list, 4, 1, nullptr);
+      case 10:
+        return ga_accumulate(ctx, second(), 4, 1, nullptr);
+      case 11:
+        return ga_step(ctx, nullptr);
+      case 12:
+        return ga_micro_begin(ctx, 0, 1, nullptr);
+      case 13:
+        return ga_accumulate_part(ctx, 1, g[1].data());
+      case 14:
+        return ga_accumulator_acquire(ctx, 0, &accumulator_);
+      case 15: {
+        for (int i = 0; i < 3; ++i) static_cast<float*>(accumulator_.data)[i] = 0.5f;
+        return ga_accumulator_release(ctx, 0);
+      }
+      case 16:
+        return ga_micro_end(ctx);
+      default:
+        return ga_step(ctx, nullptr);
+    }
+  }
+
+  std::vector<Block> p, g;
+  Block flat;
+  ga_context* ctx = nullptr;
+
+ private:
+  ga_status add(size_t i, const char* name) {
+    return ga_param_add(ctx, 0, name, p[i].data(), GA_F32, 1, &kCounts[i], nullptr, nullptr);
+  }
+  const void* const* second() {
+    second_[0] = g[1].data();
+    second_[1] = nullptr;
+    second_[2] = nullptr;
+    second_[3] = g[1].data();
+    return second_;
+  }
+
+  ga_config config_;
+  ga_schedule schedule_;
+  ga_optimizer optimizer_;
+  ga_clip clip_;
+  std::vector<double> table_ = std::vector<double>(50, 0.125);
+  ga_accum_phase phases_[2] = {{0, 2}, {1, 0}};
+  int64_t shape_[1] = {10};
+  ga_flat_entry entries_[3] = {
+      {"a long name within the flat block, long enough to be allocated", 0, 1, shape_, 5},
+      {"z", 0, 1, shape_, 100},
+      {"y", 0, 0, nullptr, 999}};
+  ga_accumulator accumulator_ = {sizeof(ga_accumulator), nullptr, 0, 0, 0, 0, 0, 0, 0};
+  const void* second_[4] = {};
+};
+
+// Where gradients live, and whether one allocation fails alone or with all after it.
+class FailingMemory : public testing::TestWithParam<std::tuple<int32_t, bool>> {};
+INSTANTIATE_TEST_SUITE_P(All, FailingMemory,
+                         testing::Combine(testing::Values(GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE),
+                                          testing::Bool()));
+
+// For each step of a life, and each k: the k-th allocation of that step fails. Then the step says
+// so, nothing has changed, the same step succeeds when tried again, and the life ends with the bits
+// of an undisturbed one.
+TEST_P(FailingMemory, AtEveryPoint) {
+  const auto [life, once] = GetParam();
+  Life calm(life);
+  for (int s = 0; s < Life::kSteps; ++s) ASSERT_OK(calm.step(s)) << "step " << s;
+
+  std::set<int> could_fail;
+  for (int failing = 0; failing < Life::kSteps; ++failing) {
+    for (int64_t k = 0;; ++k) {
+      ASSERT_LT(k, 1000) << "no end of allocations";
+      SCOPED_TRACE(testing::Message() << "step " << failing << ", allocation " << k);
+      Life t(life);
+      for (int s = 0; s < failing; ++s) ASSERT_OK(t.step(s)) << s;
+      const std::vector<Block> before = t.p;
+      ga_window_info window_before{};
+      ga_memory memory_before{};
+      if (t.ctx) {
+        window_before = window(t.ctx);
+        memory_before = memory(t.ctx);
+      }
+      ga_status status;
+      int64_t leaked, calls;
+      {
+        const Count count(k, once ? k + 1 : INT64_MAX);
+        status = t.step(failing);
+        leaked = Count::bytes();
+        calls = Count::calls();
+      }
+      if (status == GA_OK) {
+        // Either nothing is left to fail, or the step came through in spite of it.
+        for (int s = failing + 1; s < Life::kSteps; ++s) ASSERT_OK(t.step(s)) << s;
+        ASSERT_EQ(t.p, calm.p);
+        if (calls <= k) break;
+        continue;
+      }
+      could_fail.insert(failing);
+      ASSERT_EQ(status, GA_ERROR_OUT_OF_MEMORY) << ga_last_error();
+      ASSERT_STRNE(ga_last_error(), "");
+      if (failing == 0) {
+        ASSERT_EQ(t.ctx, nullptr);
+        ASSERT_EQ(leaked, 0);
+      } else {
+        const ga_window_info window_after = window(t.ctx);
+        const ga_memory memory_after = memory(t.ctx);
+        ASSERT_EQ(0, memcmp(&window_before, &window_after, sizeof window_after));
+        ASSERT_EQ(0, memcmp(&memory_before, &memory_after, sizeof memory_after));
+      }
+      ASSERT_EQ(t.p, before);
+      for (int s = failing; s < Life::kSteps; ++s) ASSERT_OK(t.step(s)) << s;
+      ASSERT_EQ(t.p, calm.p);
+      ASSERT_EQ(t.flat, calm.flat);
+    }
+  }
+  // Those that must allocate did: else the test would have looked at nothing.
+  for (const int s : {0, 1, 2, 3, 5, 6, 8, 9}) EXPECT_TRUE(could_fail.count(s)) << "step " << s;
+}
+
+// A context that was filled, used and hit by failures gives everything back.
+TEST_P(FailingMemory, NothingLeaks) {
+  const auto [life, once] = GetParam();
+  {
+    Life warm(life);  // what the process allocates for good, once
+    for (int s = 0; s < Life::kSteps; ++s) ASSERT_OK(warm.step(s));
+  }
+  for (int64_t k = 0; k < 60; ++k) {
+    Life t(life);
+    Count count(k, once ? k + 1 : INT64_MAX);
+    for (int s = 0; s < Life::kSteps; ++s) {
+      if (t.step(s) == GA_OK) continue;
+      fail_from = fail_to = -1;
+      if (t.step(s) != GA_OK) break;
+    }
+    ga_context_destroy(t.ctx);
+    t.ctx = nullptr;
+    const int64_t left = Count::bytes();
+    count.stop();
+    ASSERT_EQ(left, 0) << "allocation " << k;
+  }
+}
+
+// A parameter that no machine can hold is refused by the step that allocates, not by a crash.
+TEST(Memory, MoreThanThereIs) {
+  // Address space without memory: nobody touches it.
+  const int64_t count = int64_t{1} << 42;
+  void* const data = mmap(nullptr, static_cast<size_t>(count) * 4, PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (data == MAP_FAILED) GTEST_SKIP() << "no 16 TiB of address space";
+  float p = 0;
+  const float g = 1;
+  Context ctx;
+  ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), "small", &p, 1);
+  ASSERT_OK(ga_param_add(ctx, 0, "huge", data, GA_F32, 1, &count, nullptr, nullptr));
+  EXPECT_GE(memory(ctx).total, 12 * count) << "planning works before anything is allocated";
+  const void* list[] = {&g, nullptr};
+  ga_status status;
+  {
+    // Some systems hand out address space for it; here they do not.
+    const Count all(0, INT64_MAX);
+    status = ga_accumulate(ctx, list, 2, 1, nullptr);
+  }
+  EXPECT_EQ(status, GA_ERROR_OUT_OF_MEMORY);
+  EXPECT_EQ(window(ctx).state, GA_WINDOW_EMPTY);
+  munmap(data, static_cast<size_t>(count) * 4);
+}
+
+// ---- Counting -----------------------------------------------------------------------------------
+
+struct Sizes {
+  const char* name;
+  std::vector<int64_t> counts;
+};
+
+TEST(Memory, ReportedIsAllocated) {
+  struct Case {
+    const char* name;
+    ga_optimizer optimizer;
+    int64_t state;  // bytes per element
+  };
+  ga_optimizer momentum = plain_sgd();
+  momentum.momentum = 0.9;
+  ga_optimizer amsgrad = optimizer(GA_OPTIMIZER_ADAM);
+  amsgrad.amsgrad = 1;
+  const Case cases[] = {{"SGD", plain_sgd(), 0},
+                        {"momentum", momentum, 4},
+                        {"AdamW", optimizer(GA_OPTIMIZER_ADAMW), 8},
+                        {"AMSGrad", amsgrad, 12},
+                        {"external", optimizer(GA_OPTIMIZER_EXTERNAL), 0}};
+  const Sizes models[] = {{"one large", {4 << 20}},
+                          {"some of all sizes", {1 << 20, 999999, 300000, 65537, 1, 0, 12345}},
+                          {"400 middling", std::vector<int64_t>(400, 10007)}};
+  for (const Case& test : cases) {
+    for (const Sizes& model : models) {
+      SCOPED_TRACE(std::string(test.name) + ", " + model.name);
+      int64_t elements = 0;
+      for (const int64_t n : model.counts) elements += n;
+      const Layout layout(model.counts);
+      Block p(static_cast<size_t>(layout.total), 0), g(p.size(), 0.5f);
+      std::vector<std::string> names;
+      for (size_t i = 0; i < layout.size(); ++i) names.push_back(std::to_string(i));
+      const auto list = pointers(layout, g);
+
+      ga_context* ctx = nullptr;
+      const ga_config c = config();
+      Count count;
+      ASSERT_OK(ga_context_create(&c, &ctx));
+      ASSERT_OK(ga_group_add(ctx, &test.optimizer, nullptr));
+      for (size_t i = 0; i < layout.size(); ++i) {
+        ASSERT_OK(ga_param_add(ctx, 0, names[i].c_str(), p.data() + layout.offsets[i], GA_F32, 1,
+                               &layout.counts[i], nullptr, nullptr));
+      }
+      ga_memory planned;
+      planned.struct_size = sizeof planned;
+      ASSERT_OK(ga_context_memory(ctx, &planned));
+      const int64_t before = Count::bytes();
+      for (int w = 0; w < 2; ++w) {
+        for (int k = 0; k < 3; ++k) {
+          ASSERT_OK(ga_accumulate(ctx, list.data(), list.size(), 1, nullptr));
+        }
+        ASSERT_OK(ga_step(ctx, nullptr));
+      }
+      const int64_t allocated = Count::bytes();
+      ga_memory used;
+      used.struct_size = sizeof used;
+      ASSERT_OK(ga_context_memory(ctx, &used));
+      ga_context_destroy(ctx);
+      const int64_t left = Count::bytes();
+      count.stop();
+
+      EXPECT_EQ(0, memcmp(&planned, &used, sizeof used)) << "asking before gave another answer";
+      EXPECT_EQ(used.total, used.accumulators + used.optimizer_state + used.workspace);
+      const auto near = [](int64_t got, int64_t want, const char* what) {
+        EXPECT_NEAR(static_cast<double>(got), static_cast<double>(want),
+                    0.01 * static_cast<double>(want))
+            << what;
+      };
+      near(used.accumulators, 4 * elements, "accumulators");
+      near(used.optimizer_state, test.state * elements, "state");
+      near(allocated, used.total, "total against what was allocated");
+      EXPECT_LT(before, allocated / 20) << "most is allocated by the first contribution";
+      EXPECT_EQ(left, 0) << "destroy gives all back";
+    }
+  }
+}
+
+// After the first windows nothing is allocated any more, whatever the program does in them.
+TEST(Memory, WindowsAllocateNothing) {
+  const Layout layout({3, 70001, 200000, 0});
+  for (const int32_t threads : {1, 2}) {
+    for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+      ga_config c = config();
+      c.num_threads = threads;
+      c.gradient_life = life;
+      Block p = parameters(layout, 1), flat(100, 1);
+      const Block g = gradients(layout, 2, 0), h = gradients(layout, 2, 1), fg(100, 1);
+      Block bad = g;
+      bad[static_cast<size_t>(layout.offsets[1])] = NAN;
+      Context ctx(c);
+      ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+      ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL));
+      for (size_t i = 0; i < layout.size(); ++i) {
+        ctx.param(i == 1 ? 1 : 0, std::to_string(i), p.data() + layout.offsets[i],
+                  layout.counts[i]);
+      }
+      const int64_t ten = 10;
+      const ga_flat_entry entries[] = {{"x", 0, 1, &ten, 0}, {"y", 1, 1, &ten, 50}};
+      ASSERT_OK(ga_params_add_flat(ctx, flat.data(), GA_F32, entries, 2, nullptr, nullptr));
+      const auto list = [&](const Block& block) {
+        auto result = pointers(layout, block);
+        result.push_back(&block == &g ? fg.data() : nullptr);
+        return result;
+      };
+      const auto lg = list(g), lh = list(h), lb = list(bad);
+      const ga_clip norm = clip(GA_CLIP_GLOBAL, 1, GA_FLAVOR_TORCH, 0.5);
+      ga_schedule table = schedule(GA_SCHEDULE_COSINE);
+      table.total_steps = 1000;
+      ASSERT_OK(ga_group_set_schedule(ctx, 0, &table));
+      int64_t warm = -1;
+      for (int w = 0; w < 40; ++w) {
+        const Count count;
+        int64_t k = 0;
+        ASSERT_OK(ga_context_set_clip(ctx, w % 3 ? &norm : nullptr));
+        for (const auto* gradients : {&lg, w % 2 ? &lh : nullptr, w % 5 == 1 ? &lb : nullptr}) {
+          if (!gradients) continue;
+          ASSERT_OK(ga_accumulate(ctx, gradients->data(), gradients->size(), 2, nullptr));
+          ++k;
+        }
+        ASSERT_OK(ga_micro_begin(ctx, k, 1, nullptr));
+        ASSERT_OK(ga_accumulate_part(ctx, 2, h.data() + layout.offsets[2]));
+        ga_accumulator a;
+        a.struct_size = sizeof a;
+        ASSERT_OK(ga_accumulator_acquire(ctx, 0, &a));
+        ASSERT_OK(ga_accumulator_release(ctx, 0));
+        ASSERT_OK(ga_micro_end(ctx));
+        if (w % 7 == 3) {
+          ASSERT_OK(ga_discard(ctx));
+        } else {
+          ga_step_result r;
+          r.struct_size = sizeof r;
+          ASSERT_OK(ga_step(ctx, &r));
+          const void* data;
+          if (r.outcome == GA_STEP_APPLIED) {  // (the exception behind an error is allocated)
+            ASSERT_OK(ga_gradient(ctx, 1, &data, nullptr));
+          }
+        }
+        if (w >= 3) {
+          ASSERT_EQ(Count::calls(), 0)
+              << "window " << w << ", " << threads << " threads, life " << life;
+        } else {
+          warm = Count::calls();
+        }
+      }
+      EXPECT_GE(warm, 0);
+    }
+  }
+}
+
+// Long windows cost no more memory than short ones, and many of them no more than few.
+TEST(Memory, LengthOfTheWindowChangesNothing) {
+  Block p(70001, 1), g(70001, 0.5f);
+  ga_context* ctx = nullptr;
+  const ga_config c = config();
+  Count count;
+  ASSERT_OK(ga_context_create(&c, &ctx));
+  const ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+  const int64_t n = 70001;
+  ASSERT_OK(ga_group_add(ctx, &o, nullptr));
+  ASSERT_OK(ga_param_add(ctx, 0, "p", p.data(), GA_F32, 1, &n, nullptr, nullptr));
+  const void* list[] = {g.data()};
+  ga_memory first{}, last{};
+  first.struct_size = last.struct_size = sizeof first;
+  ASSERT_OK(ga_context_memory(ctx, &first));
+  int64_t after_short = 0;
+  for (const int length : {1, 2, 1000}) {
+    for (int k = 0; k < length; ++k) ASSERT_OK(ga_accumulate(ctx, list, 1, 1, nullptr));
+    ASSERT_OK(ga_step(ctx, nullptr));
+    if (length == 2) after_short = Count::bytes();
+  }
+  ASSERT_OK(ga_context_memory(ctx, &last));
+  const int64_t after_long = Count::bytes();
+  ga_context_destroy(ctx);
+  count.stop();
+  EXPECT_EQ(0, memcmp(&first, &last, sizeof first));
+  EXPECT_LT(after_long - after_short, 1 << 16) << "a list of weights, no more";
+}
+
+}  // namespace
+}  // namespace ga::test

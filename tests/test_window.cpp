@@ -1,0 +1,1139 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The window: which call is legal when, what counts, and what a window that was dropped or skipped
+// leaves behind.
+#include <sys/mman.h>
+
+#include <functional>
+#include <map>
+
+#include "support.hpp"
+
+namespace ga::test {
+namespace {
+
+// Memory that nobody may read: a gradient there proves that it is not looked at.
+class Forbidden {
+ public:
+  Forbidden() : data_(mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {}
+  ~Forbidden() { munmap(data_, kBytes); }
+  const void* data() const { return data_; }
+
+ private:
+  static constexpr size_t kBytes = 1 << 20;
+  void* data_;
+};
+
+// Fails in mid-work when told to.
+struct Unreliable {
+  enum Fault { kNone, kLeavesOneOut, kRunsOneTwice, kOutOfRange, kNothing, kThrows };
+  Fault fault = kNone;
+  int calls = 0;
+
+  static void run(void* user, int64_t count, ga_task task, void* data) {
+    auto& self = *static_cast<Unreliable*>(user);
+    ++self.calls;
+    if (self.fault == kNothing) return;
+    for (int64_t i = 0; i < count; ++i) {
+      if (self.fault == kLeavesOneOut && i == count / 2) continue;
+      if (self.fault == kThrows && i == 1) throw std::runtime_error("out of threads");
+      task(data, i);
+      if (self.fault == kRunsOneTwice && i == 0) task(data, i);
+    }
+    if (self.fault == kOutOfRange) task(data, count);
+  }
+};
+
+constexpr int64_t kLarge = 2 * 65536 + 11;  // several chunks: not run inline
+
+// ---- Which call is legal when -------------------------------------------------------------------
+
+enum State { kEmpty, kOpen, kFull, kMicro, kAcquired, kResumed, kFailed, kInvalid, kStates };
+const char* const kStateNames[] = {"empty",    "open",    "full",   "micro-batch open",
+                                   "acquired", "resumed", "failed", "invalid"};
+
+// A context brought into one of the states: parameter 0 is large, 1 small, 2 external.
+class Stage {
+ public:
+  explicit Stage(State state)
+      : big(kLarge, 1), gradient(kLarge, 0.5f), other(kLarge, 0.25f), state_(state) {
+    ga_config c = config();
+    c.accum_steps = state == kFull ? 1 : 3;
+    c.nonfinite = state == kFailed ? GA_NONFINITE_FAIL : GA_NONFINITE_SKIP_STEP;
+    c.num_threads = 4;
+    c.parallel_for = Unreliable::run;
+    c.parallel_for_user = &threads;
+    EXPECT_OK(ga_context_create(&c, &ctx));
+    const ga_optimizer adamw = optimizer(GA_OPTIMIZER_ADAMW);
+    const ga_optimizer external = optimizer(GA_OPTIMIZER_EXTERNAL);
+    EXPECT_OK(ga_group_add(ctx, &adamw, nullptr));
+    EXPECT_OK(ga_group_add(ctx, &external, nullptr));
+    EXPECT_OK(add("big", 0, big.data(), kLarge));
+    EXPECT_OK(add("small", 0, &small, 1));
+    EXPECT_OK(add("external", 1, &loose, 1));
+    accumulator_.struct_size = sizeof accumulator_;
+    if (state == kOpen || state == kFull) {
+      EXPECT_OK(whole());
+    }
+    if (state == kMicro || state == kAcquired) {
+      EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+    }
+    if (state == kAcquired) {
+      EXPECT_OK(ga_accumulator_acquire(ctx, 1, &accumulator_));
+    }
+    if (state == kResumed) {
+      for (int k : {0, 1}) {
+        EXPECT_OK(ga_micro_begin(ctx, k, 1, nullptr));
+        EXPECT_OK(ga_accumulate_part(ctx, 0, k == 0 ? gradient.data() : other.data()));
+        EXPECT_OK(ga_micro_end(ctx));
+      }
+      EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+    }
+    if (state == kFailed) {
+      gradient[3] = NAN;
+      EXPECT_OK(whole());
+      gradient[3] = 0.5f;
+      EXPECT_EQ(ga_step(ctx, nullptr), GA_ERROR_NONFINITE);
+    }
+    if (state == kInvalid) {
+      threads.fault = Unreliable::kLeavesOneOut;
+      EXPECT_EQ(whole(), GA_ERROR_FAULT);
+      threads.fault = Unreliable::kNone;
+    }
+  }
+  ~Stage() { ga_context_destroy(ctx); }
+  Stage(const Stage&) = delete;
+  Stage& operator=(const Stage&) = delete;
+
+  ga_status add(const char* name, ga_group group, float* data, int64_t count) {
+    return ga_param_add(ctx, group, name, data, GA_F32, 1, &count, nullptr, nullptr);
+  }
+  ga_status whole() {
+    const void* list[] = {gradient.data(), &other[0], &other[1]};
+    return ga_accumulate(ctx, list, 3, 1, nullptr);
+  }
+
+  Unreliable threads;
+  Block big;
+  float small = 1, loose = 1, fresh = 1, moved = 1;
+  Block gradient, other;
+  ga_context* ctx = nullptr;
+  const State state_;
+  ga_accumulator accumulator_{};
+};
+
+struct Call {
+  const char* name;
+  std::function<ga_status(Stage&)> run;
+  ga_status expected[kStates];  // in the order of State
+};
+
+std::vector<Call> calls() {
+  const ga_status o = GA_OK, s = GA_ERROR_INVALID_STATE, n = GA_ERROR_NONFINITE;
+  using S = Stage&;
+  return {
+      // expected when: empty, open, full, micro-batch open, acquired, resumed, failed, invalid
+      {"ga_accumulate", [](S t) { return t.whole(); }, {o, o, s, s, s, s, o, s}},
+      {"ga_micro_begin, a new one",
+       [](S t) { return ga_micro_begin(t.ctx, window(t.ctx).micro_batches, 1, nullptr); },
+       {o, o, s, s, s, s, o, s}},
+      {"ga_micro_begin, number 0 again",
+       [](S t) { return ga_micro_begin(t.ctx, 0, 1, nullptr); },
+       {o, o, o, s, s, s, o, s}},
+      {"ga_accumulate_part",
+       [](S t) { return ga_accumulate_part(t.ctx, 0, t.other.data()); },
+       {s, s, s, o, o, o, s, s}},
+      {"ga_accumulate_part, of the acquired",
+       [](S t) { return ga_accumulate_part(t.ctx, 1, t.other.data()); },
+       {s, s, s, o, s, o, s, s}},
+      {"ga_accumulator_acquire",
+       [](S t) { return ga_accumulator_acquire(t.ctx, 2, &t.accumulator_); },
+       {s, s, s, o, o, o, s, s}},
+      {"ga_accumulator_acquire, of the acquired",
+       [](S t) { return ga_accumulator_acquire(t.ctx, 1, &t.accumulator_); },
+       {s, s, s, o, s, o, s, s}},
+      {"ga_accumulator_release",
+       [](S t) { return ga_accumulator_release(t.ctx, 1); },
+       {s, s, s, s, o, s, s, s}},
+      {"ga_micro_end", [](S t) { return ga_micro_end(t.ctx); }, {s, s, s, o, s, o, s, s}},
+      {"ga_step", [](S t) { return ga_step(t.ctx, nullptr); }, {o, o, o, s, s, s, n, s}},
+      {"ga_discard", [](S t) { return ga_discard(t.ctx); }, {o, o, o, o, o, o, o, o}},
+      {"ga_gradient",
+       [](S t) {
+         const void* data;
+         return ga_gradient(t.ctx, 2, &data, nullptr);
+       },
+       {s, s, s, s, s, s, s, s}},
+      {"ga_group_add",
+       [](S t) {
+         const ga_optimizer sgd = optimizer(GA_OPTIMIZER_SGD);
+         return ga_group_add(t.ctx, &sgd, nullptr);
+       },
+       {o, s, s, s, s, s, s, s}},
+      {"ga_param_add",
+       [](S t) { return t.add("fresh", 0, &t.fresh, 1); },
+       {o, s, s, s, s, s, s, s}},
+      {"ga_params_add_flat",
+       [](S t) {
+         const ga_flat_entry entry = {"fresh", 0, 0, nullptr, 0};
+         return ga_params_add_flat(t.ctx, &t.fresh, GA_F32, &entry, 1, nullptr, nullptr);
+       },
+       {o, s, s, s, s, s, s, s}},
+      {"ga_param_bind",
+       [](S t) { return ga_param_bind(t.ctx, 1, &t.moved); },
+       {o, s, s, s, s, s, s, s}},
+      {"ga_param_set_frozen",
+       [](S t) { return ga_param_set_frozen(t.ctx, 1, 1); },
+       {o, s, s, s, s, s, s, s}},
+      {"ga_context_set_accum_steps",
+       [](S t) { return ga_context_set_accum_steps(t.ctx, 7); },
+       {o, s, s, s, s, s, s, s}},
+      {"ga_context_set_accum_schedule",
+       [](S t) {
+         const ga_accum_phase phase = {0, 9};
+         return ga_context_set_accum_schedule(t.ctx, &phase, 1);
+       },
+       {o, s, s, s, s, s, s, s}},
+      {"ga_group_set_lr",
+       [](S t) { return ga_group_set_lr(t.ctx, 0, 0.5); },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_group_set_weight_decay",
+       [](S t) { return ga_group_set_weight_decay(t.ctx, 0, 0.5); },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_group_set_schedule",
+       [](S t) { return ga_group_set_schedule(t.ctx, 0, nullptr); },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_context_set_clip",
+       [](S t) { return ga_context_set_clip(t.ctx, nullptr); },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_group_set_clip",
+       [](S t) { return ga_group_set_clip(t.ctx, 0, nullptr); },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_group_lr",
+       [](S t) {
+         double lr;
+         return ga_group_lr(t.ctx, 0, &lr);
+       },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_window", [](S t) { return window(t.ctx), GA_OK; }, {o, o, o, o, o, o, o, o}},
+      {"ga_context_memory", [](S t) { return memory(t.ctx), GA_OK; }, {o, o, o, o, o, o, o, o}},
+      {"ga_synchronize", [](S t) { return ga_synchronize(t.ctx); }, {o, o, o, o, o, o, o, o}},
+  };
+}
+
+class Orders : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(State, Orders, testing::Range(0, static_cast<int>(kStates)),
+                         [](const testing::TestParamInfo<int>& info) {
+                           return identifier(kStateNames[info.param]);
+                         });
+
+TEST_P(Orders, EveryCall) {
+  const State state = static_cast<State>(GetParam());
+  for (const Call& call : calls()) {
+    SCOPED_TRACE(call.name);
+    Stage stage(state);
+    const ga_window_info before = window(stage.ctx);
+    EXPECT_EQ(before.state, state == kEmpty     ? GA_WINDOW_EMPTY
+                            : state == kFull    ? GA_WINDOW_FULL
+                            : state == kInvalid ? GA_WINDOW_INVALID
+                                                : GA_WINDOW_OPEN);
+    const ga_status status = call.run(stage);
+    EXPECT_EQ(status, call.expected[state]) << ga_last_error();
+    if (status == GA_OK) continue;
+    EXPECT_STRNE(ga_last_error(), "");
+    const ga_window_info after = window(stage.ctx);
+    EXPECT_EQ(0, memcmp(&before, &after, sizeof before)) << "a failed call moved the window";
+  }
+}
+
+// A call that failed changed nothing: the program goes on as if it had not been made, to the bit.
+// (What follows an invalid window is tested below.)
+class Failures : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(State, Failures, testing::Range(0, static_cast<int>(kInvalid)),
+                         [](const testing::TestParamInfo<int>& info) {
+                           return identifier(kStateNames[info.param]);
+                         });
+
+TEST_P(Failures, ChangeNothing) {
+  const State state = static_cast<State>(GetParam());
+  const auto finish = [&](Stage& t) {
+    if (state == kAcquired) {
+      *static_cast<float*>(t.accumulator_.data) = static_cast<float>(t.accumulator_.alpha) * 2;
+      EXPECT_OK(ga_accumulator_release(t.ctx, 1));
+    }
+    if (state == kMicro || state == kAcquired || state == kResumed) {
+      EXPECT_OK(ga_accumulate_part(t.ctx, 0, t.other.data()));
+      EXPECT_OK(ga_micro_end(t.ctx));
+    }
+    if (state == kFailed) {
+      EXPECT_EQ(ga_step(t.ctx, nullptr), GA_ERROR_NONFINITE);
+      EXPECT_OK(ga_discard(t.ctx));
+    }
+    if (state != kFull) {
+      EXPECT_OK(t.whole());
+    }
+    step(t.ctx);
+    EXPECT_OK(t.whole());
+    step(t.ctx);
+  };
+  Stage twin(state);
+  finish(twin);
+  Stage stage(state);
+  for (const Call& call : calls()) {
+    if (call.expected[state] == GA_OK) continue;
+    // Acquire's struct is the caller's; the tests below need what the stage's own acquire had
+    // written.
+    const ga_accumulator kept = stage.accumulator_;
+    EXPECT_NE(call.run(stage), GA_OK) << call.name;
+    EXPECT_EQ(0, memcmp(&kept, &stage.accumulator_, sizeof kept)) << call.name;
+  }
+  finish(stage);
+  EXPECT_TRUE(same_bits(stage.big, twin.big));
+  EXPECT_EQ(stage.small, twin.small);
+  const void *a = nullptr, *b = nullptr;
+  EXPECT_OK(ga_gradient(stage.ctx, 2, &a, nullptr));
+  EXPECT_OK(ga_gradient(twin.ctx, 2, &b, nullptr));
+  EXPECT_EQ(*static_cast<const float*>(a), *static_cast<const float*>(b));
+}
+
+// ---- Counting -----------------------------------------------------------------------------------
+
+TEST(Window, CountsFromEmptyToFull) {
+  ga_config c = config();
+  c.accum_steps = 3;
+  float p = 0;
+  const float g = 1;
+  Context ctx(c);
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  for (int w = 0; w < 3; ++w) {
+    ga_window_info info = window(ctx);
+    EXPECT_EQ(info.struct_size, sizeof info);
+    EXPECT_EQ(info.state, GA_WINDOW_EMPTY);
+    EXPECT_EQ(info.reserved, 0);
+    EXPECT_EQ(info.micro_batches, 0);
+    EXPECT_EQ(info.open_micro, -1);
+    EXPECT_EQ(info.accum_steps, 3);
+    EXPECT_EQ(info.weight, 0);
+    EXPECT_EQ(info.windows, 2 * w);
+    EXPECT_EQ(info.steps, w);
+    for (int k = 0; k < 3; ++k) {
+      ctx.accumulate({&g}, k + 0.5);
+      info = window(ctx);
+      EXPECT_EQ(info.state, k == 2 ? GA_WINDOW_FULL : GA_WINDOW_OPEN);
+      EXPECT_EQ(info.micro_batches, k + 1);
+      EXPECT_EQ(info.open_micro, -1);
+    }
+    EXPECT_EQ(info.weight, 4.5);
+    const void* list[] = {&g};
+    EXPECT_EQ(ga_accumulate(ctx, list, 1, 1, nullptr), GA_ERROR_INVALID_STATE);
+    ga_step_result r = step(ctx);
+    EXPECT_EQ(r.struct_size, sizeof r);
+    EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
+    EXPECT_EQ(r.reserved, 0);
+    EXPECT_EQ(r.windows, 2 * w + 1);
+    EXPECT_EQ(r.steps, w + 1);
+    EXPECT_EQ(r.micro_batches, 3);
+    EXPECT_EQ(r.weight, 4.5);
+    EXPECT_FLOAT_EQ(static_cast<float>(r.norm), 1);
+    EXPECT_EQ(r.clip_factor, 1);
+    EXPECT_EQ(r.lr, 1);
+    EXPECT_EQ(r.loss_scale, 1);
+    r = step(ctx);
+    EXPECT_EQ(r.outcome, GA_STEP_SKIPPED_EMPTY);
+    EXPECT_EQ(r.windows, 2 * w + 2);
+    EXPECT_EQ(r.steps, w + 1);
+    EXPECT_EQ(r.micro_batches, 0);
+    EXPECT_EQ(r.weight, 0);
+    EXPECT_EQ(r.norm, 0);
+    EXPECT_EQ(r.clip_factor, 1);
+    EXPECT_EQ(r.lr, 0);
+  }
+}
+
+TEST(Window, TheProgramDecidesWhereKIsZero) {
+  float p = 0;
+  const float g = 1;
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  for (int k = 0; k < 1000; ++k) {
+    ctx.accumulate({&g});
+    ASSERT_EQ(window(ctx).state, GA_WINDOW_OPEN);
+  }
+  EXPECT_EQ(step(ctx).micro_batches, 1000);
+  EXPECT_EQ(p, -1);
+}
+
+TEST(Window, KChangesBetweenWindows) {
+  float p = 0;
+  const float g = 1;
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  for (const int64_t k : {3, 1, 0, 2}) {
+    ASSERT_OK(ga_context_set_accum_steps(ctx, k));
+    EXPECT_EQ(window(ctx).accum_steps, k);
+    for (int64_t i = 0; i < (k ? k : 5); ++i) ctx.accumulate({&g});
+    EXPECT_EQ(window(ctx).state, k ? GA_WINDOW_FULL : GA_WINDOW_OPEN);
+    step(ctx);
+  }
+  EXPECT_EQ(ga_context_set_accum_steps(ctx, -2), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(window(ctx).accum_steps, 2);
+}
+
+TEST(Window, KBySchedule) {
+  float p = 0;
+  const float g = 1, nan = NAN;
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  {
+    ga_accum_phase phases[] = {{0, 2}, {3, 5}, {4, 0}, {6, 1}};
+    ASSERT_OK(ga_context_set_accum_schedule(ctx, phases, 4));
+    memset(phases, 0xff, sizeof phases);  // it was copied
+  }
+  const int64_t expected[] = {2, 2, 2, 5, 0, 0, 1, 1};
+  for (size_t t = 0; t < 8; ++t) {
+    EXPECT_EQ(window(ctx).accum_steps, expected[t]) << "before step " << t;
+    // Windows that are skipped or dropped are no steps.
+    step(ctx);
+    ctx.accumulate({&nan});
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_NONFINITE);
+    ctx.accumulate({&g});
+    ASSERT_OK(ga_discard(ctx));
+    const int64_t k = expected[t] ? expected[t] : 3;
+    for (int64_t i = 0; i < k; ++i) {
+      ctx.accumulate({&g});
+      EXPECT_EQ(window(ctx).accum_steps, expected[t]);
+    }
+    EXPECT_EQ(window(ctx).state, expected[t] ? GA_WINDOW_FULL : GA_WINDOW_OPEN);
+    EXPECT_EQ(step(ctx).steps, static_cast<int64_t>(t + 1));
+  }
+  ASSERT_OK(ga_context_set_accum_schedule(ctx, nullptr, 0));
+  EXPECT_EQ(window(ctx).accum_steps, 0);  // ga_config's again
+}
+
+TEST(Window, WrongKSchedules) {
+  ga_config c = config();
+  c.accum_steps = 4;
+  Context ctx(c);
+  const std::vector<std::vector<ga_accum_phase>> wrong = {
+      {{1, 2}},                  // does not begin at 0
+      {{-1, 2}},                 //
+      {{0, 2}, {0, 3}},          // not ascending
+      {{0, 2}, {5, 3}, {4, 1}},  //
+      {{0, -1}},                 // no K
+      {{0, 2}, {5, -7}},
+  };
+  for (const auto& phases : wrong) {
+    EXPECT_EQ(ga_context_set_accum_schedule(ctx, phases.data(), phases.size()),
+              GA_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(window(ctx).accum_steps, 4);
+  }
+  EXPECT_EQ(ga_context_set_accum_schedule(ctx, nullptr, 2), GA_ERROR_INVALID_ARGUMENT);
+}
+
+// ---- Weight 0, no weight, nothing at all --------------------------------------------------------
+
+TEST(Window, WeightZeroReadsNothing) {
+  const Forbidden forbidden;
+  const float g = 6;
+  for (const int where : {0, 1, 2}) {
+    for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+      ga_config c = config();
+      c.accum_steps = 3;
+      c.gradient_life = life;
+      float p = 0;
+      Context ctx(c);
+      ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+      const float a = g, b = g;
+      const float* good[] = {&a, &b};
+      int next = 0;
+      for (int k = 0; k < 3; ++k) {
+        if (k == where) {
+          ctx.accumulate({forbidden.data()}, 0);
+        } else {
+          ctx.accumulate({good[next++]}, 2);
+        }
+      }
+      EXPECT_EQ(window(ctx).state, GA_WINDOW_FULL) << "it counts toward K";
+      const ga_step_result r = step(ctx);
+      EXPECT_EQ(r.micro_batches, 3);
+      EXPECT_EQ(r.weight, 4);
+      EXPECT_EQ(p, -6);
+    }
+  }
+  // By part: nothing is read or written, NULL is as good as anything.
+  float p = 0;
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  ASSERT_OK(ga_micro_begin(ctx, 0, 0, nullptr));
+  EXPECT_OK(ga_accumulate_part(ctx, 0, forbidden.data()));
+  EXPECT_OK(ga_accumulate_part(ctx, 0, nullptr));
+  ga_accumulator a;
+  a.struct_size = sizeof a;
+  ASSERT_OK(ga_accumulator_acquire(ctx, 0, &a));
+  EXPECT_EQ(a.data, nullptr);
+  ASSERT_OK(ga_accumulator_release(ctx, 0));
+  ASSERT_OK(ga_micro_end(ctx));
+  EXPECT_OK(ga_accumulate(ctx, nullptr, 1, 0, nullptr));
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_EMPTY);
+  EXPECT_EQ(p, 0);
+}
+
+// A parameter whose only gradient came with weight 0 received none.
+TEST(Window, WeightZeroIsNoGradient) {
+  ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+  o.weight_decay = 0.5;
+  float p[2] = {1, 1};
+  const float g = 1;
+  Context ctx;
+  ctx.group(o);
+  ctx.param(0, "a", &p[0], 1);
+  ctx.param(0, "b", &p[1], 1);
+  ctx.accumulate({&g, nullptr}, 1);
+  ctx.accumulate({nullptr, &g}, 0);
+  step(ctx);
+  EXPECT_NE(p[0], 1);
+  EXPECT_EQ(p[1], 1);
+}
+
+TEST(Window, SumOfWeightsZeroIsSkipped) {
+  for (const int32_t missing : {GA_MISSING_SKIP, GA_MISSING_ZERO}) {
+    for (const int32_t reduce : {GA_REDUCE_MEAN, GA_REDUCE_SUM}) {
+      ga_config c = config();
+      c.missing = missing;
+      c.reduce = reduce;
+      float p = 1;
+      const float g = NAN;
+      Context ctx(c);
+      ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), "p", &p, 1);
+      for (int k = 0; k < 3; ++k) ctx.accumulate({&g}, 0);
+      const ga_step_result r = step(ctx);
+      EXPECT_EQ(r.outcome, GA_STEP_SKIPPED_EMPTY);
+      EXPECT_EQ(r.micro_batches, 3);
+      EXPECT_EQ(r.norm, 0);
+      EXPECT_EQ(r.lr, 0);
+      EXPECT_EQ(r.windows, 1);
+      EXPECT_EQ(r.steps, 0);
+      EXPECT_EQ(p, 1);
+    }
+  }
+}
+
+TEST(Window, NoGroupsAndNoParameters) {
+  Context ctx;
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_EMPTY);
+  EXPECT_OK(ga_accumulate(ctx, nullptr, 0, 1, nullptr));
+  EXPECT_EQ(window(ctx).micro_batches, 1);
+  const ga_step_result r = step(ctx);
+  EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
+  EXPECT_EQ(r.norm, 0);
+  float empty = 0;
+  ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), "no elements", nullptr, 0);
+  ctx.param(0, "some address, no elements", &empty, 0);
+  ctx.accumulate({nullptr, &empty});
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+}
+
+// ---- Skipped, failed and dropped windows leave no trace -----------------------------------------
+
+// Runs good windows with bad ones in between and compares parameters with a run that never saw a
+// bad one: equal bits of the continuation prove that state, counters and schedules were left alone
+// too.
+class NoTrace : public testing::TestWithParam<size_t> {};
+INSTANTIATE_TEST_SUITE_P(All, NoTrace, testing::Range<size_t>(0, good_optimizers().size()),
+                         [](const testing::TestParamInfo<size_t>& info) {
+                           return good_optimizers()[info.param].name;
+                         });
+
+TEST_P(NoTrace, OfWindowsThatWereNotApplied) {
+  const ga_optimizer o = good_optimizers()[GetParam()].optimizer;
+  const Layout layout({17, 70001});
+  ga_schedule s = schedule(GA_SCHEDULE_COSINE);
+  s.total_steps = 9;
+  const ga_clip norm = clip(GA_CLIP_GLOBAL, 5);
+  const auto run = [&](const ga_config& c, bool disturbed) {
+    Block block = parameters(layout, 1);
+    Context ctx(c);
+    ctx.group(o);
+    EXPECT_OK(ga_group_set_schedule(ctx, 0, &s));
+    EXPECT_OK(ga_context_set_clip(ctx, &norm));
+    for (size_t i = 0; i < layout.size(); ++i) {
+      ctx.param(0, std::to_string(i), block.data() + layout.offsets[i], layout.counts[i]);
+    }
+    for (uint64_t t = 0; t < 6; ++t) {
+      const Block a = gradients(layout, 2, 2 * t), b = gradients(layout, 2, 2 * t + 1);
+      if (disturbed) {
+        const Block before = block;
+        Block bad = b;
+        bad[static_cast<size_t>(layout.offsets[t % 2]) + t] = t % 3 ? NAN : INFINITY;
+        step(ctx);                                 // empty
+        ctx.accumulate(pointers(layout, a));       // dropped
+        EXPECT_OK(ga_discard(ctx));                //
+        ctx.accumulate(pointers(layout, bad), 0);  // weighs nothing
+        step(ctx);                                 //
+        ctx.accumulate(pointers(layout, a));       // not finite
+        ctx.accumulate(pointers(layout, bad));     //
+        if (c.nonfinite == GA_NONFINITE_FAIL) {
+          for (int again = 0; again < 2; ++again) {
+            EXPECT_EQ(ga_step(ctx, nullptr), GA_ERROR_NONFINITE);
+            EXPECT_EQ(window(ctx).micro_batches, 2) << "the window is kept";
+          }
+          EXPECT_OK(ga_discard(ctx));
+        } else {
+          const ga_step_result r = step(ctx);
+          EXPECT_EQ(r.outcome, GA_STEP_SKIPPED_NONFINITE);
+          EXPECT_FALSE(std::isfinite(r.norm));
+          EXPECT_EQ(r.lr, 0);
+        }
+        EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));  // dropped while open and handed out
+        EXPECT_OK(ga_accumulate_part(ctx, 1, bad.data() + layout.offsets[1]));
+        ga_accumulator handed;
+        handed.struct_size = sizeof handed;
+        EXPECT_OK(ga_accumulator_acquire(ctx, 0, &handed));
+        *static_cast<float*>(handed.data) = NAN;
+        EXPECT_OK(ga_discard(ctx));
+        EXPECT_TRUE(same_bits(before, block));
+        EXPECT_EQ(window(ctx).state, GA_WINDOW_EMPTY);
+      }
+      ctx.accumulate(pointers(layout, a), 3);
+      ctx.accumulate(pointers(layout, b), 1);
+      const ga_step_result r = step(ctx);
+      EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
+      EXPECT_EQ(r.steps, static_cast<int64_t>(t + 1));
+    }
+    return block;
+  };
+  ga_config c = config();
+  const Block undisturbed = run(c, false);
+  for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_FAIL}) {
+    for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+      c.nonfinite = policy;
+      c.gradient_life = life;
+      EXPECT_TRUE(same_bits(undisturbed, run(c, true))) << policy << ", " << life;
+    }
+  }
+}
+
+TEST(Window, ResultIsNotWrittenWhereStepFails) {
+  ga_config c = config();
+  c.nonfinite = GA_NONFINITE_FAIL;
+  float p = 0;
+  const float nan = NAN;
+  Context ctx(c);
+  ctx.param(ctx.group(plain_sgd()), "weights", &p, 1);
+  ctx.accumulate({&nan});
+  ga_step_result r, before;
+  memset(&r, 0x5a, sizeof r);
+  r.struct_size = sizeof r;
+  before = r;
+  EXPECT_EQ(ga_step(ctx, &r), GA_ERROR_NONFINITE);
+  EXPECT_EQ(0, memcmp(&r, &before, sizeof r));
+  EXPECT_NE(std::string(ga_last_error()).find("weights"), std::string::npos) << ga_last_error();
+  EXPECT_EQ(window(ctx).windows, 0) << "it did not return GA_OK";
+  EXPECT_OK(ga_discard(ctx));
+}
+
+// By value a NaN or an infinity must not be clamped into a number.
+TEST(Window, NonfiniteIsSeenUnderEveryClip) {
+  for (const ga_clip& mode : {clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 1), clip(GA_CLIP_GLOBAL, 1),
+                              clip(GA_CLIP_GLOBAL, 1, GA_FLAVOR_KERAS, 1),
+                              clip(GA_CLIP_PER_TENSOR, 1, GA_FLAVOR_TORCH, 1)}) {
+    for (const float bad : {NAN, INFINITY}) {
+      for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+        ga_config c = config();
+        c.gradient_life = life;
+        float p = 3;
+        Context ctx(c);
+        ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+        EXPECT_OK(ga_context_set_clip(ctx, &mode));
+        ctx.accumulate({&bad});
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_NONFINITE);
+        EXPECT_EQ(p, 3);
+      }
+    }
+  }
+}
+
+// ---- Micro-batches by part ----------------------------------------------------------------------
+
+// Layer by layer over all micro-batches, as exact batch normalisation visits them, gives what whole
+// ones give.
+TEST(Micro, ResumedInAnyOrder) {
+  const Layout layout({5, 70000, 33});
+  for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+    ga_config c = config();
+    c.accum_steps = 3;
+    c.gradient_life = life;
+    Block whole = parameters(layout, 1), turns = whole;
+    Context a(c), b(c);
+    a.group(optimizer(GA_OPTIMIZER_ADAMW));
+    b.group(optimizer(GA_OPTIMIZER_ADAMW));
+    for (size_t i = 0; i < layout.size(); ++i) {
+      a.param(0, std::to_string(i), whole.data() + layout.offsets[i], layout.counts[i]);
+      b.param(0, std::to_string(i), turns.data() + layout.offsets[i], layout.counts[i]);
+    }
+    const double scale = 4, weights[] = {2, 0.5, 7};
+    for (uint64_t t = 0; t < 3; ++t) {
+      std::vector<Block> g;
+      for (uint64_t k = 0; k < 3; ++k) g.push_back(gradients(layout, 2, 3 * t + k));
+      for (size_t k = 0; k < 3; ++k) {
+        const auto list = pointers(layout, g[k]);
+        ASSERT_OK(ga_accumulate(a, list.data(), list.size(), weights[k], &scale));
+      }
+      for (size_t k = 0; k < 3; ++k) {  // all three are opened once, in order
+        ASSERT_OK(ga_micro_begin(b, static_cast<int64_t>(k), weights[k], &scale));
+        EXPECT_EQ(window(b).open_micro, static_cast<int64_t>(k));
+        EXPECT_EQ(window(b).micro_batches, static_cast<int64_t>(k + 1));
+        ASSERT_OK(ga_micro_end(b));
+        EXPECT_EQ(window(b).open_micro, -1);
+      }
+      EXPECT_EQ(window(b).state, GA_WINDOW_FULL);
+      for (size_t i = layout.size(); i-- > 0;) {  // then filled layer by layer, full as it is
+        for (size_t k = 0; k < 3; ++k) {
+          ASSERT_OK(ga_micro_begin(b, static_cast<int64_t>(k), weights[k], &scale));
+          ASSERT_OK(
+              ga_accumulate_part(b, static_cast<ga_param>(i), g[k].data() + layout.offsets[i]));
+          ASSERT_OK(ga_micro_end(b));
+        }
+      }
+      EXPECT_EQ(window(b).weight, 9.5) << "weights count once";
+      step(a);
+      EXPECT_EQ(step(b).micro_batches, 3);
+    }
+    EXPECT_TRUE(same_bits(whole, turns));
+  }
+}
+
+TEST(Micro, ResumingAsAnotherIsRefused) {
+  float p = 0;
+  const float g = 1, other = 3;
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  const double two = 2, four = 4;
+  ASSERT_OK(ga_micro_begin(ctx, 0, 1.5, &two));
+  ASSERT_OK(ga_accumulate_part(ctx, 0, &g));
+  ASSERT_OK(ga_micro_end(ctx));
+  EXPECT_EQ(ga_micro_begin(ctx, 0, 2.5, &two), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(ga_last_error()).find("2.5"), std::string::npos) << ga_last_error();
+  EXPECT_EQ(ga_micro_begin(ctx, 0, 1.5, &four), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(ga_micro_begin(ctx, 0, 1.5, nullptr), GA_ERROR_INVALID_ARGUMENT) << "which means 1";
+  EXPECT_EQ(ga_micro_begin(ctx, 0, 0, &two), GA_ERROR_INVALID_ARGUMENT);
+  for (const int64_t index : {int64_t{2}, int64_t{-1}, INT64_MAX, INT64_MIN}) {
+    EXPECT_EQ(ga_micro_begin(ctx, index, 1.5, &two), GA_ERROR_INVALID_ARGUMENT) << index;
+  }
+  EXPECT_EQ(window(ctx).open_micro, -1);
+  ASSERT_OK(ga_micro_begin(ctx, 0, 1.5, &two));
+  ASSERT_OK(ga_accumulate_part(ctx, 0, &other));
+  ASSERT_OK(ga_micro_end(ctx));
+  EXPECT_EQ(step(ctx).weight, 1.5);
+  EXPECT_EQ(p, -2);
+}
+
+TEST(Micro, WholeAndByPartMix) {
+  float p = 0;
+  const float g[] = {1, 2, 3};
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  ctx.accumulate({&g[0]});
+  ASSERT_OK(ga_micro_begin(ctx, 1, 1, nullptr));
+  ASSERT_OK(ga_accumulate_part(ctx, 0, &g[1]));
+  ASSERT_OK(ga_micro_end(ctx));
+  ctx.accumulate({&g[2]});
+  EXPECT_EQ(step(ctx).micro_batches, 3);
+  EXPECT_EQ(p, -2);
+}
+
+// An empty micro-batch is legal: it counts, with its weight.
+TEST(Micro, WithoutAnyGradient) {
+  float p = 0;
+  const float g = 4;
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  ASSERT_OK(ga_micro_begin(ctx, 0, 3, nullptr));
+  ASSERT_OK(ga_micro_end(ctx));
+  ctx.accumulate({&g}, 1);
+  EXPECT_EQ(step(ctx).weight, 4);
+  EXPECT_EQ(p, -1);
+  ctx.accumulate({nullptr}, 1);
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  EXPECT_EQ(p, -1);
+}
+
+TEST(Micro, AcquireDescribesTheAccumulator) {
+  Block p(24, 0);
+  float scalar = 0;
+  const int64_t shape[] = {2, 3, 4};
+  ga_config c = config();
+  c.loss_scale = 8;
+  for (const int32_t kind : {GA_GRADIENT_MEAN, GA_GRADIENT_SUM}) {
+    c.gradient_kind = kind;
+    Context ctx(c);
+    ctx.group(plain_sgd());
+    ASSERT_OK(ga_param_add(ctx, 0, "cube", p.data(), GA_F32, 3, shape, nullptr, nullptr));
+    ASSERT_OK(ga_param_add(ctx, 0, "scalar", &scalar, GA_F32, 0, nullptr, nullptr, nullptr));
+    for (int window = 0; window < 2; ++window) {
+      for (int k = 0; k < 2; ++k) {
+        ASSERT_OK(ga_micro_begin(ctx, k, 5, nullptr));
+        ga_accumulator a;
+        memset(&a, 0xee, sizeof a);
+        a.struct_size = sizeof a;
+        ASSERT_OK(ga_accumulator_acquire(ctx, 0, &a));
+        EXPECT_EQ(a.struct_size, sizeof a);
+        EXPECT_NE(a.data, nullptr);
+        EXPECT_EQ(a.dtype, GA_F32);
+        EXPECT_EQ(a.rows, 2);
+        EXPECT_EQ(a.columns, 12);
+        EXPECT_GE(a.leading_dimension, 12);
+        EXPECT_FLOAT_EQ(static_cast<float>(a.alpha), kind == GA_GRADIENT_MEAN ? 0.625f : 0.125f);
+        EXPECT_EQ(a.beta, k == 0 ? 0 : 1) << "the first contribution of a window overwrites";
+        for (int64_t r = 0; r < a.rows; ++r) {
+          for (int64_t col = 0; col < a.columns; ++col) {
+            float& x = static_cast<float*>(a.data)[r * a.leading_dimension + col];
+            x = static_cast<float>(a.alpha) + (k == 0 ? 0 : x);
+          }
+        }
+        EXPECT_EQ(ga_micro_end(ctx), GA_ERROR_INVALID_STATE);
+        ASSERT_OK(ga_accumulator_release(ctx, 0));
+        EXPECT_EQ(ga_accumulator_release(ctx, 0), GA_ERROR_INVALID_STATE) << "twice";
+        ASSERT_OK(ga_accumulator_acquire(ctx, 1, &a));
+        EXPECT_EQ(a.rows * a.columns, 1);
+        *static_cast<float*>(a.data) = 0;
+        ASSERT_OK(ga_accumulator_release(ctx, 1));
+        ASSERT_OK(ga_micro_end(ctx));
+      }
+      p.assign(24, 0);
+      step(ctx);
+      EXPECT_FLOAT_EQ(p[23], kind == GA_GRADIENT_MEAN ? -0.125f : -0.025f);
+    }
+  }
+}
+
+// ---- Missing, frozen, moved and new parameters --------------------------------------------------
+
+TEST(Parameters, FrozenAreNeitherReadNorWritten) {
+  const Forbidden forbidden;
+  for (const int32_t missing : {GA_MISSING_SKIP, GA_MISSING_ZERO}) {
+    ga_config c = config();
+    c.missing = missing;
+    ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+    o.weight_decay = 0.5;
+    float p[2] = {1, 1}, twin = 1;
+    const float g = 0.5f, nan = NAN;
+    Context ctx(c), alone(c);
+    ctx.group(o);
+    alone.param(alone.group(o), "a", &twin, 1);
+    ctx.param(0, "a", &p[0], 1);
+    ctx.param(0, "b", &p[1], 1);
+    ASSERT_OK(ga_param_set_frozen(ctx, 1, 1));
+    for (int t = 0; t < 3; ++t) {
+      ctx.accumulate({&g, t == 0 ? &nan : forbidden.data()});
+      alone.accumulate({&g});
+      EXPECT_EQ(step(ctx).norm, step(alone).norm) << "it is not in the norm";
+      EXPECT_EQ(p[0], twin);
+      EXPECT_EQ(p[1], 1);
+    }
+    ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+    EXPECT_OK(ga_accumulate_part(ctx, 1, forbidden.data()));
+    ASSERT_OK(ga_micro_end(ctx));
+    ASSERT_OK(ga_discard(ctx));
+    ASSERT_OK(ga_param_set_frozen(ctx, 1, 0));
+    ctx.accumulate({&g, &g});
+    step(ctx);
+    EXPECT_NE(p[1], 1) << "awake again";
+    EXPECT_EQ(ga_param_set_frozen(ctx, 1, 2), GA_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(ga_param_set_frozen(ctx, 1, -1), GA_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(ga_param_set_frozen(ctx, 2, 1), GA_ERROR_INVALID_ARGUMENT);
+  }
+}
+
+// Its state waits for it.
+TEST(Parameters, WakingUpGoesOnWhereItWas) {
+  const ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+  float p = 1, twin = 1;
+  const float g = 0.5f;
+  Context ctx, never;
+  ctx.param(ctx.group(o), "p", &p, 1);
+  never.param(never.group(o), "p", &twin, 1);
+  for (int t = 0; t < 9; ++t) {
+    const bool frozen = t >= 3 && t < 6;
+    ASSERT_OK(ga_param_set_frozen(ctx, 0, frozen));
+    ctx.accumulate({&g});
+    step(ctx);
+    if (frozen) continue;
+    never.accumulate({&g});
+    step(never);
+    EXPECT_EQ(p, twin);
+  }
+}
+
+TEST(Parameters, BoundToAnotherPlace) {
+  const Layout layout({70000, 5});
+  Block here = parameters(layout, 1), twin = here;
+  Block there(here.size(), kCanary);
+  Context ctx, fixed;
+  ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+  fixed.group(optimizer(GA_OPTIMIZER_ADAMW));
+  for (size_t i = 0; i < 2; ++i) {
+    ctx.param(0, std::to_string(i), here.data() + layout.offsets[i], layout.counts[i]);
+    fixed.param(0, std::to_string(i), twin.data() + layout.offsets[i], layout.counts[i]);
+  }
+  for (uint64_t t = 0; t < 6; ++t) {
+    if (t % 2 == 1) {
+      there = here;
+      std::fill(here.begin(), here.end(), NAN);
+      for (size_t i = 0; i < 2; ++i) {
+        ASSERT_OK(ga_param_bind(ctx, static_cast<ga_param>(i), there.data() + layout.offsets[i]));
+      }
+      here.swap(there);  // swaps the memory, so the names stay right
+    }
+    const Block g = gradients(layout, 2, t);
+    ctx.accumulate(pointers(layout, g));
+    fixed.accumulate(pointers(layout, g));
+    step(ctx);
+    step(fixed);
+    ASSERT_TRUE(same_bits(here, twin)) << t;
+  }
+  // To itself, or half over its old place, is legal; onto another parameter is not.
+  EXPECT_OK(ga_param_bind(ctx, 0, here.data() + layout.offsets[0]));
+  EXPECT_OK(ga_param_bind(ctx, 0, here.data() + layout.offsets[0] - 1));
+  EXPECT_EQ(ga_param_bind(ctx, 0, here.data() + layout.offsets[1] - 1), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(ga_param_bind(ctx, 0, nullptr), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(ga_param_bind(ctx, 2, here.data()), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(ga_param_bind(ctx, 1, reinterpret_cast<char*>(here.data()) + 1),
+            GA_ERROR_INVALID_ARGUMENT);
+  // The old place is free again: for a gradient, and for another parameter.
+  const Block g = gradients(layout, 2, 9);
+  there = g;
+  ctx.accumulate(pointers(layout, there));
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+}
+
+TEST(Parameters, AddedBetweenWindows) {
+  const Layout layout({70000, 9});
+  Block block = parameters(layout, 1), twin = block;
+  ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+  Context ctx, early;
+  ctx.group(o);
+  early.group(o);
+  ctx.param(0, "0", block.data() + layout.offsets[0], layout.counts[0]);
+  for (size_t i = 0; i < 2; ++i) {
+    early.param(0, std::to_string(i), twin.data() + layout.offsets[i], layout.counts[i]);
+  }
+  for (uint64_t t = 0; t < 8; ++t) {
+    if (t == 4) {
+      EXPECT_EQ(ctx.param(0, "1", block.data() + layout.offsets[1], layout.counts[1]), 1);
+    }
+    const Block g = gradients(layout, 2, t);
+    auto list = pointers(layout, g);
+    if (t < 4) {
+      ctx.accumulate({list[0]});
+      list[1] = nullptr;
+    } else {
+      ctx.accumulate(list);
+    }
+    early.accumulate(list);
+    step(ctx);
+    step(early);
+  }
+  EXPECT_TRUE(same_bits(block, twin));
+}
+
+TEST(Parameters, FlatBlockBesideOthers) {
+  Block flat(20, kCanary);
+  for (int i : {2, 3, 4, 8, 15}) flat[static_cast<size_t>(i)] = 0;
+  float alone = 0, last = 0;
+  const int64_t three = 3, none = 0;
+  Context ctx;
+  ctx.group(plain_sgd(1));
+  ctx.group(plain_sgd(2));
+  EXPECT_EQ(ctx.param(0, "alone", &alone, 1), 0);
+  const ga_flat_entry entries[] = {{"scalar", 1, 0, nullptr, 15},  // in any order, with gaps
+                                   {"three", 0, 1, &three, 2},
+                                   {"nothing", 0, 1, &none, 19},
+                                   {"one", 1, 0, nullptr, 8}};
+  ga_param first = -1;
+  ASSERT_OK(ga_params_add_flat(ctx, flat.data(), GA_F32, entries, 4, nullptr, &first));
+  EXPECT_EQ(first, 1);
+  EXPECT_EQ(ctx.param(0, "last", &last, 1), 5);
+  Block g(20, NAN);  // what lies in a gap is not read
+  for (int i : {2, 3, 4, 8, 15}) g[static_cast<size_t>(i)] = static_cast<float>(i);
+  const float one = 1;
+  ctx.accumulate({&one, g.data(), &one});
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  for (int i = 0; i < 20; ++i) {
+    const bool inside = i == 2 || i == 3 || i == 4 || i == 8 || i == 15;
+    const float want = !inside ? kCanary : static_cast<float>(-i * (i >= 8 ? 2 : 1));
+    EXPECT_EQ(flat[static_cast<size_t>(i)], want) << i;
+  }
+  EXPECT_EQ(alone, -1);
+  EXPECT_EQ(last, -1);
+  ctx.accumulate({&one, nullptr, &one});  // a block may be missing as a whole
+  step(ctx);
+  EXPECT_EQ(flat[15], -30);
+  ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));  // and its parameters are parameters
+  ASSERT_OK(ga_accumulate_part(ctx, 1, &one));
+  ASSERT_OK(ga_micro_end(ctx));
+  step(ctx);
+  EXPECT_EQ(flat[15], -32);
+}
+
+TEST(Parameters, GradientsMayOverlapEachOther) {
+  float p[3] = {0, 0, 0};
+  const float g[3] = {1, 2, 3};
+  Context ctx;
+  ctx.group(plain_sgd());
+  ctx.param(0, "a", &p[0], 2);
+  ctx.param(0, "b", &p[2], 1);
+  ctx.accumulate({&g[0], &g[1]});
+  ctx.accumulate({&g[1], &g[1]});
+  step(ctx);
+  EXPECT_EQ(p[0], -1.5);
+  EXPECT_EQ(p[1], -2.5);
+  EXPECT_EQ(p[2], -2);
+}
+
+// ---- Faults in mid-work -------------------------------------------------------------------------
+
+class Fault : public testing::TestWithParam<int> {
+ protected:
+  void make(int32_t life) {
+    ga_config c = config();
+    c.num_threads = 4;
+    c.gradient_life = life;
+    c.parallel_for = Unreliable::run;
+    c.parallel_for_user = &threads_;
+    ctx_ = std::make_unique<Context>(c);
+    ctx_->param(ctx_->group(optimizer(GA_OPTIMIZER_ADAMW)), "p", p_.data(), kLarge);
+  }
+  Unreliable::Fault fault() const { return static_cast<Unreliable::Fault>(GetParam()); }
+
+  Unreliable threads_;
+  Block p_ = Block(kLarge, 1), g_ = Block(kLarge, 0.5f), h_ = Block(kLarge, 0.25f);
+  std::unique_ptr<Context> ctx_;
+};
+INSTANTIATE_TEST_SUITE_P(Kind, Fault, testing::Range(1, 6));
+
+TEST_P(Fault, WhileAccumulatingIsOverAfterDiscard) {
+  Block twin(kLarge, 1);
+  Context calm;
+  calm.param(calm.group(optimizer(GA_OPTIMIZER_ADAMW)), "p", twin.data(), kLarge);
+  make(GA_GRADIENTS_CONSUMED);
+  for (int t = 0; t < 3; ++t) {
+    ctx_->accumulate({g_.data()});
+    EXPECT_GT(threads_.calls, 0) << "the program's threads were not used";
+    const Block before = p_;
+    threads_.fault = fault();
+    const void* list[] = {h_.data()};
+    EXPECT_EQ(ga_accumulate(*ctx_, list, 1, 1, nullptr), GA_ERROR_FAULT);
+    EXPECT_STRNE(ga_last_error(), "");
+    threads_.fault = Unreliable::kNone;
+    EXPECT_EQ(window(*ctx_).state, GA_WINDOW_INVALID);
+    EXPECT_EQ(ga_accumulate(*ctx_, list, 1, 1, nullptr), GA_ERROR_INVALID_STATE);
+    EXPECT_EQ(ga_step(*ctx_, nullptr), GA_ERROR_INVALID_STATE);
+    EXPECT_TRUE(same_bits(before, p_));
+    EXPECT_OK(ga_discard(*ctx_));
+    EXPECT_EQ(window(*ctx_).state, GA_WINDOW_EMPTY);
+    ctx_->accumulate({g_.data()});
+    ctx_->accumulate({h_.data()});
+    step(*ctx_);
+    calm.accumulate({g_.data()});
+    calm.accumulate({h_.data()});
+    step(calm);
+    EXPECT_TRUE(same_bits(p_, twin));
+  }
+}
+
+TEST_P(Fault, WhileSteppingIsForEver) {
+  for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+    make(life);
+    ctx_->accumulate({g_.data()});
+    threads_.fault = fault();
+    EXPECT_EQ(ga_step(*ctx_, nullptr), GA_ERROR_FAULT);
+    threads_.fault = Unreliable::kNone;
+    const void* list[] = {g_.data()};
+    ga_window_info info;
+    info.struct_size = sizeof info;
+    EXPECT_EQ(ga_step(*ctx_, nullptr), GA_ERROR_FAULT);
+    EXPECT_EQ(ga_discard(*ctx_), GA_ERROR_FAULT);
+    EXPECT_EQ(ga_accumulate(*ctx_, list, 1, 1, nullptr), GA_ERROR_FAULT);
+    EXPECT_EQ(ga_group_set_lr(*ctx_, 0, 1), GA_ERROR_FAULT);
+    EXPECT_EQ(ga_window(*ctx_, &info), GA_ERROR_FAULT);
+    EXPECT_EQ(ga_synchronize(*ctx_), GA_ERROR_FAULT);
+    EXPECT_STRNE(ga_last_error(), "");
+  }
+}
+
+// A parallel_for that calls the library on the same context is told so; nothing breaks.
+TEST(FaultCallback, MayNotCallBack) {
+  struct Callback {
+    ga_context* ctx = nullptr;
+    ga_status seen = GA_OK;
+    static void run(void* user, int64_t count, ga_task task, void* data) {
+      auto& self = *static_cast<Callback*>(user);
+      ga_window_info info;
+      info.struct_size = sizeof info;
+      self.seen = ga_window(self.ctx, &info);
+      for (int64_t i = 0; i < count; ++i) task(data, i);
+    }
+  } callback;
+  ga_config c = config();
+  c.num_threads = 2;
+  c.parallel_for = Callback::run;
+  c.parallel_for_user = &callback;
+  Block p(kLarge, 0), g(kLarge, 1);
+  Context ctx(c);
+  callback.ctx = ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", p.data(), kLarge);
+  ctx.accumulate({g.data()});
+  EXPECT_EQ(callback.seen, GA_ERROR_INVALID_STATE);
+  step(ctx);
+  EXPECT_EQ(p[kLarge - 1], -1);
+}
+
+// ---- Numbers at the ends of their ranges --------------------------------------------------------
+
+// Whatever the weights and loss scales are, parameters are right or untouched, never NaN.
+TEST(Window, ExtremeWeightsAndScales) {
+  const double extremes[] = {5e-324, 1e-300, 1e-50, 1e-40, 1e-20, 1e20, 1e40, 1e200, 1e308};
+  for (const int32_t kind : {GA_GRADIENT_MEAN, GA_GRADIENT_SUM}) {
+    for (const double weight : extremes) {
+      for (const double scale : {1.0, 1e-30, 1e30, -1.0}) {
+        for (const int n : {1, 3}) {
+          ga_config c = config();
+          c.gradient_kind = kind;
+          float p = 0;
+          const float g = 0.75f;
+          Context ctx(c);
+          ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+          const void* list[] = {&g};
+          ga_status status = GA_OK;
+          for (int k = 0; k < n && status == GA_OK; ++k) {
+            status = ga_accumulate(ctx, list, 1, weight, &scale);
+          }
+          SCOPED_TRACE(testing::Message() << "kind " << kind << ", weight " << weight << ", scale "
+                                          << scale << ", " << n << " micro-batches");
+          if (status != GA_OK) {
+            EXPECT_EQ(status, GA_ERROR_INVALID_ARGUMENT);
+            EXPECT_EQ(p, 0);
+            continue;
+          }
+          const ga_step_result r = step(ctx);
+          ASSERT_FALSE(std::isnan(p));
+          if (r.outcome != GA_STEP_APPLIED) {
+            EXPECT_EQ(p, 0);
+            continue;
+          }
+          const double want = -0.75 / scale / (kind == GA_GRADIENT_SUM ? weight : 1);
+          // Beyond these, float32 has too few digits left for a factor or for the result.
+          const double factor = std::abs((kind == GA_GRADIENT_MEAN ? weight : 1) / scale);
+          const auto fits = [](double x) { return x > 1e-35 && x < 1e35; };
+          if (fits(factor) && fits(weight) && fits(std::abs(want))) {
+            EXPECT_NEAR(p, want, 16 * ref::kHalfUlp * std::abs(want));
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ga::test
