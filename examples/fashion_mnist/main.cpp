@@ -1,0 +1,300 @@
+// Trains a small network on Fashion-MNIST twice, from the same weights and over the same samples in
+// the same order: with whole batches, and with the same batches accumulated from micro-batches. A
+// third run, the control, shows that they differ by no more than by roundings: it has whole batches
+// again, with the samples of each in reverse.
+// SPDX-License-Identifier: Apache-2.0
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <system_error>
+
+#include "data.hpp"
+#include "report.hpp"
+#include "train.hpp"
+
+namespace {
+
+// ---- Options ------------------------------------------------------------------------------------
+
+struct NamedOptimizer {
+  const char* name;
+  ga_optimizer_kind kind;
+  double lr, momentum;  // that suit this network; the rest are the library's defaults
+};
+constexpr NamedOptimizer kOptimizers[] = {{"sgd", GA_OPTIMIZER_SGD, 0.01, 0.9},
+                                          {"adam", GA_OPTIMIZER_ADAM, 1e-3, 0},
+                                          {"adamw", GA_OPTIMIZER_ADAMW, 1e-3, 0}};
+
+template <typename Value>
+struct Named {
+  const char* name;
+  Value value;
+};
+constexpr Named<ga_flavor> kFlavors[] = {
+    {"torch", GA_FLAVOR_TORCH}, {"keras", GA_FLAVOR_KERAS}, {"bert", GA_FLAVOR_BERT}};
+constexpr Named<ga_schedule_kind> kSchedules[] = {{"constant", GA_SCHEDULE_CONSTANT},
+                                                  {"linear", GA_SCHEDULE_LINEAR},
+                                                  {"cosine", GA_SCHEDULE_COSINE}};
+constexpr Named<ga_clip_scope> kClipScopes[] = {{"global", GA_CLIP_GLOBAL},
+                                                {"per-tensor", GA_CLIP_PER_TENSOR}};
+
+template <typename Table>
+std::vector<std::string> names(const Table& table) {
+  std::vector<std::string> all;
+  for (const auto& entry : table) all.emplace_back(entry.name);
+  return all;
+}
+
+// The command line has been checked: the name is in the table.
+template <typename Table>
+const auto& named(const Table& table, const std::string& name) {
+  return *std::find_if(std::begin(table), std::end(table),
+                       [&name](const auto& entry) { return entry.name == name; });
+}
+
+// Ends the program for --help and for a command line that is not understood.
+Options parse(int argc, char** argv) {
+  Options options;
+  std::string optimizer = "sgd", flavor = "torch", schedule = "cosine", clip_scope = "global";
+  double lr = 0, momentum = 0, weight_decay = 0, clip = 0;
+  options.clip = gradaccum::default_clip();
+
+  CLI::App app{
+      "Trains an MLP (784-512-512-10) on Fashion-MNIST twice, with whole batches and with the "
+      "same batches accumulated from micro-batches, and compares the two runs."};
+  app.get_formatter()->column_width(28);
+  const auto choice = [&app](const char* option, std::string& value, const char* text,
+                             const auto& table) {
+    app.add_option(option, value, text)->check(CLI::IsMember(names(table)))->capture_default_str();
+  };
+  choice("--optimizer", optimizer, "Optimizer", kOptimizers);
+  choice("--flavor", flavor, "Whose definition of it", kFlavors);
+  const CLI::Option* has_lr =
+      app.add_option("--lr", lr, "Peak learning rate; default 0.01 for sgd, 0.001 for others");
+  const CLI::Option* has_momentum =
+      app.add_option("--momentum", momentum, "Momentum of sgd; default 0.9");
+  const CLI::Option* has_weight_decay =
+      app.add_option("--weight-decay", weight_decay, "Default: the optimizer's");
+  choice("--schedule", schedule, "Learning rate over the run", kSchedules);
+  app.add_option("--warmup", options.schedule.warmup_steps, "Steps of linear warm-up");
+  const CLI::Option* has_clip = app.add_option("--clip", clip, "Clip the gradient to this 2-norm");
+  choice("--clip-scope", clip_scope, "Whose norm --clip means", kClipScopes);
+  app.add_option("--clip-value", options.clip.max_value, "Clip each element to this value");
+  app.add_option("--batch", options.batch, "Samples per step")
+      ->check(CLI::Range(1, 60000))
+      ->capture_default_str();
+  app.add_option("--accumulation", options.accumulation, "Micro-batches per step in the second run")
+      ->check(CLI::Range(1, 60000))
+      ->capture_default_str();
+  app.add_option("--epochs", options.epochs, "Epochs")
+      ->check(CLI::Range(1, 10000))
+      ->capture_default_str();
+  app.add_option("--samples", options.samples,
+                 "Train on the first so many samples; default: all 60000")
+      ->check(CLI::Range(1, 60000));
+  app.add_option("--threads", options.threads, "CPU threads; default: what OpenMP would use")
+      ->check(CLI::Range(1, 4096));
+  app.add_flag("--control,!--no-control", options.control,
+               "Train a third time, each batch's samples in reverse: what rounding alone does; on");
+  app.add_option("--seed", options.seed, "Of the weights and of the order of samples")
+      ->capture_default_str();
+  app.add_option("--data", options.data,
+                 "Folder of the four .gz files; default: where Debian puts them");
+  app.add_option("--out", options.out, "Folder for the CSV and the picture")
+      ->take_last()
+      ->capture_default_str();
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::exit(app.exit(error));
+  }
+
+  const NamedOptimizer& chosen = named(kOptimizers, optimizer);
+  options.optimizer = gradaccum::default_optimizer(chosen.kind, named(kFlavors, flavor).value);
+  options.optimizer.lr = has_lr->count() ? lr : chosen.lr;
+  options.optimizer.momentum = has_momentum->count() ? momentum : chosen.momentum;
+  if (has_weight_decay->count()) options.optimizer.weight_decay = weight_decay;
+  const std::int64_t warmup = options.schedule.warmup_steps;
+  options.schedule = gradaccum::default_schedule(named(kSchedules, schedule).value);
+  options.schedule.warmup_steps = warmup;
+  if (has_clip->count()) {
+    options.clip.scope = named(kClipScopes, clip_scope).value;
+    options.clip.max_norm = clip;
+  }
+  return options;
+}
+
+// ---- A run in a process of its own --------------------------------------------------------------
+
+// So that the peak memory that the system reports is that of this run alone. Results come back
+// through a pipe as they arise, as messages: a head, then bytes.
+enum class Kind : std::int32_t { kLoss, kEpoch, kParameters, kSummary };
+struct Head {
+  Kind kind{};
+  std::int64_t step = 0;
+  std::uint64_t bytes = 0;
+};
+
+class PipeSink : public Sink {
+ public:
+  explicit PipeSink(int file) : file_(file) {}
+
+  void window(double mean_loss) override { send(Kind::kLoss, mean_loss); }
+  void epoch(const Epoch& epoch) override { send(Kind::kEpoch, epoch); }
+  void summary(const Summary& summary) { send(Kind::kSummary, summary); }
+  void parameters(std::int64_t step,
+                  const std::vector<const std::vector<float>*>& tensors) override {
+    Head head{Kind::kParameters, step, 0};
+    for (const auto* tensor : tensors) head.bytes += tensor->size() * sizeof(float);
+    write_all(&head, sizeof head);
+    for (const auto* tensor : tensors) write_all(tensor->data(), tensor->size() * sizeof(float));
+  }
+
+ private:
+  template <typename T>
+  void send(Kind kind, const T& value) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    const Head head{kind, 0, sizeof value};
+    write_all(&head, sizeof head);
+    write_all(&value, sizeof value);
+  }
+
+  void write_all(const void* data, std::size_t size) {
+    for (const char* at = static_cast<const char*>(data); size > 0;) {
+      const ssize_t written = write(file_, at, size);
+      if (written < 0 && errno == EINTR) continue;
+      if (written < 0) throw std::system_error(errno, std::generic_category(), "pipe");
+      at += written;
+      size -= static_cast<std::size_t>(written);
+    }
+  }
+
+  int file_;
+};
+
+// False at the end of the pipe.
+bool read_all(int file, void* data, std::size_t size) {
+  for (char* at = static_cast<char*>(data); size > 0;) {
+    const ssize_t got = read(file, at, size);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return false;
+    at += got;
+    size -= static_cast<std::size_t>(got);
+  }
+  return true;
+}
+
+template <typename T>
+T read_value(int file) {
+  T value{};
+  if (!read_all(file, &value, sizeof value)) throw std::runtime_error("a run ended in mid-message");
+  return value;
+}
+
+void receive(int file, Run& run) {
+  for (Head head; read_all(file, &head, sizeof head);) {
+    switch (head.kind) {
+      case Kind::kLoss:
+        run.losses.push_back(read_value<double>(file));
+        break;
+      case Kind::kEpoch:
+        run.epochs.push_back(read_value<Epoch>(file));
+        break;
+      case Kind::kSummary:
+        run.summary = read_value<Summary>(file);
+        break;
+      case Kind::kParameters:
+        std::vector<float>& values = run.parameters[head.step];
+        values.resize(head.bytes / sizeof(float));
+        if (!read_all(file, values.data(), head.bytes)) {
+          throw std::runtime_error("a run ended in mid-message");
+        }
+        break;
+    }
+  }
+}
+
+// A child begins with the memory that its parent holds, so all are made first, while that is little,
+// and wait for their turn.
+struct Child {
+  pid_t id;
+  int start, results;  // ends of pipes: written to start it, read for what it finds
+};
+
+Child make_child(const Options& options, const Cut& cut, const std::string& data_folder) {
+  int start[2], results[2];
+  if (pipe(start) != 0 || pipe(results) != 0) {
+    throw std::system_error(errno, std::generic_category(), "pipe");
+  }
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child < 0) throw std::system_error(errno, std::generic_category(), "fork");
+  if (child > 0) {
+    close(start[0]);
+    close(results[1]);
+    return {child, start[1], results[0]};
+  }
+  close(start[1]);
+  close(results[0]);
+  char turn;
+  if (!read_all(start[0], &turn, 1)) _exit(EXIT_FAILURE);  // the parent has given up
+  try {
+    PipeSink sink(results[1]);
+    sink.summary(train(options, cut, data_folder, sink));
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "fashion_mnist: %s\n", error.what());
+    _exit(EXIT_FAILURE);
+  }
+  std::fflush(nullptr);
+  _exit(EXIT_SUCCESS);  // what the parent set up is the parent's to tear down
+}
+
+Run run_child(const Child& child, const Cut& cut) {
+  Run run(cut);
+  if (write(child.start, "", 1) != 1) throw std::runtime_error("a run could not be started");
+  receive(child.results, run);
+  int status = 0;
+  rusage usage{};
+  while (wait4(child.id, &status, 0, &usage) < 0 && errno == EINTR) continue;
+  if (!WIFEXITED(status) || WEXITSTATUS(status) != EXIT_SUCCESS) {
+    throw std::runtime_error("the run \"" + cut.name() + "\" failed");
+  }
+  run.peak_bytes = std::int64_t{usage.ru_maxrss} * 1024;
+  return run;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  const Options options = parse(argc, argv);
+  const std::string data_folder = find_fashion_mnist(options.data);
+  std::printf("%s\n\n", ga_build_info());
+
+  std::vector<Cut> cuts = {Cut(options.batch, 1), Cut(options.batch, options.accumulation)};
+  if (options.control) {
+    cuts.emplace_back(options.batch, 1);
+    cuts.back().reversed = true;
+  }
+  std::vector<Child> children;
+  for (const Cut& cut : cuts) children.push_back(make_child(options, cut, data_folder));
+  std::vector<Run> runs;
+  for (std::size_t i = 0; i < cuts.size(); ++i) runs.push_back(run_child(children[i], cuts[i]));
+
+  print_comparison(runs);
+  write_report(options.out, runs);
+  std::printf("parity: max_abs_diff=%.9g acc_full=%.4f acc_accum=%.4f\n",
+              parameter_differences(runs[0], runs[1]).rbegin()->second,
+              runs[0].epochs.back().test_accuracy, runs[1].epochs.back().test_accuracy);
+  return EXIT_SUCCESS;
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "fashion_mnist: %s\n", error.what());
+  return EXIT_FAILURE;
+}

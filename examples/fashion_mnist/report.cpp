@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "report.hpp"
+
+#include <sys/ioctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iomanip>
+#include <limits>
+#include <stdexcept>
+
+namespace {
+
+__attribute__((format(printf, 1, 2))) std::string text(const char* format, ...) {
+  char buffer[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(buffer, sizeof buffer, format, arguments);
+  va_end(arguments);
+  return buffer;
+}
+
+std::string minutes(double seconds) {
+  const long whole = std::lround(seconds);
+  return text("%ld:%02ld", whole / 60, whole % 60);
+}
+
+double mib(std::int64_t bytes) { return static_cast<double>(bytes) / (1024.0 * 1024.0); }
+
+std::size_t terminal_width() {
+  winsize size{};
+  if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
+  return size.ws_col;
+}
+
+}  // namespace
+
+// ---- Progress -----------------------------------------------------------------------------------
+
+Progress::Progress(std::string name, std::int64_t epochs, std::int64_t samples_per_epoch)
+    : name_(std::move(name)),
+      epochs_(epochs),
+      samples_per_epoch_(samples_per_epoch),
+      terminal_(isatty(STDOUT_FILENO) == 1) {}
+
+void Progress::window(std::int64_t samples, double loss, std::int64_t correct) {
+  samples_ += samples;
+  epoch_samples_ += samples;
+  epoch_loss_ += loss;
+  epoch_correct_ += correct;
+  const std::int64_t all = epochs_ * samples_per_epoch_;
+  if (terminal_) {
+    const Clock::time_point now = Clock::now();
+    if (now - drawn_ < std::chrono::milliseconds(100)) return;
+    drawn_ = now;
+    draw_bar(static_cast<double>(samples_) / static_cast<double>(all));
+  } else if (samples_ * 10 / all > tenths_) {
+    tenths_ = samples_ * 10 / all;
+    std::printf("%-11s %3d %%  epoch %d/%d  %s\n", name_.c_str(), static_cast<int>(tenths_ * 10),
+                static_cast<int>(epoch_), static_cast<int>(epochs_), numbers().c_str());
+    std::fflush(stdout);
+  }
+}
+
+void Progress::epoch(double test_accuracy) {
+  clear_bar();
+  const auto samples = static_cast<double>(epoch_samples_);
+  std::printf("%-11s epoch %d/%d: loss %.4f, accuracy %.2f %%, test accuracy %.2f %%\n",
+              name_.c_str(), static_cast<int>(epoch_), static_cast<int>(epochs_),
+              epoch_loss_ / samples, 100 * static_cast<double>(epoch_correct_) / samples,
+              100 * test_accuracy);
+  std::fflush(stdout);
+  ++epoch_;
+  epoch_samples_ = epoch_correct_ = 0;
+  epoch_loss_ = 0;
+}
+
+// Loss and accuracy: means over this epoch so far.
+std::string Progress::numbers() const {
+  const auto samples = static_cast<double>(epoch_samples_);
+  const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+  const double rate = static_cast<double>(samples_) / seconds;
+  const double left = static_cast<double>(epochs_ * samples_per_epoch_ - samples_) / rate;
+  return text("loss %.4f  accuracy %.2f %%  %.0f samples/s  %s left", epoch_loss_ / samples,
+              100 * static_cast<double>(epoch_correct_) / samples, rate, minutes(left).c_str());
+}
+
+void Progress::draw_bar(double fraction) const {
+  const std::string head = text("%-11s epoch %d/%d ", name_.c_str(), static_cast<int>(epoch_),
+                                static_cast<int>(epochs_));
+  const std::string tail = text(" %3.0f %%  ", 100 * fraction) + numbers();
+  const std::size_t width = terminal_width() - 1, taken = head.size() + tail.size() + 2;
+  std::string bar;
+  if (taken + 4 <= width) {
+    const std::size_t cells = std::min<std::size_t>(width - taken, 40);
+    const auto full = static_cast<std::size_t>(fraction * static_cast<double>(cells));
+    bar = "[" + std::string(full, '=') + std::string(cells - full, ' ') + "]";
+  }
+  std::printf("\r\033[K%s", (head + bar + tail).substr(0, width).c_str());
+  std::fflush(stdout);
+}
+
+void Progress::clear_bar() const {
+  if (terminal_) std::printf("\r\033[K");
+}
+
+// ---- Comparison ---------------------------------------------------------------------------------
+
+std::map<std::int64_t, double> parameter_differences(const Run& a, const Run& b) {
+  std::map<std::int64_t, double> differences;
+  for (const auto& [step, values] : a.parameters) {
+    const std::vector<float>& others = b.parameters.at(step);
+    double largest = 0;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const double difference = std::abs(double{values[i]} - double{others[i]});
+      // Written so that a NaN, which is unequal to everything, is not lost.
+      if (!(difference <= largest)) largest = difference;
+      if (std::isnan(largest)) break;
+    }
+    differences[step] = largest;
+  }
+  return differences;
+}
+
+void print_comparison(const std::vector<Run>& runs) {
+  const auto row = [&runs](const char* what, const auto& cell) {
+    std::printf("  %-33s", what);
+    for (const Run& run : runs) std::printf(" %14s", cell(run).c_str());
+    std::printf("\n");
+  };
+  const auto memory = [&row](const char* what, std::int64_t Summary::*bytes) {
+    row(what, [bytes](const Run& run) { return text("%.2f MiB", mib(run.summary.*bytes)); });
+  };
+  std::printf("\n");
+  row("", [](const Run& run) { return run.cut.name(); });
+  row("test accuracy",
+      [](const Run& run) { return text("%.2f %%", 100 * run.epochs.back().test_accuracy); });
+  row("loss of the last window", [](const Run& run) { return text("%.6f", run.losses.back()); });
+  row("skipped steps", [](const Run& run) { return std::to_string(run.summary.skipped_steps); });
+  row("samples/s", [](const Run& run) {
+    return text("%.0f", static_cast<double>(run.summary.samples) / run.summary.seconds);
+  });
+  row("peak memory of the process",
+      [](const Run& run) { return text("%.2f MiB", mib(run.peak_bytes)); });
+  memory("  training and test images", &Summary::data_bytes);
+  memory("  activations and their gradients", &Summary::activation_bytes);
+  memory("  parameters", &Summary::parameter_bytes);
+  memory("  libgradaccum: accumulators", &Summary::accumulator_bytes);
+  memory("  libgradaccum: optimizer state", &Summary::state_bytes);
+  memory("  libgradaccum: workspace", &Summary::workspace_bytes);
+
+  std::printf("\n  largest difference of any parameter from the run with whole batches\n");
+  for (const auto& [step, values] : runs[0].parameters) {
+    std::printf("  after step %-37lld", static_cast<long long>(step));
+    for (std::size_t i = 1; i < runs.size(); ++i) {
+      std::printf(" %14.3g", parameter_differences(runs[0], runs[i])[step]);
+    }
+    std::printf("\n");
+  }
+  if (runs.size() > 2) {
+    std::printf(
+        "  The control, \"%s\", is the first run with the samples of each batch back to front:\n"
+        "  what it differs by is what rounding alone does to this network.\n",
+        runs[2].cut.name().c_str());
+  }
+}
+
+// ---- CSV and picture ----------------------------------------------------------------------------
+
+namespace {
+
+void write_csv(const std::string& path, const std::vector<Run>& runs) {
+  std::ofstream csv(path);
+  csv << std::setprecision(std::numeric_limits<double>::max_digits10) << "step";
+  const char* const names[] = {"full", "accumulated", "control"};
+  std::vector<std::map<std::int64_t, double>> differences;
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    csv << ",loss_" << names[i] << ",test_accuracy_" << names[i] << ",max_abs_diff_" << names[i];
+    differences.push_back(parameter_differences(runs[0], runs[i]));
+  }
+  csv << '\n';
+  std::size_t epoch = 0;
+  for (std::size_t window = 0; window < runs[0].losses.size(); ++window) {
+    const auto step = static_cast<std::int64_t>(window + 1);
+    const bool epoch_ends = runs[0].epochs[epoch].last_step == step;
+    csv << step;
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+      csv << ',' << runs[i].losses[window] << ',';
+      if (epoch_ends) csv << runs[i].epochs[epoch].test_accuracy;
+      csv << ',';
+      if (differences[i].count(step)) csv << differences[i][step];
+    }
+    csv << '\n';
+    epoch += epoch_ends;
+  }
+  csv.close();
+  if (!csv) throw std::runtime_error("cannot write " + path);
+}
+
+// Upper half: the loss of both runs, one over the other, and the test accuracy. Lower half: how far
+// apart the parameters are. Losses are means over a two-hundredth of the run: windows are noisy.
+constexpr char kPlot[] = R"(
+set terminal svg size 900,640 font "sans-serif,13" background "white"
+set output "fashion_mnist.svg"
+set datafile separator comma
+set key autotitle columnhead
+set xrange [0:steps]
+set grid lc rgb "#dddddd"
+set lmargin 11
+set rmargin 10
+every_bin(x) = (floor((x - 1) / bin) + 0.5) * bin
+set multiplot
+
+set origin 0, 0.38
+set size 1, 0.62
+set bmargin 0.5
+set format x ""
+set ylabel "training loss"
+set yrange [0:*]
+set ytics nomirror
+set y2label "test accuracy, %"
+set y2range [70:100]
+set y2tics
+set key at graph 0.98, 0.55 right
+plot csv using (every_bin($1)):2 smooth unique lw 6 lc rgb "#9ecae1" title "loss, " . full, \
+     csv using (every_bin($1)):5 smooth unique lw 1.5 lc rgb "#d7301f" \
+         title "loss, " . accumulated, \
+     csv using 1:(100 * $3) axes x1y2 with points pt 6 ps 1.4 lw 2 lc rgb "#3182bd" \
+         title "test accuracy, " . full, \
+     csv using 1:(100 * $6) axes x1y2 with points pt 2 ps 0.8 lw 2 lc rgb "#d7301f" \
+         title "test accuracy, " . accumulated
+
+set origin 0, 0
+set size 1, 0.38
+set tmargin 0.5
+unset bmargin
+set format x "%g"
+set xlabel "step"
+set ylabel "max. difference\nof parameters"
+unset y2label
+unset y2tics
+set logscale y
+set yrange [1e-9:1]
+set ytics 1e-8, 100
+set format y "10^{%T}"
+set key at graph 0.98, 0.3 right
+plot csv using 1:7 with linespoints pt 7 ps 0.6 lc rgb "#d7301f" title accumulated, \
+     for [i = 1:controls] csv using 1:10 with linespoints pt 6 ps 0.9 lc rgb "#636363" \
+         title "control: " . control
+unset multiplot
+)";
+
+// Whether gnuplot ran and was content.
+bool run_gnuplot(const std::string& folder, const char* script) {
+  const pid_t child = fork();
+  if (child == 0) {
+    if (chdir(folder.c_str()) == 0) execlp("gnuplot", "gnuplot", script, nullptr);
+    _exit(127);
+  }
+  int status = 0;
+  return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) &&
+         WEXITSTATUS(status) == 0;
+}
+
+}  // namespace
+
+void write_report(const std::string& folder, const std::vector<Run>& runs) {
+  std::filesystem::create_directories(folder);
+  const std::string base = (std::filesystem::path(folder) / "fashion_mnist").string();
+  write_csv(base + ".csv", runs);
+
+  std::ofstream script(base + ".gp");
+  script << "csv = \"fashion_mnist.csv\"\n"
+         << "full = \"" << runs[0].cut.name() << "\"\n"
+         << "accumulated = \"" << runs[1].cut.name() << "\"\n"
+         << "controls = " << runs.size() - 2 << "\n"
+         << "control = \"" << runs.back().cut.name() << "\"\n"
+         << "steps = " << runs[0].losses.size() << "\n"
+         << "bin = " << std::max<std::size_t>(1, runs[0].losses.size() / 200) << "\n"
+         << kPlot;
+  script.close();
+  if (!script) throw std::runtime_error("cannot write " + base + ".gp");
+
+  std::printf("\nlosses:  %s.csv\n", base.c_str());
+  std::fflush(stdout);
+  if (run_gnuplot(folder, "fashion_mnist.gp")) {
+    std::printf("picture: %s.svg\n", base.c_str());
+  } else {
+    std::printf(
+        "picture: none, because gnuplot failed or is not installed (package gnuplot-nox)\n");
+  }
+}

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train.hpp"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <random>
+
+#include "data.hpp"
+#include "mlp.hpp"
+#include "report.hpp"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Puts samples into the network's input and their labels beside it.
+void load(const Dataset& data, const std::int64_t* indices, std::int64_t samples, Mlp& model,
+          std::vector<std::uint8_t>& labels) {
+  labels.resize(static_cast<std::size_t>(samples));
+  for (std::int64_t i = 0; i < samples; ++i) {
+    data.image_to(indices[i], model.input() + i * data.pixels);
+    labels[static_cast<std::size_t>(i)] = data.labels[static_cast<std::size_t>(indices[i])];
+  }
+}
+
+// In slices as large as the micro-batches, so that the test needs no more memory than the training.
+double test_accuracy(const Dataset& data, std::int64_t slice, Mlp& model) {
+  std::vector<std::int64_t> order(static_cast<std::size_t>(data.count));
+  std::iota(order.begin(), order.end(), 0);
+  std::vector<std::uint8_t> labels;
+  std::int64_t correct = 0;
+  for (std::int64_t first = 0; first < data.count; first += slice) {
+    const std::int64_t samples = std::min(slice, data.count - first);
+    load(data, order.data() + first, samples, model, labels);
+    correct += model.forward(samples, labels.data()).correct;
+  }
+  return static_cast<double>(correct) / static_cast<double>(data.count);
+}
+
+bool is_snapshot(std::int64_t step) {
+  return step == 1 || step == 3 || step == 10 || step == 30 || step == 100 || step == 300;
+}
+
+}  // namespace
+
+std::string Cut::name() const {
+  if (micro == batch) return std::to_string(batch) + (reversed ? " reversed" : "");
+  return std::to_string((batch + micro - 1) / micro) + " x " + std::to_string(micro);
+}
+
+Summary train(const Options& options, const Cut& cut, const std::string& data_folder, Sink& sink) {
+  if (options.threads > 0) omp_set_num_threads(options.threads);
+  const Dataset training = load_fashion_mnist(data_folder, "train");
+  const Dataset test = load_fashion_mnist(data_folder, "t10k");
+  const std::int64_t count =
+      options.samples > 0 ? std::min(options.samples, training.count) : training.count;
+  const std::int64_t windows = (count + cut.batch - 1) / cut.batch;  // the last one may be short
+
+  Mlp model({training.pixels, 512, 512, 10}, cut.micro, options.seed);
+  ga_config config = gradaccum::default_config();
+  config.num_threads = options.threads;
+  gradaccum::Context context(config);
+  const ga_group group = context.add_group(options.optimizer);
+  ga_schedule schedule = options.schedule;
+  schedule.total_steps = options.epochs * windows;
+  context.set_schedule(group, schedule);
+  context.set_clip(options.clip);
+  model.add_to(context, group);
+  sink.parameters(0, model.parameters());
+
+  Summary summary;
+  Progress progress(cut.name(), options.epochs, count);
+  std::mt19937_64 random(options.seed);
+  std::vector<std::int64_t> order(static_cast<std::size_t>(count));
+  std::iota(order.begin(), order.end(), 0);
+  std::vector<std::uint8_t> labels;
+  std::int64_t step = 0;
+
+  for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
+    const Clock::time_point start = Clock::now();
+    std::shuffle(order.begin(), order.end(), random);
+    for (std::int64_t first = 0; first < count; first += cut.batch) {
+      const std::int64_t in_window = std::min(cut.batch, count - first);
+      std::vector<std::int64_t> window(order.begin() + first, order.begin() + first + in_window);
+      if (cut.reversed) std::reverse(window.begin(), window.end());
+      Mlp::Score score;
+      std::int64_t index = 0;
+      for (std::int64_t done = 0; done < in_window; done += cut.micro, ++index) {
+        const std::int64_t samples = std::min(cut.micro, in_window - done);
+        load(training, window.data() + done, samples, model, labels);
+        const Mlp::Score part = model.forward(samples, labels.data());
+        score.loss += part.loss;
+        score.correct += part.correct;
+        // A micro-batch weighs as many samples as it has: a short one counts for what it holds.
+        gradaccum::MicroBatch micro = context.micro_begin(index, static_cast<double>(samples));
+        model.backward(samples, context);
+        micro.end();
+      }
+      const ga_step_result result = context.step();
+
+      ++step;
+      summary.skipped_steps += result.outcome != GA_STEP_APPLIED;
+      sink.window(score.loss / static_cast<double>(in_window));
+      progress.window(in_window, score.loss, score.correct);
+      if (is_snapshot(step)) sink.parameters(step, model.parameters());
+    }
+    summary.seconds += std::chrono::duration<double>(Clock::now() - start).count();
+    const Epoch ended{step, test_accuracy(test, cut.micro, model)};
+    sink.epoch(ended);
+    sink.parameters(step, model.parameters());
+    progress.epoch(ended.test_accuracy);
+  }
+
+  const ga_memory memory = context.memory();
+  summary.samples = count * options.epochs;
+  summary.data_bytes = static_cast<std::int64_t>(training.images.size() + test.images.size());
+  summary.parameter_bytes = model.parameter_bytes();
+  summary.activation_bytes = model.activation_bytes();
+  summary.accumulator_bytes = memory.accumulators;
+  summary.state_bytes = memory.optimizer_state;
+  summary.workspace_bytes = memory.workspace;
+  return summary;
+}

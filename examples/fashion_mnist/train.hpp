@@ -1,0 +1,58 @@
+// One training run. What libgradaccum does for this program is in train.cpp and Mlp::backward.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "gradaccum/gradaccum.hpp"
+
+struct Options {
+  ga_optimizer optimizer{};
+  ga_schedule schedule{};  // train() sets total_steps
+  ga_clip clip{};
+  std::int64_t batch = 64, accumulation = 16, epochs = 4;
+  std::int64_t samples = 0;  // to train on, of the 60000; 0: all
+  std::int32_t threads = 0;  // 0: OpenMP's number
+  bool control = true;
+  std::uint64_t seed = 1;
+  std::string data, out = "out";
+};
+
+// A window of batch samples, cut into micro-batches of micro samples; the last one may be shorter.
+struct Cut {
+  Cut(std::int64_t batch_size, std::int64_t accumulation)
+      : batch(batch_size), micro((batch_size + accumulation - 1) / accumulation) {}
+  std::string name() const;  // "64", "16 x 4" or "64 reversed"
+
+  std::int64_t batch, micro;
+  bool reversed = false;  // each window's samples back to front: the same mean, other roundings
+};
+
+struct Epoch {
+  std::int64_t last_step = 0;
+  double test_accuracy = 0;  // in [0, 1]
+};
+
+struct Summary {
+  double seconds = 0;  // of training, without the tests
+  std::int64_t samples = 0, skipped_steps = 0;
+  std::int64_t data_bytes = 0, parameter_bytes = 0, activation_bytes = 0;
+  std::int64_t accumulator_bytes = 0, state_bytes = 0, workspace_bytes = 0;  // the library's
+};
+
+// Where the results of a run go while it trains.
+class Sink {
+ public:
+  virtual ~Sink() = default;
+  virtual void window(double mean_loss) = 0;
+  virtual void epoch(const Epoch& epoch) = 0;
+  // All parameters, after steps 0, 1, 3, 10, 30, 100, 300 and the last one of every epoch.
+  virtual void parameters(std::int64_t step,
+                          const std::vector<const std::vector<float>*>& tensors) = 0;
+};
+
+// Throws std::runtime_error, gradaccum::Error or dnnl::error.
+Summary train(const Options& options, const Cut& cut, const std::string& data_folder, Sink& sink);

@@ -1,0 +1,326 @@
+// libgradaccum for C++17: ownership and exceptions over gradaccum.h, header only.
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every function here is one call of the C function of nearly the same name, and gradaccum.h says
+// what it does. What C++ adds:
+//
+//   gradaccum::Context      owns a ga_context; it moves and is never copied.
+//   gradaccum::MicroBatch   an open micro-batch. end() closes it; one that is destroyed without end(),
+//                           because an exception passed by, discards the window: half a micro-batch
+//                           never reaches a step.
+//   gradaccum::Error        thrown by every call whose status is not GA_OK, with that status and the
+//                           sentence of ga_last_error(). What it has left unchanged: as in C.
+//   float*, double*         say their dtype by their type.
+//   default_...()           structs with struct_size and all defaults filled in.
+//
+//     gradaccum::Context context;
+//     ga_optimizer adamw = gradaccum::default_optimizer(GA_OPTIMIZER_ADAMW);
+//     adamw.lr = 3e-4;
+//     ga_group group = context.add_group(adamw);
+//     context.add_param(group, "fc1.weight", w1.data(), {512, 784});
+//     context.add_param(group, "fc1.bias", b1.data(), {512});
+//     for (each window) {
+//       for (each micro-batch of the window) {
+//         backward();
+//         context.accumulate({dw1.data(), db1.data()}, samples_in_this_micro_batch);
+//       }
+//       context.step();
+//     }
+//
+// The C functions take a Context by get(), so the two may be mixed.
+#ifndef GRADACCUM_GRADACCUM_HPP_
+#define GRADACCUM_GRADACCUM_HPP_
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "gradaccum/gradaccum.h"
+
+namespace gradaccum {
+
+// ---- Errors -------------------------------------------------------------------------------------
+
+class Error : public std::runtime_error {
+ public:
+  Error(ga_status status, const std::string& sentence)
+      : std::runtime_error(sentence), status_(status) {}
+  ga_status status() const noexcept { return status_; }
+
+ private:
+  ga_status status_;
+};
+
+// Throws what ga_last_error() says, unless status is GA_OK. For calls of C functions.
+inline void check(ga_status status) {
+  if (status != GA_OK) {
+    throw Error(status, std::string(ga_status_name(status)) + ": " + ga_last_error());
+  }
+}
+
+// ---- Types --------------------------------------------------------------------------------------
+
+// The ga_dtype of a C++ type.
+template <typename T>
+struct DtypeOf;
+template <>
+struct DtypeOf<float> {
+  static constexpr std::int32_t value = GA_F32;
+};
+template <>
+struct DtypeOf<double> {
+  static constexpr std::int32_t value = GA_F64;
+};
+template <typename T>
+inline constexpr std::int32_t dtype_of = DtypeOf<T>::value;
+
+// A loss scale for one call; none: that of the context.
+using LossScale = std::optional<double>;
+
+// ---- Structs with their defaults ----------------------------------------------------------------
+
+inline ga_config default_config() {
+  ga_config config;
+  check(ga_config_init(&config, sizeof config));
+  return config;
+}
+
+inline ga_optimizer default_optimizer(ga_optimizer_kind kind, ga_flavor flavor = GA_FLAVOR_TORCH) {
+  ga_optimizer optimizer;
+  check(ga_optimizer_init(&optimizer, sizeof optimizer, kind, flavor));
+  return optimizer;
+}
+
+inline ga_schedule default_schedule(ga_schedule_kind kind) {
+  ga_schedule schedule;
+  check(ga_schedule_init(&schedule, sizeof schedule, kind));
+  return schedule;
+}
+
+inline ga_clip default_clip() {
+  ga_clip clip;
+  check(ga_clip_init(&clip, sizeof clip));
+  return clip;
+}
+
+// Devices of a kind; 0 where this build or this machine has none (ga_last_error() says why).
+inline std::int32_t device_count(ga_device device) {
+  std::int32_t count = 0;
+  const ga_status status = ga_device_count(device, &count);
+  if (status != GA_ERROR_UNSUPPORTED) check(status);
+  return count;
+}
+
+// ---- Micro-batch --------------------------------------------------------------------------------
+
+// Made by Context::micro_begin; must not outlive the context.
+class MicroBatch {
+ public:
+  MicroBatch(MicroBatch&&) noexcept = default;
+  MicroBatch& operator=(MicroBatch&&) = delete;
+
+  // Closes the micro-batch, with all that was contributed. It may be opened again until the step.
+  void end() {
+    check(ga_micro_end(open_.get()));
+    open_.release();
+  }
+
+ private:
+  friend class Context;
+  struct Discard {
+    void operator()(ga_context* context) const noexcept { ga_discard(context); }
+  };
+  explicit MicroBatch(ga_context* context) noexcept : open_(context) {}
+
+  std::unique_ptr<ga_context, Discard> open_;  // borrowed; null after end()
+};
+
+// ---- Context ------------------------------------------------------------------------------------
+
+class Context {
+ public:
+  Context() : Context(default_config()) {}
+  explicit Context(const ga_config& config) {
+    ga_context* context = nullptr;
+    check(ga_context_create(&config, &context));
+    context_.reset(context);
+  }
+
+  // For the C functions. Null after the context has been moved from.
+  ga_context* get() const noexcept { return context_.get(); }
+
+  void synchronize() { check(ga_synchronize(get())); }
+
+  ga_memory memory() const {
+    ga_memory memory{};
+    memory.struct_size = sizeof memory;
+    check(ga_context_memory(get(), &memory));
+    return memory;
+  }
+
+  void set_accum_steps(std::int64_t accum_steps) {
+    check(ga_context_set_accum_steps(get(), accum_steps));
+  }
+  void set_accum_schedule(const std::vector<ga_accum_phase>& phases) {
+    check(ga_context_set_accum_schedule(get(), phases.data(), phases.size()));
+  }
+
+  // -- Groups
+
+  ga_group add_group(const ga_optimizer& optimizer) {
+    ga_group group = -1;
+    check(ga_group_add(get(), &optimizer, &group));
+    return group;
+  }
+
+  void set_lr(ga_group group, double lr) { check(ga_group_set_lr(get(), group, lr)); }
+  double lr(ga_group group) const {
+    double lr = 0;
+    check(ga_group_lr(get(), group, &lr));
+    return lr;
+  }
+
+  void set_weight_decay(ga_group group, double weight_decay) {
+    check(ga_group_set_weight_decay(get(), group, weight_decay));
+  }
+
+  void set_schedule(ga_group group, const ga_schedule& schedule) {
+    check(ga_group_set_schedule(get(), group, &schedule));
+  }
+  void clear_schedule(ga_group group) { check(ga_group_set_schedule(get(), group, nullptr)); }
+
+  void set_clip(const ga_clip& clip) { check(ga_context_set_clip(get(), &clip)); }
+  void clear_clip() { check(ga_context_set_clip(get(), nullptr)); }
+  void set_clip(ga_group group, const ga_clip& clip) {
+    check(ga_group_set_clip(get(), group, &clip));
+  }
+  void clear_clip(ga_group group) { check(ga_group_set_clip(get(), group, nullptr)); }
+
+  // -- Parameters
+
+  template <typename T>
+  ga_param add_param(ga_group group, const std::string& name, T* data,
+                     const std::vector<std::int64_t>& shape,
+                     const ga_param_options* options = nullptr) {
+    return add_param(group, name, data, dtype_of<T>, shape, options);
+  }
+  ga_param add_param(ga_group group, const std::string& name, void* data, std::int32_t dtype,
+                     const std::vector<std::int64_t>& shape,
+                     const ga_param_options* options = nullptr) {
+    ga_param param = -1;
+    check(ga_param_add(get(), group, name.c_str(), data, dtype,
+                       static_cast<std::int32_t>(shape.size()), shape.data(), options, &param));
+    return param;
+  }
+
+  // The id of entries[0]; the others follow.
+  template <typename T>
+  ga_param add_flat(T* data, const std::vector<ga_flat_entry>& entries,
+                    const ga_param_options* options = nullptr) {
+    return add_flat(data, dtype_of<T>, entries, options);
+  }
+  ga_param add_flat(void* data, std::int32_t dtype, const std::vector<ga_flat_entry>& entries,
+                    const ga_param_options* options = nullptr) {
+    ga_param first = -1;
+    check(ga_params_add_flat(get(), data, dtype, entries.data(), entries.size(), options, &first));
+    return first;
+  }
+
+  void bind(ga_param param, void* data) { check(ga_param_bind(get(), param, data)); }
+  void set_frozen(ga_param param, bool frozen) {
+    check(ga_param_set_frozen(get(), param, frozen ? 1 : 0));
+  }
+
+  // -- Accumulate: a whole micro-batch
+
+  void accumulate(const void* const* gradients, std::size_t count, double weight,
+                  LossScale loss_scale = {}) {
+    check(ga_accumulate(get(), gradients, count, weight, pointer(loss_scale)));
+  }
+  void accumulate(const std::vector<const void*>& gradients, double weight = 1,
+                  LossScale loss_scale = {}) {
+    accumulate(gradients.data(), gradients.size(), weight, loss_scale);
+  }
+  void accumulate(std::initializer_list<const void*> gradients, double weight = 1,
+                  LossScale loss_scale = {}) {
+    accumulate(gradients.begin(), gradients.size(), weight, loss_scale);
+  }
+
+  // -- Accumulate: by part, within micro_begin ... MicroBatch::end
+
+  [[nodiscard]] MicroBatch micro_begin(std::int64_t index, double weight = 1,
+                                       LossScale loss_scale = {}) {
+    check(ga_micro_begin(get(), index, weight, pointer(loss_scale)));
+    return MicroBatch(get());
+  }
+
+  void accumulate_part(ga_param param, const void* gradient) {
+    check(ga_accumulate_part(get(), param, gradient));
+  }
+
+  template <typename T>
+  void accumulate_matmul(ga_param param, std::int64_t k, const T* a, std::int64_t lda,
+                         ga_transpose transpose_a, const T* b, std::int64_t ldb,
+                         ga_transpose transpose_b) {
+    check(ga_accumulate_matmul(get(), param, k, a, lda, transpose_a, b, ldb, transpose_b,
+                               dtype_of<T>));
+  }
+
+  ga_accumulator acquire(ga_param param) {
+    ga_accumulator accumulator{};
+    accumulator.struct_size = sizeof accumulator;
+    check(ga_accumulator_acquire(get(), param, &accumulator));
+    return accumulator;
+  }
+  void release(ga_param param) { check(ga_accumulator_release(get(), param)); }
+
+  // -- Step
+
+  ga_window_info window() const {
+    ga_window_info info{};
+    info.struct_size = sizeof info;
+    check(ga_window(get(), &info));
+    return info;
+  }
+
+  ga_step_result step() {
+    ga_step_result result{};
+    result.struct_size = sizeof result;
+    check(ga_step(get(), &result));
+    return result;
+  }
+
+  void discard() { check(ga_discard(get())); }
+
+  // GA_ERROR_INVALID_ARGUMENT: the gradient is not of type T.
+  template <typename T>
+  const T* gradient(ga_param param) {
+    const void* data = nullptr;
+    std::int32_t dtype = 0;
+    check(ga_gradient(get(), param, &data, &dtype));
+    if (dtype != dtype_of<T>) {
+      throw Error(GA_ERROR_INVALID_ARGUMENT,
+                  "GA_ERROR_INVALID_ARGUMENT: the gradient has ga_dtype " + std::to_string(dtype));
+    }
+    return static_cast<const T*>(data);
+  }
+
+ private:
+  static const double* pointer(const LossScale& loss_scale) noexcept {
+    return loss_scale ? &*loss_scale : nullptr;
+  }
+
+  struct Destroy {
+    void operator()(ga_context* context) const noexcept { ga_context_destroy(context); }
+  };
+  std::unique_ptr<ga_context, Destroy> context_;
+};
+
+}  // namespace gradaccum
+
+#endif  // GRADACCUM_GRADACCUM_HPP_
