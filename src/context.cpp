@@ -11,8 +11,8 @@
 namespace ga {
 namespace {
 
-// Every array the library owns begins on a cache line, and is padded to whole ones with zeros that
-// stay zeros: the loops may run to the end of the line.
+// Every array the library owns begins on a cache line and is padded to whole ones: the loops may run
+// over the end of optimizer state, to the end of the line.
 constexpr size_t kAlign = 64;
 
 size_t align_up(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }

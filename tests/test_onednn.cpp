@@ -278,12 +278,15 @@ TEST_F(OneDnn, KeepsNothing) {
 
 // A product uses the calling thread and gives the program's number of OpenMP threads back.
 TEST_F(OneDnn, LeavesOpenMpAlone) {
-  void* openmp = RTLD_DEFAULT;  // the program's, else the one that oneDNN brought
-  if (!dlsym(openmp, "omp_set_num_threads"))
-    openmp = dlopen("libgomp.so.1", RTLD_NOW | RTLD_NOLOAD);
-  if (!openmp) GTEST_SKIP() << "there is no OpenMP in this process";
-  const auto set = reinterpret_cast<void (*)(int)>(dlsym(openmp, "omp_set_num_threads"));
-  const auto get = reinterpret_cast<int (*)()>(dlsym(openmp, "omp_get_max_threads"));
+  // The program's, else the one that oneDNN brought.
+  void* const brought = dlopen("libgomp.so.1", RTLD_NOW | RTLD_NOLOAD);
+  const auto find = [&](const char* name) {
+    void* const own = dlsym(RTLD_DEFAULT, name);
+    return own || !brought ? own : dlsym(brought, name);
+  };
+  const auto set = reinterpret_cast<void (*)(int)>(find("omp_set_num_threads"));
+  const auto get = reinterpret_cast<int (*)()>(find("omp_get_max_threads"));
+  if (!set || !get) GTEST_SKIP() << "there is no OpenMP in this process";
   const auto threads = [] {
     using Folder = std::filesystem::directory_iterator;
     return std::distance(Folder("/proc/self/task"), Folder());

@@ -1135,5 +1135,33 @@ TEST(Window, ExtremeWeightsAndScales) {
   }
 }
 
+// Not even where nobody looks: an overflow in one window must not be found in the next, whoever
+// writes the accumulator first and whatever lies behind its last element.
+TEST(Window, NothingOfAnOverflowSurvives) {
+  for (const int64_t n : {1, 3, 17, 65, 65537}) {
+    const auto size = static_cast<size_t>(n);
+    Block p(size, 0), g(size, 1), zero(size, 0);
+    Context ctx;
+    ctx.param(ctx.group(plain_sgd()), "p", p.data(), n);
+    const double tiny = 1e-300;
+    for (const Block* gradient : {&g, &zero}) {
+      const void* list[] = {gradient->data()};
+      ASSERT_OK(ga_accumulate(ctx, list, 1, 1, &tiny));
+      EXPECT_NE(step(ctx).outcome, GA_STEP_SKIPPED_EMPTY);
+      p.assign(size, 0);
+      ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+      ga_accumulator a;
+      a.struct_size = sizeof a;
+      ASSERT_OK(ga_accumulator_acquire(ctx, 0, &a));
+      std::fill_n(static_cast<float*>(a.data), n, 1.0f);
+      ASSERT_OK(ga_accumulator_release(ctx, 0));
+      ASSERT_OK(ga_accumulate_part(ctx, 0, g.data()));
+      ASSERT_OK(ga_micro_end(ctx));
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED) << n << " elements";
+      EXPECT_EQ(p.back(), -2);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ga::test

@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <filesystem>
 #include <stdexcept>
 #include <system_error>
 
@@ -222,8 +223,8 @@ void receive(int file, Run& run) {
   }
 }
 
-// A child begins with the memory that its parent holds, so all are made first, while that is little,
-// and wait for their turn.
+// A child begins with the memory that its parent holds, so all are made first, while that is
+// little, and wait for their turn.
 struct Child {
   pid_t id;
   int start, results;  // ends of pipes: written to start it, read for what it finds
@@ -276,6 +277,8 @@ Run run_child(const Child& child, const Cut& cut) {
 int main(int argc, char** argv) try {
   const Options options = parse(argc, argv);
   const std::string data_folder = find_fashion_mnist(options.data);
+  std::filesystem::create_directories(
+      options.out);  // before the training, in case it is not possible
   std::printf("%s\n\n", ga_build_info());
 
   std::vector<Cut> cuts = {Cut(options.batch, 1), Cut(options.batch, options.accumulation)};

@@ -14,7 +14,9 @@
 #include <fstream>
 #include <iomanip>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
+#include <utility>
 
 namespace {
 
@@ -210,7 +212,6 @@ constexpr char kPlot[] = R"(
 set terminal svg size 900,640 font "sans-serif,13" background "white"
 set output "fashion_mnist.svg"
 set datafile separator comma
-set key autotitle columnhead
 set xrange [0:steps]
 set grid lc rgb "#dddddd"
 set lmargin 11
@@ -223,18 +224,20 @@ set size 1, 0.62
 set bmargin 0.5
 set format x ""
 set ylabel "training loss"
-set yrange [0:*]
-set ytics nomirror
+set logscale y
+set yrange [low:high]
+set ytics nomirror (3, 2, 1, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
 set y2label "test accuracy, %"
-set y2range [70:100]
+set y2range [60:100]
 set y2tics
-set key at graph 0.98, 0.55 right
-plot csv using (every_bin($1)):2 smooth unique lw 6 lc rgb "#9ecae1" title "loss, " . full, \
-     csv using (every_bin($1)):5 smooth unique lw 1.5 lc rgb "#d7301f" \
+set key top right
+plot csv skip 1 using (every_bin($1)):2 smooth unique lw 6 lc rgb "#9ecae1" \
+         title "loss, " . full, \
+     csv skip 1 using (every_bin($1)):5 smooth unique lw 1.5 lc rgb "#d7301f" \
          title "loss, " . accumulated, \
-     csv using 1:(100 * $3) axes x1y2 with points pt 6 ps 1.4 lw 2 lc rgb "#3182bd" \
+     csv skip 1 using 1:(100 * $3) axes x1y2 with points pt 6 ps 1.4 lw 2 lc rgb "#3182bd" \
          title "test accuracy, " . full, \
-     csv using 1:(100 * $6) axes x1y2 with points pt 2 ps 0.8 lw 2 lc rgb "#d7301f" \
+     csv skip 1 using 1:(100 * $6) axes x1y2 with points pt 2 ps 0.8 lw 2 lc rgb "#d7301f" \
          title "test accuracy, " . accumulated
 
 set origin 0, 0
@@ -246,16 +249,29 @@ set xlabel "step"
 set ylabel "max. difference\nof parameters"
 unset y2label
 unset y2tics
-set logscale y
 set yrange [1e-9:1]
-set ytics 1e-8, 100
-set format y "10^{%T}"
+set ytics (1e-8, 1e-6, 1e-4, 1e-2)
+set format y "%.0e"
 set key at graph 0.98, 0.3 right
-plot csv using 1:7 with linespoints pt 7 ps 0.6 lc rgb "#d7301f" title accumulated, \
-     for [i = 1:controls] csv using 1:10 with linespoints pt 6 ps 0.9 lc rgb "#636363" \
+plot csv skip 1 using 1:7 with linespoints pt 7 ps 0.6 lc rgb "#d7301f" title accumulated, \
+     for [i = 1:controls] csv skip 1 using 1:10 with linespoints pt 6 ps 0.9 lc rgb "#636363" \
          title "control: " . control
 unset multiplot
 )";
+
+// The range of the means over bin windows each, with some room; of what is finite and not 0.
+std::pair<double, double> loss_range(const std::vector<double>& losses, std::size_t bin) {
+  double low = std::numeric_limits<double>::infinity(), high = 0;
+  for (std::size_t first = 0; first < losses.size(); first += bin) {
+    const std::size_t end = std::min(first + bin, losses.size());
+    const double mean = std::accumulate(&losses[first], losses.data() + end, 0.0) /
+                        static_cast<double>(end - first);
+    if (!std::isfinite(mean) || mean <= 0) continue;
+    low = std::min(low, mean);
+    high = std::max(high, mean);
+  }
+  return high > 0 ? std::make_pair(0.8 * low, 1.25 * high) : std::make_pair(0.1, 1.0);
+}
 
 // Whether gnuplot ran and was content.
 bool run_gnuplot(const std::string& folder, const char* script) {
@@ -272,10 +288,11 @@ bool run_gnuplot(const std::string& folder, const char* script) {
 }  // namespace
 
 void write_report(const std::string& folder, const std::vector<Run>& runs) {
-  std::filesystem::create_directories(folder);
   const std::string base = (std::filesystem::path(folder) / "fashion_mnist").string();
   write_csv(base + ".csv", runs);
 
+  const std::size_t bin = std::max<std::size_t>(1, runs[0].losses.size() / 200);
+  const auto [low, high] = loss_range(runs[0].losses, bin);
   std::ofstream script(base + ".gp");
   script << "csv = \"fashion_mnist.csv\"\n"
          << "full = \"" << runs[0].cut.name() << "\"\n"
@@ -283,7 +300,9 @@ void write_report(const std::string& folder, const std::vector<Run>& runs) {
          << "controls = " << runs.size() - 2 << "\n"
          << "control = \"" << runs.back().cut.name() << "\"\n"
          << "steps = " << runs[0].losses.size() << "\n"
-         << "bin = " << std::max<std::size_t>(1, runs[0].losses.size() / 200) << "\n"
+         << "bin = " << bin << "\n"
+         << "low = " << low << "\n"
+         << "high = " << high << "\n"
          << kPlot;
   script.close();
   if (!script) throw std::runtime_error("cannot write " + base + ".gp");

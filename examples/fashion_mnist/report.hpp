@@ -52,5 +52,5 @@ std::map<std::int64_t, double> parameter_differences(const Run& a, const Run& b)
 
 void print_comparison(const std::vector<Run>& runs);
 
-// Writes fashion_mnist.csv, and by gnuplot fashion_mnist.svg; says where they lie.
+// Writes fashion_mnist.csv, and by gnuplot fashion_mnist.svg, to a folder; says where they lie.
 void write_report(const std::string& folder, const std::vector<Run>& runs);

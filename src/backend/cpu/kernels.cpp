@@ -86,8 +86,8 @@ GA_INLINE const float* load(const Source& s, int64_t offset, int64_t count, floa
 }
 
 // The last elements of a tensor, fewer than a block, padded with zeros to whole groups of kLanes: the
-// loops below then know whole groups only. Zeros add nothing to a sum. The library's own arrays need
-// no copy, they are padded in place (context.cpp).
+// loops below then know whole groups only. Optimizer state needs no copy: it is padded in place
+// (context.cpp), and what becomes of its padding is never looked at.
 struct Padded {
   alignas(64) float data[kBlock];
 
@@ -224,8 +224,10 @@ void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count)
     if (b == n) continue;
     const Padded end0(g0 + b, n - b);
     const Padded end1(g1 + b, kSources == 2 ? n - b : 0);
-    accumulate_groups<kSources, kKeep>(scale0, scale1, a + b, end0.data, end1.data,
+    Padded end_a(a + b, kKeep ? n - b : 0);
+    accumulate_groups<kSources, kKeep>(scale0, scale1, end_a.data, end0.data, end1.data,
                                        whole_groups(n - b), lanes);
+    end_a.copy_to(a + b, n - b);
   }
   if (kStream) stream_fence();
   task.partials[offset / kChunk] = lanes.total();

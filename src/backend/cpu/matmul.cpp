@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/cpu/matmul.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 
@@ -62,6 +64,7 @@ struct Job {
 constexpr int64_t kLongestBand = 2 * kChunk;
 // Rows that are cut by the end of a band are made twice; where they are longer, that is too much.
 constexpr int64_t kLongestRow = 4096;
+constexpr int64_t kLongestBanded = 128;
 constexpr int64_t kScratch = kLongestBand + 2 * kLongestRow;
 
 struct BandJob : Job {
@@ -111,12 +114,16 @@ struct DirectJob : Job {
 void MatmulEngine::open() {
   if (module_) return;
   threads_.reserve(threads_.count());
+  cache_ = sysconf(_SC_LEVEL2_CACHE_SIZE);
   scratch_.resize(static_cast<size_t>(threads_.count() * kScratch));
   module_ = static_cast<const ga_matmul_module*>(open_module("onednn", GA_MATMUL_ABI));
 }
 
 bool MatmulEngine::run(const MatmulTask& task, const Kernels& kernels, bool stream) {
-  const bool banded = task.n <= kLongestRow && task.m * task.n > kChunk;
+  // A long product hides what it does with its target behind its arithmetic, and cut in bands it would
+  // pack b once for each; a small target is in the cache already.
+  const bool banded = task.k <= kLongestBanded && task.n <= kLongestRow &&
+                      task.m * task.n * static_cast<int64_t>(sizeof(float)) > cache_;
   if (banded)
     run_bands(task, kernels, stream);
   else

@@ -29,6 +29,7 @@ class MatmulEngine {
   Threads& threads_;
   const ga_matmul_module* module_ = nullptr;
   std::vector<float> scratch_;  // a band for each thread
+  int64_t cache_ = 0;           // bytes of a core's own
 };
 
 }  // namespace ga::cpu
