@@ -50,21 +50,25 @@ void Context::check_gradient(ga_param id, const void* gradient) {
 // One contribution: a task over the data and what it makes of the parameter. Checks are behind it; if
 // the pass fails, the window is invalid and none of this is looked at again.
 void Context::plan(Param& p, const void* gradient, float scale) {
-  const Source source = {gradient, p.gradient_dtype, scale};
   if (p.held == Held::kNothing && config_.gradient_life == GA_GRADIENTS_LIVE) {
     p.held = Held::kAdopted;
-    p.adopted = source;
+    p.adopted = {gradient, p.gradient_dtype, scale};
     return;
   }
-  accumulate_tasks_.push_back({p.accumulator, p.count, p.partials, {source, {}}, 1, false});
-  AccumulateTask& task = accumulate_tasks_.back();
-  if (p.held == Held::kStored) {
-    task.keep = true;
-  } else if (p.held == Held::kAdopted) {
-    task.source[0] = p.adopted;
-    task.source[1] = source;
+  AccumulateTask& task = accumulate_tasks_.add();
+  task.target = p.accumulator;
+  task.count = p.count;
+  task.partials = p.partials;
+  task.keep = p.held == Held::kStored;
+  task.sources = 1;
+  Source* source = &task.source[0];
+  if (p.held == Held::kAdopted) {
+    *source++ = p.adopted;
     task.sources = 2;
   }
+  source->data = gradient;
+  source->dtype = p.gradient_dtype;
+  source->scale = scale;
   p.held = Held::kStored;
   p.stale = false;  // new partials come with what is stored
 }
@@ -109,9 +113,7 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
     each([&](ga_param, Param& p, const void* gradient) { plan(p, gradient, scale); });
   }
   forget_delivered();
-  or_invalidate([&] {
-    backend_->accumulate({accumulate_tasks_.data(), accumulate_tasks_.size()});
-  });
+  or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
   window_.add(micro);
 }
 
@@ -143,9 +145,7 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
   check_gradient(id, gradient);
   accumulate_tasks_.clear();
   plan(p, gradient, contribution_scale(micro));
-  or_invalidate([&] {
-    backend_->accumulate({accumulate_tasks_.data(), accumulate_tasks_.size()});
-  });
+  or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
 }
 
 // Copies an adopted gradient where someone else is about to add to it.

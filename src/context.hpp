@@ -21,6 +21,22 @@
 
 namespace ga {
 
+// Tasks for a backend, written in place, field by field: one that is put together first and copied
+// then makes the copy wait for its stores (measured: two thirds of the time of Context::plan).
+template <class Task>
+class TaskList {
+ public:
+  void reserve(size_t capacity) { tasks_.resize(capacity); }
+  void clear() { size_ = 0; }
+  Task& add() { return tasks_[size_++]; }  // holds what a former list left there
+  Task& last() { return tasks_[size_ - 1]; }
+  Span<const Task> span() const { return {tasks_.data(), size_}; }
+
+ private:
+  std::vector<Task> tasks_;
+  size_t size_ = 0;
+};
+
 class Context {
  public:
   explicit Context(const ga_config& config);
@@ -180,7 +196,7 @@ class Context {
     bool finite;
   };
   const ga_clip& clip_of(const Param& p) const;
-  GradientView view(const Param& p, double mean) const;
+  void fill_view(const Param& p, double mean, GradientView& v) const;
   bool norm_after_value(const Param& p) const;
   void take_norms(double mean);
   Reduction reduce(double mean);
@@ -215,11 +231,11 @@ class Context {
   bool delivered_ = false;  // some parameter's gradient is
 
   // Working lists, sized by prepare() so that no later call allocates.
-  std::vector<AccumulateTask> accumulate_tasks_;
-  std::vector<NormTask> norm_tasks_;
-  std::vector<UpdateTask> update_tasks_;
-  std::vector<FinishTask> finish_tasks_;
-  std::vector<OpBytes> folded_;
+  TaskList<AccumulateTask> accumulate_tasks_;
+  TaskList<NormTask> norm_tasks_;
+  TaskList<UpdateTask> update_tasks_;
+  TaskList<FinishTask> finish_tasks_;
+  TaskList<OpBytes> folded_;
   std::vector<ga_param> touched_;
 };
 

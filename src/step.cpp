@@ -46,12 +46,15 @@ const ga_clip& Context::clip_of(const Param& p) const {
 }
 
 // The parameter's reduced gradient, clipped by value, not yet by norm. mean divides by the weights.
-GradientView Context::view(const Param& p, double mean) const {
-  Source source = {p.accumulator, GA_F32, 1};
-  if (p.held == Held::kAdopted) source = p.adopted;
-  if (p.held == Held::kNothing) source.data = nullptr;
+void Context::fill_view(const Param& p, double mean, GradientView& v) const {
   const double sign = groups_[static_cast<size_t>(p.group)].optimizer.maximize ? -1 : 1;
-  return {source, static_cast<float>(mean * sign), static_cast<float>(clip_of(p).max_value), 1};
+  const bool adopted = p.held == Held::kAdopted;
+  v.source.data = adopted ? p.adopted.data : p.held == Held::kStored ? p.accumulator : nullptr;
+  v.source.dtype = adopted ? p.adopted.dtype : static_cast<int32_t>(GA_F32);
+  v.source.scale = adopted ? p.adopted.scale : 1;
+  v.scale = static_cast<float>(mean * sign);
+  v.limit = static_cast<float>(clip_of(p).max_value);
+  v.factor = 1;
 }
 
 // Whether a norm is to be taken of the gradient as clipped by value, which no accumulating pass has
@@ -74,11 +77,14 @@ void Context::take_norms(double mean) {
     if (p.held == Held::kNothing) continue;
     const bool clamped = norm_after_value(p);
     if (p.held == Held::kStored && !p.stale && !clamped) continue;
-    norm_tasks_.push_back({view(p, mean), p.count, p.partials});
-    if (!clamped) norm_tasks_.back().gradient.limit = HUGE_VALF;
+    NormTask& task = norm_tasks_.add();
+    fill_view(p, mean, task.gradient);
+    if (!clamped) task.gradient.limit = HUGE_VALF;
+    task.count = p.count;
+    task.partials = p.partials;
     p.stale = false;
   }
-  backend_->norm({norm_tasks_.data(), norm_tasks_.size()});
+  backend_->norm(norm_tasks_.span());
 }
 
 // Adds up the partials, in the order of the chunks, and finds the clip factor of every group with a
@@ -126,32 +132,41 @@ void Context::update(double mean, Reduction& r) {
                               ? clip_factor(clip, std::sqrt(p.sum_squares))
                               : g.clip_factor;
     r.smallest_factor = std::min(r.smallest_factor, factor);
-    GradientView gradient = view(p, mean);
-    if (std::isinf(gradient.limit))  // then mean and clip factor are one scalar, rounded once
-      gradient.scale = static_cast<float>(mean * factor * (o.maximize ? -1 : 1));
-    else
-      gradient.factor = static_cast<float>(factor);
 
+    const auto fill = [&](GradientView& v) {
+      fill_view(p, mean, v);
+      if (std::isinf(v.limit))  // then mean and clip factor are one scalar, rounded once
+        v.scale = static_cast<float>(mean * factor * (o.maximize ? -1 : 1));
+      else
+        v.factor = static_cast<float>(factor);
+    };
     p.clock.advance(o);
     if (g.op < 0) {
       p.delivered = delivered_ = true;
-      finish_tasks_.push_back({gradient, p.accumulator, p.count});
+      FinishTask& task = finish_tasks_.add();
+      fill(task.gradient);
+      task.target = p.accumulator;
+      task.count = p.count;
       continue;
     }
     Clock clock = p.clock;
     if (o.flavor != GA_FLAVOR_TORCH) (clock = g.clock).advance(o);
     // Parameters of a group have mostly been updated together: fold once for them.
     if (folded_group != p.group || folded_step != clock.step) {
-      folded_.push_back({});
-      op_info(g.op).fold(o, {lr(p.group), clock}, folded_.back());
+      op_info(g.op).fold(o, {lr(p.group), clock}, folded_.add());
       folded_group = p.group;
       folded_step = clock.step;
     }
-    update_tasks_.push_back(
-        {g.op, &folded_.back(), gradient, p.data, {p.state[0], p.state[1], p.state[2]}, p.count});
+    UpdateTask& task = update_tasks_.add();
+    task.op = g.op;
+    task.folded = &folded_.last();
+    fill(task.gradient);
+    task.param = p.data;
+    for (int k = 0; k < kMaxSlots; ++k) task.state[k] = p.state[k];
+    task.count = p.count;
   }
-  backend_->finish({finish_tasks_.data(), finish_tasks_.size()});
-  backend_->update({update_tasks_.data(), update_tasks_.size()});
+  backend_->finish(finish_tasks_.span());
+  backend_->update(update_tasks_.span());
   for (Group& g : groups_) g.clock.advance(g.optimizer);
   ++steps_;
 }

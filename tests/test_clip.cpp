@@ -341,6 +341,50 @@ TEST_P(Norm, NonfiniteIsJudgedOnTheAccumulator) {
   }
 }
 
+// What the program's own kernel wrote is in the norm, and in the check, as what the library wrote is:
+// alone, before and after a contribution of the library's.
+TEST_P(Norm, OfWhatTheProgramWrote) {
+  ga_config c = config();
+  c.gradient_life = GetParam();
+  const size_t n = 65536 + 9;
+  const Block ours(n, 0.5f), more(n, 0.25f);
+  Block p(n, 0);
+  Context ctx(c);
+  ctx.param(ctx.group(plain_sgd(0)), "p", p.data(), static_cast<int64_t>(n));
+  const ga_clip half = clip(GA_CLIP_GLOBAL, 1, GA_FLAVOR_KERAS);
+  EXPECT_OK(ga_context_set_clip(ctx, &half));
+  // A window by letters: l, the library adds 0.5; m, it adds 0.25; p, the program adds 2.
+  const auto run = [&](const std::string& order, float theirs) {
+    EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+    for (const char who : order) {
+      if (who != 'p') {
+        EXPECT_OK(ga_accumulate_part(ctx, 0, who == 'l' ? ours.data() : more.data()));
+        continue;
+      }
+      ga_accumulator a;
+      a.struct_size = sizeof a;
+      EXPECT_OK(ga_accumulator_acquire(ctx, 0, &a));
+      auto* data = static_cast<float*>(a.data);
+      for (size_t i = 0; i < n; ++i) data[i] = a.beta == 0 ? 2.0f : data[i] + 2.0f;
+      data[n - 2] = std::isnan(theirs) ? theirs : data[n - 2];
+      EXPECT_OK(ga_accumulator_release(ctx, 0));
+    }
+    EXPECT_OK(ga_micro_end(ctx));
+    return step(ctx);
+  };
+  for (const std::string order : {"p", "lp", "pl", "plp", "lpm", "ppm", "lmp", "p"}) {
+    double element = 0;
+    for (const char who : order) element += who == 'p' ? 2 : who == 'l' ? 0.5 : 0.25;
+    const double want = element * std::sqrt(static_cast<double>(n));
+    ga_step_result r = run(order, 2);
+    EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
+    EXPECT_NEAR(r.norm, want, ref::kNorm * want) << order;
+    EXPECT_NEAR(r.clip_factor, 1 / want, 2 * ref::kNorm / want) << order;
+    r = run(order, NAN);
+    EXPECT_EQ(r.outcome, GA_STEP_SKIPPED_NONFINITE) << order;
+  }
+}
+
 // One bad element, at each end, in the middle, at the borders of chunks.
 TEST_P(Norm, OneNonfiniteElementAnywhere) {
   ga_config c = config();

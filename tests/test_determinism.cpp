@@ -129,6 +129,44 @@ TEST_P(IsaLevels, SameBitsAsScalar) {
   }
 }
 
+// Norms alone, in all their bits and for all lengths of the last group of lanes.
+std::vector<double> norms() {
+  std::vector<double> result;
+  for (int64_t n = 1; n < 65600; n += n < 200 ? 1 : n / 3 + 7) {
+    const Layout layout({n});
+    Block p = parameters(layout, 3);
+    for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+      ga_config c = config();
+      c.gradient_life = life;
+      Context ctx(c);
+      ctx.param(ctx.group(plain_sgd()), "p", p.data() + layout.offsets[0], n);
+      for (const ga_clip& mode : {clip(GA_CLIP_NONE, 0), clip(GA_CLIP_GLOBAL, 2, 0, 0.6)}) {
+        EXPECT_OK(ga_context_set_clip(ctx, &mode));
+        Random random(static_cast<uint64_t>(n));
+        Block g(static_cast<size_t>(n));
+        for (float& x : g) x = static_cast<float>(random.signed_unit());
+        ctx.accumulate({g.data()}, 0.3);
+        const ga_step_result r = step(ctx);
+        result.push_back(r.norm);
+        result.push_back(r.clip_factor);
+      }
+    }
+  }
+  return result;
+}
+
+TEST_P(IsaLevels, SameNormsAsScalar) {
+  const Isa isa(GetParam());
+  if (!Isa::available()) GTEST_SKIP() << "this processor has no " << GetParam();
+  const auto scalar = [] {
+    const Isa level("scalar");
+    return norms();
+  }();
+  const auto got = norms();
+  ASSERT_EQ(got.size(), scalar.size());
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_EQ(got[i], scalar[i]) << "norm " << i;
+}
+
 // ---- The program's own threads ------------------------------------------------------------------
 
 struct Calls {

@@ -47,19 +47,26 @@ std::atomic<int64_t> allocations{0};  // while counting
 std::atomic<int64_t> live_bytes{0};   // allocated while counting, not freed
 std::atomic<int64_t> fail_from{-1}, fail_to{-1};
 
+bool is_counting() { return counting.load(std::memory_order_relaxed); }
+
 // Whether this allocation is to fail.
 bool refuse() {
-  if (!counting.load(std::memory_order_relaxed)) return false;
+  if (!is_counting()) return false;
   const int64_t number = allocations.fetch_add(1);
   return number >= fail_from && number < fail_to;
 }
 
 void count(int64_t bytes) {
-  if (counting.load(std::memory_order_relaxed)) live_bytes.fetch_add(bytes);
+  if (is_counting()) live_bytes.fetch_add(bytes);
+}
+
+// Asked only while counting: before main a sanitizer does not answer yet.
+int64_t usable_size(void* p) {
+  return p && is_counting() ? static_cast<int64_t>(malloc_usable_size(p)) : 0;
 }
 
 void* counted(void* p) {
-  if (p) count(static_cast<int64_t>(malloc_usable_size(p)));
+  count(usable_size(p));
   return p;
 }
 
@@ -75,7 +82,7 @@ extern "C" {
 void* malloc(size_t size) { return refuse() ? no_memory() : counted(GA_REAL(malloc)(size)); }
 
 void free(void* p) {
-  if (p) count(-static_cast<int64_t>(malloc_usable_size(p)));
+  count(-usable_size(p));
   GA_REAL(free)(p);
 }
 
@@ -85,7 +92,7 @@ void* calloc(size_t n, size_t size) {
 
 void* realloc(void* p, size_t size) {
   if (refuse()) return no_memory();
-  const int64_t before = p ? static_cast<int64_t>(malloc_usable_size(p)) : 0;
+  const int64_t before = usable_size(p);
   void* const q = GA_REAL(realloc)(p, size);
   if (q || size == 0) count(-before);
   return counted(q);

@@ -168,14 +168,22 @@ struct Lanes {
     s[1] = add_square(s[1], widen_high(x));
   }
 
+  // Lanes kLane, kLane + kStep, ... in pairs, these in pairs, and so on.
+  template <int kLane, int kStep>
+  GA_INLINE static double tree(const double (&s)[kLanes]) {
+    if constexpr (kStep == kLanes)
+      return s[kLane];
+    else
+      return tree<kLane, 2 * kStep>(s) + tree<kLane + kStep, 2 * kStep>(s);
+  }
+
   GA_INLINE Partial total() const {
     double s[kLanes];
     std::memcpy(s, sum, sizeof s);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-      for (int l = 0; l < width; ++l) s[l] += s[l + width];
+    const double all = tree<0, 1>(s);
     // The squares of finite floats cannot overflow a double: the sum is finite exactly when every
     // element is.
-    return {s[0], 0, !(s[0] <= 1.7976931348623157e308)};
+    return {all, 0, !(all <= 1.7976931348623157e308)};
   }
 };
 
