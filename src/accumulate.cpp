@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Contributions to a window. Every function checks all it was
-// given first, then makes its pass over the data, then records what has changed; so a call that
-// fails has changed nothing. Only a pass that breaks off half-way leaves the accumulators unknown,
-// and the window invalid.
+// Contributions to a window. Every function checks all it was given first, then makes its pass over
+// the data, then records what has changed; so a call that fails has changed nothing. Only a pass
+// that breaks off half-way leaves the accumulators unknown, and the window invalid.
 #include <cmath>
 
 #include "context.hpp"
@@ -47,8 +46,8 @@ void Context::check_gradient(ga_param id, const void* gradient) {
   p.checked = gradient;
 }
 
-// One contribution: a task over the data and what it makes of the parameter. Checks are behind it; if
-// the pass fails, the window is invalid and none of this is looked at again.
+// One contribution: a task over the data and what it makes of the parameter. Checks are behind it;
+// if the pass fails, the window is invalid and none of this is looked at again.
 void Context::plan(Param& p, const void* gradient, float scale) {
   if (p.held == Held::kNothing && config_.gradient_life == GA_GRADIENTS_LIVE) {
     p.held = Held::kAdopted;

@@ -11,8 +11,8 @@
 namespace ga {
 namespace {
 
-// Every array the library owns begins on a cache line and is padded to whole ones: the loops may run
-// over the end of optimizer state, to the end of the line.
+// Every array the library owns begins on a cache line and is padded to whole ones: the loops may
+// run over the end of optimizer state, to the end of the line.
 constexpr size_t kAlign = 64;
 
 size_t align_up(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -361,7 +361,8 @@ void Context::set_frozen(ga_param id, bool frozen) {
   param(id).frozen = frozen;
 }
 
-// ---- Memory ----------------------------------------------------------------------------------------
+// ---- Memory
+// ----------------------------------------------------------------------------------------
 
 int Context::arrays_of(const Param& p) const {
   return 1 + groups_[static_cast<size_t>(p.group)].slots;
@@ -370,7 +371,8 @@ int Context::arrays_of(const Param& p) const {
 // Finds a place for each of a parameter's arrays, behind what l holds. One loop walks them all
 // together with the parameter. Where the addresses of two streams are nearly alike in their low 12
 // bits, a core takes the load of one for depending on the store to the other (measured: half the
-// speed), so the arrays of a large parameter lie 17 cache lines apart within a page, counted from it.
+// speed), so the arrays of a large parameter lie 17 cache lines apart within a page, counted from
+// it.
 void Context::place(const Param& p, Layout& l, size_t (&offset)[kArrays]) const {
   constexpr size_t kPage = 4096, kApart = 17 * kAlign, kLarge = size_t{1} << 20;
   const size_t bytes = align_up(static_cast<size_t>(p.count) * sizeof(float));

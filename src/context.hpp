@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a ga_context is: groups, parameters, the window and the
-// counters. No loop over elements is in here; it tells a Backend what to do to which tensors.
+// What a ga_context is: groups, parameters, the window and the counters. No loop over elements is
+// in here; it tells a Backend what to do to which tensors.
 //   context.cpp     registration and memory
 //   accumulate.cpp  contributions to a window
 //   step.cpp        the end of a window

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors inside the library are thrown as Error; guard() turns
-// them into a status at the C boundary.
+// Errors inside the library are thrown as Error; guard() turns them into a status at the C
+// boundary.
 #pragma once
 
 #include <exception>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Side modules: parts of the library that need what a host may
-// not have (oneDNN, CUDA, NCCL), each opened when first used. A module is libgradaccum_<name>.so
-// and exports one function, ga_module_<name>, of the type ModuleEntry.
+// Side modules: parts of the library that need what a host may not have (oneDNN, CUDA, NCCL), each
+// opened when first used. A module is libgradaccum_<name>.so and exports one function,
+// ga_module_<name>, of the type ModuleEntry.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the rest of the library knows of an optimizer: numbers
-// and functions read off the list in ops/all.hpp.
+// What the rest of the library knows of an optimizer: numbers and functions read off the list in
+// ops/all.hpp.
 #pragma once
 
 #include "ops/op.hpp"

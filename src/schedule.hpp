@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Learning rate as a function of applied steps. The formulas
-// stand at ga_schedule_kind in gradaccum.h.
+// Learning rate as a function of applied steps. The formulas stand at ga_schedule_kind in
+// gradaccum.h.
 #pragma once
 
 #include <cstdint>

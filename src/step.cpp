@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a window: reduce, check, clip, update, in this
-// order. Norms are sums of the partials that the accumulating passes left; a pass of its own is
-// made only for what has none (see collect).
+// The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials
+// that the accumulating passes left; a pass of its own is made only for what has none (see
+// take_norms).
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -64,9 +64,9 @@ bool Context::norm_after_value(const Param& p) const {
   return std::isfinite(clip.max_value) && clip.scope != GA_CLIP_NONE;
 }
 
-// Finds the parameters that this step is about, and makes a pass over the data for the norms that no
-// accumulating pass has left: of gradients that were never stored, of accumulators last written by
-// the program or by some products, and of gradients as clipped by value.
+// Finds the parameters that this step is about, and makes a pass over the data for the norms that
+// no accumulating pass has left: of gradients that were never stored, of accumulators last written
+// by the program or by some products, and of gradients as clipped by value.
 void Context::take_norms(double mean) {
   touched_.clear();
   norm_tasks_.clear();

@@ -17,10 +17,10 @@ struct DtypeInfo {
 // For any number; unknown ones have size 0.
 inline DtypeInfo dtype_info(int32_t dtype) {
   static constexpr DtypeInfo table[] = {{"unknown", 0, false},
-                                 {"f32", 4, true},
-                                 {"f64", 8, false},
-                                 {"f16", 2, false},
-                                 {"bf16", 2, false}};
+                                        {"f32", 4, true},
+                                        {"f64", 8, false},
+                                        {"f16", 2, false},
+                                        {"bf16", 2, false}};
   return table[dtype >= GA_F32 && dtype <= GA_BF16 ? dtype : 0];
 }
 

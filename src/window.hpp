@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The window as a state machine: which micro-batches it holds,
-// with which weights, and what is legal next. It knows no tensors. The picture is at the top of
-// gradaccum.h.
+// The window as a state machine: which micro-batches it holds, with which weights, and what is
+// legal next. It knows no tensors. The picture is at the top of gradaccum.h.
 #pragma once
 
 #include <cstdint>

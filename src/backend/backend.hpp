@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where arrays live and loops run. The context says what is to
-// be done to which tensors; a backend cuts that into chunks of kChunk elements and does it. One
-// call is one parallel pass over the data of all its tasks.
+// Where arrays live and loops run. The context says what is to be done to which tensors; a backend
+// cuts that into chunks of kChunk elements and does it. One call is one parallel pass over the data
+// of all its tasks.
 //
 // Norms: whoever writes a chunk of an accumulator stores that chunk's Partial, so a norm is the sum
 // of a few numbers in the order of the chunks: the same bits however many threads wrote them.
@@ -99,8 +99,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  // A block of zeros for the library's own arrays, 64-byte aligned, page-aligned from 1 MiB on; throws
-  // std::bad_alloc. free(NULL) is legal.
+  // A block of zeros for the library's own arrays, 64-byte aligned, page-aligned from 1 MiB on;
+  // throws std::bad_alloc. free(NULL) is legal.
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* data, size_t bytes) noexcept = 0;
 

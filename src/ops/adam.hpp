@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019)
-// as torch.optim and keras.optimizers define them, and AdamWeightDecay of the BERT release. They
-// differ in three folded scalars only:
+// Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019) as torch.optim and keras.optimizers
+// define them, and AdamWeightDecay of the BERT release. They differ in three folded scalars only:
 //
 //   p <- decay p - a m / (sqrt(v) + e)
 //
-//             a                                          e                      decay
-//   torch     lr sqrt(1 - beta2^t) / (1 - beta1^t)       eps sqrt(1 - beta2^t)  1, or 1 - lr wd (AdamW)
-//   Keras     lr sqrt(1 - beta2^t) / (1 - beta1^t)       eps                    1 - lr wd
-//   BERT      lr                                         eps                    1 - lr wd
+//             a                                      e                     decay
+//   torch     lr sqrt(1 - beta2^t) / (1 - beta1^t)   eps sqrt(1 - beta2^t) 1, AdamW 1 - lr wd
+//   Keras     lr sqrt(1 - beta2^t) / (1 - beta1^t)   eps                   1 - lr wd
+//   BERT      lr                                     eps                   1 - lr wd
 #pragma once
 
 #include "error.hpp"

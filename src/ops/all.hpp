@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every optimizer. To add one: its header, its line here, its
-// value in ga_optimizer_kind, its formula in tests/reference.hpp.
+// Every optimizer. To add one: its header, its line here, its value in ga_optimizer_kind, its
+// formula in tests/reference.hpp.
 #pragma once
 
 #include "ops/adam.hpp"

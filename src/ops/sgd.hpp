@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stochastic gradient descent with momentum (Sutskever et al.
-// 2013), as torch.optim.SGD and as keras.optimizers.SGD.
+// Stochastic gradient descent with momentum (Sutskever et al. 2013), as torch.optim.SGD and as
+// keras.optimizers.SGD.
 #pragma once
 
 #include "error.hpp"

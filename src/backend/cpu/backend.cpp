@@ -20,7 +20,8 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kPage = 4096;
 constexpr size_t kCacheLine = 64;
 
-// Below this many elements a second thread costs more than it saves, and so does an item of its own.
+// Below this many elements a second thread costs more than it saves, and so does an item of its
+// own.
 constexpr int64_t kAlone = 16384;
 constexpr int64_t kSmallestItem = 4096;
 
@@ -118,8 +119,8 @@ class CpuBackend final : public Backend {
     int64_t offset;
   };
 
-  // Cuts tasks into chunks, and these into items of similar size: many small tensors are one item, and
-  // there are enough of them for every thread.
+  // Cuts tasks into chunks, and these into items of similar size: many small tensors are one item,
+  // and there are enough of them for every thread.
   template <class Task>
   void run(Span<const Task> tasks, void (*loop)(const CpuBackend&, const Task&, const Work&)) {
     int64_t total = 0;

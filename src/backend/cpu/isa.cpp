@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which loops run on this processor: the levels kernels.cpp is
-// compiled for, the plain one first, each able to do what the ones before it can.
+// Which loops run on this processor: the levels kernels.cpp is compiled for, the plain one first,
+// each able to do what the ones before it can.
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only loops over elements on the CPU, compiled once per ISA level (GA_ISA is its name). Nothing
-// here has external linkage but one function, so that no code of a higher level can be linked in
-// place of a lower one's.
+// The only loops over elements on the CPU, compiled once per ISA level (GA_ISA is its name).
+// Nothing here has external linkage but one function, so that no code of a higher level can be
+// linked in place of a lower one's.
 //
 // Same bits at every level: every element is computed by the same IEEE operations (no contraction,
 // no reassociation), and sums run in kLanes lanes of double, element i in lane i mod kLanes, added
@@ -69,7 +69,8 @@ GA_INLINE void stream_fence() {
 #endif
 }
 
-// ---- Reading --------------------------------------------------------------------------------------
+// ---- Reading
+// --------------------------------------------------------------------------------------
 
 // Elements [offset, offset + count) of a source as floats, in place where they are floats already.
 using Load = const float* (*)(const void* data, int64_t offset, int64_t count, float* tile);
@@ -85,8 +86,8 @@ GA_INLINE const float* load(const Source& s, int64_t offset, int64_t count, floa
   return s.data ? loads[s.dtype](s.data, offset, count, tile) : zeros;
 }
 
-// The last elements of a tensor, fewer than a block, padded with zeros to whole groups of kLanes: the
-// loops below then know whole groups only. Optimizer state needs no copy: it is padded in place
+// The last elements of a tensor, fewer than a block, padded with zeros to whole groups of kLanes:
+// the loops below then know whole groups only. Optimizer state needs no copy: it is padded in place
 // (context.cpp), and what becomes of its padding is never looked at.
 struct Padded {
   alignas(64) float data[kBlock];
@@ -114,10 +115,11 @@ struct Padded {
 
 GA_INLINE int64_t whole_groups(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-// ---- Sums of squares ------------------------------------------------------------------------------
+// ---- Sums of squares
+// ------------------------------------------------------------------------------
 
-// One register of floats, and the two of doubles it widens to. By hand, since the compilers vectorise
-// a loop that both stores floats and sums their squares in double at some levels only.
+// One register of floats, and the two of doubles it widens to. By hand, since the compilers
+// vectorise a loop that both stores floats and sums their squares in double at some levels only.
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
 #elif defined(__AVX__)
@@ -146,8 +148,8 @@ GA_INLINE Doubles widen_low(Floats x) { return Doubles{x[0], x[1]}; }
 GA_INLINE Doubles widen_high(Floats x) { return Doubles{x[2], x[3]}; }
 #endif
 
-// The square of a float is exact in double: a fused multiply-add rounds as multiply and add do, so it
-// is used where there is one, and the bits stay those of the other levels.
+// The square of a float is exact in double: a fused multiply-add rounds as multiply and add do, so
+// it is used where there is one, and the bits stay those of the other levels.
 GA_INLINE Doubles add_square(Doubles sum, Doubles x) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_pd(x, x, sum);
@@ -187,7 +189,8 @@ struct Lanes {
   }
 };
 
-// ---- Accumulate -----------------------------------------------------------------------------------
+// ---- Accumulate
+// -----------------------------------------------------------------------------------
 
 // a <- [a +] scale0 g0 [+ scale1 g1] over whole groups
 template <int kSources, bool kKeep>
@@ -252,7 +255,8 @@ void accumulate(const AccumulateTask& task, int64_t offset, int64_t count, bool 
                                                                                     count);
 }
 
-// ---- The gradient as the optimizer sees it --------------------------------------------------------
+// ---- The gradient as the optimizer sees it
+// --------------------------------------------------------
 
 struct View {
   float source_scale, scale, limit, factor;
@@ -324,7 +328,8 @@ void finish(const FinishTask& task, int64_t offset, int64_t count) {
   }
 }
 
-// ---- Update ---------------------------------------------------------------------------------------
+// ---- Update
+// ---------------------------------------------------------------------------------------
 
 template <class Op>
 GA_INLINE void update_groups(const Op& op, const View& view, const float* g, float* p,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU's loops over one chunk, compiled once per ISA level
-// from kernels.cpp. All levels give the same bits.
+// The CPU's loops over one chunk, compiled once per ISA level from kernels.cpp. All levels give the
+// same bits.
 #pragma once
 
 #include "backend/backend.hpp"

@@ -45,7 +45,8 @@ struct Job {
   const MatmulTask& task;
   std::atomic<const char*> error{nullptr};
 
-  // c [rows x columns] <- [c +] scale times those rows and columns of the product; n to the next row
+  // c [rows x columns] <- [c +] scale times those rows and columns of the product; n to the next
+  // row
   void multiply(int64_t row, int64_t rows, int64_t column, int64_t columns, float scale, float* c,
                 bool keep) {
     const MatmulTask& t = task;
@@ -58,8 +59,8 @@ struct Job {
   }
 };
 
-// A band is one or two chunks of the target, and the rows of the product that they lie in: made in a
-// thread's own cache, then added by the loop that adds gradients. Measured against a product that
+// A band is one or two chunks of the target, and the rows of the product that they lie in: made in
+// a thread's own cache, then added by the loop that adds gradients. Measured against a product that
 // adds to the target itself: 0.7 of the time where the target is in memory, and its norm is free.
 constexpr int64_t kLongestBand = 2 * kChunk;
 // Rows that are cut by the end of a band are made twice; where they are longer, that is too much.
@@ -120,8 +121,8 @@ void MatmulEngine::open() {
 }
 
 bool MatmulEngine::run(const MatmulTask& task, const Kernels& kernels, bool stream) {
-  // A long product hides what it does with its target behind its arithmetic, and cut in bands it would
-  // pack b once for each; a small target is in the cache already.
+  // A long product hides what it does with its target behind its arithmetic, and cut in bands it
+  // would pack b once for each; a small target is in the cache already.
   const bool banded = task.k <= kLongestBanded && task.n <= kLongestRow &&
                       task.m * task.n * static_cast<int64_t>(sizeof(float)) > cache_;
   if (banded)

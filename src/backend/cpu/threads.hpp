@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One parallel loop: OpenMP's threads, the program's own
-// (ga_config.parallel_for), or the calling thread alone.
+// One parallel loop: OpenMP's threads, the program's own (ga_config.parallel_for), or the calling
+// thread alone.
 #pragma once
 
 #include <atomic>
