@@ -66,7 +66,11 @@ Schedule::Schedule(const ga_schedule& s) : data_(s) {
       check_count("table_size", s.table_size, 1);
       if (!s.table) fail(GA_ERROR_INVALID_ARGUMENT, "schedule: table was NULL");
       table_.assign(s.table, s.table + s.table_size);
-      for (double rate : table_) check_number("a learning rate in the table", rate);
+      for (int64_t i = 0; i < s.table_size; ++i)
+        if (!(s.table[i] >= 0) || !std::isfinite(s.table[i]))
+          fail(GA_ERROR_INVALID_ARGUMENT,
+               "schedule: table[%lld] was %g, expected a finite number >= 0",
+               static_cast<long long>(i), s.table[i]);
       break;
     default:
       break;

@@ -341,7 +341,7 @@ TEST_P(Norm, NonfiniteIsJudgedOnTheAccumulator) {
   }
 }
 
-// What the program's own kernel wrote is in the norm, and in the check, as what the library wrote is:
+// What the program's own kernel wrote is in the norm and in the check as what the library wrote is:
 // alone, before and after a contribution of the library's.
 TEST_P(Norm, OfWhatTheProgramWrote) {
   ga_config c = config();

@@ -252,7 +252,7 @@ TEST(Determinism, Addresses) {
   const Block start = parameters(layout, 5);
   Block first;
   for (const int64_t shift : {0, 1, 2, 3, 5, 16}) {
-    Block p(layout.counts[0] + 32), g(p.size());
+    Block p(70001 + 32), g(p.size());
     memcpy(p.data() + shift, start.data() + 1, 70001 * sizeof(float));
     Context ctx;
     ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), "p", p.data() + shift, 70001);

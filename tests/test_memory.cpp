@@ -19,11 +19,24 @@
 
 #if defined(__SANITIZE_ADDRESS__)
 #define GA_ASAN 1
-#elif defined(__has_feature)
+#endif
+#if defined(__SANITIZE_THREAD__)
+#define GA_TSAN 1
+#endif
+#if defined(__has_feature)
 #if __has_feature(address_sanitizer)
 #define GA_ASAN 1
 #endif
+#if __has_feature(thread_sanitizer)
+#define GA_TSAN 1
 #endif
+#endif
+
+#ifdef GA_TSAN
+
+TEST(Memory, All) { GTEST_SKIP() << "ThreadSanitizer keeps malloc to itself"; }
+
+#else
 
 #ifdef GA_ASAN  // the sanitizer's own stay behind ours
 #define GA_REAL(name) __interceptor_##name
@@ -313,7 +326,7 @@ class Life {
 };
 
 // Where gradients live, and whether one allocation fails alone or with all after it.
-class FailingMemory : public testing::TestWithParam<std::tuple<int32_t, bool>> {};
+class FailingMemory : public testing::TestWithParam<std::tuple<int32_t, bool> > {};
 INSTANTIATE_TEST_SUITE_P(All, FailingMemory,
                          testing::Combine(testing::Values(GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE),
                                           testing::Bool()));
@@ -607,3 +620,5 @@ TEST(Memory, LengthOfTheWindowChangesNothing) {
 
 }  // namespace
 }  // namespace ga::test
+
+#endif  // GA_TSAN

@@ -533,7 +533,7 @@ GA_API ga_status ga_discard(ga_context* ctx);
 /* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group: dense, of *dtype
    (may be NULL). The pointer is legal after an applied ga_step until the next accumulate,
    ga_discard or ga_step. GA_ERROR_INVALID_STATE: not after an applied step, or this parameter
-   received no gradient in it. */
+   received no gradient in it (under GA_MISSING_ZERO it has zeros then). */
 GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data, int32_t* dtype);
 
 #ifdef __cplusplus
