@@ -440,16 +440,16 @@ GA_API ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void*
 enum ga_transpose { GA_NO_TRANSPOSE = 0, GA_TRANSPOSE = 1 };
 
 /* Adds the matrix product A B to one parameter, within the open micro-batch: the weight gradient of
-   a dense layer, which then never is in memory as a whole. The parameter is taken as a matrix of m =
-   shape[0] rows and n = count / m columns; A is m x k, B is k x n, both after transposition,
-   row-major as stored, with lda and ldb elements from row to row. For a layer y = x W^T with W [out,
-   in], x [batch, in] and the gradient dy [batch, out], the gradient of W is dy^T x: (k = batch,
-   A = dy, lda = out, GA_TRANSPOSE, B = x, ldb = in, GA_NO_TRANSPOSE).
-   dtype: of A and B; GA_F32 in this version. A and B must not overlap any parameter. Sums are in the
-   order of the matrix engine (oneDNN), which depends on threads and processor.
-   GA_ERROR_UNSUPPORTED: libgradaccum_onednn.so or its oneDNN could not be loaded, or the program has
-   loaded another major version of oneDNN; everything else keeps working. The module is looked for
-   beside the library, or only in the folder that the environment variable GA_MODULE_PATH names.
+   a dense layer, which then never is in memory as a whole. The parameter is taken as a matrix of
+   m = shape[0] rows and n = count / m columns; A is m x k, B is k x n, both after transposition,
+   row-major as stored, with lda and ldb elements from row to row. For a layer y = x W^T with
+   W [out, in], x [batch, in] and the gradient dy [batch, out], the gradient of W is dy^T x:
+   (k = batch, A = dy, lda = out, GA_TRANSPOSE, B = x, ldb = in, GA_NO_TRANSPOSE).
+   dtype: of A and B; GA_F32 in this version. A and B must not overlap any parameter. Sums are in
+   the order of the matrix engine (oneDNN), which depends on threads and processor.
+   GA_ERROR_UNSUPPORTED: libgradaccum_onednn.so or its oneDNN could not be loaded, or the program
+   has loaded another major version of oneDNN; everything else keeps working. The module is looked
+   for beside the library, or only in the folder that the environment variable GA_MODULE_PATH names.
    GA_ERROR_FAULT: the engine failed in mid-work. */
 GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,
                                       int64_t lda, int32_t transpose_a, const void* b, int64_t ldb,
@@ -464,7 +464,7 @@ typedef struct ga_accumulator {
   int32_t reserved;
   int64_t rows, columns;     /* shape[0], and the product of the other extents */
   int64_t leading_dimension; /* elements from row to row */
-  double alpha, beta;        /* store alpha * gradient + beta * data; if beta is 0, data is not read */
+  double alpha, beta;        /* store alpha * gradient + beta * data; beta 0: data is not read */
 } ga_accumulator;
 
 /* Hands out a parameter's accumulator, within the open micro-batch, so that the program's own
