@@ -3,8 +3,11 @@
 // Every wrong argument: its status, a sentence that names what was wrong, and a context that goes
 // on as if the call had not been made.
 #include <functional>
+#include <new>
+#include <stdexcept>
 #include <thread>
 
+#include "error.hpp"
 #include "support.hpp"
 
 namespace ga::test {
@@ -941,6 +944,18 @@ TEST(Errors, LastErrorBelongsToTheThread) {
   Context ctx;
   step(ctx);
   EXPECT_EQ(ga_last_error(), mine) << "a call that succeeded leaves it";
+}
+
+// Nothing that is thrown inside leaves the library: what it does not know of is its own defect.
+TEST(Errors, WhateverIsThrownBecomesAStatus) {
+  EXPECT_EQ(guard([] { throw std::logic_error("words"); }), GA_ERROR_INTERNAL);
+  EXPECT_STREQ(ga_last_error(), "words");
+  EXPECT_EQ(guard([] { throw 42; }), GA_ERROR_INTERNAL);
+  EXPECT_STRNE(ga_last_error(), "words");
+  EXPECT_EQ(guard([] { throw std::bad_alloc(); }), GA_ERROR_OUT_OF_MEMORY);
+  EXPECT_EQ(guard([] { fail(GA_ERROR_UNSUPPORTED, "no %s", "luck"); }), GA_ERROR_UNSUPPORTED);
+  EXPECT_STREQ(ga_last_error(), "no luck");
+  EXPECT_EQ(guard([] {}), GA_OK);
 }
 
 // A name as long as a program likes must not run over the sentence's buffer.
