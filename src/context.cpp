@@ -321,7 +321,7 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
              static_cast<long long>(e.offset));
       float* const at = data ? static_cast<float*>(data) + e.offset : nullptr;
       check_data(e.name, at, elements, -1);
-      tensors_.push_back({e.name, dtype, e.rank > 0 ? e.shape[0] : 1});
+      tensors_.push_back({e.name, e.rank > 0 ? e.shape[0] : 1});
       names_.insert(e.name);
       Param p = {};
       p.data = at;

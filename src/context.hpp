@@ -134,7 +134,6 @@ class Context {
   // A parameter: what only messages and matrices read.
   struct Tensor {
     std::string name;
-    int32_t dtype;
     int64_t rows;
   };
 

@@ -12,7 +12,6 @@
 // norm 12-15 % faster on memory).
 #include "backend/cpu/kernels.hpp"
 
-#include <algorithm>
 #include <cstring>
 
 #if defined(__SSE2__)
