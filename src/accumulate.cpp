@@ -2,6 +2,7 @@
 // Contributions to a window. Every function checks all it was given first, then makes its pass over
 // the data, then records what has changed; so a call that fails has changed nothing. Only a pass
 // that breaks off half-way leaves the accumulators unknown, and the window invalid.
+#include <algorithm>
 #include <cmath>
 
 #include "context.hpp"
@@ -11,7 +12,7 @@
 namespace ga {
 
 Micro Context::make_micro(double weight, const double* scale) const {
-  const Micro m = {weight, scale ? *scale : config_.loss_scale};
+  const Micro m = {weight, scale ? *scale : loss_scale()};
   if (!(m.weight >= 0) || !std::isfinite(m.weight))
     fail(GA_ERROR_INVALID_ARGUMENT, "weight was %g, expected a finite number >= 0", m.weight);
   if (!std::isfinite(m.loss_scale) || m.loss_scale == 0)
@@ -20,56 +21,101 @@ Micro Context::make_micro(double weight, const double* scale) const {
   return m;
 }
 
-float Context::contribution_scale(const Micro& m) const {
+double Context::contribution_scale(const Micro& m) const {
   const double weight = config_.gradient_kind == GA_GRADIENT_MEAN ? m.weight : 1;
-  return static_cast<float>(weight / m.loss_scale);
+  return weight / m.loss_scale;
+}
+
+// What a call may not do under options that need every gradient as a whole, where it is.
+// adds_elsewhere: another than our loops writes the accumulator.
+void Context::refuse(ga_param id, const char* what, bool adds_elsewhere) const {
+  const auto refused = [&](const char* option) {
+    fail(GA_ERROR_UNSUPPORTED, "%s for parameter \"%s\": not with %s", what, name(id), option);
+  };
+  if (config_.noise_scale) refused("ga_config.noise_scale");
+  if (clip_micro_) refused("GA_CLIP_MICRO");
+  if (config_.accumulation != GA_ACCUMULATE_PLAIN) refused("ga_config.accumulation");
+  if (adds_elsewhere && config_.nonfinite == GA_NONFINITE_DROP_MICRO)
+    refused("GA_NONFINITE_DROP_MICRO");
+}
+
+// Whether memory that the program hands over lies where it may.
+void Context::check_values(ga_param id, const void* data, int64_t count, int32_t size,
+                           const char* what) const {
+  if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size) != 0)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "parameter \"%s\": %s was at address %p, expected a multiple of its element, %d bytes",
+         name(id), what, data, size);
+  if (const Range* r = overlap(data, count * size, -1))
+    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s at %p overlaps %s%s%s", name(id), what,
+         data, r->param < 0 ? "memory of the library" : "parameter \"",
+         r->param < 0 ? "" : name(r->param), r->param < 0 ? "" : "\"");
 }
 
 void Context::check_gradient(ga_param id, const void* gradient) {
   Param& p = params_[static_cast<size_t>(id)];
-  if (p.held == Held::kAdopted && gradient == p.adopted.data && p.count > 0)
+  if (p.held == Held::kAdopted && gradient == p.adopted && p.count > 0)
     fail(GA_ERROR_INVALID_ARGUMENT,
          "parameter \"%s\": its second gradient in this window came at %p, where its first still "
          "lives (GA_GRADIENTS_LIVE)",
          name(id), gradient);
   if (gradient == p.checked) return;
-  const int32_t size = dtype_info(p.gradient_dtype).size;
-  if (reinterpret_cast<uintptr_t>(gradient) % static_cast<uintptr_t>(size) != 0)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "parameter \"%s\": its gradient was at address %p, expected a multiple of its element, %d "
-         "bytes",
-         name(id), gradient, size);
-  if (const Range* r = overlap(gradient, p.count * size, -1))
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its gradient at %p overlaps %s%s%s",
-         name(id), gradient, r->param < 0 ? "memory of the library" : "parameter \"",
-         r->param < 0 ? "" : name(r->param), r->param < 0 ? "" : "\"");
+  check_values(id, gradient, p.count, dtype_info(p.gradient_dtype).size, "its gradient");
   p.checked = gradient;
+}
+
+Array Context::target_of(ga_param id) {
+  Tensor& t = tensors_[static_cast<size_t>(id)];
+  const Param& p = params_[static_cast<size_t>(id)];
+  if (t.pair.low) return {&t.pair, kPair};
+  return {p.accumulator, p.accumulator_dtype};
 }
 
 // One contribution: a task over the data and what it makes of the parameter. Checks are behind it;
 // if the pass fails, the window is invalid and none of this is looked at again.
-void Context::plan(Param& p, const void* gradient, float scale) {
-  if (p.held == Held::kNothing && config_.gradient_life == GA_GRADIENTS_LIVE) {
+void Context::plan(ga_param id, const Source& given) {
+  Param& p = params_[static_cast<size_t>(id)];
+  if (adopts_ && p.held == Held::kNothing && p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32)) {
     p.held = Held::kAdopted;
-    p.adopted = {gradient, p.gradient_dtype, scale};
+    p.adopted = given.data;
+    p.adopted_scale = given.scale;
     return;
   }
   AccumulateTask& task = accumulate_tasks_.add();
-  task.target = p.accumulator;
+  task.target = {p.accumulator, p.accumulator_dtype};
   task.count = p.count;
   task.partials = p.partials;
-  task.keep = p.held == Held::kStored;
+  task.keep = p.held == Held::kStored ? 1 : 0;
   task.sources = 1;
+  task.noise = 0;
+  task.rounding = {false, 0};
   Source* source = &task.source[0];
   if (p.held == Held::kAdopted) {
-    *source++ = p.adopted;
+    *source++ = {p.adopted, p.gradient_dtype, p.adopted_scale};
     task.sources = 2;
   }
-  source->data = gradient;
-  source->dtype = p.gradient_dtype;
-  source->scale = scale;
+  *source = given;
   p.held = Held::kStored;
   p.stale = false;  // new partials come with what is stored
+  if (plain_) return;
+
+  task.target = target_of(id);
+  if (config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN) {
+    task.keep *= p.held_weight / micro_.window_weight;
+    source->scale /= micro_.window_weight;
+    p.held_weight = micro_.window_weight;
+  }
+  if (config_.accumulation == GA_ACCUMULATE_STOCHASTIC)
+    task.rounding = {true, key(Purpose::kAccumulate, windows_, p.contributions, id)};
+  if (config_.noise_scale) {
+    // c is the weight times the mean over the micro-batch; |c / b|^2 counts with b / B.
+    task.noise = 1 / micro_.weight;
+    if (config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN)  // added as c / W
+      task.noise *= micro_.window_weight * micro_.window_weight;
+    noise_repeated_ = noise_repeated_ || micro_.index <= p.last_micro;
+    p.last_micro = micro_.index;
+  }
+  ++p.contributions;
 }
 
 template <class Work>
@@ -97,30 +143,54 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
   window_.reserve_one();
 
   accumulate_tasks_.clear();
+  contributions_.clear();
   if (micro.weight > 0) {
     const auto each = [&](auto&& body) {
       for (size_t b = 0; b < count; ++b)
         if (gradients[b])
           for (ga_param id = blocks_[b].first; id < blocks_[b].first + blocks_[b].count; ++id)
-            if (Param& p = params_[static_cast<size_t>(id)]; !p.frozen)
+            if (const Param& p = params_[static_cast<size_t>(id)]; !p.frozen)
               body(id, p,
                    static_cast<const char*>(gradients[b]) +
                        p.offset * dtype_info(p.gradient_dtype).size);
     };
-    each([&](ga_param id, Param&, const void* gradient) { check_gradient(id, gradient); });
-    const float scale = contribution_scale(micro);
-    each([&](ga_param, Param& p, const void* gradient) { plan(p, gradient, scale); });
+    each([&](ga_param id, const Param&, const void* gradient) { check_gradient(id, gradient); });
+    if (deferring()) {
+      each([&](ga_param id, const Param& p, const void* gradient) {
+        defer({id, gradient, nullptr, 0, p.count, 0, 0});
+      });
+    } else {
+      each([&](ga_param id, const Param& p, const void*) {
+        if (p.held == Held::kRows) make_dense(id);
+      });
+      set_micro(micro, window_.size(), window_.weight() + micro.weight);
+      const double scale = contribution_scale(micro);
+      each([&](ga_param id, const Param& p, const void* gradient) {
+        plan(id, {gradient, p.gradient_dtype, scale});
+      });
+    }
   }
   forget_delivered();
-  or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
+  if (!deferring()) or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
   window_.add(micro);
+  if (deferring() && micro.weight > 0) settle(window_.size() - 1);
+}
+
+void Context::set_micro(const Micro& micro, int64_t index, double window_weight) {
+  micro_ = {index, micro.weight, window_weight};
 }
 
 void Context::micro_begin(int64_t index, double weight, const double* scale) {
   const Micro micro = make_micro(weight, scale);
+  if (deferring() && index >= 0 && index < window_.size())
+    fail(GA_ERROR_UNSUPPORTED,
+         "micro-batch %lld cannot be opened again: with GA_NONFINITE_DROP_MICRO and GA_CLIP_MICRO "
+         "it is judged as a whole when it ends",
+         static_cast<long long>(index));
   prepare();
   window_.reserve_one();
   window_.begin(index, micro);
+  contributions_.clear();
   forget_delivered();
 }
 
@@ -142,8 +212,20 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
   if (!gradient && p.count > 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its gradient was NULL", name(id));
   check_gradient(id, gradient);
+  if (deferring()) {
+    if (clip_micro_)
+      for (const Contribution& c : contributions_)
+        if (c.param == id)
+          fail(GA_ERROR_UNSUPPORTED,
+               "parameter \"%s\": a second contribution in one micro-batch, not with GA_CLIP_MICRO",
+               name(id));
+    defer({id, gradient, nullptr, 0, p.count, 0, 0});
+    return;
+  }
+  make_dense(id);
   accumulate_tasks_.clear();
-  plan(p, gradient, contribution_scale(micro));
+  set_micro(micro, window_.open_index(), window_.weight());
+  plan(id, {gradient, p.gradient_dtype, contribution_scale(micro)});
   or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
 }
 
@@ -151,10 +233,235 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
 void Context::store_adopted(ga_param id) {
   Param& p = params_[static_cast<size_t>(id)];
   if (p.held != Held::kAdopted) return;
-  const AccumulateTask task = {p.accumulator, p.count, p.partials, {p.adopted, {}}, 1, false};
+  AccumulateTask task = {};
+  task.target = target_of(id);
+  task.count = p.count;
+  task.partials = p.partials;
+  task.source[0] = {p.adopted, p.gradient_dtype, p.adopted_scale};
+  task.sources = 1;
   or_invalidate([&] { backend_->accumulate({&task, 1}); });
   p.held = Held::kStored;
   p.stale = false;
+}
+
+// Makes zeros of the rows that have no gradient yet, where someone is about to add to all of them.
+void Context::make_dense(ga_param id) {
+  Param& p = params_[static_cast<size_t>(id)];
+  if (p.held != Held::kRows) return;
+  FinishTask task = {};
+  task.gradient = {source_of(id), 1, HUGE_VAL, 1};
+  task.f64 = p.f64;
+  task.target = target_of(id);
+  task.count = p.count;
+  or_invalidate([&] { backend_->finish({&task, 1}); });
+  tensors_[static_cast<size_t>(id)].set.entries.clear();
+  p.held = Held::kStored;
+  p.stale = true;
+}
+
+void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dtype, int64_t count,
+                              const void* values) {
+  Param& p = part(id, "ga_accumulate_rows");
+  Tensor& t = tensors_[static_cast<size_t>(id)];
+  refuse(id, "ga_accumulate_rows", false);
+  if (t.options.rows == GA_ROWS_NONE)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "ga_accumulate_rows: parameter \"%s\" was added without ga_param_options.rows", name(id));
+  if (index_dtype != GA_I32 && index_dtype != GA_I64)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "parameter \"%s\": index_dtype was %d, expected GA_I32 or GA_I64", name(id), index_dtype);
+  const int64_t columns = t.rows > 0 ? p.count / t.rows : 0;
+  const int32_t size = dtype_info(p.gradient_dtype).size;
+  int64_t elements;
+  if (count < 0 || __builtin_mul_overflow(count, std::max<int64_t>(columns, 1), &elements) ||
+      elements > INT64_MAX / 8)
+    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": count was %lld, expected a number of rows",
+         name(id), static_cast<long long>(count));
+  elements = count * columns;
+  if (count > 0 && (!indices || (!values && elements > 0)))
+    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s was NULL", name(id),
+         indices ? "values" : "indices");
+  const Micro& micro = window_.open_micro();
+  if (micro.weight == 0 || p.frozen) return;
+  check_values(id, indices, count, dtype_info(index_dtype).size, "indices");
+  check_values(id, values, elements, size, "values");
+  if (p.held == Held::kAdopted && values == p.adopted && elements > 0)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "parameter \"%s\": values came at %p, where its first gradient still lives "
+         "(GA_GRADIENTS_LIVE)",
+         name(id), values);
+
+  const Contribution c = {id, values, indices, index_dtype, elements, count, 0};
+  const RowsTask task = rows_task(c, contribution_scale(micro));
+  const int64_t wrong = backend_->prepare_rows(task, t.rows);
+  if (wrong >= 0)
+    fail(
+        GA_ERROR_INVALID_ARGUMENT,
+        "parameter \"%s\": indices[%lld] was %lld, but it has rows 0 to %lld", name(id),
+        static_cast<long long>(wrong),
+        static_cast<long long>(index_dtype == GA_I32 ? static_cast<const int32_t*>(indices)[wrong]
+                                                     : static_cast<const int64_t*>(indices)[wrong]),
+        static_cast<long long>(t.rows - 1));
+  reserve_rows(count);
+  if (deferring())
+    defer(c);
+  else
+    add_rows(c, contribution_scale(micro));
+}
+
+RowsTask Context::rows_task(const Contribution& c, double scale) {
+  Param& p = params_[static_cast<size_t>(c.param)];
+  Tensor& t = tensors_[static_cast<size_t>(c.param)];
+  RowsTask task = {};
+  task.target = {p.accumulator, p.accumulator_dtype};
+  task.columns = t.rows > 0 ? p.count / t.rows : 0;
+  task.set = &t.set;
+  task.dense = p.held == Held::kStored || p.held == Held::kAdopted;
+  task.indices = c.indices;
+  task.index_dtype = c.index_dtype;
+  task.count = c.rows;
+  task.values = {c.gradient, p.gradient_dtype, scale};
+  return task;
+}
+
+// Room for the updates of that many more rows, so that ga_step does not allocate.
+void Context::reserve_rows(int64_t count) {
+  row_tasks_ = std::max(row_tasks_, rows_held_ + count);
+  rows_held_ += count;
+  update_tasks_.reserve_more(params_.size() + static_cast<size_t>(row_tasks_));
+  backend_->reserve(owned_.chunks + row_tasks_, static_cast<int64_t>(owned_.bytes[kAccumulator]));
+}
+
+void Context::add_rows(const Contribution& c, double scale) {
+  Param& p = params_[static_cast<size_t>(c.param)];
+  store_adopted(c.param);
+  const RowsTask task = rows_task(c, scale);
+  if (p.count > 0) or_invalidate([&] { backend_->accumulate_rows(task); });
+  if (task.dense)
+    p.stale = true;
+  else
+    p.held = Held::kRows;
+}
+
+// ---- Micro-batches that are judged as a whole ---------------------------------------------------
+
+// Puts a contribution on the list of the open micro-batch.
+void Context::defer(Contribution c) {
+  c.partials = micro_partials_.size();
+  if (contributions_.empty()) c.partials = 0;
+  contributions_.reserve(contributions_.size() + 1);
+  micro_partials_.resize(c.partials + static_cast<size_t>(chunk_count(c.count)));
+  backend_->reserve(owned_.chunks + static_cast<int64_t>(micro_partials_.size()) + row_tasks_,
+                    static_cast<int64_t>(owned_.bytes[kAccumulator]));
+  norm_tasks_.reserve_more(contributions_.size() + 1);
+  contributions_.push_back(c);
+}
+
+// The micro-batch's own gradient, unscaled and clipped by value.
+GradientView Context::micro_view(const Contribution& c, const Micro& micro) const {
+  const Param& p = params_[static_cast<size_t>(c.param)];
+  const ga_clip& clip = clip_of(p);
+  const double limit = clip.when == GA_CLIP_MICRO ? clip.max_value : HUGE_VAL;
+  return {{c.gradient, p.gradient_dtype, 1 / micro.loss_scale}, 1, limit, 1};
+}
+
+// Reads what the micro-batch brought, and adds it, clipped, or drops it.
+void Context::settle(int64_t index) {
+  const Micro micro = window_.micro(index);
+  or_invalidate([&] {
+    norm_tasks_.clear();
+    for (const Contribution& c : contributions_) {
+      NormTask& task = norm_tasks_.add();
+      task.gradient = micro_view(c, micro);
+      task.f64 = params_[static_cast<size_t>(c.param)].f64;
+      task.count = c.count;
+      task.partials = &micro_partials_[c.partials];
+    }
+    backend_->norm(norm_tasks_.span());
+  });
+  bool finite = true;
+  for (const Contribution& c : contributions_)
+    for (int64_t k = 0; k < chunk_count(c.count); ++k)
+      finite = finite && !micro_partials_[c.partials + static_cast<size_t>(k)].nonfinite;
+  if (!finite && config_.nonfinite == GA_NONFINITE_DROP_MICRO) {
+    window_.drop(index);
+    contributions_.clear();
+    return;
+  }
+  // What is not finite is added as it is, for ga_step to find: a clip by value would hide it.
+  const bool clip_now = clip_micro_ && (finite || config_.nonfinite == GA_NONFINITE_IGNORE);
+  if (clip_now) clip_micro_batch(micro);
+  set_micro(micro, index, window_.weight());
+  const double weight = config_.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
+  accumulate_tasks_.clear();
+  const auto run = [&] {
+    or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
+    accumulate_tasks_.clear();
+    for (const Contribution& c : contributions_)
+      params_[static_cast<size_t>(c.param)].pending = false;
+  };
+  for (const Contribution& c : contributions_) {
+    Param& p = params_[static_cast<size_t>(c.param)];
+    if (c.indices) {
+      run();
+      add_rows(c, contribution_scale(micro));
+      continue;
+    }
+    if (p.pending) run();  // one pass writes an accumulator once
+    make_dense(c.param);
+    const ga_clip& clip = clip_of(p);
+    ClippedGradient& clipped = tensors_[static_cast<size_t>(c.param)].clipped;
+    if (clip_now && clip.when == GA_CLIP_MICRO &&
+        (clip.scope != GA_CLIP_NONE || std::isfinite(clip.max_value))) {
+      clipped.gradient.factor = p.factor;
+      plan(c.param, {&clipped, kClipped, weight});
+    } else {
+      plan(c.param, {c.gradient, p.gradient_dtype, contribution_scale(micro)});
+    }
+    p.pending = true;
+  }
+  run();
+  contributions_.clear();
+}
+
+// Leaves in every parameter the factor of its clip by norm, and in its tensor the clipped gradient.
+void Context::clip_micro_batch(const Micro& micro) {
+  double shared = 0;
+  for (Group& g : groups_) g.sum_squares = 0;
+  unit_tasks_.clear();
+  agc_tasks_.clear();
+  for (const Contribution& c : contributions_) {
+    Param& p = params_[static_cast<size_t>(c.param)];
+    Tensor& t = tensors_[static_cast<size_t>(c.param)];
+    Group& g = groups_[static_cast<size_t>(p.group)];
+    const bool clamped = std::isfinite(clip_of(p).max_value);
+    p.factor = 1;
+    p.sum_squares = sum(&micro_partials_[c.partials], chunk_count(c.count),
+                        clamped ? &Partial::limited : &Partial::sum_squares);
+    (g.own_clip ? g.sum_squares : shared) += p.sum_squares;
+    t.clipped = {micro_view(c, micro), nullptr, nullptr};
+    if (clip_of(p).when == GA_CLIP_MICRO && clip_of(p).scope == GA_CLIP_AGC)
+      add_unit_tasks(c.param, t.clipped.gradient);
+  }
+  or_invalidate([&] {
+    backend_->unit_norms({unit_tasks_.data(), unit_tasks_.size()});
+    backend_->agc({agc_tasks_.data(), agc_tasks_.size()});
+  });
+  for (const Contribution& c : contributions_) {
+    Param& p = params_[static_cast<size_t>(c.param)];
+    Tensor& t = tensors_[static_cast<size_t>(c.param)];
+    const Group& g = groups_[static_cast<size_t>(p.group)];
+    const ga_clip& clip = clip_of(p);
+    if (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR) {
+      const double squares = clip.scope == GA_CLIP_PER_TENSOR ? p.sum_squares
+                             : g.own_clip                     ? g.sum_squares
+                                                              : shared;
+      p.factor = clip_factor(clip, std::sqrt(squares));
+    } else if (clip.scope == GA_CLIP_AGC && t.units) {
+      t.clipped.pattern = &t.units->pattern;
+      t.clipped.factors = t.units->gradient;
+    }
+  }
 }
 
 void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t lda,
@@ -164,9 +471,15 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
   if (dtype_info(dtype).size == 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": dtype was %d, expected a ga_dtype", name(id),
          dtype);
-  if (!dtype_info(dtype).supported)
-    fail(GA_ERROR_UNSUPPORTED, "parameter \"%s\": dtype was %s, this version multiplies f32",
-         name(id), dtype_info(dtype).name);
+  if (dtype != GA_F32 && dtype != GA_F16 && dtype != GA_BF16)
+    fail(GA_ERROR_UNSUPPORTED,
+         "parameter \"%s\": dtype was %s, but products are of f32, f16 or bf16", name(id),
+         dtype_info(dtype).name);
+  if (p.accumulator_dtype != GA_F32)
+    fail(GA_ERROR_UNSUPPORTED,
+         "parameter \"%s\": products are added to f32 accumulators, but its is %s", name(id),
+         dtype_info(p.accumulator_dtype).name);
+  refuse(id, "ga_accumulate_matmul", true);
   const int64_t m = tensors_[static_cast<size_t>(id)].rows;
   const int64_t n = m > 0 ? p.count / m : 0;
   if (k < 0)
@@ -197,23 +510,20 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
   };
   check_matrix("a", a, transpose_a ? k : m, transpose_a ? m : k, lda);
   check_matrix("b", b, transpose_b ? n : k, transpose_b ? k : n, ldb);
-  backend_->prepare_matmul();
+  backend_->prepare_matmul(dtype == GA_F32 ? 0 : k * (m + n));
   const Micro& micro = window_.open_micro();
   if (micro.weight == 0 || p.frozen) return;
   store_adopted(id);
-  const MatmulTask task = {m,
-                           n,
-                           k,
-                           static_cast<const float*>(a),
-                           lda,
-                           transpose_a,
-                           static_cast<const float*>(b),
-                           ldb,
-                           transpose_b,
-                           p.accumulator,
-                           p.partials,
-                           contribution_scale(micro),
-                           p.held == Held::kStored};
+  make_dense(id);
+  MatmulTask task = {};
+  task.m = m, task.n = n, task.k = k;
+  task.a = a, task.lda = lda, task.transpose_a = transpose_a;
+  task.b = b, task.ldb = ldb, task.transpose_b = transpose_b;
+  task.dtype = dtype;
+  task.target = static_cast<float*>(p.accumulator);
+  task.partials = p.partials;
+  task.scale = static_cast<float>(contribution_scale(micro));
+  task.keep = p.held == Held::kStored;
   bool has_partials = true;
   if (p.count > 0) or_invalidate([&] { has_partials = backend_->matmul(task); });
   p.held = Held::kStored;
@@ -222,15 +532,17 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
 
 ga_accumulator Context::acquire(ga_param id) {
   Param& p = part(id, "ga_accumulator_acquire");
+  refuse(id, "ga_accumulator_acquire", true);
   const Micro& micro = window_.open_micro();
   ga_accumulator out = {};
   out.struct_size = sizeof out;
-  out.dtype = GA_F32;
+  out.dtype = p.accumulator_dtype;
   out.rows = tensors_[static_cast<size_t>(id)].rows;
   out.columns = out.rows > 0 ? p.count / out.rows : 0;
   out.leading_dimension = out.columns;
   if (micro.weight > 0 && !p.frozen) {
     store_adopted(id);
+    make_dense(id);
     out.data = p.accumulator;
     out.alpha = contribution_scale(micro);
     out.beta = p.held == Held::kStored ? 1 : 0;
@@ -259,6 +571,7 @@ void Context::micro_end() {
            "ga_micro_end: the accumulator of parameter \"%s\" is still handed out; "
            "ga_accumulator_release is due",
            tensors_[i].name.c_str());
+  if (!contributions_.empty()) settle(window_.open_index());
   window_.end();
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every exported function: checks its pointers, calls the context inside guard(). No logic.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -26,6 +27,18 @@ constexpr size_t kLargestStruct = 1 << 16;  // a struct_size beyond it is garbag
 // Sizes of the structs in the first release: a smaller one was never compiled by anyone.
 template <class T>
 constexpr size_t first_size = sizeof(T);
+template <>
+constexpr size_t first_size<ga_config> = offsetof(ga_config, seed);
+template <>
+constexpr size_t first_size<ga_memory> = offsetof(ga_memory, masters);
+template <>
+constexpr size_t first_size<ga_optimizer> = offsetof(ga_optimizer, rho);
+template <>
+constexpr size_t first_size<ga_clip> = offsetof(ga_clip, agc_factor);
+template <>
+constexpr size_t first_size<ga_param_options> = offsetof(ga_param_options, master);
+template <>
+constexpr size_t first_size<ga_step_result> = offsetof(ga_step_result, skipped);
 
 template <class T>
 void require(const T* pointer, const char* name) {
@@ -290,12 +303,45 @@ ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip
   });
 }
 
+ga_status ga_loss_scaler_init(ga_loss_scaler* scaler, size_t struct_size) {
+  return guard(
+      [&] { init_struct(scaler, struct_size, ga::LossScaler::defaults(), "ga_loss_scaler"); });
+}
+
+ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scaler) {
+  return on(ctx, [&] {
+    if (!scaler) return ctx->set_loss_scaler(nullptr);
+    const ga_loss_scaler s = read_struct(scaler, ga::LossScaler::defaults(), "ga_loss_scaler");
+    check_reserved("ga_loss_scaler", s.reserved);
+    ctx->set_loss_scaler(&s);
+  });
+}
+
+ga_status ga_loss_scale(const ga_context* ctx, double* out, const void** device) {
+  return on(ctx, [&] {
+    require(out, "out");
+    *out = ctx->loss_scale();
+    if (device) *device = nullptr;
+  });
+}
+
+ga_status ga_ema_init(ga_ema* ema, size_t struct_size) {
+  return guard([&] { init_struct(ema, struct_size, ga::default_ema(), "ga_ema"); });
+}
+
+ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema) {
+  return on(ctx, [&] {
+    if (!ema) return ctx->set_ema(nullptr);
+    const ga_ema e = read_struct(ema, ga::default_ema(), "ga_ema");
+    ctx->set_ema(&e);
+  });
+}
+
 ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* data, int32_t dtype,
                        int32_t rank, const int64_t* shape, const ga_param_options* options,
                        ga_param* out) {
   return on(ctx, [&] {
     const ga_param_options o = read_options(options);
-    check_reserved("ga_param_options", o.reserved);
     const ga_flat_entry entry = {name, group, rank, shape, 0};
     const ga_param id = ctx->add_params(data, dtype, &entry, 1, o);
     if (out) *out = id;
@@ -307,7 +353,6 @@ ga_status ga_params_add_flat(ga_context* ctx, void* data, int32_t dtype,
                              const ga_param_options* options, ga_param* first) {
   return on(ctx, [&] {
     const ga_param_options o = read_options(options);
-    check_reserved("ga_param_options", o.reserved);
     if (count > 0) require(entries, "entries");
     const ga_param id = ctx->add_params(data, dtype, entries, count, o);
     if (first) *first = id;
@@ -316,6 +361,14 @@ ga_status ga_params_add_flat(ga_context* ctx, void* data, int32_t dtype,
 
 ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data) {
   return on(ctx, [&] { ctx->bind(param, data); });
+}
+
+ga_status ga_param_changed(ga_context* ctx, ga_param param) {
+  return on(ctx, [&] { ctx->changed(param); });
+}
+
+ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, int32_t dtype) {
+  return on(ctx, [&] { ctx->ema_copy_to(param, out, dtype); });
 }
 
 ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen) {
@@ -337,6 +390,11 @@ ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight, const do
 
 ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void* gradient) {
   return on(ctx, [&] { ctx->accumulate_part(param, gradient); });
+}
+
+ga_status ga_accumulate_rows(ga_context* ctx, ga_param param, const void* indices,
+                             int32_t index_dtype, int64_t count, const void* values) {
+  return on(ctx, [&] { ctx->accumulate_rows(param, indices, index_dtype, count, values); });
 }
 
 ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,

@@ -6,6 +6,8 @@
 //   step.cpp        the end of a window
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -15,8 +17,11 @@
 
 #include "backend/backend.hpp"
 #include "error.hpp"
+#include "loss_scale.hpp"
+#include "noise_scale.hpp"
 #include "optimizer.hpp"
 #include "schedule.hpp"
+#include "units.hpp"
 #include "window.hpp"
 
 namespace ga {
@@ -26,10 +31,19 @@ namespace ga {
 template <class Task>
 class TaskList {
  public:
-  void reserve(size_t capacity) { tasks_.resize(capacity); }
+  void reserve(size_t capacity) {
+    if (capacity > tasks_.size()) tasks_.resize(capacity);
+  }
+  // The same for a capacity that grows bit by bit.
+  void reserve_more(size_t capacity) {
+    if (capacity > tasks_.size()) tasks_.resize(std::max(capacity, 2 * tasks_.size()));
+  }
   void clear() { size_ = 0; }
   Task& add() { return tasks_[size_++]; }  // holds what a former list left there
   Task& last() { return tasks_[size_ - 1]; }
+  void drop_last() { --size_; }
+  size_t size() const { return size_; }
+  Span<Task> span_from(size_t first) { return {tasks_.data() + first, size_ - first}; }
   Span<const Task> span() const { return {tasks_.data(), size_}; }
 
  private:
@@ -67,9 +81,14 @@ class Context {
   void set_clip(const ga_clip* clip);
   void set_group_clip(ga_group group, const ga_clip* clip);
   double lr(ga_group group) const;
+  void set_loss_scaler(const ga_loss_scaler* scaler);
+  double loss_scale() const { return scaler_ ? scaler_->scale() : config_.loss_scale; }
+  void set_ema(const ga_ema* ema);
   ga_param add_params(void* data, int32_t dtype, const ga_flat_entry* entries, size_t count,
                       const ga_param_options& options);
   void bind(ga_param param, void* data);
+  void changed(ga_param param);
+  void ema_copy_to(ga_param param, void* out, int32_t dtype);
   void set_frozen(ga_param param, bool frozen);
   ga_memory memory() const;
 
@@ -77,6 +96,8 @@ class Context {
   void accumulate(const void* const* gradients, size_t count, double weight, const double* scale);
   void micro_begin(int64_t index, double weight, const double* scale);
   void accumulate_part(ga_param param, const void* gradient);
+  void accumulate_rows(ga_param param, const void* indices, int32_t index_dtype, int64_t count,
+                       const void* values);
   void accumulate_matmul(ga_param param, int64_t k, const void* a, int64_t lda, bool transpose_a,
                          const void* b, int64_t ldb, bool transpose_b, int32_t dtype);
   ga_accumulator acquire(ga_param param);
@@ -94,8 +115,7 @@ class Context {
     ga_optimizer optimizer;
     Schedule schedule;
     Clock clock;  // the context's applied steps, with this optimizer's products
-    int op;       // position in AllOps; -1: none
-    int slots;
+    int op[2];    // position in AllOps for vectors and for matrices; -1: none
     bool own_clip;
     ga_clip clip;
     double sum_squares = 0;  // of the group's reduced gradients, while stepping
@@ -107,34 +127,68 @@ class Context {
     kNothing,  // no contribution yet
     kAdopted,  // in the program's buffer, GA_GRADIENTS_LIVE
     kStored,   // in the accumulator
+    kRows,     // in the accumulator's rows that are in the row set
   };
 
-  // A parameter: what the passes read. The first cache line is all that a contribution needs.
+  // A parameter: what the passes read. The first cache line is all that a plain contribution needs.
   struct alignas(64) Param {
-    float* accumulator = nullptr;
+    void* accumulator = nullptr;
     Partial* partials = nullptr;
     int64_t count;
     int64_t offset;                 // elements from the start of its block
     const void* checked = nullptr;  // the gradient address last found clear of the ranges
-    Source adopted = {};
-    int32_t gradient_dtype;
+    const void* adopted = nullptr;
+    double adopted_scale = 0;
+    unsigned char dtype;
+    unsigned char gradient_dtype;
+    unsigned char accumulator_dtype;
     Held held = Held::kNothing;
+    bool f64 = false;  // computed in double
     bool frozen = false;
     bool acquired = false;
     bool stale = false;  // the partials are not those of the accumulator
 
-    float* data;
-    float* state[kMaxSlots] = {};
-    Clock clock;             // its own updates
-    double sum_squares = 0;  // of what a clip by norm sees, while stepping
+    void* data;
+    void* state[kMaxSlots] = {};
+    void* master = nullptr;
+    void* average = nullptr;
+    Clock clock;                // its own updates
+    double sum_squares = 0;     // of what a clip by norm sees, while stepping
+    double factor = 1;          // of its clip by norm, likewise
+    double held_weight = 0;     // GA_ACCUMULATE_RUNNING_MEAN: the weights that the mean is over
+    int64_t contributions = 0;  // in this window
+    int64_t last_micro = -1;    // micro-batch of the last one
     ga_group group;
+    bool matrix = false;     // rank >= 2
+    bool averaged = false;   // the average holds something
     bool delivered = false;  // the accumulator holds the last step's gradient, for the program
+    bool pending = false;    // in the list of tasks
   };
 
-  // A parameter: what only messages and matrices read.
+  // Sums over units and what is made of them, for clipping.
+  struct Units {
+    UnitPattern pattern;
+    double* gradient = nullptr;  // later the factors, of the type computed in
+    double* param = nullptr;
+    size_t bytes = 0;  // of both, in one block
+    double clipped_squares = 0;
+    double smallest = 1;
+  };
+
+  // A parameter: what few passes read.
   struct Tensor {
     std::string name;
-    int64_t rows;
+    std::vector<int64_t> shape;
+    ga_param_options options;
+    int64_t rows;                  // shape[0]
+    Pair pair = {};                // of a compensated accumulator
+    RowSet set = {};               // with ga_param_options.rows
+    SparseRows sparse = {};        // the accumulator with that set
+    std::unique_ptr<Units> units;  // under GA_CLIP_AGC
+    ClippedGradient clipped = {};
+    // Of a factored second moment: the last two axes as matrices, and their sums.
+    std::unique_ptr<Units> factor_rows, factor_columns;
+    OuterProduct outer = {};
   };
 
   // One pointer of ga_accumulate.
@@ -155,12 +209,36 @@ class Context {
     size_t bytes;
   };
 
-  // Places in the arenas, in bytes: the accumulators, then the slots of optimizer state.
-  static constexpr int kArrays = 1 + kMaxSlots;
-  struct Layout {
-    size_t bytes[kArrays] = {};
-    int64_t chunks = 0;
+  // The kinds of arrays a parameter may have, each kind in arenas of its own.
+  enum ArrayKind {
+    kAccumulator,
+    kLow,                          // of a compensated accumulator
+    kState,                        // the first slot; the others follow
+    kMaster = kState + kMaxSlots,  // f32, of a 16-bit parameter
+    kAverage,
+    kRowSlots,
+    kArrays
   };
+  // Places in the arenas, in bytes.
+  struct Layout {
+    std::array<size_t, kArrays> bytes = {};
+    int64_t chunks = 0;
+    size_t scratch = 0;  // of the parameter that needs most while it is updated
+  };
+
+  // A contribution that is read at the end of its micro-batch.
+  struct Contribution {
+    ga_param param;
+    const void* gradient;
+    const void* indices;  // NULL: the whole gradient
+    int32_t index_dtype;
+    int64_t count;  // elements of gradient
+    int64_t rows;
+    size_t partials;  // the first of its chunks in micro_partials_
+  };
+
+  // What random bits are for: no two uses share any.
+  enum class Purpose : uint64_t { kAccumulate = 1, kCopy, kState };
 
   // context.cpp
   void require_empty(const char* what) const;
@@ -170,20 +248,60 @@ class Context {
   Param& param(ga_param id);
   const char* name(ga_param id) const { return tensors_[static_cast<size_t>(id)].name.c_str(); }
   void update_accum_steps();
-  void check_data(const char* name, const void* data, int64_t count, ga_param self) const;
+  void check_data(const char* name, const void* data, int64_t count, int32_t size,
+                  ga_param self) const;
   const Range* overlap(const void* data, int64_t bytes, ga_param except) const;
   void add_range(const Range& range);
-  int arrays_of(const Param& p) const;
-  void place(const Param& p, Layout& l, size_t (&offset)[kArrays]) const;
+  bool has_master(size_t i) const;
+  int op_of(const Param& p) const {
+    return groups_[static_cast<size_t>(p.group)].op[p.matrix ? 1 : 0];
+  }
+  void check_options(const ga_flat_entry& e, int32_t dtype, const ga_param_options& o) const;
+  struct Matrices {
+    int64_t rows, columns, count;
+  };
+  Matrices matrices_of(const Tensor& t) const;
+  size_t bytes_of(size_t param, int kind) const;
+  static size_t bytes_of_lists();
+  Array param_of(const Param& p) const;
+  Array state_of(const Param& p, int slot) const;
+  Array average_of(const Param& p) const;
+  void place(size_t param, Layout& l, std::array<size_t, kArrays>& offset) const;
   Layout layout_of_new() const;
   void prepare();
+  void fill_new();
+  void take_master(Param& p);
+  void prepare_units();
+  uint32_t units_axes(size_t param) const;
+  std::unique_ptr<Units> new_units(const std::vector<int64_t>& shape, uint32_t reduced,
+                                   bool both) const;
+  void free_units(std::unique_ptr<Units>& units) noexcept;
+  void choose_path();
+  void change_clip(const ga_clip* clip, ga_clip& slot, bool* own);
+  uint64_t key(Purpose purpose, int64_t a, int64_t b, int64_t c) const;
 
   // accumulate.cpp
   Micro make_micro(double weight, const double* scale) const;
-  float contribution_scale(const Micro& micro) const;
+  double contribution_scale(const Micro& micro) const;
+  void set_micro(const Micro& micro, int64_t index, double window_weight);
   void check_gradient(ga_param id, const void* gradient);
-  void plan(Param& p, const void* gradient, float scale);
+  void check_values(ga_param id, const void* data, int64_t count, int32_t size,
+                    const char* what) const;
+  Array target_of(ga_param id);
+  void plan(ga_param id, const Source& source);
   void store_adopted(ga_param id);
+  void make_dense(ga_param id);
+  RowsTask rows_task(const Contribution& c, double scale);
+  void reserve_rows(int64_t count);
+  void add_rows(const Contribution& c, double scale);
+  // Whether micro-batches are judged as a whole, when they end.
+  bool deferring() const { return config_.nonfinite == GA_NONFINITE_DROP_MICRO || clip_micro_; }
+  void defer(Contribution c);
+  GradientView micro_view(const Contribution& c, const Micro& micro) const;
+  void settle(int64_t index);
+  void clip_micro_batch(const Micro& micro);
+  void add_unit_tasks(ga_param id, const GradientView& view);
+  void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   Param& part(ga_param id, const char* what);
   template <class Work>
   void or_invalidate(Work&& work);
@@ -195,11 +313,32 @@ class Context {
     bool finite;
   };
   const ga_clip& clip_of(const Param& p) const;
-  void fill_view(const Param& p, double mean, GradientView& v) const;
+  double mean_of(const Param& p, double mean) const;
+  Source source_of(ga_param id);
+  void fill_view(ga_param id, double mean, GradientView& v);
+  void fill_clipped(ga_param id, double mean, GradientView& v);
   bool norm_after_value(const Param& p) const;
   void take_norms(double mean);
   Reduction reduce(double mean);
+  bool by_units(const Param& p) const;
+  void clip_units(Span<const ga_param> ids, double mean, Reduction& r);
+  void limit_groups(int32_t kind);
+  void fill_update(ga_param id, UpdateTask& task);
   void update(double mean, Reduction& r);
+  void begin_updates();
+  Clock clock_of(const Param& p) const;
+  void add_update(ga_param id, double mean);
+  void fold(const Param& p, int op, UpdateTask& task);
+  bool is_lazy(ga_param id) const;
+  void update_rows(ga_param id);
+  void update_layers(double mean, Reduction& r, int32_t limited);
+  void update_batch(Span<const ga_param> ids, double mean);
+  void fold_layer(ga_param id, UpdateTask& task);
+  void add_factor_task(ga_param id, double mean);
+  void orthogonalize(ga_param id, UpdateTask& task);
+  double average_gain(const Param& p) const;
+  void move_averages();
+  void estimate_noise();
   void empty_window();
   const char* first_nonfinite() const;
   void forget_delivered();
@@ -220,13 +359,23 @@ class Context {
   ga_clip clip_;
   std::vector<ga_accum_phase> phases_;
 
+  std::optional<LossScaler> scaler_;
+  std::optional<ga_ema> ema_;
+  NoiseScale noise_;
+  bool clip_micro_ = false;  // some clipping is GA_CLIP_MICRO
+  bool clip_units_ = false;  // some is GA_CLIP_AGC, of the reduced gradient
+
   size_t prepared_ = 0;  // parameters that have their arrays
+  size_t filled_ = 0;    // of these, the ones whose arrays hold what they begin with
   Layout owned_;         // of these
   std::vector<Arena> arenas_;
+  void* scratch_ = nullptr;
+  size_t scratch_bytes_ = 0;
 
   Window window_;
   int64_t windows_ = 0;
   int64_t steps_ = 0;
+  int64_t dropped_ = 0;
   bool delivered_ = false;  // some parameter's gradient is
 
   // Working lists, sized by prepare() so that no later call allocates.
@@ -235,12 +384,43 @@ class Context {
   TaskList<UpdateTask> update_tasks_;
   TaskList<FinishTask> finish_tasks_;
   TaskList<OpBytes> folded_;
+  // What the last Op was folded for.
+  struct Folded {
+    ga_group group;
+    int op;
+    int64_t step;
+    bool operator!=(const Folded& o) const {
+      return group != o.group || op != o.op || step != o.step;
+    }
+  } folded_for_ = {};
   std::vector<ga_param> touched_;
+  std::vector<ga_param> layers_;  // of these, those whose update needs other passes first
+  std::vector<UnitTask> unit_tasks_;
+  std::vector<AgcTask> agc_tasks_;
+  std::vector<FactorTask> factor_tasks_;
+  int64_t rows_held_ = 0;  // at most so many rows are in the sets
+  int64_t row_tasks_ = 0;  // and so many more updates a step has had room for
+  bool plain_ = true;      // contributions need nothing but to be added
+  bool adopts_ = false;    // first ones are left where they are
+  bool noise_repeated_ = false;
+  struct {
+    int64_t index;
+    double weight;
+    double window_weight;                    // with it
+  } micro_ = {};                             // of the contributions that are being planned
+  std::vector<Contribution> contributions_;  // of the open micro-batch, when deferring
+  std::vector<Partial> micro_partials_;
 };
+
+// The sum over partials in a fixed pairwise order.
+double sum(const Partial* partials, int64_t count, double Partial::*field);
+double clip_factor(const ga_clip& clip, double norm);
 
 ga_clip default_clip();
 void check_clip(const ga_clip& clip);
 ga_config default_config();
 void check_config(const ga_config& config);
+ga_ema default_ema();
+void check_ema(const ga_ema& ema);
 
 }  // namespace ga

@@ -19,19 +19,20 @@ struct Tables;
 template <class... O>
 struct Tables<TypeList<O...>> {
   template <class Optimizer>
-  static int op_of(const ga_optimizer& o) {
+  static int op_of(const ga_optimizer& o, bool matrix) {
     // Ops of the optimizers before this one in the list.
     int first = 0;
     bool found = false;
     ((found = found || std::is_same_v<O, Optimizer>,
       first += found ? 0 : O::template Ops<float>::size),
      ...);
-    const int chosen = Optimizer::select(o);
+    const int chosen = Optimizer::select(o, matrix);
     return chosen < 0 ? -1 : first + chosen;
   }
 
-  static constexpr std::array<OptimizerInfo, sizeof...(O)> infos = {
-      OptimizerInfo{O::name, O::has_flavor, O::defaults, O::check, op_of<O>, O::slot_names}...};
+  static constexpr std::array<OptimizerInfo, sizeof...(O)> infos = {OptimizerInfo{
+      O::name, O::has_flavor, O::defaults, O::check, op_of<O>, O::bf16_state, O::matrices_only,
+      O::lazy, O::initial, O::advance, O::factor_gain, O::factor_floor, O::slot_names}...};
 };
 
 template <class Op>
@@ -41,16 +42,24 @@ void fold_into(const ga_optimizer& o, const StepInput& in, OpBytes& out) {
   new (out.bytes) Op(o, in);
 }
 
-template <class List>
+template <class Floats, class Doubles>
 struct OpTable;
 
-template <class... Op>
-struct OpTable<TypeList<Op...>> {
-  static constexpr std::array<OpInfo, sizeof...(Op)> infos = {OpInfo{Op::slots, fold_into<Op>}...};
+template <class... F, class... D>
+struct OpTable<TypeList<F...>, TypeList<D...>> {
+  static constexpr std::array<OpInfo, sizeof...(F)> infos = {
+      OpInfo{F::slots,
+             F::norms,
+             F::measuring,
+             F::updating,
+             F::factored,
+             F::emits,
+             F::orthogonal,
+             {fold_into<F>, fold_into<D>}}...};
 };
 
 constexpr auto& optimizers = Tables<Optimizers>::infos;
-constexpr auto& ops = OpTable<AllOps<float>>::infos;
+constexpr auto& ops = OpTable<AllOps<float>, AllOps<double>>::infos;
 
 constexpr const char* flavor_names[] = {"torch", "Keras", "BERT"};
 
@@ -99,6 +108,21 @@ void check_optimizer(const ga_optimizer& o) {
   check_flag(info.name, "nesterov", o.nesterov);
   check_flag(info.name, "amsgrad", o.amsgrad);
   check_flag(info.name, "maximize", o.maximize);
+  check_range(info.name, "rho", o.rho, 0, 1, false);
+  check_range(info.name, "lr_decay", o.lr_decay, 0, inf, false);
+  check_range(info.name, "initial_accumulator", o.initial_accumulator, 0, inf, false);
+  check_range(info.name, "momentum_decay", o.momentum_decay, 0, inf, false);
+  check_range(info.name, "trust_coefficient", o.trust_coefficient, 0, inf, false);
+  check_range(info.name, "max_grad_norm", o.max_grad_norm, 0, inf, false);
+  check_range(info.name, "eps2", o.eps2, 0, inf, false);
+  check_flag(info.name, "centered", o.centered);
+  check_flag(info.name, "decoupled", o.decoupled);
+  check_flag(info.name, "always_adapt", o.always_adapt);
+  if (o.state_dtype != 0 && o.state_dtype != GA_F32 && o.state_dtype != GA_BF16)
+    fail(GA_ERROR_INVALID_ARGUMENT, "%s: state_dtype was %d, expected 0, GA_F32 or GA_BF16",
+         info.name, o.state_dtype);
+  if (o.state_dtype == GA_BF16 && !info.bf16_state)
+    fail(GA_ERROR_UNSUPPORTED, "%s: state_dtype was bf16, but its state is f32 only", info.name);
   info.check(o);
 }
 

@@ -16,14 +16,23 @@ struct OptimizerInfo {
   const char* name;
   bool (*has_flavor)(int32_t flavor);
   void (*defaults)(ga_optimizer&);
-  void (*check)(const ga_optimizer&);  // beyond what holds for all
-  int (*op)(const ga_optimizer&);      // position in AllOps; -1: no Op
+  void (*check)(const ga_optimizer&);           // beyond what holds for all
+  int (*op)(const ga_optimizer&, bool matrix);  // position in AllOps; -1: no Op
+  // As in OptimizerBase.
+  bool bf16_state, matrices_only;
+  bool (*lazy)(const ga_optimizer&);
+  double (*initial)(const ga_optimizer&, int slot);
+  void (*advance)(const ga_optimizer&, Clock&);
+  double (*factor_gain)(const ga_optimizer&, const Clock&);
+  double (*factor_floor)(const ga_optimizer&);
   const char* const* slot_names;
 };
 
 struct OpInfo {
-  int slots;
-  void (*fold)(const ga_optimizer&, const StepInput&, OpBytes&);
+  int slots, norms;
+  Pass measuring, updating;
+  bool factored, emits, orthogonal;
+  void (*fold[2])(const ga_optimizer&, const StepInput&, OpBytes&);  // computed in float, double
 };
 
 // Throws GA_ERROR_INVALID_ARGUMENT for an unknown kind, GA_ERROR_UNSUPPORTED for a flavor it has

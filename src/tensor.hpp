@@ -10,18 +10,16 @@ namespace ga {
 
 struct DtypeInfo {
   const char* name;
-  int32_t size;    // bytes of an element; 0: no such dtype
-  bool supported;  // has loops in this version
+  int32_t size;   // bytes of an element; 0: no such dtype
+  bool floating;  // what tensors are made of; else indices
 };
 
 // For any number; unknown ones have size 0.
 inline DtypeInfo dtype_info(int32_t dtype) {
-  static constexpr DtypeInfo table[] = {{"unknown", 0, false},
-                                        {"f32", 4, true},
-                                        {"f64", 8, false},
-                                        {"f16", 2, false},
-                                        {"bf16", 2, false}};
-  return table[dtype >= GA_F32 && dtype <= GA_BF16 ? dtype : 0];
+  static constexpr DtypeInfo table[] = {{"unknown", 0, false}, {"f32", 4, true},  {"f64", 8, true},
+                                        {"f16", 2, true},      {"bf16", 2, true}, {"i32", 4, false},
+                                        {"i64", 8, false}};
+  return table[dtype >= GA_F32 && dtype <= GA_I64 ? dtype : 0];
 }
 
 }  // namespace ga

@@ -22,6 +22,12 @@ double Window::weight() const {
   return sum;
 }
 
+int64_t Window::weighted() const {
+  int64_t count = 0;
+  for (const Micro& m : micros_) count += m.weight > 0;
+  return count;
+}
+
 void Window::check_valid() const {
   if (invalid_)
     fail(GA_ERROR_INVALID_STATE,
@@ -91,6 +97,7 @@ void Window::invalidate() { invalid_ = true; }
 void Window::clear() {
   micros_.clear();
   open_ = -1;
+  dropped_ = 0;
   invalid_ = false;
 }
 

@@ -27,6 +27,7 @@ class Window {
   double weight() const;  // sum, in the order of the micro-batches
   int64_t open_index() const { return open_; }
   const Micro& open_micro() const { return micros_[static_cast<size_t>(open_)]; }
+  const Micro& micro(int64_t index) const { return micros_[static_cast<size_t>(index)]; }
 
   // Each throws GA_ERROR_INVALID_STATE or GA_ERROR_INVALID_ARGUMENT and changes nothing when the
   // call is not legal.
@@ -41,7 +42,14 @@ class Window {
     if (micros_.size() == micros_.capacity()) micros_.reserve(2 * micros_.size() + 16);
   }
   void add(const Micro& micro) { micros_.push_back(micro); }  // after check_whole
-  void invalidate();  // parameters and state are untouched, accumulators are not
+  // Micro-batch index counts from now on with weight 0.
+  void drop(int64_t index) {
+    micros_[static_cast<size_t>(index)].weight = 0;
+    ++dropped_;
+  }
+  int64_t dropped() const { return dropped_; }
+  int64_t weighted() const;  // micro-batches of weight > 0
+  void invalidate();         // parameters and state are untouched, accumulators are not
   void clear();
 
  private:
@@ -50,6 +58,7 @@ class Window {
   std::vector<Micro> micros_;
   int64_t open_ = -1;
   int64_t accum_steps_ = 0;
+  int64_t dropped_ = 0;
   bool invalid_ = false;
 };
 

@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the library should compute, in float64, one scalar at a time, written from the published
-// formulas: Kingma & Ba 2015, Reddi et al. 2018, Loshchilov & Hutter 2019, Sutskever et al. 2013,
-// and the definitions of the frameworks where they differ. It knows nothing of the library but the
-// structs of its public header.
+// papers (those that ga_optimizer_kind names) and from the definitions of the frameworks where they
+// differ. It knows nothing of the library but the structs of its public header.
 //
 // The numbers carry their own tolerance. A Real is a float64 value together with a bound on the
-// error that float32 arithmetic makes on the way to it (running error analysis, Wilkinson 1963;
-// Higham 2002, section 3.3): each operation passes on the bounds of its operands and adds half an
-// ulp of its own result. So no test has a tolerance of its own: a result is right when it lies
-// within the bound, and the bound grows exactly where rounding must.
+// error that the library's arithmetic makes on the way to it (running error analysis, Wilkinson
+// 1963; Higham 2002, section 3.3): each operation passes on the bounds of its operands and adds
+// half an ulp of its own result. So no test has a tolerance of its own: a result is right when it
+// lies within the bound, and the bound grows exactly where rounding must.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "gradaccum/gradaccum.h"
@@ -24,25 +25,57 @@ namespace ga::ref {
 
 // ---- The one table of tolerances ----------------------------------------------------------------
 
-// A float32 operation (+ - * / sqrt) is correctly rounded: half an ulp, 2^-24 of the result.
+// An operation of float32 (+ - * / sqrt) is correctly rounded: half an ulp, 2^-24 of the result.
 inline constexpr double kHalfUlp = 0x1p-24;
 // What a result that underflows may lose: half the distance between subnormal float32 numbers,
 // times 2^5, as much as a scalar folded in afterwards may enlarge it (1 / sqrt(1 - beta2) for beta2
 // = 0.999).
 inline constexpr double kUnderflow = 0x1p-145;
+// The same two for float64.
+inline constexpr double kHalfUlp64 = 0x1p-53;
+inline constexpr double kUnderflow64 = 0x1p-1070;
 // The library may evaluate the same formula in another order, with other scalars folded beforehand:
 // for instance (1 - lr wd) p rounds three times by |p| where p - lr wd p rounds once. No order of
 // the formulas below has more than four times the roundings of the order written here.
 inline constexpr double kOrder = 4;
+// For float64 parameters this file rounds as much as the library does: once more.
+inline constexpr double kOrder64 = kOrder + 1;
 // A norm is a sum of n squares in float64 in a fixed order of lanes, each lane of at most 2^16
 // terms of one sign, then pairwise over chunks: at most (2^16 + 64) 2^-53 = 7.3e-12 of the sum of
-// squares, half of that after the root.
+// squares, half of that after the root. Few terms, in any order: half of n 2^-53, and the root's.
 inline constexpr double kNorm = 4e-12;
+inline double norm_error(size_t terms) {
+  return std::min(kNorm, static_cast<double>(terms + 4) * kHalfUlp64);
+}
 // Numbers that stay in float64 on the host (learning rates, factors) pass through at most 16
 // operations, each good to one float64 ulp (libm's pow and cos included).
 inline constexpr double kHost = 16 * 0x1p-52;
+// A matrix product of inner extent k: each element is off by at most k roundings of the sum of its
+// terms' magnitudes, in any order (Higham 2002, section 3.5). What that does to the Newton-Schulz
+// iteration is derived there: newton_schulz().
 
 // ---- Numbers ------------------------------------------------------------------------------------
+
+// The arithmetic that the library is taken to use, from here to the end of the scope.
+struct Arithmetic {
+  double half_ulp = kHalfUlp;
+  double underflow = kUnderflow;
+  double order = kOrder;
+};
+inline constexpr Arithmetic kFloat32 = {};
+inline constexpr Arithmetic kFloat64 = {kHalfUlp64, kUnderflow64, kOrder64};
+inline thread_local Arithmetic arithmetic = kFloat32;
+
+class With {
+ public:
+  explicit With(const Arithmetic& a) : before_(arithmetic) { arithmetic = a; }
+  ~With() { arithmetic = before_; }
+  With(const With&) = delete;
+  With& operator=(const With&) = delete;
+
+ private:
+  Arithmetic before_;
+};
 
 struct Real {
   double value = 0;
@@ -50,52 +83,96 @@ struct Real {
 
   Real() = default;
   Real(double v, double e) : value(v), error(e) {}
+  bool zero() const { return value == 0 && error == 0; }  // for certain
 };
 
-// A number that float32 holds exactly.
+// A number that the format holds exactly.
 inline Real exact(double x) { return {x, 0}; }
 
-// A scalar computed on the host in float64 and rounded once.
-inline Real scalar(double x) { return {x, std::abs(x) * kHalfUlp + kUnderflow}; }
-
 inline Real round(double value, double error) {
-  return {value, error + (std::abs(value) + error) * kHalfUlp + kUnderflow};
+  return {value, error + (std::abs(value) + error) * arithmetic.half_ulp + arithmetic.underflow};
 }
 
+// A scalar computed on the host in float64, of a few operations, and rounded once.
+inline Real scalar(double x) { return x == 0 ? Real() : round(x, std::abs(x) * 4 * kHalfUlp64); }
+// Another, by a formula that loses more.
+template <class Formula>
+Real on_host(Formula formula) {
+  const auto compute = [&] {
+    const With host(kFloat64);
+    return Real(formula());
+  };
+  const Real x = compute();
+  return x.zero() ? x : round(x.value, x.error);
+}
+
+// Operations with an exact zero are exact.
 inline Real operator-(const Real& a) { return {-a.value, a.error}; }
 inline Real operator+(const Real& a, const Real& b) {
+  if (a.zero()) return b;
+  if (b.zero()) return a;
   return round(a.value + b.value, a.error + b.error);
 }
-inline Real operator-(const Real& a, const Real& b) {
-  return round(a.value - b.value, a.error + b.error);
-}
+inline Real operator-(const Real& a, const Real& b) { return a + -b; }
 inline Real operator*(const Real& a, const Real& b) {
+  if (a.zero() || b.zero()) return {};
   return round(a.value * b.value,
                std::abs(a.value) * b.error + std::abs(b.value) * a.error + a.error * b.error);
 }
 inline Real operator/(const Real& a, const Real& b) {
   const double least = std::abs(b.value) - b.error;  // the divisor may be this small
+  if (a.zero() && least > 0) return {};
   const double quotient = a.value / b.value;
   const double error = least > 0 ? (std::abs(a.value) + a.error) / least - std::abs(quotient)
                                  : std::numeric_limits<double>::infinity();
   return round(quotient, error);
 }
 inline Real sqrt(const Real& a) {
-  const double root = std::sqrt(a.value);
+  if (a.zero()) return {};
+  const double root = std::sqrt(std::max(0.0, a.value));
   const double low = std::sqrt(std::max(0.0, a.value - a.error));
-  return round(root, std::max(std::sqrt(a.value + a.error) - root, root - low));
+  return round(root, std::max(std::sqrt(std::max(0.0, a.value + a.error)) - root, root - low));
 }
+inline Real abs(const Real& a) { return {std::abs(a.value), a.error}; }
 inline Real max(const Real& a, const Real& b) {
-  return {std::max(a.value, b.value), std::max(a.error, b.error)};
+  const double value = std::max(a.value, b.value);
+  const double low = std::max(a.value - a.error, b.value - b.error);
+  const double high = std::max(a.value + a.error, b.value + b.error);
+  return {value, std::max(value - low, high - value)};
 }
 inline Real clamp(const Real& a, double limit) {
-  return {std::clamp(a.value, -limit, limit), a.error + limit * kHalfUlp * (limit < 1e300)};
+  return {std::clamp(a.value, -limit, limit),
+          a.error + (limit < 1e300 ? limit * arithmetic.half_ulp : 0)};
+}
+// -1, 0 or 1; where rounding decides, any of them.
+inline Real sign(const Real& a) {
+  if (a.zero()) return {};
+  if (std::abs(a.value) <= arithmetic.order * a.error) return {0, 1};
+  return exact(a.value > 0 ? 1 : -1);
 }
 
 // How far the library may be from x.
-inline double tolerance(const Real& x) { return kOrder * x.error; }
-inline bool agrees(float got, const Real& x) {
-  return std::abs(static_cast<double>(got) - x.value) <= tolerance(x);
+inline double tolerance(const Real& x) { return arithmetic.order * x.error; }
+inline bool agrees(double got, const Real& x) { return std::abs(got - x.value) <= tolerance(x); }
+
+// The 2-norm of the errors of some numbers: |x + e| lies within |e| of |x|.
+inline double error_norm(const std::vector<Real>& list) {
+  double squares = 0;
+  for (const Real& x : list) squares += x.error * x.error;
+  return std::sqrt(squares);
+}
+
+// A 2-norm as the library takes it, in float64.
+inline Real norm(const std::vector<Real>& list) {
+  long double squares = 0;
+  bool zero = true;
+  for (const Real& x : list) {
+    squares += static_cast<long double>(x.value) * x.value;
+    zero = zero && x.zero();
+  }
+  if (zero) return {};
+  const auto root = static_cast<double>(std::sqrt(squares));
+  return {root, error_norm(list) + root * norm_error(list.size())};
 }
 
 // ---- Accumulation -------------------------------------------------------------------------------
@@ -105,9 +182,12 @@ class Sum {
  public:
   // g as the program hands it over: a mean or a sum over the micro-batch, of a loss multiplied by
   // loss_scale.
-  void add(float g, double weight, double loss_scale, int32_t gradient_kind) {
+  void add(double g, double weight, double loss_scale, int32_t gradient_kind) {
     const double factor = (gradient_kind == GA_GRADIENT_MEAN ? weight : 1.0) / loss_scale;
-    const Real contribution = scalar(factor) * exact(g);
+    add(scalar(factor) * exact(g));
+  }
+  // A contribution with its weight.
+  void add(const Real& contribution) {
     sum_ = empty_ ? contribution : sum_ + contribution;
     empty_ = false;
   }
@@ -130,19 +210,98 @@ inline double clip_factor(int32_t flavor, double norm, double max_norm) {
   return std::min(1.0, max_norm / (norm + 1e-6));
 }
 
-// ---- Optimizers ---------------------------------------------------------------------------------
+using Shape = std::vector<int64_t>;
+
+inline int64_t count_of(const Shape& shape) {
+  int64_t count = 1;
+  for (const int64_t extent : shape) count *= extent;
+  return count;
+}
+
+// The axes that a unit of adaptive gradient clipping is taken over, one bit each (Brock et al. 2021
+// and its JAX source; timm; GradientAccumulator).
+inline uint32_t agc_axes(int32_t preset, const Shape& shape) {
+  const auto rank = static_cast<uint32_t>(shape.size());
+  const uint32_t all = (uint32_t{1} << rank) - 1;
+  const auto longer = std::count_if(shape.begin(), shape.end(), [](int64_t n) { return n != 1; });
+  if (rank <= 1 || (preset == GA_AGC_NFNETS && longer <= 1)) return all;
+  if (preset == GA_AGC_TORCH) return all & ~uint32_t{1};
+  return rank <= 3 ? 1 : all >> 1;
+}
+
+// The elements of each unit.
+inline std::vector<std::vector<size_t>> agc_units(const Shape& shape, uint32_t axes) {
+  std::map<int64_t, std::vector<size_t>> units;  // by the first element
+  for (int64_t i = 0; i < count_of(shape); ++i) {
+    int64_t rest = i, stride = 1, first = 0;
+    for (size_t d = shape.size(); d-- > 0; stride *= shape[d], rest /= shape[d]) {
+      if ((axes >> d & 1) == 0) first += rest % shape[d] * stride;
+    }
+    units[first].push_back(static_cast<size_t>(i));
+  }
+  std::vector<std::vector<size_t>> result;
+  for (auto& unit : units) result.push_back(std::move(unit.second));
+  return result;
+}
+
+// Clips a gradient by the parameter's own units. The smallest factor that was applied.
+inline double agc(const ga_clip& clip, const Shape& shape, uint32_t axes,
+                  const std::vector<Real>& p, std::vector<Real>& g) {
+  double least = 1;
+  for (const std::vector<size_t>& unit : agc_units(shape, axes)) {
+    std::vector<Real> pu, gu;
+    for (const size_t i : unit) {
+      pu.push_back(p[i]);
+      gu.push_back(g[i]);
+    }
+    const Real limit = scalar(clip.agc_factor) * max(norm(pu), exact(clip.agc_eps));
+    const Real size = norm(gu);
+    // Where rounding decides either branch is right, for g is the same in both (with limits beyond
+    // 1e-6).
+    if (size.value + tolerance(size) <= limit.value - tolerance(limit)) continue;
+    const Real ratio = limit / max(size, exact(1e-6));
+    const Real factor(std::min(1.0, ratio.value), ratio.error);
+    least = std::min(least, factor.value);
+    for (const size_t i : unit) g[i] = g[i] * factor;
+  }
+  return least;
+}
+
+// ---- Optimizers, element by element -------------------------------------------------------------
 
 // One element of a parameter and its state.
 struct Element {
   Real p;
-  Real m;                // first moment, momentum buffer or velocity
-  Real v;                // second moment
-  Real v_max;            // AMSGrad
+  Real m;                // first moment, momentum buffer or velocity; Adadelta: squares of updates
+  Real v;                // second moment; Adamax: its infinity norm
+  Real w;                // AMSGrad: the largest v; centered RMSprop: first moment
   bool started = false;  // has been updated before
 };
 
-inline void sgd_torch(const ga_optimizer& o, double lr, Real g, Element& e) {
-  if (o.weight_decay != 0) g = g + scalar(o.weight_decay) * e.p;
+// beta m + (1 - beta) x
+inline Real average(double beta, const Real& m, const Real& x) {
+  return scalar(beta) * m + scalar(1 - beta) * x;
+}
+
+// 1 - beta^t, in float64. However beta^t comes about, it has at most t roundings.
+inline Real bias_correction(double beta, int64_t t) {
+  const double power = std::pow(beta, static_cast<double>(t));
+  return {1 - power, (static_cast<double>(t) * power + 1) * 2 * kHalfUlp64};
+}
+
+// p - lr weight_decay p, written as a product: as a difference, the error of p would come in twice.
+inline void decay(const ga_optimizer& o, double lr, Real& p) {
+  if (o.weight_decay != 0) p = scalar(1 - lr * o.weight_decay) * p;
+}
+
+// Whether weight_decay p is part of the gradient.
+inline bool l2(const ga_optimizer& o) {
+  return o.flavor == GA_FLAVOR_TORCH && o.weight_decay != 0 && o.kind != GA_OPTIMIZER_ADAMW &&
+         o.kind != GA_OPTIMIZER_LION && o.decoupled == 0;
+}
+
+// torch.optim.SGD, after the weight decay.
+inline void momentum_torch(const ga_optimizer& o, double lr, const Real& g, Element& e) {
   Real direction = g;
   if (o.momentum != 0) {
     e.m = e.started ? scalar(o.momentum) * e.m + scalar(1 - o.dampening) * g : g;
@@ -151,8 +310,7 @@ inline void sgd_torch(const ga_optimizer& o, double lr, Real g, Element& e) {
   e.p = e.p - scalar(lr) * direction;
 }
 
-inline void sgd_keras(const ga_optimizer& o, double lr, Real g, Element& e) {
-  if (o.weight_decay != 0) e.p = e.p - scalar(lr * o.weight_decay) * e.p;
+inline void sgd_keras(const ga_optimizer& o, double lr, const Real& g, Element& e) {
   const Real descent = scalar(lr) * g;
   if (o.momentum == 0) {
     e.p = e.p - descent;
@@ -162,41 +320,470 @@ inline void sgd_keras(const ga_optimizer& o, double lr, Real g, Element& e) {
   e.p = o.nesterov ? e.p + scalar(o.momentum) * e.m - descent : e.p + e.m;
 }
 
-// t counts from 1.
-inline void adam(const ga_optimizer& o, double lr, int64_t t, Real g, Element& e) {
-  const bool l2 = o.flavor == GA_FLAVOR_TORCH && o.kind == GA_OPTIMIZER_ADAM;
-  const bool corrected = o.flavor != GA_FLAVOR_BERT;
+// t counts from 1, here and below.
+inline void adam(const ga_optimizer& o, double lr, int64_t t, const Real& g, Element& e) {
   const Real p = e.p;
-  if (l2 && o.weight_decay != 0) g = g + scalar(o.weight_decay) * p;
-
-  e.m = scalar(o.beta1) * e.m + scalar(1 - o.beta1) * g;
-  e.v = scalar(o.beta2) * e.v + scalar(1 - o.beta2) * (g * g);
-  e.v_max = max(e.v_max, e.v);
-  const Real v = o.amsgrad ? e.v_max : e.v;
-
-  const double correction1 = corrected ? 1 - std::pow(o.beta1, static_cast<double>(t)) : 1;
-  const double correction2 = corrected ? 1 - std::pow(o.beta2, static_cast<double>(t)) : 1;
-  const Real descent = scalar(lr / correction1) * e.m;  // lr times the corrected first moment
-  const double root = std::sqrt(correction2);
-  e.p = o.flavor == GA_FLAVOR_TORCH ? p - descent / (sqrt(v) / scalar(root) + scalar(o.eps))
-                                    : p - scalar(root) * descent / (sqrt(v) + scalar(o.eps));
-  if (!l2 && o.weight_decay != 0) e.p = e.p - scalar(lr * o.weight_decay) * p;
+  e.m = average(o.beta1, e.m, g);
+  e.v = average(o.beta2, e.v, g * g);
+  e.w = max(e.w, e.v);
+  const Real root = sqrt(o.amsgrad ? e.w : e.v);
+  if (o.flavor == GA_FLAVOR_BERT) {
+    e.p = p - scalar(lr) * (e.m / (root + scalar(o.eps)));
+  } else {
+    const Real descent = on_host([&] { return exact(lr) / bias_correction(o.beta1, t); }) * e.m;
+    const Real correction = on_host([&] { return sqrt(bias_correction(o.beta2, t)); });
+    e.p = o.flavor == GA_FLAVOR_TORCH ? p - descent / (root / correction + scalar(o.eps))
+                                      : p - correction * descent / (root + scalar(o.eps));
+  }
+  if (o.flavor == GA_FLAVOR_BERT && o.weight_decay != 0) {
+    e.p = e.p - scalar(lr * o.weight_decay) * p;
+  }
 }
 
-// One applied update with the reduced, clipped gradient g. t is the one that the flavor counts by,
-// from 1.
+inline void rmsprop(const ga_optimizer& o, double lr, const Real& g, Element& e) {
+  const bool torch = o.flavor == GA_FLAVOR_TORCH;
+  e.v = average(o.rho, e.v, g * g);
+  Real variance = e.v;
+  if (o.centered) {
+    e.w = average(o.rho, e.w, g);
+    variance = variance - e.w * e.w;
+  }
+  const Real eps = scalar(o.eps);
+  const Real d = torch ? sqrt(variance) + eps : sqrt(variance + eps);
+  const Real rate = scalar(lr);
+  if (o.momentum == 0) {
+    e.p = e.p - rate * (g / d);
+  } else if (torch) {
+    e.m = scalar(o.momentum) * e.m + g / d;
+    e.p = e.p - rate * e.m;
+  } else {
+    e.m = scalar(o.momentum) * e.m + rate * g / d;
+    e.p = e.p - e.m;
+  }
+}
+
+inline void adagrad(const ga_optimizer& o, double lr, int64_t t, const Real& g, Element& e) {
+  if (!e.started) e.v = scalar(o.initial_accumulator);
+  e.v = e.v + g * g;
+  if (o.flavor == GA_FLAVOR_TORCH) {
+    const Real rate = scalar(lr / (1 + static_cast<double>(t - 1) * o.lr_decay));
+    e.p = e.p - rate * (g / (sqrt(e.v) + scalar(o.eps)));
+  } else {
+    e.p = e.p - scalar(lr) * (g / sqrt(e.v + scalar(o.eps)));
+  }
+}
+
+inline void adadelta(const ga_optimizer& o, double lr, const Real& g, Element& e) {
+  const Real eps = scalar(o.eps);
+  e.v = average(o.rho, e.v, g * g);
+  const Real delta = sqrt(e.m + eps) / sqrt(e.v + eps) * g;
+  e.m = average(o.rho, e.m, delta * delta);
+  e.p = e.p - scalar(lr) * delta;
+}
+
+inline void adamax(const ga_optimizer& o, double lr, int64_t t, const Real& g, Element& e) {
+  const bool torch = o.flavor == GA_FLAVOR_TORCH;
+  const Real eps = scalar(o.eps);
+  e.m = average(o.beta1, e.m, g);
+  e.v = max(scalar(o.beta2) * e.v, torch ? abs(g) + eps : abs(g));
+  const Real rate = on_host([&] { return exact(lr) / bias_correction(o.beta1, t); });
+  e.p = e.p - rate * (e.m / (torch ? e.v : e.v + eps));
+}
+
+inline void nadam(const ga_optimizer& o, double lr, int64_t t, const Real& g, Element& e) {
+  const auto momentum = [&](int64_t step) {
+    const double power = std::pow(0.96, static_cast<double>(step) * o.momentum_decay);
+    return exact(o.beta1) * Real(1 - 0.5 * power, kHost);
+  };
+  // Of all momenta so far. The last one is kept: the next element asks for the same.
+  thread_local struct {
+    double beta1 = -1, decay = -1;
+    int64_t t = -1;
+    Real product;
+  } last;
+  if (last.beta1 != o.beta1 || last.decay != o.momentum_decay || last.t != t) {
+    const With host(kFloat64);
+    last = {o.beta1, o.momentum_decay, t, exact(1)};
+    for (int64_t step = 1; step <= t; ++step) last.product = last.product * momentum(step);
+  }
+  const Real product = last.product;
+  e.m = average(o.beta1, e.m, g);
+  e.v = average(o.beta2, e.v, g * g);
+  const Real correction = on_host([&] { return sqrt(bias_correction(o.beta2, t)); });
+  const Real of_g =
+      on_host([&] { return exact(lr) * (exact(1) - momentum(t)) / (exact(1) - product); });
+  const Real of_m =
+      on_host([&] { return exact(lr) * momentum(t + 1) / (exact(1) - product * momentum(t + 1)); });
+  e.p = e.p - (of_g * g + of_m * e.m) / (sqrt(e.v) / correction + scalar(o.eps));
+}
+
+inline void radam(const ga_optimizer& o, double lr, int64_t t, const Real& g, Element& e) {
+  e.m = average(o.beta1, e.m, g);
+  e.v = average(o.beta2, e.v, g * g);
+  const Real descent = on_host([&] { return exact(lr) / bias_correction(o.beta1, t); }) * e.m;
+  // Length of the moving average, and its limit (Liu et al. 2020, algorithm 2).
+  const auto steps = static_cast<double>(t);
+  const double limit = 2 / (1 - o.beta2) - 1;
+  const auto length = [&] {
+    const Real correction = bias_correction(o.beta2, t);
+    return exact(limit) - exact(2 * steps) * (exact(1) - correction) / correction;
+  };
+  if (on_host(length).value <= 5) {
+    e.p = e.p - descent;
+    return;
+  }
+  const Real rate = on_host([&] {
+    const Real rho = length(), four = exact(4), two = exact(2);
+    const Real rectified = sqrt((rho - four) * (rho - two) * exact(limit) /
+                                ((exact(limit) - four) * (exact(limit) - two) * rho));
+    return sqrt(bias_correction(o.beta2, t)) * rectified;
+  });
+  e.p = e.p - rate * descent / (sqrt(e.v) + scalar(o.eps));
+}
+
+inline void lion(const ga_optimizer& o, double lr, const Real& g, Element& e) {
+  e.p = e.p - scalar(lr) * sign(average(o.beta1, e.m, g));
+  e.m = average(o.beta2, e.m, g);
+}
+
+// One applied update with the reduced, clipped gradient g, of an optimizer that takes elements one
+// by one. t is the one that the flavor counts by, from 1.
 inline void update(const ga_optimizer& o, double lr, int64_t t, Real g, Element& e) {
+  if (o.kind == GA_OPTIMIZER_EXTERNAL) return;
   if (o.maximize) g = -g;
-  if (o.kind == GA_OPTIMIZER_SGD) {
-    if (o.flavor == GA_FLAVOR_KERAS) {
-      sgd_keras(o, lr, g, e);
-    } else {
-      sgd_torch(o, lr, g, e);
-    }
-  } else if (o.kind != GA_OPTIMIZER_EXTERNAL) {
-    adam(o, lr, t, g, e);
+  if (l2(o)) {
+    g = g + scalar(o.weight_decay) * e.p;
+  } else if (o.flavor != GA_FLAVOR_BERT) {
+    decay(o, lr, e.p);
+  }
+  switch (o.kind) {
+    case GA_OPTIMIZER_SGD:
+      if (o.flavor == GA_FLAVOR_KERAS) {
+        sgd_keras(o, lr, g, e);
+      } else {
+        momentum_torch(o, lr, g, e);
+      }
+      break;
+    case GA_OPTIMIZER_RMSPROP:
+      rmsprop(o, lr, g, e);
+      break;
+    case GA_OPTIMIZER_ADAGRAD:
+      adagrad(o, lr, t, g, e);
+      break;
+    case GA_OPTIMIZER_ADADELTA:
+      adadelta(o, lr, g, e);
+      break;
+    case GA_OPTIMIZER_ADAMAX:
+      adamax(o, lr, t, g, e);
+      break;
+    case GA_OPTIMIZER_NADAM:
+      nadam(o, lr, t, g, e);
+      break;
+    case GA_OPTIMIZER_RADAM:
+      radam(o, lr, t, g, e);
+      break;
+    case GA_OPTIMIZER_LION:
+      lion(o, lr, g, e);
+      break;
+    default:
+      adam(o, lr, t, g, e);
   }
   e.started = true;
+}
+
+// ---- Optimizers, tensor by tensor ---------------------------------------------------------------
+
+struct Tensor {
+  Shape shape;
+  std::vector<Element> elements;
+  std::vector<Real> rows, columns;  // Adafactor: the factors of the second moment
+  double spread = 0;  // Muon: the elements are off by this much more, in Frobenius norm
+};
+
+inline std::vector<Real> values(const Tensor& tensor) {
+  std::vector<Real> p;
+  for (const Element& e : tensor.elements) p.push_back(e.p);
+  return p;
+}
+
+// |p| / |u|, 1 if either is 0
+inline Real trust_ratio(const Real& p, const Real& u) {
+  return p.zero() || u.zero() ? exact(1) : p / u;
+}
+
+// timm.optim.Lamb, and keras.optimizers.Lamb.
+inline void lamb(const ga_optimizer& o, double lr, int64_t t, const std::vector<Real>& g,
+                 Tensor& tensor) {
+  const bool torch = o.flavor == GA_FLAVOR_TORCH;
+  const Real correction1 = on_host([&] { return bias_correction(o.beta1, t); });
+  const Real correction2 = on_host([&] { return sqrt(bias_correction(o.beta2, t)); });
+  std::vector<Real> u;
+  for (size_t i = 0; i < g.size(); ++i) {
+    Element& e = tensor.elements[i];
+    if (!torch) decay(o, lr, e.p);
+    e.m = average(o.beta1, e.m, g[i]);
+    e.v = average(o.beta2, e.v, g[i] * g[i]);
+    u.push_back(e.m / correction1 / (sqrt(e.v) / correction2 + scalar(o.eps)));
+    if (torch) u[i] = u[i] + scalar(o.weight_decay) * e.p;
+  }
+  Real rate = scalar(lr);
+  if (!torch || o.weight_decay != 0 || o.always_adapt) {
+    rate = rate * trust_ratio(norm(values(tensor)), norm(u));
+  }
+  for (size_t i = 0; i < g.size(); ++i) {
+    tensor.elements[i].p = tensor.elements[i].p - rate * u[i];
+  }
+}
+
+// timm.optim.Lars
+inline void lars(const ga_optimizer& o, double lr, std::vector<Real> g, Tensor& tensor) {
+  if (o.weight_decay != 0 || o.always_adapt) {
+    const Real size = norm(values(tensor)), slope = norm(g);
+    const Real ratio = size.zero() || slope.zero()
+                           ? exact(1)
+                           : scalar(o.trust_coefficient) * size /
+                                 (slope + scalar(o.weight_decay) * size + scalar(o.eps));
+    for (size_t i = 0; i < g.size(); ++i) {
+      g[i] = (g[i] + scalar(o.weight_decay) * tensor.elements[i].p) * ratio;
+    }
+  }
+  for (size_t i = 0; i < g.size(); ++i) momentum_torch(o, lr, g[i], tensor.elements[i]);
+}
+
+// The mean of numbers that are not negative, summed in float64.
+inline Real mean(const std::vector<Real>& list, size_t first, size_t count, size_t stride = 1) {
+  double sum = 0, error = 0;
+  for (size_t k = 0; k < count; ++k) {
+    sum += list[first + k * stride].value;
+    error += list[first + k * stride].error;
+  }
+  if (sum == 0 && error == 0) return {};
+  const auto n = static_cast<double>(count);
+  return round(sum / n, error / n + 2 * norm_error(count) * sum / n);
+}
+
+// 1 / sqrt(max(x, least)). However little is known of x, this is no more than 1 / sqrt(least).
+inline Real inverse_root(const Real& x, double least) {
+  const double value = 1 / std::sqrt(std::max(x.value, least));
+  const double most = 1 / std::sqrt(std::max(x.value - x.error, least));
+  const double lowest = 1 / std::sqrt(std::max(x.value + x.error, least));
+  return round(value, std::max(most - value, value - lowest));
+}
+
+// torch.optim.Adafactor
+inline void adafactor(const ga_optimizer& o, double lr, int64_t t, const std::vector<Real>& g,
+                      Tensor& tensor) {
+  const size_t count = g.size(), rank = tensor.shape.size();
+  if (count == 0) return;
+  const auto step = static_cast<double>(t);
+  const double fresh = std::pow(step, o.beta2_decay);
+  const double root = std::sqrt(static_cast<double>(count));
+  const Real size = norm(values(tensor)) * scalar(1 / root);
+  const Real rate = max(scalar(o.eps2), size) * scalar(std::min(lr, 1 / std::sqrt(step)));
+
+  std::vector<Real> squares;
+  for (const Real& x : g) squares.push_back(x * x);
+  // 1 - t^beta2_decay, which is 0 at first.
+  const Real kept = on_host([&] { return Real(1 - fresh, t == 1 ? 0 : 4 * kHalfUlp64); });
+  const auto move = [&](Real& average, const Real& x) {
+    average = kept * average + scalar(fresh) * x;
+  };
+  std::vector<Real> second(count);
+  if (rank >= 2) {
+    const auto rows = static_cast<size_t>(tensor.shape[rank - 2]),
+               columns = static_cast<size_t>(tensor.shape[rank - 1]);
+    const size_t matrices = count / rows / columns;
+    tensor.rows.resize(matrices * rows);
+    tensor.columns.resize(matrices * columns);
+    for (size_t k = 0; k < matrices; ++k) {
+      const size_t first = k * rows * columns;
+      Real* r = &tensor.rows[k * rows];
+      Real* c = &tensor.columns[k * columns];
+      for (size_t i = 0; i < rows; ++i) move(r[i], mean(squares, first + i * columns, columns));
+      for (size_t j = 0; j < columns; ++j) move(c[j], mean(squares, first + j, rows, columns));
+      const Real whole = max(mean(tensor.rows, k * rows, rows), scalar(o.eps));
+      for (size_t i = 0; i < rows; ++i) {
+        for (size_t j = 0; j < columns; ++j) second[first + i * columns + j] = r[i] * c[j] / whole;
+      }
+    }
+  } else {
+    for (size_t i = 0; i < count; ++i) {
+      move(tensor.elements[i].v, squares[i]);
+      second[i] = tensor.elements[i].v;
+    }
+  }
+  std::vector<Real> u;
+  for (size_t i = 0; i < count; ++i) {
+    u.push_back(g[i] * inverse_root(second[i], o.eps * o.eps));
+  }
+  const Real excess = norm(u) * scalar(1 / (root * o.clip_threshold));
+  const Real descent = rate / max(exact(1), excess);
+  for (size_t i = 0; i < count; ++i) {
+    Real& p = tensor.elements[i].p;
+    decay(o, lr, p);
+    p = p - descent * u[i];
+  }
+}
+
+// ---- Muon ---------------------------------------------------------------------------------------
+
+// A matrix, row by row.
+struct Matrix {
+  size_t rows, columns;
+  std::vector<double> data;
+
+  Matrix(size_t r, size_t c) : rows(r), columns(c), data(r * c) {}
+  double& at(size_t i, size_t j) { return data[i * columns + j]; }
+  double at(size_t i, size_t j) const { return data[i * columns + j]; }
+  double frobenius() const {
+    double squares = 0;
+    for (const double x : data) squares += x * x;
+    return std::sqrt(squares);
+  }
+};
+
+inline Matrix transpose(const Matrix& a) {
+  Matrix t(a.columns, a.rows);
+  for (size_t i = 0; i < a.rows; ++i) {
+    for (size_t j = 0; j < a.columns; ++j) t.at(j, i) = a.at(i, j);
+  }
+  return t;
+}
+
+inline Matrix operator*(const Matrix& a, const Matrix& b) {
+  Matrix c(a.rows, b.columns);
+  for (size_t i = 0; i < a.rows; ++i) {
+    for (size_t k = 0; k < a.columns; ++k) {
+      for (size_t j = 0; j < b.columns; ++j) c.at(i, j) += a.at(i, k) * b.at(k, j);
+    }
+  }
+  return c;
+}
+
+// alpha a + beta b
+inline Matrix combine(double alpha, const Matrix& a, double beta, const Matrix& b) {
+  Matrix c = a;
+  for (size_t i = 0; i < c.data.size(); ++i) c.data[i] = alpha * a.data[i] + beta * b.data[i];
+  return c;
+}
+
+inline Matrix abs(Matrix a) {
+  for (double& x : a.data) x = std::abs(x);
+  return a;
+}
+
+// X <- a X + b (X X') X + c (X X')^2 X, some times. error: a bound on the Frobenius norm of the
+// error of X, on entry and on return.
+//
+// Let f(s) = a s + b s^3 + c s^5. The step applies f to the singular values of X. Such a map of
+// matrices, f being odd, is Lipschitz in the Frobenius norm with the largest |f'| up to the
+// spectral norm of the matrices between X and the X that the library has, |X|_2 + error: in the
+// basis of the singular vectors its derivative multiplies elements by divided differences of f. So
+// an error on entry grows at most by that. To it comes what one step rounds, elementwise, with n
+// and m the extents of X, n <= m, u half an ulp and |.| taken of the elements:
+//     G = X X'        E1 = m u |X| |X|'
+//     B = b G + c G^2 E2 = |b| E1 + |c| (n u |G| |G| + E1 |G| + |G| E1) + 3 u (|b| |G| + |c| |G^2|)
+//     a X + B X       E3 = E2 |X| + n u |B| |X| + 3 u (|a| |X| + |B X|)
+// of which the Frobenius norm counts. Terms of u^2 are left out: they are below 1e-4 of the others.
+// |X|_2^2 = |G|_2, whose 64th power is at most the Frobenius norm of G^64.
+inline Matrix newton_schulz(Matrix x, const double* coefficients, int32_t steps, double& error) {
+  const double u = arithmetic.half_ulp;
+  const double a = coefficients[0], b = coefficients[1], c = coefficients[2];
+  const double n = static_cast<double>(x.rows), m = static_cast<double>(x.columns);
+  for (int32_t step = 0; step < steps; ++step) {
+    const Matrix g = x * transpose(x), gg = g * g;
+    const Matrix update = combine(b, g, c, gg), product = update * x;
+
+    const Matrix ax = abs(x), ag = abs(g);
+    const Matrix gram = ax * transpose(ax);
+    Matrix e1 = gram;
+    for (double& e : e1.data) e *= m * u;
+    const Matrix square = ag * ag, left = e1 * ag, right = ag * e1;
+    Matrix e2 = e1;
+    for (size_t i = 0; i < e2.data.size(); ++i) {
+      e2.data[i] = std::abs(b) * e1.data[i] +
+                   std::abs(c) * (n * u * square.data[i] + left.data[i] + right.data[i]) +
+                   3 * u * (std::abs(b * g.data[i]) + std::abs(c * gg.data[i]));
+    }
+    Matrix e3 = e2 * ax;
+    const Matrix magnitude = abs(update) * ax;
+    for (size_t i = 0; i < e3.data.size(); ++i) {
+      e3.data[i] +=
+          n * u * magnitude.data[i] + 3 * u * (std::abs(a * x.data[i]) + std::abs(product.data[i]));
+    }
+
+    // The largest |f'(s)|, f' = a + 3 b s^2 + 5 c s^4, is at an end or where s^2 = -3 b / (10 c).
+    Matrix power = gg;
+    for (int k = 2; k < 64; k *= 2) power = power * power;
+    const double s = std::pow(power.frobenius(), 1.0 / 128) + error;
+    const auto slope = [&](double s2) { return std::abs(a + 3 * b * s2 + 5 * c * s2 * s2); };
+    double steepest = std::max(slope(0), slope(s * s));
+    const double turn = c == 0 ? 0 : -3 * b / (10 * c);
+    if (turn > 0 && turn < s * s) steepest = std::max(steepest, slope(turn));
+    error = steepest * error + e3.frobenius();
+    x = combine(a, x, 1, product);
+  }
+  return x;
+}
+
+// torch.optim.Muon, with the iteration in the arithmetic of the parameter.
+inline void muon(const ga_optimizer& o, double lr, const std::vector<Real>& g, Tensor& tensor) {
+  const auto rows = static_cast<size_t>(tensor.shape[0]),
+             columns = static_cast<size_t>(tensor.shape[1]);
+  if (rows == 0 || columns == 0) return;
+  std::vector<Real> u;
+  for (size_t i = 0; i < g.size(); ++i) {
+    Real& m = tensor.elements[i].m;
+    m = average(o.momentum, m, g[i]);
+    u.push_back(o.nesterov ? scalar(1 - o.momentum) * g[i] + scalar(o.momentum) * m : m);
+  }
+  const Real size = max(norm(u), scalar(o.eps));
+  Matrix x(rows, columns);
+  for (size_t i = 0; i < u.size(); ++i) x.data[i] = u[i].value / size.value;
+  // Of two vectors u and v, u / |u| and v / |v| are at most 2 |u - v| / (|u| + |v|) apart (Dunkl &
+  // Williams 1964). Then the quotient, or a rounded reciprocal and the product, rounds.
+  const double off = error_norm(u);
+  double error = 2 * off / std::max(size.value, 2 * size.value - off) +
+                 (4 * arithmetic.half_ulp + size.error / size.value) * x.frobenius();
+  if (rows > columns) x = transpose(x);
+  x = newton_schulz(x, o.ns_coefficients, o.ns_steps, error);
+  if (rows > columns) x = transpose(x);
+
+  const auto r = static_cast<double>(rows), c = static_cast<double>(columns);
+  const double adjusted = o.adjust_lr == GA_ADJUST_ORIGINAL ? lr * std::sqrt(std::max(1.0, r / c))
+                          : o.adjust_lr == GA_ADJUST_MATCH_RMS
+                              ? lr * 0.2 * std::sqrt(std::max(r, c))
+                              : lr;
+  for (size_t i = 0; i < g.size(); ++i) {
+    Real& p = tensor.elements[i].p;
+    decay(o, lr, p);
+    p = p - scalar(adjusted) * exact(x.data[i]);
+  }
+  tensor.spread = std::abs(1 - lr * o.weight_decay) * tensor.spread + adjusted * error;
+}
+
+// One applied update of a whole tensor.
+inline void update(const ga_optimizer& o, double lr, int64_t t, std::vector<Real> g,
+                   Tensor& tensor) {
+  const bool whole = o.kind == GA_OPTIMIZER_LAMB || o.kind == GA_OPTIMIZER_LARS ||
+                     o.kind == GA_OPTIMIZER_ADAFACTOR || o.kind == GA_OPTIMIZER_MUON;
+  if (!whole) {
+    for (size_t i = 0; i < g.size(); ++i) update(o, lr, t, g[i], tensor.elements[i]);
+    return;
+  }
+  if (o.maximize) {
+    for (Real& x : g) x = -x;
+  }
+  if (o.kind == GA_OPTIMIZER_LAMB) {
+    lamb(o, lr, t, g, tensor);
+  } else if (o.kind == GA_OPTIMIZER_LARS) {
+    lars(o, lr, g, tensor);
+  } else if (o.kind == GA_OPTIMIZER_ADAFACTOR) {
+    adafactor(o, lr, t, g, tensor);
+  } else {
+    muon(o, lr, g, tensor);
+  }
+  for (Element& e : tensor.elements) e.started = true;
 }
 
 // ---- Schedules ----------------------------------------------------------------------------------

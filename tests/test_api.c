@@ -82,6 +82,7 @@ static void life_cycle(void) {
   OK(ga_context_memory(ctx, &memory));
   CHECK(memory.accumulators >= 8 * 4 && memory.optimizer_state == 0);
   CHECK(memory.total == memory.accumulators + memory.optimizer_state + memory.workspace);
+  CHECK(memory.masters == 0 && memory.averages == 0 && memory.rows == 0);
 
   /* A whole micro-batch of 1 sample, then one by parts of 3. */
   OK(ga_context_set_accum_steps(ctx, 2));
@@ -201,10 +202,90 @@ static void flat_external_matmul(void) {
   ga_context_destroy(ctx);
 }
 
+/* A bf16 parameter with a master, a table of rows, a loss scale that moves, and averages. */
+static void precision_rows_averages(void) {
+  uint16_t half[2] = {0x3f80, 0x3f80}; /* 1, 1 in bf16 */
+  float table[6] = {0, 0, 0, 0, 0, 0}, average[6], values[4] = {2, 4, 6, 8};
+  const uint16_t small[2] = {0x3b80, 0x3f80}, huge[2] = {0x7f80, 0}; /* 2^-8, 1; infinity */
+  const int64_t two = 2, shape[2] = {3, 2};
+  const int32_t indices[2] = {2, 2};
+  const void* device = table;
+  double scale = 0;
+  ga_context* ctx = NULL;
+  ga_optimizer sgd;
+  ga_loss_scaler scaler;
+  ga_ema ema;
+  ga_param_options options;
+  ga_memory memory;
+  ga_step_result result;
+  int i;
+
+  OK(ga_context_create(NULL, &ctx));
+  OK(ga_optimizer_init(&sgd, sizeof sgd, GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH));
+  sgd.lr = 1;
+  OK(ga_group_add(ctx, &sgd, NULL));
+  memset(&options, 0, sizeof options);
+  options.struct_size = sizeof options;
+  OK(ga_param_add(ctx, 0, "half", half, GA_BF16, 1, &two, &options, NULL));
+  options.rows = GA_ROWS_LAZY;
+  OK(ga_param_add(ctx, 0, "table", table, GA_F32, 2, shape, &options, NULL));
+  OK(ga_ema_init(&ema, sizeof ema));
+  ema.decay = 0.5;
+  OK(ga_context_set_ema(ctx, &ema));
+  OK(ga_loss_scaler_init(&scaler, sizeof scaler));
+  scaler.initial_scale = 2;
+  scaler.growth_interval = 2;
+  OK(ga_context_set_loss_scaler(ctx, &scaler));
+  memory.struct_size = sizeof memory;
+  OK(ga_context_memory(ctx, &memory));
+  CHECK(memory.masters >= 8 && memory.averages >= 8 * 4 && memory.rows >= 3 * 4);
+
+  result.struct_size = sizeof result;
+  for (i = 0; i < 2; ++i) {
+    OK(ga_loss_scale(ctx, &scale, &device));
+    CHECK(scale == 2 && device == NULL);
+    OK(ga_micro_begin(ctx, 0, 1, NULL));
+    OK(ga_accumulate_part(ctx, 0, small));
+    OK(ga_accumulate_rows(ctx, 1, indices, GA_I32, 2, values));
+    OK(ga_micro_end(ctx));
+    OK(ga_step(ctx, &result));
+    CHECK(result.outcome == GA_STEP_APPLIED && result.loss_scale == 2 && result.skipped == 0);
+  }
+  CHECK(half[0] == 0x3f7f && half[1] == 0); /* 1 - 2 * 2^-9; 1 - 2 * 0.5 */
+  CHECK(table[3] == 0 && table[4] == -8 && table[5] == -12); /* 2 * -(2 + 6) / 2 and so on */
+  OK(ga_ema_copy_to(ctx, 1, average, GA_F32));
+  CHECK(average[0] == 0 && average[4] == -6 && average[5] == -9);
+
+  /* The scale grew after two steps; an infinity halves it again and moves nothing. */
+  OK(ga_loss_scale(ctx, &scale, NULL));
+  CHECK(scale == 4);
+  OK(ga_micro_begin(ctx, 0, 1, NULL));
+  OK(ga_accumulate_part(ctx, 0, huge));
+  OK(ga_micro_end(ctx));
+  OK(ga_step(ctx, &result));
+  CHECK(result.outcome == GA_STEP_SKIPPED_NONFINITE && result.skipped == 1 && result.dropped == 0);
+  OK(ga_loss_scale(ctx, &scale, NULL));
+  CHECK(scale == 2 && half[0] == 0x3f7f);
+
+  /* The program writes the parameter: the master is to follow. */
+  half[0] = 0x4000;
+  OK(ga_param_changed(ctx, 0));
+  OK(ga_micro_begin(ctx, 0, 1, NULL));
+  OK(ga_accumulate_part(ctx, 0, small));
+  OK(ga_micro_end(ctx));
+  OK(ga_step(ctx, &result));
+  CHECK(half[0] == 0x4000); /* 2 - 2^-9 to nearest */
+  OK(ga_context_set_loss_scaler(ctx, NULL));
+  OK(ga_loss_scale(ctx, &scale, NULL));
+  CHECK(scale == 1);
+  ga_context_destroy(ctx);
+}
+
 int main(void) {
   versions_and_errors();
   life_cycle();
   flat_external_matmul();
+  precision_rows_averages();
   if (failures) fprintf(stderr, "%d checks failed\n", failures);
   return failures ? 1 : 0;
 }

@@ -596,7 +596,7 @@ TEST(Clip, WrongNumbersChangeNothing) {
     std::vector<const char*> words;
   };
   const Bad list[] = {
-      {"scope 3", clip(3, 1), {"scope", "3"}},
+      {"scope 4", clip(4, 1), {"scope", "4"}},
       {"scope -1", clip(-1, 1), {"scope", "-1"}},
       {"BERT", clip(GA_CLIP_GLOBAL, 1, GA_FLAVOR_BERT), {"flavor"}},
       {"flavor 9", clip(GA_CLIP_GLOBAL, 1, 9), {"flavor", "9"}},

@@ -125,7 +125,8 @@ Block run(const Layout& layout, const ga_optimizer& o, const ga_config& config, 
   return block;
 }
 
-// The one batch that each window stands for, rounded to float32 once.
+// The one batch that each window stands for, rounded to float32 once: with a loss scale that leaves
+// no gradient subnormal, which would cost it digits that the window still has.
 std::vector<Window> one_batch_each(const Layout& layout, const std::vector<Window>& windows,
                                    int32_t gradient_kind) {
   std::vector<Window> result;
@@ -140,7 +141,9 @@ std::vector<Window> one_batch_each(const Layout& layout, const std::vector<Windo
         sum[i] += share * static_cast<double>(micro.gradients[i]) / micro.loss_scale;
       }
     }
-    result.push_back({Micro{Block(sum.begin(), sum.end()), weight, 1}});
+    constexpr double kScale = 0x1p60;
+    for (double& x : sum) x *= kScale;
+    result.push_back({Micro{Block(sum.begin(), sum.end()), weight, kScale}});
   }
   return result;
 }
@@ -281,12 +284,14 @@ TEST_P(PromiseLarge, ManyChunksOnSomeThreads) {
   }
 }
 
-// One optimizer for each loop that differs: no state, one, two and three values of it.
+// One optimizer for each loop that differs: no state, one, two and three values of it; norms of the
+// parameter, of the gradient and of the update.
 std::vector<size_t> one_of_each_loop() {
   std::vector<size_t> result;
   const auto all = good_optimizers();
   for (size_t i = 0; i < all.size(); ++i) {
-    for (const char* name : {"SgdDecay", "SgdKerasNesterov", "AdamW", "AdamDecayAmsgrad"}) {
+    for (const char* name : {"SgdDecay", "SgdKerasNesterov", "AdamW", "AdamDecayAmsgrad", "Lamb",
+                             "LarsNesterov", "Adafactor"}) {
       if (all[i].name == name) result.push_back(i);
     }
   }

@@ -137,7 +137,8 @@ typedef struct ga_context ga_context; /* everything below belongs to one of thes
 typedef int32_t ga_group;             /* 0, 1, 2, ... in the order of ga_group_add */
 typedef int32_t ga_param;             /* 0, 1, 2, ... in the order they were added */
 
-enum ga_dtype { GA_F32 = 1, GA_F64 = 2, GA_F16 = 3, GA_BF16 = 4 }; /* this version: GA_F32 */
+/* GA_F16 is IEEE binary16, GA_BF16 the upper half of an f32. The integers are for row indices. */
+enum ga_dtype { GA_F32 = 1, GA_F64 = 2, GA_F16 = 3, GA_BF16 = 4, GA_I32 = 5, GA_I64 = 6 };
 
 enum ga_device { GA_DEVICE_CPU = 0, GA_DEVICE_CUDA = 1 }; /* this version: GA_DEVICE_CPU */
 
@@ -152,10 +153,42 @@ enum ga_reduce { GA_REDUCE_MEAN = 0, GA_REDUCE_SUM = 1 };
    with a gradient of zero (its momentum and weight decay then still move it). */
 enum ga_missing { GA_MISSING_SKIP = 0, GA_MISSING_ZERO = 1 };
 
-/* What ga_step does when an accumulated gradient is infinite or NaN: skip (outcome
-   GA_STEP_SKIPPED_NONFINITE, the window is emptied), or fail (GA_ERROR_NONFINITE, the window is
-   kept until ga_discard). */
-enum ga_nonfinite { GA_NONFINITE_SKIP_STEP = 0, GA_NONFINITE_FAIL = 1 };
+/* What happens when a gradient is infinite or NaN.
+   SKIP_STEP: ga_step judges the accumulated gradients and skips (outcome GA_STEP_SKIPPED_NONFINITE,
+   the window is emptied).
+   FAIL: ga_step returns GA_ERROR_NONFINITE, and the window is kept until ga_discard.
+   DROP_MICRO: every micro-batch is judged before it is added (a pass of its own over its
+   gradients), and one that is not finite counts toward K with weight 0: the step is that of the
+   others. Contributions by part are then read in ga_micro_end, so gradients, indices and values
+   must live until it returns; ga_accumulate_matmul, ga_accumulator_acquire and opening a
+   micro-batch again are GA_ERROR_UNSUPPORTED. Should the sum overflow, ga_step skips.
+   IGNORE: nobody looks; the step is made with what there is. */
+enum ga_nonfinite {
+  GA_NONFINITE_SKIP_STEP = 0,
+  GA_NONFINITE_FAIL = 1,
+  GA_NONFINITE_DROP_MICRO = 2,
+  GA_NONFINITE_IGNORE = 3
+};
+
+/* How contributions add up in an accumulator.
+   PLAIN: A + c, rounded to the accumulator's dtype.
+   RUNNING_MEAN: A is the mean of what came so far, so |A| never exceeds the largest |g| and no
+   16-bit accumulator overflows by their number. Not more accurate. Needs GA_GRADIENT_MEAN and
+   GA_REDUCE_MEAN.
+   COMPENSATED: a 16-bit accumulator becomes a pair, the sum and what its rounding lost: twice the
+   memory, 16 (bf16) or 22 (f16) bits of precision in place of 8 or 11.
+   STOCHASTIC: a 16-bit accumulator is rounded up or down by chance, so that small terms are not
+   lost on average. The chances come from a counter (ga_config.seed, window, micro-batch,
+   contribution, parameter, element): the same run gives the same bits with any threads.
+   The last two leave accumulators of f32 and f64 as in PLAIN. With any but PLAIN,
+   ga_accumulate_matmul, ga_accumulator_acquire and ga_accumulate_rows are GA_ERROR_UNSUPPORTED, and
+   gradients are read at once, GA_GRADIENTS_LIVE or not. */
+enum ga_accumulation {
+  GA_ACCUMULATE_PLAIN = 0,
+  GA_ACCUMULATE_RUNNING_MEAN = 1,
+  GA_ACCUMULATE_COMPENSATED = 2,
+  GA_ACCUMULATE_STOCHASTIC = 3
+};
 
 /* How long the program leaves a gradient in place.
    CONSUMED: the library has read it when the call returns.
@@ -183,13 +216,18 @@ typedef struct ga_config {
   int32_t missing;        /* ga_missing; default GA_MISSING_SKIP */
   int32_t nonfinite;      /* ga_nonfinite; default GA_NONFINITE_SKIP_STEP */
   int32_t gradient_life;  /* ga_gradient_life; default GA_GRADIENTS_CONSUMED */
-  int32_t reserved;       /* 0 */
+  int32_t accumulation;   /* ga_accumulation; default GA_ACCUMULATE_PLAIN */
   double loss_scale;      /* what the loss was multiplied by, divided out again; any finite number
-                             but 0, a negative one for gradients stored negated; default 1 */
+                             but 0, a negative one for gradients stored negated; default 1. See also
+                             ga_context_set_loss_scaler */
   ga_parallel_for parallel_for; /* the program's own threads in place of OpenMP's; NULL, the
                              default: OpenMP's. It must not throw. num_threads then only says into
                              how many pieces a matrix product is cut. */
   void* parallel_for_user;      /* handed to parallel_for */
+  uint64_t seed;          /* of stochastic rounding; default 0 */
+  int32_t noise_scale;    /* 1: estimate the gradient noise scale, see ga_step_result; default 0 */
+  int32_t reserved;       /* 0 */
+  double noise_smoothing; /* of that estimate over steps; [0, 1); default 0.9 */
 } ga_config;
 
 /* Fills config with the defaults. struct_size: sizeof(ga_config). */
@@ -222,6 +260,10 @@ typedef struct ga_memory {
   int64_t optimizer_state;
   int64_t workspace; /* partial norms and tables; from the first matrix product on, its scratch */
   int64_t total;
+  int64_t masters;  /* f32 copies of 16-bit parameters */
+  int64_t averages; /* ga_context_set_ema */
+  int64_t rows;     /* 4 bytes for each row of a parameter with ga_param_options.rows, and room for
+                       the rows of a window, 40 bytes each */
 } ga_memory;
 
 GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
@@ -244,23 +286,62 @@ GA_API ga_status ga_context_set_accum_schedule(ga_context* ctx, const ga_accum_p
 /* ---- Groups: an optimizer, its numbers, a schedule, clipping --------------------------------- */
 
 enum ga_optimizer_kind {
-  GA_OPTIMIZER_SGD = 0,     /* momentum, dampening, Nesterov, L2 */
-  GA_OPTIMIZER_ADAM = 1,    /* Kingma & Ba 2015, algorithm 1; AMSGrad: Reddi et al. 2018 */
-  GA_OPTIMIZER_ADAMW = 2,   /* Loshchilov & Hutter 2019, algorithm 2 */
-  GA_OPTIMIZER_EXTERNAL = 3 /* the program updates the parameters itself, from ga_gradient */
+  GA_OPTIMIZER_SGD = 0,       /* momentum, dampening, Nesterov; Sutskever et al. 2013 */
+  GA_OPTIMIZER_ADAM = 1,      /* Kingma & Ba 2015, algorithm 1; AMSGrad: Reddi et al. 2018 */
+  GA_OPTIMIZER_ADAMW = 2,     /* Loshchilov & Hutter 2019, algorithm 2 */
+  GA_OPTIMIZER_EXTERNAL = 3,  /* the program updates the parameters itself, from ga_gradient */
+  GA_OPTIMIZER_RMSPROP = 4,   /* Tieleman & Hinton 2012; centered: Graves 2013 */
+  GA_OPTIMIZER_ADAGRAD = 5,   /* Duchi et al. 2011 */
+  GA_OPTIMIZER_ADADELTA = 6,  /* Zeiler 2012 */
+  GA_OPTIMIZER_ADAMAX = 7,    /* Kingma & Ba 2015, algorithm 2 */
+  GA_OPTIMIZER_NADAM = 8,     /* Dozat 2016 */
+  GA_OPTIMIZER_RADAM = 9,     /* Liu et al. 2020 */
+  GA_OPTIMIZER_LION = 10,     /* Chen et al. 2023 */
+  GA_OPTIMIZER_LAMB = 11,     /* You et al. 2020, as timm has it. Two passes: 24 and 16 bytes an
+                                 element (f32), against AdamW's 28 */
+  GA_OPTIMIZER_LARS = 12,     /* You et al. 2017, as timm has it. A pass of 4 bytes before the
+                                 update's 20 */
+  GA_OPTIMIZER_ADAFACTOR = 13, /* Shazeer & Stern 2018, as torch.optim.Adafactor: for rank >= 2 the
+                                 second moment is a product of a row and a column (of the last two
+                                 axes). Passes of 8 (or 0), 8 and 12 bytes */
+  GA_OPTIMIZER_MUON = 14      /* Jordan et al. 2024, as torch.optim.Muon, with the Newton-Schulz
+                                 iteration in f32 through libgradaccum_onednn.so. Matrices only
+                                 (rank 2, not f64); give the other parameters a group of their own.
+                                 Two passes, 16 and 12 bytes, and the products between */
 };
 
-/* Whose definition, where frameworks differ:
-             SGD                                    Adam and AdamW
-   TORCH     b = mu b + (1 - dampening) g, first    eps added to sqrt(v / (1 - beta2^t));
-             b = g; p -= lr b; weight_decay is L2   weight_decay is L2 in Adam, decoupled in AdamW
-   KERAS     v = mu v - lr g; p += v;               eps added to sqrt(v); weight_decay is decoupled
-             weight_decay is decoupled              in both
-   BERT      (none)                                 AdamW only, as AdamWeightDecay: no bias
-                                                    correction,
-                                                    p -= lr (m / (sqrt(v) + eps) + weight_decay p)
-   t counts a parameter's own updates in TORCH, the context's applied steps in the others. */
+/* Whose definition, where frameworks differ. t counts a parameter's own updates in TORCH, the
+   context's applied steps in the others.
+             TORCH                                  KERAS
+   decay     is added to the gradient (L2), but is  is decoupled everywhere: p -= lr weight_decay p
+             decoupled, p -= lr weight_decay p, in
+             ADAMW, LION, ADAFACTOR, MUON, and in
+             NADAM and RADAM by option
+   SGD       b = mu b + (1 - dampening) g, first    v = mu v - lr g; p += v
+             b = g; p -= lr b
+   ADAM...   eps added to sqrt(v / (1 - beta2^t))   eps added to sqrt(v)
+   RMSPROP   eps outside of the root; b = mu b +    eps within; b = mu b + lr g / d; p -= b
+             g / d; p -= lr b
+   ADAGRAD   g / (sqrt(s) + eps), lr decays with    g / sqrt(s + eps)
+             t by lr_decay
+   ADAMAX    u = max(beta2 u, |g| + eps); m / u     u = max(beta2 u, |g|); m / (u + eps)
+   NADAM     momentum_decay 4e-3                    momentum_decay 1
+   LAMB      weight_decay p is part of the layer's  decoupled; the ratio always applies
+             update and of its norm; the ratio
+             applies where weight_decay is not 0,
+             or by always_adapt; max_grad_norm
+   others    ADADELTA and LION differ in their defaults only
+   RADAM, LARS, ADAFACTOR and MUON have TORCH alone.
+   BERT      ADAMW only, as AdamWeightDecay of the BERT release: no bias correction,
+             p -= lr (m / (sqrt(v) + eps) + weight_decay p) */
 enum ga_flavor { GA_FLAVOR_TORCH = 0, GA_FLAVOR_KERAS = 1, GA_FLAVOR_BERT = 2 };
+
+/* What MUON's learning rate is multiplied by, for a matrix of R rows and C columns. */
+enum ga_adjust_lr {
+  GA_ADJUST_ORIGINAL = 0,  /* sqrt(max(1, R / C)) */
+  GA_ADJUST_MATCH_RMS = 1, /* 0.2 sqrt(max(R, C)): steps as large as AdamW's */
+  GA_ADJUST_NONE = 2
+};
 
 typedef struct ga_optimizer {
   size_t struct_size;
@@ -268,15 +349,33 @@ typedef struct ga_optimizer {
   int32_t flavor;      /* ga_flavor */
   double lr;           /* learning rate, or its peak where a schedule is set; >= 0 */
   double weight_decay; /* >= 0 */
-  double momentum;     /* SGD; >= 0 */
-  double dampening;    /* SGD, TORCH only; [0, 1] */
-  double beta1;        /* Adam; [0, 1) */
-  double beta2;        /* Adam; [0, 1) */
-  double eps;          /* Adam; >= 0 */
-  int32_t nesterov;    /* SGD; 0 or 1; needs momentum > 0 and dampening 0 */
-  int32_t amsgrad;     /* Adam; 0 or 1; not BERT */
+  double momentum;     /* SGD, RMSPROP, LARS, MUON; >= 0 */
+  double dampening;    /* SGD, LARS; TORCH only; [0, 1] */
+  double beta1;        /* ADAM..., LION, LAMB; [0, 1) */
+  double beta2;        /* ADAM..., LION, LAMB; [0, 1) */
+  double eps;          /* >= 0; ADAFACTOR: eps1; MUON: the least norm to divide by */
+  int32_t nesterov;    /* SGD, LARS: 0 or 1; needs momentum > 0 and dampening 0. MUON: 0 or 1 */
+  int32_t amsgrad;     /* ADAM, ADAMW: 0 or 1; not BERT */
   int32_t maximize;    /* 0 or 1: ascend, with the sign of the gradient turned */
-  int32_t reserved;    /* 0 */
+  int32_t state_dtype; /* ga_dtype of the state: 0, the default: f32 (f64 for f64 parameters); or
+                          GA_BF16, always rounded stochastically. Not ADAFACTOR, not f64 */
+  double rho;                 /* RMSPROP (alpha in torch), ADADELTA; [0, 1) */
+  double lr_decay;            /* ADAGRAD, TORCH: lr / (1 + (t - 1) lr_decay); >= 0 */
+  double initial_accumulator; /* ADAGRAD: what the sum of squares begins with; >= 0 */
+  double momentum_decay;      /* NADAM: beta1 (1 - 0.96^(t momentum_decay) / 2); >= 0 */
+  double trust_coefficient;   /* LARS; > 0 */
+  double max_grad_norm;       /* LAMB, TORCH: the gradient is first divided by max(1, n /
+                                 max_grad_norm), n the norm over all LAMB groups; 0: is not */
+  double eps2;                /* ADAFACTOR: least root mean square of p in the step size; >= 0 */
+  double beta2_decay;         /* ADAFACTOR: beta2 = 1 - t^beta2_decay; <= 0 */
+  double clip_threshold;      /* ADAFACTOR: largest root mean square of an update; > 0 */
+  double ns_coefficients[3];  /* MUON: X <- a X + b (X X') X + c (X X')^2 X; finite */
+  int32_t ns_steps;           /* MUON: iterations; 1 to 99 */
+  int32_t adjust_lr;          /* MUON: ga_adjust_lr */
+  int32_t centered;           /* RMSPROP: 0 or 1: by the variance, not by the mean square */
+  int32_t decoupled;          /* NADAM, RADAM; TORCH: 0 or 1: decoupled weight decay */
+  int32_t always_adapt;       /* LAMB, LARS; TORCH: 0 or 1: the ratio also without weight_decay */
+  int32_t reserved;           /* 0 */
 } ga_optimizer;
 
 /* Fills optimizer with that framework's defaults for that optimizer. struct_size:
@@ -349,41 +448,146 @@ enum ga_clip_scope {
   GA_CLIP_NONE = 0,
   GA_CLIP_GLOBAL = 1,    /* one norm over all parameters of the groups without a clipping of their
                             own; in ga_group_set_clip, over those of the group */
-  GA_CLIP_PER_TENSOR = 2 /* each parameter by its own norm */
+  GA_CLIP_PER_TENSOR = 2, /* each parameter by its own norm */
+  GA_CLIP_AGC = 3         /* adaptive gradient clipping (Brock et al. 2021): each unit of a
+                             parameter, a filter or a neuron, by its norm against the parameter's:
+                             with M = agc_factor max(|p|, agc_eps), g <- g M / max(|g|, 1e-6) where
+                             |g| > M. Costs a pass over gradients and parameters, 8 bytes an
+                             element */
 };
+
+/* The units of GA_CLIP_AGC: the axes that a unit's norm is taken over, by the rank of the
+   parameter. ga_param_options.agc_axes says otherwise for one parameter.
+     rank                  0, 1     2             3             4             5
+     GA_AGC_TF             all      0             0             0, 1, 2       0 to 3
+     GA_AGC_NFNETS         all      0             0             0, 1, 2       (none)
+     GA_AGC_TORCH          all      all but 0     all but 0     all but 0     all but 0
+   TF and NFNETS are for weights [in, out] and [height, width, in, out], TORCH for [out, in] and
+   [out, in, height, width], and higher ranks alike. NFNETS leaves extents of 1 out of the count for
+   ranks 0 and 1: [1, n] is a vector. */
+enum ga_agc_units { GA_AGC_TF = 0, GA_AGC_NFNETS = 1, GA_AGC_TORCH = 2 };
+
+/* STEP: the reduced gradient, as the full batch would have been clipped. MICRO: every micro-batch's
+   own gradient, unscaled, before it is added, as some wrappers do. Then gradients are read twice,
+   those by part in ga_micro_end (they must live until it returns), a second contribution to one
+   parameter in one micro-batch, opening a micro-batch again, ga_accumulate_rows,
+   ga_accumulate_matmul and ga_accumulator_acquire are GA_ERROR_UNSUPPORTED. */
+enum ga_clip_when { GA_CLIP_STEP = 0, GA_CLIP_MICRO = 1 };
 
 typedef struct ga_clip {
   size_t struct_size;
   int32_t scope;    /* ga_clip_scope; default GA_CLIP_NONE */
   int32_t flavor;   /* the factor, for norm n and max_norm C. GA_FLAVOR_TORCH, the default:
                        min(1, C / (n + 1e-6)); GA_FLAVOR_KERAS, TensorFlow's: C / max(n, C) */
-  double max_norm;  /* C >= 0; not read for GA_CLIP_NONE */
+  double max_norm;  /* C >= 0; read for GA_CLIP_GLOBAL and GA_CLIP_PER_TENSOR */
   double max_value; /* each element to [-max_value, max_value]; > 0; default infinity: as it is */
+  double agc_factor;  /* > 0; default 0.01 */
+  double agc_eps;     /* > 0; default 1e-3 */
+  int32_t agc_units;  /* ga_agc_units; default GA_AGC_TF */
+  int32_t when;       /* ga_clip_when; default GA_CLIP_STEP */
 } ga_clip;
 
 /* Fills clip with the defaults. struct_size: sizeof(ga_clip). */
 GA_API ga_status ga_clip_init(ga_clip* clip, size_t struct_size);
 
-/* Sets the clipping of the context; NULL takes it away. At any time; the next ga_step uses it. */
+/* Sets the clipping of the context; NULL takes it away. At any time; the next ga_step uses it. To
+   and from GA_CLIP_MICRO: while the window is empty. GA_ERROR_UNSUPPORTED: GA_AGC_NFNETS and a
+   parameter of rank 5 or more without agc_axes. */
 GA_API ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip);
 
 /* Gives one group a clipping of its own in place of the context's, with its own norm; NULL: the
-   context's again. */
+   context's again. Otherwise as ga_context_set_clip. */
 GA_API ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip);
+
+/* ---- Loss scale and averages ----------------------------------------------------------------- */
+
+/* A loss scale that follows the gradients (Micikevicius et al. 2018, with the rule of PyTorch's
+   GradScaler). It moves in ga_step only: one scale holds for a whole window. A step that is skipped
+   for a non-finite gradient, or a window with a dropped micro-batch, backs it off: scale *=
+   backoff_factor. growth_interval applied steps in a row without one: scale *= growth_factor. */
+typedef struct ga_loss_scaler {
+  size_t struct_size;
+  double initial_scale;    /* within the two below; default 65536 */
+  double growth_factor;    /* > 1; default 2 */
+  double backoff_factor;   /* (0, 1); default 0.5 */
+  double min_scale;        /* > 0; default 2^-126 */
+  double max_scale;        /* finite as an f32; default 2^127 */
+  int64_t growth_interval; /* > 0; default 2000 */
+  int32_t hysteresis;      /* > 0; default 1: that many non-finite windows since the scale last grew
+                              until one backs it off, and so does each one after that */
+  int32_t reserved;        /* 0 */
+} ga_loss_scaler;
+
+/* Fills scaler with the defaults. struct_size: sizeof(ga_loss_scaler). */
+GA_API ga_status ga_loss_scaler_init(ga_loss_scaler* scaler, size_t struct_size);
+
+/* Gives the context a dynamic loss scale in place of ga_config.loss_scale, beginning with
+   initial_scale; NULL takes it away. Legal while the window is empty. */
+GA_API ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scaler);
+
+/* What the program is to multiply its loss by until the next ga_step. device, which may be NULL:
+   where the number, an f32, lies on the device, so that nothing waits for it; *device is NULL for a
+   context on the CPU. */
+GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out, const void** device);
+
+/* An exponential moving average of every parameter, moved once per applied step, in the pass that
+   updates it: e <- e + (1 - d) (p - e), after the context's t-th step. In the first, e = p.
+     TORCH     d = decay, as torch.optim.swa_utils.get_ema_avg_fn
+     KARRAS    d = (1 - 1 / t)^(gamma + 1): the window grows with t (Karras et al. 2024, eq. 6)
+   Parameters without a gradient in a window, frozen ones and lazily updated ones take part; a pass
+   of its own then moves theirs. Those of GA_OPTIMIZER_EXTERNAL are taken as ga_step finds them. */
+enum ga_ema_kind { GA_EMA_TORCH = 0, GA_EMA_KARRAS = 1 };
+
+typedef struct ga_ema {
+  size_t struct_size;
+  int32_t kind;  /* ga_ema_kind; default GA_EMA_TORCH */
+  int32_t dtype; /* of the averages; 0, the default: f32 (f64 for f64 parameters); or GA_BF16,
+                    always rounded stochastically, not for f64 parameters */
+  double decay;  /* TORCH; [0, 1]; default 0.999 */
+  double gamma;  /* KARRAS; >= 0; default 6.94 */
+} ga_ema;
+
+/* Fills ema with the defaults. struct_size: sizeof(ga_ema). */
+GA_API ga_status ga_ema_init(ga_ema* ema, size_t struct_size);
+
+/* Keeps averages from now on; NULL: does not. Legal until the first contribution to a window. */
+GA_API ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema);
 
 /* ---- Parameters ------------------------------------------------------------------------------ */
 
+/* Whether a 16-bit parameter has a master: a copy in f32, owned by the library, that the optimizer
+   updates and the parameter is rounded from. Without one, the optimizer reads and rounds the
+   parameter itself. */
+enum ga_master { GA_MASTER_F32 = 0, GA_MASTER_NONE = 1 };
+
+/* How a 16-bit parameter is rounded. STOCHASTIC: up or down by chance (ga_config.seed, step,
+   parameter, element). */
+enum ga_rounding { GA_ROUND_NEAREST = 0, GA_ROUND_STOCHASTIC = 1 };
+
+/* Whether ga_accumulate_rows is for a parameter. DENSE: a row without a gradient counts as zeros.
+   LAZY: rows without a gradient are left as they are, their state with them: SGD (dampening 0),
+   ADAM, ADAMW and ADAGRAD. */
+enum ga_rows { GA_ROWS_NONE = 0, GA_ROWS_DENSE = 1, GA_ROWS_LAZY = 2 };
+
 typedef struct ga_param_options {
   size_t struct_size;
-  int32_t gradient_dtype; /* ga_dtype of its gradients; 0, the default: the parameter's own */
-  int32_t reserved;       /* 0 */
+  int32_t gradient_dtype;    /* ga_dtype of its gradients; 0, the default: the parameter's own. f64
+                                only for f64 parameters, which take any */
+  int32_t accumulator_dtype; /* ga_dtype of its accumulator; 0, the default: f32, or f64 for f64
+                                parameters, which have no other; else GA_F32, GA_F16 or GA_BF16 */
+  int32_t master;            /* ga_master; default GA_MASTER_F32 */
+  int32_t rounding;          /* ga_rounding; default GA_ROUND_NEAREST */
+  int32_t rows;              /* ga_rows; default GA_ROWS_NONE; needs rank >= 1, an f32 or f64
+                                accumulator and GA_ACCUMULATE_PLAIN */
+  uint32_t agc_axes;         /* bit d: a unit's norm is taken over axis d; 0, the default: by
+                                ga_clip.agc_units */
 } ga_param_options;
 
 /* Adds a parameter. Legal while the window is empty. name: not empty, unique in the context. data:
    the tensor itself, read and written by ga_step; NULL only when it has no elements; it may not
    overlap another parameter. rank and shape: extents >= 0; rank 0 (shape may be NULL) is a scalar.
-   options may be NULL: the defaults. out may be NULL. GA_ERROR_UNSUPPORTED: dtypes this version
-   does not have. */
+   options may be NULL: the defaults. out may be NULL. GA_ERROR_UNSUPPORTED: dtypes or options that
+   do not go together, or not with the group's optimizer; the sentence says which. */
 GA_API ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* data,
                               int32_t dtype, int32_t rank, const int64_t* shape,
                               const ga_param_options* options, ga_param* out);
@@ -405,9 +609,19 @@ GA_API ga_status ga_params_add_flat(ga_context* ctx, void* data, int32_t dtype,
                                     const ga_flat_entry* entries, size_t count,
                                     const ga_param_options* options, ga_param* first);
 
-/* Tells that the parameter has moved: data holds its values now. Legal while the window is empty.
-   */
+/* Tells that the parameter has moved: data holds its values now. A master stays as it is. Legal
+   while the window is empty. */
 GA_API ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data);
+
+/* Tells that the program has written the parameter, which has a master: the master is taken from it
+   anew. Needed only after the first contribution to a window, which makes the masters. Legal while
+   the window is empty. */
+GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
+
+/* Writes the moving average of a parameter to out: as many elements, of dtype, rounded to nearest.
+   out must not overlap a parameter. Before the first applied step it is the parameter itself.
+   GA_ERROR_INVALID_STATE: the context keeps no averages. */
+GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, int32_t dtype);
 
 /* Freezes a parameter (its gradients are not read, it is not updated) or wakes it. Legal while the
    window is empty. */
@@ -436,6 +650,16 @@ GA_API ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight,
    add up. */
 GA_API ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void* gradient);
 
+/* Adds a gradient that has only some rows, within the open micro-batch: values[i] is added to row
+   indices[i] of the parameter, for i in [0, count). A row is what shape[0] counts. values: count
+   rows, dense, of the parameter's gradient dtype. indices: index_dtype, GA_I32 or GA_I64, in
+   [0, shape[0]), in any order; repeated ones add up. Needs ga_param_options.rows, and costs what
+   its rows cost; so does ga_step with GA_ROWS_LAZY. Rows and whole gradients may come to one
+   parameter in one window; it is then dense. GA_ERROR_UNSUPPORTED: with ga_config.noise_scale or
+   GA_CLIP_MICRO. */
+GA_API ga_status ga_accumulate_rows(ga_context* ctx, ga_param param, const void* indices,
+                                    int32_t index_dtype, int64_t count, const void* values);
+
 /* Whether a matrix is used as stored or transposed. */
 enum ga_transpose { GA_NO_TRANSPOSE = 0, GA_TRANSPOSE = 1 };
 
@@ -445,12 +669,13 @@ enum ga_transpose { GA_NO_TRANSPOSE = 0, GA_TRANSPOSE = 1 };
    row-major as stored, with lda and ldb elements from row to row. For a layer y = x W^T with
    W [out, in], x [batch, in] and the gradient dy [batch, out], the gradient of W is dy^T x:
    (k = batch, A = dy, lda = out, GA_TRANSPOSE, B = x, ldb = in, GA_NO_TRANSPOSE).
-   dtype: of A and B; GA_F32 in this version. A and B must not overlap any parameter. Sums are in
-   the order of the matrix engine (oneDNN), which depends on threads and processor.
+   dtype: of A and B, GA_F32, GA_F16 or GA_BF16; the parameter's accumulator is f32. A and B must
+   not overlap any parameter. Sums are in f32, in the order of the matrix engine (oneDNN), which
+   depends on threads and processor.
    GA_ERROR_UNSUPPORTED: libgradaccum_onednn.so or its oneDNN could not be loaded, or the program
    has loaded another major version of oneDNN; everything else keeps working. The module is looked
    for beside the library, or only in the folder that the environment variable GA_MODULE_PATH names.
-   GA_ERROR_FAULT: the engine failed in mid-work. */
+   Likewise with ga_config.noise_scale. GA_ERROR_FAULT: the engine failed in mid-work. */
 GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,
                                       int64_t lda, int32_t transpose_a, const void* b, int64_t ldb,
                                       int32_t transpose_b, int32_t dtype);
@@ -470,7 +695,7 @@ typedef struct ga_accumulator {
 /* Hands out a parameter's accumulator, within the open micro-batch, so that the program's own
    kernel adds to it. Every element is to be written. ga_accumulator_release then makes it part of
    the micro-batch; until then no other call for this parameter is legal, and ga_micro_end is not.
-   */
+   GA_ERROR_UNSUPPORTED: with ga_config.noise_scale. */
 GA_API ga_status ga_accumulator_acquire(ga_context* ctx, ga_param param, ga_accumulator* out);
 GA_API ga_status ga_accumulator_release(ga_context* ctx, ga_param param);
 
@@ -518,7 +743,20 @@ typedef struct ga_step_result {
                             skipped for that, 0 if skipped for being empty */
   double clip_factor;    /* the smallest factor that a clip by norm applied; 1 without */
   double lr;             /* learning rate of group 0 in this step; 0 if skipped */
-  double loss_scale;     /* ga_config.loss_scale */
+  double loss_scale;     /* that ga_loss_scale gave in this window */
+  int64_t skipped;       /* windows that were not applied, since the context was made */
+  int64_t dropped;       /* micro-batches that GA_NONFINITE_DROP_MICRO dropped, likewise */
+  int64_t window_dropped; /* of these, in this window */
+  double noise_scale;    /* with ga_config.noise_scale: the simple noise scale tr(S) / |G|^2 of
+                            McCandlish et al. 2018 (appendix A.1), in units of the weight, the batch
+                            size: windows of much less waste steps, of much more waste samples. NaN
+                            before the first estimate, and without the option */
+  double noise_trace;    /* tr(S): the variance of one sample's gradient */
+  double noise_signal;   /* |G|^2: of the gradient of the whole data. All three are smoothed over
+                            steps, as means with weights noise_smoothing^age. A window of one
+                            micro-batch, one in which a parameter was given more than one
+                            contribution in a micro-batch, or some out of the order of
+                            micro-batches, and one that is skipped bring no estimate */
 } ga_step_result;
 
 /* Ends the window: reduces, checks, clips, updates state and parameters in place. result may be
@@ -534,7 +772,8 @@ GA_API ga_status ga_discard(ga_context* ctx);
 /* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group: dense, of *dtype
    (may be NULL). The pointer is legal after an applied ga_step until the next accumulate,
    ga_discard or ga_step. GA_ERROR_INVALID_STATE: not after an applied step, or this parameter
-   received no gradient in it (under GA_MISSING_ZERO it has zeros then). */
+   received no gradient in it (under GA_MISSING_ZERO it has zeros then). *dtype is that of the
+   accumulator: one of 16 bits, a compensated one too, gives a gradient rounded to 16 bits. */
 GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data, int32_t* dtype);
 
 #ifdef __cplusplus

@@ -76,6 +76,14 @@ template <>
 struct DtypeOf<double> {
   static constexpr std::int32_t value = GA_F64;
 };
+template <>
+struct DtypeOf<std::int32_t> {
+  static constexpr std::int32_t value = GA_I32;
+};
+template <>
+struct DtypeOf<std::int64_t> {
+  static constexpr std::int32_t value = GA_I64;
+};
 template <typename T>
 inline constexpr std::int32_t dtype_of = DtypeOf<T>::value;
 
@@ -106,6 +114,24 @@ inline ga_clip default_clip() {
   ga_clip clip;
   check(ga_clip_init(&clip, sizeof clip));
   return clip;
+}
+
+inline ga_loss_scaler default_loss_scaler() {
+  ga_loss_scaler scaler;
+  check(ga_loss_scaler_init(&scaler, sizeof scaler));
+  return scaler;
+}
+
+inline ga_ema default_ema() {
+  ga_ema ema;
+  check(ga_ema_init(&ema, sizeof ema));
+  return ema;
+}
+
+inline ga_param_options default_param_options() {
+  ga_param_options options{};
+  options.struct_size = sizeof options;
+  return options;
 }
 
 // Devices of a kind; 0 where this build or this machine has none (ga_last_error() says why).
@@ -201,6 +227,28 @@ class Context {
   }
   void clear_clip(ga_group group) { check(ga_group_set_clip(get(), group, nullptr)); }
 
+  // -- Loss scale and averages
+
+  void set_loss_scaler(const ga_loss_scaler& scaler) {
+    check(ga_context_set_loss_scaler(get(), &scaler));
+  }
+  void clear_loss_scaler() { check(ga_context_set_loss_scaler(get(), nullptr)); }
+  double loss_scale() const {
+    double scale = 0;
+    check(ga_loss_scale(get(), &scale, nullptr));
+    return scale;
+  }
+
+  void set_ema(const ga_ema& ema) { check(ga_context_set_ema(get(), &ema)); }
+  void clear_ema() { check(ga_context_set_ema(get(), nullptr)); }
+  template <typename T>
+  void ema_copy_to(ga_param param, T* out) {
+    ema_copy_to(param, out, dtype_of<T>);
+  }
+  void ema_copy_to(ga_param param, void* out, std::int32_t dtype) {
+    check(ga_ema_copy_to(get(), param, out, dtype));
+  }
+
   // -- Parameters
 
   template <typename T>
@@ -232,6 +280,7 @@ class Context {
   }
 
   void bind(ga_param param, void* data) { check(ga_param_bind(get(), param, data)); }
+  void changed(ga_param param) { check(ga_param_changed(get(), param)); }
   void set_frozen(ga_param param, bool frozen) {
     check(ga_param_set_frozen(get(), param, frozen ? 1 : 0));
   }
@@ -263,6 +312,13 @@ class Context {
     check(ga_accumulate_part(get(), param, gradient));
   }
 
+  template <typename Index>
+  void accumulate_rows(ga_param param, const Index* indices, std::int64_t count,
+                       const void* values) {
+    check(ga_accumulate_rows(get(), param, indices, dtype_of<Index>, count, values));
+  }
+
+  // 16-bit matrices, which have no C++ type of their own, go through the C function.
   template <typename T>
   void accumulate_matmul(ga_param param, std::int64_t k, const T* a, std::int64_t lda,
                          ga_transpose transpose_a, const T* b, std::int64_t ldb,

@@ -18,7 +18,7 @@ namespace ga {
 // m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;  with AMSGrad the root is of the
 // largest v so far
 template <class T, bool kL2, bool kAmsgrad>
-struct AdamOp {
+struct AdamOp : ElementWise {
   using Real = T;
   static constexpr int slots = kAmsgrad ? 3 : 2;
   T decay, l2, beta1, gain1, beta2, gain2, a, e;
@@ -51,7 +51,7 @@ struct AdamOp {
   }
 };
 
-struct Adam {
+struct Adam : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_ADAM;
   static constexpr const char* name = "Adam";
   static constexpr const char* slot_names[] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
@@ -68,15 +68,15 @@ struct Adam {
     o.eps = o.flavor == GA_FLAVOR_TORCH ? 1e-8 : 1e-7;
   }
 
-  static void check(const ga_optimizer&) {}
-
-  static int select(const ga_optimizer& o) {
+  static int select(const ga_optimizer& o, bool) {
     const bool l2 = o.flavor == GA_FLAVOR_TORCH && o.weight_decay != 0;
     return (l2 ? 2 : 0) + (o.amsgrad ? 1 : 0);
   }
+
+  static bool lazy(const ga_optimizer&) { return true; }
 };
 
-struct AdamW {
+struct AdamW : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_ADAMW;
   static constexpr const char* name = "AdamW";
   static constexpr const char* const* slot_names = Adam::slot_names;
@@ -96,7 +96,9 @@ struct AdamW {
       fail(GA_ERROR_INVALID_ARGUMENT, "AdamW: amsgrad was set, but the BERT flavor has none");
   }
 
-  static int select(const ga_optimizer& o) { return o.amsgrad ? 1 : 0; }
+  static int select(const ga_optimizer& o, bool) { return o.amsgrad ? 1 : 0; }
+
+  static bool lazy(const ga_optimizer&) { return true; }
 };
 
 }  // namespace ga

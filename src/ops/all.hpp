@@ -3,13 +3,25 @@
 // formula in tests/reference.hpp.
 #pragma once
 
+#include "ops/adadelta.hpp"
+#include "ops/adafactor.hpp"
+#include "ops/adagrad.hpp"
 #include "ops/adam.hpp"
+#include "ops/adamax.hpp"
 #include "ops/external.hpp"
+#include "ops/lamb.hpp"
+#include "ops/lars.hpp"
+#include "ops/lion.hpp"
+#include "ops/muon.hpp"
+#include "ops/nadam.hpp"
+#include "ops/radam.hpp"
+#include "ops/rmsprop.hpp"
 #include "ops/sgd.hpp"
 
 namespace ga {
 
-using Optimizers = TypeList<Sgd, Adam, AdamW, External>;
+using Optimizers = TypeList<Sgd, Adam, AdamW, External, Rmsprop, Adagrad, Adadelta, Adamax, Nadam,
+                            Radam, Lion, Lamb, Lars, Adafactor, Muon>;
 
 template <class List>
 constexpr bool in_order_of_kind = false;

@@ -4,29 +4,27 @@
 #pragma once
 
 #include "error.hpp"
-#include "ops/op.hpp"
+#include "ops/decay.hpp"
 
 namespace ga {
 
 // p <- (1 - lr wd) p - lr (g + l2 p)
 template <class T>
-struct SgdPlain {
+struct SgdPlain : ElementWise {
   using Real = T;
   static constexpr int slots = 0;
-  T decay, l2, lr;
+  Decay<T> decay;
+  T lr;
 
-  GA_HD SgdPlain(const ga_optimizer& o, const StepInput& in)
-      : decay(o.flavor == GA_FLAVOR_KERAS ? T(1 - in.lr * o.weight_decay) : T(1)),
-        l2(o.flavor == GA_FLAVOR_KERAS ? T(0) : T(o.weight_decay)),
-        lr(T(in.lr)) {}
+  GA_HD SgdPlain(const ga_optimizer& o, const StepInput& in) : decay(o, in), lr(T(in.lr)) {}
 
-  GA_HD T operator()(T p, T g, T*) const { return decay * p - lr * (g + l2 * p); }
+  GA_HD T operator()(T p, T g, T*) const { return decay.keep * p - lr * (g + decay.l2 * p); }
 };
 
 // b <- mu b + (1 - dampening) g, the first time b <- g; p <- p - lr b, or p - lr (g + mu b) with
 // Nesterov
 template <class T, bool kNesterov>
-struct SgdMomentum {
+struct SgdMomentum : ElementWise {
   using Real = T;
   static constexpr int slots = 1;
   T l2, keep, gain, mu, lr;
@@ -48,7 +46,7 @@ struct SgdMomentum {
 
 // v <- mu v - lr g; p <- p + v, or p + mu v - lr g with Nesterov
 template <class T, bool kNesterov>
-struct SgdKerasMomentum {
+struct SgdKerasMomentum : ElementWise {
   using Real = T;
   static constexpr int slots = 1;
   T decay, mu, lr;
@@ -63,7 +61,7 @@ struct SgdKerasMomentum {
   }
 };
 
-struct Sgd {
+struct Sgd : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_SGD;
   static constexpr const char* name = "SGD";
   static constexpr const char* slot_names[] = {"momentum_buffer"};
@@ -85,10 +83,14 @@ struct Sgd {
            o.dampening);
   }
 
-  static int select(const ga_optimizer& o) {
+  static int select(const ga_optimizer& o, bool) {
     if (o.momentum == 0) return 0;
     return (o.flavor == GA_FLAVOR_KERAS ? 3 : 1) + (o.nesterov ? 1 : 0);
   }
+
+  // With dampening the first gradient weighs more than the others, and which is the first would
+  // have to be known of every row.
+  static bool lazy(const ga_optimizer& o) { return o.dampening == 0; }
 };
 
 }  // namespace ga

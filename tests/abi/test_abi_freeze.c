@@ -23,7 +23,7 @@ int main(void) {
 
 /* ---- Structs: size, then each field with its offset and its size ---- */
 
-SIZE(ga_config, 72);
+SIZE(ga_config, 96);
 FIELD(ga_config, struct_size, 0, 8);
 FIELD(ga_config, device, 8, 4);
 FIELD(ga_config, num_threads, 12, 4);
@@ -33,23 +33,30 @@ FIELD(ga_config, reduce, 28, 4);
 FIELD(ga_config, missing, 32, 4);
 FIELD(ga_config, nonfinite, 36, 4);
 FIELD(ga_config, gradient_life, 40, 4);
-FIELD(ga_config, reserved, 44, 4);
+FIELD(ga_config, accumulation, 44, 4);
 FIELD(ga_config, loss_scale, 48, 8);
 FIELD(ga_config, parallel_for, 56, 8);
 FIELD(ga_config, parallel_for_user, 64, 8);
+FIELD(ga_config, seed, 72, 8);
+FIELD(ga_config, noise_scale, 80, 4);
+FIELD(ga_config, reserved, 84, 4);
+FIELD(ga_config, noise_smoothing, 88, 8);
 
-SIZE(ga_memory, 40);
+SIZE(ga_memory, 64);
 FIELD(ga_memory, struct_size, 0, 8);
 FIELD(ga_memory, accumulators, 8, 8);
 FIELD(ga_memory, optimizer_state, 16, 8);
 FIELD(ga_memory, workspace, 24, 8);
 FIELD(ga_memory, total, 32, 8);
+FIELD(ga_memory, masters, 40, 8);
+FIELD(ga_memory, averages, 48, 8);
+FIELD(ga_memory, rows, 56, 8);
 
 SIZE(ga_accum_phase, 16);
 FIELD(ga_accum_phase, from_step, 0, 8);
 FIELD(ga_accum_phase, accum_steps, 8, 8);
 
-SIZE(ga_optimizer, 88);
+SIZE(ga_optimizer, 208);
 FIELD(ga_optimizer, struct_size, 0, 8);
 FIELD(ga_optimizer, kind, 8, 4);
 FIELD(ga_optimizer, flavor, 12, 4);
@@ -63,7 +70,23 @@ FIELD(ga_optimizer, eps, 64, 8);
 FIELD(ga_optimizer, nesterov, 72, 4);
 FIELD(ga_optimizer, amsgrad, 76, 4);
 FIELD(ga_optimizer, maximize, 80, 4);
-FIELD(ga_optimizer, reserved, 84, 4);
+FIELD(ga_optimizer, state_dtype, 84, 4);
+FIELD(ga_optimizer, rho, 88, 8);
+FIELD(ga_optimizer, lr_decay, 96, 8);
+FIELD(ga_optimizer, initial_accumulator, 104, 8);
+FIELD(ga_optimizer, momentum_decay, 112, 8);
+FIELD(ga_optimizer, trust_coefficient, 120, 8);
+FIELD(ga_optimizer, max_grad_norm, 128, 8);
+FIELD(ga_optimizer, eps2, 136, 8);
+FIELD(ga_optimizer, beta2_decay, 144, 8);
+FIELD(ga_optimizer, clip_threshold, 152, 8);
+FIELD(ga_optimizer, ns_coefficients, 160, 24);
+FIELD(ga_optimizer, ns_steps, 184, 4);
+FIELD(ga_optimizer, adjust_lr, 188, 4);
+FIELD(ga_optimizer, centered, 192, 4);
+FIELD(ga_optimizer, decoupled, 196, 4);
+FIELD(ga_optimizer, always_adapt, 200, 4);
+FIELD(ga_optimizer, reserved, 204, 4);
 
 SIZE(ga_schedule, 80);
 FIELD(ga_schedule, struct_size, 0, 8);
@@ -78,17 +101,43 @@ FIELD(ga_schedule, step_size, 56, 8);
 FIELD(ga_schedule, table, 64, 8);
 FIELD(ga_schedule, table_size, 72, 8);
 
-SIZE(ga_clip, 32);
+SIZE(ga_clip, 56);
 FIELD(ga_clip, struct_size, 0, 8);
 FIELD(ga_clip, scope, 8, 4);
 FIELD(ga_clip, flavor, 12, 4);
 FIELD(ga_clip, max_norm, 16, 8);
 FIELD(ga_clip, max_value, 24, 8);
+FIELD(ga_clip, agc_factor, 32, 8);
+FIELD(ga_clip, agc_eps, 40, 8);
+FIELD(ga_clip, agc_units, 48, 4);
+FIELD(ga_clip, when, 52, 4);
 
-SIZE(ga_param_options, 16);
+SIZE(ga_loss_scaler, 64);
+FIELD(ga_loss_scaler, struct_size, 0, 8);
+FIELD(ga_loss_scaler, initial_scale, 8, 8);
+FIELD(ga_loss_scaler, growth_factor, 16, 8);
+FIELD(ga_loss_scaler, backoff_factor, 24, 8);
+FIELD(ga_loss_scaler, min_scale, 32, 8);
+FIELD(ga_loss_scaler, max_scale, 40, 8);
+FIELD(ga_loss_scaler, growth_interval, 48, 8);
+FIELD(ga_loss_scaler, hysteresis, 56, 4);
+FIELD(ga_loss_scaler, reserved, 60, 4);
+
+SIZE(ga_ema, 32);
+FIELD(ga_ema, struct_size, 0, 8);
+FIELD(ga_ema, kind, 8, 4);
+FIELD(ga_ema, dtype, 12, 4);
+FIELD(ga_ema, decay, 16, 8);
+FIELD(ga_ema, gamma, 24, 8);
+
+SIZE(ga_param_options, 32);
 FIELD(ga_param_options, struct_size, 0, 8);
 FIELD(ga_param_options, gradient_dtype, 8, 4);
-FIELD(ga_param_options, reserved, 12, 4);
+FIELD(ga_param_options, accumulator_dtype, 12, 4);
+FIELD(ga_param_options, master, 16, 4);
+FIELD(ga_param_options, rounding, 20, 4);
+FIELD(ga_param_options, rows, 24, 4);
+FIELD(ga_param_options, agc_axes, 28, 4);
 
 SIZE(ga_flat_entry, 32);
 FIELD(ga_flat_entry, name, 0, 8);
@@ -119,7 +168,7 @@ FIELD(ga_window_info, weight, 40, 8);
 FIELD(ga_window_info, windows, 48, 8);
 FIELD(ga_window_info, steps, 56, 8);
 
-SIZE(ga_step_result, 80);
+SIZE(ga_step_result, 128);
 FIELD(ga_step_result, struct_size, 0, 8);
 FIELD(ga_step_result, outcome, 8, 4);
 FIELD(ga_step_result, reserved, 12, 4);
@@ -131,6 +180,12 @@ FIELD(ga_step_result, norm, 48, 8);
 FIELD(ga_step_result, clip_factor, 56, 8);
 FIELD(ga_step_result, lr, 64, 8);
 FIELD(ga_step_result, loss_scale, 72, 8);
+FIELD(ga_step_result, skipped, 80, 8);
+FIELD(ga_step_result, dropped, 88, 8);
+FIELD(ga_step_result, window_dropped, 96, 8);
+FIELD(ga_step_result, noise_scale, 104, 8);
+FIELD(ga_step_result, noise_trace, 112, 8);
+FIELD(ga_step_result, noise_signal, 120, 8);
 
 /* ---- Enums and constants ---- */
 
@@ -148,6 +203,8 @@ VALUE(GA_F32, 1);
 VALUE(GA_F64, 2);
 VALUE(GA_F16, 3);
 VALUE(GA_BF16, 4);
+VALUE(GA_I32, 5);
+VALUE(GA_I64, 6);
 
 VALUE(GA_DEVICE_CPU, 0);
 VALUE(GA_DEVICE_CUDA, 1);
@@ -163,6 +220,13 @@ VALUE(GA_MISSING_ZERO, 1);
 
 VALUE(GA_NONFINITE_SKIP_STEP, 0);
 VALUE(GA_NONFINITE_FAIL, 1);
+VALUE(GA_NONFINITE_DROP_MICRO, 2);
+VALUE(GA_NONFINITE_IGNORE, 3);
+
+VALUE(GA_ACCUMULATE_PLAIN, 0);
+VALUE(GA_ACCUMULATE_RUNNING_MEAN, 1);
+VALUE(GA_ACCUMULATE_COMPENSATED, 2);
+VALUE(GA_ACCUMULATE_STOCHASTIC, 3);
 
 VALUE(GA_GRADIENTS_CONSUMED, 0);
 VALUE(GA_GRADIENTS_LIVE, 1);
@@ -171,10 +235,25 @@ VALUE(GA_OPTIMIZER_SGD, 0);
 VALUE(GA_OPTIMIZER_ADAM, 1);
 VALUE(GA_OPTIMIZER_ADAMW, 2);
 VALUE(GA_OPTIMIZER_EXTERNAL, 3);
+VALUE(GA_OPTIMIZER_RMSPROP, 4);
+VALUE(GA_OPTIMIZER_ADAGRAD, 5);
+VALUE(GA_OPTIMIZER_ADADELTA, 6);
+VALUE(GA_OPTIMIZER_ADAMAX, 7);
+VALUE(GA_OPTIMIZER_NADAM, 8);
+VALUE(GA_OPTIMIZER_RADAM, 9);
+VALUE(GA_OPTIMIZER_LION, 10);
+VALUE(GA_OPTIMIZER_LAMB, 11);
+VALUE(GA_OPTIMIZER_LARS, 12);
+VALUE(GA_OPTIMIZER_ADAFACTOR, 13);
+VALUE(GA_OPTIMIZER_MUON, 14);
 
 VALUE(GA_FLAVOR_TORCH, 0);
 VALUE(GA_FLAVOR_KERAS, 1);
 VALUE(GA_FLAVOR_BERT, 2);
+
+VALUE(GA_ADJUST_ORIGINAL, 0);
+VALUE(GA_ADJUST_MATCH_RMS, 1);
+VALUE(GA_ADJUST_NONE, 2);
 
 VALUE(GA_SCHEDULE_CONSTANT, 0);
 VALUE(GA_SCHEDULE_LINEAR, 1);
@@ -189,6 +268,27 @@ VALUE(GA_SCHEDULE_BERT, 8);
 VALUE(GA_CLIP_NONE, 0);
 VALUE(GA_CLIP_GLOBAL, 1);
 VALUE(GA_CLIP_PER_TENSOR, 2);
+VALUE(GA_CLIP_AGC, 3);
+
+VALUE(GA_AGC_TF, 0);
+VALUE(GA_AGC_NFNETS, 1);
+VALUE(GA_AGC_TORCH, 2);
+
+VALUE(GA_CLIP_STEP, 0);
+VALUE(GA_CLIP_MICRO, 1);
+
+VALUE(GA_EMA_TORCH, 0);
+VALUE(GA_EMA_KARRAS, 1);
+
+VALUE(GA_MASTER_F32, 0);
+VALUE(GA_MASTER_NONE, 1);
+
+VALUE(GA_ROUND_NEAREST, 0);
+VALUE(GA_ROUND_STOCHASTIC, 1);
+
+VALUE(GA_ROWS_NONE, 0);
+VALUE(GA_ROWS_DENSE, 1);
+VALUE(GA_ROWS_LAZY, 2);
 
 VALUE(GA_NO_TRANSPOSE, 0);
 VALUE(GA_TRANSPOSE, 1);
@@ -229,16 +329,25 @@ FUNCTION(ga_group_lr, ga_status (*)(const ga_context*, ga_group, double*));
 FUNCTION(ga_clip_init, ga_status (*)(ga_clip*, size_t));
 FUNCTION(ga_context_set_clip, ga_status (*)(ga_context*, const ga_clip*));
 FUNCTION(ga_group_set_clip, ga_status (*)(ga_context*, ga_group, const ga_clip*));
+FUNCTION(ga_loss_scaler_init, ga_status (*)(ga_loss_scaler*, size_t));
+FUNCTION(ga_context_set_loss_scaler, ga_status (*)(ga_context*, const ga_loss_scaler*));
+FUNCTION(ga_loss_scale, ga_status (*)(const ga_context*, double*, const void**));
+FUNCTION(ga_ema_init, ga_status (*)(ga_ema*, size_t));
+FUNCTION(ga_context_set_ema, ga_status (*)(ga_context*, const ga_ema*));
 FUNCTION(ga_param_add, ga_status (*)(ga_context*, ga_group, const char*, void*, int32_t, int32_t,
                                      const int64_t*, const ga_param_options*, ga_param*));
 FUNCTION(ga_params_add_flat, ga_status (*)(ga_context*, void*, int32_t, const ga_flat_entry*,
                                            size_t, const ga_param_options*, ga_param*));
 FUNCTION(ga_param_bind, ga_status (*)(ga_context*, ga_param, void*));
+FUNCTION(ga_param_changed, ga_status (*)(ga_context*, ga_param));
+FUNCTION(ga_ema_copy_to, ga_status (*)(ga_context*, ga_param, void*, int32_t));
 FUNCTION(ga_param_set_frozen, ga_status (*)(ga_context*, ga_param, int32_t));
 FUNCTION(ga_accumulate,
          ga_status (*)(ga_context*, const void* const*, size_t, double, const double*));
 FUNCTION(ga_micro_begin, ga_status (*)(ga_context*, int64_t, double, const double*));
 FUNCTION(ga_accumulate_part, ga_status (*)(ga_context*, ga_param, const void*));
+FUNCTION(ga_accumulate_rows,
+         ga_status (*)(ga_context*, ga_param, const void*, int32_t, int64_t, const void*));
 FUNCTION(ga_accumulate_matmul, ga_status (*)(ga_context*, ga_param, int64_t, const void*, int64_t,
                                              int32_t, const void*, int64_t, int32_t, int32_t));
 FUNCTION(ga_accumulator_acquire, ga_status (*)(ga_context*, ga_param, ga_accumulator*));

@@ -5,7 +5,8 @@ as whole batches.
 
 Usage: torch_oracle.py LIBRARY     exits with 77 where PyTorch is not installed.
 
-PyTorch runs in float64, so it has no rounding of its own to excuse; what may differ is float32's.
+PyTorch runs in float64, so against float32 it has no rounding of its own to excuse. What versions
+newer than Debian's have, or do otherwise, is in vectors.hpp.
 """
 import ctypes
 import math
@@ -18,10 +19,10 @@ except ImportError:
     sys.exit(77)
 
 C = ctypes
-SGD, ADAM, ADAMW = 0, 1, 2
+SGD, ADAM, ADAMW, RMSPROP, ADAGRAD, ADADELTA, ADAMAX, NADAM, RADAM = 0, 1, 2, 4, 5, 6, 7, 8, 9
 TORCH = 0
 CLIP_NONE, CLIP_GLOBAL = 0, 1
-F32 = 1
+DTYPES = {torch.float32: 1, torch.float64: 2}
 
 
 def struct(name, *fields):
@@ -32,13 +33,22 @@ I32, I64, F64 = C.c_int32, C.c_int64, C.c_double
 Optimizer = struct("Optimizer", ("kind", I32), ("flavor", I32), ("lr", F64), ("weight_decay", F64),
                    ("momentum", F64), ("dampening", F64), ("beta1", F64), ("beta2", F64),
                    ("eps", F64), ("nesterov", I32), ("amsgrad", I32), ("maximize", I32),
-                   ("reserved", I32))
+                   ("state_dtype", I32), ("rho", F64), ("lr_decay", F64),
+                   ("initial_accumulator", F64), ("momentum_decay", F64),
+                   ("trust_coefficient", F64), ("max_grad_norm", F64), ("eps2", F64),
+                   ("beta2_decay", F64), ("clip_threshold", F64), ("ns_coefficients", 3 * F64),
+                   ("ns_steps", I32), ("adjust_lr", I32), ("centered", I32), ("decoupled", I32),
+                   ("always_adapt", I32), ("reserved", I32))
 Clip = struct("Clip", ("scope", I32), ("flavor", I32), ("max_norm", F64), ("max_value", F64))
 Result = struct("Result", ("outcome", I32), ("reserved", I32), ("windows", I64), ("steps", I64),
                 ("micro_batches", I64), ("weight", F64), ("norm", F64), ("clip_factor", F64),
                 ("lr", F64), ("loss_scale", F64))
 
+# What PyTorch calls otherwise.
+NAMES = {"alpha": "rho", "initial_accumulator_value": "initial_accumulator"}
+
 torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)  # of its own scalars too
 lib = C.CDLL(sys.argv[1])
 lib.ga_last_error.restype = C.c_char_p
 
@@ -52,8 +62,8 @@ def call(name, *arguments):
 class Library:
     """Parameters that the library trains."""
 
-    def __init__(self, tensors, kind, options, max_norm):
-        self.tensors = [t.to(torch.float32).clone() for t in tensors]
+    def __init__(self, tensors, dtype, kind, options, max_norm):
+        self.tensors = [t.to(dtype).clone() for t in tensors]
         self.ctx = C.c_void_p()
         call("ga_context_create", None, C.byref(self.ctx))
         o = Optimizer()
@@ -62,7 +72,7 @@ class Library:
             if name == "betas":
                 o.beta1, o.beta2 = value
             else:
-                setattr(o, name, int(value) if isinstance(value, bool) else value)
+                setattr(o, NAMES.get(name, name), int(value) if isinstance(value, bool) else value)
         call("ga_group_add", self.ctx, C.byref(o), None)
         if max_norm is not None:
             clip = Clip()
@@ -71,8 +81,8 @@ class Library:
             call("ga_context_set_clip", self.ctx, C.byref(clip))
         for i, t in enumerate(self.tensors):
             shape = (I64 * t.dim())(*t.shape)
-            call("ga_param_add", self.ctx, 0, f"p{i}".encode(), C.c_void_p(t.data_ptr()), F32,
-                 t.dim(), shape, None, None)
+            call("ga_param_add", self.ctx, 0, f"p{i}".encode(), C.c_void_p(t.data_ptr()),
+                 DTYPES[dtype], t.dim(), shape, None, None)
 
     def accumulate(self, gradients, weight):
         pointers = (C.c_void_p * len(gradients))(
@@ -92,17 +102,20 @@ class Library:
         lib.ga_context_destroy(self.ctx)
 
 
-def run(name, kind, options, max_norm=None, micro_batches=1, missing=False, schedule=False,
-        steps=40):
+def run(name, make, kind, options, dtype=torch.float32, max_norm=None, micro_batches=1,
+        missing=False, schedule=False, steps=40):
     torch.manual_seed(1)
     shapes = [(7, 5), (13,), (), (40, 41)]
-    start = [torch.randn(s).to(torch.float32) for s in shapes]
-    ours = Library(start, kind, options, max_norm)
-    theirs = [t.to(torch.float64).clone().requires_grad_() for t in start]
-    classes = {SGD: torch.optim.SGD, ADAM: torch.optim.Adam, ADAMW: torch.optim.AdamW}
-    optimizer = classes[kind](theirs, **options)
 
-    distance = [torch.zeros(s, dtype=torch.float64) for s in shapes]
+    def normal(shape):
+        return torch.randn(shape).to(torch.float32)
+
+    start = [normal(s) for s in shapes]
+    ours = Library(start, dtype, kind, options, max_norm)
+    theirs = [t.to(torch.float64).clone().requires_grad_() for t in start]
+    optimizer = make(theirs, **options)
+
+    distance = [torch.zeros(s) for s in shapes]
     for step in range(steps):
         if schedule:
             lr = options["lr"] * (1 + math.cos(step)) / 2
@@ -113,7 +126,7 @@ def run(name, kind, options, max_norm=None, micro_batches=1, missing=False, sche
         for k in range(micro_batches):
             weight = k + 1
             # Of mixed size, some of the order of Adam's eps; here and there none at all.
-            gradients = [torch.randn(s) * torch.exp(4 * torch.randn(s) - 4) for s in shapes]
+            gradients = [(normal(s) * torch.exp(4 * normal(s) - 4)).to(dtype) for s in shapes]
             if missing:
                 gradients = [None if (i + step + k) % 3 == 0 or (i == 1 and step % 5) else g
                              for i, g in enumerate(gradients)]
@@ -136,11 +149,18 @@ def run(name, kind, options, max_norm=None, micro_batches=1, missing=False, sche
             d += (p.detach() - b).abs()
 
     # Each step rounds p once and its own change a few times: the change is good to 64 roundings
-    # (the sums in moments and in micro-batches), p to one for each step.
+    # (the sums in moments and in micro-batches), p to one for each step. In float64 both sides
+    # round, and a bias correction 1 - beta2^t loses up to n = 1 / (1 - beta2) roundings. RAdam
+    # subtracts 2 t beta2^t of such quotients, 2 n in size, to get 2 where it begins to adapt, at
+    # t = 6, when they have lost n / 6.
+    unit, factor = 2.0**-24, 64
+    if dtype == torch.float64:
+        n = 1 / (1 - options.get("betas", (0.9, 0.999))[1])
+        unit, factor = 2.0**-52, 64 + (n * n / 6 if kind == RADAM else n)
     worst = 0.0
     for got, want, d in zip(ours.tensors, theirs, distance):
         want = want.detach()
-        bound = 2.0**-24 * (64 * d + steps * (want.abs() + d))
+        bound = unit * (factor * d + steps * (want.abs() + d))
         worst = max(worst, ((got.to(torch.float64) - want).abs() / bound).max().item())
         assert d.max() > 0 or not steps, "nothing moved"
     ours.close()
@@ -155,13 +175,37 @@ sgd = [dict(lr=0.05), dict(lr=0.05, weight_decay=0.1), dict(lr=0.05, momentum=0.
 adam = [dict(lr=1e-2), dict(lr=1e-2, weight_decay=0.1), dict(lr=1e-2, amsgrad=True),
         dict(lr=1e-2, betas=(0.5, 0.9), eps=1e-3),
         dict(lr=1e-2, amsgrad=True, maximize=True, weight_decay=0.1)]
-variants = [dict(), dict(micro_batches=4), dict(max_norm=1.0, micro_batches=3),
+others = [
+    (RMSPROP, torch.optim.RMSprop, [
+        dict(lr=1e-2), dict(lr=1e-2, momentum=0.9, weight_decay=0.1),
+        dict(lr=1e-2, alpha=0.9, centered=True, eps=1e-3),
+        dict(lr=1e-2, centered=True, momentum=0.5, eps=1e-3, maximize=True)]),
+    (ADAGRAD, torch.optim.Adagrad, [
+        dict(lr=0.05), dict(lr=0.05, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.3),
+        dict(lr=0.05, eps=1e-3, maximize=True)]),
+    (ADADELTA, torch.optim.Adadelta, [
+        dict(lr=1.0), dict(lr=0.5, rho=0.5, eps=1e-3, weight_decay=0.1, maximize=True)]),
+    (ADAMAX, torch.optim.Adamax, [
+        dict(lr=1e-2), dict(lr=1e-2, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.1, maximize=True)]),
+    # In 1.13 NAdam multiplies its momentum in twice, but not where it takes all tensors at once.
+    (NADAM, lambda p, **o: torch.optim.NAdam(p, foreach=True, **o), [
+        dict(lr=1e-2), dict(lr=1e-2, weight_decay=0.1),
+        dict(lr=1e-2, betas=(0.5, 0.9), momentum_decay=0.5, eps=1e-3)]),
+    (RADAM, torch.optim.RAdam, [
+        dict(lr=1e-2), dict(lr=1e-2, weight_decay=0.1), dict(lr=1e-2, betas=(0.5, 0.9), eps=1e-3)])]
+f64 = dict(dtype=torch.float64)
+variants = [dict(), f64, dict(micro_batches=4), dict(max_norm=1.0, micro_batches=3),
             dict(max_norm=1e6), dict(missing=True, micro_batches=2), dict(schedule=True)]
+few = [dict(), f64, dict(missing=True, micro_batches=2), dict(schedule=True, **f64)]
 
 right = 0
-cases = [(n, k, o, v) for n, k, list_ in (("SGD", SGD, sgd), ("Adam", ADAM, adam),
-                                          ("AdamW", ADAMW, adam)) for o in list_ for v in variants]
-for name, kind, options, variant in cases:
-    right += run(f"{name} {options} {variant}", kind, options, **variant)
+cases = [(k, m, o, v) for k, m, list_ in ((SGD, torch.optim.SGD, sgd),
+                                          (ADAM, torch.optim.Adam, adam),
+                                          (ADAMW, torch.optim.AdamW, adam))
+         for o in list_ for v in variants]
+cases += [(k, m, o, v) for k, m, list_ in others for o in list_ for v in few]
+for kind, make, options, variant in cases:
+    name = getattr(make, "__name__", "NAdam").replace("<lambda>", "NAdam")
+    right += run(f"{name} {options} {variant}", make, kind, options, **variant)
 print(f"torch {torch.__version__}: {right} of {len(cases)} agree")
 sys.exit(right != len(cases))

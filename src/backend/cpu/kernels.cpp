@@ -13,6 +13,7 @@
 #include "backend/cpu/kernels.hpp"
 
 #include <cstring>
+#include <type_traits>
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -44,21 +45,26 @@ static_assert(kTile % kBlock == 0 && kBlock % kLanes == 0 && kChunk % kTile == 0
 
 GA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-template <int kWrite>
-GA_INLINE void prefetch_block(const float* p) {
-  for (int64_t i = 0; i < kBlock; i += 16) __builtin_prefetch(p + i, kWrite, 3);
+template <int kWrite, class T>
+GA_INLINE void prefetch_block(const T* p) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < kBlock; i += kLine) __builtin_prefetch(p + i, kWrite, 3);
 }
 
 // Copies a block past the caches; target is 64-byte aligned.
-GA_INLINE void stream_block(float* target, const float* block) {
+template <class T>
+GA_INLINE void stream_block(T* target, const T* block) {
+  constexpr int64_t kFloats = kBlock * static_cast<int64_t>(sizeof(T) / sizeof(float));
+  float* const to = reinterpret_cast<float*>(target);
+  const float* const from = reinterpret_cast<const float*>(block);
 #if defined(__AVX512F__)
-  for (int64_t i = 0; i < kBlock; i += 16) _mm512_stream_ps(target + i, _mm512_load_ps(block + i));
+  for (int64_t i = 0; i < kFloats; i += 16) _mm512_stream_ps(to + i, _mm512_load_ps(from + i));
 #elif defined(__AVX__)
-  for (int64_t i = 0; i < kBlock; i += 8) _mm256_stream_ps(target + i, _mm256_load_ps(block + i));
+  for (int64_t i = 0; i < kFloats; i += 8) _mm256_stream_ps(to + i, _mm256_load_ps(from + i));
 #elif defined(__SSE2__)
-  for (int64_t i = 0; i < kBlock; i += 4) _mm_stream_ps(target + i, _mm_load_ps(block + i));
+  for (int64_t i = 0; i < kFloats; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
 #else
-  for (int64_t i = 0; i < kBlock; ++i) target[i] = block[i];
+  std::memcpy(to, from, kFloats * sizeof(float));
 #endif
 }
 
@@ -68,51 +74,43 @@ GA_INLINE void stream_fence() {
 #endif
 }
 
-// ---- Reading
-// --------------------------------------------------------------------------------------
-
-// Elements [offset, offset + count) of a source as floats, in place where they are floats already.
-using Load = const float* (*)(const void* data, int64_t offset, int64_t count, float* tile);
-
-const float* load_f32(const void* data, int64_t offset, int64_t, float*) {
-  return static_cast<const float*>(data) + offset;
-}
-
-constexpr Load loads[] = {nullptr, load_f32, nullptr, nullptr, nullptr};  // [ga_dtype]
-
-GA_INLINE const float* load(const Source& s, int64_t offset, int64_t count, float* tile) {
-  alignas(64) static constexpr float zeros[kTile] = {};
-  return s.data ? loads[s.dtype](s.data, offset, count, tile) : zeros;
-}
+#include "backend/cpu/formats.hpp"
 
 // The last elements of a tensor, fewer than a block, padded with zeros to whole groups of kLanes:
-// the loops below then know whole groups only. Optimizer state needs no copy: it is padded in place
-// (context.cpp), and what becomes of its padding is never looked at.
+// the loops below then know whole groups only.
+template <class T>
 struct Padded {
-  alignas(64) float data[kBlock];
+  alignas(64) T data[kBlock];
 
-  GA_INLINE Padded(const float* from, int64_t count) {
+  GA_INLINE Padded(const T* from, int64_t count) {
     int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-      std::memcpy(data + i, from + i, kLanes * sizeof(float));
+    for (; i + kLanes <= count; i += kLanes) std::memcpy(data + i, from + i, kLanes * sizeof(T));
     if (i == count) return;
-#if defined(__AVX512F__)  // whole registers: what is written float by float is slow to load as one
-    const auto mask = static_cast<__mmask16>((1u << (count - i)) - 1);
-    _mm512_store_ps(data + i, _mm512_maskz_loadu_ps(mask, from + i));
-#else
-    std::memset(data + i, 0, kLanes * sizeof(float));
-    for (; i < count; ++i) data[i] = from[i];
+#if defined(__AVX512F__)  // whole registers: what is written one by one is slow to load as one
+    if constexpr (std::is_same_v<T, float>) {
+      const auto mask = static_cast<__mmask16>((1u << (count - i)) - 1);
+      _mm512_store_ps(data + i, _mm512_maskz_loadu_ps(mask, from + i));
+      return;
+    }
 #endif
+    std::memset(data + i, 0, kLanes * sizeof(T));
+    for (; i < count; ++i) data[i] = from[i];
   }
 
-  GA_INLINE void copy_to(float* to, int64_t count) const {
+  GA_INLINE void copy_to(T* to, int64_t count) const {
     int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) std::memcpy(to + i, data + i, kLanes * sizeof(float));
+    for (; i + kLanes <= count; i += kLanes) std::memcpy(to + i, data + i, kLanes * sizeof(T));
     for (; i < count; ++i) to[i] = data[i];
   }
 };
 
 GA_INLINE int64_t whole_groups(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+// Zeros behind the count elements of a tile, to the end of the group.
+template <class T>
+GA_INLINE void pad_tile(T* tile, int64_t count) {
+  std::memset(tile + count, 0, static_cast<size_t>(whole_groups(count) - count) * sizeof(T));
+}
 
 // ---- Sums of squares
 // ------------------------------------------------------------------------------
@@ -120,18 +118,23 @@ GA_INLINE int64_t whole_groups(int64_t count) { return (count + kLanes - 1) / kL
 // One register of floats, and the two of doubles it widens to. By hand, since the compilers
 // vectorise a loop that both stores floats and sums their squares in double at some levels only.
 #if defined(__AVX512F__)
-constexpr int kWidth = 16;
+constexpr int kBytes = 64;
 #elif defined(__AVX__)
-constexpr int kWidth = 8;
+constexpr int kBytes = 32;
 #else
-constexpr int kWidth = 4;
+constexpr int kBytes = 16;
 #endif
-typedef float Floats __attribute__((vector_size(4 * kWidth)));
-typedef float FloatsInMemory __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
-typedef double Doubles __attribute__((vector_size(4 * kWidth)));
+typedef float Floats __attribute__((vector_size(kBytes)));
+typedef float FloatsInMemory __attribute__((vector_size(kBytes), aligned(4), may_alias));
+typedef double Doubles __attribute__((vector_size(kBytes)));
+typedef double DoublesInMemory __attribute__((vector_size(kBytes), aligned(8), may_alias));
+template <class T>
+constexpr int kWidth = kBytes / static_cast<int>(sizeof(T));
 
 GA_INLINE Floats get(const float* p) { return *reinterpret_cast<const FloatsInMemory*>(p); }
 GA_INLINE void put(float* p, Floats x) { *reinterpret_cast<FloatsInMemory*>(p) = x; }
+GA_INLINE Doubles get(const double* p) { return *reinterpret_cast<const DoublesInMemory*>(p); }
+GA_INLINE void put(double* p, Doubles x) { *reinterpret_cast<DoublesInMemory*>(p) = x; }
 
 #if defined(__AVX512F__)
 GA_INLINE Doubles widen_low(Floats x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
@@ -159,46 +162,73 @@ GA_INLINE Doubles add_square(Doubles sum, Doubles x) {
 #endif
 }
 
-struct Lanes {
-  Doubles sum[2 * kLanes / kWidth] = {};
+// Lanes kLane, kLane + kStep, ... in pairs, these in pairs, and so on.
+template <int kLane, int kStep>
+GA_INLINE double tree(const double (&s)[kLanes]) {
+  if constexpr (kStep == kLanes)
+    return s[kLane];
+  else
+    return tree<kLane, 2 * kStep>(s) + tree<kLane + kStep, 2 * kStep>(s);
+}
+
+GA_INLINE double total_of(const Doubles* lanes) {
+  double s[kLanes];
+  std::memcpy(s, lanes, sizeof s);
+  return tree<0, 1>(s);
+}
+
+GA_INLINE bool is_finite(double x) { return __builtin_fabs(x) <= 1.7976931348623157e308; }
+
+template <class T>
+struct Lanes;
+
+template <>
+struct Lanes<float> {
+  Doubles sum[kLanes / kWidth<double>] = {};
 
   // x holds the elements of lanes [lane, lane + kWidth).
   GA_INLINE void add(int lane, Floats x) {
-    Doubles* const s = sum + 2 * lane / kWidth;
+    Doubles* const s = sum + lane / kWidth<double>;
     s[0] = add_square(s[0], widen_low(x));
     s[1] = add_square(s[1], widen_high(x));
   }
-
-  // Lanes kLane, kLane + kStep, ... in pairs, these in pairs, and so on.
-  template <int kLane, int kStep>
-  GA_INLINE static double tree(const double (&s)[kLanes]) {
-    if constexpr (kStep == kLanes)
-      return s[kLane];
-    else
-      return tree<kLane, 2 * kStep>(s) + tree<kLane + kStep, 2 * kStep>(s);
-  }
-
-  GA_INLINE Partial total() const {
-    double s[kLanes];
-    std::memcpy(s, sum, sizeof s);
-    const double all = tree<0, 1>(s);
-    // The squares of finite floats cannot overflow a double: the sum is finite exactly when every
-    // element is.
-    return {all, 0, !(all <= 1.7976931348623157e308)};
-  }
+  GA_INLINE double total() const { return total_of(sum); }
+  // The squares of finite floats cannot overflow a double: the sum is finite exactly when every
+  // element is.
+  GA_INLINE bool finite() const { return is_finite(total()); }
 };
 
-// ---- Accumulate
-// -----------------------------------------------------------------------------------
+template <>
+struct Lanes<double> {
+  Doubles sum[kLanes / kWidth<double>] = {};
+  Doubles zero[kLanes / kWidth<double>] = {};  // or NaN, for 0 times anything but a finite number
 
-// a <- [a +] scale0 g0 [+ scale1 g1] over whole groups
-template <int kSources, bool kKeep>
-GA_INLINE void accumulate_groups(float scale0, float scale1, float* __restrict a,
-                                 const float* __restrict g0, const float* __restrict g1,
-                                 int64_t count, Lanes& lanes) {
+  GA_INLINE void add(int lane, Doubles x) {
+    sum[lane / kWidth<double>] += x * x;
+    zero[lane / kWidth<double>] += x * 0.0;
+  }
+  GA_INLINE double total() const { return total_of(sum); }
+  GA_INLINE bool finite() const { return total_of(zero) == 0; }
+};
+
+// Whole groups.
+template <class T>
+GA_INLINE void add_groups(Lanes<T>& lanes, const T* x, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes)
-    for (int l = 0; l < kLanes; l += kWidth) {
-      Floats x = get(g0 + i + l) * scale0;
+    for (int l = 0; l < kLanes; l += kWidth<T>) lanes.add(l, get(x + i + l));
+}
+
+// ---- Accumulate ---------------------------------------------------------------------------------
+
+// a <- [a +] scale0 g0 [+ scale1 g1] over whole groups; contribution: of scale0 g0 alone
+template <class T, int kSources, bool kKeep, bool kNoise>
+GA_INLINE void accumulate_groups(T scale0, T scale1, T* __restrict a, const T* __restrict g0,
+                                 const T* __restrict g1, int64_t count, Lanes<T>& lanes,
+                                 Lanes<T>& contribution) {
+  for (int64_t i = 0; i < count; i += kLanes)
+    for (int l = 0; l < kLanes; l += kWidth<T>) {
+      auto x = get(g0 + i + l) * scale0;
+      if (kNoise) contribution.add(l, x);
       if (kKeep) x = get(a + i + l) + x;
       if (kSources == 2) x = x + get(g1 + i + l) * scale1;
       put(a + i + l, x);
@@ -206,64 +236,120 @@ GA_INLINE void accumulate_groups(float scale0, float scale1, float* __restrict a
     }
 }
 
-template <int kSources, bool kKeep, bool kStream>
+template <class T>
+GA_INLINE void store_partial(const AccumulateTask& task, int64_t offset, const Lanes<T>& lanes,
+                             const Lanes<T>* contribution) {
+  Partial& p = task.partials[offset / kChunk];
+  const double sum = lanes.total();
+  // What overwrites is its own contribution.
+  const double own =
+      task.noise == 0 ? 0 : task.noise * (contribution ? contribution->total() : sum);
+  p.sum_squares = sum;
+  p.noise = task.keep != 0 ? p.noise + own : own;
+  p.nonfinite = !lanes.finite();
+}
+
+template <class T, int kSources, bool kKeep, bool kStream, bool kNoise>
 void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count) {
-  const float scale0 = task.source[0].scale;
-  const float scale1 = kSources == 2 ? task.source[1].scale : 0.0f;
-  Lanes lanes;
-  alignas(64) float tile0[kTile];
-  alignas(64) float tile1[kTile];
+  const T scale0 = static_cast<T>(task.source[0].scale);
+  const T scale1 = kSources == 2 ? static_cast<T>(task.source[1].scale) : T(0);
+  Lanes<T> lanes, contribution;
+  alignas(64) T tile0[kTile];
+  alignas(64) T tile1[kTile];
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
-    const float* const g0 = load(task.source[0], offset + t, n, tile0);
-    const float* const g1 = kSources == 2 ? load(task.source[1], offset + t, n, tile1) : g0;
-    float* const a = task.target + offset + t;
+    const T* const g0 = load<T>(task.source[0], offset + t, n, tile0);
+    const T* const g1 = kSources == 2 ? load<T>(task.source[1], offset + t, n, tile1) : g0;
+    T* const a = static_cast<T*>(task.target.data) + offset + t;
     int64_t b = 0;
     for (; b + kBlock <= n; b += kBlock) {
       prefetch_block<0>(g0 + b + kAhead);
       if (kSources == 2) prefetch_block<0>(g1 + b + kAhead);
       if (kStream) {
-        alignas(64) float block[kBlock];
-        accumulate_groups<kSources, kKeep>(scale0, scale1, block, g0 + b, g1 + b, kBlock, lanes);
+        alignas(64) T block[kBlock];
+        accumulate_groups<T, kSources, kKeep, kNoise>(scale0, scale1, block, g0 + b, g1 + b, kBlock,
+                                                      lanes, contribution);
         stream_block(a + b, block);
       } else {
         prefetch_block<1>(a + b + kAhead);
-        accumulate_groups<kSources, kKeep>(scale0, scale1, a + b, g0 + b, g1 + b, kBlock, lanes);
+        accumulate_groups<T, kSources, kKeep, kNoise>(scale0, scale1, a + b, g0 + b, g1 + b, kBlock,
+                                                      lanes, contribution);
       }
     }
     if (b == n) continue;
-    const Padded end0(g0 + b, n - b);
-    const Padded end1(g1 + b, kSources == 2 ? n - b : 0);
-    Padded end_a(a + b, kKeep ? n - b : 0);
-    accumulate_groups<kSources, kKeep>(scale0, scale1, end_a.data, end0.data, end1.data,
-                                       whole_groups(n - b), lanes);
+    const Padded<T> end0(g0 + b, n - b);
+    const Padded<T> end1(g1 + b, kSources == 2 ? n - b : 0);
+    Padded<T> end_a(a + b, kKeep ? n - b : 0);
+    accumulate_groups<T, kSources, kKeep, kNoise>(scale0, scale1, end_a.data, end0.data, end1.data,
+                                                  whole_groups(n - b), lanes, contribution);
     end_a.copy_to(a + b, n - b);
   }
   if (kStream) stream_fence();
-  task.partials[offset / kChunk] = lanes.total();
+  store_partial(task, offset, lanes, kNoise ? &contribution : nullptr);
+}
+
+// An accumulator that is not of the type computed in, or that shrinks as it grows (a running mean).
+template <class T>
+void accumulate_packed(const AccumulateTask& task, int64_t offset, int64_t count) {
+  const T keep = static_cast<T>(task.keep);
+  Lanes<T> lanes, contribution;
+  alignas(64) T tile_a[kTile];
+  alignas(64) T tile_g[kTile];
+  alignas(64) T c[kTile];
+  for (int64_t t = 0; t < count; t += kTile) {
+    const int64_t n = smaller(kTile, count - t);
+    const T* a = load<T>({task.target.data, task.target.format, 1}, offset + t, n, tile_a);
+    for (int s = 0; s < task.sources; ++s) {
+      const T scale = static_cast<T>(task.source[s].scale);
+      const T* const g = load<T>(task.source[s], offset + t, n, tile_g);
+      for (int64_t i = 0; i < n; ++i) c[i] = s == 0 ? g[i] * scale : c[i] + g[i] * scale;
+    }
+    pad_tile(c, n);
+    if (task.noise != 0) add_groups(contribution, c, whole_groups(n));
+    if (task.keep != 0)
+      for (int64_t i = 0; i < n; ++i) c[i] = a[i] * keep + c[i];
+    store<T>(task.target, offset + t, n, c, static_cast<uint64_t>(offset + t), task.rounding);
+    a = load<T>({task.target.data, task.target.format, 1}, offset + t, n, tile_a);
+    std::memcpy(c, a, static_cast<size_t>(n) * sizeof(T));
+    add_groups(lanes, c, whole_groups(n));
+  }
+  store_partial(task, offset, lanes, &contribution);
+}
+
+template <class T>
+void accumulate_as(const AccumulateTask& task, int64_t offset, int64_t count, bool stream) {
+  if (task.target.format != native<T> || (task.keep != 0 && task.keep != 1))
+    accumulate_packed<T>(task, offset, count);
+  else if (task.keep != 0)
+    (task.noise != 0 ? accumulate_chunk<T, 1, true, false, true>
+                     : accumulate_chunk<T, 1, true, false, false>)(task, offset, count);
+  else if (task.sources == 2)
+    (stream ? accumulate_chunk<T, 2, false, true, false>
+            : accumulate_chunk<T, 2, false, false, false>)(task, offset, count);
+  else
+    (stream ? accumulate_chunk<T, 1, false, true, false>
+            : accumulate_chunk<T, 1, false, false, false>)(task, offset, count);
 }
 
 void accumulate(const AccumulateTask& task, int64_t offset, int64_t count, bool stream) {
-  if (task.keep)
-    accumulate_chunk<1, true, false>(task, offset, count);
-  else if (task.sources == 2)
-    (stream ? accumulate_chunk<2, false, true> : accumulate_chunk<2, false, false>)(task, offset,
-                                                                                    count);
-  else
-    (stream ? accumulate_chunk<1, false, true> : accumulate_chunk<1, false, false>)(task, offset,
-                                                                                    count);
+  (task.target.format == GA_F64 ? accumulate_as<double> : accumulate_as<float>)(task, offset, count,
+                                                                                stream);
 }
 
 // ---- The gradient as the optimizer sees it
 // --------------------------------------------------------
 
+template <class T>
 struct View {
-  float source_scale, scale, limit, factor;
+  T source_scale, scale, limit, factor;
 
   explicit View(const GradientView& g)
-      : source_scale(g.source.scale), scale(g.scale), limit(g.limit), factor(g.factor) {}
+      : source_scale(static_cast<T>(g.source.scale)),
+        scale(static_cast<T>(g.scale)),
+        limit(static_cast<T>(g.limit)),
+        factor(static_cast<T>(g.factor)) {}
 
-  // X: float or Floats
+  // X: T or a register of them
   template <class X>
   GA_INLINE X scaled(X x) const {
     return x * source_scale * scale;
@@ -273,116 +359,431 @@ struct View {
     const X low = X{} - limit, high = X{} + limit;
     return x < low ? low : (x > high ? high : x);
   }
-  GA_INLINE float operator()(float x) const { return clamped(scaled(x)) * factor; }
+  GA_INLINE T operator()(T x) const { return clamped(scaled(x)) * factor; }
 };
 
-template <bool kLimited>
-GA_INLINE void norm_groups(const View& view, const float* __restrict g, int64_t count, Lanes& raw,
-                           Lanes& limited) {
+template <class T>
+const T* load_clipped(const void* data, int64_t offset, int64_t count, T* tile) {
+  const ClippedGradient& c = *static_cast<const ClippedGradient*>(data);
+  const View<T> view(c.gradient);
+  const T* g = load<T>(c.gradient.source, offset, count, tile);
+  const bool limited = is_finite(c.gradient.limit);
+  if (limited || !c.pattern) {
+    for (int64_t i = 0; i < count; ++i) tile[i] = view(g[i]);
+    g = tile;
+  }
+  if (!c.pattern) return tile;
+  UnitCursor at(*c.pattern, offset);
+  for (int64_t i = 0; i < count;) {
+    const int64_t n = smaller(smaller(at.left(), count - i), kBlock);
+    const T* const factors = static_cast<const T*>(c.factors) + at.unit();
+    prefetch_block<0>(g + i + kAhead);
+    if (at.kept())
+      for (int64_t j = 0; j < n; ++j) tile[i + j] = g[i + j] * factors[j];
+    else
+      for (int64_t j = 0; j < n; ++j) tile[i + j] = g[i + j] * factors[0];
+    i += n;
+    at.advance(n);
+  }
+  return tile;
+}
+
+template <class T, bool kLimited>
+GA_INLINE void norm_groups(const View<T>& view, const T* __restrict g, int64_t count, Lanes<T>& raw,
+                           Lanes<T>& limited) {
   for (int64_t i = 0; i < count; i += kLanes)
-    for (int l = 0; l < kLanes; l += kWidth) {
-      const Floats x = get(g + i + l) * view.source_scale;
+    for (int l = 0; l < kLanes; l += kWidth<T>) {
+      const auto x = get(g + i + l) * view.source_scale;
       raw.add(l, x);
       if (kLimited) limited.add(l, view.clamped(x * view.scale));
     }
 }
 
-template <bool kLimited>
+template <class T, bool kLimited>
 void norm_chunk(const NormTask& task, int64_t offset, int64_t count) {
-  const View view(task.gradient);
-  Lanes raw, limited;
-  alignas(64) float tile[kTile];
+  const View<T> view(task.gradient);
+  Lanes<T> raw, limited;
+  alignas(64) T tile[kTile];
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
-    const float* const g = load(task.gradient.source, offset + t, n, tile);
+    const T* const g = load<T>(task.gradient.source, offset + t, n, tile);
     int64_t b = 0;
     for (; b + kBlock <= n; b += kBlock) {
       prefetch_block<0>(g + b + kAhead);
-      norm_groups<kLimited>(view, g + b, kBlock, raw, limited);
+      norm_groups<T, kLimited>(view, g + b, kBlock, raw, limited);
     }
     if (b < n)
-      norm_groups<kLimited>(view, Padded(g + b, n - b).data, whole_groups(n - b), raw, limited);
+      norm_groups<T, kLimited>(view, Padded<T>(g + b, n - b).data, whole_groups(n - b), raw,
+                               limited);
   }
-  Partial partial = raw.total();
-  if (kLimited) partial.limited = limited.total().sum_squares;
-  task.partials[offset / kChunk] = partial;
+  Partial& partial = task.partials[offset / kChunk];
+  partial.sum_squares = raw.total();
+  partial.nonfinite = !raw.finite();
+  if (kLimited) partial.limited = limited.total();
 }
 
 void norm(const NormTask& task, int64_t offset, int64_t count) {
-  const bool limited = task.gradient.limit <= 3.40282347e38f;
-  (limited ? norm_chunk<true> : norm_chunk<false>)(task, offset, count);
+  const bool limited = is_finite(task.gradient.limit);
+  if (task.f64)
+    (limited ? norm_chunk<double, true> : norm_chunk<double, false>)(task, offset, count);
+  else
+    (limited ? norm_chunk<float, true> : norm_chunk<float, false>)(task, offset, count);
 }
 
-void finish(const FinishTask& task, int64_t offset, int64_t count) {
-  const View view(task.gradient);
-  alignas(64) float tile[kTile];
+template <class T>
+void finish_as(const FinishTask& task, int64_t offset, int64_t count) {
+  const View<T> view(task.gradient);
+  alignas(64) T tile[kTile];
+  alignas(64) T out[kTile];
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
-    const float* g = load(task.gradient.source, offset + t, n, tile);
-    float* a = task.target + offset + t;
-    // clang-format off
-    GA_INDEPENDENT  // target is the source itself, element for element, or apart from it
-    for (int64_t i = 0; i < n; ++i) a[i] = view(g[i]);
-    // clang-format on
+    if (task.gradient.source.data) {
+      const T* g = load<T>(task.gradient.source, offset + t, n, tile);
+      for (int64_t i = 0; i < n; ++i) out[i] = view(g[i]);
+    } else {
+      for (int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(task.constant);
+    }
+    store<T>(task.target, offset + t, n, out, static_cast<uint64_t>(offset + t), task.rounding);
   }
 }
 
-// ---- Update
-// ---------------------------------------------------------------------------------------
+void finish(const FinishTask& task, int64_t offset, int64_t count) {
+  (task.f64 ? finish_as<double> : finish_as<float>)(task, offset, count);
+}
+
+// ---- Update -------------------------------------------------------------------------------------
+
+// An array of a task, a tile at a time: in place, or unpacked.
+template <class T>
+struct Stream {
+  alignas(64) T tile[kTile];
+  T* data;
+  bool in_place;
+
+  GA_INLINE void open(const Array& a, int64_t offset, int64_t count) {
+    in_place = a.format == native<T>;
+    if (in_place) {
+      data = static_cast<T*>(a.data) + offset;
+      return;
+    }
+    data = tile;
+    load<T>({a.data, a.format, 1}, offset, count, tile);
+    pad_tile(tile, count);
+  }
+};
+
+// What is done with a parameter after its update: rounded copy, moving average.
+template <class T>
+GA_INLINE void follow(const UpdateTask& task, int64_t offset, int64_t count, const T* p) {
+  const auto index = static_cast<uint64_t>(task.first + offset);
+  if (task.copy.data) store<T>(task.copy, offset, count, p, index, task.rounding);
+  if (!task.average.data) return;
+  const T gain = static_cast<T>(task.average_gain);
+  Stream<T> e;
+  e.open(task.average, offset, count);
+  T* const average = e.data;
+  // clang-format off
+  GA_INDEPENDENT  // averages lie apart from parameters
+  for (int64_t i = 0; i < count; ++i) average[i] += gain * (p[i] - average[i]);
+  // clang-format on
+  if (!e.in_place)
+    store<T>(task.average, offset, count, average, index, {true, task.key + kMaxSlots});
+}
+
+template <class T>
+void follow_alone(const UpdateTask& task, int64_t offset, int64_t count) {
+  for (int64_t t = 0; t < count; t += kTile) {
+    const int64_t n = smaller(kTile, count - t);
+    Stream<T> p;
+    p.open(task.param, offset + t, n);
+    follow<T>(task, offset + t, n, p.data);
+  }
+}
+
+void follow_update(const UpdateTask& task, int64_t offset, int64_t count) {
+  (task.f64 ? follow_alone<double> : follow_alone<float>)(task, offset, count);
+}
 
 template <class Op>
-GA_INLINE void update_groups(const Op& op, const View& view, const float* g, float* p,
-                             float* const (&state)[kMaxSlots], int64_t count) {
+constexpr int slots_of = Op::factored ? 1 : Op::slots;
+
+// All streams of an update over one tile.
+template <class Op, bool kMeasuring>
+struct UpdateTile {
+  using T = typename Op::Real;
+  static constexpr Pass kPass = kMeasuring ? Op::measuring : Op::updating;
+  static constexpr int kSlots = kPass.reads_state || kPass.writes_state ? slots_of<Op> : 0;
+  alignas(64) T gradient_tile[kTile];
+  const T* g;
+  Stream<T> p;
+  Stream<T> state[kSlots + 1];
+
+  GA_INLINE void open(const UpdateTask& task, int64_t offset, int64_t count) {
+    g = kPass.gradient ? load<T>(task.gradient.source, task.first + offset, count, gradient_tile)
+                       : nullptr;
+    p.data = p.tile;
+    if (kPass.parameter) p.open(task.param, offset, count);
+    for (int k = 0; k < kSlots; ++k) state[k].open(task.state[k], offset, count);
+  }
+
+  GA_INLINE void prefetch(int64_t b) const {
+    if (kPass.gradient) prefetch_block<0>(g + b + kAhead);
+    if (kPass.parameter) prefetch_block<!kMeasuring>(p.data + b + kAhead);
+    for (int k = 0; k < kSlots; ++k) prefetch_block<kPass.writes_state>(state[k].data + b + kAhead);
+  }
+
+  // body(g, p, state) over blocks of whole groups, of which the first count elements are real.
+  template <class Body>
+  GA_INLINE void each_block(const UpdateTask& task, int64_t count, Body&& body) {
+    int64_t b = 0;
+    for (; b + kBlock <= count; b += kBlock) {
+      prefetch(b);
+      T* s[kSlots + 1];
+      for (int k = 0; k < kSlots; ++k) s[k] = state[k].data + b;
+      body(kPass.gradient ? g + b : nullptr, p.data + b, s, b, kBlock);
+    }
+    const int64_t rest = count - b;
+    if (rest == 0) return;
+    const Padded<T> end_g(g + b, kPass.gradient ? rest : 0);
+    Padded<T> end_p(p.data + b, kPass.parameter ? rest : 0);
+    T* s[kSlots + 1];
+    if (task.padded_state) {
+      for (int k = 0; k < kSlots; ++k) s[k] = state[k].data + b;
+      body(end_g.data, end_p.data, s, b, rest);
+    } else {
+      alignas(64) T ends[(kSlots + 1) * kBlock];
+      for (int k = 0; k < kSlots; ++k) {
+        s[k] = ends + k * kBlock;
+        const Padded<T> end(state[k].data + b, rest);
+        std::memcpy(s[k], end.data, static_cast<size_t>(whole_groups(rest)) * sizeof(T));
+      }
+      body(end_g.data, end_p.data, s, b, rest);
+      if (kPass.writes_state)
+        for (int k = 0; k < kSlots; ++k)
+          std::memcpy(state[k].data + b, s[k], static_cast<size_t>(rest) * sizeof(T));
+    }
+    if (!kMeasuring) end_p.copy_to(p.data + b, rest);
+  }
+
+  GA_INLINE void close_state(const UpdateTask& task, int64_t offset, int64_t count) {
+    if (!kPass.writes_state || kSlots == 0 || state[0].in_place) return;
+    const auto index = static_cast<uint64_t>(task.first + offset);
+    for (int k = 0; k < kSlots; k += 2) {
+      const uint64_t key = task.key + static_cast<uint64_t>(k);
+      if (k + 1 < kSlots)
+        store_bf16_pair<T>(task.state[k], task.state[k + 1], offset, count, state[k].data,
+                           state[k + 1].data, index, key);
+      else
+        store_bf16<T>(task.state[k].data, offset, count, state[k].data, index, {true, key});
+    }
+  }
+};
+
+template <class Op>
+GA_INLINE void update_groups(const Op& op, const View<typename Op::Real>& view,
+                             const typename Op::Real* g, typename Op::Real* p,
+                             typename Op::Real* const* state, int64_t count) {
+  using T = typename Op::Real;
+  using Tile = UpdateTile<Op, false>;
+  constexpr Pass pass = Op::updating;
   // clang-format off
   GA_INDEPENDENT  // parameters, gradients and state do not overlap
   for (int64_t i = 0; i < count; ++i) {
     // clang-format on
-    float s[Op::slots + 1];
-    for (int k = 0; k < Op::slots; ++k) s[k] = state[k][i];
-    const float updated = op(p[i], view(g[i]), s);
-    for (int k = 0; k < Op::slots; ++k) state[k][i] = s[k];
+    T s[Tile::kSlots + 1];
+    for (int k = 0; k < Tile::kSlots; ++k) s[k] = state[k][i];
+    const T updated = op(p[i], pass.gradient ? view(g[i]) : T(0), s);
+    if (pass.writes_state)
+      for (int k = 0; k < Tile::kSlots; ++k) state[k][i] = s[k];
     p[i] = updated;
   }
 }
 
 template <class Op>
 void update(const UpdateTask& task, int64_t offset, int64_t count) {
+  using T = typename Op::Real;
   const Op op = *reinterpret_cast<const Op*>(task.folded->bytes);
-  const View view(task.gradient);
-  alignas(64) float tile[kTile];
+  const View<T> view(task.gradient);
+  UpdateTile<Op, false> tile;
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
-    const float* g = load(task.gradient.source, offset + t, n, tile);
-    float* p = task.param + offset + t;
-    float* state[kMaxSlots] = {};
-    for (int k = 0; k < Op::slots; ++k) state[k] = task.state[k] + offset + t;
-    const float* const end = g + n / kBlock * kBlock;
-    while (g < end) {
-      prefetch_block<0>(g + kAhead);
-      prefetch_block<1>(p + kAhead);
-      for (int k = 0; k < Op::slots; ++k) prefetch_block<1>(state[k] + kAhead);
-      update_groups(op, view, g, p, state, kBlock);
-      g += kBlock;
-      p += kBlock;
-      for (int k = 0; k < Op::slots; ++k) state[k] += kBlock;
+    tile.open(task, offset + t, n);
+    tile.each_block(task, n, [&](const T* g, T* p, T* const* state, int64_t, int64_t m) {
+      update_groups(op, view, g, p, state, m == kBlock ? kBlock : whole_groups(m));
+    });
+    tile.close_state(task, offset + t, n);
+    const T* p = tile.p.data;
+    if (!tile.p.in_place) {
+      store<T>(task.param, offset + t, n, p, static_cast<uint64_t>(task.first + offset + t),
+               task.rounding);
+      if (task.average.data) {  // of the parameter as it is now
+        load<T>({task.param.data, task.param.format, 1}, offset + t, n, tile.p.tile);
+      }
     }
-    if (const int64_t rest = n % kBlock; rest > 0) {
-      const Padded end_g(g, rest);
-      Padded end_p(p, rest);
-      update_groups(op, view, end_g.data, end_p.data, state, whole_groups(rest));
-      end_p.copy_to(p, rest);
-    }
+    if (task.copy.data || task.average.data) follow<T>(task, offset + t, n, p);
   }
 }
 
+// The first pass of a layer-wise optimizer.
+template <class Op>
+void measure(const UpdateTask& task, int64_t offset, int64_t count) {
+  using T = typename Op::Real;
+  using Tile = UpdateTile<Op, true>;
+  constexpr Pass pass = Op::measuring;
+  const Op op = *reinterpret_cast<const Op*>(task.folded->bytes);
+  const View<T> view(task.gradient);
+  Lanes<T> first, second;
+  Tile tile;
+  for (int64_t t = 0; t < count; t += kTile) {
+    const int64_t n = smaller(kTile, count - t);
+    tile.open(task, offset + t, n);
+    tile.each_block(task, n, [&](const T* g, const T* p, T* const* state, int64_t b, int64_t m) {
+      alignas(64) T x0[kBlock], x1[kBlock];
+      const int64_t groups = m == kBlock ? kBlock : whole_groups(m);
+      // clang-format off
+      GA_INDEPENDENT
+      for (int64_t i = 0; i < groups; ++i) {
+        // clang-format on
+        T s[Tile::kSlots + 1];
+        T x[2] = {};
+        for (int k = 0; k < Tile::kSlots; ++k) s[k] = state[k][i];
+        op.measure(p[i], pass.gradient ? view(g[i]) : T(0), s, x);
+        if (pass.writes_state)
+          for (int k = 0; k < Tile::kSlots; ++k) state[k][i] = s[k];
+        x0[i] = x[0];
+        if (Op::norms == 2) x1[i] = x[1];
+      }
+      for (int64_t i = m; i < groups; ++i) x0[i] = x1[i] = 0;
+      add_groups(first, x0, groups);
+      if (Op::norms == 2) add_groups(second, x1, groups);
+      if constexpr (Op::emits)
+        std::memcpy(static_cast<T*>(task.emitted) + offset + t + b, x0,
+                    static_cast<size_t>(m) * sizeof(T));
+    });
+    tile.close_state(task, offset + t, n);
+  }
+  Partial& partial = task.partials[offset / kChunk];
+  partial.sum_squares = first.total();
+  partial.limited = second.total();
+}
+
+template <class Op>
+constexpr auto measure_of = [] {
+  if constexpr (Op::norms > 0)
+    return measure<Op>;
+  else
+    return nullptr;
+}();
+
+// ---- Units --------------------------------------------------------------------------------------
+
+// s[j] += x[j]^2
+template <class T>
+GA_INLINE void add_squares(double* __restrict s, const T* __restrict x, int64_t count) {
+  int64_t j = 0;
+  if constexpr (std::is_same_v<T, float>)
+    for (; j + kWidth<float> <= count; j += kWidth<float>) {
+      const Floats f = get(x + j);
+      put(s + j, add_square(get(s + j), widen_low(f)));
+      put(s + j + kWidth<double>, add_square(get(s + j + kWidth<double>), widen_high(f)));
+    }
+  for (; j < count; ++j) s[j] += static_cast<double>(x[j]) * static_cast<double>(x[j]);
+}
+
+// The same into the lanes of one unit, from lane 0 on.
+template <class T>
+GA_INLINE void add_run(Lanes<T>& lanes, const T* x, int64_t count) {
+  const int64_t whole = count / kLanes * kLanes;
+  add_groups(lanes, x, whole);
+  if (whole < count) add_groups(lanes, Padded<T>(x + whole, count - whole).data, kLanes);
+}
+
+// One piece of a tensor: the sums of its units, zeroed first. Without a limit they are of the source
+// as it is, and multiplied by its scales at the end.
+template <class T>
+void unit_norms_as(const UnitTask& task, int64_t piece) {
+  const UnitPattern& pattern = *task.pattern;
+  const View<T> view(task.gradient);
+  const bool limited = is_finite(task.gradient.limit);
+  const int64_t slab = pattern.count / pattern.extent[0];
+  const int64_t begin = pattern.begin(piece) * slab, end = pattern.begin(piece + 1) * slab;
+  double* const sums = task.sums + (pattern.shared ? 0 : piece * pattern.units);
+  const int64_t first_unit = pattern.shared ? pattern.begin(piece) * pattern.unit_stride[0] : 0;
+  const int64_t last_unit =
+      pattern.shared ? pattern.begin(piece + 1) * pattern.unit_stride[0] : pattern.units;
+  std::memset(sums + first_unit, 0, static_cast<size_t>(last_unit - first_unit) * sizeof(double));
+  UnitCursor at(pattern, begin);
+  const bool kept = at.kept();
+  Lanes<T> lanes;  // of the run so far, where runs are reduced
+  int64_t run = 0;
+  alignas(64) T tile[kTile];
+  for (int64_t t = begin; t < end;) {
+    // A run that is reduced is cut at multiples of kTile from its beginning, so that an element's
+    // lane does not depend on the piece.
+    const int64_t n =
+        smaller(end - t, kept || at.left() + run <= kTile ? kTile : smaller(at.left(), kTile));
+    const T* g = load<T>(task.gradient.source, t, n, tile);
+    if (limited) {
+      for (int64_t i = 0; i < n; ++i) tile[i] = view.clamped(view.scaled(g[i]));
+      g = tile;
+    }
+    int64_t used = 0;
+    while (used < n) {
+      const int64_t left = at.left();
+      const int64_t m = smaller(left, n - used);
+      if (kept) {
+        double* const s = sums + at.unit();
+        for (int64_t b = 0; b < m; b += kBlock) {
+          prefetch_block<0>(g + used + b + kAhead);
+          add_squares(s + b, g + used + b, smaller(m - b, kBlock));
+        }
+      } else {
+        // A short run that the tile ends in is begun again with the next one.
+        if (m < left && run == 0 && used > 0 && left <= kTile) break;
+        for (int64_t b = 0; b < m; b += kBlock) {
+          prefetch_block<0>(g + used + b + kAhead);
+          add_run(lanes, g + used + b, smaller(m - b, kBlock));
+        }
+        run += m;
+        if (m == left) {
+          sums[at.unit()] += lanes.total();
+          lanes = Lanes<T>();
+          run = 0;
+        }
+      }
+      used += m;
+      at.advance(m);
+    }
+    t += used;
+  }
+  if (run > 0) sums[at.unit()] += lanes.total();  // a unit that reaches into the next piece
+  if (limited) return;
+  const double scale = task.gradient.source.scale * task.gradient.scale;
+  if (scale != 1)
+    for (int64_t u = first_unit; u < last_unit; ++u) sums[u] *= scale * scale;
+}
+
+void unit_norms(const UnitTask& task, int64_t piece) {
+  (task.f64 ? unit_norms_as<double> : unit_norms_as<float>)(task, piece);
+}
+
+// ---- Tables -------------------------------------------------------------------------------------
+
 template <class List>
-struct UpdateTable;
+struct OpLoops;
 template <class... Op>
-struct UpdateTable<TypeList<Op...>> {
-  static constexpr void (*loops[])(const UpdateTask&, int64_t, int64_t) = {update<Op>...};
+struct OpLoops<TypeList<Op...>> {
+  static constexpr UpdateLoop updates[] = {update<Op>...};
+  static constexpr UpdateLoop measures[] = {measure_of<Op>...};
 };
 
-constexpr Kernels kernels = {accumulate, norm, finish, UpdateTable<AllOps<float>>::loops};
+constexpr Kernels kernels = {accumulate,
+                             norm,
+                             finish,
+                             follow_update,
+                             {OpLoops<AllOps<float>>::updates, OpLoops<AllOps<double>>::updates},
+                             {OpLoops<AllOps<float>>::measures, OpLoops<AllOps<double>>::measures},
+                             unit_norms};
 
 }  // namespace
 

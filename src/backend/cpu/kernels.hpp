@@ -7,13 +7,18 @@
 
 namespace ga::cpu {
 
+using UpdateLoop = void (*)(const UpdateTask& task, int64_t offset, int64_t count);
+
 struct Kernels {
   // Chunk [offset, offset + count) of a task. stream: write past the caches.
   void (*accumulate)(const AccumulateTask& task, int64_t offset, int64_t count, bool stream);
   void (*norm)(const NormTask& task, int64_t offset, int64_t count);
   void (*finish)(const FinishTask& task, int64_t offset, int64_t count);
-  void (*const* update)(const UpdateTask& task, int64_t offset,
-                        int64_t count);  // [AllOps position]
+  UpdateLoop follow;             // what follows an update, without one
+  const UpdateLoop* update[2];   // [UpdateTask::f64][position in AllOps]
+  const UpdateLoop* measure[2];  // likewise; NULL where an Op has no such pass
+  // Piece of a tensor; stores the sums of the squares of its units.
+  void (*unit_norms)(const UnitTask& task, int64_t piece);
 };
 
 struct Isa {

@@ -5,9 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <utility>
 
 #include "error.hpp"
 #include "module.hpp"
+#include "tensor.hpp"
 
 namespace ga::cpu {
 namespace {
@@ -51,8 +54,10 @@ struct Job {
                 bool keep) {
     const MatmulTask& t = task;
     const bool empty = t.k == 0;  // then a and b may be NULL
-    const float* a = empty ? nullptr : t.a + (t.transpose_a ? row : row * t.lda);
-    const float* b = empty ? nullptr : t.b + (t.transpose_b ? column * t.ldb : column);
+    const float* a = static_cast<const float*>(t.a);
+    const float* b = static_cast<const float*>(t.b);
+    if (!empty) a += t.transpose_a ? row : row * t.lda;
+    if (!empty) b += t.transpose_b ? column * t.ldb : column;
     if (const char* e = module.multiply(rows, columns, t.k, scale, a, t.lda, t.transpose_a, b,
                                         t.ldb, t.transpose_b, keep ? 1.0f : 0.0f, c, t.n))
       error.store(e, std::memory_order_relaxed);
@@ -67,6 +72,8 @@ constexpr int64_t kLongestBand = 2 * kChunk;
 constexpr int64_t kLongestRow = 4096;
 constexpr int64_t kLongestBanded = 128;
 constexpr int64_t kScratch = kLongestBand + 2 * kLongestRow;
+
+constexpr int64_t kSmallestCopy = 16384;  // elements that are worth a thread
 
 struct BandJob : Job {
   const Kernels& kernels;
@@ -85,12 +92,13 @@ struct BandJob : Job {
     const int64_t last = std::min(first + band, task.m * task.n);
     const int64_t row = first / task.n;
     multiply(row, divide_up(last, task.n) - row, 0, task.n, 1, product, false);
-    const AccumulateTask add = {task.target + first,
-                                last - first,
-                                task.partials + first / kChunk,
-                                {{product + first % task.n, GA_F32, task.scale}, {}},
-                                1,
-                                task.keep};
+    AccumulateTask add = {};
+    add.target = {task.target + first, GA_F32};
+    add.count = last - first;
+    add.partials = task.partials + first / kChunk;
+    add.source[0] = {product + first % task.n, GA_F32, task.scale};
+    add.sources = 1;
+    add.keep = task.keep ? 1 : 0;
     for (int64_t offset = 0; offset < add.count; offset += kChunk)
       kernels.accumulate(add, offset, std::min(kChunk, add.count - offset), stream);
   }
@@ -112,15 +120,72 @@ struct DirectJob : Job {
 
 }  // namespace
 
-void MatmulEngine::open() {
-  if (module_) return;
-  threads_.reserve(threads_.count());
-  cache_ = sysconf(_SC_LEVEL2_CACHE_SIZE);
-  scratch_.resize(static_cast<size_t>(threads_.count() * kScratch));
-  module_ = static_cast<const ga_matmul_module*>(open_module("onednn", GA_MATMUL_ABI));
+void MatmulEngine::open(int64_t converted) {
+  if (!module_) {
+    threads_.reserve(threads_.count());
+    cache_ = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    scratch_.resize(static_cast<size_t>(threads_.count() * kScratch));
+    module_ = static_cast<const ga_matmul_module*>(open_module("onednn", GA_MATMUL_ABI));
+  }
+  if (static_cast<size_t>(converted) > converted_.size()) {
+    threads_.reserve(converted / kSmallestCopy + 1);
+    converted_.resize(static_cast<size_t>(converted));
+  }
 }
 
-bool MatmulEngine::run(const MatmulTask& task, const Kernels& kernels, bool stream) {
+void MatmulEngine::convert(const Kernels& kernels, Source from, int64_t rows, int64_t columns,
+                           int64_t stride, float* to) {
+  struct CopyJob {
+    const Kernels& kernels;
+    Source from;
+    int64_t columns, stride, count, piece;
+    float* to;
+
+    void copy(int64_t first, int64_t elements) const {
+      const int64_t at = first / columns * stride + first % columns;
+      FinishTask task = {};
+      task.gradient = {from, 1, HUGE_VAL, 1};
+      task.gradient.source.data =
+          static_cast<const char*>(from.data) + at * dtype_info(from.format).size;
+      task.target = {to + first, GA_F32};
+      kernels.finish(task, 0, elements);
+    }
+  };
+  if (columns == stride) {  // one row
+    columns = stride = std::max<int64_t>(1, rows * columns);
+    rows = 1;
+  }
+  const int64_t count = rows * columns;
+  const CopyJob job = {kernels, from, columns, stride, count, kSmallestCopy, to};
+  const ga_task body = [](void* data, int64_t index) {
+    const CopyJob& j = *static_cast<const CopyJob*>(data);
+    const int64_t end = std::min(j.count, (index + 1) * j.piece);
+    for (int64_t first = index * j.piece; first < end;) {
+      const int64_t elements = std::min(end - first, j.columns - first % j.columns);
+      j.copy(first, elements);
+      first += elements;
+    }
+  };
+  if (count > 0)
+    threads_.run(divide_up(count, job.piece), count <= job.piece, body, const_cast<CopyJob*>(&job));
+}
+
+bool MatmulEngine::run(const MatmulTask& given, const Kernels& kernels, bool stream) {
+  MatmulTask task = given;
+  if (task.dtype != GA_F32 && task.k > 0) {
+    // The products are in f32: in 16 bits, an engine's are only where the processor has them.
+    const int64_t a_rows = task.transpose_a ? task.k : task.m;
+    const int64_t b_rows = task.transpose_b ? task.n : task.k;
+    const int64_t a_columns = task.m * task.k / a_rows, b_columns = task.k * task.n / b_rows;
+    float* const a = converted_.data();
+    float* const b = a + a_rows * a_columns;
+    convert(kernels, {task.a, task.dtype, 1}, a_rows, a_columns, task.lda, a);
+    convert(kernels, {task.b, task.dtype, 1}, b_rows, b_columns, task.ldb, b);
+    task.a = a;
+    task.b = b;
+    task.lda = a_columns;
+    task.ldb = b_columns;
+  }
   // A long product hides what it does with its target behind its arithmetic, and cut in bands it
   // would pack b once for each; a small target is in the cache already.
   const bool banded = task.k <= kLongestBanded && task.n <= kLongestRow &&
@@ -130,6 +195,44 @@ bool MatmulEngine::run(const MatmulTask& task, const Kernels& kernels, bool stre
   else
     run_direct(task);
   return banded;
+}
+
+float* MatmulEngine::orthogonalize(const OrthogonalizeTask& task, const Kernels& kernels) {
+  const int64_t r = task.rows, c = task.columns, small = std::min(r, c);
+  const int64_t count = r * c;
+  float* x = task.x;
+  float* next = task.scratch;
+  float* const gram = task.scratch + count;
+  float* const poly = gram + small * small;
+  const auto product = [&](int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, bool ta,
+                           const float* b, int64_t ldb, bool tb, float scale, float* target,
+                           bool keep) {
+    MatmulTask t = {};
+    t.m = m, t.n = n, t.k = k;
+    t.a = a, t.lda = lda, t.transpose_a = ta;
+    t.b = b, t.ldb = ldb, t.transpose_b = tb;
+    t.dtype = GA_F32, t.target = target, t.scale = scale, t.keep = keep;
+    run_direct(t);
+  };
+  const auto scaled = [&](const float* from, float scale, float* to, int64_t elements) {
+    convert(kernels, {from, GA_F32, scale}, 1, elements, elements, to);
+  };
+  scaled(x, task.scale, x, count);
+  for (int step = 0; step < task.steps; ++step) {
+    if (r <= c)
+      product(r, r, c, x, c, false, x, c, true, 1, gram, false);
+    else  // the same polynomial from the other side, in the smaller matrix
+      product(c, c, r, x, c, true, x, c, false, 1, gram, false);
+    scaled(gram, task.b, poly, small * small);
+    product(small, small, small, gram, small, false, gram, small, false, task.c, poly, true);
+    scaled(x, task.a, next, count);
+    if (r <= c)
+      product(r, c, r, poly, r, false, x, c, false, 1, next, true);
+    else
+      product(r, c, c, x, c, false, poly, c, false, 1, next, true);
+    std::swap(x, next);
+  }
+  return x;
 }
 
 void MatmulEngine::run_bands(const MatmulTask& task, const Kernels& kernels, bool stream) {

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// Weight decay as most optimizers have it: decoupled, p <- (1 - lr weight_decay) p, in Keras and in
+// some optimizers everywhere (Loshchilov & Hutter 2019); else L2, g <- g + weight_decay p.
+#pragma once
+
+#include "ops/op.hpp"
+
+namespace ga {
+
+template <class T>
+struct Decay {
+  T keep, l2;
+
+  GA_HD Decay(const ga_optimizer& o, const StepInput& in, bool decoupled = false)
+      : keep(T(1)), l2(T(0)) {
+    if (decoupled || o.flavor == GA_FLAVOR_KERAS)
+      keep = T(1 - in.lr * o.weight_decay);
+    else
+      l2 = T(o.weight_decay);
+  }
+};
+
+}  // namespace ga

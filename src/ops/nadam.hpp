@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// NAdam (Dozat 2016), as torch.optim.NAdam and as keras.optimizers.Nadam:
+//
+//   m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2
+//   mu_t = beta1 (1 - 0.96^(t psi) / 2), M_t = mu_1 ... mu_t, psi = momentum_decay
+//   p <- keep p - lr ((1 - mu_t) / (1 - M_t) g + mu_t+1 / (1 - M_t+1) m)
+//                 / (sqrt(v / (1 - beta2^t)) + eps)
+//
+//           psi    decay
+//   torch   4e-3   L2, or keep = 1 - lr wd if decoupled
+//   Keras   1      keep = 1 - lr wd
+#pragma once
+
+#include "error.hpp"
+#include "ops/decay.hpp"
+
+namespace ga {
+
+// Clock::own: 0.96^(t psi), and M_t.
+template <class T>
+struct NadamOp : ElementWise {
+  using Real = T;
+  static constexpr int slots = 2;
+  Decay<T> decay;
+  T beta1, gain1, beta2, gain2, of_g, of_m, e;
+
+  GA_HD NadamOp(const ga_optimizer& o, const StepInput& in)
+      : decay(o, in, o.decoupled != 0),
+        beta1(T(o.beta1)),
+        gain1(T(1 - o.beta1)),
+        beta2(T(o.beta2)),
+        gain2(T(1 - o.beta2)) {
+    const double power = in.clock.own[0], product = in.clock.own[1];
+    const double mu = o.beta1 * (1 - 0.5 * power);
+    const double next = o.beta1 * (1 - 0.5 * power * pow(0.96, o.momentum_decay));
+    const double root = square_root(1 - in.clock.beta2_power);
+    of_g = T(in.lr * root * (1 - mu) / (1 - product));
+    of_m = T(in.lr * root * next / (1 - product * next));
+    e = T(o.eps * root);
+  }
+
+  GA_HD T operator()(T p, T g, T* state) const {
+    g += decay.l2 * p;
+    const T m = beta1 * state[0] + gain1 * g;
+    const T v = beta2 * state[1] + gain2 * (g * g);
+    state[0] = m;
+    state[1] = v;
+    return decay.keep * p - (of_g * g + of_m * m) / (square_root(v) + e);
+  }
+};
+
+struct Nadam : OptimizerBase {
+  static constexpr int32_t kind = GA_OPTIMIZER_NADAM;
+  static constexpr const char* name = "NAdam";
+  static constexpr const char* slot_names[] = {"exp_avg", "exp_avg_sq"};
+  template <class T>
+  using Ops = TypeList<NadamOp<T>>;
+
+  static bool has_flavor(int32_t flavor) { return flavor != GA_FLAVOR_BERT; }
+
+  static void defaults(ga_optimizer& o) {
+    const bool keras = o.flavor == GA_FLAVOR_KERAS;
+    o.lr = keras ? 1e-3 : 2e-3;
+    o.beta1 = 0.9;
+    o.beta2 = 0.999;
+    o.eps = keras ? 1e-7 : 1e-8;
+    o.momentum_decay = keras ? 1 : 4e-3;
+  }
+
+  static void check(const ga_optimizer& o) {
+    if (o.flavor == GA_FLAVOR_KERAS && o.decoupled)
+      fail(GA_ERROR_INVALID_ARGUMENT,
+           "NAdam: decoupled was set, but the Keras flavor has no other weight decay");
+  }
+
+  static void advance(const ga_optimizer& o, Clock& clock) {
+    clock.advance(o);
+    clock.own[0] *= pow(0.96, o.momentum_decay);
+    clock.own[1] *= o.beta1 * (1 - 0.5 * clock.own[0]);
+  }
+};
+
+}  // namespace ga

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "units.hpp"
+
+#include <algorithm>
+
+namespace ga {
+
+UnitPattern make_units(int32_t rank, const int64_t* shape, uint32_t reduced) {
+  // Less would not be worth a thread, nor the sums that a piece may have of its own.
+  constexpr int64_t kSmallestPiece = 65536, kElementsPerSum = 64, kMostPieces = 64;
+  UnitPattern p;
+  p.count = p.units = 1;
+  for (int32_t d = 0; d < rank; ++d) {
+    p.count *= shape[d];
+    const bool kept = !(reduced >> std::min(d, 31) & 1u);
+    if (kept) p.units *= shape[d];
+    if (shape[d] == 1) continue;
+    if (p.axes > 0 && p.kept[p.axes - 1] == kept) {
+      p.extent[p.axes - 1] *= shape[d];
+    } else {
+      p.kept[p.axes] = kept;
+      p.extent[p.axes++] = shape[d];
+    }
+  }
+  if (p.axes == 0) {  // one element
+    p.kept[0] = false;
+    p.extent[0] = 1;
+    p.axes = 1;
+  }
+  int64_t stride = 1;
+  for (int a = p.axes - 1; a >= 0; --a) {
+    p.unit_stride[a] = p.kept[a] ? stride : 0;
+    if (p.kept[a]) stride *= p.extent[a];
+  }
+  p.shared = p.kept[0];
+  const int64_t smallest = std::max(kSmallestPiece, p.shared ? 0 : kElementsPerSum * p.units);
+  p.pieces = p.count == 0
+                 ? 0
+                 : std::clamp<int64_t>(p.count / smallest, 1, std::min(kMostPieces, p.extent[0]));
+  return p;
+}
+
+}  // namespace ga

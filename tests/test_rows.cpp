@@ -1,0 +1,891 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Gradients that have only some rows: against the same gradients written out, lazily against a
+// model of single elements, and for what they cost.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <set>
+
+#include "formats.hpp"
+
+namespace ga::test {
+namespace {
+
+using Indices = std::vector<int64_t>;
+
+ga_param_options with_rows(int32_t rows, int32_t gradient_dtype = 0) {
+  ga_param_options o = options(gradient_dtype);
+  o.rows = rows;
+  return o;
+}
+
+ga_status accumulate_rows(ga_context* ctx, ga_param param, const Indices& indices,
+                          int32_t index_dtype, const void* values) {
+  // Kept for as long as any micro-batch of these tests is open. One more than there are, so that
+  // there is an address where there are none; narrow ones at an odd multiple of their size.
+  static std::deque<std::pair<std::vector<int32_t>, Indices>> kept;
+  if (kept.size() > 64) kept.pop_front();
+  kept.emplace_back(std::vector<int32_t>(indices.size() + 2), indices);
+  auto& [narrow, wide] = kept.back();
+  wide.push_back(0);
+  for (size_t i = 0; i < indices.size(); ++i) narrow[i + 1] = static_cast<int32_t>(indices[i]);
+  const void* data = index_dtype == GA_I32 ? static_cast<const void*>(&narrow[1]) : wide.data();
+  return ga_accumulate_rows(ctx, param, data, index_dtype, static_cast<int64_t>(indices.size()),
+                            values);
+}
+
+int64_t product(const std::vector<int64_t>& shape) {
+  int64_t n = 1;
+  for (const int64_t extent : shape) n *= extent;
+  return n;
+}
+
+// Small integers: their sums and weighted sums are exact, in any order and in any dtype.
+Tensor integers(int32_t dtype, int64_t count, uint64_t seed) {
+  Random random(seed);
+  Tensor t(dtype, count);
+  for (int64_t i = 0; i < count; ++i) t.set(i, static_cast<double>(random.below(9) - 4));
+  return t;
+}
+
+// ---- Against the same gradients written out -----------------------------------------------------
+
+struct Case {
+  std::string name;
+  std::vector<int64_t> shape;
+  int32_t dtype, gradient_dtype, index_dtype;
+};
+
+std::vector<Case> cases() {
+  return {{"one_column", {50, 1}, GA_F32, GA_F32, GA_I32},
+          {"ten_columns", {50, 10}, GA_F32, GA_F32, GA_I64},
+          {"sixty_four_columns", {1000, 64}, GA_F32, GA_F32, GA_I32},
+          {"columns_beyond_a_chunk", {6, 70000}, GA_F32, GA_F32, GA_I64},
+          {"a_vector", {50}, GA_F32, GA_F32, GA_I32},
+          {"three_axes", {50, 3, 5}, GA_F32, GA_F32, GA_I32},
+          {"one_row", {1, 17}, GA_F32, GA_F32, GA_I64},
+          {"f64", {50, 10}, GA_F64, GA_F64, GA_I32},
+          {"f64_from_bf16", {50, 64}, GA_F64, GA_BF16, GA_I32},
+          {"bf16_values", {50, 64}, GA_F32, GA_BF16, GA_I64},
+          {"f16_values", {50, 33}, GA_F32, GA_F16, GA_I32},
+          {"bf16_with_a_master", {50, 64}, GA_BF16, GA_BF16, GA_I32},
+          {"f16_with_a_master", {50, 7}, GA_F16, GA_F32, GA_I32},
+          {"without_rows", {0, 7}, GA_F32, GA_F32, GA_I32}};
+}
+
+// A context with rows, and one that is given the same gradients as wholes. Beside the parameter
+// there is another, which has wholes in both.
+class Pair {
+ public:
+  Pair(const Case& which, const ga_optimizer& o, const ga_config& c, int32_t rows)
+      : which_(which),
+        p(integers(which.dtype, product(which.shape), 1)),
+        q(p),
+        sparse(c),
+        dense(c) {
+    for (Context* ctx : {&sparse, &dense}) ctx->group(o);
+    add(sparse, 0, p, which.shape, with_rows(rows, which.gradient_dtype));
+    add(dense, 0, q, which.shape, options(which.gradient_dtype));
+    add(sparse, 0, beside_p_);
+    add(dense, 0, beside_q_);
+    kept_.reserve(1000);
+  }
+
+  void micro(double weight, const std::function<void()>& body) {
+    for (Context* ctx : {&sparse, &dense}) {
+      EXPECT_OK(ga_micro_begin(*ctx, window(*ctx).micro_batches, weight, nullptr));
+    }
+    body();
+    for (Context* ctx : {&sparse, &dense}) EXPECT_OK(ga_micro_end(*ctx));
+  }
+
+  void rows(Indices indices) {
+    if (which_.shape[0] == 0) indices.clear();
+    const int64_t columns = product(which_.shape) / std::max<int64_t>(which_.shape[0], 1);
+    for (int64_t& index : indices) index %= which_.shape[0];
+    const auto count = static_cast<int64_t>(indices.size());
+    kept_.push_back(integers(which_.gradient_dtype, count * columns, ++seed_));
+    const Tensor& values = kept_.back();
+    EXPECT_OK(accumulate_rows(sparse, 0, indices, which_.index_dtype, values.data()));
+    kept_.emplace_back(which_.gradient_dtype, product(which_.shape));
+    Tensor& whole = kept_.back();
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = indices[static_cast<size_t>(i)] * columns;
+      for (int64_t j = 0; j < columns; ++j) {
+        whole.set(row + j, whole.get(row + j) + values.get(i * columns + j));
+      }
+    }
+    EXPECT_OK(ga_accumulate_part(dense, 0, whole.data()));
+  }
+
+  void whole() {
+    kept_.push_back(integers(which_.gradient_dtype, product(which_.shape), ++seed_));
+    for (Context* ctx : {&sparse, &dense}) {
+      EXPECT_OK(ga_accumulate_part(*ctx, 0, kept_.back().data()));
+    }
+  }
+
+  void beside() {
+    kept_.push_back(integers(GA_F32, beside_p_.count(), ++seed_));
+    for (Context* ctx : {&sparse, &dense}) {
+      EXPECT_OK(ga_accumulate_part(*ctx, 1, kept_.back().data()));
+    }
+  }
+
+  ga_step_result step_both() {
+    const ga_step_result a = step(sparse), b = step(dense);
+    EXPECT_EQ(a.outcome, b.outcome);
+    EXPECT_EQ(a.weight, b.weight);
+    if (std::isfinite(b.norm)) {
+      EXPECT_NEAR(a.norm, b.norm, ref::kNorm * b.norm);
+    }
+    EXPECT_NEAR(a.clip_factor, b.clip_factor, 2 * ref::kNorm);
+    return a;
+  }
+
+  // relative: where a factor may be rounded another way.
+  testing::AssertionResult equal(double relative = 0) const {
+    for (int64_t i = 0; i < p.count(); ++i) {
+      if (std::abs(p.get(i) - q.get(i)) <= relative * std::abs(q.get(i))) continue;
+      return testing::AssertionFailure() << "element " << i << " is " << p.get(i) << ", not "
+                                         << q.get(i);
+    }
+    if (!p.canaries()) return testing::AssertionFailure() << "written beside the parameter";
+    if (beside_p_ != beside_q_) return testing::AssertionFailure() << "the other parameter";
+    return testing::AssertionSuccess();
+  }
+
+ private:
+  Case which_;
+  std::vector<Tensor> kept_;
+  uint64_t seed_ = 100;
+
+ public:
+  Tensor p, q;
+
+ private:
+  Tensor beside_p_{GA_F32, 5, 1}, beside_q_{GA_F32, 5, 1};
+
+ public:
+  Context sparse, dense;
+};
+
+class AgainstDense : public testing::TestWithParam<Case> {};
+INSTANTIATE_TEST_SUITE_P(Rows, AgainstDense, testing::ValuesIn(cases()),
+                         [](const auto& info) { return info.param.name; });
+
+// Windows in which rows come in every way there is. Weights add up to powers of two: the means are
+// exact as well.
+void every_way(Pair& pair, const std::function<void()>& after_step) {
+  const auto finish = [&] {
+    EXPECT_EQ(pair.step_both().outcome, GA_STEP_APPLIED);
+    after_step();
+  };
+  // Repeated rows, several calls, several micro-batches.
+  pair.micro(1, [&] { pair.rows({3, 1, 3, 0, 3}); });
+  pair.micro(3, [&] {
+    pair.rows({1, 2});
+    pair.rows({2, 49, 49});
+    pair.beside();
+  });
+  finish();
+  // Other rows: what the first window left in the accumulator is not there.
+  pair.micro(2, [&] { pair.rows({7}); });
+  finish();
+  // A whole gradient, after rows, before them, and between.
+  pair.micro(1, [&] {
+    pair.rows({5, 9});
+    pair.whole();
+  });
+  finish();
+  pair.micro(4, [&] {
+    pair.whole();
+    pair.rows({5, 9, 5});
+    pair.beside();
+  });
+  finish();
+  pair.micro(1, [&] { pair.rows({0}); });
+  pair.micro(6, [&] { pair.whole(); });
+  pair.micro(0.5, [&] {
+    pair.rows({0, 11});
+    pair.rows({12});
+  });
+  pair.micro(0.5, [&] { pair.whole(); });
+  finish();
+  // After a dense window, rows alone.
+  pair.micro(1, [&] { pair.rows({13, 2}); });
+  finish();
+  // A micro-batch of weight 0 is not read.
+  pair.micro(2, [&] { pair.rows({1}); });
+  pair.micro(0, [&] { pair.rows({2}); });
+  finish();
+  // Discarded, and the same rows again.
+  pair.micro(1, [&] { pair.rows({4, 5}); });
+  for (Context* ctx : {&pair.sparse, &pair.dense}) EXPECT_OK(ga_discard(*ctx));
+  pair.micro(1, [&] { pair.rows({4}); });
+  finish();
+  // Micro-batches in turns.
+  for (const int turn : {0, 1, 0, 1}) {
+    for (Context* ctx : {&pair.sparse, &pair.dense}) {
+      EXPECT_OK(ga_micro_begin(*ctx, turn, turn == 0 ? 1 : 3, nullptr));
+    }
+    pair.rows({turn, 7, 8});
+    for (Context* ctx : {&pair.sparse, &pair.dense}) EXPECT_OK(ga_micro_end(*ctx));
+  }
+  finish();
+  // All rows, backwards.
+  Indices all;
+  for (int64_t i = 50; i-- > 0;) all.push_back(i);
+  pair.micro(1, [&] { pair.rows(all); });
+  finish();
+}
+
+TEST_P(AgainstDense, EveryWayToContribute) {
+  ga_optimizer momentum = optimizer(GA_OPTIMIZER_SGD);
+  momentum.momentum = 0.9;
+  momentum.lr = 0.1;
+  for (const ga_optimizer& o : {momentum, optimizer(GA_OPTIMIZER_ADAMW)}) {
+    for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+      if (o.kind == GA_OPTIMIZER_SGD && life == GA_GRADIENTS_CONSUMED) continue;
+      ga_config c = config();
+      c.gradient_life = life;
+      Pair pair(GetParam(), o, c, GA_ROWS_DENSE);
+      int window = 0;
+      every_way(pair, [&] {
+        ASSERT_TRUE(pair.equal()) << "window " << window << ", life " << life;
+        ++window;
+      });
+    }
+  }
+}
+
+// Where each row of the parameter has a gradient, lazy is dense; and a window with a whole gradient
+// is dense.
+TEST_P(AgainstDense, LazyWithAllRows) {
+  const ga_optimizer o = optimizer(GA_OPTIMIZER_ADAM);
+  Pair pair(GetParam(), o, config(), GA_ROWS_LAZY);
+  Indices all;
+  for (int64_t i = 0; i < GetParam().shape[0]; ++i) all.push_back((i * 7 + 3) % GetParam().shape[0]);
+  std::set<int64_t> distinct(all.begin(), all.end());
+  for (int64_t i = 0; i < GetParam().shape[0]; ++i) {
+    if (distinct.insert(i).second) all.push_back(i);
+  }
+  for (int t = 0; t < 3; ++t) {
+    pair.micro(1, [&] { pair.rows(all); });
+    pair.step_both();
+    ASSERT_TRUE(pair.equal());
+    pair.micro(1, [&] {
+      pair.rows({3, 3, 4});
+      pair.whole();
+    });
+    pair.step_both();
+    ASSERT_TRUE(pair.equal());
+    pair.micro(1, [&] {
+      pair.whole();
+      pair.rows({3, 3, 4});
+    });
+    pair.step_both();
+    ASSERT_TRUE(pair.equal());
+  }
+}
+
+// Untouched rows count as zeros in norms; the factors agree, and with them the step.
+TEST_P(AgainstDense, NormsAndClipping) {
+  const ga_clip modes[] = {clip(GA_CLIP_GLOBAL, 1), clip(GA_CLIP_PER_TENSOR, 2, GA_FLAVOR_KERAS),
+                           clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 0.75),
+                           clip(GA_CLIP_GLOBAL, 1, GA_FLAVOR_KERAS, 1.5), clip(GA_CLIP_AGC, 0)};
+  // The factor may differ in the last bit of a double, so a gradient in that of an f32, and the
+  // update is subtracted from numbers of order 1 on a grid of 1/8; then rounded to 16 bits.
+  const double relative =
+      format(GetParam().dtype).size == 2 ? 2 * format(GetParam().dtype).roundoff() : 0x1p-19;
+  for (const ga_clip& mode : modes) {
+    SCOPED_TRACE(mode.scope);
+    ga_optimizer o = optimizer(GA_OPTIMIZER_SGD);
+    o.lr = 0x1p-6;
+    Pair pair(GetParam(), o, config(), GA_ROWS_DENSE);
+    for (Tensor* t : {&pair.p, &pair.q}) {
+      for (int64_t i = 0; i < t->count(); ++i) t->set(i, i % 2 ? 3 : -3);
+    }
+    for (Context* ctx : {&pair.sparse, &pair.dense}) EXPECT_OK(ga_context_set_clip(*ctx, &mode));
+    pair.micro(2, [&] { pair.rows({3, 1, 3}); });
+    pair.micro(2, [&] {
+      pair.rows({1, 4});
+      pair.beside();
+    });
+    pair.step_both();
+    EXPECT_TRUE(pair.equal(relative));
+    pair.micro(1, [&] {
+      pair.rows({3, 1, 3});
+      pair.whole();
+    });
+    pair.step_both();
+    EXPECT_TRUE(pair.equal(2 * relative));
+    pair.micro(1, [&] { pair.rows({2}); });
+    pair.step_both();
+    EXPECT_TRUE(pair.equal(3 * relative));
+  }
+}
+
+TEST_P(AgainstDense, ExternalGradient) {
+  const Case& which = GetParam();
+  if (which.dtype == GA_BF16 || which.dtype == GA_F16) return;  // the same gradient as for f32
+  Pair pair(which, optimizer(GA_OPTIMIZER_EXTERNAL), config(), GA_ROWS_DENSE);
+  every_way(pair, [&] {
+    const auto a = external_gradient(pair.sparse, 0, pair.p.count());
+    const auto b = external_gradient(pair.dense, 0, pair.p.count());
+    ASSERT_TRUE(a == b);
+  });
+}
+
+// ---- Non-finite ---------------------------------------------------------------------------------
+
+TEST(Rows, NonfiniteInARow) {
+  for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_FAIL, GA_NONFINITE_DROP_MICRO}) {
+    SCOPED_TRACE(policy);
+    for (const int64_t columns : {int64_t{1}, int64_t{10}, int64_t{70000}}) {
+      ga_config c = config();
+      c.nonfinite = policy;
+      Tensor p(GA_F32, 20 * columns), good(GA_F32, columns, 1), bad(GA_F32, 2 * columns, 1);
+      bad.set(2 * columns - 1, NAN);
+      Context ctx(c);
+      ctx.group(plain_sgd());
+      add(ctx, 0, p, {20, columns}, with_rows(GA_ROWS_DENSE));
+      for (int round = 0; round < 2; ++round) {
+        p.fill(0);
+        EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+        EXPECT_OK(accumulate_rows(ctx, 0, {3}, GA_I32, good.data()));
+        EXPECT_OK(ga_micro_end(ctx));
+        EXPECT_OK(ga_micro_begin(ctx, 1, 1, nullptr));
+        EXPECT_OK(accumulate_rows(ctx, 0, {5, 19}, GA_I32, bad.data()));
+        EXPECT_OK(ga_micro_end(ctx));
+        if (policy == GA_NONFINITE_FAIL) {
+          EXPECT_EQ(ga_step(ctx, nullptr), GA_ERROR_NONFINITE);
+          EXPECT_OK(ga_discard(ctx));
+        } else {
+          const ga_step_result r = step(ctx);
+          const bool drop = policy == GA_NONFINITE_DROP_MICRO;
+          EXPECT_EQ(r.outcome, drop ? GA_STEP_APPLIED : GA_STEP_SKIPPED_NONFINITE);
+          EXPECT_EQ(r.window_dropped, drop);
+          EXPECT_EQ(p.get(3 * columns), drop ? -1 : 0);
+        }
+        EXPECT_EQ(p.get(5 * columns), 0);
+        EXPECT_EQ(p.get(20 * columns - 1), 0);
+        // What stays of the NaN in the accumulator is nobody's.
+        p.fill(0);
+        EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+        EXPECT_OK(accumulate_rows(ctx, 0, {5}, GA_I32, good.data()));
+        EXPECT_OK(ga_micro_end(ctx));
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+        EXPECT_EQ(p.get(5 * columns), -1);
+        EXPECT_EQ(p.get(20 * columns - 1), 0);
+      }
+    }
+  }
+}
+
+// ---- Lazy ---------------------------------------------------------------------------------------
+
+// One element, as ref::update, and Adagrad (Duchi et al. 2011, as torch has it).
+void lazy_update(const ga_optimizer& o, int64_t t, ref::Real g, ref::Element& e) {
+  if (o.kind != GA_OPTIMIZER_ADAGRAD) return ref::update(o, o.lr, t, g, e);
+  if (!e.started) e.v = ref::exact(o.initial_accumulator);
+  e.started = true;
+  if (o.weight_decay != 0) g = g + ref::scalar(o.weight_decay) * e.p;
+  e.v = e.v + g * g;
+  const double lr = o.lr / (1 + static_cast<double>(t - 1) * o.lr_decay);
+  e.p = e.p - ref::scalar(lr) * (g / (ref::sqrt(e.v) + ref::scalar(o.eps)));
+}
+
+std::vector<NamedOptimizer> lazy_optimizers() {
+  std::vector<NamedOptimizer> list;
+  const auto put = [&](const char* name, int32_t kind, int32_t flavor, auto change) {
+    ga_optimizer o = optimizer(kind, flavor);
+    o.lr = 0.05;
+    change(o);
+    list.push_back({name, o});
+  };
+  using O = ga_optimizer&;
+  put("Sgd", GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH, [](O) {});
+  put("SgdMomentum", GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH,
+      [](O o) { o.momentum = 0.9, o.weight_decay = 0.1; });
+  put("SgdNesterov", GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH,
+      [](O o) { o.momentum = 0.9, o.nesterov = 1, o.maximize = 1; });
+  put("SgdKeras", GA_OPTIMIZER_SGD, GA_FLAVOR_KERAS, [](O o) { o.momentum = 0.5; });
+  put("Adam", GA_OPTIMIZER_ADAM, GA_FLAVOR_TORCH, [](O) {});
+  put("AdamAmsgrad", GA_OPTIMIZER_ADAM, GA_FLAVOR_TORCH,
+      [](O o) { o.amsgrad = 1, o.weight_decay = 0.1; });
+  put("AdamKeras", GA_OPTIMIZER_ADAM, GA_FLAVOR_KERAS, [](O) {});
+  put("AdamW", GA_OPTIMIZER_ADAMW, GA_FLAVOR_TORCH, [](O o) { o.weight_decay = 0.1; });
+  put("Adagrad", GA_OPTIMIZER_ADAGRAD, GA_FLAVOR_TORCH, [](O o) { o.lr_decay = 0.01; });
+  return list;
+}
+
+class Lazy : public testing::TestWithParam<NamedOptimizer> {};
+INSTANTIATE_TEST_SUITE_P(Rows, Lazy, testing::ValuesIn(lazy_optimizers()),
+                         [](const auto& info) { return info.param.name; });
+
+// Rows that have a gradient move as single elements do; the others, their state with them, stay as
+// they are, to the bit.
+TEST_P(Lazy, OnlyTouchedRowsMove) {
+  const ga_optimizer& o = GetParam().optimizer;
+  for (const std::vector<int64_t>& shape :
+       {std::vector<int64_t>{200, 10}, {200, 64}, {3, 66000}, {200}, {200, 1}}) {
+    const int64_t n = product(shape), columns = n / shape[0];
+    Tensor p = random_tensor(GA_F32, n, 3);
+    std::vector<ref::Element> model(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; ++i) model[static_cast<size_t>(i)].p = ref::exact(p.get(i));
+    Context ctx;
+    ctx.group(o);
+    ctx.group(plain_sgd());
+    float other = 0;
+    const float other_gradient = 1;
+    add(ctx, 0, p, shape, with_rows(GA_ROWS_LAZY));
+    ctx.param(1, "other", &other, 1);
+    Random random(9);
+    int64_t updates = 0;
+    for (int t = 1; t <= 8; ++t) {
+      const Tensor before = p;
+      std::vector<double> sum(static_cast<size_t>(n), 0);
+      std::vector<bool> touched(static_cast<size_t>(shape[0]), false);
+      for (int k = 0; k < 2; ++k) {
+        EXPECT_OK(ga_micro_begin(ctx, k, 2, nullptr));
+        EXPECT_OK(ga_accumulate_part(ctx, 1, &other_gradient));
+        // The fourth window has nothing for this parameter, the fifth and the sixth the same rows,
+        // the others some.
+        Indices indices;
+        for (int i = 0; i < 12 && t != 4; ++i) {
+          indices.push_back(t == 5 || t == 6 ? i % 3 : random.below(shape[0]));
+        }
+        const Tensor values =
+            integers(GA_F32, static_cast<int64_t>(indices.size()) * columns, random.bits());
+        if (t != 4) {
+          EXPECT_OK(accumulate_rows(ctx, 0, indices, GA_I64, values.data()));
+        }
+        EXPECT_OK(ga_micro_end(ctx));
+        for (size_t i = 0; i < indices.size(); ++i) {
+          touched[static_cast<size_t>(indices[i])] = true;
+          for (int64_t j = 0; j < columns; ++j) {
+            sum[static_cast<size_t>(indices[i] * columns + j)] +=
+                2 * values.get(static_cast<int64_t>(i) * columns + j);
+          }
+        }
+      }
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+      if (t != 4) ++updates;
+      int wrong = 0;
+      for (int64_t i = 0; i < n && wrong < 3; ++i) {
+        const auto at = static_cast<size_t>(i);
+        if (touched[static_cast<size_t>(i / columns)]) {
+          lazy_update(o, o.flavor == GA_FLAVOR_TORCH ? updates : t, ref::exact(sum[at] / 4),
+                      model[at]);
+          if (ref::agrees(static_cast<float>(p.get(i)), model[at].p)) continue;
+        } else if (p.get(i) == before.get(i)) {
+          continue;
+        }
+        ++wrong;
+        ADD_FAILURE() << "row " << i / columns << (touched[static_cast<size_t>(i / columns)] ? "" : " untouched")
+                      << ", window " << t << ": " << p.get(i) << ", not " << model[at].p.value;
+      }
+      if (wrong > 0) return;
+      EXPECT_TRUE(p.canaries());
+    }
+  }
+}
+
+// A lazily updated parameter of 16 bits is its f32 twin rounded.
+TEST(Rows, LazyWithMasters) {
+  for (const int32_t dtype : {GA_F16, GA_BF16}) {
+    Tensor p = integers(dtype, 100 * 8, 1), wide(GA_F32, 100 * 8);
+    for (int64_t i = 0; i < p.count(); ++i) wide.set(i, p.get(i));
+    Context ctx;
+    ctx.group(optimizer(GA_OPTIMIZER_ADAM));
+    add(ctx, 0, p, {100, 8}, with_rows(GA_ROWS_LAZY, GA_F32));
+    add(ctx, 0, wide, {100, 8}, with_rows(GA_ROWS_LAZY, GA_F32));
+    for (int t = 0; t < 20; ++t) {
+      const Indices indices = {t, 99 - t, 7};
+      const Tensor values = integers(GA_F32, 3 * 8, static_cast<uint64_t>(t));
+      EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+      for (const ga_param i : {0, 1}) {
+        EXPECT_OK(accumulate_rows(ctx, i, indices, GA_I32, values.data()));
+      }
+      EXPECT_OK(ga_micro_end(ctx));
+      step(ctx);
+    }
+    for (int64_t i = 0; i < p.count(); ++i) {
+      ASSERT_EQ(p.get(i), to_nearest(wide.get(i), format(dtype))) << i;
+    }
+  }
+}
+
+TEST(Rows, LazyIsRefusedWhereStateOfAllRowsMoves) {
+  Tensor p(GA_F32, 12);
+  ga_optimizer dampened = optimizer(GA_OPTIMIZER_SGD);
+  dampened.momentum = 0.9;
+  dampened.dampening = 0.5;
+  std::vector<NamedOptimizer> list = {{"SGD", dampened}};
+  const std::pair<const char*, int32_t> kinds[] = {
+      {"RMSPROP", GA_OPTIMIZER_RMSPROP}, {"ADADELTA", GA_OPTIMIZER_ADADELTA},
+      {"ADAMAX", GA_OPTIMIZER_ADAMAX},   {"NADAM", GA_OPTIMIZER_NADAM},
+      {"RADAM", GA_OPTIMIZER_RADAM},     {"LION", GA_OPTIMIZER_LION},
+      {"LAMB", GA_OPTIMIZER_LAMB},       {"LARS", GA_OPTIMIZER_LARS},
+      {"ADAFACTOR", GA_OPTIMIZER_ADAFACTOR}};
+  for (const auto& [name, kind] : kinds) list.push_back({name, optimizer(kind)});
+  Context ctx;
+  for (const NamedOptimizer& named : list) {
+    SCOPED_TRACE(named.name);
+    const ga_group group = ctx.group(named.optimizer);
+    EXPECT_TRUE(refused(try_add(ctx, group, "embedding", p.data(), GA_F32, {4, 3},
+                                with_rows(GA_ROWS_LAZY)),
+                        GA_ERROR_UNSUPPORTED, {"\"embedding\"", "GA_ROWS_LAZY"}));
+  }
+  // Dense is for all of them, and nothing was added.
+  ga_param id = -1;
+  EXPECT_OK(try_add(ctx, 0, "embedding", p.data(), GA_F32, {4, 3}, with_rows(GA_ROWS_DENSE), &id));
+  EXPECT_EQ(id, 0);
+}
+
+// ---- Wrong calls --------------------------------------------------------------------------------
+
+// Everything is checked before anything is touched: the window goes on as its twin.
+TEST(Rows, WrongIndicesChangeNothing) {
+  const int64_t rows = 1000, columns = 10;
+  for (const int32_t how : {GA_ROWS_DENSE, GA_ROWS_LAZY}) {
+    Tensor p(GA_F32, rows * columns), q(GA_F32, rows * columns);
+    const Tensor values = random_tensor(GA_F32, 100 * columns, 1);
+    Context ctx, twin;
+    for (Context* c : {&ctx, &twin}) {
+      c->group(optimizer(GA_OPTIMIZER_ADAM));
+      add(*c, 0, c == &ctx ? p : q, {rows, columns}, with_rows(how));
+    }
+    Indices good;
+    for (int64_t i = 0; i < 100; ++i) good.push_back((i * 37) % rows);
+    for (int t = 0; t < 3; ++t) {
+      for (Context* c : {&ctx, &twin}) {
+        EXPECT_OK(ga_micro_begin(*c, 0, 1, nullptr));
+        if (t > 0) {
+          EXPECT_OK(accumulate_rows(*c, 0, good, GA_I64, values.data()));
+        }
+      }
+      const ga_window_info before = window(ctx);
+      for (const int32_t index_dtype : {GA_I32, GA_I64}) {
+        for (const int64_t bad : {int64_t{-1}, rows, int64_t{INT32_MAX}, int64_t{INT32_MIN},
+                                  (int64_t{1} << 32) + 1, INT64_MAX, INT64_MIN}) {
+          if (index_dtype == GA_I32 && bad != static_cast<int32_t>(bad)) continue;
+          for (const size_t where : {size_t{0}, size_t{57}, size_t{99}}) {
+            Indices indices = good;
+            indices[where] = bad;
+            EXPECT_TRUE(refused(accumulate_rows(ctx, 0, indices, index_dtype, values.data()),
+                                GA_ERROR_INVALID_ARGUMENT,
+                                {std::to_string(bad), std::to_string(where), "999"}));
+          }
+        }
+      }
+      EXPECT_TRUE(same_window(window(ctx), before));
+      for (Context* c : {&ctx, &twin}) {
+        EXPECT_OK(accumulate_rows(*c, 0, {5, 6, 7}, GA_I32, values.data()));
+        EXPECT_OK(ga_micro_end(*c));
+        step(*c);
+      }
+      EXPECT_TRUE(p == q) << t;
+    }
+  }
+}
+
+TEST(Rows, WrongCalls) {
+  Tensor p(GA_F32, 12), plain(GA_F32, 12), values(GA_F32, 12, 1);
+  Context ctx;
+  ctx.group(plain_sgd());
+  add(ctx, 0, p, {4, 3}, with_rows(GA_ROWS_DENSE));
+  add(ctx, 0, plain, {4, 3});
+  const int32_t index[2] = {1, 0};
+  const auto rows = [&](ga_context* c, ga_param param, const void* indices, int32_t dtype,
+                        int64_t count, const void* data) {
+    return ga_accumulate_rows(c, param, indices, dtype, count, data);
+  };
+  EXPECT_EQ(rows(ctx, 0, index, GA_I32, 1, values.data()), GA_ERROR_INVALID_STATE);
+  EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+  const ga_window_info before = window(ctx);
+  const ga_status invalid = GA_ERROR_INVALID_ARGUMENT;
+  EXPECT_TRUE(refused(rows(nullptr, 0, index, GA_I32, 1, values.data()), invalid, {"ctx"}));
+  EXPECT_TRUE(refused(rows(ctx, 2, index, GA_I32, 1, values.data()), invalid, {"2"}));
+  EXPECT_TRUE(refused(rows(ctx, -1, index, GA_I32, 1, values.data()), invalid, {"-1"}));
+  EXPECT_TRUE(refused(rows(ctx, 0, nullptr, GA_I32, 1, values.data()), invalid, {"indices"}));
+  EXPECT_TRUE(refused(rows(ctx, 0, index, GA_I32, 1, nullptr), invalid, {"values"}));
+  EXPECT_TRUE(refused(rows(ctx, 0, index, GA_I32, -1, values.data()), invalid, {"count", "-1"}));
+  EXPECT_TRUE(refused(rows(ctx, 0, index, GA_F32, 1, values.data()), invalid, {"index_dtype"}));
+  EXPECT_TRUE(refused(rows(ctx, 0, index, 0, 1, values.data()), invalid, {"index_dtype", "0"}));
+  const auto* odd = reinterpret_cast<const uint8_t*>(index) + 1;
+  EXPECT_TRUE(refused(rows(ctx, 0, odd, GA_I32, 1, values.data()), invalid, {"indices"}));
+  odd = static_cast<const uint8_t*>(values.data()) + 1;
+  EXPECT_TRUE(refused(rows(ctx, 0, index, GA_I32, 1, odd), invalid, {"values"}));
+  // The parameter itself as values, and more rows than an address space has.
+  EXPECT_NE(rows(ctx, 0, index, GA_I32, 1, p.data()), GA_OK);
+  EXPECT_NE(rows(ctx, 0, index, GA_I32, INT64_MAX / 8, values.data()), GA_OK);
+  const ga_status status = rows(ctx, 1, index, GA_I32, 1, values.data());
+  EXPECT_TRUE(refused(status, GA_ERROR_INVALID_ARGUMENT, {"rows"})) << "no rows were asked for";
+  EXPECT_TRUE(same_window(window(ctx), before));
+  EXPECT_OK(rows(ctx, 0, index, GA_I32, 2, values.data()));
+  EXPECT_OK(ga_micro_end(ctx));
+  step(ctx);
+  EXPECT_EQ(p.get(0), -1);
+  EXPECT_EQ(p.get(3), -1);
+  EXPECT_EQ(p.get(6), 0);
+  EXPECT_EQ(plain.get(0), 0);
+}
+
+TEST(Rows, WrongOptions) {
+  Tensor p(GA_F32, 12), half(GA_BF16, 12);
+  Context ctx;
+  ctx.group(plain_sgd());
+  const auto expect = [&](Tensor& t, const std::vector<int64_t>& shape, const ga_param_options& o,
+                          ga_status status, std::vector<std::string> words) {
+    words.push_back("\"e\"");
+    EXPECT_TRUE(refused(try_add(ctx, 0, "e", t.data(), t.dtype(), shape, o), status, words));
+  };
+  expect(p, {4, 3}, with_rows(3), GA_ERROR_INVALID_ARGUMENT, {"rows", "3"});
+  expect(p, {4, 3}, with_rows(-1), GA_ERROR_INVALID_ARGUMENT, {"rows", "-1"});
+  expect(p, {}, with_rows(GA_ROWS_DENSE), GA_ERROR_UNSUPPORTED, {"rows"});
+  for (const int32_t dtype : {GA_F16, GA_BF16}) {
+    ga_param_options o = with_rows(GA_ROWS_DENSE);
+    o.accumulator_dtype = dtype;
+    expect(half, {4, 3}, o, GA_ERROR_UNSUPPORTED, {"rows", "16 bits"});
+  }
+}
+
+TEST(Rows, FrozenAndOfWeightZeroAreNotRead) {
+  Tensor p(GA_F32, 12, 1), bad(GA_F32, 12, NAN);
+  Context ctx;
+  ctx.group(plain_sgd());
+  add(ctx, 0, p, {4, 3}, with_rows(GA_ROWS_DENSE));
+  EXPECT_OK(ga_param_set_frozen(ctx, 0, 1));
+  EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+  EXPECT_OK(accumulate_rows(ctx, 0, {1, 2}, GA_I32, bad.data()));
+  EXPECT_OK(ga_micro_end(ctx));
+  EXPECT_EQ(step(ctx).norm, 0);
+  EXPECT_OK(ga_param_set_frozen(ctx, 0, 0));
+  EXPECT_OK(ga_micro_begin(ctx, 0, 0, nullptr));
+  EXPECT_OK(accumulate_rows(ctx, 0, {1, 2}, GA_I32, bad.data()));
+  EXPECT_OK(ga_micro_end(ctx));
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_EMPTY);
+  for (int64_t i = 0; i < 12; ++i) EXPECT_EQ(p.get(i), 1);
+}
+
+// Loss scale, kind and reduction as for whole gradients.
+TEST(Rows, AreScaledAsWholesAre) {
+  for (const int32_t kind : {GA_GRADIENT_MEAN, GA_GRADIENT_SUM}) {
+    for (const int32_t reduce : {GA_REDUCE_MEAN, GA_REDUCE_SUM}) {
+      ga_config c = config();
+      c.gradient_kind = kind;
+      c.reduce = reduce;
+      c.loss_scale = 16;
+      const Case which = {"", {20, 10}, GA_F32, GA_F32, GA_I32};
+      ga_optimizer o = optimizer(GA_OPTIMIZER_SGD);
+      o.lr = 1;
+      Pair pair(which, o, c, GA_ROWS_DENSE);
+      pair.micro(3, [&] { pair.rows({1, 2, 1}); });
+      pair.micro(5, [&] { pair.rows({2}); });
+      pair.step_both();
+      EXPECT_TRUE(pair.equal());
+    }
+  }
+}
+
+// ---- The same bits ------------------------------------------------------------------------------
+
+std::vector<Tensor> shared_rows(int32_t threads, ga_parallel_for loops) {
+  static const Tensor pool = random_tensor(GA_BF16, 500000, 5);  // of which all values are a part
+  ga_config c = config();
+  c.num_threads = threads;
+  c.parallel_for = loops;
+  std::vector<Tensor> p;
+  p.reserve(10);
+  Context ctx(c);
+  ga_optimizer adam = optimizer(GA_OPTIMIZER_ADAM);
+  ctx.group(adam);
+  const std::vector<int64_t> shapes[] = {{300, 64}, {300, 1}, {300}, {3, 70000}, {5000, 64}};
+  const ga_clip global = clip(GA_CLIP_GLOBAL, 0.5);
+  EXPECT_OK(ga_context_set_clip(ctx, &global));
+  for (const auto& shape : shapes) {
+    p.push_back(random_tensor(GA_F32, product(shape), 1));
+    add(ctx, 0, p.back(), shape,
+        with_rows(p.size() % 2 ? GA_ROWS_LAZY : GA_ROWS_DENSE, GA_BF16));
+  }
+  Random random(3);
+  for (int t = 0; t < 3; ++t) {
+    for (int k = 0; k < 2; ++k) {
+      EXPECT_OK(ga_micro_begin(ctx, k, 0.7, nullptr));
+      for (size_t i = 0; i < p.size(); ++i) {
+        const int64_t columns = product(shapes[i]) / shapes[i][0];
+        Indices indices;
+        for (int n = 0; n < (columns > 1000 ? 7 : 2000); ++n) {
+          indices.push_back(random.below(shapes[i][0]));
+        }
+        const void* values = pool.at(random.below(10000));
+        EXPECT_OK(accumulate_rows(ctx, static_cast<ga_param>(i), indices, GA_I32, values));
+        if (t == 1 && k == 1) {
+          EXPECT_OK(ga_accumulate_part(ctx, static_cast<ga_param>(i), pool.data()));
+        }
+      }
+      EXPECT_OK(ga_micro_end(ctx));
+    }
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  }
+  return p;
+}
+
+void backwards(void*, int64_t count, ga_task task, void* data) {
+  for (int64_t i = count; i-- > 0;) task(data, i);
+}
+
+TEST(Rows, SameBitsForAnyThreadsAndIsa) {
+  const std::vector<Tensor> one = shared_rows(1, nullptr);
+  const auto same = [&](const std::vector<Tensor>& other) {
+    for (size_t i = 0; i < one.size(); ++i) {
+      EXPECT_TRUE(one[i] == other[i]) << "tensor " << i;
+    }
+  };
+  for (const int32_t threads : {2, 3, 8}) same(shared_rows(threads, nullptr));
+  same(shared_rows(4, backwards));
+  on_every_isa([&] { same(shared_rows(2, nullptr)); });
+}
+
+// ---- What they cost -----------------------------------------------------------------------------
+
+TEST(Rows, AreCountedAsMemory) {
+  Tensor p(GA_F32, 100000 * 8), q(GA_F32, 8);
+  Context ctx;
+  ctx.group(plain_sgd());
+  add(ctx, 0, q);
+  EXPECT_EQ(memory(ctx).rows, 0);
+  add(ctx, 0, p, {100000, 8}, with_rows(GA_ROWS_LAZY));
+  const ga_memory m = memory(ctx);
+  EXPECT_GE(m.rows, 4 * 100000);
+  EXPECT_LE(m.rows, 4 * 100000 + 8192);
+  EXPECT_EQ(m.total, m.accumulators + m.optimizer_state + m.workspace + m.masters + m.averages +
+                         m.rows);
+  const Tensor values(GA_F32, 80, 1);
+  EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+  EXPECT_OK(accumulate_rows(ctx, 1, {9, 1, 9, 3, 5, 7, 11, 13, 2, 4}, GA_I32, values.data()));
+  EXPECT_OK(ga_micro_end(ctx));
+  EXPECT_LE(memory(ctx).rows, 4 * 100000 + 8192 + 40 * 10 + 65536);
+  step(ctx);
+}
+
+// A table of rows of which only some pages may be touched: the parameter's other pages are not even
+// readable.
+TEST(Rows, LazyStepsTouchTheirRowsAlone) {
+  const int64_t rows = 200000, columns = 64;
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t bytes = static_cast<size_t>(rows * columns) * sizeof(float);
+  void* map = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  ASSERT_NE(map, MAP_FAILED);
+  auto* table = static_cast<float*>(map);
+  for (const int32_t kind : {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAM}) {
+    Context ctx;
+    ga_optimizer o = optimizer(kind);
+    o.lr = 1;
+    o.eps = 0;
+    ctx.group(o);
+    const int64_t shape[] = {rows, columns};
+    const ga_param_options options = with_rows(GA_ROWS_LAZY);
+    ASSERT_OK(ga_param_add(ctx, 0, "table", table, GA_F32, 2, shape, &options, nullptr));
+    for (int t = 0; t < 3; ++t) {
+      Indices indices;
+      std::set<size_t> pages;
+      for (int64_t i = 0; i < 1000; ++i) {
+        indices.push_back((i * 7919 + t) % rows);
+        const size_t first = static_cast<size_t>(indices.back() * columns) * sizeof(float);
+        pages.insert(first / page);
+        pages.insert((first + static_cast<size_t>(columns) * sizeof(float) - 1) / page);
+      }
+      ASSERT_EQ(mprotect(map, bytes, PROT_NONE), 0);
+      for (const size_t each : pages) {
+        ASSERT_EQ(mprotect(static_cast<char*>(map) + each * page, page, PROT_READ | PROT_WRITE), 0);
+      }
+      for (const int64_t row : indices) std::fill_n(table + row * columns, columns, 0.0f);
+      const Block values(static_cast<size_t>(1000 * columns), 2);
+      EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+      EXPECT_OK(accumulate_rows(ctx, 0, indices, GA_I64, values.data()));
+      EXPECT_OK(ga_micro_end(ctx));
+      const ga_step_result r = step(ctx);
+      EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
+      EXPECT_NEAR(r.norm, 2 * std::sqrt(64000.0), ref::kNorm * 600);
+      EXPECT_LT(table[indices[999] * columns + 63], -0.5f);
+      ASSERT_EQ(mprotect(map, bytes, PROT_READ | PROT_WRITE), 0);
+    }
+  }
+  munmap(map, bytes);
+}
+
+// Nor is the rest of what the library owns: a dense step moves 200 times as many rows, and is at
+// least 20 times as long. The same rows each time, so that their pages are there, and the fastest
+// of several tries, for others may use the machine.
+TEST(Rows, LazyStepsCostTheirRows) {
+#if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "times mean nothing under a sanitizer";
+#endif
+  const int64_t rows = 200000, columns = 64;
+  double seconds[2] = {INFINITY, INFINITY};
+  for (const bool lazy : {false, true}) {
+    Block table(static_cast<size_t>(rows * columns), 1);
+    Context ctx;
+    ctx.group(optimizer(GA_OPTIMIZER_ADAM));
+    const int64_t shape[] = {rows, columns};
+    const ga_param_options options = with_rows(lazy ? GA_ROWS_LAZY : GA_ROWS_DENSE);
+    ASSERT_OK(ga_param_add(ctx, 0, "table", table.data(), GA_F32, 2, shape, &options, nullptr));
+    const Block values(static_cast<size_t>(1000 * columns), 0.5f);
+    Indices indices;
+    for (int64_t i = 0; i < 1000; ++i) indices.push_back(i * 7919 % rows);
+    for (int t = 0; t < 8; ++t) {
+      const auto start = std::chrono::steady_clock::now();
+      EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+      EXPECT_OK(accumulate_rows(ctx, 0, indices, GA_I64, values.data()));
+      EXPECT_OK(ga_micro_end(ctx));
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+      const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+      if (t > 0) seconds[lazy] = std::min(seconds[lazy], taken.count());  // the first allocates
+    }
+  }
+  EXPECT_GT(seconds[0] / seconds[1], 20) << seconds[0] << " s dense, " << seconds[1] << " s lazy";
+}
+
+// Accumulating rows costs its rows, in a dense parameter too: no pass that clears.
+TEST(Rows, AccumulatingCostsTheRows) {
+#if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "times mean nothing under a sanitizer";
+#endif
+  const int64_t rows = 200000, columns = 64;
+  Block table(static_cast<size_t>(rows * columns), 1), whole(static_cast<size_t>(rows * columns), 1);
+  Context ctx;
+  ctx.group(plain_sgd());
+  const int64_t shape[] = {rows, columns};
+  const ga_param_options options = with_rows(GA_ROWS_DENSE);
+  ASSERT_OK(ga_param_add(ctx, 0, "table", table.data(), GA_F32, 2, shape, &options, nullptr));
+  const Block values(static_cast<size_t>(1000 * columns), 0.5f);
+  double seconds[2] = {INFINITY, INFINITY};
+  for (int t = 0; t < 12; ++t) {
+    const bool sparse = t % 2 == 1;
+    Indices indices;
+    for (int64_t i = 0; i < 1000; ++i) indices.push_back((i * 7919 + t) % rows);
+    EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+    const auto start = std::chrono::steady_clock::now();
+    if (sparse) {
+      EXPECT_OK(accumulate_rows(ctx, 0, indices, GA_I64, values.data()));
+    } else {
+      EXPECT_OK(ga_accumulate_part(ctx, 0, whole.data()));
+    }
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+    EXPECT_OK(ga_micro_end(ctx));
+    EXPECT_OK(ga_discard(ctx));
+    if (t > 1) seconds[sparse] = std::min(seconds[sparse], taken.count());
+  }
+  EXPECT_GT(seconds[0] / seconds[1], 20) << seconds[0] << " s whole, " << seconds[1] << " s rows";
+}
+
+}  // namespace
+}  // namespace ga::test
