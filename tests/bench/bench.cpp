@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "harness.hpp"
+#include "program.hpp"
 #include "yardsticks.hpp"
 #ifdef GA_BENCH_ONEDNN
 #include "stack.hpp"
@@ -75,151 +76,7 @@ void* mmap(void* address, size_t bytes, int protection, int flags, int file,
 namespace bench {
 namespace {
 
-struct Options {
-  bool quick = false;
-  std::set<std::string> only;
-  int threads = std::min(omp_get_max_threads(), omp_get_num_procs());
-  std::string json = "bench.json";
-
-  bool wants(const char* id) const { return only.empty() || only.count(id) != 0; }
-  int rounds() const { return quick ? 7 : 15; }
-};
-
-// ---- Programs that use the library --------------------------------------------------------------
-
-void check(ga_status status) {
-  if (status != GA_OK) {
-    throw std::runtime_error(std::string(ga_status_name(status)) + ": " + ga_last_error());
-  }
-}
-
-struct FreeBlock {
-  void operator()(float* block) const { yard_free(block); }
-};
-using Block = std::unique_ptr<float, FreeBlock>;
-
-Block make_block(int64_t n, int number, int threads) {
-  Block block(yard_alloc(n, number, threads));
-  if (!block) throw std::bad_alloc();
-  return block;
-}
-
-using Shape = std::vector<int64_t>;
-using Pointers = std::vector<const void*>;
-
-int64_t elements(const Shape& shape) {
-  int64_t n = 1;
-  for (int64_t extent : shape) n *= extent;
-  return n;
-}
-
-// Tensors one after the other in a block, each at a multiple of 64 bytes.
-struct Layout {
-  explicit Layout(std::vector<Shape> from) : shapes(std::move(from)) {
-    for (const Shape& shape : shapes) {
-      offsets.push_back(n);
-      n += (elements(shape) + 15) / 16 * 16;
-    }
-  }
-
-  Pointers pointers(const float* block) const {
-    Pointers result;
-    for (int64_t offset : offsets) result.push_back(block + offset);
-    return result;
-  }
-
-  std::vector<Shape> shapes;
-  std::vector<int64_t> offsets;
-  int64_t n = 0;  // floats of a block
-};
-
-// GPT-2 of 124 M parameters, or less with fewer layers than 12.
-Layout gpt2(int layers) {
-  const int64_t d = 768;
-  std::vector<Shape> shapes = {{50257, d}, {1024, d}};
-  for (int layer = 0; layer < layers; ++layer) {
-    const std::vector<Shape> block = {{d}, {d}, {d, 3 * d}, {3 * d}, {d, d},     {d},
-                                      {d}, {d}, {d, 4 * d}, {4 * d}, {4 * d, d}, {d}};
-    shapes.insert(shapes.end(), block.begin(), block.end());
-  }
-  shapes.push_back({d});
-  shapes.push_back({d});
-  return Layout(std::move(shapes));
-}
-
-struct Setting {
-  int threads = 1;
-  int32_t life = GA_GRADIENTS_CONSUMED;
-  int32_t optimizer = GA_OPTIMIZER_ADAMW;
-};
-
-// A context over the parameters in a block, with clipping by the global norm.
-class Context {
- public:
-  Context(const Layout& layout, float* parameters, const Setting& setting) {
-    ga_config config;
-    check(ga_config_init(&config, sizeof config));
-    config.num_threads = setting.threads;
-    config.gradient_life = setting.life;
-    ga_context* made = nullptr;
-    check(ga_context_create(&config, &made));
-    ctx_.reset(made);
-    ga_optimizer optimizer;
-    check(ga_optimizer_init(&optimizer, sizeof optimizer, setting.optimizer, GA_FLAVOR_TORCH));
-    optimizer.lr = 1e-5;
-    ga_group group = 0;
-    check(ga_group_add(made, &optimizer, &group));
-    ga_clip clip;
-    check(ga_clip_init(&clip, sizeof clip));
-    clip.scope = GA_CLIP_GLOBAL;
-    clip.max_norm = 1e-3;
-    check(ga_context_set_clip(made, &clip));
-    for (size_t k = 0; k < layout.shapes.size(); ++k) {
-      const Shape& shape = layout.shapes[k];
-      check(ga_param_add(made, group, ("tensor" + std::to_string(k)).c_str(),
-                         parameters + layout.offsets[k], GA_F32, static_cast<int32_t>(shape.size()),
-                         shape.data(), nullptr, nullptr));
-    }
-  }
-
-  void accumulate(const Pointers& gradients, double weight = 1.0) {
-    check(ga_accumulate(get(), gradients.data(), gradients.size(), weight, nullptr));
-  }
-
-  // A step that is skipped would be a fast one. Returns the norm.
-  double step() {
-    ga_step_result result;
-    result.struct_size = sizeof result;
-    check(ga_step(get(), &result));
-    if (result.outcome != GA_STEP_APPLIED) throw std::runtime_error("a step was skipped");
-    return result.norm;
-  }
-
-  void discard() { check(ga_discard(get())); }
-
-  ga_context* get() const { return ctx_.get(); }
-
- private:
-  struct Destroy {
-    void operator()(ga_context* ctx) const { ga_context_destroy(ctx); }
-  };
-  std::unique_ptr<ga_context, Destroy> ctx_;
-};
-
 // ---- Yardsticks, C1-C4: single passes -----------------------------------------------------------
-
-// One of the two places where passes are measured.
-struct Place {
-  bool cached;  // inside L2, else beyond the caches
-  Layout layout;
-  int times;  // calls in a round
-
-  std::string figure(const char* id) const { return std::string(id) + (cached ? "_l2" : ""); }
-};
-
-double rate(int passes_over, const Layout& layout, const Times& seconds) {
-  return 1e-9 * passes_over * static_cast<double>(layout.n) * sizeof(float) / median(seconds);
-}
 
 void yardsticks(const Options& options, Report& report, const Place& place) {
   const int threads = options.threads;
@@ -813,6 +670,8 @@ void measure(const Options& options) {
     if (options.wants("C3")) step_figure(options, report, place);
     if (options.wants("C6")) window_figures(options, report, place);
   }
+  report.heading("16 bits, layers, rows; beyond the caches");
+  variant_figures(options, report, places[0]);
   report.heading("Places within a page, bits, overhead, matrix products");
   if (options.only.empty() ? !options.quick : options.wants("offsets"))
     offset_figures(options, report);

@@ -92,6 +92,19 @@ void fence_nt() {
 #endif
 }
 
+float widen(uint16_t half) {
+  const uint32_t bits = uint32_t{half} << 16;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+uint16_t upper_half(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
 // Two kibibytes ahead: the best distance here, by a little.
 constexpr int64_t kAhead = 512;
 
@@ -171,6 +184,78 @@ void yard_mix_4_3_prefetch(float* p, float* m, float* v, const float* g, int64_t
       v[i] += x;
     }
   });
+}
+
+void yard_mix_2_1_half(float* a, const uint16_t* g, int64_t n, int threads) {
+  for_chunks(n, threads, [=](int64_t i, int64_t end) {
+#pragma omp simd
+    for (int64_t k = i; k < end; ++k) a[k] += widen(g[k]);
+  });
+}
+
+void yard_mix_4_4_half(float* p, float* m, float* v, const float* g, uint16_t* copy, int64_t n,
+                       int threads) {
+  for_chunks(n, threads, [=](int64_t i, int64_t end) {
+#pragma omp simd
+    for (int64_t k = i; k < end; ++k) {
+      const float sum_p = p[k] + g[k], sum_m = m[k] + g[k], sum_v = v[k] + g[k];
+      p[k] = sum_p;
+      m[k] = sum_m;
+      v[k] = sum_v;
+      copy[k] = upper_half(sum_p);
+    }
+  });
+}
+
+void yard_mix_4_3_half(float* p, uint16_t* m, uint16_t* v, const float* g, int64_t n, int threads) {
+  for_chunks(n, threads, [=](int64_t i, int64_t end) {
+#pragma omp simd
+    for (int64_t k = i; k < end; ++k) {
+      const float sum_p = p[k] + g[k], sum_m = widen(m[k]) + g[k], sum_v = widen(v[k]) + g[k];
+      p[k] = sum_p;
+      m[k] = upper_half(sum_m);
+      v[k] = upper_half(sum_v);
+    }
+  });
+}
+
+void yard_widen_nt(float* to, const uint16_t* from, int64_t n, int threads) {
+  for_chunks(n, threads, [=](int64_t i, int64_t end) {
+    for (; i + kLine <= end; i += kLine) {
+      alignas(64) float x[kLine];
+#pragma omp simd
+      for (int64_t k = 0; k < kLine; ++k) x[k] = widen(from[i + k]);
+      store_nt(to + i, line(x));
+    }
+    for (; i < end; ++i) to[i] = widen(from[i]);
+    fence_nt();
+  });
+}
+
+void yard_add_half_nt(float* to, const uint16_t* a, const uint16_t* b, int64_t n, int threads) {
+  for_chunks(n, threads, [=](int64_t i, int64_t end) {
+    for (; i + kLine <= end; i += kLine) {
+      alignas(64) float x[kLine];
+#pragma omp simd
+      for (int64_t k = 0; k < kLine; ++k) x[k] = widen(a[i + k]) + widen(b[i + k]);
+      store_nt(to + i, line(x));
+    }
+    for (; i < end; ++i) to[i] = widen(a[i]) + widen(b[i]);
+    fence_nt();
+  });
+}
+
+float yard_mix_1_0_half(const uint16_t* a, int64_t n, int threads) {
+  return static_cast<float>(sum_chunks(n, threads, [=](int64_t i, int64_t end) {
+    float sums[4 * kLine] = {};
+    for (; i + 4 * kLine <= end; i += 4 * kLine)
+#pragma omp simd
+      for (int64_t k = 0; k < 4 * kLine; ++k) sums[k] += widen(a[i + k]);
+    double sum = 0;
+    for (float x : sums) sum += static_cast<double>(x);
+    for (; i < end; ++i) sum += static_cast<double>(widen(a[i]));
+    return sum;
+  }));
 }
 
 void yard_copy(float* to, const float* from, int64_t n, int threads) {

@@ -21,6 +21,16 @@ void yard_mix_4_3(float* p, float* m, float* v, const float* g, int64_t n, int t
 void yard_mix_2_1_prefetch(float* a, const float* g, int64_t n, int threads);
 void yard_mix_4_3_prefetch(float* p, float* m, float* v, const float* g, int64_t n, int threads);
 
+// The same with one stream or two of 16-bit numbers, in bfloat16: read and widened, written as
+// upper halves.
+void yard_mix_2_1_half(float* a, const uint16_t* g, int64_t n, int threads);
+void yard_mix_4_4_half(float* p, float* m, float* v, const float* g, uint16_t* copy, int64_t n,
+                       int threads);
+void yard_mix_4_3_half(float* p, uint16_t* m, uint16_t* v, const float* g, int64_t n, int threads);
+void yard_widen_nt(float* to, const uint16_t* from, int64_t n, int threads);
+void yard_add_half_nt(float* to, const uint16_t* a, const uint16_t* b, int64_t n, int threads);
+float yard_mix_1_0_half(const uint16_t* a, int64_t n, int threads);
+
 void yard_copy(float* to, const float* from, int64_t n, int threads);
 // Non-temporal stores: what is written does not pass through the caches. `to` is a multiple of 64
 // bytes.
