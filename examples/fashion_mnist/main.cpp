@@ -28,11 +28,16 @@ namespace {
 struct NamedOptimizer {
   const char* name;
   ga_optimizer_kind kind;
-  double lr, momentum;  // that suit this network; the rest are the library's defaults
+  double lr, momentum;  // that suit this network
 };
-constexpr NamedOptimizer kOptimizers[] = {{"sgd", GA_OPTIMIZER_SGD, 0.01, 0.9},
-                                          {"adam", GA_OPTIMIZER_ADAM, 1e-3, 0},
-                                          {"adamw", GA_OPTIMIZER_ADAMW, 1e-3, 0}};
+constexpr NamedOptimizer kOptimizers[] = {
+    {"sgd", GA_OPTIMIZER_SGD, 0.01, 0.9},           {"adam", GA_OPTIMIZER_ADAM, 1e-3, 0},
+    {"adamw", GA_OPTIMIZER_ADAMW, 1e-3, 0},         {"rmsprop", GA_OPTIMIZER_RMSPROP, 1e-3, 0},
+    {"adagrad", GA_OPTIMIZER_ADAGRAD, 1e-2, 0},     {"adadelta", GA_OPTIMIZER_ADADELTA, 1, 0},
+    {"adamax", GA_OPTIMIZER_ADAMAX, 2e-3, 0},       {"nadam", GA_OPTIMIZER_NADAM, 1e-3, 0},
+    {"radam", GA_OPTIMIZER_RADAM, 2e-3, 0},         {"lion", GA_OPTIMIZER_LION, 3e-4, 0},
+    {"lamb", GA_OPTIMIZER_LAMB, 1e-2, 0},           {"lars", GA_OPTIMIZER_LARS, 0.1, 0.9},
+    {"adafactor", GA_OPTIMIZER_ADAFACTOR, 1e-2, 0}, {"muon", GA_OPTIMIZER_MUON, 5e-3, 0.95}};
 
 template <typename Value>
 struct Named {
@@ -44,8 +49,15 @@ constexpr Named<ga_flavor> kFlavors[] = {
 constexpr Named<ga_schedule_kind> kSchedules[] = {{"constant", GA_SCHEDULE_CONSTANT},
                                                   {"linear", GA_SCHEDULE_LINEAR},
                                                   {"cosine", GA_SCHEDULE_COSINE}};
-constexpr Named<ga_clip_scope> kClipScopes[] = {{"global", GA_CLIP_GLOBAL},
-                                                {"per-tensor", GA_CLIP_PER_TENSOR}};
+constexpr Named<ga_clip_scope> kClipScopes[] = {
+    {"global", GA_CLIP_GLOBAL}, {"per-tensor", GA_CLIP_PER_TENSOR}, {"agc", GA_CLIP_AGC}};
+constexpr Named<ga_dtype> kDtypes[] = {
+    {"f32", GA_F32}, {"f64", GA_F64}, {"bf16", GA_BF16}, {"f16", GA_F16}};
+constexpr Named<ga_dtype> kAccumulators[] = {{"f32", GA_F32}, {"bf16", GA_BF16}, {"f16", GA_F16}};
+constexpr Named<ga_accumulation> kAccumulations[] = {{"plain", GA_ACCUMULATE_PLAIN},
+                                                     {"running-mean", GA_ACCUMULATE_RUNNING_MEAN},
+                                                     {"compensated", GA_ACCUMULATE_COMPENSATED},
+                                                     {"stochastic", GA_ACCUMULATE_STOCHASTIC}};
 
 template <typename Table>
 std::vector<std::string> names(const Table& table) {
@@ -61,10 +73,59 @@ const auto& named(const Table& table, const std::string& name) {
                        [&name](const auto& entry) { return entry.name == name; });
 }
 
+// What no single option can know; the rest is left to the library, which says what it refuses.
+void check_together(const Options& options, bool has_momentum) {
+  const auto refuse = [](const char* option, const char* why) {
+    throw CLI::ValidationError(option, why);
+  };
+  const Precision& precision = options.precision;
+  const std::int32_t kind = options.weights.kind;
+  const bool is_16_bit = precision.accumulators == GA_F16 || precision.accumulators == GA_BF16;
+  if (has_momentum && kind != GA_OPTIMIZER_SGD && kind != GA_OPTIMIZER_RMSPROP &&
+      kind != GA_OPTIMIZER_LARS && kind != GA_OPTIMIZER_MUON) {
+    refuse("--momentum", "only sgd, rmsprop, lars and muon have it");
+  }
+  if (kind == GA_OPTIMIZER_MUON && precision.parameters == GA_F64) {
+    refuse("--params", "muon has no f64");
+  }
+  if (precision.gradients == GA_F64 && precision.parameters != GA_F64) {
+    refuse("--dtype", "gradients of f64 are for --params f64");
+  }
+  if (precision.accumulators != 0 && precision.parameters == GA_F64) {
+    refuse("--accumulator", "parameters of f64 have accumulators of f64");
+  }
+  if (!is_16_bit && (precision.accumulation == GA_ACCUMULATE_COMPENSATED ||
+                     precision.accumulation == GA_ACCUMULATE_STOCHASTIC)) {
+    refuse("--accumulation-mode", "this one is for --accumulator bf16 or f16");
+  }
+}
+
+// The weights' optimizer is the one that was asked for. Biases do not decay, which in torch's flavor
+// also leaves them out of the ratios of lars and lamb; beside muon, which takes matrices only, they
+// have AdamW.
+void set_optimizers(Options& options, const NamedOptimizer& chosen, ga_flavor flavor) {
+  options.weights = gradaccum::default_optimizer(chosen.kind, flavor);
+  options.weights.lr = chosen.lr;
+  options.weights.momentum = chosen.momentum;
+  if (chosen.kind == GA_OPTIMIZER_LARS) {
+    options.weights.trust_coefficient = 0.02;  // so that one lr suits weights and biases
+    options.weights.weight_decay = 1e-4;
+  }
+  options.biases = options.weights;
+  if (chosen.kind == GA_OPTIMIZER_MUON) {
+    options.weights.adjust_lr = GA_ADJUST_MATCH_RMS;  // likewise
+    options.biases = gradaccum::default_optimizer(GA_OPTIMIZER_ADAMW);
+    options.biases.lr = chosen.lr;
+  }
+  options.biases.weight_decay = 0;
+}
+
 // Ends the program for --help and for a command line that is not understood.
 Options parse(int argc, char** argv) {
   Options options;
   std::string optimizer = "sgd", flavor = "torch", schedule = "cosine", clip_scope = "global";
+  std::string dtype = "f32", params = "f32", accumulator = "f32", accumulation = "plain";
+  std::string loss_scale = "1";
   double lr = 0, momentum = 0, weight_decay = 0, clip = 0;
   options.clip = gradaccum::default_clip();
 
@@ -74,21 +135,39 @@ Options parse(int argc, char** argv) {
   app.get_formatter()->column_width(28);
   const auto choice = [&app](const char* option, std::string& value, const char* text,
                              const auto& table) {
-    app.add_option(option, value, text)->check(CLI::IsMember(names(table)))->capture_default_str();
+    return app.add_option(option, value, text)
+        ->check(CLI::IsMember(names(table)))
+        ->capture_default_str();
   };
   choice("--optimizer", optimizer, "Optimizer", kOptimizers);
   choice("--flavor", flavor, "Whose definition of it", kFlavors);
   const CLI::Option* has_lr =
-      app.add_option("--lr", lr, "Peak learning rate; default 0.01 for sgd, 0.001 for others");
-  const CLI::Option* has_momentum =
-      app.add_option("--momentum", momentum, "Momentum of sgd; default 0.9");
-  const CLI::Option* has_weight_decay =
-      app.add_option("--weight-decay", weight_decay, "Default: the optimizer's");
+      app.add_option("--lr", lr, "Peak learning rate; default: one that suits the optimizer");
+  const CLI::Option* has_momentum = app.add_option(
+      "--momentum", momentum, "Of sgd and lars, default 0.9; muon, 0.95; rmsprop, 0");
+  const CLI::Option* has_weight_decay = app.add_option(
+      "--weight-decay", weight_decay, "Of the weights, not the biases; default: the optimizer's");
   choice("--schedule", schedule, "Learning rate over the run", kSchedules);
   app.add_option("--warmup", options.schedule.warmup_steps, "Steps of linear warm-up");
-  const CLI::Option* has_clip = app.add_option("--clip", clip, "Clip the gradient to this 2-norm");
-  choice("--clip-scope", clip_scope, "Whose norm --clip means", kClipScopes);
+  CLI::Option* has_clip = app.add_option(
+      "--clip", clip,
+      "Clip the gradient to this 2-norm; with agc, each neuron's to this part of its weights'");
+  choice("--clip-scope", clip_scope, "Whose norm --clip means", kClipScopes)->needs(has_clip);
   app.add_option("--clip-value", options.clip.max_value, "Clip each element to this value");
+  choice("--dtype", dtype, "Of the gradients", kDtypes);
+  choice("--params", params, "Of the parameters; 16-bit ones have masters in f32", kDtypes);
+  const CLI::Option* has_accumulator =
+      choice("--accumulator", accumulator, "Dtype that gradients add up in", kAccumulators);
+  choice("--accumulation-mode", accumulation, "How they add up", kAccumulations);
+  app.add_option("--loss-scale", loss_scale,
+                 "Of the loss in the backward pass: a number or dynamic")
+      ->check([](const std::string& value) {
+        return value == "dynamic" || CLI::Number(value).empty() ? std::string()
+                                                                : value + " is no number";
+      })
+      ->capture_default_str();
+  app.add_option("--ema", options.ema, "Test averages of the parameters as well, of this decay")
+      ->check(CLI::Range(0.0, 1.0));
   app.add_option("--batch", options.batch, "Samples per step")
       ->check(CLI::Range(1, 60000))
       ->capture_default_str();
@@ -114,21 +193,30 @@ Options parse(int argc, char** argv) {
       ->capture_default_str();
   try {
     app.parse(argc, argv);
+    set_optimizers(options, named(kOptimizers, optimizer), named(kFlavors, flavor).value);
+    options.precision.parameters = named(kDtypes, params).value;
+    options.precision.gradients = named(kDtypes, dtype).value;
+    options.precision.accumulation = named(kAccumulations, accumulation).value;
+    if (has_accumulator->count()) {
+      options.precision.accumulators = named(kAccumulators, accumulator).value;
+    }
+    check_together(options, has_momentum->count() > 0);
   } catch (const CLI::ParseError& error) {
     std::exit(app.exit(error));
   }
 
-  const NamedOptimizer& chosen = named(kOptimizers, optimizer);
-  options.optimizer = gradaccum::default_optimizer(chosen.kind, named(kFlavors, flavor).value);
-  options.optimizer.lr = has_lr->count() ? lr : chosen.lr;
-  options.optimizer.momentum = has_momentum->count() ? momentum : chosen.momentum;
-  if (has_weight_decay->count()) options.optimizer.weight_decay = weight_decay;
+  if (has_lr->count()) options.weights.lr = options.biases.lr = lr;
+  if (has_momentum->count()) options.weights.momentum = options.biases.momentum = momentum;
+  if (has_weight_decay->count()) options.weights.weight_decay = weight_decay;
+  options.dynamic_loss_scale = loss_scale == "dynamic";
+  if (!options.dynamic_loss_scale) options.loss_scale = std::stod(loss_scale);
   const std::int64_t warmup = options.schedule.warmup_steps;
   options.schedule = gradaccum::default_schedule(named(kSchedules, schedule).value);
   options.schedule.warmup_steps = warmup;
   if (has_clip->count()) {
     options.clip.scope = named(kClipScopes, clip_scope).value;
-    options.clip.max_norm = clip;
+    options.clip.max_norm = options.clip.agc_factor = clip;
+    options.clip.agc_units = GA_AGC_TORCH;  // weights are [out, in]
   }
   return options;
 }

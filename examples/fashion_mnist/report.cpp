@@ -140,12 +140,22 @@ void print_comparison(const std::vector<Run>& runs) {
   const auto memory = [&row](const char* what, std::int64_t Summary::*bytes) {
     row(what, [bytes](const Run& run) { return text("%.2f MiB", mib(run.summary.*bytes)); });
   };
+  const auto any = [&runs](std::int64_t Summary::*bytes) {
+    return runs.front().summary.*bytes > 0;
+  };
   std::printf("\n");
   row("", [](const Run& run) { return run.cut.name(); });
   row("test accuracy",
       [](const Run& run) { return text("%.2f %%", 100 * run.epochs.back().test_accuracy); });
+  if (any(&Summary::average_bytes)) {
+    row("test accuracy of the averages",
+        [](const Run& run) { return text("%.2f %%", 100 * run.epochs.back().average_accuracy); });
+  }
   row("loss of the last window", [](const Run& run) { return text("%.6f", run.losses.back()); });
   row("skipped steps", [](const Run& run) { return std::to_string(run.summary.skipped_steps); });
+  if (runs.front().summary.loss_scale != 1) {
+    row("loss scale at the end", [](const Run& run) { return text("%g", run.summary.loss_scale); });
+  }
   row("samples/s", [](const Run& run) {
     return text("%.0f", static_cast<double>(run.summary.samples) / run.summary.seconds);
   });
@@ -156,6 +166,8 @@ void print_comparison(const std::vector<Run>& runs) {
   memory("  parameters", &Summary::parameter_bytes);
   memory("  libgradaccum: accumulators", &Summary::accumulator_bytes);
   memory("  libgradaccum: optimizer state", &Summary::state_bytes);
+  if (any(&Summary::master_bytes)) memory("  libgradaccum: masters", &Summary::master_bytes);
+  if (any(&Summary::average_bytes)) memory("  libgradaccum: averages", &Summary::average_bytes);
   memory("  libgradaccum: workspace", &Summary::workspace_bytes);
 
   std::printf("\n  largest difference of any parameter from the run with whole batches\n");

@@ -9,7 +9,6 @@
 #include <random>
 
 #include "data.hpp"
-#include "mlp.hpp"
 #include "report.hpp"
 
 namespace {
@@ -59,16 +58,27 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
       options.samples > 0 ? std::min(options.samples, training.count) : training.count;
   const std::int64_t windows = (count + cut.batch - 1) / cut.batch;  // the last one may be short
 
-  Mlp model({training.pixels, 512, 512, 10}, cut.micro, options.seed);
+  Mlp model({training.pixels, 512, 512, 10}, cut.micro, options.seed, options.precision);
   ga_config config = gradaccum::default_config();
   config.num_threads = options.threads;
+  config.accumulation = options.precision.accumulation;
+  config.loss_scale = options.loss_scale;
+  config.seed = options.seed;
   gradaccum::Context context(config);
-  const ga_group group = context.add_group(options.optimizer);
+  const ga_group weights = context.add_group(options.weights);
+  const ga_group biases = context.add_group(options.biases);
   ga_schedule schedule = options.schedule;
   schedule.total_steps = options.epochs * windows;
-  context.set_schedule(group, schedule);
+  context.set_schedule(weights, schedule);
+  context.set_schedule(biases, schedule);
   context.set_clip(options.clip);
-  model.add_to(context, group);
+  if (options.dynamic_loss_scale) context.set_loss_scaler(gradaccum::default_loss_scaler());
+  if (options.ema > 0) {
+    ga_ema ema = gradaccum::default_ema();
+    ema.decay = options.ema;
+    context.set_ema(ema);
+  }
+  model.add_to(context, weights, biases);
   sink.parameters(0, model.parameters());
 
   Summary summary;
@@ -91,7 +101,7 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
       for (std::int64_t done = 0; done < in_window; done += cut.micro, ++index) {
         const std::int64_t samples = std::min(cut.micro, in_window - done);
         load(training, window.data() + done, samples, model, labels);
-        const Mlp::Score part = model.forward(samples, labels.data());
+        const Mlp::Score part = model.forward(samples, labels.data(), context.loss_scale());
         score.loss += part.loss;
         score.correct += part.correct;
         // A micro-batch weighs as many samples as it has: a short one counts for what it holds.
@@ -100,6 +110,7 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
         micro.end();
       }
       const ga_step_result result = context.step();
+      model.read_parameters();
 
       ++step;
       summary.skipped_steps += result.outcome != GA_STEP_APPLIED;
@@ -108,7 +119,13 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
       if (is_snapshot(step)) sink.parameters(step, model.parameters());
     }
     summary.seconds += std::chrono::duration<double>(Clock::now() - start).count();
-    const Epoch ended{step, test_accuracy(test, cut.micro, model)};
+    Epoch ended{step, test_accuracy(test, cut.micro, model)};
+    if (options.ema > 0) {
+      std::vector<std::vector<float>> averages = model.averages(context);
+      model.exchange(averages);
+      ended.average_accuracy = test_accuracy(test, cut.micro, model);
+      model.exchange(averages);  // back again
+    }
     sink.epoch(ended);
     sink.parameters(step, model.parameters());
     progress.epoch(ended.test_accuracy);
@@ -122,5 +139,8 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
   summary.accumulator_bytes = memory.accumulators;
   summary.state_bytes = memory.optimizer_state;
   summary.workspace_bytes = memory.workspace;
+  summary.master_bytes = memory.masters;
+  summary.average_bytes = memory.averages;
+  summary.loss_scale = context.loss_scale();
   return summary;
 }

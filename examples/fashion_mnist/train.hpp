@@ -8,11 +8,16 @@
 #include <vector>
 
 #include "gradaccum/gradaccum.hpp"
+#include "mlp.hpp"
 
 struct Options {
-  ga_optimizer optimizer{};
-  ga_schedule schedule{};  // train() sets total_steps
+  ga_optimizer weights{}, biases{};  // of each, the optimizer
+  ga_schedule schedule{};            // train() sets total_steps
   ga_clip clip{};
+  Precision precision;
+  double loss_scale = 1;
+  bool dynamic_loss_scale = false;
+  double ema = 0;  // decay of the averages; 0: none are kept
   std::int64_t batch = 64, accumulation = 16, epochs = 4;
   std::int64_t samples = 0;  // to train on, of the 60000; 0: all
   std::int32_t threads = 0;  // 0: OpenMP's number
@@ -33,7 +38,8 @@ struct Cut {
 
 struct Epoch {
   std::int64_t last_step = 0;
-  double test_accuracy = 0;  // in [0, 1]
+  double test_accuracy = 0;     // in [0, 1]
+  double average_accuracy = 0;  // likewise, of the averages
 };
 
 struct Summary {
@@ -41,6 +47,8 @@ struct Summary {
   std::int64_t samples = 0, skipped_steps = 0;
   std::int64_t data_bytes = 0, parameter_bytes = 0, activation_bytes = 0;
   std::int64_t accumulator_bytes = 0, state_bytes = 0, workspace_bytes = 0;  // the library's
+  std::int64_t master_bytes = 0, average_bytes = 0;
+  double loss_scale = 1;  // at the end
 };
 
 // Where the results of a run go while it trains.
