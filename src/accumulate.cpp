@@ -249,7 +249,7 @@ void Context::make_dense(ga_param id) {
   Param& p = params_[static_cast<size_t>(id)];
   if (p.held != Held::kRows) return;
   FinishTask task = {};
-  task.gradient = {source_of(id), 1, HUGE_VAL, 1};
+  task.gradient = identity(source_of(id));
   task.f64 = p.f64;
   task.target = target_of(id);
   task.count = p.count;
@@ -390,7 +390,7 @@ void Context::settle(int64_t index) {
   }
   // What is not finite is added as it is, for ga_step to find: a clip by value would hide it.
   const bool clip_now = clip_micro_ && (finite || config_.nonfinite == GA_NONFINITE_IGNORE);
-  if (clip_now) clip_micro_batch(micro);
+  if (clip_now) or_invalidate([&] { clip_micro_batch(micro); });
   set_micro(micro, index, window_.weight());
   const double weight = config_.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
   accumulate_tasks_.clear();
@@ -422,46 +422,6 @@ void Context::settle(int64_t index) {
   }
   run();
   contributions_.clear();
-}
-
-// Leaves in every parameter the factor of its clip by norm, and in its tensor the clipped gradient.
-void Context::clip_micro_batch(const Micro& micro) {
-  double shared = 0;
-  for (Group& g : groups_) g.sum_squares = 0;
-  unit_tasks_.clear();
-  agc_tasks_.clear();
-  for (const Contribution& c : contributions_) {
-    Param& p = params_[static_cast<size_t>(c.param)];
-    Tensor& t = tensors_[static_cast<size_t>(c.param)];
-    Group& g = groups_[static_cast<size_t>(p.group)];
-    const bool clamped = std::isfinite(clip_of(p).max_value);
-    p.factor = 1;
-    p.sum_squares = sum(&micro_partials_[c.partials], chunk_count(c.count),
-                        clamped ? &Partial::limited : &Partial::sum_squares);
-    (g.own_clip ? g.sum_squares : shared) += p.sum_squares;
-    t.clipped = {micro_view(c, micro), nullptr, nullptr};
-    if (clip_of(p).when == GA_CLIP_MICRO && clip_of(p).scope == GA_CLIP_AGC)
-      add_unit_tasks(c.param, t.clipped.gradient);
-  }
-  or_invalidate([&] {
-    backend_->unit_norms({unit_tasks_.data(), unit_tasks_.size()});
-    backend_->agc({agc_tasks_.data(), agc_tasks_.size()});
-  });
-  for (const Contribution& c : contributions_) {
-    Param& p = params_[static_cast<size_t>(c.param)];
-    Tensor& t = tensors_[static_cast<size_t>(c.param)];
-    const Group& g = groups_[static_cast<size_t>(p.group)];
-    const ga_clip& clip = clip_of(p);
-    if (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR) {
-      const double squares = clip.scope == GA_CLIP_PER_TENSOR ? p.sum_squares
-                             : g.own_clip                     ? g.sum_squares
-                                                              : shared;
-      p.factor = clip_factor(clip, std::sqrt(squares));
-    } else if (clip.scope == GA_CLIP_AGC && t.units) {
-      t.clipped.pattern = &t.units->pattern;
-      t.clipped.factors = t.units->gradient;
-    }
-  }
 }
 
 void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t lda,

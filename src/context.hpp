@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a ga_context is: groups, parameters, the window and the counters. No loop over elements is
 // in here; it tells a Backend what to do to which tensors.
-//   context.cpp     registration and memory
+//   context.cpp     groups and parameters
+//   memory.cpp      the arrays they have
 //   accumulate.cpp  contributions to a window
 //   step.cpp        the end of a window
+//   clip.cpp        clipping
+//   update.cpp      parameters and optimizer state
 #pragma once
 
 #include <algorithm>
@@ -113,6 +116,7 @@ class Context {
  private:
   struct Group {
     ga_optimizer optimizer;
+    const OptimizerInfo* info;
     Schedule schedule;
     Clock clock;  // the context's applied steps, with this optimizer's products
     int op[2];    // position in AllOps for vectors and for matrices; -1: none
@@ -240,6 +244,17 @@ class Context {
   // What random bits are for: no two uses share any.
   enum class Purpose : uint64_t { kAccumulate = 1, kCopy, kState };
 
+  // The last two axes of a tensor, taken as matrices.
+  struct Matrices {
+    int64_t rows, columns, count;
+  };
+
+  struct Reduction {
+    double norm;  // of the whole gradient before clipping
+    double smallest_factor;
+    bool finite;
+  };
+
   // context.cpp
   void require_empty(const char* what) const;
   const Group& group(ga_group id) const;
@@ -247,43 +262,40 @@ class Context {
   const Param& param(ga_param id) const;
   Param& param(ga_param id);
   const char* name(ga_param id) const { return tensors_[static_cast<size_t>(id)].name.c_str(); }
-  void update_accum_steps();
-  void check_data(const char* name, const void* data, int64_t count, int32_t size,
-                  ga_param self) const;
-  const Range* overlap(const void* data, int64_t bytes, ga_param except) const;
-  void add_range(const Range& range);
-  bool has_master(size_t i) const;
   int op_of(const Param& p) const {
     return groups_[static_cast<size_t>(p.group)].op[p.matrix ? 1 : 0];
   }
+  const OptimizerInfo& info_of(const Param& p) const {
+    return *groups_[static_cast<size_t>(p.group)].info;
+  }
+  void update_accum_steps();
+  const Range* overlap(const void* data, int64_t bytes, ga_param except) const;
+  void add_range(const Range& range);
+  void check_data(const char* name, const void* data, int64_t count, int32_t size,
+                  ga_param self) const;
   void check_options(const ga_flat_entry& e, int32_t dtype, const ga_param_options& o) const;
-  struct Matrices {
-    int64_t rows, columns, count;
-  };
-  Matrices matrices_of(const Tensor& t) const;
-  size_t bytes_of(size_t param, int kind) const;
-  static size_t bytes_of_lists();
+
+  // memory.cpp
+  bool has_master(size_t param) const;
   Array param_of(const Param& p) const;
   Array state_of(const Param& p, int slot) const;
   Array average_of(const Param& p) const;
+  Matrices matrices_of(const Tensor& t) const;
+  size_t bytes_of(size_t param, int kind) const;
+  static size_t bytes_of_lists();
   void place(size_t param, Layout& l, std::array<size_t, kArrays>& offset) const;
   Layout layout_of_new() const;
   void prepare();
+  void set_update(size_t param);
   void fill_new();
   void take_master(Param& p);
-  void prepare_units();
-  uint32_t units_axes(size_t param) const;
-  std::unique_ptr<Units> new_units(const std::vector<int64_t>& shape, uint32_t reduced,
-                                   bool both) const;
-  void free_units(std::unique_ptr<Units>& units) noexcept;
-  void choose_path();
-  void change_clip(const ga_clip* clip, ga_clip& slot, bool* own);
-  uint64_t key(Purpose purpose, int64_t a, int64_t b, int64_t c) const;
 
   // accumulate.cpp
   Micro make_micro(double weight, const double* scale) const;
   double contribution_scale(const Micro& micro) const;
   void set_micro(const Micro& micro, int64_t index, double window_weight);
+  Param& part(ga_param id, const char* what);
+  void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   void check_gradient(ga_param id, const void* gradient);
   void check_values(ga_param id, const void* data, int64_t count, int32_t size,
                     const char* what) const;
@@ -299,51 +311,57 @@ class Context {
   void defer(Contribution c);
   GradientView micro_view(const Contribution& c, const Micro& micro) const;
   void settle(int64_t index);
-  void clip_micro_batch(const Micro& micro);
-  void add_unit_tasks(ga_param id, const GradientView& view);
-  void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
-  Param& part(ga_param id, const char* what);
   template <class Work>
   void or_invalidate(Work&& work);
 
-  // step.cpp
-  struct Reduction {
-    double norm;  // of the whole gradient before clipping
-    double smallest_factor;
-    bool finite;
-  };
+  // clip.cpp
   const ga_clip& clip_of(const Param& p) const;
-  double mean_of(const Param& p, double mean) const;
-  Source source_of(ga_param id);
-  void fill_view(ga_param id, double mean, GradientView& v);
-  void fill_clipped(ga_param id, double mean, GradientView& v);
-  bool norm_after_value(const Param& p) const;
-  void take_norms(double mean);
-  Reduction reduce(double mean);
+  void change_clip(const ga_clip* clip, ga_clip& slot, bool* own);
+  void choose_path();
+  uint32_t units_axes(size_t param) const;
+  std::unique_ptr<Units> new_units(const std::vector<int64_t>& shape, uint32_t reduced,
+                                   bool both) const;
+  void free_units(std::unique_ptr<Units>& units) noexcept;
+  void prepare_units();
+  void add_unit_tasks(ga_param id, const GradientView& view);
+  void clip_micro_batch(const Micro& micro);
   bool by_units(const Param& p) const;
   void clip_units(Span<const ga_param> ids, double mean, Reduction& r);
   void limit_groups(int32_t kind);
-  void fill_update(ga_param id, UpdateTask& task);
-  void update(double mean, Reduction& r);
-  void begin_updates();
-  Clock clock_of(const Param& p) const;
-  void add_update(ga_param id, double mean);
-  void fold(const Param& p, int op, UpdateTask& task);
-  bool is_lazy(ga_param id) const;
-  void update_rows(ga_param id);
-  void update_layers(double mean, Reduction& r, int32_t limited);
-  void update_batch(Span<const ga_param> ids, double mean);
-  void fold_layer(ga_param id, UpdateTask& task);
-  void add_factor_task(ga_param id, double mean);
-  void orthogonalize(ga_param id, UpdateTask& task);
-  double average_gain(const Param& p) const;
-  void move_averages();
+
+  // step.cpp
+  double mean_of(const Param& p, double mean) const;
+  Source source_of(ga_param id);
+  void fill_view(ga_param id, double mean, GradientView& v);
+  bool norm_after_value(const Param& p) const;
+  void take_norms(double mean);
+  Reduction reduce(double mean);
+  const char* first_nonfinite() const;
   void estimate_noise();
   void empty_window();
-  const char* first_nonfinite() const;
   void forget_delivered();
   template <class Work>
   void or_break(Work&& work);
+
+  // update.cpp
+  uint64_t key(Purpose purpose, int64_t a, int64_t b, int64_t c) const;
+  void fill_clipped(ga_param id, double mean, GradientView& v);
+  double average_gain(const Param& p) const;
+  Clock clock_of(const Param& p) const;
+  void begin_update(ga_param id, UpdateTask& task);
+  void update(double mean, Reduction& r);
+  void add_update(ga_param id, double mean);
+  void fold(const Param& p, UpdateTask& task);
+  void deliver(ga_param id, double mean);
+  bool is_lazy(ga_param id) const;
+  void update_rows(ga_param id, UpdateTask whole);
+  void update_layers(double mean, Reduction& r, int32_t limited);
+  void update_batch(Span<const ga_param> ids, double mean);
+  UpdateTask& add_layer(ga_param id, double mean);
+  void fold_layer(ga_param id, UpdateTask& task);
+  void add_factor_task(ga_param id, double mean);
+  void orthogonalize(ga_param id, UpdateTask& task);
+  void move_averages();
 
   ga_config config_;
   std::unique_ptr<Backend> backend_;
@@ -381,7 +399,8 @@ class Context {
   // Working lists, sized by prepare() so that no later call allocates.
   TaskList<AccumulateTask> accumulate_tasks_;
   TaskList<NormTask> norm_tasks_;
-  TaskList<UpdateTask> update_tasks_;
+  TaskList<UpdateTask> update_tasks_;  // of layers, rows and averages
+  std::vector<UpdateTask> updates_;    // of each parameter; of no elements where it has none
   TaskList<FinishTask> finish_tasks_;
   TaskList<OpBytes> folded_;
   // What the last Op was folded for.

@@ -2,6 +2,7 @@
 #include "error.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -26,6 +27,16 @@ void fail(ga_status status, const char* format, ...) {
   std::vsnprintf(text, sizeof text, format, args);
   va_end(args);
   throw Error(status, text);
+}
+
+void check_choice(const char* name, int32_t value, int32_t last, const char* type) {
+  if (value < 0 || value > last)
+    fail(GA_ERROR_INVALID_ARGUMENT, "%s was %d, expected 0 to %d (%s)", name, value, last, type);
+}
+
+void check_rate(const char* name, double value) {
+  if (!(value >= 0) || !std::isfinite(value))
+    fail(GA_ERROR_INVALID_ARGUMENT, "%s was %g, expected a finite number >= 0", name, value);
 }
 
 const char* last_error() noexcept { return last_text; }

@@ -26,6 +26,10 @@ class Error : public std::exception {
 [[noreturn]] void fail(ga_status status, const char* format, ...)
     __attribute__((format(printf, 2, 3)));
 
+// Throw GA_ERROR_INVALID_ARGUMENT unless value is one of [0, last], of that type; or finite and >= 0.
+void check_choice(const char* name, int32_t value, int32_t last, const char* type);
+void check_rate(const char* name, double value);
+
 // The calling thread's sentence for ga_last_error().
 const char* last_error() noexcept;
 ga_status set_last_error(ga_status status, const char* text) noexcept;

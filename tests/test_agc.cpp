@@ -588,6 +588,25 @@ TEST(ClipMicro, SumsAndReductions) {
   }
 }
 
+// What each of the micro-batches was clipped to adds up to more.
+TEST(ClipMicro, TheSumIsNotClippedAgain) {
+  for (const ga_clip& c : {clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 0.5),
+                           clip(GA_CLIP_GLOBAL, 0.5, GA_FLAVOR_KERAS),
+                           clip(GA_CLIP_PER_TENSOR, 0.5, GA_FLAVOR_KERAS)}) {
+    ga_config with = config();
+    with.reduce = GA_REDUCE_SUM;
+    Tensor p(GA_F32, 1), g(GA_F32, 1, 2);
+    Context ctx(with);
+    ctx.group(plain_sgd());
+    add(ctx, 0, p);
+    const ga_clip micro = in_micro(c);
+    EXPECT_OK(ga_context_set_clip(ctx, &micro));
+    for (int k = 0; k < 3; ++k) accumulate(ctx, {&g});
+    EXPECT_EQ(step(ctx).norm, 1.5);
+    EXPECT_EQ(p.get(0), -1.5);
+  }
+}
+
 // Groups with clippings of their own: one per micro-batch, one on the step, one without.
 TEST(ClipMicro, ByGroup) {
   float p[3] = {0, 0, 0};

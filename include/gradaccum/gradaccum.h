@@ -297,13 +297,13 @@ enum ga_optimizer_kind {
   GA_OPTIMIZER_NADAM = 8,     /* Dozat 2016 */
   GA_OPTIMIZER_RADAM = 9,     /* Liu et al. 2020 */
   GA_OPTIMIZER_LION = 10,     /* Chen et al. 2023 */
-  GA_OPTIMIZER_LAMB = 11,     /* You et al. 2020, as timm has it. Two passes: 24 and 16 bytes an
+  GA_OPTIMIZER_LAMB = 11,     /* You et al. 2020, as timm has it. Two passes: 28 and 12 bytes an
                                  element (f32), against AdamW's 28 */
   GA_OPTIMIZER_LARS = 12,     /* You et al. 2017, as timm has it. A pass of 4 bytes before the
                                  update's 20 */
   GA_OPTIMIZER_ADAFACTOR = 13, /* Shazeer & Stern 2018, as torch.optim.Adafactor: for rank >= 2 the
                                  second moment is a product of a row and a column (of the last two
-                                 axes). Passes of 8 (or 0), 8 and 12 bytes */
+                                 axes). Three passes, 8, 12 and 12 bytes */
   GA_OPTIMIZER_MUON = 14      /* Jordan et al. 2024, as torch.optim.Muon, with the Newton-Schulz
                                  iteration in f32 through libgradaccum_onednn.so. Matrices only
                                  (rank 2, not f64); give the other parameters a group of their own.

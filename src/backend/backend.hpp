@@ -11,6 +11,7 @@
 // of a few numbers in the order of the chunks: the same bits however many threads wrote them.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -101,6 +102,8 @@ struct GradientView {
   double limit;
   double factor;
 };
+
+inline GradientView identity(const Source& source) { return {source, 1, HUGE_VAL, 1}; }
 
 // The same, and each unit times its factor.
 struct ClippedGradient {

@@ -75,8 +75,8 @@ struct Nadam : OptimizerBase {
 
   static void advance(const ga_optimizer& o, Clock& clock) {
     clock.advance(o);
-    clock.own[0] *= pow(0.96, o.momentum_decay);
-    clock.own[1] *= o.beta1 * (1 - 0.5 * clock.own[0]);
+    clock.own[0] = Clock::next(clock.own[0], pow(0.96, o.momentum_decay));
+    clock.own[1] = Clock::next(clock.own[1], o.beta1 * (1 - 0.5 * clock.own[0]));
   }
 };
 

@@ -80,8 +80,14 @@ struct Clock {
 
   void advance(const ga_optimizer& o) {
     ++step;
-    beta1_power *= o.beta1;
-    beta2_power *= o.beta2;
+    beta1_power = next(beta1_power, o.beta1);
+    beta2_power = next(beta2_power, o.beta2);
+  }
+
+  // Zero before it is subnormal: multiplying such numbers, for ever, is slow.
+  static double next(double power, double factor) {
+    const double product = power * factor;
+    return product < 1e-290 ? 0 : product;
   }
 };
 

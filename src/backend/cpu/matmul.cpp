@@ -144,7 +144,7 @@ void MatmulEngine::convert(const Kernels& kernels, Source from, int64_t rows, in
     void copy(int64_t first, int64_t elements) const {
       const int64_t at = first / columns * stride + first % columns;
       FinishTask task = {};
-      task.gradient = {from, 1, HUGE_VAL, 1};
+      task.gradient = identity(from);
       task.gradient.source.data =
           static_cast<const char*>(from.data) + at * dtype_info(from.format).size;
       task.target = {to + first, GA_F32};

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+// Clipping: what is set, the arrays that units need, and the factors, of a micro-batch and of the
+// reduced gradient.
+#include <algorithm>
+#include <cmath>
+
+#include "context.hpp"
+#include "error.hpp"
+
+namespace ga {
+namespace {
+
+// The axes that a unit of adaptive clipping is reduced over: see ga_agc_units.
+uint32_t agc_axes(int32_t units, const std::vector<int64_t>& shape) {
+  constexpr uint32_t kAll = ~0u;
+  const auto rank = static_cast<int32_t>(shape.size());
+  int32_t counted = rank;
+  if (units == GA_AGC_NFNETS)
+    counted = static_cast<int32_t>(
+        std::count_if(shape.begin(), shape.end(), [](int64_t extent) { return extent != 1; }));
+  if (counted <= 1) return kAll;
+  if (units == GA_AGC_TORCH) return kAll & ~1u;
+  return rank <= 3 ? 1u : (1u << std::min(rank - 1, 31)) - 1;
+}
+
+}  // namespace
+
+ga_clip default_clip() {
+  ga_clip c = {};
+  c.struct_size = sizeof c;
+  c.max_value = HUGE_VAL;
+  c.agc_factor = 0.01;
+  c.agc_eps = 1e-3;
+  return c;
+}
+
+void check_clip(const ga_clip& c) {
+  check_choice("clip: scope", c.scope, GA_CLIP_AGC, "ga_clip_scope");
+  check_choice("clip: flavor", c.flavor, GA_FLAVOR_KERAS, "GA_FLAVOR_TORCH or GA_FLAVOR_KERAS");
+  check_choice("clip: agc_units", c.agc_units, GA_AGC_TORCH, "ga_agc_units");
+  check_choice("clip: when", c.when, GA_CLIP_MICRO, "ga_clip_when");
+  if (c.scope == GA_CLIP_GLOBAL || c.scope == GA_CLIP_PER_TENSOR)
+    check_rate("clip: max_norm", c.max_norm);
+  if (!(c.max_value > 0))
+    fail(GA_ERROR_INVALID_ARGUMENT, "clip: max_value was %g, expected > 0", c.max_value);
+  if (!(c.agc_factor > 0) || !std::isfinite(c.agc_factor))
+    fail(GA_ERROR_INVALID_ARGUMENT, "clip: agc_factor was %g, expected a finite number > 0",
+         c.agc_factor);
+  if (!(c.agc_eps > 0) || !std::isfinite(c.agc_eps))
+    fail(GA_ERROR_INVALID_ARGUMENT, "clip: agc_eps was %g, expected a finite number > 0",
+         c.agc_eps);
+}
+
+double clip_factor(const ga_clip& clip, double norm) {
+  if (clip.flavor == GA_FLAVOR_KERAS) return norm > clip.max_norm ? clip.max_norm / norm : 1;
+  return std::min(1.0, clip.max_norm / (norm + 1e-6));
+}
+
+const ga_clip& Context::clip_of(const Param& p) const {
+  const Group& g = groups_[static_cast<size_t>(p.group)];
+  return g.own_clip ? g.clip : clip_;
+}
+
+void Context::choose_path() {
+  const auto micro = [](const ga_clip& c) {
+    return c.when == GA_CLIP_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
+  };
+  const auto units = [](const ga_clip& c) {
+    return c.when == GA_CLIP_STEP && c.scope == GA_CLIP_AGC;
+  };
+  clip_micro_ = micro(clip_);
+  clip_units_ = units(clip_);
+  for (const Group& g : groups_) {
+    clip_micro_ = clip_micro_ || (g.own_clip && micro(g.clip));
+    clip_units_ = clip_units_ || (g.own_clip && units(g.clip));
+  }
+  plain_ = config_.accumulation == GA_ACCUMULATE_PLAIN && !config_.noise_scale;
+  adopts_ = plain_ && !deferring() && config_.gradient_life == GA_GRADIENTS_LIVE;
+}
+
+void Context::set_clip(const ga_clip* clip) { change_clip(clip, clip_, nullptr); }
+
+void Context::set_group_clip(ga_group id, const ga_clip* clip) {
+  Group& g = group(id);
+  change_clip(clip, g.clip, &g.own_clip);
+}
+
+// What a clip of the context or of a group becomes, with the arrays that it needs. All or nothing.
+void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
+  if (clip) check_clip(*clip);
+  const ga_clip next = clip ? *clip : default_clip();
+  if (next.when == GA_CLIP_MICRO || clip_micro_)
+    require_empty("a change of a clipping of micro-batches (GA_CLIP_MICRO)");
+  const ga_clip before = slot;
+  const bool before_own = own && *own;
+  slot = next;
+  if (own) *own = clip != nullptr;
+  try {
+    const bool units = before.scope == GA_CLIP_AGC || next.scope == GA_CLIP_AGC ||
+                       clip_.scope == GA_CLIP_AGC;  // perhaps another group's, now or before
+    if (prepared_ > 0 && units) prepare_units();
+    for (size_t i = prepared_; i < params_.size(); ++i)
+      if (clip_of(params_[i]).scope == GA_CLIP_AGC) units_axes(i);
+  } catch (...) {
+    slot = before;
+    if (own) *own = before_own;
+    throw;
+  }
+  choose_path();
+}
+
+// The axes that the units of a parameter under GA_CLIP_AGC are reduced over.
+uint32_t Context::units_axes(size_t i) const {
+  const Tensor& t = tensors_[i];
+  if (t.options.agc_axes != 0) return t.options.agc_axes;
+  const int32_t units = clip_of(params_[i]).agc_units;
+  if (units == GA_AGC_NFNETS && t.shape.size() > 4)
+    fail(GA_ERROR_UNSUPPORTED,
+         "parameter \"%s\": its rank is %zu, but GA_AGC_NFNETS has units up to rank 4; "
+         "ga_param_options.agc_axes names them",
+         t.name.c_str(), t.shape.size());
+  return agc_axes(units, t.shape);
+}
+
+std::unique_ptr<Context::Units> Context::new_units(const std::vector<int64_t>& shape,
+                                                   uint32_t reduced, bool both) const {
+  auto units = std::make_unique<Units>();
+  units->pattern = make_units(static_cast<int32_t>(shape.size()), shape.data(), reduced);
+  const auto sums = static_cast<size_t>(units->pattern.sums());
+  units->bytes = sums * sizeof(double) * (both ? 2 : 1);
+  units->gradient = static_cast<double*>(backend_->allocate(units->bytes));
+  if (both) units->param = units->gradient + sums;
+  return units;
+}
+
+void Context::free_units(std::unique_ptr<Units>& units) noexcept {
+  if (units) backend_->free(units->gradient, units->bytes);
+  units.reset();
+}
+
+// Gives every parameter under GA_CLIP_AGC that has its arrays those of its units. All or nothing.
+void Context::prepare_units() {
+  std::vector<std::unique_ptr<Units>> made(prepared_);
+  try {
+    for (size_t i = 0; i < prepared_; ++i)
+      if (clip_of(params_[i]).scope == GA_CLIP_AGC) {
+        const uint32_t axes = units_axes(i);
+        if (params_[i].count > 0) made[i] = new_units(tensors_[i].shape, axes, true);
+      }
+  } catch (...) {
+    for (auto& units : made) free_units(units);
+    throw;
+  }
+  for (size_t i = 0; i < prepared_; ++i) {
+    std::swap(tensors_[i].units, made[i]);
+    free_units(made[i]);
+  }
+}
+
+// The passes over gradient and parameter that adaptive clipping of a parameter takes.
+void Context::add_unit_tasks(ga_param id, const GradientView& view) {
+  const Param& p = params_[static_cast<size_t>(id)];
+  Units* const units = tensors_[static_cast<size_t>(id)].units.get();
+  if (!units) return;  // no elements
+  const ga_clip& clip = clip_of(p);
+  const Array param = param_of(p);
+  unit_tasks_.push_back({view, p.f64, &units->pattern, units->gradient});
+  unit_tasks_.push_back(
+      {{{param.data, param.format, 1}, 1, HUGE_VAL, 1}, p.f64, &units->pattern, units->param});
+  const bool limited = std::isfinite(view.limit);  // else the factors bring the scales with them
+  agc_tasks_.push_back({units->gradient, units->param, units->gradient, p.f64, units->pattern.units,
+                        clip.agc_factor, clip.agc_eps, limited ? 1 : view.source.scale * view.scale,
+                        &units->clipped_squares, &units->smallest});
+}
+
+bool Context::by_units(const Param& p) const {
+  const ga_clip& clip = clip_of(p);
+  return clip_units_ && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_STEP &&
+         p.held != Held::kNothing;
+}
+
+// Clips by units: these parameters' gradients are read through the factors from now on.
+void Context::clip_units(Span<const ga_param> ids, double mean, Reduction& r) {
+  unit_tasks_.clear();
+  agc_tasks_.clear();
+  for (size_t i = 0; i < ids.size; ++i) {
+    const ga_param id = ids.data[i];
+    ClippedGradient& clipped = tensors_[static_cast<size_t>(id)].clipped;
+    clipped = {};
+    if (!by_units(params_[static_cast<size_t>(id)])) continue;
+    fill_view(id, mean, clipped.gradient);
+    add_unit_tasks(id, clipped.gradient);
+  }
+  backend_->unit_norms({unit_tasks_.data(), unit_tasks_.size()});
+  backend_->agc({agc_tasks_.data(), agc_tasks_.size()});
+  for (size_t i = 0; i < ids.size; ++i) {
+    Param& p = params_[static_cast<size_t>(ids.data[i])];
+    Tensor& t = tensors_[static_cast<size_t>(ids.data[i])];
+    if (!by_units(p) || !t.units) continue;
+    t.clipped.pattern = &t.units->pattern;
+    t.clipped.factors = t.units->gradient;
+    p.sum_squares = t.units->clipped_squares;
+    r.smallest_factor = std::min(r.smallest_factor, t.units->smallest);
+  }
+}
+
+// Divides the gradients of LAMB's groups by what their norm together exceeds max_grad_norm by.
+void Context::limit_groups(int32_t kind) {
+  const auto optimizer = [&](const Param& p) -> const ga_optimizer& {
+    return groups_[static_cast<size_t>(p.group)].optimizer;
+  };
+  double squares = 0;
+  for (ga_param id : touched_) {
+    const Param& p = params_[static_cast<size_t>(id)];
+    if (optimizer(p).kind == kind) squares += p.sum_squares * p.factor * p.factor;
+  }
+  for (ga_param id : touched_) {
+    Param& p = params_[static_cast<size_t>(id)];
+    const double most = optimizer(p).max_grad_norm;
+    if (most > 0) p.factor /= std::max(1.0, std::sqrt(squares) / most);
+  }
+}
+
+// Leaves in every parameter the factor of its clip by norm, and in its tensor the clipped gradient.
+void Context::clip_micro_batch(const Micro& micro) {
+  double shared = 0;
+  for (Group& g : groups_) g.sum_squares = 0;
+  unit_tasks_.clear();
+  agc_tasks_.clear();
+  for (const Contribution& c : contributions_) {
+    Param& p = params_[static_cast<size_t>(c.param)];
+    Tensor& t = tensors_[static_cast<size_t>(c.param)];
+    Group& g = groups_[static_cast<size_t>(p.group)];
+    const bool clamped = std::isfinite(clip_of(p).max_value);
+    p.factor = 1;
+    p.sum_squares = sum(&micro_partials_[c.partials], chunk_count(c.count),
+                        clamped ? &Partial::limited : &Partial::sum_squares);
+    (g.own_clip ? g.sum_squares : shared) += p.sum_squares;
+    t.clipped = {micro_view(c, micro), nullptr, nullptr};
+    if (clip_of(p).when == GA_CLIP_MICRO && clip_of(p).scope == GA_CLIP_AGC)
+      add_unit_tasks(c.param, t.clipped.gradient);
+  }
+  backend_->unit_norms({unit_tasks_.data(), unit_tasks_.size()});
+  backend_->agc({agc_tasks_.data(), agc_tasks_.size()});
+  for (const Contribution& c : contributions_) {
+    Param& p = params_[static_cast<size_t>(c.param)];
+    Tensor& t = tensors_[static_cast<size_t>(c.param)];
+    const Group& g = groups_[static_cast<size_t>(p.group)];
+    const ga_clip& clip = clip_of(p);
+    if (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR) {
+      const double squares = clip.scope == GA_CLIP_PER_TENSOR ? p.sum_squares
+                             : g.own_clip                     ? g.sum_squares
+                                                              : shared;
+      p.factor = clip_factor(clip, std::sqrt(squares));
+    } else if (clip.scope == GA_CLIP_AGC && t.units) {
+      t.clipped.pattern = &t.units->pattern;
+      t.clipped.factors = t.units->gradient;
+    }
+  }
+}
+
+}  // namespace ga
