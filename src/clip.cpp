@@ -127,9 +127,13 @@ std::unique_ptr<Context::Units> Context::new_units(const std::vector<int64_t>& s
   auto units = std::make_unique<Units>();
   units->pattern = make_units(static_cast<int32_t>(shape.size()), shape.data(), reduced);
   const auto sums = static_cast<size_t>(units->pattern.sums());
-  units->bytes = sums * sizeof(double) * (both ? 2 : 1);
+  const auto count = static_cast<size_t>(units->pattern.units);
+  units->bytes = sizeof(double) * (both ? 2 * sums + count : sums);
   units->gradient = static_cast<double*>(backend_->allocate(units->bytes));
-  if (both) units->param = units->gradient + sums;
+  if (both) {
+    units->param = units->gradient + sums;
+    units->factors = units->param + sums;
+  }
   return units;
 }
 
@@ -164,11 +168,10 @@ void Context::add_unit_tasks(ga_param id, const GradientView& view) {
   if (!units) return;  // no elements
   const ga_clip& clip = clip_of(p);
   const Array param = param_of(p);
-  unit_tasks_.push_back({view, p.f64, &units->pattern, units->gradient});
   unit_tasks_.push_back(
-      {{{param.data, param.format, 1}, 1, HUGE_VAL, 1}, p.f64, &units->pattern, units->param});
+      {view, {param.data, param.format, 1}, p.f64, &units->pattern, units->gradient, units->param});
   const bool limited = std::isfinite(view.limit);  // else the factors bring the scales with them
-  agc_tasks_.push_back({units->gradient, units->param, units->gradient, p.f64, units->pattern.units,
+  agc_tasks_.push_back({units->gradient, units->param, units->factors, p.f64, units->pattern.units,
                         clip.agc_factor, clip.agc_eps, limited ? 1 : view.source.scale * view.scale,
                         &units->clipped_squares, &units->smallest});
 }
@@ -179,29 +182,35 @@ bool Context::by_units(const Param& p) const {
          p.held != Held::kNothing;
 }
 
-// Clips by units: these parameters' gradients are read through the factors from now on.
-void Context::clip_units(Span<const ga_param> ids, double mean, Reduction& r) {
+// The tasks that clip these parameters' gradients by units, which are read through the factors from
+// now on.
+void Context::plan_units(Span<const ga_param> ids, double mean) {
   unit_tasks_.clear();
   agc_tasks_.clear();
   for (size_t i = 0; i < ids.size; ++i) {
     const ga_param id = ids.data[i];
-    ClippedGradient& clipped = tensors_[static_cast<size_t>(id)].clipped;
-    clipped = {};
-    if (!by_units(params_[static_cast<size_t>(id)])) continue;
-    fill_view(id, mean, clipped.gradient);
-    add_unit_tasks(id, clipped.gradient);
+    Tensor& t = tensors_[static_cast<size_t>(id)];
+    t.clipped = {};
+    if (!by_units(params_[static_cast<size_t>(id)]) || !t.units) continue;
+    fill_view(id, mean, t.clipped.gradient);
+    add_unit_tasks(id, t.clipped.gradient);
+    t.clipped.pattern = &t.units->pattern;
+    t.clipped.factors = t.units->factors;
   }
+}
+
+void Context::take_clipped(ga_param id, Reduction& r) {
+  const Tensor& t = tensors_[static_cast<size_t>(id)];
+  if (!t.clipped.pattern) return;
+  params_[static_cast<size_t>(id)].sum_squares = t.units->clipped_squares;
+  r.smallest_factor = std::min(r.smallest_factor, t.units->smallest);
+}
+
+void Context::clip_units(Span<const ga_param> ids, double mean, Reduction& r) {
+  plan_units(ids, mean);
   backend_->unit_norms({unit_tasks_.data(), unit_tasks_.size()});
   backend_->agc({agc_tasks_.data(), agc_tasks_.size()});
-  for (size_t i = 0; i < ids.size; ++i) {
-    Param& p = params_[static_cast<size_t>(ids.data[i])];
-    Tensor& t = tensors_[static_cast<size_t>(ids.data[i])];
-    if (!by_units(p) || !t.units) continue;
-    t.clipped.pattern = &t.units->pattern;
-    t.clipped.factors = t.units->gradient;
-    p.sum_squares = t.units->clipped_squares;
-    r.smallest_factor = std::min(r.smallest_factor, t.units->smallest);
-  }
+  for (size_t i = 0; i < ids.size; ++i) take_clipped(ids.data[i], r);
 }
 
 // Divides the gradients of LAMB's groups by what their norm together exceeds max_grad_norm by.
@@ -254,7 +263,7 @@ void Context::clip_micro_batch(const Micro& micro) {
       p.factor = clip_factor(clip, std::sqrt(squares));
     } else if (clip.scope == GA_CLIP_AGC && t.units) {
       t.clipped.pattern = &t.units->pattern;
-      t.clipped.factors = t.units->gradient;
+      t.clipped.factors = t.units->factors;
     }
   }
 }

@@ -172,9 +172,10 @@ class Context {
   // Sums over units and what is made of them, for clipping.
   struct Units {
     UnitPattern pattern;
-    double* gradient = nullptr;  // later the factors, of the type computed in
+    double* gradient = nullptr;  // sums
     double* param = nullptr;
-    size_t bytes = 0;  // of both, in one block
+    void* factors = nullptr;  // of the type computed in
+    size_t bytes = 0;         // of all, in one block
     double clipped_squares = 0;
     double smallest = 1;
   };
@@ -326,7 +327,9 @@ class Context {
   void add_unit_tasks(ga_param id, const GradientView& view);
   void clip_micro_batch(const Micro& micro);
   bool by_units(const Param& p) const;
+  void plan_units(Span<const ga_param> ids, double mean);
   void clip_units(Span<const ga_param> ids, double mean, Reduction& r);
+  void take_clipped(ga_param id, Reduction& r);
   void limit_groups(int32_t kind);
 
   // step.cpp
@@ -357,6 +360,7 @@ class Context {
   void update_rows(ga_param id, UpdateTask whole);
   void update_layers(double mean, Reduction& r, int32_t limited);
   void update_batch(Span<const ga_param> ids, double mean);
+  void update_units(Span<const ga_param> ids, double mean, Reduction& r);
   UpdateTask& add_layer(ga_param id, double mean);
   void fold_layer(ga_param id, UpdateTask& task);
   void add_factor_task(ga_param id, double mean);

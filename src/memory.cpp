@@ -147,7 +147,7 @@ ga_memory Context::memory() const {
     } else if (clip_of(params_[i]).scope == GA_CLIP_AGC && params_[i].count > 0) {
       const UnitPattern p =
           make_units(static_cast<int32_t>(t.shape.size()), t.shape.data(), units_axes(i));
-      m.workspace += 2 * p.sums() * static_cast<int64_t>(sizeof(double));
+      m.workspace += (2 * p.sums() + p.units) * static_cast<int64_t>(sizeof(double));
     }
   }
   m.total = m.accumulators + m.optimizer_state + m.workspace + m.masters + m.averages + m.rows;

@@ -34,9 +34,8 @@ UnitPattern make_units(int32_t rank, const int64_t* shape, uint32_t reduced) {
   }
   p.shared = p.kept[0];
   const int64_t smallest = std::max(kSmallestPiece, p.shared ? 0 : kElementsPerSum * p.units);
-  p.pieces = p.count == 0
-                 ? 0
-                 : std::clamp<int64_t>(p.count / smallest, 1, std::min(kMostPieces, p.extent[0]));
+  const int64_t most = p.shared ? p.extent[0] : std::min(kMostPieces, p.extent[0]);
+  p.pieces = p.count == 0 ? 0 : std::clamp<int64_t>(p.count / smallest, 1, most);
   return p;
 }
 

@@ -25,6 +25,9 @@ struct UnitPattern {
   int64_t sums() const { return shared ? units : units * pieces; }
   // The outermost indices of a piece: [begin, end)
   int64_t begin(int64_t piece) const { return extent[0] * piece / pieces; }
+  int64_t slab() const { return count / extent[0]; }  // elements to an outermost index
+  // Of a shared pattern: the first unit of a piece.
+  int64_t first_unit(int64_t piece) const { return begin(piece) * unit_stride[0]; }
 };
 
 // reduced: bit d for axis d; axes from 32 on are reduced as axis 31 is.

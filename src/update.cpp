@@ -198,6 +198,19 @@ void Context::update_layers(double mean, Reduction& r, int32_t limited) {
   const bool clip_first = limited >= 0 && clip_units_;
   if (clip_first) clip_units({layers_.data(), layers_.size()}, mean, r);
   if (limited >= 0) limit_groups(limited);
+  if (clip_units_ && !clip_first) {
+    // Those that can be clipped and updated in one, to the front.
+    const auto in_pieces = [&](ga_param id) {
+      const Param& p = params_[static_cast<size_t>(id)];
+      const Tensor& t = tensors_[static_cast<size_t>(id)];
+      const int op = op_of(p);
+      return by_units(p) && t.units && t.units->pattern.shared && op >= 0 &&
+             op_info(op).norms == 0 && !is_lazy(id);
+    };
+    const auto rest = std::partition(layers_.begin(), layers_.end(), in_pieces);
+    update_units({layers_.data(), static_cast<size_t>(rest - layers_.begin())}, mean, r);
+    layers_.erase(layers_.begin(), rest);
+  }
   for (size_t first = 0, end; first < layers_.size(); first = end) {
     int64_t bytes = 0;
     for (end = first; end < layers_.size(); ++end) {
@@ -210,6 +223,22 @@ void Context::update_layers(double mean, Reduction& r, int32_t limited) {
     if (clip_units_ && !clip_first) clip_units(ids, mean, r);
     update_batch(ids, mean);
   }
+}
+
+void Context::update_units(Span<const ga_param> ids, double mean, Reduction& r) {
+  plan_units(ids, mean);
+  update_tasks_.clear();
+  for (size_t i = 0; i < ids.size; ++i) {
+    const ga_param id = ids.data[i];
+    add_update(id, mean);
+    UpdateTask& task = updates_[static_cast<size_t>(id)];
+    update_tasks_.add() = task;
+    update_tasks_.last().units = &unit_tasks_[i];
+    update_tasks_.last().agc = &agc_tasks_[i];
+    task.count = 0;
+  }
+  backend_->update_by_units(update_tasks_.span());
+  for (size_t i = 0; i < ids.size; ++i) take_clipped(ids.data[i], r);
 }
 
 void Context::update_batch(Span<const ga_param> ids, double mean) {

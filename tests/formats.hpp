@@ -21,9 +21,7 @@ struct Format {
 
   double roundoff() const { return std::ldexp(1.0, -precision); }  // of |x|, to nearest
   double smallest() const { return std::ldexp(1.0, min_exponent - precision + 1); }
-  double largest() const {
-    return std::ldexp(2 - std::ldexp(1.0, 1 - precision), max_exponent);
-  }
+  double largest() const { return std::ldexp(2 - std::ldexp(1.0, 1 - precision), max_exponent); }
   // Distance between the numbers of this format around x.
   double spacing(double x) const {
     const int exponent = x == 0 ? min_exponent : std::max(std::ilogb(x), min_exponent);
@@ -46,8 +44,8 @@ inline double decode(uint16_t bits, int32_t dtype) {
   const double sign = bits & 0x8000 ? -1 : 1;
   if (exponent == (0x7fff >> fraction_bits)) return fraction ? NAN : sign * INFINITY;
   const int hidden = exponent == 0 ? 0 : 1 << fraction_bits;
-  return sign * std::ldexp(hidden + fraction,
-                           std::max(exponent, 1) - 1 + f.min_exponent - fraction_bits);
+  return sign *
+         std::ldexp(hidden + fraction, std::max(exponent, 1) - 1 + f.min_exponent - fraction_bits);
 }
 
 // decode() of everything, made once.
@@ -163,8 +161,8 @@ class Tensor {
   bool canaries() const {
     const auto bad = [](uint8_t byte) { return byte != 0xa5; };
     return std::none_of(bytes_.begin(), bytes_.begin() + static_cast<ptrdiff_t>(start_), bad) &&
-           std::none_of(bytes_.begin() + static_cast<ptrdiff_t>(
-                                             start_ + static_cast<size_t>(count_) * size()),
+           std::none_of(bytes_.begin() +
+                            static_cast<ptrdiff_t>(start_ + static_cast<size_t>(count_) * size()),
                         bytes_.end(), bad);
   }
 
@@ -241,8 +239,8 @@ inline testing::AssertionResult refused(ga_status status, ga_status expected,
                                         const std::vector<std::string>& words) {
   const std::string text = ga_last_error();
   if (status != expected) {
-    return testing::AssertionFailure()
-           << ga_status_name(status) << ", not " << ga_status_name(expected) << ": \"" << text << '"';
+    return testing::AssertionFailure() << ga_status_name(status) << ", not "
+                                       << ga_status_name(expected) << ": \"" << text << '"';
   }
   for (const std::string& word : words) {
     if (text.find(word) == std::string::npos) {

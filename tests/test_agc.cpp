@@ -96,7 +96,8 @@ testing::AssertionResult close(const std::vector<double>& got, const std::vector
   if (got.size() != want.size()) return testing::AssertionFailure() << got.size() << " elements";
   for (size_t i = 0; i < got.size(); ++i) {
     if (std::abs(got[i] - want[i]) <= relative * std::abs(want[i]) + ref::kUnderflow) continue;
-    return testing::AssertionFailure() << "element " << i << " is " << got[i] << ", not " << want[i];
+    return testing::AssertionFailure()
+           << "element " << i << " is " << got[i] << ", not " << want[i];
   }
   return testing::AssertionSuccess();
 }
@@ -119,11 +120,7 @@ Tensor agc_gradient(int32_t dtype, const Shape& shape, uint32_t axes, uint64_t s
   Tensor g(dtype, product(shape));
   for (int64_t i = 0; i < g.count(); ++i) {
     const int64_t kind = unit_of(i, shape, axes) % 7;
-    const double scale = kind == 0   ? 0
-                         : kind == 1 ? 1e-9
-                         : kind < 4  ? 1e-4
-                         : kind < 6  ? 1
-                                     : 1e4;
+    const double scale = kind == 0 ? 0 : kind == 1 ? 1e-9 : kind < 4 ? 1e-4 : kind < 6 ? 1 : 1e4;
     g.set(i, scale * random.signed_unit());
   }
   return g;
@@ -206,8 +203,8 @@ TEST_P(Units, OfPresets) {
 
 // Every set of axes of every shape.
 TEST(Agc, ExplicitAxes) {
-  for (const Shape& shape : {Shape{12}, {5, 8}, {4, 5, 6}, {3, 2, 4, 5}, {2, 3, 2, 3, 4},
-                             {2, 70000}, {300, 400}}) {
+  for (const Shape& shape :
+       {Shape{12}, {5, 8}, {4, 5, 6}, {3, 2, 4, 5}, {2, 3, 2, 3, 4}, {2, 70000}, {300, 400}}) {
     const auto rank = static_cast<unsigned>(shape.size());
     for (uint32_t axes = 1; axes < 1u << rank; ++axes) {
       SCOPED_TRACE(testing::PrintToString(shape) + " axes " + std::to_string(axes));
@@ -328,7 +325,8 @@ TEST(Agc, OverATrainingRun) {
     step(ctx);
     for (int64_t i = 0; i < p.count(); ++i) {
       const double x = before.get(i) - step_by[static_cast<size_t>(i)];
-      ASSERT_NEAR(p.get(i), x, 4 * 0x1p-24 * (std::abs(x) + std::abs(step_by[static_cast<size_t>(i)])));
+      ASSERT_NEAR(p.get(i), x,
+                  4 * 0x1p-24 * (std::abs(x) + std::abs(step_by[static_cast<size_t>(i)])));
     }
   }
 }
@@ -381,10 +379,10 @@ TEST(Agc, SkipsWhatIsNotFinite) {
   Tensor p(GA_F32, 70000, 1), g(GA_F32, 70000, 1);
   g.set(69999, INFINITY);
   const Tensor before = p;
-  for (const ga_clip& c : {agc(), in_micro(agc()), in_micro(clip(GA_CLIP_GLOBAL, 1)),
-                           in_micro(clip(GA_CLIP_GLOBAL, 1, GA_FLAVOR_KERAS)),
-                           in_micro(clip(GA_CLIP_PER_TENSOR, 1)),
-                           in_micro(clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 1))}) {
+  for (const ga_clip& c :
+       {agc(), in_micro(agc()), in_micro(clip(GA_CLIP_GLOBAL, 1)),
+        in_micro(clip(GA_CLIP_GLOBAL, 1, GA_FLAVOR_KERAS)), in_micro(clip(GA_CLIP_PER_TENSOR, 1)),
+        in_micro(clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 1))}) {
     SCOPED_TRACE("scope " + std::to_string(c.scope) + " when " + std::to_string(c.when));
     for (const double bad : {double{INFINITY}, -double{INFINITY}, double{NAN}}) {
       g.set(69999, bad);
@@ -400,7 +398,8 @@ TEST(Agc, SkipsWhatIsNotFinite) {
 }
 
 TEST(Agc, SameBitsForAnyThreadsAndIsa) {
-  const std::vector<Shape> all = {{70000}, {3, 70000}, {70000, 3}, {3, 3, 64, 128}, {5, 7, 130, 65}};
+  const std::vector<Shape> all = {
+      {70000}, {3, 70000}, {70000, 3}, {3, 3, 64, 128}, {5, 7, 130, 65}};
   const auto trace = [&](int32_t threads, int32_t when) {
     ga_config with = config();
     with.num_threads = threads;
@@ -590,9 +589,9 @@ TEST(ClipMicro, SumsAndReductions) {
 
 // What each of the micro-batches was clipped to adds up to more.
 TEST(ClipMicro, TheSumIsNotClippedAgain) {
-  for (const ga_clip& c : {clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 0.5),
-                           clip(GA_CLIP_GLOBAL, 0.5, GA_FLAVOR_KERAS),
-                           clip(GA_CLIP_PER_TENSOR, 0.5, GA_FLAVOR_KERAS)}) {
+  for (const ga_clip& c :
+       {clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 0.5), clip(GA_CLIP_GLOBAL, 0.5, GA_FLAVOR_KERAS),
+        clip(GA_CLIP_PER_TENSOR, 0.5, GA_FLAVOR_KERAS)}) {
     ga_config with = config();
     with.reduce = GA_REDUCE_SUM;
     Tensor p(GA_F32, 1), g(GA_F32, 1, 2);
@@ -738,17 +737,16 @@ TEST(Agc, WrongNumbersChangeNothing) {
     std::vector<std::string> words;
   };
   using C = ga_clip&;
-  const std::vector<Bad> list = {
-      {[](C c) { c.agc_factor = 0; }, {"agc_factor", "0"}},
-      {[](C c) { c.agc_factor = -1; }, {"agc_factor", "-1"}},
-      {[](C c) { c.agc_factor = NAN; }, {"agc_factor", "nan"}},
-      {[](C c) { c.agc_eps = 0; }, {"agc_eps", "0"}},
-      {[](C c) { c.agc_eps = -1e-3; }, {"agc_eps", "-0.001"}},
-      {[](C c) { c.agc_eps = NAN; }, {"agc_eps", "nan"}},
-      {[](C c) { c.agc_units = 3; }, {"agc_units", "3"}},
-      {[](C c) { c.agc_units = -1; }, {"agc_units", "-1"}},
-      {[](C c) { c.when = 2; }, {"when", "2"}},
-      {[](C c) { c.when = -1; }, {"when", "-1"}}};
+  const std::vector<Bad> list = {{[](C c) { c.agc_factor = 0; }, {"agc_factor", "0"}},
+                                 {[](C c) { c.agc_factor = -1; }, {"agc_factor", "-1"}},
+                                 {[](C c) { c.agc_factor = NAN; }, {"agc_factor", "nan"}},
+                                 {[](C c) { c.agc_eps = 0; }, {"agc_eps", "0"}},
+                                 {[](C c) { c.agc_eps = -1e-3; }, {"agc_eps", "-0.001"}},
+                                 {[](C c) { c.agc_eps = NAN; }, {"agc_eps", "nan"}},
+                                 {[](C c) { c.agc_units = 3; }, {"agc_units", "3"}},
+                                 {[](C c) { c.agc_units = -1; }, {"agc_units", "-1"}},
+                                 {[](C c) { c.when = 2; }, {"when", "2"}},
+                                 {[](C c) { c.when = -1; }, {"when", "-1"}}};
   float p = 1;
   const float g = 1;
   Context ctx;

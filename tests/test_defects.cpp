@@ -484,8 +484,8 @@ TEST(BadInput, FlavorsThatAnOptimizerDoesNotHave) {
       ga_optimizer o, untouched;
       memset(&o, 0x5a, sizeof o);
       untouched = o;
-      EXPECT_TRUE(refused(ga_optimizer_init(&o, sizeof o, kind, flavor), GA_ERROR_UNSUPPORTED,
-                          {"flavor"}));
+      EXPECT_TRUE(
+          refused(ga_optimizer_init(&o, sizeof o, kind, flavor), GA_ERROR_UNSUPPORTED, {"flavor"}));
       EXPECT_EQ(memcmp(&o, &untouched, sizeof o), 0);
       ga_optimizer changed = optimizer(kind);
       changed.flavor = flavor;

@@ -125,7 +125,7 @@ TEST_P(Gradients16, EveryValueIsJudged) {
       ga_step_result r;
       r.struct_size = sizeof r;
       ASSERT_OK(ga_step(ctx, &r));
-      const int want = std::isfinite(g.get(0))              ? GA_STEP_APPLIED
+      const int want = std::isfinite(g.get(0))            ? GA_STEP_APPLIED
                        : policy == GA_NONFINITE_SKIP_STEP ? GA_STEP_SKIPPED_NONFINITE
                                                           : GA_STEP_SKIPPED_EMPTY;
       ASSERT_EQ(r.outcome, want) << std::hex << i;
@@ -193,9 +193,9 @@ std::vector<float> around_every_value(int32_t dtype) {
     list.push_back(-sign * std::nextafter(middle, 0.0f));
     list.push_back(-sign * std::nextafter(middle, INFINITY));
   }
-  for (const float x : {FLT_MAX, FLT_MIN, 0x1p-149f, 0x1.8p-140f, 1e38f, 65519.996f, 65520.0f,
-                        65536.0f, 0x1p-25f, INFINITY, NAN, as_float(0x7f800001),
-                        as_float(0x7fffffff), as_float(0x7f80ffff)}) {
+  for (const float x :
+       {FLT_MAX, FLT_MIN, 0x1p-149f, 0x1.8p-140f, 1e38f, 65519.996f, 65520.0f, 65536.0f, 0x1p-25f,
+        INFINITY, NAN, as_float(0x7f800001), as_float(0x7fffffff), as_float(0x7f80ffff)}) {
     list.push_back(x);
     list.push_back(-x);
   }
@@ -244,9 +244,8 @@ INSTANTIATE_TEST_SUITE_P(Dtype, CopyOut, testing::Values(GA_F16, GA_BF16),
 TEST_P(CopyOut, RoundsToNearestEven) {
   const std::vector<float> x = around_every_value(GetParam());
   for (const int32_t master : {GA_MASTER_F32, GA_MASTER_NONE}) {
-    on_every_isa([&] {
-      expect_bits(x, copy_out(x, GetParam(), master, GA_ROUND_NEAREST), GetParam());
-    });
+    on_every_isa(
+        [&] { expect_bits(x, copy_out(x, GetParam(), master, GA_ROUND_NEAREST), GetParam()); });
   }
 }
 
@@ -590,8 +589,8 @@ TEST_P(Mixes, ExternalGradient) {
       }
       const double want = sum / weight;
       const double bound = 1.02 * (9 * unit * magnitude / weight + 4 * f.smallest());
-      const double error = std::abs(got[static_cast<size_t>(j)] -
-                                    (clipped ? std::clamp(want, -0.25, 0.25) : want));
+      const double error =
+          std::abs(got[static_cast<size_t>(j)] - (clipped ? std::clamp(want, -0.25, 0.25) : want));
       worst = std::max(worst, error / bound);
     }
     EXPECT_LE(worst, 1) << "times the bound, clipped " << clipped;
@@ -745,8 +744,7 @@ TEST(WrongDtypes, AreRefused) {
   expect_refused(p, options(GA_F64), unsupported, {"f64"});
   expect_refused(half, options(GA_F64), unsupported, {"f64"});
   expect_refused(p, options(0, GA_F64), unsupported, {"f64"});
-  expect_refused(wide, options(0, GA_F32), unsupported,
-                 {"accumulator_dtype", "f64"});
+  expect_refused(wide, options(0, GA_F32), unsupported, {"accumulator_dtype", "f64"});
   expect_refused(wide, options(0, GA_BF16), unsupported, {"accumulator_dtype", "f64"});
   for (const int32_t dtype : {static_cast<int32_t>(GA_I32), static_cast<int32_t>(GA_I64)}) {
     for (const bool of_gradient : {true, false}) {

@@ -19,8 +19,7 @@ ga_ema average(int32_t kind = GA_EMA_TORCH, double number = NAN, int32_t dtype =
 }
 
 double decay_of(const ga_ema& e, int64_t t) {
-  return e.kind == GA_EMA_TORCH ? e.decay
-                                : std::pow(1 - 1 / static_cast<double>(t), e.gamma + 1);
+  return e.kind == GA_EMA_TORCH ? e.decay : std::pow(1 - 1 / static_cast<double>(t), e.gamma + 1);
 }
 
 std::vector<double> copy(ga_context* ctx, ga_param param, int64_t count, int32_t dtype = GA_F64) {
@@ -59,8 +58,8 @@ class Model {
   testing::AssertionResult matches(const std::vector<double>& got) const {
     for (size_t i = 0; i < value_.size(); ++i) {
       if (std::abs(got[i] - value_[i]) <= 1.01 * error_[i]) continue;
-      return testing::AssertionFailure() << "element " << i << " is " << got[i] << ", not "
-                                         << value_[i] << " to " << error_[i];
+      return testing::AssertionFailure()
+             << "element " << i << " is " << got[i] << ", not " << value_[i] << " to " << error_[i];
     }
     return testing::AssertionSuccess();
   }
@@ -103,9 +102,9 @@ std::vector<Case> cases() {
         if (parameter == GA_F64 && dtype == GA_BF16) continue;
         ga_ema e = ema;
         e.dtype = dtype;
-        list.push_back({std::string(name) + "_of_" + format(parameter).name +
-                            (dtype ? "_in_bf16" : ""),
-                        e, parameter});
+        list.push_back(
+            {std::string(name) + "_of_" + format(parameter).name + (dtype ? "_in_bf16" : ""), e,
+             parameter});
       }
     }
   }
@@ -334,10 +333,10 @@ TEST(Ema, CopiesToEveryDtype) {
         const double want = dtype == GA_F32 ? static_cast<double>(static_cast<float>(exact[i]))
                                             : to_nearest(exact[i], format(dtype));
         // From f64, what lies at a midpoint to the 29th bit may be rounded twice, by way of f32.
-        const double twice = parameter == GA_F64 && dtype != GA_F32
-                                 ? to_nearest(static_cast<double>(static_cast<float>(exact[i])),
-                                              format(dtype))
-                                 : want;
+        const double twice =
+            parameter == GA_F64 && dtype != GA_F32
+                ? to_nearest(static_cast<double>(static_cast<float>(exact[i])), format(dtype))
+                : want;
         ASSERT_TRUE(got[i] == want || got[i] == twice)
             << exact[i] << " became " << got[i] << " in " << format(dtype).name;
       }
@@ -405,16 +404,16 @@ TEST(Ema, WrongCallsChangeNothing) {
     std::vector<std::string> words;
   };
   using E = ga_ema&;
-  const std::vector<Bad> list = {{[](E e) { e.kind = 2; }, {"kind", "2"}},
-                                 {[](E e) { e.kind = -1; }, {"kind", "-1"}},
-                                 {[](E e) { e.decay = 1.5; }, {"decay", "1.5"}},
-                                 {[](E e) { e.decay = -0.5; }, {"decay", "-0.5"}},
-                                 {[](E e) { e.decay = NAN; }, {"decay", "nan"}},
-                                 {[](E e) { e.kind = GA_EMA_KARRAS, e.gamma = -1; }, {"gamma", "-1"}},
-                                 {[](E e) { e.kind = GA_EMA_KARRAS, e.gamma = NAN; }, {"gamma", "nan"}},
-                                 {[](E e) { e.kind = GA_EMA_KARRAS, e.gamma = INFINITY; },
-                                  {"gamma", "inf"}},
-                                 {[](E e) { e.dtype = 99; }, {"dtype", "99"}}};
+  const std::vector<Bad> list = {
+      {[](E e) { e.kind = 2; }, {"kind", "2"}},
+      {[](E e) { e.kind = -1; }, {"kind", "-1"}},
+      {[](E e) { e.decay = 1.5; }, {"decay", "1.5"}},
+      {[](E e) { e.decay = -0.5; }, {"decay", "-0.5"}},
+      {[](E e) { e.decay = NAN; }, {"decay", "nan"}},
+      {[](E e) { e.kind = GA_EMA_KARRAS, e.gamma = -1; }, {"gamma", "-1"}},
+      {[](E e) { e.kind = GA_EMA_KARRAS, e.gamma = NAN; }, {"gamma", "nan"}},
+      {[](E e) { e.kind = GA_EMA_KARRAS, e.gamma = INFINITY; }, {"gamma", "inf"}},
+      {[](E e) { e.dtype = 99; }, {"dtype", "99"}}};
   for (const Bad& bad : list) {
     ga_ema e = average();
     bad.change(e);

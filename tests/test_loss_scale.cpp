@@ -486,7 +486,7 @@ class Dropping {
       EXPECT_OK(ga_accumulate(*ctx, list.data(), list.size(), weight, nullptr));
       return;
     }
-    static const int32_t indices[] = {3, 17, 3, 5, 29, 0, 1, 2, 4, 9, 8, 7, 6, 10, 11,
+    static const int32_t indices[] = {3,  17, 3,  5,  29, 0,  1,  2,  4,  9,  8,  7,  6,  10, 11,
                                       12, 13, 14, 15, 16, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27};
     EXPECT_OK(ga_micro_begin(*ctx, window(*ctx).micro_batches, weight, nullptr));
     for (size_t i = 0; i < p.size(); ++i) {
@@ -776,13 +776,14 @@ TEST(LossScale, ZeroInfinityAndNaNAreRefused) {
     ga_config c = config();
     c.loss_scale = bad;
     ga_context* none = nullptr;
-    EXPECT_TRUE(refused(ga_context_create(&c, &none), GA_ERROR_INVALID_ARGUMENT, {"loss", "scale"}));
+    EXPECT_TRUE(
+        refused(ga_context_create(&c, &none), GA_ERROR_INVALID_ARGUMENT, {"loss", "scale"}));
     EXPECT_EQ(none, nullptr);
     const ga_window_info before = window(ctx);
     EXPECT_TRUE(refused(ga_accumulate(ctx, list, 1, 1, &bad), GA_ERROR_INVALID_ARGUMENT,
                         {"loss", "scale"}));
-    EXPECT_TRUE(refused(ga_micro_begin(ctx, 0, 1, &bad), GA_ERROR_INVALID_ARGUMENT,
-                        {"loss", "scale"}));
+    EXPECT_TRUE(
+        refused(ga_micro_begin(ctx, 0, 1, &bad), GA_ERROR_INVALID_ARGUMENT, {"loss", "scale"}));
     EXPECT_TRUE(same_window(window(ctx), before));
   }
 }

@@ -233,7 +233,7 @@ TEST_P(Modes, WeightedMeans) {
   // seven roundings of the arithmetic.
   double store = 0, floor = 0;
   if (f.size == 2) {
-    store = m == GA_ACCUMULATE_COMPENSATED ? f.roundoff() * f.roundoff()
+    store = m == GA_ACCUMULATE_COMPENSATED  ? f.roundoff() * f.roundoff()
             : m == GA_ACCUMULATE_STOCHASTIC ? 2 * f.roundoff()
                                             : f.roundoff();
     if (m == GA_ACCUMULATE_RUNNING_MEAN) store *= 2;  // once rescaled, once added to
@@ -253,8 +253,7 @@ TEST_P(Modes, WeightedMeans) {
     // the fifth on, 3 never.
     std::vector<Contribution> done;
     const auto give = [&](int micro, ga_param param) {
-      done.push_back({micro, param,
-                      random_tensor(gradient_dtype, n, 100 * window + done.size())});
+      done.push_back({micro, param, random_tensor(gradient_dtype, n, 100 * window + done.size())});
       return &done.back().g;
     };
     done.reserve(100);
@@ -402,8 +401,8 @@ TEST(WrongModes, AreRefused) {
     return status;
   };
   for (const int32_t m : {-1, 4}) {
-    EXPECT_TRUE(refused(create(mode(m)), GA_ERROR_INVALID_ARGUMENT,
-                        {"accumulation", std::to_string(m)}));
+    EXPECT_TRUE(
+        refused(create(mode(m)), GA_ERROR_INVALID_ARGUMENT, {"accumulation", std::to_string(m)}));
   }
   ga_config sums = mode(GA_ACCUMULATE_RUNNING_MEAN);
   sums.gradient_kind = GA_GRADIENT_SUM;

@@ -345,7 +345,8 @@ TEST(NoiseScale, ChangesNothingElse) {
     ctx.group(optimizer(GA_OPTIMIZER_ADAM));
     add(ctx, 0, p[i]);
     for (uint64_t t = 0; t < 4; ++t) {
-      const Tensor a = random_tensor(GA_F32, 70001, 2 * t), b = random_tensor(GA_F32, 70001, 2 * t + 1);
+      const Tensor a = random_tensor(GA_F32, 70001, 2 * t),
+                   b = random_tensor(GA_F32, 70001, 2 * t + 1);
       accumulate(ctx, {&a}, 3);
       accumulate(ctx, {&b}, 5);
       step(ctx);

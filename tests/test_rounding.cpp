@@ -240,7 +240,8 @@ TEST(Chance, IsDrawnAnewForEveryPurpose) {
         of_s.push_back(sums[static_cast<size_t>(i)] < -half);
       }
       draws.insert(draws.end(), {of_a, of_b, of_s});
-      names.insert(names.end(), {"first parameter" + where, "second" + where, "accumulator" + where});
+      names.insert(names.end(),
+                   {"first parameter" + where, "second" + where, "accumulator" + where});
     }
   }
   for (size_t i = 0; i < draws.size(); ++i) {
@@ -417,7 +418,8 @@ TEST(State16, AdamFollowsF32) {
     step(ctx);
     double mean = 0, worst = 0;
     for (int64_t i = 0; i < n; ++i) {
-      const double ratio = (narrow.get(i) - narrow_before.get(i)) / (wide.get(i) - wide_before.get(i));
+      const double ratio =
+          (narrow.get(i) - narrow_before.get(i)) / (wide.get(i) - wide_before.get(i));
       mean += ratio / n;
       worst = std::max(worst, std::abs(ratio - 1));
     }

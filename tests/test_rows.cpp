@@ -151,8 +151,8 @@ class Pair {
   testing::AssertionResult equal(double relative = 0) const {
     for (int64_t i = 0; i < p.count(); ++i) {
       if (std::abs(p.get(i) - q.get(i)) <= relative * std::abs(q.get(i))) continue;
-      return testing::AssertionFailure() << "element " << i << " is " << p.get(i) << ", not "
-                                         << q.get(i);
+      return testing::AssertionFailure()
+             << "element " << i << " is " << p.get(i) << ", not " << q.get(i);
     }
     if (!p.canaries()) return testing::AssertionFailure() << "written beside the parameter";
     if (beside_p_ != beside_q_) return testing::AssertionFailure() << "the other parameter";
@@ -269,7 +269,8 @@ TEST_P(AgainstDense, LazyWithAllRows) {
   const ga_optimizer o = optimizer(GA_OPTIMIZER_ADAM);
   Pair pair(GetParam(), o, config(), GA_ROWS_LAZY);
   Indices all;
-  for (int64_t i = 0; i < GetParam().shape[0]; ++i) all.push_back((i * 7 + 3) % GetParam().shape[0]);
+  for (int64_t i = 0; i < GetParam().shape[0]; ++i)
+    all.push_back((i * 7 + 3) % GetParam().shape[0]);
   std::set<int64_t> distinct(all.begin(), all.end());
   for (int64_t i = 0; i < GetParam().shape[0]; ++i) {
     if (distinct.insert(i).second) all.push_back(i);
@@ -344,7 +345,8 @@ TEST_P(AgainstDense, ExternalGradient) {
 // ---- Non-finite ---------------------------------------------------------------------------------
 
 TEST(Rows, NonfiniteInARow) {
-  for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_FAIL, GA_NONFINITE_DROP_MICRO}) {
+  for (const int32_t policy :
+       {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_FAIL, GA_NONFINITE_DROP_MICRO}) {
     SCOPED_TRACE(policy);
     for (const int64_t columns : {int64_t{1}, int64_t{10}, int64_t{70000}}) {
       ga_config c = config();
@@ -487,7 +489,8 @@ TEST_P(Lazy, OnlyTouchedRowsMove) {
           continue;
         }
         ++wrong;
-        ADD_FAILURE() << "row " << i / columns << (touched[static_cast<size_t>(i / columns)] ? "" : " untouched")
+        ADD_FAILURE() << "row " << i / columns
+                      << (touched[static_cast<size_t>(i / columns)] ? "" : " untouched")
                       << ", window " << t << ": " << p.get(i) << ", not " << model[at].p.value;
       }
       if (wrong > 0) return;
@@ -528,19 +531,19 @@ TEST(Rows, LazyIsRefusedWhereStateOfAllRowsMoves) {
   dampened.dampening = 0.5;
   std::vector<NamedOptimizer> list = {{"SGD", dampened}};
   const std::pair<const char*, int32_t> kinds[] = {
-      {"RMSPROP", GA_OPTIMIZER_RMSPROP}, {"ADADELTA", GA_OPTIMIZER_ADADELTA},
-      {"ADAMAX", GA_OPTIMIZER_ADAMAX},   {"NADAM", GA_OPTIMIZER_NADAM},
-      {"RADAM", GA_OPTIMIZER_RADAM},     {"LION", GA_OPTIMIZER_LION},
-      {"LAMB", GA_OPTIMIZER_LAMB},       {"LARS", GA_OPTIMIZER_LARS},
+      {"RMSPROP", GA_OPTIMIZER_RMSPROP},    {"ADADELTA", GA_OPTIMIZER_ADADELTA},
+      {"ADAMAX", GA_OPTIMIZER_ADAMAX},      {"NADAM", GA_OPTIMIZER_NADAM},
+      {"RADAM", GA_OPTIMIZER_RADAM},        {"LION", GA_OPTIMIZER_LION},
+      {"LAMB", GA_OPTIMIZER_LAMB},          {"LARS", GA_OPTIMIZER_LARS},
       {"ADAFACTOR", GA_OPTIMIZER_ADAFACTOR}};
   for (const auto& [name, kind] : kinds) list.push_back({name, optimizer(kind)});
   Context ctx;
   for (const NamedOptimizer& named : list) {
     SCOPED_TRACE(named.name);
     const ga_group group = ctx.group(named.optimizer);
-    EXPECT_TRUE(refused(try_add(ctx, group, "embedding", p.data(), GA_F32, {4, 3},
-                                with_rows(GA_ROWS_LAZY)),
-                        GA_ERROR_UNSUPPORTED, {"\"embedding\"", "GA_ROWS_LAZY"}));
+    EXPECT_TRUE(
+        refused(try_add(ctx, group, "embedding", p.data(), GA_F32, {4, 3}, with_rows(GA_ROWS_LAZY)),
+                GA_ERROR_UNSUPPORTED, {"\"embedding\"", "GA_ROWS_LAZY"}));
   }
   // Dense is for all of them, and nothing was added.
   ga_param id = -1;
@@ -711,8 +714,7 @@ std::vector<Tensor> shared_rows(int32_t threads, ga_parallel_for loops) {
   EXPECT_OK(ga_context_set_clip(ctx, &global));
   for (const auto& shape : shapes) {
     p.push_back(random_tensor(GA_F32, product(shape), 1));
-    add(ctx, 0, p.back(), shape,
-        with_rows(p.size() % 2 ? GA_ROWS_LAZY : GA_ROWS_DENSE, GA_BF16));
+    add(ctx, 0, p.back(), shape, with_rows(p.size() % 2 ? GA_ROWS_LAZY : GA_ROWS_DENSE, GA_BF16));
   }
   Random random(3);
   for (int t = 0; t < 3; ++t) {
@@ -765,8 +767,8 @@ TEST(Rows, AreCountedAsMemory) {
   const ga_memory m = memory(ctx);
   EXPECT_GE(m.rows, 4 * 100000);
   EXPECT_LE(m.rows, 4 * 100000 + 8192);
-  EXPECT_EQ(m.total, m.accumulators + m.optimizer_state + m.workspace + m.masters + m.averages +
-                         m.rows);
+  EXPECT_EQ(m.total,
+            m.accumulators + m.optimizer_state + m.workspace + m.masters + m.averages + m.rows);
   const Tensor values(GA_F32, 80, 1);
   EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
   EXPECT_OK(accumulate_rows(ctx, 1, {9, 1, 9, 3, 5, 7, 11, 13, 2, 4}, GA_I32, values.data()));
@@ -860,7 +862,8 @@ TEST(Rows, AccumulatingCostsTheRows) {
   GTEST_SKIP() << "times mean nothing under a sanitizer";
 #endif
   const int64_t rows = 200000, columns = 64;
-  Block table(static_cast<size_t>(rows * columns), 1), whole(static_cast<size_t>(rows * columns), 1);
+  Block table(static_cast<size_t>(rows * columns), 1),
+      whole(static_cast<size_t>(rows * columns), 1);
   Context ctx;
   ctx.group(plain_sgd());
   const int64_t shape[] = {rows, columns};

@@ -452,8 +452,9 @@ enum ga_clip_scope {
   GA_CLIP_AGC = 3         /* adaptive gradient clipping (Brock et al. 2021): each unit of a
                              parameter, a filter or a neuron, by its norm against the parameter's:
                              with M = agc_factor max(|p|, agc_eps), g <- g M / max(|g|, 1e-6) where
-                             |g| > M. Costs a pass over gradients and parameters, 8 bytes an
-                             element */
+                             |g| > M. Where units are rows (axis 0 is kept) their norms are made on
+                             the way; else they cost a pass over gradients and parameters, 8 bytes
+                             an element */
 };
 
 /* The units of GA_CLIP_AGC: the axes that a unit's norm is taken over, by the rank of the

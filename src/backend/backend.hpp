@@ -144,6 +144,31 @@ struct NormTask {
   Partial* partials;
 };
 
+// sums[unit]: the squares of the gradient, which is not multiplied by its factor, over each unit;
+// likewise of the parameter, read together with it.
+struct UnitTask {
+  GradientView gradient;
+  Source param;  // data NULL: none
+  bool f64;
+  const UnitPattern* pattern;
+  double* sums;  // pattern->sums()
+  double* param_sums;
+};
+
+// factors[unit] <- scale times what adaptive clipping multiplies a unit by, from the two sums of
+// squares.
+struct AgcTask {
+  const double* gradients;
+  const double* params;
+  void* factors;  // of the type computed in
+  bool f64;
+  int64_t units;
+  double factor, eps;
+  double scale;
+  double* clipped_squares;  // of the whole gradient after it
+  double* smallest;         // of the factors
+};
+
 // param and state <- op(param, gradient, state). What follows the parameter is done on the way.
 struct UpdateTask {
   int op;    // position in AllOps; -1: the parameter stays, what follows it is done
@@ -161,7 +186,10 @@ struct UpdateTask {
   Rounding rounding;  // of param or copy
   uint64_t key;       // of the rounding of state and average, always stochastic
   Partial* partials;  // measure: sum_squares and limited of x[0] and x[1]
-  void* emitted;      // measure: x[0], where the Op emits; of the type computed in
+  // Backend::update_by_units: what makes the factors that the gradient is clipped by.
+  const UnitTask* units;
+  const AgcTask* agc;
+  void* emitted;  // measure: x[0], where the Op emits; of the type computed in
 };
 
 // target <- gradient, or where that has no source the constant.
@@ -172,28 +200,6 @@ struct FinishTask {
   Array target;
   int64_t count;
   Rounding rounding;
-};
-
-// sums[unit]: the squares of the gradient, which is not multiplied by its factor, over each unit.
-struct UnitTask {
-  GradientView gradient;
-  bool f64;
-  const UnitPattern* pattern;
-  double* sums;  // pattern->sums()
-};
-
-// factors[unit] <- scale times what adaptive clipping multiplies a unit by, from the two sums of
-// squares. gradients and factors may be one.
-struct AgcTask {
-  const double* gradients;
-  const double* params;
-  void* factors;  // of the type computed in
-  bool f64;
-  int64_t units;
-  double factor, eps;
-  double scale;
-  double* clipped_squares;  // of the whole gradient after it
-  double* smallest;         // of the factors
 };
 
 // rows, columns <- themselves + gain (mean of the squares of the gradient - themselves), for every
@@ -274,6 +280,9 @@ class Backend {
   virtual void finish(Span<const FinishTask> tasks) = 0;
   virtual void unit_norms(Span<const UnitTask> tasks) = 0;
   virtual void agc(Span<const AgcTask> tasks) = 0;
+  // unit_norms, agc and update of gradients clipped by units in one, piece by piece: for patterns
+  // that are shared, where no unit lies in two pieces. A piece is then read but once.
+  virtual void update_by_units(Span<const UpdateTask> tasks) = 0;
   virtual void factor(Span<const FactorTask> tasks) = 0;
 
   // The position of the first index outside of [0, rows), or -1. Makes room for all of them in the

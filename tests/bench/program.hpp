@@ -98,6 +98,7 @@ struct Setting {
   int32_t life = GA_GRADIENTS_CONSUMED;
   int32_t optimizer = GA_OPTIMIZER_ADAMW;
   int32_t scope = GA_CLIP_GLOBAL;
+  int32_t units = GA_AGC_TF;
   int32_t dtype = GA_F32;  // of parameters
   int32_t gradient_dtype = GA_F32;
   int32_t state_dtype = 0;
@@ -127,6 +128,7 @@ class Context {
     ga_clip clip;
     check(ga_clip_init(&clip, sizeof clip));
     clip.scope = setting.scope;
+    clip.agc_units = setting.units;
     clip.max_norm = 1e-3;
     check(ga_context_set_clip(made, &clip));
     ga_param_options options{};

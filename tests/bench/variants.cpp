@@ -170,13 +170,19 @@ void layers(const Options& options, Report& report, const Place& place) {
   adafactor.optimizer = GA_OPTIMIZER_ADAFACTOR;
   agc.scope = GA_CLIP_AGC;
   if (options.wants("LAMB")) {
-    against("LAMB", lamb, 1.5, "time of LAMB's step / AdamW's (40 against 28 bytes)");
-    against("LARS", lars, 0, "time of LARS's step / AdamW's (16 against 28 bytes)");
+    against("LAMB", lamb, 1.5, "time of LAMB's step / AdamW's (40, 28 bytes)");
+    against("LARS", lars, 0, "time of LARS's step / AdamW's (16, 28 bytes)");
   }
   if (options.wants("ADAFACTOR"))
-    against("ADAFACTOR", adafactor, 0, "time of Adafactor's step / AdamW's (28 bytes each)");
-  if (options.wants("AGC"))
-    against("AGC", agc, 1.35, "AdamW's step clipped by units / by the global norm (36, 28 bytes)");
+    against("ADAFACTOR", adafactor, 0, "time of Adafactor's step / AdamW's (32, 28 bytes)");
+  if (options.wants("AGC")) {
+    agc.units = GA_AGC_TORCH;
+    against("AGC_torch", agc, 1.35,
+            "AdamW's step clipped by units, rows / by the global norm (28 bytes each)");
+    agc.units = GA_AGC_TF;
+    against("AGC_tf", agc, 1.35,
+            "AdamW's step clipped by units, columns / by the global norm (36, 28 bytes)");
+  }
 }
 
 void noise(const Options& options, Report& report, const Place& place) {

@@ -114,6 +114,23 @@ class CpuBackend final : public Backend {
     });
   }
 
+  void update_by_units(Span<const UpdateTask> tasks) override {
+    const int64_t total =
+        cut_pieces(tasks, [](const UpdateTask& task) { return task.units->pattern; });
+    run_items<UpdateTask>(
+        tasks, total, [](const CpuBackend& self, const UpdateTask& task, const Work& w) {
+          const UnitPattern& pattern = *task.units->pattern;
+          const int64_t piece = w.offset, slab = pattern.slab();
+          self.kernels_.unit_norms(*task.units, piece);
+          for (int64_t u = pattern.first_unit(piece); u < pattern.first_unit(piece + 1); ++u)
+            store_factor(*task.agc, u);
+          self.kernels_.update[task.f64][task.op](
+              task, pattern.begin(piece) * slab,
+              (pattern.begin(piece + 1) - pattern.begin(piece)) * slab);
+        });
+    for (size_t t = 0; t < tasks.size; ++t) sum_up(*tasks.data[t].agc);
+  }
+
   void finish(Span<const FinishTask> tasks) override {
     run<FinishTask>(tasks, [](const CpuBackend& self, const FinishTask& task, const Work& w) {
       self.kernels_.finish(task, w.offset, w.count);
@@ -121,45 +138,21 @@ class CpuBackend final : public Backend {
   }
 
   void unit_norms(Span<const UnitTask> tasks) override {
-    // An item is a piece; tasks of one piece, small tensors, go together.
-    work_.clear();
-    items_.clear();
-    int64_t total = 0, begun = kSmallestItem;
-    for (size_t t = 0; t < tasks.size; ++t)
-      for (int64_t piece = 0; piece < tasks.data[t].pattern->pieces; ++piece) {
-        if (begun >= kSmallestItem) {
-          items_.push_back(static_cast<int64_t>(work_.size()));
-          begun = 0;
-        }
-        work_.push_back({static_cast<int32_t>(t), 0, piece});
-        const int64_t size = tasks.data[t].pattern->count / tasks.data[t].pattern->pieces;
-        begun += size;
-        total += size;
-      }
+    const int64_t total = cut_pieces(tasks, [](const UnitTask& task) { return task.pattern; });
     run_items<UnitTask>(tasks, total,
                         [](const CpuBackend& self, const UnitTask& task, const Work& w) {
                           self.kernels_.unit_norms(task, w.offset);
                         });
-    for (size_t t = 0; t < tasks.size; ++t) add_pieces(*tasks.data[t].pattern, tasks.data[t].sums);
+    for (size_t t = 0; t < tasks.size; ++t) {
+      add_pieces(*tasks.data[t].pattern, tasks.data[t].sums);
+      if (tasks.data[t].param.data) add_pieces(*tasks.data[t].pattern, tasks.data[t].param_sums);
+    }
   }
 
   void agc(Span<const AgcTask> tasks) override {
     for (size_t t = 0; t < tasks.size; ++t) {
-      const AgcTask& task = tasks.data[t];
-      double clipped = 0, smallest = 1;
-      for (int64_t u = 0; u < task.units; ++u) {
-        const double g = std::sqrt(task.gradients[u]);
-        const double most = task.factor * std::max(std::sqrt(task.params[u]), task.eps);
-        const double factor = g > most ? most / std::max(g, 1e-6) : 1;
-        clipped += g * factor * (g * factor);
-        smallest = std::min(smallest, factor);
-        if (task.f64)
-          static_cast<double*>(task.factors)[u] = task.scale * factor;
-        else
-          static_cast<float*>(task.factors)[u] = static_cast<float>(task.scale * factor);
-      }
-      *task.clipped_squares = clipped;
-      *task.smallest = smallest;
+      for (int64_t u = 0; u < tasks.data[t].units; ++u) store_factor(tasks.data[t], u);
+      sum_up(tasks.data[t]);
     }
   }
 
@@ -168,8 +161,9 @@ class CpuBackend final : public Backend {
     norms.clear();
     for (size_t t = 0; t < tasks.size; ++t) {
       const FactorTask& task = tasks.data[t];
-      norms.push_back({task.gradient, task.f64, task.row_pattern, task.row_sums});
-      norms.push_back({task.gradient, task.f64, task.column_pattern, task.column_sums});
+      norms.push_back({task.gradient, {}, task.f64, task.row_pattern, task.row_sums, nullptr});
+      norms.push_back(
+          {task.gradient, {}, task.f64, task.column_pattern, task.column_sums, nullptr});
     }
     unit_norms({norms.data(), norms.size()});
     for (size_t t = 0; t < tasks.size; ++t)
@@ -280,6 +274,54 @@ class CpuBackend final : public Backend {
         begun += count;
       }
     run_items<Task>(tasks, total, loop);
+  }
+
+  // Cuts tasks into the pieces of their patterns: an item is one, or several of small tensors.
+  // Returns their elements.
+  template <class Task, class PatternOf>
+  int64_t cut_pieces(Span<const Task> tasks, PatternOf pattern_of) {
+    work_.clear();
+    items_.clear();
+    int64_t total = 0, begun = kSmallestItem;
+    for (size_t t = 0; t < tasks.size; ++t) {
+      const UnitPattern& pattern = *pattern_of(tasks.data[t]);
+      for (int64_t piece = 0; piece < pattern.pieces; ++piece) {
+        if (begun >= kSmallestItem) {
+          items_.push_back(static_cast<int64_t>(work_.size()));
+          begun = 0;
+        }
+        work_.push_back({static_cast<int32_t>(t), 0, piece});
+        begun += pattern.count / pattern.pieces;
+      }
+      total += pattern.count;
+    }
+    return total;
+  }
+
+  // What a unit's gradient is multiplied by.
+  static double factor_of(const AgcTask& task, int64_t u) {
+    const double g = std::sqrt(task.gradients[u]);
+    const double most = task.factor * std::max(std::sqrt(task.params[u]), task.eps);
+    return g > most ? most / std::max(g, 1e-6) : 1;
+  }
+
+  static void store_factor(const AgcTask& task, int64_t u) {
+    const double factor = task.scale * factor_of(task, u);
+    if (task.f64)
+      static_cast<double*>(task.factors)[u] = factor;
+    else
+      static_cast<float*>(task.factors)[u] = static_cast<float>(factor);
+  }
+
+  static void sum_up(const AgcTask& task) {
+    double clipped = 0, smallest = 1;
+    for (int64_t u = 0; u < task.units; ++u) {
+      const double factor = factor_of(task, u);
+      clipped += task.gradients[u] * factor * factor;
+      smallest = std::min(smallest, factor);
+    }
+    *task.clipped_squares = clipped;
+    *task.smallest = smallest;
   }
 
   // Runs items_, each some of work_, of total elements together.

@@ -216,6 +216,32 @@ const T* load_f16(const void* data, int64_t offset, int64_t count, T* tile) {
 template <class T>
 const T* load(const Source& s, int64_t offset, int64_t count, T* tile);
 
+// Where an element of an array lies, to be fetched ahead of its use.
+struct Place {
+  const char* at;
+  int64_t size;  // of an element; 0: nowhere in particular
+
+  GA_INLINE Place(int32_t format, const void* data, int64_t element) : at(nullptr), size(0) {
+    if (format == kClipped) {
+      const Source& inner = static_cast<const ClippedGradient*>(data)->gradient.source;
+      format = inner.format;
+      data = inner.data;
+    }
+    constexpr int64_t sizes[] = {0, 4, 8, 2, 2};
+    if (format > GA_BF16) return;
+    size = sizes[format];
+    at = static_cast<const char*>(data) + element * size;
+  }
+  Place() = default;
+
+  // The block of elements from that one on, at a distance of as many elements.
+  template <int kWrite>
+  GA_INLINE void prefetch_block(int64_t distance) const {
+    for (int64_t line = 0; line < kBlock * size; line += 64)
+      __builtin_prefetch(at + distance * size + line, kWrite, 3);
+  }
+};
+
 template <class T>
 const T* load_pair(const void* data, int64_t offset, int64_t count, T* tile) {
   const Pair& pair = *static_cast<const Pair*>(data);

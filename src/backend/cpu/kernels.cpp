@@ -459,6 +459,7 @@ struct Stream {
   alignas(64) T tile[kTile];
   T* data;
   bool in_place;
+  Place next;  // where the next tile comes from
 
   GA_INLINE void open(const Array& a, int64_t offset, int64_t count) {
     in_place = a.format == native<T>;
@@ -467,8 +468,18 @@ struct Stream {
       return;
     }
     data = tile;
+    next = Place(a.format, a.data, offset + kTile);
     load<T>({a.data, a.format, 1}, offset, count, tile);
     pad_tile(tile, count);
+  }
+
+  // What block b of the next tile, or kAhead from here, is in.
+  template <int kWrite>
+  GA_INLINE void prefetch(int64_t b) const {
+    if (in_place)
+      prefetch_block<kWrite>(data + b + kAhead);
+    else
+      next.template prefetch_block<kWrite>(b);
   }
 };
 
@@ -515,21 +526,30 @@ struct UpdateTile {
   static constexpr int kSlots = kPass.reads_state || kPass.writes_state ? slots_of<Op> : 0;
   alignas(64) T gradient_tile[kTile];
   const T* g;
+  Place next_g;
   Stream<T> p;
   Stream<T> state[kSlots + 1];
 
   GA_INLINE void open(const UpdateTask& task, int64_t offset, int64_t count) {
     g = kPass.gradient ? load<T>(task.gradient.source, task.first + offset, count, gradient_tile)
                        : nullptr;
+    if (kPass.gradient && g == gradient_tile)
+      next_g = Place(task.gradient.source.format, task.gradient.source.data,
+                     task.first + offset + kTile);
     p.data = p.tile;
     if (kPass.parameter) p.open(task.param, offset, count);
     for (int k = 0; k < kSlots; ++k) state[k].open(task.state[k], offset, count);
   }
 
   GA_INLINE void prefetch(int64_t b) const {
-    if (kPass.gradient) prefetch_block<0>(g + b + kAhead);
-    if (kPass.parameter) prefetch_block<!kMeasuring>(p.data + b + kAhead);
-    for (int k = 0; k < kSlots; ++k) prefetch_block<kPass.writes_state>(state[k].data + b + kAhead);
+    if (kPass.gradient) {
+      if (g == gradient_tile)
+        next_g.template prefetch_block<0>(b);
+      else
+        prefetch_block<0>(g + b + kAhead);
+    }
+    if (kPass.parameter) p.template prefetch<!kMeasuring>(b);
+    for (int k = 0; k < kSlots; ++k) state[k].template prefetch<kPass.writes_state>(b);
   }
 
   // body(g, p, state) over blocks of whole groups, of which the first count elements are real.
@@ -698,56 +718,81 @@ GA_INLINE void add_run(Lanes<T>& lanes, const T* x, int64_t count) {
   if (whole < count) add_groups(lanes, Padded<T>(x + whole, count - whole).data, kLanes);
 }
 
-// One piece of a tensor: the sums of its units, zeroed first. Without a limit they are of the source
-// as it is, and multiplied by its scales at the end.
+// The sums of one array's squares over the units of a piece, zeroed first.
 template <class T>
-void unit_norms_as(const UnitTask& task, int64_t piece) {
+struct UnitSums {
+  double* sums;
+  Lanes<T> lanes;  // of the run so far, where runs are reduced
+
+  GA_INLINE UnitSums(double* all, const UnitPattern& pattern, int64_t piece)
+      : sums(all ? all + (pattern.shared ? 0 : piece * pattern.units) : nullptr) {}
+
+  GA_INLINE void add_kept(int64_t unit, const T* x, int64_t count) {
+    for (int64_t b = 0; b < count; b += kBlock) {
+      prefetch_block<0>(x + b + kAhead);
+      add_squares(sums + unit + b, x + b, smaller(count - b, kBlock));
+    }
+  }
+  GA_INLINE void add_reduced(const T* x, int64_t count) {
+    for (int64_t b = 0; b < count; b += kBlock) {
+      prefetch_block<0>(x + b + kAhead);
+      add_run(lanes, x + b, smaller(count - b, kBlock));
+    }
+  }
+  GA_INLINE void end_run(int64_t unit) {
+    sums[unit] += lanes.total();
+    lanes = Lanes<T>();
+  }
+};
+
+// One piece of a tensor. Without a limit the sums are of the source as it is, and multiplied by its
+// scales at the end.
+template <class T, bool kParam>
+void unit_norms_of(const UnitTask& task, int64_t piece) {
   const UnitPattern& pattern = *task.pattern;
   const View<T> view(task.gradient);
   const bool limited = is_finite(task.gradient.limit);
-  const int64_t slab = pattern.count / pattern.extent[0];
-  const int64_t begin = pattern.begin(piece) * slab, end = pattern.begin(piece + 1) * slab;
-  double* const sums = task.sums + (pattern.shared ? 0 : piece * pattern.units);
-  const int64_t first_unit = pattern.shared ? pattern.begin(piece) * pattern.unit_stride[0] : 0;
-  const int64_t last_unit =
-      pattern.shared ? pattern.begin(piece + 1) * pattern.unit_stride[0] : pattern.units;
-  std::memset(sums + first_unit, 0, static_cast<size_t>(last_unit - first_unit) * sizeof(double));
+  const int64_t begin = pattern.begin(piece) * pattern.slab();
+  const int64_t end = pattern.begin(piece + 1) * pattern.slab();
+  const int64_t first_unit = pattern.shared ? pattern.first_unit(piece) : 0;
+  const int64_t last_unit = pattern.shared ? pattern.first_unit(piece + 1) : pattern.units;
+  UnitSums<T> gradient(task.sums, pattern, piece), param(task.param_sums, pattern, piece);
+  const size_t bytes = static_cast<size_t>(last_unit - first_unit) * sizeof(double);
+  std::memset(gradient.sums + first_unit, 0, bytes);
+  if (kParam) std::memset(param.sums + first_unit, 0, bytes);
+
   UnitCursor at(pattern, begin);
   const bool kept = at.kept();
-  Lanes<T> lanes;  // of the run so far, where runs are reduced
   int64_t run = 0;
-  alignas(64) T tile[kTile];
+  alignas(64) T tile_g[kTile];
+  alignas(64) T tile_p[kTile];
   for (int64_t t = begin; t < end;) {
     // A run that is reduced is cut at multiples of kTile from its beginning, so that an element's
     // lane does not depend on the piece.
     const int64_t n =
         smaller(end - t, kept || at.left() + run <= kTile ? kTile : smaller(at.left(), kTile));
-    const T* g = load<T>(task.gradient.source, t, n, tile);
+    const T* g = load<T>(task.gradient.source, t, n, tile_g);
+    const T* const p = kParam ? load<T>(task.param, t, n, tile_p) : nullptr;
     if (limited) {
-      for (int64_t i = 0; i < n; ++i) tile[i] = view.clamped(view.scaled(g[i]));
-      g = tile;
+      for (int64_t i = 0; i < n; ++i) tile_g[i] = view.clamped(view.scaled(g[i]));
+      g = tile_g;
     }
     int64_t used = 0;
     while (used < n) {
       const int64_t left = at.left();
       const int64_t m = smaller(left, n - used);
       if (kept) {
-        double* const s = sums + at.unit();
-        for (int64_t b = 0; b < m; b += kBlock) {
-          prefetch_block<0>(g + used + b + kAhead);
-          add_squares(s + b, g + used + b, smaller(m - b, kBlock));
-        }
+        gradient.add_kept(at.unit(), g + used, m);
+        if (kParam) param.add_kept(at.unit(), p + used, m);
       } else {
         // A short run that the tile ends in is begun again with the next one.
         if (m < left && run == 0 && used > 0 && left <= kTile) break;
-        for (int64_t b = 0; b < m; b += kBlock) {
-          prefetch_block<0>(g + used + b + kAhead);
-          add_run(lanes, g + used + b, smaller(m - b, kBlock));
-        }
+        gradient.add_reduced(g + used, m);
+        if (kParam) param.add_reduced(p + used, m);
         run += m;
         if (m == left) {
-          sums[at.unit()] += lanes.total();
-          lanes = Lanes<T>();
+          gradient.end_run(at.unit());
+          if (kParam) param.end_run(at.unit());
           run = 0;
         }
       }
@@ -756,11 +801,18 @@ void unit_norms_as(const UnitTask& task, int64_t piece) {
     }
     t += used;
   }
-  if (run > 0) sums[at.unit()] += lanes.total();  // a unit that reaches into the next piece
-  if (limited) return;
+  if (run > 0) {  // a unit that reaches into the next piece
+    gradient.end_run(at.unit());
+    if (kParam) param.end_run(at.unit());
+  }
   const double scale = task.gradient.source.scale * task.gradient.scale;
-  if (scale != 1)
-    for (int64_t u = first_unit; u < last_unit; ++u) sums[u] *= scale * scale;
+  if (!limited && scale != 1)
+    for (int64_t u = first_unit; u < last_unit; ++u) gradient.sums[u] *= scale * scale;
+}
+
+template <class T>
+void unit_norms_as(const UnitTask& task, int64_t piece) {
+  (task.param.data ? unit_norms_of<T, true> : unit_norms_of<T, false>)(task, piece);
 }
 
 void unit_norms(const UnitTask& task, int64_t piece) {
