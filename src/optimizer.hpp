@@ -25,7 +25,6 @@ struct OptimizerInfo {
   void (*advance)(const ga_optimizer&, Clock&);
   double (*factor_gain)(const ga_optimizer&, const Clock&);
   double (*factor_floor)(const ga_optimizer&);
-  const char* const* slot_names;
 };
 
 struct OpInfo {

@@ -36,7 +36,6 @@ struct AdadeltaOp : ElementWise {
 struct Adadelta : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_ADADELTA;
   static constexpr const char* name = "Adadelta";
-  static constexpr const char* slot_names[] = {"square_avg", "acc_delta"};
   template <class T>
   using Ops = TypeList<AdadeltaOp<T>>;
 

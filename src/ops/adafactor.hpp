@@ -61,7 +61,6 @@ struct AdafactorOp : LayerWise {
 struct Adafactor : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_ADAFACTOR;
   static constexpr const char* name = "Adafactor";
-  static constexpr const char* slot_names[] = {"variance"};  // else row_var and col_var
   static constexpr bool bf16_state = false;
   template <class T>
   using Ops = TypeList<AdafactorOp<T, false>, AdafactorOp<T, true>>;

@@ -38,7 +38,6 @@ struct AdagradOp : ElementWise {
 struct Adagrad : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_ADAGRAD;
   static constexpr const char* name = "Adagrad";
-  static constexpr const char* slot_names[] = {"sum"};
   template <class T>
   using Ops = TypeList<AdagradOp<T>>;
 

@@ -54,7 +54,6 @@ struct AdamOp : ElementWise {
 struct Adam : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_ADAM;
   static constexpr const char* name = "Adam";
-  static constexpr const char* slot_names[] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
   template <class T>
   using Ops = TypeList<AdamOp<T, false, false>, AdamOp<T, false, true>, AdamOp<T, true, false>,
                        AdamOp<T, true, true>>;
@@ -79,7 +78,6 @@ struct Adam : OptimizerBase {
 struct AdamW : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_ADAMW;
   static constexpr const char* name = "AdamW";
-  static constexpr const char* const* slot_names = Adam::slot_names;
   template <class T>
   using Ops = TypeList<AdamOp<T, false, false>, AdamOp<T, false, true>>;
 

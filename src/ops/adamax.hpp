@@ -42,7 +42,6 @@ struct AdamaxOp : ElementWise {
 struct Adamax : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_ADAMAX;
   static constexpr const char* name = "Adamax";
-  static constexpr const char* slot_names[] = {"exp_avg", "exp_inf"};
   template <class T>
   using Ops = TypeList<AdamaxOp<T>>;
 

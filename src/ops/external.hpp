@@ -10,7 +10,6 @@ namespace ga {
 struct External : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_EXTERNAL;
   static constexpr const char* name = "external";
-  static constexpr const char* const* slot_names = nullptr;
   template <class T>
   using Ops = TypeList<>;
 

@@ -59,7 +59,6 @@ struct LambOp : LayerWise {
 struct Lamb : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_LAMB;
   static constexpr const char* name = "LAMB";
-  static constexpr const char* slot_names[] = {"exp_avg", "exp_avg_sq"};
   template <class T>
   using Ops = TypeList<LambOp<T>>;
 

@@ -50,7 +50,6 @@ struct LarsOp : LayerWise {
 struct Lars : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_LARS;
   static constexpr const char* name = "LARS";
-  static constexpr const char* slot_names[] = {"momentum_buffer"};
   template <class T>
   using Ops = TypeList<LarsOp<T, false, false>, LarsOp<T, true, false>, LarsOp<T, true, true>>;
 

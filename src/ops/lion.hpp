@@ -35,7 +35,6 @@ struct LionOp : ElementWise {
 struct Lion : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_LION;
   static constexpr const char* name = "Lion";
-  static constexpr const char* slot_names[] = {"exp_avg"};
   template <class T>
   using Ops = TypeList<LionOp<T>>;
 

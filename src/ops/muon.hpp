@@ -55,7 +55,6 @@ struct MuonOp : LayerWise {
 struct Muon : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_MUON;
   static constexpr const char* name = "Muon";
-  static constexpr const char* slot_names[] = {"momentum_buffer"};
   static constexpr bool matrices_only = true;
   template <class T>
   using Ops = TypeList<MuonOp<T>>;

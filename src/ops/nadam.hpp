@@ -52,7 +52,6 @@ struct NadamOp : ElementWise {
 struct Nadam : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_NADAM;
   static constexpr const char* name = "NAdam";
-  static constexpr const char* slot_names[] = {"exp_avg", "exp_avg_sq"};
   template <class T>
   using Ops = TypeList<NadamOp<T>>;
 

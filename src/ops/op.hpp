@@ -29,7 +29,6 @@
 //     struct Sgd : OptimizerBase {
 //       static constexpr int32_t kind = GA_OPTIMIZER_SGD;
 //       static constexpr const char* name = "SGD";
-//       static constexpr const char* slot_names[] = {...};  // as PyTorch's state_dict has them
 //       template <class T> using Ops = TypeList<...>;
 //       static bool has_flavor(int32_t flavor);
 //       static void defaults(ga_optimizer&);               // for optimizer.flavor

@@ -58,7 +58,6 @@ struct RadamOp : ElementWise {
 struct Radam : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_RADAM;
   static constexpr const char* name = "RAdam";
-  static constexpr const char* slot_names[] = {"exp_avg", "exp_avg_sq"};
   template <class T>
   using Ops = TypeList<RadamOp<T>>;
 

@@ -53,8 +53,6 @@ struct RmspropOp : ElementWise {
 struct Rmsprop : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_RMSPROP;
   static constexpr const char* name = "RMSprop";
-  // grad_avg where centered, momentum_buffer with momentum
-  static constexpr const char* slot_names[] = {"square_avg", "grad_avg", "momentum_buffer"};
   template <class T>
   using Ops = TypeList<RmspropOp<T, false, false>, RmspropOp<T, false, true>,
                        RmspropOp<T, true, false>, RmspropOp<T, true, true>>;

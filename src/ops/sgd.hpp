@@ -64,7 +64,6 @@ struct SgdKerasMomentum : ElementWise {
 struct Sgd : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_SGD;
   static constexpr const char* name = "SGD";
-  static constexpr const char* slot_names[] = {"momentum_buffer"};
   template <class T>
   using Ops = TypeList<SgdPlain<T>, SgdMomentum<T, false>, SgdMomentum<T, true>,
                        SgdKerasMomentum<T, false>, SgdKerasMomentum<T, true>>;
