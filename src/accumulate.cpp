@@ -65,9 +65,8 @@ void Context::check_gradient(ga_param id, const void* gradient) {
 }
 
 Array Context::target_of(ga_param id) {
-  Tensor& t = tensors_[static_cast<size_t>(id)];
   const Param& p = params_[static_cast<size_t>(id)];
-  if (t.pair.low) return {&t.pair, kPair};
+  if (p.pair) return {&tensors_[static_cast<size_t>(id)].pair, kPair};
   return {p.accumulator, p.accumulator_dtype};
 }
 

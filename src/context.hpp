@@ -167,6 +167,8 @@ class Context {
     bool averaged = false;   // the average holds something
     bool delivered = false;  // the accumulator holds the last step's gradient, for the program
     bool pending = false;    // in the list of tasks
+    bool pair = false;       // its accumulator is one, of two arrays
+    bool by_chance = false;  // it is rounded stochastically
   };
 
   // Sums over units and what is made of them, for clipping.

@@ -248,6 +248,8 @@ void Context::prepare() {
     p.partials = partials;
     partials += chunk_count(p.count);
     t.pair = {p.accumulator, at(kLow), p.accumulator_dtype};
+    p.pair = t.pair.low != nullptr;
+    p.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC;
     t.set.slots = static_cast<uint32_t*>(at(kRowSlots));
     set_update(prepared_);
     auto* const units = &made[3 * (prepared_ - first)];

@@ -52,8 +52,7 @@ double Context::mean_of(const Param& p, double mean) const {
 
 // Where its gradient of the window is.
 Source Context::source_of(ga_param id) {
-  Param& p = params_[static_cast<size_t>(id)];
-  Tensor& t = tensors_[static_cast<size_t>(id)];
+  const Param& p = params_[static_cast<size_t>(id)];
   switch (p.held) {
     case Held::kAdopted:
       return {p.adopted, p.gradient_dtype, p.adopted_scale};
@@ -61,10 +60,12 @@ Source Context::source_of(ga_param id) {
       const Array target = target_of(id);
       return {target.data, target.format, 1};
     }
-    case Held::kRows:
+    case Held::kRows: {
+      Tensor& t = tensors_[static_cast<size_t>(id)];
       t.sparse = {p.accumulator, p.count / std::max<int64_t>(t.rows, 1), t.set.slots,
                   t.set.entries.data(), static_cast<int64_t>(t.set.entries.size())};
       return {&t.sparse, kSparse, 1};
+    }
     default:
       return {nullptr, GA_F32, 1};
   }

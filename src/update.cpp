@@ -55,11 +55,9 @@ double Context::average_gain(const Param& p) const {
 // What changes from step to step in an update, but for Op and gradient.
 void Context::begin_update(ga_param id, UpdateTask& task) {
   const Param& p = params_[static_cast<size_t>(id)];
-  const ga_param_options& options = tensors_[static_cast<size_t>(id)].options;
   task.count = p.count;
   if (ema_) task.average_gain = average_gain(p);
-  if (options.rounding == GA_ROUND_STOCHASTIC)
-    task.rounding = {true, key(Purpose::kCopy, steps_, 0, id)};
+  if (p.by_chance) task.rounding = {true, key(Purpose::kCopy, steps_, 0, id)};
   if (ema_ || groups_[static_cast<size_t>(p.group)].optimizer.state_dtype == GA_BF16)
     task.key = key(Purpose::kState, steps_, 0, id);
 }

@@ -171,25 +171,26 @@ struct AgcTask {
 
 // param and state <- op(param, gradient, state). What follows the parameter is done on the way.
 struct UpdateTask {
-  int op;    // position in AllOps; -1: the parameter stays, what follows it is done
-  bool f64;  // computed in double
+  // What changes from step to step comes first.
+  int64_t count;
   const OpBytes* folded;
   GradientView gradient;
+  int op;             // position in AllOps; -1: the parameter stays, what follows it is done
+  bool f64;           // computed in double
+  bool padded_state;  // state reaches to the end of its last cache line
   Array param;
+  Array state[kMaxSlots];
   Array copy;     // the parameter in 16 bits, where param is its master; data NULL: none
   Array average;  // [average] + average_gain (param - average); data NULL: none
   double average_gain;
-  Array state[kMaxSlots];
-  bool padded_state;  // state reaches to the end of its last cache line
-  int64_t count;
   int64_t first;      // index of the first element, in the gradient and for rounding
   Rounding rounding;  // of param or copy
   uint64_t key;       // of the rounding of state and average, always stochastic
   Partial* partials;  // measure: sum_squares and limited of x[0] and x[1]
+  void* emitted;      // measure: x[0], where the Op emits; of the type computed in
   // Backend::update_by_units: what makes the factors that the gradient is clipped by.
   const UnitTask* units;
   const AgcTask* agc;
-  void* emitted;  // measure: x[0], where the Op emits; of the type computed in
 };
 
 // target <- gradient, or where that has no source the constant.
