@@ -181,7 +181,7 @@ void Context::set_micro(const Micro& micro, int64_t index, double window_weight)
 
 void Context::micro_begin(int64_t index, double weight, const double* scale) {
   const Micro micro = make_micro(weight, scale);
-  if (deferring() && index >= 0 && index < window_.size())
+  if (deferring() && window_.open_index() < 0 && index >= 0 && index < window_.size())
     fail(GA_ERROR_UNSUPPORTED,
          "micro-batch %lld cannot be opened again: with GA_NONFINITE_DROP_MICRO and GA_CLIP_MICRO "
          "it is judged as a whole when it ends",
@@ -292,7 +292,7 @@ void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dt
 
   const Contribution c = {id, values, indices, index_dtype, elements, count, 0};
   const RowsTask task = rows_task(c, contribution_scale(micro));
-  const int64_t wrong = backend_->prepare_rows(task, t.rows);
+  const int64_t wrong = backend_->prepare_rows(task, t.rows, deferring() ? rows_held_ : 0);
   if (wrong >= 0)
     fail(
         GA_ERROR_INVALID_ARGUMENT,
@@ -301,7 +301,7 @@ void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dt
         static_cast<long long>(index_dtype == GA_I32 ? static_cast<const int32_t*>(indices)[wrong]
                                                      : static_cast<const int64_t*>(indices)[wrong]),
         static_cast<long long>(t.rows - 1));
-  reserve_rows(count);
+  rows_held_ += count;
   if (deferring())
     defer(c);
   else
@@ -323,14 +323,6 @@ RowsTask Context::rows_task(const Contribution& c, double scale) {
   return task;
 }
 
-// Room for the updates of that many more rows, so that ga_step does not allocate.
-void Context::reserve_rows(int64_t count) {
-  row_tasks_ = std::max(row_tasks_, rows_held_ + count);
-  rows_held_ += count;
-  update_tasks_.reserve_more(params_.size() + static_cast<size_t>(row_tasks_));
-  backend_->reserve(owned_.chunks + row_tasks_, static_cast<int64_t>(owned_.bytes[kAccumulator]));
-}
-
 void Context::add_rows(const Contribution& c, double scale) {
   Param& p = params_[static_cast<size_t>(c.param)];
   store_adopted(c.param);
@@ -348,11 +340,12 @@ void Context::add_rows(const Contribution& c, double scale) {
 void Context::defer(Contribution c) {
   c.partials = micro_partials_.size();
   if (contributions_.empty()) c.partials = 0;
-  contributions_.reserve(contributions_.size() + 1);
+  if (contributions_.size() == contributions_.capacity())
+    contributions_.reserve(2 * contributions_.size() + 16);
   micro_partials_.resize(c.partials + static_cast<size_t>(chunk_count(c.count)));
-  backend_->reserve(owned_.chunks + static_cast<int64_t>(micro_partials_.size()) + row_tasks_,
+  backend_->reserve(owned_.chunks + static_cast<int64_t>(micro_partials_.size()),
                     static_cast<int64_t>(owned_.bytes[kAccumulator]));
-  norm_tasks_.reserve_more(contributions_.size() + 1);
+  norm_tasks_.reserve(contributions_.capacity() + 1);
   contributions_.push_back(c);
 }
 
@@ -401,7 +394,7 @@ void Context::settle(int64_t index) {
   };
   for (const Contribution& c : contributions_) {
     Param& p = params_[static_cast<size_t>(c.param)];
-    if (c.indices) {
+    if (c.index_dtype != 0) {
       run();
       add_rows(c, contribution_scale(micro));
       continue;

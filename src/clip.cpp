@@ -226,7 +226,7 @@ void Context::limit_groups(int32_t kind) {
   for (ga_param id : touched_) {
     Param& p = params_[static_cast<size_t>(id)];
     const double most = optimizer(p).max_grad_norm;
-    if (most > 0) p.factor /= std::max(1.0, std::sqrt(squares) / most);
+    if (optimizer(p).kind == kind && most > 0) p.factor /= std::max(1.0, std::sqrt(squares) / most);
   }
 }
 

@@ -411,6 +411,7 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
       p.gradient_dtype = static_cast<unsigned char>(gradient_dtype);
       p.accumulator_dtype = static_cast<unsigned char>(
           options.accumulator_dtype ? options.accumulator_dtype : (p.f64 ? GA_F64 : GA_F32));
+      lazy_ = lazy_ || options.rows == GA_ROWS_LAZY;
       params_.push_back(p);
       if (clip_of(p).scope == GA_CLIP_AGC) units_axes(params_.size() - 1);
       const auto begin = reinterpret_cast<uintptr_t>(at);
@@ -451,7 +452,7 @@ void Context::set_frozen(ga_param id, bool frozen) {
 void Context::changed(ga_param id) {
   require_empty("ga_param_changed");
   Param& p = param(id);
-  if (static_cast<size_t>(id) < filled_ && p.master) take_master(p);
+  if (p.master) p.master_due = unfilled_ = true;  // else it has no arrays yet, or no master
 }
 
 void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {

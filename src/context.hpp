@@ -37,14 +37,9 @@ class TaskList {
   void reserve(size_t capacity) {
     if (capacity > tasks_.size()) tasks_.resize(capacity);
   }
-  // The same for a capacity that grows bit by bit.
-  void reserve_more(size_t capacity) {
-    if (capacity > tasks_.size()) tasks_.resize(std::max(capacity, 2 * tasks_.size()));
-  }
   void clear() { size_ = 0; }
   Task& add() { return tasks_[size_++]; }  // holds what a former list left there
   Task& last() { return tasks_[size_ - 1]; }
-  void drop_last() { --size_; }
   size_t size() const { return size_; }
   Span<Task> span_from(size_t first) { return {tasks_.data() + first, size_ - first}; }
   Span<const Task> span() const { return {tasks_.data(), size_}; }
@@ -163,12 +158,14 @@ class Context {
     int64_t contributions = 0;  // in this window
     int64_t last_micro = -1;    // micro-batch of the last one
     ga_group group;
-    bool matrix = false;     // rank >= 2
-    bool averaged = false;   // the average holds something
-    bool delivered = false;  // the accumulator holds the last step's gradient, for the program
-    bool pending = false;    // in the list of tasks
-    bool pair = false;       // its accumulator is one, of two arrays
-    bool by_chance = false;  // it is rounded stochastically
+    bool matrix = false;      // rank >= 2
+    bool averaged = false;    // the average holds something
+    bool delivered = false;   // the accumulator holds the last step's gradient, for the program
+    bool pending = false;     // in the list of tasks
+    bool pair = false;        // its accumulator is one, of two arrays
+    bool by_chance = false;   // it is rounded stochastically
+    bool state_due = false;   // its state is to be filled with what it begins with
+    bool master_due = false;  // its master is to be taken from it
   };
 
   // Sums over units and what is made of them, for clipping.
@@ -307,7 +304,6 @@ class Context {
   void store_adopted(ga_param id);
   void make_dense(ga_param id);
   RowsTask rows_task(const Contribution& c, double scale);
-  void reserve_rows(int64_t count);
   void add_rows(const Contribution& c, double scale);
   // Whether micro-batches are judged as a whole, when they end.
   bool deferring() const { return config_.nonfinite == GA_NONFINITE_DROP_MICRO || clip_micro_; }
@@ -359,7 +355,7 @@ class Context {
   void fold(const Param& p, UpdateTask& task);
   void deliver(ga_param id, double mean);
   bool is_lazy(ga_param id) const;
-  void update_rows(ga_param id, UpdateTask whole);
+  void update_rows(ga_param id);
   void update_layers(double mean, Reduction& r, int32_t limited);
   void update_batch(Span<const ga_param> ids, double mean);
   void update_units(Span<const ga_param> ids, double mean, Reduction& r);
@@ -389,9 +385,10 @@ class Context {
   bool clip_micro_ = false;  // some clipping is GA_CLIP_MICRO
   bool clip_units_ = false;  // some is GA_CLIP_AGC, of the reduced gradient
 
-  size_t prepared_ = 0;  // parameters that have their arrays
-  size_t filled_ = 0;    // of these, the ones whose arrays hold what they begin with
-  Layout owned_;         // of these
+  size_t prepared_ = 0;    // parameters that have their arrays
+  bool unfilled_ = false;  // some of these do not hold yet what they begin with
+  bool lazy_ = false;      // some parameter has GA_ROWS_LAZY
+  Layout owned_;           // of these
   std::vector<Arena> arenas_;
   void* scratch_ = nullptr;
   size_t scratch_bytes_ = 0;
@@ -423,8 +420,7 @@ class Context {
   std::vector<UnitTask> unit_tasks_;
   std::vector<AgcTask> agc_tasks_;
   std::vector<FactorTask> factor_tasks_;
-  int64_t rows_held_ = 0;  // at most so many rows are in the sets
-  int64_t row_tasks_ = 0;  // and so many more updates a step has had room for
+  int64_t rows_held_ = 0;  // contributed in this window, repeated ones too
   bool plain_ = true;      // contributions need nothing but to be added
   bool adopts_ = false;    // first ones are left where they are
   bool noise_repeated_ = false;

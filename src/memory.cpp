@@ -14,7 +14,14 @@ namespace {
 // optimizer state, to the end of the line.
 constexpr size_t kAlign = 64;
 
+// Axes of (matrices, rows, columns) that the sums of a factored second moment are taken over.
+constexpr uint32_t kRowSums = 4, kColumnSums = 2;
+
 size_t align_up(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+UnitPattern units_of(const std::vector<int64_t>& shape, uint32_t reduced) {
+  return make_units(static_cast<int32_t>(shape.size()), shape.data(), reduced);
+}
 
 }  // namespace
 
@@ -144,12 +151,22 @@ ga_memory Context::memory() const {
     if (i < prepared_) {
       for (const auto* units : {&t.units, &t.factor_rows, &t.factor_columns})
         if (*units) m.workspace += static_cast<int64_t>((*units)->bytes);
-    } else if (clip_of(params_[i]).scope == GA_CLIP_AGC && params_[i].count > 0) {
-      const UnitPattern p =
-          make_units(static_cast<int32_t>(t.shape.size()), t.shape.data(), units_axes(i));
-      m.workspace += (2 * p.sums() + p.units) * static_cast<int64_t>(sizeof(double));
+    } else if (params_[i].count > 0) {
+      const int op = op_of(params_[i]);
+      if (clip_of(params_[i]).scope == GA_CLIP_AGC) {
+        const UnitPattern p = units_of(t.shape, units_axes(i));
+        m.workspace += (2 * p.sums() + p.units) * static_cast<int64_t>(sizeof(double));
+      }
+      if (op >= 0 && op_info(op).factored) {
+        const Matrices x = matrices_of(t);
+        for (const uint32_t reduced : {kRowSums, kColumnSums})
+          m.workspace += units_of({x.count, x.rows, x.columns}, reduced).sums() *
+                         static_cast<int64_t>(sizeof(double));
+      }
     }
   }
+  m.workspace += static_cast<int64_t>(micro_partials_.capacity() * sizeof(Partial) +
+                                      contributions_.capacity() * sizeof(Contribution));
   m.total = m.accumulators + m.optimizer_state + m.workspace + m.masters + m.averages + m.rows;
   return m;
 }
@@ -164,14 +181,14 @@ size_t Context::bytes_of_lists() {
 // Gives the parameters added since the last window their arrays. All or nothing.
 void Context::prepare() {
   if (prepared_ == params_.size()) {
-    if (filled_ < prepared_) fill_new();
+    if (unfilled_) fill_new();
     return;
   }
   const size_t n = params_.size();
   const Layout fresh = layout_of_new();
   accumulate_tasks_.reserve(n);
   norm_tasks_.reserve(n);
-  update_tasks_.reserve(n + static_cast<size_t>(row_tasks_));
+  update_tasks_.reserve(lazy_ ? std::max(n, kRowBatch) : n);
   finish_tasks_.reserve(n);
   updates_.resize(n);
   folded_.reserve(2 * n);  // layer-wise optimizers fold twice
@@ -180,7 +197,7 @@ void Context::prepare() {
   unit_tasks_.reserve(2 * n);
   agc_tasks_.reserve(n);
   factor_tasks_.reserve(n);
-  backend_->reserve(owned_.chunks + fresh.chunks + row_tasks_,
+  backend_->reserve(owned_.chunks + fresh.chunks + static_cast<int64_t>(lazy_ ? kRowBatch : 0),
                     static_cast<int64_t>(owned_.bytes[kAccumulator] + fresh.bytes[kAccumulator]));
 
   constexpr size_t kPartials = kArrays;
@@ -206,8 +223,8 @@ void Context::prepare() {
       if (op < 0 || !op_info(op).factored) continue;
       const Matrices m = matrices_of(t);
       const std::vector<int64_t> shape = {m.count, m.rows, m.columns};
-      units[1] = new_units(shape, 4, false);
-      units[2] = new_units(shape, 2, false);
+      units[1] = new_units(shape, kRowSums, false);
+      units[2] = new_units(shape, kColumnSums, false);
     }
   } catch (const std::bad_alloc&) {
     for (size_t a = 0; a <= kPartials; ++a) backend_->free(base[a], bytes[a]);
@@ -251,6 +268,9 @@ void Context::prepare() {
     p.pair = t.pair.low != nullptr;
     p.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC;
     t.set.slots = static_cast<uint32_t*>(at(kRowSlots));
+    p.master_due = p.master != nullptr;
+    p.state_due = true;
+    unfilled_ = true;
     set_update(prepared_);
     auto* const units = &made[3 * (prepared_ - first)];
     t.units = std::move(units[0]);
@@ -278,14 +298,15 @@ void Context::set_update(size_t i) {
   task.partials = p.partials;
 }
 
-// What new arrays begin with, where that is not zero. May be done again after it has failed.
+// What new arrays begin with, where that is not zero, and masters that are due. What fails is done
+// again by the next call.
 void Context::fill_new() {
-  for (; filled_ < prepared_; ++filled_) {
-    Param& p = params_[filled_];
-    if (p.count == 0) continue;
-    if (p.master) take_master(p);
-    const ga_optimizer& o = groups_[static_cast<size_t>(p.group)].optimizer;
-    for (int k = 0; k < kMaxSlots; ++k) {
+  for (size_t i = 0; i < prepared_; ++i) {
+    Param& p = params_[i];
+    if (p.master_due) take_master(p);
+    p.master_due = false;
+    for (int k = 0; p.state_due && k < kMaxSlots; ++k) {
+      const ga_optimizer& o = groups_[static_cast<size_t>(p.group)].optimizer;
       const double initial = info_of(p).initial(o, k);
       if (!p.state[k] || initial == 0) continue;
       FinishTask task = {};
@@ -296,7 +317,9 @@ void Context::fill_new() {
       task.count = p.count;
       backend_->finish({&task, 1});
     }
+    p.state_due = false;
   }
+  unfilled_ = false;
 }
 
 void Context::take_master(Param& p) {

@@ -32,7 +32,7 @@ struct Tables<TypeList<O...>> {
 
   static constexpr std::array<OptimizerInfo, sizeof...(O)> infos = {OptimizerInfo{
       O::name, O::has_flavor, O::defaults, O::check, op_of<O>, O::bf16_state, O::matrices_only,
-      O::lazy, O::initial, O::advance, O::factor_gain, O::factor_floor}...};
+      O::limits_norm, O::lazy, O::initial, O::advance, O::factor_gain, O::factor_floor}...};
 };
 
 template <class Op>

@@ -19,7 +19,7 @@ struct OptimizerInfo {
   void (*check)(const ga_optimizer&);           // beyond what holds for all
   int (*op)(const ga_optimizer&, bool matrix);  // position in AllOps; -1: no Op
   // As in OptimizerBase.
-  bool bf16_state, matrices_only;
+  bool bf16_state, matrices_only, limits_norm;
   bool (*lazy)(const ga_optimizer&);
   double (*initial)(const ga_optimizer&, int slot);
   void (*advance)(const ga_optimizer&, Clock&);

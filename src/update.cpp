@@ -32,7 +32,7 @@ uint64_t Context::key(Purpose purpose, int64_t a, int64_t b, int64_t c) const {
 void Context::fill_clipped(ga_param id, double mean, GradientView& v) {
   const Param& p = params_[static_cast<size_t>(id)];
   Tensor& t = tensors_[static_cast<size_t>(id)];
-  if (clip_units_ && t.clipped.pattern) {
+  if (by_units(p) && t.clipped.pattern) {
     v.source = {&t.clipped, kClipped, 1};
     v.scale = p.factor;
     v.limit = HUGE_VAL;
@@ -74,7 +74,7 @@ void Context::update(double mean, Reduction& r) {
   for (UpdateTask& task : updates_) task.count = 0;
   int32_t limited = -1;
   for (const Group& g : groups_)
-    if (g.optimizer.max_grad_norm > 0) limited = g.optimizer.kind;
+    if (g.info->limits_norm && g.optimizer.max_grad_norm > 0) limited = g.optimizer.kind;
   for (ga_param id : touched_) {
     Param& p = params_[static_cast<size_t>(id)];
     const Group& g = groups_[static_cast<size_t>(p.group)];
@@ -87,8 +87,10 @@ void Context::update(double mean, Reduction& r) {
   }
   backend_->finish(finish_tasks_.span());
   backend_->update({updates_.data(), updates_.size()});
-  backend_->update(update_tasks_.span());
   if (!layers_.empty()) update_layers(mean, r, limited);
+  if (lazy_)
+    for (ga_param id : touched_)
+      if (is_lazy(id)) update_rows(id);
   if (ema_) move_averages();
   for (Group& g : groups_) g.info->advance(g.optimizer, g.clock);
   ++steps_;
@@ -112,12 +114,10 @@ void Context::add_update(ga_param id, double mean) {
   begin_update(id, task);
   fill_clipped(id, mean, task.gradient);
   fold(p, task);
-  if (!is_lazy(id)) {
+  if (is_lazy(id))
+    task.count = 0;  // see update_rows
+  else
     p.averaged = ema_.has_value();
-    return;
-  }
-  update_rows(id, task);
-  task.count = 0;
 }
 
 void Context::deliver(ga_param id, double mean) {
@@ -163,14 +163,16 @@ void Context::fold(const Param& p, UpdateTask& task) {
 
 // Whether only the rows with a gradient are updated.
 bool Context::is_lazy(ga_param id) const {
-  return params_[static_cast<size_t>(id)].held == Held::kRows &&
+  const Held held = params_[static_cast<size_t>(id)].held;
+  return (held == Held::kRows || held == Held::kNothing) &&
          tensors_[static_cast<size_t>(id)].options.rows == GA_ROWS_LAZY;
 }
 
-// Makes of the update of a whole parameter those of its rows with a gradient.
-void Context::update_rows(ga_param id, UpdateTask whole) {
+// The updates of a parameter's rows with a gradient, so many at a time as there is room for.
+void Context::update_rows(ga_param id) {
   const Tensor& t = tensors_[static_cast<size_t>(id)];
   const Param& p = params_[static_cast<size_t>(id)];
+  UpdateTask whole = updates_[static_cast<size_t>(id)];
   whole.average.data = nullptr;  // a pass of its own moves those of all rows
   whole.padded_state = false;
   whole.count = t.rows > 0 ? p.count / t.rows : 0;
@@ -179,13 +181,19 @@ void Context::update_rows(ga_param id, UpdateTask whole) {
   const auto move = [](Array& a, int64_t elements) {
     if (a.data) a.data = static_cast<char*>(a.data) + elements * dtype_info(a.format).size;
   };
-  for (const RowEntry& row : t.set.entries) {
-    UpdateTask& task = update_tasks_.add();
-    task = whole;
-    task.first = row.row * whole.count;
-    move(task.param, task.first);
-    move(task.copy, task.first);
-    for (int k = 0; k < op_info(task.op).slots; ++k) move(task.state[k], task.first);
+  const std::vector<RowEntry>& rows = t.set.entries;
+  for (size_t first = 0; first < rows.size(); first += kRowBatch) {
+    update_tasks_.clear();
+    const size_t end = std::min(rows.size(), first + kRowBatch);
+    for (size_t r = first; r < end; ++r) {
+      UpdateTask& task = update_tasks_.add();
+      task = whole;
+      task.first = rows[r].row * whole.count;
+      move(task.param, task.first);
+      move(task.copy, task.first);
+      for (int k = 0; k < op_info(task.op).slots; ++k) move(task.state[k], task.first);
+    }
+    backend_->update(update_tasks_.span());
   }
 }
 
@@ -231,6 +239,7 @@ void Context::update_units(Span<const ga_param> ids, double mean, Reduction& r) 
     add_update(id, mean);
     UpdateTask& task = updates_[static_cast<size_t>(id)];
     update_tasks_.add() = task;
+    update_tasks_.last().padded_state = false;  // a piece may end where another begins
     update_tasks_.last().units = &unit_tasks_[i];
     update_tasks_.last().agc = &agc_tasks_[i];
     task.count = 0;

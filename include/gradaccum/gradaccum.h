@@ -117,8 +117,9 @@ typedef enum ga_status {
   GA_ERROR_UNSUPPORTED = 4, /* not in this build or on this machine; the sentence says what */
   GA_ERROR_NONFINITE = 5,   /* the window holds infinities or NaN, under GA_NONFINITE_FAIL */
   GA_ERROR_FAULT = 6,       /* a device, a matrix engine or the program's parallel_for failed in
-                               mid-work. From a call that accumulates: the window is invalid,
-                               parameters and state are as they were, ga_discard is the way on. From
+                               mid-work. From a call that accumulates: the window is invalid, or
+                               still empty where the library's arrays were being made; parameters
+                               and state are as they were, ga_discard is the way on. From
                                ga_step: the parameters may be half updated and only
                                ga_context_destroy is legal; all else answers this status again */
   GA_ERROR_INTERNAL = 7     /* a defect of the library: please report the sentence */
@@ -176,7 +177,7 @@ enum ga_nonfinite {
    16-bit accumulator overflows by their number. Not more accurate. Needs GA_GRADIENT_MEAN and
    GA_REDUCE_MEAN.
    COMPENSATED: a 16-bit accumulator becomes a pair, the sum and what its rounding lost: twice the
-   memory, 16 (bf16) or 22 (f16) bits of precision in place of 8 or 11.
+   memory, 16 (bf16) or 22 (f16; fewer where the sum is below 1/8) bits in place of 8 or 11.
    STOCHASTIC: a 16-bit accumulator is rounded up or down by chance, so that small terms are not
    lost on average. The chances come from a counter (ga_config.seed, window, micro-batch,
    contribution, parameter, element): the same run gives the same bits with any threads.
@@ -263,7 +264,8 @@ typedef struct ga_memory {
   int64_t masters;  /* f32 copies of 16-bit parameters */
   int64_t averages; /* ga_context_set_ema */
   int64_t rows;     /* 4 bytes for each row of a parameter with ga_param_options.rows, and room for
-                       the rows of a window, 40 bytes each */
+                       the rows of the largest window so far, 40 bytes each; as much again is in
+                       workspace */
 } ga_memory;
 
 GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
@@ -365,7 +367,8 @@ typedef struct ga_optimizer {
   double momentum_decay;      /* NADAM: beta1 (1 - 0.96^(t momentum_decay) / 2); >= 0 */
   double trust_coefficient;   /* LARS; > 0 */
   double max_grad_norm;       /* LAMB, TORCH: the gradient is first divided by max(1, n /
-                                 max_grad_norm), n the norm over all LAMB groups; 0: is not */
+                                 max_grad_norm), n the norm over all LAMB groups, also those where
+                                 it is 0: is not */
   double eps2;                /* ADAFACTOR: least root mean square of p in the step size; >= 0 */
   double beta2_decay;         /* ADAFACTOR: beta2 = 1 - t^beta2_decay; <= 0 */
   double clip_threshold;      /* ADAFACTOR: largest root mean square of an update; > 0 */
@@ -452,9 +455,9 @@ enum ga_clip_scope {
   GA_CLIP_AGC = 3         /* adaptive gradient clipping (Brock et al. 2021): each unit of a
                              parameter, a filter or a neuron, by its norm against the parameter's:
                              with M = agc_factor max(|p|, agc_eps), g <- g M / max(|g|, 1e-6) where
-                             |g| > M. Where units are rows (axis 0 is kept) their norms are made on
-                             the way; else they cost a pass over gradients and parameters, 8 bytes
-                             an element */
+                             |g| > M. Costs a pass over gradients and parameters, 8 bytes an
+                             element; none where units are rows (axis 0 is kept) and the optimizer
+                             is not layer-wise: it is then made on the way */
 };
 
 /* The units of GA_CLIP_AGC: the axes that a unit's norm is taken over, by the rank of the
@@ -511,8 +514,8 @@ typedef struct ga_loss_scaler {
   double initial_scale;    /* within the two below; default 65536 */
   double growth_factor;    /* > 1; default 2 */
   double backoff_factor;   /* (0, 1); default 0.5 */
-  double min_scale;        /* > 0; default 2^-126 */
-  double max_scale;        /* finite as an f32; default 2^127 */
+  double min_scale;        /* the scale stays at or above it; > 0; default 2^-126 */
+  double max_scale;        /* and at or below it; finite as an f32; default 2^127 */
   int64_t growth_interval; /* > 0; default 2000 */
   int32_t hysteresis;      /* > 0; default 1: that many non-finite windows since the scale last grew
                               until one backs it off, and so does each one after that */
@@ -535,6 +538,7 @@ GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out, const void** 
    updates it: e <- e + (1 - d) (p - e), after the context's t-th step. In the first, e = p.
      TORCH     d = decay, as torch.optim.swa_utils.get_ema_avg_fn
      KARRAS    d = (1 - 1 / t)^(gamma + 1): the window grows with t (Karras et al. 2024, eq. 6)
+   p is the master where there is one. One that is added later begins with its first step.
    Parameters without a gradient in a window, frozen ones and lazily updated ones take part; a pass
    of its own then moves theirs. Those of GA_OPTIMIZER_EXTERNAL are taken as ga_step finds them. */
 enum ga_ema_kind { GA_EMA_TORCH = 0, GA_EMA_KARRAS = 1 };
@@ -566,8 +570,8 @@ enum ga_master { GA_MASTER_F32 = 0, GA_MASTER_NONE = 1 };
 enum ga_rounding { GA_ROUND_NEAREST = 0, GA_ROUND_STOCHASTIC = 1 };
 
 /* Whether ga_accumulate_rows is for a parameter. DENSE: a row without a gradient counts as zeros.
-   LAZY: rows without a gradient are left as they are, their state with them: SGD (dampening 0),
-   ADAM, ADAMW and ADAGRAD. */
+   LAZY: rows without a gradient are left as they are, their state with them, also under
+   GA_MISSING_ZERO: SGD (dampening 0), ADAM, ADAMW and ADAGRAD. */
 enum ga_rows { GA_ROWS_NONE = 0, GA_ROWS_DENSE = 1, GA_ROWS_LAZY = 2 };
 
 typedef struct ga_param_options {
@@ -614,14 +618,14 @@ GA_API ga_status ga_params_add_flat(ga_context* ctx, void* data, int32_t dtype,
    while the window is empty. */
 GA_API ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data);
 
-/* Tells that the program has written the parameter, which has a master: the master is taken from it
-   anew. Needed only after the first contribution to a window, which makes the masters. Legal while
-   the window is empty. */
+/* Tells that the program has written the parameter, which has a master: the next contribution takes
+   the master from it anew. Needed only after the first contribution to a window, which makes the
+   masters; without a master nothing needs to be told. Legal while the window is empty. */
 GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
 
 /* Writes the moving average of a parameter to out: as many elements, of dtype, rounded to nearest.
    out must not overlap a parameter. Before the first applied step it is the parameter itself.
-   GA_ERROR_INVALID_STATE: the context keeps no averages. */
+   GA_ERROR_INVALID_STATE: the context keeps no averages. GA_ERROR_FAULT: out is half written. */
 GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, int32_t dtype);
 
 /* Freezes a parameter (its gradients are not read, it is not updated) or wakes it. Legal while the
@@ -655,8 +659,9 @@ GA_API ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void*
    indices[i] of the parameter, for i in [0, count). A row is what shape[0] counts. values: count
    rows, dense, of the parameter's gradient dtype. indices: index_dtype, GA_I32 or GA_I64, in
    [0, shape[0]), in any order; repeated ones add up. Needs ga_param_options.rows, and costs what
-   its rows cost; so does ga_step with GA_ROWS_LAZY. Rows and whole gradients may come to one
-   parameter in one window; it is then dense. GA_ERROR_UNSUPPORTED: with ga_config.noise_scale or
+   its rows cost; so does ga_step with GA_ROWS_LAZY, but for averages, GA_CLIP_AGC, and max_value
+   before a norm, which take passes over the whole parameter. Rows and whole gradients may come to
+   one parameter in one window; it is then dense. GA_ERROR_UNSUPPORTED: with ga_config.noise_scale or
    GA_CLIP_MICRO. */
 GA_API ga_status ga_accumulate_rows(ga_context* ctx, ga_param param, const void* indices,
                                     int32_t index_dtype, int64_t count, const void* values);
@@ -742,7 +747,8 @@ typedef struct ga_step_result {
   double weight;         /* sum of their weights */
   double norm;           /* 2-norm of the whole reduced gradient before clipping; NaN or infinite if
                             skipped for that, 0 if skipped for being empty */
-  double clip_factor;    /* the smallest factor that a clip by norm applied; 1 without */
+  double clip_factor;    /* the smallest factor that a clip by norm applied to the reduced gradient;
+                            1 without. With GA_CLIP_MICRO, norm is that of clipped micro-batches */
   double lr;             /* learning rate of group 0 in this step; 0 if skipped */
   double loss_scale;     /* that ga_loss_scale gave in this window */
   int64_t skipped;       /* windows that were not applied, since the context was made */

@@ -73,6 +73,7 @@ struct RowEntry {
   int64_t row;
   Partial partial;
 };
+constexpr size_t kRowBatch = 1024;  // rows that are updated at a time
 struct RowSet {
   uint32_t* slots;
   std::vector<RowEntry> entries;  // in the order of their first contribution
@@ -286,9 +287,9 @@ class Backend {
   virtual void update_by_units(Span<const UpdateTask> tasks) = 0;
   virtual void factor(Span<const FactorTask> tasks) = 0;
 
-  // The position of the first index outside of [0, rows), or -1. Makes room for all of them in the
-  // set: the call that follows does not allocate.
-  virtual int64_t prepare_rows(const RowsTask& task, int64_t rows) = 0;
+  // The position of the first index outside of [0, rows), or -1. Makes room in the set for all of
+  // them, and for so many that wait: accumulate_rows does not allocate.
+  virtual int64_t prepare_rows(const RowsTask& task, int64_t rows, int64_t waiting) = 0;
   virtual void accumulate_rows(const RowsTask& task) = 0;
 
   // GA_ERROR_UNSUPPORTED, before anything is touched, where there is no matrix engine. converted:

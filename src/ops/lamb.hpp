@@ -59,6 +59,7 @@ struct LambOp : LayerWise {
 struct Lamb : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_LAMB;
   static constexpr const char* name = "LAMB";
+  static constexpr bool limits_norm = true;
   template <class T>
   using Ops = TypeList<LambOp<T>>;
 

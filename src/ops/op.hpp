@@ -128,6 +128,8 @@ struct LayerWise : ElementWise {
 struct OptimizerBase {
   static constexpr bool bf16_state = true;
   static constexpr bool matrices_only = false;
+  // Whether max_grad_norm is for it.
+  static constexpr bool limits_norm = false;
   static bool has_flavor(int32_t flavor) { return flavor == GA_FLAVOR_TORCH; }
   static void check(const ga_optimizer&) {}
   static int select(const ga_optimizer&, bool) { return 0; }

@@ -71,11 +71,12 @@ class CpuBackend final : public Backend {
   }
 
   void reserve(int64_t chunks, int64_t accumulator_bytes) override {
-    // A factored second moment takes two sums of every tensor.
-    work_.reserve(2 * static_cast<size_t>(chunks));
-    items_.reserve(2 * static_cast<size_t>(chunks) + 1);
-    unit_tasks_.reserve(2 * static_cast<size_t>(chunks));
-    threads_.reserve(2 * chunks);
+    // A factored second moment takes two sums of every tensor; what the matrix engine copies is in
+    // four pieces to a chunk.
+    grow(work_, 2 * static_cast<size_t>(chunks));
+    grow(items_, 2 * static_cast<size_t>(chunks) + 1);
+    grow(unit_tasks_, 2 * static_cast<size_t>(chunks));
+    threads_.reserve(4 * chunks + 1);
     // Gradients and accumulators of a window against the cache: past it, written lines are not
     // wanted there.
     stream_ = 2 * accumulator_bytes > cache_;
@@ -85,7 +86,10 @@ class CpuBackend final : public Backend {
 
   int64_t table_bytes(int64_t chunks) const override {
     return 2 * chunks * static_cast<int64_t>(sizeof(Work) + sizeof(int64_t) + sizeof(UnitTask)) +
-           Threads::reserve_bytes(2 * chunks) + matmul_.bytes();
+           Threads::reserve_bytes(4 * chunks + 1) + matmul_.bytes() +
+           static_cast<int64_t>(chains_.capacity() * sizeof(Chain) +
+                                next_.capacity() * sizeof(int64_t) +
+                                order_.capacity() * sizeof(Touched));
   }
 
   void accumulate(Span<const AccumulateTask> tasks) override {
@@ -170,17 +174,17 @@ class CpuBackend final : public Backend {
       tasks.data[t].f64 ? blend<double>(tasks.data[t]) : blend<float>(tasks.data[t]);
   }
 
-  int64_t prepare_rows(const RowsTask& task, int64_t rows) override {
+  int64_t prepare_rows(const RowsTask& task, int64_t rows, int64_t waiting) override {
     for (int64_t i = 0; i < task.count; ++i) {
       const int64_t row = row_of(task, i);
       if (row < 0 || row >= rows) return i;
     }
     const auto count = static_cast<size_t>(task.count);
-    grow(task.set->entries, task.set->entries.size() + count);
-    grow(chains_, task.set->entries.size() + count);
+    const size_t most = task.set->entries.size() + static_cast<size_t>(waiting) + count;
+    grow(task.set->entries, most);
+    grow(chains_, most);
     grow(order_, count);
     next_.resize(std::max(next_.size(), count));
-    items_.reserve(count + 1);
     threads_.reserve(task.count);
     return -1;
   }
