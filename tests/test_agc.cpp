@@ -397,6 +397,88 @@ TEST(Agc, SkipsWhatIsNotFinite) {
   }
 }
 
+// Units that are rows are clipped piece by piece, and a piece ends in the middle of a cache line of
+// the state that the next one begins in.
+TEST(Agc, PiecesLeaveTheirNeighboursAlone) {
+  const Shape shape = {1001, 131};
+  const int64_t count = product(shape);
+  const ga_clip none = clip(GA_CLIP_NONE, 0), all = agc(GA_AGC_TORCH, 1e9);
+  Block first;
+  for (const int32_t threads : {1, 2, 3}) {
+    for (const ga_clip& c : {none, all}) {
+      ga_config config = test::config();
+      config.num_threads = threads;
+      Context ctx(config);
+      ga_optimizer sgd = plain_sgd(0.1);
+      sgd.momentum = 0.9;
+      Block p(static_cast<size_t>(count), 0.5f), g(static_cast<size_t>(count));
+      Random random(7);
+      for (float& x : g) x = static_cast<float>(random.signed_unit());
+      EXPECT_OK(ga_param_add(ctx, ctx.group(sgd), "p", p.data(), GA_F32, 2, shape.data(), nullptr,
+                             nullptr));
+      EXPECT_OK(ga_context_set_clip(ctx, &c));
+      for (int t = 0; t < 3; ++t) {
+        ctx.accumulate({g.data()});
+        step(ctx);
+      }
+      if (first.empty()) first = p;
+      EXPECT_TRUE(same_bits(first, p)) << threads << " threads, scope " << c.scope;
+    }
+  }
+}
+
+// A gradient is read through its units' factors in the window that made them, and in no other.
+TEST(Agc, IsForgottenWithItsWindow) {
+  const auto window = [](ga_context* ctx, std::vector<const void*> gradients) {
+    EXPECT_OK(ga_accumulate(ctx, gradients.data(), gradients.size(), 1, nullptr));
+    step(ctx);
+  };
+  const float one = 1, two = 2;
+  const ga_clip units = agc(GA_AGC_TF, 1e9);
+  {  // a window without a gradient, which counts as zero
+    ga_config c = config();
+    c.missing = GA_MISSING_ZERO;
+    Context ctx(c);
+    const ga_group group = ctx.group(plain_sgd());
+    float a = 0, b = 0;
+    ctx.param(group, "a", &a, 1);
+    ctx.param(group, "b", &b, 1);
+    EXPECT_OK(ga_context_set_clip(ctx, &units));
+    window(ctx, {&one, &one});
+    window(ctx, {&one, nullptr});
+    EXPECT_EQ(b, -1);
+  }
+  {  // a group that is taken out of it
+    Context ctx;
+    const ga_group first = ctx.group(plain_sgd()), second = ctx.group(plain_sgd());
+    float a = 0, b = 0;
+    ctx.param(first, "a", &a, 1);
+    ctx.param(second, "b", &b, 1);
+    EXPECT_OK(ga_context_set_clip(ctx, &units));
+    window(ctx, {&one, &one});
+    const ga_clip none = clip(GA_CLIP_NONE, 0);
+    EXPECT_OK(ga_group_set_clip(ctx, first, &none));
+    window(ctx, {&two, &two});
+    EXPECT_EQ(a, -3);
+    EXPECT_EQ(b, -3);
+  }
+  {  // one group in micro-batches, another in the step
+    Context ctx;
+    const ga_group first = ctx.group(plain_sgd()), second = ctx.group(plain_sgd());
+    float a = 0, b = 0, g = 1;
+    ctx.param(first, "a", &a, 1);
+    ctx.param(second, "b", &b, 1);
+    const ga_clip micro = in_micro(units);
+    EXPECT_OK(ga_group_set_clip(ctx, first, &micro));
+    EXPECT_OK(ga_group_set_clip(ctx, second, &units));
+    ctx.accumulate({&g, &g});
+    g = 99;  // it was consumed
+    step(ctx);
+    EXPECT_EQ(a, -1);
+    EXPECT_EQ(b, -1);
+  }
+}
+
 TEST(Agc, SameBitsForAnyThreadsAndIsa) {
   const std::vector<Shape> all = {
       {70000}, {3, 70000}, {70000, 3}, {3, 3, 64, 128}, {5, 7, 130, 65}};

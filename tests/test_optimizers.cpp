@@ -1109,5 +1109,62 @@ TEST(BadOptimizers, Setters) {
   EXPECT_EQ(group_lr(ctx), 1e-3);
 }
 
+// ---- Options of one optimizer beside another ----------------------------------------------------
+
+TEST(Groups, MaxGradNormIsLambsAlone) {
+  float results[2];
+  for (const bool also_elsewhere : {false, true}) {
+    Context ctx;
+    ga_optimizer lamb = optimizer(GA_OPTIMIZER_LAMB), sgd = plain_sgd(0.1);
+    lamb.eps = 1e-3;
+    if (also_elsewhere) sgd.max_grad_norm = 1;
+    Block a(4, 1.0f), b(4, 1.0f), g(4, 3.0f), h(4, 100.0f);
+    ctx.param(ctx.group(lamb), "a", a.data(), 4);
+    ctx.param(ctx.group(sgd), "b", b.data(), 4);
+    ctx.accumulate({g.data(), h.data()});
+    step(ctx);
+    EXPECT_EQ(b[0], -9.0f) << "1 - 0.1 * 100";
+    results[also_elsewhere] = a[0];
+  }
+  EXPECT_EQ(results[0], results[1]);
+}
+
+// Its copies of matrices are cut finer than the passes are.
+TEST(Muon, OnTheProgramsThreads) {
+  if (!has_onednn()) GTEST_SKIP() << "there is no matrix module";
+  Block results[2];
+  for (const bool own : {false, true}) {
+    ga_config c = config();
+    if (own) {
+      c.num_threads = 1;
+      c.parallel_for = [](void*, int64_t count, ga_task task, void* data) {
+        for (int64_t i = count; i-- > 0;) task(data, i);
+      };
+    }
+    Context ctx(c);
+    const int64_t shape[] = {512, 384};
+    Block p(512 * 384, 0.0f), g(p.size());
+    Random random(3);
+    for (float& x : g) x = static_cast<float>(random.signed_unit());
+    EXPECT_OK(ga_param_add(ctx, ctx.group(optimizer(GA_OPTIMIZER_MUON)), "p", p.data(), GA_F32, 2,
+                           shape, nullptr, nullptr));
+    ctx.accumulate({g.data()});
+    step(ctx);
+    results[own] = p;
+  }
+  EXPECT_TRUE(same_bits(results[0], results[1])) << "one thread each, so cut alike";
+}
+
+TEST(Adafactor, ItsMemoryIsToldBeforeItIsTaken) {
+  Context ctx;
+  const int64_t shape[] = {3, 700, 300};
+  Block p(3 * 700 * 300, 1.0f), g(p.size(), 1.0f);
+  EXPECT_OK(ga_param_add(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAFACTOR)), "p", p.data(), GA_F32,
+                         3, shape, nullptr, nullptr));
+  const ga_memory before = memory(ctx);
+  ctx.accumulate({g.data()});
+  EXPECT_EQ(memory(ctx).total, before.total);
+}
+
 }  // namespace
 }  // namespace ga::test

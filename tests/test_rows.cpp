@@ -659,6 +659,49 @@ TEST(Rows, WrongOptions) {
   }
 }
 
+TEST(Rows, NoneAreNotAWholeGradient) {
+  ga_config c = config();
+  c.nonfinite = GA_NONFINITE_DROP_MICRO;
+  Context ctx(c);
+  Block p(6, 1.0f), values(6, 5.0f);
+  const std::vector<int64_t> shape = {3, 2};
+  const ga_param_options o = with_rows(GA_ROWS_LAZY);
+  EXPECT_OK(ga_param_add(ctx, ctx.group(plain_sgd()), "p", p.data(), GA_F32, 2, shape.data(), &o,
+                         nullptr));
+  for (const void* data :
+       {static_cast<const void*>(values.data()), static_cast<const void*>(nullptr)}) {
+    EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+    EXPECT_OK(ga_accumulate_rows(ctx, 0, nullptr, GA_I32, 0, data));
+    EXPECT_OK(ga_micro_end(ctx));
+    step(ctx);
+    EXPECT_EQ(p, Block(6, 1.0f));
+  }
+}
+
+TEST(Rows, LazyOnesStayInAWindowWithoutAny) {
+  ga_config c = config();
+  c.missing = GA_MISSING_ZERO;
+  Context ctx(c);
+  ga_optimizer decaying = optimizer(GA_OPTIMIZER_ADAMW);
+  decaying.lr = 0.1;
+  decaying.weight_decay = 0.5;
+  Block p(6, 1.0f), values(2, 5.0f);
+  const std::vector<int64_t> shape = {3, 2};
+  const ga_param_options o = with_rows(GA_ROWS_LAZY);
+  EXPECT_OK(
+      ga_param_add(ctx, ctx.group(decaying), "p", p.data(), GA_F32, 2, shape.data(), &o, nullptr));
+  EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+  EXPECT_OK(accumulate_rows(ctx, 0, {1}, GA_I32, values.data()));
+  EXPECT_OK(ga_micro_end(ctx));
+  step(ctx);
+  EXPECT_LT(p[2], 1.0f);
+  const Block after = p;
+  EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+  EXPECT_OK(ga_micro_end(ctx));
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  EXPECT_EQ(p, after);
+}
+
 TEST(Rows, FrozenAndOfWeightZeroAreNotRead) {
   Tensor p(GA_F32, 12, 1), bad(GA_F32, 12, NAN);
   Context ctx;

@@ -661,8 +661,8 @@ GA_API ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void*
    [0, shape[0]), in any order; repeated ones add up. Needs ga_param_options.rows, and costs what
    its rows cost; so does ga_step with GA_ROWS_LAZY, but for averages, GA_CLIP_AGC, and max_value
    before a norm, which take passes over the whole parameter. Rows and whole gradients may come to
-   one parameter in one window; it is then dense. GA_ERROR_UNSUPPORTED: with ga_config.noise_scale or
-   GA_CLIP_MICRO. */
+   one parameter in one window; it is then dense. GA_ERROR_UNSUPPORTED: with ga_config.noise_scale
+   or GA_CLIP_MICRO. */
 GA_API ga_status ga_accumulate_rows(ga_context* ctx, ga_param param, const void* indices,
                                     int32_t index_dtype, int64_t count, const void* values);
 
