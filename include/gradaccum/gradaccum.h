@@ -52,9 +52,9 @@
  *   - A window with a non-finite gradient is skipped (default) or reported, see ga_nonfinite.
  *
  * GRADIENTS BY PART. A program that produces gradients layer by layer opens a micro-batch itself,
- * with ga_micro_begin, contributes with ga_accumulate_part, ga_accumulate_matmul or
- * ga_accumulator_acquire, and closes it with ga_micro_end. Several contributions to one parameter
- * in one micro-batch add up (tied weights).
+ * with ga_micro_begin, contributes with ga_accumulate_part, ga_accumulate_rows,
+ * ga_accumulate_matmul or ga_accumulator_acquire, and closes it with ga_micro_end. Several
+ * contributions to one parameter in one micro-batch add up (tied weights).
  *
  * CONVENTIONS, which hold unless a function says otherwise
  *   Errors      Every function returns a ga_status. A call that does not return GA_OK has changed
