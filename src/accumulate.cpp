@@ -367,7 +367,7 @@ void Context::settle(int64_t index) {
       task.gradient = micro_view(c, micro);
       task.f64 = params_[static_cast<size_t>(c.param)].f64;
       task.count = c.count;
-      task.partials = &micro_partials_[c.partials];
+      task.partials = micro_partials_.data() + c.partials;
     }
     backend_->norm(norm_tasks_.span());
   });

@@ -242,7 +242,7 @@ void Context::clip_micro_batch(const Micro& micro) {
     Group& g = groups_[static_cast<size_t>(p.group)];
     const bool clamped = std::isfinite(clip_of(p).max_value);
     p.factor = 1;
-    p.sum_squares = sum(&micro_partials_[c.partials], chunk_count(c.count),
+    p.sum_squares = sum(micro_partials_.data() + c.partials, chunk_count(c.count),
                         clamped ? &Partial::limited : &Partial::sum_squares);
     (g.own_clip ? g.sum_squares : shared) += p.sum_squares;
     t.clipped = {micro_view(c, micro), nullptr, nullptr};
