@@ -40,7 +40,6 @@ class TaskList {
   void clear() { size_ = 0; }
   Task& add() { return tasks_[size_++]; }  // holds what a former list left there
   Task& last() { return tasks_[size_ - 1]; }
-  size_t size() const { return size_; }
   Span<Task> span_from(size_t first) { return {tasks_.data() + first, size_ - first}; }
   Span<const Task> span() const { return {tasks_.data(), size_}; }
 
