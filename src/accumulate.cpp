@@ -12,18 +12,26 @@
 namespace ga {
 
 Micro Context::make_micro(double weight, const double* scale) const {
-  const Micro m = {weight, scale ? *scale : loss_scale()};
+  const bool late = !scale && late_scale();  // then only the device knows it: 0
+  const Micro m = {weight, scale ? *scale : late ? 0 : loss_scale()};
   if (!(m.weight >= 0) || !std::isfinite(m.weight))
     fail(GA_ERROR_INVALID_ARGUMENT, "weight was %g, expected a finite number >= 0", m.weight);
-  if (!std::isfinite(m.loss_scale) || m.loss_scale == 0)
+  if (!late && (!std::isfinite(m.loss_scale) || m.loss_scale == 0))
     fail(GA_ERROR_INVALID_ARGUMENT, "loss scale was %g, expected a finite number other than 0",
          m.loss_scale);
   return m;
 }
 
-double Context::contribution_scale(const Micro& m) const {
+// data as what is added: the loss scale undone, times the weight.
+Source Context::contribution(const void* data, int32_t dtype, const Micro& m) const {
   const double weight = config_.gradient_kind == GA_GRADIENT_MEAN ? m.weight : 1;
-  return weight / m.loss_scale;
+  if (m.loss_scale == 0) return {data, dtype, weight, &control_.at()->scaler.scale};
+  return {data, dtype, weight / m.loss_scale, nullptr};
+}
+
+Source Context::adopted_of(const Param& p) const {
+  return {p.adopted, p.gradient_dtype, p.adopted_scale,
+          p.adopted_late ? &control_.at()->scaler.scale : nullptr};
 }
 
 // What a call may not do under options that need every gradient as a whole, where it is.
@@ -50,11 +58,13 @@ void Context::check_values(ga_param id, const void* data, int64_t count, int32_t
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s at %p overlaps %s%s%s", name(id), what,
          data, r->param < 0 ? "memory of the library" : "parameter \"",
          r->param < 0 ? "" : name(r->param), r->param < 0 ? "" : "\"");
+  if (config_.device != GA_DEVICE_CPU && count > 0)
+    backend_->check_memory(data, (std::string("parameter \"") + name(id) + "\": " + what).c_str());
 }
 
 void Context::check_gradient(ga_param id, const void* gradient) {
   Param& p = params_[static_cast<size_t>(id)];
-  if (p.held == Held::kAdopted && gradient == p.adopted && p.count > 0)
+  if (p.held() == Held::kAdopted && gradient == p.adopted && p.count > 0)
     fail(GA_ERROR_INVALID_ARGUMENT,
          "parameter \"%s\": its second gradient in this window came at %p, where its first still "
          "lives (GA_GRADIENTS_LIVE)",
@@ -64,39 +74,42 @@ void Context::check_gradient(ga_param id, const void* gradient) {
   p.checked = gradient;
 }
 
-Array Context::target_of(ga_param id) {
+Array Context::target_of(ga_param id) const {
   const Param& p = params_[static_cast<size_t>(id)];
-  if (p.pair) return {&tensors_[static_cast<size_t>(id)].pair, kPair};
+  if (p.pair) return {&composites_.at(static_cast<size_t>(id))->pair, kPair};
   return {p.accumulator, p.accumulator_dtype};
 }
 
 // One contribution: a task over the data and what it makes of the parameter. Checks are behind it;
 // if the pass fails, the window is invalid and none of this is looked at again.
-void Context::plan(ga_param id, const Source& given) {
+AccumulateTask* Context::plan(ga_param id, const Source& given) {
   Param& p = params_[static_cast<size_t>(id)];
-  if (adopts_ && p.held == Held::kNothing && p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32)) {
-    p.held = Held::kAdopted;
+  if (adopts_ && p.held() == Held::kNothing && p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32)) {
+    p.hold(Held::kAdopted);
     p.adopted = given.data;
     p.adopted_scale = given.scale;
-    return;
+    p.adopted_late = given.divisor != nullptr;
+    return nullptr;
   }
   AccumulateTask& task = accumulate_tasks_.add();
   task.target = {p.accumulator, p.accumulator_dtype};
   task.count = p.count;
   task.partials = p.partials;
-  task.keep = p.held == Held::kStored ? 1 : 0;
+  task.keep = p.held() == Held::kStored ? 1 : 0;
   task.sources = 1;
   task.noise = 0;
-  task.rounding = {false, 0};
+  task.plan = nullptr;
+  task.param = id;
+  task.counter = nullptr;
   Source* source = &task.source[0];
-  if (p.held == Held::kAdopted) {
-    *source++ = {p.adopted, p.gradient_dtype, p.adopted_scale};
+  if (p.held() == Held::kAdopted) {
+    *source++ = adopted_of(p);
     task.sources = 2;
   }
   *source = given;
-  p.held = Held::kStored;
+  p.hold(Held::kStored);
   p.stale = false;  // new partials come with what is stored
-  if (plain_) return;
+  if (plain_path_) return &task;
 
   task.target = target_of(id);
   if (config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN) {
@@ -104,8 +117,11 @@ void Context::plan(ga_param id, const Source& given) {
     source->scale /= micro_.window_weight;
     p.held_weight = micro_.window_weight;
   }
-  if (config_.accumulation == GA_ACCUMULATE_STOCHASTIC)
-    task.rounding = {true, key(Purpose::kAccumulate, windows_, p.contributions, id)};
+  if (config_.accumulation == GA_ACCUMULATE_STOCHASTIC) {
+    task.counter = &control_.at()->windows;
+    task.seed = config_.seed;
+    task.contribution = p.contributions;
+  }
   if (config_.noise_scale) {
     // c is the weight times the mean over the micro-batch; |c / b|^2 counts with b / B.
     task.noise = 1 / micro_.weight;
@@ -115,6 +131,7 @@ void Context::plan(ga_param id, const Source& given) {
     p.last_micro = micro_.index;
   }
   ++p.contributions;
+  return &task;
 }
 
 template <class Work>
@@ -160,12 +177,14 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
       });
     } else {
       each([&](ga_param id, const Param& p, const void*) {
-        if (p.held == Held::kRows) make_dense(id);
+        if (p.held() == Held::kRows) make_dense(id);
       });
       set_micro(micro, window_.size(), window_.weight() + micro.weight);
-      const double scale = contribution_scale(micro);
+      Source source = contribution(nullptr, GA_F32, micro);
       each([&](ga_param id, const Param& p, const void* gradient) {
-        plan(id, {gradient, p.gradient_dtype, scale});
+        source.data = gradient;
+        source.format = p.gradient_dtype;
+        plan(id, source);
       });
     }
   }
@@ -224,37 +243,38 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
   make_dense(id);
   accumulate_tasks_.clear();
   set_micro(micro, window_.open_index(), window_.weight());
-  plan(id, {gradient, p.gradient_dtype, contribution_scale(micro)});
+  plan(id, contribution(gradient, p.gradient_dtype, micro));
   or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
 }
 
 // Copies an adopted gradient where someone else is about to add to it.
 void Context::store_adopted(ga_param id) {
   Param& p = params_[static_cast<size_t>(id)];
-  if (p.held != Held::kAdopted) return;
+  if (p.held() != Held::kAdopted) return;
   AccumulateTask task = {};
   task.target = target_of(id);
   task.count = p.count;
   task.partials = p.partials;
-  task.source[0] = {p.adopted, p.gradient_dtype, p.adopted_scale};
+  task.source[0] = adopted_of(p);
   task.sources = 1;
+  task.param = id;
   or_invalidate([&] { backend_->accumulate({&task, 1}); });
-  p.held = Held::kStored;
+  p.hold(Held::kStored);
   p.stale = false;
 }
 
 // Makes zeros of the rows that have no gradient yet, where someone is about to add to all of them.
 void Context::make_dense(ga_param id) {
   Param& p = params_[static_cast<size_t>(id)];
-  if (p.held != Held::kRows) return;
+  if (p.held() != Held::kRows) return;
   FinishTask task = {};
   task.gradient = identity(source_of(id));
   task.f64 = p.f64;
   task.target = target_of(id);
   task.count = p.count;
   or_invalidate([&] { backend_->finish({&task, 1}); });
-  tensors_[static_cast<size_t>(id)].set.entries.clear();
-  p.held = Held::kStored;
+  backend_->clear_rows({&tensors_[static_cast<size_t>(id)].set, 1});
+  p.hold(Held::kStored);
   p.stale = true;
 }
 
@@ -284,15 +304,16 @@ void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dt
   if (micro.weight == 0 || p.frozen) return;
   check_values(id, indices, count, dtype_info(index_dtype).size, "indices");
   check_values(id, values, elements, size, "values");
-  if (p.held == Held::kAdopted && values == p.adopted && elements > 0)
+  if (p.held() == Held::kAdopted && values == p.adopted && elements > 0)
     fail(GA_ERROR_INVALID_ARGUMENT,
          "parameter \"%s\": values came at %p, where its first gradient still lives "
          "(GA_GRADIENTS_LIVE)",
          name(id), values);
 
   const Contribution c = {id, values, indices, index_dtype, elements, count, 0};
-  const RowsTask task = rows_task(c, contribution_scale(micro));
-  const int64_t wrong = backend_->prepare_rows(task, t.rows, deferring() ? rows_held_ : 0);
+  const Source rows = contribution(values, p.gradient_dtype, micro);
+  const int64_t wrong =
+      backend_->prepare_rows(rows_task(c, rows), deferring() ? rows_held_ : 0);
   if (wrong >= 0)
     fail(
         GA_ERROR_INVALID_ARGUMENT,
@@ -305,86 +326,114 @@ void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dt
   if (deferring())
     defer(c);
   else
-    add_rows(c, contribution_scale(micro));
+    add_rows(c, rows, nullptr);
 }
 
-RowsTask Context::rows_task(const Contribution& c, double scale) {
-  Param& p = params_[static_cast<size_t>(c.param)];
-  Tensor& t = tensors_[static_cast<size_t>(c.param)];
+RowsTask Context::rows_task(const Contribution& c, const Source& values) const {
+  const Param& p = params_[static_cast<size_t>(c.param)];
+  const Tensor& t = tensors_[static_cast<size_t>(c.param)];
   RowsTask task = {};
   task.target = {p.accumulator, p.accumulator_dtype};
+  task.rows = t.rows;
   task.columns = t.rows > 0 ? p.count / t.rows : 0;
-  task.set = &t.set;
-  task.dense = p.held == Held::kStored || p.held == Held::kAdopted;
+  task.set = t.set;
+  task.dense = p.held() == Held::kStored || p.held() == Held::kAdopted;
   task.indices = c.indices;
   task.index_dtype = c.index_dtype;
   task.count = c.rows;
-  task.values = {c.gradient, p.gradient_dtype, scale};
+  task.values = values;
   return task;
 }
 
-void Context::add_rows(const Contribution& c, double scale) {
+void Context::add_rows(const Contribution& c, const Source& values, const MicroPlan* plan) {
   Param& p = params_[static_cast<size_t>(c.param)];
   store_adopted(c.param);
-  const RowsTask task = rows_task(c, scale);
+  RowsTask task = rows_task(c, values);
+  task.plan = plan;
   if (p.count > 0) or_invalidate([&] { backend_->accumulate_rows(task); });
   if (task.dense)
     p.stale = true;
   else
-    p.held = Held::kRows;
+    p.hold(task.set ? Held::kRows : Held::kStored);
 }
 
 // ---- Micro-batches that are judged as a whole ---------------------------------------------------
 
-// Puts a contribution on the list of the open micro-batch.
+// Puts a contribution on the list of the open micro-batch, and makes room for what it takes.
 void Context::defer(Contribution c) {
-  c.partials = micro_partials_.size();
-  if (contributions_.empty()) c.partials = 0;
-  if (contributions_.size() == contributions_.capacity())
-    contributions_.reserve(2 * contributions_.size() + 16);
-  micro_partials_.resize(c.partials + static_cast<size_t>(chunk_count(c.count)));
-  backend_->reserve(owned_.chunks + static_cast<int64_t>(micro_partials_.size()),
+  if (contributions_.empty()) micro_chunks_ = 0;
+  const size_t n = contributions_.size() + 1;
+  const size_t chunks = micro_chunks_ + static_cast<size_t>(chunk_count(c.count));
+  if (n > contributions_.capacity()) contributions_.reserve(2 * n + 16);
+  norm_tasks_.reserve(contributions_.capacity());
+  accumulate_tasks_.reserve(contributions_.capacity());
+  micro_inputs_.reserve(contributions_.capacity());
+  micro_units_.reserve(contributions_.capacity());
+  const auto room = [&](auto& state, size_t size) {
+    if (static_cast<size_t>(state.bytes()) >= size * sizeof(*state.at())) return;
+    auto larger = std::decay_t<decltype(state)>().grown(*backend_, 2 * size);
+    std::swap(state, larger);
+    larger.release(*backend_);
+  };
+  room(micro_plans_, contributions_.capacity());
+  room(micro_partials_, chunks);
+  backend_->reserve(owned_.chunks + static_cast<int64_t>(chunks),
+                    static_cast<int64_t>(std::max(params_.size(), contributions_.capacity())),
                     static_cast<int64_t>(owned_.bytes[kAccumulator]));
-  norm_tasks_.reserve(contributions_.capacity() + 1);
+  c.partials = micro_chunks_;
+  micro_chunks_ = chunks;
   contributions_.push_back(c);
-}
-
-// The micro-batch's own gradient, unscaled and clipped by value.
-GradientView Context::micro_view(const Contribution& c, const Micro& micro) const {
-  const Param& p = params_[static_cast<size_t>(c.param)];
-  const ga_clip& clip = clip_of(p);
-  const double limit = clip.when == GA_CLIP_MICRO ? clip.max_value : HUGE_VAL;
-  return {{c.gradient, p.gradient_dtype, 1 / micro.loss_scale}, 1, limit, 1};
 }
 
 // Reads what the micro-batch brought, and adds it, clipped, or drops it.
 void Context::settle(int64_t index) {
   const Micro micro = window_.micro(index);
-  or_invalidate([&] {
-    norm_tasks_.clear();
-    for (const Contribution& c : contributions_) {
-      NormTask& task = norm_tasks_.add();
-      task.gradient = micro_view(c, micro);
-      task.f64 = params_[static_cast<size_t>(c.param)].f64;
-      task.count = c.count;
-      task.partials = micro_partials_.data() + c.partials;
-    }
-    backend_->norm(norm_tasks_.span());
-  });
-  bool finite = true;
+  micro_inputs_.clear();
+  micro_units_.clear();
+  norm_tasks_.clear();
+  for (size_t k = 0; k < contributions_.size(); ++k) {
+    const Contribution& c = contributions_[k];
+    const auto i = static_cast<size_t>(c.param);
+    Param& p = params_[i];
+    Partial* const partials = micro_partials_.at(c.partials);
+    micro_inputs_.push_back({partials, chunk_count(c.count), c.param, p.pending,
+                             c.index_dtype != 0});
+    p.pending = true;
+    NormTask& task = norm_tasks_.add();
+    task.gradient = {contribution(c.gradient, p.gradient_dtype, {1, micro.loss_scale}),
+                     &micro_plans_.at(k)->view};
+    task.f64 = p.f64;
+    task.count = c.count;
+    task.partials = partials;
+    if (!clips_micro(p)) continue;
+    const bool units = clip_of(p).scope == GA_CLIP_AGC && tensors_[i].units;
+    const Units* const u = tensors_[i].units.get();
+    composites_.edit(i).clipped = {task.gradient, units ? u->at() : nullptr,
+                                   units ? u->factors : nullptr};
+    if (!units) continue;
+    units_.edit(i).gradient = task.gradient;
+    micro_units_.push_back(c.param);
+  }
   for (const Contribution& c : contributions_)
-    for (int64_t k = 0; k < chunk_count(c.count); ++k)
-      finite = finite && !micro_partials_[c.partials + static_cast<size_t>(k)].nonfinite;
-  if (!finite && config_.nonfinite == GA_NONFINITE_DROP_MICRO) {
+    params_[static_cast<size_t>(c.param)].pending = false;
+
+  bool added = true;
+  or_invalidate([&] {
+    const Span<const MicroInput> inputs = {micro_inputs_.data(), micro_inputs_.size()};
+    flush();
+    backend_->judge(inputs, micro_plans_.at(), micro, true);
+    backend_->norm(norm_tasks_.span());
+    backend_->judge(inputs, micro_plans_.at(), micro, false);
+    const Control* const known = backend_->known();
+    added = !known || known->micro_finite || config_.nonfinite != GA_NONFINITE_DROP_MICRO;
+    if (added) backend_->clip_units({micro_units_.data(), micro_units_.size()});
+  });
+  if (!added) {
     window_.drop(index);
     contributions_.clear();
     return;
   }
-  // What is not finite is added as it is, for ga_step to find: a clip by value would hide it.
-  const bool clip_now = clip_micro_ && (finite || config_.nonfinite == GA_NONFINITE_IGNORE);
-  if (clip_now) or_invalidate([&] { clip_micro_batch(micro); });
   set_micro(micro, index, window_.weight());
-  const double weight = config_.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
   accumulate_tasks_.clear();
   const auto run = [&] {
     or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
@@ -392,24 +441,22 @@ void Context::settle(int64_t index) {
     for (const Contribution& c : contributions_)
       params_[static_cast<size_t>(c.param)].pending = false;
   };
-  for (const Contribution& c : contributions_) {
-    Param& p = params_[static_cast<size_t>(c.param)];
+  for (size_t k = 0; k < contributions_.size(); ++k) {
+    const Contribution& c = contributions_[k];
+    const auto i = static_cast<size_t>(c.param);
+    Param& p = params_[i];
+    const Source source = contribution(c.gradient, p.gradient_dtype, micro);
     if (c.index_dtype != 0) {
       run();
-      add_rows(c, contribution_scale(micro));
+      add_rows(c, source, micro_plans_.at(k));
       continue;
     }
     if (p.pending) run();  // one pass writes an accumulator once
     make_dense(c.param);
-    const ga_clip& clip = clip_of(p);
-    ClippedGradient& clipped = tensors_[static_cast<size_t>(c.param)].clipped;
-    if (clip_now && clip.when == GA_CLIP_MICRO &&
-        (clip.scope != GA_CLIP_NONE || std::isfinite(clip.max_value))) {
-      clipped.gradient.factor = p.factor;
-      plan(c.param, {&clipped, kClipped, weight});
-    } else {
-      plan(c.param, {c.gradient, p.gradient_dtype, contribution_scale(micro)});
-    }
+    AccumulateTask* const task =
+        plan(c.param, clips_micro(p) ? Source{&composites_.at(i)->clipped, kClipped, 1, nullptr}
+                                     : source);
+    task->plan = micro_plans_.at(k);
     p.pending = true;
   }
   run();
@@ -474,11 +521,13 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
   task.dtype = dtype;
   task.target = static_cast<float*>(p.accumulator);
   task.partials = p.partials;
-  task.scale = static_cast<float>(contribution_scale(micro));
-  task.keep = p.held == Held::kStored;
+  const Source scale = contribution(nullptr, GA_F32, micro);
+  task.scale = scale.scale;
+  task.divisor = scale.divisor;
+  task.keep = p.held() == Held::kStored;
   bool has_partials = true;
   if (p.count > 0) or_invalidate([&] { has_partials = backend_->matmul(task); });
-  p.held = Held::kStored;
+  p.hold(Held::kStored);
   p.stale = !has_partials;
 }
 
@@ -496,8 +545,9 @@ ga_accumulator Context::acquire(ga_param id) {
     store_adopted(id);
     make_dense(id);
     out.data = p.accumulator;
-    out.alpha = contribution_scale(micro);
-    out.beta = p.held == Held::kStored ? 1 : 0;
+    const double scale = micro.loss_scale == 0 ? loss_scale() : micro.loss_scale;
+    out.alpha = contribution(nullptr, GA_F32, {micro.weight, scale}).scale;
+    out.beta = p.held() == Held::kStored ? 1 : 0;
   }
   p.acquired = true;
   return out;
@@ -511,7 +561,7 @@ void Context::release(ga_param id) {
          name(id));
   p.acquired = false;
   if (window_.open_micro().weight == 0 || p.frozen) return;
-  p.held = Held::kStored;
+  p.hold(Held::kStored);
   p.stale = true;
 }
 
@@ -523,7 +573,7 @@ void Context::micro_end() {
            "ga_micro_end: the accumulator of parameter \"%s\" is still handed out; "
            "ga_accumulator_release is due",
            tensors_[i].name.c_str());
-  if (!contributions_.empty()) settle(window_.open_index());
+  if (deferring() && window_.open_micro().weight > 0) settle(window_.open_index());
   window_.end();
 }
 

@@ -157,7 +157,7 @@ const char* ga_build_info(void) {
 #else
          "one, or the program's own"
 #endif
-         "; modules: onednn";
+         "; modules: onednn, cuda";
 }
 
 const char* ga_status_name(ga_status status) {
@@ -205,7 +205,8 @@ ga_status ga_device_count(int32_t device, int32_t* count) {
     require(count, "count");
     if (device == GA_DEVICE_CUDA) {
       *count = 0;
-      fail(GA_ERROR_UNSUPPORTED, "this version has no CUDA backend");
+      *count = ga::cuda_device_count();
+      return;
     }
     if (device != GA_DEVICE_CPU)
       fail(GA_ERROR_INVALID_ARGUMENT, "device was %d, expected 0 or 1 (ga_device)", device);
@@ -214,7 +215,7 @@ ga_status ga_device_count(int32_t device, int32_t* count) {
 }
 
 ga_status ga_synchronize(ga_context* ctx) {
-  return on(ctx, [] {});
+  return on(ctx, [&] { ctx->synchronize(); });
 }
 
 ga_status ga_context_memory(const ga_context* ctx, ga_memory* out) {
@@ -262,7 +263,7 @@ ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weig
 
 ga_status ga_schedule_init(ga_schedule* schedule, size_t struct_size, int32_t kind) {
   return guard(
-      [&] { init_struct(schedule, struct_size, ga::Schedule::defaults(kind), "ga_schedule"); });
+      [&] { init_struct(schedule, struct_size, ga::default_schedule(kind), "ga_schedule"); });
 }
 
 ga_status ga_group_set_schedule(ga_context* ctx, ga_group group, const ga_schedule* schedule) {
@@ -270,7 +271,7 @@ ga_status ga_group_set_schedule(ga_context* ctx, ga_group group, const ga_schedu
     if (!schedule) return ctx->set_schedule(group, nullptr);
     check_size<ga_schedule>(schedule->struct_size, "ga_schedule");
     const ga_schedule s =
-        read_struct(schedule, ga::Schedule::defaults(schedule->kind), "ga_schedule");
+        read_struct(schedule, ga::default_schedule(schedule->kind), "ga_schedule");
     check_reserved("ga_schedule", s.reserved);
     ctx->set_schedule(group, &s);
   });
@@ -305,13 +306,13 @@ ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip
 
 ga_status ga_loss_scaler_init(ga_loss_scaler* scaler, size_t struct_size) {
   return guard(
-      [&] { init_struct(scaler, struct_size, ga::LossScaler::defaults(), "ga_loss_scaler"); });
+      [&] { init_struct(scaler, struct_size, ga::default_loss_scaler(), "ga_loss_scaler"); });
 }
 
 ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scaler) {
   return on(ctx, [&] {
     if (!scaler) return ctx->set_loss_scaler(nullptr);
-    const ga_loss_scaler s = read_struct(scaler, ga::LossScaler::defaults(), "ga_loss_scaler");
+    const ga_loss_scaler s = read_struct(scaler, ga::default_loss_scaler(), "ga_loss_scaler");
     check_reserved("ga_loss_scaler", s.reserved);
     ctx->set_loss_scaler(&s);
   });
@@ -319,9 +320,9 @@ ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scal
 
 ga_status ga_loss_scale(const ga_context* ctx, double* out, const void** device) {
   return on(ctx, [&] {
-    require(out, "out");
-    *out = ctx->loss_scale();
-    if (device) *device = nullptr;
+    if (!device || !ctx->device_loss_scale()) require(out, "out");
+    if (out) *out = ctx->loss_scale();
+    if (device) *device = ctx->device_loss_scale();
   });
 }
 
@@ -434,6 +435,17 @@ ga_status ga_step(ga_context* ctx, ga_step_result* result) {
     if (result) check_out(result, "ga_step_result");
     const ga_step_result r = ctx->step();
     if (result) write_struct(result, r);
+  });
+}
+
+ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wait, ga_step_result* out) {
+  return on(ctx, [&] {
+    check_out(out, "ga_step_result");
+    if (wait != 0 && wait != 1)
+      fail(GA_ERROR_INVALID_ARGUMENT, "wait was %d, expected 0 or 1", wait);
+    ga_step_result r = {};
+    if (!ctx->result(window, wait == 1, r)) r = Context::pending();
+    write_struct(out, r);
   });
 }
 

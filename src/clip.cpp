@@ -51,11 +51,6 @@ void check_clip(const ga_clip& c) {
          c.agc_eps);
 }
 
-double clip_factor(const ga_clip& clip, double norm) {
-  if (clip.flavor == GA_FLAVOR_KERAS) return norm > clip.max_norm ? clip.max_norm / norm : 1;
-  return std::min(1.0, clip.max_norm / (norm + 1e-6));
-}
-
 const ga_clip& Context::clip_of(const Param& p) const {
   const Group& g = groups_[static_cast<size_t>(p.group)];
   return g.own_clip ? g.clip : clip_;
@@ -74,8 +69,8 @@ void Context::choose_path() {
     clip_micro_ = clip_micro_ || (g.own_clip && micro(g.clip));
     clip_units_ = clip_units_ || (g.own_clip && units(g.clip));
   }
-  plain_ = config_.accumulation == GA_ACCUMULATE_PLAIN && !config_.noise_scale;
-  adopts_ = plain_ && !deferring() && config_.gradient_life == GA_GRADIENTS_LIVE;
+  plain_path_ = config_.accumulation == GA_ACCUMULATE_PLAIN && !config_.noise_scale;
+  adopts_ = plain_path_ && !deferring() && config_.gradient_life == GA_GRADIENTS_LIVE;
 }
 
 void Context::set_clip(const ga_clip* clip) { change_clip(clip, clip_, nullptr); }
@@ -107,6 +102,10 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
     throw;
   }
   choose_path();
+  tell_settings();
+  tell_groups();
+  for (size_t i = 0; i < prepared_; ++i) set_update(i);
+  lists_due_ = true;
 }
 
 // The axes that the units of a parameter under GA_CLIP_AGC are reduced over.
@@ -129,7 +128,15 @@ std::unique_ptr<Context::Units> Context::new_units(const std::vector<int64_t>& s
   const auto sums = static_cast<size_t>(units->pattern.sums());
   const auto count = static_cast<size_t>(units->pattern.units);
   units->bytes = sizeof(double) * (both ? 2 * sums + count : sums);
-  units->gradient = static_cast<double*>(backend_->allocate(units->bytes));
+  units->mirror = backend_->mirror(sizeof(UnitPattern));
+  try {
+    units->gradient = static_cast<double*>(backend_->allocate(units->bytes));
+  } catch (...) {
+    backend_->free(units->mirror);
+    throw;
+  }
+  *static_cast<UnitPattern*>(units->mirror.host) = units->pattern;
+  backend_->upload(units->mirror, 0, sizeof(UnitPattern));
   if (both) {
     units->param = units->gradient + sums;
     units->factors = units->param + sums;
@@ -138,7 +145,10 @@ std::unique_ptr<Context::Units> Context::new_units(const std::vector<int64_t>& s
 }
 
 void Context::free_units(std::unique_ptr<Units>& units) noexcept {
-  if (units) backend_->free(units->gradient, units->bytes);
+  if (units) {
+    backend_->free(units->gradient, units->bytes);
+    backend_->free(units->mirror);
+  }
   units.reset();
 }
 
@@ -161,111 +171,18 @@ void Context::prepare_units() {
   }
 }
 
-// The passes over gradient and parameter that adaptive clipping of a parameter takes.
-void Context::add_unit_tasks(ga_param id, const GradientView& view) {
-  const Param& p = params_[static_cast<size_t>(id)];
-  Units* const units = tensors_[static_cast<size_t>(id)].units.get();
-  if (!units) return;  // no elements
-  const ga_clip& clip = clip_of(p);
-  const Array param = param_of(p);
-  unit_tasks_.push_back(
-      {view, {param.data, param.format, 1}, p.f64, &units->pattern, units->gradient, units->param});
-  const bool limited = std::isfinite(view.limit);  // else the factors bring the scales with them
-  agc_tasks_.push_back({units->gradient, units->param, units->factors, p.f64, units->pattern.units,
-                        clip.agc_factor, clip.agc_eps, limited ? 1 : view.source.scale * view.scale,
-                        &units->clipped_squares, &units->smallest});
-}
-
-bool Context::by_units(const Param& p) const {
-  const ga_clip& clip = clip_of(p);
+bool Context::by_units(ga_param id) const {
+  const auto i = static_cast<size_t>(id);
+  const ga_clip& clip = clip_of(params_[i]);
   return clip_units_ && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_STEP &&
-         p.held != Held::kNothing;
+         tensors_[i].units;
 }
 
-// The tasks that clip these parameters' gradients by units, which are read through the factors from
-// now on.
-void Context::plan_units(Span<const ga_param> ids, double mean) {
-  unit_tasks_.clear();
-  agc_tasks_.clear();
-  for (size_t i = 0; i < ids.size; ++i) {
-    const ga_param id = ids.data[i];
-    Tensor& t = tensors_[static_cast<size_t>(id)];
-    t.clipped = {};
-    if (!by_units(params_[static_cast<size_t>(id)]) || !t.units) continue;
-    fill_view(id, mean, t.clipped.gradient);
-    add_unit_tasks(id, t.clipped.gradient);
-    t.clipped.pattern = &t.units->pattern;
-    t.clipped.factors = t.units->factors;
-  }
-}
-
-void Context::take_clipped(ga_param id, Reduction& r) {
-  const Tensor& t = tensors_[static_cast<size_t>(id)];
-  if (!t.clipped.pattern) return;
-  params_[static_cast<size_t>(id)].sum_squares = t.units->clipped_squares;
-  r.smallest_factor = std::min(r.smallest_factor, t.units->smallest);
-}
-
-void Context::clip_units(Span<const ga_param> ids, double mean, Reduction& r) {
-  plan_units(ids, mean);
-  backend_->unit_norms({unit_tasks_.data(), unit_tasks_.size()});
-  backend_->agc({agc_tasks_.data(), agc_tasks_.size()});
-  for (size_t i = 0; i < ids.size; ++i) take_clipped(ids.data[i], r);
-}
-
-// Divides the gradients of LAMB's groups by what their norm together exceeds max_grad_norm by.
-void Context::limit_groups(int32_t kind) {
-  const auto optimizer = [&](const Param& p) -> const ga_optimizer& {
-    return groups_[static_cast<size_t>(p.group)].optimizer;
-  };
-  double squares = 0;
-  for (ga_param id : touched_) {
-    const Param& p = params_[static_cast<size_t>(id)];
-    if (optimizer(p).kind == kind) squares += p.sum_squares * p.factor * p.factor;
-  }
-  for (ga_param id : touched_) {
-    Param& p = params_[static_cast<size_t>(id)];
-    const double most = optimizer(p).max_grad_norm;
-    if (optimizer(p).kind == kind && most > 0) p.factor /= std::max(1.0, std::sqrt(squares) / most);
-  }
-}
-
-// Leaves in every parameter the factor of its clip by norm, and in its tensor the clipped gradient.
-void Context::clip_micro_batch(const Micro& micro) {
-  double shared = 0;
-  for (Group& g : groups_) g.sum_squares = 0;
-  unit_tasks_.clear();
-  agc_tasks_.clear();
-  for (const Contribution& c : contributions_) {
-    Param& p = params_[static_cast<size_t>(c.param)];
-    Tensor& t = tensors_[static_cast<size_t>(c.param)];
-    Group& g = groups_[static_cast<size_t>(p.group)];
-    const bool clamped = std::isfinite(clip_of(p).max_value);
-    p.factor = 1;
-    p.sum_squares = sum(micro_partials_.data() + c.partials, chunk_count(c.count),
-                        clamped ? &Partial::limited : &Partial::sum_squares);
-    (g.own_clip ? g.sum_squares : shared) += p.sum_squares;
-    t.clipped = {micro_view(c, micro), nullptr, nullptr};
-    if (clip_of(p).when == GA_CLIP_MICRO && clip_of(p).scope == GA_CLIP_AGC)
-      add_unit_tasks(c.param, t.clipped.gradient);
-  }
-  backend_->unit_norms({unit_tasks_.data(), unit_tasks_.size()});
-  backend_->agc({agc_tasks_.data(), agc_tasks_.size()});
-  for (const Contribution& c : contributions_) {
-    Param& p = params_[static_cast<size_t>(c.param)];
-    Tensor& t = tensors_[static_cast<size_t>(c.param)];
-    const Group& g = groups_[static_cast<size_t>(p.group)];
-    const ga_clip& clip = clip_of(p);
-    if (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR) {
-      const double squares = clip.scope == GA_CLIP_PER_TENSOR ? p.sum_squares
-                             : g.own_clip                     ? g.sum_squares
-                                                              : shared;
-      p.factor = clip_factor(clip, std::sqrt(squares));
-    } else if (clip.scope == GA_CLIP_AGC && t.units) {
-      t.clipped.pattern = &t.units->pattern;
-      t.clipped.factors = t.units->factors;
-    }
-  }
+// Whether its micro-batches are clipped before they are added.
+bool Context::clips_micro(const Param& p) const {
+  const ga_clip& clip = clip_of(p);
+  return clip.when == GA_CLIP_MICRO &&
+         (clip.scope != GA_CLIP_NONE || std::isfinite(clip.max_value));
 }
 
 }  // namespace ga

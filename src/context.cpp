@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <climits>
 #include <cmath>
+#include <cstring>
 
 #include "error.hpp"
 #include "tensor.hpp"
@@ -56,8 +57,6 @@ ga_config default_config() {
 }
 
 void check_config(const ga_config& c) {
-  if (c.device == GA_DEVICE_CUDA)
-    fail(GA_ERROR_UNSUPPORTED, "device was GA_DEVICE_CUDA, but this version has no CUDA backend");
   check_choice("device", c.device, GA_DEVICE_CUDA, "ga_device");
   if (c.num_threads < 0 || c.num_threads > 4096)
     fail(GA_ERROR_INVALID_ARGUMENT, "num_threads was %d, expected 0 to 4096", c.num_threads);
@@ -78,6 +77,12 @@ void check_config(const ga_config& c) {
          c.gradient_kind, c.reduce);
   check_choice("noise_scale", c.noise_scale, 1, "0 or 1");
   check_choice("ga_config.reserved", c.reserved, 0, "reserved");
+  check_choice("ga_config.reserved2", c.reserved2, 0, "reserved");
+  if (c.device_ordinal < 0 || (c.device == GA_DEVICE_CPU && c.device_ordinal != 0))
+    fail(GA_ERROR_INVALID_ARGUMENT, "device_ordinal was %d, expected %s", c.device_ordinal,
+         c.device == GA_DEVICE_CPU ? "0 for GA_DEVICE_CPU" : ">= 0");
+  if (c.device == GA_DEVICE_CPU && c.stream)
+    fail(GA_ERROR_INVALID_ARGUMENT, "stream was %p, but device is GA_DEVICE_CPU", c.stream);
   if (!(c.noise_smoothing >= 0 && c.noise_smoothing < 1))
     fail(GA_ERROR_INVALID_ARGUMENT, "noise_smoothing was %g, expected a number in [0, 1)",
          c.noise_smoothing);
@@ -104,16 +109,105 @@ void check_ema(const ga_ema& e) {
 }
 
 Context::Context(const ga_config& config)
-    : config_(config), backend_(make_cpu_backend(config)), clip_(default_clip()) {
+    : config_(config),
+      backend_(config.device == GA_DEVICE_CUDA ? make_cuda_backend(config)
+                                               : make_cpu_backend(config)),
+      clip_(default_clip()) {
   window_.set_accum_steps(config.accum_steps);
-  choose_path();
+  try {
+    settings_ = settings_.grown(*backend_, 1);
+    control_ = control_.grown(*backend_, 1);
+    choose_path();
+    tell_settings();
+    tell_scaler();
+    set_tables();
+  } catch (...) {
+    release();
+    throw;
+  }
 }
 
-Context::~Context() {
-  for (Tensor& t : tensors_)
+Context::~Context() { release(); }
+
+void Context::release() noexcept {
+  for (Tensor& t : tensors_) {
     for (auto* units : {&t.units, &t.factor_rows, &t.factor_columns}) free_units(*units);
+    backend_->free_rows(t.set);
+  }
   for (const Arena& a : arenas_) backend_->free(a.data, a.bytes);
   backend_->free(scratch_, scratch_bytes_);
+  for (Group& g : groups_) backend_->free(g.rates);
+  settings_.release(*backend_);
+  control_.release(*backend_);
+  group_inputs_.release(*backend_);
+  group_states_.release(*backend_);
+  param_inputs_.release(*backend_);
+  param_states_.release(*backend_);
+  plans_.release(*backend_);
+  composites_.release(*backend_);
+  updates_.release(*backend_);
+  measures_.release(*backend_);
+  units_.release(*backend_);
+  factors_.release(*backend_);
+  micro_partials_.release(*backend_);
+  micro_plans_.release(*backend_);
+}
+
+// ---- What the tables are told --------------------------------------------------------------------
+
+void Context::tell_settings() {
+  Settings& s = settings_.edit(0);
+  s.reduce = config_.reduce;
+  s.missing = config_.missing;
+  s.nonfinite = config_.nonfinite;
+  s.gradient_kind = config_.gradient_kind;
+  s.running_mean = config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
+  s.deferring = deferring();
+  s.clip_micro = clip_micro_;
+  s.scaled = scaled_;
+  s.averaged = ema_.has_value();
+  s.noise = config_.noise_scale != 0;
+  s.clips = clip_.scope != GA_CLIP_NONE;
+  for (const Group& g : groups_) s.clips = s.clips || (g.own_clip && g.clip.scope != GA_CLIP_NONE);
+  s.limited = -1;
+  for (const Group& g : groups_)
+    if (g.info->limits_norm && g.optimizer.max_grad_norm > 0) s.limited = g.optimizer.kind;
+  s.loss_scale = config_.loss_scale;
+  s.noise_smoothing = config_.noise_smoothing;
+  s.seed = config_.seed;
+  s.scaler = scaler_;
+  if (ema_) s.ema = *ema_;
+  settings_.flush(*backend_);
+}
+
+void Context::tell_groups() {
+  for (size_t k = 0; k < groups_.size(); ++k) {
+    const Group& g = groups_[k];
+    group_inputs_.edit(k) = {g.optimizer,
+                             {g.schedule, static_cast<const double*>(g.rates.at)},
+                             g.own_clip ? g.clip : clip_,
+                             g.own_clip};
+  }
+  group_inputs_.flush(*backend_);  // perhaps nothing but replays of a graph follows
+}
+
+// The loss scale begins anew.
+void Context::tell_scaler() {
+  const ScalerState state = {scaler_.initial_scale, 0, 0};
+  const auto next = static_cast<float>(scaled_ ? scaler_.initial_scale : config_.loss_scale);
+  backend_->write(&control_.at()->scaler, &state, sizeof state);
+  backend_->write(&control_.at()->loss_scale, &next, sizeof next);
+}
+
+void Context::set_tables() {
+  const Tables tables = {settings_.at(),      control_.at(),      group_inputs_.at(),
+                         group_states_.at(),  param_inputs_.at(), param_states_.at(),
+                         plans_.at(),         static_cast<int64_t>(groups_.size()),
+                         static_cast<int64_t>(prepared_)};
+  const TaskTables tasks = {updates_.host_data(), measures_.host_data(), units_.host_data(),
+                            factors_.host_data(), updates_.at(),         measures_.at(),
+                            units_.at(),          factors_.at()};
+  backend_->set_tables(tables, tasks);
 }
 
 Context::Use::Use(const Context& context) : context_(context) {
@@ -156,10 +250,12 @@ Context::Param& Context::param(ga_param id) {
 
 // ---- Window length ------------------------------------------------------------------------------
 
+// Waits for the last step where a schedule depends on it.
 void Context::update_accum_steps() {
   int64_t k = config_.accum_steps;
+  const int64_t done = phases_.empty() ? 0 : steps();
   for (const ga_accum_phase& phase : phases_)
-    if (phase.from_step <= steps_) k = phase.accum_steps;
+    if (phase.from_step <= done) k = phase.accum_steps;
   window_.set_accum_steps(k);
 }
 
@@ -200,11 +296,30 @@ ga_group Context::add_group(const ga_optimizer& o) {
   check_optimizer(o);
   if (groups_.size() >= INT32_MAX) fail(GA_ERROR_INVALID_ARGUMENT, "too many groups");
   const OptimizerInfo& info = optimizer_info(o.kind, o.flavor);
-  Group g = {o,     &info,         Schedule(), Clock(), {info.op(o, false), info.op(o, true)},
-             false, default_clip()};
+  Group g = {o, &info, {info.op(o, false), info.op(o, true)}, false, default_clip(), {}, {}};
   if (g.op[1] >= 0 && op_info(g.op[1]).orthogonal) backend_->prepare_matmul(0);
-  for (int64_t s = 0; s < steps_; ++s) info.advance(o, g.clock);
-  groups_.push_back(std::move(g));
+  GroupState state = {};
+  const int64_t done = groups_.empty() && windows_ == 0 ? 0 : steps();
+  for (int64_t s = 0; s < done; ++s) info.advance(o, state.clock);
+  groups_.reserve(groups_.size() + 1);
+  Table<GroupInput> inputs = group_inputs_.grown(*backend_, groups_.size() + 1);
+  State<GroupState> states;
+  try {
+    states = group_states_.grown(*backend_, groups_.size() + 1);
+    backend_->write(states.at(groups_.size()), &state, sizeof state);
+  } catch (...) {
+    inputs.release(*backend_);
+    states.release(*backend_);
+    throw;
+  }
+  std::swap(group_inputs_, inputs);
+  std::swap(group_states_, states);
+  inputs.release(*backend_);
+  states.release(*backend_);
+  groups_.push_back(g);
+  tell_groups();
+  tell_settings();
+  set_tables();
   return static_cast<ga_group>(groups_.size()) - 1;
 }
 
@@ -212,6 +327,7 @@ void Context::set_lr(ga_group id, double lr) {
   Group& g = group(id);
   check_rate("lr", lr);
   g.optimizer.lr = lr;
+  tell_groups();
 }
 
 void Context::set_weight_decay(ga_group id, double weight_decay) {
@@ -220,24 +336,54 @@ void Context::set_weight_decay(ga_group id, double weight_decay) {
   g.optimizer.weight_decay = weight_decay;
   const OptimizerInfo& info = *g.info;
   for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = info.op(g.optimizer, matrix);
+  tell_groups();
+  for (size_t i = 0; i < prepared_; ++i)
+    if (params_[i].group == id) set_update(i);
+  lists_due_ = true;
 }
 
 void Context::set_schedule(ga_group id, const ga_schedule* schedule) {
   Group& g = group(id);
-  g.schedule = schedule ? Schedule(*schedule) : Schedule();
+  ga_schedule next = {};
+  Mirror rates;
+  if (schedule) {
+    check_schedule(*schedule);
+    next = *schedule;
+    if (next.kind == GA_SCHEDULE_TABLE) {
+      const auto bytes = static_cast<size_t>(next.table_size) * sizeof(double);
+      rates = backend_->mirror(bytes);
+      std::memcpy(rates.host, next.table, bytes);
+      backend_->upload(rates, 0, bytes);
+    }
+  }
+  next.table = nullptr;
+  std::swap(g.rates, rates);
+  g.schedule = next;
+  tell_groups();
+  backend_->free(rates);
 }
 
 double Context::lr(ga_group id) const {
   const Group& g = group(id);
-  return g.schedule.rate(g.optimizer.lr, steps_);
+  const ScheduleData schedule = {g.schedule, static_cast<const double*>(g.rates.host)};
+  return schedule.rate(g.optimizer.lr, steps());
 }
 
 void Context::set_loss_scaler(const ga_loss_scaler* scaler) {
   require_empty("ga_context_set_loss_scaler");
-  if (scaler)
-    scaler_ = LossScaler(*scaler);
-  else
-    scaler_.reset();
+  if (scaler) check_loss_scaler(*scaler);
+  scaler_ = scaler ? *scaler : ga_loss_scaler{};
+  scaled_ = scaler != nullptr;
+  tell_settings();
+  tell_scaler();
+}
+
+double Context::loss_scale() const {
+  return scaled_ ? control().scaler.scale : config_.loss_scale;
+}
+
+const void* Context::device_loss_scale() const {
+  return config_.device == GA_DEVICE_CPU ? nullptr : &control_.at()->loss_scale;
 }
 
 void Context::set_ema(const ga_ema* ema) {
@@ -255,6 +401,7 @@ void Context::set_ema(const ga_ema* ema) {
   } else {
     ema_.reset();
   }
+  tell_settings();
 }
 
 // ---- Parameters ---------------------------------------------------------------------------------
@@ -411,7 +558,6 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
       p.gradient_dtype = static_cast<unsigned char>(gradient_dtype);
       p.accumulator_dtype = static_cast<unsigned char>(
           options.accumulator_dtype ? options.accumulator_dtype : (p.f64 ? GA_F64 : GA_F32));
-      lazy_ = lazy_ || options.rows == GA_ROWS_LAZY;
       params_.push_back(p);
       if (clip_of(p).scope == GA_CLIP_AGC) units_axes(params_.size() - 1);
       const auto begin = reinterpret_cast<uintptr_t>(at);
@@ -447,6 +593,7 @@ void Context::bind(ga_param id, void* data) {
 void Context::set_frozen(ga_param id, bool frozen) {
   require_empty("ga_param_set_frozen");
   param(id).frozen = frozen;
+  if (static_cast<size_t>(id) < prepared_) set_update(static_cast<size_t>(id));
 }
 
 void Context::changed(ga_param id) {
@@ -468,12 +615,16 @@ void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   if (!out) fail(GA_ERROR_INVALID_ARGUMENT, "ga_ema_copy_to: out was NULL");
   check_values(id, out, p.count, info.size, "out");
   FinishTask task = {};
-  const Array from = p.averaged ? average_of(p) : param_of(p);
-  task.gradient = identity({from.data, from.format, 1});
+  ParamState state = {};
+  if (static_cast<size_t>(id) < prepared_)
+    backend_->read(&state, param_states_.at(static_cast<size_t>(id)), sizeof state);
+  const Array from = state.averaged ? average_of(p) : param_of(p);
+  task.gradient = identity({from.data, from.format, 1, nullptr});
   task.f64 = p.f64;
   task.target = {out, dtype};
   task.count = p.count;
   backend_->reserve(std::max(owned_.chunks, chunk_count(p.count)),
+                    static_cast<int64_t>(params_.size()),
                     static_cast<int64_t>(owned_.bytes[kAccumulator]));
   backend_->finish({&task, 1});
 }

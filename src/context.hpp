@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a ga_context is: groups, parameters, the window and the counters. No loop over elements is
-// in here; it tells a Backend what to do to which tensors.
+// in here, and none of the numbers that come out of one: it tells a Backend what to do to which
+// tensors, and keeps what that goes by in the tables of control.hpp.
 //   context.cpp     groups and parameters
 //   memory.cpp      the arrays they have
 //   accumulate.cpp  contributions to a window
@@ -20,10 +21,8 @@
 
 #include "backend/backend.hpp"
 #include "error.hpp"
-#include "loss_scale.hpp"
-#include "noise_scale.hpp"
 #include "optimizer.hpp"
-#include "schedule.hpp"
+#include "table.hpp"
 #include "units.hpp"
 #include "window.hpp"
 
@@ -79,7 +78,8 @@ class Context {
   void set_group_clip(ga_group group, const ga_clip* clip);
   double lr(ga_group group) const;
   void set_loss_scaler(const ga_loss_scaler* scaler);
-  double loss_scale() const { return scaler_ ? scaler_->scale() : config_.loss_scale; }
+  double loss_scale() const;
+  const void* device_loss_scale() const;
   void set_ema(const ga_ema* ema);
   ga_param add_params(void* data, int32_t dtype, const ga_flat_entry* entries, size_t count,
                       const ga_param_options& options);
@@ -88,6 +88,7 @@ class Context {
   void ema_copy_to(ga_param param, void* out, int32_t dtype);
   void set_frozen(ga_param param, bool frozen);
   ga_memory memory() const;
+  void synchronize() { backend_->wait(); }
 
   // accumulate.cpp
   void accumulate(const void* const* gradients, size_t count, double weight, const double* scale);
@@ -104,6 +105,10 @@ class Context {
   // step.cpp
   ga_window_info window() const;
   ga_step_result step();
+  static ga_step_result pending();
+  bool result(int64_t window, bool wait, ga_step_result& out) const {
+    return backend_->result(window, wait, out);
+  }
   void discard();
   const void* gradient(ga_param param, int32_t* dtype) const;
 
@@ -111,21 +116,11 @@ class Context {
   struct Group {
     ga_optimizer optimizer;
     const OptimizerInfo* info;
-    Schedule schedule;
-    Clock clock;  // the context's applied steps, with this optimizer's products
-    int op[2];    // position in AllOps for vectors and for matrices; -1: none
+    int op[2];  // position in AllOps for vectors and for matrices; -1: none
     bool own_clip;
     ga_clip clip;
-    double sum_squares = 0;  // of the group's reduced gradients, while stepping
-    double clip_factor = 1;  // of a global norm, likewise
-  };
-
-  // Where a parameter's gradient of the window is.
-  enum class Held : unsigned char {
-    kNothing,  // no contribution yet
-    kAdopted,  // in the program's buffer, GA_GRADIENTS_LIVE
-    kStored,   // in the accumulator
-    kRows,     // in the accumulator's rows that are in the row set
+    ga_schedule schedule;
+    Mirror rates;  // of a GA_SCHEDULE_TABLE
   };
 
   // A parameter: what the passes read. The first cache line is all that a plain contribution needs.
@@ -140,42 +135,43 @@ class Context {
     unsigned char dtype;
     unsigned char gradient_dtype;
     unsigned char accumulator_dtype;
-    Held held = Held::kNothing;
-    bool f64 = false;  // computed in double
+    unsigned char held_as = 0;  // Held
+    bool f64 : 1;               // computed in double
+    bool acquired : 1;
+    bool adopted_late : 1;  // what it is adopted with is to be divided by the loss scale of the step
     bool frozen = false;
-    bool acquired = false;
     bool stale = false;  // the partials are not those of the accumulator
 
     void* data;
     void* state[kMaxSlots] = {};
     void* master = nullptr;
     void* average = nullptr;
-    Clock clock;                // its own updates
-    double sum_squares = 0;     // of what a clip by norm sees, while stepping
-    double factor = 1;          // of its clip by norm, likewise
     double held_weight = 0;     // GA_ACCUMULATE_RUNNING_MEAN: the weights that the mean is over
     int64_t contributions = 0;  // in this window
     int64_t last_micro = -1;    // micro-batch of the last one
     ga_group group;
     bool matrix = false;      // rank >= 2
-    bool averaged = false;    // the average holds something
     bool delivered = false;   // the accumulator holds the last step's gradient, for the program
     bool pending = false;     // in the list of tasks
     bool pair = false;        // its accumulator is one, of two arrays
-    bool by_chance = false;   // it is rounded stochastically
     bool state_due = false;   // its state is to be filled with what it begins with
     bool master_due = false;  // its master is to be taken from it
+
+    Param() : f64(false), acquired(false), adopted_late(false) {}
+    Held held() const { return static_cast<Held>(held_as); }
+    void hold(Held h) { held_as = static_cast<unsigned char>(h); }
   };
 
-  // Sums over units and what is made of them, for clipping.
+  // Sums over units and what is made of them.
   struct Units {
     UnitPattern pattern;
+    Mirror mirror;               // of the pattern
     double* gradient = nullptr;  // sums
     double* param = nullptr;
     void* factors = nullptr;  // of the type computed in
-    size_t bytes = 0;         // of all, in one block
-    double clipped_squares = 0;
-    double smallest = 1;
+    size_t bytes = 0;         // of all three, in one block
+
+    const UnitPattern* at() const { return static_cast<const UnitPattern*>(mirror.at); }
   };
 
   // A parameter: what few passes read.
@@ -184,14 +180,11 @@ class Context {
     std::vector<int64_t> shape;
     ga_param_options options;
     int64_t rows;                  // shape[0]
-    Pair pair = {};                // of a compensated accumulator
-    RowSet set = {};               // with ga_param_options.rows
-    SparseRows sparse = {};        // the accumulator with that set
+    void* low = nullptr;           // of a compensated accumulator
+    RowSet* set = nullptr;         // with ga_param_options.rows
     std::unique_ptr<Units> units;  // under GA_CLIP_AGC
-    ClippedGradient clipped = {};
-    // Of a factored second moment: the last two axes as matrices, and their sums.
+    // Of a factored second moment: the sums over the last two axes as matrices.
     std::unique_ptr<Units> factor_rows, factor_columns;
-    OuterProduct outer = {};
   };
 
   // One pointer of ga_accumulate.
@@ -220,6 +213,7 @@ class Context {
     kMaster = kState + kMaxSlots,  // f32, of a 16-bit parameter
     kAverage,
     kRowSlots,
+    kRowSet,
     kArrays
   };
   // Places in the arenas, in bytes.
@@ -237,21 +231,12 @@ class Context {
     int32_t index_dtype;
     int64_t count;  // elements of gradient
     int64_t rows;
-    size_t partials;  // the first of its chunks in micro_partials_
+    size_t partials;  // the first of its chunks among those of the micro-batch
   };
-
-  // What random bits are for: no two uses share any.
-  enum class Purpose : uint64_t { kAccumulate = 1, kCopy, kState };
 
   // The last two axes of a tensor, taken as matrices.
   struct Matrices {
     int64_t rows, columns, count;
-  };
-
-  struct Reduction {
-    double norm;  // of the whole gradient before clipping
-    double smallest_factor;
-    bool finite;
   };
 
   // context.cpp
@@ -268,6 +253,13 @@ class Context {
     return *groups_[static_cast<size_t>(p.group)].info;
   }
   void update_accum_steps();
+  const Control& control() const;
+  int64_t steps() const { return control().steps; }
+  int64_t steps_seen() const;
+  void tell_settings();
+  void tell_groups();
+  void tell_scaler();
+  void set_tables();
   const Range* overlap(const void* data, int64_t bytes, ga_param except) const;
   void add_range(const Range& range);
   void check_data(const char* name, const void* data, int64_t count, int32_t size,
@@ -281,33 +273,36 @@ class Context {
   Array average_of(const Param& p) const;
   Matrices matrices_of(const Tensor& t) const;
   size_t bytes_of(size_t param, int kind) const;
-  static size_t bytes_of_lists();
+  int64_t bytes_of_tables(size_t groups, size_t params) const;
+  void grow_tables(size_t params);
   void place(size_t param, Layout& l, std::array<size_t, kArrays>& offset) const;
   Layout layout_of_new() const;
   void prepare();
   void set_update(size_t param);
   void fill_new();
   void take_master(Param& p);
+  void release() noexcept;
 
   // accumulate.cpp
   Micro make_micro(double weight, const double* scale) const;
-  double contribution_scale(const Micro& micro) const;
+  bool late_scale() const { return scaled_ && config_.device != GA_DEVICE_CPU; }
+  Source contribution(const void* data, int32_t dtype, const Micro& micro) const;
+  Source adopted_of(const Param& p) const;
   void set_micro(const Micro& micro, int64_t index, double window_weight);
   Param& part(ga_param id, const char* what);
   void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   void check_gradient(ga_param id, const void* gradient);
   void check_values(ga_param id, const void* data, int64_t count, int32_t size,
                     const char* what) const;
-  Array target_of(ga_param id);
-  void plan(ga_param id, const Source& source);
+  Array target_of(ga_param id) const;
+  AccumulateTask* plan(ga_param id, const Source& source);
   void store_adopted(ga_param id);
   void make_dense(ga_param id);
-  RowsTask rows_task(const Contribution& c, double scale);
-  void add_rows(const Contribution& c, double scale);
+  RowsTask rows_task(const Contribution& c, const Source& values) const;
+  void add_rows(const Contribution& c, const Source& values, const MicroPlan* plan);
   // Whether micro-batches are judged as a whole, when they end.
   bool deferring() const { return config_.nonfinite == GA_NONFINITE_DROP_MICRO || clip_micro_; }
   void defer(Contribution c);
-  GradientView micro_view(const Contribution& c, const Micro& micro) const;
   void settle(int64_t index);
   template <class Work>
   void or_invalidate(Work&& work);
@@ -321,48 +316,30 @@ class Context {
                                    bool both) const;
   void free_units(std::unique_ptr<Units>& units) noexcept;
   void prepare_units();
-  void add_unit_tasks(ga_param id, const GradientView& view);
-  void clip_micro_batch(const Micro& micro);
-  bool by_units(const Param& p) const;
-  void plan_units(Span<const ga_param> ids, double mean);
-  void clip_units(Span<const ga_param> ids, double mean, Reduction& r);
-  void take_clipped(ga_param id, Reduction& r);
-  void limit_groups(int32_t kind);
-
+  bool by_units(ga_param id) const;
+  bool clips_micro(const Param& p) const;
   // step.cpp
-  double mean_of(const Param& p, double mean) const;
-  Source source_of(ga_param id);
-  void fill_view(ga_param id, double mean, GradientView& v);
+  Source source_of(ga_param id) const;
   bool norm_after_value(const Param& p) const;
-  void take_norms(double mean);
-  Reduction reduce(double mean);
-  const char* first_nonfinite() const;
-  void estimate_noise();
+  void set_gradient(size_t param);
+  void tell_params();
+  void flush();
+  void take_norms(const WindowTotals& totals);
+  [[noreturn]] void fail_nonfinite(const Control& c) const;
   void empty_window();
   void forget_delivered();
   template <class Work>
   void or_break(Work&& work);
 
   // update.cpp
-  uint64_t key(Purpose purpose, int64_t a, int64_t b, int64_t c) const;
-  void fill_clipped(ga_param id, double mean, GradientView& v);
-  double average_gain(const Param& p) const;
-  Clock clock_of(const Param& p) const;
-  void begin_update(ga_param id, UpdateTask& task);
-  void update(double mean, Reduction& r);
-  void add_update(ga_param id, double mean);
-  void fold(const Param& p, UpdateTask& task);
-  void deliver(ga_param id, double mean);
-  bool is_lazy(ga_param id) const;
-  void update_rows(ga_param id);
-  void update_layers(double mean, Reduction& r, int32_t limited);
-  void update_batch(Span<const ga_param> ids, double mean);
-  void update_units(Span<const ga_param> ids, double mean, Reduction& r);
-  UpdateTask& add_layer(ga_param id, double mean);
-  void fold_layer(ga_param id, UpdateTask& task);
-  void add_factor_task(ga_param id, double mean);
-  void orthogonalize(ga_param id, UpdateTask& task);
-  void move_averages();
+  void make_lists();
+  void update();
+  void update_layers();
+  void update_batch(Params ids);
+  bool is_layered(ga_param id) const;
+  bool in_pieces(ga_param id) const;
+  OrthogonalizeTask orthogonal_task(ga_param id) const;
+  void orthogonalize(ga_param id);
 
   ga_config config_;
   std::unique_ptr<Backend> backend_;
@@ -378,50 +355,51 @@ class Context {
   ga_clip clip_;
   std::vector<ga_accum_phase> phases_;
 
-  std::optional<LossScaler> scaler_;
+  bool scaled_ = false;
+  ga_loss_scaler scaler_ = {};
   std::optional<ga_ema> ema_;
-  NoiseScale noise_;
   bool clip_micro_ = false;  // some clipping is GA_CLIP_MICRO
   bool clip_units_ = false;  // some is GA_CLIP_AGC, of the reduced gradient
 
+  // What decides and what the loops go by.
+  Table<Settings> settings_;
+  State<Control> control_;
+  Table<GroupInput> group_inputs_;
+  State<GroupState> group_states_;
+  Table<ParamInput> param_inputs_;
+  State<ParamState> param_states_;
+  State<ParamPlan> plans_;
+  Table<Composites> composites_;
+  Table<UpdateTask> updates_, measures_;
+  Table<UnitTask> units_;
+  Table<FactorTask> factors_;
+  mutable Control last_control_ = {};  // what was read last
+  std::vector<Source> told_;           // the adopted gradient that the tables have
+
   size_t prepared_ = 0;    // parameters that have their arrays
   bool unfilled_ = false;  // some of these do not hold yet what they begin with
-  bool lazy_ = false;      // some parameter has GA_ROWS_LAZY
   Layout owned_;           // of these
   std::vector<Arena> arenas_;
   void* scratch_ = nullptr;
   size_t scratch_bytes_ = 0;
 
   Window window_;
-  int64_t windows_ = 0;
-  int64_t steps_ = 0;
-  int64_t dropped_ = 0;
-  bool delivered_ = false;  // some parameter's gradient is
+  int64_t windows_ = 0;  // calls of ga_step that returned GA_OK
+  int64_t tickets_ = 0;
+  bool delivered_ = false;  // some parameter's gradient may be
 
   // Working lists, sized by prepare() so that no later call allocates.
   TaskList<AccumulateTask> accumulate_tasks_;
   TaskList<NormTask> norm_tasks_;
-  TaskList<UpdateTask> update_tasks_;  // of layers, rows and averages
-  std::vector<UpdateTask> updates_;    // of each parameter; of no elements where it has none
-  TaskList<FinishTask> finish_tasks_;
-  TaskList<OpBytes> folded_;
-  // What the last Op was folded for.
-  struct Folded {
-    ga_group group;
-    int op;
-    int64_t step;
-    bool operator!=(const Folded& o) const {
-      return group != o.group || op != o.op || step != o.step;
-    }
-  } folded_for_ = {};
-  std::vector<ga_param> touched_;
-  std::vector<ga_param> layers_;  // of these, those whose update needs other passes first
-  std::vector<UnitTask> unit_tasks_;
-  std::vector<AgcTask> agc_tasks_;
-  std::vector<FactorTask> factor_tasks_;
+  // Parameters by what their update takes: one pass; clipping by units on the way; passes before
+  // it. Made anew when an option changes.
+  bool lists_due_ = true;
+  bool unit_lists_ = false;  // some is clipped by units
+  std::vector<ga_param> plain_, pieces_, layers_;
+  std::vector<ga_param> ids_[3];  // of a batch of these
   int64_t rows_held_ = 0;  // contributed in this window, repeated ones too
-  bool plain_ = true;      // contributions need nothing but to be added
-  bool adopts_ = false;    // first ones are left where they are
+  bool plain_path_ = true;  // contributions need nothing but to be added
+  bool adopts_ = false;     // first ones are left where they are
   bool noise_repeated_ = false;
   struct {
     int64_t index;
@@ -429,12 +407,12 @@ class Context {
     double window_weight;                    // with it
   } micro_ = {};                             // of the contributions that are being planned
   std::vector<Contribution> contributions_;  // of the open micro-batch, when deferring
-  std::vector<Partial> micro_partials_;
+  std::vector<MicroInput> micro_inputs_;     // likewise
+  std::vector<ga_param> micro_units_;        // of these, those clipped by units
+  size_t micro_chunks_ = 0;                  // of these
+  State<Partial> micro_partials_;
+  State<MicroPlan> micro_plans_;
 };
-
-// The sum over partials in a fixed pairwise order.
-double sum(const Partial* partials, int64_t count, double Partial::*field);
-double clip_factor(const ga_clip& clip, double norm);
 
 ga_clip default_clip();
 void check_clip(const ga_clip& clip);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "loss_scale.hpp"
 
-#include <algorithm>
 #include <cfloat>
 #include <cmath>
 
@@ -9,7 +8,7 @@
 
 namespace ga {
 
-ga_loss_scaler LossScaler::defaults() {
+ga_loss_scaler default_loss_scaler() {
   ga_loss_scaler s = {};
   s.struct_size = sizeof s;
   s.initial_scale = 65536;
@@ -22,7 +21,7 @@ ga_loss_scaler LossScaler::defaults() {
   return s;
 }
 
-LossScaler::LossScaler(const ga_loss_scaler& s) : data_(s), scale_(s.initial_scale) {
+void check_loss_scaler(const ga_loss_scaler& s) {
   if (!(s.min_scale > 0 && s.min_scale <= s.max_scale && s.max_scale <= FLT_MAX))
     fail(GA_ERROR_INVALID_ARGUMENT,
          "loss scaler: min_scale was %g and max_scale %g, expected 0 < min_scale <= max_scale <= "
@@ -44,20 +43,6 @@ LossScaler::LossScaler(const ga_loss_scaler& s) : data_(s), scale_(s.initial_sca
          static_cast<long long>(s.growth_interval));
   if (s.hysteresis < 1)
     fail(GA_ERROR_INVALID_ARGUMENT, "loss scaler: hysteresis was %d, expected > 0", s.hysteresis);
-}
-
-void LossScaler::back_off() {
-  good_steps_ = 0;
-  if (bad_windows_ < data_.hysteresis) ++bad_windows_;
-  if (bad_windows_ == data_.hysteresis)
-    scale_ = std::max(scale_ * data_.backoff_factor, data_.min_scale);
-}
-
-void LossScaler::advance() {
-  if (++good_steps_ < data_.growth_interval) return;
-  good_steps_ = 0;
-  bad_windows_ = 0;
-  scale_ = std::min(scale_ * data_.growth_factor, data_.max_scale);
 }
 
 }  // namespace ga

@@ -74,6 +74,8 @@ size_t Context::bytes_of(size_t i, int kind) const {
       return ema_ ? count * size(average_of(p).format) : 0;
     case kRowSlots:
       return t.options.rows != GA_ROWS_NONE ? static_cast<size_t>(t.rows) * sizeof(uint32_t) : 0;
+    case kRowSet:
+      return t.options.rows != GA_ROWS_NONE ? sizeof(RowSet) : 0;
     default:
       break;
   }
@@ -139,43 +141,48 @@ ga_memory Context::memory() const {
   for (int k = 0; k < kMaxSlots; ++k) m.optimizer_state += bytes(kState + k);
   m.masters = bytes(kMaster);
   m.averages = bytes(kAverage);
-  m.rows = bytes(kRowSlots);
+  m.rows = bytes(kRowSlots) + bytes(kRowSet) + backend_->row_bytes();
   const int64_t chunks = owned_.chunks + fresh.chunks;
   m.workspace = chunks * static_cast<int64_t>(sizeof(Partial)) + backend_->table_bytes(chunks) +
                 static_cast<int64_t>(std::max(scratch_bytes_, fresh.scratch)) +
-                static_cast<int64_t>(params_.size() * (sizeof(Param) + sizeof(Tensor)) +
-                                     params_.size() * bytes_of_lists());
+                bytes_of_tables(groups_.size(), params_.size());
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const Tensor& t = tensors_[i];
-    m.rows += static_cast<int64_t>(t.set.entries.capacity() * sizeof(RowEntry));
     if (i < prepared_) {
       for (const auto* units : {&t.units, &t.factor_rows, &t.factor_columns})
-        if (*units) m.workspace += static_cast<int64_t>((*units)->bytes);
+        if (*units) m.workspace += static_cast<int64_t>((*units)->bytes + sizeof(UnitPattern));
     } else if (params_[i].count > 0) {
       const int op = op_of(params_[i]);
       if (clip_of(params_[i]).scope == GA_CLIP_AGC) {
         const UnitPattern p = units_of(t.shape, units_axes(i));
-        m.workspace += (2 * p.sums() + p.units) * static_cast<int64_t>(sizeof(double));
+        m.workspace += (2 * p.sums() + p.units) * static_cast<int64_t>(sizeof(double)) +
+                       static_cast<int64_t>(sizeof(UnitPattern));
       }
       if (op >= 0 && op_info(op).factored) {
         const Matrices x = matrices_of(t);
         for (const uint32_t reduced : {kRowSums, kColumnSums})
           m.workspace += units_of({x.count, x.rows, x.columns}, reduced).sums() *
-                         static_cast<int64_t>(sizeof(double));
+                             static_cast<int64_t>(sizeof(double)) +
+                         static_cast<int64_t>(sizeof(UnitPattern));
       }
     }
   }
-  m.workspace += static_cast<int64_t>(micro_partials_.capacity() * sizeof(Partial) +
-                                      contributions_.capacity() * sizeof(Contribution));
+  m.workspace += micro_partials_.bytes() + micro_plans_.bytes() +
+                 static_cast<int64_t>(contributions_.capacity() *
+                                      (sizeof(Contribution) + sizeof(MicroInput)));
   m.total = m.accumulators + m.optimizer_state + m.workspace + m.masters + m.averages + m.rows;
   return m;
 }
 
-// Bytes of the working lists for each parameter.
-size_t Context::bytes_of_lists() {
-  return sizeof(AccumulateTask) + sizeof(NormTask) + 2 * sizeof(UpdateTask) + sizeof(FinishTask) +
-         2 * sizeof(OpBytes) + 2 * sizeof(ga_param) + 2 * sizeof(UnitTask) + sizeof(AgcTask) +
-         sizeof(FactorTask);
+// Bytes of the tables and working lists for so many of each.
+int64_t Context::bytes_of_tables(size_t groups, size_t params) const {
+  const size_t of_param = sizeof(Param) + sizeof(Tensor) + sizeof(Source) + sizeof(ParamInput) +
+                          sizeof(ParamState) + sizeof(ParamPlan) + sizeof(Composites) +
+                          2 * sizeof(UpdateTask) + sizeof(UnitTask) + sizeof(FactorTask) +
+                          sizeof(AccumulateTask) + sizeof(NormTask) + 6 * sizeof(ga_param);
+  return static_cast<int64_t>(sizeof(Settings) + sizeof(Control) +
+                              groups * (sizeof(GroupInput) + sizeof(GroupState)) +
+                              params * of_param);
 }
 
 // Gives the parameters added since the last window their arrays. All or nothing.
@@ -188,16 +195,9 @@ void Context::prepare() {
   const Layout fresh = layout_of_new();
   accumulate_tasks_.reserve(n);
   norm_tasks_.reserve(n);
-  update_tasks_.reserve(lazy_ ? std::max(n, kRowBatch) : n);
-  finish_tasks_.reserve(n);
-  updates_.resize(n);
-  folded_.reserve(2 * n);  // layer-wise optimizers fold twice
-  touched_.reserve(n);
-  layers_.reserve(n);
-  unit_tasks_.reserve(2 * n);
-  agc_tasks_.reserve(n);
-  factor_tasks_.reserve(n);
-  backend_->reserve(owned_.chunks + fresh.chunks + static_cast<int64_t>(lazy_ ? kRowBatch : 0),
+  told_.resize(n);
+  for (auto* list : {&plain_, &pieces_, &layers_, &ids_[0], &ids_[1], &ids_[2]}) list->reserve(n);
+  backend_->reserve(owned_.chunks + fresh.chunks, static_cast<int64_t>(n),
                     static_cast<int64_t>(owned_.bytes[kAccumulator] + fresh.bytes[kAccumulator]));
 
   constexpr size_t kPartials = kArrays;
@@ -207,12 +207,37 @@ void Context::prepare() {
   std::array<char*, kArrays + 1> base = {};
   std::vector<std::unique_ptr<Units>> made(3 * (n - prepared_));
   void* scratch = nullptr;
+  Table<ParamInput> inputs;
+  State<ParamState> states;
+  State<ParamPlan> plans;
+  Table<Composites> composites;
+  Table<UpdateTask> updates, measures;
+  Table<UnitTask> unit_tasks;
+  Table<FactorTask> factors;
+  const auto release = [&] {
+    inputs.release(*backend_);
+    states.release(*backend_);
+    plans.release(*backend_);
+    composites.release(*backend_);
+    updates.release(*backend_);
+    measures.release(*backend_);
+    unit_tasks.release(*backend_);
+    factors.release(*backend_);
+  };
   arenas_.reserve(arenas_.size() + kArrays + 1);
   ranges_.reserve(ranges_.size() + kArrays + 1);
   try {
     for (size_t a = 0; a <= kPartials; ++a)
       if (bytes[a] > 0) base[a] = static_cast<char*>(backend_->allocate(bytes[a]));
     if (fresh.scratch > scratch_bytes_) scratch = backend_->allocate(fresh.scratch);
+    inputs = param_inputs_.grown(*backend_, n);
+    states = param_states_.grown(*backend_, n);
+    plans = plans_.grown(*backend_, n);
+    composites = composites_.grown(*backend_, n);
+    updates = updates_.grown(*backend_, n);
+    measures = measures_.grown(*backend_, n);
+    unit_tasks = units_.grown(*backend_, n);
+    factors = factors_.grown(*backend_, n);
     for (size_t i = prepared_; i < n; ++i) {
       const Tensor& t = tensors_[i];
       auto* const units = &made[3 * (i - prepared_)];
@@ -230,11 +255,21 @@ void Context::prepare() {
     for (size_t a = 0; a <= kPartials; ++a) backend_->free(base[a], bytes[a]);
     backend_->free(scratch, fresh.scratch);
     for (auto& units : made) free_units(units);
+    release();
     fail(
         GA_ERROR_OUT_OF_MEMORY,
         "%zu bytes for accumulators and %zu for optimizer state of %zu parameters could not be had",
         bytes[kAccumulator], bytes[kState] + bytes[kState + 1] + bytes[kState + 2], n - prepared_);
   }
+  std::swap(param_inputs_, inputs);
+  std::swap(param_states_, states);
+  std::swap(plans_, plans);
+  std::swap(composites_, composites);
+  std::swap(updates_, updates);
+  std::swap(measures_, measures);
+  std::swap(units_, unit_tasks);
+  std::swap(factors_, factors);
+  release();
   if (scratch) {
     backend_->free(scratch_, scratch_bytes_);
     scratch_ = scratch;
@@ -264,14 +299,16 @@ void Context::prepare() {
     p.average = at(kAverage);
     p.partials = partials;
     partials += chunk_count(p.count);
-    t.pair = {p.accumulator, at(kLow), p.accumulator_dtype};
-    p.pair = t.pair.low != nullptr;
-    p.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC;
-    t.set.slots = static_cast<uint32_t*>(at(kRowSlots));
+    t.low = at(kLow);
+    p.pair = t.low != nullptr;
+    t.set = static_cast<RowSet*>(at(kRowSet));
+    if (t.set) {
+      uint32_t* const slots = static_cast<uint32_t*>(at(kRowSlots));
+      backend_->write(&t.set->slots, &slots, sizeof slots);
+    }
     p.master_due = p.master != nullptr;
     p.state_due = true;
     unfilled_ = true;
-    set_update(prepared_);
     auto* const units = &made[3 * (prepared_ - first)];
     t.units = std::move(units[0]);
     t.factor_rows = std::move(units[1]);
@@ -279,23 +316,109 @@ void Context::prepare() {
   }
   for (size_t a = 0; a < kArrays; ++a) owned_.bytes[a] += fresh.bytes[a];
   owned_.chunks += fresh.chunks;
+  for (size_t i = 0; i < n; ++i) set_update(i);  // the tables have moved
+  lists_due_ = true;
+  set_tables();
+  flush();
   fill_new();
 }
 
-// What stays the same in a parameter's updates.
+// What the tables have of a parameter, from its arrays, its options and those of its group.
 void Context::set_update(size_t i) {
+  const auto id = static_cast<ga_param>(i);
   const Param& p = params_[i];
-  UpdateTask& task = updates_[i];
-  task = {};
-  task.op = -1;
-  task.f64 = p.f64;
-  task.param = param_of(p);
-  task.copy = {p.master ? p.data : nullptr, p.dtype};
-  task.average = average_of(p);
+  const Tensor& t = tensors_[i];
+  const ParamPlan* const plan = plans_.at(i);
   const int op = op_of(p);
-  for (int k = 0; k < (op < 0 ? 0 : op_info(op).slots); ++k) task.state[k] = state_of(p, k);
-  task.padded_state = true;
-  task.partials = p.partials;
+  const int64_t columns = t.rows > 0 ? p.count / t.rows : 0;
+
+  ParamInput& in = param_inputs_.edit(i);
+  in = {};
+  in.partials = p.partials;
+  in.rows = t.set;
+  in.count = p.count;
+  in.extent = t.rows;
+  in.weight = 1;
+  in.group = p.group;
+  in.op = op;
+  in.held = p.held();
+  in.f64 = p.f64;
+  in.frozen = p.frozen;
+  in.clamped = norm_after_value(p);
+  in.by_units = by_units(id);
+  in.lazy = t.options.rows == GA_ROWS_LAZY;
+  in.average = p.average != nullptr;
+  const bool bf16_state =
+      groups_[static_cast<size_t>(p.group)].optimizer.state_dtype == GA_BF16;
+  in.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC || bf16_state ||
+                 (in.average && average_of(p).format == GA_BF16);
+
+  Composites& composites = composites_.edit(i);
+  composites.pair = {p.accumulator, t.low, p.accumulator_dtype};
+  composites.sparse = {p.accumulator, columns, t.set};
+
+  UpdateTask& update = updates_.edit(i);
+  update = {};
+  update.plan = plan;
+  update.count = p.count;
+  update.op = op;
+  update.f64 = p.f64;
+  update.param = param_of(p);
+  update.copy = {p.master ? p.data : nullptr, p.dtype};
+  update.average = average_of(p);
+  update.delivered = {op < 0 ? p.accumulator : nullptr, p.accumulator_dtype};
+  for (int k = 0; k < (op < 0 ? 0 : op_info(op).slots); ++k) update.state[k] = state_of(p, k);
+  update.padded_state = !in_pieces(id);  // a piece may end where another begins
+  update.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC;
+  update.rows = in.lazy ? t.set : nullptr;
+  update.columns = columns;
+  update.partials = p.partials;
+
+  UnitTask& units = units_.edit(i);
+  units = {};
+  if (t.units) {
+    const Array param = update.param;
+    const ga_clip& clip = clip_of(p);
+    units.param = {param.data, param.format, 1, nullptr};
+    units.f64 = p.f64;
+    units.pattern = t.units->at();
+    units.sums = t.units->gradient;
+    units.param_sums = t.units->param;
+    units.factors = t.units->factors;
+    units.factor = clip.agc_factor;
+    units.eps = clip.agc_eps;
+  }
+
+  FactorTask& factor = factors_.edit(i);
+  factor = {};
+  measures_.edit(i) = update;
+  if (is_layered(id)) {
+    const OpInfo& info = op_info(op);
+    UpdateTask& measure = measures_.edit(i);
+    const bool fits = p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32);
+    if (info.emits) measure.emitted = fits ? p.accumulator : scratch_;
+    if (info.factored && p.count > 0) {
+      const Matrices m = matrices_of(t);
+      composites.outer = {p.state[0], p.state[1], p.state[2], m.rows, m.columns};
+      factor.plan = plan;
+      factor.row_pattern = t.factor_rows->at();
+      factor.column_pattern = t.factor_columns->at();
+      factor.row_sums = t.factor_rows->gradient;
+      factor.column_sums = t.factor_columns->gradient;
+      factor.f64 = p.f64;
+      factor.rows = p.state[0];
+      factor.columns = p.state[1];
+      factor.scales = p.state[2];
+      factor.row_count = m.rows;
+      factor.column_count = m.columns;
+      factor.matrices = m.count;
+    }
+    if (info.factored) measure.state[0] = update.state[0] = {&composites_.at(i)->outer, kOuter};
+    const void* made = measure.emitted;
+    if (info.orthogonal && p.count > 0) made = orthogonal_task(id).result();
+    if (info.emits) update.gradient = identity({made, p.f64 ? GA_F64 : GA_F32, 1, nullptr});
+  }
+  set_gradient(i);
 }
 
 // What new arrays begin with, where that is not zero, and masters that are due. What fails is done
@@ -310,7 +433,7 @@ void Context::fill_new() {
       const double initial = info_of(p).initial(o, k);
       if (!p.state[k] || initial == 0) continue;
       FinishTask task = {};
-      task.gradient = identity({nullptr, GA_F32, 1});
+      task.gradient = identity({nullptr, GA_F32, 1, nullptr});
       task.constant = initial;
       task.f64 = p.f64;
       task.target = state_of(p, k);
@@ -324,7 +447,7 @@ void Context::fill_new() {
 
 void Context::take_master(Param& p) {
   FinishTask task = {};
-  task.gradient = identity({p.data, p.dtype, 1});
+  task.gradient = identity({p.data, p.dtype, 1, nullptr});
   task.target = {p.master, GA_F32};
   task.count = p.count;
   backend_->finish({&task, 1});

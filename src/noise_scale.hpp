@@ -6,29 +6,35 @@
 //   |g|^2                   = |G|^2 + tr(S) / B        of the window
 #pragma once
 
-#include <cmath>
+#include <math.h>
+
 #include <cstdint>
+
+#include "hd.hpp"
 
 namespace ga {
 
-class NoiseScale {
- public:
+// All zeros before the first.
+struct NoiseScale {
+  double weight_sum, trace_sum, signal_sum;
+
   // micros: the first of the sums above; window: the second.
-  void add(double micros, double window, int64_t micro_batches, double samples, double smoothing) {
+  GA_HD void add(double micros, double window, int64_t micro_batches, double samples,
+                 double smoothing) {
     const double trace = (micros - window) * samples / static_cast<double>(micro_batches - 1);
     const double signal = window - trace / samples;
-    weight_ = smoothing * weight_ + (1 - smoothing);
-    trace_ = smoothing * trace_ + (1 - smoothing) * trace;
-    signal_ = smoothing * signal_ + (1 - smoothing) * signal;
+    weight_sum = smoothing * weight_sum + (1 - smoothing);
+    trace_sum = smoothing * trace_sum + (1 - smoothing) * trace;
+    signal_sum = smoothing * signal_sum + (1 - smoothing) * signal;
   }
 
   // NaN before the first.
-  double trace() const { return weight_ > 0 ? trace_ / weight_ : NAN; }
-  double signal() const { return weight_ > 0 ? signal_ / weight_ : NAN; }
-  double scale() const { return trace() / signal(); }
+  GA_HD double trace() const { return mean(trace_sum); }
+  GA_HD double signal() const { return mean(signal_sum); }
+  GA_HD double scale() const { return trace() / signal(); }
 
  private:
-  double weight_ = 0, trace_ = 0, signal_ = 0;
+  GA_HD double mean(double sum) const { return weight_sum > 0 ? sum / weight_sum : NAN; }
 };
 
 }  // namespace ga

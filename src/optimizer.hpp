@@ -3,14 +3,11 @@
 // ops/all.hpp.
 #pragma once
 
+#include "control.hpp"
 #include "ops/op.hpp"
 
 namespace ga {
 
-// A folded Op as bytes.
-struct alignas(16) OpBytes {
-  unsigned char bytes[112];
-};
 
 struct OptimizerInfo {
   const char* name;

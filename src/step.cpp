@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials
 // that the accumulating passes left; a pass of its own is made only for what has none (see
-// take_norms).
+// take_norms). What is decided is decided by the backend (decide.hpp), so nothing here waits for it.
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 
 #include "context.hpp"
@@ -11,24 +10,6 @@
 #include "tensor.hpp"
 
 namespace ga {
-double sum(const Partial* partials, int64_t count, double Partial::*field) {
-  if (count <= 0) return 0;
-  if (count == 1) return partials[0].*field;
-  const int64_t half = count / 2;
-  return sum(partials, half, field) + sum(partials + half, count - half, field);
-}
-
-namespace {
-
-// The same over the rows of a window.
-double sum(const RowEntry* rows, size_t count) {
-  if (count == 0) return 0;
-  if (count == 1) return rows[0].partial.sum_squares;
-  const size_t half = count / 2;
-  return sum(rows, half) + sum(rows + half, count - half);
-}
-
-}  // namespace
 
 ga_window_info Context::window() const {
   ga_window_info w = {};
@@ -39,47 +20,39 @@ ga_window_info Context::window() const {
   w.accum_steps = window_.accum_steps();
   w.weight = window_.weight();
   w.windows = windows_;
-  w.steps = steps_;
+  w.steps = steps_seen();
   return w;
 }
 
-// What a parameter's accumulator is to be multiplied by; mean is that of the window.
-double Context::mean_of(const Param& p, double mean) const {
-  const bool running =
-      config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN && p.held == Held::kStored;
-  return running ? mean * p.held_weight : mean;
+// Applied steps, as far as is known without a wait.
+int64_t Context::steps_seen() const {
+  if (const Control* c = backend_->known()) return c->steps;
+  ga_step_result r = {};
+  return windows_ > 0 && backend_->result(0, false, r) ? r.steps : 0;
 }
 
-// Where its gradient of the window is.
-Source Context::source_of(ga_param id) {
+// What was last decided; waits for it.
+const Control& Context::control() const {
+  if (const Control* c = backend_->known()) return *c;
+  backend_->read(&last_control_, control_.at(), sizeof last_control_);
+  return last_control_;
+}
+
+// Where a parameter's gradient of the window is.
+Source Context::source_of(ga_param id) const {
   const Param& p = params_[static_cast<size_t>(id)];
-  switch (p.held) {
+  switch (p.held()) {
     case Held::kAdopted:
-      return {p.adopted, p.gradient_dtype, p.adopted_scale};
+      return adopted_of(p);
     case Held::kStored: {
       const Array target = target_of(id);
-      return {target.data, target.format, 1};
+      return {target.data, target.format, 1, nullptr};
     }
-    case Held::kRows: {
-      Tensor& t = tensors_[static_cast<size_t>(id)];
-      t.sparse = {p.accumulator, p.count / std::max<int64_t>(t.rows, 1), t.set.slots,
-                  t.set.entries.data(), static_cast<int64_t>(t.set.entries.size())};
-      return {&t.sparse, kSparse, 1};
-    }
+    case Held::kRows:
+      return {&composites_.at(static_cast<size_t>(id))->sparse, kSparse, 1, nullptr};
     default:
-      return {nullptr, GA_F32, 1};
+      return {nullptr, GA_F32, 1, nullptr};
   }
-}
-
-// The parameter's reduced gradient, clipped by value, not yet by norm. mean divides by the weights.
-void Context::fill_view(ga_param id, double mean, GradientView& v) {
-  const Param& p = params_[static_cast<size_t>(id)];
-  const ga_clip& clip = clip_of(p);
-  const double sign = groups_[static_cast<size_t>(p.group)].optimizer.maximize ? -1 : 1;
-  v.source = source_of(id);
-  v.scale = mean_of(p, mean) * sign;
-  v.limit = clip.when == GA_CLIP_STEP ? clip.max_value : HUGE_VAL;
-  v.factor = 1;
 }
 
 // Whether a norm is to be taken of the gradient as clipped by value, which no accumulating pass has
@@ -91,93 +64,96 @@ bool Context::norm_after_value(const Param& p) const {
          (clip.scope != GA_CLIP_NONE || layered);
 }
 
-// Finds the parameters that this step is about, and makes a pass over the data for the norms that
-// no accumulating pass has left: of gradients that were never stored, of accumulators last written
-// by the program or by some products, and of gradients as clipped by value.
-void Context::take_norms(double mean) {
-  touched_.clear();
+// Puts where the gradient is into all that reads it.
+void Context::set_gradient(size_t i) {
+  const auto id = static_cast<ga_param>(i);
+  const Source source = source_of(id);
+  const ParamPlan& plan = *plans_.at(i);
+  GradientView view = {source, &plan.gradient};
+  GradientView whole = {source, &plan.whole};
+  if (by_units(id)) {
+    const Units& units = *tensors_[i].units;
+    composites_.edit(i).clipped = {{source, &plan.raw}, units.at(), units.factors};
+    units_.edit(i).gradient = {source, &plan.raw};
+    view.source = whole.source = {&composites_.at(i)->clipped, kClipped, 1, nullptr};
+  }
+  const bool layered = is_layered(id);
+  (layered ? measures_ : updates_).edit(i).gradient = view;
+  const bool emits = layered && op_info(op_of(params_[i])).emits;
+  if (layered && !emits) updates_.edit(i).gradient = view;
+  if (factors_[i].row_pattern) factors_.edit(i).gradient = whole;
+}
+
+// What this window has brought to each parameter. In most, all is as it was in the last one.
+void Context::tell_params() {
+  const bool running = config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
+  for (size_t i = 0; i < prepared_; ++i) {
+    const Param& p = params_[i];
+    const ParamInput& in = param_inputs_[i];
+    const Held held = p.held();
+    if (held == Held::kStored && in.held == held && !running) continue;
+    if (held == Held::kNothing && in.held == held) continue;
+    const bool stored = running && held == Held::kStored;
+    param_inputs_.set(i, &ParamInput::weight, stored ? p.held_weight : 1.0);
+    param_inputs_.set(i, &ParamInput::stale_rows, held == Held::kRows && p.stale);
+    const bool moved = held == Held::kAdopted && !(told_[i] == adopted_of(p));
+    if (in.held == held && !moved) continue;
+    param_inputs_.set(i, &ParamInput::held, held);
+    if (held == Held::kAdopted) told_[i] = adopted_of(p);
+    set_gradient(i);
+  }
+  if (!backend_->capturing()) return;
+  // Windows between two replays may change what this one has found as it was.
+  param_inputs_.edit_all();
+  composites_.edit_all();
+  updates_.edit_all();
+  if (layers_.empty() && pieces_.empty()) return;
+  measures_.edit_all();
+  units_.edit_all();
+  factors_.edit_all();
+}
+
+void Context::flush() {
+  settings_.flush(*backend_);
+  group_inputs_.flush(*backend_);
+  param_inputs_.flush(*backend_);
+  composites_.flush(*backend_);
+  updates_.flush(*backend_);
+  measures_.flush(*backend_);
+  units_.flush(*backend_);
+  factors_.flush(*backend_);
+}
+
+// Makes a pass over the data for the norms that no accumulating pass has left: of gradients that
+// were never stored, of accumulators last written by the program or by some products, and of
+// gradients as clipped by value.
+void Context::take_norms(const WindowTotals& totals) {
   norm_tasks_.clear();
-  for (size_t i = 0; i < params_.size(); ++i) {
+  bool any_clamped = false;
+  for (size_t i = 0; i < prepared_; ++i) {
     Param& p = params_[i];
-    if (p.frozen || (p.held == Held::kNothing && config_.missing == GA_MISSING_SKIP)) continue;
-    touched_.push_back(static_cast<ga_param>(i));
-    if (p.held == Held::kNothing) continue;
-    const bool clamped = norm_after_value(p);
-    if ((p.held == Held::kStored || p.held == Held::kRows) && !p.stale && !clamped) continue;
+    const Held held = p.held();
+    if (p.frozen || held == Held::kNothing) continue;
+    const bool clamped = param_inputs_[i].clamped;
+    if (held != Held::kAdopted && !p.stale && !clamped) continue;
+    any_clamped = any_clamped || clamped;
     NormTask& task = norm_tasks_.add();
-    fill_view(static_cast<ga_param>(i), mean, task.gradient);
-    if (!clamped) task.gradient.limit = HUGE_VAL;
+    task.gradient = {source_of(static_cast<ga_param>(i)),
+                     clamped ? &plans_.at(i)->raw : nullptr};
     task.f64 = p.f64;
     task.count = p.count;
     task.partials = p.partials;
-    p.stale = p.held == Held::kRows;  // the partials of the rows are not wanted
+    p.stale = held == Held::kRows;  // the partials of the rows are not wanted
   }
+  tell_params();
+  flush();
+  if (any_clamped) backend_->open_step(totals);
   backend_->norm(norm_tasks_.span());
-}
-
-// Adds up the partials, in the order of the chunks, and finds the clip factor of every group with a
-// global norm.
-Context::Reduction Context::reduce(double mean) {
-  Reduction r = {0, 1, true};
-  double all = 0, shared = 0;  // shared: of the groups without a clipping of their own
-  for (Group& g : groups_) g.sum_squares = 0;
-  for (ga_param id : touched_) {
-    Param& p = params_[static_cast<size_t>(id)];
-    p.sum_squares = 0;
-    if (p.held == Held::kNothing) continue;
-    const double scale = mean_of(p, mean);
-    if (p.held == Held::kRows && !p.stale) {
-      const std::vector<RowEntry>& rows = tensors_[static_cast<size_t>(id)].set.entries;
-      for (const RowEntry& row : rows) r.finite = r.finite && !row.partial.nonfinite;
-      p.sum_squares = sum(rows.data(), rows.size()) * scale * scale;
-      all += p.sum_squares;
-    } else {
-      const int64_t chunks = chunk_count(p.count);
-      for (int64_t c = 0; c < chunks; ++c) r.finite = r.finite && !p.partials[c].nonfinite;
-      p.sum_squares = sum(p.partials, chunks, &Partial::sum_squares) * scale * scale;
-      all += p.sum_squares;
-      if (norm_after_value(p)) p.sum_squares = sum(p.partials, chunks, &Partial::limited);
-    }
-    Group& g = groups_[static_cast<size_t>(p.group)];
-    (g.own_clip ? g.sum_squares : shared) += p.sum_squares;
-  }
-  for (Group& g : groups_) {
-    const ga_clip& clip = g.own_clip ? g.clip : clip_;
-    g.clip_factor = 1;
-    if (clip.scope == GA_CLIP_GLOBAL && clip.when == GA_CLIP_STEP)
-      g.clip_factor = clip_factor(clip, std::sqrt(g.own_clip ? g.sum_squares : shared));
-  }
-  for (ga_param id : touched_) {
-    Param& p = params_[static_cast<size_t>(id)];
-    const ga_clip& clip = clip_of(p);
-    p.factor = groups_[static_cast<size_t>(p.group)].clip_factor;
-    if (clip.scope == GA_CLIP_PER_TENSOR && clip.when == GA_CLIP_STEP)
-      p.factor = clip_factor(clip, std::sqrt(p.sum_squares));
-    r.smallest_factor = std::min(r.smallest_factor, p.factor);
-  }
-  r.norm = std::sqrt(all);
-  return r;
-}
-
-// From the squares that the accumulating passes left of every micro-batch, and those of the window.
-void Context::estimate_noise() {
-  const double samples = window_.weight();
-  if (!config_.noise_scale || noise_repeated_ || window_.weighted() < 2) return;
-  double micros = 0, window = 0;
-  for (ga_param id : touched_) {
-    const Param& p = params_[static_cast<size_t>(id)];
-    if (p.held == Held::kNothing) continue;
-    const int64_t chunks = chunk_count(p.count);
-    const double scale = mean_of(p, 1) / samples;
-    micros += sum(p.partials, chunks, &Partial::noise);
-    window += sum(p.partials, chunks, &Partial::sum_squares) * scale * scale;
-  }
-  noise_.add(micros / samples, window, window_.weighted(), samples, config_.noise_smoothing);
 }
 
 void Context::empty_window() {
   for (Param& p : params_) {
-    p.held = Held::kNothing;
+    p.hold(Held::kNothing);
     p.acquired = false;
     p.stale = false;
     p.pending = false;
@@ -185,7 +161,8 @@ void Context::empty_window() {
     p.last_micro = -1;
   }
   if (rows_held_ > 0)
-    for (Tensor& t : tensors_) t.set.entries.clear();
+    for (const Tensor& t : tensors_)
+      if (t.set) backend_->clear_rows({&t.set, 1});
   rows_held_ = 0;
   noise_repeated_ = false;
   contributions_.clear();
@@ -195,69 +172,59 @@ void Context::empty_window() {
 
 ga_step_result Context::step() {
   window_.check_step();
-  ga_step_result r = {};
-  r.struct_size = sizeof r;
-  r.micro_batches = window_.size();
-  r.weight = window_.weight();
-  r.clip_factor = 1;
-  r.loss_scale = loss_scale();
-  r.window_dropped = window_.dropped();
+  if (lists_due_) make_lists();
+  WindowTotals totals = {};
+  totals.ticket = ++tickets_;
+  totals.micro_batches = window_.size();
+  totals.weight = window_.weight();
+  totals.weighted = window_.weighted();
+  totals.dropped = window_.dropped();
+  totals.noise_wanted = config_.noise_scale && !noise_repeated_;
+  totals.last = !(totals.weight > 0) || !unit_lists_;
   forget_delivered();
 
-  if (r.weight > 0) {
-    const double mean = config_.reduce == GA_REDUCE_MEAN ? 1 / r.weight : 1;
-    or_break([&] {
-      take_norms(mean);
-      Reduction reduction = reduce(mean);
-      r.norm = reduction.norm;
-      // A sum of weights so small that its inverse is no float would make everything infinite.
-      if ((!reduction.finite || mean > FLT_MAX) && config_.nonfinite != GA_NONFINITE_IGNORE) {
-        if (config_.nonfinite == GA_NONFINITE_FAIL)
-          fail(GA_ERROR_NONFINITE,
-               "the gradient of parameter \"%s\" is infinite or NaN; the window is kept until "
-               "ga_discard",
-               first_nonfinite());
-        r.outcome = GA_STEP_SKIPPED_NONFINITE;
-        return;
-      }
-      r.lr = groups_.empty() ? 0 : lr(0);
-      estimate_noise();
-      update(mean, reduction);
-      r.clip_factor = reduction.smallest_factor;
-    });
-  } else {
-    r.outcome = GA_STEP_SKIPPED_EMPTY;
+  or_break([&] {
+    if (totals.weight > 0)
+      take_norms(totals);
+    else
+      flush();
+    backend_->decide(totals);
+    const bool fails = config_.nonfinite == GA_NONFINITE_FAIL;
+    const Control* const known = fails ? &control() : backend_->known();
+    if (fails && known->result.outcome == GA_STEP_SKIPPED_NONFINITE) fail_nonfinite(*known);
+    if (totals.weight > 0 && !(known && !known->go)) {
+      update();
+      for (Param& p : params_)
+        if (!p.frozen && op_of(p) < 0 &&
+            (p.held() != Held::kNothing || config_.missing == GA_MISSING_ZERO))
+          p.delivered = delivered_ = true;
+    }
+  });
+  ++windows_;
+  ga_step_result r = {};
+  if (!backend_->result_of(totals.ticket, r)) {
+    r = pending();
+    r.micro_batches = totals.micro_batches;
+    r.weight = totals.weight;
   }
-  if (scaler_) {
-    if (r.outcome == GA_STEP_SKIPPED_NONFINITE || r.window_dropped > 0)
-      scaler_->back_off();
-    else if (r.outcome == GA_STEP_APPLIED)
-      scaler_->advance();
-  }
-  dropped_ += r.window_dropped;
   empty_window();
-  r.windows = ++windows_;
-  r.steps = steps_;
-  r.skipped = windows_ - steps_;
-  r.dropped = dropped_;
-  r.noise_scale = noise_.scale();
-  r.noise_trace = noise_.trace();
-  r.noise_signal = noise_.signal();
   return r;
 }
 
-const char* Context::first_nonfinite() const {
-  for (ga_param id : touched_) {
-    const Param& p = params_[static_cast<size_t>(id)];
-    if (p.held == Held::kRows && !p.stale) {
-      for (const RowEntry& row : tensors_[static_cast<size_t>(id)].set.entries)
-        if (row.partial.nonfinite) return name(id);
-      continue;
-    }
-    for (int64_t c = 0; p.held != Held::kNothing && c < chunk_count(p.count); ++c)
-      if (p.partials[c].nonfinite) return name(id);
-  }
-  return "(none: the sum of the weights is too small to divide by)";
+ga_step_result Context::pending() {
+  ga_step_result r = {};
+  r.struct_size = sizeof r;
+  r.outcome = GA_STEP_PENDING;
+  r.norm = r.clip_factor = r.lr = r.loss_scale = NAN;
+  r.noise_scale = r.noise_trace = r.noise_signal = NAN;
+  return r;
+}
+
+void Context::fail_nonfinite(const Control& c) const {
+  fail(GA_ERROR_NONFINITE,
+       "the gradient of parameter \"%s\" is infinite or NaN; the window is kept until ga_discard",
+       c.nonfinite_at >= 0 ? name(static_cast<ga_param>(c.nonfinite_at))
+                           : "(none: the sum of the weights is too small to divide by)");
 }
 
 // A pass of ga_step that breaks off half-way may leave parameters half updated: nothing after it
@@ -274,6 +241,7 @@ void Context::or_break(Work&& work) {
 
 void Context::discard() {
   forget_delivered();
+  if (deferring() || rows_held_ > 0) backend_->clear_window();
   empty_window();
 }
 
@@ -291,7 +259,7 @@ const void* Context::gradient(ga_param id, int32_t* dtype) const {
          "parameter \"%s\": its group has the optimizer %s; ga_gradient is for "
          "GA_OPTIMIZER_EXTERNAL",
          name(id), info_of(p).name);
-  if (!delivered_ || !p.delivered)
+  if (!delivered_ || !p.delivered || !control().go)
     fail(GA_ERROR_INVALID_STATE,
          "parameter \"%s\": there is no gradient; ga_gradient is legal after an applied ga_step in "
          "which the parameter had one, until the next accumulate, ga_discard or ga_step",

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "hd.hpp"
+
 namespace ga {
 
 // Neighbouring axes of one kind are merged, those of extent 1 left out, so kept and reduced axes
@@ -22,12 +24,12 @@ struct UnitPattern {
   int64_t pieces = 0;
   bool shared = false;  // one array of sums for all pieces
 
-  int64_t sums() const { return shared ? units : units * pieces; }
+  GA_HD int64_t sums() const { return shared ? units : units * pieces; }
   // The outermost indices of a piece: [begin, end)
-  int64_t begin(int64_t piece) const { return extent[0] * piece / pieces; }
-  int64_t slab() const { return count / extent[0]; }  // elements to an outermost index
+  GA_HD int64_t begin(int64_t piece) const { return extent[0] * piece / pieces; }
+  GA_HD int64_t slab() const { return count / extent[0]; }  // elements to an outermost index
   // Of a shared pattern: the first unit of a piece.
-  int64_t first_unit(int64_t piece) const { return begin(piece) * unit_stride[0]; }
+  GA_HD int64_t first_unit(int64_t piece) const { return begin(piece) * unit_stride[0]; }
 };
 
 // reduced: bit d for axis d; axes from 32 on are reduced as axis 31 is.

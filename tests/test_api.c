@@ -110,6 +110,14 @@ static void life_cycle(void) {
   result.struct_size = sizeof result;
   OK(ga_step(ctx, &result));
   CHECK(result.outcome == GA_STEP_APPLIED && result.steps == 1 && result.weight == 4);
+  {
+    ga_step_result again, last;
+    again.struct_size = last.struct_size = sizeof again;
+    OK(ga_step_result_get(ctx, result.windows, 1, &again));
+    OK(ga_step_result_get(ctx, 0, 0, &last));
+    CHECK(memcmp(&result, &again, sizeof result) == 0 && memcmp(&result, &last, sizeof result) == 0);
+    CHECK(ga_step_result_get(ctx, 2, 1, &again) == GA_ERROR_INVALID_ARGUMENT);
+  }
   CHECK(w[0] == 0); /* 1 - (1 * 1 + 3 * 4 / 4) / 4 */
   NEAR(w[5], 5);
   NEAR(bias[1], -(1 * 4 + 3 * 4 / 4.0) / 4);

@@ -56,6 +56,16 @@
  * ga_accumulate_matmul or ga_accumulator_acquire, and closes it with ga_micro_end. Several
  * contributions to one parameter in one micro-batch add up (tied weights).
  *
+ * DEVICES. With ga_config.device = GA_DEVICE_CUDA everything above happens on a GPU: parameters,
+ * gradients, indices and matrices are in its memory, and never copied. Calls queue their work on
+ * ga_config.stream and return; in a window nothing waits for the GPU, so ga_step may not know its
+ * result yet (GA_STEP_PENDING): ga_step_result_get asks again. The program's own work on other
+ * streams is its own to order. What it writes on that stream comes before, what it reads after.
+ * A window may be captured in a CUDA graph, once one like it has run, and replayed: gradients are
+ * then read where they were in the capture; counters, schedules and scales move on with every
+ * replay, but ga_window knows nothing of it. Calls that wait say so; in a capture they are
+ * GA_ERROR_INVALID_STATE. The Ops give the bits of the CPU.
+ *
  * CONVENTIONS, which hold unless a function says otherwise
  *   Errors      Every function returns a ga_status. A call that does not return GA_OK has changed
  *               nothing, and ga_last_error() has a sentence with the names and values involved. A
@@ -141,7 +151,7 @@ typedef int32_t ga_param;             /* 0, 1, 2, ... in the order they were add
 /* GA_F16 is IEEE binary16, GA_BF16 the upper half of an f32. The integers are for row indices. */
 enum ga_dtype { GA_F32 = 1, GA_F64 = 2, GA_F16 = 3, GA_BF16 = 4, GA_I32 = 5, GA_I64 = 6 };
 
-enum ga_device { GA_DEVICE_CPU = 0, GA_DEVICE_CUDA = 1 }; /* this version: GA_DEVICE_CPU */
+enum ga_device { GA_DEVICE_CPU = 0, GA_DEVICE_CUDA = 1 };
 
 /* What the program's gradients are: means over their micro-batch (each is multiplied by its
    weight), or sums (each is taken as it is). */
@@ -229,6 +239,10 @@ typedef struct ga_config {
   int32_t noise_scale;    /* 1: estimate the gradient noise scale, see ga_step_result; default 0 */
   int32_t reserved;       /* 0 */
   double noise_smoothing; /* of that estimate over steps; [0, 1); default 0.9 */
+  int32_t device_ordinal; /* which of the devices of that kind; default 0 */
+  int32_t reserved2;      /* 0 */
+  void* stream;           /* GA_DEVICE_CUDA: the cudaStream_t that all work goes to, which lives as
+                             long as the context; NULL, the default: the legacy default stream */
 } ga_config;
 
 /* Fills config with the defaults. struct_size: sizeof(ga_config). */
@@ -236,7 +250,9 @@ GA_API ga_status ga_config_init(ga_config* config, size_t struct_size);
 
 /* Makes a context. config may be NULL: the defaults. *out belongs to the caller, who ends it with
    ga_context_destroy. The environment variable GA_CPU_ISA (scalar, x86-64-v2, x86-64-v3, x86-64-v4)
-   picks the CPU loops for tests; all give the same bits. GA_ERROR_UNSUPPORTED: no such device, or
+   picks the CPU loops for tests; all give the same bits. GA_ERROR_UNSUPPORTED: no such device, no
+   driver or one that is too old, libgradaccum_cuda.so could not be loaded (it is looked for beside
+   the library, or only in the folder that the environment variable GA_MODULE_PATH names), or
    GA_CPU_ISA names loops that this build or this processor does not have. */
 GA_API ga_status ga_context_create(const ga_config* config, ga_context** out);
 
@@ -249,7 +265,8 @@ GA_API void ga_context_destroy(ga_context* ctx);
    why. */
 GA_API ga_status ga_device_count(int32_t device, int32_t* count);
 
-/* Waits until all work of the context is done. The CPU backend has none outstanding. */
+/* Waits until all work of the context is done. The CPU backend has none outstanding. GA_ERROR_FAULT:
+   some of it failed on the device; every later call answers this again. */
 GA_API ga_status ga_synchronize(ga_context* ctx);
 
 /* Bytes the library owns for this context, by purpose, as registered so far. They are allocated by
@@ -443,7 +460,7 @@ GA_API ga_status ga_schedule_init(ga_schedule* schedule, size_t struct_size, int
 GA_API ga_status ga_group_set_schedule(ga_context* ctx, ga_group group,
                                        const ga_schedule* schedule);
 
-/* The learning rate that the next applied step of this group will use. */
+/* The learning rate that the next applied step of this group will use. Waits. */
 GA_API ga_status ga_group_lr(const ga_context* ctx, ga_group group, double* out);
 
 /* Clipping of the reduced gradient (unscaled, averaged), first by value, then by norm. */
@@ -530,8 +547,8 @@ GA_API ga_status ga_loss_scaler_init(ga_loss_scaler* scaler, size_t struct_size)
 GA_API ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scaler);
 
 /* What the program is to multiply its loss by until the next ga_step. device, which may be NULL:
-   where the number, an f32, lies on the device, so that nothing waits for it; *device is NULL for a
-   context on the CPU. */
+   where the number, an f32, lies on the device, for work on the context's stream; *device is NULL
+   for a context on the CPU. out, which may be NULL then: waits, where there is a scaler. */
 GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out, const void** device);
 
 /* An exponential moving average of every parameter, moved once per applied step, in the pass that
@@ -625,6 +642,7 @@ GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
 
 /* Writes the moving average of a parameter to out: as many elements, of dtype, rounded to nearest.
    out must not overlap a parameter. Before the first applied step it is the parameter itself.
+   Waits.
    GA_ERROR_INVALID_STATE: the context keeps no averages. GA_ERROR_FAULT: out is half written. */
 GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, int32_t dtype);
 
@@ -726,7 +744,7 @@ typedef struct ga_window_info {
   int64_t accum_steps;   /* K of this window; 0: the program decides */
   double weight;         /* sum of the weights so far */
   int64_t windows;       /* calls of ga_step that returned GA_OK, since the context was made */
-  int64_t steps;         /* of these, applied */
+  int64_t steps;         /* of these, applied; on a device, as far as the results are known */
 } ga_window_info;
 
 GA_API ga_status ga_window(const ga_context* ctx, ga_window_info* out);
@@ -734,7 +752,10 @@ GA_API ga_status ga_window(const ga_context* ctx, ga_window_info* out);
 enum ga_step_outcome {
   GA_STEP_APPLIED = 0,
   GA_STEP_SKIPPED_EMPTY = 1,    /* no micro-batch, or the sum of the weights is 0 */
-  GA_STEP_SKIPPED_NONFINITE = 2 /* an accumulated gradient is infinite or NaN */
+  GA_STEP_SKIPPED_NONFINITE = 2, /* an accumulated gradient is infinite or NaN */
+  GA_STEP_SKIPPED_ERROR = 3, /* on a device: some indices of ga_accumulate_rows were out of range,
+                                and that call's rows were left out */
+  GA_STEP_PENDING = 4        /* on a device: not known yet, see ga_step_result_get */
 };
 
 typedef struct ga_step_result {
@@ -767,10 +788,19 @@ typedef struct ga_step_result {
 } ga_step_result;
 
 /* Ends the window: reduces, checks, clips, updates state and parameters in place. result may be
-   NULL. An empty window is legal and skipped. GA_ERROR_INVALID_STATE: a micro-batch is still open,
+   NULL. On a device it returns before that is done, unless GA_NONFINITE_FAIL has it wait; the
+   outcome is then GA_STEP_PENDING where it is not known, and of the rest only micro_batches and
+   weight are. An empty window is legal and skipped. GA_ERROR_INVALID_STATE: a micro-batch is still open,
    or the window is invalid. GA_ERROR_NONFINITE: under GA_NONFINITE_FAIL; the window stays,
    ga_discard is the way on. */
 GA_API ga_status ga_step(ga_context* ctx, ga_step_result* result);
+
+/* The result of a window: that with this number in ga_step_result.windows, or 0: of the last one,
+   replays of a captured graph included. wait: 1: waits for it on a device; 0: does not, and gives
+   the outcome GA_STEP_PENDING. The last 64 are kept. GA_ERROR_INVALID_ARGUMENT: it is not kept any
+   more, or there was no such window. */
+GA_API ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wait,
+                                    ga_step_result* out);
 
 /* Drops what the window holds, an open micro-batch with it. Parameters, state and counters stay as
    they are. */

@@ -9,6 +9,10 @@
 //
 // Norms: whoever writes a chunk of an accumulator stores that chunk's Partial, so a norm is the sum
 // of a few numbers in the order of the chunks: the same bits however many threads wrote them.
+//
+// What changes from step to step is not in a task but in the tables of control.hpp, which lie where
+// the arrays lie: no call but wait(), read() and those that say so waits for the work to be done.
+// Pointers in tasks and tables are those of the arrays, unless they are said to be the host's.
 #pragma once
 
 #include <cmath>
@@ -17,21 +21,16 @@
 #include <memory>
 #include <vector>
 
+#include "control.hpp"
 #include "optimizer.hpp"
 #include "units.hpp"
+#include "window.hpp"
 
 namespace ga {
 
 constexpr int64_t kChunk = 65536;
 
-constexpr int64_t chunk_count(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
-
-struct Partial {
-  double sum_squares;
-  double limited;     // the same of the gradient as clipped by value; from Backend::norm alone
-  double noise;       // of the contributions, each times AccumulateTask::noise
-  int64_t nonfinite;  // 0 or 1
-};
+GA_HD constexpr int64_t chunk_count(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
 
 // How an array is stored: a ga_dtype, or one of these, whose data is a descriptor.
 enum Format : int32_t {
@@ -46,12 +45,19 @@ struct Array {
   int32_t format;
 };
 
-// scale * data, never written. data NULL: zeros.
+// scale / *divisor * data, never written. data NULL: zeros; divisor NULL: 1.
 struct Source {
   const void* data;
   int32_t format;
   double scale;
+  const double* divisor;
+
+  bool operator==(const Source& s) const {
+    return data == s.data && format == s.format && scale == s.scale && divisor == s.divisor;
+  }
 };
+
+GA_HD double scale_of(const Source& s) { return s.divisor ? s.scale / *s.divisor : s.scale; }
 
 // How what does not fit its dtype is rounded: to nearest, or by a hash of the key and the index of
 // the element.
@@ -60,6 +66,23 @@ struct Rounding {
   uint64_t key;
 };
 
+// What random bits are for: no two uses share any.
+enum class Purpose : uint64_t { kAccumulate = 1, kCopy, kState };
+
+// A key for random bits: splitmix64 over all that tells one use from another.
+GA_HD uint64_t random_key(uint64_t seed, Purpose purpose, int64_t a, int64_t b, int64_t c) {
+  uint64_t z = seed;
+  const uint64_t parts[] = {static_cast<uint64_t>(purpose), static_cast<uint64_t>(a),
+                            static_cast<uint64_t>(b), static_cast<uint64_t>(c)};
+  for (const uint64_t part : parts) {
+    z += 0x9e3779b97f4a7c15 + part;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    z ^= z >> 31;
+  }
+  return z;
+}
+
 // 16-bit: the sum of two arrays.
 struct Pair {
   void* high;
@@ -67,25 +90,13 @@ struct Pair {
   int32_t dtype;
 };
 
-// The rows of a matrix that a window has touched, as a sparse set (Briggs & Torczon 1993): row r is
-// in it exactly when entries[slots[r]].row is r. So nothing is ever cleared.
-struct RowEntry {
-  int64_t row;
-  Partial partial;
-};
-constexpr size_t kRowBatch = 1024;  // rows that are updated at a time
-struct RowSet {
-  uint32_t* slots;
-  std::vector<RowEntry> entries;  // in the order of their first contribution
-};
+constexpr size_t kRowBatch = 1024;  // rows that the CPU updates at a time
 
 // A matrix with zeros in the rows that are not in the set.
 struct SparseRows {
   const void* data;  // of the type computed in
   int64_t columns;
-  const uint32_t* slots;
-  const RowEntry* entries;
-  int64_t size;
+  const RowSet* rows;
 };
 
 // rows[i] columns[j] scales[b] for each matrix b: the vectors lie one after the other.
@@ -96,21 +107,30 @@ struct OuterProduct {
   int64_t row_count, column_count;
 };
 
-// The gradient an optimizer sees: factor * clamp(scale * source, limit). limit may be infinite.
+// A gradient as an optimizer sees it. numbers NULL: as it is.
 struct GradientView {
   Source source;
-  double scale;
-  double limit;
-  double factor;
+  const Numbers* numbers;
 };
 
-inline GradientView identity(const Source& source) { return {source, 1, HUGE_VAL, 1}; }
+inline GradientView identity(const Source& source) { return {source, nullptr}; }
+
+GA_HD bool is_finite(double x) { return __builtin_fabs(x) <= 1.7976931348623157e308; }
+GA_HD bool is_limited(const GradientView& g) { return g.numbers && is_finite(g.numbers->limit); }
 
 // The same, and each unit times its factor.
 struct ClippedGradient {
   GradientView gradient;
   const UnitPattern* pattern;  // NULL: no units
   const void* factors;         // of the type computed in; without a limit they are with its scales
+};
+
+// The composite formats of one parameter.
+struct Composites {
+  Pair pair;               // of a compensated accumulator
+  SparseRows sparse;       // the accumulator and its row set
+  ClippedGradient clipped;
+  OuterProduct outer;      // a factored second moment
 };
 
 // target <- [keep target +] sources; partials[chunk] of what was stored.
@@ -122,19 +142,26 @@ struct AccumulateTask {
   int sources;   // 1, or 2 without keep
   double keep;   // 0: what is there is not read
   double noise;  // Partial::noise [+]= noise * sum of squares of the contribution
-  Rounding rounding;
+  const MicroPlan* plan;  // in place of keep, noise and the first source's scale; NULL: these
+  ga_param param;
+  // Rounded stochastically where there is a counter, of windows: the key is random_key(seed,
+  // kAccumulate, *counter, contribution, param).
+  const int64_t* counter;
+  uint64_t seed;
+  int64_t contribution;
 };
 
 // values[i] is added to row indices[i] of target.
 struct RowsTask {
   Array target;  // rows x columns
-  int64_t columns;
+  int64_t rows, columns;
   RowSet* set;
   bool dense;  // all rows of target hold something already; the set is empty before and after
   const void* indices;
   int32_t index_dtype;
   int64_t count;
   Source values;
+  const MicroPlan* plan;  // in place of the scale of values; NULL: that
 };
 
 // partials[chunk] of the source; limited, where there is a limit, of the view without its factor.
@@ -145,53 +172,40 @@ struct NormTask {
   Partial* partials;
 };
 
-// sums[unit]: the squares of the gradient, which is not multiplied by its factor, over each unit;
-// likewise of the parameter, read together with it.
+// The units of a parameter, and what adaptive clipping makes of them.
+//   sums[unit]        the squares of the gradient, which is not multiplied by its factor
+//   param_sums[unit]  likewise of the parameter, read together with it
+//   factors[unit]     what the unit is multiplied by; without a limit with the scales of the view
 struct UnitTask {
   GradientView gradient;
-  Source param;  // data NULL: none
+  Source param;  // data NULL: none, and no factors
   bool f64;
   const UnitPattern* pattern;
   double* sums;  // pattern->sums()
   double* param_sums;
-};
-
-// factors[unit] <- scale times what adaptive clipping multiplies a unit by, from the two sums of
-// squares.
-struct AgcTask {
-  const double* gradients;
-  const double* params;
   void* factors;  // of the type computed in
-  bool f64;
-  int64_t units;
-  double factor, eps;
-  double scale;
-  double* clipped_squares;  // of the whole gradient after it
-  double* smallest;         // of the factors
+  double factor, eps;  // ga_clip.agc_factor, agc_eps
 };
 
 // param and state <- op(param, gradient, state). What follows the parameter is done on the way.
 struct UpdateTask {
-  // What changes from step to step comes first.
+  const ParamPlan* plan;
   int64_t count;
-  const OpBytes* folded;
   GradientView gradient;
-  int op;             // position in AllOps; -1: the parameter stays, what follows it is done
+  int op;             // position in AllOps; -1: none
   bool f64;           // computed in double
   bool padded_state;  // state reaches to the end of its last cache line
+  bool by_chance;     // param or copy is rounded stochastically; state and average always are
   Array param;
   Array state[kMaxSlots];
-  Array copy;     // the parameter in 16 bits, where param is its master; data NULL: none
-  Array average;  // [average] + average_gain (param - average); data NULL: none
-  double average_gain;
-  int64_t first;      // index of the first element, in the gradient and for rounding
-  Rounding rounding;  // of param or copy
-  uint64_t key;       // of the rounding of state and average, always stochastic
+  Array copy;       // the parameter in 16 bits, where param is its master; data NULL: none
+  Array average;    // [average] + average_gain (param - average); data NULL: none
+  Array delivered;  // where the gradient goes under kDeliver
+  int64_t first;    // index of the first element, in the gradient and for rounding
+  const RowSet* rows;  // of kUpdateRows
+  int64_t columns;
   Partial* partials;  // measure: sum_squares and limited of x[0] and x[1]
   void* emitted;      // measure: x[0], where the Op emits; of the type computed in
-  // Backend::update_by_units: what makes the factors that the gradient is clipped by.
-  const UnitTask* units;
-  const AgcTask* agc;
 };
 
 // target <- gradient, or where that has no source the constant.
@@ -201,12 +215,12 @@ struct FinishTask {
   bool f64;
   Array target;
   int64_t count;
-  Rounding rounding;
 };
 
 // rows, columns <- themselves + gain (mean of the squares of the gradient - themselves), for every
-// matrix of the last two axes; scales <- 1 / max(mean of rows, floor).
+// matrix of the last two axes; scales <- 1 / max(mean of rows, floor). The numbers are in the plan.
 struct FactorTask {
+  const ParamPlan* plan;
   GradientView gradient;
   const UnitPattern* row_pattern;
   const UnitPattern* column_pattern;
@@ -217,7 +231,6 @@ struct FactorTask {
   void* columns;
   void* scales;
   int64_t row_count, column_count, matrices;
-  double gain, floor;
 };
 
 // target [m x n] <- [target +] scale a b, row-major; target is f32.
@@ -232,18 +245,22 @@ struct MatmulTask {
   int32_t dtype;  // of a and b
   float* target;
   Partial* partials;
-  float scale;
+  double scale;
+  const double* divisor;  // of scale; NULL: 1
   bool keep;
 };
 
 // Newton-Schulz iterations: steps times X <- a X + (b G + c G G) X, G = X X', on x scaled first.
+// The result is in x after an even number of steps, else at the start of scratch.
 struct OrthogonalizeTask {
-  float* x;  // rows x columns, f32
+  const ParamPlan* plan;  // orthogonal_scale
+  float* x;               // rows x columns, f32
   int64_t rows, columns;
-  float scale;
   int steps;
   float a, b, c;
   float* scratch;  // scratch_size floats
+
+  float* result() const { return steps % 2 == 0 ? x : scratch; }
 
   static int64_t scratch_size(int64_t rows, int64_t columns) {
     const int64_t small = rows < columns ? rows : columns;
@@ -257,50 +274,120 @@ struct Span {
   size_t size;
 };
 
+// An array that the host writes and the loops read: two addresses, on the CPU the same one.
+struct Mirror {
+  void* host = nullptr;
+  void* at = nullptr;
+  size_t bytes = 0;
+};
+
+// What the calls by parameter go by: one of each for every parameter, in mirrors.
+struct TaskTables {
+  const UpdateTask* updates = nullptr;   // the host's
+  const UpdateTask* measures = nullptr;  // of layer-wise Ops
+  const UnitTask* units = nullptr;
+  const FactorTask* factors = nullptr;
+  // The same where the loops read them.
+  const UpdateTask* updates_at = nullptr;
+  const UpdateTask* measures_at = nullptr;
+  const UnitTask* units_at = nullptr;
+  const FactorTask* factors_at = nullptr;
+};
+
+using Params = Span<const ga_param>;
+
 class Backend {
  public:
   virtual ~Backend() = default;
 
   // A block of zeros for the library's own arrays, 64-byte aligned, page-aligned from 1 MiB on;
-  // throws std::bad_alloc. free(NULL) is legal.
+  // throws std::bad_alloc. free(NULL) is legal; it may wait.
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* data, size_t bytes) noexcept = 0;
+  virtual void copy(void* to, const void* from, size_t bytes) = 0;  // within such blocks
+  // From the host's `from`, which is not read any more when the call returns.
+  virtual void write(void* to, const void* from, size_t bytes) = 0;
+  // Copies from such a block to the host, or to the program's own memory there; waits.
+  virtual void read(void* to, const void* from, size_t bytes) = 0;
+  virtual Mirror mirror(size_t bytes) = 0;  // zeros; throws std::bad_alloc
+  virtual void free(Mirror& mirror) noexcept = 0;
+  // Makes the loops see what the host has written at [offset, offset + bytes).
+  virtual void upload(const Mirror& mirror, size_t offset, size_t bytes) = 0;
+  virtual void wait() = 0;
+  // Whether work is being recorded, to be replayed with what the tables then held.
+  virtual bool capturing() = 0;
 
-  // Room for calls with that many chunks, so that no later call allocates. With accumulators of so
-  // many bytes in all, the backend knows whether a window stays in the caches.
-  virtual void reserve(int64_t chunks, int64_t accumulator_bytes) = 0;
-  // What stays in the last cache from one pass to the next.
+  // Whether memory of the program is where the loops can read it; throws GA_ERROR_INVALID_ARGUMENT
+  // where the backend can tell that it is not. what: "parameter "x": its gradient".
+  virtual void check_memory(const void* data, const char* what) = 0;
+
+  // Room for calls with that many chunks and parameters, so that no later call allocates. With
+  // accumulators of so many bytes in all, the backend knows whether a window stays in the caches.
+  virtual void reserve(int64_t chunks, int64_t params, int64_t accumulator_bytes) = 0;
+  // What stays in the last cache from one pass to the next; INT64_MAX: do not cut passes for it.
   virtual int64_t cache_bytes() const = 0;
   // Bytes of the backend's own tables for that many chunks, and of what it has beside them.
   virtual int64_t table_bytes(int64_t chunks) const = 0;
+  virtual int64_t row_bytes() const = 0;  // of the entries of row sets
 
-  // All throw GA_ERROR_FAULT when the work broke off half-way.
+  virtual void set_tables(const Tables& tables, const TaskTables& tasks) = 0;
+
+  // ---- Scalars: see decide.hpp ----
+
+  // Settles what the end of a window is: outcome, norm, clip factors, clocks, folded Ops.
+  virtual void open_step(const WindowTotals& totals) = 0;  // before norm, where that needs the mean
+  virtual void decide(const WindowTotals& totals) = 0;
+  // After clip_units of these: norms and factors again.
+  virtual void settle_units(Params params, bool last) = 0;
+  // Judges a micro-batch: plans[i] of inputs[i]. raw: only what the norms need.
+  virtual void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
+                     bool raw) = 0;
+  // Counters and scaler of a window that was thrown away.
+  virtual void clear_window() = 0;
+  // The control block as the last decide left it, if no wait is needed to know; else NULL. The
+  // host's.
+  virtual const Control* known() = 0;
+  // The result of the decide() with that ticket, if it is there already.
+  virtual bool result_of(int64_t ticket, ga_step_result& out) = 0;
+  // The result of that window (ga_step_result.windows; 0: of the last one): whether it is there,
+  // after a wait if wanted. Throws GA_ERROR_INVALID_ARGUMENT where it is not kept any more.
+  virtual bool result(int64_t window, bool wait, ga_step_result& out) = 0;
+
+  // ---- Loops. All throw GA_ERROR_FAULT when the work broke off half-way. ----
+
   virtual void accumulate(Span<const AccumulateTask> tasks) = 0;
   virtual void norm(Span<const NormTask> tasks) = 0;
-  virtual void measure(Span<const UpdateTask> tasks) = 0;
-  virtual void update(Span<const UpdateTask> tasks) = 0;
   virtual void finish(Span<const FinishTask> tasks) = 0;
-  virtual void unit_norms(Span<const UnitTask> tasks) = 0;
-  virtual void agc(Span<const AgcTask> tasks) = 0;
-  // unit_norms, agc and update of gradients clipped by units in one, piece by piece: for patterns
-  // that are shared, where no unit lies in two pieces. A piece is then read but once.
-  virtual void update_by_units(Span<const UpdateTask> tasks) = 0;
-  virtual void factor(Span<const FactorTask> tasks) = 0;
 
-  // The position of the first index outside of [0, rows), or -1. Makes room in the set for all of
-  // them, and for so many that wait: accumulate_rows does not allocate.
-  virtual int64_t prepare_rows(const RowsTask& task, int64_t rows, int64_t waiting) = 0;
+  // By the task tables; a parameter whose plan has no duty is left alone.
+  virtual void measure(Params params) = 0;  // and folds their Ops anew, with the norms
+  virtual void update(Params params) = 0;
+  virtual void clip_units(Params params) = 0;  // sums and factors of units
+  // clip_units, settle_units and update in one where patterns are shared: no unit lies in two
+  // pieces of a tensor, so a piece is read but once.
+  virtual void update_by_units(Params params, bool last) = 0;
+  virtual void factor(Params params) = 0;
+
+  // The position of the first index outside of [0, rows), or -1; on a device always -1, and the
+  // call's rows are then left out and the window fails. Makes room in the set for all of them, and
+  // for so many that wait: accumulate_rows does not allocate.
+  virtual int64_t prepare_rows(const RowsTask& task, int64_t waiting) = 0;
   virtual void accumulate_rows(const RowsTask& task) = 0;
+  virtual void clear_rows(Span<RowSet* const> sets) = 0;
+  virtual void free_rows(RowSet* set) noexcept = 0;  // entries; NULL is legal
 
   // GA_ERROR_UNSUPPORTED, before anything is touched, where there is no matrix engine. converted:
   // elements of the matrices of the next product that are not f32.
   virtual void prepare_matmul(int64_t converted) = 0;
   // Returns whether the partials were stored; else they are stale.
   virtual bool matmul(const MatmulTask& task) = 0;
-  // Returns where the result is: x, or in scratch.
-  virtual float* orthogonalize(const OrthogonalizeTask& task) = 0;
+  virtual void orthogonalize(const OrthogonalizeTask& task) = 0;
 };
 
 std::unique_ptr<Backend> make_cpu_backend(const ga_config& config);
+// Throws GA_ERROR_UNSUPPORTED with what was looked for and why it failed.
+std::unique_ptr<Backend> make_cuda_backend(const ga_config& config);
+int32_t cuda_device_count();
+int32_t cuda_device_count();  // likewise
 
 }  // namespace ga

@@ -84,10 +84,10 @@ struct Adafactor : OptimizerBase {
 
   static int select(const ga_optimizer&, bool matrix) { return matrix ? 1 : 0; }
 
-  static double factor_gain(const ga_optimizer& o, const Clock& clock) {
+  GA_HD static double factor_gain(const ga_optimizer& o, const Clock& clock) {
     return adafactor_gain(o, clock);
   }
-  static double factor_floor(const ga_optimizer& o) { return o.eps; }
+  GA_HD static double factor_floor(const ga_optimizer& o) { return o.eps; }
 };
 
 }  // namespace ga

@@ -72,7 +72,7 @@ struct Nadam : OptimizerBase {
            "NAdam: decoupled was set, but the Keras flavor has no other weight decay");
   }
 
-  static void advance(const ga_optimizer& o, Clock& clock) {
+  GA_HD static void advance(const ga_optimizer& o, Clock& clock) {
     clock.advance(o);
     clock.own[0] = Clock::next(clock.own[0], pow(0.96, o.momentum_decay));
     clock.own[1] = Clock::next(clock.own[1], o.beta1 * (1 - 0.5 * clock.own[0]));

@@ -42,14 +42,7 @@
 #include <cstdint>
 
 #include "gradaccum/gradaccum.h"
-
-// Always inlined on the host: an object compiled for one ISA level must not export a function that
-// the linker could pick for another.
-#ifdef __CUDACC__
-#define GA_HD __host__ __device__ __forceinline__
-#else
-#define GA_HD __attribute__((always_inline)) inline
-#endif
+#include "hd.hpp"
 
 namespace ga {
 
@@ -70,21 +63,21 @@ struct ConcatTypes<TypeList<A...>, TypeList<B...>, Rest...> {
 };
 
 // Applied steps, of a parameter or of the context, and running products over them: beta^t, never by
-// pow.
+// pow. All zeros before the first.
 struct Clock {
-  int64_t step = 0;
-  double beta1_power = 1;
-  double beta2_power = 1;
-  double own[2] = {1, 1};  // products of the optimizer's own, see OptimizerBase::advance
+  int64_t step;
+  double beta1_power, beta2_power;
+  double own[2];  // products of the optimizer's own, see OptimizerBase::advance
 
-  void advance(const ga_optimizer& o) {
+  GA_HD void advance(const ga_optimizer& o) {
+    if (step == 0) beta1_power = beta2_power = own[0] = own[1] = 1;
     ++step;
     beta1_power = next(beta1_power, o.beta1);
     beta2_power = next(beta2_power, o.beta2);
   }
 
   // Zero before it is subnormal: multiplying such numbers, for ever, is slow.
-  static double next(double power, double factor) {
+  GA_HD static double next(double power, double factor) {
     const double product = power * factor;
     return product < 1e-290 ? 0 : product;
   }
@@ -137,10 +130,10 @@ struct OptimizerBase {
   static bool lazy(const ga_optimizer&) { return false; }
   // What the state of a new parameter begins with.
   static double initial(const ga_optimizer&, int) { return 0; }
-  static void advance(const ga_optimizer& o, Clock& clock) { clock.advance(o); }
+  GA_HD static void advance(const ga_optimizer& o, Clock& clock) { clock.advance(o); }
   // Of ADAFACTOR: the share of the new mean of g^2 in the moving average; the least mean of rows.
-  static double factor_gain(const ga_optimizer&, const Clock&) { return 0; }
-  static double factor_floor(const ga_optimizer&) { return 0; }
+  GA_HD static double factor_gain(const ga_optimizer&, const Clock&) { return 0; }
+  GA_HD static double factor_floor(const ga_optimizer&) { return 0; }
 };
 
 constexpr int kMaxSlots = 3;

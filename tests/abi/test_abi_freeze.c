@@ -23,7 +23,7 @@ int main(void) {
 
 /* ---- Structs: size, then each field with its offset and its size ---- */
 
-SIZE(ga_config, 96);
+SIZE(ga_config, 112);
 FIELD(ga_config, struct_size, 0, 8);
 FIELD(ga_config, device, 8, 4);
 FIELD(ga_config, num_threads, 12, 4);
@@ -41,6 +41,9 @@ FIELD(ga_config, seed, 72, 8);
 FIELD(ga_config, noise_scale, 80, 4);
 FIELD(ga_config, reserved, 84, 4);
 FIELD(ga_config, noise_smoothing, 88, 8);
+FIELD(ga_config, device_ordinal, 96, 4);
+FIELD(ga_config, reserved2, 100, 4);
+FIELD(ga_config, stream, 104, 8);
 
 SIZE(ga_memory, 64);
 FIELD(ga_memory, struct_size, 0, 8);
@@ -301,6 +304,8 @@ VALUE(GA_WINDOW_INVALID, 3);
 VALUE(GA_STEP_APPLIED, 0);
 VALUE(GA_STEP_SKIPPED_EMPTY, 1);
 VALUE(GA_STEP_SKIPPED_NONFINITE, 2);
+VALUE(GA_STEP_SKIPPED_ERROR, 3);
+VALUE(GA_STEP_PENDING, 4);
 
 SIZE(ga_group, 4);
 SIZE(ga_param, 4);
@@ -355,6 +360,7 @@ FUNCTION(ga_accumulator_release, ga_status (*)(ga_context*, ga_param));
 FUNCTION(ga_micro_end, ga_status (*)(ga_context*));
 FUNCTION(ga_window, ga_status (*)(const ga_context*, ga_window_info*));
 FUNCTION(ga_step, ga_status (*)(ga_context*, ga_step_result*));
+FUNCTION(ga_step_result_get, ga_status (*)(ga_context*, int64_t, int32_t, ga_step_result*));
 FUNCTION(ga_discard, ga_status (*)(ga_context*));
 FUNCTION(ga_gradient, ga_status (*)(ga_context*, ga_param, const void**, int32_t*));
 

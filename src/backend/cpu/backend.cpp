@@ -11,6 +11,8 @@
 #include "backend/cpu/kernels.hpp"
 #include "backend/cpu/matmul.hpp"
 #include "backend/cpu/threads.hpp"
+#include "backend/numbers.hpp"
+#include "decide.hpp"
 #include "error.hpp"
 #include "tensor.hpp"
 
@@ -36,6 +38,63 @@ int64_t last_level_cache() {
     if (const long bytes = sysconf(name); bytes > 0) return bytes;
   return int64_t{32} << 20;
 }
+
+// What decides, in one thread (see decide.hpp).
+struct Warp {
+  template <class F>
+  double sum(int64_t n, F&& f) const {
+    double lanes[kLanes] = {};
+    if (n == 1) return f(int64_t{0});
+    for (int64_t j = 0; j < n; ++j) lanes[j % kLanes] += f(j);
+    return add_halves<kLanes>(lanes);
+  }
+  template <class F>
+  double smallest(int64_t n, F&& f) const {
+    double least = HUGE_VAL;
+    for (int64_t j = 0; j < n; ++j) least = std::min(least, f(j));
+    return least;
+  }
+  template <class F>
+  int64_t first(int64_t n, F&& f) const {
+    for (int64_t j = 0; j < n; ++j)
+      if (f(j)) return j;
+    return -1;
+  }
+  bool leader() const { return true; }
+};
+
+class Crew {
+ public:
+  template <class F>
+  void each_item(int64_t n, F&& f) {
+    for (int64_t i = 0; i < n; ++i) f(i);
+  }
+  template <class F>
+  void each_warp(int64_t n, F&& f) {
+    Warp warp;
+    for (int64_t i = 0; i < n; ++i) f(i, warp);
+  }
+  template <class F>
+  void once(F&& f) {
+    f();
+  }
+  // Parameters of a group have mostly been updated together: then the Op is that of the last one.
+  bool recall(const Tables& t, int64_t i) {
+    const ParamInput& p = t.param_inputs[i];
+    const int64_t last = last_;
+    last_ = i;
+    if (last < 0 || op_info(p.op).norms > 0) return false;
+    const ParamInput& q = t.param_inputs[last];
+    if (p.group != q.group || p.op != q.op || p.f64 != q.f64 ||
+        t.param_states[i].clock.step != t.param_states[last].clock.step)
+      return false;
+    t.plans[i].folded = t.plans[last].folded;
+    return true;
+  }
+
+ private:
+  int64_t last_ = -1;
+};
 
 class CpuBackend final : public Backend {
  public:
@@ -70,7 +129,23 @@ class CpuBackend final : public Backend {
       std::free(data);
   }
 
-  void reserve(int64_t chunks, int64_t accumulator_bytes) override {
+  void copy(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
+  void write(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
+  void read(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
+  Mirror mirror(size_t bytes) override {
+    void* const data = allocate(bytes);
+    return {data, data, bytes};
+  }
+  void free(Mirror& mirror) noexcept override {
+    free(mirror.at, mirror.bytes);
+    mirror = Mirror();
+  }
+  void upload(const Mirror&, size_t, size_t) override {}
+  void wait() override {}
+  bool capturing() override { return false; }
+  void check_memory(const void*, const char*) override {}
+
+  void reserve(int64_t chunks, int64_t, int64_t accumulator_bytes) override {
     // A factored second moment takes two sums of every tensor; what the matrix engine copies is in
     // four pieces to a chunk.
     grow(work_, 2 * static_cast<size_t>(chunks));
@@ -92,98 +167,169 @@ class CpuBackend final : public Backend {
                                 order_.capacity() * sizeof(Touched));
   }
 
+  int64_t row_bytes() const override {
+    return row_capacity_ * static_cast<int64_t>(sizeof(RowEntry)) +
+           static_cast<int64_t>(row_tasks_.capacity() * sizeof(UpdateTask));
+  }
+
+  void set_tables(const Tables& tables, const TaskTables& tasks) override {
+    tables_ = tables;
+    tasks_ = tasks;
+  }
+
+  void open_step(const WindowTotals& totals) override {
+    Crew crew;
+    ga::open_step(crew, tables_, totals);
+  }
+
+  void decide(const WindowTotals& totals) override {
+    Crew crew;
+    ga::decide(crew, tables_, totals);
+  }
+
+  void settle_units(Params params, bool last) override {
+    Crew crew;
+    ga::settle_units(crew, tables_, tasks_.units, params.data, static_cast<int64_t>(params.size),
+                     last);
+  }
+
+  void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
+             bool raw) override {
+    Crew crew;
+    const auto count = static_cast<int64_t>(inputs.size);
+    if (raw)
+      open_micro(crew, tables_, inputs.data, plans, count);
+    else
+      ga::judge(crew, tables_, inputs.data, plans, count, micro);
+  }
+
+  void clear_window() override {
+    Crew crew;
+    ga::clear_window(crew, tables_);
+  }
+
+  const Control* known() override { return tables_.control; }
+
+  bool result_of(int64_t, ga_step_result& out) override {
+    out = tables_.control->result;
+    kept_[out.windows % kKept] = out;
+    return true;
+  }
+
+  bool result(int64_t window, bool, ga_step_result& out) override {
+    const int64_t windows = tables_.control->windows;
+    const int64_t wanted = window == 0 ? windows : window;
+    if (wanted < 1 || wanted > windows || kept_[wanted % kKept].windows != wanted)
+      fail(GA_ERROR_INVALID_ARGUMENT,
+           "the result of window %lld was asked for, but kept are those of the last %d windows up "
+           "to %lld",
+           static_cast<long long>(window), kKept, static_cast<long long>(windows));
+    out = kept_[wanted % kKept];
+    return true;
+  }
+
   void accumulate(Span<const AccumulateTask> tasks) override {
-    run<AccumulateTask>(tasks,
-                        [](const CpuBackend& self, const AccumulateTask& task, const Work& w) {
-                          self.kernels_.accumulate(task, w.offset, w.count, self.stream_);
-                        });
+    run(tasks, [](const CpuBackend& self, const AccumulateTask& task, const Work& w) {
+      self.kernels_.accumulate(task, w.offset, w.count, self.stream_);
+    });
   }
 
   void norm(Span<const NormTask> tasks) override {
-    run<NormTask>(tasks, [](const CpuBackend& self, const NormTask& task, const Work& w) {
+    run(tasks, [](const CpuBackend& self, const NormTask& task, const Work& w) {
       self.kernels_.norm(task, w.offset, w.count);
     });
   }
 
-  void measure(Span<const UpdateTask> tasks) override {
-    run<UpdateTask>(tasks, [](const CpuBackend& self, const UpdateTask& task, const Work& w) {
-      self.kernels_.measure[task.f64][task.op](task, w.offset, w.count);
-    });
-  }
-
-  void update(Span<const UpdateTask> tasks) override {
-    run<UpdateTask>(tasks, [](const CpuBackend& self, const UpdateTask& task, const Work& w) {
-      (task.op < 0 ? self.kernels_.follow : self.kernels_.update[task.f64][task.op])(task, w.offset,
-                                                                                     w.count);
-    });
-  }
-
-  void update_by_units(Span<const UpdateTask> tasks) override {
-    const int64_t total =
-        cut_pieces(tasks, [](const UpdateTask& task) { return task.units->pattern; });
-    run_items<UpdateTask>(
-        tasks, total, [](const CpuBackend& self, const UpdateTask& task, const Work& w) {
-          const UnitPattern& pattern = *task.units->pattern;
-          const int64_t piece = w.offset, slab = pattern.slab();
-          self.kernels_.unit_norms(*task.units, piece);
-          for (int64_t u = pattern.first_unit(piece); u < pattern.first_unit(piece + 1); ++u)
-            store_factor(*task.agc, u);
-          self.kernels_.update[task.f64][task.op](
-              task, pattern.begin(piece) * slab,
-              (pattern.begin(piece + 1) - pattern.begin(piece)) * slab);
+  void measure(Params params) override {
+    run(Listed<UpdateTask>{tasks_.measures, params},
+        [](const CpuBackend& self, const UpdateTask& task, const Work& w) {
+          self.kernels_.measure[task.f64][task.op](task, w.offset, w.count);
         });
-    for (size_t t = 0; t < tasks.size; ++t) sum_up(*tasks.data[t].agc);
+    Crew crew;
+    fold_layers(crew, tables_, tasks_.measures, params.data, static_cast<int64_t>(params.size));
+  }
+
+  void update(Params params) override {
+    run(Listed<UpdateTask>{tasks_.updates, params},
+        [](const CpuBackend& self, const UpdateTask& task, const Work& w) {
+          self.update_chunk(task, w.offset, w.count);
+        });
+    for (size_t k = 0; k < params.size; ++k) {
+      const UpdateTask& task = tasks_.updates[params.data[k]];
+      if (task.rows && (task.plan->duty & kUpdateRows) != 0) update_rows(task);
+    }
+  }
+
+  void update_by_units(Params params, bool last) override {
+    const Listed<UpdateTask> tasks = {tasks_.updates, params};
+    const int64_t total = cut_pieces(
+        tasks, [&](size_t t) { return tasks_.units[params.data[t]].pattern; });
+    run_items(tasks, total, [](const CpuBackend& self, const UpdateTask& task, const Work& w) {
+      const UnitTask& units = self.tasks_.units[&task - self.tasks_.updates];
+      const UnitPattern& pattern = *units.pattern;
+      const int64_t piece = w.offset, slab = pattern.slab();
+      self.kernels_.unit_norms(units, piece);
+      for (int64_t u = pattern.first_unit(piece); u < pattern.first_unit(piece + 1); ++u)
+        store_agc_factor(units, u);
+      self.update_chunk(task, pattern.begin(piece) * slab,
+                        (pattern.begin(piece + 1) - pattern.begin(piece)) * slab);
+    });
+    settle_units(params, last);
   }
 
   void finish(Span<const FinishTask> tasks) override {
-    run<FinishTask>(tasks, [](const CpuBackend& self, const FinishTask& task, const Work& w) {
+    run(tasks, [](const CpuBackend& self, const FinishTask& task, const Work& w) {
       self.kernels_.finish(task, w.offset, w.count);
     });
   }
 
-  void unit_norms(Span<const UnitTask> tasks) override {
-    const int64_t total = cut_pieces(tasks, [](const UnitTask& task) { return task.pattern; });
-    run_items<UnitTask>(tasks, total,
-                        [](const CpuBackend& self, const UnitTask& task, const Work& w) {
-                          self.kernels_.unit_norms(task, w.offset);
-                        });
-    for (size_t t = 0; t < tasks.size; ++t) {
-      add_pieces(*tasks.data[t].pattern, tasks.data[t].sums);
-      if (tasks.data[t].param.data) add_pieces(*tasks.data[t].pattern, tasks.data[t].param_sums);
-    }
+  void clip_units(Params params) override {
+    const Listed<UnitTask> tasks = {tasks_.units, params};
+    unit_norms(tasks);
+    for (size_t t = 0; t < tasks.size(); ++t)
+      for (int64_t u = 0; u < tasks[t].pattern->units; ++u) store_agc_factor(tasks[t], u);
   }
 
-  void agc(Span<const AgcTask> tasks) override {
-    for (size_t t = 0; t < tasks.size; ++t) {
-      for (int64_t u = 0; u < tasks.data[t].units; ++u) store_factor(tasks.data[t], u);
-      sum_up(tasks.data[t]);
-    }
-  }
-
-  void factor(Span<const FactorTask> tasks) override {
+  void factor(Params params) override {
     std::vector<UnitTask>& norms = unit_tasks_;
     norms.clear();
-    for (size_t t = 0; t < tasks.size; ++t) {
-      const FactorTask& task = tasks.data[t];
-      norms.push_back({task.gradient, {}, task.f64, task.row_pattern, task.row_sums, nullptr});
-      norms.push_back(
-          {task.gradient, {}, task.f64, task.column_pattern, task.column_sums, nullptr});
+    for (size_t k = 0; k < params.size; ++k) {
+      const FactorTask& task = tasks_.factors[params.data[k]];
+      if ((task.plan->duty & kUpdate) == 0) continue;
+      UnitTask sums = {};
+      sums.gradient = task.gradient;
+      sums.f64 = task.f64;
+      sums.pattern = task.row_pattern;
+      sums.sums = task.row_sums;
+      norms.push_back(sums);
+      sums.pattern = task.column_pattern;
+      sums.sums = task.column_sums;
+      norms.push_back(sums);
     }
-    unit_norms({norms.data(), norms.size()});
-    for (size_t t = 0; t < tasks.size; ++t)
-      tasks.data[t].f64 ? blend<double>(tasks.data[t]) : blend<float>(tasks.data[t]);
+    unit_norms(Span<const UnitTask>{norms.data(), norms.size()});
+    for (size_t k = 0; k < params.size; ++k) {
+      const FactorTask& task = tasks_.factors[params.data[k]];
+      if ((task.plan->duty & kUpdate) != 0) task.f64 ? blend<double>(task) : blend<float>(task);
+    }
   }
 
-  int64_t prepare_rows(const RowsTask& task, int64_t rows, int64_t waiting) override {
+  int64_t prepare_rows(const RowsTask& task, int64_t waiting) override {
     for (int64_t i = 0; i < task.count; ++i) {
       const int64_t row = row_of(task, i);
-      if (row < 0 || row >= rows) return i;
+      if (row < 0 || row >= task.rows) return i;
     }
+    if (!task.set) return -1;  // no elements
     const auto count = static_cast<size_t>(task.count);
-    const size_t most = task.set->entries.size() + static_cast<size_t>(waiting) + count;
-    grow(task.set->entries, most);
-    grow(chains_, most);
+    const int64_t most = task.set->size + waiting + task.count;
+    if (most > task.set->capacity) make_room(*task.set, std::max(most, 2 * task.set->capacity));
+    grow(chains_, static_cast<size_t>(most));
     grow(order_, count);
+    const auto batch = static_cast<size_t>(std::min<int64_t>(most, kRowBatch));
+    const size_t rows_of_chunks = batch * static_cast<size_t>(std::max<int64_t>(
+                                              1, chunk_count(task.columns)));
+    grow(row_tasks_, batch);
+    grow(work_, rows_of_chunks);
+    grow(items_, rows_of_chunks + 1);
     next_.resize(std::max(next_.size(), count));
     threads_.reserve(task.count);
     return -1;
@@ -191,17 +337,18 @@ class CpuBackend final : public Backend {
 
   void accumulate_rows(const RowsTask& task) override {
     // The contributions to each row as a chain, in their order; rows in that of their first one.
-    std::vector<RowEntry>& entries = task.set->entries;
-    const size_t known = task.dense ? 0 : entries.size();
+    if (task.plan && !task.plan->active) return;
+    RowSet& set = *task.set;
+    const auto known = task.dense ? size_t{0} : static_cast<size_t>(set.size);
     order_.clear();
     chains_.resize(known, {-1, -1});
     for (int64_t i = 0; i < task.count; ++i) {
       const int64_t row = row_of(task, i);
-      uint32_t slot = task.set->slots[row];
-      if (slot >= entries.size() || entries[slot].row != row) {
-        slot = static_cast<uint32_t>(entries.size());
-        task.set->slots[row] = slot;
-        entries.push_back({row, {}});
+      uint32_t slot = set.slots[row];
+      if (slot >= set.size || set.entries[slot].row != row) {
+        slot = static_cast<uint32_t>(set.size);
+        set.slots[row] = slot;
+        set.entries[set.size++] = {row, {}};
         chains_.push_back({-1, -1});
       }
       Chain& chain = chains_[slot];
@@ -229,15 +376,25 @@ class CpuBackend final : public Backend {
     if (rows > 0)
       threads_.run((rows + item - 1) / item, task.count * task.columns <= kAlone, body, &job);
     for (const Touched& touched : order_) chains_[touched.slot].first = -1;
-    if (task.dense) entries.clear();
+    if (task.dense) set.size = 0;
+  }
+
+  void clear_rows(Span<RowSet* const> sets) override {
+    for (size_t k = 0; k < sets.size; ++k) sets.data[k]->size = 0;
+  }
+
+  void free_rows(RowSet* set) noexcept override {
+    if (!set) return;
+    free(set->entries, static_cast<size_t>(set->capacity) * sizeof(RowEntry));
+    row_capacity_ -= set->capacity;
   }
 
   void prepare_matmul(int64_t converted) override { matmul_.open(converted); }
 
   bool matmul(const MatmulTask& task) override { return matmul_.run(task, kernels_, stream_); }
 
-  float* orthogonalize(const OrthogonalizeTask& task) override {
-    return matmul_.orthogonalize(task, kernels_);
+  void orthogonalize(const OrthogonalizeTask& task) override {
+    if ((task.plan->duty & kUpdate) != 0) matmul_.orthogonalize(task, kernels_);
   }
 
  private:
@@ -257,38 +414,110 @@ class CpuBackend final : public Backend {
     bool keep;  // the row holds something already
   };
 
+  // Tasks of a table.
+  template <class Task>
+  struct Listed {
+    const Task* table;
+    Params params;
+    size_t size() const { return params.size; }
+    const Task& operator[](size_t k) const { return table[params.data[k]]; }
+  };
+  static bool idle(const UpdateTask& task) { return (task.plan->duty & ~kUpdateRows) == 0; }
+  template <class Task>
+  static bool idle(const Task&) {
+    return false;
+  }
+
+  // What a step does to a chunk.
+  void update_chunk(const UpdateTask& task, int64_t offset, int64_t count) const {
+    const int32_t duty = task.plan->duty;
+    if ((duty & kDeliver) != 0) {
+      FinishTask deliver = {};
+      deliver.gradient = task.gradient;
+      deliver.f64 = task.f64;
+      deliver.target = task.delivered;
+      kernels_.finish(deliver, offset, count);
+    }
+    if ((duty & kUpdate) != 0)
+      kernels_.update[task.f64][task.op](task, offset, count);
+    else if ((duty & kFollow) != 0 && (duty & kUpdateRows) == 0)
+      kernels_.follow(task, offset, count);
+  }
+
+  // The rows with a gradient, so many at a time as there is room for, then the average.
+  void update_rows(const UpdateTask& task) {
+    UpdateTask whole = task;
+    whole.average.data = nullptr;
+    whole.padded_state = false;
+    whole.count = task.columns;
+    if (whole.gradient.source.format == kSparse) {  // the rows at hand are there
+      whole.gradient.source.data =
+          static_cast<const SparseRows*>(task.gradient.source.data)->data;
+      whole.gradient.source.format = task.f64 ? GA_F64 : GA_F32;
+    }
+    const auto move = [](Array& a, int64_t elements) {
+      if (a.data) a.data = static_cast<char*>(a.data) + elements * dtype_info(a.format).size;
+    };
+    const RowSet& rows = *task.rows;
+    for (int64_t first = 0; first < rows.size; first += kRowBatch) {
+      row_tasks_.clear();
+      const int64_t end = std::min<int64_t>(rows.size, first + kRowBatch);
+      for (int64_t r = first; r < end; ++r) {
+        row_tasks_.push_back(whole);
+        UpdateTask& row = row_tasks_.back();
+        row.first = rows.entries[r].row * whole.count;
+        move(row.param, row.first);
+        move(row.copy, row.first);
+        for (int k = 0; k < op_info(row.op).slots; ++k) move(row.state[k], row.first);
+      }
+      run(Span<const UpdateTask>{row_tasks_.data(), row_tasks_.size()},
+          [](const CpuBackend& self, const UpdateTask& row, const Work& w) {
+            self.kernels_.update[row.f64][row.op](row, w.offset, w.count);
+          }, true);
+    }
+    if (!task.average.data) return;
+    run(Span<const UpdateTask>{&task, 1},
+        [](const CpuBackend& self, const UpdateTask& average, const Work& w) {
+          self.kernels_.follow(average, w.offset, w.count);
+        }, true);
+  }
+
   // Cuts tasks into chunks, and these into items of similar size: many small tensors are one item,
   // and there are enough of them for every thread.
-  template <class Task>
-  void run(Span<const Task> tasks, void (*loop)(const CpuBackend&, const Task&, const Work&)) {
+  template <class Tasks, class Loop>
+  void run(const Tasks& tasks, Loop loop, bool busy = false) {
     int64_t total = 0;
-    for (size_t t = 0; t < tasks.size; ++t) total += tasks.data[t].count;
+    for (size_t t = 0; t < size_of(tasks); ++t) total += task_of(tasks, t).count;
     const int64_t item = std::clamp(total / (4 * threads_.count()), kSmallestItem, kChunk);
     work_.clear();
     items_.clear();
     int64_t begun = 0, item_end = 0;
-    for (size_t t = 0; t < tasks.size; ++t)
-      for (int64_t offset = 0; offset < tasks.data[t].count; offset += kChunk) {
+    for (size_t t = 0; t < size_of(tasks); ++t) {
+      const auto& task = task_of(tasks, t);
+      if (!busy && idle(task)) continue;
+      for (int64_t offset = 0; offset < task.count; offset += kChunk) {
         if (begun >= item_end) {
           items_.push_back(static_cast<int64_t>(work_.size()));
           item_end = begun + item;
         }
-        const int64_t count = std::min(kChunk, tasks.data[t].count - offset);
+        const int64_t count = std::min(kChunk, task.count - offset);
         work_.push_back({static_cast<int32_t>(t), static_cast<int32_t>(count), offset});
         begun += count;
       }
-    run_items<Task>(tasks, total, loop);
+    }
+    run_items(tasks, total, loop);
   }
 
   // Cuts tasks into the pieces of their patterns: an item is one, or several of small tensors.
   // Returns their elements.
-  template <class Task, class PatternOf>
-  int64_t cut_pieces(Span<const Task> tasks, PatternOf pattern_of) {
+  template <class Tasks, class PatternOf>
+  int64_t cut_pieces(const Tasks& tasks, PatternOf pattern_of) {
     work_.clear();
     items_.clear();
     int64_t total = 0, begun = kSmallestItem;
-    for (size_t t = 0; t < tasks.size; ++t) {
-      const UnitPattern& pattern = *pattern_of(tasks.data[t]);
+    for (size_t t = 0; t < size_of(tasks); ++t) {
+      if (idle(task_of(tasks, t))) continue;
+      const UnitPattern& pattern = *pattern_of(t);
       for (int64_t piece = 0; piece < pattern.pieces; ++piece) {
         if (begun >= kSmallestItem) {
           items_.push_back(static_cast<int64_t>(work_.size()));
@@ -302,57 +531,60 @@ class CpuBackend final : public Backend {
     return total;
   }
 
-  // What a unit's gradient is multiplied by.
-  static double factor_of(const AgcTask& task, int64_t u) {
-    const double g = std::sqrt(task.gradients[u]);
-    const double most = task.factor * std::max(std::sqrt(task.params[u]), task.eps);
-    return g > most ? most / std::max(g, 1e-6) : 1;
+  template <class Task>
+  static size_t size_of(const Span<const Task>& tasks) {
+    return tasks.size;
   }
-
-  static void store_factor(const AgcTask& task, int64_t u) {
-    const double factor = task.scale * factor_of(task, u);
-    if (task.f64)
-      static_cast<double*>(task.factors)[u] = factor;
-    else
-      static_cast<float*>(task.factors)[u] = static_cast<float>(factor);
+  template <class Task>
+  static size_t size_of(const Listed<Task>& tasks) {
+    return tasks.size();
   }
-
-  static void sum_up(const AgcTask& task) {
-    double clipped = 0, smallest = 1;
-    for (int64_t u = 0; u < task.units; ++u) {
-      const double factor = factor_of(task, u);
-      clipped += task.gradients[u] * factor * factor;
-      smallest = std::min(smallest, factor);
-    }
-    *task.clipped_squares = clipped;
-    *task.smallest = smallest;
+  template <class Task>
+  static const Task& task_of(const Span<const Task>& tasks, size_t t) {
+    return tasks.data[t];
+  }
+  template <class Task>
+  static const Task& task_of(const Listed<Task>& tasks, size_t t) {
+    return tasks[t];
   }
 
   // Runs items_, each some of work_, of total elements together.
-  template <class Task>
-  void run_items(Span<const Task> tasks, int64_t total,
-                 void (*loop)(const CpuBackend&, const Task&, const Work&)) {
+  template <class Tasks, class Loop>
+  void run_items(const Tasks& tasks, int64_t total, Loop loop) {
     if (items_.empty()) return;
     const int64_t items = static_cast<int64_t>(items_.size());
     items_.push_back(static_cast<int64_t>(work_.size()));
 
     struct Job {
       const CpuBackend& self;
-      const Task* tasks;
-      void (*loop)(const CpuBackend&, const Task&, const Work&);
-    } job = {*this, tasks.data, loop};
+      const Tasks& tasks;
+      Loop loop;
+    } job = {*this, tasks, loop};
     const ga_task body = [](void* data, int64_t item) {
       const Job& j = *static_cast<const Job*>(data);
       const auto end = static_cast<size_t>(j.self.items_[static_cast<size_t>(item) + 1]);
       for (auto w = static_cast<size_t>(j.self.items_[static_cast<size_t>(item)]); w < end; ++w) {
         const Work& work = j.self.work_[w];
-        j.loop(j.self, j.tasks[work.task], work);
+        j.loop(j.self, task_of(j.tasks, static_cast<size_t>(work.task)), work);
       }
     };
     threads_.run(items, total <= kAlone, body, &job);
   }
 
-  // The sums of all pieces into those of the first, in their order.
+  // Sums over units, those of all pieces into those of the first, in their order.
+  template <class Tasks>
+  void unit_norms(const Tasks& tasks) {
+    const int64_t total = cut_pieces(tasks, [&](size_t t) { return task_of(tasks, t).pattern; });
+    run_items(tasks, total, [](const CpuBackend& self, const UnitTask& task, const Work& w) {
+      self.kernels_.unit_norms(task, w.offset);
+    });
+    for (size_t t = 0; t < size_of(tasks); ++t) {
+      const UnitTask& task = task_of(tasks, t);
+      add_pieces(*task.pattern, task.sums);
+      if (task.param.data) add_pieces(*task.pattern, task.param_sums);
+    }
+  }
+
   static void add_pieces(const UnitPattern& pattern, double* sums) {
     if (pattern.shared) return;
     for (int64_t piece = 1; piece < pattern.pieces; ++piece)
@@ -361,7 +593,7 @@ class CpuBackend final : public Backend {
 
   template <class T>
   static void blend(const FactorTask& task) {
-    const T gain = static_cast<T>(task.gain);
+    const T gain = static_cast<T>(task.plan->factor_gain);
     T* const rows = static_cast<T*>(task.rows);
     T* const columns = static_cast<T*>(task.columns);
     const auto into = [&](T* average, const double* sums, int64_t count, int64_t length) {
@@ -373,11 +605,11 @@ class CpuBackend final : public Backend {
     into(rows, task.row_sums, task.matrices * task.row_count, task.column_count);
     into(columns, task.column_sums, task.matrices * task.column_count, task.row_count);
     for (int64_t m = 0; m < task.matrices; ++m) {
-      double sum = 0;
-      for (int64_t i = 0; i < task.row_count; ++i)
-        sum += static_cast<double>(rows[m * task.row_count + i]);
+      const double sum = Warp().sum(task.row_count, [&](int64_t i) {
+        return static_cast<double>(rows[m * task.row_count + i]);
+      });
       const double mean = sum / static_cast<double>(task.row_count);
-      static_cast<T*>(task.scales)[m] = static_cast<T>(1 / std::max(mean, task.floor));
+      static_cast<T*>(task.scales)[m] = static_cast<T>(1 / std::max(mean, task.plan->factor_floor));
     }
   }
 
@@ -392,6 +624,18 @@ class CpuBackend final : public Backend {
     if (size > v.capacity()) v.reserve(std::max(size, 2 * v.capacity()));
   }
 
+  // Entries of a row set, with what it holds.
+  void make_room(RowSet& set, int64_t capacity) {
+    auto* const entries =
+        static_cast<RowEntry*>(allocate(static_cast<size_t>(capacity) * sizeof(RowEntry)));
+    if (set.size > 0)
+      std::memcpy(entries, set.entries, static_cast<size_t>(set.size) * sizeof(RowEntry));
+    free(set.entries, static_cast<size_t>(set.capacity) * sizeof(RowEntry));
+    row_capacity_ += capacity - set.capacity;
+    set.entries = entries;
+    set.capacity = capacity;
+  }
+
   void add_row(const RowsTask& task, int64_t index) {
     const Touched& touched = order_[static_cast<size_t>(index)];
     RowEntry& entry = task.set->entries[touched.slot];
@@ -403,6 +647,10 @@ class CpuBackend final : public Backend {
                     task.target.format};
       add.count = task.columns;
       add.source[0] = task.values;
+      if (task.plan) {
+        add.source[0].scale = task.plan->scale;
+        add.source[0].divisor = nullptr;
+      }
       add.sources = 1;
       add.keep = keep ? 1 : 0;
       Partial whole = {}, partial = {};
@@ -428,9 +676,15 @@ class CpuBackend final : public Backend {
   MatmulEngine matmul_{threads_};
   int64_t cache_;
   bool stream_ = false;
+  Tables tables_ = {};
+  TaskTables tasks_;
+  static constexpr int kKept = 64;
+  ga_step_result kept_[kKept] = {};
+  int64_t row_capacity_ = 0;  // of all sets
   std::vector<Work> work_;
   std::vector<int64_t> items_;
   std::vector<UnitTask> unit_tasks_;
+  std::vector<UpdateTask> row_tasks_;
   // Of accumulate_rows: chains by entry of the set, the next contribution of each one, and the
   // entries of the call.
   std::vector<Chain> chains_;

@@ -4,8 +4,7 @@
 // linked in place of a lower one's.
 //
 // Same bits at every level: every element is computed by the same IEEE operations (no contraction,
-// no reassociation), and sums run in kLanes lanes of double, element i in lane i mod kLanes, added
-// up in a fixed order.
+// no reassociation), and sums of squares are in the order of numbers.hpp.
 //
 // The loops go in blocks of kBlock elements and prefetch kAhead elements further on: one core then
 // keeps more cache lines in flight than the hardware prefetcher does alone (measured: AdamW and the
@@ -23,6 +22,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 means its own intrinsics
 #endif
 
+#include "backend/numbers.hpp"
 #include "ops/all.hpp"
 
 namespace ga::cpu {
@@ -30,12 +30,15 @@ namespace {
 
 constexpr int64_t kBlock = 64;
 constexpr int64_t kAhead = 512;
-constexpr int64_t kTile = 1024;  // elements converted at a time; fits L1 with all its streams
-constexpr int kLanes = 16;
+// Ends are padded to whole groups: the state of an update, in place, to the end of a cache line.
+constexpr int64_t kGroup = 16;
+// A tile is also what is converted at a time: it fits L1 with all its streams.
 
-static_assert(kTile % kBlock == 0 && kBlock % kLanes == 0 && kChunk % kTile == 0);
+static_assert(kTile % kBlock == 0 && kBlock % kLanes == 0 && kLanes == 2 * kGroup);
+static_assert(kChunk == kTile * kTotals);
 
 #define GA_INLINE __attribute__((always_inline)) inline
+#define GA_INLINE_BODY __attribute__((always_inline))  // of a lambda
 
 #if defined(__clang__)
 #define GA_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
@@ -76,7 +79,7 @@ GA_INLINE void stream_fence() {
 
 #include "backend/cpu/formats.hpp"
 
-// The last elements of a tensor, fewer than a block, padded with zeros to whole groups of kLanes:
+// The last elements of a tensor, fewer than a block, padded with zeros to whole groups of kGroup:
 // the loops below then know whole groups only.
 template <class T>
 struct Padded {
@@ -84,7 +87,7 @@ struct Padded {
 
   GA_INLINE Padded(const T* from, int64_t count) {
     int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) std::memcpy(data + i, from + i, kLanes * sizeof(T));
+    for (; i + kGroup <= count; i += kGroup) std::memcpy(data + i, from + i, kGroup * sizeof(T));
     if (i == count) return;
 #if defined(__AVX512F__)  // whole registers: what is written one by one is slow to load as one
     if constexpr (std::is_same_v<T, float>) {
@@ -93,18 +96,18 @@ struct Padded {
       return;
     }
 #endif
-    std::memset(data + i, 0, kLanes * sizeof(T));
+    std::memset(data + i, 0, kGroup * sizeof(T));
     for (; i < count; ++i) data[i] = from[i];
   }
 
   GA_INLINE void copy_to(T* to, int64_t count) const {
     int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) std::memcpy(to + i, data + i, kLanes * sizeof(T));
+    for (; i + kGroup <= count; i += kGroup) std::memcpy(to + i, data + i, kGroup * sizeof(T));
     for (; i < count; ++i) to[i] = data[i];
   }
 };
 
-GA_INLINE int64_t whole_groups(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+GA_INLINE int64_t whole_groups(int64_t count) { return (count + kGroup - 1) / kGroup * kGroup; }
 
 // Zeros behind the count elements of a tile, to the end of the group.
 template <class T>
@@ -162,61 +165,105 @@ GA_INLINE Doubles add_square(Doubles sum, Doubles x) {
 #endif
 }
 
-// Lanes kLane, kLane + kStep, ... in pairs, these in pairs, and so on.
-template <int kLane, int kStep>
-GA_INLINE double tree(const double (&s)[kLanes]) {
-  if constexpr (kStep == kLanes)
-    return s[kLane];
-  else
-    return tree<kLane, 2 * kStep>(s) + tree<kLane + kStep, 2 * kStep>(s);
-}
-
+// add_halves() of lanes that are in registers.
+template <int kRegisters>
 GA_INLINE double total_of(const Doubles* lanes) {
-  double s[kLanes];
-  std::memcpy(s, lanes, sizeof s);
-  return tree<0, 1>(s);
+  Doubles s[kRegisters];
+  for (int r = 0; r < kRegisters; ++r) s[r] = lanes[r];
+  for (int half = kRegisters / 2; half > 0; half /= 2)
+    for (int r = 0; r < half; ++r) s[r] += s[r + half];
+#if defined(__AVX512F__)
+  const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(s[0]), _mm512_extractf64x4_pd(s[0], 1));
+#elif defined(__AVX__)
+  const __m256d four = s[0];
+#endif
+#if defined(__AVX__)
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+#else
+  const Doubles two = s[0];
+#endif
+  return two[0] + two[1];
 }
 
-GA_INLINE bool is_finite(double x) { return __builtin_fabs(x) <= 1.7976931348623157e308; }
+struct LaneSums {
+  static constexpr int kRegisters = kLanes / kWidth<double>;
+  Doubles sum[kRegisters] = {};
+
+  GA_INLINE double total() const { return total_of<kRegisters>(sum); }
+  // The same where only the first group's lanes are used.
+  GA_INLINE double group_total() const { return total_of<kRegisters / 2>(sum); }
+};
 
 template <class T>
 struct Lanes;
 
 template <>
-struct Lanes<float> {
-  Doubles sum[kLanes / kWidth<double>] = {};
-
+struct Lanes<float> : LaneSums {
   // x holds the elements of lanes [lane, lane + kWidth).
   GA_INLINE void add(int lane, Floats x) {
     Doubles* const s = sum + lane / kWidth<double>;
     s[0] = add_square(s[0], widen_low(x));
     s[1] = add_square(s[1], widen_high(x));
   }
-  GA_INLINE double total() const { return total_of(sum); }
-  // The squares of finite floats cannot overflow a double: the sum is finite exactly when every
-  // element is.
-  GA_INLINE bool finite() const { return is_finite(total()); }
 };
 
 template <>
-struct Lanes<double> {
-  Doubles sum[kLanes / kWidth<double>] = {};
-  Doubles zero[kLanes / kWidth<double>] = {};  // or NaN, for 0 times anything but a finite number
-
-  GA_INLINE void add(int lane, Doubles x) {
-    sum[lane / kWidth<double>] += x * x;
-    zero[lane / kWidth<double>] += x * 0.0;
-  }
-  GA_INLINE double total() const { return total_of(sum); }
-  GA_INLINE bool finite() const { return total_of(zero) == 0; }
+struct Lanes<double> : LaneSums {
+  GA_INLINE void add(int lane, Doubles x) { sum[lane / kWidth<double>] += x * x; }
 };
 
-// Whole groups.
+// body(i, lane) for the registers of whole groups, the first of them at lane 0. Lanes are constants
+// once this is unrolled, so that their sums stay in registers.
+template <class T, class Body>
+GA_INLINE void each_register(int64_t count, Body&& body) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    for (int l = 0; l < kGroup; l += kWidth<T>) body(i + l, l);
+    if (i + kGroup < count)
+      for (int l = kGroup; l < kLanes; l += kWidth<T>) body(i + l, l);
+  }
+}
+
 template <class T>
 GA_INLINE void add_groups(Lanes<T>& lanes, const T* x, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes)
-    for (int l = 0; l < kLanes; l += kWidth<T>) lanes.add(l, get(x + i + l));
+  each_register<T>(count, [&](int64_t i, int l) GA_INLINE_BODY { lanes.add(l, get(x + i)); });
 }
+
+template <class T>
+GA_INLINE Lanes<T> lanes_of(const T* tile, int64_t count) {
+  Lanes<T> lanes;
+  add_groups(lanes, tile, whole_groups(count));
+  return lanes;
+}
+
+// The sum over a chunk, from its tiles one after the other.
+template <class T>
+class ChunkSum {
+ public:
+  GA_INLINE double add_tile(const Lanes<T>& lanes) { return totals_[tiles_++] = lanes.total(); }
+  // With element(i), i in [0, count), for finite().
+  template <class Element>
+  GA_INLINE void add_tile(const Lanes<T>& lanes, int64_t count, Element&& element) {
+    const double total = add_tile(lanes);
+    if (std::is_same_v<T, double> && !is_finite(total))  // perhaps by overflow
+      for (int64_t i = 0; i < count; ++i) finite_ = finite_ && is_finite(element(i));
+  }
+
+  // Once, at the end.
+  GA_INLINE double total() {
+    if (tiles_ == 1) return totals_[0];  // as with all the zeros
+    for (int t = tiles_; t < kTotals; ++t) totals_[t] = 0;
+    return add_halves<kTotals>(totals_);
+  }
+  // Whether all elements are. The squares of finite floats cannot overflow a double.
+  GA_INLINE bool finite(double total) const {
+    return std::is_same_v<T, float> ? is_finite(total) : finite_;
+  }
+
+ private:
+  alignas(64) double totals_[kTotals];
+  int tiles_ = 0;
+  bool finite_ = true;
+};
 
 // ---- Accumulate ---------------------------------------------------------------------------------
 
@@ -225,35 +272,34 @@ template <class T, int kSources, bool kKeep, bool kNoise>
 GA_INLINE void accumulate_groups(T scale0, T scale1, T* __restrict a, const T* __restrict g0,
                                  const T* __restrict g1, int64_t count, Lanes<T>& lanes,
                                  Lanes<T>& contribution) {
-  for (int64_t i = 0; i < count; i += kLanes)
-    for (int l = 0; l < kLanes; l += kWidth<T>) {
-      auto x = get(g0 + i + l) * scale0;
-      if (kNoise) contribution.add(l, x);
-      if (kKeep) x = get(a + i + l) + x;
-      if (kSources == 2) x = x + get(g1 + i + l) * scale1;
-      put(a + i + l, x);
-      lanes.add(l, x);
-    }
+  each_register<T>(count, [&](int64_t i, int l) GA_INLINE_BODY {
+    auto x = get(g0 + i) * scale0;
+    if (kNoise) contribution.add(l, x);
+    if (kKeep) x = get(a + i) + x;
+    if (kSources == 2) x = x + get(g1 + i) * scale1;
+    put(a + i, x);
+    lanes.add(l, x);
+  });
 }
 
 template <class T>
-GA_INLINE void store_partial(const AccumulateTask& task, int64_t offset, const Lanes<T>& lanes,
-                             const Lanes<T>* contribution) {
+GA_INLINE void store_partial(const AccumulateTask& task, int64_t offset, ChunkSum<T>& sums,
+                             ChunkSum<T>* contribution) {
   Partial& p = task.partials[offset / kChunk];
-  const double sum = lanes.total();
+  const double sum = sums.total();
   // What overwrites is its own contribution.
   const double own =
       task.noise == 0 ? 0 : task.noise * (contribution ? contribution->total() : sum);
   p.sum_squares = sum;
   p.noise = task.keep != 0 ? p.noise + own : own;
-  p.nonfinite = !lanes.finite();
+  p.nonfinite = !sums.finite(sum);
 }
 
 template <class T, int kSources, bool kKeep, bool kStream, bool kNoise>
 void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count) {
-  const T scale0 = static_cast<T>(task.source[0].scale);
-  const T scale1 = kSources == 2 ? static_cast<T>(task.source[1].scale) : T(0);
-  Lanes<T> lanes, contribution;
+  const T scale0 = static_cast<T>(scale_of(task.source[0]));
+  const T scale1 = kSources == 2 ? static_cast<T>(scale_of(task.source[1])) : T(0);
+  ChunkSum<T> sums, contributions;
   alignas(64) T tile0[kTile];
   alignas(64) T tile1[kTile];
   for (int64_t t = 0; t < count; t += kTile) {
@@ -261,6 +307,7 @@ void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count)
     const T* const g0 = load<T>(task.source[0], offset + t, n, tile0);
     const T* const g1 = kSources == 2 ? load<T>(task.source[1], offset + t, n, tile1) : g0;
     T* const a = static_cast<T*>(task.target.data) + offset + t;
+    Lanes<T> lanes, contribution;
     int64_t b = 0;
     for (; b + kBlock <= n; b += kBlock) {
       prefetch_block<0>(g0 + b + kAhead);
@@ -276,44 +323,52 @@ void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count)
                                                       lanes, contribution);
       }
     }
-    if (b == n) continue;
-    const Padded<T> end0(g0 + b, n - b);
-    const Padded<T> end1(g1 + b, kSources == 2 ? n - b : 0);
-    Padded<T> end_a(a + b, kKeep ? n - b : 0);
-    accumulate_groups<T, kSources, kKeep, kNoise>(scale0, scale1, end_a.data, end0.data, end1.data,
-                                                  whole_groups(n - b), lanes, contribution);
-    end_a.copy_to(a + b, n - b);
+    if (b < n) {
+      const Padded<T> end0(g0 + b, n - b);
+      const Padded<T> end1(g1 + b, kSources == 2 ? n - b : 0);
+      Padded<T> end_a(a + b, kKeep ? n - b : 0);
+      accumulate_groups<T, kSources, kKeep, kNoise>(scale0, scale1, end_a.data, end0.data,
+                                                    end1.data, whole_groups(n - b), lanes,
+                                                    contribution);
+      end_a.copy_to(a + b, n - b);
+    }
+    sums.add_tile(lanes, n, [&](int64_t i) { return a[i]; });
+    if (kNoise) contributions.add_tile(contribution);
   }
   if (kStream) stream_fence();
-  store_partial(task, offset, lanes, kNoise ? &contribution : nullptr);
+  store_partial(task, offset, sums, kNoise ? &contributions : nullptr);
 }
 
 // An accumulator that is not of the type computed in, or that shrinks as it grows (a running mean).
 template <class T>
 void accumulate_packed(const AccumulateTask& task, int64_t offset, int64_t count) {
   const T keep = static_cast<T>(task.keep);
-  Lanes<T> lanes, contribution;
+  const Rounding rounding =
+      task.counter ? Rounding{true, random_key(task.seed, Purpose::kAccumulate, *task.counter,
+                                               task.contribution, task.param)}
+                   : Rounding{false, 0};
+  ChunkSum<T> sums, contributions;
   alignas(64) T tile_a[kTile];
   alignas(64) T tile_g[kTile];
   alignas(64) T c[kTile];
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
-    const T* a = load<T>({task.target.data, task.target.format, 1}, offset + t, n, tile_a);
+    const T* a = load<T>({task.target.data, task.target.format, 1, nullptr}, offset + t, n, tile_a);
     for (int s = 0; s < task.sources; ++s) {
-      const T scale = static_cast<T>(task.source[s].scale);
+      const T scale = static_cast<T>(scale_of(task.source[s]));
       const T* const g = load<T>(task.source[s], offset + t, n, tile_g);
       for (int64_t i = 0; i < n; ++i) c[i] = s == 0 ? g[i] * scale : c[i] + g[i] * scale;
     }
     pad_tile(c, n);
-    if (task.noise != 0) add_groups(contribution, c, whole_groups(n));
+    if (task.noise != 0) contributions.add_tile(lanes_of(c, n));
     if (task.keep != 0)
       for (int64_t i = 0; i < n; ++i) c[i] = a[i] * keep + c[i];
-    store<T>(task.target, offset + t, n, c, static_cast<uint64_t>(offset + t), task.rounding);
-    a = load<T>({task.target.data, task.target.format, 1}, offset + t, n, tile_a);
+    store<T>(task.target, offset + t, n, c, static_cast<uint64_t>(offset + t), rounding);
+    a = load<T>({task.target.data, task.target.format, 1, nullptr}, offset + t, n, tile_a);
     std::memcpy(c, a, static_cast<size_t>(n) * sizeof(T));
-    add_groups(lanes, c, whole_groups(n));
+    sums.add_tile(lanes_of(c, n), n, [&](int64_t i) { return c[i]; });
   }
-  store_partial(task, offset, lanes, &contribution);
+  store_partial(task, offset, sums, &contributions);
 }
 
 template <class T>
@@ -331,7 +386,17 @@ void accumulate_as(const AccumulateTask& task, int64_t offset, int64_t count, bo
             : accumulate_chunk<T, 1, false, false, false>)(task, offset, count);
 }
 
-void accumulate(const AccumulateTask& task, int64_t offset, int64_t count, bool stream) {
+void accumulate(const AccumulateTask& given, int64_t offset, int64_t count, bool stream) {
+  if (given.plan && !given.plan->active) return;
+  AccumulateTask judged;
+  if (given.plan) {
+    judged = given;
+    judged.keep = given.plan->keep;
+    judged.noise = given.plan->noise;
+    judged.source[0].scale = given.plan->scale;
+    judged.source[0].divisor = nullptr;
+  }
+  const AccumulateTask& task = given.plan ? judged : given;
   (task.target.format == GA_F64 ? accumulate_as<double> : accumulate_as<float>)(task, offset, count,
                                                                                 stream);
 }
@@ -344,10 +409,10 @@ struct View {
   T source_scale, scale, limit, factor;
 
   explicit View(const GradientView& g)
-      : source_scale(static_cast<T>(g.source.scale)),
-        scale(static_cast<T>(g.scale)),
-        limit(static_cast<T>(g.limit)),
-        factor(static_cast<T>(g.factor)) {}
+      : source_scale(static_cast<T>(scale_of(g.source))),
+        scale(g.numbers ? static_cast<T>(g.numbers->scale) : T(1)),
+        limit(g.numbers ? static_cast<T>(g.numbers->limit) : static_cast<T>(HUGE_VAL)),
+        factor(g.numbers ? static_cast<T>(g.numbers->factor) : T(1)) {}
 
   // X: T or a register of them
   template <class X>
@@ -367,7 +432,7 @@ const T* load_clipped(const void* data, int64_t offset, int64_t count, T* tile) 
   const ClippedGradient& c = *static_cast<const ClippedGradient*>(data);
   const View<T> view(c.gradient);
   const T* g = load<T>(c.gradient.source, offset, count, tile);
-  const bool limited = is_finite(c.gradient.limit);
+  const bool limited = is_limited(c.gradient);
   if (limited || !c.pattern) {
     for (int64_t i = 0; i < count; ++i) tile[i] = view(g[i]);
     g = tile;
@@ -391,22 +456,22 @@ const T* load_clipped(const void* data, int64_t offset, int64_t count, T* tile) 
 template <class T, bool kLimited>
 GA_INLINE void norm_groups(const View<T>& view, const T* __restrict g, int64_t count, Lanes<T>& raw,
                            Lanes<T>& limited) {
-  for (int64_t i = 0; i < count; i += kLanes)
-    for (int l = 0; l < kLanes; l += kWidth<T>) {
-      const auto x = get(g + i + l) * view.source_scale;
-      raw.add(l, x);
-      if (kLimited) limited.add(l, view.clamped(x * view.scale));
-    }
+  each_register<T>(count, [&](int64_t i, int l) GA_INLINE_BODY {
+    const auto x = get(g + i) * view.source_scale;
+    raw.add(l, x);
+    if (kLimited) limited.add(l, view.clamped(x * view.scale));
+  });
 }
 
 template <class T, bool kLimited>
 void norm_chunk(const NormTask& task, int64_t offset, int64_t count) {
   const View<T> view(task.gradient);
-  Lanes<T> raw, limited;
+  ChunkSum<T> raw_sum, limited_sum;
   alignas(64) T tile[kTile];
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
     const T* const g = load<T>(task.gradient.source, offset + t, n, tile);
+    Lanes<T> raw, limited;
     int64_t b = 0;
     for (; b + kBlock <= n; b += kBlock) {
       prefetch_block<0>(g + b + kAhead);
@@ -415,15 +480,17 @@ void norm_chunk(const NormTask& task, int64_t offset, int64_t count) {
     if (b < n)
       norm_groups<T, kLimited>(view, Padded<T>(g + b, n - b).data, whole_groups(n - b), raw,
                                limited);
+    raw_sum.add_tile(raw, n, [&](int64_t i) { return g[i] * view.source_scale; });
+    if (kLimited) limited_sum.add_tile(limited);
   }
   Partial& partial = task.partials[offset / kChunk];
-  partial.sum_squares = raw.total();
-  partial.nonfinite = !raw.finite();
-  if (kLimited) partial.limited = limited.total();
+  partial.sum_squares = raw_sum.total();
+  partial.nonfinite = !raw_sum.finite(partial.sum_squares);
+  if (kLimited) partial.limited = limited_sum.total();
 }
 
 void norm(const NormTask& task, int64_t offset, int64_t count) {
-  const bool limited = is_finite(task.gradient.limit);
+  const bool limited = is_limited(task.gradient);
   if (task.f64)
     (limited ? norm_chunk<double, true> : norm_chunk<double, false>)(task, offset, count);
   else
@@ -443,7 +510,7 @@ void finish_as(const FinishTask& task, int64_t offset, int64_t count) {
     } else {
       for (int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(task.constant);
     }
-    store<T>(task.target, offset + t, n, out, static_cast<uint64_t>(offset + t), task.rounding);
+    store<T>(task.target, offset + t, n, out, static_cast<uint64_t>(offset + t), {false, 0});
   }
 }
 
@@ -469,7 +536,7 @@ struct Stream {
     }
     data = tile;
     next = Place(a.format, a.data, offset + kTile);
-    load<T>({a.data, a.format, 1}, offset, count, tile);
+    load<T>({a.data, a.format, 1, nullptr}, offset, count, tile);
     pad_tile(tile, count);
   }
 
@@ -485,11 +552,15 @@ struct Stream {
 
 // What is done with a parameter after its update: rounded copy, moving average.
 template <class T>
-GA_INLINE void follow(const UpdateTask& task, int64_t offset, int64_t count, const T* p) {
+GA_INLINE void store_copy(const UpdateTask& task, int64_t offset, int64_t count, const T* p) {
+  const Rounding rounding = {task.by_chance, task.plan->copy_key};
+  store<T>(task.copy, offset, count, p, static_cast<uint64_t>(task.first + offset), rounding);
+}
+
+template <class T>
+GA_INLINE void move_average(const UpdateTask& task, int64_t offset, int64_t count, const T* p) {
   const auto index = static_cast<uint64_t>(task.first + offset);
-  if (task.copy.data) store<T>(task.copy, offset, count, p, index, task.rounding);
-  if (!task.average.data) return;
-  const T gain = static_cast<T>(task.average_gain);
+  const T gain = static_cast<T>(task.plan->average_gain);
   Stream<T> e;
   e.open(task.average, offset, count);
   T* const average = e.data;
@@ -498,21 +569,21 @@ GA_INLINE void follow(const UpdateTask& task, int64_t offset, int64_t count, con
   for (int64_t i = 0; i < count; ++i) average[i] += gain * (p[i] - average[i]);
   // clang-format on
   if (!e.in_place)
-    store<T>(task.average, offset, count, average, index, {true, task.key + kMaxSlots});
+    store<T>(task.average, offset, count, average, index, {true, task.plan->state_key + kMaxSlots});
 }
 
 template <class T>
-void follow_alone(const UpdateTask& task, int64_t offset, int64_t count) {
+void follow_as(const UpdateTask& task, int64_t offset, int64_t count) {
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
     Stream<T> p;
     p.open(task.param, offset + t, n);
-    follow<T>(task, offset + t, n, p.data);
+    move_average<T>(task, offset + t, n, p.data);
   }
 }
 
-void follow_update(const UpdateTask& task, int64_t offset, int64_t count) {
-  (task.f64 ? follow_alone<double> : follow_alone<float>)(task, offset, count);
+void follow(const UpdateTask& task, int64_t offset, int64_t count) {
+  (task.f64 ? follow_as<double> : follow_as<float>)(task, offset, count);
 }
 
 template <class Op>
@@ -589,7 +660,7 @@ struct UpdateTile {
     if (!kPass.writes_state || kSlots == 0 || state[0].in_place) return;
     const auto index = static_cast<uint64_t>(task.first + offset);
     for (int k = 0; k < kSlots; k += 2) {
-      const uint64_t key = task.key + static_cast<uint64_t>(k);
+      const uint64_t key = task.plan->state_key + static_cast<uint64_t>(k);
       if (k + 1 < kSlots)
         store_bf16_pair<T>(task.state[k], task.state[k + 1], offset, count, state[k].data,
                            state[k + 1].data, index, key);
@@ -622,7 +693,7 @@ GA_INLINE void update_groups(const Op& op, const View<typename Op::Real>& view,
 template <class Op>
 void update(const UpdateTask& task, int64_t offset, int64_t count) {
   using T = typename Op::Real;
-  const Op op = *reinterpret_cast<const Op*>(task.folded->bytes);
+  const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
   const View<T> view(task.gradient);
   UpdateTile<Op, false> tile;
   for (int64_t t = 0; t < count; t += kTile) {
@@ -635,12 +706,13 @@ void update(const UpdateTask& task, int64_t offset, int64_t count) {
     const T* p = tile.p.data;
     if (!tile.p.in_place) {
       store<T>(task.param, offset + t, n, p, static_cast<uint64_t>(task.first + offset + t),
-               task.rounding);
+               {task.by_chance, task.plan->copy_key});
       if (task.average.data) {  // of the parameter as it is now
-        load<T>({task.param.data, task.param.format, 1}, offset + t, n, tile.p.tile);
+        load<T>({task.param.data, task.param.format, 1, nullptr}, offset + t, n, tile.p.tile);
       }
     }
-    if (task.copy.data || task.average.data) follow<T>(task, offset + t, n, p);
+    if (task.copy.data) store_copy<T>(task, offset + t, n, p);
+    if (task.average.data) move_average<T>(task, offset + t, n, p);
   }
 }
 
@@ -650,12 +722,13 @@ void measure(const UpdateTask& task, int64_t offset, int64_t count) {
   using T = typename Op::Real;
   using Tile = UpdateTile<Op, true>;
   constexpr Pass pass = Op::measuring;
-  const Op op = *reinterpret_cast<const Op*>(task.folded->bytes);
+  const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
   const View<T> view(task.gradient);
-  Lanes<T> first, second;
+  ChunkSum<T> first_sum, second_sum;
   Tile tile;
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
+    Lanes<T> first, second;
     tile.open(task, offset + t, n);
     tile.each_block(task, n, [&](const T* g, const T* p, T* const* state, int64_t b, int64_t m) {
       alignas(64) T x0[kBlock], x1[kBlock];
@@ -680,11 +753,13 @@ void measure(const UpdateTask& task, int64_t offset, int64_t count) {
         std::memcpy(static_cast<T*>(task.emitted) + offset + t + b, x0,
                     static_cast<size_t>(m) * sizeof(T));
     });
+    first_sum.add_tile(first);
+    if (Op::norms == 2) second_sum.add_tile(second);
     tile.close_state(task, offset + t, n);
   }
   Partial& partial = task.partials[offset / kChunk];
-  partial.sum_squares = first.total();
-  partial.limited = second.total();
+  partial.sum_squares = first_sum.total();
+  partial.limited = Op::norms == 2 ? second_sum.total() : 0;
 }
 
 template <class Op>
@@ -710,19 +785,32 @@ GA_INLINE void add_squares(double* __restrict s, const T* __restrict x, int64_t 
   for (; j < count; ++j) s[j] += static_cast<double>(x[j]) * static_cast<double>(x[j]);
 }
 
-// The same into the lanes of one unit, from lane 0 on.
+// The sum over a tile of a run.
 template <class T>
-GA_INLINE void add_run(Lanes<T>& lanes, const T* x, int64_t count) {
-  const int64_t whole = count / kLanes * kLanes;
-  add_groups(lanes, x, whole);
-  if (whole < count) add_groups(lanes, Padded<T>(x + whole, count - whole).data, kLanes);
+GA_INLINE double tile_total(const T* x, int64_t count) {
+  Lanes<T> lanes;
+  if (count <= kGroup) {
+    prefetch_block<0>(x + kAhead);
+    add_groups(lanes, Padded<T>(x, count).data, kGroup);
+    return lanes.group_total();
+  }
+  int64_t b = 0;
+  for (; b + kBlock <= count; b += kBlock) {
+    prefetch_block<0>(x + b + kAhead);
+    add_groups(lanes, x + b, kBlock);
+  }
+  if (b < count) {
+    prefetch_block<0>(x + b + kAhead);
+    add_groups(lanes, Padded<T>(x + b, count - b).data, whole_groups(count - b));
+  }
+  return lanes.total();
 }
 
 // The sums of one array's squares over the units of a piece, zeroed first.
 template <class T>
 struct UnitSums {
   double* sums;
-  Lanes<T> lanes;  // of the run so far, where runs are reduced
+  double run = 0;  // of the run's tiles so far, where runs are reduced
 
   GA_INLINE UnitSums(double* all, const UnitPattern& pattern, int64_t piece)
       : sums(all ? all + (pattern.shared ? 0 : piece * pattern.units) : nullptr) {}
@@ -733,15 +821,11 @@ struct UnitSums {
       add_squares(sums + unit + b, x + b, smaller(count - b, kBlock));
     }
   }
-  GA_INLINE void add_reduced(const T* x, int64_t count) {
-    for (int64_t b = 0; b < count; b += kBlock) {
-      prefetch_block<0>(x + b + kAhead);
-      add_run(lanes, x + b, smaller(count - b, kBlock));
-    }
-  }
+  // A tile of a run, from its beginning.
+  GA_INLINE void add_reduced(const T* x, int64_t count) { run += tile_total(x, count); }
   GA_INLINE void end_run(int64_t unit) {
-    sums[unit] += lanes.total();
-    lanes = Lanes<T>();
+    sums[unit] += run;
+    run = 0;
   }
 };
 
@@ -751,7 +835,7 @@ template <class T, bool kParam>
 void unit_norms_of(const UnitTask& task, int64_t piece) {
   const UnitPattern& pattern = *task.pattern;
   const View<T> view(task.gradient);
-  const bool limited = is_finite(task.gradient.limit);
+  const bool limited = is_limited(task.gradient);
   const int64_t begin = pattern.begin(piece) * pattern.slab();
   const int64_t end = pattern.begin(piece + 1) * pattern.slab();
   const int64_t first_unit = pattern.shared ? pattern.first_unit(piece) : 0;
@@ -767,8 +851,7 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
   alignas(64) T tile_g[kTile];
   alignas(64) T tile_p[kTile];
   for (int64_t t = begin; t < end;) {
-    // A run that is reduced is cut at multiples of kTile from its beginning, so that an element's
-    // lane does not depend on the piece.
+    // A run that is reduced is cut at multiples of kTile from its beginning.
     const int64_t n =
         smaller(end - t, kept || at.left() + run <= kTile ? kTile : smaller(at.left(), kTile));
     const T* g = load<T>(task.gradient.source, t, n, tile_g);
@@ -805,7 +888,8 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
     gradient.end_run(at.unit());
     if (kParam) param.end_run(at.unit());
   }
-  const double scale = task.gradient.source.scale * task.gradient.scale;
+  const Numbers* const numbers = task.gradient.numbers;
+  const double scale = scale_of(task.gradient.source) * (numbers ? numbers->scale : 1);
   if (!limited && scale != 1)
     for (int64_t u = first_unit; u < last_unit; ++u) gradient.sums[u] *= scale * scale;
 }
@@ -832,7 +916,7 @@ struct OpLoops<TypeList<Op...>> {
 constexpr Kernels kernels = {accumulate,
                              norm,
                              finish,
-                             follow_update,
+                             follow,
                              {OpLoops<AllOps<float>>::updates, OpLoops<AllOps<double>>::updates},
                              {OpLoops<AllOps<float>>::measures, OpLoops<AllOps<double>>::measures},
                              unit_norms};

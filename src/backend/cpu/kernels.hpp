@@ -14,7 +14,7 @@ struct Kernels {
   void (*accumulate)(const AccumulateTask& task, int64_t offset, int64_t count, bool stream);
   void (*norm)(const NormTask& task, int64_t offset, int64_t count);
   void (*finish)(const FinishTask& task, int64_t offset, int64_t count);
-  UpdateLoop follow;             // what follows an update, without one
+  UpdateLoop follow;             // the average alone
   const UpdateLoop* update[2];   // [UpdateTask::f64][position in AllOps]
   const UpdateLoop* measure[2];  // likewise; NULL where an Op has no such pass
   // Piece of a tensor; stores the sums of the squares of its units.

@@ -96,7 +96,7 @@ struct BandJob : Job {
     add.target = {task.target + first, GA_F32};
     add.count = last - first;
     add.partials = task.partials + first / kChunk;
-    add.source[0] = {product + first % task.n, GA_F32, task.scale};
+    add.source[0] = {product + first % task.n, GA_F32, task.scale, task.divisor};
     add.sources = 1;
     add.keep = task.keep ? 1 : 0;
     for (int64_t offset = 0; offset < add.count; offset += kChunk)
@@ -112,8 +112,9 @@ struct DirectJob : Job {
     const int64_t row = piece / job.cut.column_count * job.cut.rows;
     const int64_t column = piece % job.cut.column_count * job.cut.columns;
     const MatmulTask& t = job.task;
+    const auto scale = static_cast<float>(t.divisor ? t.scale / *t.divisor : t.scale);
     job.multiply(row, std::min(job.cut.rows, t.m - row), column,
-                 std::min(job.cut.columns, t.n - column), t.scale, t.target + row * t.n + column,
+                 std::min(job.cut.columns, t.n - column), scale, t.target + row * t.n + column,
                  t.keep);
   }
 };
@@ -179,8 +180,8 @@ bool MatmulEngine::run(const MatmulTask& given, const Kernels& kernels, bool str
     const int64_t a_columns = task.m * task.k / a_rows, b_columns = task.k * task.n / b_rows;
     float* const a = converted_.data();
     float* const b = a + a_rows * a_columns;
-    convert(kernels, {task.a, task.dtype, 1}, a_rows, a_columns, task.lda, a);
-    convert(kernels, {task.b, task.dtype, 1}, b_rows, b_columns, task.ldb, b);
+    convert(kernels, {task.a, task.dtype, 1, nullptr}, a_rows, a_columns, task.lda, a);
+    convert(kernels, {task.b, task.dtype, 1, nullptr}, b_rows, b_columns, task.ldb, b);
     task.a = a;
     task.b = b;
     task.lda = a_columns;
@@ -197,7 +198,7 @@ bool MatmulEngine::run(const MatmulTask& given, const Kernels& kernels, bool str
   return banded;
 }
 
-float* MatmulEngine::orthogonalize(const OrthogonalizeTask& task, const Kernels& kernels) {
+void MatmulEngine::orthogonalize(const OrthogonalizeTask& task, const Kernels& kernels) {
   const int64_t r = task.rows, c = task.columns, small = std::min(r, c);
   const int64_t count = r * c;
   float* x = task.x;
@@ -215,9 +216,9 @@ float* MatmulEngine::orthogonalize(const OrthogonalizeTask& task, const Kernels&
     run_direct(t);
   };
   const auto scaled = [&](const float* from, float scale, float* to, int64_t elements) {
-    convert(kernels, {from, GA_F32, scale}, 1, elements, elements, to);
+    convert(kernels, {from, GA_F32, scale, nullptr}, 1, elements, elements, to);
   };
-  scaled(x, task.scale, x, count);
+  scaled(x, static_cast<float>(task.plan->orthogonal_scale), x, count);
   for (int step = 0; step < task.steps; ++step) {
     if (r <= c)
       product(r, r, c, x, c, false, x, c, true, 1, gram, false);
@@ -232,7 +233,6 @@ float* MatmulEngine::orthogonalize(const OrthogonalizeTask& task, const Kernels&
       product(r, c, c, x, c, false, poly, c, false, 1, next, true);
     std::swap(x, next);
   }
-  return x;
 }
 
 void MatmulEngine::run_bands(const MatmulTask& task, const Kernels& kernels, bool stream) {

@@ -20,7 +20,7 @@ class MatmulEngine {
   void open(int64_t converted);
   // After open(). Returns whether the partials were stored. Throws GA_ERROR_FAULT.
   bool run(const MatmulTask& task, const Kernels& kernels, bool stream);
-  float* orthogonalize(const OrthogonalizeTask& task, const Kernels& kernels);
+  void orthogonalize(const OrthogonalizeTask& task, const Kernels& kernels);
   int64_t bytes() const {
     return static_cast<int64_t>((scratch_.size() + converted_.size()) * sizeof(float));
   }

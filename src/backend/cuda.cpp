@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// Contexts on CUDA devices, by the side module libgradaccum_cuda.so: this library itself needs
+// nothing of CUDA.
+#include "backend/cuda/module.h"
+#include "error.hpp"
+#include "module.hpp"
+
+namespace ga {
+namespace {
+
+const CudaModule& module() {
+  const auto& table = *static_cast<const CudaModule*>(open_module("cuda", kCudaAbi));
+  if (table.layout != cuda_layout())
+    fail(GA_ERROR_UNSUPPORTED,
+         "module libgradaccum_cuda.so (%s) and this library are of different builds", table.text);
+  return table;
+}
+
+}  // namespace
+
+std::unique_ptr<Backend> make_cuda_backend(const ga_config& config) {
+  return std::unique_ptr<Backend>(module().make(config.device_ordinal, config.stream));
+}
+
+int32_t cuda_device_count() { return module().device_count(); }
+
+}  // namespace ga

@@ -1,0 +1,556 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a step decides: from the partials of the gradients to the numbers that the loops read. The
+// same code for every backend; each runs it by a Crew, one thread on the CPU or a block on a GPU:
+//
+//     struct Crew {
+//       void each_item(int64_t n, F f);   // f(i) for i in [0, n), then all wait for each other
+//       void each_warp(int64_t n, F f);   // likewise f(i, warp)
+//       void once(F f);                   // likewise f()
+//     };
+//     struct Warp {
+//       double sum(int64_t n, F f);       // of f(j), in 32 lanes, added up in a fixed order
+//       double smallest(int64_t n, F f);  // infinite without any
+//       int64_t first(int64_t n, F f);    // the least j with f(j); -1: none
+//       bool leader() const;              // true in one of its threads
+//     };
+//
+// The order in which sums run does not depend on the Crew, so neither do the bits.
+#pragma once
+
+#include <float.h>
+#include <math.h>
+
+#include <new>
+
+#include "backend/backend.hpp"
+#include "ops/all.hpp"
+#include "window.hpp"
+
+namespace ga {
+
+// ---- By the lists of optimizers and Ops ---------------------------------------------------------
+
+template <class List>
+struct ByKind;
+template <class... O>
+struct ByKind<TypeList<O...>> {
+  // f(optimizer) for the one of that kind.
+  template <class F>
+  GA_HD static void call(int32_t kind, F&& f) {
+    (void)((O::kind == kind ? (f(O()), true) : false) || ...);
+  }
+};
+
+template <class List>
+struct ByPosition;
+template <class... Op>
+struct ByPosition<TypeList<Op...>> {
+  GA_HD static void fold(int op, const ga_optimizer& o, const StepInput& in, OpBytes& out) {
+    int at = 0;
+    (void)((at++ == op ? (new (out.bytes) Op(o, in), true) : false) || ...);
+  }
+  GA_HD static bool layer_wise(int op) {
+    int at = 0;
+    bool found = false;
+    (void)((at++ == op ? (found = Op::norms > 0, true) : false) || ...);
+    return found;
+  }
+};
+
+GA_HD void advance_clock(const ga_optimizer& o, Clock& clock) {
+  ByKind<Optimizers>::call(o.kind, [&](auto optimizer) { optimizer.advance(o, clock); });
+}
+
+// ---- Clipping -----------------------------------------------------------------------------------
+
+GA_HD double clip_factor(const ga_clip& clip, double norm) {
+  if (clip.flavor == GA_FLAVOR_KERAS) return norm > clip.max_norm ? clip.max_norm / norm : 1;
+  const double factor = clip.max_norm / (norm + 1e-6);
+  return factor < 1 ? factor : 1;
+}
+
+// What a unit's gradient is multiplied by (Brock et al. 2021, equation 3), from its squares.
+GA_HD double agc_factor(const UnitTask& task, int64_t unit) {
+  const double g = sqrt(task.sums[unit]);
+  const double most = task.factor * larger(sqrt(task.param_sums[unit]), task.eps);
+  return g > most ? most / larger(g, 1e-6) : 1;
+}
+
+GA_HD void store_agc_factor(const UnitTask& task, int64_t unit) {
+  const GradientView& g = task.gradient;
+  const double scale = is_limited(g) ? 1 : scale_of(g.source) * (g.numbers ? g.numbers->scale : 1);
+  const double factor = scale * agc_factor(task, unit);
+  if (task.f64)
+    static_cast<double*>(task.factors)[unit] = factor;
+  else
+    static_cast<float*>(task.factors)[unit] = static_cast<float>(factor);
+}
+
+// ---- The step -----------------------------------------------------------------------------------
+
+GA_HD bool has_gradient(const Tables& t, int64_t i) {
+  const ParamInput& p = t.param_inputs[i];
+  if (p.frozen || p.held == Held::kNothing) return false;
+  return !t.settings->deferring || t.param_states[i].contributed != 0;
+}
+
+GA_HD double weight_of(const Tables& t, int64_t i) {
+  const bool judged = t.settings->deferring && t.settings->running_mean;
+  return judged ? t.param_states[i].held_weight : t.param_inputs[i].weight;
+}
+
+GA_DEVICE void plan_raw(const Tables& t, int64_t i) {
+  const GroupInput& g = t.group_inputs[t.param_inputs[i].group];
+  const double sign = g.optimizer.maximize ? -1 : 1;
+  const bool limited = g.clip.when == GA_CLIP_STEP;
+  t.plans[i].raw = {t.control->mean * weight_of(t, i) * sign,
+                    limited ? g.clip.max_value : HUGE_VAL, 1};
+}
+
+template <class Crew>
+GA_DEVICE void take_mean(Crew& crew, const Tables& t, const WindowTotals& w) {
+  crew.once([&] {
+    Control& c = *t.control;
+    const double weight = t.settings->deferring ? c.weight : w.weight;
+    c.mean = t.settings->reduce == GA_REDUCE_MEAN ? 1 / weight : 1;
+  });
+}
+
+// Before the norms of gradients as clipped by value: the views that they are taken of.
+template <class Crew>
+GA_DEVICE void open_step(Crew& crew, const Tables& t, const WindowTotals& w) {
+  take_mean(crew, t, w);
+  crew.each_item(t.params, [&](int64_t i) { plan_raw(t, i); });
+}
+
+// The sums over each parameter.
+template <class Crew>
+GA_DEVICE void take_sums(Crew& crew, const Tables& t) {
+  crew.each_warp(t.params, [&](int64_t i, auto& warp) {
+    const ParamInput& p = t.param_inputs[i];
+    const bool held = has_gradient(t, i);
+    const bool rows = p.held == Held::kRows && !p.stale_rows;
+    const int64_t n = !held ? 0 : rows ? p.rows->size : chunk_count(p.count);
+    const auto partial = [&](int64_t k) -> const Partial& {
+      return rows ? p.rows->entries[k].partial : p.partials[k];
+    };
+    const double raw = warp.sum(n, [&](int64_t k) { return partial(k).sum_squares; });
+    const double limited =
+        p.clamped ? warp.sum(n, [&](int64_t k) { return partial(k).limited; }) : 0;
+    const double noise =
+        t.settings->noise ? warp.sum(n, [&](int64_t k) { return partial(k).noise; }) : 0;
+    const bool nonfinite = warp.first(n, [&](int64_t k) { return partial(k).nonfinite != 0; }) >= 0;
+    if (!warp.leader()) return;
+    plan_raw(t, i);
+    ParamState& s = t.param_states[i];
+    const double weight = weight_of(t, i);
+    const double scale = t.control->mean * weight;
+    s.touched = !p.frozen && (held || t.settings->missing == GA_MISSING_ZERO);
+    s.nonfinite = nonfinite;
+    s.squares = raw * scale * scale;
+    s.sum_squares = p.clamped && !rows ? limited : s.squares;
+    s.noise = noise;
+    s.window = raw * weight * weight;
+  });
+}
+
+// Outcome and counters.
+GA_HD void judge_window(const Tables& t, const WindowTotals& w, double squares) {
+  const Settings& set = *t.settings;
+  Control& c = *t.control;
+  ga_step_result r = {};
+  r.struct_size = sizeof r;
+  r.micro_batches = w.micro_batches;
+  r.weight = set.deferring ? c.weight : w.weight;
+  r.window_dropped = set.deferring ? c.window_dropped : w.dropped;
+  r.clip_factor = 1;
+  r.loss_scale = set.scaled ? c.scaler.scale : set.loss_scale;
+  // A sum of weights so small that its inverse is no float would make everything infinite.
+  const bool finite = c.nonfinite_at < 0 && c.mean <= FLT_MAX;
+  c.go = false;
+  c.ticket = w.ticket;
+  if (c.failed) {
+    r.outcome = GA_STEP_SKIPPED_ERROR;
+  } else if (!(r.weight > 0)) {
+    r.outcome = GA_STEP_SKIPPED_EMPTY;
+  } else {
+    r.norm = sqrt(squares);
+    c.go = finite || set.nonfinite == GA_NONFINITE_IGNORE;
+    if (!c.go) r.outcome = GA_STEP_SKIPPED_NONFINITE;
+  }
+  c.result = r;
+  // The program learns of it by an error, and the window stays.
+  if (r.outcome == GA_STEP_SKIPPED_NONFINITE && set.nonfinite == GA_NONFINITE_FAIL) return;
+  if (set.scaled) {
+    if (r.outcome == GA_STEP_SKIPPED_NONFINITE || r.window_dropped > 0)
+      c.scaler.back_off(set.scaler);
+    else if (c.go)
+      c.scaler.advance(set.scaler);
+  }
+  c.loss_scale = static_cast<float>(set.scaled ? c.scaler.scale : set.loss_scale);
+  c.dropped += r.window_dropped;
+  ++c.windows;
+  if (c.go) ++c.steps;
+  c.result.windows = c.windows;
+  c.result.steps = c.steps;
+  c.result.skipped = c.windows - c.steps;
+  c.result.dropped = c.dropped;
+}
+
+// What was counted in a window.
+template <class Crew>
+GA_DEVICE void clear_window(Crew& crew, const Tables& t) {
+  crew.once([&] {
+    Control& c = *t.control;
+    c.weight = 0;
+    c.weighted = c.window_dropped = 0;
+    c.failed = false;
+  });
+  if (t.settings->deferring)
+    crew.each_item(t.params, [&](int64_t i) { t.param_states[i].contributed = 0; });
+}
+
+// The smallest factor of all, into the result.
+template <class Crew>
+GA_DEVICE void take_smallest(Crew& crew, const Tables& t) {
+  crew.each_warp(1, [&](int64_t, auto& warp) {
+    const double smallest = warp.smallest(t.params, [&](int64_t i) {
+      return t.param_states[i].touched ? t.param_states[i].smallest : 1.0;
+    });
+    if (warp.leader() && t.control->go)
+      t.control->result.clip_factor = smallest < 1 ? smallest : 1;
+  });
+}
+
+// Divides the gradients of groups with a bound for their norm together by what that exceeds it by.
+template <class Crew>
+GA_DEVICE void limit_groups(Crew& crew, const Tables& t) {
+  const int32_t kind = t.settings->limited;
+  if (kind < 0 || !t.control->go) return;
+  const auto optimizer = [&](int64_t i) -> const ga_optimizer& {
+    return t.group_inputs[t.param_inputs[i].group].optimizer;
+  };
+  double& squares = t.control->limited_squares;
+  crew.each_warp(1, [&](int64_t, auto& warp) {
+    const double sum = warp.sum(t.params, [&](int64_t i) {
+      const ParamState& s = t.param_states[i];
+      return s.touched && optimizer(i).kind == kind ? s.sum_squares * s.factor * s.factor : 0.0;
+    });
+    if (warp.leader()) squares = sum;
+  });
+  crew.each_item(t.params, [&](int64_t i) {
+    ParamState& s = t.param_states[i];
+    const double most = optimizer(i).max_grad_norm;
+    if (s.touched && optimizer(i).kind == kind && most > 0)
+      s.factor /= larger(1.0, sqrt(squares) / most);
+  });
+}
+
+// What a parameter's Op is folded from; norms: of its first pass, where that has run.
+GA_HD StepInput step_input(const Tables& t, int64_t i, const double* norms) {
+  const ParamInput& p = t.param_inputs[i];
+  const ParamState& s = t.param_states[i];
+  const GroupState& g = t.group_states[p.group];
+  const bool own = t.group_inputs[p.group].optimizer.flavor == GA_FLAVOR_TORCH;
+  return {g.lr,
+          own ? s.clock : g.clock,
+          p.extent,
+          p.extent > 0 ? p.count / p.extent : 0,
+          sqrt(s.sum_squares) * s.factor,
+          {norms ? norms[0] : 0, norms ? norms[1] : 0}};
+}
+
+GA_HD void fold(const Tables& t, int64_t i, const double* norms) {
+  const ParamInput& p = t.param_inputs[i];
+  const ga_optimizer& o = t.group_inputs[p.group].optimizer;
+  const StepInput in = step_input(t, i, norms);
+  if (p.f64)
+    ByPosition<AllOps<double>>::fold(p.op, o, in, t.plans[i].folded);
+  else
+    ByPosition<AllOps<float>>::fold(p.op, o, in, t.plans[i].folded);
+}
+
+// The numbers of the gradient; after them whatever has changed the factor.
+GA_HD void plan_gradient(const Tables& t, int64_t i) {
+  const ParamInput& p = t.param_inputs[i];
+  const double factor = t.param_states[i].factor;
+  ParamPlan& plan = t.plans[i];
+  plan.gradient = plan.raw;
+  if (p.by_units)  // scale, limit and the factors of units are in what it is read from
+    plan.gradient = {factor, HUGE_VAL, 1};
+  else if (is_finite(plan.raw.limit))
+    plan.gradient.factor = factor;
+  else  // then mean and clip factor are one scalar, rounded once
+    plan.gradient.scale *= factor;
+  const Numbers& g = plan.gradient;
+  plan.whole = {g.scale * g.factor, g.limit * g.factor, 1};
+}
+
+// What this step does to a parameter.
+template <class Crew>
+GA_DEVICE void plan_param(Crew& crew, const Tables& t, int64_t i) {
+  const ParamInput& p = t.param_inputs[i];
+  ParamState& s = t.param_states[i];
+  ParamPlan& plan = t.plans[i];
+  const Control& c = *t.control;
+  plan.duty = 0;
+  if (!c.go) return;
+  if (p.average) {
+    plan.duty |= kFollow;
+    const double steps = static_cast<double>(c.steps);
+    const ga_ema& e = t.settings->ema;
+    plan.average_gain = !s.averaged ? 1
+                        : 1 - (e.kind == GA_EMA_TORCH ? e.decay : pow(1 - 1 / steps, e.gamma + 1));
+    s.averaged = true;
+  }
+  if (p.by_chance) {
+    const uint64_t seed = t.settings->seed;
+    plan.copy_key = random_key(seed, Purpose::kCopy, c.steps - 1, 0, i);
+    plan.state_key = random_key(seed, Purpose::kState, c.steps - 1, 0, i);
+  }
+  if (!s.touched) return;
+  const ga_optimizer& o = t.group_inputs[p.group].optimizer;
+  advance_clock(o, s.clock);
+  plan_gradient(t, i);
+  if (p.op < 0) {
+    plan.duty |= kDeliver;
+    return;
+  }
+  const bool rows = p.lazy && (p.held == Held::kRows || p.held == Held::kNothing);
+  plan.duty |= rows ? kUpdateRows : kUpdate;
+  if (crew.recall(t, i)) return;
+  ByKind<Optimizers>::call(o.kind, [&](auto optimizer) {
+    plan.factor_gain = optimizer.factor_gain(o, s.clock);
+    plan.factor_floor = optimizer.factor_floor(o);
+  });
+  fold(t, i, nullptr);
+}
+
+// The end of a window, all of it.
+template <class Crew>
+GA_DEVICE void decide(Crew& crew, const Tables& t, const WindowTotals& w) {
+  Control& c = *t.control;
+  take_mean(crew, t, w);
+  take_sums(crew, t);
+
+  // Sums over parameters: all, those that share the context's clip, and each group's.
+  const auto touched_sum = [&](auto& warp, auto value) {
+    return warp.sum(t.params, [&](int64_t i) {
+      return t.param_states[i].touched ? value(i, t.param_states[i]) : 0.0;
+    });
+  };
+  const Settings& set = *t.settings;
+  crew.each_warp(t.groups + 5, [&](int64_t k, auto& warp) {
+    if ((k == 1 && !set.clips) || ((k == 3 || k == 4) && !set.noise)) return;
+    if (k == 0) {
+      const double x =
+          touched_sum(warp, [](int64_t, const ParamState& s) { return s.squares; });
+      if (warp.leader()) c.sums.all = x;
+    } else if (k == 1) {
+      const double x = touched_sum(warp, [&](int64_t i, const ParamState& s) {
+        return t.group_inputs[t.param_inputs[i].group].own_clip ? 0.0 : s.sum_squares;
+      });
+      if (warp.leader()) c.sums.shared = x;
+    } else if (k == 2) {
+      const int64_t first = warp.first(t.params, [&](int64_t i) {
+        return t.param_states[i].touched && t.param_states[i].nonfinite;
+      });
+      if (warp.leader()) c.nonfinite_at = first;
+    } else if (k == 3) {
+      const double x = touched_sum(warp, [](int64_t, const ParamState& s) { return s.noise; });
+      if (warp.leader()) c.sums.micros = x;
+    } else if (k == 4) {
+      const double x = touched_sum(warp, [](int64_t, const ParamState& s) { return s.window; });
+      if (warp.leader()) c.sums.window = x;
+    } else if (t.group_inputs[k - 5].own_clip) {
+      const double x = touched_sum(warp, [&](int64_t i, const ParamState& s) {
+        return t.param_inputs[i].group == k - 5 ? s.sum_squares : 0.0;
+      });
+      if (warp.leader()) t.group_states[k - 5].sum_squares = x;
+    }
+  });
+  crew.once([&] {
+    judge_window(t, w, c.sums.all);
+    const double samples = c.result.weight;
+    const int64_t weighted = t.settings->deferring ? c.weighted : w.weighted;
+    if (c.go && t.settings->noise && w.noise_wanted && weighted >= 2)
+      c.noise.add(c.sums.micros / samples, c.sums.window / (samples * samples), weighted, samples,
+                  t.settings->noise_smoothing);
+    c.result.noise_scale = c.noise.scale();
+    c.result.noise_trace = c.noise.trace();
+    c.result.noise_signal = c.noise.signal();
+  });
+  crew.each_item(t.groups, [&](int64_t k) {
+    const GroupInput& in = t.group_inputs[k];
+    GroupState& g = t.group_states[k];
+    g.clip_factor = 1;
+    if (in.clip.scope == GA_CLIP_GLOBAL && in.clip.when == GA_CLIP_STEP)
+      g.clip_factor = clip_factor(in.clip, sqrt(in.own_clip ? g.sum_squares : c.sums.shared));
+    if (!c.go) return;
+    g.lr = in.schedule.rate(in.optimizer.lr, c.steps - 1);
+    if (k == 0) c.result.lr = g.lr;
+    advance_clock(in.optimizer, g.clock);
+  });
+  const auto take_factor = [&](int64_t i) {
+    ParamState& s = t.param_states[i];
+    const GroupInput& g = t.group_inputs[t.param_inputs[i].group];
+    s.factor = t.group_states[t.param_inputs[i].group].clip_factor;
+    if (g.clip.scope == GA_CLIP_PER_TENSOR && g.clip.when == GA_CLIP_STEP)
+      s.factor = clip_factor(g.clip, sqrt(s.sum_squares));
+    s.smallest = s.factor;
+  };
+  if (set.limited >= 0) {
+    crew.each_item(t.params, take_factor);
+    if (w.last) limit_groups(crew, t);
+  }
+  crew.each_item(t.params, [&](int64_t i) {
+    if (set.limited < 0) take_factor(i);
+    plan_param(crew, t, i);
+  });
+  if (set.clips) take_smallest(crew, t);
+  if (c.result.outcome != GA_STEP_SKIPPED_NONFINITE || t.settings->nonfinite != GA_NONFINITE_FAIL)
+    clear_window(crew, t);
+}
+
+// After the sums over units of these parameters: what their gradients now are.
+template <class Crew>
+GA_DEVICE void settle_units(Crew& crew, const Tables& t, const UnitTask* units, const ga_param* ids,
+                        int64_t count, bool last) {
+  if (!t.control->go) return;
+  crew.each_warp(count, [&](int64_t k, auto& warp) {
+    const UnitTask& task = units[ids[k]];
+    ParamState& s = t.param_states[ids[k]];
+    const int64_t n = task.param.data && s.touched ? task.pattern->units : 0;
+    const double clipped = warp.sum(n, [&](int64_t u) {
+      const double factor = agc_factor(task, u);
+      return task.sums[u] * factor * factor;
+    });
+    const double smallest = warp.smallest(n, [&](int64_t u) { return agc_factor(task, u); });
+    if (!warp.leader() || n == 0) return;
+    s.sum_squares = clipped;
+    s.smallest = smallest < 1 ? smallest : 1;
+  });
+  take_smallest(crew, t);
+  if (last) limit_groups(crew, t);
+  const bool all = last && t.settings->limited >= 0;
+  crew.each_item(all ? t.params : count, [&](int64_t k) {
+    const int64_t i = all ? k : ids[k];
+    if ((t.plans[i].duty & kUpdate) == 0) return;
+    plan_gradient(t, i);
+    const ParamInput& p = t.param_inputs[i];
+    if (ByPosition<AllOps<float>>::layer_wise(p.op)) fold(t, i, nullptr);
+  });
+}
+
+// After the first pass of layer-wise Ops: folds them for the second, with the norms.
+template <class Crew>
+GA_DEVICE void fold_layers(Crew& crew, const Tables& t, const UpdateTask* measures,
+                           const ga_param* ids, int64_t count) {
+  crew.each_warp(count, [&](int64_t k, auto& warp) {
+    const int64_t i = ids[k];
+    if ((t.plans[i].duty & kUpdate) == 0) return;
+    const Partial* const partials = measures[i].partials;
+    const int64_t n = chunk_count(t.param_inputs[i].count);
+    const double first = warp.sum(n, [&](int64_t c) { return partials[c].sum_squares; });
+    const double second = warp.sum(n, [&](int64_t c) { return partials[c].limited; });
+    if (!warp.leader()) return;
+    const double norms[] = {sqrt(first), sqrt(second)};
+    fold(t, i, norms);
+    const double divisor = larger(norms[0], t.group_inputs[t.param_inputs[i].group].optimizer.eps);
+    t.plans[i].orthogonal_scale = divisor > 0 ? 1 / divisor : 0;
+  });
+}
+
+// ---- A micro-batch ------------------------------------------------------------------------------
+
+// The views of its contributions, before their norms are taken.
+template <class Crew>
+GA_DEVICE void open_micro(Crew& crew, const Tables& t, const MicroInput* inputs, MicroPlan* plans,
+                          int64_t count) {
+  crew.each_item(count, [&](int64_t k) {
+    const ga_clip& clip = t.group_inputs[t.param_inputs[inputs[k].param].group].clip;
+    plans[k].view = {1, clip.when == GA_CLIP_MICRO ? clip.max_value : HUGE_VAL, 1};
+  });
+}
+
+// Whether it is added, and each contribution's scale and clip factor.
+template <class Crew>
+GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, MicroPlan* plans,
+                     int64_t count, const Micro& micro) {
+  const Settings& set = *t.settings;
+  Control& c = *t.control;
+  crew.each_warp(count, [&](int64_t k, auto& warp) {
+    const MicroInput& in = inputs[k];
+    const bool clamped = is_finite(plans[k].view.limit);
+    const double sum = warp.sum(in.chunks, [&](int64_t j) {
+      return clamped ? in.partials[j].limited : in.partials[j].sum_squares;
+    });
+    const int64_t bad =
+        warp.first(in.chunks, [&](int64_t j) { return in.partials[j].nonfinite != 0; });
+    if (!warp.leader()) return;
+    plans[k].squares = sum;
+    plans[k].nonfinite = bad >= 0;
+  });
+  const auto group_of = [&](int64_t k) { return t.param_inputs[inputs[k].param].group; };
+  crew.each_warp(t.groups + 2, [&](int64_t j, auto& warp) {
+    if (j == 0) {
+      const int64_t bad = warp.first(count, [&](int64_t k) { return plans[k].nonfinite; });
+      if (warp.leader()) c.micro_finite = bad < 0;
+    } else if (j == 1) {
+      const double x = warp.sum(count, [&](int64_t k) {
+        return t.group_inputs[group_of(k)].own_clip ? 0.0 : plans[k].squares;
+      });
+      if (warp.leader()) c.sums.shared = x;
+    } else if (t.group_inputs[j - 2].own_clip) {
+      const double x = warp.sum(
+          count, [&](int64_t k) { return group_of(k) == j - 2 ? plans[k].squares : 0.0; });
+      if (warp.leader()) t.group_states[j - 2].sum_squares = x;
+    }
+  });
+  const bool added = c.micro_finite || set.nonfinite != GA_NONFINITE_DROP_MICRO;
+  crew.once([&] {
+    if (!added) {
+      ++c.window_dropped;
+    } else {
+      c.weight += micro.weight;
+      ++c.weighted;
+    }
+  });
+  // What is not finite is added as it is, for ga_step to find: a clip by value would hide it.
+  const bool clips = set.clip_micro && (c.micro_finite || set.nonfinite == GA_NONFINITE_IGNORE);
+  const double loss_scale = micro.loss_scale != 0 ? micro.loss_scale : c.scaler.scale;
+  crew.each_item(count, [&](int64_t k) {
+    const MicroInput& in = inputs[k];
+    MicroPlan& plan = plans[k];
+    ParamState& s = t.param_states[in.param];
+    const GroupInput& g = t.group_inputs[group_of(k)];
+    const ga_clip& clip = g.clip;
+    plan.active = added;
+    plan.scale = set.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
+    if (clip.when != GA_CLIP_MICRO || (clip.scope == GA_CLIP_NONE && !is_finite(clip.max_value))) {
+      plan.scale /= loss_scale;
+    } else if (!clips) {
+      plan.view.limit = HUGE_VAL;
+    } else if (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR) {
+      const double squares = clip.scope == GA_CLIP_PER_TENSOR ? plan.squares
+                             : g.own_clip ? t.group_states[group_of(k)].sum_squares
+                                          : c.sums.shared;
+      plan.view.factor = clip_factor(clip, sqrt(squares));
+    }
+    plan.keep = in.again || s.contributed != 0 ? 1 : 0;
+    plan.noise = set.noise ? 1 / micro.weight : 0;
+    if (set.running_mean) {
+      if (!in.again) plan.keep *= s.held_weight / c.weight;
+      plan.scale /= c.weight;
+      plan.noise *= c.weight * c.weight;  // it is added as c / W
+    }
+  });
+  if (!added) return;
+  crew.each_item(count, [&](int64_t k) {
+    ParamState& s = t.param_states[inputs[k].param];
+    s.contributed = 1;
+    s.held_weight = c.weight;
+  });
+}
+
+}  // namespace ga

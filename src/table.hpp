@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arrays of plain structs between the host and the loops: a Table is written by the host, a State
+// where the arrays are.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "backend/backend.hpp"
+
+namespace ga {
+
+template <class T>
+class Table {
+ public:
+  size_t size() const { return size_; }
+  const T& operator[](size_t i) const { return host()[i]; }
+  T& edit(size_t i) {
+    first_ = std::min(first_, i);
+    last_ = std::max(last_, i + 1);
+    return host()[i];
+  }
+  // Edits it where it is not like that already.
+  template <class Member>
+  void set(size_t i, Member T::*member, const Member& value) {
+    if (!(host()[i].*member == value)) edit(i).*member = value;
+  }
+  const T* host_data() const { return host(); }
+  T* at(size_t i = 0) const { return static_cast<T*>(mirror_.at) + i; }
+  int64_t bytes() const { return static_cast<int64_t>(mirror_.bytes); }
+
+  // Room for size elements in all, in a table that takes this one's place when it is swapped in.
+  Table grown(Backend& backend, size_t size) const {
+    Table t;
+    t.mirror_ = backend.mirror(std::max<size_t>(size, 1) * sizeof(T));
+    t.size_ = size;
+    if (size_ > 0) std::memcpy(t.mirror_.host, mirror_.host, size_ * sizeof(T));
+    t.first_ = 0;
+    t.last_ = size;
+    return t;
+  }
+  void edit_all() {
+    first_ = 0;
+    last_ = size_;
+  }
+  void flush(Backend& backend) {
+    if (first_ >= last_) return;
+    backend.upload(mirror_, first_ * sizeof(T), (last_ - first_) * sizeof(T));
+    first_ = static_cast<size_t>(-1);
+    last_ = 0;
+  }
+  void release(Backend& backend) noexcept {
+    backend.free(mirror_);
+    *this = Table();
+  }
+
+ private:
+  T* host() const { return static_cast<T*>(mirror_.host); }
+
+  Mirror mirror_;
+  size_t size_ = 0;
+  size_t first_ = static_cast<size_t>(-1), last_ = 0;  // edited since the last flush
+};
+
+template <class T>
+class State {
+ public:
+  T* at(size_t i = 0) const { return data_ + i; }
+  int64_t bytes() const { return static_cast<int64_t>(capacity_ * sizeof(T)); }
+
+  // As Table::grown; what is new is zeros.
+  State grown(Backend& backend, size_t size) const {
+    State s;
+    s.capacity_ = std::max<size_t>(size, 1);
+    s.data_ = static_cast<T*>(backend.allocate(s.capacity_ * sizeof(T)));
+    s.size_ = size;
+    if (size_ > 0) backend.copy(s.data_, data_, size_ * sizeof(T));
+    return s;
+  }
+  void release(Backend& backend) noexcept {
+    backend.free(data_, capacity_ * sizeof(T));
+    *this = State();
+  }
+
+ private:
+  T* data_ = nullptr;
+  size_t size_ = 0, capacity_ = 0;
+};
+
+}  // namespace ga
