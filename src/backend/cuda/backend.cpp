@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA backend: every call queues work on the context's stream and returns. What runs there is
+// in the kernels; here it is decided how it is launched.
+#include "backend/cuda/backend.hpp"
+
+#include <cuda_runtime.h>
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#endif
+
+#include <algorithm>
+#include <memory>
+
+#include "backend/cuda/kernels.hpp"
+#include "backend/cuda/lists.hpp"
+#include "backend/cuda/matmul.hpp"
+#include "backend/cuda/plain.hpp"
+#include "backend/cuda/results.hpp"
+#include "backend/cuda/rows.hpp"
+#include "backend/cuda/runtime.hpp"
+
+namespace ga::cuda {
+namespace {
+
+// A range that profilers show. Without one it costs next to nothing.
+class Range {
+ public:
+#ifdef NVTX_VERSION
+  explicit Range(const char* name) noexcept { nvtxRangePushA(name); }
+  ~Range() { nvtxRangePop(); }
+#else
+  explicit Range(const char*) noexcept {}
+  ~Range() {}
+#endif
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+};
+
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend(int32_t ordinal, cudaStream_t stream)
+      : runtime_(ordinal, stream),
+        chunks_(runtime_),
+        lists_(runtime_, chunks_),
+        plain_(runtime_, chunks_),
+        rows_(runtime_),
+        matmul_(runtime_),
+        results_(runtime_) {}
+
+  // ---- Memory ----
+
+  void* allocate(size_t bytes) override {
+    return runtime_.call([&] { return runtime_.allocate(bytes); });
+  }
+
+  void free(void* data, size_t bytes) noexcept override { runtime_.release(data, bytes); }
+
+  void copy(void* to, const void* from, size_t bytes) override {
+    if (bytes == 0) return;
+    runtime_.call([&] {
+      runtime_.check(
+          cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, runtime_.queue().stream),
+          "a copy on the device");
+    });
+  }
+
+  void read(void* to, const void* from, size_t bytes) override {
+    if (bytes == 0) return;
+    runtime_.call([&] {
+      runtime_.require_no_capture("this call waits for the device");
+      runtime_.check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, runtime_.stream()),
+                     "a copy from the device");
+      runtime_.wait();
+    });
+  }
+
+  Mirror mirror(size_t bytes) override {
+    return runtime_.call([&] { return runtime_.mirror(bytes); });
+  }
+
+  void free(Mirror& mirror) noexcept override { runtime_.release(mirror); }
+
+  void upload(const Mirror& mirror, size_t offset, size_t bytes) override {
+    if (bytes == 0) return;
+    runtime_.call([&] { runtime_.upload(mirror, offset, bytes); });
+    lists_.written(static_cast<const char*>(mirror.host) + offset, bytes);
+  }
+
+  void write(void* to, const void* from, size_t bytes) override {
+    runtime_.call([&] { runtime_.write(to, from, bytes); });
+  }
+
+  void wait() override {
+    runtime_.call([&] { runtime_.wait(); });
+  }
+
+  bool capturing() override {
+    return runtime_.call([&] { return runtime_.capturing(); });
+  }
+
+  void check_memory(const void* data, const char* what) override {
+    runtime_.call([&] { runtime_.check_memory(data, what); });
+  }
+
+  void reserve(int64_t chunks, int64_t params, int64_t) override {
+    runtime_.call([&] {
+      chunks_.reserve(chunks, params);
+      lists_.reserve(chunks, params);
+      plain_.reserve(params);
+    });
+  }
+
+  int64_t cache_bytes() const override { return INT64_MAX; }
+
+  int64_t table_bytes(int64_t) const override { return runtime_.own_bytes(); }
+
+  int64_t row_bytes() const override { return rows_.entry_bytes(); }
+
+  void set_tables(const Tables& tables, const TaskTables& tasks) override {
+    tables_ = tables;
+    tasks_ = tasks;
+    chunks_.set_tasks(tasks, tables.params);
+    lists_.set_tasks(tasks, tables.params);
+  }
+
+  // ---- Scalars ----
+
+  void open_step(const WindowTotals& totals) override {
+    runtime_.call([&] { cuda::open_step(runtime_.queue(), tables_, totals); });
+  }
+
+  void decide(const WindowTotals& totals) override {
+    runtime_.call([&] {
+      const Range range("gradaccum decide");
+      cuda::decide(runtime_.queue(), tables_, totals, results_.ring());
+    });
+  }
+
+  void settle_units(Params params, bool last) override {
+    runtime_.call([&] { settle(params, last); });
+  }
+
+  void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
+             bool raw) override {
+    runtime_.call([&] {
+      const Queue& queue = runtime_.queue();
+      if (inputs.size <= kMostInputs) {
+        cuda::judge(queue, tables_, inputs, plans, micro, raw);
+        return;
+      }
+      const size_t bytes = inputs.size * sizeof(MicroInput);
+      inputs_.reserve(runtime_, std::max(bytes, std::min(2 * inputs_.bytes(), 2 * bytes)));
+      runtime_.write(inputs_.at<MicroInput>(), inputs.data, bytes);
+      cuda::judge(queue, tables_, inputs_.at<MicroInput>(), static_cast<int64_t>(inputs.size),
+                  plans, micro, raw);
+    });
+  }
+
+  void clear_window() override {
+    runtime_.call([&] { cuda::clear_window(runtime_.queue(), tables_); });
+  }
+
+  const Control* known() override { return nullptr; }
+
+  bool result_of(int64_t ticket, ga_step_result& out) override {
+    return results_.of_ticket(ticket, out);
+  }
+
+  bool result(int64_t window, bool wait, ga_step_result& out) override {
+    return runtime_.call([&] { return results_.get(window, wait, out); });
+  }
+
+  // ---- Loops ----
+
+  void accumulate(Span<const AccumulateTask> tasks) override {
+    if (tasks.size == 0) return;
+    runtime_.call([&] {
+      const Range range("gradaccum accumulate");
+      plain_.accumulate(tasks);
+    });
+  }
+
+  void norm(Span<const NormTask> tasks) override {
+    if (tasks.size == 0) return;
+    runtime_.call([&] {
+      const Range range("gradaccum norm");
+      cuda::norm(runtime_.queue(), tasks);
+    });
+  }
+
+  void finish(Span<const FinishTask> tasks) override {
+    if (tasks.size == 0) return;
+    runtime_.call([&] { cuda::finish(runtime_.queue(), tasks); });
+  }
+
+  void measure(Params params) override {
+    if (params.size == 0) return;
+    runtime_.call([&] {
+      const Range range("gradaccum measure");
+      const Queue& queue = runtime_.queue();
+      const auto parts = lists_.get(ListKind::kMeasure, params);
+      for (size_t k = 0; k < parts.size; ++k) {
+        const ListPart& p = parts.data[k];
+        if (p.op >= 0)
+          cuda::measure(queue, p.op, p.f64, tasks_.measures_at, p.chunks, p.chunk_count, tables_,
+                        p.params, p.param_count);
+      }
+    });
+  }
+
+  void update(Params params) override {
+    if (params.size == 0) return;
+    runtime_.call([&] { run_update(params); });
+  }
+
+  void clip_units(Params params) override {
+    if (params.size == 0) return;
+    runtime_.call([&] { run_clip_units(params); });
+  }
+
+  // In passes, as where patterns are not shared: no grid is in step piece by piece, and there is no
+  // cache that would keep what one has read.
+  void update_by_units(Params params, bool last) override {
+    if (params.size == 0) return;
+    runtime_.call([&] {
+      run_clip_units(params);
+      settle(params, last);
+      run_update(params);
+    });
+  }
+
+  void factor(Params params) override {
+    if (params.size == 0) return;
+    runtime_.call([&] {
+      const Range range("gradaccum factor");
+      const Queue& queue = runtime_.queue();
+      const auto parts = lists_.get(ListKind::kFactor, params);
+      for (size_t k = 0; k < parts.size; ++k) {
+        const ListPart& p = parts.data[k];
+        cuda::factor(queue, tasks_.factors_at, p.chunks, p.chunk_count, p.columns, p.column_count,
+                     p.params, p.param_count);
+      }
+    });
+  }
+
+  // ---- Rows, matrix products ----
+
+  int64_t prepare_rows(const RowsTask& task, int64_t waiting) override {
+    runtime_.call([&] { rows_.prepare(task, waiting); });
+    return -1;
+  }
+
+  void accumulate_rows(const RowsTask& task) override {
+    runtime_.call([&] {
+      const Range range("gradaccum accumulate_rows");
+      rows_.accumulate(task, tables_.control);
+    });
+  }
+
+  void clear_rows(Span<RowSet* const> sets) override {
+    if (sets.size == 0) return;
+    runtime_.call([&] { rows_.clear(sets); });
+  }
+
+  void free_rows(RowSet* set) noexcept override { rows_.release(set); }
+
+  void prepare_matmul(int64_t) override {
+    runtime_.call([&] { matmul_.open(); });
+  }
+
+  bool matmul(const MatmulTask& task) override {
+    runtime_.call([&] {
+      const Range range("gradaccum matmul");
+      matmul_.multiply(task);
+    });
+    return false;
+  }
+
+  void orthogonalize(const OrthogonalizeTask& task) override {
+    runtime_.call([&] {
+      const Range range("gradaccum orthogonalize");
+      matmul_.orthogonalize(task);
+    });
+  }
+
+ private:
+  void run_update(Params params) {
+    const Range range("gradaccum update");
+    const Queue& queue = runtime_.queue();
+    const auto parts = lists_.get(ListKind::kUpdate, params);
+    for (size_t k = 0; k < parts.size; ++k) {
+      const ListPart& p = parts.data[k];
+      cuda::update(queue, p.op, p.f64, tasks_.updates_at, p.chunks, p.chunk_count);
+      if (p.param_count > 0)
+        update_rows(queue, p.op, p.f64, tasks_.updates_at, p.params, p.param_count);
+    }
+  }
+
+  void run_clip_units(Params params) {
+    const Range range("gradaccum clip_units");
+    const Queue& queue = runtime_.queue();
+    const auto parts = lists_.get(ListKind::kUnits, params);
+    for (size_t k = 0; k < parts.size; ++k) {
+      const ListPart& p = parts.data[k];
+      cuda::clip_units(queue, tasks_.units_at, p.chunks, p.chunk_count, p.params, p.param_count);
+    }
+  }
+
+  void settle(Params params, bool last) {
+    const Queue& queue = runtime_.queue();
+    const auto parts = lists_.get(ListKind::kUnits, params);
+    const ListPart none = {};  // the result is to be published even so
+    const ListPart& p = parts.size > 0 ? parts.data[0] : none;
+    cuda::settle_units(queue, tables_, tasks_.units_at, p.params, p.param_count, last,
+                       results_.ring());
+  }
+
+  Runtime runtime_;  // first: it outlives what is allocated from it
+  AllChunks chunks_;
+  ParamLists lists_;
+  PlainTargets plain_;
+  Rows rows_;
+  MatmulEngine matmul_;
+  Results results_;
+  Buffer inputs_;  // of micro-batches with more contributions than a launch takes
+  Tables tables_ = {};
+  TaskTables tasks_;
+};
+
+}  // namespace
+
+Backend* make_backend(int32_t ordinal, void* stream) {
+  return std::make_unique<CudaBackend>(ordinal, static_cast<cudaStream_t>(stream)).release();
+}
+
+}  // namespace ga::cuda

@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+// What kernels are written against. A kernel is a struct of plain data, its arguments, with a body
+// in phases; each phase ends with a barrier, so that the next one sees what it has written:
+//
+//     struct Scale {
+//       double* data;
+//       int64_t count;
+//       double factor;
+//       GA_DEVICE void operator()(Block& block) const {
+//         GA_SHARED double part[kThreads];
+//         block.each([&](int thread) { ... part[thread] = ...; });
+//         block.each_item(count, [&](int64_t i) { data[i] *= factor; });
+//       }
+//     };
+//     launch(Scale{data, count, 2.0}, blocks, stream);
+//
+// nvcc makes a GPU's kernel of it, any other compiler a loop over the threads of one block after the
+// other, with the same bits. Hence the rules for a body: what happens between two phases is the same
+// in all threads; a phase does not read what another thread writes in it; a value that a thread
+// keeps from one phase to the next is a PerThread; a shared variable is trivially constructible and
+// is assigned before it is read; and n and the lambda's result depend on nothing that differs
+// within a warp, but for the index that the lambda is given.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#ifndef __CUDACC__
+#include <typeinfo>
+#endif
+
+#include "error.hpp"
+#include "hd.hpp"
+
+#ifdef __CUDACC__
+#define GA_SHARED __shared__
+#else
+#define GA_SHARED
+#endif
+
+namespace ga::cuda {
+
+constexpr int kThreads = 256;  // of a block
+constexpr int kLanes = 32;     // of a warp
+constexpr int kWarps = kThreads / kLanes;
+
+// From CUDA 12.1 on, for the compute capabilities 7.0 and up.
+constexpr size_t kMostArguments = 32764;
+
+struct Quad {
+  double lane[4];
+};
+
+// One T for each thread of a block, not initialised: a register of it, or an array on the host.
+template <class T>
+class PerThread {
+ public:
+#ifdef __CUDACC__
+  GA_DEVICE T& operator[](int) { return value_; }
+  GA_DEVICE const T& operator[](int) const { return value_; }
+
+ private:
+  T value_;
+#else
+  GA_DEVICE T& operator[](int thread) { return values_[thread]; }
+  GA_DEVICE const T& operator[](int thread) const { return values_[thread]; }
+
+ private:
+  T values_[kThreads];
+#endif
+};
+
+// 32 lanes that share an item. Every lane takes part in each call and gets its result.
+class Warp {
+ public:
+  // Lane j mod 32 adds its f(j) in order of j; the lanes are then added by the tree of distances
+  // 16, 8, 4, 2, 1.
+  template <class F>
+  GA_DEVICE double sum(int64_t n, F f) const {
+#ifdef __CUDACC__
+    double total = 0.0;
+    for (int64_t j = lane(); j < n; j += kLanes) total += f(j);
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      total += __shfl_xor_sync(kAll, total, distance);
+    }
+    return total;
+#else
+    double lanes[kLanes] = {};
+    if (n <= kLanes) {
+      for (int64_t j = 0; j < n; ++j) lanes[j] += f(j);
+    } else {
+      for (int64_t j = 0; j < n; ++j) lanes[j % kLanes] += f(j);
+    }
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      for (int l = 0; l < distance; ++l) lanes[l] += lanes[l + distance];
+    }
+    return lanes[0];
+#endif
+  }
+
+  // Whether f(j) for some j < n. f may not be asked for all of them.
+  template <class F>
+  GA_DEVICE bool any(int64_t n, F f) const {
+    return first(n, f) >= 0;
+  }
+
+  // The least f(j), +inf for none; NaN is passed over, and a zero is +0.
+  template <class F>
+  GA_DEVICE double smallest(int64_t n, F f) const {
+    double least = HUGE_VAL;
+#ifdef __CUDACC__
+    for (int64_t j = lane(); j < n; j += kLanes) least = smaller(f(j), least);
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      least = smaller(__shfl_xor_sync(kAll, least, distance), least);
+    }
+#else
+    for (int64_t j = 0; j < n; ++j) least = smaller(f(j), least);
+#endif
+    return least + 0.0;  // which of two zeros of unlike sign was met first is nobody's business
+  }
+
+  // The least j < n with f(j), or -1. f may be asked for some beyond it.
+  template <class F>
+  GA_DEVICE int64_t first(int64_t n, F f) const {
+#ifdef __CUDACC__
+    for (int64_t start = 0; start < n; start += kLanes) {
+      const int64_t j = start + lane();
+      const unsigned found = __ballot_sync(kAll, j < n && f(j));
+      if (found != 0) return start + __ffs(static_cast<int>(found)) - 1;
+    }
+#else
+    for (int64_t j = 0; j < n; ++j) {
+      if (f(j)) return j;
+    }
+#endif
+    return -1;
+  }
+
+  // True in one lane: the one to write a result.
+  GA_DEVICE bool leader() const {
+#ifdef __CUDACC__
+    return lane() == 0;
+#else
+    return true;
+#endif
+  }
+
+ private:
+  GA_DEVICE static double smaller(double a, double b) { return a < b ? a : b; }
+
+#ifdef __CUDACC__
+  static constexpr unsigned kAll = 0xffffffffu;
+
+  GA_DEVICE static int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
+#endif
+};
+
+class Block {
+ public:
+#ifdef __CUDACC__
+  GA_DEVICE int64_t index() const { return blockIdx.x; }
+  GA_DEVICE int64_t count() const { return gridDim.x; }
+#else
+  Block(int64_t index, int64_t count) : index_(index), count_(count) {}
+  GA_DEVICE int64_t index() const { return index_; }
+  GA_DEVICE int64_t count() const { return count_; }
+#endif
+
+  // f(thread) in all threads.
+  template <class F>
+  GA_DEVICE void each(F f) {
+#ifdef __CUDACC__
+    f(static_cast<int>(threadIdx.x));
+    __syncthreads();
+#else
+    for (int thread = 0; thread < kThreads; ++thread) f(thread);
+#endif
+  }
+
+  // f(i) for i in [0, n), neighbours in neighbouring threads.
+  template <class F>
+  GA_DEVICE void each_item(int64_t n, F f) {
+#ifdef __CUDACC__
+    for (int64_t i = threadIdx.x; i < n; i += kThreads) f(i);
+    __syncthreads();
+#else
+    for (int64_t i = 0; i < n; ++i) f(i);
+#endif
+  }
+
+  // f(i, warp) for i in [0, n), in all lanes of warp i mod kWarps.
+  template <class F>
+  GA_DEVICE void each_warp(int64_t n, F f) {
+    Warp warp;
+#ifdef __CUDACC__
+    for (int64_t i = threadIdx.x / kLanes; i < n; i += kWarps) f(i, warp);
+    __syncthreads();
+#else
+    for (int64_t i = 0; i < n; ++i) f(i, warp);
+#endif
+  }
+
+  // f() in one thread.
+  template <class F>
+  GA_DEVICE void once(F f) {
+#ifdef __CUDACC__
+    if (threadIdx.x == 0) f();
+    __syncthreads();
+#else
+    f();
+#endif
+  }
+
+  // True in all threads of the one block that comes here last, which then sees what all blocks have
+  // written before. The counter, in device memory, starts at 0 and is 0 again after that, for the
+  // next launch or the replay of this one. All blocks of the grid have to come.
+  GA_DEVICE bool last(unsigned* counter) {
+#ifdef __CUDACC__
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicInc(counter, gridDim.x - 1) == gridDim.x - 1;
+    __syncthreads();
+    __threadfence();  // nothing read below may come from before the others' writes
+    return last;
+#else
+    if (static_cast<int64_t>(++*counter) < count_) return false;
+    *counter = 0;
+    return true;
+#endif
+  }
+
+  // totals[o], shared, of kThreads / 8 = the 32 lanes of octet o: threads 8o to 8o + 7, thread q of
+  // them with lanes 4q to 4q + 3. They are added by the tree of distances 16, 8, 4, 2, 1.
+  GA_DEVICE void octet_totals(const PerThread<Quad>& lanes, double* totals) {
+#ifdef __CUDACC__
+    const int thread = static_cast<int>(threadIdx.x);
+    Quad quad = lanes[thread];
+    for (int distance = 4; distance > 0; distance /= 2) {
+      for (double& lane : quad.lane) lane += __shfl_xor_sync(0xffffffffu, lane, distance);
+    }
+    if (thread % 8 == 0) totals[thread / 8] = total(quad);
+    __syncthreads();
+#else
+    for (int octet = 0; octet < kThreads / 8; ++octet) {
+      Quad quads[8];
+      for (int q = 0; q < 8; ++q) quads[q] = lanes[8 * octet + q];
+      for (int distance = 4; distance > 0; distance /= 2) {
+        for (int q = 0; q < distance; ++q) {
+          for (int l = 0; l < 4; ++l) quads[q].lane[l] += quads[q + distance].lane[l];
+        }
+      }
+      totals[octet] = total(quads[0]);
+    }
+#endif
+  }
+
+ private:
+  GA_DEVICE static double total(const Quad& quad) {
+    return (quad.lane[0] + quad.lane[2]) + (quad.lane[1] + quad.lane[3]);
+  }
+
+#ifndef __CUDACC__
+  int64_t index_;
+  int64_t count_;
+#endif
+};
+
+#ifdef __CUDACC__
+// How many blocks of it a multiprocessor is to hold at least: Kernel::kBlocks, or 1. The compiler
+// fits the registers of a thread to that.
+template <class Kernel, class = void>
+constexpr int kResident = 1;
+template <class Kernel>
+constexpr int kResident<Kernel, std::void_t<decltype(Kernel::kBlocks)>> = Kernel::kBlocks;
+
+template <class Kernel>
+__global__ void __launch_bounds__(kThreads, kResident<Kernel>)
+    run(const __grid_constant__ Kernel kernel) {
+  Block block;
+  kernel(block);
+}
+#endif
+
+// Queues the kernel on the stream, with that many blocks; nothing for none. The kernel is copied.
+template <class Kernel>
+void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
+  static_assert(std::is_trivially_copyable_v<Kernel>, "a kernel is plain data");
+  static_assert(sizeof(Kernel) <= kMostArguments, "a kernel's data travels as its arguments");
+  if (blocks == 0) return;
+  if (blocks < 0 || blocks > INT32_MAX) {
+    fail(GA_ERROR_INTERNAL, "a kernel was to be launched with %lld blocks",
+         static_cast<long long>(blocks));
+  }
+#ifdef __CUDACC__
+  // Not <<<>>> with cudaGetLastError(): that would take an error which the program has left for it.
+  void* arguments[] = {const_cast<Kernel*>(&kernel)};
+  const cudaError_t error = cudaLaunchKernel(run<Kernel>, dim3(static_cast<unsigned>(blocks)),
+                                             dim3(kThreads), arguments, 0, stream);
+#else
+  // Of the runtime that takes CUDA's place in such a build.
+  const cudaError_t error = sim::launch(
+      typeid(Kernel), blocks,
+      [kernel](int64_t index, int64_t count) {
+        Block block(index, count);
+        kernel(block);
+      },
+      stream);
+#endif
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // it is told here, and not left for the program to find
+    fail(GA_ERROR_FAULT, "a kernel could not be launched: %s", cudaGetErrorString(error));
+  }
+}
+
+}  // namespace ga::cuda

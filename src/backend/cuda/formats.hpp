@@ -1,0 +1,495 @@
+// SPDX-License-Identifier: Apache-2.0
+// How arrays are stored, for kernels: four neighbouring elements unpacked to the type computed in,
+// and packed again. What is of that type already is read and written where it stands; functions
+// for the other formats are apart, so that they cost the loops few registers and little code.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "backend/backend.hpp"
+#include "backend/cuda/block.hpp"
+#include "backend/numbers.hpp"
+#include "decide.hpp"
+
+// Functions that a kernel calls: not inlined.
+#ifdef __CUDACC__
+#define GA_APART __device__ __noinline__
+#define GA_ROLLED _Pragma("unroll 1")  // more of it at a time would only take registers
+#else
+#define GA_APART __attribute__((noinline))
+#define GA_ROLLED
+#endif
+
+namespace ga::cuda {
+
+template <class T>
+constexpr int32_t native = std::is_same_v<T, float> ? GA_F32 : GA_F64;
+
+GA_HD int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Tells the compiler that an address, which has come out of a table, is not that of shared memory.
+template <class T>
+GA_DEVICE T* global(T* p) {
+#ifdef __CUDACC__
+  __builtin_assume(__isGlobal(p));
+#endif
+  return p;
+}
+
+template <class T>
+struct Four {
+  T x[4];
+};
+
+// As they lie in memory, where that is aligned for them: one access, for doubles two.
+template <class Stored>
+struct alignas(4 * sizeof(Stored) < 16 ? 4 * sizeof(Stored) : 16) [[gnu::may_alias]] Packed {
+  Stored x[4];
+};
+
+// The numbers of a dtype.
+template <int32_t kFormat>
+struct Dtype;
+template <>
+struct Dtype<GA_F32> {
+  using Stored = float;
+  template <class T>
+  GA_HD static T widen(float x) {
+    return static_cast<T>(x);
+  }
+  template <class T>
+  GA_HD static float narrow(T x) {
+    return static_cast<float>(x);
+  }
+};
+template <>
+struct Dtype<GA_F64> {
+  using Stored = double;
+  template <class T>
+  GA_HD static T widen(double x) {
+    return static_cast<T>(x);
+  }
+  template <class T>
+  GA_HD static double narrow(T x) {
+    return static_cast<double>(x);
+  }
+};
+template <>
+struct Dtype<GA_F16> {
+  using Stored = uint16_t;
+  template <class T>
+  GA_HD static T widen(uint16_t x) {
+#ifdef __CUDA_ARCH__
+    // The instruction gives the same bits, but for the payload of NaN.
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
+    return static_cast<T>((x & 0x7fff) > 0x7c00 ? from_f16(x) : f);
+#else
+    return static_cast<T>(from_f16(x));
+#endif
+  }
+  template <class T>
+  GA_HD static uint16_t narrow(T x) {
+    return to_f16(static_cast<float>(x));
+  }
+};
+template <>
+struct Dtype<GA_BF16> {
+  using Stored = uint16_t;
+  template <class T>
+  GA_HD static T widen(uint16_t x) {
+    return static_cast<T>(from_bf16(x));
+  }
+  template <class T>
+  GA_HD static uint16_t narrow(T x) {
+    return to_bf16(static_cast<float>(x));
+  }
+};
+
+// Bytes of an element; 0 for a format whose data is a descriptor.
+GA_HD int64_t size_of(int32_t format) {
+  return format == GA_F64 ? 8 : format == GA_F32 ? 4 : format <= GA_BF16 ? 2 : 0;
+}
+
+// Whether four elements are one access, from that address on.
+GA_HD bool is_aligned(const void* at, int32_t format) {
+  const int64_t size = 4 * size_of(format);
+  return (reinterpret_cast<uintptr_t>(at) & static_cast<uintptr_t>((size < 16 ? size : 16) - 1)) ==
+         0;
+}
+
+GA_HD const void* advanced(const void* data, int32_t format, int64_t elements) {
+  return static_cast<const char*>(data) + elements * size_of(format);
+}
+GA_HD void* advanced(void* data, int32_t format, int64_t elements) {
+  return static_cast<char*>(data) + elements * size_of(format);
+}
+
+// Elements [i, i + 4) from an aligned address.
+template <class T, int32_t kFormat>
+GA_DEVICE Four<T> load_whole(const void* at, int i) {
+  using D = Dtype<kFormat>;
+  using Stored = typename D::Stored;
+  const Packed<Stored> packed =
+      *reinterpret_cast<const Packed<Stored>*>(global(static_cast<const Stored*>(at) + i));
+  Four<T> four;
+  for (int l = 0; l < 4; ++l) four.x[l] = D::template widen<T>(packed.x[l]);
+  return four;
+}
+
+template <class T, int32_t kFormat>
+GA_DEVICE void store_whole(void* at, int i, const Four<T>& four) {
+  using D = Dtype<kFormat>;
+  using Stored = typename D::Stored;
+  auto* const to = global(reinterpret_cast<Packed<Stored>*>(static_cast<Stored*>(at) + i));
+  Packed<Stored> packed;
+  for (int l = 0; l < 4; ++l) packed.x[l] = D::template narrow<T>(four.x[l]);
+#ifdef __CUDACC__
+  // An assignment may be taken to pieces.
+  const auto& x = packed.x;
+  if constexpr (sizeof(Stored) == 2) {
+    asm volatile("st.global.v4.u16 [%0], {%1, %2, %3, %4};" ::"l"(to), "h"(x[0]), "h"(x[1]),
+                 "h"(x[2]), "h"(x[3])
+                 : "memory");
+  } else if constexpr (sizeof(Stored) == 4) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
+                 "f"(x[2]), "f"(x[3])
+                 : "memory");
+  } else {
+    asm volatile("st.global.v2.f64 [%0], {%1, %2};" ::"l"(to), "d"(x[0]), "d"(x[1]) : "memory");
+    asm volatile("st.global.v2.f64 [%0 + 16], {%1, %2};" ::"l"(to), "d"(x[2]), "d"(x[3])
+                 : "memory");
+  }
+#else
+  *to = packed;
+#endif
+}
+
+// Elements [i, i + count), count <= 4, and zeros.
+template <class T, int32_t kFormat>
+GA_DEVICE Four<T> load_some(const void* at, bool aligned, int i, int count) {
+  using D = Dtype<kFormat>;
+  if (aligned && count == 4) return load_whole<T, kFormat>(at, i);
+  const auto* const x = global(static_cast<const typename D::Stored*>(at) + i);
+  Four<T> four;
+  for (int l = 0; l < 4; ++l) four.x[l] = l < count ? D::template widen<T>(x[l]) : T(0);
+  return four;
+}
+
+template <class T, int32_t kFormat>
+GA_DEVICE void store_some(void* at, bool aligned, int i, int count, const Four<T>& four) {
+  using D = Dtype<kFormat>;
+  if (aligned && count == 4) return store_whole<T, kFormat>(at, i, four);
+  auto* const x = global(static_cast<typename D::Stored*>(at) + i);
+  for (int l = 0; l < 4; ++l) {
+    if (l < count) x[l] = D::template narrow<T>(four.x[l]);
+  }
+}
+
+// The same of any plain dtype.
+template <class T>
+GA_DEVICE Four<T> load_plain(const void* at, int32_t format, bool aligned, int i, int count) {
+  switch (format) {
+    case GA_F32:
+      return load_some<T, GA_F32>(at, aligned, i, count);
+    case GA_F64:
+      return load_some<T, GA_F64>(at, aligned, i, count);
+    case GA_F16:
+      return load_some<T, GA_F16>(at, aligned, i, count);
+    default:
+      return load_some<T, GA_BF16>(at, aligned, i, count);
+  }
+}
+
+// ---- The gradient as an optimizer sees it -------------------------------------------------------
+
+template <class T>
+struct View {
+  T source, scale, limit, factor;
+
+  GA_DEVICE explicit View(const GradientView& g)
+      : source(static_cast<T>(scale_of(g.source))),
+        scale(g.numbers ? static_cast<T>(g.numbers->scale) : T(1)),
+        limit(g.numbers ? static_cast<T>(g.numbers->limit) : static_cast<T>(HUGE_VAL)),
+        factor(g.numbers ? static_cast<T>(g.numbers->factor) : T(1)) {}
+
+  GA_DEVICE T scaled(T x) const { return x * source * scale; }
+  GA_DEVICE T clamped(T x) const {
+    const T low = T(0) - limit;
+    return x < low ? low : (x > limit ? limit : x);
+  }
+  GA_DEVICE T operator()(T x) const { return clamped(scaled(x)) * factor; }
+};
+
+// ---- Units --------------------------------------------------------------------------------------
+
+// 64-bit division is long; few tensors have that many elements.
+GA_HD int64_t quotient(int64_t a, int64_t b) {
+  if (static_cast<uint64_t>(a | b) >> 32 != 0) return a / b;
+  return static_cast<int64_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+}
+
+// The unit of an element, and how many from that one on are of the same run (see UnitCursor).
+struct UnitPlace {
+  int64_t unit, left, step;  // step: units from element to element of a run
+
+  GA_DEVICE UnitPlace(const UnitPattern& pattern, int64_t element) : unit(0) {
+    const int last = pattern.axes - 1;
+    for (int a = last; a >= 0; --a) {
+      const int64_t extent = pattern.extent[a];
+      const int64_t rest = a > 0 ? quotient(element, extent) : 0;
+      const int64_t index = element - rest * extent;
+      if (a == last) left = extent - index;
+      unit += index * pattern.unit_stride[a];
+      element = rest;
+    }
+    step = pattern.unit_stride[last];
+  }
+};
+
+// ---- Reading ------------------------------------------------------------------------------------
+
+// Elements [first + i, first + i + count) of a plain array, of a pair or of rows; data is that of
+// element 0.
+template <class T>
+GA_APART Four<T> load_stored(const void* data, int32_t format, int64_t first, int i, int count) {
+  if (!data) return {};
+  if (format <= GA_BF16) {
+    const void* const at = advanced(data, format, first);
+    return load_plain<T>(at, format, is_aligned(at, format), i, count);
+  }
+  switch (format) {
+    case kPair: {
+      const Pair& pair = *static_cast<const Pair*>(data);
+      const bool bf16 = pair.dtype == GA_BF16;
+      const auto* const high = static_cast<const uint16_t*>(pair.high) + first + i;
+      const auto* const low = static_cast<const uint16_t*>(pair.low) + first + i;
+      Four<T> four = {};
+      for (int l = 0; l < 4 && l < count; ++l) {
+        four.x[l] = bf16 ? static_cast<T>(from_bf16(high[l])) : static_cast<T>(from_f16(high[l]));
+        four.x[l] += bf16 ? static_cast<T>(from_bf16(low[l])) : static_cast<T>(from_f16(low[l]));
+      }
+      return four;
+    }
+    case kSparse: {
+      const SparseRows& m = *static_cast<const SparseRows*>(data);
+      const auto* const from = static_cast<const T*>(m.data) + first + i;
+      int64_t row = quotient(first + i, m.columns);
+      int64_t left = (row + 1) * m.columns - (first + i);
+      Four<T> four = {};
+      for (int l = 0; l < count; ++row, left = m.columns) {
+        const int64_t slot = m.rows->slots[row];
+        const bool held = slot < m.rows->size && m.rows->entries[slot].row == row;
+        for (; l < count && left > 0; ++l, --left) {
+          if (held) four.x[l] = from[l];
+        }
+      }
+      return four;
+    }
+    default:
+      return {};
+  }
+}
+
+// Likewise of any source that is not plain and of the type computed in.
+template <class T>
+GA_APART Four<T> load_packed(const void* data, int32_t format, int64_t first, int i, int count) {
+  if (format == kOuter && data) {
+    const OuterProduct& m = *static_cast<const OuterProduct*>(data);
+    int64_t row = quotient(first + i, m.column_count);  // over all matrices
+    int64_t column = first + i - row * m.column_count;
+    Four<T> four = {};
+    for (int l = 0; l < count; ++row, column = 0) {
+      const int64_t matrix = quotient(row, m.row_count);
+      const T scale = static_cast<const T*>(m.rows)[row] * static_cast<const T*>(m.scales)[matrix];
+      const T* const columns = static_cast<const T*>(m.columns) + matrix * m.column_count;
+      for (; l < count && column < m.column_count; ++l, ++column)
+        four.x[l] = scale * columns[column];
+    }
+    return four;
+  }
+  if (format != kClipped || !data) return load_stored<T>(data, format, first, i, count);
+
+  const ClippedGradient& c = *static_cast<const ClippedGradient*>(data);
+  const Source& inner = c.gradient.source;
+  Four<T> four = load_stored<T>(inner.data, inner.format, first, i, count);
+  if (!c.pattern || is_limited(c.gradient)) {
+    const View<T> view(c.gradient);
+    for (int l = 0; l < 4; ++l) four.x[l] = view(four.x[l]);
+  }
+  if (!c.pattern) return four;
+  const T* const factors = static_cast<const T*>(c.factors);
+  for (int l = 0; l < count;) {
+    const UnitPlace at(*c.pattern, first + i + l);
+    for (int64_t k = 0; l < count && k < at.left; ++l, ++k)
+      four.x[l] *= factors[at.unit + k * at.step];
+  }
+  return four;
+}
+
+// Elements of an array from one of them on: that is element 0 here.
+template <class T>
+class Reader {
+ public:
+  GA_DEVICE Reader(const void* data, int32_t format, int64_t first)
+      : data_(data), first_(first), format_(data ? format : 0), aligned_(false) {
+    if (format_ != native<T>) return;
+    data_ = advanced(data, format, first);
+    aligned_ = is_aligned(data_, format);
+  }
+  GA_DEVICE Reader(const Array& a, int64_t first) : Reader(a.data, a.format, first) {}
+  GA_DEVICE Reader(const Source& s, int64_t first) : Reader(s.data, s.format, first) {}
+
+  // Those at [i, i + count), count <= 4, and zeros; i is a multiple of 4.
+  GA_DEVICE Four<T> operator()(int i, int count) const {
+    if (format_ == native<T>) return load_some<T, native<T>>(data_, aligned_, i, count);
+    return load_packed<T>(data_, format_, first_, i, count);
+  }
+
+ private:
+  const void* data_;
+  int64_t first_;
+  int32_t format_;
+  bool aligned_;
+};
+
+// Whether four elements of an array at a time can be read and written by load_whole, from one on.
+template <int32_t kFormat>
+GA_DEVICE bool is_whole(const void* data, int32_t format, int64_t first) {
+  return data && format == kFormat && is_aligned(advanced(data, kFormat, first), kFormat);
+}
+
+// ---- Writing ------------------------------------------------------------------------------------
+
+// Random bits for elements from an index on.
+class Random {
+ public:
+  GA_DEVICE Random(uint64_t key, uint64_t index)
+      : key_(key), high_(index >> 32), chance_(key, index >> 32) {}
+
+  GA_DEVICE uint32_t operator()(uint64_t index) {
+    if (index >> 32 != high_) *this = Random(key_, index);
+    return chance_(static_cast<uint32_t>(index));
+  }
+
+ private:
+  uint64_t key_, high_;
+  Chance chance_;
+};
+
+// To elements [first + i, first + i + count) of an array that is not of the type computed in, or of
+// a pair. Returns them as they are stored.
+template <class T>
+GA_APART Four<T> store_packed(void* data, int32_t format, int64_t first, int i, int count,
+                              Four<T> four, Rounding rounding, uint64_t index) {
+  void* const at = advanced(data, format, first);
+  if (format == GA_F32 || format == GA_F64) {
+    if (format == GA_F32) {
+      store_some<T, GA_F32>(at, is_aligned(at, GA_F32), i, count, four);
+      for (T& x : four.x) x = static_cast<T>(static_cast<float>(x));
+    } else {
+      store_some<T, GA_F64>(at, is_aligned(at, GA_F64), i, count, four);
+    }
+    return four;
+  }
+  const Pair* const pair = format == kPair ? static_cast<const Pair*>(data) : nullptr;
+  const bool bf16 = (pair ? pair->dtype : format) == GA_BF16;
+  Four<float> value;
+  for (int l = 0; l < 4; ++l) value.x[l] = static_cast<float>(four.x[l]);
+  Four<uint16_t> bits;
+  if (rounding.stochastic && !pair) {
+    Random random(rounding.key, index);
+    for (int l = 0; l < 4; ++l) {
+      const uint32_t r = random(index + static_cast<uint64_t>(l));
+      bits.x[l] = bf16 ? to_bf16(value.x[l], r) : to_f16(value.x[l], r);
+    }
+  } else {
+    for (int l = 0; l < 4; ++l) bits.x[l] = bf16 ? to_bf16(value.x[l]) : to_f16(value.x[l]);
+  }
+  Four<T> stored;
+  for (int l = 0; l < 4; ++l)
+    stored.x[l] = static_cast<T>(bf16 ? from_bf16(bits.x[l]) : from_f16(bits.x[l]));
+  auto* const x = static_cast<uint16_t*>(pair ? pair->high : data) + first + i;
+  const bool aligned = is_aligned(x, GA_BF16) && count == 4;
+  if (aligned)
+    *reinterpret_cast<Packed<uint16_t>*>(x) = {{bits.x[0], bits.x[1], bits.x[2], bits.x[3]}};
+  for (int l = 0; l < 4; ++l) {
+    if (!aligned && l < count) x[l] = bits.x[l];
+  }
+  if (!pair) return stored;
+  // What the nearest 16-bit number lacks.
+  auto* const low_at = static_cast<uint16_t*>(pair->low) + first + i;
+  for (int l = 0; l < 4; ++l) {
+    const T lacking = four.x[l] - stored.x[l];
+    // Infinities and NaN are in the upper one.
+    const float low = static_cast<float>(lacking == lacking ? lacking : T(0));
+    const uint16_t low_bits = bf16 ? to_bf16(low) : to_f16(low);
+    stored.x[l] += static_cast<T>(bf16 ? from_bf16(low_bits) : from_f16(low_bits));
+    if (l < count) low_at[l] = low_bits;
+  }
+  return stored;
+}
+
+// To two bf16 arrays, stochastically, from the lower and the upper halves of the same random bits.
+template <class T>
+GA_APART void store_bf16_pair(void* a, void* b, int64_t first, int i, int count, Four<T> four_a,
+                              Four<T> four_b, uint64_t key, uint64_t index) {
+  auto* const x = static_cast<uint16_t*>(a) + first + i;
+  auto* const y = static_cast<uint16_t*>(b) + first + i;
+  Packed<uint16_t> packed_x, packed_y;
+  Random random(key, index);
+  for (int l = 0; l < 4; ++l) {
+    const uint32_t r = random(index + static_cast<uint64_t>(l));
+    packed_x.x[l] = to_bf16(static_cast<float>(four_a.x[l]), r);
+    packed_y.x[l] = to_bf16(static_cast<float>(four_b.x[l]), r >> 16);
+  }
+  if (count == 4 && is_aligned(x, GA_BF16) && is_aligned(y, GA_BF16)) {
+    *reinterpret_cast<Packed<uint16_t>*>(x) = packed_x;
+    *reinterpret_cast<Packed<uint16_t>*>(y) = packed_y;
+    return;
+  }
+  for (int l = 0; l < 4; ++l) {
+    if (l >= count) continue;
+    x[l] = packed_x.x[l];
+    y[l] = packed_y.x[l];
+  }
+}
+
+// Elements of an array from one of them on, as a Reader; index is that of element 0 for rounding.
+template <class T>
+class Writer {
+ public:
+  GA_DEVICE Writer(const Array& a, int64_t first, Rounding rounding, int64_t index)
+      : data_(a.data),
+        first_(first),
+        index_(static_cast<uint64_t>(index)),
+        rounding_(rounding),
+        format_(a.format),
+        aligned_(false) {
+    if (format_ != native<T>) return;
+    data_ = advanced(a.data, a.format, first);
+    aligned_ = is_aligned(data_, a.format);
+  }
+
+  // Returns them as they are stored.
+  GA_DEVICE Four<T> operator()(int i, int count, const Four<T>& four) const {
+    if (format_ != native<T>)
+      return store_packed<T>(data_, format_, first_, i, count, four, rounding_,
+                             index_ + static_cast<uint64_t>(i));
+    store_some<T, native<T>>(data_, aligned_, i, count, four);
+    return four;
+  }
+
+ private:
+  void* data_;
+  int64_t first_;
+  uint64_t index_;
+  Rounding rounding_;
+  int32_t format_;
+  bool aligned_;
+};
+
+constexpr Rounding kNearest = {false, 0};
+
+}  // namespace ga::cuda

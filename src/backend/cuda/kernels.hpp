@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launches of the CUDA backend, one function each: what a task is stands in backend.hpp. All
+// pointers are the device's but those of Span and of what is said to be the host's; everything that
+// is the host's travels by value, as arguments of a kernel. All throw GA_ERROR_FAULT.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "backend/backend.hpp"
+
+namespace ga::cuda {
+
+// Where launches go, and how many blocks keep the device busy.
+struct Queue {
+  cudaStream_t stream;
+  int64_t blocks;      // of a grid whose blocks each take several chunks
+  unsigned* counters;  // kCounters of zeros, of Block::last
+};
+constexpr int kCounters = 4;
+
+// Chunk `chunk` of the parameter's or the task's, or piece of a pattern.
+struct ChunkRef {
+  int32_t item, chunk;
+};
+
+// ---- Accumulate, norm, finish ----
+
+// What a parameter's plain contributions have in common: target of the type computed in, one
+// source, keep 0 or 1, no noise.
+struct PlainTarget {
+  void* target;
+  Partial* partials;
+  int64_t count;
+  int32_t format, gradient_format;
+};
+
+constexpr size_t kMostGradients = 4000;
+
+// targets[param], chunks: of all parameters in their order, [first_chunk, last_chunk) of them.
+// gradients (the host's): of parameters [first, first + count), count <= kMostGradients; 0: none;
+// the lowest bit is set where the target is kept. scale / *divisor: of all.
+void accumulate_plain(const Queue& queue, const PlainTarget* targets, const ChunkRef* chunks,
+                      int64_t first_chunk, int64_t last_chunk, ga_param first,
+                      Span<const uintptr_t> gradients, double scale, const double* divisor);
+
+// Any others. As many launches as their arguments need; composite formats' data is the device's.
+void accumulate(const Queue& queue, Span<const AccumulateTask> tasks);
+void norm(const Queue& queue, Span<const NormTask> tasks);
+void finish(const Queue& queue, Span<const FinishTask> tasks);
+
+// ---- Parameters ----
+
+// tasks[chunk.item] for each of the chunks; all of them have that Op (-1: none).
+void update(const Queue& queue, int op, bool f64, const UpdateTask* tasks, const ChunkRef* chunks,
+            int64_t count);
+// Likewise, then folds the Ops of these parameters anew (fold_layers).
+void measure(const Queue& queue, int op, bool f64, const UpdateTask* tasks, const ChunkRef* chunks,
+             int64_t count, const Tables& tables, const ga_param* params, int64_t param_count);
+// kUpdateRows of tasks of that Op: of the rows that their set has when it runs.
+void update_rows(const Queue& queue, int op, bool f64, const UpdateTask* tasks,
+                 const ga_param* params, int64_t count);
+
+// Sums over units, pieces as ChunkRef; then the factors where the task has a parameter to compare
+// with. params: of the pieces, in order.
+void clip_units(const Queue& queue, const UnitTask* tasks, const ChunkRef* pieces, int64_t count,
+                const ga_param* params, int64_t param_count);
+// Both sums over rows and columns, then the blend.
+void factor(const Queue& queue, const FactorTask* tasks, const ChunkRef* row_pieces,
+            int64_t row_count, const ChunkRef* column_pieces, int64_t column_count,
+            const ga_param* params, int64_t param_count);
+
+// ---- Scalars: decide.hpp, by one block each ----
+
+// A place in the ring of results, in pinned memory that the device writes: the result, then window.
+struct RingSlot {
+  ga_step_result result;
+  int64_t ticket;        // WindowTotals::ticket of the call, replays of which repeat it
+  int64_t window;        // ga_step_result.windows of it; 0: none yet; written last
+  int64_t nonfinite_at;  // Control::nonfinite_at
+};
+struct Ring {
+  RingSlot* slots;  // as the device sees them; slot window % size
+  int64_t size;
+};
+
+void open_step(const Queue& queue, const Tables& tables, const WindowTotals& totals);
+// Publishes the result where totals.last.
+void decide(const Queue& queue, const Tables& tables, const WindowTotals& totals, const Ring& ring);
+// Publishes it where last.
+void settle_units(const Queue& queue, const Tables& tables, const UnitTask* tasks,
+                  const ga_param* params, int64_t count, bool last, const Ring& ring);
+void clear_window(const Queue& queue, const Tables& tables);
+// inputs: the host's, as many as fit the arguments of a launch (kMostInputs).
+constexpr size_t kMostInputs = 1000;
+void judge(const Queue& queue, const Tables& tables, Span<const MicroInput> inputs,
+           MicroPlan* plans, const Micro& micro, bool raw);
+// The same with inputs on the device, any number of them.
+void judge(const Queue& queue, const Tables& tables, const MicroInput* inputs, int64_t count,
+           MicroPlan* plans, const Micro& micro, bool raw);
+
+// ---- Memory ----
+
+// bytes, from the host's `from`, to device memory: by the arguments of kernels, so nothing is to be
+// kept for it and a captured graph holds it.
+void upload(const Queue& queue, void* to, const void* from, size_t bytes);
+
+// ---- Rows ----
+
+// Of a RowsTask's call, its contributions sorted by row (stable): rows[k], positions[k] for k <
+// count. Adds those of each row in order of position; new rows are appended to the set, in order of
+// their index. Nothing is done where *bad != 0.
+struct SortedRows {
+  const uint32_t* rows;
+  const uint32_t* positions;
+  int64_t count;
+  const int32_t* bad;
+  // Room for what accumulate_rows finds on the way: of the distinct rows, where each begins in the
+  // above and its entry in the set, count of each; 2 segments(count) numbers; how many rows are
+  // distinct, and how many of these are new, 2 numbers.
+  uint32_t* starts;
+  uint32_t* entries;
+  uint32_t* found;
+  int64_t* distinct;
+
+  static constexpr int64_t kSegment = 4096;
+  GA_HD static int64_t segments(int64_t count) { return (count + kSegment - 1) / kSegment; }
+};
+// keys[k] <- indices[k], positions[k] <- k; *bad <- whether one is outside of [0, rows), and then
+// control->failed.
+void gather_rows(const Queue& queue, const RowsTask& task, uint32_t* keys, uint32_t* positions,
+                 int32_t* bad, Control* control);
+void accumulate_rows(const Queue& queue, const RowsTask& task, const SortedRows& sorted);
+void clear_row_sets(const Queue& queue, Span<RowSet* const> sets);  // the host's span
+
+// x <- scale / *divisor x (what Newton-Schulz begins with, plan.orthogonal_scale), and y <- a x.
+void scale(const Queue& queue, const float* from, double factor, const double* plan_factor,
+           float* to, int64_t count);
+// alpha_beta[0] <- scale / *divisor, [1] <- beta: what a matrix product reads on the device.
+void scale_alpha(const Queue& queue, double scale, const double* divisor, float beta,
+                 float* alpha_beta);
+
+}  // namespace ga::cuda

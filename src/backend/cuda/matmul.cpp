@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/cuda/matmul.hpp"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <utility>
+
+namespace ga::cuda {
+namespace {
+
+// Of the library's own, so that a captured graph has it and no product allocates.
+constexpr size_t kWorkspace = size_t{32} << 20;
+
+// The functions of cuBLAS that are used. 550 MB that most programs never need are not linked to:
+// where they are missing, only products are.
+struct Cublas {
+  decltype(&cublasCreate) create;
+  decltype(&cublasDestroy) destroy;
+  decltype(&cublasSetStream) set_stream;
+  decltype(&cublasSetWorkspace) set_workspace;
+  decltype(&cublasSetPointerMode) set_pointer_mode;
+  decltype(&cublasGemmEx_64) gemm;
+  decltype(&cublasGetStatusString) status_string;
+};
+
+#ifdef GA_CUBLAS_LINKED
+
+const Cublas& cublas() {
+  static constexpr Cublas functions = {
+      &cublasCreate,         &cublasDestroy,   &cublasSetStream,      &cublasSetWorkspace,
+      &cublasSetPointerMode, &cublasGemmEx_64, &cublasGetStatusString};
+  return functions;
+}
+
+#else
+
+template <class Function>
+bool find(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  return function != nullptr;
+}
+
+bool open_library(const char* file, Cublas& functions, std::string& reasons) {
+  reasons += reasons.empty() ? "" : "; ";
+  // Never closed: contexts of the whole process use it.
+  void* const library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+  if (library && find(library, "cublasCreate_v2", functions.create) &&
+      find(library, "cublasDestroy_v2", functions.destroy) &&
+      find(library, "cublasSetStream_v2", functions.set_stream) &&
+      find(library, "cublasSetWorkspace_v2", functions.set_workspace) &&
+      find(library, "cublasSetPointerMode_v2", functions.set_pointer_mode) &&
+      find(library, "cublasGemmEx_64", functions.gemm) &&
+      find(library, "cublasGetStatusString", functions.status_string))
+    return true;
+  const char* const text = dlerror();
+  reasons += text ? text : file;
+  return false;
+}
+
+// The major version that this was built with, then the others that have the same functions.
+const Cublas& cublas() {
+  static std::mutex mutex;
+  static bool found = false;
+  static Cublas functions;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (found) return functions;
+  std::string reasons;
+  constexpr int kBuilt = CUDART_VERSION / 1000;
+  for (const int major : {kBuilt, 13, 12}) {
+    if (found || (major == kBuilt && !reasons.empty())) continue;
+    found = open_library(("libcublas.so." + std::to_string(major)).c_str(), functions, reasons);
+  }
+  if (!found)
+    fail(GA_ERROR_UNSUPPORTED, "matrix products on CUDA need cuBLAS 12 or later: %s",
+         reasons.c_str());
+  return functions;
+}
+
+#endif
+
+cudaDataType type_of(int32_t dtype) {
+  switch (dtype) {
+    case GA_F16:
+      return CUDA_R_16F;
+    case GA_BF16:
+      return CUDA_R_16BF;
+    default:
+      return CUDA_R_32F;
+  }
+}
+
+}  // namespace
+
+MatmulEngine::~MatmulEngine() {
+  if (handle_) {
+    const DeviceScope scope(runtime_.ordinal());
+    const RelaxedCapture relaxed;
+    cublas().destroy(handle_);
+  }
+  runtime_.release(alpha_beta_, 2 * sizeof(float));
+  runtime_.release(workspace_, kWorkspace);
+}
+
+void MatmulEngine::check(cublasStatus_t status, const char* doing) const {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  if (status == CUBLAS_STATUS_ALLOC_FAILED) throw std::bad_alloc();
+  cudaGetLastError();
+  fail(GA_ERROR_FAULT, "CUDA device %d: %s by cuBLAS failed: %s", runtime_.ordinal(), doing,
+       cublas().status_string(status));
+}
+
+void MatmulEngine::open() {
+  if (handle_) return;
+  const Cublas& functions = cublas();
+  runtime_.require_no_capture(
+      "cuBLAS is to be set up for the first matrix product (run one before the capture)");
+  if (!workspace_) {
+    workspace_ = runtime_.allocate(kWorkspace);
+    runtime_.count_own(kWorkspace);
+  }
+  if (!alpha_beta_) {
+    alpha_beta_ = static_cast<float*>(runtime_.allocate(2 * sizeof(float)));
+    runtime_.count_own(2 * sizeof(float));
+  }
+  const RelaxedCapture relaxed;  // it allocates
+  cublasHandle_t handle = nullptr;
+  if (const cublasStatus_t status = functions.create(&handle); status != CUBLAS_STATUS_SUCCESS) {
+    cudaGetLastError();
+    if (status == CUBLAS_STATUS_ALLOC_FAILED) throw std::bad_alloc();
+    fail(GA_ERROR_UNSUPPORTED, "cuBLAS cannot be used on CUDA device %d: %s", runtime_.ordinal(),
+         functions.status_string(status));
+  }
+  // In this order: the choice of a stream takes the workspace back.
+  cublasStatus_t status = functions.set_stream(handle, runtime_.stream());
+  if (status == CUBLAS_STATUS_SUCCESS)
+    status = functions.set_workspace(handle, workspace_, kWorkspace);
+  if (status != CUBLAS_STATUS_SUCCESS) functions.destroy(handle);
+  check(status, "setting up products");
+  handle_ = handle;
+}
+
+// Row-major matrices are the transposed ones of column-major: C' = B' A'. f32 is multiplied as f32:
+// in the default math mode cuBLAS does not take TF32 for it.
+void MatmulEngine::multiply(const MatmulTask& t) {
+  if (t.m == 0 || t.n == 0) return;
+  const Queue& queue = runtime_.queue();
+  if (t.k == 0) {  // an empty sum, of which a and b may be NULL
+    if (!t.keep)
+      runtime_.check(
+          cudaMemsetAsync(t.target, 0,
+                          static_cast<size_t>(t.m) * static_cast<size_t>(t.n) * sizeof(float),
+                          queue.stream),
+          "zeroing a product");
+    return;
+  }
+  const auto alpha = static_cast<float>(t.scale);
+  const float beta = t.keep ? 1 : 0;
+  const bool known = t.divisor == nullptr;  // else the device knows the scale, when it gets there
+  if (!known) scale_alpha(queue, t.scale, t.divisor, beta, alpha_beta_);
+  check(cublas().set_pointer_mode(handle_,
+                                  known ? CUBLAS_POINTER_MODE_HOST : CUBLAS_POINTER_MODE_DEVICE),
+        "a matrix product");
+  const cudaDataType type = type_of(t.dtype);
+  const auto op = [](bool transpose) { return transpose ? CUBLAS_OP_T : CUBLAS_OP_N; };
+  // A row of no use may have any length for the caller, but not for cuBLAS.
+  const int64_t lda = std::max(t.lda, t.transpose_a ? t.m : t.k);
+  const int64_t ldb = std::max(t.ldb, t.transpose_b ? t.k : t.n);
+  check(cublas().gemm(handle_, op(t.transpose_b), op(t.transpose_a), t.n, t.m, t.k,
+                      known ? &alpha : alpha_beta_, t.b, type, ldb, t.a, type, lda,
+                      known ? &beta : alpha_beta_ + 1, t.target, CUDA_R_32F, t.n,
+                      CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+        "a matrix product");
+}
+
+// As on the CPU (src/backend/cpu/matmul.cpp).
+void MatmulEngine::orthogonalize(const OrthogonalizeTask& task) {
+  const int64_t r = task.rows, c = task.columns, small = std::min(r, c);
+  const int64_t count = r * c;
+  if (count == 0) return;
+  const Queue& queue = runtime_.queue();
+  float* x = task.x;
+  float* next = task.scratch;
+  float* const gram = task.scratch + count;
+  float* const poly = gram + small * small;
+  const auto product = [&](int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, bool ta,
+                           const float* b, int64_t ldb, bool tb, float scale, float* target,
+                           bool keep) {
+    MatmulTask t = {};
+    t.m = m, t.n = n, t.k = k;
+    t.a = a, t.lda = lda, t.transpose_a = ta;
+    t.b = b, t.ldb = ldb, t.transpose_b = tb;
+    t.dtype = GA_F32, t.target = target, t.scale = static_cast<double>(scale), t.keep = keep;
+    multiply(t);
+  };
+  const auto scaled = [&](const float* from, float factor, float* to, int64_t elements) {
+    cuda::scale(queue, from, static_cast<double>(factor), nullptr, to, elements);
+  };
+  cuda::scale(queue, x, 1, &task.plan->orthogonal_scale, x, count);
+  for (int step = 0; step < task.steps; ++step) {
+    if (r <= c)
+      product(r, r, c, x, c, false, x, c, true, 1, gram, false);
+    else  // the same polynomial from the other side, in the smaller matrix
+      product(c, c, r, x, c, true, x, c, false, 1, gram, false);
+    scaled(gram, task.b, poly, small * small);
+    product(small, small, small, gram, small, false, gram, small, false, task.c, poly, true);
+    scaled(x, task.a, next, count);
+    if (r <= c)
+      product(r, c, r, poly, r, false, x, c, false, 1, next, true);
+    else
+      product(r, c, c, x, c, false, poly, c, false, 1, next, true);
+    std::swap(x, next);
+  }
+}
+
+}  // namespace ga::cuda

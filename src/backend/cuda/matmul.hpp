@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// A context's matrix engine: cuBLAS, which is looked for by the first product.
+#pragma once
+
+#include <cublas_v2.h>
+
+#include <cstdint>
+
+#include "backend/backend.hpp"
+#include "backend/cuda/kernels.hpp"
+#include "backend/cuda/runtime.hpp"
+
+namespace ga::cuda {
+
+class MatmulEngine {
+ public:
+  explicit MatmulEngine(Runtime& runtime) : runtime_(runtime) {}
+  ~MatmulEngine();
+  MatmulEngine(const MatmulEngine&) = delete;
+  MatmulEngine& operator=(const MatmulEngine&) = delete;
+
+  // Throws GA_ERROR_UNSUPPORTED, std::bad_alloc, or GA_ERROR_INVALID_STATE while the stream is
+  // captured; nothing to do from the second time on.
+  void open();
+  // After open().
+  void multiply(const MatmulTask& task);
+  void orthogonalize(const OrthogonalizeTask& task);
+
+ private:
+  void check(cublasStatus_t status, const char* doing) const;
+
+  Runtime& runtime_;
+  cublasHandle_t handle_ = nullptr;
+  void* workspace_ = nullptr;
+  float* alpha_beta_ = nullptr;  // of a product whose scale the device knows
+};
+
+}  // namespace ga::cuda

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/cuda/plain.hpp"
+
+#include <algorithm>
+
+namespace ga::cuda {
+namespace {
+
+bool same(const PlainTarget& a, const PlainTarget& b) {
+  return a.target == b.target && a.partials == b.partials && a.count == b.count &&
+         a.format == b.format && a.gradient_format == b.gradient_format;
+}
+
+void widen(size_t at, size_t& first, size_t& last) {
+  first = first < last ? std::min(first, at) : at;
+  last = std::max(last, at + 1);
+}
+
+}  // namespace
+
+void PlainTargets::reserve(int64_t params) {
+  const auto n = static_cast<size_t>(params);
+  if (n <= params_) return;
+  gradients_.resize(n);
+  others_.reserve(n);
+  // A larger buffer is empty, so all of it differs from what the next call wants.
+  buffer_.reserve(runtime_, n * sizeof(PlainTarget));
+  params_ = n;
+}
+
+bool PlainTargets::is_plain(const AccumulateTask& task) const {
+  const Source& source = task.source[0];
+  return task.sources == 1 && (task.keep == 0 || task.keep == 1) && task.noise == 0 && !task.plan &&
+         !task.counter && source.data &&
+         (task.target.format == GA_F32 || task.target.format == GA_F64) &&
+         source.format >= GA_F32 && source.format <= GA_BF16 && task.param >= 0 &&
+         static_cast<size_t>(task.param) < params_;
+}
+
+void PlainTargets::take(const AccumulateTask& task) {
+  const auto i = static_cast<size_t>(task.param);
+  const PlainTarget target = {task.target.data, task.partials, task.count, task.target.format,
+                              task.source[0].format};
+  if (PlainTarget& known = buffer_.host<PlainTarget>()[i]; !same(known, target)) {
+    known = target;
+    widen(i, changed_first_, changed_last_);
+  }
+  if (chunks_.count(task.param) != task.count) chunks_.set_count(task.param, task.count);
+  gradients_[i] = reinterpret_cast<uintptr_t>(task.source[0].data) | (task.keep != 0 ? 1u : 0u);
+  widen(i, first_, last_);
+}
+
+void PlainTargets::accumulate(Span<const AccumulateTask> tasks) {
+  first_ = last_ = 0;
+  others_.clear();
+  chunks_.update();
+  const AccumulateTask* like = nullptr;  // scale and divisor are one for all
+  for (size_t t = 0; t < tasks.size; ++t) {
+    const AccumulateTask& task = tasks.data[t];
+    if (task.count == 0) continue;
+    const Source& source = task.source[0];
+    if (is_plain(task) && (!like || (source.scale == like->source[0].scale &&
+                                     source.divisor == like->source[0].divisor))) {
+      like = &task;
+      take(task);
+    } else {
+      others_.push_back(task);
+    }
+  }
+  if (like) launch(like->source[0].scale, like->source[0].divisor);
+  if (!others_.empty()) cuda::accumulate(runtime_.queue(), {others_.data(), others_.size()});
+}
+
+void PlainTargets::launch(double scale, const double* divisor) {
+  const size_t end = last_;
+  const Queue& queue = runtime_.queue();
+  chunks_.update();
+  if (changed_first_ < changed_last_) {
+    buffer_.upload(runtime_, changed_first_ * sizeof(PlainTarget),
+                   (changed_last_ - changed_first_) * sizeof(PlainTarget));
+    changed_first_ = changed_last_ = 0;
+  }
+  for (size_t first = first_; first < end;) {
+    if (gradients_[first] == 0) {
+      ++first;
+      continue;
+    }
+    size_t last = std::min(end, first + kMostGradients);
+    while (gradients_[last - 1] == 0) --last;
+    accumulate_plain(queue, buffer_.at<PlainTarget>(), chunks_.at(),
+                     chunks_.first(static_cast<int64_t>(first)),
+                     chunks_.first(static_cast<int64_t>(last)), static_cast<ga_param>(first),
+                     {&gradients_[first], last - first}, scale, divisor);
+    first = last;
+  }
+  std::fill(gradients_.begin() + static_cast<std::ptrdiff_t>(first_),
+            gradients_.begin() + static_cast<std::ptrdiff_t>(end), uintptr_t{0});
+}
+
+}  // namespace ga::cuda

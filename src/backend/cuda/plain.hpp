@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plain contributions: one launch adds the gradients of any number of parameters.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "backend/backend.hpp"
+#include "backend/cuda/kernels.hpp"
+#include "backend/cuda/lists.hpp"
+#include "backend/cuda/runtime.hpp"
+
+namespace ga::cuda {
+
+class PlainTargets {
+ public:
+  PlainTargets(Runtime& runtime, AllChunks& chunks) : runtime_(runtime), chunks_(chunks) {}
+
+  void reserve(int64_t params);
+  // Those tasks that are plain in one go, the others after them.
+  void accumulate(Span<const AccumulateTask> tasks);
+
+ private:
+  bool is_plain(const AccumulateTask& task) const;
+  void take(const AccumulateTask& task);
+  void launch(double scale, const double* divisor);
+
+  Runtime& runtime_;
+  AllChunks& chunks_;
+  Buffer buffer_;  // a PlainTarget for each parameter
+  size_t params_ = 0;
+  std::vector<uintptr_t> gradients_;  // of each parameter, in this call; see accumulate_plain
+  size_t first_ = 0, last_ = 0;       // of these, [first_, last_)
+  size_t changed_first_ = 0, changed_last_ = 0;  // likewise of the targets
+  std::vector<AccumulateTask> others_;
+};
+
+}  // namespace ga::cuda

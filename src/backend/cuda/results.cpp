@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/cuda/results.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace ga::cuda {
+namespace {
+
+constexpr int64_t kSlots = 64;
+
+}  // namespace
+
+Results::Results(Runtime& runtime) : runtime_(runtime) {
+  runtime_.call([&] {
+    void* at = nullptr;
+    slots_ = static_cast<RingSlot*>(runtime_.allocate_pinned(kSlots * sizeof(RingSlot), &at));
+    ring_ = {static_cast<RingSlot*>(at), kSlots};
+  });
+}
+
+// The device writes the window last, so what is read between two looks at the same one is whole.
+bool Results::read(const RingSlot& slot, RingSlot& out) {
+  const int64_t window = __atomic_load_n(&slot.window, __ATOMIC_ACQUIRE);
+  if (window == 0) return false;
+  std::memcpy(&out, &slot, sizeof out);
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  out.window = window;
+  return __atomic_load_n(&slot.window, __ATOMIC_RELAXED) == window;
+}
+
+int64_t Results::latest() const {
+  int64_t latest = 0;
+  for (int64_t k = 0; k < kSlots; ++k)
+    latest = std::max(latest, __atomic_load_n(&slots_[k].window, __ATOMIC_ACQUIRE));
+  return latest;
+}
+
+bool Results::find(int64_t window, ga_step_result& out) const {
+  RingSlot slot;
+  if (window == 0) window = latest();
+  if (window == 0 || !read(slots_[window % kSlots], slot) || slot.window != window) return false;
+  out = slot.result;
+  return true;
+}
+
+bool Results::of_ticket(int64_t ticket, ga_step_result& out) const {
+  RingSlot slot;
+  for (int64_t k = 0; k < kSlots; ++k)
+    if (read(slots_[k], slot) && slot.ticket == ticket) {
+      out = slot.result;
+      return true;
+    }
+  return false;
+}
+
+bool Results::get(int64_t window, bool wait, ga_step_result& out) {
+  if (window < 0)
+    fail(GA_ERROR_INVALID_ARGUMENT, "window was %lld, expected the number of a window, or 0",
+         static_cast<long long>(window));
+  // Which window is the last one is known after a wait alone.
+  if (!(window == 0 && wait) && find(window, out)) return true;
+  if (wait) {
+    runtime_.wait();
+    if (find(window, out)) return true;
+  }
+  const int64_t last = latest();
+  if (window > 0 && last >= window + kSlots)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "the result of window %lld is not kept any more: the last is %lld, of %lld that are kept",
+         static_cast<long long>(window), static_cast<long long>(last),
+         static_cast<long long>(kSlots));
+  if (wait)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "there is no result of window %lld: the last one that was stepped is %lld",
+         static_cast<long long>(window), static_cast<long long>(last));
+  return false;
+}
+
+}  // namespace ga::cuda

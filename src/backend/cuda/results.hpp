@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// What windows came to, as the device has told it: a ring in memory that both sides see.
+#pragma once
+
+#include <cstdint>
+
+#include "backend/cuda/kernels.hpp"
+#include "backend/cuda/runtime.hpp"
+
+namespace ga::cuda {
+
+class Results {
+ public:
+  explicit Results(Runtime& runtime);
+
+  const Ring& ring() const { return ring_; }
+  // See Backend::result.
+  bool get(int64_t window, bool wait, ga_step_result& out);
+  // Of the call with that WindowTotals::ticket, if it is there.
+  bool of_ticket(int64_t ticket, ga_step_result& out) const;
+
+ private:
+  static bool read(const RingSlot& slot, RingSlot& out);
+  bool find(int64_t window, ga_step_result& out) const;
+  int64_t latest() const;
+
+  Runtime& runtime_;
+  RingSlot* slots_;  // as the host sees them
+  Ring ring_;
+};
+
+}  // namespace ga::cuda

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/cuda/rows.hpp"
+
+#include <algorithm>
+#include <climits>
+
+namespace ga::cuda {
+namespace {
+
+constexpr size_t kAlign = 256;
+
+size_t align_up(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+size_t list_bytes(int64_t count) { return align_up(static_cast<size_t>(count) * sizeof(uint32_t)); }
+
+}  // namespace
+
+void Rows::prepare(const RowsTask& task, int64_t waiting) {
+  if (task.rows > int64_t{UINT32_MAX} || task.count > INT32_MAX)
+    fail(GA_ERROR_UNSUPPORTED,
+         "%lld rows in one call, of a parameter with %lld rows: a CUDA device takes up to %d of up "
+         "to %lld",
+         static_cast<long long>(task.count), static_cast<long long>(task.rows), INT32_MAX,
+         static_cast<long long>(UINT32_MAX));
+  if (task.count == 0 || task.rows == 0) return;
+  const int64_t held = sets_[task.set].most;
+  const int64_t wanted = std::min(task.rows, held + waiting + task.count);
+  if (wanted > sets_[task.set].capacity) grow_set(task, wanted);
+  const size_t storage = storage_for(task.count, task.rows);
+  if (task.count > capacity_ || storage > storage_bytes_) grow_workspace(task.count, storage);
+}
+
+Rows::~Rows() {
+  for (const auto& [set, known] : sets_)
+    runtime_.release(known.entries, static_cast<size_t>(known.capacity) * sizeof(RowEntry));
+  runtime_.release(block_, bytes_);
+}
+
+void Rows::grow_set(const RowsTask& task, int64_t rows) {
+  Known& known = sets_[task.set];
+  const int64_t capacity = std::min(task.rows, std::max(rows, 2 * known.capacity));
+  const size_t bytes = static_cast<size_t>(capacity) * sizeof(RowEntry);
+  auto* const entries = static_cast<RowEntry*>(runtime_.allocate(bytes));
+  const size_t before = static_cast<size_t>(known.capacity) * sizeof(RowEntry);
+  RowEntry* const old = known.entries;
+  known.entries = entries;
+  known.capacity = capacity;
+  entry_bytes_ += static_cast<int64_t>(bytes) - static_cast<int64_t>(before);
+  if (old)
+    runtime_.check(
+        cudaMemcpyAsync(entries, old, before, cudaMemcpyDeviceToDevice, runtime_.stream()),
+        "a copy of row entries");
+  runtime_.write(&task.set->entries, &entries, sizeof entries);
+  runtime_.write(&task.set->capacity, &capacity, sizeof capacity);
+  runtime_.release(old, before);
+}
+
+SortTask Rows::sort_task(const Workspace& w, int64_t count, int64_t rows) {
+  int bits = 1;
+  while (bits < 32 && (rows - 1) >> bits != 0) ++bits;
+  return {w.keys, w.positions, w.sorted_keys, w.sorted_positions, static_cast<int32_t>(count),
+          bits};
+}
+
+size_t Rows::storage_for(int64_t count, int64_t rows) {
+  size_t bytes = 0;
+  runtime_.check(sort_pairs(sort_task({}, count, rows), nullptr, bytes, runtime_.stream()),
+                 "asking what a sort needs");
+  return bytes;
+}
+
+void Rows::grow_workspace(int64_t count, size_t storage) {
+  int64_t capacity = capacity_;
+  if (count > capacity) capacity = std::min<int64_t>(INT32_MAX, std::max(count, 2 * capacity_));
+  const size_t storage_bytes = std::max(storage, storage_for(capacity, int64_t{UINT32_MAX}));
+  const size_t bytes = 7 * list_bytes(capacity) + 2 * kAlign + align_up(storage_bytes);
+  auto* const block = static_cast<char*>(runtime_.allocate(bytes));
+  runtime_.release(block_, bytes_);
+  runtime_.count_own(static_cast<int64_t>(bytes) - static_cast<int64_t>(bytes_));
+  block_ = block;
+  bytes_ = bytes;
+  storage_bytes_ = storage_bytes;
+  capacity_ = capacity;
+}
+
+Rows::Workspace Rows::workspace() const {
+  const size_t list = list_bytes(capacity_);
+  const auto at = [&](size_t k) { return reinterpret_cast<uint32_t*>(block_ + k * list); };
+  char* const rest = block_ + 7 * list;
+  return {at(0),
+          at(1),
+          at(2),
+          at(3),
+          at(4),
+          at(5),
+          at(6),
+          reinterpret_cast<int64_t*>(rest),
+          reinterpret_cast<int32_t*>(rest + kAlign),
+          rest + 2 * kAlign};
+}
+
+void Rows::accumulate(const RowsTask& task, Control* control) {
+  if (task.count == 0 || task.rows == 0) return;
+  const Queue& queue = runtime_.queue();
+  const Workspace w = workspace();
+  runtime_.check(cudaMemsetAsync(w.bad, 0, sizeof *w.bad, queue.stream), "zeroing a flag");
+  gather_rows(queue, task, w.keys, w.positions, w.bad, control);
+  // CUB takes an error that the program has left for its own.
+  cudaGetLastError();
+  size_t storage_bytes = storage_bytes_;
+  runtime_.check(
+      sort_pairs(sort_task(w, task.count, task.rows), w.storage, storage_bytes, queue.stream),
+      "a sort");
+  const SortedRows sorted = {w.sorted_keys, w.sorted_positions, task.count, w.bad,
+                             w.starts,      w.entries,          w.found,    w.distinct};
+  accumulate_rows(queue, task, sorted);
+  if (!task.dense) {
+    Known& known = sets_[task.set];
+    known.most = std::min(task.rows, known.most + task.count);
+  }
+}
+
+void Rows::clear(Span<RowSet* const> sets) {
+  clear_row_sets(runtime_.queue(), sets);
+  for (size_t i = 0; i < sets.size; ++i)
+    if (const auto known = sets_.find(sets.data[i]); known != sets_.end()) known->second.most = 0;
+}
+
+void Rows::release(RowSet* set) noexcept {
+  const auto known = sets_.find(set);
+  if (known == sets_.end()) return;
+  const size_t bytes = static_cast<size_t>(known->second.capacity) * sizeof(RowEntry);
+  runtime_.release(known->second.entries, bytes);
+  entry_bytes_ -= static_cast<int64_t>(bytes);
+  sets_.erase(known);
+}
+
+}  // namespace ga::cuda

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "backend/cuda/runtime.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace ga::cuda {
+namespace {
+
+// Above that, an upload is a copy which is waited for: tables are that large when they are made.
+constexpr size_t kMostByArguments = size_t{1} << 20;
+
+constexpr size_t kAlign = 64;
+
+bool is_capture_error(cudaError_t error) {
+  return error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
+}
+
+struct Version {
+  int major, minor;
+  explicit Version(int number) : major(number / 1000), minor(number % 1000 / 10) {}
+};
+
+}  // namespace
+
+// ---- Devices -------------------------------------------------------------------------------------
+
+int32_t device_count() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess && count > 0) return count;
+  cudaGetLastError();
+  int driver = 0, runtime = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) cudaGetLastError();
+  if (cudaRuntimeGetVersion(&runtime) != cudaSuccess) cudaGetLastError();
+  if (error != cudaSuccess && driver == 0)
+    fail(GA_ERROR_UNSUPPORTED, "there is no CUDA driver on this machine (libcuda.so.1): %s (%s)",
+         cudaGetErrorString(error), cudaGetErrorName(error));
+  const Version has(driver), needs(runtime);
+  if (error == cudaErrorInsufficientDriver)
+    fail(GA_ERROR_UNSUPPORTED,
+         "the CUDA driver of this machine is too old: it is for CUDA %d.%d, this library was built "
+         "with CUDA %d.%d",
+         has.major, has.minor, needs.major, needs.minor);
+  if (error == cudaSuccess || error == cudaErrorNoDevice)
+    fail(GA_ERROR_UNSUPPORTED,
+         "the CUDA driver of this machine (CUDA %d.%d) shows no device; CUDA_VISIBLE_DEVICES is %s",
+         has.major, has.minor,
+         std::getenv("CUDA_VISIBLE_DEVICES") ? std::getenv("CUDA_VISIBLE_DEVICES") : "not set");
+  fail(GA_ERROR_UNSUPPORTED, "the CUDA driver of this machine (CUDA %d.%d) does not work: %s (%s)",
+       has.major, has.minor, cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+DeviceScope::DeviceScope(int ordinal) noexcept {
+  int current = -1;
+  error_ = cudaGetDevice(&current);
+  if (error_ != cudaSuccess || current == ordinal) return;
+  error_ = cudaSetDevice(ordinal);
+  if (error_ == cudaSuccess) before_ = current;
+}
+
+DeviceScope::~DeviceScope() {
+  if (before_ >= 0 && cudaSetDevice(before_) != cudaSuccess) cudaGetLastError();
+}
+
+// ---- Calls ---------------------------------------------------------------------------------------
+
+Runtime::Runtime(int32_t ordinal, cudaStream_t stream) : ordinal_(ordinal) {
+  const int32_t count = device_count();
+  if (ordinal < 0 || ordinal >= count)
+    fail(GA_ERROR_INVALID_ARGUMENT, "device_ordinal was %d, but there are %d CUDA devices", ordinal,
+         count);
+  queue_.stream = stream;
+  call([&] {
+#if CUDART_VERSION >= 12080
+    if (int device = ordinal; stream != nullptr) {
+      check(cudaStreamGetDevice(stream, &device), "asking for the stream's device");
+      if (device != ordinal)
+        fail(GA_ERROR_INVALID_ARGUMENT, "stream is of CUDA device %d, but device_ordinal was %d",
+             device, ordinal);
+    }
+#endif
+    const auto attribute = [&](cudaDeviceAttr which) {
+      int value = 0;
+      check(cudaDeviceGetAttribute(&value, which, ordinal), "asking for what the device is");
+      return value;
+    };
+    reads_pageable_ = attribute(cudaDevAttrPageableMemoryAccess) != 0;
+    queue_.blocks = int64_t{attribute(cudaDevAttrMultiProcessorCount)} *
+                    std::max(1, attribute(cudaDevAttrMaxThreadsPerMultiProcessor) / 256);
+    const size_t bytes = kCounters * sizeof(unsigned);
+    queue_.counters = static_cast<unsigned*>(allocate(bytes));
+    // The first kernel: where this build has no code for the device, it is the one to tell.
+    const unsigned zeros[kCounters] = {};
+    try {
+      cuda::upload(queue_, queue_.counters, zeros, bytes);
+    } catch (const Error& e) {
+      free_device(queue_.counters);
+      fail(GA_ERROR_UNSUPPORTED, "CUDA device %d, of compute capability %d.%d, cannot be used: %s",
+           ordinal, attribute(cudaDevAttrComputeCapabilityMajor),
+           attribute(cudaDevAttrComputeCapabilityMinor), e.what());
+    }
+    count_own(static_cast<int64_t>(bytes));
+  });
+}
+
+Runtime::~Runtime() {
+  const DeviceScope scope(ordinal_);
+  const RelaxedCapture relaxed;
+  if (!fault_ && cudaStreamSynchronize(queue_.stream) != cudaSuccess) cudaGetLastError();
+  for (const auto& [at, mirror] : mirrors_) {
+    std::free(mirror.host);
+    free_device(mirror.at);
+  }
+  for (void* data : kept_) free_device(data);
+  free_device(queue_.counters);
+  for (void* data : pinned_)
+    if (cudaFreeHost(data) != cudaSuccess) cudaGetLastError();
+}
+
+void Runtime::enter(cudaError_t device_error) {
+  check(device_error, "choosing the device");
+  restored_ = false;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(queue_.stream, &status);
+  if (error == cudaErrorStreamCaptureImplicit) {
+    cudaGetLastError();
+    fail(GA_ERROR_INVALID_STATE,
+         "a stream of the program is being captured, and the context works on the default stream, "
+         "which nothing can be given to then: give it a stream of its own (ga_config.stream)");
+  }
+  check(error, "asking whether the stream is being captured");
+  if (status == cudaStreamCaptureStatusInvalidated)
+    fail(GA_ERROR_INVALID_STATE, "the capture of the context's stream is broken: end it first");
+  capturing_ = status == cudaStreamCaptureStatusActive;
+  captured_ = captured_ || capturing_;
+}
+
+void Runtime::check(cudaError_t error, const char* doing) const {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // it is told here, and not left for the program to find
+  if (error == cudaErrorMemoryAllocation) throw std::bad_alloc();
+  if (is_capture_error(error))
+    fail(GA_ERROR_INVALID_STATE, "%s is not possible while a stream is being captured: %s (%s)",
+         doing, cudaGetErrorString(error), cudaGetErrorName(error));
+  fail(GA_ERROR_FAULT, "CUDA device %d: %s failed: %s (%s)", ordinal_, doing,
+       cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+const Queue& Runtime::queue() {
+  // A graph that has run since has put back what it was recorded with.
+  if (!capturing_ && !restored_)
+    for (const Recorded& r : recorded_)
+      send(static_cast<char*>(r.mirror->at) + r.begin,
+           static_cast<const char*>(r.mirror->host) + r.begin, r.end - r.begin);
+  restored_ = true;
+  return queue_;
+}
+
+void Runtime::require_no_capture(const char* what) const {
+  if (capturing_)
+    fail(GA_ERROR_INVALID_STATE, "%s, which is not possible while the stream is being captured",
+         what);
+}
+
+void Runtime::wait() {
+  require_no_capture("this call waits for the device");
+  check(cudaStreamSynchronize(queue_.stream), "the work of the stream");
+}
+
+// ---- Memory --------------------------------------------------------------------------------------
+
+void* Runtime::allocate(size_t bytes) {
+  require_no_capture("this call needs memory (run one window before the capture)");
+  const RelaxedCapture relaxed;
+  void* data = nullptr;
+  bytes = std::max<size_t>(bytes, 1);
+  check(cudaMalloc(&data, bytes), "an allocation");
+  const cudaError_t error = cudaMemsetAsync(data, 0, bytes, queue_.stream);
+  if (error != cudaSuccess) free_device(data);
+  check(error, "zeroing memory");
+  return data;
+}
+
+void Runtime::free_device(void* data) noexcept {
+  if (cudaFree(data) != cudaSuccess) cudaGetLastError();
+}
+
+void Runtime::release(void* data, size_t) noexcept {
+  if (!data) return;
+  if (captured_) {
+    try {
+      kept_.push_back(data);
+    } catch (const std::bad_alloc&) {  // then it stays allocated, which is what a graph needs
+    }
+    return;
+  }
+  const DeviceScope scope(ordinal_);
+  const RelaxedCapture relaxed;
+  if (!fault_ && cudaStreamSynchronize(queue_.stream) != cudaSuccess) cudaGetLastError();
+  free_device(data);
+}
+
+void* Runtime::allocate_pinned(size_t bytes, void** at) {
+  require_no_capture("this call needs memory (run one window before the capture)");
+  const RelaxedCapture relaxed;
+  pinned_.reserve(pinned_.size() + 1);
+  void* data = nullptr;
+  check(cudaHostAlloc(&data, bytes, cudaHostAllocMapped | cudaHostAllocPortable),
+        "an allocation of pinned memory");
+  pinned_.push_back(data);
+  check(cudaHostGetDevicePointer(at, data, 0), "mapping pinned memory");
+  std::memset(data, 0, bytes);
+  count_own(static_cast<int64_t>(bytes));
+  return data;
+}
+
+Mirror Runtime::mirror(size_t bytes) {
+  const size_t padded = (std::max<size_t>(bytes, 1) + kAlign - 1) / kAlign * kAlign;
+  Mirror m;
+  m.bytes = bytes;
+  m.host = std::aligned_alloc(kAlign, padded);
+  if (!m.host) throw std::bad_alloc();
+  std::memset(m.host, 0, padded);
+  try {
+    m.at = allocate(bytes);
+    mirrors_.emplace(static_cast<const char*>(m.at), m);
+  } catch (...) {
+    std::free(m.host);
+    if (m.at) free_device(m.at);
+    throw;
+  }
+  count_own(static_cast<int64_t>(bytes));  // the host's half
+  return m;
+}
+
+void Runtime::release(Mirror& mirror) noexcept {
+  if (!mirror.at) return;
+  const auto known = mirrors_.find(static_cast<const char*>(mirror.at));
+  recorded_.erase(std::remove_if(recorded_.begin(), recorded_.end(),
+                                 [&](const Recorded& r) { return r.mirror == &known->second; }),
+                  recorded_.end());
+  mirrors_.erase(known);
+  release(mirror.at, mirror.bytes);
+  std::free(mirror.host);
+  count_own(-static_cast<int64_t>(mirror.bytes));
+  mirror = {};
+}
+
+const void* Runtime::host_of(const void* at) const {
+  const auto* const address = static_cast<const char*>(at);
+  auto m = mirrors_.upper_bound(address);
+  if (m == mirrors_.begin()) return nullptr;
+  --m;
+  const auto offset = static_cast<size_t>(address - m->first);
+  return offset < m->second.bytes ? static_cast<const char*>(m->second.host) + offset : nullptr;
+}
+
+void Runtime::upload(const Mirror& mirror, size_t offset, size_t bytes) {
+  if (capturing_) record(mirror, offset, offset + bytes);
+  send(static_cast<char*>(mirror.at) + offset, static_cast<const char*>(mirror.host) + offset,
+       bytes);
+}
+
+void Runtime::write(void* at, const void* from, size_t bytes) { send(at, from, bytes); }
+
+void Runtime::send(void* at, const void* from, size_t bytes) {
+  if (bytes == 0) return;
+  if (capturing_ || bytes <= kMostByArguments) {
+    cuda::upload(queue_, at, from, bytes);
+    return;
+  }
+  check(cudaMemcpyAsync(at, from, bytes, cudaMemcpyHostToDevice, queue_.stream),
+        "a copy to the device");
+  // The source is not pinned: whether the call has read all of it when it returns is not promised
+  // for every system.
+  wait();
+}
+
+void Runtime::record(const Mirror& mirror, size_t begin, size_t end) {
+  const Mirror* const known = &mirrors_.at(static_cast<const char*>(mirror.at));
+  for (Recorded& r : recorded_) {
+    if (r.mirror != known || begin > r.end || r.begin > end) continue;
+    r.begin = std::min(r.begin, begin);
+    r.end = std::max(r.end, end);
+    return;
+  }
+  recorded_.push_back({known, begin, end});
+}
+
+void Runtime::check_memory(const void* data, const char* what) const {
+  if (!data) return;
+  cudaPointerAttributes attributes = {};
+  const cudaError_t error = cudaPointerGetAttributes(&attributes, data);
+  if (error == cudaErrorInvalidValue)  // how CUDA 10 says that it does not know it
+    cudaGetLastError();
+  else
+    check(error, "asking for what memory is at an address");
+  const auto refuse = [&](const char* kind) {
+    fail(GA_ERROR_INVALID_ARGUMENT, "%s at %p is %s, expected memory of CUDA device %d", what, data,
+         kind, ordinal_);
+  };
+  switch (error == cudaSuccess ? attributes.type : cudaMemoryTypeUnregistered) {
+    case cudaMemoryTypeManaged:
+      return;
+    case cudaMemoryTypeDevice:
+      if (attributes.device == ordinal_) return;
+      char text[64];
+      std::snprintf(text, sizeof text, "memory of CUDA device %d", attributes.device);
+      refuse(text);
+      return;
+    case cudaMemoryTypeHost:
+      if (attributes.devicePointer == data || reads_pageable_) return;
+      refuse("pinned host memory that the device has at another address or not at all");
+      return;
+    default:
+      if (!reads_pageable_) refuse("host memory");
+  }
+}
+
+}  // namespace ga::cuda

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a window comes to (decide.hpp), by one block, and bytes that travel as arguments.
+#include <cstring>
+#include <memory>
+
+#include "backend/cuda/kernels.hpp"
+#include "backend/cuda/loops.hpp"
+#include "decide.hpp"
+
+namespace ga::cuda {
+namespace {
+
+struct Crew : Block {
+  GA_DEVICE explicit Crew(const Block& block) : Block(block) {}
+  // Every parameter's Op is folded anew.
+  GA_DEVICE bool recall(const Tables&, int64_t) const { return false; }
+};
+
+GA_DEVICE void show_host() {
+#ifdef __CUDACC__
+  __threadfence_system();
+#endif
+}
+
+// The result of the window to the host, which looks at the slot's window before and after it reads:
+// 0 while the rest is written. What is not counted, under GA_NONFINITE_FAIL, is not for it.
+GA_DEVICE void publish(Block& block, const Tables& tables, const Ring& ring) {
+  block.once([&] {
+    const Control& c = *tables.control;
+    if (c.result.windows == 0) return;
+    RingSlot& slot = ring.slots[c.result.windows % ring.size];
+    volatile int64_t& window = slot.window;
+    window = 0;
+    show_host();
+    slot.result = c.result;
+    slot.ticket = c.ticket;
+    slot.nonfinite_at = c.nonfinite_at;
+    show_host();
+    window = c.result.windows;
+  });
+}
+
+struct OpenStep {
+  Tables tables;
+  WindowTotals totals;
+
+  GA_DEVICE void operator()(Block& block) const { ga::open_step(block, tables, totals); }
+};
+
+struct Decide {
+  Tables tables;
+  WindowTotals totals;
+  Ring ring;
+
+  GA_DEVICE void operator()(Block& block) const {
+    Crew crew(block);
+    ga::decide(crew, tables, totals);
+    if (totals.last) publish(block, tables, ring);
+  }
+};
+
+struct SettleUnits {
+  Tables tables;
+  const UnitTask* tasks;
+  const ga_param* params;
+  int64_t count;
+  bool last;
+  Ring ring;
+
+  GA_DEVICE void operator()(Block& block) const {
+    ga::settle_units(block, tables, tasks, params, count, last);
+    if (last) publish(block, tables, ring);
+  }
+};
+
+struct ClearWindow {
+  Tables tables;
+
+  GA_DEVICE void operator()(Block& block) const { ga::clear_window(block, tables); }
+};
+
+template <class Inputs>
+struct Judge {
+  Tables tables;
+  MicroPlan* plans;
+  int64_t count;
+  Micro micro;
+  bool raw;
+  Inputs inputs;
+
+  GA_DEVICE void operator()(Block& block) const {
+    const MicroInput* const in = inputs.data();
+    if (raw)
+      ga::open_micro(block, tables, in, plans, count);
+    else
+      ga::judge(block, tables, in, plans, count, micro);
+  }
+};
+
+// MicroInputs on the device, or in the arguments.
+struct InputsAt {
+  const MicroInput* at;
+  GA_DEVICE const MicroInput* data() const { return at; }
+};
+struct InputsHere {
+  MicroInput inputs[kMostInputs];
+  GA_DEVICE const MicroInput* data() const { return inputs; }
+};
+
+// ---- Bytes --------------------------------------------------------------------------------------
+
+template <size_t kWords>
+struct Upload {
+  uint64_t* to;
+  int64_t bytes;
+  uint64_t words[kWords];
+
+  GA_DEVICE void operator()(Block& block) const {
+    const bool aligned = reinterpret_cast<uintptr_t>(to) % 8 == 0;
+    const int64_t whole = aligned ? bytes / 8 : 0;
+    block.each_item(whole, [&](int64_t i) { to[i] = words[i]; });
+    block.each_item(bytes - 8 * whole, [&](int64_t i) {
+      const int64_t at = 8 * whole + i;
+      const uint64_t word = words[at / 8] >> (8 * (at % 8));  // little-endian
+      reinterpret_cast<unsigned char*>(to)[at] = static_cast<unsigned char>(word);
+    });
+  }
+};
+
+template <size_t kWords>
+void launch_upload(const Queue& queue, void* to, const void* from, size_t bytes) {
+  const auto kernel = std::make_unique<Upload<kWords>>();
+  kernel->to = static_cast<uint64_t*>(to);
+  kernel->bytes = static_cast<int64_t>(bytes);
+  std::memcpy(kernel->words, from, bytes);
+  launch(*kernel, 1, queue.stream);
+}
+
+struct Scale {
+  const float* from;
+  double factor;
+  const double* plan_factor;
+  float* to;
+  int64_t count;
+
+  GA_DEVICE void operator()(Block& block) const {
+    const float a = static_cast<float>(plan_factor ? factor * *plan_factor : factor);
+    block.each([&](int thread) {
+      for (int64_t i = block.index() * kThreads + thread; i < count; i += block.count() * kThreads)
+        to[i] = from[i] * a;
+    });
+  }
+};
+
+struct ScaleAlpha {
+  double scale;
+  const double* divisor;
+  float beta;
+  float* alpha_beta;
+
+  GA_DEVICE void operator()(Block& block) const {
+    block.once([&] {
+      alpha_beta[0] = static_cast<float>(divisor ? scale / *divisor : scale);
+      alpha_beta[1] = beta;
+    });
+  }
+};
+
+}  // namespace
+
+void open_step(const Queue& queue, const Tables& tables, const WindowTotals& totals) {
+  launch(OpenStep{tables, totals}, 1, queue.stream);
+}
+
+void decide(const Queue& queue, const Tables& tables, const WindowTotals& totals,
+            const Ring& ring) {
+  launch(Decide{tables, totals, ring}, 1, queue.stream);
+}
+
+void settle_units(const Queue& queue, const Tables& tables, const UnitTask* tasks,
+                  const ga_param* params, int64_t count, bool last, const Ring& ring) {
+  launch(SettleUnits{tables, tasks, params, count, last, ring}, 1, queue.stream);
+}
+
+void clear_window(const Queue& queue, const Tables& tables) {
+  launch(ClearWindow{tables}, 1, queue.stream);
+}
+
+void judge(const Queue& queue, const Tables& tables, Span<const MicroInput> inputs,
+           MicroPlan* plans, const Micro& micro, bool raw) {
+  const auto count = static_cast<int64_t>(inputs.size);
+  if (inputs.size > kMostInputs)
+    fail(GA_ERROR_INTERNAL, "%zu contributions were given to one launch", inputs.size);
+  const auto kernel = std::make_unique<Judge<InputsHere>>();
+  kernel->tables = tables;
+  kernel->plans = plans;
+  kernel->count = count;
+  kernel->micro = micro;
+  kernel->raw = raw;
+  for (size_t i = 0; i < inputs.size; ++i) kernel->inputs.inputs[i] = inputs.data[i];
+  launch(*kernel, 1, queue.stream);
+}
+
+void judge(const Queue& queue, const Tables& tables, const MicroInput* inputs, int64_t count,
+           MicroPlan* plans, const Micro& micro, bool raw) {
+  launch(Judge<InputsAt>{tables, plans, count, micro, raw, {inputs}}, 1, queue.stream);
+}
+
+void upload(const Queue& queue, void* to, const void* from, size_t bytes) {
+  constexpr size_t kMost = 4088, kFew = 64;
+  static_assert(sizeof(Upload<kMost>) <= kMostArguments);
+  for (size_t at = 0; at < bytes; at += 8 * kMost) {
+    const size_t left = bytes - at, size = left < 8 * kMost ? left : 8 * kMost;
+    void* const part = static_cast<char*>(to) + at;
+    const void* const source = static_cast<const char*>(from) + at;
+    if (size <= 8 * kFew)
+      launch_upload<kFew>(queue, part, source, size);
+    else
+      launch_upload<kMost>(queue, part, source, size);
+  }
+}
+
+void scale_alpha(const Queue& queue, double scale, const double* divisor, float beta,
+                 float* alpha_beta) {
+  launch(ScaleAlpha{scale, divisor, beta, alpha_beta}, 1, queue.stream);
+}
+
+void scale(const Queue& queue, const float* from, double factor, const double* plan_factor,
+           float* to, int64_t count) {
+  const int64_t blocks = (count + 4 * kThreads - 1) / (4 * kThreads);
+  launch(Scale{from, factor, plan_factor, to, count}, blocks_for(queue, blocks), queue.stream);
+}
+
+}  // namespace ga::cuda

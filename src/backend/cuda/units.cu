@@ -1,0 +1,447 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums of squares over the units of tensors (units.hpp), and what is made of them: the factors of
+// adaptive clipping, factored second moments. A block takes a piece of a tensor at a time; the last
+// one to finish adds pieces up, where units lie in several.
+#include "backend/cuda/kernels.hpp"
+#include "backend/cuda/loops.hpp"
+#include "decide.hpp"
+
+namespace ga::cuda {
+namespace {
+
+// Tiles of runs whose totals are held at a time.
+constexpr int kItems = 512;
+
+struct PieceTotals {
+  double totals[2][kItems];  // of the gradient, of the parameter
+  double run[2];             // of a run with more tiles than that, so far
+};
+
+// The units of one piece of a tensor: [first, last), in sums of the piece.
+struct Piece {
+  const UnitPattern& pattern;
+  int64_t begin, end;  // outermost indices
+  int64_t first, last;
+  double* sums;
+  double* param_sums;  // NULL: none
+
+  GA_DEVICE Piece(const UnitTask& task, int64_t piece)
+      : pattern(*task.pattern),
+        begin(pattern.begin(piece)),
+        end(pattern.begin(piece + 1)),
+        first(pattern.shared ? pattern.first_unit(piece) : 0),
+        last(pattern.shared ? pattern.first_unit(piece + 1) : pattern.units),
+        sums(task.sums + (pattern.shared ? 0 : piece * pattern.units)),
+        param_sums(task.param.data ? task.param_sums + (pattern.shared ? 0 : piece * pattern.units)
+                                   : nullptr) {}
+};
+
+template <class T>
+GA_DEVICE T load_one(const Source& source, int64_t element) {
+  if (source.data && source.format == native<T>)
+    return *global(static_cast<const T*>(source.data) + element);
+  return load_packed<T>(source.data, source.format, element, 0, 1).x[0];
+}
+
+// ---- Units that lie along the innermost axis ----------------------------------------------------
+
+// The elements of a unit in their order: f(element) gives what is added.
+struct UnitElements {
+  int64_t first;        // its element at index 0 of all reduced axes
+  int64_t inner, step;  // along the innermost of these: how many, and how far apart
+  int64_t outer;        // combinations of the others' indices
+
+  GA_DEVICE UnitElements(const Piece& piece, int64_t unit) : first(0), inner(1), step(0), outer(1) {
+    const UnitPattern& p = piece.pattern;
+    const int last = p.axes - 1;
+    int64_t stride = 1;
+    for (int a = last; a >= 0; --a) {
+      if (p.kept[a]) {
+        const int64_t rest = a > 0 ? quotient(unit, p.extent[a]) : 0;
+        first += (unit - rest * p.extent[a]) * stride;
+        unit = rest;
+      } else {
+        const int64_t count = a > 0 ? p.extent[a] : piece.end - piece.begin;
+        if (a == 0) first += piece.begin * stride;
+        if (a == last - 1) {
+          inner = count;
+          step = stride;
+        } else {
+          outer *= count;
+        }
+      }
+      stride *= p.extent[a];
+    }
+  }
+
+  // How far the combination is from the first.
+  GA_DEVICE int64_t offset(const Piece& piece, int64_t combination) const {
+    const UnitPattern& p = piece.pattern;
+    const int last = p.axes - 1;
+    int64_t stride = 1, sum = 0;
+    for (int a = last; a >= 0 && combination > 0; --a) {
+      if (!p.kept[a] && a != last - 1) {
+        const int64_t count = a > 0 ? p.extent[a] : piece.end - piece.begin;
+        const int64_t rest = quotient(combination, count);
+        sum += (combination - rest * count) * stride;
+        combination = rest;
+      }
+      stride *= p.extent[a];
+    }
+    return sum;
+  }
+};
+
+// Adds the squares of n elements that are `step` apart, in their order, several loads ahead.
+template <class T, class Load>
+GA_DEVICE double add_along(double sum, int64_t at, int64_t n, int64_t step, Load load) {
+  constexpr int kAhead = 8;
+  const auto add = [&](T value) {
+    const double x = static_cast<double>(value);
+    sum += x * x;
+  };
+  int64_t i = 0;
+  GA_ROLLED
+  for (; i + kAhead <= n; i += kAhead) {
+    T loaded[kAhead];
+    for (int k = 0; k < kAhead; ++k) loaded[k] = load(at + (i + k) * step);
+    for (int k = 0; k < kAhead; ++k) add(loaded[k]);
+  }
+  GA_ROLLED
+  for (; i < n; ++i) add(load(at + i * step));
+  return sum;
+}
+
+template <class T, class Load>
+GA_DEVICE double unit_sum(const Piece& piece, const UnitElements& unit, Load load) {
+  double sum = 0;
+  GA_ROLLED
+  for (int64_t c = 0; c < unit.outer; ++c)
+    sum = add_along<T>(sum, unit.first + unit.offset(piece, c), unit.inner, unit.step, load);
+  return sum;
+}
+
+template <class T>
+GA_APART double unit_sum_of(const Piece& piece, const UnitElements& unit, const Source& source,
+                            const View<T>* limited) {
+  if (!limited && source.data && source.format == native<T>) {
+    const T* const from = global(static_cast<const T*>(source.data));
+    return unit_sum<T>(piece, unit, [&](int64_t i) { return from[i]; });
+  }
+  double sum = 0;
+  GA_ROLLED
+  for (int64_t i = 0; i < unit.outer * unit.inner; ++i) {
+    const int64_t c = quotient(i, unit.inner);
+    const int64_t at = unit.first + unit.offset(piece, c) + (i - c * unit.inner) * unit.step;
+    T value = load_one<T>(source, at);
+    if (limited) value = limited->clamped(limited->scaled(value));
+    const double x = static_cast<double>(value);
+    sum += x * x;
+  }
+  return sum;
+}
+
+// One thread to a unit; neighbours are neighbours in memory.
+template <class T>
+GA_DEVICE void sum_kept(Block& block, const UnitTask& task, const Piece& piece,
+                        const View<T>* limited) {
+  block.each_item(piece.last - piece.first, [&](int64_t i) {
+    const int64_t u = piece.first + i;
+    const UnitElements unit(piece, u);
+    piece.sums[u] = unit_sum_of<T>(piece, unit, task.gradient.source, limited);
+    if (piece.param_sums) piece.param_sums[u] = unit_sum_of<T>(piece, unit, task.param, nullptr);
+  });
+}
+
+// ---- Units that are reduced along the innermost axis --------------------------------------------
+
+// A stretch of a run's elements for thread q of an octet: squares[0] of the gradient, squares[1] of
+// the parameter.
+template <class T>
+GA_APART SquaresOf<T, 2> tile_of_any(const UnitTask& task, const View<T>* limited, int64_t element,
+                                     int n, int q) {
+  SquaresOf<T, 2> squares;
+  squares.clear();
+  const Reader<T> gradient(task.gradient.source, element);
+  const Reader<T> param(task.param.data, task.param.format, element);
+  each_step(n, q, [&](int i, int count) {
+    Four<T> x = gradient(i, count);
+    if (limited) {
+      for (T& value : x.x) value = limited->clamped(limited->scaled(value));
+    }
+    squares.of[0].add(x, count);
+    if (task.param.data) squares.of[1].add(param(i, count), count);
+  });
+  return squares;
+}
+
+// The same where both are of the type computed in, and a gradient without a limit.
+template <class T>
+GA_APART SquaresOf<T, 2> tile_of_native(const T* gradient, const T* param, int n, int q) {
+  SquaresOf<T, 2> squares;
+  squares.clear();
+  const bool aligned = is_aligned(gradient, native<T>),
+             aligned_param = is_aligned(param, native<T>);
+  struct Loaded {
+    Four<T> gradient, param;
+  };
+  each_step_ahead<2>(
+      n, q,
+      [&](int i, int count) {
+        Loaded x = {};
+        x.gradient = load_some<T, native<T>>(gradient, aligned, i, count);
+        if (param) x.param = load_some<T, native<T>>(param, aligned_param, i, count);
+        return x;
+      },
+      [&](int, int count, const Loaded& x) {
+        squares.of[0].add(x.gradient, count);
+        squares.of[1].add(x.param, count);
+      });
+  return squares;
+}
+
+template <class T>
+GA_DEVICE SquaresOf<T, 2> tile_squares(const UnitTask& task, const View<T>* limited,
+                                       int64_t element, int n, int q) {
+  const Source& g = task.gradient.source;
+  if (limited || !g.data || g.format != native<T> ||
+      (task.param.data && task.param.format != native<T>))
+    return tile_of_any<T>(task, limited, element, n, q);
+  const T* const param = static_cast<const T*>(task.param.data);
+  return tile_of_native<T>(static_cast<const T*>(g.data) + element,
+                           param ? param + element : nullptr, n, q);
+}
+
+// Totals of `count` tiles of runs: tile t of them is number (first + t) % tiles of its run.
+template <class T>
+GA_DEVICE void sum_run_tiles(Block& block, const UnitTask& task, const View<T>* limited,
+                             int64_t run_begin, int64_t length, int64_t tiles, int64_t first,
+                             int count, PieceTotals& shared) {
+  for (int round = 0; round < count; round += kOctets) {
+    PerThread<Quad> lanes[2];
+    block.each([&](int thread) {
+      SquaresOf<T, 2> squares;
+      squares.clear();
+      const int t = round + thread / 8;
+      if (t < count) {
+        const int64_t run = quotient(first + t, tiles), tile = first + t - run * tiles;
+        const int n = static_cast<int>(smaller(kTile, length - tile * kTile));
+        squares =
+            tile_squares<T>(task, limited, run_begin + run * length + tile * kTile, n, thread % 8);
+      }
+      for (int k = 0; k < 2; ++k) lanes[k][thread] = squares.of[k].quad;
+    });
+    for (int k = 0; k < 2; ++k) block.octet_totals(lanes[k], shared.totals[k] + round);
+  }
+}
+
+// Eight threads to a tile of a run; then its tiles, and the runs of a unit, one after the other.
+template <class T>
+GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece,
+                        const View<T>* limited, PieceTotals& shared) {
+  const UnitPattern& p = piece.pattern;
+  const int last = p.axes - 1;
+  const int64_t begin = piece.begin * p.slab(), end = piece.end * p.slab();
+  const int64_t length = last > 0 ? p.extent[last] : end - begin;
+  const int64_t runs = last > 0 ? quotient(end - begin, length) : 1;
+  const int64_t tiles = (length + kTile - 1) / kTile;
+  // So many runs, one after the other, are of as many units.
+  const int64_t apart = last > 1 ? p.extent[last - 1] : runs;
+  const auto add = [&](int64_t run, double of_gradient, double of_param) {
+    const int64_t u = UnitPlace(p, begin + run * length).unit;
+    piece.sums[u] += of_gradient;
+    if (piece.param_sums) piece.param_sums[u] += of_param;
+  };
+  block.each_item(piece.last - piece.first, [&](int64_t i) {
+    piece.sums[piece.first + i] = 0;
+    if (piece.param_sums) piece.param_sums[piece.first + i] = 0;
+  });
+  for (int64_t run = 0; run < runs;) {
+    if (tiles <= kItems) {
+      const int64_t left = apart - (run - quotient(run, apart) * apart);
+      const int64_t count = smaller(smaller(left, runs - run), kItems / tiles);
+      sum_run_tiles<T>(block, task, limited, begin, length, tiles, run * tiles,
+                       static_cast<int>(count * tiles), shared);
+      block.each_item(count, [&](int64_t j) {
+        double g = 0, w = 0;
+        for (int64_t t = j * tiles; t < (j + 1) * tiles; ++t) {
+          g += shared.totals[0][t];
+          w += shared.totals[1][t];
+        }
+        add(run + j, g, w);
+      });
+      run += count;
+      continue;
+    }
+    block.once([&] { shared.run[0] = shared.run[1] = 0; });
+    for (int64_t tile = 0; tile < tiles; tile += kItems) {
+      const int count = static_cast<int>(smaller(kItems, tiles - tile));
+      sum_run_tiles<T>(block, task, limited, begin, length, tiles, run * tiles + tile, count,
+                       shared);
+      block.once([&] {
+        for (int k = 0; k < 2; ++k) {
+          double sum = shared.run[k];
+          for (int t = 0; t < count; ++t) sum += shared.totals[k][t];
+          shared.run[k] = sum;
+        }
+      });
+    }
+    block.once([&] { add(run, shared.run[0], shared.run[1]); });
+    ++run;
+  }
+}
+
+// ---- Pieces -------------------------------------------------------------------------------------
+
+// Without a limit the sums are of the source as it is, and multiplied by its scales at the end.
+template <class T>
+GA_DEVICE void sum_piece_as(Block& block, const UnitTask& task, const Piece& piece,
+                            PieceTotals& shared) {
+  const View<T> view(task.gradient);
+  const bool limited = is_limited(task.gradient);
+  if (piece.pattern.kept[piece.pattern.axes - 1])
+    sum_kept<T>(block, task, piece, limited ? &view : nullptr);
+  else
+    sum_runs<T>(block, task, piece, limited ? &view : nullptr, shared);
+  if (limited) return;
+  const Numbers* const numbers = task.gradient.numbers;
+  const double scale = scale_of(task.gradient.source) * (numbers ? numbers->scale : 1);
+  if (scale == 1) return;
+  block.each_item(piece.last - piece.first,
+                  [&](int64_t i) { piece.sums[piece.first + i] *= scale * scale; });
+}
+
+GA_DEVICE void sum_piece(Block& block, const UnitTask& task, const Piece& piece,
+                         PieceTotals& shared) {
+  if (task.f64)
+    sum_piece_as<double>(block, task, piece, shared);
+  else
+    sum_piece_as<float>(block, task, piece, shared);
+}
+
+// The sums of all pieces into those of the first, in their order.
+GA_DEVICE void add_pieces(const UnitPattern& pattern, double* sums, int64_t unit) {
+  double sum = sums[unit];
+  for (int64_t piece = 1; piece < pattern.pieces; ++piece)
+    sum += sums[piece * pattern.units + unit];
+  sums[unit] = sum;
+}
+
+struct ClipUnits {
+  static constexpr int kBlocks = 3;
+  const UnitTask* tasks;
+  const ChunkRef* pieces;
+  int64_t count;
+  const ga_param* params;
+  int64_t param_count;
+  unsigned* counter;
+
+  GA_DEVICE void operator()(Block& block) const {
+    GA_SHARED PieceTotals shared;
+    GA_ROLLED
+    for (int64_t k = block.index(); k < count; k += block.count()) {
+      const UnitTask& task = tasks[pieces[k].item];
+      const Piece piece(task, pieces[k].chunk);
+      sum_piece(block, task, piece, shared);
+      if (task.param.data && task.pattern->shared)
+        block.each_item(piece.last - piece.first,
+                        [&](int64_t i) { store_agc_factor(task, piece.first + i); });
+    }
+    if (!block.last(counter)) return;
+    GA_ROLLED
+    for (int64_t k = 0; k < param_count; ++k) {
+      const UnitTask& task = tasks[params[k]];
+      if (task.pattern->shared) continue;
+      block.each_item(task.pattern->units, [&](int64_t u) {
+        add_pieces(*task.pattern, task.sums, u);
+        if (!task.param.data) return;
+        add_pieces(*task.pattern, task.param_sums, u);
+        store_agc_factor(task, u);
+      });
+    }
+  }
+};
+
+// ---- Factored second moments --------------------------------------------------------------------
+
+template <class T>
+GA_DEVICE void blend(Block& block, const FactorTask& task) {
+  const T gain = static_cast<T>(task.plan->factor_gain);
+  T* const rows = static_cast<T*>(task.rows);
+  T* const columns = static_cast<T*>(task.columns);
+  const auto into = [&](T* averages, double* sums, const UnitPattern& pattern, int64_t length) {
+    block.each_item(pattern.units, [&](int64_t i) {
+      if (!pattern.shared) add_pieces(pattern, sums, i);
+      const T mean = static_cast<T>(sums[i] / static_cast<double>(length));
+      averages[i] += gain * (mean - averages[i]);
+    });
+  };
+  into(rows, task.row_sums, *task.row_pattern, task.column_count);
+  into(columns, task.column_sums, *task.column_pattern, task.row_count);
+  block.each_warp(task.matrices, [&](int64_t m, const Warp& warp) {
+    const double sum = warp.sum(task.row_count, [&](int64_t i) {
+      return static_cast<double>(rows[m * task.row_count + i]);
+    });
+    if (!warp.leader()) return;
+    const double mean = sum / static_cast<double>(task.row_count);
+    const double floor = task.plan->factor_floor;
+    static_cast<T*>(task.scales)[m] = static_cast<T>(1 / (mean < floor ? floor : mean));
+  });
+}
+
+struct Factor {
+  static constexpr int kBlocks = 3;
+  const FactorTask* tasks;
+  const ChunkRef* row_pieces;
+  int64_t row_count;
+  const ChunkRef* column_pieces;
+  int64_t column_count;
+  const ga_param* params;
+  int64_t param_count;
+  unsigned* counter;
+
+  GA_DEVICE void operator()(Block& block) const {
+    GA_SHARED PieceTotals shared;
+    GA_ROLLED
+    for (int64_t k = block.index(); k < row_count + column_count; k += block.count()) {
+      const bool row = k < row_count;
+      const ChunkRef at = row ? row_pieces[k] : column_pieces[k - row_count];
+      const FactorTask& task = tasks[at.item];
+      if ((task.plan->duty & kUpdate) == 0) continue;
+      UnitTask sums = {};
+      sums.gradient = task.gradient;
+      sums.f64 = task.f64;
+      sums.pattern = row ? task.row_pattern : task.column_pattern;
+      sums.sums = row ? task.row_sums : task.column_sums;
+      sum_piece(block, sums, Piece(sums, at.chunk), shared);
+    }
+    if (!block.last(counter)) return;
+    GA_ROLLED
+    for (int64_t k = 0; k < param_count; ++k) {
+      const FactorTask& task = tasks[params[k]];
+      if ((task.plan->duty & kUpdate) == 0) continue;
+      if (task.f64)
+        blend<double>(block, task);
+      else
+        blend<float>(block, task);
+    }
+  }
+};
+
+}  // namespace
+
+void clip_units(const Queue& queue, const UnitTask* tasks, const ChunkRef* pieces, int64_t count,
+                const ga_param* params, int64_t param_count) {
+  launch(ClipUnits{tasks, pieces, count, params, param_count, queue.counters},
+         blocks_for(queue, count), queue.stream);
+}
+
+void factor(const Queue& queue, const FactorTask* tasks, const ChunkRef* row_pieces,
+            int64_t row_count, const ChunkRef* column_pieces, int64_t column_count,
+            const ga_param* params, int64_t param_count) {
+  launch(Factor{tasks, row_pieces, row_count, column_pieces, column_count, params, param_count,
+                queue.counters},
+         blocks_for(queue, row_count + column_count), queue.stream);
+}
+
+}  // namespace ga::cuda
