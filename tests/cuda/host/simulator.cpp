@@ -1,0 +1,609 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cxxabi.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "engine.hpp"
+
+namespace ga::sim {
+namespace {
+
+constexpr size_t kArenaBytes = size_t{256} << 30;  // of addresses
+constexpr size_t kAlignment = 256;
+constexpr size_t kMostFilled = size_t{64} << 20;
+constexpr unsigned char kFresh = 0xff;  // NaN, whatever the format
+constexpr unsigned char kSlack = 0xa5;
+
+size_t page_size() {
+  static const auto size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
+
+size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
+
+[[noreturn]] void die(const char* text) {
+  std::fprintf(stderr, "simulated CUDA: %s\n", text);
+  std::abort();
+}
+
+void check(bool ok, const char* what) {
+  if (!ok) {
+    std::perror(what);
+    die("the operating system refused");
+  }
+}
+
+int64_t number(const char* variable, int64_t otherwise) {
+  const char* text = std::getenv(variable);
+  return text != nullptr && *text != '\0' ? std::strtoll(text, nullptr, 10) : otherwise;
+}
+
+Config initial_config() {
+  Config config;
+  config.deferred = number("GA_SIM_DEFERRED", config.deferred) != 0;
+  config.protect = number("GA_SIM_PROTECT", config.protect) != 0;
+  config.reverse_blocks = number("GA_SIM_REVERSE_BLOCKS", config.reverse_blocks) != 0;
+  config.pageable_access = number("GA_SIM_PAGEABLE_ACCESS", config.pageable_access) != 0;
+  config.memory_pools = number("GA_SIM_MEMORY_POOLS", config.memory_pools) != 0;
+  config.devices = static_cast<int>(number("GA_SIM_DEVICES", config.devices));
+  config.driver = static_cast<int>(number("GA_SIM_DRIVER", config.driver));
+  if (config.driver == cudaErrorInsufficientDriver) config.driver_version = 0;
+  config.multiprocessors =
+      static_cast<int>(number("GA_SIM_MULTIPROCESSORS", config.multiprocessors));
+  return config;
+}
+
+// Whether it is the n-th of what fails at the n-th time.
+bool strikes(int64_t& n) { return n > 0 && --n == 0; }
+
+}  // namespace
+
+// ---- Memory ----------------------------------------------------------------------------------------
+
+// Addresses beyond the end of an empty file: what lies between allocations cannot be accessed (SIGSEGV
+// or SIGBUS) whatever its protection, so that one call can change that of the whole arena.
+void Arena::create() {
+  file_ = memfd_create("simulated device", MFD_CLOEXEC);
+  check(file_ >= 0, "memfd_create");
+  void* base = mmap(nullptr, kArenaBytes, PROT_NONE, MAP_SHARED | MAP_NORESERVE, file_, 0);
+  check(base != MAP_FAILED, "mmap");
+  base_ = static_cast<char*>(base);
+  if (number("GA_SIM_PROTECTION_KEYS", 1) != 0) {
+    key_ = pkey_alloc(0, open_ ? 0 : PKEY_DISABLE_ACCESS);
+  }
+}
+
+void Arena::protect(bool on) {
+  if (on == protect_) return;
+  protect_ = on;
+  if (used_ > 0) seal(base_, used_);
+}
+
+void Arena::open(bool on) {
+  if (on == open_) return;
+  open_ = on;
+  if (used_ == 0 || !protect_) return;
+  if (key_ >= 0) {
+    check(pkey_set(key_, on ? 0 : PKEY_DISABLE_ACCESS) == 0, "pkey_set");
+  } else {
+    seal(base_, used_);
+  }
+}
+
+void Arena::seal(char* pages, size_t size) {
+  constexpr int all = PROT_READ | PROT_WRITE;
+  const int result = key_ >= 0 ? pkey_mprotect(pages, size, all, protect_ ? key_ : 0)
+                               : mprotect(pages, size, open_ || !protect_ ? all : PROT_NONE);
+  check(result == 0, "mprotect");
+}
+
+void Arena::unseal(char* pages, size_t size) {
+  constexpr int all = PROT_READ | PROT_WRITE;
+  const int result = key_ >= 0 ? pkey_mprotect(pages, size, all, 0) : mprotect(pages, size, all);
+  check(result == 0, "mprotect");
+}
+
+char* Arena::take(size_t size) {
+  if (base_ == nullptr) create();
+  if (size > kArenaBytes - used_ - page_size()) return nullptr;
+  char* result = base_ + used_;
+  used_ += size + page_size();
+  check(mmap(result, size, PROT_READ | PROT_WRITE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == result,
+        "mmap");
+  return result;
+}
+
+void Arena::give_back(char* pages, size_t size) {
+  check(mmap(pages, size, PROT_NONE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, file_,
+             pages - base_) == pages,
+        "mmap");
+}
+
+bool Arena::contains(const void* pointer) const {
+  const auto* p = static_cast<const char*>(pointer);
+  return base_ != nullptr && p >= base_ && p < base_ + kArenaBytes;
+}
+
+namespace {
+
+// Pinned and managed memory: pages, a page without access, and no use of them once freed.
+char* take_host_pages(size_t pages) {
+  void* result = mmap(nullptr, pages + page_size(), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (result == MAP_FAILED) return nullptr;
+  check(mprotect(static_cast<char*>(result) + pages, page_size(), PROT_NONE) == 0, "mprotect");
+  return static_cast<char*>(result);
+}
+
+void give_back_host_pages(char* pages, size_t size) {
+  check(mmap(pages, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1,
+             0) == pages,
+        "mmap");
+}
+
+void check_slack(const Allocation& a) {
+  const auto untouched = [](const char* begin, const char* end) {
+    return std::all_of(begin, end, [](char c) { return static_cast<unsigned char>(c) == kSlack; });
+  };
+  if (!untouched(a.pages, a.begin) || !untouched(a.begin + a.size, a.pages + a.page_bytes)) {
+    die("memory beside an allocation was written");
+  }
+}
+
+}  // namespace
+
+cudaError_t Engine::allocate(void** pointer, size_t size, Memory memory, int device, bool pooled) {
+  ++counters.allocations;
+  if (strikes(fail_allocation)) return cudaErrorMemoryAllocation;
+  if (size == 0) {
+    *pointer = nullptr;
+    return cudaSuccess;
+  }
+  const bool on_device = memory != Memory::kPinned;
+  if (size > config.memory || (on_device && devices[device].bytes > config.memory - size)) {
+    return cudaErrorMemoryAllocation;
+  }
+  Arena& arena = devices[device].arena;
+  const size_t page_bytes = round_up(size, page_size());
+  char* pages = memory == Memory::kDevice ? arena.take(page_bytes) : take_host_pages(page_bytes);
+  if (pages == nullptr) return cudaErrorMemoryAllocation;
+  char* begin = pages + (page_bytes - round_up(size, kAlignment));
+  std::memset(pages, kSlack, static_cast<size_t>(begin - pages));
+  if (size <= kMostFilled) std::memset(begin, kFresh, size);
+  std::memset(begin + size, kSlack, page_bytes - static_cast<size_t>(begin - pages) - size);
+  if (memory == Memory::kDevice) arena.seal(pages, page_bytes);
+  if (on_device) {
+    devices[device].bytes += size;
+    counters.device_bytes += static_cast<int64_t>(size);
+    counters.device_bytes_peak = std::max(counters.device_bytes_peak, counters.device_bytes);
+  } else {
+    counters.pinned_bytes += static_cast<int64_t>(size);
+  }
+  allocations_[reinterpret_cast<uintptr_t>(begin)] = {begin,  size,  memory,    device,
+                                                      pooled, pages, page_bytes};
+  *pointer = begin;
+  return cudaSuccess;
+}
+
+cudaError_t Engine::register_host(void* pointer, size_t size, int device) {
+  if (pointer == nullptr || size == 0) return cudaErrorInvalidValue;
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  const auto next = allocations_.lower_bound(address);
+  if (find(pointer) != nullptr || (next != allocations_.end() && next->first < address + size)) {
+    return cudaErrorHostMemoryAlreadyRegistered;
+  }
+  Allocation& a = allocations_[address];
+  a.begin = static_cast<char*>(pointer);
+  a.size = size;
+  a.memory = Memory::kRegistered;
+  a.device = device;
+  return cudaSuccess;
+}
+
+cudaError_t Engine::release(char* begin) {
+  const auto found = allocations_.find(reinterpret_cast<uintptr_t>(begin));
+  if (found == allocations_.end()) return cudaErrorInvalidValue;
+  const Allocation a = found->second;
+  allocations_.erase(found);
+  if (a.memory == Memory::kRegistered) return cudaSuccess;
+  ++counters.frees;
+  if (a.memory == Memory::kDevice) {
+    Arena& arena = devices[a.device].arena;
+    arena.unseal(a.pages, a.page_bytes);
+    check_slack(a);
+    arena.give_back(a.pages, a.page_bytes);
+  } else {
+    check_slack(a);
+    give_back_host_pages(a.pages, a.page_bytes);
+  }
+  if (a.memory == Memory::kPinned) {
+    counters.pinned_bytes -= static_cast<int64_t>(a.size);
+  } else {
+    devices[a.device].bytes -= a.size;
+    counters.device_bytes -= static_cast<int64_t>(a.size);
+  }
+  return cudaSuccess;
+}
+
+void Engine::release_everything() {
+  while (!allocations_.empty()) release(allocations_.begin()->second.begin);
+}
+
+const Allocation* Engine::find(const void* pointer) const {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  auto next = allocations_.upper_bound(address);
+  if (next == allocations_.begin()) return nullptr;
+  const Allocation& a = std::prev(next)->second;
+  return address - reinterpret_cast<uintptr_t>(a.begin) < a.size ? &a : nullptr;
+}
+
+bool Engine::valid(const void* pointer, size_t size) const {
+  const Allocation* a = find(pointer);
+  if (a != nullptr) {
+    const auto* p = static_cast<const char*>(pointer);
+    return a->memory == Memory::kRegistered || size <= static_cast<size_t>(a->begin + a->size - p);
+  }
+  return pointer != nullptr &&
+         std::none_of(std::begin(devices), std::end(devices),
+                      [&](const Device& device) { return device.arena.contains(pointer); });
+}
+
+void Engine::open_only(int device) {
+  for (int i = 0; i < kMaxDevices; ++i) {
+    devices[i].arena.protect(config.protect);
+    devices[i].arena.open(device == kEveryDevice || device == i);
+  }
+}
+
+// ---- Work ------------------------------------------------------------------------------------------
+
+ThreadState& thread_state() {
+  static thread_local ThreadState state;
+  return state;
+}
+
+Engine& Engine::get() {
+  static auto* engine = new Engine;  // there to the very end of the process
+  return *engine;
+}
+
+Engine::Engine() : config(initial_config()) {
+  for (int i = 0; i < kMaxDevices; ++i) {
+    devices[i].legacy = std::make_shared<CUstream_st>(CUstream_st{i, cudaStreamDefault, true});
+    streams.push_back(devices[i].legacy);
+  }
+  close_all();
+}
+
+cudaError_t entry_error() {
+  Engine& engine = Engine::get();
+  if (thread_state().in_host_function) return cudaErrorNotPermitted;
+  if (engine.config.driver != cudaSuccess) return static_cast<cudaError_t>(engine.config.driver);
+  if (engine.config.devices == 0) return cudaErrorNoDevice;
+  return engine.devices[thread_state().device].fault;
+}
+
+std::shared_ptr<CUstream_st> Engine::stream(cudaStream_t handle) {
+  Device& device = devices[thread_state().device];
+  if (handle == nullptr || handle == cudaStreamLegacy) return device.legacy;
+  if (handle == cudaStreamPerThread) {
+    std::shared_ptr<CUstream_st>& stream = device.per_thread[std::this_thread::get_id()];
+    if (stream == nullptr) {
+      stream = std::make_shared<CUstream_st>(CUstream_st{thread_state().device, cudaStreamDefault});
+      streams.push_back(stream);
+    }
+    return stream;
+  }
+  for (const auto& stream : streams) {
+    if (stream.get() == handle && !stream->destroyed) return stream;
+  }
+  return nullptr;
+}
+
+Mark Engine::end_of(const std::shared_ptr<CUstream_st>& stream) const {
+  return {stream, stream->end()};
+}
+
+cudaError_t prepare(Engine& engine, cudaStream_t handle, bool current_device,
+                    std::shared_ptr<CUstream_st>* stream) {
+  *stream = engine.stream(handle);
+  if (*stream == nullptr) return cudaErrorInvalidResourceHandle;
+  if (current_device && (*stream)->device != thread_state().device) {
+    return cudaErrorInvalidResourceHandle;
+  }
+  if (engine.devices[(*stream)->device].fault != cudaSuccess) {
+    return engine.devices[(*stream)->device].fault;
+  }
+  if (engine.implicit_capture(**stream)) {
+    for (const auto& capture : engine.captures) capture->invalid = true;
+    return cudaErrorStreamCaptureImplicit;
+  }
+  const std::shared_ptr<Capture> capture = engine.capture_of(stream->get());
+  if (capture != nullptr && capture->invalid) return cudaErrorStreamCaptureInvalidated;
+  if (strikes(engine.fail_call)) return engine.fail_call_error;
+  return cudaSuccess;
+}
+
+cudaError_t Engine::enqueue(const std::shared_ptr<CUstream_st>& stream, Work work) {
+  return enqueue(stream, std::make_shared<const Work>(std::move(work)), {});
+}
+
+cudaError_t Engine::enqueue(const std::shared_ptr<CUstream_st>& stream,
+                            std::shared_ptr<const Work> work, std::vector<Mark> after) {
+  if (const std::shared_ptr<Capture> capture = capture_of(stream.get())) {
+    capture->works.push_back(std::move(work));
+    ++capture->streams[stream.get()][stream.get()];
+    return cudaSuccess;
+  }
+  // The legacy stream and those that were not created as non-blocking wait for one another.
+  if (stream->legacy) {
+    for (const auto& other : streams) {
+      if (other != stream && other->device == stream->device &&
+          (other->flags & cudaStreamNonBlocking) == 0) {
+        after.push_back(end_of(other));
+      }
+    }
+  } else if ((stream->flags & cudaStreamNonBlocking) == 0) {
+    after.push_back(end_of(devices[stream->device].legacy));
+  }
+  stream->items.push_back({std::move(work), std::move(after)});
+  if (!config.deferred) run(end_of(stream));
+  return cudaSuccess;
+}
+
+void Engine::execute(const CUstream_st& stream, const Work& work) {
+  if (work.kind == Kind::kFree) {  // whatever happened before
+    work.run();
+    return;
+  }
+  Device& device = devices[stream.device];
+  if (device.fault != cudaSuccess) return;
+  if (work.kind == Kind::kHostFunction) {
+    close_all();
+    thread_state().in_host_function = true;
+    work.run();
+    thread_state().in_host_function = false;
+    return;
+  }
+  if (strikes(fail_execution)) {
+    device.fault = cudaErrorIllegalAddress;
+    return;
+  }
+  if (work.kind == Kind::kKernel) ++counters.executed;
+  open_only(work.device);
+  work.run();
+}
+
+void Engine::run_item(CUstream_st& stream) {
+  const Item item = stream.items.front();
+  for (const Mark& mark : item.after) run(mark);
+  if (item.work != nullptr) execute(stream, *item.work);
+  stream.items.pop_front();
+  ++stream.done;
+}
+
+void Engine::run(const Mark& upto) {
+  if (upto.stream == nullptr) return;
+  ++depth_;
+  while (upto.stream->done < upto.index) run_item(*upto.stream);
+  if (--depth_ > 0) return;
+  close_all();
+  if (upto.stream->destroyed && upto.stream->items.empty()) {
+    streams.erase(std::remove(streams.begin(), streams.end(), upto.stream), streams.end());
+  }
+}
+
+bool Engine::run_one(const Mark& upto) {
+  if (upto.stream == nullptr || upto.stream->done >= upto.index) return false;
+  for (const Mark& mark : upto.stream->items.front().after) {
+    if (run_one(mark)) return true;
+  }
+  run({upto.stream, upto.stream->done + 1});
+  return true;
+}
+
+void Engine::run_device(int device) {
+  const std::vector<std::shared_ptr<CUstream_st>> all = streams;
+  for (const auto& stream : all) {
+    if (device == kEveryDevice || stream->device == device) run(end_of(stream));
+  }
+}
+
+void Engine::run_everything() { run_device(kEveryDevice); }
+
+// ---- Captures ----------------------------------------------------------------------------------------
+
+std::shared_ptr<Capture> Engine::capture_of(const CUstream_st* stream) const {
+  for (const auto& capture : captures) {
+    if (capture->streams.count(const_cast<CUstream_st*>(stream)) != 0) return capture;
+  }
+  return nullptr;
+}
+
+bool Engine::unsafe_call() {
+  const ThreadState& thread = thread_state();
+  if (thread.mode == cudaStreamCaptureModeRelaxed) return false;
+  bool forbidden = false;
+  for (const auto& capture : captures) {
+    const bool own = capture->thread == std::this_thread::get_id();
+    if ((own && capture->mode != cudaStreamCaptureModeRelaxed) ||
+        (capture->mode == cudaStreamCaptureModeGlobal &&
+         thread.mode == cudaStreamCaptureModeGlobal)) {
+      capture->invalid = true;
+      forbidden = true;
+    }
+  }
+  return forbidden;
+}
+
+bool Engine::implicit_capture(const CUstream_st& stream) const {
+  if (!stream.legacy) return false;
+  for (const auto& capture : captures) {
+    for (const auto& [captured, clock] : capture->streams) {
+      if (captured->device == stream.device && (captured->flags & cudaStreamNonBlocking) == 0) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void Engine::end_capture(const std::shared_ptr<Capture>& capture) {
+  const std::shared_ptr<Capture> kept = capture;
+  captures.erase(kept);
+  for (CUevent_st* event : events) {
+    if (event->capture == kept) event->capture = nullptr;
+  }
+}
+
+// ---- For tests -----------------------------------------------------------------------------------------
+
+namespace {
+
+std::string type_name(const std::type_info& type) {
+  int status = 0;
+  char* text = abi::__cxa_demangle(type.name(), nullptr, nullptr, &status);
+  const std::string result = status == 0 ? text : type.name();
+  std::free(text);
+  return result;
+}
+
+std::lock_guard<std::recursive_mutex> lock() {
+  return std::lock_guard<std::recursive_mutex>(Engine::get().mutex);
+}
+
+}  // namespace
+
+cudaError_t launch(const std::type_info& kernel, int64_t blocks,
+                   std::function<void(int64_t, int64_t)> block, cudaStream_t handle) {
+  return call([&](Engine& engine) {
+    std::shared_ptr<CUstream_st> stream;
+    if (blocks <= 0 || blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+    const cudaError_t error = prepare(engine, handle, true, &stream);
+    if (error != cudaSuccess) return error;
+    ++engine.counters.launches;
+    ++engine.counters.by_kernel[type_name(kernel)];
+    return engine.enqueue(stream, {Kind::kKernel, stream->device, [=, &engine] {
+                                     for (int64_t i = 0; i < blocks; ++i) {
+                                       block(engine.config.reverse_blocks ? blocks - 1 - i : i,
+                                             blocks);
+                                     }
+                                   }});
+  });
+}
+
+cudaError_t library_call(const char* name, std::function<void()> work, cudaStream_t handle) {
+  return call([&](Engine& engine) {
+    std::shared_ptr<CUstream_st> stream;
+    const cudaError_t error = prepare(engine, handle, true, &stream);
+    if (error != cudaSuccess) return error;
+    ++engine.counters.library_calls;
+    ++engine.counters.by_library[name];
+    return engine.enqueue(stream, {Kind::kLibrary, stream->device, std::move(work)});
+  });
+}
+
+Config config() {
+  const auto guard = lock();
+  return Engine::get().config;
+}
+
+void configure(const Config& config) {
+  const auto guard = lock();
+  if (config.devices < 0 || config.devices > kMaxDevices) die("so many devices are not simulated");
+  Engine::get().config = config;
+  Engine::get().close_all();
+}
+
+void fail_allocation(int64_t n) {
+  const auto guard = lock();
+  Engine::get().fail_allocation = n;
+}
+
+void fail_call(int64_t n, cudaError_t error) {
+  const auto guard = lock();
+  Engine::get().fail_call = n;
+  Engine::get().fail_call_error = error;
+}
+
+void fail_execution(int64_t n) {
+  const auto guard = lock();
+  Engine::get().fail_execution = n;
+}
+
+int64_t Counters::launches_of(std::string_view part) const {
+  int64_t count = 0;
+  for (const auto& [name, launched] : by_kernel) {
+    if (name.find(part) != std::string::npos) count += launched;
+  }
+  return count;
+}
+
+Counters counters() {
+  const auto guard = lock();
+  return Engine::get().counters;
+}
+
+void reset_counters() {
+  const auto guard = lock();
+  Counters fresh;
+  fresh.device_bytes = fresh.device_bytes_peak = Engine::get().counters.device_bytes;
+  fresh.pinned_bytes = Engine::get().counters.pinned_bytes;
+  Engine::get().counters = fresh;
+}
+
+void finish() {
+  const auto guard = lock();
+  Engine::get().run_everything();
+}
+
+int64_t queued() {
+  const auto guard = lock();
+  int64_t count = 0;
+  for (const auto& stream : Engine::get().streams) {
+    count += static_cast<int64_t>(stream->items.size());
+  }
+  return count;
+}
+
+void reset() {
+  const auto guard = lock();
+  Engine& engine = Engine::get();
+  engine.fail_allocation = engine.fail_call = engine.fail_execution = 0;
+  engine.run_everything();
+  while (!engine.captures.empty()) engine.end_capture(*engine.captures.begin());
+  for (CUevent_st* event : engine.events) delete event;
+  engine.events.clear();
+  engine.streams.clear();
+  for (Device& device : engine.devices) {
+    device.fault = cudaSuccess;
+    device.per_thread.clear();
+    engine.streams.push_back(device.legacy);
+  }
+  engine.release_everything();
+  thread_state() = ThreadState{};
+  configure(initial_config());
+  reset_counters();
+}
+
+namespace {
+
+void copy_now(void* to, const void* from, size_t size) {
+  const auto guard = lock();
+  Engine::get().open_only(kEveryDevice);
+  if (size > 0) std::memcpy(to, from, size);
+  Engine::get().close_all();
+}
+
+}  // namespace
+
+void peek(void* to, const void* device, size_t size) { copy_now(to, device, size); }
+void poke(void* device, const void* from, size_t size) { copy_now(device, from, size); }
+
+}  // namespace ga::sim
