@@ -114,7 +114,9 @@ AccumulateTask* Context::plan(ga_param id, const Source& given) {
   task.target = target_of(id);
   if (config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN) {
     task.keep *= p.held_weight / micro_.window_weight;
-    source->scale /= micro_.window_weight;
+    // The loss scale last, as where only the device knows it.
+    source->scale = micro_.weight / micro_.window_weight;
+    if (micro_.loss_scale != 0) source->scale /= micro_.loss_scale;
     p.held_weight = micro_.window_weight;
   }
   if (config_.accumulation == GA_ACCUMULATE_STOCHASTIC) {
@@ -127,11 +129,16 @@ AccumulateTask* Context::plan(ga_param id, const Source& given) {
     task.noise = 1 / micro_.weight;
     if (config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN)  // added as c / W
       task.noise *= micro_.window_weight * micro_.window_weight;
-    noise_repeated_ = noise_repeated_ || micro_.index <= p.last_micro;
-    p.last_micro = micro_.index;
   }
-  ++p.contributions;
+  count_contribution(p);
   return &task;
+}
+
+// Those of a dropped micro-batch count too: a device learns too late that it was dropped.
+void Context::count_contribution(Param& p) {
+  noise_repeated_ = noise_repeated_ || micro_.index <= p.last_micro;
+  p.last_micro = micro_.index;
+  ++p.contributions;
 }
 
 template <class Work>
@@ -146,6 +153,8 @@ void Context::or_invalidate(Work&& work) {
 
 void Context::accumulate(const void* const* gradients, size_t count, double weight,
                          const double* scale) {
+  check_device();
+  if (accum_due_) update_accum_steps();
   const Micro micro = make_micro(weight, scale);
   window_.check_whole();
   if (count != blocks_.size())
@@ -195,10 +204,12 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
 }
 
 void Context::set_micro(const Micro& micro, int64_t index, double window_weight) {
-  micro_ = {index, micro.weight, window_weight};
+  micro_ = {index, micro.weight, micro.loss_scale, window_weight};
 }
 
 void Context::micro_begin(int64_t index, double weight, const double* scale) {
+  check_device();
+  if (accum_due_) update_accum_steps();
   const Micro micro = make_micro(weight, scale);
   if (deferring() && window_.open_index() < 0 && index >= 0 && index < window_.size())
     fail(GA_ERROR_UNSUPPORTED,
@@ -214,6 +225,7 @@ void Context::micro_begin(int64_t index, double weight, const double* scale) {
 
 // The parameter of a call that contributes to the open micro-batch.
 Context::Param& Context::part(ga_param id, const char* what) {
+  check_device();
   window_.check_part(what);
   Param& p = param(id);
   if (p.acquired)
@@ -428,12 +440,14 @@ void Context::settle(int64_t index) {
     added = !known || known->micro_finite || config_.nonfinite != GA_NONFINITE_DROP_MICRO;
     if (added) backend_->clip_units({micro_units_.data(), micro_units_.size()});
   });
+  set_micro(micro, index, window_.weight());
   if (!added) {
+    for (const Contribution& c : contributions_)
+      if (c.index_dtype == 0) count_contribution(params_[static_cast<size_t>(c.param)]);
     window_.drop(index);
     contributions_.clear();
     return;
   }
-  set_micro(micro, index, window_.weight());
   accumulate_tasks_.clear();
   const auto run = [&] {
     or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
@@ -506,6 +520,9 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
       fail(GA_ERROR_INVALID_ARGUMENT,
            "parameter \"%s\": %s at %p overlaps a parameter or memory of the library", name(id),
            which, data);
+    if (config_.device != GA_DEVICE_CPU)
+      backend_->check_memory(data,
+                             (std::string("parameter \"") + name(id) + "\": " + which).c_str());
   };
   check_matrix("a", a, transpose_a ? k : m, transpose_a ? m : k, lda);
   check_matrix("b", b, transpose_b ? n : k, transpose_b ? k : n, ldb);
@@ -566,6 +583,7 @@ void Context::release(ga_param id) {
 }
 
 void Context::micro_end() {
+  check_device();
   window_.check_part("ga_micro_end");
   for (size_t i = 0; i < params_.size(); ++i)
     if (params_[i].acquired)

@@ -91,11 +91,11 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   slot = next;
   if (own) *own = clip != nullptr;
   try {
+    for (size_t i = prepared_; i < params_.size(); ++i)
+      if (clip_of(params_[i]).scope == GA_CLIP_AGC) units_axes(i);
     const bool units = before.scope == GA_CLIP_AGC || next.scope == GA_CLIP_AGC ||
                        clip_.scope == GA_CLIP_AGC;  // perhaps another group's, now or before
     if (prepared_ > 0 && units) prepare_units();
-    for (size_t i = prepared_; i < params_.size(); ++i)
-      if (clip_of(params_[i]).scope == GA_CLIP_AGC) units_axes(i);
   } catch (...) {
     slot = before;
     if (own) *own = before_own;
@@ -122,21 +122,21 @@ uint32_t Context::units_axes(size_t i) const {
 }
 
 std::unique_ptr<Context::Units> Context::new_units(const std::vector<int64_t>& shape,
-                                                   uint32_t reduced, bool both) const {
+                                                   uint32_t reduced, bool both) {
   auto units = std::make_unique<Units>();
   units->pattern = make_units(static_cast<int32_t>(shape.size()), shape.data(), reduced);
   const auto sums = static_cast<size_t>(units->pattern.sums());
   const auto count = static_cast<size_t>(units->pattern.units);
   units->bytes = sizeof(double) * (both ? 2 * sums + count : sums);
-  units->mirror = backend_->mirror(sizeof(UnitPattern));
   try {
+    units->mirror = backend_->mirror(sizeof(UnitPattern));
     units->gradient = static_cast<double*>(backend_->allocate(units->bytes));
+    *static_cast<UnitPattern*>(units->mirror.host) = units->pattern;
+    backend_->upload(units->mirror, 0, sizeof(UnitPattern));
   } catch (...) {
-    backend_->free(units->mirror);
+    free_units(units);
     throw;
   }
-  *static_cast<UnitPattern*>(units->mirror.host) = units->pattern;
-  backend_->upload(units->mirror, 0, sizeof(UnitPattern));
   if (both) {
     units->param = units->gradient + sums;
     units->factors = units->param + sums;
@@ -174,8 +174,7 @@ void Context::prepare_units() {
 bool Context::by_units(ga_param id) const {
   const auto i = static_cast<size_t>(id);
   const ga_clip& clip = clip_of(params_[i]);
-  return clip_units_ && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_STEP &&
-         tensors_[i].units;
+  return clip_units_ && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_STEP && tensors_[i].units;
 }
 
 // Whether its micro-batches are clipped before they are added.

@@ -12,6 +12,13 @@
 namespace ga {
 namespace {
 
+// Makes room for more elements. Exactly so much, each of many calls would move all others.
+template <class T>
+void make_room(std::vector<T>& list, size_t more) {
+  const size_t size = list.size() + more;
+  if (size > list.capacity()) list.reserve(std::max(size, 2 * list.capacity()));
+}
+
 // Elements of a tensor; throws when the shape is no shape or larger than an address space.
 int64_t element_count(const ga_flat_entry& e, int32_t element_size) {
   if (e.rank < 0)
@@ -153,7 +160,7 @@ void Context::release() noexcept {
   micro_plans_.release(*backend_);
 }
 
-// ---- What the tables are told --------------------------------------------------------------------
+// ---- What the tables are told -------------------------------------------------------------------
 
 void Context::tell_settings() {
   Settings& s = settings_.edit(0);
@@ -252,6 +259,7 @@ Context::Param& Context::param(ga_param id) {
 
 // Waits for the last step where a schedule depends on it.
 void Context::update_accum_steps() {
+  accum_due_ = false;
   int64_t k = config_.accum_steps;
   const int64_t done = phases_.empty() ? 0 : steps();
   for (const ga_accum_phase& phase : phases_)
@@ -335,8 +343,14 @@ void Context::set_weight_decay(ga_group id, double weight_decay) {
   check_rate("weight_decay", weight_decay);
   g.optimizer.weight_decay = weight_decay;
   const OptimizerInfo& info = *g.info;
-  for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = info.op(g.optimizer, matrix);
+  bool other = false;  // another Op
+  for (int matrix = 0; matrix < 2; ++matrix) {
+    const int op = info.op(g.optimizer, matrix);
+    other = other || op != g.op[matrix];
+    g.op[matrix] = op;
+  }
   tell_groups();
+  if (!other) return;
   for (size_t i = 0; i < prepared_; ++i)
     if (params_[i].group == id) set_update(i);
   lists_due_ = true;
@@ -353,7 +367,12 @@ void Context::set_schedule(ga_group id, const ga_schedule* schedule) {
       const auto bytes = static_cast<size_t>(next.table_size) * sizeof(double);
       rates = backend_->mirror(bytes);
       std::memcpy(rates.host, next.table, bytes);
-      backend_->upload(rates, 0, bytes);
+      try {
+        backend_->upload(rates, 0, bytes);
+      } catch (...) {
+        backend_->free(rates);
+        throw;
+      }
     }
   }
   next.table = nullptr;
@@ -445,6 +464,8 @@ void Context::check_data(const char* tensor, const void* data, int64_t count, in
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its data at %p overlaps %s%s%s", tensor,
          data, r->param < 0 ? "memory of the library" : "parameter \"",
          r->param < 0 ? "" : name(r->param), r->param < 0 ? "" : "\"");
+  if (config_.device != GA_DEVICE_CPU)
+    backend_->check_memory(data, (std::string("parameter \"") + tensor + "\": its data").c_str());
 }
 
 // Whether dtypes and options go together, and with the group's optimizer.
@@ -503,7 +524,6 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
   if (count > static_cast<size_t>(INT32_MAX) - params_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "the context would have more than %d parameters", INT32_MAX);
   const size_t old_params = params_.size();
-  const size_t old_ranges = ranges_.size();
   const auto undo = [&] {
     for (size_t i = old_params; i < tensors_.size(); ++i)
       names_.erase(tensors_[i].name);  // or was never in
@@ -515,10 +535,10 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
                   ranges_.end());
   };
   try {
-    params_.reserve(old_params + count);
-    tensors_.reserve(old_params + count);
-    ranges_.reserve(old_ranges + count);
-    blocks_.reserve(blocks_.size() + 1);
+    make_room(params_, count);
+    make_room(tensors_, count);
+    make_room(ranges_, count);
+    make_room(blocks_, 1);
     for (size_t i = 0; i < count; ++i) {
       const ga_flat_entry& e = entries[i];
       if (!e.name || !*e.name)

@@ -90,6 +90,10 @@ class Context {
   ga_memory memory() const;
   void synchronize() { backend_->wait(); }
 
+  // Throws, before anything has changed, where no work can be given now: a capture is in the way,
+  // or there was a fault.
+  void check_device() const { backend_->capturing(); }
+
   // accumulate.cpp
   void accumulate(const void* const* gradients, size_t count, double weight, const double* scale);
   void micro_begin(int64_t index, double weight, const double* scale);
@@ -103,7 +107,7 @@ class Context {
   void micro_end();
 
   // step.cpp
-  ga_window_info window() const;
+  ga_window_info window();
   ga_step_result step();
   static ga_step_result pending();
   bool result(int64_t window, bool wait, ga_step_result& out) const {
@@ -296,6 +300,7 @@ class Context {
                     const char* what) const;
   Array target_of(ga_param id) const;
   AccumulateTask* plan(ga_param id, const Source& source);
+  void count_contribution(Param& p);
   void store_adopted(ga_param id);
   void make_dense(ga_param id);
   RowsTask rows_task(const Contribution& c, const Source& values) const;
@@ -312,8 +317,7 @@ class Context {
   void change_clip(const ga_clip* clip, ga_clip& slot, bool* own);
   void choose_path();
   uint32_t units_axes(size_t param) const;
-  std::unique_ptr<Units> new_units(const std::vector<int64_t>& shape, uint32_t reduced,
-                                   bool both) const;
+  std::unique_ptr<Units> new_units(const std::vector<int64_t>& shape, uint32_t reduced, bool both);
   void free_units(std::unique_ptr<Units>& units) noexcept;
   void prepare_units();
   bool by_units(ga_param id) const;
@@ -354,6 +358,7 @@ class Context {
   std::unordered_set<std::string> names_;
   ga_clip clip_;
   std::vector<ga_accum_phase> phases_;
+  bool accum_due_ = false;  // the length of the next window is to be found by them
 
   bool scaled_ = false;
   ga_loss_scaler scaler_ = {};
@@ -404,6 +409,7 @@ class Context {
   struct {
     int64_t index;
     double weight;
+    double loss_scale;                       // 0: only the device knows it
     double window_weight;                    // with it
   } micro_ = {};                             // of the contributions that are being planned
   std::vector<Contribution> contributions_;  // of the open micro-batch, when deferring

@@ -72,7 +72,8 @@ GA_HD double clip_factor(const ga_clip& clip, double norm) {
 // What a unit's gradient is multiplied by (Brock et al. 2021, equation 3), from its squares.
 GA_HD double agc_factor(const UnitTask& task, int64_t unit) {
   const double g = sqrt(task.sums[unit]);
-  const double most = task.factor * larger(sqrt(task.param_sums[unit]), task.eps);
+  const double p = sqrt(task.param_sums[unit]);
+  const double most = task.factor * (p < task.eps ? task.eps : p);
   return g > most ? most / larger(g, 1e-6) : 1;
 }
 
@@ -241,8 +242,9 @@ GA_DEVICE void limit_groups(Crew& crew, const Tables& t) {
   crew.each_item(t.params, [&](int64_t i) {
     ParamState& s = t.param_states[i];
     const double most = optimizer(i).max_grad_norm;
-    if (s.touched && optimizer(i).kind == kind && most > 0)
-      s.factor /= larger(1.0, sqrt(squares) / most);
+    if (!s.touched || optimizer(i).kind != kind || !(most > 0)) return;
+    const double over = sqrt(squares) / most;
+    if (over > 1) s.factor /= over;  // a NaN is not: other groups are not to become one
   });
 }
 
@@ -527,6 +529,7 @@ GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, Micr
     const ga_clip& clip = g.clip;
     plan.active = added;
     plan.scale = set.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
+    if (set.running_mean) plan.scale /= c.weight;
     if (clip.when != GA_CLIP_MICRO || (clip.scope == GA_CLIP_NONE && !is_finite(clip.max_value))) {
       plan.scale /= loss_scale;
     } else if (!clips) {
@@ -541,7 +544,6 @@ GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, Micr
     plan.noise = set.noise ? 1 / micro.weight : 0;
     if (set.running_mean) {
       if (!in.again) plan.keep *= s.held_weight / c.weight;
-      plan.scale /= c.weight;
       plan.noise *= c.weight * c.weight;  // it is added as c / W
     }
   });

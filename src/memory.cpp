@@ -167,6 +167,7 @@ ga_memory Context::memory() const {
       }
     }
   }
+  for (const Group& g : groups_) m.workspace += static_cast<int64_t>(g.rates.bytes);
   m.workspace += micro_partials_.bytes() + micro_plans_.bytes() +
                  static_cast<int64_t>(contributions_.capacity() *
                                       (sizeof(Contribution) + sizeof(MicroInput)));
@@ -224,6 +225,8 @@ void Context::prepare() {
     unit_tasks.release(*backend_);
     factors.release(*backend_);
   };
+  std::vector<std::pair<RowSet*, uint32_t*>> row_slots;
+  row_slots.reserve(n - prepared_);
   arenas_.reserve(arenas_.size() + kArrays + 1);
   ranges_.reserve(ranges_.size() + kArrays + 1);
   try {
@@ -251,11 +254,12 @@ void Context::prepare() {
       units[1] = new_units(shape, kRowSums, false);
       units[2] = new_units(shape, kColumnSums, false);
     }
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception& e) {
     for (size_t a = 0; a <= kPartials; ++a) backend_->free(base[a], bytes[a]);
     backend_->free(scratch, fresh.scratch);
     for (auto& units : made) free_units(units);
     release();
+    if (!dynamic_cast<const std::bad_alloc*>(&e)) throw;
     fail(
         GA_ERROR_OUT_OF_MEMORY,
         "%zu bytes for accumulators and %zu for optimizer state of %zu parameters could not be had",
@@ -302,10 +306,7 @@ void Context::prepare() {
     t.low = at(kLow);
     p.pair = t.low != nullptr;
     t.set = static_cast<RowSet*>(at(kRowSet));
-    if (t.set) {
-      uint32_t* const slots = static_cast<uint32_t*>(at(kRowSlots));
-      backend_->write(&t.set->slots, &slots, sizeof slots);
-    }
+    if (t.set) row_slots.push_back({t.set, static_cast<uint32_t*>(at(kRowSlots))});
     p.master_due = p.master != nullptr;
     p.state_due = true;
     unfilled_ = true;
@@ -314,6 +315,7 @@ void Context::prepare() {
     t.factor_rows = std::move(units[1]);
     t.factor_columns = std::move(units[2]);
   }
+  for (const auto& [set, slots] : row_slots) backend_->write(&set->slots, &slots, sizeof slots);
   for (size_t a = 0; a < kArrays; ++a) owned_.bytes[a] += fresh.bytes[a];
   owned_.chunks += fresh.chunks;
   for (size_t i = 0; i < n; ++i) set_update(i);  // the tables have moved
@@ -348,8 +350,7 @@ void Context::set_update(size_t i) {
   in.by_units = by_units(id);
   in.lazy = t.options.rows == GA_ROWS_LAZY;
   in.average = p.average != nullptr;
-  const bool bf16_state =
-      groups_[static_cast<size_t>(p.group)].optimizer.state_dtype == GA_BF16;
+  const bool bf16_state = groups_[static_cast<size_t>(p.group)].optimizer.state_dtype == GA_BF16;
   in.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC || bf16_state ||
                  (in.average && average_of(p).format == GA_BF16);
 

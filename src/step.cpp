@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials
 // that the accumulating passes left; a pass of its own is made only for what has none (see
-// take_norms). What is decided is decided by the backend (decide.hpp), so nothing here waits for it.
+// take_norms). What is decided is decided by the backend (decide.hpp): nothing here waits for it.
 #include <algorithm>
 #include <cmath>
 
@@ -11,7 +11,8 @@
 
 namespace ga {
 
-ga_window_info Context::window() const {
+ga_window_info Context::window() {
+  if (accum_due_ && !backend_->capturing()) update_accum_steps();
   ga_window_info w = {};
   w.struct_size = sizeof w;
   w.state = window_.state();
@@ -67,7 +68,10 @@ bool Context::norm_after_value(const Param& p) const {
 // Puts where the gradient is into all that reads it.
 void Context::set_gradient(size_t i) {
   const auto id = static_cast<ga_param>(i);
-  const Source source = source_of(id);
+  Source source = source_of(id);
+  if (params_[i].held() == Held::kAdopted) told_[i] = source;
+  // The scale of the step's own window: the next one is there when the step reads its gradient.
+  if (source.divisor) source.divisor = &control_.at()->result.loss_scale;
   const ParamPlan& plan = *plans_.at(i);
   GradientView view = {source, &plan.gradient};
   GradientView whole = {source, &plan.whole};
@@ -99,7 +103,6 @@ void Context::tell_params() {
     const bool moved = held == Held::kAdopted && !(told_[i] == adopted_of(p));
     if (in.held == held && !moved) continue;
     param_inputs_.set(i, &ParamInput::held, held);
-    if (held == Held::kAdopted) told_[i] = adopted_of(p);
     set_gradient(i);
   }
   if (!backend_->capturing()) return;
@@ -167,11 +170,18 @@ void Context::empty_window() {
   noise_repeated_ = false;
   contributions_.clear();
   window_.clear();
-  update_accum_steps();
+  // Where it depends on a step that is perhaps still running, it is asked for when a window opens.
+  accum_due_ = !phases_.empty() && !backend_->known();
+  if (!accum_due_) update_accum_steps();
 }
 
 ga_step_result Context::step() {
+  check_device();
   window_.check_step();
+  if (config_.nonfinite == GA_NONFINITE_FAIL && backend_->capturing())
+    fail(GA_ERROR_INVALID_STATE,
+         "ga_step waits for its result under GA_NONFINITE_FAIL, which is not possible while the "
+         "stream is being captured");
   if (lists_due_) make_lists();
   WindowTotals totals = {};
   totals.ticket = ++tickets_;
@@ -259,7 +269,10 @@ const void* Context::gradient(ga_param id, int32_t* dtype) const {
          "parameter \"%s\": its group has the optimizer %s; ga_gradient is for "
          "GA_OPTIMIZER_EXTERNAL",
          name(id), info_of(p).name);
-  if (!delivered_ || !p.delivered || !control().go)
+  ParamState state = {};
+  const bool stepped = delivered_ && p.delivered && control().go;
+  if (stepped) backend_->read(&state, param_states_.at(static_cast<size_t>(id)), sizeof state);
+  if (!stepped || !state.touched)
     fail(GA_ERROR_INVALID_STATE,
          "parameter \"%s\": there is no gradient; ga_gradient is legal after an applied ga_step in "
          "which the parameter had one, until the next accumulate, ga_discard or ga_step",

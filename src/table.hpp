@@ -75,7 +75,12 @@ class State {
     s.capacity_ = std::max<size_t>(size, 1);
     s.data_ = static_cast<T*>(backend.allocate(s.capacity_ * sizeof(T)));
     s.size_ = size;
-    if (size_ > 0) backend.copy(s.data_, data_, size_ * sizeof(T));
+    try {
+      if (size_ > 0) backend.copy(s.data_, data_, size_ * sizeof(T));
+    } catch (...) {
+      s.release(backend);
+      throw;
+    }
     return s;
   }
   void release(Backend& backend) noexcept {

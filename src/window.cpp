@@ -64,6 +64,11 @@ void Window::begin(int64_t index, const Micro& micro) {
       fail(GA_ERROR_INVALID_ARGUMENT,
            "micro-batch %lld was resumed with weight %g, but was opened with %g", ll(index),
            micro.weight, first.weight);
+    if (first.loss_scale != micro.loss_scale && (first.loss_scale == 0 || micro.loss_scale == 0))
+      fail(GA_ERROR_INVALID_ARGUMENT,
+           "micro-batch %lld was resumed with %s, but was opened with %s", ll(index),
+           micro.loss_scale == 0 ? "the context's loss scale" : "a loss scale of its own",
+           micro.loss_scale == 0 ? "a loss scale of its own" : "the context's loss scale");
     if (first.loss_scale != micro.loss_scale)
       fail(GA_ERROR_INVALID_ARGUMENT,
            "micro-batch %lld was resumed with loss scale %g, but was opened with %g", ll(index),

@@ -63,8 +63,11 @@
  * streams is its own to order. What it writes on that stream comes before, what it reads after.
  * A window may be captured in a CUDA graph, once one like it has run, and replayed: gradients are
  * then read where they were in the capture; counters, schedules and scales move on with every
- * replay, but ga_window knows nothing of it. Calls that wait say so; in a capture they are
- * GA_ERROR_INVALID_STATE. The Ops give the bits of the CPU.
+ * replay, but ga_window knows nothing of it. The graph ends with the parameters, groups, addresses
+ * and clipping that it was captured with: after a change of these, capture anew. Calls that wait
+ * say so, and so does whatever needs more memory than before; in a capture they are
+ * GA_ERROR_INVALID_STATE. A schedule of window lengths waits when a window opens. Parameters come
+ * out with the bits of the CPU, but for matrix products and functions of the mathematical library.
  *
  * CONVENTIONS, which hold unless a function says otherwise
  *   Errors      Every function returns a ga_status. A call that does not return GA_OK has changed
@@ -265,8 +268,8 @@ GA_API void ga_context_destroy(ga_context* ctx);
    why. */
 GA_API ga_status ga_device_count(int32_t device, int32_t* count);
 
-/* Waits until all work of the context is done. The CPU backend has none outstanding. GA_ERROR_FAULT:
-   some of it failed on the device; every later call answers this again. */
+/* Waits until all work of the context is done. The CPU backend has none outstanding.
+   GA_ERROR_FAULT: some of it failed on the device; every later call answers this again. */
 GA_API ga_status ga_synchronize(ga_context* ctx);
 
 /* Bytes the library owns for this context, by purpose, as registered so far. They are allocated by
@@ -642,7 +645,7 @@ GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
 
 /* Writes the moving average of a parameter to out: as many elements, of dtype, rounded to nearest.
    out must not overlap a parameter. Before the first applied step it is the parameter itself.
-   Waits.
+   On a device the call waits for the work before it, and out is written in the order of the stream.
    GA_ERROR_INVALID_STATE: the context keeps no averages. GA_ERROR_FAULT: out is half written. */
 GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, int32_t dtype);
 
@@ -694,12 +697,12 @@ enum ga_transpose { GA_NO_TRANSPOSE = 0, GA_TRANSPOSE = 1 };
    W [out, in], x [batch, in] and the gradient dy [batch, out], the gradient of W is dy^T x:
    (k = batch, A = dy, lda = out, GA_TRANSPOSE, B = x, ldb = in, GA_NO_TRANSPOSE).
    dtype: of A and B, GA_F32, GA_F16 or GA_BF16; the parameter's accumulator is f32. A and B must
-   not overlap any parameter. Sums are in f32, in the order of the matrix engine (oneDNN), which
-   depends on threads and processor.
+   not overlap any parameter. Sums are in f32, in the order of the matrix engine, oneDNN or on a
+   device cuBLAS, which depends on threads and processor.
    GA_ERROR_UNSUPPORTED: libgradaccum_onednn.so or its oneDNN could not be loaded, or the program
-   has loaded another major version of oneDNN; everything else keeps working. The module is looked
-   for beside the library, or only in the folder that the environment variable GA_MODULE_PATH names.
-   Likewise with ga_config.noise_scale. GA_ERROR_FAULT: the engine failed in mid-work. */
+   has loaded another major version of oneDNN, or there is no cuBLAS; everything else keeps working.
+   The module is looked for beside the library, or only in the folder that the environment variable
+   GA_MODULE_PATH names. Likewise with ga_config.noise_scale. GA_ERROR_FAULT: the engine failed in mid-work. */
 GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,
                                       int64_t lda, int32_t transpose_a, const void* b, int64_t ldb,
                                       int32_t transpose_b, int32_t dtype);
@@ -742,11 +745,12 @@ typedef struct ga_window_info {
   int64_t micro_batches; /* in this window, the open one included */
   int64_t open_micro;    /* index of the open micro-batch; -1: none is open */
   int64_t accum_steps;   /* K of this window; 0: the program decides */
-  double weight;         /* sum of the weights so far */
+  double weight;         /* sum of the weights so far; on a device dropped micro-batches count */
   int64_t windows;       /* calls of ga_step that returned GA_OK, since the context was made */
   int64_t steps;         /* of these, applied; on a device, as far as the results are known */
 } ga_window_info;
 
+/* On a device it waits where the length of the next window depends on the steps so far. */
 GA_API ga_status ga_window(const ga_context* ctx, ga_window_info* out);
 
 enum ga_step_outcome {
@@ -790,15 +794,15 @@ typedef struct ga_step_result {
 /* Ends the window: reduces, checks, clips, updates state and parameters in place. result may be
    NULL. On a device it returns before that is done, unless GA_NONFINITE_FAIL has it wait; the
    outcome is then GA_STEP_PENDING where it is not known, and of the rest only micro_batches and
-   weight are. An empty window is legal and skipped. GA_ERROR_INVALID_STATE: a micro-batch is still open,
-   or the window is invalid. GA_ERROR_NONFINITE: under GA_NONFINITE_FAIL; the window stays,
+   weight are. An empty window is legal and skipped. GA_ERROR_INVALID_STATE: a micro-batch is still
+   open, or the window is invalid. GA_ERROR_NONFINITE: under GA_NONFINITE_FAIL; the window stays,
    ga_discard is the way on. */
 GA_API ga_status ga_step(ga_context* ctx, ga_step_result* result);
 
 /* The result of a window: that with this number in ga_step_result.windows, or 0: of the last one,
    replays of a captured graph included. wait: 1: waits for it on a device; 0: does not, and gives
-   the outcome GA_STEP_PENDING. The last 64 are kept. GA_ERROR_INVALID_ARGUMENT: it is not kept any
-   more, or there was no such window. */
+   the outcome GA_STEP_PENDING, on a device also of a window that is still to come. The last 64 are
+   kept. GA_ERROR_INVALID_ARGUMENT: it is not kept any more, or there was no such window. */
 GA_API ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wait,
                                     ga_step_result* out);
 
@@ -808,9 +812,9 @@ GA_API ga_status ga_discard(ga_context* ctx);
 
 /* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group: dense, of *dtype
    (may be NULL). The pointer is legal after an applied ga_step until the next accumulate,
-   ga_discard or ga_step. GA_ERROR_INVALID_STATE: not after an applied step, or this parameter
-   received no gradient in it (under GA_MISSING_ZERO it has zeros then). *dtype is that of the
-   accumulator: one of 16 bits, a compensated one too, gives a gradient rounded to 16 bits. */
+   ga_discard or ga_step. Waits. GA_ERROR_INVALID_STATE: not after an applied step, or this
+   parameter received no gradient in it (under GA_MISSING_ZERO it has zeros then). *dtype is that of
+   the accumulator: one of 16 bits, a compensated one too, gives a gradient rounded to 16 bits. */
 GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data, int32_t* dtype);
 
 #ifdef __cplusplus

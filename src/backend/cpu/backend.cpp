@@ -243,7 +243,8 @@ class CpuBackend final : public Backend {
   void measure(Params params) override {
     run(Listed<UpdateTask>{tasks_.measures, params},
         [](const CpuBackend& self, const UpdateTask& task, const Work& w) {
-          self.kernels_.measure[task.f64][task.op](task, w.offset, w.count);
+          if ((task.plan->duty & kUpdate) != 0)
+            self.kernels_.measure[task.f64][task.op](task, w.offset, w.count);
         });
     Crew crew;
     fold_layers(crew, tables_, tasks_.measures, params.data, static_cast<int64_t>(params.size));

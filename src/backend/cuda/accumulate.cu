@@ -138,8 +138,14 @@ template <size_t kMost>
 void launch_plain(const Queue& queue, const PlainTarget* targets, const ChunkRef* chunks,
                   int64_t first_chunk, int64_t last_chunk, ga_param first,
                   Span<const uintptr_t> gradients, double scale, const double* divisor) {
-  AccumulatePlain<kMost> kernel = {targets, chunks,  first_chunk, last_chunk,
-                                   scale,   divisor, first,       {}};
+  AccumulatePlain<kMost> kernel;  // only what is used of it is written
+  kernel.targets = targets;
+  kernel.chunks = chunks;
+  kernel.first_chunk = first_chunk;
+  kernel.last_chunk = last_chunk;
+  kernel.scale = scale;
+  kernel.divisor = divisor;
+  kernel.first = first;
   for (size_t i = 0; i < gradients.size; ++i) kernel.gradients[i] = gradients.data[i];
   launch(kernel, blocks_for(queue, last_chunk - first_chunk), queue.stream);
 }
@@ -165,16 +171,19 @@ struct Contribution {
     SquaresOf<T, 2> squares;
     squares.clear();
     each_step(n, q, [&](int i, int count) {
-      Four<T> a = {};
-      if (keep) a = old(i, count);
-      Four<T> x = g0(i, count);
+      typename Reader<T>::Raw raw = {}, raw0, raw1 = {};
+      if (keep) raw = old.fetch(i, count);
+      raw0 = g0.fetch(i, count);
+      if (sources == 2) raw1 = g1.fetch(i, count);
+      Four<T> x = g0.unpack(raw0, count);
       for (T& c : x.x) c *= scale[0];
       if (sources == 2) {
-        const Four<T> y = g1(i, count);
+        const Four<T> y = g1.unpack(raw1, count);
         for (int l = 0; l < 4; ++l) x.x[l] += y.x[l] * scale[1];
       }
       if (noise) squares.of[1].add(x, count);
       if (keep) {
+        const Four<T> a = old.unpack(raw, count);
         for (int l = 0; l < 4; ++l) x.x[l] = a.x[l] * kept + x.x[l];
       }
       squares.of[0].add(store(i, count, x), count);
@@ -223,8 +232,12 @@ struct Accumulate {
     GA_SHARED ChunkTotals<2> sums;
     for (int64_t k = block.index(); k < list.chunks(); k += block.count()) {
       const int64_t t = list.task_of(k);
-      const AccumulateTask& task = list.tasks[t];
-      if (task.plan && !task.plan->active) continue;
+      AccumulateTask task = list.tasks[t];
+      if (task.plan && !task.plan->active) {
+        if (task.plan->keep != 0) continue;
+        // Of a micro-batch that is dropped: zeros, where the host takes it for held already.
+        task.source[0].data = nullptr;
+      }
       if (task.target.format == GA_F64)
         accumulate_chunk<double>(block, task, k - list.before[t], sums);
       else

@@ -290,9 +290,10 @@ class CudaBackend final : public Backend {
     const auto parts = lists_.get(ListKind::kUpdate, params);
     for (size_t k = 0; k < parts.size; ++k) {
       const ListPart& p = parts.data[k];
-      cuda::update(queue, p.op, p.f64, tasks_.updates_at, p.chunks, p.chunk_count);
+      // Rows first: the pass over all chunks moves the averages of what they have become.
       if (p.param_count > 0)
         update_rows(queue, p.op, p.f64, tasks_.updates_at, p.params, p.param_count);
+      cuda::update(queue, p.op, p.f64, tasks_.updates_at, p.chunks, p.chunk_count);
     }
   }
 

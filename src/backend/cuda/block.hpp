@@ -312,7 +312,8 @@ void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
 #endif
   if (error != cudaSuccess) {
     cudaGetLastError();  // it is told here, and not left for the program to find
-    fail(GA_ERROR_FAULT, "a kernel could not be launched: %s", cudaGetErrorString(error));
+    fail(GA_ERROR_FAULT, "a kernel could not be launched: %s (%s)", cudaGetErrorString(error),
+         cudaGetErrorName(error));
   }
 }
 

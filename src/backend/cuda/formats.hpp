@@ -292,7 +292,7 @@ GA_APART Four<T> load_stored(const void* data, int32_t format, int64_t first, in
   }
 }
 
-// Likewise of any source that is not plain and of the type computed in.
+// Likewise of any source.
 template <class T>
 GA_APART Four<T> load_packed(const void* data, int32_t format, int64_t first, int i, int count) {
   if (format == kOuter && data) {
@@ -328,30 +328,81 @@ GA_APART Four<T> load_packed(const void* data, int32_t format, int64_t first, in
   return four;
 }
 
-// Elements of an array from one of them on: that is element 0 here.
+// Elements of an array from one of them on: that is element 0 here. A loop first fetches what it
+// needs of all its arrays and then unpacks it, so that it waits for memory once.
 template <class T>
 class Reader {
  public:
+  // What has been read: as it is stored, or unpacked.
+  struct Raw {
+    uint32_t word[sizeof(T)];
+  };
+
+  Reader() = default;
   GA_DEVICE Reader(const void* data, int32_t format, int64_t first)
-      : data_(data), first_(first), format_(data ? format : 0), aligned_(false) {
-    if (format_ != native<T>) return;
-    data_ = advanced(data, format, first);
-    aligned_ = is_aligned(data_, format);
+      : data_(data), first_(first), format_(data ? format : 0), whole_(false) {
+    if (!data || format > GA_BF16) return;
+    const void* const at = advanced(data, format, first);
+    whole_ = is_aligned(at, format);
+    if (whole_) data_ = at;
   }
   GA_DEVICE Reader(const Array& a, int64_t first) : Reader(a.data, a.format, first) {}
   GA_DEVICE Reader(const Source& s, int64_t first) : Reader(s.data, s.format, first) {}
 
   // Those at [i, i + count), count <= 4, and zeros; i is a multiple of 4.
-  GA_DEVICE Four<T> operator()(int i, int count) const {
-    if (format_ == native<T>) return load_some<T, native<T>>(data_, aligned_, i, count);
-    return load_packed<T>(data_, format_, first_, i, count);
+  GA_DEVICE Raw fetch(int i, int count) const {
+    Raw raw = {};
+    if (!is_stored(count)) {
+      const void* const from = whole_ ? advanced(data_, format_, -first_) : data_;
+      const Four<T> four = load_packed<T>(from, format_, first_, i, count);
+      __builtin_memcpy(raw.word, four.x, sizeof raw.word);
+    } else if (format_ == GA_F64) {
+      copy_words<8>(raw.word, static_cast<const double*>(data_) + i);
+    } else if (format_ == GA_F32) {
+      copy_words<4>(raw.word, static_cast<const float*>(data_) + i);
+    } else {
+      copy_words<2>(raw.word, static_cast<const uint16_t*>(data_) + i);
+    }
+    return raw;
   }
 
+  GA_DEVICE Four<T> unpack(const Raw& raw, int count) const {
+    if (is_stored(count) && format_ != native<T>) return widen(raw, format_);
+    Four<T> four;
+    __builtin_memcpy(four.x, raw.word, sizeof raw.word);
+    return four;
+  }
+
+  GA_DEVICE Four<T> operator()(int i, int count) const { return unpack(fetch(i, count), count); }
+
  private:
+  GA_DEVICE bool is_stored(int count) const { return whole_ && count == 4; }
+
+  GA_APART static Four<T> widen(Raw raw, int32_t format) {
+    Four<T> four;
+    for (int l = 0; l < 4; ++l) {
+      const auto half = static_cast<uint16_t>(raw.word[l / 2] >> (l % 2 * 16));
+      four.x[l] = format == GA_F32    ? static_cast<T>(float_of(raw.word[l]))
+                  : format == GA_BF16 ? Dtype<GA_BF16>::widen<T>(half)
+                                      : Dtype<GA_F16>::widen<T>(half);
+    }
+    return four;
+  }
+
+  // Words from an aligned address; a float has no room for four doubles and never reads them.
+  template <int kWords>
+  GA_DEVICE static void copy_words(uint32_t (&words)[sizeof(T)], const void* at) {
+    struct alignas(kWords < 4 ? 4 * kWords : 16) [[gnu::may_alias]] Block {
+      uint32_t word[kWords];
+    };
+    const Block block = *global(static_cast<const Block*>(at));
+    for (int w = 0; w < kWords && w < static_cast<int>(sizeof(T)); ++w) words[w] = block.word[w];
+  }
+
   const void* data_;
   int64_t first_;
   int32_t format_;
-  bool aligned_;
+  bool whole_;
 };
 
 // Whether four elements of an array at a time can be read and written by load_whole, from one on.

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <type_traits>
 
 #include "backend/cuda/formats.hpp"
@@ -54,8 +53,9 @@ constexpr int most_tasks = static_cast<int>((kMostArguments - 64) /
 // the arguments of many.
 template <template <int> class Kernel, class Task, int kMost>
 void launch_some(const Queue& queue, const Task* tasks, size_t count) {
-  const auto kernel = std::make_unique<Kernel<kMost>>();
-  auto& list = kernel->list;
+  Kernel<kMost> kernel;  // only what is used of it is written
+  auto& list = kernel.list;
+  list.count = 0;
   int64_t chunks = 0;
   for (size_t t = 0; t < count; ++t) {
     if (tasks[t].count == 0) continue;
@@ -64,7 +64,7 @@ void launch_some(const Queue& queue, const Task* tasks, size_t count) {
     chunks += chunk_count(tasks[t].count);
   }
   list.before[list.count] = chunks;
-  launch(*kernel, blocks_for(queue, chunks), queue.stream);
+  launch(kernel, blocks_for(queue, chunks), queue.stream);
 }
 
 template <template <int> class Kernel, class Task>

@@ -22,7 +22,7 @@ void Rows::prepare(const RowsTask& task, int64_t waiting) {
          "to %lld",
          static_cast<long long>(task.count), static_cast<long long>(task.rows), INT32_MAX,
          static_cast<long long>(UINT32_MAX));
-  if (task.count == 0 || task.rows == 0) return;
+  if (task.count == 0 || !task.set) return;  // without a set it has no elements
   const int64_t held = sets_[task.set].most;
   const int64_t wanted = std::min(task.rows, held + waiting + task.count);
   if (wanted > sets_[task.set].capacity) grow_set(task, wanted);
@@ -43,15 +43,20 @@ void Rows::grow_set(const RowsTask& task, int64_t rows) {
   auto* const entries = static_cast<RowEntry*>(runtime_.allocate(bytes));
   const size_t before = static_cast<size_t>(known.capacity) * sizeof(RowEntry);
   RowEntry* const old = known.entries;
+  try {
+    if (old)
+      runtime_.check(
+          cudaMemcpyAsync(entries, old, before, cudaMemcpyDeviceToDevice, runtime_.stream()),
+          "a copy of row entries");
+    runtime_.write(&task.set->entries, &entries, sizeof entries);
+    runtime_.write(&task.set->capacity, &capacity, sizeof capacity);
+  } catch (...) {
+    runtime_.release(entries, bytes);
+    throw;
+  }
   known.entries = entries;
   known.capacity = capacity;
   entry_bytes_ += static_cast<int64_t>(bytes) - static_cast<int64_t>(before);
-  if (old)
-    runtime_.check(
-        cudaMemcpyAsync(entries, old, before, cudaMemcpyDeviceToDevice, runtime_.stream()),
-        "a copy of row entries");
-  runtime_.write(&task.set->entries, &entries, sizeof entries);
-  runtime_.write(&task.set->capacity, &capacity, sizeof capacity);
   runtime_.release(old, before);
 }
 

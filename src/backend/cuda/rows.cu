@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Contributions to some rows of a matrix, sorted by row: where each row begins, its entry in the
 // set, and the sums. No float is added by an atomic: a row is one group of threads' own.
-#include <memory>
 
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/loops.hpp"
@@ -322,10 +321,10 @@ struct ClearRows {
 
 template <size_t kMost>
 void launch_clear(const Queue& queue, RowSet* const* sets, size_t count) {
-  const auto kernel = std::make_unique<ClearRows<kMost>>();
-  kernel->count = static_cast<int64_t>(count);
-  for (size_t i = 0; i < count; ++i) kernel->sets[i] = sets[i];
-  launch(*kernel, 1, queue.stream);
+  ClearRows<kMost> kernel;
+  kernel.count = static_cast<int64_t>(count);
+  for (size_t i = 0; i < count; ++i) kernel.sets[i] = sets[i];
+  launch(kernel, 1, queue.stream);
 }
 
 }  // namespace

@@ -153,8 +153,8 @@ const Queue& Runtime::queue() {
   // A graph that has run since has put back what it was recorded with.
   if (!capturing_ && !restored_)
     for (const Recorded& r : recorded_)
-      send(static_cast<char*>(r.mirror->at) + r.begin,
-           static_cast<const char*>(r.mirror->host) + r.begin, r.end - r.begin);
+      cuda::upload(queue_, static_cast<char*>(r.mirror->at) + r.begin,
+                   static_cast<const char*>(r.mirror->host) + r.begin, r.end - r.begin);
   restored_ = true;
   return queue_;
 }

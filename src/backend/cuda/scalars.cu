@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a window comes to (decide.hpp), by one block, and bytes that travel as arguments.
 #include <cstring>
-#include <memory>
 
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/loops.hpp"
@@ -129,11 +128,11 @@ struct Upload {
 
 template <size_t kWords>
 void launch_upload(const Queue& queue, void* to, const void* from, size_t bytes) {
-  const auto kernel = std::make_unique<Upload<kWords>>();
-  kernel->to = static_cast<uint64_t*>(to);
-  kernel->bytes = static_cast<int64_t>(bytes);
-  std::memcpy(kernel->words, from, bytes);
-  launch(*kernel, 1, queue.stream);
+  Upload<kWords> kernel;  // only what is used of it is written
+  kernel.to = static_cast<uint64_t*>(to);
+  kernel.bytes = static_cast<int64_t>(bytes);
+  std::memcpy(kernel.words, from, bytes);
+  launch(kernel, 1, queue.stream);
 }
 
 struct Scale {
@@ -191,14 +190,14 @@ void judge(const Queue& queue, const Tables& tables, Span<const MicroInput> inpu
   const auto count = static_cast<int64_t>(inputs.size);
   if (inputs.size > kMostInputs)
     fail(GA_ERROR_INTERNAL, "%zu contributions were given to one launch", inputs.size);
-  const auto kernel = std::make_unique<Judge<InputsHere>>();
-  kernel->tables = tables;
-  kernel->plans = plans;
-  kernel->count = count;
-  kernel->micro = micro;
-  kernel->raw = raw;
-  for (size_t i = 0; i < inputs.size; ++i) kernel->inputs.inputs[i] = inputs.data[i];
-  launch(*kernel, 1, queue.stream);
+  Judge<InputsHere> kernel;
+  kernel.tables = tables;
+  kernel.plans = plans;
+  kernel.count = count;
+  kernel.micro = micro;
+  kernel.raw = raw;
+  for (size_t i = 0; i < inputs.size; ++i) kernel.inputs.inputs[i] = inputs.data[i];
+  launch(kernel, 1, queue.stream);
 }
 
 void judge(const Queue& queue, const Tables& tables, const MicroInput* inputs, int64_t count,

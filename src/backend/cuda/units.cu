@@ -165,12 +165,14 @@ GA_APART SquaresOf<T, 2> tile_of_any(const UnitTask& task, const View<T>* limite
   const Reader<T> gradient(task.gradient.source, element);
   const Reader<T> param(task.param.data, task.param.format, element);
   each_step(n, q, [&](int i, int count) {
-    Four<T> x = gradient(i, count);
+    const auto raw = gradient.fetch(i, count);
+    const auto raw_param = param.fetch(i, count);
+    Four<T> x = gradient.unpack(raw, count);
     if (limited) {
       for (T& value : x.x) value = limited->clamped(limited->scaled(value));
     }
     squares.of[0].add(x, count);
-    if (task.param.data) squares.of[1].add(param(i, count), count);
+    squares.of[1].add(param.unpack(raw_param, count), count);
   });
   return squares;
 }

@@ -57,11 +57,11 @@ GA_APART void follow(const UpdateTask& task, const ParamPlan& plan, bool copied,
 template <class T, int kSlots>
 class StateArrays {
  public:
-  GA_DEVICE StateArrays(const UpdateTask& task, int64_t first) : task_(task), first_(first) {}
-
-  GA_DEVICE void load(int i, int count, Four<T>* s) const {
-    for (int k = 0; k < kSlots; ++k) s[k] = Reader<T>(task_.state[k], first_)(i, count);
+  GA_DEVICE StateArrays(const UpdateTask& task, int64_t first) : task_(task), first_(first) {
+    for (int k = 0; k < kSlots; ++k) readers_[k] = Reader<T>(task.state[k], first);
   }
+
+  GA_DEVICE const Reader<T>& operator[](int k) const { return readers_[k]; }
 
   GA_DEVICE void store(const ParamPlan& plan, int i, int count, const Four<T>* s) const {
     const int64_t index = task_.first + first_;
@@ -84,6 +84,7 @@ class StateArrays {
  private:
   const UpdateTask& task_;
   int64_t first_;
+  Reader<T> readers_[kSlots + 1];
 };
 
 // The thread's share of the elements [first, first + count): from, from + step, ..., four of each.
@@ -108,10 +109,13 @@ GA_APART void update_any(const UpdateTask& task, const ParamPlan& plan, bool row
   GA_ROLLED
   for (int i = from; i < count; i += step) {
     const int m = count - i < 4 ? count - i : 4;
-    Four<T> g = {}, p = {}, s[kSlots + 1];
-    if (pass.gradient) g = gradient(i, m);
-    if (pass.parameter) p = param(i, m);
-    state.load(i, m, s);
+    typename Reader<T>::Raw raw_g = {}, raw_p = {}, raw_s[kSlots + 1];
+    if (pass.gradient) raw_g = gradient.fetch(i, m);
+    if (pass.parameter) raw_p = param.fetch(i, m);
+    for (int k = 0; k < kSlots; ++k) raw_s[k] = state[k].fetch(i, m);
+    const Four<T> g = gradient.unpack(raw_g, m);
+    Four<T> p = param.unpack(raw_p, m), s[kSlots + 1];
+    for (int k = 0; k < kSlots; ++k) s[k] = state[k].unpack(raw_s[k], m);
     for (int l = 0; l < 4; ++l) {
       T slots[kSlots + 1];
       for (int k = 0; k < kSlots; ++k) slots[k] = s[k].x[l];
@@ -174,10 +178,14 @@ GA_APART SquaresOf<typename Op::Real, Op::norms> measure_any(const UpdateTask& t
   SquaresOf<T, Op::norms> squares;
   squares.clear();
   each_step(n, q, [&](int i, int m) {
-    Four<T> g = {}, p = {}, s[kSlots + 1], x[2];
-    if (pass.gradient) g = gradient(i, m);
-    if (pass.parameter) p = param(i, m);
-    state.load(i, m, s);
+    typename Reader<T>::Raw raw_g = {}, raw_p = {}, raw_s[kSlots + 1];
+    if (pass.gradient) raw_g = gradient.fetch(i, m);
+    if (pass.parameter) raw_p = param.fetch(i, m);
+    for (int k = 0; k < kSlots; ++k) raw_s[k] = state[k].fetch(i, m);
+    const Four<T> g = gradient.unpack(raw_g, m);
+    const Four<T> p = param.unpack(raw_p, m);
+    Four<T> s[kSlots + 1], x[2];
+    for (int k = 0; k < kSlots; ++k) s[k] = state[k].unpack(raw_s[k], m);
     for (int l = 0; l < 4; ++l) {
       T slots[kSlots + 1], norms[2] = {};
       for (int k = 0; k < kSlots; ++k) slots[k] = s[k].x[l];
