@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs a suite on another device: with GA_TEST_DEVICE=cuda in the environment, contexts that the
-// tests make for the CPU are made for CUDA. The device has to read plain host memory, and to have
-// done its work when a call returns (CUDA_LAUNCH_BLOCKING=1 on a GPU). Linked with
-// --wrap=ga_context_create.
+// tests make for the CPU are made for CUDA; with cuda:<folder>, by the module in that folder on a
+// device that is simulated. The device has to read plain host memory, and to have done its work when
+// a call returns (CUDA_LAUNCH_BLOCKING=1 on a GPU). Linked with --wrap=ga_context_create.
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -11,9 +12,28 @@
 extern "C" ga_status __real_ga_context_create(const ga_config* config, ga_context** out);
 extern "C" ga_status __wrap_ga_context_create(const ga_config* config, ga_context** out);
 
+namespace {
+
+// Whether contexts are to be on CUDA. Says so, once: a suite that ran on the CPU would pass too.
+bool on_cuda() {
+  static const bool on = [] {
+    const char* const device = std::getenv("GA_TEST_DEVICE");
+    if (!device || std::strncmp(device, "cuda", 4) != 0) return false;
+    if (device[4] == ':') {
+      setenv("GA_MODULE_PATH", device + 5, 1);
+      setenv("GA_SIM_PAGEABLE_ACCESS", "1", 1);
+      setenv("GA_SIM_PROTECT", "0", 1);  // tests write accumulators as a program's kernels would
+    }
+    std::printf("on device %s\n", device);
+    return true;
+  }();
+  return on;
+}
+
+}  // namespace
+
 extern "C" ga_status __wrap_ga_context_create(const ga_config* config, ga_context** out) {
-  const char* const device = std::getenv("GA_TEST_DEVICE");
-  if (!device || std::strcmp(device, "cuda") != 0) return __real_ga_context_create(config, out);
+  if (!on_cuda()) return __real_ga_context_create(config, out);
   ga_config c;
   ga_config_init(&c, sizeof c);
   // What is not as this version has it is for the library to judge.

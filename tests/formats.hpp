@@ -99,7 +99,8 @@ class Tensor {
       : dtype_(dtype), count_(count), bytes_((static_cast<size_t>(count) + 2) * size() + 64, 0xa5) {
     const auto address = reinterpret_cast<uintptr_t>(bytes_.data());
     start_ = (64 - address % 64) % 64 + size();
-    for (int64_t i = 0; i < count; ++i) set(i, value);
+    memset(data(), 0, static_cast<size_t>(count) * size());
+    if (value != 0) fill(value);
   }
   // Copies would lie at another address.
   Tensor(const Tensor& other) : Tensor(other.dtype_, other.count_) {

@@ -158,6 +158,7 @@ class Report {
     }
     const double ratio = median(ratios);
     const bool met = sense == Sense::kAtLeast ? ratio >= target : ratio <= target;
+    if (sense != Sense::kNone && !met) ++missed_;
     const char* sign = sense == Sense::kAtLeast ? ">=" : "<=";
     std::string goal = "          ";
     if (sense != Sense::kNone) goal = format("%s %-7.4g", sign, target);
@@ -180,6 +181,8 @@ class Report {
         load_.others, load_.steal, text.c_str());
     entries_.push_back(entry);
   }
+
+  int missed() const { return missed_; }
 
   void heading(const std::string& text) {
     printf("\n%s\n", text.c_str());
@@ -204,6 +207,7 @@ class Report {
  private:
   Ticks mark_ = ticks();
   Load load_;
+  int missed_ = 0;
   std::vector<std::string> entries_;
 };
 

@@ -700,7 +700,8 @@ TEST_F(Simulator, AFaultStays) {
     } catch (const Error& error) {
       EXPECT_EQ(error.status(), GA_ERROR_FAULT);
       EXPECT_STREQ(error.what(),
-                   "a kernel could not be launched: an illegal memory access was encountered");
+                   "a kernel could not be launched: an illegal memory access was encountered "
+                   "(cudaErrorIllegalAddress)");
     }
     EXPECT_EQ(now(x), 2);
     EXPECT_OK(cudaSetDevice(1));  // the other device works

@@ -1,0 +1,750 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The figures G1, G2, G3 and G5 on a CUDA device. The yardstick of G1 is a copy from device memory to
+// device memory that ran in the same rounds; its target is a part of the copy's bytes a second. G4
+// is in torch_cuda.py. `run --gpu` beside this file builds and starts both.
+#include <cuda_runtime.h>
+#include <gradaccum/gradaccum.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cublas.hpp"
+#include "harness.hpp"
+#include "layout.hpp"
+#ifdef GA_SIMULATED
+#include "simulator.hpp"
+#else
+#include <cuda.h>
+#endif
+
+namespace bench {
+namespace {
+
+using bench::check;
+
+constexpr int kSkipped = 77;
+
+struct Options {
+  bool quick = false;
+  bool check = false;
+  std::set<std::string> only;
+  std::string json = "bench_gpu.json";
+
+  bool wants(const char* id) const { return only.empty() || only.count(id) != 0; }
+  int rounds() const { return check ? 1 : quick ? 7 : 15; }
+};
+
+void check(cudaError_t error, const char* doing) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(
+        format("%s: %s: %s", doing, cudaGetErrorName(error), cudaGetErrorString(error)));
+  }
+}
+
+void check(cublasStatus_t status, const char* doing) {
+  if (status != CUBLAS_STATUS_SUCCESS) {
+    throw std::runtime_error(format("%s: cuBLAS status %d", doing, static_cast<int>(status)));
+  }
+}
+
+// ---- The device ---------------------------------------------------------------------------------
+
+class Memory {
+ public:
+  explicit Memory(size_t bytes) : bytes_(bytes) {
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, bytes), format("%zu MiB of device memory", bytes >> 20).c_str());
+    memory_.reset(memory);
+  }
+
+  template <class T = float>
+  T* as() const {
+    return static_cast<T*>(memory_.get());
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const { cudaFree(memory); }
+  };
+  size_t bytes_;
+  std::unique_ptr<void, Free> memory_;
+};
+
+struct DestroyStream {
+  void operator()(cudaStream_t stream) const { cudaStreamDestroy(stream); }
+};
+using Stream = std::unique_ptr<std::remove_pointer_t<cudaStream_t>, DestroyStream>;
+
+// Not the default stream, which cannot be captured.
+Stream make_stream() {
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+  return Stream(stream);
+}
+
+void wait(const Stream& stream) { check(cudaStreamSynchronize(stream.get()), "the stream's work"); }
+
+// Small numbers of both signs, others for each seed; elements of 4 bytes (f32) or 2 (bf16).
+void fill(const Memory& memory, size_t size, uint32_t seed) {
+  const size_t count = std::min(memory.bytes() / size, size_t{1} << 22);
+  std::vector<char> pattern(count * size);
+  uint32_t state = 2654435761u * (seed + 1);
+  for (size_t k = 0; k < count; ++k) {
+    state = state * 1664525u + 1013904223u;
+    const float value = 1e-3f * (static_cast<float>(state >> 8) / 8388608.0f - 1.0f);
+    uint32_t bits = 0;
+    memcpy(&bits, &value, sizeof bits);
+    if (size == 4) {
+      memcpy(&pattern[4 * k], &bits, 4);
+    } else {
+      const auto upper = static_cast<uint16_t>(bits >> 16);
+      memcpy(&pattern[2 * k], &upper, 2);
+    }
+  }
+  for (size_t at = 0; at < memory.bytes(); at += pattern.size()) {
+    check(cudaMemcpy(memory.as<char>() + at, pattern.data(),
+                     std::min(pattern.size(), memory.bytes() - at), cudaMemcpyHostToDevice),
+          "filling device memory");
+  }
+}
+
+// ---- Races on the device ------------------------------------------------------------------------
+
+struct Events {
+  Events() {
+    check(cudaEventCreate(&start), "an event");
+    check(cudaEventCreate(&end), "an event");
+  }
+  ~Events() {
+    cudaEventDestroy(start);
+    cudaEventDestroy(end);
+  }
+  cudaEvent_t start{}, end{};
+};
+
+// As race(), in seconds between two events on the stream. What is filled before the first one gives
+// the host the time to be ahead of the device, and leaves nothing of the buffers in the cache.
+std::vector<Times> race_on(const Stream& stream, int rounds, const std::vector<Side>& sides) {
+  const Memory lead(size_t{256} << (rounds > 1 ? 20 : 10));
+  const Events events;
+  std::vector<Times> result(sides.size());
+  for (int round = -1; round < rounds; ++round) {
+    for (size_t k = 0; k < sides.size(); ++k) {
+      const size_t side = (k + static_cast<size_t>(round + 1)) % sides.size();
+      if (sides[side].prepare) sides[side].prepare();
+      check(cudaMemsetAsync(lead.as(), 0, lead.bytes(), stream.get()), "a fill");
+      check(cudaEventRecord(events.start, stream.get()), "an event");
+      sides[side].run();
+      check(cudaEventRecord(events.end, stream.get()), "an event");
+      check(cudaEventSynchronize(events.end), "a race");
+      float milliseconds = 0;
+      check(cudaEventElapsedTime(&milliseconds, events.start, events.end), "a race");
+      if (round >= 0) result[side].push_back(1e-3 * static_cast<double>(milliseconds));
+    }
+  }
+  return result;
+}
+
+// ---- Programs that use the library --------------------------------------------------------------
+
+struct Setting {
+  int32_t optimizer = GA_OPTIMIZER_ADAMW;
+  double momentum = 0;
+  int32_t gradient_dtype = GA_F32;
+};
+
+// A context over the f32 parameters in a block, with clipping by the global norm.
+class Context {
+ public:
+  Context(const Layout& layout, float* parameters, const Stream& stream,
+          const Setting& setting = {}) {
+    ga_config config;
+    check(ga_config_init(&config, sizeof config));
+    config.device = GA_DEVICE_CUDA;
+    config.stream = stream.get();
+    ga_context* made = nullptr;
+    check(ga_context_create(&config, &made));
+    ctx_.reset(made);
+    ga_optimizer optimizer;
+    check(ga_optimizer_init(&optimizer, sizeof optimizer, setting.optimizer, GA_FLAVOR_TORCH));
+    optimizer.lr = 1e-5;
+    optimizer.momentum = setting.momentum;
+    optimizer.max_grad_norm = 0;
+    ga_group group = 0;
+    check(ga_group_add(made, &optimizer, &group));
+    ga_clip clip;
+    check(ga_clip_init(&clip, sizeof clip));
+    clip.scope = GA_CLIP_GLOBAL;
+    clip.max_norm = 1e-3;
+    check(ga_context_set_clip(made, &clip));
+    ga_param_options options{};
+    options.struct_size = sizeof options;
+    options.gradient_dtype = setting.gradient_dtype;
+    for (size_t k = 0; k < layout.shapes.size(); ++k) {
+      const Shape& shape = layout.shapes[k];
+      check(ga_param_add(made, group, ("tensor" + std::to_string(k)).c_str(),
+                         parameters + layout.offsets[k], GA_F32, static_cast<int32_t>(shape.size()),
+                         shape.data(), &options, nullptr));
+    }
+  }
+
+  void accumulate(const Pointers& gradients) {
+    check(ga_accumulate(get(), gradients.data(), gradients.size(), 1.0, nullptr));
+  }
+  void step() { check(ga_step(get(), nullptr)); }
+  void discard() { check(ga_discard(get())); }
+
+  void window(const Pointers& gradients, int micros) {
+    for (int micro = 0; micro < micros; ++micro) accumulate(gradients);
+    step();
+  }
+
+  // Of the last window; waits.
+  ga_step_result result() {
+    ga_step_result result;
+    result.struct_size = sizeof result;
+    check(ga_step_result_get(get(), 0, 1, &result));
+    return result;
+  }
+
+  // A step that was skipped has been a fast one.
+  void require_applied() {
+    if (result().skipped != 0) throw std::runtime_error("a step was skipped");
+  }
+
+  ga_context* get() const { return ctx_.get(); }
+
+ private:
+  struct Destroy {
+    void operator()(ga_context* ctx) const { ga_context_destroy(ctx); }
+  };
+  std::unique_ptr<ga_context, Destroy> ctx_;
+};
+
+// ---- G1: single passes ----------------------------------------------------------------------------
+
+// Copies as many bytes as a pass moves, half of them read and half written, but 1 GiB at least.
+class Copy {
+ public:
+  Copy(const Options& options, const Stream& stream, size_t most)
+      : stream_(stream),
+        least_(options.check ? 4096 : size_t{1} << 30),
+        from_(std::max(most / 2, least_)),
+        to_(from_.bytes()) {
+    fill(from_, 4, 9);
+  }
+
+  size_t moved(size_t bytes) const { return 2 * std::max(bytes / 2, least_); }
+
+  std::function<void()> like(size_t bytes) const {
+    return [this, size = moved(bytes) / 2] {
+      check(cudaMemcpyAsync(to_.as(), from_.as(), size, cudaMemcpyDeviceToDevice, stream_.get()),
+            "a copy");
+    };
+  }
+
+ private:
+  const Stream& stream_;
+  size_t least_;
+  Memory from_, to_;
+};
+
+struct Pass {
+  const char* name;
+  size_t bytes;  // of a parameter
+  double target;
+  const char* text;
+  std::function<void()> run, prepare;
+};
+
+void pass_figures(const Options& options, Report& report, const Stream& stream, const Copy& copy,
+                  const Layout& layout, const std::vector<Pass>& passes) {
+  const auto n = static_cast<size_t>(layout.n);
+  std::vector<Side> sides;
+  for (const Pass& pass : passes) {
+    sides.push_back({copy.like(n * pass.bytes), {}});
+    sides.push_back({pass.run, pass.prepare});
+  }
+  const std::vector<Times> t = race_on(stream, options.rounds(), sides);
+  for (size_t k = 0; k < passes.size(); ++k) {
+    const Pass& pass = passes[k];
+    if (options.check) {
+      printf("%s: ran\n", pass.name);
+      continue;
+    }
+    const auto moved = static_cast<double>(n * pass.bytes);
+    const auto copied = static_cast<double>(copy.moved(n * pass.bytes));
+    const Times &base = t[2 * k], &mine = t[2 * k + 1];
+    report.figure(pass.name, (moved / copied) * (base / mine), Sense::kAtLeast, pass.target,
+                  format("%s: %zu bytes a parameter, %.3f ms, %.0f GB/s; copy %.0f GB/s", pass.text,
+                         pass.bytes, 1e3 * median(mine), 1e-9 * moved / median(mine),
+                         1e-9 * copied / median(base)));
+  }
+}
+
+void g1(const Options& options, Report& report) {
+  const Layout layout = options.check   ? Layout({{17}, {300, 30}, {1000, 70}, {}})
+                        : options.quick ? gpt2(12)
+                                        : gpt2(24);
+  const auto n = static_cast<size_t>(layout.n);
+  const Stream stream = make_stream();
+  report.heading(format("G1: passes over %zu tensors, %.4g M parameters, as parts of a copy's GB/s",
+                        layout.shapes.size(), 1e-6 * static_cast<double>(n)));
+  const Memory p(4 * n), g(4 * n), halves(2 * n);
+  fill(p, 4, 1);
+  fill(g, 4, 2);
+  fill(halves, 2, 3);
+  const Copy copy(options, stream, 40 * n);
+  const Pointers gradients = layout.pointers(g.as());
+  {
+    Setting with_halves;
+    with_halves.gradient_dtype = GA_BF16;
+    Context open(layout, p.as(), stream), first(layout, p.as(), stream),
+        open_halves(layout, p.as(), stream, with_halves);
+    const Pointers half_gradients = layout.pointers(halves.as<uint16_t>());
+    open.accumulate(gradients);
+    open_halves.accumulate(half_gradients);
+    const auto accumulate = [&] { open.accumulate(gradients); };
+    pass_figures(options, report, stream, copy, layout,
+                 {{"G1_accumulate_f32", 12, 0.93, "A += alpha g", accumulate, {}},
+                  {"G1_accumulate_norm",
+                   12,
+                   0.92,
+                   "the same once more: norm and finite check ride in it",
+                   accumulate,
+                   {}},
+                  {"G1_accumulate_bf16",
+                   10,
+                   0.93,
+                   "gradients of bf16 into f32",
+                   [&] { open_halves.accumulate(half_gradients); },
+                   {}},
+                  {"G1_overwrite", 8, 0.93, "the first micro-batch of a window",
+                   [&] { first.accumulate(gradients); }, [&] { first.discard(); }}});
+  }
+  struct Step {
+    Pass pass;
+    Setting setting;
+  };
+  for (const Step& step :
+       {Step{{"G1_adamw", 28, 0.90, "step, clip factor included", {}, {}}, {}},
+        Step{{"G1_sgd_momentum", 20, 0.92, "step, clip factor included", {}, {}},
+             {GA_OPTIMIZER_SGD, 0.9}},
+        Step{{"G1_lamb", 40, 0.85, "step, two passes", {}, {}}, {GA_OPTIMIZER_LAMB}}}) {
+    Context context(layout, p.as(), stream, step.setting);
+    Pass pass = step.pass;
+    pass.run = [&] { context.step(); };
+    pass.prepare = [&] { context.accumulate(gradients); };
+    pass_figures(options, report, stream, copy, layout, {pass});
+    context.require_applied();
+  }
+}
+
+// ---- G2 and G3: the host, and graphs ----------------------------------------------------------------
+
+struct DestroyGraph {
+  void operator()(cudaGraph_t graph) const { cudaGraphDestroy(graph); }
+  void operator()(cudaGraphExec_t graph) const { cudaGraphExecDestroy(graph); }
+};
+using Graph = std::unique_ptr<std::remove_pointer_t<cudaGraph_t>, DestroyGraph>;
+using Executable = std::unique_ptr<std::remove_pointer_t<cudaGraphExec_t>, DestroyGraph>;
+
+// In a mode in which every call that waits, on this thread or another, ends the capture.
+Graph capture(const Stream& stream, const std::function<void()>& work) {
+  check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeGlobal), "a capture");
+  cudaGraph_t graph = nullptr;
+  try {
+    work();
+  } catch (...) {
+    cudaStreamEndCapture(stream.get(), &graph);
+    if (graph) cudaGraphDestroy(graph);
+    throw;
+  }
+  check(cudaStreamEndCapture(stream.get(), &graph), "a capture");
+  return Graph(graph);
+}
+
+struct Kernels {
+  double work = 0, uploads = 0;
+};
+
+bool is_upload(const std::string& name) { return name.find("Upload") != std::string::npos; }
+
+// The kernels that a window launches. Those that write tables are counted apart: one by calls has
+// none, unless something was changed, but a captured one brings its tables along.
+#ifdef GA_SIMULATED
+Kernels kernels_of(const Stream& stream, const std::function<void()>& window) {
+  window();
+  wait(stream);
+  ga::sim::reset_counters();
+  window();
+  wait(stream);
+  Kernels result;
+  for (const auto& [name, count] : ga::sim::counters().by_kernel) {
+    (is_upload(name) ? result.uploads : result.work) += static_cast<double>(count);
+  }
+  return result;
+}
+#else
+// Null where the driver does not have it.
+template <class Function>
+Function driver_function(const char* name) {
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  return reinterpret_cast<Function>(driver ? dlsym(driver, name) : nullptr);
+}
+
+// By the driver: the kernels belong to another copy of the runtime. Empty if it has no names.
+std::string name_of(cudaGraphNode_t node) {
+  static const auto params_of =
+      driver_function<decltype(&cuGraphKernelNodeGetParams)>("cuGraphKernelNodeGetParams_v2");
+  static const auto function_name = driver_function<decltype(&cuFuncGetName)>("cuFuncGetName");
+  static const auto kernel_name = driver_function<decltype(&cuKernelGetName)>("cuKernelGetName");
+  CUDA_KERNEL_NODE_PARAMS params{};
+  const char* name = nullptr;
+  if (params_of && params_of(node, &params) == CUDA_SUCCESS) {
+    if (params.func && function_name) {
+      function_name(&name, params.func);
+    } else if (params.kern && kernel_name) {
+      kernel_name(&name, params.kern);
+    }
+  }
+  return name ? name : "";
+}
+
+Kernels kernels_of(const Stream& stream, const std::function<void()>& window) {
+  window();
+  wait(stream);
+  const Graph graph = capture(stream, window);
+  size_t count = 0;
+  check(cudaGraphGetNodes(graph.get(), nullptr, &count), "the nodes of a graph");
+  std::vector<cudaGraphNode_t> nodes(count);
+  check(cudaGraphGetNodes(graph.get(), nodes.data(), &count), "the nodes of a graph");
+  Kernels result;
+  for (const cudaGraphNode_t node : nodes) {
+    cudaGraphNodeType type{};
+    check(cudaGraphNodeGetType(node, &type), "a node of a graph");
+    if (type != cudaGraphNodeTypeKernel) continue;
+    const std::string name = name_of(node);
+    if (name.empty()) throw std::runtime_error("the driver tells no names of kernels (CUDA 12.3)");
+    ++(is_upload(name) ? result.uploads : result.work);
+  }
+  return result;
+}
+#endif
+
+void g2(const Options& options, Report& report) {
+  const Layout layout(std::vector<Shape>(400, Shape{options.check ? 40 : 1024}));
+  const auto n = static_cast<size_t>(layout.n);
+  report.heading(format("G2: the host's part, %zu tensors, AdamW, clipped by the global norm",
+                        layout.shapes.size()));
+  const Stream stream = make_stream();
+  const Memory p(4 * n), g(4 * n);
+  fill(p, 4, 1);
+  fill(g, 4, 2);
+  const Pointers gradients = layout.pointers(g.as());
+  Context context(layout, p.as(), stream);
+
+  const int micros = 4, windows = options.check ? 1 : 50;
+  context.window(gradients, micros);
+  wait(stream);
+  Times accumulates, steps;
+  for (int round = 0; round < options.rounds(); ++round) {
+    double accumulating = 0, stepping = 0;
+    for (int window = 0; window < windows; ++window) {
+      const double start = now();
+      for (int micro = 0; micro < micros; ++micro) context.accumulate(gradients);
+      const double middle = now();
+      context.step();
+      stepping += now() - middle;
+      accumulating += middle - start;
+      wait(stream);  // so that no call finds a full queue
+    }
+    accumulates.push_back(1e6 * accumulating / (windows * micros));
+    steps.push_back(1e6 * stepping / windows);
+  }
+  context.require_applied();
+  if (!options.check) {
+    report.figure("G2_host_step", steps, Sense::kAtMost, 20, "us of host time of ga_step");
+    report.figure("G2_host_accumulate", accumulates, Sense::kNone, 0,
+                  "us of host time of ga_accumulate");
+  }
+
+  // What a window of five has more than a window of one are four accumulates.
+  const auto kernels = [&](int count) {
+    return kernels_of(stream, [&] { context.window(gradients, count); });
+  };
+  const Kernels one = kernels(1), five = kernels(5);
+  const double each = (five.work - one.work) / 4;
+  report.figure("G2_launches_accumulate", {each}, Sense::kAtMost, 1,
+                "kernels of ga_accumulate with 400 tensors");
+  report.figure("G2_launches_step", {one.work - each}, Sense::kAtMost, 3,
+                format("kernels of ga_step; the window that was counted had %.0f to write tables",
+                       one.uploads));
+}
+
+// A stream that stands still until it is let go, or half a minute has passed.
+class Barrier {
+ public:
+  explicit Barrier(const Stream& stream) : stream_(stream) {
+    check(cudaLaunchHostFunc(stream.get(), hold, this), "a host function");
+  }
+  ~Barrier() {
+    let_go();
+    cudaStreamSynchronize(stream_.get());
+  }
+  void let_go() { open_ = true; }
+  bool timed_out() const { return timed_out_; }
+
+ private:
+  static void hold(void* self) {
+    auto* const barrier = static_cast<Barrier*>(self);
+    const double start = now();
+    while (!barrier->open_ && !barrier->timed_out_) {
+      usleep(100);
+      if (now() - start > 30) barrier->timed_out_ = true;
+    }
+  }
+
+  const Stream& stream_;
+  std::atomic<bool> open_{false}, timed_out_{false};
+};
+
+std::vector<float> read(const Memory& memory) {
+  std::vector<float> result(memory.bytes() / sizeof(float));
+  check(cudaMemcpy(result.data(), memory.as(), memory.bytes(), cudaMemcpyDeviceToHost), "a copy");
+  return result;
+}
+
+void g3(const Options& options, Report& report) {
+  const Layout layout({{1031, 257}, {3}, {}, {65536}, {65537}, {17, 15}, {300007}});
+  const auto n = static_cast<size_t>(layout.n);
+  report.heading("G3: no waiting, and graphs");
+  const Stream stream = make_stream();
+  const Memory g(4 * n), other(4 * n);
+  fill(g, 4, 2);
+  fill(other, 4, 3);
+  const Pointers gradients = layout.pointers(g.as());
+  const int micros = 4, windows = options.check ? 3 : 20;
+
+  const Memory free_running(4 * n);
+  fill(free_running, 4, 1);
+  Context context(layout, free_running.as(), stream);
+  for (const int count : {micros, 1}) context.window(gradients, count);
+  wait(stream);  // a kernel's first launch may wait until it is loaded
+  Barrier barrier(stream);
+  for (const int count : {micros, 1}) context.window(gradients, count);
+  barrier.let_go();
+  wait(stream);
+  report.figure("G3_no_waiting", {barrier.timed_out() ? 0.0 : 1.0}, Sense::kAtLeast, 1,
+                "1: windows of 4 and of 1 were queued while the stream stood still");
+
+  // The same windows by calls and by replays, on other gradients each time.
+  std::vector<float> ends[2];
+  ga_step_result results[2];
+  for (const bool replayed : {false, true}) {
+    const Memory p(4 * n), held(4 * n);
+    fill(p, 4, 1);
+    fill(held, 4, 2);
+    const Pointers there = layout.pointers(held.as());
+    Context trained(layout, p.as(), stream);
+    trained.window(there, micros);
+    wait(stream);
+    Executable executable;
+    if (replayed) {
+      const Graph graph = capture(stream, [&] { trained.window(there, micros); });
+      cudaGraphExec_t made = nullptr;
+      check(cudaGraphInstantiate(&made, graph.get(), 0), "a graph");
+      executable.reset(made);
+    }
+    for (int window = 0; window < windows; ++window) {
+      check(cudaMemcpyAsync(held.as(), (window % 2 ? g : other).as(), held.bytes(),
+                            cudaMemcpyDeviceToDevice, stream.get()),
+            "a copy");
+      if (replayed) {
+        check(cudaGraphLaunch(executable.get(), stream.get()), "a graph");
+      } else {
+        trained.window(there, micros);
+      }
+    }
+    wait(stream);
+    results[replayed] = trained.result();
+    trained.require_applied();
+    ends[replayed] = read(p);
+  }
+  const bool same = memcmp(ends[0].data(), ends[1].data(), 4 * n) == 0 &&
+                    results[0].steps == results[1].steps &&
+                    memcmp(&results[0].norm, &results[1].norm, sizeof(double)) == 0;
+  report.figure(
+      "G3_replay", {same ? 1.0 : 0.0}, Sense::kAtLeast, 1,
+      format("1: %d replays of a captured window left the parameters, norm and step number "
+             "of as many windows by calls, bit for bit (steps: %lld and %lld)",
+             windows, static_cast<long long>(results[1].steps),
+             static_cast<long long>(results[0].steps)));
+}
+
+// ---- G5: matrix products ----------------------------------------------------------------------------
+
+void g5(const Options& options, Report& report) {
+  std::string missing;
+  const Cublas* const cublas = open_cublas(missing);
+  if (!cublas) {
+    printf("G5: skipped: cuBLAS was not found: %s\n", missing.c_str());
+    return;
+  }
+  report.heading("G5: ga_accumulate_matmul against cuBLAS's product alone, beta = 0");
+  const Stream stream = make_stream();
+  const Memory workspace(size_t{32} << 20);  // as much as the library gives it
+  cublasHandle_t handle = nullptr;
+  check(cublas->create(&handle), "a cuBLAS handle");
+  const std::unique_ptr<std::remove_pointer_t<cublasHandle_t>, decltype(cublas->destroy)> keep(
+      handle, cublas->destroy);
+  check(cublas->set_stream(handle, stream.get()), "cuBLAS's stream");
+  check(cublas->set_workspace(handle, workspace.as(), workspace.bytes()), "cuBLAS's workspace");
+
+  struct Product {
+    const char* name;
+    int64_t out, in, samples;
+    int32_t dtype;
+  };
+  std::vector<Product> products = {
+      {"G5_bf16_4096x4096_k8192", 4096, 4096, 8192, GA_BF16},
+      {"G5_bf16_3072x768_k8192", 3072, 768, 8192, GA_BF16},
+      {"G5_f32_4096x4096_k4096", 4096, 4096, 4096, GA_F32},
+  };
+  if (options.check) products = {{"G5", 48, 32, 20, GA_BF16}, {"G5", 48, 32, 20, GA_F32}};
+  for (const Product& product : products) {
+    const size_t size = product.dtype == GA_F32 ? 4 : 2;
+    const auto count = [](int64_t rows, int64_t columns) {
+      return static_cast<size_t>(rows * columns);
+    };
+    const Memory w(4 * count(product.out, product.in)), scratch(w.bytes());
+    const Memory dy(size * count(product.samples, product.out));
+    const Memory x(size * count(product.samples, product.in));
+    fill(w, 4, 1);
+    fill(dy, size, 2);
+    fill(x, size, 3);
+    const Layout layout({{product.out, product.in}});
+    Context context(layout, w.as(), stream);
+    check(ga_micro_begin(context.get(), 0, 1.0, nullptr));
+    const auto mine = [&] {
+      check(ga_accumulate_matmul(context.get(), 0, product.samples, dy.as(), product.out,
+                                 GA_TRANSPOSE, x.as(), product.in, GA_NO_TRANSPOSE, product.dtype));
+    };
+    mine();  // the first contribution, whose beta is 0
+    const float one = 1, zero = 0;
+    const cudaDataType type = product.dtype == GA_F32 ? CUDA_R_32F : CUDA_R_16BF;
+    const auto theirs = [&] {
+      check(cublas->gemm(handle, CUBLAS_OP_N, CUBLAS_OP_T, product.in, product.out, product.samples,
+                         &one, x.as(), type, product.in, dy.as(), type, product.out, &zero,
+                         scratch.as(), CUDA_R_32F, product.in, CUBLAS_COMPUTE_32F,
+                         CUBLAS_GEMM_DEFAULT),
+            "a product");
+    };
+    const std::vector<Times> t = race_on(stream, options.rounds(), {{theirs, {}}, {mine, {}}});
+    if (options.check) {
+      printf("%s: ran\n", product.name);
+      continue;
+    }
+    const double work = 2e-12 * static_cast<double>(product.out * product.in * product.samples);
+    report.figure(product.name, t[0] / t[1], Sense::kAtLeast, 0.97,
+                  format("cuBLAS %.3f ms, %.0f TFLOP/s / ga_accumulate_matmul %.3f ms",
+                         1e3 * median(t[0]), work / median(t[0]), 1e3 * median(t[1])));
+  }
+}
+
+// ---- Main -------------------------------------------------------------------------------------------
+
+std::string machine() {
+  int device = 0, driver = 0, runtime = 0;
+  check(cudaGetDevice(&device), "the device");
+  check(cudaDriverGetVersion(&driver), "the driver");
+  check(cudaRuntimeGetVersion(&runtime), "the runtime");
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, device), "the device");
+  return format(
+      "%s, compute capability %d.%d, %d multiprocessors, %zu MiB, L2 %d MiB, driver for "
+      "CUDA %d.%d, runtime %d.%d; %s",
+      properties.name, properties.major, properties.minor, properties.multiProcessorCount,
+      properties.totalGlobalMem >> 20, properties.l2CacheSize >> 20, driver / 1000,
+      driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, ga_build_info());
+}
+
+int measure(const Options& options) {
+  int32_t devices = 0;
+  if (ga_device_count(GA_DEVICE_CUDA, &devices) != GA_OK || devices == 0) {
+    printf("skipped: no GPU: %s\n", ga_last_error());
+    return kSkipped;
+  }
+  if (getenv("CUDA_LAUNCH_BLOCKING") && !options.check)
+    throw std::runtime_error("CUDA_LAUNCH_BLOCKING is set: every launch would wait");
+  Report report;
+  const std::string text = machine();
+  printf("%s\n", text.c_str());
+  if (options.wants("G1")) g1(options, report);
+  if (options.wants("G2")) g2(options, report);
+  if (options.wants("G3")) g3(options, report);
+  if (options.wants("G5")) g5(options, report);
+  if (!options.check) report.write(options.json, text);
+  return options.check && report.missed() > 0 ? 1 : 0;
+}
+
+constexpr char kUsage[] =
+    "usage: gradaccum_bench_gpu [--quick] [--check] [--only G1,G2,G3,G5] [--json FILE]\n"
+    "  --quick  fewer rounds (7) and 124 M parameters in place of 209 M\n"
+    "  --check  everything once and small: no times; exits with 1 where a count or the bits are "
+    "wrong\n";
+
+int run(int argc, char** argv) {
+  Options options;
+  for (int k = 1; k < argc; ++k) {
+    const std::string name = argv[k];
+    const auto value = [&]() -> std::string {
+      if (k + 1 >= argc) throw std::runtime_error(name + " needs a value");
+      return argv[++k];
+    };
+    if (name == "--quick") {
+      options.quick = true;
+    } else if (name == "--check") {
+      options.check = true;
+    } else if (name == "--json") {
+      options.json = value();
+    } else if (name == "--only") {
+      std::string ids = value();
+      for (size_t comma; !ids.empty();
+           ids.erase(0, comma == std::string::npos ? comma : comma + 1)) {
+        comma = ids.find(',');
+        options.only.insert(ids.substr(0, comma));
+      }
+    } else {
+      fputs(kUsage, name == "--help" ? stdout : stderr);
+      return name == "--help" ? 0 : 2;
+    }
+  }
+  return measure(options);
+}
+
+}  // namespace
+}  // namespace bench
+
+int main(int argc, char** argv) {
+  try {
+    return bench::run(argc, argv);
+  } catch (const std::exception& error) {
+    fprintf(stderr, "gradaccum_bench_gpu: %s\n", error.what());
+    return 1;
+  }
+}

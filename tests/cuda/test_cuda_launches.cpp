@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a call costs beyond its work on the data: launches, copies, waits. Counted by the simulated
+// devices.
+#include "device.hpp"
+
+namespace ga::test {
+namespace {
+
+class Launches : public OnDevice<> {};
+
+// A context with n parameters of their own numbers, and gradients for it.
+struct Many {
+  Stream stream;
+  ga_context* ctx = nullptr;
+  std::unique_ptr<DeviceTensor> params, gradients, others;
+  int64_t n, count;
+
+  Many(int64_t n, const ga_optimizer& o, ga_config c = config(), int64_t count = 5,
+       const std::vector<int32_t>& dtypes = {GA_F32}, const ga_param_options& options = {})
+      : n(n), count(count) {
+    c.device = GA_DEVICE_CUDA;
+    c.stream = static_cast<cudaStream_t>(stream);
+    EXPECT_OK(ga_context_create(&c, &ctx));
+    const int64_t total = 2 * n * count;  // for f64 too
+    params = std::make_unique<DeviceTensor>(numbers(GA_F32, total, 1), stream, 0);
+    gradients = std::make_unique<DeviceTensor>(numbers(GA_F32, total, 2), stream, 0);
+    others = std::make_unique<DeviceTensor>(numbers(GA_F32, total, 3), stream, 0);
+    EXPECT_OK(ga_group_add(ctx, &o, nullptr));
+    ga_param_options given = options;
+    given.struct_size = sizeof given;
+    const std::vector<int64_t> shape =
+        count % 5 == 0 ? std::vector<int64_t>{count / 5, 5} : std::vector<int64_t>{count};
+    for (int64_t i = 0; i < n; ++i) {
+      const std::string name = "p" + std::to_string(i);
+      EXPECT_OK(ga_param_add(ctx, 0, name.c_str(), at(*params, i),
+                             dtypes[static_cast<size_t>(i) % dtypes.size()],
+                             static_cast<int32_t>(shape.size()), shape.data(), &given, nullptr));
+    }
+  }
+  ~Many() { ga_context_destroy(ctx); }
+
+  void* at(const DeviceTensor& t, int64_t i) const {
+    return static_cast<char*>(t.data()) + 8 * i * count;
+  }
+  std::vector<const void*> list(const DeviceTensor& t) const {
+    std::vector<const void*> result;
+    for (int64_t i = 0; i < n; ++i) result.push_back(at(t, i));
+    return result;
+  }
+  void accumulate(bool other = false) {
+    const auto gradients_now = list(other ? *others : *gradients);
+    EXPECT_OK(ga_accumulate(ctx, gradients_now.data(), gradients_now.size(), 1, nullptr));
+  }
+  void window() {
+    for (int k = 0; k < 3; ++k) accumulate(k == 1);
+    EXPECT_OK(ga_step(ctx, nullptr));
+  }
+};
+
+#ifdef GA_SIMULATED
+
+std::string told(const sim::Counters& c) {
+  std::string text = std::to_string(c.launches) + " launches";
+  for (const auto& [kernel, n] : c.by_kernel) text += "\n  " + std::to_string(n) + " " + kernel;
+  for (const auto& [call, n] : c.by_library) text += "\n  " + std::to_string(n) + " " + call;
+  return text;
+}
+
+// Nothing that waits, allocates or copies.
+void expect_quiet(const sim::Counters& c) {
+  EXPECT_EQ(c.synchronizations, 0);
+  EXPECT_EQ(c.allocations, 0);
+  EXPECT_EQ(c.frees, 0);
+  EXPECT_EQ(c.queries, 0);
+  EXPECT_EQ(c.copies, 0);
+}
+
+template <class Work>
+sim::Counters count(Work&& work) {
+  sim::reset_counters();
+  work();
+  return sim::counters();
+}
+
+TEST_F(Launches, OfAccumulate) {
+  for (const int64_t n : {1, 400, 4000, 4001}) {
+    SCOPED_TRACE(n);
+    Many m(n, plain_sgd());
+    m.accumulate();
+    EXPECT_OK(ga_step(m.ctx, nullptr));
+    m.accumulate();
+    EXPECT_OK(ga_step(m.ctx, nullptr));
+    for (const bool other :
+         {false, true, false}) {  // its pointers are others, or it is not the first
+      const sim::Counters c = count([&] { m.accumulate(other); });
+      EXPECT_EQ(c.launches, (n + 3999) / 4000) << told(c);
+      expect_quiet(c);
+    }
+    EXPECT_OK(ga_step(m.ctx, nullptr));
+  }
+}
+
+struct Case {
+  const char* name;
+  ga_optimizer optimizer;
+  ga_clip clip;
+  std::vector<int32_t> dtypes;
+  int64_t launches;  // of ga_step
+};
+
+std::vector<Case> cases() {
+  const ga_clip global = clip(GA_CLIP_GLOBAL, 0.1), none = clip(GA_CLIP_NONE, 0),
+                tensor = clip(GA_CLIP_PER_TENSOR, 0.1);
+  ga_clip rows = clip(GA_CLIP_AGC, 0), columns = rows;
+  rows.agc_units = GA_AGC_TORCH;
+  ga_optimizer momentum = plain_sgd();
+  momentum.momentum = 0.9;
+  // Value before norm: a pass for the norm, and the mean before it.
+  const ga_clip value = clip(GA_CLIP_GLOBAL, 0.1, GA_FLAVOR_TORCH, 0.3);
+  const std::vector<int32_t> f32 = {GA_F32}, mixed = {GA_F32, GA_BF16}, two = {GA_F64, GA_F32};
+  return {{"SGD", momentum, none, f32, 2},
+          {"AdamW", optimizer(GA_OPTIMIZER_ADAMW), none, f32, 2},
+          {"AdamW, global", optimizer(GA_OPTIMIZER_ADAMW), global, f32, 2},
+          {"AdamW, per tensor", optimizer(GA_OPTIMIZER_ADAMW), tensor, f32, 2},
+          {"AdamW, f32 and bf16", optimizer(GA_OPTIMIZER_ADAMW), global, mixed, 2},
+          {"AdamW, f32 and f64", optimizer(GA_OPTIMIZER_ADAMW), global, two, 3},
+          {"AdamW, value and global", optimizer(GA_OPTIMIZER_ADAMW), value, f32, 4},
+          {"LAMB", optimizer(GA_OPTIMIZER_LAMB), global, f32, 3},
+          {"LARS", optimizer(GA_OPTIMIZER_LARS), none, f32, 3},
+          {"Adafactor", optimizer(GA_OPTIMIZER_ADAFACTOR), none, f32, 4},
+          {"SGD, AGC by columns", momentum, columns, f32, 4},
+          {"SGD, AGC by rows", momentum, rows, f32, 4},
+          {"LAMB, AGC", optimizer(GA_OPTIMIZER_LAMB), columns, f32, 5}};
+}
+
+TEST_F(Launches, OfAWindow) {
+  for (const Case& k : cases()) {
+    SCOPED_TRACE(k.name);
+    for (const int64_t n : {1, 400}) {
+      if (n == 1 && k.dtypes.size() > 1) continue;
+      Many m(n, k.optimizer, config(), n == 1 ? 200000 : 35, k.dtypes);
+      EXPECT_OK(ga_context_set_clip(m.ctx, &k.clip));
+      m.window();
+      m.window();
+      const sim::Counters accumulated = count([&] {
+        for (int i = 0; i < 3; ++i) m.accumulate(i == 1);
+      });
+      EXPECT_EQ(accumulated.launches, 3) << told(accumulated);
+      expect_quiet(accumulated);
+      const sim::Counters stepped = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
+      EXPECT_EQ(stepped.launches, k.launches) << told(stepped);
+      expect_quiet(stepped);
+    }
+  }
+}
+
+// A window that is like the one before, whatever the options: nothing waits, nothing is copied.
+struct Way {
+  const char* name;
+  void (*set)(ga_config&);
+  void (*prepare)(ga_context*);
+  int64_t first, accumulate, step;  // launches
+};
+
+std::vector<Way> ways() {
+  using C = ga_config&;
+  using X = ga_context*;
+  const auto scaler = [](X ctx) {
+    ga_loss_scaler s;
+    EXPECT_OK(ga_loss_scaler_init(&s, sizeof s));
+    EXPECT_OK(ga_context_set_loss_scaler(ctx, &s));
+  };
+  const auto nothing = [](X) {};
+  return {
+      {"a dynamic loss scale", [](C) {}, scaler, 1, 1, 2},
+      {"gradients that live", [](C c) { c.gradient_life = GA_GRADIENTS_LIVE; }, nothing, 0, 1, 2},
+      {"missing ones as zeros", [](C c) { c.missing = GA_MISSING_ZERO; }, nothing, 1, 1, 2},
+      {"dropped micro-batches", [](C c) { c.nonfinite = GA_NONFINITE_DROP_MICRO; }, scaler, 4, 4,
+       2},
+      {"running means", [](C c) { c.accumulation = GA_ACCUMULATE_RUNNING_MEAN; }, nothing, 1, 1, 2},
+      {"a noise scale", [](C c) { c.noise_scale = 1; }, nothing, 1, 1, 2},
+      {"averages", [](C) {},
+       [](X ctx) {
+         ga_ema e;
+         EXPECT_OK(ga_ema_init(&e, sizeof e));
+         EXPECT_OK(ga_context_set_ema(ctx, &e));
+       },
+       1, 1, 2},
+      {"clipped micro-batches", [](C) {},
+       [](X ctx) {
+         ga_clip c = clip(GA_CLIP_GLOBAL, 0.1);
+         c.when = GA_CLIP_MICRO;
+         EXPECT_OK(ga_context_set_clip(ctx, &c));
+       },
+       5, 5, 2},
+      {"a schedule", [](C) {},
+       [](X ctx) {
+         ga_schedule s = schedule(GA_SCHEDULE_COSINE);
+         s.warmup_steps = 10;
+         s.total_steps = 100;
+         EXPECT_OK(ga_group_set_schedule(ctx, 0, &s));
+       },
+       1, 1, 2}};
+}
+
+TEST_F(Launches, OfOtherWindows) {
+  for (const Way& w : ways()) {
+    SCOPED_TRACE(w.name);
+    ga_config c = config();
+    w.set(c);
+    Many m(100, optimizer(GA_OPTIMIZER_ADAMW), c, 35);
+    w.prepare(m.ctx);
+    m.window();
+    m.window();
+    for (int k = 0; k < 3; ++k) {
+      const sim::Counters accumulated = count([&] { m.accumulate(k == 1); });
+      EXPECT_EQ(accumulated.launches, k == 0 ? w.first : w.accumulate)
+          << k << ": " << told(accumulated);
+      expect_quiet(accumulated);
+    }
+    const sim::Counters stepped = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
+    EXPECT_EQ(stepped.launches, w.step) << told(stepped);
+    expect_quiet(stepped);
+  }
+}
+
+TEST_F(Launches, OfRows) {
+  for (const int32_t kind : {GA_ROWS_DENSE, GA_ROWS_LAZY}) {
+    for (const int32_t nonfinite : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO}) {
+      SCOPED_TRACE(testing::Message() << kind << " " << nonfinite);
+      ga_config c = config();
+      c.nonfinite = nonfinite;
+      ga_param_options o = options();
+      o.rows = kind;
+      Many m(1, optimizer(GA_OPTIMIZER_ADAMW), c, 5000, {GA_F32}, o);
+      const Tensor zeros(GA_F32, 100);
+      const DeviceTensor indices(zeros, m.stream, 0), values(numbers(GA_F32, 500, 9), m.stream, 0);
+      const auto micro = [&](int64_t k) {
+        EXPECT_OK(ga_micro_begin(m.ctx, k, 1, nullptr));
+        EXPECT_OK(ga_accumulate_rows(m.ctx, 0, indices.data(), GA_I32, 100, values.data()));
+        EXPECT_OK(ga_micro_end(m.ctx));
+      };
+      const auto window = [&] {
+        for (int64_t k = 0; k < 3; ++k) micro(k);
+        EXPECT_OK(ga_step(m.ctx, nullptr));
+      };
+      window();
+      window();
+      const sim::Counters counted = count(window);
+      expect_quiet(counted);
+      EXPECT_EQ(counted.library_calls, 3) << told(counted);  // a sort for each
+      const bool drops = nonfinite == GA_NONFINITE_DROP_MICRO;
+      EXPECT_EQ(counted.launches, (drops ? 27 : 18) + (kind == GA_ROWS_LAZY)) << told(counted);
+    }
+  }
+}
+
+// Of the calls that only tell something, which a window may have in it.
+TEST_F(Launches, OfSmallCalls) {
+  Many m(10, optimizer(GA_OPTIMIZER_ADAMW));
+  m.window();
+  m.window();
+  const sim::Counters asked = count([&] {
+    ga_step_result r = {};
+    r.struct_size = sizeof r;
+    const void* at = nullptr;
+    EXPECT_OK(ga_loss_scale(m.ctx, nullptr, &at));
+    EXPECT_OK(ga_step_result_get(m.ctx, 0, 0, &r));
+    window(m.ctx);
+    memory(m.ctx);
+  });
+  EXPECT_EQ(asked.launches, 0) << told(asked);
+  expect_quiet(asked);
+  // Numbers of a group, in every window: they go to the device with one launch.
+  for (int w = 0; w < 3; ++w) {
+    m.accumulate();
+    const sim::Counters c = count([&] {
+      EXPECT_OK(ga_group_set_lr(m.ctx, 0, 0.1 * w));
+      EXPECT_OK(ga_step(m.ctx, nullptr));
+    });
+    EXPECT_EQ(c.launches, 3) << told(c);
+    expect_quiet(c);
+  }
+  for (int w = 0; w < 3; ++w) {
+    m.accumulate();
+    const sim::Counters c = count([&] {
+      EXPECT_OK(ga_group_set_weight_decay(m.ctx, 0, 0.1 * (w + 1)));
+      EXPECT_OK(ga_step(m.ctx, nullptr));
+    });
+    EXPECT_LE(c.launches, 3) << told(c);
+    expect_quiet(c);
+  }
+}
+
+// After a capture: tables that a replay may have put back are sent again, and nothing waits for it.
+TEST_F(Launches, OfWindowsBesideAGraph) {
+  for (const int64_t n : {10, 400, 9000}) {
+    SCOPED_TRACE(n);
+    Many m(n, optimizer(GA_OPTIMIZER_ADAMW));
+    m.window();
+    cudaGraph_t graph = nullptr;
+    EXPECT_CUDA(cudaStreamBeginCapture(m.stream, cudaStreamCaptureModeThreadLocal));
+    const sim::Counters captured = count([&] { m.window(); });
+    EXPECT_CUDA(cudaStreamEndCapture(m.stream, &graph));
+    expect_quiet(captured);
+    m.window();
+    for (int k = 0; k < 3; ++k) {
+      const sim::Counters c = count([&] { m.accumulate(k == 1); });
+      expect_quiet(c);
+      EXPECT_LE(c.launches, 10 + n / 75) << told(c);  // of 32 KB each
+    }
+    const sim::Counters c = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
+    expect_quiet(c);
+    EXPECT_LE(c.launches, 15 + n / 35) << told(c);
+    EXPECT_CUDA(cudaGraphDestroy(graph));
+  }
+}
+
+#endif
+
+}  // namespace
+}  // namespace ga::test

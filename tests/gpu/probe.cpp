@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Prints what `run` beside this file needs to know of the machine. Exits with 77 where there is no
+// GPU to use, and says why.
+#include <cuda_runtime.h>
+#include <stdio.h>
+
+int main() {
+  int count = 0, driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    printf("skipped: no GPU: %s (driver for CUDA %d.%d, runtime %d.%d)\n",
+           error != cudaSuccess ? cudaGetErrorString(error) : "none is visible", driver / 1000,
+           driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    return 77;
+  }
+  for (int device = 0; device < count; ++device) {
+    cudaDeviceProp properties{};
+    if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) {
+      printf("device %d: %s\n", device, cudaGetErrorString(cudaGetLastError()));
+      return 1;
+    }
+    printf(
+        "device %d: %s, compute capability %d.%d, %d multiprocessors, %zu MiB, driver for CUDA "
+        "%d.%d, runtime %d.%d\n",
+        device, properties.name, properties.major, properties.minor, properties.multiProcessorCount,
+        properties.totalGlobalMem >> 20, driver / 1000, driver % 1000 / 10, runtime / 1000,
+        runtime % 1000 / 10);
+    if (device == 0) printf("pageable_memory_access %d\n", properties.pageableMemoryAccess);
+  }
+  return 0;
+}
