@@ -49,6 +49,7 @@ constexpr Named<ga_flavor> kFlavors[] = {
 constexpr Named<ga_schedule_kind> kSchedules[] = {{"constant", GA_SCHEDULE_CONSTANT},
                                                   {"linear", GA_SCHEDULE_LINEAR},
                                                   {"cosine", GA_SCHEDULE_COSINE}};
+constexpr Named<ga_device> kDevices[] = {{"cpu", GA_DEVICE_CPU}, {"cuda", GA_DEVICE_CUDA}};
 constexpr Named<ga_clip_scope> kClipScopes[] = {
     {"global", GA_CLIP_GLOBAL}, {"per-tensor", GA_CLIP_PER_TENSOR}, {"agc", GA_CLIP_AGC}};
 constexpr Named<ga_dtype> kDtypes[] = {
@@ -125,7 +126,7 @@ Options parse(int argc, char** argv) {
   Options options;
   std::string optimizer = "sgd", flavor = "torch", schedule = "cosine", clip_scope = "global";
   std::string dtype = "f32", params = "f32", accumulator = "f32", accumulation = "plain";
-  std::string loss_scale = "1";
+  std::string loss_scale = "1", device = "cpu";
   double lr = 0, momentum = 0, weight_decay = 0, clip = 0;
   options.clip = gradaccum::default_clip();
 
@@ -139,6 +140,7 @@ Options parse(int argc, char** argv) {
         ->check(CLI::IsMember(names(table)))
         ->capture_default_str();
   };
+  choice("--device", device, "Where the network is and the library works", kDevices);
   choice("--optimizer", optimizer, "Optimizer", kOptimizers);
   choice("--flavor", flavor, "Whose definition of it", kFlavors);
   const CLI::Option* has_lr =
@@ -180,6 +182,9 @@ Options parse(int argc, char** argv) {
   app.add_option("--samples", options.samples,
                  "Train on the first so many samples; default: all 60000")
       ->check(CLI::Range(1, 60000));
+  app.add_option("--test-samples", options.test_samples,
+                 "Test on the first so many; default: all 10000")
+      ->check(CLI::Range(1, 10000));
   app.add_option("--threads", options.threads, "CPU threads; default: what OpenMP would use")
       ->check(CLI::Range(1, 4096));
   app.add_flag("--control,!--no-control", options.control,
@@ -194,6 +199,7 @@ Options parse(int argc, char** argv) {
   try {
     app.parse(argc, argv);
     set_optimizers(options, named(kOptimizers, optimizer), named(kFlavors, flavor).value);
+    options.device = named(kDevices, device).value;
     options.precision.parameters = named(kDtypes, params).value;
     options.precision.gradients = named(kDtypes, dtype).value;
     options.precision.accumulation = named(kAccumulations, accumulation).value;
@@ -239,12 +245,11 @@ class PipeSink : public Sink {
   void window(double mean_loss) override { send(Kind::kLoss, mean_loss); }
   void epoch(const Epoch& epoch) override { send(Kind::kEpoch, epoch); }
   void summary(const Summary& summary) { send(Kind::kSummary, summary); }
-  void parameters(std::int64_t step,
-                  const std::vector<const std::vector<float>*>& tensors) override {
+  void parameters(std::int64_t step, const Mlp::Values& tensors) override {
     Head head{Kind::kParameters, step, 0};
-    for (const auto* tensor : tensors) head.bytes += tensor->size() * sizeof(float);
+    for (const auto& tensor : tensors) head.bytes += tensor.size() * sizeof(float);
     write_all(&head, sizeof head);
-    for (const auto* tensor : tensors) write_all(tensor->data(), tensor->size() * sizeof(float));
+    for (const auto& tensor : tensors) write_all(tensor.data(), tensor.size() * sizeof(float));
   }
 
  private:

@@ -1,313 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "mlp.hpp"
 
-#include <algorithm>
 #include <cmath>
 #include <random>
-#include <string>
-
-#include "numbers.hpp"
+#include <stdexcept>
 
 namespace {
 
-using dnnl::memory;
-constexpr auto kF32 = memory::data_type::f32, kBf16 = memory::data_type::bf16;
-
-memory::desc matrix(std::int64_t rows, std::int64_t columns, memory::data_type dtype = kF32) {
-  return {{rows, columns}, dtype, memory::format_tag::ab};
-}
-
-memory::desc transposed(std::int64_t rows, std::int64_t columns, memory::data_type dtype = kF32) {
-  return {{rows, columns}, dtype, memory::format_tag::ba};
-}
-
-dnnl::primitive_attr with_relu(bool relu) {
-  dnnl::primitive_attr attributes;
-  if (relu) {
-    dnnl::post_ops post_ops;
-#if DNNL_VERSION_MAJOR >= 3
-    post_ops.append_eltwise(dnnl::algorithm::eltwise_relu, 0, 0);
-#else
-    post_ops.append_eltwise(1, dnnl::algorithm::eltwise_relu, 0, 0);
-#endif
-    attributes.set_post_ops(post_ops);
+// He et al. 2015: keeps the variance from layer to layer under ReLU.
+Start draw(const std::vector<std::int64_t>& widths, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Start start;
+  for (std::size_t i = 1; i < widths.size(); ++i) {
+    const std::int64_t in = widths[i - 1], out = widths[i];
+    LayerStart layer{"fc" + std::to_string(i), in, out, {}};
+    layer.weight.resize(static_cast<std::size_t>(out * in));
+    std::normal_distribution<float> weights(0, std::sqrt(2.0F / static_cast<float>(in)));
+    for (float& w : layer.weight) w = weights(random);
+    start.push_back(std::move(layer));
   }
-  return attributes;
-}
-
-// c = relu(a b + bias); bias may be the empty descriptor.
-dnnl::matmul make_matmul(const dnnl::engine& engine, const memory::desc& a, const memory::desc& b,
-                         const memory::desc& bias, const memory::desc& c, bool relu) {
-#if DNNL_VERSION_MAJOR >= 3
-  return dnnl::matmul(dnnl::matmul::primitive_desc(engine, a, b, bias, c, with_relu(relu)));
-#else
-  return dnnl::matmul(
-      dnnl::matmul::primitive_desc(dnnl::matmul::desc(a, b, bias, c), with_relu(relu), engine));
-#endif
-}
-
-// Whether this oneDNN multiplies bf16 on this processor.
-bool has_bf16_matmul(const dnnl::engine& engine) {
-  try {
-    const memory::desc any = matrix(16, 16, kBf16);
-    make_matmul(engine, any, any, {}, any, false);
-    return true;
-  } catch (const dnnl::error&) {
-    return false;
-  }
-}
-
-// out[c] = sum of column c.
-void sum_rows(const float* matrix, std::int64_t rows, std::int64_t columns, float* out) {
-  std::fill_n(out, columns, 0.0F);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for (std::int64_t c = 0; c < columns; ++c) out[c] += matrix[r * columns + c];
-  }
-}
-
-// The derivative of ReLU, from what ReLU gave.
-void mask(const float* activations, std::int64_t count, float* gradients) {
-  for (std::int64_t i = 0; i < count; ++i) gradients[i] = activations[i] > 0 ? gradients[i] : 0.0F;
-}
-
-// Softmax cross-entropy of one sample; gradient: of scale times the loss.
-double cross_entropy(const float* logits, std::int64_t classes, std::int64_t label, double scale,
-                     float* gradient) {
-  const double largest = *std::max_element(logits, logits + classes);
-  double sum = 0;
-  for (std::int64_t c = 0; c < classes; ++c) sum += std::exp(logits[c] - largest);
-  for (std::int64_t c = 0; c < classes; ++c) {
-    const double probability = std::exp(logits[c] - largest) / sum;
-    gradient[c] = static_cast<float>(scale * (probability - (c == label ? 1 : 0)));
-  }
-  return std::log(sum) + largest - logits[label];
+  return start;
 }
 
 }  // namespace
 
-Mlp::Mlp(const std::vector<std::int64_t>& widths, std::int64_t max_samples, std::uint64_t seed,
-         const Precision& precision)
-    : precision_(precision) {
-  std::mt19937_64 random(seed);
-  std::int64_t widest = 0, largest = 0;  // input or output, weight
-  for (std::size_t i = 0; i < widths.size(); ++i) {
-    const auto size = static_cast<std::size_t>(max_samples * widths[i]);
-    activations_.emplace_back(size);
-    gradients_.emplace_back(i == 0 ? 0 : size);
-    widest = std::max(widest, widths[i]);
-    if (i == 0) continue;
-    const std::int64_t in = widths[i - 1], out = widths[i];
-    largest = std::max(largest, in * out);
-    Layer layer{in, out, {}, {}};
-    layer.weight.values.resize(static_cast<std::size_t>(out * in));
-    layer.bias.values.resize(static_cast<std::size_t>(out));
-    // He et al. 2015: keeps the variance from layer to layer under ReLU.
-    std::normal_distribution<float> weights(0, std::sqrt(2.0F / static_cast<float>(in)));
-    for (float& w : layer.weight.values) w = weights(random);
-    layers_.push_back(std::move(layer));
+std::unique_ptr<Mlp> make_mlp(ga_device device, const std::vector<std::int64_t>& widths,
+                              std::int64_t max_samples, std::uint64_t seed,
+                              const Precision& precision) {
+  const Start start = draw(widths, seed);
+#ifdef FASHION_MNIST_ONEDNN
+  if (device == GA_DEVICE_CPU) return make_onednn_mlp(start, max_samples, precision);
+#endif
+#ifdef FASHION_MNIST_CUDA
+  if (device == GA_DEVICE_CUDA) {
+    if (gradaccum::device_count(device) == 0) throw std::runtime_error(ga_last_error());
+    return make_cuda_mlp(start, max_samples, precision);
   }
-  bias_gradient_.resize(static_cast<std::size_t>(widest));
-
-  const bool stores = !precision.allows_matmul();
-  if (stores) weight_gradient_.resize(static_cast<std::size_t>(largest));
-  if (precision.gradients == GA_F32) return;
-  multiplies_bf16_ = stores && precision.gradients == GA_BF16 && has_bf16_matmul(engine_);
-  const std::size_t bytes = bytes_of(precision.gradients);
-  rounded_dy_.resize(static_cast<std::size_t>(max_samples * widest) * bytes);
-  rounded_x_.resize(rounded_dy_.size());
-  rounded_gradient_.resize(static_cast<std::size_t>(stores ? largest : widest) * bytes);
-}
-
-void Mlp::add_to(gradaccum::Context& context, ga_group weights, ga_group biases) {
-  ga_param_options options = gradaccum::default_param_options();
-  options.gradient_dtype = precision_.gradients;
-  options.accumulator_dtype = precision_.accumulators;
-  const auto add = [&](ga_group group, const std::string& name, Tensor& tensor,
-                       const std::vector<std::int64_t>& shape) {
-    void* data = tensor.values.data();
-    if (precision_.parameters != GA_F32) {
-      tensor.stored.resize(tensor.values.size() * bytes_of(precision_.parameters));
-      data = tensor.stored.data();
-      from_floats(tensor.values.data(), static_cast<std::int64_t>(tensor.values.size()),
-                  precision_.parameters, data);
-    }
-    tensor.id = context.add_param(group, name, data, precision_.parameters, shape, &options);
-  };
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    Layer& layer = layers_[i];
-    const std::string name = "fc" + std::to_string(i + 1);
-    add(weights, name + ".weight", layer.weight, {layer.out, layer.in});
-    add(biases, name + ".bias", layer.bias, {layer.out});
-  }
-  read_parameters();
-}
-
-const Mlp::Kernels& Mlp::kernels(std::int64_t samples) {
-  const auto known = kernels_.find(samples);
-  if (known != kernels_.end()) return known->second;
-  Kernels kernels;
-  const auto view = [this](const memory::desc& desc, std::vector<float>& data) {
-    return memory(desc, engine_, data.data());
-  };
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    Layer& layer = layers_[i];
-    const memory::desc x = matrix(samples, layer.in), y = matrix(samples, layer.out);
-    const memory::desc weight = matrix(layer.out, layer.in),
-                       weight_t = transposed(layer.in, layer.out);
-    const memory::desc bias = matrix(1, layer.out);
-    kernels.forward.push_back({make_matmul(engine_, x, weight_t, bias, y, i + 1 < layers_.size()),
-                               {{DNNL_ARG_SRC, view(x, activations_[i])},
-                                {DNNL_ARG_WEIGHTS, view(weight_t, layer.weight.values)},
-                                {DNNL_ARG_BIAS, view(bias, layer.bias.values)},
-                                {DNNL_ARG_DST, view(y, activations_[i + 1])}}});
-    if (!precision_.allows_matmul()) kernels.weight.push_back(weight_product(i, samples));
-    if (i == 0) {
-      kernels.backward.emplace_back();
-      continue;
-    }
-    kernels.backward.push_back({make_matmul(engine_, y, weight, {}, x, false),
-                                {{DNNL_ARG_SRC, view(y, gradients_[i + 1])},
-                                 {DNNL_ARG_WEIGHTS, view(weight, layer.weight.values)},
-                                 {DNNL_ARG_DST, view(x, gradients_[i])}}});
-  }
-  return kernels_.emplace(samples, std::move(kernels)).first->second;
-}
-
-// dy^T x
-Mlp::Product Mlp::weight_product(std::size_t layer, std::int64_t samples) {
-  const std::int64_t in = layers_[layer].in, out = layers_[layer].out;
-  const memory::data_type dtype = multiplies_bf16_ ? kBf16 : kF32;
-  const memory::desc dy = transposed(out, samples, dtype), x = matrix(samples, in, dtype);
-  const memory::desc weight = matrix(out, in, dtype);
-  const auto view = [this](const memory::desc& desc, std::vector<float>& f32,
-                           std::vector<std::byte>& bf16) {
-    return memory(
-        desc, engine_,
-        multiplies_bf16_ ? static_cast<void*>(bf16.data()) : static_cast<void*>(f32.data()));
-  };
-  return {make_matmul(engine_, dy, x, {}, weight, false),
-          {{DNNL_ARG_SRC, view(dy, gradients_[layer + 1], rounded_dy_)},
-           {DNNL_ARG_WEIGHTS, view(x, activations_[layer], rounded_x_)},
-           {DNNL_ARG_DST, view(weight, weight_gradient_, rounded_gradient_)}}};
-}
-
-Mlp::Score Mlp::forward(std::int64_t samples, const std::uint8_t* labels, double loss_scale) {
-  for (const Product& product : kernels(samples).forward) {
-    product.primitive.execute(stream_, product.arguments);
-  }
-  stream_.wait();
-  Score score;
-  const std::int64_t classes = layers_.back().out;
-  for (std::int64_t i = 0; i < samples; ++i) {
-    const float* logits = activations_.back().data() + i * classes;
-    score.loss +=
-        cross_entropy(logits, classes, labels[i], loss_scale / static_cast<double>(samples),
-                      gradients_.back().data() + i * classes);
-    score.correct += std::max_element(logits, logits + classes) - logits == labels[i];
-  }
-  return score;
-}
-
-void Mlp::backward(std::int64_t samples, gradaccum::Context& context) {
-  const Kernels& kernels = this->kernels(samples);
-  for (std::size_t i = layers_.size(); i-- > 0;) {
-    const Layer& layer = layers_[i];
-    contribute_weight(i, samples, context);
-    sum_rows(gradients_[i + 1].data(), samples, layer.out, bias_gradient_.data());
-    context.accumulate_part(layer.bias.id,
-                            as_gradients(bias_gradient_.data(), layer.out, rounded_gradient_));
-    if (i == 0) break;
-    kernels.backward[i].primitive.execute(stream_, kernels.backward[i].arguments);
-    stream_.wait();
-    mask(activations_[i].data(), samples * layer.in, gradients_[i].data());
-  }
-}
-
-void Mlp::contribute_weight(std::size_t i, std::int64_t samples, gradaccum::Context& context) {
-  const Layer& layer = layers_[i];
-  const float* dy = gradients_[i + 1].data();
-  const float* x = activations_[i].data();
-  if (precision_.allows_matmul()) {
-    gradaccum::check(ga_accumulate_matmul(
-        context.get(), layer.weight.id, samples, as_gradients(dy, samples * layer.out, rounded_dy_),
-        layer.out, GA_TRANSPOSE, as_gradients(x, samples * layer.in, rounded_x_), layer.in,
-        GA_NO_TRANSPOSE, precision_.gradients));
-    return;
-  }
-  if (multiplies_bf16_) {
-    as_gradients(dy, samples * layer.out, rounded_dy_);
-    as_gradients(x, samples * layer.in, rounded_x_);
-  }
-  const Product& product = kernels(samples).weight[i];
-  product.primitive.execute(stream_, product.arguments);
-  stream_.wait();
-  context.accumulate_part(layer.weight.id,
-                          multiplies_bf16_ ? rounded_gradient_.data()
-                                           : as_gradients(weight_gradient_.data(),
-                                                          layer.out * layer.in, rounded_gradient_));
-}
-
-// In the dtype that the library expects: rounded in the buffer, or f32 as they are.
-const void* Mlp::as_gradients(const float* values, std::int64_t count,
-                              std::vector<std::byte>& buffer) const {
-  if (precision_.gradients == GA_F32) return values;
-  from_floats(values, count, precision_.gradients, buffer.data());
-  return buffer.data();
-}
-
-void Mlp::read_parameters() {
-  for (Layer& layer : layers_) {
-    for (Tensor* tensor : {&layer.weight, &layer.bias}) {
-      if (tensor->stored.empty()) continue;
-      to_floats(tensor->stored.data(), static_cast<std::int64_t>(tensor->values.size()),
-                precision_.parameters, tensor->values.data());
-    }
-  }
-}
-
-std::vector<const std::vector<float>*> Mlp::parameters() const {
-  std::vector<const std::vector<float>*> all;
-  for (const Layer& layer : layers_) {
-    all.push_back(&layer.weight.values);
-    all.push_back(&layer.bias.values);
-  }
-  return all;
-}
-
-std::vector<std::vector<float>> Mlp::averages(gradaccum::Context& context) const {
-  std::vector<std::vector<float>> all;
-  for (const Layer& layer : layers_) {
-    for (const Tensor* tensor : {&layer.weight, &layer.bias}) {
-      all.emplace_back(tensor->values.size());
-      context.ema_copy_to(tensor->id, all.back().data());
-    }
-  }
-  return all;
-}
-
-void Mlp::exchange(std::vector<std::vector<float>>& values) {
-  std::size_t i = 0;
-  for (Layer& layer : layers_) {
-    for (Tensor* tensor : {&layer.weight, &layer.bias}) {
-      // Elements, not vectors: oneDNN and the library know where they lie.
-      std::swap_ranges(tensor->values.begin(), tensor->values.end(), values[i++].begin());
-    }
-  }
-}
-
-std::int64_t Mlp::parameter_bytes() const {
-  std::size_t bytes = 0;
-  for (const Layer& layer : layers_) {
-    for (const Tensor* tensor : {&layer.weight, &layer.bias}) {
-      bytes += tensor->values.size() * sizeof(float) + tensor->stored.size();
-    }
-  }
-  return static_cast<std::int64_t>(bytes);
-}
-
-std::int64_t Mlp::activation_bytes() const {
-  std::size_t count = 0;
-  for (const auto& tensor : activations_) count += tensor.size();
-  for (const auto& tensor : gradients_) count += tensor.size();
-  return static_cast<std::int64_t>(count * sizeof(float) + rounded_dy_.size() + rounded_x_.size());
+#endif
+  throw std::runtime_error(device == GA_DEVICE_CPU
+                               ? "this program was built without oneDNN, which --device cpu needs"
+                               : "this program was built without CUDA, which --device cuda needs");
 }

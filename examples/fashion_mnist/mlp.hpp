@@ -1,14 +1,12 @@
-// A multilayer perceptron with ReLU and softmax cross-entropy, forward and backward by oneDNN. It
-// computes gradients; what becomes of them is libgradaccum's part.
+// A multilayer perceptron with ReLU and softmax cross-entropy, forward and backward. It computes
+// gradients; what becomes of them is libgradaccum's part. One is in the CPU's memory and computes by
+// oneDNN (mlp_onednn.cpp), another in a GPU's and computes by cuBLAS (mlp_cuda.cu).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <array>
-#include <cstddef>
 #include <cstdint>
-#include <map>
-#include <oneapi/dnnl/dnnl.hpp>
-#include <unordered_map>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "gradaccum/gradaccum.hpp"
@@ -32,76 +30,57 @@ class Mlp {
     double loss = 0;  // sum over the samples
     std::int64_t correct = 0;
   };
+  using Values = std::vector<std::vector<float>>;  // of all weights and biases, one by one
 
-  // widths: of the input, of the hidden layers, of the output. Weights are drawn from seed.
-  Mlp(const std::vector<std::int64_t>& widths, std::int64_t max_samples, std::uint64_t seed,
-      const Precision& precision);
+  virtual ~Mlp() = default;
 
   // Tells the library about all weights and biases.
-  void add_to(gradaccum::Context& context, ga_group weights, ga_group biases);
+  virtual void add_to(gradaccum::Context& context, ga_group weights, ga_group biases) = 0;
 
-  // max_samples rows of widths[0]; forward() reads the first rows of it.
-  float* input() { return activations_.front().data(); }
+  // In the CPU's memory, max_samples rows of widths[0]; forward() reads the first rows of it, and
+  // another may be the next ones' place.
+  virtual float* input() = 0;
 
-  // Runs samples rows of input() through the network and keeps what backward() needs.
-  Score forward(std::int64_t samples, const std::uint8_t* labels, double loss_scale = 1);
+  // Runs samples rows of input() through the network, adds to the score, and keeps what backward()
+  // needs: the gradient of their mean loss, times the loss scale of the context, if there is one.
+  virtual void forward(std::int64_t samples, const std::uint8_t* labels,
+                       const gradaccum::Context* context) = 0;
 
-  // After forward(), within a micro-batch: contributes the gradients of loss_scale times the mean
-  // loss of these samples. Where the precision allows it, a weight's gradient is stored nowhere: the
-  // matrix product goes to its accumulator.
-  void backward(std::int64_t samples, gradaccum::Context& context);
+  // After forward(), within a micro-batch: contributes the gradients. Where the precision allows it, a
+  // weight's gradient is stored nowhere: the matrix product goes to its accumulator.
+  virtual void backward(std::int64_t samples, gradaccum::Context& context) = 0;
+
+  // The score since it was last taken; on a GPU this waits for it, and nothing above does.
+  virtual Score take_score() = 0;
 
   // After a step: takes over what the library has made of the parameters.
-  void read_parameters();
+  virtual void read_parameters() = 0;
 
-  // All weights and biases, one tensor after the other.
-  std::vector<const std::vector<float>*> parameters() const;
-
+  virtual Values parameters() = 0;
   // The library's averages of the same; and exchanges the network's for others.
-  std::vector<std::vector<float>> averages(gradaccum::Context& context) const;
-  void exchange(std::vector<std::vector<float>>& values);
+  virtual Values averages(gradaccum::Context& context) = 0;
+  virtual void exchange(Values& values) = 0;
 
-  std::int64_t parameter_bytes() const;
-  std::int64_t activation_bytes() const;  // what grows with max_samples
-
- private:
-  struct Tensor {
-    std::vector<float> values;  // what the network computes with
-    std::vector<std::byte>
-        stored;  // what the library updates; empty: values, which are f32 as well
-    ga_param id = -1;
-  };
-  struct Layer {
-    std::int64_t in, out;
-    Tensor weight, bias;  // [out, in], [out]
-  };
-  struct Product {
-    dnnl::primitive primitive;
-    std::unordered_map<int, dnnl::memory> arguments;
-  };
-  struct Kernels {
-    std::vector<Product> forward;  // [layer]: activations_[i + 1] = relu(activations_[i] W^T + b)
-    std::vector<Product>
-        backward;  // [layer]: gradients_[i] = gradients_[i + 1] W; none for the first
-    std::vector<Product> weight;  // [layer]: its gradient; none where the library multiplies
-  };
-
-  const Kernels& kernels(std::int64_t samples);  // made on first use, kept
-  Product weight_product(std::size_t layer, std::int64_t samples);
-  void contribute_weight(std::size_t layer, std::int64_t samples, gradaccum::Context& context);
-  const void* as_gradients(const float* values, std::int64_t count,
-                           std::vector<std::byte>& buffer) const;
-
-  const Precision precision_;
-
-  std::vector<Layer> layers_;
-  std::vector<std::vector<float>> activations_;  // [layer]: its input; at the end the logits
-  std::vector<std::vector<float>> gradients_;    // of the same; the first stays empty
-  std::vector<float> bias_gradient_, weight_gradient_;
-  // In the gradients' dtype: the two sides of a weight's product, and any gradient. Empty for f32.
-  std::vector<std::byte> rounded_dy_, rounded_x_, rounded_gradient_;
-  bool multiplies_bf16_ = false;  // oneDNN makes weight_gradient_ in bf16, from bf16
-  dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
-  dnnl::stream stream_{engine_};
-  std::map<std::int64_t, Kernels> kernels_;
+  virtual std::int64_t parameter_bytes() const = 0;
+  virtual std::int64_t activation_bytes() const = 0;  // what grows with max_samples
 };
+
+// widths: of the input, of the hidden layers, of the output. Weights are drawn from seed, the same ones
+// on every device. Throws std::runtime_error where this program has nothing for the device.
+std::unique_ptr<Mlp> make_mlp(ga_device device, const std::vector<std::int64_t>& widths,
+                              std::int64_t max_samples, std::uint64_t seed,
+                              const Precision& precision);
+
+// ---- For those who implement it -----------------------------------------------------------------
+
+struct LayerStart {
+  std::string name;
+  std::int64_t in, out;
+  std::vector<float> weight;  // [out, in]; the bias starts with zeros
+};
+using Start = std::vector<LayerStart>;
+
+std::unique_ptr<Mlp> make_onednn_mlp(const Start& start, std::int64_t max_samples,
+                                     const Precision& precision);
+std::unique_ptr<Mlp> make_cuda_mlp(const Start& start, std::int64_t max_samples,
+                                   const Precision& precision);

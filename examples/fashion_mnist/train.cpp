@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <memory>
 #include <numeric>
 #include <random>
 
@@ -19,8 +20,9 @@ using Clock = std::chrono::steady_clock;
 void load(const Dataset& data, const std::int64_t* indices, std::int64_t samples, Mlp& model,
           std::vector<std::uint8_t>& labels) {
   labels.resize(static_cast<std::size_t>(samples));
+  float* const input = model.input();
   for (std::int64_t i = 0; i < samples; ++i) {
-    data.image_to(indices[i], model.input() + i * data.pixels);
+    data.image_to(indices[i], input + i * data.pixels);
     labels[static_cast<std::size_t>(i)] = data.labels[static_cast<std::size_t>(indices[i])];
   }
 }
@@ -30,13 +32,12 @@ double test_accuracy(const Dataset& data, std::int64_t slice, Mlp& model) {
   std::vector<std::int64_t> order(static_cast<std::size_t>(data.count));
   std::iota(order.begin(), order.end(), 0);
   std::vector<std::uint8_t> labels;
-  std::int64_t correct = 0;
   for (std::int64_t first = 0; first < data.count; first += slice) {
     const std::int64_t samples = std::min(slice, data.count - first);
     load(data, order.data() + first, samples, model, labels);
-    correct += model.forward(samples, labels.data()).correct;
+    model.forward(samples, labels.data(), nullptr);
   }
-  return static_cast<double>(correct) / static_cast<double>(data.count);
+  return static_cast<double>(model.take_score().correct) / static_cast<double>(data.count);
 }
 
 bool is_snapshot(std::int64_t step) {
@@ -53,13 +54,17 @@ std::string Cut::name() const {
 Summary train(const Options& options, const Cut& cut, const std::string& data_folder, Sink& sink) {
   if (options.threads > 0) omp_set_num_threads(options.threads);
   const Dataset training = load_fashion_mnist(data_folder, "train");
-  const Dataset test = load_fashion_mnist(data_folder, "t10k");
+  Dataset test = load_fashion_mnist(data_folder, "t10k");
+  if (options.test_samples > 0) test.count = std::min(options.test_samples, test.count);
   const std::int64_t count =
       options.samples > 0 ? std::min(options.samples, training.count) : training.count;
   const std::int64_t windows = (count + cut.batch - 1) / cut.batch;  // the last one may be short
 
-  Mlp model({training.pixels, 512, 512, 10}, cut.micro, options.seed, options.precision);
+  const std::unique_ptr<Mlp> network = make_mlp(options.device, {training.pixels, 512, 512, 10},
+                                                cut.micro, options.seed, options.precision);
+  Mlp& model = *network;
   ga_config config = gradaccum::default_config();
+  config.device = options.device;
   config.num_threads = options.threads;
   config.accumulation = options.precision.accumulation;
   config.loss_scale = options.loss_scale;
@@ -96,24 +101,21 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
       const std::int64_t in_window = std::min(cut.batch, count - first);
       std::vector<std::int64_t> window(order.begin() + first, order.begin() + first + in_window);
       if (cut.reversed) std::reverse(window.begin(), window.end());
-      Mlp::Score score;
       std::int64_t index = 0;
       for (std::int64_t done = 0; done < in_window; done += cut.micro, ++index) {
         const std::int64_t samples = std::min(cut.micro, in_window - done);
         load(training, window.data() + done, samples, model, labels);
-        const Mlp::Score part = model.forward(samples, labels.data(), context.loss_scale());
-        score.loss += part.loss;
-        score.correct += part.correct;
+        model.forward(samples, labels.data(), &context);
         // A micro-batch weighs as many samples as it has: a short one counts for what it holds.
         gradaccum::MicroBatch micro = context.micro_begin(index, static_cast<double>(samples));
         model.backward(samples, context);
         micro.end();
       }
-      const ga_step_result result = context.step();
+      context.step();
       model.read_parameters();
 
       ++step;
-      summary.skipped_steps += result.outcome != GA_STEP_APPLIED;
+      const Mlp::Score score = model.take_score();
       sink.window(score.loss / static_cast<double>(in_window));
       progress.window(in_window, score.loss, score.correct);
       if (is_snapshot(step)) sink.parameters(step, model.parameters());
@@ -121,7 +123,7 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
     summary.seconds += std::chrono::duration<double>(Clock::now() - start).count();
     Epoch ended{step, test_accuracy(test, cut.micro, model)};
     if (options.ema > 0) {
-      std::vector<std::vector<float>> averages = model.averages(context);
+      Mlp::Values averages = model.averages(context);
       model.exchange(averages);
       ended.average_accuracy = test_accuracy(test, cut.micro, model);
       model.exchange(averages);  // back again
@@ -131,6 +133,10 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
     progress.epoch(ended.test_accuracy);
   }
 
+  ga_step_result last{};
+  last.struct_size = sizeof last;
+  gradaccum::check(ga_step_result_get(context.get(), 0, 1, &last));
+  summary.skipped_steps = last.skipped;
   const ga_memory memory = context.memory();
   summary.samples = count * options.epochs;
   summary.data_bytes = static_cast<std::int64_t>(training.images.size() + test.images.size());

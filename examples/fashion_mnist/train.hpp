@@ -1,4 +1,5 @@
-// One training run. What libgradaccum does for this program is in train.cpp and Mlp::backward.
+// One training run. What libgradaccum does for this program is in train.cpp and the
+// backward() of the networks.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -19,7 +20,9 @@ struct Options {
   bool dynamic_loss_scale = false;
   double ema = 0;  // decay of the averages; 0: none are kept
   std::int64_t batch = 64, accumulation = 16, epochs = 4;
-  std::int64_t samples = 0;  // to train on, of the 60000; 0: all
+  std::int64_t samples = 0;       // to train on, of the 60000; 0: all
+  std::int64_t test_samples = 0;  // to test on, of the 10000; 0: all
+  ga_device device = GA_DEVICE_CPU;
   std::int32_t threads = 0;  // 0: OpenMP's number
   bool control = true;
   std::uint64_t seed = 1;
@@ -58,8 +61,7 @@ class Sink {
   virtual void window(double mean_loss) = 0;
   virtual void epoch(const Epoch& epoch) = 0;
   // All parameters, after steps 0, 1, 3, 10, 30, 100, 300 and the last one of every epoch.
-  virtual void parameters(std::int64_t step,
-                          const std::vector<const std::vector<float>*>& tensors) = 0;
+  virtual void parameters(std::int64_t step, const Mlp::Values& tensors) = 0;
 };
 
 // Throws std::runtime_error, gradaccum::Error or dnnl::error.
