@@ -145,6 +145,9 @@ template <class Work>
 void Context::or_invalidate(Work&& work) {
   try {
     work();
+  } catch (const std::bad_alloc&) {
+    window_.invalidate();
+    fail(GA_ERROR_FAULT, "memory ran out in the middle of a pass over the gradients");
   } catch (const std::exception& e) {
     window_.invalidate();
     throw Error(GA_ERROR_FAULT, e.what());
@@ -389,9 +392,15 @@ void Context::defer(Contribution c) {
   };
   room(micro_plans_, contributions_.capacity());
   room(micro_partials_, chunks);
-  backend_->reserve(owned_.chunks + static_cast<int64_t>(chunks),
-                    static_cast<int64_t>(std::max(params_.size(), contributions_.capacity())),
-                    static_cast<int64_t>(owned_.bytes[kAccumulator]));
+  // By doubling: each of thousands of contributions would else have the backend's lists made anew.
+  const auto params = static_cast<int64_t>(std::max(params_.size(), contributions_.capacity()));
+  if (const auto most = owned_.chunks + static_cast<int64_t>(chunks);
+      most > reserved_chunks_ || params > reserved_params_) {
+    const auto wanted = std::max(reserved_chunks_, most + static_cast<int64_t>(chunks));
+    backend_->reserve(wanted, params, static_cast<int64_t>(owned_.bytes[kAccumulator]));
+    reserved_chunks_ = wanted;
+    reserved_params_ = params;
+  }
   c.partials = micro_chunks_;
   micro_chunks_ = chunks;
   contributions_.push_back(c);

@@ -416,6 +416,7 @@ class Context {
   std::vector<MicroInput> micro_inputs_;     // likewise
   std::vector<ga_param> micro_units_;        // of these, those clipped by units
   size_t micro_chunks_ = 0;                  // of these
+  int64_t reserved_chunks_ = 0, reserved_params_ = 0;  // of the backend, by defer()
   State<Partial> micro_partials_;
   State<MicroPlan> micro_plans_;
 };
