@@ -324,6 +324,17 @@ class Story {
   ga_context* context() const { return ctx_; }
   int64_t failures() const { return failures_; }
 
+  // Whether the fault was of that window alone.
+  bool goes_on() {
+    ga_window_info w = {};
+    w.struct_size = sizeof w;
+    if (ga_window(ctx_, &w) != GA_OK || w.state != GA_WINDOW_INVALID) return false;
+    if (ga_synchronize(ctx_) != GA_OK) return false;
+    EXPECT_OK(ga_discard(ctx_));
+    EXPECT_TRUE(window()) << ga_last_error();
+    return true;
+  }
+
   // Whatever needs the device answers with the fault from then on.
   void expect_faults() {
     const std::string why = ga_last_error();
@@ -483,6 +494,31 @@ TEST_F(Errors, WorkThatCannotBeQueued) {
       if (HasFailure()) return;
     }
   }
+}
+
+// Likewise, for memory that the driver cannot have: either nothing has happened, or it is a fault.
+TEST_F(Errors, WorkThatIsOutOfMemory) {
+  const std::vector<Tensor> expected = undisturbed();
+  int64_t again = 0;
+  for (int64_t n = 1;; n += n < 70 ? 1 : 4) {
+    ASSERT_LT(n, 1000);
+    SCOPED_TRACE(n);
+    Story story([&](ga_status status) { return status == GA_ERROR_OUT_OF_MEMORY; });
+    sim::fail_call(n, cudaErrorMemoryAllocation);
+    const bool told = story.tell();
+    sim::fail_call(0, cudaSuccess);
+    if (!told) {
+      if (!story.context()) continue;
+      if (story.goes_on()) continue;
+      story.expect_faults();
+      continue;
+    }
+    const std::vector<Tensor> got = story.values();
+    for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i] == expected[i]) << i;
+    again += story.failures();
+    if (HasFailure() || story.failures() == 0) break;
+  }
+  EXPECT_GT(again, 10);
 }
 
 // Each work fails once while it runs.
