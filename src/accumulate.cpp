@@ -82,9 +82,9 @@ Array Context::target_of(ga_param id) const {
 
 // One contribution: a task over the data and what it makes of the parameter. Checks are behind it;
 // if the pass fails, the window is invalid and none of this is looked at again.
-AccumulateTask* Context::plan(ga_param id, const Source& given) {
+AccumulateTask* Context::plan(ga_param id, const Source& given, bool may_adopt) {
   Param& p = params_[static_cast<size_t>(id)];
-  if (adopts_ && p.held() == Held::kNothing && p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32)) {
+  if (adopts_ && may_adopt && p.held() == Held::kNothing && p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32)) {
     p.hold(Held::kAdopted);
     p.adopted = given.data;
     p.adopted_scale = given.scale;
@@ -141,19 +141,6 @@ void Context::count_contribution(Param& p) {
   ++p.contributions;
 }
 
-template <class Work>
-void Context::or_invalidate(Work&& work) {
-  try {
-    work();
-  } catch (const std::bad_alloc&) {
-    window_.invalidate();
-    fail(GA_ERROR_FAULT, "memory ran out in the middle of a pass over the gradients");
-  } catch (const std::exception& e) {
-    window_.invalidate();
-    throw Error(GA_ERROR_FAULT, e.what());
-  }
-}
-
 void Context::accumulate(const void* const* gradients, size_t count, double weight,
                          const double* scale) {
   check_device();
@@ -185,7 +172,7 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
     each([&](ga_param id, const Param&, const void* gradient) { check_gradient(id, gradient); });
     if (deferring()) {
       each([&](ga_param id, const Param& p, const void* gradient) {
-        defer({id, gradient, nullptr, 0, p.count, 0, 0});
+        defer({id, gradient, p.gradient_dtype, nullptr, 0, p.count, 0, 0});
       });
     } else {
       each([&](ga_param id, const Param& p, const void*) {
@@ -245,20 +232,38 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
   if (!gradient && p.count > 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its gradient was NULL", name(id));
   check_gradient(id, gradient);
-  if (deferring()) {
-    if (clip_micro_)
-      for (const Contribution& c : contributions_)
-        if (c.param == id)
-          fail(GA_ERROR_UNSUPPORTED,
-               "parameter \"%s\": a second contribution in one micro-batch, not with GA_CLIP_MICRO",
-               name(id));
-    defer({id, gradient, nullptr, 0, p.count, 0, 0});
-    return;
-  }
-  make_dense(id);
+  check_single(id);
+  const Whole whole = {id, gradient, p.gradient_dtype};
+  contribute({&whole, 1}, true);
+}
+
+// That it is the parameter's first contribution in the micro-batch, where that must be.
+void Context::check_single(ga_param id) const {
+  if (!clip_micro_) return;
+  for (const Contribution& c : contributions_)
+    if (c.param == id)
+      fail(GA_ERROR_UNSUPPORTED,
+           "parameter \"%s\": a second contribution in one micro-batch, not with GA_CLIP_MICRO",
+           name(id));
+}
+
+// Whole gradients in the open micro-batch, of different parameters, in one pass.
+void Context::contribute(Span<const Whole> given, bool may_adopt) {
+  const Micro& micro = window_.open_micro();
+  if (micro.weight == 0) return;
   accumulate_tasks_.clear();
   set_micro(micro, window_.open_index(), window_.weight());
-  plan(id, contribution(gradient, p.gradient_dtype, micro));
+  for (size_t k = 0; k < given.size; ++k) {
+    const Whole& g = given.data[k];
+    const Param& p = params_[static_cast<size_t>(g.param)];
+    if (p.frozen) continue;
+    if (deferring()) {
+      defer({g.param, g.gradient, g.format, nullptr, 0, p.count, 0, 0});
+      continue;
+    }
+    make_dense(g.param);
+    plan(g.param, contribution(g.gradient, g.format, micro), may_adopt);
+  }
   or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
 }
 
@@ -325,7 +330,7 @@ void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dt
          "(GA_GRADIENTS_LIVE)",
          name(id), values);
 
-  const Contribution c = {id, values, indices, index_dtype, elements, count, 0};
+  const Contribution c = {id, values, p.gradient_dtype, indices, index_dtype, elements, count, 0};
   const Source rows = contribution(values, p.gradient_dtype, micro);
   const int64_t wrong =
       backend_->prepare_rows(rows_task(c, rows), deferring() ? rows_held_ : 0);
@@ -421,7 +426,7 @@ void Context::settle(int64_t index) {
                              c.index_dtype != 0});
     p.pending = true;
     NormTask& task = norm_tasks_.add();
-    task.gradient = {contribution(c.gradient, p.gradient_dtype, {1, micro.loss_scale}),
+    task.gradient = {contribution(c.gradient, c.format, {1, micro.loss_scale}),
                      &micro_plans_.at(k)->view};
     task.f64 = p.f64;
     task.count = c.count;
@@ -468,7 +473,7 @@ void Context::settle(int64_t index) {
     const Contribution& c = contributions_[k];
     const auto i = static_cast<size_t>(c.param);
     Param& p = params_[i];
-    const Source source = contribution(c.gradient, p.gradient_dtype, micro);
+    const Source source = contribution(c.gradient, c.format, micro);
     if (c.index_dtype != 0) {
       run();
       add_rows(c, source, micro_plans_.at(k));

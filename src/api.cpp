@@ -460,4 +460,78 @@ ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data, int32_
   });
 }
 
+ga_status ga_bn_options_init(ga_bn_options* options, size_t struct_size, int32_t flavor) {
+  return guard([&] {
+    init_struct(options, struct_size, ga::default_bn_options(flavor), "ga_bn_options");
+  });
+}
+
+ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
+                    ga_param beta, const ga_bn_options* options, ga_bn* out) {
+  return on(ctx, [&] {
+    const ga_bn_options defaults = ga::default_bn_options(GA_FLAVOR_TORCH);
+    const ga_bn id = ctx->add_batch_norm(
+        name, channels, gamma, beta,
+        options ? read_struct(options, defaults, "ga_bn_options") : defaults);
+    if (out) *out = id;
+  });
+}
+
+ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen) {
+  return on(ctx, [&] {
+    if (frozen != 0 && frozen != 1)
+      fail(GA_ERROR_INVALID_ARGUMENT, "frozen was %d, expected 0 or 1", frozen);
+    ctx->bn_set_frozen(bn, frozen == 1);
+  });
+}
+
+ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
+                           int64_t positions) {
+  return on(ctx, [&] { ctx->bn_accumulate(bn, x, samples, positions); });
+}
+
+ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
+                                 const void* spread, int32_t kind, int32_t dtype) {
+  return on(ctx, [&] { ctx->bn_accumulate_stats(bn, count, mean, spread, kind, dtype); });
+}
+
+ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn) {
+  return on(ctx, [&] { ctx->bn_finalize(bn); });
+}
+
+ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
+                        int64_t positions, void* y) {
+  return on(ctx, [&] { ctx->bn_forward(bn, x, samples, positions, y); });
+}
+
+ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
+                                    int64_t samples, int64_t positions) {
+  return on(ctx, [&] { ctx->bn_backward_accumulate(bn, x, dy, samples, positions); });
+}
+
+ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy, int64_t samples,
+                         int64_t positions, void* dx) {
+  return on(ctx, [&] { ctx->bn_backward(bn, x, dy, samples, positions, dx); });
+}
+
+ga_status ga_bn_infer(ga_context* ctx, ga_bn bn, const void* x, int64_t samples, int64_t positions,
+                      void* y) {
+  return on(ctx, [&] { ctx->bn_infer(bn, x, samples, positions, y); });
+}
+
+ga_status ga_bn_running(ga_context* ctx, ga_bn bn, void* mean, void* variance, int32_t dtype,
+                        int64_t* steps) {
+  return on(ctx, [&] { ctx->bn_running(bn, mean, variance, dtype, steps); });
+}
+
+ga_status ga_bn_running_set(ga_context* ctx, ga_bn bn, const void* mean, const void* variance,
+                            int32_t dtype, int64_t steps) {
+  return on(ctx, [&] { ctx->bn_running_set(bn, mean, variance, dtype, steps); });
+}
+
+ga_status ga_bn_statistics(ga_context* ctx, ga_bn bn, void* mean, void* variance, int32_t dtype,
+                           int64_t* count) {
+  return on(ctx, [&] { ctx->bn_statistics(bn, mean, variance, dtype, count); });
+}
+
 }  // extern "C"

@@ -142,6 +142,7 @@ void Context::release() noexcept {
     backend_->free_rows(t.set);
   }
   for (const Arena& a : arenas_) backend_->free(a.data, a.bytes);
+  for (const BatchNorm& b : batch_norms_) backend_->free(b.state, b.bytes);
   backend_->free(scratch_, scratch_bytes_);
   for (Group& g : groups_) backend_->free(g.rates);
   settings_.release(*backend_);
@@ -156,6 +157,7 @@ void Context::release() noexcept {
   measures_.release(*backend_);
   units_.release(*backend_);
   factors_.release(*backend_);
+  bn_inputs_.release(*backend_);
   micro_partials_.release(*backend_);
   micro_plans_.release(*backend_);
 }
@@ -210,7 +212,8 @@ void Context::set_tables() {
   const Tables tables = {settings_.at(),      control_.at(),      group_inputs_.at(),
                          group_states_.at(),  param_inputs_.at(), param_states_.at(),
                          plans_.at(),         static_cast<int64_t>(groups_.size()),
-                         static_cast<int64_t>(prepared_)};
+                         static_cast<int64_t>(prepared_), bn_inputs_.at(),
+                         static_cast<int64_t>(bn_inputs_.size())};
   const TaskTables tasks = {updates_.host_data(), measures_.host_data(), units_.host_data(),
                             factors_.host_data(), updates_.at(),         measures_.at(),
                             units_.at(),          factors_.at()};

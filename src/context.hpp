@@ -8,6 +8,7 @@
 //   step.cpp        the end of a window
 //   clip.cpp        clipping
 //   update.cpp      parameters and optimizer state
+//   batchnorm.cpp   layers with batch normalisation
 #pragma once
 
 #include <algorithm>
@@ -115,6 +116,25 @@ class Context {
   }
   void discard();
   const void* gradient(ga_param param, int32_t* dtype) const;
+
+  // batchnorm.cpp
+  ga_bn add_batch_norm(const char* name, int64_t channels, ga_param gamma, ga_param beta,
+                       const ga_bn_options& options);
+  void bn_set_frozen(ga_bn id, bool frozen);
+  void bn_accumulate(ga_bn id, const void* x, int64_t samples, int64_t positions);
+  void bn_accumulate_stats(ga_bn id, int64_t count, const void* mean, const void* spread,
+                           int32_t kind, int32_t dtype);
+  void bn_finalize(ga_bn id);
+  void bn_forward(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y);
+  void bn_backward_accumulate(ga_bn id, const void* x, const void* dy, int64_t samples,
+                              int64_t positions);
+  void bn_backward(ga_bn id, const void* x, const void* dy, int64_t samples, int64_t positions,
+                   void* dx);
+  void bn_infer(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y);
+  void bn_running(ga_bn id, void* mean, void* variance, int32_t dtype, int64_t* steps) const;
+  void bn_running_set(ga_bn id, const void* mean, const void* variance, int32_t dtype,
+                      int64_t steps);
+  void bn_statistics(ga_bn id, void* mean, void* variance, int32_t dtype, int64_t* count) const;
 
  private:
   struct Group {
@@ -227,15 +247,46 @@ class Context {
     size_t scratch = 0;  // of the parameter that needs most while it is updated
   };
 
+  // The gradient of a whole parameter.
+  struct Whole {
+    ga_param param;
+    const void* gradient;
+    int32_t format;
+  };
+
   // A contribution that is read at the end of its micro-batch.
   struct Contribution {
     ga_param param;
     const void* gradient;
+    int32_t format;       // of gradient
     const void* indices;  // NULL: the whole gradient
     int32_t index_dtype;
     int64_t count;  // elements of gradient
     int64_t rows;
     size_t partials;  // the first of its chunks among those of the micro-batch
+  };
+
+  // A layer with batch normalisation.
+  struct BatchNorm {
+    std::string name;
+    int64_t channels;
+    ga_param gamma, beta;
+    ga_bn_options options;
+    bool frozen;
+    BnChannel* state;  // and the two behind it, in one block
+    void* dgamma;
+    void* dbeta;
+    size_t bytes;
+
+    // In this window:
+    int64_t index = -1;   // micro-batch of the last statistics
+    int64_t count;        // their elements of a channel
+    bool given;           // they were not taken by ga_bn_forward
+    std::vector<char> summed;  // micro-batches that have their backward sums
+    // WINDOW mode: elements of a channel in the first sweep, and how far the others are.
+    std::vector<int64_t> counts;
+    bool final;
+    int64_t forwarded, sums;
   };
 
   // The last two axes of a tensor, taken as matrices.
@@ -296,10 +347,12 @@ class Context {
   Param& part(ga_param id, const char* what);
   void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   void check_gradient(ga_param id, const void* gradient);
+  void check_single(ga_param id) const;
   void check_values(ga_param id, const void* data, int64_t count, int32_t size,
                     const char* what) const;
   Array target_of(ga_param id) const;
-  AccumulateTask* plan(ga_param id, const Source& source);
+  AccumulateTask* plan(ga_param id, const Source& source, bool may_adopt = true);
+  void contribute(Span<const Whole> given, bool may_adopt);
   void count_contribution(Param& p);
   void store_adopted(ga_param id);
   void make_dense(ga_param id);
@@ -335,6 +388,27 @@ class Context {
   template <class Work>
   void or_break(Work&& work);
 
+  // batchnorm.cpp
+  const BatchNorm& batch_norm(ga_bn id) const;
+  BatchNorm& batch_norm(ga_bn id);
+  void bn_require_unused(const BatchNorm& b, const char* what) const;
+  void bn_check_tensor(const BatchNorm& b, const char* what, const void* data, int64_t count,
+                       bool output) const;
+  void bn_check_overlap(const BatchNorm& b, const char* what, const void* in, const char* out_name,
+                        const void* out, int64_t count) const;
+  BnTask bn_task(const BatchNorm& b, int64_t samples, int64_t positions) const;
+  int64_t bn_index(const BatchNorm& b, int64_t next) const;
+  int64_t bn_check_statistics(const BatchNorm& b, const char* what) const;
+  void bn_count_statistics(BatchNorm& b, int64_t index, int64_t count, bool given);
+  void bn_check_sweep(const BatchNorm& b, const char* what, int64_t index, int64_t count) const;
+  BnTask bn_backward_task(const BatchNorm& b, const char* what, const void* x, const void* dy,
+                          int64_t samples, int64_t positions);
+  void bn_check_params(const BatchNorm& b, const char* what);
+  bool bn_summed(BatchNorm& b);
+  void bn_add_sums(BatchNorm& b);
+  std::vector<BnChannel> bn_read(const BatchNorm& b) const;
+  void bn_forget();
+
   // update.cpp
   void make_lists();
   void update();
@@ -354,6 +428,7 @@ class Context {
   std::vector<Param> params_;
   std::vector<Tensor> tensors_;
   std::vector<Block> blocks_;
+  std::vector<BatchNorm> batch_norms_;
   std::vector<Range> ranges_;  // sorted, apart from each other
   std::unordered_set<std::string> names_;
   ga_clip clip_;
@@ -378,6 +453,7 @@ class Context {
   Table<UpdateTask> updates_, measures_;
   Table<UnitTask> units_;
   Table<FactorTask> factors_;
+  Table<BnInput> bn_inputs_;
   mutable Control last_control_ = {};  // what was read last
   std::vector<Source> told_;           // the adopted gradient that the tables have
 
@@ -421,11 +497,26 @@ class Context {
   State<MicroPlan> micro_plans_;
 };
 
+// Runs a pass over data of a window, which is invalid where that breaks off half-way.
+template <class Work>
+void Context::or_invalidate(Work&& work) {
+  try {
+    work();
+  } catch (const std::bad_alloc&) {
+    window_.invalidate();
+    fail(GA_ERROR_FAULT, "memory ran out in the middle of a pass over the gradients");
+  } catch (const std::exception& e) {
+    window_.invalidate();
+    throw Error(GA_ERROR_FAULT, e.what());
+  }
+}
+
 ga_clip default_clip();
 void check_clip(const ga_clip& clip);
 ga_config default_config();
 void check_config(const ga_config& config);
 ga_ema default_ema();
 void check_ema(const ga_ema& ema);
+ga_bn_options default_bn_options(int32_t flavor);
 
 }  // namespace ga

@@ -11,6 +11,7 @@
 #include "hd.hpp"
 #include "loss_scale.hpp"
 #include "noise_scale.hpp"
+#include "ops/batchnorm.hpp"
 #include "ops/op.hpp"
 #include "schedule.hpp"
 
@@ -140,6 +141,14 @@ struct ParamPlan {
   OpBytes folded;
 };
 
+// A layer with batch normalisation.
+struct BnInput {
+  BnChannel* state;
+  int64_t channels;
+  double momentum;
+  bool biased, frozen;
+};
+
 // A contribution that is judged before it is added.
 struct MicroInput {
   const Partial* partials;
@@ -202,6 +211,8 @@ struct Tables {
   ParamState* param_states;
   ParamPlan* plans;
   int64_t groups, params;
+  const BnInput* bn;
+  int64_t bn_count;
 };
 
 }  // namespace ga

@@ -198,6 +198,15 @@ GA_HD void judge_window(const Tables& t, const WindowTotals& w, double squares) 
   c.result.dropped = c.dropped;
 }
 
+// f(channel, layer) for all layers with batch normalisation.
+template <class Crew, class F>
+GA_DEVICE void each_channel(Crew& crew, const Tables& t, F&& f) {
+  for (int64_t l = 0; l < t.bn_count; ++l) {
+    const BnInput& layer = t.bn[l];
+    crew.each_item(layer.channels, [&](int64_t c) { f(layer.state[c], layer); });
+  }
+}
+
 // What was counted in a window.
 template <class Crew>
 GA_DEVICE void clear_window(Crew& crew, const Tables& t) {
@@ -209,6 +218,7 @@ GA_DEVICE void clear_window(Crew& crew, const Tables& t) {
   });
   if (t.settings->deferring)
     crew.each_item(t.params, [&](int64_t i) { t.param_states[i].contributed = 0; });
+  each_channel(crew, t, [](BnChannel& c, const BnInput&) { forget(c); });
 }
 
 // The smallest factor of all, into the result.
@@ -410,6 +420,10 @@ GA_DEVICE void decide(Crew& crew, const Tables& t, const WindowTotals& w) {
     plan_param(crew, t, i);
   });
   if (set.clips) take_smallest(crew, t);
+  if (c.go)
+    each_channel(crew, t, [](BnChannel& channel, const BnInput& layer) {
+      if (!layer.frozen) commit(channel, layer.momentum, layer.biased);
+    });
   if (c.result.outcome != GA_STEP_SKIPPED_NONFINITE || t.settings->nonfinite != GA_NONFINITE_FAIL)
     clear_window(crew, t);
 }
@@ -546,6 +560,10 @@ GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, Micr
       if (!in.again) plan.keep *= s.held_weight / c.weight;
       plan.noise *= c.weight * c.weight;  // it is added as c / W
     }
+  });
+  each_channel(crew, t, [&](BnChannel& channel, const BnInput&) {
+    if (added) channel.window = merge(channel.window, channel.micro);
+    channel.micro = {0, 0, 0};
   });
   if (!added) return;
   crew.each_item(count, [&](int64_t k) {

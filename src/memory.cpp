@@ -171,7 +171,10 @@ ga_memory Context::memory() const {
   m.workspace += micro_partials_.bytes() + micro_plans_.bytes() +
                  static_cast<int64_t>(contributions_.capacity() *
                                       (sizeof(Contribution) + sizeof(MicroInput)));
-  m.total = m.accumulators + m.optimizer_state + m.workspace + m.masters + m.averages + m.rows;
+  for (const BatchNorm& b : batch_norms_) m.batch_norm += static_cast<int64_t>(b.bytes);
+  m.workspace += backend_->bn_bytes() + bn_inputs_.bytes();
+  m.total = m.accumulators + m.optimizer_state + m.workspace + m.masters + m.averages + m.rows +
+            m.batch_norm;
   return m;
 }
 

@@ -125,6 +125,7 @@ void Context::flush() {
   measures_.flush(*backend_);
   units_.flush(*backend_);
   factors_.flush(*backend_);
+  bn_inputs_.flush(*backend_);
 }
 
 // Makes a pass over the data for the norms that no accumulating pass has left: of gradients that
@@ -169,6 +170,7 @@ void Context::empty_window() {
   rows_held_ = 0;
   noise_repeated_ = false;
   contributions_.clear();
+  bn_forget();
   window_.clear();
   // Where it depends on a step that is perhaps still running, it is asked for when a window opens.
   accum_due_ = !phases_.empty() && !backend_->known();
@@ -251,7 +253,9 @@ void Context::or_break(Work&& work) {
 
 void Context::discard() {
   forget_delivered();
-  if (deferring() || rows_held_ > 0) backend_->clear_window();
+  const bool taken = std::any_of(batch_norms_.begin(), batch_norms_.end(),
+                                 [](const BatchNorm& b) { return b.index >= 0; });
+  if (deferring() || rows_held_ > 0 || taken) backend_->clear_window();
   empty_window();
 }
 

@@ -36,6 +36,7 @@ class Window {
   void check_part(const char* what) const;        // a micro-batch is open
   void end();
   void check_step() const;
+  void check_valid() const;
 
   // Room for one more micro-batch, so that adding it cannot fail.
   void reserve_one() {
@@ -53,8 +54,6 @@ class Window {
   void clear();
 
  private:
-  void check_valid() const;
-
   std::vector<Micro> micros_;
   int64_t open_ = -1;
   int64_t accum_steps_ = 0;

@@ -56,6 +56,9 @@
  * ga_accumulate_matmul or ga_accumulator_acquire, and closes it with ga_micro_end. Several
  * contributions to one parameter in one micro-batch add up (tied weights).
  *
+ * BATCH NORMALISATION. Its statistics are of a batch, so cutting that into micro-batches changes
+ * them. The ga_bn_ functions keep them right: see there, at the end.
+ *
  * DEVICES. With ga_config.device = GA_DEVICE_CUDA everything above happens on a GPU: parameters,
  * gradients, indices and matrices are in its memory, and never copied. Calls queue their work on
  * ga_config.stream and return; in a window nothing waits for the GPU, so ga_step may not know its
@@ -286,6 +289,7 @@ typedef struct ga_memory {
   int64_t rows;     /* 4 bytes for each row of a parameter with ga_param_options.rows, and room for
                        the rows of the largest window so far, 40 bytes each; as much again is in
                        workspace */
+  int64_t batch_norm; /* of ga_bn_add, which allocates them: 128 bytes a channel, 136 in f64 */
 } ga_memory;
 
 GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
@@ -702,7 +706,8 @@ enum ga_transpose { GA_NO_TRANSPOSE = 0, GA_TRANSPOSE = 1 };
    GA_ERROR_UNSUPPORTED: libgradaccum_onednn.so or its oneDNN could not be loaded, or the program
    has loaded another major version of oneDNN, or there is no cuBLAS; everything else keeps working.
    The module is looked for beside the library, or only in the folder that the environment variable
-   GA_MODULE_PATH names. Likewise with ga_config.noise_scale. GA_ERROR_FAULT: the engine failed in mid-work. */
+   GA_MODULE_PATH names. Likewise with ga_config.noise_scale. GA_ERROR_FAULT: the engine failed in
+   mid-work. */
 GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,
                                       int64_t lda, int32_t transpose_a, const void* b, int64_t ldb,
                                       int32_t transpose_b, int32_t dtype);
@@ -816,6 +821,150 @@ GA_API ga_status ga_discard(ga_context* ctx);
    parameter received no gradient in it (under GA_MISSING_ZERO it has zeros then). *dtype is that of
    the accumulator: one of 16 bits, a compensated one too, gives a gradient rounded to 16 bits. */
 GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data, int32_t* dtype);
+
+/* ---- Batch normalisation --------------------------------------------------------------------- */
+
+/* y = gamma (x - mean) / sqrt(variance + eps) + beta for each channel (Ioffe & Szegedy 2015). What
+ * one batch does in one go, a window must be told: whose mean and variance?
+ *
+ *   MICRO       Those of the micro-batch itself, as frameworks do. What one batch would have given
+ *               comes out of the running statistics alone: they move once per applied step, from
+ *               the exact statistics of the whole window.
+ *   WINDOW      Those of the whole window: y, dx, dgamma and dbeta are those of one batch. It takes
+ *               the network layer by layer, each in two sweeps over the micro-batches, forward and
+ *               backward, so the program keeps the activations of the window.
+ *   CUMULATIVE  Those of the window's micro-batches up to this one: one sweep, and later micro-
+ *               batches come close to the window's. Gradients are exact for what was computed.
+ *
+ *     MICRO, CUMULATIVE: in each micro-batch     WINDOW: layer by layer
+ *
+ *         ga_bn_forward   where x is there          for each k: ga_bn_accumulate
+ *         ...                                       ga_bn_finalize
+ *         ga_micro_begin                            for each k: ga_bn_forward
+ *         ga_bn_backward  where dy is there         ... the layers behind it, there and back ...
+ *         ...                                       for each k: ga_micro_begin
+ *         ga_micro_end                                          ga_bn_backward_accumulate
+ *                                                               ga_micro_end
+ *                                                   for each k: the same with ga_bn_backward
+ *
+ * Micro-batches. ga_bn_accumulate, ga_bn_accumulate_stats and ga_bn_forward are about the open
+ * micro-batch; where none is open, about the next one: the one to come (MICRO, CUMULATIVE), or the
+ * next of the layer's sweep (WINDOW). The backward calls are about the open one. They give the
+ * gradients of gamma and beta to the window as ga_accumulate_part would, with the micro-batch's
+ * weight and loss scale; in WINDOW mode these also weigh its share in the dx of all others. With
+ * weight 0 dx is zero. To the statistics every element counts the same, whatever the weight.
+ *
+ * Tensors are [samples, channels, positions] or [samples, positions, channels], positions being the
+ * product of the spatial extents, 1 without any. x is read again by the backward calls. y may be x,
+ * dx may be dy or x; outputs must not overlap anything else that the call reads, nor a parameter.
+ *
+ * Numbers. Sums over x and dy are in double, those over x of deviations from an element of the
+ * channel, so a mean that is large beside the deviation costs nothing; it is subtracted in two
+ * parts, to the same end. On the CPU all bits are the same for any number of threads and any
+ * processor; on a device they are the same in every run, but not those of the CPU.
+ *
+ * The running statistics move in ga_step, when it is applied: a skipped or discarded window leaves
+ * them as they were, and a channel whose statistics are not finite does so too. They belong to the
+ * context; ga_bn_running and ga_bn_running_set take them from layer to layer. */
+typedef int32_t ga_bn; /* 0, 1, 2, ... in the order they were added */
+
+enum ga_bn_mode { GA_BN_MICRO = 0, GA_BN_WINDOW = 1, GA_BN_CUMULATIVE = 2 };
+
+/* [samples, channels, positions] (NCHW) or [samples, positions, channels] (NHWC). */
+enum ga_bn_layout { GA_BN_CHANNELS_FIRST = 0, GA_BN_CHANNELS_LAST = 1 };
+
+typedef struct ga_bn_options {
+  size_t struct_size;
+  int32_t mode;    /* ga_bn_mode; default GA_BN_MICRO */
+  int32_t layout;  /* ga_bn_layout; default GA_BN_CHANNELS_FIRST, Keras GA_BN_CHANNELS_LAST */
+  int32_t dtype;   /* ga_dtype of x, y and their gradients; default GA_F32. Computed in f32, or in
+                      f64 for GA_F64 */
+  int32_t biased;  /* what the running variance averages: 0, torch: the sum of squared deviations
+                      / (n - 1); 1, Keras: / n; n: elements of a channel in the window. With n = 1
+                      the former is not known, and the running variance stays */
+  double momentum; /* running += momentum (window's - running); [0, 1]; default 0.1, Keras 0.01,
+                      which Keras itself calls 0.99 */
+  double eps;      /* > 0; default 1e-5, Keras 1e-3 */
+} ga_bn_options;
+
+/* Fills options with the defaults of a flavor: GA_FLAVOR_TORCH or GA_FLAVOR_KERAS. */
+GA_API ga_status ga_bn_options_init(ga_bn_options* options, size_t struct_size, int32_t flavor);
+
+/* Adds a layer. Legal while the window is empty. name: not empty, unique among layers. channels:
+   >= 1. gamma, beta: parameters of that many elements, in any group; -1: none, as with 1 and 0. Two
+   layers may share them. options may be NULL: torch's. out may be NULL. The running mean begins
+   with 0, the variance with 1. GA_ERROR_UNSUPPORTED: WINDOW or CUMULATIVE with
+   GA_NONFINITE_DROP_MICRO: the micro-batches that stay were normalised with the one that is
+   dropped. */
+GA_API ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
+                           ga_param beta, const ga_bn_options* options, ga_bn* out);
+
+/* Freezes a layer or wakes it. Frozen, it normalises by its running statistics, which do not move;
+   ga_bn_accumulate, ga_bn_accumulate_stats and ga_bn_finalize check what they are given and do
+   nothing; gamma and beta still get gradients (see ga_param_set_frozen). Legal while the window is
+   empty. */
+GA_API ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen);
+
+/* Takes the statistics of a micro-batch. In WINDOW mode this is the first sweep: each micro-batch
+   once, in their order, before ga_bn_finalize. Else it is for programs that do not call
+   ga_bn_forward, which does it itself; what comes again for one micro-batch replaces what came
+   before. */
+GA_API ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
+                                  int64_t positions);
+
+/* What the second array of ga_bn_accumulate_stats holds: the mean squared deviation from the mean,
+   or the sum of the squared deviations. */
+enum ga_bn_spread { GA_BN_VARIANCE = 0, GA_BN_M2 = 1 };
+
+/* The same from statistics that the program has. count: elements of each channel, >= 0. mean,
+   spread: one number for each channel, of dtype, GA_F32 or GA_F64. kind: ga_bn_spread. A negative
+   spread is GA_ERROR_INVALID_ARGUMENT; on a device it makes NaN. */
+GA_API ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
+                                        const void* spread, int32_t kind, int32_t dtype);
+
+/* Ends the first sweep of a layer in WINDOW mode. GA_ERROR_INVALID_STATE: nothing was accumulated,
+   it is final already, or the layer is in another mode. */
+GA_API ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn);
+
+/* Normalises x of a micro-batch to y. MICRO, CUMULATIVE: after taking the statistics of x, unless
+   ga_bn_accumulate or ga_bn_accumulate_stats has brought this micro-batch's. WINDOW: after
+   ga_bn_finalize; x must have as many elements as in the first sweep. */
+GA_API ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
+                               int64_t positions, void* y);
+
+/* Sums over dy and x of the open micro-batch: the gradients of gamma and beta, which go to the
+   window, and in WINDOW mode what the dx of all micro-batches needs: it is due for each of them,
+   those of weight 0 included (dy is not read then), before any ga_bn_backward. In the other modes
+   ga_bn_backward does it, unless it was called. */
+GA_API ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
+                                           int64_t samples, int64_t positions);
+
+/* Writes dx of the open micro-batch. GA_ERROR_INVALID_STATE: the layer's last forward pass was that
+   of another micro-batch, or of another shape; in WINDOW mode: sums of some micro-batch are due. */
+GA_API ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
+                                int64_t samples, int64_t positions, void* dx);
+
+/* Normalises by the running statistics, at any time. Nothing is counted. */
+GA_API ga_status ga_bn_infer(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
+                             int64_t positions, void* y);
+
+/* The running statistics. mean, variance: one number for each channel, of dtype, GA_F32 or GA_F64
+   (which loses nothing), in the host's memory also with a device. steps: how often they have moved,
+   torch's num_batches_tracked. Each may be NULL. Waits. */
+GA_API ga_status ga_bn_running(ga_context* ctx, ga_bn bn, void* mean, void* variance, int32_t dtype,
+                               int64_t* steps);
+
+/* Sets them. mean, variance: as above, finite, variance >= 0; steps >= 0. Legal while the window is
+   empty and none of its statistics are taken. Waits. */
+GA_API ga_status ga_bn_running_set(ga_context* ctx, ga_bn bn, const void* mean,
+                                   const void* variance, int32_t dtype, int64_t steps);
+
+/* The statistics that the layer normalises by now, with the biased variance, for programs with
+   normalising loops of their own; arrays as in ga_bn_running. count: elements of a channel that
+   they are of. GA_ERROR_INVALID_STATE: none were taken in this window, in WINDOW mode
+   ga_bn_finalize is due, or the layer is frozen. Waits. */
+GA_API ga_status ga_bn_statistics(ga_context* ctx, ga_bn bn, void* mean, void* variance,
+                                  int32_t dtype, int64_t* count);
 
 #ifdef __cplusplus
 }

@@ -128,6 +128,12 @@ inline ga_ema default_ema() {
   return ema;
 }
 
+inline ga_bn_options default_bn_options(ga_flavor flavor = GA_FLAVOR_TORCH) {
+  ga_bn_options options;
+  check(ga_bn_options_init(&options, sizeof options, flavor));
+  return options;
+}
+
 inline ga_param_options default_param_options() {
   ga_param_options options{};
   options.struct_size = sizeof options;
@@ -364,6 +370,59 @@ class Context {
                   "GA_ERROR_INVALID_ARGUMENT: the gradient has ga_dtype " + std::to_string(dtype));
     }
     return static_cast<const T*>(data);
+  }
+
+  // -- Batch normalisation
+
+  ga_bn add_batch_norm(const std::string& name, std::int64_t channels, ga_param gamma,
+                       ga_param beta, const ga_bn_options& options = default_bn_options()) {
+    ga_bn bn = -1;
+    check(ga_bn_add(get(), name.c_str(), channels, gamma, beta, &options, &bn));
+    return bn;
+  }
+  void bn_set_frozen(ga_bn bn, bool frozen) {
+    check(ga_bn_set_frozen(get(), bn, frozen ? 1 : 0));
+  }
+  void bn_accumulate(ga_bn bn, const void* x, std::int64_t samples, std::int64_t positions) {
+    check(ga_bn_accumulate(get(), bn, x, samples, positions));
+  }
+  template <typename T>
+  void bn_accumulate_stats(ga_bn bn, std::int64_t count, const T* mean, const T* spread,
+                           ga_bn_spread kind) {
+    check(ga_bn_accumulate_stats(get(), bn, count, mean, spread, kind, dtype_of<T>));
+  }
+  void bn_finalize(ga_bn bn) { check(ga_bn_finalize(get(), bn)); }
+  void bn_forward(ga_bn bn, const void* x, std::int64_t samples, std::int64_t positions, void* y) {
+    check(ga_bn_forward(get(), bn, x, samples, positions, y));
+  }
+  void bn_backward_accumulate(ga_bn bn, const void* x, const void* dy, std::int64_t samples,
+                              std::int64_t positions) {
+    check(ga_bn_backward_accumulate(get(), bn, x, dy, samples, positions));
+  }
+  void bn_backward(ga_bn bn, const void* x, const void* dy, std::int64_t samples,
+                   std::int64_t positions, void* dx) {
+    check(ga_bn_backward(get(), bn, x, dy, samples, positions, dx));
+  }
+  void bn_infer(ga_bn bn, const void* x, std::int64_t samples, std::int64_t positions, void* y) {
+    check(ga_bn_infer(get(), bn, x, samples, positions, y));
+  }
+  // Arrays of the layer's channels, in the host's memory. Returns how often they have moved.
+  template <typename T>
+  std::int64_t bn_running(ga_bn bn, T* mean, T* variance) const {
+    std::int64_t steps = 0;
+    check(ga_bn_running(get(), bn, mean, variance, dtype_of<T>, &steps));
+    return steps;
+  }
+  template <typename T>
+  void bn_set_running(ga_bn bn, const T* mean, const T* variance, std::int64_t steps) {
+    check(ga_bn_running_set(get(), bn, mean, variance, dtype_of<T>, steps));
+  }
+  // Returns the elements of a channel that they are of.
+  template <typename T>
+  std::int64_t bn_statistics(ga_bn bn, T* mean, T* variance) const {
+    std::int64_t count = 0;
+    check(ga_bn_statistics(get(), bn, mean, variance, dtype_of<T>, &count));
+    return count;
   }
 
  private:

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "control.hpp"
+#include "ops/batchnorm.hpp"
 #include "optimizer.hpp"
 #include "units.hpp"
 #include "window.hpp"
@@ -268,6 +269,40 @@ struct OrthogonalizeTask {
   }
 };
 
+// A pass over a micro-batch's tensors of a layer with batch normalisation. It is computed in float,
+// or in double where dtype is GA_F64.
+struct BnTask {
+  BnChannel* state;  // of the channels
+  int64_t channels, samples, positions;
+  bool channels_last;  // [samples, positions, channels], else [samples, channels, positions]
+  int32_t mode, dtype;
+  bool frozen;  // by the running statistics
+  bool again;   // statistics: in place of those that the micro-batch had
+  double eps;
+  Array gamma, beta;  // data NULL: 1 and 0
+  const void* x;
+  const void* dy;
+  void* out;  // y, or dx
+  // bn_backward_sums: what is summed up, of the type computed in, beside BnChannel::dbeta, dgamma,
+  // to which it is added times weight / *divisor in WINDOW mode. divisor NULL: 1. With weight 0
+  // neither x nor dy is read.
+  void* dgamma;
+  void* dbeta;
+  double weight;
+  const double* divisor;
+
+  GA_HD int64_t elements() const { return samples * positions; }  // of a channel
+  GA_HD int64_t count() const { return elements() * channels; }
+  GA_HD double share() const { return divisor ? weight / *divisor : weight; }
+};
+
+// Statistics of a micro-batch that the program has taken.
+struct BnGiven {
+  int64_t count;
+  Array mean, spread;  // of channels
+  bool squares;        // spread: sums of squares; else divided by count
+};
+
 template <class T>
 struct Span {
   T* data;
@@ -382,6 +417,17 @@ class Backend {
   // Returns whether the partials were stored; else they are stale.
   virtual bool matmul(const MatmulTask& task) = 0;
   virtual void orthogonalize(const OrthogonalizeTask& task) = 0;
+
+  // Batch normalisation. Room for tasks of so many channels; tasks may then have any shape.
+  virtual void bn_reserve(int64_t channels) = 0;
+  virtual int64_t bn_bytes() const = 0;
+  virtual void bn_statistics(const BnTask& task) = 0;  // of x
+  virtual void bn_take(const BnTask& task, const BnGiven& given) = 0;
+  virtual void bn_finalize(const BnTask& task) = 0;
+  // taking: bn_statistics first, summing: bn_backward_sums first, in one pass where it can be.
+  virtual void bn_forward(const BnTask& task, bool taking) = 0;
+  virtual void bn_backward_sums(const BnTask& task) = 0;
+  virtual void bn_backward(const BnTask& task, bool summing) = 0;
 };
 
 std::unique_ptr<Backend> make_cpu_backend(const ga_config& config);

@@ -45,7 +45,7 @@ FIELD(ga_config, device_ordinal, 96, 4);
 FIELD(ga_config, reserved2, 100, 4);
 FIELD(ga_config, stream, 104, 8);
 
-SIZE(ga_memory, 64);
+SIZE(ga_memory, 72);
 FIELD(ga_memory, struct_size, 0, 8);
 FIELD(ga_memory, accumulators, 8, 8);
 FIELD(ga_memory, optimizer_state, 16, 8);
@@ -54,6 +54,7 @@ FIELD(ga_memory, total, 32, 8);
 FIELD(ga_memory, masters, 40, 8);
 FIELD(ga_memory, averages, 48, 8);
 FIELD(ga_memory, rows, 56, 8);
+FIELD(ga_memory, batch_norm, 64, 8);
 
 SIZE(ga_accum_phase, 16);
 FIELD(ga_accum_phase, from_step, 0, 8);
@@ -307,8 +308,28 @@ VALUE(GA_STEP_SKIPPED_NONFINITE, 2);
 VALUE(GA_STEP_SKIPPED_ERROR, 3);
 VALUE(GA_STEP_PENDING, 4);
 
+SIZE(ga_bn_options, 40);
+FIELD(ga_bn_options, struct_size, 0, 8);
+FIELD(ga_bn_options, mode, 8, 4);
+FIELD(ga_bn_options, layout, 12, 4);
+FIELD(ga_bn_options, dtype, 16, 4);
+FIELD(ga_bn_options, biased, 20, 4);
+FIELD(ga_bn_options, momentum, 24, 8);
+FIELD(ga_bn_options, eps, 32, 8);
+
+VALUE(GA_BN_MICRO, 0);
+VALUE(GA_BN_WINDOW, 1);
+VALUE(GA_BN_CUMULATIVE, 2);
+
+VALUE(GA_BN_CHANNELS_FIRST, 0);
+VALUE(GA_BN_CHANNELS_LAST, 1);
+
+VALUE(GA_BN_VARIANCE, 0);
+VALUE(GA_BN_M2, 1);
+
 SIZE(ga_group, 4);
 SIZE(ga_param, 4);
+SIZE(ga_bn, 4);
 
 /* ---- Functions ---- */
 
@@ -363,6 +384,24 @@ FUNCTION(ga_step, ga_status (*)(ga_context*, ga_step_result*));
 FUNCTION(ga_step_result_get, ga_status (*)(ga_context*, int64_t, int32_t, ga_step_result*));
 FUNCTION(ga_discard, ga_status (*)(ga_context*));
 FUNCTION(ga_gradient, ga_status (*)(ga_context*, ga_param, const void**, int32_t*));
+FUNCTION(ga_bn_options_init, ga_status (*)(ga_bn_options*, size_t, int32_t));
+FUNCTION(ga_bn_add, ga_status (*)(ga_context*, const char*, int64_t, ga_param, ga_param,
+                                  const ga_bn_options*, ga_bn*));
+FUNCTION(ga_bn_set_frozen, ga_status (*)(ga_context*, ga_bn, int32_t));
+FUNCTION(ga_bn_accumulate, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t));
+FUNCTION(ga_bn_accumulate_stats, ga_status (*)(ga_context*, ga_bn, int64_t, const void*,
+                                               const void*, int32_t, int32_t));
+FUNCTION(ga_bn_finalize, ga_status (*)(ga_context*, ga_bn));
+FUNCTION(ga_bn_forward, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t, void*));
+FUNCTION(ga_bn_backward_accumulate,
+         ga_status (*)(ga_context*, ga_bn, const void*, const void*, int64_t, int64_t));
+FUNCTION(ga_bn_backward, ga_status (*)(ga_context*, ga_bn, const void*, const void*, int64_t,
+                                       int64_t, void*));
+FUNCTION(ga_bn_infer, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t, void*));
+FUNCTION(ga_bn_running, ga_status (*)(ga_context*, ga_bn, void*, void*, int32_t, int64_t*));
+FUNCTION(ga_bn_running_set,
+         ga_status (*)(ga_context*, ga_bn, const void*, const void*, int32_t, int64_t));
+FUNCTION(ga_bn_statistics, ga_status (*)(ga_context*, ga_bn, void*, void*, int32_t, int64_t*));
 
 /* Callback types. */
 _Static_assert(_Generic((ga_task)0, void (*)(void*, int64_t) : 1, default : 0), "ga_task");

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "backend/cpu/batchnorm.hpp"
 #include "backend/cpu/kernels.hpp"
 #include "backend/cpu/matmul.hpp"
 #include "backend/cpu/threads.hpp"
@@ -99,7 +100,7 @@ class Crew {
 class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(const ga_config& config)
-      : kernels_(choose_isa().kernels()), threads_(config), cache_(last_level_cache()) {}
+      : CpuBackend(config, choose_isa()) {}
 
   void* allocate(size_t bytes) override {
     if (!is_large(bytes)) {
@@ -398,7 +399,24 @@ class CpuBackend final : public Backend {
     if ((task.plan->duty & kUpdate) != 0) matmul_.orthogonalize(task, kernels_);
   }
 
+  void bn_reserve(int64_t channels) override { batchnorm_.reserve(channels); }
+  int64_t bn_bytes() const override { return batchnorm_.bytes(); }
+  void bn_statistics(const BnTask& task) override { batchnorm_.statistics(task); }
+  void bn_take(const BnTask& task, const BnGiven& given) override { batchnorm_.take(task, given); }
+  void bn_finalize(const BnTask& task) override { batchnorm_.finalize(task); }
+  void bn_forward(const BnTask& task, bool taking) override { batchnorm_.forward(task, taking); }
+  void bn_backward_sums(const BnTask& task) override { batchnorm_.backward_sums(task); }
+  void bn_backward(const BnTask& task, bool summing) override {
+    batchnorm_.backward(task, summing);
+  }
+
  private:
+  CpuBackend(const ga_config& config, const Isa& isa)
+      : kernels_(isa.kernels()),
+        threads_(config),
+        cache_(last_level_cache()),
+        batchnorm_(threads_, isa.batchnorm(), cache_) {}
+
   // A chunk of a task.
   struct Work {
     int32_t task;
@@ -676,6 +694,7 @@ class CpuBackend final : public Backend {
   Threads threads_;
   MatmulEngine matmul_{threads_};
   int64_t cache_;
+  BatchNorm batchnorm_;
   bool stream_ = false;
   Tables tables_ = {};
   TaskTables tasks_;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How arrays are stored: tiles of them unpacked to the type computed in, and packed again. For
-// kernels.cpp alone, within its anonymous namespace. The numbers themselves are in numbers.hpp.
+// How arrays are stored: tiles of them unpacked to the type computed in, and packed again. Included
+// behind vectors.hpp, in the same way. The numbers themselves are in numbers.hpp.
 #pragma once
 
 // ---- Reading ------------------------------------------------------------------------------------
@@ -16,9 +16,9 @@ GA_INLINE void prefetch_ahead(const void* p) {
   __builtin_prefetch(static_cast<const char*>(p) + 2048, 0, 3);
 }
 
-template <class T>
-const T* load_float(const void* data, int64_t offset, int64_t count, T* tile) {
-  const float* const x = static_cast<const float*>(data) + offset;
+template <class T, class Stored>
+const T* load_other(const void* data, int64_t offset, int64_t count, T* tile) {
+  const Stored* const x = static_cast<const Stored*>(data) + offset;
   for (int64_t i = 0; i < count; ++i) tile[i] = static_cast<T>(x[i]);
   return tile;
 }
@@ -153,17 +153,23 @@ template <class T>
 struct Loads;
 template <>
 struct Loads<float> {
-  static constexpr Load<float> table[] = {nullptr,           nullptr,
-                                          nullptr,           load_f16<float>,
-                                          load_bf16<float>,  nullptr,
-                                          nullptr,           nullptr,
-                                          load_pair<float>,  load_sparse<float>,
-                                          load_outer<float>, load_clipped<float>};
+  static constexpr Load<float> table[] = {nullptr,
+                                          nullptr,
+                                          load_other<float, double>,
+                                          load_f16<float>,
+                                          load_bf16<float>,
+                                          nullptr,
+                                          nullptr,
+                                          nullptr,
+                                          load_pair<float>,
+                                          load_sparse<float>,
+                                          load_outer<float>,
+                                          load_clipped<float>};
 };
 template <>
 struct Loads<double> {
   static constexpr Load<double> table[] = {nullptr,
-                                           load_float<double>,
+                                           load_other<double, float>,
                                            nullptr,
                                            load_f16<double>,
                                            load_bf16<double>,

@@ -19,9 +19,15 @@ const Kernels& kernels_scalar();
 const Kernels& kernels_x86_64_v2();
 const Kernels& kernels_x86_64_v3();
 const Kernels& kernels_x86_64_v4();
+const BnKernels& batchnorm_kernels_scalar();
+const BnKernels& batchnorm_kernels_x86_64_v2();
+const BnKernels& batchnorm_kernels_x86_64_v3();
+const BnKernels& batchnorm_kernels_x86_64_v4();
 #else
 const Kernels& kernels_scalar();
 const Kernels& kernels_neon();
+const BnKernels& batchnorm_kernels_scalar();
+const BnKernels& batchnorm_kernels_neon();
 #endif
 
 namespace {
@@ -69,14 +75,16 @@ bool has_v4() {
          has(saved_registers(), {5, 6, 7});
 }
 
-constexpr Isa levels[] = {{"scalar", always, kernels_scalar},
-                          {"x86-64-v2", has_v2, kernels_x86_64_v2},
-                          {"x86-64-v3", has_v3, kernels_x86_64_v3},
-                          {"x86-64-v4", has_v4, kernels_x86_64_v4}};
+constexpr Isa levels[] = {
+    {"scalar", always, kernels_scalar, batchnorm_kernels_scalar},
+    {"x86-64-v2", has_v2, kernels_x86_64_v2, batchnorm_kernels_x86_64_v2},
+    {"x86-64-v3", has_v3, kernels_x86_64_v3, batchnorm_kernels_x86_64_v3},
+    {"x86-64-v4", has_v4, kernels_x86_64_v4, batchnorm_kernels_x86_64_v4}};
 
 #else
 
-constexpr Isa levels[] = {{"scalar", always, kernels_scalar}, {"neon", always, kernels_neon}};
+constexpr Isa levels[] = {{"scalar", always, kernels_scalar, batchnorm_kernels_scalar},
+                          {"neon", always, kernels_neon, batchnorm_kernels_neon}};
 
 #endif
 

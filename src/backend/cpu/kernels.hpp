@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backend/backend.hpp"
+#include "backend/cpu/batchnorm_kernels.hpp"
 
 namespace ga::cpu {
 
@@ -25,6 +26,7 @@ struct Isa {
   const char* name;
   bool (*supported)();
   const Kernels& (*kernels)();
+  const BnKernels& (*batchnorm)();
 };
 
 // The level that GA_CPU_ISA names, else the best this processor has. Throws Error.

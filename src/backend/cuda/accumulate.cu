@@ -79,7 +79,7 @@ GA_DEVICE void accumulate_plain_chunk(Block& block, const PlainTarget& target, i
     return add_any<T>(a, g, format, scale, keep, first, n, q);
   };
   if constexpr (std::is_same_v<T, float>) {
-    if (!aligned)
+    if (!aligned || format == GA_F64)
       each_tile(any);
     else if (format == GA_F32)
       each_tile([&](int first, int n, int q) {

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "backend/cuda/batchnorm.hpp"
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/lists.hpp"
 #include "backend/cuda/matmul.hpp"
@@ -18,6 +19,7 @@
 #include "backend/cuda/results.hpp"
 #include "backend/cuda/rows.hpp"
 #include "backend/cuda/runtime.hpp"
+#include "tensor.hpp"
 
 namespace ga::cuda {
 namespace {
@@ -45,7 +47,8 @@ class CudaBackend final : public Backend {
         plain_(runtime_, chunks_),
         rows_(runtime_),
         matmul_(runtime_),
-        results_(runtime_) {}
+        results_(runtime_),
+        batch_norms_(runtime_) {}
 
   // ---- Memory ----
 
@@ -283,6 +286,57 @@ class CudaBackend final : public Backend {
     });
   }
 
+  // ---- Batch normalisation ----
+
+  void bn_reserve(int64_t channels) override {
+    runtime_.call([&] { batch_norms_.reserve(channels); });
+  }
+
+  int64_t bn_bytes() const override { return batch_norms_.bytes(); }
+
+  void bn_statistics(const BnTask& task) override {
+    runtime_.call([&] {
+      const Range range("gradaccum bn_statistics");
+      cuda::bn_statistics(runtime_.queue(), task, batch_norms_.workspace());
+    });
+  }
+
+  void bn_take(const BnTask& task, const BnGiven& given) override {
+    runtime_.call([&] { cuda::bn_take(runtime_.queue(), task, given); });
+  }
+
+  void bn_finalize(const BnTask& task) override {
+    runtime_.call([&] { cuda::bn_finalize(runtime_.queue(), task); });
+  }
+
+  void bn_forward(const BnTask& task, bool taking) override {
+    runtime_.call([&] {
+      const Range range("gradaccum bn_forward");
+      const Queue& queue = runtime_.queue();
+      if (taking) cuda::bn_statistics(queue, task, batch_norms_.workspace());
+      cuda::bn_normalise(queue, task);
+    });
+  }
+
+  void bn_backward_sums(const BnTask& task) override {
+    runtime_.call([&] {
+      const Range range("gradaccum bn_backward_sums");
+      cuda::bn_gradient_sums(runtime_.queue(), task, batch_norms_.workspace());
+    });
+  }
+
+  void bn_backward(const BnTask& task, bool summing) override {
+    runtime_.call([&] {
+      const Range range("gradaccum bn_backward");
+      const Queue& queue = runtime_.queue();
+      if (summing) cuda::bn_gradient_sums(queue, task, batch_norms_.workspace());
+      if (task.weight == 0)
+        clear(task.out, task.dtype, task.count());
+      else
+        cuda::bn_input_gradient(queue, task);
+    });
+  }
+
  private:
   void run_update(Params params) {
     const Range range("gradaccum update");
@@ -307,6 +361,12 @@ class CudaBackend final : public Backend {
     }
   }
 
+  void clear(void* data, int32_t dtype, int64_t count) {
+    if (count == 0) return;
+    const auto bytes = static_cast<size_t>(count) * static_cast<size_t>(dtype_info(dtype).size);
+    runtime_.check(cudaMemsetAsync(data, 0, bytes, runtime_.queue().stream), "zeroing memory");
+  }
+
   void settle(Params params, bool last) {
     const Queue& queue = runtime_.queue();
     const auto parts = lists_.get(ListKind::kUnits, params);
@@ -323,6 +383,7 @@ class CudaBackend final : public Backend {
   Rows rows_;
   MatmulEngine matmul_;
   Results results_;
+  BatchNorms batch_norms_;
   Buffer inputs_;  // of micro-batches with more contributions than a launch takes
   Tables tables_ = {};
   TaskTables tasks_;

@@ -217,17 +217,21 @@ class Block {
   // True in all threads of the one block that comes here last, which then sees what all blocks have
   // written before. The counter, in device memory, starts at 0 and is 0 again after that, for the
   // next launch or the replay of this one. All blocks of the grid have to come.
-  GA_DEVICE bool last(unsigned* counter) {
+  GA_DEVICE bool last(unsigned* counter) { return last(counter, count()); }
+
+  // The same of so many blocks that have a counter to themselves.
+  GA_DEVICE bool last(unsigned* counter, int64_t blocks) {
 #ifdef __CUDACC__
     __shared__ bool last;
+    const unsigned most = static_cast<unsigned>(blocks) - 1;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicInc(counter, gridDim.x - 1) == gridDim.x - 1;
+    if (threadIdx.x == 0) last = atomicInc(counter, most) == most;
     __syncthreads();
     __threadfence();  // nothing read below may come from before the others' writes
     return last;
 #else
-    if (static_cast<int64_t>(++*counter) < count_) return false;
+    if (static_cast<int64_t>(++*counter) < blocks) return false;
     *counter = 0;
     return true;
 #endif

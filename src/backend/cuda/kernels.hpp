@@ -98,6 +98,35 @@ void judge(const Queue& queue, const Tables& tables, Span<const MicroInput> inpu
 void judge(const Queue& queue, const Tables& tables, const MicroInput* inputs, int64_t count,
            MicroPlan* plans, const Micro& micro, bool raw);
 
+// ---- Batch normalisation ----
+
+// Sums over a part of a channel's elements.
+struct alignas(16) BnPartial {
+  double first, second;
+};
+
+// Parts that the elements of a channel are cut into, at most: fewer of more channels, so that there
+// is enough to do in parallel at a bounded size.
+GA_HD constexpr int64_t bn_slices(int64_t channels) {
+  const int64_t few = 32768 / channels;
+  return few < 64 ? 64 : few > 512 ? 512 : few;
+}
+
+// For any task of so many channels: bn_slices(channels) * channels partials, and `channels` counters
+// of Block::last.
+struct BnWorkspace {
+  BnPartial* partials;
+  unsigned* counters;
+};
+
+// One launch each, what Backend says of them.
+void bn_statistics(const Queue& queue, const BnTask& task, const BnWorkspace& workspace);
+void bn_take(const Queue& queue, const BnTask& task, const BnGiven& given);
+void bn_finalize(const Queue& queue, const BnTask& task);
+void bn_normalise(const Queue& queue, const BnTask& task);
+void bn_gradient_sums(const Queue& queue, const BnTask& task, const BnWorkspace& workspace);
+void bn_input_gradient(const Queue& queue, const BnTask& task);
+
 // ---- Memory ----
 
 // bytes, from the host's `from`, to device memory: by the arguments of kernels, so nothing is to be

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the loops of every ISA level are made of: blocks, registers, prefetching. Included by the
+// files that are compiled once per level, within their anonymous namespaces.
+//
+// The loops go in blocks of kBlock elements and prefetch kAhead elements further on: one core then
+// keeps more cache lines in flight than the hardware prefetcher does alone (measured: AdamW and the
+// norm 12-15 % faster on memory).
+#pragma once
+
+constexpr int64_t kBlock = 64;
+constexpr int64_t kAhead = 512;
+// Ends are padded to whole groups: the state of an update, in place, to the end of a cache line.
+constexpr int64_t kGroup = 16;
+// A tile is also what is converted at a time: it fits L1 with all its streams.
+
+static_assert(kTile % kBlock == 0 && kBlock % kLanes == 0 && kLanes == 2 * kGroup);
+static_assert(kChunk == kTile * kTotals);
+
+#define GA_INLINE __attribute__((always_inline)) inline
+#define GA_INLINE_BODY __attribute__((always_inline))  // of a lambda
+
+#if defined(__clang__)
+#define GA_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define GA_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+GA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <int kWrite, class T>
+GA_INLINE void prefetch_block(const T* p) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < kBlock; i += kLine) __builtin_prefetch(p + i, kWrite, 3);
+}
+
+// Copies a block past the caches; target is 64-byte aligned.
+template <class T>
+GA_INLINE void stream_block(T* target, const T* block) {
+  constexpr int64_t kFloats = kBlock * static_cast<int64_t>(sizeof(T) / sizeof(float));
+  float* const to = reinterpret_cast<float*>(target);
+  const float* const from = reinterpret_cast<const float*>(block);
+#if defined(__AVX512F__)
+  for (int64_t i = 0; i < kFloats; i += 16) _mm512_stream_ps(to + i, _mm512_load_ps(from + i));
+#elif defined(__AVX__)
+  for (int64_t i = 0; i < kFloats; i += 8) _mm256_stream_ps(to + i, _mm256_load_ps(from + i));
+#elif defined(__SSE2__)
+  for (int64_t i = 0; i < kFloats; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
+#else
+  std::memcpy(to, from, kFloats * sizeof(float));
+#endif
+}
+
+GA_INLINE void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();  // streamed stores are not ordered by the end of a parallel region
+#endif
+}
+
+// One register of floats, and the two of doubles it widens to. By hand, since the compilers
+// vectorise a loop that both stores floats and sums their squares in double at some levels only.
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;
+#elif defined(__AVX__)
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;
+#endif
+typedef float Floats __attribute__((vector_size(kBytes)));
+typedef float FloatsInMemory __attribute__((vector_size(kBytes), aligned(4), may_alias));
+typedef double Doubles __attribute__((vector_size(kBytes)));
+typedef double DoublesInMemory __attribute__((vector_size(kBytes), aligned(8), may_alias));
+template <class T>
+constexpr int kWidth = kBytes / static_cast<int>(sizeof(T));
+
+GA_INLINE Floats get(const float* p) { return *reinterpret_cast<const FloatsInMemory*>(p); }
+GA_INLINE void put(float* p, Floats x) { *reinterpret_cast<FloatsInMemory*>(p) = x; }
+GA_INLINE Doubles get(const double* p) { return *reinterpret_cast<const DoublesInMemory*>(p); }
+GA_INLINE void put(double* p, Doubles x) { *reinterpret_cast<DoublesInMemory*>(p) = x; }
+
+#if defined(__AVX512F__)
+GA_INLINE Doubles widen_low(Floats x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
+GA_INLINE Doubles widen_high(Floats x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
+#elif defined(__AVX__)
+GA_INLINE Doubles widen_low(Floats x) { return _mm256_cvtps_pd(_mm256_castps256_ps128(x)); }
+GA_INLINE Doubles widen_high(Floats x) { return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)); }
+#elif defined(__SSE2__)
+GA_INLINE Doubles widen_low(Floats x) { return _mm_cvtps_pd(x); }
+GA_INLINE Doubles widen_high(Floats x) { return _mm_cvtps_pd(_mm_movehl_ps(x, x)); }
+#else
+GA_INLINE Doubles widen_low(Floats x) { return Doubles{x[0], x[1]}; }
+GA_INLINE Doubles widen_high(Floats x) { return Doubles{x[2], x[3]}; }
+#endif
+
+// The square of a float is exact in double: a fused multiply-add rounds as multiply and add do, so
+// it is used where there is one, and the bits stay those of the other levels.
+GA_INLINE Doubles add_square(Doubles sum, Doubles x) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(x, x, sum);
+#elif defined(__FMA__)
+  return _mm256_fmadd_pd(x, x, sum);
+#else
+  return sum + x * x;
+#endif
+}
+
+// add_halves() of lanes that are in registers.
+template <int kRegisters>
+GA_INLINE double total_of(const Doubles* lanes) {
+  Doubles s[kRegisters];
+  for (int r = 0; r < kRegisters; ++r) s[r] = lanes[r];
+  for (int half = kRegisters / 2; half > 0; half /= 2)
+    for (int r = 0; r < half; ++r) s[r] += s[r + half];
+#if defined(__AVX512F__)
+  const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(s[0]), _mm512_extractf64x4_pd(s[0], 1));
+#elif defined(__AVX__)
+  const __m256d four = s[0];
+#endif
+#if defined(__AVX__)
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+#else
+  const Doubles two = s[0];
+#endif
+  return two[0] + two[1];
+}

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// Batch normalisation (Ioffe & Szegedy 2015) under accumulation: what one channel of a layer has,
+// and the formulas for a channel and for an element. Loops over channels and elements are those of
+// the backends.
+//
+// Of a micro-batch the sums of x - shift and of its square are taken in double, shift being some
+// element of the channel. Since (shift - mean)^2 <= M2, M2 loses at most n ulps by it, whatever the
+// data. Micro-batches are merged by count, mean and M2 (Chan, Golub & LeVeque 1983).
+#pragma once
+
+#include <math.h>
+
+#include <cstdint>
+
+#include "gradaccum/gradaccum.h"
+#include "hd.hpp"
+
+namespace ga {
+
+// Of count numbers: their mean and the sum of their squared deviations from it.
+struct Moments {
+  double count, mean, m2;
+};
+
+GA_HD Moments moments_of(int64_t count, double shift, double sum, double sum_squares) {
+  if (count == 0) return {0, 0, 0};
+  const double n = static_cast<double>(count);
+  const double m2 = sum_squares - sum * sum / n;
+  return {n, shift + sum / n, m2 < 0 ? 0 : m2};  // NaN stays
+}
+
+GA_HD Moments merge(const Moments& a, const Moments& b) {
+  if (a.count == 0) return b;
+  if (b.count == 0) return a;
+  const double n = a.count + b.count;
+  const double d = b.mean - a.mean;
+  return {n, a.mean + d * (b.count / n), a.m2 + b.m2 + d * d * (a.count * b.count / n)};
+}
+
+// Of a layer, all zeros at first but for running_variance.
+struct BnChannel {
+  Moments window;  // the micro-batches of the window, the last one excepted
+  Moments micro;   // the last one
+  // By what x is normalised now, as the last forward pass was: of so many elements.
+  double count, mean, variance, rstd;
+  double dbeta, dgamma;  // sums of dy and dy x^, of what count is about
+  double running_mean, running_variance;
+  int64_t steps;  // by which they have moved
+};
+static_assert(sizeof(BnChannel) == 15 * 8);
+
+// The statistics that a mode normalises by.
+GA_HD Moments moments_for(const BnChannel& c, int32_t mode) {
+  return mode == GA_BN_MICRO ? c.micro : merge(c.window, c.micro);
+}
+
+GA_HD void normalise_by(BnChannel& c, const Moments& m, double eps) {
+  c.count = m.count;
+  c.mean = m.mean;
+  c.variance = m.count > 0 ? m.m2 / m.count : 0;
+  c.rstd = 1 / sqrt(c.variance + eps);
+}
+
+// Takes the statistics of a micro-batch; again: in place of what it had.
+GA_HD void take(BnChannel& c, const Moments& m, bool again, int32_t mode, double eps) {
+  if (!again) c.window = merge(c.window, c.micro);
+  c.micro = m;
+  if (mode != GA_BN_WINDOW) normalise_by(c, moments_for(c, mode), eps);
+}
+
+// The end of the first sweep.
+GA_HD void finalize(BnChannel& c, double eps) {
+  c.window = merge(c.window, c.micro);
+  c.micro = {0, 0, 0};
+  normalise_by(c, c.window, eps);
+  c.dbeta = c.dgamma = 0;
+}
+
+// The end of a window.
+GA_HD void commit(BnChannel& c, double momentum, bool biased) {
+  const Moments m = merge(c.window, c.micro);
+  if (!(m.count > 0) || !(fabs(m.mean) <= 1.7976931348623157e308) ||
+      !(m.m2 <= 1.7976931348623157e308))
+    return;
+  c.running_mean += momentum * (m.mean - c.running_mean);
+  const double divisor = biased ? m.count : m.count - 1;
+  if (divisor > 0) c.running_variance += momentum * (m.m2 / divisor - c.running_variance);
+  ++c.steps;
+}
+GA_HD void forget(BnChannel& c) { c.window = c.micro = {0, 0, 0}; }
+
+// The deviation of x from a mean in two parts: what the first loses of a large one is in the second.
+template <class T>
+struct Centre {
+  T high, low;
+
+  Centre() = default;
+  GA_HD explicit Centre(double mean)
+      : high(static_cast<T>(mean)), low(static_cast<T>(mean - static_cast<double>(high))) {}
+  // X: T or a register of them
+  template <class X, class Y>
+  GA_HD static X deviation(X x, Y high, Y low) {
+    return (x - high) - low;
+  }
+};
+
+// y = (x - mean) scale + shift
+template <class T>
+struct BnForward {
+  Centre<T> centre;
+  T scale, shift;
+
+  BnForward() = default;
+  GA_HD BnForward(double mean, double rstd, double gamma, double beta)
+      : centre(mean), scale(static_cast<T>(gamma * rstd)), shift(static_cast<T>(beta)) {}
+  template <class X, class Y>
+  GA_HD static X apply(X x, Y high, Y low, Y scale, Y shift) {
+    return Centre<T>::deviation(x, high, low) * scale + shift;
+  }
+};
+
+// dx = scale ((dy - shift) - (x - mean) slope), with shift = dbeta / (a n) and
+// slope = rstd dgamma / (a n): a is what the sums weigh this micro-batch's dy with.
+template <class T>
+struct BnBackward {
+  Centre<T> centre;
+  T scale, shift, slope;
+
+  BnBackward() = default;
+  GA_HD BnBackward(double mean, double rstd, double gamma, double dbeta, double dgamma, double an)
+      : centre(mean),
+        scale(static_cast<T>(gamma * rstd)),
+        shift(static_cast<T>(dbeta / an)),
+        slope(static_cast<T>(rstd * dgamma / an)) {}
+  template <class X, class Y>
+  GA_HD static X apply(X x, X dy, Y high, Y low, Y scale, Y shift, Y slope) {
+    return ((dy - shift) - Centre<T>::deviation(x, high, low) * slope) * scale;
+  }
+};
+
+}  // namespace ga
