@@ -17,7 +17,7 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "data.hpp"
+#include "../common/data.hpp"
 #include "report.hpp"
 #include "train.hpp"
 

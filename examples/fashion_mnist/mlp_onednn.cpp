@@ -1,7 +1,6 @@
 // The network in the CPU's memory, with oneDNN's matrix products.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <map>
 #include <oneapi/dnnl/dnnl.hpp>
@@ -9,6 +8,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "../common/cross_entropy.hpp"
 #include "mlp.hpp"
 #include "numbers.hpp"
 
@@ -72,19 +72,6 @@ void sum_rows(const float* matrix, std::int64_t rows, std::int64_t columns, floa
 // The derivative of ReLU, from what ReLU gave.
 void mask(const float* activations, std::int64_t count, float* gradients) {
   for (std::int64_t i = 0; i < count; ++i) gradients[i] = activations[i] > 0 ? gradients[i] : 0.0F;
-}
-
-// Softmax cross-entropy of one sample; gradient: of scale times the loss.
-double cross_entropy(const float* logits, std::int64_t classes, std::int64_t label, double scale,
-                     float* gradient) {
-  const double largest = *std::max_element(logits, logits + classes);
-  double sum = 0;
-  for (std::int64_t c = 0; c < classes; ++c) sum += std::exp(logits[c] - largest);
-  for (std::int64_t c = 0; c < classes; ++c) {
-    const double probability = std::exp(logits[c] - largest) / sum;
-    gradient[c] = static_cast<float>(scale * (probability - (c == label ? 1 : 0)));
-  }
-  return std::log(sum) + largest - logits[label];
 }
 
 class OnednnMlp : public Mlp {

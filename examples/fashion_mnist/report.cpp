@@ -1,132 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "report.hpp"
 
-#include <sys/ioctl.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cmath>
-#include <cstdarg>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iomanip>
 #include <limits>
-#include <numeric>
 #include <stdexcept>
-#include <utility>
 
-namespace {
-
-__attribute__((format(printf, 1, 2))) std::string text(const char* format, ...) {
-  char buffer[512];
-  va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(buffer, sizeof buffer, format, arguments);
-  va_end(arguments);
-  return buffer;
-}
-
-std::string minutes(double seconds) {
-  const long whole = std::lround(seconds);
-  return text("%ld:%02ld", whole / 60, whole % 60);
-}
-
-double mib(std::int64_t bytes) { return static_cast<double>(bytes) / (1024.0 * 1024.0); }
-
-std::size_t terminal_width() {
-  winsize size{};
-  if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
-  return size.ws_col;
-}
-
-}  // namespace
-
-// ---- Progress -----------------------------------------------------------------------------------
-
-Progress::Progress(std::string name, std::int64_t epochs, std::int64_t samples_per_epoch)
-    : name_(std::move(name)),
-      epochs_(epochs),
-      samples_per_epoch_(samples_per_epoch),
-      terminal_(isatty(STDOUT_FILENO) == 1) {}
-
-void Progress::window(std::int64_t samples, double loss, std::int64_t correct) {
-  samples_ += samples;
-  epoch_samples_ += samples;
-  epoch_loss_ += loss;
-  epoch_correct_ += correct;
-  const std::int64_t all = epochs_ * samples_per_epoch_;
-  if (terminal_) {
-    const Clock::time_point now = Clock::now();
-    if (now - drawn_ < std::chrono::milliseconds(100)) return;
-    drawn_ = now;
-    draw_bar(static_cast<double>(samples_) / static_cast<double>(all));
-  } else if (samples_ * 10 / all > tenths_) {
-    tenths_ = samples_ * 10 / all;
-    std::printf("%-11s %3d %%  epoch %d/%d  %s\n", name_.c_str(), static_cast<int>(tenths_ * 10),
-                static_cast<int>(epoch_), static_cast<int>(epochs_), numbers().c_str());
-    std::fflush(stdout);
-  }
-}
-
-void Progress::epoch(double test_accuracy) {
-  clear_bar();
-  const auto samples = static_cast<double>(epoch_samples_);
-  std::printf("%-11s epoch %d/%d: loss %.4f, accuracy %.2f %%, test accuracy %.2f %%\n",
-              name_.c_str(), static_cast<int>(epoch_), static_cast<int>(epochs_),
-              epoch_loss_ / samples, 100 * static_cast<double>(epoch_correct_) / samples,
-              100 * test_accuracy);
-  std::fflush(stdout);
-  ++epoch_;
-  epoch_samples_ = epoch_correct_ = 0;
-  epoch_loss_ = 0;
-}
-
-// Loss and accuracy: means over this epoch so far.
-std::string Progress::numbers() const {
-  const auto samples = static_cast<double>(epoch_samples_);
-  const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-  const double rate = static_cast<double>(samples_) / seconds;
-  const double left = static_cast<double>(epochs_ * samples_per_epoch_ - samples_) / rate;
-  return text("loss %.4f  accuracy %.2f %%  %.0f samples/s  %s left", epoch_loss_ / samples,
-              100 * static_cast<double>(epoch_correct_) / samples, rate, minutes(left).c_str());
-}
-
-void Progress::draw_bar(double fraction) const {
-  const std::string head = text("%-11s epoch %d/%d ", name_.c_str(), static_cast<int>(epoch_),
-                                static_cast<int>(epochs_));
-  const std::string tail = text(" %3.0f %%  ", 100 * fraction) + numbers();
-  const std::size_t width = terminal_width() - 1, taken = head.size() + tail.size() + 2;
-  std::string bar;
-  if (taken + 4 <= width) {
-    const std::size_t cells = std::min<std::size_t>(width - taken, 40);
-    const auto full = static_cast<std::size_t>(fraction * static_cast<double>(cells));
-    bar = "[" + std::string(full, '=') + std::string(cells - full, ' ') + "]";
-  }
-  std::printf("\r\033[K%s", (head + bar + tail).substr(0, width).c_str());
-  std::fflush(stdout);
-}
-
-void Progress::clear_bar() const {
-  if (terminal_) std::printf("\r\033[K");
-}
+#include "../common/console.hpp"
+#include "../common/figures.hpp"
 
 // ---- Comparison ---------------------------------------------------------------------------------
 
 std::map<std::int64_t, double> parameter_differences(const Run& a, const Run& b) {
   std::map<std::int64_t, double> differences;
   for (const auto& [step, values] : a.parameters) {
-    const std::vector<float>& others = b.parameters.at(step);
-    double largest = 0;
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      const double difference = std::abs(double{values[i]} - double{others[i]});
-      // Written so that a NaN, which is unequal to everything, is not lost.
-      if (!(difference <= largest)) largest = difference;
-      if (std::isnan(largest)) break;
-    }
-    differences[step] = largest;
+    differences[step] = largest_difference(values, b.parameters.at(step));
   }
   return differences;
 }
@@ -271,32 +162,6 @@ plot csv skip 1 using 1:7 with linespoints pt 7 ps 0.6 lc rgb "#d7301f" title ac
 unset multiplot
 )";
 
-// The range of the means over bin windows each, with some room; of what is finite and not 0.
-std::pair<double, double> loss_range(const std::vector<double>& losses, std::size_t bin) {
-  double low = std::numeric_limits<double>::infinity(), high = 0;
-  for (std::size_t first = 0; first < losses.size(); first += bin) {
-    const std::size_t end = std::min(first + bin, losses.size());
-    const double mean = std::accumulate(&losses[first], losses.data() + end, 0.0) /
-                        static_cast<double>(end - first);
-    if (!std::isfinite(mean) || mean <= 0) continue;
-    low = std::min(low, mean);
-    high = std::max(high, mean);
-  }
-  return high > 0 ? std::make_pair(0.8 * low, 1.25 * high) : std::make_pair(0.1, 1.0);
-}
-
-// Whether gnuplot ran and was content.
-bool run_gnuplot(const std::string& folder, const char* script) {
-  const pid_t child = fork();
-  if (child == 0) {
-    if (chdir(folder.c_str()) == 0) execlp("gnuplot", "gnuplot", script, nullptr);
-    _exit(127);
-  }
-  int status = 0;
-  return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) &&
-         WEXITSTATUS(status) == 0;
-}
-
 }  // namespace
 
 void write_report(const std::string& folder, const std::vector<Run>& runs) {
@@ -319,12 +184,5 @@ void write_report(const std::string& folder, const std::vector<Run>& runs) {
   script.close();
   if (!script) throw std::runtime_error("cannot write " + base + ".gp");
 
-  std::printf("\nlosses:  %s.csv\n", base.c_str());
-  std::fflush(stdout);
-  if (run_gnuplot(folder, "fashion_mnist.gp")) {
-    std::printf("picture: %s.svg\n", base.c_str());
-  } else {
-    std::printf(
-        "picture: none, because gnuplot failed or is not installed (package gnuplot-nox)\n");
-  }
+  draw_picture(folder, "fashion_mnist");
 }

@@ -9,8 +9,8 @@
 #include <numeric>
 #include <random>
 
-#include "data.hpp"
-#include "report.hpp"
+#include "../common/console.hpp"
+#include "../common/data.hpp"
 
 namespace {
 
