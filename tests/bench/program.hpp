@@ -128,12 +128,17 @@ struct Place {
   std::string figure(const char* id) const { return std::string(id) + (cached ? "_l2" : ""); }
 };
 
+inline double rate(int passes_over, int64_t n, const Times& seconds) {
+  return 1e-9 * passes_over * static_cast<double>(n) * sizeof(float) / median(seconds);
+}
 inline double rate(int passes_over, const Layout& layout, const Times& seconds) {
-  return 1e-9 * passes_over * static_cast<double>(layout.n) * sizeof(float) / median(seconds);
+  return rate(passes_over, layout.n, seconds);
 }
 
 // Figures of 16-bit arrays, layer-wise optimizers, clipping by units, the noise scale and rows.
 void variant_figures(const Options& options, Report& report, const Place& place);
+// B1-B3.
+void batch_norm_figures(const Options& options, Report& report);
 
 }  // namespace bench
 
