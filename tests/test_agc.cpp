@@ -2,6 +2,7 @@
 //
 // Adaptive gradient clipping: units by preset and by axes against the formula in float64, and
 // clipping of every micro-batch by itself, by hand.
+#include <algorithm>
 #include <functional>
 
 #include "formats.hpp"
@@ -904,6 +905,66 @@ TEST(Agc, NfnetsOfRankFiveIsRefused) {
     o.agc_axes = 0xf;
     EXPECT_OK(try_add(ctx, 0, "conv3d", p.data(), GA_F32, shape, o));
   }
+}
+
+// Groups do not mind each other: one clipped by units, one whose steps take two passes and one of
+// neither kind move their parameters, together in any order, as each does alone.
+TEST(Agc, BesideOtherGroups) {
+  const Shape shape = {24, 40};
+  const int64_t n = product(shape);
+  constexpr int kGroups = 4, kWindows = 3;
+  const auto add = [&](Context& ctx, int which, Tensor& p) {
+    ga_optimizer o = optimizer(which == 1   ? GA_OPTIMIZER_LAMB
+                               : which == 2 ? GA_OPTIMIZER_LION
+                               : which == 3 ? GA_OPTIMIZER_LARS
+                                            : GA_OPTIMIZER_ADAMW);
+    o.lr = 0.01;
+    o.max_grad_norm = 0;
+    const ga_group group = ctx.group(o);
+    const ga_clip own = which == 0 || which == 3 ? agc() : clip(GA_CLIP_NONE, 0);
+    EXPECT_OK(ga_group_set_clip(ctx, group, &own));
+    EXPECT_OK(try_add(ctx, group, ("p" + std::to_string(which)).c_str(), p.data(), GA_F32, shape,
+                      options()));
+  };
+  const auto gradient = [&](int which, int window) {
+    return random_tensor(GA_F32, n, static_cast<uint64_t>(100 + 10 * which + window));
+  };
+  const auto start = [&](int which) {
+    return random_tensor(GA_F32, n, static_cast<uint64_t>(which + 1));
+  };
+  std::vector<Tensor> alone;
+  for (int which = 0; which < kGroups; ++which) {
+    Tensor p = start(which);
+    Context ctx;
+    add(ctx, which, p);
+    for (int w = 0; w < kWindows; ++w) {
+      const Tensor g = gradient(which, w);
+      ctx.accumulate({g.data()});
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    }
+    alone.push_back(p);
+  }
+  std::vector<int> order = {0, 1, 2, 3};
+  do {
+    std::vector<Tensor> together;
+    for (const int which : order) together.push_back(start(which));
+    Context ctx;
+    for (size_t k = 0; k < order.size(); ++k) add(ctx, order[k], together[k]);
+    for (int w = 0; w < kWindows; ++w) {
+      std::vector<Tensor> gradients;
+      for (const int which : order) gradients.push_back(gradient(which, w));
+      std::vector<const void*> pointers;
+      for (const Tensor& g : gradients) pointers.push_back(g.data());
+      ctx.accumulate(pointers);
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    }
+    for (size_t k = 0; k < order.size(); ++k) {
+      const auto which = static_cast<size_t>(order[k]);
+      EXPECT_EQ(0, memcmp(together[k].data(), alone[which].data(),
+                          static_cast<size_t>(n) * sizeof(float)))
+          << "group " << which << " at place " << k << " of " << testing::PrintToString(order);
+    }
+  } while (std::next_permutation(order.begin(), order.end()));
 }
 
 }  // namespace

@@ -289,11 +289,84 @@ static void precision_rows_averages(void) {
   ga_context_destroy(ctx);
 }
 
+/* One channel of x = 0, 2 | 4, 6 in two micro-batches: mean 3, variance 5. */
+static void batch_normalisation(void) {
+  const float x[4] = {0, 2, 4, 6}, dy[4] = {1, 0, 0, 1}, mean32[1] = {3}, squares[1] = {20};
+  float gamma[1] = {2}, beta[1] = {1}, y[4], dx[4];
+  double mean[1], variance[1];
+  const double one[1] = {1};
+  int64_t count = 0, steps = -1, k;
+  int64_t shape[1] = {1};
+  ga_context* ctx = NULL;
+  ga_optimizer sgd;
+  ga_bn_options options;
+  ga_bn window = -1, micro = -1;
+  ga_memory memory;
+  const double r = 1 / sqrt(5.0); /* eps is 1e-12 below */
+
+  OK(ga_context_create(NULL, &ctx));
+  OK(ga_optimizer_init(&sgd, sizeof sgd, GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH));
+  sgd.lr = 1;
+  OK(ga_group_add(ctx, &sgd, NULL));
+  OK(ga_param_add(ctx, 0, "gamma", gamma, GA_F32, 1, shape, NULL, NULL));
+  OK(ga_param_add(ctx, 0, "beta", beta, GA_F32, 1, shape, NULL, NULL));
+  OK(ga_bn_options_init(&options, sizeof options, GA_FLAVOR_KERAS));
+  CHECK(options.layout == GA_BN_CHANNELS_LAST && options.biased == 1);
+  OK(ga_bn_options_init(&options, sizeof options, GA_FLAVOR_TORCH));
+  options.mode = GA_BN_WINDOW;
+  options.eps = 1e-12;
+  OK(ga_bn_add(ctx, "window", 1, 0, 1, &options, &window));
+  OK(ga_bn_add(ctx, "micro", 1, -1, -1, NULL, &micro));
+  memory.struct_size = sizeof memory;
+  OK(ga_context_memory(ctx, &memory));
+  CHECK(memory.batch_norm == 2 * 128);
+
+  for (k = 0; k < 2; ++k) OK(ga_bn_accumulate(ctx, window, x + 2 * k, 2, 1));
+  OK(ga_bn_finalize(ctx, window));
+  OK(ga_bn_statistics(ctx, window, mean, variance, GA_F64, &count));
+  CHECK(mean[0] == 3 && variance[0] == 5 && count == 4);
+  for (k = 0; k < 2; ++k) OK(ga_bn_forward(ctx, window, x + 2 * k, 2, 1, y + 2 * k));
+  NEAR(y[0], 1 - 6 * r);
+  NEAR(y[3], 1 + 6 * r);
+  for (k = 0; k < 2; ++k) {
+    OK(ga_micro_begin(ctx, k, 1, NULL));
+    OK(ga_bn_backward_accumulate(ctx, window, x + 2 * k, dy + 2 * k, 2, 1));
+    OK(ga_micro_end(ctx));
+  }
+  for (k = 0; k < 2; ++k) {
+    OK(ga_micro_begin(ctx, k, 1, NULL));
+    OK(ga_bn_backward(ctx, window, x + 2 * k, dy + 2 * k, 2, 1, dx + 2 * k));
+    OK(ga_micro_end(ctx));
+  }
+  /* The sums of dy and dy x^ are 2 and 0: dx = 2 r (dy - 1 / 2). */
+  NEAR(dx[0], r);
+  NEAR(dx[1], -r);
+  OK(ga_step(ctx, NULL));
+  CHECK(beta[0] == 0); /* 1 - 2 / 2 */
+  CHECK(fabs((double)gamma[0] - 2) < 1e-6);
+  OK(ga_bn_running(ctx, window, mean, variance, GA_F64, &steps));
+  NEAR(mean[0], 0.3);
+  NEAR(variance[0], 0.9 + 0.1 * 20 / 3);
+  CHECK(steps == 1);
+
+  OK(ga_bn_accumulate_stats(ctx, micro, 4, mean32, squares, GA_BN_M2, GA_F32));
+  OK(ga_discard(ctx));
+  OK(ga_bn_running_set(ctx, micro, one, one, GA_F64, 7));
+  OK(ga_bn_infer(ctx, micro, x, 4, 1, y));
+  NEAR(y[2], 3 / sqrt(1 + 1e-5));
+  OK(ga_bn_set_frozen(ctx, micro, 1));
+  OK(ga_bn_forward(ctx, micro, x, 4, 1, y));
+  NEAR(y[3], 5 / sqrt(1 + 1e-5));
+  CHECK(ga_bn_finalize(ctx, 9) == GA_ERROR_INVALID_ARGUMENT);
+  ga_context_destroy(ctx);
+}
+
 int main(void) {
   versions_and_errors();
   life_cycle();
   flat_external_matmul();
   precision_rows_averages();
+  batch_normalisation();
   if (failures) fprintf(stderr, "%d checks failed\n", failures);
   return failures ? 1 : 0;
 }

@@ -618,6 +618,230 @@ TEST(Memory, LengthOfTheWindowChangesNothing) {
   EXPECT_LT(after_long - after_short, 1 << 16) << "a list of weights, no more";
 }
 
+// ---- Batch normalisation ------------------------------------------------------------------------
+
+// Two layers that share beta, of one mode, through a window; as Life, a list of steps without an
+// allocation of their own.
+class BnLife {
+ public:
+  BnLife(int32_t mode, int32_t policy, int32_t threads = 1) : mode_(mode) {
+    config_ = config();
+    config_.nonfinite = policy;
+    config_.num_threads = threads;
+    sgd_ = plain_sgd();
+    EXPECT_OK(ga_bn_options_init(&options_, sizeof options_, GA_FLAVOR_TORCH));
+    options_.mode = mode;
+    for (Block* x : {&x_[0], &x_[1]}) {
+      Random random(x == &x_[0] ? 1 : 2);
+      for (float& number : *x) number = static_cast<float>(random.signed_unit());
+    }
+  }
+  ~BnLife() { ga_context_destroy(ctx); }
+  BnLife(const BnLife&) = delete;
+  BnLife& operator=(const BnLife&) = delete;
+
+  static constexpr int kAdds = 5;           // steps before the first layer
+  static constexpr int kFirst = kAdds + 2;  // and before the first window
+  int steps() const { return kFirst + window_steps(); }
+  int window_steps() const { return mode_ == GA_BN_WINDOW ? 22 : 16; }
+
+  ga_status step(int number) {
+    switch (number) {
+      case 0:
+        return ga_context_create(&config_, &ctx);
+      case 1:
+        return ga_group_add(ctx, &sgd_, nullptr);
+      case 2:
+      case 3:
+      case 4:
+        return ga_param_add(ctx, 0, kNames[number - 2], p[number - 2].data(), GA_F32, 1, &kChannels,
+                            nullptr, nullptr);
+      case 5:
+      case 6:
+        return ga_bn_add(ctx,
+                         number == 5 ? "a layer with a name too long to be kept in place" : "b",
+                         kChannels, number == 5 ? 0 : 2, 1, &options_, nullptr);
+      default:
+        return window(number - kFirst);
+    }
+  }
+
+  // A step of a window of two micro-batches.
+  ga_status window(int number) {
+    if (number == window_steps() - 1) return ga_step(ctx, nullptr);
+    if (mode_ == GA_BN_WINDOW) {
+      if (number < 4) return accumulate(number % 2, number / 2);
+      if (number < 6) return ga_bn_finalize(ctx, number - 4);
+      if (number < 8) return forward(0, number - 6);
+      number -= 8;
+      if (number >= 12) return GA_OK;
+      const bool second = number >= 6;
+      const int k = number % 6 / 3;
+      switch (number % 3) {
+        case 0:
+          return ga_micro_begin(ctx, k, 1, nullptr);
+        case 1: {
+          const ga_status status = second ? backward(0, k) : sum(0, k);
+          return status == GA_OK ? (second ? backward(1, k) : sum(1, k)) : status;
+        }
+        default:
+          return ga_micro_end(ctx);
+      }
+    }
+    const int k = number / 7;
+    if (number >= 14) return GA_OK;
+    switch (number % 7) {
+      case 0:
+      case 1:
+        return forward(number % 7, k);
+      case 2:
+        return ga_micro_begin(ctx, k, 1, nullptr);
+      case 3:
+        return backward(0, k);
+      case 4:
+        return sum(1, k);
+      case 5:
+        return backward(1, k);
+      default:
+        return ga_micro_end(ctx);
+    }
+  }
+  ga_status accumulate(ga_bn bn, int k) {
+    return ga_bn_accumulate(ctx, bn, x_[k].data(), kSamples, 1);
+  }
+  ga_status forward(ga_bn bn, int k) {
+    return ga_bn_forward(ctx, bn, x_[k].data(), kSamples, 1, y[k].data());
+  }
+  ga_status sum(ga_bn bn, int k) {
+    return ga_bn_backward_accumulate(ctx, bn, x_[k].data(), x_[1 - k].data(), kSamples, 1);
+  }
+  ga_status backward(ga_bn bn, int k) {
+    return ga_bn_backward(ctx, bn, x_[k].data(), x_[1 - k].data(), kSamples, 1, dx[k].data());
+  }
+
+  static constexpr int64_t kChannels = 2000, kSamples = 3;  // beyond where memory is mapped
+  static constexpr size_t kCount = kChannels * kSamples;
+  ga_context* ctx = nullptr;
+  Block p[3] = {Block(kChannels, 1), Block(kChannels, 0), Block(kChannels, 1)};
+  Block y[2] = {Block(kCount), Block(kCount)}, dx[2] = {Block(kCount), Block(kCount)};
+
+ private:
+  static constexpr const char* kNames[] = {"gamma", "beta", "another gamma"};
+  const int32_t mode_;
+  ga_config config_;
+  ga_optimizer sgd_;
+  ga_bn_options options_;
+  Block x_[2] = {Block(kCount), Block(kCount)};
+};
+
+// The k-th allocation of each step fails: alone, or with all after it.
+TEST(Memory, BatchNormAtEveryPoint) {
+  std::set<int> could_fail;
+  for (const auto& [mode, policy] :
+       {std::pair<int32_t, int32_t>(GA_BN_MICRO, GA_NONFINITE_SKIP_STEP),
+        {GA_BN_MICRO, GA_NONFINITE_DROP_MICRO},
+        {GA_BN_WINDOW, GA_NONFINITE_SKIP_STEP}}) {
+    BnLife calm(mode, policy);
+    for (int s = 0; s < calm.steps(); ++s) ASSERT_OK(calm.step(s)) << "step " << s;
+    for (const bool once : {true, false}) {
+      for (int failing = BnLife::kAdds; failing < calm.steps(); ++failing) {
+        for (int64_t k = 0;; ++k) {
+          ASSERT_LT(k, 1000) << "no end of allocations";
+          SCOPED_TRACE(testing::Message() << "mode " << mode << ", policy " << policy << ", step "
+                                          << failing << ", allocation " << k);
+          BnLife t(mode, policy);
+          for (int s = 0; s < failing; ++s) ASSERT_OK(t.step(s)) << s;
+          const ga_window_info window_before = window(t.ctx);
+          const ga_memory memory_before = memory(t.ctx);
+          ga_status status;
+          int64_t calls;
+          {
+            const Count count(k, once ? k + 1 : INT64_MAX);
+            status = t.step(failing);
+            calls = Count::calls();
+          }
+          int next = failing + 1;
+          if (status == GA_ERROR_FAULT) {  // the gradient of gamma was there, its place was not
+            could_fail.insert(failing);
+            ASSERT_EQ(policy, GA_NONFINITE_DROP_MICRO);
+            ASSERT_EQ(window(t.ctx).state, GA_WINDOW_INVALID);
+            ASSERT_OK(ga_discard(t.ctx));
+            next = BnLife::kFirst;
+          } else if (status != GA_OK) {
+            could_fail.insert(failing);
+            ASSERT_EQ(status, GA_ERROR_OUT_OF_MEMORY) << ga_last_error();
+            const ga_window_info window_after = window(t.ctx);
+            const ga_memory memory_after = memory(t.ctx);
+            ASSERT_EQ(0, memcmp(&window_before, &window_after, sizeof window_after));
+            ASSERT_EQ(0, memcmp(&memory_before, &memory_after, sizeof memory_after));
+            next = failing;
+          }
+          for (int s = next; s < t.steps(); ++s) ASSERT_OK(t.step(s)) << s;
+          for (int i = 0; i < 3; ++i) ASSERT_EQ(t.p[i], calm.p[i]);
+          for (int i = 0; i < 2; ++i) ASSERT_TRUE(t.y[i] == calm.y[i] && t.dx[i] == calm.dx[i]);
+          if (status == GA_OK && calls <= k) break;
+        }
+      }
+    }
+  }
+  for (const int s : {5, 6}) EXPECT_TRUE(could_fail.count(s)) << "step " << s;
+}
+
+// What ga_bn_add takes is in ga_context_memory, and no window takes more.
+TEST(Memory, BatchNormIsCounted) {
+  for (const int32_t dtype : {GA_F32, GA_BF16, GA_F64}) {
+    ga_context* ctx = nullptr;
+    const ga_config c = config();
+    ga_bn_options o;
+    ASSERT_OK(ga_bn_options_init(&o, sizeof o, GA_FLAVOR_TORCH));
+    o.dtype = dtype;
+    Count count;
+    ASSERT_OK(ga_context_create(&c, &ctx));
+    ga_memory before{}, after{};
+    before.struct_size = after.struct_size = sizeof before;
+    ASSERT_OK(ga_context_memory(ctx, &before));
+    const int64_t live = Count::bytes();
+    ASSERT_OK(ga_bn_add(ctx, "first", 100000, -1, -1, &o, nullptr));
+    ASSERT_OK(ga_bn_add(ctx, "second", 50000, -1, -1, &o, nullptr));
+    const int64_t taken = Count::bytes() - live;
+    ASSERT_OK(ga_context_memory(ctx, &after));
+    ga_context_destroy(ctx);
+    const int64_t left = Count::bytes();
+    count.stop();
+    EXPECT_EQ(before.batch_norm, 0);
+    EXPECT_EQ(after.batch_norm, 150000 * (dtype == GA_F64 ? 136 : 128));
+    EXPECT_EQ(after.total - before.total, after.batch_norm + after.workspace - before.workspace);
+    EXPECT_NEAR(static_cast<double>(taken), static_cast<double>(after.total - before.total),
+                0.01 * static_cast<double>(taken));
+    EXPECT_EQ(left, 0) << "destroy gives all back";
+  }
+}
+
+TEST(Memory, WindowsOfBatchNormAllocateNothing) {
+  for (const int32_t mode : {GA_BN_MICRO, GA_BN_WINDOW, GA_BN_CUMULATIVE}) {
+    for (const int32_t threads : {1, 2}) {
+      for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO}) {
+        if (policy == GA_NONFINITE_DROP_MICRO && mode != GA_BN_MICRO) continue;
+        BnLife life(mode, policy, threads);
+        for (int s = 0; s < BnLife::kFirst; ++s) ASSERT_OK(life.step(s));
+        for (int w = 0; w < 12; ++w) {
+          const Count count;
+          for (int s = 0; s < life.window_steps(); ++s) {
+            if (w % 5 == 3 && s + 1 == life.window_steps()) {
+              ASSERT_OK(ga_discard(life.ctx));
+            } else {
+              ASSERT_OK(life.window(s)) << s;
+            }
+          }
+          if (w >= 2) {
+            ASSERT_EQ(Count::calls(), 0) << "window " << w << ", mode " << mode;
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ga::test
 

@@ -124,6 +124,30 @@ class DeviceTensor {
   uint8_t* base_ = nullptr;
 };
 
+// What a stream was given while it was captured, to be run again.
+class Graph {
+ public:
+  Graph() = default;
+  ~Graph() {
+    if (exec_) cudaGraphExecDestroy(exec_);
+    if (graph_) cudaGraphDestroy(graph_);
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  template <class Work>
+  void capture(const Stream& stream, Work&& work) {
+    ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    work();
+    ASSERT_CUDA(cudaStreamEndCapture(stream, &graph_));
+    ASSERT_CUDA(cudaGraphInstantiate(&exec_, graph_, 0));
+  }
+  void replay(const Stream& stream) { EXPECT_CUDA(cudaGraphLaunch(exec_, stream)); }
+
+ private:
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t exec_ = nullptr;
+};
+
 inline ga_config cuda_config(const Stream& stream) {
   ga_config c = config();
   c.device = GA_DEVICE_CUDA;

@@ -262,29 +262,6 @@ TEST_F(Later, LossScaleOnTheDevice) {
 
 // ---- Graphs --------------------------------------------------------------------------------------
 
-class Graph {
- public:
-  Graph() = default;
-  ~Graph() {
-    if (exec_) cudaGraphExecDestroy(exec_);
-    if (graph_) cudaGraphDestroy(graph_);
-  }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-  template <class Work>
-  void capture(const Stream& stream, Work&& work) {
-    ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    work();
-    ASSERT_CUDA(cudaStreamEndCapture(stream, &graph_));
-    ASSERT_CUDA(cudaGraphInstantiate(&exec_, graph_, 0));
-  }
-  void replay(const Stream& stream) { EXPECT_CUDA(cudaGraphLaunch(exec_, stream)); }
-
- private:
-  cudaGraph_t graph_ = nullptr;
-  cudaGraphExec_t exec_ = nullptr;
-};
-
 // What is captured: a kind of training, and the windows that are to differ.
 struct Plan {
   std::string name;

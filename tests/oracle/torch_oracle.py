@@ -22,6 +22,7 @@ C = ctypes
 SGD, ADAM, ADAMW, RMSPROP, ADAGRAD, ADADELTA, ADAMAX, NADAM, RADAM = 0, 1, 2, 4, 5, 6, 7, 8, 9
 TORCH = 0
 CLIP_NONE, CLIP_GLOBAL = 0, 1
+EXTERNAL, MICRO, WINDOW = 3, 0, 1
 DTYPES = {torch.float32: 1, torch.float64: 2}
 
 
@@ -43,6 +44,8 @@ Clip = struct("Clip", ("scope", I32), ("flavor", I32), ("max_norm", F64), ("max_
 Result = struct("Result", ("outcome", I32), ("reserved", I32), ("windows", I64), ("steps", I64),
                 ("micro_batches", I64), ("weight", F64), ("norm", F64), ("clip_factor", F64),
                 ("lr", F64), ("loss_scale", F64))
+BnOptions = struct("BnOptions", ("mode", I32), ("layout", I32), ("dtype", I32), ("biased", I32),
+                   ("momentum", F64), ("eps", F64))
 
 # What PyTorch calls otherwise.
 NAMES = {"alpha": "rho", "initial_accumulator_value": "initial_accumulator"}
@@ -168,6 +171,106 @@ def run(name, make, kind, options, dtype=torch.float32, max_norm=None, micro_bat
     return worst <= 1
 
 
+def batch_norm(module, shape, cuts, dtype, channels_last=False, options={}, steps=3):
+    """A torch.nn.BatchNorm of whole batches against the library's layer: of the same batches in
+    micro-batches, by WINDOW mode, or of whole ones by MICRO mode where they are not cut."""
+    torch.manual_seed(1)
+    channels, positions = shape[1], math.prod(shape[2:])
+    theirs = module(channels, **options).to(torch.float64)
+    gamma, beta = torch.randn(channels).to(dtype), torch.randn(channels).to(dtype)
+    with torch.no_grad():
+        theirs.weight.copy_(gamma)
+        theirs.bias.copy_(beta)
+
+    ctx, o, bn = C.c_void_p(), BnOptions(), I32()
+    call("ga_context_create", None, C.byref(ctx))
+    external = Optimizer()
+    call("ga_optimizer_init", C.byref(external), C.c_size_t(C.sizeof(external)), EXTERNAL, TORCH)
+    call("ga_group_add", ctx, C.byref(external), None)
+    for name, p in ("gamma", gamma), ("beta", beta):
+        call("ga_param_add", ctx, 0, name.encode(), C.c_void_p(p.data_ptr()), DTYPES[dtype], 1,
+             (I64 * 1)(channels), None, None)
+    call("ga_bn_options_init", C.byref(o), C.c_size_t(C.sizeof(o)), TORCH)
+    o.mode, o.layout, o.dtype = WINDOW if len(cuts) > 1 else MICRO, int(channels_last), DTYPES[dtype]
+    for name, value in options.items():
+        setattr(o, name, value)
+    call("ga_bn_add", ctx, b"bn", I64(channels), 0, 1, C.byref(o), C.byref(bn))
+
+    unit, worst = 2.0**-24 if dtype == torch.float32 else 2.0**-53, 0.0
+    n = shape[0] * positions
+
+    def compare(got, want, scale, roundings):
+        nonlocal worst
+        worst = max(worst, ((got.to(torch.float64) - want).abs() / (roundings * unit * scale)).max().item())
+
+    for step in range(steps):
+        x = (torch.randn(shape) * 2 + torch.randn(channels).view(-1, *[1] * (len(shape) - 2))).to(dtype)
+        dy = torch.randn(shape).to(dtype)
+        x64 = x.to(torch.float64).requires_grad_()
+        want = theirs(x64)
+        theirs.zero_grad()
+        want.backward(dy.to(torch.float64))
+
+        def pieces(t):
+            return [(p.movedim(1, -1) if channels_last else p).contiguous()
+                    for p in torch.split(t, cuts)]
+
+        xs, dys = pieces(x), pieces(dy)
+        ys, dxs = [torch.empty_like(p) for p in xs], [torch.empty_like(p) for p in xs]
+        sizes = [(I64(len(p)), I64(positions)) for p in xs]
+        at = [[C.c_void_p(p.data_ptr()) for p in of] for of in (xs, dys, ys, dxs)]
+        # The loss is a sum over the batch: the parts' gradients add up.
+        def micro(k, name, *arguments):
+            call("ga_micro_begin", ctx, I64(k), F64(1), None)
+            call(name, ctx, bn, at[0][k], at[1][k], *sizes[k], *arguments)
+            call("ga_micro_end", ctx)
+        parts = range(len(xs))
+        if o.mode == WINDOW:
+            for k in parts:
+                call("ga_bn_accumulate", ctx, bn, at[0][k], *sizes[k])
+            call("ga_bn_finalize", ctx, bn)
+        for k in parts:
+            call("ga_bn_forward", ctx, bn, at[0][k], *sizes[k], at[2][k])
+        for k in parts:
+            if o.mode == WINDOW:
+                micro(k, "ga_bn_backward_accumulate")
+        for k in parts:
+            micro(k, "ga_bn_backward", at[3][k])
+        result = Result(struct_size=C.sizeof(Result))
+        call("ga_step", ctx, C.byref(result))
+        assert result.outcome == 0, result.outcome
+
+        def whole(parts):
+            t = torch.cat(parts)
+            return t.movedim(-1, 1) if channels_last else t
+
+        # y and dx: eight operations on numbers of the order of the largest; in float64 the sums
+        # over n elements of both sides as well.
+        roundings = 8 if dtype == torch.float32 else 8 + 4 * n
+        compare(whole(ys), want.detach(), want.detach().abs().max(), roundings)
+        compare(whole(dxs), x64.grad, x64.grad.abs().max(), roundings)
+        # Weights 1, mean of K: their sum / K.
+        for p, grad, terms in (0, theirs.weight.grad, dy.abs() * x.abs()), (1, theirs.bias.grad, dy.abs()):
+            data = C.c_void_p()
+            call("ga_gradient", ctx, p, C.byref(data), None)
+            real = C.c_float if dtype == torch.float32 else C.c_double
+            got = torch.tensor(list((real * channels).from_address(data.value)), dtype=torch.float64)
+            size = terms.to(torch.float64).transpose(0, 1).reshape(channels, -1).sum(1)
+            compare(got * len(xs), grad, size.max(), roundings)
+        mean, variance, count = torch.empty(channels), torch.empty(channels), I64()
+        call("ga_bn_running", ctx, bn, C.c_void_p(mean.data_ptr()), C.c_void_p(variance.data_ptr()),
+             DTYPES[torch.float64], C.byref(count))
+        # Both sums in float64, of numbers up to 10 and their squares.
+        unit64 = 2.0**-53 * 4 * n
+        worst = max(worst, ((mean - theirs.running_mean).abs() / (10 * unit64)).max().item(),
+                    ((variance - theirs.running_var).abs() / (100 * unit64)).max().item())
+        assert count.value == theirs.num_batches_tracked == step + 1
+    lib.ga_context_destroy(ctx)
+    name = f"{module.__name__} {tuple(shape)} as {cuts} {dtype} {'last' if channels_last else 'first'} {options}"
+    print(f"{'ok' if worst <= 1 else 'FAILED':6} {worst:6.3f} of the tolerance   {name}")
+    return worst <= 1
+
+
 sgd = [dict(lr=0.05), dict(lr=0.05, weight_decay=0.1), dict(lr=0.05, momentum=0.9),
        dict(lr=0.05, momentum=0.9, dampening=0.5, weight_decay=0.01),
        dict(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -207,5 +310,16 @@ cases += [(k, m, o, v) for k, m, list_ in others for o in list_ for v in few]
 for kind, make, options, variant in cases:
     name = getattr(make, "__name__", "NAdam").replace("<lambda>", "NAdam")
     right += run(f"{name} {options} {variant}", make, kind, options, **variant)
-print(f"torch {torch.__version__}: {right} of {len(cases)} agree")
-sys.exit(right != len(cases))
+total = len(cases)
+for module, shape, cuts in ((torch.nn.BatchNorm1d, (12, 5), [4, 4, 4]),
+                            (torch.nn.BatchNorm1d, (9, 3, 13), [4, 4, 1]),
+                            (torch.nn.BatchNorm2d, (8, 16, 7, 5), [1, 3, 2, 2]),
+                            (torch.nn.BatchNorm3d, (5, 4, 3, 4, 5), [1, 1, 1, 1, 1])):
+    for parts in [shape[0]], cuts:
+        for dtype in torch.float32, torch.float64:
+            for last in False, True:
+                for options in {}, dict(momentum=0.3, eps=1e-2):
+                    right += batch_norm(module, shape, parts, dtype, last, options)
+                    total += 1
+print(f"torch {torch.__version__}: {right} of {total} agree")
+sys.exit(right != total)

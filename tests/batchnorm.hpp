@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the tests of batch normalisation share: micro-batches of data, and a layer in a context that
+// takes windows through the calls of its mode.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "batchnorm_reference.hpp"
+#include "formats.hpp"
+
+namespace ga::test {
+
+inline ga_bn_options bn_options(int32_t mode, int32_t flavor = GA_FLAVOR_TORCH) {
+  ga_bn_options o;
+  EXPECT_OK(ga_bn_options_init(&o, sizeof o, flavor));
+  o.mode = mode;
+  return o;
+}
+
+struct BnData {
+  int64_t samples;
+  Tensor x, dy;
+  double weight = 1, loss_scale = 1;
+};
+using BnWindow = std::vector<BnData>;
+
+// Of each channel a mean of its own within [-3, 3) and a deviation of 1, 0.1 or 10; dy of both signs
+// and of order 1, with a mean.
+inline BnWindow bn_window(const ref::BnShape& shape, int32_t dtype,
+                          const std::vector<int64_t>& samples, uint64_t seed = 1) {
+  static constexpr double kDeviations[] = {1, 0.1, 10};
+  BnWindow window;
+  Random random(seed);
+  for (const int64_t n : samples) {
+    const int64_t count = n * shape.channels * shape.positions;
+    BnData data{n, Tensor(dtype, count), Tensor(dtype, count)};
+    for (int64_t c = 0; c < shape.channels; ++c) {
+      Random of_channel(static_cast<uint64_t>(c) + 77);
+      const double mean = 3 * of_channel.signed_unit();
+      for (int64_t s = 0; s < n; ++s) {
+        for (int64_t p = 0; p < shape.positions; ++p) {
+          const int64_t i = shape.at(s, c, p);
+          data.x.set(i, mean + kDeviations[c % 3] * random.signed_unit());
+          data.dy.set(i, random.signed_unit() + 0.25);
+        }
+      }
+    }
+    window.push_back(std::move(data));
+  }
+  return window;
+}
+
+inline BnWindow without(const BnWindow& window, size_t k) {
+  BnWindow others;
+  for (size_t j = 0; j < window.size(); ++j) {
+    if (j != k) others.push_back(window[j]);
+  }
+  return others;
+}
+
+// What the sums over a window weigh a micro-batch with.
+inline double bn_share(const BnData& m, int32_t gradient_kind) {
+  if (m.weight == 0) return 0;
+  return (gradient_kind == GA_GRADIENT_MEAN ? m.weight : 1) / m.loss_scale;
+}
+
+inline std::vector<double> numbers(const Tensor& t) {
+  std::vector<double> result;
+  for (int64_t i = 0; i < t.count(); ++i) result.push_back(t.get(i));
+  return result;
+}
+
+inline std::vector<ref::BnMicro> bn_micros(const BnWindow& window, int32_t gradient_kind) {
+  std::vector<ref::BnMicro> result;
+  for (const BnData& m : window)
+    result.push_back({m.samples, numbers(m.x), numbers(m.dy), bn_share(m, gradient_kind)});
+  return result;
+}
+
+inline testing::AssertionResult near(const std::vector<double>& got,
+                                     const std::vector<ref::Near>& want) {
+  if (got.size() != want.size())
+    return testing::AssertionFailure() << got.size() << " numbers, not " << want.size();
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (want[i].holds(got[i])) continue;
+    char text[200];
+    snprintf(text, sizeof text, "[%zu] is %.17g, not %.17g: %.3g times the tolerance", i, got[i],
+             want[i].value, std::abs(got[i] - want[i].value) / want[i].tolerance);
+    return testing::AssertionFailure() << text;
+  }
+  return testing::AssertionSuccess();
+}
+inline testing::AssertionResult near(const Tensor& got, const std::vector<ref::Near>& want) {
+  return near(numbers(got), want);
+}
+
+// As the reduced gradient: divided by the sum of the weights, and rounded twice on the way there.
+inline std::vector<ref::Near> reduced(std::vector<ref::Near> sums, double divisor, double unit) {
+  for (ref::Near& s : sums) {
+    s.value /= divisor;
+    s.tolerance = s.tolerance / std::abs(divisor) + 2 * unit * std::abs(s.value);
+  }
+  return sums;
+}
+
+// What a window leaves behind, dgamma and dbeta as an external optimizer sees them.
+struct BnOutput {
+  std::vector<Tensor> y, dx;
+  std::vector<double> dgamma, dbeta;
+
+  bool operator==(const BnOutput& other) const {
+    return y == other.y && dx == other.dx && same_bits(dgamma, other.dgamma) &&
+           same_bits(dbeta, other.dbeta);
+  }
+};
+
+inline BnOutput bn_output(const BnWindow& window) {
+  BnOutput out;
+  for (const BnData& m : window) {
+    out.y.emplace_back(m.x.dtype(), m.x.count(), NAN);
+    out.dx.emplace_back(m.x.dtype(), m.x.count(), NAN);
+  }
+  return out;
+}
+
+// One layer, with gamma and beta in an external group.
+class BnNet {
+ public:
+  BnNet(const ref::BnShape& shape, const ga_bn_options& o, const ga_config& c = config(),
+        bool affine = true)
+      : ctx(c),
+        options_(o),
+        shape_(shape),
+        config_(c),
+        gamma_(o.dtype == GA_F64 ? GA_F64 : GA_F32, shape.channels),
+        beta_(gamma_.dtype(), shape.channels) {
+    options_.layout = shape.layout;
+    const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL));
+    for (int64_t i = 0; i < shape.channels; ++i) {
+      gamma_.set(i, i % 5 == 3 ? -0.5 : 1 + 0.125 * static_cast<double>(i % 7));
+      beta_.set(i, 0.3 * static_cast<double>(i % 4) - 0.5);
+    }
+    if (affine) {
+      gamma = add(ctx, group, gamma_);
+      beta = add(ctx, group, beta_);
+    }
+    EXPECT_OK(ga_bn_add(ctx, "bn", shape.channels, gamma, beta, &options_, &bn));
+  }
+
+  // The whole of a window but for ga_step.
+  BnOutput run(const BnWindow& window) {
+    BnOutput out = bn_output(window);
+    if (options_.mode == GA_BN_WINDOW) {
+      for (const BnData& m : window) take(m);
+      EXPECT_OK(ga_bn_finalize(ctx, bn));
+      for (size_t k = 0; k < window.size(); ++k) forward(window[k], out.y[k]);
+      for (size_t k = 0; k < window.size(); ++k) in_micro(k, window[k], [&] { sum(window[k]); });
+      for (size_t k = 0; k < window.size(); ++k)
+        in_micro(k, window[k], [&] { backward(window[k], out.dx[k]); });
+    } else {
+      for (size_t k = 0; k < window.size(); ++k) {
+        forward(window[k], out.y[k]);
+        in_micro(k, window[k], [&] {
+          if (k % 2) sum(window[k]);
+          backward(window[k], out.dx[k]);
+        });
+      }
+    }
+    return out;
+  }
+
+  // And with it: the gradients of gamma and beta are read.
+  BnOutput step(const BnWindow& window) {
+    BnOutput out = run(window);
+    EXPECT_EQ(test::step(ctx).outcome, GA_STEP_APPLIED);
+    if (gamma >= 0) out.dgamma = external_gradient(ctx, gamma, shape_.channels);
+    if (beta >= 0) out.dbeta = external_gradient(ctx, beta, shape_.channels);
+    return out;
+  }
+
+  void take(const BnData& m) {
+    EXPECT_OK(ga_bn_accumulate(ctx, bn, m.x.data(), m.samples, shape_.positions));
+  }
+  void forward(const BnData& m, Tensor& y) {
+    EXPECT_OK(ga_bn_forward(ctx, bn, m.x.data(), m.samples, shape_.positions, y.data()));
+  }
+  void sum(const BnData& m) {
+    EXPECT_OK(
+        ga_bn_backward_accumulate(ctx, bn, m.x.data(), m.dy.data(), m.samples, shape_.positions));
+  }
+  void backward(const BnData& m, Tensor& dx) {
+    EXPECT_OK(
+        ga_bn_backward(ctx, bn, m.x.data(), m.dy.data(), m.samples, shape_.positions, dx.data()));
+  }
+  template <class Body>
+  void in_micro(size_t k, const BnData& m, const Body& body) {
+    EXPECT_OK(ga_micro_begin(ctx, static_cast<int64_t>(k), m.weight, &m.loss_scale));
+    body();
+    EXPECT_OK(ga_micro_end(ctx));
+  }
+
+  ref::BnLayer layer() const {
+    ref::BnLayer l{shape_, options_.mode, options_.eps, {}, {}};
+    if (gamma >= 0) l.gamma = numbers(gamma_);
+    if (beta >= 0) l.beta = numbers(beta_);
+    return l;
+  }
+
+  // Against the reference.
+  void expect_right(const BnWindow& window, const BnOutput& got) const {
+    const auto want =
+        ref::batch_norm(layer(), bn_micros(window, config_.gradient_kind), options_.dtype);
+    for (size_t k = 0; k < window.size(); ++k) {
+      EXPECT_TRUE(near(got.y[k], want.y[k])) << "y of micro-batch " << k;
+      EXPECT_TRUE(near(got.dx[k], want.dx[k])) << "dx of micro-batch " << k;
+      EXPECT_TRUE(got.y[k].canaries() && got.dx[k].canaries()) << "written beside its tensor";
+    }
+    double weight = 0;
+    for (const BnData& m : window) weight += m.weight;
+    const double divisor = config_.reduce == GA_REDUCE_MEAN ? weight : 1;
+    const double unit = ref::bn_arithmetic(options_.dtype).unit;
+    if (gamma >= 0) {
+      EXPECT_TRUE(near(got.dgamma, reduced(want.dgamma, divisor, unit))) << "dgamma";
+    }
+    if (beta >= 0) {
+      EXPECT_TRUE(near(got.dbeta, reduced(want.dbeta, divisor, unit))) << "dbeta";
+    }
+  }
+
+  Tensor& gamma_data() { return gamma_; }
+  Tensor& beta_data() { return beta_; }
+
+  Context ctx;
+  ga_bn bn = -1;
+  ga_param gamma = -1, beta = -1;
+
+ private:
+  ga_bn_options options_;
+  ref::BnShape shape_;
+  ga_config config_;
+  Tensor gamma_, beta_;
+};
+
+// The running statistics of a layer, in all their digits.
+struct Running {
+  std::vector<double> mean, variance;
+  int64_t steps = -1;
+
+  Running(ga_context* ctx, ga_bn bn, int64_t channels)
+      : mean(static_cast<size_t>(channels)), variance(mean.size()) {
+    EXPECT_OK(ga_bn_running(ctx, bn, mean.data(), variance.data(), GA_F64, &steps));
+  }
+  bool operator==(const Running& other) const {
+    return same_bits(mean, other.mean) && same_bits(variance, other.variance) &&
+           steps == other.steps;
+  }
+};
+
+}  // namespace ga::test
