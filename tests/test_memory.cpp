@@ -17,7 +17,7 @@
 
 #include "support.hpp"
 
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) && !defined(GA_ASAN)
 #define GA_ASAN 1
 #endif
 #if defined(__SANITIZE_THREAD__)

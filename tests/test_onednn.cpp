@@ -252,7 +252,7 @@ TEST_F(OneDnn, CountsIn64Bits) {
 
 // Every shape is new: what is kept per shape would pile up.
 TEST_F(OneDnn, KeepsNothing) {
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__)
   GTEST_SKIP() << "the sanitizer's allocator does not count";
 #else
   const Factor a(64, 64, true, 0, 1), b(64, 128, false, 0, 2);
