@@ -83,6 +83,8 @@ struct BatchNorm::Cut {
     length = rows ? divide_up(t.elements(), fold) : t.elements();
     slice = std::max(rows ? kSliceRows : kSlice,
                      divide_up(divide_up(length, kMostSlices), kGroup) * kGroup);
+    if (!rows && t.positions <= kTile && t.positions > 0)  // small planes are not cut
+      slice = divide_up(slice, t.positions) * t.positions;
     slices = divide_up(length, slice);
   }
   int64_t begin(int64_t s) const { return s * slice; }

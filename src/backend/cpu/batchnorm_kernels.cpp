@@ -106,8 +106,7 @@ struct End {
   T data[kGroup];
 
   GA_INLINE End(const T* from, int64_t n, T missing) {
-    for (int64_t i = 0; i < n; ++i) data[i] = from[i];
-    for (int64_t i = n; i < kGroup; ++i) data[i] = missing;
+    for (int64_t i = 0; i < kGroup; ++i) data[i] = i < n ? from[i] : missing;
   }
   GA_INLINE Doubles operator()(int k) const { return wide(data + k * kWidth<double>); }
 };
@@ -246,12 +245,55 @@ GA_INLINE void fetch_group(int64_t ahead, const T* x, const T* dy) {
   if (sizeof(T) == 8) __builtin_prefetch(dy + ahead + 8, 0, 3);
 }
 
+// Adds a stretch to the lanes of its channel.
+template <class T, class Action>
+GA_INLINE void sum_stretch(GroupSums& s, const Reference& reference, const T* x, const T* dy,
+                           int64_t count, int64_t ahead) {
+  int64_t i = 0;
+  for (; i + kGroup <= count; i += kGroup) {
+    fetch_group<Action::kTwo>(ahead, x + i, dy + i);
+    Action::add(s, reference, Whole<T>{x + i}, Whole<T>{dy + i});
+  }
+  if (i == count) return;
+  // With what adds nothing: the shift, or 0 for dy.
+  fetch_group<Action::kTwo>(ahead, x + i, dy + i);
+  const T missing = Action::kTwo ? T(0) : static_cast<T>(reference.x[0][0]);
+  const End<T> end(x + i, count - i, missing);
+  const End<T> end_dy(dy + i, count - i, T(0));
+  if (count - i <= kWidth<double>)
+    Action::template add<1>(s, reference, end, end_dy);
+  else
+    Action::add(s, reference, end, end_dy);
+}
+
 template <class T, class Action>
 void sum_planes(const BnTask& task, int64_t first, int64_t last, int64_t begin, int64_t end,
                 const BnNumbers& numbers, const BnSums& sums) {
   GroupSums lanes[kMostPlanes];
   for (int64_t c = 0; c < last - first; ++c) lanes[c] = {};
   const bool in_place = task.dtype == native<T>;
+  const int64_t plane = task.positions, sample = task.channels * plane;
+  // Small planes of two samples at a time: lanes are loaded and stored once for both, and there are
+  // two streams to wait for.
+  if (in_place && plane <= kTile && begin % plane == 0 && end % plane == 0) {
+    const T* const x = static_cast<const T*>(task.x);
+    const T* const dy = Action::kTwo ? static_cast<const T*>(task.dy) : x;
+    const int64_t pairs = (end - begin) / plane / 2;
+    const int64_t chunk = (last - first) * plane, jump = 2 * sample - chunk;
+    for (int64_t k = 0; k < pairs; ++k) {
+      int64_t at = (begin / plane + 2 * k) * sample + first * plane;
+      const int64_t far = at + chunk - kFar;
+      for (int64_t c = 0; c < last - first; ++c, at += plane) {
+        const Reference reference = Reference::of_one(numbers, c);
+        const int64_t ahead = at < far ? kFar : kFar + jump;
+        GroupSums s = lanes[c];
+        for (const int64_t row : {at, at + sample})
+          sum_stretch<T, Action>(s, reference, x + row, dy + row, plane, ahead);
+        lanes[c] = s;
+      }
+    }
+    begin += 2 * pairs * plane;
+  }
   alignas(64) T tile_x[kTile];
   alignas(64) T tile_dy[Action::kTwo ? kTile : 1];
   each_stretch(task, first, last, begin, end,
@@ -259,25 +301,9 @@ void sum_planes(const BnTask& task, int64_t first, int64_t last, int64_t begin, 
                  const T* const x = read<T>(task.x, task.dtype, offset, count, tile_x);
                  const T* const dy =
                      Action::kTwo ? read<T>(task.dy, task.dtype, offset, count, tile_dy) : x;
-                 if (!in_place) ahead = 0;
                  const Reference reference = Reference::of_one(numbers, column);
                  GroupSums s = lanes[column];
-                 int64_t i = 0;
-                 for (; i + kGroup <= count; i += kGroup) {
-                   fetch_group<Action::kTwo>(ahead, x + i, dy + i);
-                   Action::add(s, reference, Whole<T>{x + i}, Whole<T>{dy + i});
-                 }
-                 if (i < count) {
-                   // With what adds nothing: the shift, or 0 for dy.
-                   fetch_group<Action::kTwo>(ahead, x + i, dy + i);
-                   const T missing = Action::kTwo ? T(0) : static_cast<T>(reference.x[0][0]);
-                   const End<T> end(x + i, count - i, missing);
-                   const End<T> end_dy(dy + i, count - i, T(0));
-                   if (count - i <= kWidth<double>)
-                     Action::template add<1>(s, reference, end, end_dy);
-                   else
-                     Action::add(s, reference, end, end_dy);
-                 }
+                 sum_stretch<T, Action>(s, reference, x, dy, count, in_place ? ahead : 0);
                  lanes[column] = s;
                });
   for (int64_t c = 0; c < last - first; ++c) {
