@@ -100,6 +100,7 @@ struct BatchNorm::Statistics {
   static int64_t size(const BnTask&) { return 8; }  // of a number
   // x of the channel's first element.
   static double shift(const BnTask& t, int64_t c) {
+    if (t.elements() == 0) return 0;
     const int64_t at = t.channels_last ? c : c * t.positions;
     return number_of({const_cast<void*>(t.x), t.dtype}, at, 0);
   }
