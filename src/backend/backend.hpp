@@ -434,6 +434,5 @@ std::unique_ptr<Backend> make_cpu_backend(const ga_config& config);
 // Throws GA_ERROR_UNSUPPORTED with what was looked for and why it failed.
 std::unique_ptr<Backend> make_cuda_backend(const ga_config& config);
 int32_t cuda_device_count();
-int32_t cuda_device_count();  // likewise
 
 }  // namespace ga
