@@ -89,6 +89,7 @@ AccumulateTask* Context::plan(ga_param id, const Source& given, bool may_adopt) 
     p.adopted = given.data;
     p.adopted_scale = given.scale;
     p.adopted_late = given.divisor != nullptr;
+    if (config_.device != GA_DEVICE_CPU) move_gradient(static_cast<size_t>(id));
     return nullptr;
   }
   AccumulateTask& task = accumulate_tasks_.add();
@@ -188,7 +189,7 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
     }
   }
   forget_delivered();
-  if (!deferring()) or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
+  if (!deferring()) add();
   window_.add(micro);
   if (deferring() && micro.weight > 0) settle(window_.size() - 1);
 }
@@ -264,7 +265,15 @@ void Context::contribute(Span<const Whole> given, bool may_adopt) {
     make_dense(g.param);
     plan(g.param, contribution(g.gradient, g.format, micro), may_adopt);
   }
-  or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
+  add();
+}
+
+// What was planned.
+void Context::add() {
+  or_invalidate([&] {
+    tell_moved();
+    backend_->accumulate(accumulate_tasks_.span());
+  });
 }
 
 // Copies an adopted gradient where someone else is about to add to it.

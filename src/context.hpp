@@ -48,6 +48,8 @@ class TaskList {
   size_t size_ = 0;
 };
 
+inline Params params_of(const std::vector<ga_param>& list) { return {list.data(), list.size()}; }
+
 class Context {
  public:
   explicit Context(const ga_config& config);
@@ -353,6 +355,7 @@ class Context {
   Array target_of(ga_param id) const;
   AccumulateTask* plan(ga_param id, const Source& source, bool may_adopt = true);
   void contribute(Span<const Whole> given, bool may_adopt);
+  void add();
   void count_contribution(Param& p);
   void store_adopted(ga_param id);
   void make_dense(ga_param id);
@@ -378,10 +381,15 @@ class Context {
   // step.cpp
   Source source_of(ga_param id) const;
   bool norm_after_value(const Param& p) const;
+  template <class F>
+  void each_source(size_t param, F&& f);
   void set_gradient(size_t param);
+  void move_gradient(size_t param);
+  void tell_moved();
+  void edit_params();
   void tell_params();
   void flush();
-  void take_norms(const WindowTotals& totals);
+  StepSums step_sums();
   [[noreturn]] void fail_nonfinite(const Control& c) const;
   void empty_window();
   void forget_delivered();
@@ -410,6 +418,8 @@ class Context {
   void bn_forget();
 
   // update.cpp
+  // Whether units are clipped, and second moments factored, before the step is settled: StepSums.
+  bool sums_first() const { return backend_->cache_bytes() == INT64_MAX; }
   void make_lists();
   void update();
   void update_layers();
@@ -456,6 +466,7 @@ class Context {
   Table<BnInput> bn_inputs_;
   mutable Control last_control_ = {};  // what was read last
   std::vector<Source> told_;           // the adopted gradient that the tables have
+  std::vector<Word> moved_;            // of a call that adopts gradients
 
   size_t prepared_ = 0;    // parameters that have their arrays
   bool unfilled_ = false;  // some of these do not hold yet what they begin with
@@ -478,6 +489,7 @@ class Context {
   bool unit_lists_ = false;  // some is clipped by units
   std::vector<ga_param> plain_, pieces_, layers_;
   std::vector<ga_param> ids_[3];  // of a batch of these
+  std::vector<ga_param> norms_, units_first_, factored_first_;  // of StepSums
   int64_t rows_held_ = 0;  // contributed in this window, repeated ones too
   bool plain_path_ = true;  // contributions need nothing but to be added
   bool adopts_ = false;     // first ones are left where they are

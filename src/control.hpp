@@ -133,7 +133,7 @@ struct ParamPlan {
   int32_t duty;  // Duty
   Numbers raw;       // not yet clipped by norm
   Numbers gradient;  // as the Op sees it
-  Numbers whole;     // likewise, factor 1
+  double factor;     // of the clip by norm
   double average_gain;
   uint64_t copy_key, state_key;
   double factor_gain, factor_floor;  // Backend::factor
@@ -199,7 +199,7 @@ struct WindowTotals {
   double weight;  // these three where no micro-batch was judged
   int64_t weighted, dropped;
   bool noise_wanted;  // the window has an estimate
-  bool last;          // no clipping by units follows
+  bool last;          // no settle_units follows
 };
 
 struct Tables {

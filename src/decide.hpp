@@ -100,28 +100,47 @@ GA_HD double weight_of(const Tables& t, int64_t i) {
   return judged ? t.param_states[i].held_weight : t.param_inputs[i].weight;
 }
 
-GA_DEVICE void plan_raw(const Tables& t, int64_t i) {
+// Whether the step is about a parameter.
+GA_HD bool is_touched(const Tables& t, int64_t i) {
+  if (t.param_inputs[i].frozen) return false;
+  return t.settings->missing == GA_MISSING_ZERO || has_gradient(t, i);
+}
+
+GA_HD double mean_of(const Tables& t, const WindowTotals& w) {
+  const double weight = t.settings->deferring ? t.control->weight : w.weight;
+  return t.settings->reduce == GA_REDUCE_MEAN ? 1 / weight : 1;
+}
+
+// ParamPlan::raw.
+GA_HD Numbers raw_numbers(const Tables& t, double mean, int64_t i) {
   const GroupInput& g = t.group_inputs[t.param_inputs[i].group];
   const double sign = g.optimizer.maximize ? -1 : 1;
   const bool limited = g.clip.when == GA_CLIP_STEP;
-  t.plans[i].raw = {t.control->mean * weight_of(t, i) * sign,
-                    limited ? g.clip.max_value : HUGE_VAL, 1};
+  return {mean * weight_of(t, i) * sign, limited ? g.clip.max_value : HUGE_VAL, 1};
 }
 
-template <class Crew>
-GA_DEVICE void take_mean(Crew& crew, const Tables& t, const WindowTotals& w) {
-  crew.once([&] {
-    Control& c = *t.control;
-    const double weight = t.settings->deferring ? c.weight : w.weight;
-    c.mean = t.settings->reduce == GA_REDUCE_MEAN ? 1 / weight : 1;
-  });
+// In tables, a gradient's loss scale is that of the result, which is there when it is decided.
+GA_HD void undecided(const Tables& t, Source& source) {
+  if (source.divisor) source.divisor = &t.control->scaler.scale;
 }
 
-// Before the norms of gradients as clipped by value: the views that they are taken of.
-template <class Crew>
-GA_DEVICE void open_step(Crew& crew, const Tables& t, const WindowTotals& w) {
-  take_mean(crew, t, w);
-  crew.each_item(t.params, [&](int64_t i) { plan_raw(t, i); });
+// The norm of a parameter's gradient, before the step is decided. tasks: where this runs.
+// raw: raw_numbers().
+template <class Tasks>
+GA_HD NormTask norm_task(const Tables& t, const Tasks& tasks, int64_t i, const Numbers* raw) {
+  const ParamInput& p = t.param_inputs[i];
+  const UpdateTask& update = tasks.updates[i];
+  const bool layered = ByPosition<AllOps<float>>::layer_wise(p.op);
+  NormTask task = {};
+  task.gradient = p.by_units ? tasks.units[i].gradient
+                  : layered  ? tasks.measures[i].gradient
+                             : update.gradient;
+  task.gradient.numbers = p.clamped ? raw : nullptr;
+  undecided(t, task.gradient.source);
+  task.f64 = p.f64;
+  task.count = p.count;
+  task.partials = update.partials;
+  return task;
 }
 
 // The sums over each parameter.
@@ -142,11 +161,11 @@ GA_DEVICE void take_sums(Crew& crew, const Tables& t) {
         t.settings->noise ? warp.sum(n, [&](int64_t k) { return partial(k).noise; }) : 0;
     const bool nonfinite = warp.first(n, [&](int64_t k) { return partial(k).nonfinite != 0; }) >= 0;
     if (!warp.leader()) return;
-    plan_raw(t, i);
+    t.plans[i].raw = raw_numbers(t, t.control->mean, i);
     ParamState& s = t.param_states[i];
     const double weight = weight_of(t, i);
     const double scale = t.control->mean * weight;
-    s.touched = !p.frozen && (held || t.settings->missing == GA_MISSING_ZERO);
+    s.touched = is_touched(t, i);
     s.nonfinite = nonfinite;
     s.squares = raw * scale * scale;
     s.sum_squares = p.clamped && !rows ? limited : s.squares;
@@ -294,8 +313,7 @@ GA_HD void plan_gradient(const Tables& t, int64_t i) {
     plan.gradient.factor = factor;
   else  // then mean and clip factor are one scalar, rounded once
     plan.gradient.scale *= factor;
-  const Numbers& g = plan.gradient;
-  plan.whole = {g.scale * g.factor, g.limit * g.factor, 1};
+  plan.factor = factor;
 }
 
 // What this step does to a parameter.
@@ -342,7 +360,7 @@ GA_DEVICE void plan_param(Crew& crew, const Tables& t, int64_t i) {
 template <class Crew>
 GA_DEVICE void decide(Crew& crew, const Tables& t, const WindowTotals& w) {
   Control& c = *t.control;
-  take_mean(crew, t, w);
+  crew.once([&] { c.mean = mean_of(t, w); });
   take_sums(crew, t);
 
   // Sums over parameters: all, those that share the context's clip, and each group's.

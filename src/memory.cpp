@@ -198,9 +198,11 @@ void Context::prepare() {
   const size_t n = params_.size();
   const Layout fresh = layout_of_new();
   accumulate_tasks_.reserve(n);
-  norm_tasks_.reserve(n);
   told_.resize(n);
-  for (auto* list : {&plain_, &pieces_, &layers_, &ids_[0], &ids_[1], &ids_[2]}) list->reserve(n);
+  if (config_.device != GA_DEVICE_CPU) moved_.reserve(3 * n);
+  for (auto* list : {&plain_, &pieces_, &layers_, &norms_, &units_first_, &factored_first_, &ids_[0],
+                     &ids_[1], &ids_[2]})
+    list->reserve(n);
   backend_->reserve(owned_.chunks + fresh.chunks, static_cast<int64_t>(n),
                     static_cast<int64_t>(owned_.bytes[kAccumulator] + fresh.bytes[kAccumulator]));
 
@@ -422,6 +424,19 @@ void Context::set_update(size_t i) {
     if (info.orthogonal && p.count > 0) made = orthogonal_task(id).result();
     if (info.emits) update.gradient = identity({made, p.f64 ? GA_F64 : GA_F32, 1, nullptr});
   }
+
+  // The views of the gradient; where it is, set_gradient tells.
+  GradientView view = {{}, &plan->gradient}, raw = {{}, &plan->raw};
+  if (by_units(id)) {
+    composites.clipped = {raw, t.units->at(), t.units->factors};
+    units.gradient = raw;
+    view.source = {&composites_.at(i)->clipped, kClipped, 1, nullptr};
+    raw = identity(view.source);
+  }
+  const bool layered = is_layered(id);
+  if (layered) measures_.edit(i).gradient = view;
+  if (!layered || !op_info(op).emits) update.gradient = view;
+  factor.gradient = raw;
   set_gradient(i);
 }
 

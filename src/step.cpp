@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials
 // that the accumulating passes left; a pass of its own is made only for what has none (see
-// take_norms). What is decided is decided by the backend (decide.hpp): nothing here waits for it.
+// step_sums). What is decided is decided by the backend (decide.hpp): nothing here waits for it.
 #include <algorithm>
 #include <cmath>
 
@@ -65,27 +65,44 @@ bool Context::norm_after_value(const Param& p) const {
          (clip.scope != GA_CLIP_NONE || layered);
 }
 
+// f(table, source) for all tables that tell where the gradient is: source(entry) is that there.
+template <class F>
+void Context::each_source(size_t i, F&& f) {
+  const auto of_task = [](auto& task) -> Source& { return task.gradient.source; };
+  const auto id = static_cast<ga_param>(i);
+  if (by_units(id)) {  // all else reads it by way of these
+    f(composites_, [](Composites& c) -> Source& { return c.clipped.gradient.source; });
+    f(units_, of_task);
+    return;
+  }
+  const bool layered = is_layered(id);
+  if (layered) f(measures_, of_task);
+  if (!layered || !op_info(op_of(params_[i])).emits) f(updates_, of_task);
+  if (factors_[i].row_pattern) f(factors_, of_task);
+}
+
 // Puts where the gradient is into all that reads it.
 void Context::set_gradient(size_t i) {
-  const auto id = static_cast<ga_param>(i);
-  Source source = source_of(id);
+  Source source = source_of(static_cast<ga_param>(i));
   if (params_[i].held() == Held::kAdopted) told_[i] = source;
   // The scale of the step's own window: the next one is there when the step reads its gradient.
   if (source.divisor) source.divisor = &control_.at()->result.loss_scale;
-  const ParamPlan& plan = *plans_.at(i);
-  GradientView view = {source, &plan.gradient};
-  GradientView whole = {source, &plan.whole};
-  if (by_units(id)) {
-    const Units& units = *tensors_[i].units;
-    composites_.edit(i).clipped = {{source, &plan.raw}, units.at(), units.factors};
-    units_.edit(i).gradient = {source, &plan.raw};
-    view.source = whole.source = {&composites_.at(i)->clipped, kClipped, 1, nullptr};
-  }
-  const bool layered = is_layered(id);
-  (layered ? measures_ : updates_).edit(i).gradient = view;
-  const bool emits = layered && op_info(op_of(params_[i])).emits;
-  if (layered && !emits) updates_.edit(i).gradient = view;
-  if (factors_[i].row_pattern) factors_.edit(i).gradient = whole;
+  each_source(i, [&](auto& table, auto source_in) { source_in(table.edit(i)) = source; });
+}
+
+// The same ahead of the step, where nothing but the address of an adopted gradient is new: so
+// many words, and not the tables, go to a device.
+void Context::move_gradient(size_t i) {
+  const Source source = adopted_of(params_[i]);
+  Source known = told_[i];
+  known.data = source.data;
+  if (param_inputs_[i].held != Held::kAdopted || !(known == source)) return;
+  if (told_[i].data == source.data) return;
+  told_[i] = source;
+  each_source(i, [&](auto& table, auto source_in) {
+    const auto data = [&](auto& entry) -> const void*& { return source_in(entry).data; };
+    moved_.push_back(table.put(i, data, source.data));
+  });
 }
 
 // What this window has brought to each parameter. In most, all is as it was in the last one.
@@ -105,15 +122,28 @@ void Context::tell_params() {
     param_inputs_.set(i, &ParamInput::held, held);
     set_gradient(i);
   }
-  if (!backend_->capturing()) return;
   // Windows between two replays may change what this one has found as it was.
+  if (backend_->capturing()) edit_params();
+}
+
+void Context::edit_params() {
   param_inputs_.edit_all();
   composites_.edit_all();
   updates_.edit_all();
-  if (layers_.empty() && pieces_.empty()) return;
+  if (layers_.empty() && !unit_lists_) return;
   measures_.edit_all();
   units_.edit_all();
   factors_.edit_all();
+}
+
+// After move_gradient. A capture may end before the step: then the next one sends the tables.
+void Context::tell_moved() {
+  if (moved_.empty()) return;
+  if (backend_->capturing())
+    edit_params();
+  else
+    backend_->upload({moved_.data(), moved_.size()});
+  moved_.clear();
 }
 
 void Context::flush() {
@@ -128,31 +158,20 @@ void Context::flush() {
   bn_inputs_.flush(*backend_);
 }
 
-// Makes a pass over the data for the norms that no accumulating pass has left: of gradients that
-// were never stored, of accumulators last written by the program or by some products, and of
-// gradients as clipped by value.
-void Context::take_norms(const WindowTotals& totals) {
-  norm_tasks_.clear();
-  bool any_clamped = false;
+// What is to be read once more before the step is settled. Norms: of gradients that were never
+// stored, of accumulators last written by the program or by some products, and of gradients as
+// clipped by value.
+StepSums Context::step_sums() {
+  norms_.clear();
   for (size_t i = 0; i < prepared_; ++i) {
     Param& p = params_[i];
     const Held held = p.held();
     if (p.frozen || held == Held::kNothing) continue;
-    const bool clamped = param_inputs_[i].clamped;
-    if (held != Held::kAdopted && !p.stale && !clamped) continue;
-    any_clamped = any_clamped || clamped;
-    NormTask& task = norm_tasks_.add();
-    task.gradient = {source_of(static_cast<ga_param>(i)),
-                     clamped ? &plans_.at(i)->raw : nullptr};
-    task.f64 = p.f64;
-    task.count = p.count;
-    task.partials = p.partials;
+    if (held != Held::kAdopted && !p.stale && !param_inputs_[i].clamped) continue;
+    norms_.push_back(static_cast<ga_param>(i));
     p.stale = held == Held::kRows;  // the partials of the rows are not wanted
   }
-  tell_params();
-  flush();
-  if (any_clamped) backend_->open_step(totals);
-  backend_->norm(norm_tasks_.span());
+  return {params_of(norms_), params_of(units_first_), params_of(factored_first_)};
 }
 
 void Context::empty_window() {
@@ -196,11 +215,13 @@ ga_step_result Context::step() {
   forget_delivered();
 
   or_break([&] {
-    if (totals.weight > 0)
-      take_norms(totals);
-    else
-      flush();
-    backend_->decide(totals);
+    StepSums sums = {};
+    if (totals.weight > 0) {
+      sums = step_sums();
+      tell_params();
+    }
+    flush();
+    backend_->decide(totals, sums);
     const bool fails = config_.nonfinite == GA_NONFINITE_FAIL;
     const Control* const known = fails ? &control() : backend_->known();
     if (fails && known->result.outcome == GA_STEP_SKIPPED_NONFINITE) fail_nonfinite(*known);

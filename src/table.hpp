@@ -26,6 +26,16 @@ class Table {
   void set(size_t i, Member T::*member, const Member& value) {
     if (!(host()[i].*member == value)) edit(i).*member = value;
   }
+  // Writes a pointer in it, which no flush will send: the word is for Backend::upload.
+  // field(T&): that pointer.
+  template <class Field>
+  Word put(size_t i, Field&& field, const void* value) {
+    const void*& pointer = field(host()[i]);
+    pointer = value;
+    const auto offset = reinterpret_cast<char*>(&pointer) - static_cast<char*>(mirror_.host);
+    return {reinterpret_cast<uint64_t*>(static_cast<char*>(mirror_.at) + offset),
+            reinterpret_cast<uint64_t>(value)};
+  }
   const T* host_data() const { return host(); }
   T* at(size_t i = 0) const { return static_cast<T*>(mirror_.at) + i; }
   int64_t bytes() const { return static_cast<int64_t>(mirror_.bytes); }

@@ -23,17 +23,21 @@ bool Context::in_pieces(ga_param id) const {
 }
 
 void Context::make_lists() {
-  plain_.clear();
-  pieces_.clear();
-  layers_.clear();
+  for (auto* list : {&plain_, &pieces_, &layers_, &units_first_, &factored_first_}) list->clear();
   unit_lists_ = false;
+  const bool cut = !sums_first();
   const bool bounded = settings_[0].limited >= 0;  // such a norm is of all gradients as clipped
   for (size_t i = 0; i < prepared_; ++i) {
     const auto id = static_cast<ga_param>(i);
-    unit_lists_ = unit_lists_ || by_units(id);
-    if (in_pieces(id) && !bounded)
+    const bool units = by_units(id);
+    unit_lists_ = unit_lists_ || units;
+    if (!cut && units)
+      units_first_.push_back(id);
+    else if (!cut && factors_[i].row_pattern)
+      factored_first_.push_back(id);
+    if (cut && in_pieces(id) && !bounded)
       pieces_.push_back(id);
-    else if (by_units(id) || is_layered(id))
+    else if ((cut && units) || is_layered(id))
       layers_.push_back(id);
     else
       plain_.push_back(id);
@@ -44,7 +48,7 @@ void Context::make_lists() {
 // One pass over parameters and state. What needs passes before that one, for norms over layers and
 // units, comes after the others.
 void Context::update() {
-  backend_->update({plain_.data(), plain_.size()});
+  backend_->update(params_of(plain_));
   if (!pieces_.empty() || !layers_.empty()) update_layers();
 }
 
@@ -55,12 +59,12 @@ void Context::update_layers() {
     ids_[0].clear();
     for (size_t k = first; k < end; ++k)
       if (by_units(layers_[k])) ids_[0].push_back(layers_[k]);
-    return Params{ids_[0].data(), ids_[0].size()};
+    return params_of(ids_[0]);
   };
   // A norm over groups is of gradients that have been clipped by units.
   const bool bounded = settings_[0].limited >= 0;
   size_t last_unit = 0;  // behind it, none is clipped by units
-  for (size_t k = 0; k < layers_.size(); ++k)
+  for (size_t k = 0; k < layers_.size() && !sums_first(); ++k)
     if (by_units(layers_[k])) last_unit = k + 1;
   if (bounded && last_unit > 0) {
     const Params clipped = units_of(0, layers_.size());
@@ -68,7 +72,7 @@ void Context::update_layers() {
     backend_->settle_units(clipped, true);
   }
   if (!pieces_.empty())
-    backend_->update_by_units({pieces_.data(), pieces_.size()}, last_unit == 0);
+    backend_->update_by_units(params_of(pieces_), last_unit == 0);
   for (size_t first = 0, end; first < layers_.size(); first = end) {
     int64_t bytes = 0;
     for (end = first; end < layers_.size(); ++end) {
@@ -96,7 +100,7 @@ void Context::update_batch(Params ids) {
     const ga_param id = ids.data[k];
     const auto i = static_cast<size_t>(id);
     if (params_[i].count == 0) continue;
-    if (factors_[i].row_pattern) factored.push_back(id);
+    if (factors_[i].row_pattern && (!sums_first() || by_units(id))) factored.push_back(id);
     if (is_layered(id)) {
       const OpInfo& op = op_info(op_of(params_[i]));
       measured.push_back(id);
@@ -106,10 +110,7 @@ void Context::update_batch(Params ids) {
       updated.push_back(id);
     }
   }
-  const auto params = [](const std::vector<ga_param>& list) {
-    return Params{list.data(), list.size()};
-  };
-  backend_->factor(params(factored));
+  backend_->factor(params_of(factored));
   if (in_turns) {
     for (const ga_param& id : measured) {
       backend_->measure({&id, 1});
@@ -117,10 +118,10 @@ void Context::update_batch(Params ids) {
       backend_->update({&id, 1});
     }
   } else {
-    backend_->measure(params(measured));
+    backend_->measure(params_of(measured));
     updated.insert(updated.end(), measured.begin(), measured.end());
   }
-  backend_->update(params(updated));
+  backend_->update(params_of(updated));
 }
 
 // What Newton-Schulz makes of a parameter's update, and where.

@@ -222,7 +222,7 @@ struct FinishTask {
 // matrix of the last two axes; scales <- 1 / max(mean of rows, floor). The numbers are in the plan.
 struct FactorTask {
   const ParamPlan* plan;
-  GradientView gradient;
+  GradientView gradient;  // not yet clipped by norm: plan->factor is to be multiplied
   const UnitPattern* row_pattern;
   const UnitPattern* column_pattern;
   double* row_sums;
@@ -316,6 +316,12 @@ struct Mirror {
   size_t bytes = 0;
 };
 
+// A word of a mirror, where the loops see it, and what the host has there.
+struct Word {
+  uint64_t* at;
+  uint64_t value;
+};
+
 // What the calls by parameter go by: one of each for every parameter, in mirrors.
 struct TaskTables {
   const UpdateTask* updates = nullptr;   // the host's
@@ -330,6 +336,14 @@ struct TaskTables {
 };
 
 using Params = Span<const ga_param>;
+
+// The parameters over whose gradients something is summed up before a window is settled.
+struct StepSums {
+  Params norms;  // of which the accumulating passes have left no norm (norm_task)
+  // Where passes are not cut for a cache, all whose units are clipped, and those with a factored
+  // second moment of gradients that are not: clip_units and factor are not called for these later.
+  Params units, factored;
+};
 
 class Backend {
  public:
@@ -348,6 +362,8 @@ class Backend {
   virtual void free(Mirror& mirror) noexcept = 0;
   // Makes the loops see what the host has written at [offset, offset + bytes).
   virtual void upload(const Mirror& mirror, size_t offset, size_t bytes) = 0;
+  // The same of single words, of any mirrors. Not while the stream is being captured.
+  virtual void upload(Span<const Word> words) = 0;
   virtual void wait() = 0;
   // Whether work is being recorded, to be replayed with what the tables then held.
   virtual bool capturing() = 0;
@@ -359,7 +375,7 @@ class Backend {
   // Room for calls with that many chunks and parameters, so that no later call allocates. With
   // accumulators of so many bytes in all, the backend knows whether a window stays in the caches.
   virtual void reserve(int64_t chunks, int64_t params, int64_t accumulator_bytes) = 0;
-  // What stays in the last cache from one pass to the next; INT64_MAX: do not cut passes for it.
+  // What stays in the last cache from one pass to the next; INT64_MAX: passes are not cut for it.
   virtual int64_t cache_bytes() const = 0;
   // Bytes of the backend's own tables for that many chunks, and of what it has beside them.
   virtual int64_t table_bytes(int64_t chunks) const = 0;
@@ -370,10 +386,7 @@ class Backend {
   // ---- Scalars: see decide.hpp ----
 
   // Settles what the end of a window is: outcome, norm, clip factors, clocks, folded Ops.
-  virtual void open_step(const WindowTotals& totals) = 0;  // before norm, where that needs the mean
-  virtual void decide(const WindowTotals& totals) = 0;
-  // After clip_units of these: norms and factors again.
-  virtual void settle_units(Params params, bool last) = 0;
+  virtual void decide(const WindowTotals& totals, const StepSums& sums) = 0;
   // Judges a micro-batch: plans[i] of inputs[i]. raw: only what the norms need.
   virtual void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
                      bool raw) = 0;
@@ -398,10 +411,12 @@ class Backend {
   virtual void measure(Params params) = 0;  // and folds their Ops anew, with the norms
   virtual void update(Params params) = 0;
   virtual void clip_units(Params params) = 0;  // sums and factors of units
-  // clip_units, settle_units and update in one where patterns are shared: no unit lies in two
-  // pieces of a tensor, so a piece is read but once.
-  virtual void update_by_units(Params params, bool last) = 0;
   virtual void factor(Params params) = 0;
+  // Where passes are cut for a cache alone, after decide(). last: these are the last of the step.
+  // settle_units, after clip_units of these: norms and factors again. update_by_units: all three
+  // where patterns are shared: no unit lies in two pieces of a tensor, so a piece is read but once.
+  virtual void settle_units(Params params, bool last) = 0;
+  virtual void update_by_units(Params params, bool last) = 0;
 
   // The position of the first index outside of [0, rows), or -1; on a device always -1, and the
   // call's rows are then left out and the window fails. Makes room in the set for all of them, and

@@ -445,6 +445,48 @@ TEST_P(ClipBits, OfEveryOptimizer) {
   }
 }
 
+// Gradients that are read where they are, each window's elsewhere; under a loss scale that only the
+// device knows, too.
+TEST_P(ClipBits, OfGradientsThatLive) {
+  const ga_clip c = clips()[GetParam()].clip;
+  ga_config config = test::config();
+  config.gradient_life = GA_GRADIENTS_LIVE;
+  for (const bool scaled : {false, true}) {
+    for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_LARS,
+                               GA_OPTIMIZER_ADAFACTOR}) {
+      SCOPED_TRACE(testing::Message() << kind << (scaled ? ", scaled" : ""));
+      expect_same(config, [&](Machine& m) {
+        m.by_mathematics = kind == GA_OPTIMIZER_ADAFACTOR;
+        EXPECT_OK(ga_context_set_clip(m, &c));
+        if (scaled) {
+          ga_loss_scaler scaler;
+          EXPECT_OK(ga_loss_scaler_init(&scaler, sizeof scaler));
+          scaler.initial_scale = 4;
+          scaler.growth_interval = 1;
+          EXPECT_OK(ga_context_set_loss_scaler(m, &scaler));
+        }
+        Training t;
+        t.params = clipped_params();
+        ga_optimizer o = optimizer(kind);
+        o.weight_decay = 0.01;
+        t.add(m, m.group(o));
+        uint64_t round = 0;
+        const auto micros = [&](int count, double weight) {
+          for (int k = 0; k < count; ++k) m.accumulate(t.gradients(m, round++), weight);
+        };
+        for (const int count : {1, 1, 2, 1, 3, 1, 1}) {
+          micros(count, round == 5 ? 2.5 : 1);
+          if (round == 9) {
+            m.note("discard", ga_discard(m));
+            micros(1, 1);
+          }
+          m.step();
+        }
+      });
+    }
+  }
+}
+
 TEST_P(ClipBits, OfMicroBatches) {
   ga_clip c = clips()[GetParam()].clip;
   c.when = GA_CLIP_MICRO;

@@ -663,6 +663,35 @@ TEST_F(Graphs, ACaptureThatEndsEarly) {
   EXPECT_EQ(result_of(s.ctx).windows, 2);
 }
 
+// One that ends before the step, of a gradient that is read where it is, in another place than the
+// last one: the step is not told so by the graph, which never runs.
+TEST_F(Graphs, ACaptureThatEndsBeforeTheStep) {
+  std::vector<Tensor> results[2];
+  for (const bool captures : {false, true}) {
+    ga_config c = config();
+    c.gradient_life = GA_GRADIENTS_LIVE;
+    Small s(c);
+    s.window();
+    s.window();
+    for (size_t i = 0; i < s.gradients.size(); ++i)
+      s.gradients[i] = std::make_unique<DeviceTensor>(
+          numbers(GA_F32, 100 + static_cast<int64_t>(i), 30 + i), s.stream);
+    s.stream.wait();
+    if (captures) {
+      cudaGraph_t graph = nullptr;
+      EXPECT_CUDA(cudaStreamBeginCapture(s.stream, cudaStreamCaptureModeThreadLocal));
+      s.accumulate();
+      EXPECT_CUDA(cudaStreamEndCapture(s.stream, &graph));
+      EXPECT_CUDA(cudaGraphDestroy(graph));
+    } else {
+      s.accumulate();
+    }
+    s.step();
+    for (const auto& p : s.params) results[captures].push_back(p->get());
+  }
+  EXPECT_TRUE(results[0] == results[1]);
+}
+
 // A capture that something else has broken.
 TEST_F(Graphs, ABrokenCapture) {
   Small s;

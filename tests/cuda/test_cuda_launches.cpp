@@ -109,49 +109,107 @@ struct Case {
   int64_t launches;  // of ga_step
 };
 
+// One that sums up and decides, then for each Op and type that is computed in one, or two where it is
+// layer-wise.
 std::vector<Case> cases() {
   const ga_clip global = clip(GA_CLIP_GLOBAL, 0.1), none = clip(GA_CLIP_NONE, 0),
                 tensor = clip(GA_CLIP_PER_TENSOR, 0.1);
+  // By value before the norm: a norm that no accumulating pass has left.
+  const ga_clip value = clip(GA_CLIP_GLOBAL, 0.1, GA_FLAVOR_TORCH, 0.3);
   ga_clip rows = clip(GA_CLIP_AGC, 0), columns = rows;
   rows.agc_units = GA_AGC_TORCH;
+  ga_clip value_columns = columns;
+  value_columns.max_value = 0.3;
   ga_optimizer momentum = plain_sgd();
   momentum.momentum = 0.9;
-  // Value before norm: a pass for the norm, and the mean before it.
-  const ga_clip value = clip(GA_CLIP_GLOBAL, 0.1, GA_FLAVOR_TORCH, 0.3);
+  const ga_optimizer adamw = optimizer(GA_OPTIMIZER_ADAMW), lamb = optimizer(GA_OPTIMIZER_LAMB),
+                     lars = optimizer(GA_OPTIMIZER_LARS),
+                     adafactor = optimizer(GA_OPTIMIZER_ADAFACTOR);
   const std::vector<int32_t> f32 = {GA_F32}, mixed = {GA_F32, GA_BF16}, two = {GA_F64, GA_F32};
   return {{"SGD", momentum, none, f32, 2},
-          {"AdamW", optimizer(GA_OPTIMIZER_ADAMW), none, f32, 2},
-          {"AdamW, global", optimizer(GA_OPTIMIZER_ADAMW), global, f32, 2},
-          {"AdamW, per tensor", optimizer(GA_OPTIMIZER_ADAMW), tensor, f32, 2},
-          {"AdamW, f32 and bf16", optimizer(GA_OPTIMIZER_ADAMW), global, mixed, 2},
-          {"AdamW, f32 and f64", optimizer(GA_OPTIMIZER_ADAMW), global, two, 3},
-          {"AdamW, value and global", optimizer(GA_OPTIMIZER_ADAMW), value, f32, 4},
-          {"LAMB", optimizer(GA_OPTIMIZER_LAMB), global, f32, 3},
-          {"LARS", optimizer(GA_OPTIMIZER_LARS), none, f32, 3},
-          {"Adafactor", optimizer(GA_OPTIMIZER_ADAFACTOR), none, f32, 4},
-          {"SGD, AGC by columns", momentum, columns, f32, 4},
-          {"SGD, AGC by rows", momentum, rows, f32, 4},
-          {"LAMB, AGC", optimizer(GA_OPTIMIZER_LAMB), columns, f32, 5}};
+          {"AdamW", adamw, none, f32, 2},
+          {"AdamW, global", adamw, global, f32, 2},
+          {"AdamW, per tensor", adamw, tensor, f32, 2},
+          {"AdamW, f32 and bf16", adamw, global, mixed, 2},
+          {"AdamW, f32 and f64", adamw, global, two, 3},
+          {"AdamW, value and global", adamw, value, f32, 2},
+          {"LAMB", lamb, global, f32, 3},
+          {"LAMB, value and global", lamb, value, f32, 3},
+          {"LARS", lars, none, f32, 3},
+          {"Adafactor", adafactor, none, f32, 3},
+          {"Adafactor, global", adafactor, global, f32, 3},
+          {"Adafactor, value and global", adafactor, value, f32, 3},
+          {"SGD, AGC by columns", momentum, columns, f32, 2},
+          {"SGD, AGC by rows", momentum, rows, f32, 2},
+          {"SGD, value and AGC", momentum, value_columns, f32, 2},
+          {"LAMB, AGC", lamb, columns, f32, 3},
+          {"LAMB, value and AGC", lamb, value_columns, f32, 3},
+          {"Adafactor, AGC", adafactor, columns, f32, 4}};  // of what is clipped by units
 }
 
 TEST_F(Launches, OfAWindow) {
-  for (const Case& k : cases()) {
-    SCOPED_TRACE(k.name);
-    for (const int64_t n : {1, 400}) {
-      if (n == 1 && k.dtypes.size() > 1) continue;
-      Many m(n, k.optimizer, config(), n == 1 ? 200000 : 35, k.dtypes);
-      EXPECT_OK(ga_context_set_clip(m.ctx, &k.clip));
-      m.window();
-      m.window();
-      const sim::Counters accumulated = count([&] {
-        for (int i = 0; i < 3; ++i) m.accumulate(i == 1);
-      });
-      EXPECT_EQ(accumulated.launches, 3) << told(accumulated);
-      expect_quiet(accumulated);
-      const sim::Counters stepped = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
-      EXPECT_EQ(stepped.launches, k.launches) << told(stepped);
-      expect_quiet(stepped);
+  for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+    for (const Case& k : cases()) {
+      for (const int64_t n : {1, 400}) {
+        SCOPED_TRACE(testing::Message()
+                     << k.name << (life == GA_GRADIENTS_LIVE ? ", live, " : ", ") << n);
+        if (n == 1 && k.dtypes.size() > 1) continue;
+        ga_config c = config();
+        c.gradient_life = life;
+        Many m(n, k.optimizer, c, n == 1 ? 200000 : 35, k.dtypes);
+        EXPECT_OK(ga_context_set_clip(m.ctx, &k.clip));
+        m.window();
+        m.window();
+        const sim::Counters accumulated = count([&] {
+          for (int i = 0; i < 3; ++i) m.accumulate(i == 1);
+        });
+        EXPECT_EQ(accumulated.launches, life == GA_GRADIENTS_LIVE ? 2 : 3) << told(accumulated);
+        expect_quiet(accumulated);
+        sim::Counters stepped = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
+        EXPECT_EQ(stepped.launches, k.launches) << told(stepped);
+        expect_quiet(stepped);
+        if (life != GA_GRADIENTS_LIVE) continue;
+        // Of one micro-batch, whose gradients are read where they are. The first such window tells
+        // the device so; when they move, the accumulate does, in the launch that it has.
+        for (int w = 0; w < 4; ++w) {
+          const sim::Counters adopted = count([&] { m.accumulate(w >= 2); });
+          EXPECT_EQ(adopted.launches, w == 2) << told(adopted);
+          expect_quiet(adopted);
+          stepped = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
+          if (w > 0) {
+            EXPECT_EQ(stepped.launches, k.launches) << told(stepped);
+          }
+          expect_quiet(stepped);
+        }
+      }
     }
+  }
+}
+
+// Of more tensors than travel with a launch, when their gradients live.
+TEST_F(Launches, OfManyThatLive) {
+  ga_config c = config();
+  c.gradient_life = GA_GRADIENTS_LIVE;
+  for (const int64_t n : {2000, 4001}) {
+    SCOPED_TRACE(n);
+    Many m(n, optimizer(GA_OPTIMIZER_ADAMW), c);
+    m.window();
+    m.window();
+    m.accumulate();
+    const sim::Counters second = count([&] { m.accumulate(true); });
+    EXPECT_EQ(second.launches, (n + 1999) / 2000) << told(second);
+    expect_quiet(second);
+    EXPECT_OK(ga_step(m.ctx, nullptr));
+    for (int w = 0; w < 2; ++w) {
+      m.accumulate();
+      EXPECT_OK(ga_step(m.ctx, nullptr));
+    }
+    const sim::Counters moved = count([&] { m.accumulate(true); });
+    EXPECT_EQ(moved.launches, (n + 2039) / 2040) << told(moved);
+    expect_quiet(moved);
+    const sim::Counters stepped = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
+    EXPECT_EQ(stepped.launches, 2) << told(stepped);
+    expect_quiet(stepped);
   }
 }
 

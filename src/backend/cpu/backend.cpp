@@ -142,6 +142,7 @@ class CpuBackend final : public Backend {
     mirror = Mirror();
   }
   void upload(const Mirror&, size_t, size_t) override {}
+  void upload(Span<const Word>) override {}
   void wait() override {}
   bool capturing() override { return false; }
   void check_memory(const void*, const char*) override {}
@@ -178,12 +179,13 @@ class CpuBackend final : public Backend {
     tasks_ = tasks;
   }
 
-  void open_step(const WindowTotals& totals) override {
-    Crew crew;
-    ga::open_step(crew, tables_, totals);
-  }
-
-  void decide(const WindowTotals& totals) override {
+  void decide(const WindowTotals& totals, const StepSums& sums) override {
+    for (size_t k = 0; k < sums.norms.size; ++k) {
+      const ga_param param = sums.norms.data[k];
+      if (tables_.param_inputs[param].clamped)
+        tables_.plans[param].raw = raw_numbers(tables_, mean_of(tables_, totals), param);
+    }
+    run(Norms{*this, sums.norms}, take_norm);
     Crew crew;
     ga::decide(crew, tables_, totals);
   }
@@ -236,9 +238,7 @@ class CpuBackend final : public Backend {
   }
 
   void norm(Span<const NormTask> tasks) override {
-    run(tasks, [](const CpuBackend& self, const NormTask& task, const Work& w) {
-      self.kernels_.norm(task, w.offset, w.count);
-    });
+    run(tasks, take_norm);
   }
 
   void measure(Params params) override {
@@ -447,6 +447,21 @@ class CpuBackend final : public Backend {
     return false;
   }
 
+  // Norms of a step.
+  struct Norms {
+    const CpuBackend& self;
+    Params params;
+    size_t size() const { return params.size; }
+    NormTask operator[](size_t k) const {
+      const ga_param param = params.data[k];
+      return norm_task(self.tables_, self.tasks_, param, &self.tables_.plans[param].raw);
+    }
+  };
+
+  static void take_norm(const CpuBackend& self, const NormTask& task, const Work& w) {
+    self.kernels_.norm(task, w.offset, w.count);
+  }
+
   // What a step does to a chunk.
   void update_chunk(const UpdateTask& task, int64_t offset, int64_t count) const {
     const int32_t duty = task.plan->duty;
@@ -554,16 +569,16 @@ class CpuBackend final : public Backend {
   static size_t size_of(const Span<const Task>& tasks) {
     return tasks.size;
   }
-  template <class Task>
-  static size_t size_of(const Listed<Task>& tasks) {
+  template <class Tasks>
+  static size_t size_of(const Tasks& tasks) {
     return tasks.size();
   }
   template <class Task>
   static const Task& task_of(const Span<const Task>& tasks, size_t t) {
     return tasks.data[t];
   }
-  template <class Task>
-  static const Task& task_of(const Listed<Task>& tasks, size_t t) {
+  template <class Tasks>
+  static decltype(auto) task_of(const Tasks& tasks, size_t t) {
     return tasks[t];
   }
 
@@ -613,11 +628,12 @@ class CpuBackend final : public Backend {
   template <class T>
   static void blend(const FactorTask& task) {
     const T gain = static_cast<T>(task.plan->factor_gain);
+    const double clipped = task.plan->factor * task.plan->factor;
     T* const rows = static_cast<T*>(task.rows);
     T* const columns = static_cast<T*>(task.columns);
     const auto into = [&](T* average, const double* sums, int64_t count, int64_t length) {
       for (int64_t i = 0; i < count; ++i) {
-        const T mean = static_cast<T>(sums[i] / static_cast<double>(length));
+        const T mean = static_cast<T>(sums[i] * clipped / static_cast<double>(length));
         average[i] += gain * (mean - average[i]);
       }
     };

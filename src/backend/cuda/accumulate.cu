@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels that add gradients up, take norms of them and hand them out.
+// Kernels that add gradients up and hand them out.
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/loops.hpp"
 
@@ -8,11 +8,24 @@ namespace {
 
 // ---- Plain contributions ------------------------------------------------------------------------
 
-constexpr int kStepsAhead = 2;
+// The gradient of a contribution, at a chunk's first element. T: float or double
+template <class T>
+struct Plain {
+  const void* gradient;
+  T scale;
+};
 
-// a <- [a +] scale g, both aligned.
-template <int32_t kFormat>
-GA_DEVICE SquaresOf<float, 1> add_plain(float* a, const void* g, float scale, bool keep, int first,
+// What a contribution is added to: nothing, what is there (keep), or with kPair a contribution of
+// the same format that was not stored.
+template <class T>
+struct PlainBase {
+  Plain<T> pair;
+  bool keep;
+};
+
+// a <- [base +] scale g, all aligned.
+template <int32_t kFormat, bool kPair>
+GA_DEVICE SquaresOf<float, 1> add_plain(float* a, Plain<float> of, PlainBase<float> base, int first,
                                         int n, int q) {
   SquaresOf<float, 1> squares;
   squares.clear();
@@ -20,20 +33,27 @@ GA_DEVICE SquaresOf<float, 1> add_plain(float* a, const void* g, float scale, bo
     Four<float> a, g;
   };
   a += first;
-  g = advanced(g, kFormat, first);
+  const void* const g = advanced(of.gradient, kFormat, first);
+  const void* const pair = kPair ? advanced(base.pair.gradient, kFormat, first) : nullptr;
   each_step_ahead<kStepsAhead>(
       n, q,
       [&](int i, int count) {
         Loaded x;
         x.g = load_some<float, kFormat>(g, true, i, count);
         x.a = x.g;
-        if (keep) x.a = load_some<float, GA_F32>(a, true, i, count);
+        if (kPair)
+          x.a = load_some<float, kFormat>(pair, true, i, count);
+        else if (base.keep)
+          x.a = load_some<float, GA_F32>(a, true, i, count);
         return x;
       },
       [&](int i, int count, Loaded x) {
         for (int l = 0; l < 4; ++l) {
-          const float c = x.g.x[l] * scale;
-          x.a.x[l] = keep ? x.a.x[l] + c : c;
+          const float c = x.g.x[l] * of.scale;
+          if (kPair)
+            x.a.x[l] = x.a.x[l] * base.pair.scale + c;
+          else
+            x.a.x[l] = base.keep ? x.a.x[l] + c : c;
         }
         store_some<float, GA_F32>(a, true, i, count, x.a);
         squares.of[0].add(x.a, count);
@@ -42,21 +62,29 @@ GA_DEVICE SquaresOf<float, 1> add_plain(float* a, const void* g, float scale, bo
 }
 
 // Those of any other format or address.
-template <class T>
-GA_DEVICE SquaresOf<T, 1> add_any(T* a, const void* g, int32_t format, T scale, bool keep,
-                                  int first, int n, int q) {
+template <class T, bool kPair>
+GA_DEVICE SquaresOf<T, 1> add_any(T* a, Plain<T> of, PlainBase<T> base, int32_t format, int first,
+                                  int n, int q) {
   SquaresOf<T, 1> squares;
   squares.clear();
-  const bool aligned = is_aligned(a, native<T>), aligned_g = is_aligned(g, format);
   a += first;
-  g = advanced(g, format, first);
+  const void* const g = advanced(of.gradient, format, first);
+  const void* const pair = kPair ? advanced(base.pair.gradient, format, first) : nullptr;
+  const bool aligned = is_aligned(a, native<T>), aligned_g = is_aligned(g, format),
+             aligned_pair = is_aligned(pair, format);
   each_step(n, q, [&](int i, int count) {
     Four<T> x = {};
-    if (keep) x = load_some<T, native<T>>(a, aligned, i, count);
+    if (kPair)
+      x = load_plain<T>(pair, format, aligned_pair, i, count);
+    else if (base.keep)
+      x = load_some<T, native<T>>(a, aligned, i, count);
     const Four<T> contribution = load_plain<T>(g, format, aligned_g, i, count);
     for (int l = 0; l < 4; ++l) {
-      const T c = contribution.x[l] * scale;
-      x.x[l] = keep ? x.x[l] + c : c;
+      const T c = contribution.x[l] * of.scale;
+      if (kPair)
+        x.x[l] = x.x[l] * base.pair.scale + c;
+      else
+        x.x[l] = base.keep ? x.x[l] + c : c;
     }
     store_some<T, native<T>>(a, aligned, i, count, x);
     squares.of[0].add(x, count);
@@ -64,34 +92,38 @@ GA_DEVICE SquaresOf<T, 1> add_any(T* a, const void* g, int32_t format, T scale, 
   return squares;
 }
 
-template <class T>
+// of, base: at the parameter's first element.
+template <class T, bool kPair>
 GA_DEVICE void accumulate_plain_chunk(Block& block, const PlainTarget& target, int64_t chunk,
-                                      const void* gradient, T scale, bool keep,
-                                      ChunkTotals<1>& sums) {
+                                      Plain<T> of, PlainBase<T> base, ChunkTotals<1>& sums) {
   const int64_t offset = chunk * kChunk;
   const int count = chunk_length(target.count, chunk);
   T* const a = static_cast<T*>(target.target) + offset;
   const int32_t format = target.gradient_format;
-  const void* const g = advanced(gradient, format, offset);
-  const bool aligned = is_aligned(a, native<T>) && is_aligned(g, format);
+  of.gradient = advanced(of.gradient, format, offset);
+  bool aligned = is_aligned(a, native<T>) && is_aligned(of.gradient, format);
+  if (kPair) {
+    base.pair.gradient = advanced(base.pair.gradient, format, offset);
+    aligned = aligned && is_aligned(base.pair.gradient, format);
+  }
   const auto each_tile = [&](auto add) { sum_tiles<T, 1>(block, count, sums, add); };
   const auto any = [&](int first, int n, int q) {
-    return add_any<T>(a, g, format, scale, keep, first, n, q);
+    return add_any<T, kPair>(a, of, base, format, first, n, q);
   };
   if constexpr (std::is_same_v<T, float>) {
     if (!aligned || format == GA_F64)
       each_tile(any);
     else if (format == GA_F32)
       each_tile([&](int first, int n, int q) {
-        return add_plain<GA_F32>(a, g, scale, keep, first, n, q);
+        return add_plain<GA_F32, kPair>(a, of, base, first, n, q);
       });
     else if (format == GA_BF16)
       each_tile([&](int first, int n, int q) {
-        return add_plain<GA_BF16>(a, g, scale, keep, first, n, q);
+        return add_plain<GA_BF16, kPair>(a, of, base, first, n, q);
       });
     else
       each_tile([&](int first, int n, int q) {
-        return add_plain<GA_F16>(a, g, scale, keep, first, n, q);
+        return add_plain<GA_F16, kPair>(a, of, base, first, n, q);
       });
   } else {
     each_tile(any);
@@ -99,55 +131,54 @@ GA_DEVICE void accumulate_plain_chunk(Block& block, const PlainTarget& target, i
   take_totals<T>(block, count, sums, [&](const double* total, bool finite) {
     Partial& partial = target.partials[chunk];
     partial.sum_squares = total[0];
-    if (!keep) partial.noise = 0;
+    if (kPair || !base.keep) partial.noise = 0;
     partial.nonfinite = !finite;
   });
 }
 
-template <size_t kMost>
+GA_DEVICE const void* address_of(uintptr_t tagged) {
+  return reinterpret_cast<const void*>(tagged & ~uintptr_t{1});
+}
+
+// gradients: kMost, then, with kPair, kMost of those before them.
+template <size_t kMost, bool kPair>
 struct AccumulatePlain {
-  static constexpr int kBlocks = 4;
-  const PlainTarget* targets;
-  const ChunkRef* chunks;
-  int64_t first_chunk, last_chunk;
-  double scale;
-  const double* divisor;
-  ga_param first;
-  uintptr_t gradients[kMost];
+  static constexpr int kBlocks = kPair ? 3 : 4;
+  PlainCall call;
+  uintptr_t gradients[kMost * (kPair ? 2 : 1)];
 
   GA_DEVICE void operator()(Block& block) const {
     GA_SHARED ChunkTotals<1> sums;
-    const double factor = divisor ? scale / *divisor : scale;
-    for (int64_t k = first_chunk + block.index(); k < last_chunk; k += block.count()) {
-      const ChunkRef at = chunks[k];
-      const uintptr_t tagged = gradients[at.item - first];
+    const double scale = call.of.value(), scale_before = kPair ? call.before.value() : 0;
+    for (int64_t k = call.first_chunk + block.index(); k < call.last_chunk; k += block.count()) {
+      const ChunkRef at = call.chunks[k];
+      const int64_t i = at.item - call.first;
+      const uintptr_t tagged = gradients[i];
       if (tagged == 0) continue;
-      const auto* const gradient = reinterpret_cast<const void*>(tagged & ~uintptr_t{1});
+      const void* const gradient = address_of(tagged);
+      const void* const before = kPair ? address_of(gradients[kMost + i]) : nullptr;
       const bool keep = (tagged & 1) != 0;
-      const PlainTarget& target = targets[at.item];
+      const PlainTarget& target = call.targets[at.item];
       if (target.format == GA_F64)
-        accumulate_plain_chunk<double>(block, target, at.chunk, gradient, factor, keep, sums);
+        accumulate_plain_chunk<double, kPair>(block, target, at.chunk, {gradient, scale},
+                                              {{before, scale_before}, keep}, sums);
       else
-        accumulate_plain_chunk<float>(block, target, at.chunk, gradient, static_cast<float>(factor),
-                                      keep, sums);
+        accumulate_plain_chunk<float, kPair>(
+            block, target, at.chunk, {gradient, static_cast<float>(scale)},
+            {{before, static_cast<float>(scale_before)}, keep}, sums);
     }
   }
 };
 
-template <size_t kMost>
-void launch_plain(const Queue& queue, const PlainTarget* targets, const ChunkRef* chunks,
-                  int64_t first_chunk, int64_t last_chunk, ga_param first,
-                  Span<const uintptr_t> gradients, double scale, const double* divisor) {
-  AccumulatePlain<kMost> kernel;  // only what is used of it is written
-  kernel.targets = targets;
-  kernel.chunks = chunks;
-  kernel.first_chunk = first_chunk;
-  kernel.last_chunk = last_chunk;
-  kernel.scale = scale;
-  kernel.divisor = divisor;
-  kernel.first = first;
+template <size_t kMost, bool kPair>
+void launch_plain(const Queue& queue, const PlainCall& call, Span<const uintptr_t> gradients,
+                  const uintptr_t* before) {
+  AccumulatePlain<kMost, kPair> kernel;  // only what is used of it is written
+  kernel.call = call;
   for (size_t i = 0; i < gradients.size; ++i) kernel.gradients[i] = gradients.data[i];
-  launch(kernel, blocks_for(queue, last_chunk - first_chunk), queue.stream);
+  for (size_t i = 0; kPair && i < gradients.size; ++i)
+    kernel.gradients[kMost + i] = before[i];
+  launch(kernel, blocks_for(queue, call.last_chunk - call.first_chunk), queue.stream);
 }
 
 // ---- Any contributions --------------------------------------------------------------------------
@@ -246,89 +277,6 @@ struct Accumulate {
   }
 };
 
-// ---- Norms --------------------------------------------------------------------------------------
-
-template <class T>
-GA_DEVICE void add_norms(const View<T>& view, bool limited, const Four<T>& four, int count,
-                         SquaresOf<T, 2>& squares) {
-  for (int l = 0; l < 4; ++l) {
-    if (l >= count) continue;
-    const T x = four.x[l] * view.source;
-    squares.of[0].add(l, x);
-    if (limited) squares.of[1].add(l, view.clamped(x * view.scale));
-  }
-}
-
-// From an aligned address.
-template <class T, int32_t kFormat>
-GA_DEVICE SquaresOf<T, 2> norms_of(const void* at, const View<T>& view, bool limited, int first,
-                                   int n, int q) {
-  SquaresOf<T, 2> squares;
-  squares.clear();
-  at = advanced(at, kFormat, first);
-  each_step_ahead<kStepsAhead>(
-      n, q, [&](int i, int m) { return load_some<T, kFormat>(at, true, i, m); },
-      [&](int, int m, const Four<T>& four) { add_norms(view, limited, four, m, squares); });
-  return squares;
-}
-
-template <class T>
-GA_APART SquaresOf<T, 2> norms_of_any(const Source& source, int64_t offset, View<T> view,
-                                      bool limited, int first, int n, int q) {
-  SquaresOf<T, 2> squares;
-  squares.clear();
-  const Reader<T> g(source, offset + first);
-  each_step(n, q, [&](int i, int m) { add_norms(view, limited, g(i, m), m, squares); });
-  return squares;
-}
-
-template <class T>
-GA_DEVICE void norm_chunk(Block& block, const NormTask& task, int64_t chunk, ChunkTotals<2>& sums) {
-  const int64_t offset = chunk * kChunk;
-  const int count = chunk_length(task.count, chunk);
-  const Source& source = task.gradient.source;
-  const View<T> view(task.gradient);
-  const bool limited = is_limited(task.gradient);
-  const void* const at = advanced(source.data, source.format, offset);
-  const bool whole = source.data && source.format <= GA_BF16 && is_aligned(at, source.format);
-  const auto each_tile = [&](auto norms) { sum_tiles<T, 2>(block, count, sums, norms); };
-  if (whole && source.format == native<T>)
-    each_tile([&](int first, int n, int q) {
-      return norms_of<T, native<T>>(at, view, limited, first, n, q);
-    });
-  else if (whole && source.format == GA_BF16)
-    each_tile([&](int first, int n, int q) {
-      return norms_of<T, GA_BF16>(at, view, limited, first, n, q);
-    });
-  else
-    each_tile([&](int first, int n, int q) {
-      return norms_of_any<T>(source, offset, view, limited, first, n, q);
-    });
-  take_totals<T>(block, count, sums, [&](const double* total, bool finite) {
-    Partial& partial = task.partials[chunk];
-    partial.sum_squares = total[0];
-    if (limited) partial.limited = total[1];
-    partial.nonfinite = !finite;
-  });
-}
-
-template <int kMost>
-struct Norm {
-  static constexpr int kBlocks = 4;
-  Tasks<NormTask, kMost> list;
-
-  GA_DEVICE void operator()(Block& block) const {
-    GA_SHARED ChunkTotals<2> sums;
-    for (int64_t k = block.index(); k < list.chunks(); k += block.count()) {
-      const int64_t t = list.task_of(k);
-      if (list.tasks[t].f64)
-        norm_chunk<double>(block, list.tasks[t], k - list.before[t], sums);
-      else
-        norm_chunk<float>(block, list.tasks[t], k - list.before[t], sums);
-    }
-  }
-};
-
 // ---- Finish -------------------------------------------------------------------------------------
 
 template <class T>
@@ -371,23 +319,23 @@ struct Finish {
 
 }  // namespace
 
-void accumulate_plain(const Queue& queue, const PlainTarget* targets, const ChunkRef* chunks,
-                      int64_t first_chunk, int64_t last_chunk, ga_param first,
-                      Span<const uintptr_t> gradients, double scale, const double* divisor) {
+void accumulate_plain(const Queue& queue, const PlainCall& call, Span<const uintptr_t> gradients,
+                      const uintptr_t* before) {
+  const size_t n = gradients.size;
+  if (n > (before ? kMostGradients / 2 : kMostGradients))
+    fail(GA_ERROR_INTERNAL, "%zu gradients were given to one launch", n);
   // Few tensors do not carry the arguments of many.
-  const auto launch_for = gradients.size <= 64     ? launch_plain<64>
-                          : gradients.size <= 1000 ? launch_plain<1000>
-                                                   : launch_plain<kMostGradients>;
-  if (gradients.size > kMostGradients)
-    fail(GA_ERROR_INTERNAL, "%zu gradients were given to one launch", gradients.size);
-  launch_for(queue, targets, chunks, first_chunk, last_chunk, first, gradients, scale, divisor);
+  const auto launch_for = before ? (n <= 64 ? launch_plain<64, true>
+                                            : launch_plain<kMostGradients / 2, true>)
+                          : n <= 64   ? launch_plain<64, false>
+                          : n <= 1000 ? launch_plain<1000, false>
+                                      : launch_plain<kMostGradients, false>;
+  launch_for(queue, call, gradients, before);
 }
 
 void accumulate(const Queue& queue, Span<const AccumulateTask> tasks) {
   launch_tasks<Accumulate>(queue, tasks);
 }
-
-void norm(const Queue& queue, Span<const NormTask> tasks) { launch_tasks<Norm>(queue, tasks); }
 
 void finish(const Queue& queue, Span<const FinishTask> tasks) {
   launch_tasks<Finish>(queue, tasks);

@@ -89,6 +89,10 @@ class CudaBackend final : public Backend {
     lists_.written(static_cast<const char*>(mirror.host) + offset, bytes);
   }
 
+  void upload(Span<const Word> words) override {
+    runtime_.call([&] { cuda::upload(runtime_.queue(), words); });
+  }
+
   void write(void* to, const void* from, size_t bytes) override {
     runtime_.call([&] { runtime_.write(to, from, bytes); });
   }
@@ -128,19 +132,15 @@ class CudaBackend final : public Backend {
 
   // ---- Scalars ----
 
-  void open_step(const WindowTotals& totals) override {
-    runtime_.call([&] { cuda::open_step(runtime_.queue(), tables_, totals); });
-  }
-
-  void decide(const WindowTotals& totals) override {
+  void decide(const WindowTotals& totals, const StepSums& sums) override {
     runtime_.call([&] {
       const Range range("gradaccum decide");
-      cuda::decide(runtime_.queue(), tables_, totals, results_.ring());
+      const Queue& queue = runtime_.queue();
+      const NormChunks norms = norms_of(sums.norms);
+      const UnitPieces units = units_of(sums.units);
+      const FactorPieces factors = factors_of(sums.factored);
+      cuda::decide(queue, tables_, totals, results_.ring(), norms, units, factors);
     });
-  }
-
-  void settle_units(Params params, bool last) override {
-    runtime_.call([&] { settle(params, last); });
   }
 
   void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
@@ -213,22 +213,26 @@ class CudaBackend final : public Backend {
 
   void update(Params params) override {
     if (params.size == 0) return;
-    runtime_.call([&] { run_update(params); });
+    runtime_.call([&] {
+      const Range range("gradaccum update");
+      const Queue& queue = runtime_.queue();
+      const auto parts = lists_.get(ListKind::kUpdate, params);
+      for (size_t k = 0; k < parts.size; ++k) {
+        const ListPart& p = parts.data[k];
+        // Rows first: the pass over all chunks moves the averages of what they have become.
+        if (p.param_count > 0)
+          update_rows(queue, p.op, p.f64, tasks_.updates_at, p.params, p.param_count);
+        cuda::update(queue, p.op, p.f64, tasks_.updates_at, p.chunks, p.chunk_count);
+      }
+    });
   }
 
   void clip_units(Params params) override {
     if (params.size == 0) return;
-    runtime_.call([&] { run_clip_units(params); });
-  }
-
-  // In passes, as where patterns are not shared: no grid is in step piece by piece, and there is no
-  // cache that would keep what one has read.
-  void update_by_units(Params params, bool last) override {
-    if (params.size == 0) return;
     runtime_.call([&] {
-      run_clip_units(params);
-      settle(params, last);
-      run_update(params);
+      const Range range("gradaccum clip_units");
+      const Queue& queue = runtime_.queue();
+      cuda::clip_units(queue, units_of(params));
     });
   }
 
@@ -237,14 +241,12 @@ class CudaBackend final : public Backend {
     runtime_.call([&] {
       const Range range("gradaccum factor");
       const Queue& queue = runtime_.queue();
-      const auto parts = lists_.get(ListKind::kFactor, params);
-      for (size_t k = 0; k < parts.size; ++k) {
-        const ListPart& p = parts.data[k];
-        cuda::factor(queue, tasks_.factors_at, p.chunks, p.chunk_count, p.columns, p.column_count,
-                     p.params, p.param_count);
-      }
+      cuda::factor(queue, factors_of(params));
     });
   }
+
+  void settle_units(Params, bool) override { fail_cut(); }
+  void update_by_units(Params, bool) override { fail_cut(); }
 
   // ---- Rows, matrix products ----
 
@@ -338,42 +340,37 @@ class CudaBackend final : public Backend {
   }
 
  private:
-  void run_update(Params params) {
-    const Range range("gradaccum update");
-    const Queue& queue = runtime_.queue();
-    const auto parts = lists_.get(ListKind::kUpdate, params);
-    for (size_t k = 0; k < parts.size; ++k) {
-      const ListPart& p = parts.data[k];
-      // Rows first: the pass over all chunks moves the averages of what they have become.
-      if (p.param_count > 0)
-        update_rows(queue, p.op, p.f64, tasks_.updates_at, p.params, p.param_count);
-      cuda::update(queue, p.op, p.f64, tasks_.updates_at, p.chunks, p.chunk_count);
-    }
+  // Of such lists there is one part.
+  NormChunks norms_of(Params params) {
+    const auto parts = lists_.get(ListKind::kNorm, params);
+    if (parts.size == 0) return {};
+    const TasksAt tasks = {tasks_.updates_at, tasks_.measures_at, tasks_.units_at};
+    return {tasks, parts.data[0].chunks, parts.data[0].chunk_count};
   }
 
-  void run_clip_units(Params params) {
-    const Range range("gradaccum clip_units");
-    const Queue& queue = runtime_.queue();
+  UnitPieces units_of(Params params) {
     const auto parts = lists_.get(ListKind::kUnits, params);
-    for (size_t k = 0; k < parts.size; ++k) {
-      const ListPart& p = parts.data[k];
-      cuda::clip_units(queue, tasks_.units_at, p.chunks, p.chunk_count, p.params, p.param_count);
-    }
+    if (parts.size == 0) return {};
+    const ListPart& p = parts.data[0];
+    return {tasks_.units_at, p.chunks, p.chunk_count, p.params, p.param_count};
+  }
+
+  FactorPieces factors_of(Params params) {
+    const auto parts = lists_.get(ListKind::kFactor, params);
+    if (parts.size == 0) return {};
+    const ListPart& p = parts.data[0];
+    return {tasks_.factors_at, p.chunks,       p.chunk_count, p.columns,
+            p.column_count,    p.params, p.param_count};
+  }
+
+  [[noreturn]] static void fail_cut() {
+    fail(GA_ERROR_INTERNAL, "passes were cut for a cache that a device does not have");
   }
 
   void clear(void* data, int32_t dtype, int64_t count) {
     if (count == 0) return;
     const auto bytes = static_cast<size_t>(count) * static_cast<size_t>(dtype_info(dtype).size);
     runtime_.check(cudaMemsetAsync(data, 0, bytes, runtime_.queue().stream), "zeroing memory");
-  }
-
-  void settle(Params params, bool last) {
-    const Queue& queue = runtime_.queue();
-    const auto parts = lists_.get(ListKind::kUnits, params);
-    const ListPart none = {};  // the result is to be published even so
-    const ListPart& p = parts.size > 0 ? parts.data[0] : none;
-    cuda::settle_units(queue, tables_, tasks_.units_at, p.params, p.param_count, last,
-                       results_.ring());
   }
 
   Runtime runtime_;  // first: it outlives what is allocated from it

@@ -25,8 +25,8 @@ struct ChunkRef {
 
 // ---- Accumulate, norm, finish ----
 
-// What a parameter's plain contributions have in common: target of the type computed in, one
-// source, keep 0 or 1, no noise.
+// What a parameter's plain contributions have in common: target of the type computed in, keep 0 or
+// 1 or a contribution of the same format before it that was not stored, no noise.
 struct PlainTarget {
   void* target;
   Partial* partials;
@@ -34,14 +34,31 @@ struct PlainTarget {
   int32_t format, gradient_format;
 };
 
+// scale / *divisor
+struct PlainScale {
+  double scale;
+  const double* divisor;
+
+  GA_HD double value() const { return divisor ? scale / *divisor : scale; }
+  bool operator==(const PlainScale& s) const { return scale == s.scale && divisor == s.divisor; }
+};
+
+// Plain contributions to some of the parameters [first, first + kMostGradients).
+struct PlainCall {
+  const PlainTarget* targets;         // by parameter
+  const ChunkRef* chunks;             // of all parameters in their order
+  int64_t first_chunk, last_chunk;    // [first_chunk, last_chunk) of them
+  ga_param first;
+  PlainScale of, before;
+};
+
 constexpr size_t kMostGradients = 4000;
 
-// targets[param], chunks: of all parameters in their order, [first_chunk, last_chunk) of them.
-// gradients (the host's): of parameters [first, first + count), count <= kMostGradients; 0: none;
-// the lowest bit is set where the target is kept. scale / *divisor: of all.
-void accumulate_plain(const Queue& queue, const PlainTarget* targets, const ChunkRef* chunks,
-                      int64_t first_chunk, int64_t last_chunk, ga_param first,
-                      Span<const uintptr_t> gradients, double scale, const double* divisor);
+// gradients (the host's): of the parameters from first on, no more than kMostGradients; 0: none; the
+// lowest bit is set where the target is kept. before (the host's): of as many, those that came before
+// and were not stored; then no more than half. NULL: none.
+void accumulate_plain(const Queue& queue, const PlainCall& call, Span<const uintptr_t> gradients,
+                      const uintptr_t* before);
 
 // Any others. As many launches as their arguments need; composite formats' data is the device's.
 void accumulate(const Queue& queue, Span<const AccumulateTask> tasks);
@@ -60,16 +77,35 @@ void measure(const Queue& queue, int op, bool f64, const UpdateTask* tasks, cons
 void update_rows(const Queue& queue, int op, bool f64, const UpdateTask* tasks,
                  const ga_param* params, int64_t count);
 
-// Sums over units, pieces as ChunkRef; then the factors where the task has a parameter to compare
-// with. params: of the pieces, in order.
-void clip_units(const Queue& queue, const UnitTask* tasks, const ChunkRef* pieces, int64_t count,
-                const ga_param* params, int64_t param_count);
-// Both sums over rows and columns, then the blend.
-void factor(const Queue& queue, const FactorTask* tasks, const ChunkRef* row_pieces,
-            int64_t row_count, const ChunkRef* column_pieces, int64_t column_count,
-            const ga_param* params, int64_t param_count);
+// Pieces of the patterns of parameters, as ChunkRef, and these parameters in their order.
+struct UnitPieces {
+  const UnitTask* tasks;
+  const ChunkRef* pieces;
+  int64_t count;
+  const ga_param* params;
+  int64_t param_count;
+};
+struct FactorPieces {
+  const FactorTask* tasks;
+  const ChunkRef* rows;
+  int64_t row_count;
+  const ChunkRef* columns;
+  int64_t column_count;
+  const ga_param* params;
+  int64_t param_count;
 
-// ---- Scalars: decide.hpp, by one block each ----
+  GA_HD int64_t count() const { return row_count + column_count; }
+  GA_HD const ChunkRef& piece(int64_t k) const {
+    return k < row_count ? rows[k] : columns[k - row_count];
+  }
+};
+
+// Sums over units; then the factors where the task has a parameter to compare with.
+void clip_units(const Queue& queue, const UnitPieces& units);
+// Both sums over rows and columns, then the blend.
+void factor(const Queue& queue, const FactorPieces& pieces);
+
+// ---- Scalars: decide.hpp, by one block ----
 
 // A place in the ring of results, in pinned memory that the device writes: the result, then window.
 struct RingSlot {
@@ -83,12 +119,22 @@ struct Ring {
   int64_t size;
 };
 
-void open_step(const Queue& queue, const Tables& tables, const WindowTotals& totals);
-// Publishes the result where totals.last.
-void decide(const Queue& queue, const Tables& tables, const WindowTotals& totals, const Ring& ring);
-// Publishes it where last.
-void settle_units(const Queue& queue, const Tables& tables, const UnitTask* tasks,
-                  const ga_param* params, int64_t count, bool last, const Ring& ring);
+// Tasks of parameters, on the device.
+struct TasksAt {
+  const UpdateTask* updates;
+  const UpdateTask* measures;
+  const UnitTask* units;
+};
+// Chunks of which norms are taken.
+struct NormChunks {
+  TasksAt tasks;
+  const ChunkRef* chunks;
+  int64_t count;
+};
+
+// Sums, decides and publishes. Each of the sums may be over nothing.
+void decide(const Queue& queue, const Tables& tables, const WindowTotals& totals, const Ring& ring,
+            const NormChunks& norms, const UnitPieces& units, const FactorPieces& factors);
 void clear_window(const Queue& queue, const Tables& tables);
 // inputs: the host's, as many as fit the arguments of a launch (kMostInputs).
 constexpr size_t kMostInputs = 1000;
@@ -132,6 +178,7 @@ void bn_input_gradient(const Queue& queue, const BnTask& task);
 // bytes, from the host's `from`, to device memory: by the arguments of kernels, so nothing is to be
 // kept for it and a captured graph holds it.
 void upload(const Queue& queue, void* to, const void* from, size_t bytes);
+void upload(const Queue& queue, Span<const Word> words);  // the host's span
 
 // ---- Rows ----
 

@@ -65,7 +65,8 @@ void AllChunks::update() {
 
 namespace {
 
-// More than a step has: those that are updated at once, measured, clipped by units and factored.
+// More than a step has: those that are updated at once, measured, clipped by units, factored, and
+// whose norms are taken.
 constexpr size_t kLists = 8;
 constexpr size_t kMostParts = 64;
 
@@ -127,6 +128,8 @@ int64_t ParamLists::pieces_of(const UnitPattern* pattern) const {
 ParamLists::Mark ParamLists::mark_of(ListKind kind, ga_param param) const {
   const auto i = static_cast<size_t>(param);
   switch (kind) {
+    case ListKind::kNorm:
+      return {chunk_count(tasks_.updates[i].count), 0, -1, false, false};
     case ListKind::kUnits:
       return {pieces_of(tasks_.units[i].pattern), 0, -1, false, false};
     case ListKind::kFactor:
@@ -230,7 +233,7 @@ bool ParamLists::get_one(ListKind kind, ga_param param) {
 
 Span<const ListPart> ParamLists::get(ListKind kind, Params params) {
   if (params.size == 0) return {nullptr, 0};
-  const bool by_chunks = kind == ListKind::kUpdate || kind == ListKind::kMeasure;
+  const bool by_chunks = kind != ListKind::kUnits && kind != ListKind::kFactor;
   if (params.size == 1 && by_chunks && get_one(kind, params.data[0])) return {&one_, 1};
   const auto same = [&](const List& list) {
     return list.version != 0 && list.kind == kind && list.params.size() == params.size &&

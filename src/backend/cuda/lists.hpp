@@ -85,7 +85,7 @@ struct ListPart {
   int64_t param_count;
 };
 
-enum class ListKind { kUpdate, kMeasure, kUnits, kFactor };
+enum class ListKind { kUpdate, kMeasure, kNorm, kUnits, kFactor };
 
 // For lists of parameters, which are few and the same in every step. One that has not been seen
 // before, or whose tasks have changed, is made in the place of the one not used for longest.

@@ -49,12 +49,9 @@ template <class Task>
 constexpr int most_tasks = static_cast<int>((kMostArguments - 64) /
                                             (sizeof(Task) + sizeof(int64_t)));
 
-// Launches of Kernel<kMost>, which begins with its Tasks, over all tasks: few of them do not carry
-// the arguments of many.
-template <template <int> class Kernel, class Task, int kMost>
-void launch_some(const Queue& queue, const Task* tasks, size_t count) {
-  Kernel<kMost> kernel;  // only what is used of it is written
-  auto& list = kernel.list;
+// Only what is used of the list is written. Returns the chunks.
+template <class Task, int kMost>
+int64_t fill(Tasks<Task, kMost>& list, const Task* tasks, size_t count) {
   list.count = 0;
   int64_t chunks = 0;
   for (size_t t = 0; t < count; ++t) {
@@ -64,6 +61,15 @@ void launch_some(const Queue& queue, const Task* tasks, size_t count) {
     chunks += chunk_count(tasks[t].count);
   }
   list.before[list.count] = chunks;
+  return chunks;
+}
+
+// Launches of Kernel<kMost>, whose list is its Tasks, over all tasks: few of them do not carry the
+// arguments of many.
+template <template <int> class Kernel, class Task, int kMost>
+void launch_some(const Queue& queue, const Task* tasks, size_t count) {
+  Kernel<kMost> kernel;
+  const int64_t chunks = fill(kernel.list, tasks, count);
   launch(kernel, blocks_for(queue, chunks), queue.stream);
 }
 
@@ -143,6 +149,7 @@ GA_DEVICE void each_step(int n, int q, F f) {
 }
 
 // The same with what load(i, count) gives, several steps ahead: use(i, count, loaded).
+constexpr int kStepsAhead = 2;
 template <int kAhead, class Load, class Use>
 GA_DEVICE void each_step_ahead(int n, int q, Load load, Use use) {
   const int whole = n / kLanes * kLanes;

@@ -11,6 +11,8 @@ bool same(const PlainTarget& a, const PlainTarget& b) {
          a.format == b.format && a.gradient_format == b.gradient_format;
 }
 
+PlainScale scale_of_source(const Source& source) { return {source.scale, source.divisor}; }
+
 void widen(size_t at, size_t& first, size_t& last) {
   first = first < last ? std::min(first, at) : at;
   last = std::max(last, at + 1);
@@ -22,6 +24,7 @@ void PlainTargets::reserve(int64_t params) {
   const auto n = static_cast<size_t>(params);
   if (n <= params_) return;
   gradients_.resize(n);
+  before_.resize(n);
   others_.reserve(n);
   // A larger buffer is empty, so all of it differs from what the next call wants.
   buffer_.reserve(runtime_, n * sizeof(PlainTarget));
@@ -29,9 +32,10 @@ void PlainTargets::reserve(int64_t params) {
 }
 
 bool PlainTargets::is_plain(const AccumulateTask& task) const {
-  const Source& source = task.source[0];
-  return task.sources == 1 && (task.keep == 0 || task.keep == 1) && task.noise == 0 && !task.plan &&
-         !task.counter && source.data &&
+  const Source &source = task.source[task.sources - 1], &before = task.source[0];
+  const bool paired = task.sources == 2;
+  return (task.keep == 0 || (task.keep == 1 && !paired)) && task.noise == 0 && !task.plan &&
+         !task.counter && source.data && before.data && before.format == source.format &&
          (task.target.format == GA_F32 || task.target.format == GA_F64) &&
          source.format >= GA_F32 && source.format <= GA_BF16 && task.param >= 0 &&
          static_cast<size_t>(task.param) < params_;
@@ -39,14 +43,16 @@ bool PlainTargets::is_plain(const AccumulateTask& task) const {
 
 void PlainTargets::take(const AccumulateTask& task) {
   const auto i = static_cast<size_t>(task.param);
+  const Source& source = task.source[task.sources - 1];
   const PlainTarget target = {task.target.data, task.partials, task.count, task.target.format,
-                              task.source[0].format};
+                              source.format};
   if (PlainTarget& known = buffer_.host<PlainTarget>()[i]; !same(known, target)) {
     known = target;
     widen(i, changed_first_, changed_last_);
   }
   if (chunks_.count(task.param) != task.count) chunks_.set_count(task.param, task.count);
-  gradients_[i] = reinterpret_cast<uintptr_t>(task.source[0].data) | (task.keep != 0 ? 1u : 0u);
+  gradients_[i] = reinterpret_cast<uintptr_t>(source.data) | (task.keep != 0 ? 1u : 0u);
+  before_[i] = reinterpret_cast<uintptr_t>(task.source[0].data);
   widen(i, first_, last_);
 }
 
@@ -54,24 +60,29 @@ void PlainTargets::accumulate(Span<const AccumulateTask> tasks) {
   first_ = last_ = 0;
   others_.clear();
   chunks_.update();
-  const AccumulateTask* like = nullptr;  // scale and divisor are one for all
+  const AccumulateTask* like = nullptr;  // of the scales of all, and as many sources
+  const auto is_like = [&](const AccumulateTask& task) {
+    if (!like) return true;
+    bool same = task.sources == like->sources;
+    for (int k = 0; k < like->sources; ++k)
+      same = same && scale_of_source(task.source[k]) == scale_of_source(like->source[k]);
+    return same;
+  };
   for (size_t t = 0; t < tasks.size; ++t) {
     const AccumulateTask& task = tasks.data[t];
     if (task.count == 0) continue;
-    const Source& source = task.source[0];
-    if (is_plain(task) && (!like || (source.scale == like->source[0].scale &&
-                                     source.divisor == like->source[0].divisor))) {
+    if (is_plain(task) && is_like(task)) {
       like = &task;
       take(task);
     } else {
       others_.push_back(task);
     }
   }
-  if (like) launch(like->source[0].scale, like->source[0].divisor);
+  if (like) launch(*like);
   if (!others_.empty()) cuda::accumulate(runtime_.queue(), {others_.data(), others_.size()});
 }
 
-void PlainTargets::launch(double scale, const double* divisor) {
+void PlainTargets::launch(const AccumulateTask& like) {
   const size_t end = last_;
   const Queue& queue = runtime_.queue();
   chunks_.update();
@@ -80,17 +91,25 @@ void PlainTargets::launch(double scale, const double* divisor) {
                    (changed_last_ - changed_first_) * sizeof(PlainTarget));
     changed_first_ = changed_last_ = 0;
   }
+  const bool paired = like.sources == 2;
+  const size_t most = paired ? kMostGradients / 2 : kMostGradients;
+  PlainCall call = {};
+  call.targets = buffer_.at<PlainTarget>();
+  call.chunks = chunks_.at();
+  call.of = scale_of_source(like.source[like.sources - 1]);
+  call.before = scale_of_source(like.source[0]);
   for (size_t first = first_; first < end;) {
     if (gradients_[first] == 0) {
       ++first;
       continue;
     }
-    size_t last = std::min(end, first + kMostGradients);
+    size_t last = std::min(end, first + most);
     while (gradients_[last - 1] == 0) --last;
-    accumulate_plain(queue, buffer_.at<PlainTarget>(), chunks_.at(),
-                     chunks_.first(static_cast<int64_t>(first)),
-                     chunks_.first(static_cast<int64_t>(last)), static_cast<ga_param>(first),
-                     {&gradients_[first], last - first}, scale, divisor);
+    call.first = static_cast<ga_param>(first);
+    call.first_chunk = chunks_.first(static_cast<int64_t>(first));
+    call.last_chunk = chunks_.first(static_cast<int64_t>(last));
+    accumulate_plain(queue, call, {&gradients_[first], last - first},
+                     paired ? &before_[first] : nullptr);
     first = last;
   }
   std::fill(gradients_.begin() + static_cast<std::ptrdiff_t>(first_),

@@ -23,13 +23,13 @@ class PlainTargets {
  private:
   bool is_plain(const AccumulateTask& task) const;
   void take(const AccumulateTask& task);
-  void launch(double scale, const double* divisor);
+  void launch(const AccumulateTask& like);
 
   Runtime& runtime_;
   AllChunks& chunks_;
   Buffer buffer_;  // a PlainTarget for each parameter
   size_t params_ = 0;
-  std::vector<uintptr_t> gradients_;  // of each parameter, in this call; see accumulate_plain
+  std::vector<uintptr_t> gradients_, before_;  // of each parameter, in this call: accumulate_plain
   size_t first_ = 0, last_ = 0;       // of these, [first_, last_)
   size_t changed_first_ = 0, changed_last_ = 0;  // likewise of the targets
   std::vector<AccumulateTask> others_;

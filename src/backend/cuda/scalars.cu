@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a window comes to (decide.hpp), by one block, and bytes that travel as arguments.
+// Scalars of a window (decide.hpp) by one block, and bytes that travel as arguments.
 #include <cstring>
 
 #include "backend/cuda/kernels.hpp"
@@ -8,69 +8,6 @@
 
 namespace ga::cuda {
 namespace {
-
-struct Crew : Block {
-  GA_DEVICE explicit Crew(const Block& block) : Block(block) {}
-  // Every parameter's Op is folded anew.
-  GA_DEVICE bool recall(const Tables&, int64_t) const { return false; }
-};
-
-GA_DEVICE void show_host() {
-#ifdef __CUDACC__
-  __threadfence_system();
-#endif
-}
-
-// The result of the window to the host, which looks at the slot's window before and after it reads:
-// 0 while the rest is written. What is not counted, under GA_NONFINITE_FAIL, is not for it.
-GA_DEVICE void publish(Block& block, const Tables& tables, const Ring& ring) {
-  block.once([&] {
-    const Control& c = *tables.control;
-    if (c.result.windows == 0) return;
-    RingSlot& slot = ring.slots[c.result.windows % ring.size];
-    volatile int64_t& window = slot.window;
-    window = 0;
-    show_host();
-    slot.result = c.result;
-    slot.ticket = c.ticket;
-    slot.nonfinite_at = c.nonfinite_at;
-    show_host();
-    window = c.result.windows;
-  });
-}
-
-struct OpenStep {
-  Tables tables;
-  WindowTotals totals;
-
-  GA_DEVICE void operator()(Block& block) const { ga::open_step(block, tables, totals); }
-};
-
-struct Decide {
-  Tables tables;
-  WindowTotals totals;
-  Ring ring;
-
-  GA_DEVICE void operator()(Block& block) const {
-    Crew crew(block);
-    ga::decide(crew, tables, totals);
-    if (totals.last) publish(block, tables, ring);
-  }
-};
-
-struct SettleUnits {
-  Tables tables;
-  const UnitTask* tasks;
-  const ga_param* params;
-  int64_t count;
-  bool last;
-  Ring ring;
-
-  GA_DEVICE void operator()(Block& block) const {
-    ga::settle_units(block, tables, tasks, params, count, last);
-    if (last) publish(block, tables, ring);
-  }
-};
 
 struct ClearWindow {
   Tables tables;
@@ -135,6 +72,24 @@ void launch_upload(const Queue& queue, void* to, const void* from, size_t bytes)
   launch(kernel, 1, queue.stream);
 }
 
+template <size_t kMost>
+struct UploadWords {
+  int64_t count;
+  Word words[kMost];
+
+  GA_DEVICE void operator()(Block& block) const {
+    block.each_item(count, [&](int64_t i) { *words[i].at = words[i].value; });
+  }
+};
+
+template <size_t kMost>
+void launch_words(const Queue& queue, const Word* words, size_t count) {
+  UploadWords<kMost> kernel;  // only what is used of it is written
+  kernel.count = static_cast<int64_t>(count);
+  std::memcpy(kernel.words, words, count * sizeof(Word));
+  launch(kernel, 1, queue.stream);
+}
+
 struct Scale {
   const float* from;
   double factor;
@@ -166,20 +121,6 @@ struct ScaleAlpha {
 };
 
 }  // namespace
-
-void open_step(const Queue& queue, const Tables& tables, const WindowTotals& totals) {
-  launch(OpenStep{tables, totals}, 1, queue.stream);
-}
-
-void decide(const Queue& queue, const Tables& tables, const WindowTotals& totals,
-            const Ring& ring) {
-  launch(Decide{tables, totals, ring}, 1, queue.stream);
-}
-
-void settle_units(const Queue& queue, const Tables& tables, const UnitTask* tasks,
-                  const ga_param* params, int64_t count, bool last, const Ring& ring) {
-  launch(SettleUnits{tables, tasks, params, count, last, ring}, 1, queue.stream);
-}
 
 void clear_window(const Queue& queue, const Tables& tables) {
   launch(ClearWindow{tables}, 1, queue.stream);
@@ -216,6 +157,18 @@ void upload(const Queue& queue, void* to, const void* from, size_t bytes) {
       launch_upload<kFew>(queue, part, source, size);
     else
       launch_upload<kMost>(queue, part, source, size);
+  }
+}
+
+void upload(const Queue& queue, Span<const Word> words) {
+  constexpr size_t kMost = 2040, kFew = 64;
+  static_assert(sizeof(UploadWords<kMost>) <= kMostArguments);
+  for (size_t at = 0; at < words.size; at += kMost) {
+    const size_t count = words.size - at < kMost ? words.size - at : kMost;
+    if (count <= kFew)
+      launch_words<kFew>(queue, words.data + at, count);
+    else
+      launch_words<kMost>(queue, words.data + at, count);
   }
 }
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of squares over the units of tensors (units.hpp), and what is made of them: the factors of
-// adaptive clipping, factored second moments. A block takes a piece of a tensor at a time; the last
-// one to finish adds pieces up, where units lie in several.
+// Sums of squares over the units of tensors (units.hpp), a piece of a tensor by a block, and what is
+// made of them: the factors of adaptive clipping, factored second moments.
+#pragma once
+
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/loops.hpp"
 #include "decide.hpp"
 
 namespace ga::cuda {
-namespace {
 
 // Tiles of runs whose totals are held at a time.
 constexpr int kItems = 512;
@@ -329,52 +329,38 @@ GA_DEVICE void add_pieces(const UnitPattern& pattern, double* sums, int64_t unit
   sums[unit] = sum;
 }
 
-struct ClipUnits {
-  static constexpr int kBlocks = 3;
-  const UnitTask* tasks;
-  const ChunkRef* pieces;
-  int64_t count;
-  const ga_param* params;
-  int64_t param_count;
-  unsigned* counter;
+// A piece, and the factors of its units where they lie in no other.
+GA_DEVICE void clip_piece(Block& block, const UnitTask& task, int64_t at, PieceTotals& shared) {
+  const Piece piece(task, at);
+  sum_piece(block, task, piece, shared);
+  if (task.param.data && task.pattern->shared)
+    block.each_item(piece.last - piece.first,
+                    [&](int64_t i) { store_agc_factor(task, piece.first + i); });
+}
 
-  GA_DEVICE void operator()(Block& block) const {
-    GA_SHARED PieceTotals shared;
-    GA_ROLLED
-    for (int64_t k = block.index(); k < count; k += block.count()) {
-      const UnitTask& task = tasks[pieces[k].item];
-      const Piece piece(task, pieces[k].chunk);
-      sum_piece(block, task, piece, shared);
-      if (task.param.data && task.pattern->shared)
-        block.each_item(piece.last - piece.first,
-                        [&](int64_t i) { store_agc_factor(task, piece.first + i); });
-    }
-    if (!block.last(counter)) return;
-    GA_ROLLED
-    for (int64_t k = 0; k < param_count; ++k) {
-      const UnitTask& task = tasks[params[k]];
-      if (task.pattern->shared) continue;
-      block.each_item(task.pattern->units, [&](int64_t u) {
-        add_pieces(*task.pattern, task.sums, u);
-        if (!task.param.data) return;
-        add_pieces(*task.pattern, task.param_sums, u);
-        store_agc_factor(task, u);
-      });
-    }
-  }
-};
+// The factors of units that lie in several pieces, after all of these.
+GA_DEVICE void clip_across(Block& block, const UnitTask& task) {
+  if (task.pattern->shared) return;
+  block.each_item(task.pattern->units, [&](int64_t u) {
+    add_pieces(*task.pattern, task.sums, u);
+    if (!task.param.data) return;
+    add_pieces(*task.pattern, task.param_sums, u);
+    store_agc_factor(task, u);
+  });
+}
 
 // ---- Factored second moments --------------------------------------------------------------------
 
 template <class T>
-GA_DEVICE void blend(Block& block, const FactorTask& task) {
+GA_DEVICE void blend_as(Block& block, const FactorTask& task) {
   const T gain = static_cast<T>(task.plan->factor_gain);
+  const double clipped = task.plan->factor * task.plan->factor;
   T* const rows = static_cast<T*>(task.rows);
   T* const columns = static_cast<T*>(task.columns);
   const auto into = [&](T* averages, double* sums, const UnitPattern& pattern, int64_t length) {
     block.each_item(pattern.units, [&](int64_t i) {
       if (!pattern.shared) add_pieces(pattern, sums, i);
-      const T mean = static_cast<T>(sums[i] / static_cast<double>(length));
+      const T mean = static_cast<T>(sums[i] * clipped / static_cast<double>(length));
       averages[i] += gain * (mean - averages[i]);
     });
   };
@@ -391,59 +377,23 @@ GA_DEVICE void blend(Block& block, const FactorTask& task) {
   });
 }
 
-struct Factor {
-  static constexpr int kBlocks = 3;
-  const FactorTask* tasks;
-  const ChunkRef* row_pieces;
-  int64_t row_count;
-  const ChunkRef* column_pieces;
-  int64_t column_count;
-  const ga_param* params;
-  int64_t param_count;
-  unsigned* counter;
-
-  GA_DEVICE void operator()(Block& block) const {
-    GA_SHARED PieceTotals shared;
-    GA_ROLLED
-    for (int64_t k = block.index(); k < row_count + column_count; k += block.count()) {
-      const bool row = k < row_count;
-      const ChunkRef at = row ? row_pieces[k] : column_pieces[k - row_count];
-      const FactorTask& task = tasks[at.item];
-      if ((task.plan->duty & kUpdate) == 0) continue;
-      UnitTask sums = {};
-      sums.gradient = task.gradient;
-      sums.f64 = task.f64;
-      sums.pattern = row ? task.row_pattern : task.column_pattern;
-      sums.sums = row ? task.row_sums : task.column_sums;
-      sum_piece(block, sums, Piece(sums, at.chunk), shared);
-    }
-    if (!block.last(counter)) return;
-    GA_ROLLED
-    for (int64_t k = 0; k < param_count; ++k) {
-      const FactorTask& task = tasks[params[k]];
-      if ((task.plan->duty & kUpdate) == 0) continue;
-      if (task.f64)
-        blend<double>(block, task);
-      else
-        blend<float>(block, task);
-    }
-  }
-};
-
-}  // namespace
-
-void clip_units(const Queue& queue, const UnitTask* tasks, const ChunkRef* pieces, int64_t count,
-                const ga_param* params, int64_t param_count) {
-  launch(ClipUnits{tasks, pieces, count, params, param_count, queue.counters},
-         blocks_for(queue, count), queue.stream);
+// The sums that a factored second moment is made of.
+GA_DEVICE UnitTask sums_of(const FactorTask& task, bool rows) {
+  UnitTask sums = {};
+  sums.gradient = task.gradient;
+  sums.f64 = task.f64;
+  sums.pattern = rows ? task.row_pattern : task.column_pattern;
+  sums.sums = rows ? task.row_sums : task.column_sums;
+  return sums;
 }
 
-void factor(const Queue& queue, const FactorTask* tasks, const ChunkRef* row_pieces,
-            int64_t row_count, const ChunkRef* column_pieces, int64_t column_count,
-            const ga_param* params, int64_t param_count) {
-  launch(Factor{tasks, row_pieces, row_count, column_pieces, column_count, params, param_count,
-                queue.counters},
-         blocks_for(queue, row_count + column_count), queue.stream);
+// After all pieces.
+GA_DEVICE void blend(Block& block, const FactorTask& task) {
+  if ((task.plan->duty & kUpdate) == 0) return;
+  if (task.f64)
+    blend_as<double>(block, task);
+  else
+    blend_as<float>(block, task);
 }
 
 }  // namespace ga::cuda

@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a window: what is still to be summed up over its gradients, and what is decided by it
+// (decide.hpp), in one launch. All blocks sum; the last one to finish decides.
+#include "backend/cuda/kernels.hpp"
+#include "backend/cuda/loops.hpp"
+#include "backend/cuda/units.hpp"
+#include "decide.hpp"
+
+namespace ga::cuda {
+namespace {
+
+// ---- Norms --------------------------------------------------------------------------------------
+
+template <class T>
+GA_DEVICE void add_norms(const View<T>& view, bool limited, const Four<T>& four, int count,
+                         SquaresOf<T, 2>& squares) {
+  for (int l = 0; l < 4; ++l) {
+    if (l >= count) continue;
+    const T x = four.x[l] * view.source;
+    squares.of[0].add(l, x);
+    if (limited) squares.of[1].add(l, view.clamped(x * view.scale));
+  }
+}
+
+// From an aligned address.
+template <class T, int32_t kFormat>
+GA_DEVICE SquaresOf<T, 2> norms_of(const void* at, const View<T>& view, bool limited, int first,
+                                   int n, int q) {
+  SquaresOf<T, 2> squares;
+  squares.clear();
+  at = advanced(at, kFormat, first);
+  each_step_ahead<kStepsAhead>(
+      n, q, [&](int i, int m) { return load_some<T, kFormat>(at, true, i, m); },
+      [&](int, int m, const Four<T>& four) { add_norms(view, limited, four, m, squares); });
+  return squares;
+}
+
+template <class T>
+GA_APART SquaresOf<T, 2> norms_of_any(const Source& source, int64_t offset, View<T> view,
+                                      bool limited, int first, int n, int q) {
+  SquaresOf<T, 2> squares;
+  squares.clear();
+  const Reader<T> g(source, offset + first);
+  each_step(n, q, [&](int i, int m) { add_norms(view, limited, g(i, m), m, squares); });
+  return squares;
+}
+
+template <class T>
+GA_DEVICE void norm_chunk(Block& block, const NormTask& task, int64_t chunk, ChunkTotals<2>& sums) {
+  const int64_t offset = chunk * kChunk;
+  const int count = chunk_length(task.count, chunk);
+  const Source& source = task.gradient.source;
+  const View<T> view(task.gradient);
+  const bool limited = is_limited(task.gradient);
+  const void* const at = advanced(source.data, source.format, offset);
+  const bool whole = source.data && source.format <= GA_BF16 && is_aligned(at, source.format);
+  const auto each_tile = [&](auto norms) { sum_tiles<T, 2>(block, count, sums, norms); };
+  if (whole && source.format == native<T>)
+    each_tile([&](int first, int n, int q) {
+      return norms_of<T, native<T>>(at, view, limited, first, n, q);
+    });
+  else if (whole && source.format == GA_BF16)
+    each_tile([&](int first, int n, int q) {
+      return norms_of<T, GA_BF16>(at, view, limited, first, n, q);
+    });
+  else
+    each_tile([&](int first, int n, int q) {
+      return norms_of_any<T>(source, offset, view, limited, first, n, q);
+    });
+  take_totals<T>(block, count, sums, [&](const double* total, bool finite) {
+    Partial& partial = task.partials[chunk];
+    partial.sum_squares = total[0];
+    if (limited) partial.limited = total[1];
+    partial.nonfinite = !finite;
+  });
+}
+
+GA_DEVICE void take_norm(Block& block, const NormTask& task, int64_t chunk, ChunkTotals<2>& sums) {
+  if (task.f64)
+    norm_chunk<double>(block, task, chunk, sums);
+  else
+    norm_chunk<float>(block, task, chunk, sums);
+}
+
+template <int kMost>
+struct Norm {
+  static constexpr int kBlocks = 3;
+  Tasks<NormTask, kMost> list;
+
+  GA_DEVICE void operator()(Block& block) const {
+    GA_SHARED ChunkTotals<2> sums;
+    GA_ROLLED
+    for (int64_t k = block.index(); k < list.chunks(); k += block.count()) {
+      const int64_t t = list.task_of(k);
+      take_norm(block, list.tasks[t], k - list.before[t], sums);
+    }
+  }
+};
+
+// ---- Units --------------------------------------------------------------------------------------
+
+struct ClipUnits {
+  static constexpr int kBlocks = 2;
+  UnitPieces units;
+  unsigned* counter;
+
+  GA_DEVICE void operator()(Block& block) const {
+    GA_SHARED PieceTotals shared;
+    GA_ROLLED
+    for (int64_t k = block.index(); k < units.count; k += block.count())
+      clip_piece(block, units.tasks[units.pieces[k].item], units.pieces[k].chunk, shared);
+    if (!block.last(counter)) return;
+    GA_ROLLED
+    for (int64_t k = 0; k < units.param_count; ++k)
+      clip_across(block, units.tasks[units.params[k]]);
+  }
+};
+
+struct Factor {
+  static constexpr int kBlocks = 2;
+  FactorPieces pieces;
+  unsigned* counter;
+
+  GA_DEVICE void operator()(Block& block) const {
+    GA_SHARED PieceTotals shared;
+    GA_ROLLED
+    for (int64_t k = block.index(); k < pieces.count(); k += block.count()) {
+      const ChunkRef at = pieces.piece(k);
+      const FactorTask& task = pieces.tasks[at.item];
+      if ((task.plan->duty & kUpdate) != 0)
+        clip_piece(block, sums_of(task, k < pieces.row_count), at.chunk, shared);
+    }
+    if (!block.last(counter)) return;
+    GA_ROLLED
+    for (int64_t k = 0; k < pieces.param_count; ++k) blend(block, pieces.tasks[pieces.params[k]]);
+  }
+};
+
+// ---- The step -----------------------------------------------------------------------------------
+
+struct Crew : Block {
+  GA_DEVICE explicit Crew(const Block& block) : Block(block) {}
+  // Every parameter's Op is folded anew.
+  GA_DEVICE bool recall(const Tables&, int64_t) const { return false; }
+};
+
+GA_DEVICE void show_host() {
+#ifdef __CUDACC__
+  __threadfence_system();
+#endif
+}
+
+// The result of the window to the host, which looks at the slot's window before and after it reads:
+// 0 while the rest is written. What is not counted, under GA_NONFINITE_FAIL, is not for it.
+GA_DEVICE void publish(Block& block, const Tables& tables, const Ring& ring) {
+  block.once([&] {
+    const Control& c = *tables.control;
+    if (c.result.windows == 0) return;
+    RingSlot& slot = ring.slots[c.result.windows % ring.size];
+    volatile int64_t& window = slot.window;
+    window = 0;
+    show_host();
+    slot.result = c.result;
+    slot.ticket = c.ticket;
+    slot.nonfinite_at = c.nonfinite_at;
+    show_host();
+    window = c.result.windows;
+  });
+}
+
+// A window whose step is not decided yet.
+struct Undecided {
+  Tables tables;
+  WindowTotals totals;
+
+  GA_DEVICE Numbers raw(ga_param param) const {
+    return raw_numbers(tables, mean_of(tables, totals), param);
+  }
+};
+
+// What is summed up first: nothing,
+struct NoSums {
+  static constexpr int kBlocks = 1;
+  GA_DEVICE void take(Block&, const Undecided&) const {}
+  GA_DEVICE void settle(Block&, const Tables&) const {}
+  GA_DEVICE void follow(Block&) const {}
+};
+
+// norms,
+struct NormSums : NoSums {
+  static constexpr int kBlocks = 3;
+  NormChunks norms;
+
+  explicit NormSums(const NormChunks& norms) : norms(norms) {}
+
+  GA_DEVICE void take(Block& block, const Undecided& window) const {
+    GA_SHARED ChunkTotals<2> sums;
+    GA_SHARED NormTask task;
+    GA_SHARED Numbers raw;
+    GA_ROLLED
+    for (int64_t k = block.index(); k < norms.count; k += block.count()) {
+      const ChunkRef at = norms.chunks[k];
+      block.once([&] {
+        raw = window.raw(at.item);
+        task = norm_task(window.tables, norms.tasks, at.item, &raw);
+      });
+      take_norm(block, task, at.chunk, sums);
+    }
+  }
+};
+
+// norms and sums over units.
+struct AllSums : NormSums {
+  static constexpr int kBlocks = 2;
+  UnitPieces units;
+  FactorPieces factors;
+
+  AllSums(const NormChunks& norms, const UnitPieces& units, const FactorPieces& factors)
+      : NormSums(norms), units(units), factors(factors) {}
+
+  GA_DEVICE void take(Block& block, const Undecided& window) const {
+    NormSums::take(block, window);
+    GA_SHARED PieceTotals shared;
+    GA_SHARED UnitTask task;
+    GA_SHARED Numbers raw;
+    GA_ROLLED
+    for (int64_t k = block.index(); k < units.count + factors.count(); k += block.count()) {
+      const bool unit = k < units.count;
+      const int64_t f = k - units.count;
+      const ChunkRef at = unit ? units.pieces[k] : factors.piece(f);
+      if (!is_touched(window.tables, at.item)) continue;
+      block.once([&] {
+        raw = window.raw(at.item);
+        task = unit ? units.tasks[at.item] : sums_of(factors.tasks[at.item], f < factors.row_count);
+        task.gradient.numbers = &raw;
+        undecided(window.tables, task.gradient.source);
+      });
+      clip_piece(block, task, at.chunk, shared);
+    }
+  }
+  GA_DEVICE void settle(Block& block, const Tables& tables) const {
+    GA_ROLLED
+    for (int64_t k = 0; k < units.param_count; ++k)
+      clip_across(block, units.tasks[units.params[k]]);
+    if (units.param_count > 0)
+      settle_units(block, tables, units.tasks, units.params, units.param_count, true);
+  }
+  GA_DEVICE void follow(Block& block) const {
+    GA_ROLLED
+    for (int64_t k = 0; k < factors.param_count; ++k)
+      blend(block, factors.tasks[factors.params[k]]);
+  }
+};
+
+// Apart: the registers that it takes are then not taken from the loops before it.
+template <class Sums>
+GA_APART void decide_by(Block& block, const Undecided& window, const Ring& ring, const Sums& sums) {
+  Crew crew(block);
+  ga::decide(crew, window.tables, window.totals);
+  sums.settle(block, window.tables);
+  publish(block, window.tables, ring);
+  sums.follow(block);
+}
+
+template <class Sums>
+struct Decide {
+  static constexpr int kBlocks = Sums::kBlocks;
+  Undecided window;
+  Ring ring;
+  unsigned* counter;
+  Sums sums;
+
+  GA_DEVICE void operator()(Block& block) const {
+    sums.take(block, window);
+    if (block.last(counter)) decide_by(block, window, ring, sums);
+  }
+};
+
+template <class Sums>
+void launch_decide(const Queue& queue, const Undecided& window, const Ring& ring, const Sums& sums,
+                   int64_t items) {
+  launch(Decide<Sums>{window, ring, queue.counters, sums}, blocks_for(queue, items), queue.stream);
+}
+
+}  // namespace
+
+void norm(const Queue& queue, Span<const NormTask> tasks) { launch_tasks<Norm>(queue, tasks); }
+
+void clip_units(const Queue& queue, const UnitPieces& units) {
+  launch(ClipUnits{units, queue.counters}, blocks_for(queue, units.count), queue.stream);
+}
+
+void factor(const Queue& queue, const FactorPieces& pieces) {
+  launch(Factor{pieces, queue.counters}, blocks_for(queue, pieces.count()), queue.stream);
+}
+
+void decide(const Queue& queue, const Tables& tables, const WindowTotals& totals, const Ring& ring,
+            const NormChunks& norms, const UnitPieces& units, const FactorPieces& factors) {
+  const Undecided window = {tables, totals};
+  const int64_t pieces = units.count + factors.count();
+  if (pieces > 0)
+    launch_decide(queue, window, ring, AllSums(norms, units, factors), larger(norms.count, pieces));
+  else if (norms.count > 0)
+    launch_decide(queue, window, ring, NormSums(norms), norms.count);
+  else
+    launch_decide(queue, window, ring, NoSums(), 1);
+}
+
+}  // namespace ga::cuda
