@@ -89,7 +89,6 @@ AccumulateTask* Context::plan(ga_param id, const Source& given, bool may_adopt) 
     p.adopted = given.data;
     p.adopted_scale = given.scale;
     p.adopted_late = given.divisor != nullptr;
-    if (config_.device != GA_DEVICE_CPU) move_gradient(static_cast<size_t>(id));
     return nullptr;
   }
   AccumulateTask& task = accumulate_tasks_.add();
@@ -184,12 +183,16 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
       each([&](ga_param id, const Param& p, const void* gradient) {
         source.data = gradient;
         source.format = p.gradient_dtype;
-        plan(id, source);
+        if (!plan(id, source)) move_gradient(static_cast<size_t>(id));
       });
     }
   }
   forget_delivered();
-  if (!deferring()) add();
+  if (!deferring())
+    or_invalidate([&] {
+      tell_moved();
+      backend_->accumulate(accumulate_tasks_.span());
+    });
   window_.add(micro);
   if (deferring() && micro.weight > 0) settle(window_.size() - 1);
 }
@@ -265,15 +268,7 @@ void Context::contribute(Span<const Whole> given, bool may_adopt) {
     make_dense(g.param);
     plan(g.param, contribution(g.gradient, g.format, micro), may_adopt);
   }
-  add();
-}
-
-// What was planned.
-void Context::add() {
-  or_invalidate([&] {
-    tell_moved();
-    backend_->accumulate(accumulate_tasks_.span());
-  });
+  or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
 }
 
 // Copies an adopted gradient where someone else is about to add to it.

@@ -127,7 +127,8 @@ std::unique_ptr<Context::Units> Context::new_units(const std::vector<int64_t>& s
   units->pattern = make_units(static_cast<int32_t>(shape.size()), shape.data(), reduced);
   const auto sums = static_cast<size_t>(units->pattern.sums());
   const auto count = static_cast<size_t>(units->pattern.units);
-  units->bytes = sizeof(double) * (both ? 2 * sums + count : sums);
+  units->bytes = sizeof(double) * (both ? 2 * sums + count : sums) +
+                 (both ? sizeof(UnitTotals) : 0);
   try {
     units->mirror = backend_->mirror(sizeof(UnitPattern));
     units->gradient = static_cast<double*>(backend_->allocate(units->bytes));
@@ -140,6 +141,7 @@ std::unique_ptr<Context::Units> Context::new_units(const std::vector<int64_t>& s
   if (both) {
     units->param = units->gradient + sums;
     units->factors = units->param + sums;
+    units->totals = reinterpret_cast<UnitTotals*>(units->param + sums + count);
   }
   return units;
 }

@@ -195,7 +195,8 @@ class Context {
     double* gradient = nullptr;  // sums
     double* param = nullptr;
     void* factors = nullptr;  // of the type computed in
-    size_t bytes = 0;         // of all three, in one block
+    UnitTotals* totals = nullptr;
+    size_t bytes = 0;  // of all four, in one block
 
     const UnitPattern* at() const { return static_cast<const UnitPattern*>(mirror.at); }
   };
@@ -355,7 +356,6 @@ class Context {
   Array target_of(ga_param id) const;
   AccumulateTask* plan(ga_param id, const Source& source, bool may_adopt = true);
   void contribute(Span<const Whole> given, bool may_adopt);
-  void add();
   void count_contribution(Param& p);
   void store_adopted(ga_param id);
   void make_dense(ga_param id);
@@ -384,7 +384,7 @@ class Context {
   template <class F>
   void each_source(size_t param, F&& f);
   void set_gradient(size_t param);
-  void move_gradient(size_t param);
+  bool move_gradient(size_t param);
   void tell_moved();
   void edit_params();
   void tell_params();

@@ -19,7 +19,7 @@ namespace ga {
 
 struct Partial {
   double sum_squares;
-  double limited;     // the same of the gradient as clipped by value; from Backend::norm alone
+  double limited;     // the same of the gradient as clipped by value; of NormTask alone
   double noise;       // of the contributions, each times AccumulateTask::noise
   int64_t nonfinite;  // 0 or 1
 };

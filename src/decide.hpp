@@ -446,23 +446,29 @@ GA_DEVICE void decide(Crew& crew, const Tables& t, const WindowTotals& w) {
     clear_window(crew, t);
 }
 
-// After the sums over units of these parameters: what their gradients now are.
+// From the sums over units.
+template <class Warp>
+GA_DEVICE void total_units(const UnitTask& task, Warp& warp) {
+  const int64_t n = task.pattern->units;
+  const double squares = warp.sum(n, [&](int64_t u) {
+    const double factor = agc_factor(task, u);
+    return task.sums[u] * factor * factor;
+  });
+  const double least = warp.smallest(n, [&](int64_t u) { return agc_factor(task, u); });
+  if (warp.leader()) *task.totals = {squares, least};
+}
+
+// After the totals over units of these parameters: what their gradients now are.
 template <class Crew>
 GA_DEVICE void settle_units(Crew& crew, const Tables& t, const UnitTask* units, const ga_param* ids,
                         int64_t count, bool last) {
   if (!t.control->go) return;
-  crew.each_warp(count, [&](int64_t k, auto& warp) {
+  crew.each_item(count, [&](int64_t k) {
     const UnitTask& task = units[ids[k]];
     ParamState& s = t.param_states[ids[k]];
-    const int64_t n = task.param.data && s.touched ? task.pattern->units : 0;
-    const double clipped = warp.sum(n, [&](int64_t u) {
-      const double factor = agc_factor(task, u);
-      return task.sums[u] * factor * factor;
-    });
-    const double smallest = warp.smallest(n, [&](int64_t u) { return agc_factor(task, u); });
-    if (!warp.leader() || n == 0) return;
-    s.sum_squares = clipped;
-    s.smallest = smallest < 1 ? smallest : 1;
+    if (!task.param.data || !s.touched) return;
+    s.sum_squares = task.totals->squares;
+    s.smallest = task.totals->smallest < 1 ? task.totals->smallest : 1;
   });
   take_smallest(crew, t);
   if (last) limit_groups(crew, t);

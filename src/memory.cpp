@@ -170,7 +170,8 @@ ga_memory Context::memory() const {
   for (const Group& g : groups_) m.workspace += static_cast<int64_t>(g.rates.bytes);
   m.workspace += micro_partials_.bytes() + micro_plans_.bytes() +
                  static_cast<int64_t>(contributions_.capacity() *
-                                      (sizeof(Contribution) + sizeof(MicroInput)));
+                                      (sizeof(Contribution) + sizeof(MicroInput) +
+                                       sizeof(NormTask)));
   for (const BatchNorm& b : batch_norms_) m.batch_norm += static_cast<int64_t>(b.bytes);
   m.workspace += backend_->bn_bytes() + bn_inputs_.bytes();
   m.total = m.accumulators + m.optimizer_state + m.workspace + m.masters + m.averages + m.rows +
@@ -183,7 +184,8 @@ int64_t Context::bytes_of_tables(size_t groups, size_t params) const {
   const size_t of_param = sizeof(Param) + sizeof(Tensor) + sizeof(Source) + sizeof(ParamInput) +
                           sizeof(ParamState) + sizeof(ParamPlan) + sizeof(Composites) +
                           2 * sizeof(UpdateTask) + sizeof(UnitTask) + sizeof(FactorTask) +
-                          sizeof(AccumulateTask) + sizeof(NormTask) + 6 * sizeof(ga_param);
+                          sizeof(AccumulateTask) + 9 * sizeof(ga_param) +
+                          (config_.device == GA_DEVICE_CPU ? 0 : 3 * sizeof(Word));
   return static_cast<int64_t>(sizeof(Settings) + sizeof(Control) +
                               groups * (sizeof(GroupInput) + sizeof(GroupState)) +
                               params * of_param);
@@ -391,6 +393,7 @@ void Context::set_update(size_t i) {
     units.sums = t.units->gradient;
     units.param_sums = t.units->param;
     units.factors = t.units->factors;
+    units.totals = t.units->totals;
     units.factor = clip.agc_factor;
     units.eps = clip.agc_eps;
   }

@@ -90,19 +90,39 @@ void Context::set_gradient(size_t i) {
   each_source(i, [&](auto& table, auto source_in) { source_in(table.edit(i)) = source; });
 }
 
-// The same ahead of the step, where nothing but the address of an adopted gradient is new: so
-// many words, and not the tables, go to a device.
-void Context::move_gradient(size_t i) {
+// The same where nothing but the address of an adopted gradient is new: then so many words, and not
+// the tables, go to a device. False: it is not so.
+bool Context::move_gradient(size_t i) {
   const Source source = adopted_of(params_[i]);
   Source known = told_[i];
   known.data = source.data;
-  if (param_inputs_[i].held != Held::kAdopted || !(known == source)) return;
-  if (told_[i].data == source.data) return;
+  if (config_.device == GA_DEVICE_CPU || param_inputs_[i].held != Held::kAdopted ||
+      !(known == source))
+    return false;
+  if (told_[i].data == source.data) return true;
   told_[i] = source;
   each_source(i, [&](auto& table, auto source_in) {
     const auto data = [&](auto& entry) -> const void*& { return source_in(entry).data; };
     moved_.push_back(table.put(i, data, source.data));
   });
+  return true;
+}
+
+// After that.
+void Context::tell_moved() {
+  if (moved_.empty()) return;
+  try {
+    // A capture may end before the step: then that sends the tables.
+    if (backend_->capturing())
+      edit_params();
+    else
+      backend_->upload({moved_.data(), moved_.size()});
+  } catch (...) {
+    edit_params();
+    moved_.clear();
+    throw;
+  }
+  moved_.clear();
 }
 
 // What this window has brought to each parameter. In most, all is as it was in the last one.
@@ -119,6 +139,7 @@ void Context::tell_params() {
     param_inputs_.set(i, &ParamInput::stale_rows, held == Held::kRows && p.stale);
     const bool moved = held == Held::kAdopted && !(told_[i] == adopted_of(p));
     if (in.held == held && !moved) continue;
+    if (moved && move_gradient(i)) continue;
     param_inputs_.set(i, &ParamInput::held, held);
     set_gradient(i);
   }
@@ -136,17 +157,8 @@ void Context::edit_params() {
   factors_.edit_all();
 }
 
-// After move_gradient. A capture may end before the step: then the next one sends the tables.
-void Context::tell_moved() {
-  if (moved_.empty()) return;
-  if (backend_->capturing())
-    edit_params();
-  else
-    backend_->upload({moved_.data(), moved_.size()});
-  moved_.clear();
-}
-
 void Context::flush() {
+  tell_moved();
   settings_.flush(*backend_);
   group_inputs_.flush(*backend_);
   param_inputs_.flush(*backend_);

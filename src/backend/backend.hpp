@@ -173,6 +173,11 @@ struct NormTask {
   Partial* partials;
 };
 
+// Of all units of a parameter: the squares of its gradient as clipped, and the least factor.
+struct UnitTotals {
+  double squares, smallest;
+};
+
 // The units of a parameter, and what adaptive clipping makes of them.
 //   sums[unit]        the squares of the gradient, which is not multiplied by its factor
 //   param_sums[unit]  likewise of the parameter, read together with it
@@ -185,6 +190,7 @@ struct UnitTask {
   double* sums;  // pattern->sums()
   double* param_sums;
   void* factors;  // of the type computed in
+  UnitTotals* totals;
   double factor, eps;  // ga_clip.agc_factor, agc_eps
 };
 

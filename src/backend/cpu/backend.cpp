@@ -192,6 +192,10 @@ class CpuBackend final : public Backend {
 
   void settle_units(Params params, bool last) override {
     Crew crew;
+    crew.each_warp(static_cast<int64_t>(params.size), [&](int64_t k, Warp& warp) {
+      const UnitTask& task = tasks_.units[params.data[k]];
+      if (task.param.data) total_units(task, warp);
+    });
     ga::settle_units(crew, tables_, tasks_.units, params.data, static_cast<int64_t>(params.size),
                      last);
   }

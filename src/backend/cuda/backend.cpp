@@ -114,6 +114,10 @@ class CudaBackend final : public Backend {
       chunks_.reserve(chunks, params);
       lists_.reserve(chunks, params);
       plain_.reserve(params);
+      if (const auto n = static_cast<size_t>(params); n > most_params_) {
+        counters_.reserve(runtime_, 3 * n * sizeof(unsigned));
+        most_params_ = n;
+      }
     });
   }
 
@@ -352,15 +356,16 @@ class CudaBackend final : public Backend {
     const auto parts = lists_.get(ListKind::kUnits, params);
     if (parts.size == 0) return {};
     const ListPart& p = parts.data[0];
-    return {tasks_.units_at, p.chunks, p.chunk_count, p.params, p.param_count};
+    return {tasks_.units_at, p.chunks, p.chunk_count, p.params, p.param_count, counters_.at<unsigned>()};
   }
 
   FactorPieces factors_of(Params params) {
     const auto parts = lists_.get(ListKind::kFactor, params);
     if (parts.size == 0) return {};
     const ListPart& p = parts.data[0];
-    return {tasks_.factors_at, p.chunks,       p.chunk_count, p.columns,
-            p.column_count,    p.params, p.param_count};
+    auto* const counters = counters_.at<unsigned>(most_params_ * sizeof(unsigned));
+    return {tasks_.factors_at, p.chunks,      p.chunk_count, p.columns, p.column_count,
+            p.params,          p.param_count, counters};
   }
 
   [[noreturn]] static void fail_cut() {
@@ -381,6 +386,8 @@ class CudaBackend final : public Backend {
   MatmulEngine matmul_;
   Results results_;
   BatchNorms batch_norms_;
+  Buffer counters_;  // of pieces: for each parameter of units, then two for rows and columns
+  size_t most_params_ = 0;
   Buffer inputs_;  // of micro-batches with more contributions than a launch takes
   Tables tables_ = {};
   TaskTables tasks_;

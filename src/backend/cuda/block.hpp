@@ -44,8 +44,10 @@
 namespace ga::cuda {
 
 constexpr int kThreads = 256;  // of a block
+// Of one that is a grid alone, by each_item, each_warp and once: it waits for memory at each step, the
+// less often the more threads go it together. Its kernel says kWide = true.
+constexpr int kWideThreads = 1024;
 constexpr int kLanes = 32;     // of a warp
-constexpr int kWarps = kThreads / kLanes;
 
 // From CUDA 12.1 on, for the compute capabilities 7.0 and up.
 constexpr size_t kMostArguments = 32764;
@@ -184,19 +186,19 @@ class Block {
   template <class F>
   GA_DEVICE void each_item(int64_t n, F f) {
 #ifdef __CUDACC__
-    for (int64_t i = threadIdx.x; i < n; i += kThreads) f(i);
+    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) f(i);
     __syncthreads();
 #else
     for (int64_t i = 0; i < n; ++i) f(i);
 #endif
   }
 
-  // f(i, warp) for i in [0, n), in all lanes of warp i mod kWarps.
+  // f(i, warp) for i in [0, n), in all lanes of a warp, neighbours in neighbouring ones.
   template <class F>
   GA_DEVICE void each_warp(int64_t n, F f) {
     Warp warp;
 #ifdef __CUDACC__
-    for (int64_t i = threadIdx.x / kLanes; i < n; i += kWarps) f(i, warp);
+    for (int64_t i = threadIdx.x / kLanes; i < n; i += blockDim.x / kLanes) f(i, warp);
     __syncthreads();
 #else
     for (int64_t i = 0; i < n; ++i) f(i, warp);
@@ -281,8 +283,14 @@ constexpr int kResident = 1;
 template <class Kernel>
 constexpr int kResident<Kernel, std::void_t<decltype(Kernel::kBlocks)>> = Kernel::kBlocks;
 
+template <class Kernel, class = void>
+constexpr int kThreadsOf = kThreads;
 template <class Kernel>
-__global__ void __launch_bounds__(kThreads, kResident<Kernel>)
+constexpr int kThreadsOf<Kernel, std::void_t<decltype(Kernel::kWide)>> =
+    Kernel::kWide ? kWideThreads : kThreads;
+
+template <class Kernel>
+__global__ void __launch_bounds__(kThreadsOf<Kernel>, kResident<Kernel>)
     run(const __grid_constant__ Kernel kernel) {
   Block block;
   kernel(block);
@@ -303,7 +311,7 @@ void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
   // Not <<<>>> with cudaGetLastError(): that would take an error which the program has left for it.
   void* arguments[] = {const_cast<Kernel*>(&kernel)};
   const cudaError_t error = cudaLaunchKernel(run<Kernel>, dim3(static_cast<unsigned>(blocks)),
-                                             dim3(kThreads), arguments, 0, stream);
+                                             dim3(kThreadsOf<Kernel>), arguments, 0, stream);
 #else
   // Of the runtime that takes CUDA's place in such a build.
   const cudaError_t error = sim::launch(

@@ -84,6 +84,7 @@ struct UnitPieces {
   int64_t count;
   const ga_param* params;
   int64_t param_count;
+  unsigned* counters;  // by parameter, of Block::last
 };
 struct FactorPieces {
   const FactorTask* tasks;
@@ -93,10 +94,15 @@ struct FactorPieces {
   int64_t column_count;
   const ga_param* params;
   int64_t param_count;
+  unsigned* counters;  // two by parameter, of rows and of columns
 
   GA_HD int64_t count() const { return row_count + column_count; }
+  GA_HD bool is_row(int64_t k) const { return k < row_count; }
   GA_HD const ChunkRef& piece(int64_t k) const {
-    return k < row_count ? rows[k] : columns[k - row_count];
+    return is_row(k) ? rows[k] : columns[k - row_count];
+  }
+  GA_HD unsigned* counter(int64_t k) const {
+    return &counters[2 * int64_t{piece(k).item} + (is_row(k) ? 0 : 1)];
   }
 };
 
@@ -105,7 +111,7 @@ void clip_units(const Queue& queue, const UnitPieces& units);
 // Both sums over rows and columns, then the blend.
 void factor(const Queue& queue, const FactorPieces& pieces);
 
-// ---- Scalars: decide.hpp, by one block ----
+// ---- Scalars: decide.hpp ----
 
 // A place in the ring of results, in pinned memory that the device writes: the result, then window.
 struct RingSlot {

@@ -65,9 +65,9 @@ void AllChunks::update() {
 
 namespace {
 
-// More than a step has: those that are updated at once, measured, clipped by units, factored, and
-// whose norms are taken.
-constexpr size_t kLists = 8;
+// More than a step has: those whose norms are taken, clipped by units, factored, measured, updated at
+// once and after that, and these twice where some are factored later.
+constexpr size_t kLists = 12;
 constexpr size_t kMostParts = 64;
 
 }  // namespace
@@ -151,11 +151,13 @@ bool ParamLists::is_right(List& list) const {
   return true;
 }
 
-// Where the next list is made.
+// Where the next list is made. A launch takes up to three lists at a time.
 ParamLists::List& ParamLists::place() {
   List* oldest = nullptr;
-  for (List& list : lists_)
-    if (!list.captured && (!oldest || list.used < oldest->used)) oldest = &list;
+  for (List& list : lists_) {
+    const bool free = !list.captured && (list.used == 0 || list.used + 2 <= clock_);
+    if (free && (!oldest || list.used < oldest->used)) oldest = &list;
+  }
   if (oldest) return *oldest;
   lists_.push_back(new_list(bytes_, most_params_));
   return lists_.back();

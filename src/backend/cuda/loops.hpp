@@ -49,9 +49,12 @@ template <class Task>
 constexpr int most_tasks = static_cast<int>((kMostArguments - 64) /
                                             (sizeof(Task) + sizeof(int64_t)));
 
-// Only what is used of the list is written. Returns the chunks.
-template <class Task, int kMost>
-int64_t fill(Tasks<Task, kMost>& list, const Task* tasks, size_t count) {
+// Launches of Kernel<kMost>, whose list is its Tasks, over all tasks: few of them do not carry the
+// arguments of many.
+template <template <int> class Kernel, class Task, int kMost>
+void launch_some(const Queue& queue, const Task* tasks, size_t count) {
+  Kernel<kMost> kernel;  // only what is used of it is written
+  auto& list = kernel.list;
   list.count = 0;
   int64_t chunks = 0;
   for (size_t t = 0; t < count; ++t) {
@@ -61,15 +64,6 @@ int64_t fill(Tasks<Task, kMost>& list, const Task* tasks, size_t count) {
     chunks += chunk_count(tasks[t].count);
   }
   list.before[list.count] = chunks;
-  return chunks;
-}
-
-// Launches of Kernel<kMost>, whose list is its Tasks, over all tasks: few of them do not carry the
-// arguments of many.
-template <template <int> class Kernel, class Task, int kMost>
-void launch_some(const Queue& queue, const Task* tasks, size_t count) {
-  Kernel<kMost> kernel;
-  const int64_t chunks = fill(kernel.list, tasks, count);
   launch(kernel, blocks_for(queue, chunks), queue.stream);
 }
 

@@ -57,20 +57,24 @@ void PlainTargets::take(const AccumulateTask& task) {
 }
 
 void PlainTargets::accumulate(Span<const AccumulateTask> tasks) {
-  first_ = last_ = 0;
   others_.clear();
   chunks_.update();
-  const AccumulateTask* like = nullptr;  // of the scales of all, and as many sources
+  for (const int sources : {1, 2}) add(tasks, sources);
+  if (!others_.empty()) cuda::accumulate(runtime_.queue(), {others_.data(), others_.size()});
+}
+
+// Those of so many sources.
+void PlainTargets::add(Span<const AccumulateTask> tasks, int sources) {
+  first_ = last_ = 0;
+  const AccumulateTask* like = nullptr;  // of the scales of all
   const auto is_like = [&](const AccumulateTask& task) {
-    if (!like) return true;
-    bool same = task.sources == like->sources;
-    for (int k = 0; k < like->sources; ++k)
-      same = same && scale_of_source(task.source[k]) == scale_of_source(like->source[k]);
-    return same;
+    for (int k = 0; like && k < sources; ++k)
+      if (!(scale_of_source(task.source[k]) == scale_of_source(like->source[k]))) return false;
+    return true;
   };
   for (size_t t = 0; t < tasks.size; ++t) {
     const AccumulateTask& task = tasks.data[t];
-    if (task.count == 0) continue;
+    if (task.count == 0 || task.sources != sources) continue;
     if (is_plain(task) && is_like(task)) {
       like = &task;
       take(task);
@@ -79,7 +83,6 @@ void PlainTargets::accumulate(Span<const AccumulateTask> tasks) {
     }
   }
   if (like) launch(*like);
-  if (!others_.empty()) cuda::accumulate(runtime_.queue(), {others_.data(), others_.size()});
 }
 
 void PlainTargets::launch(const AccumulateTask& like) {

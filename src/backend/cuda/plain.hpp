@@ -23,6 +23,7 @@ class PlainTargets {
  private:
   bool is_plain(const AccumulateTask& task) const;
   void take(const AccumulateTask& task);
+  void add(Span<const AccumulateTask> tasks, int sources);
   void launch(const AccumulateTask& like);
 
   Runtime& runtime_;

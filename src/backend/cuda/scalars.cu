@@ -10,6 +10,7 @@ namespace ga::cuda {
 namespace {
 
 struct ClearWindow {
+  static constexpr bool kWide = true;
   Tables tables;
 
   GA_DEVICE void operator()(Block& block) const { ga::clear_window(block, tables); }
@@ -17,6 +18,7 @@ struct ClearWindow {
 
 template <class Inputs>
 struct Judge {
+  static constexpr bool kWide = true;
   Tables tables;
   MicroPlan* plans;
   int64_t count;

@@ -102,17 +102,14 @@ struct Norm {
 struct ClipUnits {
   static constexpr int kBlocks = 2;
   UnitPieces units;
-  unsigned* counter;
 
   GA_DEVICE void operator()(Block& block) const {
     GA_SHARED PieceTotals shared;
     GA_ROLLED
-    for (int64_t k = block.index(); k < units.count; k += block.count())
-      clip_piece(block, units.tasks[units.pieces[k].item], units.pieces[k].chunk, shared);
-    if (!block.last(counter)) return;
-    GA_ROLLED
-    for (int64_t k = 0; k < units.param_count; ++k)
-      clip_across(block, units.tasks[units.params[k]]);
+    for (int64_t k = block.index(); k < units.count; k += block.count()) {
+      const ChunkRef at = units.pieces[k];
+      clip_piece(block, units.tasks[at.item], at.chunk, &units.counters[at.item], shared);
+    }
   }
 };
 
@@ -128,7 +125,7 @@ struct Factor {
       const ChunkRef at = pieces.piece(k);
       const FactorTask& task = pieces.tasks[at.item];
       if ((task.plan->duty & kUpdate) != 0)
-        clip_piece(block, sums_of(task, k < pieces.row_count), at.chunk, shared);
+        clip_piece(block, sums_of(task, pieces.is_row(k)), at.chunk, pieces.counter(k), shared);
     }
     if (!block.last(counter)) return;
     GA_ROLLED
@@ -181,6 +178,7 @@ struct Undecided {
 // What is summed up first: nothing,
 struct NoSums {
   static constexpr int kBlocks = 1;
+  static constexpr bool kWide = true;
   GA_DEVICE void take(Block&, const Undecided&) const {}
   GA_DEVICE void settle(Block&, const Tables&) const {}
   GA_DEVICE void follow(Block&) const {}
@@ -189,6 +187,7 @@ struct NoSums {
 // norms,
 struct NormSums : NoSums {
   static constexpr int kBlocks = 3;
+  static constexpr bool kWide = false;
   NormChunks norms;
 
   explicit NormSums(const NormChunks& norms) : norms(norms) {}
@@ -229,19 +228,17 @@ struct AllSums : NormSums {
       const int64_t f = k - units.count;
       const ChunkRef at = unit ? units.pieces[k] : factors.piece(f);
       if (!is_touched(window.tables, at.item)) continue;
+      unsigned* const counter = unit ? &units.counters[at.item] : factors.counter(f);
       block.once([&] {
         raw = window.raw(at.item);
-        task = unit ? units.tasks[at.item] : sums_of(factors.tasks[at.item], f < factors.row_count);
+        task = unit ? units.tasks[at.item] : sums_of(factors.tasks[at.item], factors.is_row(f));
         task.gradient.numbers = &raw;
         undecided(window.tables, task.gradient.source);
       });
-      clip_piece(block, task, at.chunk, shared);
+      clip_piece(block, task, at.chunk, counter, shared);
     }
   }
   GA_DEVICE void settle(Block& block, const Tables& tables) const {
-    GA_ROLLED
-    for (int64_t k = 0; k < units.param_count; ++k)
-      clip_across(block, units.tasks[units.params[k]]);
     if (units.param_count > 0)
       settle_units(block, tables, units.tasks, units.params, units.param_count, true);
   }
@@ -265,6 +262,7 @@ GA_APART void decide_by(Block& block, const Undecided& window, const Ring& ring,
 template <class Sums>
 struct Decide {
   static constexpr int kBlocks = Sums::kBlocks;
+  static constexpr bool kWide = Sums::kWide;
   Undecided window;
   Ring ring;
   unsigned* counter;
@@ -287,7 +285,7 @@ void launch_decide(const Queue& queue, const Undecided& window, const Ring& ring
 void norm(const Queue& queue, Span<const NormTask> tasks) { launch_tasks<Norm>(queue, tasks); }
 
 void clip_units(const Queue& queue, const UnitPieces& units) {
-  launch(ClipUnits{units, queue.counters}, blocks_for(queue, units.count), queue.stream);
+  launch(ClipUnits{units}, blocks_for(queue, units.count), queue.stream);
 }
 
 void factor(const Queue& queue, const FactorPieces& pieces) {

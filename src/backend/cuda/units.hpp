@@ -295,20 +295,20 @@ GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece,
 
 // ---- Pieces -------------------------------------------------------------------------------------
 
-// Without a limit the sums are of the source as it is, and multiplied by its scales at the end.
+// Without a limit the sums are of the source as it is, and multiplied by its scales at the end. The
+// task, which may be shared, is not read after the last barrier.
 template <class T>
 GA_DEVICE void sum_piece_as(Block& block, const UnitTask& task, const Piece& piece,
                             PieceTotals& shared) {
   const View<T> view(task.gradient);
   const bool limited = is_limited(task.gradient);
+  const Numbers* const numbers = task.gradient.numbers;
+  const double scale = scale_of(task.gradient.source) * (numbers ? numbers->scale : 1);
   if (piece.pattern.kept[piece.pattern.axes - 1])
     sum_kept<T>(block, task, piece, limited ? &view : nullptr);
   else
     sum_runs<T>(block, task, piece, limited ? &view : nullptr, shared);
-  if (limited) return;
-  const Numbers* const numbers = task.gradient.numbers;
-  const double scale = scale_of(task.gradient.source) * (numbers ? numbers->scale : 1);
-  if (scale == 1) return;
+  if (limited || scale == 1) return;
   block.each_item(piece.last - piece.first,
                   [&](int64_t i) { piece.sums[piece.first + i] *= scale * scale; });
 }
@@ -329,24 +329,27 @@ GA_DEVICE void add_pieces(const UnitPattern& pattern, double* sums, int64_t unit
   sums[unit] = sum;
 }
 
-// A piece, and the factors of its units where they lie in no other.
-GA_DEVICE void clip_piece(Block& block, const UnitTask& task, int64_t at, PieceTotals& shared) {
+// A piece, and what is made of its units where they lie in no other; the block with which the tensor
+// is complete makes it of all. counter: of the tensor's pieces, see Block::last.
+GA_DEVICE void clip_piece(Block& block, const UnitTask& task, int64_t at, unsigned* counter,
+                          PieceTotals& shared) {
+  const UnitPattern& pattern = *task.pattern;
   const Piece piece(task, at);
+  const bool clips = task.param.data != nullptr;
   sum_piece(block, task, piece, shared);
-  if (task.param.data && task.pattern->shared)
+  if (pattern.shared && clips)
     block.each_item(piece.last - piece.first,
                     [&](int64_t i) { store_agc_factor(task, piece.first + i); });
-}
-
-// The factors of units that lie in several pieces, after all of these.
-GA_DEVICE void clip_across(Block& block, const UnitTask& task) {
-  if (task.pattern->shared) return;
-  block.each_item(task.pattern->units, [&](int64_t u) {
-    add_pieces(*task.pattern, task.sums, u);
-    if (!task.param.data) return;
-    add_pieces(*task.pattern, task.param_sums, u);
-    store_agc_factor(task, u);
-  });
+  if ((pattern.shared && !clips) || !block.last(counter, pattern.pieces)) return;
+  if (!pattern.shared) {
+    block.each_item(pattern.units, [&](int64_t u) {
+      add_pieces(pattern, task.sums, u);
+      if (!clips) return;
+      add_pieces(pattern, task.param_sums, u);
+      store_agc_factor(task, u);
+    });
+  }
+  if (clips) block.each_warp(1, [&](int64_t, const Warp& warp) { total_units(task, warp); });
 }
 
 // ---- Factored second moments --------------------------------------------------------------------
@@ -357,15 +360,14 @@ GA_DEVICE void blend_as(Block& block, const FactorTask& task) {
   const double clipped = task.plan->factor * task.plan->factor;
   T* const rows = static_cast<T*>(task.rows);
   T* const columns = static_cast<T*>(task.columns);
-  const auto into = [&](T* averages, double* sums, const UnitPattern& pattern, int64_t length) {
-    block.each_item(pattern.units, [&](int64_t i) {
-      if (!pattern.shared) add_pieces(pattern, sums, i);
+  const auto into = [&](T* averages, const double* sums, int64_t units, int64_t length) {
+    block.each_item(units, [&](int64_t i) {
       const T mean = static_cast<T>(sums[i] * clipped / static_cast<double>(length));
       averages[i] += gain * (mean - averages[i]);
     });
   };
-  into(rows, task.row_sums, *task.row_pattern, task.column_count);
-  into(columns, task.column_sums, *task.column_pattern, task.row_count);
+  into(rows, task.row_sums, task.row_pattern->units, task.column_count);
+  into(columns, task.column_sums, task.column_pattern->units, task.row_count);
   block.each_warp(task.matrices, [&](int64_t m, const Warp& warp) {
     const double sum = warp.sum(task.row_count, [&](int64_t i) {
       return static_cast<double>(rows[m * task.row_count + i]);
@@ -387,7 +389,7 @@ GA_DEVICE UnitTask sums_of(const FactorTask& task, bool rows) {
   return sums;
 }
 
-// After all pieces.
+// With the sums.
 GA_DEVICE void blend(Block& block, const FactorTask& task) {
   if ((task.plan->duty & kUpdate) == 0) return;
   if (task.f64)
