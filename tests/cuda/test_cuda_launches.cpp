@@ -200,9 +200,9 @@ TEST_F(Launches, OfManyThatLive) {
     EXPECT_EQ(second.launches, (n + 1999) / 2000) << told(second);
     expect_quiet(second);
     EXPECT_OK(ga_step(m.ctx, nullptr));
-    for (int w = 0; w < 2; ++w) {
+    for (int w = 0; w < 2; ++w) {  // the first is not like the one before, and tells all tables so
       m.accumulate();
-      EXPECT_OK(ga_step(m.ctx, nullptr));
+      expect_quiet(count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); }));
     }
     const sim::Counters moved = count([&] { m.accumulate(true); });
     EXPECT_EQ(moved.launches, (n + 2039) / 2040) << told(moved);

@@ -9,9 +9,6 @@
 namespace ga::cuda {
 namespace {
 
-// Above that, an upload is a copy which is waited for: tables are that large when they are made.
-constexpr size_t kMostByArguments = size_t{1} << 20;
-
 constexpr size_t kAlign = 64;
 
 bool is_capture_error(cudaError_t error) {
@@ -260,23 +257,12 @@ const void* Runtime::host_of(const void* at) const {
 
 void Runtime::upload(const Mirror& mirror, size_t offset, size_t bytes) {
   if (capturing_) record(mirror, offset, offset + bytes);
-  send(static_cast<char*>(mirror.at) + offset, static_cast<const char*>(mirror.host) + offset,
-       bytes);
+  cuda::upload(queue_, static_cast<char*>(mirror.at) + offset,
+               static_cast<const char*>(mirror.host) + offset, bytes);
 }
 
-void Runtime::write(void* at, const void* from, size_t bytes) { send(at, from, bytes); }
-
-void Runtime::send(void* at, const void* from, size_t bytes) {
-  if (bytes == 0) return;
-  if (capturing_ || bytes <= kMostByArguments) {
-    cuda::upload(queue_, at, from, bytes);
-    return;
-  }
-  check(cudaMemcpyAsync(at, from, bytes, cudaMemcpyHostToDevice, queue_.stream),
-        "a copy to the device");
-  // The source is not pinned: whether the call has read all of it when it returns is not promised
-  // for every system.
-  wait();
+void Runtime::write(void* at, const void* from, size_t bytes) {
+  cuda::upload(queue_, at, from, bytes);
 }
 
 void Runtime::record(const Mirror& mirror, size_t begin, size_t end) {

@@ -113,7 +113,6 @@ class Runtime {
   };
 
   void enter(cudaError_t device_error);
-  void send(void* at, const void* from, size_t bytes);
   void record(const Mirror& mirror, size_t begin, size_t end);
   void free_device(void* data) noexcept;
 
