@@ -121,7 +121,7 @@ ga_bn Context::add_batch_norm(const char* name, int64_t channels, ga_param gamma
     backend_->write(b.state, initial.data(), state);
     const auto begin = reinterpret_cast<uintptr_t>(b.state);
     ranges_.reserve(ranges_.size() + 1);
-    inputs.edit(batch_norms_.size()) = {b.state, channels, o.momentum, o.biased != 0, false};
+    inputs.edit(batch_norms_.size()) = {b.state, nullptr, channels, o.momentum, o.biased != 0, false};
     inputs.flush(*backend_);
     backend_->bn_reserve(channels);
     add_range({begin, begin + b.bytes, -1});
@@ -200,6 +200,7 @@ BnTask Context::bn_task(const BatchNorm& b, int64_t samples, int64_t positions) 
   };
   BnTask t = {};
   t.state = b.state;
+  t.input = bn_inputs_.at(static_cast<size_t>(&b - batch_norms_.data()));
   t.channels = b.channels;
   t.samples = samples;
   t.positions = positions;
@@ -233,7 +234,7 @@ int64_t Context::bn_index(const BatchNorm& b, int64_t next) const {
 
 // Checks a call that brings statistics of count elements a channel; returns its micro-batch.
 int64_t Context::bn_check_statistics(const BatchNorm& b, const char* what) const {
-  const auto seen = static_cast<int64_t>(b.counts.size());
+  const auto seen = static_cast<int64_t>(b.taken.size());
   const int64_t index = bn_index(b, seen);
   if (b.options.mode != GA_BN_WINDOW) return index;
   if (b.final)
@@ -249,11 +250,67 @@ int64_t Context::bn_check_statistics(const BatchNorm& b, const char* what) const
   return index;
 }
 
-void Context::bn_count_statistics(BatchNorm& b, int64_t index, int64_t count, bool given) {
+// Room in the history, by doubling; what it holds stays.
+void Context::bn_make_room(ga_bn id, int64_t micro_batches) {
+  BatchNorm& b = batch_norm(id);
+  if (micro_batches <= b.history_size) return;
+  constexpr int64_t kFew = 4;
+  const int64_t size = std::max({micro_batches, 2 * b.history_size, kFew});
+  const size_t bytes = static_cast<size_t>(size * b.channels) * sizeof(Moments);
+  ranges_.reserve(ranges_.size() + 1);
+  auto* const larger = static_cast<Moments*>(backend_->allocate(bytes));
+  Moments* const old = b.history;
+  const size_t old_bytes = b.history_bytes();
+  BnInput& input = bn_inputs_.edit(static_cast<size_t>(id));
+  try {
+    if (old) backend_->copy(larger, old, old_bytes);
+    input.history = larger;
+    bn_inputs_.flush(*backend_);
+  } catch (...) {
+    input.history = old;
+    backend_->free(larger, bytes);
+    throw;
+  }
+  b.history = larger;
+  b.history_size = size;
+  remove_range(old);
+  const auto begin = reinterpret_cast<uintptr_t>(larger);
+  add_range({begin, begin + bytes, -1});
+  backend_->free(old, old_bytes);
+}
+
+// work(): a pass of the task that takes statistics of micro-batch index, of as many elements as
+// `taken` says. One that has not been opened may be given the same statistics twice, but not
+// others: those of several micro-batches would be taken for one. Returns false where they are the
+// same, and nothing has changed.
+template <class Work>
+bool Context::bn_take(ga_bn id, const char* what, int64_t index, BatchNorm::Taken taken,
+                      BnTask& task, Work&& work) {
+  BatchNorm& b = batch_norm(id);
+  const auto at = static_cast<size_t>(index);
+  if (at >= b.taken.capacity()) b.taken.reserve(std::max(at + 1, 2 * b.taken.capacity()));
+  const bool windowed = b.options.mode == GA_BN_WINDOW;
+  const bool twice = !windowed && window_.open_index() < 0 && b.has(index);
+  if (!windowed) bn_make_room(id, index + (twice ? 2 : 1));
+  task.index = index;
+  task.aside = twice;
+  or_invalidate(work);
+  if (twice) {
+    const auto n = static_cast<size_t>(b.channels);
+    std::vector<Moments> both(2 * n);
+    backend_->read(both.data(), b.history + index * b.channels, both.size() * sizeof(Moments));
+    if (std::memcmp(&both[0], &both[n], n * sizeof(Moments)) != 0)
+      fail(GA_ERROR_INVALID_STATE,
+           "%s: layer \"%s\" was given statistics of other data for micro-batch %lld, which has not "
+           "been opened; ga_micro_begin and ga_micro_end, with nothing between them where the "
+           "gradients come later, tell micro-batches apart",
+           what, b.name.c_str(), ll(index));
+    return false;
+  }
+  if (at >= b.taken.size()) b.taken.resize(at + 1);
+  b.taken[at] = taken;
   b.index = index;
-  b.count = count;
-  b.given = given;
-  if (b.options.mode == GA_BN_WINDOW) b.counts.push_back(count);
+  return true;
 }
 
 void Context::bn_accumulate(ga_bn id, const void* x, int64_t samples, int64_t positions) {
@@ -263,11 +320,9 @@ void Context::bn_accumulate(ga_bn id, const void* x, int64_t samples, int64_t po
   const int64_t index = bn_check_statistics(b, "ga_bn_accumulate");
   bn_check_tensor(b, "x", x, task.count(), false);
   if (b.frozen) return;
-  b.counts.reserve(b.counts.size() + 1);
   task.x = x;
-  task.again = index == b.index;
-  or_invalidate([&] { backend_->bn_statistics(task); });
-  bn_count_statistics(b, index, task.elements(), true);
+  bn_take(id, "ga_bn_accumulate", index, {task.elements(), true}, task,
+          [&] { backend_->bn_statistics(task); });
 }
 
 void Context::bn_accumulate_stats(ga_bn id, int64_t count, const void* mean, const void* spread,
@@ -301,14 +356,13 @@ void Context::bn_accumulate_stats(ga_bn id, int64_t count, const void* mean, con
         fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": spread[%lld] was %g, expected >= 0",
              b.name.c_str(), ll(c), element(spread, dtype, c));
   if (b.frozen) return;
-  b.counts.reserve(b.counts.size() + 1);
-  task.again = index == b.index;
   const BnGiven given = {count,
                          {const_cast<void*>(mean), dtype},
                          {const_cast<void*>(spread), dtype},
-                         kind == GA_BN_M2};
-  or_invalidate([&] { backend_->bn_take(task, given); });
-  bn_count_statistics(b, index, count, true);
+                         kind == GA_BN_M2,
+                         false};
+  bn_take(id, "ga_bn_accumulate_stats", index, {count, true}, task,
+          [&] { backend_->bn_take(task, given); });
 }
 
 void Context::bn_finalize(ga_bn id) {
@@ -319,14 +373,14 @@ void Context::bn_finalize(ga_bn id) {
     fail(GA_ERROR_INVALID_STATE, "ga_bn_finalize: layer \"%s\" is not in WINDOW mode",
          b.name.c_str());
   if (b.frozen) return;
-  if (b.counts.empty())
+  if (b.taken.empty())
     fail(GA_ERROR_INVALID_STATE,
          "ga_bn_finalize: layer \"%s\" has no statistics; ga_bn_accumulate brings them",
          b.name.c_str());
   if (b.final)
     fail(GA_ERROR_INVALID_STATE, "ga_bn_finalize: the statistics of layer \"%s\" are final already",
          b.name.c_str());
-  b.summed.reserve(b.counts.size());
+  b.summed.reserve(b.taken.size());
   const BnTask task = bn_task(b, 0, 0);
   or_invalidate([&] { backend_->bn_finalize(task); });
   b.final = true;
@@ -336,7 +390,7 @@ void Context::bn_finalize(ga_bn id) {
 // That the second sweep is over what the first one was.
 void Context::bn_check_sweep(const BatchNorm& b, const char* what, int64_t index,
                              int64_t count) const {
-  const auto seen = static_cast<int64_t>(b.counts.size());
+  const auto seen = static_cast<int64_t>(b.taken.size());
   if (!b.final)
     fail(GA_ERROR_INVALID_STATE,
          "%s: layer \"%s\" has seen %lld micro-batches, but ga_bn_finalize is still due", what,
@@ -345,11 +399,11 @@ void Context::bn_check_sweep(const BatchNorm& b, const char* what, int64_t index
     fail(GA_ERROR_INVALID_STATE,
          "%s: layer \"%s\": micro-batch %lld was not in its first sweep, which had %lld", what,
          b.name.c_str(), ll(index), ll(seen));
-  if (count != b.counts[static_cast<size_t>(index)])
+  if (count != b.taken[static_cast<size_t>(index)].count)
     fail(GA_ERROR_INVALID_STATE,
          "%s: layer \"%s\": micro-batch %lld had %lld elements a channel in its first sweep, but %lld "
          "now",
-         what, b.name.c_str(), ll(index), ll(b.counts[static_cast<size_t>(index)]), ll(count));
+         what, b.name.c_str(), ll(index), ll(b.taken[static_cast<size_t>(index)].count), ll(count));
 }
 
 void Context::bn_forward(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y) {
@@ -358,22 +412,38 @@ void Context::bn_forward(ga_bn id, const void* x, int64_t samples, int64_t posit
   BnTask task = bn_task(b, samples, positions);
   const bool windowed = b.options.mode == GA_BN_WINDOW;
   const int64_t index = bn_index(b, b.forwarded);
-  const bool known = b.given && index == b.index;
-  const bool taking = !b.frozen && !windowed && !known;
+  const bool own = !b.frozen && !windowed;  // by this micro-batch's statistics
+  const bool given = own && b.has(index) && b.taken[static_cast<size_t>(index)].given;
   if (!b.frozen && windowed) bn_check_sweep(b, "ga_bn_forward", index, task.elements());
-  if (!b.frozen && known && !windowed && task.elements() != b.count)
+  if (given && task.elements() != b.taken[static_cast<size_t>(index)].count)
     fail(GA_ERROR_INVALID_STATE,
          "ga_bn_forward: layer \"%s\": micro-batch %lld brought statistics of %lld elements a "
          "channel, but x has %lld",
-         b.name.c_str(), ll(index), ll(b.count), ll(task.elements()));
+         b.name.c_str(), ll(index), ll(b.taken[static_cast<size_t>(index)].count),
+         ll(task.elements()));
   bn_check_tensor(b, "x", x, task.count(), false);
   bn_check_tensor(b, "y", y, task.count(), true);
   bn_check_overlap(b, "x", x, "y", y, task.count());
   task.x = x;
   task.out = y;
-  task.again = index == b.index;
-  or_invalidate([&] { backend_->bn_forward(task, taking); });
-  if (taking) bn_count_statistics(b, index, task.elements(), false);
+  task.index = index;
+  bool made = false;
+  if (own && !given) {
+    // Statistics for a comparison are taken alone: y is not written where they are others.
+    const auto take = [&] {
+      made = !task.aside;
+      made ? backend_->bn_forward(task, true) : backend_->bn_statistics(task);
+    };
+    bn_take(id, "ga_bn_forward", index, {task.elements(), false}, task, take);
+    task.aside = false;
+  }
+  if (own && b.index != index) {  // another micro-batch was visited since
+    BnGiven known = {};
+    known.known = true;
+    or_invalidate([&] { backend_->bn_take(task, known); });
+    b.index = index;
+  }
+  if (!made) or_invalidate([&] { backend_->bn_forward(task, false); });
   if (window_.open_index() < 0) ++b.forwarded;
 }
 
@@ -407,10 +477,11 @@ BnTask Context::bn_backward_task(const BatchNorm& b, const char* what, const voi
     fail(GA_ERROR_INVALID_STATE,
          "%s: layer \"%s\" has the statistics of micro-batch %lld, but %lld is open", what,
          b.name.c_str(), ll(b.index), ll(index));
-  } else if (task.elements() != b.count) {
+  } else if (const int64_t count = b.taken[static_cast<size_t>(index)].count;
+             task.elements() != count) {
     fail(GA_ERROR_INVALID_STATE,
          "%s: layer \"%s\": micro-batch %lld had %lld elements a channel forward, but %lld now",
-         what, b.name.c_str(), ll(index), ll(b.count), ll(task.elements()));
+         what, b.name.c_str(), ll(index), ll(count), ll(task.elements()));
   }
   const bool read = micro.weight > 0;
   if (read) {
@@ -475,11 +546,11 @@ void Context::bn_backward(ga_bn id, const void* x, const void* dy, int64_t sampl
   BnTask task = bn_backward_task(b, what, x, dy, samples, positions);
   const bool windowed = b.options.mode == GA_BN_WINDOW && !b.frozen;
   const bool summing = !bn_summed(b) && !windowed;
-  if (windowed && b.sums < static_cast<int64_t>(b.counts.size()))
+  if (windowed && b.sums < static_cast<int64_t>(b.taken.size()))
     fail(GA_ERROR_INVALID_STATE,
          "%s: layer \"%s\" has the sums of %lld of %lld micro-batches; ga_bn_backward_accumulate is "
          "due for the others",
-         what, b.name.c_str(), ll(b.sums), ll(static_cast<int64_t>(b.counts.size())));
+         what, b.name.c_str(), ll(b.sums), ll(static_cast<int64_t>(b.taken.size())));
   bn_check_tensor(b, "dx", dx, task.count(), true);
   if (task.weight != 0) {
     bn_check_overlap(b, "x", x, "dx", dx, task.count());
@@ -580,9 +651,9 @@ void Context::bn_statistics(ga_bn id, void* mean, void* variance, int32_t dtype,
 void Context::bn_forget() {
   for (BatchNorm& b : batch_norms_) {
     b.index = -1;
-    b.count = b.forwarded = b.sums = 0;
-    b.given = b.final = false;
-    b.counts.clear();
+    b.forwarded = b.sums = 0;
+    b.final = false;
+    b.taken.clear();
     b.summed.clear();
   }
 }

@@ -142,7 +142,10 @@ void Context::release() noexcept {
     backend_->free_rows(t.set);
   }
   for (const Arena& a : arenas_) backend_->free(a.data, a.bytes);
-  for (const BatchNorm& b : batch_norms_) backend_->free(b.state, b.bytes);
+  for (const BatchNorm& b : batch_norms_) {
+    backend_->free(b.state, b.bytes);
+    backend_->free(b.history, b.history_bytes());
+  }
   backend_->free(scratch_, scratch_bytes_);
   for (Group& g : groups_) backend_->free(g.rates);
   settings_.release(*backend_);
@@ -447,6 +450,13 @@ void Context::add_range(const Range& range) {
   ranges_.insert(at, range);
 }
 
+void Context::remove_range(const void* begin) {
+  const auto at = reinterpret_cast<uintptr_t>(begin);
+  ranges_.erase(std::remove_if(ranges_.begin(), ranges_.end(),
+                               [&](const Range& r) { return r.begin == at; }),
+                ranges_.end());
+}
+
 void Context::check_data(const char* tensor, const void* data, int64_t count, int32_t size,
                          ga_param self) const {
   if (count == 0) return;
@@ -600,11 +610,9 @@ void Context::bind(ga_param id, void* data) {
   require_empty("ga_param_bind");
   Param& p = param(id);
   check_data(name(id), data, p.count, dtype_info(p.dtype).size, id);
+  if (p.count > 0) remove_range(p.data);
   p.data = data;
   if (static_cast<size_t>(id) < prepared_) set_update(static_cast<size_t>(id));
-  ranges_.erase(
-      std::remove_if(ranges_.begin(), ranges_.end(), [&](const Range& r) { return r.param == id; }),
-      ranges_.end());
   const auto begin = reinterpret_cast<uintptr_t>(data);
   add_range(
       {begin,

@@ -280,16 +280,28 @@ class Context {
     void* dgamma;
     void* dbeta;
     size_t bytes;
+    Moments* history = nullptr;  // see ops/batchnorm.hpp
+    int64_t history_size = 0;    // micro-batches that it has room for
 
+    // Statistics of a micro-batch.
+    struct Taken {
+      int64_t count = -1;  // elements of a channel; -1: there are none
+      bool given = false;  // not by ga_bn_forward
+    };
     // In this window:
-    int64_t index = -1;   // micro-batch of the last statistics
-    int64_t count;        // their elements of a channel
-    bool given;           // they were not taken by ga_bn_forward
-    std::vector<char> summed;  // micro-batches that have their backward sums
-    // WINDOW mode: elements of a channel in the first sweep, and how far the others are.
-    std::vector<int64_t> counts;
-    bool final;
+    int64_t index = -1;         // the micro-batch that the layer normalises by; WINDOW: the last one
+    std::vector<Taken> taken;   // by micro-batch; WINDOW: of the first sweep
+    std::vector<char> summed;   // micro-batches that have their backward sums
+    bool final;                 // WINDOW: the first sweep is over; and how far the others are:
     int64_t forwarded, sums;
+
+    bool has(int64_t micro) const {
+      return micro < static_cast<int64_t>(taken.size()) &&
+             taken[static_cast<size_t>(micro)].count >= 0;
+    }
+    size_t history_bytes() const {
+      return static_cast<size_t>(history_size * channels) * sizeof(Moments);
+    }
   };
 
   // The last two axes of a tensor, taken as matrices.
@@ -320,6 +332,7 @@ class Context {
   void set_tables();
   const Range* overlap(const void* data, int64_t bytes, ga_param except) const;
   void add_range(const Range& range);
+  void remove_range(const void* begin);
   void check_data(const char* name, const void* data, int64_t count, int32_t size,
                   ga_param self) const;
   void check_options(const ga_flat_entry& e, int32_t dtype, const ga_param_options& o) const;
@@ -407,7 +420,10 @@ class Context {
   BnTask bn_task(const BatchNorm& b, int64_t samples, int64_t positions) const;
   int64_t bn_index(const BatchNorm& b, int64_t next) const;
   int64_t bn_check_statistics(const BatchNorm& b, const char* what) const;
-  void bn_count_statistics(BatchNorm& b, int64_t index, int64_t count, bool given);
+  template <class Work>
+  bool bn_take(ga_bn id, const char* what, int64_t index, BatchNorm::Taken taken, BnTask& task,
+               Work&& work);
+  void bn_make_room(ga_bn id, int64_t micro_batches);
   void bn_check_sweep(const BatchNorm& b, const char* what, int64_t index, int64_t count) const;
   BnTask bn_backward_task(const BatchNorm& b, const char* what, const void* x, const void* dy,
                           int64_t samples, int64_t positions);

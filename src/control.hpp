@@ -144,6 +144,7 @@ struct ParamPlan {
 // A layer with batch normalisation.
 struct BnInput {
   BnChannel* state;
+  Moments* history;  // see ops/batchnorm.hpp; NULL: nothing was taken yet, or WINDOW mode
   int64_t channels;
   double momentum;
   bool biased, frozen;

@@ -226,6 +226,10 @@ GA_DEVICE void each_channel(Crew& crew, const Tables& t, F&& f) {
   }
 }
 
+GA_HD BnHistory history_of(const BnChannel& c, const BnInput& layer) {
+  return {layer.history, layer.channels, &c - layer.state};
+}
+
 // What was counted in a window.
 template <class Crew>
 GA_DEVICE void clear_window(Crew& crew, const Tables& t) {
@@ -439,8 +443,9 @@ GA_DEVICE void decide(Crew& crew, const Tables& t, const WindowTotals& w) {
   });
   if (set.clips) take_smallest(crew, t);
   if (c.go)
-    each_channel(crew, t, [](BnChannel& channel, const BnInput& layer) {
-      if (!layer.frozen) commit(channel, layer.momentum, layer.biased);
+    each_channel(crew, t, [&](BnChannel& channel, const BnInput& layer) {
+      if (!layer.frozen)
+        commit(channel, history_of(channel, layer), w.micro_batches, layer.momentum, layer.biased);
     });
   if (c.result.outcome != GA_STEP_SKIPPED_NONFINITE || t.settings->nonfinite != GA_NONFINITE_FAIL)
     clear_window(crew, t);
@@ -516,7 +521,7 @@ GA_DEVICE void open_micro(Crew& crew, const Tables& t, const MicroInput* inputs,
 // Whether it is added, and each contribution's scale and clip factor.
 template <class Crew>
 GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, MicroPlan* plans,
-                     int64_t count, const Micro& micro) {
+                     int64_t count, const Micro& micro, int64_t index) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
   crew.each_warp(count, [&](int64_t k, auto& warp) {
@@ -585,11 +590,12 @@ GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, Micr
       plan.noise *= c.weight * c.weight;  // it is added as c / W
     }
   });
-  each_channel(crew, t, [&](BnChannel& channel, const BnInput&) {
-    if (added) channel.window = merge(channel.window, channel.micro);
-    channel.micro = {0, 0, 0};
-  });
-  if (!added) return;
+  if (!added) {
+    each_channel(crew, t, [&](BnChannel& channel, const BnInput& layer) {
+      drop(channel, history_of(channel, layer), index);
+    });
+    return;
+  }
   crew.each_item(count, [&](int64_t k) {
     ParamState& s = t.param_states[inputs[k].param];
     s.contributed = 1;

@@ -172,7 +172,8 @@ ga_memory Context::memory() const {
                  static_cast<int64_t>(contributions_.capacity() *
                                       (sizeof(Contribution) + sizeof(MicroInput) +
                                        sizeof(NormTask)));
-  for (const BatchNorm& b : batch_norms_) m.batch_norm += static_cast<int64_t>(b.bytes);
+  for (const BatchNorm& b : batch_norms_)
+    m.batch_norm += static_cast<int64_t>(b.bytes + b.history_bytes());
   m.workspace += backend_->bn_bytes() + bn_inputs_.bytes();
   m.total = m.accumulators + m.optimizer_state + m.workspace + m.masters + m.averages + m.rows +
             m.batch_norm;

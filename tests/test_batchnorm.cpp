@@ -797,11 +797,13 @@ TEST(BatchNormRunning, StatisticsBeforeTheForwardPass) {
                    other = bn_window(kShape, GA_F32, {9}, 7);
     BnOutput out = bn_output(window);
     for (size_t k = 0; k < 2; ++k) {
-      net.take(other[0]);
-      net.take(window[k]);  // in place of the other
+      net.take(window[k]);
+      net.take(window[k]);  // changes nothing
       net.forward(window[k], out.y[k]);
       net.forward(window[k], out.y[k]);
       net.in_micro(k, window[k], [&] {
+        net.take(other[0]);
+        net.take(window[k]);  // in place of the other
         net.forward(window[k], out.y[k]);
         net.backward(window[k], out.dx[k]);
       });
@@ -823,6 +825,181 @@ TEST(BatchNormRunning, StatisticsBeforeTheForwardPass) {
           net.layer().beta[c];
       EXPECT_NEAR(y.get(i), want_y, 8 * 0x1p-24 * (1 + std::abs(want_y)));
     }
+  }
+}
+
+// Micro-batches that are filled in turns: whatever comes again for one takes the place of what it
+// had, in every order of visits, and CUMULATIVE normalises micro-batch k by 0..k.
+TEST(BatchNormRunning, MicroBatchesInTurns) {
+  const BnWindow data = bn_window(kShape, GA_F64, {2, 3, 1, 4}),
+                 other = bn_window(kShape, GA_F64, {5, 2, 3, 2}, 9);
+  const struct {
+    size_t micro;
+    bool others;  // x of `other`
+  } visits[] = {{0, true}, {1, false}, {0, false}, {2, true}, {1, true}, {3, false},
+                {2, false}, {1, false}, {3, false}, {0, false}};
+  for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
+    SCOPED_TRACE(mode_name(mode));
+    BnNet net(kShape, of_dtype(mode, GA_F64));
+    std::vector<const BnData*> seen;
+    for (const auto& visit : visits) {
+      const BnData& m = visit.others ? other[visit.micro] : data[visit.micro];
+      seen.resize(std::max(seen.size(), visit.micro + 1));
+      seen[visit.micro] = &m;
+      Tensor y(GA_F64, m.x.count()), dx(GA_F64, m.x.count());
+      EXPECT_OK(ga_micro_begin(net.ctx, static_cast<int64_t>(visit.micro), 1, nullptr));
+      net.forward(m, y);
+      EXPECT_OK(ga_micro_end(net.ctx));
+      // What the reference makes of the micro-batches up to this one, as a window of their own.
+      BnWindow until;
+      for (size_t k = 0; k <= visit.micro; ++k) until.push_back(*seen[k]);
+      const auto want = ref::batch_norm(net.layer(), bn_micros(until, GA_GRADIENT_MEAN), GA_F64);
+      EXPECT_TRUE(near(y, want.y.back())) << "micro-batch " << visit.micro;
+    }
+    EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+    BnNet plain(kShape, of_dtype(mode, GA_F64));
+    plain.step(data);
+    EXPECT_EQ(Running(net.ctx, net.bn, 3), Running(plain.ctx, plain.bn, 3));
+  }
+}
+
+// One channel of a layer with momentum 1, so that the running statistics are those of the window.
+struct OneChannel {
+  explicit OneChannel(int32_t mode, const ga_config& c = config()) : ctx(c) {
+    const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_SGD));
+    add(ctx, group, param);
+    ga_bn_options o = of_dtype(mode, GA_F64);
+    o.momentum = 1;
+    o.biased = 1;
+    EXPECT_OK(ga_bn_add(ctx, "bn", 1, -1, -1, &o, &bn));
+  }
+  ga_status forward(std::vector<double> values, std::vector<double>* out = nullptr) {
+    Tensor x(GA_F64, static_cast<int64_t>(values.size())), y(GA_F64, x.count());
+    for (int64_t i = 0; i < x.count(); ++i) x.set(i, values[static_cast<size_t>(i)]);
+    const ga_status status = ga_bn_forward(ctx, bn, x.data(), x.count(), 1, y.data());
+    EXPECT_OK(ga_synchronize(ctx));  // x and y go
+    if (out) *out = numbers(y);
+    return status;
+  }
+  ga_status give(double mean, double variance) {
+    Tensor m(GA_F64, 1, mean), v(GA_F64, 1, variance);
+    const ga_status status =
+        ga_bn_accumulate_stats(ctx, bn, 2, m.data(), v.data(), GA_BN_VARIANCE, GA_F64);
+    EXPECT_OK(ga_synchronize(ctx));
+    return status;
+  }
+  void whole() {  // a micro-batch with a gradient
+    const void* const at = gradient.data();
+    EXPECT_OK(ga_accumulate(ctx, &at, 1, 1, nullptr));
+  }
+  void empty(int64_t index) {
+    EXPECT_OK(ga_micro_begin(ctx, index, 1, nullptr));
+    EXPECT_OK(ga_micro_end(ctx));
+  }
+
+  Context ctx;
+  Tensor param{GA_F64, 1, 1.0}, gradient{GA_F64, 1, 0.5};
+  ga_bn bn = -1;
+};
+
+// The numbers by hand: of [0, 2] and [10, 12] the mean is 6 and the variance 26.
+TEST(BatchNormRunning, AnEarlierMicroBatchOnceMore) {
+  for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
+    OneChannel net(mode);
+    std::vector<double> y;
+    for (const int64_t index : {0, 1, 0}) {
+      EXPECT_OK(ga_micro_begin(net.ctx, index, 1, nullptr));
+      EXPECT_OK(net.forward(index == 0 ? std::vector<double>{0, 2} : std::vector<double>{10, 12},
+                            &y));
+      EXPECT_OK(ga_micro_end(net.ctx));
+    }
+    EXPECT_NEAR(y[0], -1 / std::sqrt(1 + 1e-5), 1e-15) << "by itself alone, in both modes";
+    EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+    const Running running(net.ctx, net.bn, 1);
+    EXPECT_EQ(running.mean[0], 6);
+    EXPECT_EQ(running.variance[0], 26);
+  }
+}
+
+// A program that adds up its gradients itself: four micro-batches' statistics and one ga_accumulate
+// would be one micro-batch with the last one's. Each call after the first is told so.
+TEST(BatchNormRunning, StatisticsOfAnUnopenedMicroBatchComeOnce) {
+  for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
+    OneChannel net(mode);
+    EXPECT_OK(net.give(1, 1));
+    for (int k = 2; k <= 4; ++k)
+      EXPECT_TRUE(refused(net.give(k, 1), GA_ERROR_INVALID_STATE,
+                          {"ga_bn_accumulate_stats", "\"bn\"", "micro-batch 0", "ga_micro_begin"}));
+    EXPECT_OK(net.give(1, 1)) << "the same once more is no contradiction";
+    net.whole();
+    EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+    EXPECT_EQ(Running(net.ctx, net.bn, 1).mean[0], 1) << "changed by a call that failed";
+
+    // The way: an empty begin and end for each. The mean of 1..4 is 2.5, the variance 1 + 1.25.
+    for (int64_t k = 0; k < 4; ++k) {
+      EXPECT_OK(net.give(static_cast<double>(k + 1), 1));
+      net.empty(k);
+    }
+    net.whole();
+    EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+    const Running running(net.ctx, net.bn, 1);
+    EXPECT_EQ(running.mean[0], 2.5);
+    EXPECT_EQ(running.variance[0], 2.25);
+
+    // The forward pass likewise; y of the call that fails is not written.
+    EXPECT_OK(net.forward({0, 2}));
+    EXPECT_OK(net.forward({0, 2}));
+    std::vector<double> y;
+    EXPECT_TRUE(refused(net.forward({10, 12}, &y), GA_ERROR_INVALID_STATE, {"ga_bn_forward"}));
+    EXPECT_EQ(y, std::vector<double>(2, 0.0));
+    Tensor x(GA_F64, 2, 3.0);
+    EXPECT_TRUE(refused(ga_bn_accumulate(net.ctx, net.bn, x.data(), 2, 1), GA_ERROR_INVALID_STATE,
+                        {"ga_bn_accumulate"}));
+    net.whole();
+    EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+    EXPECT_EQ(Running(net.ctx, net.bn, 1).mean[0], 1);
+  }
+}
+
+// A forward pass for a micro-batch that is never opened is no part of the window.
+TEST(BatchNormRunning, AMicroBatchThatIsNeverOpenedDoesNotCount) {
+  for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
+    OneChannel net(mode);
+    EXPECT_OK(net.forward({0, 2}));
+    net.whole();
+    EXPECT_OK(net.forward({100, 200}));
+    EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+    Running running(net.ctx, net.bn, 1);
+    EXPECT_EQ(running.mean[0], 1);
+    EXPECT_EQ(running.variance[0], 1);
+    // Nor of the next one.
+    EXPECT_OK(net.forward({4, 8}));
+    net.whole();
+    EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+    running = Running(net.ctx, net.bn, 1);
+    EXPECT_EQ(running.mean[0], 6);
+    EXPECT_EQ(running.variance[0], 4);
+    EXPECT_EQ(running.steps, 2);
+  }
+}
+
+// Statistics that the program gave a micro-batch stay its own when it is visited again.
+TEST(BatchNormRunning, GivenStatisticsStayWithTheirMicroBatch) {
+  for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
+    OneChannel net(mode);
+    EXPECT_OK(net.give(5, 3));
+    net.empty(0);
+    EXPECT_OK(net.give(7, 3));
+    net.empty(1);
+    EXPECT_OK(ga_micro_begin(net.ctx, 0, 1, nullptr));
+    std::vector<double> y;
+    EXPECT_OK(net.forward({5, 5 + std::sqrt(3 + 1e-5)}, &y));  // not what [5, 6.7] has
+    EXPECT_OK(ga_micro_end(net.ctx));
+    EXPECT_NEAR(y[0], 0, 1e-15);
+    EXPECT_NEAR(y[1], 1, 1e-15);
+    EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+    EXPECT_EQ(Running(net.ctx, net.bn, 1).mean[0], 6);
+    EXPECT_EQ(Running(net.ctx, net.bn, 1).variance[0], 4);
   }
 }
 

@@ -289,7 +289,8 @@ typedef struct ga_memory {
   int64_t rows;     /* 4 bytes for each row of a parameter with ga_param_options.rows, and room for
                        the rows of the largest window so far, 40 bytes each; as much again is in
                        workspace */
-  int64_t batch_norm; /* of ga_bn_add, which allocates them: 128 bytes a channel, 136 in f64 */
+  int64_t batch_norm; /* 120 bytes a channel, 128 in f64, from ga_bn_add on; in MICRO and CUMULATIVE
+                         mode 24 more for each micro-batch that the largest window so far had */
 } ga_memory;
 
 GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
@@ -854,6 +855,13 @@ GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data,
  * weight and loss scale; in WINDOW mode these also weigh its share in the dx of all others. With
  * weight 0 dx is zero. To the statistics every element counts the same, whatever the weight.
  *
+ * A micro-batch may be visited again, in any order: in MICRO and CUMULATIVE mode its statistics are
+ * kept, and new ones replace them; CUMULATIVE normalises micro-batch k by those of 0 to k. For a
+ * micro-batch that has not been opened yet, the same statistics may come twice, but others are
+ * GA_ERROR_INVALID_STATE: they would be those of another micro-batch, and be lost. A program that adds
+ * up its gradients itself opens and closes each micro-batch all the same, with nothing between. That
+ * comparison waits on a device. Statistics of a micro-batch that is never opened do not count.
+ *
  * Tensors are [samples, channels, positions] or [samples, positions, channels], positions being the
  * product of the spatial extents, 1 without any. x is read again by the backward calls. y may be x,
  * dx may be dy or x; outputs must not overlap anything else that the call reads, nor a parameter.
@@ -907,8 +915,7 @@ GA_API ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen);
 
 /* Takes the statistics of a micro-batch. In WINDOW mode this is the first sweep: each micro-batch
    once, in their order, before ga_bn_finalize. Else it is for programs that do not call
-   ga_bn_forward, which does it itself; what comes again for one micro-batch replaces what came
-   before. */
+   ga_bn_forward, which does it itself. */
 GA_API ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                                   int64_t positions);
 

@@ -283,7 +283,9 @@ struct BnTask {
   bool channels_last;  // [samples, positions, channels], else [samples, channels, positions]
   int32_t mode, dtype;
   bool frozen;  // by the running statistics
-  bool again;   // statistics: in place of those that the micro-batch had
+  const BnInput* input;  // where the history is: a captured graph follows it when that moves
+  int64_t index;         // of the micro-batch whose statistics are taken
+  bool aside;  // they go to the next entry of the history and change nothing else
   double eps;
   Array gamma, beta;  // data NULL: 1 and 0
   const void* x;
@@ -300,6 +302,14 @@ struct BnTask {
   GA_HD int64_t elements() const { return samples * positions; }  // of a channel
   GA_HD int64_t count() const { return elements() * channels; }
   GA_HD double share() const { return divisor ? weight / *divisor : weight; }
+
+  GA_HD void take(int64_t channel, const Moments& m) const {
+    const BnHistory history = {input->history, channels, channel};
+    if (aside)
+      history[index + 1] = m;
+    else
+      ga::take(state[channel], history, index, m, mode, eps);
+  }
 };
 
 // Statistics of a micro-batch that the program has taken.
@@ -307,6 +317,7 @@ struct BnGiven {
   int64_t count;
   Array mean, spread;  // of channels
   bool squares;        // spread: sums of squares; else divided by count
+  bool known;          // those that the history has, in place of all the above
 };
 
 template <class T>
@@ -393,9 +404,9 @@ class Backend {
 
   // Settles what the end of a window is: outcome, norm, clip factors, clocks, folded Ops.
   virtual void decide(const WindowTotals& totals, const StepSums& sums) = 0;
-  // Judges a micro-batch: plans[i] of inputs[i]. raw: only what the norms need.
+  // Judges micro-batch number index: plans[i] of inputs[i]. raw: only what the norms need.
   virtual void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
-                     bool raw) = 0;
+                     int64_t index, bool raw) = 0;
   // Counters and scaler of a window that was thrown away.
   virtual void clear_window() = 0;
   // The control block as the last decide left it, if no wait is needed to know; else NULL. The

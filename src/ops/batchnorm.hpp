@@ -6,6 +6,9 @@
 // Of a micro-batch the sums of x - shift and of its square are taken in double, shift being some
 // element of the channel. Since (shift - mean)^2 <= M2, M2 loses at most n ulps by it, whatever the
 // data. Micro-batches are merged by count, mean and M2 (Chan, Golub & LeVeque 1983).
+//
+// In MICRO and CUMULATIVE mode the statistics of every micro-batch of the window are kept, since a
+// micro-batch may be visited again.
 #pragma once
 
 #include <math.h>
@@ -37,21 +40,35 @@ GA_HD Moments merge(const Moments& a, const Moments& b) {
   return {n, a.mean + d * (b.count / n), a.m2 + b.m2 + d * d * (a.count * b.count / n)};
 }
 
+// The statistics of one channel by micro-batch, among those of all channels of the layer.
+struct BnHistory {
+  Moments* entries;
+  int64_t channels, channel;
+
+  GA_HD Moments& operator[](int64_t micro) const { return entries[micro * channels + channel]; }
+};
+
 // Of a layer, all zeros at first but for running_variance.
 struct BnChannel {
-  Moments window;  // the micro-batches of the window, the last one excepted
-  Moments micro;   // the last one
+  Moments window;  // WINDOW: the micro-batches so far; else those before number `merged`
+  int64_t merged;
+  int64_t taken;  // the history holds micro-batches [0, taken); behind them lies old data
   // By what x is normalised now, as the last forward pass was: of so many elements.
   double count, mean, variance, rstd;
   double dbeta, dgamma;  // sums of dy and dy x^, of what count is about
   double running_mean, running_variance;
   int64_t steps;  // by which they have moved
 };
-static_assert(sizeof(BnChannel) == 15 * 8);
+static_assert(sizeof(BnChannel) == 14 * 8);
 
-// The statistics that a mode normalises by.
-GA_HD Moments moments_for(const BnChannel& c, int32_t mode) {
-  return mode == GA_BN_MICRO ? c.micro : merge(c.window, c.micro);
+// Makes c.window the micro-batches [0, index) of the history.
+GA_HD void merge_up_to(BnChannel& c, const BnHistory& history, int64_t index) {
+  if (index < c.merged) {
+    c.window = {0, 0, 0};
+    c.merged = 0;
+  }
+  for (; c.merged < index && c.merged < c.taken; ++c.merged)
+    c.window = merge(c.window, history[c.merged]);
 }
 
 GA_HD void normalise_by(BnChannel& c, const Moments& m, double eps) {
@@ -61,24 +78,37 @@ GA_HD void normalise_by(BnChannel& c, const Moments& m, double eps) {
   c.rstd = 1 / sqrt(c.variance + eps);
 }
 
-// Takes the statistics of a micro-batch; again: in place of what it had.
-GA_HD void take(BnChannel& c, const Moments& m, bool again, int32_t mode, double eps) {
-  if (!again) c.window = merge(c.window, c.micro);
-  c.micro = m;
-  if (mode != GA_BN_WINDOW) normalise_by(c, moments_for(c, mode), eps);
+// Takes the statistics of micro-batch `index`, in place of those it may have had, and normalises by
+// what the mode says. There is no history in WINDOW mode.
+GA_HD void take(BnChannel& c, const BnHistory& history, int64_t index, const Moments& m,
+                int32_t mode, double eps) {
+  if (mode == GA_BN_WINDOW) {
+    c.window = merge(c.window, m);
+    return;
+  }
+  for (; c.taken <= index; ++c.taken) history[c.taken] = {0, 0, 0};
+  history[index] = m;
+  merge_up_to(c, history, index);
+  normalise_by(c, mode == GA_BN_MICRO ? m : merge(c.window, m), eps);
+}
+
+// Takes the statistics of micro-batch `index` out of the window.
+GA_HD void drop(BnChannel& c, const BnHistory& history, int64_t index) {
+  if (index < c.taken) history[index] = {0, 0, 0};
 }
 
 // The end of the first sweep.
 GA_HD void finalize(BnChannel& c, double eps) {
-  c.window = merge(c.window, c.micro);
-  c.micro = {0, 0, 0};
   normalise_by(c, c.window, eps);
   c.dbeta = c.dgamma = 0;
 }
 
-// The end of a window.
-GA_HD void commit(BnChannel& c, double momentum, bool biased) {
-  const Moments m = merge(c.window, c.micro);
+// The end of a window of so many micro-batches. Statistics of one that has not been opened are behind
+// these and do not count.
+GA_HD void commit(BnChannel& c, const BnHistory& history, int64_t micro_batches, double momentum,
+                  bool biased) {
+  merge_up_to(c, history, micro_batches);
+  const Moments& m = c.window;
   if (!(m.count > 0) || !(fabs(m.mean) <= 1.7976931348623157e308) ||
       !(m.m2 <= 1.7976931348623157e308))
     return;
@@ -87,7 +117,10 @@ GA_HD void commit(BnChannel& c, double momentum, bool biased) {
   if (divisor > 0) c.running_variance += momentum * (m.m2 / divisor - c.running_variance);
   ++c.steps;
 }
-GA_HD void forget(BnChannel& c) { c.window = c.micro = {0, 0, 0}; }
+GA_HD void forget(BnChannel& c) {
+  c.window = {0, 0, 0};
+  c.merged = c.taken = 0;
+}
 
 // The deviation of x from a mean in two parts: what the first loses of a large one is in the second.
 template <class T>

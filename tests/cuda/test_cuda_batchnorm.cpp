@@ -589,12 +589,12 @@ TEST_F(BatchNorm, GivenStatistics) {
           }
           const DeviceTensor m_at(m, layer.stream()), spread_at(spread, layer.stream());
           const DeviceTensor wrong(Tensor(dtype, 700, 99), layer.stream());
+          EXPECT_OK(ga_micro_begin(layer, static_cast<int64_t>(k), 1, nullptr));
           if (k == 2) {  // replaced
             EXPECT_OK(ga_bn_accumulate_stats(layer, 0, 7, wrong.data(), wrong.data(), kind, dtype));
           }
           EXPECT_OK(ga_bn_accumulate_stats(layer, 0, counts[k], m_at.data(), spread_at.data(), kind,
                                            dtype));
-          EXPECT_OK(ga_micro_begin(layer, static_cast<int64_t>(k), 1, nullptr));
           EXPECT_OK(ga_micro_end(layer));
           const auto add = static_cast<double>(counts[k]);
           for (size_t i = 0; i < 700 && add > 0; ++i) {
@@ -688,7 +688,11 @@ TEST_F(BatchNorm, LayersBesideEachOther) {
     before = now;
     DeviceTensor x(numbers(GA_F32, 5 * channels, 4), layer.stream(), 0);
     EXPECT_OK(ga_bn_forward(layer, id, x.data(), 5, 1, x.data()));
-    for (size_t k = 0; k < 2; ++k) layer.forward(k);
+    for (size_t k = 0; k < 2; ++k) {
+      layer.open(k);
+      layer.forward(k);
+      layer.close();
+    }
     EXPECT_OK(ga_discard(layer));
     layer.stream().wait();
   }

@@ -200,14 +200,14 @@ class CpuBackend final : public Backend {
                      last);
   }
 
-  void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
+  void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro, int64_t index,
              bool raw) override {
     Crew crew;
     const auto count = static_cast<int64_t>(inputs.size);
     if (raw)
       open_micro(crew, tables_, inputs.data, plans, count);
     else
-      ga::judge(crew, tables_, inputs.data, plans, count, micro);
+      ga::judge(crew, tables_, inputs.data, plans, count, micro, index);
   }
 
   void clear_window() override {

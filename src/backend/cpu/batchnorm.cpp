@@ -108,8 +108,7 @@ struct BatchNorm::Statistics {
     static_cast<double*>(numbers)[column] = shift(t, c);
   }
   static void finish(const BnTask& t, int64_t c, double sum, double squares) {
-    ga::take(t.state[c], moments_of(t.elements(), shift(t, c), sum, squares), t.again, t.mode,
-             t.eps);
+    t.take(c, moments_of(t.elements(), shift(t, c), sum, squares));
   }
 };
 
@@ -346,9 +345,11 @@ void BatchNorm::take(const BnTask& t, const BnGiven& given) {
   const double n = static_cast<double>(given.count);
   for (int64_t c = 0; c < t.channels; ++c) {
     Moments m = {0, 0, 0};
-    if (given.count > 0)
+    if (given.known)
+      m = t.input->history[t.index * t.channels + c];
+    else if (given.count > 0)
       m = {n, number_of(given.mean, c, 0), number_of(given.spread, c, 0) * (given.squares ? 1 : n)};
-    ga::take(t.state[c], m, t.again, t.mode, t.eps);
+    t.take(c, m);
   }
 }
 

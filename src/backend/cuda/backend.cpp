@@ -147,19 +147,19 @@ class CudaBackend final : public Backend {
     });
   }
 
-  void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
+  void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro, int64_t index,
              bool raw) override {
     runtime_.call([&] {
       const Queue& queue = runtime_.queue();
       if (inputs.size <= kMostInputs) {
-        cuda::judge(queue, tables_, inputs, plans, micro, raw);
+        cuda::judge(queue, tables_, inputs, plans, micro, index, raw);
         return;
       }
       const size_t bytes = inputs.size * sizeof(MicroInput);
       inputs_.reserve(runtime_, std::max(bytes, std::min(2 * inputs_.bytes(), 2 * bytes)));
       runtime_.write(inputs_.at<MicroInput>(), inputs.data, bytes);
       cuda::judge(queue, tables_, inputs_.at<MicroInput>(), static_cast<int64_t>(inputs.size),
-                  plans, micro, raw);
+                  plans, micro, index, raw);
     });
   }
 

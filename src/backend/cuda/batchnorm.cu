@@ -398,8 +398,7 @@ struct Statistics {
 
   GA_DEVICE static void finish(const BnTask& task, int64_t channel, double shift, double sum,
                                double squares) {
-    const Moments m = moments_of(task.elements(), shift, sum, squares);
-    take(task.state[channel], m, task.again, task.mode, task.eps);
+    task.take(channel, moments_of(task.elements(), shift, sum, squares));
   }
 };
 
@@ -520,12 +519,14 @@ struct Take {
       const int64_t c = block.index() * kThreads + thread;
       if (c >= task.channels) return;
       Moments m = {0, 0, 0};
-      if (given.count > 0) {
+      if (given.known) {
+        m = task.input->history[task.index * task.channels + c];
+      } else if (given.count > 0) {
         const double n = static_cast<double>(given.count), spread = element(given.spread, c, 0);
         m = {n, element(given.mean, c, 0), given.squares ? spread : spread * n};
         if (m.m2 < 0) m.m2 = NAN;
       }
-      take(task.state[c], m, task.again, task.mode, task.eps);
+      task.take(c, m);
     });
   }
 };

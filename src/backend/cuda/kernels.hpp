@@ -145,10 +145,10 @@ void clear_window(const Queue& queue, const Tables& tables);
 // inputs: the host's, as many as fit the arguments of a launch (kMostInputs).
 constexpr size_t kMostInputs = 1000;
 void judge(const Queue& queue, const Tables& tables, Span<const MicroInput> inputs,
-           MicroPlan* plans, const Micro& micro, bool raw);
+           MicroPlan* plans, const Micro& micro, int64_t index, bool raw);
 // The same with inputs on the device, any number of them.
 void judge(const Queue& queue, const Tables& tables, const MicroInput* inputs, int64_t count,
-           MicroPlan* plans, const Micro& micro, bool raw);
+           MicroPlan* plans, const Micro& micro, int64_t index, bool raw);
 
 // ---- Batch normalisation ----
 

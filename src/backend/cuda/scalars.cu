@@ -23,6 +23,7 @@ struct Judge {
   MicroPlan* plans;
   int64_t count;
   Micro micro;
+  int64_t index;
   bool raw;
   Inputs inputs;
 
@@ -31,7 +32,7 @@ struct Judge {
     if (raw)
       ga::open_micro(block, tables, in, plans, count);
     else
-      ga::judge(block, tables, in, plans, count, micro);
+      ga::judge(block, tables, in, plans, count, micro, index);
   }
 };
 
@@ -129,7 +130,7 @@ void clear_window(const Queue& queue, const Tables& tables) {
 }
 
 void judge(const Queue& queue, const Tables& tables, Span<const MicroInput> inputs,
-           MicroPlan* plans, const Micro& micro, bool raw) {
+           MicroPlan* plans, const Micro& micro, int64_t index, bool raw) {
   const auto count = static_cast<int64_t>(inputs.size);
   if (inputs.size > kMostInputs)
     fail(GA_ERROR_INTERNAL, "%zu contributions were given to one launch", inputs.size);
@@ -138,14 +139,15 @@ void judge(const Queue& queue, const Tables& tables, Span<const MicroInput> inpu
   kernel.plans = plans;
   kernel.count = count;
   kernel.micro = micro;
+  kernel.index = index;
   kernel.raw = raw;
   for (size_t i = 0; i < inputs.size; ++i) kernel.inputs.inputs[i] = inputs.data[i];
   launch(kernel, 1, queue.stream);
 }
 
 void judge(const Queue& queue, const Tables& tables, const MicroInput* inputs, int64_t count,
-           MicroPlan* plans, const Micro& micro, bool raw) {
-  launch(Judge<InputsAt>{tables, plans, count, micro, raw, {inputs}}, 1, queue.stream);
+           MicroPlan* plans, const Micro& micro, int64_t index, bool raw) {
+  launch(Judge<InputsAt>{tables, plans, count, micro, index, raw, {inputs}}, 1, queue.stream);
 }
 
 void upload(const Queue& queue, void* to, const void* from, size_t bytes) {
