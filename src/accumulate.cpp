@@ -462,7 +462,7 @@ void Context::settle(int64_t index) {
   if (!added) {
     for (const Contribution& c : contributions_)
       if (c.index_dtype == 0) count_contribution(params_[static_cast<size_t>(c.param)]);
-    window_.drop(index);
+    window_.drop_last();  // it cannot be opened again
     contributions_.clear();
     return;
   }

@@ -16,16 +16,18 @@ ga_window_state Window::state() const {
   return accum_steps_ > 0 && size() >= accum_steps_ ? GA_WINDOW_FULL : GA_WINDOW_OPEN;
 }
 
-double Window::weight() const {
-  double sum = 0;
-  for (const Micro& m : micros_) sum += m.weight;
-  return sum;
+void Window::add(const Micro& micro) {
+  micros_.push_back(micro);
+  weight_before_last_ = weight_;
+  weight_ += micro.weight;
+  weighted_ += micro.weight > 0;
 }
 
-int64_t Window::weighted() const {
-  int64_t count = 0;
-  for (const Micro& m : micros_) count += m.weight > 0;
-  return count;
+void Window::drop_last() {
+  weighted_ -= micros_.back().weight > 0;
+  micros_.back().weight = 0;
+  weight_ = weight_before_last_;
+  ++dropped_;
 }
 
 void Window::check_valid() const {
@@ -57,7 +59,7 @@ void Window::begin(int64_t index, const Micro& micro) {
          ll(size()), ll(size()));
   if (index == size()) {
     check_whole();
-    micros_.push_back(micro);
+    add(micro);
   } else {
     const Micro& first = micros_[static_cast<size_t>(index)];
     if (first.weight != micro.weight)
@@ -101,6 +103,8 @@ void Window::invalidate() { invalid_ = true; }
 
 void Window::clear() {
   micros_.clear();
+  weight_ = weight_before_last_ = 0;
+  weighted_ = 0;
   open_ = -1;
   dropped_ = 0;
   invalid_ = false;

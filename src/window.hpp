@@ -24,7 +24,7 @@ class Window {
   ga_window_state state() const;
   bool empty() const { return micros_.empty() && !invalid_; }
   int64_t size() const { return static_cast<int64_t>(micros_.size()); }
-  double weight() const;  // sum, in the order of the micro-batches
+  double weight() const { return weight_; }  // sum, in the order of the micro-batches
   int64_t open_index() const { return open_; }
   const Micro& open_micro() const { return micros_[static_cast<size_t>(open_)]; }
   const Micro& micro(int64_t index) const { return micros_[static_cast<size_t>(index)]; }
@@ -42,14 +42,10 @@ class Window {
   void reserve_one() {
     if (micros_.size() == micros_.capacity()) micros_.reserve(2 * micros_.size() + 16);
   }
-  void add(const Micro& micro) { micros_.push_back(micro); }  // after check_whole
-  // Micro-batch index counts from now on with weight 0.
-  void drop(int64_t index) {
-    micros_[static_cast<size_t>(index)].weight = 0;
-    ++dropped_;
-  }
+  void add(const Micro& micro);  // after check_whole
+  void drop_last();  // the last micro-batch counts from now on with weight 0
   int64_t dropped() const { return dropped_; }
-  int64_t weighted() const;  // micro-batches of weight > 0
+  int64_t weighted() const { return weighted_; }  // micro-batches of weight > 0
   void invalidate();         // parameters and state are untouched, accumulators are not
   void clear();
 
@@ -57,6 +53,8 @@ class Window {
   std::vector<Micro> micros_;
   int64_t open_ = -1;
   int64_t accum_steps_ = 0;
+  double weight_ = 0, weight_before_last_ = 0;
+  int64_t weighted_ = 0;
   int64_t dropped_ = 0;
   bool invalid_ = false;
 };
