@@ -62,13 +62,24 @@ void Context::check_values(ga_param id, const void* data, int64_t count, int32_t
     backend_->check_memory(data, (std::string("parameter \"") + name(id) + "\": " + what).c_str());
 }
 
+// That data of a further contribution lies apart from the parameter's first one, if that lives on.
+void Context::check_alive(ga_param id, const void* data, int64_t bytes, const char* what) const {
+  const Param& p = params_[static_cast<size_t>(id)];
+  if (p.held() != Held::kAdopted || p.count == 0 || bytes == 0) return;
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  const auto first = reinterpret_cast<uintptr_t>(p.adopted);
+  const auto size = static_cast<uintptr_t>(p.count * dtype_info(p.gradient_dtype).size);
+  if (begin < first + size && first < begin + static_cast<uintptr_t>(bytes))
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "parameter \"%s\": %s, at %p, overlaps its first one, at %p, which still lives "
+         "(GA_GRADIENTS_LIVE)",
+         name(id), what, data, p.adopted);
+}
+
 void Context::check_gradient(ga_param id, const void* gradient) {
   Param& p = params_[static_cast<size_t>(id)];
-  if (p.held() == Held::kAdopted && gradient == p.adopted && p.count > 0)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "parameter \"%s\": its second gradient in this window came at %p, where its first still "
-         "lives (GA_GRADIENTS_LIVE)",
-         name(id), gradient);
+  const int32_t size = dtype_info(p.gradient_dtype).size;
+  check_alive(id, gradient, p.count * size, "its second gradient in this window");
   if (gradient == p.checked) return;
   check_values(id, gradient, p.count, dtype_info(p.gradient_dtype).size, "its gradient");
   p.checked = gradient;
@@ -328,11 +339,8 @@ void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dt
   if (micro.weight == 0 || p.frozen) return;
   check_values(id, indices, count, dtype_info(index_dtype).size, "indices");
   check_values(id, values, elements, size, "values");
-  if (p.held() == Held::kAdopted && values == p.adopted && elements > 0)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "parameter \"%s\": values came at %p, where its first gradient still lives "
-         "(GA_GRADIENTS_LIVE)",
-         name(id), values);
+  check_alive(id, indices, count * dtype_info(index_dtype).size, "indices");
+  check_alive(id, values, elements * size, "values");
 
   const Contribution c = {id, values, p.gradient_dtype, indices, index_dtype, elements, count, 0};
   const Source rows = contribution(values, p.gradient_dtype, micro);
@@ -538,6 +546,7 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
       fail(GA_ERROR_INVALID_ARGUMENT,
            "parameter \"%s\": %s at %p overlaps a parameter or memory of the library", name(id),
            which, data);
+    check_alive(id, data, elements * size, which);
     if (config_.device != GA_DEVICE_CPU)
       backend_->check_memory(data,
                              (std::string("parameter \"") + name(id) + "\": " + which).c_str());

@@ -103,6 +103,10 @@ ga_bn Context::add_batch_norm(const char* name, int64_t channels, ga_param gamma
          "have been normalised with one that is dropped",
          name, o.mode == GA_BN_WINDOW ? "WINDOW" : "CUMULATIVE");
 
+  if (o.mode == GA_BN_WINDOW && clip_micro_)
+    fail(GA_ERROR_UNSUPPORTED,
+         "layer \"%s\": not with GA_CLIP_MICRO in WINDOW mode, which opens micro-batches again", name);
+
   BatchNorm b = {};
   b.name = name;
   b.channels = channels;

@@ -56,17 +56,30 @@ const ga_clip& Context::clip_of(const Param& p) const {
   return g.own_clip ? g.clip : clip_;
 }
 
+// Whether every micro-batch is clipped.
+bool is_of_micros(const ga_clip& c) {
+  return c.when == GA_CLIP_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
+}
+
+// Micro-batches that are clipped cannot be opened again, as the two sweeps of WINDOW mode do.
+void Context::check_no_sweeps(const ga_clip& clip) const {
+  if (!is_of_micros(clip)) return;
+  for (const BatchNorm& b : batch_norms_)
+    if (b.options.mode == GA_BN_WINDOW)
+      fail(GA_ERROR_UNSUPPORTED,
+           "clip: GA_CLIP_MICRO was set, but batch-normalisation layer \"%s\" is in WINDOW mode, "
+           "which opens micro-batches again",
+           b.name.c_str());
+}
+
 void Context::choose_path() {
-  const auto micro = [](const ga_clip& c) {
-    return c.when == GA_CLIP_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
-  };
   const auto units = [](const ga_clip& c) {
     return c.when == GA_CLIP_STEP && c.scope == GA_CLIP_AGC;
   };
-  clip_micro_ = micro(clip_);
+  clip_micro_ = is_of_micros(clip_);
   clip_units_ = units(clip_);
   for (const Group& g : groups_) {
-    clip_micro_ = clip_micro_ || (g.own_clip && micro(g.clip));
+    clip_micro_ = clip_micro_ || (g.own_clip && is_of_micros(g.clip));
     clip_units_ = clip_units_ || (g.own_clip && units(g.clip));
   }
   plain_path_ = config_.accumulation == GA_ACCUMULATE_PLAIN && !config_.noise_scale;
@@ -84,6 +97,7 @@ void Context::set_group_clip(ga_group id, const ga_clip* clip) {
 void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   if (clip) check_clip(*clip);
   const ga_clip next = clip ? *clip : default_clip();
+  check_no_sweeps(next);
   if (next.when == GA_CLIP_MICRO || clip_micro_)
     require_empty("a change of a clipping of micro-batches (GA_CLIP_MICRO)");
   const ga_clip before = slot;
@@ -181,9 +195,7 @@ bool Context::by_units(ga_param id) const {
 
 // Whether its micro-batches are clipped before they are added.
 bool Context::clips_micro(const Param& p) const {
-  const ga_clip& clip = clip_of(p);
-  return clip.when == GA_CLIP_MICRO &&
-         (clip.scope != GA_CLIP_NONE || std::isfinite(clip.max_value));
+  return is_of_micros(clip_of(p));
 }
 
 }  // namespace ga

@@ -275,6 +275,10 @@ void Context::update_accum_steps() {
 
 void Context::set_accum_steps(int64_t k) {
   require_empty("ga_context_set_accum_steps");
+  if (!phases_.empty())
+    fail(GA_ERROR_INVALID_STATE,
+         "ga_context_set_accum_steps was called while a schedule of accum_steps is set; "
+         "ga_context_set_accum_schedule with count 0 takes that away");
   if (k < 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "accum_steps was %lld, expected >= 0",
          static_cast<long long>(k));

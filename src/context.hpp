@@ -363,6 +363,7 @@ class Context {
   Param& part(ga_param id, const char* what);
   void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   void check_gradient(ga_param id, const void* gradient);
+  void check_alive(ga_param id, const void* data, int64_t bytes, const char* what) const;
   void check_single(ga_param id) const;
   void check_values(ga_param id, const void* data, int64_t count, int32_t size,
                     const char* what) const;
@@ -391,6 +392,7 @@ class Context {
   void prepare_units();
   bool by_units(ga_param id) const;
   bool clips_micro(const Param& p) const;
+  void check_no_sweeps(const ga_clip& clip) const;
   // step.cpp
   Source source_of(ga_param id) const;
   bool norm_after_value(const Param& p) const;
@@ -495,6 +497,7 @@ class Context {
   int64_t windows_ = 0;  // calls of ga_step that returned GA_OK
   int64_t tickets_ = 0;
   bool delivered_ = false;  // some parameter's gradient may be
+  bool rejected_ = false;   // ga_step has returned GA_ERROR_NONFINITE for this window
 
   // Working lists, sized by prepare() so that no later call allocates.
   TaskList<AccumulateTask> accumulate_tasks_;

@@ -174,6 +174,22 @@ GA_DEVICE void take_sums(Crew& crew, const Tables& t) {
   });
 }
 
+GA_HD void back_off(const Tables& t) {
+  Control& c = *t.control;
+  if (!t.settings->scaled) return;
+  c.scaler.back_off(t.settings->scaler);
+  c.loss_scale = static_cast<float>(c.scaler.scale);
+}
+
+// Whether the type that gradients are computed in can divide by the sum of the weights.
+GA_HD bool divides(const Tables& t, double weight) {
+  if (weight >= 0x1p-126 && weight <= 0x1p127) return true;
+  if (!(weight >= 0x1p-1022 && weight <= 0x1p1023)) return false;
+  for (int64_t i = 0; i < t.params; ++i)
+    if (t.param_states[i].touched && !t.param_inputs[i].f64) return false;
+  return true;
+}
+
 // Outcome and counters.
 GA_HD void judge_window(const Tables& t, const WindowTotals& w, double squares) {
   const Settings& set = *t.settings;
@@ -199,14 +215,13 @@ GA_HD void judge_window(const Tables& t, const WindowTotals& w, double squares) 
     if (!c.go) r.outcome = GA_STEP_SKIPPED_NONFINITE;
   }
   c.result = r;
-  // The program learns of it by an error, and the window stays.
-  if (r.outcome == GA_STEP_SKIPPED_NONFINITE && set.nonfinite == GA_NONFINITE_FAIL) return;
-  if (set.scaled) {
-    if (r.outcome == GA_STEP_SKIPPED_NONFINITE || r.window_dropped > 0)
-      c.scaler.back_off(set.scaler);
-    else if (c.go)
-      c.scaler.advance(set.scaler);
-  }
+  // The program learns of it by an error, and the window stays until it is discarded.
+  c.rejected = r.outcome == GA_STEP_SKIPPED_NONFINITE && set.nonfinite == GA_NONFINITE_FAIL;
+  if (c.rejected) return;
+  if (r.outcome == GA_STEP_SKIPPED_NONFINITE || r.window_dropped > 0)
+    back_off(t);
+  else if (c.go && set.scaled)
+    c.scaler.advance(set.scaler);
   c.loss_scale = static_cast<float>(set.scaled ? c.scaler.scale : set.loss_scale);
   c.dropped += r.window_dropped;
   ++c.windows;
@@ -235,6 +250,8 @@ template <class Crew>
 GA_DEVICE void clear_window(Crew& crew, const Tables& t) {
   crew.once([&] {
     Control& c = *t.control;
+    if (c.rejected) back_off(t);
+    c.rejected = false;
     c.weight = 0;
     c.weighted = c.window_dropped = 0;
     c.failed = false;

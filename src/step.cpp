@@ -199,7 +199,7 @@ void Context::empty_window() {
     for (const Tensor& t : tensors_)
       if (t.set) backend_->clear_rows({&t.set, 1});
   rows_held_ = 0;
-  noise_repeated_ = false;
+  noise_repeated_ = rejected_ = false;
   contributions_.clear();
   bn_forget();
   window_.clear();
@@ -236,7 +236,10 @@ ga_step_result Context::step() {
     backend_->decide(totals, sums);
     const bool fails = config_.nonfinite == GA_NONFINITE_FAIL;
     const Control* const known = fails ? &control() : backend_->known();
-    if (fails && known->result.outcome == GA_STEP_SKIPPED_NONFINITE) fail_nonfinite(*known);
+    if (fails && known->result.outcome == GA_STEP_SKIPPED_NONFINITE) {
+      rejected_ = true;
+      fail_nonfinite(*known);
+    }
     if (totals.weight > 0 && !(known && !known->go)) {
       update();
       for (Param& p : params_)
@@ -288,7 +291,7 @@ void Context::discard() {
   forget_delivered();
   const bool taken = std::any_of(batch_norms_.begin(), batch_norms_.end(),
                                  [](const BatchNorm& b) { return b.index >= 0; });
-  if (deferring() || rows_held_ > 0 || taken) backend_->clear_window();
+  if (deferring() || rows_held_ > 0 || taken || rejected_) backend_->clear_window();
   empty_window();
 }
 

@@ -212,7 +212,7 @@ enum ga_accumulation {
    LIVE: the buffer of a parameter's first contribution in a window stays as it is until the call
    that brings the second one has returned, else until ga_step or ga_discard. The library then reads
    it there in place of copying it: fewer bytes, the same bits. It never writes it. A second
-   contribution must come in another buffer. */
+   contribution must come in a buffer that does not overlap that one. */
 enum ga_gradient_life { GA_GRADIENTS_CONSUMED = 0, GA_GRADIENTS_LIVE = 1 };
 
 /* Runs task(data, i) for every i in [0, count), each once, on any threads, and returns when all are
@@ -295,7 +295,8 @@ typedef struct ga_memory {
 
 GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
 
-/* K of the windows to come: as ga_config.accum_steps. Legal while the window is empty. */
+/* K of the windows to come: as ga_config.accum_steps. Legal while the window is empty and no
+   schedule of K is set. */
 GA_API ga_status ga_context_set_accum_steps(ga_context* ctx, int64_t accum_steps);
 
 /* K as a function of applied steps: from applied step from_step on, windows have accum_steps
@@ -521,7 +522,8 @@ GA_API ga_status ga_clip_init(ga_clip* clip, size_t struct_size);
 
 /* Sets the clipping of the context; NULL takes it away. At any time; the next ga_step uses it. To
    and from GA_CLIP_MICRO: while the window is empty. GA_ERROR_UNSUPPORTED: GA_AGC_NFNETS and a
-   parameter of rank 5 or more without agc_axes. */
+   parameter of rank 5 or more without agc_axes; GA_CLIP_MICRO and a batch-normalisation layer in
+   WINDOW mode. */
 GA_API ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip);
 
 /* Gives one group a clipping of its own in place of the context's, with its own norm; NULL: the
@@ -533,7 +535,8 @@ GA_API ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_cli
 /* A loss scale that follows the gradients (Micikevicius et al. 2018, with the rule of PyTorch's
    GradScaler). It moves in ga_step only: one scale holds for a whole window. A step that is skipped
    for a non-finite gradient, or a window with a dropped micro-batch, backs it off: scale *=
-   backoff_factor. growth_interval applied steps in a row without one: scale *= growth_factor. */
+   backoff_factor. Under GA_NONFINITE_FAIL the ga_discard of such a window does so. growth_interval
+   applied steps in a row without one: scale *= growth_factor. */
 typedef struct ga_loss_scaler {
   size_t struct_size;
   double initial_scale;    /* within the two below; default 65536 */
@@ -813,7 +816,8 @@ GA_API ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wai
                                     ga_step_result* out);
 
 /* Drops what the window holds, an open micro-batch with it. Parameters, state and counters stay as
-   they are. */
+   they are; only a dynamic loss scale moves, where ga_step has returned GA_ERROR_NONFINITE for this
+   window. */
 GA_API ga_status ga_discard(ga_context* ctx);
 
 /* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group: dense, of *dtype
@@ -903,7 +907,7 @@ GA_API ga_status ga_bn_options_init(ga_bn_options* options, size_t struct_size, 
    layers may share them. options may be NULL: torch's. out may be NULL. The running mean begins
    with 0, the variance with 1. GA_ERROR_UNSUPPORTED: WINDOW or CUMULATIVE with
    GA_NONFINITE_DROP_MICRO: the micro-batches that stay were normalised with the one that is
-   dropped. */
+   dropped. WINDOW with GA_CLIP_MICRO: its two sweeps open micro-batches again. */
 GA_API ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
                            ga_param beta, const ga_bn_options* options, ga_bn* out);
 
