@@ -17,7 +17,6 @@
 // The order in which sums run does not depend on the Crew, so neither do the bits.
 #pragma once
 
-#include <float.h>
 #include <math.h>
 
 #include <new>
@@ -201,17 +200,17 @@ GA_HD void judge_window(const Tables& t, const WindowTotals& w, double squares) 
   r.window_dropped = set.deferring ? c.window_dropped : w.dropped;
   r.clip_factor = 1;
   r.loss_scale = set.scaled ? c.scaler.scale : set.loss_scale;
-  // A sum of weights so small that its inverse is no float would make everything infinite.
-  const bool finite = c.nonfinite_at < 0 && c.mean <= FLT_MAX;
   c.go = false;
   c.ticket = w.ticket;
   if (c.failed) {
     r.outcome = GA_STEP_SKIPPED_ERROR;
   } else if (!(r.weight > 0)) {
     r.outcome = GA_STEP_SKIPPED_EMPTY;
+  } else if (set.reduce == GA_REDUCE_MEAN && !divides(t, r.weight)) {
+    r.outcome = GA_STEP_SKIPPED_WEIGHT;
   } else {
     r.norm = sqrt(squares);
-    c.go = finite || set.nonfinite == GA_NONFINITE_IGNORE;
+    c.go = c.nonfinite_at < 0 || set.nonfinite == GA_NONFINITE_IGNORE;
     if (!c.go) r.outcome = GA_STEP_SKIPPED_NONFINITE;
   }
   c.result = r;
@@ -424,7 +423,8 @@ GA_DEVICE void decide(Crew& crew, const Tables& t, const WindowTotals& w) {
     judge_window(t, w, c.sums.all);
     const double samples = c.result.weight;
     const int64_t weighted = t.settings->deferring ? c.weighted : w.weighted;
-    if (c.go && t.settings->noise && w.noise_wanted && weighted >= 2)
+    const bool estimated = weighted >= 2 && samples * samples > 0 && is_finite(samples * samples);
+    if (c.go && t.settings->noise && w.noise_wanted && estimated)
       c.noise.add(c.sums.micros / samples, c.sums.window / (samples * samples), weighted, samples,
                   t.settings->noise_smoothing);
     c.result.noise_scale = c.noise.scale();

@@ -271,8 +271,7 @@ ga_step_result Context::pending() {
 void Context::fail_nonfinite(const Control& c) const {
   fail(GA_ERROR_NONFINITE,
        "the gradient of parameter \"%s\" is infinite or NaN; the window is kept until ga_discard",
-       c.nonfinite_at >= 0 ? name(static_cast<ga_param>(c.nonfinite_at))
-                           : "(none: the sum of the weights is too small to divide by)");
+       name(static_cast<ga_param>(c.nonfinite_at)));
 }
 
 // A pass of ga_step that breaks off half-way may leave parameters half updated: nothing after it

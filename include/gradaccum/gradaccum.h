@@ -768,7 +768,11 @@ enum ga_step_outcome {
   GA_STEP_SKIPPED_NONFINITE = 2, /* an accumulated gradient is infinite or NaN */
   GA_STEP_SKIPPED_ERROR = 3, /* on a device: some indices of ga_accumulate_rows were out of range,
                                 and that call's rows were left out */
-  GA_STEP_PENDING = 4        /* on a device: not known yet, see ga_step_result_get */
+  GA_STEP_PENDING = 4,       /* on a device: not known yet, see ga_step_result_get */
+  GA_STEP_SKIPPED_WEIGHT = 5 /* with GA_REDUCE_MEAN: the sum of the weights, though not 0, is outside
+                                of [2^-126, 2^127], so that f32 cannot divide by it; where all
+                                parameters of the step are f64, outside of [2^-1022, 2^1023]. It is
+                                no matter of gradients: a loss scale stays as it is */
 };
 
 typedef struct ga_step_result {
