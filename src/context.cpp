@@ -83,7 +83,7 @@ void check_config(const ga_config& c) {
          "GA_REDUCE_MEAN, but gradient_kind was %d and reduce %d",
          c.gradient_kind, c.reduce);
   check_choice("noise_scale", c.noise_scale, 1, "0 or 1");
-  check_choice("ga_config.reserved", c.reserved, 0, "reserved");
+  check_choice("measure_norm", c.measure_norm, 1, "0 or 1");
   check_choice("ga_config.reserved2", c.reserved2, 0, "reserved");
   if (c.device_ordinal < 0 || (c.device == GA_DEVICE_CPU && c.device_ordinal != 0))
     fail(GA_ERROR_INVALID_ARGUMENT, "device_ordinal was %d, expected %s", c.device_ordinal,

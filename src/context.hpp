@@ -396,6 +396,7 @@ class Context {
   // step.cpp
   Source source_of(ga_param id) const;
   bool norm_after_value(const Param& p) const;
+  bool norm_wanted(ga_param id) const;
   template <class F>
   void each_source(size_t param, F&& f);
   void set_gradient(size_t param);

@@ -105,6 +105,7 @@ struct ParamInput {
   bool average;   // it has one
   bool by_chance;   // something of it is rounded stochastically
   bool stale_rows;  // the norm is of the partials, not of the rows
+  bool unmeasured;  // the partials are not those of the gradient, and nobody reads its norm
 };
 
 struct ParamState {

@@ -149,7 +149,8 @@ GA_DEVICE void take_sums(Crew& crew, const Tables& t) {
     const ParamInput& p = t.param_inputs[i];
     const bool held = has_gradient(t, i);
     const bool rows = p.held == Held::kRows && !p.stale_rows;
-    const int64_t n = !held ? 0 : rows ? p.rows->size : chunk_count(p.count);
+    const bool measured = held && !p.unmeasured;
+    const int64_t n = !measured ? 0 : rows ? p.rows->size : chunk_count(p.count);
     const auto partial = [&](int64_t k) -> const Partial& {
       return rows ? p.rows->entries[k].partial : p.partials[k];
     };
@@ -166,7 +167,7 @@ GA_DEVICE void take_sums(Crew& crew, const Tables& t) {
     const double scale = t.control->mean * weight;
     s.touched = is_touched(t, i);
     s.nonfinite = nonfinite;
-    s.squares = raw * scale * scale;
+    s.squares = held && !measured ? NAN : raw * scale * scale;
     s.sum_squares = p.clamped && !rows ? limited : s.squares;
     s.noise = noise;
     s.window = raw * weight * weight;

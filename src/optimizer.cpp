@@ -55,6 +55,7 @@ struct OpTable<TypeList<F...>, TypeList<D...>> {
              F::factored,
              F::emits,
              F::orthogonal,
+             F::reads_gradient_norm,
              {fold_into<F>, fold_into<D>}}...};
 };
 

@@ -27,7 +27,7 @@ struct OptimizerInfo {
 struct OpInfo {
   int slots, norms;
   Pass measuring, updating;
-  bool factored, emits, orthogonal;
+  bool factored, emits, orthogonal, reads_gradient_norm;
   void (*fold[2])(const ga_optimizer&, const StepInput&, OpBytes&);  // computed in float, double
 };
 

@@ -65,6 +65,18 @@ bool Context::norm_after_value(const Param& p) const {
          (clip.scope != GA_CLIP_NONE || layered);
 }
 
+// Whether something but ga_step_result goes by the norm of a parameter's gradient.
+bool Context::norm_wanted(ga_param id) const {
+  const Param& p = params_[static_cast<size_t>(id)];
+  const ga_clip& clip = clip_of(p);
+  if (clip.when == GA_CLIP_STEP &&
+      (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR))
+    return true;
+  const int op = op_of(p);
+  return (op >= 0 && op_info(op).reads_gradient_norm) ||
+         groups_[static_cast<size_t>(p.group)].optimizer.kind == settings_[0].limited;
+}
+
 // f(table, source) for all tables that tell where the gradient is: source(entry) is that there.
 template <class F>
 void Context::each_source(size_t i, F&& f) {
@@ -175,11 +187,17 @@ void Context::flush() {
 // clipped by value.
 StepSums Context::step_sums() {
   norms_.clear();
+  const bool all = config_.nonfinite != GA_NONFINITE_IGNORE || config_.measure_norm != 0 ||
+                   config_.noise_scale != 0;
   for (size_t i = 0; i < prepared_; ++i) {
     Param& p = params_[i];
     const Held held = p.held();
     if (p.frozen || held == Held::kNothing) continue;
-    if (held != Held::kAdopted && !p.stale && !param_inputs_[i].clamped) continue;
+    const bool unknown = held == Held::kAdopted || p.stale;  // its norm
+    const bool due = unknown || param_inputs_[i].clamped;
+    const bool wanted = due && (all || norm_wanted(static_cast<ga_param>(i)));
+    param_inputs_.set(i, &ParamInput::unmeasured, unknown && !wanted);
+    if (!wanted) continue;
     norms_.push_back(static_cast<ga_param>(i));
     p.stale = held == Held::kRows;  // the partials of the rows are not wanted
   }

@@ -243,7 +243,13 @@ typedef struct ga_config {
   void* parallel_for_user;      /* handed to parallel_for */
   uint64_t seed;          /* of stochastic rounding; default 0 */
   int32_t noise_scale;    /* 1: estimate the gradient noise scale, see ga_step_result; default 0 */
-  int32_t reserved;       /* 0 */
+  int32_t measure_norm;   /* 1: ga_step_result.norm is measured in every window. 0, the default:
+                             unless only a pass over gradients made for it alone would tell. That is
+                             so under GA_NONFINITE_IGNORE, for parameters without a clipping by norm
+                             whose gradient is a single one that lives on (GA_GRADIENTS_LIVE), or was
+                             last written by the program (ga_accumulator_acquire) or by a matrix
+                             engine; the norm is NaN then. GA_OPTIMIZER_LARS and LAMB, with its
+                             max_grad_norm, and noise_scale measure it for themselves */
   double noise_smoothing; /* of that estimate over steps; [0, 1); default 0.9 */
   int32_t device_ordinal; /* which of the devices of that kind; default 0 */
   int32_t reserved2;      /* 0 */
@@ -784,7 +790,8 @@ typedef struct ga_step_result {
   int64_t micro_batches; /* that this window held */
   double weight;         /* sum of their weights */
   double norm;           /* 2-norm of the whole reduced gradient before clipping; NaN or infinite if
-                            skipped for that, 0 if skipped for being empty */
+                            skipped for that, 0 if skipped for being empty or for its weight. NaN if
+                            nobody has measured it: see ga_config.measure_norm */
   double clip_factor;    /* the smallest factor that a clip by norm applied to the reduced gradient;
                             1 without. With GA_CLIP_MICRO, norm is that of clipped micro-batches */
   double lr;             /* learning rate of group 0 in this step; 0 if skipped */

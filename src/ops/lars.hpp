@@ -20,6 +20,7 @@ struct LarsOp : LayerWise {
   using Real = T;
   static constexpr int slots = kMomentum ? 1 : 0;
   static constexpr int norms = 1;
+  static constexpr bool reads_gradient_norm = true;
   static constexpr Pass measuring = {false, false, false};
   static constexpr Pass updating = {true, kMomentum, kMomentum};
   T l2, ratio, keep, gain, mu, lr;

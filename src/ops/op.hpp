@@ -109,6 +109,7 @@ struct ElementWise {
   // slot that the Op sees is their product over the mean of the former, and it only reads it.
   static constexpr bool factored = false;
   static constexpr bool emits = false;
+  static constexpr bool reads_gradient_norm = false;  // StepInput::gradient_norm
   // What is emitted is made orthogonal as a matrix, after division by its norm.
   static constexpr bool orthogonal = false;
 };
