@@ -81,7 +81,7 @@ void Context::check_gradient(ga_param id, const void* gradient) {
   const int32_t size = dtype_info(p.gradient_dtype).size;
   check_alive(id, gradient, p.count * size, "its second gradient in this window");
   if (gradient == p.checked) return;
-  check_values(id, gradient, p.count, dtype_info(p.gradient_dtype).size, "its gradient");
+  check_values(id, gradient, p.count, size, "its gradient");
   p.checked = gradient;
 }
 
@@ -165,7 +165,6 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
          count, blocks_.size());
   if (count > 0 && !gradients && micro.weight > 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "gradients was NULL");
-  prepare();
   window_.reserve_one();
 
   accumulate_tasks_.clear();
@@ -180,7 +179,12 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
                    static_cast<const char*>(gradients[b]) +
                        p.offset * dtype_info(p.gradient_dtype).size);
     };
-    each([&](ga_param id, const Param&, const void* gradient) { check_gradient(id, gradient); });
+    bool contributes = false;
+    each([&](ga_param id, const Param&, const void* gradient) {
+      check_gradient(id, gradient);
+      contributes = true;
+    });
+    if (contributes) prepare();
     if (deferring()) {
       each([&](ga_param id, const Param& p, const void* gradient) {
         defer({id, gradient, p.gradient_dtype, nullptr, 0, p.count, 0, 0});
@@ -221,7 +225,6 @@ void Context::micro_begin(int64_t index, double weight, const double* scale) {
          "micro-batch %lld cannot be opened again: with GA_NONFINITE_DROP_MICRO and GA_CLIP_MICRO "
          "it is judged as a whole when it ends",
          static_cast<long long>(index));
-  prepare();
   window_.reserve_one();
   window_.begin(index, micro);
   contributions_.clear();
@@ -248,6 +251,7 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its gradient was NULL", name(id));
   check_gradient(id, gradient);
   check_single(id);
+  prepare();
   const Whole whole = {id, gradient, p.gradient_dtype};
   contribute({&whole, 1}, true);
 }
@@ -344,8 +348,7 @@ void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dt
 
   const Contribution c = {id, values, p.gradient_dtype, indices, index_dtype, elements, count, 0};
   const Source rows = contribution(values, p.gradient_dtype, micro);
-  const int64_t wrong =
-      backend_->prepare_rows(rows_task(c, rows), deferring() ? rows_held_ : 0);
+  const int64_t wrong = backend_->check_rows(rows_task(c, rows));
   if (wrong >= 0)
     fail(
         GA_ERROR_INVALID_ARGUMENT,
@@ -354,6 +357,8 @@ void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dt
         static_cast<long long>(index_dtype == GA_I32 ? static_cast<const int32_t*>(indices)[wrong]
                                                      : static_cast<const int64_t*>(indices)[wrong]),
         static_cast<long long>(t.rows - 1));
+  prepare();
+  backend_->prepare_rows(rows_task(c, rows), deferring() ? rows_held_ : 0);
   rows_held_ += count;
   if (deferring())
     defer(c);
@@ -556,6 +561,7 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
   backend_->prepare_matmul(dtype == GA_F32 ? 0 : k * (m + n));
   const Micro& micro = window_.open_micro();
   if (micro.weight == 0 || p.frozen) return;
+  prepare();
   store_adopted(id);
   make_dense(id);
   MatmulTask task = {};
@@ -586,6 +592,7 @@ ga_accumulator Context::acquire(ga_param id) {
   out.columns = out.rows > 0 ? p.count / out.rows : 0;
   out.leading_dimension = out.columns;
   if (micro.weight > 0 && !p.frozen) {
+    prepare();
     store_adopted(id);
     make_dense(id);
     out.data = p.accumulator;

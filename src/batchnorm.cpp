@@ -519,13 +519,16 @@ void Context::bn_add_sums(BatchNorm& b) {
   if (count > 0) or_invalidate([&] { contribute({given, count}, false); });
 }
 
-// That gamma and beta can take a contribution now.
-void Context::bn_check_params(const BatchNorm& b, const char* what) {
+// Makes sure that gamma and beta can take a contribution now.
+void Context::bn_prepare_params(const BatchNorm& b, const char* what) {
+  bool contributes = false;
   for (const ga_param id : {b.gamma, b.beta}) {
     if (id < 0) continue;
-    part(id, what);
+    const Param& p = part(id, what);
     check_single(id);
+    contributes = contributes || !p.frozen;
   }
+  if (contributes && window_.open_micro().weight > 0) prepare();
 }
 
 void Context::bn_backward_accumulate(ga_bn id, const void* x, const void* dy, int64_t samples,
@@ -537,7 +540,7 @@ void Context::bn_backward_accumulate(ga_bn id, const void* x, const void* dy, in
   if (bn_summed(b))
     fail(GA_ERROR_INVALID_STATE, "%s: layer \"%s\" has the sums of micro-batch %lld already", what,
          b.name.c_str(), ll(window_.open_index()));
-  bn_check_params(b, what);
+  bn_prepare_params(b, what);
   if (task.weight != 0) or_invalidate([&] { backend_->bn_backward_sums(task); });
   bn_add_sums(b);
 }
@@ -560,7 +563,7 @@ void Context::bn_backward(ga_bn id, const void* x, const void* dy, int64_t sampl
     bn_check_overlap(b, "x", x, "dx", dx, task.count());
     bn_check_overlap(b, "dy", dy, "dx", dx, task.count());
   }
-  if (summing) bn_check_params(b, what);
+  if (summing) bn_prepare_params(b, what);
   task.out = dx;
   or_invalidate([&] { backend_->bn_backward(task, summing && task.weight != 0); });
   if (summing) bn_add_sums(b);

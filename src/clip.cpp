@@ -105,8 +105,8 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   slot = next;
   if (own) *own = clip != nullptr;
   try {
-    for (size_t i = prepared_; i < params_.size(); ++i)
-      if (clip_of(params_[i]).scope == GA_CLIP_AGC) units_axes(i);
+    for (size_t i = 0; i < params_.size(); ++i)
+      if (!params_[i].owns && clip_of(params_[i]).scope == GA_CLIP_AGC) units_axes(i);
     const bool units = before.scope == GA_CLIP_AGC || next.scope == GA_CLIP_AGC ||
                        clip_.scope == GA_CLIP_AGC;  // perhaps another group's, now or before
     if (prepared_ > 0 && units) prepare_units();
@@ -135,14 +135,19 @@ uint32_t Context::units_axes(size_t i) const {
   return agc_axes(units, t.shape);
 }
 
+// both: sums over the parameter too, and factors.
+size_t Context::bytes_of_units(const UnitPattern& p, bool both) {
+  const auto sums = static_cast<size_t>(p.sums()), count = static_cast<size_t>(p.units);
+  return both ? sizeof(double) * (2 * sums + count) + sizeof(UnitTotals) : sizeof(double) * sums;
+}
+
 std::unique_ptr<Context::Units> Context::new_units(const std::vector<int64_t>& shape,
                                                    uint32_t reduced, bool both) {
   auto units = std::make_unique<Units>();
   units->pattern = make_units(static_cast<int32_t>(shape.size()), shape.data(), reduced);
   const auto sums = static_cast<size_t>(units->pattern.sums());
   const auto count = static_cast<size_t>(units->pattern.units);
-  units->bytes = sizeof(double) * (both ? 2 * sums + count : sums) +
-                 (both ? sizeof(UnitTotals) : 0);
+  units->bytes = bytes_of_units(units->pattern, both);
   try {
     units->mirror = backend_->mirror(sizeof(UnitPattern));
     units->gradient = static_cast<double*>(backend_->allocate(units->bytes));
@@ -173,7 +178,7 @@ void Context::prepare_units() {
   std::vector<std::unique_ptr<Units>> made(prepared_);
   try {
     for (size_t i = 0; i < prepared_; ++i)
-      if (clip_of(params_[i]).scope == GA_CLIP_AGC) {
+      if (params_[i].owns && clip_of(params_[i]).scope == GA_CLIP_AGC) {
         const uint32_t axes = units_axes(i);
         if (params_[i].count > 0) made[i] = new_units(tensors_[i].shape, axes, true);
       }

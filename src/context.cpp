@@ -606,6 +606,7 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
     throw;
   }
   blocks_.push_back({static_cast<ga_param>(old_params), static_cast<ga_param>(count)});
+  lacking_ = true;
   for (Param& p : params_) p.checked = nullptr;
   return static_cast<ga_param>(old_params);
 }
@@ -614,20 +615,24 @@ void Context::bind(ga_param id, void* data) {
   require_empty("ga_param_bind");
   Param& p = param(id);
   check_data(name(id), data, p.count, dtype_info(p.dtype).size, id);
+  const size_t bytes = static_cast<size_t>(p.count) * static_cast<size_t>(dtype_info(p.dtype).size);
+  if (p.master && data != p.data) {
+    claims_.add(data, bytes, name(id));
+    claims_.remove(p.data);
+  }
   if (p.count > 0) remove_range(p.data);
   p.data = data;
   if (static_cast<size_t>(id) < prepared_) set_update(static_cast<size_t>(id));
   const auto begin = reinterpret_cast<uintptr_t>(data);
-  add_range(
-      {begin,
-       begin + static_cast<uintptr_t>(p.count) * static_cast<uintptr_t>(dtype_info(p.dtype).size),
-       id});
+  add_range({begin, begin + bytes, id});
   for (Param& other : params_) other.checked = nullptr;
 }
 
 void Context::set_frozen(ga_param id, bool frozen) {
   require_empty("ga_param_set_frozen");
-  param(id).frozen = frozen;
+  Param& p = param(id);
+  p.frozen = frozen;
+  lacking_ = lacking_ || !p.owns;
   if (static_cast<size_t>(id) < prepared_) set_update(static_cast<size_t>(id));
 }
 

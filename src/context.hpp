@@ -22,6 +22,7 @@
 
 #include "backend/backend.hpp"
 #include "error.hpp"
+#include "masters.hpp"
 #include "optimizer.hpp"
 #include "table.hpp"
 #include "units.hpp"
@@ -180,6 +181,11 @@ class Context {
     bool delivered = false;   // the accumulator holds the last step's gradient, for the program
     bool pending = false;     // in the list of tasks
     bool pair = false;        // its accumulator is one, of two arrays
+    bool owns = false;        // it has its arrays
+    // Which of these have been written, in some window.
+    bool stored = false;    // accumulator
+    bool stepped = false;   // state
+    bool followed = false;  // average
     bool state_due = false;   // its state is to be filled with what it begins with
     bool master_due = false;  // its master is to be taken from it
 
@@ -243,12 +249,16 @@ class Context {
     kRowSet,
     kArrays
   };
+  static constexpr size_t kPartials = kArrays;  // an arena beside theirs
   // Places in the arenas, in bytes.
   struct Layout {
     std::array<size_t, kArrays> bytes = {};
     int64_t chunks = 0;
     size_t scratch = 0;  // of the parameter that needs most while it is updated
   };
+
+  // Arrays that prepare() has allocated and not handed over yet.
+  struct Fresh;
 
   // The gradient of a whole parameter.
   struct Whole {
@@ -347,8 +357,15 @@ class Context {
   int64_t bytes_of_tables(size_t groups, size_t params) const;
   void grow_tables(size_t params);
   void place(size_t param, Layout& l, std::array<size_t, kArrays>& offset) const;
+  bool lacks_arrays(const Param& p) const { return !p.owns && !p.frozen; }
   Layout layout_of_new() const;
   void prepare();
+  void allocate_new(const Layout& layout, Fresh& fresh);
+  void hand_over(const Layout& layout, Fresh& fresh);
+  [[noreturn]] void fail_allocation() const;
+  void release_fresh(Fresh& fresh) noexcept;
+  int64_t bytes_of_units(size_t param) const;
+  bool never_stores(const Param& p) const;
   void set_update(size_t param);
   void fill_new();
   void take_master(Param& p);
@@ -387,6 +404,7 @@ class Context {
   void change_clip(const ga_clip* clip, ga_clip& slot, bool* own);
   void choose_path();
   uint32_t units_axes(size_t param) const;
+  static size_t bytes_of_units(const UnitPattern& pattern, bool both);
   std::unique_ptr<Units> new_units(const std::vector<int64_t>& shape, uint32_t reduced, bool both);
   void free_units(std::unique_ptr<Units>& units) noexcept;
   void prepare_units();
@@ -430,7 +448,7 @@ class Context {
   void bn_check_sweep(const BatchNorm& b, const char* what, int64_t index, int64_t count) const;
   BnTask bn_backward_task(const BatchNorm& b, const char* what, const void* x, const void* dy,
                           int64_t samples, int64_t positions);
-  void bn_check_params(const BatchNorm& b, const char* what);
+  void bn_prepare_params(const BatchNorm& b, const char* what);
   bool bn_summed(BatchNorm& b);
   void bn_add_sums(BatchNorm& b);
   std::vector<BnChannel> bn_read(const BatchNorm& b) const;
@@ -487,12 +505,15 @@ class Context {
   std::vector<Source> told_;           // the adopted gradient that the tables have
   std::vector<Word> moved_;            // of a call that adopts gradients
 
-  size_t prepared_ = 0;    // parameters that have their arrays
-  bool unfilled_ = false;  // some of these do not hold yet what they begin with
+  size_t prepared_ = 0;    // parameters that the tables know
+  bool lacking_ = false;   // some parameter that is not frozen has no arrays yet
+  bool unfilled_ = false;  // some arrays do not hold yet what they begin with
   Layout owned_;           // of these
   std::vector<Arena> arenas_;
   void* scratch_ = nullptr;
   size_t scratch_bytes_ = 0;
+
+  MasterClaims claims_;
 
   Window window_;
   int64_t windows_ = 0;  // calls of ga_step that returned GA_OK

@@ -2,6 +2,7 @@
 // The arrays that the library owns for its parameters: how large, where, and what they begin with.
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "context.hpp"
 #include "error.hpp"
@@ -18,6 +19,12 @@ constexpr size_t kAlign = 64;
 constexpr uint32_t kRowSums = 4, kColumnSums = 2;
 
 size_t align_up(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+// Sizes stay below what no address space holds.
+size_t add_capped(size_t a, size_t b) {
+  constexpr auto kMost = static_cast<size_t>(INT64_MAX);
+  return a > kMost || b > kMost - a ? kMost : a + b;
+}
 
 UnitPattern units_of(const std::vector<int64_t>& shape, uint32_t reduced) {
   return make_units(static_cast<int32_t>(shape.size()), shape.data(), reduced);
@@ -111,7 +118,7 @@ void Context::place(size_t i, Layout& l, std::array<size_t, kArrays>& offset) co
       const size_t wanted = reinterpret_cast<uintptr_t>(p.data) / kAlign * kAlign + apart;
       offset[kind] += (wanted - offset[kind]) % kPage;
     }
-    l.bytes[kind] = offset[kind] + bytes;
+    l.bytes[kind] = add_capped(offset[kind], bytes);
   }
   l.chunks += chunk_count(p.count);
   const int op = op_of(p);
@@ -126,46 +133,94 @@ void Context::place(size_t i, Layout& l, std::array<size_t, kArrays>& offset) co
 Context::Layout Context::layout_of_new() const {
   Layout l;
   std::array<size_t, kArrays> offset;
-  for (size_t i = prepared_; i < params_.size(); ++i) place(i, l, offset);
+  for (size_t i = 0; i < params_.size(); ++i)
+    if (lacks_arrays(params_[i])) place(i, l, offset);
   return l;
 }
 
-ga_memory Context::memory() const {
-  const Layout fresh = layout_of_new();
-  const auto bytes = [&](int kind) {
-    return static_cast<int64_t>(owned_.bytes[static_cast<size_t>(kind)] +
-                                fresh.bytes[static_cast<size_t>(kind)]);
+// Whether no window of these options writes a parameter's accumulator: its one gradient is read where
+// the program has it. On the CPU memory that is never written is never given.
+bool Context::never_stores(const Param& p) const {
+  const int op = op_of(p);
+  return adopts_ && config_.accum_steps == 1 && phases_.empty() &&
+         config_.device == GA_DEVICE_CPU && !p.stored && op >= 0 && !op_info(op).emits &&
+         p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32);
+}
+
+// Of the sums over units that a parameter has or is going to have.
+int64_t Context::bytes_of_units(size_t i) const {
+  const Param& p = params_[i];
+  const Tensor& t = tensors_[i];
+  if (p.count == 0 || (!p.owns && p.frozen)) return 0;
+  int64_t bytes = 0;
+  const auto add = [&](const std::unique_ptr<Units>& made, const std::vector<int64_t>& shape,
+                       uint32_t axes, bool both) {
+    const size_t block = made ? made->bytes : bytes_of_units(units_of(shape, axes), both);
+    bytes += static_cast<int64_t>(block + sizeof(UnitPattern));
   };
+  const int op = op_of(p);
+  if (clip_of(p).scope == GA_CLIP_AGC) add(t.units, t.shape, units_axes(i), true);
+  if (op >= 0 && op_info(op).factored) {
+    const Matrices m = matrices_of(t);
+    const std::vector<int64_t> shape = {m.count, m.rows, m.columns};
+    add(t.factor_rows, shape, kRowSums, false);
+    add(t.factor_columns, shape, kColumnSums, false);
+  }
+  return bytes;
+}
+
+ga_memory Context::memory() const {
   ga_memory m = {};
-  m.accumulators = bytes(kAccumulator) + bytes(kLow);
-  for (int k = 0; k < kMaxSlots; ++k) m.optimizer_state += bytes(kState + k);
-  m.masters = bytes(kMaster);
-  m.averages = bytes(kAverage);
-  m.rows = bytes(kRowSlots) + bytes(kRowSet) + backend_->row_bytes();
+  const auto add = [](int64_t& sum, size_t bytes) {
+    sum = static_cast<int64_t>(add_capped(static_cast<size_t>(sum), bytes));
+  };
+  const Layout fresh = layout_of_new();
+  const bool on_demand = config_.device == GA_DEVICE_CPU;  // memory comes when it is written
+  int64_t planned = 0;  // of what follows, not resident yet
+  std::array<int64_t, kArrays> all = {};
+  for (size_t kind = 0; kind < kArrays; ++kind) {
+    add(all[kind], add_capped(owned_.bytes[kind], fresh.bytes[kind]));
+    add(planned, fresh.bytes[kind]);
+  }
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const Param& p = params_[i];
+    const auto bytes = [&](int kind) {
+      return static_cast<int64_t>(align_up(bytes_of(i, kind)));
+    };
+    if (never_stores(p) && (p.owns || lacks_arrays(p))) {
+      all[kAccumulator] -= bytes(kAccumulator);
+      if (!p.owns) planned -= bytes(kAccumulator);
+    } else if (p.owns && on_demand && !p.stored) {
+      planned += bytes(kAccumulator) + bytes(kLow);
+    }
+    if (!p.owns || !on_demand) continue;
+    for (int k = 0; k < kMaxSlots && !p.stepped; ++k) {
+      const ga_optimizer& o = groups_[static_cast<size_t>(p.group)].optimizer;
+      if (info_of(p).initial(o, k) == 0) planned += bytes(kState + k);
+    }
+    if (!p.followed) planned += bytes(kAverage);
+  }
+  const auto both = [&](int a, int b) {
+    return all[static_cast<size_t>(a)] + all[static_cast<size_t>(b)];
+  };
+  m.accumulators = both(kAccumulator, kLow);
+  for (int k = 0; k < kMaxSlots; ++k)
+    add(m.optimizer_state, static_cast<size_t>(all[static_cast<size_t>(kState + k)]));
+  m.masters = all[kMaster];
+  m.averages = all[kAverage];
+  m.rows = both(kRowSlots, kRowSet) + backend_->row_bytes();
   const int64_t chunks = owned_.chunks + fresh.chunks;
   m.workspace = chunks * static_cast<int64_t>(sizeof(Partial)) + backend_->table_bytes(chunks) +
                 static_cast<int64_t>(std::max(scratch_bytes_, fresh.scratch)) +
                 bytes_of_tables(groups_.size(), params_.size());
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    const Tensor& t = tensors_[i];
-    if (i < prepared_) {
-      for (const auto* units : {&t.units, &t.factor_rows, &t.factor_columns})
-        if (*units) m.workspace += static_cast<int64_t>((*units)->bytes + sizeof(UnitPattern));
-    } else if (params_[i].count > 0) {
-      const int op = op_of(params_[i]);
-      if (clip_of(params_[i]).scope == GA_CLIP_AGC) {
-        const UnitPattern p = units_of(t.shape, units_axes(i));
-        m.workspace += (2 * p.sums() + p.units) * static_cast<int64_t>(sizeof(double)) +
-                       static_cast<int64_t>(sizeof(UnitPattern));
-      }
-      if (op >= 0 && op_info(op).factored) {
-        const Matrices x = matrices_of(t);
-        for (const uint32_t reduced : {kRowSums, kColumnSums})
-          m.workspace += units_of({x.count, x.rows, x.columns}, reduced).sums() *
-                             static_cast<int64_t>(sizeof(double)) +
-                         static_cast<int64_t>(sizeof(UnitPattern));
-      }
-    }
+  planned += fresh.chunks * static_cast<int64_t>(sizeof(Partial)) + backend_->table_bytes(chunks) -
+             backend_->table_bytes(owned_.chunks) +
+             static_cast<int64_t>(fresh.scratch > scratch_bytes_ ? fresh.scratch - scratch_bytes_ : 0) +
+             bytes_of_tables(0, params_.size()) - bytes_of_tables(0, prepared_);
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const int64_t bytes = bytes_of_units(i);
+    m.workspace += bytes;
+    if (!params_[i].owns) planned += bytes;
   }
   for (const Group& g : groups_) m.workspace += static_cast<int64_t>(g.rates.bytes);
   m.workspace += micro_partials_.bytes() + micro_plans_.bytes() +
@@ -175,8 +230,10 @@ ga_memory Context::memory() const {
   for (const BatchNorm& b : batch_norms_)
     m.batch_norm += static_cast<int64_t>(b.bytes + b.history_bytes());
   m.workspace += backend_->bn_bytes() + bn_inputs_.bytes();
-  m.total = m.accumulators + m.optimizer_state + m.workspace + m.masters + m.averages + m.rows +
-            m.batch_norm;
+  for (const int64_t bytes : {m.accumulators, m.optimizer_state, m.workspace, m.masters, m.averages,
+                              m.rows, m.batch_norm})
+    add(m.total, static_cast<size_t>(bytes));
+  m.resident = m.total - planned;
   return m;
 }
 
@@ -192,30 +249,12 @@ int64_t Context::bytes_of_tables(size_t groups, size_t params) const {
                               params * of_param);
 }
 
-// Gives the parameters added since the last window their arrays. All or nothing.
-void Context::prepare() {
-  if (prepared_ == params_.size()) {
-    if (unfilled_) fill_new();
-    return;
-  }
-  const size_t n = params_.size();
-  const Layout fresh = layout_of_new();
-  accumulate_tasks_.reserve(n);
-  told_.resize(n);
-  if (config_.device != GA_DEVICE_CPU) moved_.reserve(3 * n);
-  for (auto* list : {&plain_, &pieces_, &layers_, &norms_, &units_first_, &factored_first_, &ids_[0],
-                     &ids_[1], &ids_[2]})
-    list->reserve(n);
-  backend_->reserve(owned_.chunks + fresh.chunks, static_cast<int64_t>(n),
-                    static_cast<int64_t>(owned_.bytes[kAccumulator] + fresh.bytes[kAccumulator]));
-
-  constexpr size_t kPartials = kArrays;
-  std::array<size_t, kArrays + 1> bytes;
-  std::copy(fresh.bytes.begin(), fresh.bytes.end(), bytes.begin());
-  bytes[kPartials] = static_cast<size_t>(fresh.chunks) * sizeof(Partial);
+struct Context::Fresh {
+  std::array<size_t, kArrays + 1> bytes = {};
   std::array<char*, kArrays + 1> base = {};
-  std::vector<std::unique_ptr<Units>> made(3 * (n - prepared_));
   void* scratch = nullptr;
+  size_t scratch_bytes = 0;
+  std::vector<std::array<std::unique_ptr<Units>, 3>> units;  // by parameter
   Table<ParamInput> inputs;
   State<ParamState> states;
   State<ParamPlan> plans;
@@ -223,87 +262,173 @@ void Context::prepare() {
   Table<UpdateTask> updates, measures;
   Table<UnitTask> unit_tasks;
   Table<FactorTask> factors;
-  const auto release = [&] {
-    inputs.release(*backend_);
-    states.release(*backend_);
-    plans.release(*backend_);
-    composites.release(*backend_);
-    updates.release(*backend_);
-    measures.release(*backend_);
-    unit_tasks.release(*backend_);
-    factors.release(*backend_);
-  };
-  std::vector<std::pair<RowSet*, uint32_t*>> row_slots;
-  row_slots.reserve(n - prepared_);
+  std::vector<const void*> claimed;  // parameters whose masters are new
+};
+
+void Context::release_fresh(Fresh& f) noexcept {
+  for (size_t a = 0; a <= kPartials; ++a) backend_->free(f.base[a], f.bytes[a]);
+  backend_->free(f.scratch, f.scratch_bytes);
+  for (auto& of_param : f.units)
+    for (auto& units : of_param) free_units(units);
+  f.inputs.release(*backend_);
+  f.states.release(*backend_);
+  f.plans.release(*backend_);
+  f.composites.release(*backend_);
+  f.updates.release(*backend_);
+  f.measures.release(*backend_);
+  f.unit_tasks.release(*backend_);
+  f.factors.release(*backend_);
+  for (const void* data : f.claimed) claims_.remove(data);
+}
+
+// Gives every parameter that is not frozen and has no arrays its own. All or nothing. To be called
+// when nothing but memory can keep a contribution from being made: a call that fails otherwise, or
+// contributes nothing, leaves no master behind.
+void Context::prepare() {
+  if (!lacking_) {
+    if (unfilled_) fill_new();
+    return;
+  }
+  const Layout layout = layout_of_new();
+  Fresh fresh;
+  try {
+    allocate_new(layout, fresh);
+  } catch (const std::bad_alloc&) {
+    release_fresh(fresh);
+    fail_allocation();
+  } catch (const std::length_error&) {  // of a list that would have been larger than memory
+    release_fresh(fresh);
+    fail_allocation();
+  } catch (...) {
+    release_fresh(fresh);
+    throw;
+  }
+  hand_over(layout, fresh);
+  for (size_t i = 0; i < params_.size(); ++i) set_update(i);  // the tables have moved
+  lists_due_ = true;
+  set_tables();
+  flush();
+  fill_new();
+}
+
+// Names the largest of the parameters whose arrays could not be allocated.
+void Context::fail_allocation() const {
+  size_t total = 0, most = 0, largest = 0, count = 0;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!lacks_arrays(params_[i])) continue;
+    size_t bytes = 0;
+    for (int kind = 0; kind < kArrays; ++kind) bytes = add_capped(bytes, bytes_of(i, kind));
+    total = add_capped(total, bytes);
+    ++count;
+    if (bytes <= most) continue;
+    most = bytes;
+    largest = i;
+  }
+  if (most == 0) throw std::bad_alloc();
+  fail(GA_ERROR_OUT_OF_MEMORY,
+       "%zu bytes for the accumulators and the optimizer state of %zu parameters could not be "
+       "allocated; parameter \"%s\" alone takes %zu",
+       total, count, tensors_[largest].name.c_str(), most);
+}
+
+void Context::allocate_new(const Layout& layout, Fresh& f) {
+  const size_t n = params_.size();
+  accumulate_tasks_.reserve(n);
+  told_.resize(n);
+  if (config_.device != GA_DEVICE_CPU) moved_.reserve(3 * n);
+  for (auto* list : {&plain_, &pieces_, &layers_, &norms_, &units_first_, &factored_first_, &ids_[0],
+                     &ids_[1], &ids_[2]})
+    list->reserve(n);
   arenas_.reserve(arenas_.size() + kArrays + 1);
   ranges_.reserve(ranges_.size() + kArrays + 1);
-  try {
-    for (size_t a = 0; a <= kPartials; ++a)
-      if (bytes[a] > 0) base[a] = static_cast<char*>(backend_->allocate(bytes[a]));
-    if (fresh.scratch > scratch_bytes_) scratch = backend_->allocate(fresh.scratch);
-    inputs = param_inputs_.grown(*backend_, n);
-    states = param_states_.grown(*backend_, n);
-    plans = plans_.grown(*backend_, n);
-    composites = composites_.grown(*backend_, n);
-    updates = updates_.grown(*backend_, n);
-    measures = measures_.grown(*backend_, n);
-    unit_tasks = units_.grown(*backend_, n);
-    factors = factors_.grown(*backend_, n);
-    for (size_t i = prepared_; i < n; ++i) {
-      const Tensor& t = tensors_[i];
-      auto* const units = &made[3 * (i - prepared_)];
-      if (params_[i].count == 0) continue;
-      if (clip_of(params_[i]).scope == GA_CLIP_AGC)
-        units[0] = new_units(t.shape, units_axes(i), true);
-      const int op = op_of(params_[i]);
-      if (op < 0 || !op_info(op).factored) continue;
-      const Matrices m = matrices_of(t);
-      const std::vector<int64_t> shape = {m.count, m.rows, m.columns};
-      units[1] = new_units(shape, kRowSums, false);
-      units[2] = new_units(shape, kColumnSums, false);
-    }
-  } catch (const std::exception& e) {
-    for (size_t a = 0; a <= kPartials; ++a) backend_->free(base[a], bytes[a]);
-    backend_->free(scratch, fresh.scratch);
-    for (auto& units : made) free_units(units);
-    release();
-    if (!dynamic_cast<const std::bad_alloc*>(&e)) throw;
-    fail(
-        GA_ERROR_OUT_OF_MEMORY,
-        "%zu bytes for accumulators and %zu for optimizer state of %zu parameters could not be had",
-        bytes[kAccumulator], bytes[kState] + bytes[kState + 1] + bytes[kState + 2], n - prepared_);
+  f.units.resize(n);
+  f.claimed.reserve(n);
+  for (size_t i = 0; i < n; ++i) {
+    const Param& p = params_[i];
+    if (!lacks_arrays(p) || !has_master(i) || p.count == 0) continue;
+    claims_.add(p.data, static_cast<size_t>(p.count) * 2, name(static_cast<ga_param>(i)));
+    f.claimed.push_back(p.data);
   }
-  std::swap(param_inputs_, inputs);
-  std::swap(param_states_, states);
-  std::swap(plans_, plans);
-  std::swap(composites_, composites);
-  std::swap(updates_, updates);
-  std::swap(measures_, measures);
-  std::swap(units_, unit_tasks);
-  std::swap(factors_, factors);
-  release();
-  if (scratch) {
-    backend_->free(scratch_, scratch_bytes_);
-    scratch_ = scratch;
-    scratch_bytes_ = fresh.scratch;
+
+  backend_->reserve(owned_.chunks + layout.chunks, static_cast<int64_t>(n),
+                    static_cast<int64_t>(add_capped(owned_.bytes[kAccumulator],
+                                                    layout.bytes[kAccumulator])));
+  std::copy(layout.bytes.begin(), layout.bytes.end(), f.bytes.begin());
+  f.bytes[kPartials] = static_cast<size_t>(layout.chunks) * sizeof(Partial);
+  for (size_t a = 0; a <= kPartials; ++a)
+    if (f.bytes[a] > 0) f.base[a] = static_cast<char*>(backend_->allocate(f.bytes[a]));
+  if (layout.scratch > scratch_bytes_) {
+    f.scratch = backend_->allocate(layout.scratch);
+    f.scratch_bytes = layout.scratch;
   }
+  f.inputs = param_inputs_.grown(*backend_, n);
+  f.states = param_states_.grown(*backend_, n);
+  f.plans = plans_.grown(*backend_, n);
+  f.composites = composites_.grown(*backend_, n);
+  f.updates = updates_.grown(*backend_, n);
+  f.measures = measures_.grown(*backend_, n);
+  f.unit_tasks = units_.grown(*backend_, n);
+  f.factors = factors_.grown(*backend_, n);
+  for (size_t i = 0; i < n; ++i) {
+    const Tensor& t = tensors_[i];
+    if (!lacks_arrays(params_[i]) || params_[i].count == 0) continue;
+    if (clip_of(params_[i]).scope == GA_CLIP_AGC)
+      f.units[i][0] = new_units(t.shape, units_axes(i), true);
+    const int op = op_of(params_[i]);
+    if (op < 0 || !op_info(op).factored) continue;
+    const Matrices m = matrices_of(t);
+    const std::vector<int64_t> shape = {m.count, m.rows, m.columns};
+    f.units[i][1] = new_units(shape, kRowSums, false);
+    f.units[i][2] = new_units(shape, kColumnSums, false);
+  }
+  // The last that can fail: what a row set has of its rows.
+  Layout l;
+  std::array<size_t, kArrays> offset;
+  for (size_t i = 0; i < n; ++i) {
+    if (!lacks_arrays(params_[i])) continue;
+    place(i, l, offset);
+    if (bytes_of(i, kRowSet) == 0) continue;
+    auto* const set = reinterpret_cast<RowSet*>(f.base[kRowSet] + offset[kRowSet]);
+    char* const slots = f.base[kRowSlots] + offset[kRowSlots];
+    backend_->write(&set->slots, &slots, sizeof slots);
+  }
+}
+
+void Context::hand_over(const Layout& layout, Fresh& f) {
+  std::swap(param_inputs_, f.inputs);
+  std::swap(param_states_, f.states);
+  std::swap(plans_, f.plans);
+  std::swap(composites_, f.composites);
+  std::swap(updates_, f.updates);
+  std::swap(measures_, f.measures);
+  std::swap(units_, f.unit_tasks);
+  std::swap(factors_, f.factors);
+  if (f.scratch) {
+    std::swap(scratch_, f.scratch);
+    std::swap(scratch_bytes_, f.scratch_bytes);
+  }
+  const auto base = f.base;
   for (size_t a = 0; a <= kPartials; ++a) {
     if (!base[a]) continue;
-    arenas_.push_back({base[a], bytes[a]});
+    arenas_.push_back({base[a], f.bytes[a]});
     const auto begin = reinterpret_cast<uintptr_t>(base[a]);
-    add_range({begin, begin + bytes[a], -1});
+    add_range({begin, begin + f.bytes[a], -1});
   }
+  f.base = {};
+  f.claimed.clear();
   auto* partials = reinterpret_cast<Partial*>(base[kPartials]);
   Layout l;
-  for (size_t first = prepared_; prepared_ < n; ++prepared_) {
-    Param& p = params_[prepared_];
-    Tensor& t = tensors_[prepared_];
+  for (size_t i = 0; i < params_.size(); ++i) {
+    Param& p = params_[i];
+    Tensor& t = tensors_[i];
+    if (!lacks_arrays(p)) continue;
     std::array<size_t, kArrays> offset = {};
-    place(prepared_, l, offset);
+    place(i, l, offset);
+    p.owns = true;
     if (p.count == 0) continue;
     const auto at = [&](int kind) -> void* {
       const auto k = static_cast<size_t>(kind);
-      return bytes_of(prepared_, kind) > 0 ? base[k] + offset[k] : nullptr;
+      return bytes_of(i, kind) > 0 ? base[k] + offset[k] : nullptr;
     };
     p.accumulator = at(kAccumulator);
     for (int k = 0; k < kMaxSlots; ++k) p.state[k] = at(kState + k);
@@ -314,23 +439,18 @@ void Context::prepare() {
     t.low = at(kLow);
     p.pair = t.low != nullptr;
     t.set = static_cast<RowSet*>(at(kRowSet));
-    if (t.set) row_slots.push_back({t.set, static_cast<uint32_t*>(at(kRowSlots))});
     p.master_due = p.master != nullptr;
     p.state_due = true;
     unfilled_ = true;
-    auto* const units = &made[3 * (prepared_ - first)];
-    t.units = std::move(units[0]);
-    t.factor_rows = std::move(units[1]);
-    t.factor_columns = std::move(units[2]);
+    t.units = std::move(f.units[i][0]);
+    t.factor_rows = std::move(f.units[i][1]);
+    t.factor_columns = std::move(f.units[i][2]);
   }
-  for (const auto& [set, slots] : row_slots) backend_->write(&set->slots, &slots, sizeof slots);
-  for (size_t a = 0; a < kArrays; ++a) owned_.bytes[a] += fresh.bytes[a];
-  owned_.chunks += fresh.chunks;
-  for (size_t i = 0; i < n; ++i) set_update(i);  // the tables have moved
-  lists_due_ = true;
-  set_tables();
-  flush();
-  fill_new();
+  release_fresh(f);  // what has been replaced
+  for (size_t a = 0; a < kArrays; ++a) owned_.bytes[a] += layout.bytes[a];
+  owned_.chunks += layout.chunks;
+  prepared_ = params_.size();
+  lacking_ = false;
 }
 
 // What the tables have of a parameter, from its arrays, its options and those of its group.
@@ -353,7 +473,7 @@ void Context::set_update(size_t i) {
   in.op = op;
   in.held = p.held();
   in.f64 = p.f64;
-  in.frozen = p.frozen;
+  in.frozen = p.frozen || !p.owns;
   in.clamped = norm_after_value(p);
   in.by_units = by_units(id);
   in.lazy = t.options.rows == GA_ROWS_LAZY;
@@ -362,12 +482,17 @@ void Context::set_update(size_t i) {
   in.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC || bf16_state ||
                  (in.average && average_of(p).format == GA_BF16);
 
+  updates_.edit(i) = measures_.edit(i) = {};
+  units_.edit(i) = {};
+  factors_.edit(i) = {};
+  composites_.edit(i) = {};
+  if (!p.owns) return;
+
   Composites& composites = composites_.edit(i);
   composites.pair = {p.accumulator, t.low, p.accumulator_dtype};
   composites.sparse = {p.accumulator, columns, t.set};
 
   UpdateTask& update = updates_.edit(i);
-  update = {};
   update.plan = plan;
   update.count = p.count;
   update.op = op;
@@ -384,7 +509,6 @@ void Context::set_update(size_t i) {
   update.partials = p.partials;
 
   UnitTask& units = units_.edit(i);
-  units = {};
   if (t.units) {
     const Array param = update.param;
     const ga_clip& clip = clip_of(p);
@@ -400,7 +524,6 @@ void Context::set_update(size_t i) {
   }
 
   FactorTask& factor = factors_.edit(i);
-  factor = {};
   measures_.edit(i) = update;
   if (is_layered(id)) {
     const OpInfo& info = op_info(op);

@@ -206,6 +206,7 @@ StepSums Context::step_sums() {
 
 void Context::empty_window() {
   for (Param& p : params_) {
+    p.stored = p.stored || p.held() == Held::kStored || p.held() == Held::kRows;
     p.hold(Held::kNothing);
     p.acquired = false;
     p.stale = false;
@@ -233,6 +234,9 @@ ga_step_result Context::step() {
     fail(GA_ERROR_INVALID_STATE,
          "ga_step waits for its result under GA_NONFINITE_FAIL, which is not possible while the "
          "stream is being captured");
+  // What no contribution has prepared: only a step about parameters without a gradient needs it.
+  const bool about_all = config_.missing == GA_MISSING_ZERO || ema_;
+  if (window_.weight() > 0 && about_all) prepare();
   if (lists_due_) make_lists();
   WindowTotals totals = {};
   totals.ticket = ++tickets_;
@@ -260,10 +264,15 @@ ga_step_result Context::step() {
     }
     if (totals.weight > 0 && !(known && !known->go)) {
       update();
-      for (Param& p : params_)
-        if (!p.frozen && op_of(p) < 0 &&
-            (p.held() != Held::kNothing || config_.missing == GA_MISSING_ZERO))
-          p.delivered = delivered_ = true;
+      for (Param& p : params_) {
+        if (!p.owns) continue;
+        p.followed = true;
+        if (p.frozen || (p.held() == Held::kNothing && config_.missing == GA_MISSING_SKIP)) continue;
+        p.stepped = true;
+        const int op = op_of(p);
+        p.stored = p.stored || op < 0 || op_info(op).emits;
+        if (op < 0) p.delivered = delivered_ = true;
+      }
     }
   });
   ++windows_;

@@ -29,6 +29,7 @@ void Context::make_lists() {
   const bool bounded = settings_[0].limited >= 0;  // such a norm is of all gradients as clipped
   for (size_t i = 0; i < prepared_; ++i) {
     const auto id = static_cast<ga_param>(i);
+    if (!params_[i].owns) continue;
     const bool units = by_units(id);
     unit_lists_ = unit_lists_ || units;
     if (!cut && units)

@@ -281,12 +281,14 @@ GA_API ga_status ga_device_count(int32_t device, int32_t* count);
    GA_ERROR_FAULT: some of it failed on the device; every later call answers this again. */
 GA_API ga_status ga_synchronize(ga_context* ctx);
 
-/* Bytes the library owns for this context, by purpose, as registered so far. They are allocated by
-   the first contribution to a window; ask before it to plan. Parameters and gradients are not in
-   here: they are yours. */
+/* Bytes the library owns for this context, by purpose, as registered so far. Those of a parameter are
+   allocated by the first contribution to a window that comes while it is not frozen, or by the first
+   ga_step that moves it without one; ask before to plan. A call that fails and a micro-batch of
+   weight 0 allocate nothing. Parameters and gradients are not in here: they are yours. */
 typedef struct ga_memory {
   size_t struct_size;
-  int64_t accumulators;
+  int64_t accumulators; /* with GA_GRADIENTS_LIVE and accum_steps 1 on the CPU, those that have been
+                           written: the others take addresses, but no memory */
   int64_t optimizer_state;
   int64_t workspace; /* partial norms and tables; from the first matrix product on, its scratch */
   int64_t total;
@@ -297,6 +299,9 @@ typedef struct ga_memory {
                        workspace */
   int64_t batch_norm; /* 120 bytes a channel, 128 in f64, from ga_bn_add on; in MICRO and CUMULATIVE
                          mode 24 more for each micro-batch that the largest window so far had */
+  int64_t resident;   /* of total, what has been written so far; on a device, what is allocated. The
+                         rest is planned: not allocated yet, or memory that the system only gives
+                         when it is written */
 } ga_memory;
 
 GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
@@ -574,7 +579,7 @@ GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out, const void** 
      KARRAS    d = (1 - 1 / t)^(gamma + 1): the window grows with t (Karras et al. 2024, eq. 6)
    p is the master where there is one. One that is added later begins with its first step.
    Parameters without a gradient in a window, frozen ones and lazily updated ones take part; a pass
-   of its own then moves theirs. Those of GA_OPTIMIZER_EXTERNAL are taken as ga_step finds them. */
+   of its own then moves theirs. One that has always been frozen has no average yet. Those of GA_OPTIMIZER_EXTERNAL are taken as ga_step finds them. */
 enum ga_ema_kind { GA_EMA_TORCH = 0, GA_EMA_KARRAS = 1 };
 
 typedef struct ga_ema {
@@ -596,7 +601,8 @@ GA_API ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema);
 
 /* Whether a 16-bit parameter has a master: a copy in f32, owned by the library, that the optimizer
    updates and the parameter is rounded from. Without one, the optimizer reads and rounds the
-   parameter itself. */
+   parameter itself. Masters of two living contexts over the same memory would drift apart: the call
+   that would make the second one is GA_ERROR_INVALID_STATE. */
 enum ga_master { GA_MASTER_F32 = 0, GA_MASTER_NONE = 1 };
 
 /* How a 16-bit parameter is rounded. STOCHASTIC: up or down by chance (ga_config.seed, step,
@@ -663,8 +669,9 @@ GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
    GA_ERROR_INVALID_STATE: the context keeps no averages. GA_ERROR_FAULT: out is half written. */
 GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, int32_t dtype);
 
-/* Freezes a parameter (its gradients are not read, it is not updated) or wakes it. Legal while the
-   window is empty. */
+/* Freezes a parameter (its gradients are not read, it is not updated) or unfreezes it. One that is
+   frozen from the start owns nothing, neither accumulator nor state, master or average, until a
+   contribution comes after it is unfrozen. Legal while the window is empty. */
 GA_API ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen);
 
 /* ---- Accumulate ------------------------------------------------------------------------------ */

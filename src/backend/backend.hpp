@@ -436,9 +436,11 @@ class Backend {
   virtual void update_by_units(Params params, bool last) = 0;
 
   // The position of the first index outside of [0, rows), or -1; on a device always -1, and the
-  // call's rows are then left out and the window fails. Makes room in the set for all of them, and
-  // for so many that wait: accumulate_rows does not allocate.
-  virtual int64_t prepare_rows(const RowsTask& task, int64_t waiting) = 0;
+  // call's rows are then left out and the window fails.
+  virtual int64_t check_rows(const RowsTask& task) = 0;
+  // Makes room in the set for the rows of a task, and for so many that wait: accumulate_rows does not
+  // allocate.
+  virtual void prepare_rows(const RowsTask& task, int64_t waiting) = 0;
   virtual void accumulate_rows(const RowsTask& task) = 0;
   virtual void clear_rows(Span<RowSet* const> sets) = 0;
   virtual void free_rows(RowSet* set) noexcept = 0;  // entries; NULL is legal

@@ -319,12 +319,16 @@ class CpuBackend final : public Backend {
     }
   }
 
-  int64_t prepare_rows(const RowsTask& task, int64_t waiting) override {
+  int64_t check_rows(const RowsTask& task) override {
     for (int64_t i = 0; i < task.count; ++i) {
       const int64_t row = row_of(task, i);
       if (row < 0 || row >= task.rows) return i;
     }
-    if (!task.set) return -1;  // no elements
+    return -1;
+  }
+
+  void prepare_rows(const RowsTask& task, int64_t waiting) override {
+    if (!task.set) return;  // no elements
     const auto count = static_cast<size_t>(task.count);
     const int64_t most = task.set->size + waiting + task.count;
     if (most > task.set->capacity) make_room(*task.set, std::max(most, 2 * task.set->capacity));
@@ -338,7 +342,6 @@ class CpuBackend final : public Backend {
     grow(items_, rows_of_chunks + 1);
     next_.resize(std::max(next_.size(), count));
     threads_.reserve(task.count);
-    return -1;
   }
 
   void accumulate_rows(const RowsTask& task) override {

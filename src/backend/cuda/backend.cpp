@@ -254,9 +254,13 @@ class CudaBackend final : public Backend {
 
   // ---- Rows, matrix products ----
 
-  int64_t prepare_rows(const RowsTask& task, int64_t waiting) override {
-    runtime_.call([&] { rows_.prepare(task, waiting); });
+  int64_t check_rows(const RowsTask& task) override {
+    rows_.check(task);
     return -1;
+  }
+
+  void prepare_rows(const RowsTask& task, int64_t waiting) override {
+    runtime_.call([&] { rows_.prepare(task, waiting); });
   }
 
   void accumulate_rows(const RowsTask& task) override {

@@ -15,13 +15,16 @@ size_t list_bytes(int64_t count) { return align_up(static_cast<size_t>(count) * 
 
 }  // namespace
 
-void Rows::prepare(const RowsTask& task, int64_t waiting) {
+void Rows::check(const RowsTask& task) const {
   if (task.rows > int64_t{UINT32_MAX} || task.count > INT32_MAX)
     fail(GA_ERROR_UNSUPPORTED,
          "%lld rows in one call, of a parameter with %lld rows: a CUDA device takes up to %d of up "
          "to %lld",
          static_cast<long long>(task.count), static_cast<long long>(task.rows), INT32_MAX,
          static_cast<long long>(UINT32_MAX));
+}
+
+void Rows::prepare(const RowsTask& task, int64_t waiting) {
   if (task.count == 0 || !task.set) return;  // without a set it has no elements
   const int64_t held = sets_[task.set].most;
   const int64_t wanted = std::min(task.rows, held + waiting + task.count);

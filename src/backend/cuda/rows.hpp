@@ -20,6 +20,7 @@ class Rows {
   Rows(const Rows&) = delete;
   Rows& operator=(const Rows&) = delete;
 
+  void check(const RowsTask& task) const;  // throws where it is larger than a device takes
   void prepare(const RowsTask& task, int64_t waiting);
   void accumulate(const RowsTask& task, Control* control);
   void clear(Span<RowSet* const> sets);
