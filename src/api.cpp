@@ -191,6 +191,7 @@ ga_status ga_config_init(ga_config* config, size_t struct_size) {
 ga_status ga_context_create(const ga_config* config, ga_context** out) {
   return guard([&] {
     require(out, "out");
+    const ga::FpMode mode;
     const ga_config c =
         config ? read_struct(config, ga::default_config(), "ga_config") : ga::default_config();
     ga::check_config(c);

@@ -22,6 +22,7 @@
 
 #include "backend/backend.hpp"
 #include "error.hpp"
+#include "fp_mode.hpp"
 #include "masters.hpp"
 #include "optimizer.hpp"
 #include "table.hpp"
@@ -58,8 +59,8 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // Held during a call: throws where the context is in another call already, or has failed for
-  // good.
+  // Held during a call, which computes in the library's floating-point mode: throws where the
+  // context is in another call already, or has failed for good.
   class Use {
    public:
     explicit Use(const Context& context);
@@ -68,6 +69,7 @@ class Context {
     Use& operator=(const Use&) = delete;
 
    private:
+    const FpMode mode_;
     const Context& context_;
   };
 

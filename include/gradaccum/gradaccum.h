@@ -87,6 +87,10 @@
  *               context, but for a ga_context, which is the caller's to destroy.
  *   Alignment   Data may lie at any address that is a multiple of its element.
  *   Sizes       Counts are elements, 64 bits wide. Tensors are dense and row-major.
+ *   Rounding    The library computes in a floating-point mode of its own, on every thread: it rounds
+ *               to nearest, keeps subnormal numbers and does not trap. The mode of the program
+ *               (torch.set_flush_denormal, fesetround, ...) changes no bit, and a call leaves the
+ *               mode and the exception flags of its thread as it found them.
  *   Structs     A struct starts with struct_size, its sizeof in the program. The _init functions
  *               set it with all defaults; for a struct that a function fills, the caller sets it.
  *               Programs and libraries of different versions then understand each other: fields
@@ -216,7 +220,8 @@ enum ga_accumulation {
 enum ga_gradient_life { GA_GRADIENTS_CONSUMED = 0, GA_GRADIENTS_LIVE = 1 };
 
 /* Runs task(data, i) for every i in [0, count), each once, on any threads, and returns when all are
-   done. */
+   done. It is called in the floating-point mode of the program, and task leaves that of its thread as
+   it was. */
 typedef void (*ga_task)(void* data, int64_t index);
 typedef void (*ga_parallel_for)(void* user, int64_t count, ga_task task, void* data);
 

@@ -5,6 +5,7 @@
 #include <exception>
 
 #include "error.hpp"
+#include "fp_mode.hpp"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -59,6 +60,7 @@ void Threads::run_openmp(int64_t items, ga_task body, void* data) {
   Range* const ranges = ranges_.get();
 #pragma omp parallel num_threads(threads)
   {
+    const FpMode mode;
     const int self = omp_get_thread_num();
     for (int t = 0; t < threads; ++t) {
       Range& range = ranges[(self + t) % threads];
@@ -91,10 +93,12 @@ void Threads::run_shared(int64_t items, ga_task body, void* data) {
       j.wrong.store(true, std::memory_order_relaxed);
       return;
     }
+    const FpMode mode;
     j.body(j.data, i);
     j.done.fetch_add(1, std::memory_order_release);
   };
   try {
+    const ProgramFpMode programs;
     parallel_for_(user_, items, once, &job);
   } catch (const std::exception& e) {
     fail(GA_ERROR_FAULT, "the program's parallel_for threw an exception: %s", e.what());

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+// The floating-point mode of the library's arithmetic: rounding to nearest, subnormal numbers as
+// they are, no traps. A program may run in another: torch.set_flush_denormal and the start-up code
+// of libraries linked with -ffast-math flush subnormal numbers, fesetround rounds elsewhere. The
+// mode belongs to a thread, and OpenMP's threads keep the one that they were made in. So FpMode
+// stands around everything that computes: a call on its thread (Context::Use), what a worker of
+// OpenMP does in one loop, and each task that the program's parallel_for runs. When it ends, the
+// thread's environment is bit for bit the program's again, exception flags included.
+//
+// The program's parallel_for is called in the program's mode (ProgramFpMode). What it changes of the
+// mode of the calling thread lasts until it returns.
+//
+// A compiler does not know that arithmetic depends on the mode, and may move it across these
+// objects: what computes is called as a function of another file, or by a pointer.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace ga {
+
+// A thread's control bits and exception flags.
+#if defined(__x86_64__)
+
+class FpEnvironment {  // MXCSR: the flags are in the six lowest bits
+ public:
+  static FpEnvironment now() { return FpEnvironment(_mm_getcsr()); }
+  static constexpr FpEnvironment library() { return FpEnvironment(0x1f80); }
+  bool has_mode_of(FpEnvironment other) const { return ((bits_ ^ other.bits_) & ~0x3fu) == 0; }
+  void load() const {
+    if (_mm_getcsr() != bits_) _mm_setcsr(bits_);
+  }
+
+ private:
+  explicit constexpr FpEnvironment(uint32_t bits) : bits_(bits) {}
+  uint32_t bits_;
+};
+
+#elif defined(__aarch64__)
+
+class FpEnvironment {  // FPCR and FPSR
+ public:
+  static FpEnvironment now() {
+    FpEnvironment e;
+    asm volatile("mrs %0, fpcr\n\tmrs %1, fpsr" : "=r"(e.control_), "=r"(e.flags_));
+    return e;
+  }
+  static constexpr FpEnvironment library() { return FpEnvironment(); }
+  bool has_mode_of(FpEnvironment other) const { return control_ == other.control_; }
+  void load() const {
+    const FpEnvironment is = now();
+    if (is.control_ != control_) asm volatile("msr fpcr, %0" : : "r"(control_) : "memory");
+    if (is.flags_ != flags_) asm volatile("msr fpsr, %0" : : "r"(flags_) : "memory");
+  }
+
+ private:
+  uint64_t control_ = 0, flags_ = 0;
+};
+
+#else
+
+class FpEnvironment {
+ public:
+  static FpEnvironment now() { return {}; }
+  static constexpr FpEnvironment library() { return {}; }
+  bool has_mode_of(FpEnvironment) const { return true; }
+  void load() const {}
+};
+
+#endif
+
+class FpMode {
+ public:
+  FpMode() : program_(FpEnvironment::now()) {
+    if (!program_.has_mode_of(FpEnvironment::library())) enter();
+  }
+  ~FpMode() {
+    if (!program_.has_mode_of(FpEnvironment::library())) hidden_ = outer_;
+    program_.load();
+  }
+  FpMode(const FpMode&) = delete;
+  FpMode& operator=(const FpMode&) = delete;
+
+ private:
+  friend class ProgramFpMode;
+
+  void enter() {
+    outer_ = hidden_;
+    hidden_ = program_;
+    FpEnvironment::library().load();
+  }
+
+  // What the program has on this thread; the library's where that is the same mode.
+  static inline thread_local FpEnvironment hidden_ = FpEnvironment::library();
+
+  const FpEnvironment program_;
+  FpEnvironment outer_ = FpEnvironment::library();
+};
+
+// The program's mode again, within an FpMode, while the program is called.
+class ProgramFpMode {
+ public:
+  ProgramFpMode() : library_(FpEnvironment::now()), program_(FpMode::hidden_) {
+    FpMode::hidden_ = FpEnvironment::library();
+    if (!program_.has_mode_of(library_)) program_.load();
+  }
+  ~ProgramFpMode() {
+    FpMode::hidden_ = program_;
+    library_.load();
+  }
+  ProgramFpMode(const ProgramFpMode&) = delete;
+  ProgramFpMode& operator=(const ProgramFpMode&) = delete;
+
+ private:
+  const FpEnvironment library_, program_;
+};
+
+}  // namespace ga
