@@ -48,8 +48,10 @@ void require(const T* pointer, const char* name) {
 template <class T>
 void check_size(size_t size, const char* type) {
   if (size < first_size<T> || size > kLargestStruct)
-    fail(GA_ERROR_INVALID_ARGUMENT, "struct_size of %s was %zu, expected sizeof(%s), here %zu",
-         type, size, type, sizeof(T));
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "struct_size of %s was %zu, expected sizeof(%s), at least %zu (%zu in this version of the "
+         "library)",
+         type, size, type, first_size<T>, sizeof(T));
 }
 
 // A struct that the caller filled, on top of the library's defaults.
@@ -85,12 +87,14 @@ void write_struct(T* out, const T& value) {
   out->struct_size = size;
 }
 
+// The defaults in a struct of the caller, which is not written beyond what the library knows of it:
+// nothing but size says that there is more.
 template <class T>
-void init_struct(T* out, size_t size, const T& defaults, const char* type) {
+void init_struct(T* out, size_t size, T defaults, const char* type) {
   require(out, type);
   check_size<T>(size, type);
-  out->struct_size = size;
-  write_struct(out, defaults);
+  defaults.struct_size = std::min(size, sizeof(T));
+  std::memcpy(static_cast<void*>(out), &defaults, defaults.struct_size);
 }
 
 ga_param_options default_param_options() {

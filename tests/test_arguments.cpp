@@ -985,36 +985,73 @@ TEST(StructSize, OfAnOlderProgram) {
   EXPECT_EQ(ga_context_create(&config, &ctx), kInvalidArgument);
 }
 
+// The size that the struct had in its first release, where it has grown since.
+template <class T>
+constexpr size_t kFirstSize = sizeof(T);
+template <>
+constexpr size_t kFirstSize<ga_config> = 72;
+template <>
+constexpr size_t kFirstSize<ga_optimizer> = 88;
+template <>
+constexpr size_t kFirstSize<ga_clip> = 32;
+
+// init: of an _init function. It writes what it is told to, as far as it knows the struct.
+template <class T, class Init>
+void check_init_sizes(const char* type, Init init) {
+  SCOPED_TRACE(type);
+  EXPECT_EQ(init(static_cast<T*>(nullptr), sizeof(T)), kInvalidArgument);
+  const size_t first = kFirstSize<T>;
+  T whole;
+  memset(&whole, 0, sizeof whole);
+  ASSERT_EQ(init(&whole, sizeof whole), GA_OK) << ga_last_error();
+  EXPECT_EQ(whole.struct_size, sizeof whole);
+  for (const size_t size : {first, sizeof(T), sizeof(T) + 8, size_t{256}, size_t{4096}}) {
+    SCOPED_TRACE(size);
+    const size_t known = std::min(size, sizeof(T));
+    // In memory of its own, so that a sanitizer sees what is behind it, and a canary without one.
+    std::vector<unsigned char> exact(known, 0x5a), guarded(sizeof(T) + 4096, 0x5a);
+    for (std::vector<unsigned char>* bytes : {&exact, &guarded}) {
+      EXPECT_EQ(init(reinterpret_cast<T*>(bytes->data()), size), GA_OK) << ga_last_error();
+      size_t told = 0;
+      memcpy(&told, bytes->data(), sizeof told);
+      EXPECT_EQ(told, known);
+      EXPECT_EQ(0, memcmp(bytes->data() + sizeof told,
+                          reinterpret_cast<const unsigned char*>(&whole) + sizeof told,
+                          known - sizeof told));
+    }
+    for (size_t i = known; i < guarded.size(); ++i) {
+      ASSERT_EQ(guarded[i], 0x5a) << "byte " << i << " was written";
+    }
+  }
+  const std::string least = "at least " + std::to_string(first) + " ";
+  const std::string now = "(" + std::to_string(sizeof(T)) + " ";
+  for (const size_t size : {size_t{0}, size_t{7}, first - 1, size_t{65537}, SIZE_MAX}) {
+    SCOPED_TRACE(size);
+    std::vector<unsigned char> bytes(sizeof(T), 0x5a);
+    EXPECT_EQ(init(reinterpret_cast<T*>(bytes.data()), size), kInvalidArgument);
+    EXPECT_EQ(bytes, std::vector<unsigned char>(sizeof(T), 0x5a));
+    for (const std::string& words :
+         {"struct_size of " + std::string(type) + " was " + std::to_string(size), least, now}) {
+      EXPECT_NE(std::string(ga_last_error()).find(words), std::string::npos)
+          << ga_last_error() << " lacks " << words;
+    }
+  }
+}
+
 TEST(StructSize, OfInit) {
-  const auto check = [](const char* type, auto example, auto init) {
-    SCOPED_TRACE(type);
-    using T = decltype(example);
-    EXPECT_EQ(init(static_cast<T*>(nullptr), sizeof(T)), kInvalidArgument);
-    for (const size_t size : {size_t{0}, size_t{7}, SIZE_MAX}) {
-      T bad, before;
-      memset(&bad, 0x5a, sizeof bad);
-      before = bad;
-      EXPECT_EQ(init(&bad, size), kInvalidArgument) << size;
-      EXPECT_EQ(0, memcmp(&bad, &before, sizeof bad));
-    }
-    Later<T> later;
-    memset(&later, 0x5a, sizeof later);
-    EXPECT_EQ(init(&later.known, sizeof later - 8), GA_OK) << ga_last_error();
-    EXPECT_EQ(later.known.struct_size, sizeof later - 8);
-    for (size_t i = 0; i < sizeof later.unknown; ++i) {
-      EXPECT_EQ(later.unknown[i], i < sizeof later.unknown - 8 ? 0 : 0x5a) << i;
-    }
-  };
-  check("ga_config", ga_config(), [](ga_config* c, size_t n) { return ga_config_init(c, n); });
-  check("ga_optimizer", ga_optimizer(), [](ga_optimizer* o, size_t n) {
+  check_init_sizes<ga_config>("ga_config", ga_config_init);
+  check_init_sizes<ga_optimizer>("ga_optimizer", [](ga_optimizer* o, size_t n) {
     return ga_optimizer_init(o, n, GA_OPTIMIZER_ADAMW, GA_FLAVOR_TORCH);
   });
-  check("ga_schedule", ga_schedule(),
-        [](ga_schedule* s, size_t n) { return ga_schedule_init(s, n, GA_SCHEDULE_COSINE); });
-  check("ga_clip", ga_clip(), [](ga_clip* c, size_t n) { return ga_clip_init(c, n); });
-  check("ga_loss_scaler", ga_loss_scaler(),
-        [](ga_loss_scaler* s, size_t n) { return ga_loss_scaler_init(s, n); });
-  check("ga_ema", ga_ema(), [](ga_ema* e, size_t n) { return ga_ema_init(e, n); });
+  check_init_sizes<ga_schedule>("ga_schedule", [](ga_schedule* s, size_t n) {
+    return ga_schedule_init(s, n, GA_SCHEDULE_COSINE);
+  });
+  check_init_sizes<ga_clip>("ga_clip", ga_clip_init);
+  check_init_sizes<ga_loss_scaler>("ga_loss_scaler", ga_loss_scaler_init);
+  check_init_sizes<ga_ema>("ga_ema", ga_ema_init);
+  check_init_sizes<ga_bn_options>("ga_bn_options", [](ga_bn_options* o, size_t n) {
+    return ga_bn_options_init(o, n, GA_FLAVOR_KERAS);
+  });
   ga_optimizer o;
   for (const int32_t kind : {-1, GA_OPTIMIZER_MUON + 1, 1000}) {
     EXPECT_EQ(ga_optimizer_init(&o, sizeof o, kind, 0), kInvalidArgument) << kind;

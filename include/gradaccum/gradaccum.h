@@ -92,10 +92,14 @@
  *               (torch.set_flush_denormal, fesetround, ...) changes no bit, and a call leaves the
  *               mode and the exception flags of its thread as it found them.
  *   Structs     A struct starts with struct_size, its sizeof in the program. The _init functions
- *               set it with all defaults; for a struct that a function fills, the caller sets it.
- *               Programs and libraries of different versions then understand each other: fields
- *               unknown to the older side keep their default; a field that this library does not
- *               know and that is set is GA_ERROR_UNSUPPORTED.
+ *               take it and write the defaults of the fields that this library knows, nothing behind
+ *               them, and struct_size, the size of what they have written. For a struct that a
+ *               function fills, the caller sets struct_size. Programs and libraries of different
+ *               versions then understand each other: fields unknown to the older side keep their
+ *               default. A program that is newer than the library finds struct_size smaller than
+ *               its sizeof, and its last fields are not read. If it zeroes the struct first and
+ *               sets struct_size to its sizeof again, they are looked at, and one that is set is
+ *               GA_ERROR_UNSUPPORTED.
  *   out = NULL  An out parameter that says "may be NULL" is not written.
  */
 #ifndef GRADACCUM_GRADACCUM_H_

@@ -92,46 +92,40 @@ using LossScale = std::optional<double>;
 
 // ---- Structs with their defaults ----------------------------------------------------------------
 
-inline ga_config default_config() {
-  ga_config config;
-  check(ga_config_init(&config, sizeof config));
-  return config;
+namespace detail {
+
+// What an _init function gives. Where the library is older than this header, it does not know the
+// last fields: they are 0, and struct_size still counts them, so that it refuses them if they are set.
+template <typename T, typename Init, typename... Arguments>
+T defaults(Init init, Arguments... arguments) {
+  T filled{};
+  check(init(&filled, sizeof filled, arguments...));
+  filled.struct_size = sizeof filled;
+  return filled;
 }
 
+}  // namespace detail
+
+inline ga_config default_config() { return detail::defaults<ga_config>(ga_config_init); }
+
 inline ga_optimizer default_optimizer(ga_optimizer_kind kind, ga_flavor flavor = GA_FLAVOR_TORCH) {
-  ga_optimizer optimizer;
-  check(ga_optimizer_init(&optimizer, sizeof optimizer, kind, flavor));
-  return optimizer;
+  return detail::defaults<ga_optimizer>(ga_optimizer_init, kind, flavor);
 }
 
 inline ga_schedule default_schedule(ga_schedule_kind kind) {
-  ga_schedule schedule;
-  check(ga_schedule_init(&schedule, sizeof schedule, kind));
-  return schedule;
+  return detail::defaults<ga_schedule>(ga_schedule_init, kind);
 }
 
-inline ga_clip default_clip() {
-  ga_clip clip;
-  check(ga_clip_init(&clip, sizeof clip));
-  return clip;
-}
+inline ga_clip default_clip() { return detail::defaults<ga_clip>(ga_clip_init); }
 
 inline ga_loss_scaler default_loss_scaler() {
-  ga_loss_scaler scaler;
-  check(ga_loss_scaler_init(&scaler, sizeof scaler));
-  return scaler;
+  return detail::defaults<ga_loss_scaler>(ga_loss_scaler_init);
 }
 
-inline ga_ema default_ema() {
-  ga_ema ema;
-  check(ga_ema_init(&ema, sizeof ema));
-  return ema;
-}
+inline ga_ema default_ema() { return detail::defaults<ga_ema>(ga_ema_init); }
 
 inline ga_bn_options default_bn_options(ga_flavor flavor = GA_FLAVOR_TORCH) {
-  ga_bn_options options;
-  check(ga_bn_options_init(&options, sizeof options, flavor));
-  return options;
+  return detail::defaults<ga_bn_options>(ga_bn_options_init, flavor);
 }
 
 inline ga_param_options default_param_options() {
