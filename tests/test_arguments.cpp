@@ -791,7 +791,7 @@ TEST(BadArguments, OfConfig) {
       {"scale 0", [](C c) { c.loss_scale = 0; }, kInvalidArgument, {"loss_scale", "0"}},
       {"scale NaN", [](C c) { c.loss_scale = NAN; }, kInvalidArgument, {"loss_scale", "nan"}},
       {"scale inf", [](C c) { c.loss_scale = INFINITY; }, kInvalidArgument, {"loss_scale", "inf"}},
-      {"reserved 1", [](C c) { c.reserved = 1; }, kInvalidArgument, {"reserved", "1"}},
+      {"measure_norm 2", [](C c) { c.measure_norm = 2; }, kInvalidArgument, {"measure_norm", "2"}},
       {"reserved2 1", [](C c) { c.reserved2 = 1; }, kInvalidArgument, {"reserved2", "1"}},
   };
   int marker = 0;

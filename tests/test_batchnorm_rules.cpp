@@ -443,6 +443,37 @@ TEST(BatchNormRules, DroppingIsForMicroAlone) {
   EXPECT_OK(ga_bn_add(net.ctx, "other", 3, net.gamma, net.beta, nullptr, nullptr));
 }
 
+// The two sweeps of WINDOW mode open micro-batches again, which GA_CLIP_MICRO does not allow: whichever
+// comes second is refused.
+TEST(BatchNormRules, NoSweepsOverClippedMicroBatches) {
+  ga_clip micro = clip(GA_CLIP_GLOBAL, 1);
+  micro.when = GA_CLIP_MICRO;
+  ga_clip idle = clip(GA_CLIP_NONE, 0);  // clips nothing
+  idle.when = GA_CLIP_MICRO;
+  ga_clip value = clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 1);
+  value.when = GA_CLIP_MICRO;
+  const ga_bn_options sweeping = bn_options(GA_BN_WINDOW), plain = bn_options(GA_BN_MICRO);
+  for (const bool of_group : {false, true}) {
+    Context ctx;
+    const ga_group group = ctx.group(plain_sgd());
+    const auto set = [&](const ga_clip* c) {
+      return of_group ? ga_group_set_clip(ctx, group, c) : ga_context_set_clip(ctx, c);
+    };
+    for (const ga_clip* c : {&micro, &value}) {
+      EXPECT_OK(set(c));
+      EXPECT_TRUE(refused(ga_bn_add(ctx, "late", 3, -1, -1, &sweeping, nullptr),
+                          GA_ERROR_UNSUPPORTED, {"\"late\"", "WINDOW", "GA_CLIP_MICRO"}));
+    }
+    EXPECT_OK(ga_bn_add(ctx, "micro", 3, -1, -1, &plain, nullptr));
+    EXPECT_OK(set(&idle));
+    EXPECT_OK(ga_bn_add(ctx, "early", 3, -1, -1, &sweeping, nullptr));
+    for (const ga_clip* c : {&micro, &value})
+      EXPECT_TRUE(
+          refused(set(c), GA_ERROR_UNSUPPORTED, {"\"early\"", "WINDOW", "GA_CLIP_MICRO"}));
+    EXPECT_OK(set(&idle));
+  }
+}
+
 // With GA_CLIP_MICRO a parameter gets one contribution in a micro-batch: a second layer that shares
 // one is refused, and leaves nothing: not dx, not the gradient of what it does not share.
 TEST(BatchNormRules, SharedParametersAreNotClippedByMicroBatch) {

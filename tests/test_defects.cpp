@@ -609,7 +609,7 @@ TEST(BadInput, StateThatTheOptimizerRefuses) {
 // Fields of a struct that this library does not know, and reserved ones.
 TEST(BadInput, ReservedFields) {
   ga_config c = config();
-  c.reserved = 1;
+  c.reserved2 = 1;
   ga_context* none = nullptr;
   EXPECT_NE(ga_context_create(&c, &none), GA_OK);
   EXPECT_EQ(none, nullptr);

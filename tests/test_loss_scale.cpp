@@ -429,7 +429,9 @@ TEST(Storms, IgnoreMakesTheStep) {
   EXPECT_EQ(loss_scale(ctx), 2) << "nobody looked";
 }
 
-TEST(LossScale, FailDoesNotBackOff) {
+// The window that ga_step refuses keeps its scale; its ga_discard backs off, once, however often the
+// step was tried. Other discarded windows do not.
+TEST(LossScale, FailBacksOffWhereTheWindowIsDiscarded) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_FAIL;
   float p = 0;
@@ -441,9 +443,27 @@ TEST(LossScale, FailDoesNotBackOff) {
   ASSERT_OK(ga_context_set_loss_scaler(ctx, &s));
   ctx.accumulate({&bad});
   EXPECT_EQ(ga_step(ctx, nullptr), GA_ERROR_NONFINITE);
+  EXPECT_EQ(ga_step(ctx, nullptr), GA_ERROR_NONFINITE);
   EXPECT_EQ(loss_scale(ctx), 65536) << "the window is still there";
   EXPECT_OK(ga_discard(ctx));
-  EXPECT_EQ(loss_scale(ctx), 65536);
+  EXPECT_EQ(loss_scale(ctx), 32768);
+  EXPECT_OK(ga_discard(ctx));
+  ctx.accumulate({&bad});
+  EXPECT_OK(ga_discard(ctx)) << "nobody has judged this one";
+  EXPECT_EQ(loss_scale(ctx), 32768);
+  for (int w = 0; w < 3; ++w) {
+    ctx.accumulate({&bad});
+    EXPECT_EQ(ga_step(ctx, nullptr), GA_ERROR_NONFINITE);
+    EXPECT_OK(ga_discard(ctx));
+  }
+  EXPECT_EQ(loss_scale(ctx), 4096);
+  const float good = 1;
+  ctx.accumulate({&good});
+  const ga_step_result r = step(ctx);
+  EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
+  EXPECT_EQ(r.loss_scale, 4096);
+  EXPECT_EQ(r.windows, 1) << "a window that was discarded is no step";
+  EXPECT_EQ(p, -1.0f / 4096);
 }
 
 // ---- Dropped micro-batches ----------------------------------------------------------------------

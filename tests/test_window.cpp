@@ -4,10 +4,11 @@
 // leaves behind.
 #include <sys/mman.h>
 
+#include <chrono>
 #include <functional>
 #include <map>
 
-#include "support.hpp"
+#include "formats.hpp"
 
 namespace ga::test {
 namespace {
@@ -408,6 +409,19 @@ TEST(Window, KBySchedule) {
   }
   ASSERT_OK(ga_context_set_accum_schedule(ctx, nullptr, 0));
   EXPECT_EQ(window(ctx).accum_steps, 0);  // ga_config's again
+}
+
+// A number for all windows in place of a schedule: not without a word.
+TEST(Window, KIsNotSetBesideASchedule) {
+  Context ctx;
+  const ga_accum_phase phases[] = {{0, 2}, {3, 5}};
+  ASSERT_OK(ga_context_set_accum_schedule(ctx, phases, 2));
+  EXPECT_TRUE(refused(ga_context_set_accum_steps(ctx, 7), GA_ERROR_INVALID_STATE,
+                      {"ga_context_set_accum_steps", "ga_context_set_accum_schedule"}));
+  EXPECT_EQ(window(ctx).accum_steps, 2);
+  ASSERT_OK(ga_context_set_accum_schedule(ctx, nullptr, 0));
+  ASSERT_OK(ga_context_set_accum_steps(ctx, 7));
+  EXPECT_EQ(window(ctx).accum_steps, 7);
 }
 
 TEST(Window, WrongKSchedules) {
@@ -1133,6 +1147,202 @@ TEST(Window, ExtremeWeightsAndScales) {
       }
     }
   }
+}
+
+// A sum of weights that the computing type cannot divide by is a skip of its own, under every policy:
+// it says nothing of the gradients, so the loss scale stays.
+TEST(Window, WeightsThatCannotBeDividedBy) {
+  const struct {
+    std::vector<double> weights;
+    bool f32, f64;  // whether a step can be applied
+  } cases[] = {{{1e308, 1e308}, false, false}, {{1e-200}, false, true},
+               {{0x1p-126}, true, true},       {{0x1.fffffffffffffp-127}, false, true},
+               {{0x1p127}, true, true},        {{0x1p126, 0x1p126}, true, true},
+               {{0x1p127, 0x1p100}, false, true},
+               {{0x1p-1022}, false, true},     {{0x1p-1023}, false, false},
+               {{5e-324, 5e-324}, false, false}, {{0x1p1023}, false, true},
+               {{0x1p1023, 0x1p1000}, false, false}, {{0, 1e-40, 0}, false, true}};
+  for (const auto& test : cases) {
+    for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_FAIL, GA_NONFINITE_DROP_MICRO,
+                                 GA_NONFINITE_IGNORE}) {
+      for (const int32_t dtype : {GA_F32, GA_F64}) {
+        SCOPED_TRACE(testing::Message() << test.weights[0] << ", policy " << policy << ", dtype "
+                                        << dtype);
+        ga_config c = config();
+        c.nonfinite = policy;
+        c.gradient_kind = GA_GRADIENT_SUM;  // the weights are no factors
+        Context ctx(c);
+        const ga_group group = ctx.group(plain_sgd());
+        Tensor p(dtype, 3, 1.0), g(dtype, 3), untouched(GA_F32, 2, 1.0);
+        add(ctx, group, p);
+        add(ctx, group, untouched);  // f32, but no step is about it
+        ga_loss_scaler scaler;
+        EXPECT_OK(ga_loss_scaler_init(&scaler, sizeof scaler));
+        scaler.initial_scale = 1;
+        scaler.growth_interval = 1;
+        EXPECT_OK(ga_context_set_loss_scaler(ctx, &scaler));
+        for (const double w : test.weights) accumulate(ctx, {&g, nullptr}, w);
+        const ga_step_result r = step(ctx);
+        const bool applied = dtype == GA_F64 ? test.f64 : test.f32;
+        EXPECT_EQ(r.outcome, applied ? GA_STEP_APPLIED : GA_STEP_SKIPPED_WEIGHT);
+        EXPECT_EQ(r.norm, 0);
+        EXPECT_EQ(r.steps, applied ? 1 : 0);
+        EXPECT_EQ(r.windows, 1);
+        EXPECT_EQ(r.skipped, applied ? 0 : 1);
+        EXPECT_EQ(p.get(0), 1);
+        double scale = 0;
+        EXPECT_OK(ga_loss_scale(ctx, &scale, nullptr));
+        EXPECT_EQ(scale, applied ? 2 : 1);
+        EXPECT_EQ(window(ctx).state, GA_WINDOW_EMPTY);
+      }
+    }
+  }
+}
+
+// Where nothing is divided, any sum will do; gradients that are not finite are found as ever.
+TEST(Window, WeightsThatNothingIsDividedBy) {
+  ga_config c = config();
+  c.reduce = GA_REDUCE_SUM;
+  c.gradient_kind = GA_GRADIENT_SUM;
+  c.noise_scale = 1;
+  Context ctx(c);
+  Tensor p(GA_F32, 3), g(GA_F32, 3, 1.0), bad(GA_F32, 3, INFINITY);
+  add(ctx, ctx.group(plain_sgd()), p);
+  for (const double w : {1e308, 1e-300, 1e-200}) {
+    for (int k = 0; k < 2; ++k) accumulate(ctx, {&g}, w);
+    const ga_step_result r = step(ctx);
+    EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
+    EXPECT_TRUE(std::isnan(r.noise_scale)) << "no estimate comes of such weights";
+  }
+  EXPECT_EQ(p.get(0), -6);
+  accumulate(ctx, {&bad}, 1e308);
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_NONFINITE);
+  for (int k = 0; k < 2; ++k) accumulate(ctx, {&g}, k + 1);
+  EXPECT_TRUE(std::isfinite(step(ctx).noise_trace));
+}
+
+// ---- Living gradients ---------------------------------------------------------------------------
+
+// A second contribution may not lie over the first one that still lives, wherever they meet; one that
+// is refused has changed nothing.
+TEST(Live, SecondContributionsLieApart) {
+  constexpr int64_t kCount = 12;
+  ga_config c = config();
+  c.gradient_life = GA_GRADIENTS_LIVE;
+  for (const int64_t shift : {-12, -11, -1, 0, 1, 11, 12}) {
+    SCOPED_TRACE(shift);
+    const bool apart = std::abs(shift) >= kCount;
+    Context ctx(c);
+    Tensor block(GA_F32, 4 * kCount, 1.0), p(GA_F32, kCount), first(GA_F32, 1);
+    ga_param_options rows = options();
+    rows.rows = GA_ROWS_DENSE;
+    const ga_param id = add(ctx, ctx.group(plain_sgd()), p, {3, 4}, rows);
+    const void* const one = block.at(kCount);
+    const void* const two = block.at(kCount + shift);
+    EXPECT_OK(ga_accumulate(ctx, &one, 1, 1, nullptr));
+    const ga_status expected = apart ? GA_OK : GA_ERROR_INVALID_ARGUMENT;
+    EXPECT_EQ(ga_accumulate(ctx, &two, 1, 1, nullptr), expected);
+    if (apart) continue;
+    EXPECT_NE(std::string(ga_last_error()).find("still lives"), std::string::npos);
+    EXPECT_OK(ga_micro_begin(ctx, 1, 1, nullptr));
+    EXPECT_TRUE(refused(ga_accumulate_part(ctx, id, two), expected, {"still lives"}));
+    const int64_t row = 1;
+    EXPECT_TRUE(refused(ga_accumulate_rows(ctx, id, &row, GA_I64, 1, block.at(kCount + 11)),
+                        expected, {"values", "still lives"}));
+    EXPECT_TRUE(refused(ga_accumulate_rows(ctx, id, block.at(kCount + 10), GA_I32, 1,
+                                           block.at(0)),
+                        expected, {"indices", "still lives"}));
+    if (has_onednn()) {
+      EXPECT_TRUE(refused(ga_accumulate_matmul(ctx, id, 1, block.at(kCount + 10), 1, GA_TRANSPOSE,
+                                               block.at(0), 4, GA_NO_TRANSPOSE, GA_F32),
+                          expected, {"still lives"}));
+    }
+    EXPECT_OK(ga_accumulate_rows(ctx, id, &row, GA_I64, 1, block.at(3 * kCount)));
+    EXPECT_OK(ga_micro_end(ctx));
+    EXPECT_EQ(step(ctx).weight, 2);
+    EXPECT_EQ(p.get(0), -0.5);
+    EXPECT_EQ(p.get(4), -1);
+  }
+}
+
+// A norm that nobody goes by is not measured: NaN where a pass of its own would be needed, unless the
+// program wants it. What needs it gets it.
+TEST(Live, NormsAreMeasuredWhereTheyAreWanted) {
+  const auto run = [](const ga_config& c, const ga_optimizer& o, const ga_clip* clip, int count,
+                      bool acquire) {
+    Context ctx(c);
+    Tensor p(GA_F32, 4, 1.0), g(GA_F32, 4, 2.0), h(GA_F32, 4, 2.0);
+    const ga_param id = add(ctx, ctx.group(o), p, {2, 2});
+    if (clip) EXPECT_OK(ga_context_set_clip(ctx, clip));
+    if (acquire) {
+      EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+      ga_accumulator a;
+      a.struct_size = sizeof a;
+      EXPECT_OK(ga_accumulator_acquire(ctx, id, &a));
+      for (int i = 0; i < 4; ++i) static_cast<float*>(a.data)[i] = 2;
+      EXPECT_OK(ga_accumulator_release(ctx, id));
+      EXPECT_OK(ga_micro_end(ctx));
+    } else {
+      accumulate(ctx, {&g});
+      if (count == 2) accumulate(ctx, {&h});
+    }
+    const ga_step_result r = step(ctx);
+    EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
+    return std::pair(r.norm, p.get(0));
+  };
+  ga_config ignoring = config();
+  ignoring.nonfinite = GA_NONFINITE_IGNORE;
+  ignoring.gradient_life = GA_GRADIENTS_LIVE;
+  ga_config measuring = ignoring;
+  measuring.measure_norm = 1;
+  const ga_optimizer sgd = plain_sgd(0.25);
+  for (const bool acquire : {false, true}) {
+    EXPECT_TRUE(std::isnan(run(ignoring, sgd, nullptr, 1, acquire).first));
+    EXPECT_EQ(run(ignoring, sgd, nullptr, 1, acquire).second, 0.5);
+    EXPECT_EQ(run(measuring, sgd, nullptr, 1, acquire).first, 4);
+    const ga_clip value = clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 1);
+    EXPECT_TRUE(std::isnan(run(ignoring, sgd, &value, 1, acquire).first));
+    EXPECT_EQ(run(ignoring, sgd, &value, 1, acquire).second, 0.75);
+    for (const int32_t scope : {GA_CLIP_GLOBAL, GA_CLIP_PER_TENSOR}) {
+      const ga_clip norm = clip(scope, 1, GA_FLAVOR_KERAS);
+      EXPECT_EQ(run(ignoring, sgd, &norm, 1, acquire).first, 4);
+      EXPECT_EQ(run(ignoring, sgd, &norm, 1, acquire).second, 1 - 0.25 * 0.5);
+    }
+    for (const int32_t kind : {GA_OPTIMIZER_LAMB, GA_OPTIMIZER_LARS}) {
+      EXPECT_EQ(run(ignoring, optimizer(kind), nullptr, 1, acquire).first, 4);
+      EXPECT_EQ(run(ignoring, optimizer(kind), nullptr, 1, acquire).second,
+                run(measuring, optimizer(kind), nullptr, 1, acquire).second);
+    }
+    ga_config checking = ignoring;
+    checking.nonfinite = GA_NONFINITE_SKIP_STEP;
+    EXPECT_EQ(run(checking, sgd, nullptr, 1, acquire).first, 4) << "the check reads it anyway";
+  }
+  EXPECT_EQ(run(ignoring, sgd, nullptr, 2, false).first, 4) << "an accumulating pass tells";
+}
+
+// A window may be long: a micro-batch costs what it costs at its beginning.
+TEST(Window, AccumulatingDoesNotCostTheWindow) {
+#if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "times mean nothing under a sanitizer";
+#endif
+  constexpr int kMicros = 60000, kPart = 500;
+  float p = 0;
+  const float g = 1;
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  const void* list[] = {&g};
+  double first = INFINITY, last = INFINITY;
+  for (int k = 0; k < kMicros; k += kPart) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < kPart; ++i) ga_accumulate(ctx, list, 1, 1 + k % 3, nullptr);
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+    if (k < kMicros / 10) first = std::min(first, taken.count());
+    if (k >= kMicros / 2) last = std::min(last, taken.count());
+  }
+  EXPECT_LT(last / first, 3) << first << " s, then " << last << " s for " << kPart << " calls";
+  const ga_step_result r = step(ctx);
+  EXPECT_EQ(r.micro_batches, kMicros);
+  EXPECT_EQ(p, -1);
 }
 
 // Not even where nobody looks: an overflow in one window must not be found in the next, whoever

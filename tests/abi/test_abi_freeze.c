@@ -39,13 +39,13 @@ FIELD(ga_config, parallel_for, 56, 8);
 FIELD(ga_config, parallel_for_user, 64, 8);
 FIELD(ga_config, seed, 72, 8);
 FIELD(ga_config, noise_scale, 80, 4);
-FIELD(ga_config, reserved, 84, 4);
+FIELD(ga_config, measure_norm, 84, 4);
 FIELD(ga_config, noise_smoothing, 88, 8);
 FIELD(ga_config, device_ordinal, 96, 4);
 FIELD(ga_config, reserved2, 100, 4);
 FIELD(ga_config, stream, 104, 8);
 
-SIZE(ga_memory, 72);
+SIZE(ga_memory, 80);
 FIELD(ga_memory, struct_size, 0, 8);
 FIELD(ga_memory, accumulators, 8, 8);
 FIELD(ga_memory, optimizer_state, 16, 8);
@@ -55,6 +55,7 @@ FIELD(ga_memory, masters, 40, 8);
 FIELD(ga_memory, averages, 48, 8);
 FIELD(ga_memory, rows, 56, 8);
 FIELD(ga_memory, batch_norm, 64, 8);
+FIELD(ga_memory, resident, 72, 8);
 
 SIZE(ga_accum_phase, 16);
 FIELD(ga_accum_phase, from_step, 0, 8);
@@ -307,6 +308,7 @@ VALUE(GA_STEP_SKIPPED_EMPTY, 1);
 VALUE(GA_STEP_SKIPPED_NONFINITE, 2);
 VALUE(GA_STEP_SKIPPED_ERROR, 3);
 VALUE(GA_STEP_PENDING, 4);
+VALUE(GA_STEP_SKIPPED_WEIGHT, 5);
 
 SIZE(ga_bn_options, 40);
 FIELD(ga_bn_options, struct_size, 0, 8);

@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// When the arrays of a parameter are made, and for whom: by the first contribution that is sure to be
+// made, not by calls that fail or contribute nothing; never for frozen parameters; one master to one
+// memory. And what ga_context_memory tells of it.
+#include <memory>
+
+#include "formats.hpp"
+
+namespace ga::test {
+namespace {
+
+// A bf16 parameter with a master, and an f32 one beside it with the same gradient.
+struct Net {
+  explicit Net(const ga_config& c = config()) : ctx(c) {
+    group = ctx.group(plain_sgd());
+    ga_param_options o = options();
+    o.master = GA_MASTER_F32;
+    first = add(ctx, group, narrow, {}, o);
+    second = add(ctx, group, wide);
+  }
+  bool has_arrays() const { return memory(ctx).resident > at_first; }
+  ga_status accumulate(const void* a, const void* b, double weight = 1) {
+    const void* list[] = {a, b};
+    return ga_accumulate(ctx, list, 2, weight, nullptr);
+  }
+
+  Context ctx;
+  Tensor narrow{GA_BF16, 64, 1.0}, wide{GA_F32, 64, 1.0};
+  Tensor narrow_gradient{GA_BF16, 64, 0.0}, wide_gradient{GA_F32, 64, 0.0};
+  ga_group group = -1;
+  ga_param first = -1, second = -1;
+  int64_t at_first = memory(ctx).resident;
+};
+
+const void* off_by_one(const Tensor& t) { return static_cast<const char*>(t.data()) + 1; }
+
+// Calls that fail or contribute nothing, each of which may leave no trace.
+struct Attempt {
+  const char* name;
+  void (*run)(Net& net);
+};
+
+void PrintTo(const Attempt& a, std::ostream* out) { *out << a.name; }
+
+const Attempt kAttempts[] = {
+    {"MisalignedGradient",
+     [](Net& n) {
+       EXPECT_EQ(n.accumulate(n.narrow_gradient.data(), off_by_one(n.wide_gradient)),
+                 GA_ERROR_INVALID_ARGUMENT);
+     }},
+    {"GradientOverAParameter",
+     [](Net& n) {
+       EXPECT_EQ(n.accumulate(n.narrow_gradient.data(), n.wide.data()), GA_ERROR_INVALID_ARGUMENT);
+     }},
+    {"WrongCount",
+     [](Net& n) {
+       EXPECT_EQ(ga_accumulate(n.ctx, nullptr, 5, 1, nullptr), GA_ERROR_INVALID_ARGUMENT);
+     }},
+    {"NegativeWeight",
+     [](Net& n) {
+       EXPECT_EQ(n.accumulate(n.narrow_gradient.data(), nullptr, -1), GA_ERROR_INVALID_ARGUMENT);
+     }},
+    {"WeightZero",
+     [](Net& n) {
+       EXPECT_OK(n.accumulate(n.narrow_gradient.data(), nullptr, 0));
+       EXPECT_EQ(step(n.ctx).outcome, GA_STEP_SKIPPED_EMPTY);
+     }},
+    {"NoGradients",
+     [](Net& n) {
+       EXPECT_OK(n.accumulate(nullptr, nullptr));
+       EXPECT_EQ(step(n.ctx).outcome, GA_STEP_APPLIED);
+     }},
+    {"BeginWithAWrongIndex",
+     [](Net& n) {
+       EXPECT_EQ(ga_micro_begin(n.ctx, 3, 1, nullptr), GA_ERROR_INVALID_ARGUMENT);
+     }},
+    {"BeginAndDiscard",
+     [](Net& n) {
+       EXPECT_OK(ga_micro_begin(n.ctx, 0, 1, nullptr));
+       EXPECT_OK(ga_discard(n.ctx));
+     }},
+    {"PartsThatFail",
+     [](Net& n) {
+       EXPECT_OK(ga_micro_begin(n.ctx, 0, 1, nullptr));
+       EXPECT_EQ(ga_accumulate_part(n.ctx, n.second, off_by_one(n.wide_gradient)),
+                 GA_ERROR_INVALID_ARGUMENT);
+       EXPECT_EQ(ga_accumulate_part(n.ctx, n.second, nullptr), GA_ERROR_INVALID_ARGUMENT);
+       EXPECT_EQ(ga_accumulate_part(n.ctx, 7, n.wide_gradient.data()), GA_ERROR_INVALID_ARGUMENT);
+       const int64_t row = 0;
+       EXPECT_EQ(ga_accumulate_rows(n.ctx, n.second, &row, GA_I64, 1, n.wide_gradient.data()),
+                 GA_ERROR_INVALID_ARGUMENT);
+       EXPECT_EQ(ga_accumulate_matmul(n.ctx, n.second, 1, nullptr, 1, 0, nullptr, 1, 0, GA_F32),
+                 GA_ERROR_INVALID_ARGUMENT);
+       EXPECT_OK(ga_micro_end(n.ctx));
+       EXPECT_OK(ga_discard(n.ctx));
+     }},
+    {"PartsOfWeightZero",
+     [](Net& n) {
+       EXPECT_OK(ga_micro_begin(n.ctx, 0, 0, nullptr));
+       EXPECT_OK(ga_accumulate_part(n.ctx, n.second, n.wide_gradient.data()));
+       ga_accumulator a;
+       a.struct_size = sizeof a;
+       EXPECT_OK(ga_accumulator_acquire(n.ctx, n.second, &a));
+       EXPECT_EQ(a.data, nullptr);
+       EXPECT_OK(ga_accumulator_release(n.ctx, n.second));
+       EXPECT_OK(ga_micro_end(n.ctx));
+       EXPECT_OK(ga_discard(n.ctx));
+     }},
+};
+
+class LeavesNothing : public testing::TestWithParam<Attempt> {};
+INSTANTIATE_TEST_SUITE_P(All, LeavesNothing, testing::ValuesIn(kAttempts),
+                         [](const auto& i) { return std::string(i.param.name); });
+
+// What the program writes to the parameter afterwards is what the step goes by, averages can still be
+// asked for, and no array is there.
+TEST_P(LeavesNothing, NoArraysAndNoMaster) {
+  Net net;
+  GetParam().run(net);
+  EXPECT_FALSE(net.has_arrays());
+  const ga_ema ema = [] {
+    ga_ema e;
+    EXPECT_OK(ga_ema_init(&e, sizeof e));
+    return e;
+  }();
+  EXPECT_OK(ga_context_set_ema(net.ctx, &ema));
+  net.narrow.fill(5);
+  net.wide.fill(7);
+  EXPECT_OK(net.accumulate(net.narrow_gradient.data(), net.wide_gradient.data()));
+  EXPECT_TRUE(net.has_arrays());
+  EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+  EXPECT_EQ(net.narrow.get(0), 5) << "the program's write was lost to a master taken before";
+  EXPECT_EQ(net.wide.get(0), 7);
+}
+
+// The same where a whole micro-batch is judged before it is added.
+TEST_P(LeavesNothing, UnderDropMicro) {
+  ga_config c = config();
+  c.nonfinite = GA_NONFINITE_DROP_MICRO;
+  Net net(c);
+  if (std::string(GetParam().name) == "PartsOfWeightZero" ||
+      std::string(GetParam().name) == "PartsThatFail")
+    return;  // they have calls that this policy refuses
+  GetParam().run(net);
+  EXPECT_FALSE(net.has_arrays());
+}
+
+// A step about parameters without a gradient makes what no contribution has made.
+TEST(Arrays, OfAStepWithoutGradients) {
+  ga_config c = config();
+  c.missing = GA_MISSING_ZERO;
+  Context ctx(c);
+  ga_optimizer o = plain_sgd(0.5);
+  o.weight_decay = 0.5;
+  Tensor p(GA_BF16, 8, 1.0);
+  add(ctx, ctx.group(o), p);
+  const void* none = nullptr;
+  EXPECT_OK(ga_accumulate(ctx, &none, 1, 1, nullptr));
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  EXPECT_EQ(p.get(0), 0.75) << "p -= lr weight_decay p";
+}
+
+// ---- Frozen parameters --------------------------------------------------------------------------
+
+// Of 3 x 1,000,000 elements a tenth is trained: adapters beside a frozen model.
+TEST(Frozen, OwnNothingUntilTheyAreUnfrozen) {
+  for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR}) {
+    SCOPED_TRACE(testing::Message() << "optimizer " << kind);
+    Context ctx;
+    const ga_group group = ctx.group(optimizer(kind));
+    ga_ema ema;
+    EXPECT_OK(ga_ema_init(&ema, sizeof ema));
+    EXPECT_OK(ga_context_set_ema(ctx, &ema));
+    const ga_clip agc = clip(GA_CLIP_AGC, 0);
+    EXPECT_OK(ga_context_set_clip(ctx, &agc));
+    Tensor model(GA_BF16, 1000000, 0.5), adapter(GA_F32, 100000, 0.5);
+    Tensor model_gradient(GA_BF16, 1000000, 0.25), adapter_gradient(GA_F32, 100000, 0.25);
+    const ga_param frozen = add(ctx, group, model, {1000, 1000});
+    const int64_t with_model = memory(ctx).total;
+    EXPECT_OK(ga_param_set_frozen(ctx, frozen, 1));
+    EXPECT_LT(memory(ctx).total, 100000) << "planned for a frozen one; not frozen " << with_model;
+    add(ctx, group, adapter, {100, 1000});
+
+    const ga_memory planned = memory(ctx);
+    const void* const list[] = {model_gradient.data(), adapter_gradient.data()};
+    for (int w = 0; w < 2; ++w) {
+      EXPECT_OK(ga_accumulate(ctx, list, 2, 1, nullptr));
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    }
+    const ga_memory used = memory(ctx);
+    EXPECT_EQ(used.total, planned.total);
+    EXPECT_EQ(used.masters, 0);
+    EXPECT_LT(used.total, 4000000);
+    EXPECT_EQ(model, Tensor(GA_BF16, 1000000, 0.5));
+
+    // Its average is the parameter, for now.
+    Tensor average(GA_F32, 1000000);
+    EXPECT_OK(ga_ema_copy_to(ctx, frozen, average.data(), GA_F32));
+    EXPECT_EQ(average, Tensor(GA_F32, 1000000, 0.5));
+
+    // Unfrozen it gets all that it lacked, and its first step begins its average.
+    EXPECT_OK(ga_param_set_frozen(ctx, frozen, 0));
+    EXPECT_GT(memory(ctx).total, 8000000);
+    EXPECT_EQ(memory(ctx).masters, 4000000);
+    EXPECT_OK(ga_accumulate(ctx, list, 2, 1, nullptr));
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    EXPECT_NE(model.get(0), 0.5);
+    EXPECT_OK(ga_ema_copy_to(ctx, frozen, average.data(), GA_F32));
+    EXPECT_NEAR(average.get(0), model.get(0), 0x1p-8) << "the master, before it was rounded";
+    EXPECT_NE(average.get(0), 0.5);
+
+    // Frozen once more it keeps them.
+    const int64_t all = memory(ctx).total;
+    EXPECT_OK(ga_param_set_frozen(ctx, frozen, 1));
+    EXPECT_EQ(memory(ctx).total, all);
+  }
+}
+
+// A parameter that was frozen for some windows ends with the bits of one added when it was unfrozen.
+TEST(Frozen, BeginsAsIfItWereNew) {
+  for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_SGD, GA_OPTIMIZER_LAMB}) {
+    const auto run = [&](bool frozen) {
+      Context ctx;
+      ga_optimizer o = optimizer(kind);
+      if (kind == GA_OPTIMIZER_SGD) o.momentum = 0.9;
+      const ga_group group = ctx.group(o);
+      auto p = std::make_unique<Tensor>(GA_F32, 40, 0.5);
+      Tensor q(GA_F32, 40, 0.25), g(GA_F32, 40, 0.125);
+      ga_param late = -1;
+      add(ctx, group, q);
+      if (frozen) {
+        late = add(ctx, group, *p);
+        EXPECT_OK(ga_param_set_frozen(ctx, late, 1));
+      }
+      const void* list[] = {g.data(), g.data()};
+      for (int w = 0; w < 5; ++w) {
+        if (w == 2 && frozen) EXPECT_OK(ga_param_set_frozen(ctx, late, 0));
+        if (w == 2 && !frozen) late = add(ctx, group, *p);
+        EXPECT_OK(ga_accumulate(ctx, list, late < 0 ? 1 : 2, 1, nullptr));
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+      }
+      return p;
+    };
+    EXPECT_EQ(*run(true), *run(false));
+    EXPECT_NE(run(true)->get(0), 0.5);
+  }
+}
+
+// ---- Two contexts -------------------------------------------------------------------------------
+
+struct Trainer {
+  explicit Trainer(Tensor& p, int32_t master = GA_MASTER_F32) : gradient(p.dtype(), p.count(), 1.0) {
+    ga_param_options o = options();
+    o.master = master;
+    param = add(ctx, ctx.group(plain_sgd()), p, {}, o);
+  }
+  ga_status window() {
+    const void* list[] = {gradient.data()};
+    const ga_status status = ga_accumulate(ctx, list, 1, 1, nullptr);
+    if (status != GA_OK) return status;
+    return ga_step(ctx, nullptr);
+  }
+  Context ctx;
+  Tensor gradient;
+  ga_param param = -1;
+};
+
+// Two masters would each overwrite what the other has made: -1, -2, -2, -3 in place of -1, -2, -3, -4.
+TEST(TwoContexts, HaveNoTwoMastersOfOneMemory) {
+  Tensor p(GA_BF16, 16);
+  auto a = std::make_unique<Trainer>(p);
+  Trainer b(p);
+  EXPECT_OK(a->window());
+  EXPECT_TRUE(refused(b.window(), GA_ERROR_INVALID_STATE, {"another context", "master"}));
+  EXPECT_EQ(window(b.ctx).state, GA_WINDOW_EMPTY);
+  EXPECT_OK(a->window());
+  EXPECT_EQ(p.get(0), -2);
+  // Where the first is gone, the second goes on from where it was.
+  a.reset();
+  EXPECT_OK(b.window());
+  EXPECT_EQ(p.get(0), -3);
+}
+
+TEST(TwoContexts, OverlapCountsAndSoDoesBind) {
+  Tensor block(GA_F16, 100), other(GA_F16, 16);
+  const int64_t n = 16;
+  Context a, b;
+  const ga_group ga = a.group(plain_sgd()), gb = b.group(plain_sgd());
+  ga_param pa = -1, pb = -1;
+  EXPECT_OK(ga_param_add(a, ga, "p", block.at(20), GA_F16, 1, &n, nullptr, &pa));
+  EXPECT_OK(ga_param_add(b, gb, "q", block.at(35), GA_F16, 1, &n, nullptr, &pb));
+  Tensor g(GA_F16, 16, 1.0);
+  a.accumulate({g.data()});
+  const void* list[] = {g.data()};
+  EXPECT_TRUE(refused(ga_accumulate(b, list, 1, 1, nullptr), GA_ERROR_INVALID_STATE, {"\"q\""}));
+  EXPECT_OK(ga_param_bind(b, pb, block.at(36)));
+  b.accumulate({g.data()});
+  EXPECT_EQ(step(a).outcome, GA_STEP_APPLIED);
+  EXPECT_EQ(step(b).outcome, GA_STEP_APPLIED);
+  EXPECT_TRUE(refused(ga_param_bind(a, pa, block.at(25)), GA_ERROR_INVALID_STATE, {"\"p\""}));
+  EXPECT_TRUE(refused(ga_param_bind(b, pb, block.at(10)), GA_ERROR_INVALID_STATE, {"\"q\""}));
+  // A refused bind leaves the parameter where it was; memory that was left is free.
+  a.accumulate({g.data()});
+  EXPECT_EQ(step(a).outcome, GA_STEP_APPLIED);
+  EXPECT_EQ(block.get(20), -2);
+  EXPECT_OK(ga_param_bind(a, pa, other.data()));
+  EXPECT_OK(ga_param_bind(b, pb, block.at(22)));
+  EXPECT_OK(ga_param_bind(b, pb, block.at(24))) << "over its own memory";
+}
+
+// Without masters there is nothing to drift apart: each reads what the other has written.
+TEST(TwoContexts, MayShareParametersWithoutMasters) {
+  for (const bool f32 : {false, true}) {
+    Tensor p(f32 ? GA_F32 : GA_BF16, 16);
+    Trainer a(p, GA_MASTER_NONE), b(p, GA_MASTER_NONE);
+    for (int w = 0; w < 2; ++w) {
+      EXPECT_OK(a.window());
+      EXPECT_OK(b.window());
+    }
+    EXPECT_EQ(p.get(0), -4);
+  }
+}
+
+// ---- What ga_context_memory tells ---------------------------------------------------------------
+
+// An accumulator that a window of one living gradient never writes is address space, not memory.
+TEST(MemoryTold, AccumulatorsOfLivingGradients) {
+  constexpr int64_t kCount = 1 << 20;
+  const auto run = [&](int64_t accum_steps, int micro_batches) {
+    ga_config c = config();
+    c.gradient_life = GA_GRADIENTS_LIVE;
+    c.accum_steps = accum_steps;
+    Context ctx(c);
+    Tensor p(GA_F32, kCount), g(GA_F32, kCount, 1.0), h(GA_F32, kCount, 1.0);
+    add(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), p);
+    const ga_memory planned = memory(ctx);
+    for (int k = 0; k < micro_batches; ++k) ctx.accumulate({k == 0 ? g.data() : h.data()});
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    const ga_memory used = memory(ctx);
+    EXPECT_EQ(planned.accumulators, used.accumulators);
+    EXPECT_EQ(planned.total, used.total);
+    EXPECT_EQ(used.optimizer_state, 8 * kCount);
+    return used;
+  };
+  const ga_memory one = run(1, 1), open = run(0, 1), two = run(2, 2);
+  EXPECT_EQ(one.accumulators, 0);
+  EXPECT_EQ(one.resident, one.total);
+  EXPECT_EQ(open.accumulators, 4 * kCount) << "the next window may have two";
+  EXPECT_EQ(open.resident, open.total - 4 * kCount);
+  EXPECT_EQ(two.accumulators, 4 * kCount);
+  EXPECT_EQ(two.resident, two.total);
+}
+
+// Before the first contribution as after it, for every clip and optimizer with arrays of its own.
+TEST(MemoryTold, PlannedIsUsed) {
+  for (const int32_t scope : {GA_CLIP_NONE, GA_CLIP_AGC}) {
+    for (const int32_t kind : {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_ADAFACTOR,
+                               GA_OPTIMIZER_LAMB}) {
+      Context ctx;
+      const ga_clip c = clip(scope, 0);
+      EXPECT_OK(ga_context_set_clip(ctx, &c));
+      const ga_group group = ctx.group(optimizer(kind));
+      std::vector<std::unique_ptr<Tensor>> p;
+      std::vector<const void*> list;
+      const Tensor g(GA_F32, 60, 1.0);
+      for (int k = 0; k < 50; ++k) {
+        p.push_back(std::make_unique<Tensor>(GA_F32, 60, 0.5));
+        add(ctx, group, *p.back(), {3, 4, 5});
+        list.push_back(g.data());
+      }
+      const ga_memory planned = memory(ctx);
+      ctx.accumulate(list);
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+      const ga_memory used = memory(ctx);
+      EXPECT_EQ(planned.total, used.total) << "clip " << scope << ", optimizer " << kind;
+      EXPECT_EQ(planned.workspace, used.workspace);
+      EXPECT_EQ(used.resident, used.total);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ga::test
