@@ -208,14 +208,8 @@ void ga_context_destroy(ga_context* ctx) { delete ctx; }
 ga_status ga_device_count(int32_t device, int32_t* count) {
   return guard([&] {
     require(count, "count");
-    if (device == GA_DEVICE_CUDA) {
-      *count = 0;
-      *count = ga::cuda_device_count();
-      return;
-    }
-    if (device != GA_DEVICE_CPU)
-      fail(GA_ERROR_INVALID_ARGUMENT, "device was %d, expected 0 or 1 (ga_device)", device);
-    *count = 1;
+    ga::check_choice("device", device, GA_DEVICE_CUDA, "ga_device");
+    *count = device == GA_DEVICE_CUDA ? ga::cuda_device_count() : 1;
   });
 }
 

@@ -824,13 +824,27 @@ TEST(BadArguments, DevicesOfThisMachine) {
   int32_t count = -1;
   EXPECT_OK(ga_device_count(GA_DEVICE_CPU, &count));
   EXPECT_EQ(count, 1);
-  if (ga_device_count(GA_DEVICE_CUDA, &count) == GA_OK) {
-    EXPECT_GT(count, 0);
+  // None is an answer, not an error. The reason is what a context would be refused with.
+  count = -1;
+  EXPECT_EQ(ga_discard(nullptr), kInvalidArgument);
+  const std::string before = ga_last_error();
+  EXPECT_OK(ga_device_count(GA_DEVICE_CUDA, &count));
+  EXPECT_GE(count, 0);
+  const std::string reason = ga_last_error();
+  if (count > 0) {
+    EXPECT_EQ(reason, before);
     return;
   }
-  EXPECT_EQ(ga_device_count(GA_DEVICE_CUDA, &count), kUnsupported);
-  EXPECT_EQ(count, 0);
-  EXPECT_STRNE(ga_last_error(), "");
+  EXPECT_NE(reason, before);
+  ga_config c = config();
+  c.device = GA_DEVICE_CUDA;
+  ga_context* ctx = nullptr;
+  EXPECT_EQ(ga_context_create(&c, &ctx), kUnsupported);
+  EXPECT_EQ(ga_last_error(), reason);
+  // What is wrong stays wrong, and writes nothing.
+  count = -7;
+  EXPECT_EQ(ga_device_count(2, &count), kInvalidArgument);
+  EXPECT_EQ(count, -7);
 }
 
 // ---- struct_size --------------------------------------------------------------------------------

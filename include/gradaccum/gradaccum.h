@@ -152,8 +152,9 @@ typedef enum ga_status {
 /* "GA_ERROR_UNSUPPORTED" and so on; "unknown status" for any other number. Static. */
 GA_API const char* ga_status_name(ga_status status);
 
-/* What went wrong in this thread's last call that failed: one sentence, "" if none has. Belongs to
-   the thread, valid until its next failing call. */
+/* What went wrong in this thread's last call that failed, or why ga_device_count has found nothing
+   since: one sentence, "" if there was neither. Belongs to the thread, valid until the next such
+   call. */
 GA_API const char* ga_last_error(void);
 
 /* ---- Types ----------------------------------------------------------------------------------- */
@@ -281,9 +282,9 @@ GA_API ga_status ga_context_create(const ga_config* config, ga_context** out);
    */
 GA_API void ga_context_destroy(ga_context* ctx);
 
-/* Devices of a kind (ga_device) that contexts can be made on. 1 for GA_DEVICE_CPU. Without CUDA in
-   this build or on this machine *count is 0, the status GA_ERROR_UNSUPPORTED, and the sentence says
-   why. */
+/* Devices of a kind (ga_device) that contexts can be made on; 1 for GA_DEVICE_CPU. None is an answer
+   and not an error: *count is 0, and ga_last_error() has the reason, the sentence that
+   ga_context_create would refuse with (no module, no driver or one that is too old, no device). */
 GA_API ga_status ga_device_count(int32_t device, int32_t* count);
 
 /* Waits until all work of the context is done. The CPU backend has none outstanding.

@@ -467,6 +467,7 @@ class Backend {
 std::unique_ptr<Backend> make_cpu_backend(const ga_config& config);
 // Throws GA_ERROR_UNSUPPORTED with what was looked for and why it failed.
 std::unique_ptr<Backend> make_cuda_backend(const ga_config& config);
+// 0 where make_cuda_backend would throw that; the sentence is then what ga_last_error() gives.
 int32_t cuda_device_count();
 
 }  // namespace ga

@@ -22,6 +22,14 @@ std::unique_ptr<Backend> make_cuda_backend(const ga_config& config) {
   return std::unique_ptr<Backend>(module().make(config.device_ordinal, config.stream));
 }
 
-int32_t cuda_device_count() { return module().device_count(); }
+int32_t cuda_device_count() {
+  try {
+    return module().device_count();
+  } catch (const Error& e) {
+    if (e.status() != GA_ERROR_UNSUPPORTED) throw;
+    set_last_error(GA_OK, e.what());
+    return 0;
+  }
+}
 
 }  // namespace ga

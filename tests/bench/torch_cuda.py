@@ -320,7 +320,7 @@ def main():
         return SKIPPED
     library = Library(options.folder)
     count = c.c_int32()
-    if library.ga.ga_device_count(GA_DEVICE_CUDA, c.byref(count)) != 0:
+    if library.ga.ga_device_count(GA_DEVICE_CUDA, c.byref(count)) != 0 or count.value == 0:
         print(f"skipped: {library.ga.ga_last_error().decode()}")
         return SKIPPED
     machine = (

@@ -554,7 +554,8 @@ class OnDevice : public Base {
     sim::reset();
 #else
     int32_t count = 0;
-    if (ga_device_count(GA_DEVICE_CUDA, &count) != GA_OK) GTEST_SKIP() << ga_last_error();
+    ASSERT_OK(ga_device_count(GA_DEVICE_CUDA, &count));
+    if (count == 0) GTEST_SKIP() << ga_last_error();
 #endif
   }
   void TearDown() override {

@@ -34,6 +34,16 @@ ga_config on_device(int32_t ordinal, void* stream = nullptr) {
   return c;
 }
 
+// That there is no device, and that both calls give the reason, in which the words are.
+void expect_none(const std::vector<std::string>& words) {
+  int32_t count = -1;
+  EXPECT_OK(ga_device_count(GA_DEVICE_CUDA, &count));
+  EXPECT_EQ(count, 0);
+  const std::string reason = ga_last_error();
+  EXPECT_TRUE(refused(create(on_device(0)), GA_ERROR_UNSUPPORTED, words));
+  EXPECT_EQ(ga_last_error(), reason);
+}
+
 // ---- Machines ------------------------------------------------------------------------------------
 
 TEST_F(Errors, DeviceCount) {
@@ -64,12 +74,7 @@ TEST_F(Errors, StreamOfAnotherDevice) {
 
 TEST_F(Errors, NoModule) {
   const Variable path("GA_MODULE_PATH", "/nowhere/at/all");
-  int32_t count = -1;
-  EXPECT_TRUE(refused(ga_device_count(GA_DEVICE_CUDA, &count), GA_ERROR_UNSUPPORTED,
-                      {"libgradaccum_cuda.so", "/nowhere/at/all"}));
-  EXPECT_EQ(count, 0);
-  EXPECT_TRUE(refused(create(on_device(0)), GA_ERROR_UNSUPPORTED,
-                      {"libgradaccum_cuda.so", "/nowhere/at/all"}));
+  expect_none({"libgradaccum_cuda.so", "/nowhere/at/all"});
 }
 
 #ifdef GA_SIMULATED
@@ -81,10 +86,7 @@ TEST_F(Errors, NoDriverOrDevice) {
       c.driver = driver;
       c.driver_version = version;
     });
-    int32_t count = -1;
-    EXPECT_TRUE(refused(ga_device_count(GA_DEVICE_CUDA, &count), GA_ERROR_UNSUPPORTED, words));
-    EXPECT_EQ(count, 0);
-    EXPECT_TRUE(refused(create(on_device(0)), GA_ERROR_UNSUPPORTED, words));
+    expect_none(words);
   };
   with(cudaErrorInsufficientDriver, 0, {"no CUDA driver", "libcuda.so.1"});
   with(cudaErrorInsufficientDriver, 11040, {"driver", "too old", "11.4", "13.0"});
@@ -96,9 +98,7 @@ TEST_F(Errors, NoDriverOrDevice) {
   }
   sim::reset();
   configure([](sim::Config& c) { c.devices = 0; });
-  int32_t count = -1;
-  EXPECT_TRUE(
-      refused(ga_device_count(GA_DEVICE_CUDA, &count), GA_ERROR_UNSUPPORTED, {"no device"}));
+  expect_none({"no device"});
   // The CPU goes on.
   EXPECT_OK(create(config()));
   sim::reset();
