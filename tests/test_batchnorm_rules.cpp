@@ -851,6 +851,18 @@ TEST(BatchNormRules, NothingNeedsNoMemory) {
   EXPECT_EQ(out.dx[0], Tensor(GA_F32, 42));
 }
 
+// With weight 0 dx is zero, which of no elements, that may be NULL, is nothing to write.
+TEST(BatchNormRules, NoElementsOfWeightZero) {
+  for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
+    BnNet net(kShape, bn_options(mode));
+    EXPECT_OK(ga_bn_forward(net.ctx, net.bn, nullptr, 0, 7, nullptr));
+    EXPECT_OK(ga_micro_begin(net.ctx, 0, 0, nullptr));
+    EXPECT_OK(ga_bn_backward(net.ctx, net.bn, nullptr, nullptr, 0, 7, nullptr));
+    EXPECT_OK(ga_micro_end(net.ctx));
+    EXPECT_EQ(step(net.ctx).outcome, GA_STEP_SKIPPED_EMPTY);
+  }
+}
+
 // ---- Layers -------------------------------------------------------------------------------------
 
 TEST(BatchNormRules, AddingLayers) {

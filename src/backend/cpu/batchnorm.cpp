@@ -368,7 +368,8 @@ void BatchNorm::backward_sums(const BnTask& task) { sum<Products>(task); }
 
 void BatchNorm::backward(const BnTask& task, bool summing) {
   if (task.weight == 0) {
-    std::memset(task.out, 0, static_cast<size_t>(task.count() * dtype_info(task.dtype).size));
+    const auto bytes = static_cast<size_t>(task.count() * dtype_info(task.dtype).size);
+    if (bytes > 0) std::memset(task.out, 0, bytes);  // else out may be NULL
   } else if (summing) {
     sum_and_map<Products, Backward>(task);
   } else {
