@@ -1273,7 +1273,7 @@ TEST(Live, NormsAreMeasuredWhereTheyAreWanted) {
     Context ctx(c);
     Tensor p(GA_F32, 4, 1.0), g(GA_F32, 4, 2.0), h(GA_F32, 4, 2.0);
     const ga_param id = add(ctx, ctx.group(o), p, {2, 2});
-    if (clip) EXPECT_OK(ga_context_set_clip(ctx, clip));
+    EXPECT_OK(ga_context_set_clip(ctx, clip));
     if (acquire) {
       EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
       ga_accumulator a;
