@@ -199,11 +199,14 @@ ga_status ga_context_create(const ga_config* config, ga_context** out) {
     const ga_config c =
         config ? read_struct(config, ga::default_config(), "ga_config") : ga::default_config();
     ga::check_config(c);
+    ga::watch_forks();
     *out = new ga_context(c);
   });
 }
 
-void ga_context_destroy(ga_context* ctx) { delete ctx; }
+void ga_context_destroy(ga_context* ctx) {
+  if (ctx && !ctx->is_of_parent()) delete ctx;
+}
 
 ga_status ga_device_count(int32_t device, int32_t* count) {
   return guard([&] {

@@ -224,6 +224,10 @@ void Context::set_tables() {
 }
 
 Context::Use::Use(const Context& context) : context_(context) {
+  if (context.is_of_parent())
+    fail(GA_ERROR_INVALID_STATE,
+         "the context was made before fork() by the parent of this process, and is of no use in the "
+         "child; the child may make contexts of its own");
   if (context.in_use_.exchange(true, std::memory_order_acquire))
     fail(GA_ERROR_INVALID_STATE,
          "the context is in another call; one thread may use it at a time, and a parallel_for may "

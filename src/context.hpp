@@ -22,6 +22,7 @@
 
 #include "backend/backend.hpp"
 #include "error.hpp"
+#include "fork.hpp"
 #include "fp_mode.hpp"
 #include "masters.hpp"
 #include "optimizer.hpp"
@@ -59,8 +60,11 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
+  // Whether the parent of this process made it (see fork.hpp).
+  bool is_of_parent() const { return generation_ != process_generation(); }
+
   // Held during a call, which computes in the library's floating-point mode: throws where the
-  // context is in another call already, or has failed for good.
+  // context is the parent's, is in another call already, or has failed for good.
   class Use {
    public:
     explicit Use(const Context& context);
@@ -471,6 +475,7 @@ class Context {
   ga_config config_;
   std::unique_ptr<Backend> backend_;
   mutable std::atomic<bool> in_use_{false};
+  const uint32_t generation_ = process_generation();
   std::optional<Error> broken_;  // why only destroy is legal
 
   std::vector<Group> groups_;

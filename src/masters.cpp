@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "masters.hpp"
 
+#include <atomic>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "error.hpp"
+#include "fork.hpp"
 
 namespace ga {
 namespace {
@@ -19,12 +22,20 @@ struct Claim {
 struct Registry {
   std::mutex mutex;
   std::map<uintptr_t, Claim> claims;  // by their first address
+  const uint32_t generation = process_generation();
 };
 
-// Never destroyed: a context may outlive the library's own static objects.
+// That of this process. A child of fork() has one of its own: the contexts of its parent are not
+// used there, and one of the parent's threads may have held the mutex. Never destroyed: a context may
+// outlive the library's own static objects.
 Registry& registry() {
-  static Registry* const r = new Registry;
-  return *r;
+  static std::atomic<Registry*> current{nullptr};
+  Registry* known = current.load(std::memory_order_acquire);
+  if (known && known->generation == process_generation()) return *known;
+  auto fresh = std::make_unique<Registry>();
+  if (current.compare_exchange_strong(known, fresh.get(), std::memory_order_acq_rel))
+    return *fresh.release();
+  return *known;  // another thread was first
 }
 
 }  // namespace
@@ -45,9 +56,11 @@ void MasterClaims::add(const void* data, size_t bytes, const char* name) {
            name, reinterpret_cast<void*>(other));
   }
   r.claims.insert(next, {begin, {end, this}});
+  any_ = true;
 }
 
 void MasterClaims::remove(const void* data) noexcept {
+  if (!any_) return;
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
   const auto at = r.claims.find(reinterpret_cast<uintptr_t>(data));
@@ -55,6 +68,7 @@ void MasterClaims::remove(const void* data) noexcept {
 }
 
 void MasterClaims::clear() noexcept {
+  if (!any_) return;
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
   for (auto at = r.claims.begin(); at != r.claims.end();)

@@ -20,6 +20,9 @@ class MasterClaims {
   void add(const void* data, size_t bytes, const char* name);
   void remove(const void* data) noexcept;
   void clear() noexcept;  // all of this context
+
+ private:
+  bool any_ = false;
 };
 
 }  // namespace ga

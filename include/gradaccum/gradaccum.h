@@ -81,6 +81,12 @@
  *               name only the statuses beyond these three. The library never prints, exits or lets
  *               an exception out.
  *   Threads     A context is used by one thread at a time; different contexts are independent.
+ *   Processes   After fork() the contexts of the parent are of no use in the child: every call on one
+ *               is GA_ERROR_INVALID_STATE, and ga_context_destroy returns and frees nothing. The child
+ *               may make contexts of its own. If the parent had the library loaded, they use one
+ *               thread, whatever num_threads says, unless they have a parallel_for: gcc's OpenMP would
+ *               wait for threads that only the parent has. CUDA works in the child only if the parent
+ *               has not used it.
  *   Ownership   Every pointer is borrowed for the call. Two outlive it: the data of a parameter
  *               (until ga_param_bind or ga_context_destroy) and, by option, gradients
  *               (ga_gradient_life). What a function returns through an out parameter belongs to the

@@ -4,6 +4,7 @@
 // to each other.
 #include <thread>
 
+#include "child.hpp"
 #include "device.hpp"
 
 namespace ga::test {
@@ -112,6 +113,38 @@ TEST_F(Errors, NoCodeForTheDevice) {
 }
 
 #endif
+
+// ---- Other processes -----------------------------------------------------------------------------
+
+// In a child of fork() nothing of CUDA works. Contexts of the parent do not even try.
+TEST_F(Errors, ContextsOfTheParentAfterFork) {
+  const auto run = [](bool forks) {
+    Machine m(GA_DEVICE_CUDA);
+    m.group(optimizer(GA_OPTIMIZER_ADAMW));
+    m.add(0, numbers(GA_F32, 1000, 1));
+    m.accumulate({m.put(numbers(GA_F32, 1000, 2))});
+    if (forks) {
+      in_child([&] {
+#ifdef GA_SIMULATED
+        sim::reset_counters();
+#endif
+        EXPECT_TRUE(refused(ga_step(m, nullptr), GA_ERROR_INVALID_STATE, {"fork"}));
+        EXPECT_TRUE(refused(ga_synchronize(m), GA_ERROR_INVALID_STATE, {"fork"}));
+        EXPECT_TRUE(refused(ga_discard(m), GA_ERROR_INVALID_STATE, {"fork"}));
+        ga_context_destroy(m);
+#ifdef GA_SIMULATED
+        const sim::Counters c = sim::counters();
+        EXPECT_EQ(c.launches + c.copies + c.fills + c.synchronizations + c.queries + c.frees, 0);
+        EXPECT_GT(c.device_bytes, 0);
+#endif
+        EXPECT_OK(create(config()));
+      });
+    }
+    m.step();
+    return m.value(0);
+  };
+  EXPECT_TRUE(run(true) == run(false)) << "the parent goes on";
+}
 
 // ---- Memory of others ----------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@
 #include <exception>
 
 #include "error.hpp"
+#include "fork.hpp"
 #include "fp_mode.hpp"
 
 #ifdef _OPENMP
@@ -28,9 +29,12 @@ Threads::Threads(const ga_config& config)
     : count_(config.num_threads > 0 ? config.num_threads : default_count()),
       parallel_for_(config.parallel_for),
       user_(config.parallel_for_user) {
-#ifndef _OPENMP
-  if (!parallel_for_) count_ = 1;
+#ifdef _OPENMP
+  const bool has_threads = process_generation() == 0;  // else see fork.hpp
+#else
+  const bool has_threads = false;
 #endif
+  if (!parallel_for_ && !has_threads) count_ = 1;
   if (!parallel_for_ && count_ > 1) ranges_.reset(new Range[static_cast<size_t>(count_)]);
 }
 
