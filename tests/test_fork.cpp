@@ -4,7 +4,7 @@
 #include <functional>
 
 #include "child.hpp"
-#include "support.hpp"
+#include "formats.hpp"
 
 namespace ga::test {
 namespace {
@@ -265,6 +265,30 @@ TEST(Fork, MatrixProducts) {
   train();
   in_child(train);
   train();
+}
+
+// The masters of the parent are not the child's: one of its own over the same memory is no second one.
+TEST(Fork, MastersOfTheParentAreNotThoseOfTheChild) {
+  Tensor p(GA_BF16, 16), g(GA_BF16, 16, 1.0);
+  const auto window = [&](ga_context* ctx) {
+    accumulate(ctx, {&g});
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  };
+  Context parent;
+  add(parent, parent.group(plain_sgd()), p);
+  window(parent);
+  in_child([&] {
+    Context child;
+    add(child, child.group(plain_sgd()), p);
+    window(child);
+    EXPECT_EQ(p.get(0), -2);
+    Context second;
+    add(second, second.group(plain_sgd()), p);
+    const void* const list[] = {g.data()};
+    EXPECT_EQ(ga_accumulate(second, list, 1, 1, nullptr), GA_ERROR_INVALID_STATE);
+  });
+  window(parent);
+  EXPECT_EQ(p.get(0), -2);
 }
 
 }  // namespace
