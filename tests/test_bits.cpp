@@ -1,0 +1,385 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Whole runs, hashed, against the hashes in bits.txt: the same bits on every processor, from every
+// compiler, and from one version to the next.
+//
+// After a change of the library that is meant to change bits, GA_TEST_WRITE_BITS=<file> has the tests
+// write the table in place of comparing with it.
+#include <cinttypes>
+#include <fstream>
+#include <map>
+#include <sstream>
+
+#include "batchnorm.hpp"
+
+namespace ga::test {
+namespace {
+
+// ---- Hashes -------------------------------------------------------------------------------------
+
+// FNV-1a (Fowler, Noll and Vo 1991), 64 bits.
+class Hash {
+ public:
+  void add(const void* data, size_t size) {
+    for (size_t i = 0; i < size; ++i) {
+      state_ = (state_ ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3;
+    }
+  }
+  // Which NaN a processor makes is its own affair: no run here may end in one.
+  void add(double x) {
+    EXPECT_FALSE(std::isnan(x));
+    add(&x, sizeof x);
+  }
+  void add(const std::vector<double>& list) {
+    for (const double x : list) add(x);
+  }
+  void add(const Tensor& t) {
+    for (int64_t i = 0; i < t.count(); ++i) EXPECT_FALSE(std::isnan(t.get(i)));
+    add(t.data(), static_cast<size_t>(t.count()) * t.size());
+  }
+  std::string text() const {
+    char text[17];
+    snprintf(text, sizeof text, "%016" PRIx64, state_);
+    return text;
+  }
+
+ private:
+  uint64_t state_ = 0xcbf29ce484222325;
+};
+
+const std::map<std::string, std::string>& table() {
+  static const std::map<std::string, std::string> hashes = [] {
+    std::map<std::string, std::string> result;
+    std::ifstream file(GA_TEST_BITS);
+    for (std::string name, hash; file >> name >> hash;) result[name] = hash;
+    return result;
+  }();
+  return hashes;
+}
+
+void expect(const std::string& name, const Hash& hash) {
+  if (const char* path = getenv("GA_TEST_WRITE_BITS")) {
+    std::ofstream(path, std::ios::app) << name << ' ' << hash.text() << '\n';
+    return;
+  }
+  const auto found = table().find(name);
+  ASSERT_NE(found, table().end()) << name << " is not in " << GA_TEST_BITS;
+  EXPECT_EQ(hash.text(), found->second) << name;
+}
+
+// body(hash) on every level that the processor has.
+template <class Body>
+void expect_on_all_levels(const std::string& name, const Body& body) {
+  for (const char* level : kIsaLevels) {
+    const Isa isa(level);
+    if (!Isa::available()) continue;
+    SCOPED_TRACE(level);
+    Hash hash;
+    body(hash);
+    expect(name, hash);
+    if (getenv("GA_TEST_WRITE_BITS")) return;
+  }
+}
+
+// No mathematical library promises the bits of pow(), and glibc's are others on a processor without
+// fused multiply-add. Where they are not those of the table, neither is what is computed with them.
+bool pow_as_in_the_table() {
+  static const bool same = [] {
+    Hash hash;
+    Random random(1);
+    for (int i = 0; i < 4096; ++i) {
+      const double base = random.unit();
+      hash.add(pow(base, 8 * random.unit()));
+    }
+    if (getenv("GA_TEST_WRITE_BITS")) expect("pow", hash);
+    return getenv("GA_TEST_WRITE_BITS") || hash.text() == table().at("pow");
+  }();
+  return same;
+}
+
+constexpr char kOtherPow[] = "this C library's pow() has other bits than the table";
+
+// ---- Optimizers ---------------------------------------------------------------------------------
+
+struct Mix {
+  const char* name;
+  int32_t dtype = GA_F32;  // of parameters and gradients
+  int32_t accumulator = 0;
+  int32_t accumulation = GA_ACCUMULATE_PLAIN;
+  int32_t master = GA_MASTER_F32;
+  int32_t rounding = GA_ROUND_NEAREST;
+  int32_t state = 0;
+  int32_t averages = 0;
+  int32_t life = GA_GRADIENTS_CONSUMED;
+  int32_t scope = GA_CLIP_NONE;
+  double max_value = INFINITY;
+};
+
+// Between them every dtype, way to accumulate, way to round and scope of clipping.
+std::vector<Mix> mixes() {
+  std::vector<Mix> list(7);
+  list[0].name = "f32";
+  list[1].name = "f32-live-clipped-by-norm";
+  list[1].life = GA_GRADIENTS_LIVE;
+  list[1].scope = GA_CLIP_GLOBAL;
+  list[1].averages = GA_BF16;
+  list[2].name = "f32-clipped-by-units";
+  list[2].scope = GA_CLIP_AGC;
+  list[2].state = GA_BF16;
+  list[2].accumulator = GA_BF16;
+  list[2].accumulation = GA_ACCUMULATE_STOCHASTIC;
+  list[3].name = "f64-clipped-by-tensor";
+  list[3].dtype = GA_F64;
+  list[3].scope = GA_CLIP_PER_TENSOR;
+  list[3].max_value = 0.75;
+  list[4].name = "f16";
+  list[4].dtype = list[4].accumulator = GA_F16;
+  list[4].accumulation = GA_ACCUMULATE_COMPENSATED;
+  list[4].scope = GA_CLIP_GLOBAL;
+  list[5].name = "bf16";
+  list[5].dtype = list[5].accumulator = GA_BF16;
+  list[5].accumulation = GA_ACCUMULATE_RUNNING_MEAN;
+  list[5].scope = GA_CLIP_PER_TENSOR;
+  list[6].name = "bf16-stochastic";
+  list[6].dtype = list[6].accumulator = list[6].state = GA_BF16;
+  list[6].accumulation = GA_ACCUMULATE_STOCHASTIC;
+  list[6].master = GA_MASTER_NONE;
+  list[6].rounding = GA_ROUND_STOCHASTIC;
+  list[6].max_value = 0.5;
+  return list;
+}
+
+const std::vector<ref::Shape>& shapes() {
+  static const std::vector<ref::Shape> list = {{0}, {1}, {17}, {33, 31}, {1025}, {2, 3, 5, 7}};
+  return list;
+}
+
+void run(ga_optimizer o, const Mix& mix, Hash& hash) {
+  ga_config c = config();
+  c.gradient_life = mix.life;
+  c.accumulation = mix.accumulation;
+  c.seed = 5;
+  Context ctx(c);
+  if (o.kind != GA_OPTIMIZER_ADAFACTOR) o.state_dtype = mix.state;
+  const ga_group group = ctx.group(o);
+  ga_schedule cosine = schedule(GA_SCHEDULE_COSINE);
+  cosine.warmup_steps = 2;
+  cosine.total_steps = 7;
+  EXPECT_OK(ga_group_set_schedule(ctx, group, &cosine));
+  ga_clip by = clip(mix.scope, 0.25, GA_FLAVOR_TORCH, mix.max_value);
+  by.agc_factor = 0.5;
+  EXPECT_OK(ga_context_set_clip(ctx, &by));
+  ga_ema ema;
+  EXPECT_OK(ga_ema_init(&ema, sizeof ema));
+  ema.decay = 0.75;
+  ema.dtype = mix.averages;
+  EXPECT_OK(ga_context_set_ema(ctx, &ema));
+  const ga_loss_scaler scaler = [] {
+    ga_loss_scaler s;
+    EXPECT_OK(ga_loss_scaler_init(&s, sizeof s));
+    s.initial_scale = 8;
+    s.growth_interval = 2;
+    return s;
+  }();
+  EXPECT_OK(ga_context_set_loss_scaler(ctx, &scaler));
+
+  std::vector<Tensor> parameters;
+  parameters.reserve(shapes().size());
+  for (const ref::Shape& shape : shapes()) {
+    parameters.push_back(random_tensor(mix.dtype, ref::count_of(shape), parameters.size()));
+    ga_param_options p = options(0, mix.accumulator);
+    if (parameters.back().size() == 2) p.master = mix.master, p.rounding = mix.rounding;
+    add(ctx, group, parameters.back(), shape, p);
+  }
+  uint64_t seed = 100;
+  for (int t = 0; t < 5; ++t) {
+    std::vector<Tensor> gradients;
+    gradients.reserve(3 * parameters.size());
+    for (int k = 0; k < 3; ++k) {
+      std::vector<const Tensor*> list;
+      for (const Tensor& p : parameters) {
+        gradients.push_back(random_tensor(mix.dtype, p.count(), ++seed));
+        list.push_back(&gradients.back());
+      }
+      accumulate(ctx, list, 1 + 0.7 * k);
+    }
+    const ga_step_result r = step(ctx);
+    EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
+    hash.add(r.norm);
+    hash.add(r.clip_factor);
+    hash.add(r.lr);
+  }
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    hash.add(parameters[i]);
+    Tensor average(mix.dtype == GA_F64 ? GA_F64 : GA_F32, parameters[i].count());
+    EXPECT_OK(ga_ema_copy_to(ctx, static_cast<ga_param>(i), average.data(), average.dtype()));
+    hash.add(average);
+  }
+}
+
+class OptimizerBits : public testing::TestWithParam<size_t> {};
+INSTANTIATE_TEST_SUITE_P(Bits, OptimizerBits, testing::Range<size_t>(0, good_optimizers().size()),
+                         [](const auto& info) { return good_optimizers()[info.param].name; });
+
+TEST_P(OptimizerBits, AreThoseOfTheTable) {
+  const NamedOptimizer named = good_optimizers()[GetParam()];
+  const int32_t kind = named.optimizer.kind;
+  const bool by_pow = kind == GA_OPTIMIZER_NADAM || kind == GA_OPTIMIZER_ADAFACTOR;
+  if (by_pow && !pow_as_in_the_table()) GTEST_SKIP() << kOtherPow;
+  for (const Mix& mix : mixes()) {
+    expect_on_all_levels(named.name + '/' + mix.name,
+                         [&](Hash& hash) { run(named.optimizer, mix, hash); });
+  }
+}
+
+// Norms, and AdamW's and LAMB's loops, over more than one chunk, on three threads.
+TEST(Bits, OfManyChunks) {
+  expect_on_all_levels("many-chunks", [](Hash& hash) {
+    ga_config c = config();
+    c.num_threads = 3;
+    Context ctx(c);
+    const ga_clip by = clip(GA_CLIP_GLOBAL, 10);
+    EXPECT_OK(ga_context_set_clip(ctx, &by));
+    Tensor p = random_tensor(GA_F32, 200003, 1), q = random_tensor(GA_BF16, 70001, 2);
+    add(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), p);
+    add(ctx, ctx.group(optimizer(GA_OPTIMIZER_LAMB)), q);
+    for (uint64_t t = 0; t < 4; ++t) {
+      const Tensor g = random_tensor(GA_F32, p.count(), 10 + t);
+      const Tensor h = random_tensor(GA_BF16, q.count(), 20 + t);
+      accumulate(ctx, {&g, &h}, 3);
+      if (t % 2) accumulate(ctx, {&g, &h}, 0.7);
+      hash.add(step(ctx).norm);
+    }
+    hash.add(p);
+    hash.add(q);
+  });
+}
+
+// ---- What computes with pow() -------------------------------------------------------------------
+
+TEST(Bits, OfSchedules) {
+  if (!pow_as_in_the_table()) GTEST_SKIP() << kOtherPow;
+  for (int32_t kind = GA_SCHEDULE_CONSTANT; kind <= GA_SCHEDULE_BERT; ++kind) {
+    if (kind == GA_SCHEDULE_TABLE) continue;
+    ga_schedule s = schedule(kind);
+    s.warmup_steps = 7;
+    s.total_steps = 90;
+    s.end_factor = 0.125;
+    s.power = 1.7;
+    s.gamma = 0.93;
+    s.step_size = 5;
+    Hash hash;
+    Context ctx;
+    float p = 0;
+    const float g = 1;
+    ctx.param(ctx.group(plain_sgd(0.3)), "p", &p, 1);
+    EXPECT_OK(ga_group_set_schedule(ctx, 0, &s));
+    for (int t = 0; t < 100; ++t) {
+      hash.add(group_lr(ctx));
+      ctx.accumulate({&g});
+      step(ctx);
+    }
+    expect("schedule-" + std::to_string(kind), hash);
+  }
+}
+
+TEST(Bits, OfKarrasAverages) {
+  if (!pow_as_in_the_table()) GTEST_SKIP() << kOtherPow;
+  Hash hash;
+  Context ctx;
+  ga_ema ema;
+  EXPECT_OK(ga_ema_init(&ema, sizeof ema));
+  ema.kind = GA_EMA_KARRAS;
+  EXPECT_OK(ga_context_set_ema(ctx, &ema));
+  Tensor p = random_tensor(GA_F32, 100, 1), average(GA_F64, 100);
+  add(ctx, ctx.group(plain_sgd(0.1)), p);
+  for (uint64_t t = 0; t < 50; ++t) {
+    const Tensor g = random_tensor(GA_F32, 100, 2 + t);
+    accumulate(ctx, {&g});
+    step(ctx);
+    EXPECT_OK(ga_ema_copy_to(ctx, 0, average.data(), GA_F64));
+    hash.add(average);
+  }
+  expect("karras", hash);
+}
+
+// ---- Rows, the noise scale, batch normalisation -------------------------------------------------
+
+TEST(Bits, OfRows) {
+  for (const int32_t rows : {GA_ROWS_DENSE, GA_ROWS_LAZY}) {
+    expect_on_all_levels(rows == GA_ROWS_LAZY ? "rows-lazy" : "rows-dense", [&](Hash& hash) {
+      Context ctx;
+      const ga_clip by = clip(GA_CLIP_GLOBAL, 0.5);
+      EXPECT_OK(ga_context_set_clip(ctx, &by));
+      Tensor p = random_tensor(GA_F32, 50 * 33, 1);
+      ga_param_options o = options(GA_BF16);
+      o.rows = rows;
+      add(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), p, {50, 33}, o);
+      Random random(2);
+      for (uint64_t t = 0; t < 6; ++t) {
+        for (int64_t k = 0; k < 2; ++k) {
+          const Tensor values = random_tensor(GA_BF16, 9 * 33, 10 * t + static_cast<uint64_t>(k));
+          std::vector<int64_t> indices(9);
+          for (int64_t& index : indices) index = random.below(t % 2 ? 50 : 4);
+          EXPECT_OK(ga_micro_begin(ctx, k, 1.7, nullptr));
+          EXPECT_OK(ga_accumulate_rows(ctx, 0, indices.data(), GA_I64, 9, values.data()));
+          EXPECT_OK(ga_micro_end(ctx));
+        }
+        hash.add(step(ctx).norm);
+      }
+      hash.add(p);
+    });
+  }
+}
+
+TEST(Bits, OfTheNoiseScale) {
+  expect_on_all_levels("noise-scale", [](Hash& hash) {
+    ga_config c = config();
+    c.noise_scale = 1;
+    Context ctx(c);
+    Tensor p = random_tensor(GA_F32, 3001, 1);
+    add(ctx, ctx.group(plain_sgd(0.1)), p);
+    for (uint64_t t = 0; t < 4; ++t) {
+      for (uint64_t k = 0; k < 3; ++k) {
+        const Tensor g = random_tensor(GA_F32, p.count(), 2 + 3 * t + k);
+        accumulate(ctx, {&g}, 1 + static_cast<double>(k));
+      }
+      const ga_step_result r = step(ctx);
+      hash.add(r.noise_trace);
+      hash.add(r.noise_signal);
+      hash.add(r.noise_scale);
+    }
+  });
+}
+
+TEST(Bits, OfBatchNormalisation) {
+  const char* const modes[] = {"micro", "window", "cumulative"};
+  const char* const dtypes[] = {"", "f32", "f64", "f16", "bf16"};
+  for (const int32_t mode : {GA_BN_MICRO, GA_BN_WINDOW, GA_BN_CUMULATIVE}) {
+    for (const int32_t dtype : {GA_F32, GA_F64, GA_F16, GA_BF16}) {
+      for (const int32_t layout : {GA_BN_CHANNELS_FIRST, GA_BN_CHANNELS_LAST}) {
+        std::string name = std::string("batchnorm-") + modes[mode] + '-' + dtypes[dtype];
+        if (layout == GA_BN_CHANNELS_LAST) name += "-last";
+        expect_on_all_levels(name, [&](Hash& hash) {
+          const ref::BnShape shape = {19, 21, layout};
+          ga_bn_options o = bn_options(mode);
+          o.dtype = dtype;
+          BnNet net(shape, o);
+          for (uint64_t t = 0; t < 2; ++t) {
+            const BnOutput out = net.step(bn_window(shape, dtype, {3, 1, 5}, t));
+            for (const Tensor& y : out.y) hash.add(y);
+            for (const Tensor& dx : out.dx) hash.add(dx);
+            hash.add(out.dgamma);
+            hash.add(out.dbeta);
+          }
+          const Running running(net.ctx, net.bn, shape.channels);
+          hash.add(running.mean);
+          hash.add(running.variance);
+        });
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ga::test
