@@ -810,6 +810,52 @@ TEST(BadArguments, OfConfig) {
   EXPECT_EQ(ga_context_create(nullptr, nullptr), kInvalidArgument);
 }
 
+// A field that is reserved must be 0: a later version may give it a meaning.
+TEST(BadArguments, ReservedFields) {
+  Context ctx;
+  ctx.group(plain_sgd());
+  float data = 0;
+  ctx.param(0, "p", &data, 1);
+  for (const int32_t value : {1, -1, INT32_MIN, 256}) {
+    SCOPED_TRACE(value);
+    const auto invalid = [&](ga_status status) {
+      const std::string text = ga_last_error();
+      return status == kInvalidArgument && text.find("reserved") != std::string::npos &&
+             text.find(std::to_string(value)) != std::string::npos;
+    };
+    ga_config c = config();
+    c.reserved2 = value;
+    ga_context* none = nullptr;
+    EXPECT_TRUE(invalid(ga_context_create(&c, &none)));
+    EXPECT_EQ(none, nullptr);
+
+    ga_optimizer o = plain_sgd();
+    o.reserved = value;
+    ga_group group = -1;
+    EXPECT_TRUE(invalid(ga_group_add(ctx, &o, &group)));
+    EXPECT_EQ(group, -1);
+
+    ga_schedule s = schedule(GA_SCHEDULE_CONSTANT);
+    s.reserved = value;
+    EXPECT_TRUE(invalid(ga_group_set_schedule(ctx, 0, &s)));
+
+    ga_loss_scaler l;
+    EXPECT_OK(ga_loss_scaler_init(&l, sizeof l));
+    l.reserved = value;
+    EXPECT_TRUE(invalid(ga_context_set_loss_scaler(ctx, &l)));
+    double scale = 0;
+    EXPECT_OK(ga_loss_scale(ctx, &scale, nullptr));
+    EXPECT_EQ(scale, 1);
+  }
+  // What the library fills has zeros there.
+  EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+  ga_accumulator out;
+  memset(&out, 0xee, sizeof out);
+  out.struct_size = sizeof out;
+  EXPECT_OK(ga_accumulator_acquire(ctx, 0, &out));
+  EXPECT_EQ(out.reserved, 0);
+}
+
 TEST(BadArguments, OfGaCpuIsa) {
   for (const char* level : {"avx9000", "x86-64-v5", "Scalar", " scalar", "x86-64-v"}) {
     const Isa isa(level);
