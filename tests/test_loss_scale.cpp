@@ -570,6 +570,95 @@ TEST(Drop, EqualsTheWindowWithoutIt) {
   }
 }
 
+// Contributions to one parameter in one micro-batch add up, in the first micro-batch that is not
+// dropped as in later ones. All numbers are exact in f32.
+TEST(Drop, ContributionsOfOneMicroBatchAddUp) {
+  for (const int32_t mode : {GA_ACCUMULATE_PLAIN, GA_ACCUMULATE_RUNNING_MEAN}) {
+    for (const bool rows_first : {false, true}) {
+      SCOPED_TRACE("mode " + std::to_string(mode) + ", rows first " + std::to_string(rows_first));
+      const bool rows = mode == GA_ACCUMULATE_PLAIN;
+      ga_config c = config();
+      c.nonfinite = GA_NONFINITE_DROP_MICRO;
+      c.accumulation = mode;
+      Tensor p(GA_F32, 8), table(GA_F32, 8), four(GA_F32, 8, 4), eight(GA_F32, 8, 8),
+          bad(GA_F32, 8, INFINITY);
+      Context ctx(c);
+      ctx.group(plain_sgd());
+      add(ctx, 0, p);
+      ga_param_options o = options();
+      if (rows) o.rows = GA_ROWS_DENSE;
+      add(ctx, 0, table, {4, 2}, o);
+      const int32_t second[] = {1, 1};
+      const auto add_rows = [&] {
+        if (!rows) return;
+        EXPECT_OK(ga_accumulate_rows(ctx, 1, second, GA_I32, 2, eight.data()));
+      };
+      const auto micro = [&](int64_t index, double weight, const Tensor& last) {
+        EXPECT_OK(ga_micro_begin(ctx, index, weight, nullptr));
+        EXPECT_OK(ga_accumulate_part(ctx, 0, four.data()));
+        EXPECT_OK(ga_accumulate_part(ctx, 0, eight.data()));
+        EXPECT_OK(ga_accumulate_part(ctx, 0, last.data()));
+        if (rows_first) add_rows();
+        EXPECT_OK(ga_accumulate_part(ctx, 1, four.data()));
+        if (!rows_first) add_rows();
+        EXPECT_OK(ga_micro_end(ctx));
+      };
+      micro(0, 5, bad);
+      micro(1, 1, four);   // the first to stay
+      micro(2, 3, eight);  // added to it
+      const ga_step_result r = step(ctx);
+      EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
+      EXPECT_EQ(r.window_dropped, 1);
+      EXPECT_EQ(r.weight, 4);
+      for (int64_t i = 0; i < 8; ++i) {
+        EXPECT_EQ(p.get(i), -(1 * (4 + 8 + 4) + 3 * (4 + 8 + 8)) / 4.0) << i;
+        const bool twice = rows && (i == 2 || i == 3);  // of row 1
+        EXPECT_EQ(table.get(i), twice ? -(4 + 8 + 8) : -4) << i;
+      }
+    }
+  }
+}
+
+// A parameter whose only gradient of the window came in a micro-batch that was dropped has none:
+// Adam leaves it as it is, with its own count of updates, or takes it with a gradient of zeros.
+TEST(Drop, AGradientThatWasDroppedIsNone) {
+  for (const int32_t missing : {GA_MISSING_SKIP, GA_MISSING_ZERO}) {
+    for (const int32_t kind : {GA_OPTIMIZER_ADAM, GA_OPTIMIZER_SGD}) {
+      SCOPED_TRACE("missing " + std::to_string(missing) + ", optimizer " + std::to_string(kind));
+      ga_config c = config();
+      c.nonfinite = GA_NONFINITE_DROP_MICRO;
+      c.missing = missing;
+      ga_optimizer o = optimizer(kind);
+      o.lr = 0.01;
+      if (kind == GA_OPTIMIZER_SGD) o.momentum = 0.9;
+      const Layout layout({17, 70001});
+      Block p = parameters(layout, 1);
+      Model model(layout, {o}, c, p);
+      Context ctx(c);
+      ctx.group(o);
+      add_all(ctx, 0, layout, p);
+      for (uint64_t t = 0; t < 5; ++t) {
+        const bool drops = t % 2 == 1;
+        const Block g = even_gradients(layout, 2, 2 * t);
+        Block other = even_gradients(layout, 2, 2 * t + 1);
+        if (drops) other[static_cast<size_t>(layout.offsets[0] + 16)] = INFINITY;
+        const std::vector<const void*> whole = pointers(layout, other), list = pointers(layout, g);
+        const Block before = p;
+        ctx.accumulate({whole[0], drops ? nullptr : whole[1]}, 2);
+        ctx.accumulate({nullptr, list[1]}, 1);
+        EXPECT_EQ(step(ctx).window_dropped, drops);
+        if (!drops) model.accumulate(other, 2);
+        model.accumulate(g, 1, 1, {0});
+        model.step();
+        ASSERT_TRUE(model.matches(p)) << t;
+        const auto first = static_cast<size_t>(layout.offsets[0]);
+        const bool stays = memcmp(&p[first], &before[first], 17 * sizeof(float)) == 0;
+        EXPECT_EQ(stays, drops && missing == GA_MISSING_SKIP) << t;
+      }
+    }
+  }
+}
+
 TEST(Drop, AllOfThem) {
   for (const bool by_part : {false, true}) {
     Dropping run;
