@@ -707,6 +707,33 @@ TEST(ClipMicro, ByGroup) {
   EXPECT_NEAR(p[2], -1, 1e-6);
 }
 
+// The norm that groups share leaves out the groups with a clipping of their own, whose norm is
+// theirs alone. All numbers are exact in f32.
+TEST(ClipMicro, OneNormForThoseThatShareItAndOneForEachOther) {
+  for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO}) {
+    ga_config with = config();
+    with.nonfinite = policy;
+    Context ctx(with);
+    for (int i = 0; i < 3; ++i) ctx.group(plain_sgd());
+    // Group 1 has two parameters and a norm of its own; 0 and 2 share the context's.
+    const ga_group group[] = {0, 1, 1, 2};
+    const float g[] = {6, 5, 12, 8}, small[] = {1.5f, 1.25f, 3, 2};
+    float p[] = {0, 0, 0, 0};
+    for (size_t i = 0; i < 4; ++i) ctx.param(group[i], std::to_string(i), &p[i], 1);
+    const ga_clip shared = in_micro(clip(GA_CLIP_GLOBAL, 5, GA_FLAVOR_KERAS)),
+                  own = in_micro(clip(GA_CLIP_GLOBAL, 3.25, GA_FLAVOR_KERAS));
+    EXPECT_OK(ga_context_set_clip(ctx, &shared));
+    EXPECT_OK(ga_group_set_clip(ctx, 1, &own));
+    ctx.accumulate({&g[0], &g[1], &g[2], &g[3]}, 1);                  // norms 10 and 13
+    ctx.accumulate({&small[0], &small[1], &small[2], &small[3]}, 3);  // 2.5 and 3.25
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    EXPECT_EQ(p[0], -(6 / 2.0 + 3 * 1.5) / 4);
+    EXPECT_EQ(p[1], -(5 / 4.0 + 3 * 1.25) / 4);
+    EXPECT_EQ(p[2], -(12 / 4.0 + 3 * 3) / 4);
+    EXPECT_EQ(p[3], -(8 / 2.0 + 3 * 2) / 4);
+  }
+}
+
 // (6, 8) is clipped to (3, 4), (0, 1) is not: exact in every dtype.
 TEST(ClipMicro, EveryDtypeAndMode) {
   const std::pair<int32_t, int32_t> dtypes[] = {{GA_F32, GA_F32},  {GA_F16, GA_F32},
