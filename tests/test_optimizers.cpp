@@ -184,6 +184,50 @@ TEST(Groups, AllOptimizersInOneContext) {
   }
 }
 
+// A group that comes after applied steps takes part in the context's count of them, with which all
+// flavors but torch's correct their moments; torch's counts a parameter's own updates. Skipped
+// windows count in neither.
+TEST(Groups, AddedAfterAppliedSteps) {
+  const int64_t n = 33;
+  const Layout layout({n});
+  for (NamedOptimizer each : good_optimizers()) {
+    SCOPED_TRACE(each.name);
+    ga_optimizer& o = each.optimizer;
+    o.max_grad_norm = 0;  // a norm over groups is another test's
+    Block first(static_cast<size_t>(n), 1.0f), second = parameters(layout, 3);
+    Block bad(static_cast<size_t>(n), NAN);
+    Context ctx;
+    ctx.param(ctx.group(plain_sgd()), "first", first.data(), n);
+    for (uint64_t t = 0; t < 4; ++t) {
+      const Block g = even_gradients(layout, 1, t);
+      ctx.accumulate({t == 1 ? bad.data() : g.data()});
+      EXPECT_EQ(step(ctx).outcome, t == 1 ? GA_STEP_SKIPPED_NONFINITE : GA_STEP_APPLIED);
+    }
+    float* const p = second.data() + layout.offsets[0];
+    ctx.param(ctx.group(o), "second", p, n);
+    ref::Tensor tensor;
+    tensor.shape = {n};
+    tensor.elements.resize(static_cast<size_t>(n));
+    for (size_t i = 0; i < tensor.elements.size(); ++i) tensor.elements[i].p = ref::exact(p[i]);
+    for (int64_t update = 1; update <= 4; ++update) {
+      const Block g = even_gradients(layout, 2, static_cast<uint64_t>(update));
+      std::vector<ref::Real> exact;
+      for (int64_t i = 0; i < n; ++i) {
+        exact.push_back(ref::exact(g[static_cast<size_t>(layout.offsets[0] + i)]));
+      }
+      ctx.accumulate({g.data(), g.data() + layout.offsets[0]});
+      EXPECT_EQ(step(ctx).steps, 3 + update);
+      ref::update(o, o.lr, o.flavor == GA_FLAVOR_TORCH ? update : 3 + update, exact, tensor);
+      for (size_t i = 0; i < tensor.elements.size(); ++i) {
+        ASSERT_TRUE(ref::agrees(p[i], tensor.elements[i].p))
+            << "update " << update << ", [" << i << "] is " << p[i] << ", not "
+            << tensor.elements[i].p.value;
+      }
+    }
+    ASSERT_TRUE(gaps_untouched(layout, second));
+  }
+}
+
 TEST(Groups, WeightDecayCanChange) {
   const Layout layout = Layout::of({{50}, {7, 9}});
   for (const NamedOptimizer& named : good_optimizers()) {
