@@ -464,25 +464,39 @@ TEST(Ema, WrongCallsChangeNothing) {
   EXPECT_EQ(out.get(7), -0.5);  // 0 and then -1
 }
 
-// Parameters may come later; their average begins with them.
+// Parameters may come later: the average of each begins with its first step, in which it is the
+// parameter, and goes on with the context's t.
 TEST(Ema, ParametersThatComeLater) {
-  Tensor first(GA_F32, 4), second(GA_F32, 4, 1), g(GA_F32, 4, 1);
-  Context ctx;
-  ctx.group(plain_sgd());
-  add(ctx, 0, first);
-  const ga_ema e = average(GA_EMA_TORCH, 0.5);
-  ASSERT_OK(ga_context_set_ema(ctx, &e));
-  for (int t = 0; t < 3; ++t) {
-    accumulate(ctx, {&g});
-    step(ctx);
+  for (const ga_ema& e : {average(GA_EMA_TORCH, 0.5), average(GA_EMA_KARRAS)}) {
+    for (const bool missing : {false, true}) {  // its first step brings it no gradient
+      SCOPED_TRACE("kind " + std::to_string(e.kind) + ", missing " + std::to_string(missing));
+      Tensor first(GA_F32, 4), second(GA_F32, 4, 5), g(GA_F32, 4, 1);
+      Context ctx;
+      ctx.group(plain_sgd());
+      add(ctx, 0, first);
+      ASSERT_OK(ga_context_set_ema(ctx, &e));
+      Model of_first(e, format(GA_F32));
+      for (int t = 0; t < 3; ++t) {
+        accumulate(ctx, {&g});
+        step(ctx);
+        of_first.step(first);
+      }
+      const ga_param late = add(ctx, 0, second);
+      EXPECT_EQ(copy(ctx, late, 4)[0], 5) << "before its first step it is the parameter";
+      accumulate(ctx, {&g, missing ? nullptr : &g});
+      step(ctx);
+      of_first.step(first);
+      const double p4 = missing ? 5 : 4, p5 = p4 - 1;
+      ASSERT_EQ(second.get(0), p4);
+      EXPECT_EQ(copy(ctx, late, 4)[0], p4);
+      EXPECT_TRUE(of_first.matches(copy(ctx, 0, 4)));
+      accumulate(ctx, {&g, &g});
+      step(ctx);
+      of_first.step(first);
+      EXPECT_NEAR(copy(ctx, late, 4)[0], p4 + (1 - decay_of(e, 5)) * (p5 - p4), 8 * 0x1p-24);
+      EXPECT_TRUE(of_first.matches(copy(ctx, 0, 4)));
+    }
   }
-  const ga_param late = add(ctx, 0, second);
-  accumulate(ctx, {&g, &g});
-  step(ctx);
-  // From 1 to 0: its average is that of a parameter whose first value was one of the two.
-  const double got = copy(ctx, late, 4)[0];
-  EXPECT_TRUE(got == 0 || got == 0.5) << got;
-  EXPECT_EQ(copy(ctx, 0, 4)[0], ((-1 * 0.5 - 2 * 0.5) * 0.5 - 3 * 0.5) * 0.5 - 4 * 0.5);
 }
 
 }  // namespace
