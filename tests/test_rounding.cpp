@@ -256,6 +256,50 @@ TEST(Chance, IsDrawnAnewForEveryPurpose) {
   }
 }
 
+// A bf16 average draws for itself, and not what the bf16 state of the same element draws: where both
+// are given the same number, the errors of their rounding are not correlated. After one step from 0
+// with a learning rate of 1, the momentum buffer is g, and parameter and average are -g; the next
+// step, with a gradient of zero, moves the parameter by the buffer.
+TEST(Chance, OfAnAverageIsNotThatOfTheState) {
+  const int64_t n = 1 << 16;
+  ga_optimizer o = plain_sgd();
+  o.momentum = 1;
+  o.state_dtype = GA_BF16;
+  ga_ema e;
+  EXPECT_OK(ga_ema_init(&e, sizeof e));
+  e.dtype = GA_BF16;
+  Random random(5);
+  Tensor p(GA_F32, n), g(GA_F32, n), zero(GA_F32, n), average(GA_F32, n);
+  for (int64_t i = 0; i < n; ++i) {
+    g.set(i, 1 + 0x1p-15 * static_cast<double>(random.below(1 << 15)));
+  }
+  Context ctx;
+  ctx.group(o);
+  add(ctx, 0, p);
+  ASSERT_OK(ga_context_set_ema(ctx, &e));
+  accumulate(ctx, {&g});
+  step(ctx);
+  const Tensor after = p;
+  EXPECT_OK(ga_ema_copy_to(ctx, 0, average.data(), GA_F32));
+  accumulate(ctx, {&zero});
+  step(ctx);
+  double both = 0, of_average = 0, of_state = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    ASSERT_EQ(after.get(i), -g.get(i));
+    const double state = after.get(i) - p.get(i);
+    const double a = -average.get(i) - g.get(i), s = state - g.get(i);
+    both += a * s;
+    of_average += a * a;
+    of_state += s * s;
+  }
+  // At a fraction f of the spacing an error has the variance f (1 - f) of its square: 1/6 on average.
+  const double expected = format(GA_BF16).spacing(1) * format(GA_BF16).spacing(1) / 6;
+  const auto elements = static_cast<double>(n);
+  EXPECT_NEAR(of_average / elements, expected, expected / 20);
+  EXPECT_NEAR(of_state / elements, expected, expected / 20);
+  EXPECT_LE(std::abs(both) / std::sqrt(of_average * of_state), 6 / std::sqrt(elements));
+}
+
 // Micro-batches and contributions of one window draw for themselves as well: k times half a spacing
 // is k / 2 spacings on average, with the variance of independent draws.
 TEST(Chance, IsDrawnAnewForEveryContribution) {
