@@ -160,6 +160,32 @@ TEST(Accumulators, RunningMeanNeverExceedsTheLargestTerm) {
   EXPECT_NEAR(probe.gradient()[4], 3e38, 3e38 * 50 * 0x1p-24);
 }
 
+// Under GA_NONFINITE_IGNORE an infinity stays one in every mode: in a pair it is in the upper half,
+// and the lower half adds nothing to it. A NaN would pass through a clipping by value, an infinity is
+// clipped.
+TEST_P(Accumulators16, AnInfinityStaysOne) {
+  for (const int32_t m : kModes) {
+    for (const double limit : {double{INFINITY}, 2.0}) {
+      SCOPED_TRACE("mode " + std::to_string(m) + ", limit " + std::to_string(limit));
+      ga_config c = mode(m);
+      c.nonfinite = GA_NONFINITE_IGNORE;
+      Probe probe(c, GetParam(), 19);
+      const ga_clip by_value = clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, limit);
+      EXPECT_OK(ga_context_set_clip(probe.ctx, &by_value));
+      Tensor g(GA_F32, 19, 1);
+      const Tensor one(GA_F32, 19, 1);
+      g.set(0, INFINITY);
+      g.set(17, -INFINITY);
+      for (int k = 0; k < 3; ++k) accumulate(probe.ctx, {k == 1 ? &g : &one});
+      EXPECT_EQ(step(probe.ctx).outcome, GA_STEP_APPLIED);
+      const std::vector<double> got = probe.gradient();
+      EXPECT_EQ(got[0], limit);
+      EXPECT_EQ(got[17], -limit);
+      EXPECT_NEAR(got[18], 1, format(GetParam()).spacing(3));
+    }
+  }
+}
+
 // ---- A term that vanishes -----------------------------------------------------------------------
 
 // 1 and then terms of a quarter of the spacing above it: to nearest each of them is lost.
