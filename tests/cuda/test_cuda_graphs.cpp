@@ -568,6 +568,75 @@ INSTANTIATE_TEST_SUITE_P(All, PlannedGraphs, testing::Range<size_t>(0, plans().s
                            return plans()[info.param].name;
                          });
 
+// Each set of parameters with a gradient has lists of its own on the device, of which the least
+// recently used makes room for the next; but those that a graph goes by stay as they are. There are
+// more graphs, and more other sets between capture and replay, than lists to begin with.
+TEST_F(Graphs, ListsOutliveTheSetsThatComeLater) {
+  constexpr size_t kParams = 6, kSets = 15;
+  std::vector<Record> eager;
+  for (const bool captured : {false, true}) {
+    ga_config c = config();
+    c.gradient_life = GA_GRADIENTS_LIVE;  // the step itself takes the norms of gradients
+    Machine m(GA_DEVICE_CUDA, c);
+    const ga_group group = m.group(optimizer(GA_OPTIMIZER_ADAFACTOR));
+    const ga_clip agc = clip(GA_CLIP_AGC, 0);
+    EXPECT_OK(ga_context_set_clip(m, &agc));
+    std::vector<std::unique_ptr<DeviceTensor>> gradients;
+    const auto numbers_of = [](size_t i, uint64_t round) {
+      return numbers(GA_F32, static_cast<int64_t>(20 * (30 + i)), 100 * round + i);
+    };
+    for (size_t i = 0; i < kParams; ++i) {
+      const Tensor start = numbers_of(i, 0);
+      ASSERT_GE(m.add(group, start, {static_cast<int64_t>(30 + i), 20}), 0);
+      gradients.push_back(std::make_unique<DeviceTensor>(start, m.stream()));
+    }
+    uint64_t round = 0;
+    const auto fill = [&] {
+      ++round;
+      for (size_t i = 0; i < kParams; ++i) gradients[i]->put(numbers_of(i, round));
+    };
+    // missing: a bit for each parameter without a gradient.
+    const auto window = [&](size_t missing) {
+      std::vector<const void*> list;
+      for (size_t i = 0; i < kParams; ++i) {
+        list.push_back(missing >> i & 1 ? nullptr : gradients[i]->data());
+      }
+      EXPECT_OK(ga_accumulate(m, list.data(), list.size(), 1, nullptr));
+      EXPECT_OK(ga_step(m, nullptr));
+    };
+    const auto note = [&] {
+      m.note_result(result_of(m), 0);
+      m.note_params();
+    };
+    std::vector<Graph> graphs(kSets);
+    for (size_t set = 0; set < kSets; ++set) {
+      fill();
+      window(set);
+      if (captured) graphs[set].capture(m.stream(), [&] { window(set); });
+    }
+    for (size_t set = kSets + 1; set < 3 * kSets; ++set) {
+      fill();
+      window(set);
+    }
+    note();
+    for (size_t set = 0; set < kSets; ++set) {
+      fill();
+      if (captured)
+        graphs[set].replay(m.stream());
+      else
+        window(set);
+      note();
+    }
+    fill();
+    window(0);
+    note();
+    if (captured)
+      expect_same_records(eager, m.records());
+    else
+      eager = m.records();
+  }
+}
+
 // What waits, or needs memory, is refused; the capture goes on.
 TEST_F(Graphs, CallsThatWaitAreRefused) {
   const Plan plan = plans()[0];
