@@ -678,6 +678,43 @@ TEST(Rows, NoneAreNotAWholeGradient) {
   }
 }
 
+// A micro-batch that is judged as a whole keeps its contributions until it ends, and then makes room
+// for the rows of all of them: here each of many calls brings rows of its own.
+TEST(Rows, ManyCallsInAMicroBatchThatIsJudged) {
+  const int64_t rows = 64000, columns = 2, calls = 64, each = rows / calls;
+  for (const int64_t bad_micro : {0, 1}) {
+    const int32_t kind = bad_micro == 0 ? GA_ROWS_DENSE : GA_ROWS_LAZY;
+    ga_config c = config();
+    c.nonfinite = GA_NONFINITE_DROP_MICRO;
+    Tensor p(GA_F32, rows * columns), bad(GA_F32, each * columns, NAN);
+    Context ctx(c);
+    ctx.group(plain_sgd());
+    add(ctx, 0, p, {rows, columns}, with_rows(kind));
+    std::vector<Indices> indices(static_cast<size_t>(calls));
+    std::vector<Tensor> values;
+    values.reserve(static_cast<size_t>(calls));
+    for (int64_t k = 0; k < calls; ++k) {
+      for (int64_t i = 0; i < each; ++i) {
+        indices[static_cast<size_t>(k)].push_back(i * calls + k);
+      }
+      values.emplace_back(GA_F32, each * columns, 1 + static_cast<double>(k));
+    }
+    for (int64_t micro = 0; micro < 2; ++micro) {
+      EXPECT_OK(ga_micro_begin(ctx, micro, 1, nullptr));
+      for (size_t k = 0; k < indices.size(); ++k) {
+        const bool dropped = micro == bad_micro && k == 3;
+        EXPECT_OK(
+            accumulate_rows(ctx, 0, indices[k], GA_I64, dropped ? bad.data() : values[k].data()));
+      }
+      EXPECT_OK(ga_micro_end(ctx));
+    }
+    EXPECT_EQ(step(ctx).window_dropped, 1);
+    for (int64_t i = 0; i < rows * columns; ++i) {
+      ASSERT_EQ(p.get(i), -(1 + static_cast<double>(i / columns % calls))) << i;
+    }
+  }
+}
+
 TEST(Rows, LazyOnesStayInAWindowWithoutAny) {
   ga_config c = config();
   c.missing = GA_MISSING_ZERO;
