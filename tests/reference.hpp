@@ -141,8 +141,10 @@ inline Real max(const Real& a, const Real& b) {
   return {value, std::max(value - low, high - value)};
 }
 inline Real clamp(const Real& a, double limit) {
-  return {std::clamp(a.value, -limit, limit),
-          a.error + (limit < 1e300 ? limit * arithmetic.half_ulp : 0)};
+  const double off = limit * arithmetic.half_ulp;  // the limit is rounded
+  if (!(std::abs(a.value) + a.error > limit - off)) return a;
+  const double value = std::clamp(a.value, -limit, limit);
+  return {value, std::isinf(a.value) ? off : a.error + off};
 }
 // -1, 0 or 1; where rounding decides, any of them.
 inline Real sign(const Real& a) {
@@ -506,9 +508,10 @@ inline std::vector<Real> values(const Tensor& tensor) {
   return p;
 }
 
-// |p| / |u|, 1 if either is 0
+// |p| / |u|, 1 if either is not > 0, as a NaN is not.
 inline Real trust_ratio(const Real& p, const Real& u) {
-  return p.zero() || u.zero() ? exact(1) : p / u;
+  const auto none = [](const Real& x) { return x.zero() || std::isnan(x.value); };
+  return none(p) || none(u) ? exact(1) : p / u;
 }
 
 // timm.optim.Lamb, and keras.optimizers.Lamb.
@@ -785,6 +788,40 @@ inline void update(const ga_optimizer& o, double lr, int64_t t, std::vector<Real
   }
   for (Element& e : tensor.elements) e.started = true;
 }
+
+// ---- Averages -----------------------------------------------------------------------------------
+
+// What the average of a parameter becomes in the context's t-th applied step; begun: it has been
+// moved before.
+inline Real follow(const ga_ema& ema, int64_t t, bool begun, const Real& average, const Real& p) {
+  if (!begun) return p;
+  const double decay = ema.kind == GA_EMA_TORCH
+                           ? ema.decay
+                           : std::pow(1 - 1 / static_cast<double>(t), ema.gamma + 1);
+  return average + scalar(1 - decay) * (p - average);
+}
+
+// ---- Noise scale --------------------------------------------------------------------------------
+
+// The simple noise scale of McCandlish et al. 2018, appendix A.1, smoothed over windows.
+struct Noise {
+  double weight = 0;
+  Real trace, signal;
+
+  // contributions: the sum over micro-batches k of |c_k|^2 / b_k, c_k being b_k times the mean
+  // gradient of its b_k samples; sum: that over k of c_k, as a norm. samples: all b_k.
+  void add(const Real& contributions, const Real& sum, double micro_batches, double samples,
+           double smoothing) {
+    const With host(kFloat64);
+    const Real n = exact(samples);
+    const Real micros = contributions / n, window = sum * sum / (n * n);
+    const Real t = (micros - window) * n / exact(micro_batches - 1);
+    const Real s = window - t / n;
+    weight = smoothing * weight + (1 - smoothing);
+    trace = exact(smoothing) * trace + exact(1 - smoothing) * t;
+    signal = exact(smoothing) * signal + exact(1 - smoothing) * s;
+  }
+};
 
 // ---- Schedules ----------------------------------------------------------------------------------
 
