@@ -1,0 +1,871 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The options of a context, each with each other. A mistake in a library of many options is most
+// often in how two of them meet (Kuhn, Wallace & Gallo 2004). So every pair of choices that the
+// library supports is in some trainings of a few windows here, which are compared with float64, and
+// every pair that it does not support is refused with the status that the header names.
+#include <array>
+#include <map>
+#include <optional>
+#include <set>
+#include <tuple>
+
+#include "formats.hpp"
+
+namespace ga::test {
+namespace {
+
+// ---- What a program may choose ------------------------------------------------------------------
+
+enum Option {
+  kPolicy,
+  kMode,
+  kClip,
+  kLife,
+  kRows,
+  kParts,
+  kAverage,
+  kNoise,
+  kLate,
+  kOptimizer,
+  kDtype,
+  kKind,
+  kReduce,
+  kScale,
+  kInfinity,
+  kOptions
+};
+
+struct Choices {
+  const char* name;
+  std::vector<const char*> names;
+};
+
+// The library supports the first choice of each option with all choices of the others.
+const Choices kChoices[kOptions] = {
+    {"policy", {"skip", "fail", "drop", "ignore"}},
+    {"mode", {"plain", "running mean", "compensated", "stochastic"}},
+    {"clip",
+     {"none", "global", "per tensor", "AGC", "by value", "global in micro-batches",
+      "per tensor in micro-batches", "AGC in micro-batches", "by value in micro-batches"}},
+    {"life", {"consumed", "live"}},
+    {"rows", {"none", "dense", "lazy"}},
+    {"contributions", {"one", "two"}},  // to some parameters in a micro-batch
+    {"average", {"none", "torch", "Karras"}},
+    {"noise scale", {"off", "on"}},
+    {"late parameters", {"none", "added"}},
+    {"optimizer", {"SGD", "Adam", "Adam of Keras", "LAMB", "Adafactor"}},
+    {"dtype", {"f32", "bf16", "f16", "f64"}},
+    {"gradients", {"means", "sums"}},
+    {"reduce", {"mean", "sum"}},
+    {"loss scale", {"static", "dynamic"}},
+    {"infinity", {"none", "one"}}};
+
+enum { kSkip, kFail, kDrop, kIgnore };                     // kPolicy
+enum { kPlain, kRunningMean, kCompensated, kStochastic };  // kMode
+enum {                                                     // kClip
+  kNone,
+  kGlobal,
+  kPerTensor,
+  kAgc,
+  kByValue,
+  kGlobalMicro,
+  kPerTensorMicro,
+  kAgcMicro,
+  kByValueMicro
+};
+enum { kNoRows, kDenseRows, kLazyRows };              // kRows
+enum { kSgd, kAdam, kKerasAdam, kLamb, kAdafactor };  // kOptimizer
+enum { kF32, kBf16, kF16, kF64 };                     // kDtype
+
+using Case = std::array<int, kOptions>;
+
+// Choice x of option a with choice y of option b; a < b.
+struct Pair {
+  int a, x, b, y;
+  bool operator<(const Pair& p) const {
+    return std::tie(a, x, b, y) < std::tie(p.a, p.x, p.b, p.y);
+  }
+};
+
+Pair pair_of(int a, int x, int b, int y) { return a < b ? Pair{a, x, b, y} : Pair{b, y, a, x}; }
+
+std::string describe(const Pair& p) {
+  return std::string(kChoices[p.a].name) + " " + kChoices[p.a].names[static_cast<size_t>(p.x)] +
+         ", " + kChoices[p.b].name + " " + kChoices[p.b].names[static_cast<size_t>(p.y)];
+}
+
+std::string describe(const Case& c) {
+  std::string text;
+  for (int a = 0; a < kOptions; ++a) {
+    text += std::string(a ? ", " : "") + kChoices[a].name + ": " +
+            kChoices[a].names[static_cast<size_t>(c[static_cast<size_t>(a)])];
+  }
+  return text;
+}
+
+std::vector<Pair> pairs_of(const Case& c) {
+  std::vector<Pair> list;
+  for (int b = 0; b < kOptions; ++b) {
+    for (int a = 0; a < b; ++a) {
+      list.push_back({a, c[static_cast<size_t>(a)], b, c[static_cast<size_t>(b)]});
+    }
+  }
+  return list;
+}
+
+// What the library does not support, with the status that says so and a word of the sentence.
+struct Refusal {
+  ga_status status;
+  const char* word;
+};
+
+std::map<Pair, Refusal> refusals() {
+  std::map<Pair, Refusal> list;
+  const auto add = [&](int a, int x, int b, int y, ga_status status, const char* word) {
+    list[pair_of(a, x, b, y)] = {status, word};
+  };
+  add(kMode, kRunningMean, kKind, 1, GA_ERROR_INVALID_ARGUMENT, "GA_ACCUMULATE_RUNNING_MEAN");
+  add(kMode, kRunningMean, kReduce, 1, GA_ERROR_INVALID_ARGUMENT, "GA_ACCUMULATE_RUNNING_MEAN");
+  for (const int rows : {kDenseRows, kLazyRows}) {
+    for (const int mode : {kRunningMean, kCompensated, kStochastic}) {
+      add(kRows, rows, kMode, mode, GA_ERROR_UNSUPPORTED, "accumulation");
+    }
+    for (const int clip : {kGlobalMicro, kPerTensorMicro, kAgcMicro, kByValueMicro}) {
+      add(kRows, rows, kClip, clip, GA_ERROR_UNSUPPORTED, "GA_CLIP_MICRO");
+    }
+    add(kRows, rows, kNoise, 1, GA_ERROR_UNSUPPORTED, "noise_scale");
+  }
+  for (const int clip : {kGlobalMicro, kPerTensorMicro, kAgcMicro, kByValueMicro}) {
+    add(kParts, 1, kClip, clip, GA_ERROR_UNSUPPORTED, "second contribution");
+  }
+  for (const int optimizer : {kLamb, kAdafactor}) {
+    add(kRows, kLazyRows, kOptimizer, optimizer, GA_ERROR_UNSUPPORTED, "GA_ROWS_LAZY");
+  }
+  return list;
+}
+
+std::set<Pair> all_pairs() {
+  std::set<Pair> pairs;
+  for (int b = 0; b < kOptions; ++b) {
+    for (int a = 0; a < b; ++a) {
+      for (size_t x = 0; x < kChoices[a].names.size(); ++x) {
+        for (size_t y = 0; y < kChoices[b].names.size(); ++y) {
+          pairs.insert({a, static_cast<int>(x), b, static_cast<int>(y)});
+        }
+      }
+    }
+  }
+  return pairs;
+}
+
+std::set<Pair> supported_pairs() {
+  std::set<Pair> pairs = all_pairs();
+  for (const auto& [pair, refusal] : refusals()) pairs.erase(pair);
+  return pairs;
+}
+
+// How many cases have each supported pair, at least: mistakes that take three or four options to show
+// are then likely in some case too.
+constexpr int kTimes = 8;
+
+// Each case begins with a pair that too few cases have yet; every further option is given the choice
+// that makes the most such pairs.
+std::vector<Case> cases() {
+  std::map<Pair, int> due;  // how many cases with it are still wanted
+  for (const Pair& pair : supported_pairs()) due[pair] = kTimes;
+  const auto wanted = [&](const Pair& pair) { return due[pair] > 0; };
+  std::vector<Case> list;
+  Random random(1);
+  for (const auto& [first, times] : due) {
+    while (wanted(first)) {
+      constexpr int kOpen = -1;
+      Case c;
+      c.fill(kOpen);
+      c[static_cast<size_t>(first.a)] = first.x;
+      c[static_cast<size_t>(first.b)] = first.y;
+      for (int a = 0; a < kOptions; ++a) {
+        if (c[static_cast<size_t>(a)] != kOpen) continue;
+        const auto n = static_cast<int>(kChoices[a].names.size());
+        const auto first_choice = static_cast<int>(random.below(n));  // of those that tie
+        int best = kOpen, most = -1;
+        for (int k = 0; k < n; ++k) {
+          const int x = (first_choice + k) % n;
+          int fresh = 0;
+          bool supported = true;
+          for (int b = 0; b < kOptions; ++b) {
+            const int y = c[static_cast<size_t>(b)];
+            if (y == kOpen) continue;
+            const auto found = due.find(pair_of(a, x, b, y));
+            supported = supported && found != due.end();
+            fresh += found != due.end() && found->second > 0;
+          }
+          if (!supported || fresh <= most) continue;
+          best = x;
+          most = fresh;
+        }
+        c[static_cast<size_t>(a)] = best;
+      }
+      for (const Pair& pair : pairs_of(c)) --due[pair];
+      list.push_back(c);
+    }
+  }
+  return list;
+}
+
+// ---- A training, in the library and in float64 --------------------------------------------------
+
+using Reals = std::vector<ref::Real>;
+
+// One parameter, with its average, and what a window has brought it.
+struct Parameter {
+  ga_param id;
+  size_t group;
+  Tensor data;
+  ref::Tensor tensor;
+  bool rows;  // takes gradients by row
+  int64_t updates = 0;
+  Reals average;
+  // Of the window.
+  bool touched = false, dense = false;
+  double held = 0;  // the weights that a running mean is over
+  Reals sum;
+  std::vector<bool> row_touched;
+  std::vector<double> path;  // how far each element has moved, to and fro
+
+  Parameter(int32_t dtype, size_t in, const ref::Shape& shape, bool by_rows)
+      : id(-1), group(in), data(dtype, ref::count_of(shape)), rows(by_rows) {
+    tensor.shape = shape;
+    tensor.elements.resize(size());
+    path.resize(size());
+    row_touched.resize(static_cast<size_t>(shape[0]));
+  }
+  size_t size() const { return static_cast<size_t>(data.count()); }
+  size_t columns() const { return size() / static_cast<size_t>(tensor.shape[0]); }
+};
+
+// A gradient of a micro-batch: whole, or some rows of it.
+struct Gradient {
+  Parameter* to;
+  Tensor values;
+  std::vector<int32_t> indices;  // empty: whole
+};
+
+class Trial {
+ public:
+  explicit Trial(const Case& c)
+      : case_(c), arithmetic_(is(kDtype, kF64) ? ref::kFloat64 : ref::kFloat32) {
+    if (!make()) return;
+    window({3, 0.5, 2});
+    if (is(kLate, 1)) add_late();
+    window({2, 5, 0});
+    window({4});  // the tail of an epoch
+    window({1, 2.5, 3});
+    window({0.75, 6});
+  }
+  ~Trial() { ga_context_destroy(ctx_); }
+  Trial(const Trial&) = delete;
+  Trial& operator=(const Trial&) = delete;
+
+  // Of the first call that was refused.
+  ga_status status() const { return status_; }
+  const std::string& sentence() const { return sentence_; }
+  // Whether sums keep most of what f32 does, and nothing is infinite at the end.
+  bool is_sharp() const {
+    const bool wide = format(accumulator()).size > 2 || is(kMode, kCompensated);
+    return wide && !(is(kPolicy, kIgnore) && is(kInfinity, 1));
+  }
+  // The share of elements about which the tolerance says little: it is more than a hundredth of the
+  // way that they have come.
+  double vague() const {
+    const ref::With arithmetic(arithmetic_);
+    double vague = 0, all = 0;
+    for (const Parameter& p : params_) {
+      for (size_t i = 0; i < p.size(); ++i) {
+        if (p.path[i] == 0) continue;
+        vague += !(ref::tolerance(p.tensor.elements[i].p) <= 0.01 * p.path[i]);
+        ++all;
+      }
+    }
+    return vague / all;
+  }
+
+ private:
+  struct Group {
+    ga_optimizer optimizer;
+    std::optional<ga_clip> own;
+  };
+
+  bool is(int option, int choice) const { return case_[static_cast<size_t>(option)] == choice; }
+  int choice(int option) const { return case_[static_cast<size_t>(option)]; }
+  bool ok(ga_status status) {
+    if (status_ == GA_OK && status != GA_OK) {
+      status_ = status;
+      sentence_ = ga_last_error();
+    }
+    return status == GA_OK;
+  }
+
+  // ---- The context ----
+
+  int32_t dtype() const {
+    static const int32_t dtypes[] = {GA_F32, GA_BF16, GA_F16, GA_F64};
+    return dtypes[choice(kDtype)];
+  }
+  bool narrow() const { return format(dtype()).size == 2; }
+  // Of 16 bits where a mode of accumulation is about that.
+  int32_t accumulator() const {
+    return is(kDtype, kF64) ? GA_F64 : narrow() && !is(kMode, kPlain) ? dtype() : GA_F32;
+  }
+
+  bool make() {
+    config_ = config();
+    config_.nonfinite = choice(kPolicy);
+    config_.accumulation = choice(kMode);
+    config_.gradient_life = choice(kLife);
+    config_.noise_scale = choice(kNoise);
+    config_.noise_smoothing = 0.75;
+    config_.gradient_kind = choice(kKind);
+    config_.reduce = choice(kReduce);
+    config_.loss_scale = 8;
+    config_.accum_steps = 3;
+    config_.seed = 11;
+    scale_ = is(kScale, 1) ? 256 : config_.loss_scale;
+    if (!ok(ga_context_create(&config_, &ctx_))) return false;
+    clip_ = clip_of(1.25);
+    const bool clips = !is(kClip, kNone);
+    if (clips && !ok(ga_context_set_clip(ctx_, &clip_))) return false;
+    if (is(kScale, 1)) {
+      ga_loss_scaler scaler;
+      EXPECT_OK(ga_loss_scaler_init(&scaler, sizeof scaler));
+      scaler.initial_scale = scale_;
+      scaler.growth_interval = 2;
+      if (!ok(ga_context_set_loss_scaler(ctx_, &scaler))) return false;
+    }
+    if (!is(kAverage, 0)) {
+      EXPECT_OK(ga_ema_init(&ema_, sizeof ema_));
+      ema_.kind = is(kAverage, 1) ? GA_EMA_TORCH : GA_EMA_KARRAS;
+      ema_.decay = 0.75;
+      ema_.gamma = 2;
+      if (!ok(ga_context_set_ema(ctx_, &ema_))) return false;
+    }
+    add_group(optimizer_of_case());
+    ga_optimizer other = plain_sgd(0.125);
+    other.momentum = 0.5;
+    add_group(other);
+    if (clips) {  // the second group has a clipping of its own, at the same moment
+      groups_[1].own = clip_of(0.5);
+      if (!ok(ga_group_set_clip(ctx_, 1, &*groups_[1].own))) return false;
+    }
+    params_.reserve(7);
+    return add_param(0, {5, 4}) && add_param(0, {7}) && add_param(0, {6, 3}, choice(kRows)) &&
+           add_param(1, {3, 3}) && add_param(1, {2});
+  }
+
+  ga_optimizer optimizer_of_case() const {
+    static const int32_t kinds[] = {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAM, GA_OPTIMIZER_ADAM,
+                                    GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR};
+    ga_optimizer o = optimizer(kinds[choice(kOptimizer)],
+                               is(kOptimizer, kKerasAdam) ? GA_FLAVOR_KERAS : GA_FLAVOR_TORCH);
+    o.lr = 0x1p-5;
+    if (is(kOptimizer, kSgd)) o.momentum = 0.875;
+    return o;
+  }
+
+  ga_clip clip_of(double most) const {
+    const int scope[] = {GA_CLIP_NONE, GA_CLIP_GLOBAL, GA_CLIP_PER_TENSOR, GA_CLIP_AGC,
+                         GA_CLIP_NONE};
+    const int which = choice(kClip) >= kGlobalMicro ? choice(kClip) - 4 : choice(kClip);
+    ga_clip c = clip(scope[which], most, which == kGlobal ? GA_FLAVOR_TORCH : GA_FLAVOR_KERAS);
+    if (which == kByValue) c.max_value = most / 4;
+    if (which == kPerTensor) c.max_value = 0.875;
+    c.agc_factor = most;
+    c.when = choice(kClip) >= kGlobalMicro ? GA_CLIP_MICRO : GA_CLIP_STEP;
+    return c;
+  }
+
+  void add_group(const ga_optimizer& o) {
+    ok(ga_group_add(ctx_, &o, nullptr));
+    groups_.push_back({o, {}});
+  }
+
+  bool add_param(size_t group, const ref::Shape& shape, int rows = kNoRows) {
+    params_.emplace_back(dtype(), group, shape, rows != kNoRows);
+    Parameter& p = params_.back();
+    for (int64_t i = 0; i < p.data.count(); ++i) p.data.set(i, 0.25 * random_.signed_unit());
+    for (size_t i = 0; i < p.size(); ++i) {
+      p.tensor.elements[i].p = ref::exact(p.data.get(static_cast<int64_t>(i)));
+    }
+    ga_param_options o = options(0, accumulator());
+    o.rows = rows;
+    const std::string name = "p" + std::to_string(params_.size());
+    return ok(try_add(ctx_, static_cast<ga_group>(group), name.c_str(), p.data.data(), dtype(),
+                      shape, o, &p.id));
+  }
+
+  void add_late() {
+    add_param(0, {3, 2});
+    add_group(optimizer_of_case());
+    add_param(groups_.size() - 1, {5});
+  }
+
+  // ---- A window ----
+
+  // Whether a micro-batch brings a gradient for a parameter. The first parameter has none in the
+  // tail, the second one in window 1 only in the micro-batch that may have an infinity.
+  bool brings(size_t param, size_t micro, size_t micros) const {
+    if (param == 0) return micros > 1;
+    if (param == 1 && window_ == 1) return micro == bad_micro();
+    return param != 4 || (window_ + static_cast<int64_t>(micro)) % 2 == 0;
+  }
+  size_t bad_micro() const { return static_cast<size_t>(choice(kKind) + choice(kScale)) % 2; }
+  // Where nothing is skipped the infinity comes last, for nothing is finite after it.
+  bool is_bad(size_t micro) const {
+    return is(kInfinity, 1) && window_ == (is(kPolicy, kIgnore) ? 4 : 1) && micro == bad_micro();
+  }
+
+  void window(const std::vector<double>& weights) {
+    if (status_ != GA_OK) return;
+    const ref::With arithmetic(arithmetic_);
+    std::vector<std::vector<Gradient>> kept(weights.size());  // they may have to live
+    double scale = NAN;
+    EXPECT_OK(ga_loss_scale(ctx_, &scale, nullptr));
+    if (all_known_) {
+      EXPECT_EQ(scale, scale_);
+    }
+    scale_ = scale;
+    begin_window();
+    for (size_t k = 0; k < weights.size(); ++k) {
+      make_gradients(k, weights.size(), kept[k]);
+      if (!contribute(static_cast<int64_t>(k), weights[k], kept[k])) return;
+      add(weights[k], kept[k], is_bad(k));
+    }
+    finish(static_cast<int64_t>(weights.size()));
+    ++window_;
+  }
+
+  void make_gradients(size_t micro, size_t micros, std::vector<Gradient>& list) {
+    list.reserve(2 * params_.size());
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (!brings(i, micro, micros)) continue;
+      Parameter& p = params_[i];
+      const bool whole = !p.rows || (window_ == 3 && micro == 1);
+      std::vector<int32_t> indices;
+      if (!whole) indices = micro == 0 ? std::vector<int32_t>{4, 1, 4} : std::vector<int32_t>{1, 5};
+      const auto n = whole ? p.size() : indices.size() * p.columns();
+      const int parts = is(kParts, 1) && i != 1 ? 2 : 1;
+      for (int part = 1; part <= parts; ++part) {
+        Tensor values(dtype(), static_cast<int64_t>(n));
+        for (int64_t j = 0; j < values.count(); ++j) values.set(j, scale_ * random_.signed_unit());
+        if (i == 0 && part == parts && is_bad(micro)) values.set(2, INFINITY);
+        list.push_back({&p, values, indices});
+      }
+    }
+  }
+
+  bool contribute(int64_t micro, double weight, const std::vector<Gradient>& list) {
+    if (is(kRows, kNoRows) && is(kParts, 0)) {
+      std::vector<const void*> pointers(params_.size(), nullptr);
+      for (const Gradient& g : list) pointers[static_cast<size_t>(g.to->id)] = g.values.data();
+      return ok(ga_accumulate(ctx_, pointers.data(), pointers.size(), weight, nullptr));
+    }
+    if (!ok(ga_micro_begin(ctx_, micro, weight, nullptr))) return false;
+    for (const Gradient& g : list) {
+      if (!ok(g.indices.empty()
+                  ? ga_accumulate_part(ctx_, g.to->id, g.values.data())
+                  : ga_accumulate_rows(ctx_, g.to->id, g.indices.data(), GA_I32,
+                                       static_cast<int64_t>(g.indices.size()), g.values.data())))
+        return false;
+    }
+    return ok(ga_micro_end(ctx_));
+  }
+
+  // ---- The same in float64 ----
+
+  void begin_window() {
+    weight_ = 0;
+    weighted_ = 0;
+    dropped_ = 0;
+    nonfinite_ = false;
+    squares_by_weight_ = ref::Real();
+    for (Parameter& p : params_) {
+      p.touched = p.dense = false;
+      p.held = 0;
+      p.sum.assign(p.size(), ref::Real());
+      std::fill(p.row_touched.begin(), p.row_touched.end(), false);
+    }
+  }
+
+  void add(double weight, const std::vector<Gradient>& list, bool bad) {
+    if (weight == 0) return;
+    if (bad && is(kPolicy, kDrop)) {
+      ++dropped_;
+      return;
+    }
+    nonfinite_ = nonfinite_ || bad;
+    weight_ += weight;
+    ++weighted_;
+    std::vector<Reals> gradients;  // unscaled
+    for (const Gradient& g : list) {
+      gradients.emplace_back();
+      for (int64_t j = 0; j < g.values.count(); ++j) {
+        gradients.back().push_back(ref::exact(g.values.get(j)) * ref::scalar(1 / scale_));
+      }
+    }
+    if (clip_.when == GA_CLIP_MICRO && (!bad || is(kPolicy, kIgnore))) {
+      std::vector<Reals*> at(params_.size(), nullptr);
+      for (size_t k = 0; k < list.size(); ++k) {
+        at[static_cast<size_t>(list[k].to->id)] = &gradients[k];
+      }
+      clip_all(at);
+    }
+    Reals all;
+    for (size_t k = 0; k < list.size(); ++k) {
+      const ref::Real factor = ref::scalar(is(kKind, 0) ? weight : 1);
+      for (ref::Real& x : gradients[k]) x = x * factor;
+      all.insert(all.end(), gradients[k].begin(), gradients[k].end());
+      add_to(*list[k].to, gradients[k], list[k].indices);
+    }
+    {
+      const ref::With host(ref::kFloat64);
+      const ref::Real norm = ref::norm(all);
+      squares_by_weight_ = squares_by_weight_ + norm * norm / ref::exact(weight);
+    }
+  }
+
+  void add_to(Parameter& p, const Reals& contribution, const std::vector<int32_t>& indices) {
+    const size_t columns = p.columns();
+    const double held = p.held;
+    p.held = weight_;
+    p.dense = p.dense || indices.empty();
+    for (size_t j = 0; j < contribution.size(); ++j) {
+      const size_t row = indices.empty() ? j / columns : static_cast<size_t>(indices[j / columns]);
+      ref::Real& sum = p.sum[row * columns + j % columns];
+      p.row_touched[row] = true;
+      ref::Real c = contribution[j];
+      if (is(kMode, kRunningMean)) {
+        sum = sum * ref::scalar(held / weight_);
+        c = c * ref::scalar(1 / weight_);
+      }
+      sum = stored(sum + c);
+    }
+    p.touched = true;
+  }
+
+  // What rounding to the accumulator's dtype adds to the error.
+  ref::Real stored(ref::Real x) const {
+    const Format& f = format(accumulator());
+    if (f.size != 2 || !std::isfinite(x.value)) return x;
+    const double spacing = f.spacing(std::abs(x.value) + x.error);
+    x.error += is(kMode, kStochastic)    ? spacing
+               : is(kMode, kCompensated) ? f.spacing(spacing / 2) / 2
+                                         : spacing / 2;
+    return x;
+  }
+
+  // Multiplies the gradients of the parameters that are chosen by a factor of their common norm.
+  template <class Chosen, class Factor>
+  void scale(const std::vector<Reals*>& g, Chosen chosen, Factor factor) {
+    Reals all;
+    for (size_t i = 0; i < g.size(); ++i) {
+      if (g[i] && chosen(i)) all.insert(all.end(), g[i]->begin(), g[i]->end());
+    }
+    const ref::Real norm = ref::norm(all);
+    const double f = factor(norm.value);
+    const bool finite = std::isfinite(norm.value);
+    const double error =
+        norm.zero() || !finite ? 0 : norm.error / norm.value + arithmetic_.half_ulp;
+    if (f < factor_.value) factor_ = {f, f * error};
+    for (size_t i = 0; i < g.size(); ++i) {
+      if (!g[i] || !chosen(i)) continue;
+      for (ref::Real& x : *g[i]) {
+        x = !std::isfinite(x.value) && f == 0 ? ref::exact(NAN) : x * ref::Real(f, f * error);
+      }
+    }
+  }
+
+  // Clips gradients, NULL where there is none.
+  void clip_all(const std::vector<Reals*>& g) {
+    const auto clip_of_param = [&](size_t i) -> const ga_clip& {
+      const Group& group = groups_[params_[i].group];
+      return group.own ? *group.own : clip_;
+    };
+    const auto factor_of = [](const ga_clip& c) {
+      return [&c](double norm) { return ref::clip_factor(c.flavor, norm, c.max_norm); };
+    };
+    for (size_t i = 0; i < g.size(); ++i) {
+      const ga_clip& c = clip_of_param(i);
+      if (!g[i] || !std::isfinite(c.max_value)) continue;
+      for (ref::Real& x : *g[i]) x = ref::clamp(x, c.max_value);
+    }
+    for (size_t i = 0; i < g.size(); ++i) {
+      const ga_clip& c = clip_of_param(i);
+      if (!g[i]) continue;
+      if (c.scope == GA_CLIP_PER_TENSOR) {
+        scale(
+            g, [=](size_t k) { return k == i; }, factor_of(c));
+      } else if (c.scope == GA_CLIP_AGC) {
+        const ref::Shape& shape = params_[i].tensor.shape;
+        const double least = ref::agc(c, shape, ref::agc_axes(c.agc_units, shape),
+                                      ref::values(params_[i].tensor), *g[i]);
+        factor_.value = std::min(factor_.value, least);
+      }
+    }
+    if (clip_.scope != GA_CLIP_GLOBAL) return;
+    scale(
+        g, [&](size_t i) { return !groups_[params_[i].group].own; }, factor_of(clip_));
+    for (const Group& group : groups_) {
+      if (!group.own) continue;
+      scale(
+          g, [&](size_t i) { return &groups_[params_[i].group] == &group; }, factor_of(*group.own));
+    }
+  }
+
+  void finish(int64_t micros) {
+    const bool skipped = nonfinite_ && !is(kPolicy, kIgnore);
+    ga_step_result r;
+    memset(&r, 0xee, sizeof r);
+    r.struct_size = sizeof r;
+    if (skipped && is(kPolicy, kFail)) {
+      EXPECT_EQ(ga_step(ctx_, &r), GA_ERROR_NONFINITE);
+      EXPECT_OK(ga_discard(ctx_));
+      all_known_ = false;  // what a discarded window is to a scaler, test_loss_scale.cpp asks
+      compare();
+      return;
+    }
+    if (!ok(ga_step(ctx_, &r))) return;
+    ++windows_;
+    all_dropped_ += dropped_;
+    EXPECT_EQ(r.outcome, skipped ? GA_STEP_SKIPPED_NONFINITE : GA_STEP_APPLIED);
+    EXPECT_EQ(r.loss_scale, scale_);
+    EXPECT_EQ(r.micro_batches, micros);
+    EXPECT_EQ(r.weight, weight_);
+    EXPECT_EQ(r.window_dropped, dropped_);
+    EXPECT_EQ(r.dropped, all_dropped_);
+    move_scale(skipped || dropped_ > 0);
+    if (!skipped) apply(r);
+    EXPECT_EQ(r.windows, windows_);
+    EXPECT_EQ(r.steps, steps_);
+    EXPECT_EQ(r.skipped, windows_ - steps_);
+    compare();
+  }
+
+  void move_scale(bool backs_off) {
+    if (is(kScale, 0)) return;
+    growth_ = backs_off ? 0 : growth_ + 1;
+    if (backs_off) scale_ /= 2;
+    if (growth_ < 2) return;
+    growth_ = 0;
+    scale_ *= 2;
+  }
+
+  void apply(const ga_step_result& r) {
+    ++steps_;
+    std::vector<Reals> reduced(params_.size());
+    std::vector<Reals*> g(params_.size(), nullptr);
+    Reals all, sums;
+    for (size_t i = 0; i < params_.size(); ++i) {
+      Parameter& p = params_[i];
+      if (!p.touched) continue;
+      const bool mean = is(kReduce, 0), running = is(kMode, kRunningMean);
+      const double factor = (running ? p.held : 1) / (mean ? weight_ : 1);
+      for (const ref::Real& x : p.sum) {
+        reduced[i].push_back(factor == 1 ? x : x * ref::scalar(factor));
+        sums.push_back(running ? x * ref::scalar(p.held) : x);
+      }
+      g[i] = &reduced[i];
+      all.insert(all.end(), reduced[i].begin(), reduced[i].end());
+    }
+    expect(r.norm, ref::norm(all), "norm");
+    EXPECT_EQ(r.lr, groups_[0].optimizer.lr);
+
+    factor_ = ref::exact(1);
+    if (clip_.when == GA_CLIP_STEP) clip_all(g);
+    if (clip_.scope == GA_CLIP_AGC && clip_.when == GA_CLIP_STEP) {
+      EXPECT_LE(r.clip_factor, 1);
+      EXPECT_EQ(r.clip_factor < 1, factor_.value < 1);
+    } else {
+      expect(r.clip_factor, factor_, "clip_factor");
+    }
+    bound_lamb(g);
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (g[i]) update(params_[i], reduced[i]);
+      if (!is(kAverage, 0)) follow(params_[i]);
+    }
+
+    if (is(kNoise, 1) && weighted_ >= 2 && is(kParts, 0)) {
+      noise_.add(squares_by_weight_, ref::norm(sums), weighted_, weight_, config_.noise_smoothing);
+    }
+    if (noise_.weight == 0) {
+      EXPECT_TRUE(std::isnan(r.noise_trace) && std::isnan(r.noise_signal));
+      return;
+    }
+    const ref::Real weight = ref::exact(noise_.weight);
+    expect(r.noise_trace, noise_.trace / weight, "noise_trace");
+    expect(r.noise_signal, noise_.signal / weight, "noise_signal");
+    if (std::isfinite(r.noise_signal)) {
+      EXPECT_DOUBLE_EQ(r.noise_scale, r.noise_trace / r.noise_signal);
+    }
+  }
+
+  // The bound that LAMB groups share.
+  void bound_lamb(const std::vector<Reals*>& g) {
+    if (!is(kOptimizer, kLamb)) return;
+    const ref::Real before = factor_;
+    const double most = groups_[0].optimizer.max_grad_norm;
+    scale(
+        g, [&](size_t i) { return params_[i].group != 1; },
+        [=](double norm) { return 1 / std::max(1.0, norm / most); });
+    factor_ = before;
+  }
+
+  void update(Parameter& p, Reals& g) {
+    const ga_optimizer& o = groups_[p.group].optimizer;
+    ++p.updates;
+    const int64_t t = o.flavor == GA_FLAVOR_TORCH ? p.updates : steps_;
+    const Reals before = ref::values(p.tensor);
+    if (!p.rows || !is(kRows, kLazyRows) || p.dense) {
+      ref::update(o, o.lr, t, g, p.tensor);
+    } else {
+      for (size_t i = 0; i < p.size(); ++i) {
+        if (p.row_touched[i / p.columns()]) ref::update(o, o.lr, t, g[i], p.tensor.elements[i]);
+      }
+    }
+    const bool finite =
+        std::all_of(g.begin(), g.end(), [](const ref::Real& x) { return std::isfinite(x.value); });
+    for (size_t i = 0; i < p.size(); ++i) {
+      ref::Real& to = p.tensor.elements[i].p;
+      p.path[i] += std::abs(to.value - before[i].value);
+      // An infinity in a factored second moment is in a whole row and column, and its mean in all.
+      if (!finite && o.kind == GA_OPTIMIZER_ADAFACTOR) to.error = INFINITY;
+    }
+  }
+
+  void follow(Parameter& p) {
+    const bool begun = !p.average.empty();
+    p.average.resize(p.size());
+    for (size_t i = 0; i < p.size(); ++i) {
+      p.average[i] = ref::follow(ema_, steps_, begun, p.average[i], p.tensor.elements[i].p);
+    }
+  }
+
+  // ---- The comparison ----
+
+  // Where the reference is not finite, the library is not; where it does not know, it says nothing.
+  testing::AssertionResult right(double got, const ref::Real& want, double rounding = 0) const {
+    if (!std::isfinite(want.value)) {
+      if (!std::isfinite(got)) return testing::AssertionSuccess();
+    } else {
+      const double tolerance = ref::tolerance(want) + rounding;
+      if (!std::isfinite(tolerance) || std::abs(got - want.value) <= tolerance) {
+        return testing::AssertionSuccess();
+      }
+      return testing::AssertionFailure() << got << ", not " << want.value << " to " << tolerance;
+    }
+    return testing::AssertionFailure() << got << ", not " << want.value;
+  }
+  void expect(double got, const ref::Real& want, const char* what) const {
+    if (is(kPolicy, kIgnore) && std::isnan(got)) return;  // nobody looked
+    EXPECT_TRUE(right(got, want)) << what << " of window " << window_;
+  }
+
+  void compare() {
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const Parameter& p = params_[i];
+      EXPECT_TRUE(p.data.canaries());
+      for (size_t j = 0; j < p.size(); ++j) {
+        const double got = p.data.get(static_cast<int64_t>(j));
+        const double rounding = narrow() ? format(dtype()).spacing(got) / 2 : 0;
+        ASSERT_TRUE(right(got, p.tensor.elements[j].p, rounding))
+            << "parameter " << i << "[" << j << "] after window " << window_;
+      }
+      if (is(kAverage, 0)) continue;
+      Tensor out(GA_F64, p.data.count());
+      EXPECT_OK(ga_ema_copy_to(ctx_, p.id, out.data(), GA_F64));
+      for (size_t j = 0; j < p.size(); ++j) {
+        const auto at = static_cast<int64_t>(j);
+        if (p.average.empty()) {
+          ASSERT_EQ(out.get(at), p.data.get(at));
+        } else {
+          ASSERT_TRUE(right(out.get(at), p.average[j]))
+              << "average " << i << "[" << j << "] after window " << window_;
+        }
+      }
+    }
+  }
+
+  const Case case_;
+  const ref::Arithmetic arithmetic_;
+  ga_config config_ = {};
+  ga_clip clip_ = {};
+  ga_ema ema_ = {};
+  ga_context* ctx_ = nullptr;
+  ga_status status_ = GA_OK;
+  std::string sentence_;
+  std::vector<Group> groups_;
+  std::vector<Parameter> params_;
+  Random random_{7};
+  // Of all windows.
+  int64_t window_ = 0, windows_ = 0, steps_ = 0, all_dropped_ = 0, growth_ = 0;
+  double scale_ = 1;
+  bool all_known_ = true;  // the scale follows from what is here
+  ref::Noise noise_;
+  // Of the one that is open.
+  double weight_ = 0;
+  int weighted_ = 0, dropped_ = 0;
+  bool nonfinite_ = false;
+  ref::Real squares_by_weight_, factor_;
+};
+
+// ---- Tests --------------------------------------------------------------------------------------
+
+TEST(Pairs, EverySupportedOneIsInSomeCases) {
+  std::map<Pair, int> covered;
+  for (const Case& c : cases()) {
+    for (const Pair& pair : pairs_of(c)) ++covered[pair];
+  }
+  const std::set<Pair> supported = supported_pairs();
+  for (const Pair& pair : supported) EXPECT_GE(covered[pair], kTimes) << describe(pair);
+  EXPECT_EQ(covered.size(), supported.size()) << "some case has a pair that is not supported";
+  EXPECT_EQ(supported.size() + refusals().size(), all_pairs().size());
+  // Counted in another way: the products of two numbers of choices, summed over pairs of options.
+  size_t choices = 0, squares = 0;
+  for (const Choices& option : kChoices) {
+    choices += option.names.size();
+    squares += option.names.size() * option.names.size();
+  }
+  EXPECT_EQ(all_pairs().size(), (choices * choices - squares) / 2);
+}
+
+TEST(Pairs, EveryCaseIsThatOfFloat64) {
+  double vague = 0, sharp = 0;
+  int wrong = 0;
+  for (const Case& c : cases()) {
+    SCOPED_TRACE(describe(c));
+    const Trial trial(c);
+    EXPECT_EQ(trial.status(), GA_OK) << trial.sentence();
+    if (HasFailure()) ++wrong;
+    if (wrong == 5) break;  // that is enough to read
+    if (!trial.is_sharp()) continue;
+    vague += trial.vague();
+    ++sharp;
+  }
+  if (wrong > 0) return;
+  EXPECT_GE(sharp, 200);
+  EXPECT_LE(vague, 0.02 * sharp) << "a tolerance that lets everything pass tests nothing";
+}
+
+TEST(Pairs, UnsupportedOnesAreRefused) {
+  for (const auto& [pair, refusal] : refusals()) {
+    SCOPED_TRACE(describe(pair));
+    Case c = {};
+    c[static_cast<size_t>(pair.a)] = pair.x;
+    c[static_cast<size_t>(pair.b)] = pair.y;
+    const Trial trial(c);
+    EXPECT_EQ(trial.status(), refusal.status) << trial.sentence();
+    EXPECT_NE(trial.sentence().find(refusal.word), std::string::npos) << trial.sentence();
+  }
+}
+
+}  // namespace
+}  // namespace ga::test
