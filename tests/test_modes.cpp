@@ -186,6 +186,29 @@ TEST_P(Accumulators16, AnInfinityStaysOne) {
   }
 }
 
+// A sum of finite numbers that is too large for f16 is an infinity too, and its lower half nothing:
+// the opposite infinity there would make a NaN of the two.
+TEST(Accumulators, ASumTooLargeForF16IsInfinite) {
+  for (const int32_t m : kModes) {
+    if (m == GA_ACCUMULATE_RUNNING_MEAN) continue;  // no sum
+    for (const double limit : {double{INFINITY}, 2.0}) {
+      SCOPED_TRACE("mode " + std::to_string(m) + ", limit " + std::to_string(limit));
+      ga_config c = mode(m);
+      c.nonfinite = GA_NONFINITE_IGNORE;
+      Probe probe(c, GA_F16, 19);
+      const ga_clip by_value = clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, limit);
+      EXPECT_OK(ga_context_set_clip(probe.ctx, &by_value));
+      Tensor g(GA_F32, 19, 60000);
+      g.set(18, -60000);
+      for (int k = 0; k < 3; ++k) accumulate(probe.ctx, {&g});
+      EXPECT_EQ(step(probe.ctx).outcome, GA_STEP_APPLIED);
+      const std::vector<double> got = probe.gradient();
+      EXPECT_EQ(got[0], limit);
+      EXPECT_EQ(got[18], -limit);
+    }
+  }
+}
+
 // ---- A term that vanishes -----------------------------------------------------------------------
 
 // 1 and then terms of a quarter of the spacing above it: to nearest each of them is lost.
