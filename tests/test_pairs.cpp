@@ -31,6 +31,7 @@ enum Option {
   kDtype,
   kKind,
   kReduce,
+  kMissing,
   kScale,
   kInfinity,
   kOptions
@@ -58,6 +59,7 @@ const Choices kChoices[kOptions] = {
     {"dtype", {"f32", "bf16", "f16", "f64"}},
     {"gradients", {"means", "sums"}},
     {"reduce", {"mean", "sum"}},
+    {"missing gradients", {"skipped", "zeros"}},
     {"loss scale", {"static", "dynamic"}},
     {"infinity", {"none", "one"}}};
 
@@ -327,6 +329,7 @@ class Trial {
     config_.noise_smoothing = 0.75;
     config_.gradient_kind = choice(kKind);
     config_.reduce = choice(kReduce);
+    config_.missing = choice(kMissing);
     config_.loss_scale = 8;
     config_.accum_steps = 3;
     config_.seed = 11;
@@ -666,9 +669,9 @@ class Trial {
     Reals all, sums;
     for (size_t i = 0; i < params_.size(); ++i) {
       Parameter& p = params_[i];
-      if (!p.touched) continue;
+      if (!p.touched && is(kMissing, 0)) continue;
       const bool mean = is(kReduce, 0), running = is(kMode, kRunningMean);
-      const double factor = (running ? p.held : 1) / (mean ? weight_ : 1);
+      const double factor = (running && p.touched ? p.held : 1) / (mean ? weight_ : 1);
       for (const ref::Real& x : p.sum) {
         reduced[i].push_back(factor == 1 ? x : x * ref::scalar(factor));
         sums.push_back(running ? x * ref::scalar(p.held) : x);
