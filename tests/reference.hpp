@@ -508,10 +508,12 @@ inline std::vector<Real> values(const Tensor& tensor) {
   return p;
 }
 
-// |p| / |u|, 1 if either is not > 0, as a NaN is not.
+// Whether a norm is > 0, as a NaN is not.
+inline bool positive(const Real& norm) { return !norm.zero() && !std::isnan(norm.value); }
+
+// |p| / |u|, 1 if either is not > 0
 inline Real trust_ratio(const Real& p, const Real& u) {
-  const auto none = [](const Real& x) { return x.zero() || std::isnan(x.value); };
-  return none(p) || none(u) ? exact(1) : p / u;
+  return positive(p) && positive(u) ? p / u : exact(1);
 }
 
 // timm.optim.Lamb, and keras.optimizers.Lamb.
@@ -542,10 +544,10 @@ inline void lamb(const ga_optimizer& o, double lr, int64_t t, const std::vector<
 inline void lars(const ga_optimizer& o, double lr, std::vector<Real> g, Tensor& tensor) {
   if (o.weight_decay != 0 || o.always_adapt) {
     const Real size = norm(values(tensor)), slope = norm(g);
-    const Real ratio = size.zero() || slope.zero()
-                           ? exact(1)
-                           : scalar(o.trust_coefficient) * size /
-                                 (slope + scalar(o.weight_decay) * size + scalar(o.eps));
+    const Real ratio = positive(size) && positive(slope)
+                           ? scalar(o.trust_coefficient) * size /
+                                 (slope + scalar(o.weight_decay) * size + scalar(o.eps))
+                           : exact(1);
     for (size_t i = 0; i < g.size(); ++i) {
       g[i] = (g[i] + scalar(o.weight_decay) * tensor.elements[i].p) * ratio;
     }
