@@ -631,7 +631,9 @@ std::vector<Refusal> wrong_arguments() {
          return ga_bn_backward(s.net.ctx, s.net.bn, g.x, g.dy, g.samples, g.positions, g.out);
        }}};
   for (const Function& f : functions) {
-    for (const auto& [modes, after] : f.after) {
+    for (const auto& place : f.after) {
+      const auto& modes = place.first;
+      const auto& after = place.second;
       const auto add = [&, call = f.call](const std::string& what,
                                           std::function<void(Script&, Given&)> change, Words words,
                                           ga_status status = kArgument) {

@@ -400,7 +400,7 @@ TEST_P(Modes, NothingOfAFormerWindowSurvives) {
 
 // The same bits for any number of threads and on every level.
 TEST_P(Modes, SameBitsForAnyThreadsAndIsa) {
-  const auto [m, dtype] = GetParam();
+  const int32_t m = std::get<0>(GetParam()), dtype = std::get<1>(GetParam());
   const int64_t n = 2 * 65536 + 5;
   static const Tensor single[] = {random_tensor(GA_F32, n, 1), random_tensor(GA_F32, n, 2)};
   static const Tensor wide[] = {random_tensor(GA_F64, n, 1), random_tensor(GA_F64, n, 2)};
