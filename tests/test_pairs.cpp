@@ -512,7 +512,7 @@ class Trial {
     }
     if (!ok(ga_micro_begin(ctx_, micro, weight, nullptr))) return false;
     for (const Gradient& g : list) {
-      const bool writes = is(kParts, kWritten) && g.indices.empty() && (g.to->id + micro) % 2 == 0;
+      const bool writes = is(kParts, kWritten) && g.indices.empty() && (g.to->id + micro) % 3 != 1;
       if (writes) {
         if (!write(g)) return false;
       } else if (g.indices.empty()) {
