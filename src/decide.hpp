@@ -590,7 +590,7 @@ GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, Micr
     const ga_clip& clip = g.clip;
     plan.active = added;
     plan.scale = set.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
-    if (set.running_mean) plan.scale /= c.weight;
+    if (set.running_mean && added) plan.scale /= c.weight;  // else it may be 0
     if (clip.when != GA_CLIP_MICRO || (clip.scope == GA_CLIP_NONE && !is_finite(clip.max_value))) {
       plan.scale /= loss_scale;
     } else if (!clips) {
@@ -604,7 +604,7 @@ GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, Micr
     plan.keep = in.again || s.contributed != 0 ? 1 : 0;
     plan.noise = set.noise ? 1 / micro.weight : 0;
     if (set.running_mean) {
-      if (!in.again) plan.keep *= s.held_weight / c.weight;
+      if (!in.again && s.contributed != 0) plan.keep *= s.held_weight / c.weight;
       plan.noise *= c.weight * c.weight;  // it is added as c / W
     }
   });

@@ -287,7 +287,7 @@ void store_pair(void* data, int64_t offset, int64_t count, const T* tile, uint64
   load<T>({pair.high, pair.dtype, 1, nullptr}, offset, count, high);
   for (int64_t i = 0; i < count; ++i) {
     const T low = tile[i] - high[i];
-    high[i] = low == low ? low : T(0);  // infinities and NaN are in the upper one
+    high[i] = low - low == 0 ? low : T(0);  // infinities and NaN are in the upper one
   }
   store<T>({pair.low, pair.dtype}, offset, count, high, 0, nearest);
 }

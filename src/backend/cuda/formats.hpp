@@ -474,7 +474,7 @@ GA_APART Four<T> store_packed(void* data, int32_t format, int64_t first, int i, 
   for (int l = 0; l < 4; ++l) {
     const T lacking = four.x[l] - stored.x[l];
     // Infinities and NaN are in the upper one.
-    const float low = static_cast<float>(lacking == lacking ? lacking : T(0));
+    const float low = static_cast<float>(lacking - lacking == 0 ? lacking : T(0));
     const uint16_t low_bits = bf16 ? to_bf16(low) : to_f16(low);
     stored.x[l] += static_cast<T>(bf16 ? from_bf16(low_bits) : from_f16(low_bits));
     if (l < count) low_at[l] = low_bits;
