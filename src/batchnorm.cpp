@@ -105,7 +105,8 @@ ga_bn Context::add_batch_norm(const char* name, int64_t channels, ga_param gamma
 
   if (o.mode == GA_BN_WINDOW && clip_micro_)
     fail(GA_ERROR_UNSUPPORTED,
-         "layer \"%s\": not with GA_CLIP_MICRO in WINDOW mode, which opens micro-batches again", name);
+         "layer \"%s\": not with GA_CLIP_MICRO in WINDOW mode, which opens micro-batches again",
+         name);
 
   BatchNorm b = {};
   b.name = name;
@@ -125,7 +126,8 @@ ga_bn Context::add_batch_norm(const char* name, int64_t channels, ga_param gamma
     backend_->write(b.state, initial.data(), state);
     const auto begin = reinterpret_cast<uintptr_t>(b.state);
     ranges_.reserve(ranges_.size() + 1);
-    inputs.edit(batch_norms_.size()) = {b.state, nullptr, channels, o.momentum, o.biased != 0, false};
+    inputs.edit(batch_norms_.size()) = {b.state,    nullptr,       channels,
+                                        o.momentum, o.biased != 0, false};
     inputs.flush(*backend_);
     backend_->bn_reserve(channels);
     add_range({begin, begin + b.bytes, -1});
@@ -162,12 +164,11 @@ void Context::bn_require_unused(const BatchNorm& b, const char* what) const {
 // ---- What a call is about -----------------------------------------------------------------------
 
 // A tensor of a call; output: written too.
-void Context::bn_check_tensor(const BatchNorm& b, const char* what, const void* data,
-                              int64_t count, bool output) const {
+void Context::bn_check_tensor(const BatchNorm& b, const char* what, const void* data, int64_t count,
+                              bool output) const {
   if (count == 0) return;
   const DtypeInfo& dtype = dtype_info(b.options.dtype);
-  if (!data)
-    fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": %s was NULL", b.name.c_str(), what);
+  if (!data) fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": %s was NULL", b.name.c_str(), what);
   if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(dtype.size) != 0)
     fail(GA_ERROR_INVALID_ARGUMENT,
          "layer \"%s\": %s was at address %p, expected a multiple of its element, %d bytes",
@@ -304,11 +305,12 @@ bool Context::bn_take(ga_bn id, const char* what, int64_t index, BatchNorm::Take
     std::vector<Moments> both(2 * n);
     backend_->read(both.data(), b.history + index * b.channels, both.size() * sizeof(Moments));
     if (std::memcmp(&both[0], &both[n], n * sizeof(Moments)) != 0)
-      fail(GA_ERROR_INVALID_STATE,
-           "%s: layer \"%s\" was given statistics of other data for micro-batch %lld, which has not "
-           "been opened; ga_micro_begin and ga_micro_end, with nothing between them where the "
-           "gradients come later, tell micro-batches apart",
-           what, b.name.c_str(), ll(index));
+      fail(
+          GA_ERROR_INVALID_STATE,
+          "%s: layer \"%s\" was given statistics of other data for micro-batch %lld, which has not "
+          "been opened; ga_micro_begin and ga_micro_end, with nothing between them where the "
+          "gradients come later, tell micro-batches apart",
+          what, b.name.c_str(), ll(index));
     return false;
   }
   if (at >= b.taken.size()) b.taken.resize(at + 1);
@@ -344,8 +346,7 @@ void Context::bn_accumulate_stats(ga_bn id, int64_t count, const void* mean, con
   const int64_t index = bn_check_statistics(b, "ga_bn_accumulate_stats");
   for (const void* array : {mean, spread}) {
     const char* const what = array == mean ? "mean" : "spread";
-    if (!array)
-      fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": %s was NULL", b.name.c_str(), what);
+    if (!array) fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": %s was NULL", b.name.c_str(), what);
     const int32_t size = dtype_info(dtype).size;
     if (reinterpret_cast<uintptr_t>(array) % static_cast<uintptr_t>(size) != 0)
       fail(GA_ERROR_INVALID_ARGUMENT,
@@ -405,7 +406,8 @@ void Context::bn_check_sweep(const BatchNorm& b, const char* what, int64_t index
          b.name.c_str(), ll(index), ll(seen));
   if (count != b.taken[static_cast<size_t>(index)].count)
     fail(GA_ERROR_INVALID_STATE,
-         "%s: layer \"%s\": micro-batch %lld had %lld elements a channel in its first sweep, but %lld "
+         "%s: layer \"%s\": micro-batch %lld had %lld elements a channel in its first sweep, but "
+         "%lld "
          "now",
          what, b.name.c_str(), ll(index), ll(b.taken[static_cast<size_t>(index)].count), ll(count));
 }
@@ -476,8 +478,8 @@ BnTask Context::bn_backward_task(const BatchNorm& b, const char* what, const voi
     bn_check_sweep(b, what, index, task.elements());
   } else if (b.index != index) {
     if (b.index < 0)
-      fail(GA_ERROR_INVALID_STATE,
-           "%s: layer \"%s\" has had no ga_bn_forward in this window", what, b.name.c_str());
+      fail(GA_ERROR_INVALID_STATE, "%s: layer \"%s\" has had no ga_bn_forward in this window", what,
+           b.name.c_str());
     fail(GA_ERROR_INVALID_STATE,
          "%s: layer \"%s\" has the statistics of micro-batch %lld, but %lld is open", what,
          b.name.c_str(), ll(b.index), ll(index));
@@ -554,10 +556,11 @@ void Context::bn_backward(ga_bn id, const void* x, const void* dy, int64_t sampl
   const bool windowed = b.options.mode == GA_BN_WINDOW && !b.frozen;
   const bool summing = !bn_summed(b) && !windowed;
   if (windowed && b.sums < static_cast<int64_t>(b.taken.size()))
-    fail(GA_ERROR_INVALID_STATE,
-         "%s: layer \"%s\" has the sums of %lld of %lld micro-batches; ga_bn_backward_accumulate is "
-         "due for the others",
-         what, b.name.c_str(), ll(b.sums), ll(static_cast<int64_t>(b.taken.size())));
+    fail(
+        GA_ERROR_INVALID_STATE,
+        "%s: layer \"%s\" has the sums of %lld of %lld micro-batches; ga_bn_backward_accumulate is "
+        "due for the others",
+        what, b.name.c_str(), ll(b.sums), ll(static_cast<int64_t>(b.taken.size())));
   bn_check_tensor(b, "dx", dx, task.count(), true);
   if (task.weight != 0) {
     bn_check_overlap(b, "x", x, "dx", dx, task.count());
@@ -641,8 +644,7 @@ void Context::bn_statistics(ga_bn id, void* mean, void* variance, int32_t dtype,
     fail(GA_ERROR_INVALID_STATE, "ga_bn_statistics: layer \"%s\": ga_bn_finalize is due",
          b.name.c_str());
   if (b.frozen || b.index < 0)
-    fail(GA_ERROR_INVALID_STATE,
-         "ga_bn_statistics: layer \"%s\" %s", b.name.c_str(),
+    fail(GA_ERROR_INVALID_STATE, "ga_bn_statistics: layer \"%s\" %s", b.name.c_str(),
          b.frozen ? "is frozen: it normalises by its running statistics"
                   : "has no statistics in this window");
   const std::vector<BnChannel> state = bn_read(b);

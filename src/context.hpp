@@ -371,7 +371,7 @@ class Context {
   [[noreturn]] void fail_allocation() const;
   void release_fresh(Fresh& fresh) noexcept;
   int64_t bytes_of_units(size_t param) const;
-  bool never_stores(const Param& p) const;
+  bool never_stores(size_t param) const;
   void set_update(size_t param);
   void fill_new();
   void take_master(Param& p);

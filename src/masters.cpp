@@ -51,7 +51,8 @@ void MasterClaims::add(const void* data, size_t bytes, const char* name) {
     if (claim.end <= begin) break;
     if (claim.owner != this)
       fail(GA_ERROR_INVALID_STATE,
-           "parameter \"%s\": another context has a master of the parameter at %p, which is the same "
+           "parameter \"%s\": another context has a master of the parameter at %p, which is the "
+           "same "
            "memory; destroy that context first, or give one of the two GA_MASTER_NONE",
            name, reinterpret_cast<void*>(other));
   }

@@ -140,11 +140,12 @@ Context::Layout Context::layout_of_new() const {
 
 // Whether no window of these options writes a parameter's accumulator: its one gradient is read where
 // the program has it. On the CPU memory that is never written is never given.
-bool Context::never_stores(const Param& p) const {
+bool Context::never_stores(size_t i) const {
+  const Param& p = params_[i];
   const int op = op_of(p);
-  return adopts_ && config_.accum_steps == 1 && phases_.empty() &&
-         config_.device == GA_DEVICE_CPU && !p.stored && op >= 0 && !op_info(op).emits &&
-         p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32);
+  return tensors_[i].options.rows == GA_ROWS_NONE && adopts_ && config_.accum_steps == 1 &&
+         phases_.empty() && config_.device == GA_DEVICE_CPU && !p.stored && op >= 0 &&
+         !op_info(op).emits && p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32);
 }
 
 // Of the sums over units that a parameter has or is going to have.
@@ -176,7 +177,7 @@ ga_memory Context::memory() const {
   };
   const Layout fresh = layout_of_new();
   const bool on_demand = config_.device == GA_DEVICE_CPU;  // memory comes when it is written
-  int64_t planned = 0;  // of what follows, not resident yet
+  int64_t planned = 0;                                     // of what follows, not resident yet
   std::array<int64_t, kArrays> all = {};
   for (size_t kind = 0; kind < kArrays; ++kind) {
     add(all[kind], add_capped(owned_.bytes[kind], fresh.bytes[kind]));
@@ -184,10 +185,8 @@ ga_memory Context::memory() const {
   }
   for (size_t i = 0; i < params_.size(); ++i) {
     const Param& p = params_[i];
-    const auto bytes = [&](int kind) {
-      return static_cast<int64_t>(align_up(bytes_of(i, kind)));
-    };
-    if (never_stores(p) && (p.owns || lacks_arrays(p))) {
+    const auto bytes = [&](int kind) { return static_cast<int64_t>(align_up(bytes_of(i, kind))); };
+    if (never_stores(i) && (p.owns || lacks_arrays(p))) {
       all[kAccumulator] -= bytes(kAccumulator);
       if (!p.owns) planned -= bytes(kAccumulator);
     } else if (p.owns && on_demand && !p.stored) {
@@ -213,20 +212,21 @@ ga_memory Context::memory() const {
   m.workspace = chunks * static_cast<int64_t>(sizeof(Partial)) + backend_->table_bytes(chunks) +
                 static_cast<int64_t>(std::max(scratch_bytes_, fresh.scratch)) +
                 bytes_of_tables(groups_.size(), params_.size());
-  planned += fresh.chunks * static_cast<int64_t>(sizeof(Partial)) + backend_->table_bytes(chunks) -
-             backend_->table_bytes(owned_.chunks) +
-             static_cast<int64_t>(fresh.scratch > scratch_bytes_ ? fresh.scratch - scratch_bytes_ : 0) +
-             bytes_of_tables(0, params_.size()) - bytes_of_tables(0, prepared_);
+  planned +=
+      fresh.chunks * static_cast<int64_t>(sizeof(Partial)) + backend_->table_bytes(chunks) -
+      backend_->table_bytes(owned_.chunks) +
+      static_cast<int64_t>(fresh.scratch > scratch_bytes_ ? fresh.scratch - scratch_bytes_ : 0) +
+      bytes_of_tables(0, params_.size()) - bytes_of_tables(0, prepared_);
   for (size_t i = 0; i < params_.size(); ++i) {
     const int64_t bytes = bytes_of_units(i);
     m.workspace += bytes;
     if (!params_[i].owns) planned += bytes;
   }
   for (const Group& g : groups_) m.workspace += static_cast<int64_t>(g.rates.bytes);
-  m.workspace += micro_partials_.bytes() + micro_plans_.bytes() +
-                 static_cast<int64_t>(contributions_.capacity() *
-                                      (sizeof(Contribution) + sizeof(MicroInput) +
-                                       sizeof(NormTask)));
+  m.workspace +=
+      micro_partials_.bytes() + micro_plans_.bytes() +
+      static_cast<int64_t>(contributions_.capacity() *
+                           (sizeof(Contribution) + sizeof(MicroInput) + sizeof(NormTask)));
   for (const BatchNorm& b : batch_norms_)
     m.batch_norm += static_cast<int64_t>(b.bytes + b.history_bytes());
   m.workspace += backend_->bn_bytes() + bn_inputs_.bytes();
@@ -336,8 +336,8 @@ void Context::allocate_new(const Layout& layout, Fresh& f) {
   accumulate_tasks_.reserve(n);
   told_.resize(n);
   if (config_.device != GA_DEVICE_CPU) moved_.reserve(3 * n);
-  for (auto* list : {&plain_, &pieces_, &layers_, &norms_, &units_first_, &factored_first_, &ids_[0],
-                     &ids_[1], &ids_[2]})
+  for (auto* list : {&plain_, &pieces_, &layers_, &norms_, &units_first_, &factored_first_,
+                     &ids_[0], &ids_[1], &ids_[2]})
     list->reserve(n);
   arenas_.reserve(arenas_.size() + kArrays + 1);
   ranges_.reserve(ranges_.size() + kArrays + 1);
@@ -350,9 +350,9 @@ void Context::allocate_new(const Layout& layout, Fresh& f) {
     f.claimed.push_back(p.data);
   }
 
-  backend_->reserve(owned_.chunks + layout.chunks, static_cast<int64_t>(n),
-                    static_cast<int64_t>(add_capped(owned_.bytes[kAccumulator],
-                                                    layout.bytes[kAccumulator])));
+  backend_->reserve(
+      owned_.chunks + layout.chunks, static_cast<int64_t>(n),
+      static_cast<int64_t>(add_capped(owned_.bytes[kAccumulator], layout.bytes[kAccumulator])));
   std::copy(layout.bytes.begin(), layout.bytes.end(), f.bytes.begin());
   f.bytes[kPartials] = static_cast<size_t>(layout.chunks) * sizeof(Partial);
   for (size_t a = 0; a <= kPartials; ++a)

@@ -267,7 +267,8 @@ ga_step_result Context::step() {
       for (Param& p : params_) {
         if (!p.owns) continue;
         p.followed = true;
-        if (p.frozen || (p.held() == Held::kNothing && config_.missing == GA_MISSING_SKIP)) continue;
+        if (p.frozen || (p.held() == Held::kNothing && config_.missing == GA_MISSING_SKIP))
+          continue;
         p.stepped = true;
         const int op = op_of(p);
         p.stored = p.stored || op < 0 || op_info(op).emits;

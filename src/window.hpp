@@ -43,10 +43,10 @@ class Window {
     if (micros_.size() == micros_.capacity()) micros_.reserve(2 * micros_.size() + 16);
   }
   void add(const Micro& micro);  // after check_whole
-  void drop_last();  // the last micro-batch counts from now on with weight 0
+  void drop_last();              // the last micro-batch counts from now on with weight 0
   int64_t dropped() const { return dropped_; }
   int64_t weighted() const { return weighted_; }  // micro-batches of weight > 0
-  void invalidate();         // parameters and state are untouched, accumulators are not
+  void invalidate();  // parameters and state are untouched, accumulators are not
   void clear();
 
  private:

@@ -73,9 +73,7 @@ const Attempt kAttempts[] = {
        EXPECT_EQ(step(n.ctx).outcome, GA_STEP_APPLIED);
      }},
     {"BeginWithAWrongIndex",
-     [](Net& n) {
-       EXPECT_EQ(ga_micro_begin(n.ctx, 3, 1, nullptr), GA_ERROR_INVALID_ARGUMENT);
-     }},
+     [](Net& n) { EXPECT_EQ(ga_micro_begin(n.ctx, 3, 1, nullptr), GA_ERROR_INVALID_ARGUMENT); }},
     {"BeginAndDiscard",
      [](Net& n) {
        EXPECT_OK(ga_micro_begin(n.ctx, 0, 1, nullptr));
@@ -256,7 +254,8 @@ TEST(Frozen, BeginsAsIfItWereNew) {
 // ---- Two contexts -------------------------------------------------------------------------------
 
 struct Trainer {
-  explicit Trainer(Tensor& p, int32_t master = GA_MASTER_F32) : gradient(p.dtype(), p.count(), 1.0) {
+  explicit Trainer(Tensor& p, int32_t master = GA_MASTER_F32)
+      : gradient(p.dtype(), p.count(), 1.0) {
     ga_param_options o = options();
     o.master = master;
     param = add(ctx, ctx.group(plain_sgd()), p, {}, o);
@@ -361,8 +360,8 @@ TEST(MemoryTold, AccumulatorsOfLivingGradients) {
 // Before the first contribution as after it, for every clip and optimizer with arrays of its own.
 TEST(MemoryTold, PlannedIsUsed) {
   for (const int32_t scope : {GA_CLIP_NONE, GA_CLIP_AGC}) {
-    for (const int32_t kind : {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_ADAFACTOR,
-                               GA_OPTIMIZER_LAMB}) {
+    for (const int32_t kind :
+         {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_ADAFACTOR, GA_OPTIMIZER_LAMB}) {
       Context ctx;
       const ga_clip c = clip(scope, 0);
       EXPECT_OK(ga_context_set_clip(ctx, &c));

@@ -836,8 +836,8 @@ TEST(BatchNormRunning, MicroBatchesInTurns) {
   const struct {
     size_t micro;
     bool others;  // x of `other`
-  } visits[] = {{0, true}, {1, false}, {0, false}, {2, true}, {1, true}, {3, false},
-                {2, false}, {1, false}, {3, false}, {0, false}};
+  } visits[] = {{0, true},  {1, false}, {0, false}, {2, true},  {1, true},
+                {3, false}, {2, false}, {1, false}, {3, false}, {0, false}};
   for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
     SCOPED_TRACE(mode_name(mode));
     BnNet net(kShape, of_dtype(mode, GA_F64));
@@ -909,8 +909,8 @@ TEST(BatchNormRunning, AnEarlierMicroBatchOnceMore) {
     std::vector<double> y;
     for (const int64_t index : {0, 1, 0}) {
       EXPECT_OK(ga_micro_begin(net.ctx, index, 1, nullptr));
-      EXPECT_OK(net.forward(index == 0 ? std::vector<double>{0, 2} : std::vector<double>{10, 12},
-                            &y));
+      EXPECT_OK(
+          net.forward(index == 0 ? std::vector<double>{0, 2} : std::vector<double>{10, 12}, &y));
       EXPECT_OK(ga_micro_end(net.ctx));
     }
     EXPECT_NEAR(y[0], -1 / std::sqrt(1 + 1e-5), 1e-15) << "by itself alone, in both modes";

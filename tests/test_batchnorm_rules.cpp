@@ -468,8 +468,7 @@ TEST(BatchNormRules, NoSweepsOverClippedMicroBatches) {
     EXPECT_OK(set(&idle));
     EXPECT_OK(ga_bn_add(ctx, "early", 3, -1, -1, &sweeping, nullptr));
     for (const ga_clip* c : {&micro, &value})
-      EXPECT_TRUE(
-          refused(set(c), GA_ERROR_UNSUPPORTED, {"\"early\"", "WINDOW", "GA_CLIP_MICRO"}));
+      EXPECT_TRUE(refused(set(c), GA_ERROR_UNSUPPORTED, {"\"early\"", "WINDOW", "GA_CLIP_MICRO"}));
     EXPECT_OK(set(&idle));
   }
 }

@@ -1155,19 +1155,19 @@ TEST(Window, WeightsThatCannotBeDividedBy) {
   const struct {
     std::vector<double> weights;
     bool f32, f64;  // whether a step can be applied
-  } cases[] = {{{1e308, 1e308}, false, false}, {{1e-200}, false, true},
-               {{0x1p-126}, true, true},       {{0x1.fffffffffffffp-127}, false, true},
-               {{0x1p127}, true, true},        {{0x1p126, 0x1p126}, true, true},
-               {{0x1p127, 0x1p100}, false, true},
-               {{0x1p-1022}, false, true},     {{0x1p-1023}, false, false},
-               {{5e-324, 5e-324}, false, false}, {{0x1p1023}, false, true},
-               {{0x1p1023, 0x1p1000}, false, false}, {{0, 1e-40, 0}, false, true}};
+  } cases[] = {{{1e308, 1e308}, false, false},    {{1e-200}, false, true},
+               {{0x1p-126}, true, true},          {{0x1.fffffffffffffp-127}, false, true},
+               {{0x1p127}, true, true},           {{0x1p126, 0x1p126}, true, true},
+               {{0x1p127, 0x1p100}, false, true}, {{0x1p-1022}, false, true},
+               {{0x1p-1023}, false, false},       {{5e-324, 5e-324}, false, false},
+               {{0x1p1023}, false, true},         {{0x1p1023, 0x1p1000}, false, false},
+               {{0, 1e-40, 0}, false, true}};
   for (const auto& test : cases) {
     for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_FAIL, GA_NONFINITE_DROP_MICRO,
                                  GA_NONFINITE_IGNORE}) {
       for (const int32_t dtype : {GA_F32, GA_F64}) {
-        SCOPED_TRACE(testing::Message() << test.weights[0] << ", policy " << policy << ", dtype "
-                                        << dtype);
+        SCOPED_TRACE(testing::Message()
+                     << test.weights[0] << ", policy " << policy << ", dtype " << dtype);
         ga_config c = config();
         c.nonfinite = policy;
         c.gradient_kind = GA_GRADIENT_SUM;  // the weights are no factors
@@ -1249,8 +1249,7 @@ TEST(Live, SecondContributionsLieApart) {
     const int64_t row = 1;
     EXPECT_TRUE(refused(ga_accumulate_rows(ctx, id, &row, GA_I64, 1, block.at(kCount + 11)),
                         expected, {"values", "still lives"}));
-    EXPECT_TRUE(refused(ga_accumulate_rows(ctx, id, block.at(kCount + 10), GA_I32, 1,
-                                           block.at(0)),
+    EXPECT_TRUE(refused(ga_accumulate_rows(ctx, id, block.at(kCount + 10), GA_I32, 1, block.at(0)),
                         expected, {"indices", "still lives"}));
     if (has_onednn()) {
       EXPECT_TRUE(refused(ga_accumulate_matmul(ctx, id, 1, block.at(kCount + 10), 1, GA_TRANSPOSE,
