@@ -11,9 +11,22 @@
 
 namespace ga {
 
+// Both classes have an assignment that is not the compiler's. With that, gcc 12 has x = y.grown() write
+// its result straight into x, at -O1 and -O2, and x holds garbage where grown() throws.
+
 template <class T>
 class Table {
  public:
+  Table() = default;
+  Table(const Table&) = default;
+  Table& operator=(const Table& other) noexcept {
+    mirror_ = other.mirror_;
+    size_ = other.size_;
+    first_ = other.first_;
+    last_ = other.last_;
+    return *this;
+  }
+
   size_t size() const { return size_; }
   const T& operator[](size_t i) const { return host()[i]; }
   T& edit(size_t i) {
@@ -76,6 +89,15 @@ class Table {
 template <class T>
 class State {
  public:
+  State() = default;
+  State(const State&) = default;
+  State& operator=(const State& other) noexcept {
+    data_ = other.data_;
+    size_ = other.size_;
+    capacity_ = other.capacity_;
+    return *this;
+  }
+
   T* at(size_t i = 0) const { return data_ + i; }
   int64_t bytes() const { return static_cast<int64_t>(capacity_ * sizeof(T)); }
 
