@@ -324,14 +324,13 @@ ga_group Context::add_group(const ga_optimizer& o) {
   const int64_t done = groups_.empty() && windows_ == 0 ? 0 : steps();
   for (int64_t s = 0; s < done; ++s) info.advance(o, state.clock);
   groups_.reserve(groups_.size() + 1);
-  // gcc 12 at -O1 leaves a State that is declared empty and assigned in a try block without its first
-  // values where the assignment throws; this one is made outright.
-  State<GroupState> states = group_states_.grown(*backend_, groups_.size() + 1);
-  Table<GroupInput> inputs;
+  Table<GroupInput> inputs = group_inputs_.grown(*backend_, groups_.size() + 1);
+  State<GroupState> states;
   try {
+    states = group_states_.grown(*backend_, groups_.size() + 1);
     backend_->write(states.at(groups_.size()), &state, sizeof state);
-    inputs = group_inputs_.grown(*backend_, groups_.size() + 1);
   } catch (...) {
+    inputs.release(*backend_);
     states.release(*backend_);
     throw;
   }
