@@ -589,6 +589,14 @@ TEST(BadArguments, AGradientThatIsTheLibrarys) {
 
 TEST(BadArguments, OfTheRest) {
   const std::vector<Bad> list = {
+      {"wait 2",
+       [](Bench& b) {
+         ga_step_result r;
+         r.struct_size = sizeof r;
+         return ga_step_result_get(b.ctx, 0, 2, &r);
+       },
+       kInvalidArgument,
+       {"wait", "2"}},
       {"K -1",
        [](Bench& b) { return ga_context_set_accum_steps(b.ctx, -1); },
        kInvalidArgument,

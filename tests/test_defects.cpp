@@ -620,5 +620,15 @@ TEST(BadInput, ReservedFields) {
   EXPECT_NE(std::string(ga_last_error()).find("reserved"), std::string::npos) << ga_last_error();
 }
 
+TEST(BadInput, MatrixProductsInto16Bits) {
+  Tensor p(GA_BF16, 4);
+  Context ctx;
+  add(ctx, ctx.group(plain_sgd()), p, {2, 2}, options(0, GA_BF16));
+  const float m[4] = {};
+  EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+  EXPECT_TRUE(refused(ga_accumulate_matmul(ctx, 0, 2, m, 2, 0, m, 2, 0, GA_F32),
+                      GA_ERROR_UNSUPPORTED, {"f32 accumulators", "bf16"}));
+}
+
 }  // namespace
 }  // namespace ga::test
