@@ -19,8 +19,8 @@
 
 #include "backend/cpu/matmul_module.h"
 #include "error.hpp"
+#include "formats.hpp"
 #include "module.hpp"
-#include "support.hpp"
 
 namespace ga::test {
 namespace {
@@ -583,6 +583,37 @@ TEST_F(AccumulateMatmul, ContextsInSeveralThreads) {
       }
     });
   for (std::thread& thread : threads) thread.join();
+}
+
+// Of small integers, whose products and sums no format rounds.
+TEST(AccumulateMatmulOf, SixteenBits) {
+  if (!has_onednn()) GTEST_SKIP() << "this build has no oneDNN";
+  const int64_t m = 5, k = 7, n = 3;
+  for (const int32_t dtype : {GA_F16, GA_BF16}) {
+    for (const int32_t turned : {GA_NO_TRANSPOSE, GA_TRANSPOSE}) {
+      Random random(3);
+      Tensor p(GA_F32, m * n), a(dtype, m * k), b(dtype, k * n);
+      for (int64_t i = 0; i < a.count(); ++i) a.set(i, static_cast<double>(random.below(9) - 4));
+      for (int64_t i = 0; i < b.count(); ++i) b.set(i, static_cast<double>(random.below(9) - 4));
+      Context ctx;
+      add(ctx, ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL)), p, {m, n});
+      EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+      EXPECT_OK(ga_accumulate_matmul(ctx, 0, k, a.data(), turned ? m : k, turned, b.data(),
+                                     turned ? k : n, turned, dtype));
+      EXPECT_OK(ga_micro_end(ctx));
+      step(ctx);
+      const std::vector<double> got = external_gradient(ctx, 0, m * n);
+      for (int64_t i = 0; i < m; ++i) {
+        for (int64_t j = 0; j < n; ++j) {
+          double want = 0;
+          for (int64_t l = 0; l < k; ++l) {
+            want += a.get(turned ? l * m + i : i * k + l) * b.get(turned ? j * k + l : l * n + j);
+          }
+          EXPECT_EQ(got[static_cast<size_t>(i * n + j)], want) << format(dtype).name;
+        }
+      }
+    }
+  }
 }
 
 }  // namespace
