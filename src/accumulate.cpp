@@ -79,10 +79,9 @@ void Context::check_alive(ga_param id, const void* data, int64_t bytes, const ch
 void Context::check_gradient(ga_param id, const void* gradient) {
   Param& p = params_[static_cast<size_t>(id)];
   const int32_t size = dtype_info(p.gradient_dtype).size;
-  check_alive(id, gradient, p.count * size, "its second gradient in this window");
-  if (gradient == p.checked) return;
-  check_values(id, gradient, p.count, size, "its gradient");
+  if (gradient != p.checked) check_values(id, gradient, p.count, size, "its gradient");
   p.checked = gradient;
+  check_alive(id, gradient, p.count * size, "its second gradient in this window");
 }
 
 Array Context::target_of(ga_param id) const {

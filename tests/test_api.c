@@ -319,7 +319,7 @@ static void batch_normalisation(void) {
   OK(ga_bn_add(ctx, "micro", 1, -1, -1, NULL, &micro));
   memory.struct_size = sizeof memory;
   OK(ga_context_memory(ctx, &memory));
-  CHECK(memory.batch_norm == 2 * 128);
+  CHECK(memory.batch_norm == 2 * 120);
 
   for (k = 0; k < 2; ++k) OK(ga_bn_accumulate(ctx, window, x + 2 * k, 2, 1));
   OK(ga_bn_finalize(ctx, window));
