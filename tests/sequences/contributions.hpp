@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The model's window: its micro-batches, and what they contribute to the accumulators.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "gradaccum/gradaccum.h"
+#include "sequences/settings.hpp"
+
+namespace ga::model {
+
+class Contributions : public Settings {
+ public:
+  using Settings::Settings;
+
+  Statuses accumulate(const void* const* gradients, size_t count, double weight,
+                      const double* scale) {
+    Statuses wrong = check_micro(weight, scale);
+    if (open_ >= 0 || full()) wrong |= kState;
+    if (count != blocks_.size()) {
+      wrong |= kArgument;
+    } else if (weight > 0) {
+      if (count > 0 && !gradients) return wrong | kArgument;
+      each(gradients, [&](ga_param id, const void* g) { wrong |= check_gradient(id, g); });
+    }
+    if (wrong) return wrong;
+    const Micro micro = {weight, scale ? *scale : loss_scale(), false};
+    std::vector<Contribution> list;
+    if (weight > 0)
+      each(gradients, [&](ga_param id, const void* g) { list.push_back(whole(id, g, micro)); });
+    if (!list.empty() && second_masters()) return kState;
+    micros_.push_back(micro);
+    if (deferring()) {
+      settle(size() - 1, list);
+    } else {
+      for (Contribution& c : list) add(c);
+    }
+    return 0;
+  }
+
+  Statuses micro_begin(int64_t index, double weight, const double* scale) {
+    Statuses wrong = check_micro(weight, scale);
+    if (open_ >= 0) wrong |= kState;
+    if (index < 0 || index > size()) wrong |= kArgument;
+    if (index == size() && full()) wrong |= kState;
+    const Micro micro = {weight, scale ? *scale : loss_scale(), false};
+    if (index >= 0 && index < size()) {
+      const Micro& first = micros_[static_cast<size_t>(index)];
+      if (deferring()) wrong |= kUnsupported;
+      if (first.weight != micro.weight || first.loss_scale != micro.loss_scale) wrong |= kArgument;
+    }
+    if (wrong) return wrong;
+    if (index == size()) micros_.push_back(micro);
+    open_ = index;
+    return 0;
+  }
+
+  Statuses accumulate_part(ga_param id, const void* gradient) {
+    const Statuses wrong = check_part(id);
+    if (wrong) return wrong;
+    const Param& p = params_[static_cast<size_t>(id)];
+    if (ignored(p)) return 0;
+    if (!gradient && p.count > 0) return kArgument;
+    if (const Statuses bad = check_gradient(id, gradient)) return bad;
+    if (second_masters()) return kState;
+    deliver(whole(id, gradient, open_micro()));
+    return 0;
+  }
+
+  Statuses accumulate_rows(ga_param id, const void* indices, int32_t index_dtype, int64_t count,
+                           const void* values) {
+    const Statuses wrong = check_part(id);
+    if (wrong) return wrong;
+    const Param& p = params_[static_cast<size_t>(id)];
+    if (p.rows_option == GA_ROWS_NONE || (index_dtype != GA_I32 && index_dtype != GA_I64) ||
+        count < 0)
+      return kArgument;
+    if (count > 0 && (!indices || !values)) return kArgument;
+    if (ignored(p)) return 0;
+    const int64_t size = size_of(p.dtype);
+    if (misaligned(indices, size_of(index_dtype)) || misaligned(values, size)) return kArgument;
+    const Range bytes(values, count * p.columns * size);
+    if (is_param(bytes) || is_param({indices, count * size_of(index_dtype)})) return kArgument;
+    if (lives(p) && p.living.overlaps(bytes)) return kArgument;
+    Contribution c;
+    c.param = id;
+    c.by_rows = true;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = load_index(indices, index_dtype, i);
+      if (row < 0 || row >= p.rows) return kArgument;
+      c.rows.push_back(row);
+    }
+    if (second_masters()) return kState;
+    read(c, values, count * p.columns, open_micro());
+    deliver(std::move(c));
+    return 0;
+  }
+
+  // wanted: what the library should hand out, but for the address.
+  Statuses acquire(ga_param id, ga_accumulator* wanted, bool* handed) {
+    Statuses wrong = check_part(id);
+    if (deferring()) wrong |= kUnsupported;
+    if (wrong) return wrong;
+    Param& p = params_[static_cast<size_t>(id)];
+    if (!ignored(p)) {
+      if (second_masters()) return kState;
+      make_all();
+    }
+    p.acquired = true;
+    *handed = !ignored(p);
+    if (*handed) p.living = {};
+    const Micro& m = open_micro();
+    *wanted = {};
+    wanted->dtype = p.dtype == GA_F64 ? GA_F64 : GA_F32;
+    wanted->rows = p.rows;
+    wanted->columns = p.columns;
+    wanted->leading_dimension = p.columns;
+    wanted->alpha = factor(m);
+    wanted->beta = p.touched ? 1 : 0;
+    return 0;
+  }
+
+  // written: what the program has made of the gradient, before the multiplication.
+  Statuses release(ga_param id, const std::vector<double>& gradient) {
+    Statuses wrong = open_ < 0 ? kState : 0;
+    if (!has_param(id)) return wrong | kArgument;
+    Param& p = params_[static_cast<size_t>(id)];
+    if (!p.acquired) return wrong | kState;
+    if (wrong) return wrong;
+    p.acquired = false;
+    if (ignored(p)) return 0;
+    Contribution c;
+    c.param = id;
+    const ref::With arithmetic(p.arithmetic());
+    for (const double g : gradient)
+      c.values.push_back(g == 0 ? Real() : contribution(g, open_micro()));
+    add(c);
+    return 0;
+  }
+
+  Statuses micro_end() {
+    if (open_ < 0) return kState;
+    for (const Param& p : params_)
+      if (p.acquired) return kState;
+    if (deferring()) settle(open_, deferred_);
+    deferred_.clear();
+    open_ = -1;
+    return 0;
+  }
+
+ protected:
+  // f(parameter, its gradient) for all that a micro-batch brings and that are not frozen.
+  template <class F>
+  void each(const void* const* gradients, F&& f) const {
+    for (size_t b = 0; b < blocks_.size(); ++b) {
+      if (!gradients[b]) continue;
+      for (const ga_param id : blocks_[b]) {
+        const Param& p = params_[static_cast<size_t>(id)];
+        if (!p.frozen) f(id, static_cast<const char*>(gradients[b]) + p.offset * size_of(p.dtype));
+      }
+    }
+  }
+
+  double factor(const Micro& m) const {
+    return (config_.gradient_kind == GA_GRADIENT_MEAN ? m.weight : 1) / m.loss_scale;
+  }
+
+  Real contribution(double g, const Micro& m) const {
+    const double by = factor(m);
+    if (!std::isfinite(g) || !std::isfinite(by) || (!in_f64() && std::abs(by) >= 0x1p128))
+      return {NAN, 0};
+    return times(scalar(by), ref::exact(g));
+  }
+
+  void read(Contribution& c, const void* data, int64_t count, const Micro& m) const {
+    const Param& p = params_[static_cast<size_t>(c.param)];
+    const ref::With arithmetic(p.arithmetic());
+    for (int64_t i = 0; i < count; ++i) {
+      const double g = load(data, p.dtype, i);
+      c.values.push_back(contribution(g, m));
+      c.finite = c.finite && std::isfinite(g);
+    }
+  }
+
+  Contribution whole(ga_param id, const void* gradient, const Micro& m) const {
+    const Param& p = params_[static_cast<size_t>(id)];
+    Contribution c;
+    c.param = id;
+    read(c, gradient, p.count, m);
+    c.data = gradient;
+    return c;
+  }
+
+  void deliver(Contribution c) {
+    if (deferring()) {
+      make_all();
+      deferred_.push_back(std::move(c));
+    } else {
+      add(c);
+    }
+  }
+
+  void deliver_sums(const Layer& layer, const std::vector<ref::ChannelSums>& sums) {
+    for (const ga_param id : {layer.gamma, layer.beta}) {
+      if (id < 0 || params_[static_cast<size_t>(id)].frozen) continue;
+      const ref::With arithmetic(params_[static_cast<size_t>(id)].arithmetic());
+      Contribution c;
+      c.param = id;
+      for (const ref::ChannelSums& s : sums) {
+        const double value = id == layer.gamma ? s.dgamma : s.dbeta;
+        const Real g = ref::round(value, id == layer.gamma ? s.dgamma_error : s.dbeta_error);
+        c.finite = c.finite && std::isfinite(value);
+        c.values.push_back(times(scalar(factor(open_micro())), g));
+      }
+      deliver(std::move(c));
+    }
+  }
+
+  // Whether a micro-batch stays, and adds it then.
+  void settle(int64_t index, std::vector<Contribution>& list) {
+    Micro& micro = micros_[static_cast<size_t>(index)];
+    if (!list.empty()) make_all();
+    for (const Contribution& c : list) micro.dropped = micro.dropped || !c.finite;
+    if (micro.dropped) return;
+    for (Contribution& c : list) add(c);
+  }
+
+  void add(const Contribution& c) {
+    make_all();
+    Param& p = params_[static_cast<size_t>(c.param)];
+    const ref::With arithmetic(p.arithmetic());
+    const bool first = !p.touched;
+    if (first) p.sum.assign(static_cast<size_t>(p.count), Real());
+    p.touched = true;
+    if (c.by_rows) {
+      for (size_t i = 0; i < c.values.size(); ++i) {
+        const int64_t row = c.rows[i / static_cast<size_t>(p.columns)];
+        const auto at = static_cast<size_t>(row * p.columns) + i % static_cast<size_t>(p.columns);
+        p.sum[at] = plus(p.sum[at], c.values[i]);
+        p.nonfinite = p.nonfinite || std::isnan(p.sum[at].value);
+      }
+      p.rows_seen.insert(c.rows.begin(), c.rows.end());
+      p.living = {};
+      return;
+    }
+    p.dense = true;
+    for (size_t i = 0; i < c.values.size(); ++i) {
+      p.sum[i] = first ? c.values[i] : plus(p.sum[i], c.values[i]);
+      p.nonfinite = p.nonfinite || std::isnan(p.sum[i].value);
+    }
+    p.living = {};
+    if (first && c.data && config_.gradient_life == GA_GRADIENTS_LIVE)
+      p.living = {c.data, p.count * size_of(p.dtype)};
+  }
+
+  // The first contribution makes what a parameter needs, and master weights then take its value.
+  void make_all() {
+    made_ = made_ || !params_.empty();
+    for (Param& p : params_) {
+      const bool first = !p.made && !p.frozen;
+      if (p.has_master && (first || p.master_due))
+        for (int64_t i = 0; i < p.count; ++i)
+          p.elements[static_cast<size_t>(i)].p = ref::exact(load(p.data, p.dtype, i));
+      p.master_due = false;
+      if (!first) continue;
+      p.average.assign(static_cast<size_t>(p.count), Real());
+      p.made = true;
+    }
+  }
+};
+
+}  // namespace ga::model

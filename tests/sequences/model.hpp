@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The end of a window in the model: what ga_step should say, and what parameters, EMAs and
+// running statistics should become.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "gradaccum/gradaccum.h"
+#include "sequences/layers.hpp"
+
+namespace ga::model {
+
+class Model : public Layers {
+ public:
+  using Layers::Layers;
+
+  // What parameters become is in Param::wanted, for observe().
+  Statuses step(StepResult& r) {
+    if (open_ >= 0) return kState;
+    for (Param& p : params_) p.moved = false;
+    r = {};
+    r.micro_batches = size();
+    r.weight = weight();
+    r.loss_scale = loss_scale();
+    for (const Micro& m : micros_) r.window_dropped += m.dropped;
+
+    if (!(r.weight > 0)) {
+      r.outcome = GA_STEP_SKIPPED_EMPTY;
+      r.norm = {};
+      if (r.window_dropped > 0 && scaler_) scaler_->failed();
+    } else {
+      // A step that moves parameters without a gradient, or their EMAs, makes what they need.
+      const bool moves_all = config_.missing == GA_MISSING_ZERO || ema_;
+      if (moves_all && second_masters()) return kState;
+      if (moves_all) make_all();
+      bool nonfinite = false;
+      for (const Param& p : params_) nonfinite = nonfinite || (p.touched && p.nonfinite);
+      if (config_.reduce == GA_REDUCE_MEAN && beyond(r.weight)) {
+        r.outcome = GA_STEP_SKIPPED_WEIGHT;
+        if (r.window_dropped > 0 && scaler_) scaler_->failed();
+      } else if (nonfinite && config_.nonfinite != GA_NONFINITE_IGNORE) {
+        if (config_.nonfinite == GA_NONFINITE_FAIL) {
+          failed_ = true;
+          return kNonfinite;
+        }
+        r.outcome = GA_STEP_SKIPPED_NONFINITE;
+        r.norm = {NAN, 0};
+        if (scaler_) scaler_->failed();
+      } else {
+        apply(r, nonfinite);
+        if (scaler_) {
+          if (r.window_dropped > 0) {
+            scaler_->failed();
+          } else {
+            scaler_->applied();
+          }
+        }
+      }
+    }
+    ++windows_;
+    if (r.outcome != GA_STEP_APPLIED) ++skipped_;
+    dropped_ += r.window_dropped;
+    r.windows = windows_;
+    r.steps = steps_;
+    r.skipped = skipped_;
+    r.dropped = dropped_;
+    clear();
+    return 0;
+  }
+
+  // Takes the parameters as they are now for what the step has made of them, once they were found
+  // right, and moves the EMAs.
+  void observe() {
+    for (Param& p : params_) {
+      const ref::With arithmetic(p.arithmetic());
+      if (ema_ && p.made) {
+        for (int64_t i = 0; i < p.count; ++i) {
+          Real& e = p.average[static_cast<size_t>(i)];
+          const Real now = p.now(i);
+          e = p.averaged ? e + ref::scalar(1 - ema_->decay) * (now - e) : now;
+        }
+        p.averaged = true;
+      }
+      p.moved = false;
+    }
+  }
+
+  void discard() {
+    if (failed_ && scaler_) scaler_->failed();
+    clear();
+  }
+
+ private:
+  // Whether the step is about the parameter.
+  bool steps_with(const Param& p) const {
+    return !p.frozen && (p.touched || config_.missing == GA_MISSING_ZERO);
+  }
+
+  // Whether the sum of the weights is no number to divide by.
+  bool beyond(double weight) const {
+    bool wide = true;
+    for (const Param& p : params_) wide = wide && (!steps_with(p) || p.dtype == GA_F64);
+    return !(weight >= (wide ? 0x1p-1022 : 0x1p-126) && weight <= (wide ? 0x1p1023 : 0x1p127));
+  }
+
+  const ga_clip* clip_of(const Param& p) const {
+    const Group& g = groups_[static_cast<size_t>(p.group)];
+    return g.clip ? &*g.clip : clip_ ? &*clip_ : nullptr;
+  }
+
+  void apply(StepResult& r, bool nonfinite) {
+    std::vector<std::vector<Real>> g(params_.size());
+    std::vector<Real> everything;
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const Param& p = params_[i];
+      if (!steps_with(p)) continue;
+      g[i].assign(static_cast<size_t>(p.count), Real());
+      if (!p.touched) continue;
+      const ref::With arithmetic(p.arithmetic());
+      for (size_t j = 0; j < g[i].size(); ++j)
+        g[i][j] =
+            config_.reduce == GA_REDUCE_MEAN ? times(p.sum[j], scalar(1 / r.weight)) : p.sum[j];
+      everything.insert(everything.end(), g[i].begin(), g[i].end());
+    }
+    r.norm = ref::norm(everything);
+    r.norm_known = !nonfinite && squares_in_range(everything);
+    r.unmeasured = config_.nonfinite == GA_NONFINITE_IGNORE;
+    r.out_of_range = clips_by_norm() && !r.norm_known;
+    clip_all(g, r);
+    for (size_t i = 0; i < g.size(); ++i)
+      if (params_[i].dtype != GA_F64)
+        for (const Real& x : g[i])
+          params_[i].unknown = params_[i].unknown || std::abs(x.value) > kLargest;
+    if (nonfinite)
+      for (Param& p : params_) p.unknown = p.unknown || p.nonfinite || clips_by_norm();
+    r.lr = groups_.empty() ? 0 : lr(0);
+    const std::vector<double> rates = rates_now();
+    ++steps_;
+    for (size_t i = 0; i < params_.size(); ++i)
+      if (steps_with(params_[i]))
+        update(params_[i], rates[static_cast<size_t>(params_[i].group)], std::move(g[i]));
+    for (Layer& layer : layers_) {
+      for (int64_t k = 0; k < size(); ++k)
+        if (micro(k).dropped) layer.micros.erase(k);
+      layer.commit(size());
+    }
+  }
+
+  // Whether float64 holds the squares that norms are sums of, and those of what is accumulated.
+  bool squares_in_range(const std::vector<Real>& reduced) const {
+    const auto good = [](const Real& x) {
+      const double a = std::abs(x.value);
+      return a == 0 || (a > 1e-140 && a < 1e140);
+    };
+    bool all = std::all_of(reduced.begin(), reduced.end(), good);
+    for (const Param& p : params_)
+      if (p.touched) all = all && std::all_of(p.sum.begin(), p.sum.end(), good);
+    return all;
+  }
+
+  bool clips_by_norm() const {
+    bool any = clip_ && clip_->scope != GA_CLIP_NONE;
+    for (const Group& g : groups_) any = any || (g.clip && g.clip->scope != GA_CLIP_NONE);
+    return any;
+  }
+
+  std::vector<double> rates_now() const {
+    std::vector<double> list;
+    for (size_t k = 0; k < groups_.size(); ++k) list.push_back(lr(static_cast<ga_group>(k)));
+    return list;
+  }
+
+  static Real least(const Real& a, const Real& b) { return -ref::max(-a, -b); }
+
+  void clip_all(std::vector<std::vector<Real>>& g, StepResult& r) {
+    // Each clipping, with the parameters that it is about.
+    std::vector<std::pair<const ga_clip*, std::vector<size_t>>> clips;
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const ga_clip* const clip = clip_of(params_[i]);
+      if (!clip || g[i].empty()) continue;
+      const ref::With arithmetic(params_[i].arithmetic());
+      if (std::isfinite(clip->max_value))
+        for (Real& x : g[i])
+          if (std::abs(x.value) + ref::tolerance(x) > clip->max_value)
+            x = ref::clamp(x, clip->max_value);
+      if (clip->scope == GA_CLIP_NONE) continue;
+      const auto same = std::find_if(clips.begin(), clips.end(), [&](const auto& c) {
+        return c.first == clip && clip->scope == GA_CLIP_GLOBAL;
+      });
+      if (same != clips.end()) {
+        same->second.push_back(i);
+      } else {
+        clips.push_back({clip, {i}});
+      }
+    }
+    for (const auto& each : clips) {
+      const ga_clip* const clip = each.first;
+      const std::vector<size_t>& members = each.second;
+      std::vector<Real> all;
+      for (const size_t i : members) all.insert(all.end(), g[i].begin(), g[i].end());
+      const Real norm = ref::norm(all);
+      const auto factor = [&](double n) {
+        return ref::clip_factor(clip->flavor, std::max(n, 0.0), clip->max_norm);
+      };
+      Real by(factor(norm.value), 0);
+      const double off = ref::tolerance(norm);
+      by.error =
+          std::max(factor(norm.value - off) - by.value, by.value - factor(norm.value + off)) /
+          ref::arithmetic.order;
+      r.clip_factor = least(r.clip_factor, by);
+      if (by.value == 1 && by.error == 0) continue;
+      for (const size_t i : members) {
+        const ref::With arithmetic(params_[i].arithmetic());
+        for (Real& x : g[i]) x = x * ref::round(by.value, by.error);
+      }
+    }
+  }
+
+  void update(Param& p, double rate, std::vector<Real> g) {
+    const ref::With arithmetic(p.arithmetic());
+    const bool lazy = p.rows_option == GA_ROWS_LAZY && !p.dense;
+    if (!lazy || p.touched) ++p.updates;
+    const ga_optimizer& o = groups_[static_cast<size_t>(p.group)].optimizer;
+    const int64_t t = o.flavor == GA_FLAVOR_TORCH ? p.updates : steps_;
+    p.moved = true;
+    p.wanted.resize(static_cast<size_t>(p.count));
+    p.written.assign(static_cast<size_t>(p.count), false);
+    for (int64_t i = 0; i < p.count; ++i) {
+      const auto k = static_cast<size_t>(i);
+      if (lazy && p.rows_seen.count(i / p.columns) == 0) {
+        p.wanted[k] = ref::exact(load(p.data, p.dtype, i));
+        continue;
+      }
+      ref::Element& e = p.elements[k];
+      if (!p.has_master) e.p = ref::exact(load(p.data, p.dtype, i));
+      ref::update(o, rate, t, g[k], e);
+      p.unknown = p.unknown || !std::isfinite(e.p.value) || !std::isfinite(e.p.error);
+      p.wanted[k] = e.p;
+      p.written[k] = true;
+    }
+  }
+
+  void clear() {
+    for (Param& p : params_) {
+      p.touched = p.dense = p.nonfinite = p.acquired = false;
+      p.rows_seen.clear();
+      p.living = {};
+    }
+    for (Layer& layer : layers_) layer.forget();
+    micros_.clear();
+    deferred_.clear();
+    open_ = -1;
+    failed_ = false;
+  }
+};
+
+}  // namespace ga::model

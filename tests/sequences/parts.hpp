@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a model of a context is made of: numbers as they lie in memory, arithmetic that knows when
+// it is exact, and the records that the model keeps. It knows nothing of the library but its
+// header.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "gradaccum/gradaccum.h"
+#include "reference.hpp"
+
+namespace ga::model {
+
+using ref::Real;
+
+using Statuses = unsigned;  // bit k: the ga_status k
+inline constexpr Statuses kArgument = 1u << GA_ERROR_INVALID_ARGUMENT;
+inline constexpr Statuses kState = 1u << GA_ERROR_INVALID_STATE;
+inline constexpr Statuses kUnsupported = 1u << GA_ERROR_UNSUPPORTED;
+inline constexpr Statuses kNonfinite = 1u << GA_ERROR_NONFINITE;
+
+// A gradient beyond it may overflow within an optimizer that computes in f32, as squares do.
+inline constexpr double kLargest = 1e15;
+
+// ---- Numbers in memory --------------------------------------------------------------------------
+
+inline int64_t size_of(int32_t dtype) {
+  return dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 || dtype == GA_I32 ? 4 : 2;
+}
+
+inline double load(const void* data, int32_t dtype, int64_t i) {
+  const char* const at = static_cast<const char*>(data) + i * size_of(dtype);
+  if (dtype == GA_F64) {
+    double x;
+    memcpy(&x, at, sizeof x);
+    return x;
+  }
+  uint32_t bits = 0;
+  if (dtype == GA_F32) {
+    memcpy(&bits, at, sizeof bits);
+  } else {
+    uint16_t half;
+    memcpy(&half, at, sizeof half);
+    bits = static_cast<uint32_t>(half) << 16;
+  }
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// A bf16 number is the upper half of an f32: rounded to nearest, ties to even.
+inline uint16_t to_bf16(double x) {
+  const auto f = static_cast<float>(x);
+  uint32_t bits;
+  memcpy(&bits, &f, sizeof bits);
+  if (std::isnan(f)) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline double through_bf16(double x) {
+  const uint16_t bits = to_bf16(x);
+  return load(&bits, GA_BF16, 0);
+}
+
+inline int64_t load_index(const void* data, int32_t dtype, int64_t i) {
+  return dtype == GA_I32 ? static_cast<const int32_t*>(data)[i]
+                         : static_cast<const int64_t*>(data)[i];
+}
+
+// ---- Arithmetic that knows when it is exact -----------------------------------------------------
+
+inline bool in_f64() { return ref::arithmetic.half_ulp == ref::kHalfUlp64; }
+
+// Too large for the format: no number any more.
+inline Real bounded(Real x) {
+  if (!std::isfinite(x.value) || (!in_f64() && std::abs(x.value) >= 0x1p128)) return {NAN, 0};
+  return x;
+}
+
+// Whether the format holds x, which float64 arithmetic has computed with this residue.
+inline bool held(double x, double residue) {
+  return residue == 0 && (in_f64() || static_cast<double>(static_cast<float>(x)) == x);
+}
+
+inline Real plus(const Real& a, const Real& b) {
+  if (std::isnan(a.value) || std::isnan(b.value)) return {NAN, 0};
+  Real sum = a + b;
+  const double v = a.value + b.value, t = v - a.value;
+  if (a.error == 0 && b.error == 0 && held(v, (a.value - (v - t)) + (b.value - t))) sum = {v, 0};
+  return bounded(sum);
+}
+
+inline Real times(const Real& a, const Real& b) {
+  if (std::isnan(a.value) || std::isnan(b.value)) return {NAN, 0};
+  Real product = a * b;
+  const double v = a.value * b.value;
+  if (a.error == 0 && b.error == 0 && held(v, std::fma(a.value, b.value, -v)) &&
+      (v != 0 || a.value == 0 || b.value == 0))
+    product = {v, 0};
+  return bounded(product);
+}
+
+// A scalar from the host, rounded once.
+inline Real scalar(double x) {
+  if (held(x, 0) && (in_f64() || std::abs(x) < 0x1p128)) return {x, 0};
+  return bounded(ref::scalar(x));
+}
+
+// ---- What the model keeps -----------------------------------------------------------------------
+
+struct Range {
+  uintptr_t begin = 0, end = 0;
+  Range() = default;
+  Range(const void* data, int64_t bytes)
+      : begin(reinterpret_cast<uintptr_t>(data)), end(begin + static_cast<uintptr_t>(bytes)) {}
+  bool overlaps(const Range& o) const {
+    return begin < end && o.begin < o.end && begin < o.end && o.begin < end;
+  }
+  bool empty() const { return begin == end; }
+};
+
+struct Param {
+  ga_group group = 0;
+  void* data = nullptr;
+  int32_t dtype = GA_F32;
+  int64_t count = 0, rows = 1, columns = 1, offset = 0;
+  int32_t rows_option = GA_ROWS_NONE;
+  bool has_master = false;
+  bool frozen = false;
+
+  bool made = false;                   // has its state, its average and its master
+  bool master_due = false;             // ga_param_changed
+  std::vector<ref::Element> elements;  // p counts where there is a master
+  int64_t updates = 0;
+  std::vector<Real> average;
+  bool averaged = false;
+  bool unknown = false;  // has met NaN or infinities under GA_NONFINITE_IGNORE
+
+  // Of the window.
+  std::vector<Real> sum;
+  bool touched = false, dense = false, nonfinite = false, acquired = false;
+  std::set<int64_t> rows_seen;
+  Range living;  // GA_GRADIENTS_LIVE: where the first gradient lies
+
+  // What the step should make of it.
+  bool moved = false;
+  std::vector<Real> wanted;
+  std::vector<bool> written;
+
+  Range range() const { return {data, count * size_of(dtype)}; }
+  const ref::Arithmetic& arithmetic() const {
+    return dtype == GA_F64 ? ref::kFloat64 : ref::kFloat32;
+  }
+  Real now(int64_t i) const {
+    return has_master && made ? elements[static_cast<size_t>(i)].p
+                              : ref::exact(load(data, dtype, i));
+  }
+};
+
+struct Group {
+  ga_optimizer optimizer;
+  std::optional<ga_schedule> schedule;
+  std::optional<ga_clip> clip;
+};
+
+struct Micro {
+  double weight = 0, loss_scale = 1;
+  bool dropped = false;
+};
+
+// A part of a micro-batch: a whole gradient, or rows of one.
+struct Contribution {
+  ga_param param = 0;
+  std::vector<Real> values;
+  bool by_rows = false;
+  std::vector<int64_t> rows;
+  const void* data = nullptr;  // whole gradients of the program
+  bool finite = true;          // as the program has brought it
+};
+
+struct StepResult {
+  int32_t outcome = GA_STEP_APPLIED;
+  int64_t windows = 0, steps = 0, micro_batches = 0, skipped = 0, dropped = 0, window_dropped = 0;
+  double weight = 0, lr = 0, loss_scale = 1;
+  Real norm, clip_factor{1, 0};
+  bool norm_known = true;   // otherwise nothing is said about norm and clip_factor
+  bool unmeasured = false;  // the norm may be NaN
+  // A norm that clips is of numbers whose squares float64 does not hold.
+  bool out_of_range = false;
+};
+
+// The rule of ga_loss_scaler.
+struct Scaler {
+  ga_loss_scaler rule;
+  double scale;
+  int64_t good = 0, bad = 0;
+
+  explicit Scaler(const ga_loss_scaler& r) : rule(r), scale(r.initial_scale) {}
+  void applied() {
+    if (++good < rule.growth_interval) return;
+    good = 0;
+    bad = 0;
+    scale = std::min(scale * rule.growth_factor, rule.max_scale);
+  }
+  void failed() {
+    good = 0;
+    if (++bad >= rule.hysteresis) scale = std::max(scale * rule.backoff_factor, rule.min_scale);
+  }
+};
+
+}  // namespace ga::model

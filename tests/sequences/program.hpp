@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A program that calls the library by chance: its memory, its contexts with their models, and how
+// the two are compared. The classes that follow make the calls: setting_calls.hpp,
+// gradient_calls.hpp, step_calls.hpp, layer_calls.hpp.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gradaccum/gradaccum.h"
+#include "sequences/model.hpp"
+#include "support.hpp"
+
+namespace ga::test::sequences {
+
+using ga::model::Layer;
+using ga::model::load;
+using ga::model::Model;
+using ga::model::Param;
+using ga::model::Range;
+using ga::model::size_of;
+using ga::model::Statuses;
+using ga::model::StepResult;
+using ga::ref::Real;
+
+inline std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+inline std::string text(const char* format, ...) {
+  char buffer[400];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(buffer, sizeof buffer, format, arguments);
+  va_end(arguments);
+  return buffer;
+}
+
+inline std::string names(Statuses statuses) {
+  if (statuses == 0) return ga_status_name(GA_OK);
+  std::string list;
+  for (int k = 1; k < 8; ++k)
+    if (statuses >> k & 1)
+      list += (list.empty() ? "" : " or ") + std::string(ga_status_name(static_cast<ga_status>(k)));
+  return list;
+}
+
+// One context and its model.
+struct World {
+  ga_context* ctx = nullptr;
+  std::unique_ptr<Model> model;
+  ga_step_result last{};
+
+  // An accumulator that the program holds.
+  struct Held {
+    ga_param param;
+    ga_accumulator at;
+  };
+  std::vector<Held> held;
+};
+
+// Writes a call on the log, if there is one.
+#define SAY(...) \
+  if (verbose_) say(text(__VA_ARGS__))
+
+class Program {
+ public:
+  Program(uint64_t seed, int32_t policy, bool verbose)
+      : random_(seed), policy_(policy), verbose_(verbose) {
+    memory_.assign(kMemory, 0x5a);
+    shadow_ = memory_;
+    scratch_.assign(kScratch, 0);
+    nonfinite_rate_ = pick({0, 0, 0.02, policy == GA_NONFINITE_IGNORE ? 0 : 0.15});
+    extreme_ = chance(0.25);
+  }
+  ~Program() {
+    for (World& w : worlds_) {
+      w.model.reset();
+      ga_context_destroy(w.ctx);
+    }
+  }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  const std::string& difference() const { return difference_; }
+  std::string log() const {
+    std::string all;
+    for (const std::string& line : log_) all += "  " + line + "\n";
+    return all;
+  }
+
+ protected:
+  static constexpr size_t kMemory = 4096, kScratch = 1 << 17;
+
+  // ---- Chance -----------------------------------------------------------------------------------
+
+  int64_t below(int64_t n) { return random_.below(n); }
+  bool chance(double p) { return random_.unit() < p; }
+  template <class T>
+  T pick(std::initializer_list<T> list) {
+    return list.begin()[below(static_cast<int64_t>(list.size()))];
+  }
+  double pick(std::initializer_list<double> list) { return pick<double>(list); }
+
+  double number() { return pick({0, 1, -1, 0.5, -0.5, 2, 0.25, -2, 1.5, 3}); }
+  double weight() {
+    if (chance(0.04)) return pick({-1.0, NAN, INFINITY, -0.25});
+    if (extreme_ && chance(0.15))
+      return pick({1e-200, 1e308, 1e-45, 1e38, 1e-37, 1e-38, 1e200, 8e307});
+    return pick({1, 1, 1, 1, 2, 4, 3, 0, 0.5, 7});
+  }
+  // NULL or a number that stays where it is.
+  const double* scale() {
+    if (chance(0.7)) return nullptr;
+    scale_ = chance(0.06) ? pick({0.0, NAN, INFINITY}) : pick({1, 2, 0.5, 1024, -1, 3});
+    return &scale_;
+  }
+  template <class Id>
+  Id id(size_t count) {
+    if (count == 0 || chance(0.03)) return pick({static_cast<Id>(-1), static_cast<Id>(count)});
+    return static_cast<Id>(below(static_cast<int64_t>(count)));
+  }
+  ga_param any_param(const World& w) { return id<ga_param>(w.model->params().size()); }
+  static bool is_param(const World& w, ga_param p) {
+    return p >= 0 && static_cast<size_t>(p) < w.model->params().size();
+  }
+
+  // ---- Memory -----------------------------------------------------------------------------------
+
+  void* take(int64_t bytes) {
+    used_ = (used_ + 15) / 16 * 16 + 8 * static_cast<size_t>(chance(0.3));
+    void* const at = scratch_.data() + used_;
+    used_ += static_cast<size_t>(bytes);
+    if (used_ > kScratch - 4096) over_ = true;
+    return at;
+  }
+  static void store(void* data, int32_t dtype, int64_t i, double x) {
+    char* const at = static_cast<char*>(data) + i * size_of(dtype);
+    if (dtype == GA_F64) {
+      memcpy(at, &x, sizeof x);
+    } else if (dtype == GA_F32) {
+      const auto f = static_cast<float>(x);
+      memcpy(at, &f, sizeof f);
+    } else {
+      const uint16_t half = ga::model::to_bf16(x);
+      memcpy(at, &half, sizeof half);
+    }
+  }
+  void* numbers(int32_t dtype, int64_t count, bool may_be_nonfinite = true) {
+    void* const data = take(count * size_of(dtype));
+    for (int64_t i = 0; i < count; ++i) store(data, dtype, i, number());
+    if (count > 0 && may_be_nonfinite && chance(nonfinite_rate_))
+      store(data, dtype, below(count), pick({NAN, INFINITY, -INFINITY}));
+    return data;
+  }
+
+  // What the library may no longer read.
+  void scribble(const Range& r) {
+    const Range own(scratch_.data(), kScratch);
+    if (r.begin >= own.begin && r.end <= own.end)
+      memset(reinterpret_cast<void*>(r.begin), 0xff, r.end - r.begin);
+  }
+
+  // ---- Judgement --------------------------------------------------------------------------------
+
+  void say(const std::string& line) { log_.push_back(line); }
+  void differ(const std::string& what) {
+    if (difference_.empty()) difference_ = what;
+  }
+
+  // Whether the call was made, or is refused as it should be.
+  bool judge(const char* call, Statuses want, ga_status got) {
+    if (verbose_) log_.back() += std::string(" = ") + ga_status_name(got);
+    const bool right = want == 0 ? got == GA_OK : (want >> got & 1) != 0;
+    if (!right)
+      differ(std::string(call) + " returned " + ga_status_name(got) + ", expected " + names(want) +
+             (got == GA_OK ? "" : std::string(": ") + ga_last_error()));
+    return right && got == GA_OK;
+  }
+
+  int number_of(const World& w) const { return static_cast<int>(&w - worlds_.data()); }
+
+  void equal(const char* what, int64_t got, int64_t want) {
+    if (got != want)
+      differ(text("%s is %lld, expected %lld", what, static_cast<long long>(got),
+                  static_cast<long long>(want)));
+  }
+  void same(const char* what, double got, double want, double error = 0) {
+    if (got == want || (std::isnan(got) && std::isnan(want))) return;
+    if (!(std::abs(got - want) <= error))
+      differ(text("%s is %.17g, expected %.17g", what, got, want));
+  }
+
+  // What every call leaves as it was, or has moved as the model says.
+  void look(const World& w) {
+    ga_window_info got;
+    memset(&got, 0xee, sizeof got);
+    got.struct_size = sizeof got;
+    if (ga_window(w.ctx, &got) != GA_OK) return differ("ga_window failed");
+    const ga_window_info want = w.model->window();
+    equal("window: state", got.state, want.state);
+    equal("window: micro_batches", got.micro_batches, want.micro_batches);
+    equal("window: open_micro", got.open_micro, want.open_micro);
+    equal("window: accum_steps", got.accum_steps, want.accum_steps);
+    equal("window: windows", got.windows, want.windows);
+    equal("window: steps", got.steps, want.steps);
+    same("window: weight", got.weight, want.weight, std::abs(want.weight) * 0x1p-48);
+    double scale = 0;
+    ga_loss_scale(w.ctx, &scale, nullptr);
+    same("ga_loss_scale", scale, w.model->loss_scale(), w.model->loss_scale() * 1e-14);
+    if (memory_ != shadow_) differ("a number was written that no step was about");
+  }
+
+  ga::test::Random random_;
+  int32_t policy_;
+  bool verbose_;
+  double nonfinite_rate_ = 0;
+  bool extreme_ = false, over_ = false;
+  std::vector<char> memory_, shadow_, scratch_;
+  size_t next_ = 0, used_ = 0;
+  int names_ = 0, given_ = 0;
+  double scale_ = 1;
+  std::vector<ga::model::Settings*> living_;
+  std::vector<World> worlds_;
+  std::vector<std::string> log_;
+  std::string difference_;
+};
+
+}  // namespace ga::test::sequences
