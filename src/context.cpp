@@ -420,7 +420,7 @@ const void* Context::device_loss_scale() const {
 }
 
 void Context::set_ema(const ga_ema* ema) {
-  if (prepared_ > 0 || !window_.empty())
+  if (prepared_ > 0)
     fail(GA_ERROR_INVALID_STATE,
          "ga_context_set_ema was called after the first contribution to a window; it is legal "
          "before");

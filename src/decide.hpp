@@ -181,10 +181,11 @@ GA_HD void back_off(const Tables& t) {
   c.loss_scale = static_cast<float>(c.scaler.scale);
 }
 
-// Whether the type that gradients are computed in can divide by the sum of the weights.
+// Whether the type that gradients are computed in can divide by the sum of the weights. In double it
+// is the squares of what is accumulated that must not overflow or vanish: norms are made of them.
 GA_HD bool divides(const Tables& t, double weight) {
   if (weight >= 0x1p-126 && weight <= 0x1p127) return true;
-  if (!(weight >= 0x1p-1022 && weight <= 0x1p1023)) return false;
+  if (!(weight >= 0x1p-400 && weight <= 0x1p400)) return false;
   for (int64_t i = 0; i < t.params; ++i)
     if (t.param_states[i].touched && !t.param_inputs[i].f64) return false;
   return true;

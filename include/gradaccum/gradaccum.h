@@ -800,8 +800,9 @@ enum ga_step_outcome {
   GA_STEP_PENDING = 4,       /* on a device: not known yet, see ga_step_result_get */
   GA_STEP_SKIPPED_WEIGHT = 5 /* with GA_REDUCE_MEAN: the sum of the weights, though not 0, is outside
                                 of [2^-126, 2^127], so that f32 cannot divide by it; where all
-                                parameters of the step are f64, outside of [2^-1022, 2^1023]. It is
-                                no matter of gradients: a loss scale stays as it is */
+                                parameters of the step are f64, outside of [2^-400, 2^400], beyond
+                                which f64 does not hold the squares that norms are made of. It says
+                                nothing of the gradients and does not move a loss scale */
 };
 
 typedef struct ga_step_result {
@@ -896,9 +897,10 @@ GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data,
  * A micro-batch may be visited again, in any order: in MICRO and CUMULATIVE mode its statistics are
  * kept, and new ones replace them; CUMULATIVE normalises micro-batch k by those of 0 to k. For a
  * micro-batch that has not been opened yet, the same statistics may come twice, but others are
- * GA_ERROR_INVALID_STATE: they would be those of another micro-batch, and be lost. A program that adds
- * up its gradients itself opens and closes each micro-batch all the same, with nothing between. That
- * comparison waits on a device. Statistics of a micro-batch that is never opened do not count.
+ * GA_ERROR_INVALID_STATE: they would be those of another micro-batch, and be lost. (The comparison
+ * waits on a device.) A program that adds up its gradients itself opens and closes each micro-batch all
+ * the same, with nothing between. Statistics of a micro-batch that is never opened do not count, nor do
+ * those of one that GA_NONFINITE_DROP_MICRO drops.
  *
  * Tensors are [samples, channels, positions] or [samples, positions, channels], positions being the
  * product of the spatial extents, 1 without any. x is read again by the backward calls. y may be x,

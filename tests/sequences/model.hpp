@@ -105,7 +105,7 @@ class Model : public Layers {
   bool beyond(double weight) const {
     bool wide = true;
     for (const Param& p : params_) wide = wide && (!steps_with(p) || p.dtype == GA_F64);
-    return !(weight >= (wide ? 0x1p-1022 : 0x1p-126) && weight <= (wide ? 0x1p1023 : 0x1p127));
+    return !(weight >= (wide ? 0x1p-400 : 0x1p-126) && weight <= (wide ? 0x1p400 : 0x1p127));
   }
 
   const ga_clip* clip_of(const Param& p) const {

@@ -226,7 +226,6 @@ class SettingCalls : public Program {
   }
 
   void set_ema(World& w) {
-    if (!w.model->made() && !w.model->empty()) return;
     ga_ema e;
     ga_ema_init(&e, sizeof e);
     e.decay = chance(0.06) ? pick({-0.5, 1.5, NAN}) : pick({0.5, 0.75, 0.9, 0, 1});

@@ -53,7 +53,6 @@ class Settings {
   const Micro& micro(int64_t index) const { return micros_[static_cast<size_t>(index)]; }
   int64_t steps() const { return steps_; }
   // Whether arrays have been made.
-  bool made() const { return made_; }
 
   int64_t accum_steps() const {
     int64_t k = accum_steps_;
