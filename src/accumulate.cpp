@@ -474,7 +474,7 @@ void Context::settle(int64_t index) {
   if (!added) {
     for (const Contribution& c : contributions_)
       if (c.index_dtype == 0) count_contribution(params_[static_cast<size_t>(c.param)]);
-    window_.drop_last();  // it cannot be opened again
+    window_.drop_last();  // judged micro-batches are never opened again, so it is this one
     contributions_.clear();
     return;
   }
@@ -557,9 +557,9 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
   };
   check_matrix("a", a, transpose_a ? k : m, transpose_a ? m : k, lda);
   check_matrix("b", b, transpose_b ? n : k, transpose_b ? k : n, ldb);
-  backend_->prepare_matmul(dtype == GA_F32 ? 0 : k * (m + n));
   const Micro& micro = window_.open_micro();
   if (micro.weight == 0 || p.frozen) return;
+  backend_->prepare_matmul(dtype == GA_F32 ? 0 : k * (m + n));
   prepare();
   store_adopted(id);
   make_dense(id);

@@ -151,6 +151,7 @@ void Context::bn_set_frozen(ga_bn id, bool frozen) {
   bn_require_unused(b, "ga_bn_set_frozen");
   b.frozen = frozen;
   bn_inputs_.edit(static_cast<size_t>(id)).frozen = frozen;
+  bn_inputs_.flush(*backend_);  // perhaps nothing but replays of a graph follows
 }
 
 void Context::bn_require_unused(const BatchNorm& b, const char* what) const {
@@ -316,6 +317,7 @@ bool Context::bn_take(ga_bn id, const char* what, int64_t index, BatchNorm::Take
   if (at >= b.taken.size()) b.taken.resize(at + 1);
   b.taken[at] = taken;
   b.index = index;
+  b.sums_of = -1;
   return true;
 }
 
@@ -433,12 +435,12 @@ void Context::bn_forward(ga_bn id, const void* x, int64_t samples, int64_t posit
   task.x = x;
   task.out = y;
   task.index = index;
-  bool made = false;
+  bool normalised = false;
   if (own && !given) {
     // Statistics for a comparison are taken alone: y is not written where they are others.
     const auto take = [&] {
-      made = !task.aside;
-      made ? backend_->bn_forward(task, true) : backend_->bn_statistics(task);
+      normalised = !task.aside;
+      normalised ? backend_->bn_forward(task, true) : backend_->bn_statistics(task);
     };
     bn_take(id, "ga_bn_forward", index, {task.elements(), false}, task, take);
     task.aside = false;
@@ -448,8 +450,9 @@ void Context::bn_forward(ga_bn id, const void* x, int64_t samples, int64_t posit
     known.known = true;
     or_invalidate([&] { backend_->bn_take(task, known); });
     b.index = index;
+    b.sums_of = -1;
   }
-  if (!made) or_invalidate([&] { backend_->bn_forward(task, false); });
+  if (!normalised) or_invalidate([&] { backend_->bn_forward(task, false); });
   if (window_.open_index() < 0) ++b.forwarded;
 }
 
@@ -544,6 +547,7 @@ void Context::bn_backward_accumulate(ga_bn id, const void* x, const void* dy, in
          b.name.c_str(), ll(window_.open_index()));
   bn_prepare_params(b, what);
   if (task.weight != 0) or_invalidate([&] { backend_->bn_backward_sums(task); });
+  b.sums_of = window_.open_index();
   bn_add_sums(b);
 }
 
@@ -554,7 +558,15 @@ void Context::bn_backward(ga_bn id, const void* x, const void* dy, int64_t sampl
   const char* const what = "ga_bn_backward";
   BnTask task = bn_backward_task(b, what, x, dy, samples, positions);
   const bool windowed = b.options.mode == GA_BN_WINDOW && !b.frozen;
-  const bool summing = !bn_summed(b) && !windowed;
+  // Gamma and beta get the sums of a micro-batch once; dx needs those of its own x and dy.
+  const int64_t index = window_.open_index();
+  const bool adding = !bn_summed(b) && !windowed;
+  const bool summing = adding || (!windowed && !b.frozen && b.sums_of != index);
+  if (summing && !adding && deferring())
+    fail(GA_ERROR_INVALID_STATE,
+         "%s: the sums of layer \"%s\" over micro-batch %lld wait to be judged with it "
+         "(GA_NONFINITE_DROP_MICRO, GA_CLIP_MICRO) and cannot be made again",
+         what, b.name.c_str(), ll(index));
   if (windowed && b.sums < static_cast<int64_t>(b.taken.size()))
     fail(
         GA_ERROR_INVALID_STATE,
@@ -566,10 +578,11 @@ void Context::bn_backward(ga_bn id, const void* x, const void* dy, int64_t sampl
     bn_check_overlap(b, "x", x, "dx", dx, task.count());
     bn_check_overlap(b, "dy", dy, "dx", dx, task.count());
   }
-  if (summing) bn_prepare_params(b, what);
+  if (adding) bn_prepare_params(b, what);
   task.out = dx;
   or_invalidate([&] { backend_->bn_backward(task, summing && task.weight != 0); });
-  if (summing) bn_add_sums(b);
+  b.sums_of = -1;
+  if (adding) bn_add_sums(b);
 }
 
 // ---- Statistics for the program -----------------------------------------------------------------
@@ -659,7 +672,7 @@ void Context::bn_statistics(ga_bn id, void* mean, void* variance, int32_t dtype,
 // The window is over.
 void Context::bn_forget() {
   for (BatchNorm& b : batch_norms_) {
-    b.index = -1;
+    b.index = b.sums_of = -1;
     b.forwarded = b.sums = 0;
     b.final = false;
     b.taken.clear();

@@ -287,7 +287,6 @@ void Context::set_accum_steps(int64_t k) {
     fail(GA_ERROR_INVALID_ARGUMENT, "accum_steps was %lld, expected >= 0",
          static_cast<long long>(k));
   config_.accum_steps = k;
-  phases_.clear();
   update_accum_steps();
 }
 
@@ -635,8 +634,9 @@ void Context::bind(ga_param id, void* data) {
 void Context::set_frozen(ga_param id, bool frozen) {
   require_empty("ga_param_set_frozen");
   Param& p = param(id);
+  if (p.frozen == frozen) return;
   p.frozen = frozen;
-  lacking_ = lacking_ || !p.owns;
+  lacking_ = lacking_ || lacks_arrays(p);
   if (static_cast<size_t>(id) < prepared_) set_update(static_cast<size_t>(id));
 }
 

@@ -188,10 +188,9 @@ class Context {
     bool pending = false;     // in the list of tasks
     bool pair = false;        // its accumulator is one, of two arrays
     bool owns = false;        // it has its arrays
-    // Which of these have been written, in some window.
-    bool stored = false;    // accumulator
-    bool stepped = false;   // state
-    bool followed = false;  // average
+    bool accumulator_written = false;  // in some window; so are the others
+    bool state_written = false;
+    bool average_written = false;
     bool state_due = false;   // its state is to be filled with what it begins with
     bool master_due = false;  // its master is to be taken from it
 
@@ -307,7 +306,8 @@ class Context {
     // In this window:
     int64_t index = -1;         // the micro-batch that the layer normalises by; WINDOW: the last one
     std::vector<Taken> taken;   // by micro-batch; WINDOW: of the first sweep
-    std::vector<char> summed;   // micro-batches that have their backward sums
+    std::vector<char> summed;   // micro-batches whose backward sums are in the window
+    int64_t sums_of = -1;       // the one whose sums BnChannel has, for its next ga_bn_backward
     bool final;                 // WINDOW: the first sweep is over; and how far the others are:
     int64_t forwarded, sums;
 

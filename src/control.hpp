@@ -177,7 +177,7 @@ struct Control {
   double weight;
   int64_t weighted, window_dropped;
   bool micro_finite;
-  bool rejected;  // under GA_NONFINITE_FAIL: it is not finite, and back_off() is due with its end
+  bool rejected;  // ga_step returned GA_ERROR_NONFINITE: ga_discard backs the loss scale off
   bool failed;  // a call of the window came with something that only a device has seen
 
   struct {

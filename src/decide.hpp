@@ -591,7 +591,7 @@ GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, Micr
     const ga_clip& clip = g.clip;
     plan.active = added;
     plan.scale = set.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
-    if (set.running_mean && added) plan.scale /= c.weight;  // else it may be 0
+    if (set.running_mean && added) plan.scale /= c.weight;  // without it, c.weight may be 0
     if (clip.when != GA_CLIP_MICRO || (clip.scope == GA_CLIP_NONE && !is_finite(clip.max_value))) {
       plan.scale /= loss_scale;
     } else if (!clips) {

@@ -52,8 +52,7 @@ void MasterClaims::add(const void* data, size_t bytes, const char* name) {
     if (claim.owner != this)
       fail(GA_ERROR_INVALID_STATE,
            "parameter \"%s\": another context has a master of the parameter at %p, which is the "
-           "same "
-           "memory; destroy that context first, or give one of the two GA_MASTER_NONE",
+           "same memory; destroy that context first, or give one of the two GA_MASTER_NONE",
            name, reinterpret_cast<void*>(other));
   }
   r.claims.insert(next, {begin, {end, this}});

@@ -144,7 +144,7 @@ bool Context::never_stores(size_t i) const {
   const Param& p = params_[i];
   const int op = op_of(p);
   return tensors_[i].options.rows == GA_ROWS_NONE && adopts_ && config_.accum_steps == 1 &&
-         phases_.empty() && config_.device == GA_DEVICE_CPU && !p.stored && op >= 0 &&
+         phases_.empty() && config_.device == GA_DEVICE_CPU && !p.accumulator_written && op >= 0 &&
          !op_info(op).emits && p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32);
 }
 
@@ -189,15 +189,15 @@ ga_memory Context::memory() const {
     if (never_stores(i) && (p.owns || lacks_arrays(p))) {
       all[kAccumulator] -= bytes(kAccumulator);
       if (!p.owns) planned -= bytes(kAccumulator);
-    } else if (p.owns && on_demand && !p.stored) {
+    } else if (p.owns && on_demand && !p.accumulator_written) {
       planned += bytes(kAccumulator) + bytes(kLow);
     }
     if (!p.owns || !on_demand) continue;
-    for (int k = 0; k < kMaxSlots && !p.stepped; ++k) {
+    for (int k = 0; k < kMaxSlots && !p.state_written; ++k) {
       const ga_optimizer& o = groups_[static_cast<size_t>(p.group)].optimizer;
       if (info_of(p).initial(o, k) == 0) planned += bytes(kState + k);
     }
-    if (!p.followed) planned += bytes(kAverage);
+    if (!p.average_written) planned += bytes(kAverage);
   }
   const auto both = [&](int a, int b) {
     return all[static_cast<size_t>(a)] + all[static_cast<size_t>(b)];
@@ -282,8 +282,8 @@ void Context::release_fresh(Fresh& f) noexcept {
 }
 
 // Gives every parameter that is not frozen and has no arrays its own. All or nothing. To be called
-// when nothing but memory can keep a contribution from being made: a call that fails otherwise, or
-// contributes nothing, leaves no master behind.
+// after all checks of a call that contributes, so that no other call leaves arrays behind; throws if
+// memory runs out, or if another context has a master of the same memory.
 void Context::prepare() {
   if (!lacking_) {
     if (unfilled_) fill_new();

@@ -206,7 +206,8 @@ StepSums Context::step_sums() {
 
 void Context::empty_window() {
   for (Param& p : params_) {
-    p.stored = p.stored || p.held() == Held::kStored || p.held() == Held::kRows;
+    const bool written = p.held() == Held::kStored || p.held() == Held::kRows;
+    p.accumulator_written = p.accumulator_written || written;
     p.hold(Held::kNothing);
     p.acquired = false;
     p.stale = false;
@@ -234,7 +235,7 @@ ga_step_result Context::step() {
     fail(GA_ERROR_INVALID_STATE,
          "ga_step waits for its result under GA_NONFINITE_FAIL, which is not possible while the "
          "stream is being captured");
-  // What no contribution has prepared: only a step about parameters without a gradient needs it.
+  // A step that moves parameters without a gradient may be the first to need their arrays.
   const bool about_all = config_.missing == GA_MISSING_ZERO || ema_;
   if (window_.weight() > 0 && about_all) prepare();
   if (lists_due_) make_lists();
@@ -266,12 +267,12 @@ ga_step_result Context::step() {
       update();
       for (Param& p : params_) {
         if (!p.owns) continue;
-        p.followed = true;
+        p.average_written = true;
         if (p.frozen || (p.held() == Held::kNothing && config_.missing == GA_MISSING_SKIP))
           continue;
-        p.stepped = true;
+        p.state_written = true;
         const int op = op_of(p);
-        p.stored = p.stored || op < 0 || op_info(op).emits;
+        p.accumulator_written = p.accumulator_written || op < 0 || op_info(op).emits;
         if (op < 0) p.delivered = delivered_ = true;
       }
     }
@@ -318,7 +319,8 @@ void Context::discard() {
   forget_delivered();
   const bool taken = std::any_of(batch_norms_.begin(), batch_norms_.end(),
                                  [](const BatchNorm& b) { return b.index >= 0; });
-  if (deferring() || rows_held_ > 0 || taken || rejected_) backend_->clear_window();
+  const bool invalid = window_.state() == GA_WINDOW_INVALID;  // perhaps amid a pass over statistics
+  if (deferring() || rows_held_ > 0 || taken || rejected_ || invalid) backend_->clear_window();
   empty_window();
 }
 

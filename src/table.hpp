@@ -11,8 +11,8 @@
 
 namespace ga {
 
-// Both classes have an assignment that is not the compiler's. With that, gcc 12 has x = y.grown() write
-// its result straight into x, at -O1 and -O2, and x holds garbage where grown() throws.
+// Both classes write their assignments out. Where the compiler makes the assignment, gcc 12 at -O1 and
+// -O2 has x = y.grown() write its result straight into x, which holds garbage if grown() throws.
 
 template <class T>
 class Table {

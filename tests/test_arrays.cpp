@@ -103,6 +103,9 @@ const Attempt kAttempts[] = {
        EXPECT_OK(ga_accumulator_acquire(n.ctx, n.second, &a));
        EXPECT_EQ(a.data, nullptr);
        EXPECT_OK(ga_accumulator_release(n.ctx, n.second));
+       // No matrix engine is opened for it either.
+       EXPECT_OK(ga_accumulate_matmul(n.ctx, n.second, 1, n.wide_gradient.data(), 1, 0,
+                                      n.wide_gradient.data(), 1, 0, GA_F32));
        EXPECT_OK(ga_micro_end(n.ctx));
        EXPECT_OK(ga_discard(n.ctx));
      }},

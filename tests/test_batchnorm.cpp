@@ -863,6 +863,72 @@ TEST(BatchNormRunning, MicroBatchesInTurns) {
   }
 }
 
+// dx goes by the sums of its own x and dy, whatever was visited in between and however often; gamma
+// and beta get the sums of a micro-batch once.
+TEST(BatchNormRunning, BackwardOfMicroBatchesInTurns) {
+  const BnWindow data = bn_window(kShape, GA_F64, {2, 3, 1}),
+                 other = bn_window(kShape, GA_F64, {2, 3, 1}, 9);
+  for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
+    SCOPED_TRACE(mode_name(mode));
+    BnNet net(kShape, of_dtype(mode, GA_F64)), plain(kShape, of_dtype(mode, GA_F64));
+    const BnOutput want = plain.step(data);
+    BnOutput out = bn_output(data);
+    Tensor y(GA_F64, out.y[1].count()), dx(GA_F64, out.dx[1].count());
+    for (size_t k = 0; k < 3; ++k) {
+      net.in_micro(k, data[k], [&] {
+        net.forward(data[k], out.y[k]);
+        net.sum(data[k]);
+        if (k == 1) net.backward(data[k], out.dx[k]);
+      });
+    }
+    // All once more; micro-batch 1 with other data first, which leave nothing but their dx.
+    net.in_micro(1, data[1], [&] {
+      net.forward(other[1], y);
+      net.backward(other[1], dx);
+      net.forward(data[1], y);
+      net.backward(other[1], dx);
+      net.backward(data[1], dx);
+      EXPECT_EQ(dx, out.dx[1]);
+    });
+    for (const size_t k : {2, 0, 1}) {
+      net.in_micro(k, data[k], [&] {
+        net.forward(data[k], out.y[k]);
+        net.backward(data[k], out.dx[k]);
+      });
+    }
+    EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+    out.dgamma = external_gradient(net.ctx, net.gamma, 3);
+    out.dbeta = external_gradient(net.ctx, net.beta, 3);
+    EXPECT_TRUE(out == want);
+    EXPECT_EQ(Running(net.ctx, net.bn, 3), Running(plain.ctx, plain.bn, 3));
+  }
+}
+
+// Sums that wait to be judged with their micro-batch are not replaced.
+TEST(BatchNormRunning, SumsThatWaitToBeJudgedStay) {
+  ga_config c = config();
+  c.nonfinite = GA_NONFINITE_DROP_MICRO;
+  const BnWindow data = bn_window(kShape, GA_F64, {2}), other = bn_window(kShape, GA_F64, {2}, 9);
+  BnNet net(kShape, of_dtype(GA_BN_MICRO, GA_F64), c),
+      plain(kShape, of_dtype(GA_BN_MICRO, GA_F64), c);
+  const BnOutput want = plain.step(data);
+  BnOutput out = bn_output(data);
+  Tensor y(GA_F64, out.y[0].count());
+  net.in_micro(0, data[0], [&] {
+    net.forward(data[0], out.y[0]);
+    net.backward(data[0], out.dx[0]);
+    net.forward(other[0], y);
+    EXPECT_TRUE(refused(
+        ga_bn_backward(net.ctx, net.bn, other[0].x.data(), other[0].dy.data(), 2, 7, y.data()),
+        GA_ERROR_INVALID_STATE, {"ga_bn_backward", "judged"}));
+    net.forward(data[0], y);
+  });
+  EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+  out.dgamma = external_gradient(net.ctx, net.gamma, 3);
+  out.dbeta = external_gradient(net.ctx, net.beta, 3);
+  EXPECT_TRUE(out == want);
+}
+
 // One channel of a layer with momentum 1, so that the running statistics are those of the window.
 struct OneChannel {
   explicit OneChannel(int32_t mode, const ga_config& c = config()) : ctx(c) {

@@ -1061,6 +1061,53 @@ struct Unreliable {
   }
 };
 
+// A pass that has taken the statistics of some channels leaves nothing of them behind, in the first
+// call of a window too. So many channels are ended by several threads.
+TEST(FaultCallback, HalfTakenStatisticsAreDiscarded) {
+  constexpr int64_t kChannels = 40000;
+  struct Loop {
+    int fails_at = -1, calls = 0;
+    static void run(void* user, int64_t count, ga_task task, void* data) {
+      Loop& loop = *static_cast<Loop*>(user);
+      const bool fails = loop.calls++ == loop.fails_at;
+      for (int64_t i = 0; i < (fails ? count / 2 : count); ++i) task(data, i);
+    }
+  };
+  for (const int32_t mode : kModes) {
+    int failed = 0;
+    for (int at = 0; at < 4; ++at) {
+      SCOPED_TRACE(mode_name(mode) + ", call " + std::to_string(at));
+      Loop loop;
+      ga_config c = config();
+      c.num_threads = 4;
+      c.parallel_for = Loop::run;
+      c.parallel_for_user = &loop;
+      Context ctx(c);
+      Tensor p(GA_F32, 1), g(GA_F32, 1, 1.0);
+      add(ctx, ctx.group(plain_sgd()), p);
+      ga_bn_options o = bn_options(mode);
+      o.momentum = 1;
+      ga_bn bn = -1;
+      EXPECT_OK(ga_bn_add(ctx, "bn", kChannels, -1, -1, &o, &bn));
+      const Tensor wrong(GA_F32, 2 * kChannels, 100.0), x(GA_F32, 2 * kChannels, 1.0);
+      loop.fails_at = loop.calls + at;
+      const ga_status status = ga_bn_accumulate(ctx, bn, wrong.data(), 2, 1);
+      loop.fails_at = -1;
+      failed += status == GA_ERROR_FAULT;
+      EXPECT_OK(ga_discard(ctx));
+      EXPECT_OK(ga_bn_accumulate(ctx, bn, x.data(), 2, 1));
+      if (mode == GA_BN_WINDOW) {
+        EXPECT_OK(ga_bn_finalize(ctx, bn));
+      }
+      accumulate(ctx, {&g});
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+      const Running running(ctx, bn, kChannels);
+      EXPECT_EQ(running.mean, std::vector<double>(kChannels, 1.0));
+    }
+    EXPECT_GE(failed, 3) << "passes that were cut short";
+  }
+}
+
 // The window is invalid, everything but ga_discard is refused, and then all is as it was before it.
 TEST(FaultCallback, InAPassOfBatchNormalisation) {
   const ref::BnShape shape{64, 1024, GA_BN_CHANNELS_FIRST};

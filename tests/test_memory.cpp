@@ -592,6 +592,25 @@ TEST(Memory, WindowsAllocateNothing) {
   }
 }
 
+// A program that says what is frozen before every window pays nothing for saying it again.
+TEST(Memory, FreezingWhatIsFrozenAllocatesNothing) {
+  Block p(200, 1), g(100, 0.5f);
+  Context ctx;
+  ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+  const ga_param frozen = ctx.param(0, "frozen", p.data(), 100);
+  ctx.param(0, "trained", p.data() + 100, 100);
+  const void* list[] = {g.data(), g.data()};
+  for (int w = 0; w < 4; ++w) {
+    const Count count;
+    ASSERT_OK(ga_param_set_frozen(ctx, frozen, 1));
+    ASSERT_OK(ga_accumulate(ctx, list, 2, 1, nullptr));
+    ASSERT_OK(ga_step(ctx, nullptr));
+    if (w > 0) {
+      ASSERT_EQ(Count::calls(), 0) << "window " << w;
+    }
+  }
+}
+
 // Long windows cost no more memory than short ones, and many of them no more than few.
 TEST(Memory, LengthOfTheWindowChangesNothing) {
   Block p(70001, 1), g(70001, 0.5f);

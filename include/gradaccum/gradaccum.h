@@ -81,26 +81,26 @@
  *               name only the statuses beyond these three. The library never prints, exits or lets
  *               an exception out.
  *   Threads     A context is used by one thread at a time; different contexts are independent.
- *   Processes   After fork() the contexts of the parent are of no use in the child: every call on one
- *               is GA_ERROR_INVALID_STATE, and ga_context_destroy returns and frees nothing. The child
- *               may make contexts of its own. If the parent had the library loaded, they use one
- *               thread, whatever num_threads says, unless they have a parallel_for: gcc's OpenMP would
- *               wait for threads that only the parent has. CUDA works in the child only if the parent
- *               has not used it.
+ *   Processes   After fork() the contexts of the parent are of no use in the child: every call on
+ *               one is GA_ERROR_INVALID_STATE, and ga_context_destroy returns and frees nothing.
+ *               The child may make contexts of its own. If the parent had the library loaded, they
+ *               use one thread, whatever num_threads says, unless they have a parallel_for: gcc's
+ *               OpenMP would wait for threads that only the parent has. CUDA works in the child
+ *               only if the parent has not used it.
  *   Ownership   Every pointer is borrowed for the call. Two outlive it: the data of a parameter
  *               (until ga_param_bind or ga_context_destroy) and, by option, gradients
  *               (ga_gradient_life). What a function returns through an out parameter belongs to the
  *               context, but for a ga_context, which is the caller's to destroy.
  *   Alignment   Data may lie at any address that is a multiple of its element.
  *   Sizes       Counts are elements, 64 bits wide. Tensors are dense and row-major.
- *   Rounding    The library computes in a floating-point mode of its own, on every thread: it rounds
- *               to nearest, keeps subnormal numbers and does not trap. The mode of the program
- *               (torch.set_flush_denormal, fesetround, ...) changes no bit, and a call leaves the
- *               mode and the exception flags of its thread as it found them.
+ *   Rounding    The library computes in a floating-point mode of its own, on every thread: it
+ *               rounds to nearest, keeps subnormal numbers and does not trap. The mode of the
+ *               program (torch.set_flush_denormal, fesetround, ...) changes no bit, and a call
+ *               leaves the mode and the exception flags of its thread as it found them.
  *   Structs     A struct starts with struct_size, its sizeof in the program. The _init functions
- *               take it and write the defaults of the fields that this library knows, nothing behind
- *               them, and struct_size, the size of what they have written. For a struct that a
- *               function fills, the caller sets struct_size. Programs and libraries of different
+ *               take it and write the defaults of the fields that this library knows, nothing
+ *               behind them, and struct_size, the size of what they have written. For a struct that
+ *               a function fills, the caller sets struct_size. Programs and libraries of different
  *               versions then understand each other: fields unknown to the older side keep their
  *               default. A program that is newer than the library finds struct_size smaller than
  *               its sizeof, and its last fields are not read. If it zeroes the struct first and
@@ -231,8 +231,8 @@ enum ga_accumulation {
 enum ga_gradient_life { GA_GRADIENTS_CONSUMED = 0, GA_GRADIENTS_LIVE = 1 };
 
 /* Runs task(data, i) for every i in [0, count), each once, on any threads, and returns when all are
-   done. It is called in the floating-point mode of the program, and task leaves that of its thread as
-   it was. */
+   done. It is called in the floating-point mode of the program, and task leaves that of its thread
+   as it was. */
 typedef void (*ga_task)(void* data, int64_t index);
 typedef void (*ga_parallel_for)(void* user, int64_t count, ga_task task, void* data);
 
@@ -261,11 +261,12 @@ typedef struct ga_config {
   int32_t noise_scale;    /* 1: estimate the gradient noise scale, see ga_step_result; default 0 */
   int32_t measure_norm;   /* 1: ga_step_result.norm is measured in every window. 0, the default:
                              unless only a pass over gradients made for it alone would tell. That is
-                             so under GA_NONFINITE_IGNORE, for parameters without a clipping by norm
-                             whose gradient is a single one that lives on (GA_GRADIENTS_LIVE), or was
-                             last written by the program (ga_accumulator_acquire) or by a matrix
-                             engine; the norm is NaN then. GA_OPTIMIZER_LARS and LAMB, with its
-                             max_grad_norm, and noise_scale measure it for themselves */
+                             so under GA_NONFINITE_IGNORE, for parameters without GA_CLIP_GLOBAL or
+                             GA_CLIP_PER_TENSOR whose gradient is a single one that lives on
+                             (GA_GRADIENTS_LIVE), has rows added to a whole one, or was last written
+                             by the program (ga_accumulator_acquire) or by a matrix engine; the norm
+                             is NaN then. GA_OPTIMIZER_LARS and LAMB, with its max_grad_norm, and
+                             noise_scale measure it for themselves */
   double noise_smoothing; /* of that estimate over steps; [0, 1); default 0.9 */
   int32_t device_ordinal; /* which of the devices of that kind; default 0 */
   int32_t reserved2;      /* 0 */
@@ -288,8 +289,8 @@ GA_API ga_status ga_context_create(const ga_config* config, ga_context** out);
    */
 GA_API void ga_context_destroy(ga_context* ctx);
 
-/* Devices of a kind (ga_device) that contexts can be made on; 1 for GA_DEVICE_CPU. None is an answer
-   and not an error: *count is 0, and ga_last_error() has the reason, the sentence that
+/* Devices of a kind (ga_device) that contexts can be made on; 1 for GA_DEVICE_CPU. None is an
+   answer and not an error: *count is 0, and ga_last_error() has the reason, the sentence that
    ga_context_create would refuse with (no module, no driver or one that is too old, no device). */
 GA_API ga_status ga_device_count(int32_t device, int32_t* count);
 
@@ -297,10 +298,10 @@ GA_API ga_status ga_device_count(int32_t device, int32_t* count);
    GA_ERROR_FAULT: some of it failed on the device; every later call answers this again. */
 GA_API ga_status ga_synchronize(ga_context* ctx);
 
-/* Bytes the library owns for this context, by purpose, as registered so far. Those of a parameter are
-   allocated by the first contribution to a window that comes while it is not frozen, or by the first
-   ga_step that moves it without one; ask before to plan. A call that fails and a micro-batch of
-   weight 0 allocate nothing. Parameters and gradients are not in here: they are yours. */
+/* Bytes the library owns for this context, by purpose, as registered so far. Those of a parameter
+   are allocated by the first contribution to a window that comes while it is not frozen, or by the
+   first ga_step that moves it without one; ask before to plan. A call that fails and a micro-batch
+   of weight 0 allocate nothing. Parameters and gradients are not in here: they are yours. */
 typedef struct ga_memory {
   size_t struct_size;
   int64_t accumulators; /* with GA_GRADIENTS_LIVE and accum_steps 1 on the CPU, those that have been
@@ -314,7 +315,8 @@ typedef struct ga_memory {
                        the rows of the largest window so far, 40 bytes each; as much again is in
                        workspace */
   int64_t batch_norm; /* 120 bytes a channel, 128 in f64, from ga_bn_add on; in MICRO and CUMULATIVE
-                         mode 24 more for each micro-batch that the largest window so far had */
+                         mode also room for the micro-batches of the largest window so far, which
+                         grows by doubling from 4: 24 bytes a channel and micro-batch */
   int64_t resident;   /* of total, what has been written so far; on a device, what is allocated. The
                          rest is planned: not allocated yet, or memory that the system only gives
                          when it is written */
@@ -595,7 +597,8 @@ GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out, const void** 
      KARRAS    d = (1 - 1 / t)^(gamma + 1): the window grows with t (Karras et al. 2024, eq. 6)
    p is the master where there is one. One that is added later begins with its first step.
    Parameters without a gradient in a window, frozen ones and lazily updated ones take part; a pass
-   of its own then moves theirs. One that has always been frozen has no average yet. Those of GA_OPTIMIZER_EXTERNAL are taken as ga_step finds them. */
+   of its own then moves theirs. One that has always been frozen has no average yet. Those of
+   GA_OPTIMIZER_EXTERNAL are taken as ga_step finds them. */
 enum ga_ema_kind { GA_EMA_TORCH = 0, GA_EMA_KARRAS = 1 };
 
 typedef struct ga_ema {
@@ -617,8 +620,8 @@ GA_API ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema);
 
 /* Whether a 16-bit parameter has a master: a copy in f32, owned by the library, that the optimizer
    updates and the parameter is rounded from. Without one, the optimizer reads and rounds the
-   parameter itself. Masters of two living contexts over the same memory would drift apart: the call
-   that would make the second one is GA_ERROR_INVALID_STATE. */
+   parameter itself. Masters of two contexts over the same memory would drift apart: the call that
+   would make the second one, or move one there, is GA_ERROR_INVALID_STATE. */
 enum ga_master { GA_MASTER_F32 = 0, GA_MASTER_NONE = 1 };
 
 /* How a 16-bit parameter is rounded. STOCHASTIC: up or down by chance (ga_config.seed, step,
@@ -798,11 +801,12 @@ enum ga_step_outcome {
   GA_STEP_SKIPPED_ERROR = 3, /* on a device: some indices of ga_accumulate_rows were out of range,
                                 and that call's rows were left out */
   GA_STEP_PENDING = 4,       /* on a device: not known yet, see ga_step_result_get */
-  GA_STEP_SKIPPED_WEIGHT = 5 /* with GA_REDUCE_MEAN: the sum of the weights, though not 0, is outside
-                                of [2^-126, 2^127], so that f32 cannot divide by it; where all
-                                parameters of the step are f64, outside of [2^-400, 2^400], beyond
-                                which f64 does not hold the squares that norms are made of. It says
-                                nothing of the gradients and does not move a loss scale */
+  GA_STEP_SKIPPED_WEIGHT = 5 /* with GA_REDUCE_MEAN: the sum of the weights, though not 0, is
+                                outside of [2^-126, 2^127], so that f32 cannot divide by it; where
+                                all parameters of the step are f64, outside of [2^-400, 2^400],
+                                beyond which f64 does not hold the squares that norms are made of.
+                                It says nothing of the gradients: by itself it does not move a loss
+                                scale */
 };
 
 typedef struct ga_step_result {
@@ -896,11 +900,12 @@ GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data,
  *
  * A micro-batch may be visited again, in any order: in MICRO and CUMULATIVE mode its statistics are
  * kept, and new ones replace them; CUMULATIVE normalises micro-batch k by those of 0 to k. For a
- * micro-batch that has not been opened yet, the same statistics may come twice, but others are
- * GA_ERROR_INVALID_STATE: they would be those of another micro-batch, and be lost. (The comparison
- * waits on a device.) A program that adds up its gradients itself opens and closes each micro-batch all
- * the same, with nothing between. Statistics of a micro-batch that is never opened do not count, nor do
- * those of one that GA_NONFINITE_DROP_MICRO drops.
+ * micro-batch that has not been opened yet, the same statistics may come twice, of x at the same
+ * address or as well aligned, but others are GA_ERROR_INVALID_STATE: they would be those of another
+ * micro-batch, and be lost. (The comparison waits on a device.) A program that adds up its
+ * gradients itself opens and closes each micro-batch all the same, with nothing between. Statistics
+ * of a micro-batch that is never opened do not count, nor do those of one that
+ * GA_NONFINITE_DROP_MICRO drops.
  *
  * Tensors are [samples, channels, positions] or [samples, positions, channels], positions being the
  * product of the spatial extents, 1 without any. x is read again by the backward calls. y may be x,
@@ -947,10 +952,10 @@ GA_API ga_status ga_bn_options_init(ga_bn_options* options, size_t struct_size, 
 GA_API ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
                            ga_param beta, const ga_bn_options* options, ga_bn* out);
 
-/* Freezes a layer or wakes it. Frozen, it normalises by its running statistics, which do not move;
-   ga_bn_accumulate, ga_bn_accumulate_stats and ga_bn_finalize check what they are given and do
-   nothing; gamma and beta still get gradients (see ga_param_set_frozen). Legal while the window is
-   empty. */
+/* Freezes a layer or unfreezes it. Frozen, it normalises by its running statistics, which do not
+   move; ga_bn_accumulate, ga_bn_accumulate_stats and ga_bn_finalize check what they are given and
+   do nothing; gamma and beta still get gradients (see ga_param_set_frozen). Legal while the window
+   is empty. */
 GA_API ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen);
 
 /* Takes the statistics of a micro-batch. In WINDOW mode this is the first sweep: each micro-batch
@@ -987,7 +992,8 @@ GA_API ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void
                                            int64_t samples, int64_t positions);
 
 /* Writes dx of the open micro-batch. GA_ERROR_INVALID_STATE: the layer's last forward pass was that
-   of another micro-batch, or of another shape; in WINDOW mode: sums of some micro-batch are due. */
+   of another micro-batch, or of another shape; in WINDOW mode: sums of some micro-batch are due;
+   with GA_NONFINITE_DROP_MICRO or GA_CLIP_MICRO: the micro-batch has had its dx. */
 GA_API ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
                                 int64_t samples, int64_t positions, void* dx);
 

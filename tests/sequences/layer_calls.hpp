@@ -213,8 +213,10 @@ class LayerCalls : public StepCalls {
     const Layer& layer = w.model->layers()[k];
     const int64_t open = w.model->open();
     if (open < 0 && chance(0.9)) return;
+    // Sums that wait to be judged are not made again.
     const auto at = static_cast<size_t>(std::max<int64_t>(open, 0));
-    if (open >= 0 && at < layer.summed.size() && layer.summed[at]) return;
+    const bool judging = w.model->config().nonfinite == GA_NONFINITE_DROP_MICRO;
+    if (judging && open >= 0 && at < layer.summed.size() && layer.summed[at]) return;
     // What was taken without a forward pass.
     if (layer.forwarded < 0 && !layer.micros.empty()) return;
     auto& last = bn_last_[static_cast<size_t>(number_of(w))][k];
