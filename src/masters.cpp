@@ -18,16 +18,17 @@ struct Claim {
   const MasterClaims* owner;
 };
 
-// Those of one context lie apart, as its parameters do, and those of several are kept apart.
+// The claims of one context do not overlap, as its parameters do not; those of two contexts are
+// refused where they would.
 struct Registry {
   std::mutex mutex;
   std::map<uintptr_t, Claim> claims;  // by their first address
   const uint32_t generation = process_generation();
 };
 
-// That of this process. A child of fork() has one of its own: the contexts of its parent are not
-// used there, and one of the parent's threads may have held the mutex. Never destroyed: a context may
-// outlive the library's own static objects.
+// The registry of this process. A child of fork() gets its own: the contexts of its parent are not used
+// there, and a thread of the parent may have held the mutex. It is never destroyed, because a context
+// may outlive the library's static objects.
 Registry& registry() {
   static std::atomic<Registry*> current{nullptr};
   Registry* known = current.load(std::memory_order_acquire);

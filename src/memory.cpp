@@ -138,8 +138,8 @@ Context::Layout Context::layout_of_new() const {
   return l;
 }
 
-// Whether no window of these options writes a parameter's accumulator: its one gradient is read where
-// the program has it. On the CPU memory that is never written is never given.
+// Whether windows with these options never write the parameter's accumulator, because its one gradient
+// is read where the program has it. On the CPU, memory that is never written is never given.
 bool Context::never_stores(size_t i) const {
   const Param& p = params_[i];
   const int op = op_of(p);

@@ -136,7 +136,7 @@ TEST_P(LeavesNothing, NoArraysAndNoMaster) {
   EXPECT_EQ(net.wide.get(0), 7);
 }
 
-// The same where a whole micro-batch is judged before it is added.
+// No arrays are made either if a whole micro-batch is judged before it is added.
 TEST_P(LeavesNothing, UnderDropMicro) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;

@@ -623,7 +623,7 @@ class Trial {
     x.error += by_chance ? spacing : spacing / 2;
     return x;
   }
-  // Likewise in an accumulator.
+  // x as an accumulator of 16 bits holds it.
   ref::Real stored(ref::Real x) const {
     const Format& f = format(accumulator());
     if (f.size != 2 || !std::isfinite(x.value)) return x;
@@ -881,7 +881,7 @@ class Trial {
   std::vector<Group> groups_;
   std::vector<Parameter> params_;
   Random random_{7};
-  // Of all windows.
+  // Counted over all windows.
   int64_t window_ = 0, windows_ = 0, steps_ = 0, all_dropped_ = 0, growth_ = 0;
   double scale_ = 1;
   bool all_known_ = true;  // the scale follows from what is here
