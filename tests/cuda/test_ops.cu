@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "backend/cpu/kernels.hpp"
-#include "decide.hpp"
+#include "backend/decide.hpp"
 #include "optimizer.hpp"
 
 namespace ga::test {

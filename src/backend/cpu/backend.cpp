@@ -13,7 +13,7 @@
 #include "backend/cpu/matmul.hpp"
 #include "backend/cpu/threads.hpp"
 #include "backend/numbers.hpp"
-#include "decide.hpp"
+#include "backend/decide.hpp"
 #include "error.hpp"
 #include "tensor.hpp"
 

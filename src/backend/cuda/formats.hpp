@@ -10,7 +10,7 @@
 #include "backend/backend.hpp"
 #include "backend/cuda/block.hpp"
 #include "backend/numbers.hpp"
-#include "decide.hpp"
+#include "backend/decide.hpp"
 
 // Functions that a kernel calls: not inlined.
 #ifdef __CUDACC__

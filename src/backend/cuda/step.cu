@@ -4,7 +4,7 @@
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/loops.hpp"
 #include "backend/cuda/units.hpp"
-#include "decide.hpp"
+#include "backend/decide.hpp"
 
 namespace ga::cuda {
 namespace {
