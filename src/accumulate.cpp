@@ -94,7 +94,8 @@ Array Context::target_of(ga_param id) const {
 // if the pass fails, the window is invalid and none of this is looked at again.
 AccumulateTask* Context::plan(ga_param id, const Source& given, bool may_adopt) {
   Param& p = params_[static_cast<size_t>(id)];
-  if (adopts_ && may_adopt && p.held() == Held::kNothing && p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32)) {
+  if (adopts_ && may_adopt && p.held() == Held::kNothing &&
+      p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32)) {
     p.hold(Held::kAdopted);
     p.adopted = given.data;
     p.adopted_scale = given.scale;
@@ -438,8 +439,8 @@ void Context::settle(int64_t index) {
     const auto i = static_cast<size_t>(c.param);
     Param& p = params_[i];
     Partial* const partials = micro_partials_.at(c.partials);
-    micro_inputs_.push_back({partials, chunk_count(c.count), c.param, p.pending,
-                             c.index_dtype != 0});
+    micro_inputs_.push_back(
+        {partials, chunk_count(c.count), c.param, p.pending, c.index_dtype != 0});
     p.pending = true;
     NormTask& task = norm_tasks_.add();
     task.gradient = {contribution(c.gradient, c.format, {1, micro.loss_scale}),
@@ -498,8 +499,8 @@ void Context::settle(int64_t index) {
     if (p.pending) run();  // one pass writes an accumulator once
     make_dense(c.param);
     AccumulateTask* const task =
-        plan(c.param, clips_micro(p) ? Source{&composites_.at(i)->clipped, kClipped, 1, nullptr}
-                                     : source);
+        plan(c.param,
+             clips_micro(p) ? Source{&composites_.at(i)->clipped, kClipped, 1, nullptr} : source);
     task->plan = micro_plans_.at(k);
     p.pending = true;
   }

@@ -463,18 +463,17 @@ ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data, int32_
 }
 
 ga_status ga_bn_options_init(ga_bn_options* options, size_t struct_size, int32_t flavor) {
-  return guard([&] {
-    init_struct(options, struct_size, ga::default_bn_options(flavor), "ga_bn_options");
-  });
+  return guard(
+      [&] { init_struct(options, struct_size, ga::default_bn_options(flavor), "ga_bn_options"); });
 }
 
 ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
                     ga_param beta, const ga_bn_options* options, ga_bn* out) {
   return on(ctx, [&] {
     const ga_bn_options defaults = ga::default_bn_options(GA_FLAVOR_TORCH);
-    const ga_bn id = ctx->add_batch_norm(
-        name, channels, gamma, beta,
-        options ? read_struct(options, defaults, "ga_bn_options") : defaults);
+    const ga_bn id =
+        ctx->add_batch_norm(name, channels, gamma, beta,
+                            options ? read_struct(options, defaults, "ga_bn_options") : defaults);
     if (out) *out = id;
   });
 }

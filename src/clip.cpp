@@ -199,8 +199,6 @@ bool Context::by_units(ga_param id) const {
 }
 
 // Whether its micro-batches are clipped before they are added.
-bool Context::clips_micro(const Param& p) const {
-  return is_of_micros(clip_of(p));
-}
+bool Context::clips_micro(const Param& p) const { return is_of_micros(clip_of(p)); }
 
 }  // namespace ga

@@ -212,10 +212,16 @@ void Context::tell_scaler() {
 }
 
 void Context::set_tables() {
-  const Tables tables = {settings_.at(),      control_.at(),      group_inputs_.at(),
-                         group_states_.at(),  param_inputs_.at(), param_states_.at(),
-                         plans_.at(),         static_cast<int64_t>(groups_.size()),
-                         static_cast<int64_t>(prepared_), bn_inputs_.at(),
+  const Tables tables = {settings_.at(),
+                         control_.at(),
+                         group_inputs_.at(),
+                         group_states_.at(),
+                         param_inputs_.at(),
+                         param_states_.at(),
+                         plans_.at(),
+                         static_cast<int64_t>(groups_.size()),
+                         static_cast<int64_t>(prepared_),
+                         bn_inputs_.at(),
                          static_cast<int64_t>(bn_inputs_.size())};
   const TaskTables tasks = {updates_.host_data(), measures_.host_data(), units_.host_data(),
                             factors_.host_data(), updates_.at(),         measures_.at(),
@@ -225,9 +231,10 @@ void Context::set_tables() {
 
 Context::Use::Use(const Context& context) : context_(context) {
   if (context.is_of_parent())
-    fail(GA_ERROR_INVALID_STATE,
-         "the context was made before fork() by the parent of this process, and is of no use in the "
-         "child; the child may make contexts of its own");
+    fail(
+        GA_ERROR_INVALID_STATE,
+        "the context was made before fork() by the parent of this process, and is of no use in the "
+        "child; the child may make contexts of its own");
   if (context.in_use_.exchange(true, std::memory_order_acquire))
     fail(GA_ERROR_INVALID_STATE,
          "the context is in another call; one thread may use it at a time, and a parallel_for may "
@@ -410,9 +417,7 @@ void Context::set_loss_scaler(const ga_loss_scaler* scaler) {
   tell_scaler();
 }
 
-double Context::loss_scale() const {
-  return scaled_ ? control().scaler.scale : config_.loss_scale;
-}
+double Context::loss_scale() const { return scaled_ ? control().scaler.scale : config_.loss_scale; }
 
 const void* Context::device_loss_scale() const {
   return config_.device == GA_DEVICE_CPU ? nullptr : &control_.at()->loss_scale;
@@ -459,9 +464,9 @@ void Context::add_range(const Range& range) {
 
 void Context::remove_range(const void* begin) {
   const auto at = reinterpret_cast<uintptr_t>(begin);
-  ranges_.erase(std::remove_if(ranges_.begin(), ranges_.end(),
-                               [&](const Range& r) { return r.begin == at; }),
-                ranges_.end());
+  ranges_.erase(
+      std::remove_if(ranges_.begin(), ranges_.end(), [&](const Range& r) { return r.begin == at; }),
+      ranges_.end());
 }
 
 void Context::check_data(const char* tensor, const void* data, int64_t count, int32_t size,

@@ -171,7 +171,8 @@ class Context {
     unsigned char held_as = 0;  // Held
     bool f64 : 1;               // computed in double
     bool acquired : 1;
-    bool adopted_late : 1;  // what it is adopted with is to be divided by the loss scale of the step
+    bool
+        adopted_late : 1;  // what it is adopted with is to be divided by the loss scale of the step
     bool frozen = false;
     bool stale = false;  // the partials are not those of the accumulator
 
@@ -183,11 +184,11 @@ class Context {
     int64_t contributions = 0;  // in this window
     int64_t last_micro = -1;    // micro-batch of the last one
     ga_group group;
-    bool matrix = false;      // rank >= 2
-    bool delivered = false;   // the accumulator holds the last step's gradient, for the program
-    bool pending = false;     // in the list of tasks
-    bool pair = false;        // its accumulator is one, of two arrays
-    bool owns = false;        // it has its arrays
+    bool matrix = false;     // rank >= 2
+    bool delivered = false;  // the accumulator holds the last step's gradient, for the program
+    bool pending = false;    // in the list of tasks
+    bool pair = false;       // its accumulator is one, of two arrays
+    bool owns = false;       // it has its arrays
     bool accumulator_written = false;  // in some window; so are the others
     bool state_written = false;
     bool average_written = false;
@@ -304,11 +305,11 @@ class Context {
       bool given = false;  // not by ga_bn_forward
     };
     // In this window:
-    int64_t index = -1;         // the micro-batch that the layer normalises by; WINDOW: the last one
-    std::vector<Taken> taken;   // by micro-batch; WINDOW: of the first sweep
-    std::vector<char> summed;   // micro-batches whose backward sums are in the window
-    int64_t sums_of = -1;       // the one whose sums BnChannel has, for its next ga_bn_backward
-    bool final;                 // WINDOW: the first sweep is over; and how far the others are:
+    int64_t index = -1;        // the micro-batch that the layer normalises by; WINDOW: the last one
+    std::vector<Taken> taken;  // by micro-batch; WINDOW: of the first sweep
+    std::vector<char> summed;  // micro-batches whose backward sums are in the window
+    int64_t sums_of = -1;      // the one whose sums BnChannel has, for its next ga_bn_backward
+    bool final;                // WINDOW: the first sweep is over; and how far the others are:
     int64_t forwarded, sums;
 
     bool has(int64_t micro) const {
@@ -536,9 +537,9 @@ class Context {
   bool lists_due_ = true;
   bool unit_lists_ = false;  // some is clipped by units
   std::vector<ga_param> plain_, pieces_, layers_;
-  std::vector<ga_param> ids_[3];  // of a batch of these
+  std::vector<ga_param> ids_[3];                                // of a batch of these
   std::vector<ga_param> norms_, units_first_, factored_first_;  // of StepSums
-  int64_t rows_held_ = 0;  // contributed in this window, repeated ones too
+  int64_t rows_held_ = 0;   // contributed in this window, repeated ones too
   bool plain_path_ = true;  // contributions need nothing but to be added
   bool adopts_ = false;     // first ones are left where they are
   bool noise_repeated_ = false;

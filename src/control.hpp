@@ -99,10 +99,10 @@ struct ParamInput {
   Held held;
   bool f64;
   bool frozen;
-  bool clamped;   // its partials are also of the gradient as clipped by value
-  bool by_units;  // its clip is GA_CLIP_AGC of the reduced gradient
-  bool lazy;      // only rows with a gradient are updated
-  bool average;   // it has one
+  bool clamped;     // its partials are also of the gradient as clipped by value
+  bool by_units;    // its clip is GA_CLIP_AGC of the reduced gradient
+  bool lazy;        // only rows with a gradient are updated
+  bool average;     // it has one
   bool by_chance;   // something of it is rounded stochastically
   bool stale_rows;  // the norm is of the partials, not of the rows
   bool unmeasured;  // the partials are not those of the gradient, and nobody reads its norm
@@ -131,7 +131,7 @@ enum Duty : int32_t {
 };
 
 struct ParamPlan {
-  int32_t duty;  // Duty
+  int32_t duty;      // Duty
   Numbers raw;       // not yet clipped by norm
   Numbers gradient;  // as the Op sees it
   double factor;     // of the clip by norm
@@ -178,7 +178,7 @@ struct Control {
   int64_t weighted, window_dropped;
   bool micro_finite;
   bool rejected;  // ga_step returned GA_ERROR_NONFINITE: ga_discard backs the loss scale off
-  bool failed;  // a call of the window came with something that only a device has seen
+  bool failed;    // a call of the window came with something that only a device has seen
 
   struct {
     double all;             // squares of the reduced gradients

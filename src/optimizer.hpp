@@ -8,7 +8,6 @@
 
 namespace ga {
 
-
 struct OptimizerInfo {
   const char* name;
   bool (*has_flavor)(int32_t flavor);

@@ -72,8 +72,7 @@ void Context::update_layers() {
     backend_->clip_units(clipped);
     backend_->settle_units(clipped, true);
   }
-  if (!pieces_.empty())
-    backend_->update_by_units(params_of(pieces_), last_unit == 0);
+  if (!pieces_.empty()) backend_->update_by_units(params_of(pieces_), last_unit == 0);
   for (size_t first = 0, end; first < layers_.size(); first = end) {
     int64_t bytes = 0;
     for (end = first; end < layers_.size(); ++end) {
@@ -105,8 +104,7 @@ void Context::update_batch(Params ids) {
     if (is_layered(id)) {
       const OpInfo& op = op_info(op_of(params_[i]));
       measured.push_back(id);
-      in_turns =
-          in_turns || op.orthogonal || (op.emits && measures_[i].emitted == scratch_);
+      in_turns = in_turns || op.orthogonal || (op.emits && measures_[i].emitted == scratch_);
     } else {
       updated.push_back(id);
     }

@@ -29,8 +29,7 @@ static void serial(void* user, int64_t count, ga_task task, void* data) {
 
 static void versions_and_errors(void) {
   int32_t devices = -1;
-  CHECK(ga_version() ==
-        10000 * GA_VERSION_MAJOR + 100 * GA_VERSION_MINOR + GA_VERSION_PATCH);
+  CHECK(ga_version() == 10000 * GA_VERSION_MAJOR + 100 * GA_VERSION_MINOR + GA_VERSION_PATCH);
   CHECK(strstr(ga_build_info(), "gradaccum") != NULL);
   CHECK(strchr(ga_build_info(), '\n') == NULL);
   CHECK(strcmp(ga_status_name(GA_ERROR_FAULT), "GA_ERROR_FAULT") == 0);
@@ -115,7 +114,8 @@ static void life_cycle(void) {
     again.struct_size = last.struct_size = sizeof again;
     OK(ga_step_result_get(ctx, result.windows, 1, &again));
     OK(ga_step_result_get(ctx, 0, 0, &last));
-    CHECK(memcmp(&result, &again, sizeof result) == 0 && memcmp(&result, &last, sizeof result) == 0);
+    CHECK(memcmp(&result, &again, sizeof result) == 0 &&
+          memcmp(&result, &last, sizeof result) == 0);
     CHECK(ga_step_result_get(ctx, 2, 1, &again) == GA_ERROR_INVALID_ARGUMENT);
   }
   CHECK(w[0] == 0); /* 1 - (1 * 1 + 3 * 4 / 4) / 4 */
@@ -165,7 +165,7 @@ static void flat_external_matmul(void) {
   float block[10] = {0};
   float g[10] = {1, 2, 3, 4, 5, 6, 0, 0, 0, 8};
   const float dy[4] = {1, 2, 3, 4}, x[6] = {1, 0, 1, 0, 1, 0}; /* batch 2, out 2, in 3 */
-  const float product[6] = {1, 3, 1, 2, 4, 2};                /* dy^T x */
+  const float product[6] = {1, 3, 1, 2, 4, 2};                 /* dy^T x */
   const void *whole[1], *data = NULL;
   int64_t shape[2] = {2, 3};
   int32_t dtype = 0;
@@ -259,7 +259,7 @@ static void precision_rows_averages(void) {
     OK(ga_step(ctx, &result));
     CHECK(result.outcome == GA_STEP_APPLIED && result.loss_scale == 2 && result.skipped == 0);
   }
-  CHECK(half[0] == 0x3f7f && half[1] == 0); /* 1 - 2 * 2^-9; 1 - 2 * 0.5 */
+  CHECK(half[0] == 0x3f7f && half[1] == 0);                  /* 1 - 2 * 2^-9; 1 - 2 * 0.5 */
   CHECK(table[3] == 0 && table[4] == -8 && table[5] == -12); /* 2 * -(2 + 6) / 2 and so on */
   OK(ga_ema_copy_to(ctx, 1, average, GA_F32));
   CHECK(average[0] == 0 && average[4] == -6 && average[5] == -9);

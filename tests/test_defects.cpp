@@ -307,8 +307,9 @@ TEST(GradientAccumulator, AveragesVariances) {
     double low, high;  // of what it makes of the variance
   };
   // In no order: (1 - 1 / n) / (1 - 1 / (4 n)) on average, here of 400 channels.
-  for (const Case& c : {Case{"in no order", 20, false, 0.957, 0.967},
-                        Case{"sorted", 20, true, 0.133, 0.143}, Case{"one sample", 1, false, 0, 0}}) {
+  for (const Case& c :
+       {Case{"in no order", 20, false, 0.957, 0.967}, Case{"sorted", 20, true, 0.133, 0.143},
+        Case{"one sample", 1, false, 0, 0}}) {
     SCOPED_TRACE(c.name);
     const int64_t rows = 4 * c.samples;
     Random random(1);

@@ -2,8 +2,8 @@
 //
 // The dynamic loss scale step by step, storms of infinities, and what each policy for non-finite
 // gradients leaves as it was.
-#include <functional>
 #include <cstdlib>
+#include <functional>
 
 #include "formats.hpp"
 

@@ -269,8 +269,7 @@ GA_DEVICE void take_smallest(Crew& crew, const Tables& t) {
     const double smallest = warp.smallest(t.params, [&](int64_t i) {
       return t.param_states[i].touched ? t.param_states[i].smallest : 1.0;
     });
-    if (warp.leader() && t.control->go)
-      t.control->result.clip_factor = smallest < 1 ? smallest : 1;
+    if (warp.leader() && t.control->go) t.control->result.clip_factor = smallest < 1 ? smallest : 1;
   });
 }
 
@@ -351,8 +350,8 @@ GA_DEVICE void plan_param(Crew& crew, const Tables& t, int64_t i) {
     plan.duty |= kFollow;
     const double steps = static_cast<double>(c.steps);
     const ga_ema& e = t.settings->ema;
-    plan.average_gain = !s.averaged ? 1
-                        : 1 - (e.kind == GA_EMA_TORCH ? e.decay : pow(1 - 1 / steps, e.gamma + 1));
+    plan.average_gain =
+        !s.averaged ? 1 : 1 - (e.kind == GA_EMA_TORCH ? e.decay : pow(1 - 1 / steps, e.gamma + 1));
     s.averaged = true;
   }
   if (p.by_chance) {
@@ -395,8 +394,7 @@ GA_DEVICE void decide(Crew& crew, const Tables& t, const WindowTotals& w) {
   crew.each_warp(t.groups + 5, [&](int64_t k, auto& warp) {
     if ((k == 1 && !set.clips) || ((k == 3 || k == 4) && !set.noise)) return;
     if (k == 0) {
-      const double x =
-          touched_sum(warp, [](int64_t, const ParamState& s) { return s.squares; });
+      const double x = touched_sum(warp, [](int64_t, const ParamState& s) { return s.squares; });
       if (warp.leader()) c.sums.all = x;
     } else if (k == 1) {
       const double x = touched_sum(warp, [&](int64_t i, const ParamState& s) {
@@ -485,7 +483,7 @@ GA_DEVICE void total_units(const UnitTask& task, Warp& warp) {
 // After the totals over units of these parameters: what their gradients now are.
 template <class Crew>
 GA_DEVICE void settle_units(Crew& crew, const Tables& t, const UnitTask* units, const ga_param* ids,
-                        int64_t count, bool last) {
+                            int64_t count, bool last) {
   if (!t.control->go) return;
   crew.each_item(count, [&](int64_t k) {
     const UnitTask& task = units[ids[k]];
@@ -566,8 +564,8 @@ GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, Micr
       });
       if (warp.leader()) c.sums.shared = x;
     } else if (t.group_inputs[j - 2].own_clip) {
-      const double x = warp.sum(
-          count, [&](int64_t k) { return group_of(k) == j - 2 ? plans[k].squares : 0.0; });
+      const double x =
+          warp.sum(count, [&](int64_t k) { return group_of(k) == j - 2 ? plans[k].squares : 0.0; });
       if (warp.leader()) t.group_states[j - 2].sum_squares = x;
     }
   });

@@ -122,10 +122,10 @@ struct ClippedGradient {
 
 // The composite formats of one parameter.
 struct Composites {
-  Pair pair;               // of a compensated accumulator
-  SparseRows sparse;       // the accumulator and its row set
+  Pair pair;          // of a compensated accumulator
+  SparseRows sparse;  // the accumulator and its row set
   ClippedGradient clipped;
-  OuterProduct outer;      // a factored second moment
+  OuterProduct outer;  // a factored second moment
 };
 
 // target <- [keep target +] sources; partials[chunk] of what was stored.
@@ -134,9 +134,9 @@ struct AccumulateTask {
   int64_t count;
   Partial* partials;
   Source source[2];
-  int sources;   // 1, or 2 without keep
-  double keep;   // 0: what is there is not read
-  double noise;  // Partial::noise [+]= noise * sum of squares of the contribution
+  int sources;            // 1, or 2 without keep
+  double keep;            // 0: what is there is not read
+  double noise;           // Partial::noise [+]= noise * sum of squares of the contribution
   const MicroPlan* plan;  // in place of keep, noise and the first source's scale; NULL: these
   ga_param param;
   // Rounded stochastically where there is a counter, of windows: the key is random_key(seed,
@@ -199,10 +199,10 @@ struct UpdateTask {
   bool by_chance;     // param or copy is rounded stochastically; state and average always are
   Array param;
   Array state[kMaxSlots];
-  Array copy;       // the parameter in 16 bits, where param is its master; data NULL: none
-  Array average;    // [average] + average_gain (param - average); data NULL: none
-  Array delivered;  // where the gradient goes under kDeliver
-  int64_t first;    // index of the first element, in the gradient and for rounding
+  Array copy;          // the parameter in 16 bits, where param is its master; data NULL: none
+  Array average;       // [average] + average_gain (param - average); data NULL: none
+  Array delivered;     // where the gradient goes under kDeliver
+  int64_t first;       // index of the first element, in the gradient and for rounding
   const RowSet* rows;  // of kUpdateRows
   int64_t columns;
   Partial* partials;  // measure: sum_squares and limited of x[0] and x[1]
@@ -276,10 +276,10 @@ struct BnTask {
   int64_t channels, samples, positions;
   bool channels_last;  // [samples, positions, channels], else [samples, channels, positions]
   int32_t mode, dtype;
-  bool frozen;  // by the running statistics
+  bool frozen;           // by the running statistics
   const BnInput* input;  // where the history is: a captured graph follows it when that moves
   int64_t index;         // of the micro-batch whose statistics are taken
-  bool aside;  // they go to the next entry of the history and change nothing else
+  bool aside;            // they go to the next entry of the history and change nothing else
   double eps;
   Array gamma, beta;  // data NULL: 1 and 0
   const void* x;

@@ -391,14 +391,14 @@ FUNCTION(ga_bn_add, ga_status (*)(ga_context*, const char*, int64_t, ga_param, g
                                   const ga_bn_options*, ga_bn*));
 FUNCTION(ga_bn_set_frozen, ga_status (*)(ga_context*, ga_bn, int32_t));
 FUNCTION(ga_bn_accumulate, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t));
-FUNCTION(ga_bn_accumulate_stats, ga_status (*)(ga_context*, ga_bn, int64_t, const void*,
-                                               const void*, int32_t, int32_t));
+FUNCTION(ga_bn_accumulate_stats,
+         ga_status (*)(ga_context*, ga_bn, int64_t, const void*, const void*, int32_t, int32_t));
 FUNCTION(ga_bn_finalize, ga_status (*)(ga_context*, ga_bn));
 FUNCTION(ga_bn_forward, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t, void*));
 FUNCTION(ga_bn_backward_accumulate,
          ga_status (*)(ga_context*, ga_bn, const void*, const void*, int64_t, int64_t));
-FUNCTION(ga_bn_backward, ga_status (*)(ga_context*, ga_bn, const void*, const void*, int64_t,
-                                       int64_t, void*));
+FUNCTION(ga_bn_backward,
+         ga_status (*)(ga_context*, ga_bn, const void*, const void*, int64_t, int64_t, void*));
 FUNCTION(ga_bn_infer, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t, void*));
 FUNCTION(ga_bn_running, ga_status (*)(ga_context*, ga_bn, void*, void*, int32_t, int64_t*));
 FUNCTION(ga_bn_running_set,

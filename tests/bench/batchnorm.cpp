@@ -63,9 +63,8 @@ void shape_figures(const Options& options, Report& report, const BatchNormShape&
   };
   const auto figure = [&](const char* id) { return std::string(id) + "_" + shape.name; };
 
-  const std::vector<Times> sums =
-      race(options.rounds(), 1,
-           {{[&] { yard_mix_1_0(x, n, threads); }, {}}, {accumulate, discard}});
+  const std::vector<Times> sums = race(
+      options.rounds(), 1, {{[&] { yard_mix_1_0(x, n, threads); }, {}}, {accumulate, discard}});
   report.figure(figure("B1"), sums[0] / sums[1], Sense::kAtLeast, 0.85,
                 format("statistics, of mix(1,0): %.1f GB/s", rate(1, n, sums[1])));
 
@@ -78,12 +77,11 @@ void shape_figures(const Options& options, Report& report, const BatchNormShape&
     check(ga_bn_forward(window.get(), 0, x, samples, shape.positions, y));
     check(ga_micro_end(window.get()));
   };
-  const std::vector<Times> normalise =
-      race(options.rounds(), 1,
-           {{[&] { yard_mix_1_1(out.get(), n, threads); }, {}},
-            {[&] { forward(x); }, {}},
-            {[&] { yard_copy_nt(out.get(), x, n, threads); }, {}},
-            {[&] { forward(out.get()); }, {}}});
+  const std::vector<Times> normalise = race(options.rounds(), 1,
+                                            {{[&] { yard_mix_1_1(out.get(), n, threads); }, {}},
+                                             {[&] { forward(x); }, {}},
+                                             {[&] { yard_copy_nt(out.get(), x, n, threads); }, {}},
+                                             {[&] { forward(out.get()); }, {}}});
   report.figure(figure("B2"), normalise[0] / normalise[1], Sense::kAtLeast, 0.85,
                 format("normalise in place, of mix(1,1): %.1f GB/s", rate(2, n, normalise[1])));
   report.figure(figure("B2_apart"), normalise[2] / normalise[3], Sense::kNone, 0,
@@ -106,11 +104,10 @@ void shape_figures(const Options& options, Report& report, const BatchNormShape&
            {{[&] { yard_mix_1_0(both.get(), 2 * n, threads); }, {}}, {backward_sums, again}});
   report.figure(figure("B3_sums"), first[0] / first[1], Sense::kAtLeast, 0.80,
                 format("backward, sums, of mix(2,0): %.1f GB/s", rate(2, n, first[1])));
-  const std::vector<Times> second =
-      race(options.rounds(), 1,
-           {{[&] { yard_mix_2_1(dy, x, n, threads); }, {}},
-            {[&] { backward(dy); }, {}},
-            {[&] { backward(out.get()); }, {}}});
+  const std::vector<Times> second = race(options.rounds(), 1,
+                                         {{[&] { yard_mix_2_1(dy, x, n, threads); }, {}},
+                                          {[&] { backward(dy); }, {}},
+                                          {[&] { backward(out.get()); }, {}}});
   report.figure(figure("B3_dx"), second[0] / second[1], Sense::kAtLeast, 0.80,
                 format("backward, dx, of mix(2,1): %.1f GB/s", rate(3, n, second[1])));
   report.figure(figure("B3_dx_apart"), second[0] / second[2], Sense::kNone, 0,
@@ -128,14 +125,13 @@ void shape_figures(const Options& options, Report& report, const BatchNormShape&
     micro_forward();
     check(ga_micro_begin(micro.get(), 0, 1, nullptr));
   };
-  const std::vector<Times> whole =
-      race(options.rounds(), 1,
-           {{[&] { yard_mix_1_0(x, n, threads); }, {}},
-            {[&] { yard_mix_1_1(out.get(), n, threads); }, {}},
-            {micro_forward, [&] { check(ga_discard(micro.get())); }},
-            {[&] { yard_mix_1_0(both.get(), 2 * n, threads); }, {}},
-            {[&] { yard_mix_2_1(dy, x, n, threads); }, {}},
-            {micro_backward, begin}});
+  const std::vector<Times> whole = race(options.rounds(), 1,
+                                        {{[&] { yard_mix_1_0(x, n, threads); }, {}},
+                                         {[&] { yard_mix_1_1(out.get(), n, threads); }, {}},
+                                         {micro_forward, [&] { check(ga_discard(micro.get())); }},
+                                         {[&] { yard_mix_1_0(both.get(), 2 * n, threads); }, {}},
+                                         {[&] { yard_mix_2_1(dy, x, n, threads); }, {}},
+                                         {micro_backward, begin}});
   report.figure(figure("B2_micro"), (whole[0] + whole[1]) / whole[2], Sense::kNone, 0,
                 "statistics and normalise in one call, of mix(1,0) and mix(1,1)");
   report.figure(figure("B3_micro"), (whole[3] + whole[4]) / whole[5], Sense::kNone, 0,

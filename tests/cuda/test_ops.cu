@@ -72,7 +72,8 @@ template <class T>
 struct Arrays {
   std::vector<T> p, g, state[kMaxSlots];
   explicit Arrays(size_t n) : p(numbers<T>(n, 1)), g(numbers<T>(n, 2)) {
-    for (int k = 0; k < kMaxSlots; ++k) state[k] = numbers<T>(n, static_cast<unsigned>(3 + k), true);
+    for (int k = 0; k < kMaxSlots; ++k)
+      state[k] = numbers<T>(n, static_cast<unsigned>(3 + k), true);
   }
 };
 

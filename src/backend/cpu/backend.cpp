@@ -12,8 +12,8 @@
 #include "backend/cpu/kernels.hpp"
 #include "backend/cpu/matmul.hpp"
 #include "backend/cpu/threads.hpp"
-#include "backend/numbers.hpp"
 #include "backend/decide.hpp"
+#include "backend/numbers.hpp"
 #include "error.hpp"
 #include "tensor.hpp"
 
@@ -99,8 +99,7 @@ class Crew {
 
 class CpuBackend final : public Backend {
  public:
-  explicit CpuBackend(const ga_config& config)
-      : CpuBackend(config, choose_isa()) {}
+  explicit CpuBackend(const ga_config& config) : CpuBackend(config, choose_isa()) {}
 
   void* allocate(size_t bytes) override {
     if (!is_large(bytes)) {
@@ -241,9 +240,7 @@ class CpuBackend final : public Backend {
     });
   }
 
-  void norm(Span<const NormTask> tasks) override {
-    run(tasks, take_norm);
-  }
+  void norm(Span<const NormTask> tasks) override { run(tasks, take_norm); }
 
   void measure(Params params) override {
     run(Listed<UpdateTask>{tasks_.measures, params},
@@ -268,8 +265,8 @@ class CpuBackend final : public Backend {
 
   void update_by_units(Params params, bool last) override {
     const Listed<UpdateTask> tasks = {tasks_.updates, params};
-    const int64_t total = cut_pieces(
-        tasks, [&](size_t t) { return tasks_.units[params.data[t]].pattern; });
+    const int64_t total =
+        cut_pieces(tasks, [&](size_t t) { return tasks_.units[params.data[t]].pattern; });
     run_items(tasks, total, [](const CpuBackend& self, const UpdateTask& task, const Work& w) {
       const UnitTask& units = self.tasks_.units[&task - self.tasks_.updates];
       const UnitPattern& pattern = *units.pattern;
@@ -335,8 +332,8 @@ class CpuBackend final : public Backend {
     grow(chains_, static_cast<size_t>(most));
     grow(order_, count);
     const auto batch = static_cast<size_t>(std::min<int64_t>(most, kRowBatch));
-    const size_t rows_of_chunks = batch * static_cast<size_t>(std::max<int64_t>(
-                                              1, chunk_count(task.columns)));
+    const size_t rows_of_chunks =
+        batch * static_cast<size_t>(std::max<int64_t>(1, chunk_count(task.columns)));
     grow(row_tasks_, batch);
     grow(work_, rows_of_chunks);
     grow(items_, rows_of_chunks + 1);
@@ -492,8 +489,7 @@ class CpuBackend final : public Backend {
     whole.padded_state = false;
     whole.count = task.columns;
     if (whole.gradient.source.format == kSparse) {  // the rows at hand are there
-      whole.gradient.source.data =
-          static_cast<const SparseRows*>(task.gradient.source.data)->data;
+      whole.gradient.source.data = static_cast<const SparseRows*>(task.gradient.source.data)->data;
       whole.gradient.source.format = task.f64 ? GA_F64 : GA_F32;
     }
     const auto move = [](Array& a, int64_t elements) {
@@ -511,16 +507,20 @@ class CpuBackend final : public Backend {
         move(row.copy, row.first);
         for (int k = 0; k < op_info(row.op).slots; ++k) move(row.state[k], row.first);
       }
-      run(Span<const UpdateTask>{row_tasks_.data(), row_tasks_.size()},
+      run(
+          Span<const UpdateTask>{row_tasks_.data(), row_tasks_.size()},
           [](const CpuBackend& self, const UpdateTask& row, const Work& w) {
             self.kernels_.update[row.f64][row.op](row, w.offset, w.count);
-          }, true);
+          },
+          true);
     }
     if (!task.average.data) return;
-    run(Span<const UpdateTask>{&task, 1},
+    run(
+        Span<const UpdateTask>{&task, 1},
         [](const CpuBackend& self, const UpdateTask& average, const Work& w) {
           self.kernels_.follow(average, w.offset, w.count);
-        }, true);
+        },
+        true);
   }
 
   // Cuts tasks into chunks, and these into items of similar size: many small tensors are one item,

@@ -11,17 +11,17 @@
 namespace ga::cpu {
 namespace {
 
-constexpr int64_t kAlone = 16384;         // elements that one thread does best alone
-constexpr int64_t kSmallestItem = 4096;   // likewise of an item
+constexpr int64_t kAlone = 16384;        // elements that one thread does best alone
+constexpr int64_t kSmallestItem = 4096;  // likewise of an item
 constexpr int64_t kMostItems = 1024;
 constexpr int64_t kMostSlices = 64;
-constexpr int64_t kSlice = 65536;     // elements of a channel
-constexpr int64_t kSliceRows = 128;   // at least, of a matrix
-constexpr int64_t kColumns = 1024;    // of a matrix: their sums fit L1
-constexpr int64_t kStretch = 8192;    // elements of several planes that follow each other
-constexpr int64_t kWarm = 1 << 20;    // bytes that are still in L2 when they are read once more
-constexpr int64_t kNarrow = 64;       // fewer channels than that are folded
-constexpr int64_t kWidest = 4096;     // of folded ones
+constexpr int64_t kSlice = 65536;    // elements of a channel
+constexpr int64_t kSliceRows = 128;  // at least, of a matrix
+constexpr int64_t kColumns = 1024;   // of a matrix: their sums fit L1
+constexpr int64_t kStretch = 8192;   // elements of several planes that follow each other
+constexpr int64_t kWarm = 1 << 20;   // bytes that are still in L2 when they are read once more
+constexpr int64_t kNarrow = 64;      // fewer channels than that are folded
+constexpr int64_t kWidest = 4096;    // of folded ones
 constexpr int64_t kGroup = 16;
 constexpr int kNumbers = 5;
 
@@ -68,12 +68,12 @@ void put(T* numbers, int64_t columns, const Centre<T>& centre) {
 
 // How a task is cut.
 struct BatchNorm::Cut {
-  bool rows;           // a matrix of rows
-  int64_t fold;        // channels come fold times in a row
-  int64_t columns;     // of a matrix, or channels
-  int64_t stride;      // between their arrays of sums
-  int64_t length;      // rows of it, or elements of a channel
-  int64_t slice;       // of these
+  bool rows;        // a matrix of rows
+  int64_t fold;     // channels come fold times in a row
+  int64_t columns;  // of a matrix, or channels
+  int64_t stride;   // between their arrays of sums
+  int64_t length;   // rows of it, or elements of a channel
+  int64_t slice;    // of these
   int64_t slices;
 
   explicit Cut(const BnTask& t) : rows(t.channels_last || t.positions == 1) {
@@ -170,9 +170,8 @@ struct BatchNorm::Backward {
     const BnChannel& channel = t.state[c];
     const Normal n(t, channel);
     const double share = t.mode == GA_BN_WINDOW ? t.share() : 1;
-    const BnBackward<T> b(n.mean, n.rstd, number_of(t.gamma, c, 1),
-                          t.frozen ? 0 : channel.dbeta, t.frozen ? 0 : channel.dgamma,
-                          t.frozen ? 1 : share * n.count);
+    const BnBackward<T> b(n.mean, n.rstd, number_of(t.gamma, c, 1), t.frozen ? 0 : channel.dbeta,
+                          t.frozen ? 0 : channel.dgamma, t.frozen ? 1 : share * n.count);
     T* const to = static_cast<T*>(numbers) + column;
     put(to, columns, b.centre);
     to[2 * columns] = b.scale;
@@ -191,7 +190,7 @@ void BatchNorm::reserve(int64_t channels) {
   const int64_t columns = divide_up(std::max(channels, kWidest), kGroup) * kGroup;
   const auto room = [](int64_t count) {
     return Doubles(static_cast<double*>(
-        ::operator new(static_cast<size_t>(count) * sizeof(double), std::align_val_t{64})));
+        ::operator new (static_cast<size_t>(count) * sizeof(double), std::align_val_t{64})));
   };
   Doubles sums = room(2 * columns * kMostSlices), numbers = room(columns * kNumbers);
   threads_.reserve(kMostItems);

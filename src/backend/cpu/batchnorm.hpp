@@ -52,7 +52,7 @@ class BatchNorm {
   int64_t planes_at_once(const BnTask& task, int64_t most) const;
 
   struct Free {
-    void operator()(double* p) const { ::operator delete(p, std::align_val_t{64}); }
+    void operator()(double* p) const { ::operator delete (p, std::align_val_t{64}); }
   };
   using Doubles = std::unique_ptr<double, Free>;
 

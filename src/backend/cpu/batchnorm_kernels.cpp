@@ -25,8 +25,8 @@
 namespace ga::cpu {
 namespace {
 
-#include "backend/cpu/vectors.hpp"
 #include "backend/cpu/formats.hpp"
+#include "backend/cpu/vectors.hpp"
 
 template <class T>
 using Real = std::conditional_t<std::is_same_v<T, float>, Floats, Doubles>;
@@ -147,8 +147,7 @@ struct Reference {
   }
   GA_INLINE static Reference of_one(const BnNumbers& n, int64_t column) {
     Reference r;
-    for (int k = 0; k < kDoubles; ++k)
-      r.x[k] = all_of(static_cast<const double*>(n.data)[column]);
+    for (int k = 0; k < kDoubles; ++k) r.x[k] = all_of(static_cast<const double*>(n.data)[column]);
     return r;
   }
 };
@@ -336,34 +335,33 @@ void map_planes(const BnTask& task, int64_t first, int64_t last, int64_t begin, 
     copy_past(static_cast<T*>(task.out) + made_at, made, held);
     held = 0;
   };
-  each_stretch(
-      task, first, last, begin, end,
-      [&](int64_t column, int64_t offset, int64_t count, int64_t ahead) GA_INLINE_BODY {
-        const T* const x = read<T>(task.x, task.dtype, offset, count, tile_x);
-        const T* const dy =
-            Action::kTwo ? read<T>(task.dy, task.dtype, offset, count, tile_dy) : x;
-        T* out = packed ? tile_x : static_cast<T*>(task.out) + offset;
-        if (packed) ahead = 0;
-        if (stream) {
-          if (held > 0 && (made_at + held != offset || held + count > 2 * kTile)) flush();
-          if (held == 0) made_at = offset;
-          out = made + held;
-          held += count;
-        }
-        T one[Action::kNumbers];
-        Real<T> n[Action::kNumbers];
-        for (int k = 0; k < Action::kNumbers; ++k) {
-          one[k] = static_cast<const T*>(numbers.data)[k * numbers.columns + column];
-          n[k] = all_of(one[k]);
-        }
-        int64_t i = 0;
-        for (; i + kWidth<T> <= count; i += kWidth<T>) {
-          fetch_group<Action::kTwo>(ahead, x + i, dy + i);
-          put(out + i, Action::apply(get(x + i), get(dy + i), n));
-        }
-        for (; i < count; ++i) out[i] = Action::apply(x[i], dy[i], one);
-        if (packed) write<T>(task.out, task.dtype, offset, count, out);
-      });
+  each_stretch(task, first, last, begin, end,
+               [&](int64_t column, int64_t offset, int64_t count, int64_t ahead) GA_INLINE_BODY {
+                 const T* const x = read<T>(task.x, task.dtype, offset, count, tile_x);
+                 const T* const dy =
+                     Action::kTwo ? read<T>(task.dy, task.dtype, offset, count, tile_dy) : x;
+                 T* out = packed ? tile_x : static_cast<T*>(task.out) + offset;
+                 if (packed) ahead = 0;
+                 if (stream) {
+                   if (held > 0 && (made_at + held != offset || held + count > 2 * kTile)) flush();
+                   if (held == 0) made_at = offset;
+                   out = made + held;
+                   held += count;
+                 }
+                 T one[Action::kNumbers];
+                 Real<T> n[Action::kNumbers];
+                 for (int k = 0; k < Action::kNumbers; ++k) {
+                   one[k] = static_cast<const T*>(numbers.data)[k * numbers.columns + column];
+                   n[k] = all_of(one[k]);
+                 }
+                 int64_t i = 0;
+                 for (; i + kWidth<T> <= count; i += kWidth<T>) {
+                   fetch_group<Action::kTwo>(ahead, x + i, dy + i);
+                   put(out + i, Action::apply(get(x + i), get(dy + i), n));
+                 }
+                 for (; i < count; ++i) out[i] = Action::apply(x[i], dy[i], one);
+                 if (packed) write<T>(task.out, task.dtype, offset, count, out);
+               });
   if (!stream) return;
   flush();
   stream_fence();
@@ -386,7 +384,9 @@ GA_INLINE void sum_row(const T* x, const T* dy, int64_t step, int64_t count, boo
       s.second[k] = get(s2 + i + k * kWidth<double>);
     }
     // Where the row ends, in the next one that is to come.
-    const int64_t ahead = !in_place ? 0 : i + kAhead < count ? kAhead : kAhead - count + kRows * step;
+    const int64_t ahead = !in_place            ? 0
+                          : i + kAhead < count ? kAhead
+                                               : kAhead - count + kRows * step;
     for (int r = 0; r < kRows; ++r) {
       fetch_group<Action::kTwo>(ahead, x + r * step + i, dy + r * step + i);
       Action::add(s, reference, Whole<T>{x + r * step + i}, Whole<T>{dy + r * step + i});
@@ -423,8 +423,7 @@ void sum_rows(const BnTask& task, int64_t begin, int64_t end, const BnNumbers& n
     for (int64_t c = first; c < stop; c += kTile) {
       const int64_t count = smaller(kTile, stop - c);
       const T* const x = read<T>(task.x, task.dtype, at + c, count, tile_x);
-      const T* const dy =
-          Action::kTwo ? read<T>(task.dy, task.dtype, at + c, count, tile_dy) : x;
+      const T* const dy = Action::kTwo ? read<T>(task.dy, task.dtype, at + c, count, tile_dy) : x;
       sum_row<T, Action, 1>(x, dy, width, count, in_place, numbers, c, sums);
     }
     ++row;
@@ -444,8 +443,7 @@ void map_rows(const BnTask& task, int64_t begin, int64_t end, const BnNumbers& n
     for (int64_t c = 0; c < columns; c += kTile) {
       const int64_t count = smaller(kTile, columns - c), offset = row * width + c;
       const T* const x = read<T>(task.x, task.dtype, offset, count, tile_x);
-      const T* const dy =
-          Action::kTwo ? read<T>(task.dy, task.dtype, offset, count, tile_dy) : x;
+      const T* const dy = Action::kTwo ? read<T>(task.dy, task.dtype, offset, count, tile_dy) : x;
       T* const out = packed ? tile_x : static_cast<T*>(task.out) + offset;
       const bool past = stream && reinterpret_cast<uintptr_t>(out) % kBytes == 0;
       int64_t i = 0;

@@ -75,11 +75,10 @@ bool has_v4() {
          has(saved_registers(), {5, 6, 7});
 }
 
-constexpr Isa levels[] = {
-    {"scalar", always, kernels_scalar, batchnorm_kernels_scalar},
-    {"x86-64-v2", has_v2, kernels_x86_64_v2, batchnorm_kernels_x86_64_v2},
-    {"x86-64-v3", has_v3, kernels_x86_64_v3, batchnorm_kernels_x86_64_v3},
-    {"x86-64-v4", has_v4, kernels_x86_64_v4, batchnorm_kernels_x86_64_v4}};
+constexpr Isa levels[] = {{"scalar", always, kernels_scalar, batchnorm_kernels_scalar},
+                          {"x86-64-v2", has_v2, kernels_x86_64_v2, batchnorm_kernels_x86_64_v2},
+                          {"x86-64-v3", has_v3, kernels_x86_64_v3, batchnorm_kernels_x86_64_v3},
+                          {"x86-64-v4", has_v4, kernels_x86_64_v4, batchnorm_kernels_x86_64_v4}};
 
 #else
 

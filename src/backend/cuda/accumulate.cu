@@ -176,8 +176,7 @@ void launch_plain(const Queue& queue, const PlainCall& call, Span<const uintptr_
   AccumulatePlain<kMost, kPair> kernel;  // only what is used of it is written
   kernel.call = call;
   for (size_t i = 0; i < gradients.size; ++i) kernel.gradients[i] = gradients.data[i];
-  for (size_t i = 0; kPair && i < gradients.size; ++i)
-    kernel.gradients[kMost + i] = before[i];
+  for (size_t i = 0; kPair && i < gradients.size; ++i) kernel.gradients[kMost + i] = before[i];
   launch(kernel, blocks_for(queue, call.last_chunk - call.first_chunk), queue.stream);
 }
 
@@ -325,11 +324,11 @@ void accumulate_plain(const Queue& queue, const PlainCall& call, Span<const uint
   if (n > (before ? kMostGradients / 2 : kMostGradients))
     fail(GA_ERROR_INTERNAL, "%zu gradients were given to one launch", n);
   // Few tensors do not carry the arguments of many.
-  const auto launch_for = before ? (n <= 64 ? launch_plain<64, true>
-                                            : launch_plain<kMostGradients / 2, true>)
-                          : n <= 64   ? launch_plain<64, false>
-                          : n <= 1000 ? launch_plain<1000, false>
-                                      : launch_plain<kMostGradients, false>;
+  const auto launch_for =
+      before      ? (n <= 64 ? launch_plain<64, true> : launch_plain<kMostGradients / 2, true>)
+      : n <= 64   ? launch_plain<64, false>
+      : n <= 1000 ? launch_plain<1000, false>
+                  : launch_plain<kMostGradients, false>;
   launch_for(queue, call, gradients, before);
 }
 

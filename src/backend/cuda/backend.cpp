@@ -360,7 +360,8 @@ class CudaBackend final : public Backend {
     const auto parts = lists_.get(ListKind::kUnits, params);
     if (parts.size == 0) return {};
     const ListPart& p = parts.data[0];
-    return {tasks_.units_at, p.chunks, p.chunk_count, p.params, p.param_count, counters_.at<unsigned>()};
+    return {tasks_.units_at, p.chunks,      p.chunk_count,
+            p.params,        p.param_count, counters_.at<unsigned>()};
   }
 
   FactorPieces factors_of(Params params) {
@@ -368,8 +369,8 @@ class CudaBackend final : public Backend {
     if (parts.size == 0) return {};
     const ListPart& p = parts.data[0];
     auto* const counters = counters_.at<unsigned>(most_params_ * sizeof(unsigned));
-    return {tasks_.factors_at, p.chunks,      p.chunk_count, p.columns, p.column_count,
-            p.params,          p.param_count, counters};
+    return {tasks_.factors_at, p.chunks, p.chunk_count, p.columns,
+            p.column_count,    p.params, p.param_count, counters};
   }
 
   [[noreturn]] static void fail_cut() {

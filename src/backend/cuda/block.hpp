@@ -47,7 +47,7 @@ constexpr int kThreads = 256;  // of a block
 // Of one that is a grid alone, by each_item, each_warp and once: it waits for memory at each step, the
 // less often the more threads go it together. Its kernel says kWide = true.
 constexpr int kWideThreads = 1024;
-constexpr int kLanes = 32;     // of a warp
+constexpr int kLanes = 32;  // of a warp
 
 // From CUDA 12.1 on, for the compute capabilities 7.0 and up.
 constexpr size_t kMostArguments = 32764;

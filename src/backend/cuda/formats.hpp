@@ -9,8 +9,8 @@
 
 #include "backend/backend.hpp"
 #include "backend/cuda/block.hpp"
-#include "backend/numbers.hpp"
 #include "backend/decide.hpp"
+#include "backend/numbers.hpp"
 
 // Functions that a kernel calls: not inlined.
 #ifdef __CUDACC__

@@ -45,9 +45,9 @@ struct PlainScale {
 
 // Plain contributions to some of the parameters [first, first + kMostGradients).
 struct PlainCall {
-  const PlainTarget* targets;         // by parameter
-  const ChunkRef* chunks;             // of all parameters in their order
-  int64_t first_chunk, last_chunk;    // [first_chunk, last_chunk) of them
+  const PlainTarget* targets;       // by parameter
+  const ChunkRef* chunks;           // of all parameters in their order
+  int64_t first_chunk, last_chunk;  // [first_chunk, last_chunk) of them
   ga_param first;
   PlainScale of, before;
 };

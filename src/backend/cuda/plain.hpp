@@ -31,7 +31,7 @@ class PlainTargets {
   Buffer buffer_;  // a PlainTarget for each parameter
   size_t params_ = 0;
   std::vector<uintptr_t> gradients_, before_;  // of each parameter, in this call: accumulate_plain
-  size_t first_ = 0, last_ = 0;       // of these, [first_, last_)
+  size_t first_ = 0, last_ = 0;                // of these, [first_, last_)
   size_t changed_first_ = 0, changed_last_ = 0;  // likewise of the targets
   std::vector<AccumulateTask> others_;
 };
