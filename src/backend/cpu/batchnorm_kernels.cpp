@@ -26,7 +26,6 @@ namespace ga::cpu {
 namespace {
 
 #include "backend/cpu/formats.hpp"
-#include "backend/cpu/vectors.hpp"
 
 template <class T>
 using Real = std::conditional_t<std::is_same_v<T, float>, Floats, Doubles>;

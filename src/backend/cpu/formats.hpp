@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // How arrays are stored: tiles of them unpacked to the type computed in, and packed again. Included
-// behind vectors.hpp, in the same way. The numbers themselves are in numbers.hpp.
+// in the same way as vectors.hpp. The numbers themselves are in numbers.hpp.
 #pragma once
+
+#include "backend/cpu/vectors.hpp"
 
 // ---- Reading ------------------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ namespace ga::cpu {
 namespace {
 
 #include "backend/cpu/formats.hpp"
-#include "backend/cpu/vectors.hpp"
 
 // The last elements of a tensor, fewer than a block, padded with zeros to whole groups of kGroup:
 // the loops below then know whole groups only.
