@@ -25,13 +25,13 @@ Micro Context::make_micro(double weight, const double* scale) const {
 // data as what is added: the loss scale undone, times the weight.
 Source Context::contribution(const void* data, int32_t dtype, const Micro& m) const {
   const double weight = config_.gradient_kind == GA_GRADIENT_MEAN ? m.weight : 1;
-  if (m.loss_scale == 0) return {data, dtype, weight, &control_.at()->scaler.scale};
+  if (m.loss_scale == 0) return {data, dtype, weight, &tables_.control.at()->scaler.scale};
   return {data, dtype, weight / m.loss_scale, nullptr};
 }
 
 Source Context::adopted_of(const Param& p) const {
   return {p.adopted, p.gradient_dtype, p.adopted_scale,
-          p.adopted_late ? &control_.at()->scaler.scale : nullptr};
+          p.adopted_late ? &tables_.control.at()->scaler.scale : nullptr};
 }
 
 // What a call may not do under options that need every gradient as a whole, where it is.
@@ -86,16 +86,15 @@ void Context::check_gradient(ga_param id, const void* gradient) {
 
 Array Context::target_of(ga_param id) const {
   const Param& p = params_[static_cast<size_t>(id)];
-  if (p.pair) return {&composites_.at(static_cast<size_t>(id))->pair, kPair};
+  if (p.pair) return {&tables_.composites.at(static_cast<size_t>(id))->pair, kPair};
   return {p.accumulator, p.accumulator_dtype};
 }
 
 // One contribution: a task over the data and what it makes of the parameter. Checks are behind it;
 // if the pass fails, the window is invalid and none of this is looked at again.
-AccumulateTask* Context::plan(ga_param id, const Source& given, bool may_adopt) {
+AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_adopt) {
   Param& p = params_[static_cast<size_t>(id)];
-  if (adopts_ && may_adopt && p.held() == Held::kNothing &&
-      p.accumulator_dtype == (p.f64 ? GA_F64 : GA_F32)) {
+  if (adopts_ && may_adopt && p.held() == Held::kNothing && fits_accumulator(p)) {
     p.hold(Held::kAdopted);
     p.adopted = given.data;
     p.adopted_scale = given.scale;
@@ -131,7 +130,7 @@ AccumulateTask* Context::plan(ga_param id, const Source& given, bool may_adopt) 
     p.held_weight = micro_.window_weight;
   }
   if (config_.accumulation == GA_ACCUMULATE_STOCHASTIC) {
-    task.counter = &control_.at()->windows;
+    task.counter = &tables_.control.at()->windows;
     task.seed = config_.seed;
     task.contribution = p.contributions;
   }
@@ -198,7 +197,7 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
       each([&](ga_param id, const Param& p, const void* gradient) {
         source.data = gradient;
         source.format = p.gradient_dtype;
-        if (!plan(id, source)) move_gradient(static_cast<size_t>(id));
+        if (!add_task(id, source)) move_gradient(static_cast<size_t>(id));
       });
     }
   }
@@ -232,7 +231,7 @@ void Context::micro_begin(int64_t index, double weight, const double* scale) {
 }
 
 // The parameter of a call that contributes to the open micro-batch.
-Context::Param& Context::part(ga_param id, const char* what) {
+Param& Context::part(ga_param id, const char* what) {
   check_device();
   window_.check_part(what);
   Param& p = param(id);
@@ -281,7 +280,7 @@ void Context::contribute(Span<const Whole> given, bool may_adopt) {
       continue;
     }
     make_dense(g.param);
-    plan(g.param, contribution(g.gradient, g.format, micro), may_adopt);
+    add_task(g.param, contribution(g.gradient, g.format, micro), may_adopt);
   }
   or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
 }
@@ -407,16 +406,14 @@ void Context::defer(Contribution c) {
   micro_inputs_.reserve(contributions_.capacity());
   micro_units_.reserve(contributions_.capacity());
   const auto room = [&](auto& state, size_t size) {
-    if (static_cast<size_t>(state.bytes()) >= size * sizeof(*state.at())) return;
-    auto larger = std::decay_t<decltype(state)>().grown(*backend_, 2 * size);
-    std::swap(state, larger);
-    larger.release(*backend_);
+    if (static_cast<size_t>(state.bytes()) < size * sizeof(*state.at()))
+      state = std::decay_t<decltype(state)>().grown(*backend_, 2 * size);
   };
   room(micro_plans_, contributions_.capacity());
   room(micro_partials_, chunks);
   // By doubling: each of thousands of contributions would else have the backend's lists made anew.
   const auto params = static_cast<int64_t>(std::max(params_.size(), contributions_.capacity()));
-  if (const auto most = owned_.chunks + static_cast<int64_t>(chunks);
+  if (const auto most = owned_.chunks() + static_cast<int64_t>(chunks);
       most > reserved_chunks_ || params > reserved_params_) {
     const auto wanted = std::max(reserved_chunks_, most + static_cast<int64_t>(chunks));
     backend_->reserve(wanted, params, static_cast<int64_t>(owned_.bytes[kAccumulator]));
@@ -431,6 +428,31 @@ void Context::defer(Contribution c) {
 // Reads what the micro-batch brought, and adds it, clipped, or drops it.
 void Context::settle(int64_t index) {
   const Micro micro = window_.micro(index);
+  list_contributions(micro);
+  bool added = true;
+  or_invalidate([&] {
+    const Span<const MicroInput> inputs = {micro_inputs_.data(), micro_inputs_.size()};
+    flush();
+    backend_->judge(inputs, micro_plans_.at(), micro, index, true);
+    backend_->norm(norm_tasks_.span());
+    backend_->judge(inputs, micro_plans_.at(), micro, index, false);
+    const Control* const known = backend_->known();
+    added = !known || known->micro_finite || config_.nonfinite != GA_NONFINITE_DROP_MICRO;
+    if (added) backend_->clip_units(params_of(micro_units_));
+  });
+  set_micro(micro, index, window_.weight());
+  if (added) {
+    add_contributions(micro);
+  } else {
+    for (const Contribution& c : contributions_)
+      if (c.index_dtype == 0) count_contribution(params_[static_cast<size_t>(c.param)]);
+    window_.drop_last();  // judged micro-batches are never opened again, so it is this one
+  }
+  contributions_.clear();
+}
+
+// What judges them: the norms to be taken, and the tables with the units to be clipped.
+void Context::list_contributions(const Micro& micro) {
   micro_inputs_.clear();
   micro_units_.clear();
   norm_tasks_.clear();
@@ -449,36 +471,20 @@ void Context::settle(int64_t index) {
     task.count = c.count;
     task.partials = partials;
     if (!clips_micro(p)) continue;
-    const bool units = clip_of(p).scope == GA_CLIP_AGC && tensors_[i].units;
-    const Units* const u = tensors_[i].units.get();
-    composites_.edit(i).clipped = {task.gradient, units ? u->at() : nullptr,
-                                   units ? u->factors : nullptr};
+    const Units* const made = tensors_[i].units[Tensor::kClipUnits].get();
+    const bool units = clip_of(p).scope == GA_CLIP_AGC && made;
+    tables_.composites.edit(i).clipped = {task.gradient, units ? made->pattern.at() : nullptr,
+                                          units ? made->factors : nullptr};
     if (!units) continue;
-    units_.edit(i).gradient = task.gradient;
+    tables_.units.edit(i).gradient = task.gradient;
     micro_units_.push_back(c.param);
   }
   for (const Contribution& c : contributions_)
     params_[static_cast<size_t>(c.param)].pending = false;
+}
 
-  bool added = true;
-  or_invalidate([&] {
-    const Span<const MicroInput> inputs = {micro_inputs_.data(), micro_inputs_.size()};
-    flush();
-    backend_->judge(inputs, micro_plans_.at(), micro, index, true);
-    backend_->norm(norm_tasks_.span());
-    backend_->judge(inputs, micro_plans_.at(), micro, index, false);
-    const Control* const known = backend_->known();
-    added = !known || known->micro_finite || config_.nonfinite != GA_NONFINITE_DROP_MICRO;
-    if (added) backend_->clip_units({micro_units_.data(), micro_units_.size()});
-  });
-  set_micro(micro, index, window_.weight());
-  if (!added) {
-    for (const Contribution& c : contributions_)
-      if (c.index_dtype == 0) count_contribution(params_[static_cast<size_t>(c.param)]);
-    window_.drop_last();  // judged micro-batches are never opened again, so it is this one
-    contributions_.clear();
-    return;
-  }
+// One pass over all of them, cut where a parameter comes twice, and around rows.
+void Context::add_contributions(const Micro& micro) {
   accumulate_tasks_.clear();
   const auto run = [&] {
     or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
@@ -490,7 +496,7 @@ void Context::settle(int64_t index) {
     const Contribution& c = contributions_[k];
     const auto i = static_cast<size_t>(c.param);
     Param& p = params_[i];
-    const Source source = contribution(c.gradient, c.format, micro);
+    Source source = contribution(c.gradient, c.format, micro);
     if (c.index_dtype != 0) {
       run();
       add_rows(c, source, micro_plans_.at(k));
@@ -498,14 +504,11 @@ void Context::settle(int64_t index) {
     }
     if (p.pending) run();  // one pass writes an accumulator once
     make_dense(c.param);
-    AccumulateTask* const task =
-        plan(c.param,
-             clips_micro(p) ? Source{&composites_.at(i)->clipped, kClipped, 1, nullptr} : source);
-    task->plan = micro_plans_.at(k);
+    if (clips_micro(p)) source = {&tables_.composites.at(i)->clipped, kClipped, 1, nullptr};
+    add_task(c.param, source)->plan = micro_plans_.at(k);
     p.pending = true;
   }
   run();
-  contributions_.clear();
 }
 
 void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t lda,
@@ -581,7 +584,7 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
   p.stale = !has_partials;
 }
 
-ga_accumulator Context::acquire(ga_param id) {
+ga_accumulator Context::acquire_accumulator(ga_param id) {
   Param& p = part(id, "ga_accumulator_acquire");
   refuse(id, "ga_accumulator_acquire", true);
   const Micro& micro = window_.open_micro();
@@ -604,7 +607,7 @@ ga_accumulator Context::acquire(ga_param id) {
   return out;
 }
 
-void Context::release(ga_param id) {
+void Context::release_accumulator(ga_param id) {
   window_.check_part("ga_accumulator_release");
   Param& p = param(id);
   if (!p.acquired)

@@ -413,12 +413,12 @@ ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const
 ga_status ga_accumulator_acquire(ga_context* ctx, ga_param param, ga_accumulator* out) {
   return on(ctx, [&] {
     check_out(out, "ga_accumulator");
-    write_struct(out, ctx->acquire(param));
+    write_struct(out, ctx->acquire_accumulator(param));
   });
 }
 
 ga_status ga_accumulator_release(ga_context* ctx, ga_param param) {
-  return on(ctx, [&] { ctx->release(param); });
+  return on(ctx, [&] { ctx->release_accumulator(param); });
 }
 
 ga_status ga_micro_end(ga_context* ctx) {

@@ -133,13 +133,11 @@ ga_bn Context::add_batch_norm(const char* name, int64_t channels, ga_param gamma
     add_range({begin, begin + b.bytes, -1});
   } catch (...) {
     backend_->free(b.state, b.bytes);
-    inputs.release(*backend_);
     throw;
   }
   b.dgamma = reinterpret_cast<char*>(b.state) + state;
   b.dbeta = static_cast<char*>(b.dgamma) + n * static_cast<size_t>(size_of_real(o));
-  std::swap(bn_inputs_, inputs);
-  inputs.release(*backend_);
+  bn_inputs_.swap(inputs);
   batch_norms_.push_back(std::move(b));
   set_tables();
   return static_cast<ga_bn>(batch_norms_.size() - 1);

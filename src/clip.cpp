@@ -52,7 +52,7 @@ void check_clip(const ga_clip& c) {
 }
 
 const ga_clip& Context::clip_of(const Param& p) const {
-  const Group& g = groups_[static_cast<size_t>(p.group)];
+  const Group& g = group_of(p);
   return g.own_clip ? g.clip : clip_;
 }
 
@@ -118,7 +118,7 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   choose_path();
   tell_settings();
   tell_groups();
-  for (size_t i = 0; i < prepared_; ++i) set_update(i);
+  for (size_t i = 0; i < prepared_; ++i) describe(i);
   lists_due_ = true;
 }
 
@@ -135,67 +135,22 @@ uint32_t Context::units_axes(size_t i) const {
   return agc_axes(units, t.shape);
 }
 
-// both: sums over the parameter too, and factors.
-size_t Context::bytes_of_units(const UnitPattern& p, bool both) {
-  const auto sums = static_cast<size_t>(p.sums()), count = static_cast<size_t>(p.units);
-  return both ? sizeof(double) * (2 * sums + count) + sizeof(UnitTotals) : sizeof(double) * sums;
-}
-
-std::unique_ptr<Context::Units> Context::new_units(const std::vector<int64_t>& shape,
-                                                   uint32_t reduced, bool both) {
-  auto units = std::make_unique<Units>();
-  units->pattern = make_units(static_cast<int32_t>(shape.size()), shape.data(), reduced);
-  const auto sums = static_cast<size_t>(units->pattern.sums());
-  const auto count = static_cast<size_t>(units->pattern.units);
-  units->bytes = bytes_of_units(units->pattern, both);
-  try {
-    units->mirror = backend_->mirror(sizeof(UnitPattern));
-    units->gradient = static_cast<double*>(backend_->allocate(units->bytes));
-    *static_cast<UnitPattern*>(units->mirror.host) = units->pattern;
-    backend_->upload(units->mirror, 0, sizeof(UnitPattern));
-  } catch (...) {
-    free_units(units);
-    throw;
-  }
-  if (both) {
-    units->param = units->gradient + sums;
-    units->factors = units->param + sums;
-    units->totals = reinterpret_cast<UnitTotals*>(units->param + sums + count);
-  }
-  return units;
-}
-
-void Context::free_units(std::unique_ptr<Units>& units) noexcept {
-  if (units) {
-    backend_->free(units->gradient, units->bytes);
-    backend_->free(units->mirror);
-  }
-  units.reset();
-}
-
 // Gives every parameter under GA_CLIP_AGC that has its arrays those of its units. All or nothing.
 void Context::prepare_units() {
   std::vector<std::unique_ptr<Units>> made(prepared_);
-  try {
-    for (size_t i = 0; i < prepared_; ++i)
-      if (params_[i].owns && clip_of(params_[i]).scope == GA_CLIP_AGC) {
-        const uint32_t axes = units_axes(i);
-        if (params_[i].count > 0) made[i] = new_units(tensors_[i].shape, axes, true);
-      }
-  } catch (...) {
-    for (auto& units : made) free_units(units);
-    throw;
-  }
   for (size_t i = 0; i < prepared_; ++i) {
-    std::swap(tensors_[i].units, made[i]);
-    free_units(made[i]);
+    if (!params_[i].owns || clip_of(params_[i]).scope != GA_CLIP_AGC) continue;
+    const UnitPattern pattern = units_of(tensors_[i].shape, units_axes(i));
+    if (params_[i].count > 0) made[i] = std::make_unique<Units>(*backend_, pattern, true);
   }
+  for (size_t i = 0; i < prepared_; ++i) tensors_[i].units[Tensor::kClipUnits].swap(made[i]);
 }
 
 bool Context::by_units(ga_param id) const {
   const auto i = static_cast<size_t>(id);
   const ga_clip& clip = clip_of(params_[i]);
-  return clip_units_ && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_STEP && tensors_[i].units;
+  return clip_units_ && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_STEP &&
+         tensors_[i].units[Tensor::kClipUnits];
 }
 
 // Whether its micro-batches are clipped before they are added.

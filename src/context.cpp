@@ -121,112 +121,19 @@ Context::Context(const ga_config& config)
                                                : make_cpu_backend(config)),
       clip_(default_clip()) {
   window_.set_accum_steps(config.accum_steps);
-  try {
-    settings_ = settings_.grown(*backend_, 1);
-    control_ = control_.grown(*backend_, 1);
-    choose_path();
-    tell_settings();
-    tell_scaler();
-    set_tables();
-  } catch (...) {
-    release();
-    throw;
-  }
+  tables_ = tables_.grown(*backend_, ContextTables::kContext, 1);
+  choose_path();
+  tell_settings();
+  tell_scaler();
+  set_tables();
 }
 
-Context::~Context() { release(); }
-
-void Context::release() noexcept {
-  for (Tensor& t : tensors_) {
-    for (auto* units : {&t.units, &t.factor_rows, &t.factor_columns}) free_units(*units);
-    backend_->free_rows(t.set);
-  }
-  for (const Arena& a : arenas_) backend_->free(a.data, a.bytes);
+Context::~Context() {
+  for (const Tensor& t : tensors_) backend_->free_rows(t.set);
   for (const BatchNorm& b : batch_norms_) {
     backend_->free(b.state, b.bytes);
     backend_->free(b.history, b.history_bytes());
   }
-  backend_->free(scratch_, scratch_bytes_);
-  for (Group& g : groups_) backend_->free(g.rates);
-  settings_.release(*backend_);
-  control_.release(*backend_);
-  group_inputs_.release(*backend_);
-  group_states_.release(*backend_);
-  param_inputs_.release(*backend_);
-  param_states_.release(*backend_);
-  plans_.release(*backend_);
-  composites_.release(*backend_);
-  updates_.release(*backend_);
-  measures_.release(*backend_);
-  units_.release(*backend_);
-  factors_.release(*backend_);
-  bn_inputs_.release(*backend_);
-  micro_partials_.release(*backend_);
-  micro_plans_.release(*backend_);
-}
-
-// ---- What the tables are told -------------------------------------------------------------------
-
-void Context::tell_settings() {
-  Settings& s = settings_.edit(0);
-  s.reduce = config_.reduce;
-  s.missing = config_.missing;
-  s.nonfinite = config_.nonfinite;
-  s.gradient_kind = config_.gradient_kind;
-  s.running_mean = config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
-  s.deferring = deferring();
-  s.clip_micro = clip_micro_;
-  s.scaled = scaled_;
-  s.averaged = ema_.has_value();
-  s.noise = config_.noise_scale != 0;
-  s.clips = clip_.scope != GA_CLIP_NONE;
-  for (const Group& g : groups_) s.clips = s.clips || (g.own_clip && g.clip.scope != GA_CLIP_NONE);
-  s.limited = -1;
-  for (const Group& g : groups_)
-    if (g.info->limits_norm && g.optimizer.max_grad_norm > 0) s.limited = g.optimizer.kind;
-  s.loss_scale = config_.loss_scale;
-  s.noise_smoothing = config_.noise_smoothing;
-  s.seed = config_.seed;
-  s.scaler = scaler_;
-  if (ema_) s.ema = *ema_;
-  settings_.flush(*backend_);
-}
-
-void Context::tell_groups() {
-  for (size_t k = 0; k < groups_.size(); ++k) {
-    const Group& g = groups_[k];
-    group_inputs_.edit(k) = {g.optimizer,
-                             {g.schedule, static_cast<const double*>(g.rates.at)},
-                             g.own_clip ? g.clip : clip_,
-                             g.own_clip};
-  }
-  group_inputs_.flush(*backend_);  // perhaps nothing but replays of a graph follows
-}
-
-// The loss scale begins anew.
-void Context::tell_scaler() {
-  const ScalerState state = {scaler_.initial_scale, 0, 0};
-  const auto next = static_cast<float>(scaled_ ? scaler_.initial_scale : config_.loss_scale);
-  backend_->write(&control_.at()->scaler, &state, sizeof state);
-  backend_->write(&control_.at()->loss_scale, &next, sizeof next);
-}
-
-void Context::set_tables() {
-  const Tables tables = {settings_.at(),
-                         control_.at(),
-                         group_inputs_.at(),
-                         group_states_.at(),
-                         param_inputs_.at(),
-                         param_states_.at(),
-                         plans_.at(),
-                         static_cast<int64_t>(groups_.size()),
-                         static_cast<int64_t>(prepared_),
-                         bn_inputs_.at(),
-                         static_cast<int64_t>(bn_inputs_.size())};
-  const TaskTables tasks = {updates_.host_data(), measures_.host_data(), units_.host_data(),
-                            factors_.host_data(), updates_.at(),         measures_.at(),
-                            units_.at(),          factors_.at()};
-  backend_->set_tables(tables, tasks);
 }
 
 Context::Use::Use(const Context& context) : context_(context) {
@@ -251,24 +158,24 @@ void Context::require_empty(const char* what) const {
          "%s was called within a window; it is legal while the window is empty", what);
 }
 
-const Context::Group& Context::group(ga_group id) const {
+const Group& Context::group(ga_group id) const {
   if (id < 0 || static_cast<size_t>(id) >= groups_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "group was %d, but the context has %zu", id, groups_.size());
   return groups_[static_cast<size_t>(id)];
 }
 
-Context::Group& Context::group(ga_group id) {
+Group& Context::group(ga_group id) {
   return const_cast<Group&>(static_cast<const Context*>(this)->group(id));
 }
 
-const Context::Param& Context::param(ga_param id) const {
+const Param& Context::param(ga_param id) const {
   if (id < 0 || static_cast<size_t>(id) >= params_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter was %d, but the context has %zu", id,
          params_.size());
   return params_[static_cast<size_t>(id)];
 }
 
-Context::Param& Context::param(ga_param id) {
+Param& Context::param(ga_param id) {
   return const_cast<Param&>(static_cast<const Context*>(this)->param(id));
 }
 
@@ -330,21 +237,10 @@ ga_group Context::add_group(const ga_optimizer& o) {
   const int64_t done = groups_.empty() && windows_ == 0 ? 0 : steps();
   for (int64_t s = 0; s < done; ++s) info.advance(o, state.clock);
   groups_.reserve(groups_.size() + 1);
-  Table<GroupInput> inputs = group_inputs_.grown(*backend_, groups_.size() + 1);
-  State<GroupState> states;
-  try {
-    states = group_states_.grown(*backend_, groups_.size() + 1);
-    backend_->write(states.at(groups_.size()), &state, sizeof state);
-  } catch (...) {
-    inputs.release(*backend_);
-    states.release(*backend_);
-    throw;
-  }
-  std::swap(group_inputs_, inputs);
-  std::swap(group_states_, states);
-  inputs.release(*backend_);
-  states.release(*backend_);
-  groups_.push_back(g);
+  ContextTables tables = tables_.grown(*backend_, ContextTables::kGroup, groups_.size() + 1);
+  backend_->write(tables.group_states.at(groups_.size()), &state, sizeof state);
+  tables_.swap(tables, ContextTables::kGroup);
+  groups_.push_back(std::move(g));
   tell_groups();
   tell_settings();
   set_tables();
@@ -372,39 +268,33 @@ void Context::set_weight_decay(ga_group id, double weight_decay) {
   tell_groups();
   if (!other) return;
   for (size_t i = 0; i < prepared_; ++i)
-    if (params_[i].group == id) set_update(i);
+    if (params_[i].group == id) describe(i);
   lists_due_ = true;
 }
 
 void Context::set_schedule(ga_group id, const ga_schedule* schedule) {
   Group& g = group(id);
   ga_schedule next = {};
-  Mirror rates;
+  Table<double> rates;
   if (schedule) {
     check_schedule(*schedule);
     next = *schedule;
     if (next.kind == GA_SCHEDULE_TABLE) {
-      const auto bytes = static_cast<size_t>(next.table_size) * sizeof(double);
-      rates = backend_->mirror(bytes);
-      std::memcpy(rates.host, next.table, bytes);
-      try {
-        backend_->upload(rates, 0, bytes);
-      } catch (...) {
-        backend_->free(rates);
-        throw;
-      }
+      rates = Table<double>(*backend_, static_cast<size_t>(next.table_size));
+      std::copy_n(next.table, next.table_size, &rates.edit(0));
+      rates.edit_all();
+      rates.flush(*backend_);
     }
   }
   next.table = nullptr;
-  std::swap(g.rates, rates);
+  g.rates.swap(rates);
   g.schedule = next;
   tell_groups();
-  backend_->free(rates);
 }
 
 double Context::lr(ga_group id) const {
   const Group& g = group(id);
-  const ScheduleData schedule = {g.schedule, static_cast<const double*>(g.rates.host)};
+  const ScheduleData schedule = {g.schedule, g.rates.host_data()};
   return schedule.rate(g.optimizer.lr, steps());
 }
 
@@ -420,7 +310,7 @@ void Context::set_loss_scaler(const ga_loss_scaler* scaler) {
 double Context::loss_scale() const { return scaled_ ? control().scaler.scale : config_.loss_scale; }
 
 const void* Context::device_loss_scale() const {
-  return config_.device == GA_DEVICE_CPU ? nullptr : &control_.at()->loss_scale;
+  return config_.device == GA_DEVICE_CPU ? nullptr : &tables_.control.at()->loss_scale;
 }
 
 void Context::set_ema(const ga_ema* ema) {
@@ -630,7 +520,7 @@ void Context::bind(ga_param id, void* data) {
   }
   if (p.count > 0) remove_range(p.data);
   p.data = data;
-  if (static_cast<size_t>(id) < prepared_) set_update(static_cast<size_t>(id));
+  if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
   const auto begin = reinterpret_cast<uintptr_t>(data);
   add_range({begin, begin + bytes, id});
   for (Param& other : params_) other.checked = nullptr;
@@ -642,7 +532,7 @@ void Context::set_frozen(ga_param id, bool frozen) {
   if (p.frozen == frozen) return;
   p.frozen = frozen;
   lacking_ = lacking_ || lacks_arrays(p);
-  if (static_cast<size_t>(id) < prepared_) set_update(static_cast<size_t>(id));
+  if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
 }
 
 void Context::changed(ga_param id) {
@@ -666,13 +556,13 @@ void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   FinishTask task = {};
   ParamState state = {};
   if (static_cast<size_t>(id) < prepared_)
-    backend_->read(&state, param_states_.at(static_cast<size_t>(id)), sizeof state);
+    backend_->read(&state, tables_.param_states.at(static_cast<size_t>(id)), sizeof state);
   const Array from = state.averaged ? average_of(p) : param_of(p);
   task.gradient = identity({from.data, from.format, 1, nullptr});
   task.f64 = p.f64;
   task.target = {out, dtype};
   task.count = p.count;
-  backend_->reserve(std::max(owned_.chunks, chunk_count(p.count)),
+  backend_->reserve(std::max(owned_.chunks(), chunk_count(p.count)),
                     static_cast<int64_t>(params_.size()),
                     static_cast<int64_t>(owned_.bytes[kAccumulator]));
   backend_->finish({&task, 1});

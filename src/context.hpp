@@ -4,6 +4,7 @@
 // tensors, and keeps what that goes by in the tables of control.hpp.
 //   context.cpp     groups and parameters
 //   memory.cpp      the arrays they have
+//   tables.cpp      what the tables are told of all that
 //   accumulate.cpp  contributions to a window
 //   step.cpp        the end of a window
 //   clip.cpp        clipping
@@ -11,7 +12,6 @@
 //   batchnorm.cpp   layers with batch normalisation
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <memory>
@@ -20,14 +20,12 @@
 #include <unordered_set>
 #include <vector>
 
-#include "backend/backend.hpp"
 #include "error.hpp"
 #include "fork.hpp"
 #include "fp_mode.hpp"
 #include "masters.hpp"
-#include "optimizer.hpp"
-#include "table.hpp"
-#include "units.hpp"
+#include "param.hpp"
+#include "tables.hpp"
 #include "window.hpp"
 
 namespace ga {
@@ -112,8 +110,8 @@ class Context {
                        const void* values);
   void accumulate_matmul(ga_param param, int64_t k, const void* a, int64_t lda, bool transpose_a,
                          const void* b, int64_t ldb, bool transpose_b, int32_t dtype);
-  ga_accumulator acquire(ga_param param);
-  void release(ga_param param);
+  ga_accumulator acquire_accumulator(ga_param param);
+  void release_accumulator(ga_param param);
   void micro_end();
 
   // step.cpp
@@ -146,86 +144,6 @@ class Context {
   void bn_statistics(ga_bn id, void* mean, void* variance, int32_t dtype, int64_t* count) const;
 
  private:
-  struct Group {
-    ga_optimizer optimizer;
-    const OptimizerInfo* info;
-    int op[2];  // position in AllOps for vectors and for matrices; -1: none
-    bool own_clip;
-    ga_clip clip;
-    ga_schedule schedule;
-    Mirror rates;  // of a GA_SCHEDULE_TABLE
-  };
-
-  // A parameter: what the passes read. The first cache line is all that a plain contribution needs.
-  struct alignas(64) Param {
-    void* accumulator = nullptr;
-    Partial* partials = nullptr;
-    int64_t count;
-    int64_t offset;                 // elements from the start of its block
-    const void* checked = nullptr;  // the gradient address last found clear of the ranges
-    const void* adopted = nullptr;
-    double adopted_scale = 0;
-    unsigned char dtype;
-    unsigned char gradient_dtype;
-    unsigned char accumulator_dtype;
-    unsigned char held_as = 0;  // Held
-    bool f64 : 1;               // computed in double
-    bool acquired : 1;
-    bool
-        adopted_late : 1;  // what it is adopted with is to be divided by the loss scale of the step
-    bool frozen = false;
-    bool stale = false;  // the partials are not those of the accumulator
-
-    void* data;
-    void* state[kMaxSlots] = {};
-    void* master = nullptr;
-    void* average = nullptr;
-    double held_weight = 0;     // GA_ACCUMULATE_RUNNING_MEAN: the weights that the mean is over
-    int64_t contributions = 0;  // in this window
-    int64_t last_micro = -1;    // micro-batch of the last one
-    ga_group group;
-    bool matrix = false;     // rank >= 2
-    bool delivered = false;  // the accumulator holds the last step's gradient, for the program
-    bool pending = false;    // in the list of tasks
-    bool pair = false;       // its accumulator is one, of two arrays
-    bool owns = false;       // it has its arrays
-    bool accumulator_written = false;  // in some window; so are the others
-    bool state_written = false;
-    bool average_written = false;
-    bool state_due = false;   // its state is to be filled with what it begins with
-    bool master_due = false;  // its master is to be taken from it
-
-    Param() : f64(false), acquired(false), adopted_late(false) {}
-    Held held() const { return static_cast<Held>(held_as); }
-    void hold(Held h) { held_as = static_cast<unsigned char>(h); }
-  };
-
-  // Sums over units and what is made of them.
-  struct Units {
-    UnitPattern pattern;
-    Mirror mirror;               // of the pattern
-    double* gradient = nullptr;  // sums
-    double* param = nullptr;
-    void* factors = nullptr;  // of the type computed in
-    UnitTotals* totals = nullptr;
-    size_t bytes = 0;  // of all four, in one block
-
-    const UnitPattern* at() const { return static_cast<const UnitPattern*>(mirror.at); }
-  };
-
-  // A parameter: what few passes read.
-  struct Tensor {
-    std::string name;
-    std::vector<int64_t> shape;
-    ga_param_options options;
-    int64_t rows;                  // shape[0]
-    void* low = nullptr;           // of a compensated accumulator
-    RowSet* set = nullptr;         // with ga_param_options.rows
-    std::unique_ptr<Units> units;  // under GA_CLIP_AGC
-    // Of a factored second moment: the sums over the last two axes as matrices.
-    std::unique_ptr<Units> factor_rows, factor_columns;
-  };
-
   // One pointer of ga_accumulate.
   struct Block {
     ga_param first;
@@ -239,32 +157,15 @@ class Context {
     ga_param param;
   };
 
-  struct Arena {
-    void* data;
-    size_t bytes;
-  };
-
-  // The kinds of arrays a parameter may have, each kind in arenas of its own.
-  enum ArrayKind {
-    kAccumulator,
-    kLow,                          // of a compensated accumulator
-    kState,                        // the first slot; the others follow
-    kMaster = kState + kMaxSlots,  // f32, of a 16-bit parameter
-    kAverage,
-    kRowSlots,
-    kRowSet,
-    kArrays
-  };
-  static constexpr size_t kPartials = kArrays;  // an arena beside theirs
   // Places in the arenas, in bytes.
   struct Layout {
-    std::array<size_t, kArrays> bytes = {};
-    int64_t chunks = 0;
+    std::array<size_t, kArrayKinds> bytes = {};
     size_t scratch = 0;  // of the parameter that needs most while it is updated
+
+    int64_t chunks() const { return static_cast<int64_t>(bytes[kPartials] / sizeof(Partial)); }
   };
 
-  // Arrays that prepare() has allocated and not handed over yet.
-  struct Fresh;
+  struct NewArrays;
 
   // The gradient of a whole parameter.
   struct Whole {
@@ -321,11 +222,6 @@ class Context {
     }
   };
 
-  // The last two axes of a tensor, taken as matrices.
-  struct Matrices {
-    int64_t rows, columns, count;
-  };
-
   // context.cpp
   void require_empty(const char* what) const;
   const Group& group(ga_group id) const;
@@ -333,20 +229,12 @@ class Context {
   const Param& param(ga_param id) const;
   Param& param(ga_param id);
   const char* name(ga_param id) const { return tensors_[static_cast<size_t>(id)].name.c_str(); }
-  int op_of(const Param& p) const {
-    return groups_[static_cast<size_t>(p.group)].op[p.matrix ? 1 : 0];
-  }
-  const OptimizerInfo& info_of(const Param& p) const {
-    return *groups_[static_cast<size_t>(p.group)].info;
-  }
+  const Group& group_of(const Param& p) const { return groups_[static_cast<size_t>(p.group)]; }
+  int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
   void update_accum_steps();
   const Control& control() const;
   int64_t steps() const { return control().steps; }
   int64_t steps_seen() const;
-  void tell_settings();
-  void tell_groups();
-  void tell_scaler();
-  void set_tables();
   const Range* overlap(const void* data, int64_t bytes, ga_param except) const;
   void add_range(const Range& range);
   void remove_range(const void* begin);
@@ -355,28 +243,47 @@ class Context {
   void check_options(const ga_flat_entry& e, int32_t dtype, const ga_param_options& o) const;
 
   // memory.cpp
-  bool has_master(size_t param) const;
+  OwnedArrays arrays_of(size_t param) const;
   Array param_of(const Param& p) const;
   Array state_of(const Param& p, int slot) const;
   Array average_of(const Param& p) const;
-  Matrices matrices_of(const Tensor& t) const;
-  size_t bytes_of(size_t param, int kind) const;
-  int64_t bytes_of_tables(size_t groups, size_t params) const;
-  void grow_tables(size_t params);
-  void place(size_t param, Layout& l, std::array<size_t, kArrays>& offset) const;
+  // Whether its accumulator is of the dtype that it is computed in.
+  bool fits_accumulator(const Param& p) const { return p.accumulator_dtype == p.real(); }
   bool lacks_arrays(const Param& p) const { return !p.owns && !p.frozen; }
+  bool never_stores(size_t param) const;
+  int64_t bytes_of_lists(size_t params) const;
+  template <class F>
+  void each_units(size_t param, F&& f) const;
+  template <class F>
+  void place(size_t param, Layout& l, F&& f) const;
   Layout layout_of_new() const;
   void prepare();
-  void allocate_new(const Layout& layout, Fresh& fresh);
-  void hand_over(const Layout& layout, Fresh& fresh);
+  void allocate_new(NewArrays& fresh);
+  void claim_masters();
+  void hand_over(NewArrays& fresh);
   [[noreturn]] void fail_allocation() const;
-  void release_fresh(Fresh& fresh) noexcept;
-  int64_t bytes_of_units(size_t param) const;
-  bool never_stores(size_t param) const;
-  void set_update(size_t param);
   void fill_new();
-  void take_master(Param& p);
-  void release() noexcept;
+
+  // tables.cpp
+  void set_tables();
+  void tell_settings();
+  void tell_groups();
+  void tell_scaler();
+  void describe(size_t param);
+  void describe_input(size_t param);
+  void describe_update(size_t param);
+  void describe_units(size_t param);
+  void describe_layered(size_t param);
+  void describe_views(size_t param);
+  Source source_of(ga_param id) const;
+  template <class F>
+  void each_source(size_t param, F&& f);
+  void set_gradient(size_t param);
+  bool move_gradient(size_t param);
+  void tell_moved();
+  void edit_params();
+  void tell_params();
+  void flush();
 
   // accumulate.cpp
   Micro make_micro(double weight, const double* scale) const;
@@ -392,7 +299,7 @@ class Context {
   void check_values(ga_param id, const void* data, int64_t count, int32_t size,
                     const char* what) const;
   Array target_of(ga_param id) const;
-  AccumulateTask* plan(ga_param id, const Source& source, bool may_adopt = true);
+  AccumulateTask* add_task(ga_param id, const Source& source, bool may_adopt = true);
   void contribute(Span<const Whole> given, bool may_adopt);
   void count_contribution(Param& p);
   void store_adopted(ga_param id);
@@ -403,6 +310,8 @@ class Context {
   bool deferring() const { return config_.nonfinite == GA_NONFINITE_DROP_MICRO || clip_micro_; }
   void defer(Contribution c);
   void settle(int64_t index);
+  void list_contributions(const Micro& micro);
+  void add_contributions(const Micro& micro);
   template <class Work>
   void or_invalidate(Work&& work);
 
@@ -411,25 +320,13 @@ class Context {
   void change_clip(const ga_clip* clip, ga_clip& slot, bool* own);
   void choose_path();
   uint32_t units_axes(size_t param) const;
-  static size_t bytes_of_units(const UnitPattern& pattern, bool both);
-  std::unique_ptr<Units> new_units(const std::vector<int64_t>& shape, uint32_t reduced, bool both);
-  void free_units(std::unique_ptr<Units>& units) noexcept;
   void prepare_units();
   bool by_units(ga_param id) const;
   bool clips_micro(const Param& p) const;
   void check_no_sweeps(const ga_clip& clip) const;
   // step.cpp
-  Source source_of(ga_param id) const;
   bool norm_after_value(const Param& p) const;
   bool norm_wanted(ga_param id) const;
-  template <class F>
-  void each_source(size_t param, F&& f);
-  void set_gradient(size_t param);
-  bool move_gradient(size_t param);
-  void tell_moved();
-  void edit_params();
-  void tell_params();
-  void flush();
   StepSums step_sums();
   [[noreturn]] void fail_nonfinite(const Control& c) const;
   void empty_window();
@@ -496,18 +393,7 @@ class Context {
   bool clip_micro_ = false;  // some clipping is GA_CLIP_MICRO
   bool clip_units_ = false;  // some is GA_CLIP_AGC, of the reduced gradient
 
-  // What decides and what the loops go by.
-  Table<Settings> settings_;
-  State<Control> control_;
-  Table<GroupInput> group_inputs_;
-  State<GroupState> group_states_;
-  Table<ParamInput> param_inputs_;
-  State<ParamState> param_states_;
-  State<ParamPlan> plans_;
-  Table<Composites> composites_;
-  Table<UpdateTask> updates_, measures_;
-  Table<UnitTask> units_;
-  Table<FactorTask> factors_;
+  ContextTables tables_;
   Table<BnInput> bn_inputs_;
   mutable Control last_control_ = {};  // what was read last
   std::vector<Source> told_;           // the adopted gradient that the tables have
@@ -517,9 +403,8 @@ class Context {
   bool lacking_ = false;   // some parameter that is not frozen has no arrays yet
   bool unfilled_ = false;  // some arrays do not hold yet what they begin with
   Layout owned_;           // of these
-  std::vector<Arena> arenas_;
-  void* scratch_ = nullptr;
-  size_t scratch_bytes_ = 0;
+  std::vector<Buffer> arenas_;
+  Buffer scratch_;
 
   MasterClaims claims_;
 

@@ -35,25 +35,8 @@ int64_t Context::steps_seen() const {
 // What was last decided; waits for it.
 const Control& Context::control() const {
   if (const Control* c = backend_->known()) return *c;
-  backend_->read(&last_control_, control_.at(), sizeof last_control_);
+  backend_->read(&last_control_, tables_.control.at(), sizeof last_control_);
   return last_control_;
-}
-
-// Where a parameter's gradient of the window is.
-Source Context::source_of(ga_param id) const {
-  const Param& p = params_[static_cast<size_t>(id)];
-  switch (p.held()) {
-    case Held::kAdopted:
-      return adopted_of(p);
-    case Held::kStored: {
-      const Array target = target_of(id);
-      return {target.data, target.format, 1, nullptr};
-    }
-    case Held::kRows:
-      return {&composites_.at(static_cast<size_t>(id))->sparse, kSparse, 1, nullptr};
-    default:
-      return {nullptr, GA_F32, 1, nullptr};
-  }
 }
 
 // Whether a norm is to be taken of the gradient as clipped by value, which no accumulating pass has
@@ -74,112 +57,7 @@ bool Context::norm_wanted(ga_param id) const {
     return true;
   const int op = op_of(p);
   return (op >= 0 && op_info(op).reads_gradient_norm) ||
-         groups_[static_cast<size_t>(p.group)].optimizer.kind == settings_[0].limited;
-}
-
-// f(table, source) for all tables that tell where the gradient is: source(entry) is that there.
-template <class F>
-void Context::each_source(size_t i, F&& f) {
-  const auto of_task = [](auto& task) -> Source& { return task.gradient.source; };
-  const auto id = static_cast<ga_param>(i);
-  if (by_units(id)) {  // all else reads it by way of these
-    f(composites_, [](Composites& c) -> Source& { return c.clipped.gradient.source; });
-    f(units_, of_task);
-    return;
-  }
-  const bool layered = is_layered(id);
-  if (layered) f(measures_, of_task);
-  if (!layered || !op_info(op_of(params_[i])).emits) f(updates_, of_task);
-  if (factors_[i].row_pattern) f(factors_, of_task);
-}
-
-// Puts where the gradient is into all that reads it.
-void Context::set_gradient(size_t i) {
-  Source source = source_of(static_cast<ga_param>(i));
-  if (params_[i].held() == Held::kAdopted) told_[i] = source;
-  // The scale of the step's own window: the next one is there when the step reads its gradient.
-  if (source.divisor) source.divisor = &control_.at()->result.loss_scale;
-  each_source(i, [&](auto& table, auto source_in) { source_in(table.edit(i)) = source; });
-}
-
-// The same where nothing but the address of an adopted gradient is new: then so many words, and not
-// the tables, go to a device. False: it is not so.
-bool Context::move_gradient(size_t i) {
-  const Source source = adopted_of(params_[i]);
-  Source known = told_[i];
-  known.data = source.data;
-  if (config_.device == GA_DEVICE_CPU || param_inputs_[i].held != Held::kAdopted ||
-      !(known == source))
-    return false;
-  if (told_[i].data == source.data) return true;
-  told_[i] = source;
-  each_source(i, [&](auto& table, auto source_in) {
-    const auto data = [&](auto& entry) -> const void*& { return source_in(entry).data; };
-    moved_.push_back(table.put(i, data, source.data));
-  });
-  return true;
-}
-
-// After that.
-void Context::tell_moved() {
-  if (moved_.empty()) return;
-  try {
-    // A capture may end before the step: then that sends the tables.
-    if (backend_->capturing())
-      edit_params();
-    else
-      backend_->upload({moved_.data(), moved_.size()});
-  } catch (...) {
-    edit_params();
-    moved_.clear();
-    throw;
-  }
-  moved_.clear();
-}
-
-// What this window has brought to each parameter. In most, all is as it was in the last one.
-void Context::tell_params() {
-  const bool running = config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
-  for (size_t i = 0; i < prepared_; ++i) {
-    const Param& p = params_[i];
-    const ParamInput& in = param_inputs_[i];
-    const Held held = p.held();
-    if (held == Held::kStored && in.held == held && !running) continue;
-    if (held == Held::kNothing && in.held == held) continue;
-    const bool stored = running && held == Held::kStored;
-    param_inputs_.set(i, &ParamInput::weight, stored ? p.held_weight : 1.0);
-    param_inputs_.set(i, &ParamInput::stale_rows, held == Held::kRows && p.stale);
-    const bool moved = held == Held::kAdopted && !(told_[i] == adopted_of(p));
-    if (in.held == held && !moved) continue;
-    if (moved && move_gradient(i)) continue;
-    param_inputs_.set(i, &ParamInput::held, held);
-    set_gradient(i);
-  }
-  // Windows between two replays may change what this one has found as it was.
-  if (backend_->capturing()) edit_params();
-}
-
-void Context::edit_params() {
-  param_inputs_.edit_all();
-  composites_.edit_all();
-  updates_.edit_all();
-  if (layers_.empty() && !unit_lists_) return;
-  measures_.edit_all();
-  units_.edit_all();
-  factors_.edit_all();
-}
-
-void Context::flush() {
-  tell_moved();
-  settings_.flush(*backend_);
-  group_inputs_.flush(*backend_);
-  param_inputs_.flush(*backend_);
-  composites_.flush(*backend_);
-  updates_.flush(*backend_);
-  measures_.flush(*backend_);
-  units_.flush(*backend_);
-  factors_.flush(*backend_);
-  bn_inputs_.flush(*backend_);
+         group_of(p).optimizer.kind == tables_.settings[0].limited;
 }
 
 // What is to be read once more before the step is settled. Norms: of gradients that were never
@@ -194,9 +72,9 @@ StepSums Context::step_sums() {
     const Held held = p.held();
     if (p.frozen || held == Held::kNothing) continue;
     const bool unknown = held == Held::kAdopted || p.stale;  // its norm
-    const bool due = unknown || param_inputs_[i].clamped;
+    const bool due = unknown || tables_.param_inputs[i].clamped;
     const bool wanted = due && (all || norm_wanted(static_cast<ga_param>(i)));
-    param_inputs_.set(i, &ParamInput::unmeasured, unknown && !wanted);
+    tables_.param_inputs.set(i, &ParamInput::unmeasured, unknown && !wanted);
     if (!wanted) continue;
     norms_.push_back(static_cast<ga_param>(i));
     p.stale = held == Held::kRows;  // the partials of the rows are not wanted
@@ -332,15 +210,16 @@ void Context::forget_delivered() {
 
 const void* Context::gradient(ga_param id, int32_t* dtype) const {
   const Param& p = param(id);
-  const ga_optimizer& o = groups_[static_cast<size_t>(p.group)].optimizer;
+  const ga_optimizer& o = group_of(p).optimizer;
   if (o.kind != GA_OPTIMIZER_EXTERNAL)
     fail(GA_ERROR_INVALID_ARGUMENT,
          "parameter \"%s\": its group has the optimizer %s; ga_gradient is for "
          "GA_OPTIMIZER_EXTERNAL",
-         name(id), info_of(p).name);
+         name(id), group_of(p).info->name);
   ParamState state = {};
   const bool stepped = delivered_ && p.delivered && control().go;
-  if (stepped) backend_->read(&state, param_states_.at(static_cast<size_t>(id)), sizeof state);
+  if (stepped)
+    backend_->read(&state, tables_.param_states.at(static_cast<size_t>(id)), sizeof state);
   if (!stepped || !state.touched)
     fail(GA_ERROR_INVALID_STATE,
          "parameter \"%s\": there is no gradient; ga_gradient is legal after an applied ga_step in "

@@ -18,7 +18,7 @@ bool Context::is_layered(ga_param id) const {
 // Whether it can be clipped by units and updated in one pass, piece by piece.
 bool Context::in_pieces(ga_param id) const {
   const Tensor& t = tensors_[static_cast<size_t>(id)];
-  return by_units(id) && t.units->pattern.shared && !is_layered(id) &&
+  return by_units(id) && t.units[Tensor::kClipUnits]->pattern[0].shared && !is_layered(id) &&
          op_of(params_[static_cast<size_t>(id)]) >= 0 && t.options.rows != GA_ROWS_LAZY;
 }
 
@@ -26,7 +26,8 @@ void Context::make_lists() {
   for (auto* list : {&plain_, &pieces_, &layers_, &units_first_, &factored_first_}) list->clear();
   unit_lists_ = false;
   const bool cut = !sums_first();
-  const bool bounded = settings_[0].limited >= 0;  // such a norm is of all gradients as clipped
+  const bool bounded =
+      tables_.settings[0].limited >= 0;  // such a norm is of all gradients as clipped
   for (size_t i = 0; i < prepared_; ++i) {
     const auto id = static_cast<ga_param>(i);
     if (!params_[i].owns) continue;
@@ -34,7 +35,7 @@ void Context::make_lists() {
     unit_lists_ = unit_lists_ || units;
     if (!cut && units)
       units_first_.push_back(id);
-    else if (!cut && factors_[i].row_pattern)
+    else if (!cut && tables_.factors[i].row_pattern)
       factored_first_.push_back(id);
     if (cut && in_pieces(id) && !bounded)
       pieces_.push_back(id);
@@ -63,7 +64,7 @@ void Context::update_layers() {
     return params_of(ids_[0]);
   };
   // A norm over groups is of gradients that have been clipped by units.
-  const bool bounded = settings_[0].limited >= 0;
+  const bool bounded = tables_.settings[0].limited >= 0;
   size_t last_unit = 0;  // behind it, none is clipped by units
   for (size_t k = 0; k < layers_.size() && !sums_first(); ++k)
     if (by_units(layers_[k])) last_unit = k + 1;
@@ -100,11 +101,12 @@ void Context::update_batch(Params ids) {
     const ga_param id = ids.data[k];
     const auto i = static_cast<size_t>(id);
     if (params_[i].count == 0) continue;
-    if (factors_[i].row_pattern && (!sums_first() || by_units(id))) factored.push_back(id);
+    if (tables_.factors[i].row_pattern && (!sums_first() || by_units(id))) factored.push_back(id);
     if (is_layered(id)) {
       const OpInfo& op = op_info(op_of(params_[i]));
       measured.push_back(id);
-      in_turns = in_turns || op.orthogonal || (op.emits && measures_[i].emitted == scratch_);
+      in_turns =
+          in_turns || op.orthogonal || (op.emits && tables_.measures[i].emitted == scratch_.data());
     } else {
       updated.push_back(id);
     }
@@ -127,10 +129,10 @@ void Context::update_batch(Params ids) {
 OrthogonalizeTask Context::orthogonal_task(ga_param id) const {
   const auto i = static_cast<size_t>(id);
   const Param& p = params_[i];
-  const ga_optimizer& o = groups_[static_cast<size_t>(p.group)].optimizer;
+  const ga_optimizer& o = group_of(p).optimizer;
   OrthogonalizeTask task = {};
-  task.plan = plans_.at(i);
-  task.x = static_cast<float*>(measures_[i].emitted);
+  task.plan = tables_.plans.at(i);
+  task.x = static_cast<float*>(tables_.measures[i].emitted);
   task.rows = tensors_[i].rows;
   task.columns = p.count / task.rows;
   task.steps = o.ns_steps;
@@ -138,7 +140,7 @@ OrthogonalizeTask Context::orthogonal_task(ga_param id) const {
   task.b = static_cast<float>(o.ns_coefficients[1]);
   task.c = static_cast<float>(o.ns_coefficients[2]);
   // Behind what may have been emitted there.
-  task.scratch = static_cast<float*>(scratch_) + (task.x == scratch_ ? p.count : 0);
+  task.scratch = static_cast<float*>(scratch_.data()) + (task.x == scratch_.data() ? p.count : 0);
   return task;
 }
 

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the host writes into the tables (tables.hpp): the options of the context and its groups, all
+// entries of a parameter when something of it changes, and at the end of a window what that has brought.
+#include "context.hpp"
+#include "tensor.hpp"
+
+namespace ga {
+
+// ---- What the tables are told -------------------------------------------------------------------
+
+void Context::tell_settings() {
+  Settings& s = tables_.settings.edit(0);
+  s.reduce = config_.reduce;
+  s.missing = config_.missing;
+  s.nonfinite = config_.nonfinite;
+  s.gradient_kind = config_.gradient_kind;
+  s.running_mean = config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
+  s.deferring = deferring();
+  s.clip_micro = clip_micro_;
+  s.scaled = scaled_;
+  s.averaged = ema_.has_value();
+  s.noise = config_.noise_scale != 0;
+  s.clips = clip_.scope != GA_CLIP_NONE;
+  for (const Group& g : groups_) s.clips = s.clips || (g.own_clip && g.clip.scope != GA_CLIP_NONE);
+  s.limited = -1;
+  for (const Group& g : groups_)
+    if (g.info->limits_norm && g.optimizer.max_grad_norm > 0) s.limited = g.optimizer.kind;
+  s.loss_scale = config_.loss_scale;
+  s.noise_smoothing = config_.noise_smoothing;
+  s.seed = config_.seed;
+  s.scaler = scaler_;
+  if (ema_) s.ema = *ema_;
+  tables_.settings.flush(*backend_);
+}
+
+void Context::tell_groups() {
+  for (size_t k = 0; k < groups_.size(); ++k) {
+    const Group& g = groups_[k];
+    tables_.group_inputs.edit(k) = {
+        g.optimizer, {g.schedule, g.rates.at()}, g.own_clip ? g.clip : clip_, g.own_clip};
+  }
+  tables_.group_inputs.flush(*backend_);  // perhaps nothing but replays of a graph follows
+}
+
+// The loss scale begins anew.
+void Context::tell_scaler() {
+  const ScalerState state = {scaler_.initial_scale, 0, 0};
+  const auto next = static_cast<float>(scaled_ ? scaler_.initial_scale : config_.loss_scale);
+  backend_->write(&tables_.control.at()->scaler, &state, sizeof state);
+  backend_->write(&tables_.control.at()->loss_scale, &next, sizeof next);
+}
+
+void Context::set_tables() {
+  const Tables tables = {tables_.settings.at(),
+                         tables_.control.at(),
+                         tables_.group_inputs.at(),
+                         tables_.group_states.at(),
+                         tables_.param_inputs.at(),
+                         tables_.param_states.at(),
+                         tables_.plans.at(),
+                         static_cast<int64_t>(groups_.size()),
+                         static_cast<int64_t>(prepared_),
+                         bn_inputs_.at(),
+                         static_cast<int64_t>(bn_inputs_.size())};
+  const TaskTables tasks = {tables_.updates.host_data(), tables_.measures.host_data(),
+                            tables_.units.host_data(),   tables_.factors.host_data(),
+                            tables_.updates.at(),        tables_.measures.at(),
+                            tables_.units.at(),          tables_.factors.at()};
+  backend_->set_tables(tables, tasks);
+}
+
+// ---- What the tables have of a parameter --------------------------------------------------------
+
+// Writes all entries of a parameter anew, from its arrays, its options and those of its group.
+void Context::describe(size_t i) {
+  const auto id = static_cast<ga_param>(i);
+  describe_input(i);
+  tables_.updates.edit(i) = {};
+  tables_.measures.edit(i) = {};
+  tables_.units.edit(i) = {};
+  tables_.factors.edit(i) = {};
+  tables_.composites.edit(i) = {};
+  if (!params_[i].owns) return;
+  describe_update(i);
+  if (tensors_[i].units[Tensor::kClipUnits]) describe_units(i);
+  tables_.measures.edit(i) = tables_.updates[i];
+  if (is_layered(id)) describe_layered(i);
+  describe_views(i);
+  set_gradient(i);
+}
+
+void Context::describe_input(size_t i) {
+  const auto id = static_cast<ga_param>(i);
+  const Param& p = params_[i];
+  const Tensor& t = tensors_[i];
+  ParamInput& in = tables_.param_inputs.edit(i);
+  in = {};
+  in.partials = p.partials;
+  in.rows = t.set;
+  in.count = p.count;
+  in.extent = t.rows;
+  in.weight = 1;
+  in.group = p.group;
+  in.op = op_of(p);
+  in.held = p.held();
+  in.f64 = p.f64;
+  in.frozen = p.frozen || !p.owns;
+  in.clamped = norm_after_value(p);
+  in.by_units = by_units(id);
+  in.lazy = t.options.rows == GA_ROWS_LAZY;
+  in.average = p.average != nullptr;
+  in.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC ||
+                 group_of(p).optimizer.state_dtype == GA_BF16 ||
+                 (in.average && average_of(p).format == GA_BF16);
+}
+
+void Context::describe_update(size_t i) {
+  const auto id = static_cast<ga_param>(i);
+  const Param& p = params_[i];
+  const Tensor& t = tensors_[i];
+  const int op = op_of(p);
+  const int64_t columns = t.rows > 0 ? p.count / t.rows : 0;
+  Composites& composites = tables_.composites.edit(i);
+  composites.pair = {p.accumulator, t.low, p.accumulator_dtype};
+  composites.sparse = {p.accumulator, columns, t.set};
+  UpdateTask& update = tables_.updates.edit(i);
+  update.plan = tables_.plans.at(i);
+  update.count = p.count;
+  update.op = op;
+  update.f64 = p.f64;
+  update.param = param_of(p);
+  update.copy = {p.master ? p.data : nullptr, p.dtype};
+  update.average = average_of(p);
+  update.delivered = {op < 0 ? p.accumulator : nullptr, p.accumulator_dtype};
+  for (int k = 0; k < (op < 0 ? 0 : op_info(op).slots); ++k) update.state[k] = state_of(p, k);
+  update.padded_state = !in_pieces(id);  // a piece may end where another begins
+  update.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC;
+  update.rows = t.options.rows == GA_ROWS_LAZY ? t.set : nullptr;
+  update.columns = columns;
+  update.partials = p.partials;
+}
+
+void Context::describe_units(size_t i) {
+  const Param& p = params_[i];
+  const Units& made = *tensors_[i].units[Tensor::kClipUnits];
+  const ga_clip& clip = clip_of(p);
+  const Array param = param_of(p);
+  UnitTask& units = tables_.units.edit(i);
+  units.param = {param.data, param.format, 1, nullptr};
+  units.f64 = p.f64;
+  units.pattern = made.pattern.at();
+  units.sums = made.gradient;
+  units.param_sums = made.param;
+  units.factors = made.factors;
+  units.totals = made.totals;
+  units.factor = clip.agc_factor;
+  units.eps = clip.agc_eps;
+}
+
+// The passes of a layer-wise Op: what it emits and where, its factored state, and what its second pass
+// reads in place of the gradient.
+void Context::describe_layered(size_t i) {
+  const Param& p = params_[i];
+  const Tensor& t = tensors_[i];
+  const OpInfo& info = op_info(op_of(p));
+  UpdateTask& update = tables_.updates.edit(i);
+  UpdateTask& measure = tables_.measures.edit(i);
+  if (info.emits) measure.emitted = fits_accumulator(p) ? p.accumulator : scratch_.data();
+  if (info.factored) {
+    if (p.count > 0) {
+      const Units& rows = *t.units[Tensor::kFactorRows];
+      const Units& columns = *t.units[Tensor::kFactorColumns];
+      const Matrices m = matrices_of(t);
+      tables_.composites.edit(i).outer = {p.state[0], p.state[1], p.state[2], m.rows, m.columns};
+      FactorTask& factor = tables_.factors.edit(i);
+      factor.plan = tables_.plans.at(i);
+      factor.row_pattern = rows.pattern.at();
+      factor.column_pattern = columns.pattern.at();
+      factor.row_sums = rows.gradient;
+      factor.column_sums = columns.gradient;
+      factor.f64 = p.f64;
+      factor.rows = p.state[0];
+      factor.columns = p.state[1];
+      factor.scales = p.state[2];
+      factor.row_count = m.rows;
+      factor.column_count = m.columns;
+      factor.matrices = m.count;
+    }
+    measure.state[0] = update.state[0] = {&tables_.composites.at(i)->outer, kOuter};
+  }
+  const void* made = measure.emitted;
+  if (info.orthogonal && p.count > 0) made = orthogonal_task(static_cast<ga_param>(i)).result();
+  if (info.emits) update.gradient = identity({made, p.real(), 1, nullptr});
+}
+
+// The views of the gradient; where it lies, set_gradient() tells.
+void Context::describe_views(size_t i) {
+  const auto id = static_cast<ga_param>(i);
+  const ParamPlan* const plan = tables_.plans.at(i);
+  GradientView view = {{}, &plan->gradient}, raw = {{}, &plan->raw};
+  if (by_units(id)) {
+    const Units& units = *tensors_[i].units[Tensor::kClipUnits];
+    tables_.composites.edit(i).clipped = {raw, units.pattern.at(), units.factors};
+    tables_.units.edit(i).gradient = raw;
+    view.source = {&tables_.composites.at(i)->clipped, kClipped, 1, nullptr};
+    raw = identity(view.source);
+  }
+  const bool layered = is_layered(id);
+  if (layered) tables_.measures.edit(i).gradient = view;
+  if (!layered || !op_info(op_of(params_[i])).emits) tables_.updates.edit(i).gradient = view;
+  tables_.factors.edit(i).gradient = raw;
+}
+
+// ---- Where the gradients lie --------------------------------------------------------------------
+
+// Where a parameter's gradient of the window is.
+Source Context::source_of(ga_param id) const {
+  const Param& p = params_[static_cast<size_t>(id)];
+  switch (p.held()) {
+    case Held::kAdopted:
+      return adopted_of(p);
+    case Held::kStored: {
+      const Array target = target_of(id);
+      return {target.data, target.format, 1, nullptr};
+    }
+    case Held::kRows:
+      return {&tables_.composites.at(static_cast<size_t>(id))->sparse, kSparse, 1, nullptr};
+    default:
+      return {nullptr, GA_F32, 1, nullptr};
+  }
+}
+
+// f(table, source) for all tables that tell where the gradient is: source(entry) is that there.
+template <class F>
+void Context::each_source(size_t i, F&& f) {
+  const auto of_task = [](auto& task) -> Source& { return task.gradient.source; };
+  const auto id = static_cast<ga_param>(i);
+  if (by_units(id)) {  // all else reads it by way of these
+    f(tables_.composites, [](Composites& c) -> Source& { return c.clipped.gradient.source; });
+    f(tables_.units, of_task);
+    return;
+  }
+  const bool layered = is_layered(id);
+  if (layered) f(tables_.measures, of_task);
+  if (!layered || !op_info(op_of(params_[i])).emits) f(tables_.updates, of_task);
+  if (tables_.factors[i].row_pattern) f(tables_.factors, of_task);
+}
+
+// Puts where the gradient is into all that reads it.
+void Context::set_gradient(size_t i) {
+  Source source = source_of(static_cast<ga_param>(i));
+  if (params_[i].held() == Held::kAdopted) told_[i] = source;
+  // The scale of the step's own window: the next one is there when the step reads its gradient.
+  if (source.divisor) source.divisor = &tables_.control.at()->result.loss_scale;
+  each_source(i, [&](auto& table, auto source_in) { source_in(table.edit(i)) = source; });
+}
+
+// The same where nothing but the address of an adopted gradient is new: then so many words, and not
+// the tables, go to a device. False: it is not so.
+bool Context::move_gradient(size_t i) {
+  const Source source = adopted_of(params_[i]);
+  Source known = told_[i];
+  known.data = source.data;
+  if (config_.device == GA_DEVICE_CPU || tables_.param_inputs[i].held != Held::kAdopted ||
+      !(known == source))
+    return false;
+  if (told_[i].data == source.data) return true;
+  told_[i] = source;
+  each_source(i, [&](auto& table, auto source_in) {
+    const auto data = [&](auto& entry) -> const void*& { return source_in(entry).data; };
+    moved_.push_back(table.put(i, data, source.data));
+  });
+  return true;
+}
+
+// After that.
+void Context::tell_moved() {
+  if (moved_.empty()) return;
+  try {
+    // A capture may end before the step: then that sends the tables.
+    if (backend_->capturing())
+      edit_params();
+    else
+      backend_->upload({moved_.data(), moved_.size()});
+  } catch (...) {
+    edit_params();
+    moved_.clear();
+    throw;
+  }
+  moved_.clear();
+}
+
+// What this window has brought to each parameter. In most, all is as it was in the last one.
+void Context::tell_params() {
+  const bool running = config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
+  for (size_t i = 0; i < prepared_; ++i) {
+    const Param& p = params_[i];
+    const ParamInput& in = tables_.param_inputs[i];
+    const Held held = p.held();
+    if (held == Held::kStored && in.held == held && !running) continue;
+    if (held == Held::kNothing && in.held == held) continue;
+    const bool stored = running && held == Held::kStored;
+    tables_.param_inputs.set(i, &ParamInput::weight, stored ? p.held_weight : 1.0);
+    tables_.param_inputs.set(i, &ParamInput::stale_rows, held == Held::kRows && p.stale);
+    const bool moved = held == Held::kAdopted && !(told_[i] == adopted_of(p));
+    if (in.held == held && !moved) continue;
+    if (moved && move_gradient(i)) continue;
+    tables_.param_inputs.set(i, &ParamInput::held, held);
+    set_gradient(i);
+  }
+  // Windows between two replays may change what this one has found as it was.
+  if (backend_->capturing()) edit_params();
+}
+
+void Context::edit_params() { tables_.edit_params(!layers_.empty() || unit_lists_); }
+
+void Context::flush() {
+  tell_moved();
+  tables_.flush(*backend_);
+  bn_inputs_.flush(*backend_);
+}
+
+}  // namespace ga
