@@ -54,7 +54,7 @@ void Context::check_values(ga_param id, const void* data, int64_t count, int32_t
     fail(GA_ERROR_INVALID_ARGUMENT,
          "parameter \"%s\": %s was at address %p, expected a multiple of its element, %d bytes",
          name(id), what, data, size);
-  if (const Range* r = overlap(data, count * size, -1))
+  if (const auto* r = ranges_.overlap(data, count * size))
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s at %p overlaps %s%s%s", name(id), what,
          data, r->param < 0 ? "memory of the library" : "parameter \"",
          r->param < 0 ? "" : name(r->param), r->param < 0 ? "" : "\"");
@@ -550,7 +550,7 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
         __builtin_add_overflow(elements, columns, &elements) || elements > INT64_MAX / size)
       fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s has more elements than memory can hold",
            name(id), which);
-    if (overlap(data, elements * size, -1))
+    if (ranges_.overlap(data, elements * size))
       fail(GA_ERROR_INVALID_ARGUMENT,
            "parameter \"%s\": %s at %p overlaps a parameter or memory of the library", name(id),
            which, data);

@@ -124,13 +124,12 @@ ga_bn Context::add_batch_norm(const char* name, int64_t channels, ga_param gamma
   try {
     b.state = static_cast<BnChannel*>(backend_->allocate(b.bytes));
     backend_->write(b.state, initial.data(), state);
-    const auto begin = reinterpret_cast<uintptr_t>(b.state);
-    ranges_.reserve(ranges_.size() + 1);
+    ranges_.reserve_more(1);
     inputs.edit(batch_norms_.size()) = {b.state,    nullptr,       channels,
                                         o.momentum, o.biased != 0, false};
     inputs.flush(*backend_);
     backend_->bn_reserve(channels);
-    add_range({begin, begin + b.bytes, -1});
+    ranges_.add(b.state, b.bytes);
   } catch (...) {
     backend_->free(b.state, b.bytes);
     throw;
@@ -172,7 +171,7 @@ void Context::bn_check_tensor(const BatchNorm& b, const char* what, const void* 
     fail(GA_ERROR_INVALID_ARGUMENT,
          "layer \"%s\": %s was at address %p, expected a multiple of its element, %d bytes",
          b.name.c_str(), what, data, dtype.size);
-  if (output && overlap(data, count * dtype.size, -1))
+  if (output && ranges_.overlap(data, count * dtype.size))
     fail(GA_ERROR_INVALID_ARGUMENT,
          "layer \"%s\": %s at %p overlaps a parameter or memory of the library", b.name.c_str(),
          what, data);
@@ -261,7 +260,7 @@ void Context::bn_make_room(ga_bn id, int64_t micro_batches) {
   constexpr int64_t kFew = 4;
   const int64_t size = std::max({micro_batches, 2 * b.history_size, kFew});
   const size_t bytes = static_cast<size_t>(size * b.channels) * sizeof(Moments);
-  ranges_.reserve(ranges_.size() + 1);
+  ranges_.reserve_more(1);
   auto* const larger = static_cast<Moments*>(backend_->allocate(bytes));
   Moments* const old = b.history;
   const size_t old_bytes = b.history_bytes();
@@ -277,9 +276,8 @@ void Context::bn_make_room(ga_bn id, int64_t micro_batches) {
   }
   b.history = larger;
   b.history_size = size;
-  remove_range(old);
-  const auto begin = reinterpret_cast<uintptr_t>(larger);
-  add_range({begin, begin + bytes, -1});
+  ranges_.remove(old);
+  ranges_.add(larger, bytes);
   backend_->free(old, old_bytes);
 }
 

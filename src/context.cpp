@@ -333,32 +333,6 @@ void Context::set_ema(const ga_ema* ema) {
 
 // ---- Parameters ---------------------------------------------------------------------------------
 
-const Context::Range* Context::overlap(const void* data, int64_t bytes, ga_param except) const {
-  if (bytes == 0) return nullptr;
-  const auto begin = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t end = begin + static_cast<uintptr_t>(bytes);
-  // The ranges lie apart, so their ends are sorted as their beginnings are.
-  auto it = std::upper_bound(ranges_.begin(), ranges_.end(), begin,
-                             [](uintptr_t value, const Range& r) { return value < r.end; });
-  for (; it != ranges_.end() && it->begin < end; ++it)
-    if (it->param != except || except < 0) return &*it;
-  return nullptr;
-}
-
-void Context::add_range(const Range& range) {
-  if (range.begin == range.end) return;
-  const auto at = std::upper_bound(ranges_.begin(), ranges_.end(), range.begin,
-                                   [](uintptr_t value, const Range& r) { return value < r.begin; });
-  ranges_.insert(at, range);
-}
-
-void Context::remove_range(const void* begin) {
-  const auto at = reinterpret_cast<uintptr_t>(begin);
-  ranges_.erase(
-      std::remove_if(ranges_.begin(), ranges_.end(), [&](const Range& r) { return r.begin == at; }),
-      ranges_.end());
-}
-
 void Context::check_data(const char* tensor, const void* data, int64_t count, int32_t size,
                          ga_param self) const {
   if (count == 0) return;
@@ -375,7 +349,7 @@ void Context::check_data(const char* tensor, const void* data, int64_t count, in
     fail(GA_ERROR_INVALID_ARGUMENT,
          "parameter \"%s\": its %lld elements at address %p reach past the end of memory", tensor,
          static_cast<long long>(count), data);
-  if (const Range* r = overlap(data, bytes, self))
+  if (const auto* r = ranges_.overlap(data, bytes, self))
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its data at %p overlaps %s%s%s", tensor,
          data, r->param < 0 ? "memory of the library" : "parameter \"",
          r->param < 0 ? "" : name(r->param), r->param < 0 ? "" : "\"");
@@ -444,15 +418,12 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
       names_.erase(tensors_[i].name);  // or was never in
     params_.resize(old_params, Param{});
     tensors_.erase(tensors_.begin() + static_cast<std::ptrdiff_t>(old_params), tensors_.end());
-    ranges_.erase(std::remove_if(
-                      ranges_.begin(), ranges_.end(),
-                      [&](const Range& r) { return r.param >= static_cast<ga_param>(old_params); }),
-                  ranges_.end());
+    ranges_.remove_params_from(static_cast<ga_param>(old_params));
   };
   try {
     make_room(params_, count);
     make_room(tensors_, count);
-    make_room(ranges_, count);
+    ranges_.reserve_more(count);
     make_room(blocks_, 1);
     for (size_t i = 0; i < count; ++i) {
       const ga_flat_entry& e = entries[i];
@@ -495,9 +466,7 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
           options.accumulator_dtype ? options.accumulator_dtype : (p.f64 ? GA_F64 : GA_F32));
       params_.push_back(p);
       if (clip_of(p).scope == GA_CLIP_AGC) units_axes(params_.size() - 1);
-      const auto begin = reinterpret_cast<uintptr_t>(at);
-      add_range({begin, begin + static_cast<uintptr_t>(elements * size),
-                 static_cast<ga_param>(old_params + i)});
+      ranges_.add(at, static_cast<size_t>(elements * size), static_cast<ga_param>(old_params + i));
     }
   } catch (...) {
     undo();
@@ -518,11 +487,10 @@ void Context::bind(ga_param id, void* data) {
     claims_.add(data, bytes, name(id));
     claims_.remove(p.data);
   }
-  if (p.count > 0) remove_range(p.data);
+  if (p.count > 0) ranges_.remove(p.data);
   p.data = data;
   if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
-  const auto begin = reinterpret_cast<uintptr_t>(data);
-  add_range({begin, begin + bytes, id});
+  ranges_.add(data, bytes, id);
   for (Param& other : params_) other.checked = nullptr;
 }
 

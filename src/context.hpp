@@ -25,6 +25,7 @@
 #include "fp_mode.hpp"
 #include "masters.hpp"
 #include "param.hpp"
+#include "ranges.hpp"
 #include "tables.hpp"
 #include "window.hpp"
 
@@ -150,13 +151,6 @@ class Context {
     ga_param count;
   };
 
-  // Memory that gradients and parameters must keep clear of: parameters, and the library's own
-  // arrays (param -1).
-  struct Range {
-    uintptr_t begin, end;
-    ga_param param;
-  };
-
   // Places in the arenas, in bytes.
   struct Layout {
     std::array<size_t, kArrayKinds> bytes = {};
@@ -235,9 +229,6 @@ class Context {
   const Control& control() const;
   int64_t steps() const { return control().steps; }
   int64_t steps_seen() const;
-  const Range* overlap(const void* data, int64_t bytes, ga_param except) const;
-  void add_range(const Range& range);
-  void remove_range(const void* begin);
   void check_data(const char* name, const void* data, int64_t count, int32_t size,
                   ga_param self) const;
   void check_options(const ga_flat_entry& e, int32_t dtype, const ga_param_options& o) const;
@@ -381,7 +372,7 @@ class Context {
   std::vector<Tensor> tensors_;
   std::vector<Block> blocks_;
   std::vector<BatchNorm> batch_norms_;
-  std::vector<Range> ranges_;  // sorted, apart from each other
+  MemoryRanges ranges_;
   std::unordered_set<std::string> names_;
   ga_clip clip_;
   std::vector<ga_accum_phase> phases_;

@@ -256,7 +256,7 @@ void Context::allocate_new(NewArrays& fresh) {
                      &ids_[0], &ids_[1], &ids_[2]})
     list->reserve(n);
   arenas_.reserve(arenas_.size() + kArrayKinds);
-  ranges_.reserve(ranges_.size() + kArrayKinds);
+  ranges_.reserve_more(kArrayKinds);
 
   fresh.layout = layout_of_new();
   const auto& bytes = fresh.layout.bytes;
@@ -324,8 +324,7 @@ void Context::hand_over(NewArrays& fresh) {
   for (size_t k = 0; k < kArrayKinds; ++k) {
     owned_.bytes[k] += fresh.layout.bytes[k];
     if (!fresh.arenas[k].data()) continue;
-    const auto begin = reinterpret_cast<uintptr_t>(fresh.arenas[k].data());
-    add_range({begin, begin + fresh.arenas[k].bytes(), -1});
+    ranges_.add(fresh.arenas[k].data(), fresh.arenas[k].bytes());
     arenas_.push_back(std::move(fresh.arenas[k]));
   }
   prepared_ = params_.size();

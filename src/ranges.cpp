@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ranges.hpp"
+
+#include <algorithm>
+
+namespace ga {
+
+// Reserved exactly, each of many calls would move all ranges.
+void MemoryRanges::reserve_more(size_t count) {
+  const size_t size = ranges_.size() + count;
+  if (size > ranges_.capacity()) ranges_.reserve(std::max(size, 2 * ranges_.capacity()));
+}
+
+void MemoryRanges::add(const void* data, size_t bytes, ga_param param) {
+  if (bytes == 0) return;
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  const auto at = std::upper_bound(ranges_.begin(), ranges_.end(), begin,
+                                   [](uintptr_t value, const Range& r) { return value < r.begin; });
+  ranges_.insert(at, {begin, begin + bytes, param});
+}
+
+template <class Predicate>
+void MemoryRanges::remove_if(Predicate&& predicate) {
+  ranges_.erase(std::remove_if(ranges_.begin(), ranges_.end(), predicate), ranges_.end());
+}
+
+void MemoryRanges::remove(const void* begin) {
+  remove_if([&](const Range& r) { return r.begin == reinterpret_cast<uintptr_t>(begin); });
+}
+
+void MemoryRanges::remove_params_from(ga_param first) {
+  remove_if([&](const Range& r) { return r.param >= first; });
+}
+
+const MemoryRanges::Range* MemoryRanges::overlap(const void* data, int64_t bytes,
+                                                 ga_param except) const {
+  if (bytes == 0) return nullptr;
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t end = begin + static_cast<uintptr_t>(bytes);
+  // The ranges lie apart, so their ends are sorted as their beginnings are.
+  auto it = std::upper_bound(ranges_.begin(), ranges_.end(), begin,
+                             [](uintptr_t value, const Range& r) { return value < r.end; });
+  for (; it != ranges_.end() && it->begin < end; ++it)
+    if (it->param != except || except < 0) return &*it;
+  return nullptr;
+}
+
+}  // namespace ga

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory that gradients, parameters and outputs must keep clear of: parameters, and the library's own
+// arrays.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "gradaccum/gradaccum.h"
+
+namespace ga {
+
+class MemoryRanges {
+ public:
+  struct Range {
+    uintptr_t begin, end;
+    ga_param param;  // -1: memory of the library
+  };
+
+  // Makes room for so many more, so that adding them cannot fail.
+  void reserve_more(size_t count);
+  void add(const void* begin, size_t bytes, ga_param param = -1);
+  void remove(const void* begin);
+  void remove_params_from(ga_param first);  // that parameter and those after it
+
+  // A range that the memory overlaps, other than that of the parameter `except`; NULL: none.
+  const Range* overlap(const void* data, int64_t bytes, ga_param except = -1) const;
+
+ private:
+  template <class Predicate>
+  void remove_if(Predicate&& predicate);
+
+  std::vector<Range> ranges_;  // sorted, apart from each other
+};
+
+}  // namespace ga
