@@ -152,12 +152,6 @@ Context::Use::Use(const Context& context) : context_(context) {
   }
 }
 
-void Context::require_empty(const char* what) const {
-  if (!window_.empty())
-    fail(GA_ERROR_INVALID_STATE,
-         "%s was called within a window; it is legal while the window is empty", what);
-}
-
 const Group& Context::group(ga_group id) const {
   if (id < 0 || static_cast<size_t>(id) >= groups_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "group was %d, but the context has %zu", id, groups_.size());

@@ -217,7 +217,7 @@ class Context {
   };
 
   // context.cpp
-  void require_empty(const char* what) const;
+  void require_empty(const char* what) const { window_.check_empty(what); }
   const Group& group(ga_group id) const;
   Group& group(ga_group id);
   const Param& param(ga_param id) const;
@@ -304,7 +304,9 @@ class Context {
   void list_contributions(const Micro& micro);
   void add_contributions(const Micro& micro);
   template <class Work>
-  void or_invalidate(Work&& work);
+  void or_invalidate(Work&& work) {
+    window_.or_invalidate(work);
+  }
 
   // clip.cpp
   const ga_clip& clip_of(const Param& p) const;
@@ -433,20 +435,6 @@ class Context {
   State<Partial> micro_partials_;
   State<MicroPlan> micro_plans_;
 };
-
-// Runs a pass over data of a window, which is invalid where that breaks off half-way.
-template <class Work>
-void Context::or_invalidate(Work&& work) {
-  try {
-    work();
-  } catch (const std::bad_alloc&) {
-    window_.invalidate();
-    fail(GA_ERROR_FAULT, "memory ran out in the middle of a pass over the gradients");
-  } catch (const std::exception& e) {
-    window_.invalidate();
-    throw Error(GA_ERROR_FAULT, e.what());
-  }
-}
 
 ga_clip default_clip();
 void check_clip(const ga_clip& clip);

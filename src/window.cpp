@@ -99,7 +99,22 @@ void Window::check_step() const {
          ll(open_));
 }
 
-void Window::invalidate() { invalid_ = true; }
+void Window::check_empty(const char* what) const {
+  if (!empty())
+    fail(GA_ERROR_INVALID_STATE,
+         "%s was called within a window; it is legal while the window is empty", what);
+}
+
+void Window::break_off() {
+  invalid_ = true;
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    fail(GA_ERROR_FAULT, "memory ran out in the middle of a pass over the gradients");
+  } catch (const std::exception& e) {
+    throw Error(GA_ERROR_FAULT, e.what());
+  }
+}
 
 void Window::clear() {
   micros_.clear();

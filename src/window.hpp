@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <vector>
 
 #include "gradaccum/gradaccum.h"
@@ -37,6 +38,7 @@ class Window {
   void end();
   void check_step() const;
   void check_valid() const;
+  void check_empty(const char* what) const;  // the function, or the change, that needs it
 
   // Room for one more micro-batch, so that adding it cannot fail.
   void reserve_one() {
@@ -46,10 +48,22 @@ class Window {
   void drop_last();              // the last micro-batch counts from now on with weight 0
   int64_t dropped() const { return dropped_; }
   int64_t weighted() const { return weighted_; }  // micro-batches of weight > 0
-  void invalidate();  // parameters and state are untouched, accumulators are not
   void clear();
 
+  // Runs a pass over data of the window. If it breaks off half-way, the window is invalid:
+  // parameters and state are untouched, accumulators are not.
+  template <class Work>
+  void or_invalidate(Work&& work) {
+    try {
+      work();
+    } catch (const std::exception&) {
+      break_off();
+    }
+  }
+
  private:
+  [[noreturn]] void break_off();  // of the exception being handled
+
   std::vector<Micro> micros_;
   int64_t open_ = -1;
   int64_t accum_steps_ = 0;
