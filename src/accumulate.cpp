@@ -22,7 +22,6 @@ Micro Context::make_micro(double weight, const double* scale) const {
   return m;
 }
 
-// data as what is added: the loss scale undone, times the weight.
 Source Context::contribution(const void* data, int32_t dtype, const Micro& m) const {
   const double weight = config_.gradient_kind == GA_GRADIENT_MEAN ? m.weight : 1;
   if (m.loss_scale == 0) return {data, dtype, weight, &tables_.control.at()->scaler.scale};
@@ -265,7 +264,17 @@ void Context::check_single(ga_param id) const {
            name(id));
 }
 
-// Whole gradients in the open micro-batch, of different parameters, in one pass.
+void Context::prepare_parts(Span<const Whole> parts, const char* what) {
+  bool contributes = false;
+  for (size_t k = 0; k < parts.size; ++k) {
+    const ga_param id = parts.data[k].param;
+    const Param& p = part(id, what);
+    check_single(id);
+    contributes = contributes || !p.frozen;
+  }
+  if (contributes && window_.open_micro().weight > 0) prepare();
+}
+
 void Context::contribute(Span<const Whole> given, bool may_adopt) {
   const Micro& micro = window_.open_micro();
   if (micro.weight == 0) return;

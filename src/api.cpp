@@ -12,7 +12,7 @@
 #include "optimizer.hpp"
 #include "schedule.hpp"
 
-struct ga_context : ga::Context {
+struct ga_context final : ga::Context {
   using Context::Context;
 };
 
@@ -471,9 +471,9 @@ ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_para
                     ga_param beta, const ga_bn_options* options, ga_bn* out) {
   return on(ctx, [&] {
     const ga_bn_options defaults = ga::default_bn_options(GA_FLAVOR_TORCH);
-    const ga_bn id =
-        ctx->add_batch_norm(name, channels, gamma, beta,
-                            options ? read_struct(options, defaults, "ga_bn_options") : defaults);
+    const ga_bn id = ctx->batch_norms().add(
+        name, channels, gamma, beta,
+        options ? read_struct(options, defaults, "ga_bn_options") : defaults);
     if (out) *out = id;
   });
 }
@@ -482,57 +482,58 @@ ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen) {
   return on(ctx, [&] {
     if (frozen != 0 && frozen != 1)
       fail(GA_ERROR_INVALID_ARGUMENT, "frozen was %d, expected 0 or 1", frozen);
-    ctx->bn_set_frozen(bn, frozen == 1);
+    ctx->batch_norms().set_frozen(bn, frozen == 1);
   });
 }
 
 ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                            int64_t positions) {
-  return on(ctx, [&] { ctx->bn_accumulate(bn, x, samples, positions); });
+  return on(ctx, [&] { ctx->batch_norms().accumulate(bn, x, samples, positions); });
 }
 
 ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
                                  const void* spread, int32_t kind, int32_t dtype) {
-  return on(ctx, [&] { ctx->bn_accumulate_stats(bn, count, mean, spread, kind, dtype); });
+  return on(ctx,
+            [&] { ctx->batch_norms().accumulate_stats(bn, count, mean, spread, kind, dtype); });
 }
 
 ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn) {
-  return on(ctx, [&] { ctx->bn_finalize(bn); });
+  return on(ctx, [&] { ctx->batch_norms().finalize(bn); });
 }
 
 ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                         int64_t positions, void* y) {
-  return on(ctx, [&] { ctx->bn_forward(bn, x, samples, positions, y); });
+  return on(ctx, [&] { ctx->batch_norms().forward(bn, x, samples, positions, y); });
 }
 
 ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
                                     int64_t samples, int64_t positions) {
-  return on(ctx, [&] { ctx->bn_backward_accumulate(bn, x, dy, samples, positions); });
+  return on(ctx, [&] { ctx->batch_norms().backward_accumulate(bn, x, dy, samples, positions); });
 }
 
 ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy, int64_t samples,
                          int64_t positions, void* dx) {
-  return on(ctx, [&] { ctx->bn_backward(bn, x, dy, samples, positions, dx); });
+  return on(ctx, [&] { ctx->batch_norms().backward(bn, x, dy, samples, positions, dx); });
 }
 
 ga_status ga_bn_infer(ga_context* ctx, ga_bn bn, const void* x, int64_t samples, int64_t positions,
                       void* y) {
-  return on(ctx, [&] { ctx->bn_infer(bn, x, samples, positions, y); });
+  return on(ctx, [&] { ctx->batch_norms().infer(bn, x, samples, positions, y); });
 }
 
 ga_status ga_bn_running(ga_context* ctx, ga_bn bn, void* mean, void* variance, int32_t dtype,
                         int64_t* steps) {
-  return on(ctx, [&] { ctx->bn_running(bn, mean, variance, dtype, steps); });
+  return on(ctx, [&] { ctx->batch_norms().running(bn, mean, variance, dtype, steps); });
 }
 
 ga_status ga_bn_running_set(ga_context* ctx, ga_bn bn, const void* mean, const void* variance,
                             int32_t dtype, int64_t steps) {
-  return on(ctx, [&] { ctx->bn_running_set(bn, mean, variance, dtype, steps); });
+  return on(ctx, [&] { ctx->batch_norms().set_running(bn, mean, variance, dtype, steps); });
 }
 
 ga_status ga_bn_statistics(ga_context* ctx, ga_bn bn, void* mean, void* variance, int32_t dtype,
                            int64_t* count) {
-  return on(ctx, [&] { ctx->bn_statistics(bn, mean, variance, dtype, count); });
+  return on(ctx, [&] { ctx->batch_norms().statistics(bn, mean, variance, dtype, count); });
 }
 
 }  // extern "C"

@@ -64,12 +64,11 @@ bool is_of_micros(const ga_clip& c) {
 // Micro-batches that are clipped cannot be opened again, as the two sweeps of WINDOW mode do.
 void Context::check_no_sweeps(const ga_clip& clip) const {
   if (!is_of_micros(clip)) return;
-  for (const BatchNorm& b : batch_norms_)
-    if (b.options.mode == GA_BN_WINDOW)
-      fail(GA_ERROR_UNSUPPORTED,
-           "clip: GA_CLIP_MICRO was set, but batch-normalisation layer \"%s\" is in WINDOW mode, "
-           "which opens micro-batches again",
-           b.name.c_str());
+  if (const char* const layer = batch_norms_.name_of_windowed())
+    fail(GA_ERROR_UNSUPPORTED,
+         "clip: GA_CLIP_MICRO was set, but batch-normalisation layer \"%s\" is in WINDOW mode, "
+         "which opens micro-batches again",
+         layer);
 }
 
 void Context::choose_path() {

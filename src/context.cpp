@@ -130,10 +130,6 @@ Context::Context(const ga_config& config)
 
 Context::~Context() {
   for (const Tensor& t : tensors_) backend_->free_rows(t.set);
-  for (const BatchNorm& b : batch_norms_) {
-    backend_->free(b.state, b.bytes);
-    backend_->free(b.history, b.history_bytes());
-  }
 }
 
 Context::Use::Use(const Context& context) : context_(context) {
@@ -171,6 +167,11 @@ const Param& Context::param(ga_param id) const {
 
 Param& Context::param(ga_param id) {
   return const_cast<Param&>(static_cast<const Context*>(this)->param(id));
+}
+
+BnParam Context::bn_param(ga_param id) const {
+  const Param& p = param(id);
+  return {{p.data, p.dtype}, p.count, name(id)};
 }
 
 // ---- Window length ------------------------------------------------------------------------------

@@ -9,7 +9,6 @@
 //   step.cpp        the end of a window
 //   clip.cpp        clipping
 //   update.cpp      parameters and optimizer state
-//   batchnorm.cpp   layers with batch normalisation
 #pragma once
 
 #include <array>
@@ -20,6 +19,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "batchnorm.hpp"
 #include "error.hpp"
 #include "fork.hpp"
 #include "fp_mode.hpp"
@@ -52,7 +52,7 @@ class TaskList {
 
 inline Params params_of(const std::vector<ga_param>& list) { return {list.data(), list.size()}; }
 
-class Context {
+class Context : BnContext {
  public:
   explicit Context(const ga_config& config);
   ~Context();
@@ -99,6 +99,8 @@ class Context {
   ga_memory memory() const;
   void synchronize() { backend_->wait(); }
 
+  BatchNorms& batch_norms() { return batch_norms_; }
+
   // Throws, before anything has changed, where no work can be given now: a capture is in the way,
   // or there was a fault.
   void check_device() const { backend_->capturing(); }
@@ -125,25 +127,6 @@ class Context {
   void discard();
   const void* gradient(ga_param param, int32_t* dtype) const;
 
-  // batchnorm.cpp
-  ga_bn add_batch_norm(const char* name, int64_t channels, ga_param gamma, ga_param beta,
-                       const ga_bn_options& options);
-  void bn_set_frozen(ga_bn id, bool frozen);
-  void bn_accumulate(ga_bn id, const void* x, int64_t samples, int64_t positions);
-  void bn_accumulate_stats(ga_bn id, int64_t count, const void* mean, const void* spread,
-                           int32_t kind, int32_t dtype);
-  void bn_finalize(ga_bn id);
-  void bn_forward(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y);
-  void bn_backward_accumulate(ga_bn id, const void* x, const void* dy, int64_t samples,
-                              int64_t positions);
-  void bn_backward(ga_bn id, const void* x, const void* dy, int64_t samples, int64_t positions,
-                   void* dx);
-  void bn_infer(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y);
-  void bn_running(ga_bn id, void* mean, void* variance, int32_t dtype, int64_t* steps) const;
-  void bn_running_set(ga_bn id, const void* mean, const void* variance, int32_t dtype,
-                      int64_t steps);
-  void bn_statistics(ga_bn id, void* mean, void* variance, int32_t dtype, int64_t* count) const;
-
  private:
   // One pointer of ga_accumulate.
   struct Block {
@@ -161,13 +144,6 @@ class Context {
 
   struct NewArrays;
 
-  // The gradient of a whole parameter.
-  struct Whole {
-    ga_param param;
-    const void* gradient;
-    int32_t format;
-  };
-
   // A contribution that is read at the end of its micro-batch.
   struct Contribution {
     ga_param param;
@@ -178,42 +154,6 @@ class Context {
     int64_t count;  // elements of gradient
     int64_t rows;
     size_t partials;  // the first of its chunks among those of the micro-batch
-  };
-
-  // A layer with batch normalisation.
-  struct BatchNorm {
-    std::string name;
-    int64_t channels;
-    ga_param gamma, beta;
-    ga_bn_options options;
-    bool frozen;
-    BnChannel* state;  // and the two behind it, in one block
-    void* dgamma;
-    void* dbeta;
-    size_t bytes;
-    Moments* history = nullptr;  // see ops/batchnorm.hpp
-    int64_t history_size = 0;    // micro-batches that it has room for
-
-    // Statistics of a micro-batch.
-    struct Taken {
-      int64_t count = -1;  // elements of a channel; -1: there are none
-      bool given = false;  // not by ga_bn_forward
-    };
-    // In this window:
-    int64_t index = -1;        // the micro-batch that the layer normalises by; WINDOW: the last one
-    std::vector<Taken> taken;  // by micro-batch; WINDOW: of the first sweep
-    std::vector<char> summed;  // micro-batches whose backward sums are in the window
-    int64_t sums_of = -1;      // the one whose sums BnChannel has, for its next ga_bn_backward
-    bool final;                // WINDOW: the first sweep is over; and how far the others are:
-    int64_t forwarded, sums;
-
-    bool has(int64_t micro) const {
-      return micro < static_cast<int64_t>(taken.size()) &&
-             taken[static_cast<size_t>(micro)].count >= 0;
-    }
-    size_t history_bytes() const {
-      return static_cast<size_t>(history_size * channels) * sizeof(Moments);
-    }
   };
 
   // context.cpp
@@ -229,6 +169,9 @@ class Context {
   const Control& control() const;
   int64_t steps() const { return control().steps; }
   int64_t steps_seen() const;
+  void set_tables() final;
+  BnParam bn_param(ga_param id) const final;
+  int64_t known_accum_steps() const final { return accum_due_ ? 0 : window_.accum_steps(); }
   void check_data(const char* name, const void* data, int64_t count, int32_t size,
                   ga_param self) const;
   void check_options(const ga_flat_entry& e, int32_t dtype, const ga_param_options& o) const;
@@ -256,7 +199,6 @@ class Context {
   void fill_new();
 
   // tables.cpp
-  void set_tables();
   void tell_settings();
   void tell_groups();
   void tell_scaler();
@@ -279,7 +221,7 @@ class Context {
   // accumulate.cpp
   Micro make_micro(double weight, const double* scale) const;
   bool late_scale() const { return scaled_ && config_.device != GA_DEVICE_CPU; }
-  Source contribution(const void* data, int32_t dtype, const Micro& micro) const;
+  Source contribution(const void* data, int32_t dtype, const Micro& micro) const final;
   Source adopted_of(const Param& p) const;
   void set_micro(const Micro& micro, int64_t index, double window_weight);
   Param& part(ga_param id, const char* what);
@@ -291,14 +233,16 @@ class Context {
                     const char* what) const;
   Array target_of(ga_param id) const;
   AccumulateTask* add_task(ga_param id, const Source& source, bool may_adopt = true);
-  void contribute(Span<const Whole> given, bool may_adopt);
+  void prepare_parts(Span<const Whole> parts, const char* what) final;
+  void contribute(Span<const Whole> given, bool may_adopt) final;
   void count_contribution(Param& p);
   void store_adopted(ga_param id);
   void make_dense(ga_param id);
   RowsTask rows_task(const Contribution& c, const Source& values) const;
   void add_rows(const Contribution& c, const Source& values, const MicroPlan* plan);
-  // Whether micro-batches are judged as a whole, when they end.
-  bool deferring() const { return config_.nonfinite == GA_NONFINITE_DROP_MICRO || clip_micro_; }
+  bool deferring() const final {
+    return config_.nonfinite == GA_NONFINITE_DROP_MICRO || clip_micro_;
+  }
   void defer(Contribution c);
   void settle(int64_t index);
   void list_contributions(const Micro& micro);
@@ -327,30 +271,6 @@ class Context {
   template <class Work>
   void or_break(Work&& work);
 
-  // batchnorm.cpp
-  const BatchNorm& batch_norm(ga_bn id) const;
-  BatchNorm& batch_norm(ga_bn id);
-  void bn_require_unused(const BatchNorm& b, const char* what) const;
-  void bn_check_tensor(const BatchNorm& b, const char* what, const void* data, int64_t count,
-                       bool output) const;
-  void bn_check_overlap(const BatchNorm& b, const char* what, const void* in, const char* out_name,
-                        const void* out, int64_t count) const;
-  BnTask bn_task(const BatchNorm& b, int64_t samples, int64_t positions) const;
-  int64_t bn_index(const BatchNorm& b, int64_t next) const;
-  int64_t bn_check_statistics(const BatchNorm& b, const char* what) const;
-  template <class Work>
-  bool bn_take(ga_bn id, const char* what, int64_t index, BatchNorm::Taken taken, BnTask& task,
-               Work&& work);
-  void bn_make_room(ga_bn id, int64_t micro_batches);
-  void bn_check_sweep(const BatchNorm& b, const char* what, int64_t index, int64_t count) const;
-  BnTask bn_backward_task(const BatchNorm& b, const char* what, const void* x, const void* dy,
-                          int64_t samples, int64_t positions);
-  void bn_prepare_params(const BatchNorm& b, const char* what);
-  bool bn_summed(BatchNorm& b);
-  void bn_add_sums(BatchNorm& b);
-  std::vector<BnChannel> bn_read(const BatchNorm& b) const;
-  void bn_forget();
-
   // update.cpp
   // Whether units are clipped, and second moments factored, before the step is settled: StepSums.
   bool sums_first() const { return backend_->cache_bytes() == INT64_MAX; }
@@ -373,7 +293,6 @@ class Context {
   std::vector<Param> params_;
   std::vector<Tensor> tensors_;
   std::vector<Block> blocks_;
-  std::vector<BatchNorm> batch_norms_;
   MemoryRanges ranges_;
   std::unordered_set<std::string> names_;
   ga_clip clip_;
@@ -387,7 +306,6 @@ class Context {
   bool clip_units_ = false;  // some is GA_CLIP_AGC, of the reduced gradient
 
   ContextTables tables_;
-  Table<BnInput> bn_inputs_;
   mutable Control last_control_ = {};  // what was read last
   std::vector<Source> told_;           // the adopted gradient that the tables have
   std::vector<Word> moved_;            // of a call that adopts gradients
@@ -402,6 +320,7 @@ class Context {
   MasterClaims claims_;
 
   Window window_;
+  BatchNorms batch_norms_{config_, *backend_, window_, ranges_, *this};
   int64_t windows_ = 0;  // calls of ga_step that returned GA_OK
   int64_t tickets_ = 0;
   bool delivered_ = false;  // some parameter's gradient may be
@@ -442,6 +361,5 @@ ga_config default_config();
 void check_config(const ga_config& config);
 ga_ema default_ema();
 void check_ema(const ga_ema& ema);
-ga_bn_options default_bn_options(int32_t flavor);
 
 }  // namespace ga

@@ -177,9 +177,8 @@ ga_memory Context::memory() const {
       static_cast<int64_t>(contributions_.capacity() *
                            (sizeof(Contribution) + sizeof(MicroInput) + sizeof(NormTask)));
   m.rows += backend_->row_bytes();
-  for (const BatchNorm& b : batch_norms_)
-    m.batch_norm += static_cast<int64_t>(b.bytes + b.history_bytes());
-  m.workspace += backend_->bn_bytes() + bn_inputs_.bytes();
+  m.batch_norm = batch_norms_.bytes();
+  m.workspace += backend_->bn_bytes() + batch_norms_.inputs().bytes();
   for (const int64_t bytes : {m.accumulators, m.optimizer_state, m.workspace, m.masters, m.averages,
                               m.rows, m.batch_norm})
     add(m.total, static_cast<size_t>(bytes));

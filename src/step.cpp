@@ -2,7 +2,6 @@
 // The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials
 // that the accumulating passes left; a pass of its own is made only for what has none (see
 // step_sums). What is decided is decided by the backend (decide.hpp): nothing here waits for it.
-#include <algorithm>
 #include <cmath>
 
 #include "context.hpp"
@@ -99,7 +98,7 @@ void Context::empty_window() {
   rows_held_ = 0;
   noise_repeated_ = rejected_ = false;
   contributions_.clear();
-  bn_forget();
+  batch_norms_.end_window();
   window_.clear();
   // Where it depends on a step that is perhaps still running, it is asked for when a window opens.
   accum_due_ = !phases_.empty() && !backend_->known();
@@ -195,10 +194,9 @@ void Context::or_break(Work&& work) {
 
 void Context::discard() {
   forget_delivered();
-  const bool taken = std::any_of(batch_norms_.begin(), batch_norms_.end(),
-                                 [](const BatchNorm& b) { return b.index >= 0; });
   const bool invalid = window_.state() == GA_WINDOW_INVALID;  // perhaps amid a pass over statistics
-  if (deferring() || rows_held_ > 0 || taken || rejected_ || invalid) backend_->clear_window();
+  if (deferring() || rows_held_ > 0 || batch_norms_.has_statistics() || rejected_ || invalid)
+    backend_->clear_window();
   empty_window();
 }
 

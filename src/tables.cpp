@@ -60,8 +60,8 @@ void Context::set_tables() {
                          tables_.plans.at(),
                          static_cast<int64_t>(groups_.size()),
                          static_cast<int64_t>(prepared_),
-                         bn_inputs_.at(),
-                         static_cast<int64_t>(bn_inputs_.size())};
+                         batch_norms_.inputs().at(),
+                         static_cast<int64_t>(batch_norms_.inputs().size())};
   const TaskTables tasks = {tables_.updates.host_data(), tables_.measures.host_data(),
                             tables_.units.host_data(),   tables_.factors.host_data(),
                             tables_.updates.at(),        tables_.measures.at(),
@@ -317,7 +317,7 @@ void Context::edit_params() { tables_.edit_params(!layers_.empty() || unit_lists
 void Context::flush() {
   tell_moved();
   tables_.flush(*backend_);
-  bn_inputs_.flush(*backend_);
+  batch_norms_.flush();
 }
 
 }  // namespace ga

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// The layers with batch normalisation of a context: which micro-batch a call is about, what is legal
+// next, and the way of the gradients of gamma and beta into the window. The formulas are in
+// ops/batchnorm.hpp; what a step does to running statistics is in decide.hpp.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "backend/backend.hpp"
+#include "ranges.hpp"
+#include "table.hpp"
+#include "window.hpp"
+
+namespace ga {
+
+// The gradient of a whole parameter.
+struct Whole {
+  ga_param param;
+  const void* gradient;
+  int32_t format;
+};
+
+struct BnParam {
+  Array values;
+  int64_t count;
+  const char* name;
+};
+
+// What the layers need of their context.
+class BnContext {
+ public:
+  virtual BnParam bn_param(ga_param id) const = 0;  // throws if there is no such parameter
+  // Whether micro-batches are judged as a whole, when they end.
+  virtual bool deferring() const = 0;
+  // K of the window; 0 if the program decides when a window ends, or if K is not known yet.
+  virtual int64_t known_accum_steps() const = 0;
+  // data as what is added to an accumulator: the loss scale undone, times the weight.
+  virtual Source contribution(const void* data, int32_t dtype, const Micro& micro) const = 0;
+  // Checks that these parameters can take a contribution to the open micro-batch now, and gives them
+  // the arrays that it takes. what: the function that was called.
+  virtual void prepare_parts(Span<const Whole> parts, const char* what) = 0;
+  // Adds gradients of different parameters to the open micro-batch, in one pass.
+  virtual void contribute(Span<const Whole> given, bool may_adopt) = 0;
+  virtual void set_tables() = 0;  // tells the backend where the tables are
+
+ protected:
+  ~BnContext() = default;
+};
+
+class BatchNorms {
+ public:
+  BatchNorms(const ga_config& config, Backend& backend, Window& window, MemoryRanges& ranges,
+             BnContext& context);
+  ~BatchNorms();
+  BatchNorms(const BatchNorms&) = delete;
+  BatchNorms& operator=(const BatchNorms&) = delete;
+
+  // The functions ga_bn_*.
+  ga_bn add(const char* name, int64_t channels, ga_param gamma, ga_param beta,
+            const ga_bn_options& options);
+  void set_frozen(ga_bn id, bool frozen);
+  void accumulate(ga_bn id, const void* x, int64_t samples, int64_t positions);
+  void accumulate_stats(ga_bn id, int64_t count, const void* mean, const void* spread, int32_t kind,
+                        int32_t dtype);
+  void finalize(ga_bn id);
+  void forward(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y);
+  void backward_accumulate(ga_bn id, const void* x, const void* dy, int64_t samples,
+                           int64_t positions);
+  void backward(ga_bn id, const void* x, const void* dy, int64_t samples, int64_t positions,
+                void* dx);
+  void infer(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y);
+  void running(ga_bn id, void* mean, void* variance, int32_t dtype, int64_t* steps) const;
+  void set_running(ga_bn id, const void* mean, const void* variance, int32_t dtype, int64_t steps);
+  void statistics(ga_bn id, void* mean, void* variance, int32_t dtype, int64_t* count) const;
+
+  bool has_statistics() const;           // of this window
+  const char* name_of_windowed() const;  // of some layer in WINDOW mode; NULL: there is none
+  int64_t bytes() const;                 // of the layers' arrays
+  const Table<BnInput>& inputs() const { return inputs_; }
+  void flush() { inputs_.flush(backend_); }
+  void end_window();
+
+ private:
+  struct Layer;
+  struct Taken;
+
+  const Layer& layer(ga_bn id) const;
+  Layer& layer(ga_bn id) {
+    return const_cast<Layer&>(static_cast<const BatchNorms*>(this)->layer(id));
+  }
+  Layer& layer_for_work(ga_bn id);
+  void check_options(const char* name, int64_t channels, const ga_bn_options& o) const;
+  void check_params(const char* name, int64_t channels, ga_param gamma, ga_param beta) const;
+  void check_mode(const char* name, int32_t mode) const;
+  void allocate(Layer& b);
+  void check_array(const Layer& b, const char* what, const void* data, int64_t count, int32_t dtype,
+                   bool output) const;
+  void check_tensor(const Layer& b, const char* what, const void* data, int64_t count) const;
+  void check_output(const Layer& b, const char* what, const void* data, int64_t count) const;
+  BnTask task_of(const Layer& b, int64_t samples, int64_t positions) const;
+  int64_t index_of(const Layer& b, int64_t next) const;
+  int64_t index_of_statistics(const Layer& b, const char* what) const;
+  void make_room(Layer& b, int64_t micro_batches);
+  template <class Work>
+  void take(Layer& b, const char* what, int64_t index, const Taken& taken, BnTask& task,
+            Work&& work);
+  BnTask backward_task(const Layer& b, const char* what, const void* x, const void* dy,
+                       int64_t samples, int64_t positions) const;
+  bool is_summed(Layer& b);
+  void add_sums(Layer& b);
+  std::vector<BnChannel> read(const Layer& b) const;
+
+  const ga_config& config_;
+  Backend& backend_;
+  Window& window_;
+  MemoryRanges& ranges_;
+  BnContext& context_;
+  std::vector<Layer> layers_;
+  Table<BnInput> inputs_;
+};
+
+ga_bn_options default_bn_options(int32_t flavor);
+
+}  // namespace ga
