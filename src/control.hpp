@@ -65,7 +65,7 @@ struct Settings {
   bool averaged;      // there are averages
   bool noise;         // the noise scale is estimated
   bool clips;         // by some norm, of the reduced gradient
-  int32_t limited;    // the ga_optimizer_kind whose groups share a bound of their norm; -1: none
+  int32_t bounded;    // the ga_optimizer_kind whose groups share a bound of their norm; -1: none
   int32_t reserved;
   double loss_scale;  // without a scaler
   double noise_smoothing;
@@ -108,18 +108,36 @@ struct ParamInput {
   bool unmeasured;  // the partials are not those of the gradient, and nobody reads its norm
 };
 
+// What the gradients of a window come to before anything is decided: a WindowSums, and ParamSums for
+// each parameter. Every number adds up over ranks: the flags are 0 or 1 on one rank.
+struct WindowSums {
+  double weight;         // of the micro-batches
+  double micro_batches;  // how many there are
+  double weighted;       // of these, with a weight > 0
+  double dropped;        // of these, not added
+  double failed;         // a call came with something that only a device has seen
+  double unestimated;    // the window has no estimate of the noise scale
+};
+struct ParamSums {
+  double squares;    // of what is accumulated, not yet divided by weights; NaN: nobody measured it
+  double clamped;    // under ParamInput::clamped: of the mean gradient as clipped by value
+  double noise;      // Partial::noise
+  double nonfinite;  // some element is infinite or NaN
+  double gradients;  // the window brought a gradient
+  double dense;      // a gradient lies in the whole array, not in some of its rows
+};
+
 struct ParamState {
-  Clock clock;           // its own updates
-  double squares;        // of the reduced gradient
-  double sum_squares;    // of what a clip by norm sees
-  double noise, window;  // Partial::noise, and the squares it is compared with
-  double factor;         // of its clip by norm
-  double smallest;       // of the factors of its units
-  int64_t contributed;   // Settings::deferring: a contribution was added in this window
-  double held_weight;    // likewise, the weights that a running mean is over
-  bool nonfinite;
-  bool touched;   // this step is about it
-  bool averaged;  // the average holds something
+  Clock clock;             // its own updates
+  ParamSums sums;          // of the window that ends
+  double sum_squares;      // of what a clip by norm sees
+  double norm_squares[2];  // of the first pass of a layer-wise Op
+  double factor;           // of its clip by norm
+  double smallest;         // of the factors of its units
+  int64_t contributed;     // Settings::deferring: a contribution was added in this window
+  double held_weight;      // likewise, the weights that a running mean is over
+  bool touched;            // this step is about it
+  bool averaged;           // the average holds something
 };
 
 // What a step does to a parameter, as bits.
@@ -180,12 +198,14 @@ struct Control {
   bool rejected;  // ga_step returned GA_ERROR_NONFINITE: ga_discard backs the loss scale off
   bool failed;    // a call of the window came with something that only a device has seen
 
+  // Of the window that ends, and over all parameters.
+  WindowSums sums;
   struct {
     double all;             // squares of the reduced gradients
     double shared;          // of what the context's own clip is for
     double micros, window;  // of NoiseScale::add
-  } sums;
-  double limited_squares;
+    double bounded;         // of those that share a bound of their norm, as clipped
+  } totals;
 
   // Of the last step.
   int64_t ticket;        // WindowTotals::ticket

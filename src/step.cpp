@@ -56,7 +56,7 @@ bool Context::norm_wanted(ga_param id) const {
     return true;
   const int op = op_of(p);
   return (op >= 0 && op_info(op).reads_gradient_norm) ||
-         group_of(p).optimizer.kind == tables_.settings[0].limited;
+         group_of(p).optimizer.kind == tables_.settings[0].bounded;
 }
 
 // What is to be read once more before the step is settled. Norms: of gradients that were never

@@ -22,9 +22,9 @@ void Context::tell_settings() {
   s.noise = config_.noise_scale != 0;
   s.clips = clip_.scope != GA_CLIP_NONE;
   for (const Group& g : groups_) s.clips = s.clips || (g.own_clip && g.clip.scope != GA_CLIP_NONE);
-  s.limited = -1;
+  s.bounded = -1;
   for (const Group& g : groups_)
-    if (g.info->limits_norm && g.optimizer.max_grad_norm > 0) s.limited = g.optimizer.kind;
+    if (g.info->limits_norm && g.optimizer.max_grad_norm > 0) s.bounded = g.optimizer.kind;
   s.loss_scale = config_.loss_scale;
   s.noise_smoothing = config_.noise_smoothing;
   s.seed = config_.seed;

@@ -27,7 +27,7 @@ void Context::make_lists() {
   unit_lists_ = false;
   const bool cut = !sums_first();
   const bool bounded =
-      tables_.settings[0].limited >= 0;  // such a norm is of all gradients as clipped
+      tables_.settings[0].bounded >= 0;  // such a norm is of all gradients as clipped
   for (size_t i = 0; i < prepared_; ++i) {
     const auto id = static_cast<ga_param>(i);
     if (!params_[i].owns) continue;
@@ -64,7 +64,7 @@ void Context::update_layers() {
     return params_of(ids_[0]);
   };
   // A norm over groups is of gradients that have been clipped by units.
-  const bool bounded = tables_.settings[0].limited >= 0;
+  const bool bounded = tables_.settings[0].bounded >= 0;
   size_t last_unit = 0;  // behind it, none is clipped by units
   for (size_t k = 0; k < layers_.size() && !sums_first(); ++k)
     if (by_units(layers_[k])) last_unit = k + 1;

@@ -86,7 +86,12 @@ GA_HD void store_agc_factor(const UnitTask& task, int64_t unit) {
     static_cast<float*>(task.factors)[unit] = static_cast<float>(factor);
 }
 
-// ---- The step -----------------------------------------------------------------------------------
+// ---- The end of a window: sums ------------------------------------------------------------------
+//
+// A window ends in two steps: sum_window() adds up what its gradients left, judge_window() decides.
+// The second reads no partial and does not know where a gradient lies: all that it knows of the
+// gradients is in Control::sums and ParamState::sums. Every number in there adds up, so a
+// communicator can put the sums over all ranks in place of those of one rank between the two steps.
 
 GA_HD bool has_gradient(const Tables& t, int64_t i) {
   const ParamInput& p = t.param_inputs[i];
@@ -94,20 +99,23 @@ GA_HD bool has_gradient(const Tables& t, int64_t i) {
   return !t.settings->deferring || t.param_states[i].contributed != 0;
 }
 
+// Whether a step is about a parameter.
+GA_HD bool is_touched(const Tables& t, int64_t i, bool gradient) {
+  return !t.param_inputs[i].frozen && (gradient || t.settings->missing == GA_MISSING_ZERO);
+}
+
 GA_HD double weight_of(const Tables& t, int64_t i) {
   const bool judged = t.settings->deferring && t.settings->running_mean;
   return judged ? t.param_states[i].held_weight : t.param_inputs[i].weight;
 }
 
-// Whether the step is about a parameter.
-GA_HD bool is_touched(const Tables& t, int64_t i) {
-  if (t.param_inputs[i].frozen) return false;
-  return t.settings->missing == GA_MISSING_ZERO || has_gradient(t, i);
+GA_HD double mean_of(const Settings& set, double weight) {
+  return set.reduce == GA_REDUCE_MEAN ? 1 / weight : 1;
 }
 
+// The mean that the norms before the decision are taken with.
 GA_HD double mean_of(const Tables& t, const WindowTotals& w) {
-  const double weight = t.settings->deferring ? t.control->weight : w.weight;
-  return t.settings->reduce == GA_REDUCE_MEAN ? 1 / weight : 1;
+  return mean_of(*t.settings, t.settings->deferring ? t.control->weight : w.weight);
 }
 
 // ParamPlan::raw.
@@ -142,35 +150,103 @@ GA_HD NormTask norm_task(const Tables& t, const Tasks& tasks, int64_t i, const N
   return task;
 }
 
-// The sums over each parameter.
+template <class Warp>
+GA_DEVICE void sum_param(Warp& warp, const Tables& t, int64_t i) {
+  const ParamInput& p = t.param_inputs[i];
+  const bool held = has_gradient(t, i);
+  const bool rows = p.held == Held::kRows && !p.stale_rows;
+  const bool measured = held && !p.unmeasured;
+  const int64_t n = !measured ? 0 : rows ? p.rows->size : chunk_count(p.count);
+  const auto partial = [&](int64_t k) -> const Partial& {
+    return rows ? p.rows->entries[k].partial : p.partials[k];
+  };
+  const double squares = warp.sum(n, [&](int64_t k) { return partial(k).sum_squares; });
+  const double clamped =
+      p.clamped && !rows ? warp.sum(n, [&](int64_t k) { return partial(k).limited; }) : 0;
+  const double noise =
+      t.settings->noise ? warp.sum(n, [&](int64_t k) { return partial(k).noise; }) : 0;
+  const bool nonfinite = warp.first(n, [&](int64_t k) { return partial(k).nonfinite != 0; }) >= 0;
+  if (!warp.leader()) return;
+  ParamSums& sums = t.param_states[i].sums;
+  sums.squares = held && !measured ? NAN : squares;
+  sums.clamped = clamped;
+  sums.noise = noise;
+  sums.nonfinite = nonfinite;
+  sums.gradients = held;
+  sums.dense = p.held == Held::kStored || p.held == Held::kAdopted;
+}
+
 template <class Crew>
-GA_DEVICE void take_sums(Crew& crew, const Tables& t) {
-  crew.each_warp(t.params, [&](int64_t i, auto& warp) {
-    const ParamInput& p = t.param_inputs[i];
-    const bool held = has_gradient(t, i);
-    const bool rows = p.held == Held::kRows && !p.stale_rows;
-    const bool measured = held && !p.unmeasured;
-    const int64_t n = !measured ? 0 : rows ? p.rows->size : chunk_count(p.count);
-    const auto partial = [&](int64_t k) -> const Partial& {
-      return rows ? p.rows->entries[k].partial : p.partials[k];
-    };
-    const double raw = warp.sum(n, [&](int64_t k) { return partial(k).sum_squares; });
-    const double limited =
-        p.clamped ? warp.sum(n, [&](int64_t k) { return partial(k).limited; }) : 0;
-    const double noise =
-        t.settings->noise ? warp.sum(n, [&](int64_t k) { return partial(k).noise; }) : 0;
-    const bool nonfinite = warp.first(n, [&](int64_t k) { return partial(k).nonfinite != 0; }) >= 0;
-    if (!warp.leader()) return;
-    t.plans[i].raw = raw_numbers(t, t.control->mean, i);
-    ParamState& s = t.param_states[i];
-    const double weight = weight_of(t, i);
-    const double scale = t.control->mean * weight;
-    s.touched = is_touched(t, i);
-    s.nonfinite = nonfinite;
-    s.squares = held && !measured ? NAN : raw * scale * scale;
-    s.sum_squares = p.clamped && !rows ? limited : s.squares;
-    s.noise = noise;
-    s.window = raw * weight * weight;
+GA_DEVICE void sum_window(Crew& crew, const Tables& t, const WindowTotals& w) {
+  crew.once([&] {
+    Control& c = *t.control;
+    const bool judged = t.settings->deferring;
+    c.ticket = w.ticket;
+    c.sums.weight = judged ? c.weight : w.weight;
+    c.sums.micro_batches = static_cast<double>(w.micro_batches);
+    c.sums.weighted = static_cast<double>(judged ? c.weighted : w.weighted);
+    c.sums.dropped = static_cast<double>(judged ? c.window_dropped : w.dropped);
+    c.sums.failed = c.failed;
+    c.sums.unestimated = !w.noise_wanted;
+  });
+  crew.each_warp(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i); });
+}
+
+// ---- The end of a window: judgement -------------------------------------------------------------
+
+GA_HD bool is_touched(const Tables& t, int64_t i) {
+  return is_touched(t, i, t.param_states[i].sums.gradients != 0);
+}
+
+// Of the reduced gradient.
+GA_HD double squares_of(const Tables& t, int64_t i) {
+  const double scale = t.control->mean * weight_of(t, i);
+  return t.param_states[i].sums.squares * scale * scale;
+}
+
+// Of what a clip by norm sees.
+GA_HD double clip_squares_of(const Tables& t, int64_t i) {
+  return t.param_inputs[i].clamped ? t.param_states[i].sums.clamped : squares_of(t, i);
+}
+
+// Sums over parameters: all, those that share the context's clip, and each group's.
+template <class Crew>
+GA_DEVICE void total_params(Crew& crew, const Tables& t) {
+  const Settings& set = *t.settings;
+  Control& c = *t.control;
+  const auto total = [&](auto& warp, auto value) {
+    return warp.sum(t.params, [&](int64_t i) { return is_touched(t, i) ? value(i) : 0.0; });
+  };
+  crew.each_warp(t.groups + 5, [&](int64_t k, auto& warp) {
+    if ((k == 1 && !set.clips) || ((k == 3 || k == 4) && !set.noise)) return;
+    if (k == 0) {
+      const double x = total(warp, [&](int64_t i) { return squares_of(t, i); });
+      if (warp.leader()) c.totals.all = x;
+    } else if (k == 1) {
+      const double x = total(warp, [&](int64_t i) {
+        return t.group_inputs[t.param_inputs[i].group].own_clip ? 0.0 : clip_squares_of(t, i);
+      });
+      if (warp.leader()) c.totals.shared = x;
+    } else if (k == 2) {
+      const int64_t first = warp.first(t.params, [&](int64_t i) {
+        return is_touched(t, i) && t.param_states[i].sums.nonfinite != 0;
+      });
+      if (warp.leader()) c.nonfinite_at = first;
+    } else if (k == 3) {
+      const double x = total(warp, [&](int64_t i) { return t.param_states[i].sums.noise; });
+      if (warp.leader()) c.totals.micros = x;
+    } else if (k == 4) {
+      const double x = total(warp, [&](int64_t i) {
+        const double weight = weight_of(t, i);
+        return t.param_states[i].sums.squares * weight * weight;
+      });
+      if (warp.leader()) c.totals.window = x;
+    } else if (t.group_inputs[k - 5].own_clip) {
+      const double x = total(warp, [&](int64_t i) {
+        return t.param_inputs[i].group == k - 5 ? clip_squares_of(t, i) : 0.0;
+      });
+      if (warp.leader()) t.group_states[k - 5].sum_squares = x;
+    }
   });
 }
 
@@ -187,36 +263,42 @@ GA_HD bool divides(const Tables& t, double weight) {
   if (weight >= 0x1p-126 && weight <= 0x1p127) return true;
   if (!(weight >= 0x1p-400 && weight <= 0x1p400)) return false;
   for (int64_t i = 0; i < t.params; ++i)
-    if (t.param_states[i].touched && !t.param_inputs[i].f64) return false;
+    if (is_touched(t, i) && !t.param_inputs[i].f64) return false;
   return true;
 }
 
-// Outcome and counters.
-GA_HD void judge_window(const Tables& t, const WindowTotals& w, double squares) {
+// What the window comes to, and whether it is applied (Control::go).
+GA_HD ga_step_result judge_outcome(const Tables& t) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
   ga_step_result r = {};
   r.struct_size = sizeof r;
-  r.micro_batches = w.micro_batches;
-  r.weight = set.deferring ? c.weight : w.weight;
-  r.window_dropped = set.deferring ? c.window_dropped : w.dropped;
+  r.micro_batches = static_cast<int64_t>(c.sums.micro_batches);
+  r.weight = c.sums.weight;
+  r.window_dropped = static_cast<int64_t>(c.sums.dropped);
   r.clip_factor = 1;
   r.loss_scale = set.scaled ? c.scaler.scale : set.loss_scale;
   c.go = false;
-  c.ticket = w.ticket;
-  if (c.failed) {
+  if (c.sums.failed != 0) {
     r.outcome = GA_STEP_SKIPPED_ERROR;
   } else if (!(r.weight > 0)) {
     r.outcome = GA_STEP_SKIPPED_EMPTY;
   } else if (set.reduce == GA_REDUCE_MEAN && !divides(t, r.weight)) {
     r.outcome = GA_STEP_SKIPPED_WEIGHT;
   } else {
-    r.norm = sqrt(squares);
+    r.norm = sqrt(c.totals.all);
     c.go = c.nonfinite_at < 0 || set.nonfinite == GA_NONFINITE_IGNORE;
     if (!c.go) r.outcome = GA_STEP_SKIPPED_NONFINITE;
   }
-  c.result = r;
-  // The program learns of it by an error, and the window stays until it is discarded.
+  return r;
+}
+
+// The counters and the loss scale. A rejected window does not count: the program learns of it by an
+// error, and the window stays until it is discarded.
+GA_HD void count_window(const Tables& t) {
+  const Settings& set = *t.settings;
+  Control& c = *t.control;
+  ga_step_result& r = c.result;
   c.rejected = r.outcome == GA_STEP_SKIPPED_NONFINITE && set.nonfinite == GA_NONFINITE_FAIL;
   if (c.rejected) return;
   if (r.outcome == GA_STEP_SKIPPED_NONFINITE || r.window_dropped > 0)
@@ -227,10 +309,51 @@ GA_HD void judge_window(const Tables& t, const WindowTotals& w, double squares) 
   c.dropped += r.window_dropped;
   ++c.windows;
   if (c.go) ++c.steps;
-  c.result.windows = c.windows;
-  c.result.steps = c.steps;
-  c.result.skipped = c.windows - c.steps;
-  c.result.dropped = c.dropped;
+  r.windows = c.windows;
+  r.steps = c.steps;
+  r.skipped = c.windows - c.steps;
+  r.dropped = c.dropped;
+}
+
+GA_HD void estimate_noise(const Tables& t) {
+  Control& c = *t.control;
+  const double samples = c.sums.weight;
+  const bool estimated = c.sums.weighted >= 2 && c.sums.unestimated == 0 && samples * samples > 0 &&
+                         is_finite(samples * samples);
+  if (c.go && t.settings->noise && estimated)
+    c.noise.add(c.totals.micros / samples, c.totals.window / (samples * samples),
+                static_cast<int64_t>(c.sums.weighted), samples, t.settings->noise_smoothing);
+  c.result.noise_scale = c.noise.scale();
+  c.result.noise_trace = c.noise.trace();
+  c.result.noise_signal = c.noise.signal();
+}
+
+// Clip factor, learning rate and clock of a group.
+GA_HD void plan_group(const Tables& t, int64_t k) {
+  Control& c = *t.control;
+  const GroupInput& in = t.group_inputs[k];
+  GroupState& g = t.group_states[k];
+  g.clip_factor = 1;
+  if (in.clip.scope == GA_CLIP_GLOBAL && in.clip.when == GA_CLIP_STEP)
+    g.clip_factor = clip_factor(in.clip, sqrt(in.own_clip ? g.sum_squares : c.totals.shared));
+  if (!c.go) return;
+  g.lr = in.schedule.rate(in.optimizer.lr, c.steps - 1);
+  if (k == 0) c.result.lr = g.lr;
+  advance_clock(in.optimizer, g.clock);
+}
+
+// A parameter's norm and clip factor.
+GA_HD void settle_param(const Tables& t, int64_t i) {
+  ParamState& s = t.param_states[i];
+  const int64_t group = t.param_inputs[i].group;
+  const ga_clip& clip = t.group_inputs[group].clip;
+  s.touched = is_touched(t, i);
+  s.sum_squares = clip_squares_of(t, i);
+  s.factor = clip.scope == GA_CLIP_PER_TENSOR && clip.when == GA_CLIP_STEP
+                 ? clip_factor(clip, sqrt(s.sum_squares))
+                 : t.group_states[group].clip_factor;
+  s.smallest = s.factor;
+  t.plans[i].raw = raw_numbers(t, t.control->mean, i);
 }
 
 // f(channel, layer) for all layers with batch normalisation.
@@ -273,33 +396,38 @@ GA_DEVICE void take_smallest(Crew& crew, const Tables& t) {
   });
 }
 
-// Divides the gradients of groups with a bound for their norm together by what that exceeds it by.
+GA_HD bool is_bounded(const Tables& t, int64_t i) {
+  const ga_optimizer& o = t.group_inputs[t.param_inputs[i].group].optimizer;
+  return t.param_states[i].touched && o.kind == t.settings->bounded;
+}
+
+// The squares of the gradients, as clipped, of the groups that share a bound of their norm.
 template <class Crew>
-GA_DEVICE void limit_groups(Crew& crew, const Tables& t) {
-  const int32_t kind = t.settings->limited;
-  if (kind < 0 || !t.control->go) return;
-  const auto optimizer = [&](int64_t i) -> const ga_optimizer& {
-    return t.group_inputs[t.param_inputs[i].group].optimizer;
-  };
-  double& squares = t.control->limited_squares;
+GA_DEVICE void sum_bounded(Crew& crew, const Tables& t) {
   crew.each_warp(1, [&](int64_t, auto& warp) {
     const double sum = warp.sum(t.params, [&](int64_t i) {
       const ParamState& s = t.param_states[i];
-      return s.touched && optimizer(i).kind == kind ? s.sum_squares * s.factor * s.factor : 0.0;
+      return is_bounded(t, i) ? s.sum_squares * s.factor * s.factor : 0.0;
     });
-    if (warp.leader()) squares = sum;
-  });
-  crew.each_item(t.params, [&](int64_t i) {
-    ParamState& s = t.param_states[i];
-    const double most = optimizer(i).max_grad_norm;
-    if (!s.touched || optimizer(i).kind != kind || !(most > 0)) return;
-    const double over = sqrt(squares) / most;
-    if (over > 1) s.factor /= over;  // a NaN is not: other groups are not to become one
+    if (warp.leader()) t.control->totals.bounded = sum;
   });
 }
 
-// What a parameter's Op is folded from; norms: of its first pass, where that has run.
-GA_HD StepInput step_input(const Tables& t, int64_t i, const double* norms) {
+// Divides these gradients by what their norm exceeds the bound by.
+template <class Crew>
+GA_DEVICE void bound_groups(Crew& crew, const Tables& t) {
+  if (t.settings->bounded < 0 || !t.control->go) return;
+  sum_bounded(crew, t);
+  crew.each_item(t.params, [&](int64_t i) {
+    const double most = t.group_inputs[t.param_inputs[i].group].optimizer.max_grad_norm;
+    if (!is_bounded(t, i) || !(most > 0)) return;
+    const double over = sqrt(t.control->totals.bounded) / most;
+    if (over > 1) t.param_states[i].factor /= over;  // not where it is NaN
+  });
+}
+
+// What a parameter's Op is folded from. measured: its first pass has run.
+GA_HD StepInput step_input(const Tables& t, int64_t i, bool measured) {
   const ParamInput& p = t.param_inputs[i];
   const ParamState& s = t.param_states[i];
   const GroupState& g = t.group_states[p.group];
@@ -309,13 +437,13 @@ GA_HD StepInput step_input(const Tables& t, int64_t i, const double* norms) {
           p.extent,
           p.extent > 0 ? p.count / p.extent : 0,
           sqrt(s.sum_squares) * s.factor,
-          {norms ? norms[0] : 0, norms ? norms[1] : 0}};
+          {measured ? sqrt(s.norm_squares[0]) : 0, measured ? sqrt(s.norm_squares[1]) : 0}};
 }
 
-GA_HD void fold(const Tables& t, int64_t i, const double* norms) {
+GA_HD void fold(const Tables& t, int64_t i, bool measured) {
   const ParamInput& p = t.param_inputs[i];
   const ga_optimizer& o = t.group_inputs[p.group].optimizer;
-  const StepInput in = step_input(t, i, norms);
+  const StepInput in = step_input(t, i, measured);
   if (p.f64)
     ByPosition<AllOps<double>>::fold(p.op, o, in, t.plans[i].folded);
   else
@@ -367,105 +495,45 @@ GA_DEVICE void plan_param(Crew& crew, const Tables& t, int64_t i) {
     plan.duty |= kDeliver;
     return;
   }
-  const bool rows = p.lazy && (p.held == Held::kRows || p.held == Held::kNothing);
-  plan.duty |= rows ? kUpdateRows : kUpdate;
+  plan.duty |= p.lazy && s.sums.dense == 0 ? kUpdateRows : kUpdate;
   if (crew.recall(t, i)) return;
   ByKind<Optimizers>::call(o.kind, [&](auto optimizer) {
     plan.factor_gain = optimizer.factor_gain(o, s.clock);
     plan.factor_floor = optimizer.factor_floor(o);
   });
-  fold(t, i, nullptr);
+  fold(t, i, false);
 }
 
-// The end of a window, all of it.
+// Decides what the step does. last: no settle_units follows.
 template <class Crew>
-GA_DEVICE void decide(Crew& crew, const Tables& t, const WindowTotals& w) {
-  Control& c = *t.control;
-  crew.once([&] { c.mean = mean_of(t, w); });
-  take_sums(crew, t);
-
-  // Sums over parameters: all, those that share the context's clip, and each group's.
-  const auto touched_sum = [&](auto& warp, auto value) {
-    return warp.sum(t.params, [&](int64_t i) {
-      return t.param_states[i].touched ? value(i, t.param_states[i]) : 0.0;
-    });
-  };
+GA_DEVICE void judge_window(Crew& crew, const Tables& t, bool last) {
   const Settings& set = *t.settings;
-  crew.each_warp(t.groups + 5, [&](int64_t k, auto& warp) {
-    if ((k == 1 && !set.clips) || ((k == 3 || k == 4) && !set.noise)) return;
-    if (k == 0) {
-      const double x = touched_sum(warp, [](int64_t, const ParamState& s) { return s.squares; });
-      if (warp.leader()) c.sums.all = x;
-    } else if (k == 1) {
-      const double x = touched_sum(warp, [&](int64_t i, const ParamState& s) {
-        return t.group_inputs[t.param_inputs[i].group].own_clip ? 0.0 : s.sum_squares;
-      });
-      if (warp.leader()) c.sums.shared = x;
-    } else if (k == 2) {
-      const int64_t first = warp.first(t.params, [&](int64_t i) {
-        return t.param_states[i].touched && t.param_states[i].nonfinite;
-      });
-      if (warp.leader()) c.nonfinite_at = first;
-    } else if (k == 3) {
-      const double x = touched_sum(warp, [](int64_t, const ParamState& s) { return s.noise; });
-      if (warp.leader()) c.sums.micros = x;
-    } else if (k == 4) {
-      const double x = touched_sum(warp, [](int64_t, const ParamState& s) { return s.window; });
-      if (warp.leader()) c.sums.window = x;
-    } else if (t.group_inputs[k - 5].own_clip) {
-      const double x = touched_sum(warp, [&](int64_t i, const ParamState& s) {
-        return t.param_inputs[i].group == k - 5 ? s.sum_squares : 0.0;
-      });
-      if (warp.leader()) t.group_states[k - 5].sum_squares = x;
-    }
-  });
+  Control& c = *t.control;
+  crew.once([&] { c.mean = mean_of(set, c.sums.weight); });
+  total_params(crew, t);
   crew.once([&] {
-    judge_window(t, w, c.sums.all);
-    const double samples = c.result.weight;
-    const int64_t weighted = t.settings->deferring ? c.weighted : w.weighted;
-    const bool estimated = weighted >= 2 && samples * samples > 0 && is_finite(samples * samples);
-    if (c.go && t.settings->noise && w.noise_wanted && estimated)
-      c.noise.add(c.sums.micros / samples, c.sums.window / (samples * samples), weighted, samples,
-                  t.settings->noise_smoothing);
-    c.result.noise_scale = c.noise.scale();
-    c.result.noise_trace = c.noise.trace();
-    c.result.noise_signal = c.noise.signal();
+    c.result = judge_outcome(t);
+    count_window(t);
+    estimate_noise(t);
   });
-  crew.each_item(t.groups, [&](int64_t k) {
-    const GroupInput& in = t.group_inputs[k];
-    GroupState& g = t.group_states[k];
-    g.clip_factor = 1;
-    if (in.clip.scope == GA_CLIP_GLOBAL && in.clip.when == GA_CLIP_STEP)
-      g.clip_factor = clip_factor(in.clip, sqrt(in.own_clip ? g.sum_squares : c.sums.shared));
-    if (!c.go) return;
-    g.lr = in.schedule.rate(in.optimizer.lr, c.steps - 1);
-    if (k == 0) c.result.lr = g.lr;
-    advance_clock(in.optimizer, g.clock);
-  });
-  const auto take_factor = [&](int64_t i) {
-    ParamState& s = t.param_states[i];
-    const GroupInput& g = t.group_inputs[t.param_inputs[i].group];
-    s.factor = t.group_states[t.param_inputs[i].group].clip_factor;
-    if (g.clip.scope == GA_CLIP_PER_TENSOR && g.clip.when == GA_CLIP_STEP)
-      s.factor = clip_factor(g.clip, sqrt(s.sum_squares));
-    s.smallest = s.factor;
-  };
-  if (set.limited >= 0) {
-    crew.each_item(t.params, take_factor);
-    if (w.last) limit_groups(crew, t);
+  crew.each_item(t.groups, [&](int64_t k) { plan_group(t, k); });
+  const bool bounded = set.bounded >= 0;
+  if (bounded) {
+    crew.each_item(t.params, [&](int64_t i) { settle_param(t, i); });
+    if (last) bound_groups(crew, t);
   }
   crew.each_item(t.params, [&](int64_t i) {
-    if (set.limited < 0) take_factor(i);
+    if (!bounded) settle_param(t, i);
     plan_param(crew, t, i);
   });
   if (set.clips) take_smallest(crew, t);
   if (c.go)
     each_channel(crew, t, [&](BnChannel& channel, const BnInput& layer) {
       if (!layer.frozen)
-        commit(channel, history_of(channel, layer), w.micro_batches, layer.momentum, layer.biased);
+        commit(channel, history_of(channel, layer), c.result.micro_batches, layer.momentum,
+               layer.biased);
     });
-  if (c.result.outcome != GA_STEP_SKIPPED_NONFINITE || t.settings->nonfinite != GA_NONFINITE_FAIL)
-    clear_window(crew, t);
+  if (!c.rejected) clear_window(crew, t);
 }
 
 // From the sums over units.
@@ -480,10 +548,10 @@ GA_DEVICE void total_units(const UnitTask& task, Warp& warp) {
   if (warp.leader()) *task.totals = {squares, least};
 }
 
-// After the totals over units of these parameters: what their gradients now are.
+// The totals over units of these parameters: what their gradients now are.
 template <class Crew>
-GA_DEVICE void settle_units(Crew& crew, const Tables& t, const UnitTask* units, const ga_param* ids,
-                            int64_t count, bool last) {
+GA_DEVICE void sum_units(Crew& crew, const Tables& t, const UnitTask* units, const ga_param* ids,
+                         int64_t count) {
   if (!t.control->go) return;
   crew.each_item(count, [&](int64_t k) {
     const UnitTask& task = units[ids[k]];
@@ -492,22 +560,29 @@ GA_DEVICE void settle_units(Crew& crew, const Tables& t, const UnitTask* units, 
     s.sum_squares = task.totals->squares;
     s.smallest = task.totals->smallest < 1 ? task.totals->smallest : 1;
   });
+}
+
+// After sum_units(): what is decided by norms, once more. last: no other parameters follow.
+template <class Crew>
+GA_DEVICE void settle_units(Crew& crew, const Tables& t, const ga_param* ids, int64_t count,
+                            bool last) {
+  if (!t.control->go) return;
   take_smallest(crew, t);
-  if (last) limit_groups(crew, t);
-  const bool all = last && t.settings->limited >= 0;
+  if (last) bound_groups(crew, t);
+  const bool all = last && t.settings->bounded >= 0;
   crew.each_item(all ? t.params : count, [&](int64_t k) {
     const int64_t i = all ? k : ids[k];
     if ((t.plans[i].duty & kUpdate) == 0) return;
     plan_gradient(t, i);
     const ParamInput& p = t.param_inputs[i];
-    if (ByPosition<AllOps<float>>::layer_wise(p.op)) fold(t, i, nullptr);
+    if (ByPosition<AllOps<float>>::layer_wise(p.op)) fold(t, i, false);
   });
 }
 
-// After the first pass of layer-wise Ops: folds them for the second, with the norms.
+// The norms that the first pass of layer-wise Ops has taken.
 template <class Crew>
-GA_DEVICE void fold_layers(Crew& crew, const Tables& t, const UpdateTask* measures,
-                           const ga_param* ids, int64_t count) {
+GA_DEVICE void sum_layers(Crew& crew, const Tables& t, const UpdateTask* measures,
+                          const ga_param* ids, int64_t count) {
   crew.each_warp(count, [&](int64_t k, auto& warp) {
     const int64_t i = ids[k];
     if ((t.plans[i].duty & kUpdate) == 0) return;
@@ -516,9 +591,20 @@ GA_DEVICE void fold_layers(Crew& crew, const Tables& t, const UpdateTask* measur
     const double first = warp.sum(n, [&](int64_t c) { return partials[c].sum_squares; });
     const double second = warp.sum(n, [&](int64_t c) { return partials[c].limited; });
     if (!warp.leader()) return;
-    const double norms[] = {sqrt(first), sqrt(second)};
-    fold(t, i, norms);
-    const double divisor = larger(norms[0], t.group_inputs[t.param_inputs[i].group].optimizer.eps);
+    t.param_states[i].norm_squares[0] = first;
+    t.param_states[i].norm_squares[1] = second;
+  });
+}
+
+// After sum_layers(): folds these Ops for the second pass.
+template <class Crew>
+GA_DEVICE void fold_layers(Crew& crew, const Tables& t, const ga_param* ids, int64_t count) {
+  crew.each_item(count, [&](int64_t k) {
+    const int64_t i = ids[k];
+    if ((t.plans[i].duty & kUpdate) == 0) return;
+    fold(t, i, true);
+    const double divisor = larger(sqrt(t.param_states[i].norm_squares[0]),
+                                  t.group_inputs[t.param_inputs[i].group].optimizer.eps);
     t.plans[i].orthogonal_scale = divisor > 0 ? 1 / divisor : 0;
   });
 }
@@ -562,7 +648,7 @@ GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, Micr
       const double x = warp.sum(count, [&](int64_t k) {
         return t.group_inputs[group_of(k)].own_clip ? 0.0 : plans[k].squares;
       });
-      if (warp.leader()) c.sums.shared = x;
+      if (warp.leader()) c.totals.shared = x;
     } else if (t.group_inputs[j - 2].own_clip) {
       const double x =
           warp.sum(count, [&](int64_t k) { return group_of(k) == j - 2 ? plans[k].squares : 0.0; });
@@ -597,7 +683,7 @@ GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, Micr
     } else if (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR) {
       const double squares = clip.scope == GA_CLIP_PER_TENSOR ? plan.squares
                              : g.own_clip ? t.group_states[group_of(k)].sum_squares
-                                          : c.sums.shared;
+                                          : c.totals.shared;
       plan.view.factor = clip_factor(clip, sqrt(squares));
     }
     plan.keep = in.again || s.contributed != 0 ? 1 : 0;

@@ -186,7 +186,8 @@ class CpuBackend final : public Backend {
     }
     run(Norms{*this, sums.norms}, take_norm);
     Crew crew;
-    ga::decide(crew, tables_, totals);
+    sum_window(crew, tables_, totals);
+    judge_window(crew, tables_, totals.last);
   }
 
   void settle_units(Params params, bool last) override {
@@ -195,8 +196,9 @@ class CpuBackend final : public Backend {
       const UnitTask& task = tasks_.units[params.data[k]];
       if (task.param.data) total_units(task, warp);
     });
-    ga::settle_units(crew, tables_, tasks_.units, params.data, static_cast<int64_t>(params.size),
-                     last);
+    const auto count = static_cast<int64_t>(params.size);
+    sum_units(crew, tables_, tasks_.units, params.data, count);
+    ga::settle_units(crew, tables_, params.data, count, last);
   }
 
   void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro, int64_t index,
@@ -249,7 +251,9 @@ class CpuBackend final : public Backend {
             self.kernels_.measure[task.f64][task.op](task, w.offset, w.count);
         });
     Crew crew;
-    fold_layers(crew, tables_, tasks_.measures, params.data, static_cast<int64_t>(params.size));
+    const auto count = static_cast<int64_t>(params.size);
+    sum_layers(crew, tables_, tasks_.measures, params.data, count);
+    fold_layers(crew, tables_, params.data, count);
   }
 
   void update(Params params) override {

@@ -227,7 +227,7 @@ struct AllSums : NormSums {
       const bool unit = k < units.count;
       const int64_t f = k - units.count;
       const ChunkRef at = unit ? units.pieces[k] : factors.piece(f);
-      if (!is_touched(window.tables, at.item)) continue;
+      if (!is_touched(window.tables, at.item, has_gradient(window.tables, at.item))) continue;
       unsigned* const counter = unit ? &units.counters[at.item] : factors.counter(f);
       block.once([&] {
         raw = window.raw(at.item);
@@ -239,8 +239,9 @@ struct AllSums : NormSums {
     }
   }
   GA_DEVICE void settle(Block& block, const Tables& tables) const {
-    if (units.param_count > 0)
-      settle_units(block, tables, units.tasks, units.params, units.param_count, true);
+    if (units.param_count == 0) return;
+    sum_units(block, tables, units.tasks, units.params, units.param_count);
+    settle_units(block, tables, units.params, units.param_count, true);
   }
   GA_DEVICE void follow(Block& block) const {
     GA_ROLLED
@@ -249,14 +250,22 @@ struct AllSums : NormSums {
   }
 };
 
-// Apart: the registers that it takes are then not taken from the loops before it.
+// The judgement on a window whose sums are complete, and what follows from it. In a launch of its
+// own it may come behind a sum over ranks.
 template <class Sums>
-GA_APART void decide_by(Block& block, const Undecided& window, const Ring& ring, const Sums& sums) {
+GA_DEVICE void judge_by(Block& block, const Undecided& window, const Ring& ring, const Sums& sums) {
   Crew crew(block);
-  ga::decide(crew, window.tables, window.totals);
+  judge_window(crew, window.tables, window.totals.last);
   sums.settle(block, window.tables);
   publish(block, window.tables, ring);
   sums.follow(block);
+}
+
+// Apart: the registers that it takes are then not taken from the loops before it.
+template <class Sums>
+GA_APART void decide_by(Block& block, const Undecided& window, const Ring& ring, const Sums& sums) {
+  sum_window(block, window.tables, window.totals);
+  judge_by(block, window, ring, sums);
 }
 
 template <class Sums>

@@ -422,7 +422,8 @@ struct Follow {
 
 GA_APART inline void fold_measured(Block& block, const Tables& tables, const UpdateTask* tasks,
                                    const ga_param* params, int64_t count) {
-  fold_layers(block, tables, tasks, params, count);
+  sum_layers(block, tables, tasks, params, count);
+  fold_layers(block, tables, params, count);
 }
 
 // The first pass of a layer-wise Op; the last block folds it for the second.
