@@ -225,7 +225,8 @@ struct WindowTotals {
   bool last;          // no settle_units follows
 };
 
-struct Tables {
+// What decide.hpp goes by: the tables and states of a context, where it runs.
+struct ScalarTables {
   const Settings* settings;
   Control* control;
   const GroupInput* group_inputs;

@@ -51,17 +51,17 @@ void Context::tell_scaler() {
 }
 
 void Context::set_tables() {
-  const Tables tables = {tables_.settings.at(),
-                         tables_.control.at(),
-                         tables_.group_inputs.at(),
-                         tables_.group_states.at(),
-                         tables_.param_inputs.at(),
-                         tables_.param_states.at(),
-                         tables_.plans.at(),
-                         static_cast<int64_t>(groups_.size()),
-                         static_cast<int64_t>(prepared_),
-                         batch_norms_.inputs().at(),
-                         static_cast<int64_t>(batch_norms_.inputs().size())};
+  const ScalarTables tables = {tables_.settings.at(),
+                               tables_.control.at(),
+                               tables_.group_inputs.at(),
+                               tables_.group_states.at(),
+                               tables_.param_inputs.at(),
+                               tables_.param_states.at(),
+                               tables_.plans.at(),
+                               static_cast<int64_t>(groups_.size()),
+                               static_cast<int64_t>(prepared_),
+                               batch_norms_.inputs().at(),
+                               static_cast<int64_t>(batch_norms_.inputs().size())};
   const TaskTables tasks = {tables_.updates.host_data(), tables_.measures.host_data(),
                             tables_.units.host_data(),   tables_.factors.host_data(),
                             tables_.updates.at(),        tables_.measures.at(),

@@ -60,7 +60,7 @@ class Backend {
   virtual int64_t table_bytes(int64_t chunks) const = 0;
   virtual int64_t row_bytes() const = 0;  // of the entries of row sets
 
-  virtual void set_tables(const Tables& tables, const TaskTables& tasks) = 0;
+  virtual void set_tables(const ScalarTables& tables, const TaskTables& tasks) = 0;
 
   // ---- Scalars: see decide.hpp ----
 

@@ -93,18 +93,18 @@ GA_HD void store_agc_factor(const UnitTask& task, int64_t unit) {
 // gradients is in Control::sums and ParamState::sums. Every number in there adds up, so a
 // communicator can put the sums over all ranks in place of those of one rank between the two steps.
 
-GA_HD bool has_gradient(const Tables& t, int64_t i) {
+GA_HD bool has_gradient(const ScalarTables& t, int64_t i) {
   const ParamInput& p = t.param_inputs[i];
   if (p.frozen || p.held == Held::kNothing) return false;
   return !t.settings->deferring || t.param_states[i].contributed != 0;
 }
 
 // Whether a step is about a parameter.
-GA_HD bool is_touched(const Tables& t, int64_t i, bool gradient) {
+GA_HD bool is_touched(const ScalarTables& t, int64_t i, bool gradient) {
   return !t.param_inputs[i].frozen && (gradient || t.settings->missing == GA_MISSING_ZERO);
 }
 
-GA_HD double weight_of(const Tables& t, int64_t i) {
+GA_HD double weight_of(const ScalarTables& t, int64_t i) {
   const bool judged = t.settings->deferring && t.settings->running_mean;
   return judged ? t.param_states[i].held_weight : t.param_inputs[i].weight;
 }
@@ -114,12 +114,12 @@ GA_HD double mean_of(const Settings& set, double weight) {
 }
 
 // The mean that the norms before the decision are taken with.
-GA_HD double mean_of(const Tables& t, const WindowTotals& w) {
+GA_HD double mean_of(const ScalarTables& t, const WindowTotals& w) {
   return mean_of(*t.settings, t.settings->deferring ? t.control->weight : w.weight);
 }
 
 // ParamPlan::raw.
-GA_HD Numbers raw_numbers(const Tables& t, double mean, int64_t i) {
+GA_HD Numbers raw_numbers(const ScalarTables& t, double mean, int64_t i) {
   const GroupInput& g = t.group_inputs[t.param_inputs[i].group];
   const double sign = g.optimizer.maximize ? -1 : 1;
   const bool limited = g.clip.when == GA_CLIP_STEP;
@@ -127,14 +127,14 @@ GA_HD Numbers raw_numbers(const Tables& t, double mean, int64_t i) {
 }
 
 // In tables, a gradient's loss scale is that of the result, which is there when it is decided.
-GA_HD void undecided(const Tables& t, Source& source) {
+GA_HD void undecided(const ScalarTables& t, Source& source) {
   if (source.divisor) source.divisor = &t.control->scaler.scale;
 }
 
 // The norm of a parameter's gradient, before the step is decided. tasks: where this runs.
 // raw: raw_numbers().
 template <class Tasks>
-GA_HD NormTask norm_task(const Tables& t, const Tasks& tasks, int64_t i, const Numbers* raw) {
+GA_HD NormTask norm_task(const ScalarTables& t, const Tasks& tasks, int64_t i, const Numbers* raw) {
   const ParamInput& p = t.param_inputs[i];
   const UpdateTask& update = tasks.updates[i];
   const bool layered = ByPosition<AllOps<float>>::layer_wise(p.op);
@@ -151,7 +151,7 @@ GA_HD NormTask norm_task(const Tables& t, const Tasks& tasks, int64_t i, const N
 }
 
 template <class Warp>
-GA_DEVICE void sum_param(Warp& warp, const Tables& t, int64_t i) {
+GA_DEVICE void sum_param(Warp& warp, const ScalarTables& t, int64_t i) {
   const ParamInput& p = t.param_inputs[i];
   const bool held = has_gradient(t, i);
   const bool rows = p.held == Held::kRows && !p.stale_rows;
@@ -177,7 +177,7 @@ GA_DEVICE void sum_param(Warp& warp, const Tables& t, int64_t i) {
 }
 
 template <class Crew>
-GA_DEVICE void sum_window(Crew& crew, const Tables& t, const WindowTotals& w) {
+GA_DEVICE void sum_window(Crew& crew, const ScalarTables& t, const WindowTotals& w) {
   crew.once([&] {
     Control& c = *t.control;
     const bool judged = t.settings->deferring;
@@ -194,24 +194,24 @@ GA_DEVICE void sum_window(Crew& crew, const Tables& t, const WindowTotals& w) {
 
 // ---- The end of a window: judgement -------------------------------------------------------------
 
-GA_HD bool is_touched(const Tables& t, int64_t i) {
+GA_HD bool is_touched(const ScalarTables& t, int64_t i) {
   return is_touched(t, i, t.param_states[i].sums.gradients != 0);
 }
 
 // Of the reduced gradient.
-GA_HD double squares_of(const Tables& t, int64_t i) {
+GA_HD double squares_of(const ScalarTables& t, int64_t i) {
   const double scale = t.control->mean * weight_of(t, i);
   return t.param_states[i].sums.squares * scale * scale;
 }
 
 // Of what a clip by norm sees.
-GA_HD double clip_squares_of(const Tables& t, int64_t i) {
+GA_HD double clip_squares_of(const ScalarTables& t, int64_t i) {
   return t.param_inputs[i].clamped ? t.param_states[i].sums.clamped : squares_of(t, i);
 }
 
 // Sums over parameters: all, those that share the context's clip, and each group's.
 template <class Crew>
-GA_DEVICE void total_params(Crew& crew, const Tables& t) {
+GA_DEVICE void total_params(Crew& crew, const ScalarTables& t) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
   const auto total = [&](auto& warp, auto value) {
@@ -250,7 +250,7 @@ GA_DEVICE void total_params(Crew& crew, const Tables& t) {
   });
 }
 
-GA_HD void back_off(const Tables& t) {
+GA_HD void back_off(const ScalarTables& t) {
   Control& c = *t.control;
   if (!t.settings->scaled) return;
   c.scaler.back_off(t.settings->scaler);
@@ -259,7 +259,7 @@ GA_HD void back_off(const Tables& t) {
 
 // Whether the type that gradients are computed in can divide by the sum of the weights. In double it
 // is the squares of what is accumulated that must not overflow or vanish: norms are made of them.
-GA_HD bool divides(const Tables& t, double weight) {
+GA_HD bool divides(const ScalarTables& t, double weight) {
   if (weight >= 0x1p-126 && weight <= 0x1p127) return true;
   if (!(weight >= 0x1p-400 && weight <= 0x1p400)) return false;
   for (int64_t i = 0; i < t.params; ++i)
@@ -268,7 +268,7 @@ GA_HD bool divides(const Tables& t, double weight) {
 }
 
 // What the window comes to, and whether it is applied (Control::go).
-GA_HD ga_step_result judge_outcome(const Tables& t) {
+GA_HD ga_step_result judge_outcome(const ScalarTables& t) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
   ga_step_result r = {};
@@ -295,7 +295,7 @@ GA_HD ga_step_result judge_outcome(const Tables& t) {
 
 // The counters and the loss scale. A rejected window does not count: the program learns of it by an
 // error, and the window stays until it is discarded.
-GA_HD void count_window(const Tables& t) {
+GA_HD void count_window(const ScalarTables& t) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
   ga_step_result& r = c.result;
@@ -315,7 +315,7 @@ GA_HD void count_window(const Tables& t) {
   r.dropped = c.dropped;
 }
 
-GA_HD void estimate_noise(const Tables& t) {
+GA_HD void estimate_noise(const ScalarTables& t) {
   Control& c = *t.control;
   const double samples = c.sums.weight;
   const bool estimated = c.sums.weighted >= 2 && c.sums.unestimated == 0 && samples * samples > 0 &&
@@ -329,7 +329,7 @@ GA_HD void estimate_noise(const Tables& t) {
 }
 
 // Clip factor, learning rate and clock of a group.
-GA_HD void plan_group(const Tables& t, int64_t k) {
+GA_HD void plan_group(const ScalarTables& t, int64_t k) {
   Control& c = *t.control;
   const GroupInput& in = t.group_inputs[k];
   GroupState& g = t.group_states[k];
@@ -343,7 +343,7 @@ GA_HD void plan_group(const Tables& t, int64_t k) {
 }
 
 // A parameter's norm and clip factor.
-GA_HD void settle_param(const Tables& t, int64_t i) {
+GA_HD void settle_param(const ScalarTables& t, int64_t i) {
   ParamState& s = t.param_states[i];
   const int64_t group = t.param_inputs[i].group;
   const ga_clip& clip = t.group_inputs[group].clip;
@@ -358,7 +358,7 @@ GA_HD void settle_param(const Tables& t, int64_t i) {
 
 // f(channel, layer) for all layers with batch normalisation.
 template <class Crew, class F>
-GA_DEVICE void each_channel(Crew& crew, const Tables& t, F&& f) {
+GA_DEVICE void each_channel(Crew& crew, const ScalarTables& t, F&& f) {
   for (int64_t l = 0; l < t.bn_count; ++l) {
     const BnInput& layer = t.bn[l];
     crew.each_item(layer.channels, [&](int64_t c) { f(layer.state[c], layer); });
@@ -371,7 +371,7 @@ GA_HD BnHistory history_of(const BnChannel& c, const BnInput& layer) {
 
 // What was counted in a window.
 template <class Crew>
-GA_DEVICE void clear_window(Crew& crew, const Tables& t) {
+GA_DEVICE void clear_window(Crew& crew, const ScalarTables& t) {
   crew.once([&] {
     Control& c = *t.control;
     if (c.rejected) back_off(t);
@@ -387,7 +387,7 @@ GA_DEVICE void clear_window(Crew& crew, const Tables& t) {
 
 // The smallest factor of all, into the result.
 template <class Crew>
-GA_DEVICE void take_smallest(Crew& crew, const Tables& t) {
+GA_DEVICE void take_smallest(Crew& crew, const ScalarTables& t) {
   crew.each_warp(1, [&](int64_t, auto& warp) {
     const double smallest = warp.smallest(t.params, [&](int64_t i) {
       return t.param_states[i].touched ? t.param_states[i].smallest : 1.0;
@@ -396,14 +396,14 @@ GA_DEVICE void take_smallest(Crew& crew, const Tables& t) {
   });
 }
 
-GA_HD bool is_bounded(const Tables& t, int64_t i) {
+GA_HD bool is_bounded(const ScalarTables& t, int64_t i) {
   const ga_optimizer& o = t.group_inputs[t.param_inputs[i].group].optimizer;
   return t.param_states[i].touched && o.kind == t.settings->bounded;
 }
 
 // The squares of the gradients, as clipped, of the groups that share a bound of their norm.
 template <class Crew>
-GA_DEVICE void sum_bounded(Crew& crew, const Tables& t) {
+GA_DEVICE void sum_bounded(Crew& crew, const ScalarTables& t) {
   crew.each_warp(1, [&](int64_t, auto& warp) {
     const double sum = warp.sum(t.params, [&](int64_t i) {
       const ParamState& s = t.param_states[i];
@@ -415,7 +415,7 @@ GA_DEVICE void sum_bounded(Crew& crew, const Tables& t) {
 
 // Divides these gradients by what their norm exceeds the bound by.
 template <class Crew>
-GA_DEVICE void bound_groups(Crew& crew, const Tables& t) {
+GA_DEVICE void bound_groups(Crew& crew, const ScalarTables& t) {
   if (t.settings->bounded < 0 || !t.control->go) return;
   sum_bounded(crew, t);
   crew.each_item(t.params, [&](int64_t i) {
@@ -427,7 +427,7 @@ GA_DEVICE void bound_groups(Crew& crew, const Tables& t) {
 }
 
 // What a parameter's Op is folded from. measured: its first pass has run.
-GA_HD StepInput step_input(const Tables& t, int64_t i, bool measured) {
+GA_HD StepInput step_input(const ScalarTables& t, int64_t i, bool measured) {
   const ParamInput& p = t.param_inputs[i];
   const ParamState& s = t.param_states[i];
   const GroupState& g = t.group_states[p.group];
@@ -440,7 +440,7 @@ GA_HD StepInput step_input(const Tables& t, int64_t i, bool measured) {
           {measured ? sqrt(s.norm_squares[0]) : 0, measured ? sqrt(s.norm_squares[1]) : 0}};
 }
 
-GA_HD void fold(const Tables& t, int64_t i, bool measured) {
+GA_HD void fold(const ScalarTables& t, int64_t i, bool measured) {
   const ParamInput& p = t.param_inputs[i];
   const ga_optimizer& o = t.group_inputs[p.group].optimizer;
   const StepInput in = step_input(t, i, measured);
@@ -451,7 +451,7 @@ GA_HD void fold(const Tables& t, int64_t i, bool measured) {
 }
 
 // The numbers of the gradient; after them whatever has changed the factor.
-GA_HD void plan_gradient(const Tables& t, int64_t i) {
+GA_HD void plan_gradient(const ScalarTables& t, int64_t i) {
   const ParamInput& p = t.param_inputs[i];
   const double factor = t.param_states[i].factor;
   ParamPlan& plan = t.plans[i];
@@ -467,7 +467,7 @@ GA_HD void plan_gradient(const Tables& t, int64_t i) {
 
 // What this step does to a parameter.
 template <class Crew>
-GA_DEVICE void plan_param(Crew& crew, const Tables& t, int64_t i) {
+GA_DEVICE void plan_param(Crew& crew, const ScalarTables& t, int64_t i) {
   const ParamInput& p = t.param_inputs[i];
   ParamState& s = t.param_states[i];
   ParamPlan& plan = t.plans[i];
@@ -506,7 +506,7 @@ GA_DEVICE void plan_param(Crew& crew, const Tables& t, int64_t i) {
 
 // Decides what the step does. last: no settle_units follows.
 template <class Crew>
-GA_DEVICE void judge_window(Crew& crew, const Tables& t, bool last) {
+GA_DEVICE void judge_window(Crew& crew, const ScalarTables& t, bool last) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
   crew.once([&] { c.mean = mean_of(set, c.sums.weight); });
@@ -550,8 +550,8 @@ GA_DEVICE void total_units(const UnitTask& task, Warp& warp) {
 
 // The totals over units of these parameters: what their gradients now are.
 template <class Crew>
-GA_DEVICE void sum_units(Crew& crew, const Tables& t, const UnitTask* units, const ga_param* ids,
-                         int64_t count) {
+GA_DEVICE void sum_units(Crew& crew, const ScalarTables& t, const UnitTask* units,
+                         const ga_param* ids, int64_t count) {
   if (!t.control->go) return;
   crew.each_item(count, [&](int64_t k) {
     const UnitTask& task = units[ids[k]];
@@ -564,7 +564,7 @@ GA_DEVICE void sum_units(Crew& crew, const Tables& t, const UnitTask* units, con
 
 // After sum_units(): what is decided by norms, once more. last: no other parameters follow.
 template <class Crew>
-GA_DEVICE void settle_units(Crew& crew, const Tables& t, const ga_param* ids, int64_t count,
+GA_DEVICE void settle_units(Crew& crew, const ScalarTables& t, const ga_param* ids, int64_t count,
                             bool last) {
   if (!t.control->go) return;
   take_smallest(crew, t);
@@ -581,7 +581,7 @@ GA_DEVICE void settle_units(Crew& crew, const Tables& t, const ga_param* ids, in
 
 // The norms that the first pass of layer-wise Ops has taken.
 template <class Crew>
-GA_DEVICE void sum_layers(Crew& crew, const Tables& t, const UpdateTask* measures,
+GA_DEVICE void sum_layers(Crew& crew, const ScalarTables& t, const UpdateTask* measures,
                           const ga_param* ids, int64_t count) {
   crew.each_warp(count, [&](int64_t k, auto& warp) {
     const int64_t i = ids[k];
@@ -598,7 +598,7 @@ GA_DEVICE void sum_layers(Crew& crew, const Tables& t, const UpdateTask* measure
 
 // After sum_layers(): folds these Ops for the second pass.
 template <class Crew>
-GA_DEVICE void fold_layers(Crew& crew, const Tables& t, const ga_param* ids, int64_t count) {
+GA_DEVICE void fold_layers(Crew& crew, const ScalarTables& t, const ga_param* ids, int64_t count) {
   crew.each_item(count, [&](int64_t k) {
     const int64_t i = ids[k];
     if ((t.plans[i].duty & kUpdate) == 0) return;
@@ -613,8 +613,8 @@ GA_DEVICE void fold_layers(Crew& crew, const Tables& t, const ga_param* ids, int
 
 // The views of its contributions, before their norms are taken.
 template <class Crew>
-GA_DEVICE void open_micro(Crew& crew, const Tables& t, const MicroInput* inputs, MicroPlan* plans,
-                          int64_t count) {
+GA_DEVICE void open_micro(Crew& crew, const ScalarTables& t, const MicroInput* inputs,
+                          MicroPlan* plans, int64_t count) {
   crew.each_item(count, [&](int64_t k) {
     const ga_clip& clip = t.group_inputs[t.param_inputs[inputs[k].param].group].clip;
     plans[k].view = {1, clip.when == GA_CLIP_MICRO ? clip.max_value : HUGE_VAL, 1};
@@ -623,7 +623,7 @@ GA_DEVICE void open_micro(Crew& crew, const Tables& t, const MicroInput* inputs,
 
 // Whether it is added, and each contribution's scale and clip factor.
 template <class Crew>
-GA_DEVICE void judge(Crew& crew, const Tables& t, const MicroInput* inputs, MicroPlan* plans,
+GA_DEVICE void judge(Crew& crew, const ScalarTables& t, const MicroInput* inputs, MicroPlan* plans,
                      int64_t count, const Micro& micro, int64_t index) {
   const Settings& set = *t.settings;
   Control& c = *t.control;

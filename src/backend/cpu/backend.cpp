@@ -80,7 +80,7 @@ class Crew {
     f();
   }
   // Parameters of a group have mostly been updated together: then the Op is that of the last one.
-  bool recall(const Tables& t, int64_t i) {
+  bool recall(const ScalarTables& t, int64_t i) {
     const ParamInput& p = t.param_inputs[i];
     const int64_t last = last_;
     last_ = i;
@@ -173,7 +173,7 @@ class CpuBackend final : public Backend {
            static_cast<int64_t>(row_tasks_.capacity() * sizeof(UpdateTask));
   }
 
-  void set_tables(const Tables& tables, const TaskTables& tasks) override {
+  void set_tables(const ScalarTables& tables, const TaskTables& tasks) override {
     tables_ = tables;
     tasks_ = tasks;
   }
@@ -723,7 +723,7 @@ class CpuBackend final : public Backend {
   int64_t cache_;
   BatchNorm batchnorm_;
   bool stream_ = false;
-  Tables tables_ = {};
+  ScalarTables tables_ = {};
   TaskTables tasks_;
   static constexpr int kKept = 64;
   ga_step_result kept_[kKept] = {};

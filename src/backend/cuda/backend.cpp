@@ -127,7 +127,7 @@ class CudaBackend final : public Backend {
 
   int64_t row_bytes() const override { return rows_.entry_bytes(); }
 
-  void set_tables(const Tables& tables, const TaskTables& tasks) override {
+  void set_tables(const ScalarTables& tables, const TaskTables& tasks) override {
     tables_ = tables;
     tasks_ = tasks;
     chunks_.set_tasks(tasks, tables.params);
@@ -394,7 +394,7 @@ class CudaBackend final : public Backend {
   Buffer counters_;  // of pieces: for each parameter of units, then two for rows and columns
   size_t most_params_ = 0;
   Buffer inputs_;  // of micro-batches with more contributions than a launch takes
-  Tables tables_ = {};
+  ScalarTables tables_ = {};
   TaskTables tasks_;
 };
 

@@ -72,7 +72,8 @@ void update(const Queue& queue, int op, bool f64, const UpdateTask* tasks, const
             int64_t count);
 // Likewise, then folds the Ops of these parameters anew (fold_layers).
 void measure(const Queue& queue, int op, bool f64, const UpdateTask* tasks, const ChunkRef* chunks,
-             int64_t count, const Tables& tables, const ga_param* params, int64_t param_count);
+             int64_t count, const ScalarTables& tables, const ga_param* params,
+             int64_t param_count);
 // kUpdateRows of tasks of that Op: of the rows that their set has when it runs.
 void update_rows(const Queue& queue, int op, bool f64, const UpdateTask* tasks,
                  const ga_param* params, int64_t count);
@@ -139,15 +140,16 @@ struct NormChunks {
 };
 
 // Sums, decides and publishes. Each of the sums may be over nothing.
-void decide(const Queue& queue, const Tables& tables, const WindowTotals& totals, const Ring& ring,
-            const NormChunks& norms, const UnitPieces& units, const FactorPieces& factors);
-void clear_window(const Queue& queue, const Tables& tables);
+void decide(const Queue& queue, const ScalarTables& tables, const WindowTotals& totals,
+            const Ring& ring, const NormChunks& norms, const UnitPieces& units,
+            const FactorPieces& factors);
+void clear_window(const Queue& queue, const ScalarTables& tables);
 // inputs: the host's, as many as fit the arguments of a launch (kMostInputs).
 constexpr size_t kMostInputs = 1000;
-void judge(const Queue& queue, const Tables& tables, Span<const MicroInput> inputs,
+void judge(const Queue& queue, const ScalarTables& tables, Span<const MicroInput> inputs,
            MicroPlan* plans, const Micro& micro, int64_t index, bool raw);
 // The same with inputs on the device, any number of them.
-void judge(const Queue& queue, const Tables& tables, const MicroInput* inputs, int64_t count,
+void judge(const Queue& queue, const ScalarTables& tables, const MicroInput* inputs, int64_t count,
            MicroPlan* plans, const Micro& micro, int64_t index, bool raw);
 
 // ---- Batch normalisation ----

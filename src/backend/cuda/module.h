@@ -38,7 +38,7 @@ constexpr uint64_t cuda_layout() {
         sizeof(MicroInput),
         sizeof(MicroPlan),
         sizeof(TaskTables),
-        sizeof(Tables),
+        sizeof(ScalarTables),
         sizeof(ga_step_result),
         static_cast<size_t>(10000 * GA_VERSION_MAJOR + 100 * GA_VERSION_MINOR + GA_VERSION_PATCH)})
     hash = (hash ^ size) * 0x100000001b3;

@@ -11,7 +11,7 @@ namespace {
 
 struct ClearWindow {
   static constexpr bool kWide = true;
-  Tables tables;
+  ScalarTables tables;
 
   GA_DEVICE void operator()(Block& block) const { ga::clear_window(block, tables); }
 };
@@ -19,7 +19,7 @@ struct ClearWindow {
 template <class Inputs>
 struct Judge {
   static constexpr bool kWide = true;
-  Tables tables;
+  ScalarTables tables;
   MicroPlan* plans;
   int64_t count;
   Micro micro;
@@ -125,11 +125,11 @@ struct ScaleAlpha {
 
 }  // namespace
 
-void clear_window(const Queue& queue, const Tables& tables) {
+void clear_window(const Queue& queue, const ScalarTables& tables) {
   launch(ClearWindow{tables}, 1, queue.stream);
 }
 
-void judge(const Queue& queue, const Tables& tables, Span<const MicroInput> inputs,
+void judge(const Queue& queue, const ScalarTables& tables, Span<const MicroInput> inputs,
            MicroPlan* plans, const Micro& micro, int64_t index, bool raw) {
   const auto count = static_cast<int64_t>(inputs.size);
   if (inputs.size > kMostInputs)
@@ -145,7 +145,7 @@ void judge(const Queue& queue, const Tables& tables, Span<const MicroInput> inpu
   launch(kernel, 1, queue.stream);
 }
 
-void judge(const Queue& queue, const Tables& tables, const MicroInput* inputs, int64_t count,
+void judge(const Queue& queue, const ScalarTables& tables, const MicroInput* inputs, int64_t count,
            MicroPlan* plans, const Micro& micro, int64_t index, bool raw) {
   launch(Judge<InputsAt>{tables, plans, count, micro, index, raw, {inputs}}, 1, queue.stream);
 }

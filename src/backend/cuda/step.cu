@@ -138,7 +138,7 @@ struct Factor {
 struct Crew : Block {
   GA_DEVICE explicit Crew(const Block& block) : Block(block) {}
   // Every parameter's Op is folded anew.
-  GA_DEVICE bool recall(const Tables&, int64_t) const { return false; }
+  GA_DEVICE bool recall(const ScalarTables&, int64_t) const { return false; }
 };
 
 GA_DEVICE void show_host() {
@@ -149,7 +149,7 @@ GA_DEVICE void show_host() {
 
 // The result of the window to the host, which looks at the slot's window before and after it reads:
 // 0 while the rest is written. What is not counted, under GA_NONFINITE_FAIL, is not for it.
-GA_DEVICE void publish(Block& block, const Tables& tables, const Ring& ring) {
+GA_DEVICE void publish(Block& block, const ScalarTables& tables, const Ring& ring) {
   block.once([&] {
     const Control& c = *tables.control;
     if (c.result.windows == 0) return;
@@ -167,7 +167,7 @@ GA_DEVICE void publish(Block& block, const Tables& tables, const Ring& ring) {
 
 // A window whose step is not decided yet.
 struct Undecided {
-  Tables tables;
+  ScalarTables tables;
   WindowTotals totals;
 
   GA_DEVICE Numbers raw(ga_param param) const {
@@ -180,7 +180,7 @@ struct NoSums {
   static constexpr int kBlocks = 1;
   static constexpr bool kWide = true;
   GA_DEVICE void take(Block&, const Undecided&) const {}
-  GA_DEVICE void settle(Block&, const Tables&) const {}
+  GA_DEVICE void settle(Block&, const ScalarTables&) const {}
   GA_DEVICE void follow(Block&) const {}
 };
 
@@ -238,7 +238,7 @@ struct AllSums : NormSums {
       clip_piece(block, task, at.chunk, counter, shared);
     }
   }
-  GA_DEVICE void settle(Block& block, const Tables& tables) const {
+  GA_DEVICE void settle(Block& block, const ScalarTables& tables) const {
     if (units.param_count == 0) return;
     sum_units(block, tables, units.tasks, units.params, units.param_count);
     settle_units(block, tables, units.params, units.param_count, true);
@@ -301,8 +301,9 @@ void factor(const Queue& queue, const FactorPieces& pieces) {
   launch(Factor{pieces, queue.counters}, blocks_for(queue, pieces.count()), queue.stream);
 }
 
-void decide(const Queue& queue, const Tables& tables, const WindowTotals& totals, const Ring& ring,
-            const NormChunks& norms, const UnitPieces& units, const FactorPieces& factors) {
+void decide(const Queue& queue, const ScalarTables& tables, const WindowTotals& totals,
+            const Ring& ring, const NormChunks& norms, const UnitPieces& units,
+            const FactorPieces& factors) {
   const Undecided window = {tables, totals};
   const int64_t pieces = units.count + factors.count();
   if (pieces > 0)

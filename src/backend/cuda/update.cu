@@ -20,7 +20,8 @@ void update(const Queue& queue, int op, bool f64, const UpdateTask* tasks, const
 }
 
 void measure(const Queue& queue, int op, bool f64, const UpdateTask* tasks, const ChunkRef* chunks,
-             int64_t count, const Tables& tables, const ga_param* params, int64_t param_count) {
+             int64_t count, const ScalarTables& tables, const ga_param* params,
+             int64_t param_count) {
   launches_of(f64).measures[op](queue, tasks, chunks, count, tables, params, param_count);
 }
 

@@ -12,7 +12,7 @@ namespace ga::cuda {
 // Launches by the position of an Op in AllOps.
 using UpdateLaunch = void (*)(const Queue&, const UpdateTask*, const ChunkRef*, int64_t);
 using MeasureLaunch = void (*)(const Queue&, const UpdateTask*, const ChunkRef*, int64_t,
-                               const Tables&, const ga_param*, int64_t);
+                               const ScalarTables&, const ga_param*, int64_t);
 using RowsLaunch = void (*)(const Queue&, const UpdateTask*, const ga_param*, int64_t);
 struct UpdateLaunches {
   const UpdateLaunch* updates;
@@ -420,8 +420,8 @@ struct Follow {
   }
 };
 
-GA_APART inline void fold_measured(Block& block, const Tables& tables, const UpdateTask* tasks,
-                                   const ga_param* params, int64_t count) {
+GA_APART inline void fold_measured(Block& block, const ScalarTables& tables,
+                                   const UpdateTask* tasks, const ga_param* params, int64_t count) {
   sum_layers(block, tables, tasks, params, count);
   fold_layers(block, tables, params, count);
 }
@@ -434,7 +434,7 @@ struct Measure {
   const UpdateTask* tasks;
   const ChunkRef* chunks;
   int64_t count;
-  Tables tables;
+  ScalarTables tables;
   const ga_param* params;
   int64_t param_count;
   unsigned* counter;
@@ -498,7 +498,7 @@ void launch_rows(const Queue& queue, const UpdateTask* tasks, const ga_param* pa
 
 template <class Op>
 void launch_measure(const Queue& queue, const UpdateTask* tasks, const ChunkRef* chunks,
-                    int64_t count, const Tables& tables, const ga_param* params,
+                    int64_t count, const ScalarTables& tables, const ga_param* params,
                     int64_t param_count) {
   const int64_t blocks = count > 0 ? blocks_for(queue, count) : (param_count > 0 ? 1 : 0);
   launch(Measure<Op>{tasks, chunks, count, tables, params, param_count, queue.counters}, blocks,
