@@ -19,9 +19,9 @@ namespace ga {
 
 struct Partial {
   double sum_squares;
-  double limited;     // the same of the gradient as clipped by value; of NormTask alone
-  double noise;       // of the contributions, each times AccumulateTask::noise
-  int64_t nonfinite;  // 0 or 1
+  double second_squares;  // NormTask: of the gradient as clipped by value; measure(): of x[1]
+  double noise;           // of the contributions, each times AccumulateTask::noise
+  int64_t nonfinite;      // 0 or 1
 };
 
 // The rows of a matrix that a window has touched, as a sparse set (Briggs & Torczon 1993): row r is
@@ -155,7 +155,7 @@ struct ParamPlan {
   double factor;     // of the clip by norm
   double average_gain;
   uint64_t copy_key, state_key;
-  double factor_gain, factor_floor;  // Backend::factor
+  double factor_gain, factor_floor;  // Backend::update_factored
   double orthogonal_scale;           // Backend::orthogonalize
   OpBytes folded;
 };

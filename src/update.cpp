@@ -111,7 +111,7 @@ void Context::update_batch(Params ids) {
       updated.push_back(id);
     }
   }
-  backend_->factor(params_of(factored));
+  backend_->update_factored(params_of(factored));
   if (in_turns) {
     for (const ga_param& id : measured) {
       backend_->measure({&id, 1});

@@ -20,7 +20,7 @@ using Params = Span<const ga_param>;
 struct StepSums {
   Params norms;  // of which the accumulating passes have left no norm (norm_task)
   // Where passes are not cut for a cache, all whose units are clipped, and those with a factored
-  // second moment of gradients that are not: clip_units and factor are not called for these later.
+  // second moment of gradients that are not: clip_units and update_factored are not called for these later.
   Params units, factored;
 };
 
@@ -89,8 +89,8 @@ class Backend {
   // By the task tables; a parameter whose plan has no duty is left alone.
   virtual void measure(Params params) = 0;  // and folds their Ops anew, with the norms
   virtual void update(Params params) = 0;
-  virtual void clip_units(Params params) = 0;  // sums and factors of units
-  virtual void factor(Params params) = 0;
+  virtual void clip_units(Params params) = 0;       // sums and factors of units
+  virtual void update_factored(Params params) = 0;  // rows and columns of factored second moments
   // Where passes are cut for a cache alone, after decide(). last: these are the last of the step.
   // settle_units, after clip_units of these: norms and factors again. update_by_units: all three
   // where patterns are shared: no unit lies in two pieces of a tensor, so a piece is read but once.

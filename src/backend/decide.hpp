@@ -162,7 +162,7 @@ GA_DEVICE void sum_param(Warp& warp, const ScalarTables& t, int64_t i) {
   };
   const double squares = warp.sum(n, [&](int64_t k) { return partial(k).sum_squares; });
   const double clamped =
-      p.clamped && !rows ? warp.sum(n, [&](int64_t k) { return partial(k).limited; }) : 0;
+      p.clamped && !rows ? warp.sum(n, [&](int64_t k) { return partial(k).second_squares; }) : 0;
   const double noise =
       t.settings->noise ? warp.sum(n, [&](int64_t k) { return partial(k).noise; }) : 0;
   const bool nonfinite = warp.first(n, [&](int64_t k) { return partial(k).nonfinite != 0; }) >= 0;
@@ -589,7 +589,7 @@ GA_DEVICE void sum_layers(Crew& crew, const ScalarTables& t, const UpdateTask* m
     const Partial* const partials = measures[i].partials;
     const int64_t n = chunk_count(t.param_inputs[i].count);
     const double first = warp.sum(n, [&](int64_t c) { return partials[c].sum_squares; });
-    const double second = warp.sum(n, [&](int64_t c) { return partials[c].limited; });
+    const double second = warp.sum(n, [&](int64_t c) { return partials[c].second_squares; });
     if (!warp.leader()) return;
     t.param_states[i].norm_squares[0] = first;
     t.param_states[i].norm_squares[1] = second;
@@ -631,7 +631,7 @@ GA_DEVICE void judge(Crew& crew, const ScalarTables& t, const MicroInput* inputs
     const MicroInput& in = inputs[k];
     const bool clamped = is_finite(plans[k].view.limit);
     const double sum = warp.sum(in.chunks, [&](int64_t j) {
-      return clamped ? in.partials[j].limited : in.partials[j].sum_squares;
+      return clamped ? in.partials[j].second_squares : in.partials[j].sum_squares;
     });
     const int64_t bad =
         warp.first(in.chunks, [&](int64_t j) { return in.partials[j].nonfinite != 0; });

@@ -159,7 +159,7 @@ struct RowsTask {
   const MicroPlan* plan;  // in place of the scale of values; NULL: that
 };
 
-// partials[chunk] of the source; limited, where there is a limit, of the view without its factor.
+// partials[chunk] of the source; second_squares, if there is a limit, of the view without its factor.
 struct NormTask {
   GradientView gradient;
   bool f64;
@@ -205,7 +205,7 @@ struct UpdateTask {
   int64_t first;       // index of the first element, in the gradient and for rounding
   const RowSet* rows;  // of kUpdateRows
   int64_t columns;
-  Partial* partials;  // measure: sum_squares and limited of x[0] and x[1]
+  Partial* partials;  // measure: sum_squares of x[0], second_squares of x[1]
   void* emitted;      // measure: x[0], where the Op emits; of the type computed in
 };
 
@@ -338,12 +338,12 @@ struct TaskTables {
   const UpdateTask* updates = nullptr;   // the host's
   const UpdateTask* measures = nullptr;  // of layer-wise Ops
   const UnitTask* units = nullptr;
-  const FactorTask* factors = nullptr;
+  const FactorTask* factored = nullptr;
   // The same where the loops read them.
   const UpdateTask* updates_at = nullptr;
   const UpdateTask* measures_at = nullptr;
   const UnitTask* units_at = nullptr;
-  const FactorTask* factors_at = nullptr;
+  const FactorTask* factored_at = nullptr;
 };
 
 }  // namespace ga

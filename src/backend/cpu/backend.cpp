@@ -297,11 +297,11 @@ class CpuBackend final : public Backend {
       for (int64_t u = 0; u < tasks[t].pattern->units; ++u) store_agc_factor(tasks[t], u);
   }
 
-  void factor(Params params) override {
+  void update_factored(Params params) override {
     std::vector<UnitTask>& norms = unit_tasks_;
     norms.clear();
     for (size_t k = 0; k < params.size; ++k) {
-      const FactorTask& task = tasks_.factors[params.data[k]];
+      const FactorTask& task = tasks_.factored[params.data[k]];
       if ((task.plan->duty & kUpdate) == 0) continue;
       UnitTask sums = {};
       sums.gradient = task.gradient;
@@ -315,7 +315,7 @@ class CpuBackend final : public Backend {
     }
     unit_norms(Span<const UnitTask>{norms.data(), norms.size()});
     for (size_t k = 0; k < params.size; ++k) {
-      const FactorTask& task = tasks_.factors[params.data[k]];
+      const FactorTask& task = tasks_.factored[params.data[k]];
       if ((task.plan->duty & kUpdate) != 0) task.f64 ? blend<double>(task) : blend<float>(task);
     }
   }

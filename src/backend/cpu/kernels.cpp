@@ -366,7 +366,7 @@ void norm_chunk(const NormTask& task, int64_t offset, int64_t count) {
   Partial& partial = task.partials[offset / kChunk];
   partial.sum_squares = raw_sum.total();
   partial.nonfinite = !raw_sum.finite(partial.sum_squares);
-  if (kLimited) partial.limited = limited_sum.total();
+  if (kLimited) partial.second_squares = limited_sum.total();
 }
 
 void norm(const NormTask& task, int64_t offset, int64_t count) {
@@ -639,7 +639,7 @@ void measure(const UpdateTask& task, int64_t offset, int64_t count) {
   }
   Partial& partial = task.partials[offset / kChunk];
   partial.sum_squares = first_sum.total();
-  partial.limited = Op::norms == 2 ? second_sum.total() : 0;
+  partial.second_squares = Op::norms == 2 ? second_sum.total() : 0;
 }
 
 template <class Op>

@@ -240,12 +240,12 @@ class CudaBackend final : public Backend {
     });
   }
 
-  void factor(Params params) override {
+  void update_factored(Params params) override {
     if (params.size == 0) return;
     runtime_.call([&] {
-      const Range range("gradaccum factor");
+      const Range range("gradaccum update_factored");
       const Queue& queue = runtime_.queue();
-      cuda::factor(queue, factors_of(params));
+      cuda::update_factored(queue, factors_of(params));
     });
   }
 
@@ -369,8 +369,8 @@ class CudaBackend final : public Backend {
     if (parts.size == 0) return {};
     const ListPart& p = parts.data[0];
     auto* const counters = counters_.at<unsigned>(most_params_ * sizeof(unsigned));
-    return {tasks_.factors_at, p.chunks, p.chunk_count, p.columns,
-            p.column_count,    p.params, p.param_count, counters};
+    return {tasks_.factored_at, p.chunks, p.chunk_count, p.columns,
+            p.column_count,     p.params, p.param_count, counters};
   }
 
   [[noreturn]] static void fail_cut() {

@@ -110,7 +110,7 @@ struct FactorPieces {
 // Sums over units; then the factors where the task has a parameter to compare with.
 void clip_units(const Queue& queue, const UnitPieces& units);
 // Both sums over rows and columns, then the blend.
-void factor(const Queue& queue, const FactorPieces& pieces);
+void update_factored(const Queue& queue, const FactorPieces& pieces);
 
 // ---- Scalars: decide.hpp ----
 

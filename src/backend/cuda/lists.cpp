@@ -114,7 +114,7 @@ void ParamLists::written(const void* host, size_t bytes) {
     return first < begin + bytes && begin < first + params_ * sizeof *tasks;
   };
   if (within(tasks_.updates) || within(tasks_.measures) || within(tasks_.units) ||
-      within(tasks_.factors))
+      within(tasks_.factored))
     ++version_;
 }
 
@@ -133,8 +133,8 @@ ParamLists::Mark ParamLists::mark_of(ListKind kind, ga_param param) const {
     case ListKind::kUnits:
       return {pieces_of(tasks_.units[i].pattern), 0, -1, false, false};
     case ListKind::kFactor:
-      return {pieces_of(tasks_.factors[i].row_pattern), pieces_of(tasks_.factors[i].column_pattern),
-              -1, false, false};
+      return {pieces_of(tasks_.factored[i].row_pattern),
+              pieces_of(tasks_.factored[i].column_pattern), -1, false, false};
     default:
       break;
   }

@@ -70,7 +70,7 @@ GA_DEVICE void norm_chunk(Block& block, const NormTask& task, int64_t chunk, Chu
   take_totals<T>(block, count, sums, [&](const double* total, bool finite) {
     Partial& partial = task.partials[chunk];
     partial.sum_squares = total[0];
-    if (limited) partial.limited = total[1];
+    if (limited) partial.second_squares = total[1];
     partial.nonfinite = !finite;
   });
 }
@@ -297,7 +297,7 @@ void clip_units(const Queue& queue, const UnitPieces& units) {
   launch(ClipUnits{units}, blocks_for(queue, units.count), queue.stream);
 }
 
-void factor(const Queue& queue, const FactorPieces& pieces) {
+void update_factored(const Queue& queue, const FactorPieces& pieces) {
   launch(Factor{pieces, queue.counters}, blocks_for(queue, pieces.count()), queue.stream);
 }
 

@@ -477,7 +477,7 @@ struct Measure {
     take_totals<T>(block, n, sums, [&](const double* total, bool) {
       Partial& partial = task.partials[chunk];
       partial.sum_squares = total[0];
-      partial.limited = Op::norms == 2 ? total[Op::norms - 1] : 0;
+      partial.second_squares = Op::norms == 2 ? total[Op::norms - 1] : 0;
     });
   }
 };
