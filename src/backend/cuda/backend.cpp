@@ -56,7 +56,7 @@ class CudaBackend final : public Backend {
     return runtime_.call([&] { return runtime_.allocate(bytes); });
   }
 
-  void free(void* data, size_t bytes) noexcept override { runtime_.release(data, bytes); }
+  void free(void* data, size_t bytes) noexcept override { runtime_.free(data, bytes); }
 
   void copy(void* to, const void* from, size_t bytes) override {
     if (bytes == 0) return;
@@ -81,7 +81,7 @@ class CudaBackend final : public Backend {
     return runtime_.call([&] { return runtime_.mirror(bytes); });
   }
 
-  void free(Mirror& mirror) noexcept override { runtime_.release(mirror); }
+  void free(Mirror& mirror) noexcept override { runtime_.free(mirror); }
 
   void upload(const Mirror& mirror, size_t offset, size_t bytes) override {
     if (bytes == 0) return;
@@ -275,7 +275,7 @@ class CudaBackend final : public Backend {
     runtime_.call([&] { rows_.clear(sets); });
   }
 
-  void free_rows(RowSet* set) noexcept override { rows_.release(set); }
+  void free_rows(RowSet* set) noexcept override { rows_.free(set); }
 
   void prepare_matmul(int64_t) override {
     runtime_.call([&] { matmul_.open(); });

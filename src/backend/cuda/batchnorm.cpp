@@ -5,7 +5,7 @@
 
 namespace ga::cuda {
 
-BatchNorms::~BatchNorms() { runtime_.release(block_, bytes_); }
+BatchNorms::~BatchNorms() { runtime_.free(block_, bytes_); }
 
 void BatchNorms::reserve(int64_t channels) {
   const int64_t partials = std::max(partials_, bn_slices(channels) * channels);
@@ -14,7 +14,7 @@ void BatchNorms::reserve(int64_t channels) {
   const size_t bytes = static_cast<size_t>(partials) * sizeof(BnPartial) +
                        static_cast<size_t>(counters) * sizeof(unsigned);
   auto* const block = static_cast<char*>(runtime_.allocate(bytes));
-  runtime_.release(block_, bytes_);
+  runtime_.free(block_, bytes_);
   block_ = block;
   bytes_ = bytes;
   partials_ = partials;

@@ -92,10 +92,10 @@ void ParamLists::reserve(int64_t chunks, int64_t params) {
     for (size_t i = 0; i < kLists; ++i)
       fresh.push_back(new_list(bytes, static_cast<size_t>(params)));
   } catch (...) {
-    for (List& list : fresh) list.buffer.release(runtime_);
+    for (List& list : fresh) list.buffer.free(runtime_);
     throw;
   }
-  for (List& list : lists_) list.buffer.release(runtime_);
+  for (List& list : lists_) list.buffer.free(runtime_);
   lists_ = std::move(fresh);
   bytes_ = bytes;
   most_params_ = static_cast<size_t>(params);

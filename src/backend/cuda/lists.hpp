@@ -18,13 +18,13 @@ class Buffer {
   void reserve(Runtime& runtime, size_t bytes) {
     if (bytes <= mirror_.bytes) return;
     Mirror larger = runtime.mirror(bytes);
-    release(runtime);
+    free(runtime);
     mirror_ = larger;
     runtime.count_own(static_cast<int64_t>(mirror_.bytes));  // the device's half
   }
-  void release(Runtime& runtime) noexcept {
+  void free(Runtime& runtime) noexcept {
     runtime.count_own(-static_cast<int64_t>(mirror_.bytes));
-    runtime.release(mirror_);
+    runtime.free(mirror_);
   }
   size_t bytes() const { return mirror_.bytes; }
   template <class T>

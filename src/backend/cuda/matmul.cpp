@@ -100,8 +100,8 @@ MatmulEngine::~MatmulEngine() {
     const RelaxedCapture relaxed;
     cublas().destroy(handle_);
   }
-  runtime_.release(alpha_beta_, 2 * sizeof(float));
-  runtime_.release(workspace_, kWorkspace);
+  runtime_.free(alpha_beta_, 2 * sizeof(float));
+  runtime_.free(workspace_, kWorkspace);
 }
 
 void MatmulEngine::check(cublasStatus_t status, const char* doing) const {

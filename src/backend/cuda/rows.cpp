@@ -35,8 +35,8 @@ void Rows::prepare(const RowsTask& task, int64_t waiting) {
 
 Rows::~Rows() {
   for (const auto& [set, known] : sets_)
-    runtime_.release(known.entries, static_cast<size_t>(known.capacity) * sizeof(RowEntry));
-  runtime_.release(block_, bytes_);
+    runtime_.free(known.entries, static_cast<size_t>(known.capacity) * sizeof(RowEntry));
+  runtime_.free(block_, bytes_);
 }
 
 void Rows::grow_set(const RowsTask& task, int64_t rows) {
@@ -54,13 +54,13 @@ void Rows::grow_set(const RowsTask& task, int64_t rows) {
     runtime_.write(&task.set->entries, &entries, sizeof entries);
     runtime_.write(&task.set->capacity, &capacity, sizeof capacity);
   } catch (...) {
-    runtime_.release(entries, bytes);
+    runtime_.free(entries, bytes);
     throw;
   }
   known.entries = entries;
   known.capacity = capacity;
   entry_bytes_ += static_cast<int64_t>(bytes) - static_cast<int64_t>(before);
-  runtime_.release(old, before);
+  runtime_.free(old, before);
 }
 
 SortTask Rows::sort_task(const Workspace& w, int64_t count, int64_t rows) {
@@ -83,7 +83,7 @@ void Rows::grow_workspace(int64_t count, size_t storage) {
   const size_t storage_bytes = std::max(storage, storage_for(capacity, int64_t{UINT32_MAX}));
   const size_t bytes = 7 * list_bytes(capacity) + 2 * kAlign + align_up(storage_bytes);
   auto* const block = static_cast<char*>(runtime_.allocate(bytes));
-  runtime_.release(block_, bytes_);
+  runtime_.free(block_, bytes_);
   runtime_.count_own(static_cast<int64_t>(bytes) - static_cast<int64_t>(bytes_));
   block_ = block;
   bytes_ = bytes;
@@ -134,11 +134,11 @@ void Rows::clear(Span<RowSet* const> sets) {
     if (const auto known = sets_.find(sets.data[i]); known != sets_.end()) known->second.most = 0;
 }
 
-void Rows::release(RowSet* set) noexcept {
+void Rows::free(RowSet* set) noexcept {
   const auto known = sets_.find(set);
   if (known == sets_.end()) return;
   const size_t bytes = static_cast<size_t>(known->second.capacity) * sizeof(RowEntry);
-  runtime_.release(known->second.entries, bytes);
+  runtime_.free(known->second.entries, bytes);
   entry_bytes_ -= static_cast<int64_t>(bytes);
   sets_.erase(known);
 }

@@ -24,7 +24,7 @@ class Rows {
   void prepare(const RowsTask& task, int64_t waiting);
   void accumulate(const RowsTask& task, Control* control);
   void clear(Span<RowSet* const> sets);
-  void release(RowSet* set) noexcept;
+  void free(RowSet* set) noexcept;
   int64_t entry_bytes() const { return entry_bytes_; }
 
  private:

@@ -185,7 +185,7 @@ void Runtime::free_device(void* data) noexcept {
   if (cudaFree(data) != cudaSuccess) cudaGetLastError();
 }
 
-void Runtime::release(void* data, size_t) noexcept {
+void Runtime::free(void* data, size_t) noexcept {
   if (!data) return;
   if (captured_) {
     try {
@@ -233,14 +233,14 @@ Mirror Runtime::mirror(size_t bytes) {
   return m;
 }
 
-void Runtime::release(Mirror& mirror) noexcept {
+void Runtime::free(Mirror& mirror) noexcept {
   if (!mirror.at) return;
   const auto known = mirrors_.find(static_cast<const char*>(mirror.at));
   recorded_.erase(std::remove_if(recorded_.begin(), recorded_.end(),
                                  [&](const Recorded& r) { return r.mirror == &known->second; }),
                   recorded_.end());
   mirrors_.erase(known);
-  release(mirror.at, mirror.bytes);
+  free(mirror.at, mirror.bytes);
   std::free(mirror.host);
   count_own(-static_cast<int64_t>(mirror.bytes));
   mirror = {};

@@ -88,7 +88,7 @@ class Runtime {
   void wait();
 
   void* allocate(size_t bytes);  // zeros; throws std::bad_alloc
-  void release(void* data, size_t bytes) noexcept;
+  void free(void* data, size_t bytes) noexcept;
   void* allocate_pinned(size_t bytes, void** at);  // zeros; at: as the device sees it
   // Bytes on the device and on the host that are neither blocks of the context's nor the device's
   // half of its mirrors.
@@ -96,7 +96,7 @@ class Runtime {
   void count_own(int64_t bytes) noexcept { own_bytes_ += bytes; }
 
   Mirror mirror(size_t bytes);
-  void release(Mirror& mirror) noexcept;
+  void free(Mirror& mirror) noexcept;
   void upload(const Mirror& mirror, size_t offset, size_t bytes);
   // The same for what has no mirror.
   void write(void* at, const void* from, size_t bytes);
