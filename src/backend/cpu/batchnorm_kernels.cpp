@@ -9,6 +9,7 @@
 #include "backend/cpu/batchnorm_kernels.hpp"
 
 #include <cstring>
+#include <initializer_list>
 #include <type_traits>
 
 #if defined(__SSE2__)

@@ -3,7 +3,7 @@
 // batchnorm_kernels.cpp. All levels give the same bits.
 #pragma once
 
-#include "backend/backend.hpp"
+#include "backend/tasks.hpp"
 
 namespace ga::cpu {
 

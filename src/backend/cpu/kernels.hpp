@@ -3,8 +3,8 @@
 // same bits.
 #pragma once
 
-#include "backend/backend.hpp"
 #include "backend/cpu/batchnorm_kernels.hpp"
+#include "backend/tasks.hpp"
 
 namespace ga::cpu {
 
