@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <utility>
 
+#include "backend/newton_schulz.hpp"
 #include "error.hpp"
 #include "module.hpp"
 #include "tensor.hpp"
@@ -199,40 +199,12 @@ bool MatmulEngine::run(const MatmulTask& given, const Kernels& kernels, bool str
 }
 
 void MatmulEngine::orthogonalize(const OrthogonalizeTask& task, const Kernels& kernels) {
-  const int64_t r = task.rows, c = task.columns, small = std::min(r, c);
-  const int64_t count = r * c;
-  float* x = task.x;
-  float* next = task.scratch;
-  float* const gram = task.scratch + count;
-  float* const poly = gram + small * small;
-  const auto product = [&](int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, bool ta,
-                           const float* b, int64_t ldb, bool tb, float scale, float* target,
-                           bool keep) {
-    MatmulTask t = {};
-    t.m = m, t.n = n, t.k = k;
-    t.a = a, t.lda = lda, t.transpose_a = ta;
-    t.b = b, t.ldb = ldb, t.transpose_b = tb;
-    t.dtype = GA_F32, t.target = target, t.scale = scale, t.keep = keep;
-    run_direct(t);
+  const auto scale = [&](const float* from, float factor, float* to, int64_t count) {
+    convert(kernels, {from, GA_F32, factor, nullptr}, 1, count, count, to);
   };
-  const auto scaled = [&](const float* from, float scale, float* to, int64_t elements) {
-    convert(kernels, {from, GA_F32, scale, nullptr}, 1, elements, elements, to);
-  };
-  scaled(x, static_cast<float>(task.plan->orthogonal_scale), x, count);
-  for (int step = 0; step < task.steps; ++step) {
-    if (r <= c)
-      product(r, r, c, x, c, false, x, c, true, 1, gram, false);
-    else  // the same polynomial from the other side, in the smaller matrix
-      product(c, c, r, x, c, true, x, c, false, 1, gram, false);
-    scaled(gram, task.b, poly, small * small);
-    product(small, small, small, gram, small, false, gram, small, false, task.c, poly, true);
-    scaled(x, task.a, next, count);
-    if (r <= c)
-      product(r, c, r, poly, r, false, x, c, false, 1, next, true);
-    else
-      product(r, c, c, x, c, false, poly, c, false, 1, next, true);
-    std::swap(x, next);
-  }
+  scale(task.x, static_cast<float>(task.plan->orthogonal_scale), task.x, task.rows * task.columns);
+  newton_schulz(
+      task, [&](const MatmulTask& product) { run_direct(product); }, scale);
 }
 
 void MatmulEngine::run_bands(const MatmulTask& task, const Kernels& kernels, bool stream) {

@@ -6,7 +6,8 @@
 #include <algorithm>
 #include <mutex>
 #include <string>
-#include <utility>
+
+#include "backend/newton_schulz.hpp"
 
 namespace ga::cuda {
 namespace {
@@ -175,44 +176,14 @@ void MatmulEngine::multiply(const MatmulTask& t) {
         "a matrix product");
 }
 
-// As on the CPU (src/backend/cpu/matmul.cpp).
 void MatmulEngine::orthogonalize(const OrthogonalizeTask& task) {
-  const int64_t r = task.rows, c = task.columns, small = std::min(r, c);
-  const int64_t count = r * c;
-  if (count == 0) return;
   const Queue& queue = runtime_.queue();
-  float* x = task.x;
-  float* next = task.scratch;
-  float* const gram = task.scratch + count;
-  float* const poly = gram + small * small;
-  const auto product = [&](int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, bool ta,
-                           const float* b, int64_t ldb, bool tb, float scale, float* target,
-                           bool keep) {
-    MatmulTask t = {};
-    t.m = m, t.n = n, t.k = k;
-    t.a = a, t.lda = lda, t.transpose_a = ta;
-    t.b = b, t.ldb = ldb, t.transpose_b = tb;
-    t.dtype = GA_F32, t.target = target, t.scale = static_cast<double>(scale), t.keep = keep;
-    multiply(t);
-  };
-  const auto scaled = [&](const float* from, float factor, float* to, int64_t elements) {
-    cuda::scale(queue, from, static_cast<double>(factor), nullptr, to, elements);
-  };
-  cuda::scale(queue, x, 1, &task.plan->orthogonal_scale, x, count);
-  for (int step = 0; step < task.steps; ++step) {
-    if (r <= c)
-      product(r, r, c, x, c, false, x, c, true, 1, gram, false);
-    else  // the same polynomial from the other side, in the smaller matrix
-      product(c, c, r, x, c, true, x, c, false, 1, gram, false);
-    scaled(gram, task.b, poly, small * small);
-    product(small, small, small, gram, small, false, gram, small, false, task.c, poly, true);
-    scaled(x, task.a, next, count);
-    if (r <= c)
-      product(r, c, r, poly, r, false, x, c, false, 1, next, true);
-    else
-      product(r, c, c, x, c, false, poly, c, false, 1, next, true);
-    std::swap(x, next);
-  }
+  scale(queue, task.x, 1, &task.plan->orthogonal_scale, task.x, task.rows * task.columns);
+  newton_schulz(
+      task, [&](const MatmulTask& product) { multiply(product); },
+      [&](const float* from, float factor, float* to, int64_t count) {
+        scale(queue, from, static_cast<double>(factor), nullptr, to, count);
+      });
 }
 
 }  // namespace ga::cuda
