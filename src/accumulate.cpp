@@ -442,9 +442,9 @@ void Context::settle(int64_t index) {
   or_invalidate([&] {
     const Span<const MicroInput> inputs = {micro_inputs_.data(), micro_inputs_.size()};
     flush();
-    backend_->judge(inputs, micro_plans_.at(), micro, index, true);
+    backend_->open_micro(inputs, micro_plans_.at());
     backend_->norm(norm_tasks_.span());
-    backend_->judge(inputs, micro_plans_.at(), micro, index, false);
+    backend_->judge_micro(inputs, micro_plans_.at(), micro, index);
     const Control* const known = backend_->known();
     added = !known || known->micro_finite || config_.nonfinite != GA_NONFINITE_DROP_MICRO;
     if (added) backend_->clip_units(params_of(micro_units_));

@@ -273,7 +273,7 @@ class Context : BnContext {
 
   // update.cpp
   // Whether units are clipped, and second moments factored, before the step is settled: StepSums.
-  bool sums_first() const { return backend_->cache_bytes() == INT64_MAX; }
+  bool sums_first() const { return !backend_->passes_are_cut(); }
   void make_lists();
   void update();
   void update_layers();

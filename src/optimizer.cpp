@@ -4,7 +4,6 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <new>
 #include <type_traits>
 
 #include "error.hpp"
@@ -14,10 +13,10 @@ namespace ga {
 namespace {
 
 template <class List>
-struct Tables;
+struct OptimizerTable;
 
 template <class... O>
-struct Tables<TypeList<O...>> {
+struct OptimizerTable<TypeList<O...>> {
   template <class Optimizer>
   static int op_of(const ga_optimizer& o, bool matrix) {
     // Ops of the optimizers before this one in the list.
@@ -30,37 +29,23 @@ struct Tables<TypeList<O...>> {
     return chosen < 0 ? -1 : first + chosen;
   }
 
-  static constexpr std::array<OptimizerInfo, sizeof...(O)> infos = {OptimizerInfo{
-      O::name, O::has_flavor, O::defaults, O::check, op_of<O>, O::bf16_state, O::matrices_only,
-      O::limits_norm, O::lazy, O::initial, O::advance, O::factor_gain, O::factor_floor}...};
+  static constexpr std::array<OptimizerInfo, sizeof...(O)> infos = {
+      OptimizerInfo{O::name, O::has_flavor, O::defaults, O::check, op_of<O>, O::bf16_state,
+                    O::matrices_only, O::limits_norm, O::lazy, O::initial, O::advance}...};
 };
 
-template <class Op>
-void fold_into(const ga_optimizer& o, const StepInput& in, OpBytes& out) {
-  static_assert(sizeof(Op) <= sizeof out.bytes && alignof(Op) <= alignof(OpBytes));
-  static_assert(std::is_trivially_copyable_v<Op> && Op::slots <= kMaxSlots);
-  new (out.bytes) Op(o, in);
-}
-
-template <class Floats, class Doubles>
+template <class List>
 struct OpTable;
 
-template <class... F, class... D>
-struct OpTable<TypeList<F...>, TypeList<D...>> {
-  static constexpr std::array<OpInfo, sizeof...(F)> infos = {
-      OpInfo{F::slots,
-             F::norms,
-             F::measuring,
-             F::updating,
-             F::factored,
-             F::emits,
-             F::orthogonal,
-             F::reads_gradient_norm,
-             {fold_into<F>, fold_into<D>}}...};
+template <class... Op>
+struct OpTable<TypeList<Op...>> {
+  static constexpr std::array<OpInfo, sizeof...(Op)> infos = {
+      OpInfo{Op::slots, Op::norms, Op::measuring, Op::updating, Op::factored, Op::emits,
+             Op::orthogonal, Op::reads_gradient_norm}...};
 };
 
-constexpr auto& optimizers = Tables<Optimizers>::infos;
-constexpr auto& ops = OpTable<AllOps<float>, AllOps<double>>::infos;
+constexpr auto& optimizers = OptimizerTable<Optimizers>::infos;
+constexpr auto& ops = OpTable<AllOps<float>>::infos;
 
 constexpr const char* flavor_names[] = {"torch", "Keras", "BERT"};
 

@@ -19,15 +19,12 @@ struct OptimizerInfo {
   bool (*lazy)(const ga_optimizer&);
   double (*initial)(const ga_optimizer&, int slot);
   void (*advance)(const ga_optimizer&, Clock&);
-  double (*factor_gain)(const ga_optimizer&, const Clock&);
-  double (*factor_floor)(const ga_optimizer&);
 };
 
 struct OpInfo {
   int slots, norms;
   Pass measuring, updating;
   bool factored, emits, orthogonal, reads_gradient_norm;
-  void (*fold[2])(const ga_optimizer&, const StepInput&, OpBytes&);  // computed in float, double
 };
 
 // Throws GA_ERROR_INVALID_ARGUMENT for an unknown kind, GA_ERROR_UNSUPPORTED for a flavor it has

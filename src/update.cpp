@@ -80,7 +80,7 @@ void Context::update_layers() {
       const Param& p = params_[static_cast<size_t>(layers_[end])];
       constexpr int64_t kStreams = 4;  // parameter, gradient, state
       bytes += p.count * kStreams * (p.f64 ? 8 : 4);
-      if (end > first && bytes > backend_->cache_bytes() / 2) break;
+      if (end > first && backend_->passes_are_cut() && bytes > backend_->cache_bytes() / 2) break;
     }
     if (!bounded && first < last_unit) {
       const Params clipped = units_of(first, end);

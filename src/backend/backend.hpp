@@ -54,7 +54,9 @@ class Backend {
   // Room for calls with that many chunks and parameters, so that no later call allocates. With
   // accumulators of so many bytes in all, the backend knows whether a window stays in the caches.
   virtual void reserve(int64_t chunks, int64_t params, int64_t accumulator_bytes) = 0;
-  // What stays in the last cache from one pass to the next; INT64_MAX: passes are not cut for it.
+  // Whether passes over many parameters are cut, so that the next pass finds what the last one has
+  // read in the last cache, which holds cache_bytes(). If not, cache_bytes() is not asked for.
+  virtual bool passes_are_cut() const = 0;
   virtual int64_t cache_bytes() const = 0;
   // Bytes of the backend's own tables for that many chunks, and of what it has beside them.
   virtual int64_t table_bytes(int64_t chunks) const = 0;
@@ -66,9 +68,11 @@ class Backend {
 
   // Settles what the end of a window is: outcome, norm, clip factors, clocks, folded Ops.
   virtual void decide(const WindowTotals& totals, const StepSums& sums) = 0;
-  // Judges micro-batch number index: plans[i] of inputs[i]. raw: only what the norms need.
-  virtual void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
-                     int64_t index, bool raw) = 0;
+  // Sets plans[i].view of inputs[i], which the norms of a micro-batch are taken through.
+  virtual void open_micro(Span<const MicroInput> inputs, MicroPlan* plans) = 0;
+  // With these norms: judges micro-batch number index, and sets the rest of plans[i].
+  virtual void judge_micro(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
+                           int64_t index) = 0;
   // Counters and scaler of a window that was thrown away.
   virtual void clear_window() = 0;
   // The control block as the last decide left it, if no wait is needed to know; else NULL. The

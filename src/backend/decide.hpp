@@ -4,15 +4,22 @@
 //
 //     struct Crew {
 //       void each_item(int64_t n, F f);   // f(i) for i in [0, n), then all wait for each other
-//       void each_warp(int64_t n, F f);   // likewise f(i, warp)
-//       void once(F f);                   // likewise f()
+//       void each_warp(int64_t n, F f);   // f(i, warp) for i in [0, n), then all wait
+//       void once(F f);                   // f() in one thread, then all wait
+//       bool recall(const ScalarTables&, int64_t i);  // judge_window() alone, see below
 //     };
 //     struct Warp {
 //       double sum(int64_t n, F f);       // of f(j), in 32 lanes, added up in a fixed order
-//       double smallest(int64_t n, F f);  // infinite without any
+//       double smallest(int64_t n, F f);  // of f(j); infinite for n = 0
 //       int64_t first(int64_t n, F f);    // the least j with f(j); -1: none
 //       bool leader() const;              // true in one of its threads
 //     };
+//
+// All threads of a Crew call each function. f(i) runs for several i at a time, none of which may
+// depend on another; f(j) of a Warp has no side effect and may be asked for more than once. recall()
+// is asked for each parameter that is updated, and may always return false; true: plans[i].folded
+// has been copied from a parameter whose Op folds to the same bytes. A layer-wise Op is never
+// recalled.
 //
 // The order in which sums run does not depend on the Crew, so neither do the bits.
 #pragma once
@@ -20,6 +27,7 @@
 #include <math.h>
 
 #include <new>
+#include <type_traits>
 
 #include "backend/backend.hpp"
 #include "ops/all.hpp"
@@ -46,6 +54,8 @@ template <class... Op>
 struct ByPosition<TypeList<Op...>> {
   GA_HD static void fold(int op, const ga_optimizer& o, const StepInput& in, OpBytes& out) {
     int at = 0;
+    static_assert(((sizeof(Op) <= sizeof out.bytes && alignof(Op) <= alignof(OpBytes)) && ...));
+    static_assert(((std::is_trivially_copyable_v<Op> && Op::slots <= kMaxSlots) && ...));
     (void)((at++ == op ? (new (out.bytes) Op(o, in), true) : false) || ...);
   }
   GA_HD static bool layer_wise(int op) {
@@ -611,51 +621,106 @@ GA_DEVICE void fold_layers(Crew& crew, const ScalarTables& t, const ga_param* id
 
 // ---- A micro-batch ------------------------------------------------------------------------------
 
-// The views of its contributions, before their norms are taken.
+// What a micro-batch brings, contribution by contribution.
+struct Contributions {
+  const MicroInput* inputs;
+  MicroPlan* plans;
+  int64_t count;
+
+  GA_HD ga_group group_of(const ScalarTables& t, int64_t k) const {
+    return t.param_inputs[inputs[k].param].group;
+  }
+};
+
+// The views of the contributions, before their norms are taken.
 template <class Crew>
-GA_DEVICE void open_micro(Crew& crew, const ScalarTables& t, const MicroInput* inputs,
-                          MicroPlan* plans, int64_t count) {
-  crew.each_item(count, [&](int64_t k) {
-    const ga_clip& clip = t.group_inputs[t.param_inputs[inputs[k].param].group].clip;
-    plans[k].view = {1, clip.when == GA_CLIP_MICRO ? clip.max_value : HUGE_VAL, 1};
+GA_DEVICE void open_micro(Crew& crew, const ScalarTables& t, const Contributions& m) {
+  crew.each_item(m.count, [&](int64_t k) {
+    const ga_clip& clip = t.group_inputs[m.group_of(t, k)].clip;
+    m.plans[k].view = {1, clip.when == GA_CLIP_MICRO ? clip.max_value : HUGE_VAL, 1};
   });
 }
 
-// Whether it is added, and each contribution's scale and clip factor.
+// What the norms of the contributions left.
 template <class Crew>
-GA_DEVICE void judge(Crew& crew, const ScalarTables& t, const MicroInput* inputs, MicroPlan* plans,
-                     int64_t count, const Micro& micro, int64_t index) {
-  const Settings& set = *t.settings;
-  Control& c = *t.control;
-  crew.each_warp(count, [&](int64_t k, auto& warp) {
-    const MicroInput& in = inputs[k];
-    const bool clamped = is_finite(plans[k].view.limit);
-    const double sum = warp.sum(in.chunks, [&](int64_t j) {
+GA_DEVICE void sum_micro(Crew& crew, const Contributions& m) {
+  crew.each_warp(m.count, [&](int64_t k, auto& warp) {
+    const MicroInput& in = m.inputs[k];
+    MicroPlan& plan = m.plans[k];
+    const bool clamped = is_finite(plan.view.limit);
+    const double squares = warp.sum(in.chunks, [&](int64_t j) {
       return clamped ? in.partials[j].second_squares : in.partials[j].sum_squares;
     });
     const int64_t bad =
         warp.first(in.chunks, [&](int64_t j) { return in.partials[j].nonfinite != 0; });
     if (!warp.leader()) return;
-    plans[k].squares = sum;
-    plans[k].nonfinite = bad >= 0;
+    plan.squares = squares;
+    plan.nonfinite = bad >= 0;
   });
-  const auto group_of = [&](int64_t k) { return t.param_inputs[inputs[k].param].group; };
+}
+
+// Over contributions: whether all are finite, and the squares of those that share the context's
+// clip and of each group's.
+template <class Crew>
+GA_DEVICE void total_micro(Crew& crew, const ScalarTables& t, const Contributions& m) {
+  Control& c = *t.control;
   crew.each_warp(t.groups + 2, [&](int64_t j, auto& warp) {
     if (j == 0) {
-      const int64_t bad = warp.first(count, [&](int64_t k) { return plans[k].nonfinite; });
+      const int64_t bad = warp.first(m.count, [&](int64_t k) { return m.plans[k].nonfinite; });
       if (warp.leader()) c.micro_finite = bad < 0;
     } else if (j == 1) {
-      const double x = warp.sum(count, [&](int64_t k) {
-        return t.group_inputs[group_of(k)].own_clip ? 0.0 : plans[k].squares;
+      const double x = warp.sum(m.count, [&](int64_t k) {
+        return t.group_inputs[m.group_of(t, k)].own_clip ? 0.0 : m.plans[k].squares;
       });
       if (warp.leader()) c.totals.shared = x;
     } else if (t.group_inputs[j - 2].own_clip) {
-      const double x =
-          warp.sum(count, [&](int64_t k) { return group_of(k) == j - 2 ? plans[k].squares : 0.0; });
+      const double x = warp.sum(
+          m.count, [&](int64_t k) { return m.group_of(t, k) == j - 2 ? m.plans[k].squares : 0.0; });
       if (warp.leader()) t.group_states[j - 2].sum_squares = x;
     }
   });
-  const bool added = c.micro_finite || set.nonfinite != GA_NONFINITE_DROP_MICRO;
+}
+
+// How a contribution is added to what its accumulator holds, if at all.
+GA_HD void plan_contribution(const ScalarTables& t, const MicroInput& in, const Micro& micro,
+                             bool added, MicroPlan& plan) {
+  const Settings& set = *t.settings;
+  const Control& c = *t.control;
+  const ParamState& s = t.param_states[in.param];
+  const ga_group group = t.param_inputs[in.param].group;
+  const GroupInput& g = t.group_inputs[group];
+  const ga_clip& clip = g.clip;
+  // What is not finite is added as it is, for ga_step to find: a clip by value would hide it.
+  const bool clips = set.clip_micro && (c.micro_finite || set.nonfinite == GA_NONFINITE_IGNORE);
+  plan.active = added;
+  plan.scale = set.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
+  if (set.running_mean && added) plan.scale /= c.weight;  // without it, c.weight may be 0
+  if (clip.when != GA_CLIP_MICRO || (clip.scope == GA_CLIP_NONE && !is_finite(clip.max_value))) {
+    plan.scale /= micro.loss_scale != 0 ? micro.loss_scale : c.scaler.scale;
+  } else if (!clips) {
+    plan.view.limit = HUGE_VAL;
+  } else if (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR) {
+    const double squares = clip.scope == GA_CLIP_PER_TENSOR ? plan.squares
+                           : g.own_clip                     ? t.group_states[group].sum_squares
+                                                            : c.totals.shared;
+    plan.view.factor = clip_factor(clip, sqrt(squares));
+  }
+  plan.keep = in.again || s.contributed != 0 ? 1 : 0;
+  plan.noise = set.noise ? 1 / micro.weight : 0;
+  if (set.running_mean) {
+    if (!in.again && s.contributed != 0) plan.keep *= s.held_weight / c.weight;
+    plan.noise *= c.weight * c.weight;  // it is added as c / W
+  }
+}
+
+// After sum_micro(): whether micro-batch number index is added, and each contribution's scale and
+// clip factor.
+template <class Crew>
+GA_DEVICE void judge_micro(Crew& crew, const ScalarTables& t, const Contributions& m,
+                           const Micro& micro, int64_t index) {
+  Control& c = *t.control;
+  total_micro(crew, t, m);
+  const bool added = c.micro_finite || t.settings->nonfinite != GA_NONFINITE_DROP_MICRO;
   crew.once([&] {
     if (!added) {
       ++c.window_dropped;
@@ -664,43 +729,16 @@ GA_DEVICE void judge(Crew& crew, const ScalarTables& t, const MicroInput* inputs
       ++c.weighted;
     }
   });
-  // What is not finite is added as it is, for ga_step to find: a clip by value would hide it.
-  const bool clips = set.clip_micro && (c.micro_finite || set.nonfinite == GA_NONFINITE_IGNORE);
-  const double loss_scale = micro.loss_scale != 0 ? micro.loss_scale : c.scaler.scale;
-  crew.each_item(count, [&](int64_t k) {
-    const MicroInput& in = inputs[k];
-    MicroPlan& plan = plans[k];
-    ParamState& s = t.param_states[in.param];
-    const GroupInput& g = t.group_inputs[group_of(k)];
-    const ga_clip& clip = g.clip;
-    plan.active = added;
-    plan.scale = set.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
-    if (set.running_mean && added) plan.scale /= c.weight;  // without it, c.weight may be 0
-    if (clip.when != GA_CLIP_MICRO || (clip.scope == GA_CLIP_NONE && !is_finite(clip.max_value))) {
-      plan.scale /= loss_scale;
-    } else if (!clips) {
-      plan.view.limit = HUGE_VAL;
-    } else if (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR) {
-      const double squares = clip.scope == GA_CLIP_PER_TENSOR ? plan.squares
-                             : g.own_clip ? t.group_states[group_of(k)].sum_squares
-                                          : c.totals.shared;
-      plan.view.factor = clip_factor(clip, sqrt(squares));
-    }
-    plan.keep = in.again || s.contributed != 0 ? 1 : 0;
-    plan.noise = set.noise ? 1 / micro.weight : 0;
-    if (set.running_mean) {
-      if (!in.again && s.contributed != 0) plan.keep *= s.held_weight / c.weight;
-      plan.noise *= c.weight * c.weight;  // it is added as c / W
-    }
-  });
+  crew.each_item(m.count,
+                 [&](int64_t k) { plan_contribution(t, m.inputs[k], micro, added, m.plans[k]); });
   if (!added) {
     each_channel(crew, t, [&](BnChannel& channel, const BnInput& layer) {
       drop(channel, history_of(channel, layer), index);
     });
     return;
   }
-  crew.each_item(count, [&](int64_t k) {
-    ParamState& s = t.param_states[inputs[k].param];
+  crew.each_item(m.count, [&](int64_t k) {
+    ParamState& s = t.param_states[m.inputs[k].param];
     s.contributed = 1;
     s.held_weight = c.weight;
   });

@@ -89,7 +89,7 @@ void compare(const ga_optimizer& o, int op, const StepInput& in) {
   constexpr bool f64 = std::is_same_v<T, double>;
   SCOPED_TRACE(op);
   ParamPlan plan = {};
-  op_info(op).fold[f64](o, in, plan.folded);
+  ByPosition<AllOps<T>>::fold(op, o, in, plan.folded);
   const Op mine(o, in);
   ASSERT_EQ(std::memcmp(plan.folded.bytes, &mine, sizeof mine), 0) << "folded";
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "backend/cpu/batchnorm.hpp"
+#include "backend/cpu/crew.hpp"
 #include "backend/cpu/kernels.hpp"
 #include "backend/cpu/matmul.hpp"
 #include "backend/cpu/threads.hpp"
@@ -39,63 +40,6 @@ int64_t last_level_cache() {
     if (const long bytes = sysconf(name); bytes > 0) return bytes;
   return int64_t{32} << 20;
 }
-
-// What decides, in one thread (see decide.hpp).
-struct Warp {
-  template <class F>
-  double sum(int64_t n, F&& f) const {
-    double lanes[kLanes] = {};
-    if (n == 1) return f(int64_t{0});
-    for (int64_t j = 0; j < n; ++j) lanes[j % kLanes] += f(j);
-    return add_halves<kLanes>(lanes);
-  }
-  template <class F>
-  double smallest(int64_t n, F&& f) const {
-    double least = HUGE_VAL;
-    for (int64_t j = 0; j < n; ++j) least = std::min(least, f(j));
-    return least;
-  }
-  template <class F>
-  int64_t first(int64_t n, F&& f) const {
-    for (int64_t j = 0; j < n; ++j)
-      if (f(j)) return j;
-    return -1;
-  }
-  bool leader() const { return true; }
-};
-
-class Crew {
- public:
-  template <class F>
-  void each_item(int64_t n, F&& f) {
-    for (int64_t i = 0; i < n; ++i) f(i);
-  }
-  template <class F>
-  void each_warp(int64_t n, F&& f) {
-    Warp warp;
-    for (int64_t i = 0; i < n; ++i) f(i, warp);
-  }
-  template <class F>
-  void once(F&& f) {
-    f();
-  }
-  // Parameters of a group have mostly been updated together: then the Op is that of the last one.
-  bool recall(const ScalarTables& t, int64_t i) {
-    const ParamInput& p = t.param_inputs[i];
-    const int64_t last = last_;
-    last_ = i;
-    if (last < 0 || op_info(p.op).norms > 0) return false;
-    const ParamInput& q = t.param_inputs[last];
-    if (p.group != q.group || p.op != q.op || p.f64 != q.f64 ||
-        t.param_states[i].clock.step != t.param_states[last].clock.step)
-      return false;
-    t.plans[i].folded = t.plans[last].folded;
-    return true;
-  }
-
- private:
-  int64_t last_ = -1;
-};
 
 class CpuBackend final : public Backend {
  public:
@@ -158,6 +102,7 @@ class CpuBackend final : public Backend {
     stream_ = 2 * accumulator_bytes > cache_;
   }
 
+  bool passes_are_cut() const override { return true; }
   int64_t cache_bytes() const override { return cache_; }
 
   int64_t table_bytes(int64_t chunks) const override {
@@ -201,14 +146,17 @@ class CpuBackend final : public Backend {
     ga::settle_units(crew, tables_, params.data, count, last);
   }
 
-  void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro, int64_t index,
-             bool raw) override {
+  void open_micro(Span<const MicroInput> inputs, MicroPlan* plans) override {
     Crew crew;
-    const auto count = static_cast<int64_t>(inputs.size);
-    if (raw)
-      open_micro(crew, tables_, inputs.data, plans, count);
-    else
-      ga::judge(crew, tables_, inputs.data, plans, count, micro, index);
+    ga::open_micro(crew, tables_, {inputs.data, plans, static_cast<int64_t>(inputs.size)});
+  }
+
+  void judge_micro(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
+                   int64_t index) override {
+    const Contributions of = {inputs.data, plans, static_cast<int64_t>(inputs.size)};
+    Crew crew;
+    sum_micro(crew, of);
+    ga::judge_micro(crew, tables_, of, micro, index);
   }
 
   void clear_window() override {

@@ -121,7 +121,8 @@ class CudaBackend final : public Backend {
     });
   }
 
-  int64_t cache_bytes() const override { return INT64_MAX; }
+  bool passes_are_cut() const override { return false; }
+  int64_t cache_bytes() const override { fail_cut(); }
 
   int64_t table_bytes(int64_t) const override { return runtime_.own_bytes(); }
 
@@ -147,19 +148,18 @@ class CudaBackend final : public Backend {
     });
   }
 
-  void judge(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro, int64_t index,
-             bool raw) override {
+  void open_micro(Span<const MicroInput> inputs, MicroPlan* plans) override {
     runtime_.call([&] {
-      const Queue& queue = runtime_.queue();
-      if (inputs.size <= kMostInputs) {
-        cuda::judge(queue, tables_, inputs, plans, micro, index, raw);
-        return;
-      }
-      const size_t bytes = inputs.size * sizeof(MicroInput);
-      inputs_.reserve(runtime_, std::max(bytes, std::min(2 * inputs_.bytes(), 2 * bytes)));
-      runtime_.write(inputs_.at<MicroInput>(), inputs.data, bytes);
-      cuda::judge(queue, tables_, inputs_.at<MicroInput>(), static_cast<int64_t>(inputs.size),
-                  plans, micro, index, raw);
+      const MicroList list = list_of(inputs, plans);
+      cuda::open_micro(runtime_.queue(), tables_, list);
+    });
+  }
+
+  void judge_micro(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
+                   int64_t index) override {
+    runtime_.call([&] {
+      const MicroList list = list_of(inputs, plans);
+      cuda::judge_micro(runtime_.queue(), tables_, list, micro, index);
     });
   }
 
@@ -371,6 +371,15 @@ class CudaBackend final : public Backend {
     auto* const counters = counters_.at<unsigned>(most_params_ * sizeof(unsigned));
     return {tasks_.factored_at, p.chunks, p.chunk_count, p.columns,
             p.column_count,     p.params, p.param_count, counters};
+  }
+
+  MicroList list_of(Span<const MicroInput> inputs, MicroPlan* plans) {
+    const auto count = static_cast<int64_t>(inputs.size);
+    if (inputs.size <= kMostInputs) return {inputs.data, nullptr, count, plans};
+    const size_t bytes = inputs.size * sizeof(MicroInput);
+    inputs_.reserve(runtime_, std::max(bytes, std::min(2 * inputs_.bytes(), 2 * bytes)));
+    runtime_.write(inputs_.at<MicroInput>(), inputs.data, bytes);
+    return {nullptr, inputs_.at<MicroInput>(), count, plans};
   }
 
   [[noreturn]] static void fail_cut() {

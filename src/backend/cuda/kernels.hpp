@@ -144,13 +144,18 @@ void decide(const Queue& queue, const ScalarTables& tables, const WindowTotals& 
             const Ring& ring, const NormChunks& norms, const UnitPieces& units,
             const FactorPieces& factors);
 void clear_window(const Queue& queue, const ScalarTables& tables);
-// inputs: the host's, as many as fit the arguments of a launch (kMostInputs).
+// The contributions of a micro-batch: no more than kMostInputs from the host, which travel as
+// arguments of the launch, or any number of them on the device.
 constexpr size_t kMostInputs = 1000;
-void judge(const Queue& queue, const ScalarTables& tables, Span<const MicroInput> inputs,
-           MicroPlan* plans, const Micro& micro, int64_t index, bool raw);
-// The same with inputs on the device, any number of them.
-void judge(const Queue& queue, const ScalarTables& tables, const MicroInput* inputs, int64_t count,
-           MicroPlan* plans, const Micro& micro, int64_t index, bool raw);
+struct MicroList {
+  const MicroInput* host;
+  const MicroInput* at;  // NULL: those of the host
+  int64_t count;
+  MicroPlan* plans;
+};
+void open_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list);
+void judge_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list,
+                 const Micro& micro, int64_t index);
 
 // ---- Batch normalisation ----
 

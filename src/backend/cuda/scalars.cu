@@ -16,23 +16,21 @@ struct ClearWindow {
   GA_DEVICE void operator()(Block& block) const { ga::clear_window(block, tables); }
 };
 
-template <class Inputs>
-struct Judge {
-  static constexpr bool kWide = true;
-  ScalarTables tables;
-  MicroPlan* plans;
-  int64_t count;
-  Micro micro;
-  int64_t index;
-  bool raw;
-  Inputs inputs;
+struct OpenMicro {
+  GA_DEVICE void operator()(Block& block, const ScalarTables& tables,
+                            const Contributions& micro) const {
+    ga::open_micro(block, tables, micro);
+  }
+};
 
-  GA_DEVICE void operator()(Block& block) const {
-    const MicroInput* const in = inputs.data();
-    if (raw)
-      ga::open_micro(block, tables, in, plans, count);
-    else
-      ga::judge(block, tables, in, plans, count, micro, index);
+struct JudgeMicro {
+  Micro of;
+  int64_t index;
+
+  GA_DEVICE void operator()(Block& block, const ScalarTables& tables,
+                            const Contributions& micro) const {
+    sum_micro(block, micro);
+    ga::judge_micro(block, tables, micro, of, index);
   }
 };
 
@@ -45,6 +43,40 @@ struct InputsHere {
   MicroInput inputs[kMostInputs];
   GA_DEVICE const MicroInput* data() const { return inputs; }
 };
+
+template <class Pass, class Inputs>
+struct MicroPass {
+  static constexpr bool kWide = true;
+  ScalarTables tables;
+  MicroPlan* plans;
+  int64_t count;
+  Pass pass;
+  Inputs inputs;
+
+  GA_DEVICE void operator()(Block& block) const {
+    pass(block, tables, {inputs.data(), plans, count});
+  }
+};
+
+template <class Pass>
+void launch_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list,
+                  const Pass& pass) {
+  if (list.at) {
+    launch(MicroPass<Pass, InputsAt>{tables, list.plans, list.count, pass, {list.at}}, 1,
+           queue.stream);
+    return;
+  }
+  if (list.count > static_cast<int64_t>(kMostInputs))
+    fail(GA_ERROR_INTERNAL, "%lld contributions were given to one launch",
+         static_cast<long long>(list.count));
+  MicroPass<Pass, InputsHere> kernel;  // only what is used of it is written
+  kernel.tables = tables;
+  kernel.plans = list.plans;
+  kernel.count = list.count;
+  kernel.pass = pass;
+  for (int64_t i = 0; i < list.count; ++i) kernel.inputs.inputs[i] = list.host[i];
+  launch(kernel, 1, queue.stream);
+}
 
 // ---- Bytes --------------------------------------------------------------------------------------
 
@@ -129,25 +161,13 @@ void clear_window(const Queue& queue, const ScalarTables& tables) {
   launch(ClearWindow{tables}, 1, queue.stream);
 }
 
-void judge(const Queue& queue, const ScalarTables& tables, Span<const MicroInput> inputs,
-           MicroPlan* plans, const Micro& micro, int64_t index, bool raw) {
-  const auto count = static_cast<int64_t>(inputs.size);
-  if (inputs.size > kMostInputs)
-    fail(GA_ERROR_INTERNAL, "%zu contributions were given to one launch", inputs.size);
-  Judge<InputsHere> kernel;
-  kernel.tables = tables;
-  kernel.plans = plans;
-  kernel.count = count;
-  kernel.micro = micro;
-  kernel.index = index;
-  kernel.raw = raw;
-  for (size_t i = 0; i < inputs.size; ++i) kernel.inputs.inputs[i] = inputs.data[i];
-  launch(kernel, 1, queue.stream);
+void open_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list) {
+  launch_micro(queue, tables, list, OpenMicro());
 }
 
-void judge(const Queue& queue, const ScalarTables& tables, const MicroInput* inputs, int64_t count,
-           MicroPlan* plans, const Micro& micro, int64_t index, bool raw) {
-  launch(Judge<InputsAt>{tables, plans, count, micro, index, raw, {inputs}}, 1, queue.stream);
+void judge_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list,
+                 const Micro& micro, int64_t index) {
+  launch_micro(queue, tables, list, JudgeMicro{micro, index});
 }
 
 void upload(const Queue& queue, void* to, const void* from, size_t bytes) {
