@@ -138,9 +138,7 @@ class CudaBackend final : public Backend {
   // ---- Scalars ----
 
   void decide(const WindowTotals& totals, const StepSums& sums) override {
-    runtime_.call([&] {
-      const Range range("gradaccum decide");
-      const Queue& queue = runtime_.queue();
+    traced("gradaccum decide", [&](const Queue& queue) {
       const NormChunks norms = norms_of(sums.norms);
       const UnitPieces units = units_of(sums.units);
       const FactorPieces factors = factors_of(sums.factored);
@@ -149,17 +147,14 @@ class CudaBackend final : public Backend {
   }
 
   void open_micro(Span<const MicroInput> inputs, MicroPlan* plans) override {
-    runtime_.call([&] {
-      const MicroList list = list_of(inputs, plans);
-      cuda::open_micro(runtime_.queue(), tables_, list);
-    });
+    traced("gradaccum open_micro",
+           [&](const Queue& queue) { cuda::open_micro(queue, tables_, list_of(inputs, plans)); });
   }
 
   void judge_micro(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
                    int64_t index) override {
-    runtime_.call([&] {
-      const MicroList list = list_of(inputs, plans);
-      cuda::judge_micro(runtime_.queue(), tables_, list, micro, index);
+    traced("gradaccum judge_micro", [&](const Queue& queue) {
+      cuda::judge_micro(queue, tables_, list_of(inputs, plans), micro, index);
     });
   }
 
@@ -189,10 +184,7 @@ class CudaBackend final : public Backend {
 
   void norm(Span<const NormTask> tasks) override {
     if (tasks.size == 0) return;
-    runtime_.call([&] {
-      const Range range("gradaccum norm");
-      cuda::norm(runtime_.queue(), tasks);
-    });
+    traced("gradaccum norm", [&](const Queue& queue) { cuda::norm(queue, tasks); });
   }
 
   void finish(Span<const FinishTask> tasks) override {
@@ -202,9 +194,7 @@ class CudaBackend final : public Backend {
 
   void measure(Params params) override {
     if (params.size == 0) return;
-    runtime_.call([&] {
-      const Range range("gradaccum measure");
-      const Queue& queue = runtime_.queue();
+    traced("gradaccum measure", [&](const Queue& queue) {
       const auto parts = lists_.get(ListKind::kMeasure, params);
       for (size_t k = 0; k < parts.size; ++k) {
         const ListPart& p = parts.data[k];
@@ -217,9 +207,7 @@ class CudaBackend final : public Backend {
 
   void update(Params params) override {
     if (params.size == 0) return;
-    runtime_.call([&] {
-      const Range range("gradaccum update");
-      const Queue& queue = runtime_.queue();
+    traced("gradaccum update", [&](const Queue& queue) {
       const auto parts = lists_.get(ListKind::kUpdate, params);
       for (size_t k = 0; k < parts.size; ++k) {
         const ListPart& p = parts.data[k];
@@ -233,20 +221,14 @@ class CudaBackend final : public Backend {
 
   void clip_units(Params params) override {
     if (params.size == 0) return;
-    runtime_.call([&] {
-      const Range range("gradaccum clip_units");
-      const Queue& queue = runtime_.queue();
-      cuda::clip_units(queue, units_of(params));
-    });
+    traced("gradaccum clip_units",
+           [&](const Queue& queue) { cuda::clip_units(queue, units_of(params)); });
   }
 
   void update_factored(Params params) override {
     if (params.size == 0) return;
-    runtime_.call([&] {
-      const Range range("gradaccum update_factored");
-      const Queue& queue = runtime_.queue();
-      cuda::update_factored(queue, factors_of(params));
-    });
+    traced("gradaccum update_factored",
+           [&](const Queue& queue) { cuda::update_factored(queue, factors_of(params)); });
   }
 
   void settle_units(Params, bool) override { fail_cut(); }
@@ -305,10 +287,8 @@ class CudaBackend final : public Backend {
   int64_t bn_bytes() const override { return batch_norms_.bytes(); }
 
   void bn_statistics(const BnTask& task) override {
-    runtime_.call([&] {
-      const Range range("gradaccum bn_statistics");
-      cuda::bn_statistics(runtime_.queue(), task, batch_norms_.workspace());
-    });
+    traced("gradaccum bn_statistics",
+           [&](const Queue& queue) { cuda::bn_statistics(queue, task, batch_norms_.workspace()); });
   }
 
   void bn_take(const BnTask& task, const BnGiven& given) override {
@@ -320,25 +300,20 @@ class CudaBackend final : public Backend {
   }
 
   void bn_forward(const BnTask& task, bool taking) override {
-    runtime_.call([&] {
-      const Range range("gradaccum bn_forward");
-      const Queue& queue = runtime_.queue();
+    traced("gradaccum bn_forward", [&](const Queue& queue) {
       if (taking) cuda::bn_statistics(queue, task, batch_norms_.workspace());
       cuda::bn_normalise(queue, task);
     });
   }
 
   void bn_backward_sums(const BnTask& task) override {
-    runtime_.call([&] {
-      const Range range("gradaccum bn_backward_sums");
-      cuda::bn_gradient_sums(runtime_.queue(), task, batch_norms_.workspace());
+    traced("gradaccum bn_backward_sums", [&](const Queue& queue) {
+      cuda::bn_gradient_sums(queue, task, batch_norms_.workspace());
     });
   }
 
   void bn_backward(const BnTask& task, bool summing) override {
-    runtime_.call([&] {
-      const Range range("gradaccum bn_backward");
-      const Queue& queue = runtime_.queue();
+    traced("gradaccum bn_backward", [&](const Queue& queue) {
       if (summing) cuda::bn_gradient_sums(queue, task, batch_norms_.workspace());
       if (task.weight == 0)
         clear(task.out, task.dtype, task.count());
@@ -348,6 +323,15 @@ class CudaBackend final : public Backend {
   }
 
  private:
+  // f(queue) as a range of that name.
+  template <class F>
+  void traced(const char* name, F&& f) {
+    runtime_.call([&] {
+      const Range range(name);
+      f(runtime_.queue());
+    });
+  }
+
   // Of such lists there is one part.
   NormChunks norms_of(Params params) {
     const auto parts = lists_.get(ListKind::kNorm, params);
