@@ -219,6 +219,19 @@ GA_HD double clip_squares_of(const ScalarTables& t, int64_t i) {
   return t.param_inputs[i].clamped ? t.param_states[i].sums.clamped : squares_of(t, i);
 }
 
+// The squares that clips by norm go by, of n gradients: of those that share the context's clip
+// (group -1), or of a group's that has its own.
+template <class Warp, class GroupOf, class Squares>
+GA_DEVICE void total_clip(Warp& warp, const ScalarTables& t, int64_t group, int64_t n,
+                          GroupOf group_of, Squares squares) {
+  if (group >= 0 && !t.group_inputs[group].own_clip) return;
+  const double x = warp.sum(n, [&](int64_t i) {
+    const ga_group g = group_of(i);
+    return (group < 0 ? !t.group_inputs[g].own_clip : g == group) ? squares(i) : 0.0;
+  });
+  if (warp.leader()) (group < 0 ? t.control->totals.shared : t.group_states[group].sum_squares) = x;
+}
+
 // Sums over parameters: all, those that share the context's clip, and each group's.
 template <class Crew>
 GA_DEVICE void total_params(Crew& crew, const ScalarTables& t) {
@@ -232,11 +245,6 @@ GA_DEVICE void total_params(Crew& crew, const ScalarTables& t) {
     if (k == 0) {
       const double x = total(warp, [&](int64_t i) { return squares_of(t, i); });
       if (warp.leader()) c.totals.all = x;
-    } else if (k == 1) {
-      const double x = total(warp, [&](int64_t i) {
-        return t.group_inputs[t.param_inputs[i].group].own_clip ? 0.0 : clip_squares_of(t, i);
-      });
-      if (warp.leader()) c.totals.shared = x;
     } else if (k == 2) {
       const int64_t first = warp.first(t.params, [&](int64_t i) {
         return is_touched(t, i) && t.param_states[i].sums.nonfinite != 0;
@@ -251,11 +259,11 @@ GA_DEVICE void total_params(Crew& crew, const ScalarTables& t) {
         return t.param_states[i].sums.squares * weight * weight;
       });
       if (warp.leader()) c.totals.window = x;
-    } else if (t.group_inputs[k - 5].own_clip) {
-      const double x = total(warp, [&](int64_t i) {
-        return t.param_inputs[i].group == k - 5 ? clip_squares_of(t, i) : 0.0;
-      });
-      if (warp.leader()) t.group_states[k - 5].sum_squares = x;
+    } else {
+      total_clip(
+          warp, t, k == 1 ? -1 : k - 5, t.params,
+          [&](int64_t i) { return t.param_inputs[i].group; },
+          [&](int64_t i) { return is_touched(t, i) ? clip_squares_of(t, i) : 0.0; });
     }
   });
 }
@@ -619,6 +627,53 @@ GA_DEVICE void fold_layers(Crew& crew, const ScalarTables& t, const ga_param* id
   });
 }
 
+// ---- Factored second moments --------------------------------------------------------------------
+
+// The sums that a factored second moment is made of.
+GA_HD UnitTask sums_of(const FactorTask& task, bool rows) {
+  UnitTask sums = {};
+  sums.gradient = task.gradient;
+  sums.f64 = task.f64;
+  sums.pattern = rows ? task.row_pattern : task.column_pattern;
+  sums.sums = rows ? task.row_sums : task.column_sums;
+  return sums;
+}
+
+template <class T, class Crew>
+GA_DEVICE void blend_as(Crew& crew, const FactorTask& task) {
+  const T gain = static_cast<T>(task.plan->factor_gain);
+  const double clipped = task.plan->factor * task.plan->factor;
+  T* const rows = static_cast<T*>(task.rows);
+  T* const columns = static_cast<T*>(task.columns);
+  const auto into = [&](T* averages, const double* sums, int64_t units, int64_t length) {
+    crew.each_item(units, [&](int64_t i) {
+      const T mean = static_cast<T>(sums[i] * clipped / static_cast<double>(length));
+      averages[i] += gain * (mean - averages[i]);
+    });
+  };
+  into(rows, task.row_sums, task.row_pattern->units, task.column_count);
+  into(columns, task.column_sums, task.column_pattern->units, task.row_count);
+  crew.each_warp(task.matrices, [&](int64_t m, auto& warp) {
+    const double sum = warp.sum(task.row_count, [&](int64_t i) {
+      return static_cast<double>(rows[m * task.row_count + i]);
+    });
+    if (!warp.leader()) return;
+    const double mean = sum / static_cast<double>(task.row_count);
+    const double floor = task.plan->factor_floor;
+    static_cast<T*>(task.scales)[m] = static_cast<T>(1 / (mean < floor ? floor : mean));
+  });
+}
+
+// After these sums, of all ranks: moves the averages and makes the scales.
+template <class Crew>
+GA_DEVICE void blend(Crew& crew, const FactorTask& task) {
+  if ((task.plan->duty & kUpdate) == 0) return;
+  if (task.f64)
+    blend_as<double>(crew, task);
+  else
+    blend_as<float>(crew, task);
+}
+
 // ---- A micro-batch ------------------------------------------------------------------------------
 
 // What a micro-batch brings, contribution by contribution.
@@ -668,15 +723,10 @@ GA_DEVICE void total_micro(Crew& crew, const ScalarTables& t, const Contribution
     if (j == 0) {
       const int64_t bad = warp.first(m.count, [&](int64_t k) { return m.plans[k].nonfinite; });
       if (warp.leader()) c.micro_finite = bad < 0;
-    } else if (j == 1) {
-      const double x = warp.sum(m.count, [&](int64_t k) {
-        return t.group_inputs[m.group_of(t, k)].own_clip ? 0.0 : m.plans[k].squares;
-      });
-      if (warp.leader()) c.totals.shared = x;
-    } else if (t.group_inputs[j - 2].own_clip) {
-      const double x = warp.sum(
-          m.count, [&](int64_t k) { return m.group_of(t, k) == j - 2 ? m.plans[k].squares : 0.0; });
-      if (warp.leader()) t.group_states[j - 2].sum_squares = x;
+    } else {
+      total_clip(
+          warp, t, j - 2, m.count, [&](int64_t k) { return m.group_of(t, k); },
+          [&](int64_t k) { return m.plans[k].squares; });
     }
   });
 }
