@@ -34,14 +34,23 @@ struct OptimizerTable<TypeList<O...>> {
                     O::matrices_only, O::limits_norm, O::lazy, O::initial, O::advance}...};
 };
 
+template <class Op>
+constexpr int named_slots = [] {
+  int count = 0;
+  while (count < kMaxSlots && Op::slot_names.of[count]) ++count;
+  return count;
+}();
+
 template <class List>
 struct OpTable;
 
 template <class... Op>
 struct OpTable<TypeList<Op...>> {
+  static_assert(((named_slots<Op> == (Op::factored ? 2 : Op::slots)) && ...),
+                "every slot is named");
   static constexpr std::array<OpInfo, sizeof...(Op)> infos = {
       OpInfo{Op::slots, Op::norms, Op::measuring, Op::updating, Op::factored, Op::emits,
-             Op::orthogonal, Op::reads_gradient_norm}...};
+             Op::orthogonal, Op::reads_gradient_norm, Op::slot_names}...};
 };
 
 constexpr auto& optimizers = OptimizerTable<Optimizers>::infos;

@@ -25,6 +25,7 @@ struct OpInfo {
   int slots, norms;
   Pass measuring, updating;
   bool factored, emits, orthogonal, reads_gradient_norm;
+  SlotNames slot_names;  // of its slots; factored: of its rows and its columns
 };
 
 // Throws GA_ERROR_INVALID_ARGUMENT for an unknown kind, GA_ERROR_UNSUPPORTED for a flavor it has

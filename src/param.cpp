@@ -68,16 +68,17 @@ OwnedArrays arrays_of(const Param& p, const Tensor& t, const Group& g, int32_t a
   const int op = op_of(p, g);
   if (op >= 0 && op_info(op).factored) {
     const Matrices m = matrices_of(t);
-    numbers(kState, nullptr, p.real(), m.count * m.rows);
-    numbers(kState + 1, nullptr, p.real(), m.count * m.columns);
-    numbers(kState + 2, nullptr, p.real(), m.count);
+    const char* const* const names = op_info(op).slot_names.of;
+    numbers(kState, names[0], p.real(), m.count * m.rows);
+    numbers(kState + 1, names[1], p.real(), m.count * m.columns);
+    numbers(kState + 2, nullptr, p.real(), m.count);  // OuterProduct::scales
   } else if (op >= 0) {
     const int32_t format = state_format(p, g);
     // Kernels that compute in double go by groups of two cache lines.
     const int64_t room = format == GA_F64 ? (p.count + 15) / 16 * 16 : p.count;
     for (int k = 0; k < op_info(op).slots; ++k)
-      add(kState + k, nullptr, format, p.count, static_cast<size_t>(room) * size_of(format),
-          g.info->initial(g.optimizer, k));
+      add(kState + k, op_info(op).slot_names.of[k], format, p.count,
+          static_cast<size_t>(room) * size_of(format), g.info->initial(g.optimizer, k));
   }
   if (has_master(p, t, g)) numbers(kMaster, "master", GA_F32, p.count);
   if (ema) numbers(kAverage, "ema", average_format(p, ema), p.count);

@@ -17,6 +17,7 @@ template <class T>
 struct AdadeltaOp : ElementWise {
   using Real = T;
   static constexpr int slots = 2;
+  static constexpr SlotNames slot_names = {"square_avg", "acc_delta"};
   Decay<T> decay;
   T rho, rest, eps, lr;
 

@@ -31,6 +31,8 @@ struct AdafactorOp : LayerWise {
   using Real = T;
   static constexpr int slots = 1;
   static constexpr bool factored = kFactored;
+  static constexpr SlotNames slot_names = {kFactored ? "row_var" : "variance",
+                                           kFactored ? "col_var" : nullptr};
   static constexpr Pass measuring = {true, true, !kFactored};
   static constexpr bool emits = true;
   static constexpr Pass updating = {true, false, false};

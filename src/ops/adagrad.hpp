@@ -17,6 +17,7 @@ template <class T>
 struct AdagradOp : ElementWise {
   using Real = T;
   static constexpr int slots = 1;
+  static constexpr SlotNames slot_names = {"sum"};
   Decay<T> decay;
   T within, outside, lr;
 

@@ -21,6 +21,8 @@ template <class T, bool kL2, bool kAmsgrad>
 struct AdamOp : ElementWise {
   using Real = T;
   static constexpr int slots = kAmsgrad ? 3 : 2;
+  static constexpr SlotNames slot_names = {"exp_avg", "exp_avg_sq",
+                                           kAmsgrad ? "max_exp_avg_sq" : nullptr};
   T decay, l2, beta1, gain1, beta2, gain2, a, e;
 
   GA_HD AdamOp(const ga_optimizer& o, const StepInput& in)

@@ -18,6 +18,7 @@ template <class T>
 struct AdamaxOp : ElementWise {
   using Real = T;
   static constexpr int slots = 2;
+  static constexpr SlotNames slot_names = {"exp_avg", "exp_inf"};
   Decay<T> decay;
   T beta1, gain1, beta2, within, outside, a;
 

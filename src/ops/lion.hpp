@@ -14,6 +14,7 @@ template <class T>
 struct LionOp : ElementWise {
   using Real = T;
   static constexpr int slots = 1;
+  static constexpr SlotNames slot_names = {"exp_avg"};
   Decay<T> decay;
   T beta1, gain1, beta2, gain2, lr;
 

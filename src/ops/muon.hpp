@@ -22,6 +22,7 @@ template <class T>
 struct MuonOp : LayerWise {
   using Real = T;
   static constexpr int slots = 1;
+  static constexpr SlotNames slot_names = {"momentum_buffer"};
   static constexpr int norms = 1;
   static constexpr bool emits = true;
   static constexpr bool orthogonal = true;

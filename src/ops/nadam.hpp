@@ -21,6 +21,7 @@ template <class T>
 struct NadamOp : ElementWise {
   using Real = T;
   static constexpr int slots = 2;
+  static constexpr SlotNames slot_names = {"exp_avg", "exp_avg_sq"};
   Decay<T> decay;
   T beta1, gain1, beta2, gain2, of_g, of_m, e;
 

@@ -4,6 +4,7 @@
 //     struct Op : ElementWise {
 //       using Real = T;                                    // float, or double for f64 parameters
 //       static constexpr int slots = 2;                    // state values per element
+//       static constexpr SlotNames slot_names = {"exp_avg", "exp_avg_sq"};  // torch's, in any flavor
 //       GA_HD Op(const ga_optimizer&, const StepInput&);   // folds the hyper-parameters, in double
 //       GA_HD T operator()(T p, T g, T* state) const;      // the new p; state is updated in place
 //     };
@@ -100,7 +101,16 @@ struct Pass {
   bool parameter = true;
 };
 
+constexpr int kMaxSlots = 3;
+
+// What torch.optim calls the state, or timm where torch lacks the optimizer: the key under which the
+// state of a parameter is kept. Null behind the last. What can be computed anew has no name.
+struct SlotNames {
+  const char* of[kMaxSlots];
+};
+
 struct ElementWise {
+  static constexpr SlotNames slot_names = {};
   static constexpr int norms = 0;
   static constexpr Pass measuring = {false, false, false};
   static constexpr Pass updating = {true, true, true};
@@ -136,8 +146,6 @@ struct OptimizerBase {
   GA_HD static double factor_gain(const ga_optimizer&, const Clock&) { return 0; }
   GA_HD static double factor_floor(const ga_optimizer&) { return 0; }
 };
-
-constexpr int kMaxSlots = 3;
 
 GA_HD float square_root(float x) { return sqrtf(x); }
 GA_HD double square_root(double x) { return sqrt(x); }

@@ -20,6 +20,7 @@ template <class T>
 struct RadamOp : ElementWise {
   using Real = T;
   static constexpr int slots = 2;
+  static constexpr SlotNames slot_names = {"exp_avg", "exp_avg_sq"};
   Decay<T> decay;
   T beta1, gain1, beta2, gain2, a, eps, low, high;
 

@@ -20,6 +20,9 @@ struct RmspropOp : ElementWise {
   using Real = T;
   static constexpr int slots = 1 + (kCentered ? 1 : 0) + (kMomentum ? 1 : 0);
   static constexpr int last = slots - 1;
+  static constexpr const char* buffer = kMomentum ? "momentum_buffer" : nullptr;
+  static constexpr SlotNames slot_names = {"square_avg", kCentered ? "grad_avg" : buffer,
+                                           kCentered ? buffer : nullptr};
   Decay<T> decay;
   T rho, rest, within, outside, mu, gain, step;
 

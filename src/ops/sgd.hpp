@@ -27,6 +27,7 @@ template <class T, bool kNesterov>
 struct SgdMomentum : ElementWise {
   using Real = T;
   static constexpr int slots = 1;
+  static constexpr SlotNames slot_names = {"momentum_buffer"};
   T l2, keep, gain, mu, lr;
 
   GA_HD SgdMomentum(const ga_optimizer& o, const StepInput& in)
@@ -49,6 +50,7 @@ template <class T, bool kNesterov>
 struct SgdKerasMomentum : ElementWise {
   using Real = T;
   static constexpr int slots = 1;
+  static constexpr SlotNames slot_names = {"momentum_buffer"};
   T decay, mu, lr;
 
   GA_HD SgdKerasMomentum(const ga_optimizer& o, const StepInput& in)
