@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the tests share: tensors at awkward addresses, data chosen to hurt, a context that ends by
-// itself, the table of optimizers, and a model of the library in float64.
+// itself, optimizers with good options, and a model of the library in float64.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "gradaccum/gradaccum.h"
+#include "optimizers.hpp"
 #include "reference.hpp"
 
 #define EXPECT_OK(call) EXPECT_EQ(call, GA_OK) << ga_last_error()
@@ -353,145 +354,40 @@ struct NamedOptimizer {
   ga_optimizer optimizer;
 };
 
-inline NamedOptimizer named(const char* name, int32_t kind, int32_t flavor, double lr,
-                            void (*change)(ga_optimizer&)) {
-  ga_optimizer o = optimizer(kind, flavor);
-  o.lr = lr;
-  change(o);
-  return {name, o};
+// Those of the rows that are chosen, with all their good options.
+template <class Chosen>
+std::vector<NamedOptimizer> named_optimizers(Chosen chosen) {
+  std::vector<NamedOptimizer> list;
+  for (const OptimizerRow& row : optimizer_rows()) {
+    for (const OptimizerRow::Good& good : row.good) {
+      ga_optimizer o = optimizer(row.kind, good.flavor);
+      o.lr = good.lr;
+      good.set(o);
+      if (chosen(row, o)) list.push_back({good.name, o});
+    }
+  }
+  return list;
 }
 
 // Of those that take parameters of any shape.
 inline std::vector<NamedOptimizer> good_optimizers() {
-  std::vector<NamedOptimizer> list;
-  using O = ga_optimizer&;
-  const auto add = [&](const char* name, int32_t kind, int32_t flavor, double lr,
-                       void (*change)(O)) {
-    list.push_back(named(name, kind, flavor, lr, change));
-  };
-  const int32_t torch = GA_FLAVOR_TORCH, keras = GA_FLAVOR_KERAS, bert = GA_FLAVOR_BERT;
-
-  const int32_t sgd = GA_OPTIMIZER_SGD;
-  add("Sgd", sgd, torch, 0.05, [](O) {});
-  add("SgdDecay", sgd, torch, 0.05, [](O o) { o.weight_decay = 0.1; });
-  add("SgdMomentum", sgd, torch, 0.05, [](O o) { o.momentum = 0.9; });
-  add("SgdDampening", sgd, torch, 0.05,
-      [](O o) { o.momentum = 0.9, o.dampening = 0.5, o.weight_decay = 0.01; });
-  add("SgdNesterov", sgd, torch, 0.05,
-      [](O o) { o.momentum = 0.9, o.nesterov = 1, o.weight_decay = 0.01; });
-  add("SgdMaximize", sgd, torch, 0.05,
-      [](O o) { o.momentum = 0.5, o.maximize = 1, o.weight_decay = 0.01; });
-  add("SgdKeras", sgd, keras, 0.05, [](O o) { o.weight_decay = 0.1; });
-  add("SgdKerasMomentum", sgd, keras, 0.05, [](O o) { o.momentum = 0.9, o.weight_decay = 0.01; });
-  add("SgdKerasNesterov", sgd, keras, 0.05,
-      [](O o) { o.momentum = 0.9, o.nesterov = 1, o.maximize = 1; });
-
-  const int32_t adam = GA_OPTIMIZER_ADAM, adamw = GA_OPTIMIZER_ADAMW;
-  add("Adam", adam, torch, 1e-2, [](O) {});
-  add("AdamDecay", adam, torch, 1e-2, [](O o) { o.weight_decay = 0.1; });
-  add("AdamAmsgrad", adam, torch, 1e-2, [](O o) { o.amsgrad = 1; });
-  add("AdamDecayAmsgrad", adam, torch, 1e-2,
-      [](O o) { o.amsgrad = 1, o.weight_decay = 0.1, o.maximize = 1; });
-  add("AdamBetas", adam, torch, 1e-2, [](O o) { o.beta1 = 0, o.beta2 = 0.5, o.eps = 1e-3; });
-  add("AdamKeras", adam, keras, 1e-2, [](O) {});
-  add("AdamKerasDecay", adam, keras, 1e-2, [](O o) { o.weight_decay = 0.1, o.amsgrad = 1; });
-  add("AdamW", adamw, torch, 1e-2, [](O) {});
-  add("AdamWAmsgrad", adamw, torch, 1e-2,
-      [](O o) { o.amsgrad = 1, o.maximize = 1, o.weight_decay = 0.1; });
-  add("AdamWKeras", adamw, keras, 1e-2, [](O) {});
-  add("AdamWBert", adamw, bert, 1e-2, [](O) {});
-
-  const int32_t rmsprop = GA_OPTIMIZER_RMSPROP, adagrad = GA_OPTIMIZER_ADAGRAD;
-  add("Rmsprop", rmsprop, torch, 1e-2, [](O) {});
-  add("RmspropMomentum", rmsprop, torch, 1e-2,
-      [](O o) { o.momentum = 0.9, o.rho = 0.9, o.weight_decay = 0.1; });
-  add("RmspropCentered", rmsprop, torch, 1e-2,
-      [](O o) { o.centered = 1, o.eps = 1e-4, o.maximize = 1; });
-  add("RmspropCenteredMomentum", rmsprop, torch, 1e-2,
-      [](O o) { o.centered = 1, o.momentum = 0.5, o.eps = 1e-4; });
-  add("RmspropKeras", rmsprop, keras, 1e-2, [](O o) { o.weight_decay = 0.1; });
-  add("RmspropKerasMomentum", rmsprop, keras, 1e-2, [](O o) { o.momentum = 0.9, o.rho = 0.95; });
-  add("RmspropKerasCentered", rmsprop, keras, 1e-2,
-      [](O o) { o.centered = 1, o.momentum = 0.5, o.rho = 0.95; });
-  add("Adagrad", adagrad, torch, 0.05, [](O) {});
-  add("AdagradDecays", adagrad, torch, 0.05,
-      [](O o) { o.lr_decay = 0.1, o.weight_decay = 0.1, o.initial_accumulator = 0.3; });
-  add("AdagradMaximize", adagrad, torch, 0.05, [](O o) { o.eps = 1e-3, o.maximize = 1; });
-  add("AdagradKeras", adagrad, keras, 0.05, [](O) {});
-  add("AdagradKerasDecay", adagrad, keras, 0.05,
-      [](O o) { o.initial_accumulator = 0, o.eps = 1e-3, o.weight_decay = 0.1; });
-
-  const int32_t adadelta = GA_OPTIMIZER_ADADELTA, adamax = GA_OPTIMIZER_ADAMAX;
-  add("Adadelta", adadelta, torch, 1, [](O) {});
-  add("AdadeltaDecay", adadelta, torch, 0.5,
-      [](O o) { o.rho = 0.5, o.weight_decay = 0.1, o.maximize = 1; });
-  add("AdadeltaKeras", adadelta, keras, 0.5, [](O) {});
-  add("AdadeltaKerasDecay", adadelta, keras, 0.5, [](O o) { o.eps = 1e-3, o.weight_decay = 0.1; });
-  add("Adamax", adamax, torch, 1e-2, [](O) {});
-  add("AdamaxDecay", adamax, torch, 1e-2,
-      [](O o) { o.beta2 = 0.9, o.eps = 1e-3, o.weight_decay = 0.1, o.maximize = 1; });
-  add("AdamaxKeras", adamax, keras, 1e-2, [](O) {});
-  add("AdamaxKerasDecay", adamax, keras, 1e-2,
-      [](O o) { o.beta2 = 0.9, o.eps = 1e-3, o.weight_decay = 0.1; });
-
-  const int32_t nadam = GA_OPTIMIZER_NADAM, radam = GA_OPTIMIZER_RADAM;
-  add("Nadam", nadam, torch, 1e-2, [](O) {});
-  add("NadamDecay", nadam, torch, 1e-2,
-      [](O o) { o.momentum_decay = 0.5, o.weight_decay = 0.1, o.maximize = 1; });
-  add("NadamDecoupled", nadam, torch, 1e-2, [](O o) { o.decoupled = 1, o.weight_decay = 0.1; });
-  add("NadamKeras", nadam, keras, 1e-2, [](O) {});
-  add("NadamKerasDecay", nadam, keras, 1e-2,
-      [](O o) { o.beta1 = 0.8, o.eps = 1e-3, o.weight_decay = 0.1; });
-  add("Radam", radam, torch, 1e-2, [](O) {});
-  add("RadamDecay", radam, torch, 1e-2,
-      [](O o) { o.beta2 = 0.95, o.weight_decay = 0.1, o.maximize = 1; });
-  add("RadamDecoupled", radam, torch, 1e-2, [](O o) { o.decoupled = 1, o.weight_decay = 0.1; });
-  add("RadamNeverAdapts", radam, torch, 1e-3, [](O o) { o.beta2 = 0.5; });
-
-  const int32_t lion = GA_OPTIMIZER_LION, lamb = GA_OPTIMIZER_LAMB, lars = GA_OPTIMIZER_LARS;
-  add("Lion", lion, torch, 1e-2, [](O) {});
-  add("LionDecay", lion, torch, 1e-2,
-      [](O o) { o.beta1 = 0.5, o.weight_decay = 0.1, o.maximize = 1; });
-  add("LionKeras", lion, keras, 1e-2, [](O o) { o.weight_decay = 0.1; });
-  add("Lamb", lamb, torch, 1e-2, [](O) {});
-  add("LambFree", lamb, torch, 1e-2, [](O o) { o.weight_decay = 0, o.max_grad_norm = 0; });
-  add("LambAdapts", lamb, torch, 1e-2,
-      [](O o) { o.weight_decay = 0, o.always_adapt = 1, o.max_grad_norm = 0.5, o.maximize = 1; });
-  add("LambDecay", lamb, torch, 1e-2, [](O o) { o.weight_decay = 0.1, o.max_grad_norm = 0; });
-  add("LambKeras", lamb, keras, 1e-2, [](O) {});
-  add("LambKerasDecay", lamb, keras, 1e-2, [](O o) { o.weight_decay = 0.1; });
-  add("Lars", lars, torch, 0.5, [](O o) { o.weight_decay = 0.01, o.trust_coefficient = 0.1; });
-  add("LarsFree", lars, torch, 0.05, [](O o) { o.momentum = 0.9; });
-  add("LarsMomentum", lars, torch, 0.05, [](O o) {
-    o.momentum = 0.9, o.dampening = 0.5, o.always_adapt = 1, o.trust_coefficient = 0.1;
-  });
-  add("LarsNesterov", lars, torch, 0.1, [](O o) {
-    o.momentum = 0.9, o.nesterov = 1, o.weight_decay = 0.1, o.trust_coefficient = 0.1;
-    o.maximize = 1;
-  });
-
-  const int32_t adafactor = GA_OPTIMIZER_ADAFACTOR;
-  add("Adafactor", adafactor, torch, 1e-2, [](O) {});
-  add("AdafactorDecay", adafactor, torch, 0.02,
-      [](O o) { o.beta2_decay = -0.5, o.weight_decay = 0.1, o.maximize = 1; });
-  add("AdafactorClips", adafactor, torch, 0.05,
-      [](O o) { o.clip_threshold = 0.25, o.eps = 1e-3, o.eps2 = 1; });
-  return list;
+  return named_optimizers(
+      [](const OptimizerRow& row, const ga_optimizer&) { return !row.matrices_only; });
 }
 
 // Of those that take matrices only.
 inline std::vector<NamedOptimizer> matrix_optimizers() {
-  const int32_t muon = GA_OPTIMIZER_MUON, torch = GA_FLAVOR_TORCH;
-  using O = ga_optimizer&;
-  return {named("Muon", muon, torch, 0.02, [](O) {}),
-          named("MuonMatchRms", muon, torch, 0.01,
-                [](O o) { o.adjust_lr = GA_ADJUST_MATCH_RMS, o.maximize = 1; }),
-          named("MuonHeavyBall", muon, torch, 0.02,
-                [](O o) { o.nesterov = 0, o.momentum = 0.5, o.adjust_lr = GA_ADJUST_NONE; }),
-          named("MuonCoefficients", muon, torch, 0.02, [](O o) {
-            o.ns_coefficients[0] = 2, o.ns_coefficients[1] = -1.5, o.ns_coefficients[2] = 0.5;
-            o.ns_steps = 7, o.weight_decay = 0;
-          })};
+  return named_optimizers(
+      [](const OptimizerRow& row, const ga_optimizer&) { return row.matrices_only; });
+}
+
+// The kinds that stand for the others: OptimizerRow.
+inline std::vector<int32_t> representative_kinds() {
+  std::vector<int32_t> kinds;
+  for (const OptimizerRow& row : optimizer_rows()) {
+    if (row.stands_for_others) kinds.push_back(row.kind);
+  }
+  return kinds;
 }
 
 // ---- The library in float64 ---------------------------------------------------------------------

@@ -223,7 +223,7 @@ TEST(Frozen, OwnNothingUntilTheyAreUnfrozen) {
 
 // A parameter that was frozen for some windows ends with the bits of one added when it was unfrozen.
 TEST(Frozen, BeginsAsIfItWereNew) {
-  for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_SGD, GA_OPTIMIZER_LAMB}) {
+  for (const int32_t kind : representative_kinds()) {
     const auto run = [&](bool frozen) {
       Context ctx;
       ga_optimizer o = optimizer(kind);
@@ -363,8 +363,7 @@ TEST(MemoryTold, AccumulatorsOfLivingGradients) {
 // Before the first contribution as after it, for every clip and optimizer with arrays of its own.
 TEST(MemoryTold, PlannedIsUsed) {
   for (const int32_t scope : {GA_CLIP_NONE, GA_CLIP_AGC}) {
-    for (const int32_t kind :
-         {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_ADAFACTOR, GA_OPTIMIZER_LAMB}) {
+    for (const int32_t kind : representative_kinds()) {
       Context ctx;
       const ga_clip c = clip(scope, 0);
       EXPECT_OK(ga_context_set_clip(ctx, &c));

@@ -160,7 +160,7 @@ void run(ga_optimizer o, const Mix& mix, Hash& hash) {
   c.accumulation = mix.accumulation;
   c.seed = 5;
   Context ctx(c);
-  if (o.kind != GA_OPTIMIZER_ADAFACTOR) o.state_dtype = mix.state;
+  if (row_of(o).bf16_state) o.state_dtype = mix.state;
   const ga_group group = ctx.group(o);
   ga_schedule cosine = schedule(GA_SCHEDULE_COSINE);
   cosine.warmup_steps = 2;
@@ -223,9 +223,7 @@ INSTANTIATE_TEST_SUITE_P(Bits, OptimizerBits, testing::Range<size_t>(0, good_opt
 
 TEST_P(OptimizerBits, AreThoseOfTheTable) {
   const NamedOptimizer named = good_optimizers()[GetParam()];
-  const int32_t kind = named.optimizer.kind;
-  const bool by_pow = kind == GA_OPTIMIZER_NADAM || kind == GA_OPTIMIZER_ADAFACTOR;
-  if (by_pow && !pow_as_in_the_table()) GTEST_SKIP() << kOtherPow;
+  if (row_of(named.optimizer).by_pow && !pow_as_in_the_table()) GTEST_SKIP() << kOtherPow;
   for (const Mix& mix : mixes()) {
     expect_on_all_levels(named.name + '/' + mix.name,
                          [&](Hash& hash) { run(named.optimizer, mix, hash); });

@@ -46,6 +46,33 @@ struct Choices {
   std::vector<const char*> names;
 };
 
+// What the rows of optimizers.hpp name for this suite.
+struct Paired {
+  const OptimizerRow* row;
+  int32_t flavor;
+  std::string name;
+};
+
+const std::vector<Paired>& paired() {
+  static const std::vector<Paired> list = [] {
+    const char* const of[] = {"", " of Keras", " of BERT"};
+    std::vector<Paired> all;
+    for (const OptimizerRow& row : optimizer_rows()) {
+      for (const int32_t flavor : row.paired) {
+        all.push_back({&row, flavor, row.name + std::string(of[flavor])});
+      }
+    }
+    return all;
+  }();
+  return list;
+}
+
+std::vector<const char*> paired_names() {
+  std::vector<const char*> names;
+  for (const Paired& p : paired()) names.push_back(p.name.c_str());
+  return names;
+}
+
 // The library supports the first choice of each option with all choices of the others.
 const Choices kChoices[kOptions] = {
     {"policy", {"skip", "fail", "drop", "ignore"}},
@@ -60,8 +87,7 @@ const Choices kChoices[kOptions] = {
     {"noise scale", {"off", "on"}},
     {"late parameters", {"none", "added"}},
     {"frozen", {"none", "one"}},  // in one window
-    {"optimizer",
-     {"SGD", "Adam", "Adam of Keras", "AdamW of BERT", "Adagrad", "LARS", "LAMB", "Adafactor"}},
+    {"optimizer", paired_names()},
     {"state", {"f32", "bf16"}},
     {"dtype", {"f32", "bf16", "f16", "f64"}},
     {"master", {"f32", "none"}},  // of 16-bit parameters
@@ -85,11 +111,10 @@ enum {                                                     // kClip
   kAgcMicro,
   kByValueMicro
 };
-enum { kNoRows, kDenseRows, kLazyRows };                                           // kRows
-enum { kOne, kTwo, kWritten };                                                     // kParts
-enum { kNoAverage, kTorch, kKarras, kTorchInBf16 };                                // kAverage
-enum { kSgd, kAdam, kKerasAdam, kBertAdamW, kAdagrad, kLars, kLamb, kAdafactor };  // kOptimizer
-enum { kF32, kBf16, kF16, kF64 };                                                  // kDtype
+enum { kNoRows, kDenseRows, kLazyRows };             // kRows
+enum { kOne, kTwo, kWritten };                       // kParts
+enum { kNoAverage, kTorch, kKarras, kTorchInBf16 };  // kAverage
+enum { kF32, kBf16, kF16, kF64 };                    // kDtype
 
 using Case = std::array<int, kOptions>;
 
@@ -160,9 +185,12 @@ std::map<Pair, Refusal> refusals() {
   add(kParts, kWritten, kNoise, 1, GA_ERROR_UNSUPPORTED, "noise_scale");
   add(kAverage, kTorchInBf16, kDtype, kF64, GA_ERROR_UNSUPPORTED, "averages");
   add(kState, 1, kDtype, kF64, GA_ERROR_UNSUPPORTED, "state_dtype");
-  add(kState, 1, kOptimizer, kAdafactor, GA_ERROR_UNSUPPORTED, "state_dtype");
-  for (const int optimizer : {kLars, kLamb, kAdafactor}) {
-    add(kRows, kLazyRows, kOptimizer, optimizer, GA_ERROR_UNSUPPORTED, "GA_ROWS_LAZY");
+  for (int i = 0; i < static_cast<int>(paired().size()); ++i) {
+    const Paired& p = paired()[static_cast<size_t>(i)];
+    if (!p.row->bf16_state) add(kState, 1, kOptimizer, i, GA_ERROR_UNSUPPORTED, "state_dtype");
+    if (!p.row->lazy(optimizer(p.row->kind, p.flavor))) {
+      add(kRows, kLazyRows, kOptimizer, i, GA_ERROR_UNSUPPORTED, "GA_ROWS_LAZY");
+    }
   }
   return list;
 }
@@ -392,17 +420,12 @@ class Trial {
   }
 
   ga_optimizer optimizer_of_case() const {
-    static const std::pair<int32_t, int32_t> kinds[] = {
-        {GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH},     {GA_OPTIMIZER_ADAM, GA_FLAVOR_TORCH},
-        {GA_OPTIMIZER_ADAM, GA_FLAVOR_KERAS},    {GA_OPTIMIZER_ADAMW, GA_FLAVOR_BERT},
-        {GA_OPTIMIZER_ADAGRAD, GA_FLAVOR_TORCH}, {GA_OPTIMIZER_LARS, GA_FLAVOR_TORCH},
-        {GA_OPTIMIZER_LAMB, GA_FLAVOR_TORCH},    {GA_OPTIMIZER_ADAFACTOR, GA_FLAVOR_TORCH}};
-    const auto [kind, flavor] = kinds[choice(kOptimizer)];
-    ga_optimizer o = optimizer(kind, flavor);
+    const Paired& p = paired()[static_cast<size_t>(choice(kOptimizer))];
+    ga_optimizer o = optimizer(p.row->kind, p.flavor);
     o.lr = 0x1p-5;
     o.state_dtype = is(kState, 1) ? GA_BF16 : 0;
-    if (is(kOptimizer, kLars)) o.weight_decay = 0.01, o.trust_coefficient = 0.25;
-    if (is(kOptimizer, kSgd)) o.momentum = 0.875;
+    if (o.kind == GA_OPTIMIZER_LARS) o.weight_decay = 0.01, o.trust_coefficient = 0.25;
+    if (o.kind == GA_OPTIMIZER_SGD) o.momentum = 0.875;
     return o;
   }
 
@@ -781,7 +804,7 @@ class Trial {
 
   // The bound that LAMB groups share.
   void bound_lamb(const std::vector<Reals*>& g) {
-    if (!is(kOptimizer, kLamb)) return;
+    if (groups_[0].optimizer.kind != GA_OPTIMIZER_LAMB) return;
     const ref::Real before = factor_;
     const double most = groups_[0].optimizer.max_grad_norm;
     scale(

@@ -67,7 +67,7 @@ std::vector<Spec> specs(bool matrices) {
 // Three windows of two micro-batches, with the numbers of an adversary: some parameters get no
 // gradient in the third.
 void train(Machine& m, const ga_optimizer& o, bool matrices) {
-  m.by_mathematics = o.kind == GA_OPTIMIZER_NADAM || o.kind == GA_OPTIMIZER_ADAFACTOR;
+  m.by_mathematics = row_of(o).by_pow;
   const ga_group group = m.group(o);
   std::vector<Spec> list;
   uint64_t seed = 1;
@@ -179,11 +179,10 @@ TEST_F(Bits, OfMissingGradients) {
       ga_config c = config();
       c.missing = missing;
       c.gradient_life = life;
-      for (const int32_t kind :
-           {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR}) {
+      for (const int32_t kind : representative_kinds()) {
         expect_same(c, [kind](Machine& m) {
-          m.by_mathematics = kind == GA_OPTIMIZER_ADAFACTOR;
           ga_optimizer o = optimizer(kind);
+          m.by_mathematics = row_of(o).by_pow;
           o.weight_decay = 0.01;
           if (kind == GA_OPTIMIZER_SGD) o.momentum = 0.9;
           Training t;
@@ -429,15 +428,14 @@ std::vector<Param> clipped_params() {
 
 TEST_P(ClipBits, OfEveryOptimizer) {
   const ga_clip c = clips()[GetParam()].clip;
-  for (const int32_t kind : {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB,
-                             GA_OPTIMIZER_LARS, GA_OPTIMIZER_ADAFACTOR}) {
+  for (const int32_t kind : representative_kinds()) {
     SCOPED_TRACE(kind);
     expect_same([&](Machine& m) {
-      m.by_mathematics = kind == GA_OPTIMIZER_ADAFACTOR;
       EXPECT_OK(ga_context_set_clip(m, &c));
       Training t;
       t.params = clipped_params();
       ga_optimizer o = optimizer(kind);
+      m.by_mathematics = row_of(o).by_pow;
       o.weight_decay = 0.01;
       t.add(m, m.group(o));
       t.windows(m, 2, 2);
@@ -460,7 +458,6 @@ TEST_P(ClipBits, OfGradientsThatLive) {
         Way{GA_OPTIMIZER_LARS, false}, Way{GA_OPTIMIZER_ADAFACTOR, true}}) {
     SCOPED_TRACE(testing::Message() << way.kind << (way.scaled ? ", scaled" : ""));
     expect_same(config, [&](Machine& m) {
-      m.by_mathematics = way.kind == GA_OPTIMIZER_ADAFACTOR;
       EXPECT_OK(ga_context_set_clip(m, &c));
       if (way.scaled) {
         ga_loss_scaler scaler;
@@ -472,6 +469,7 @@ TEST_P(ClipBits, OfGradientsThatLive) {
       Training t;
       t.params = clipped_params();
       ga_optimizer o = optimizer(way.kind);
+      m.by_mathematics = row_of(o).by_pow;
       o.weight_decay = 0.01;
       t.add(m, m.group(o));
       uint64_t round = 0;
@@ -869,8 +867,9 @@ Tensor as_tensor(const std::vector<int64_t>& indices, int32_t index_dtype) {
 class RowBits : public OnDevice<testing::TestWithParam<int32_t>> {};
 
 TEST_P(RowBits, OfManyWindows) {
-  for (const int32_t kind :
-       {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAM, GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_ADAGRAD}) {
+  for (const OptimizerRow& row : optimizer_rows()) {
+    const int32_t kind = row.kind;
+    if (!row.lazy(optimizer(kind))) continue;
     for (const int32_t nonfinite : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO}) {
       for (const int32_t scope : {GA_CLIP_NONE, GA_CLIP_GLOBAL, GA_CLIP_AGC}) {
         SCOPED_TRACE(testing::Message() << kind << " " << nonfinite << " " << scope);

@@ -107,7 +107,7 @@ TEST_F(Later, TheBitsOfTheCpu) {
       c.nonfinite = nonfinite;
       SCOPED_TRACE(testing::Message() << nonfinite << " " << kind);
       expect_same(c, [&](Machine& m) {
-        m.by_mathematics = kind == GA_OPTIMIZER_ADAFACTOR;
+        m.by_mathematics = optimizer_rows()[static_cast<size_t>(kind)].by_pow;
         const ga_clip clipped = clip(GA_CLIP_AGC, 0);
         EXPECT_OK(ga_context_set_clip(m, &clipped));
         Training t;
