@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -487,8 +488,12 @@ inline void update(const ga_optimizer& o, double lr, int64_t t, Real g, Element&
     case GA_OPTIMIZER_LION:
       lion(o, lr, g, e);
       break;
-    default:
+    case GA_OPTIMIZER_ADAM:
+    case GA_OPTIMIZER_ADAMW:
       adam(o, lr, t, g, e);
+      break;
+    default:
+      throw std::logic_error("reference.hpp has no formula for this optimizer");
   }
   e.started = true;
 }
@@ -768,25 +773,28 @@ inline void muon(const ga_optimizer& o, double lr, const std::vector<Real>& g, T
 }
 
 // One applied update of a whole tensor.
-inline void update(const ga_optimizer& o, double lr, int64_t t, std::vector<Real> g,
+inline void update(const ga_optimizer& o, double lr, int64_t t, const std::vector<Real>& gradient,
                    Tensor& tensor) {
-  const bool whole = o.kind == GA_OPTIMIZER_LAMB || o.kind == GA_OPTIMIZER_LARS ||
-                     o.kind == GA_OPTIMIZER_ADAFACTOR || o.kind == GA_OPTIMIZER_MUON;
-  if (!whole) {
-    for (size_t i = 0; i < g.size(); ++i) update(o, lr, t, g[i], tensor.elements[i]);
-    return;
-  }
+  std::vector<Real> g = gradient;
   if (o.maximize) {
     for (Real& x : g) x = -x;
   }
-  if (o.kind == GA_OPTIMIZER_LAMB) {
-    lamb(o, lr, t, g, tensor);
-  } else if (o.kind == GA_OPTIMIZER_LARS) {
-    lars(o, lr, g, tensor);
-  } else if (o.kind == GA_OPTIMIZER_ADAFACTOR) {
-    adafactor(o, lr, t, g, tensor);
-  } else {
-    muon(o, lr, g, tensor);
+  switch (o.kind) {
+    case GA_OPTIMIZER_LAMB:
+      lamb(o, lr, t, g, tensor);
+      break;
+    case GA_OPTIMIZER_LARS:
+      lars(o, lr, g, tensor);
+      break;
+    case GA_OPTIMIZER_ADAFACTOR:
+      adafactor(o, lr, t, g, tensor);
+      break;
+    case GA_OPTIMIZER_MUON:
+      muon(o, lr, g, tensor);
+      break;
+    default:  // element by element
+      for (size_t i = 0; i < g.size(); ++i) update(o, lr, t, gradient[i], tensor.elements[i]);
+      return;
   }
   for (Element& e : tensor.elements) e.started = true;
 }
