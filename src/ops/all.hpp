@@ -1,6 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every optimizer. To add one: its header, its line here, its value in ga_optimizer_kind, its
-// formula in tests/reference.hpp.
+// Every optimizer. To add one, in this order:
+//
+//   include/gradaccum/gradaccum.h   its value, the last of ga_optimizer_kind; who reads which field of
+//                                   ga_optimizer, where new ones come last
+//   src/ops/NAME.hpp                the formula and the rest: copy lion.hpp, where norms of the
+//                                   parameter are taken lamb.hpp; op.hpp says what there is
+//   src/ops/all.hpp                 its #include, and its place in Optimizers, below
+//   tests/reference.hpp             its formula in float64, from the paper
+//   tests/optimizers.hpp            its row, which every suite goes by
+//   tests/oracle/make_vectors.py    what another system makes of it; run it
+//
+// The loops, on the CPU and on devices, need no line. Then, once: the value in
+// tests/abi/test_abi_freeze.c and `tests/abi/check update`, the new rows of tests/bits.txt (test_bits
+// with GA_TEST_WRITE_BITS), the name in examples/fashion_mnist/main.cpp and in README.md.
 #pragma once
 
 #include "ops/adadelta.hpp"

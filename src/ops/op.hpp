@@ -24,12 +24,12 @@
 // The Op is folded before each pass, the second time with StepInput::norm. Where it emits, x[0] is
 // kept, in the accumulator, and is the gradient of the second pass.
 //
-// An optimizer is a header beside this one; sgd.hpp is the one to copy, lamb.hpp where it is
-// layer-wise:
+// An optimizer is a header beside this one; lion.hpp is the one to copy, lamb.hpp where it is
+// layer-wise (all.hpp has the whole list of what a new one needs):
 //
-//     struct Sgd : OptimizerBase {
-//       static constexpr int32_t kind = GA_OPTIMIZER_SGD;
-//       static constexpr const char* name = "SGD";
+//     struct Lion : OptimizerBase {
+//       static constexpr int32_t kind = GA_OPTIMIZER_LION;
+//       static constexpr const char* name = "Lion";
 //       template <class T> using Ops = TypeList<...>;
 //       static bool has_flavor(int32_t flavor);
 //       static void defaults(ga_optimizer&);               // for optimizer.flavor
