@@ -58,6 +58,13 @@ constexpr auto& ops = OpTable<AllOps<float>>::infos;
 
 constexpr const char* flavor_names[] = {"torch", "Keras", "BERT"};
 
+void check_flag(const char* optimizer, const char* name, int32_t value) {
+  if (value != 0 && value != 1)
+    fail(GA_ERROR_INVALID_ARGUMENT, "%s: %s was %d, expected 0 or 1", optimizer, name, value);
+}
+
+}  // namespace
+
 void check_range(const char* optimizer, const char* name, double value, double low, double high,
                  bool high_is_legal) {
   if (value >= low && (value < high || (high_is_legal && value == high)) && std::isfinite(value))
@@ -68,13 +75,6 @@ void check_range(const char* optimizer, const char* name, double value, double l
   fail(GA_ERROR_INVALID_ARGUMENT, "%s: %s was %g, expected a number in [%g, %g%c", optimizer, name,
        value, low, high, high_is_legal ? ']' : ')');
 }
-
-void check_flag(const char* optimizer, const char* name, int32_t value) {
-  if (value != 0 && value != 1)
-    fail(GA_ERROR_INVALID_ARGUMENT, "%s: %s was %d, expected 0 or 1", optimizer, name, value);
-}
-
-}  // namespace
 
 const OptimizerInfo& optimizer_info(int32_t kind, int32_t flavor) {
   if (kind < 0 || kind >= static_cast<int32_t>(optimizers.size()))

@@ -128,6 +128,11 @@ struct LayerWise : ElementWise {
   static constexpr int norms = 2;
 };
 
+// Throws Error unless low <= value < high, or value == high where that is legal, and value is finite.
+// For fields that check_optimizer() does not look at itself.
+void check_range(const char* optimizer, const char* name, double value, double low, double high,
+                 bool high_is_legal = false);
+
 // What holds for most optimizers.
 struct OptimizerBase {
   static constexpr bool bf16_state = true;
