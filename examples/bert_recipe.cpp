@@ -1,7 +1,8 @@
-// How BERT was trained, to copy: micro-batches accumulated into a mean, clipped by its global norm,
-// AdamWeightDecay without decay of LayerNorm and biases, linear warm-up and decay. setup() and
-// main() are that recipe. The model between them is small: it guesses the word that is masked out of
-// a sentence of three, in a language where a word is followed by its successor, usually.
+// BERT's training recipe, to copy: gradients of micro-batches accumulated to a mean, clipping by
+// the global norm of the mean, AdamWeightDecay without decay of LayerNorm and biases, and a
+// learning rate with linear warm-up and decay. setup() and main() are the recipe. The model is a
+// small stand-in: it guesses the masked middle word of a sentence of three words, in a language
+// where each word has one usual successor.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
@@ -28,7 +29,7 @@ struct Sentence {
   int left, masked, right;
 };
 
-// One word in twenty is any word: no model can guess all.
+// One word in twenty is random, so no model can guess every word.
 Sentence read_sentence(Random& random) {
   const auto after = [&](int word) {
     return random() % 20 == 0 ? static_cast<int>(random() % kWords) : (word * 5 + 3) % kWords;
@@ -92,7 +93,7 @@ struct Model {
     return {&left, &right, &gamma, &beta, &hidden, &hidden_bias, &output, &output_bias};
   }
 
-  // Adds the gradient of scale times the loss of one sentence; returns the loss.
+  // Adds the gradient of scale times the loss of one sentence to the gradients; returns the loss.
   float learn(const Sentence& sentence, float scale) {
     const auto l = static_cast<std::size_t>(sentence.left * kWidth);
     const auto r = static_cast<std::size_t>(sentence.right * kWidth);
@@ -145,7 +146,7 @@ struct Model {
 
 // ---- The recipe -----------------------------------------------------------------------------------
 
-// BERT finds the parameters that do not decay by their names.
+// BERT excludes parameters from weight decay by their names.
 bool decays(const std::string& name) {
   for (const char* excluded : {"LayerNorm", "layer_norm", "bias"}) {
     if (name.find(excluded) != std::string::npos) return false;
@@ -161,14 +162,14 @@ void setup(gradaccum::Context& context, Model& model) {
   adam.weight_decay = 0;
   const ga_group spared = context.add_group(adam);
 
-  // Counted in steps, not in micro-batches. BERT's first learning rate is 0.
+  // Schedules count steps, not micro-batches. BERT's first learning rate is 0.
   ga_schedule schedule = gradaccum::default_schedule(GA_SCHEDULE_BERT);
   schedule.warmup_steps = kWarmup;
   schedule.total_steps = kSteps;
   for (const ga_group group : {decayed, spared}) context.set_schedule(group, schedule);
 
-  // One norm over both groups, of the mean over the window, as tf.clip_by_global_norm has it: a
-  // micro-batch alone is noisier, and would be clipped where the whole batch is not.
+  // One norm over both groups, of the mean over the window, as in tf.clip_by_global_norm. The
+  // gradient of a single micro-batch is noisier, and would be clipped where the whole batch is not.
   ga_clip clip = gradaccum::default_clip();
   clip.scope = GA_CLIP_GLOBAL;
   clip.flavor = GA_FLAVOR_KERAS;
@@ -192,12 +193,12 @@ int main() try {
   std::vector<const void*> gradients;
   for (const Tensor* tensor : model.tensors()) gradients.push_back(tensor->gradient.data());
 
-  float loss = 0;  // mean since the last line
+  float loss = 0;  // mean since the last line of output
   int steps = 0;
   for (int step = 1; step <= kSteps; ++step) {
     if (steps == 0) loss = 0;
     for (int micro = 0; micro < kAccumulate; ++micro) {
-      // The gradient of this micro-batch's mean loss, made anew: it is the library that adds.
+      // Only the gradient of this micro-batch's mean loss: the library does the accumulation.
       for (Tensor* tensor : model.tensors()) {
         std::fill(tensor->gradient.begin(), tensor->gradient.end(), 0.0F);
       }
@@ -215,7 +216,7 @@ int main() try {
                   result.lr, result.norm, result.norm * result.clip_factor);
     }
   }
-  std::printf("a guess: loss %.3f\n", std::log(static_cast<double>(kWords)));
+  std::printf("random guessing: loss %.3f\n", std::log(static_cast<double>(kWords)));
   return loss < 1 ? EXIT_SUCCESS : EXIT_FAILURE;
 } catch (const std::exception& error) {
   std::fprintf(stderr, "bert_recipe: %s\n", error.what());

@@ -1,6 +1,6 @@
-/* The training loop of libgradaccum in plain C: a linear model on made-up data, windows of 64 samples
- * accumulated from micro-batches of 4. 1000 is no multiple of 64: the last window of an epoch holds 40
- * samples, and is divided by 40.
+/* The training loop of libgradaccum in plain C: a linear model on synthetic data, windows of 64
+ * samples accumulated from micro-batches of 4. 1000 is not a multiple of 64: the last window of an
+ * epoch holds 40 samples, and ga_step divides by 40.
  * SPDX-License-Identifier: Apache-2.0
  */
 #include <math.h>
@@ -22,7 +22,7 @@ static void check(ga_status status) {
 
 static float uniform(void) { return 2.0F * (float)rand() / (float)RAND_MAX - 1.0F; }
 
-/* Mean squared error of samples [first, end) and its gradients. */
+/* Returns the mean squared error of samples [first, end) and stores its gradients. */
 static float backward(int first, int end, const float* w, float b, float* dw, float* db) {
   const float n = (float)(end - first);
   float loss = 0;

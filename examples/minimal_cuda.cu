@@ -1,4 +1,4 @@
-/* The training loop of libgradaccum with parameters and gradients in a GPU's memory: the model of
+/* The training loop of libgradaccum with parameters and gradients in GPU memory: the model of
  * minimal.c, with windows of 16 micro-batches of 4 samples. Nothing in the loop waits for the GPU.
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -24,7 +24,7 @@ static void check(cudaError_t error) {
   exit(EXIT_FAILURE);
 }
 
-/* Mean squared error of samples [first, end) and its gradient, a thread for each weight. */
+/* Stores the mean squared error of samples [first, end) and its gradient, one thread per weight. */
 __global__ void backward(const float* x, const float* y, int first, int end, const float* w,
                          float* dw, float* loss) {
   const int j = (int)threadIdx.x;
@@ -49,11 +49,11 @@ int main() {
     return SKIPPED;
   }
 
-  /* What a program would have: samples, parameters and gradients, all of them on the GPU. */
+  /* A real program would have these on the GPU already: samples, parameters and gradients. */
   static float features[SAMPLES][WEIGHTS], targets[SAMPLES];
   const size_t bytes = WEIGHTS * sizeof(float);
   for (int i = 0; i < SAMPLES; ++i) { /* targets = sum of (j + 1) * feature j, plus 0.5 */
-    features[i][WEIGHTS - 1] = 1;     /* what the last weight, the bias, is multiplied by */
+    features[i][WEIGHTS - 1] = 1;     /* the input of the last weight, the bias */
     targets[i] = 0.5F;
     for (int j = 0; j < WEIGHTS - 1; ++j) {
       targets[i] += (float)(j + 1) * (features[i][j] = uniform());

@@ -17,7 +17,7 @@ using gradaccum::check;
 
 // ---- oneDNN -------------------------------------------------------------------------------------
 
-// oneDNN 3 has no descriptors of operations any more.
+// oneDNN 3 removed the descriptors of operations.
 template <typename Primitive, typename... Arguments>
 auto describe(const dnnl::engine& engine, const Arguments&... arguments) {
 #if DNNL_VERSION_MAJOR >= 3
@@ -38,11 +38,12 @@ Primitive make_backward(const dnnl::engine& engine, const Forward& forward,
 #endif
 }
 
-// What a layer computes of its input. All tensors are plain: NCHW, OIHW.
+// What a layer computes from its input: a convolution or a dense product. All tensors are plain:
+// NCHW, OIHW.
 struct Map {
-  std::int64_t in, in_size;  // channels, and height and width of each
+  std::int64_t in, in_size;  // channels; height, which is also the width
   std::int64_t out, out_size;
-  std::int64_t kernel, stride;  // of the convolution; kernel 0: all outputs from all inputs
+  std::int64_t kernel, stride;  // of the convolution; kernel 0: a dense layer
 
   std::int64_t in_count() const { return in * in_size * in_size; }
   std::int64_t positions() const { return out_size * out_size; }
@@ -50,7 +51,7 @@ struct Map {
   std::int64_t fan_in() const { return kernel ? in * kernel * kernel : in_count(); }
 };
 
-// oneDNN's part of a layer, for a number of samples.
+// The oneDNN primitives of a layer, for a given number of samples.
 struct Kernels {
   memory::desc src, weight, bias, dst;
   dnnl::primitive forward, data, weights;
@@ -80,7 +81,7 @@ struct Kernels {
     const auto kDirect = dnnl::algorithm::convolution_direct;
     const memory::dims stride = {map.stride, map.stride};
     const memory::dims before = {map.kernel / 2, map.kernel / 2};
-    const std::int64_t last = (map.out_size - 1) * map.stride + map.kernel - 1;  // that it reads
+    const std::int64_t last = (map.out_size - 1) * map.stride + map.kernel - 1;  // row that is read
     const std::int64_t behind = std::max<std::int64_t>(0, last - before[0] - map.in_size + 1);
     const memory::dims after = {behind, behind};
     const auto described = describe<dnnl::convolution_forward>(
@@ -115,13 +116,13 @@ class Cnn::Layer {
         windowed_(normalised && mode == GA_BN_WINDOW),
         mode_(mode),
         weight_(map.out * map.fan_in(), 0),
-        bias_(normalised ? 0 : map.out, 0),  // a normalised layer's would be taken off again
+        bias_(normalised ? 0 : map.out, 0),  // normalisation would subtract it again
         gamma_(normalised ? map.out : 0, 1),
         beta_(normalised ? map.out : 0, 0),
         x_(static_cast<std::size_t>(room * map.out_count())),
         y_(normalised ? x_.size() : 0),
         gradient_(x_.size()) {
-    // He et al. 2015: keeps the variance from layer to layer under ReLU.
+    // He et al. 2015: preserves the variance from layer to layer under ReLU.
     std::normal_distribution<float> draw(0, std::sqrt(2.0F / static_cast<float>(map.fan_in())));
     for (float& w : weight_.values) w = draw(random);
   }
@@ -144,7 +145,7 @@ class Cnn::Layer {
     check(ga_bn_add(context.get(), name_.c_str(), map_.out, gamma_.id, beta_.id, &options, &bn_));
   }
 
-  // in: of all samples that there is room for, as x, y and their gradients are.
+  // in holds all samples that the tensors have room for; a Micro says where its samples are.
   void forward(const float* in, const std::vector<Micro>& sweep, gradaccum::Context& context) {
     for (const Micro& micro : sweep) compute(in, micro);
     if (windowed_) {
@@ -168,10 +169,11 @@ class Cnn::Layer {
     relu(all);
   }
 
-  // From the gradient of output() makes that of in, unless in_gradient is null.
+  // Contributes the gradients of the parameters and, unless in_gradient is null, computes the
+  // gradient of in, both from the gradient of output().
   void backward(const float* in, float* in_gradient, const std::vector<Micro>& sweep,
                 gradaccum::Context& context) {
-    // A micro-batch weighs as many samples as it has: its gradients are means over them.
+    // The weight is the number of samples, because gradients are means over the micro-batch.
     const auto begin = [&context](const Micro& micro) {
       return context.micro_begin(micro.index, static_cast<double>(micro.samples));
     };
@@ -212,7 +214,7 @@ class Cnn::Layer {
   std::size_t activations() const { return x_.size() + y_.size() + gradient_.size(); }
 
  private:
-  // Where a micro-batch is.
+  // The start of a micro-batch's samples in a tensor.
   float* at(std::vector<float>& tensor, const Micro& micro) {
     return tensor.data() + micro.first * map_.out_count();
   }
@@ -252,7 +254,7 @@ class Cnn::Layer {
     }
   }
 
-  // The derivative of ReLU, from what ReLU gave.
+  // Multiplies by the derivative of ReLU, which is known from ReLU's output.
   void mask(const Micro& micro) {
     const float* const values = y(micro);
     float* const gradients = gradient(micro);
@@ -261,7 +263,7 @@ class Cnn::Layer {
     }
   }
 
-  // Made on first use, kept.
+  // Creates the primitives on first use and keeps them.
   const Kernels& kernels(std::int64_t samples) {
     const auto known = kernels_.find(samples);
     if (known != kernels_.end()) return known->second;
@@ -281,9 +283,9 @@ class Cnn::Layer {
   const std::int32_t mode_;
   Parameter weight_, bias_, gamma_, beta_;
   ga_bn bn_ = -1;
-  std::vector<float> x_;         // what the map gives
-  std::vector<float> y_;         // the same, normalised and through ReLU
-  std::vector<float> gradient_;  // of y, then, in its place, of x
+  std::vector<float> x_;         // output of the map
+  std::vector<float> y_;         // x_ after normalisation and ReLU
+  std::vector<float> gradient_;  // of y; backward() overwrites it with the gradient of x
   const dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream_{engine_};
   std::map<std::int64_t, Kernels> kernels_;

@@ -1,6 +1,6 @@
 // A small convolutional network for Fashion-MNIST: three layers with batch normalisation and ReLU,
-// then one without. oneDNN computes convolutions and products, forward and backward;
-// normalisation, and what becomes of the gradients, is libgradaccum's part.
+// then one without. oneDNN computes convolutions and matrix products, forward and backward;
+// libgradaccum normalises, and takes the gradients.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,11 +11,11 @@
 
 #include "gradaccum/gradaccum.hpp"
 
-// Samples of a window that go through the network together.
+// A micro-batch.
 struct Micro {
   std::int64_t index;    // in its window
-  std::int64_t first;    // where its samples are in the network's tensors
-  std::int64_t samples;  // how many
+  std::int64_t first;    // index of its first sample in the network's tensors
+  std::int64_t samples;  // number of samples
 };
 
 class Cnn {
@@ -24,7 +24,7 @@ class Cnn {
     double loss = 0;  // sum over the samples
     std::int64_t correct = 0;
   };
-  // A layer's input to its normalisation: [samples, channels, positions].
+  // The input of a layer's normalisation: [samples, channels, positions].
   struct Normalised {
     std::string name;
     std::int64_t channels, positions;
@@ -32,31 +32,33 @@ class Cnn {
     const float* x;
   };
 
-  // mode: ga_bn_mode. room: for how many samples there are tensors.
+  // mode: ga_bn_mode. room: number of samples that the tensors hold.
   Cnn(std::uint64_t seed, std::int32_t mode, std::int64_t room);
   ~Cnn();
 
-  // Tells the library about all parameters and normalised layers.
+  // Registers all parameters and normalised layers with the library.
   void add_to(gradaccum::Context& context, ga_group group);
 
-  // Where sample number i of the tensors goes, 28 x 28 pixels.
+  // The place of sample i of the input, 28 x 28 pixels.
   float* input(std::int64_t i) { return input_.data() + i * kPixels; }
 
-  // All micro-batches of the sweep, layer by layer. In WINDOW mode the sweep is the whole window.
+  // Runs all micro-batches of the sweep through the network, layer by layer. In WINDOW mode a sweep
+  // is the whole window.
   void forward(const std::vector<Micro>& sweep, gradaccum::Context& context);
 
-  // Between forward and backward: the loss, and its gradient, of the mean over the micro-batch.
+  // Called between forward and backward: computes the loss and the gradient of the micro-batch's
+  // mean.
   Score score(const Micro& micro, const std::uint8_t* labels);
 
   // Contributes the gradients of the sweep's micro-batches to the window, layer by layer.
   void backward(const std::vector<Micro>& sweep, gradaccum::Context& context);
 
-  // With the running statistics.
+  // Runs samples through the network with the running statistics.
   void infer(std::int64_t samples, gradaccum::Context& context);
 
   std::vector<float> parameters() const;
   std::vector<Normalised> normalised() const;
-  std::int64_t activation_bytes() const;  // with their gradients
+  std::int64_t activation_bytes() const;  // of activations and their gradients
 
  private:
   static constexpr std::int64_t kPixels = 28 * 28;

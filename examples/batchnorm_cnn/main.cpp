@@ -1,8 +1,9 @@
-// Batch normalisation under accumulation. Trains a small convolutional network on Fashion-MNIST from
-// the same weights and over the same samples in the same order: with whole batches, and with the
-// same batches in micro-batches, once in each mode of libgradaccum's batch normalisation. WINDOW's
-// losses are those of whole batches but for roundings; a last run, the control, shows what roundings
-// do: whole batches again, with the samples of each in reverse.
+// Batch normalisation under accumulation. Trains a small convolutional network on Fashion-MNIST
+// several times from the same weights, over the same samples in the same order: with whole batches,
+// and with the same batches cut into micro-batches, once in each mode of libgradaccum's batch
+// normalisation. The losses of WINDOW equal those of whole batches to rounding. A last run, the
+// control, shows the effect of rounding alone: whole batches again, with the samples of each batch
+// in reverse order.
 // SPDX-License-Identifier: Apache-2.0
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -17,13 +18,12 @@
 
 namespace {
 
-// Ends the program for --help and for a command line that is not understood.
+// Ends the program after --help and after an invalid command line.
 Options parse(int argc, char** argv) {
   Options options;
   CLI::App app{
       "Trains a convolutional network with batch normalisation on Fashion-MNIST, with whole "
-      "batches "
-      "and with micro-batches in all modes, and compares the runs."};
+      "batches and with micro-batches in all modes, and compares the runs."};
   app.get_formatter()->column_width(28);
   app.add_option("--batch", options.batch, "Samples per step")
       ->check(CLI::Range(2, 60000))
@@ -36,19 +36,19 @@ Options parse(int argc, char** argv) {
       ->check(CLI::Range(1, 10000))
       ->capture_default_str();
   app.add_option("--samples", options.samples,
-                 "Train on the first so many samples; default: all 60000")
+                 "Train on this many samples only; default: all 60000")
       ->check(CLI::Range(2, 60000));
   app.add_option("--test-samples", options.test_samples,
-                 "Test on the first so many; default: all 10000")
+                 "Test on this many samples only; default: all 10000")
       ->check(CLI::Range(1, 10000));
   app.add_option("--threads", options.threads, "CPU threads; default: what OpenMP would use")
       ->check(CLI::Range(1, 4096));
   app.add_flag("--control,!--no-control", options.control,
-               "Train once more, each batch's samples in reverse: what rounding alone does; on");
-  app.add_option("--seed", options.seed, "Of the weights and of the order of samples")
+               "Train once more with each batch's samples reversed, to show the effect of rounding "
+               "alone; default: on");
+  app.add_option("--seed", options.seed, "Seed of the weights and of the order of samples")
       ->capture_default_str();
-  app.add_option("--data", options.data,
-                 "Folder of the four .gz files; default: where Debian puts them");
+  app.add_option("--data", options.data, "Folder of the four .gz files; default: Debian's");
   app.add_option("--out", options.out, "Folder for the CSV and the picture")
       ->take_last()
       ->capture_default_str();
@@ -65,8 +65,7 @@ Options parse(int argc, char** argv) {
 int main(int argc, char** argv) try {
   const Options options = parse(argc, argv);
   const std::string data_folder = find_fashion_mnist(options.data);
-  std::filesystem::create_directories(
-      options.out);  // before the training, in case it is not possible
+  std::filesystem::create_directories(options.out);  // before the training, because it may fail
   std::printf("%s\n\n", ga_build_info());
   const Dataset training = load_fashion_mnist(data_folder, "train");
   Dataset test = load_fashion_mnist(data_folder, "t10k");

@@ -22,7 +22,7 @@ void print_row(const std::string& what, const std::vector<Run>& runs, const Cell
   std::printf("\n");
 }
 
-// Of the last epoch.
+// The mean loss of the last epoch.
 double mean_loss(const Run& run) {
   const auto first = run.epochs.size() > 1
                          ? static_cast<std::size_t>(run.epochs[run.epochs.size() - 2].last_step)
@@ -38,7 +38,7 @@ double loss_difference(const std::vector<Run>& runs, const Run& run, std::size_t
   double largest = 0;
   for (std::size_t i = 0; i < std::min(steps, run.losses.size()); ++i) {
     const double difference = std::abs(run.losses[i] - runs.front().losses[i]);
-    if (!(difference <= largest)) largest = difference;  // NaN too
+    if (!(difference <= largest)) largest = difference;  // keeps a NaN too
   }
   return largest;
 }
@@ -47,7 +47,7 @@ void print_comparison(const std::vector<Run>& runs) {
   const Run& full = runs.front();
   std::printf("\n");
   print_row("", runs, [](const Run& run) { return run.manner.name; });
-  print_row("samples of a micro-batch", runs,
+  print_row("samples per micro-batch", runs,
             [](const Run& run) { return std::to_string(run.manner.micro); });
   print_row("test accuracy", runs,
             [](const Run& run) { return text("%.2f %%", 100 * run.epochs.back().test_accuracy); });
@@ -67,18 +67,18 @@ void print_comparison(const std::vector<Run>& runs) {
               [&, step = step, &values = values](const Run& run) {
                 return text("%.2g", largest_difference(run.parameters.at(step), values));
               });
-    print_row(text("  losses up to it"), runs, [&, step = step](const Run& run) {
+    print_row(text("  losses up to this step"), runs, [&, step = step](const Run& run) {
       return text("%.2g", loss_difference(runs, run, static_cast<std::size_t>(step)));
     });
   }
 
   std::printf(
-      "\n  running variance: relative error, against exact ones of the same data in double\n");
+      "\n  running variance: relative error, against the exact one of the same data in double\n");
   for (std::size_t i = 0; i < full.variances.size(); ++i) {
     print_row(full.variances[i].name, runs,
               [i](const Run& run) { return text("%.2g", run.variances[i].error); });
   }
-  std::printf("  the mean of the micro-batches' variances in its place, over the exact one\n");
+  std::printf("  a running mean of the micro-batches' variances, divided by the exact variance\n");
   for (std::size_t i = 0; i < full.variances.size(); ++i) {
     const LayerVariance& layer = runs[1].variances[i];
     print_row(text("%s, from %lld elements each", layer.name.c_str(),
@@ -87,9 +87,9 @@ void print_comparison(const std::vector<Run>& runs) {
   }
   if (runs.size() > 4) {
     std::printf(
-        "\n  The control, \"%s\", is the first run with the samples of each batch back to front: "
-        "what\n"
-        "  it differs by is what rounding alone does to this network.\n",
+        "\n  The control, \"%s\", is the first run with the samples of each batch in reverse "
+        "order.\n"
+        "  Its differences are the effect of rounding alone on this network.\n",
         runs[4].manner.name.c_str());
   }
 }
@@ -121,8 +121,9 @@ void write_csv(const std::string& path, const std::vector<Run>& runs) {
   if (!csv) throw std::runtime_error("cannot write " + path);
 }
 
-// Upper half: the losses, whole batches wide and WINDOW thin on top of it. Lower half: how far each
-// is from that of whole batches. All are means over a two-hundredth of the run: windows are noisy.
+// Upper plot: the losses, whole batches as a wide line and WINDOW as a thin one on top of it. Lower
+// plot: the difference of each loss from that of whole batches. All points are means over 1/200 of
+// the run, because single windows are noisy.
 constexpr char kPlot[] = R"(
 set terminal svg size 900,680 font "sans-serif,13" background "white"
 set output "batchnorm_cnn.svg"

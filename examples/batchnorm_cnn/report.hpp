@@ -1,4 +1,4 @@
-// What the program shows when it has trained: the runs side by side, a CSV and a picture.
+// The program's output after training: the runs side by side, a CSV file and a picture.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,8 +11,8 @@
 
 void print_comparison(const std::vector<Run>& runs);
 
-// Writes batchnorm_cnn.csv, and by gnuplot batchnorm_cnn.svg, to a folder; says where they lie.
+// Writes batchnorm_cnn.csv and, with gnuplot, batchnorm_cnn.svg to a folder; prints their paths.
 void write_report(const std::string& folder, const std::vector<Run>& runs);
 
-// Largest difference of a window's loss from that of the first run, over the first so many steps.
+// The largest difference of a window's loss from the first run's, over the first steps windows.
 double loss_difference(const std::vector<Run>& runs, const Run& run, std::size_t steps);

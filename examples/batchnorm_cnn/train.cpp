@@ -26,8 +26,8 @@ double test_accuracy(const Dataset& data, std::int64_t slice, Cnn& network,
   return static_cast<double>(correct) / static_cast<double>(data.count);
 }
 
-// The micro-batches of a window, by what goes through the network together: all of them, or each
-// for itself, in the same place as the one before.
+// The micro-batches of a window, grouped into sweeps: all of them in one sweep in WINDOW mode, else
+// each in a sweep of its own, which uses the same tensors as the one before.
 std::vector<std::vector<Micro>> sweeps(const Manner& manner, std::int64_t samples) {
   const bool together = manner.mode == GA_BN_WINDOW;
   std::vector<std::vector<Micro>> all;

@@ -1,4 +1,4 @@
-// One training run, and what is kept of it.
+// One training run and its results.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -20,21 +20,21 @@ struct Options {
   std::string data, out = "out";
 };
 
-// How a run goes over its windows.
+// How a run processes its windows.
 struct Manner {
   std::string name;
   std::int32_t mode;   // ga_bn_mode
-  std::int64_t micro;  // samples of a micro-batch
-  bool reversed;       // each window's samples back to front: the same window, other roundings
+  std::int64_t micro;  // samples per micro-batch
+  bool reversed;       // each window's samples in reverse order: different rounding, nothing else
 };
 
 // The running variance of a layer at the end.
 struct LayerVariance {
   std::string name;
   std::int64_t count;  // elements of a channel in a micro-batch
-  double error;        // largest of a channel, relative to the exact one of the same data
-  double averaged;  // with the micro-batches' variances averaged, over the exact one, both biased:
-                    // the mean of the channels
+  double error;        // largest relative error of a channel, against the exact running variance
+  double averaged;  // a running mean of the micro-batches' variances, divided by the exact running
+                    // variance, both biased; the mean over the channels
 };
 
 struct Epoch {
@@ -49,7 +49,7 @@ struct Run {
   std::map<std::int64_t, std::vector<float>> parameters;  // by step
   std::vector<LayerVariance> variances;
   std::int64_t activation_bytes = 0, statistics_bytes = 0;
-  double seconds = 0;  // of all processors, in training, without the tests
+  double seconds = 0;  // processor time of the training, without the tests
 };
 
 // Throws std::runtime_error, gradaccum::Error or dnnl::error.

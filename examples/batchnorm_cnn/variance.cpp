@@ -16,7 +16,8 @@ void RunningVariances::add(const Cnn& network, const Micro& micro) {
     const Cnn::Normalised& input = inputs[i];
     const double count = static_cast<double>(micro.samples * input.positions);
     for (std::int64_t c = 0; c < input.channels; ++c) {
-      // Means are about as large as deviations here, so sums of squares in double will do.
+      // Means are about as large as deviations here, so plain sums of squares in double are exact
+      // enough.
       double sum = 0, squares = 0;
       for (std::int64_t s = micro.first; s < micro.first + micro.samples; ++s) {
         const float* const x = input.x + (s * input.channels + c) * input.positions;
@@ -63,7 +64,7 @@ std::vector<LayerVariance> RunningVariances::compare(const Cnn& network, std::in
     LayerVariance result{inputs[i].name, micro * inputs[i].positions, 0, 0};
     for (std::size_t c = 0; c < channels.size(); ++c) {
       const double error = std::abs(librarys[c] / channels[c].exact - 1);
-      if (!(error <= result.error)) result.error = error;  // NaN too
+      if (!(error <= result.error)) result.error = error;  // keeps a NaN too
       result.averaged +=
           channels[c].averaged / channels[c].biased / static_cast<double>(channels.size());
     }

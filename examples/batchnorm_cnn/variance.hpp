@@ -1,5 +1,5 @@
-// Running variances as this program itself finds them, from what the layers normalise: to compare the
-// library's with, and to show what the usual way of accumulating gives.
+// Running variances computed by this program itself from the inputs of the normalised layers: the
+// reference for the library's, and what the usual average of variances gives.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,7 +12,7 @@ class RunningVariances {
  public:
   explicit RunningVariances(const Cnn& network);
 
-  // After the forward pass of a micro-batch, while the layers' inputs are there.
+  // Called after the forward pass of a micro-batch, while the layers still hold their inputs.
   void add(const Cnn& network, const Micro& micro);
   void step();
 
@@ -21,10 +21,11 @@ class RunningVariances {
 
  private:
   struct Channel {
-    double sum = 0, squares = 0;      // of the window
-    double variances = 0;             // of its micro-batches, biased, added up
-    double exact = 1;                 // running, unbiased: torch's convention
-    double biased = 1, averaged = 1;  // running: Keras' convention, exact and by averaging
+    double sum = 0, squares = 0;  // over the window
+    double variances = 0;         // sum of its micro-batches' biased variances
+    double exact = 1;             // running variance, unbiased: torch's convention
+    double biased = 1;            // running variance, biased: Keras' convention
+    double averaged = 1;          // running mean of the micro-batches' variances
   };
   struct Layer {
     std::vector<Channel> channels;

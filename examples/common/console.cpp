@@ -74,7 +74,7 @@ void Progress::epoch(double test_accuracy) {
   epoch_loss_ = 0;
 }
 
-// Loss and accuracy: means over this epoch so far.
+// Loss and accuracy are means over this epoch so far.
 std::string Progress::numbers() const {
   const auto samples = static_cast<double>(epoch_samples_);
   const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();

@@ -1,4 +1,4 @@
-// What programs show while they train, and numbers as text.
+// Progress output of a training program, and numbers as text.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,7 +9,7 @@
 __attribute__((format(printf, 1, 2))) std::string text(const char* format, ...);
 double mib(std::int64_t bytes);
 
-// One line that is drawn over and over on a terminal; elsewhere a line for every tenth of the run.
+// On a terminal, redraws one line; elsewhere, prints a line for every tenth of the run.
 class Progress {
  public:
   Progress(std::string name, std::int64_t epochs, std::int64_t samples_per_epoch);

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-// Softmax cross-entropy of one sample; gradient: of scale times the loss.
+// Returns the softmax cross-entropy of one sample and stores the gradient of scale times this loss.
 inline double cross_entropy(const float* logits, std::int64_t classes, std::int64_t label,
                             double scale, float* gradient) {
   const double largest = *std::max_element(logits, logits + classes);

@@ -26,17 +26,19 @@ bool is_complete(const std::filesystem::path& folder) {
   return true;
 }
 
-// An IDX file: the big-endian number 0x08RR (bytes in RR dimensions), the extents, the bytes.
+// An IDX file: the big-endian number 0x08RR (bytes in RR dimensions), the dimensions, the bytes.
 class IdxFile {
  public:
   IdxFile(const std::string& path, std::size_t rank)
       : path_(path), file_(gzopen(path.c_str(), "rb"), &gzclose) {
     if (!file_) throw std::runtime_error("cannot open " + path);
-    if (read_number() != 0x800 + rank) fail("is not the IDX file of bytes it should be");
-    for (std::size_t i = 0; i < rank; ++i) extents_.push_back(read_number());
+    if (read_number() != 0x800 + rank) {
+      fail("is not an IDX file of bytes in " + std::to_string(rank) + " dimensions");
+    }
+    for (std::size_t i = 0; i < rank; ++i) dimensions_.push_back(read_number());
   }
 
-  const std::vector<std::int64_t>& extents() const { return extents_; }
+  const std::vector<std::int64_t>& dimensions() const { return dimensions_; }
 
   std::vector<std::uint8_t> read_all(std::int64_t count) {
     std::vector<std::uint8_t> bytes(static_cast<std::size_t>(count));
@@ -58,20 +60,20 @@ class IdxFile {
   void read(std::uint8_t* out, std::size_t size) {
     if (size > std::numeric_limits<int>::max()) fail("claims to be larger than 2 GiB");
     if (gzread(file_.get(), out, static_cast<unsigned>(size)) != static_cast<int>(size)) {
-      fail("is damaged or cut short");
+      fail("is corrupt or truncated");
     }
   }
 
   std::string path_;
   std::unique_ptr<gzFile_s, decltype(&gzclose)> file_;
-  std::vector<std::int64_t> extents_;
+  std::vector<std::int64_t> dimensions_;
 };
 
 }  // namespace
 
 void Dataset::image_to(std::int64_t index, float* out) const {
-  constexpr float kMean = 0.2860F,
-                  kDeviation = 0.3530F;  // of the training set, for pixels in [0, 1]
+  // Of the training set, for pixels in [0, 1].
+  constexpr float kMean = 0.2860F, kDeviation = 0.3530F;
   const std::uint8_t* image = images.data() + index * pixels;
   for (std::int64_t i = 0; i < pixels; ++i) {
     out[i] = (static_cast<float>(image[i]) / 255.0F - kMean) / kDeviation;
@@ -97,8 +99,7 @@ std::string find_fashion_mnist(const std::string& folder) {
   }
   throw std::runtime_error(
       "Fashion-MNIST was not found. Install the package dataset-fashion-mnist, or name the folder "
-      "of its "
-      "four .gz files with --data. Looked in:" +
+      "of its four .gz files with --data. Looked in:" +
       looked_in);
 }
 
@@ -106,14 +107,14 @@ Dataset load_fashion_mnist(const std::string& folder, const std::string& which) 
   IdxFile images((std::filesystem::path(folder) / images_file(which)).string(), 3);
   IdxFile labels((std::filesystem::path(folder) / labels_file(which)).string(), 1);
   Dataset data;
-  data.count = images.extents()[0];
-  data.pixels = images.extents()[1] * images.extents()[2];
+  data.count = images.dimensions()[0];
+  data.pixels = images.dimensions()[1] * images.dimensions()[2];
   if (data.pixels != 28 * 28) images.fail("does not hold images of 28 x 28 pixels");
-  if (labels.extents()[0] != data.count) labels.fail("has another count than the images");
+  if (labels.dimensions()[0] != data.count) labels.fail("does not have one label for each image");
   data.images = images.read_all(data.count * data.pixels);
   data.labels = labels.read_all(data.count);
   for (const std::uint8_t label : data.labels) {
-    if (label > 9) labels.fail("has a label beyond 9");
+    if (label > 9) labels.fail("has a label greater than 9");
   }
   return data;
 }

@@ -12,14 +12,14 @@ struct Dataset {
   std::vector<std::uint8_t> images;  // count x pixels
   std::vector<std::uint8_t> labels;  // count, each in [0, 10)
 
-  // Writes one image as network input: mean 0 and variance 1 over the training set.
+  // Writes one image as network input, scaled to mean 0 and variance 1 over the training set.
   void image_to(std::int64_t index, float* out) const;
 };
 
-// The folder with the four files: the one that is named, else the first of the usual ones that has
-// them. Throws std::runtime_error, naming the package to install.
+// Returns the folder with the four files: the given one, or, if folder is empty, the first of the
+// standard data directories that has them. Throws std::runtime_error with the package to install.
 std::string find_fashion_mnist(const std::string& folder);
 
-// which: "train" (60000 images) or "t10k" (10000). Throws std::runtime_error for a file that is not
-// what it should be.
+// which: "train" (60000 images) or "t10k" (10000). Throws std::runtime_error if a file is missing
+// or malformed.
 Dataset load_fashion_mnist(const std::string& folder, const std::string& which);

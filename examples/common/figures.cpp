@@ -13,7 +13,7 @@
 
 namespace {
 
-// Whether gnuplot ran and was content.
+// Returns true if gnuplot ran and succeeded.
 bool run_gnuplot(const std::string& folder, const std::string& script) {
   const pid_t child = fork();
   if (child == 0) {
@@ -31,7 +31,7 @@ double largest_difference(const std::vector<float>& a, const std::vector<float>&
   double largest = 0;
   for (std::size_t i = 0; i < a.size(); ++i) {
     const double difference = std::abs(double{a[i]} - double{b[i]});
-    // Written so that a NaN, which is unequal to everything, is not lost.
+    // Negated so that a NaN, for which every comparison is false, is kept.
     if (!(difference <= largest)) largest = difference;
     if (std::isnan(largest)) break;
   }

@@ -1,4 +1,4 @@
-// Numbers and pictures of several runs beside each other.
+// Numbers and pictures that compare several runs.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -6,11 +6,11 @@
 #include <utility>
 #include <vector>
 
-// Of any element; NaN, if one is.
+// The largest absolute difference of an element; NaN if any difference is NaN.
 double largest_difference(const std::vector<float>& a, const std::vector<float>& b);
 
-// The range of the means over bin windows each, with some room; of what is finite and not 0.
+// The range of the finite, positive means over bin windows each, widened for a plot's axis.
 std::pair<double, double> loss_range(const std::vector<double>& losses, std::size_t bin);
 
-// Has gnuplot make NAME.svg of NAME.gp and NAME.csv in the folder; says where they lie.
+// Runs gnuplot to make NAME.svg from NAME.gp and NAME.csv in the folder; prints their paths.
 void draw_picture(const std::string& folder, const std::string& name);

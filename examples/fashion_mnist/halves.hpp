@@ -23,8 +23,8 @@ ON_BOTH float float_of(std::uint32_t bits) {
   return x;
 }
 
-// Drops the lower bits of a float, rounding to nearest, ties to even. A carry moves to the exponent,
-// as it should.
+// Drops the lowest count bits of a float, rounding to nearest, ties to even. A carry out of the
+// mantissa increments the exponent, which is the correct result.
 ON_BOTH std::uint32_t drop(std::uint32_t bits, int count) {
   return (bits + (1U << (count - 1)) - 1 + (bits >> count & 1)) >> count;
 }
@@ -40,7 +40,7 @@ ON_BOTH std::uint16_t to_f16(float x) {
   std::uint32_t half;
   if (x != x) {
     half = 0x7e00;
-  } else if (size >= 65520) {  // rounds to what is past the largest
+  } else if (size >= 65520) {  // rounds to infinity
     half = 0x7c00;
   } else if (size < 0x1p-14F) {  // subnormal: the last bit of 0.5 + size is worth 2^-24
     half = bits_of(0.5F + size) - bits_of(0.5F);

@@ -1,7 +1,7 @@
 // Trains a small network on Fashion-MNIST twice, from the same weights and over the same samples in
 // the same order: with whole batches, and with the same batches accumulated from micro-batches. A
-// third run, the control, shows that they differ by no more than by roundings: it has whole batches
-// again, with the samples of each in reverse.
+// third run, the control, shows that the two differ by rounding only: it trains on whole batches
+// again, with the samples of each batch in reverse order.
 // SPDX-License-Identifier: Apache-2.0
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -28,7 +28,7 @@ namespace {
 struct NamedOptimizer {
   const char* name;
   ga_optimizer_kind kind;
-  double lr, momentum;  // that suit this network
+  double lr, momentum;  // values that suit this network
 };
 constexpr NamedOptimizer kOptimizers[] = {
     {"sgd", GA_OPTIMIZER_SGD, 0.01, 0.9},           {"adam", GA_OPTIMIZER_ADAM, 1e-3, 0},
@@ -74,7 +74,7 @@ const auto& named(const Table& table, const std::string& name) {
                        [&name](const auto& entry) { return entry.name == name; });
 }
 
-// What no single option can know; the rest is left to the library, which says what it refuses.
+// Checks combinations of options. The library itself refuses other invalid ones, with a message.
 void check_together(const Options& options, bool has_momentum) {
   const auto refuse = [](const char* option, const char* why) {
     throw CLI::ValidationError(option, why);
@@ -90,20 +90,20 @@ void check_together(const Options& options, bool has_momentum) {
     refuse("--params", "muon has no f64");
   }
   if (precision.gradients == GA_F64 && precision.parameters != GA_F64) {
-    refuse("--dtype", "gradients of f64 are for --params f64");
+    refuse("--dtype", "f64 gradients need --params f64");
   }
   if (precision.accumulators != 0 && precision.parameters == GA_F64) {
-    refuse("--accumulator", "parameters of f64 have accumulators of f64");
+    refuse("--accumulator", "f64 parameters have f64 accumulators");
   }
   if (!is_16_bit && (precision.accumulation == GA_ACCUMULATE_COMPENSATED ||
                      precision.accumulation == GA_ACCUMULATE_STOCHASTIC)) {
-    refuse("--accumulation-mode", "this one is for --accumulator bf16 or f16");
+    refuse("--accumulation-mode", "this mode needs --accumulator bf16 or f16");
   }
 }
 
-// The weights' optimizer is the one that was asked for. Biases do not decay, which in torch's flavor
-// also leaves them out of the ratios of lars and lamb; beside muon, which takes matrices only, they
-// have AdamW.
+// The weights get the chosen optimizer. Biases have no weight decay, which in torch's flavor also
+// excludes them from the trust ratios of lars and lamb. muon takes matrices only, so the biases get
+// AdamW then.
 void set_optimizers(Options& options, const NamedOptimizer& chosen, ga_flavor flavor) {
   options.weights = gradaccum::default_optimizer(chosen.kind, flavor);
   options.weights.lr = chosen.lr;
@@ -114,14 +114,14 @@ void set_optimizers(Options& options, const NamedOptimizer& chosen, ga_flavor fl
   }
   options.biases = options.weights;
   if (chosen.kind == GA_OPTIMIZER_MUON) {
-    options.weights.adjust_lr = GA_ADJUST_MATCH_RMS;  // likewise
+    options.weights.adjust_lr = GA_ADJUST_MATCH_RMS;  // so that one lr suits weights and biases
     options.biases = gradaccum::default_optimizer(GA_OPTIMIZER_ADAMW);
     options.biases.lr = chosen.lr;
   }
   options.biases.weight_decay = 0;
 }
 
-// Ends the program for --help and for a command line that is not understood.
+// Ends the program after --help and after an invalid command line.
 Options parse(int argc, char** argv) {
   Options options;
   std::string optimizer = "sgd", flavor = "torch", schedule = "cosine", clip_scope = "global";
@@ -140,35 +140,39 @@ Options parse(int argc, char** argv) {
         ->check(CLI::IsMember(names(table)))
         ->capture_default_str();
   };
-  choice("--device", device, "Where the network is and the library works", kDevices);
+  choice("--device", device, "Device of the network and the library", kDevices);
   choice("--optimizer", optimizer, "Optimizer", kOptimizers);
-  choice("--flavor", flavor, "Whose definition of it", kFlavors);
+  choice("--flavor", flavor, "Framework that defines the optimizer", kFlavors);
   const CLI::Option* has_lr =
       app.add_option("--lr", lr, "Peak learning rate; default: one that suits the optimizer");
   const CLI::Option* has_momentum = app.add_option(
-      "--momentum", momentum, "Of sgd and lars, default 0.9; muon, 0.95; rmsprop, 0");
-  const CLI::Option* has_weight_decay = app.add_option(
-      "--weight-decay", weight_decay, "Of the weights, not the biases; default: the optimizer's");
-  choice("--schedule", schedule, "Learning rate over the run", kSchedules);
+      "--momentum", momentum, "Momentum; default: sgd and lars 0.9, muon 0.95, rmsprop 0");
+  const CLI::Option* has_weight_decay =
+      app.add_option("--weight-decay", weight_decay,
+                     "Weight decay of the weights, not of the biases; default: the optimizer's");
+  choice("--schedule", schedule, "Schedule of the learning rate", kSchedules);
   app.add_option("--warmup", options.schedule.warmup_steps, "Steps of linear warm-up");
   CLI::Option* has_clip = app.add_option(
       "--clip", clip,
       "Clip the gradient to this 2-norm; with agc, each neuron's to this part of its weights'");
-  choice("--clip-scope", clip_scope, "Whose norm --clip means", kClipScopes)->needs(has_clip);
-  app.add_option("--clip-value", options.clip.max_value, "Clip each element to this value");
-  choice("--dtype", dtype, "Of the gradients", kDtypes);
-  choice("--params", params, "Of the parameters; 16-bit ones have masters in f32", kDtypes);
+  choice("--clip-scope", clip_scope, "Norm that --clip limits", kClipScopes)->needs(has_clip);
+  app.add_option("--clip-value", options.clip.max_value,
+                 "Clip each element of the gradient to this magnitude");
+  choice("--dtype", dtype, "Dtype of the gradients", kDtypes);
+  choice("--params", params, "Dtype of the parameters; 16-bit ones have f32 master weights",
+         kDtypes);
   const CLI::Option* has_accumulator =
-      choice("--accumulator", accumulator, "Dtype that gradients add up in", kAccumulators);
-  choice("--accumulation-mode", accumulation, "How they add up", kAccumulations);
+      choice("--accumulator", accumulator, "Dtype of the accumulators", kAccumulators);
+  choice("--accumulation-mode", accumulation, "How gradients add up", kAccumulations);
   app.add_option("--loss-scale", loss_scale,
-                 "Of the loss in the backward pass: a number or dynamic")
+                 "Factor of the loss in the backward pass: a number or dynamic")
       ->check([](const std::string& value) {
         return value == "dynamic" || CLI::Number(value).empty() ? std::string()
-                                                                : value + " is no number";
+                                                                : value + " is not a number";
       })
       ->capture_default_str();
-  app.add_option("--ema", options.ema, "Test averages of the parameters as well, of this decay")
+  app.add_option("--ema", options.ema,
+                 "Also test with the exponential moving average of the parameters, of this decay")
       ->check(CLI::Range(0.0, 1.0));
   app.add_option("--batch", options.batch, "Samples per step")
       ->check(CLI::Range(1, 60000))
@@ -180,19 +184,19 @@ Options parse(int argc, char** argv) {
       ->check(CLI::Range(1, 10000))
       ->capture_default_str();
   app.add_option("--samples", options.samples,
-                 "Train on the first so many samples; default: all 60000")
+                 "Train on this many samples only; default: all 60000")
       ->check(CLI::Range(1, 60000));
   app.add_option("--test-samples", options.test_samples,
-                 "Test on the first so many; default: all 10000")
+                 "Test on this many samples only; default: all 10000")
       ->check(CLI::Range(1, 10000));
   app.add_option("--threads", options.threads, "CPU threads; default: what OpenMP would use")
       ->check(CLI::Range(1, 4096));
   app.add_flag("--control,!--no-control", options.control,
-               "Train a third time, each batch's samples in reverse: what rounding alone does; on");
-  app.add_option("--seed", options.seed, "Of the weights and of the order of samples")
+               "Train a third time with each batch's samples reversed, to show the effect of "
+               "rounding alone; default: on");
+  app.add_option("--seed", options.seed, "Seed of the weights and of the order of samples")
       ->capture_default_str();
-  app.add_option("--data", options.data,
-                 "Folder of the four .gz files; default: where Debian puts them");
+  app.add_option("--data", options.data, "Folder of the four .gz files; default: Debian's");
   app.add_option("--out", options.out, "Folder for the CSV and the picture")
       ->take_last()
       ->capture_default_str();
@@ -229,8 +233,8 @@ Options parse(int argc, char** argv) {
 
 // ---- A run in a process of its own --------------------------------------------------------------
 
-// So that the peak memory that the system reports is that of this run alone. Results come back
-// through a pipe as they arise, as messages: a head, then bytes.
+// A run has a process of its own so that the peak memory reported by the system is this run's
+// alone. It sends its results through a pipe as messages: a head, then bytes.
 enum class Kind : std::int32_t { kLoss, kEpoch, kParameters, kSummary };
 struct Head {
   Kind kind{};
@@ -309,18 +313,18 @@ void receive(int file, Run& run) {
         std::vector<float>& values = run.parameters[head.step];
         values.resize(head.bytes / sizeof(float));
         if (!read_all(file, values.data(), head.bytes)) {
-          throw std::runtime_error("a run ended in mid-message");
+          throw std::runtime_error("a run ended in the middle of a message");
         }
         break;
     }
   }
 }
 
-// A child begins with the memory that its parent holds, so all are made first, while that is
-// little, and wait for their turn.
+// A forked child starts with its parent's memory, so all children are created first, while the
+// parent holds little, and wait for their turn.
 struct Child {
   pid_t id;
-  int start, results;  // ends of pipes: written to start it, read for what it finds
+  int start, results;  // ends of pipes: a byte written to start starts the run
 };
 
 Child make_child(const Options& options, const Cut& cut, const std::string& data_folder) {
@@ -339,7 +343,7 @@ Child make_child(const Options& options, const Cut& cut, const std::string& data
   close(start[1]);
   close(results[0]);
   char turn;
-  if (!read_all(start[0], &turn, 1)) _exit(EXIT_FAILURE);  // the parent has given up
+  if (!read_all(start[0], &turn, 1)) _exit(EXIT_FAILURE);  // the parent has ended
   try {
     PipeSink sink(results[1]);
     sink.summary(train(options, cut, data_folder, sink));
@@ -348,7 +352,7 @@ Child make_child(const Options& options, const Cut& cut, const std::string& data
     _exit(EXIT_FAILURE);
   }
   std::fflush(nullptr);
-  _exit(EXIT_SUCCESS);  // what the parent set up is the parent's to tear down
+  _exit(EXIT_SUCCESS);  // without the destructors and exit handlers of the parent
 }
 
 Run run_child(const Child& child, const Cut& cut) {
@@ -370,8 +374,7 @@ Run run_child(const Child& child, const Cut& cut) {
 int main(int argc, char** argv) try {
   const Options options = parse(argc, argv);
   const std::string data_folder = find_fashion_mnist(options.data);
-  std::filesystem::create_directories(
-      options.out);  // before the training, in case it is not possible
+  std::filesystem::create_directories(options.out);  // before the training, because it may fail
   std::printf("%s\n\n", ga_build_info());
 
   std::vector<Cut> cuts = {Cut(options.batch, 1), Cut(options.batch, options.accumulation)};

@@ -7,7 +7,7 @@
 
 namespace {
 
-// He et al. 2015: keeps the variance from layer to layer under ReLU.
+// He et al. 2015: preserves the variance from layer to layer under ReLU.
 Start draw(const std::vector<std::int64_t>& widths, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   Start start;
@@ -38,6 +38,6 @@ std::unique_ptr<Mlp> make_mlp(ga_device device, const std::vector<std::int64_t>&
   }
 #endif
   throw std::runtime_error(device == GA_DEVICE_CPU
-                               ? "this program was built without oneDNN, which --device cpu needs"
-                               : "this program was built without CUDA, which --device cuda needs");
+                               ? "--device cpu needs oneDNN, but this program was built without it"
+                               : "--device cuda needs CUDA, but this program was built without it");
 }

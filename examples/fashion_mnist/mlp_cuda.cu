@@ -1,6 +1,5 @@
-// The network in a GPU's memory, with cuBLAS's matrix products, on the default stream. Gradients go
-// to libgradaccum by their addresses there; nothing of the network comes back to the CPU but the score,
-// once a window.
+// The network in a GPU's memory, with cuBLAS's matrix products, on the default stream. libgradaccum
+// gets the gradients' device addresses; only the score comes back to the CPU, once per window.
 // SPDX-License-Identifier: Apache-2.0
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
@@ -35,7 +34,7 @@ void check(cublasStatus_t status) {
 
 // ---- Memory ---------------------------------------------------------------------------------------
 
-// Of the GPU, zeroed.
+// Memory of the GPU, zeroed.
 template <typename T>
 class Array {
  public:
@@ -62,7 +61,7 @@ class Array {
   std::unique_ptr<T, Free> data_;
 };
 
-// Of the CPU, where the GPU copies from by itself.
+// Page-locked memory of the CPU, which the GPU can copy from asynchronously.
 template <typename T>
 class Pinned {
  public:
@@ -90,14 +89,14 @@ __global__ void run(std::int64_t count, Kernel kernel) {
 }
 #endif
 
-// Queues kernel(i) for each i in [0, count), a thread for each.
+// Queues kernel(i) for each i in [0, count), one thread per i.
 template <typename Kernel>
 void each(std::int64_t count, const Kernel& kernel) {
   if (count == 0) return;
 #ifdef __CUDACC__
   run<<<static_cast<unsigned>((count + 255) / 256), 256>>>(count, kernel);
   check(cudaGetLastError());
-#else  // the tests' CUDA, on a machine without a GPU
+#else  // the simulated device of the tests
   check(ga::sim::launch(
       typeid(Kernel), 1,
       [count, kernel](std::int64_t, std::int64_t) {
@@ -118,7 +117,7 @@ struct AddBias {
   }
 };
 
-// The derivative of ReLU, from what ReLU gave.
+// Multiplies by the derivative of ReLU, which is known from ReLU's output.
 struct Mask {
   const float* activations;
   float* gradients;
@@ -138,19 +137,19 @@ struct SumRows {
   }
 };
 
-// What the samples of one place in the micro-batches have brought.
+// The score of all samples with the same index in their micro-batches.
 struct Sums {
   double loss;
   std::int64_t correct;
 };
 
-// Softmax and its cross-entropy, a sample for each i.
+// Softmax and cross-entropy of sample i.
 struct CrossEntropy {
   const float* logits;
   const std::uint8_t* labels;
   std::int64_t classes;
   double scale;             // of the gradient
-  const float* loss_scale;  // another one, which is on the GPU; may be NULL
+  const float* loss_scale;  // another factor of the gradient, on the GPU; may be NULL
   float* gradients;
   Sums* sums;
   __device__ void operator()(std::int64_t i) const {
@@ -215,7 +214,7 @@ class CudaMlp : public Mlp {
   struct Tensor {
     explicit Tensor(std::int64_t count) : values(count) {}
     Array<float> values;      // what the network computes with
-    Array<std::byte> stored;  // what the library updates; empty: values, which are f32 as well
+    Array<std::byte> stored;  // what the library updates; empty if it updates values itself
     ga_param id = -1;
   };
   struct Layer {
@@ -223,8 +222,8 @@ class CudaMlp : public Mlp {
     std::int64_t in, out;
     Tensor weight, bias;  // [out, in], [out]
   };
-  // Samples on their way. As many as there are may be on it, so that the CPU prepares the next ones
-  // while the GPU is at work.
+  // A micro-batch's samples on their way to the GPU. There are several slots, so that the CPU
+  // prepares the next samples while the GPU works.
   struct Slot {
     Slot(std::int64_t samples, std::int64_t width) : pixels(samples * width), labels(samples) {
       check(cudaEventCreateWithFlags(&copied, cudaEventDisableTiming));
@@ -264,10 +263,11 @@ class CudaMlp : public Mlp {
   std::vector<Slot> slots_;
   std::size_t next_slot_ = 0;
   Array<std::uint8_t> labels_;
-  std::vector<Array<float>> activations_;  // [layer]: its input; at the end the logits
-  std::vector<Array<float>> gradients_;    // of the same; the first is empty
+  std::vector<Array<float>> activations_;  // the input of each layer, then the logits
+  std::vector<Array<float>> gradients_;    // of activations_; the first is empty
   Array<float> bias_gradient_, weight_gradient_;
-  // In the gradients' dtype: the two sides of a weight's product, and any gradient. Empty for f32.
+  // In the gradients' dtype: the two factors of a weight's product, and any gradient. Empty for
+  // f32.
   Array<std::byte> rounded_dy_, rounded_x_, rounded_gradient_;
   Array<Sums> sums_;
   std::unique_ptr<std::remove_pointer_t<cublasHandle_t>, DestroyCublas> cublas_;
@@ -323,7 +323,8 @@ void CudaMlp::add_to(gradaccum::Context& context, ga_group weights, ga_group bia
   read_parameters();
 }
 
-// c = op(a) op(b), column by column, as cuBLAS has it: the transposed of rows. f32 is multiplied as f32.
+// c = op(a) op(b) for column-major matrices, which cuBLAS expects: the transposes of row-major
+// ones. The product is in full f32, not TF32.
 void CudaMlp::multiply(cublasOperation_t op_a, cublasOperation_t op_b, std::int64_t m,
                        std::int64_t n, std::int64_t k, const float* a, std::int64_t lda,
                        const float* b, std::int64_t ldb, float* c) {
@@ -397,7 +398,8 @@ void CudaMlp::contribute_weight(std::size_t i, std::int64_t samples, gradaccum::
                                                         layer.out * layer.in, rounded_gradient_));
 }
 
-// In the dtype that the library expects: rounded in the buffer, or f32 as they are.
+// Returns the gradients in the dtype that the library expects: rounded to buffer, or values for
+// f32.
 const void* CudaMlp::as_gradients(const float* values, std::int64_t count,
                                   const Array<std::byte>& buffer) const {
   if (precision_.gradients == GA_F32) return values;

@@ -50,7 +50,7 @@ dnnl::matmul make_matmul(const dnnl::engine& engine, const memory::desc& a, cons
 #endif
 }
 
-// Whether this oneDNN multiplies bf16 on this processor.
+// Whether this oneDNN has a bf16 matrix product for this processor.
 bool has_bf16_matmul(const dnnl::engine& engine) {
   try {
     const memory::desc any = matrix(16, 16, kBf16);
@@ -69,7 +69,7 @@ void sum_rows(const float* matrix, std::int64_t rows, std::int64_t columns, floa
   }
 }
 
-// The derivative of ReLU, from what ReLU gave.
+// Multiplies by the derivative of ReLU, which is known from ReLU's output.
 void mask(const float* activations, std::int64_t count, float* gradients) {
   for (std::int64_t i = 0; i < count; ++i) gradients[i] = activations[i] > 0 ? gradients[i] : 0.0F;
 }
@@ -93,9 +93,8 @@ class OnednnMlp : public Mlp {
 
  private:
   struct Tensor {
-    std::vector<float> values;  // what the network computes with
-    std::vector<std::byte>
-        stored;  // what the library updates; empty: values, which are f32 as well
+    std::vector<float> values;      // what the network computes with
+    std::vector<std::byte> stored;  // what the library updates; empty if it updates values itself
     ga_param id = -1;
   };
   struct Layer {
@@ -108,13 +107,15 @@ class OnednnMlp : public Mlp {
     std::unordered_map<int, dnnl::memory> arguments;
   };
   struct Kernels {
-    std::vector<Product> forward;  // [layer]: activations_[i + 1] = relu(activations_[i] W^T + b)
-    std::vector<Product>
-        backward;  // [layer]: gradients_[i] = gradients_[i + 1] W; none for the first
-    std::vector<Product> weight;  // [layer]: its gradient; none where the library multiplies
+    // For layer i: activations_[i + 1] = relu(activations_[i] W^T + b)
+    std::vector<Product> forward;
+    // For layer i: gradients_[i] = gradients_[i + 1] W; none for the first
+    std::vector<Product> backward;
+    // For layer i: the weight's gradient; none if the library computes the product
+    std::vector<Product> weight;
   };
 
-  const Kernels& kernels(std::int64_t samples);  // made on first use, kept
+  const Kernels& kernels(std::int64_t samples);  // created on first use and kept
   Product weight_product(std::size_t layer, std::int64_t samples);
   void contribute_weight(std::size_t layer, std::int64_t samples, gradaccum::Context& context);
   const void* as_gradients(const float* values, std::int64_t count,
@@ -123,12 +124,13 @@ class OnednnMlp : public Mlp {
   const Precision precision_;
 
   std::vector<Layer> layers_;
-  std::vector<std::vector<float>> activations_;  // [layer]: its input; at the end the logits
-  std::vector<std::vector<float>> gradients_;    // of the same; the first stays empty
+  std::vector<std::vector<float>> activations_;  // the input of each layer, then the logits
+  std::vector<std::vector<float>> gradients_;    // of activations_; the first stays empty
   std::vector<float> bias_gradient_, weight_gradient_;
-  // In the gradients' dtype: the two sides of a weight's product, and any gradient. Empty for f32.
+  // In the gradients' dtype: the two factors of a weight's product, and any gradient. Empty for
+  // f32.
   std::vector<std::byte> rounded_dy_, rounded_x_, rounded_gradient_;
-  bool multiplies_bf16_ = false;  // oneDNN makes weight_gradient_ in bf16, from bf16
+  bool multiplies_bf16_ = false;  // oneDNN computes weight gradients in bf16, from bf16 factors
   dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream_{engine_};
   std::map<std::int64_t, Kernels> kernels_;
@@ -295,7 +297,8 @@ void OnednnMlp::contribute_weight(std::size_t i, std::int64_t samples,
                                                           layer.out * layer.in, rounded_gradient_));
 }
 
-// In the dtype that the library expects: rounded in the buffer, or f32 as they are.
+// Returns the gradients in the dtype that the library expects: rounded to buffer, or values for
+// f32.
 const void* OnednnMlp::as_gradients(const float* values, std::int64_t count,
                                     std::vector<std::byte>& buffer) const {
   if (precision_.gradients == GA_F32) return values;
@@ -337,7 +340,7 @@ void OnednnMlp::exchange(Values& values) {
   std::size_t i = 0;
   for (Layer& layer : layers_) {
     for (Tensor* tensor : {&layer.weight, &layer.bias}) {
-      // Elements, not vectors: oneDNN and the library know where they lie.
+      // Swap elements, not vectors: oneDNN and the library hold the addresses.
       std::swap_ranges(tensor->values.begin(), tensor->values.end(), values[i++].begin());
     }
   }

@@ -1,4 +1,4 @@
-// Arrays of f64, f16 and bf16, to and from the f32 that the network computes in.
+// Converts arrays of f64, f16 and bf16 to and from f32, the dtype that the network computes in.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

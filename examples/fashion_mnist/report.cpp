@@ -39,7 +39,7 @@ void print_comparison(const std::vector<Run>& runs) {
   row("test accuracy",
       [](const Run& run) { return text("%.2f %%", 100 * run.epochs.back().test_accuracy); });
   if (any(&Summary::average_bytes)) {
-    row("test accuracy of the averages",
+    row("test accuracy of the EMA",
         [](const Run& run) { return text("%.2f %%", 100 * run.epochs.back().average_accuracy); });
   }
   row("loss of the last window", [](const Run& run) { return text("%.6f", run.losses.back()); });
@@ -57,8 +57,8 @@ void print_comparison(const std::vector<Run>& runs) {
   memory("  parameters", &Summary::parameter_bytes);
   memory("  libgradaccum: accumulators", &Summary::accumulator_bytes);
   memory("  libgradaccum: optimizer state", &Summary::state_bytes);
-  if (any(&Summary::master_bytes)) memory("  libgradaccum: masters", &Summary::master_bytes);
-  if (any(&Summary::average_bytes)) memory("  libgradaccum: averages", &Summary::average_bytes);
+  if (any(&Summary::master_bytes)) memory("  libgradaccum: master weights", &Summary::master_bytes);
+  if (any(&Summary::average_bytes)) memory("  libgradaccum: EMA", &Summary::average_bytes);
   memory("  libgradaccum: workspace", &Summary::workspace_bytes);
 
   std::printf("\n  largest difference of any parameter from the run with whole batches\n");
@@ -71,8 +71,8 @@ void print_comparison(const std::vector<Run>& runs) {
   }
   if (runs.size() > 2) {
     std::printf(
-        "  The control, \"%s\", is the first run with the samples of each batch back to front:\n"
-        "  what it differs by is what rounding alone does to this network.\n",
+        "  The control, \"%s\", is the first run with the samples of each batch in reverse order.\n"
+        "  Its differences are the effect of rounding alone on this network.\n",
         runs[2].cut.name().c_str());
   }
 }
@@ -109,8 +109,8 @@ void write_csv(const std::string& path, const std::vector<Run>& runs) {
   if (!csv) throw std::runtime_error("cannot write " + path);
 }
 
-// Upper half: the loss of both runs, one over the other, and the test accuracy. Lower half: how far
-// apart the parameters are. Losses are means over a two-hundredth of the run: windows are noisy.
+// Upper plot: the losses of both runs, overlaid, and the test accuracy. Lower plot: the difference
+// of the parameters. Losses are means over 1/200 of the run, because single windows are noisy.
 constexpr char kPlot[] = R"(
 set terminal svg size 900,640 font "sans-serif,13" background "white"
 set output "fashion_mnist.svg"

@@ -1,4 +1,4 @@
-// What the program shows when it has trained: both runs side by side, a CSV and a picture.
+// The program's output after training: the runs side by side, a CSV file and a picture.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,15 +17,16 @@ struct Run {
   std::vector<Epoch> epochs;
   std::map<std::int64_t, std::vector<float>> parameters;  // by step
   Summary summary;
-  std::int64_t peak_bytes = 0;  // resident, of the run's own process
+  std::int64_t peak_bytes = 0;  // peak resident memory of the run's own process
 };
 
 // The largest difference of any parameter, by step.
 std::map<std::int64_t, double> parameter_differences(const Run& a, const Run& b);
 
-// Below: runs[0] with whole batches, runs[1] accumulated, runs[2], if there is one, the control.
+// Below, runs[0] is the run with whole batches, runs[1] the accumulated one, and runs[2], if
+// present, the control.
 
 void print_comparison(const std::vector<Run>& runs);
 
-// Writes fashion_mnist.csv, and by gnuplot fashion_mnist.svg, to a folder; says where they lie.
+// Writes fashion_mnist.csv and, with gnuplot, fashion_mnist.svg to a folder; prints their paths.
 void write_report(const std::string& folder, const std::vector<Run>& runs);

@@ -16,7 +16,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Puts samples into the network's input and their labels beside it.
+// Copies samples to the network's input and their labels to labels.
 void load(const Dataset& data, const std::int64_t* indices, std::int64_t samples, Mlp& model,
           std::vector<std::uint8_t>& labels) {
   labels.resize(static_cast<std::size_t>(samples));
@@ -27,7 +27,7 @@ void load(const Dataset& data, const std::int64_t* indices, std::int64_t samples
   }
 }
 
-// In slices as large as the micro-batches, so that the test needs no more memory than the training.
+// Tests in slices of the micro-batches' size, so that testing needs no more memory than training.
 double test_accuracy(const Dataset& data, std::int64_t slice, Mlp& model) {
   std::vector<std::int64_t> order(static_cast<std::size_t>(data.count));
   std::iota(order.begin(), order.end(), 0);
@@ -106,7 +106,7 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
         const std::int64_t samples = std::min(cut.micro, in_window - done);
         load(training, window.data() + done, samples, model, labels);
         model.forward(samples, labels.data(), &context);
-        // A micro-batch weighs as many samples as it has: a short one counts for what it holds.
+        // The weight is the number of samples, so a short micro-batch counts for what it holds.
         gradaccum::MicroBatch micro = context.micro_begin(index, static_cast<double>(samples));
         model.backward(samples, context);
         micro.end();
@@ -126,7 +126,7 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
       Mlp::Values averages = model.averages(context);
       model.exchange(averages);
       ended.average_accuracy = test_accuracy(test, cut.micro, model);
-      model.exchange(averages);  // back again
+      model.exchange(averages);  // swaps the parameters back
     }
     sink.epoch(ended);
     sink.parameters(step, model.parameters());

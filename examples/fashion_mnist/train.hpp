@@ -1,5 +1,5 @@
-// One training run. What libgradaccum does for this program is in train.cpp and the
-// backward() of the networks.
+// One training run. The calls to libgradaccum are in train.cpp and in the backward() of the
+// networks.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,13 +12,13 @@
 #include "mlp.hpp"
 
 struct Options {
-  ga_optimizer weights{}, biases{};  // of each, the optimizer
+  ga_optimizer weights{}, biases{};  // the optimizers of weights and of biases
   ga_schedule schedule{};            // train() sets total_steps
   ga_clip clip{};
   Precision precision;
   double loss_scale = 1;
   bool dynamic_loss_scale = false;
-  double ema = 0;  // decay of the averages; 0: none are kept
+  double ema = 0;  // decay of the exponential moving average; 0: none is kept
   std::int64_t batch = 64, accumulation = 16, epochs = 4;
   std::int64_t samples = 0;       // to train on, of the 60000; 0: all
   std::int64_t test_samples = 0;  // to test on, of the 10000; 0: all
@@ -36,13 +36,14 @@ struct Cut {
   std::string name() const;  // "64", "16 x 4" or "64 reversed"
 
   std::int64_t batch, micro;
-  bool reversed = false;  // each window's samples back to front: the same mean, other roundings
+  bool reversed =
+      false;  // each window's samples in reverse order: the same mean, different rounding
 };
 
 struct Epoch {
   std::int64_t last_step = 0;
   double test_accuracy = 0;     // in [0, 1]
-  double average_accuracy = 0;  // likewise, of the averages
+  double average_accuracy = 0;  // in [0, 1], with the exponential moving averages
 };
 
 struct Summary {
@@ -54,7 +55,7 @@ struct Summary {
   double loss_scale = 1;  // at the end
 };
 
-// Where the results of a run go while it trains.
+// Receives the results of a run while it trains.
 class Sink {
  public:
   virtual ~Sink() = default;
