@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// B1-B3: passes of batch normalisation against loops that move the same bytes.
+// B1-B3: passes of batch normalisation, compared with loops that move the same bytes.
 #include <gradaccum/gradaccum.h>
 
 #include <memory>
@@ -51,7 +51,7 @@ void shape_figures(const Options& options, Report& report, const BatchNormShape&
   float* const x = both.get();
   float* const dy = both.get() + n;
   const Block out = make_block(n, 1, threads);
-  // Deviations of about 1: normalised again and again in place, they stay so.
+  // The deviation is about 1 and stays so when the data is normalised in place again and again.
   const BatchNormLayer scale(shape, GA_BN_MICRO, threads);
   for (float* data : {x, dy}) {
     check(ga_bn_forward(scale.get(), 0, data, samples, shape.positions, data));
@@ -66,13 +66,13 @@ void shape_figures(const Options& options, Report& report, const BatchNormShape&
   const std::vector<Times> sums = race(
       options.rounds(), 1, {{[&] { yard_mix_1_0(x, n, threads); }, {}}, {accumulate, discard}});
   report.figure(figure("B1"), sums[0] / sums[1], Sense::kAtLeast, 0.85,
-                format("statistics, of mix(1,0): %.1f GB/s", rate(1, n, sums[1])));
+                format("statistics / mix(1,0): %.1f GB/s", rate(1, n, sums[1])));
 
   discard();
   accumulate();
   check(ga_bn_finalize(window.get(), 0));
   const auto forward = [&](float* y) {
-    // In a micro-batch of its own number: the sweep may be made again.
+    // With an explicit index, so that the sweep may be repeated.
     check(ga_micro_begin(window.get(), 0, 1, nullptr));
     check(ga_bn_forward(window.get(), 0, x, samples, shape.positions, y));
     check(ga_micro_end(window.get()));
@@ -83,9 +83,9 @@ void shape_figures(const Options& options, Report& report, const BatchNormShape&
                                              {[&] { yard_copy_nt(out.get(), x, n, threads); }, {}},
                                              {[&] { forward(out.get()); }, {}}});
   report.figure(figure("B2"), normalise[0] / normalise[1], Sense::kAtLeast, 0.85,
-                format("normalise in place, of mix(1,1): %.1f GB/s", rate(2, n, normalise[1])));
+                format("normalise in place / mix(1,1): %.1f GB/s", rate(2, n, normalise[1])));
   report.figure(figure("B2_apart"), normalise[2] / normalise[3], Sense::kNone, 0,
-                format("y is not x, of a non-temporal copy: %.1f GB/s", rate(2, n, normalise[3])));
+                format("y is not x / non-temporal copy: %.1f GB/s", rate(2, n, normalise[3])));
 
   const auto again = [&] {
     discard();
@@ -103,17 +103,18 @@ void shape_figures(const Options& options, Report& report, const BatchNormShape&
       race(options.rounds(), 1,
            {{[&] { yard_mix_1_0(both.get(), 2 * n, threads); }, {}}, {backward_sums, again}});
   report.figure(figure("B3_sums"), first[0] / first[1], Sense::kAtLeast, 0.80,
-                format("backward, sums, of mix(2,0): %.1f GB/s", rate(2, n, first[1])));
+                format("backward, sums / mix(2,0): %.1f GB/s", rate(2, n, first[1])));
   const std::vector<Times> second = race(options.rounds(), 1,
                                          {{[&] { yard_mix_2_1(dy, x, n, threads); }, {}},
                                           {[&] { backward(dy); }, {}},
                                           {[&] { backward(out.get()); }, {}}});
   report.figure(figure("B3_dx"), second[0] / second[1], Sense::kAtLeast, 0.80,
-                format("backward, dx, of mix(2,1): %.1f GB/s", rate(3, n, second[1])));
+                format("backward, dx / mix(2,1): %.1f GB/s", rate(3, n, second[1])));
   report.figure(figure("B3_dx_apart"), second[0] / second[2], Sense::kNone, 0,
-                format("likewise, dx is not dy: %.1f GB/s", rate(3, n, second[2])));
+                format("backward, dx is not dy / mix(2,1): %.1f GB/s", rate(3, n, second[2])));
 
-  // Of one micro-batch, statistics and all: one pass over what fits a cache channel by channel.
+  // One call for a whole micro-batch, statistics included: a channel that fits the cache is read
+  // once.
   const auto micro_forward = [&] {
     check(ga_bn_forward(micro.get(), 0, x, samples, shape.positions, out.get()));
   };
@@ -133,9 +134,9 @@ void shape_figures(const Options& options, Report& report, const BatchNormShape&
                                          {[&] { yard_mix_2_1(dy, x, n, threads); }, {}},
                                          {micro_backward, begin}});
   report.figure(figure("B2_micro"), (whole[0] + whole[1]) / whole[2], Sense::kNone, 0,
-                "statistics and normalise in one call, of mix(1,0) and mix(1,1)");
+                "statistics and normalise in one call / mix(1,0) + mix(1,1)");
   report.figure(figure("B3_micro"), (whole[3] + whole[4]) / whole[5], Sense::kNone, 0,
-                "backward in one call, of mix(2,0) and mix(2,1)");
+                "backward in one call / mix(2,0) + mix(2,1)");
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The figures C1-C4 and C6-C10 on this machine, each a ratio to a yardstick that ran in the same
-// rounds. `run` beside this file builds and starts it; C5 and PyTorch's side of C10 are in
+// Measures the figures C1-C4 and C6-C10, each a ratio to a yardstick that ran in the same rounds.
+// `run` in this folder builds and starts this program; C5 and PyTorch's side of C10 are in
 // torch_window.py.
 #include <errno.h>
 #include <gradaccum/gradaccum.h>
@@ -34,7 +34,7 @@
 #include "stack.hpp"
 #endif
 
-// ---- Every allocation of this process passes here, the library's included, to be counted --------
+// ---- These functions count every allocation of this process, the library's included --------------
 
 static std::atomic<int64_t> allocations{0};
 
@@ -121,7 +121,7 @@ void accumulate_figures(const Options& options, Report& report, const Place& pla
   Context context(place.layout, p.get(), {threads});
   const auto accumulate = [&] { context.accumulate(gradients); };
 
-  // C1 and C2: a contribution to an open window. The norm and the finite check ride in it.
+  // C1 and C2: a contribution to an open window, which includes the norm and the finite check.
   if (options.wants("C1") || options.wants("C2")) {
     accumulate();
     const std::vector<Times> t =
@@ -138,7 +138,7 @@ void accumulate_figures(const Options& options, Report& report, const Place& pla
                rate(3, place.layout, t[2])));
   }
 
-  // C4: the first contribution to a window. Inside the cache its ceiling is the same loop with
+  // C4: the first contribution to a window. Inside the cache the yardstick is the same loop with
   // plain stores.
   if (options.wants("C4")) {
     const auto base = [&] {
@@ -157,8 +157,8 @@ void accumulate_figures(const Options& options, Report& report, const Place& pla
   }
 }
 
-// C3: ga_step, AdamW with the clip factor; the norm is at hand from the accumulate, not timed,
-// before it.
+// C3: ga_step, AdamW with the clip factor. The norm comes from the accumulate before it, which is
+// not timed.
 void step_figure(const Options& options, Report& report, const Place& place) {
   const int threads = options.threads;
   const int64_t n = place.layout.n;
@@ -176,9 +176,9 @@ void step_figure(const Options& options, Report& report, const Place& place) {
                        rate(7, place.layout, t[0])));
 }
 
-// The same two passes with the program's tensors at every cache line of a page: a core may take a
-// load for depending on an earlier store to another array whose address is alike in its low 12
-// bits. Only told: the worst of 64.
+// Accumulate and step with the program's tensors at every cache line of a page: a core may believe
+// that a load depends on an earlier store to another array whose address has the same low 12 bits.
+// The worst of the 64 offsets is reported without a target.
 void offset_figures(const Options& options, Report& report) {
   const int threads = options.threads;
   const int64_t n = int64_t{16} << 20, line = 64 / sizeof(float);
@@ -290,7 +290,7 @@ void window_figures(const Options& options, Report& report, const Place& place) 
 
 // ---- C7: the same bits --------------------------------------------------------------------------
 
-// Parameters after some windows of several micro-batches, and the norms of their steps.
+// The parameters after windows of several micro-batches, and the norms of their steps.
 struct Bits {
   std::vector<float> parameters;
   std::vector<double> norms;
@@ -346,16 +346,16 @@ void bits_figure(const Options&, Report& report) {
   }
   unsetenv("GA_CPU_ISA");
   report.figure("C7", {equal / runs}, Sense::kAtLeast, 1.0,
-                format("%.0f of %.0f runs gave the bits of the first: threads 1-4, both gradient "
-                       "lives, 3 optimizers,%s%s%s",
+                format("%.0f of %.0f runs gave the bits of the first: threads 1-4, consumed and "
+                       "live gradients, 3 optimizers,%s%s%s",
                        equal, runs, levels.c_str(),
                        absent.empty() ? "" : "; not on this machine:", absent.c_str()));
 }
 
 // ---- C8: overhead -------------------------------------------------------------------------------
 
-// Microseconds that a window of one micro-batch takes beyond bare loops, on bare_threads, that do
-// the same to one block.
+// The microseconds that a window of one micro-batch takes beyond bare loops, on bare_threads, that
+// do the same work on one block.
 void overhead(const Options& options, Report& report, const char* id, const Layout& layout,
               int threads, int bare_threads, int times, double target) {
   const int64_t n = layout.n;
@@ -392,7 +392,7 @@ void overhead(const Options& options, Report& report, const char* id, const Layo
                 "allocations a step, over 200 steps after warm-up");
 }
 
-// A process that keeps one processor busy, and may be stopped and sent on.
+// A process that keeps one processor busy and can be stopped and continued.
 class Neighbour {
  public:
   Neighbour() {
@@ -429,15 +429,15 @@ class Neighbour {
   pid_t child_;
 };
 
-// Runs in a process of its own, which started under the wait policy to be measured. Prints a ratio
-// for each round.
+// Runs in a process of its own, which was started with the wait policy to be measured. Prints a
+// ratio for each round.
 int contended_rounds(const Options& options) {
   const Layout layout({{1024, 1024}, {1024, 1024}, {1024, 1024}, {1024, 1024}});
   const Block g = make_block(layout.n, 0, options.threads),
               p = make_block(layout.n, 1, options.threads);
   const Pointers gradients = layout.pointers(g.get());
   Context context(layout, p.get(), {options.threads});
-  // Long enough for many time slices of the scheduler, so the mean over the calls is what counts.
+  // Long enough for many time slices of the scheduler: returns the mean over the calls.
   const auto window_seconds = [&] {
     const double start = now();
     int calls = 0;
@@ -476,7 +476,7 @@ void contended_figures(const Options& options, Report& report) {
       throw std::runtime_error("the contended rounds failed");
     report.figure(
         *policy ? "C8_contended_passive" : "C8_contended", ratios, Sense::kAtMost, 2.0,
-        format("time with a busy neighbour on one core / quiet, wait policy %s, 4 M parameters",
+        format("time with a busy process on one core / idle, wait policy %s, 4 M parameters",
                *policy ? policy : "default"));
   }
 }
@@ -485,7 +485,7 @@ void overhead_figures(const Options& options, Report& report) {
   const Layout small({{32, 32}, {32}});
   const int threads = options.threads, times = options.quick ? 5000 : 20000;
   overhead(options, report, "C8_small", small, 1, 1, times, 2.0);
-  // A context with threads, for which this work is too small.
+  // A context with several threads, which runs work as small as this on one.
   overhead(options, report, "C8_small_in_threaded_context", small, threads, 1, times, 2.0);
   for (const int64_t n : {128, 512}) {
     overhead(options, report, n == 128 ? "C8_400" : "C8_400_larger",
@@ -539,8 +539,8 @@ void matmul_figure(const Options& options, Report& report) {
     separate.accumulate(gradients, weight);
   };
 
-  // The same gradient, first of all; four times, so that the products are added and not only
-  // stored.
+  // First check that both ways give the same gradient. Four micro-batches, so that products are
+  // added and not only stored.
   for (int k = 0; k < 4; ++k) {
     into_accumulator();
     then_accumulate();
@@ -551,7 +551,7 @@ void matmul_figure(const Options& options, Report& report) {
   check(ga_gradient(fused.get(), 0, &one, nullptr));
   check(ga_gradient(separate.get(), 0, &other, nullptr));
   const float* expected = static_cast<const float*>(other);
-  // Sums of 4 x 64 terms in another order.
+  // The tolerance allows for sums of 4 x 64 terms in another order.
   if (!(largest_difference(static_cast<const float*>(one), expected, layout.n) <=
         1e-5f * largest(expected, layout.n))) {
     throw std::runtime_error("C9: ga_accumulate_matmul and matmul with ga_accumulate differ");
@@ -605,7 +605,7 @@ void stack_figure(const Options& options, Report& report) {
   };
   step(written)();
   step(fused)();
-  // Adam's first step is the sign of the gradient where it is not tiny: compare the loss after it.
+  // Adam's first step is the sign of every gradient that is not tiny, so compare the second loss.
   step(written)();
   step(fused)();
   const double loss = stack_loss(written.get());
@@ -650,7 +650,7 @@ void measure(const Options& options) {
              static_cast<long long>(l3 >> 20), ga_build_info());
   printf("%s\n", machine.c_str());
 
-  // Half of the cores' L2 for four streams, in whole chunks for each thread where there is room.
+  // Half of the cores' L2 for four streams, in whole chunks per thread if a chunk fits.
   int64_t share = l2 / 2 / 16;
   if (share > 65536) share = share / 65536 * 65536;
   const std::vector<Place> places = {
@@ -676,7 +676,7 @@ void measure(const Options& options) {
     report.heading("Batch normalisation");
     batch_norm_figures(options, report);
   }
-  report.heading("Places within a page, bits, overhead, matrix products");
+  report.heading("Offsets within a page, bits, overhead, matrix products");
   if (options.only.empty() ? !options.quick : options.wants("offsets"))
     offset_figures(options, report);
   if (options.wants("C7")) bits_figure(options, report);
@@ -686,12 +686,12 @@ void measure(const Options& options) {
   if (options.wants("C10")) stack_figure(options, report);
 #else
   if (options.wants("C9") || options.wants("C10"))
-    printf("C9, C10: skipped, this build has no oneDNN\n");
+    printf("C9, C10: skipped; this build has no oneDNN\n");
 #endif
   const Load load = load_since(start);
   const std::string others =
-      format("meanwhile others had %.1f %% of the processors, the hypervisor %.1f %%", load.others,
-             load.steal);
+      format("meanwhile other processes had %.1f %% of the processors, the hypervisor %.1f %%",
+             load.others, load.steal);
   printf("\n%s\n", others.c_str());
   report.write(options.json, machine + "; " + others);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// cuBLAS, looked for when it is needed: it is 500 MB, and a benchmark that was built elsewhere may
-// come to a machine that has another one or none.
+// Loads cuBLAS when it is needed: it has 500 MB, and the machine that runs the benchmark may have
+// another version than the machine that built it, or none.
 #ifndef GRADACCUM_TESTS_BENCH_CUBLAS_HPP_
 #define GRADACCUM_TESTS_BENCH_CUBLAS_HPP_
 
@@ -20,7 +20,7 @@ struct Cublas {
   decltype(&cublasGemmEx_64) gemm = nullptr;
 };
 
-// Null where there is none, with what the loader said.
+// Returns null if no cuBLAS was found, with the loader's messages in missing.
 inline const Cublas* open_cublas(std::string& missing) {
   static Cublas functions;
 #ifdef GA_SIMULATED  // linked

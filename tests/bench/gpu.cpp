@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The figures G1, G2, G3 and G5 on a CUDA device. The yardstick of G1 is a copy from device memory to
-// device memory that ran in the same rounds; its target is a part of the copy's bytes a second. G4
-// is in torch_cuda.py. `run --gpu` beside this file builds and starts both.
+// The figures G1, G2, G3 and G5 on a CUDA device. The yardstick of G1 is a device-to-device copy in
+// the same rounds; the targets are fractions of the copy's bytes per second. G4 is in
+// torch_cuda.py. `run --gpu` in this folder builds and starts both.
 #include <cuda_runtime.h>
 #include <gradaccum/gradaccum.h>
 #include <stdio.h>
@@ -89,7 +89,7 @@ struct DestroyStream {
 };
 using Stream = std::unique_ptr<std::remove_pointer_t<cudaStream_t>, DestroyStream>;
 
-// Not the default stream, which cannot be captured.
+// Makes a stream, because the default stream cannot be captured.
 Stream make_stream() {
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
@@ -98,7 +98,7 @@ Stream make_stream() {
 
 void wait(const Stream& stream) { check(cudaStreamSynchronize(stream.get()), "the stream's work"); }
 
-// Small numbers of both signs, others for each seed; elements of 4 bytes (f32) or 2 (bf16).
+// Fills memory with small numbers of both signs, which depend on seed. size: 4 (f32) or 2 (bf16).
 void fill(const Memory& memory, size_t size, uint32_t seed) {
   const size_t count = std::min(memory.bytes() / size, size_t{1} << 22);
   std::vector<char> pattern(count * size);
@@ -136,8 +136,8 @@ struct Events {
   cudaEvent_t start{}, end{};
 };
 
-// As race(), in seconds between two events on the stream. What is filled before the first one gives
-// the host the time to be ahead of the device, and leaves nothing of the buffers in the cache.
+// As race(), but measures the seconds between two events on the stream. The fill before the first
+// event lets the host run ahead of the device, and evicts the buffers from the cache.
 std::vector<Times> race_on(const Stream& stream, int rounds, const std::vector<Side>& sides) {
   const Memory lead(size_t{256} << (rounds > 1 ? 20 : 10));
   const Events events;
@@ -213,7 +213,7 @@ class Context {
     step();
   }
 
-  // Of the last window; waits.
+  // Returns the result of the last window; waits.
   ga_step_result result() {
     ga_step_result result;
     result.struct_size = sizeof result;
@@ -221,7 +221,7 @@ class Context {
     return result;
   }
 
-  // A step that was skipped has been a fast one.
+  // Throws if a step was skipped, because a skipped step is fast.
   void require_applied() {
     if (result().skipped != 0) throw std::runtime_error("a step was skipped");
   }
@@ -237,7 +237,7 @@ class Context {
 
 // ---- G1: single passes ----------------------------------------------------------------------------
 
-// Copies as many bytes as a pass moves, half of them read and half written, but 1 GiB at least.
+// Copies as many bytes as a pass moves, half of them read and half written, but at least 1 GiB.
 class Copy {
  public:
   Copy(const Options& options, const Stream& stream, size_t most)
@@ -265,7 +265,7 @@ class Copy {
 
 struct Pass {
   const char* name;
-  size_t bytes;  // of a parameter
+  size_t bytes;  // per parameter
   double target;
   const char* text;
   std::function<void()> run, prepare;
@@ -290,8 +290,8 @@ void pass_figures(const Options& options, Report& report, const Stream& stream, 
     const auto copied = static_cast<double>(copy.moved(n * pass.bytes));
     const Times &base = t[2 * k], &mine = t[2 * k + 1];
     report.figure(pass.name, (moved / copied) * (base / mine), Sense::kAtLeast, pass.target,
-                  format("%s: %zu bytes a parameter, %.3f ms, %.0f GB/s; copy %.0f GB/s", pass.text,
-                         pass.bytes, 1e3 * median(mine), 1e-9 * moved / median(mine),
+                  format("%s: %zu bytes per parameter, %.3f ms, %.0f GB/s; copy %.0f GB/s",
+                         pass.text, pass.bytes, 1e3 * median(mine), 1e-9 * moved / median(mine),
                          1e-9 * copied / median(base)));
   }
 }
@@ -302,7 +302,7 @@ void g1(const Options& options, Report& report) {
                                         : gpt2(24);
   const auto n = static_cast<size_t>(layout.n);
   const Stream stream = make_stream();
-  report.heading(format("G1: passes over %zu tensors, %.4g M parameters, as parts of a copy's GB/s",
+  report.heading(format("G1: passes over %zu tensors, %.4g M parameters, relative to a copy's GB/s",
                         layout.shapes.size(), 1e-6 * static_cast<double>(n)));
   const Memory p(4 * n), g(4 * n), halves(2 * n);
   fill(p, 4, 1);
@@ -324,13 +324,13 @@ void g1(const Options& options, Report& report) {
                   {"G1_accumulate_norm",
                    12,
                    0.92,
-                   "the same once more: norm and finite check ride in it",
+                   "the same again, which includes norm and finite check",
                    accumulate,
                    {}},
                   {"G1_accumulate_bf16",
                    10,
                    0.93,
-                   "gradients of bf16 into f32",
+                   "bf16 gradients into f32",
                    [&] { open_halves.accumulate(half_gradients); },
                    {}},
                   {"G1_overwrite", 8, 0.93, "the first micro-batch of a window",
@@ -363,7 +363,7 @@ struct DestroyGraph {
 using Graph = std::unique_ptr<std::remove_pointer_t<cudaGraph_t>, DestroyGraph>;
 using Executable = std::unique_ptr<std::remove_pointer_t<cudaGraphExec_t>, DestroyGraph>;
 
-// In a mode in which every call that waits, on this thread or another, ends the capture.
+// Captures in a mode in which any call that waits, on this thread or another, ends the capture.
 Graph capture(const Stream& stream, const std::function<void()>& work) {
   check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeGlobal), "a capture");
   cudaGraph_t graph = nullptr;
@@ -384,8 +384,9 @@ struct Kernels {
 
 bool is_upload(const std::string& name) { return name.find("Upload") != std::string::npos; }
 
-// The kernels that a window launches. Those that write tables are counted apart: one by calls has
-// none, unless something was changed, but a captured one brings its tables along.
+// Counts the kernels that a window launches. Kernels that write tables are counted separately: a
+// captured window brings its tables along, while a window outside a graph writes tables only after
+// a change.
 #ifdef GA_SIMULATED
 Kernels kernels_of(const Stream& stream, const std::function<void()>& window) {
   window();
@@ -400,14 +401,15 @@ Kernels kernels_of(const Stream& stream, const std::function<void()>& window) {
   return result;
 }
 #else
-// Null where the driver does not have it.
+// Returns null if the driver does not have the function.
 template <class Function>
 Function driver_function(const char* name) {
   static void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   return reinterpret_cast<Function>(driver ? dlsym(driver, name) : nullptr);
 }
 
-// By the driver: the kernels belong to another copy of the runtime. Empty if it has no names.
+// Asks the driver, because the kernels belong to another copy of the runtime. Empty if the driver
+// knows no names.
 std::string name_of(cudaGraphNode_t node) {
   static const auto params_of =
       driver_function<decltype(&cuGraphKernelNodeGetParams)>("cuGraphKernelNodeGetParams_v2");
@@ -439,7 +441,9 @@ Kernels kernels_of(const Stream& stream, const std::function<void()>& window) {
     check(cudaGraphNodeGetType(node, &type), "a node of a graph");
     if (type != cudaGraphNodeTypeKernel) continue;
     const std::string name = name_of(node);
-    if (name.empty()) throw std::runtime_error("the driver tells no names of kernels (CUDA 12.3)");
+    if (name.empty()) {
+      throw std::runtime_error("the driver gives no kernel names; CUDA 12.3 or later is needed");
+    }
     ++(is_upload(name) ? result.uploads : result.work);
   }
   return result;
@@ -449,7 +453,7 @@ Kernels kernels_of(const Stream& stream, const std::function<void()>& window) {
 void g2(const Options& options, Report& report) {
   const Layout layout(std::vector<Shape>(400, Shape{options.check ? 40 : 1024}));
   const auto n = static_cast<size_t>(layout.n);
-  report.heading(format("G2: the host's part, %zu tensors, AdamW, clipped by the global norm",
+  report.heading(format("G2: host time, %zu tensors, AdamW, clipped by the global norm",
                         layout.shapes.size()));
   const Stream stream = make_stream();
   const Memory p(4 * n), g(4 * n);
@@ -471,7 +475,7 @@ void g2(const Options& options, Report& report) {
       context.step();
       stepping += now() - middle;
       accumulating += middle - start;
-      wait(stream);  // so that no call finds a full queue
+      wait(stream);  // so that the queue never fills up
     }
     accumulates.push_back(1e6 * accumulating / (windows * micros));
     steps.push_back(1e6 * stepping / windows);
@@ -483,7 +487,7 @@ void g2(const Options& options, Report& report) {
                   "us of host time of ga_accumulate");
   }
 
-  // What a window of five has more than a window of one are four accumulates.
+  // A window of five has four accumulates more than a window of one.
   const auto kernels = [&](int count) {
     return kernels_of(stream, [&] { context.window(gradients, count); });
   };
@@ -491,12 +495,12 @@ void g2(const Options& options, Report& report) {
   const double each = (five.work - one.work) / 4;
   report.figure("G2_launches_accumulate", {each}, Sense::kAtMost, 1,
                 "kernels of ga_accumulate with 400 tensors");
-  report.figure("G2_launches_step", {one.work - each}, Sense::kAtMost, 3,
-                format("kernels of ga_step; the window that was counted had %.0f to write tables",
-                       one.uploads));
+  report.figure(
+      "G2_launches_step", {one.work - each}, Sense::kAtMost, 3,
+      format("kernels of ga_step; the counted window had %.0f more to write tables", one.uploads));
 }
 
-// A stream that stands still until it is let go, or half a minute has passed.
+// Blocks a stream until let_go() is called or half a minute has passed.
 class Barrier {
  public:
   explicit Barrier(const Stream& stream) : stream_(stream) {
@@ -550,9 +554,9 @@ void g3(const Options& options, Report& report) {
   barrier.let_go();
   wait(stream);
   report.figure("G3_no_waiting", {barrier.timed_out() ? 0.0 : 1.0}, Sense::kAtLeast, 1,
-                "1: windows of 4 and of 1 were queued while the stream stood still");
+                "1: windows of 4 and of 1 were queued while the stream was blocked");
 
-  // The same windows by calls and by replays, on other gradients each time.
+  // The same windows outside a graph and as replays, with other gradients each time.
   std::vector<float> ends[2];
   ga_step_result results[2];
   for (const bool replayed : {false, true}) {
@@ -590,8 +594,8 @@ void g3(const Options& options, Report& report) {
                     memcmp(&results[0].norm, &results[1].norm, sizeof(double)) == 0;
   report.figure(
       "G3_replay", {same ? 1.0 : 0.0}, Sense::kAtLeast, 1,
-      format("1: %d replays of a captured window left the parameters, norm and step number "
-             "of as many windows by calls, bit for bit (steps: %lld and %lld)",
+      format("1: %d replays of a captured window gave the parameters, norm and step number "
+             "of as many windows outside a graph, bit for bit (steps: %lld and %lld)",
              windows, static_cast<long long>(results[1].steps),
              static_cast<long long>(results[0].steps)));
 }
@@ -607,7 +611,7 @@ void g5(const Options& options, Report& report) {
   }
   report.heading("G5: ga_accumulate_matmul against cuBLAS's product alone, beta = 0");
   const Stream stream = make_stream();
-  const Memory workspace(size_t{32} << 20);  // as much as the library gives it
+  const Memory workspace(size_t{32} << 20);  // as large as the library's
   cublasHandle_t handle = nullptr;
   check(cublas->create(&handle), "a cuBLAS handle");
   const std::unique_ptr<std::remove_pointer_t<cublasHandle_t>, decltype(cublas->destroy)> keep(
@@ -704,9 +708,8 @@ int measure(const Options& options) {
 
 constexpr char kUsage[] =
     "usage: gradaccum_bench_gpu [--quick] [--check] [--only G1,G2,G3,G5] [--json FILE]\n"
-    "  --quick  fewer rounds (7) and 124 M parameters in place of 209 M\n"
-    "  --check  everything once and small: no times; exits with 1 where a count or the bits are "
-    "wrong\n";
+    "  --quick  fewer rounds (7) and 124 M parameters instead of 209 M\n"
+    "  --check  runs everything once, small and untimed; exits with 1 if a count or bit is wrong\n";
 
 int run(int argc, char** argv) {
   Options options;

@@ -24,23 +24,24 @@ inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// What takes part in a race. A turn calls prepare, not timed, and run, timed, `times` times.
+// A participant of a race. Each turn calls prepare, which is not timed, and run, which is, `times`
+// times.
 struct Side {
   std::function<void()> run;
   std::function<void()> prepare;
 };
 
-using Times = std::vector<double>;  // seconds of a call, one for each round
+using Times = std::vector<double>;  // seconds per call, one value for each round
 
-// All sides take turns in each round, another one first each time. One round more, at the start, is
-// not counted.
+// All sides take turns in each round, and another one is first each time. One round more, at the
+// start, is not counted.
 inline std::vector<Times> race(int rounds, int times, const std::vector<Side>& sides) {
   std::vector<Times> result(sides.size());
   for (int round = -1; round < rounds; ++round) {
     for (size_t k = 0; k < sides.size(); ++k) {
       const size_t side = (k + static_cast<size_t>(round + 1)) % sides.size();
       double total = 0;
-      // Where there is nothing to prepare, the clock is read but twice.
+      // Without prepare, the clock is read only twice per round.
       if (!sides[side].prepare) {
         const double start = now();
         for (int time = 0; time < times; ++time) sides[side].run();
@@ -69,7 +70,7 @@ inline double quantile(std::vector<double> values, double q) {
 
 inline double median(const std::vector<double>& values) { return quantile(values, 0.5); }
 
-// combine(a, b) round by round.
+// Applies combine(a, b) to each round.
 template <class Combine>
 Times by_round(const Times& a, const Times& b, Combine combine) {
   Times result;
@@ -90,13 +91,13 @@ inline Times operator*(double factor, const Times& a) {
   return by_round(a, a, [factor](double x, double) { return factor * x; });
 }
 
-// ---- Load of others -----------------------------------------------------------------------------
+// ---- Load of other processes --------------------------------------------------------------------
 
 struct Ticks {
   double all = 0, busy = 0, steal = 0, own = 0;
 };
 
-// Since the machine started, in seconds of one processor; `own` is this process and its children.
+// Times since boot, in processor seconds; `own` is the time of this process and its children.
 inline Ticks ticks() {
   Ticks result;
   if (FILE* file = fopen("/proc/stat", "r")) {
@@ -120,7 +121,8 @@ inline Ticks ticks() {
   return result;
 }
 
-// Percent of the machine that other processes had, and that the hypervisor took, since `start`.
+// The percentages of the machine's time that other processes used and the hypervisor took since
+// `start`.
 struct Load {
   double others = 0, steal = 0;
 };
@@ -151,7 +153,7 @@ class Report {
  public:
   void figure(const std::string& id, const Times& ratios, Sense sense, double target,
               const std::string& text) {
-    // Figures of one race come at once, and share its load.
+    // The figures of one race are reported together and share its load.
     if (ticks().all - mark_.all > 0.1) {
       load_ = load_since(mark_);
       mark_ = ticks();

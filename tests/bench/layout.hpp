@@ -24,7 +24,7 @@ using Pointers = std::vector<const void*>;
 
 inline int64_t elements(const Shape& shape) {
   int64_t n = 1;
-  for (int64_t extent : shape) n *= extent;
+  for (int64_t dimension : shape) n *= dimension;
   return n;
 }
 
@@ -46,10 +46,10 @@ struct Layout {
 
   std::vector<Shape> shapes;
   std::vector<int64_t> offsets;
-  int64_t n = 0;  // floats of a block
+  int64_t n = 0;  // elements of the block
 };
 
-// GPT-2 of 124 M parameters, or less with fewer layers than 12.
+// GPT-2 with 124 M parameters at 12 layers, or fewer with fewer layers.
 inline Layout gpt2(int layers) {
   const int64_t d = 768;
   std::vector<Shape> shapes = {{50257, d}, {1024, d}};

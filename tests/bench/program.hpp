@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Programs that use the library, for the figures to time.
+// Programs that use the library, which the benchmark times.
 #ifndef GRADACCUM_TESTS_BENCH_PROGRAM_HPP_
 #define GRADACCUM_TESTS_BENCH_PROGRAM_HPP_
 
@@ -99,7 +99,7 @@ class Context {
     check(ga_accumulate(get(), gradients.data(), gradients.size(), weight, nullptr));
   }
 
-  // A step that is skipped would be a fast one. Returns the norm.
+  // Throws if the step was skipped, because a skipped step is fast. Returns the norm.
   double step() {
     ga_step_result result;
     result.struct_size = sizeof result;
@@ -123,7 +123,7 @@ class Context {
 struct Place {
   bool cached;  // inside L2, else beyond the caches
   Layout layout;
-  int times;  // calls in a round
+  int times;  // calls per round
 
   std::string figure(const char* id) const { return std::string(id) + (cached ? "_l2" : ""); }
 };

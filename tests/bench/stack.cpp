@@ -156,7 +156,7 @@ struct stack {
                 outputs[static_cast<size_t>(layer)].get());
     }
 
-    // Of the mean over batch x width elements.
+    // The loss is the mean over batch x width elements.
     const int64_t n = batch * width;
     const float* last = output(layers - 1);
     float* error = errors[0].get();
@@ -210,7 +210,7 @@ struct stack {
 
 namespace {
 
-// Nothing may be thrown at a caller in C or Python.
+// No exception may reach a caller in C or Python.
 template <class Body>
 auto guarded(Body body) -> decltype(body()) {
   try {

@@ -2,7 +2,7 @@
 //
 // One training step of a stack of dense layers, y = relu(x W^T) and the last one without relu, mean
 // squared error, AdamW and clipping by the global norm: forward and backward by oneDNN, the rest by
-// the library. Also plain products.
+// the library. Also plain matrix products.
 #ifndef GRADACCUM_TESTS_BENCH_STACK_HPP_
 #define GRADACCUM_TESTS_BENCH_STACK_HPP_
 
@@ -18,7 +18,7 @@ stack_matmul* stack_matmul_create(int64_t m, int64_t k, int64_t n, int a_transpo
 void stack_matmul_run(stack_matmul* product, const float* a, const float* b, float* c);
 void stack_matmul_destroy(stack_matmul* product);
 
-// Version of oneDNN that is loaded, 100 * major + minor.
+// The version of the loaded oneDNN, 100 * major + minor.
 int stack_onednn_version(void);
 
 // How weight gradients reach the library.
@@ -33,9 +33,10 @@ struct stack;
 stack* stack_create(int layers, int64_t width, int64_t batch, int micros, float* const* weights,
                     const float* inputs, const float* targets, double lr, double max_norm, int way,
                     int threads);
-// One window of `micros` micro-batches and its step. 0, or what stack_error tells.
+// Runs one window of `micros` micro-batches and its step. Returns 0 on success; otherwise
+// stack_error returns the message.
 int stack_step(stack* s);
-// Mean of the micro-batches' losses in the last step.
+// The mean of the micro-batches' losses in the last step.
 double stack_loss(const stack* s);
 void stack_destroy(stack* s);
 

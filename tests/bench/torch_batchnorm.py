@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""B4: batch normalisation of ResNet-50's layers, the library's (MICRO mode) and PyTorch's, in one
+"""B4: batch normalisation of ResNet-50's layers, by the library (MICRO mode) and by PyTorch, in one
 process, on the same tensors, with the same threads.
 
     torch_batchnorm.py FOLDER [--quick] [--threads N] [--json FILE] [--samples N]
@@ -20,7 +20,7 @@ GA_F32, GA_FLAVOR_TORCH, GA_OPTIMIZER_SGD = 1, 0, 0
 GA_BN_CHANNELS_FIRST, GA_BN_CHANNELS_LAST = 0, 1
 EPS, MOMENTUM = 1e-5, 0.1
 
-# Channels, height and width, and how many such layers ResNet-50 has.
+# Channels; height, which is also the width; and the number of such layers in ResNet-50.
 LAYERS = [
     (64, 112, 1),
     (64, 56, 6),
@@ -112,7 +112,7 @@ class Layer:
 
 
 def measure_layer(library, options, channels, size, layout):
-    """Seconds in each round: PyTorch's forward and backward pass, and the library's."""
+    """Returns the seconds of PyTorch's and the library's forward and backward passes in each round."""
     torch.manual_seed(1)
     form = torch.channels_last if layout == GA_BN_CHANNELS_LAST else torch.contiguous_format
     shape = (options.samples, channels, size, size)
@@ -140,8 +140,8 @@ def measure_layer(library, options, channels, size, layout):
     def ga_backward():
         layer.backward(x, dy, options.samples, size * size, dx)
 
-    # One after the other, the other one first each time; the first round is not counted. Beginning
-    # a micro-batch of its own is not timed.
+    # The sides take turns, and the other one is first each time; the first round is not counted. The
+    # call that begins the micro-batch is not timed.
     t = {"torch_forward": [], "torch_backward": [], "forward": [], "backward": []}
     sides = [(torch_forward, torch_backward, "torch_"), (ga_forward, ga_backward, "")]
     for turn in range(1 + (7 if options.quick else 15)):

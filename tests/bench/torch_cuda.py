@@ -5,9 +5,9 @@
     torch_cuda.py FOLDER [--quick] [--json FILE]
 
 FOLDER has libgradaccum.so.0 and libgradaccum_cuda.so. AdamW with clipping by the global norm, GPT-2's
-124 M parameters in its shapes. PyTorch: fused AdamW and foreach clip_grad_norm_, the first gradient
-taken, not copied; apex's FusedAdam and clip_grad_norm_ beside it where they can be imported. Exits
-with 77, and says why, where PyTorch or its GPU is missing.
+124 M parameters in its shapes. PyTorch runs fused AdamW and foreach clip_grad_norm_, and takes the first
+gradient without copying it. apex's FusedAdam and clip_grad_norm_ run too if they can be imported. Exits
+with 77, and the reason, if PyTorch or a GPU that it can use is missing.
 """
 
 import argparse
@@ -108,7 +108,7 @@ class Library:
 
 
 class Window:
-    """A context over PyTorch's parameters, on its stream: AdamW, clipped by the global norm."""
+    """A context over PyTorch's parameters, on PyTorch's stream: AdamW, clipped by the global norm."""
 
     def __init__(self, library, parameters, life):
         self.library, ga, check = library, library.ga, library.check
@@ -173,7 +173,7 @@ class Window:
 
 
 class Theirs:
-    """PyTorch's or apex's window, in two parts."""
+    """A window of PyTorch or apex, in two parts."""
 
     def __init__(self, parameters, optimizer, clip):
         self.parameters, self.optimizer, self.clip = parameters, optimizer, clip
@@ -203,20 +203,20 @@ def torch_side(parameters):
 
 
 def apex_side(parameters):
-    """None, with what stands in the way, where apex cannot be imported."""
+    """Returns None and prints the reason if apex cannot be imported."""
     try:
         from apex.contrib.clip_grad import clip_grad_norm_
         from apex.optimizers import FusedAdam
 
         optimizer = FusedAdam(parameters, lr=LR, weight_decay=1e-2, adam_w_mode=True)
-    except Exception as error:  # what a half installed apex raises is its own
+    except Exception as error:  # an incomplete installation of apex may raise anything
         print(f"apex: skipped: {error}")
         return None
     return Theirs(parameters, optimizer, lambda p: clip_grad_norm_(p, MAX_NORM))
 
 
 def check_same(library):
-    """Both ways end at the same parameters: a window of four, the norm above the threshold."""
+    """Checks that both end at the same parameters after a window of four, with a clipped norm."""
     torch.manual_seed(1)
     shapes = [(257, 129), (300,), (64, 64)]
     start = [torch.randn(s, device="cuda") for s in shapes]
@@ -235,9 +235,9 @@ def check_same(library):
 
 
 def race(rounds, sides):
-    """Seconds of each side in each round, between two events on the stream; sides: name -> (prepare,
-    run). Another is first each time, and round 0 is not counted. What is filled before the first
-    event gives the host the time to be ahead of the device: it is the device's time that is taken.
+    """Returns the seconds of each side in each round, between two events on the stream; sides: name ->
+    (prepare, run). Another side is first each time, and round 0 is not counted. The fill before the
+    first event lets the host run ahead of the device, so that device time is measured.
     """
     lead = torch.empty(1 << 28, device="cuda")
     times = {name: [] for name in sides}
@@ -265,7 +265,7 @@ def measure(library, report, options):
     shapes = gpt2_shapes(3 if options.quick else 12)
     torch.manual_seed(2)
     parameters = [(0.02 * torch.randn(s, device="cuda")).requires_grad_() for s in shapes]
-    # Small enough that what PyTorch adds up in the first set, window after window, stays small.
+    # Small enough that the first set, to which PyTorch adds in every window, stays small.
     sets = [[1e-6 * torch.randn(s, device="cuda") for s in shapes] for _ in range(2)]
     sets_pointers = [pointers(s) for s in sets]
     sides = {
@@ -297,7 +297,7 @@ def measure(library, report, options):
                 if peer not in t:
                     continue
                 for life in ("consumed", "live"):
-                    # Where the gradient lives on to the step, a window of one has its norm there.
+                    # With a live gradient, the step of a window of one computes the norm too.
                     binds = target if peer == "torch" and life == "consumed" else None
                     report.figure(
                         f"G4_{part}_n{count}_{life}_{peer}",
@@ -316,7 +316,7 @@ def main():
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print(f"skipped: no GPU: PyTorch {torch.__version__} has none to use")
+        print(f"skipped: PyTorch {torch.__version__} finds no GPU that it can use")
         return SKIPPED
     library = Library(options.folder)
     count = c.c_int32()
@@ -329,7 +329,7 @@ def main():
     )
     print(machine)
     report = Report()
-    # Not the legacy default stream, on which others wait for one another.
+    # Not the legacy default stream, which synchronises with other streams.
     with torch.cuda.stream(torch.cuda.Stream()):
         measure(library, report, options)
     if options.json:

@@ -4,8 +4,8 @@
 
     torch_window.py FOLDER [--quick] [--only C5,C10] [--threads N] [--json FILE]
 
-FOLDER is the benchmark's build folder. The figures are added to FILE, which the benchmark itself
-has written. `run` beside this file installs PyTorch and starts this.
+FOLDER is the benchmark's build folder. The figures are added to FILE, which gradaccum_bench has written.
+`run` in this folder installs PyTorch and starts this script.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 
-# Before the library: PyTorch brings a libgomp of its own, which the library then uses too.
+# Imported before the library is loaded: PyTorch has a libgomp of its own, which the library then uses.
 import torch
 
 GA_F32, GA_OPTIMIZER_ADAMW, GA_FLAVOR_TORCH, GA_CLIP_GLOBAL, GA_REDUCE_SUM = 1, 2, 0, 1, 1
@@ -113,7 +113,7 @@ class Library:
 
 
 class Window:
-    """A context over PyTorch's parameters: AdamW, clipped by the global norm, sums as PyTorch's."""
+    """A context over PyTorch's parameters: AdamW, clipped by the global norm; sums, as in PyTorch."""
 
     def __init__(self, library, parameters, threads, life):
         self.library, ga, check = library, library.ga, library.check
@@ -184,7 +184,7 @@ def assert_one_libgomp():
 
 
 def ticks():
-    """Seconds of a processor since the machine started: all, busy, stolen; and of this process."""
+    """Returns processor seconds since boot: all, busy, stolen, and those of this process."""
     with open("/proc/stat") as stat:
         user, nice, system, idle, wait, irq, soft, steal = map(int, stat.readline().split()[1:9])
     hertz = os.sysconf("SC_CLK_TCK")
@@ -201,10 +201,10 @@ class Report:
         self.entries, self.mark, self.load = {}, ticks(), (0.0, 0.0)
 
     def figure(self, name, ratios, target, text):
-        """target: None for a figure that is only told."""
+        """target: None for a figure without a target."""
         (all0, busy0, steal0, own0), (all1, busy1, steal1, own1) = self.mark, ticks()
         whole = all1 - all0
-        if whole > 0.1:  # figures of one race come at once, and share its load
+        if whole > 0.1:  # the figures of one race are reported together and share its load
             self.mark = ticks()
             self.load = (
                 100 * max(0.0, (busy1 - busy0) - (own1 - own0)) / whole,
@@ -248,7 +248,9 @@ class Report:
 
 
 def race(rounds, sides):
-    """Seconds of each side in each round; another is first each time. Round 0 is not counted."""
+    """Returns the seconds of each side in each round. Another side is first each time; round 0 is not
+    counted.
+    """
     times = {name: [] for name in sides}
     order = list(sides)
     for turn in range(rounds + 1):
@@ -288,8 +290,9 @@ def gpt2_shapes(layers):
 
 
 def torch_window(parameters, optimizer, micros, add, clip_in_step):
-    """The best usual way: the first gradient taken, the others added, foreach norm, fused AdamW.
-    clip_in_step: the factor goes to the fused step, in place of a clipping pass.
+    """A window in PyTorch, in its fastest usual way: the first gradient is taken, the others are added,
+    then foreach norm and fused AdamW. clip_in_step: the fused step applies the clip factor, and there is
+    no clipping pass.
     """
     first = micros[0]
     for p, g in zip(parameters, first):
@@ -316,7 +319,7 @@ def add_each(to, other):
 
 
 def check_same(library, threads):
-    """Both ways end at the same parameters: a window of four, the norm above the threshold."""
+    """Checks that all ways end at the same parameters after a window of four, with a clipped norm."""
     torch.manual_seed(1)
     shapes = [(257, 129), (300,), (64, 64)]
     start = [torch.randn(s) for s in shapes]
@@ -351,13 +354,13 @@ def measure_c5(library, report, options):
     shapes = gpt2_shapes(3 if options.quick else 12)
     torch.manual_seed(2)
     parameters = [(0.02 * torch.randn(s)).requires_grad_() for s in shapes]
-    # Small enough that what PyTorch adds up in the first set, window after window, stays small.
+    # Small enough that the first set, to which PyTorch adds in every window, stays small.
     sets = [[1e-6 * torch.randn(s) for s in shapes] for _ in range(2)]
     sets_pointers = [pointers(s) for s in sets]
     n = sum(p.numel() for p in parameters)
     rounds = 7 if options.quick else 11
 
-    # Whichever way of adding is the faster one here is PyTorch's.
+    # PyTorch adds in the way that is faster on this machine.
     adding = race(3, {"foreach": lambda: add_foreach(*sets), "each": lambda: add_each(*sets)})
     add = (
         add_foreach
@@ -377,7 +380,7 @@ def measure_c5(library, report, options):
     margins = []
     for count in (1, 4, 8):
         micros = [sets[k % 2] for k in range(count)]
-        if count > 2:  # what PyTorch has taken as its first is its accumulator from then on
+        if count > 2:  # the first set is PyTorch's accumulator, so it cannot be added again
             micros = [sets[0]] + [sets[1]] * (count - 1)
         mine = [sets_pointers[0]] + [sets_pointers[1]] * (count - 1)
         t = race(
@@ -391,8 +394,8 @@ def measure_c5(library, report, options):
             },
         )
         milliseconds = {name: 1e3 * statistics.median(seconds) for name, seconds in t.items()}
-        # Bytes a parameter, as the passes go. PyTorch: adding 12, the norm 4, clipping 8, the step
-        # 28; with grad_scale the step writes the gradient back, 32, and there is no clipping pass.
+        # Bytes moved per parameter. PyTorch: adding 12, the norm 4, clipping 8, the step 28; with
+        # grad_scale the step writes the gradient back, 32, and there is no clipping pass.
         moved = {
             "torch": 40 + 12 * (count - 1),
             "torch grad_scale": 36 + 12 * (count - 1),
@@ -423,13 +426,13 @@ def measure_c5(library, report, options):
                 f"C5_mix_n{count}_{name.replace(' ', '_')}",
                 fraction,
                 None,
-                f"{name}: its bytes a second / those of mix(4,3)",
+                f"{name}: bytes per second / those of mix(4,3)",
             )
     report.figure(
         "C5",
         min(margins)[1],
         1.0,
-        "ratio / target, the worst of the six (binds only where C6 is missed)",
+        "ratio / target, the worst of the six (a target only if C6 is missed)",
     )
     consumed.close()
     live.close()
@@ -441,7 +444,7 @@ def measure_c5(library, report, options):
 
 
 class Stack:
-    """The training step in C++ of stack.hpp."""
+    """The training step of stack.hpp."""
 
     def __init__(self, folder, weights, inputs, targets, way, threads):
         self.so = c.CDLL(os.path.join(folder, "libgradaccum_stack.so"))
@@ -508,7 +511,7 @@ def measure_c10(folder, report, options):
         copies.append([w.clone() for w in start])
         sides.append(Stack(folder, copies[-1], inputs, targets, way, options.threads))
     written, matmul = sides
-    # The same training: losses after a few steps agree, and have moved.
+    # All sides train alike: after a few steps the losses agree and have fallen.
     for step in range(4):
         torch_step(), written.step(), matmul.step()
         first = losses[0] if step == 0 else first
@@ -580,7 +583,7 @@ def main():
             measure_c10(options.folder, report, options)
             assert_one_libgomp()
         else:
-            print("C10: skipped, this build has no oneDNN")
+            print("C10: skipped; this build has no oneDNN")
     if options.json:
         report.write(options.json, machine)
 

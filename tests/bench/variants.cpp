@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// C1, C3 and C6 with numbers of 16 bits, and what layer-wise optimizers, clipping by units, the
-// noise scale and row-sparse gradients cost beside the plain step.
+// C1, C3 and C6 with 16-bit dtypes, and the cost of layer-wise optimizers, clipping by units, the
+// noise scale and row-sparse gradients against the plain step.
 #include <string.h>
 
 #include <utility>
@@ -11,11 +11,11 @@
 namespace bench {
 namespace {
 
-// A block of n bfloat16 numbers: the upper halves of small floats.
+// Converts a block in place to n bfloat16 numbers, the upper halves of its floats.
 uint16_t* halves(const Block& block, int64_t n) {
   const float* const from = block.get();
   uint16_t* const to = reinterpret_cast<uint16_t*>(block.get());
-  for (int64_t i = 0; i < n; ++i) {  // each is written below where it is read
+  for (int64_t i = 0; i < n; ++i) {  // each is written at or below the address it was read from
     uint32_t bits;
     memcpy(&bits, from + i, sizeof bits);
     to[i] = static_cast<uint16_t>(bits >> 16);
@@ -69,7 +69,7 @@ void steps_16(const Options& options, Report& report, const Place& place) {
         {{[&] { yard_mix_4_4_half(a.get(), b.get(), c.get(), g.get(), d16, n, threads); }, [] {}},
          {[&] { context.step(); }, [&] { context.accumulate(gradients); }}});
     report.figure("C3_bf16_copy", t[0] / t[1], Sense::kAtLeast, 0.92,
-                  format("AdamW on f32 masters with a bf16 copy %.1f, its mix %.1f GB/s",
+                  format("AdamW on f32 master weights with a bf16 copy %.1f, its mix %.1f GB/s",
                          rate_of(30, place.layout, t[1]), rate_of(30, place.layout, t[0])));
   }
   const Block q = make_block(n, 0, threads), e = make_block(n, 6, threads);
@@ -87,7 +87,7 @@ void steps_16(const Options& options, Report& report, const Place& place) {
                        rate_of(20, place.layout, t[1]), rate_of(20, place.layout, t[0])));
 }
 
-// Gradients and parameters in bf16, f32 accumulators and masters.
+// Gradients and parameters in bf16, accumulators and master weights in f32.
 void windows_16(const Options& options, Report& report, const Place& place) {
   const int threads = options.threads;
   const int64_t n = place.layout.n;
@@ -146,7 +146,7 @@ void windows_16(const Options& options, Report& report, const Place& place) {
                 "sum of the passes / time, the worst of the six");
 }
 
-// Steps against the plain one: AdamW, clipped by the global norm.
+// Steps compared with the plain one: AdamW, clipped by the global norm.
 void layers(const Options& options, Report& report, const Place& place) {
   const int threads = options.threads;
   const int64_t n = place.layout.n;
@@ -171,17 +171,17 @@ void layers(const Options& options, Report& report, const Place& place) {
   agc.scope = GA_CLIP_AGC;
   if (options.wants("LAMB")) {
     against("LAMB", lamb, 1.5, "time of LAMB's step / AdamW's (40, 28 bytes)");
-    against("LARS", lars, 0, "time of LARS's step / AdamW's (16, 28 bytes)");
+    against("LARS", lars, 0, "time of LARS' step / AdamW's (16, 28 bytes)");
   }
   if (options.wants("ADAFACTOR"))
     against("ADAFACTOR", adafactor, 0, "time of Adafactor's step / AdamW's (32, 28 bytes)");
   if (options.wants("AGC")) {
     agc.units = GA_AGC_TORCH;
     against("AGC_torch", agc, 1.35,
-            "AdamW's step clipped by units, rows / by the global norm (28 bytes each)");
+            "time of AdamW's step with AGC by rows / with a global clip (28 bytes each)");
     agc.units = GA_AGC_TF;
     against("AGC_tf", agc, 1.35,
-            "AdamW's step clipped by units, columns / by the global norm (36, 28 bytes)");
+            "time of AdamW's step with AGC by columns / with a global clip (36, 28 bytes)");
   }
 }
 
@@ -220,7 +220,7 @@ void adafactor_state(Report& report) {
                 Sense::kAtMost, 0.006, "bytes of state / AdamW's, 4096 x 4096");
 }
 
-// 1000 rows of an embedding, lazily, against a dense parameter that is those rows alone.
+// 1000 rows of an embedding, lazily updated, against a dense parameter of these rows alone.
 void rows(const Options& options, Report& report) {
   constexpr int64_t kRows = int64_t{1} << 20, kColumns = 64, kTouched = 1000;
   const int threads = options.threads;
@@ -251,7 +251,7 @@ void rows(const Options& options, Report& report) {
       race(options.rounds(), options.quick ? 20 : 100, {{dense_window, {}}, {window, {}}});
   report.figure(
       "ROWS", t[1] / t[0], Sense::kNone, 0,
-      format("window of %d rows of 2^20 x 64, lazy, %.0f us / of a parameter of those rows",
+      format("window of %d rows of 2^20 x 64, lazy, %.0f us / a parameter of these rows alone",
              static_cast<int>(kTouched), 1e6 * median(t[1])));
 }
 

@@ -24,9 +24,9 @@ int64_t chunk_size(int64_t n, int threads) {
   return std::max(int64_t{1024}, std::min(kChunk, share));
 }
 
-// A thread's own chunks: the same ones in each pass, so that it finds them in its cache. Who is
-// done takes from the others, so that a thread which the machine holds up does not make the
-// yardstick slow.
+// A thread's own chunks are the same in each pass, so that it finds them in its cache. A thread
+// that has finished takes chunks of the others, so that a delayed thread does not slow the
+// yardstick down.
 struct alignas(64) Share {
   std::atomic<int64_t> next;
   int64_t end;
@@ -37,7 +37,7 @@ constexpr int kMaxThreads = 256;
 template <class Loop>
 double sum_chunks(int64_t n, int threads, Loop loop) {
   double sum = 0;
-  if (threads == 1) {  // without the cost of a team of one
+  if (threads == 1) {  // avoids the cost of a parallel region
     for (int64_t i = 0; i < n; i += kChunk) sum += loop(i, std::min(n, i + kChunk));
     return sum;
   }
@@ -66,11 +66,11 @@ void for_chunks(int64_t n, int threads, Loop loop) {
   });
 }
 
-// Sixteen floats: one cache line, whatever registers the processor has.
+// Sixteen floats: one cache line, independent of the processor's registers.
 typedef float Line __attribute__((vector_size(64), aligned(4), may_alias));
 constexpr int64_t kLine = 16;
 
-// By address: through memcpy, gcc takes a line apart and waits for its halves.
+// By pointer cast: with memcpy, gcc splits a line in two and stalls on the halves.
 Line& line(float* p) { return *reinterpret_cast<Line*>(p); }
 const Line& line(const float* p) { return *reinterpret_cast<const Line*>(p); }
 
@@ -105,14 +105,14 @@ uint16_t upper_half(float x) {
   return static_cast<uint16_t>(bits >> 16);
 }
 
-// Two kibibytes ahead: the best distance here, by a little.
+// Two kibibytes ahead: the best distance measured, by a small margin.
 constexpr int64_t kAhead = 512;
 
 }  // namespace
 
 float yard_mix_1_0(const float* a, int64_t n, int threads) {
   return static_cast<float>(sum_chunks(n, threads, [=](int64_t i, int64_t end) {
-    // Four sums in flight, lest the latency of an addition be what is measured.
+    // Four independent sums, so that the latency of an addition is not what is measured.
     Line sum0 = {}, sum1 = {}, sum2 = {}, sum3 = {};
     for (; i + 4 * kLine <= end; i += 4 * kLine) {
       sum0 += line(a + i);
@@ -335,7 +335,7 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// What a block is to be unmapped by, just before its first float.
+// The arguments of munmap, stored just before a block's first float.
 struct Mapping {
   void* start;
   size_t bytes;
@@ -344,7 +344,7 @@ struct Mapping {
 }  // namespace
 
 float* yard_alloc(int64_t n, int number, int threads) {
-  // 17 lines apart: neither the same offset in a page, nor within reach of the same few loads.
+  // Blocks are 17 cache lines apart: never at the same offset in a page, nor close to it.
   const size_t offset = 64 + (static_cast<size_t>(number) * 17 * 64) % 4096;
   const size_t bytes = static_cast<size_t>(n) * sizeof(float) + offset + 2 * kHugePage;
   void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -356,7 +356,7 @@ float* yard_alloc(int64_t n, int number, int threads) {
   const Mapping mapping{start, bytes};
   memcpy(reinterpret_cast<char*>(block) - sizeof mapping, &mapping, sizeof mapping);
   for_chunks(n, threads, [=](int64_t i, int64_t end) {
-    // A cheap sequence that is the same however many threads there are.
+    // A cheap sequence that does not depend on the number of threads.
     for (; i < end; ++i) {
       const uint32_t bits =
           (static_cast<uint32_t>(i) + 977u * static_cast<uint32_t>(number)) * 2654435761u;
