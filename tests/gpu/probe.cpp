@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prints what `run` beside this file needs to know of the machine. Exits with 77 where there is no
-// GPU to use, and says why.
+// Prints what `run` in this folder needs to know about the machine. Exits with 77, and the reason,
+// if there is no usable GPU.
 #include <cuda_runtime.h>
 #include <stdio.h>
 
