@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A program outside the tree, in strict C99: two windows of training with numbers checked by hand.
- * With the argument "matmul" the matrix engine has to be there too. Exit 1: a wrong number.
+ * A program outside the tree, in strict C99: two windows of training, compared with numbers
+ * computed by hand. With the argument "matmul" it also needs the matrix engine. Exits with 1 if a
+ * number is wrong.
  */
 #include <gradaccum/gradaccum.h>
 #include <math.h>
@@ -113,7 +114,7 @@ static void train_matmul(void) {
 
 int main(int argc, char** argv) {
   if (ga_version() != 10000 * GA_VERSION_MAJOR + 100 * GA_VERSION_MINOR + GA_VERSION_PATCH) {
-    printf("header and library are of different versions\n");
+    printf("header and library have different versions\n");
     return 1;
   }
   train_sgd();

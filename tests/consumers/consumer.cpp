@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A C++17 program outside the tree, with gradaccum.hpp: a window of training checked by hand, and an
-// error that arrives as an exception. Exit 1: a wrong number.
+// A C++17 program outside the tree, with gradaccum.hpp: a window of training, compared with numbers
+// computed by hand, and an error that is thrown as an exception. Exits with 1 if a check fails.
 #include <cstdio>
 #include <gradaccum/gradaccum.hpp>
 #include <string>
@@ -30,6 +30,6 @@ int main() {
     const bool good = error.status() == GA_ERROR_INVALID_ARGUMENT && error.what() != std::string();
     return good ? 0 : 1;
   }
-  std::printf("a negative weight was taken\n");
+  std::printf("a negative weight was accepted\n");
   return 1;
 }
