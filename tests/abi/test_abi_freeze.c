@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The public ABI written down a second time: sizes, offsets, enum values, types of functions. What
- * programs were compiled against must not move; additions go to the end.
+ * The public ABI written down a second time: sizes, offsets, enum values, function types. Nothing
+ * that programs have been compiled against may change; additions go to the end.
  */
 #include <gradaccum/gradaccum.h>
 #include <stdio.h>
 
 #if !defined(__LP64__)
 int main(void) {
-  printf("skipped: the numbers are those of 64-bit Linux\n");
+  printf("skipped: this test is for 64-bit Linux\n");
   return 77;
 }
 #else
@@ -411,7 +411,7 @@ _Static_assert(_Generic((ga_parallel_for)0, void (*)(void*, int64_t, ga_task, vo
                         default : 0),
                "ga_parallel_for");
 
-/* The rest is decided when this file is compiled: only the version is left to ask. */
+/* Everything else is checked at compile time; only the version is checked at run time. */
 int main(void) {
   const int32_t version = 10000 * GA_VERSION_MAJOR + 100 * GA_VERSION_MINOR + GA_VERSION_PATCH;
   if (ga_version() != version) {
