@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The library against PyTorch: the same gradients to both, to one in micro-batches, to the other
+"""Compares the library with PyTorch. Both get the same gradients, the library in micro-batches, PyTorch
 as whole batches.
 
-Usage: torch_oracle.py LIBRARY     exits with 77 where PyTorch is not installed.
+Usage: torch_oracle.py LIBRARY     exits with 77 if PyTorch is not installed.
 
-PyTorch runs in float64, so against float32 it has no rounding of its own to excuse. What versions
-newer than Debian's have, or do otherwise, is in vectors.hpp.
+PyTorch runs in float64, so its own rounding does not matter beside float32. vectors.hpp covers what
+versions newer than Debian's have or do differently.
 """
 import ctypes
 import math
@@ -47,11 +47,11 @@ Result = struct("Result", ("outcome", I32), ("reserved", I32), ("windows", I64),
 BnOptions = struct("BnOptions", ("mode", I32), ("layout", I32), ("dtype", I32), ("biased", I32),
                    ("momentum", F64), ("eps", F64))
 
-# What PyTorch calls otherwise.
+# PyTorch's names of options that have other names in the library.
 NAMES = {"alpha": "rho", "initial_accumulator_value": "initial_accumulator"}
 
 torch.set_num_threads(1)
-torch.set_default_dtype(torch.float64)  # of its own scalars too
+torch.set_default_dtype(torch.float64)  # for PyTorch's own scalars too
 lib = C.CDLL(sys.argv[1])
 lib.ga_last_error.restype = C.c_char_p
 
@@ -63,7 +63,7 @@ def call(name, *arguments):
 
 
 class Library:
-    """Parameters that the library trains."""
+    """Parameters trained by the library."""
 
     def __init__(self, tensors, dtype, kind, options, max_norm):
         self.tensors = [t.to(dtype).clone() for t in tensors]
@@ -128,7 +128,7 @@ def run(name, make, kind, options, dtype=torch.float32, max_norm=None, micro_bat
         sums, total = [None] * len(shapes), 0
         for k in range(micro_batches):
             weight = k + 1
-            # Of mixed size, some of the order of Adam's eps; here and there none at all.
+            # Gradients of mixed magnitude, some of the order of Adam's eps, and some missing.
             gradients = [(normal(s) * torch.exp(4 * normal(s) - 4)).to(dtype) for s in shapes]
             if missing:
                 gradients = [None if (i + step + k) % 3 == 0 or (i == 1 and step % 5) else g
@@ -151,11 +151,10 @@ def run(name, make, kind, options, dtype=torch.float32, max_norm=None, micro_bat
         for d, p, b in zip(distance, theirs, before):
             d += (p.detach() - b).abs()
 
-    # Each step rounds p once and its own change a few times: the change is good to 64 roundings
-    # (the sums in moments and in micro-batches), p to one for each step. In float64 both sides
-    # round, and a bias correction 1 - beta2^t loses up to n = 1 / (1 - beta2) roundings. RAdam
-    # subtracts 2 t beta2^t of such quotients, 2 n in size, to get 2 where it begins to adapt, at
-    # t = 6, when they have lost n / 6.
+    # The tolerance: 64 roundings of the sum of p's changes (the sums in moments and over micro-batches)
+    # and one rounding of p in each step. In float64 both sides round, and a bias correction 1 - beta2^t
+    # loses up to n = 1 / (1 - beta2) roundings. RAdam begins to adapt at t = 6, where it subtracts
+    # 2 t beta2^t / (1 - beta2^t) from a number of size 2 n to get 2, and these have lost n / 6.
     unit, factor = 2.0**-24, 64
     if dtype == torch.float64:
         n = 1 / (1 - options.get("betas", (0.9, 0.999))[1])
@@ -172,8 +171,8 @@ def run(name, make, kind, options, dtype=torch.float32, max_norm=None, micro_bat
 
 
 def batch_norm(module, shape, cuts, dtype, channels_last=False, options={}, steps=3):
-    """A torch.nn.BatchNorm of whole batches against the library's layer: of the same batches in
-    micro-batches, by WINDOW mode, or of whole ones by MICRO mode where they are not cut."""
+    """Compares a torch.nn.BatchNorm of whole batches with the library's layer: with the same batches in
+    micro-batches in WINDOW mode, or in MICRO mode if cuts has one part."""
     torch.manual_seed(1)
     channels, positions = shape[1], math.prod(shape[2:])
     theirs = module(channels, **options).to(torch.float64)
@@ -219,7 +218,7 @@ def batch_norm(module, shape, cuts, dtype, channels_last=False, options={}, step
         ys, dxs = [torch.empty_like(p) for p in xs], [torch.empty_like(p) for p in xs]
         sizes = [(I64(len(p)), I64(positions)) for p in xs]
         at = [[C.c_void_p(p.data_ptr()) for p in of] for of in (xs, dys, ys, dxs)]
-        # The loss is a sum over the batch: the parts' gradients add up.
+        # The loss is a sum over the batch, so the gradients of the parts add up.
         def micro(k, name, *arguments):
             call("ga_micro_begin", ctx, I64(k), F64(1), None)
             call(name, ctx, bn, at[0][k], at[1][k], *sizes[k], *arguments)
@@ -244,12 +243,12 @@ def batch_norm(module, shape, cuts, dtype, channels_last=False, options={}, step
             t = torch.cat(parts)
             return t.movedim(-1, 1) if channels_last else t
 
-        # y and dx: eight operations on numbers of the order of the largest; in float64 the sums
-        # over n elements of both sides as well.
+        # y and dx take eight operations on numbers up to the largest; in float64 the sums over n
+        # elements of both sides count too.
         roundings = 8 if dtype == torch.float32 else 8 + 4 * n
         compare(whole(ys), want.detach(), want.detach().abs().max(), roundings)
         compare(whole(dxs), x64.grad, x64.grad.abs().max(), roundings)
-        # Weights 1, mean of K: their sum / K.
+        # All weights are 1, so the library's mean is the sum divided by the number of parts.
         for p, grad, terms in (0, theirs.weight.grad, dy.abs() * x.abs()), (1, theirs.bias.grad, dy.abs()):
             data = C.c_void_p()
             call("ga_gradient", ctx, p, C.byref(data), None)
@@ -260,7 +259,7 @@ def batch_norm(module, shape, cuts, dtype, channels_last=False, options={}, step
         mean, variance, count = torch.empty(channels), torch.empty(channels), I64()
         call("ga_bn_running", ctx, bn, C.c_void_p(mean.data_ptr()), C.c_void_p(variance.data_ptr()),
              DTYPES[torch.float64], C.byref(count))
-        # Both sums in float64, of numbers up to 10 and their squares.
+        # Both sides sum in float64, numbers up to 10 and their squares.
         unit64 = 2.0**-53 * 4 * n
         worst = max(worst, ((mean - theirs.running_mean).abs() / (10 * unit64)).max().item(),
                     ((variance - theirs.running_var).abs() / (100 * unit64)).max().item())
@@ -290,7 +289,7 @@ others = [
         dict(lr=1.0), dict(lr=0.5, rho=0.5, eps=1e-3, weight_decay=0.1, maximize=True)]),
     (ADAMAX, torch.optim.Adamax, [
         dict(lr=1e-2), dict(lr=1e-2, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.1, maximize=True)]),
-    # In 1.13 NAdam multiplies its momentum in twice, but not where it takes all tensors at once.
+    # PyTorch 1.13's NAdam applies its momentum twice, except in the foreach implementation.
     (NADAM, lambda p, **o: torch.optim.NAdam(p, foreach=True, **o), [
         dict(lr=1e-2), dict(lr=1e-2, weight_decay=0.1),
         dict(lr=1e-2, betas=(0.5, 0.9), momentum_decay=0.5, eps=1e-3)]),
