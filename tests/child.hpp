@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A piece of a test in a child process.
+// Runs a part of a test in a child process.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,8 +12,8 @@
 
 namespace ga::test {
 
-// Runs body in a fork of this process. What fails there fails the test, and so does a child that
-// hangs: it is ended by its alarm.
+// Runs body in a fork of this process. A failure in the child fails the test, and so does a child
+// that hangs, which its alarm ends.
 template <class Body>
 void in_child(Body&& body) {
   fflush(stdout);
@@ -23,14 +23,15 @@ void in_child(Body&& body) {
     alarm(30);
     body();
     fflush(stdout);
-    _exit(testing::Test::HasFailure() ? 1 : 0);  // nothing of the parent is to be ended here
+    _exit(testing::Test::HasFailure() ? 1
+                                      : 0);  // without the parent's destructors and exit handlers
   }
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   if (WIFSIGNALED(status))
     ADD_FAILURE() << "the child " << (WTERMSIG(status) == SIGALRM ? "hung" : "crashed");
   else
-    EXPECT_EQ(WEXITSTATUS(status), 0) << "something failed in the child";
+    EXPECT_EQ(WEXITSTATUS(status), 0) << "a check failed in the child";
 }
 
 }  // namespace ga::test

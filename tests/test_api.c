@@ -122,7 +122,7 @@ static void life_cycle(void) {
   NEAR(w[5], 5);
   NEAR(bias[1], -(1 * 4 + 3 * 4 / 4.0) / 4);
 
-  /* A schedule, a clip, a schedule of K, another place for the bias, a frozen weight. */
+  /* A schedule, a clip, a schedule of K, another address for the bias, a frozen weight. */
   OK(ga_schedule_init(&warm, sizeof warm, GA_SCHEDULE_CONSTANT));
   warm.warmup_steps = 4;
   OK(ga_group_set_schedule(ctx, group, &warm));
@@ -159,8 +159,8 @@ static void life_cycle(void) {
   ga_context_destroy(NULL);
 }
 
-/* Parameters in one block, an optimizer of the program's own, and a matrix product where there is
-   an engine for it. */
+/* Parameters in one block, an optimizer of the program's own, and a matrix product if there is an
+   engine for it. */
 static void flat_external_matmul(void) {
   float block[10] = {0};
   float g[10] = {1, 2, 3, 4, 5, 6, 0, 0, 0, 8};
@@ -210,7 +210,7 @@ static void flat_external_matmul(void) {
   ga_context_destroy(ctx);
 }
 
-/* A bf16 parameter with a master, a table of rows, a loss scale that moves, and averages. */
+/* A bf16 parameter with master weights, a table of rows, a dynamic loss scale, and an EMA. */
 static void precision_rows_averages(void) {
   uint16_t half[2] = {0x3f80, 0x3f80}; /* 1, 1 in bf16 */
   float table[6] = {0, 0, 0, 0, 0, 0}, average[6], values[4] = {2, 4, 6, 8};
@@ -275,7 +275,7 @@ static void precision_rows_averages(void) {
   OK(ga_loss_scale(ctx, &scale, NULL));
   CHECK(scale == 2 && half[0] == 0x3f7f);
 
-  /* The program writes the parameter: the master is to follow. */
+  /* The program writes the parameter, and the master weights must follow. */
   half[0] = 0x4000;
   OK(ga_param_changed(ctx, 0));
   OK(ga_micro_begin(ctx, 0, 1, NULL));
@@ -338,7 +338,7 @@ static void batch_normalisation(void) {
     OK(ga_bn_backward(ctx, window, x + 2 * k, dy + 2 * k, 2, 1, dx + 2 * k));
     OK(ga_micro_end(ctx));
   }
-  /* The sums of dy and dy x^ are 2 and 0: dx = 2 r (dy - 1 / 2). */
+  /* The sums of dy and of dy times the normalised x are 2 and 0, so dx = 2 r (dy - 1 / 2). */
   NEAR(dx[0], r);
   NEAR(dx[1], -r);
   OK(ga_step(ctx, NULL));

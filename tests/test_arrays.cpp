@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// When the arrays of a parameter are made, and for whom: by the first contribution that is sure to be
-// made, not by calls that fail or contribute nothing; never for frozen parameters; one master to one
-// memory. And what ga_context_memory tells of it.
+// When a parameter's arrays are made: by the first contribution that is certain to succeed, not by
+// calls that fail or contribute nothing, and never for frozen parameters. Two contexts cannot have
+// master weights for the same memory. Also what ga_context_memory reports.
 #include <memory>
 
 #include "formats.hpp"
@@ -10,7 +10,7 @@
 namespace ga::test {
 namespace {
 
-// A bf16 parameter with a master, and an f32 one beside it with the same gradient.
+// A bf16 parameter with master weights, and an f32 parameter with the same gradient.
 struct Net {
   explicit Net(const ga_config& c = config()) : ctx(c) {
     group = ctx.group(plain_sgd());
@@ -36,7 +36,7 @@ struct Net {
 
 const void* off_by_one(const Tensor& t) { return static_cast<const char*>(t.data()) + 1; }
 
-// Calls that fail or contribute nothing, each of which may leave no trace.
+// Calls that fail or contribute nothing. None of them may leave a trace.
 struct Attempt {
   const char* name;
   void (*run)(Net& net);
@@ -103,7 +103,7 @@ const Attempt kAttempts[] = {
        EXPECT_OK(ga_accumulator_acquire(n.ctx, n.second, &a));
        EXPECT_EQ(a.data, nullptr);
        EXPECT_OK(ga_accumulator_release(n.ctx, n.second));
-       // No matrix engine is opened for it either.
+       // The call does not open a matrix engine either.
        EXPECT_OK(ga_accumulate_matmul(n.ctx, n.second, 1, n.wide_gradient.data(), 1, 0,
                                       n.wide_gradient.data(), 1, 0, GA_F32));
        EXPECT_OK(ga_micro_end(n.ctx));
@@ -115,8 +115,8 @@ class LeavesNothing : public testing::TestWithParam<Attempt> {};
 INSTANTIATE_TEST_SUITE_P(All, LeavesNothing, testing::ValuesIn(kAttempts),
                          [](const auto& i) { return std::string(i.param.name); });
 
-// What the program writes to the parameter afterwards is what the step goes by, averages can still be
-// asked for, and no array is there.
+// After such a call, the step starts from what the program writes to the parameter, an EMA can
+// still be set, and no array exists.
 TEST_P(LeavesNothing, NoArraysAndNoMaster) {
   Net net;
   GetParam().run(net);
@@ -132,23 +132,23 @@ TEST_P(LeavesNothing, NoArraysAndNoMaster) {
   EXPECT_OK(net.accumulate(net.narrow_gradient.data(), net.wide_gradient.data()));
   EXPECT_TRUE(net.has_arrays());
   EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
-  EXPECT_EQ(net.narrow.get(0), 5) << "the program's write was lost to a master taken before";
+  EXPECT_EQ(net.narrow.get(0), 5) << "master weights made earlier overwrote the program's write";
   EXPECT_EQ(net.wide.get(0), 7);
 }
 
-// No arrays are made either if a whole micro-batch is judged before it is added.
+// No arrays are made either if a whole micro-batch is checked before it is added.
 TEST_P(LeavesNothing, UnderDropMicro) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;
   Net net(c);
   if (std::string(GetParam().name) == "PartsOfWeightZero" ||
       std::string(GetParam().name) == "PartsThatFail")
-    return;  // they have calls that this policy refuses
+    return;  // this policy refuses some of their calls
   GetParam().run(net);
   EXPECT_FALSE(net.has_arrays());
 }
 
-// A step about parameters without a gradient makes what no contribution has made.
+// A step that moves parameters without a gradient makes the arrays that no contribution has made.
 TEST(Arrays, OfAStepWithoutGradients) {
   ga_config c = config();
   c.missing = GA_MISSING_ZERO;
@@ -165,7 +165,7 @@ TEST(Arrays, OfAStepWithoutGradients) {
 
 // ---- Frozen parameters --------------------------------------------------------------------------
 
-// Of 3 x 1,000,000 elements a tenth is trained: adapters beside a frozen model.
+// A tenth of 3 x 1,000,000 elements is trained: adapters beside a frozen model.
 TEST(Frozen, OwnNothingUntilTheyAreUnfrozen) {
   for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR}) {
     SCOPED_TRACE(testing::Message() << "optimizer " << kind);
@@ -183,7 +183,7 @@ TEST(Frozen, OwnNothingUntilTheyAreUnfrozen) {
     const ga_param frozen = add(ctx, group, model, {1000, 1000});
     const int64_t with_model = memory(ctx).total;
     EXPECT_OK(ga_param_set_frozen(ctx, frozen, 1));
-    EXPECT_LT(memory(ctx).total, 100000) << "planned for a frozen one; not frozen " << with_model;
+    EXPECT_LT(memory(ctx).total, 100000) << "includes frozen parameters; unfrozen " << with_model;
     add(ctx, group, adapter, {100, 1000});
 
     const ga_memory planned = memory(ctx);
@@ -198,12 +198,12 @@ TEST(Frozen, OwnNothingUntilTheyAreUnfrozen) {
     EXPECT_LT(used.total, 4000000);
     EXPECT_EQ(model, Tensor(GA_BF16, 1000000, 0.5));
 
-    // Its average is the parameter, for now.
+    // Its EMA is still the parameter itself.
     Tensor average(GA_F32, 1000000);
     EXPECT_OK(ga_ema_copy_to(ctx, frozen, average.data(), GA_F32));
     EXPECT_EQ(average, Tensor(GA_F32, 1000000, 0.5));
 
-    // Unfrozen it gets all that it lacked, and its first step begins its average.
+    // When it is unfrozen it gets all its arrays, and its first step starts its EMA.
     EXPECT_OK(ga_param_set_frozen(ctx, frozen, 0));
     EXPECT_GT(memory(ctx).total, 8000000);
     EXPECT_NEAR(static_cast<double>(memory(ctx).masters), 4e6, 4096);
@@ -211,17 +211,19 @@ TEST(Frozen, OwnNothingUntilTheyAreUnfrozen) {
     EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
     EXPECT_NE(model.get(0), 0.5);
     EXPECT_OK(ga_ema_copy_to(ctx, frozen, average.data(), GA_F32));
-    EXPECT_NEAR(average.get(0), model.get(0), 0x1p-8) << "the master, before it was rounded";
+    EXPECT_NEAR(average.get(0), model.get(0), 0x1p-8)
+        << "the EMA is not that of the master weights";
     EXPECT_NE(average.get(0), 0.5);
 
-    // Frozen once more it keeps them.
+    // When it is frozen again it keeps its arrays.
     const int64_t all = memory(ctx).total;
     EXPECT_OK(ga_param_set_frozen(ctx, frozen, 1));
     EXPECT_EQ(memory(ctx).total, all);
   }
 }
 
-// A parameter that was frozen for some windows ends with the bits of one added when it was unfrozen.
+// A parameter that was frozen for some windows ends with the same bits as a parameter that was
+// added when the other was unfrozen.
 TEST(Frozen, BeginsAsIfItWereNew) {
   for (const int32_t kind : representative_kinds()) {
     const auto run = [&](bool frozen) {
@@ -274,7 +276,8 @@ struct Trainer {
   ga_param param = -1;
 };
 
-// Two masters would each overwrite what the other has made: -1, -2, -2, -3 in place of -1, -2, -3, -4.
+// Two contexts with master weights for one parameter would overwrite each other's updates: -1, -2,
+// -2, -3 instead of -1, -2, -3, -4.
 TEST(TwoContexts, HaveNoTwoMastersOfOneMemory) {
   Tensor p(GA_BF16, 16);
   auto a = std::make_unique<Trainer>(p);
@@ -284,7 +287,7 @@ TEST(TwoContexts, HaveNoTwoMastersOfOneMemory) {
   EXPECT_EQ(window(b.ctx).state, GA_WINDOW_EMPTY);
   EXPECT_OK(a->window());
   EXPECT_EQ(p.get(0), -2);
-  // Where the first is gone, the second goes on from where it was.
+  // After the first context is destroyed, the second continues from the parameter's value.
   a.reset();
   EXPECT_OK(b.window());
   EXPECT_EQ(p.get(0), -3);
@@ -308,16 +311,16 @@ TEST(TwoContexts, OverlapCountsAndSoDoesBind) {
   EXPECT_EQ(step(b).outcome, GA_STEP_APPLIED);
   EXPECT_TRUE(refused(ga_param_bind(a, pa, block.at(25)), GA_ERROR_INVALID_STATE, {"\"p\""}));
   EXPECT_TRUE(refused(ga_param_bind(b, pb, block.at(10)), GA_ERROR_INVALID_STATE, {"\"q\""}));
-  // A refused bind leaves the parameter where it was; memory that was left is free.
+  // A refused ga_param_bind changes nothing; memory that a parameter has left is free for another.
   a.accumulate({g.data()});
   EXPECT_EQ(step(a).outcome, GA_STEP_APPLIED);
   EXPECT_EQ(block.get(20), -2);
   EXPECT_OK(ga_param_bind(a, pa, other.data()));
   EXPECT_OK(ga_param_bind(b, pb, block.at(22)));
-  EXPECT_OK(ga_param_bind(b, pb, block.at(24))) << "over its own memory";
+  EXPECT_OK(ga_param_bind(b, pb, block.at(24))) << "a parameter may overlap its own former memory";
 }
 
-// Without masters there is nothing to drift apart: each reads what the other has written.
+// Without master weights, each context reads what the other has written.
 TEST(TwoContexts, MayShareParametersWithoutMasters) {
   for (const bool f32 : {false, true}) {
     Tensor p(f32 ? GA_F32 : GA_BF16, 16);
@@ -330,9 +333,10 @@ TEST(TwoContexts, MayShareParametersWithoutMasters) {
   }
 }
 
-// ---- What ga_context_memory tells ---------------------------------------------------------------
+// ---- What ga_context_memory reports -------------------------------------------------------------
 
-// An accumulator that a window of one living gradient never writes is address space, not memory.
+// A window of one live gradient never writes the accumulator, which is then address space, not
+// memory.
 TEST(MemoryTold, AccumulatorsOfLivingGradients) {
   constexpr int64_t kCount = 1 << 20;
   const auto run = [&](int64_t accum_steps, int micro_batches) {
@@ -351,7 +355,7 @@ TEST(MemoryTold, AccumulatorsOfLivingGradients) {
     return used;
   };
   const ga_memory one = run(1, 1), open = run(0, 1), two = run(2, 2);
-  constexpr int64_t kPage = 4096;  // large arrays are shifted against each other within one
+  constexpr int64_t kPage = 4096;  // large arrays start at different offsets within a page
   EXPECT_LT(one.accumulators, kPage);
   EXPECT_EQ(one.resident, one.total);
   EXPECT_GE(open.accumulators, 4 * kCount) << "the next window may have two";
@@ -360,7 +364,8 @@ TEST(MemoryTold, AccumulatorsOfLivingGradients) {
   EXPECT_EQ(two.resident, two.total);
 }
 
-// Before the first contribution as after it, for every clip and optimizer with arrays of its own.
+// The sizes are the same before and after the first contribution, for every clip and optimizer with
+// arrays of its own.
 TEST(MemoryTold, PlannedIsUsed) {
   for (const int32_t scope : {GA_CLIP_NONE, GA_CLIP_AGC}) {
     for (const int32_t kind : representative_kinds()) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The recipe that BERT was published with, computed here step by step as its paper and its program
-// have it, against the library: the mean over a window of four micro-batches, clipping by the global
-// norm, AdamWeightDecay without decay of LayerNorm and biases, linear warm-up and decay.
+// BERT's published recipe, computed step by step from its paper and its source, compared with the
+// library: the mean over a window of four micro-batches, clipping by the global norm,
+// AdamWeightDecay without decay of LayerNorm and biases, linear warm-up and decay.
 
 #include <algorithm>
 #include <cmath>
@@ -33,12 +33,12 @@ using Values = std::vector<std::vector<double>>;  // [tensor][element]
 // ---- The recipe, in float64 ---------------------------------------------------------------------
 
 struct Recipe {
-  // Mistakes that are made with it.
+  // Common mistakes in using the recipe.
   bool clips_micro_batches = false, counts_micro_batches = false, decays_all = false;
 
   Values p, m, v;
   int64_t global_step = 0;
-  int64_t clipped = 0;  // steps
+  int64_t clipped = 0;  // number of clipped steps
   double lr = 0;
 
   explicit Recipe(const Values& start) : p(start), m(start), v(start) {
@@ -138,8 +138,9 @@ class Library {
   std::vector<std::vector<T>> tensors;
 };
 
-// Gradients of a noisy quadratic at p. Micro-batches are of unequal noise, and steps are too, so
-// that some are clipped and some are not. Multiples of 2^-16 below 4: every sum of four is exact.
+// Gradients of a noisy quadratic at p. The noise differs between micro-batches and between steps,
+// so that some steps are clipped and some are not. All are multiples of 2^-16 below 4, so every sum
+// of four is exact.
 std::vector<Values> micro_gradients(const Values& p, Random& random) {
   const double amplitude = std::pow(10, random.signed_unit()) * 0.05;
   std::vector<Values> all;
@@ -162,19 +163,19 @@ double distance(const Values& a, const Values& b) {
   for (size_t i = 0; i < a.size(); ++i) {
     for (size_t j = 0; j < a[i].size(); ++j) {
       const double d = std::abs(a[i][j] - b[i][j]);
-      if (!(d <= largest)) largest = d;  // a NaN stays
+      if (!(d <= largest)) largest = d;  // keeps a NaN
     }
   }
   return largest;
 }
 
-// How far the parameters of both may be apart, one step after the other. In u, half an ulp of 1 of
-// the library's arithmetic: the mean is exact; the norm, in float64, is known to (count + 4) u64 and
-// the clipped gradient g to that and 4 u; the moments m and v gain 4 u a step, relative to M, the
-// same sum of |g| as m is of g, and to v. So m / (sqrt(v) + eps) is known to (2 (count + 4) u64 +
-// 8 u + 6 t u) M / sqrt(v), with M / sqrt(v) <= (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 /
-// beta2)) < 7.3 by Cauchy and Schwarz. Decay and subtraction round to 2 u of p. All of it twice:
-// float64 rounds as well.
+// The largest difference of the parameters of both sides after each step. u is half an ulp of 1 in
+// the library's arithmetic, u64 in float64. The mean is exact. The norm, in float64, is known to
+// (count + 4) u64, and the clipped gradient g to this plus 4 u. The moments m and v gain an error
+// of 4 u per step, relative to M, which sums |g| as m sums g, and to v. So m / (sqrt(v) + eps) is
+// known to (2 (count + 4) u64 + 8 u + 6 t u) M / sqrt(v), with M / sqrt(v) <= (1 - beta1) / sqrt((1
+// - beta2) (1 - beta1^2 / beta2)) < 7.3 by Cauchy-Schwarz. Decay and subtraction add 2 u of p. The
+// bound is twice this sum, because float64 rounds too.
 class Bound {
  public:
   Bound(double u, const Values& p) : u_(u) {
@@ -206,7 +207,7 @@ void expect_recipe(double u) {
 
   Random random(11);
   for (int64_t t = 1; t <= kSteps; ++t) {
-    // At the library's parameters, for all: what differs is what the recipe makes of them.
+    // All sides get the gradients at the library's parameters, so that only the recipes differ.
     const std::vector<Values> micros = micro_gradients(library.values(), random);
     for (const Values& micro : micros) library.accumulate(micro);
     const ga_step_result result = step(library.ctx);
@@ -226,7 +227,7 @@ void expect_recipe(double u) {
 
   EXPECT_GT(right.clipped, kSteps / 4);
   EXPECT_LT(right.clipped, kSteps * 3 / 4);
-  // What the bound allows is nothing beside what a mistake does.
+  // The bound is far smaller than the effect of a mistake.
   for (const Recipe* wrong : {&clips_micro, &counts_micro, &decays_all}) {
     EXPECT_GT(distance(library.values(), wrong->p), 10 * allowed);
   }
@@ -245,7 +246,7 @@ TEST(BertRecipe, Float64StepForStep) { expect_recipe<double>(0x1p-53); }
 
 TEST(BertRecipe, Float32StepForStep) { expect_recipe<float>(0x1p-24); }
 
-// With gradients of zero nothing but decay is left.
+// With gradients of zero only decay moves parameters.
 TEST(BertRecipe, LayerNormAndBiasesDoNotDecay) {
   Library<double> library;
   const Values start = library.values();
@@ -263,7 +264,7 @@ TEST(BertRecipe, LayerNormAndBiasesDoNotDecay) {
       EXPECT_EQ(library.values()[i], start[i]);
       continue;
     }
-    // Three roundings a step here, two there.
+    // Each step has three roundings in the library and two here.
     Values want = {start[i]};
     for (double& x : want[0]) x *= kept;
     EXPECT_LE(distance({library.values()[i]}, want), 5 * kSteps * 0x1p-53);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// fork(): contexts of the parent answer in the child, and do no more; the child's own work.
+// fork(): in the child, the parent's contexts only return errors, and the child can make its own.
 #include <functional>
 
 #include "child.hpp"
@@ -50,7 +50,7 @@ Block trained(const ga_config& c) {
 
 using Calls = std::vector<std::pair<const char*, std::function<ga_status()>>>;
 
-// Every function that takes a context, with arguments that are right.
+// Calls every function that takes a context, with valid arguments.
 void expect_all_refused(ga_context* ctx) {
   static float data[64], out[64];
   static const double numbers[] = {1, 2};
@@ -132,7 +132,7 @@ void expect_all_refused(ga_context* ctx) {
       {"ga_bn_statistics", [&] { return ga_bn_statistics(ctx, 0, out, nullptr, GA_F32, &count); }},
   };
   for (const auto& [name, call] : calls) {
-    EXPECT_EQ(ga_discard(nullptr), GA_ERROR_INVALID_ARGUMENT);  // so that the sentence is a new one
+    EXPECT_EQ(ga_discard(nullptr), GA_ERROR_INVALID_ARGUMENT);  // sets another error message first
     EXPECT_EQ(call(), GA_ERROR_INVALID_STATE) << name;
     EXPECT_NE(std::string(ga_last_error()).find("fork"), std::string::npos) << ga_last_error();
   }
@@ -147,7 +147,7 @@ void expect_all_refused(ga_context* ctx) {
 TEST(Fork, ContextsOfTheParent) {
   const Block expected = trained(config());
   Model model(with_threads(2));
-  model.window(0);  // OpenMP has its threads now
+  model.window(0);  // makes OpenMP create its threads
   const Block before = model.block;
   in_child([&] {
     expect_all_refused(model.ctx);
@@ -160,7 +160,7 @@ TEST(Fork, ContextsOfTheParent) {
     EXPECT_EQ(devices, 1);
   });
   for (uint64_t t = 1; t < 3; ++t) model.window(t);
-  EXPECT_TRUE(same_bits(model.block, expected)) << "the parent goes on";
+  EXPECT_TRUE(same_bits(model.block, expected)) << "the parent does not go on as before";
 }
 
 TEST(Fork, ContextsOfTheChild) {
@@ -168,7 +168,7 @@ TEST(Fork, ContextsOfTheChild) {
   for (const int32_t threads : {1, 2, 0}) {
     in_child([&] { EXPECT_TRUE(same_bits(trained(with_threads(threads)), expected)); });
   }
-  EXPECT_TRUE(same_bits(trained(with_threads(2)), expected)) << "the parent has its threads still";
+  EXPECT_TRUE(same_bits(trained(with_threads(2)), expected)) << "the parent's threads fail";
 }
 
 struct Loops {
@@ -192,7 +192,7 @@ TEST(Fork, ParallelForOfTheChild) {
 }
 
 #ifdef _OPENMP
-// A program that has threads of OpenMP before it has a context.
+// A program that has started OpenMP's threads before it makes a context.
 TEST(Fork, OpenMpOfTheProgram) {
   int threads = 0;
 #pragma omp parallel num_threads(2) reduction(+ : threads)
@@ -218,7 +218,7 @@ TEST(Fork, Grandchildren) {
   });
 }
 
-// A context that is in a call while the process forks is none the less the parent's.
+// A context that is inside a call while the process forks belongs to the parent too.
 TEST(Fork, InAParallelFor) {
   struct Forking {
     ga_context* ctx = nullptr;
@@ -243,7 +243,7 @@ TEST(Fork, InAParallelFor) {
   EXPECT_GT(forking.forks, 1);
 }
 
-// Matrix products go through oneDNN, which asks OpenMP for threads itself.
+// Matrix products go through oneDNN, which uses OpenMP's threads itself.
 TEST(Fork, MatrixProducts) {
   if (!has_onednn()) GTEST_SKIP() << "this build has no oneDNN";
   constexpr int64_t kRows = 512, kColumns = 512, kBatch = 64;
@@ -267,7 +267,8 @@ TEST(Fork, MatrixProducts) {
   train();
 }
 
-// The masters of the parent are not the child's: one of its own over the same memory is no second one.
+// The parent's master weights do not count in the child, so the child may have its own for the same
+// memory.
 TEST(Fork, MastersOfTheParentAreNotThoseOfTheChild) {
   Tensor p(GA_BF16, 16), g(GA_BF16, 16, 1.0);
   const auto window = [&](ga_context* ctx) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The program's floating-point mode (subnormal numbers flushed, another rounding, traps) changes no
-// bit of what the library computes, and the library changes nothing of that mode.
+// The program's floating-point mode (subnormal numbers flushed, another rounding, traps) does not
+// change a bit of the library's results, and the library does not change the mode.
 #include <atomic>
 #include <functional>
 #include <thread>
@@ -34,14 +34,14 @@ constexpr Mode kModes[] = {{"Flush", 0x1f80 | 0x8040},
                            {"Traps", 0x1f80 & ~(0x400 | 0x200 | 0x80)},
                            {"All", (0x1f80 & ~(0x400 | 0x200 | 0x80)) | 0x8040 | 0x6000}};
 
-// With the exceptions so far.
+// The mode and the exception flags.
 uint64_t environment() { return _mm_getcsr(); }
 void set_environment(uint64_t bits) { _mm_setcsr(static_cast<unsigned>(bits)); }
 constexpr uint64_t kFlags = 0x3f;
 
 #elif defined(__aarch64__)
 
-// FPCR: flush to zero bit 24, rounding upward 22, default NaN 25. Traps are not on every processor.
+// FPCR: flush to zero bit 24, rounding upward 22, default NaN 25. Not every processor has traps.
 constexpr Mode kPlain = {"Plain", 0};
 constexpr Mode kModes[] = {
     {"Flush", 1 << 24}, {"Upward", 1 << 22}, {"All", 1 << 24 | 3 << 22 | 1 << 25}};
@@ -68,7 +68,7 @@ constexpr uint64_t kFlags = 0;
 
 void set(const Mode& mode) { set_environment(mode.bits); }
 
-// The mode of this thread while it lives.
+// Sets the mode of this thread for the lifetime of the object.
 class With {
  public:
   explicit With(const Mode& mode) : before_(environment()) { set(mode); }
@@ -85,7 +85,7 @@ class With {
   uint64_t before_;
 };
 
-// What a call returns, which leaves the environment as it was, to the last exception flag.
+// Returns the result of a call, which must not change the environment, exception flags included.
 template <class Call>
 ga_status kept(const char* what, Call&& call) {
   const uint64_t before = environment();
@@ -97,7 +97,7 @@ ga_status kept(const char* what, Call&& call) {
 
 #define KEPT_OK(call) EXPECT_EQ(kept(#call, [&] { return call; }), GA_OK) << ga_last_error()
 
-// ---- A run that every mode would change ---------------------------------------------------------
+// ---- A run that every mode would affect ---------------------------------------------------------
 
 constexpr int64_t kLarge = 4 * 65536 + 5, kSmall = 300;
 constexpr int64_t kChannels = 8, kSamples = 4100;
@@ -111,8 +111,8 @@ struct Data {
   double decay = 0.3, tiny = 4e-310, lr = 0.1;
 
   Data() {
-    // Adam with an epsilon that is subnormal once it is squared: what is left of gradients of 1e-19
-    // says whether anything was flushed.
+    // Adam with gradients of 1e-19, whose squares are subnormal: the update shows whether anything
+    // was flushed.
     ga_optimizer o = optimizer(GA_OPTIMIZER_ADAM);
     o.eps = 1e-25;
     optimizers.push_back({"AdamTiny", o});
@@ -146,8 +146,8 @@ struct Trace {
   }
 };
 
-// Everything that computes: optimizers, clipping, schedules, averages, batch normalisation, a window
-// that is skipped, and calls that fail.
+// Everything that computes: optimizers, clipping, schedules, EMA, batch normalisation, a skipped
+// window, and calls that fail.
 Trace run(const ga_config& given) {
   const Data& d = Data::get();
   Trace trace;
@@ -157,7 +157,7 @@ Trace run(const ga_config& given) {
   ga_config c = given;
   c.noise_scale = 1;
   ga_context* ctx = nullptr;
-  c.loss_scale = d.tiny;  // 0 where subnormal operands are zero
+  c.loss_scale = d.tiny;  // would be 0 if subnormal operands were zero
   KEPT_OK(ga_context_create(&c, &ctx));
   KEPT_OK((ga_context_destroy(ctx), GA_OK));
   c.loss_scale = 1;
@@ -185,7 +185,7 @@ Trace run(const ga_config& given) {
   const ga_param last = static_cast<ga_param>(d.layout.size()) - 1;
   const float inf = INFINITY;
   for (size_t t = 0; t < 3; ++t) {
-    if (t == 2) {  // before, it would make what is to be subnormal zero
+    if (t == 2) {  // earlier, it would make zero of what should be subnormal
       KEPT_OK(ga_context_set_clip(ctx, &norm));
     }
     for (size_t k = 0; k < 2; ++k) {
@@ -223,7 +223,7 @@ const Trace& baseline() {
   return trace;
 }
 
-// Whether this thread's environment is that mode, but for exceptions.
+// Returns true if this thread's environment is that mode, exception flags aside.
 bool is(const Mode& mode) {
 #if defined(__aarch64__)
   return environment() >> 32 == mode.bits;
@@ -232,7 +232,7 @@ bool is(const Mode& mode) {
 #endif
 }
 
-// A thread of its own, with which come OpenMP's threads of its own, made when it first needs them.
+// Runs body in a new thread, for which OpenMP creates new threads when they are first needed.
 void in_a_new_thread(const std::function<void()>& body) { std::thread(body).join(); }
 
 class FpModes : public testing::TestWithParam<Mode> {};
@@ -268,7 +268,7 @@ TEST_P(FpModes, AfterThereAreThreads) {
 }
 
 #ifdef _OPENMP
-// OpenMP's threads belong to the program too: each keeps the mode that it has.
+// OpenMP's threads belong to the program too: each keeps its mode.
 TEST_P(FpModes, OfOpenMpsThreads) {
   baseline();
   in_a_new_thread([&] {
@@ -297,7 +297,7 @@ struct Pool {
   void expect(const Mode& wanted) { wrong += is(wanted) ? 0 : 1; }
 };
 
-// Each of its threads has a mode of its own, and the calling thread takes part.
+// A pool whose threads each have a mode of their own; the calling thread takes part.
 void threads(void* user, int64_t count, ga_task task, void* data) {
   Pool& pool = *static_cast<Pool*>(user);
   ++pool.loops;
@@ -334,11 +334,11 @@ TEST_P(FpModes, OfTheProgramsThreads) {
     const With here(mode);
     EXPECT_TRUE(run(c) == baseline()) << mode.name;
     EXPECT_GT(pool.loops, 8) << "the callback was not used";
-    EXPECT_EQ(pool.wrong, 0) << "a mode was not the program's";
+    EXPECT_EQ(pool.wrong, 0) << "a thread's mode was changed";
   }
 }
 
-// A callback may use another context, and may do so in a mode that it sets itself.
+// A callback may use another context, in a floating-point mode that it sets itself.
 TEST(FpMode, ContextsWithinACallback) {
   baseline();
   struct Nested {

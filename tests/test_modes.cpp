@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The four ways to add up, and what each is for: many equal terms, a sum that explodes, a term that
-// vanishes; over unequal weights, missing parameters and micro-batches filled in turns.
+// The four accumulation modes and what each is for: many equal terms, a sum that overflows, a term
+// that vanishes; with unequal weights, missing gradients and micro-batches filled in turns.
 #include "formats.hpp"
 
 namespace ga::test {
@@ -17,8 +17,8 @@ ga_config mode(int32_t accumulation) {
   return c;
 }
 
-// Parameters at 0 that plain SGD with lr 1 moves by minus the reduced gradient, with accumulators of
-// one dtype.
+// Parameters at 0 that plain SGD with lr 1 moves by minus the reduced gradient, with accumulators
+// of one dtype.
 class Probe {
  public:
   Probe(const ga_config& c, int32_t accumulator, int64_t count, size_t params = 1) : ctx(c) {
@@ -30,7 +30,7 @@ class Probe {
       add(ctx, 0, p_.back(), {}, options(dtype, accumulator));
     }
   }
-  // Of the step before; the parameter is then at 0 again.
+  // Returns the gradient of the last step and sets the parameter to 0 again.
   std::vector<double> gradient(size_t param = 0) {
     std::vector<double> result;
     for (int64_t i = 0; i < p_[param].count(); ++i) result.push_back(0 - p_[param].get(i));
@@ -49,8 +49,8 @@ double mean(const std::vector<double>& x) {
   return sum;
 }
 
-// How far a 16-bit pair may be from the sum: each term is rounded to f32 and once more where the
-// lower half is stored, half a spacing of a number 2^precision smaller than the sum.
+// The largest error of a 16-bit pair: each term is rounded to f32, and once more when the lower
+// half is stored, by half a spacing of a number 2^precision smaller than the sum.
 double pair_bound(const Format& f, double term, int terms) {
   double bound = 0;
   for (int k = 1; k <= terms; ++k) {
@@ -65,8 +65,8 @@ INSTANTIATE_TEST_SUITE_P(Dtype, Accumulators16, testing::Values(GA_F16, GA_BF16)
 
 // ---- Equal terms --------------------------------------------------------------------------------
 
-// 4 times as many terms as there are numbers to a power of two: plain sums stop growing where a
-// term is half a spacing.
+// With 4 times as many terms as the format has numbers between two powers of two, plain sums stop
+// growing when a term is half a spacing.
 TEST_P(Accumulators16, EqualTermsStallPlainSumsAlone) {
   const int32_t dtype = GetParam();
   const Format& f = format(dtype);
@@ -84,32 +84,32 @@ TEST_P(Accumulators16, EqualTermsStallPlainSumsAlone) {
       const std::vector<double> got = probe.gradient();
       switch (m) {
         case GA_ACCUMULATE_PLAIN:
-          // Half a spacing at 2^precision (for 1), or earlier.
+          // The term 1 is half a spacing at 2^precision; other terms stall earlier.
           EXPECT_LE(got[0], term * 0.5);
           EXPECT_GT(got[0], 0);
           break;
         case GA_ACCUMULATE_RUNNING_MEAN:
-          // The mean of equal terms is within a rounding of each of them; every later term may
-          // pull it by one more, but never out of the two numbers beside the term.
+          // The mean of equal terms is within one rounding of them. Later terms may move it by
+          // another rounding, but never beyond the two numbers next to the term.
           EXPECT_NEAR(got[0], want, 1.01 * f.spacing(want));
           break;
         case GA_ACCUMULATE_COMPENSATED:
           if (term == 1) {
-            EXPECT_EQ(got[0], 1) << "an integer of 16 bits at most";
+            EXPECT_EQ(got[0], 1) << "the sum is an integer of at most 16 bits";
           } else {
             EXPECT_NEAR(got[0], want, pair_bound(f, want, terms) / terms);
           }
           break;
         default: {
-          // Each term adds at most the variance of a fair toss between two numbers. (The spacing
-          // may double early: it is that of a sum one term, and two spacings, larger.)
+          // Each term adds at most the variance of a fair coin toss between two numbers. (The
+          // spacing may double early: it is taken at a sum larger by one term and two spacings.)
           double variance = 0;
           for (int k = 1; k <= terms; ++k) {
             variance += std::pow(f.spacing(1.1 * k * want + want), 2) / 4;
           }
           const double deviation = std::sqrt(variance / static_cast<double>(count)) / terms;
           EXPECT_NEAR(mean(got), want, 6 * deviation);
-          EXPECT_LT(6 * deviation, 0.01 * want);  // and that is a statement
+          EXPECT_LT(6 * deviation, 0.01 * want);  // the bound is narrow enough to mean something
         }
       }
     }
@@ -133,7 +133,7 @@ TEST(Accumulators, OneThousandAndTwentyFourTermsInBf16) {
   EXPECT_LE(std::abs(got[GA_ACCUMULATE_STOCHASTIC]), 6 * 0x1p-7 * std::sqrt(1024.0 / 4) / 64);
 }
 
-// ---- A sum that explodes ------------------------------------------------------------------------
+// ---- A sum that overflows -----------------------------------------------------------------------
 
 TEST(Accumulators, RunningMeanOfF16SurvivesWhereTheSumOverflows) {
   for (const int32_t m : kModes) {
@@ -144,7 +144,7 @@ TEST(Accumulators, RunningMeanOfF16SurvivesWhereTheSumOverflows) {
     const ga_step_result r = step(probe.ctx);
     if (m == GA_ACCUMULATE_RUNNING_MEAN) {
       EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
-      // Per micro-batch: a rounding to f16 and four to f32 of what is at most 31000.
+      // Each micro-batch rounds numbers of at most 31000 once to f16 and four times to f32.
       EXPECT_NEAR(probe.gradient()[16], 30500, 8 * 31000 * (0x1p-11 + 4 * 0x1p-24));
     } else {
       EXPECT_EQ(r.outcome, GA_STEP_SKIPPED_NONFINITE) << "240000 is too large for f16";
@@ -160,9 +160,9 @@ TEST(Accumulators, RunningMeanNeverExceedsTheLargestTerm) {
   EXPECT_NEAR(probe.gradient()[4], 3e38, 3e38 * 50 * 0x1p-24);
 }
 
-// Under GA_NONFINITE_IGNORE an infinity stays one in every mode: in a pair it is in the upper half,
-// and the lower half adds nothing to it. A NaN would pass through a clipping by value, an infinity is
-// clipped.
+// Under GA_NONFINITE_IGNORE an infinity stays an infinity in every mode: in a pair the upper half
+// is infinite and the lower half adds nothing. Clipping by value turns the infinity into a finite
+// number, but would not change a NaN.
 TEST_P(Accumulators16, AnInfinityStaysOne) {
   for (const int32_t m : kModes) {
     for (const double limit : {double{INFINITY}, 2.0}) {
@@ -186,11 +186,11 @@ TEST_P(Accumulators16, AnInfinityStaysOne) {
   }
 }
 
-// A sum of finite numbers that is too large for f16 is an infinity too, and its lower half nothing:
-// the opposite infinity there would make a NaN of the two.
+// A sum of finite numbers that is too large for f16 becomes an infinity too, with a lower half of
+// 0: the opposite infinity there would make the pair a NaN.
 TEST(Accumulators, ASumTooLargeForF16IsInfinite) {
   for (const int32_t m : kModes) {
-    if (m == GA_ACCUMULATE_RUNNING_MEAN) continue;  // no sum
+    if (m == GA_ACCUMULATE_RUNNING_MEAN) continue;  // stores no sum
     for (const double limit : {double{INFINITY}, 2.0}) {
       SCOPED_TRACE("mode " + std::to_string(m) + ", limit " + std::to_string(limit));
       ga_config c = mode(m);
@@ -211,7 +211,7 @@ TEST(Accumulators, ASumTooLargeForF16IsInfinite) {
 
 // ---- A term that vanishes -----------------------------------------------------------------------
 
-// 1 and then terms of a quarter of the spacing above it: to nearest each of them is lost.
+// After 1 come terms of a quarter of the spacing above 1; rounding to nearest loses each of them.
 TEST_P(Accumulators16, SmallTermsBesideALargeOne) {
   const int32_t dtype = GetParam();
   const Format& f = format(dtype);
@@ -219,7 +219,7 @@ TEST_P(Accumulators16, SmallTermsBesideALargeOne) {
   const double small = f.spacing(1) / 4;
   const int terms = 512;
   for (const int32_t m : kModes) {
-    if (m == GA_ACCUMULATE_RUNNING_MEAN) continue;  // is for overflow, not for accuracy
+    if (m == GA_ACCUMULATE_RUNNING_MEAN) continue;  // prevents overflow, does not add accuracy
     SCOPED_TRACE(m);
     ga_config c = mode(m);
     c.reduce = GA_REDUCE_SUM;
@@ -242,7 +242,7 @@ TEST_P(Accumulators16, SmallTermsBesideALargeOne) {
 
 // ---- What they have in common -------------------------------------------------------------------
 
-// The last two leave f32 and f64 as they are.
+// COMPENSATED and STOCHASTIC do not change f32 and f64 accumulators.
 TEST(Accumulators, ModesOf16BitsLeaveOthersAlone) {
   for (const int32_t dtype : {GA_F32, GA_F64}) {
     std::vector<std::vector<double>> results;
@@ -261,8 +261,9 @@ TEST(Accumulators, ModesOf16BitsLeaveOthersAlone) {
   }
 }
 
-// A whole training run: parameters of every size, unequal weights, parameters that are missing in
-// some micro-batches, and micro-batches filled in turns. Against the weighted mean in float64.
+// A whole training run, compared with the weighted mean in float64: parameters of every size,
+// unequal weights, parameters without a gradient in some micro-batches, and micro-batches filled in
+// turns.
 class Modes : public testing::TestWithParam<std::tuple<int32_t, int32_t>> {};
 INSTANTIATE_TEST_SUITE_P(ModeAndDtype, Modes,
                          testing::Combine(testing::ValuesIn(kModes),
@@ -278,14 +279,14 @@ TEST_P(Modes, WeightedMeans) {
   const int32_t gradient_dtype = dtype == GA_F64 ? GA_F64 : GA_F32;
   const double unit = format(gradient_dtype).roundoff();
   const int64_t n = 1023;
-  // Per contribution, with the rescaling of a running mean: what a store may lose, and at most
-  // seven roundings of the arithmetic.
+  // The bound per contribution, the rescaling of a running mean included: the rounding of a store,
+  // and at most seven roundings of the arithmetic.
   double store = 0, floor = 0;
   if (f.size == 2) {
     store = m == GA_ACCUMULATE_COMPENSATED  ? f.roundoff() * f.roundoff()
             : m == GA_ACCUMULATE_STOCHASTIC ? 2 * f.roundoff()
                                             : f.roundoff();
-    if (m == GA_ACCUMULATE_RUNNING_MEAN) store *= 2;  // once rescaled, once added to
+    if (m == GA_ACCUMULATE_RUNNING_MEAN) store *= 2;  // one for rescaling, one for adding
     floor = f.smallest();
   }
   const ga_param params = 4;
@@ -298,7 +299,7 @@ TEST_P(Modes, WeightedMeans) {
   ga_config c = mode(m);
   Probe probe(c, dtype, n, params);
   for (int window = 0; window < 3; ++window) {
-    // Parameter 0 has a gradient in each micro-batch, 1 in the first with a weight alone, 2 from
+    // Parameter 0 has a gradient in each micro-batch, 1 only in the first one with a weight, 2 from
     // the fifth on, 3 never.
     std::vector<Contribution> done;
     const auto give = [&](int micro, ga_param param) {
@@ -315,7 +316,7 @@ TEST_P(Modes, WeightedMeans) {
         accumulate(probe.ctx, list, weights[k]);
       }
     } else {
-      // By part: opened in order, then filled in turns, some parameters twice.
+      // By part: micro-batches are opened in order, then filled in turns, some parameters twice.
       const auto part = [&](int micro, ga_param param) {
         EXPECT_OK(ga_accumulate_part(probe.ctx, param, give(micro, param)->data()));
       };
@@ -362,7 +363,7 @@ TEST_P(Modes, WeightedMeans) {
   }
 }
 
-// Whatever the mode, the buffers are read at once.
+// Every mode except PLAIN reads live gradients at once.
 TEST_P(Modes, LiveGradientsAreReadAtOnce) {
   const auto [m, dtype] = GetParam();
   if (m == GA_ACCUMULATE_PLAIN) return;  // reads them later: test_window.cpp
@@ -380,7 +381,7 @@ TEST_P(Modes, LiveGradientsAreReadAtOnce) {
   EXPECT_EQ(results[0], results[1]);
 }
 
-// A window leaves nothing behind, a discarded one neither.
+// No window leaves anything behind, not even a discarded one.
 TEST_P(Modes, NothingOfAFormerWindowSurvives) {
   const auto [m, dtype] = GetParam();
   const int32_t gradient_dtype = dtype == GA_F64 ? GA_F64 : GA_F32;
@@ -398,7 +399,7 @@ TEST_P(Modes, NothingOfAFormerWindowSurvives) {
   EXPECT_EQ(used.gradient()[1022], 0.75);
 }
 
-// The same bits for any number of threads and on every level.
+// The bits are the same for any number of threads and on every instruction set level.
 TEST_P(Modes, SameBitsForAnyThreadsAndIsa) {
   const int32_t m = std::get<0>(GetParam()), dtype = std::get<1>(GetParam());
   const int64_t n = 2 * 65536 + 5;

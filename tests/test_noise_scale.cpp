@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The gradient noise scale: the algebra by hand, the estimator on distributions whose noise is known,
-// and the windows that say nothing.
+// The gradient noise scale: the algebra by hand, the estimator on distributions of known noise, and
+// the windows that bring no estimate.
 #include "formats.hpp"
 
 namespace ga::test {
@@ -59,12 +59,13 @@ TEST(NoiseScale, ByHand) {
   run.micro(1, 2, 2);
   run.micro(3, 0, 0);
   expect_estimate(step(run.ctx), 6, 3);  // (9 - 6) / (1 - 1/2) and 6 - 6 / 2
-  // The same from micro-batches of two samples each: the noise of one sample is twice as large.
+  // With micro-batches of two samples each, the noise of one sample is twice as large.
   run.micro(1, 2, 2, 2);
   run.micro(3, 0, 0, 2);
   expect_estimate(step(run.ctx), 12, 3);
-  // Of 1 and 3 samples: mean (2.5, 0.5, 0.5), square 6.75; squares by size (9 + 27) / 4 = 9.
-  // Of n in all, K micro-batches: trace = (9 - 6.75) n / (K - 1), signal = 6.75 - trace / n.
+  // With 1 and 3 samples: mean (2.5, 0.5, 0.5), its square 6.75; weighted mean square (9 + 27) / 4
+  // = 9. With n samples in K micro-batches: trace = (9 - 6.75) n / (K - 1), signal = 6.75 - trace /
+  // n.
   run.micro(1, 2, 2, 1);
   run.micro(3, 0, 0, 3);
   expect_estimate(step(run.ctx), 9, 4.5);
@@ -73,13 +74,13 @@ TEST(NoiseScale, ByHand) {
   const ga_step_result r = step(run.ctx);
   EXPECT_NEAR(r.noise_trace, 0, 9 * 6 * 0x1p-22);
   EXPECT_NEAR(r.noise_signal, 9, 1e-5);
-  // Noise alone: the mean is 0, and the estimate of its square below that.
+  // Noise alone: the mean is 0, and the estimate of its square is negative.
   run.micro(2, 0, 0);
   run.micro(-2, 0, 0);
   expect_estimate(step(run.ctx), 8, -4);
 }
 
-// What the numbers are does not depend on how they are handed over or added up.
+// The estimate does not depend on how gradients are handed over or added up.
 TEST(NoiseScale, ForEveryKindAndMode) {
   for (const int32_t kind : {GA_GRADIENT_MEAN, GA_GRADIENT_SUM}) {
     for (const int32_t reduce : {GA_REDUCE_MEAN, GA_REDUCE_SUM}) {
@@ -133,7 +134,7 @@ TEST(NoiseScale, OfF64) {
   EXPECT_NEAR(r.noise_scale, 2, 1e-12);
 }
 
-// A parameter without a gradient in a micro-batch has zeros there.
+// A parameter without a gradient in a micro-batch counts as zeros.
 TEST(NoiseScale, MissingGradientsAreZeros) {
   Toy with(noisy()), without(noisy());
   const float a[] = {1, 2};
@@ -147,7 +148,7 @@ TEST(NoiseScale, MissingGradientsAreZeros) {
   EXPECT_DOUBLE_EQ(r.noise_signal, s.noise_signal);
 }
 
-// It is that of the gradient as it came, whatever is clipped afterwards.
+// The estimate is that of the gradient before clipping.
 TEST(NoiseScale, IsBeforeClipping) {
   Toy run(noisy());
   const ga_clip c = clip(GA_CLIP_GLOBAL, 0.1, GA_FLAVOR_TORCH, 1.5);
@@ -157,7 +158,7 @@ TEST(NoiseScale, IsBeforeClipping) {
   expect_estimate(step(run.ctx), 6, 3);
 }
 
-// Contributions by part, each once per micro-batch, in turns even.
+// Contributions by part, one per parameter and micro-batch, in micro-batches filled in turns.
 TEST(NoiseScale, ByPart) {
   Tensor a(GA_F32, 2), b(GA_F32, 1);
   const float first[] = {1, 2}, second[] = {3, 0}, two = 2, zero = 0;
@@ -187,7 +188,7 @@ double normal(Random& random) {
 }
 
 struct Estimate {
-  double mean = 0, deviation = 0;  // of the mean
+  double mean = 0, deviation = 0;  // deviation is that of the mean
   explicit Estimate(const std::vector<double>& x) {
     const auto n = static_cast<double>(x.size());
     for (const double v : x) mean += v / n;
@@ -197,9 +198,9 @@ struct Estimate {
   }
 };
 
-// Many windows with smoothing off: the mean of the estimates is within six of its own deviations of
-// the truth, and these are small enough to notice the estimators that come to mind first (the
-// biased |g|^2 of the window, unweighted means of |g_k|^2, K in place of K - 1).
+// Over many windows without smoothing, the mean of the estimates is within six standard deviations
+// of the true value. The deviation is small enough to exclude the obvious wrong estimators (the
+// biased |g|^2 of the window, unweighted means of |g_k|^2, K instead of K - 1).
 void expect_unbiased(const std::vector<double>& weights, double mean_size, int32_t kind) {
   const int64_t n = 48;
   const int windows = 6000;
@@ -254,8 +255,8 @@ TEST(NoiseScale, IsUnbiasedWhereThereIsNoSignal) { expect_unbiased({2, 3}, 0, GA
 
 // ---- Over steps ---------------------------------------------------------------------------------
 
-// The mean of the estimates, each weighted by smoothing to the power of its age; noise_scale is the
-// ratio of the means, not the mean of ratios.
+// The results are means of the estimates, each weighted by smoothing to the power of its age;
+// noise_scale is the ratio of the means, not the mean of the ratios.
 TEST(NoiseScale, Smoothing) {
   for (const double smoothing : {0.0, 0.5, 0.9}) {
     Toy run(noisy(smoothing));
@@ -276,7 +277,7 @@ TEST(NoiseScale, Smoothing) {
   }
 }
 
-// Windows that bring no estimate: the last one stays, and nothing is NaN after the first.
+// A window that brings no estimate leaves the last estimate, and no result is NaN after the first.
 TEST(NoiseScale, WindowsThatSayNothing) {
   Toy run(noisy(0.5));
   const double first_trace = 6, first_signal = 3;
@@ -301,7 +302,7 @@ TEST(NoiseScale, WindowsThatSayNothing) {
     EXPECT_OK(ga_micro_end(run.ctx));
     run.micro(7, 7, 7);
     check(step(run.ctx));
-    run.micro(7, 7, 7);  // likewise, in a micro-batch opened again
+    run.micro(7, 7, 7);  // a parameter twice, in a micro-batch opened again
     run.micro(5, 5, 5);
     EXPECT_OK(ga_micro_begin(run.ctx, 0, 1, nullptr));
     EXPECT_OK(ga_accumulate_part(run.ctx, 0, one));
@@ -322,7 +323,7 @@ TEST(NoiseScale, IsNaNWithoutTheOption) {
   expect_none(step(run.ctx));
 }
 
-// A dropped micro-batch is none.
+// A dropped micro-batch does not count.
 TEST(NoiseScale, OfWhatWasNotDropped) {
   ga_config c = noisy();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;
@@ -334,11 +335,11 @@ TEST(NoiseScale, OfWhatWasNotDropped) {
   expect_estimate(step(run.ctx), 9, 4.5);
   run.micro(1, 2, 2, 1);
   run.micro(3, 0, INFINITY, 3);
-  expect_estimate(step(run.ctx), 9, 4.5);  // one is left: no estimate, the last one stays
+  expect_estimate(step(run.ctx), 9, 4.5);  // one micro-batch is left, so the last estimate stays
 }
 
-// Every mode adds contributions up in a way of its own; what a dropped micro-batch leaves behind is
-// the same estimate in all of them, by the algebra in float64 over numbers that are no powers of two.
+// With a dropped micro-batch, all accumulation modes give the same estimate, that of the algebra in
+// float64, for numbers that are not powers of two.
 TEST(NoiseScale, OfWhatWasNotDroppedInEveryMode) {
   for (const int32_t mode : {GA_ACCUMULATE_PLAIN, GA_ACCUMULATE_RUNNING_MEAN,
                              GA_ACCUMULATE_COMPENSATED, GA_ACCUMULATE_STOCHASTIC}) {
@@ -370,7 +371,7 @@ TEST(NoiseScale, OfWhatWasNotDroppedInEveryMode) {
         for (const double s : sum) window += s / samples * (s / samples);
         const double trace = (micros - window) * samples / (kept - 1);
         const ga_step_result r = step(run.ctx);
-        // The difference of two sums of order 12 that f32 has rounded in a few places.
+        // The difference of two sums of order 12, each with a few roundings in f32.
         const double off = 12 * 8 * 0x1p-24 * samples;
         EXPECT_NEAR(r.noise_trace, trace, off);
         EXPECT_NEAR(r.noise_signal, window - trace / samples, off);
@@ -379,7 +380,7 @@ TEST(NoiseScale, OfWhatWasNotDroppedInEveryMode) {
   }
 }
 
-// The training run itself is the same with the option and without.
+// The option does not change the training run itself.
 TEST(NoiseScale, ChangesNothingElse) {
   Tensor p[2] = {random_tensor(GA_F32, 70001, 1), random_tensor(GA_F32, 70001, 1)};
   for (int i = 0; i < 2; ++i) {

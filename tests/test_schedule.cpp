@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Learning-rate schedules against their formulas, and what moves them: applied steps, nothing else.
+// Learning-rate schedules: their formulas, and that only applied steps move them.
 #include "support.hpp"
 
 namespace ga::test {
@@ -67,7 +67,7 @@ TEST_P(Schedule, FollowsItsFormula) {
   double moved = 0;
   for (int64_t t = 0; t < 40; ++t) {
     const double want = ref::learning_rate(s, peak, t);
-    // Relative to the peak: a cosine that ends at 0 is a difference of ones.
+    // Relative to the peak, because a cosine that ends at 0 cancels.
     const double tolerance = ref::kHost * std::max(peak, want);
     EXPECT_NEAR(group_lr(ctx), want, tolerance) << "before step " << t + 1;
     const float g = 1;
@@ -165,7 +165,7 @@ TEST(Schedules, SetInTheMiddleAndTakenAway) {
   ASSERT_OK(ga_group_set_schedule(ctx, 0, &s));  // legal at any time
   EXPECT_DOUBLE_EQ(group_lr(ctx), 4);  // the context's steps count, not the schedule's age
   ASSERT_OK(ga_group_set_lr(ctx, 0, 2));
-  EXPECT_DOUBLE_EQ(group_lr(ctx), 1);  // the peak is what changed
+  EXPECT_DOUBLE_EQ(group_lr(ctx), 1);  // without a schedule, the peak that was set
   EXPECT_DOUBLE_EQ(step(ctx).lr, 1);
   ASSERT_OK(ga_group_set_schedule(ctx, 0, nullptr));
   EXPECT_EQ(group_lr(ctx), 2);
@@ -320,7 +320,7 @@ TEST(Schedules, WrongNumbersChangeNothing) {
   EXPECT_EQ(ga_schedule_init(&s, sizeof s, -1), GA_ERROR_INVALID_ARGUMENT);
 }
 
-// Numbers near the end of int64 must not overflow on the way.
+// Numbers near the limits of int64 must not overflow in intermediate results.
 TEST(Schedules, VeryLong) {
   float p = 0;
   Context ctx;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Random sequences of calls, legal and illegal, against a model of the library
-// (sequences/model.hpp). The model says of every call which status it returns, and after every step
-// what parameters, EMAs, running statistics, counters and results are. A call that failed and yet
-// changed something is found at the next comparison.
+// Random sequences of calls, legal and illegal, compared with a model of the library
+// (sequences/model.hpp). The model predicts the status of every call, and after every step the
+// parameters, EMAs, running statistics, counters and results. A call that failed and still changed
+// something is found at the next comparison.
 //
-// A sequence is all that follows from one number. A failure names that number and all calls;
-// GA_SEQUENCE_SEED=<number> runs that sequence alone, GA_SEQUENCE_COUNT=<number> so many in each
-// case.
+// One number, the seed, determines a sequence. A failure prints the seed and all calls;
+// GA_SEQUENCE_SEED=<number> runs that sequence alone, GA_SEQUENCE_COUNT=<number> sets the number of
+// sequences in each case.
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
@@ -46,7 +46,7 @@ class Sequence : public LayerCalls {
  public:
   using LayerCalls::LayerCalls;
 
-  // Whether the library and the model agree to the end.
+  // Returns true if the library and the model agree to the end.
   bool run() {
     worlds_.reserve(2);
     for (const double p : {1.0, 0.2}) {
@@ -123,12 +123,12 @@ int64_t environment(const char* name, int64_t otherwise) {
   return value ? atoll(value) : otherwise;
 }
 
-// Runs a sequence once more to tell what it did.
+// Runs a sequence once more to describe it.
 std::string story(uint64_t seed, int32_t policy) {
   Sequence again(seed, policy, true);
   const bool right = again.run();
   return "GA_SEQUENCE_SEED=" + std::to_string(seed) + ": " +
-         (right ? "once more it was right" : again.difference()) + "\n" + again.log();
+         (right ? "the second run passed" : again.difference()) + "\n" + again.log();
 }
 
 TEST_P(Sequences, AgreeWithTheModel) {

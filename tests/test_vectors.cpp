@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What PyTorch, timm and Keras made of some parameters, written down by oracle/make_vectors.py:
-// the reference must agree with it to the last digits of float64, and the library within the
-// reference's bounds.
+// Parameters computed by PyTorch, timm and Keras, written by oracle/make_vectors.py. The reference
+// must agree with them to the last digits of float64, and the library within the reference's
+// bounds.
 #include "oracle/vectors.hpp"
 #include "support.hpp"
 
@@ -18,7 +18,7 @@ class Vectors : public testing::TestWithParam<size_t> {
         {oracle::kShapes.begin(), oracle::kShapes.begin() + static_cast<ptrdiff_t>(case_.tensors)});
   }
 
-  // The numbers of all tensors, spread over the layout.
+  // Copies the numbers of all tensors to their places in the layout.
   template <class T>
   std::vector<T> block(const std::vector<float>& numbers) const {
     std::vector<T> result(static_cast<size_t>(layout_.total), kCanary);
@@ -31,7 +31,7 @@ class Vectors : public testing::TestWithParam<size_t> {
     return result;
   }
 
-  // How far numbers in the layout are from the written ones, in terms of the model's bounds.
+  // The distance of numbers in the layout from the recorded ones, in units of the model's bounds.
   template <class Get>
   void compare(const Model& model, const std::vector<double>& want, Get get) const {
     size_t next = 0;
@@ -52,7 +52,7 @@ class Vectors : public testing::TestWithParam<size_t> {
     EXPECT_EQ(next, want.size());
   }
 
-  // In the arithmetic of T; the library is compared only where it takes part.
+  // Computes in the arithmetic of T; compares the library only if it takes part.
   template <class T>
   void replay(bool library) {
     std::vector<T> p = block<T>(oracle::kStart);
@@ -98,7 +98,7 @@ TEST_P(Vectors, Float32) {
 }
 
 TEST_P(Vectors, Float64) {
-  replay<double>(case_.kind != GA_OPTIMIZER_MUON);  // which takes no f64
+  replay<double>(case_.kind != GA_OPTIMIZER_MUON);  // Muon does not support f64
 }
 
 }  // namespace
