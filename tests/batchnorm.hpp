@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the tests of batch normalisation share: micro-batches of data, and a layer in a context that
-// takes windows through the calls of its mode.
+// Shared by the tests of batch normalisation: micro-batches of data, and a layer in a context that
+// runs windows through the calls of its mode.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,8 @@ struct BnData {
 };
 using BnWindow = std::vector<BnData>;
 
-// Of each channel a mean of its own within [-3, 3) and a deviation of 1, 0.1 or 10; dy of both signs
-// and of order 1, with a mean.
+// Each channel has a mean of its own within [-3, 3) and a deviation of 1, 0.1 or 10; dy has both
+// signs, is of order 1 and has a nonzero mean.
 inline BnWindow bn_window(const ref::BnShape& shape, int32_t dtype,
                           const std::vector<int64_t>& samples, uint64_t seed = 1) {
   static constexpr double kDeviations[] = {1, 0.1, 10};
@@ -61,7 +61,7 @@ inline BnWindow without(const BnWindow& window, size_t k) {
   return others;
 }
 
-// What the sums over a window weigh a micro-batch with.
+// The weight of a micro-batch in the sums over a window.
 inline double bn_share(const BnData& m, int32_t gradient_kind) {
   if (m.weight == 0) return 0;
   return (gradient_kind == GA_GRADIENT_MEAN ? m.weight : 1) / m.loss_scale;
@@ -97,7 +97,7 @@ inline testing::AssertionResult near(const Tensor& got, const std::vector<ref::N
   return near(numbers(got), want);
 }
 
-// As the reduced gradient: divided by the sum of the weights, and rounded twice on the way there.
+// The reduced gradient: the sums divided by the sum of the weights, with two more roundings.
 inline std::vector<ref::Near> reduced(std::vector<ref::Near> sums, double divisor, double unit) {
   for (ref::Near& s : sums) {
     s.value /= divisor;
@@ -106,7 +106,7 @@ inline std::vector<ref::Near> reduced(std::vector<ref::Near> sums, double diviso
   return sums;
 }
 
-// What a window leaves behind, dgamma and dbeta as an external optimizer sees them.
+// The results of a window; dgamma and dbeta are those that an external optimizer sees.
 struct BnOutput {
   std::vector<Tensor> y, dx;
   std::vector<double> dgamma, dbeta;
@@ -150,7 +150,7 @@ class BnNet {
     EXPECT_OK(ga_bn_add(ctx, "bn", shape.channels, gamma, beta, &options_, &bn));
   }
 
-  // The whole of a window but for ga_step.
+  // Runs a whole window except ga_step.
   BnOutput run(const BnWindow& window) {
     BnOutput out = bn_output(window);
     if (options_.mode == GA_BN_WINDOW) {
@@ -172,7 +172,7 @@ class BnNet {
     return out;
   }
 
-  // And with it: the gradients of gamma and beta are read.
+  // Runs a window with ga_step, and reads the gradients of gamma and beta.
   BnOutput step(const BnWindow& window) {
     BnOutput out = run(window);
     EXPECT_EQ(test::step(ctx).outcome, GA_STEP_APPLIED);
@@ -209,14 +209,14 @@ class BnNet {
     return l;
   }
 
-  // Against the reference.
+  // Compares the results with the reference.
   void expect_right(const BnWindow& window, const BnOutput& got) const {
     const auto want =
         ref::batch_norm(layer(), bn_micros(window, config_.gradient_kind), options_.dtype);
     for (size_t k = 0; k < window.size(); ++k) {
       EXPECT_TRUE(near(got.y[k], want.y[k])) << "y of micro-batch " << k;
       EXPECT_TRUE(near(got.dx[k], want.dx[k])) << "dx of micro-batch " << k;
-      EXPECT_TRUE(got.y[k].canaries() && got.dx[k].canaries()) << "written beside its tensor";
+      EXPECT_TRUE(got.y[k].canaries() && got.dx[k].canaries()) << "wrote outside a tensor";
     }
     double weight = 0;
     for (const BnData& m : window) weight += m.weight;
@@ -244,7 +244,7 @@ class BnNet {
   Tensor gamma_, beta_;
 };
 
-// The running statistics of a layer, in all their digits.
+// The running statistics of a layer, in double.
 struct Running {
   std::vector<double> mean, variance;
   int64_t steps = -1;

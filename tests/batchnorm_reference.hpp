@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Batch normalisation of a window in float64, written from Ioffe & Szegedy 2015, algorithm 1 and the
-// gradients below it: as one big batch, or micro-batch by micro-batch, with means and variances in
-// two passes. Every number comes with a bound on how far the library's may be from it; the bounds are
-// those of its arithmetic (Higham 2002, sections 2.2, 3.1 and 4.2), first order, and of nothing else.
+// Batch normalisation of a window in float64, written from Ioffe & Szegedy 2015, algorithm 1 and
+// the gradients below it: as one big batch, or micro-batch by micro-batch, with means and variances
+// in two passes. Every number has a bound on the error of the library's number. The bounds follow
+// from its arithmetic alone (Higham 2002, sections 2.2, 3.1 and 4.2), to first order.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +17,13 @@ namespace ga::ref {
 
 // ---- The one table of tolerances ----------------------------------------------------------------
 
-// Sums over x and dy, and all that is kept of a channel, are in float64: half an ulp each.
+// Sums over x and dy, and all that is kept for a channel, are in float64. This is half an ulp.
 inline constexpr double kSumUnit = 0x1p-53;
-// y and dx are computed in f32, or in f64 for f64 tensors, then rounded once more to a 16-bit dtype.
+// y and dx are computed in f32, or in f64 for f64 tensors, and rounded once more for a 16-bit
+// dtype.
 struct BnArithmetic {
-  double unit;   // half an ulp of what is computed in
-  double round;  // and of what is stored, 0 where that is the same
+  double unit;   // half an ulp of the type of the computation
+  double round;  // half an ulp of the tensors' dtype, 0 if that is the same type
   double least;  // half the distance between the smallest numbers of the tensors
 };
 inline BnArithmetic bn_arithmetic(int32_t dtype) {
@@ -37,8 +38,8 @@ inline BnArithmetic bn_arithmetic(int32_t dtype) {
       return {0x1p-24, 0, 0x1p-150};
   }
 }
-// What first order leaves out: products of two relative errors, of which none here is above 2^-10
-// (that of a number in bf16 is 2^-8, but is the last).
+// Allows for second-order terms, the products of two relative errors. No error is above 2^-10
+// (rounding to bf16 has 2^-8, but comes last).
 inline constexpr double kSecondOrder = 1 + 0x1p-10;
 
 struct Near {
@@ -48,7 +49,7 @@ struct Near {
   bool holds(double x) const { return std::abs(x - value) <= kSecondOrder * tolerance; }
 };
 
-// ---- What goes in -------------------------------------------------------------------------------
+// ---- Input --------------------------------------------------------------------------------------
 
 struct BnShape {
   int64_t channels = 1, positions = 1;
@@ -60,7 +61,7 @@ struct BnShape {
   }
 };
 
-// share: what the sums over the window weigh this micro-batch's dy with: 0 where dy is not read.
+// share: the weight of this micro-batch's dy in the sums over the window; 0 if dy is not read.
 struct BnMicro {
   int64_t samples = 0;
   std::vector<double> x, dy;
@@ -76,7 +77,8 @@ struct BnLayer {
 
 // ---- One channel --------------------------------------------------------------------------------
 
-// Of some elements: the mean, the sum of squared deviations, and what the library may lose of them.
+// The mean and the sum of squared deviations of some elements, and the errors allowed to the
+// library.
 struct Statistics {
   double count = 0, mean = 0, squares = 0;
   double mean_error = 0, squares_error = 0;
@@ -89,9 +91,9 @@ struct Statistics {
   }
 };
 
-// Elements of some micro-batches, each a list. With D the largest deviation, sums are taken of
-// numbers t = x - shift, |t| <= 2 D, shift being one of the elements, and rounded n times at most; a
-// mean is then put together of K of them.
+// The statistics of the elements of some micro-batches, one list each. The library sums t = x -
+// shift, where shift is one of the elements, so |t| <= 2 D with D the largest deviation. These sums
+// are rounded n times at most, and K of them are then merged to a mean.
 inline Statistics statistics(const std::vector<const std::vector<double>*>& parts) {
   Statistics s;
   double sum = 0, merges = static_cast<double>(parts.size());
@@ -115,15 +117,16 @@ inline Statistics statistics(const std::vector<const std::vector<double>*>& part
   const double n = s.count;
   s.mean_error =
       kSumUnit * ((n + 2 + 4 * merges) * 2 * largest + (merges + 1) * (std::abs(s.mean) + largest));
-  // n_k numbers t^2 <= 4 D^2, and (sum of t)^2 / n_k, of a micro-batch; in a merge d^2 n_a n_b / n,
-  // d <= 2 D being as good as two means.
+  // A micro-batch has n_k numbers t^2 <= 4 D^2, and (sum of t)^2 / n_k. A merge adds d^2 n_a n_b /
+  // n, where d <= 2 D is the difference of two means and as accurate as they are.
   s.squares_error = kSumUnit * ((3 * n + 8) * 4 + 4 * merges) * n * largest * largest +
                     (merges > 1 ? 8 * n * largest * s.mean_error : 0);
   if (largest == 0) s.squares_error = 0;  // every t is 0
   return s;
 }
 
-// Of x - mean, in two subtractions, the mean being two numbers: the second is at most unit of it.
+// The error of x - mean. The library subtracts the mean in two parts; the second part is at most
+// unit times the first.
 inline double deviation_error(double d, const Statistics& s, double unit) {
   return 2 * unit * std::abs(d) + 3 * unit * unit * std::abs(s.mean) + s.mean_error;
 }
@@ -132,7 +135,7 @@ struct ChannelSums {
   double dbeta = 0, dgamma = 0, dbeta_error = 0, dgamma_error = 0;
 };
 
-// Sums over dy and dy (x - mean) rstd, with x - mean as it is for y: see deviation_error.
+// The sums over dy and dy (x - mean) rstd, where x - mean has the error of deviation_error.
 inline ChannelSums sums(const std::vector<double>& x, const std::vector<double>& dy,
                         const Statistics& s, double eps, double unit) {
   ChannelSums r;
@@ -155,12 +158,12 @@ inline ChannelSums sums(const std::vector<double>& x, const std::vector<double>&
 // ---- The window ---------------------------------------------------------------------------------
 
 struct BnResult {
-  std::vector<std::vector<Near>> y, dx;  // of each micro-batch, as its tensors lie
-  std::vector<Near> dgamma, dbeta;       // sums over the window, weighed by shares
+  std::vector<std::vector<Near>> y, dx;  // of each micro-batch, in the order of its tensors
+  std::vector<Near> dgamma, dbeta;       // sums over the window, weighted by shares
   std::vector<Statistics> window;        // of each channel
 };
 
-// Gradients are accumulated in what is computed in.
+// Gradients are accumulated in the type of the computation.
 inline BnResult batch_norm(const BnLayer& layer, const std::vector<BnMicro>& window,
                            int32_t dtype) {
   const BnArithmetic a = bn_arithmetic(dtype);
@@ -185,7 +188,7 @@ inline BnResult batch_norm(const BnLayer& layer, const std::vector<BnMicro>& win
         }
       }
     }
-    // By whose statistics micro-batch k is normalised.
+    // The statistics that normalise micro-batch k.
     std::vector<Statistics> of(K);
     std::vector<const std::vector<double>*> all;
     for (const auto& part : x) all.push_back(&part);
@@ -199,7 +202,7 @@ inline BnResult batch_norm(const BnLayer& layer, const std::vector<BnMicro>& win
     std::vector<ChannelSums> of_micro;
     ChannelSums total;
     Near dgamma, dbeta;
-    const double roundings = static_cast<double>(K) + 3;  // the sum, its share, the additions
+    const double roundings = static_cast<double>(K) + 3;  // of the sum, the share and the additions
     for (size_t k = 0; k < K; ++k) {
       const ChannelSums s = sums(x[k], dy[k], of[k], layer.eps, u);
       const double share = window[k].share;

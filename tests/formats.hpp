@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tensors of every dtype, rounded by the definition of IEEE 754 in float64, and what the tests of
-// dtypes, rows, averages and clipping share beyond support.hpp.
+// Tensors of every dtype, rounded in float64 by the definition of IEEE 754, and what the tests of
+// dtypes, rows, EMA and clipping share beyond support.hpp.
 #pragma once
 
 #include <cfloat>
@@ -12,17 +12,17 @@ namespace ga::test {
 
 // ---- Formats ------------------------------------------------------------------------------------
 
-// A binary floating-point format: precision in bits with the hidden one, exponent of its largest
-// and of its smallest normal numbers.
+// A binary floating-point format: precision in bits, the hidden bit included, and the exponents of
+// the largest and the smallest normal numbers.
 struct Format {
   const char* name;
   size_t size;
   int precision, max_exponent, min_exponent;
 
-  double roundoff() const { return std::ldexp(1.0, -precision); }  // of |x|, to nearest
+  double roundoff() const { return std::ldexp(1.0, -precision); }  // relative, to nearest
   double smallest() const { return std::ldexp(1.0, min_exponent - precision + 1); }
   double largest() const { return std::ldexp(2 - std::ldexp(1.0, 1 - precision), max_exponent); }
-  // Distance between the numbers of this format around x.
+  // The distance between the numbers of this format around x.
   double spacing(double x) const {
     const int exponent = x == 0 ? min_exponent : std::max(std::ilogb(x), min_exponent);
     return std::ldexp(1.0, exponent - precision + 1);
@@ -48,7 +48,7 @@ inline double decode(uint16_t bits, int32_t dtype) {
          std::ldexp(hidden + fraction, std::max(exponent, 1) - 1 + f.min_exponent - fraction_bits);
 }
 
-// decode() of everything, made once.
+// decode() of all 65536 values, computed once.
 inline const std::vector<double>& decoded(int32_t dtype) {
   static const auto make = [](int32_t of) {
     std::vector<double> values;
@@ -61,8 +61,8 @@ inline const std::vector<double>& decoded(int32_t dtype) {
   return dtype == GA_F16 ? f16 : bf16;
 }
 
-// x to the nearest number of the format, ties to even, infinity from half a spacing beyond the
-// largest on.
+// Rounds x to the nearest number of the format, ties to even; from half a spacing beyond the
+// largest number on, to infinity.
 inline double to_nearest(double x, const Format& f) {
   if (x == 0 || !std::isfinite(x)) return x;
   const double spacing = f.spacing(x);
@@ -70,7 +70,7 @@ inline double to_nearest(double x, const Format& f) {
   return std::abs(rounded) > f.largest() ? std::copysign(INFINITY, x) : rounded;
 }
 
-// The bits of a number that a 16-bit format holds exactly.
+// Returns the bits of x, which the 16-bit format must represent exactly.
 inline uint16_t encode_exact(double x, int32_t dtype) {
   const Format& f = format(dtype);
   const auto sign = static_cast<uint16_t>(std::signbit(x) ? 0x8000 : 0);
@@ -91,8 +91,8 @@ inline uint16_t encode(double x, int32_t dtype) {
 
 // ---- Typed tensors ------------------------------------------------------------------------------
 
-// Numbers of one dtype at an address that is a multiple of their size and of nothing more, between
-// canaries.
+// Numbers of one dtype between canaries, at an address that is a multiple of their size but of no
+// more.
 class Tensor {
  public:
   Tensor(int32_t dtype, int64_t count, double value = 0)
@@ -102,7 +102,7 @@ class Tensor {
     memset(data(), 0, static_cast<size_t>(count) * size());
     if (value != 0) fill(value);
   }
-  // Copies would lie at another address.
+  // A copy has memory of its own.
   Tensor(const Tensor& other) : Tensor(other.dtype_, other.count_) {
     memcpy(data(), other.data(), static_cast<size_t>(count_) * size());
   }
@@ -158,7 +158,7 @@ class Tensor {
            memcmp(data(), other.data(), static_cast<size_t>(count_) * size()) == 0;
   }
   bool operator!=(const Tensor& other) const { return !(*this == other); }
-  // Whether the bytes before and after are as they were.
+  // Returns true if the bytes before and after the numbers are unchanged.
   bool canaries() const {
     const auto bad = [](uint8_t byte) { return byte != 0xa5; };
     return std::none_of(bytes_.begin(), bytes_.begin() + static_cast<ptrdiff_t>(start_), bad) &&
@@ -174,8 +174,8 @@ class Tensor {
   size_t start_;
 };
 
-// Of both signs and mixed size, rounded to the dtype: every 7th of order 2^-20 (subnormal in f16),
-// every 11th zero.
+// Numbers of both signs and mixed magnitude, rounded to the dtype: every 7th is of order 2^-20
+// (subnormal in f16), every 11th is zero.
 inline Tensor random_tensor(int32_t dtype, int64_t count, uint64_t seed) {
   Random random(seed);
   Tensor t(dtype, count);
@@ -221,7 +221,7 @@ inline void accumulate(ga_context* ctx, const std::vector<const Tensor*>& gradie
   EXPECT_OK(ga_accumulate(ctx, list.data(), list.size(), weight, loss_scale));
 }
 
-// What ga_gradient shows.
+// The gradient that ga_gradient returns.
 inline std::vector<double> external_gradient(ga_context* ctx, ga_param param, int64_t count) {
   const void* data = nullptr;
   int32_t dtype = 0;
@@ -235,7 +235,7 @@ inline std::vector<double> external_gradient(ga_context* ctx, ga_param param, in
   return result;
 }
 
-// A call that is to be refused: its status, and a sentence that has these words.
+// Succeeds if a call was refused with the expected status and a message that contains these words.
 inline testing::AssertionResult refused(ga_status status, ga_status expected,
                                         const std::vector<std::string>& words) {
   const std::string text = ga_last_error();
@@ -251,12 +251,12 @@ inline testing::AssertionResult refused(ga_status status, ga_status expected,
   return testing::AssertionSuccess();
 }
 
-// The whole result of a call, bit for bit.
+// Compares all fields bit for bit.
 inline bool same_window(const ga_window_info& a, const ga_window_info& b) {
   return memcmp(&a, &b, sizeof a) == 0;
 }
 
-// Loops on the instruction set levels that this machine has.
+// Runs body on each instruction set level that this machine has.
 template <class Body>
 void on_every_isa(const Body& body) {
   int levels = 0;

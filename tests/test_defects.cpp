@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Known defects of known systems, one test each: what the system does, in which version, how large
-// the error was there (measured by running it where a number is given), and what this library does.
-// Then wrong input that must not pass in silence.
+// Known defects of other systems, one test each. The comments say what the system does, in which
+// version, how large the error was (measured by running the system if a number is given), and what
+// this library does. The last section has wrong input that must not be accepted silently.
 #include <sys/mman.h>
 
 #include <functional>
@@ -32,8 +32,8 @@ class Scalar {
 
 // ---- optax.MultiSteps [0.2.8] -------------------------------------------------------------------
 
-// One NaN or infinity makes the update NaN at once, and the accumulator, which is averaged into,
-// never clears. Here the window is skipped and the next one knows nothing of it.
+// One NaN or infinity makes the update NaN at once, and the accumulator, a running mean, never
+// recovers. Here the window is skipped and the next one is not affected.
 TEST(Optax, OneNaNStaysForEver) {
   Scalar run;
   for (const float bad : {NAN, INFINITY}) {
@@ -46,8 +46,8 @@ TEST(Optax, OneNaNStaysForEver) {
   EXPECT_EQ(run.p, -1);
 }
 
-// skip_not_finite does not count the micro-batch: the window slips by one, for good. Here it counts
-// toward K.
+// skip_not_finite does not count the micro-batch, so all later windows are shifted by one. Here the
+// micro-batch counts toward K.
 TEST(Optax, SkippingSlipsTheWindow) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;
@@ -56,13 +56,13 @@ TEST(Optax, SkippingSlipsTheWindow) {
   for (int k = 0; k < 4; ++k) run.micro(k == 2 ? INFINITY : 3);
   EXPECT_EQ(window(run.ctx).state, GA_WINDOW_FULL);
   EXPECT_EQ(step(run.ctx).window_dropped, 1);
-  EXPECT_EQ(run.p, -3) << "the mean of the three others";
+  EXPECT_EQ(run.p, -3) << "not the mean of the other three";
   for (int k = 0; k < 4; ++k) run.micro(1);
   EXPECT_EQ(window(run.ctx).state, GA_WINDOW_FULL);
 }
 
-// Casts its f32 accumulator back to the dtype of the gradients: rms error 1.6e-3 in bf16. Here bf16
-// gradients leave an f32 mean: no worse than K + 4 roundings of f32.
+// Casts its f32 accumulator back to the dtype of the gradients: rms error 1.6e-3 in bf16. Here the
+// mean of bf16 gradients is in f32, with an error of at most K + 4 roundings of f32.
 TEST(Optax, CastsTheAccumulatorBack) {
   const int64_t n = 4096;
   const int terms = 8;
@@ -86,8 +86,8 @@ TEST(Optax, CastsTheAccumulatorBack) {
 
 // ---- Keras 3 gradient_accumulation_steps [3.15] -------------------------------------------------
 
-// The schedule is fed the micro-batch counter: the updates 1, 2, 3 of 4 micro-batches each use the
-// rates of steps 3, 7 and 11. Here it counts applied steps.
+// The schedule gets the micro-batch counter: updates 1, 2, 3 of 4 micro-batches each use the rates
+// of steps 3, 7 and 11. Here the schedule counts applied steps.
 TEST(Keras, ScheduleCountsMicroBatches) {
   Scalar run;
   const ga_schedule s = linear(100);
@@ -98,8 +98,8 @@ TEST(Keras, ScheduleCountsMicroBatches) {
   }
 }
 
-// The moving average is taken after every micro-batch, of parameters that did not move: 47.7 % off.
-// Here it moves once per applied step.
+// The EMA is updated after every micro-batch, with parameters that did not move: an error of 47.7
+// %. Here it moves once per applied step.
 TEST(Keras, AveragesMoveWithMicroBatches) {
   Scalar run;
   ga_ema ema;
@@ -117,8 +117,8 @@ TEST(Keras, AveragesMoveWithMicroBatches) {
   }
 }
 
-// The loss scale grows by the number of micro-batches, and within a window: gradients of two scales
-// are then added up. Here it counts applied steps and holds for a window.
+// The loss scale grows with the number of micro-batches, even within a window, so gradients of two
+// scales are added up. Here the scaler counts applied steps, and one scale holds for a window.
 TEST(Keras, LossScaleGrowsWithMicroBatches) {
   Scalar run;
   ga_loss_scaler s;
@@ -137,19 +137,20 @@ TEST(Keras, LossScaleGrowsWithMicroBatches) {
   }
 }
 
-// bf16 variables get bf16 accumulators: 1.65e-2 rms. Here accumulators are f32 unless asked for.
+// bf16 variables get bf16 accumulators: rms error 1.65e-2. Here accumulators are f32 unless the
+// program chooses another dtype.
 TEST(Keras, AccumulatorsHaveTheDtypeOfTheVariable) {
   Tensor p(GA_BF16, 1), g(GA_BF16, 1, 1);
   Context ctx;
   ctx.group(plain_sgd());
   add(ctx, 0, p);
-  for (int k = 0; k < 1000; ++k) accumulate(ctx, {&g});  // 256 would be the end in bf16
+  for (int k = 0; k < 1000; ++k) accumulate(ctx, {&g});  // a bf16 sum would stall at 256
   step(ctx);
   EXPECT_EQ(p.get(0), -1);
 }
 
-// What is left at the end of an epoch leaks into the next one. Here ga_step applies it, divided by
-// what it holds, or ga_discard drops it.
+// The incomplete window at the end of an epoch leaks into the next epoch. Here ga_step applies it,
+// divided by its own weights, or ga_discard drops it.
 TEST(Keras, TheTailLeaksIntoTheNextEpoch) {
   ga_config c = config();
   c.accum_steps = 4;
@@ -169,8 +170,8 @@ TEST(Keras, TheTailLeaksIntoTheNextEpoch) {
   EXPECT_EQ(run.p, -5);
 }
 
-// A gradient that is None in the last micro-batch loses what the window had for that variable. Here
-// a missing gradient adds nothing and takes nothing away.
+// A gradient that is None in the last micro-batch discards the window's sum for that variable. Here
+// a missing gradient changes nothing.
 TEST(Keras, AMissingGradientLosesTheWindow) {
   float p[2] = {0, 0};
   const float g = 4;
@@ -185,8 +186,8 @@ TEST(Keras, AMissingGradientLosesTheWindow) {
   EXPECT_EQ(p[1], -2);
 }
 
-// Clips before the gradients are summed up. Here after: parts of norm 5 and 5 in opposite directions
-// leave a mean of norm 1, which is not clipped.
+// Clips before the gradients are summed. Here clipping comes after the sum: gradients of 6 and -4
+// have the mean 1, which is not clipped.
 TEST(Keras, ClipsBeforeTheSum) {
   Scalar run;
   const ga_clip c = clip(GA_CLIP_GLOBAL, 1.5, GA_FLAVOR_KERAS);
@@ -199,10 +200,10 @@ TEST(Keras, ClipsBeforeTheSum) {
 
 // ---- GradientAccumulateOptimizer [0.5.2, TensorFlow 2.15] ---------------------------------------
 
-// Runs the inner optimizer with zero gradients in every micro-batch but the last of a window: SGD
-// with momentum moved 1.36 times the exact distance, Adam 1.68, RMSprop 1.20; 61 of 64 micro-batches
-// moved weights where 16 should; its counter stood at 80. Here 64 micro-batches of 4 are 16 steps,
-// bit for bit those of 16 whole batches.
+// Runs the inner optimizer with zero gradients in every micro-batch except the last of a window:
+// SGD with momentum moved 1.36 times the exact distance, Adam 1.68, RMSprop 1.20; 61 of 64
+// micro-batches moved weights instead of 16; its counter stood at 80. Here 64 micro-batches in
+// windows of 4 are 16 steps, bit for bit those of 16 whole batches.
 TEST(GradientAccumulateOptimizer, StepsWithZeroGradients) {
   ga_optimizer momentum = optimizer(GA_OPTIMIZER_SGD);
   momentum.momentum = 0.9;
@@ -229,8 +230,8 @@ TEST(GradientAccumulateOptimizer, StepsWithZeroGradients) {
   }
 }
 
-// Its sparse path appends rows to the accumulated slices and applies all of them anew in each
-// window. Here a window has its own rows.
+// The sparse path appends rows to the accumulated slices and applies all of them again in each
+// window. Here a window applies its own rows only.
 TEST(GradientAccumulateOptimizer, SparseRowsGrow) {
   Tensor p(GA_F32, 10), g(GA_F32, 2, 1);
   Context ctx;
@@ -251,8 +252,8 @@ TEST(GradientAccumulateOptimizer, SparseRowsGrow) {
 
 // ---- GradientAccumulator's model wrapper [0.5.2] ------------------------------------------------
 
-// Micro-batches of 20, 20, 20 and 4 samples weigh the same: 39.7 % of the step off. Here a
-// micro-batch weighs what the program says.
+// Micro-batches of 20, 20, 20 and 4 samples have the same weight: an error of 39.7 % of the step.
+// Here the program gives each micro-batch its weight.
 TEST(GradientAccumulator, UnevenMicroBatchesWeighTheSame) {
   Scalar run;
   const double sizes[] = {20, 20, 20, 4};
@@ -266,8 +267,8 @@ TEST(GradientAccumulator, UnevenMicroBatchesWeighTheSame) {
   EXPECT_NEAR(run.p, -sum / 64, 8 * 0x1p-24);
 }
 
-// AGC clips each micro-batch and not the window: moved 0.288 where 0.131 was right. Here the window
-// is clipped, as the full batch would have been; the other is GA_CLIP_MICRO, for those who had it.
+// AGC clips each micro-batch and not the window: it moved 0.288 where 0.131 was right. Here the
+// window is clipped, as the full batch would have been; GA_CLIP_MICRO gives the other behaviour.
 TEST(GradientAccumulator, AgcClipsMicroBatches) {
   for (const int32_t when : {GA_CLIP_STEP, GA_CLIP_MICRO}) {
     Scalar run;
@@ -278,12 +279,13 @@ TEST(GradientAccumulator, AgcClipsMicroBatches) {
     run.micro(1);
     run.micro(-0.995f);
     step(run.ctx);
-    // The mean is 0.0025, below 0.01 of the weight; by itself each becomes 0.01.
+    // The mean is 0.0025, below 0.01 of the weight; clipped alone, each gradient becomes 0.01.
     EXPECT_NEAR(1 - run.p, when == GA_CLIP_STEP ? 0.0025 : 0, 2e-7);
   }
 }
 
-// The tail of an epoch is not applied and leaks: as in Keras, above. Here also with its own weight.
+// The tail of an epoch is not applied and leaks, as in Keras above. Here it is applied, with its
+// own weights.
 TEST(GradientAccumulator, TheTailIsDividedByItsOwnWeight) {
   Scalar run;
   for (int k = 0; k < 3; ++k) run.micro(1, 20);
@@ -294,21 +296,21 @@ TEST(GradientAccumulator, TheTailIsDividedByItsOwnWeight) {
   EXPECT_FLOAT_EQ(run.p, -6);
 }
 
-// AccumBatchNormalization takes the mean of its micro-batches' variances for the window's, which
-// leaves out how far their means lie apart: on 4 micro-batches of 20 samples it was 0.962 of the
-// variance where rows are in no order, 0.129 where they are sorted, and 0 where a micro-batch is one
-// sample. Of the normal numbers here: 0.961, 0.138, 0. Ours is 1.
+// AccumBatchNormalization takes the mean of its micro-batches' variances for the window's variance,
+// and so leaves out the variance between their means. On 4 micro-batches of 20 samples it was 0.962
+// of the exact variance with unsorted rows, 0.129 with sorted rows, and 0 with one sample per
+// micro-batch. For the normal numbers of this test: 0.961, 0.138, 0. This library's ratio is 1.
 TEST(GradientAccumulator, AveragesVariances) {
   constexpr int64_t kChannels = 400;
   struct Case {
     const char* name;
-    int64_t samples;  // of a micro-batch
+    int64_t samples;  // per micro-batch
     bool sorted;
-    double low, high;  // of what it makes of the variance
+    double low, high;  // bounds of the ratio to the exact variance
   };
-  // In no order: (1 - 1 / n) / (1 - 1 / (4 n)) on average, here of 400 channels.
+  // Unsorted: (1 - 1 / n) / (1 - 1 / (4 n)) on average, here over 400 channels.
   for (const Case& c :
-       {Case{"in no order", 20, false, 0.957, 0.967}, Case{"sorted", 20, true, 0.133, 0.143},
+       {Case{"unsorted", 20, false, 0.957, 0.967}, Case{"sorted", 20, true, 0.133, 0.143},
         Case{"one sample", 1, false, 0, 0}}) {
     SCOPED_TRACE(c.name);
     const int64_t rows = 4 * c.samples;
@@ -368,8 +370,8 @@ TEST(GradientAccumulator, AveragesVariances) {
 
 // ---- accelerate [1.15], Lightning, Run:AI [0.4.1], transformers before October 2024 -------------
 
-// A short last window is divided by N: one of 2 of 4 moves 0.5 of the distance, of 1 of 4 moves
-// 0.25.
+// A short last window is divided by N: with 2 of 4 micro-batches it moves 0.5 of the distance, with
+// 1 of 4 it moves 0.25.
 TEST(Accelerate, AShortTailIsDividedByN) {
   ga_config c = config();
   c.accum_steps = 4;
@@ -381,8 +383,8 @@ TEST(Accelerate, AShortTailIsDividedByN) {
   }
 }
 
-// Uneven micro-batches are 14 % off: as GradientAccumulator's, above. Of tokens, transformers took
-// the mean of the means: 11 and 101 tokens weighed 0.5 and 0.5.
+// Uneven micro-batches have an error of 14 %, as in GradientAccumulator above. transformers took
+// the mean of the means over tokens: 11 and 101 tokens had weights of 0.5 and 0.5.
 TEST(Transformers, TheMeanOfTokenMeans) {
   Scalar means;
   means.micro(1, 11);
@@ -390,7 +392,7 @@ TEST(Transformers, TheMeanOfTokenMeans) {
   step(means.ctx);
   EXPECT_NEAR(means.p, -11.0 / 112, 4 * 0x1p-24);
 
-  ga_config c = config();  // and the same from sums
+  ga_config c = config();  // the same with sums as gradients
   c.gradient_kind = GA_GRADIENT_SUM;
   Scalar sums(c);
   sums.micro(11, 11);
@@ -399,7 +401,7 @@ TEST(Transformers, TheMeanOfTokenMeans) {
   EXPECT_NEAR(sums.p, -11.0 / 112, 4 * 0x1p-24);
 }
 
-// Run:AI's wrapper for torch sums up where the loss is a mean: steps of SGD are N times too long.
+// Run:AI's wrapper for torch sums gradients of mean losses: steps of SGD are N times too long.
 TEST(RunAi, SumsMeans) {
   for (const int n : {1, 2, 8}) {
     Scalar run;
@@ -412,8 +414,8 @@ TEST(RunAi, SumsMeans) {
 // ---- torch.amp, DeepSpeed -----------------------------------------------------------------------
 
 // Clipping before GradScaler.unscale_ compares a scaled norm with the threshold; unscaling twice
-// divides twice. Both are calls in the wrong order, which no call here can be: the gradient is
-// unscaled as it is accumulated.
+// divides twice. Both come from calls in the wrong order, which is not possible here: gradients are
+// unscaled when they are accumulated.
 TEST(TorchAmp, ClipsBeforeUnscalingOrUnscalesTwice) {
   ga_config c = config();
   c.loss_scale = 65536;
@@ -431,8 +433,8 @@ TEST(TorchAmp, ClipsBeforeUnscalingOrUnscalesTwice) {
   EXPECT_EQ(r.clip_factor, 0.5);
 }
 
-// scheduler.step() follows scaler.step() whether the step was skipped or not: every skip costs a
-// step of the schedule. Here the schedule counts applied steps.
+// scheduler.step() follows scaler.step() whether or not the step was skipped, so every skipped step
+// advances the schedule. Here the schedule counts applied steps.
 TEST(TorchAmp, ScheduleAdvancesInSkippedSteps) {
   Scalar run;
   const ga_schedule s = linear(10);
@@ -446,9 +448,9 @@ TEST(TorchAmp, ScheduleAdvancesInSkippedSteps) {
   }
 }
 
-// DeepSpeed's ZeRO-1 casts the f32 accumulator to 16 bits for the reduction: a window whose sum f16
-// does not hold, or that lies below its least number, is lost. Here 16-bit gradients are never
-// narrower again than the accumulator.
+// DeepSpeed's ZeRO-1 casts the f32 accumulator to 16 bits for the reduction: a window whose sum is
+// too large or too small for f16 is lost. Here gradients are never narrowed below the accumulator's
+// dtype.
 TEST(DeepSpeed, CastsTheAccumulatorToTheDtypeOfTheModel) {
   Tensor p(GA_F32, 2), g(GA_F16, 2);
   g.set(0, 60000);
@@ -467,8 +469,9 @@ TEST(DeepSpeed, CastsTheAccumulatorToTheDtypeOfTheModel) {
 
 // ---- ggml-opt, caffe, llm.c ---------------------------------------------------------------------
 
-// Its window counter advances in validation passes too, and a short window is divided by
-// opt_period. Here only micro-batches count: a pass that accumulates nothing is not one.
+// ggml-opt's window counter advances in validation passes too, and a short window is divided by
+// opt_period. Here only micro-batches count, and a pass that accumulates nothing is not a
+// micro-batch.
 TEST(Ggml, ValidationPassesCount) {
   ga_config c = config();
   c.accum_steps = 4;
@@ -488,8 +491,8 @@ TEST(Ggml, ValidationPassesCount) {
   EXPECT_EQ(run.p, -2);
 }
 
-// Compares the threshold with the norm of the sum over iter_size passes, which grows with their
-// number. Here with that of the mean.
+// caffe compares the threshold with the norm of the sum over iter_size passes, which grows with
+// their number. Here the threshold is compared with the norm of the mean.
 TEST(Caffe, ClipsTheSum) {
   for (const int n : {1, 4, 64}) {
     Scalar run;
@@ -502,8 +505,8 @@ TEST(Caffe, ClipsTheSum) {
   }
 }
 
-// Accumulates bf16 gradients in bf16: of 1024 equal terms 61 % are lost. Here in f32, and where
-// memory is short in a pair of bf16 (test_modes.cpp).
+// llm.c accumulates bf16 gradients in bf16: of 1024 equal terms 61 % are lost. Here they accumulate
+// in f32, or, to save memory, in a pair of bf16 numbers (test_modes.cpp).
 TEST(LlmC, AccumulatesInBf16) {
   Tensor p(GA_BF16, 1), g(GA_BF16, 1, 1.109375);
   Context ctx;
@@ -514,8 +517,9 @@ TEST(LlmC, AccumulatesInBf16) {
   EXPECT_EQ(p.get(0), -1.109375);
 }
 
-// 32-bit indices. Here a parameter of more than 2^32 elements has as many, and rows beyond 2^31 are
-// numbered rightly. (Its memory is only reserved: nothing is allocated before a contribution.)
+// llm.c has 32-bit indices. Here a parameter of more than 2^32 elements has the right count, and
+// rows beyond 2^31 the right numbers. (The memory is only reserved: nothing is allocated before a
+// contribution.)
 TEST(LlmC, IndicesOf32Bits) {
   const int64_t rows = (int64_t{1} << 32) + 3;
   const auto bytes = static_cast<size_t>(rows) * sizeof(float);
@@ -532,7 +536,7 @@ TEST(LlmC, IndicesOf32Bits) {
   munmap(map, bytes);
 }
 
-// ---- Wrong input that must not pass in silence --------------------------------------------------
+// ---- Wrong input that must not be accepted silently ---------------------------------------------
 
 TEST(BadInput, FlavorsThatAnOptimizerDoesNotHave) {
   Context ctx;
@@ -599,7 +603,7 @@ TEST(BadInput, StateThatTheOptimizerRefuses) {
                       GA_ERROR_UNSUPPORTED, {"\"w\"", "f64"}));
 }
 
-// Fields of a struct that this library does not know, and reserved ones.
+// Fields of a struct that this library does not know, and reserved fields.
 TEST(BadInput, ReservedFields) {
   ga_config c = config();
   c.reserved2 = 1;

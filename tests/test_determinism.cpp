@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The same bits, whatever the number of threads, whoever's threads they are, in whichever order
-// they run, on every instruction set level, and wherever gradients live.
+// The bits are the same for any number of threads, OpenMP's or the program's, in any order of
+// execution, on every instruction set level, and for consumed and live gradients at any address.
 #include <atomic>
 #include <functional>
 #include <thread>
@@ -11,7 +11,7 @@
 namespace ga::test {
 namespace {
 
-// Everything a training run shows: parameters, external gradients, norms, factors.
+// All results of a training run: parameters, external gradients, norms, factors.
 struct Trace {
   Block block;
   std::vector<float> external;
@@ -24,14 +24,14 @@ struct Trace {
   }
 };
 
-// A run that goes through all loops: every optimizer, every clip, every way to contribute.
+// A run through all kernels: every optimizer, every clip, every way to contribute.
 Trace run(const ga_config& c) {
   const auto all = good_optimizers();
   std::vector<int64_t> counts;
   for (size_t i = 0; i < all.size(); ++i) {
     counts.push_back(static_cast<int64_t>(i % 6 == 0 ? 2 * 65536 + i : 300 * i + 17));
   }
-  counts.push_back(65536 + 1);  // external
+  counts.push_back(65536 + 1);  // the external parameter
   const Layout layout(counts);
   Trace trace;
   trace.block = parameters(layout, 1);
@@ -129,7 +129,7 @@ TEST_P(IsaLevels, SameBitsAsScalar) {
   }
 }
 
-// Norms alone, in all their bits and for all lengths of the last group of lanes.
+// Norms only, bit for bit and for all lengths of the last group of lanes.
 std::vector<double> norms() {
   std::vector<double> result;
   for (int64_t n = 1; n < 65600; n += n < 200 ? 1 : n / 3 + 7) {
@@ -221,7 +221,7 @@ TEST(Determinism, ProgramsOwnThreads) {
   }
 }
 
-// Contexts in different threads have nothing to do with each other; errors belong to the thread.
+// Contexts in different threads are independent; the last error belongs to the thread.
 TEST(Determinism, ContextsInDifferentThreads) {
   std::vector<Trace> traces(3);
   std::vector<std::string> errors(3);
@@ -246,7 +246,7 @@ TEST(Determinism, ContextsInDifferentThreads) {
   }
 }
 
-// Where the tensors lie changes nothing either.
+// The addresses of tensors do not change the bits either.
 TEST(Determinism, Addresses) {
   const Layout layout({70001});
   const Block start = parameters(layout, 5);

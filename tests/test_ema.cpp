@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The moving average of the parameters: both kinds against float64, what takes part, and what does
-// not move it.
+// The exponential moving average of the parameters: both kinds against float64, which parameters
+// take part, and what does not move it.
 #include <functional>
 
 #include "formats.hpp"
@@ -31,12 +31,12 @@ std::vector<double> copy(ga_context* ctx, ga_param param, int64_t count, int32_t
   return result;
 }
 
-// The averages of one parameter in float64, with a bound on what their dtype may lose.
+// The EMA of one parameter in float64, with a bound on the rounding of its dtype.
 class Model {
  public:
   Model(const ga_ema& ema, const Format& format) : ema_(ema), format_(format) {}
 
-  // After an applied step that left the parameter at p.
+  // Called after an applied step that left the parameter at p.
   void step(const Tensor& p) {
     ++t_;
     const double d = decay_of(ema_, t_);
@@ -48,7 +48,8 @@ class Model {
     for (size_t i = 0; i < value_.size(); ++i) {
       const double x = p.get(static_cast<int64_t>(i)), old = value_[i];
       value_[i] = t_ == 1 ? x : old + (1 - d) * (x - old);
-      // A difference, a product with a rounded factor, a sum; then, in 16 bits, up to a spacing.
+      // The roundings of a difference, a product with a rounded factor and a sum; a 16-bit EMA is
+      // then rounded by up to a spacing.
       error_[i] = t_ == 1 ? 0
                           : d * error_[i] + unit * (3 * (1 - d) * std::abs(x - old) +
                                                     std::abs(value_[i]) + error_[i]);
@@ -142,7 +143,7 @@ TEST_P(Averages, FollowTheFormula) {
       const bool missing = i == 2 || (i == 1 && t % 2 == 1);
       list.push_back(missing ? nullptr : &g.back());
     }
-    if (t == 0) {  // before the first step the average is the parameter
+    if (t == 0) {  // before the first step the EMA is the parameter
       for (size_t i = 0; i < p.size(); ++i) {
         const auto got = copy(ctx, static_cast<ga_param>(i), p[i].count());
         for (int64_t j = 0; j < p[i].count(); ++j) {
@@ -158,8 +159,8 @@ TEST_P(Averages, FollowTheFormula) {
           << "parameter " << i << ", step " << t + 1;
     }
   }
-  // The mean over all elements of what chance did is 0: each of 9 steps added at most the variance
-  // of a fair toss, and no more than one spacing of the largest.
+  // The mean of the rounding errors of all elements is near 0: each of 9 steps adds at most the
+  // variance of a fair coin toss, with the spacing of the largest number.
   if (which.ema.dtype == GA_BF16) {
     const auto got = copy(ctx, 0, p[0].count());
     double mean = 0;
@@ -170,10 +171,10 @@ TEST_P(Averages, FollowTheFormula) {
   }
 }
 
-// Windows that are skipped or discarded move no average and no t.
+// Skipped and discarded windows move neither the EMA nor its step count t.
 TEST_P(Averages, StayInSkippedSteps) {
   const Case& which = GetParam();
-  if (which.ema.dtype == GA_BF16) return;  // chance counts windows
+  if (which.ema.dtype == GA_BF16) return;  // random numbers depend on the number of windows
   Tensor p[2] = {random_tensor(which.parameter, 1000, 1), random_tensor(which.parameter, 1000, 1)};
   Context ctx, twin;
   for (Context* c : {&ctx, &twin}) {
@@ -199,7 +200,7 @@ TEST_P(Averages, StayInSkippedSteps) {
   EXPECT_EQ(copy(ctx, 0, 1000), copy(twin, 0, 1000));
 }
 
-// Lazily updated rows take part whether they have a gradient or not.
+// Lazily updated rows take part with and without a gradient.
 TEST(Ema, LazilyUpdatedRows) {
   const ga_ema ema = average(GA_EMA_TORCH, 0.5);
   const int64_t rows = 100, columns = 10;
@@ -212,7 +213,7 @@ TEST(Ema, LazilyUpdatedRows) {
   add(ctx, 0, p, {rows, columns}, o);
   ASSERT_OK(ga_context_set_ema(ctx, &ema));
   for (int32_t t = 0; t < 6; ++t) {
-    // A row that moved once goes on moving its average.
+    // A row that has moved once keeps moving its EMA.
     const int32_t indices[] = {t, t + 50};
     const Tensor values(GA_F32, 2 * columns, 1);
     EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
@@ -224,7 +225,7 @@ TEST(Ema, LazilyUpdatedRows) {
   }
 }
 
-// The program updates these itself; the average is that of what it finds after the step.
+// The program updates external parameters itself; ga_step averages the values that it finds.
 TEST(Ema, ExternalParameters) {
   const ga_ema ema = average(GA_EMA_TORCH, 0.5);
   Tensor p(GA_F32, 3, 8), g(GA_F32, 3, 1);
@@ -241,7 +242,7 @@ TEST(Ema, ExternalParameters) {
   EXPECT_EQ(copy(ctx, 0, 3)[2], 6);
 }
 
-// Parameters of 16 bits: the average is in f32 and keeps what their rounding loses.
+// For 16-bit parameters the EMA is in f32 and keeps what their rounding loses.
 TEST(Ema, ParametersOf16Bits) {
   const ga_ema ema = average(GA_EMA_TORCH, 0.75);
   for (const int32_t dtype : {GA_F16, GA_BF16}) {
@@ -271,7 +272,7 @@ TEST(Ema, ParametersOf16Bits) {
         EXPECT_TRUE(of_parameter.matches(got));
         continue;
       }
-      // Of the master or of its copy, which lies within half a spacing.
+      // The EMA of the master weights or of their copy, which is within half a spacing.
       for (size_t i = 0; i < got.size(); ++i) {
         const double want = of_master.values()[i];
         worst = std::max(worst, std::abs(got[i] - want) / format(dtype).spacing(2));
@@ -281,7 +282,7 @@ TEST(Ema, ParametersOf16Bits) {
   }
 }
 
-// The pass that moves an average alone leaves the parameter as it is, however that is rounded.
+// The pass that moves only the EMA does not change the parameter, whatever its rounding.
 TEST(Ema, FrozenParametersStay) {
   for (const int32_t dtype : {GA_F16, GA_BF16, GA_F32, GA_F64}) {
     for (const int32_t master : {GA_MASTER_F32, GA_MASTER_NONE}) {
@@ -332,7 +333,7 @@ TEST(Ema, CopiesToEveryDtype) {
       for (size_t i = 0; i < got.size(); ++i) {
         const double want = dtype == GA_F32 ? static_cast<double>(static_cast<float>(exact[i]))
                                             : to_nearest(exact[i], format(dtype));
-        // From f64, what lies at a midpoint to the 29th bit may be rounded twice, by way of f32.
+        // An f64 number within 2^-29 of a midpoint may be rounded twice, by way of f32.
         const double twice =
             parameter == GA_F64 && dtype != GA_F32
                 ? to_nearest(static_cast<double>(static_cast<float>(exact[i])), format(dtype))
@@ -426,7 +427,7 @@ TEST(Ema, WrongCallsChangeNothing) {
     EXPECT_TRUE(status == invalid || status == GA_ERROR_UNSUPPORTED) << dtype;
     EXPECT_NE(std::string(ga_last_error()).find("dtype"), std::string::npos) << ga_last_error();
   }
-  // bf16 averages and f64 parameters, in both orders.
+  // A bf16 EMA and f64 parameters, in both orders.
   const ga_ema narrow = average(GA_EMA_TORCH, 0.5, GA_BF16), good = average(GA_EMA_TORCH, 0.5);
   EXPECT_OK(ga_context_set_ema(ctx, &narrow));
   EXPECT_TRUE(refused(try_add(ctx, 0, "wide", wide.data(), GA_F64, {8}, options()),
@@ -464,8 +465,8 @@ TEST(Ema, WrongCallsChangeNothing) {
   EXPECT_EQ(out.get(7), -0.5);  // 0 and then -1
 }
 
-// Parameters may come later: the average of each begins with its first step, in which it is the
-// parameter, and goes on with the context's t.
+// Parameters may be added later: the EMA of each begins in its first step, with the parameter's
+// value, and goes on with the context's t.
 TEST(Ema, ParametersThatComeLater) {
   for (const ga_ema& e : {average(GA_EMA_TORCH, 0.5), average(GA_EMA_KARRAS)}) {
     for (const bool missing : {false, true}) {  // its first step brings it no gradient
@@ -482,7 +483,7 @@ TEST(Ema, ParametersThatComeLater) {
         of_first.step(first);
       }
       const ga_param late = add(ctx, 0, second);
-      EXPECT_EQ(copy(ctx, late, 4)[0], 5) << "before its first step it is the parameter";
+      EXPECT_EQ(copy(ctx, late, 4)[0], 5) << "before the first step the EMA is the parameter";
       accumulate(ctx, {&g, missing ? nullptr : &g});
       step(ctx);
       of_first.step(first);

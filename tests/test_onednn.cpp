@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Matrix products: the oneDNN module by itself, and ga_accumulate_matmul on top of it, against
-// float64. What happens without the module or beside another oneDNN needs processes of its own:
-// onednn/host.c.
+// Matrix products, compared with float64: the oneDNN module by itself, and ga_accumulate_matmul on
+// top of it. onednn/host.c tests a missing module and a second oneDNN, which need processes of
+// their own.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <malloc.h>
@@ -28,7 +28,8 @@ namespace {
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// Signed, of mixed size, with zeros, at a multiple of 4 bytes and of nothing larger.
+// Numbers of both signs and mixed magnitude, with zeros, at an address that is a multiple of 4
+// bytes but of no more.
 class Matrix {
  public:
   Matrix(int64_t rows, int64_t columns, int64_t ld, uint64_t seed)
@@ -65,9 +66,9 @@ struct Factor {
   float at(int64_t i, int64_t j) const { return transposed ? stored.at(j, i) : stored.at(i, j); }
 };
 
-// A sum in float64 and how far any f32 evaluation of it may be off: each term passes at most
-// `roundings` of them, each of relative size 2^-24 (Higham 2002, section 3.1); and each may lose a
-// subnormal's spacing.
+// A sum in float64 and a bound on the error of any f32 evaluation: each term undergoes at most
+// `roundings` roundings of relative size 2^-24 (Higham 2002, section 3.1), and each rounding may
+// lose the spacing of a subnormal.
 struct Sum {
   double value = 0, magnitude = 0;
   double roundings = 0;
@@ -85,7 +86,7 @@ struct Sum {
 Sum dot(const Factor& a, const Factor& b, int64_t k, int64_t i, int64_t j, double alpha) {
   Sum sum;
   for (int64_t p = 0; p < k; ++p) {
-    // In double, twice rounded at 2^-53: nothing beside 2^-24.
+    // Two roundings of 2^-53 in double are negligible beside 2^-24.
     sum.add(alpha * a.at(i, p) * b.at(p, j));
   }
   sum.roundings = static_cast<double>(k) + 2;  // products and sums, alpha, the sum with c
@@ -113,7 +114,8 @@ class OneDnn : public testing::Test {
     ASSERT_EQ(error, nullptr) << error;
   }
 
-  // One product with fresh data: every element, and that nothing beside them was written.
+  // Checks every element of one product of new data, and that nothing outside the result was
+  // written.
   void check(int64_t m, int64_t n, int64_t k, bool transpose_a, bool transpose_b, int64_t padding,
              float alpha, float beta, uint64_t seed) {
     SCOPED_TRACE(testing::Message()
@@ -135,7 +137,7 @@ class OneDnn : public testing::Test {
             << "; tolerance " << want.tolerance();
         c.at(i, j) = before.at(i, j);
       }
-    ASSERT_TRUE(same_bits(c.all(), Matrix(before).all())) << "wrote beside c";
+    ASSERT_TRUE(same_bits(c.all(), Matrix(before).all())) << "wrote outside c";
   }
 
   const ga_matmul_module* module_ = nullptr;
@@ -150,7 +152,7 @@ TEST_F(OneDnn, NamesItsVersion) {
 
 TEST_F(OneDnn, IsOpenedOnce) { EXPECT_EQ(open_module("onednn", GA_MATMUL_ABI), module_); }
 
-// Extents at and beside the steps of the kernels, in random triples.
+// Dimensions at and next to the steps of the kernels, in random triples.
 TEST_F(OneDnn, MatchesFloat64) {
   const int64_t extents[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 47, 48, 49, 64, 65, 96, 97, 130};
   const float alphas[] = {1, -1, 0.37f, -0x1p-16f, 65536, 1.0f / 3};
@@ -166,7 +168,7 @@ TEST_F(OneDnn, MatchesFloat64) {
   }
 }
 
-// Weight gradients, from small and large micro-batches, past the blocks of the kernels.
+// Weight gradients of small and large micro-batches, larger than the blocks of the kernels.
 TEST_F(OneDnn, MatchesFloat64OnLayers) {
   const int64_t shapes[][3] = {{512, 784, 4},  {10, 512, 64},   {256, 128, 64},  {64, 64, 3000},
                                {1, 700, 129},  {700, 1, 129},   {1, 1, 5000},    {3, 500, 1},
@@ -203,7 +205,7 @@ TEST_F(OneDnn, SaysWhatItRefuses) {
   EXPECT_NE(module_->multiply(-1, 2, 2, 1, x, 2, 0, x, 2, 0, 0, x, 2), nullptr);
 }
 
-// What is not finite spreads to its row or column, and no further.
+// A non-finite element affects its row or column only.
 TEST_F(OneDnn, NonfiniteSpreadsAsInArithmetic) {
   for (const bool transposed : {false, true}) {
     Factor a(50, 33, transposed, 0, 1), b(33, 70, transposed, 0, 2);
@@ -225,7 +227,7 @@ TEST_F(OneDnn, NonfiniteSpreadsAsInArithmetic) {
   }
 }
 
-// Rows further apart than 32 bits of bytes, and of elements in all.
+// Offsets of rows beyond 32 bits, in bytes and in elements.
 TEST_F(OneDnn, CountsIn64Bits) {
   const int64_t ld = (int64_t{1} << 30) + 5, rows = 3, columns = 20;
   const size_t bytes = static_cast<size_t>(rows * ld) * sizeof(float);
@@ -250,7 +252,7 @@ TEST_F(OneDnn, CountsIn64Bits) {
   munmap(map, bytes);
 }
 
-// Every shape is new: what is kept per shape would pile up.
+// Every shape is new, so anything kept for each shape would accumulate.
 TEST_F(OneDnn, KeepsNothing) {
 #if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__)
   GTEST_SKIP() << "the sanitizer's allocator does not count";
@@ -276,9 +278,9 @@ TEST_F(OneDnn, KeepsNothing) {
 #endif
 }
 
-// A product uses the calling thread and gives the program's number of OpenMP threads back.
+// A product uses the calling thread and restores the program's number of OpenMP threads.
 TEST_F(OneDnn, LeavesOpenMpAlone) {
-  // The program's, else the one that oneDNN brought.
+  // The program's OpenMP, or else the one that oneDNN has loaded.
   void* const brought = dlopen("libgomp.so.1", RTLD_NOW | RTLD_NOLOAD);
   const auto find = [&](const char* name) {
     void* const own = dlsym(RTLD_DEFAULT, name);
@@ -320,7 +322,7 @@ TEST(OpenModule, SaysWhereItLookedBesideTheProgram) {
 
 // ---- ga_accumulate_matmul -----------------------------------------------------------------------
 
-// A parameter whose reduced gradient can be read, and what it should be.
+// A parameter whose reduced gradient can be read, and its expected value.
 class Layer {
  public:
   Layer(int64_t rows, int64_t columns, const ga_config& config = test::config())
@@ -374,7 +376,7 @@ class Layer {
     }
   }
 
-  // Steps and compares; then all begins anew.
+  // Makes the step, compares the gradient, and starts a new window.
   void check() {
     const ga_step_result result = step(context_);
     ASSERT_EQ(result.outcome, GA_STEP_APPLIED);
@@ -392,7 +394,7 @@ class Layer {
       squares += want.value * want.value;
       square_error += want.tolerance() * want.tolerance();
     }
-    // The norm of what is off by no more than that, and the norm's own last digits.
+    // The tolerance: the norm of the elements' bounds, and the last digits of the norm itself.
     EXPECT_NEAR(result.norm, std::sqrt(squares), std::sqrt(square_error) + 1e-12 * result.norm);
     std::fill(sums_.begin(), sums_.end(), Sum());
     weights_ = 0;
@@ -418,7 +420,7 @@ ga_config with_threads(int32_t threads) {
   return c;
 }
 
-// Cut into bands, into columns, into both, and not at all.
+// Products cut into bands of rows, of columns, of both, and not at all.
 TEST_F(AccumulateMatmul, AnyNumberOfThreads) {
   const int64_t shapes[][3] = {
       {512, 784, 4}, {40, 1000, 64}, {96, 600, 300}, {200, 300, 50}, {9, 11, 3}};
@@ -433,7 +435,7 @@ TEST_F(AccumulateMatmul, AnyNumberOfThreads) {
     }
 }
 
-// The promise: uneven micro-batches, each a mean over its samples, are one batch.
+// The promise: uneven micro-batches, each a mean over its samples, give what one batch gives.
 TEST_F(AccumulateMatmul, UnevenMicroBatches) {
   for (const double loss_scale : {1.0, 1024.0, -3.0}) {
     Layer layer(65, 129);
@@ -461,7 +463,7 @@ TEST_F(AccumulateMatmul, AddsToOtherContributions) {
   layer.check();
 }
 
-// The first contribution is a gradient that lives on: it is read, then copied, never written.
+// The first contribution is a live gradient, which is read, then copied, but never written.
 TEST_F(AccumulateMatmul, AddsToAGradientThatLivesOn) {
   ga_config c = config();
   c.gradient_life = GA_GRADIENTS_LIVE;
@@ -509,7 +511,7 @@ TEST_F(AccumulateMatmul, NothingSurvivesAWindow) {
   layer.check();
 }
 
-// With weight 0 nothing is read: the batch may be all NaN.
+// With weight 0 the matrices are not read: they may be all NaN.
 TEST_F(AccumulateMatmul, WeightZero) {
   Layer layer(2, 2);
   const float nan[] = {kNan, kNan};
@@ -521,7 +523,7 @@ TEST_F(AccumulateMatmul, WeightZero) {
   layer.check();
 }
 
-// m is the first extent, n the product of the others.
+// m is the first dimension, n the product of the others.
 TEST_F(AccumulateMatmul, ShapesOfAnyRank) {
   Context context;
   const ga_group group = context.group(plain_sgd());
@@ -545,7 +547,8 @@ TEST_F(AccumulateMatmul, ShapesOfAnyRank) {
   for (int i = 0; i < 12; ++i) EXPECT_EQ(cube[i], -a[i / 6] * b[i % 6]);
 }
 
-// The program's own threads: one each, and none at all in the wrong order.
+// The program's own parallel_for: one with a thread for each piece, one that runs the pieces in
+// reverse order on one thread.
 TEST_F(AccumulateMatmul, TheProgramsThreads) {
   const ga_parallel_for loops[] = {[](void*, int64_t count, ga_task task, void* data) {
                                      std::vector<std::thread> threads;
@@ -563,7 +566,7 @@ TEST_F(AccumulateMatmul, TheProgramsThreads) {
     layer.micro(50, 1, 1, 1);
     layer.micro(50, 2, 1, 2);
     layer.check();
-    // Many pieces of a parameter that is one chunk of the element loops.
+    // Many pieces of a parameter that is one chunk of the kernels.
     Layer small(128, 128, c);
     small.micro(300, 1, 1, 3);
     small.check();
@@ -585,7 +588,7 @@ TEST_F(AccumulateMatmul, ContextsInSeveralThreads) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Of small integers, whose products and sums no format rounds.
+// Products of small integers, which no format rounds.
 TEST(AccumulateMatmulOf, SixteenBits) {
   if (!has_onednn()) GTEST_SKIP() << "this build has no oneDNN";
   const int64_t m = 5, k = 7, n = 3;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The promise: N micro-batches and a step give what one batch N times as large gives. Against
-// float64 for every optimizer, window length, tail, weighting and reduction; and to the bit between
-// all ways of handing a gradient over.
+// The promise: N micro-batches and a step give what one batch N times as large gives. Compared with
+// float64 for every optimizer, window length, tail, weighting and reduction, and bit for bit
+// between all ways of handing a gradient over.
 #include <algorithm>
 #include <memory>
 #include <tuple>
@@ -40,8 +40,8 @@ void register_parameters(Context& ctx, ga_group group, const Layout& layout, Rou
                                nullptr));
 }
 
-// What a program's own kernel does with an accumulator. rows x columns, with a stride from row to
-// row.
+// Does what a program's own kernel does with an accumulator: rows x columns, with a leading
+// dimension.
 void write_accumulator(const ga_accumulator& a, const float* g) {
   const auto alpha = static_cast<float>(a.alpha);
   auto* data = static_cast<float*>(a.data);
@@ -54,7 +54,8 @@ void write_accumulator(const ga_accumulator& a, const float* g) {
   }
 }
 
-// The same micro-batch by each route. Parts come in reverse order, as backward passes bring them.
+// Hands over a micro-batch by one of the routes. Parts come in reverse order, as in a backward
+// pass.
 void hand_over(ga_context* ctx, const Layout& layout, Route route, const Block& gradients,
                double weight, double loss_scale, int64_t index) {
   if (route == Route::kWhole) {
@@ -89,8 +90,8 @@ void hand_over(ga_context* ctx, const Layout& layout, Route route, const Block& 
   ASSERT_OK(ga_micro_end(ctx));
 }
 
-// Runs windows through the library. A gradient's memory turns to NaN as soon as the contract allows
-// it.
+// Runs windows through the library. Overwrites a gradient's memory with NaN as soon as the contract
+// allows it.
 Block run(const Layout& layout, const ga_optimizer& o, const ga_config& config, Route route,
           const std::vector<Window>& windows, const Block& start) {
   Block block = start;
@@ -102,7 +103,7 @@ Block run(const Layout& layout, const ga_optimizer& o, const ga_config& config, 
   for (const Window& window : windows) {
     buffers.resize(window.size());
     double weight = 0;
-    int first = -1;  // the micro-batch that brought the first contributions, while they must live
+    int first = -1;  // the micro-batch of the first contributions, as long as they must live
     for (size_t k = 0; k < window.size(); ++k) {
       const Micro& micro = window[k];
       buffers[k] = micro.weight == 0 ? nan : micro.gradients;
@@ -126,8 +127,8 @@ Block run(const Layout& layout, const ga_optimizer& o, const ga_config& config, 
   return block;
 }
 
-// The one batch that each window stands for, rounded to float32 once: with a loss scale that leaves
-// no gradient subnormal, which would cost it digits that the window still has.
+// The single batch that equals each window, rounded to float32 once. Its loss scale is chosen so
+// that no gradient is subnormal, which would lose digits that the window still has.
 std::vector<Window> one_batch_each(const Layout& layout, const std::vector<Window>& windows,
                                    int32_t gradient_kind) {
   std::vector<Window> result;
@@ -194,8 +195,8 @@ std::vector<Window> make_windows(const Layout& layout, int n, bool tail, Weighti
   return windows;
 }
 
-// One optimizer for each loop that differs: no state, one, two and three values of it; norms of the
-// parameter, of the gradient and of the update.
+// One optimizer for each kernel that differs: with none to three values of state per element, and
+// with norms of the parameter, of the gradient and of the update.
 std::vector<size_t> one_of_each_loop() {
   std::vector<size_t> result;
   const auto all = good_optimizers();
@@ -227,8 +228,8 @@ class Promise : public testing::TestWithParam<Case> {
   ga_optimizer optimizer_{};
 };
 
-// Every way for an optimizer of each loop; the others, which differ in their formula alone, see the
-// ways that could matter to one.
+// One optimizer of each kernel goes through every combination; the others, which differ only in
+// their formula, through the combinations that could affect a formula.
 TEST_P(Promise, SmallTensorsEveryWay) {
   const std::vector<size_t> loops = one_of_each_loop();
   const bool every = std::count(loops.begin(), loops.end(), std::get<0>(GetParam())) > 0;
@@ -310,8 +311,8 @@ INSTANTIATE_TEST_SUITE_P(All, PromiseLarge,
                                           testing::ValuesIn(kIsaLevels)),
                          case_name);
 
-// Where float32 loses nothing (small integers, weights and their sum powers of two) the promise has
-// no tolerance.
+// If float32 rounds nothing (small integers, and powers of two for weights and their sum), the
+// promise holds without a tolerance.
 class PromiseExact : public testing::TestWithParam<size_t> {};
 
 TEST_P(PromiseExact, SameBitsWhereSumsAreExact) {
@@ -342,7 +343,7 @@ INSTANTIATE_TEST_SUITE_P(All, PromiseExact, testing::Range<size_t>(0, good_optim
                            return good_optimizers()[info.param].name;
                          });
 
-// ---- Defects of other systems, each by the numbers it was seen with -----------------------------
+// ---- Defects of other systems, each with numbers that show it -----------------------------------
 
 // One parameter of one element, which plain SGD with lr 1 moves by minus the reduced gradient.
 struct Scalar {
@@ -416,7 +417,7 @@ TEST(KnownDefects, GradientsStoredNegated) {
 }
 
 // Momentum, second moments and step counts must not move with micro-batches: 16 windows of 5 equal
-// micro-batches are 16 steps, to the bit.
+// micro-batches are 16 steps, bit for bit.
 TEST(KnownDefects, StateDoesNotMoveWithMicroBatches) {
   for (const NamedOptimizer& named : good_optimizers()) {
     Scalar one(config(), named.optimizer), four(config(), named.optimizer);
@@ -478,7 +479,7 @@ TEST(Promise, TiedWeightsAddUp) {
         std::vector<Block> alive;
         for (int k = 0; k < 2; ++k) {
           const double weight = k + 1;
-          model.accumulate(block, weight, 1, {0});  // counts the weight, brings nothing
+          model.accumulate(block, weight, 1, {0});  // counts the weight without a gradient
           ASSERT_OK(ga_micro_begin(ctx, k, weight, nullptr));
           for (int part = 0; part < 3; ++part) {
             alive.push_back(gradients(layout, 6, round++));
@@ -505,8 +506,8 @@ TEST(Promise, TiedWeightsAddUp) {
   }
 }
 
-// A parameter's first contribution may come in any micro-batch, and the divisor is the window's all
-// the same.
+// A parameter's first contribution may come in any micro-batch; the divisor is still the window's
+// sum of weights.
 TEST(Promise, ParametersTouchedInSomeMicroBatchesOnly) {
   const Layout layout({5, 33, 1023, 7});
   const std::vector<std::vector<size_t>> missing = {{1, 3}, {0, 2, 3}, {0, 3}};
@@ -525,7 +526,7 @@ TEST(Promise, ParametersTouchedInSomeMicroBatchesOnly) {
           std::vector<Block> alive;
           for (size_t k = 0; k < missing.size(); ++k) {
             alive.push_back(gradients(layout, 9, round++));
-            // In the second window everything is there, in the others tensor 3 never is.
+            // In the second window all gradients are there, in the others tensor 3 never has one.
             const auto absent = w == 1 ? std::vector<size_t>() : missing[k];
             auto list = pointers(layout, alive.back());
             for (const size_t i : absent) list[i] = nullptr;
@@ -541,8 +542,8 @@ TEST(Promise, ParametersTouchedInSomeMicroBatchesOnly) {
   }
 }
 
-// A batch of a real problem, least squares, whose gradients the test computes: the whole batch
-// against its parts.
+// A real problem, least squares, whose gradients the test computes: the whole batch against its
+// parts.
 TEST(Promise, LeastSquaresBatchInParts) {
   constexpr int kSamples = 60, kFeatures = 9;
   Random random(11);
@@ -578,9 +579,9 @@ TEST(Promise, LeastSquaresBatchInParts) {
   };
   const Block full = train(60), parts = train(16), singles = train(1);
   for (size_t i = 0; i < kFeatures; ++i) {
-    // 50 updates of at most lr = 1e-3 each. Per update a gradient differs by at most 60 roundings
-    // of terms of order 1, and a ratio m / sqrt(v) of two of them by as much again: 50 * 1e-3 * 4 *
-    // 60 * 2^-24, and 50 roundings of w.
+    // 50 updates of at most lr = 1e-3 each. In each, a gradient differs by at most 60 roundings of
+    // terms of order 1, and the ratio m / sqrt(v) by at most four times as much: 50 * 1e-3 * 4 * 60
+    // * 2^-24, and 50 roundings of w.
     const double bound = 50 * (1e-3 * 4 * 60 + 1) * ref::kHalfUlp;
     EXPECT_NEAR(full[i], parts[i], bound);
     EXPECT_NEAR(full[i], singles[i], bound);

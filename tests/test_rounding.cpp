@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What 16 bits would lose: masters, rounding by chance, and optimizer state in bf16.
+// What 16 bits would lose: master weights, stochastic rounding, and optimizer state in bf16.
 #include "formats.hpp"
 
 namespace ga::test {
@@ -13,7 +13,7 @@ ga_param_options stochastic(int32_t master) {
   return o;
 }
 
-// ---- Masters ------------------------------------------------------------------------------------
+// ---- Master weights -----------------------------------------------------------------------------
 
 class Masters : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Dtype, Masters, testing::Values(GA_F16, GA_BF16),
@@ -61,9 +61,10 @@ TEST_P(Masters, WithoutOneTinyUpdatesAreLost) {
   EXPECT_EQ(run.mean(), 1);
 }
 
-// Without a master but rounded by chance they arrive on average. Each step rounds up with chance
-// 15/16 and down with 1/16 of a spacing: its variance is 15/256 of the squared spacing (which
-// halves below 1/2, so this bounds it). Six standard deviations of the mean over all elements.
+// Without master weights, stochastic rounding keeps tiny updates on average. Each step rounds up
+// with probability 15/16 and down with 1/16, so its variance is 15/256 of the squared spacing (an
+// upper bound, because the spacing halves below 1/2). The tolerance is six standard deviations of
+// the mean over all elements.
 TEST_P(Masters, WithoutOneStochasticRoundingKeepsThemOnAverage) {
   TinyUpdates run(GetParam());
   run.run(GA_MASTER_NONE, GA_ROUND_STOCHASTIC);
@@ -73,8 +74,8 @@ TEST_P(Masters, WithoutOneStochasticRoundingKeepsThemOnAverage) {
   EXPECT_NEAR(run.mean(), 1 - TinyUpdates::kSteps * run.move, 6 * deviation);
 }
 
-// With a master, chance is in the copy alone: its elements lie beside the master, and their mean is
-// the master.
+// With master weights, only the copy is rounded stochastically: each element is a neighbour of its
+// master weight, and their mean equals it.
 TEST_P(Masters, StochasticCopies) {
   TinyUpdates run(GetParam());
   run.run(GA_MASTER_F32, GA_ROUND_STOCHASTIC);
@@ -100,7 +101,8 @@ TEST_P(Masters, AreCountedAsMemory) {
     add(ctx, 0, p, {}, o);
     add(ctx, 0, wide);
     const ga_memory m = memory(ctx);
-    // 2 bytes an element and 4; two numbers of state each; and what alignment takes.
+    // Per element, the accumulators have 2 and 4 bytes and each parameter two f32 numbers of state;
+    // alignment adds a little.
     const auto near = [](int64_t bytes, int64_t want) {
       return bytes >= want && bytes <= want + 65536;
     };
@@ -122,7 +124,7 @@ TEST_P(Masters, ChangedByTheProgram) {
   Context ctx;
   ctx.group(plain_sgd());
   const ga_param id = add(ctx, 0, p, {}, options(GA_F32));
-  p.fill(2);  // before the first contribution nobody has read it
+  p.fill(2);  // the library reads it at the first contribution
   accumulate(ctx, {&g});
   EXPECT_EQ(ga_param_changed(ctx, id), GA_ERROR_INVALID_STATE);
   step(ctx);
@@ -130,13 +132,13 @@ TEST_P(Masters, ChangedByTheProgram) {
   p.fill(5);
   accumulate(ctx, {&g});
   step(ctx);
-  EXPECT_EQ(p.get(50), 1.5) << "the master did not move";
+  EXPECT_EQ(p.get(50), 1.5) << "the master weights did not move";
   p.fill(5);
   EXPECT_OK(ga_param_changed(ctx, id));
   accumulate(ctx, {&g});
   step(ctx);
   EXPECT_EQ(p.get(50), 4.75);
-  // Data elsewhere: the master stays as it is.
+  // Moving the data does not change the master weights.
   Tensor moved(GetParam(), 100, 7);
   EXPECT_OK(ga_param_bind(ctx, id, moved.data()));
   accumulate(ctx, {&g});
@@ -148,7 +150,7 @@ TEST_P(Masters, ChangedByTheProgram) {
   EXPECT_TRUE(refused(ga_param_changed(nullptr, 0), GA_ERROR_INVALID_ARGUMENT, {"ctx"}));
 }
 
-// A skipped step moves neither a master nor what is rounded from it.
+// A skipped step moves neither master weights nor their copy.
 TEST_P(Masters, StayInSkippedSteps) {
   Tensor p(GetParam(), 100, 1), g(GA_F32, 100, 0x1p-9), bad(GA_F32, 100, 1);
   bad.set(99, NAN);
@@ -170,10 +172,10 @@ TEST_P(Masters, StayInSkippedSteps) {
   EXPECT_TRUE(p == twin);
 }
 
-// ---- Chance -------------------------------------------------------------------------------------
+// ---- Stochastic rounding ------------------------------------------------------------------------
 
-// The share of parameters that are rounded up is how far their values lie above the lower
-// neighbour.
+// The fraction of parameters that are rounded up equals the distance of their value from the lower
+// neighbour, in spacings.
 TEST(Chance, IsTheFractionLost) {
   const int64_t n = 1 << 16;
   for (const int32_t dtype : {GA_F16, GA_BF16}) {
@@ -198,7 +200,7 @@ TEST(Chance, IsTheFractionLost) {
   }
 }
 
-// Whether two lists of coin tosses agree half of the time.
+// Succeeds if two lists of coin tosses agree half of the time.
 testing::AssertionResult independent(const std::vector<bool>& a, const std::vector<bool>& b) {
   double same = 0;
   for (size_t i = 0; i < a.size(); ++i) same += a[i] == b[i];
@@ -207,8 +209,8 @@ testing::AssertionResult independent(const std::vector<bool>& a, const std::vect
   return testing::AssertionFailure() << same << " of " << n << " agree";
 }
 
-// Parameters half way between two numbers, and everything else that is rounded by chance: each
-// element, parameter, step, seed and purpose draws for itself.
+// For parameters half way between two numbers, and everything else that is rounded stochastically:
+// the random numbers of elements, parameters, steps, seeds and purposes are independent.
 TEST(Chance, IsDrawnAnewForEveryPurpose) {
   const int64_t n = 1 << 15;
   const double half = 1 + format(GA_BF16).spacing(1) / 2;
@@ -256,10 +258,10 @@ TEST(Chance, IsDrawnAnewForEveryPurpose) {
   }
 }
 
-// A bf16 average draws for itself, and not what the bf16 state of the same element draws: where both
-// are given the same number, the errors of their rounding are not correlated. After one step from 0
-// with a learning rate of 1, the momentum buffer is g, and parameter and average are -g; the next
-// step, with a gradient of zero, moves the parameter by the buffer.
+// A bf16 EMA and the bf16 state of the same element use different random numbers: if both round the
+// same number, their rounding errors are not correlated. After one step from 0 with a learning rate
+// of 1, the momentum buffer is g, and parameter and EMA are -g; the next step, with a gradient of
+// zero, moves the parameter by the buffer.
 TEST(Chance, OfAnAverageIsNotThatOfTheState) {
   const int64_t n = 1 << 16;
   ga_optimizer o = plain_sgd();
@@ -292,7 +294,7 @@ TEST(Chance, OfAnAverageIsNotThatOfTheState) {
     of_average += a * a;
     of_state += s * s;
   }
-  // At a fraction f of the spacing an error has the variance f (1 - f) of its square: 1/6 on average.
+  // At a fraction f of the spacing the error has the variance f (1 - f) spacing^2, on average 1/6.
   const double expected = format(GA_BF16).spacing(1) * format(GA_BF16).spacing(1) / 6;
   const auto elements = static_cast<double>(n);
   EXPECT_NEAR(of_average / elements, expected, expected / 20);
@@ -300,8 +302,8 @@ TEST(Chance, OfAnAverageIsNotThatOfTheState) {
   EXPECT_LE(std::abs(both) / std::sqrt(of_average * of_state), 6 / std::sqrt(elements));
 }
 
-// Micro-batches and contributions of one window draw for themselves as well: k times half a spacing
-// is k / 2 spacings on average, with the variance of independent draws.
+// Micro-batches and contributions of one window use independent random numbers too: k times half a
+// spacing is k / 2 spacings on average, with the variance of independent draws.
 TEST(Chance, IsDrawnAnewForEveryContribution) {
   const int64_t n = 1 << 14;
   const double spacing = format(GA_BF16).spacing(1);
@@ -335,14 +337,14 @@ TEST(Chance, IsDrawnAnewForEveryContribution) {
       mean += ups / n;
       variance += ups * ups / n;
     }
-    // A sum of 32 tosses of variance 1/4 (8, of which the estimate has a deviation of
-    // 8 sqrt(2 / n)). The toss is only made where the sum lies between two numbers: every term.
+    // A sum of 32 tosses of variance 1/4 has the variance 8, whose estimate has the deviation
+    // 8 sqrt(2 / n). Every term needs a toss, because every sum lies between two numbers.
     EXPECT_NEAR(mean, 0, 6 * std::sqrt(8.0 / n));
     EXPECT_NEAR(variance, 8, 6 * 8 * std::sqrt(2.0 / n));
   }
 }
 
-// Everything that is rounded by chance, in one run.
+// Everything that is rounded stochastically, in one run.
 struct Everything {
   std::vector<Tensor> p;
   std::vector<double> numbers;
@@ -420,7 +422,7 @@ TEST(Chance, IsTheSameForAnyThreads) {
   ga_config c = config();
   c.num_threads = 4;
   c.parallel_for = backwards;
-  EXPECT_TRUE(stochastic_run(c) == one) << "the program's own, backwards";
+  EXPECT_TRUE(stochastic_run(c) == one) << "the program's own threads, in reverse order";
 }
 
 TEST(Chance, IsTheSameOnEveryIsa) {
@@ -439,11 +441,11 @@ TEST(Chance, ComesFromTheSeed) {
 
 // ---- Optimizer state of 16 bits -----------------------------------------------------------------
 
-// Both betas 0.9 and a constant gradient: a number in bf16 is off by less than 2^-7 of itself, so a
-// moment by less than 2^-7 / (1 - beta) = 0.0782, and a step m / sqrt(v) by at most
-// 1.0782 / sqrt(1 - 0.0782) - 1 = 0.123. The errors are independent and 0 on average: over 4096
-// elements what remains is 3/8 of the variance of v, 2^-16 / (1 - beta^2) = 8e-5, so 3e-5, and the
-// deviation of the mean, below 0.02 / 64 a step.
+// Both betas are 0.9 and the gradient is constant. A bf16 number has a relative error below 2^-7,
+// so a moment has one below 2^-7 / (1 - beta) = 0.0782, and a step m / sqrt(v) one of at most
+// 1.0782 / sqrt(1 - 0.0782) - 1 = 0.123. The errors are independent and 0 on average. Over 4096
+// elements there remain 3/8 of the variance of v, which is 2^-16 / (1 - beta^2) = 8e-5, so 3e-5,
+// and the deviation of the mean, below 0.02 / 64 per step.
 TEST(State16, AdamFollowsF32) {
   const int64_t n = 4096;
   ga_optimizer o = optimizer(GA_OPTIMIZER_ADAM);
@@ -472,7 +474,7 @@ TEST(State16, AdamFollowsF32) {
   }
 }
 
-// Rounded to nearest, v would stay for ever where beta2 is 0.999: 0.1 % is less than half a
+// Rounded to nearest, v would never change with a beta2 of 0.999, because 0.1 % is less than half a
 // spacing.
 TEST(State16, SecondMomentDecays) {
   const int64_t n = 4096;
@@ -492,7 +494,7 @@ TEST(State16, SecondMomentDecays) {
     accumulate(ctx, {&zero});
     step(ctx);
   }
-  // v is read from the size of a step: p = -g / sqrt(v / (1 - beta2^t)).
+  // The size of a step gives v: p = -g / sqrt(v / (1 - beta2^t)).
   p.fill(0);
   accumulate(ctx, {&probe});
   step(ctx);
