@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Clipping of the reduced gradient, the norm behind it, and the gradient as an external optimizer
-// sees it.
+// Clipping of the reduced gradient, its norm, and the gradient that an external optimizer sees.
 #include "support.hpp"
 
 namespace ga::test {
@@ -49,7 +48,7 @@ TEST(Clip, TorchsDefinition) {
   EXPECT_DOUBLE_EQ(r.clip_factor, 2.5 / (5 + 1e-6));
   EXPECT_FLOAT_EQ(probe.gradient(0), static_cast<float>(3 * 2.5 / (5 + 1e-6)));
   EXPECT_FLOAT_EQ(probe.gradient(1), static_cast<float>(4 * 2.5 / (5 + 1e-6)));
-  r = probe.run(clip(GA_CLIP_GLOBAL, 5));  // a norm of exactly C is scaled a little
+  r = probe.run(clip(GA_CLIP_GLOBAL, 5));  // a norm of exactly C is scaled slightly
   EXPECT_DOUBLE_EQ(r.clip_factor, 5 / (5 + 1e-6));
   r = probe.run(clip(GA_CLIP_GLOBAL, 100));
   EXPECT_EQ(r.clip_factor, 1);
@@ -127,7 +126,7 @@ TEST(Clip, ByValueThenByNorm) {
   }
 }
 
-// By value is applied to what the optimizer would see: averaged, with the loss scale out.
+// Clipping by value sees the gradient that the optimizer would see: averaged and unscaled.
 TEST(Clip, SeesTheReducedUnscaledGradient) {
   for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
     ga_config c = config();
@@ -173,7 +172,7 @@ TEST(Clip, GroupsOfTheirOwn) {
   ga_step_result r = step(ctx);
   EXPECT_DOUBLE_EQ(r.norm, std::sqrt(9 + 16 + 144 + 10000.0));  // of the whole gradient
   EXPECT_DOUBLE_EQ(r.clip_factor, 0.2);
-  EXPECT_FLOAT_EQ(p[0], -0.6f);  // 3/5: of the groups that share the context's norm
+  EXPECT_FLOAT_EQ(p[0], -0.6f);  // 3/5, by the norm of the groups that share the context's clipping
   EXPECT_FLOAT_EQ(p[1], -0.8f);
   EXPECT_FLOAT_EQ(p[2], -6);
   EXPECT_EQ(p[3], -100);
@@ -211,7 +210,7 @@ TEST(Clip, OneNormOverAGroupOfSeveral) {
   EXPECT_EQ(p[2], -1000);
 }
 
-// In every mode and with every optimizer as the model says, over whole runs.
+// Every mode with every optimizer follows the model over whole runs.
 TEST(Clip, EveryModeWithEveryOptimizer) {
   const Layout layout({1, 100, 1023});
   const ga_clip modes[] = {clip(GA_CLIP_GLOBAL, 1),
@@ -294,8 +293,7 @@ TEST_P(Norm, HugeTinyAndMixed) {
   }
   const auto want = static_cast<double>(std::sqrt(squares));
   EXPECT_NEAR(norm_of(g, GetParam()), want, ref::kNorm * want);
-  // Two equal micro-batches sum to 2 g and average to g, all of it exact: the norm is that of the
-  // last state.
+  // Two equal micro-batches sum to 2 g and average to g exactly, so the norm must be that of g.
   EXPECT_EQ(norm_of(g, GetParam(), 2), norm_of(g, GetParam(), 1));
 }
 
@@ -312,15 +310,15 @@ TEST_P(Norm, MissingGradientsHaveNone) {
     ctx.param(0, "b", &p[1], 1);
     ctx.accumulate({&first[0], &first[1]});
     EXPECT_DOUBLE_EQ(step(ctx).norm, 5);
-    ctx.accumulate({&second[0], nullptr});  // what b had in the last window must not count
+    ctx.accumulate({&second[0], nullptr});  // b's gradient of the last window must not count
     EXPECT_DOUBLE_EQ(step(ctx).norm, 6);
     ctx.accumulate({nullptr, nullptr});
     EXPECT_EQ(step(ctx).norm, 0);
   }
 }
 
-// Judged on what was accumulated: finite gradients can sum to infinity, and large ones need not
-// have an infinite norm.
+// The finite check looks at the accumulated gradient: finite gradients can sum to infinity, and
+// large gradients need not have an infinite norm.
 TEST_P(Norm, NonfiniteIsJudgedOnTheAccumulator) {
   ga_config c = config();
   c.gradient_life = GetParam();
@@ -330,7 +328,7 @@ TEST_P(Norm, NonfiniteIsJudgedOnTheAccumulator) {
     ctx.param(ctx.group(plain_sgd(0)), "p", p.data(), static_cast<int64_t>(n));
     const Block a(n, 3e38f), b(n, 3e38f);
     ctx.accumulate({a.data()});
-    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED) << "finite, though its square is not in float32";
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED) << "finite, but its square overflows float32";
     ctx.accumulate({a.data()}, 4);
     const ga_step_result over = step(ctx);
     EXPECT_EQ(over.outcome, GA_STEP_SKIPPED_NONFINITE) << "4 * 3e38 is too large for float32";
@@ -341,8 +339,8 @@ TEST_P(Norm, NonfiniteIsJudgedOnTheAccumulator) {
   }
 }
 
-// What the program's own kernel wrote is in the norm and in the check as what the library wrote is:
-// alone, before and after a contribution of the library's.
+// The norm and the finite check include what the program's own kernel writes: alone, and before and
+// after a contribution that the library adds.
 TEST_P(Norm, OfWhatTheProgramWrote) {
   ga_config c = config();
   c.gradient_life = GetParam();
@@ -353,7 +351,7 @@ TEST_P(Norm, OfWhatTheProgramWrote) {
   ctx.param(ctx.group(plain_sgd(0)), "p", p.data(), static_cast<int64_t>(n));
   const ga_clip half = clip(GA_CLIP_GLOBAL, 1, GA_FLAVOR_KERAS);
   EXPECT_OK(ga_context_set_clip(ctx, &half));
-  // A window by letters: l, the library adds 0.5; m, it adds 0.25; p, the program adds 2.
+  // A window is spelled in letters: l and m, the library adds 0.5 and 0.25; p, the program adds 2.
   const auto run = [&](const std::string& order, float theirs) {
     EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
     for (const char who : order) {
@@ -385,7 +383,7 @@ TEST_P(Norm, OfWhatTheProgramWrote) {
   }
 }
 
-// One bad element, at each end, in the middle, at the borders of chunks.
+// One non-finite element at each end, in the middle, and at the borders of chunks.
 TEST_P(Norm, OneNonfiniteElementAnywhere) {
   ga_config c = config();
   c.gradient_life = GetParam();
@@ -396,7 +394,7 @@ TEST_P(Norm, OneNonfiniteElementAnywhere) {
   for (const size_t at : {size_t{0}, size_t{7}, size_t{65535}, size_t{65536}, size_t{131071},
                           size_t{131072}, n - 1}) {
     for (const float bad : {NAN, INFINITY, -INFINITY, -NAN}) {
-      for (const int order : {0, 1, 2}) {  // the bad one alone, first, last
+      for (const int order : {0, 1, 2}) {  // the bad gradient alone, first, last
         const Block before = p;
         g[at] = bad;
         if (order == 2) ctx.accumulate({other.data()});
@@ -431,7 +429,7 @@ TEST(External, SeesTheReducedClippedGradient) {
       for (const double max_norm : {1e-3, 1e9}) {
         const ga_clip norm = clip(GA_CLIP_GLOBAL, max_norm);
         EXPECT_OK(ga_context_set_clip(ctx, &norm));
-        // p - g from 0 in the model is minus the gradient, with its tolerance.
+        // From 0, the model's p - g is minus the gradient, with its tolerance.
         Model model(layout, {plain_sgd(-1)}, c, Block(block.size(), 0));
         std::vector<Block> alive;
         for (int k = 0; k < n; ++k) {
@@ -453,11 +451,11 @@ TEST(External, SeesTheReducedClippedGradient) {
           }
         }
         EXPECT_TRUE(model.matches(seen)) << n << " micro-batches, clipped to " << max_norm;
-        EXPECT_TRUE(same_bits(start, block)) << "the program moves the parameters, not the library";
+        EXPECT_TRUE(same_bits(start, block)) << "the library moved an external parameter";
       }
     }
     EXPECT_EQ(window(ctx).steps, 4);
-    for (int t = 0; t < 3; ++t) {  // their gradients are the library's memory, not the caller's
+    for (int t = 0; t < 3; ++t) {  // gradients are in the library's memory, not in the caller's
       const Block g = gradients(layout, 3, static_cast<uint64_t>(t)), before = g;
       ctx.accumulate(pointers(layout, g));
       step(ctx);
@@ -505,9 +503,9 @@ TEST(External, LegalAfterAnAppliedStepOnly) {
   step(ctx);
   EXPECT_OK(ga_gradient(ctx, a, &data, nullptr));
   EXPECT_EQ(*static_cast<const float*>(data), 2);
-  EXPECT_OK(ga_gradient(ctx, a, &data, nullptr));  // as often as one likes
+  EXPECT_OK(ga_gradient(ctx, a, &data, nullptr));  // any number of times
   illegal(b);                                      // no gradient in this window
-  EXPECT_NE(ga_gradient(ctx, c, &data, nullptr), GA_OK) << "not of an external group";
+  EXPECT_NE(ga_gradient(ctx, c, &data, nullptr), GA_OK) << "the group is not external";
   EXPECT_EQ(ga_gradient(ctx, 3, &data, nullptr), GA_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(ga_gradient(ctx, -1, &data, nullptr), GA_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(ga_gradient(ctx, a, nullptr, nullptr), GA_ERROR_INVALID_ARGUMENT);
@@ -542,8 +540,8 @@ TEST(External, MissingAsZero) {
   step(ctx);
   ctx.accumulate({&g, nullptr});
   step(ctx);
-  // Either answer is honest: the header says INVALID_STATE without a gradient, and a zero is what
-  // ZERO makes of it.
+  // Both answers are correct: without a gradient the header says INVALID_STATE, and under ZERO the
+  // gradient is zero.
   const ga_status status = ga_gradient(ctx, 1, &data, nullptr);
   if (status == GA_OK) {
     EXPECT_EQ(*static_cast<const float*>(data), 0);
@@ -552,7 +550,7 @@ TEST(External, MissingAsZero) {
   }
 }
 
-// A program's own plain SGD on the external gradient is the library's SGD.
+// A program's own plain SGD on the external gradient gives what the library's SGD gives.
 TEST(External, OwnSgdEqualsTheLibrarys) {
   const Layout layout({33, 66000});
   Block ours = parameters(layout, 4), theirs = ours;
@@ -630,7 +628,7 @@ TEST(Clip, WrongNumbersChangeNothing) {
   EXPECT_EQ(ga_group_set_clip(ctx, 1, &good), GA_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(ga_group_set_clip(ctx, -1, nullptr), GA_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(ga_context_set_clip(nullptr, &good), GA_ERROR_INVALID_ARGUMENT);
-  // max_norm is not read where nothing is clipped by norm.
+  // max_norm is not read if nothing is clipped by norm.
   const ga_clip unread = clip(GA_CLIP_NONE, NAN);
   EXPECT_OK(ga_context_set_clip(ctx, &unread));
 }

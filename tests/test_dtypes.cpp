@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Gradients, accumulators and parameters in f32, f64, f16 and bf16: conversions of every value, for a
-// program that flushes subnormals too, and every mix over whole windows.
+// Gradients, accumulators and parameters in f32, f64, f16 and bf16: conversions of every value,
+// also in a program that flushes subnormals, and every mix of dtypes over whole windows.
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -14,7 +14,7 @@
 namespace ga::test {
 namespace {
 
-constexpr int64_t kAll = 65536;  // values of 16 bits
+constexpr int64_t kAll = 65536;  // number of 16-bit values
 
 Tensor every_value(int32_t dtype) {
   Tensor t(dtype, kAll);
@@ -57,7 +57,7 @@ uint32_t as_bits(float x) {
 
 enum Way { kFirst, kAdded, kScaled, kLive, kWays };
 
-// All values as gradients of an f32 parameter, by one of the ways into an accumulator.
+// Converts all values as gradients of an f32 parameter, by one of the ways into an accumulator.
 std::vector<uint32_t> convert(int32_t dtype, Way way, const Tensor& g, const Tensor& zeros) {
   ga_config c = unjudged();
   if (way == kLive) c.gradient_life = GA_GRADIENTS_LIVE;
@@ -78,7 +78,7 @@ INSTANTIATE_TEST_SUITE_P(Dtype, Gradients16, testing::Values(GA_F16, GA_BF16),
 TEST_P(Gradients16, EveryValueIsConverted) {
   const int32_t dtype = GetParam();
   const Tensor g = every_value(dtype), zeros(dtype, kAll);
-  const int shift = 24 - format(dtype).precision;  // of a fraction, to that of an f32
+  const int shift = 24 - format(dtype).precision;  // from a fraction to that of an f32
   for (int way = kFirst; way < kWays; ++way) {
     SCOPED_TRACE(way);
     on_every_isa([&] {
@@ -90,7 +90,7 @@ TEST_P(Gradients16, EveryValueIsConverted) {
         const uint32_t x = got[static_cast<size_t>(i)];
         bool right;
         if (std::isnan(value)) {
-          // A signalling NaN becomes a quiet one; the rest of its bits stay.
+          // A signalling NaN becomes a quiet one; its other bits stay.
           const uint32_t fraction = static_cast<uint32_t>(bits << shift) & 0x7fffff;
           const uint32_t want = (bits & 0x8000u) << 16 | 0x7fc00000 | fraction;
           right = std::isnan(as_float(x)) && (way == kAdded || (x | 0x400000) == want);
@@ -108,7 +108,7 @@ TEST_P(Gradients16, EveryValueIsConverted) {
   }
 }
 
-// One at a time: infinities and NaN are found, and nothing else is.
+// One value at a time: the finite check finds infinities and NaN, and nothing else.
 TEST_P(Gradients16, EveryValueIsJudged) {
   const int32_t dtype = GetParam();
   for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO}) {
@@ -134,7 +134,7 @@ TEST_P(Gradients16, EveryValueIsJudged) {
   }
 }
 
-// A number of 16 bits is an f32 number, so whole runs agree with those of f32 gradients to the bit.
+// Every 16-bit number is an f32 number, so whole runs agree bit for bit with runs on f32 gradients.
 TEST_P(Gradients16, AsTheSameValuesInF32) {
   const int32_t dtype = GetParam();
   const int64_t sizes[] = {0, 1, 15, 16, 17, 1023, kAll + 3};
@@ -152,7 +152,7 @@ TEST_P(Gradients16, AsTheSameValuesInF32) {
       add(narrow, 0, narrow_p[i], {}, options(dtype));
       add(wide, 0, wide_p[i]);
     }
-    std::vector<Tensor> kept;  // LIVE: until the step
+    std::vector<Tensor> kept;  // live gradients, until the step
     kept.reserve(1000);
     for (uint64_t t = 0; t < 6; ++t) {
       kept.clear();
@@ -202,13 +202,13 @@ std::vector<float> around_every_value(int32_t dtype) {
   return list;
 }
 
-// Steps parameters from 0 to x by plain SGD. The bits that they have then.
+// Moves parameters from 0 to x by a step of plain SGD and returns their bits.
 std::vector<uint16_t> copy_out(const std::vector<float>& x, int32_t dtype, int32_t master,
                                int32_t rounding) {
   const auto n = static_cast<int64_t>(x.size());
   Tensor p(dtype, n), g(GA_F32, n);
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t turned = as_bits(x[static_cast<size_t>(i)]) ^ 0x80000000;  // NaN as it is
+    const uint32_t turned = as_bits(x[static_cast<size_t>(i)]) ^ 0x80000000;  // keeps a NaN's bits
     memcpy(g.at(i), &turned, sizeof turned);
   }
   Context ctx(unjudged());
@@ -249,7 +249,8 @@ TEST_P(CopyOut, RoundsToNearestEven) {
   }
 }
 
-// By chance to one of the two neighbours; a number of the format stays, and infinities and NaN do.
+// Stochastic rounding gives one of the two neighbours; numbers of the format, infinities and NaN
+// stay.
 TEST_P(CopyOut, StochasticallyToANeighbour) {
   const int32_t dtype = GetParam();
   const Format& f = format(dtype);
@@ -297,8 +298,9 @@ class FlushToZero {
   unsigned old_;
 };
 
-// What -ffast-math links in sets for the whole program. Subnormals of f16 are normal in f32; those
-// of bf16 are not, and f32 arithmetic then has none.
+// The start-up code that -ffast-math links in sets this mode for the whole program. Subnormals of
+// f16 are normal in f32; those of bf16 are subnormal in f32 too, and arithmetic in this mode
+// flushes them.
 TEST(FlushedSubnormals, GradientsAreConverted) {
   for (const int32_t dtype : {GA_F16, GA_BF16}) {
     SCOPED_TRACE(format(dtype).name);
@@ -413,9 +415,9 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, Mixes, testing::ValuesIn(mixes()),
 
 const int64_t kSizes[] = {0, 1, 15, 16, 17, 1023, 65536 + 3};
 const double kWeights[] = {3, 1, 0, 2.5};
-constexpr int64_t kContributions = 3;  // those with a weight
+constexpr int64_t kContributions = 3;  // with a weight above 0
 
-// Gradients of one dtype, made once.
+// Gradients of one dtype, computed once.
 const Tensor& gradient_of(int32_t dtype, int64_t count, uint64_t number) {
   static std::map<std::tuple<int32_t, int64_t, uint64_t>, Tensor> made;
   const auto key = std::make_tuple(dtype, count, number);
@@ -424,9 +426,9 @@ const Tensor& gradient_of(int32_t dtype, int64_t count, uint64_t number) {
   return made.emplace(key, random_tensor(dtype, count, 17 * number + 1)).first->second;
 }
 
-// Two windows of plain SGD against the weighted mean in extended precision. The bound: K
-// contributions go through a factor rounded once, a product and a sum in f32 (f64), and a rounding
-// to the accumulator's dtype, the mean through a factor and a product; then the update.
+// Two windows of plain SGD against the weighted mean in extended precision. The bound counts, for
+// each of K contributions, a rounded factor, a product and a sum in f32 (f64), and a rounding to
+// the accumulator's dtype; for the mean a factor and a product; and the update.
 TEST_P(Mixes, WeightedMeanOverAWindow) {
   const Mix& mix = GetParam();
   const Format &p_format = format(mix.parameter), &a_format = format(mix.accumulator);
@@ -475,7 +477,7 @@ TEST_P(Mixes, WeightedMeanOverAWindow) {
         long double& e = error[i][static_cast<size_t>(j)];
         e += lr * mean_error + unit * (2 * lr * std::abs(mean) + 2 * std::abs(x));
         x -= lr * mean;
-        // Rounded to the parameter's dtype: by half a spacing, by chance up to a whole one.
+        // Rounding to the parameter's dtype: half a spacing, stochastically up to a whole one.
         long double stored = e;
         if (mix.narrow()) {
           const double span = mix.rounding == GA_ROUND_STOCHASTIC ? 1 : 0.5;
@@ -493,7 +495,7 @@ TEST_P(Mixes, WeightedMeanOverAWindow) {
   }
 }
 
-// Where every sum and mean is exact, four micro-batches give the bits of one.
+// If every sum and mean is exact, four micro-batches give the bits of one.
 const int64_t kSmallSizes[] = {0, 1, 15, 16, 17, 1023};
 
 TEST_P(Mixes, FourMicroBatchesGiveTheBitsOfOne) {
@@ -531,8 +533,8 @@ TEST_P(Mixes, FourMicroBatchesGiveTheBitsOfOne) {
   for (size_t i = 0; i < parts.size(); ++i) EXPECT_TRUE(parts[i] == whole[i]) << i;
 }
 
-// Gradients that live are read in place of being copied: the same bits, in windows of one micro-batch
-// and of more.
+// Live gradients are read in place, with the bits of copied ones, in windows of one micro-batch and
+// of more.
 TEST_P(Mixes, LiveGradientsGiveTheSameBits) {
   const Mix& mix = GetParam();
   std::vector<Tensor> results[2];
@@ -558,11 +560,11 @@ TEST_P(Mixes, LiveGradientsGiveTheSameBits) {
   for (size_t i = 0; i < results[0].size(); ++i) EXPECT_TRUE(results[0][i] == results[1][i]) << i;
 }
 
-// The gradient that an external optimizer sees has the dtype of the accumulator at least: one more
-// rounding to it, after clipping.
+// The gradient that an external optimizer sees has the dtype of the accumulator: it is rounded to
+// that dtype once more after clipping.
 TEST_P(Mixes, ExternalGradient) {
   const Mix& mix = GetParam();
-  if (mix.master == GA_MASTER_NONE || mix.rounding == GA_ROUND_STOCHASTIC) return;  // the same
+  if (mix.master == GA_MASTER_NONE || mix.rounding == GA_ROUND_STOCHASTIC) return;  // no difference
   const Format& f = format(mix.accumulator);
   const double unit = format(mix.compute()).roundoff() + (f.size == 2 ? f.roundoff() : 0);
   Tensor p(mix.parameter, 65536 + 3, 1);
@@ -600,9 +602,9 @@ TEST_P(Mixes, ExternalGradient) {
 
 // ---- f64 throughout -----------------------------------------------------------------------------
 
-// Adam in extended precision. Gradients of one sign, so that nothing cancels and after t steps the
-// moments carry at most 3 t roundings, a step 4 t + 12, each of 2^-53 (and the powers of the betas,
-// kHost).
+// Adam in extended precision. The gradients have one sign, so nothing cancels: after t steps the
+// moments carry at most 3 t roundings and a step 4 t + 12, each of 2^-53 (and those of the powers
+// of the betas, kHost).
 TEST(F64, AdamToFullPrecision) {
   const int64_t n = 1025;
   const ga_optimizer o = optimizer(GA_OPTIMIZER_ADAM);
@@ -627,7 +629,7 @@ TEST(F64, AdamToFullPrecision) {
       const long double c2 = 1 - std::pow(static_cast<long double>(o.beta2), t);
       const long double move = o.lr / c1 * m[i] / (std::sqrt(v[i] / c2) + o.eps);
       x[i] -= move;
-      // 1 - beta2^t loses up to 1 / (1 - beta2) = 1000 units where t is small.
+      // For small t, 1 - beta2^t loses up to 1 / (1 - beta2) = 1000 units.
       error[i] += 0x1p-53L * ((4 * t + 12 + 16 + 2000) * move + std::abs(x[i]));
       worst = std::max(worst, static_cast<double>(std::abs(p.get(j) - x[i]) / error[i]));
     }
@@ -690,7 +692,8 @@ TEST(F64, InfinitiesAndNaNAreFound) {
   }
 }
 
-// Numbers that f32 does not have: neither the accumulator nor the loss scale passes through f32.
+// With numbers that f32 cannot represent: neither the accumulator nor the loss scale passes through
+// f32.
 TEST(F64, NothingPassesThroughF32) {
   ga_config c = config();
   c.loss_scale = 3;
@@ -703,7 +706,7 @@ TEST(F64, NothingPassesThroughF32) {
   accumulate(ctx, {&g}, 7);
   accumulate(ctx, {&g}, 5);
   EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
-  // Per contribution a factor, a product, a sum; then a factor and a product.
+  // Each contribution rounds a factor, a product and a sum; the mean a factor and a product.
   for (int64_t i = 0; i < 3; ++i) {
     EXPECT_NEAR(p.get(i), -values[i], 8 * 0x1p-53 * std::abs(values[i]));
   }
@@ -765,7 +768,7 @@ TEST(WrongDtypes, AreRefused) {
   o.rounding = -1;
   expect_refused(half, o, invalid, {"rounding", "-1"});
 
-  // State that the optimizer or the parameter refuses.
+  // State dtypes that the optimizer or the parameter does not support.
   ga_optimizer adam = optimizer(GA_OPTIMIZER_ADAM);
   adam.state_dtype = GA_F16;
   ga_status status = ga_group_add(ctx, &adam, nullptr);
@@ -779,10 +782,10 @@ TEST(WrongDtypes, AreRefused) {
   adam.state_dtype = GA_BF16;
   ga_group narrow = -1;
   EXPECT_OK(ga_group_add(ctx, &adam, &narrow));
-  EXPECT_EQ(narrow, 1) << "a group that was refused has no number";
+  EXPECT_EQ(narrow, 1) << "a refused group took an id";
   EXPECT_TRUE(refused(try_add(ctx, narrow, "new", wide.data(), GA_F64, {10}, options()),
                       unsupported, {"\"new\"", "f64"}));
-  // Nothing of all that was kept.
+  // None of the refused calls left a trace.
   ga_param id = -1;
   EXPECT_OK(try_add(ctx, 0, "new", p.data(), GA_F32, {10}, options(), &id));
   EXPECT_EQ(id, 0);

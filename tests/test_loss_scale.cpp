@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The dynamic loss scale step by step, storms of infinities, and what each policy for non-finite
-// gradients leaves as it was.
+// The dynamic loss scale step by step, long runs of infinities, and what each policy for non-finite
+// gradients leaves unchanged.
 #include <cstdlib>
 #include <functional>
 
@@ -30,8 +30,8 @@ double loss_scale(const ga_context* ctx) {
   return scale;
 }
 
-// torch.amp.GradScaler's rule (_amp_update_scale_), with the hysteresis of Megatron's
-// DynamicGradScaler and a floor and a ceiling.
+// The rule of torch.amp.GradScaler (_amp_update_scale_), with the hysteresis of Megatron's
+// DynamicGradScaler, a floor and a ceiling.
 struct Rule {
   explicit Rule(const ga_loss_scaler& s) : s(s), scale(s.initial_scale), left(s.hysteresis) {}
   void found_none() {
@@ -50,8 +50,8 @@ struct Rule {
   int32_t left;
 };
 
-// One scalar parameter, whose gradient is what a loss of slope 1 gives under the scale of the
-// moment, or infinite.
+// One scalar parameter, whose gradient is that of a loss of slope 1 under the current scale, or
+// infinite.
 class Scaled {
  public:
   explicit Scaled(const ga_loss_scaler& s, ga_config c = config()) : ctx(c), rule(s) {
@@ -70,7 +70,7 @@ class Scaled {
     EXPECT_EQ(r.loss_scale, scale);
     EXPECT_EQ(r.outcome, finite ? GA_STEP_APPLIED : GA_STEP_SKIPPED_NONFINITE);
     if (finite) {
-      // The inverse, a product, the update; and what p itself is rounded by.
+      // The roundings of the inverse, a product and the update, and of p itself.
       EXPECT_NEAR(before - p, 0x1p-10, 0x1p-24 * (3 * 0x1p-10 + std::abs(static_cast<double>(p))));
       rule.found_none();
     } else {
@@ -175,7 +175,7 @@ TEST(LossScale, FloorAndCeiling) {
   EXPECT_EQ(loss_scale(run.ctx), 16);
 }
 
-// Growth to what is no finite f32 is refused, and the count begins anew.
+// The scale never grows beyond a finite f32; the count of steps begins anew.
 TEST(LossScale, NeverGrowsToInfinity) {
   ga_loss_scaler s = scaler();
   s.growth_interval = 1;
@@ -198,7 +198,7 @@ TEST(LossScale, NeverFallsToZero) {
   Scaled run(scaler());
   for (int i = 0; i < 200; ++i) run.window(false);
   EXPECT_EQ(loss_scale(run.ctx), 0x1p-126);
-  EXPECT_EQ(run.window(true).outcome, GA_STEP_APPLIED) << "and can be divided out again";
+  EXPECT_EQ(run.window(true).outcome, GA_STEP_APPLIED) << "the scale cannot be divided out";
 }
 
 TEST(LossScale, EmptyWindowsMoveNothing) {
@@ -249,7 +249,7 @@ TEST(LossScale, TakesThePlaceOfTheConfigured) {
   EXPECT_EQ(p, -8);
 }
 
-// The inverse is made in double: a scale that is no power of two costs one rounding.
+// The inverse is computed in double: a scale that is not a power of two costs one rounding.
 TEST(LossScale, IsDividedOutAgain) {
   ga_loss_scaler s = scaler();
   s.initial_scale = 3e6;
@@ -271,7 +271,7 @@ TEST(LossScale, IsDividedOutAgain) {
 
 // ---- Storms -------------------------------------------------------------------------------------
 
-// What every number of a context is after the same finite windows, whatever came between them.
+// All numbers of a context. They are the same after the same finite windows, whatever came between.
 struct State {
   std::vector<double> numbers;
   static State of(ga_context* ctx, const std::vector<Tensor>& p) {
@@ -291,7 +291,7 @@ struct State {
   bool operator==(const State& other) const { return numbers == other.numbers; }
 };
 
-// Two contexts, of which one goes through a storm.
+// Two contexts, of which only one gets non-finite windows.
 class Storm {
  public:
   explicit Storm(int32_t policy) {
@@ -327,7 +327,7 @@ class Storm {
     ++round_;
     for (int i = 0; i < 2; ++i) EXPECT_EQ(run(i, {}).outcome, GA_STEP_APPLIED);
   }
-  // bad: which of the micro-batches of a window are not finite.
+  // bad: for each micro-batch of a window, whether it is non-finite.
   ga_step_result infinite(const std::vector<bool>& bad) {
     const State before = state(0);
     const ga_step_result r = run(0, bad);
@@ -378,12 +378,12 @@ TEST(Storms, EveryWindowEverySecondAndAtRandom) {
           EXPECT_EQ(r.lr, 0);
         }
       }
-      EXPECT_TRUE(run.state(0) == run.state(1)) << "the storm left a trace, policy " << policy;
+      EXPECT_TRUE(run.state(0) == run.state(1)) << "bad windows left a trace, policy " << policy;
     }
   }
 }
 
-// FAIL keeps the window for the program to look at; discarded, it leaves nothing.
+// FAIL keeps the window for the program to inspect; after ga_discard nothing of it is left.
 TEST(Storms, FailLeavesNothing) {
   Storm run(GA_NONFINITE_FAIL);
   for (int i = 0; i < 5; ++i) {
@@ -426,11 +426,11 @@ TEST(Storms, IgnoreMakesTheStep) {
   EXPECT_EQ(p.get(7), -INFINITY);
   EXPECT_TRUE(std::isnan(p.get(50)));
   EXPECT_EQ(p.get(8), 0);
-  EXPECT_EQ(loss_scale(ctx), 2) << "nobody looked";
+  EXPECT_EQ(loss_scale(ctx), 2) << "IGNORE does not check gradients";
 }
 
-// The window that ga_step refuses keeps its scale; its ga_discard backs off, once, however often the
-// step was tried. Other discarded windows do not.
+// A window that ga_step refuses keeps its scale. Its ga_discard backs the scale off once, however
+// often the step was tried; discarding other windows does not.
 TEST(LossScale, FailBacksOffWhereTheWindowIsDiscarded) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_FAIL;
@@ -449,7 +449,7 @@ TEST(LossScale, FailBacksOffWhereTheWindowIsDiscarded) {
   EXPECT_EQ(loss_scale(ctx), 32768);
   EXPECT_OK(ga_discard(ctx));
   ctx.accumulate({&bad});
-  EXPECT_OK(ga_discard(ctx)) << "nobody has judged this one";
+  EXPECT_OK(ga_discard(ctx)) << "this window was not checked";
   EXPECT_EQ(loss_scale(ctx), 32768);
   for (int w = 0; w < 3; ++w) {
     ctx.accumulate({&bad});
@@ -462,13 +462,13 @@ TEST(LossScale, FailBacksOffWhereTheWindowIsDiscarded) {
   const ga_step_result r = step(ctx);
   EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
   EXPECT_EQ(r.loss_scale, 4096);
-  EXPECT_EQ(r.windows, 1) << "a window that was discarded is no step";
+  EXPECT_EQ(r.windows, 1) << "discarded windows do not count";
   EXPECT_EQ(p, -1.0f / 4096);
 }
 
 // ---- Dropped micro-batches ----------------------------------------------------------------------
 
-// One parameter of each kind: f32, bf16 with a master, a table of rows, an f64.
+// One parameter of each kind: f32, bf16 with master weights, a table of rows, f64.
 class Dropping {
  public:
   explicit Dropping(int32_t life = GA_GRADIENTS_CONSUMED, int64_t accum_steps = 0) {
@@ -495,7 +495,7 @@ class Dropping {
     kept.reserve(10000);
   }
 
-  // A micro-batch whose gradients are the k-th, with a number in parameter `where` that is bad.
+  // Accumulates the k-th gradients, with one bad number in parameter `where`.
   void micro(uint64_t k, double weight, bool by_part, int where = -1, double bad = INFINITY) {
     std::vector<const void*> list;
     for (size_t i = 0; i < p.size(); ++i) {
@@ -529,11 +529,11 @@ class Dropping {
   std::unique_ptr<Context> ctx;
 };
 
-// The step is that of the window without the bad micro-batch, bit for bit, wherever that is.
+// The step is bit for bit that of the window without the bad micro-batch, wherever it comes.
 TEST(Drop, EqualsTheWindowWithoutIt) {
   for (const bool by_part : {false, true}) {
     for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
-      if (by_part && life == GA_GRADIENTS_LIVE) continue;  // the same buffer comes twice below
+      if (by_part && life == GA_GRADIENTS_LIVE) continue;  // the test passes a buffer twice
       for (int bad = 0; bad < 3; ++bad) {
         SCOPED_TRACE("by part " + std::to_string(by_part) + ", micro-batch " + std::to_string(bad));
         for (const double value : {double{INFINITY}, -double{INFINITY}, double{NAN}}) {
@@ -555,7 +555,7 @@ TEST(Drop, EqualsTheWindowWithoutIt) {
             EXPECT_EQ(b.window_dropped, 0);
             EXPECT_EQ(loss_scale(*dropped.ctx), 256 / std::pow(2, round + 1));
             EXPECT_EQ(a.loss_scale, 256 / std::pow(2, round));
-            // Both see the same scale, or they would see different gradients.
+            // Give both the same scale, so that they get the same gradients.
             const double next = 256 / std::pow(2, round + 1);
             ga_loss_scaler s = scaler();
             s.initial_scale = next;
@@ -570,8 +570,8 @@ TEST(Drop, EqualsTheWindowWithoutIt) {
   }
 }
 
-// Contributions to one parameter in one micro-batch add up, in the first micro-batch that is not
-// dropped as in later ones. All numbers are exact in f32.
+// Contributions to one parameter in one micro-batch add up, both in the first micro-batch that is
+// not dropped and in later ones. All numbers are exact in f32.
 TEST(Drop, ContributionsOfOneMicroBatchAddUp) {
   for (const int32_t mode : {GA_ACCUMULATE_PLAIN, GA_ACCUMULATE_RUNNING_MEAN}) {
     for (const bool rows_first : {false, true}) {
@@ -604,23 +604,23 @@ TEST(Drop, ContributionsOfOneMicroBatchAddUp) {
         EXPECT_OK(ga_micro_end(ctx));
       };
       micro(0, 5, bad);
-      micro(1, 1, four);   // the first to stay
-      micro(2, 3, eight);  // added to it
+      micro(1, 1, four);   // the first one that is not dropped
+      micro(2, 3, eight);  // added to the first
       const ga_step_result r = step(ctx);
       EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
       EXPECT_EQ(r.window_dropped, 1);
       EXPECT_EQ(r.weight, 4);
       for (int64_t i = 0; i < 8; ++i) {
         EXPECT_EQ(p.get(i), -(1 * (4 + 8 + 4) + 3 * (4 + 8 + 8)) / 4.0) << i;
-        const bool twice = rows && (i == 2 || i == 3);  // of row 1
+        const bool twice = rows && (i == 2 || i == 3);  // elements of row 1
         EXPECT_EQ(table.get(i), twice ? -(4 + 8 + 8) : -4) << i;
       }
     }
   }
 }
 
-// A parameter whose only gradient in every other window comes in a micro-batch that is dropped, the
-// first of the window.
+// In every other window, a parameter's only gradient comes in the first micro-batch, which is
+// dropped.
 void expect_none_of_a_dropped_gradient(const ga_config& c, const ga_optimizer& o) {
   const Layout layout({17, 70001});
   Block p = parameters(layout, 1);
@@ -648,8 +648,8 @@ void expect_none_of_a_dropped_gradient(const ga_config& c, const ga_optimizer& o
   }
 }
 
-// Adam and momentum leave it as it is, with its own count of updates, or take it with a gradient of
-// zeros.
+// Adam and momentum then leave the parameter and its own count of updates unchanged, or update it
+// with a gradient of zeros.
 TEST(Drop, AGradientThatWasDroppedIsNone) {
   for (const int32_t missing : {GA_MISSING_SKIP, GA_MISSING_ZERO}) {
     for (const int32_t mode : {GA_ACCUMULATE_PLAIN, GA_ACCUMULATE_RUNNING_MEAN}) {
@@ -681,7 +681,7 @@ TEST(Drop, AllOfThem) {
     EXPECT_EQ(r.window_dropped, 4);
     EXPECT_EQ(r.micro_batches, 4);
     EXPECT_EQ(r.norm, 0);
-    EXPECT_EQ(loss_scale(*run.ctx), 128) << "one back-off for a window";
+    EXPECT_EQ(loss_scale(*run.ctx), 128) << "a window backs off once";
     for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(run.p[i] == before[i]);
   }
 }
@@ -721,7 +721,7 @@ TEST(Drop, BacksOffOncePerWindow) {
   }
 }
 
-// It counts toward K, and what is not read cannot be bad.
+// A dropped micro-batch counts toward K.
 TEST(Drop, CountsTowardK) {
   Dropping run(GA_GRADIENTS_CONSUMED, 3);
   run.micro(0, 1, false, 0);
@@ -745,7 +745,7 @@ TEST(Drop, WhatIsNotReadCannotBeBad) {
   EXPECT_EQ(step(*run.ctx).window_dropped, 0);
 }
 
-// A sum of finite gradients that is not finite belongs to no micro-batch.
+// If finite gradients have a non-finite sum, no micro-batch is at fault, and the step is skipped.
 TEST(Drop, ASumThatOverflowsIsSkipped) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;
@@ -768,8 +768,8 @@ TEST(Drop, ASumThatOverflowsIsSkipped) {
   EXPECT_EQ(loss_scale(ctx), 0.5);
 }
 
-// Selected, not multiplied by 0: 0 times infinity would be NaN. If nothing valid came yet, the next
-// valid one overwrites.
+// A dropped gradient is left out, not multiplied by 0, because 0 times infinity is NaN. If nothing
+// valid came before, the next valid gradient overwrites the accumulator.
 TEST(Drop, LeavesNothingInTheAccumulator) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;
@@ -788,7 +788,7 @@ TEST(Drop, LeavesNothingInTheAccumulator) {
   }
 }
 
-// Discarding a window forgets its drops.
+// ga_discard forgets the dropped micro-batches of a window.
 TEST(Drop, DiscardedWindowsBackNothingOff) {
   Dropping run;
   run.micro(0, 1, false, 0);

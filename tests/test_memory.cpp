@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Every allocation that can fail, fails once: alone, and with all after it. And what is allocated
-// is counted: against ga_context_memory, for leaks, and per window, where it is nothing.
+// Every allocation that can fail fails once: alone, and together with all later ones. Allocations
+// are also counted: they must match ga_context_memory, leave no leaks, and not happen in windows
+// after the first.
 //
-// This program's own malloc family and mmap stand in front of the system's, for the library too.
+// This program replaces malloc, its family and mmap, for the library too.
 #include <errno.h>
 #include <malloc.h>
 #include <stdarg.h>
@@ -38,7 +39,7 @@ TEST(Memory, All) { GTEST_SKIP() << "ThreadSanitizer keeps malloc to itself"; }
 
 #else
 
-#ifdef GA_ASAN  // the sanitizer's own stay behind ours
+#ifdef GA_ASAN  // our functions call the sanitizer's
 #define GA_REAL(name) __interceptor_##name
 #else
 #define GA_REAL(name) __libc_##name
@@ -54,7 +55,7 @@ void* GA_REAL(memalign)(size_t, size_t);
 
 namespace {
 
-// Static and trivial: they are used before main and after it.
+// Static and trivial, because they are used before main and after it.
 std::atomic<bool> counting{false};
 std::atomic<int64_t> allocations{0};  // while counting
 std::atomic<int64_t> live_bytes{0};   // allocated while counting, not freed
@@ -62,7 +63,7 @@ std::atomic<int64_t> fail_from{-1}, fail_to{-1};
 
 bool is_counting() { return counting.load(std::memory_order_relaxed); }
 
-// Whether this allocation is to fail.
+// Returns true if this allocation must fail.
 bool refuse() {
   if (!is_counting()) return false;
   const int64_t number = allocations.fetch_add(1);
@@ -73,7 +74,7 @@ void count(int64_t bytes) {
   if (is_counting()) live_bytes.fetch_add(bytes);
 }
 
-// Asked only while counting: before main a sanitizer does not answer yet.
+// Called only while counting: before main a sanitizer cannot answer yet.
 int64_t usable_size(void* p) {
   return p && is_counting() ? static_cast<int64_t>(malloc_usable_size(p)) : 0;
 }
@@ -146,8 +147,7 @@ int munmap(void* address, size_t length) {
 
 }  // extern "C"
 
-// The C++ runtime's operator new calls malloc, but a sanitizer's does not: so all go the same way
-// here.
+// The C++ runtime's operator new calls malloc, but a sanitizer's does not, so these replace both.
 void* operator new(size_t size) {
   if (void* p = malloc(size ? size : 1)) return p;
   throw std::bad_alloc();
@@ -176,10 +176,10 @@ void operator delete[](void* p, size_t, std::align_val_t) noexcept { free(p); }
 namespace ga::test {
 namespace {
 
-// Counts while it lives.
+// Counts allocations during its lifetime.
 class Count {
  public:
-  // Allocations number from to to - 1 fail.
+  // The allocations with numbers in [from, to) fail.
   explicit Count(int64_t from = -1, int64_t to = -1) {
     allocations = 0;
     live_bytes = 0;
@@ -222,10 +222,10 @@ TEST(Interposer, Works) {
 
 // ---- Every allocation fails ---------------------------------------------------------------------
 
-// Small tensors and one beyond the size at which memory comes from mmap.
+// Small tensors, and one so large that its memory comes from mmap.
 constexpr int64_t kCounts[] = {3, 70001, 1 << 19};
 
-// A context whose life is a list of steps, so that one of them can be repeated after it failed.
+// A context whose life is a list of steps, so that a failed step can be repeated.
 class Life {
  public:
   explicit Life(int32_t gradient_life) {
@@ -249,7 +249,7 @@ class Life {
 
   static constexpr int kSteps = 18;
 
-  // No allocation of its own.
+  // Makes no allocation of its own.
   ga_status step(int number) {
     const void* list[] = {g[0].data(), g[1].data(), g[2].data(), g[2].data()};
     switch (number) {
@@ -325,14 +325,14 @@ class Life {
   const void* second_[4] = {};
 };
 
-// Where gradients live, and whether one allocation fails alone or with all after it.
+// The life of gradients, and whether one allocation fails alone or together with all later ones.
 class FailingMemory : public testing::TestWithParam<std::tuple<int32_t, bool> > {};
 INSTANTIATE_TEST_SUITE_P(All, FailingMemory,
                          testing::Combine(testing::Values(GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE),
                                           testing::Bool()));
 
-// For each step of a life, and each k: the k-th allocation of that step fails. Then the step says
-// so, nothing has changed, the same step succeeds when tried again, and the life ends with the bits
+// For each step of a life and each k, the k-th allocation of the step fails. Then the step returns
+// the error, nothing has changed, the step succeeds when repeated, and the life ends with the bits
 // of an undisturbed one.
 TEST_P(FailingMemory, AtEveryPoint) {
   const auto [life, once] = GetParam();
@@ -362,7 +362,7 @@ TEST_P(FailingMemory, AtEveryPoint) {
         calls = Count::calls();
       }
       if (status == GA_OK) {
-        // Either nothing is left to fail, or the step came through in spite of it.
+        // Either there are fewer than k allocations, or the step succeeds without this one.
         for (int s = failing + 1; s < Life::kSteps; ++s) ASSERT_OK(t.step(s)) << s;
         ASSERT_EQ(t.p, calm.p);
         if (calls <= k) break;
@@ -386,15 +386,15 @@ TEST_P(FailingMemory, AtEveryPoint) {
       ASSERT_EQ(t.flat, calm.flat);
     }
   }
-  // Those that must allocate did: else the test would have looked at nothing.
+  // The steps that must allocate have done so; otherwise the test would have tested nothing.
   for (const int s : {0, 1, 2, 3, 5, 6, 8, 9}) EXPECT_TRUE(could_fail.count(s)) << "step " << s;
 }
 
-// A context that was filled, used and hit by failures gives everything back.
+// A context that was filled, used and hit by failures frees everything.
 TEST_P(FailingMemory, NothingLeaks) {
   const auto [life, once] = GetParam();
   {
-    Life warm(life);  // what the process allocates for good, once
+    Life warm(life);  // makes the allocations that the process keeps
     for (int s = 0; s < Life::kSteps; ++s) ASSERT_OK(warm.step(s));
   }
   for (int64_t k = 0; k < 60; ++k) {
@@ -413,9 +413,9 @@ TEST_P(FailingMemory, NothingLeaks) {
   }
 }
 
-// A parameter that no machine can hold is refused by the step that allocates, not by a crash.
+// For a parameter larger than memory, the call that allocates returns an error instead of crashing.
 TEST(Memory, MoreThanThereIs) {
-  // Address space without memory: nobody touches it.
+  // Address space without memory, which nothing touches.
   const int64_t count = int64_t{1} << 42;
   void* const data = mmap(nullptr, static_cast<size_t>(count) * 4, PROT_NONE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -429,7 +429,7 @@ TEST(Memory, MoreThanThereIs) {
   const void* list[] = {&g, nullptr};
   ga_status status;
   {
-    // Some systems hand out address space for it; here they do not. (The first is for the window.)
+    // Some systems would overcommit, so make the allocations fail. (The first one is the window's.)
     const Count all(1, INT64_MAX);
     status = ga_accumulate(ctx, list, 2, 1, nullptr);
   }
@@ -504,7 +504,7 @@ TEST(Memory, ReportedIsAllocated) {
       EXPECT_LT(planned.resident, allocated / 20);
       EXPECT_EQ(used.resident, used.total);
       planned.resident = used.resident;
-      EXPECT_EQ(0, memcmp(&planned, &used, sizeof used)) << "asking before gave another answer";
+      EXPECT_EQ(0, memcmp(&planned, &used, sizeof used)) << "the planned sizes were different";
       EXPECT_EQ(used.total, used.accumulators + used.optimizer_state + used.workspace);
       const auto near = [](int64_t got, int64_t want, const char* what) {
         EXPECT_NEAR(static_cast<double>(got), static_cast<double>(want),
@@ -514,13 +514,13 @@ TEST(Memory, ReportedIsAllocated) {
       near(used.accumulators, 4 * elements, "accumulators");
       near(used.optimizer_state, test.state * elements, "state");
       near(allocated, used.total, "total against what was allocated");
-      EXPECT_LT(before, allocated / 20) << "most is allocated by the first contribution";
-      EXPECT_EQ(left, 0) << "destroy gives all back";
+      EXPECT_LT(before, allocated / 20) << "most memory comes with the first contribution";
+      EXPECT_EQ(left, 0) << "ga_context_destroy must free everything";
     }
   }
 }
 
-// After the first windows nothing is allocated any more, whatever the program does in them.
+// Windows after the first allocate nothing, whatever the program does in them.
 TEST(Memory, WindowsAllocateNothing) {
   const Layout layout({3, 70001, 200000, 0});
   for (const int32_t threads : {1, 2}) {
@@ -576,7 +576,7 @@ TEST(Memory, WindowsAllocateNothing) {
           r.struct_size = sizeof r;
           ASSERT_OK(ga_step(ctx, &r));
           const void* data;
-          if (r.outcome == GA_STEP_APPLIED) {  // (the exception behind an error is allocated)
+          if (r.outcome == GA_STEP_APPLIED) {  // (an error allocates its exception)
             ASSERT_OK(ga_gradient(ctx, 1, &data, nullptr));
           }
         }
@@ -592,7 +592,7 @@ TEST(Memory, WindowsAllocateNothing) {
   }
 }
 
-// A program that says what is frozen before every window pays nothing for saying it again.
+// A program may freeze the same parameters before every window without allocations.
 TEST(Memory, FreezingWhatIsFrozenAllocatesNothing) {
   Block p(200, 1), g(100, 0.5f);
   Context ctx;
@@ -611,7 +611,7 @@ TEST(Memory, FreezingWhatIsFrozenAllocatesNothing) {
   }
 }
 
-// Long windows cost no more memory than short ones, and many of them no more than few.
+// Long windows need no more memory than short ones, and many windows no more than few.
 TEST(Memory, LengthOfTheWindowChangesNothing) {
   Block p(70001, 1), g(70001, 0.5f);
   ga_context* ctx = nullptr;
@@ -639,13 +639,13 @@ TEST(Memory, LengthOfTheWindowChangesNothing) {
   EXPECT_EQ(last.resident, last.total);
   first.resident = last.resident;
   EXPECT_EQ(0, memcmp(&first, &last, sizeof first));
-  EXPECT_LT(after_long - after_short, 1 << 16) << "a list of weights, no more";
+  EXPECT_LT(after_long - after_short, 1 << 16) << "more than a list of weights";
 }
 
 // ---- Batch normalisation ------------------------------------------------------------------------
 
-// Two layers that share beta, of one mode, through a window; as Life, a list of steps without an
-// allocation of their own.
+// Two layers of one mode that share beta, through a window; as in Life, a list of steps without
+// allocations of their own.
 class BnLife {
  public:
   BnLife(int32_t mode, int32_t policy, int32_t threads = 1) : mode_(mode) {
@@ -665,7 +665,7 @@ class BnLife {
   BnLife& operator=(const BnLife&) = delete;
 
   static constexpr int kAdds = 5;           // steps before the first layer
-  static constexpr int kFirst = kAdds + 2;  // and before the first window
+  static constexpr int kFirst = kAdds + 2;  // steps before the first window
   int steps() const { return kFirst + window_steps(); }
   int window_steps() const { return mode_ == GA_BN_WINDOW ? 22 : 16; }
 
@@ -743,7 +743,7 @@ class BnLife {
     return ga_bn_backward(ctx, bn, x_[k].data(), x_[1 - k].data(), kSamples, 1, dx[k].data());
   }
 
-  static constexpr int64_t kChannels = 2000, kSamples = 3;  // beyond where memory is mapped
+  static constexpr int64_t kChannels = 2000, kSamples = 3;  // so large that memory is mapped
   static constexpr size_t kCount = kChannels * kSamples;
   ga_context* ctx = nullptr;
   Block p[3] = {Block(kChannels, 1), Block(kChannels, 0), Block(kChannels, 1)};
@@ -758,7 +758,7 @@ class BnLife {
   Block x_[2] = {Block(kCount), Block(kCount)};
 };
 
-// The k-th allocation of each step fails: alone, or with all after it.
+// The k-th allocation of each step fails, alone or together with all later ones.
 TEST(Memory, BatchNormAtEveryPoint) {
   std::set<int> could_fail;
   for (const auto& [mode, policy] :
@@ -785,7 +785,7 @@ TEST(Memory, BatchNormAtEveryPoint) {
             calls = Count::calls();
           }
           int next = failing + 1;
-          if (status == GA_ERROR_FAULT) {  // the gradient of gamma was there, its place was not
+          if (status == GA_ERROR_FAULT) {  // no memory for the gradient of gamma, half-way
             could_fail.insert(failing);
             ASSERT_EQ(policy, GA_NONFINITE_DROP_MICRO);
             ASSERT_EQ(window(t.ctx).state, GA_WINDOW_INVALID);
@@ -811,7 +811,7 @@ TEST(Memory, BatchNormAtEveryPoint) {
   for (const int s : {5, 6}) EXPECT_TRUE(could_fail.count(s)) << "step " << s;
 }
 
-// What ga_bn_add takes is in ga_context_memory, and no window takes more.
+// ga_context_memory includes what ga_bn_add allocates, and windows allocate nothing more.
 TEST(Memory, BatchNormIsCounted) {
   for (const int32_t dtype : {GA_F32, GA_BF16, GA_F64}) {
     ga_context* ctx = nullptr;
@@ -837,7 +837,7 @@ TEST(Memory, BatchNormIsCounted) {
     EXPECT_EQ(after.total - before.total, after.batch_norm + after.workspace - before.workspace);
     EXPECT_NEAR(static_cast<double>(taken), static_cast<double>(after.total - before.total),
                 0.01 * static_cast<double>(taken));
-    EXPECT_EQ(left, 0) << "destroy gives all back";
+    EXPECT_EQ(left, 0) << "ga_context_destroy must free everything";
   }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Gradients that have only some rows: against the same gradients written out, lazily against a
-// model of single elements, and for what they cost.
+// Row-sparse gradients: compared with the same gradients as dense ones, lazy updates compared with
+// a model of single elements, and their cost.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -25,8 +25,8 @@ ga_param_options with_rows(int32_t rows, int32_t gradient_dtype = 0) {
 
 ga_status accumulate_rows(ga_context* ctx, ga_param param, const Indices& indices,
                           int32_t index_dtype, const void* values) {
-  // Kept for as long as any micro-batch of these tests is open. One more than there are, so that
-  // there is an address where there are none; narrow ones at an odd multiple of their size.
+  // Kept as long as any micro-batch of these tests is open. The array has one element more, so that
+  // an empty list has an address too; 32-bit indices lie at an odd multiple of their size.
   static std::deque<std::pair<std::vector<int32_t>, Indices>> kept;
   if (kept.size() > 64) kept.pop_front();
   kept.emplace_back(std::vector<int32_t>(indices.size() + 2), indices);
@@ -52,7 +52,7 @@ Tensor integers(int32_t dtype, int64_t count, uint64_t seed) {
   return t;
 }
 
-// ---- Against the same gradients written out -----------------------------------------------------
+// ---- Against the same gradients as dense ones ---------------------------------------------------
 
 struct Case {
   std::string name;
@@ -77,8 +77,8 @@ std::vector<Case> cases() {
           {"without_rows", {0, 7}, GA_F32, GA_F32, GA_I32}};
 }
 
-// A context with rows, and one that is given the same gradients as wholes. Beside the parameter
-// there is another, which has wholes in both.
+// A context that gets rows, and one that gets the same gradients as dense ones. Both have another
+// parameter, whose gradients are dense.
 class Pair {
  public:
   Pair(const Case& which, const ga_optimizer& o, const ga_config& c, int32_t rows)
@@ -147,14 +147,14 @@ class Pair {
     return a;
   }
 
-  // relative: where a factor may be rounded another way.
+  // relative: tolerance, for factors that may be rounded differently.
   testing::AssertionResult equal(double relative = 0) const {
     for (int64_t i = 0; i < p.count(); ++i) {
       if (std::abs(p.get(i) - q.get(i)) <= relative * std::abs(q.get(i))) continue;
       return testing::AssertionFailure()
              << "element " << i << " is " << p.get(i) << ", not " << q.get(i);
     }
-    if (!p.canaries()) return testing::AssertionFailure() << "written beside the parameter";
+    if (!p.canaries()) return testing::AssertionFailure() << "wrote outside the parameter";
     if (beside_p_ != beside_q_) return testing::AssertionFailure() << "the other parameter";
     return testing::AssertionSuccess();
   }
@@ -178,8 +178,8 @@ class AgainstDense : public testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(Rows, AgainstDense, testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
-// Windows in which rows come in every way there is. Weights add up to powers of two: the means are
-// exact as well.
+// Windows in which rows come in every possible way. Weights add up to powers of two, so the means
+// are exact too.
 void every_way(Pair& pair, const std::function<void()>& after_step) {
   const auto finish = [&] {
     EXPECT_EQ(pair.step_both().outcome, GA_STEP_APPLIED);
@@ -193,10 +193,10 @@ void every_way(Pair& pair, const std::function<void()>& after_step) {
     pair.beside();
   });
   finish();
-  // Other rows: what the first window left in the accumulator is not there.
+  // Other rows: the accumulator must hold nothing of the first window.
   pair.micro(2, [&] { pair.rows({7}); });
   finish();
-  // A whole gradient, after rows, before them, and between.
+  // A whole gradient after rows, before them, and between them.
   pair.micro(1, [&] {
     pair.rows({5, 9});
     pair.whole();
@@ -216,7 +216,7 @@ void every_way(Pair& pair, const std::function<void()>& after_step) {
   });
   pair.micro(0.5, [&] { pair.whole(); });
   finish();
-  // After a dense window, rows alone.
+  // Rows alone after a dense window.
   pair.micro(1, [&] { pair.rows({13, 2}); });
   finish();
   // A micro-batch of weight 0 is not read.
@@ -263,8 +263,8 @@ TEST_P(AgainstDense, EveryWayToContribute) {
   }
 }
 
-// Where each row of the parameter has a gradient, lazy is dense; and a window with a whole gradient
-// is dense.
+// If every row of the parameter has a gradient, a lazy update equals a dense one; a window with a
+// whole gradient is always dense.
 TEST_P(AgainstDense, LazyWithAllRows) {
   const ga_optimizer o = optimizer(GA_OPTIMIZER_ADAM);
   Pair pair(GetParam(), o, config(), GA_ROWS_LAZY);
@@ -299,8 +299,8 @@ TEST_P(AgainstDense, NormsAndClipping) {
   const ga_clip modes[] = {clip(GA_CLIP_GLOBAL, 1), clip(GA_CLIP_PER_TENSOR, 2, GA_FLAVOR_KERAS),
                            clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 0.75),
                            clip(GA_CLIP_GLOBAL, 1, GA_FLAVOR_KERAS, 1.5), clip(GA_CLIP_AGC, 0)};
-  // The factor may differ in the last bit of a double, so a gradient in that of an f32, and the
-  // update is subtracted from numbers of order 1 on a grid of 1/8; then rounded to 16 bits.
+  // The factor may differ in the last bit of a double, and so a gradient in the last bit of an f32.
+  // The update is subtracted from numbers of order 1 on a grid of 1/8, then rounded to 16 bits.
   const double relative =
       format(GetParam().dtype).size == 2 ? 2 * format(GetParam().dtype).roundoff() : 0x1p-19;
   for (const ga_clip& mode : modes) {
@@ -333,7 +333,7 @@ TEST_P(AgainstDense, NormsAndClipping) {
 
 TEST_P(AgainstDense, ExternalGradient) {
   const Case& which = GetParam();
-  if (which.dtype == GA_BF16 || which.dtype == GA_F16) return;  // the same gradient as for f32
+  if (which.dtype == GA_BF16 || which.dtype == GA_F16) return;  // same gradient as f32
   Pair pair(which, optimizer(GA_OPTIMIZER_EXTERNAL), config(), GA_ROWS_DENSE);
   every_way(pair, [&] {
     const auto a = external_gradient(pair.sparse, 0, pair.p.count());
@@ -376,7 +376,7 @@ TEST(Rows, NonfiniteInARow) {
         }
         EXPECT_EQ(p.get(5 * columns), 0);
         EXPECT_EQ(p.get(20 * columns - 1), 0);
-        // What stays of the NaN in the accumulator is nobody's.
+        // The NaN left in the accumulator must not affect later windows.
         p.fill(0);
         EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
         EXPECT_OK(accumulate_rows(ctx, 0, {5}, GA_I32, good.data()));
@@ -391,7 +391,7 @@ TEST(Rows, NonfiniteInARow) {
 
 // ---- Lazy ---------------------------------------------------------------------------------------
 
-// Those that can leave rows without a gradient alone, or those that cannot.
+// The optimizers that can leave rows without a gradient alone, or those that cannot.
 std::vector<NamedOptimizer> lazy_optimizers(bool can) {
   return named_optimizers([can](const OptimizerRow& row, const ga_optimizer& o) {
     return row.lazy(o) == can && !row.matrices_only;
@@ -402,8 +402,8 @@ class Lazy : public testing::TestWithParam<NamedOptimizer> {};
 INSTANTIATE_TEST_SUITE_P(Rows, Lazy, testing::ValuesIn(lazy_optimizers(true)),
                          [](const auto& info) { return info.param.name; });
 
-// Rows that have a gradient move as single elements do; the others, their state with them, stay as
-// they are, to the bit.
+// Rows with a gradient move as single elements do; the other rows and their state stay bit for bit
+// as they are.
 TEST_P(Lazy, OnlyTouchedRowsMove) {
   const ga_optimizer& o = GetParam().optimizer;
   for (const std::vector<int64_t>& shape :
@@ -429,8 +429,8 @@ TEST_P(Lazy, OnlyTouchedRowsMove) {
       for (int k = 0; k < 2; ++k) {
         EXPECT_OK(ga_micro_begin(ctx, k, 2, nullptr));
         EXPECT_OK(ga_accumulate_part(ctx, 1, &other_gradient));
-        // The fourth window has nothing for this parameter, the fifth and the sixth the same rows,
-        // the others some.
+        // The fourth window has no gradient for this parameter, the fifth and the sixth have the
+        // same rows, the other windows random rows.
         Indices indices;
         for (int i = 0; i < 12 && t != 4; ++i) {
           indices.push_back(t == 5 || t == 6 ? i % 3 : random.below(shape[0]));
@@ -472,7 +472,7 @@ TEST_P(Lazy, OnlyTouchedRowsMove) {
   }
 }
 
-// A lazily updated parameter of 16 bits is its f32 twin rounded.
+// A lazily updated 16-bit parameter equals its rounded f32 twin.
 TEST(Rows, LazyWithMasters) {
   for (const int32_t dtype : {GA_F16, GA_BF16}) {
     Tensor p = integers(dtype, 100 * 8, 1), wide(GA_F32, 100 * 8);
@@ -507,7 +507,7 @@ TEST(Rows, LazyIsRefusedWhereStateOfAllRowsMoves) {
         refused(try_add(ctx, group, "embedding", p.data(), GA_F32, {4, 3}, with_rows(GA_ROWS_LAZY)),
                 GA_ERROR_UNSUPPORTED, {"\"embedding\"", "GA_ROWS_LAZY"}));
   }
-  // Dense is for all of them, and nothing was added.
+  // All of them support dense rows, and the refused calls added nothing.
   ga_param id = -1;
   EXPECT_OK(try_add(ctx, 0, "embedding", p.data(), GA_F32, {4, 3}, with_rows(GA_ROWS_DENSE), &id));
   EXPECT_EQ(id, 0);
@@ -515,7 +515,7 @@ TEST(Rows, LazyIsRefusedWhereStateOfAllRowsMoves) {
 
 // ---- Wrong calls --------------------------------------------------------------------------------
 
-// Everything is checked before anything is touched: the window goes on as its twin.
+// All arguments are checked before anything changes: the window goes on as that of its twin.
 TEST(Rows, WrongIndicesChangeNothing) {
   const int64_t rows = 1000, columns = 10;
   for (const int32_t how : {GA_ROWS_DENSE, GA_ROWS_LAZY}) {
@@ -587,11 +587,11 @@ TEST(Rows, WrongCalls) {
   EXPECT_TRUE(refused(rows(ctx, 0, odd, GA_I32, 1, values.data()), invalid, {"indices"}));
   odd = static_cast<const uint8_t*>(values.data()) + 1;
   EXPECT_TRUE(refused(rows(ctx, 0, index, GA_I32, 1, odd), invalid, {"values"}));
-  // The parameter itself as values, and more rows than an address space has.
+  // The parameter itself as values, and more rows than the address space can hold.
   EXPECT_NE(rows(ctx, 0, index, GA_I32, 1, p.data()), GA_OK);
   EXPECT_NE(rows(ctx, 0, index, GA_I32, INT64_MAX / 8, values.data()), GA_OK);
   const ga_status status = rows(ctx, 1, index, GA_I32, 1, values.data());
-  EXPECT_TRUE(refused(status, GA_ERROR_INVALID_ARGUMENT, {"rows"})) << "no rows were asked for";
+  EXPECT_TRUE(refused(status, GA_ERROR_INVALID_ARGUMENT, {"rows"})) << "rows is GA_ROWS_NONE";
   EXPECT_TRUE(same_window(window(ctx), before));
   EXPECT_OK(rows(ctx, 0, index, GA_I32, 2, values.data()));
   EXPECT_OK(ga_micro_end(ctx));
@@ -640,8 +640,8 @@ TEST(Rows, NoneAreNotAWholeGradient) {
   }
 }
 
-// A micro-batch that is judged as a whole keeps its contributions until it ends, and then makes room
-// for the rows of all of them: here each of many calls brings rows of its own.
+// A micro-batch that is checked as a whole keeps its contributions until it ends, and then needs
+// room for all their rows. Here each of many calls brings new rows.
 TEST(Rows, ManyCallsInAMicroBatchThatIsJudged) {
   const int64_t rows = 64000, columns = 2, calls = 64, each = rows / calls;
   for (const int64_t bad_micro : {0, 1}) {
@@ -719,7 +719,7 @@ TEST(Rows, FrozenAndOfWeightZeroAreNotRead) {
   for (int64_t i = 0; i < 12; ++i) EXPECT_EQ(p.get(i), 1);
 }
 
-// Loss scale, kind and reduction as for whole gradients.
+// Loss scale, gradient kind and reduction apply as for whole gradients.
 TEST(Rows, AreScaledAsWholesAre) {
   for (const int32_t kind : {GA_GRADIENT_MEAN, GA_GRADIENT_SUM}) {
     for (const int32_t reduce : {GA_REDUCE_MEAN, GA_REDUCE_SUM}) {
@@ -742,7 +742,7 @@ TEST(Rows, AreScaledAsWholesAre) {
 // ---- The same bits ------------------------------------------------------------------------------
 
 std::vector<Tensor> shared_rows(int32_t threads, ga_parallel_for loops) {
-  static const Tensor pool = random_tensor(GA_BF16, 500000, 5);  // of which all values are a part
+  static const Tensor pool = random_tensor(GA_BF16, 500000, 5);  // all values are parts of it
   ga_config c = config();
   c.num_threads = threads;
   c.parallel_for = loops;
@@ -819,8 +819,8 @@ TEST(Rows, AreCountedAsMemory) {
   step(ctx);
 }
 
-// A table of rows of which only some pages may be touched: the parameter's other pages are not even
-// readable.
+// Only the pages of the touched rows are accessible; all other pages of the parameter are
+// protected.
 TEST(Rows, LazyStepsTouchTheirRowsAlone) {
   const int64_t rows = 200000, columns = 64;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -866,9 +866,10 @@ TEST(Rows, LazyStepsTouchTheirRowsAlone) {
   munmap(map, bytes);
 }
 
-// Nor is the rest of what the library owns: a dense step moves 200 times as many rows, and is at
-// least 20 times as long. The same rows each time, so that their pages are there, and the fastest
-// of several tries, for others may use the machine.
+// A lazy step does not touch the other rows of the library's arrays either: a dense step, which
+// moves 200 times as many rows, takes at least 20 times as long. The rows are the same each time,
+// so that their pages are present, and the fastest of several tries counts, because other processes
+// may use the machine.
 TEST(Rows, LazyStepsCostTheirRows) {
 #if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "times mean nothing under a sanitizer";
@@ -898,7 +899,7 @@ TEST(Rows, LazyStepsCostTheirRows) {
   EXPECT_GT(seconds[0] / seconds[1], 20) << seconds[0] << " s dense, " << seconds[1] << " s lazy";
 }
 
-// Accumulating rows costs its rows, in a dense parameter too: no pass that clears.
+// Accumulating rows costs only its rows, in a dense parameter too: no pass clears the accumulator.
 TEST(Rows, AccumulatingCostsTheRows) {
 #if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "times mean nothing under a sanitizer";
