@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Adaptive gradient clipping: units by preset and by axes against the formula in float64, and
-// clipping of every micro-batch by itself, by hand.
+// Adaptive gradient clipping: units by preset and by axes, compared with the formula in float64;
+// and clipping of each micro-batch, compared with numbers computed by hand.
 #include <algorithm>
 #include <functional>
 
@@ -33,8 +33,8 @@ int64_t product(const Shape& shape) {
 }
 
 // The axes of a preset, written from the definitions: TensorFlow's kernels end in (in, out) and
-// timm's begin with (out, in); the released NFNets code goes by the rank without extents of 1 where
-// that is 1 or less.
+// timm's begin with (out, in); the released NFNets code treats a shape as a vector if it has at
+// most one dimension other than 1.
 uint32_t axes_of(int32_t units, const Shape& shape) {
   const auto rank = static_cast<int>(shape.size());
   const uint32_t all = (1u << rank) - 1;
@@ -43,7 +43,7 @@ uint32_t axes_of(int32_t units, const Shape& shape) {
   if (rank <= 1 || (units == GA_AGC_NFNETS && squeezed <= 1)) return all;
   if (units == GA_AGC_TORCH) return all & ~1u;
   if (rank <= 3) return 1u;
-  return all & ~(1u << (rank - 1));  // all but the last: 0 to 2 of 4, 0 to 3 of 5
+  return all & ~(1u << (rank - 1));  // all but the last: 0 to 2 at rank 4, 0 to 3 at rank 5
 }
 
 // The unit that element i belongs to: its coordinates along the axes that are not reduced.
@@ -59,7 +59,7 @@ int64_t unit_of(int64_t i, const Shape& shape, uint32_t axes) {
   return unit;
 }
 
-// The clipped gradient in float64, and the smallest factor.
+// Returns the clipped gradient in float64; *least is the smallest factor.
 std::vector<double> clipped(const Tensor& p, const std::vector<double>& gradient,
                             const Shape& shape, uint32_t axes, const ga_clip& c,
                             double* least = nullptr) {
@@ -91,7 +91,7 @@ std::vector<double> values(const Tensor& t) {
   return result;
 }
 
-// Each element is multiplied by a factor good to kNorm and rounded once, and rounded once itself.
+// The factor is accurate to kNorm and rounded once; the product is rounded once more.
 testing::AssertionResult close(const std::vector<double>& got, const std::vector<double>& want,
                                double relative = 3 * 0x1p-24) {
   if (got.size() != want.size()) return testing::AssertionFailure() << got.size() << " elements";
@@ -103,8 +103,8 @@ testing::AssertionResult close(const std::vector<double>& got, const std::vector
   return testing::AssertionSuccess();
 }
 
-// Gradients of which about half of the units are clipped, and parameters of units of all sizes:
-// zero, below eps, larger.
+// Gradients with about half of the units clipped, and parameters with units of all norms: zero,
+// below eps, larger.
 Tensor agc_parameter(int32_t dtype, const Shape& shape, uint32_t axes, uint64_t seed) {
   Random random(seed);
   Tensor p(dtype, product(shape));
@@ -127,7 +127,7 @@ Tensor agc_gradient(int32_t dtype, const Shape& shape, uint32_t axes, uint64_t s
   return g;
 }
 
-// One external parameter, and its gradient after clipping.
+// Returns the gradient of one external parameter after clipping.
 std::vector<double> run(Tensor& p, const Tensor& g, const Shape& shape, const ga_clip& c,
                         uint32_t axes = 0, ga_step_result* result = nullptr,
                         ga_config with = config()) {
@@ -164,7 +164,7 @@ std::vector<Shape> shapes() {
           {1, 1, 40},
           {1, 6, 7},
           {3, 3, 16, 32},
-          {3, 3, 16, 1},   // depthwise, one filter a channel
+          {3, 3, 16, 1},   // depthwise, one filter per channel
           {3, 3, 1, 16},   // depthwise as a grouped convolution
           {16, 1, 3, 3},   // depthwise, out first
           {1, 1, 16, 32},  // 1 x 1
@@ -202,7 +202,7 @@ TEST_P(Units, OfPresets) {
   }
 }
 
-// Every set of axes of every shape.
+// Tests every set of axes of every shape.
 TEST(Agc, ExplicitAxes) {
   for (const Shape& shape :
        {Shape{12}, {5, 8}, {4, 5, 6}, {3, 2, 4, 5}, {2, 3, 2, 3, 4}, {2, 70000}, {300, 400}}) {
@@ -212,7 +212,7 @@ TEST(Agc, ExplicitAxes) {
       Tensor p = agc_parameter(GA_F32, shape, axes, 3);
       const Tensor g = agc_gradient(GA_F32, shape, axes, 4);
       const std::vector<double> want = clipped(p, values(g), shape, axes, agc());
-      // A preset that does not know the rank is no matter where the axes are given.
+      // With explicit axes, a preset without a rule for the rank does not matter.
       EXPECT_TRUE(close(run(p, g, shape, agc(GA_AGC_NFNETS), axes), want));
     }
   }
@@ -221,7 +221,7 @@ TEST(Agc, ExplicitAxes) {
 TEST(Agc, SixteenBits) {
   const Shape shape = {40, 30};
   for (const int32_t dtype : {GA_F16, GA_BF16}) {
-    // The norms are of the master, which begins as the parameter.
+    // The norms are those of the master weights, which start with the parameter's values.
     Tensor p = agc_parameter(dtype, shape, 1, 5);
     Tensor g(dtype, product(shape));
     const Tensor from = agc_gradient(GA_F32, shape, 1, 6);
@@ -240,10 +240,10 @@ TEST(Agc, ByHand) {
   std::vector<double> got = run(p, g, {2, 2}, agc());
   EXPECT_TRUE(close(got, {0.03, 3e-6, 0.04, 4e-6}, 1e-6)) << "to 0.01 * 5; to 0.01 * 1e-3";
   got = run(p, g, {2, 2}, agc(GA_AGC_TF, 0.2));
-  EXPECT_TRUE(close(got, values(g), 0)) << "neither is larger";
+  EXPECT_TRUE(close(got, values(g), 0)) << "neither norm exceeds its limit";
   got = run(p, g, {2, 2}, agc(GA_AGC_TF, 0.01, 1e-4));
   EXPECT_TRUE(close(got, {0.03, 6e-7, 0.04, 8e-7}, 1e-6)) << "to 0.01 * 1e-4";
-  // A norm below 1e-6 is taken for 1e-6.
+  // A norm below 1e-6 counts as 1e-6.
   for (int64_t i = 0; i < 4; ++i) g.set(i, 1e-3 * gradients[i]);
   g.set(1, 3e-7);
   g.set(3, 4e-7);
@@ -251,7 +251,7 @@ TEST(Agc, ByHand) {
   EXPECT_TRUE(close(got, {3e-4, 3e-8, 4e-4, 4e-8}, 1e-6)) << "times 1e-7 / 1e-6";
 }
 
-// A zero-initialised unit gets agc_factor * agc_eps, not nothing.
+// A zero-initialised unit gets a gradient of norm agc_factor * agc_eps, not 0.
 TEST(Agc, ZeroWeightsMove) {
   Tensor p(GA_F32, 50), g(GA_F32, 50, 1);
   const std::vector<double> got = run(p, g, {50}, agc());
@@ -283,7 +283,7 @@ TEST(Agc, AfterTheClipByValue) {
   EXPECT_TRUE(close(run(p, g, shape, c), clipped(p, values(g), shape, 1, c)));
 }
 
-// On the reduced gradient: as the full batch would have been clipped.
+// AGC sees the reduced gradient, so it clips as for the full batch.
 TEST(Agc, SeesTheReducedUnscaledGradient) {
   const Shape shape = {20, 30};
   Tensor p = agc_parameter(GA_F32, shape, 1, 1);
@@ -307,7 +307,7 @@ TEST(Agc, SeesTheReducedUnscaledGradient) {
                     6 * 0x1p-24));
 }
 
-// The parameter as it is before each step, and what the optimizer makes of the clipped gradient.
+// Each step clips by the parameter before the step, and the optimizer gets the clipped gradient.
 TEST(Agc, OverATrainingRun) {
   const Shape shape = {20, 30};
   Tensor p = random_tensor(GA_F32, product(shape), 1);
@@ -332,7 +332,7 @@ TEST(Agc, OverATrainingRun) {
   }
 }
 
-// The classifier's group is left out, or has numbers of its own.
+// The classifier's group is not clipped, or has options of its own.
 TEST(Agc, ExclusionByGroup) {
   const Shape shape = {8, 4};
   std::vector<Tensor> p;
@@ -354,7 +354,7 @@ TEST(Agc, ExclusionByGroup) {
   EXPECT_TRUE(close(external_gradient(ctx, 2, 32), clipped(p[2], values(g), shape, 2, own)));
 }
 
-// Under GA_MISSING_ZERO a missing gradient is zero; frozen parameters are not looked at.
+// Under GA_MISSING_ZERO a missing gradient is zero; frozen parameters are not read.
 TEST(Agc, MissingAndFrozen) {
   ga_config with = config();
   with.missing = GA_MISSING_ZERO;
@@ -398,8 +398,8 @@ TEST(Agc, SkipsWhatIsNotFinite) {
   }
 }
 
-// Units that are rows are clipped piece by piece, and a piece ends in the middle of a cache line of
-// the state that the next one begins in.
+// AGC by rows works piece by piece, and one piece may end in the middle of a cache line of state in
+// which the next piece begins.
 TEST(Agc, PiecesLeaveTheirNeighboursAlone) {
   const Shape shape = {1001, 131};
   const int64_t count = product(shape);
@@ -428,7 +428,7 @@ TEST(Agc, PiecesLeaveTheirNeighboursAlone) {
   }
 }
 
-// A gradient is read through its units' factors in the window that made them, and in no other.
+// The factors of a gradient's units are used in their own window only.
 TEST(Agc, IsForgottenWithItsWindow) {
   const auto window = [](ga_context* ctx, std::vector<const void*> gradients) {
     EXPECT_OK(ga_accumulate(ctx, gradients.data(), gradients.size(), 1, nullptr));
@@ -436,7 +436,7 @@ TEST(Agc, IsForgottenWithItsWindow) {
   };
   const float one = 1, two = 2;
   const ga_clip units = agc(GA_AGC_TF, 1e9);
-  {  // a window without a gradient, which counts as zero
+  {  // a window without a gradient, under GA_MISSING_ZERO
     ga_config c = config();
     c.missing = GA_MISSING_ZERO;
     Context ctx(c);
@@ -449,7 +449,7 @@ TEST(Agc, IsForgottenWithItsWindow) {
     window(ctx, {&one, nullptr});
     EXPECT_EQ(b, -1);
   }
-  {  // a group that is taken out of it
+  {  // a group that is no longer clipped
     Context ctx;
     const ga_group first = ctx.group(plain_sgd()), second = ctx.group(plain_sgd());
     float a = 0, b = 0;
@@ -463,7 +463,7 @@ TEST(Agc, IsForgottenWithItsWindow) {
     EXPECT_EQ(a, -3);
     EXPECT_EQ(b, -3);
   }
-  {  // one group in micro-batches, another in the step
+  {  // one group clipped per micro-batch, another in the step
     Context ctx;
     const ga_group first = ctx.group(plain_sgd()), second = ctx.group(plain_sgd());
     float a = 0, b = 0, g = 1;
@@ -473,7 +473,7 @@ TEST(Agc, IsForgottenWithItsWindow) {
     EXPECT_OK(ga_group_set_clip(ctx, first, &micro));
     EXPECT_OK(ga_group_set_clip(ctx, second, &units));
     ctx.accumulate({&g, &g});
-    g = 99;  // it was consumed
+    g = 99;  // the gradient was consumed
     step(ctx);
     EXPECT_EQ(a, -1);
     EXPECT_EQ(b, -1);
@@ -523,8 +523,8 @@ TEST(Agc, SameBitsForAnyThreadsAndIsa) {
 
 // ---- Micro-batch by micro-batch -----------------------------------------------------------------
 
-// Two parameters, micro-batches of unequal weight; each micro-batch clipped by itself in float64,
-// then averaged.
+// Two parameters and micro-batches of unequal weight. The expected gradient clips each micro-batch
+// in float64, then averages.
 struct MicroCase {
   std::string name;
   ga_clip clip;
@@ -546,7 +546,7 @@ class Micro : public testing::TestWithParam<MicroCase> {};
 INSTANTIATE_TEST_SUITE_P(Clip, Micro, testing::ValuesIn(micro_cases()),
                          [](const auto& info) { return info.param.name; });
 
-// What one micro-batch contributes.
+// Clips the gradient of one micro-batch.
 void clip_micro(const ga_clip& c, const std::vector<const Tensor*>& p,
                 const std::vector<Shape>& shape, std::vector<std::vector<double>>& g) {
   if (c.scope == GA_CLIP_AGC) {
@@ -632,21 +632,21 @@ TEST_P(Micro, ClipsThenAverages) {
         for (size_t i = 0; i < 3; ++i) {
           const auto got = external_gradient(ctx, static_cast<ga_param>(i), p[i].count());
           for (size_t j = 0; j < got.size(); ++j) {
-            // Per contribution: unscaling, clipping and weighing, each of a factor and a product,
-            // and the sum; then the mean.
+            // Each contribution rounds unscaling, clipping and weighting, a factor and a product
+            // each, and the sum; then comes the mean.
             ASSERT_NEAR(got[j], sum[i][j], 12 * 0x1p-24 * magnitude[i][j] + 0x1p-140)
                 << "parameter " << i << "[" << j << "], by part " << by_part;
             squares += got[j] * got[j];
           }
         }
         EXPECT_NEAR(r.norm, std::sqrt(squares), 1e-9 * std::sqrt(squares))
-            << "of the mean of what was clipped";
+            << "not the norm of the mean of the clipped gradients";
       }
     }
   }
 }
 
-// A sum is clipped as it comes, and not divided first.
+// A gradient that is a sum is clipped as it is, without dividing by the weight first.
 TEST(ClipMicro, SumsAndReductions) {
   for (const int32_t reduce : {GA_REDUCE_MEAN, GA_REDUCE_SUM}) {
     ga_config with = config();
@@ -670,7 +670,7 @@ TEST(ClipMicro, SumsAndReductions) {
   }
 }
 
-// What each of the micro-batches was clipped to adds up to more.
+// The sum of clipped micro-batches may exceed the limit and is not clipped again.
 TEST(ClipMicro, TheSumIsNotClippedAgain) {
   for (const ga_clip& c :
        {clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 0.5), clip(GA_CLIP_GLOBAL, 0.5, GA_FLAVOR_KERAS),
@@ -689,7 +689,7 @@ TEST(ClipMicro, TheSumIsNotClippedAgain) {
   }
 }
 
-// Groups with clippings of their own: one per micro-batch, one on the step, one without.
+// Groups with clippings of their own: one per micro-batch, one in the step, one without.
 TEST(ClipMicro, ByGroup) {
   float p[3] = {0, 0, 0};
   const float g[2] = {3, -1};
@@ -707,8 +707,8 @@ TEST(ClipMicro, ByGroup) {
   EXPECT_NEAR(p[2], -1, 1e-6);
 }
 
-// The norm that groups share leaves out the groups with a clipping of their own, whose norm is
-// theirs alone. All numbers are exact in f32.
+// The shared norm leaves out groups with a clipping of their own, which have a norm of their own.
+// All numbers are exact in f32.
 TEST(ClipMicro, OneNormForThoseThatShareItAndOneForEachOther) {
   for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO}) {
     ga_config with = config();
@@ -734,7 +734,7 @@ TEST(ClipMicro, OneNormForThoseThatShareItAndOneForEachOther) {
   }
 }
 
-// (6, 8) is clipped to (3, 4), (0, 1) is not: exact in every dtype.
+// (6, 8) is clipped to (3, 4) and (0, 1) stays; all are exact in every dtype.
 TEST(ClipMicro, EveryDtypeAndMode) {
   const std::pair<int32_t, int32_t> dtypes[] = {{GA_F32, GA_F32},  {GA_F16, GA_F32},
                                                 {GA_BF16, GA_F32}, {GA_BF16, GA_BF16},
@@ -767,7 +767,7 @@ TEST(ClipMicro, EveryDtypeAndMode) {
 }
 
 TEST(ClipMicro, WithOtherPolicies) {
-  // A micro-batch that is dropped has no norm to clip by, and the others are clipped as ever.
+  // A dropped micro-batch has no norm to clip by; the others are clipped as usual.
   ga_config with = config();
   with.nonfinite = GA_NONFINITE_DROP_MICRO;
   Tensor p(GA_F32, 2), g(GA_F32, 2, 3), bad(GA_F32, 2, NAN);
@@ -934,8 +934,8 @@ TEST(Agc, NfnetsOfRankFiveIsRefused) {
   }
 }
 
-// Groups do not mind each other: one clipped by units, one whose steps take two passes and one of
-// neither kind move their parameters, together in any order, as each does alone.
+// Groups are independent: one with AGC, one whose steps take two passes and one of neither kind
+// give the same parameters together, in any order, as each does alone.
 TEST(Agc, BesideOtherGroups) {
   const Shape shape = {24, 40};
   const int64_t n = product(shape);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Every wrong argument: its status, a sentence that names what was wrong, and a context that goes
-// on as if the call had not been made.
+// Every wrong argument: the call returns the right status, the message names what was wrong, and
+// the context goes on as if the call had not been made.
 #include <deque>
 #include <functional>
 #include <new>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kCount = 70001;
 
-// A context in use, and its twin that no wrong call ever touches.
+// A context in use, and its twin, which gets no wrong calls.
 class Bench {
  public:
   Bench() {
@@ -57,7 +57,7 @@ struct Bad {
   std::string what;
   std::function<ga_status(Bench&)> call;
   ga_status status;
-  Words words;  // each must be in the sentence
+  Words words;  // each must be in the message
 };
 
 void expect_refused(const Bad& bad, Bench& bench) {
@@ -76,8 +76,8 @@ void expect_refused(const Bad& bad, Bench& bench) {
   EXPECT_EQ(0, memcmp(&memory_before, &memory_after, sizeof memory_before)) << "memory changed";
 }
 
-// prepare brings the context where the calls of list are wrong for their arguments alone; finish
-// ends the window.
+// prepare brings the context to a state in which only the arguments of the calls of list are wrong;
+// finish ends the window.
 void expect_all_refused(const std::vector<Bad>& list, const std::function<void(Bench&)>& prepare,
                         const std::function<void(Bench&)>& finish) {
   Bench bench, twin;
@@ -227,7 +227,7 @@ TEST(BadArguments, OfParameters) {
                     {"\"new\"", "\"first\""}});
   }
   expect_all_refused(list, kNothing, kNothing);
-  // Right beside it is legal, and ids were not used up.
+  // Adjacent memory is legal, and refused calls have used no ids.
   Block three(3, 0);
   Bench bench;
   ga_param out = -1;
@@ -297,7 +297,7 @@ TEST(BadArguments, OfFlatBlocks) {
        {"\"good\"", "\"third\""}},
   };
   expect_all_refused(list, kNothing, kNothing);
-  // All or none: the names and places of entries that were right are free.
+  // All or none: the names and addresses of the valid entries are still free.
   Bench bench;
   const ga_flat_entry bad[] = {good, {"bad", 3, 1, &four, 4}};
   EXPECT_EQ(ga_params_add_flat(bench.ctx, room, GA_F32, bad, 2, nullptr, nullptr),
@@ -416,7 +416,7 @@ TEST(BadArguments, OfAccumulate) {
        },
        kInvalidArgument,
        {"\"second\"", "\"first\""}},
-      {"a block whose gap is a parameter's, and whose element is too",
+      {"a block with a parameter in its gap and under one of its elements",
        [](Bench& b) {
          const void* list[] = {nullptr, b.flat.data()};
          return ga_accumulate(b.ctx, list, 2, 1, nullptr);
@@ -449,15 +449,15 @@ TEST(BadArguments, OfAccumulate) {
   };
   expect_all_refused(list, kNothing, kNothing);
 
-  // In an open window the same are wrong, and so is the address where a first gradient lives on.
-  list.push_back({"the buffer that lives on",
+  // In an open window the same calls are wrong, and so is the address of a live first gradient.
+  list.push_back({"the buffer of a live gradient",
                   [](Bench& b) {
                     const void* list[] = {b.h.data(), nullptr};
                     return ga_accumulate(b.ctx, list, 2, 1, nullptr);
                   },
                   kInvalidArgument,
                   {"\"first\""}});
-  list.push_back({"the block that lives on, the other gradient being right",
+  list.push_back({"the block of a live gradient, the other gradient being right",
                   [](Bench& b) {
                     const void* list[] = {b.g.data(), b.flat_g.data()};
                     return ga_accumulate(b.ctx, list, 2, 1, nullptr);
@@ -499,7 +499,7 @@ TEST(BadArguments, OfParts) {
        [](Bench& b) { return ga_accumulate_part(b.ctx, 2, b.flat.data() + 9); },
        kInvalidArgument,
        {"\"third\""}},
-      {"the buffer that lives on",
+      {"the buffer of a live gradient",
        [](Bench& b) { return ga_accumulate_part(b.ctx, 1, b.h.data()); },
        kInvalidArgument,
        {"\"second\""}},
@@ -566,7 +566,7 @@ TEST(BadArguments, OfParts) {
       });
 }
 
-// ga_gradient's memory is the library's: as a gradient it would be read while it is written.
+// ga_gradient returns memory of the library; as a gradient it would be read while it is written.
 TEST(BadArguments, AGradientThatIsTheLibrarys) {
   float p = 0;
   const float g = 1;
@@ -815,7 +815,7 @@ TEST(BadArguments, OfConfig) {
   EXPECT_EQ(ga_context_create(nullptr, nullptr), kInvalidArgument);
 }
 
-// A field that is reserved must be 0: a later version may give it a meaning.
+// A reserved field must be 0, because a later version may give it a meaning.
 TEST(BadArguments, ReservedFields) {
   Context ctx;
   ctx.group(plain_sgd());
@@ -852,7 +852,7 @@ TEST(BadArguments, ReservedFields) {
     EXPECT_OK(ga_loss_scale(ctx, &scale, nullptr));
     EXPECT_EQ(scale, 1);
   }
-  // What the library fills has zeros there.
+  // The library writes zeros to the reserved fields of structs that it fills.
   EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
   ga_accumulator out;
   memset(&out, 0xee, sizeof out);
@@ -875,7 +875,7 @@ TEST(BadArguments, DevicesOfThisMachine) {
   int32_t count = -1;
   EXPECT_OK(ga_device_count(GA_DEVICE_CPU, &count));
   EXPECT_EQ(count, 1);
-  // None is an answer, not an error. The reason is what a context would be refused with.
+  // No device is an answer, not an error. The message is the one that ga_context_create would give.
   count = -1;
   EXPECT_EQ(ga_discard(nullptr), kInvalidArgument);
   const std::string before = ga_last_error();
@@ -892,7 +892,7 @@ TEST(BadArguments, DevicesOfThisMachine) {
   ga_context* ctx = nullptr;
   EXPECT_EQ(ga_context_create(&c, &ctx), kUnsupported);
   EXPECT_EQ(ga_last_error(), reason);
-  // What is wrong stays wrong, and writes nothing.
+  // Wrong arguments are still refused, and nothing is written.
   count = -7;
   EXPECT_EQ(ga_device_count(2, &count), kInvalidArgument);
   EXPECT_EQ(count, -7);
@@ -900,7 +900,7 @@ TEST(BadArguments, DevicesOfThisMachine) {
 
 // ---- struct_size --------------------------------------------------------------------------------
 
-// A struct with room behind it, as a program of a later version would have.
+// A struct with more fields at its end, as in a program of a later version.
 template <class T>
 struct Later {
   T known;
@@ -924,14 +924,14 @@ void check_input_sizes(const char* type, const T& good, Call call) {
   memset(&later, 0, sizeof later);
   later.known = good;
   later.known.struct_size = sizeof later;
-  EXPECT_EQ(call(&later.known), GA_OK) << "nothing unknown is set: " << ga_last_error();
+  EXPECT_EQ(call(&later.known), GA_OK) << "no unknown field is set: " << ga_last_error();
   for (const size_t at : {size_t{0}, size_t{7}, sizeof later.unknown - 1}) {
     later.unknown[at] = 1;
     EXPECT_EQ(call(&later.known), kUnsupported) << "unknown byte " << at << " is set";
     EXPECT_STRNE(ga_last_error(), "");
     later.unknown[at] = 0;
   }
-  later.known.struct_size = sizeof(T);  // what lies beyond struct_size is not the struct's
+  later.known.struct_size = sizeof(T);  // the struct ends here, so later bytes do not matter
   later.unknown[0] = 1;
   EXPECT_EQ(call(&later.known), GA_OK) << ga_last_error();
 }
@@ -1003,7 +1003,8 @@ TEST(StructSize, OfOutputs) {
       "ga_accumulator", [&](ga_accumulator* a) { return ga_accumulator_acquire(ctx, 0, a); });
 }
 
-// A program compiled before structs grew: what it does not know has its default, and is not written.
+// A program compiled before structs grew: fields that it does not know have their defaults and are
+// not written.
 TEST(StructSize, OfAnOlderProgram) {
   ga_config config;
   memset(&config, 0x5a, sizeof config);
@@ -1046,11 +1047,11 @@ TEST(StructSize, OfAnOlderProgram) {
   EXPECT_EQ(m.masters, 0x5a5a5a5a5a5a5a5a) << "written beyond struct_size";
   ga_context_destroy(ctx);
 
-  config.struct_size = offsetof(ga_config, seed) - 1;  // older than any
+  config.struct_size = offsetof(ga_config, seed) - 1;  // smaller than in any release
   EXPECT_EQ(ga_context_create(&config, &ctx), kInvalidArgument);
 }
 
-// The size that the struct had in its first release, where it has grown since.
+// The size of the struct in its first release, if it has grown since.
 template <class T>
 constexpr size_t kFirstSize = sizeof(T);
 template <>
@@ -1060,7 +1061,8 @@ constexpr size_t kFirstSize<ga_optimizer> = 88;
 template <>
 constexpr size_t kFirstSize<ga_clip> = 32;
 
-// init: of an _init function. It writes what it is told to, as far as it knows the struct.
+// init calls an _init function, which must write as many bytes as given, up to the size that it
+// knows.
 template <class T, class Init>
 void check_init_sizes(const char* type, Init init) {
   SCOPED_TRACE(type);
@@ -1073,7 +1075,7 @@ void check_init_sizes(const char* type, Init init) {
   for (const size_t size : {first, sizeof(T), sizeof(T) + 8, size_t{256}, size_t{4096}}) {
     SCOPED_TRACE(size);
     const size_t known = std::min(size, sizeof(T));
-    // In memory of its own, so that a sanitizer sees what is behind it, and a canary without one.
+    // exact is an allocation of that size, for a sanitizer; guarded has canaries, for other builds.
     std::vector<unsigned char> exact(known, 0x5a), guarded(sizeof(T) + 4096, 0x5a);
     for (std::vector<unsigned char>* bytes : {&exact, &guarded}) {
       EXPECT_EQ(init(reinterpret_cast<T*>(bytes->data()), size), GA_OK) << ga_last_error();
@@ -1156,10 +1158,10 @@ TEST(Errors, LastErrorBelongsToTheThread) {
   EXPECT_EQ(ga_last_error(), mine);
   Context ctx;
   step(ctx);
-  EXPECT_EQ(ga_last_error(), mine) << "a call that succeeded leaves it";
+  EXPECT_EQ(ga_last_error(), mine) << "a successful call must not change it";
 }
 
-// Nothing that is thrown inside leaves the library: what it does not know of is its own defect.
+// No exception leaves the library; one of an unknown type becomes GA_ERROR_INTERNAL.
 TEST(Errors, WhateverIsThrownBecomesAStatus) {
   EXPECT_EQ(guard([] { throw std::logic_error("words"); }), GA_ERROR_INTERNAL);
   EXPECT_STREQ(ga_last_error(), "words");
@@ -1171,7 +1173,7 @@ TEST(Errors, WhateverIsThrownBecomesAStatus) {
   EXPECT_EQ(guard([] {}), GA_OK);
 }
 
-// A name as long as a program likes must not run over the sentence's buffer.
+// A name of any length must not overflow the buffer of the message.
 TEST(Errors, VeryLongNames) {
   const std::string name(100000, 'x');
   float p = 0, q = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Batch normalisation under accumulation, against float64: a window in WINDOW mode is one big batch,
-// MICRO and CUMULATIVE are what they say, and the running statistics are in every mode those of the
-// window, moved once per applied step.
+// Batch normalisation under accumulation, compared with float64: a window in WINDOW mode equals one
+// big batch, MICRO and CUMULATIVE normalise by their own statistics, and in every mode the running
+// statistics move once per applied step by those of the window.
 #include "batchnorm.hpp"
 
 namespace ga::test {
@@ -22,7 +22,7 @@ ga_bn_options of_dtype(int32_t mode, int32_t dtype) {
   return o;
 }
 
-// All micro-batches as one.
+// Joins all micro-batches to one.
 BnData joined(const BnWindow& window, const ref::BnShape& shape) {
   int64_t samples = 0, next = 0;
   for (const BnData& m : window) samples += m.samples;
@@ -59,7 +59,8 @@ struct Loss {
   ref::BnLayer layer;
   std::vector<ref::BnMicro> window;
 
-  // Of micro-batch k alone (share 1), or of the window; what it was normalised with moves with x.
+  // The loss of micro-batch k alone (share 1), or of the window. The statistics are those of the
+  // current x.
   double operator()(int k) const {
     const ref::BnResult r = ref::batch_norm(layer, window, GA_F64);
     double sum = 0;
@@ -82,8 +83,8 @@ struct Loss {
   }
 };
 
-// Its gradients are those of its y, by differences: of the micro-batch's own loss, in WINDOW mode of
-// the window's, as a share of the micro-batch's.
+// The reference's gradients equal difference quotients of its loss: the micro-batch's own loss, or
+// in WINDOW mode the window's, divided by the micro-batch's share.
 TEST(BatchNormReference, GradientsAreTheSlopesOfTheLoss) {
   for (const int32_t mode : kModes) {
     for (const bool weighted : {false, true}) {
@@ -99,7 +100,8 @@ TEST(BatchNormReference, GradientsAreTheSlopesOfTheLoss) {
         for (size_t i = 0; i < loss.window[k].x.size(); ++i) {
           const bool whole = mode == GA_BN_WINDOW;
           const double slope = loss.slope(loss.window[k].x[i], whole ? -1 : static_cast<int>(k));
-          // h^2 = 1e-10 of a third derivative of order 1e3 (deviations of 0.1), 1e-15 / h of noise.
+          // The error: h^2 = 1e-10 times a third derivative of order 1e3 (deviations of 0.1), and
+          // rounding noise of 1e-15 / h.
           EXPECT_NEAR(r.dx[k][i].value * (whole ? loss.window[k].share : 1), slope, 1e-6);
         }
       }
@@ -111,7 +113,7 @@ TEST(BatchNormReference, GradientsAreTheSlopesOfTheLoss) {
   }
 }
 
-// In WINDOW mode a window is one batch: where it is cut says nothing.
+// In WINDOW mode a window equals one batch, wherever it is cut.
 TEST(BatchNormReference, AWindowIsOneBatch) {
   const ref::BnShape shape{5, 4, GA_BN_CHANNELS_LAST};
   const BnWindow window = bn_window(shape, GA_F64, {3, 1, 4});
@@ -127,7 +129,7 @@ TEST(BatchNormReference, AWindowIsOneBatch) {
   }
 }
 
-// Its bounds say something: a share of what they are about.
+// The reference's bounds are narrow, relative to the numbers that they bound.
 TEST(BatchNormReference, BoundsAreNarrow) {
   const ref::BnShape shape{3, 49, GA_BN_CHANNELS_FIRST};
   for (const int32_t dtype : kDtypes) {
@@ -135,7 +137,7 @@ TEST(BatchNormReference, BoundsAreNarrow) {
     const ref::BnLayer layer{shape, GA_BN_WINDOW, 1e-5, {}, {}};
     const auto r = ref::batch_norm(layer, bn_micros(window, GA_GRADIENT_MEAN), dtype);
     const double unit = std::max(ref::bn_arithmetic(dtype).unit, ref::bn_arithmetic(dtype).round);
-    // In f64 the sums over 1029 elements are what matters.
+    // In f64 the sums over 1029 elements dominate.
     const double most = dtype == GA_F64 ? 0x1p-53 * 1029 * 200 : 16 * unit;
     for (const ref::Near& y : joined(r.y)) EXPECT_LE(y.tolerance, most * 2);
     for (const ref::Near& d : r.dgamma) EXPECT_LE(d.tolerance, most * 1029);
@@ -164,7 +166,7 @@ INSTANTIATE_TEST_SUITE_P(All, BatchNorm,
                          case_name);
 
 TEST_P(BatchNorm, IsRightForEveryShape) {
-  // One, two and five micro-batches: even, with a tail, uneven, of one sample each.
+  // One, two and five micro-batches: equal, with a tail, unequal, and of one sample each.
   const std::vector<std::vector<int64_t>> cuts = {
       {6}, {1}, {4, 4}, {4, 1}, {1, 1}, {3, 3, 3, 3, 2}, {1, 5, 2, 1, 3}, {1, 1, 1, 1, 1}};
   size_t next = static_cast<size_t>(mode_ + layout_);
@@ -185,7 +187,7 @@ TEST_P(BatchNorm, IsRightForEveryShape) {
   }
 }
 
-// More than one piece of a channel, and more channels than are taken at once.
+// Channels cut into several pieces, and more channels than a pass takes at once.
 TEST_P(BatchNorm, IsRightForLargeTensors) {
   for (const auto& [channels, positions] :
        {std::pair<int64_t, int64_t>(2, 40000), {4500, 2}, {70, 1030}}) {
@@ -197,8 +199,9 @@ TEST_P(BatchNorm, IsRightForLargeTensors) {
   }
 }
 
-// Weights as of samples, tokens and none; loss scales of a micro-batch and of the context; gradients
-// that are means or sums, for a mean or a sum. With weight 0 dx is 0, but x counts.
+// Weights that count samples or tokens, and weight 0; loss scales of a micro-batch and of the
+// context; gradients that are means or sums, reduced to a mean or a sum. With weight 0 dx is 0, but
+// x counts.
 TEST_P(BatchNorm, WeightsAndLossScales) {
   const double weights[][4] = {{4, 4, 4, 2}, {11, 101, 1037, 4096}, {1, 0, 0.125, 0}, {0, 2, 1, 3}};
   const double scales[][4] = {{1, 1, 1, 1}, {16, 3, 1, 64}, {-2, -2, -2, -2}, {512, 8, 4, 1}};
@@ -243,7 +246,7 @@ TEST_P(BatchNorm, LossScaleOfTheContext) {
       EXPECT_OK(ga_context_set_loss_scaler(net.ctx, &s));
     }
     BnWindow window = bn_window(shape, dtype_, {4, 1});
-    const BnOutput scaled = net.step(window);  // each with a scale of its own, 1
+    const BnOutput scaled = net.step(window);  // each micro-batch brings a scale of its own, 1
     BnOutput out = bn_output(window);
     const auto micro = [&](size_t k, auto body) {
       EXPECT_OK(ga_micro_begin(net.ctx, static_cast<int64_t>(k), window[k].weight, nullptr));
@@ -272,7 +275,7 @@ TEST_P(BatchNorm, LossScaleOfTheContext) {
   }
 }
 
-// y over x, dx over dy or x: the bits of clear memory.
+// y over x, and dx over dy or x, give the bits of separate memory.
 TEST_P(BatchNorm, InPlace) {
   const ref::BnShape shape{16, 49, layout_};
   for (const bool over_dy : {false, true}) {
@@ -323,7 +326,7 @@ TEST_P(BatchNorm, WithoutGammaOrBeta) {
     const BnWindow window = bn_window(shape, dtype_, {2, 3});
     net.expect_right(window, net.step(window));
     BnNet plain(shape, o, config(), false);
-    // Nothing but dx comes of the backward pass: a gradient for someone else makes it a window.
+    // The backward pass gives only dx, so another parameter's gradient makes the window's step.
     const BnOutput out = plain.run(window);
     plain.expect_right(window, out);
     const ga_step_result r = step(plain.ctx);
@@ -365,7 +368,7 @@ TEST_P(BatchNorm, RunningStatistics) {
   }
 }
 
-// What ga_bn_statistics shows: what the last forward pass went by.
+// ga_bn_statistics returns the statistics of the last forward pass.
 TEST_P(BatchNorm, StatisticsForThePrograms) {
   const ref::BnShape shape{3, 7, layout_};
   BnNet net(shape, of_dtype(mode_, dtype_));
@@ -404,7 +407,7 @@ TEST_P(BatchNorm, StatisticsForThePrograms) {
   }
 }
 
-// ---- The same window, cut otherwise -------------------------------------------------------------
+// ---- The same window, cut differently -----------------------------------------------------------
 
 TEST(BatchNormWindow, HoweverItIsCut) {
   for (const int32_t layout : kLayouts) {
@@ -414,7 +417,8 @@ TEST(BatchNormWindow, HoweverItIsCut) {
       const BnData all = joined(ones, shape);
       const int64_t sample = shape.channels * shape.positions;
       BnNet whole(shape, of_dtype(GA_BN_MICRO, dtype));
-      // Weights are samples, and dy that of a mean over the micro-batch: dx is smaller by as much.
+      // The weights are samples, and dy is that of a mean over the micro-batch, so dx scales
+      // likewise.
       const auto want = ref::batch_norm(whole.layer(), bn_micros({all}, GA_GRADIENT_MEAN), dtype);
       const Running running = [&] {
         whole.expect_right({all}, whole.step({all}));
@@ -438,7 +442,7 @@ TEST(BatchNormWindow, HoweverItIsCut) {
         BnNet net(shape, of_dtype(GA_BN_WINDOW, dtype), c);
         const BnOutput got = net.step(window);
         net.expect_right(window, got);
-        // The bound of each cut is that of its own; the values are one batch's.
+        // Each cut has its own bounds; the values are those of one batch.
         auto one = ref::batch_norm(net.layer(), bn_micros(window, GA_GRADIENT_SUM), dtype);
         auto y = joined(one.y), dx = joined(one.dx);
         for (size_t i = 0; i < y.size(); ++i) {
@@ -459,8 +463,8 @@ TEST(BatchNormWindow, HoweverItIsCut) {
   }
 }
 
-// Two layers, with something in between, trained for some steps: layer by layer, there and back, each
-// over all micro-batches, it is the network on one batch.
+// Two layers with another function between them, trained for some steps. Run layer by layer,
+// forward and backward, each over all micro-batches, the network equals the network on one batch.
 TEST(BatchNormWindow, TwoLayersAreThoseOfOneBatch) {
   const ref::BnShape shape{4, 5, GA_BN_CHANNELS_FIRST};
   const auto train = [&](const std::vector<int64_t>& cut) {
@@ -483,7 +487,7 @@ TEST(BatchNormWindow, TwoLayersAreThoseOfOneBatch) {
       BnWindow ones = bn_window(shape, GA_F64, std::vector<int64_t>(12, 1), t);
       const BnData all = joined(ones, shape);
       std::vector<std::vector<Tensor>> x(2), y(2);
-      std::vector<Tensor> d;  // the gradient, on its way back
+      std::vector<Tensor> d;  // the gradient in the backward pass
       int64_t at = 0;
       for (const int64_t n : cut) {
         x[0].emplace_back(GA_F64, 20 * n);
@@ -546,7 +550,7 @@ TEST(BatchNormWindow, TwoLayersAreThoseOfOneBatch) {
     ASSERT_EQ(parts.size(), whole.size());
     double largest = 0;
     for (size_t i = 0; i < whole.size(); ++i) {
-      // Some sums over 60 numbers in f64, each of which the next layer multiplies by 1 / 0.1.
+      // The rounding of sums over 60 numbers in f64, which the next layer multiplies by 1 / 0.1.
       EXPECT_NEAR(parts[i], whole[i], 1e-11 * (1 + std::abs(whole[i]))) << i;
       largest = std::max(largest, std::abs(whole[i]));
     }
@@ -556,7 +560,7 @@ TEST(BatchNormWindow, TwoLayersAreThoseOfOneBatch) {
 
 // ---- The same bits ------------------------------------------------------------------------------
 
-// All that can be seen of two windows, for shapes that make more than one piece of a tensor.
+// All results of two windows, for shapes whose tensors are cut into several pieces.
 std::vector<BnOutput> everything(const ga_config& c) {
   std::vector<BnOutput> all;
   const ref::BnShape shapes[] = {{3, 40000, GA_BN_CHANNELS_FIRST},
@@ -611,7 +615,7 @@ TEST_P(BatchNormIsa, SameBitsAsScalar) {
   EXPECT_TRUE(everything(config()) == baseline());
 }
 
-// ---- Data that hurts ----------------------------------------------------------------------------
+// ---- Adversarial data ---------------------------------------------------------------------------
 
 // x by channel, sample and position.
 BnWindow adversarial(const ref::BnShape& shape, const std::vector<int64_t>& samples) {
@@ -629,13 +633,13 @@ BnWindow adversarial(const ref::BnShape& shape, const std::vector<int64_t>& samp
         const double unit = random.signed_unit();
         set(0, 1e4 + 0.17 * unit);   // variance 1e-2
         set(1, 3.7);                 // constant
-        set(2, first ? 1e8 : unit);  // an outlier where sums may begin
+        set(2, first ? 1e8 : unit);  // an outlier as the first element
         set(3, last ? -1e8 : unit);
         set(4, s == 0 && p == shape.positions / 2 ? 1e6 : 1e-3 * unit);
         set(5, 0);
         set(6, 1e30 * unit);
         set(7, 1e-25 * unit);
-        set(8, static_cast<double>(k) * 1e6 + unit);  // every micro-batch elsewhere
+        set(8, static_cast<double>(k) * 1e6 + unit);  // another mean for each micro-batch
         set(9, (p % 2 ? 1 : -1) * 65504 + unit);
         set(10, -1e7 + std::floor(4 * unit));  // a few units in the last place
       }
@@ -658,7 +662,7 @@ TEST(BatchNormNumbers, DataThatHurts) {
           const BnWindow window = adversarial(shape, samples);
           const BnOutput got = net.step(window);
           net.expect_right(window, got);
-          // A constant channel is beta, to the bit.
+          // A constant channel gives exactly beta.
           const double beta = net.layer().beta[1];
           for (size_t k = 0; k < window.size(); ++k)
             for (int64_t s = 0; s < window[k].samples; ++s)
@@ -670,21 +674,22 @@ TEST(BatchNormNumbers, DataThatHurts) {
   }
 }
 
-// A mean 1e5 times the deviation costs nothing: y is as good as with a mean of 0. (E[x^2] - mean^2
-// would have no digit of the variance left, in f32 nor, with 1e9, in f64.)
+// A mean 1e5 times the deviation costs no accuracy: y is as accurate as with a mean of 0. (E[x^2] -
+// mean^2 would lose every digit of the variance in f32, and with 1e9 in f64.)
 TEST(BatchNormNumbers, ALargeMeanCostsNothing) {
   const ref::BnShape shape{1, 4096, GA_BN_CHANNELS_FIRST};
   for (const double mean : {0.0, 1e5, 1e9}) {
     const int32_t dtype = mean == 1e9 ? GA_F64 : GA_F32;
     BnWindow window = bn_window(shape, dtype, {1, 1});
     Random random(3);
-    for (BnData& m : window)  // multiples of 2^-6, which f32 has there too
+    for (BnData& m : window)  // multiples of 2^-6, which f32 can represent there
       for (int64_t i = 0; i < 4096; ++i)
         m.x.set(i, mean + static_cast<double>(random.below(129) - 64) / 64);
     BnNet net(shape, of_dtype(GA_BN_WINDOW, dtype));
     net.step(window);
     const Running r(net.ctx, net.bn, 1);
-    // Of numbers k / 64, k uniform in [-64, 64]: (129^2 - 1) / 12 / 4096, and chance.
+    // Numbers k / 64 with k uniform in [-64, 64] have the variance (129^2 - 1) / 12 / 4096, on
+    // average.
     const double variance = (r.variance[0] - 0.9) / 0.1;
     EXPECT_NEAR(variance, 0.3385, 0.01);
     const auto want = ref::batch_norm(net.layer(), bn_micros(window, GA_GRADIENT_MEAN), dtype);
@@ -708,13 +713,13 @@ TEST(BatchNormNumbers, OneElement) {
         EXPECT_EQ(got.dbeta[static_cast<size_t>(c)], window[0].dy.get(c));
       }
       const Running r(net.ctx, net.bn, 4);
-      EXPECT_EQ(r.variance, std::vector<double>(4, 1)) << "not known of one element";
+      EXPECT_EQ(r.variance, std::vector<double>(4, 1)) << "one element has no unbiased variance";
       EXPECT_EQ(r.steps, 1);
     }
   }
 }
 
-// No samples, no positions: nothing is read or written, and nothing counted.
+// Without samples or positions nothing is read, written or counted.
 TEST(BatchNormNumbers, NoElements) {
   for (const int32_t mode : kModes) {
     const ref::BnShape shape{4, 7, GA_BN_CHANNELS_FIRST};
@@ -726,7 +731,7 @@ TEST(BatchNormNumbers, NoElements) {
     EXPECT_EQ(got.y[2], want.y[1]);
     EXPECT_EQ(got.dx[2], want.dx[1]);
     EXPECT_EQ(Running(net.ctx, net.bn, 4), Running(others.ctx, others.bn, 4));
-    // A window of nothing moves nothing.
+    // A window without elements moves nothing.
     const Running before(net.ctx, net.bn, 4);
     net.run(bn_window(shape, GA_F32, {0}));
     step(net.ctx);
@@ -738,7 +743,7 @@ TEST(BatchNormNumbers, NoElements) {
 
 const ref::BnShape kShape{3, 7, GA_BN_CHANNELS_FIRST};
 
-// Statistics that the program has: as variances or sums of squares, in f32 or f64.
+// Statistics that the program computes: as variances or sums of squares, in f32 or f64.
 TEST(BatchNormRunning, FromStatisticsOfTheProgram) {
   for (const int32_t mode : kModes) {
     for (const int32_t dtype : {GA_F32, GA_F64}) {
@@ -779,7 +784,7 @@ TEST(BatchNormRunning, FromStatisticsOfTheProgram) {
             const double d = means[k][c] - mean;
             if (counts[k] > 0) m2[c] += spreads[k][c] * (kind == GA_BN_M2 ? 1 : n_k) + n_k * d * d;
           }
-          // A few operations on numbers of 100 for each micro-batch.
+          // A few roundings of numbers of order 100 for each micro-batch.
           EXPECT_NEAR(got.mean[c], 0.1 * mean, 0x1p-53 * 64 * 100);
           EXPECT_NEAR(got.variance[c], 0.9 + 0.1 * m2[c] / (n - 1), 0x1p-53 * 64 * 100);
         }
@@ -788,8 +793,8 @@ TEST(BatchNormRunning, FromStatisticsOfTheProgram) {
   }
 }
 
-// MICRO and CUMULATIVE: statistics that came before ga_bn_forward are what it goes by, of x or not;
-// what comes again replaces what came before.
+// MICRO and CUMULATIVE: ga_bn_forward uses statistics that were taken before it, of the same x or
+// not; later statistics replace earlier ones.
 TEST(BatchNormRunning, StatisticsBeforeTheForwardPass) {
   for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
     BnNet net(kShape, of_dtype(mode, GA_F32)), plain(kShape, of_dtype(mode, GA_F32));
@@ -798,12 +803,12 @@ TEST(BatchNormRunning, StatisticsBeforeTheForwardPass) {
     BnOutput out = bn_output(window);
     for (size_t k = 0; k < 2; ++k) {
       net.take(window[k]);
-      net.take(window[k]);  // changes nothing
+      net.take(window[k]);  // the same statistics again change nothing
       net.forward(window[k], out.y[k]);
       net.forward(window[k], out.y[k]);
       net.in_micro(k, window[k], [&] {
         net.take(other[0]);
-        net.take(window[k]);  // in place of the other
+        net.take(window[k]);  // replaces the other statistics
         net.forward(window[k], out.y[k]);
         net.backward(window[k], out.dx[k]);
       });
@@ -828,8 +833,8 @@ TEST(BatchNormRunning, StatisticsBeforeTheForwardPass) {
   }
 }
 
-// Micro-batches that are filled in turns: whatever comes again for one takes the place of what it
-// had, in every order of visits, and CUMULATIVE normalises micro-batch k by 0..k.
+// Micro-batches filled in turns: new statistics of a micro-batch replace its old ones, in every
+// order of visits, and CUMULATIVE normalises micro-batch k by those of 0..k.
 TEST(BatchNormRunning, MicroBatchesInTurns) {
   const BnWindow data = bn_window(kShape, GA_F64, {2, 3, 1, 4}),
                  other = bn_window(kShape, GA_F64, {5, 2, 3, 2}, 9);
@@ -850,7 +855,7 @@ TEST(BatchNormRunning, MicroBatchesInTurns) {
       EXPECT_OK(ga_micro_begin(net.ctx, static_cast<int64_t>(visit.micro), 1, nullptr));
       net.forward(m, y);
       EXPECT_OK(ga_micro_end(net.ctx));
-      // What the reference makes of the micro-batches up to this one, as a window of their own.
+      // The reference computes the micro-batches up to this one as a window of their own.
       BnWindow until;
       for (size_t k = 0; k <= visit.micro; ++k) until.push_back(*seen[k]);
       const auto want = ref::batch_norm(net.layer(), bn_micros(until, GA_GRADIENT_MEAN), GA_F64);
@@ -863,7 +868,7 @@ TEST(BatchNormRunning, MicroBatchesInTurns) {
   }
 }
 
-// dx goes by the sums of its own x and dy, whatever was visited in between and however often; gamma
+// dx uses the sums of its own x and dy, whatever was visited in between and however often; gamma
 // and beta get the sums of a micro-batch once.
 TEST(BatchNormRunning, BackwardOfMicroBatchesInTurns) {
   const BnWindow data = bn_window(kShape, GA_F64, {2, 3, 1}),
@@ -881,7 +886,7 @@ TEST(BatchNormRunning, BackwardOfMicroBatchesInTurns) {
         if (k == 1) net.backward(data[k], out.dx[k]);
       });
     }
-    // All once more; micro-batch 1 with other data first, which leave nothing but their dx.
+    // All once more; micro-batch 1 first with other data, which affect nothing but their own dx.
     net.in_micro(1, data[1], [&] {
       net.forward(other[1], y);
       net.backward(other[1], dx);
@@ -904,7 +909,7 @@ TEST(BatchNormRunning, BackwardOfMicroBatchesInTurns) {
   }
 }
 
-// Sums that wait to be judged with their micro-batch are not replaced.
+// Sums that wait for the check of their micro-batch are not replaced.
 TEST(BatchNormRunning, SumsThatWaitToBeJudgedStay) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;
@@ -943,7 +948,7 @@ struct OneChannel {
     Tensor x(GA_F64, static_cast<int64_t>(values.size())), y(GA_F64, x.count());
     for (int64_t i = 0; i < x.count(); ++i) x.set(i, values[static_cast<size_t>(i)]);
     const ga_status status = ga_bn_forward(ctx, bn, x.data(), x.count(), 1, y.data());
-    EXPECT_OK(ga_synchronize(ctx));  // x and y go
+    EXPECT_OK(ga_synchronize(ctx));  // x and y go out of scope
     if (out) *out = numbers(y);
     return status;
   }
@@ -968,7 +973,7 @@ struct OneChannel {
   ga_bn bn = -1;
 };
 
-// The numbers by hand: of [0, 2] and [10, 12] the mean is 6 and the variance 26.
+// By hand: [0, 2] and [10, 12] have the mean 6 and the variance 26.
 TEST(BatchNormRunning, AnEarlierMicroBatchOnceMore) {
   for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
     OneChannel net(mode);
@@ -979,7 +984,7 @@ TEST(BatchNormRunning, AnEarlierMicroBatchOnceMore) {
           net.forward(index == 0 ? std::vector<double>{0, 2} : std::vector<double>{10, 12}, &y));
       EXPECT_OK(ga_micro_end(net.ctx));
     }
-    EXPECT_NEAR(y[0], -1 / std::sqrt(1 + 1e-5), 1e-15) << "by itself alone, in both modes";
+    EXPECT_NEAR(y[0], -1 / std::sqrt(1 + 1e-5), 1e-15) << "not normalised by itself alone";
     EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
     const Running running(net.ctx, net.bn, 1);
     EXPECT_EQ(running.mean[0], 6);
@@ -987,8 +992,9 @@ TEST(BatchNormRunning, AnEarlierMicroBatchOnceMore) {
   }
 }
 
-// A program that adds up its gradients itself: four micro-batches' statistics and one ga_accumulate
-// would be one micro-batch with the last one's. Each call after the first is told so.
+// A program that adds up its gradients itself might bring the statistics of four micro-batches and
+// call ga_accumulate once: that would be one micro-batch with the last statistics. Each call after
+// the first is refused.
 TEST(BatchNormRunning, StatisticsOfAnUnopenedMicroBatchComeOnce) {
   for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
     OneChannel net(mode);
@@ -996,12 +1002,13 @@ TEST(BatchNormRunning, StatisticsOfAnUnopenedMicroBatchComeOnce) {
     for (int k = 2; k <= 4; ++k)
       EXPECT_TRUE(refused(net.give(k, 1), GA_ERROR_INVALID_STATE,
                           {"ga_bn_accumulate_stats", "\"bn\"", "micro-batch 0", "ga_micro_begin"}));
-    EXPECT_OK(net.give(1, 1)) << "the same once more is no contradiction";
+    EXPECT_OK(net.give(1, 1)) << "the same statistics may come again";
     net.whole();
     EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
     EXPECT_EQ(Running(net.ctx, net.bn, 1).mean[0], 1) << "changed by a call that failed";
 
-    // The way: an empty begin and end for each. The mean of 1..4 is 2.5, the variance 1 + 1.25.
+    // The right way opens and closes each micro-batch. 1..4 have the mean 2.5 and the variance 1 +
+    // 1.25.
     for (int64_t k = 0; k < 4; ++k) {
       EXPECT_OK(net.give(static_cast<double>(k + 1), 1));
       net.empty(k);
@@ -1012,7 +1019,7 @@ TEST(BatchNormRunning, StatisticsOfAnUnopenedMicroBatchComeOnce) {
     EXPECT_EQ(running.mean[0], 2.5);
     EXPECT_EQ(running.variance[0], 2.25);
 
-    // The forward pass likewise; y of the call that fails is not written.
+    // The same holds for the forward pass; a refused call does not write y.
     EXPECT_OK(net.forward({0, 2}));
     EXPECT_OK(net.forward({0, 2}));
     std::vector<double> y;
@@ -1027,7 +1034,7 @@ TEST(BatchNormRunning, StatisticsOfAnUnopenedMicroBatchComeOnce) {
   }
 }
 
-// A forward pass for a micro-batch that is never opened is no part of the window.
+// A forward pass for a micro-batch that is never opened does not belong to the window.
 TEST(BatchNormRunning, AMicroBatchThatIsNeverOpenedDoesNotCount) {
   for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
     OneChannel net(mode);
@@ -1038,7 +1045,7 @@ TEST(BatchNormRunning, AMicroBatchThatIsNeverOpenedDoesNotCount) {
     Running running(net.ctx, net.bn, 1);
     EXPECT_EQ(running.mean[0], 1);
     EXPECT_EQ(running.variance[0], 1);
-    // Nor of the next one.
+    // It does not belong to the next window either.
     EXPECT_OK(net.forward({4, 8}));
     net.whole();
     EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
@@ -1049,7 +1056,7 @@ TEST(BatchNormRunning, AMicroBatchThatIsNeverOpenedDoesNotCount) {
   }
 }
 
-// Statistics that the program gave a micro-batch stay its own when it is visited again.
+// A micro-batch keeps the statistics that the program gave when it is visited again.
 TEST(BatchNormRunning, GivenStatisticsStayWithTheirMicroBatch) {
   for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
     OneChannel net(mode);
@@ -1059,7 +1066,7 @@ TEST(BatchNormRunning, GivenStatisticsStayWithTheirMicroBatch) {
     net.empty(1);
     EXPECT_OK(ga_micro_begin(net.ctx, 0, 1, nullptr));
     std::vector<double> y;
-    EXPECT_OK(net.forward({5, 5 + std::sqrt(3 + 1e-5)}, &y));  // not what [5, 6.7] has
+    EXPECT_OK(net.forward({5, 5 + std::sqrt(3 + 1e-5)}, &y));  // not the statistics of [5, 6.7]
     EXPECT_OK(ga_micro_end(net.ctx));
     EXPECT_NEAR(y[0], 0, 1e-15);
     EXPECT_NEAR(y[1], 1, 1e-15);
@@ -1069,7 +1076,8 @@ TEST(BatchNormRunning, GivenStatisticsStayWithTheirMicroBatch) {
   }
 }
 
-// A window that is skipped or discarded leaves them as they were; under FAIL it is kept.
+// A skipped or discarded window does not move the running statistics; under FAIL the window is
+// kept.
 TEST(BatchNormRunning, OnlyAppliedStepsMoveThem) {
   for (const int32_t mode : kModes) {
     for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_FAIL, GA_NONFINITE_IGNORE}) {
@@ -1103,7 +1111,8 @@ TEST(BatchNormRunning, OnlyAppliedStepsMoveThem) {
       EXPECT_EQ(ga_bn_statistics(net.ctx, net.bn, nullptr, nullptr, GA_F64, nullptr),
                 GA_ERROR_INVALID_STATE);
 
-      // Discarded, in the middle of a micro-batch and of a sweep; empty; of weight 0.
+      // Windows discarded in the middle of a micro-batch and of a sweep, an empty one, one of
+      // weight 0.
       net.run(better);
       EXPECT_OK(ga_micro_begin(net.ctx, 1, 1, nullptr));
       EXPECT_OK(ga_discard(net.ctx));
@@ -1117,13 +1126,13 @@ TEST(BatchNormRunning, OnlyAppliedStepsMoveThem) {
       EXPECT_EQ(step(net.ctx).outcome, GA_STEP_SKIPPED_EMPTY);
       EXPECT_EQ(Running(net.ctx, net.bn, 3), before);
 
-      EXPECT_TRUE(net.step(better) == calm.step(better)) << "something was left of those windows";
+      EXPECT_TRUE(net.step(better) == calm.step(better)) << "these windows left a trace";
       EXPECT_EQ(Running(net.ctx, net.bn, 3), Running(calm.ctx, calm.bn, 3));
     }
   }
 }
 
-// A dropped micro-batch is left out of them, with its x.
+// The running statistics leave out a dropped micro-batch with its x.
 TEST(BatchNormRunning, DroppedMicroBatchesAreLeftOut) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;
@@ -1153,7 +1162,8 @@ TEST(BatchNormRunning, DroppedMicroBatchesAreLeftOut) {
   }
 }
 
-// A non-finite x in one channel never gets there, whatever the policy; the other channels move.
+// A non-finite x in one channel never enters the running statistics, under any policy; other
+// channels move.
 TEST(BatchNormRunning, NonFiniteInputsNeverGetThere) {
   for (const int32_t mode : kModes) {
     for (const float bad : {NAN, INFINITY, -INFINITY}) {
@@ -1165,7 +1175,7 @@ TEST(BatchNormRunning, NonFiniteInputsNeverGetThere) {
         clean.step(window);
         window[0].x.set(where, bad);
         net.run(window);
-        EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED) << "nobody looks";
+        EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED) << "IGNORE does not check gradients";
         const Running got(net.ctx, net.bn, 3), want(clean.ctx, clean.bn, 3);
         EXPECT_EQ(got.mean[1], 0);
         EXPECT_EQ(got.variance[1], 1);
@@ -1173,7 +1183,7 @@ TEST(BatchNormRunning, NonFiniteInputsNeverGetThere) {
           EXPECT_EQ(got.mean[c2], want.mean[c2]);
           EXPECT_EQ(got.variance[c2], want.variance[c2]);
         }
-        // And without the gradients' help: a window of statistics alone.
+        // The same without non-finite gradients: a window of statistics alone.
         BnNet alone(kShape, of_dtype(mode, GA_F32));
         alone.take(window[0]);
         EXPECT_OK(ga_micro_begin(alone.ctx, 0, 1, nullptr));
@@ -1188,7 +1198,7 @@ TEST(BatchNormRunning, NonFiniteInputsNeverGetThere) {
   }
 }
 
-// Nor do squares that overflow, where the mean is finite.
+// Squares that overflow never enter the running statistics either, even if the mean is finite.
 TEST(BatchNormRunning, InfiniteVariancesNeverGetThere) {
   for (const int32_t mode : kModes) {
     BnNet net(kShape, of_dtype(mode, GA_F64));
@@ -1206,7 +1216,7 @@ TEST(BatchNormRunning, InfiniteVariancesNeverGetThere) {
   }
 }
 
-// What ga_bn_running gives, ga_bn_running_set takes: to the last bit in f64, into another context.
+// ga_bn_running_set takes what ga_bn_running returns, bit for bit in f64, in another context too.
 TEST(BatchNormRunning, GoFromLayerToLayer) {
   BnNet from(kShape, of_dtype(GA_BN_WINDOW, GA_F32)), to(kShape, of_dtype(GA_BN_WINDOW, GA_F32)),
       in_f32(kShape, of_dtype(GA_BN_MICRO, GA_F32));
@@ -1232,12 +1242,12 @@ TEST(BatchNormRunning, GoFromLayerToLayer) {
   EXPECT_EQ(single.steps, 7);
   EXPECT_OK(ga_bn_running(from.ctx, from.bn, nullptr, nullptr, GA_F64, nullptr));
 
-  // They go on as one.
+  // Both continue alike.
   const BnWindow next = bn_window(kShape, GA_F32, {5, 1}, 9);
   EXPECT_TRUE(from.step(next) == to.step(next));
   EXPECT_EQ(Running(from.ctx, from.bn, 3), Running(to.ctx, to.bn, 3));
 
-  // A layer of another mode in its place.
+  // A layer of another mode takes them too.
   ga_bn other = -1;
   ga_bn_options o = bn_options(GA_BN_MICRO);
   EXPECT_OK(ga_bn_add(to.ctx, "another", 3, to.gamma, to.beta, &o, &other));
@@ -1247,7 +1257,7 @@ TEST(BatchNormRunning, GoFromLayerToLayer) {
   EXPECT_EQ(Running(to.ctx, other, 3), kept);
 }
 
-// With momentum 1 they are the window's own; with 0 they stay.
+// With momentum 1 the running statistics are the window's; with 0 they do not move.
 TEST(BatchNormRunning, MomentumOneAndZero) {
   for (const double momentum : {0.0, 1.0}) {
     ga_bn_options o = bn_options(GA_BN_MICRO);
@@ -1273,7 +1283,7 @@ TEST(BatchNormRunning, MomentumOneAndZero) {
 
 // ---- Frozen layers, inference -------------------------------------------------------------------
 
-// y of the running statistics.
+// y as normalised by the running statistics.
 std::vector<ref::Near> inferred(const BnNet& net, const Running& r, const Tensor& x,
                                 const ref::BnShape& shape, double eps, int32_t dtype) {
   const ref::BnArithmetic a = ref::bn_arithmetic(dtype);
@@ -1286,7 +1296,7 @@ std::vector<ref::Near> inferred(const BnNet& net, const Running& r, const Tensor
         const int64_t i = shape.at(s, c, p);
         const double scale = layer.gamma[channel] / std::sqrt(r.variance[channel] + eps);
         const double d = x.get(i) - r.mean[channel], value = d * scale + layer.beta[channel];
-        // Two roundings of d, and that of the second half of the mean; scale, product, sum, beta.
+        // Two roundings of d, one of the second part of the mean; scale, product, sum, beta.
         const double error =
             a.unit * (4 * std::abs(d * scale) + std::abs(value) + std::abs(layer.beta[channel])) +
             3 * a.unit * a.unit * std::abs(r.mean[channel] * scale) +
@@ -1307,7 +1317,7 @@ TEST_P(BatchNorm, InferenceAndFrozenLayers) {
   const Running running(net.ctx, net.bn, 5);
   const BnWindow window = bn_window(shape, dtype_, {3, 2, 4}, 4);
 
-  // Inference, in the middle of a window too: nothing is counted.
+  // Inference, also in the middle of a window, counts nothing.
   Tensor y(dtype_, window[0].x.count(), NAN);
   const auto infer = [&] {
     y.fill(NAN);
@@ -1331,8 +1341,8 @@ TEST_P(BatchNorm, InferenceAndFrozenLayers) {
   EXPECT_OK(ga_discard(net.ctx));
   EXPECT_TRUE(net.step(window) == twin.step(window));
 
-  // Frozen: y is that of inference, dx = gamma rstd dy, running statistics stay; gradients of gamma
-  // and beta come once, by the calls of every mode.
+  // A frozen layer: y is that of inference, dx = gamma rstd dy, the running statistics stay, and
+  // gamma and beta get their gradients once, whatever the mode's calls.
   const Running later(net.ctx, net.bn, 5);
   EXPECT_OK(ga_bn_set_frozen(net.ctx, net.bn, 1));
   const BnOutput got = net.step(window);
@@ -1368,7 +1378,7 @@ TEST_P(BatchNorm, InferenceAndFrozenLayers) {
     EXPECT_NEAR(got.dgamma[c], dgamma[c], few * products[c] + 0x1p-40 * u * magnitude[c]);
   }
 
-  // Statistics of its own it does not take, and nothing is due.
+  // A frozen layer takes no statistics and requires no further call.
   net.take(window[0]);
   if (mode_ == GA_BN_WINDOW) {
     EXPECT_OK(ga_bn_finalize(net.ctx, net.bn));
@@ -1429,7 +1439,7 @@ TEST(BatchNormParameters, SharedByTwoLayers) {
     for (size_t c = 0; c < 3; ++c) {
       const double sum = want_a.dgamma[c] + want_b.dgamma[c];
       const double size = std::abs(want_a.dgamma[c]) + std::abs(want_b.dgamma[c]);
-      // Each of the three rounds 2 or 4 contributions, up to the size of a micro-batch's.
+      // Each of the three sums rounds 2 or 4 contributions, each as large as a micro-batch's.
       EXPECT_NEAR(dgamma[c], sum, 12 * 0x1p-24 * (size + 35));
     }
     EXPECT_EQ(Running(shared.ctx, first, 3), Running(one.ctx, one.bn, 3));
@@ -1437,14 +1447,14 @@ TEST(BatchNormParameters, SharedByTwoLayers) {
   }
 }
 
-// Gamma of every dtype: y goes by the parameter as it is stored, and the step by its master.
+// Gamma of every dtype: y uses the stored parameter, and the step its master weights.
 TEST(BatchNormParameters, OfEveryDtype) {
   for (const int32_t dtype : kDtypes) {
     for (const int32_t master : {GA_MASTER_F32, GA_MASTER_NONE}) {
       if (master == GA_MASTER_NONE && dtype != GA_BF16 && dtype != GA_F16) continue;
       Tensor gamma(dtype, 3, 1.5), beta(dtype, 3, 0.25);
       Context ctx;
-      const double lr = 0x1p-12;  // less than bf16 can see beside 1.5
+      const double lr = 0x1p-12;  // an update of 14 lr is below half a spacing of bf16 at 1.5
       const ga_group group = ctx.group(plain_sgd(lr));
       ga_param_options po = options(dtype == GA_F64 ? GA_F64 : GA_F32);
       po.master = master;
@@ -1454,7 +1464,7 @@ TEST(BatchNormParameters, OfEveryDtype) {
       double want = 1.5;
       for (int t = 0; t < 64; ++t) {
         BnWindow window = bn_window(kShape, GA_F32, {2});
-        // x = +-1 and dy = x^: dgamma = sum of x^^2 = 14 / (1 + eps).
+        // x = +-1 has mean 0 and variance 1, and dy = x: dgamma = 14 / sqrt(1 + eps).
         for (int64_t i = 0; i < 42; ++i) {
           window[0].x.set(i, (i / 7 / 3) % 2 ? 1 : -1);
           window[0].dy.set(i, window[0].x.get(i));
@@ -1469,10 +1479,10 @@ TEST(BatchNormParameters, OfEveryDtype) {
         EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
         want -= lr * 14 / std::sqrt(1 + 1e-5);
       }
-      // 64 steps of 14 2^-12: .21875
+      // 64 steps of 14 * 2^-12 are 0.21875.
       const Format& f = format(dtype);
       if (master == GA_MASTER_NONE && dtype == GA_BF16) {
-        EXPECT_EQ(gamma.get(0), 1.5) << "without a master nothing arrives";
+        EXPECT_EQ(gamma.get(0), 1.5) << "without master weights the updates are lost";
       } else {
         const double each = master == GA_MASTER_NONE ? 64 : 1;
         EXPECT_NEAR(gamma.get(0), want, each * 2 * f.roundoff() * 1.5 + 64 * 4 * 0x1p-24);
@@ -1482,7 +1492,7 @@ TEST(BatchNormParameters, OfEveryDtype) {
   }
 }
 
-// In one global norm with other parameters.
+// Gamma and beta are clipped by a global norm together with other parameters.
 TEST(BatchNormParameters, ClippedWithOthers) {
   for (const int32_t mode : kModes) {
     BnNet net(kShape, of_dtype(mode, GA_F32)), free(kShape, of_dtype(mode, GA_F32));
@@ -1509,7 +1519,7 @@ TEST(BatchNormParameters, ClippedWithOthers) {
   }
 }
 
-// Gradients that live, a running mean, and 16-bit accumulators: the window is the same.
+// Live gradients, a running mean and 16-bit accumulators give the same window.
 TEST(BatchNormParameters, WaysToAccumulate) {
   const BnWindow window = [] {
     BnWindow w = bn_window(kShape, GA_F32, {2, 3, 1});
@@ -1533,11 +1543,11 @@ TEST(BatchNormParameters, WaysToAccumulate) {
       const BnOutput got = other.step(window);
       EXPECT_TRUE(got.y == want.y && got.dx == want.dx);
       if (way != GA_ACCUMULATE_RUNNING_MEAN) {
-        EXPECT_TRUE(got == want) << "f32 accumulators are as ever";
+        EXPECT_TRUE(got == want) << "f32 accumulators must not differ";
         continue;
       }
       const auto r = ref::batch_norm(other.layer(), bn_micros(window, GA_GRADIENT_MEAN), GA_F32);
-      // Two more roundings for each micro-batch.
+      // Each micro-batch adds two roundings.
       auto dgamma = reduced(r.dgamma, 6, 0x1p-24);
       for (ref::Near& d : dgamma) d.tolerance *= 2;
       EXPECT_TRUE(near(got.dgamma, dgamma));
@@ -1545,7 +1555,8 @@ TEST(BatchNormParameters, WaysToAccumulate) {
   }
 }
 
-// Beside other contributions to the same parameters, and with the program's gradients alive.
+// Together with other contributions to the same parameters, also with live gradients of the
+// program.
 TEST(BatchNormParameters, BesideOtherContributions) {
   for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
     ga_config c = config();
@@ -1573,7 +1584,7 @@ TEST(BatchNormParameters, BesideOtherContributions) {
   }
 }
 
-// A frozen parameter gets no gradient; dx knows nothing of it.
+// A frozen parameter gets no gradient; dx does not depend on freezing.
 TEST(BatchNormParameters, Frozen) {
   for (const int32_t mode : kModes) {
     BnNet net(kShape, of_dtype(mode, GA_F32)), awake(kShape, of_dtype(mode, GA_F32));

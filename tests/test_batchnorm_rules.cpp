@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Batch normalisation: which call is legal when, and every wrong argument. A call that is refused
-// says why, and the window goes on as if it had not been made, to the bit.
+// Batch normalisation: which call is legal when, and every wrong argument. A refused call gives the
+// reason, and the window goes on bit for bit as if it had not been made.
 #include <functional>
 #include <stdexcept>
 
@@ -19,7 +19,7 @@ std::string mode_name(int32_t mode) {
   return mode == GA_BN_MICRO ? "Micro" : mode == GA_BN_WINDOW ? "Window" : "Cumulative";
 }
 
-// A window of three micro-batches, call by call, and one more behind it.
+// A window of three micro-batches, call by call, and another window after it.
 class Script {
  public:
   explicit Script(int32_t mode, const ga_config& c = config())
@@ -54,7 +54,7 @@ class Script {
   size_t size() const { return steps_.size(); }
   bool done() const { return next_ == steps_.size(); }
   void go() { steps_[next_++].second(); }
-  // Up to this call, which is made; "": none.
+  // Makes all calls up to and including this one; "": none.
   void to(const std::string& name) {
     if (name.empty()) return;
     const auto is = [&](const auto& step) { return step.first == name; };
@@ -62,7 +62,7 @@ class Script {
     ASSERT_NE(at, steps_.end()) << name;
     while (next_ <= static_cast<size_t>(at - steps_.begin())) go();
   }
-  // All that can be seen in the end.
+  // Makes the remaining calls and returns all results.
   std::vector<BnOutput> finish() {
     while (!done()) go();
     EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
@@ -97,7 +97,7 @@ using Words = std::vector<std::string>;
 struct Refusal {
   std::string what;
   std::vector<int32_t> modes;
-  std::string after;  // the call before it
+  std::string after;  // the call before the refused one
   std::function<ga_status(Script&)> call;
   ga_status status;
   Words words;
@@ -115,7 +115,7 @@ void expect_refused(const Refusal& r, Script& s) {
   EXPECT_EQ(Running(s.net.ctx, s.net.bn, 3), running);
 }
 
-// Alone, then twice in one window.
+// Makes each call alone in a window, then twice in one window.
 void expect_all_refused(const std::vector<Refusal>& list) {
   for (const int32_t mode : kModes) {
     const std::vector<BnOutput> want = undisturbed(mode);
@@ -179,7 +179,7 @@ ga_status add_layer(Script& s) { return ga_bn_add(s.net.ctx, "late", 3, -1, -1, 
 TEST(BatchNormRules, Order) {
   using S = Script&;
   expect_all_refused({
-      // Before anything.
+      // Before any other call.
       {"finalize", kWindow, "", finalize, kState, {"ga_bn_finalize", "\"bn\"", "no statistics"}},
       {"finalize", kOthers, "", finalize, kState, {"\"bn\"", "WINDOW"}},
       {"statistics", kAll, "", statistics, kState, {"ga_bn_statistics", "\"bn\""}},
@@ -340,7 +340,7 @@ TEST(BatchNormRules, Order) {
       {"running_set", kOthers, "forward 0", set_running, kState, {"ga_bn_running_set"}},
       {"set_frozen", kOthers, "forward 0", freeze, kState, {"ga_bn_set_frozen"}},
 
-      // What is legal while the window is empty alone.
+      // Calls that are legal only while the window is empty.
       {"running_set", kAll, "begin 1", set_running, kState, {"ga_bn_running_set", "empty"}},
       {"set_frozen", kAll, "end 0", freeze, kState, {"ga_bn_set_frozen", "empty"}},
       {"add", kAll, "begin 0", add_layer, kState, {"ga_bn_add", "empty"}},
@@ -348,8 +348,8 @@ TEST(BatchNormRules, Order) {
   });
 }
 
-// The backward call of a micro-batch that had no forward pass, and a sweep that does not know it:
-// what opened it stays, so these are about a window of their own.
+// The backward call of a micro-batch that had no forward pass, or that the sweep does not have. The
+// micro-batch stays open after the refused call, so these cases have windows of their own.
 TEST(BatchNormRules, BackwardOfAnotherMicroBatchThanTheForward) {
   for (const int32_t mode : kOthers) {
     Script s(mode);
@@ -385,7 +385,7 @@ TEST(BatchNormRules, MoreMicroBatchesThanTheFirstSweepHad) {
   EXPECT_TRUE(refused(forward(s, 0), kState, {"micro-batch 3", "had 3"}));
   EXPECT_OK(ga_discard(s.net.ctx));
 
-  // A sweep in open micro-batches: each once, in their order.
+  // In a sweep over open micro-batches, each comes once, in order.
   EXPECT_OK(ga_micro_begin(s.net.ctx, 0, 1, nullptr));
   EXPECT_OK(take(s, 0));
   EXPECT_TRUE(refused(take(s, 0), kState, {"number 1", "0 is open"}));
@@ -399,7 +399,7 @@ TEST(BatchNormRules, MoreMicroBatchesThanTheFirstSweepHad) {
               BnNet(kShape, bn_options(GA_BN_WINDOW)).step(bn_window(kShape, GA_F32, {2, 1})));
 }
 
-// With accum_steps the window says how many there are.
+// With accum_steps the window has a fixed number of micro-batches.
 TEST(BatchNormRules, NoMoreThanTheWindowHolds) {
   ga_config c = config();
   c.accum_steps = 3;
@@ -420,7 +420,7 @@ TEST(BatchNormRules, NoMoreThanTheWindowHolds) {
   }
 }
 
-// Statistics that came by ga_bn_accumulate are of the x that comes by ga_bn_forward.
+// x of ga_bn_forward must have the shape of the x that ga_bn_accumulate got.
 TEST(BatchNormRules, ForwardOfAnotherShapeThanItsStatistics) {
   for (const int32_t mode : kOthers) {
     Script s(mode);
@@ -443,8 +443,8 @@ TEST(BatchNormRules, DroppingIsForMicroAlone) {
   EXPECT_OK(ga_bn_add(net.ctx, "other", 3, net.gamma, net.beta, nullptr, nullptr));
 }
 
-// The two sweeps of WINDOW mode open micro-batches again, which GA_CLIP_MICRO does not allow: whichever
-// comes second is refused.
+// The two sweeps of WINDOW mode open micro-batches again, which GA_CLIP_MICRO does not allow. The
+// layer or the clip is refused, whichever comes second.
 TEST(BatchNormRules, NoSweepsOverClippedMicroBatches) {
   ga_clip micro = clip(GA_CLIP_GLOBAL, 1);
   micro.when = GA_CLIP_MICRO;
@@ -473,8 +473,9 @@ TEST(BatchNormRules, NoSweepsOverClippedMicroBatches) {
   }
 }
 
-// With GA_CLIP_MICRO a parameter gets one contribution in a micro-batch: a second layer that shares
-// one is refused, and leaves nothing: not dx, not the gradient of what it does not share.
+// With GA_CLIP_MICRO a parameter gets one contribution per micro-batch. A second layer that shares
+// a parameter is refused and leaves no trace: neither dx nor the gradient of the parameter that it
+// does not share.
 TEST(BatchNormRules, SharedParametersAreNotClippedByMicroBatch) {
   ga_clip clipping = clip(GA_CLIP_GLOBAL, 1e6);
   clipping.when = GA_CLIP_MICRO;
@@ -506,13 +507,14 @@ TEST(BatchNormRules, SharedParametersAreNotClippedByMicroBatch) {
     out.dgamma = external_gradient(net.ctx, net.gamma, 3);
     out.dbeta = external_gradient(net.ctx, net.beta, 3);
     const void* at = nullptr;
-    EXPECT_EQ(ga_gradient(net.ctx, gamma, &at, nullptr), kState) << "it has had none";
+    EXPECT_EQ(ga_gradient(net.ctx, gamma, &at, nullptr), kState) << "gamma has no gradient";
     return out;
   };
   EXPECT_TRUE(window(true) == window(false));
 }
 
-// Where micro-batches are judged when they end, the last one's statistics are to be had after it.
+// If micro-batches are checked when they end, the last one's statistics are available after its
+// end.
 TEST(BatchNormRules, StatisticsOfAJudgedMicroBatch) {
   for (const bool dropping : {false, true}) {
     ga_config c = config();
@@ -534,7 +536,7 @@ TEST(BatchNormRules, StatisticsOfAJudgedMicroBatch) {
 
 // ---- Arguments ----------------------------------------------------------------------------------
 
-// Calls that are wrong for their arguments alone.
+// Calls in which only the arguments are wrong.
 std::vector<Refusal> wrong_arguments() {
   using S = Script&;
   std::vector<Refusal> list;
@@ -542,7 +544,7 @@ std::vector<Refusal> wrong_arguments() {
   static const double f64[3] = {1, 1, 1}, nan[3] = {1, NAN, 1}, inf[3] = {1, 1, INFINITY},
                       negative[3] = {1, 1, -1e-300};
 
-  // Layers that there are not.
+  // Layers that do not exist.
   for (const ga_bn id : {-1, 1, INT32_MAX}) {
     const Words words = {"bn was " + std::to_string(id), "1 layers"};
     const std::vector<std::function<ga_status(Script&, ga_bn)>> calls = {
@@ -579,7 +581,7 @@ std::vector<Refusal> wrong_arguments() {
                     kArgument, words});
   }
 
-  // Tensors and shapes of each call; after: where they are all that is wrong.
+  // Tensors and shapes of each call; after: the call after which only they are wrong.
   struct Given {
     const void* x;
     const void* dy;
@@ -588,7 +590,7 @@ std::vector<Refusal> wrong_arguments() {
   };
   struct Function {
     const char* name;
-    const char* out;  // NULL: has none
+    const char* out;  // NULL: the call has no output
     bool dy;
     std::vector<std::pair<std::vector<int32_t>, std::string>> after;
     std::function<ga_status(Script&, const Given&)> call;
@@ -750,7 +752,8 @@ std::vector<Refusal> wrong_arguments() {
   return list;
 }
 
-// Where they are all that is wrong: each for its reason. "*": at the start, and anywhere.
+// If only the arguments are wrong, each call is refused for its own reason. "*": at the start, or
+// anywhere.
 TEST(BatchNormRules, Arguments) {
   std::vector<Refusal> list = wrong_arguments();
   for (Refusal& r : list)
@@ -758,7 +761,7 @@ TEST(BatchNormRules, Arguments) {
   expect_all_refused(list);
 }
 
-// At every other moment they are refused too, for whatever reason comes first.
+// At any other moment these calls are refused too, for whatever reason comes first.
 TEST(BatchNormRules, ArgumentsAtAnyMoment) {
   const std::vector<Refusal> list = wrong_arguments();
   for (const int32_t mode : kModes) {
@@ -796,7 +799,7 @@ TEST(BatchNormRules, NoContext) {
   EXPECT_EQ(ga_bn_statistics(nullptr, 0, y, y, GA_F32, nullptr), kArgument);
 }
 
-// The host looks at them.
+// On the CPU, a negative spread is refused.
 TEST(BatchNormRules, NegativeSpread) {
   for (const int32_t mode : kModes) {
     Script s(mode);
@@ -812,7 +815,7 @@ TEST(BatchNormRules, NegativeSpread) {
   }
 }
 
-// Memory of the library: the accumulator that ga_gradient shows.
+// Outputs must not overlap memory of the library, such as the accumulator that ga_gradient returns.
 TEST(BatchNormRules, OutputsOverMemoryOfTheLibrary) {
   BnNet net(kShape, bn_options(GA_BN_MICRO));
   const BnWindow data = bn_window(kShape, GA_F32, {2});
@@ -824,7 +827,7 @@ TEST(BatchNormRules, OutputsOverMemoryOfTheLibrary) {
               kArgument, {"\"bn\"", " y ", "library"}));
 }
 
-// No elements: no tensors.
+// Without elements, tensors may be NULL.
 TEST(BatchNormRules, NothingNeedsNoMemory) {
   for (const int32_t mode : kModes) {
     BnNet net(kShape, bn_options(mode));
@@ -852,7 +855,7 @@ TEST(BatchNormRules, NothingNeedsNoMemory) {
   EXPECT_EQ(out.dx[0], Tensor(GA_F32, 42));
 }
 
-// With weight 0 dx is zero, which of no elements, that may be NULL, is nothing to write.
+// With weight 0 dx is set to zero; without elements it may be NULL, and nothing is written.
 TEST(BatchNormRules, NoElementsOfWeightZero) {
   for (const int32_t mode : {GA_BN_MICRO, GA_BN_CUMULATIVE}) {
     BnNet net(kShape, bn_options(mode));
@@ -996,11 +999,11 @@ TEST(BatchNormRules, AddingLayers) {
   }
   ga_bn out = -7;
   EXPECT_OK(ga_bn_add(s.net.ctx, "new", 5, 2, -1, nullptr, &out));
-  EXPECT_EQ(out, 1) << "layers that were refused have no number";
+  EXPECT_EQ(out, 1) << "a refused layer took an id";
   EXPECT_TRUE(s.finish() == undisturbed(GA_BN_MICRO));
 }
 
-// A struct of a later version: what this library does not know must be 0.
+// In a struct of a later version, the fields that this library does not know must be 0.
 TEST(BatchNormRules, OptionsOfALaterVersion) {
   struct {
     ga_bn_options known;
@@ -1035,7 +1038,7 @@ TEST(BatchNormRules, OptionsOfALaterVersion) {
   EXPECT_EQ(o.biased, 0);
 }
 
-// Parameters and layers that are added between windows, in any order, do not mind each other.
+// Parameters and layers may be added between windows, in any order, without affecting each other.
 TEST(BatchNormRules, LayersAddedLater) {
   for (const int32_t mode : kModes) {
     Script s(mode);
@@ -1051,7 +1054,7 @@ TEST(BatchNormRules, LayersAddedLater) {
 
 // ---- A pass that fails half-way -----------------------------------------------------------------
 
-// The program's loop: runs all but one when told to.
+// The program's parallel_for, which leaves out one piece on demand.
 struct Unreliable {
   bool fails = false;
   static void run(void* user, int64_t count, ga_task task, void* data) {
@@ -1061,8 +1064,9 @@ struct Unreliable {
   }
 };
 
-// A pass that has taken the statistics of some channels leaves nothing of them behind, in the first
-// call of a window too. So many channels are ended by several threads.
+// A failed pass that has taken the statistics of some channels leaves nothing of them behind, even
+// in the first call of a window. There are so many channels that finishing them is several pieces
+// of work.
 TEST(FaultCallback, HalfTakenStatisticsAreDiscarded) {
   constexpr int64_t kChannels = 40000;
   struct Loop {
@@ -1104,11 +1108,12 @@ TEST(FaultCallback, HalfTakenStatisticsAreDiscarded) {
       const Running running(ctx, bn, kChannels);
       EXPECT_EQ(running.mean, std::vector<double>(kChannels, 1.0));
     }
-    EXPECT_GE(failed, 3) << "passes that were cut short";
+    EXPECT_GE(failed, 3) << "too few passes were cut short";
   }
 }
 
-// The window is invalid, everything but ga_discard is refused, and then all is as it was before it.
+// The window becomes invalid and all calls except ga_discard are refused; after ga_discard
+// everything is as it was before the window.
 TEST(FaultCallback, InAPassOfBatchNormalisation) {
   const ref::BnShape shape{64, 1024, GA_BN_CHANNELS_FIRST};
   const BnWindow data = bn_window(shape, GA_F32, {4, 4}),

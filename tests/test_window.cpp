@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The window: which call is legal when, what counts, and what a window that was dropped or skipped
-// leaves behind.
+// The window: which call is legal when, what counts, and that a discarded or skipped window leaves
+// nothing behind.
 #include <sys/mman.h>
 
 #include <chrono>
@@ -13,7 +13,7 @@
 namespace ga::test {
 namespace {
 
-// Memory that nobody may read: a gradient there proves that it is not looked at.
+// Protected memory. A gradient there proves that the library does not read it.
 class Forbidden {
  public:
   Forbidden() : data_(mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {}
@@ -25,7 +25,7 @@ class Forbidden {
   void* data_;
 };
 
-// Fails in mid-work when told to.
+// A parallel_for that fails in mid-work on demand.
 struct Unreliable {
   enum Fault { kNone, kLeavesOneOut, kRunsOneTwice, kOutOfRange, kNothing, kThrows };
   Fault fault = kNone;
@@ -53,7 +53,7 @@ enum State { kEmpty, kOpen, kFull, kMicro, kAcquired, kResumed, kFailed, kInvali
 const char* const kStateNames[] = {"empty",    "open",    "full",   "micro-batch open",
                                    "acquired", "resumed", "failed", "invalid"};
 
-// A context brought into one of the states: parameter 0 is large, 1 small, 2 external.
+// A context in one of the states. Parameter 0 is large, 1 small, 2 external.
 class Stage {
  public:
   explicit Stage(State state)
@@ -247,8 +247,8 @@ TEST_P(Orders, EveryCall) {
   }
 }
 
-// A call that failed changed nothing: the program goes on as if it had not been made, to the bit.
-// (What follows an invalid window is tested below.)
+// A failed call changes nothing: the program goes on bit for bit as if it had not been made.
+// (Invalid windows are tested below.)
 class Failures : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(State, Failures, testing::Range(0, static_cast<int>(kInvalid)),
                          [](const testing::TestParamInfo<int>& info) {
@@ -282,8 +282,8 @@ TEST_P(Failures, ChangeNothing) {
   Stage stage(state);
   for (const Call& call : calls()) {
     if (call.expected[state] == GA_OK) continue;
-    // Acquire's struct is the caller's; the tests below need what the stage's own acquire had
-    // written.
+    // A call may overwrite the caller's struct, but the rest needs what the stage's own acquire
+    // wrote.
     const ga_accumulator kept = stage.accumulator_;
     EXPECT_NE(call.run(stage), GA_OK) << call.name;
     EXPECT_EQ(0, memcmp(&kept, &stage.accumulator_, sizeof kept)) << call.name;
@@ -388,12 +388,12 @@ TEST(Window, KBySchedule) {
   {
     ga_accum_phase phases[] = {{0, 2}, {3, 5}, {4, 0}, {6, 1}};
     ASSERT_OK(ga_context_set_accum_schedule(ctx, phases, 4));
-    memset(phases, 0xff, sizeof phases);  // it was copied
+    memset(phases, 0xff, sizeof phases);  // the library has a copy
   }
   const int64_t expected[] = {2, 2, 2, 5, 0, 0, 1, 1};
   for (size_t t = 0; t < 8; ++t) {
     EXPECT_EQ(window(ctx).accum_steps, expected[t]) << "before step " << t;
-    // Windows that are skipped or dropped are no steps.
+    // Skipped and discarded windows are not steps.
     step(ctx);
     ctx.accumulate({&nan});
     EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_NONFINITE);
@@ -408,10 +408,10 @@ TEST(Window, KBySchedule) {
     EXPECT_EQ(step(ctx).steps, static_cast<int64_t>(t + 1));
   }
   ASSERT_OK(ga_context_set_accum_schedule(ctx, nullptr, 0));
-  EXPECT_EQ(window(ctx).accum_steps, 0);  // ga_config's again
+  EXPECT_EQ(window(ctx).accum_steps, 0);  // that of ga_config again
 }
 
-// A number for all windows in place of a schedule: not without a word.
+// K may not be set while a schedule of K is set.
 TEST(Window, KIsNotSetBesideASchedule) {
   Context ctx;
   const ga_accum_phase phases[] = {{0, 2}, {3, 5}};
@@ -467,14 +467,14 @@ TEST(Window, WeightZeroReadsNothing) {
           ctx.accumulate({good[next++]}, 2);
         }
       }
-      EXPECT_EQ(window(ctx).state, GA_WINDOW_FULL) << "it counts toward K";
+      EXPECT_EQ(window(ctx).state, GA_WINDOW_FULL) << "weight 0 counts toward K";
       const ga_step_result r = step(ctx);
       EXPECT_EQ(r.micro_batches, 3);
       EXPECT_EQ(r.weight, 4);
       EXPECT_EQ(p, -6);
     }
   }
-  // By part: nothing is read or written, NULL is as good as anything.
+  // By part: nothing is read or written.
   float p = 0;
   Context ctx;
   ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
@@ -492,7 +492,7 @@ TEST(Window, WeightZeroReadsNothing) {
   EXPECT_EQ(p, 0);
 }
 
-// A parameter whose only gradient came with weight 0 received none.
+// A gradient in a micro-batch of weight 0 does not count as a gradient.
 TEST(Window, WeightZeroIsNoGradient) {
   ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
   o.weight_decay = 0.5;
@@ -547,11 +547,11 @@ TEST(Window, NoGroupsAndNoParameters) {
   EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
 }
 
-// ---- Skipped, failed and dropped windows leave no trace -----------------------------------------
+// ---- Skipped, failed and discarded windows leave no trace ---------------------------------------
 
-// Runs good windows with bad ones in between and compares parameters with a run that never saw a
-// bad one: equal bits of the continuation prove that state, counters and schedules were left alone
-// too.
+// Runs good windows with bad ones in between and compares parameters with a run without bad
+// windows. Equal bits in later windows prove that state, counters and schedules did not change
+// either.
 class NoTrace : public testing::TestWithParam<size_t> {};
 INSTANTIATE_TEST_SUITE_P(All, NoTrace, testing::Range<size_t>(0, good_optimizers().size()),
                          [](const testing::TestParamInfo<size_t>& info) {
@@ -580,9 +580,9 @@ TEST_P(NoTrace, OfWindowsThatWereNotApplied) {
         Block bad = b;
         bad[static_cast<size_t>(layout.offsets[t % 2]) + t] = t % 3 ? NAN : INFINITY;
         step(ctx);                                 // empty
-        ctx.accumulate(pointers(layout, a));       // dropped
+        ctx.accumulate(pointers(layout, a));       // discarded
         EXPECT_OK(ga_discard(ctx));                //
-        ctx.accumulate(pointers(layout, bad), 0);  // weighs nothing
+        ctx.accumulate(pointers(layout, bad), 0);  // of weight 0
         step(ctx);                                 //
         ctx.accumulate(pointers(layout, a));       // not finite
         ctx.accumulate(pointers(layout, bad));     //
@@ -598,7 +598,7 @@ TEST_P(NoTrace, OfWindowsThatWereNotApplied) {
           EXPECT_FALSE(std::isfinite(r.norm));
           EXPECT_EQ(r.lr, 0);
         }
-        EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));  // dropped while open and handed out
+        EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));  // discarded while open and acquired
         EXPECT_OK(ga_accumulate_part(ctx, 1, bad.data() + layout.offsets[1]));
         ga_accumulator handed;
         handed.struct_size = sizeof handed;
@@ -642,11 +642,11 @@ TEST(Window, ResultIsNotWrittenWhereStepFails) {
   EXPECT_EQ(ga_step(ctx, &r), GA_ERROR_NONFINITE);
   EXPECT_EQ(0, memcmp(&r, &before, sizeof r));
   EXPECT_NE(std::string(ga_last_error()).find("weights"), std::string::npos) << ga_last_error();
-  EXPECT_EQ(window(ctx).windows, 0) << "it did not return GA_OK";
+  EXPECT_EQ(window(ctx).windows, 0) << "ga_step did not return GA_OK";
   EXPECT_OK(ga_discard(ctx));
 }
 
-// By value a NaN or an infinity must not be clamped into a number.
+// Clipping by value must not turn a NaN or an infinity into a number.
 TEST(Window, NonfiniteIsSeenUnderEveryClip) {
   for (const ga_clip& mode : {clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 1), clip(GA_CLIP_GLOBAL, 1),
                               clip(GA_CLIP_GLOBAL, 1, GA_FLAVOR_KERAS, 1),
@@ -669,8 +669,8 @@ TEST(Window, NonfiniteIsSeenUnderEveryClip) {
 
 // ---- Micro-batches by part ----------------------------------------------------------------------
 
-// Layer by layer over all micro-batches, as exact batch normalisation visits them, gives what whole
-// ones give.
+// Filling all micro-batches layer by layer, as exact batch normalisation does, gives what whole
+// micro-batches give.
 TEST(Micro, ResumedInAnyOrder) {
   const Layout layout({5, 70000, 33});
   for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
@@ -701,7 +701,7 @@ TEST(Micro, ResumedInAnyOrder) {
         EXPECT_EQ(window(b).open_micro, -1);
       }
       EXPECT_EQ(window(b).state, GA_WINDOW_FULL);
-      for (size_t i = layout.size(); i-- > 0;) {  // then filled layer by layer, full as it is
+      for (size_t i = layout.size(); i-- > 0;) {  // then filled layer by layer, in a full window
         for (size_t k = 0; k < 3; ++k) {
           ASSERT_OK(ga_micro_begin(b, static_cast<int64_t>(k), weights[k], &scale));
           ASSERT_OK(
@@ -729,7 +729,7 @@ TEST(Micro, ResumingAsAnotherIsRefused) {
   EXPECT_EQ(ga_micro_begin(ctx, 0, 2.5, &two), GA_ERROR_INVALID_ARGUMENT);
   EXPECT_NE(std::string(ga_last_error()).find("2.5"), std::string::npos) << ga_last_error();
   EXPECT_EQ(ga_micro_begin(ctx, 0, 1.5, &four), GA_ERROR_INVALID_ARGUMENT);
-  EXPECT_EQ(ga_micro_begin(ctx, 0, 1.5, nullptr), GA_ERROR_INVALID_ARGUMENT) << "which means 1";
+  EXPECT_EQ(ga_micro_begin(ctx, 0, 1.5, nullptr), GA_ERROR_INVALID_ARGUMENT) << "NULL is scale 1";
   EXPECT_EQ(ga_micro_begin(ctx, 0, 0, &two), GA_ERROR_INVALID_ARGUMENT);
   for (const int64_t index : {int64_t{2}, int64_t{-1}, INT64_MAX, INT64_MIN}) {
     EXPECT_EQ(ga_micro_begin(ctx, index, 1.5, &two), GA_ERROR_INVALID_ARGUMENT) << index;
@@ -756,7 +756,7 @@ TEST(Micro, WholeAndByPartMix) {
   EXPECT_EQ(p, -2);
 }
 
-// An empty micro-batch is legal: it counts, with its weight.
+// A micro-batch without gradients is legal and counts with its weight.
 TEST(Micro, WithoutAnyGradient) {
   float p = 0;
   const float g = 4;
@@ -841,7 +841,7 @@ TEST(Parameters, FrozenAreNeitherReadNorWritten) {
     for (int t = 0; t < 3; ++t) {
       ctx.accumulate({&g, t == 0 ? &nan : forbidden.data()});
       alone.accumulate({&g});
-      EXPECT_EQ(step(ctx).norm, step(alone).norm) << "it is not in the norm";
+      EXPECT_EQ(step(ctx).norm, step(alone).norm) << "a frozen parameter is in the norm";
       EXPECT_EQ(p[0], twin);
       EXPECT_EQ(p[1], 1);
     }
@@ -852,14 +852,14 @@ TEST(Parameters, FrozenAreNeitherReadNorWritten) {
     ASSERT_OK(ga_param_set_frozen(ctx, 1, 0));
     ctx.accumulate({&g, &g});
     step(ctx);
-    EXPECT_NE(p[1], 1) << "awake again";
+    EXPECT_NE(p[1], 1) << "not unfrozen";
     EXPECT_EQ(ga_param_set_frozen(ctx, 1, 2), GA_ERROR_INVALID_ARGUMENT);
     EXPECT_EQ(ga_param_set_frozen(ctx, 1, -1), GA_ERROR_INVALID_ARGUMENT);
     EXPECT_EQ(ga_param_set_frozen(ctx, 2, 1), GA_ERROR_INVALID_ARGUMENT);
   }
 }
 
-// Its state waits for it.
+// A frozen parameter keeps its state.
 TEST(Parameters, WakingUpGoesOnWhereItWas) {
   const ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
   float p = 1, twin = 1;
@@ -897,7 +897,7 @@ TEST(Parameters, BoundToAnotherPlace) {
       for (size_t i = 0; i < 2; ++i) {
         ASSERT_OK(ga_param_bind(ctx, static_cast<ga_param>(i), there.data() + layout.offsets[i]));
       }
-      here.swap(there);  // swaps the memory, so the names stay right
+      here.swap(there);  // swaps the memory, so that the names stay correct
     }
     const Block g = gradients(layout, 2, t);
     ctx.accumulate(pointers(layout, g));
@@ -906,7 +906,7 @@ TEST(Parameters, BoundToAnotherPlace) {
     step(fixed);
     ASSERT_TRUE(same_bits(here, twin)) << t;
   }
-  // To itself, or half over its old place, is legal; onto another parameter is not.
+  // Binding to the same or to overlapping memory is legal; binding onto another parameter is not.
   EXPECT_OK(ga_param_bind(ctx, 0, here.data() + layout.offsets[0]));
   EXPECT_OK(ga_param_bind(ctx, 0, here.data() + layout.offsets[0] - 1));
   EXPECT_EQ(ga_param_bind(ctx, 0, here.data() + layout.offsets[1] - 1), GA_ERROR_INVALID_ARGUMENT);
@@ -914,7 +914,7 @@ TEST(Parameters, BoundToAnotherPlace) {
   EXPECT_EQ(ga_param_bind(ctx, 2, here.data()), GA_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(ga_param_bind(ctx, 1, reinterpret_cast<char*>(here.data()) + 1),
             GA_ERROR_INVALID_ARGUMENT);
-  // The old place is free again: for a gradient, and for another parameter.
+  // The old memory is free again, for a gradient and for another parameter.
   const Block g = gradients(layout, 2, 9);
   there = g;
   ctx.accumulate(pointers(layout, there));
@@ -968,7 +968,7 @@ TEST(Parameters, FlatBlockBesideOthers) {
   ASSERT_OK(ga_params_add_flat(ctx, flat.data(), GA_F32, entries, 4, nullptr, &first));
   EXPECT_EQ(first, 1);
   EXPECT_EQ(ctx.param(0, "last", &last, 1), 5);
-  Block g(20, NAN);  // what lies in a gap is not read
+  Block g(20, NAN);  // gaps are not read
   for (int i : {2, 3, 4, 8, 15}) g[static_cast<size_t>(i)] = static_cast<float>(i);
   const float one = 1;
   ctx.accumulate({&one, g.data(), &one});
@@ -980,10 +980,10 @@ TEST(Parameters, FlatBlockBesideOthers) {
   }
   EXPECT_EQ(alone, -1);
   EXPECT_EQ(last, -1);
-  ctx.accumulate({&one, nullptr, &one});  // a block may be missing as a whole
+  ctx.accumulate({&one, nullptr, &one});  // a whole block may be missing
   step(ctx);
   EXPECT_EQ(flat[15], -30);
-  ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));  // and its parameters are parameters
+  ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));  // a block's parameters may come by part
   ASSERT_OK(ga_accumulate_part(ctx, 1, &one));
   ASSERT_OK(ga_micro_end(ctx));
   step(ctx);
@@ -1033,7 +1033,7 @@ TEST_P(Fault, WhileAccumulatingIsOverAfterDiscard) {
   make(GA_GRADIENTS_CONSUMED);
   for (int t = 0; t < 3; ++t) {
     ctx_->accumulate({g_.data()});
-    EXPECT_GT(threads_.calls, 0) << "the program's threads were not used";
+    EXPECT_GT(threads_.calls, 0) << "the program's parallel_for was not called";
     const Block before = p_;
     threads_.fault = fault();
     const void* list[] = {h_.data()};
@@ -1076,7 +1076,7 @@ TEST_P(Fault, WhileSteppingIsForEver) {
   }
 }
 
-// A parallel_for that calls the library on the same context is told so; nothing breaks.
+// A parallel_for that calls the library on the same context gets an error, and nothing breaks.
 TEST(FaultCallback, MayNotCallBack) {
   struct Callback {
     ga_context* ctx = nullptr;
@@ -1105,7 +1105,7 @@ TEST(FaultCallback, MayNotCallBack) {
 
 // ---- Numbers at the ends of their ranges --------------------------------------------------------
 
-// Whatever the weights and loss scales are, parameters are right or untouched, never NaN.
+// For any weights and loss scales, parameters are right or unchanged, never NaN.
 TEST(Window, ExtremeWeightsAndScales) {
   const double extremes[] = {5e-324, 1e-300, 1e-50, 1e-40, 1e-20, 1e20, 1e40, 1e200, 1e308};
   for (const int32_t kind : {GA_GRADIENT_MEAN, GA_GRADIENT_SUM}) {
@@ -1137,7 +1137,7 @@ TEST(Window, ExtremeWeightsAndScales) {
             continue;
           }
           const double want = -0.75 / scale / (kind == GA_GRADIENT_SUM ? weight : 1);
-          // Beyond these, float32 has too few digits left for a factor or for the result.
+          // Beyond these limits, float32 has too few digits for a factor or for the result.
           const double factor = std::abs((kind == GA_GRADIENT_MEAN ? weight : 1) / scale);
           const auto fits = [](double x) { return x > 1e-35 && x < 1e35; };
           if (fits(factor) && fits(weight) && fits(std::abs(want))) {
@@ -1149,8 +1149,8 @@ TEST(Window, ExtremeWeightsAndScales) {
   }
 }
 
-// A sum of weights that the computing type cannot divide by is a skip of its own, under every policy:
-// it says nothing of the gradients, so the loss scale stays.
+// A sum of weights that the type of the computation cannot divide by skips the step with an outcome
+// of its own, under every policy. It does not depend on the gradients, so the loss scale stays.
 TEST(Window, WeightsThatCannotBeDividedBy) {
   const struct {
     std::vector<double> weights;
@@ -1170,12 +1170,12 @@ TEST(Window, WeightsThatCannotBeDividedBy) {
                      << test.weights[0] << ", policy " << policy << ", dtype " << dtype);
         ga_config c = config();
         c.nonfinite = policy;
-        c.gradient_kind = GA_GRADIENT_SUM;  // the weights are no factors
+        c.gradient_kind = GA_GRADIENT_SUM;  // so that gradients are not multiplied by weights
         Context ctx(c);
         const ga_group group = ctx.group(plain_sgd());
         Tensor p(dtype, 3, 1.0), g(dtype, 3), untouched(GA_F32, 2, 1.0);
         add(ctx, group, p);
-        add(ctx, group, untouched);  // f32, but no step is about it
+        add(ctx, group, untouched);  // f32, but without a gradient
         ga_loss_scaler scaler;
         EXPECT_OK(ga_loss_scaler_init(&scaler, sizeof scaler));
         scaler.initial_scale = 1;
@@ -1199,7 +1199,7 @@ TEST(Window, WeightsThatCannotBeDividedBy) {
   }
 }
 
-// Where nothing is divided, any sum will do; gradients that are not finite are found as ever.
+// With GA_REDUCE_SUM any sum of weights is legal, and non-finite gradients are still found.
 TEST(Window, WeightsThatNothingIsDividedBy) {
   ga_config c = config();
   c.reduce = GA_REDUCE_SUM;
@@ -1212,7 +1212,7 @@ TEST(Window, WeightsThatNothingIsDividedBy) {
     for (int k = 0; k < 2; ++k) accumulate(ctx, {&g}, w);
     const ga_step_result r = step(ctx);
     EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
-    EXPECT_TRUE(std::isnan(r.noise_scale)) << "no estimate comes of such weights";
+    EXPECT_TRUE(std::isnan(r.noise_scale)) << "such weights bring no estimate";
   }
   EXPECT_EQ(p.get(0), -6);
   accumulate(ctx, {&bad}, 1e308);
@@ -1221,10 +1221,10 @@ TEST(Window, WeightsThatNothingIsDividedBy) {
   EXPECT_TRUE(std::isfinite(step(ctx).noise_trace));
 }
 
-// ---- Living gradients ---------------------------------------------------------------------------
+// ---- Live gradients -----------------------------------------------------------------------------
 
-// A second contribution may not lie over the first one that still lives, wherever they meet; one that
-// is refused has changed nothing.
+// A second contribution must not overlap a live first one anywhere; a refused contribution changes
+// nothing.
 TEST(Live, SecondContributionsLieApart) {
   constexpr int64_t kCount = 12;
   ga_config c = config();
@@ -1264,8 +1264,8 @@ TEST(Live, SecondContributionsLieApart) {
   }
 }
 
-// A norm that nobody goes by is not measured: NaN where a pass of its own would be needed, unless the
-// program wants it. What needs it gets it.
+// A norm that nothing needs is not measured: it is NaN if it would take an extra pass, unless the
+// program asks for it.
 TEST(Live, NormsAreMeasuredWhereTheyAreWanted) {
   const auto run = [](const ga_config& c, const ga_optimizer& o, const ga_clip* clip, int count,
                       bool acquire) {
@@ -1314,12 +1314,12 @@ TEST(Live, NormsAreMeasuredWhereTheyAreWanted) {
     }
     ga_config checking = ignoring;
     checking.nonfinite = GA_NONFINITE_SKIP_STEP;
-    EXPECT_EQ(run(checking, sgd, nullptr, 1, acquire).first, 4) << "the check reads it anyway";
+    EXPECT_EQ(run(checking, sgd, nullptr, 1, acquire).first, 4) << "the check's pass measures it";
   }
-  EXPECT_EQ(run(ignoring, sgd, nullptr, 2, false).first, 4) << "an accumulating pass tells";
+  EXPECT_EQ(run(ignoring, sgd, nullptr, 2, false).first, 4) << "an accumulating pass measures it";
 }
 
-// A window may be long: a micro-batch costs what it costs at its beginning.
+// A micro-batch late in a long window costs no more than one at its beginning.
 TEST(Window, AccumulatingDoesNotCostTheWindow) {
 #if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "times mean nothing under a sanitizer";
@@ -1344,8 +1344,8 @@ TEST(Window, AccumulatingDoesNotCostTheWindow) {
   EXPECT_EQ(p, -1);
 }
 
-// Not even where nobody looks: an overflow in one window must not be found in the next, whoever
-// writes the accumulator first and whatever lies behind its last element.
+// An overflow in one window must not be found in the next, whoever writes the accumulator first,
+// and not even in the padding after its last element.
 TEST(Window, NothingOfAnOverflowSurvives) {
   for (const int64_t n : {1, 3, 17, 65, 65537}) {
     const auto size = static_cast<size_t>(n);
