@@ -64,7 +64,7 @@ struct Product {
   int64_t lda, ldb, ldc;
 };
 
-// op(x) of rows x columns, in the type of the product, column after column.
+// Returns op(x), rows x columns, in the type of the product, column by column.
 template <class In, class Real>
 std::vector<Real> panel(const void* x, bool transpose, int64_t rows, int64_t columns, int64_t ld) {
   std::vector<Real> result(static_cast<size_t>(rows * columns));
@@ -77,7 +77,7 @@ std::vector<Real> panel(const void* x, bool transpose, int64_t rows, int64_t col
   return result;
 }
 
-// Where alpha is 0, a and b are not read; where beta is 0, c is not.
+// If alpha is 0, a and b are not read; if beta is 0, c is not read.
 template <class In, class Real>
 void multiply(const Product& p, Real alpha, Real beta) {
   std::vector<Real> sum(static_cast<size_t>(p.m));
@@ -127,7 +127,7 @@ cublasStatus_t cublasCreate(cublasHandle_t* handle) {
   if (handle == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
   const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
   if (entry_error() != cudaSuccess) return CUBLAS_STATUS_NOT_INITIALIZED;
-  void* memory = nullptr;  // of the library's own; it fails as memory does
+  void* memory = nullptr;  // cuBLAS' own memory, an allocation that can fail like any other
   if (cudaMalloc(&memory, 256) != cudaSuccess) return CUBLAS_STATUS_ALLOC_FAILED;
   Engine::get().release(static_cast<char*>(memory));
   *handle = new cublasContext{thread_state().device};
@@ -146,7 +146,7 @@ cublasStatus_t cublasGetVersion(cublasHandle_t, int* version) {
   return CUBLAS_STATUS_SUCCESS;
 }
 
-// A new stream goes back to the library's own workspace.
+// Setting a stream restores cuBLAS' own workspace.
 cublasStatus_t cublasSetStream(cublasHandle_t handle, cudaStream_t stream) {
   handle->stream = stream;
   handle->workspace = nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Takes the place of NVIDIA's header, as cuda_runtime.h beside it does: matrix products.
+// Replaces NVIDIA's header, as cuda_runtime.h in this folder does: matrix products.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -58,8 +58,8 @@ cublasStatus_t cublasSetAtomicsMode(cublasHandle_t handle, cublasAtomicsMode_t m
 const char* cublasGetStatusName(cublasStatus_t status);
 const char* cublasGetStatusString(cublasStatus_t status);
 
-// c = alpha op(a) op(b) + beta c, column-major. The types: a and b alike, f32, f16 or bf16, with c
-// and the product in f32; or all in f64.
+// c = alpha op(a) op(b) + beta c, column-major. a and b have the same type, f32, f16 or bf16, with
+// c and the product in f32; or all are f64.
 cublasStatus_t cublasGemmEx_64(cublasHandle_t handle, cublasOperation_t op_a,
                                cublasOperation_t op_b, int64_t m, int64_t n, int64_t k,
                                const void* alpha, const void* a, cudaDataType type_a, int64_t lda,

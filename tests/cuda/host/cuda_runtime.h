@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Takes the place of NVIDIA's header where the sources of the CUDA backend are compiled for the
-// host: the part of the runtime that they and their tests use, with its names, values and rules,
-// on devices that are simulated (simulator.hpp).
+// Replaces NVIDIA's header when the sources of the CUDA backend are compiled for the host. Has the
+// part of the runtime that they and their tests use, with its names, values and rules, on simulated
+// devices (simulator.hpp).
 #pragma once
 
 #include <cstddef>
@@ -262,15 +262,16 @@ inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph
   return cudaGraphInstantiate(exec, graph, 0);
 }
 
-// ---- In place of <<<>>> ------------------------------------------------------------------------------
+// ---- Instead of <<<>>> -------------------------------------------------------------------------------
 
 namespace ga::sim {
 
-// Queues block(index, count) for each block of a grid. kernel is what the counters name it by.
+// Queues block(index, count) for each block of a grid. The counters list it under the name of
+// kernel.
 cudaError_t launch(const std::type_info& kernel, int64_t blocks,
                    std::function<void(int64_t index, int64_t count)> block, cudaStream_t stream);
 
-// Queues the work of a library, which may touch the memory of the stream's device.
+// Queues the work of a library such as cuBLAS, which may touch the memory of the stream's device.
 cudaError_t library_call(const char* name, std::function<void()> work, cudaStream_t stream);
 
 }  // namespace ga::sim

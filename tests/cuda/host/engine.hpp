@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the simulated CUDA (runtime.cpp, cublas.cpp) stands on: memory, and work in streams.
+// The base of the simulated CUDA (runtime.cpp, cublas.cpp): memory, and work in streams.
 #pragma once
 
 #include <cstdint>
@@ -28,18 +28,18 @@ struct Work {
   std::function<void()> run;
 };
 
-// The first `index` works of a stream.
+// A point in a stream: after its first `index` works.
 struct Mark {
   std::shared_ptr<CUstream_st> stream;
   int64_t index = 0;
 };
 
 struct Item {
-  std::shared_ptr<const Work> work;  // may be none: it only waits
+  std::shared_ptr<const Work> work;  // may be null: the entry only waits
   std::vector<Mark> after;
 };
 
-// How many works of each stream of a capture come before a point in it.
+// For a point in a capture, the number of works of each stream that come before the point.
 using Clock = std::map<CUstream_st*, int64_t>;
 
 struct Capture {
@@ -60,20 +60,20 @@ struct Allocation {
   Memory memory = Memory::kNone;
   int device = cudaInvalidDeviceId;
   bool pooled = false;    // by cudaMallocAsync
-  char* pages = nullptr;  // begin lies at the end of these
+  char* pages = nullptr;  // the pages at whose end the allocation lies
   size_t page_bytes = 0;
 };
 
-// The device memory of one device: out of reach but while it is open, where it is protected. The
-// calls that open and close it come from one thread.
+// The memory of one device. If it is protected, it is accessible only while it is open. One thread
+// makes the calls that open and close it.
 class Arena {
  public:
   void protect(bool on);
   void open(bool on);
-  char* take(size_t size);  // whole pages, to be written by the caller; nullptr: it is full
+  char* take(size_t size);  // whole pages, which the caller may write; nullptr if it is full
   void seal(char* pages, size_t size);
   void unseal(char* pages, size_t size);
-  void give_back(char* pages, size_t size);  // never handed out again
+  void give_back(char* pages, size_t size);  // pages that are never handed out again
   bool contains(const void* pointer) const;
 
  private:
@@ -82,7 +82,8 @@ class Arena {
   char* base_ = nullptr;
   size_t used_ = 0;
   int file_ = -1;
-  int key_ = -1;  // of the processor, where it has any: opens for the thread, at next to no cost
+  int key_ =
+      -1;  // a protection key, if the processor has them: opens for one thread, at little cost
   bool protect_ = true;
   bool open_ = false;
 };
@@ -103,7 +104,7 @@ class Engine {
   Config config;
   Counters counters;
   Device devices[kMaxDevices];
-  std::vector<std::shared_ptr<CUstream_st>> streams;  // not destroyed, or not done
+  std::vector<std::shared_ptr<CUstream_st>> streams;  // not destroyed, or with work left
   std::set<CUevent_st*> events;
   std::set<std::shared_ptr<Capture>> captures;
   unsigned long long captures_begun = 0;
@@ -117,27 +118,28 @@ class Engine {
   cudaError_t register_host(void* pointer, size_t size, int device);
   cudaError_t release(char* begin);
   void release_everything();
-  const Allocation* find(const void* pointer) const;   // that this byte belongs to
-  bool valid(const void* pointer, size_t size) const;  // not a stray piece of device memory
+  const Allocation* find(const void* pointer) const;   // the allocation of this byte
+  bool valid(const void* pointer, size_t size) const;  // false beyond the end of an allocation
 
-  // Work. enqueue: in the order of the stream, or into its capture.
-  std::shared_ptr<CUstream_st> stream(cudaStream_t handle);  // nullptr: there is none
+  // Work. enqueue: to the end of the stream, or into its capture.
+  std::shared_ptr<CUstream_st> stream(cudaStream_t handle);  // nullptr if there is none
   cudaError_t enqueue(const std::shared_ptr<CUstream_st>& stream, Work work);
   cudaError_t enqueue(const std::shared_ptr<CUstream_st>& stream, std::shared_ptr<const Work> work,
                       std::vector<Mark> after);
   void run(const Mark& upto);
   void run_device(int device);
   void run_everything();
-  bool run_one(const Mark& upto);  // false: all of it was done
+  bool run_one(const Mark& upto);  // false if nothing was left to run
   Mark end_of(const std::shared_ptr<CUstream_st>& stream) const;
 
   // Captures.
   std::shared_ptr<Capture> capture_of(const CUstream_st* stream) const;
-  bool unsafe_call();  // true, and captures have become invalid, where one forbids such calls here
-  bool implicit_capture(const CUstream_st& stream) const;  // a use of the legacy stream meets one
+  bool unsafe_call();  // if a capture forbids such calls: makes it invalid and returns true
+  bool implicit_capture(
+      const CUstream_st& stream) const;  // true if the legacy stream meets a capture
   void end_capture(const std::shared_ptr<Capture>& capture);
 
-  void open_only(int device);  // kEveryDevice; or kMaxDevices for none
+  void open_only(int device);  // a device, kEveryDevice for all, or kMaxDevices for none
   void close_all() { open_only(kMaxDevices); }
 
  private:
@@ -149,7 +151,7 @@ class Engine {
   int depth_ = 0;
 };
 
-// Of the calling thread.
+// State of the calling thread.
 struct ThreadState {
   int device = 0;
   cudaError_t last_error = cudaSuccess;
@@ -158,7 +160,8 @@ struct ThreadState {
 };
 ThreadState& thread_state();
 
-// What a call returns before it does anything, with the engine locked: no driver, a fault, ...
+// The error that a call returns before it does anything: no driver, a fault, ... The engine is
+// locked.
 cudaError_t entry_error();
 
 // Runs the body of a call: locks, checks, remembers the error.
@@ -171,7 +174,7 @@ cudaError_t call(Body&& body) {
   return error;
 }
 
-// The beginning of a call that queues work on a stream of the current device, or of any.
+// Begins a call that queues work on a stream of the current device, or of any device.
 cudaError_t prepare(Engine& engine, cudaStream_t handle, bool current_device,
                     std::shared_ptr<CUstream_st>* stream);
 
@@ -191,7 +194,7 @@ struct CUstream_st {
 struct CUevent_st {
   int device;
   unsigned flags;
-  ga::sim::Mark mark;  // without a stream: never recorded
+  ga::sim::Mark mark;  // without a stream if the event was never recorded
   std::shared_ptr<ga::sim::Capture> capture;
   ga::sim::Clock clock;
 };

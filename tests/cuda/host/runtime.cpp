@@ -14,7 +14,7 @@ using Stream = std::shared_ptr<CUstream_st>;
 
 int current() { return thread_state().device; }
 
-// What a call that waits, or that may, has to look at first.
+// The check that every call that waits, or may wait, makes first.
 cudaError_t may_wait(Engine& engine, const Stream& stream) {
   if (stream == nullptr) return cudaErrorInvalidResourceHandle;
   if (const std::shared_ptr<Capture> capture = engine.capture_of(stream.get())) {
@@ -32,7 +32,7 @@ bool is_device(const Allocation* a) {
   return a != nullptr && (a->memory == Memory::kDevice || a->memory == Memory::kManaged);
 }
 
-// Whether the memory may be at this end of a copy.
+// Returns true if the memory may be the source or target of this kind of copy.
 bool suits(const Engine& engine, const void* pointer, size_t size, bool device) {
   if (!engine.valid(pointer, size)) return false;
   const Allocation* a = engine.find(pointer);
@@ -65,7 +65,7 @@ cudaError_t copy(Engine& engine, void* to, const void* from, size_t size, cudaMe
     const bool captured = engine.capture_of(stream.get()) != nullptr;
     if (pageable_to || pageable_from) ++engine.counters.pageable_copies;
     if (pageable_from && !pageable_to && !captured) {
-      // Staged before the call returns: the source may change then.
+      // Staged before the call returns, because the program may then change the source.
       const auto* bytes = static_cast<const char*>(from);
       const std::vector<char> staged(bytes, bytes + size);
       engine.enqueue(stream,
@@ -100,7 +100,7 @@ cudaError_t take(void** pointer, size_t size, Memory memory) {
   });
 }
 
-// Frees what was allocated as that.
+// Frees memory that was allocated as one of these kinds.
 cudaError_t release(Engine& engine, void* pointer, std::initializer_list<Memory> kinds) {
   if (pointer == nullptr) return cudaSuccess;
   const Allocation* a = engine.find(pointer);
@@ -145,7 +145,7 @@ void merge(Clock& clock, const Clock& other) {
   }
 }
 
-// Whether every work of the capture comes before the end of its first stream.
+// Returns true if all work of the capture comes before the end of its first stream.
 bool joined(const Capture& capture) {
   const Clock& all = capture.streams.at(capture.origin);
   for (const auto& [stream, clock] : capture.streams) {
@@ -268,7 +268,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
 cudaError_t cudaGetDevice(int* device) {
   const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
   const cudaError_t error = entry_error();
-  if (error == cudaSuccess || error == cudaErrorIllegalAddress) {  // asks no device
+  if (error == cudaSuccess || error == cudaErrorIllegalAddress) {  // needs no device
     *device = current();
     return cudaSuccess;
   }
@@ -276,7 +276,7 @@ cudaError_t cudaGetDevice(int* device) {
   return error;
 }
 
-// Also away from a device at fault: the program has others.
+// A program may also switch away from a device with a fault.
 cudaError_t cudaSetDevice(int device) {
   const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
   cudaError_t error = entry_error();
@@ -418,7 +418,7 @@ cudaError_t cudaMallocHost(void** pointer, size_t size, unsigned flags) {
   return cudaHostAlloc(pointer, size, flags);
 }
 
-// Waits for the device, but not for what a pool has to do with.
+// Waits for the device, except for memory from a pool.
 cudaError_t cudaFree(void* pointer) {
   return call([=](Engine& engine) {
     if (engine.unsafe_call()) return cudaErrorStreamCaptureUnsupported;
@@ -433,7 +433,7 @@ cudaError_t cudaFree(void* pointer) {
   });
 }
 
-// Memory is as good as freed when this returns: nothing in CUDA's manual says that it waits.
+// The memory may be gone when this returns: CUDA's manual does not say that the call waits.
 cudaError_t cudaFreeHost(void* pointer) {
   return call([=](Engine& engine) {
     if (engine.unsafe_call()) return cudaErrorStreamCaptureUnsupported;
@@ -573,7 +573,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
   return create_stream(stream, flags);
 }
 
-// What it holds is still done, as on a device.
+// Work in the stream still runs, as on a real device.
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   return call([=](Engine& engine) {
     const Stream stream = engine.stream(handle);
@@ -598,7 +598,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     if (error != cudaSuccess) return error;
     ++engine.counters.synchronizations;
     if (stream->legacy) {
-      engine.enqueue(stream, nullptr, {});  // waits for the others
+      engine.enqueue(stream, nullptr, {});  // waits for the other streams
     }
     engine.run(engine.end_of(stream));
     return engine.devices[stream->device].fault;

@@ -58,15 +58,16 @@ Config initial_config() {
   return config;
 }
 
-// Whether it is the n-th of what fails at the n-th time.
+// Counts n down and returns true when the n-th operation is reached.
 bool strikes(int64_t& n) { return n > 0 && --n == 0; }
 
 }  // namespace
 
 // ---- Memory ----------------------------------------------------------------------------------------
 
-// Addresses beyond the end of an empty file: what lies between allocations cannot be accessed (SIGSEGV
-// or SIGBUS) whatever its protection, so that one call can change that of the whole arena.
+// Maps addresses beyond the end of an empty file: memory between allocations cannot be accessed
+// (SIGSEGV or SIGBUS) whatever its protection, so one call can change the protection of the whole
+// arena.
 void Arena::create() {
   file_ = memfd_create("simulated device", MFD_CLOEXEC);
   check(file_ >= 0, "memfd_create");
@@ -132,7 +133,8 @@ bool Arena::contains(const void* pointer) const {
 
 namespace {
 
-// Pinned and managed memory: pages, a page without access, and no use of them once freed.
+// Allocates pinned or managed memory: pages, then a page without access; they are not used again
+// once freed.
 char* take_host_pages(size_t pages) {
   void* result = mmap(nullptr, pages + page_size(), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -269,7 +271,7 @@ ThreadState& thread_state() {
 }
 
 Engine& Engine::get() {
-  static auto* engine = new Engine;  // there to the very end of the process
+  static auto* engine = new Engine;  // never destroyed: needed to the very end of the process
   return *engine;
 }
 
@@ -341,7 +343,7 @@ cudaError_t Engine::enqueue(const std::shared_ptr<CUstream_st>& stream,
     ++capture->streams[stream.get()][stream.get()];
     return cudaSuccess;
   }
-  // The legacy stream and those that were not created as non-blocking wait for one another.
+  // The legacy stream and streams that were not created as non-blocking wait for each other.
   if (stream->legacy) {
     for (const auto& other : streams) {
       if (other != stream && other->device == stream->device &&
@@ -358,7 +360,7 @@ cudaError_t Engine::enqueue(const std::shared_ptr<CUstream_st>& stream,
 }
 
 void Engine::execute(const CUstream_st& stream, const Work& work) {
-  if (work.kind == Kind::kFree) {  // whatever happened before
+  if (work.kind == Kind::kFree) {  // even after a fault
     work.run();
     return;
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Takes the place of NVIDIA's header, as cuda_runtime.h does: sorts, scans and selections. As there,
-// a call without temporary storage only says how much it needs.
+// Replaces NVIDIA's header, as cuda_runtime.h does: sorts, scans and selections. As in CUB, a call
+// without temporary storage only returns the size that it needs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,11 +15,11 @@
 namespace cub {
 namespace detail {
 
-// The work may use all of the storage, so that what else lies there is lost.
+// The work may use all of the temporary storage, so overwrite it all.
 template <class Work>
 cudaError_t run(const char* name, void* storage, size_t& storage_bytes, size_t needed, Work work,
                 cudaStream_t stream) {
-  needed += 1;  // never none: a null pointer would be a question
+  needed += 1;  // never 0, because a null pointer only asks for the size
   if (storage == nullptr) {
     storage_bytes = needed;
     return cudaSuccess;
@@ -34,7 +34,7 @@ cudaError_t run(const char* name, void* storage, size_t& storage_bytes, size_t n
       stream);
 }
 
-// Bits [begin, end) of a key, in the order of keys.
+// Bits [begin, end) of a key, transformed so that unsigned order is the order of keys.
 template <class Key>
 uint64_t digits(Key key, int begin, int end) {
   static_assert(std::is_integral_v<Key>, "keys of other types are not simulated");
@@ -91,7 +91,7 @@ struct DeviceRadixSort {
         stream);
   }
 
-  // The result is in the buffers that are then the current ones.
+  // The result is in the buffers that are current afterwards.
   template <class Key, class Value, class Count>
   static cudaError_t SortPairs(void* storage, size_t& storage_bytes, DoubleBuffer<Key>& keys,
                                DoubleBuffer<Value>& values, Count n, int begin_bit = 0,
