@@ -70,20 +70,36 @@ class Arena {
  public:
   void protect(bool on);
   void open(bool on);
-  char* take(size_t size);  // whole pages, which the caller may write; nullptr if it is full
+  char* take(size_t size);  // whole pages; nullptr: it is full
+  char* unseal(char* pages,
+               size_t size);  // where they can be read and written until they are sealed
   void seal(char* pages, size_t size);
-  void unseal(char* pages, size_t size);
-  void give_back(char* pages, size_t size);  // pages that are never handed out again
+  void give_back(char* pages, size_t size);  // sealed; never handed out again
   bool contains(const void* pointer) const;
 
  private:
+  // A part of the addresses with what lies in it, which moves away as a whole: see simulator.cpp.
+  struct Window {
+    size_t begin = 0;
+    size_t size = 0;
+    int64_t allocations = 0;
+
+    size_t end() const { return begin + size; }
+  };
+
   void create();
+  bool create_windows();
+  bool add_window(size_t size);
+  void remove_window(std::vector<Window>::iterator window);
+  void move(const Window& window, bool here);
+  void seal_mappings(char* pages, size_t size);
 
   char* base_ = nullptr;
   size_t used_ = 0;
-  int file_ = -1;
-  int key_ =
-      -1;  // a protection key, if the processor has them: opens for one thread, at little cost
+  char* away_ = nullptr;  // of windows: the addresses of what is out of reach
+  std::vector<Window> windows_;
+  int file_ = -1;  // of mappings
+  int key_ = -1;   // of the processor, where it has any: opens for the thread, at next to no cost
   bool protect_ = true;
   bool open_ = false;
 };

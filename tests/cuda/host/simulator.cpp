@@ -14,10 +14,13 @@ namespace ga::sim {
 namespace {
 
 constexpr size_t kArenaBytes = size_t{256} << 30;  // of addresses
+constexpr size_t kWindow = size_t{1} << 30;        // what a table of tables of pages is for
+constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kAlignment = 256;
 constexpr size_t kMostFilled = size_t{64} << 20;
 constexpr unsigned char kFresh = 0xff;  // NaN, whatever the format
 constexpr unsigned char kSlack = 0xa5;
+constexpr int kInstallGuard = 102;  // MADV_GUARD_INSTALL, which older headers lack
 
 size_t page_size() {
   static const auto size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -58,6 +61,13 @@ Config initial_config() {
   return config;
 }
 
+// Addresses, none of which can be accessed.
+char* reserve(size_t size, int flags, int file) {
+  void* base = mmap(nullptr, size, PROT_NONE, flags | MAP_NORESERVE, file, 0);
+  check(base != MAP_FAILED, "mmap");
+  return static_cast<char*>(base);
+}
+
 // Counts n down and returns true when the n-th operation is reached.
 bool strikes(int64_t& n) { return n > 0 && --n == 0; }
 
@@ -65,24 +75,77 @@ bool strikes(int64_t& n) { return n > 0 && --n == 0; }
 
 // ---- Memory ----------------------------------------------------------------------------------------
 
-// Maps addresses beyond the end of an empty file: memory between allocations cannot be accessed
-// (SIGSEGV or SIGBUS) whatever its protection, so one call can change the protection of the whole
-// arena.
+// How the arena is kept out of reach, and that between allocations in any case. With the processor's
+// protection keys, and on a Linux before 6.13: each allocation is a mapping over an empty file, beyond
+// whose end nothing can be accessed (SIGSEGV or SIGBUS) whatever its protection, so that one call can
+// change that of the whole arena; where there are no keys, it goes through all pages of all mappings.
+// Elsewhere: guard pages lie between allocations in windows of the address space. The tables of a
+// window's pages move to other addresses when the arena is closed, and back when it is opened, which
+// costs the same for a page and for a million.
 void Arena::create() {
-  file_ = memfd_create("simulated device", MFD_CLOEXEC);
-  check(file_ >= 0, "memfd_create");
-  void* base = mmap(nullptr, kArenaBytes, PROT_NONE, MAP_SHARED | MAP_NORESERVE, file_, 0);
-  check(base != MAP_FAILED, "mmap");
-  base_ = static_cast<char*>(base);
   if (number("GA_SIM_PROTECTION_KEYS", 1) != 0) {
     key_ = pkey_alloc(0, open_ ? 0 : PKEY_DISABLE_ACCESS);
   }
+  if (key_ < 0 && number("GA_SIM_GUARD_PAGES", 1) != 0 && create_windows()) return;
+  file_ = memfd_create("simulated device", MFD_CLOEXEC);
+  check(file_ >= 0, "memfd_create");
+  base_ = reserve(kArenaBytes, MAP_SHARED, file_);
+}
+
+bool Arena::create_windows() {
+  char* base = reserve(2 * kArenaBytes + kWindow, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+  if (madvise(base, page_size(), kInstallGuard) != 0) {
+    check(munmap(base, 2 * kArenaBytes + kWindow) == 0, "munmap");
+    return false;
+  }
+  base_ = base + (kWindow - reinterpret_cast<uintptr_t>(base) % kWindow);
+  away_ = base_ + kArenaBytes;
+  return true;
+}
+
+// The next addresses, whether or not the last window is full.
+bool Arena::add_window(size_t size) {
+  const size_t begin = windows_.empty() ? round_up(used_, kWindow) : windows_.back().end();
+  if (size > kArenaBytes - begin) return false;
+  if (!windows_.empty() && windows_.back().allocations == 0) remove_window(windows_.end() - 1);
+  windows_.push_back({begin, size});
+  // Huge pages are for large allocations: between small ones lie guard pages. That windows have other
+  // attributes than what is around them saves the kernel from joining and splitting mappings.
+  for (char* addresses : {base_, away_}) madvise(addresses + begin, size, MADV_HUGEPAGE);
+  char* pages = unseal(base_ + begin, size);
+  check(mprotect(pages, size, PROT_READ | PROT_WRITE) == 0, "mprotect");
+  check(madvise(pages, page_size(), kInstallGuard) == 0, "madvise");
+  used_ = begin + page_size();
+  return true;
+}
+
+void Arena::remove_window(std::vector<Window>::iterator window) {
+  for (char* addresses : {base_, away_}) {
+    check(mmap(addresses + window->begin, window->size, PROT_NONE,
+               MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) != MAP_FAILED,
+          "mmap");
+  }
+  windows_.erase(window);
+}
+
+void Arena::move(const Window& window, bool here) {
+  char* const near = base_ + window.begin;
+  char* const far = away_ + window.begin;
+  // The addresses that are left stay taken: nothing else may come to lie there.
+  check(mremap(here ? far : near, window.size, window.size,
+               MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, here ? near : far) != MAP_FAILED,
+        "mremap");
+  if (!here) check(mprotect(near, window.size, PROT_NONE) == 0, "mprotect");
 }
 
 void Arena::protect(bool on) {
   if (on == protect_) return;
   protect_ = on;
-  if (used_ > 0) seal(base_, used_);
+  if (away_ == nullptr) {
+    if (used_ > 0) seal_mappings(base_, used_);
+  } else if (!open_) {
+    for (const Window& window : windows_) move(window, !protect_);
+  }
 }
 
 void Arena::open(bool on) {
@@ -91,39 +154,69 @@ void Arena::open(bool on) {
   if (used_ == 0 || !protect_) return;
   if (key_ >= 0) {
     check(pkey_set(key_, on ? 0 : PKEY_DISABLE_ACCESS) == 0, "pkey_set");
+  } else if (away_ == nullptr) {
+    seal_mappings(base_, used_);
   } else {
-    seal(base_, used_);
+    for (const Window& window : windows_) move(window, open_);
   }
 }
 
-void Arena::seal(char* pages, size_t size) {
+void Arena::seal_mappings(char* pages, size_t size) {
   constexpr int all = PROT_READ | PROT_WRITE;
   const int result = key_ >= 0 ? pkey_mprotect(pages, size, all, protect_ ? key_ : 0)
                                : mprotect(pages, size, open_ || !protect_ ? all : PROT_NONE);
   check(result == 0, "mprotect");
 }
 
-void Arena::unseal(char* pages, size_t size) {
+void Arena::seal(char* pages, size_t size) {
+  if (away_ == nullptr) seal_mappings(pages, size);
+}
+
+char* Arena::unseal(char* pages, size_t size) {
+  if (away_ != nullptr) return open_ || !protect_ ? pages : pages - base_ + away_;
   constexpr int all = PROT_READ | PROT_WRITE;
   const int result = key_ >= 0 ? pkey_mprotect(pages, size, all, 0) : mprotect(pages, size, all);
   check(result == 0, "mprotect");
+  return pages;
 }
 
 char* Arena::take(size_t size) {
   if (base_ == nullptr) create();
-  if (size > kArenaBytes - used_ - page_size()) return nullptr;
-  char* result = base_ + used_;
-  used_ += size + page_size();
-  check(mmap(result, size, PROT_READ | PROT_WRITE,
-             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == result,
-        "mmap");
+  if (size > kArenaBytes - page_size()) return nullptr;
+  if (away_ == nullptr) {
+    if (size > kArenaBytes - used_ - page_size()) return nullptr;
+    char* result = base_ + used_;
+    check(mmap(result, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1,
+               0) == result,
+          "mmap");
+    used_ += size + page_size();
+    return result;
+  }
+  const auto place = [&] {  // a large one ends where a huge page does, so that it consists of these
+    return size < kHugePage ? used_ : round_up(used_ + size, kHugePage) - size;
+  };
+  if (windows_.empty() || place() + size + page_size() > windows_.back().end()) {
+    if (!add_window(round_up(size + 2 * kHugePage, kWindow))) return nullptr;
+  }
+  char* result = base_ + place();
+  used_ = place() + size + page_size();
+  ++windows_.back().allocations;
+  check(madvise(unseal(result + size, page_size()), page_size(), kInstallGuard) == 0, "madvise");
   return result;
 }
 
 void Arena::give_back(char* pages, size_t size) {
-  check(mmap(pages, size, PROT_NONE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, file_,
-             pages - base_) == pages,
-        "mmap");
+  if (away_ == nullptr) {
+    check(mmap(pages, size, PROT_NONE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, file_,
+               pages - base_) == pages,
+          "mmap");
+    return;
+  }
+  check(madvise(unseal(pages, size), size, kInstallGuard) == 0, "madvise");
+  const auto offset = static_cast<size_t>(pages - base_);
+  const auto window = std::find_if(windows_.begin(), windows_.end(),
+                                   [=](const Window& w) { return offset < w.end(); });
+  if (--window->allocations == 0 && window != windows_.end() - 1) remove_window(window);
 }
 
 bool Arena::contains(const void* pointer) const {
@@ -149,11 +242,13 @@ void give_back_host_pages(char* pages, size_t size) {
         "mmap");
 }
 
-void check_slack(const Allocation& a) {
+// pages: where those of the allocation can be read.
+void check_slack(const Allocation& a, const char* pages) {
   const auto untouched = [](const char* begin, const char* end) {
     return std::all_of(begin, end, [](char c) { return static_cast<unsigned char>(c) == kSlack; });
   };
-  if (!untouched(a.pages, a.begin) || !untouched(a.begin + a.size, a.pages + a.page_bytes)) {
+  const char* begin = pages + (a.begin - a.pages);
+  if (!untouched(pages, begin) || !untouched(begin + a.size, pages + a.page_bytes)) {
     die("memory beside an allocation was written");
   }
 }
@@ -176,9 +271,11 @@ cudaError_t Engine::allocate(void** pointer, size_t size, Memory memory, int dev
   char* pages = memory == Memory::kDevice ? arena.take(page_bytes) : take_host_pages(page_bytes);
   if (pages == nullptr) return cudaErrorMemoryAllocation;
   char* begin = pages + (page_bytes - round_up(size, kAlignment));
-  std::memset(pages, kSlack, static_cast<size_t>(begin - pages));
-  if (size <= kMostFilled) std::memset(begin, kFresh, size);
-  std::memset(begin + size, kSlack, page_bytes - static_cast<size_t>(begin - pages) - size);
+  char* fill = memory == Memory::kDevice ? arena.unseal(pages, page_bytes) : pages;
+  const auto before = static_cast<size_t>(begin - pages);
+  std::memset(fill, kSlack, before);
+  if (size <= kMostFilled) std::memset(fill + before, kFresh, size);
+  std::memset(fill + before + size, kSlack, page_bytes - before - size);
   if (memory == Memory::kDevice) arena.seal(pages, page_bytes);
   if (on_device) {
     devices[device].bytes += size;
@@ -217,11 +314,10 @@ cudaError_t Engine::release(char* begin) {
   ++counters.frees;
   if (a.memory == Memory::kDevice) {
     Arena& arena = devices[a.device].arena;
-    arena.unseal(a.pages, a.page_bytes);
-    check_slack(a);
+    check_slack(a, arena.unseal(a.pages, a.page_bytes));
     arena.give_back(a.pages, a.page_bytes);
   } else {
-    check_slack(a);
+    check_slack(a, a.pages);
     give_back_host_pages(a.pages, a.page_bytes);
   }
   if (a.memory == Memory::kPinned) {

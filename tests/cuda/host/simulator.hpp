@@ -8,8 +8,10 @@
 //     memory. Each allocation ends before a page that is never accessible, its memory starts as 0xff,
 //     and freed memory is never used again. The few bytes between an allocation and a page or an
 //     alignment are checked when it is freed. Pinned memory is guarded in the same way, but the host
-//     can access it. Without protection keys in the processor (GA_SIM_PROTECTION_KEYS=0 pretends that
-//     there are none), each work costs about a microsecond per allocation.
+//     can access it. Opening and closing a device costs next to nothing with protection keys in the
+//     processor (GA_SIM_PROTECTION_KEYS=0 pretends that there are none), some microseconds where Linux
+//     has guard pages (6.13; GA_SIM_GUARD_PAGES=0 pretends that it has none), and elsewhere about a
+//     microsecond per allocation and more for its pages.
 //   - Work runs when something waits for it (deferred), stream by stream, or at once.
 //   - Blocks run in order of their index, or in reverse order.
 //   - A fault stays: from then on every call that needs the device returns it.
