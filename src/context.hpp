@@ -27,28 +27,10 @@
 #include "param.hpp"
 #include "ranges.hpp"
 #include "tables.hpp"
+#include "task_list.hpp"
 #include "window.hpp"
 
 namespace ga {
-
-// Tasks for a backend, written in place, field by field: one that is put together first and copied
-// then makes the copy wait for its stores (measured: two thirds of the time of Context::plan).
-template <class Task>
-class TaskList {
- public:
-  void reserve(size_t capacity) {
-    if (capacity > tasks_.size()) tasks_.resize(capacity);
-  }
-  void clear() { size_ = 0; }
-  Task& add() { return tasks_[size_++]; }  // holds what a former list left there
-  Task& last() { return tasks_[size_ - 1]; }
-  Span<Task> span_from(size_t first) { return {tasks_.data() + first, size_ - first}; }
-  Span<const Task> span() const { return {tasks_.data(), size_}; }
-
- private:
-  std::vector<Task> tasks_;
-  size_t size_ = 0;
-};
 
 inline Params params_of(const std::vector<ga_param>& list) { return {list.data(), list.size()}; }
 
@@ -281,7 +263,6 @@ class Context : BnContext {
   bool is_layered(ga_param id) const;
   bool in_pieces(ga_param id) const;
   OrthogonalizeTask orthogonal_task(ga_param id) const;
-  void orthogonalize(ga_param id);
 
   ga_config config_;
   std::unique_ptr<Backend> backend_;

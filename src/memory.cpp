@@ -232,7 +232,8 @@ void Context::fail_allocation() const {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!lacks_arrays(params_[i])) continue;
     size_t bytes = 0;
-    for (const OwnedArray& a : arrays_of(i)) bytes = add_capped(bytes, a.bytes);
+    for (const OwnedArray& a : arrays_of(i))
+      if (a.kind != kPartials) bytes = add_capped(bytes, a.bytes);
     total = add_capped(total, bytes);
     ++count;
     if (bytes <= most) continue;

@@ -115,7 +115,8 @@ void Context::update_batch(Params ids) {
   if (in_turns) {
     for (const ga_param& id : measured) {
       backend_->measure({&id, 1});
-      if (op_info(op_of(params_[static_cast<size_t>(id)])).orthogonal) orthogonalize(id);
+      if (op_info(op_of(params_[static_cast<size_t>(id)])).orthogonal)
+        backend_->orthogonalize(orthogonal_task(id));
       backend_->update({&id, 1});
     }
   } else {
@@ -143,8 +144,5 @@ OrthogonalizeTask Context::orthogonal_task(ga_param id) const {
   task.scratch = static_cast<float*>(scratch_.data()) + (task.x == scratch_.data() ? p.count : 0);
   return task;
 }
-
-// Makes what the first pass has emitted orthogonal, after division by its norm.
-void Context::orthogonalize(ga_param id) { backend_->orthogonalize(orthogonal_task(id)); }
 
 }  // namespace ga
