@@ -15,8 +15,9 @@ namespace ga::cpu {
 struct Warp {
   template <class F>
   double sum(int64_t n, F&& f) const {
-    double lanes[kLanes] = {};
+    if (n == 0) return 0;
     if (n == 1) return f(int64_t{0});
+    double lanes[kLanes] = {};
     for (int64_t j = 0; j < n; ++j) lanes[j % kLanes] += f(j);
     return add_halves<kLanes>(lanes);
   }
