@@ -204,19 +204,17 @@ GA_DEVICE void sum_window(Crew& crew, const ScalarTables& t, const WindowTotals&
 
 // ---- The end of a window: judgement -------------------------------------------------------------
 
-GA_HD bool is_touched(const ScalarTables& t, int64_t i) {
-  return is_touched(t, i, t.param_states[i].sums.gradients != 0);
-}
-
 // Of the reduced gradient.
 GA_HD double squares_of(const ScalarTables& t, int64_t i) {
   const double scale = t.control->mean * weight_of(t, i);
   return t.param_states[i].sums.squares * scale * scale;
 }
 
-// Of what a clip by norm sees.
-GA_HD double clip_squares_of(const ScalarTables& t, int64_t i) {
-  return t.param_inputs[i].clamped ? t.param_states[i].sums.clamped : squares_of(t, i);
+// A parameter's gradient by its sums, before it is clipped by norm.
+GA_HD void reduce_param(const ScalarTables& t, int64_t i) {
+  ParamState& s = t.param_states[i];
+  s.touched = is_touched(t, i, s.sums.gradients != 0);
+  s.sum_squares = t.param_inputs[i].clamped ? s.sums.clamped : squares_of(t, i);
 }
 
 // The squares that clips by norm go by, of n gradients: of those that share the context's clip
@@ -238,32 +236,39 @@ GA_DEVICE void total_params(Crew& crew, const ScalarTables& t) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
   const auto total = [&](auto& warp, auto value) {
-    return warp.sum(t.params, [&](int64_t i) { return is_touched(t, i) ? value(i) : 0.0; });
+    return warp.sum(t.params, [&](int64_t i) {
+      return t.param_states[i].touched ? value(i, t.param_states[i]) : 0.0;
+    });
   };
   crew.each_warp(t.groups + 5, [&](int64_t k, auto& warp) {
     if ((k == 1 && !set.clips) || ((k == 3 || k == 4) && !set.noise)) return;
     if (k == 0) {
-      const double x = total(warp, [&](int64_t i) { return squares_of(t, i); });
+      const double x = total(warp, [&](int64_t i, const ParamState& s) {
+        return t.param_inputs[i].clamped ? squares_of(t, i) : s.sum_squares;
+      });
       if (warp.leader()) c.totals.all = x;
     } else if (k == 2) {
       const int64_t first = warp.first(t.params, [&](int64_t i) {
-        return is_touched(t, i) && t.param_states[i].sums.nonfinite != 0;
+        return t.param_states[i].touched && t.param_states[i].sums.nonfinite != 0;
       });
       if (warp.leader()) c.nonfinite_at = first;
     } else if (k == 3) {
-      const double x = total(warp, [&](int64_t i) { return t.param_states[i].sums.noise; });
+      const double x = total(warp, [](int64_t, const ParamState& s) { return s.sums.noise; });
       if (warp.leader()) c.totals.micros = x;
     } else if (k == 4) {
-      const double x = total(warp, [&](int64_t i) {
+      const double x = total(warp, [&](int64_t i, const ParamState& s) {
         const double weight = weight_of(t, i);
-        return t.param_states[i].sums.squares * weight * weight;
+        return s.sums.squares * weight * weight;
       });
       if (warp.leader()) c.totals.window = x;
     } else {
       total_clip(
           warp, t, k == 1 ? -1 : k - 5, t.params,
           [&](int64_t i) { return t.param_inputs[i].group; },
-          [&](int64_t i) { return is_touched(t, i) ? clip_squares_of(t, i) : 0.0; });
+          [&](int64_t i) {
+            const ParamState& s = t.param_states[i];
+            return s.touched ? s.sum_squares : 0.0;
+          });
     }
   });
 }
@@ -281,15 +286,16 @@ GA_HD bool divides(const ScalarTables& t, double weight) {
   if (weight >= 0x1p-126 && weight <= 0x1p127) return true;
   if (!(weight >= 0x1p-400 && weight <= 0x1p400)) return false;
   for (int64_t i = 0; i < t.params; ++i)
-    if (is_touched(t, i) && !t.param_inputs[i].f64) return false;
+    if (t.param_states[i].touched && !t.param_inputs[i].f64) return false;
   return true;
 }
 
 // What the window comes to, and whether it is applied (Control::go).
-GA_HD ga_step_result judge_outcome(const ScalarTables& t) {
+GA_HD void judge_outcome(const ScalarTables& t) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
-  ga_step_result r = {};
+  ga_step_result& r = c.result;
+  r = {};
   r.struct_size = sizeof r;
   r.micro_batches = static_cast<int64_t>(c.sums.micro_batches);
   r.weight = c.sums.weight;
@@ -308,7 +314,6 @@ GA_HD ga_step_result judge_outcome(const ScalarTables& t) {
     c.go = c.nonfinite_at < 0 || set.nonfinite == GA_NONFINITE_IGNORE;
     if (!c.go) r.outcome = GA_STEP_SKIPPED_NONFINITE;
   }
-  return r;
 }
 
 // The counters and the loss scale. A rejected window does not count: the program learns of it by an
@@ -360,18 +365,15 @@ GA_HD void plan_group(const ScalarTables& t, int64_t k) {
   advance_clock(in.optimizer, g.clock);
 }
 
-// A parameter's norm and clip factor.
-GA_HD void settle_param(const ScalarTables& t, int64_t i) {
+// The clip factor of a parameter.
+GA_HD void clip_param(const ScalarTables& t, int64_t i) {
   ParamState& s = t.param_states[i];
   const int64_t group = t.param_inputs[i].group;
   const ga_clip& clip = t.group_inputs[group].clip;
-  s.touched = is_touched(t, i);
-  s.sum_squares = clip_squares_of(t, i);
-  s.factor = clip.scope == GA_CLIP_PER_TENSOR && clip.when == GA_CLIP_STEP
-                 ? clip_factor(clip, sqrt(s.sum_squares))
-                 : t.group_states[group].clip_factor;
+  s.factor = t.group_states[group].clip_factor;
+  if (clip.scope == GA_CLIP_PER_TENSOR && clip.when == GA_CLIP_STEP)
+    s.factor = clip_factor(clip, sqrt(s.sum_squares));
   s.smallest = s.factor;
-  t.plans[i].raw = raw_numbers(t, t.control->mean, i);
 }
 
 // f(channel, layer) for all layers with batch normalisation.
@@ -473,13 +475,14 @@ GA_HD void plan_gradient(const ScalarTables& t, int64_t i) {
   const ParamInput& p = t.param_inputs[i];
   const double factor = t.param_states[i].factor;
   ParamPlan& plan = t.plans[i];
-  plan.gradient = plan.raw;
+  Numbers gradient = plan.raw;
   if (p.by_units)  // scale, limit and the factors of units are in what it is read from
-    plan.gradient = {factor, HUGE_VAL, 1};
-  else if (is_finite(plan.raw.limit))
-    plan.gradient.factor = factor;
+    gradient = {factor, HUGE_VAL, 1};
+  else if (is_finite(gradient.limit))
+    gradient.factor = factor;
   else  // then mean and clip factor are one scalar, rounded once
-    plan.gradient.scale *= factor;
+    gradient.scale *= factor;
+  plan.gradient = gradient;
   plan.factor = factor;
 }
 
@@ -508,6 +511,7 @@ GA_DEVICE void plan_param(Crew& crew, const ScalarTables& t, int64_t i) {
   if (!s.touched) return;
   const ga_optimizer& o = t.group_inputs[p.group].optimizer;
   advance_clock(o, s.clock);
+  plan.raw = raw_numbers(t, c.mean, i);
   plan_gradient(t, i);
   if (p.op < 0) {
     plan.duty |= kDeliver;
@@ -528,20 +532,21 @@ GA_DEVICE void judge_window(Crew& crew, const ScalarTables& t, bool last) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
   crew.once([&] { c.mean = mean_of(set, c.sums.weight); });
+  crew.each_item(t.params, [&](int64_t i) { reduce_param(t, i); });
   total_params(crew, t);
   crew.once([&] {
-    c.result = judge_outcome(t);
+    judge_outcome(t);
     count_window(t);
     estimate_noise(t);
   });
   crew.each_item(t.groups, [&](int64_t k) { plan_group(t, k); });
   const bool bounded = set.bounded >= 0;
   if (bounded) {
-    crew.each_item(t.params, [&](int64_t i) { settle_param(t, i); });
+    crew.each_item(t.params, [&](int64_t i) { clip_param(t, i); });
     if (last) bound_groups(crew, t);
   }
   crew.each_item(t.params, [&](int64_t i) {
-    if (!bounded) settle_param(t, i);
+    if (!bounded) clip_param(t, i);
     plan_param(crew, t, i);
   });
   if (set.clips) take_smallest(crew, t);
