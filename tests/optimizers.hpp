@@ -428,6 +428,20 @@ inline Row muon() {
   return r;
 }
 
+inline Row adopt() {
+  Row r = {GA_OPTIMIZER_ADOPT, "ADOPT", "adopt"};
+  r.state = [](Const, bool) { return "exp_avg exp_avg_sq"; };
+  r.add_defaults(torch, {lr(1e-3), beta1(0.9), beta2(0.9999), eps(1e-6)});
+  r.add("Adopt", torch, 1e-2, [](O) {});
+  r.add("AdoptDecay", torch, 1e-2,
+        [](O o) { o.beta2 = 0.9, o.weight_decay = 0.1, o.maximize = 1; });
+  r.add("AdoptDecoupled", torch, 1e-2,
+        [](O o) { o.eps = 1e-2, o.decoupled = 1, o.weight_decay = 0.1; });
+  r.refuses(torch, {"ADOPT", "beta2", "1"}, [](O o) { o.beta2 = 1; });
+  r.refuses(torch, {"ADOPT", "decoupled", "2"}, [](O o) { o.decoupled = 2; });
+  return r;
+}
+
 }  // namespace optimizers
 
 // In the order of ga_optimizer_kind.
@@ -435,7 +449,7 @@ inline const std::vector<OptimizerRow>& optimizer_rows() {
   using namespace optimizers;
   static const std::vector<OptimizerRow> rows = {
       sgd(),   adam(),  adamw(), external(), rmsprop(), adagrad(),   adadelta(), adamax(),
-      nadam(), radam(), lion(),  lamb(),     lars(),    adafactor(), muon()};
+      nadam(), radam(), lion(),  lamb(),     lars(),    adafactor(), muon(),     adopt()};
   return rows;
 }
 

@@ -144,6 +144,9 @@ inline Real max(const Real& a, const Real& b) {
 inline Real clamp(const Real& a, double limit) {
   const double off = limit * arithmetic.half_ulp;  // the limit is rounded
   if (!(std::abs(a.value) + a.error > limit - off)) return a;
+  if (std::abs(a.value) - arithmetic.order * a.error > limit + off) {  // whatever rounding did
+    return {std::copysign(limit, a.value), off};
+  }
   const double value = std::clamp(a.value, -limit, limit);
   return {value, std::isinf(a.value) ? off : a.error + off};
 }
@@ -449,6 +452,17 @@ inline void lion(const ga_optimizer& o, double lr, const Real& g, Element& e) {
   e.m = average(o.beta2, e.m, g);
 }
 
+inline void adopt(const ga_optimizer& o, double lr, int64_t t, const Real& g, Element& e) {
+  if (t == 1) {
+    e.v = g * g;
+    return;
+  }
+  const Real ratio = g / max(sqrt(e.v), scalar(o.eps));
+  e.m = average(o.beta1, e.m, clamp(ratio, std::pow(static_cast<double>(t - 1), 0.25)));
+  e.p = e.p - scalar(lr) * e.m;
+  e.v = average(o.beta2, e.v, g * g);
+}
+
 // One applied update with the reduced, clipped gradient g, of an optimizer that takes elements one
 // by one. t is the one that the flavor counts by, from 1.
 inline void update(const ga_optimizer& o, double lr, int64_t t, Real g, Element& e) {
@@ -456,7 +470,7 @@ inline void update(const ga_optimizer& o, double lr, int64_t t, Real g, Element&
   if (o.maximize) g = -g;
   if (l2(o)) {
     g = g + scalar(o.weight_decay) * e.p;
-  } else if (o.flavor != GA_FLAVOR_BERT) {
+  } else if (o.flavor != GA_FLAVOR_BERT && (o.kind != GA_OPTIMIZER_ADOPT || t > 1)) {
     decay(o, lr, e.p);
   }
   switch (o.kind) {
@@ -487,6 +501,9 @@ inline void update(const ga_optimizer& o, double lr, int64_t t, Real g, Element&
       break;
     case GA_OPTIMIZER_LION:
       lion(o, lr, g, e);
+      break;
+    case GA_OPTIMIZER_ADOPT:
+      adopt(o, lr, t, g, e);
       break;
     case GA_OPTIMIZER_ADAM:
     case GA_OPTIMIZER_ADAMW:

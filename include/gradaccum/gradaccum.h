@@ -361,10 +361,12 @@ enum ga_optimizer_kind {
   GA_OPTIMIZER_ADAFACTOR = 13, /* Shazeer & Stern 2018, as torch.optim.Adafactor: for rank >= 2 the
                                  second moment is a product of a row and a column (of the last two
                                  axes). Three passes, 8, 12 and 12 bytes */
-  GA_OPTIMIZER_MUON = 14      /* Jordan et al. 2024, as torch.optim.Muon, with the Newton-Schulz
+  GA_OPTIMIZER_MUON = 14,     /* Jordan et al. 2024, as torch.optim.Muon, with the Newton-Schulz
                                  iteration in f32 through libgradaccum_onednn.so. Matrices only
                                  (rank 2, not f64); give the other parameters a group of their own.
                                  Two passes, 16 and 12 bytes, and the products between */
+  GA_OPTIMIZER_ADOPT = 15     /* Taniguchi et al. 2024, algorithm 2: its first step moves nothing.
+                                 Defaults: lr 1e-3, beta1 0.9, beta2 0.9999, eps 1e-6 */
 };
 
 /* Whose definition, where frameworks differ. t counts a parameter's own updates in TORCH, the
@@ -373,7 +375,7 @@ enum ga_optimizer_kind {
    decay     is added to the gradient (L2), but is  is decoupled everywhere: p -= lr weight_decay p
              decoupled, p -= lr weight_decay p, in
              ADAMW, LION, ADAFACTOR, MUON, and in
-             NADAM and RADAM by option
+             NADAM, RADAM and ADOPT by option
    SGD       b = mu b + (1 - dampening) g, first    v = mu v - lr g; p += v
              b = g; p -= lr b
    ADAM...   eps added to sqrt(v / (1 - beta2^t))   eps added to sqrt(v)
@@ -388,7 +390,7 @@ enum ga_optimizer_kind {
              applies where weight_decay is not 0,
              or by always_adapt; max_grad_norm
    others    ADADELTA and LION differ in their defaults only
-   RADAM, LARS, ADAFACTOR and MUON have TORCH alone.
+   RADAM, LARS, ADAFACTOR, MUON and ADOPT have TORCH alone.
    BERT      ADAMW only, as AdamWeightDecay of the BERT release: no bias correction,
              p -= lr (m / (sqrt(v) + eps) + weight_decay p) */
 enum ga_flavor { GA_FLAVOR_TORCH = 0, GA_FLAVOR_KERAS = 1, GA_FLAVOR_BERT = 2 };
@@ -408,8 +410,8 @@ typedef struct ga_optimizer {
   double weight_decay; /* >= 0 */
   double momentum;     /* SGD, RMSPROP, LARS, MUON; >= 0 */
   double dampening;    /* SGD, LARS; TORCH only; [0, 1] */
-  double beta1;        /* ADAM..., LION, LAMB; [0, 1) */
-  double beta2;        /* ADAM..., LION, LAMB; [0, 1) */
+  double beta1;        /* ADAM..., LION, LAMB, ADOPT; [0, 1) */
+  double beta2;        /* ADAM..., LION, LAMB, ADOPT; [0, 1) */
   double eps;          /* >= 0; ADAFACTOR: eps1; MUON: the least norm to divide by */
   int32_t nesterov;    /* SGD, LARS: 0 or 1; needs momentum > 0 and dampening 0. MUON: 0 or 1 */
   int32_t amsgrad;     /* ADAM, ADAMW: 0 or 1; not BERT */
@@ -431,7 +433,7 @@ typedef struct ga_optimizer {
   int32_t ns_steps;           /* MUON: iterations; 1 to 99 */
   int32_t adjust_lr;          /* MUON: ga_adjust_lr */
   int32_t centered;           /* RMSPROP: 0 or 1: by the variance, not by the mean square */
-  int32_t decoupled;          /* NADAM, RADAM; TORCH: 0 or 1: decoupled weight decay */
+  int32_t decoupled;          /* NADAM, RADAM, ADOPT; TORCH: 0 or 1: decoupled weight decay */
   int32_t always_adapt;       /* LAMB, LARS; TORCH: 0 or 1: the ratio also without weight_decay */
   int32_t reserved;           /* 0 */
 } ga_optimizer;

@@ -20,6 +20,7 @@
 #include "ops/adagrad.hpp"
 #include "ops/adam.hpp"
 #include "ops/adamax.hpp"
+#include "ops/adopt.hpp"
 #include "ops/external.hpp"
 #include "ops/lamb.hpp"
 #include "ops/lars.hpp"
@@ -33,7 +34,7 @@
 namespace ga {
 
 using Optimizers = TypeList<Sgd, Adam, AdamW, External, Rmsprop, Adagrad, Adadelta, Adamax, Nadam,
-                            Radam, Lion, Lamb, Lars, Adafactor, Muon>;
+                            Radam, Lion, Lamb, Lars, Adafactor, Muon, Adopt>;
 
 template <class List>
 constexpr bool in_order_of_kind = false;

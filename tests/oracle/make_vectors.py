@@ -185,6 +185,9 @@ def cases():
         yield torch_case("LARS", timm.optim.Lars, options, **single)
     for options in ({}, dict(lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)):
         yield torch_case("LION", timm.optim.Lion, options, **single)
+    for options in ({}, dict(lr=0.01, weight_decay=0.1, maximize=True),
+                    dict(lr=0.01, betas=(0.8, 0.95), eps=0.5, weight_decay=0.1, decoupled=True)):
+        yield torch_case("ADOPT", timm.optim.Adopt, options, clip_exp=0.25, **single)
 
     k = keras.optimizers
     for options in ({}, dict(momentum=0.9, weight_decay=0.1), dict(momentum=0.9, nesterov=True)):

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// ADOPT (Taniguchi et al. 2024, algorithm 2), as timm's Adopt with clip_exp 1/4:
+//
+//   t = 1:  v <- g^2
+//   else    m <- beta1 m + (1 - beta1) clip(g / max(sqrt(v), eps), (t - 1)^(1/4))
+//           p <- keep p - lr m
+//           v <- beta2 v + (1 - beta2) g^2
+//
+// with clip(x, c) = min(max(x, -c), c): v is that of the step before. Decay is L2, or keep = 1 - lr wd
+// if decoupled.
+#pragma once
+
+#include "ops/decay.hpp"
+
+namespace ga {
+
+// The first step is the other ones with 1 - beta1 and lr of 0, beta2 of 0 and 1 - beta2 of 1.
+template <class T>
+struct AdoptOp : ElementWise {
+  using Real = T;
+  static constexpr int slots = 2;
+  static constexpr SlotNames slot_names = {"exp_avg", "exp_avg_sq"};
+  Decay<T> decay;
+  T beta1, gain1, beta2, gain2, eps, clip, lr;
+
+  GA_HD AdoptOp(const ga_optimizer& o, const StepInput& in)
+      : decay(o, in, o.decoupled != 0), beta1(T(o.beta1)) {
+    const bool first = in.clock.step == 1;
+    if (first) decay.keep = T(1);
+    gain1 = T(first ? 0 : 1 - o.beta1);
+    beta2 = T(first ? 0 : o.beta2);
+    gain2 = T(first ? 1 : 1 - o.beta2);
+    eps = T(first ? 1 : o.eps);
+    clip = T(square_root(square_root(static_cast<double>(in.clock.step - 1))));
+    lr = T(first ? 0 : in.lr);
+  }
+
+  GA_HD T operator()(T p, T g, T* state) const {
+    g += decay.l2 * p;
+    const T x = g / larger(eps, square_root(state[1]));
+    const T m = beta1 * state[0] + gain1 * (x < -clip ? -clip : x > clip ? clip : x);
+    state[0] = m;
+    state[1] = beta2 * state[1] + gain2 * (g * g);
+    return decay.keep * p - lr * m;
+  }
+};
+
+struct Adopt : OptimizerBase {
+  static constexpr int32_t kind = GA_OPTIMIZER_ADOPT;
+  static constexpr const char* name = "ADOPT";
+  template <class T>
+  using Ops = TypeList<AdoptOp<T>>;
+
+  static void defaults(ga_optimizer& o) {
+    o.lr = 1e-3;
+    o.beta1 = 0.9;
+    o.beta2 = 0.9999;
+    o.eps = 1e-6;
+  }
+};
+
+}  // namespace ga
