@@ -4,13 +4,15 @@
 steps.
 
     python3 -m venv venv
-    venv/bin/pip install torch==2.15.0 timm==1.0.31 keras==3.15.1 jax==0.10.2
+    venv/bin/pip install torch==2.15.0 timm==1.0.31 keras==3.15.1 jax==0.10.2 \
+        pytorch_optimizer==4.1.0
     venv/bin/python make_vectors.py
 
-These are the versions that it was last run with. PyTorch, timm and Keras (on JAX) compute in
-float64, each by its own code. Only what a case names is set, here and in the library: the rest are
+These are the versions that it was last run with. PyTorch, timm, pytorch_optimizer and Keras (on JAX)
+compute in float64, each by its own code. Only what a case names is set, here and in the library: the rest are
 the defaults of both. test_vectors.cpp replays the file.
 """
+import importlib.metadata
 import os
 import random
 import sys
@@ -20,6 +22,7 @@ import jax
 
 jax.config.update("jax_enable_x64", True)
 import keras
+import pytorch_optimizer
 import timm
 import timm.optim
 import torch
@@ -134,7 +137,8 @@ def fields(options, names):
 def cases():
     def torch_case(kind, optimizer, options, **fixed):
         system = optimizer.__module__.split(".")[0]
-        return (f"{system} {optimizer.__name__}", kind, "GA_FLAVOR_TORCH", options, TORCH,
+        names = {} if system == "pytorch_optimizer" else TORCH
+        return (f"{system} {optimizer.__name__}", kind, "GA_FLAVOR_TORCH", options, names,
                 run_torch, lambda p: optimizer(p, **options, **fixed))
 
     def keras_case(kind, optimizer, options):
@@ -236,12 +240,12 @@ def listed(numbers, suffix=""):
 
 
 sys.stdout = open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "vectors.hpp"), "w")
-systems = (f"PyTorch {torch.__version__.split('+')[0]}, timm {timm.__version__} and "
-           f"Keras {keras.__version__} (JAX")
+versions = (f"PyTorch {torch.__version__.split('+')[0]}, timm {timm.__version__}, "
+            f"pytorch_optimizer {importlib.metadata.version('pytorch_optimizer')}")
 print(f"""// SPDX-License-Identifier: Apache-2.0
 //
-// Written by make_vectors.py with {systems}
-// {jax.__version__}). Not to be edited.
+// Written by make_vectors.py with {versions} and
+// Keras {keras.__version__} (JAX {jax.__version__}). Not to be edited.
 #pragma once
 
 #include <vector>
