@@ -122,6 +122,8 @@ inline Field eps2(double x) { return {"eps2", &ga_optimizer::eps2, x}; }
 inline Field beta2_decay(double x) { return {"beta2_decay", &ga_optimizer::beta2_decay, x}; }
 inline Field threshold(double x) { return {"clip_threshold", &ga_optimizer::clip_threshold, x}; }
 inline Field ns_steps(int32_t x) { return {"ns_steps", &ga_optimizer::ns_steps, x}; }
+inline Field beta3(double x) { return {"beta3", &ga_optimizer::beta3, x}; }
+inline Field alpha(double x) { return {"alpha", &ga_optimizer::alpha, x}; }
 
 inline Row sgd() {
   Row r = {GA_OPTIMIZER_SGD, "SGD", "sgd"};
@@ -442,14 +444,30 @@ inline Row adopt() {
   return r;
 }
 
+inline Row ademamix() {
+  Row r = {GA_OPTIMIZER_ADEMAMIX, "AdEMAMix", "ademamix"};
+  r.state = [](Const, bool) { return "exp_avg exp_avg_sq exp_avg_slow"; };
+  r.by_pow = true;
+  r.add_defaults(torch, {lr(1e-3), beta1(0.9), beta2(0.999), eps(1e-8), beta3(0.9999), alpha(5)});
+  r.add("Ademamix", torch, 1e-2, [](O) {});
+  r.add("AdemamixWarmup", torch, 1e-2, [](O o) {
+    o.alpha_warmup = 20, o.beta3_warmup = 50, o.beta3 = 0.99, o.weight_decay = 0.1, o.maximize = 1;
+  });
+  r.refuses(torch, {"AdEMAMix", "beta3", "1"}, [](O o) { o.beta3 = 1; });
+  r.refuses(torch, {"AdEMAMix", "alpha", "nan"}, [](O o) { o.alpha = NAN; });
+  r.refuses(torch, {"alpha_warmup", "-1"}, [](O o) { o.alpha_warmup = -1; });
+  r.refuses(torch, {"beta3_warmup", "-2"}, [](O o) { o.beta3_warmup = -2; });
+  return r;
+}
+
 }  // namespace optimizers
 
 // In the order of ga_optimizer_kind.
 inline const std::vector<OptimizerRow>& optimizer_rows() {
   using namespace optimizers;
   static const std::vector<OptimizerRow> rows = {
-      sgd(),   adam(),  adamw(), external(), rmsprop(), adagrad(),   adadelta(), adamax(),
-      nadam(), radam(), lion(),  lamb(),     lars(),    adafactor(), muon(),     adopt()};
+      sgd(),   adam(), adamw(), external(), rmsprop(),   adagrad(), adadelta(), adamax(),  nadam(),
+      radam(), lion(), lamb(),  lars(),     adafactor(), muon(),    adopt(),    ademamix()};
   return rows;
 }
 

@@ -303,7 +303,7 @@ inline void decay(const ga_optimizer& o, double lr, Real& p) {
 // Whether weight_decay p is part of the gradient.
 inline bool l2(const ga_optimizer& o) {
   return o.flavor == GA_FLAVOR_TORCH && o.weight_decay != 0 && o.kind != GA_OPTIMIZER_ADAMW &&
-         o.kind != GA_OPTIMIZER_LION && o.decoupled == 0;
+         o.kind != GA_OPTIMIZER_LION && o.kind != GA_OPTIMIZER_ADEMAMIX && o.decoupled == 0;
 }
 
 // torch.optim.SGD, after the weight decay.
@@ -463,6 +463,21 @@ inline void adopt(const ga_optimizer& o, double lr, int64_t t, const Real& g, El
   e.v = average(o.beta2, e.v, g * g);
 }
 
+inline void ademamix(const ga_optimizer& o, double lr, int64_t t, const Real& g, Element& e) {
+  const double n = static_cast<double>(t), start = std::log(o.beta1), end = std::log(o.beta3);
+  const double r = std::min(1.0, n / static_cast<double>(o.beta3_warmup));
+  const double b = r < 1 ? std::exp(start * end / ((1 - r) * end + r * start)) : o.beta3;
+  e.m = average(o.beta1, e.m, g);
+  e.v = average(o.beta2, e.v, g * g);
+  const auto host = [](double x) { return on_host([=] { return Real(x, kHost); }); };
+  e.w = host(b) * e.w + host(1 - b) * g;
+  const Real fast = on_host([&] { return exact(lr) / bias_correction(o.beta1, t); }) * e.m;
+  const double share = std::min(1.0, n / static_cast<double>(o.alpha_warmup));
+  const Real slow = scalar(lr * o.alpha * share) * e.w;
+  const Real correction = on_host([&] { return sqrt(bias_correction(o.beta2, t)); });
+  e.p = e.p - (fast + slow) / (sqrt(e.v) / correction + scalar(o.eps));
+}
+
 // One applied update with the reduced, clipped gradient g, of an optimizer that takes elements one
 // by one. t is the one that the flavor counts by, from 1.
 inline void update(const ga_optimizer& o, double lr, int64_t t, Real g, Element& e) {
@@ -504,6 +519,9 @@ inline void update(const ga_optimizer& o, double lr, int64_t t, Real g, Element&
       break;
     case GA_OPTIMIZER_ADOPT:
       adopt(o, lr, t, g, e);
+      break;
+    case GA_OPTIMIZER_ADEMAMIX:
+      ademamix(o, lr, t, g, e);
       break;
     case GA_OPTIMIZER_ADAM:
     case GA_OPTIMIZER_ADAMW:

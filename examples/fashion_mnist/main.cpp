@@ -38,7 +38,7 @@ constexpr NamedOptimizer kOptimizers[] = {
     {"radam", GA_OPTIMIZER_RADAM, 2e-3, 0},         {"lion", GA_OPTIMIZER_LION, 3e-4, 0},
     {"lamb", GA_OPTIMIZER_LAMB, 1e-2, 0},           {"lars", GA_OPTIMIZER_LARS, 0.1, 0.9},
     {"adafactor", GA_OPTIMIZER_ADAFACTOR, 1e-2, 0}, {"muon", GA_OPTIMIZER_MUON, 5e-3, 0.95},
-    {"adopt", GA_OPTIMIZER_ADOPT, 1e-3, 0}};
+    {"adopt", GA_OPTIMIZER_ADOPT, 1e-3, 0},         {"ademamix", GA_OPTIMIZER_ADEMAMIX, 1e-3, 0}};
 
 template <typename Value>
 struct Named {

@@ -365,8 +365,10 @@ enum ga_optimizer_kind {
                                  iteration in f32 through libgradaccum_onednn.so. Matrices only
                                  (rank 2, not f64); give the other parameters a group of their own.
                                  Two passes, 16 and 12 bytes, and the products between */
-  GA_OPTIMIZER_ADOPT = 15     /* Taniguchi et al. 2024, algorithm 2: its first step moves nothing.
+  GA_OPTIMIZER_ADOPT = 15,    /* Taniguchi et al. 2024, algorithm 2: its first step moves nothing.
                                  Defaults: lr 1e-3, beta1 0.9, beta2 0.9999, eps 1e-6 */
+  GA_OPTIMIZER_ADEMAMIX = 16  /* Pagliardini et al. 2024: ADAMW and a slow average of gradients.
+                                 Defaults: ADAM's, beta3 0.9999, alpha 5, no warm-ups */
 };
 
 /* Whose definition, where frameworks differ. t counts a parameter's own updates in TORCH, the
@@ -374,8 +376,8 @@ enum ga_optimizer_kind {
              TORCH                                  KERAS
    decay     is added to the gradient (L2), but is  is decoupled everywhere: p -= lr weight_decay p
              decoupled, p -= lr weight_decay p, in
-             ADAMW, LION, ADAFACTOR, MUON, and in
-             NADAM, RADAM and ADOPT by option
+             ADAMW, LION, ADAFACTOR, MUON,
+             ADEMAMIX, and in NADAM, RADAM and ADOPT by option
    SGD       b = mu b + (1 - dampening) g, first    v = mu v - lr g; p += v
              b = g; p -= lr b
    ADAM...   eps added to sqrt(v / (1 - beta2^t))   eps added to sqrt(v)
@@ -390,7 +392,7 @@ enum ga_optimizer_kind {
              applies where weight_decay is not 0,
              or by always_adapt; max_grad_norm
    others    ADADELTA and LION differ in their defaults only
-   RADAM, LARS, ADAFACTOR, MUON and ADOPT have TORCH alone.
+   RADAM, LARS, ADAFACTOR, MUON, ADOPT and ADEMAMIX have TORCH alone.
    BERT      ADAMW only, as AdamWeightDecay of the BERT release: no bias correction,
              p -= lr (m / (sqrt(v) + eps) + weight_decay p) */
 enum ga_flavor { GA_FLAVOR_TORCH = 0, GA_FLAVOR_KERAS = 1, GA_FLAVOR_BERT = 2 };
@@ -410,8 +412,8 @@ typedef struct ga_optimizer {
   double weight_decay; /* >= 0 */
   double momentum;     /* SGD, RMSPROP, LARS, MUON; >= 0 */
   double dampening;    /* SGD, LARS; TORCH only; [0, 1] */
-  double beta1;        /* ADAM..., LION, LAMB, ADOPT; [0, 1) */
-  double beta2;        /* ADAM..., LION, LAMB, ADOPT; [0, 1) */
+  double beta1;        /* ADAM..., LION, LAMB, ADOPT, ADEMAMIX; [0, 1) */
+  double beta2;        /* ADAM..., LION, LAMB, ADOPT, ADEMAMIX; [0, 1) */
   double eps;          /* >= 0; ADAFACTOR: eps1; MUON: the least norm to divide by */
   int32_t nesterov;    /* SGD, LARS: 0 or 1; needs momentum > 0 and dampening 0. MUON: 0 or 1 */
   int32_t amsgrad;     /* ADAM, ADAMW: 0 or 1; not BERT */
@@ -436,6 +438,10 @@ typedef struct ga_optimizer {
   int32_t decoupled;          /* NADAM, RADAM, ADOPT; TORCH: 0 or 1: decoupled weight decay */
   int32_t always_adapt;       /* LAMB, LARS; TORCH: 0 or 1: the ratio also without weight_decay */
   int32_t reserved;           /* 0 */
+  double beta3;         /* ADEMAMIX: of the slow average; [0, 1) */
+  double alpha;         /* ADEMAMIX: what the slow average is multiplied by; >= 0 */
+  int64_t alpha_warmup; /* ADEMAMIX: steps in which alpha grows from 0; >= 0 */
+  int64_t beta3_warmup; /* ADEMAMIX: steps in which the slow average slows down to it; >= 0 */
 } ga_optimizer;
 
 /* Fills optimizer with that framework's defaults for that optimizer. struct_size:

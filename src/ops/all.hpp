@@ -20,6 +20,7 @@
 #include "ops/adagrad.hpp"
 #include "ops/adam.hpp"
 #include "ops/adamax.hpp"
+#include "ops/ademamix.hpp"
 #include "ops/adopt.hpp"
 #include "ops/external.hpp"
 #include "ops/lamb.hpp"
@@ -34,7 +35,7 @@
 namespace ga {
 
 using Optimizers = TypeList<Sgd, Adam, AdamW, External, Rmsprop, Adagrad, Adadelta, Adamax, Nadam,
-                            Radam, Lion, Lamb, Lars, Adafactor, Muon, Adopt>;
+                            Radam, Lion, Lamb, Lars, Adafactor, Muon, Adopt, Ademamix>;
 
 template <class List>
 constexpr bool in_order_of_kind = false;

@@ -61,7 +61,7 @@ SIZE(ga_accum_phase, 16);
 FIELD(ga_accum_phase, from_step, 0, 8);
 FIELD(ga_accum_phase, accum_steps, 8, 8);
 
-SIZE(ga_optimizer, 208);
+SIZE(ga_optimizer, 240);
 FIELD(ga_optimizer, struct_size, 0, 8);
 FIELD(ga_optimizer, kind, 8, 4);
 FIELD(ga_optimizer, flavor, 12, 4);
@@ -92,6 +92,10 @@ FIELD(ga_optimizer, centered, 192, 4);
 FIELD(ga_optimizer, decoupled, 196, 4);
 FIELD(ga_optimizer, always_adapt, 200, 4);
 FIELD(ga_optimizer, reserved, 204, 4);
+FIELD(ga_optimizer, beta3, 208, 8);
+FIELD(ga_optimizer, alpha, 216, 8);
+FIELD(ga_optimizer, alpha_warmup, 224, 8);
+FIELD(ga_optimizer, beta3_warmup, 232, 8);
 
 SIZE(ga_schedule, 80);
 FIELD(ga_schedule, struct_size, 0, 8);
@@ -252,6 +256,7 @@ VALUE(GA_OPTIMIZER_LARS, 12);
 VALUE(GA_OPTIMIZER_ADAFACTOR, 13);
 VALUE(GA_OPTIMIZER_MUON, 14);
 VALUE(GA_OPTIMIZER_ADOPT, 15);
+VALUE(GA_OPTIMIZER_ADEMAMIX, 16);
 
 VALUE(GA_FLAVOR_TORCH, 0);
 VALUE(GA_FLAVOR_KERAS, 1);

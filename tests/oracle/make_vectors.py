@@ -121,7 +121,9 @@ def literal(value):
 def fields(options, names):
     for name, value in options.items():
         if name == "betas":
-            yield from (("beta1", value[0]), ("beta2", value[1]))
+            yield from zip(("beta1", "beta2", "beta3"), value)
+        elif name == "t_alpha_beta3":
+            yield from (("alpha_warmup", value), ("beta3_warmup", value))
         elif name == "eps" and isinstance(value, tuple):
             yield from (("eps", value[0]), ("eps2", value[1]))
         elif name == "adjust_lr_fn":
@@ -192,6 +194,10 @@ def cases():
     for options in ({}, dict(lr=0.01, weight_decay=0.1, maximize=True),
                     dict(lr=0.01, betas=(0.8, 0.95), eps=0.5, weight_decay=0.1, decoupled=True)):
         yield torch_case("ADOPT", timm.optim.Adopt, options, clip_exp=0.25, **single)
+    for options in ({}, dict(lr=0.01, betas=(0.8, 0.95, 0.99), alpha=8.0, eps=1e-3, maximize=True),
+                    dict(lr=0.01, t_alpha_beta3=8, weight_decay=0.1)):
+        yield torch_case("ADEMAMIX", pytorch_optimizer.AdEMAMix, options, weight_decouple=True,
+                         **single)
 
     k = keras.optimizers
     for options in ({}, dict(momentum=0.9, weight_decay=0.1), dict(momentum=0.9, nesterov=True)):
