@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a ga_context is: groups, parameters, the window and the counters. No loop over elements is
-// in here, and none of the numbers that come out of one: it tells a Backend what to do to which
-// tensors, and keeps what that goes by in the tables of control.hpp.
+// What a ga_context is: groups, parameters, the window and the counters. The context has no loop over
+// elements and computes no number of a step: it tells a Backend what to do to which tensors, by the
+// tables of tables.hpp.
 //   context.cpp     groups and parameters
-//   memory.cpp      the arrays they have
-//   tables.cpp      what the tables are told of all that
+//   memory.cpp      the arrays that parameters own
+//   tables.cpp      what the host writes into the tables
 //   accumulate.cpp  contributions to a window
 //   step.cpp        the end of a window
 //   clip.cpp        clipping
-//   update.cpp      parameters and optimizer state
+//   update.cpp      the update of parameters and optimizer state
 #pragma once
 
 #include <array>
@@ -44,8 +44,8 @@ class Context : BnContext {
   // Whether the parent of this process made it (see fork.hpp).
   bool is_of_parent() const { return generation_ != process_generation(); }
 
-  // Held during a call, which computes in the library's floating-point mode: throws where the
-  // context is the parent's, is in another call already, or has failed for good.
+  // Held during a call, which computes in the library's floating-point mode. Throws if the context
+  // belongs to the parent process, is in another call, or has failed for good.
   class Use {
    public:
     explicit Use(const Context& context);
@@ -83,8 +83,7 @@ class Context : BnContext {
 
   BatchNorms& batch_norms() { return batch_norms_; }
 
-  // Throws, before anything has changed, where no work can be given now: a capture is in the way,
-  // or there was a fault.
+  // Throws if the backend can take no work now: after a fault, or because of a capture.
   void check_device() const { backend_->capturing(); }
 
   // accumulate.cpp
@@ -116,10 +115,10 @@ class Context : BnContext {
     ga_param count;
   };
 
-  // Places in the arenas, in bytes.
+  // How much of the arenas is taken, in bytes.
   struct Layout {
     std::array<size_t, kArrayKinds> bytes = {};
-    size_t scratch = 0;  // of the parameter that needs most while it is updated
+    size_t scratch = 0;  // for the parameter whose update needs most
 
     int64_t chunks() const { return static_cast<int64_t>(bytes[kPartials] / sizeof(Partial)); }
   };
@@ -254,7 +253,7 @@ class Context : BnContext {
   void or_break(Work&& work);
 
   // update.cpp
-  // Whether units are clipped, and second moments factored, before the step is settled: StepSums.
+  // Whether the sums of StepSums are taken before the decision.
   bool sums_first() const { return !backend_->passes_are_cut(); }
   void make_lists();
   void update();
@@ -278,7 +277,7 @@ class Context : BnContext {
   std::unordered_set<std::string> names_;
   ga_clip clip_;
   std::vector<ga_accum_phase> phases_;
-  bool accum_due_ = false;  // the length of the next window is to be found by them
+  bool accum_due_ = false;  // the next window's K has to be looked up in phases_
 
   bool scaled_ = false;
   ga_loss_scaler scaler_ = {};
@@ -287,14 +286,14 @@ class Context : BnContext {
   bool clip_units_ = false;  // some is GA_CLIP_AGC, of the reduced gradient
 
   ContextTables tables_;
-  mutable Control last_control_ = {};  // what was read last
-  std::vector<Source> told_;           // the adopted gradient that the tables have
-  std::vector<Word> moved_;            // of a call that adopts gradients
+  mutable Control last_control_ = {};  // as last read from a device
+  std::vector<Source> told_;           // by parameter: the adopted gradient that the tables name
+  std::vector<Word> moved_;            // new addresses of adopted gradients, to be sent
 
-  size_t prepared_ = 0;    // parameters that the tables know
+  size_t prepared_ = 0;    // parameters in the tables
   bool lacking_ = false;   // some parameter that is not frozen has no arrays yet
-  bool unfilled_ = false;  // some arrays do not hold yet what they begin with
-  Layout owned_;           // of these
+  bool unfilled_ = false;  // some arrays do not hold their initial values yet
+  Layout owned_;           // of all arrays that parameters own
   std::vector<Buffer> arenas_;
   Buffer scratch_;
 
@@ -304,33 +303,34 @@ class Context : BnContext {
   BatchNorms batch_norms_{config_, *backend_, window_, ranges_, *this};
   int64_t windows_ = 0;  // calls of ga_step that returned GA_OK
   int64_t tickets_ = 0;
-  bool delivered_ = false;  // some parameter's gradient may be
+  bool delivered_ = false;  // some accumulator holds a gradient for the program
   bool rejected_ = false;   // ga_step has returned GA_ERROR_NONFINITE for this window
 
   // Working lists, sized by prepare() so that no later call allocates.
   TaskList<AccumulateTask> accumulate_tasks_;
   TaskList<NormTask> norm_tasks_;
-  // Parameters by what their update takes: one pass; clipping by units on the way; passes before
-  // it. Made anew when an option changes.
+  // Parameters by the passes of their update: one; one that also clips by units; several. Rebuilt when an
+  // option changes.
   bool lists_due_ = true;
-  bool unit_lists_ = false;  // some is clipped by units
+  bool unit_lists_ = false;  // some parameter is clipped by units
   std::vector<ga_param> plain_, pieces_, layers_;
   std::vector<ga_param> ids_[3];                                // of a batch of these
   std::vector<ga_param> norms_, units_first_, factored_first_;  // of StepSums
-  int64_t rows_held_ = 0;   // contributed in this window, repeated ones too
-  bool plain_path_ = true;  // contributions need nothing but to be added
-  bool adopts_ = false;     // first ones are left where they are
+  int64_t rows_held_ = 0;   // rows contributed in this window, repeated ones included
+  bool plain_path_ = true;  // contributions are only added
+  bool adopts_ = false;     // first contributions stay in the program's buffers
   bool noise_repeated_ = false;
   struct {
     int64_t index;
     double weight;
-    double loss_scale;                       // 0: only the device knows it
-    double window_weight;                    // with it
-  } micro_ = {};                             // of the contributions that are being planned
-  std::vector<Contribution> contributions_;  // of the open micro-batch, when deferring
-  std::vector<MicroInput> micro_inputs_;     // likewise
-  std::vector<ga_param> micro_units_;        // of these, those clipped by units
-  size_t micro_chunks_ = 0;                  // of these
+    double loss_scale;     // 0: only the device knows it
+    double window_weight;  // of the window including this micro-batch
+  } micro_ = {};           // the micro-batch of add_task()
+  // Of the open micro-batch, if micro-batches are judged as a whole:
+  std::vector<Contribution> contributions_;
+  std::vector<MicroInput> micro_inputs_;
+  std::vector<ga_param> micro_units_;  // parameters clipped by units
+  size_t micro_chunks_ = 0;
   int64_t reserved_chunks_ = 0, reserved_params_ = 0;  // of the backend, by defer()
   State<Partial> micro_partials_;
   State<MicroPlan> micro_plans_;

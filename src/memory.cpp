@@ -195,7 +195,7 @@ int64_t Context::bytes_of_lists(size_t params) const {
 
 // ---- Allocation ---------------------------------------------------------------------------------
 
-// What prepare() has allocated and not handed over yet.
+// What prepare() has allocated and not yet handed over to the parameters.
 struct Context::NewArrays {
   Layout layout;
   std::array<Buffer, kArrayKinds> arenas;
@@ -204,9 +204,9 @@ struct Context::NewArrays {
   ContextTables tables;
 };
 
-// Gives every parameter that is not frozen and has no arrays its own. All or nothing. To be called
-// after all checks of a call that contributes, so that no other call leaves arrays behind; throws if
-// memory runs out, or if another context has a master of the same memory.
+// Gives every parameter that is not frozen its arrays, if it has none yet: all of them or, if this throws,
+// none. Called after the last check of a call that contributes, so that no other call leaves arrays behind.
+// Throws if memory runs out, or if another context has master weights for the same memory.
 void Context::prepare() {
   if (lacking_) {
     NewArrays fresh;
@@ -288,7 +288,7 @@ void Context::allocate_new(NewArrays& fresh) {
   claim_masters();
 }
 
-// All or nothing.
+// Claims the parameters whose master weights are new: all of them or, if this throws, none.
 void Context::claim_masters() {
   const auto is_new = [&](const Param& p, size_t i) {
     return lacks_arrays(p) && p.count > 0 && has_master(p, tensors_[i], group_of(p));
@@ -331,8 +331,8 @@ void Context::hand_over(NewArrays& fresh) {
   lacking_ = false;
 }
 
-// What new arrays begin with, where that is not zero, and master weights that are not those of their
-// parameter yet. What fails is done again by the next call.
+// Fills new arrays whose initial value is not zero, and copies parameters to their master weights. If this
+// fails, the next call does the rest.
 void Context::fill_new() {
   const auto fill = [&](const Param& p, const Source& from, double constant, const Array& to) {
     FinishTask task = {};

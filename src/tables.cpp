@@ -6,7 +6,7 @@
 
 namespace ga {
 
-// ---- What the tables are told -------------------------------------------------------------------
+// ---- Options of the context and its groups --------------------------------------------------------
 
 void Context::tell_settings() {
   Settings& s = tables_.settings.edit(0);
@@ -39,10 +39,10 @@ void Context::tell_groups() {
     tables_.group_inputs.edit(k) = {
         g.optimizer, {g.schedule, g.rates.at()}, g.own_clip ? g.clip : clip_, g.own_clip};
   }
-  tables_.group_inputs.flush(*backend_);  // perhaps nothing but replays of a graph follows
+  tables_.group_inputs.flush(*backend_);  // now, since only replays of a graph may follow
 }
 
-// The loss scale begins anew.
+// Sets the loss scale and its counters to their initial values.
 void Context::tell_scaler() {
   const ScalerState state = {scaler_.initial_scale, 0, 0};
   const auto next = static_cast<float>(scaled_ ? scaler_.initial_scale : config_.loss_scale);
@@ -213,7 +213,7 @@ void Context::describe_views(size_t i) {
 
 // ---- Where the gradients lie --------------------------------------------------------------------
 
-// Where a parameter's gradient of the window is.
+// Where the gradient of the window lies.
 Source Context::source_of(ga_param id) const {
   const Param& p = params_[static_cast<size_t>(id)];
   switch (p.held()) {
@@ -230,12 +230,13 @@ Source Context::source_of(ga_param id) const {
   }
 }
 
-// f(table, source) for all tables that tell where the gradient is: source(entry) is that there.
+// Calls f(table, source) for every table whose entry says where the gradient lies; source(entry) is that
+// member of the entry.
 template <class F>
 void Context::each_source(size_t i, F&& f) {
   const auto of_task = [](auto& task) -> Source& { return task.gradient.source; };
   const auto id = static_cast<ga_param>(i);
-  if (by_units(id)) {  // all else reads it by way of these
+  if (by_units(id)) {  // everything else reads the gradient through these two
     f(tables_.composites, [](Composites& c) -> Source& { return c.clipped.gradient.source; });
     f(tables_.units, of_task);
     return;
@@ -246,17 +247,18 @@ void Context::each_source(size_t i, F&& f) {
   if (tables_.factors[i].row_pattern) f(tables_.factors, of_task);
 }
 
-// Puts where the gradient is into all that reads it.
+// Writes where the gradient lies into every table.
 void Context::set_gradient(size_t i) {
   Source source = source_of(static_cast<ga_param>(i));
   if (params_[i].held() == Held::kAdopted) told_[i] = source;
-  // The scale of the step's own window: the next one is there when the step reads its gradient.
+  // The loss scale of the window that ends: by the time the step reads the gradient, the scaler holds the
+  // next one.
   if (source.divisor) source.divisor = &tables_.control.at()->result.loss_scale;
   each_source(i, [&](auto& table, auto source_in) { source_in(table.edit(i)) = source; });
 }
 
-// The same where nothing but the address of an adopted gradient is new: then so many words, and not
-// the tables, go to a device. False: it is not so.
+// Like set_gradient(), if only the address of an adopted gradient is new: then only the words with the
+// address go to a device, not the tables. Returns false if more is new.
 bool Context::move_gradient(size_t i) {
   const Source source = adopted_of(params_[i]);
   Source known = told_[i];
@@ -273,11 +275,11 @@ bool Context::move_gradient(size_t i) {
   return true;
 }
 
-// After that.
+// Sends the addresses that move_gradient() collected.
 void Context::tell_moved() {
   if (moved_.empty()) return;
   try {
-    // A capture may end before the step: then that sends the tables.
+    // A capture may end before ga_step, which then sends the tables.
     if (backend_->capturing())
       edit_params();
     else
@@ -290,7 +292,7 @@ void Context::tell_moved() {
   moved_.clear();
 }
 
-// What this window has brought to each parameter. In most, all is as it was in the last one.
+// Writes what this window has brought to each parameter: in most cases the same as the window before.
 void Context::tell_params() {
   const bool running = config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   for (size_t i = 0; i < prepared_; ++i) {
@@ -308,7 +310,8 @@ void Context::tell_params() {
     tables_.param_inputs.set(i, &ParamInput::held, held);
     set_gradient(i);
   }
-  // Windows between two replays may change what this one has found as it was.
+  // A graph must send every entry: windows between two replays may change entries that this window found
+  // unchanged.
   if (backend_->capturing()) edit_params();
 }
 
