@@ -23,14 +23,14 @@ struct Group {
   Table<double> rates;  // of a GA_SCHEDULE_TABLE
 };
 
-// What the passes read of a parameter. The first cache line is all that a plain contribution needs.
+// What the passes need of a parameter. A plain contribution needs the first cache line alone.
 struct alignas(64) Param {
   void* accumulator = nullptr;
   Partial* partials = nullptr;
   int64_t count;
   int64_t offset;                 // elements from the start of its block
-  const void* checked = nullptr;  // the gradient address last found clear of the ranges
-  const void* adopted = nullptr;
+  const void* checked = nullptr;  // the last gradient address that overlapped no range
+  const void* adopted = nullptr;  // under Held::kAdopted: the gradient, in the program's buffer
   double adopted_scale = 0;
   unsigned char dtype;
   unsigned char gradient_dtype;
@@ -38,42 +38,42 @@ struct alignas(64) Param {
   unsigned char held_as = 0;  // Held
   bool f64 : 1;               // computed in double
   bool acquired : 1;
-  bool adopted_late : 1;  // what it is adopted with is to be divided by the loss scale of the step
+  bool adopted_late : 1;  // adopted_scale still lacks the loss scale, which only the device knows
   bool frozen = false;
-  bool stale = false;  // the partials are not those of the accumulator
+  bool stale = false;  // someone wrote the accumulator without its partials
 
   void* data;
   void* state[kMaxSlots] = {};
   void* master = nullptr;
   void* average = nullptr;
-  double held_weight = 0;     // GA_ACCUMULATE_RUNNING_MEAN: the weights that the mean is over
+  double held_weight = 0;     // GA_ACCUMULATE_RUNNING_MEAN: sum of the weights in the mean
   int64_t contributions = 0;  // in this window
-  int64_t last_micro = -1;    // micro-batch of the last one
+  int64_t last_micro = -1;    // micro-batch of the last contribution
   ga_group group;
   bool matrix = false;     // rank >= 2
   bool delivered = false;  // the accumulator holds the last step's gradient, for the program
   bool pending = false;    // in the list of tasks
-  bool pair = false;       // its accumulator is one, of two arrays
-  bool owns = false;       // it has its arrays
-  bool accumulator_written = false;  // in some window; so are the others
+  bool pair = false;       // the accumulator consists of two 16-bit arrays
+  bool owns = false;       // the arrays of the parameter exist
+  bool accumulator_written = false;  // by some window since it was allocated
   bool state_written = false;
   bool average_written = false;
-  bool state_due = false;   // its state is to be filled with what it begins with
-  bool master_due = false;  // its master is to be taken from it
+  bool state_due = false;   // the state has yet to be filled with its initial value
+  bool master_due = false;  // the master weights have yet to be copied from the parameter
 
   Param() : f64(false), acquired(false), adopted_late(false) {}
   Held held() const { return static_cast<Held>(held_as); }
   void hold(Held h) { held_as = static_cast<unsigned char>(h); }
-  int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype that it is computed in
+  int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
 };
 
 inline UnitPattern units_of(const std::vector<int64_t>& shape, uint32_t reduced) {
   return make_units(static_cast<int32_t>(shape.size()), shape.data(), reduced);
 }
 
-// Sums over units and what is made of them.
+// Sums over the units of a tensor, and the clip factors computed from them.
 struct Units {
-  // both: sums over the parameter too, and factors.
+  // both: with the sums over the parameter and the factors.
   Units(Backend& backend, const UnitPattern& pattern, bool both);
   static size_t bytes(const UnitPattern& pattern, bool both);  // of the arrays
 
@@ -81,11 +81,11 @@ struct Units {
   Buffer block;                // of all four arrays
   double* gradient;            // sums
   double* param = nullptr;
-  void* factors = nullptr;  // of the type computed in
+  void* factors = nullptr;  // float or double, as the parameter is computed
   UnitTotals* totals = nullptr;
 };
 
-// What few passes read of a parameter.
+// What few passes need of a parameter.
 struct Tensor {
   std::string name;
   std::vector<int64_t> shape;
@@ -129,7 +129,7 @@ struct OwnedArray {
   const char* name;  // as PyTorch names it, whatever the flavor; NULL: derived, not to be saved
 };
 
-// Fixed capacity: asking for it allocates nothing.
+// A list of fixed capacity, so that no call for it allocates.
 struct OwnedArrays {
   std::array<OwnedArray, kArrayKinds> list;
   size_t size = 0;
@@ -138,11 +138,11 @@ struct OwnedArrays {
   const OwnedArray* end() const { return list.data() + size; }
 };
 
-// All arrays that a parameter has or is going to have, in the order of ArrayKind, except its Units: this
-// list is what layout, accounting, allocation and filling go by. ema: of the context.
+// All arrays that a parameter has or will have, in the order of ArrayKind, except its Units. Layout,
+// accounting, allocation and filling follow this list. ema: that of the context.
 OwnedArrays arrays_of(const Param& p, const Tensor& t, const Group& g, int32_t accumulation,
                       const std::optional<ga_ema>& ema);
-// Hands one of them to the parameter.
+// Gives the parameter one of its arrays.
 void set_array(Param& p, Tensor& t, int kind, void* data);
 
 int32_t state_format(const Param& p, const Group& g);
