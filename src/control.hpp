@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scalars of a window and of a step: what the program has set, what was counted and summed up,
-// and the numbers that the loops read. They live where the arrays live, so a step on a device waits
-// for nothing. What is computed from them is in decide.hpp.
+// The scalars of a window and of a step: settings of the program, counts and sums, and the numbers
+// that the kernels read. The scalars live where the arrays live, so a step on a device waits for
+// nothing. decide.hpp has the code that computes them.
 //
-// Inputs are written by the host alone, states where the arrays are alone.
+// Only the host writes inputs; only the code that runs where the arrays live writes states.
 #pragma once
 
 #include <cstdint>
@@ -19,25 +19,24 @@ namespace ga {
 
 struct Partial {
   double sum_squares;
-  double second_squares;  // NormTask: of the gradient as clipped by value; measure(): of x[1]
-  double noise;           // of the contributions, each times AccumulateTask::noise
+  double second_squares;  // NormTask: of the gradient clipped by value; Op::measure(): of x[1]
+  double noise;           // squares of the contributions, each times AccumulateTask::noise
   int64_t nonfinite;      // 0 or 1
 };
 
-// The rows of a matrix that a window has touched, as a sparse set (Briggs & Torczon 1993): row r is
-// in it exactly when entries[slots[r]].row is r. So nothing is ever cleared but size.
+// The rows of a matrix with a gradient in this window, as a sparse set (Briggs & Torczon 1993): the
+// set contains row r exactly when entries[slots[r]].row is r, so clearing the set resets only size.
 struct RowEntry {
   int64_t row;
   Partial partial;
 };
 struct RowSet {
   uint32_t* slots;
-  RowEntry* entries;  // in the order of their first contribution
+  RowEntry* entries;  // by first contribution
   int64_t size, capacity;
 };
 
-// The gradient as an optimizer sees it: factor * clamp(scale * source, limit). limit may be
-// infinite.
+// The optimizer sees the gradient as factor * clamp(scale * source, limit); limit may be infinite.
 struct Numbers {
   double scale, limit, factor;
 };
@@ -47,27 +46,27 @@ struct alignas(16) OpBytes {
   unsigned char bytes[112];
 };
 
-// Where a parameter's gradient of the window is.
+// Where the gradient of a parameter lies during a window.
 enum class Held : int32_t {
   kNothing,  // no contribution yet
   kAdopted,  // in the program's buffer, GA_GRADIENTS_LIVE
   kStored,   // in the accumulator
-  kRows      // in the accumulator's rows that are in the row set
+  kRows      // in the accumulator, in the rows of the row set
 };
 
-// Of the context.
+// The settings of a context.
 struct Settings {
   int32_t reduce, missing, nonfinite, gradient_kind;
   bool running_mean;  // GA_ACCUMULATE_RUNNING_MEAN
-  bool deferring;     // micro-batches are judged before they are added
+  bool deferring;     // micro-batches are checked before they are added
   bool clip_micro;    // some clipping is GA_CLIP_MICRO
-  bool scaled;        // there is a scaler
-  bool averaged;      // there are averages
+  bool scaled;        // the context has a loss scaler
+  bool averaged;      // the context keeps an EMA of the parameters
   bool noise;         // the noise scale is estimated
-  bool clips;         // by some norm, of the reduced gradient
-  int32_t bounded;    // the ga_optimizer_kind whose groups share a bound of their norm; -1: none
+  bool clips;         // some clipping is by a norm of the reduced gradient
+  int32_t bounded;    // the ga_optimizer_kind whose groups share a max_grad_norm; -1: none
   int32_t reserved;
-  double loss_scale;  // without a scaler
+  double loss_scale;  // without a loss scaler
   double noise_smoothing;
   uint64_t seed;
   ga_loss_scaler scaler;
@@ -77,81 +76,81 @@ struct Settings {
 struct GroupInput {
   ga_optimizer optimizer;
   ScheduleData schedule;
-  ga_clip clip;  // that in force
+  ga_clip clip;  // the group's own clip, else that of the context
   bool own_clip;
 };
 
 struct GroupState {
-  Clock clock;         // the context's applied steps, with this optimizer's products
-  double sum_squares;  // of the gradients that share its clip
+  Clock clock;         // applied steps of the context, with the products of this optimizer
+  double sum_squares;  // of the gradients under the group's own clip
   double clip_factor;
   double lr;
 };
 
 struct ParamInput {
   const Partial* partials;
-  RowSet* rows;  // NULL: none
+  RowSet* rows;  // NULL: no row set
   int64_t count;
   int64_t extent;  // shape[0]
-  double weight;   // what the accumulator is to be multiplied by beside the mean
+  double weight;   // multiplies the accumulator, as the mean does
   ga_group group;
-  int32_t op;  // position in AllOps; -1: none
+  int32_t op;  // position in AllOps; -1: no Op
   Held held;
   bool f64;
   bool frozen;
-  bool clamped;     // its partials are also of the gradient as clipped by value
-  bool by_units;    // its clip is GA_CLIP_AGC of the reduced gradient
+  bool clamped;     // the partials also hold the squares of the gradient clipped by value
+  bool by_units;    // GA_CLIP_AGC clips the reduced gradient
   bool lazy;        // only rows with a gradient are updated
-  bool average;     // it has one
-  bool by_chance;   // something of it is rounded stochastically
-  bool stale_rows;  // the norm is of the partials, not of the rows
-  bool unmeasured;  // the partials are not those of the gradient, and nobody reads its norm
+  bool average;     // the parameter has an EMA
+  bool by_chance;   // some array of the parameter is rounded stochastically
+  bool stale_rows;  // the norm comes from the partials, not from the row set
+  bool unmeasured;  // the partials do not match the gradient, and nobody reads its norm
 };
 
-// What the gradients of a window come to before anything is decided: a WindowSums, and ParamSums for
-// each parameter. Every number adds up over ranks: the flags are 0 or 1 on one rank.
+// The sums over a window's gradients that a decision is made from: one WindowSums, and a ParamSums
+// for each parameter. Every number may be added up over ranks; a flag is 0 or 1 on one rank.
 struct WindowSums {
   double weight;         // of the micro-batches
-  double micro_batches;  // how many there are
-  double weighted;       // of these, with a weight > 0
-  double dropped;        // of these, not added
-  double failed;         // a call came with something that only a device has seen
+  double micro_batches;  // number of micro-batches
+  double weighted;       // number with a weight > 0
+  double dropped;        // number not added
+  double failed;         // on a device, a row index was out of range
   double unestimated;    // the window has no estimate of the noise scale
 };
 struct ParamSums {
-  double squares;    // of what is accumulated, not yet divided by weights; NaN: nobody measured it
-  double clamped;    // under ParamInput::clamped: of the mean gradient as clipped by value
+  double squares;    // of the accumulated gradient, before the mean; NaN: not measured
+  double clamped;    // under ParamInput::clamped: squares of the mean gradient clipped by value
   double noise;      // Partial::noise
-  double nonfinite;  // some element is infinite or NaN
+  double nonfinite;  // an element is infinite or NaN
   double gradients;  // the window brought a gradient
-  double dense;      // a gradient lies in the whole array, not in some of its rows
+  double dense;      // the gradient fills the whole array, not only the rows of a row set
 };
 
 struct ParamState {
-  Clock clock;             // its own updates
-  ParamSums sums;          // of the window that ends
-  double sum_squares;      // of what a clip by norm sees
+  Clock clock;             // updates of this parameter
+  ParamSums sums;          // of the ending window
+  double sum_squares;      // of the gradient before it is clipped by norm
   double norm_squares[2];  // of the first pass of a layer-wise Op
-  double factor;           // of its clip by norm
-  double smallest;         // of the factors of its units
+  double factor;           // of the clip by norm
+  double smallest;         // clip factor of any unit
   int64_t contributed;     // Settings::deferring: a contribution was added in this window
-  double held_weight;      // likewise, the weights that a running mean is over
-  bool touched;            // this step is about it
-  bool averaged;           // the average holds something
+  double held_weight;      // Settings::deferring: sum of the weights in a running mean
+  bool touched;            // this step updates the parameter or delivers its gradient
+  bool averaged;           // the EMA has its first value
 };
 
-// What a step does to a parameter, as bits.
+// What a step does to a parameter, as bit flags.
 enum Duty : int32_t {
-  kUpdate = 1,      // its Op
-  kUpdateRows = 2,  // likewise, of the rows with a gradient
-  kDeliver = 4,     // its gradient goes to the program
-  kFollow = 8       // its average moves alone; with kUpdate it does so in that pass
+  kUpdate = 1,      // runs the Op
+  kUpdateRows = 2,  // runs the Op on the rows with a gradient
+  kDeliver = 4,     // hands the gradient to the program
+  kFollow = 8       // moves the EMA: in the pass of kUpdate, else in a pass of its own
 };
 
 struct ParamPlan {
   int32_t duty;      // Duty
-  Numbers raw;       // not yet clipped by norm
-  Numbers gradient;  // as the Op sees it
+  Numbers raw;       // before the clip by norm
+  Numbers gradient;  // after the clip by norm: the view of the Op
   double factor;     // of the clip by norm
   double average_gain;
   uint64_t copy_key, state_key;
@@ -163,26 +162,26 @@ struct ParamPlan {
 // A layer with batch normalisation.
 struct BnInput {
   BnChannel* state;
-  Moments* history;  // see ops/batchnorm.hpp; NULL: nothing was taken yet, or WINDOW mode
+  Moments* history;  // see BnHistory; NULL in WINDOW mode, and before the first statistics
   int64_t channels;
   double momentum;
   bool biased, frozen;
 };
 
-// A contribution that is judged before it is added.
+// A contribution that is checked before it is added.
 struct MicroInput {
   const Partial* partials;
   int64_t chunks;
   ga_param param;
-  bool again;  // not the parameter's first in this micro-batch
+  bool again;  // not the parameter's first contribution to this micro-batch
   bool rows;
 };
 struct MicroPlan {
-  bool active;  // else it is not added
+  bool active;  // the contribution is added
   bool nonfinite;
-  double squares;             // of what a clip by norm sees
+  double squares;             // of the contribution before it is clipped by norm
   double scale, keep, noise;  // of AccumulateTask
-  Numbers view;               // of the gradient as clipped, the loss scale undone
+  Numbers view;               // of the contribution, clipped, without its loss scale
 };
 
 struct Control {
@@ -191,41 +190,41 @@ struct Control {
   NoiseScale noise;
   float loss_scale;  // of the next micro-batch, for programs on a device
 
-  // Of a window whose micro-batches are judged, and of the last of them.
+  // Of the open window, under Settings::deferring.
   double weight;
   int64_t weighted, window_dropped;
-  bool micro_finite;
-  bool rejected;  // ga_step returned GA_ERROR_NONFINITE: ga_discard backs the loss scale off
-  bool failed;    // a call of the window came with something that only a device has seen
+  bool micro_finite;  // the last micro-batch was finite
+  bool rejected;      // ga_step returned GA_ERROR_NONFINITE: ga_discard lowers the loss scale
+  bool failed;        // a row index was out of range, with or without deferring
 
-  // Of the window that ends, and over all parameters.
+  // Of the ending window, over all parameters.
   WindowSums sums;
   struct {
     double all;             // squares of the reduced gradients
-    double shared;          // of what the context's own clip is for
-    double micros, window;  // of NoiseScale::add
-    double bounded;         // of those that share a bound of their norm, as clipped
+    double shared;          // squares of the gradients under the context's clip
+    double micros, window;  // arguments of NoiseScale::add
+    double bounded;         // squares of the clipped gradients under Settings::bounded
   } totals;
 
   // Of the last step.
   int64_t ticket;        // WindowTotals::ticket
-  bool go;               // it is applied
-  double mean;           // what divides by the weights
-  int64_t nonfinite_at;  // the first such parameter; -1: none
+  bool go;               // the step is applied
+  double mean;           // 1 / weight under GA_REDUCE_MEAN, else 1
+  int64_t nonfinite_at;  // first parameter with a nonfinite gradient; -1: none
   ga_step_result result;
 };
 
-// What the host knows of a window at its end.
+// What the host knows of an ending window.
 struct WindowTotals {
-  int64_t ticket;  // of the call: every one has its own
+  int64_t ticket;  // unique to the call
   int64_t micro_batches;
-  double weight;  // these three where no micro-batch was judged
-  int64_t weighted, dropped;
-  bool noise_wanted;  // the window has an estimate
-  bool last;          // no settle_units follows
+  double weight;              // as the next two, only where micro-batches were not checked
+  int64_t weighted, dropped;  // numbers of micro-batches
+  bool noise_wanted;          // the window yields an estimate of the noise scale
+  bool last;                  // no settle_units() follows
 };
 
-// What decide.hpp goes by: the tables and states of a context, where it runs.
+// The tables and states of a context, at the addresses where the code of decide.hpp runs.
 struct ScalarTables {
   const Settings* settings;
   Control* control;
