@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The data of a backend's calls: how arrays are stored (Format), which gradient a loop reads (Source,
-// GradientView), and one struct per pass over elements (the tasks).
+// The data of a backend's calls: how arrays are stored (Format), which gradient a kernel reads
+// (Source, GradientView), and one struct per pass over elements (the tasks).
 //
-// How an array is stored is one axis, what is done to it another: every loop unpacks its arrays to
-// the type it computes in (float, or double for f64 parameters), a tile at a time, and packs what
-// it has changed. An array that is of that type already is used in place.
+// Storage and arithmetic are independent: a kernel unpacks a tile of each array to the compute type
+// (float, or double for f64 parameters) and packs the results. It uses an array of the compute type
+// in place.
 //
-// Norms: whoever writes a chunk of an accumulator stores that chunk's Partial, so a norm is the sum
-// of a few numbers in the order of the chunks: the same bits however many threads wrote them.
+// Norms: a pass that writes a chunk of an accumulator stores the chunk's Partial, so a norm is the
+// sum of a few numbers in chunk order and has the same bits for any number of threads.
 //
-// What changes from step to step is not in a task but in the tables of control.hpp, which lie where
-// the arrays lie. Pointers in tasks and tables are those of the arrays, unless they are said to be
-// the host's.
+// Numbers that change from step to step are in the tables of control.hpp, not in a task. Pointers
+// in tasks and tables are valid where the arrays live, except where a comment says: for the host.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +26,7 @@ constexpr int64_t kChunk = 65536;
 
 GA_HD constexpr int64_t chunk_count(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
 
-// How an array is stored: a ga_dtype, or one of these, whose data is a descriptor.
+// Further values of Array::format beside ga_dtype. Their data is a descriptor.
 enum Format : int32_t {
   kPair = 8,     // Pair
   kSparse = 9,   // SparseRows
@@ -40,7 +39,7 @@ struct Array {
   int32_t format;
 };
 
-// scale / *divisor * data, never written. data NULL: zeros; divisor NULL: 1.
+// The read-only array scale / *divisor * data. data NULL: zeros; divisor NULL: 1.
 struct Source {
   const void* data;
   int32_t format;
@@ -54,17 +53,17 @@ struct Source {
 
 GA_HD double scale_of(const Source& s) { return s.divisor ? s.scale / *s.divisor : s.scale; }
 
-// How what does not fit its dtype is rounded: to nearest, or by a hash of the key and the index of
-// the element.
+// Rounding to a narrower dtype: to nearest, or stochastically with random bits hashed from the key
+// and the element's index.
 struct Rounding {
   bool stochastic;
   uint64_t key;
 };
 
-// What random bits are for: no two uses share any.
+// The uses of random bits, none of which shares bits with another.
 enum class Purpose : uint64_t { kAccumulate = 1, kCopy, kState };
 
-// A key for random bits: splitmix64 over all that tells one use from another.
+// A key for random bits: splitmix64 over the seed, the purpose and what tells its uses apart.
 GA_HD uint64_t random_key(uint64_t seed, Purpose purpose, int64_t a, int64_t b, int64_t c) {
   uint64_t z = seed;
   const uint64_t parts[] = {static_cast<uint64_t>(purpose), static_cast<uint64_t>(a),
@@ -78,31 +77,31 @@ GA_HD uint64_t random_key(uint64_t seed, Purpose purpose, int64_t a, int64_t b, 
   return z;
 }
 
-// 16-bit: the sum of two arrays.
+// The sum of two 16-bit arrays.
 struct Pair {
   void* high;
   void* low;
   int32_t dtype;
 };
 
-constexpr size_t kRowBatch = 1024;  // rows that the CPU updates at a time
+constexpr size_t kRowBatch = 1024;  // rows per batch in the CPU's update of rows
 
-// A matrix with zeros in the rows that are not in the set.
+// A matrix whose rows outside of the row set are zeros.
 struct SparseRows {
-  const void* data;  // of the type computed in
+  const void* data;  // of the compute type
   int64_t columns;
   const RowSet* rows;
 };
 
-// rows[i] columns[j] scales[b] for each matrix b: the vectors lie one after the other.
+// rows[i] columns[j] scales[b] for each matrix b, whose vectors follow those of matrix b - 1.
 struct OuterProduct {
-  const void* rows;  // all of the type computed in
+  const void* rows;  // like columns and scales of the compute type
   const void* columns;
   const void* scales;
   int64_t row_count, column_count;
 };
 
-// A gradient as an optimizer sees it. numbers NULL: as it is.
+// A gradient as the optimizer sees it. numbers NULL: the source unchanged.
 struct GradientView {
   Source source;
   const Numbers* numbers;
@@ -113,34 +112,34 @@ inline GradientView identity(const Source& source) { return {source, nullptr}; }
 GA_HD bool is_finite(double x) { return __builtin_fabs(x) <= 1.7976931348623157e308; }
 GA_HD bool is_limited(const GradientView& g) { return g.numbers && is_finite(g.numbers->limit); }
 
-// The same, and each unit times its factor.
+// A GradientView with each unit multiplied by a factor.
 struct ClippedGradient {
   GradientView gradient;
   const UnitPattern* pattern;  // NULL: no units
-  const void* factors;         // of the type computed in; without a limit they are with its scales
+  const void* factors;         // as UnitTask::factors
 };
 
 // The composite formats of one parameter.
 struct Composites {
-  Pair pair;          // of a compensated accumulator
+  Pair pair;          // a compensated accumulator
   SparseRows sparse;  // the accumulator and its row set
   ClippedGradient clipped;
   OuterProduct outer;  // a factored second moment
 };
 
-// target <- [keep target +] sources; partials[chunk] of what was stored.
+// target <- [keep target +] sources. partials[chunk] is of the stored values.
 struct AccumulateTask {
   Array target;
   int64_t count;
   Partial* partials;
   Source source[2];
   int sources;            // 1, or 2 without keep
-  double keep;            // 0: what is there is not read
+  double keep;            // 0: target is not read
   double noise;           // Partial::noise [+]= noise * sum of squares of the contribution
-  const MicroPlan* plan;  // in place of keep, noise and the first source's scale; NULL: these
+  const MicroPlan* plan;  // replaces keep, noise and the first source's scale unless NULL
   ga_param param;
-  // Rounded stochastically where there is a counter, of windows: the key is random_key(seed,
-  // kAccumulate, *counter, contribution, param).
+  // The number of the window. Unless NULL, target is rounded stochastically with the key
+  // random_key(seed, kAccumulate, *counter, contribution, param).
   const int64_t* counter;
   uint64_t seed;
   int64_t contribution;
@@ -151,15 +150,15 @@ struct RowsTask {
   Array target;  // rows x columns
   int64_t rows, columns;
   RowSet* set;
-  bool dense;  // all rows of target hold something already; the set is empty before and after
+  bool dense;  // every row of target already holds a gradient; the set is and stays empty
   const void* indices;
   int32_t index_dtype;
   int64_t count;
   Source values;
-  const MicroPlan* plan;  // in place of the scale of values; NULL: that
+  const MicroPlan* plan;  // replaces the scale of values unless NULL
 };
 
-// partials[chunk] of the source; second_squares, if there is a limit, of the view without its factor.
+// partials[chunk] <- Partial of the source; with a limit, second_squares is of the clamped source.
 struct NormTask {
   GradientView gradient;
   bool f64;
@@ -167,49 +166,49 @@ struct NormTask {
   Partial* partials;
 };
 
-// Of all units of a parameter: the squares of its gradient as clipped, and the least factor.
+// Over all units of a parameter: squares of the clipped gradient, and the smallest factor.
 struct UnitTotals {
   double squares, smallest;
 };
 
-// The units of a parameter, and what adaptive clipping makes of them.
-//   sums[unit]        the squares of the gradient, which is not multiplied by its factor
-//   param_sums[unit]  likewise of the parameter, read together with it
-//   factors[unit]     what the unit is multiplied by; without a limit with the scales of the view
+// Sums over the units of a parameter, and the factors of adaptive clipping.
+//   sums[unit]        squares of the gradient before it is multiplied by the factor
+//   param_sums[unit]  squares of the parameter, read in the same pass
+//   factors[unit]     multiplies the unit; without a limit, includes the scales of the view
 struct UnitTask {
   GradientView gradient;
-  Source param;  // data NULL: none, and no factors
+  Source param;  // data NULL: gradient sums alone, no factors
   bool f64;
   const UnitPattern* pattern;
   double* sums;  // pattern->sums()
   double* param_sums;
-  void* factors;  // of the type computed in
+  void* factors;  // of the compute type
   UnitTotals* totals;
   double factor, eps;  // ga_clip.agc_factor, agc_eps
 };
 
-// param and state <- op(param, gradient, state). What follows the parameter is done on the way.
+// param, state <- op(param, gradient, state). The same pass writes copy and average.
 struct UpdateTask {
   const ParamPlan* plan;
   int64_t count;
   GradientView gradient;
-  int op;             // position in AllOps; -1: none
+  int op;             // position in AllOps; -1: no Op
   bool f64;           // computed in double
-  bool padded_state;  // state reaches to the end of its last cache line
-  bool by_chance;     // param or copy is rounded stochastically; state and average always are
+  bool padded_state;  // the state arrays are padded to a whole cache line
+  bool by_chance;     // round param and copy stochastically, as state and average always are
   Array param;
   Array state[kMaxSlots];
-  Array copy;          // the parameter in 16 bits, where param is its master; data NULL: none
-  Array average;       // [average] + average_gain (param - average); data NULL: none
-  Array delivered;     // where the gradient goes under kDeliver
-  int64_t first;       // index of the first element, in the gradient and for rounding
-  const RowSet* rows;  // of kUpdateRows
+  Array copy;          // the 16-bit parameter, if param is the master weights; data NULL: none
+  Array average;       // EMA: average + average_gain (param - average); data NULL: none
+  Array delivered;     // target of the gradient under kDeliver
+  int64_t first;       // index of the first element in the gradient and in the random bits
+  const RowSet* rows;  // under kUpdateRows
   int64_t columns;
   Partial* partials;  // measure: sum_squares of x[0], second_squares of x[1]
-  void* emitted;      // measure: x[0], where the Op emits; of the type computed in
+  void* emitted;      // measure: x[0] if Op::emits, of the compute type
 };
 
-// target <- gradient, or where that has no source the constant.
+// target <- gradient, or the constant if the gradient's source has no data.
 struct FinishTask {
   GradientView gradient;
   double constant;
@@ -218,23 +217,23 @@ struct FinishTask {
   int64_t count;
 };
 
-// rows, columns <- themselves + gain (mean of the squares of the gradient - themselves), for every
-// matrix of the last two axes; scales <- 1 / max(mean of rows, floor). The numbers are in the plan.
+// For every matrix of the last two axes, updates rows and columns, EMAs of the gradient's mean
+// squares, with plan->factor_gain; scales <- 1 / max(mean of rows, plan->factor_floor).
 struct FactorTask {
   const ParamPlan* plan;
-  GradientView gradient;  // not yet clipped by norm: plan->factor is to be multiplied
+  GradientView gradient;  // not yet clipped by norm: the kernel multiplies by plan->factor
   const UnitPattern* row_pattern;
   const UnitPattern* column_pattern;
   double* row_sums;
   double* column_sums;
   bool f64;
-  void* rows;  // of the type computed in
+  void* rows;  // like columns and scales of the compute type
   void* columns;
   void* scales;
   int64_t row_count, column_count, matrices;
 };
 
-// target [m x n] <- [target +] scale a b, row-major; target is f32.
+// target [m x n] <- [target +] scale / *divisor a b, row-major, in f32. divisor NULL: 1.
 struct MatmulTask {
   int64_t m, n, k;
   const void* a;
@@ -247,12 +246,12 @@ struct MatmulTask {
   float* target;
   Partial* partials;
   double scale;
-  const double* divisor;  // of scale; NULL: 1
+  const double* divisor;
   bool keep;
 };
 
-// Newton-Schulz iterations: steps times X <- a X + (b G + c G G) X, G = X X', on x scaled first.
-// The result is in x after an even number of steps, else at the start of scratch.
+// Newton-Schulz iterations: x <- orthogonal_scale x, then steps times X <- a X + (b G + c G G) X,
+// G = X X'. The result is in x after an even number of steps, else at the start of scratch.
 struct OrthogonalizeTask {
   const ParamPlan* plan;  // orthogonal_scale
   float* x;               // rows x columns, f32
@@ -269,25 +268,25 @@ struct OrthogonalizeTask {
   }
 };
 
-// A pass over a micro-batch's tensors of a layer with batch normalisation. It is computed in float,
-// or in double where dtype is GA_F64.
+// A pass over a micro-batch's tensors in a layer with batch normalisation. The compute type is
+// double if dtype is GA_F64, else float.
 struct BnTask {
-  BnChannel* state;  // of the channels
+  BnChannel* state;  // one per channel
   int64_t channels, samples, positions;
   bool channels_last;  // [samples, positions, channels], else [samples, channels, positions]
   int32_t mode, dtype;
-  bool frozen;           // by the running statistics
-  const BnInput* input;  // where the history is: a captured graph follows it when that moves
-  int64_t index;         // of the micro-batch whose statistics are taken
-  bool aside;            // they go to the next entry of the history and change nothing else
+  bool frozen;           // normalise by the running statistics
+  const BnInput* input;  // holds the address of the history, which may move under a captured graph
+  int64_t index;         // number of the micro-batch whose statistics are taken
+  bool aside;            // statistics go to entry index + 1 of the history and change nothing else
   double eps;
   Array gamma, beta;  // data NULL: 1 and 0
   const void* x;
   const void* dy;
   void* out;  // y, or dx
-  // bn_backward_sums: what is summed up, of the type computed in, beside BnChannel::dbeta, dgamma,
-  // to which it is added times weight / *divisor in WINDOW mode. divisor NULL: 1. With weight 0
-  // neither x nor dy is read.
+  // bn_backward_sums: the gradients of gamma and beta, of the compute type, which go to BnChannel
+  // too; WINDOW mode adds weight / *divisor times them there. divisor NULL: 1. With weight 0, x and
+  // dy are not read.
   void* dgamma;
   void* dbeta;
   double weight;
@@ -306,12 +305,12 @@ struct BnTask {
   }
 };
 
-// Statistics of a micro-batch that the program has taken.
+// Statistics of a micro-batch that the program has taken itself.
 struct BnGiven {
   int64_t count;
-  Array mean, spread;  // of channels
-  bool squares;        // spread: sums of squares; else divided by count
-  bool known;          // those that the history has, in place of all the above
+  Array mean, spread;  // one element per channel
+  bool squares;        // spread: sums of squared deviations, else these sums / count
+  bool known;          // take the entry of the history instead; the other fields are ignored
 };
 
 template <class T>
@@ -320,26 +319,26 @@ struct Span {
   size_t size;
 };
 
-// An array that the host writes and the loops read: two addresses, on the CPU the same one.
+// An array that the host writes and the kernels read, each by its own address (equal on the CPU).
 struct Mirror {
   void* host = nullptr;
   void* at = nullptr;
   size_t bytes = 0;
 };
 
-// A word of a mirror, where the loops see it, and what the host has there.
+// A word of a mirror: its address for the kernels, and the value that the host wrote.
 struct Word {
   uint64_t* at;
   uint64_t value;
 };
 
-// What the calls by parameter go by: one of each for every parameter, in mirrors.
+// The tasks of the calls that name parameters: one of each kind per parameter, in mirrors.
 struct TaskTables {
-  const UpdateTask* updates = nullptr;   // the host's
+  const UpdateTask* updates = nullptr;   // the first four: for the host
   const UpdateTask* measures = nullptr;  // of layer-wise Ops
   const UnitTask* units = nullptr;
   const FactorTask* factored = nullptr;
-  // The same where the loops read them.
+  // For the kernels.
   const UpdateTask* updates_at = nullptr;
   const UpdateTask* measures_at = nullptr;
   const UnitTask* units_at = nullptr;
