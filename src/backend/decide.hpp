@@ -1,27 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step decides: from the partials of the gradients to the numbers that the loops read. The
-// same code for every backend; each runs it by a Crew, one thread on the CPU or a block on a GPU:
+// The decisions of a step, from the partials of the gradients to the numbers that the kernels read.
+// All backends share this code and run it with a Crew, one thread on the CPU or a block on a GPU:
 //
 //     struct Crew {
-//       void each_item(int64_t n, F f);   // f(i) for i in [0, n), then all wait for each other
-//       void each_warp(int64_t n, F f);   // f(i, warp) for i in [0, n), then all wait
-//       void once(F f);                   // f() in one thread, then all wait
-//       bool recall(const ScalarTables&, int64_t i);  // judge_window() alone, see below
+//       void each_item(int64_t n, F f);   // f(i) for i in [0, n), then a barrier
+//       void each_warp(int64_t n, F f);   // f(i, warp) for i in [0, n), then a barrier
+//       void once(F f);                   // f() in one thread, then a barrier
+//       bool recall(const ScalarTables&, int64_t i);  // for judge_window() alone, see below
 //     };
 //     struct Warp {
-//       double sum(int64_t n, F f);       // of f(j), in 32 lanes, added up in a fixed order
-//       double smallest(int64_t n, F f);  // of f(j); infinite for n = 0
-//       int64_t first(int64_t n, F f);    // the least j with f(j); -1: none
-//       bool leader() const;              // true in one of its threads
+//       double sum(int64_t n, F f);       // the sum of f(j), in 32 lanes, in a fixed order
+//       double smallest(int64_t n, F f);  // the least f(j); infinite for n = 0
+//       int64_t first(int64_t n, F f);    // the least j with f(j) true; -1: none
+//       bool leader() const;              // true in one thread of the warp
 //     };
 //
 // All threads of a Crew call each function. f(i) runs for several i at a time, none of which may
-// depend on another; f(j) of a Warp has no side effect and may be asked for more than once. recall()
-// is asked for each parameter that is updated, and may always return false; true: plans[i].folded
-// has been copied from a parameter whose Op folds to the same bytes. A layer-wise Op is never
-// recalled.
+// depend on another; f(j) of a Warp has no side effect and may run more than once for a j. recall()
+// is called for each updated parameter and may always return false. True means that recall() has
+// copied plans[i].folded from a parameter whose Op, never a layer-wise one, folds to equal bytes.
 //
-// The order in which sums run does not depend on the Crew, so neither do the bits.
+// The order of sums, and so their bits, does not depend on the Crew.
 #pragma once
 
 #include <math.h>
@@ -35,13 +34,13 @@
 
 namespace ga {
 
-// ---- By the lists of optimizers and Ops ---------------------------------------------------------
+// ---- Dispatch over the lists of optimizers and Ops ----------------------------------------------
 
 template <class List>
 struct ByKind;
 template <class... O>
 struct ByKind<TypeList<O...>> {
-  // f(optimizer) for the one of that kind.
+  // Calls f(optimizer) for the optimizer of that kind.
   template <class F>
   GA_HD static void call(int32_t kind, F&& f) {
     (void)((O::kind == kind ? (f(O()), true) : false) || ...);
@@ -78,7 +77,7 @@ GA_HD double clip_factor(const ga_clip& clip, double norm) {
   return factor < 1 ? factor : 1;
 }
 
-// What a unit's gradient is multiplied by (Brock et al. 2021, equation 3), from its squares.
+// The clip factor of a unit (Brock et al. 2021, equation 3).
 GA_HD double agc_factor(const UnitTask& task, int64_t unit) {
   const double g = sqrt(task.sums[unit]);
   const double p = sqrt(task.param_sums[unit]);
@@ -98,10 +97,10 @@ GA_HD void store_agc_factor(const UnitTask& task, int64_t unit) {
 
 // ---- The end of a window: sums ------------------------------------------------------------------
 //
-// A window ends in two steps: sum_window() adds up what its gradients left, judge_window() decides.
-// The second reads no partial and does not know where a gradient lies: all that it knows of the
-// gradients is in Control::sums and ParamState::sums. Every number in there adds up, so a
-// communicator can put the sums over all ranks in place of those of one rank between the two steps.
+// A window ends in two steps: sum_window() adds up the partials, judge_window() decides. All that
+// judge_window() reads of the gradients is in Control::sums and ParamState::sums, neither partials
+// nor the place of a gradient. These sums are additive, so a communicator can reduce them over all
+// ranks between the two steps.
 
 GA_HD bool has_gradient(const ScalarTables& t, int64_t i) {
   const ParamInput& p = t.param_inputs[i];
@@ -109,21 +108,21 @@ GA_HD bool has_gradient(const ScalarTables& t, int64_t i) {
   return !t.settings->deferring || t.param_states[i].contributed != 0;
 }
 
-// Whether a step is about a parameter.
+// Whether a step updates a parameter or delivers its gradient.
 GA_HD bool is_touched(const ScalarTables& t, int64_t i, bool gradient) {
   return !t.param_inputs[i].frozen && (gradient || t.settings->missing == GA_MISSING_ZERO);
 }
 
 GA_HD double weight_of(const ScalarTables& t, int64_t i) {
-  const bool judged = t.settings->deferring && t.settings->running_mean;
-  return judged ? t.param_states[i].held_weight : t.param_inputs[i].weight;
+  const bool checked = t.settings->deferring && t.settings->running_mean;
+  return checked ? t.param_states[i].held_weight : t.param_inputs[i].weight;
 }
 
 GA_HD double mean_of(const Settings& set, double weight) {
   return set.reduce == GA_REDUCE_MEAN ? 1 / weight : 1;
 }
 
-// The mean that the norms before the decision are taken with.
+// The mean as known before the decision, for norms.
 GA_HD double mean_of(const ScalarTables& t, const WindowTotals& w) {
   return mean_of(*t.settings, t.settings->deferring ? t.control->weight : w.weight);
 }
@@ -136,13 +135,13 @@ GA_HD Numbers raw_numbers(const ScalarTables& t, double mean, int64_t i) {
   return {mean * weight_of(t, i) * sign, limited ? g.clip.max_value : HUGE_VAL, 1};
 }
 
-// In tables, a gradient's loss scale is that of the result, which is there when it is decided.
+// Task tables divide by the result's loss scale. Before the decision only the scaler has the value.
 GA_HD void undecided(const ScalarTables& t, Source& source) {
   if (source.divisor) source.divisor = &t.control->scaler.scale;
 }
 
-// The norm of a parameter's gradient, before the step is decided. tasks: where this runs.
-// raw: raw_numbers().
+// The task that takes the norm of a gradient before the decision. tasks: at addresses for the
+// caller. raw: raw_numbers().
 template <class Tasks>
 GA_HD NormTask norm_task(const ScalarTables& t, const Tasks& tasks, int64_t i, const Numbers* raw) {
   const ParamInput& p = t.param_inputs[i];
@@ -190,35 +189,35 @@ template <class Crew>
 GA_DEVICE void sum_window(Crew& crew, const ScalarTables& t, const WindowTotals& w) {
   crew.once([&] {
     Control& c = *t.control;
-    const bool judged = t.settings->deferring;
+    const bool checked = t.settings->deferring;
     c.ticket = w.ticket;
-    c.sums.weight = judged ? c.weight : w.weight;
+    c.sums.weight = checked ? c.weight : w.weight;
     c.sums.micro_batches = static_cast<double>(w.micro_batches);
-    c.sums.weighted = static_cast<double>(judged ? c.weighted : w.weighted);
-    c.sums.dropped = static_cast<double>(judged ? c.window_dropped : w.dropped);
+    c.sums.weighted = static_cast<double>(checked ? c.weighted : w.weighted);
+    c.sums.dropped = static_cast<double>(checked ? c.window_dropped : w.dropped);
     c.sums.failed = c.failed;
     c.sums.unestimated = !w.noise_wanted;
   });
   crew.each_warp(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i); });
 }
 
-// ---- The end of a window: judgement -------------------------------------------------------------
+// ---- The end of a window: decision --------------------------------------------------------------
 
-// Of the reduced gradient.
+// The squares of a parameter's reduced gradient.
 GA_HD double squares_of(const ScalarTables& t, int64_t i) {
   const double scale = t.control->mean * weight_of(t, i);
   return t.param_states[i].sums.squares * scale * scale;
 }
 
-// A parameter's gradient by its sums, before it is clipped by norm.
+// Sets what the clip by norm reads.
 GA_HD void reduce_param(const ScalarTables& t, int64_t i) {
   ParamState& s = t.param_states[i];
   s.touched = is_touched(t, i, s.sums.gradients != 0);
   s.sum_squares = t.param_inputs[i].clamped ? s.sums.clamped : squares_of(t, i);
 }
 
-// The squares that clips by norm go by, of n gradients: of those that share the context's clip
-// (group -1), or of a group's that has its own.
+// Sums the squares of n gradients for a clip by norm: over all groups under the context's clip
+// (group -1), or over a group with a clip of its own.
 template <class Warp, class GroupOf, class Squares>
 GA_DEVICE void total_clip(Warp& warp, const ScalarTables& t, int64_t group, int64_t n,
                           GroupOf group_of, Squares squares) {
@@ -230,7 +229,7 @@ GA_DEVICE void total_clip(Warp& warp, const ScalarTables& t, int64_t group, int6
   if (warp.leader()) (group < 0 ? t.control->totals.shared : t.group_states[group].sum_squares) = x;
 }
 
-// Sums over parameters: all, those that share the context's clip, and each group's.
+// Sums over parameters, a warp for each sum: those of the context, then those of the groups.
 template <class Crew>
 GA_DEVICE void total_params(Crew& crew, const ScalarTables& t) {
   const Settings& set = *t.settings;
@@ -280,8 +279,8 @@ GA_HD void back_off(const ScalarTables& t) {
   c.loss_scale = static_cast<float>(c.scaler.scale);
 }
 
-// Whether the type that gradients are computed in can divide by the sum of the weights. In double it
-// is the squares of what is accumulated that must not overflow or vanish: norms are made of them.
+// Whether gradients can be divided by the sum of the weights in their compute type. In double, the
+// squares of the accumulated gradient, which norms need, must neither overflow nor vanish.
 GA_HD bool divides(const ScalarTables& t, double weight) {
   if (weight >= 0x1p-126 && weight <= 0x1p127) return true;
   if (!(weight >= 0x1p-400 && weight <= 0x1p400)) return false;
@@ -290,8 +289,8 @@ GA_HD bool divides(const ScalarTables& t, double weight) {
   return true;
 }
 
-// What the window comes to, and whether it is applied (Control::go).
-GA_HD void judge_outcome(const ScalarTables& t) {
+// Decides the outcome of the window and whether the step is applied (Control::go).
+GA_HD void decide_outcome(const ScalarTables& t) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
   ga_step_result& r = c.result;
@@ -316,8 +315,8 @@ GA_HD void judge_outcome(const ScalarTables& t) {
   }
 }
 
-// The counters and the loss scale. A rejected window does not count: the program learns of it by an
-// error, and the window stays until it is discarded.
+// Advances the counters and the loss scale. A rejected window does not count: ga_step returns an
+// error, and the window stays until the program discards it.
 GA_HD void count_window(const ScalarTables& t) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
@@ -351,7 +350,7 @@ GA_HD void estimate_noise(const ScalarTables& t) {
   c.result.noise_signal = c.noise.signal();
 }
 
-// Clip factor, learning rate and clock of a group.
+// Sets the clip factor, the learning rate and the clock of a group.
 GA_HD void plan_group(const ScalarTables& t, int64_t k) {
   Control& c = *t.control;
   const GroupInput& in = t.group_inputs[k];
@@ -365,7 +364,6 @@ GA_HD void plan_group(const ScalarTables& t, int64_t k) {
   advance_clock(in.optimizer, g.clock);
 }
 
-// The clip factor of a parameter.
 GA_HD void clip_param(const ScalarTables& t, int64_t i) {
   ParamState& s = t.param_states[i];
   const int64_t group = t.param_inputs[i].group;
@@ -376,7 +374,7 @@ GA_HD void clip_param(const ScalarTables& t, int64_t i) {
   s.smallest = s.factor;
 }
 
-// f(channel, layer) for all layers with batch normalisation.
+// Calls f(channel, layer) for all channels of all layers with batch normalisation.
 template <class Crew, class F>
 GA_DEVICE void each_channel(Crew& crew, const ScalarTables& t, F&& f) {
   for (int64_t l = 0; l < t.bn_count; ++l) {
@@ -389,7 +387,7 @@ GA_HD BnHistory history_of(const BnChannel& c, const BnInput& layer) {
   return {layer.history, layer.channels, &c - layer.state};
 }
 
-// What was counted in a window.
+// Resets the counters of a window.
 template <class Crew>
 GA_DEVICE void clear_window(Crew& crew, const ScalarTables& t) {
   crew.once([&] {
@@ -405,7 +403,7 @@ GA_DEVICE void clear_window(Crew& crew, const ScalarTables& t) {
   each_channel(crew, t, [](BnChannel& c, const BnInput&) { forget(c); });
 }
 
-// The smallest factor of all, into the result.
+// Writes the smallest factor of all parameters to the result.
 template <class Crew>
 GA_DEVICE void take_smallest(Crew& crew, const ScalarTables& t) {
   crew.each_warp(1, [&](int64_t, auto& warp) {
@@ -421,7 +419,7 @@ GA_HD bool is_bounded(const ScalarTables& t, int64_t i) {
   return t.param_states[i].touched && o.kind == t.settings->bounded;
 }
 
-// The squares of the gradients, as clipped, of the groups that share a bound of their norm.
+// Sums the squares of the clipped gradients of groups that share max_grad_norm.
 template <class Crew>
 GA_DEVICE void sum_bounded(Crew& crew, const ScalarTables& t) {
   crew.each_warp(1, [&](int64_t, auto& warp) {
@@ -433,7 +431,7 @@ GA_DEVICE void sum_bounded(Crew& crew, const ScalarTables& t) {
   });
 }
 
-// Divides these gradients by what their norm exceeds the bound by.
+// Divides these gradients by norm / max_grad_norm if that is above 1.
 template <class Crew>
 GA_DEVICE void bound_groups(Crew& crew, const ScalarTables& t) {
   if (t.settings->bounded < 0 || !t.control->go) return;
@@ -442,11 +440,11 @@ GA_DEVICE void bound_groups(Crew& crew, const ScalarTables& t) {
     const double most = t.group_inputs[t.param_inputs[i].group].optimizer.max_grad_norm;
     if (!is_bounded(t, i) || !(most > 0)) return;
     const double over = sqrt(t.control->totals.bounded) / most;
-    if (over > 1) t.param_states[i].factor /= over;  // not where it is NaN
+    if (over > 1) t.param_states[i].factor /= over;  // a NaN leaves the factor alone
   });
 }
 
-// What a parameter's Op is folded from. measured: its first pass has run.
+// The input for folding a parameter's Op. measured: the first pass of a layer-wise Op has run.
 GA_HD StepInput step_input(const ScalarTables& t, int64_t i, bool measured) {
   const ParamInput& p = t.param_inputs[i];
   const ParamState& s = t.param_states[i];
@@ -470,23 +468,23 @@ GA_HD void fold(const ScalarTables& t, int64_t i, bool measured) {
     ByPosition<AllOps<float>>::fold(p.op, o, in, t.plans[i].folded);
 }
 
-// The numbers of the gradient; after them whatever has changed the factor.
+// Sets the numbers of the gradient. To be called again whenever ParamState::factor has changed.
 GA_HD void plan_gradient(const ScalarTables& t, int64_t i) {
   const ParamInput& p = t.param_inputs[i];
   const double factor = t.param_states[i].factor;
   ParamPlan& plan = t.plans[i];
   Numbers gradient = plan.raw;
-  if (p.by_units)  // scale, limit and the factors of units are in what it is read from
+  if (p.by_units)  // the gradient's source contains scale, limit and the units' factors
     gradient = {factor, HUGE_VAL, 1};
   else if (is_finite(gradient.limit))
     gradient.factor = factor;
-  else  // then mean and clip factor are one scalar, rounded once
+  else  // mean and clip factor become one scalar, rounded once
     gradient.scale *= factor;
   plan.gradient = gradient;
   plan.factor = factor;
 }
 
-// What this step does to a parameter.
+// Sets the plan of a parameter.
 template <class Crew>
 GA_DEVICE void plan_param(Crew& crew, const ScalarTables& t, int64_t i) {
   const ParamInput& p = t.param_inputs[i];
@@ -526,7 +524,7 @@ GA_DEVICE void plan_param(Crew& crew, const ScalarTables& t, int64_t i) {
   fold(t, i, false);
 }
 
-// Decides what the step does. last: no settle_units follows.
+// Decides the step. last: no settle_units() follows.
 template <class Crew>
 GA_DEVICE void judge_window(Crew& crew, const ScalarTables& t, bool last) {
   const Settings& set = *t.settings;
@@ -535,7 +533,7 @@ GA_DEVICE void judge_window(Crew& crew, const ScalarTables& t, bool last) {
   crew.each_item(t.params, [&](int64_t i) { reduce_param(t, i); });
   total_params(crew, t);
   crew.once([&] {
-    judge_outcome(t);
+    decide_outcome(t);
     count_window(t);
     estimate_noise(t);
   });
@@ -559,7 +557,7 @@ GA_DEVICE void judge_window(Crew& crew, const ScalarTables& t, bool last) {
   if (!c.rejected) clear_window(crew, t);
 }
 
-// From the sums over units.
+// Computes UnitTask::totals.
 template <class Warp>
 GA_DEVICE void total_units(const UnitTask& task, Warp& warp) {
   const int64_t n = task.pattern->units;
@@ -571,7 +569,7 @@ GA_DEVICE void total_units(const UnitTask& task, Warp& warp) {
   if (warp.leader()) *task.totals = {squares, least};
 }
 
-// The totals over units of these parameters: what their gradients now are.
+// Replaces the norms of these parameters by those after the clip by units.
 template <class Crew>
 GA_DEVICE void sum_units(Crew& crew, const ScalarTables& t, const UnitTask* units,
                          const ga_param* ids, int64_t count) {
@@ -585,7 +583,7 @@ GA_DEVICE void sum_units(Crew& crew, const ScalarTables& t, const UnitTask* unit
   });
 }
 
-// After sum_units(): what is decided by norms, once more. last: no other parameters follow.
+// After sum_units(): repeats the decisions that depend on norms. last: no other parameters follow.
 template <class Crew>
 GA_DEVICE void settle_units(Crew& crew, const ScalarTables& t, const ga_param* ids, int64_t count,
                             bool last) {
@@ -602,7 +600,7 @@ GA_DEVICE void settle_units(Crew& crew, const ScalarTables& t, const ga_param* i
   });
 }
 
-// The norms that the first pass of layer-wise Ops has taken.
+// Adds up the norms from the first pass of layer-wise Ops.
 template <class Crew>
 GA_DEVICE void sum_layers(Crew& crew, const ScalarTables& t, const UpdateTask* measures,
                           const ga_param* ids, int64_t count) {
@@ -634,7 +632,7 @@ GA_DEVICE void fold_layers(Crew& crew, const ScalarTables& t, const ga_param* id
 
 // ---- Factored second moments --------------------------------------------------------------------
 
-// The sums that a factored second moment is made of.
+// The task for the sums of squares over rows or columns.
 GA_HD UnitTask sums_of(const FactorTask& task, bool rows) {
   UnitTask sums = {};
   sums.gradient = task.gradient;
@@ -650,10 +648,10 @@ GA_DEVICE void blend_as(Crew& crew, const FactorTask& task) {
   const double clipped = task.plan->factor * task.plan->factor;
   T* const rows = static_cast<T*>(task.rows);
   T* const columns = static_cast<T*>(task.columns);
-  const auto into = [&](T* averages, const double* sums, int64_t units, int64_t length) {
+  const auto into = [&](T* ema, const double* sums, int64_t units, int64_t length) {
     crew.each_item(units, [&](int64_t i) {
       const T mean = static_cast<T>(sums[i] * clipped / static_cast<double>(length));
-      averages[i] += gain * (mean - averages[i]);
+      ema[i] += gain * (mean - ema[i]);
     });
   };
   into(rows, task.row_sums, task.row_pattern->units, task.column_count);
@@ -669,7 +667,7 @@ GA_DEVICE void blend_as(Crew& crew, const FactorTask& task) {
   });
 }
 
-// After these sums, of all ranks: moves the averages and makes the scales.
+// After these sums, over all ranks: updates the EMAs and computes the scales.
 template <class Crew>
 GA_DEVICE void blend(Crew& crew, const FactorTask& task) {
   if ((task.plan->duty & kUpdate) == 0) return;
@@ -681,7 +679,7 @@ GA_DEVICE void blend(Crew& crew, const FactorTask& task) {
 
 // ---- A micro-batch ------------------------------------------------------------------------------
 
-// What a micro-batch brings, contribution by contribution.
+// The contributions to a micro-batch.
 struct Contributions {
   const MicroInput* inputs;
   MicroPlan* plans;
@@ -692,7 +690,7 @@ struct Contributions {
   }
 };
 
-// The views of the contributions, before their norms are taken.
+// Sets the views through which the norms of the contributions are taken.
 template <class Crew>
 GA_DEVICE void open_micro(Crew& crew, const ScalarTables& t, const Contributions& m) {
   crew.each_item(m.count, [&](int64_t k) {
@@ -701,7 +699,7 @@ GA_DEVICE void open_micro(Crew& crew, const ScalarTables& t, const Contributions
   });
 }
 
-// What the norms of the contributions left.
+// Adds up the partials of each contribution.
 template <class Crew>
 GA_DEVICE void sum_micro(Crew& crew, const Contributions& m) {
   crew.each_warp(m.count, [&](int64_t k, auto& warp) {
@@ -719,8 +717,7 @@ GA_DEVICE void sum_micro(Crew& crew, const Contributions& m) {
   });
 }
 
-// Over contributions: whether all are finite, and the squares of those that share the context's
-// clip and of each group's.
+// Computes whether all contributions are finite, and total_clip() for the context and each group.
 template <class Crew>
 GA_DEVICE void total_micro(Crew& crew, const ScalarTables& t, const Contributions& m) {
   Control& c = *t.control;
@@ -736,7 +733,7 @@ GA_DEVICE void total_micro(Crew& crew, const ScalarTables& t, const Contribution
   });
 }
 
-// How a contribution is added to what its accumulator holds, if at all.
+// Sets how a contribution is added to the accumulator, if at all.
 GA_HD void plan_contribution(const ScalarTables& t, const MicroInput& in, const Micro& micro,
                              bool added, MicroPlan& plan) {
   const Settings& set = *t.settings;
@@ -745,11 +742,11 @@ GA_HD void plan_contribution(const ScalarTables& t, const MicroInput& in, const 
   const ga_group group = t.param_inputs[in.param].group;
   const GroupInput& g = t.group_inputs[group];
   const ga_clip& clip = g.clip;
-  // What is not finite is added as it is, for ga_step to find: a clip by value would hide it.
+  // A nonfinite contribution is added unclipped: a clip by value would hide it from ga_step.
   const bool clips = set.clip_micro && (c.micro_finite || set.nonfinite == GA_NONFINITE_IGNORE);
   plan.active = added;
   plan.scale = set.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
-  if (set.running_mean && added) plan.scale /= c.weight;  // without it, c.weight may be 0
+  if (set.running_mean && added) plan.scale /= c.weight;  // c.weight may be 0 if it is not added
   if (clip.when != GA_CLIP_MICRO || (clip.scope == GA_CLIP_NONE && !is_finite(clip.max_value))) {
     plan.scale /= micro.loss_scale != 0 ? micro.loss_scale : c.scaler.scale;
   } else if (!clips) {
@@ -764,12 +761,11 @@ GA_HD void plan_contribution(const ScalarTables& t, const MicroInput& in, const 
   plan.noise = set.noise ? 1 / micro.weight : 0;
   if (set.running_mean) {
     if (!in.again && s.contributed != 0) plan.keep *= s.held_weight / c.weight;
-    plan.noise *= c.weight * c.weight;  // it is added as c / W
+    plan.noise *= c.weight * c.weight;  // c.weight divides the stored contribution
   }
 }
 
-// After sum_micro(): whether micro-batch number index is added, and each contribution's scale and
-// clip factor.
+// After sum_micro(): decides whether and how micro-batch number index is added.
 template <class Crew>
 GA_DEVICE void judge_micro(Crew& crew, const ScalarTables& t, const Contributions& m,
                            const Micro& micro, int64_t index) {
