@@ -2,15 +2,15 @@
 // Functions for the host and for devices.
 #pragma once
 
-// Of both. Always inlined on the host: an object compiled for one ISA level must not export a
-// function that the linker could pick for another.
+// Callable on host and device. Always inlined on the host: an object compiled for one ISA level
+// must not export a function that the linker could pick for another.
 #ifdef __CUDACC__
 #define GA_HD __host__ __device__ __forceinline__
 #else
 #define GA_HD __attribute__((always_inline)) inline
 #endif
 
-// Functions that run where the arrays are: compiled by nvcc, on the device alone.
+// Runs where the arrays live: if nvcc compiles the function, on the device alone.
 #ifdef __CUDACC__
 #define GA_DEVICE __device__ __forceinline__
 #else

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Newton-Schulz iterations (OrthogonalizeTask), by the matrix products of any backend.
+// Newton-Schulz iterations (OrthogonalizeTask) with the matrix products of any backend.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace ga {
 
 // multiply(const MatmulTask&): a product of f32 matrices.
-// scale(from, factor, to, count): to <- factor from. task.x has been multiplied by its scale.
+// scale(from, factor, to, count): to <- factor from. The caller has applied orthogonal_scale to x.
 template <class Multiply, class Scale>
 void newton_schulz(const OrthogonalizeTask& task, Multiply&& multiply, Scale&& scale) {
   const int64_t r = task.rows, c = task.columns, small = std::min(r, c);
@@ -33,7 +33,7 @@ void newton_schulz(const OrthogonalizeTask& task, Multiply&& multiply, Scale&& s
   for (int step = 0; step < task.steps; ++step) {
     if (r <= c)
       product(r, r, c, x, c, false, x, c, true, 1, gram, false);
-    else  // the same polynomial from the other side, in the smaller matrix
+    else  // X' X is smaller: apply the polynomial from the right
       product(c, c, r, x, c, true, x, c, false, 1, gram, false);
     scale(gram, task.b, poly, small * small);
     product(small, small, small, gram, small, false, gram, small, false, task.c, poly, true);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the loops of every backend have in common below the Ops: numbers of 16 bits, rounding by
-// chance, the order of sums and the walk over units. Compiled for each ISA level of the CPU and for
-// devices, with the same bits everywhere.
+// What the kernels of all backends share below the Ops: 16-bit numbers, stochastic rounding, the
+// order of sums and the walk over units. Compiled for each ISA level of the CPU and for devices,
+// with equal bits everywhere.
 //
-// Conversions give the bits of IEEE 754, whatever the program has set its rounding of subnormals
-// to: NaN keeps the upper bits of its payload and becomes quiet.
+// Conversions follow IEEE 754 even if the program flushes subnormals to zero. A NaN becomes quiet
+// and keeps the upper bits of its payload.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace ga {
 
-// ---- Numbers of 16 bits -------------------------------------------------------------------------
+// ---- 16-bit numbers -----------------------------------------------------------------------------
 
 GA_HD uint32_t bits_of(float x) {
   uint32_t u;
@@ -59,10 +59,10 @@ GA_HD uint16_t to_f16(float x) {
   return static_cast<uint16_t>(sign | magnitude);
 }
 
-// ---- Rounding by chance -------------------------------------------------------------------------
+// ---- Stochastic rounding ------------------------------------------------------------------------
 
-// 32 random bits for each index below 2^32, from a key of 64: the mixing steps of lowbias32
-// (Wellons 2018), the halves of the key put in before each of its multiplications.
+// 32 random bits for each index below 2^32, from a 64-bit key: lowbias32 (Wellons 2018) with one
+// half of the key mixed in before each multiplication.
 struct Chance {
   uint32_t first, second;
 
@@ -83,8 +83,8 @@ struct Chance {
   }
 };
 
-// Up with a probability of what is cut off: by adding random bits, the lower 16 of those given,
-// below the last that stays.
+// Rounds up with a probability equal to the cut fraction, by adding the lower 16 random bits below
+// the last bit that stays.
 GA_HD uint16_t to_bf16(float x, uint32_t random) {
   const uint32_t u = bits_of(x);
   const uint32_t magnitude = u & 0x7fffffff;
@@ -97,8 +97,8 @@ GA_HD uint16_t to_f16(float x, uint32_t random) {
   const uint32_t u = bits_of(x) & 0x7fffffff;
   const uint32_t sign = bits_of(x) >> 16 & 0x8000;
   const uint32_t normal = (u - (uint32_t{127 - 15} << 23) + (random & 0x1fff)) >> 13;
-  // Below 2^-14: the significand in units of 2^-24, with as many bits behind the point as random
-  // ones in front of it.
+  // Below 2^-14: the significand in units of 2^-24, with `kept` bits behind the binary point, to
+  // which as many random bits are added.
   const uint32_t exponent = u >> 23;
   const uint32_t shift = exponent < 113 ? 126 - exponent : 14;
   const uint32_t lost = shift > 31 ? shift - 31 : 0;
@@ -111,18 +111,18 @@ GA_HD uint16_t to_f16(float x, uint32_t random) {
 
 // ---- Order of sums ------------------------------------------------------------------------------
 
-// Sums of squares, in double: the square of a double is rounded before it is added, that of a
-// float is exact. Element i of a tile of kTile is added to lane i mod kLanes, each lane in order of
-// i, and the lanes are added by halves: lane l and lane l + 16, then 8, 4, 2 and 1 apart. Totals
-// of the tiles of a chunk are added by halves too, those of absent tiles being 0.
+// Sums of squares are in double: the square of a double is rounded before it is added, the square
+// of a float is exact. Element i of a tile of kTile elements is added to lane i mod kLanes, in
+// order of i. The lanes are then added by halves: lane l and lane l + 16, then 8, 4, 2 and 1 apart.
+// So are the totals of a chunk's tiles, with 0 for an absent tile.
 //
-// A run of a unit (below), or what of it lies in a piece, has its tiles from its own beginning on;
-// their totals are added one after the other.
+// The tiles of a unit's run (below), or of the part of a run in a piece, start at the start of the
+// run or part; their totals are added one after the other.
 constexpr int kLanes = 32;
 constexpr int64_t kTile = 1024;
 constexpr int kTotals = 64;  // tiles of a chunk
 
-// x[i] + x[i + kCount / 2], and so on until one is left. Overwrites x.
+// Adds x by halves, x[i] + x[i + kCount / 2], until one number is left. Overwrites x.
 template <int kCount>
 GA_HD double add_halves(double* x) {
   static_assert((kCount & (kCount - 1)) == 0);
@@ -133,8 +133,8 @@ GA_HD double add_halves(double* x) {
 
 // ---- Units --------------------------------------------------------------------------------------
 
-// Walks a tensor by its runs: stretches along the innermost axis of a pattern, which are either
-// units one after the other (kept) or of one unit.
+// Walks a tensor by runs: stretches along the innermost axis of a pattern, whose elements are
+// either units one after the other (kept) or all of one unit.
 class UnitCursor {
  public:
   GA_HD UnitCursor(const UnitPattern& pattern, int64_t element)
@@ -150,7 +150,7 @@ class UnitCursor {
   GA_HD int64_t unit() const { return unit_; }
   GA_HD int64_t left() const { return pattern_.extent[last_] - index_[last_]; }
 
-  // count: at most what is left
+  // count: at most left()
   GA_HD void advance(int64_t count) {
     index_[last_] += count;
     unit_ += count * pattern_.unit_stride[last_];
