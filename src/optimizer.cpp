@@ -19,8 +19,7 @@ template <class... O>
 struct OptimizerTable<TypeList<O...>> {
   template <class Optimizer>
   static int op_of(const ga_optimizer& o, bool matrix) {
-    // Ops of the optimizers before this one in the list.
-    int first = 0;
+    int first = 0;  // number of Ops of the optimizers before this one in the list
     bool found = false;
     ((found = found || std::is_same_v<O, Optimizer>,
       first += found ? 0 : O::template Ops<float>::size),

@@ -6,7 +6,7 @@
 //   u <- rho u + (1 - rho) d^2
 //   p <- keep p - lr d
 //
-// Decay is L2 in torch, keep = 1 - lr wd in Keras. They differ in nothing else.
+// Decay is L2 in torch, keep = 1 - lr wd in Keras; the flavors differ in nothing else.
 #pragma once
 
 #include "ops/decay.hpp"

@@ -8,10 +8,8 @@
 //   a = max(eps2, rms(p)) min(lr, 1 / sqrt(t)) / max(1, rms(U) / clip_threshold)
 //   p <- (1 - lr wd) p - a U
 //
-// R and C, which hold no value per element, are not the Op's business: it reads the V they make.
-//
-// Passes: R and C are brought up from g; the second reads p, g, and writes U over g; the third reads
-// p and U and writes p.
+// Passes: the first, which is not the Op's, updates R and C from g; the second reads p, g and V and
+// writes U over g; the third reads p and U and writes p.
 #pragma once
 
 #include <cfloat>

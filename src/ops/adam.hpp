@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019) as torch.optim and keras.optimizers
-// define them, and AdamWeightDecay of the BERT release. They differ in three folded scalars only:
+// define them, and AdamWeightDecay of the BERT release. The flavors differ in three folded scalars:
 //
 //   p <- decay p - a m / (sqrt(v) + e)
 //
@@ -15,8 +15,8 @@
 
 namespace ga {
 
-// m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;  with AMSGrad the root is of the
-// largest v so far
+// m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;  AMSGrad takes the root of the
+// largest v so far.
 template <class T, bool kL2, bool kAmsgrad>
 struct AdamOp : ElementWise {
   using Real = T;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// AdEMAMix (Pagliardini et al. 2024, algorithm 1), as pytorch_optimizer's with decoupled decay: AdamW
-// with a second, slow average s of the gradients, whose half-life grows.
+// AdEMAMix (Pagliardini et al. 2024, algorithm 1), as in pytorch_optimizer with decoupled decay:
+// AdamW with a second, slow EMA s of the gradients, whose half-life grows.
 //
 //   s <- b s + (1 - b) g
 //   p <- (1 - lr wd) p - lr (m / (1 - beta1^t) + a s) / (sqrt(v / (1 - beta2^t)) + eps)

@@ -6,15 +6,15 @@
 //           p <- keep p - lr m
 //           v <- beta2 v + (1 - beta2) g^2
 //
-// with clip(x, c) = min(max(x, -c), c): v is that of the step before. Decay is L2, or keep = 1 - lr wd
-// if decoupled.
+// with clip(x, c) = min(max(x, -c), c); m is updated with the v of the step before. Decay is L2, or
+// keep = 1 - lr wd if decoupled.
 #pragma once
 
 #include "ops/decay.hpp"
 
 namespace ga {
 
-// The first step is the other ones with 1 - beta1 and lr of 0, beta2 of 0 and 1 - beta2 of 1.
+// Folded scalars make the first step a step like the others: gain1, lr and beta2 are 0, gain2 is 1.
 template <class T>
 struct AdoptOp : ElementWise {
   using Real = T;

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every optimizer. To add one, in this order:
 //
-//   include/gradaccum/gradaccum.h   its value, the last of ga_optimizer_kind; who reads which field of
-//                                   ga_optimizer, where new ones come last
-//   src/ops/NAME.hpp                the formula and the rest: copy lion.hpp, where norms of the
-//                                   parameter are taken lamb.hpp; op.hpp says what there is
-//   src/ops/all.hpp                 its #include, and its place in Optimizers, below
-//   tests/reference.hpp             its formula in float64, from the paper
-//   tests/optimizers.hpp            its row, which every suite goes by
-//   tests/oracle/make_vectors.py    what another system makes of it; run it
+//   include/gradaccum/gradaccum.h   a value at the end of ga_optimizer_kind; new fields at the end
+//                                   of ga_optimizer; which optimizer reads which field
+//   src/ops/NAME.hpp                the formula, options and checks: copy lion.hpp, or lamb.hpp if
+//                                   layer-wise; op.hpp is their reference
+//   src/ops/all.hpp                 the #include, and a place in Optimizers, below
+//   tests/reference.hpp             the formula in float64, from the paper
+//   tests/optimizers.hpp            a row, which every suite reads
+//   tests/oracle/make_vectors.py    test vectors from another library; run the script
 //
-// The loops, on the CPU and on devices, need no line. Then, once: the value in
-// tests/abi/test_abi_freeze.c and `tests/abi/check update`, the new rows of tests/bits.txt (test_bits
-// with GA_TEST_WRITE_BITS), the name in examples/fashion_mnist/main.cpp and in README.md.
+// Kernels, on the CPU and on devices, need no change. Then add the value to
+// tests/abi/test_abi_freeze.c and run `tests/abi/check update`, add new rows to tests/bits.txt (run
+// test_bits with GA_TEST_WRITE_BITS), the name to examples/fashion_mnist/main.cpp and README.md.
 #pragma once
 
 #include "ops/adadelta.hpp"
@@ -46,7 +46,7 @@ constexpr bool in_order_of_kind<TypeList<O...>> = [] {
 }();
 static_assert(in_order_of_kind<Optimizers>, "the list follows ga_optimizer_kind");
 
-// The Ops of all optimizers, one after the other: a loop is known by its Op's position here.
+// The Ops of all optimizers in one list. The kernels identify an Op by its position in the list.
 template <class T, class List>
 struct AllOpsOf;
 template <class T, class... O>

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batch normalisation (Ioffe & Szegedy 2015) under accumulation: what one channel of a layer has,
-// and the formulas for a channel and for an element. Loops over channels and elements are those of
-// the backends.
+// Batch normalisation (Ioffe & Szegedy 2015) under accumulation: the state of a layer's channel,
+// and the formulas for a channel and for an element. The backends loop over channels and elements.
 //
-// Of a micro-batch the sums of x - shift and of its square are taken in double, shift being some
-// element of the channel. Since (shift - mean)^2 <= M2, M2 loses at most n ulps by it, whatever the
-// data. Micro-batches are merged by count, mean and M2 (Chan, Golub & LeVeque 1983).
+// The statistics of a micro-batch are sums of x - shift and (x - shift)^2 in double, where shift is
+// an element of the channel. Since (shift - mean)^2 <= M2, the shift costs M2 at most n ulps,
+// whatever the data. Micro-batches are merged by count, mean and M2 (Chan, Golub & LeVeque 1983).
 //
-// In MICRO and CUMULATIVE mode the statistics of every micro-batch of the window are kept, since a
+// MICRO and CUMULATIVE mode keep the statistics of every micro-batch of the window, since a
 // micro-batch may be visited again.
 #pragma once
 
@@ -20,7 +19,7 @@
 
 namespace ga {
 
-// Of count numbers: their mean and the sum of their squared deviations from it.
+// The mean of count numbers, and the sum of squared deviations from the mean.
 struct Moments {
   double count, mean, m2;
 };
@@ -29,7 +28,7 @@ GA_HD Moments moments_of(int64_t count, double shift, double sum, double sum_squ
   if (count == 0) return {0, 0, 0};
   const double n = static_cast<double>(count);
   const double m2 = sum_squares - sum * sum / n;
-  return {n, shift + sum / n, m2 < 0 ? 0 : m2};  // NaN stays
+  return {n, shift + sum / n, m2 < 0 ? 0 : m2};  // lets NaN pass
 }
 
 GA_HD Moments merge(const Moments& a, const Moments& b) {
@@ -40,7 +39,7 @@ GA_HD Moments merge(const Moments& a, const Moments& b) {
   return {n, a.mean + d * (b.count / n), a.m2 + b.m2 + d * d * (a.count * b.count / n)};
 }
 
-// The statistics of one channel by micro-batch, among those of all channels of the layer.
+// The statistics of one channel by micro-batch; entries holds those of all channels of the layer.
 struct BnHistory {
   Moments* entries;
   int64_t channels, channel;
@@ -48,20 +47,20 @@ struct BnHistory {
   GA_HD Moments& operator[](int64_t micro) const { return entries[micro * channels + channel]; }
 };
 
-// Of a layer, all zeros at first but for running_variance.
+// The state of a layer's channel. Initially zeros, but for running_variance.
 struct BnChannel {
-  Moments window;  // WINDOW: the micro-batches so far; else those before number `merged`
+  Moments window;  // WINDOW mode: the micro-batches so far; else micro-batches [0, merged)
   int64_t merged;
-  int64_t taken;  // the history holds micro-batches [0, taken); behind them lies old data
-  // By what x is normalised now, as the last forward pass was: of so many elements.
+  int64_t taken;  // the history holds micro-batches [0, taken); later entries are stale
+  // The statistics that normalise x now, as in the last forward pass, and their element count.
   double count, mean, variance, rstd;
-  double dbeta, dgamma;  // sums of dy and dy x^, of what count is about
+  double dbeta, dgamma;  // sums of dy and dy x^ over the same elements
   double running_mean, running_variance;
-  int64_t steps;  // by which they have moved
+  int64_t steps;  // updates of the running statistics
 };
 static_assert(sizeof(BnChannel) == 14 * 8);
 
-// Makes c.window the micro-batches [0, index) of the history.
+// Sets c.window to the merged micro-batches [0, index) of the history.
 GA_HD void merge_up_to(BnChannel& c, const BnHistory& history, int64_t index) {
   if (index < c.merged) {
     c.window = {0, 0, 0};
@@ -78,8 +77,8 @@ GA_HD void normalise_by(BnChannel& c, const Moments& m, double eps) {
   c.rstd = 1 / sqrt(c.variance + eps);
 }
 
-// Takes the statistics of micro-batch `index`, in place of those it may have had, and normalises by
-// what the mode says. There is no history in WINDOW mode.
+// Stores m as the statistics of micro-batch `index`, and sets the statistics that normalise x in
+// this mode. WINDOW mode has no history and sets them in finalize().
 GA_HD void take(BnChannel& c, const BnHistory& history, int64_t index, const Moments& m,
                 int32_t mode, double eps) {
   if (mode == GA_BN_WINDOW) {
@@ -92,19 +91,19 @@ GA_HD void take(BnChannel& c, const BnHistory& history, int64_t index, const Mom
   normalise_by(c, mode == GA_BN_MICRO ? m : merge(c.window, m), eps);
 }
 
-// Takes the statistics of micro-batch `index` out of the window.
+// Removes the statistics of micro-batch `index` from the window.
 GA_HD void drop(BnChannel& c, const BnHistory& history, int64_t index) {
   if (index < c.taken) history[index] = {0, 0, 0};
 }
 
-// The end of the first sweep.
+// Ends the first sweep of WINDOW mode.
 GA_HD void finalize(BnChannel& c, double eps) {
   normalise_by(c, c.window, eps);
   c.dbeta = c.dgamma = 0;
 }
 
-// The end of a window of so many micro-batches. Statistics of one that has not been opened are behind
-// these and do not count.
+// Ends a window of that many micro-batches: updates the running statistics. Entries from
+// micro_batches on belong to a micro-batch that was never opened and do not count.
 GA_HD void commit(BnChannel& c, const BnHistory& history, int64_t micro_batches, double momentum,
                   bool biased) {
   merge_up_to(c, history, micro_batches);
@@ -122,7 +121,7 @@ GA_HD void forget(BnChannel& c) {
   c.merged = c.taken = 0;
 }
 
-// The deviation of x from a mean in two parts: what the first loses of a large one is in the second.
+// A mean in two parts, for the deviation of x: low holds what high loses of a large mean.
 template <class T>
 struct Centre {
   T high, low;
@@ -130,7 +129,7 @@ struct Centre {
   Centre() = default;
   GA_HD explicit Centre(double mean)
       : high(static_cast<T>(mean)), low(static_cast<T>(mean - static_cast<double>(high))) {}
-  // X: T or a register of them
+  // X: T or a vector register of T
   template <class X, class Y>
   GA_HD static X deviation(X x, Y high, Y low) {
     return (x - high) - low;
@@ -153,7 +152,7 @@ struct BnForward {
 };
 
 // dx = scale ((dy - shift) - (x - mean) slope), with shift = dbeta / (a n) and
-// slope = rstd dgamma / (a n): a is what the sums weigh this micro-batch's dy with.
+// slope = rstd dgamma / (a n), where a is the weight of this micro-batch's dy in the sums.
 template <class T>
 struct BnBackward {
   Centre<T> centre;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weight decay as most optimizers have it: decoupled, p <- (1 - lr weight_decay) p, in Keras and in
-// some optimizers everywhere (Loshchilov & Hutter 2019); else L2, g <- g + weight_decay p.
+// The usual weight decay: decoupled (Loshchilov & Hutter 2019), p <- (1 - lr weight_decay) p, in
+// Keras and for some optimizers in every flavor; else L2, g <- g + weight_decay p.
 #pragma once
 
 #include "ops/op.hpp"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program's own optimizer: the reduced, clipped gradient is left for it in the accumulator. No
-// Op, no state.
+// The program's own optimizer, which reads the reduced, clipped gradient from the accumulator.
+// There is no Op and no state.
 #pragma once
 
 #include "ops/op.hpp"

@@ -3,13 +3,13 @@
 //
 //   m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2
 //   u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + l2 p
-//   p <- q - lr |q| / |u| u, q = keep p;  the ratio is 1 where either norm is 0
+//   p <- q - lr |q| / |u| u, q = keep p;  the ratio |q| / |u| is 1 if either norm is 0
 //
 //           decay               ratio
-//   timm    l2 = wd             1 where wd is 0, unless always_adapt
+//   timm    l2 = wd             1 if wd is 0, unless always_adapt
 //   Keras   keep = 1 - lr wd    as above
 //
-// The division of the gradient by its norm over all groups (max_grad_norm) is done before.
+// g is already clipped to max_grad_norm by its norm over all groups.
 //
 // Passes: the first reads p, g, m, v and writes m, v, and u over g; the second reads p and u and
 // writes p.

@@ -2,10 +2,10 @@
 // LARS (You, Gitman & Ginsburg 2017), as timm's Lars:
 //
 //   r = trust_coefficient |p| / (|g| + wd |p| + eps)
-//   r = 1 where either norm is 0, and where wd is 0 unless always_adapt
-//   g <- r (g + wd p), then as torch.optim.SGD without decay (sgd.hpp)
+//   r = 1 if either norm is 0, or if wd is 0 unless always_adapt
+//   g <- r (g + wd p), then the update of torch.optim.SGD without decay (sgd.hpp)
 //
-// Passes: the first reads p for its norm (that of g is known by then), the second is that of SGD.
+// Passes: the first reads p for |p| (|g| is known already), the second updates as SGD.
 #pragma once
 
 #include <cmath>

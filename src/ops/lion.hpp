@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lion (Chen et al. 2023, algorithm 2), and as keras.optimizers.Lion:
+// Lion (Chen et al. 2023, algorithm 2), as keras.optimizers.Lion:
 //
 //   p <- (1 - lr wd) p - lr sign(beta1 m + (1 - beta1) g);  m <- beta2 m + (1 - beta2) g
 //
-// The flavors differ in their lr alone: 1e-4, the paper's, and 1e-3.
+// The flavors differ in the default lr alone: 1e-4, as in the paper, and 1e-3 in Keras.
 #pragma once
 
 #include "ops/decay.hpp"

@@ -2,13 +2,13 @@
 // Muon (Jordan et al. 2024), as torch.optim.Muon, for a matrix of R rows and C columns:
 //
 //   b <- mu b + (1 - mu) g
-//   X = mu b + (1 - mu) g with Nesterov, else b;  O = X made orthogonal, by Newton-Schulz
+//   X = mu b + (1 - mu) g with Nesterov, else b;  O = X made orthogonal by Newton-Schulz
 //   p <- (1 - lr wd) p - lr s O
 //
 //   s   ORIGINAL sqrt(max(1, R / C))   MATCH_RMS 0.2 sqrt(max(R, C))   NONE 1
 //
-// Passes: the first reads g, b and writes b, and X over g, with the norm of X; the second reads p and O and
-// writes p.
+// Passes: the first reads g, b, writes b, writes X over g and takes the norm of X; the second reads
+// p and O and writes p.
 #pragma once
 
 #include <cmath>

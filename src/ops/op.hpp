@@ -4,28 +4,26 @@
 //     struct Op : ElementWise {
 //       using Real = T;                                    // float, or double for f64 parameters
 //       static constexpr int slots = 2;                    // state values per element
-//       static constexpr SlotNames slot_names = {"exp_avg", "exp_avg_sq"};  // torch's, in any flavor
+//       static constexpr SlotNames slot_names = {"exp_avg", "exp_avg_sq"};  // see SlotNames
 //       GA_HD Op(const ga_optimizer&, const StepInput&);   // folds the hyper-parameters, in double
 //       GA_HD T operator()(T p, T g, T* state) const;      // the new p; state is updated in place
 //     };
 //
-// It is trivially copyable and knows no pointer, index, dtype or loop. A mode is a template flag or
-// another Op. The loops (one file for the CPU, one for CUDA) are instantiated for every Op of every
-// optimizer in ops/all.hpp.
+// An Op is trivially copyable and knows no pointer, index, dtype or loop. A mode is a template flag
+// or another Op. Kernels are instantiated for every Op of every optimizer in ops/all.hpp.
 //
-// The Op of a layer-wise optimizer, struct Op : LayerWise, has a pass before that one, over the
-// same elements, which may update state and takes norms over the whole parameter:
+// The Op of a layer-wise optimizer, struct Op : LayerWise, has a first pass over the elements,
+// before the update, which may write state and takes norms over the whole parameter:
 //
 //       static constexpr int norms = 2;                    // 1 or 2
-//       static constexpr Pass measuring = {...};           // what each of the two passes touches
+//       static constexpr Pass measuring = {...};           // what the two passes read and write
 //       static constexpr Pass updating = {...};
 //       GA_HD void measure(T p, T g, T* state, T* x) const;  // the norms are those of x[0], x[1]
 //
-// The Op is folded before each pass, the second time with StepInput::norm. Where it emits, x[0] is
-// kept, in the accumulator, and is the gradient of the second pass.
+// The Op is folded before each pass, the second time with StepInput::norm. If Op::emits, x[0] is
+// stored in the accumulator and becomes the gradient of the second pass.
 //
-// An optimizer is a header beside this one; lion.hpp is the one to copy, lamb.hpp where it is
-// layer-wise (all.hpp has the whole list of what a new one needs):
+// An optimizer is a header beside this one; all.hpp lists all that a new optimizer needs:
 //
 //     struct Lion : OptimizerBase {
 //       static constexpr int32_t kind = GA_OPTIMIZER_LION;
@@ -34,7 +32,7 @@
 //       static bool has_flavor(int32_t flavor);
 //       static void defaults(ga_optimizer&);               // for optimizer.flavor
 //       static void check(const ga_optimizer&);            // throws Error
-//       static int select(const ga_optimizer&, bool matrix);  // which of Ops; matrix: rank >= 2
+//       static int select(const ga_optimizer&, bool matrix);  // index in Ops; matrix: rank >= 2
 //     };
 #pragma once
 
@@ -63,12 +61,12 @@ struct ConcatTypes<TypeList<A...>, TypeList<B...>, Rest...> {
   using type = typename ConcatTypes<TypeList<A..., B...>, Rest...>::type;
 };
 
-// Applied steps, of a parameter or of the context, and running products over them: beta^t, never by
-// pow. All zeros before the first.
+// Applied steps of a parameter or of the context, and products over these steps, such as beta^t,
+// which is never computed by pow. All zeros before the first step.
 struct Clock {
   int64_t step;
   double beta1_power, beta2_power;
-  double own[2];  // products of the optimizer's own, see OptimizerBase::advance
+  double own[2];  // further products of an optimizer, see OptimizerBase::advance
 
   GA_HD void advance(const ga_optimizer& o) {
     if (step == 0) beta1_power = beta2_power = own[0] = own[1] = 1;
@@ -77,25 +75,25 @@ struct Clock {
     beta2_power = next(beta2_power, o.beta2);
   }
 
-  // Zero before it is subnormal: multiplying such numbers, for ever, is slow.
+  // Flushes to zero before the product is subnormal: arithmetic on subnormals is slow.
   GA_HD static double next(double power, double factor) {
     const double product = power * factor;
     return product < 1e-290 ? 0 : product;
   }
 };
 
-// What changes from step to step, and from parameter to parameter. clock is that of the step being
-// taken, so its first step is 1.
+// The numbers that change from step to step or from parameter to parameter. clock includes the
+// current step, so clock.step starts at 1.
 struct StepInput {
   double lr;
   Clock clock;
-  // Of layer-wise optimizers alone:
-  int64_t rows, columns;  // shape[0], and the product of the other extents
-  double gradient_norm;   // 2-norm of the parameter's gradient as the Op sees it
-  double norm[2];         // 2-norms of what measure() gave; 0 before it has run
+  // For layer-wise optimizers alone:
+  int64_t rows, columns;  // shape[0], and the product of the other dimensions
+  double gradient_norm;   // 2-norm of the parameter's gradient after clipping
+  double norm[2];         // 2-norms of measure()'s x[0], x[1]; 0 before the second pass
 };
 
-// What a pass touches.
+// What a pass reads and writes.
 struct Pass {
   bool gradient, reads_state, writes_state;
   bool parameter = true;
@@ -103,8 +101,8 @@ struct Pass {
 
 constexpr int kMaxSlots = 3;
 
-// What torch.optim calls the state, or timm where torch lacks the optimizer: the key under which the
-// state of a parameter is kept. Null behind the last. What can be computed anew has no name.
+// The names of the state slots in torch.optim, whatever the flavor, or in timm if torch lacks the
+// optimizer: the keys under which the state is saved. Null after the last name.
 struct SlotNames {
   const char* of[kMaxSlots];
 };
@@ -114,13 +112,12 @@ struct ElementWise {
   static constexpr int norms = 0;
   static constexpr Pass measuring = {false, false, false};
   static constexpr Pass updating = {true, true, true};
-  // The state is not the slots element by element, but for each matrix of the last two axes a
-  // vector over its rows and one over its columns, the moving averages of the means of g^2; the one
-  // slot that the Op sees is their product over the mean of the former, and it only reads it.
+  // For each matrix of the last two axes, the state is an EMA of the mean of g^2 for each row and
+  // for each column. The Op only reads its one slot: (row EMA) (column EMA) / (mean of row EMAs).
   static constexpr bool factored = false;
   static constexpr bool emits = false;
   static constexpr bool reads_gradient_norm = false;  // StepInput::gradient_norm
-  // What is emitted is made orthogonal as a matrix, after division by its norm.
+  // The emitted x[0] is divided by its norm and made orthogonal as a matrix.
   static constexpr bool orthogonal = false;
 };
 
@@ -128,26 +125,26 @@ struct LayerWise : ElementWise {
   static constexpr int norms = 2;
 };
 
-// Throws Error unless low <= value < high, or value == high where that is legal, and value is finite.
-// For fields that check_optimizer() does not look at itself.
+// Throws Error unless value is finite and in [low, high), or equals high where high_is_legal. For
+// fields that check_optimizer() does not check itself.
 void check_range(const char* optimizer, const char* name, double value, double low, double high,
                  bool high_is_legal = false);
 
-// What holds for most optimizers.
+// Defaults that suit most optimizers.
 struct OptimizerBase {
   static constexpr bool bf16_state = true;
   static constexpr bool matrices_only = false;
-  // Whether max_grad_norm is for it.
+  // Whether the optimizer reads max_grad_norm.
   static constexpr bool limits_norm = false;
   static bool has_flavor(int32_t flavor) { return flavor == GA_FLAVOR_TORCH; }
   static void check(const ga_optimizer&) {}
   static int select(const ga_optimizer&, bool) { return 0; }
-  // Whether rows without a gradient can be left alone, their state with them.
+  // Whether an update may skip rows without a gradient, and their state.
   static bool lazy(const ga_optimizer&) { return false; }
-  // What the state of a new parameter begins with.
+  // The initial value of a state slot.
   static double initial(const ga_optimizer&, int) { return 0; }
   GA_HD static void advance(const ga_optimizer& o, Clock& clock) { clock.advance(o); }
-  // Of ADAFACTOR: the share of the new mean of g^2 in the moving average; the least mean of rows.
+  // For factored state: the weight of the new mean of g^2 in the EMAs; the smallest mean row EMA.
   GA_HD static double factor_gain(const ga_optimizer&, const Clock&) { return 0; }
   GA_HD static double factor_floor(const ga_optimizer&) { return 0; }
 };

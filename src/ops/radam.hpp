@@ -15,7 +15,7 @@
 
 namespace ga {
 
-// Both cases divide by sqrt(v) + eps held within [low, high], which is [1, 1] in the second.
+// Both cases divide by sqrt(v) + eps clamped to [low, high], which is [1, 1] in the second case.
 template <class T>
 struct RadamOp : ElementWise {
   using Real = T;

@@ -21,8 +21,8 @@ struct SgdPlain : ElementWise {
   GA_HD T operator()(T p, T g, T*) const { return decay.keep * p - lr * (g + decay.l2 * p); }
 };
 
-// b <- mu b + (1 - dampening) g, the first time b <- g; p <- p - lr b, or p - lr (g + mu b) with
-// Nesterov
+// b <- mu b + (1 - dampening) g, but b <- g in the first step; p <- p - lr b, or with Nesterov
+// p <- p - lr (g + mu b)
 template <class T, bool kNesterov>
 struct SgdMomentum : ElementWise {
   using Real = T;
@@ -89,8 +89,8 @@ struct Sgd : OptimizerBase {
     return (o.flavor == GA_FLAVOR_KERAS ? 3 : 1) + (o.nesterov ? 1 : 0);
   }
 
-  // With dampening the first gradient weighs more than the others, and which is the first would
-  // have to be known of every row.
+  // With dampening, the first gradient weighs more than the others, and nobody knows which gradient
+  // is the first of a row.
   static bool lazy(const ga_optimizer& o) { return o.dampening == 0; }
 };
 
