@@ -57,7 +57,7 @@ class Sequence : public LayerCalls {
     for (int i = 0; i < kCalls && difference_.empty() && !over_; ++i) {
       World& w = worlds_[static_cast<size_t>(below(static_cast<int64_t>(worlds_.size())))];
       act(w);
-      if (difference_.empty() && !over_) look(w);
+      if (difference_.empty() && !over_) compare_window(w);
     }
     return difference_.empty();
   }
@@ -124,7 +124,7 @@ int64_t environment(const char* name, int64_t otherwise) {
 }
 
 // Runs a sequence once more to describe it.
-std::string story(uint64_t seed, int32_t policy) {
+std::string describe(uint64_t seed, int32_t policy) {
   Sequence again(seed, policy, true);
   const bool right = again.run();
   return "GA_SEQUENCE_SEED=" + std::to_string(seed) + ": " +
@@ -142,7 +142,7 @@ TEST_P(Sequences, AgreeWithTheModel) {
     Sequence sequence(static_cast<uint64_t>(seed), policy, false);
     if (sequence.run()) continue;
     ++failures;
-    ADD_FAILURE() << sequence.difference() << "\n" << story(static_cast<uint64_t>(seed), policy);
+    ADD_FAILURE() << sequence.difference() << "\n" << describe(static_cast<uint64_t>(seed), policy);
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The model's window: its micro-batches, and what they contribute to the accumulators.
+// The model's window: its micro-batches and their contributions to the accumulators.
 #pragma once
 
 #include <cmath>
@@ -32,7 +32,7 @@ class Contributions : public Settings {
     std::vector<Contribution> list;
     if (weight > 0)
       each(gradients, [&](ga_param id, const void* g) { list.push_back(whole(id, g, micro)); });
-    if (!list.empty() && second_masters()) return kState;
+    if (!list.empty() && duplicate_masters()) return kState;
     micros_.push_back(micro);
     if (deferring()) {
       settle(size() - 1, list);
@@ -66,7 +66,7 @@ class Contributions : public Settings {
     if (ignored(p)) return 0;
     if (!gradient && p.count > 0) return kArgument;
     if (const Statuses bad = check_gradient(id, gradient)) return bad;
-    if (second_masters()) return kState;
+    if (duplicate_masters()) return kState;
     deliver(whole(id, gradient, open_micro()));
     return 0;
   }
@@ -85,7 +85,7 @@ class Contributions : public Settings {
     if (misaligned(indices, size_of(index_dtype)) || misaligned(values, size)) return kArgument;
     const Range bytes(values, count * p.columns * size);
     if (is_param(bytes) || is_param({indices, count * size_of(index_dtype)})) return kArgument;
-    if (lives(p) && p.living.overlaps(bytes)) return kArgument;
+    if (has_live_gradient(p) && p.live_gradient.overlaps(bytes)) return kArgument;
     Contribution c;
     c.param = id;
     c.by_rows = true;
@@ -94,25 +94,25 @@ class Contributions : public Settings {
       if (row < 0 || row >= p.rows) return kArgument;
       c.rows.push_back(row);
     }
-    if (second_masters()) return kState;
+    if (duplicate_masters()) return kState;
     read(c, values, count * p.columns, open_micro());
     deliver(std::move(c));
     return 0;
   }
 
-  // wanted: what the library should hand out, but for the address.
+  // Sets wanted to what the library should hand out, except for the address.
   Statuses acquire(ga_param id, ga_accumulator* wanted, bool* handed) {
     Statuses wrong = check_part(id);
     if (deferring()) wrong |= kUnsupported;
     if (wrong) return wrong;
     Param& p = params_[static_cast<size_t>(id)];
     if (!ignored(p)) {
-      if (second_masters()) return kState;
-      make_all();
+      if (duplicate_masters()) return kState;
+      allocate_all();
     }
     p.acquired = true;
     *handed = !ignored(p);
-    if (*handed) p.living = {};
+    if (*handed) p.live_gradient = {};
     const Micro& m = open_micro();
     *wanted = {};
     wanted->dtype = p.dtype == GA_F64 ? GA_F64 : GA_F32;
@@ -124,7 +124,7 @@ class Contributions : public Settings {
     return 0;
   }
 
-  // written: what the program has made of the gradient, before the multiplication.
+  // gradient: the gradient that the program has written, before the multiplication by alpha.
   Statuses release(ga_param id, const std::vector<double>& gradient) {
     Statuses wrong = open_ < 0 ? kState : 0;
     if (!has_param(id)) return wrong | kArgument;
@@ -153,7 +153,8 @@ class Contributions : public Settings {
   }
 
  protected:
-  // f(parameter, its gradient) for all that a micro-batch brings and that are not frozen.
+  // Calls f(parameter, its gradient) for every parameter that has a gradient in the micro-batch and
+  // is not frozen.
   template <class F>
   void each(const void* const* gradients, F&& f) const {
     for (size_t b = 0; b < blocks_.size(); ++b) {
@@ -197,7 +198,7 @@ class Contributions : public Settings {
 
   void deliver(Contribution c) {
     if (deferring()) {
-      make_all();
+      allocate_all();
       deferred_.push_back(std::move(c));
     } else {
       add(c);
@@ -220,17 +221,17 @@ class Contributions : public Settings {
     }
   }
 
-  // Whether a micro-batch stays, and adds it then.
+  // Decides whether a micro-batch is dropped, and adds its contributions if it is not.
   void settle(int64_t index, std::vector<Contribution>& list) {
     Micro& micro = micros_[static_cast<size_t>(index)];
-    if (!list.empty()) make_all();
+    if (!list.empty()) allocate_all();
     for (const Contribution& c : list) micro.dropped = micro.dropped || !c.finite;
     if (micro.dropped) return;
     for (Contribution& c : list) add(c);
   }
 
   void add(const Contribution& c) {
-    make_all();
+    allocate_all();
     Param& p = params_[static_cast<size_t>(c.param)];
     const ref::With arithmetic(p.arithmetic());
     const bool first = !p.touched;
@@ -244,7 +245,7 @@ class Contributions : public Settings {
         p.nonfinite = p.nonfinite || std::isnan(p.sum[at].value);
       }
       p.rows_seen.insert(c.rows.begin(), c.rows.end());
-      p.living = {};
+      p.live_gradient = {};
       return;
     }
     p.dense = true;
@@ -252,23 +253,24 @@ class Contributions : public Settings {
       p.sum[i] = first ? c.values[i] : plus(p.sum[i], c.values[i]);
       p.nonfinite = p.nonfinite || std::isnan(p.sum[i].value);
     }
-    p.living = {};
+    p.live_gradient = {};
     if (first && c.data && config_.gradient_life == GA_GRADIENTS_LIVE)
-      p.living = {c.data, p.count * size_of(p.dtype)};
+      p.live_gradient = {c.data, p.count * size_of(p.dtype)};
   }
 
-  // The first contribution makes what a parameter needs, and master weights then take its value.
-  void make_all() {
-    made_ = made_ || !params_.empty();
+  // The first contribution allocates the arrays of all parameters; master weights are then copied
+  // from the parameters.
+  void allocate_all() {
+    allocated_ = allocated_ || !params_.empty();
     for (Param& p : params_) {
-      const bool first = !p.made && !p.frozen;
-      if (p.has_master && (first || p.master_due))
+      const bool first = !p.allocated && !p.frozen;
+      if (p.has_master && (first || p.master_stale))
         for (int64_t i = 0; i < p.count; ++i)
           p.elements[static_cast<size_t>(i)].p = ref::exact(load(p.data, p.dtype, i));
-      p.master_due = false;
+      p.master_stale = false;
       if (!first) continue;
-      p.average.assign(static_cast<size_t>(p.count), Real());
-      p.made = true;
+      p.ema.assign(static_cast<size_t>(p.count), Real());
+      p.allocated = true;
     }
   }
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Calls that bring gradients.
+// Calls that hand gradients to the library.
 #pragma once
 
 #include <cmath>
@@ -19,41 +19,41 @@ class GradientCalls : public SettingCalls {
   using SettingCalls::SettingCalls;
 
  protected:
-  // A gradient, or what is refused as one.
+  // Returns the address of a gradient, sometimes one that the library must refuse.
   const void* gradient(World& w, const Param& p) {
     void* const data = numbers(p.dtype, p.count);
     if (!chance(0.05)) return data;
     const auto kind = below(4);
     if (kind == 0) return static_cast<char*>(data) + 1;
     if (kind == 1) return w.model->params()[0].data;
-    return on_living(w, p, data);
+    return near_live_gradient(w, p, data);
   }
 
-  // An address that overlaps the first gradient that still lives, if there is one.
-  const void* on_living(World& w, const Param& p, const void* otherwise) {
-    if (p.living.empty() || w.model->config().nonfinite == GA_NONFINITE_DROP_MICRO)
+  // Returns an address that overlaps the parameter's live gradient, or otherwise if it has none.
+  const void* near_live_gradient(World& w, const Param& p, const void* otherwise) {
+    if (p.live_gradient.empty() || w.model->config().nonfinite == GA_NONFINITE_DROP_MICRO)
       return otherwise;
-    const auto at = reinterpret_cast<const char*>(p.living.begin);
+    const auto at = reinterpret_cast<const char*>(p.live_gradient.begin);
     return at + size_of(p.dtype) * (chance(0.4) ? 0 : below(2 * p.count - 1) - (p.count - 1));
   }
 
-  // The first gradients that live.
-  static std::vector<Range> living(const World& w) {
+  // The live gradient of every parameter; empty for a parameter without one.
+  static std::vector<Range> live_gradients(const World& w) {
     std::vector<Range> list;
-    for (const Param& p : w.model->params()) list.push_back(p.living);
+    for (const Param& p : w.model->params()) list.push_back(p.live_gradient);
     return list;
   }
 
-  // After a call that was made: overwrites what it may not read later.
+  // After a call that succeeded: overwrites the memory that the library may not read later.
   void consume(const World& w, const std::vector<Range>& before, const std::vector<Range>& given) {
     if (w.model->config().nonfinite == GA_NONFINITE_DROP_MICRO) return;
-    const std::vector<Range> now = living(w);
-    const auto lives = [&](const Range& r) {
+    const std::vector<Range> now = live_gradients(w);
+    const auto is_live = [&](const Range& r) {
       return std::any_of(now.begin(), now.end(), [&](const Range& l) { return l.overlaps(r); });
     };
     for (const auto* list : {&before, &given})
       for (const Range& r : *list)
-        if (!r.empty() && !lives(r)) scribble(r);
+        if (!r.empty() && !is_live(r)) overwrite(r);
   }
 
   void accumulate(World& w) {
@@ -86,11 +86,11 @@ class GradientCalls : public SettingCalls {
     gradients.resize(gradients.size() + 1);
     if (list) list = gradients.data();
     const double* const s = scale();
-    const auto before = living(w);
+    const auto before = live_gradients(w);
     const Statuses want = w.model->accumulate(list, count, by, s);
     SAY("%d: ga_accumulate(%zu:%s, weight %g, scale %g)", number_of(w), count, described.c_str(),
         by, s ? *s : 0);
-    if (judge("ga_accumulate", want, ga_accumulate(w.ctx, list, count, by, s)))
+    if (check("ga_accumulate", want, ga_accumulate(w.ctx, list, count, by, s)))
       consume(w, before, given);
   }
 
@@ -121,7 +121,7 @@ class GradientCalls : public SettingCalls {
     const Statuses want = w.model->micro_begin(index, by, s);
     SAY("%d: ga_micro_begin(%lld, weight %g, scale %g)", number_of(w),
         static_cast<long long>(index), by, s ? *s : 0);
-    judge("ga_micro_begin", want, ga_micro_begin(w.ctx, index, by, s));
+    check("ga_micro_begin", want, ga_micro_begin(w.ctx, index, by, s));
   }
 
   void part(World& w) {
@@ -137,10 +137,10 @@ class GradientCalls : public SettingCalls {
         if (verbose_) described = describe(g, param.dtype, param.count);
       }
     }
-    const auto before = living(w);
+    const auto before = live_gradients(w);
     const Statuses want = w.model->accumulate_part(p, g);
     SAY("%d: ga_accumulate_part(%d,%s)", number_of(w), p, described.c_str());
-    if (judge("ga_accumulate_part", want, ga_accumulate_part(w.ctx, p, g)))
+    if (check("ga_accumulate_part", want, ga_accumulate_part(w.ctx, p, g)))
       consume(w, before, given);
   }
 
@@ -165,7 +165,7 @@ class GradientCalls : public SettingCalls {
     if (read && count > 0 && chance(0.12)) {
       const auto kind = below(5);
       if (kind == 0) values = static_cast<const char*>(values) + 1;
-      if (kind == 1) values = on_living(w, param, values);
+      if (kind == 1) values = near_live_gradient(w, param, values);
       if (kind == 2) indices = static_cast<char*>(indices) + 2;
       if (kind == 3) {
         const int64_t row = pick<int64_t>({-1, param.rows}), at = below(count);
@@ -179,7 +179,7 @@ class GradientCalls : public SettingCalls {
     if (chance(0.02)) index_dtype = GA_F32;
     if (chance(0.02)) count = -1;
     if (read && count > 0 && chance(0.02)) values = nullptr;
-    const auto before = living(w);
+    const auto before = live_gradients(w);
     std::string described;
     if (verbose_ && values && count > 0 && index_dtype != GA_F32) {
       for (int64_t i = 0; i < count; ++i)
@@ -189,7 +189,7 @@ class GradientCalls : public SettingCalls {
     const Statuses want = w.model->accumulate_rows(p, indices, index_dtype, count, values);
     SAY("%d: ga_accumulate_rows(%d, %lld:%s)", number_of(w), p, static_cast<long long>(count),
         described.c_str());
-    if (judge("ga_accumulate_rows", want,
+    if (check("ga_accumulate_rows", want,
               ga_accumulate_rows(w.ctx, p, indices, index_dtype, count, values)))
       consume(w, before,
               {{values, count * param.columns * size_of(param.dtype)}, {indices, 4 * 8}});
@@ -209,13 +209,13 @@ class GradientCalls : public SettingCalls {
       if (is_param(w, p) && w.model->params()[static_cast<size_t>(p)].acquired)
         also |= ga::model::kState;
       if (policy_ == GA_NONFINITE_DROP_MICRO) also |= ga::model::kUnsupported;
-      judge("ga_accumulator_acquire", ga::model::kArgument | also, got);
+      check("ga_accumulator_acquire", ga::model::kArgument | also, got);
       return;
     }
-    const auto before = living(w);
+    const auto before = live_gradients(w);
     const Statuses want = w.model->acquire(p, &wanted, &handed);
     SAY("%d: ga_accumulator_acquire(%d)", number_of(w), p);
-    if (!judge("ga_accumulator_acquire", want, ga_accumulator_acquire(w.ctx, p, &out))) return;
+    if (!check("ga_accumulator_acquire", want, ga_accumulator_acquire(w.ctx, p, &out))) return;
     consume(w, before, {});
     if ((out.data != nullptr) != handed) return differ("ga_accumulator.data is NULL or is not");
     w.held.push_back({p, out});
@@ -251,21 +251,21 @@ class GradientCalls : public SettingCalls {
     }
     const Statuses want = w.model->release(p, g);
     SAY("%d: ga_accumulator_release(%d) of %zu numbers", number_of(w), p, g.size());
-    if (judge("ga_accumulator_release", want, ga_accumulator_release(w.ctx, p)) && at < n)
+    if (check("ga_accumulator_release", want, ga_accumulator_release(w.ctx, p)) && at < n)
       w.held.erase(w.held.begin() + static_cast<std::ptrdiff_t>(at));
   }
 
   void end(World& w) {
     const Statuses want = w.model->micro_end();
     SAY("%d: ga_micro_end()", number_of(w));
-    judge("ga_micro_end", want, ga_micro_end(w.ctx));
+    check("ga_micro_end", want, ga_micro_end(w.ctx));
   }
 
   void discard(World& w) {
     w.model->discard();
     w.held.clear();
     SAY("%d: ga_discard()", number_of(w));
-    judge("ga_discard", 0, ga_discard(w.ctx));
+    check("ga_discard", 0, ga_discard(w.ctx));
   }
 };
 

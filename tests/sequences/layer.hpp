@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What a layer with batch normalisation should keep and compute while micro-batches come in any
-// order, in float64, written from the manual in gradaccum.h. The layer knows the statistics of
-// every micro-batch of the window by its number; whose call is legal when is decided in layers.hpp.
+// order, in float64, written from the manual in gradaccum.h. The layer keeps the statistics of every
+// micro-batch of the window by its number; layers.hpp decides which calls are legal.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,12 @@
 
 namespace ga::model {
 
-// What is known of one channel of one micro-batch.
+// The moments of one channel of one micro-batch.
 struct Moments {
   double count = 0;
   long double mean = 0;
   long double squares = 0;  // sum of squared deviations
-  double largest = 0;       // deviation from the mean, at most
+  double largest = 0;       // upper bound of the deviations from the mean
 
   bool operator==(const Moments& o) const {
     return count == o.count && mean == o.mean && squares == o.squares;
@@ -77,17 +77,17 @@ struct Layer {
   bool frozen = false;
   std::vector<ref::BnRunning> running;
 
-  // Of the window.
+  // The open window.
   struct Micro {
     std::vector<Moments> channel;
-    bool given = false;  // by ga_bn_accumulate or ga_bn_accumulate_stats
+    bool given = false;  // the statistics came from ga_bn_accumulate or ga_bn_accumulate_stats
   };
   std::map<int64_t, Micro> micros;
-  std::vector<bool> summed;       // micro-batches whose gradients the window has
-  int64_t forwarded = -1;         // micro-batch of the last forward pass; -1: none since
-  std::vector<double> forward_x;  // what it was given
+  std::vector<bool> summed;       // micro-batches whose sums for gamma and beta were added
+  int64_t forwarded = -1;         // micro-batch of the last forward pass, or -1
+  std::vector<double> forward_x;  // input of the last forward pass
   int64_t forward_samples = 0, forward_positions = 0;
-  std::vector<ref::Statistics> normalised_by;  // in it
+  std::vector<ref::Statistics> normalised_by;  // statistics of the last forward pass
 
   void forget() {
     micros.clear();
@@ -116,13 +116,13 @@ struct Layer {
     return list;
   }
 
-  // Whether a micro-batch that is not open yet has other statistics than these.
+  // Whether a micro-batch that has not been opened yet has other statistics than these.
   bool differs(int64_t index, const std::vector<Moments>& now) const {
     const auto it = micros.find(index);
     return it != micros.end() && !(it->second.channel == now);
   }
 
-  // The micro-batches from first to last, as far as they have statistics.
+  // The statistics of the micro-batches from first to last; those without statistics are left out.
   std::vector<ref::Statistics> merged(int64_t first, int64_t last) const {
     std::vector<ref::Statistics> list;
     for (int64_t c = 0; c < channels; ++c) {
@@ -135,12 +135,12 @@ struct Layer {
     return list;
   }
 
-  // What micro-batch index is normalised by.
+  // The statistics that normalise micro-batch index.
   std::vector<ref::Statistics> statistics_for(int64_t index) const {
     if (!frozen) return merged(options.mode == GA_BN_CUMULATIVE ? 0 : index, index);
     std::vector<ref::Statistics> list;
     for (const ref::BnRunning& r : running) {
-      ref::Statistics s;  // as of one element
+      ref::Statistics s;  // with a count of 1, squares is the variance
       s.count = 1;
       s.mean = r.mean.value;
       s.squares = r.variance.value;
@@ -151,7 +151,7 @@ struct Layer {
     return list;
   }
 
-  // An applied step of a window of so many micro-batches.
+  // Updates the running statistics in an applied step.
   void commit(int64_t micro_batches) {
     if (frozen) return;
     const std::vector<ref::Statistics> all = merged(0, micro_batches - 1);

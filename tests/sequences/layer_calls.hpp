@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Calls about layers with batch normalisation.
+// Calls on layers with batch normalisation.
 #pragma once
 
 #include <cmath>
@@ -44,7 +44,7 @@ class LayerCalls : public StepCalls {
         "%g)",
         number_of(w), static_cast<long long>(channels), chosen[0], chosen[1], o.mode, o.layout,
         o.biased, o.momentum);
-    judge("ga_bn_add", want,
+    check("ga_bn_add", want,
           ga_bn_add(w.ctx, name.c_str(), channels, chosen[0], chosen[1], &o, nullptr));
   }
 
@@ -64,13 +64,13 @@ class LayerCalls : public StepCalls {
     return d;
   }
 
-  // x of the last statistics, or another one.
+  // Returns the input of the last statistics, or a new one.
   BnData bn_input(World& w, size_t k) {
     const Layer& layer = w.model->layers()[k];
     auto& last = bn_last_[static_cast<size_t>(number_of(w))][k];
     BnData d = last.x && chance(0.35) ? last : bn_data(layer.channels);
-    if (w.model->close_to_taken(static_cast<ga_bn>(k), list_of(d, layer.channels), d.samples,
-                                d.positions) &&
+    if (w.model->near_earlier_statistics(static_cast<ga_bn>(k), list_of(d, layer.channels),
+                                         d.samples, d.positions) &&
         last.x)
       d = last;
     return d;
@@ -105,12 +105,13 @@ class LayerCalls : public StepCalls {
     const Layer& layer = w.model->layers()[k];
     if (kind == 15) {
       const BnData d = bn_input(w, k);
-      if (w.model->close_to_taken(bn, list_of(d, layer.channels), d.samples, d.positions)) return;
+      if (w.model->near_earlier_statistics(bn, list_of(d, layer.channels), d.samples, d.positions))
+        return;
       const ga_bn given = chance(0.05) ? 7 : bn;
       const Statuses want = w.model->bn_accumulate(given, d.x, d.samples, d.positions);
       SAY("%d: ga_bn_accumulate(%d,%s)", number_of(w), given,
           describe(d.x, GA_F32, d.samples * d.positions * layer.channels).c_str());
-      if (judge("ga_bn_accumulate", want,
+      if (check("ga_bn_accumulate", want,
                 ga_bn_accumulate(w.ctx, given, d.x, d.samples, d.positions)))
         bn_last_[static_cast<size_t>(number_of(w))][k] = d;
     } else if (kind == 16) {
@@ -119,7 +120,7 @@ class LayerCalls : public StepCalls {
       const int32_t frozen = chance(0.05) ? 2 : chance(0.4);
       const Statuses want = w.model->bn_set_frozen(bn, frozen);
       SAY("%d: ga_bn_set_frozen(%d, %d)", number_of(w), bn, frozen);
-      judge("ga_bn_set_frozen", want, ga_bn_set_frozen(w.ctx, bn, frozen));
+      check("ga_bn_set_frozen", want, ga_bn_set_frozen(w.ctx, bn, frozen));
     } else if (kind == 18) {
       double mean[4], variance[4];
       for (int i = 0; i < 4; ++i) {
@@ -130,7 +131,7 @@ class LayerCalls : public StepCalls {
       if (chance(0.1)) mean[0] = INFINITY;
       const Statuses want = w.model->bn_running_set(bn, mean, variance, 3);
       SAY("%d: ga_bn_running_set(%d)", number_of(w), bn);
-      judge("ga_bn_running_set", want, ga_bn_running_set(w.ctx, bn, mean, variance, GA_F64, 3));
+      check("ga_bn_running_set", want, ga_bn_running_set(w.ctx, bn, mean, variance, GA_F64, 3));
     } else {
       bn_add(w);
     }
@@ -143,7 +144,7 @@ class LayerCalls : public StepCalls {
     void* mean = take(layer.channels * 8);
     void* spread = take(layer.channels * 8);
     const int64_t count = chance(0.05) ? -1 : 1 + below(5);
-    // Far from any other statistics, so that no two are nearly the same.
+    // The mean is far from that of all other statistics, so that no two are nearly equal.
     const double base = 10 + static_cast<double>(++given_);
     for (int64_t c = 0; c < layer.channels; ++c) {
       store(mean, dtype, c, base);
@@ -154,7 +155,7 @@ class LayerCalls : public StepCalls {
     const Statuses want = w.model->bn_accumulate_stats(bn, count, given, spread, kind, dtype);
     SAY("%d: ga_bn_accumulate_stats(%d, count %lld, mean %g, kind %d)", number_of(w), bn,
         static_cast<long long>(count), base, kind);
-    if (judge("ga_bn_accumulate_stats", want,
+    if (check("ga_bn_accumulate_stats", want,
               ga_bn_accumulate_stats(w.ctx, bn, count, given, spread, kind, dtype)))
       bn_last_[static_cast<size_t>(number_of(w))][static_cast<size_t>(bn)].x = nullptr;
   }
@@ -163,7 +164,8 @@ class LayerCalls : public StepCalls {
     const auto k = static_cast<size_t>(bn);
     const Layer& layer = w.model->layers()[k];
     const BnData d = bn_input(w, k);
-    if (w.model->close_to_taken(bn, list_of(d, layer.channels), d.samples, d.positions)) return;
+    if (w.model->near_earlier_statistics(bn, list_of(d, layer.channels), d.samples, d.positions))
+      return;
     const int64_t count = d.samples * d.positions * layer.channels;
     const void* x = d.x;
     void* y = take(count * 4);
@@ -184,21 +186,21 @@ class LayerCalls : public StepCalls {
     SAY("%d: ga_bn_forward(%d, %lld x %lld,%s)", number_of(w), given,
         static_cast<long long>(samples), static_cast<long long>(d.positions),
         x ? describe(x, GA_F32, count).c_str() : "NULL");
-    if (!judge("ga_bn_forward", want, ga_bn_forward(w.ctx, given, x, samples, d.positions, y)))
+    if (!check("ga_bn_forward", want, ga_bn_forward(w.ctx, given, x, samples, d.positions, y)))
       return;
     bn_last_[static_cast<size_t>(number_of(w))][k] = d;
     if (!unknown(w, layer.gamma) && !unknown(w, layer.beta)) compare_tensor("y", y, wanted);
     compare_statistics(w, bn);
   }
 
-  // After a forward pass: what it has normalised by.
+  // Compares the statistics that the last forward pass has normalised by.
   void compare_statistics(World& w, ga_bn bn) {
     const Layer& layer = w.model->layers()[static_cast<size_t>(bn)];
     double mean[4], variance[4];
     int64_t count = -1;
     const ga_status got = ga_bn_statistics(w.ctx, bn, mean, variance, GA_F64, &count);
     SAY("%d: ga_bn_statistics(%d)", number_of(w), bn);
-    if (!judge("ga_bn_statistics", layer.frozen ? ga::model::kState : 0, got)) return;
+    if (!check("ga_bn_statistics", layer.frozen ? ga::model::kState : 0, got)) return;
     for (size_t c = 0; c < layer.normalised_by.size(); ++c) {
       const ga::ref::Statistics& want = layer.normalised_by[c];
       equal("ga_bn_statistics: count", count, static_cast<int64_t>(want.count));
@@ -213,11 +215,11 @@ class LayerCalls : public StepCalls {
     const Layer& layer = w.model->layers()[k];
     const int64_t open = w.model->open();
     if (open < 0 && chance(0.9)) return;
-    // Sums that wait to be judged are not made again.
+    // Under GA_NONFINITE_DROP_MICRO, sums that have not been checked yet are not computed again.
     const auto at = static_cast<size_t>(std::max<int64_t>(open, 0));
-    const bool judging = w.model->config().nonfinite == GA_NONFINITE_DROP_MICRO;
-    if (judging && open >= 0 && at < layer.summed.size() && layer.summed[at]) return;
-    // What was taken without a forward pass.
+    const bool deferring = w.model->config().nonfinite == GA_NONFINITE_DROP_MICRO;
+    if (deferring && open >= 0 && at < layer.summed.size() && layer.summed[at]) return;
+    // The statistics were given, and no forward pass followed.
     if (layer.forwarded < 0 && !layer.micros.empty()) return;
     auto& last = bn_last_[static_cast<size_t>(number_of(w))][k];
     const bool right = open >= 0 && layer.forwarded == open;
@@ -233,7 +235,7 @@ class LayerCalls : public StepCalls {
       if (!chance(p)) break;
       const Statuses sums = w.model->bn_backward_accumulate(bn, d.x, dy, d.samples, d.positions);
       SAY("%d: ga_bn_backward_accumulate(%d)", number_of(w), bn);
-      judge("ga_bn_backward_accumulate", sums,
+      check("ga_bn_backward_accumulate", sums,
             ga_bn_backward_accumulate(w.ctx, bn, d.x, dy, d.samples, d.positions));
       if (!difference_.empty()) return;
     }
@@ -242,7 +244,7 @@ class LayerCalls : public StepCalls {
     SAY("%d: ga_bn_backward(%d, %lld x %lld,%s)", number_of(w), bn,
         static_cast<long long>(d.samples), static_cast<long long>(d.positions),
         describe(dy, GA_F32, count).c_str());
-    if (!judge("ga_bn_backward", want,
+    if (!check("ga_bn_backward", want,
                ga_bn_backward(w.ctx, bn, d.x, dy, d.samples, d.positions, dx)))
       return;
     if (finite && !unknown(w, layer.gamma)) compare_tensor("dx", dx, wanted);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The model's layers with batch normalisation: which micro-batch a call is about, and what is
-// legal.
+// The model's layers with batch normalisation: which micro-batch a call applies to, and which calls
+// are legal.
 #pragma once
 
 #include <cmath>
@@ -93,7 +93,7 @@ class Layers : public Contributions {
     wrong |= check_tensor(layer, x, samples * positions, false);
     wrong |= check_tensor(layer, y, samples * positions, true);
     wrong |= check_overlap(layer, x, y, count);
-    const int64_t index = about();
+    const int64_t index = current_micro();
     const auto it = layer.micros.find(index);
     const bool given = !layer.frozen && it != layer.micros.end() && it->second.given;
     if (given && it->second.channel[0].count != static_cast<double>(samples * positions))
@@ -113,7 +113,7 @@ class Layers : public Contributions {
     return 0;
   }
 
-  // The shape is that of the forward pass, and x has been left as it was.
+  // The shape is that of the forward pass, and x still holds what the forward pass read.
   Statuses bn_backward(ga_bn bn, const void* x, const void* dy, int64_t samples, int64_t positions,
                        const void* dx, std::vector<ref::Near>& wanted) {
     return backward(bn, x, dy, samples, positions, true, dx, wanted);
@@ -125,7 +125,7 @@ class Layers : public Contributions {
     return backward(bn, x, dy, samples, positions, false, nullptr, none);
   }
 
-  // mean and variance are right where there are any.
+  // mean and variance are NULL or have one number per channel.
   Statuses bn_running_set(ga_bn bn, const double* mean, const double* variance, int64_t steps) {
     Statuses wrong = if_not_empty();
     if (!has_layer(bn) || !mean || !variance || steps < 0) return wrong | kArgument;
@@ -140,11 +140,12 @@ class Layers : public Contributions {
     return 0;
   }
 
-  // Whether the statistics of x would be refused or accepted for reasons that only bits tell.
-  bool close_to_taken(ga_bn bn, const std::vector<double>& x, int64_t samples,
-                      int64_t positions) const {
+  // Whether the micro-batch already has statistics that equal those of x up to rounding. Only the
+  // library's own bits decide then whether a call with x is refused.
+  bool near_earlier_statistics(ga_bn bn, const std::vector<double>& x, int64_t samples,
+                               int64_t positions) const {
     const Layer& layer = layers_[static_cast<size_t>(bn)];
-    const auto it = layer.micros.find(about());
+    const auto it = layer.micros.find(current_micro());
     if (it == layer.micros.end() || open_ >= 0) return false;
     const std::vector<Moments> now = layer.moments(x, samples, positions);
     if (it->second.channel == now) return false;
@@ -158,7 +159,8 @@ class Layers : public Contributions {
   }
 
  private:
-  // writes: dx, and the sums unless that has been done; else the sums alone.
+  // writes: the pass computes dx, and the sums if they have not been added yet. Otherwise the pass
+  // computes the sums alone.
   Statuses backward(ga_bn bn, const void* x, const void* dy, int64_t samples, int64_t positions,
                     bool writes, const void* dx, std::vector<ref::Near>& wanted) {
     Statuses wrong = open_ < 0 ? kState : 0;
@@ -190,7 +192,7 @@ class Layers : public Contributions {
     if (wrong) return wrong;
     wanted.assign(static_cast<size_t>(count), {});
     if (read) {
-      if (contributing && second_masters()) return kState;
+      if (contributing && duplicate_masters()) return kState;
       const std::vector<double> lx = tensor(layer, x, samples, positions),
                                 ldy = tensor(layer, dy, samples, positions);
       const auto by = layer.frozen ? layer.statistics_for(open_) : layer.normalised_by;
@@ -203,8 +205,8 @@ class Layers : public Contributions {
     return 0;
   }
 
-  // The micro-batch that statistics and forward passes are about.
-  int64_t about() const { return open_ >= 0 ? open_ : size(); }
+  // The micro-batch that statistics and forward passes belong to.
+  int64_t current_micro() const { return open_ >= 0 ? open_ : size(); }
 
   std::vector<double> values(ga_param id) const {
     std::vector<double> list;
@@ -243,7 +245,7 @@ class Layers : public Contributions {
   }
 
   Statuses take(Layer& layer, const std::vector<Moments>& list, bool given) {
-    const int64_t index = about();
+    const int64_t index = current_micro();
     if (open_ < 0 && layer.micros.count(index) > 0) return layer.differs(index, list) ? kState : 0;
     layer.micros[index] = {list, given};
     if (given) layer.forwarded = -1;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The end of a window in the model: what ga_step should say, and what parameters, EMAs and
-// running statistics should become.
+// The end of a window in the model: the result that ga_step should return, and the values that
+// parameters, EMAs and running statistics should get.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ class Model : public Layers {
  public:
   using Layers::Layers;
 
-  // What parameters become is in Param::wanted, for observe().
+  // Stores the expected parameters in Param::wanted.
   Statuses step(StepResult& r) {
     if (open_ >= 0) return kState;
     for (Param& p : params_) p.moved = false;
@@ -34,13 +34,13 @@ class Model : public Layers {
       r.norm = {};
       if (r.window_dropped > 0 && scaler_) scaler_->failed();
     } else {
-      // A step that moves parameters without a gradient, or their EMAs, makes what they need.
+      // A step that updates parameters without a gradient, or their EMAs, allocates their arrays.
       const bool moves_all = config_.missing == GA_MISSING_ZERO || ema_;
-      if (moves_all && second_masters()) return kState;
-      if (moves_all) make_all();
+      if (moves_all && duplicate_masters()) return kState;
+      if (moves_all) allocate_all();
       bool nonfinite = false;
       for (const Param& p : params_) nonfinite = nonfinite || (p.touched && p.nonfinite);
-      if (config_.reduce == GA_REDUCE_MEAN && beyond(r.weight)) {
+      if (config_.reduce == GA_REDUCE_MEAN && out_of_weight_range(r.weight)) {
         r.outcome = GA_STEP_SKIPPED_WEIGHT;
         if (r.window_dropped > 0 && scaler_) scaler_->failed();
       } else if (nonfinite && config_.nonfinite != GA_NONFINITE_IGNORE) {
@@ -73,18 +73,17 @@ class Model : public Layers {
     return 0;
   }
 
-  // Takes the parameters as they are now for what the step has made of them, once they were found
-  // right, and moves the EMAs.
-  void observe() {
+  // Updates the EMAs from the parameters in memory, after these were compared with Param::wanted.
+  void update_emas() {
     for (Param& p : params_) {
       const ref::With arithmetic(p.arithmetic());
-      if (ema_ && p.made) {
+      if (ema_ && p.allocated) {
         for (int64_t i = 0; i < p.count; ++i) {
-          Real& e = p.average[static_cast<size_t>(i)];
+          Real& e = p.ema[static_cast<size_t>(i)];
           const Real now = p.now(i);
-          e = p.averaged ? e + ref::scalar(1 - ema_->decay) * (now - e) : now;
+          e = p.ema_started ? e + ref::scalar(1 - ema_->decay) * (now - e) : now;
         }
-        p.averaged = true;
+        p.ema_started = true;
       }
       p.moved = false;
     }
@@ -96,15 +95,15 @@ class Model : public Layers {
   }
 
  private:
-  // Whether the step is about the parameter.
-  bool steps_with(const Param& p) const {
+  // Whether the step updates the parameter.
+  bool is_updated(const Param& p) const {
     return !p.frozen && (p.touched || config_.missing == GA_MISSING_ZERO);
   }
 
-  // Whether the sum of the weights is no number to divide by.
-  bool beyond(double weight) const {
+  // Whether the sum of the weights is too small or too large to divide by.
+  bool out_of_weight_range(double weight) const {
     bool wide = true;
-    for (const Param& p : params_) wide = wide && (!steps_with(p) || p.dtype == GA_F64);
+    for (const Param& p : params_) wide = wide && (!is_updated(p) || p.dtype == GA_F64);
     return !(weight >= (wide ? 0x1p-400 : 0x1p-126) && weight <= (wide ? 0x1p400 : 0x1p127));
   }
 
@@ -118,7 +117,7 @@ class Model : public Layers {
     std::vector<Real> everything;
     for (size_t i = 0; i < params_.size(); ++i) {
       const Param& p = params_[i];
-      if (!steps_with(p)) continue;
+      if (!is_updated(p)) continue;
       g[i].assign(static_cast<size_t>(p.count), Real());
       if (!p.touched) continue;
       const ref::With arithmetic(p.arithmetic());
@@ -142,7 +141,7 @@ class Model : public Layers {
     const std::vector<double> rates = rates_now();
     ++steps_;
     for (size_t i = 0; i < params_.size(); ++i)
-      if (steps_with(params_[i]))
+      if (is_updated(params_[i]))
         update(params_[i], rates[static_cast<size_t>(params_[i].group)], std::move(g[i]));
     for (Layer& layer : layers_) {
       for (int64_t k = 0; k < size(); ++k)
@@ -151,7 +150,8 @@ class Model : public Layers {
     }
   }
 
-  // Whether float64 holds the squares that norms are sums of, and those of what is accumulated.
+  // Whether the squares of all reduced gradients and of all accumulated sums are in the range of
+  // float64.
   bool squares_in_range(const std::vector<Real>& reduced) const {
     const auto good = [](const Real& x) {
       const double a = std::abs(x.value);
@@ -178,7 +178,7 @@ class Model : public Layers {
   static Real least(const Real& a, const Real& b) { return -ref::max(-a, -b); }
 
   void clip_all(std::vector<std::vector<Real>>& g, StepResult& r) {
-    // Each clipping, with the parameters that it is about.
+    // Each clip with the parameters that share its norm.
     std::vector<std::pair<const ga_clip*, std::vector<size_t>>> clips;
     for (size_t i = 0; i < params_.size(); ++i) {
       const ga_clip* const clip = clip_of(params_[i]);
@@ -249,7 +249,7 @@ class Model : public Layers {
     for (Param& p : params_) {
       p.touched = p.dense = p.nonfinite = p.acquired = false;
       p.rows_seen.clear();
-      p.living = {};
+      p.live_gradient = {};
     }
     for (Layer& layer : layers_) layer.forget();
     micros_.clear();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a model of a context is made of: numbers as they lie in memory, arithmetic that knows when
-// it is exact, and the records that the model keeps. It knows nothing of the library but its
-// header.
+// The parts of a model of a context: access to numbers in memory, arithmetic that tracks whether its
+// results are exact, and the records that the model keeps. This file includes nothing of the library
+// but its public header.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ inline constexpr Statuses kState = 1u << GA_ERROR_INVALID_STATE;
 inline constexpr Statuses kUnsupported = 1u << GA_ERROR_UNSUPPORTED;
 inline constexpr Statuses kNonfinite = 1u << GA_ERROR_NONFINITE;
 
-// A gradient beyond it may overflow within an optimizer that computes in f32, as squares do.
+// The square of a larger gradient may overflow in an optimizer that computes in f32.
 inline constexpr double kLargest = 1e15;
 
 // ---- Numbers in memory --------------------------------------------------------------------------
@@ -74,17 +74,17 @@ inline int64_t load_index(const void* data, int32_t dtype, int64_t i) {
                          : static_cast<const int64_t*>(data)[i];
 }
 
-// ---- Arithmetic that knows when it is exact -----------------------------------------------------
+// ---- Arithmetic that tracks exactness -----------------------------------------------------------
 
 inline bool in_f64() { return ref::arithmetic.half_ulp == ref::kHalfUlp64; }
 
-// Too large for the format: no number any more.
+// Returns x, or NaN if x is too large for the format.
 inline Real bounded(Real x) {
   if (!std::isfinite(x.value) || (!in_f64() && std::abs(x.value) >= 0x1p128)) return {NAN, 0};
   return x;
 }
 
-// Whether the format holds x, which float64 arithmetic has computed with this residue.
+// Whether x is exact and representable in the format. residue: the rounding error of x in float64.
 inline bool held(double x, double residue) {
   return residue == 0 && (in_f64() || static_cast<double>(static_cast<float>(x)) == x);
 }
@@ -107,7 +107,7 @@ inline Real times(const Real& a, const Real& b) {
   return bounded(product);
 }
 
-// A scalar from the host, rounded once.
+// A scalar that the host computes and rounds once.
 inline Real scalar(double x) {
   if (held(x, 0) && (in_f64() || std::abs(x) < 0x1p128)) return {x, 0};
   return bounded(ref::scalar(x));
@@ -135,21 +135,21 @@ struct Param {
   bool has_master = false;
   bool frozen = false;
 
-  bool made = false;                   // has its state, its average and its master
-  bool master_due = false;             // ga_param_changed
-  std::vector<ref::Element> elements;  // p counts where there is a master
+  bool allocated = false;              // the state, the EMA and the master weights exist
+  bool master_stale = false;           // ga_param_changed was called
+  std::vector<ref::Element> elements;  // p is used only with master weights
   int64_t updates = 0;
-  std::vector<Real> average;
-  bool averaged = false;
-  bool unknown = false;  // has met NaN or infinities under GA_NONFINITE_IGNORE
+  std::vector<Real> ema;
+  bool ema_started = false;
+  bool unknown = false;  // values are not predicted: NaN or infinities were added
 
-  // Of the window.
+  // The open window.
   std::vector<Real> sum;
   bool touched = false, dense = false, nonfinite = false, acquired = false;
   std::set<int64_t> rows_seen;
-  Range living;  // GA_GRADIENTS_LIVE: where the first gradient lies
+  Range live_gradient;  // GA_GRADIENTS_LIVE: the memory of the first gradient
 
-  // What the step should make of it.
+  // The result of the last step.
   bool moved = false;
   std::vector<Real> wanted;
   std::vector<bool> written;
@@ -159,8 +159,8 @@ struct Param {
     return dtype == GA_F64 ? ref::kFloat64 : ref::kFloat32;
   }
   Real now(int64_t i) const {
-    return has_master && made ? elements[static_cast<size_t>(i)].p
-                              : ref::exact(load(data, dtype, i));
+    return has_master && allocated ? elements[static_cast<size_t>(i)].p
+                                   : ref::exact(load(data, dtype, i));
   }
 };
 
@@ -181,8 +181,8 @@ struct Contribution {
   std::vector<Real> values;
   bool by_rows = false;
   std::vector<int64_t> rows;
-  const void* data = nullptr;  // whole gradients of the program
-  bool finite = true;          // as the program has brought it
+  const void* data = nullptr;  // the program's memory, for whole gradients
+  bool finite = true;          // the program's gradient was finite
 };
 
 struct StepResult {
@@ -190,9 +190,9 @@ struct StepResult {
   int64_t windows = 0, steps = 0, micro_batches = 0, skipped = 0, dropped = 0, window_dropped = 0;
   double weight = 0, lr = 0, loss_scale = 1;
   Real norm, clip_factor{1, 0};
-  bool norm_known = true;   // otherwise nothing is said about norm and clip_factor
+  bool norm_known = true;   // false: norm and clip_factor are not predicted
   bool unmeasured = false;  // the norm may be NaN
-  // A norm that clips is of numbers whose squares float64 does not hold.
+  // A norm that clips is computed from numbers whose squares are out of the range of float64.
   bool out_of_range = false;
 };
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A program that calls the library by chance: its memory, its contexts with their models, and how
-// the two are compared. The classes that follow make the calls: setting_calls.hpp,
-// gradient_calls.hpp, step_calls.hpp, layer_calls.hpp.
+// A program that makes random calls: its memory, its contexts with their models, and the comparison
+// of the two. The derived classes make the calls: setting_calls.hpp, gradient_calls.hpp,
+// step_calls.hpp, layer_calls.hpp.
 #pragma once
 
 #include <algorithm>
@@ -65,7 +65,7 @@ struct World {
   std::vector<Held> held;
 };
 
-// Writes a call on the log, if there is one.
+// Adds a call to the log if the program is verbose.
 #define SAY(...) \
   if (verbose_) say(text(__VA_ARGS__))
 
@@ -115,7 +115,7 @@ class Program {
       return pick({1e-200, 1e308, 1e-45, 1e38, 1e-37, 1e-38, 1e200, 8e307});
     return pick({1, 1, 1, 1, 2, 4, 3, 0, 0.5, 7});
   }
-  // NULL or a number that stays where it is.
+  // Returns NULL or the address of a member, so the number outlives the call.
   const double* scale() {
     if (chance(0.7)) return nullptr;
     scale_ = chance(0.06) ? pick({0.0, NAN, INFINITY}) : pick({1, 2, 0.5, 1024, -1, 3});
@@ -160,22 +160,23 @@ class Program {
     return data;
   }
 
-  // What the library may no longer read.
-  void scribble(const Range& r) {
+  // Overwrites memory that the library may no longer read.
+  void overwrite(const Range& r) {
     const Range own(scratch_.data(), kScratch);
     if (r.begin >= own.begin && r.end <= own.end)
       memset(reinterpret_cast<void*>(r.begin), 0xff, r.end - r.begin);
   }
 
-  // ---- Judgement --------------------------------------------------------------------------------
+  // ---- Comparison -------------------------------------------------------------------------------
 
   void say(const std::string& line) { log_.push_back(line); }
   void differ(const std::string& what) {
     if (difference_.empty()) difference_ = what;
   }
 
-  // Whether the call was made, or is refused as it should be.
-  bool judge(const char* call, Statuses want, ga_status got) {
+  // Compares the status of a call with the expected ones. Returns true if the call should succeed and
+  // did.
+  bool check(const char* call, Statuses want, ga_status got) {
     if (verbose_) log_.back() += std::string(" = ") + ga_status_name(got);
     const bool right = want == 0 ? got == GA_OK : (want >> got & 1) != 0;
     if (!right)
@@ -197,8 +198,8 @@ class Program {
       differ(text("%s is %.17g, expected %.17g", what, got, want));
   }
 
-  // What every call leaves as it was, or has moved as the model says.
-  void look(const World& w) {
+  // Compares the window, the loss scale and the program's memory with the model after a call.
+  void compare_window(const World& w) {
     ga_window_info got;
     memset(&got, 0xee, sizeof got);
     got.struct_size = sizeof got;
@@ -214,7 +215,7 @@ class Program {
     double scale = 0;
     ga_loss_scale(w.ctx, &scale, nullptr);
     same("ga_loss_scale", scale, w.model->loss_scale(), w.model->loss_scale() * 1e-14);
-    if (memory_ != shadow_) differ("a number was written that no step was about");
+    if (memory_ != shadow_) differ("memory that no step updates was written");
   }
 
   ga::test::Random random_;
@@ -226,7 +227,7 @@ class Program {
   size_t next_ = 0, used_ = 0;
   int names_ = 0, given_ = 0;
   double scale_ = 1;
-  std::vector<ga::model::Settings*> living_;
+  std::vector<ga::model::Settings*> contexts_;
   std::vector<World> worlds_;
   std::vector<std::string> log_;
   std::string difference_;

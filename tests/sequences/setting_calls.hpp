@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Calls that make contexts, groups and parameters, and those that set options.
+// Calls that create contexts, groups and parameters, and calls that set options.
 #pragma once
 
 #include <cmath>
@@ -29,7 +29,7 @@ class SettingCalls : public Program {
     c.missing = chance(0.4) ? GA_MISSING_ZERO : GA_MISSING_SKIP;
     c.gradient_life = chance(0.4) ? GA_GRADIENTS_LIVE : GA_GRADIENTS_CONSUMED;
     c.loss_scale = pick({1, 1, 1, 4, -2, 1024});
-    // Small sums of weights that the gradient is not multiplied by would make it overflow.
+    // The mean of summed gradients divides by the total weight, and a tiny weight would overflow.
     if (c.gradient_kind == GA_GRADIENT_SUM && c.reduce == GA_REDUCE_MEAN) extreme_ = false;
     if (chance(0.05)) refused_config(c);
     World w;
@@ -38,8 +38,8 @@ class SettingCalls : public Program {
         "scale %g, threads %d})",
         static_cast<int>(worlds_.size()), static_cast<long long>(c.accum_steps), c.gradient_kind,
         c.reduce, c.missing, c.nonfinite, c.gradient_life, c.loss_scale, c.num_threads);
-    if (!judge("ga_context_create", 0, ga_context_create(&c, &w.ctx))) return;
-    w.model = std::make_unique<Model>(c, living_);
+    if (!check("ga_context_create", 0, ga_context_create(&c, &w.ctx))) return;
+    w.model = std::make_unique<Model>(c, contexts_);
     worlds_.push_back(std::move(w));
     World& made = worlds_.back();
     const int64_t groups = 1 + below(2), params = 1 + below(4);
@@ -50,7 +50,7 @@ class SettingCalls : public Program {
     if (chance(0.3)) set_clip(made);
   }
 
-  // Calls that are refused whatever the state is.
+  // Calls that are refused in every state.
   void refused(World& w) {
     ga_window_info info = {};
     info.struct_size = 8;
@@ -80,14 +80,14 @@ class SettingCalls : public Program {
         case 8:
           return ga_group_lr(w.ctx, 0, nullptr);
         case 9:
-          return ga_gradient(w.ctx, 0, &data, nullptr);  // of no GA_OPTIMIZER_EXTERNAL
+          return ga_gradient(w.ctx, 0, &data, nullptr);  // not of GA_OPTIMIZER_EXTERNAL
         case 10:
           return ga_bn_running(w.ctx, 99, nullptr, nullptr, GA_F64, &steps);
         default:
           return ga_step_result_get(w.ctx, 0, 2, nullptr);
       }
     };
-    judge("a wrong call", ga::model::kArgument, call());
+    check("a wrong call", ga::model::kArgument, call());
   }
 
   void refused_config(ga_config c) {
@@ -98,7 +98,7 @@ class SettingCalls : public Program {
     if (kind == 3) c.nonfinite = 4;
     ga_context* none = nullptr;
     SAY("ga_context_create(wrong)");
-    judge("ga_context_create", ga::model::kArgument, ga_context_create(&c, &none));
+    check("ga_context_create", ga::model::kArgument, ga_context_create(&c, &none));
     ga_context_destroy(none);
   }
 
@@ -125,10 +125,10 @@ class SettingCalls : public Program {
     }
     SAY("%d: ga_group_add(kind %d, lr %g, momentum %g, decay %g)", number_of(w), given.kind,
         given.lr, given.momentum, given.weight_decay);
-    judge("ga_group_add", want, ga_group_add(w.ctx, &given, nullptr));
+    check("ga_group_add", want, ga_group_add(w.ctx, &given, nullptr));
   }
 
-  // Where a parameter may lie: apart from others, or where another context has one.
+  // Returns memory for a parameter: new memory, or that of a parameter of the other context.
   void* place(World& w, int32_t dtype, int64_t bytes) {
     if (worlds_.size() == 2 && chance(0.3)) {
       const auto& others = worlds_[&w == &worlds_[0] ? 1 : 0].model->params();
@@ -197,7 +197,7 @@ class SettingCalls : public Program {
             ? ga_param_add(w.ctx, entries[0].group, entries[0].name, data, dtype, entries[0].rank,
                            shapes[0], &options, nullptr)
             : ga_params_add_flat(w.ctx, data, dtype, entries, count, &options, nullptr);
-    judge("ga_params_add_flat", want, got);
+    check("ga_params_add_flat", want, got);
   }
 
   void set_scaler(World& w) {
@@ -221,7 +221,7 @@ class SettingCalls : public Program {
     SAY("%d: ga_context_set_loss_scaler(%s initial %g, interval %lld, hysteresis %d, *%g, *%g)",
         number_of(w), none ? "NULL" : "", s.initial_scale,
         static_cast<long long>(s.growth_interval), s.hysteresis, s.growth_factor, s.backoff_factor);
-    judge("ga_context_set_loss_scaler", want,
+    check("ga_context_set_loss_scaler", want,
           ga_context_set_loss_scaler(w.ctx, none ? nullptr : &s));
   }
 
@@ -232,7 +232,7 @@ class SettingCalls : public Program {
     const bool none = chance(0.2);
     const Statuses want = w.model->set_ema(none ? nullptr : &e);
     SAY("%d: ga_context_set_ema(%s%g)", number_of(w), none ? "NULL " : "", e.decay);
-    judge("ga_context_set_ema", want, ga_context_set_ema(w.ctx, none ? nullptr : &e));
+    check("ga_context_set_ema", want, ga_context_set_ema(w.ctx, none ? nullptr : &e));
   }
 
   void set_clip(World& w) {
@@ -253,12 +253,12 @@ class SettingCalls : public Program {
       const Statuses want = w.model->set_group_clip(g, given);
       SAY("%d: ga_group_set_clip(%d, %s scope %d, norm %g, value %g)", number_of(w), g,
           none ? "NULL" : "", c.scope, c.max_norm, c.max_value);
-      judge("ga_group_set_clip", want, ga_group_set_clip(w.ctx, g, given));
+      check("ga_group_set_clip", want, ga_group_set_clip(w.ctx, g, given));
     } else {
       const Statuses want = w.model->set_clip(given);
       SAY("%d: ga_context_set_clip(%s scope %d, norm %g, value %g)", number_of(w),
           none ? "NULL" : "", c.scope, c.max_norm, c.max_value);
-      judge("ga_context_set_clip", want, ga_context_set_clip(w.ctx, given));
+      check("ga_context_set_clip", want, ga_context_set_clip(w.ctx, given));
     }
   }
 
@@ -267,7 +267,7 @@ class SettingCalls : public Program {
       const int64_t k = chance(0.1) ? -1 : below(4);
       const Statuses want = w.model->set_accum_steps(k);
       SAY("%d: ga_context_set_accum_steps(%lld)", number_of(w), static_cast<long long>(k));
-      judge("ga_context_set_accum_steps", want, ga_context_set_accum_steps(w.ctx, k));
+      check("ga_context_set_accum_steps", want, ga_context_set_accum_steps(w.ctx, k));
       return;
     }
     ga_accum_phase phases[3] = {{0, below(4)}, {1 + below(2), below(4)}, {4, below(4)}};
@@ -281,7 +281,7 @@ class SettingCalls : public Program {
         static_cast<long long>(phases[0].accum_steps), static_cast<long long>(phases[1].from_step),
         static_cast<long long>(phases[1].accum_steps), static_cast<long long>(phases[2].from_step),
         static_cast<long long>(phases[2].accum_steps));
-    judge("ga_context_set_accum_schedule", want,
+    check("ga_context_set_accum_schedule", want,
           ga_context_set_accum_schedule(w.ctx, given, count));
   }
 
@@ -292,12 +292,12 @@ class SettingCalls : public Program {
       const double lr = chance(0.1) ? pick({-1.0, NAN, INFINITY}) : pick({1, 0.25, 0.01, 0});
       const Statuses want = w.model->set_lr(g, lr);
       SAY("%d: ga_group_set_lr(%d, %g)", number_of(w), g, lr);
-      judge("ga_group_set_lr", want, ga_group_set_lr(w.ctx, g, lr));
+      check("ga_group_set_lr", want, ga_group_set_lr(w.ctx, g, lr));
     } else if (kind == 1) {
       const double decay = chance(0.1) ? pick({-1.0, NAN, INFINITY}) : pick({0, 0.125, 0.01});
       const Statuses want = w.model->set_weight_decay(g, decay);
       SAY("%d: ga_group_set_weight_decay(%d, %g)", number_of(w), g, decay);
-      judge("ga_group_set_weight_decay", want, ga_group_set_weight_decay(w.ctx, g, decay));
+      check("ga_group_set_weight_decay", want, ga_group_set_weight_decay(w.ctx, g, decay));
     } else if (kind == 2) {
       ga_schedule s = ga::test::schedule(pick<int32_t>(
           {GA_SCHEDULE_CONSTANT, GA_SCHEDULE_LINEAR, GA_SCHEDULE_EXPONENTIAL, GA_SCHEDULE_BERT}));
@@ -307,12 +307,12 @@ class SettingCalls : public Program {
       const bool none = chance(0.3);
       const Statuses want = w.model->set_schedule(g, none ? nullptr : &s);
       SAY("%d: ga_group_set_schedule(%d, %s kind %d)", number_of(w), g, none ? "NULL" : "", s.kind);
-      judge("ga_group_set_schedule", want, ga_group_set_schedule(w.ctx, g, none ? nullptr : &s));
+      check("ga_group_set_schedule", want, ga_group_set_schedule(w.ctx, g, none ? nullptr : &s));
     } else {
       const bool right = g >= 0 && static_cast<size_t>(g) < w.model->groups().size();
       double lr = NAN;
       SAY("%d: ga_group_lr(%d)", number_of(w), g);
-      if (judge("ga_group_lr", right ? 0 : ga::model::kArgument, ga_group_lr(w.ctx, g, &lr)))
+      if (check("ga_group_lr", right ? 0 : ga::model::kArgument, ga_group_lr(w.ctx, g, &lr)))
         same("ga_group_lr", lr, w.model->lr(g), 1e-12);
     }
   }
@@ -324,14 +324,14 @@ class SettingCalls : public Program {
     const int32_t frozen = chance(0.05) ? 2 : chance(0.4);
     const Statuses want = w.model->set_frozen(p, frozen);
     SAY("%d: ga_param_set_frozen(%d, %d)", number_of(w), p, frozen);
-    judge("ga_param_set_frozen", want, ga_param_set_frozen(w.ctx, p, frozen));
+    check("ga_param_set_frozen", want, ga_param_set_frozen(w.ctx, p, frozen));
   }
 
   void changed(World& w) {
     const ga_param p = any_param(w);
     const Statuses want = w.model->changed(p);
     SAY("%d: ga_param_changed(%d)", number_of(w), p);
-    judge("ga_param_changed", want, ga_param_changed(w.ctx, p));
+    check("ga_param_changed", want, ga_param_changed(w.ctx, p));
   }
 
   void bind(World& w) {
@@ -344,10 +344,10 @@ class SettingCalls : public Program {
     if (chance(0.05)) data = w.model->params()[0].data;
     const Statuses want = w.model->bind(p, data);
     SAY("%d: ga_param_bind(%d, %p)", number_of(w), p, data);
-    judge("ga_param_bind", want, ga_param_bind(w.ctx, p, data));
+    check("ga_param_bind", want, ga_param_bind(w.ctx, p, data));
   }
 
-  // The program writes a parameter, which is no call.
+  // The program writes a parameter itself, without a call.
   void write(World& w) {
     const ga_param p = any_param(w);
     if (!is_param(w, p)) return;

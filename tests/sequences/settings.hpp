@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The model of a context in float64: what groups, parameters and options are set to, and which
-// calls that set them are legal. The classes that follow add the rest: contributions.hpp,
-// layers.hpp, model.hpp.
+// calls that set them are legal. The derived classes add the rest: contributions.hpp, layers.hpp,
+// model.hpp.
 //
-// The functions of the model take what those of the library take and read the same memory, but
-// write none. Each answers with the set of statuses that the call may return. None: it should
-// return GA_OK, and the model has taken the call into account. A call that is wrong in two ways may
-// be refused for either. A call that is refused leaves the model as it was.
+// The functions of the model take the arguments of the library's functions and read the same memory,
+// but write none. Each returns the set of statuses that the library's call may return. If the set is
+// empty, the call should return GA_OK, and the model has changed accordingly. A call that is wrong in
+// two ways may be refused for either. A call that is refused leaves the model as it was.
 #pragma once
 
 #include <algorithm>
@@ -26,24 +26,24 @@ namespace ga::model {
 
 class Settings {
  public:
-  // living: the models of all contexts that live; master weights of one are not to be those of
-  // another.
-  Settings(const ga_config& config, std::vector<Settings*>& living)
-      : config_(config), accum_steps_(config.accum_steps), living_(living) {
-    living_.push_back(this);
+  // contexts: the models of all existing contexts. Two contexts must not have master weights for the
+  // same memory.
+  Settings(const ga_config& config, std::vector<Settings*>& contexts)
+      : config_(config), accum_steps_(config.accum_steps), contexts_(contexts) {
+    contexts_.push_back(this);
   }
-  ~Settings() { living_.erase(std::find(living_.begin(), living_.end(), this)); }
+  ~Settings() { contexts_.erase(std::find(contexts_.begin(), contexts_.end(), this)); }
   Settings(const Settings&) = delete;
   Settings& operator=(const Settings&) = delete;
 
-  // ---- Questions --------------------------------------------------------------------------------
+  // ---- Queries ----------------------------------------------------------------------------------
 
   bool empty() const { return micros_.empty(); }
   int64_t open() const { return open_; }
   int64_t size() const { return static_cast<int64_t>(micros_.size()); }
   bool full() const { return accum_steps() > 0 && size() >= accum_steps(); }
   bool failed() const { return failed_; }
-  bool keeps_averages() const { return ema_.has_value(); }
+  bool keeps_emas() const { return ema_.has_value(); }
   bool scheduled() const { return !phases_.empty(); }
   const ga_config& config() const { return config_; }
   const std::vector<Param>& params() const { return params_; }
@@ -52,7 +52,6 @@ class Settings {
   const std::vector<std::vector<ga_param>>& blocks() const { return blocks_; }
   const Micro& micro(int64_t index) const { return micros_[static_cast<size_t>(index)]; }
   int64_t steps() const { return steps_; }
-  // Whether arrays have been made.
 
   int64_t accum_steps() const {
     int64_t k = accum_steps_;
@@ -95,7 +94,7 @@ class Settings {
     return 0;
   }
 
-  // Parameters in one block; dtypes and options go together.
+  // Adds the parameters of one block, which share a dtype and options.
   Statuses add_params(void* data, int32_t dtype, const ga_flat_entry* entries, size_t count,
                       const ga_param_options& options) {
     Statuses wrong = if_not_empty();
@@ -141,7 +140,7 @@ class Settings {
     return 0;
   }
 
-  // The schedule is a right one.
+  // The schedule must be valid.
   Statuses set_schedule(ga_group group, const ga_schedule* schedule) {
     if (!has_group(group)) return kArgument;
     auto& slot = groups_[static_cast<size_t>(group)].schedule;
@@ -181,7 +180,7 @@ class Settings {
   }
 
   Statuses set_ema(const ga_ema* ema) {
-    Statuses wrong = made_ ? kState : 0;
+    Statuses wrong = allocated_ ? kState : 0;
     if (ema && !(ema->decay >= 0 && ema->decay <= 1)) wrong |= kArgument;
     if (wrong) return wrong;
     ema_.reset();
@@ -216,7 +215,7 @@ class Settings {
     if (!has_param(id)) return wrong | kArgument;
     Param& p = params_[static_cast<size_t>(id)];
     if (p.count > 0) wrong |= check_param_data(p, data, id);
-    if (!wrong && p.has_master && p.made && foreign_master({data, p.count * size_of(p.dtype)}))
+    if (!wrong && p.has_master && p.allocated && foreign_master({data, p.count * size_of(p.dtype)}))
       wrong |= kState;
     if (wrong) return wrong;
     p.data = data;
@@ -228,7 +227,7 @@ class Settings {
     if (!has_param(id)) wrong |= kArgument;
     if (wrong) return wrong;
     Param& p = params_[static_cast<size_t>(id)];
-    if (p.has_master && p.made) p.master_due = true;
+    if (p.has_master && p.allocated) p.master_stale = true;
     return 0;
   }
 
@@ -259,12 +258,12 @@ class Settings {
   bool has_layer(ga_bn id) const { return id >= 0 && static_cast<size_t>(id) < layers_.size(); }
   bool deferring() const { return config_.nonfinite == GA_NONFINITE_DROP_MICRO; }
   const Micro& open_micro() const { return micros_[static_cast<size_t>(open_)]; }
-  // Whether contributions to it are not looked at.
+  // Whether contributions to the parameter are not read.
   bool ignored(const Param& p) const { return p.frozen || open_micro().weight == 0; }
-  // Whether a second gradient may not lie on the first one.
-  bool lives(const Param& p) const { return !deferring() && !p.living.empty(); }
+  // Whether another gradient may not overlap the first one.
+  bool has_live_gradient(const Param& p) const { return !deferring() && !p.live_gradient.empty(); }
 
-  // The parameter whose memory it is, if any.
+  // Whether the range overlaps the memory of a parameter other than except.
   bool is_param(const Range& r, ga_param except = -1) const {
     for (size_t i = 0; i < params_.size(); ++i)
       if (static_cast<ga_param>(i) != except && params_[i].range().overlaps(r)) return true;
@@ -286,10 +285,10 @@ class Settings {
     const Param& p = params_[static_cast<size_t>(id)];
     const Range read(gradient, p.count * size_of(p.dtype));
     if (misaligned(gradient, size_of(p.dtype)) || is_param(read)) return kArgument;
-    return lives(p) && p.living.overlaps(read) ? kArgument : 0;
+    return has_live_gradient(p) && p.live_gradient.overlaps(read) ? kArgument : 0;
   }
 
-  // A call that contributes to the open micro-batch.
+  // Checks a call that contributes to the open micro-batch.
   Statuses check_part(ga_param id) const {
     Statuses wrong = open_ < 0 ? kState : 0;
     if (!has_param(id)) return wrong | kArgument;
@@ -297,24 +296,24 @@ class Settings {
     return wrong;
   }
 
-  // Whether another context has the master of 16-bit parameter there.
+  // Whether another context has master weights for a 16-bit parameter in this memory.
   bool foreign_master(const Range& r) const {
-    for (const Settings* other : living_) {
+    for (const Settings* other : contexts_) {
       if (other == this) continue;
       for (const Param& p : other->params_)
-        if (p.has_master && p.made && p.range().overlaps(r)) return true;
+        if (p.has_master && p.allocated && p.range().overlaps(r)) return true;
     }
     return false;
   }
-  bool second_masters() const {
+  bool duplicate_masters() const {
     for (const Param& p : params_)
-      if (p.has_master && !p.made && !p.frozen && foreign_master(p.range())) return true;
+      if (p.has_master && !p.allocated && !p.frozen && foreign_master(p.range())) return true;
     return false;
   }
 
   ga_config config_;
   int64_t accum_steps_;
-  std::vector<Settings*>& living_;
+  std::vector<Settings*>& contexts_;
   std::vector<ga_accum_phase> phases_;
   std::vector<Group> groups_;
   std::vector<Param> params_;
@@ -324,10 +323,10 @@ class Settings {
   std::optional<Scaler> scaler_;
   std::optional<ga_ema> ema_;
   std::vector<Micro> micros_;
-  std::vector<Contribution> deferred_;  // of the open micro-batch, under GA_NONFINITE_DROP_MICRO
+  std::vector<Contribution> deferred_;  // to the open micro-batch, under GA_NONFINITE_DROP_MICRO
   int64_t open_ = -1;
   int64_t windows_ = 0, steps_ = 0, skipped_ = 0, dropped_ = 0;
-  bool made_ = false, failed_ = false;
+  bool allocated_ = false, failed_ = false;
 };
 
 }  // namespace ga::model

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The call that ends a window, and the comparison of all that it has moved.
+// The call that ends a window, and the comparison of everything that it updates.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ class StepCalls : public GradientCalls {
     if (chance(0.03)) {
       got.struct_size = 16;
       SAY("%d: ga_step() with a wrong size", number_of(w));
-      judge("ga_step", ga::model::kArgument | (w.model->open() >= 0 ? ga::model::kState : 0),
+      check("ga_step", ga::model::kArgument | (w.model->open() >= 0 ? ga::model::kState : 0),
             ga_step(w.ctx, &got));
       return;
     }
@@ -34,7 +34,7 @@ class StepCalls : public GradientCalls {
     const Statuses statuses = w.model->step(want);
     const bool asked = chance(0.9);
     SAY("%d: ga_step(%s)", number_of(w), asked ? "" : "NULL");
-    if (!judge("ga_step", statuses, ga_step(w.ctx, asked ? &got : nullptr))) return;
+    if (!check("ga_step", statuses, ga_step(w.ctx, asked ? &got : nullptr))) return;
     if (!asked && ga_step_result_get(w.ctx, 0, 1, &got) != GA_OK)
       return differ("ga_step_result_get failed");
     w.last = got;
@@ -47,10 +47,10 @@ class StepCalls : public GradientCalls {
     for (size_t i = 0; i < w.model->params().size(); ++i) compare(i, w.model->params()[i]);
     if (!difference_.empty()) return;
     if (want.outcome == GA_STEP_APPLIED) {
-      w.model->observe();
-      if (w.model->keeps_averages())
+      w.model->update_emas();
+      if (w.model->keeps_emas())
         for (size_t i = 0; i < w.model->params().size(); ++i)
-          compare_average(w, static_cast<ga_param>(i));
+          compare_ema(w, static_cast<ga_param>(i));
     }
     for (size_t k = 0; k < w.model->layers().size(); ++k) compare_running(w, k);
   }
@@ -81,7 +81,7 @@ class StepCalls : public GradientCalls {
            ga::ref::tolerance(want.clip_factor) + want.clip_factor.value * 1e-14);
   }
 
-  // A parameter after a step.
+  // Compares a parameter after a step.
   void compare(size_t index, const Param& p) {
     if (!p.moved) return;
     const ga::ref::With arithmetic(p.arithmetic());
@@ -97,7 +97,7 @@ class StepCalls : public GradientCalls {
       }
       if (!p.unknown && !(got >= low && got <= high) && difference_.empty())
         differ(text("parameter %zu[%lld]%s is %.17g, expected %.17g +- %.3g", index,
-                    static_cast<long long>(i), p.has_master ? " with a master" : "", got,
+                    static_cast<long long>(i), p.has_master ? " with master weights" : "", got,
                     want.value, tolerance));
     }
     const auto at = static_cast<size_t>(static_cast<char*>(p.data) - memory_.data());
@@ -105,7 +105,7 @@ class StepCalls : public GradientCalls {
     memcpy(shadow_.data() + at, memory_.data() + at, bytes);
   }
 
-  void compare_average(World& w, ga_param id) {
+  void compare_ema(World& w, ga_param id) {
     const Param& p = w.model->params()[static_cast<size_t>(id)];
     if (p.unknown) return;
     const int32_t dtype = p.dtype == GA_F64 ? GA_F64 : chance(0.8) ? GA_F32 : GA_BF16;
@@ -113,10 +113,11 @@ class StepCalls : public GradientCalls {
     if (ga_ema_copy_to(w.ctx, id, buffer, dtype) != GA_OK) return differ("ga_ema_copy_to failed");
     const ga::ref::With arithmetic(p.arithmetic());
     for (int64_t i = 0; i < p.count && difference_.empty(); ++i) {
-      if (!p.averaged && p.has_master && p.made) continue;
+      if (!p.ema_started && p.has_master && p.allocated) continue;
       const Real want =
-          p.averaged ? p.average[static_cast<size_t>(i)] : ga::ref::exact(load(p.data, p.dtype, i));
-      if (!std::isfinite(want.value)) continue;  // another context has met NaN there
+          p.ema_started ? p.ema[static_cast<size_t>(i)] : ga::ref::exact(load(p.data, p.dtype, i));
+      if (!std::isfinite(want.value))
+        continue;  // another context shares the memory and has written NaN
       const double got = load(buffer, dtype, i), tolerance = ga::ref::tolerance(want);
       double low = want.value - tolerance, high = want.value + tolerance;
       if (dtype == GA_BF16) {
@@ -124,7 +125,7 @@ class StepCalls : public GradientCalls {
         high = ga::model::through_bf16(high);
       }
       if (!(got >= low && got <= high))
-        differ(text("average of parameter %d[%lld] is %.17g, expected %.17g +- %.3g", id,
+        differ(text("EMA of parameter %d[%lld] is %.17g, expected %.17g +- %.3g", id,
                     static_cast<long long>(i), got, want.value, tolerance));
     }
   }
@@ -157,7 +158,7 @@ class StepCalls : public GradientCalls {
     got.struct_size = sizeof got;
     const bool known = number >= 0 && number <= info.windows && info.windows > 0;
     SAY("%d: ga_step_result_get(%lld)", number_of(w), static_cast<long long>(number));
-    if (!judge("ga_step_result_get", known ? 0 : ga::model::kArgument,
+    if (!check("ga_step_result_get", known ? 0 : ga::model::kArgument,
                ga_step_result_get(w.ctx, number, 1, &got)))
       return;
     if (memcmp(&got, &w.last, sizeof got) != 0) differ("ga_step_result_get gave another result");
