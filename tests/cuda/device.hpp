@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the tests of CUDA contexts share: streams, tensors in device memory, and a context with its
-// tensors that is on the CPU or on a device, so that one story can be told on both. Of NVIDIA's
-// runtime or of the simulated one (GA_SIMULATED).
+// tensors that is on the CPU or on a device, so that one program can run on both. The devices belong
+// to NVIDIA's runtime or to the simulated one (GA_SIMULATED).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -50,7 +50,7 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// As random_tensor, cut and pasted from one that is made once.
+// Like random_tensor, but copied in pieces from a tensor that is generated once, to save time.
 inline Tensor numbers(int32_t dtype, int64_t count, uint64_t seed) {
   constexpr int64_t kMost = 1 << 15;
   static std::map<int32_t, Tensor> made;
@@ -94,13 +94,13 @@ class DeviceTensor {
   int64_t count() const { return shape_.count(); }
   size_t bytes() const { return static_cast<size_t>(shape_.count()) * shape_.size(); }
 
-  // In the order of the stream.
+  // Copies to the device, in the order of the stream.
   void put(const Tensor& values) {
     if (bytes() == 0) return;
     EXPECT_CUDA(cudaMemcpyAsync(data(), values.data(), bytes(), cudaMemcpyHostToDevice, stream_));
-    if (!simulated()) stream_.wait();  // the source may be gone soon
+    if (!simulated()) stream_.wait();  // values may be freed after this call
   }
-  // Waits for the stream.
+  // Copies to the host after all work on the stream.
   Tensor get() const {
     Tensor result(dtype(), count());
     std::vector<uint8_t> all(before_ + bytes() + after_);
@@ -124,7 +124,7 @@ class DeviceTensor {
   uint8_t* base_ = nullptr;
 };
 
-// What a stream was given while it was captured, to be run again.
+// The work that was captured from a stream, which can be replayed.
 class Graph {
  public:
   Graph() = default;
@@ -164,7 +164,7 @@ inline ga_step_result result_of(ga_context* ctx, int64_t window = 0, int32_t wai
   return r;
 }
 
-// Sets a variable of the environment while it lives; NULL: takes it away.
+// Sets a variable of the environment for its own lifetime, or unsets it if value is NULL.
 class Variable {
  public:
   Variable(const char* name, const char* value) : name_(name) {
@@ -186,16 +186,17 @@ class Variable {
   std::unique_ptr<std::string> old_;
 };
 
-// ---- A story told on the CPU and on a device -----------------------------------------------------
+// ---- A program that runs on the CPU and on a device ----------------------------------------------
 
-// What came out of a story, piece by piece.
+// One result of a program.
 struct Record {
   std::string what;
-  int32_t dtype;  // of numbers; 0: a status or a count
+  int32_t dtype;  // 0: a status or a count
   std::vector<uint8_t> bytes;
-  double tolerance;  // relative, of numbers; 0: the bits
+  double tolerance;  // relative; 0: the same bits
 };
 
+// A context on the CPU or on a device, with its tensors and the records of its results.
 class Machine {
  public:
   explicit Machine(int32_t device, ga_config c = config()) : device_(device) {
@@ -220,12 +221,12 @@ class Machine {
     return id;
   }
 
-  // A tensor that stays; where it is.
+  // Stores a tensor for the lifetime of the context and returns its address.
   void* keep(const Tensor& values, int64_t shift = 1) { return place(kept_, values, shift); }
-  // A tensor of one window.
+  // Stores a tensor until the end of the window.
   void* put(const Tensor& values, int64_t shift = 1) { return place(passing_, values, shift); }
 
-  // Adds a parameter; -1 where the library refuses it, which is part of the story.
+  // Adds a parameter and records the status. Returns -1 if the library refuses the parameter.
   ga_param add(ga_group group, const Tensor& start, std::vector<int64_t> shape = {},
                const ga_param_options& o = options(), int64_t shift = 1) {
     void* const data = keep(start, shift);
@@ -250,7 +251,7 @@ class Machine {
   }
 
   Tensor kept(size_t i) const { return kept_[i].get(); }
-  // Has the program move a parameter, with new values.
+  // Moves a parameter to another address, with new values.
   ga_status move(ga_param param, const Tensor& values) {
     void* const data = keep(values, 2);
     const ga_status status = ga_param_bind(ctx_, param, data);
@@ -263,7 +264,7 @@ class Machine {
     note("accumulate", ga_accumulate(ctx_, gradients.data(), gradients.size(), weight, scale));
   }
 
-  // Ends the window and notes all that it did.
+  // Ends the window and records the result and the parameters.
   ga_step_result step(double norm_tolerance = 0) {
     ga_step_result r = {};
     r.struct_size = sizeof r;
@@ -281,11 +282,11 @@ class Machine {
   void note(const std::string& what, ga_status status) { note(what, int64_t{status}); }
   void note(const std::string& what, int64_t number) { note_bytes(what, 0, number); }
   void note(const std::string& what, double number, double tolerance = 0) {
-    const bool loose = by_mathematics && !simulated();
+    const bool loose = uses_pow && !simulated();
     note_bytes(what, GA_F64, number, loose ? std::max(tolerance, 1e-12) : tolerance);
   }
   void note(const std::string& what, const Tensor& t, double tolerance = 0) {
-    const bool loose = by_mathematics && t.dtype() == GA_F64 && !simulated();
+    const bool loose = uses_pow && t.dtype() == GA_F64 && !simulated();
     Record r = {what, t.dtype(), {}, loose ? std::max(tolerance, 1e-9) : tolerance};
     const auto* bytes = static_cast<const uint8_t*>(t.data());
     r.bytes.assign(bytes, bytes + static_cast<size_t>(t.count()) * t.size());
@@ -309,7 +310,7 @@ class Machine {
     note(of + "noise_trace", r.noise_trace, tolerance);
     note(of + "noise_signal", r.noise_signal, tolerance);
   }
-  // Parameters; with a tolerance where set.
+  // Records the parameters, with params_tolerance.
   void note_params() {
     for (size_t i = 0; i < params_.size(); ++i)
       note("parameter " + std::to_string(i), value(static_cast<ga_param>(i)), params_tolerance);
@@ -325,7 +326,7 @@ class Machine {
       }
     }
   }
-  // What ga_gradient gives.
+  // Records the gradient that ga_gradient returns.
   void note_gradient(ga_param param) {
     const void* data = nullptr;
     int32_t dtype = 0;
@@ -334,7 +335,7 @@ class Machine {
     if (status != GA_OK) return;
     note("gradient " + std::to_string(param), read(data, dtype, value(param).count()));
   }
-  // Numbers that the library owns.
+  // Reads numbers from memory that the library owns.
   Tensor read(const void* data, int32_t dtype, int64_t count) const {
     Tensor result(dtype, count);
     const size_t bytes = static_cast<size_t>(count) * result.size();
@@ -347,7 +348,7 @@ class Machine {
     stream_->wait();
     return result;
   }
-  // Numbers in memory that the library has handed out to be written.
+  // Writes numbers to memory that the library handed out.
   void write(void* data, const Tensor& values) const {
     const size_t bytes = static_cast<size_t>(values.count()) * values.size();
     if (bytes == 0) return;
@@ -361,12 +362,12 @@ class Machine {
 
   const std::vector<Record>& records() const { return records_; }
   double params_tolerance = 0;
-  // pow() of double is in it, whose last bits are a library's own: what is rounded to f32
-  // does not show them.
-  bool by_mathematics = false;
+  // The program's numbers depend on pow() of double, whose last bits differ between libraries.
+  // Numbers that are rounded to f32 do not show the difference.
+  bool uses_pow = false;
 
  private:
-  // A tensor where the context's data are.
+  // A tensor in the memory of the context's device.
   class Place {
    public:
     Place(const Machine* machine, const Tensor& values, int64_t shift) {
@@ -409,7 +410,7 @@ class Machine {
   std::unique_ptr<Stream> stream_;
   ga_context* ctx_ = nullptr;
   std::vector<Place> kept_, passing_;
-  std::vector<size_t> params_;  // their places
+  std::vector<size_t> params_;  // index in kept_
   int names_ = 0;
   std::vector<Record> records_;
 };
@@ -431,7 +432,7 @@ inline testing::AssertionResult same_record(const Record& a, const Record& b) {
     const double x = Tensor::read(&a.bytes[i * size], a.dtype);
     const double y = Tensor::read(&b.bytes[i * size], a.dtype);
     if (memcmp(&a.bytes[i * size], &b.bytes[i * size], size) == 0) continue;
-    // The sign and payload of a NaN are the processor's.
+    // The sign and payload of a NaN depend on the processor.
     if (std::isnan(x) && std::isnan(y)) continue;
     if (a.tolerance > 0 && std::abs(x - y) <= a.tolerance * std::max(std::abs(x), std::abs(y)))
       continue;
@@ -457,21 +458,21 @@ inline void expect_same_records(const std::vector<Record>& a, const std::vector<
   }
 }
 
-// Tells a story to a context on the CPU and to one on a device: what is noted is to be the same.
-inline void expect_same(const ga_config& c, const std::function<void(Machine&)>& story) {
+// Runs a program on the CPU and on a device; the records must be the same.
+inline void expect_same(const ga_config& c, const std::function<void(Machine&)>& program) {
   std::vector<Record> records;
   {
     Machine cpu(GA_DEVICE_CPU, c);
-    story(cpu);
+    program(cpu);
     records = cpu.records();
   }
   Machine device(GA_DEVICE_CUDA, c);
-  story(device);
+  program(device);
   expect_same_records(records, device.records());
 }
 
-inline void expect_same(const std::function<void(Machine&)>& story) {
-  expect_same(config(), story);
+inline void expect_same(const std::function<void(Machine&)>& program) {
+  expect_same(config(), program);
 }
 
 // ---- A training of a few parameters --------------------------------------------------------------
@@ -483,7 +484,7 @@ inline ga_param_options with(int32_t master, int32_t rounding, int32_t gradient_
   return o;
 }
 
-// What is trained: a parameter's dtype, shape and options.
+// The dtype, shape and options of a parameter.
 struct Param {
   int32_t dtype;
   std::vector<int64_t> shape;
@@ -496,7 +497,7 @@ struct Param {
   int32_t gradient_dtype() const { return options.gradient_dtype ? options.gradient_dtype : dtype; }
 };
 
-// Tensors of the usual kinds, small ones and some with several chunks.
+// Parameters of the usual kinds: small ones, and some of several chunks.
 inline std::vector<Param> some_params(bool wide = true) {
   std::vector<Param> list = {{GA_F32, {70000}, options()},
                              {GA_F32, {}, options()},
@@ -545,7 +546,8 @@ struct Training {
 
 // ---- Suites --------------------------------------------------------------------------------------
 
-// Skips without a device. In a simulation, each test has machines of its own, and leaves nothing.
+// Skips the test if there is no device. In a simulation, each test starts with new devices and must
+// leave no memory allocated.
 template <class Base = testing::Test>
 class OnDevice : public Base {
  protected:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Batch normalisation on devices: windows of all modes, layouts and dtypes against sums in float64
-// that are written here, what they cost, and windows that were captured in a graph.
+// that this file computes, the number of launches, and windows that were captured in a graph.
 #include "device.hpp"
 
 namespace ga::test {
@@ -15,7 +15,7 @@ struct Shape {
   std::vector<int64_t> samples;  // of each micro-batch
   int64_t channels, positions;
 
-  int64_t elements(size_t k) const { return samples[k] * positions; }  // of a channel
+  int64_t elements(size_t k) const { return samples[k] * positions; }  // per channel
   int64_t count(size_t k) const { return elements(k) * channels; }
   int64_t at(int64_t element, int64_t channel) const {
     if (layout == GA_BN_CHANNELS_LAST) return element * channels + channel;
@@ -26,26 +26,32 @@ struct Shape {
 
 std::vector<Shape> shapes() {
   const int32_t first = GA_BN_CHANNELS_FIRST, last = GA_BN_CHANNELS_LAST;
-  return {{first, {4, 3}, 3, 49},      // planes of an odd size, few to a row
+  return {{first, {4, 3}, 3, 49},      // planes of an odd size, few in a row
           {first, {3, 2}, 64, 49},     // a last group that is smaller
-          {first, {2, 3}, 5, 196},     // four of 16 bits at a time
-          {first, {7, 9}, 33, 4},      // whole planes at a time
+          {first, {2, 3}, 5, 196},     // 16-bit numbers are read four at a time
+          {first, {7, 9}, 33, 4},      // several planes at a time
           {first, {2, 1}, 2, 1025},    // slices that end within a plane
           {first, {2, 2}, 3, 4096},    //
           {first, {300, 200}, 2, 64},  // slices of whole planes
           {first, {1, 1}, 1, 5003},    // one channel
-          {first, {3, 1}, 1, 777},    {first, {2, 2}, 300, 2},
+          {first, {3, 1}, 1, 777},
+          {first, {2, 2}, 300, 2},
           {first, {40, 3}, 130, 1},  // a matrix
-          {first, {500, 700}, 8, 1},  {last, {4, 3}, 3, 49},
-          {last, {2, 3}, 64, 100},    {last, {5, 1}, 67, 9},  // columns that are not whole accesses
-          {last, {6, 6}, 200, 11},    {last, {2, 1}, 1, 501},
-          {last, {2, 2}, 4, 1000},    {last, {3, 2}, 1032, 1},  // groups of several columns
-          {last, {1, 1}, 2, 1},       {last, {1, 1}, 1, 1},
-          {first, {0, 2}, 5, 12},  // micro-batches of nothing
+          {first, {500, 700}, 8, 1},
+          {last, {4, 3}, 3, 49},
+          {last, {2, 3}, 64, 100},
+          {last, {5, 1}, 67, 9},  // columns that vector accesses do not divide
+          {last, {6, 6}, 200, 11},
+          {last, {2, 1}, 1, 501},
+          {last, {2, 2}, 4, 1000},
+          {last, {3, 2}, 1032, 1},  // groups of several columns
+          {last, {1, 1}, 2, 1},
+          {last, {1, 1}, 1, 1},
+          {first, {0, 2}, 5, 12},  // empty micro-batches
           {last, {2, 0}, 16, 3}};
 }
 
-// Numbers about a mean of the channel's own, which is large beside their deviations.
+// Every channel has its own mean, which is large compared with the deviations from it.
 Tensor activations(const Shape& s, size_t k, int32_t dtype, uint64_t seed) {
   Tensor t(dtype, s.count(k));
   Random random(seed);
@@ -62,18 +68,18 @@ struct Case {
   Shape shape;
   int32_t mode, dtype;
   Frozen frozen = kAwake;
-  int64_t shift = 0;      // of the tensors' addresses, in elements
+  int64_t shift = 0;      // added to the tensors' addresses, in elements
   bool in_place = false;  // y is x, dx is dy
-  bool affine = true;     // gamma and beta
+  bool affine = true;     // the layer has gamma and beta
   int32_t param_dtype = GA_F32;
   std::vector<double> weights = {1, 2.5};
-  std::vector<double> scales = {1, 1};  // 0: the context's own
+  std::vector<double> scales = {1, 1};  // loss scale of each micro-batch; 0: that of the context
 };
 
-// What came out of a window.
+// The results of a window.
 struct Outcome {
   std::vector<std::vector<double>> y, dx;
-  std::vector<std::vector<double>> mean, variance;  // what each forward pass normalised by
+  std::vector<std::vector<double>> mean, variance;  // statistics of each forward pass
   std::vector<double> dgamma, dbeta, running_mean, running_variance;
   int64_t steps = 0;
 };
@@ -87,7 +93,7 @@ std::vector<double> values(const Tensor& t) {
 // A layer with its micro-batches.
 class Layer {
  public:
-  // external: gradients are to be read; else SGD.
+  // external: the optimizer is GA_OPTIMIZER_EXTERNAL, so the gradients can be read. Otherwise SGD.
   explicit Layer(const Case& c, bool external = true, ga_config config = test::config())
       : c_(c), gamma_(c.param_dtype, c.shape.channels), beta_(c.param_dtype, c.shape.channels) {
     config.device = GA_DEVICE_CUDA;
@@ -151,7 +157,8 @@ class Layer {
   Tensor gamma_now() const { return gamma_at_->get(); }
   Tensor beta_now() const { return beta_at_->get(); }
 
-  // Numbers of a window, in the tensors that all windows have; bad: NaN in that micro-batch.
+  // Fills the tensors, which all windows share, with the numbers of a window. bad: the micro-batch that
+  // gets a NaN, or -1.
   void fill(uint64_t window, int bad = -1) {
     x_.clear();
     dy_.clear();
@@ -165,7 +172,7 @@ class Layer {
       restore(k);
     }
   }
-  // What was overwritten in place.
+  // Restores the tensors that the passes have overwritten in place.
   void restore(size_t k) {
     x_at_[k]->put(x_[k]);
     dy_at_[k]->put(dy_[k]);
@@ -202,10 +209,10 @@ class Layer {
     EXPECT_OK(ga_bn_backward(ctx_, 0, read ? x_data(k) : nullptr, read ? dy_data(k) : nullptr,
                              c_.shape.samples[k], c_.shape.positions, dx_data(k)));
   }
-  // Whether it takes two sweeps.
+  // Whether the mode needs two sweeps over the micro-batches.
   bool windowed() const { return c_.mode == GA_BN_WINDOW && !c_.frozen; }
 
-  // A whole window but for the step. between(k): after forward pass k.
+  // Runs a whole window except for the step. Calls between(k) after forward pass k.
   template <class Between>
   void passes(Between between) {
     const auto begin = [&](size_t k) {
@@ -221,7 +228,7 @@ class Layer {
       if (windowed()) continue;
       begin(k);
       open(k);
-      if (k % 2 == 1) sums(k);  // the other way to do the same
+      if (k % 2 == 1) sums(k);  // gives the same as backward() alone
       backward(k);
       close();
     }
@@ -299,10 +306,10 @@ class Layer {
 
 struct Sums {
   long double n = 0, mean = 0, m2 = 0;
-  double largest = 0;  // deviation
+  double largest = 0;  // largest deviation from the mean
 };
 
-// Of micro-batches [from, to], in two passes.
+// The sums over the micro-batches [from, to], in two passes.
 Sums sums_of(const Layer& layer, const Shape& s, int64_t channel, size_t from, size_t to) {
   Sums r;
   const auto each = [&](auto f) {
@@ -319,7 +326,7 @@ Sums sums_of(const Layer& layer, const Shape& s, int64_t channel, size_t from, s
   return r;
 }
 
-// How far a number may be from what it should be.
+// Checks that a number is within the tolerance of the expected one.
 testing::AssertionResult near(const char* what, double is, long double should, double tolerance) {
   const double off = std::abs(static_cast<double>(is - should));
   if (off <= tolerance) return testing::AssertionSuccess();
@@ -329,8 +336,8 @@ testing::AssertionResult near(const char* what, double is, long double should, d
   return testing::AssertionFailure() << text;
 }
 
-// Checks a window. What is computed in T is some roundings of T from the truth, and statistics are
-// n additions of double.
+// Checks a window. Results that are computed in T may be off by a few roundings of T, and statistics
+// by the roundings of n additions in double.
 void check(const Case& c, const Layer& layer, const Outcome& o) {
   const Shape& s = c.shape;
   const size_t micros = s.samples.size();
@@ -363,7 +370,7 @@ void check(const Case& c, const Layer& layer, const Outcome& o) {
       mean[k] = m.mean;
       rstd[k] = 1 / std::sqrt(variance + kEps);
       n[k] = m.n;
-      // Relative to the deviation, of sums about an element of the channel.
+      // Relative to the deviation, since the sums are shifted by an element of the channel.
       slack[k] = 64 * u64 * (1 + static_cast<double>(m.n)) +
                  8 * u64 * std::abs(static_cast<double>(m.mean * rstd[k]));
       if (!c.frozen) {
@@ -501,7 +508,7 @@ TEST_F(BatchNorm, OfAllDtypesInAllModes) {
     for (const int32_t mode : {GA_BN_MICRO, GA_BN_WINDOW, GA_BN_CUMULATIVE}) {
       for (const Frozen frozen : {kAwake, kFrozen}) {
         for (const int32_t dtype : dtypes()) {
-          // Gamma and beta are of any dtype themselves; or there are none.
+          // Gamma and beta may have any dtype, or be absent.
           for (const int32_t param_dtype : std::vector<int32_t>{0, GA_F32, GA_F64}) {
             Case c = {shape, mode, dtype, frozen};
             c.affine = param_dtype != 0;
@@ -514,7 +521,7 @@ TEST_F(BatchNorm, OfAllDtypesInAllModes) {
   }
 }
 
-// Gamma and beta of 16 bits: their gradients are those of their masters.
+// Gamma and beta of 16 bits: the gradients are those of the master weights.
 TEST_F(BatchNorm, ParametersOf16Bits) {
   for (const int32_t param_dtype : {GA_F16, GA_BF16}) {
     for (const int32_t dtype : std::vector<int32_t>{GA_F32, param_dtype}) {
@@ -536,7 +543,7 @@ TEST_F(BatchNorm, WithoutWeight) {
   }
 }
 
-// Most of an f32's digits are the mean's.
+// The mean takes most digits of the f32 numbers.
 TEST_F(BatchNorm, AMeanThatIsLarge) {
   for (const int32_t mode : {GA_BN_MICRO, GA_BN_WINDOW}) {
     Case c = {{GA_BN_CHANNELS_LAST, {700, 300}, 3, 1}, mode, GA_F32};
@@ -552,7 +559,7 @@ TEST_F(BatchNorm, AMeanThatIsLarge) {
   }
 }
 
-// A window without an element: the gradients are zeros, the running statistics as they were.
+// A window without elements: the gradients are zeros, and the running statistics do not change.
 TEST_F(BatchNorm, OfNothing) {
   for (const int32_t mode : {GA_BN_MICRO, GA_BN_WINDOW}) {
     for (const int32_t layout : {GA_BN_CHANNELS_FIRST, GA_BN_CHANNELS_LAST}) {
@@ -569,7 +576,7 @@ TEST_F(BatchNorm, OfNothing) {
   }
 }
 
-// Statistics that the program has, also of a micro-batch that had some already.
+// Statistics that the program gives, also for a micro-batch that already had statistics.
 TEST_F(BatchNorm, GivenStatistics) {
   for (const int32_t dtype : {GA_F32, GA_F64}) {
     for (const int32_t kind : {GA_BN_VARIANCE, GA_BN_M2}) {
@@ -615,7 +622,7 @@ TEST_F(BatchNorm, GivenStatistics) {
               ASSERT_NEAR(variance[i], m2[i] / n, 1e-14) << i;
             }
           }
-          layer.stream().wait();  // the arrays go
+          layer.stream().wait();  // the arrays are freed
         }
         EXPECT_OK(ga_discard(layer));
       }
@@ -623,7 +630,7 @@ TEST_F(BatchNorm, GivenStatistics) {
   }
 }
 
-// Sums that are not finite are no part of a frozen layer's dx, nor is x.
+// The dx of a frozen layer depends neither on x nor on sums that are not finite.
 TEST_F(BatchNorm, FrozenBesideNaN) {
   for (const int32_t layout : {GA_BN_CHANNELS_FIRST, GA_BN_CHANNELS_LAST}) {
     const Case c = {{layout, {2}, 8, 6}, GA_BN_MICRO, GA_F32, kFrozen};
@@ -641,7 +648,7 @@ TEST_F(BatchNorm, FrozenBesideNaN) {
   }
 }
 
-// What is not finite is of its channel alone.
+// A NaN or infinity affects its own channel alone.
 TEST_F(BatchNorm, NaNStaysInItsChannel) {
   for (const int32_t layout : {GA_BN_CHANNELS_FIRST, GA_BN_CHANNELS_LAST}) {
     for (const int64_t channels : {5, 8}) {
@@ -657,7 +664,7 @@ TEST_F(BatchNorm, NaNStaysInItsChannel) {
                       {1}};
       Layer layer(c);
       Tensor x = layer.x(0);
-      x.set(c.shape.at(0, 2), NAN);  // the element that the others are compared with
+      x.set(c.shape.at(0, 2), NAN);  // the element that the sums are shifted by
       x.set(c.shape.at(9, 4), INFINITY);
       layer.set_x(0, x);
       layer.forward(0);
@@ -670,7 +677,7 @@ TEST_F(BatchNorm, NaNStaysInItsChannel) {
   }
 }
 
-// Layers that are added after one was used: the workspace is the largest that one of them needs.
+// Layers that are added after one was used: the workspace has the size that the largest layer needs.
 TEST_F(BatchNorm, LayersBesideEachOther) {
   Case c = {{GA_BN_CHANNELS_LAST, {40, 30}, 37, 2}, GA_BN_MICRO, GA_F32};
   Layer layer(c);
@@ -728,7 +735,7 @@ TEST_F(BatchNorm, Infers) {
 
 // ---- On other devices ----------------------------------------------------------------------------
 
-// With room for more blocks, and fewer, in either order.
+// Devices with more and with fewer multiprocessors, and blocks in either order.
 TEST_F(BatchNorm, OnOtherDevices) {
   std::vector<Shape> all = shapes();
   all.push_back({GA_BN_CHANNELS_LAST, {900, 700}, 64, 4});  // more slices than are read at once
@@ -766,9 +773,9 @@ TEST_F(BatchNorm, AnyOrderOfBlocks) {
   }
 }
 
-// ---- What it costs -------------------------------------------------------------------------------
+// ---- Launches ------------------------------------------------------------------------------------
 
-std::string told(const sim::Counters& c) {
+std::string describe(const sim::Counters& c) {
   std::string text = std::to_string(c.launches) + " launches";
   for (const auto& [kernel, n] : c.by_kernel) text += "\n  " + std::to_string(n) + " " + kernel;
   return text;
@@ -779,7 +786,7 @@ void expect_launches(const char* what, int64_t launches, int64_t fills, Work&& w
   sim::reset_counters();
   work();
   const sim::Counters c = sim::counters();
-  EXPECT_EQ(c.launches, launches) << what << ": " << told(c);
+  EXPECT_EQ(c.launches, launches) << what << ": " << describe(c);
   EXPECT_EQ(c.fills, fills) << what;
   EXPECT_EQ(c.synchronizations, 0) << what;
   EXPECT_EQ(c.allocations, 0) << what;
@@ -810,7 +817,7 @@ TEST_F(BatchNorm, Launches) {
       const bool read = c.weights[k] != 0;
       if (!windowed) expect_launches("forward", 2, 0, [&] { layer.forward(k); });
       expect_launches("begin", 0, 0, [&] { layer.open(k); });
-      // One, and one each for what gamma and beta get.
+      // One launch for the sums and one that adds them to gamma and beta.
       expect_launches("sums", read ? 2 : 0, 0, [&] { layer.sums(k); });
       if (!windowed)
         expect_launches("backward", read ? 1 : 0, read ? 0 : 1, [&] { layer.backward(k); });
@@ -836,10 +843,10 @@ TEST_F(BatchNorm, Launches) {
 
 #endif
 
-// ---- Numbers that only the device knows ----------------------------------------------------------
+// ---- Numbers on the device -----------------------------------------------------------------------
 
-// One micro-batch has a loss scale of its own, the others the context's, which has grown since the
-// host last looked.
+// One micro-batch has its own loss scale. The others use that of the context, which has grown on the
+// device since the host last read it.
 TEST_F(BatchNorm, TheLossScaleOfTheDevice) {
 #ifdef GA_SIMULATED
   configure([](sim::Config& config) { config.deferred = true; });
@@ -860,7 +867,7 @@ TEST_F(BatchNorm, TheLossScaleOfTheDevice) {
   }
   layer.fill(3);
   Outcome o = layer.outcome();
-  // 2 * 3 * 3 in that window; the running statistics are of all three.
+  // 2 * 3 * 3 in that window; the running statistics cover all three.
   Case known = c;
   known.scales = {8, 18, 18};
   EXPECT_EQ(o.steps, 3);
@@ -915,7 +922,7 @@ TEST_F(BatchNorm, Graphs) {
           // The window with a NaN was skipped.
           EXPECT_EQ(all.back().back()[0], static_cast<double>(w < 3 ? w + 1 : w));
         }
-        // And without it once more; another layer has moved the workspace meanwhile.
+        // One more window without the graph, after another layer has moved the workspace.
         EXPECT_OK(ga_bn_add(layer, "more", 5000, -1, -1, nullptr, nullptr));
         layer.fill(7);
         layer.window();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The bits of a device are those of the CPU: every optimizer, dtype, way of accumulating, clipping
-// and averaging, told as one story to a context on each.
+// A device gives the bits of the CPU: every optimizer, dtype, way of accumulating, clip and EMA, as
+// one program that runs on both.
 #include "device.hpp"
 
 namespace ga::test {
@@ -64,10 +64,10 @@ std::vector<Spec> specs(bool matrices) {
   return list;
 }
 
-// Three windows of two micro-batches, with the numbers of an adversary: some parameters get no
-// gradient in the third.
+// Three windows of two micro-batches with adversarial numbers. Some parameters get no gradient in the
+// third window.
 void train(Machine& m, const ga_optimizer& o, bool matrices) {
-  m.by_mathematics = row_of(o).by_pow;
+  m.uses_pow = row_of(o).by_pow;
   const ga_group group = m.group(o);
   std::vector<Spec> list;
   uint64_t seed = 1;
@@ -109,7 +109,7 @@ TEST_P(OptimizerBits, OfStateInBf16) {
   ASSERT_OK(ga_context_create(nullptr, &ctx));
   const ga_status status = ga_group_add(ctx, &o, nullptr);
   ga_context_destroy(ctx);
-  if (status != GA_OK) GTEST_SKIP() << "it has no state, or none in bf16";
+  if (status != GA_OK) GTEST_SKIP() << "the optimizer has no state, or none in bf16";
   ga_config c = config();
   c.seed = 0x123456789abcdef;
   expect_same(c, [&](Machine& m) { train(m, o, false); });
@@ -146,7 +146,7 @@ TEST_F(Bits, OfAccumulators) {
         }
         t.add(m, m.group(plain_sgd()));
         t.windows(m, 2, 4);
-        // A loss scale that is no power of two, and one that is negative.
+        // A loss scale that is not a power of two, and a negative one.
         const double scale = 3, negative = -7;
         m.accumulate(t.gradients(m, 100), 3, &scale);
         m.accumulate(t.gradients(m, 101), 0);
@@ -182,7 +182,7 @@ TEST_F(Bits, OfMissingGradients) {
       for (const int32_t kind : representative_kinds()) {
         expect_same(c, [kind](Machine& m) {
           ga_optimizer o = optimizer(kind);
-          m.by_mathematics = row_of(o).by_pow;
+          m.uses_pow = row_of(o).by_pow;
           o.weight_decay = 0.01;
           if (kind == GA_OPTIMIZER_SGD) o.momentum = 0.9;
           Training t;
@@ -200,7 +200,7 @@ TEST_F(Bits, OfMissingGradients) {
           t.windows(m, 1);
           EXPECT_OK(ga_param_set_frozen(m, t.ids[0], 0));
           t.windows(m, 1);
-          m.step();  // of nothing
+          m.step();  // an empty window
         });
       }
     }
@@ -215,7 +215,7 @@ TEST_F(Bits, OfGradientsByPart) {
       Training t;
       t.add(m, m.group(optimizer(GA_OPTIMIZER_ADAMW)));
       for (uint64_t w = 0; w < 2; ++w) {
-        // Micro-batches that are filled in turns, and one parameter twice in each.
+        // The micro-batches are filled in turns, with two contributions to one parameter in each.
         for (size_t i = 0; i < t.ids.size(); ++i) {
           for (const int64_t micro : {0, 1, 2}) {
             const double weight = t.weight(static_cast<uint64_t>(micro));
@@ -293,7 +293,7 @@ TEST_F(Bits, OfAFlatBlock) {
   });
 }
 
-// More than a launch takes of gradients, of micro-batches' contributions and of other lists.
+// More gradients, contributions and other list entries than one launch takes.
 TEST_F(Bits, OfManyParameters) {
   std::vector<int64_t> counts;
   int64_t total = 0;
@@ -319,7 +319,7 @@ TEST_F(Bits, OfManyParameters) {
       clipped.when = w.when;
       EXPECT_OK(ga_context_set_clip(m, &clipped));
       const ga_group group = m.group(optimizer(w.kind));
-      // One by one: each has a pointer.
+      // Added one by one, so each parameter has its own pointer.
       char* const data = static_cast<char*>(m.keep(numbers(GA_F32, total, 3)));
       int64_t offset = 0;
       for (int64_t i = 0; i < kParams; ++i) {
@@ -366,7 +366,7 @@ TEST_F(Bits, OfParametersThatMove) {
   });
 }
 
-// More chunks than a warp has lanes, and than a tree of chunks has leaves.
+// More chunks than a warp has lanes, and more than the tree that adds up chunks has leaves.
 TEST_F(Bits, OfAManyChunkTensor) {
   for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB}) {
     expect_same([kind](Machine& m) {
@@ -435,7 +435,7 @@ TEST_P(ClipBits, OfEveryOptimizer) {
       Training t;
       t.params = clipped_params();
       ga_optimizer o = optimizer(kind);
-      m.by_mathematics = row_of(o).by_pow;
+      m.uses_pow = row_of(o).by_pow;
       o.weight_decay = 0.01;
       t.add(m, m.group(o));
       t.windows(m, 2, 2);
@@ -443,9 +443,9 @@ TEST_P(ClipBits, OfEveryOptimizer) {
   }
 }
 
-// Gradients that are read where they are, each window's elsewhere; under a loss scale that only the
-// device knows, too.
-TEST_P(ClipBits, OfGradientsThatLive) {
+// Live gradients, which lie at other addresses in every window; also with a loss scale that only the
+// device knows.
+TEST_P(ClipBits, OfLiveGradients) {
   const ga_clip c = clips()[GetParam()].clip;
   ga_config config = test::config();
   config.gradient_life = GA_GRADIENTS_LIVE;
@@ -469,7 +469,7 @@ TEST_P(ClipBits, OfGradientsThatLive) {
       Training t;
       t.params = clipped_params();
       ga_optimizer o = optimizer(way.kind);
-      m.by_mathematics = row_of(o).by_pow;
+      m.uses_pow = row_of(o).by_pow;
       o.weight_decay = 0.01;
       t.add(m, m.group(o));
       uint64_t round = 0;
@@ -514,7 +514,7 @@ TEST_P(ClipBits, OfMicroBatches) {
   }
 }
 
-// Groups with clippings of their own, frozen and missing parameters.
+// Groups with their own clips, and frozen and missing parameters.
 TEST_P(ClipBits, OfGroups) {
   const ga_clip c = clips()[GetParam()].clip;
   for (const int32_t missing : {GA_MISSING_SKIP, GA_MISSING_ZERO}) {
@@ -570,9 +570,9 @@ INSTANTIATE_TEST_SUITE_P(All, ClipBits, testing::Range<size_t>(0, clips().size()
                            return clips()[info.param].name;
                          });
 
-// ---- Averages, scales, schedules -----------------------------------------------------------------
+// ---- EMA, loss scales, schedules -----------------------------------------------------------------
 
-TEST_F(Bits, OfAverages) {
+TEST_F(Bits, OfEmas) {
   for (const int32_t kind : {GA_EMA_TORCH, GA_EMA_KARRAS}) {
     for (const int32_t dtype : {0, 1 * GA_BF16}) {
       for (const int32_t missing : {GA_MISSING_SKIP, GA_MISSING_ZERO}) {
@@ -580,7 +580,7 @@ TEST_F(Bits, OfAverages) {
         c.missing = missing;
         c.seed = 5;
         expect_same(c, [&](Machine& m) {
-          m.by_mathematics = kind == GA_EMA_KARRAS;
+          m.uses_pow = kind == GA_EMA_KARRAS;
           ga_ema e;
           EXPECT_OK(ga_ema_init(&e, sizeof e));
           e.kind = kind;
@@ -599,7 +599,7 @@ TEST_F(Bits, OfAverages) {
           m.accumulate(list);
           m.step();
           m.note_averages();
-          // A window that is skipped, then one more; a parameter that comes later.
+          // A skipped window and another one, then a parameter that is added late.
           list = t.gradients(m, 10);
           Tensor bad = t.gradient(2, 10);
           bad.set(7, NAN);
@@ -617,7 +617,7 @@ TEST_F(Bits, OfAverages) {
   }
 }
 
-TEST_F(Bits, OfAveragesOfWhatTheProgramUpdates) {
+TEST_F(Bits, OfEmasOfExternalParameters) {
   expect_same([&](Machine& m) {
     ga_ema e;
     EXPECT_OK(ga_ema_init(&e, sizeof e));
@@ -643,7 +643,7 @@ void spoil(const Training& t, Machine& m, std::vector<const void*>& list, size_t
   list[i] = m.put(bad);
 }
 
-// Growth and backoff that are no powers of two: what is divided by is no exact number then.
+// Growth and backoff factors that are not powers of two, so the division is not exact.
 TEST_F(Bits, OfLossScales) {
   for (const int32_t nonfinite :
        {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO, GA_NONFINITE_IGNORE, GA_NONFINITE_FAIL}) {
@@ -668,7 +668,7 @@ TEST_F(Bits, OfLossScales) {
           Training t;
           t.add(m, m.group(optimizer(GA_OPTIMIZER_ADAMW)));
           for (uint64_t w = 0; w < 8; ++w) {
-            // Of one micro-batch too, whose gradients the step itself reads where they live.
+            // Some windows have one micro-batch, whose live gradients the step itself reads.
             const uint64_t micros = w % 3 == 1 || w == 5 ? 1 : 3;
             for (uint64_t k = 0; k < micros; ++k) {
               auto list = t.gradients(m, 3 * w + k);
@@ -693,7 +693,7 @@ TEST_F(Bits, OfLossScales) {
   }
 }
 
-// Parts that are judged with their micro-batch.
+// Parts that are kept until their micro-batch is checked.
 TEST_F(Bits, OfDroppedMicroBatchesByPart) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;
@@ -734,8 +734,8 @@ TEST_F(Bits, OfSchedules) {
   for (int32_t kind = GA_SCHEDULE_CONSTANT; kind <= GA_SCHEDULE_BERT; ++kind) {
     SCOPED_TRACE(kind);
     expect_same([&](Machine& m) {
-      m.by_mathematics = kind == GA_SCHEDULE_POLYNOMIAL || kind == GA_SCHEDULE_STEP ||
-                         kind == GA_SCHEDULE_EXPONENTIAL;
+      m.uses_pow = kind == GA_SCHEDULE_POLYNOMIAL || kind == GA_SCHEDULE_STEP ||
+                   kind == GA_SCHEDULE_EXPONENTIAL;
       ga_schedule s = schedule(kind);
       s.warmup_steps = 2;
       s.total_steps = 5;
@@ -761,7 +761,7 @@ TEST_F(Bits, OfSchedules) {
   }
 }
 
-// Numbers that change between windows, and a schedule of their length.
+// Options that change between windows, and a schedule of the window length.
 TEST_F(Bits, OfChanges) {
   expect_same([](Machine& m) {
     const ga_accum_phase phases[] = {{0, 2}, {2, 3}, {4, 1}};
@@ -811,8 +811,8 @@ TEST_F(Bits, OfNoiseScales) {
   }
 }
 
-// Who sees an infinity that nobody looks for.
-TEST_F(Bits, OfWhatIsNotFinite) {
+// NaN and infinities under every clip, also when no check looks for them.
+TEST_F(Bits, OfNonfiniteGradients) {
   for (const int32_t nonfinite : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_IGNORE}) {
     for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
       ga_config c = config();
@@ -843,7 +843,7 @@ struct Rows {
   std::vector<int64_t> indices;
 };
 
-// Rows of a parameter; some come more than once.
+// Random rows of a parameter, some of them more than once.
 Rows some_rows(int32_t dtype, int64_t rows, int64_t columns, int64_t count, uint64_t seed) {
   Random random(seed);
   Rows r = {numbers(dtype, count * columns, seed), {}};
@@ -851,7 +851,7 @@ Rows some_rows(int32_t dtype, int64_t rows, int64_t columns, int64_t count, uint
   return r;
 }
 
-// The indices as a tensor of that many bytes: moved as numbers of that size.
+// The indices as a tensor of numbers of the same size, so that they can be copied like one.
 Tensor as_tensor(const std::vector<int64_t>& indices, int32_t index_dtype) {
   Tensor t(index_dtype == GA_I32 ? GA_F32 : GA_F64, static_cast<int64_t>(indices.size()));
   for (size_t i = 0; i < indices.size(); ++i) {
@@ -876,9 +876,9 @@ TEST_P(RowBits, OfManyWindows) {
         ga_config c = config();
         c.nonfinite = nonfinite;
         const bool averaged = kind == GA_OPTIMIZER_ADAM;
-        const bool wide = kind == GA_OPTIMIZER_ADAMW;  // rows of more than a chunk
+        const bool wide = kind == GA_OPTIMIZER_ADAMW;  // rows longer than a chunk
         expect_same(c, [&](Machine& m) {
-          // A norm of rows may be added in another order, and moves what it clips.
+          // The norm of rows may be summed in another order, which changes the clipped gradients.
           if (scope == GA_CLIP_GLOBAL) m.params_tolerance = 1e-5;
           ga_clip clipped = clip(scope, scope == GA_CLIP_GLOBAL ? 0.2 : 0);
           EXPECT_OK(ga_context_set_clip(m, &clipped));

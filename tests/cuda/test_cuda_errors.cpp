@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a machine, its memory and its faults do to a context on a device, and what contexts do not do
-// to each other.
+// Contexts on missing or unsuitable devices, wrong memory, running out of memory, faults of a device,
+// and the independence of contexts.
 #include <thread>
 
 #include "child.hpp"
@@ -35,7 +35,7 @@ ga_config on_device(int32_t ordinal, void* stream = nullptr) {
   return c;
 }
 
-// That there is no device, and that both calls give the reason, in which the words are.
+// Expects that there is no device and that the messages of both calls contain the words.
 void expect_none(const std::vector<std::string>& words) {
   int32_t count = -1;
   EXPECT_OK(ga_device_count(GA_DEVICE_CUDA, &count));
@@ -45,7 +45,7 @@ void expect_none(const std::vector<std::string>& words) {
   EXPECT_EQ(ga_last_error(), reason);
 }
 
-// ---- Machines ------------------------------------------------------------------------------------
+// ---- Devices -------------------------------------------------------------------------------------
 
 TEST_F(Errors, DeviceCount) {
   int32_t count = -1;
@@ -55,7 +55,7 @@ TEST_F(Errors, DeviceCount) {
   EXPECT_EQ(count, 1);
 }
 
-TEST_F(Errors, OrdinalsThatThereAreNot) {
+TEST_F(Errors, OrdinalsOutOfRange) {
   const std::string there_are = "there are " + std::to_string(devices_);
   for (const int32_t ordinal : {devices_, devices_ + 100, -1}) {
     EXPECT_TRUE(refused(create(on_device(ordinal)), GA_ERROR_INVALID_ARGUMENT,
@@ -100,7 +100,7 @@ TEST_F(Errors, NoDriverOrDevice) {
   sim::reset();
   configure([](sim::Config& c) { c.devices = 0; });
   expect_none({"no device"});
-  // The CPU goes on.
+  // The CPU still works.
   EXPECT_OK(create(config()));
   sim::reset();
 }
@@ -116,7 +116,7 @@ TEST_F(Errors, NoCodeForTheDevice) {
 
 // ---- Other processes -----------------------------------------------------------------------------
 
-// In a child of fork() nothing of CUDA works. Contexts of the parent do not even try.
+// CUDA does not work in a child of fork(). Contexts of the parent refuse all calls there.
 TEST_F(Errors, ContextsOfTheParentAfterFork) {
   const auto run = [](bool forks) {
     Machine m(GA_DEVICE_CUDA);
@@ -143,12 +143,12 @@ TEST_F(Errors, ContextsOfTheParentAfterFork) {
     m.step();
     return m.value(0);
   };
-  EXPECT_TRUE(run(true) == run(false)) << "the parent goes on";
+  EXPECT_TRUE(run(true) == run(false)) << "the parent's context was changed";
 }
 
-// ---- Memory of others ----------------------------------------------------------------------------
+// ---- Memory of the host and of other devices -----------------------------------------------------
 
-// Memory of one kind, of so many floats.
+// An allocation of one kind of memory, in floats.
 class Memory {
  public:
   enum Kind { kHost, kPinned, kManaged, kDevice, kOtherDevice };
@@ -190,7 +190,7 @@ class Memory {
   void* data_ = nullptr;
 };
 
-// Every place where a context is given memory.
+// Calls every function that takes an address of the program.
 class Places {
  public:
   Places() {
@@ -279,13 +279,13 @@ TEST_F(Errors, MemoryThatADeviceReadsThroughThePagesOfTheHost) {
 }
 #endif
 
-// ---- Stories -------------------------------------------------------------------------------------
+// ---- Failures of single calls --------------------------------------------------------------------
 
-// A story of calls, each of which may fail; what each returned, and what it led to.
-class Story {
+// A sequence of calls, each of which may fail, with its results.
+class Scenario {
  public:
-  // on_failure(status): whether the call is to be made again.
-  explicit Story(std::function<bool(ga_status)> on_failure = nullptr)
+  // on_failure(status) returns whether to repeat the call.
+  explicit Scenario(std::function<bool(ga_status)> on_failure = nullptr)
       : on_failure_(std::move(on_failure)), stream_(0) {
     for (int64_t i = 0; i < 4; ++i) {
       const auto seed = static_cast<uint64_t>(i);
@@ -296,11 +296,11 @@ class Story {
     indices_ = std::make_unique<DeviceTensor>(Tensor(GA_F32, 12), stream_, 0);
     stream_.wait();
   }
-  ~Story() { ga_context_destroy(ctx_); }
+  ~Scenario() { ga_context_destroy(ctx_); }
 
-  // False: it was given up.
-  bool products = true;  // matrix products, which bring much memory along
-  bool tell() {
+  bool products = true;  // include matrix products, which take much memory
+  // Makes all calls. Returns false if a call failed and was not repeated.
+  bool run() {
     ga_config c = cuda_config(stream_);
     if (!make([&] { return ga_context_create(&c, &ctx_); })) return false;
     ga_ema ema;
@@ -331,7 +331,7 @@ class Story {
       if (!add(i, i)) return false;
     for (int w = 0; w < 2; ++w)
       if (!window()) return false;
-    // One that comes later, for which everything grows.
+    // A parameter that is added late, for which all tables grow.
     if (!add(3, 0) || !window()) return false;
     for (int i = 0; i < 4; ++i)
       if (!make([&] { return ga_ema_copy_to(ctx_, i, gradients_[0]->data(), GA_F32); }))
@@ -357,8 +357,8 @@ class Story {
   ga_context* context() const { return ctx_; }
   int64_t failures() const { return failures_; }
 
-  // Whether the fault was of that window alone.
-  bool goes_on() {
+  // Whether the context works again after ga_discard.
+  bool can_continue() {
     ga_window_info w = {};
     w.struct_size = sizeof w;
     if (ga_window(ctx_, &w) != GA_OK || w.state != GA_WINDOW_INVALID) return false;
@@ -368,7 +368,7 @@ class Story {
     return true;
   }
 
-  // Whatever needs the device answers with the fault from then on.
+  // Expects that every call that needs the device returns the fault.
   void expect_faults() {
     const std::string why = ga_last_error();
     const auto faulty = [&](ga_status status) { return refused(status, GA_ERROR_FAULT, {why}); };
@@ -399,7 +399,7 @@ class Story {
       ++failures_;
       if (!on_failure_ || !on_failure_(status)) return false;
     }
-    ADD_FAILURE() << "it failed again: " << ga_last_error();
+    ADD_FAILURE() << "the call failed again: " << ga_last_error();
     return false;
   }
   bool add(int i, ga_group group) {
@@ -441,36 +441,36 @@ class Story {
   int64_t failures_ = 0;
 };
 
-std::vector<Tensor> undisturbed() {
-  Story story;
-  EXPECT_TRUE(story.tell()) << ga_last_error();
-  return story.values();
+std::vector<Tensor> values_without_failures() {
+  Scenario scenario;
+  EXPECT_TRUE(scenario.run()) << ga_last_error();
+  return scenario.values();
 }
 
-TEST_F(Errors, NothingHappens) { undisturbed(); }
+TEST_F(Errors, NoFailure) { values_without_failures(); }
 
 #ifdef GA_SIMULATED
 
-// Each allocation fails once: the call changes nothing, and does the same when it is made again.
+// Each allocation fails once. The call changes nothing and succeeds when it is repeated.
 TEST_F(Errors, OutOfMemory) {
-  const std::vector<Tensor> expected = undisturbed();
+  const std::vector<Tensor> expected = values_without_failures();
   int64_t n = 1;
   for (;; ++n) {
     ASSERT_LT(n, 1000);
     SCOPED_TRACE(n);
-    Story story([&](ga_status status) {
+    Scenario scenario([&](ga_status status) {
       EXPECT_EQ(status, GA_ERROR_OUT_OF_MEMORY) << ga_last_error();
       return status == GA_ERROR_OUT_OF_MEMORY;
     });
     const int64_t before = sim::counters().device_bytes, pinned = sim::counters().pinned_bytes;
     sim::fail_allocation(n);
-    const bool told = story.tell();
+    const bool completed = scenario.run();
     sim::fail_allocation(0);
-    ASSERT_TRUE(told);
-    const std::vector<Tensor> got = story.values();
+    ASSERT_TRUE(completed);
+    const std::vector<Tensor> got = scenario.values();
     for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i] == expected[i]) << i;
-    const int64_t failures = story.failures();
-    story.destroy();
+    const int64_t failures = scenario.failures();
+    scenario.destroy();
     EXPECT_EQ(sim::counters().device_bytes, before);
     EXPECT_EQ(sim::counters().pinned_bytes, pinned);
     if (HasFailure() || failures == 0) break;
@@ -478,50 +478,50 @@ TEST_F(Errors, OutOfMemory) {
   EXPECT_GT(n, 20);
 }
 
-// A context is destroyed right after such a failure.
-TEST_F(Errors, OutOfMemoryAndTheEnd) {
+// The context is destroyed right after an allocation has failed.
+TEST_F(Errors, OutOfMemoryThenDestroyed) {
   for (int64_t n = 1;; ++n) {
     ASSERT_LT(n, 1000);
     SCOPED_TRACE(n);
-    Story story([](ga_status) { return false; });
+    Scenario scenario([](ga_status) { return false; });
     const int64_t before = sim::counters().device_bytes, pinned = sim::counters().pinned_bytes;
     sim::fail_allocation(n);
-    const bool told = story.tell();
+    const bool completed = scenario.run();
     sim::fail_allocation(0);
-    story.destroy();
+    scenario.destroy();
     ASSERT_EQ(sim::counters().device_bytes, before);
     ASSERT_EQ(sim::counters().pinned_bytes, pinned);
-    if (told) break;
+    if (completed) break;
   }
 }
 
-// Each call that queues work fails once. The fault stays; nothing hangs, nothing is leaked.
+// Each call that queues work fails once. The fault is sticky; nothing hangs or leaks.
 TEST_F(Errors, WorkThatCannotBeQueued) {
   for (const bool deferred : {false, true}) {
     configure([&](sim::Config& c) { c.deferred = deferred; });
-    // Later calls are like those before; some of them are met in each way.
+    // Later calls repeat the earlier ones, so only some of them are made to fail.
     for (int64_t n = 1;; n += n < 70 ? 1 : deferred ? 5 : 4) {
       ASSERT_LT(n, 1000);
       SCOPED_TRACE(n);
       ga_status seen = GA_OK;
-      Story story([&](ga_status status) {
+      Scenario scenario([&](ga_status status) {
         seen = status;
         return false;
       });
       const int64_t before = sim::counters().device_bytes, pinned = sim::counters().pinned_bytes;
-      story.products = n % 3 == 0;
+      scenario.products = n % 3 == 0;
       sim::fail_call(n, cudaErrorLaunchOutOfResources);
-      const bool told = story.tell();
+      const bool completed = scenario.run();
       sim::fail_call(0, cudaSuccess);
-      if (told && story.products) break;
-      if (told) continue;
-      if (story.context()) {
+      if (completed && scenario.products) break;
+      if (completed) continue;
+      if (scenario.context()) {
         EXPECT_EQ(seen, GA_ERROR_FAULT) << ga_last_error();
-        story.expect_faults();
+        scenario.expect_faults();
       } else {
         EXPECT_TRUE(seen == GA_ERROR_FAULT || seen == GA_ERROR_UNSUPPORTED) << ga_last_error();
       }
-      story.destroy();
+      scenario.destroy();
       ASSERT_EQ(sim::counters().device_bytes, before);
       ASSERT_EQ(sim::counters().pinned_bytes, pinned);
       if (HasFailure()) return;
@@ -529,32 +529,33 @@ TEST_F(Errors, WorkThatCannotBeQueued) {
   }
 }
 
-// Likewise, for memory that the driver cannot have: either nothing has happened, or it is a fault.
+// Each call that queues work fails once for lack of memory: the library's call changes nothing, or it
+// reports a fault.
 TEST_F(Errors, WorkThatIsOutOfMemory) {
-  const std::vector<Tensor> expected = undisturbed();
+  const std::vector<Tensor> expected = values_without_failures();
   int64_t again = 0;
   for (int64_t n = 1;; n += n < 70 ? 1 : 4) {
     ASSERT_LT(n, 1000);
     SCOPED_TRACE(n);
-    Story story([&](ga_status status) { return status == GA_ERROR_OUT_OF_MEMORY; });
+    Scenario scenario([&](ga_status status) { return status == GA_ERROR_OUT_OF_MEMORY; });
     sim::fail_call(n, cudaErrorMemoryAllocation);
-    const bool told = story.tell();
+    const bool completed = scenario.run();
     sim::fail_call(0, cudaSuccess);
-    if (!told) {
-      if (!story.context()) continue;
-      if (story.goes_on()) continue;
-      story.expect_faults();
+    if (!completed) {
+      if (!scenario.context()) continue;
+      if (scenario.can_continue()) continue;
+      scenario.expect_faults();
       continue;
     }
-    const std::vector<Tensor> got = story.values();
+    const std::vector<Tensor> got = scenario.values();
     for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i] == expected[i]) << i;
-    again += story.failures();
-    if (HasFailure() || story.failures() == 0) break;
+    again += scenario.failures();
+    if (HasFailure() || scenario.failures() == 0) break;
   }
   EXPECT_GT(again, 10);
 }
 
-// Each work fails once while it runs.
+// Each piece of queued work fails once while it runs.
 TEST_F(Errors, WorkThatFails) {
   int64_t faults = 0;
   for (const bool deferred : {false, true}) {
@@ -564,23 +565,23 @@ TEST_F(Errors, WorkThatFails) {
       sim::reset();
       configure([&](sim::Config& c) { c.deferred = deferred; });
       ga_status seen = GA_OK;
-      Story story([&](ga_status status) {
+      Scenario scenario([&](ga_status status) {
         seen = status;
         return false;
       });
-      story.products = n % 3 == 0;
+      scenario.products = n % 3 == 0;
       sim::fail_execution(n);
-      const bool told = story.tell();
-      if (told && story.products) break;
-      if (told) continue;
+      const bool completed = scenario.run();
+      if (completed && scenario.products) break;
+      if (completed) continue;
       ++faults;
-      if (story.context()) {
+      if (scenario.context()) {
         EXPECT_EQ(seen, GA_ERROR_FAULT) << ga_last_error();
-        story.expect_faults();
+        scenario.expect_faults();
       } else {
         EXPECT_TRUE(seen == GA_ERROR_FAULT || seen == GA_ERROR_UNSUPPORTED) << ga_last_error();
       }
-      story.destroy();
+      scenario.destroy();
       if (HasFailure()) return sim::reset();
     }
   }
@@ -588,8 +589,8 @@ TEST_F(Errors, WorkThatFails) {
   sim::reset();
 }
 
-// Bytes that are told before they are allocated.
-TEST_F(Errors, MemoryIsToldBefore) {
+// ga_context_memory reports the bytes before they are allocated.
+TEST_F(Errors, MemoryIsReportedBeforeAllocation) {
   Stream stream;
   const DeviceTensor p(numbers(GA_F32, 200000, 1), stream), q(numbers(GA_BF16, 5000, 2), stream);
   const DeviceTensor g(numbers(GA_F32, 200000, 3), stream), h(numbers(GA_BF16, 5000, 4), stream);
@@ -624,14 +625,14 @@ TEST_F(Errors, MemoryIsToldBefore) {
 
 // ---- Contexts beside each other ------------------------------------------------------------------
 
-// A context of its own numbers; its windows one by one.
-struct Walk {
+// A context with its own numbers, which runs windows one at a time.
+struct Training {
   Stream stream;
   ga_context* ctx = nullptr;
   std::unique_ptr<DeviceTensor> p, g;
   uint64_t seed;
 
-  Walk(int device, int32_t kind, uint64_t seed) : stream(device), seed(seed) {
+  Training(int device, int32_t kind, uint64_t seed) : stream(device), seed(seed) {
     ga_config c = cuda_config(stream);
     EXPECT_OK(ga_context_create(&c, &ctx));
     const ga_optimizer o = optimizer(kind);
@@ -643,7 +644,7 @@ struct Walk {
     const int64_t shape[] = {66000};
     EXPECT_OK(ga_param_add(ctx, 0, "p", p->data(), GA_F32, 1, shape, nullptr, nullptr));
   }
-  ~Walk() { ga_context_destroy(ctx); }
+  ~Training() { ga_context_destroy(ctx); }
 
   void step(int which) {
     const void* const list[] = {g->data()};
@@ -667,34 +668,34 @@ TEST_F(Errors, ContextsAreIndependent) {
     std::vector<Tensor> apart;
     for (size_t i = 0; i < 3; ++i) {
       const int device = devices_ > 1 ? static_cast<int>(i % 2) : 0;
-      Walk walk(device, kinds[i].first, kinds[i].second);
-      for (int k = 0; k < 9; ++k) walk.step(k);
-      apart.push_back(walk.p->get());
+      Training training(device, kinds[i].first, kinds[i].second);
+      for (int k = 0; k < 9; ++k) training.step(k);
+      apart.push_back(training.p->get());
     }
-    std::vector<std::unique_ptr<Walk>> walks;
+    std::vector<std::unique_ptr<Training>> trainings;
     for (size_t i = 0; i < 3; ++i) {
       const int device = devices_ > 1 ? static_cast<int>(i % 2) : 0;
-      walks.push_back(std::make_unique<Walk>(device, kinds[i].first, kinds[i].second));
+      trainings.push_back(std::make_unique<Training>(device, kinds[i].first, kinds[i].second));
     }
     for (int k = 0; k < 9; ++k)
-      for (const auto& walk : walks) walk->step(k);
-    for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(walks[i]->p->get() == apart[i]) << i;
+      for (const auto& training : trainings) training->step(k);
+    for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(trainings[i]->p->get() == apart[i]) << i;
 
-    // By threads of their own.
-    walks.clear();
+    // Each context in its own thread.
+    trainings.clear();
     for (size_t i = 0; i < 3; ++i)
-      walks.push_back(std::make_unique<Walk>(0, kinds[i].first, kinds[i].second));
+      trainings.push_back(std::make_unique<Training>(0, kinds[i].first, kinds[i].second));
     std::vector<std::thread> threads;
-    for (const auto& walk : walks)
-      threads.emplace_back([w = walk.get()] {
+    for (const auto& training : trainings)
+      threads.emplace_back([w = training.get()] {
         for (int k = 0; k < 9; ++k) w->step(k);
       });
     for (std::thread& thread : threads) thread.join();
-    for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(walks[i]->p->get() == apart[i]) << i;
+    for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(trainings[i]->p->get() == apart[i]) << i;
   }
 }
 
-// Contexts on the default stream, and on that of each thread.
+// Contexts on the legacy default stream and on the per-thread one.
 TEST_F(Errors, DefaultStreams) {
   const auto run = [](void* stream) {
     const Stream own;  // for the tensors
@@ -722,7 +723,7 @@ TEST_F(Errors, DefaultStreams) {
   EXPECT_TRUE(run(cudaStreamPerThread) == expected);
 }
 
-// No call leaves another device current than it found.
+// No call changes the current device of its caller.
 TEST_F(Errors, TheCurrentDeviceIsTheCallers) {
   if (devices_ < 2) GTEST_SKIP() << "there is one device only";
   const Stream stream(0);
@@ -780,7 +781,7 @@ TEST_F(Errors, TheCurrentDeviceIsTheCallers) {
   EXPECT_CUDA(cudaSetDevice(0));
 }
 
-// ---- Rows that there are not ---------------------------------------------------------------------
+// ---- Row indices out of range --------------------------------------------------------------------
 
 TEST_F(Errors, RowsOutOfRange) {
   for (const int32_t rows : {GA_ROWS_DENSE, GA_ROWS_LAZY}) {
@@ -819,7 +820,7 @@ TEST_F(Errors, RowsOutOfRange) {
         EXPECT_EQ(r.skipped, 1);
         EXPECT_TRUE(m.value(table) == before);
         EXPECT_TRUE(m.value(dense) == other);
-        // A window that is discarded takes its error with it.
+        // A discarded window takes its error along.
         window(wrong, false);
         EXPECT_OK(ga_discard(m));
         const ga_step_result next = window(5, true);
@@ -832,7 +833,7 @@ TEST_F(Errors, RowsOutOfRange) {
   }
 }
 
-// The same as two good windows: nothing of the bad one is left.
+// A window with wrong rows between two good ones leaves no trace.
 TEST_F(Errors, RowsOutOfRangeLeaveNothing) {
   std::vector<Tensor> values;
   for (const bool bad : {false, true}) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Work that runs later: calls return before it is done, results come after, and a window that was
-// captured in a graph is replayed.
+// Asynchronous work: calls return before their work is done, results become available later, and
+// windows that were captured in a graph are replayed.
 #include <deque>
 
 #include "device.hpp"
@@ -9,9 +9,9 @@
 namespace ga::test {
 namespace {
 
-// ---- Work that runs when it is waited for --------------------------------------------------------
+// ---- Work that runs when something waits for it --------------------------------------------------
 
-class Later : public OnDevice<> {
+class Asynchronous : public OnDevice<> {
  protected:
   void SetUp() override {
     OnDevice<>::SetUp();
@@ -21,7 +21,7 @@ class Later : public OnDevice<> {
   }
 };
 
-// A few parameters on a device, with gradients of their own.
+// A few parameters on a device, and gradients for them.
 struct Small {
   Stream stream;
   ga_context* ctx = nullptr;
@@ -66,8 +66,8 @@ struct Small {
   }
 };
 
-// Everything that a call was given on the host may change as soon as it has returned.
-TEST_F(Later, WhatACallWasGivenMayChange) {
+// All host memory that a call was given may change as soon as the call has returned.
+TEST_F(Asynchronous, ArgumentsMayChangeAfterACall) {
   std::vector<Tensor> expected, got;
   for (const bool changes : {false, true}) {
     ga_config c = config();
@@ -99,15 +99,15 @@ TEST_F(Later, WhatACallWasGivenMayChange) {
   for (size_t i = 0; i < expected.size(); ++i) ASSERT_TRUE(expected[i] == got[i]) << i;
 }
 
-// The stories of test_cuda_bits.cpp that use most of what the host hands over, late.
-TEST_F(Later, TheBitsOfTheCpu) {
+// Programs as in test_cuda_bits.cpp that pass many kinds of arguments, on devices that run work late.
+TEST_F(Asynchronous, TheBitsOfTheCpu) {
   for (const int32_t nonfinite : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO}) {
     for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR}) {
       ga_config c = config();
       c.nonfinite = nonfinite;
       SCOPED_TRACE(testing::Message() << nonfinite << " " << kind);
       expect_same(c, [&](Machine& m) {
-        m.by_mathematics = optimizer_rows()[static_cast<size_t>(kind)].by_pow;
+        m.uses_pow = optimizer_rows()[static_cast<size_t>(kind)].by_pow;
         const ga_clip clipped = clip(GA_CLIP_AGC, 0);
         EXPECT_OK(ga_context_set_clip(m, &clipped));
         Training t;
@@ -130,7 +130,7 @@ TEST_F(Later, TheBitsOfTheCpu) {
 
 #ifdef GA_SIMULATED
 
-TEST_F(Later, ResultsComeLater) {
+TEST_F(Asynchronous, ResultsArePending) {
   Small s;
   const ga_step_result pending = s.window();
   EXPECT_EQ(pending.outcome, GA_STEP_PENDING);
@@ -138,7 +138,7 @@ TEST_F(Later, ResultsComeLater) {
   EXPECT_EQ(pending.weight, 1);
   EXPECT_TRUE(std::isnan(pending.norm));
   EXPECT_EQ(window(s.ctx).windows, 1);
-  EXPECT_EQ(window(s.ctx).steps, 0);  // as far as is known
+  EXPECT_EQ(window(s.ctx).steps, 0);  // as far as the host knows
   EXPECT_EQ(result_of(s.ctx, 1, 0).outcome, GA_STEP_PENDING);
   EXPECT_EQ(result_of(s.ctx, 0, 0).outcome, GA_STEP_PENDING);
   const ga_step_result r = result_of(s.ctx, 1, 1);
@@ -151,7 +151,7 @@ TEST_F(Later, ResultsComeLater) {
   EXPECT_EQ(window(s.ctx).steps, 1);
   EXPECT_EQ(result_of(s.ctx, 0, 0).outcome, GA_STEP_APPLIED);
 
-  // Of the next one nothing is known yet, which takes nothing from the last.
+  // The next window is pending, and the result of the last one is still available.
   s.window();
   EXPECT_EQ(result_of(s.ctx, 2, 0).outcome, GA_STEP_PENDING);
   EXPECT_EQ(result_of(s.ctx, 1, 0).outcome, GA_STEP_APPLIED);
@@ -160,15 +160,15 @@ TEST_F(Later, ResultsComeLater) {
   EXPECT_EQ(sim::queued(), 0);
 }
 
-// Where work is done at once, so is the result.
-TEST_F(Later, ResultsThatAreThere) {
+// If the device runs work at once, the result is available at once.
+TEST_F(Asynchronous, ResultsOfFinishedWork) {
   configure([](sim::Config& c) { c.deferred = false; });
   Small s;
   EXPECT_EQ(s.window().outcome, GA_STEP_APPLIED);
 }
 
-// FAIL waits.
-TEST_F(Later, FailWaits) {
+// Under GA_NONFINITE_FAIL, ga_step waits for the device.
+TEST_F(Asynchronous, FailWaits) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_FAIL;
   Small s(c);
@@ -186,7 +186,7 @@ TEST_F(Later, FailWaits) {
 
 #endif
 
-TEST_F(Later, ResultsOfTheLastWindows) {
+TEST_F(Asynchronous, ResultsOfTheLastWindows) {
   Small s;
   for (int w = 1; w <= 70; ++w) {
     EXPECT_OK(ga_group_set_lr(s.ctx, 0, w * 0x1p-10));
@@ -214,7 +214,7 @@ TEST_F(Later, ResultsOfTheLastWindows) {
                       {"window 71", "70"}));
 }
 
-TEST_F(Later, ResultsBeforeTheFirstWindow) {
+TEST_F(Asynchronous, ResultsBeforeTheFirstWindow) {
   Small s;
   ga_step_result r = {};
   r.struct_size = sizeof r;
@@ -222,8 +222,8 @@ TEST_F(Later, ResultsBeforeTheFirstWindow) {
   EXPECT_EQ(ga_step_result_get(s.ctx, 1, 1, &r), GA_ERROR_INVALID_ARGUMENT);
 }
 
-// The number is where ga_loss_scale says, for work on the stream.
-TEST_F(Later, LossScaleOnTheDevice) {
+// Work on the stream can read the loss scale at the address that ga_loss_scale returns.
+TEST_F(Asynchronous, LossScaleOnTheDevice) {
   Small s;
   const void* at = nullptr;
   double scale = 0;
@@ -262,7 +262,7 @@ TEST_F(Later, LossScaleOnTheDevice) {
 
 // ---- Graphs --------------------------------------------------------------------------------------
 
-// What is captured: a kind of training, and the windows that are to differ.
+// A kind of training that is captured.
 struct Plan {
   std::string name;
   std::function<void(ga_config&)> configure = [](ga_config&) {};
@@ -270,14 +270,14 @@ struct Plan {
     return m.group(optimizer(GA_OPTIMIZER_ADAMW));
   };
   std::vector<Param> params = some_params();
-  bool rows = false;  // a table of embeddings beside them
+  bool rows = false;  // also an embedding table
   bool averages = false;
   bool once = false;  // some parameters get no gradient in later micro-batches
 };
 
 constexpr int kMicros = 2;
 
-// A training whose gradients come to the same addresses in every window.
+// A training whose gradients lie at the same addresses in every window.
 class Loop {
  public:
   Loop(Machine& m, const Plan& plan) : m_(m), plan_(plan) {
@@ -298,7 +298,7 @@ class Loop {
       indices_ = std::make_unique<DeviceTensor>(Tensor(GA_F64, 30), m.stream());
     }
   }
-  // The gradients of a window. One that is not finite: in that micro-batch.
+  // Writes the gradients of a window. bad: the micro-batch that gets a NaN, or -1.
   void fill(uint64_t window, int bad = -1) {
     for (int k = 0; k < kMicros; ++k) {
       for (size_t i = 0; i < plan_.params.size(); ++i) {
@@ -317,7 +317,7 @@ class Loop {
     }
     indices_->put(indices);
   }
-  // missing: a parameter that gets nothing.
+  // missing: the parameter without a gradient.
   void window(size_t missing = SIZE_MAX) {
     for (int k = 0; k < kMicros; ++k) {
       const auto& buffers = buffers_[static_cast<size_t>(k)];
@@ -434,7 +434,7 @@ std::vector<Plan> plans() {
     p.prepare = [scaler](Machine& m) {
       scaler(m);
       ga_optimizer o = optimizer(GA_OPTIMIZER_ADAM);
-      o.weight_decay = 0.01;  // without any, it is another Op
+      o.weight_decay = 0.01;  // another Op handles zero weight decay
       return m.group(o);
     };
   }
@@ -492,16 +492,16 @@ class PlannedGraphs : public OnDevice<testing::TestWithParam<size_t>> {
  protected:
   const Plan plan_ = plans()[GetParam()];
 
-  // Two contexts through the same windows; one may use graphs.
-  template <class Story>
-  void tell(Story&& story) {
+  // Runs the same windows in two contexts, the second with graphs, and compares their records.
+  template <class Program>
+  void expect_same_windows(Program&& program) {
     ga_config c = config();
     plan_.configure(c);
     std::vector<Record> eager;
     for (const bool captured : {false, true}) {
       Machine m(GA_DEVICE_CUDA, c);
       Loop loop(m, plan_);
-      story(m, loop, captured);
+      program(m, loop, captured);
       if (captured)
         expect_same_records(eager, m.records());
       else
@@ -510,9 +510,9 @@ class PlannedGraphs : public OnDevice<testing::TestWithParam<size_t>> {
   }
 };
 
-// Windows after a warm one, window 3 with a NaN in its second micro-batch.
+// Windows after a first eager one. Window 3 has a NaN in its second micro-batch.
 TEST_P(PlannedGraphs, AreTheEagerWindows) {
-  tell([](Machine& m, Loop& loop, bool captured) {
+  expect_same_windows([](Machine& m, Loop& loop, bool captured) {
     loop.fill(0);
     loop.window();
     loop.note();
@@ -527,16 +527,16 @@ TEST_P(PlannedGraphs, AreTheEagerWindows) {
       loop.note();
       EXPECT_EQ(result_of(m, static_cast<int64_t>(w) + 1, 0).windows, static_cast<int64_t>(w) + 1);
     }
-    // And without it once more.
+    // One more window without the graph.
     loop.fill(7);
     loop.window();
     loop.note();
   });
 }
 
-// Windows of other shapes between the replays: with other numbers, or with a parameter less.
+// Eager windows between the replays, with other numbers or with one parameter fewer.
 TEST_P(PlannedGraphs, BesideEagerWindows) {
-  tell([](Machine& m, Loop& loop, bool captured) {
+  expect_same_windows([](Machine& m, Loop& loop, bool captured) {
     loop.fill(0);
     loop.window();
     loop.fill(1);
@@ -568,9 +568,9 @@ INSTANTIATE_TEST_SUITE_P(All, PlannedGraphs, testing::Range<size_t>(0, plans().s
                            return plans()[info.param].name;
                          });
 
-// Each set of parameters with a gradient has lists of its own on the device, of which the least
-// recently used makes room for the next; but those that a graph goes by stay as they are. There are
-// more graphs, and more other sets between capture and replay, than lists to begin with.
+// Each set of parameters with a gradient has its own lists on the device. A new set replaces the least
+// recently used one, but lists that a captured graph reads are kept. There are more graphs, and more
+// other sets between capture and replay, than lists at the start.
 TEST_F(Graphs, ListsOutliveTheSetsThatComeLater) {
   constexpr size_t kParams = 6, kSets = 15;
   std::vector<Record> eager;
@@ -595,7 +595,7 @@ TEST_F(Graphs, ListsOutliveTheSetsThatComeLater) {
       ++round;
       for (size_t i = 0; i < kParams; ++i) gradients[i]->put(numbers_of(i, round));
     };
-    // missing: a bit for each parameter without a gradient.
+    // missing: one bit for each parameter without a gradient.
     const auto window = [&](size_t missing) {
       std::vector<const void*> list;
       for (size_t i = 0; i < kParams; ++i) {
@@ -637,7 +637,7 @@ TEST_F(Graphs, ListsOutliveTheSetsThatComeLater) {
   }
 }
 
-// What waits, or needs memory, is refused; the capture goes on.
+// Calls that wait or allocate are refused, and the capture continues.
 TEST_F(Graphs, CallsThatWaitAreRefused) {
   const Plan plan = plans()[0];
   std::vector<Record> eager;
@@ -683,7 +683,7 @@ TEST_F(Graphs, CallsThatWaitAreRefused) {
   }
 }
 
-// A first window needs memory.
+// The first window allocates memory.
 TEST_F(Graphs, TheFirstWindowIsRefused) {
   Small s;
   s.stream.wait();
@@ -714,7 +714,7 @@ TEST_F(Graphs, FailIsRefused) {
   EXPECT_EQ(result_of(s.ctx).outcome, GA_STEP_APPLIED);
 }
 
-// A capture that the program breaks off, of half a window.
+// The program ends a capture in the middle of a window.
 TEST_F(Graphs, ACaptureThatEndsEarly) {
   Small s;
   s.window();
@@ -732,8 +732,8 @@ TEST_F(Graphs, ACaptureThatEndsEarly) {
   EXPECT_EQ(result_of(s.ctx).windows, 2);
 }
 
-// One that ends before the step, of a gradient that is read where it is, in another place than the
-// last one: the step is not told so by the graph, which never runs.
+// A capture that ends before the step and contains a live gradient at a new address. The graph never
+// runs, so the step must send the address to the device itself.
 TEST_F(Graphs, ACaptureThatEndsBeforeTheStep) {
   std::vector<Tensor> results[2];
   for (const bool captures : {false, true}) {
@@ -761,7 +761,7 @@ TEST_F(Graphs, ACaptureThatEndsBeforeTheStep) {
   EXPECT_TRUE(results[0] == results[1]);
 }
 
-// A capture that something else has broken.
+// A capture that another call of the program has invalidated.
 TEST_F(Graphs, ABrokenCapture) {
   Small s;
   s.window();
@@ -783,7 +783,7 @@ TEST_F(Graphs, ABrokenCapture) {
   EXPECT_EQ(result_of(s.ctx).outcome, GA_STEP_APPLIED);
 }
 
-// A context of the default stream while a stream is captured that waits for that one.
+// A context on the default stream while a stream that waits for the default stream is captured.
 TEST_F(Graphs, TheDefaultStreamBesideACapture) {
   const Stream own;
   DeviceTensor p(numbers(GA_F32, 64, 1), own), g(numbers(GA_F32, 64, 2), own);
@@ -815,7 +815,7 @@ TEST_F(Graphs, TheDefaultStreamBesideACapture) {
   ga_context_destroy(ctx);
 }
 
-// Results of more replays than are kept.
+// More replays than the number of results that are kept.
 TEST_F(Graphs, ResultsOfReplays) {
   Small s;
   s.window();
@@ -835,7 +835,7 @@ TEST_F(Graphs, ResultsOfReplays) {
 }
 
 // Contexts are created, used and destroyed while another's stream is captured.
-TEST_F(Graphs, OthersGoOnDuringACapture) {
+TEST_F(Graphs, OtherContextsWorkDuringACapture) {
   Small s;
   s.window();
   s.stream.wait();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a call costs beyond its work on the data: launches, copies, waits. Counted by the simulated
-// devices.
+// The cost of a call beyond its work on the data: launches, copies and waits, as the simulated devices
+// count them.
 #include "device.hpp"
 
 namespace ga::test {
@@ -9,7 +9,7 @@ namespace {
 
 class Launches : public OnDevice<> {};
 
-// A context with n parameters of their own numbers, and gradients for it.
+// A context with n parameters, and gradients for them.
 struct Many {
   Stream stream;
   ga_context* ctx = nullptr;
@@ -60,14 +60,14 @@ struct Many {
 
 #ifdef GA_SIMULATED
 
-std::string told(const sim::Counters& c) {
+std::string describe(const sim::Counters& c) {
   std::string text = std::to_string(c.launches) + " launches";
   for (const auto& [kernel, n] : c.by_kernel) text += "\n  " + std::to_string(n) + " " + kernel;
   for (const auto& [call, n] : c.by_library) text += "\n  " + std::to_string(n) + " " + call;
   return text;
 }
 
-// Nothing that waits, allocates or copies.
+// Expects that nothing waits, allocates or copies.
 void expect_quiet(const sim::Counters& c) {
   EXPECT_EQ(c.synchronizations, 0);
   EXPECT_EQ(c.allocations, 0);
@@ -92,9 +92,9 @@ TEST_F(Launches, OfAccumulate) {
     m.accumulate();
     EXPECT_OK(ga_step(m.ctx, nullptr));
     for (const bool other :
-         {false, true, false}) {  // its pointers are others, or it is not the first
+         {false, true, false}) {  // other pointers, or not the first call of the window
       const sim::Counters c = count([&] { m.accumulate(other); });
-      EXPECT_EQ(c.launches, (n + 3999) / 4000) << told(c);
+      EXPECT_EQ(c.launches, (n + 3999) / 4000) << describe(c);
       expect_quiet(c);
     }
     EXPECT_OK(ga_step(m.ctx, nullptr));
@@ -106,15 +106,15 @@ struct Case {
   ga_optimizer optimizer;
   ga_clip clip;
   std::vector<int32_t> dtypes;
-  int64_t launches;  // of ga_step
+  int64_t launches;  // by ga_step
 };
 
-// One that sums up and decides, then for each Op and type that is computed in one, or two where it is
-// layer-wise.
+// One launch sums up and decides. One more follows for each Op and dtype of its arithmetic, or two if
+// the Op is layer-wise.
 std::vector<Case> cases() {
   const ga_clip global = clip(GA_CLIP_GLOBAL, 0.1), none = clip(GA_CLIP_NONE, 0),
                 tensor = clip(GA_CLIP_PER_TENSOR, 0.1);
-  // By value before the norm: a norm that no accumulating pass has left.
+  // Clipping by value comes before the norm, so no accumulating pass has computed the norm.
   const ga_clip value = clip(GA_CLIP_GLOBAL, 0.1, GA_FLAVOR_TORCH, 0.3);
   ga_clip rows = clip(GA_CLIP_AGC, 0), columns = rows;
   rows.agc_units = GA_AGC_TORCH;
@@ -163,21 +163,22 @@ TEST_F(Launches, OfAWindow) {
         const sim::Counters accumulated = count([&] {
           for (int i = 0; i < 3; ++i) m.accumulate(i == 1);
         });
-        EXPECT_EQ(accumulated.launches, life == GA_GRADIENTS_LIVE ? 2 : 3) << told(accumulated);
+        EXPECT_EQ(accumulated.launches, life == GA_GRADIENTS_LIVE ? 2 : 3) << describe(accumulated);
         expect_quiet(accumulated);
         sim::Counters stepped = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
-        EXPECT_EQ(stepped.launches, k.launches) << told(stepped);
+        EXPECT_EQ(stepped.launches, k.launches) << describe(stepped);
         expect_quiet(stepped);
         if (life != GA_GRADIENTS_LIVE) continue;
-        // Of one micro-batch, whose gradients are read where they are. The first such window tells
-        // the device so; when they move, the accumulate does, in the launch that it has.
+        // Windows of one micro-batch, whose gradients the step reads in place. The first such window
+        // updates the tables on the device. When the gradients move, ga_accumulate sends the new
+        // addresses in its one launch.
         for (int w = 0; w < 4; ++w) {
           const sim::Counters adopted = count([&] { m.accumulate(w >= 2); });
-          EXPECT_EQ(adopted.launches, w == 2) << told(adopted);
+          EXPECT_EQ(adopted.launches, w == 2) << describe(adopted);
           expect_quiet(adopted);
           stepped = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
           if (w > 0) {
-            EXPECT_EQ(stepped.launches, k.launches) << told(stepped);
+            EXPECT_EQ(stepped.launches, k.launches) << describe(stepped);
           }
           expect_quiet(stepped);
         }
@@ -186,8 +187,8 @@ TEST_F(Launches, OfAWindow) {
   }
 }
 
-// Of more tensors than travel with a launch, when their gradients live.
-TEST_F(Launches, OfManyThatLive) {
+// More live gradients than the arguments of one launch can hold.
+TEST_F(Launches, OfManyLiveGradients) {
   ga_config c = config();
   c.gradient_life = GA_GRADIENTS_LIVE;
   for (const int64_t n : {2000, 4001}) {
@@ -197,23 +198,24 @@ TEST_F(Launches, OfManyThatLive) {
     m.window();
     m.accumulate();
     const sim::Counters second = count([&] { m.accumulate(true); });
-    EXPECT_EQ(second.launches, (n + 1999) / 2000) << told(second);
+    EXPECT_EQ(second.launches, (n + 1999) / 2000) << describe(second);
     expect_quiet(second);
     EXPECT_OK(ga_step(m.ctx, nullptr));
-    for (int w = 0; w < 2; ++w) {  // the first is not like the one before, and tells all tables so
+    for (int w = 0; w < 2;
+         ++w) {  // the first differs from the window before it and uploads all tables
       m.accumulate();
       expect_quiet(count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); }));
     }
     const sim::Counters moved = count([&] { m.accumulate(true); });
-    EXPECT_EQ(moved.launches, (n + 2039) / 2040) << told(moved);
+    EXPECT_EQ(moved.launches, (n + 2039) / 2040) << describe(moved);
     expect_quiet(moved);
     const sim::Counters stepped = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
-    EXPECT_EQ(stepped.launches, 2) << told(stepped);
+    EXPECT_EQ(stepped.launches, 2) << describe(stepped);
     expect_quiet(stepped);
   }
 }
 
-// A window that is like the one before, whatever the options: nothing waits, nothing is copied.
+// A window like the one before it waits for nothing and copies nothing, whatever the options are.
 struct Way {
   const char* name;
   void (*set)(ga_config&);
@@ -232,8 +234,8 @@ std::vector<Way> ways() {
   const auto nothing = [](X) {};
   return {
       {"a dynamic loss scale", [](C) {}, scaler, 1, 1, 2},
-      {"gradients that live", [](C c) { c.gradient_life = GA_GRADIENTS_LIVE; }, nothing, 0, 1, 2},
-      {"missing ones as zeros", [](C c) { c.missing = GA_MISSING_ZERO; }, nothing, 1, 1, 2},
+      {"live gradients", [](C c) { c.gradient_life = GA_GRADIENTS_LIVE; }, nothing, 0, 1, 2},
+      {"missing gradients as zeros", [](C c) { c.missing = GA_MISSING_ZERO; }, nothing, 1, 1, 2},
       {"dropped micro-batches", [](C c) { c.nonfinite = GA_NONFINITE_DROP_MICRO; }, scaler, 4, 4,
        2},
       {"running means", [](C c) { c.accumulation = GA_ACCUMULATE_RUNNING_MEAN; }, nothing, 1, 1, 2},
@@ -274,11 +276,11 @@ TEST_F(Launches, OfOtherWindows) {
     for (int k = 0; k < 3; ++k) {
       const sim::Counters accumulated = count([&] { m.accumulate(k == 1); });
       EXPECT_EQ(accumulated.launches, k == 0 ? w.first : w.accumulate)
-          << k << ": " << told(accumulated);
+          << k << ": " << describe(accumulated);
       expect_quiet(accumulated);
     }
     const sim::Counters stepped = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
-    EXPECT_EQ(stepped.launches, w.step) << told(stepped);
+    EXPECT_EQ(stepped.launches, w.step) << describe(stepped);
     expect_quiet(stepped);
   }
 }
@@ -307,14 +309,14 @@ TEST_F(Launches, OfRows) {
       window();
       const sim::Counters counted = count(window);
       expect_quiet(counted);
-      EXPECT_EQ(counted.library_calls, 3) << told(counted);  // a sort for each
+      EXPECT_EQ(counted.library_calls, 3) << describe(counted);  // one sort each
       const bool drops = nonfinite == GA_NONFINITE_DROP_MICRO;
-      EXPECT_EQ(counted.launches, (drops ? 27 : 18) + (kind == GA_ROWS_LAZY)) << told(counted);
+      EXPECT_EQ(counted.launches, (drops ? 27 : 18) + (kind == GA_ROWS_LAZY)) << describe(counted);
     }
   }
 }
 
-// Of the calls that only tell something, which a window may have in it.
+// Queries and setters, which may be called within a window.
 TEST_F(Launches, OfSmallCalls) {
   Many m(10, optimizer(GA_OPTIMIZER_ADAMW));
   m.window();
@@ -328,16 +330,16 @@ TEST_F(Launches, OfSmallCalls) {
     window(m.ctx);
     memory(m.ctx);
   });
-  EXPECT_EQ(asked.launches, 0) << told(asked);
+  EXPECT_EQ(asked.launches, 0) << describe(asked);
   expect_quiet(asked);
-  // Numbers of a group, in every window: they go to the device with one launch.
+  // Options of a group that change in every window go to the device with one launch.
   for (int w = 0; w < 3; ++w) {
     m.accumulate();
     const sim::Counters c = count([&] {
       EXPECT_OK(ga_group_set_lr(m.ctx, 0, 0.1 * w));
       EXPECT_OK(ga_step(m.ctx, nullptr));
     });
-    EXPECT_EQ(c.launches, 3) << told(c);
+    EXPECT_EQ(c.launches, 3) << describe(c);
     expect_quiet(c);
   }
   for (int w = 0; w < 3; ++w) {
@@ -346,12 +348,12 @@ TEST_F(Launches, OfSmallCalls) {
       EXPECT_OK(ga_group_set_weight_decay(m.ctx, 0, 0.1 * (w + 1)));
       EXPECT_OK(ga_step(m.ctx, nullptr));
     });
-    EXPECT_LE(c.launches, 3) << told(c);
+    EXPECT_LE(c.launches, 3) << describe(c);
     expect_quiet(c);
   }
 }
 
-// After a capture: tables that a replay may have put back are sent again, and nothing waits for it.
+// After a capture, tables that a replay may have overwritten are sent again, without a wait.
 TEST_F(Launches, OfWindowsBesideAGraph) {
   for (const int64_t n : {10, 400, 9000}) {
     SCOPED_TRACE(n);
@@ -366,11 +368,11 @@ TEST_F(Launches, OfWindowsBesideAGraph) {
     for (int k = 0; k < 3; ++k) {
       const sim::Counters c = count([&] { m.accumulate(k == 1); });
       expect_quiet(c);
-      EXPECT_LE(c.launches, 10 + n / 75) << told(c);  // of 32 KB each
+      EXPECT_LE(c.launches, 10 + n / 75) << describe(c);  // each uploads 32 KB
     }
     const sim::Counters c = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
     expect_quiet(c);
-    EXPECT_LE(c.launches, 15 + n / 35) << told(c);
+    EXPECT_LE(c.launches, 15 + n / 35) << describe(c);
     EXPECT_CUDA(cudaGraphDestroy(graph));
   }
 }

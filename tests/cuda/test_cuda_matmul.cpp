@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What cuBLAS computes: gradients that are matrix products, and Newton-Schulz for Muon. Against
-// float64, as the order of its sums is its own.
+// Results of cuBLAS: gradients that are matrix products, and Newton-Schulz for Muon. They are compared
+// with float64, because cuBLAS chooses the order of its sums.
 #include "device.hpp"
 
 namespace ga::test {
@@ -44,7 +44,7 @@ struct Expected {
   }
 };
 
-// What ga_gradient shows, and what the result says of its norm.
+// Compares the gradient that ga_gradient returns, and its norm in the result.
 void expect_gradient(Machine& m, ga_param id, const Expected& expected, double divisor, int64_t k) {
   const auto count = static_cast<int64_t>(expected.sum.size());
   const void* data = nullptr;
@@ -105,7 +105,7 @@ TEST_F(Matmul, OfEveryDtypeAndTransposition) {
   }
 }
 
-// After a whole gradient, after rows, in a window that lives off the program's buffers.
+// A product after a whole gradient, after rows, and in a window with live gradients.
 TEST_F(Matmul, AfterOtherContributions) {
   for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
     ga_config c = config();
@@ -192,7 +192,7 @@ TEST_F(Matmul, OfNothing) {
   const Tensor a = numbers(GA_F32, 12, 1), b = numbers(GA_F32, 12, 2);
   Expected expected(12);
   EXPECT_OK(ga_micro_begin(machine, 0, 1, nullptr));
-  // No columns: zeros, which overwrite what was there.
+  // A product over no columns is zero and overwrites the former contents.
   EXPECT_OK(ga_accumulate_matmul(machine, id, 0, nullptr, 1, 0, nullptr, 4, 0, GA_F32));
   EXPECT_OK(ga_accumulate_matmul(machine, empty, 3, nullptr, 3, 0, machine.put(b), 4, 0, GA_F32));
   EXPECT_OK(ga_micro_end(machine));
@@ -205,7 +205,7 @@ TEST_F(Matmul, OfNothing) {
   expect_gradient(machine, id, expected, 1, 0);
 }
 
-// In graphs: the bits of eager windows.
+// Captured windows give the bits of eager windows.
 TEST_F(Matmul, Captured) {
   std::vector<Record> eager;
   for (const bool captured : {false, true}) {
@@ -258,7 +258,7 @@ TEST_F(Matmul, Captured) {
 
 // ---- Muon ----------------------------------------------------------------------------------------
 
-TEST_F(Matmul, MuonIsThatOfFloat64) {
+TEST_F(Matmul, MuonFollowsFloat64) {
   for (const NamedOptimizer& o : matrix_optimizers()) {
     SCOPED_TRACE(o.name);
     const Layout layout = Layout::of({{24, 16}, {16, 24}, {1, 9}, {9, 1}, {33, 70}, {5, 5}});

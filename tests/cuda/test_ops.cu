@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Ops as nvcc compiles them, its host half, against the CPU's loops: bit for bit. Both fold an Op
-// from the same numbers and run it over the same elements. (What nvcc makes of them for a device is
-// compared where there is one.)
+// The Ops as nvcc compiles them for the host, compared bit for bit with the CPU's kernels. Both fold an
+// Op from the same numbers and run it over the same elements. (The device code of nvcc is compared on
+// machines with a device.)
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -159,8 +159,8 @@ TEST(OpsByNvcc, AreThoseOfTheCpu) {
   EXPECT_GT(compared, 200);
 }
 
-// The schedules are computed where the step runs.
-TEST(OpsByNvcc, CosineIsNobodysLibrarys) {
+// Schedules call cos_pi(), on the host and on the device, so their bits depend on no library.
+TEST(OpsByNvcc, CosineNeedsNoLibrary) {
   for (int k = 0; k <= 1000; ++k) {
     const double x = k / 1000.0;
     EXPECT_NEAR(cos_pi(x), std::cos(3.14159265358979323846 * x), 4e-16);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The simulated CUDA that the CUDA backend is tested on, and the phases that kernels are written in.
+// Tests of the simulated CUDA that the CUDA backend is tested on, and of the phases of its kernels.
 #include <cublas_v2.h>
 #include <gtest/gtest.h>
 
@@ -32,7 +32,7 @@ class Simulator : public ::testing::Test {
 
 #define EXPECT_OK(call) EXPECT_EQ(call, cudaSuccess)
 
-// Device memory with these values, or n that are not set.
+// Allocates device memory with the given values, or for n values that are not set.
 template <class T>
 T* device(int64_t n) {
   T* result = nullptr;
@@ -73,7 +73,7 @@ std::vector<float> values(int64_t n) {
   return result;
 }
 
-// n lanes, added by halves.
+// Adds up n lanes, each half to the other until one is left.
 double tree(std::vector<double> lanes) {
   for (size_t half = lanes.size() / 2; half > 0; half /= 2) {
     for (size_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
@@ -136,7 +136,7 @@ TEST_F(Simulator, TilesAreAddedInTheOrderThatIsFixed) {
     sim::configure(config);
     launch(kernel, blocks, nullptr);
     EXPECT_EQ(now(kernel.tiles, tiles), expected);
-    EXPECT_EQ(now(kernel.total), (reverse ? 2 : 1) * tree(lanes));  // added once by each launch
+    EXPECT_EQ(now(kernel.total), (reverse ? 2 : 1) * tree(lanes));  // each launch has added once
     EXPECT_EQ(now(kernel.arrived), 0u);
   }
 }
@@ -194,7 +194,7 @@ TEST_F(Simulator, WarpsAddInLanesAndFindTheFirstAndTheSmallest) {
   }
 }
 
-// Every phase comes after the whole of the one before, in every block.
+// In every block, a phase begins when the one before it is complete.
 struct Phases {
   int64_t* out;
   int64_t n;
@@ -323,7 +323,7 @@ TEST_F(Simulator, EventsOrderStreamsOfAllDevices) {
   int* pinned = nullptr;
   EXPECT_OK(cudaMallocHost(&pinned, sizeof(int)));
   *pinned = 1;
-  EXPECT_OK(cudaEventQuery(event));  // never recorded: nothing to wait for
+  EXPECT_OK(cudaEventQuery(event));  // the event was never recorded
   launch(Add{pinned, 2}, 1, a);
   EXPECT_OK(cudaEventRecord(event, a));
   launch(Add{pinned, 1000}, 1, a);
@@ -689,7 +689,8 @@ TEST_F(Simulator, AFaultStays) {
     const cudaStream_t s = stream();
     int* x = device(std::vector<int>{1});
     sim::fail_execution(2);
-    for (int i = 0; i < (deferred ? 3 : 2); ++i) launch(Add{x, 1}, 1, s);  // seen by a later call
+    for (int i = 0; i < (deferred ? 3 : 2); ++i)
+      launch(Add{x, 1}, 1, s);  // a later call reports the fault
     EXPECT_EQ(cudaStreamSynchronize(s), cudaErrorIllegalAddress);
     EXPECT_EQ(cudaFree(x), cudaErrorIllegalAddress);
     EXPECT_EQ(cudaGetLastError(), cudaErrorIllegalAddress);
@@ -718,7 +719,7 @@ TEST_F(Simulator, ACallFails) {
   launch(Add{x, 1}, 1, nullptr);
   EXPECT_OK(cudaGetLastError());
   EXPECT_EQ(now(x), 3);
-  // An error that the program has left for itself is not taken from it, and is not ours.
+  // launch() neither clears nor reports an error that an earlier call of the program has left.
   EXPECT_EQ(cudaFree(x + 1), cudaErrorInvalidValue);
   launch(Add{x, 1}, 1, nullptr);
   EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidValue);
@@ -801,7 +802,7 @@ TEST_F(Simulator, CublasMultipliesColumnMajorInTheOrderOfTheStream) {
                          CUDA_R_16F, 3, device(b16), CUDA_R_16F, 3, scalars + 1, c, CUDA_R_32F, m,
                          CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
             CUBLAS_STATUS_SUCCESS);
-  sim::poke(scalars, &one, sizeof one);  // read when the work runs
+  sim::poke(scalars, &one, sizeof one);  // the scalars are read when the work runs
   EXPECT_OK(cudaStreamSynchronize(s));
   for (float& x : expected) x *= 2.0f;
   EXPECT_EQ(now(c, m * n), expected);
