@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Looks like a oneDNN of major version FAKE_MAJOR to whoever asks for the version, and ends the
- * process of whoever calls anything else. */
+ * A fake oneDNN, whose version has major number FAKE_MAJOR. Every other function aborts the process. */
 #include <stdlib.h>
 
 typedef struct {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A libgradaccum_onednn.so whose products fail, or whose table has interface FAKE_ABI. */
+ * A libgradaccum_onednn.so whose products fail, or whose function table has version FAKE_ABI. */
 #include <stddef.h>
 
 #include "backend/cpu/matmul_module.h"
@@ -14,14 +14,14 @@ static const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const 
                             int transpose_b, float beta, float* c, int64_t ldc) {
   (void)m, (void)n, (void)k, (void)alpha, (void)a, (void)lda, (void)transpose_a, (void)b, (void)ldb;
   (void)transpose_b, (void)beta, (void)ldc;
-  c[0] = 42; /* half done */
+  c[0] = 42; /* a partial result */
   return "the engine broke";
 }
 
 const void* ga_module_onednn(char* error, size_t error_size);
 
 const void* ga_module_onednn(char* error, size_t error_size) {
-  static const ga_matmul_module module = {FAKE_ABI, "oneDNN, a fake of it", multiply};
+  static const ga_matmul_module module = {FAKE_ABI, "a fake oneDNN", multiply};
   (void)error, (void)error_size;
   return &module;
 }

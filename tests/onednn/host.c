@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A program that uses the library beside a oneDNN of its own, or without one: what
- * ga_accumulate_matmul says then, and that all else works.
+ * A program that uses the library beside its own oneDNN, or without one. It checks the result and the
+ * message of ga_accumulate_matmul, and that everything else works.
  *
  *   host works
- *   host refuses <words of the sentence> [library that the program has loaded]
- *   host retries <folder of the module>     refused at first, then not
- *   host faults <words of the sentence>     the engine fails in mid-work
+ *   host refuses <words of the message> [library that the program has loaded]
+ *   host retries <folder of the module>     the first call is refused, the second is not
+ *   host faults <words of the message>      the engine fails during a product
  *
- * Exit code 0: as it should be. 77: the library that it should load is not on this machine. */
+ * Exits with 0 if everything is as expected, or 77 if the library to load is not on this machine. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,7 +19,7 @@
 #define CHECK(condition)                                                                     \
   do {                                                                                       \
     if (!(condition)) {                                                                      \
-      fprintf(stderr, "%s:%d: not so: %s\nlast error: %s\n", __FILE__, __LINE__, #condition, \
+      fprintf(stderr, "%s:%d: false: %s\nlast error: %s\n", __FILE__, __LINE__, #condition, \
               ga_last_error());                                                              \
       exit(1);                                                                               \
     }                                                                                        \
@@ -62,7 +62,7 @@ static float product(int i) {
   return dy[i / columns] * x[i % columns] + dy[rows + i / columns] * x[columns + i % columns];
 }
 
-/* Ends the open micro-batch, steps, expects -gradient in the parameter. */
+/* Ends the open micro-batch, makes a step, and expects -gradient in the parameter. */
 static void finish(int by_part) {
   float gradient[rows * columns];
   ga_step_result result;
