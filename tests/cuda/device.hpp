@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the tests of CUDA contexts share: streams, tensors in device memory, and a context with its
-// tensors that is on the CPU or on a device, so that one program can run on both. The devices belong
-// to NVIDIA's runtime or to the simulated one (GA_SIMULATED).
+// tensors that is on the CPU or on a device, so that one program can run on both. The devices
+// belong to NVIDIA's runtime or to the simulated one (GA_SIMULATED).
 #pragma once
 
 #include <cuda_runtime.h>

@@ -157,8 +157,8 @@ class Layer {
   Tensor gamma_now() const { return gamma_at_->get(); }
   Tensor beta_now() const { return beta_at_->get(); }
 
-  // Fills the tensors, which all windows share, with the numbers of a window. bad: the micro-batch that
-  // gets a NaN, or -1.
+  // Fills the tensors, which all windows share, with the numbers of a window. bad: the micro-batch
+  // that gets a NaN, or -1.
   void fill(uint64_t window, int bad = -1) {
     x_.clear();
     dy_.clear();
@@ -336,8 +336,8 @@ testing::AssertionResult near(const char* what, double is, long double should, d
   return testing::AssertionFailure() << text;
 }
 
-// Checks a window. Results that are computed in T may be off by a few roundings of T, and statistics
-// by the roundings of n additions in double.
+// Checks a window. Results that are computed in T may be off by a few roundings of T, and
+// statistics by the roundings of n additions in double.
 void check(const Case& c, const Layer& layer, const Outcome& o) {
   const Shape& s = c.shape;
   const size_t micros = s.samples.size();
@@ -677,7 +677,8 @@ TEST_F(BatchNorm, NaNStaysInItsChannel) {
   }
 }
 
-// Layers that are added after one was used: the workspace has the size that the largest layer needs.
+// Layers that are added after one was used: the workspace has the size that the largest layer
+// needs.
 TEST_F(BatchNorm, LayersBesideEachOther) {
   Case c = {{GA_BN_CHANNELS_LAST, {40, 30}, 37, 2}, GA_BN_MICRO, GA_F32};
   Layer layer(c);
@@ -845,8 +846,8 @@ TEST_F(BatchNorm, Launches) {
 
 // ---- Numbers on the device -----------------------------------------------------------------------
 
-// One micro-batch has its own loss scale. The others use that of the context, which has grown on the
-// device since the host last read it.
+// One micro-batch has its own loss scale. The others use that of the context, which has grown on
+// the device since the host last read it.
 TEST_F(BatchNorm, TheLossScaleOfTheDevice) {
 #ifdef GA_SIMULATED
   configure([](sim::Config& config) { config.deferred = true; });

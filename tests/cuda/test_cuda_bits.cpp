@@ -64,8 +64,8 @@ std::vector<Spec> specs(bool matrices) {
   return list;
 }
 
-// Three windows of two micro-batches with adversarial numbers. Some parameters get no gradient in the
-// third window.
+// Three windows of two micro-batches with adversarial numbers. Some parameters get no gradient in
+// the third window.
 void train(Machine& m, const ga_optimizer& o, bool matrices) {
   m.uses_pow = row_of(o).by_pow;
   const ga_group group = m.group(o);
@@ -443,8 +443,8 @@ TEST_P(ClipBits, OfEveryOptimizer) {
   }
 }
 
-// Live gradients, which lie at other addresses in every window; also with a loss scale that only the
-// device knows.
+// Live gradients, which lie at other addresses in every window; also with a loss scale that only
+// the device knows.
 TEST_P(ClipBits, OfLiveGradients) {
   const ga_clip c = clips()[GetParam()].clip;
   ga_config config = test::config();

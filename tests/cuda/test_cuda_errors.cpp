@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Contexts on missing or unsuitable devices, wrong memory, running out of memory, faults of a device,
-// and the independence of contexts.
+// Contexts on missing or unsuitable devices, wrong memory, running out of memory, faults of a
+// device, and the independence of contexts.
 #include <thread>
 
 #include "child.hpp"
@@ -529,8 +529,8 @@ TEST_F(Errors, WorkThatCannotBeQueued) {
   }
 }
 
-// Each call that queues work fails once for lack of memory: the library's call changes nothing, or it
-// reports a fault.
+// Each call that queues work fails once for lack of memory: the library's call changes nothing, or
+// it reports a fault.
 TEST_F(Errors, WorkThatIsOutOfMemory) {
   const std::vector<Tensor> expected = values_without_failures();
   int64_t again = 0;

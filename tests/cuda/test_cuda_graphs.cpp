@@ -99,7 +99,8 @@ TEST_F(Asynchronous, ArgumentsMayChangeAfterACall) {
   for (size_t i = 0; i < expected.size(); ++i) ASSERT_TRUE(expected[i] == got[i]) << i;
 }
 
-// Programs as in test_cuda_bits.cpp that pass many kinds of arguments, on devices that run work late.
+// Programs as in test_cuda_bits.cpp that pass many kinds of arguments, on devices that run work
+// late.
 TEST_F(Asynchronous, TheBitsOfTheCpu) {
   for (const int32_t nonfinite : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO}) {
     for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR}) {
@@ -568,9 +569,9 @@ INSTANTIATE_TEST_SUITE_P(All, PlannedGraphs, testing::Range<size_t>(0, plans().s
                            return plans()[info.param].name;
                          });
 
-// Each set of parameters with a gradient has its own lists on the device. A new set replaces the least
-// recently used one, but lists that a captured graph reads are kept. There are more graphs, and more
-// other sets between capture and replay, than lists at the start.
+// Each set of parameters with a gradient has its own lists on the device. A new set replaces the
+// least recently used one, but lists that a captured graph reads are kept. There are more graphs,
+// and more other sets between capture and replay, than lists at the start.
 TEST_F(Graphs, ListsOutliveTheSetsThatComeLater) {
   constexpr size_t kParams = 6, kSets = 15;
   std::vector<Record> eager;
@@ -732,8 +733,8 @@ TEST_F(Graphs, ACaptureThatEndsEarly) {
   EXPECT_EQ(result_of(s.ctx).windows, 2);
 }
 
-// A capture that ends before the step and contains a live gradient at a new address. The graph never
-// runs, so the step must send the address to the device itself.
+// A capture that ends before the step and contains a live gradient at a new address. The graph
+// never runs, so the step must send the address to the device itself.
 TEST_F(Graphs, ACaptureThatEndsBeforeTheStep) {
   std::vector<Tensor> results[2];
   for (const bool captures : {false, true}) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The cost of a call beyond its work on the data: launches, copies and waits, as the simulated devices
-// count them.
+// The cost of a call beyond its work on the data: launches, copies and waits, as the simulated
+// devices count them.
 #include "device.hpp"
 
 namespace ga::test {
@@ -109,8 +109,8 @@ struct Case {
   int64_t launches;  // by ga_step
 };
 
-// One launch sums up and decides. One more follows for each Op and dtype of its arithmetic, or two if
-// the Op is layer-wise.
+// One launch sums up and decides. One more follows for each Op and dtype of its arithmetic, or two
+// if the Op is layer-wise.
 std::vector<Case> cases() {
   const ga_clip global = clip(GA_CLIP_GLOBAL, 0.1), none = clip(GA_CLIP_NONE, 0),
                 tensor = clip(GA_CLIP_PER_TENSOR, 0.1);
@@ -169,9 +169,9 @@ TEST_F(Launches, OfAWindow) {
         EXPECT_EQ(stepped.launches, k.launches) << describe(stepped);
         expect_quiet(stepped);
         if (life != GA_GRADIENTS_LIVE) continue;
-        // Windows of one micro-batch, whose gradients the step reads in place. The first such window
-        // updates the tables on the device. When the gradients move, ga_accumulate sends the new
-        // addresses in its one launch.
+        // Windows of one micro-batch, whose gradients the step reads in place. The first such
+        // window updates the tables on the device. When the gradients move, ga_accumulate sends the
+        // new addresses in its one launch.
         for (int w = 0; w < 4; ++w) {
           const sim::Counters adopted = count([&] { m.accumulate(w >= 2); });
           EXPECT_EQ(adopted.launches, w == 2) << describe(adopted);

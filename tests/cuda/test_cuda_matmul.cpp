@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Results of cuBLAS: gradients that are matrix products, and Newton-Schulz for Muon. They are compared
-// with float64, because cuBLAS chooses the order of its sums.
+// Results of cuBLAS: gradients that are matrix products, and Newton-Schulz for Muon. They are
+// compared with float64, because cuBLAS chooses the order of its sums.
 #include "device.hpp"
 
 namespace ga::test {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Ops as nvcc compiles them for the host, compared bit for bit with the CPU's kernels. Both fold an
-// Op from the same numbers and run it over the same elements. (The device code of nvcc is compared on
-// machines with a device.)
+// The Ops as nvcc compiles them for the host, compared bit for bit with the CPU's kernels. Both
+// fold an Op from the same numbers and run it over the same elements. (The device code of nvcc is
+// compared on machines with a device.)
 #include <gtest/gtest.h>
 
 #include <cstring>

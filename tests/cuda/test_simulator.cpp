@@ -777,7 +777,8 @@ TEST_F(Simulator, CublasMultipliesColumnMajorInTheOrderOfTheStream) {
   EXPECT_EQ(cublasSetWorkspace(handle, workspace, 1024), CUBLAS_STATUS_SUCCESS);
   EXPECT_EQ(cublasSetWorkspace(handle, workspace, 2048), CUBLAS_STATUS_INVALID_VALUE);
   constexpr int m = 2, n = 3, k = 2;
-  // a (2 x 2, columns 3 apart), b transposed (3 x 2): 1.0, 0.5, 2.0, -1.0 and so on, in bf16 and f16.
+  // a (2 x 2, columns 3 apart), b transposed (3 x 2): 1.0, 0.5, 2.0, -1.0 and so on, in bf16 and
+  // f16.
   const std::vector<uint16_t> a16{0x3f80, 0x3f00, 0x7fff, 0x4000, 0xbf80, 0x7fff};
   const std::vector<uint16_t> b16{0x3c00, 0x4000, 0x4200, 0xbc00, 0x3800, 0x0000};
   const std::vector<float> a{1.0f, 0.5f, NAN, 2.0f, -1.0f, NAN};
