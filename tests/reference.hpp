@@ -2,7 +2,7 @@
 //
 // What the library should compute, in float64, one scalar at a time, written from the published
 // papers (those that ga_optimizer_kind names) and from the definitions of the frameworks where they
-// differ. It knows nothing of the library but the structs of its public header.
+// differ. Of the library it includes the public header alone.
 //
 // The numbers carry their own tolerance. A Real is a float64 value together with a bound on the
 // error that the library's arithmetic makes on the way to it (running error analysis, Wilkinson
@@ -28,9 +28,9 @@ namespace ga::ref {
 
 // An operation of float32 (+ - * / sqrt) is correctly rounded: half an ulp, 2^-24 of the result.
 inline constexpr double kHalfUlp = 0x1p-24;
-// What a result that underflows may lose: half the distance between subnormal float32 numbers,
-// times 2^5, as much as a scalar folded in afterwards may enlarge it (1 / sqrt(1 - beta2) for beta2
-// = 0.999).
+// The error of a result that underflows: half the distance between subnormal float32 numbers, times
+// 2^5, the largest factor that a scalar which is multiplied in later has (1 / sqrt(1 - beta2) for
+// beta2 = 0.999).
 inline constexpr double kUnderflow = 0x1p-145;
 // The same two for float64.
 inline constexpr double kHalfUlp64 = 0x1p-53;
@@ -42,22 +42,23 @@ inline constexpr double kOrder = 4;
 // For float64 parameters this file rounds as much as the library does: once more.
 inline constexpr double kOrder64 = kOrder + 1;
 // A norm is a sum of n squares in float64 in a fixed order of lanes, each lane of at most 2^16
-// terms of one sign, then pairwise over chunks: at most (2^16 + 64) 2^-53 = 7.3e-12 of the sum of
-// squares, half of that after the root. Few terms, in any order: half of n 2^-53, and the root's.
+// terms of one sign, then pairwise over chunks: the error is at most (2^16 + 64) 2^-53 = 7.3e-12 of
+// the sum of squares, and half of that after the root. For few terms in any order, the error is
+// half of n 2^-53 plus the rounding of the root.
 inline constexpr double kNorm = 4e-12;
 inline double norm_error(size_t terms) {
   return std::min(kNorm, static_cast<double>(terms + 4) * kHalfUlp64);
 }
-// Numbers that stay in float64 on the host (learning rates, factors) pass through at most 16
-// operations, each good to one float64 ulp (libm's pow and cos included).
+// Numbers that stay in float64 on the host (learning rates, factors) are results of at most 16
+// operations, each accurate to one float64 ulp (libm's pow and cos included).
 inline constexpr double kHost = 16 * 0x1p-52;
-// A matrix product of inner extent k: each element is off by at most k roundings of the sum of its
-// terms' magnitudes, in any order (Higham 2002, section 3.5). What that does to the Newton-Schulz
-// iteration is derived there: newton_schulz().
+// A matrix product of inner dimension k: each element is off by at most k roundings of the sum of
+// its terms' magnitudes, in any order (Higham 2002, section 3.5). newton_schulz() derives the
+// effect on the Newton-Schulz iteration.
 
 // ---- Numbers ------------------------------------------------------------------------------------
 
-// The arithmetic that the library is taken to use, from here to the end of the scope.
+// The arithmetic that the library is assumed to use. With sets it until the end of a scope.
 struct Arithmetic {
   double half_ulp = kHalfUlp;
   double underflow = kUnderflow;
@@ -96,7 +97,7 @@ inline Real round(double value, double error) {
 
 // A scalar computed on the host in float64, of a few operations, and rounded once.
 inline Real scalar(double x) { return x == 0 ? Real() : round(x, std::abs(x) * 4 * kHalfUlp64); }
-// Another, by a formula that loses more.
+// A scalar that the host computes by a longer formula, whose error is tracked too.
 template <class Formula>
 Real on_host(Formula formula) {
   const auto compute = [&] {
@@ -150,14 +151,14 @@ inline Real clamp(const Real& a, double limit) {
   const double value = std::clamp(a.value, -limit, limit);
   return {value, std::isinf(a.value) ? off : a.error + off};
 }
-// -1, 0 or 1; where rounding decides, any of them.
+// Returns -1, 0 or 1, or all three as 0 with error 1 if rounding decides the sign.
 inline Real sign(const Real& a) {
   if (a.zero()) return {};
   if (std::abs(a.value) <= arithmetic.order * a.error) return {0, 1};
   return exact(a.value > 0 ? 1 : -1);
 }
 
-// How far the library may be from x.
+// The largest allowed distance of the library's result from x.
 inline double tolerance(const Real& x) { return arithmetic.order * x.error; }
 inline bool agrees(double got, const Real& x) { return std::abs(got - x.value) <= tolerance(x); }
 
@@ -168,7 +169,7 @@ inline double error_norm(const std::vector<Real>& list) {
   return std::sqrt(squares);
 }
 
-// A 2-norm as the library takes it, in float64.
+// The 2-norm in float64, as the library computes it.
 inline Real norm(const std::vector<Real>& list) {
   long double squares = 0;
   bool zero = true;
@@ -186,18 +187,18 @@ inline Real norm(const std::vector<Real>& list) {
 // One parameter element over one window.
 class Sum {
  public:
-  // g as the program hands it over: a mean or a sum over the micro-batch, of a loss multiplied by
+  // Adds the program's gradient g: a mean or a sum over the micro-batch, of a loss multiplied by
   // loss_scale.
   void add(double g, double weight, double loss_scale, int32_t gradient_kind) {
     const double factor = (gradient_kind == GA_GRADIENT_MEAN ? weight : 1.0) / loss_scale;
     add(scalar(factor) * exact(g));
   }
-  // A contribution with its weight.
+  // Adds a contribution that includes its weight.
   void add(const Real& contribution) {
     sum_ = empty_ ? contribution : sum_ + contribution;
     empty_ = false;
   }
-  // What the optimizer is to see.
+  // The gradient that the optimizer gets.
   Real reduced(double total_weight, int32_t reduce) const {
     return reduce == GA_REDUCE_MEAN ? sum_ * scalar(1.0 / total_weight) : sum_;
   }
@@ -250,7 +251,7 @@ inline std::vector<std::vector<size_t>> agc_units(const Shape& shape, uint32_t a
   return result;
 }
 
-// Clips a gradient by the parameter's own units. The smallest factor that was applied.
+// Clips a gradient by the parameter's units. Returns the smallest factor.
 inline double agc(const ga_clip& clip, const Shape& shape, uint32_t axes,
                   const std::vector<Real>& p, std::vector<Real>& g) {
   double least = 1;
@@ -262,7 +263,7 @@ inline double agc(const ga_clip& clip, const Shape& shape, uint32_t axes,
     }
     const Real limit = scalar(clip.agc_factor) * max(norm(pu), exact(clip.agc_eps));
     const Real size = norm(gu);
-    // Where rounding decides either branch is right, for g is the same in both (with limits beyond
+    // If rounding decides, either branch is right, because both give the same g (for limits above
     // 1e-6).
     if (size.value + tolerance(size) <= limit.value - tolerance(limit)) continue;
     const Real ratio = limit / max(size, exact(1e-6));
@@ -289,13 +290,13 @@ inline Real average(double beta, const Real& m, const Real& x) {
   return scalar(beta) * m + scalar(1 - beta) * x;
 }
 
-// 1 - beta^t, in float64. However beta^t comes about, it has at most t roundings.
+// 1 - beta^t, in float64. Any way to compute beta^t has at most t roundings.
 inline Real bias_correction(double beta, int64_t t) {
   const double power = std::pow(beta, static_cast<double>(t));
   return {1 - power, (static_cast<double>(t) * power + 1) * 2 * kHalfUlp64};
 }
 
-// p - lr weight_decay p, written as a product: as a difference, the error of p would come in twice.
+// p - lr weight_decay p, written as a product: a difference would count the error of p twice.
 inline void decay(const ga_optimizer& o, double lr, Real& p) {
   if (o.weight_decay != 0) p = scalar(1 - lr * o.weight_decay) * p;
 }
@@ -401,7 +402,8 @@ inline void nadam(const ga_optimizer& o, double lr, int64_t t, const Real& g, El
     const double power = std::pow(0.96, static_cast<double>(step) * o.momentum_decay);
     return exact(o.beta1) * Real(1 - 0.5 * power, kHost);
   };
-  // Of all momenta so far. The last one is kept: the next element asks for the same.
+  // The product of all momenta so far. The last one is cached, because the next element needs it
+  // too.
   thread_local struct {
     double beta1 = -1, decay = -1;
     int64_t t = -1;
@@ -548,7 +550,7 @@ inline std::vector<Real> values(const Tensor& tensor) {
   return p;
 }
 
-// Whether a norm is > 0, as a NaN is not.
+// Whether a norm is > 0; false for a NaN.
 inline bool positive(const Real& norm) { return !norm.zero() && !std::isnan(norm.value); }
 
 // |p| / |u|, 1 if either is not > 0
@@ -595,7 +597,7 @@ inline void lars(const ga_optimizer& o, double lr, std::vector<Real> g, Tensor& 
   for (size_t i = 0; i < g.size(); ++i) momentum_torch(o, lr, g[i], tensor.elements[i]);
 }
 
-// The mean of numbers that are not negative, summed in float64.
+// The mean of non-negative numbers, summed in float64.
 inline Real mean(const std::vector<Real>& list, size_t first, size_t count, size_t stride = 1) {
   double sum = 0, error = 0;
   for (size_t k = 0; k < count; ++k) {
@@ -607,7 +609,7 @@ inline Real mean(const std::vector<Real>& list, size_t first, size_t count, size
   return round(sum / n, error / n + 2 * norm_error(count) * sum / n);
 }
 
-// 1 / sqrt(max(x, least)). However little is known of x, this is no more than 1 / sqrt(least).
+// 1 / sqrt(max(x, least)), at most 1 / sqrt(least) even if the error of x is large.
 inline Real inverse_root(const Real& x, double least) {
   const double value = 1 / std::sqrt(std::max(x.value, least));
   const double most = 1 / std::sqrt(std::max(x.value - x.error, least));
@@ -717,19 +719,19 @@ inline Matrix abs(Matrix a) {
   return a;
 }
 
-// X <- a X + b (X X') X + c (X X')^2 X, some times. error: a bound on the Frobenius norm of the
-// error of X, on entry and on return.
+// Repeats X <- a X + b (X X') X + c (X X')^2 X. error: a bound on the Frobenius norm of the error
+// of X, on entry and on return.
 //
 // Let f(s) = a s + b s^3 + c s^5. The step applies f to the singular values of X. Such a map of
 // matrices, f being odd, is Lipschitz in the Frobenius norm with the largest |f'| up to the
-// spectral norm of the matrices between X and the X that the library has, |X|_2 + error: in the
-// basis of the singular vectors its derivative multiplies elements by divided differences of f. So
-// an error on entry grows at most by that. To it comes what one step rounds, elementwise, with n
-// and m the extents of X, n <= m, u half an ulp and |.| taken of the elements:
+// spectral norm of the matrices between X and the library's X, |X|_2 + error: in the basis of the
+// singular vectors, the derivative of the map multiplies elements by divided differences of f. So
+// an error on entry grows at most by that constant. One step adds its roundings, elementwise, with
+// n and m the dimensions of X, n <= m, u half an ulp and |.| taken of the elements:
 //     G = X X'        E1 = m u |X| |X|'
 //     B = b G + c G^2 E2 = |b| E1 + |c| (n u |G| |G| + E1 |G| + |G| E1) + 3 u (|b| |G| + |c| |G^2|)
 //     a X + B X       E3 = E2 |X| + n u |B| |X| + 3 u (|a| |X| + |B X|)
-// of which the Frobenius norm counts. Terms of u^2 are left out: they are below 1e-4 of the others.
+// E3 is taken in Frobenius norm. Terms of u^2 are left out: they are below 1e-4 of the others.
 // |X|_2^2 = |G|_2, whose 64th power is at most the Frobenius norm of G^64.
 inline Matrix newton_schulz(Matrix x, const double* coefficients, int32_t steps, double& error) {
   const double u = arithmetic.half_ulp;
@@ -827,17 +829,16 @@ inline void update(const ga_optimizer& o, double lr, int64_t t, const std::vecto
     case GA_OPTIMIZER_MUON:
       muon(o, lr, g, tensor);
       break;
-    default:  // element by element
+    default:  // updated element by element
       for (size_t i = 0; i < g.size(); ++i) update(o, lr, t, gradient[i], tensor.elements[i]);
       return;
   }
   for (Element& e : tensor.elements) e.started = true;
 }
 
-// ---- Averages -----------------------------------------------------------------------------------
+// ---- EMA ----------------------------------------------------------------------------------------
 
-// What the average of a parameter becomes in the context's t-th applied step; begun: it has been
-// moved before.
+// The EMA of a parameter after the context's t-th applied step. begun: the EMA was updated before.
 inline Real follow(const ga_ema& ema, int64_t t, bool begun, const Real& average, const Real& p) {
   if (!begun) return p;
   const double decay = ema.kind == GA_EMA_TORCH
@@ -870,7 +871,7 @@ struct Noise {
 
 // ---- Schedules ----------------------------------------------------------------------------------
 
-// Learning rate of the step that follows s applied ones.
+// The learning rate of the step after s applied steps.
 inline double learning_rate(const ga_schedule& schedule, double lr, int64_t s) {
   const auto step = static_cast<double>(s);
   const auto warmup = static_cast<double>(schedule.warmup_steps);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the tests share: tensors at awkward addresses, data chosen to hurt, a context that ends by
-// itself, optimizers with good options, and a model of the library in float64.
+// Helpers of all tests: tensors at unaligned addresses, adversarial data, a context that destroys
+// itself, optimizers with valid options, and a model of the library in float64.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -26,8 +26,8 @@ namespace ga::test {
 
 // ---- Structs with their defaults ----------------------------------------------------------------
 
-// One thread: what threads do is the subject of a few tests, and elsewhere they would only fight
-// over the cores.
+// The default configuration with one thread. Only a few tests are about threads; in the others,
+// more threads would only compete for the cores.
 inline ga_config config() {
   ga_config c;
   EXPECT_OK(ga_config_init(&c, sizeof c));
@@ -41,7 +41,8 @@ inline ga_optimizer optimizer(int32_t kind, int32_t flavor = GA_FLAVOR_TORCH) {
   return o;
 }
 
-// p -= g, to the bit when p is 0: what the optimizer was given can be read from the parameter.
+// p -= g, exact if p is 0. So a test can read the gradient that the optimizer got from the
+// parameter.
 inline ga_optimizer plain_sgd(double lr = 1) {
   ga_optimizer o = optimizer(GA_OPTIMIZER_SGD);
   o.lr = lr;
@@ -136,7 +137,7 @@ class Context {
 
 // ---- Instruction set levels ---------------------------------------------------------------------
 
-// Sets GA_CPU_ISA for the contexts made while it lives.
+// Sets GA_CPU_ISA for the contexts that are created during its lifetime.
 class Isa {
  public:
   explicit Isa(const char* level) {
@@ -153,7 +154,7 @@ class Isa {
   Isa(const Isa&) = delete;
   Isa& operator=(const Isa&) = delete;
 
-  // Whether this build and this processor have the level.
+  // Whether the level in GA_CPU_ISA is in this build and supported by this processor.
   static bool available() {
     ga_context* ctx = nullptr;
     const ga_status status = ga_context_create(nullptr, &ctx);
@@ -173,7 +174,7 @@ inline const char* const kIsaLevels[] = {"scalar", "neon"};
 inline const char* const kIsaLevels[] = {"scalar"};
 #endif
 
-// Whether this build has the module for matrix products; if so, it will be found.
+// Whether this build has the module for matrix products. Sets GA_MODULE_PATH so that it is found.
 inline bool has_onednn() {
 #ifdef GA_TEST_MODULE_PATH
   setenv("GA_MODULE_PATH", GA_TEST_MODULE_PATH, 0);
@@ -193,8 +194,8 @@ inline std::string identifier(std::string text) {
 
 // ---- Tensors ------------------------------------------------------------------------------------
 
-// Tensors side by side in one block of numbers. Each lies at an odd index, so at no multiple of two
-// elements or more, with a gap before the next that nobody may touch.
+// Tensors side by side in one block of numbers. Each starts at an odd index, so no address is a
+// multiple of two elements, and is followed by a gap that nobody may write.
 struct Layout {
   std::vector<ref::Shape> shapes;
   std::vector<int64_t> counts;
@@ -260,7 +261,7 @@ class Random {
   uint64_t state_;
 };
 
-// Parameters: of both signs and mixed size, with zeros.
+// Parameters of both signs and mixed magnitudes, with zeros.
 template <class T = float>
 std::vector<T> parameters(const Layout& layout, uint64_t seed) {
   Random random(seed);
@@ -275,9 +276,9 @@ std::vector<T> parameters(const Layout& layout, uint64_t seed) {
   return block;
 }
 
-// Gradients of both signs. By the position of the element in its tensor: of order 1; of the order
-// of Adam's epsilon; nearly cancelling from one round to the next; always zero; large; so small
-// that the square underflows; subnormal.
+// Gradients of both signs. The position of an element in its tensor decides whether it is of order
+// 1, of the order of Adam's epsilon, nearly cancels from one round to the next, is always zero, is
+// large, is so small that its square underflows, or is subnormal.
 template <class T = float>
 std::vector<T> gradients(const Layout& layout, uint64_t seed, uint64_t round) {
   Random random(seed * 1000003 + round);
@@ -347,14 +348,14 @@ std::vector<const void*> pointers(const Layout& layout, const std::vector<T>& bl
   return result;
 }
 
-// ---- Optimizers that must work ------------------------------------------------------------------
+// ---- Valid optimizers ---------------------------------------------------------------------------
 
 struct NamedOptimizer {
   std::string name;
   ga_optimizer optimizer;
 };
 
-// Those of the rows that are chosen, with all their good options.
+// The valid options of all rows for which chosen(row, optimizer) is true.
 template <class Chosen>
 std::vector<NamedOptimizer> named_optimizers(Chosen chosen) {
   std::vector<NamedOptimizer> list;
@@ -369,19 +370,19 @@ std::vector<NamedOptimizer> named_optimizers(Chosen chosen) {
   return list;
 }
 
-// Of those that take parameters of any shape.
+// The optimizers that take parameters of any shape.
 inline std::vector<NamedOptimizer> good_optimizers() {
   return named_optimizers(
       [](const OptimizerRow& row, const ga_optimizer&) { return !row.matrices_only; });
 }
 
-// Of those that take matrices only.
+// The optimizers that take matrices only.
 inline std::vector<NamedOptimizer> matrix_optimizers() {
   return named_optimizers(
       [](const OptimizerRow& row, const ga_optimizer&) { return row.matrices_only; });
 }
 
-// The kinds that stand for the others: OptimizerRow.
+// The kinds that represent the others, see OptimizerRow.
 inline std::vector<int32_t> representative_kinds() {
   std::vector<int32_t> kinds;
   for (const OptimizerRow& row : optimizer_rows()) {
@@ -392,7 +393,8 @@ inline std::vector<int32_t> representative_kinds() {
 
 // ---- The library in float64 ---------------------------------------------------------------------
 
-// Accumulates and steps as the public header says, in the arithmetic of the parameters' dtype, T.
+// Accumulates and steps as the public header describes, in the arithmetic of the parameters' dtype,
+// T.
 class Model {
  public:
   template <class T>
@@ -418,7 +420,7 @@ class Model {
     touched_.assign(layout.size(), false);
   }
 
-  // missing: tensors that this micro-batch brings no gradient for.
+  // missing: the tensors without a gradient in this micro-batch.
   template <class T>
   void accumulate(const std::vector<T>& block, double weight, double loss_scale = 1,
                   const std::vector<size_t>& missing = {}) {
@@ -431,7 +433,7 @@ class Model {
     }
   }
 
-  // One contribution to one tensor, in a micro-batch whose weight has been counted.
+  // Adds one contribution to one tensor, in a micro-batch whose weight has been counted already.
   template <class T>
   void accumulate_part(size_t i, const std::vector<T>& block, double weight,
                        double loss_scale = 1) {
@@ -443,7 +445,7 @@ class Model {
     }
   }
 
-  // lr: for every group; NaN: what the optimizer says.
+  // lr: the learning rate of every group; NaN: that of its optimizer.
   void step(double lr = NAN, const ga_clip* clip = nullptr) {
     if (weight_ == 0) {
       clear();
@@ -474,7 +476,7 @@ class Model {
     clear();
   }
 
-  // Whether the library's parameters are right, to rounding.
+  // Whether the library's parameters are right up to rounding.
   template <class T>
   testing::AssertionResult matches(const std::vector<T>& got, double factor = 1) const {
     const ref::With arithmetic(arithmetic_);
@@ -513,8 +515,8 @@ class Model {
     return testing::AssertionSuccess();
   }
 
-  // The share of elements about which the tolerance says little: it is more than such a part of the
-  // way they have come. A test that asserts matches() should see few.
+  // The share of elements whose tolerance is more than the given part of the distance that they
+  // have moved, and so proves little. A test that asserts matches() should expect a small share.
   double vague(double part = 1e-3) const {
     const ref::With arithmetic(arithmetic_);
     size_t vague = 0, all = 0;
@@ -529,7 +531,7 @@ class Model {
     return all == 0 ? 0 : static_cast<double>(vague) / static_cast<double>(all);
   }
 
-  // Hyper-parameters that change between steps; the state stays.
+  // Changes hyper-parameters between steps; the state is kept.
   void set_optimizer(size_t i, const ga_optimizer& o) { optimizers_[i] = o; }
 
   double norm() const { return norm_; }
@@ -550,7 +552,7 @@ class Model {
     for (auto& sums : sums_) std::fill(sums.begin(), sums.end(), ref::Sum());
   }
 
-  // Multiplies the gradients of the tensors that are chosen by a factor of their norm.
+  // Multiplies the gradients of the chosen tensors by a factor that is a function of their norm.
   template <class Chosen, class Factor>
   void scale(Gradients& g, Chosen chosen, Factor factor) {
     std::vector<ref::Real> all;
@@ -566,7 +568,7 @@ class Model {
     }
   }
 
-  // By a factor that moves as the norm does.
+  // Multiplies g by a factor whose relative error is that of the norm.
   static void multiply(std::vector<ref::Real>& g, double factor, const ref::Real& norm) {
     if (norm.zero()) return;
     const double error = norm.error / norm.value + ref::arithmetic.half_ulp;
@@ -598,7 +600,7 @@ class Model {
     }
   }
 
-  // Each by its own bound, and all by one norm.
+  // Clips every LAMB tensor by its own limit and the norm of all LAMB tensors.
   void clip_lamb(Gradients& g) {
     const auto is_lamb = [&](size_t i) { return optimizers_[i].kind == GA_OPTIMIZER_LAMB; };
     std::vector<ref::Real> all;
@@ -618,7 +620,7 @@ class Model {
   ref::Arithmetic arithmetic_;
   std::vector<ref::Tensor> tensors_;
   std::vector<std::vector<ref::Sum>> sums_;
-  std::vector<std::vector<double>> paths_;  // how far each element has moved, to and fro
+  std::vector<std::vector<double>> paths_;  // sum of the absolute movements of each element
   std::vector<int64_t> updates_;
   std::vector<bool> touched_;
   double weight_ = 0;

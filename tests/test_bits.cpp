@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Whole runs, hashed, against the hashes in bits.txt: the same bits on every processor, from every
-// compiler, and from one version to the next.
+// Hashes of whole runs, compared with the table bits.txt: the bits are the same on every processor,
+// with every compiler, and from one version to the next.
 //
-// After a change of the library that is meant to change bits, GA_TEST_WRITE_BITS=<file> has the tests
-// write the table in place of comparing with it.
+// After a change of the library that is meant to change bits, GA_TEST_WRITE_BITS=<file> makes the
+// tests write the table instead of comparing with it.
 #include <cinttypes>
 #include <fstream>
 #include <map>
@@ -25,7 +25,7 @@ class Hash {
       state_ = (state_ ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3;
     }
   }
-  // Which NaN a processor makes is its own affair: no run here may end in one.
+  // The bits of a NaN depend on the processor, so no run here may end in one.
   void add(double x) {
     EXPECT_FALSE(std::isnan(x));
     add(&x, sizeof x);
@@ -67,7 +67,7 @@ void expect(const std::string& name, const Hash& hash) {
   EXPECT_EQ(hash.text(), found->second) << name;
 }
 
-// body(hash) on every level that the processor has.
+// Runs body(hash) on every instruction set level of the processor.
 template <class Body>
 void expect_on_all_levels(const std::string& name, const Body& body) {
   for (const char* level : kIsaLevels) {
@@ -81,8 +81,9 @@ void expect_on_all_levels(const std::string& name, const Body& body) {
   }
 }
 
-// No mathematical library promises the bits of pow(), and glibc's are others on a processor without
-// fused multiply-add. Where they are not those of the table, neither is what is computed with them.
+// No mathematical library guarantees the bits of pow(), and glibc's differ on a processor without
+// fused multiply-add. If they are not those of the table, results that depend on pow() are not
+// either.
 bool pow_as_in_the_table() {
   static const bool same = [] {
     Hash hash;
@@ -115,7 +116,7 @@ struct Mix {
   double max_value = INFINITY;
 };
 
-// Between them every dtype, way to accumulate, way to round and scope of clipping.
+// Together, the mixes cover every dtype, way to accumulate, way to round and scope of clipping.
 std::vector<Mix> mixes() {
   std::vector<Mix> list(7);
   list[0].name = "f32";
@@ -221,7 +222,7 @@ class OptimizerBits : public testing::TestWithParam<size_t> {};
 INSTANTIATE_TEST_SUITE_P(Bits, OptimizerBits, testing::Range<size_t>(0, good_optimizers().size()),
                          [](const auto& info) { return good_optimizers()[info.param].name; });
 
-TEST_P(OptimizerBits, AreThoseOfTheTable) {
+TEST_P(OptimizerBits, MatchTheTable) {
   const NamedOptimizer named = good_optimizers()[GetParam()];
   if (row_of(named.optimizer).by_pow && !pow_as_in_the_table()) GTEST_SKIP() << kOtherPow;
   for (const Mix& mix : mixes()) {
@@ -230,7 +231,7 @@ TEST_P(OptimizerBits, AreThoseOfTheTable) {
   }
 }
 
-// Norms, and AdamW's and LAMB's loops, over more than one chunk, on three threads.
+// Norms, and the kernels of AdamW and LAMB, over several chunks on three threads.
 TEST(Bits, OfManyChunks) {
   expect_on_all_levels("many-chunks", [](Hash& hash) {
     ga_config c = config();
@@ -253,7 +254,7 @@ TEST(Bits, OfManyChunks) {
   });
 }
 
-// ---- What computes with pow() -------------------------------------------------------------------
+// ---- Results that depend on pow() ---------------------------------------------------------------
 
 TEST(Bits, OfSchedules) {
   if (!pow_as_in_the_table()) GTEST_SKIP() << kOtherPow;
@@ -281,7 +282,7 @@ TEST(Bits, OfSchedules) {
   }
 }
 
-TEST(Bits, OfKarrasAverages) {
+TEST(Bits, OfKarrasEma) {
   if (!pow_as_in_the_table()) GTEST_SKIP() << kOtherPow;
   Hash hash;
   Context ctx;

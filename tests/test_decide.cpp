@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The end of a window in two steps, backend/decide.hpp: what several ranks have summed up adds up,
-// and the judgement on the sums goes by nothing else of the gradients.
+// The end of a window in two steps (backend/decide.hpp). The sums of several ranks can be added,
+// and the decision reads nothing of the gradients but these sums.
 #include <functional>
 
 #include "backend/cpu/crew.hpp"
@@ -17,7 +17,7 @@ using test::schedule;
 
 constexpr int kParams = 4, kGroups = 2, kChunks = 2;
 
-// The tables of one rank, which has some of the chunks of every gradient.
+// The tables of one rank, which has a part of the chunks of every gradient.
 struct Rank {
   Settings settings = {};
   Control control = {};
@@ -75,8 +75,8 @@ struct Rank {
             0};
   }
 
-  // A gradient of which this rank has that chunk. The numbers are sums of few powers of two, so
-  // that they add up to the same in any order.
+  // Gives this rank a chunk of a gradient. The numbers are sums of few powers of two, so their sum
+  // is exact in any order.
   void hold(int param, int chunk, double squares, bool nonfinite = false) {
     param_inputs[param].held = Held::kStored;
     partials[param][chunk] = {squares, squares / 4, squares / 2, nonfinite};
@@ -94,7 +94,7 @@ struct Rank {
 
   void sum() { sum_window(crew, tables(), totals); }
 
-  // Takes away what the judgement is not to go by.
+  // Overwrites everything that the decision must not read.
   void forget_gradients() {
     for (auto& chunks : partials)
       for (Partial& p : chunks) p = {NAN, NAN, NAN, 1};
@@ -120,7 +120,7 @@ void add(Sums& to, const Sums& other) {
   std::memcpy(static_cast<void*>(&to), x, sizeof x);
 }
 
-// What a communicator does between the two steps.
+// Adds up the sums of two ranks, as a communicator will do between the two steps.
 void all_reduce(Rank& a, Rank& b) {
   add(a.control.sums, b.control.sums);
   b.control.sums = a.control.sums;
@@ -159,8 +159,8 @@ void expect_same(const Rank& rank, const Rank& whole) {
   }
 }
 
-// Two ranks with a part each of every gradient, against one that has had all micro-batches.
-class Seam : public testing::Test {
+// Two ranks that each have a part of every gradient, compared with one rank that has all of them.
+class Ranks : public testing::Test {
  protected:
   Rank first, second, whole;
 
@@ -172,7 +172,7 @@ class Seam : public testing::Test {
     f(whole);
   }
 
-  Seam() {
+  Ranks() {
     on(first, [](Rank& r) { r.hold(0, 0, 3); });
     on(second, [](Rank& r) { r.hold(0, 1, 5); });
     on(second, [](Rank& r) { r.hold(1, 1, 0.75); });
@@ -182,7 +182,7 @@ class Seam : public testing::Test {
     whole.count(8, 3, 1);
   }
 
-  void judge() {
+  void decide() {
     each([](Rank& r) { r.sum(); });
     all_reduce(first, second);
     each([](Rank& r) {
@@ -194,8 +194,8 @@ class Seam : public testing::Test {
   }
 };
 
-TEST_F(Seam, AppliedStep) {
-  judge();
+TEST_F(Ranks, AppliedStep) {
+  decide();
   EXPECT_EQ(whole.control.result.outcome, GA_STEP_APPLIED);
   EXPECT_EQ(whole.control.result.norm, std::sqrt(8 + 0.75 + 1.5) / 8);
   EXPECT_EQ(whole.control.result.micro_batches, 3);
@@ -207,100 +207,101 @@ TEST_F(Seam, AppliedStep) {
   EXPECT_EQ(whole.plans[3].duty, kUpdateRows);
 }
 
-TEST_F(Seam, RowsOnOneRankAlone) {
+TEST_F(Ranks, RowsOnOneRankAlone) {
   on(second, [](Rank& r) { r.hold(3, 1, 0.5); });
   whole.hold(3, 0, 1.5);
-  judge();
+  decide();
   EXPECT_EQ(second.plans[3].duty, kUpdate);
 }
 
-TEST_F(Seam, MissingGradientsAreZeros) {
+TEST_F(Ranks, MissingGradientsAreZeros) {
   each([](Rank& r) { r.settings.missing = GA_MISSING_ZERO; });
-  judge();
+  decide();
   EXPECT_EQ(first.plans[2].duty, kUpdate);
 }
 
-TEST_F(Seam, NonfiniteOnOneRank) {
+TEST_F(Ranks, NonfiniteOnOneRank) {
   on(second, [](Rank& r) { r.hold(1, 1, INFINITY, true); });
-  judge();
+  decide();
   EXPECT_EQ(first.control.result.outcome, GA_STEP_SKIPPED_NONFINITE);
   EXPECT_EQ(first.control.nonfinite_at, 1);
   EXPECT_EQ(first.control.scaler.scale, 512);
 }
 
-TEST_F(Seam, RejectedOnEveryRank) {
+TEST_F(Ranks, RejectedOnEveryRank) {
   each([](Rank& r) { r.settings.nonfinite = GA_NONFINITE_FAIL; });
   on(second, [](Rank& r) { r.hold(0, 1, INFINITY, true); });
-  judge();
+  decide();
   EXPECT_TRUE(first.control.rejected);
   EXPECT_EQ(first.control.windows, 0);
 }
 
-TEST_F(Seam, FailedOnOneRank) {
+TEST_F(Ranks, FailedOnOneRank) {
   on(first, [](Rank& r) { r.control.failed = true; });
-  judge();
+  decide();
   EXPECT_EQ(second.control.result.outcome, GA_STEP_SKIPPED_ERROR);
 }
 
-TEST_F(Seam, NothingWeighedOnOneRank) {
+TEST_F(Ranks, NoWeightOnOneRank) {
   first.count(0, 2, 0);
   first.totals.weighted = 0;
   whole.count(5, 3, 1);
   whole.totals.weighted = 1;
-  judge();
+  decide();
   EXPECT_EQ(first.control.result.outcome, GA_STEP_APPLIED);
 }
 
-TEST_F(Seam, NoEstimateOnOneRank) {
+TEST_F(Ranks, NoEstimateOnOneRank) {
   on(second, [](Rank& r) { r.totals.noise_wanted = false; });
-  judge();
+  decide();
   EXPECT_EQ(first.control.noise.weight_sum, 0);
 }
 
-TEST_F(Seam, ClippedPerTensor) {
+TEST_F(Ranks, ClippedPerTensor) {
   each([](Rank& r) { r.group_inputs[0].clip = clip(GA_CLIP_PER_TENSOR, 0.25); });
-  judge();
+  decide();
   EXPECT_LT(first.param_states[0].factor, 1);
 }
 
-TEST_F(Seam, ClippedByValue) {
+TEST_F(Ranks, ClippedByValue) {
   each([](Rank& r) {
     r.group_inputs[0].clip = clip(GA_CLIP_GLOBAL, 0.25, GA_FLAVOR_TORCH, 0.5);
     r.param_inputs[0].clamped = true;
   });
-  judge();
+  decide();
   EXPECT_EQ(first.param_states[0].sum_squares, 2);
 }
 
-TEST_F(Seam, GroupsThatShareABound) {
+TEST_F(Ranks, GroupsThatShareABound) {
   each([](Rank& r) {
     r.settings.bounded = GA_OPTIMIZER_ADAMW;
     r.group_inputs[1].optimizer.max_grad_norm = 0.125;
   });
-  judge();
+  decide();
   EXPECT_LT(first.param_states[1].factor, first.param_states[0].factor);
 }
 
-// Micro-batches that were judged before they were added: what they came to is known where they were.
-TEST_F(Seam, JudgedMicroBatches) {
+// Under GA_NONFINITE_DROP_MICRO, micro-batches are checked before they are added. The weight and
+// the counts of those that were added are then in the rank's Control and ParamState.
+TEST_F(Ranks, DeferredMicroBatches) {
   each([](Rank& r) { r.settings.deferring = true; });
   on(first, [](Rank& r) { r.param_states[0].contributed = r.param_states[3].contributed = 1; });
   second.param_states[0].contributed = 1;
   each([](Rank& r) { r.totals.weight = NAN; });
-  judge();
+  decide();
   EXPECT_EQ(first.control.result.weight, 8);
   EXPECT_EQ(first.plans[1].duty, 0);  // its only contribution was dropped
 }
 
-// The two norms of a layer-wise Op's first pass.
-TEST_F(Seam, NormsOfALayer) {
+// The two norms that the first pass of a layer-wise Op computes.
+TEST_F(Ranks, NormsOfALayer) {
   each([](Rank& r) {
     for (GroupInput& g : r.group_inputs) g.optimizer = optimizer(GA_OPTIMIZER_LAMB);
     for (ParamInput& p : r.param_inputs)
       p.op =
           optimizer_info(GA_OPTIMIZER_LAMB, GA_FLAVOR_TORCH).op(r.group_inputs[0].optimizer, true);
   });
-  judge();
+  decide();
   const ga_param layer = 0;
   UpdateTask measure = {};
   const auto sum = [&](Rank& r, double x, double y) {

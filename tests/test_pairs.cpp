@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The options of a context, each with each other. A mistake in a library of many options is most
-// often in how two of them meet (Kuhn, Wallace & Gallo 2004). So every pair of choices that the
-// library supports is in some trainings of a few windows here, which are compared with float64, and
-// every pair that it does not support is refused with the status that the header names.
+// All pairs of options of a context. Most failures of software with many options depend on one
+// option or on two of them together (Kuhn, Wallace & Gallo 2004). So every pair of choices that the
+// library supports occurs in several trainings of a few windows, which are compared with float64,
+// and every pair that the library does not support must be refused with the status that the header
+// names.
 #include <array>
 #include <map>
 #include <optional>
@@ -15,7 +16,7 @@
 namespace ga::test {
 namespace {
 
-// ---- What a program may choose ------------------------------------------------------------------
+// ---- Options and their choices ------------------------------------------------------------------
 
 enum Option {
   kPolicy,
@@ -46,7 +47,7 @@ struct Choices {
   std::vector<const char*> names;
 };
 
-// What the rows of optimizers.hpp name for this suite.
+// An optimizer and flavor that optimizers.hpp names for this suite.
 struct Paired {
   const OptimizerRow* row;
   int32_t flavor;
@@ -73,7 +74,7 @@ std::vector<const char*> paired_names() {
   return names;
 }
 
-// The library supports the first choice of each option with all choices of the others.
+// The library supports the first choice of each option together with all choices of the others.
 const Choices kChoices[kOptions] = {
     {"policy", {"skip", "fail", "drop", "ignore"}},
     {"mode", {"plain", "running mean", "compensated", "stochastic"}},
@@ -82,11 +83,12 @@ const Choices kChoices[kOptions] = {
       "per tensor in micro-batches", "AGC in micro-batches", "by value in micro-batches"}},
     {"life", {"consumed", "live"}},
     {"rows", {"none", "dense", "lazy"}},
-    {"contributions", {"one", "two", "written by the program"}},  // to some, in a micro-batch
-    {"average", {"none", "torch", "Karras", "torch in bf16"}},
+    {"contributions",
+     {"one", "two", "written by the program"}},  // to some parameters, per micro-batch
+    {"EMA", {"none", "torch", "Karras", "torch in bf16"}},
     {"noise scale", {"off", "on"}},
     {"late parameters", {"none", "added"}},
-    {"frozen", {"none", "one"}},  // in one window
+    {"frozen", {"none", "one"}},  // parameters, in one window
     {"optimizer", paired_names()},
     {"state", {"f32", "bf16"}},
     {"dtype", {"f32", "bf16", "f16", "f64"}},
@@ -152,7 +154,7 @@ std::vector<Pair> pairs_of(const Case& c) {
   return list;
 }
 
-// What the library does not support, with the status that says so and a word of the sentence.
+// The status of an unsupported pair, and a word of the message.
 struct Refusal {
   ga_status status;
   const char* word;
@@ -215,14 +217,14 @@ std::set<Pair> supported_pairs() {
   return pairs;
 }
 
-// How many cases have each supported pair, at least: mistakes that take three or four options to show
-// are then likely in some case too.
+// The least number of cases with each supported pair. With several, some case probably also shows a
+// mistake that depends on three or four options.
 constexpr int kTimes = 8;
 
-// Each case begins with a pair that too few cases have yet; every further option is given the choice
-// that makes the most such pairs.
+// Each case begins with a pair that is in too few cases so far. Every further option then gets the
+// choice that adds the most such pairs.
 std::vector<Case> cases() {
-  std::map<Pair, int> due;  // how many cases with it are still wanted
+  std::map<Pair, int> due;  // the number of cases that still need the pair
   for (const Pair& pair : supported_pairs()) due[pair] = kTimes;
   const auto wanted = [&](const Pair& pair) { return due[pair] > 0; };
   std::vector<Case> list;
@@ -237,7 +239,7 @@ std::vector<Case> cases() {
       for (int a = 0; a < kOptions; ++a) {
         if (c[static_cast<size_t>(a)] != kOpen) continue;
         const auto n = static_cast<int>(kChoices[a].names.size());
-        const auto first_choice = static_cast<int>(random.below(n));  // of those that tie
+        const auto first_choice = static_cast<int>(random.below(n));  // breaks ties
         int best = kOpen, most = -1;
         for (int k = 0; k < n; ++k) {
           const int x = (first_choice + k) % n;
@@ -267,7 +269,7 @@ std::vector<Case> cases() {
 
 using Reals = std::vector<ref::Real>;
 
-// One parameter, with its average, and what a window has brought it.
+// One parameter with its EMA and the sums of its window.
 struct Parameter {
   ga_param id;
   size_t group;
@@ -277,12 +279,12 @@ struct Parameter {
   bool frozen = false;
   int64_t updates = 0;
   Reals average;
-  // Of the window.
+  // The open window.
   bool touched = false, dense = false;
-  double held = 0;  // the weights that a running mean is over
+  double held = 0;  // total weight of a running mean
   Reals sum;
   std::vector<bool> row_touched;
-  std::vector<double> path;  // how far each element has moved, to and fro
+  std::vector<double> path;  // sum of the absolute movements of each element
 
   Parameter(int32_t dtype, size_t in, const ref::Shape& shape, bool by_rows)
       : id(-1), group(in), data(dtype, ref::count_of(shape)), rows(by_rows) {
@@ -295,11 +297,11 @@ struct Parameter {
   size_t columns() const { return size() / static_cast<size_t>(tensor.shape[0]); }
 };
 
-// A gradient of a micro-batch: whole, or some rows of it.
+// A gradient of a micro-batch: a whole one, or rows.
 struct Gradient {
   Parameter* to;
   Tensor values;
-  std::vector<int32_t> indices;  // empty: whole
+  std::vector<int32_t> indices;  // empty: a whole gradient
 };
 
 class Trial {
@@ -310,7 +312,7 @@ class Trial {
     window({3, 0.5, 2});
     if (is(kLate, 1)) add_late();
     window({2, 5, 0});
-    window({4});  // the tail of an epoch
+    window({4});  // the short last window of an epoch
     freeze(is(kFrozen, 1));
     window({1, 2.5, 3});
     freeze(false);
@@ -320,17 +322,18 @@ class Trial {
   Trial(const Trial&) = delete;
   Trial& operator=(const Trial&) = delete;
 
-  // Of the first call that was refused.
+  // The status of the first call that was refused.
   ga_status status() const { return status_; }
   const std::string& sentence() const { return sentence_; }
-  // Whether sums, state and parameters keep most of what f32 does, and nothing is infinite at the end.
+  // Whether sums, state and parameters are nearly as precise as f32, and everything is finite at
+  // the end.
   bool is_sharp() const {
     const bool sums = format(accumulator()).size > 2 || is(kMode, kCompensated);
     return sums && is(kState, 0) && !(narrow() && is(kMaster, 1)) &&
            !(is(kPolicy, kIgnore) && is(kInfinity, 1));
   }
-  // The share of elements about which the tolerance says little: it is more than a hundredth of the
-  // way that they have come.
+  // The share of elements whose tolerance is more than a hundredth of the distance that they have
+  // moved, and so proves little.
   double vague() const {
     const ref::With arithmetic(arithmetic_);
     double vague = 0, all = 0;
@@ -368,7 +371,7 @@ class Trial {
   }
   bool narrow() const { return format(dtype()).size == 2; }
   int32_t gradient_dtype() const { return is(kGradient, 0) ? dtype() : GA_BF16; }
-  // Of 16 bits where a mode of accumulation is about that.
+  // The dtype of the accumulator: 16 bits if the mode of accumulation needs it.
   int32_t accumulator() const {
     return is(kDtype, kF64) ? GA_F64 : narrow() && !is(kMode, kPlain) ? dtype() : GA_F32;
   }
@@ -410,7 +413,7 @@ class Trial {
     ga_optimizer other = plain_sgd(0.125);
     other.momentum = 0.5;
     add_group(other);
-    if (clips) {  // the second group has a clipping of its own, at the same moment
+    if (clips) {  // the second group has its own clip, applied at the same time
       groups_[1].own = clip_of(0.5);
       if (!ok(ga_group_set_clip(ctx_, 1, &*groups_[1].own))) return false;
     }
@@ -475,15 +478,16 @@ class Trial {
 
   // ---- A window ----
 
-  // Whether a micro-batch brings a gradient for a parameter. The first parameter has none in the
-  // tail, the second one in window 1 only in the micro-batch that may have an infinity.
+  // Whether a parameter has a gradient in a micro-batch. The first parameter has none in the short
+  // last window. In window 1, the second parameter has one only in the micro-batch that may have an
+  // infinity.
   bool brings(size_t param, size_t micro, size_t micros) const {
     if (param == 0) return micros > 1;
     if (param == 1 && window_ == 1) return micro == bad_micro();
     return param != 4 || (window_ + static_cast<int64_t>(micro)) % 2 == 0;
   }
   size_t bad_micro() const { return static_cast<size_t>(choice(kKind) + choice(kScale)) % 2; }
-  // Where nothing is skipped the infinity comes last, for nothing is finite after it.
+  // If no step is skipped, the infinity is in the last window, because nothing is finite after it.
   bool is_bad(size_t micro) const {
     return is(kInfinity, 1) && window_ == (is(kPolicy, kIgnore) ? 4 : 1) && micro == bad_micro();
   }
@@ -491,7 +495,7 @@ class Trial {
   void window(const std::vector<double>& weights) {
     if (status_ != GA_OK) return;
     const ref::With arithmetic(arithmetic_);
-    std::vector<std::vector<Gradient>> kept(weights.size());  // they may have to live
+    std::vector<std::vector<Gradient>> kept(weights.size());  // kept for GA_GRADIENTS_LIVE
     double scale = NAN;
     EXPECT_OK(ga_loss_scale(ctx_, &scale, nullptr));
     if (all_known_) {
@@ -549,7 +553,7 @@ class Trial {
     return ok(ga_micro_end(ctx_));
   }
 
-  // As a kernel of the program does.
+  // Adds to the accumulator as a kernel of the program does.
   bool write(const Gradient& g) {
     ga_accumulator a;
     a.struct_size = sizeof a;
@@ -639,14 +643,14 @@ class Trial {
     p.touched = true;
   }
 
-  // What rounding to nearest, or by chance, adds to the error.
+  // Adds the error of rounding to nearest, or of stochastic rounding.
   static ref::Real rounded(ref::Real x, int32_t dtype, bool by_chance) {
     if (!std::isfinite(x.value)) return x;
     const double spacing = format(dtype).spacing(std::abs(x.value) + x.error);
     x.error += by_chance ? spacing : spacing / 2;
     return x;
   }
-  // x as an accumulator of 16 bits holds it.
+  // Rounds x as a 16-bit accumulator does.
   ref::Real stored(ref::Real x) const {
     const Format& f = format(accumulator());
     if (f.size != 2 || !std::isfinite(x.value)) return x;
@@ -657,7 +661,8 @@ class Trial {
     return x;
   }
 
-  // Multiplies the gradients of the parameters that are chosen by a factor of their common norm.
+  // Multiplies the gradients of the chosen parameters by a factor that is a function of their
+  // common norm.
   template <class Chosen, class Factor>
   void scale(const std::vector<Reals*>& g, Chosen chosen, Factor factor) {
     Reals all;
@@ -678,7 +683,7 @@ class Trial {
     }
   }
 
-  // Clips gradients, NULL where there is none.
+  // Clips gradients. An entry is NULL if the parameter has none.
   void clip_all(const std::vector<Reals*>& g) {
     const auto clip_of_param = [&](size_t i) -> const ga_clip& {
       const Group& group = groups_[params_[i].group];
@@ -723,7 +728,7 @@ class Trial {
     if (skipped && is(kPolicy, kFail)) {
       EXPECT_EQ(ga_step(ctx_, &r), GA_ERROR_NONFINITE);
       EXPECT_OK(ga_discard(ctx_));
-      all_known_ = false;  // what a discarded window is to a scaler, test_loss_scale.cpp asks
+      all_known_ = false;  // test_loss_scale.cpp tests the scale after a discarded window
       compare();
       return;
     }
@@ -802,7 +807,7 @@ class Trial {
     }
   }
 
-  // The bound that LAMB groups share.
+  // The limit of the norm that LAMB groups share.
   void bound_lamb(const std::vector<Reals*>& g) {
     if (groups_[0].optimizer.kind != GA_OPTIMIZER_LAMB) return;
     const ref::Real before = factor_;
@@ -833,7 +838,8 @@ class Trial {
     for (size_t i = 0; i < p.size(); ++i) {
       ref::Real& to = p.tensor.elements[i].p;
       p.path[i] += std::abs(to.value - before[i].value);
-      // An infinity in a factored second moment is in a whole row and column, and its mean in all.
+      // An infinity in a factored second moment affects its whole row and column, and their mean
+      // all.
       if (!finite && o.kind == GA_OPTIMIZER_ADAFACTOR) to.error = INFINITY;
     }
   }
@@ -850,7 +856,7 @@ class Trial {
 
   // ---- The comparison ----
 
-  // Where the reference is not finite, the library is not; where it does not know, it says nothing.
+  // The library must not be finite where the reference is not. An infinite error allows any number.
   testing::AssertionResult right(double got, const ref::Real& want, double rounding = 0) const {
     if (!std::isfinite(want.value)) {
       if (!std::isfinite(got)) return testing::AssertionSuccess();
@@ -864,7 +870,7 @@ class Trial {
     return testing::AssertionFailure() << got << ", not " << want.value;
   }
   void expect(double got, const ref::Real& want, const char* what) const {
-    if (is(kPolicy, kIgnore) && std::isnan(got)) return;  // nobody looked
+    if (is(kPolicy, kIgnore) && std::isnan(got)) return;  // the norm is not checked
     EXPECT_TRUE(right(got, want)) << what << " of window " << window_;
   }
 
@@ -887,7 +893,7 @@ class Trial {
           ASSERT_EQ(out.get(at), p.data.get(at));
         } else {
           ASSERT_TRUE(right(out.get(at), p.average[j]))
-              << "average " << i << "[" << j << "] after window " << window_;
+              << "EMA " << i << "[" << j << "] after window " << window_;
         }
       }
     }
@@ -904,12 +910,12 @@ class Trial {
   std::vector<Group> groups_;
   std::vector<Parameter> params_;
   Random random_{7};
-  // Counted over all windows.
+  // Counters over all windows.
   int64_t window_ = 0, windows_ = 0, steps_ = 0, all_dropped_ = 0, growth_ = 0;
   double scale_ = 1;
-  bool all_known_ = true;  // the scale follows from what is here
+  bool all_known_ = true;  // this class can predict the loss scale
   ref::Noise noise_;
-  // Of the one that is open.
+  // The open window.
   double weight_ = 0;
   int weighted_ = 0, dropped_ = 0;
   bool nonfinite_ = false;
@@ -918,16 +924,17 @@ class Trial {
 
 // ---- Tests --------------------------------------------------------------------------------------
 
-TEST(Pairs, EverySupportedOneIsInSomeCases) {
+TEST(Pairs, EverySupportedPairIsInSeveralCases) {
   std::map<Pair, int> covered;
   for (const Case& c : cases()) {
     for (const Pair& pair : pairs_of(c)) ++covered[pair];
   }
   const std::set<Pair> supported = supported_pairs();
   for (const Pair& pair : supported) EXPECT_GE(covered[pair], kTimes) << describe(pair);
-  EXPECT_EQ(covered.size(), supported.size()) << "some case has a pair that is not supported";
+  EXPECT_EQ(covered.size(), supported.size()) << "a case contains an unsupported pair";
   EXPECT_EQ(supported.size() + refusals().size(), all_pairs().size());
-  // Counted in another way: the products of two numbers of choices, summed over pairs of options.
+  // Counts the pairs in another way: the product of the two numbers of choices for each pair of
+  // options.
   size_t choices = 0, squares = 0;
   for (const Choices& option : kChoices) {
     choices += option.names.size();
@@ -936,7 +943,7 @@ TEST(Pairs, EverySupportedOneIsInSomeCases) {
   EXPECT_EQ(all_pairs().size(), (choices * choices - squares) / 2);
 }
 
-TEST(Pairs, EveryCaseIsThatOfFloat64) {
+TEST(Pairs, EveryCaseFollowsFloat64) {
   double vague = 0, sharp = 0;
   int wrong = 0;
   for (const Case& c : cases()) {
@@ -944,17 +951,17 @@ TEST(Pairs, EveryCaseIsThatOfFloat64) {
     const Trial trial(c);
     EXPECT_EQ(trial.status(), GA_OK) << trial.sentence();
     if (HasFailure()) ++wrong;
-    if (wrong == 5) break;  // that is enough to read
+    if (wrong == 5) break;  // enough failures to read
     if (!trial.is_sharp()) continue;
     vague += trial.vague();
     ++sharp;
   }
   if (wrong > 0) return;
   EXPECT_GE(sharp, 150);
-  EXPECT_LE(vague, 0.01 * sharp) << "a tolerance that lets everything pass tests nothing";
+  EXPECT_LE(vague, 0.01 * sharp) << "too many tolerances are too wide to prove anything";
 }
 
-TEST(Pairs, UnsupportedOnesAreRefused) {
+TEST(Pairs, UnsupportedPairsAreRefused) {
   for (const auto& [pair, refusal] : refusals()) {
     SCOPED_TRACE(describe(pair));
     Case c = {};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What a layer with batch normalisation should keep and compute while micro-batches come in any
-// order, in float64, written from the manual in gradaccum.h. The layer keeps the statistics of every
-// micro-batch of the window by its number; layers.hpp decides which calls are legal.
+// order, in float64, written from the manual in gradaccum.h. The layer keeps the statistics of
+// every micro-batch of the window by its number; layers.hpp decides which calls are legal.
 #pragma once
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The parts of a model of a context: access to numbers in memory, arithmetic that tracks whether its
-// results are exact, and the records that the model keeps. This file includes nothing of the library
-// but its public header.
+// The parts of a model of a context: access to numbers in memory, arithmetic that tracks whether
+// its results are exact, and the records that the model keeps. This file includes nothing of the
+// library but its public header.
 #pragma once
 
 #include <algorithm>

@@ -174,8 +174,8 @@ class Program {
     if (difference_.empty()) difference_ = what;
   }
 
-  // Compares the status of a call with the expected ones. Returns true if the call should succeed and
-  // did.
+  // Compares the status of a call with the expected ones. Returns true if the call should succeed
+  // and did.
   bool check(const char* call, Statuses want, ga_status got) {
     if (verbose_) log_.back() += std::string(" = ") + ga_status_name(got);
     const bool right = want == 0 ? got == GA_OK : (want >> got & 1) != 0;

@@ -4,10 +4,11 @@
 // calls that set them are legal. The derived classes add the rest: contributions.hpp, layers.hpp,
 // model.hpp.
 //
-// The functions of the model take the arguments of the library's functions and read the same memory,
-// but write none. Each returns the set of statuses that the library's call may return. If the set is
-// empty, the call should return GA_OK, and the model has changed accordingly. A call that is wrong in
-// two ways may be refused for either. A call that is refused leaves the model as it was.
+// The functions of the model take the arguments of the library's functions and read the same
+// memory, but write none. Each returns the set of statuses that the library's call may return. If
+// the set is empty, the call should return GA_OK, and the model has changed accordingly. A call
+// that is wrong in two ways may be refused for either. A call that is refused leaves the model as
+// it was.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +27,8 @@ namespace ga::model {
 
 class Settings {
  public:
-  // contexts: the models of all existing contexts. Two contexts must not have master weights for the
-  // same memory.
+  // contexts: the models of all existing contexts. Two contexts must not have master weights for
+  // the same memory.
   Settings(const ga_config& config, std::vector<Settings*>& contexts)
       : config_(config), accum_steps_(config.accum_steps), contexts_(contexts) {
     contexts_.push_back(this);
