@@ -117,7 +117,7 @@ INSTANTIATE_TEST_SUITE_P(All, LeavesNothing, testing::ValuesIn(kAttempts),
 
 // After such a call, the step starts from what the program writes to the parameter, an EMA can
 // still be set, and no array exists.
-TEST_P(LeavesNothing, NoArraysAndNoMaster) {
+TEST_P(LeavesNothing, NoArraysAndNoMasterWeights) {
   Net net;
   GetParam().run(net);
   EXPECT_FALSE(net.has_arrays());
@@ -278,7 +278,7 @@ struct Trainer {
 
 // Two contexts with master weights for one parameter would overwrite each other's updates: -1, -2,
 // -2, -3 instead of -1, -2, -3, -4.
-TEST(TwoContexts, HaveNoTwoMastersOfOneMemory) {
+TEST(TwoContexts, MayNotBothHaveMasterWeights) {
   Tensor p(GA_BF16, 16);
   auto a = std::make_unique<Trainer>(p);
   Trainer b(p);
@@ -321,7 +321,7 @@ TEST(TwoContexts, OverlapCountsAndSoDoesBind) {
 }
 
 // Without master weights, each context reads what the other has written.
-TEST(TwoContexts, MayShareParametersWithoutMasters) {
+TEST(TwoContexts, MayShareParametersWithoutMasterWeights) {
   for (const bool f32 : {false, true}) {
     Tensor p(f32 ? GA_F32 : GA_BF16, 16);
     Trainer a(p, GA_MASTER_NONE), b(p, GA_MASTER_NONE);
@@ -337,7 +337,7 @@ TEST(TwoContexts, MayShareParametersWithoutMasters) {
 
 // A window of one live gradient never writes the accumulator, which is then address space, not
 // memory.
-TEST(MemoryTold, AccumulatorsOfLivingGradients) {
+TEST(MemoryReport, AccumulatorsOfLiveGradients) {
   constexpr int64_t kCount = 1 << 20;
   const auto run = [&](int64_t accum_steps, int micro_batches) {
     ga_config c = config();
@@ -366,7 +366,7 @@ TEST(MemoryTold, AccumulatorsOfLivingGradients) {
 
 // The sizes are the same before and after the first contribution, for every clip and optimizer with
 // arrays of its own.
-TEST(MemoryTold, PlannedIsUsed) {
+TEST(MemoryReport, PlanEqualsUse) {
   for (const int32_t scope : {GA_CLIP_NONE, GA_CLIP_AGC}) {
     for (const int32_t kind : representative_kinds()) {
       Context ctx;

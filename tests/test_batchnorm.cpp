@@ -910,7 +910,7 @@ TEST(BatchNormRunning, BackwardOfMicroBatchesInTurns) {
 }
 
 // Sums that wait for the check of their micro-batch are not replaced.
-TEST(BatchNormRunning, SumsThatWaitToBeJudgedStay) {
+TEST(BatchNormRunning, DeferredSumsAreKept) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;
   const BnWindow data = bn_window(kShape, GA_F64, {2}), other = bn_window(kShape, GA_F64, {2}, 9);

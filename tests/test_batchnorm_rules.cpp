@@ -515,7 +515,7 @@ TEST(BatchNormRules, SharedParametersAreNotClippedByMicroBatch) {
 
 // If micro-batches are checked when they end, the last one's statistics are available after its
 // end.
-TEST(BatchNormRules, StatisticsOfAJudgedMicroBatch) {
+TEST(BatchNormRules, StatisticsOfADeferredMicroBatch) {
   for (const bool dropping : {false, true}) {
     ga_config c = config();
     c.nonfinite = dropping ? GA_NONFINITE_DROP_MICRO : GA_NONFINITE_SKIP_STEP;
@@ -828,7 +828,7 @@ TEST(BatchNormRules, OutputsOverMemoryOfTheLibrary) {
 }
 
 // Without elements, tensors may be NULL.
-TEST(BatchNormRules, NothingNeedsNoMemory) {
+TEST(BatchNormRules, EmptyInputsMayBeNull) {
   for (const int32_t mode : kModes) {
     BnNet net(kShape, bn_options(mode));
     if (mode == GA_BN_WINDOW) {

@@ -319,7 +319,7 @@ TEST_P(Norm, MissingGradientsHaveNone) {
 
 // The finite check looks at the accumulated gradient: finite gradients can sum to infinity, and
 // large gradients need not have an infinite norm.
-TEST_P(Norm, NonfiniteIsJudgedOnTheAccumulator) {
+TEST_P(Norm, NonfiniteIsFoundInTheAccumulator) {
   ga_config c = config();
   c.gradient_life = GetParam();
   for (const size_t n : {size_t{1}, size_t{100000}}) {

@@ -104,7 +104,7 @@ TEST(Determinism, MoreThreadsThanWork) {
   EXPECT_TRUE(run(c) == baseline());
 }
 
-TEST(Determinism, LifeOfGradients) {
+TEST(Determinism, LifetimeOfGradients) {
   ga_config c = config();
   c.gradient_life = GA_GRADIENTS_LIVE;
   EXPECT_TRUE(run(c) == baseline());

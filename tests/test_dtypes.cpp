@@ -109,7 +109,7 @@ TEST_P(Gradients16, EveryValueIsConverted) {
 }
 
 // One value at a time: the finite check finds infinities and NaN, and nothing else.
-TEST_P(Gradients16, EveryValueIsJudged) {
+TEST_P(Gradients16, EveryNonfiniteValueIsFound) {
   const int32_t dtype = GetParam();
   for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO}) {
     ga_config c = config();

@@ -269,7 +269,7 @@ TEST(Fork, MatrixProducts) {
 
 // The parent's master weights do not count in the child, so the child may have its own for the same
 // memory.
-TEST(Fork, MastersOfTheParentAreNotThoseOfTheChild) {
+TEST(Fork, MasterWeightsOfTheParentAreNotThoseOfTheChild) {
   Tensor p(GA_BF16, 16), g(GA_BF16, 16, 1.0);
   const auto window = [&](ga_context* ctx) {
     accumulate(ctx, {&g});

@@ -464,7 +464,7 @@ TEST_F(AccumulateMatmul, AddsToOtherContributions) {
 }
 
 // The first contribution is a live gradient, which is read, then copied, but never written.
-TEST_F(AccumulateMatmul, AddsToAGradientThatLivesOn) {
+TEST_F(AccumulateMatmul, AddsToALiveGradient) {
   ga_config c = config();
   c.gradient_life = GA_GRADIENTS_LIVE;
   Layer layer(3, 2, c);

@@ -905,7 +905,7 @@ std::vector<OptimizerRow::Bad> refused_by_all() {
           {torch, {"flavor", "7"}, [](O o) { o.flavor = 7; }, invalid}};
 }
 
-TEST(BadOptimizers, StatusSentenceAndNothingChanged) {
+TEST(BadOptimizers, StatusMessageAndNothingChanged) {
   Block p = {1, 2}, twin_p = p;
   Context ctx, twin;
   ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), "p", p.data(), 2);
@@ -1000,7 +1000,7 @@ TEST(Muon, OnTheProgramsThreads) {
   EXPECT_TRUE(same_bits(results[0], results[1])) << "one thread each, so cut alike";
 }
 
-TEST(Adafactor, ItsMemoryIsToldBeforeItIsTaken) {
+TEST(Adafactor, MemoryIsReportedBeforeAllocation) {
   Context ctx;
   const int64_t shape[] = {3, 700, 300};
   Block p(3 * 700 * 300, 1.0f), g(p.size(), 1.0f);

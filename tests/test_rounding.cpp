@@ -15,8 +15,8 @@ ga_param_options stochastic(int32_t master) {
 
 // ---- Master weights -----------------------------------------------------------------------------
 
-class Masters : public testing::TestWithParam<int32_t> {};
-INSTANTIATE_TEST_SUITE_P(Dtype, Masters, testing::Values(GA_F16, GA_BF16),
+class MasterWeights : public testing::TestWithParam<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(Dtype, MasterWeights, testing::Values(GA_F16, GA_BF16),
                          [](const auto& info) { return format(info.param).name; });
 
 // 1000 updates of a 16th of the spacing below 1.
@@ -47,7 +47,7 @@ struct TinyUpdates {
   Context ctx;
 };
 
-TEST_P(Masters, KeepTinyUpdates) {
+TEST_P(MasterWeights, KeepTinyUpdates) {
   TinyUpdates run(GetParam());
   run.run(GA_MASTER_F32, GA_ROUND_NEAREST);
   const double master = 1 - TinyUpdates::kSteps * run.move;  // exact in f32
@@ -55,7 +55,7 @@ TEST_P(Masters, KeepTinyUpdates) {
   EXPECT_EQ(run.p.get(TinyUpdates::kCount - 1), run.p.get(0));
 }
 
-TEST_P(Masters, WithoutOneTinyUpdatesAreLost) {
+TEST_P(MasterWeights, WithoutOneTinyUpdatesAreLost) {
   TinyUpdates run(GetParam());
   run.run(GA_MASTER_NONE, GA_ROUND_NEAREST);
   EXPECT_EQ(run.mean(), 1);
@@ -65,7 +65,7 @@ TEST_P(Masters, WithoutOneTinyUpdatesAreLost) {
 // with probability 15/16 and down with 1/16, so its variance is 15/256 of the squared spacing (an
 // upper bound, because the spacing halves below 1/2). The tolerance is six standard deviations of
 // the mean over all elements.
-TEST_P(Masters, WithoutOneStochasticRoundingKeepsThemOnAverage) {
+TEST_P(MasterWeights, WithoutOneStochasticRoundingKeepsThemOnAverage) {
   TinyUpdates run(GetParam());
   run.run(GA_MASTER_NONE, GA_ROUND_STOCHASTIC);
   const double spacing = 16 * run.move;
@@ -76,7 +76,7 @@ TEST_P(Masters, WithoutOneStochasticRoundingKeepsThemOnAverage) {
 
 // With master weights, only the copy is rounded stochastically: each element is a neighbour of its
 // master weight, and their mean equals it.
-TEST_P(Masters, StochasticCopies) {
+TEST_P(MasterWeights, StochasticCopies) {
   TinyUpdates run(GetParam());
   run.run(GA_MASTER_F32, GA_ROUND_STOCHASTIC);
   const double master = 1 - TinyUpdates::kSteps * run.move;
@@ -90,7 +90,7 @@ TEST_P(Masters, StochasticCopies) {
   EXPECT_NEAR(run.mean(), master, 6 * spacing / 2 / std::sqrt(TinyUpdates::kCount));
 }
 
-TEST_P(Masters, AreCountedAsMemory) {
+TEST_P(MasterWeights, AreCountedAsMemory) {
   const int64_t n = 100000;
   for (const int32_t master : {GA_MASTER_F32, GA_MASTER_NONE}) {
     Tensor p(GetParam(), n), wide(GA_F32, n);
@@ -119,7 +119,7 @@ TEST_P(Masters, AreCountedAsMemory) {
   }
 }
 
-TEST_P(Masters, ChangedByTheProgram) {
+TEST_P(MasterWeights, ChangedByTheProgram) {
   Tensor p(GetParam(), 100, 1), g(GA_F32, 100, 0.25);
   Context ctx;
   ctx.group(plain_sgd());
@@ -151,7 +151,7 @@ TEST_P(Masters, ChangedByTheProgram) {
 }
 
 // A skipped step moves neither master weights nor their copy.
-TEST_P(Masters, StayInSkippedSteps) {
+TEST_P(MasterWeights, StayInSkippedSteps) {
   Tensor p(GetParam(), 100, 1), g(GA_F32, 100, 0x1p-9), bad(GA_F32, 100, 1);
   bad.set(99, NAN);
   Tensor twin = p;

@@ -473,7 +473,7 @@ TEST_P(Lazy, OnlyTouchedRowsMove) {
 }
 
 // A lazily updated 16-bit parameter equals its rounded f32 twin.
-TEST(Rows, LazyWithMasters) {
+TEST(Rows, LazyWithMasterWeights) {
   for (const int32_t dtype : {GA_F16, GA_BF16}) {
     Tensor p = integers(dtype, 100 * 8, 1), wide(GA_F32, 100 * 8);
     for (int64_t i = 0; i < p.count(); ++i) wide.set(i, p.get(i));
@@ -621,7 +621,7 @@ TEST(Rows, WrongOptions) {
   }
 }
 
-TEST(Rows, NoneAreNotAWholeGradient) {
+TEST(Rows, NoRowsAreNoGradient) {
   ga_config c = config();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;
   Context ctx(c);
@@ -642,7 +642,7 @@ TEST(Rows, NoneAreNotAWholeGradient) {
 
 // A micro-batch that is checked as a whole keeps its contributions until it ends, and then needs
 // room for all their rows. Here each of many calls brings new rows.
-TEST(Rows, ManyCallsInAMicroBatchThatIsJudged) {
+TEST(Rows, ManyCallsInADeferredMicroBatch) {
   const int64_t rows = 64000, columns = 2, calls = 64, each = rows / calls;
   for (const int64_t bad_micro : {0, 1}) {
     const int32_t kind = bad_micro == 0 ? GA_ROWS_DENSE : GA_ROWS_LAZY;
@@ -677,7 +677,7 @@ TEST(Rows, ManyCallsInAMicroBatchThatIsJudged) {
   }
 }
 
-TEST(Rows, LazyOnesStayInAWindowWithoutAny) {
+TEST(Rows, LazyRowsStayInAWindowWithoutContributions) {
   ga_config c = config();
   c.missing = GA_MISSING_ZERO;
   Context ctx(c);
@@ -720,7 +720,7 @@ TEST(Rows, FrozenAndOfWeightZeroAreNotRead) {
 }
 
 // Loss scale, gradient kind and reduction apply as for whole gradients.
-TEST(Rows, AreScaledAsWholesAre) {
+TEST(Rows, AreScaledLikeWholeGradients) {
   for (const int32_t kind : {GA_GRADIENT_MEAN, GA_GRADIENT_SUM}) {
     for (const int32_t reduce : {GA_REDUCE_MEAN, GA_REDUCE_SUM}) {
       ga_config c = config();

@@ -860,7 +860,7 @@ TEST(Parameters, FrozenAreNeitherReadNorWritten) {
 }
 
 // A frozen parameter keeps its state.
-TEST(Parameters, WakingUpGoesOnWhereItWas) {
+TEST(Parameters, UnfreezingContinuesWithTheState) {
   const ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
   float p = 1, twin = 1;
   const float g = 0.5f;
@@ -1056,7 +1056,7 @@ TEST_P(Fault, WhileAccumulatingIsOverAfterDiscard) {
   }
 }
 
-TEST_P(Fault, WhileSteppingIsForEver) {
+TEST_P(Fault, WhileSteppingIsSticky) {
   for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
     make(life);
     ctx_->accumulate({g_.data()});
@@ -1225,7 +1225,7 @@ TEST(Window, WeightsThatNothingIsDividedBy) {
 
 // A second contribution must not overlap a live first one anywhere; a refused contribution changes
 // nothing.
-TEST(Live, SecondContributionsLieApart) {
+TEST(Live, SecondContributionsMayNotOverlap) {
   constexpr int64_t kCount = 12;
   ga_config c = config();
   c.gradient_life = GA_GRADIENTS_LIVE;
@@ -1266,7 +1266,7 @@ TEST(Live, SecondContributionsLieApart) {
 
 // A norm that nothing needs is not measured: it is NaN if it would take an extra pass, unless the
 // program asks for it.
-TEST(Live, NormsAreMeasuredWhereTheyAreWanted) {
+TEST(Live, NormsAreComputedWhenNeeded) {
   const auto run = [](const ga_config& c, const ga_optimizer& o, const ga_clip* clip, int count,
                       bool acquire) {
     Context ctx(c);
