@@ -74,13 +74,13 @@ int main(int argc, char** argv) try {
   const std::int64_t batch = options.batch;
   const std::int64_t micro = (batch + options.accumulation - 1) / options.accumulation;
   // With one micro-batch all modes are the same.
-  std::vector<Manner> manners = {{"one batch", GA_BN_MICRO, batch, false},
-                                 {"MICRO", GA_BN_MICRO, micro, false},
-                                 {"CUMULATIVE", GA_BN_CUMULATIVE, micro, false},
-                                 {"WINDOW", GA_BN_WINDOW, micro, false}};
-  if (options.control) manners.push_back({"reversed", GA_BN_MICRO, batch, true});
+  std::vector<Setup> setups = {{"one batch", GA_BN_MICRO, batch, false},
+                               {"MICRO", GA_BN_MICRO, micro, false},
+                               {"CUMULATIVE", GA_BN_CUMULATIVE, micro, false},
+                               {"WINDOW", GA_BN_WINDOW, micro, false}};
+  if (options.control) setups.push_back({"reversed", GA_BN_MICRO, batch, true});
   std::vector<Run> runs;
-  for (const Manner& manner : manners) runs.push_back(train(options, manner, training, test));
+  for (const Setup& setup : setups) runs.push_back(train(options, setup, training, test));
 
   print_comparison(runs);
   write_report(options.out, runs);

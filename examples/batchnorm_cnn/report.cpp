@@ -46,9 +46,9 @@ double loss_difference(const std::vector<Run>& runs, const Run& run, std::size_t
 void print_comparison(const std::vector<Run>& runs) {
   const Run& full = runs.front();
   std::printf("\n");
-  print_row("", runs, [](const Run& run) { return run.manner.name; });
+  print_row("", runs, [](const Run& run) { return run.setup.name; });
   print_row("samples per micro-batch", runs,
-            [](const Run& run) { return std::to_string(run.manner.micro); });
+            [](const Run& run) { return std::to_string(run.setup.micro); });
   print_row("test accuracy", runs,
             [](const Run& run) { return text("%.2f %%", 100 * run.epochs.back().test_accuracy); });
   print_row("mean loss of the last epoch", runs,
@@ -90,7 +90,7 @@ void print_comparison(const std::vector<Run>& runs) {
         "\n  The control, \"%s\", is the first run with the samples of each batch in reverse "
         "order.\n"
         "  Its differences are the effect of rounding alone on this network.\n",
-        runs[4].manner.name.c_str());
+        runs[4].setup.name.c_str());
   }
 }
 
@@ -101,8 +101,8 @@ namespace {
 void write_csv(const std::string& path, const std::vector<Run>& runs) {
   std::ofstream csv(path);
   csv << std::setprecision(std::numeric_limits<double>::max_digits10) << "step";
-  for (const Run& run : runs) csv << ",loss " << run.manner.name;
-  for (const Run& run : runs) csv << ",test accuracy " << run.manner.name;
+  for (const Run& run : runs) csv << ",loss " << run.setup.name;
+  for (const Run& run : runs) csv << ",test accuracy " << run.setup.name;
   csv << '\n';
   std::size_t epoch = 0;
   for (std::size_t window = 0; window < runs.front().losses.size(); ++window) {
@@ -155,7 +155,7 @@ set tmargin 0.5
 unset bmargin
 set format x "%g"
 set xlabel "step"
-set ylabel "loss: difference\nfrom one batch"
+set ylabel "difference of the loss\nfrom one batch"
 set yrange [1e-9:3]
 set ytics (1e-8, 1e-6, 1e-4, 1e-2, 1)
 set format y "%.0e"
@@ -163,7 +163,7 @@ set key bottom right
 plot for [i = 1:words(modes)] csv skip 1 using (every_bin($1)):(away(column(i + 2) - $2)) \
          smooth unique lw 1.5 lc rgb word(colours, i) title word(modes, i), \
      for [i = 1:controls] csv skip 1 using (every_bin($1)):(away(column(words(modes) + 3) - $2)) \
-         smooth unique lw 1.5 lc rgb "#636363" title "control: " . control
+         smooth unique lw 1.5 lc rgb "#636363" title "control: one batch, " . control
 unset multiplot
 )";
 
@@ -180,16 +180,16 @@ void write_report(const std::string& folder, const std::vector<Run>& runs) {
     low = std::min(low, range.first);
     high = std::max(high, range.second);
   }
-  const Manner& full = runs[0].manner;
+  const Setup& full = runs[0].setup;
   std::ofstream script(base + ".gp");
   script << "csv = \"batchnorm_cnn.csv\"\n"
          << "full = \"one batch of " << full.micro << "\"\n"
-         << "modes = \"" << runs[1].manner.name << " " << runs[2].manner.name << " "
-         << runs[3].manner.name << "\"\n"
+         << "modes = \"" << runs[1].setup.name << " " << runs[2].setup.name << " "
+         << runs[3].setup.name << "\"\n"
          << "colours = \"#31a354 #756bb1 #d7301f\"\n"
-         << "pieces = \", micro-batches of " << runs[1].manner.micro << "\"\n"
+         << "pieces = \", micro-batches of " << runs[1].setup.micro << "\"\n"
          << "controls = " << runs.size() - 4 << "\n"
-         << "control = \"" << runs.back().manner.name << "\"\n"
+         << "control = \"" << runs.back().setup.name << "\"\n"
          << "steps = " << runs[0].losses.size() << "\n"
          << "bin = " << bin << "\n"
          << "low = " << low << "\n"

@@ -28,12 +28,12 @@ double test_accuracy(const Dataset& data, std::int64_t slice, Cnn& network,
 
 // The micro-batches of a window, grouped into sweeps: all of them in one sweep in WINDOW mode, else
 // each in a sweep of its own, which uses the same tensors as the one before.
-std::vector<std::vector<Micro>> sweeps(const Manner& manner, std::int64_t samples) {
-  const bool together = manner.mode == GA_BN_WINDOW;
+std::vector<std::vector<Micro>> sweeps(const Setup& setup, std::int64_t samples) {
+  const bool together = setup.mode == GA_BN_WINDOW;
   std::vector<std::vector<Micro>> all;
-  for (std::int64_t first = 0; first < samples; first += manner.micro) {
-    const Micro micro = {first / manner.micro, together ? first : 0,
-                         std::min(manner.micro, samples - first)};
+  for (std::int64_t first = 0; first < samples; first += setup.micro) {
+    const Micro micro = {first / setup.micro, together ? first : 0,
+                         std::min(setup.micro, samples - first)};
     if (all.empty() || !together) all.emplace_back();
     all.back().push_back(micro);
   }
@@ -46,16 +46,16 @@ bool is_snapshot(std::int64_t step) {
 
 }  // namespace
 
-Run train(const Options& options, const Manner& manner, const Dataset& training,
+Run train(const Options& options, const Setup& setup, const Dataset& training,
           const Dataset& test) {
   if (options.threads > 0) omp_set_num_threads(options.threads);
   const std::int64_t count =
       options.samples > 0 ? std::min(options.samples, training.count) : training.count;
   const std::int64_t windows =
       (count + options.batch - 1) / options.batch;  // the last may be short
-  const std::int64_t room = manner.mode == GA_BN_WINDOW ? options.batch : manner.micro;
+  const std::int64_t room = setup.mode == GA_BN_WINDOW ? options.batch : setup.micro;
 
-  Cnn network(options.seed, manner.mode, room);
+  Cnn network(options.seed, setup.mode, room);
   ga_config config = gradaccum::default_config();
   config.num_threads = options.threads;
   gradaccum::Context context(config);
@@ -68,9 +68,9 @@ Run train(const Options& options, const Manner& manner, const Dataset& training,
   context.set_schedule(group, schedule);
   network.add_to(context, group);
 
-  Run run{manner, {}, {}, {}, {}};
+  Run run{setup, {}, {}, {}, {}};
   RunningVariances variances(network);
-  Progress progress(manner.name, options.epochs, count);
+  Progress progress(setup.name, options.epochs, count);
   std::mt19937_64 random(options.seed);
   std::vector<std::int64_t> order(static_cast<std::size_t>(count));
   std::iota(order.begin(), order.end(), 0);
@@ -83,13 +83,13 @@ Run train(const Options& options, const Manner& manner, const Dataset& training,
     for (std::int64_t first = 0; first < count; first += options.batch) {
       const std::int64_t in_window = std::min(options.batch, count - first);
       std::vector<std::int64_t> window(order.begin() + first, order.begin() + first + in_window);
-      if (manner.reversed) std::reverse(window.begin(), window.end());
+      if (setup.reversed) std::reverse(window.begin(), window.end());
       Cnn::Score score;
-      for (const std::vector<Micro>& sweep : sweeps(manner, in_window)) {
+      for (const std::vector<Micro>& sweep : sweeps(setup, in_window)) {
         labels.clear();
         for (const Micro& micro : sweep) {
           for (std::int64_t i = 0; i < micro.samples; ++i) {
-            const auto sample = static_cast<std::size_t>(micro.index * manner.micro + i);
+            const auto sample = static_cast<std::size_t>(micro.index * setup.micro + i);
             training.image_to(window[sample], network.input(micro.first + i));
             labels.push_back(training.labels[static_cast<std::size_t>(window[sample])]);
           }
@@ -116,7 +116,7 @@ Run train(const Options& options, const Manner& manner, const Dataset& training,
   }
 
   run.parameters[step] = network.parameters();
-  run.variances = variances.compare(network, manner.micro, context);
+  run.variances = variances.compare(network, setup.micro, context);
   run.activation_bytes = network.activation_bytes();
   run.statistics_bytes = context.memory().batch_norm;
   return run;

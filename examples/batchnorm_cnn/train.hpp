@@ -21,7 +21,7 @@ struct Options {
 };
 
 // How a run processes its windows.
-struct Manner {
+struct Setup {
   std::string name;
   std::int32_t mode;   // ga_bn_mode
   std::int64_t micro;  // samples per micro-batch
@@ -43,7 +43,7 @@ struct Epoch {
 };
 
 struct Run {
-  Manner manner;
+  Setup setup;
   std::vector<double> losses;  // of the windows
   std::vector<Epoch> epochs;
   std::map<std::int64_t, std::vector<float>> parameters;  // by step
@@ -53,5 +53,4 @@ struct Run {
 };
 
 // Throws std::runtime_error, gradaccum::Error or dnnl::error.
-Run train(const Options& options, const Manner& manner, const Dataset& training,
-          const Dataset& test);
+Run train(const Options& options, const Setup& setup, const Dataset& training, const Dataset& test);

@@ -135,13 +135,13 @@ set y2range [60:100]
 set y2tics
 set key top right
 plot csv skip 1 using (every_bin($1)):2 smooth unique lw 6 lc rgb "#9ecae1" \
-         title "loss, " . full, \
+         title "loss, batches of " . full, \
      csv skip 1 using (every_bin($1)):5 smooth unique lw 1.5 lc rgb "#d7301f" \
-         title "loss, " . accumulated, \
+         title "loss, micro-batches " . accumulated, \
      csv skip 1 using 1:(100 * $3) axes x1y2 with points pt 6 ps 1.4 lw 2 lc rgb "#3182bd" \
-         title "test accuracy, " . full, \
+         title "test accuracy, batches of " . full, \
      csv skip 1 using 1:(100 * $6) axes x1y2 with points pt 2 ps 0.8 lw 2 lc rgb "#d7301f" \
-         title "test accuracy, " . accumulated
+         title "test accuracy, micro-batches " . accumulated
 
 set origin 0, 0
 set size 1, 0.38
@@ -149,16 +149,17 @@ set tmargin 0.5
 unset bmargin
 set format x "%g"
 set xlabel "step"
-set ylabel "max. difference\nof parameters"
+set ylabel "largest difference\nof a parameter"
 unset y2label
 unset y2tics
 set yrange [1e-9:1]
 set ytics (1e-8, 1e-6, 1e-4, 1e-2)
 set format y "%.0e"
 set key at graph 0.98, 0.3 right
-plot csv skip 1 using 1:7 with linespoints pt 7 ps 0.6 lc rgb "#d7301f" title accumulated, \
+plot csv skip 1 using 1:7 with linespoints pt 7 ps 0.6 lc rgb "#d7301f" \
+         title "micro-batches " . accumulated, \
      for [i = 1:controls] csv skip 1 using 1:10 with linespoints pt 6 ps 0.9 lc rgb "#636363" \
-         title "control: " . control
+         title "control: batches of " . control
 unset multiplot
 )";
 
