@@ -70,15 +70,15 @@ class Arena {
  public:
   void protect(bool on);
   void open(bool on);
-  char* take(size_t size);  // whole pages; nullptr: it is full
+  char* take(size_t size);  // whole pages, or nullptr if the memory is full
   char* unseal(char* pages,
-               size_t size);  // where they can be read and written until they are sealed
+               size_t size);  // address for reading and writing the pages until they are sealed
   void seal(char* pages, size_t size);
-  void give_back(char* pages, size_t size);  // sealed; never handed out again
+  void give_back(char* pages, size_t size);  // the pages are sealed and never handed out again
   bool contains(const void* pointer) const;
 
  private:
-  // A part of the addresses with what lies in it, which moves away as a whole: see simulator.cpp.
+  // A part of the address space, whose contents move away as a whole, see simulator.cpp.
   struct Window {
     size_t begin = 0;
     size_t size = 0;
@@ -96,10 +96,11 @@ class Arena {
 
   char* base_ = nullptr;
   size_t used_ = 0;
-  char* away_ = nullptr;  // of windows: the addresses of what is out of reach
+  char* away_ = nullptr;  // the addresses that closed windows move to
   std::vector<Window> windows_;
-  int file_ = -1;  // of mappings
-  int key_ = -1;   // of the processor, where it has any: opens for the thread, at next to no cost
+  int file_ = -1;  // mapped by allocations
+  int key_ =
+      -1;  // protection key, if the processor has them: opens the memory for the thread cheaply
   bool protect_ = true;
   bool open_ = false;
 };

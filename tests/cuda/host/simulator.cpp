@@ -13,8 +13,8 @@
 namespace ga::sim {
 namespace {
 
-constexpr size_t kArenaBytes = size_t{256} << 30;  // of addresses
-constexpr size_t kWindow = size_t{1} << 30;        // what a table of tables of pages is for
+constexpr size_t kArenaBytes = size_t{256} << 30;  // of address space
+constexpr size_t kWindow = size_t{1} << 30;        // the range of one second-level page table
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kAlignment = 256;
 constexpr size_t kMostFilled = size_t{64} << 20;
@@ -61,7 +61,7 @@ Config initial_config() {
   return config;
 }
 
-// Addresses, none of which can be accessed.
+// Reserves addresses that cannot be accessed.
 char* reserve(size_t size, int flags, int file) {
   void* base = mmap(nullptr, size, PROT_NONE, flags | MAP_NORESERVE, file, 0);
   check(base != MAP_FAILED, "mmap");
@@ -75,13 +75,13 @@ bool strikes(int64_t& n) { return n > 0 && --n == 0; }
 
 // ---- Memory ----------------------------------------------------------------------------------------
 
-// How the arena is kept out of reach, and that between allocations in any case. With the processor's
-// protection keys, and on a Linux before 6.13: each allocation is a mapping over an empty file, beyond
-// whose end nothing can be accessed (SIGSEGV or SIGBUS) whatever its protection, so that one call can
-// change that of the whole arena; where there are no keys, it goes through all pages of all mappings.
-// Elsewhere: guard pages lie between allocations in windows of the address space. The tables of a
-// window's pages move to other addresses when the arena is closed, and back when it is opened, which
-// costs the same for a page and for a million.
+// There are two ways to make the arena inaccessible, and the gaps between allocations in any case.
+// With the processor's protection keys, and on a Linux before 6.13, each allocation is a mapping
+// over an empty file. Accesses beyond the end of the file fail (SIGSEGV or SIGBUS) whatever the
+// protection is, so one call can change the protection of the whole arena. Without keys, that call
+// visits all pages of all mappings. Otherwise guard pages lie between allocations in windows of the
+// address space. The page tables of a window move to other addresses when the arena is closed and
+// back when it is opened, which costs the same for one page and for a million.
 void Arena::create() {
   if (number("GA_SIM_PROTECTION_KEYS", 1) != 0) {
     key_ = pkey_alloc(0, open_ ? 0 : PKEY_DISABLE_ACCESS);
@@ -103,14 +103,15 @@ bool Arena::create_windows() {
   return true;
 }
 
-// The next addresses, whether or not the last window is full.
+// Begins a new window, even if the last one is not full.
 bool Arena::add_window(size_t size) {
   const size_t begin = windows_.empty() ? round_up(used_, kWindow) : windows_.back().end();
   if (size > kArenaBytes - begin) return false;
   if (!windows_.empty() && windows_.back().allocations == 0) remove_window(windows_.end() - 1);
   windows_.push_back({begin, size});
-  // Huge pages are for large allocations: between small ones lie guard pages. That windows have other
-  // attributes than what is around them saves the kernel from joining and splitting mappings.
+  // Huge pages are for large allocations only, because guard pages lie between small ones. Windows
+  // have other attributes than their neighbours, so that the kernel need not join and split
+  // mappings.
   for (char* addresses : {base_, away_}) madvise(addresses + begin, size, MADV_HUGEPAGE);
   char* pages = unseal(base_ + begin, size);
   check(mprotect(pages, size, PROT_READ | PROT_WRITE) == 0, "mprotect");
@@ -131,7 +132,7 @@ void Arena::remove_window(std::vector<Window>::iterator window) {
 void Arena::move(const Window& window, bool here) {
   char* const near = base_ + window.begin;
   char* const far = away_ + window.begin;
-  // The addresses that are left stay taken: nothing else may come to lie there.
+  // The old addresses stay reserved, so that nothing else is mapped there.
   check(mremap(here ? far : near, window.size, window.size,
                MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, here ? near : far) != MAP_FAILED,
         "mremap");
@@ -192,9 +193,10 @@ char* Arena::take(size_t size) {
     used_ += size + page_size();
     return result;
   }
-  const auto place = [&] {  // a large one ends where a huge page does, so that it consists of these
-    return size < kHugePage ? used_ : round_up(used_ + size, kHugePage) - size;
-  };
+  const auto place =
+      [&] {  // a large allocation ends at the end of a huge page, so that it consists of huge pages
+        return size < kHugePage ? used_ : round_up(used_ + size, kHugePage) - size;
+      };
   if (windows_.empty() || place() + size + page_size() > windows_.back().end()) {
     if (!add_window(round_up(size + 2 * kHugePage, kWindow))) return nullptr;
   }
@@ -226,8 +228,8 @@ bool Arena::contains(const void* pointer) const {
 
 namespace {
 
-// Allocates pinned or managed memory: pages, then a page without access; they are not used again
-// once freed.
+// Allocates pinned or managed memory, followed by a page without access. The addresses are not used
+// again after the memory is freed.
 char* take_host_pages(size_t pages) {
   void* result = mmap(nullptr, pages + page_size(), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -242,7 +244,7 @@ void give_back_host_pages(char* pages, size_t size) {
         "mmap");
 }
 
-// pages: where those of the allocation can be read.
+// pages: the address at which the pages of the allocation can be read.
 void check_slack(const Allocation& a, const char* pages) {
   const auto untouched = [](const char* begin, const char* end) {
     return std::all_of(begin, end, [](char c) { return static_cast<unsigned char>(c) == kSlack; });
