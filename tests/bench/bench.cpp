@@ -225,10 +225,10 @@ void window_figures(const Options& options, Report& report, const Place& place) 
   const Block a = make_block(n, 3, threads), b = make_block(n, 4, threads),
               c = make_block(n, 5, threads);
   const Pointers gradients[2] = {place.layout.pointers(g0.get()), place.layout.pointers(g1.get())};
-  Setting consuming, living;
-  consuming.threads = living.threads = threads;
-  living.life = GA_GRADIENTS_LIVE;
-  Context consumed(place.layout, p.get(), consuming), live(place.layout, p.get(), living);
+  Setting consuming, keeping;
+  consuming.threads = keeping.threads = threads;
+  keeping.life = GA_GRADIENTS_LIVE;
+  Context consumed(place.layout, p.get(), consuming), live(place.layout, p.get(), keeping);
   const auto window = [&](Context& context, int micros) {
     return [&context, &gradients, micros] {
       for (int micro = 0; micro < micros; ++micro) context.accumulate(gradients[micro % 2]);
@@ -265,22 +265,22 @@ void window_figures(const Options& options, Report& report, const Place& place) 
 
   Times worst(norm.size(), 1e9);
   for (size_t k = 0; k < 6; ++k) {
-    const bool lives = k >= 3;
+    const bool is_live = k >= 3;
     const int micros = counts[k % 3];
     Times passes = step;
-    if (!lives) {
+    if (!is_live) {
       passes = passes + copy + (micros - 1.0) * add;
     } else if (micros == 1) {
       passes = passes + norm;
     } else {
       passes = passes + first_add + (micros - 2.0) * add;
     }
-    const int bytes = lives ? (micros == 1 ? 32 : 16 + 12 * micros) : 24 + 12 * micros;
+    const int bytes = is_live ? (micros == 1 ? 32 : 16 + 12 * micros) : 24 + 12 * micros;
     const Times ratios = passes / t[5 + k];
     if (median(ratios) < median(worst)) worst = ratios;
     report.figure(
-        place.figure(format("C6_f32_%s_n%d", lives ? "live" : "consumed", micros).c_str()), ratios,
-        Sense::kAtLeast, 0.92,
+        place.figure(format("C6_f32_%s_n%d", is_live ? "live" : "consumed", micros).c_str()),
+        ratios, Sense::kAtLeast, 0.92,
         format("%d bytes a parameter, %.1f GB/s, %.2f ms", bytes,
                rate(1, place.layout, t[5 + k]) * bytes / 4, 1e3 * median(t[5 + k])));
   }
@@ -690,7 +690,7 @@ void measure(const Options& options) {
 #endif
   const Load load = load_since(start);
   const std::string others =
-      format("meanwhile other processes had %.1f %% of the processors, the hypervisor %.1f %%",
+      format("other processes used %.1f %% of the processors meanwhile, and the hypervisor %.1f %%",
              load.others, load.steal);
   printf("\n%s\n", others.c_str());
   report.write(options.json, machine + "; " + others);

@@ -101,10 +101,10 @@ void windows_16(const Options& options, Report& report, const Place& place) {
   Setting consuming;
   consuming.threads = threads;
   consuming.dtype = consuming.gradient_dtype = GA_BF16;
-  Setting living = consuming;
-  living.life = GA_GRADIENTS_LIVE;
+  Setting keeping = consuming;
+  keeping.life = GA_GRADIENTS_LIVE;
   uint16_t* const p16 = halves(p, n);
-  Context consumed(place.layout, p16, consuming), live(place.layout, p16, living);
+  Context consumed(place.layout, p16, consuming), live(place.layout, p16, keeping);
   const auto window = [&](Context& context, int micros) {
     return [&context, &gradients, micros] {
       for (int micro = 0; micro < micros; ++micro) context.accumulate(gradients[micro % 2]);
@@ -125,19 +125,19 @@ void windows_16(const Options& options, Report& report, const Place& place) {
   const Times &norm = t[0], &add = t[1], &step = t[2], &first = t[3], &first_add = t[4];
   Times worst(norm.size(), 1e9);
   for (size_t k = 0; k < 6; ++k) {
-    const bool lives = k >= 3;
+    const bool is_live = k >= 3;
     const int micros = counts[k % 3];
     Times passes = step;
-    if (!lives)
+    if (!is_live)
       passes = passes + first + (micros - 1.0) * add;
     else if (micros == 1)
       passes = passes + norm;  // the step reads 2 bytes fewer than its yardstick
     else
       passes = passes + first_add + (micros - 2.0) * add;
-    const int bytes = lives ? (micros == 1 ? 30 : 18 + 10 * micros) : 26 + 10 * micros;
+    const int bytes = is_live ? (micros == 1 ? 30 : 18 + 10 * micros) : 26 + 10 * micros;
     const Times ratios = passes / t[5 + k];
     if (median(ratios) < median(worst)) worst = ratios;
-    report.figure(format("C6_bf16_%s_n%d", lives ? "live" : "consumed", micros), ratios,
+    report.figure(format("C6_bf16_%s_n%d", is_live ? "live" : "consumed", micros), ratios,
                   Sense::kAtLeast, 0.92,
                   format("%d bytes a parameter, %.1f GB/s, %.2f ms", bytes,
                          rate_of(bytes, place.layout, t[5 + k]), 1e3 * median(t[5 + k])));
