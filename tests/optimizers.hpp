@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The optimizers: for each a row, from which every suite takes what it needs to know. Nothing here is
-// read off the library, and test_optimizers.cpp fails where a row and the library do not agree, or
-// where the library has an optimizer without a row. The formulas are in reference.hpp.
+// One row per optimizer, with everything that the suites need to know about it. The rows are
+// written independently of the library: test_optimizers.cpp fails if a row and the library
+// disagree, or if the library has an optimizer without a row. The formulas are in reference.hpp.
 #pragma once
 
 #include <cmath>
@@ -31,7 +31,7 @@ struct OptimizerField {
 struct OptimizerRow {
   using Options = void (*)(ga_optimizer&);
 
-  // The defaults of a flavor: every field that the header says is read, where it is not 0.
+  // The defaults of a flavor: every field that the optimizer reads and whose default is not 0.
   struct Defaults {
     int32_t flavor;
     std::vector<OptimizerField> fields;
@@ -43,7 +43,7 @@ struct OptimizerRow {
     double lr;
     Options set;
   };
-  // Options that ga_group_add refuses, with words of its sentence.
+  // Options that ga_group_add refuses, with words of the message.
   struct Bad {
     int32_t flavor;
     std::vector<const char*> words;
@@ -52,25 +52,26 @@ struct OptimizerRow {
   };
 
   int32_t kind;
-  const char* name;     // in sentences of the library
-  const char* example;  // after --optimizer of examples/fashion_mnist; null: not there
+  const char* name;     // in messages of the library
+  const char* example;  // value of --optimizer in examples/fashion_mnist, or NULL
 
   std::vector<Defaults> defaults = {};
   std::vector<Good> good = {};
   std::vector<Bad> bad = {};
-  // What torch calls the state of a parameter, or timm: words. A matrix: rank >= 2.
+  // The names of a parameter's state in torch, or in timm, separated by spaces. A matrix has rank
+  // >= 2.
   const char* (*state)(const ga_optimizer&, bool matrix) = [](const ga_optimizer&, bool) {
     return "";
   };
-  // Whether GA_ROWS_LAZY is for it.
+  // Whether the optimizer supports GA_ROWS_LAZY.
   bool (*lazy)(const ga_optimizer&) = [](const ga_optimizer&) { return false; };
   bool layer_wise = false;     // its steps take norms or means of the parameter
-  bool matrices_only = false;  // of f32
+  bool matrices_only = false;  // takes only matrices of f32
   bool bf16_state = true;
   bool by_pow = false;   // computes with functions of the C library other than sqrt
   bool by_sign = false;  // only the sign of its state moves the parameter
-  // Suites that would take long with all of them, and are not about formulas, take those that stand
-  // for the others: each goes through the loops in another way.
+  // Suites that are not about formulas and would take long with all optimizers use those that stand
+  // for the others. Each of these runs different code of the kernels.
   bool stands_for_others = false;
   std::vector<int32_t> paired = {};  // flavors that test_pairs.cpp combines with everything else
 
@@ -207,7 +208,7 @@ inline Row adamw() {
   return r;
 }
 
-// The program's own: it has no formula.
+// The program's own optimizer, which has no formula.
 inline Row external() {
   Row r = {GA_OPTIMIZER_EXTERNAL, "external", nullptr};
   r.add_defaults(torch, {});
@@ -409,7 +410,7 @@ inline Row muon() {
   Row r = {GA_OPTIMIZER_MUON, "Muon", "muon"};
   r.state = [](Const, bool) { return "momentum_buffer"; };
   r.layer_wise = r.matrices_only = true;
-  // Its coefficients: Muon.DefaultCoefficients.
+  // The test Muon.DefaultCoefficients checks its coefficients.
   r.add_defaults(torch,
                  {lr(1e-3), decay(0.1), momentum(0.95), nesterov(1), eps(1e-7), ns_steps(5)});
   r.add("Muon", torch, 0.02, [](O) {});

@@ -72,7 +72,7 @@ TEST(OptimizerRows, TellWhatTheLibraryDoes) {
   });
 }
 
-// The example's table of names, as it stands in its source.
+// The names of optimizers in the source of the example.
 TEST(OptimizerRows, TheExampleHasThemAll) {
   std::stringstream source;
   source << std::ifstream(GA_TEST_EXAMPLE).rdbuf();
@@ -89,7 +89,7 @@ TEST(OptimizerRows, TheExampleHasThemAll) {
 
 // ---- Element by element -------------------------------------------------------------------------
 
-// Sizes about the lanes of the loops; ranks from 0 to 4, with extents of 1 and 0.
+// Sizes around the number of SIMD lanes, and ranks from 0 to 4 with dimensions of 1 and 0.
 Layout tensors() {
   return Layout::of({{0},
                      {},
@@ -111,8 +111,8 @@ Layout tensors() {
 template <class T>
 using Source = std::vector<T> (*)(const Layout&, uint64_t, uint64_t);
 
-// The library beside its model, step by step. Of the elements, no more than a share of most_vague
-// may have a tolerance that says little: one above such a part of their way.
+// Compares the library with the model after every step. At most the share most_vague of the
+// elements may have a tolerance above the given part of the distance that they have moved.
 template <class T>
 void follow(const ga_optimizer& o, const Layout& layout, Source<T> source, uint64_t steps,
             double most_vague = 0.1, double part = 1e-3) {
@@ -145,8 +145,8 @@ std::string optimizer_name(const testing::TestParamInfo<size_t>& info) {
 INSTANTIATE_TEST_SUITE_P(All, Optimizer, testing::Range<size_t>(0, good_optimizers().size()),
                          optimizer_name);
 
-// Four of thirteen elements have next to no gradient. Weight decay within the gradient then takes
-// them to 0 and to and fro about it, by the sign of what is rounding only.
+// Four of thirteen elements have almost no gradient. L2 decay moves them to 0, where they oscillate
+// with a sign that rounding decides.
 constexpr double kMostVague = 0.32;
 
 TEST_P(Optimizer, TwoHundredSteps) {
@@ -157,13 +157,14 @@ TEST_P(Optimizer, TwoHundredStepsInFloat64) {
   follow<double>(optimizer_, tensors(), gradients<double>, 200, kMostVague);
 }
 
-// Where every element counts in norms and means.
+// Gradients of order 1, so that every element counts in norms and means.
 TEST_P(Optimizer, EvenGradients) {
   follow<float>(optimizer_, tensors(), even_gradients<float>, 60);
   follow<double>(optimizer_, tensors(), even_gradients<double>, 60);
 }
 
-// The rate moves in every step: it lies inside of Keras's velocity, outside of torch's buffer.
+// The learning rate changes in every step: Keras multiplies it into the velocity, torch applies it
+// to the buffer.
 TEST_P(Optimizer, LearningRateThatMoves) {
   const Layout layout = Layout::of({{40}, {5, 8}});
   Block block = parameters(layout, 3);
@@ -183,7 +184,7 @@ TEST_P(Optimizer, LearningRateThatMoves) {
   }
 }
 
-// To ascend is to descend against the negated gradient.
+// Maximizing equals minimizing with the negated gradient.
 TEST_P(Optimizer, Maximize) {
   const Layout layout = Layout::of({{33}, {6, 7}, {2, 3, 4}});
   ga_optimizer other = optimizer_;
@@ -203,7 +204,8 @@ TEST_P(Optimizer, Maximize) {
   }
 }
 
-// Torch counts a parameter's own updates, the others the context's steps; neither counts windows.
+// Torch counts a parameter's own updates, and the other flavors count the context's applied steps.
+// Neither counts windows.
 TEST_P(Optimizer, StepCountOfARarelyUsedParameter) {
   const Layout layout = Layout::of({{3, 3}, {3, 3}});
   for (const int32_t missing : {GA_MISSING_SKIP, GA_MISSING_ZERO}) {
@@ -232,7 +234,7 @@ TEST_P(Optimizer, StepCountOfARarelyUsedParameter) {
   }
 }
 
-// Groups live side by side, each with its own formula, numbers and state.
+// Every group of a context has its own formula, options and state.
 TEST(Groups, AllOptimizersInOneContext) {
   const auto all = good_optimizers();
   std::vector<ref::Shape> shapes;
@@ -267,16 +269,16 @@ TEST(Groups, AllOptimizersInOneContext) {
   }
 }
 
-// A group that comes after applied steps takes part in the context's count of them, with which all
-// flavors but torch's correct their moments; torch's counts a parameter's own updates. Skipped
-// windows count in neither.
+// A group that is added after applied steps shares the context's count of steps, with which all
+// flavors except torch correct their moments. Torch counts a parameter's own updates. Skipped
+// windows do not count.
 TEST(Groups, AddedAfterAppliedSteps) {
   const int64_t n = 33;
   const Layout layout({n});
   for (NamedOptimizer each : good_optimizers()) {
     SCOPED_TRACE(each.name);
     ga_optimizer& o = each.optimizer;
-    o.max_grad_norm = 0;  // a norm over groups is another test's
+    o.max_grad_norm = 0;  // another test covers the norm over groups
     Block first(static_cast<size_t>(n), 1.0f), second = parameters(layout, 3);
     Block bad(static_cast<size_t>(n), NAN);
     Context ctx;
@@ -318,8 +320,7 @@ TEST(Groups, WeightDecayCanChange) {
     Block block = parameters(layout, 9);
     Context ctx;
     add_all(ctx, ctx.group(o), layout, block);
-    // A model for each stretch would lose the state, so one model whose optimizer is changed
-    // between steps.
+    // One model whose optimizer changes between steps, because a new model would lose the state.
     Model first(layout, {o}, config(), block);
     for (uint64_t t = 0; t < 10; ++t) {
       const Block g = gradients(layout, 10, t);
@@ -350,7 +351,7 @@ TEST(Groups, LearningRateZeroMovesNothingButState) {
 
 // ---- Layer by layer -----------------------------------------------------------------------------
 
-// One tensor that steps with the gradients given.
+// One tensor that is updated with the given gradients.
 template <class T = float>
 std::vector<T> after(const ga_optimizer& o, std::vector<T> p,
                      const std::vector<std::vector<T>>& gradients, ref::Shape shape = {}) {
@@ -373,7 +374,7 @@ ga_optimizer lamb(double weight_decay, int32_t always_adapt, int32_t flavor = GA
   return o;
 }
 
-constexpr double kClose = 16 * ref::kHalfUlp;  // a handful of roundings of numbers of order 1
+constexpr double kClose = 16 * ref::kHalfUlp;  // a few roundings of numbers of order 1
 
 TEST(Lamb, RatioOfNorms) {
   const Block p = {3, -4}, g = {0.5f, 2};  // |p| = 5, |u| = sqrt(2)
@@ -390,7 +391,7 @@ TEST(Lamb, RatioOfNorms) {
   const double with_decay = 0.125 * 5 / std::sqrt(7.25);
   EXPECT_NEAR(q[0], 3 - with_decay * 2.5, 3 * kClose);
   EXPECT_NEAR(q[1], -4 + with_decay, 4 * kClose);
-  // Keras: p is (1 - 1/16) of itself first, and u without it.
+  // Keras first multiplies p by 1 - 1/16, and u has no decay.
   q = after(lamb(0.5, 0, GA_FLAVOR_KERAS), p, {g});
   EXPECT_NEAR(q[0], 15.0 / 16 * (3 - rate), 3 * kClose);
   EXPECT_NEAR(q[1], 15.0 / 16 * -4 - 15.0 / 16 * rate, 4 * kClose);
@@ -401,7 +402,7 @@ TEST(Lamb, RatioIsOneBesideZero) {
     ga_optimizer o = lamb(0, flavor == GA_FLAVOR_TORCH, flavor);
     EXPECT_NEAR(after(o, Block{0, 0}, {{3, -1}})[0], -0.125, kClose);
     EXPECT_NEAR(after(o, Block{0, 0}, {{3, -1}})[1], 0.125, kClose);
-    o.eps = 1e-6;  // else 0 / 0
+    o.eps = 1e-6;  // avoids 0 / 0
     const Block p = {3, 0.1f};
     EXPECT_TRUE(same_bits(after(o, p, {{0, 0}, {0, 0}}), p));
   }
@@ -411,7 +412,7 @@ TEST(Lamb, RatioIsOneBesideZero) {
   EXPECT_NEAR(after(o, Block{3, -1}, {{0, 0}})[0], 3 - 0.375, 3 * kClose);
 }
 
-// One norm over all its groups, and over nothing else.
+// The norm covers all groups of LAMB and no others.
 TEST(Lamb, MaxGradNorm) {
   ga_optimizer first = lamb(0.01, 0), second = lamb(0, 1);
   first.eps = second.eps = 1e-3;
@@ -479,7 +480,7 @@ TEST(Adafactor, FirstStep) {
   const double rate = 0.5 * std::sqrt(12.5);
   EXPECT_NEAR(q[0], 3 - rate, 3 * kClose);
   EXPECT_NEAR(q[1], -4 + rate, 4 * kClose);
-  // An outer product is what the factors hold exactly.
+  // The factors represent an outer product exactly.
   const Block matrix = after(o, Block{1, 1, 1, 1, 1, 1}, {{1, 2, -4, 3, -6, 12}}, {2, 3});
   const Block want = {0.5f, 0.5f, 1.5f, 0.5f, 1.5f, 0.5f};
   for (size_t i = 0; i < want.size(); ++i) EXPECT_NEAR(matrix[i], want[i], 2 * kClose);
@@ -494,7 +495,7 @@ TEST(Adafactor, ScalarsOfRankZero) {
   }
 }
 
-// A row and a column, for each matrix of a tensor of higher rank.
+// A tensor of higher rank has a row and a column vector for each of its matrices.
 TEST(Adafactor, KeepsNoFullSecondMoment) {
   const auto state = [](const ref::Shape& shape) {
     std::vector<float> p(static_cast<size_t>(ref::count_of(shape)));
@@ -502,7 +503,7 @@ TEST(Adafactor, KeepsNoFullSecondMoment) {
     ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAFACTOR)), "p", p.data(), shape);
     return memory(ctx).optimizer_state;
   };
-  // To a cache line each, and a line of the tensor's own.
+  // Each vector takes whole cache lines, and the tensor one more.
   const auto expect = [&](const ref::Shape& shape, int64_t numbers) {
     EXPECT_GE(state(shape), 4 * numbers);
     EXPECT_LE(state(shape), 4 * numbers + 3 * 64);
@@ -514,7 +515,7 @@ TEST(Adafactor, KeepsNoFullSecondMoment) {
   expect({}, 1);
 }
 
-// A variance that rounding makes a little less than nothing must not become a NaN.
+// A variance that rounding makes slightly negative must not become a NaN.
 TEST(Rmsprop, CenteredWithAConstantGradient) {
   for (const int32_t flavor : {GA_FLAVOR_TORCH, GA_FLAVOR_KERAS}) {
     ga_optimizer o = optimizer(GA_OPTIMIZER_RMSPROP, flavor);
@@ -533,8 +534,8 @@ TEST(Rmsprop, CenteredWithAConstantGradient) {
   }
 }
 
-// Liu et al. 2020: with beta2 = 0.999 the average is long enough from the sixth step on; until then
-// RAdam is momentum, whatever the size of the gradient.
+// Liu et al. 2020: with beta2 = 0.999 the moving average is long enough from the sixth step on.
+// Until then RAdam is momentum without adaptive scaling.
 TEST(Radam, AdaptsFromTheSixthStepOn) {
   ga_optimizer o = optimizer(GA_OPTIMIZER_RADAM);
   o.lr = 1;
@@ -574,12 +575,12 @@ Layout matrices() {
 }
 
 TEST_P(Muon, FollowsFloat64) {
-  // The tolerance of the iteration is a fiftieth of what it gives: FirstStepIsSharp.
+  // The tolerance of the iteration is a fiftieth of its result, see FirstStepIsSharp.
   follow<float>(optimizer_, matrices(), even_gradients<float>, 40, 0.1, 0.02);
   follow<float>(optimizer_, matrices(), gradients<float>, 40, kMostVague, 0.02);
 }
 
-// The tolerance is small beside what the first step moves.
+// The tolerance is small compared with the movement of the first step.
 TEST_P(Muon, FirstStepIsSharp) {
   const Layout layout = matrices();
   const Block start = parameters(layout, 1);
@@ -603,7 +604,7 @@ TEST_P(Muon, FirstStepIsSharp) {
   }
 }
 
-// Of zeros comes nothing but weight decay.
+// With a zero gradient, only weight decay moves the parameters.
 TEST_P(Muon, ZeroGradient) {
   Block p(12, 1);
   Context ctx;
@@ -677,7 +678,7 @@ TEST_P(Muon, TakesMatricesOfFloat32) {
   EXPECT_EQ(ctx.param(group, "name", p, {2, 4}), 0);
 }
 
-// Somewhere between the group and the step it must say what is missing, and change nothing.
+// One of the calls from ga_group_add to ga_step must report the missing module and change nothing.
 void step_without_module() {
   setenv("GA_MODULE_PATH", "/nonexistent", 1);
   ga_context* ctx = nullptr;
@@ -701,7 +702,7 @@ void step_without_module() {
 }
 
 TEST(MuonDeathTest, WithoutItsModule) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process that has not opened it
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // the child has not opened the module
   EXPECT_EXIT(step_without_module(), testing::ExitedWithCode(0),
               "GA_ERROR_UNSUPPORTED: .*onednn.*; p is 1$");
 }
@@ -714,7 +715,7 @@ ga_optimizer with_bf16_state(ga_optimizer o) {
 }
 
 // With beta2 = 0.999 a step of decay is less than half an ulp of bf16: rounded to nearest, v would
-// stay as it is for ever. It is read from the step that a small gradient then makes.
+// never change. The test reads v from the step that a small gradient then makes.
 TEST(StateOfBf16, SecondMomentDecays) {
   const size_t n = 4096;
   const double small = 0x1p-14;
@@ -736,7 +737,8 @@ TEST(StateOfBf16, SecondMomentDecays) {
       ctx.accumulate({g.data()});
       step(ctx);
     }
-    // p = -m / sqrt(v), corrected for the bias where that is done; m has forgotten the first step.
+    // p = -m / sqrt(v), with bias correction if the flavor has one. m no longer depends on the
+    // first step.
     const double m = kind == GA_OPTIMIZER_RMSPROP ? small : (1 - o.beta1) * small;
     const double correction = kind == GA_OPTIMIZER_RMSPROP ? 1 : 1 - std::pow(o.beta2, 2002);
     double v = 0;
@@ -750,11 +752,11 @@ class Bf16State : public Optimizer {};
 INSTANTIATE_TEST_SUITE_P(All, Bf16State, testing::Range<size_t>(0, good_optimizers().size()),
                          optimizer_name);
 
-// Equal elements are rounded each by its own chances: their mean is where f32 state leads, within
-// five standard deviations, and within what the curvature of 1 / sqrt(v) adds: each of 30 steps
-// rounds v with a variance of at most (2^-7 v)^2 / 4, and 3/8 of their sum comes to the update,
-// 2^-12; fourfold for Adadelta, whose own updates feed it. A maximum stays where chance rounded it
-// up, by 2^-7 at most.
+// Equal elements are rounded stochastically and independently. Their mean must be the result of f32
+// state, within five standard deviations and the bias from the curvature of 1 / sqrt(v): each of 30
+// steps rounds v with a variance of at most (2^-7 v)^2 / 4, and 3/8 of the sum is added to the
+// update, 2^-12. The bias is fourfold for Adadelta, whose updates are fed back. A maximum stays
+// where it was rounded up, by 2^-7 at most.
 TEST_P(Bf16State, LeadsToTheSamePlaceOnAverage) {
   if (!row_of(optimizer_).bf16_state) return;
   const size_t n = 4096;
@@ -885,8 +887,8 @@ TEST(Muon, DefaultCoefficients) {
 
 // ---- Wrong hyper-parameters ---------------------------------------------------------------------
 
-// What every optimizer refuses. Where the words say nothing else, the number is outside of the range
-// that the header gives.
+// Options that every optimizer refuses. Unless the words say otherwise, the number is outside of
+// the range that the header gives.
 std::vector<OptimizerRow::Bad> refused_by_all() {
   using O = ga_optimizer&;
   const ga_status invalid = GA_ERROR_INVALID_ARGUMENT;
@@ -974,7 +976,7 @@ TEST(Groups, MaxGradNormIsLambsAlone) {
   EXPECT_EQ(results[0], results[1]);
 }
 
-// Its copies of matrices are cut finer than the passes are.
+// Muon copies matrices in smaller pieces than the passes use.
 TEST(Muon, OnTheProgramsThreads) {
   if (!has_onednn()) GTEST_SKIP() << "there is no matrix module";
   Block results[2];
