@@ -16,13 +16,13 @@
 
 #include "gradaccum/gradaccum.h"
 
-#define CHECK(condition)                                                                     \
-  do {                                                                                       \
-    if (!(condition)) {                                                                      \
+#define CHECK(condition)                                                                    \
+  do {                                                                                      \
+    if (!(condition)) {                                                                     \
       fprintf(stderr, "%s:%d: false: %s\nlast error: %s\n", __FILE__, __LINE__, #condition, \
-              ga_last_error());                                                              \
-      exit(1);                                                                               \
-    }                                                                                        \
+              ga_last_error());                                                             \
+      exit(1);                                                                              \
+    }                                                                                       \
   } while (0)
 
 enum { rows = 4, columns = 3, batch = 2 };
