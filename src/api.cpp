@@ -22,9 +22,9 @@ using ga::Context;
 using ga::fail;
 using ga::guard;
 
-constexpr size_t kLargestStruct = 1 << 16;  // a struct_size beyond it is garbage
+constexpr size_t kLargestStruct = 1 << 16;  // a larger struct_size is garbage
 
-// Sizes of the structs in the first release: a smaller one was never compiled by anyone.
+// Sizes of the structs in the first release: no program was compiled with a smaller one.
 template <class T>
 constexpr size_t first_size = sizeof(T);
 template <>
@@ -54,7 +54,7 @@ void check_size(size_t size, const char* type) {
          type, size, type, first_size<T>, sizeof(T));
 }
 
-// A struct that the caller filled, on top of the library's defaults.
+// The library's defaults, overwritten by the struct that the caller filled.
 template <class T>
 T read_struct(const T* given, T defaults, const char* type) {
   require(given, type);
@@ -72,7 +72,15 @@ T read_struct(const T* given, T defaults, const char* type) {
   return defaults;
 }
 
-// A struct that the library fills; fields that only the caller knows become 0.
+// set(NULL), or set() with a struct as read_struct() returns it.
+template <class T, class Set>
+void set_struct(const T* given, T (*defaults)(), const char* type, Set&& set) {
+  if (!given) return set(nullptr);
+  const T s = read_struct(given, defaults(), type);
+  set(&s);
+}
+
+// A struct that the library fills: fields that only the caller knows become 0.
 template <class T>
 void check_out(const T* out, const char* type) {
   require(out, type);
@@ -87,8 +95,7 @@ void write_struct(T* out, const T& value) {
   out->struct_size = size;
 }
 
-// The defaults in a struct of the caller, which is not written beyond what the library knows of it:
-// nothing but size says that there is more.
+// Writes the defaults to a struct of the caller, but no byte after the fields that the library knows.
 template <class T>
 void init_struct(T* out, size_t size, T defaults, const char* type) {
   require(out, type);
@@ -117,16 +124,23 @@ ga_optimizer default_optimizer(int32_t kind, int32_t flavor) {
   return o;
 }
 
-void check_transpose(const char* name, int32_t value) {
-  if (value != GA_NO_TRANSPOSE && value != GA_TRANSPOSE)
-    fail(GA_ERROR_INVALID_ARGUMENT, "%s was %d, expected 0 or 1 (ga_transpose)", name, value);
+// A flag of the caller's.
+bool flag(const char* name, int32_t value) {
+  ga::check_choice(name, value, 1, "0 or 1");
+  return value != 0;
 }
 
 void check_reserved(const char* type, int32_t value) {
   if (value != 0) fail(GA_ERROR_INVALID_ARGUMENT, "%s: reserved was %d, expected 0", type, value);
 }
 
-// body() inside a call on ctx.
+// An id for the caller, who may not want it.
+template <class Id>
+void give(Id* out, Id id) {
+  if (out) *out = id;
+}
+
+// Runs body() as a call on ctx.
 template <class Body>
 ga_status on(const ga_context* ctx, Body&& body) {
   return guard([&] {
@@ -165,25 +179,15 @@ const char* ga_build_info(void) {
 }
 
 const char* ga_status_name(ga_status status) {
-  switch (status) {
-    case GA_OK:
-      return "GA_OK";
-    case GA_ERROR_INVALID_ARGUMENT:
-      return "GA_ERROR_INVALID_ARGUMENT";
-    case GA_ERROR_INVALID_STATE:
-      return "GA_ERROR_INVALID_STATE";
-    case GA_ERROR_OUT_OF_MEMORY:
-      return "GA_ERROR_OUT_OF_MEMORY";
-    case GA_ERROR_UNSUPPORTED:
-      return "GA_ERROR_UNSUPPORTED";
-    case GA_ERROR_NONFINITE:
-      return "GA_ERROR_NONFINITE";
-    case GA_ERROR_FAULT:
-      return "GA_ERROR_FAULT";
-    case GA_ERROR_INTERNAL:
-      return "GA_ERROR_INTERNAL";
-  }
-  return "unknown status";
+  static constexpr const char* names[] = {"GA_OK",
+                                          "GA_ERROR_INVALID_ARGUMENT",
+                                          "GA_ERROR_INVALID_STATE",
+                                          "GA_ERROR_OUT_OF_MEMORY",
+                                          "GA_ERROR_UNSUPPORTED",
+                                          "GA_ERROR_NONFINITE",
+                                          "GA_ERROR_FAULT",
+                                          "GA_ERROR_INTERNAL"};
+  return status >= 0 && status <= GA_ERROR_INTERNAL ? names[status] : "unknown status";
 }
 
 const char* ga_last_error(void) { return ga::last_error(); }
@@ -250,8 +254,7 @@ ga_status ga_group_add(ga_context* ctx, const ga_optimizer* optimizer, ga_group*
     const ga_optimizer o = read_struct(
         optimizer, default_optimizer(optimizer->kind, optimizer->flavor), "ga_optimizer");
     check_reserved("ga_optimizer", o.reserved);
-    const ga_group group = ctx->add_group(o);
-    if (out) *out = group;
+    give(out, ctx->add_group(o));
   });
 }
 
@@ -292,17 +295,14 @@ ga_status ga_clip_init(ga_clip* clip, size_t struct_size) {
 
 ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip) {
   return on(ctx, [&] {
-    if (!clip) return ctx->set_clip(nullptr);
-    const ga_clip c = read_struct(clip, ga::default_clip(), "ga_clip");
-    ctx->set_clip(&c);
+    set_struct(clip, ga::default_clip, "ga_clip", [&](const ga_clip* c) { ctx->set_clip(c); });
   });
 }
 
 ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip) {
   return on(ctx, [&] {
-    if (!clip) return ctx->set_group_clip(group, nullptr);
-    const ga_clip c = read_struct(clip, ga::default_clip(), "ga_clip");
-    ctx->set_group_clip(group, &c);
+    set_struct(clip, ga::default_clip, "ga_clip",
+               [&](const ga_clip* c) { ctx->set_group_clip(group, c); });
   });
 }
 
@@ -313,10 +313,10 @@ ga_status ga_loss_scaler_init(ga_loss_scaler* scaler, size_t struct_size) {
 
 ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scaler) {
   return on(ctx, [&] {
-    if (!scaler) return ctx->set_loss_scaler(nullptr);
-    const ga_loss_scaler s = read_struct(scaler, ga::default_loss_scaler(), "ga_loss_scaler");
-    check_reserved("ga_loss_scaler", s.reserved);
-    ctx->set_loss_scaler(&s);
+    set_struct(scaler, ga::default_loss_scaler, "ga_loss_scaler", [&](const ga_loss_scaler* s) {
+      if (s) check_reserved("ga_loss_scaler", s->reserved);
+      ctx->set_loss_scaler(s);
+    });
   });
 }
 
@@ -334,9 +334,7 @@ ga_status ga_ema_init(ga_ema* ema, size_t struct_size) {
 
 ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema) {
   return on(ctx, [&] {
-    if (!ema) return ctx->set_ema(nullptr);
-    const ga_ema e = read_struct(ema, ga::default_ema(), "ga_ema");
-    ctx->set_ema(&e);
+    set_struct(ema, ga::default_ema, "ga_ema", [&](const ga_ema* e) { ctx->set_ema(e); });
   });
 }
 
@@ -346,8 +344,7 @@ ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* 
   return on(ctx, [&] {
     const ga_param_options o = read_options(options);
     const ga_flat_entry entry = {name, group, rank, shape, 0};
-    const ga_param id = ctx->add_params(data, dtype, &entry, 1, o);
-    if (out) *out = id;
+    give(out, ctx->add_params(data, dtype, &entry, 1, o));
   });
 }
 
@@ -357,8 +354,7 @@ ga_status ga_params_add_flat(ga_context* ctx, void* data, int32_t dtype,
   return on(ctx, [&] {
     const ga_param_options o = read_options(options);
     if (count > 0) require(entries, "entries");
-    const ga_param id = ctx->add_params(data, dtype, entries, count, o);
-    if (first) *first = id;
+    give(first, ctx->add_params(data, dtype, entries, count, o));
   });
 }
 
@@ -375,11 +371,7 @@ ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, int32_t dty
 }
 
 ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen) {
-  return on(ctx, [&] {
-    if (frozen != 0 && frozen != 1)
-      fail(GA_ERROR_INVALID_ARGUMENT, "frozen was %d, expected 0 or 1", frozen);
-    ctx->set_frozen(param, frozen == 1);
-  });
+  return on(ctx, [&] { ctx->set_frozen(param, flag("frozen", frozen)); });
 }
 
 ga_status ga_accumulate(ga_context* ctx, const void* const* gradients, size_t count, double weight,
@@ -404,9 +396,8 @@ ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const
                                int64_t lda, int32_t transpose_a, const void* b, int64_t ldb,
                                int32_t transpose_b, int32_t dtype) {
   return on(ctx, [&] {
-    check_transpose("transpose_a", transpose_a);
-    check_transpose("transpose_b", transpose_b);
-    ctx->accumulate_matmul(param, k, a, lda, transpose_a != 0, b, ldb, transpose_b != 0, dtype);
+    const bool turn_a = flag("transpose_a", transpose_a), turn_b = flag("transpose_b", transpose_b);
+    ctx->accumulate_matmul(param, k, a, lda, turn_a, b, ldb, turn_b, dtype);
   });
 }
 
@@ -428,7 +419,7 @@ ga_status ga_micro_end(ga_context* ctx) {
 ga_status ga_window(const ga_context* ctx, ga_window_info* out) {
   return on(ctx, [&] {
     check_out(out, "ga_window_info");
-    write_struct(out, const_cast<ga_context*>(ctx)->window());  // the length of the next may be due
+    write_struct(out, const_cast<ga_context*>(ctx)->window());  // which may look up K
   });
 }
 
@@ -443,10 +434,8 @@ ga_status ga_step(ga_context* ctx, ga_step_result* result) {
 ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wait, ga_step_result* out) {
   return on(ctx, [&] {
     check_out(out, "ga_step_result");
-    if (wait != 0 && wait != 1)
-      fail(GA_ERROR_INVALID_ARGUMENT, "wait was %d, expected 0 or 1", wait);
     ga_step_result r = {};
-    if (!ctx->result(window, wait == 1, r)) r = Context::pending();
+    if (!ctx->result(window, flag("wait", wait), r)) r = Context::pending();
     write_struct(out, r);
   });
 }
@@ -471,19 +460,14 @@ ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_para
                     ga_param beta, const ga_bn_options* options, ga_bn* out) {
   return on(ctx, [&] {
     const ga_bn_options defaults = ga::default_bn_options(GA_FLAVOR_TORCH);
-    const ga_bn id = ctx->batch_norms().add(
-        name, channels, gamma, beta,
-        options ? read_struct(options, defaults, "ga_bn_options") : defaults);
-    if (out) *out = id;
+    give(out, ctx->batch_norms().add(
+                  name, channels, gamma, beta,
+                  options ? read_struct(options, defaults, "ga_bn_options") : defaults));
   });
 }
 
 ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen) {
-  return on(ctx, [&] {
-    if (frozen != 0 && frozen != 1)
-      fail(GA_ERROR_INVALID_ARGUMENT, "frozen was %d, expected 0 or 1", frozen);
-    ctx->batch_norms().set_frozen(bn, frozen == 1);
-  });
+  return on(ctx, [&] { ctx->batch_norms().set_frozen(bn, flag("frozen", frozen)); });
 }
 
 ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors inside the library are thrown as Error; guard() turns them into a status at the C
-// boundary.
+// Errors inside the library are thrown as Error; guard() turns them into a status at the C boundary.
 #pragma once
 
 #include <exception>
@@ -19,22 +18,38 @@ class Error : public std::exception {
 
  private:
   ga_status status_;
-  char text_[1024];  // no allocation: an error about failed memory must get out
+  char text_[1024];  // no allocation, because the error may be that memory ran out
 };
 
-// Throws Error with a printf-formatted sentence.
+// Throws Error with a printf-formatted message.
 [[noreturn]] void fail(ga_status status, const char* format, ...)
     __attribute__((format(printf, 2, 3)));
 
-// Throw GA_ERROR_INVALID_ARGUMENT unless value is one of [0, last], of that type; or finite and >= 0.
+// What a message is about. The message begins with «function: kind "name": », or without the function
+// if that is NULL.
+struct Subject {
+  const char* kind;  // "parameter" or "layer"
+  const char* name;
+  const char* function = nullptr;
+
+  [[noreturn]] void fail(ga_status status, const char* format, ...) const
+      __attribute__((format(printf, 3, 4)));
+};
+
+// An argument for %lld.
+inline long long ll(int64_t x) { return static_cast<long long>(x); }
+
+// These throw GA_ERROR_INVALID_ARGUMENT unless value is in [0, last], the values of `type`; unless it
+// is finite and >= 0; unless it is finite and > 0.
 void check_choice(const char* name, int32_t value, int32_t last, const char* type);
 void check_rate(const char* name, double value);
+void check_positive(const char* name, double value);
 
-// The calling thread's sentence for ga_last_error().
+// The calling thread's message for ga_last_error().
 const char* last_error() noexcept;
 ga_status set_last_error(ga_status status, const char* text) noexcept;
 
-// Runs body and translates what it throws: nothing leaves the library but a status.
+// Runs body and turns what it throws into a status: no exception leaves the library.
 template <class Body>
 ga_status guard(Body&& body) noexcept {
   try {

@@ -40,7 +40,7 @@ void check_loss_scaler(const ga_loss_scaler& s) {
          "loss scaler: backoff_factor was %g, expected a number in (0, 1)", s.backoff_factor);
   if (s.growth_interval < 1)
     fail(GA_ERROR_INVALID_ARGUMENT, "loss scaler: growth_interval was %lld, expected > 0",
-         static_cast<long long>(s.growth_interval));
+         ll(s.growth_interval));
   if (s.hysteresis < 1)
     fail(GA_ERROR_INVALID_ARGUMENT, "loss scaler: hysteresis was %d, expected > 0", s.hysteresis);
 }

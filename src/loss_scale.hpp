@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A loss scale that follows the gradients: the rule stands at ga_loss_scaler in gradaccum.h.
+// Dynamic loss scaling. The rule: ga_loss_scaler in gradaccum.h.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@
 namespace ga {
 
 ga_loss_scaler default_loss_scaler();
-void check_loss_scaler(const ga_loss_scaler& s);  // throws Error for a number out of its range
+void check_loss_scaler(const ga_loss_scaler& s);  // throws Error if a number is out of range
 
 struct ScalerState {
   double scale;
-  int64_t good_steps;   // since the scale last moved, or a window backed it off
-  int32_t bad_windows;  // since it last grew
+  int64_t good_steps;   // applied since the scale last grew and since the last bad window
+  int32_t bad_windows;  // since the scale last grew
 
-  // A window had a gradient that was not finite.
+  // To be called when a window had a gradient that was not finite.
   GA_HD void back_off(const ga_loss_scaler& s) {
     good_steps = 0;
     if (bad_windows < s.hysteresis) ++bad_windows;
@@ -26,7 +26,7 @@ struct ScalerState {
     scale = less > s.min_scale ? less : s.min_scale;
   }
 
-  // A step was applied.
+  // To be called when a step was applied.
   GA_HD void advance(const ga_loss_scaler& s) {
     if (++good_steps < s.growth_interval) return;
     good_steps = 0;

@@ -9,22 +9,14 @@
 namespace ga {
 namespace {
 
-void check_number(const char* name, double value) {
-  if (!(value >= 0) || !std::isfinite(value))
-    fail(GA_ERROR_INVALID_ARGUMENT, "schedule: %s was %g, expected a finite number >= 0", name,
-         value);
+void check_kind(int32_t kind) {
+  check_choice("schedule kind", kind, GA_SCHEDULE_BERT, "ga_schedule_kind");
 }
 
 void check_count(const char* name, int64_t value, int64_t low) {
   if (value < low)
-    fail(GA_ERROR_INVALID_ARGUMENT, "schedule: %s was %lld, expected >= %lld", name,
-         static_cast<long long>(value), static_cast<long long>(low));
-}
-
-void check_kind(int32_t kind) {
-  if (kind < GA_SCHEDULE_CONSTANT || kind > GA_SCHEDULE_BERT)
-    fail(GA_ERROR_INVALID_ARGUMENT, "schedule kind was %d, expected 0 to %d (ga_schedule_kind)",
-         kind, GA_SCHEDULE_BERT);
+    fail(GA_ERROR_INVALID_ARGUMENT, "schedule: %s was %lld, expected >= %lld", name, ll(value),
+         ll(low));
 }
 
 }  // namespace
@@ -42,9 +34,9 @@ ga_schedule default_schedule(int32_t kind) {
 void check_schedule(const ga_schedule& s) {
   check_kind(s.kind);
   check_count("warmup_steps", s.warmup_steps, 0);
-  check_number("end_factor", s.end_factor);
-  check_number("power", s.power);
-  check_number("gamma", s.gamma);
+  check_rate("schedule: end_factor", s.end_factor);
+  check_rate("schedule: power", s.power);
+  check_rate("schedule: gamma", s.gamma);
   switch (s.kind) {
     case GA_SCHEDULE_LINEAR:
     case GA_SCHEDULE_COSINE:
@@ -52,7 +44,7 @@ void check_schedule(const ga_schedule& s) {
       if (s.total_steps <= s.warmup_steps)
         fail(GA_ERROR_INVALID_ARGUMENT,
              "schedule: total_steps was %lld, expected more than warmup_steps, %lld",
-             static_cast<long long>(s.total_steps), static_cast<long long>(s.warmup_steps));
+             ll(s.total_steps), ll(s.warmup_steps));
       break;
     case GA_SCHEDULE_BERT:
       check_count("total_steps", s.total_steps, std::max<int64_t>(s.warmup_steps, 1));
@@ -66,8 +58,7 @@ void check_schedule(const ga_schedule& s) {
       for (int64_t i = 0; i < s.table_size; ++i)
         if (!(s.table[i] >= 0) || !std::isfinite(s.table[i]))
           fail(GA_ERROR_INVALID_ARGUMENT,
-               "schedule: table[%lld] was %g, expected a finite number >= 0",
-               static_cast<long long>(i), s.table[i]);
+               "schedule: table[%lld] was %g, expected a finite number >= 0", ll(i), s.table[i]);
       break;
     default:
       break;

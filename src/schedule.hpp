@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Learning rate as a function of applied steps. The formulas stand at ga_schedule_kind in
-// gradaccum.h.
+// The learning rate as a function of applied steps. Formulas: ga_schedule_kind in gradaccum.h.
 #pragma once
 
 #include <math.h>
@@ -13,10 +12,10 @@
 namespace ga {
 
 ga_schedule default_schedule(int32_t kind);
-void check_schedule(const ga_schedule& s);  // throws Error for a number out of its range
+void check_schedule(const ga_schedule& s);  // throws Error if a number is out of range
 
-// cos(pi x) for x in [0, 1], by its series about 0 or 1, to 2^-52: the same bits everywhere, which
-// no mathematical library promises.
+// cos(pi x) for x in [0, 1], by its Taylor series about 0 or 1, with an error of 2^-52. The bits are
+// the same on every platform, which no mathematical library promises.
 GA_HD double cos_pi(double x) {
   const bool upper = x > 0.5;
   const double y = 3.14159265358979323846 * (upper ? 1 - x : x);
@@ -25,12 +24,12 @@ GA_HD double cos_pi(double x) {
   return upper ? sum - 1 : 1 - sum;
 }
 
-// All zeros: constant.
+// All zeros: a constant rate.
 struct ScheduleData {
   ga_schedule s;
-  const double* table;  // where the rate is computed
+  const double* table;  // of GA_SCHEDULE_TABLE, in the memory of whoever computes the rate
 
-  // The rate of a step (0 is the first to be applied) for the group's rate lr.
+  // The rate of a step; 0 is the first step that is applied. lr: the group's rate.
   GA_HD double rate(double lr, int64_t step) const {
     const double t = static_cast<double>(step);
     const double warmup = static_cast<double>(s.warmup_steps);

@@ -4,11 +4,6 @@
 #include "error.hpp"
 
 namespace ga {
-namespace {
-
-long long ll(int64_t x) { return static_cast<long long>(x); }
-
-}  // namespace
 
 ga_window_state Window::state() const {
   if (invalid_) return GA_WINDOW_INVALID;
@@ -33,26 +28,28 @@ void Window::drop_last() {
 void Window::check_valid() const {
   if (invalid_)
     fail(GA_ERROR_INVALID_STATE,
-         "the window is invalid since an accumulating call failed half-way; only ga_discard is "
+         "the window is invalid because an accumulating call failed half-way; only ga_discard is "
          "legal");
 }
 
-void Window::check_whole() const {
+void Window::check_closed(const char* what) const {
   check_valid();
   if (open_ >= 0)
-    fail(GA_ERROR_INVALID_STATE, "micro-batch %lld is still open; end it with ga_micro_end first",
+    fail(GA_ERROR_INVALID_STATE,
+         "%s was called while micro-batch %lld is open; ga_micro_end must be called first", what,
          ll(open_));
+}
+
+void Window::check_whole() const {
+  check_closed("a function that adds a whole micro-batch");
   if (state() == GA_WINDOW_FULL)
     fail(GA_ERROR_INVALID_STATE,
-         "the window is full: it holds %lld of %lld micro-batches; ga_step is due", ll(size()),
-         ll(accum_steps_));
+         "the window is full: it holds %lld of %lld micro-batches; ga_step must be called next",
+         ll(size()), ll(accum_steps_));
 }
 
 void Window::begin(int64_t index, const Micro& micro) {
-  check_valid();
-  if (open_ >= 0)
-    fail(GA_ERROR_INVALID_STATE, "micro-batch %lld is still open; end it with ga_micro_end first",
-         ll(open_));
+  check_closed("ga_micro_begin");
   if (index < 0 || index > size())
     fail(GA_ERROR_INVALID_ARGUMENT,
          "micro-batch index was %lld, but the window holds %lld: expected 0 to %lld", ll(index),
@@ -61,20 +58,17 @@ void Window::begin(int64_t index, const Micro& micro) {
     check_whole();
     add(micro);
   } else {
-    const Micro& first = micros_[static_cast<size_t>(index)];
+    const Micro& first = this->micro(index);
     if (first.weight != micro.weight)
       fail(GA_ERROR_INVALID_ARGUMENT,
            "micro-batch %lld was resumed with weight %g, but was opened with %g", ll(index),
            micro.weight, first.weight);
-    if (first.loss_scale != micro.loss_scale && (first.loss_scale == 0 || micro.loss_scale == 0))
-      fail(GA_ERROR_INVALID_ARGUMENT,
-           "micro-batch %lld was resumed with %s, but was opened with %s", ll(index),
-           micro.loss_scale == 0 ? "the context's loss scale" : "a loss scale of its own",
-           micro.loss_scale == 0 ? "a loss scale of its own" : "the context's loss scale");
     if (first.loss_scale != micro.loss_scale)
-      fail(GA_ERROR_INVALID_ARGUMENT,
-           "micro-batch %lld was resumed with loss scale %g, but was opened with %g", ll(index),
-           micro.loss_scale, first.loss_scale);
+      fail(
+          GA_ERROR_INVALID_ARGUMENT,
+          "micro-batch %lld was resumed with loss scale %g, but was opened with %g (0: that of the "
+          "context)",
+          ll(index), micro.loss_scale, first.loss_scale);
   }
   open_ = index;
 }
@@ -91,18 +85,10 @@ void Window::end() {
   open_ = -1;
 }
 
-void Window::check_step() const {
-  check_valid();
-  if (open_ >= 0)
-    fail(GA_ERROR_INVALID_STATE,
-         "ga_step was called while micro-batch %lld is open; end it with ga_micro_end first",
-         ll(open_));
-}
-
 void Window::check_empty(const char* what) const {
   if (!empty())
     fail(GA_ERROR_INVALID_STATE,
-         "%s was called within a window; it is legal while the window is empty", what);
+         "%s was called within a window; it is legal only while the window is empty", what);
 }
 
 void Window::break_off() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The window as a state machine: which micro-batches it holds, with which weights, and what is
-// legal next. It knows no tensors. The picture is at the top of gradaccum.h.
+// The window as a state machine: which micro-batches it holds, with which weights, and which call is
+// legal next. The window knows no tensors. The state diagram is at the top of gradaccum.h.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ namespace ga {
 
 struct Micro {
   double weight;
-  double loss_scale;
+  double loss_scale;  // 0: the context's, which only the device knows
 };
 
 class Window {
  public:
-  // K of this window: latched when it opens.
+  // K of this window.
   void set_accum_steps(int64_t k) { accum_steps_ = k; }
   int64_t accum_steps() const { return accum_steps_; }
 
@@ -30,28 +30,28 @@ class Window {
   const Micro& open_micro() const { return micros_[static_cast<size_t>(open_)]; }
   const Micro& micro(int64_t index) const { return micros_[static_cast<size_t>(index)]; }
 
-  // Each throws GA_ERROR_INVALID_STATE or GA_ERROR_INVALID_ARGUMENT and changes nothing when the
-  // call is not legal.
-  void check_whole() const;                       // a whole micro-batch may be added
-  void begin(int64_t index, const Micro& micro);  // opens or resumes
-  void check_part(const char* what) const;        // a micro-batch is open
-  void end();
-  void check_step() const;
+  // Each of these throws GA_ERROR_INVALID_STATE or GA_ERROR_INVALID_ARGUMENT, and changes nothing, if
+  // the call is not legal. what: the function that was called, or the change that was wanted.
   void check_valid() const;
-  void check_empty(const char* what) const;  // the function, or the change, that needs it
+  void check_whole() const;                       // that a whole micro-batch may be added
+  void begin(int64_t index, const Micro& micro);  // opens a micro-batch, or resumes it
+  void check_part(const char* what) const;        // that a micro-batch is open
+  void end();
+  void check_step() const { check_closed("ga_step"); }
+  void check_empty(const char* what) const;
 
-  // Room for one more micro-batch, so that adding it cannot fail.
+  // Makes room for one more micro-batch, so that adding it cannot fail.
   void reserve_one() {
     if (micros_.size() == micros_.capacity()) micros_.reserve(2 * micros_.size() + 16);
   }
   void add(const Micro& micro);  // after check_whole
-  void drop_last();              // the last micro-batch counts from now on with weight 0
+  void drop_last();              // sets the weight of the last micro-batch to 0
   int64_t dropped() const { return dropped_; }
   int64_t weighted() const { return weighted_; }  // micro-batches of weight > 0
   void clear();
 
-  // Runs a pass over data of the window. If it breaks off half-way, the window is invalid:
-  // parameters and state are untouched, accumulators are not.
+  // Runs a pass that changes accumulators. If the pass fails half-way, the window becomes invalid:
+  // parameters and optimizer state are untouched, but accumulators are not.
   template <class Work>
   void or_invalidate(Work&& work) {
     try {
@@ -62,7 +62,8 @@ class Window {
   }
 
  private:
-  [[noreturn]] void break_off();  // of the exception being handled
+  void check_closed(const char* what) const;  // that the window is valid and no micro-batch open
+  [[noreturn]] void break_off();  // throws the exception being handled as GA_ERROR_FAULT
 
   std::vector<Micro> micros_;
   int64_t open_ = -1;
