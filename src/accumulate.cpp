@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Contributions to a window. Every function checks all it was given first, then makes its pass over
-// the data, then records what has changed; so a call that fails has changed nothing. Only a pass
-// that breaks off half-way leaves the accumulators unknown, and the window invalid.
+// Contributions to a window. Every function first checks all its arguments, then makes its pass over the
+// data, then records what has changed, so a call that fails has changed nothing. Only a pass that fails
+// half-way leaves unknown values in the accumulators, and then the window is invalid.
 #include <algorithm>
 #include <cmath>
 
@@ -12,7 +12,7 @@
 namespace ga {
 
 Micro Context::make_micro(double weight, const double* scale) const {
-  const bool late = !scale && late_scale();  // then only the device knows it: 0
+  const bool late = !scale && late_scale();  // only the device knows the scale, so 0 stands for it
   const Micro m = {weight, scale ? *scale : late ? 0 : loss_scale()};
   if (!(m.weight >= 0) || !std::isfinite(m.weight))
     fail(GA_ERROR_INVALID_ARGUMENT, "weight was %g, expected a finite number >= 0", m.weight);
@@ -33,11 +33,12 @@ Source Context::adopted_of(const Param& p) const {
           p.adopted_late ? &tables_.control.at()->scaler.scale : nullptr};
 }
 
-// What a call may not do under options that need every gradient as a whole, where it is.
-// adds_elsewhere: another than our loops writes the accumulator.
+// Refuses a call under the options that need every gradient as a whole and unchanged. adds_elsewhere: a
+// matrix product or the program writes the accumulator.
 void Context::refuse(ga_param id, const char* what, bool adds_elsewhere) const {
   const auto refused = [&](const char* option) {
-    fail(GA_ERROR_UNSUPPORTED, "%s for parameter \"%s\": not with %s", what, name(id), option);
+    fail(GA_ERROR_UNSUPPORTED, "%s for parameter \"%s\" is not supported with %s", what, name(id),
+         option);
   };
   if (config_.noise_scale) refused("ga_config.noise_scale");
   if (clip_micro_) refused("GA_CLIP_MICRO");
@@ -46,53 +47,66 @@ void Context::refuse(ga_param id, const char* what, bool adds_elsewhere) const {
     refused("GA_NONFINITE_DROP_MICRO");
 }
 
-// Whether memory that the program hands over lies where it may.
-void Context::check_values(ga_param id, const void* data, int64_t count, int32_t size,
-                           const char* what) const {
+void Context::check_readable(const Subject& of, const char* what, const void* data, int64_t count,
+                             int32_t size) const {
   if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size) != 0)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "parameter \"%s\": %s was at address %p, expected a multiple of its element, %d bytes",
-         name(id), what, data, size);
-  if (const auto* r = ranges_.overlap(data, count * size))
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s at %p overlaps %s%s%s", name(id), what,
-         data, r->param < 0 ? "memory of the library" : "parameter \"",
-         r->param < 0 ? "" : name(r->param), r->param < 0 ? "" : "\"");
+    of.fail(GA_ERROR_INVALID_ARGUMENT,
+            "%s was at address %p, expected a multiple of the element size, %d bytes", what, data,
+            size);
   if (config_.device != GA_DEVICE_CPU && count > 0)
-    backend_->check_memory(data, (std::string("parameter \"") + name(id) + "\": " + what).c_str());
+    backend_->check_memory(data, (std::string(of.kind) + " \"" + of.name + "\": " + what).c_str());
 }
 
-// That data of a further contribution lies apart from the parameter's first one, if that lives on.
-void Context::check_alive(ga_param id, const void* data, int64_t bytes, const char* what) const {
-  const Param& p = params_[static_cast<size_t>(id)];
+void Context::check_apart(const Subject& of, const char* what, const void* data, int64_t bytes,
+                          ga_param self) const {
+  const auto* r = ranges_.overlap(data, bytes, self);
+  if (!r) return;
+  const bool library = r->param < 0;
+  of.fail(GA_ERROR_INVALID_ARGUMENT, "%s at %p overlaps %s%s%s", what, data,
+          library ? "memory of the library" : "parameter \"", library ? "" : name(r->param),
+          library ? "" : "\"");
+}
+
+// Checks an array of a contribution.
+void Context::check_values(ga_param id, const char* what, const void* data, int64_t count,
+                           int32_t size) const {
+  check_readable(subject(id), what, data, count, size);
+  check_apart(subject(id), what, data, count * size, -1);
+}
+
+// Checks that data of a further contribution does not overlap the first one if that is still read.
+void Context::check_alive(ga_param id, const char* what, const void* data, int64_t bytes) const {
+  const Param& p = at(id);
   if (p.held() != Held::kAdopted || p.count == 0 || bytes == 0) return;
   const auto begin = reinterpret_cast<uintptr_t>(data);
   const auto first = reinterpret_cast<uintptr_t>(p.adopted);
   const auto size = static_cast<uintptr_t>(p.count * dtype_info(p.gradient_dtype).size);
   if (begin < first + size && first < begin + static_cast<uintptr_t>(bytes))
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "parameter \"%s\": %s, at %p, overlaps its first one, at %p, which still lives "
-         "(GA_GRADIENTS_LIVE)",
-         name(id), what, data, p.adopted);
+    subject(id).fail(GA_ERROR_INVALID_ARGUMENT,
+                     "%s, at %p, overlaps its first gradient in this window, at %p, which still "
+                     "lives (GA_GRADIENTS_LIVE)",
+                     what, data, p.adopted);
 }
 
 void Context::check_gradient(ga_param id, const void* gradient) {
-  Param& p = params_[static_cast<size_t>(id)];
+  Param& p = at(id);
   const int32_t size = dtype_info(p.gradient_dtype).size;
-  if (gradient != p.checked) check_values(id, gradient, p.count, size, "its gradient");
+  if (gradient != p.checked) check_values(id, "its gradient", gradient, p.count, size);
   p.checked = gradient;
-  check_alive(id, gradient, p.count * size, "its second gradient in this window");
+  check_alive(id, "its second gradient", gradient, p.count * size);
 }
 
 Array Context::target_of(ga_param id) const {
-  const Param& p = params_[static_cast<size_t>(id)];
+  const Param& p = at(id);
   if (p.pair) return {&tables_.composites.at(static_cast<size_t>(id))->pair, kPair};
   return {p.accumulator, p.accumulator_dtype};
 }
 
-// One contribution: a task over the data and what it makes of the parameter. Checks are behind it;
-// if the pass fails, the window is invalid and none of this is looked at again.
+// Adds the task of a contribution that has been checked, and records what the parameter holds after the
+// pass: if the pass fails, the window is invalid and the record is not read any more. Returns NULL if the
+// gradient is adopted in place of a task.
 AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_adopt) {
-  Param& p = params_[static_cast<size_t>(id)];
+  Param& p = at(id);
   if (adopts_ && may_adopt && p.held() == Held::kNothing && fits_accumulator(p)) {
     p.hold(Held::kAdopted);
     p.adopted = given.data;
@@ -117,13 +131,13 @@ AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_ado
   }
   *source = given;
   p.hold(Held::kStored);
-  p.stale = false;  // new partials come with what is stored
+  p.stale = false;  // the pass stores the partials too
   if (plain_path_) return &task;
 
   task.target = target_of(id);
   if (config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN) {
     task.keep *= p.held_weight / micro_.window_weight;
-    // The loss scale last, as where only the device knows it.
+    // Divided by the loss scale last, as on a device, where only the device knows it.
     source->scale = micro_.weight / micro_.window_weight;
     if (micro_.loss_scale != 0) source->scale /= micro_.loss_scale;
     p.held_weight = micro_.window_weight;
@@ -134,16 +148,16 @@ AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_ado
     task.contribution = p.contributions;
   }
   if (config_.noise_scale) {
-    // c is the weight times the mean over the micro-batch; |c / b|^2 counts with b / B.
+    // With c = b g of a micro-batch of weight b: b |g|^2 = |c|^2 / b, see noise_scale.hpp.
     task.noise = 1 / micro_.weight;
-    if (config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN)  // added as c / W
+    if (config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN)  // c is divided by the window's weight
       task.noise *= micro_.window_weight * micro_.window_weight;
   }
   count_contribution(p);
   return &task;
 }
 
-// Those of a dropped micro-batch count too: a device learns too late that it was dropped.
+// Counts contributions of dropped micro-batches too, because a device learns of the drop too late.
 void Context::count_contribution(Param& p) {
   noise_repeated_ = noise_repeated_ || micro_.index <= p.last_micro;
   p.last_micro = micro_.index;
@@ -164,7 +178,6 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
   if (count > 0 && !gradients && micro.weight > 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "gradients was NULL");
   window_.reserve_one();
-
   accumulate_tasks_.clear();
   contributions_.clear();
   if (micro.weight > 0) {
@@ -210,10 +223,6 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
   if (deferring() && micro.weight > 0) settle(window_.size() - 1);
 }
 
-void Context::set_micro(const Micro& micro, int64_t index, double window_weight) {
-  micro_ = {index, micro.weight, micro.loss_scale, window_weight};
-}
-
 void Context::micro_begin(int64_t index, double weight, const double* scale) {
   check_device();
   if (accum_due_) update_accum_steps();
@@ -221,22 +230,23 @@ void Context::micro_begin(int64_t index, double weight, const double* scale) {
   if (deferring() && window_.open_index() < 0 && index >= 0 && index < window_.size())
     fail(GA_ERROR_UNSUPPORTED,
          "micro-batch %lld cannot be opened again: with GA_NONFINITE_DROP_MICRO and GA_CLIP_MICRO "
-         "it is judged as a whole when it ends",
-         static_cast<long long>(index));
+         "it is checked as a whole when it ends",
+         ll(index));
   window_.reserve_one();
   window_.begin(index, micro);
   contributions_.clear();
   forget_delivered();
 }
 
-// The parameter of a call that contributes to the open micro-batch.
+// The parameter of a call that contributes to the open micro-batch; throws if the call is not legal now.
 Param& Context::part(ga_param id, const char* what) {
   check_device();
   window_.check_part(what);
   Param& p = param(id);
   if (p.acquired)
     fail(GA_ERROR_INVALID_STATE,
-         "%s: the accumulator of parameter \"%s\" is handed out; ga_accumulator_release is due",
+         "%s: the accumulator of parameter \"%s\" is acquired; ga_accumulator_release must be "
+         "called first",
          what, name(id));
   return p;
 }
@@ -246,7 +256,7 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
   const Micro& micro = window_.open_micro();
   if (micro.weight == 0 || p.frozen) return;
   if (!gradient && p.count > 0)
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its gradient was NULL", name(id));
+    subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "its gradient was NULL");
   check_gradient(id, gradient);
   check_single(id);
   prepare();
@@ -254,14 +264,14 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
   contribute({&whole, 1}, true);
 }
 
-// That it is the parameter's first contribution in the micro-batch, where that must be.
+// Checks that the parameter has no contribution in the open micro-batch yet, if only one is supported.
 void Context::check_single(ga_param id) const {
   if (!clip_micro_) return;
   for (const Contribution& c : contributions_)
     if (c.param == id)
-      fail(GA_ERROR_UNSUPPORTED,
-           "parameter \"%s\": a second contribution in one micro-batch, not with GA_CLIP_MICRO",
-           name(id));
+      subject(id).fail(
+          GA_ERROR_UNSUPPORTED,
+          "a second contribution in one micro-batch is not supported with GA_CLIP_MICRO");
 }
 
 void Context::prepare_parts(Span<const Whole> parts, const char* what) {
@@ -282,7 +292,7 @@ void Context::contribute(Span<const Whole> given, bool may_adopt) {
   set_micro(micro, window_.open_index(), window_.weight());
   for (size_t k = 0; k < given.size; ++k) {
     const Whole& g = given.data[k];
-    const Param& p = params_[static_cast<size_t>(g.param)];
+    const Param& p = at(g.param);
     if (p.frozen) continue;
     if (deferring()) {
       defer({g.param, g.gradient, g.format, nullptr, 0, p.count, 0, 0});
@@ -294,9 +304,9 @@ void Context::contribute(Span<const Whole> given, bool may_adopt) {
   or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
 }
 
-// Copies an adopted gradient where someone else is about to add to it.
+// Copies an adopted gradient into the accumulator, before something other than add_task adds to it.
 void Context::store_adopted(ga_param id) {
-  Param& p = params_[static_cast<size_t>(id)];
+  Param& p = at(id);
   if (p.held() != Held::kAdopted) return;
   AccumulateTask task = {};
   task.target = target_of(id);
@@ -310,9 +320,9 @@ void Context::store_adopted(ga_param id) {
   p.stale = false;
 }
 
-// Makes zeros of the rows that have no gradient yet, where someone is about to add to all of them.
+// Zeros the rows that have no gradient yet, before something adds to all rows.
 void Context::make_dense(ga_param id) {
-  Param& p = params_[static_cast<size_t>(id)];
+  Param& p = at(id);
   if (p.held() != Held::kRows) return;
   FinishTask task = {};
   task.gradient = identity(source_of(id));
@@ -320,7 +330,7 @@ void Context::make_dense(ga_param id) {
   task.target = target_of(id);
   task.count = p.count;
   or_invalidate([&] { backend_->finish({&task, 1}); });
-  backend_->clear_rows({&tensors_[static_cast<size_t>(id)].set, 1});
+  backend_->clear_rows({&tensor(id).set, 1});
   p.hold(Held::kStored);
   p.stale = true;
 }
@@ -328,43 +338,42 @@ void Context::make_dense(ga_param id) {
 void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dtype, int64_t count,
                               const void* values) {
   Param& p = part(id, "ga_accumulate_rows");
-  Tensor& t = tensors_[static_cast<size_t>(id)];
+  const Tensor& t = tensor(id);
+  const Subject of = subject(id);
   refuse(id, "ga_accumulate_rows", false);
   if (t.options.rows == GA_ROWS_NONE)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "ga_accumulate_rows: parameter \"%s\" was added without ga_param_options.rows", name(id));
+    of.fail(GA_ERROR_INVALID_ARGUMENT,
+            "ga_accumulate_rows was called, but the parameter was added without "
+            "ga_param_options.rows");
   if (index_dtype != GA_I32 && index_dtype != GA_I64)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "parameter \"%s\": index_dtype was %d, expected GA_I32 or GA_I64", name(id), index_dtype);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "index_dtype was %d, expected GA_I32 or GA_I64",
+            index_dtype);
   const int64_t columns = t.rows > 0 ? p.count / t.rows : 0;
   const int32_t size = dtype_info(p.gradient_dtype).size;
   int64_t elements;
   if (count < 0 || __builtin_mul_overflow(count, std::max<int64_t>(columns, 1), &elements) ||
       elements > INT64_MAX / 8)
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": count was %lld, expected a number of rows",
-         name(id), static_cast<long long>(count));
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "count was %lld, expected a number of rows", ll(count));
   elements = count * columns;
   if (count > 0 && (!indices || (!values && elements > 0)))
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s was NULL", name(id),
-         indices ? "values" : "indices");
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", indices ? "values" : "indices");
   const Micro& micro = window_.open_micro();
   if (micro.weight == 0 || p.frozen) return;
-  check_values(id, indices, count, dtype_info(index_dtype).size, "indices");
-  check_values(id, values, elements, size, "values");
-  check_alive(id, indices, count * dtype_info(index_dtype).size, "indices");
-  check_alive(id, values, elements * size, "values");
+  const int32_t index_size = dtype_info(index_dtype).size;
+  check_values(id, "indices", indices, count, index_size);
+  check_values(id, "values", values, elements, size);
+  check_alive(id, "indices", indices, count * index_size);
+  check_alive(id, "values", values, elements * size);
 
   const Contribution c = {id, values, p.gradient_dtype, indices, index_dtype, elements, count, 0};
   const Source rows = contribution(values, p.gradient_dtype, micro);
   const int64_t wrong = backend_->check_rows(rows_task(c, rows));
   if (wrong >= 0)
-    fail(
-        GA_ERROR_INVALID_ARGUMENT,
-        "parameter \"%s\": indices[%lld] was %lld, but it has rows 0 to %lld", name(id),
-        static_cast<long long>(wrong),
-        static_cast<long long>(index_dtype == GA_I32 ? static_cast<const int32_t*>(indices)[wrong]
-                                                     : static_cast<const int64_t*>(indices)[wrong]),
-        static_cast<long long>(t.rows - 1));
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "indices[%lld] was %lld, but it has rows 0 to %lld",
+            ll(wrong),
+            index_dtype == GA_I32 ? static_cast<const int32_t*>(indices)[wrong]
+                                  : ll(static_cast<const int64_t*>(indices)[wrong]),
+            ll(t.rows - 1));
   prepare();
   backend_->prepare_rows(rows_task(c, rows), deferring() ? rows_held_ : 0);
   rows_held_ += count;
@@ -375,8 +384,8 @@ void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dt
 }
 
 RowsTask Context::rows_task(const Contribution& c, const Source& values) const {
-  const Param& p = params_[static_cast<size_t>(c.param)];
-  const Tensor& t = tensors_[static_cast<size_t>(c.param)];
+  const Param& p = at(c.param);
+  const Tensor& t = tensor(c.param);
   RowsTask task = {};
   task.target = {p.accumulator, p.accumulator_dtype};
   task.rows = t.rows;
@@ -391,7 +400,7 @@ RowsTask Context::rows_task(const Contribution& c, const Source& values) const {
 }
 
 void Context::add_rows(const Contribution& c, const Source& values, const MicroPlan* plan) {
-  Param& p = params_[static_cast<size_t>(c.param)];
+  Param& p = at(c.param);
   store_adopted(c.param);
   RowsTask task = rows_task(c, values);
   task.plan = plan;
@@ -402,9 +411,9 @@ void Context::add_rows(const Contribution& c, const Source& values, const MicroP
     p.hold(task.set ? Held::kRows : Held::kStored);
 }
 
-// ---- Micro-batches that are judged as a whole ---------------------------------------------------
+// ---- Micro-batches that are checked or clipped as a whole ---------------------------------------
 
-// Puts a contribution on the list of the open micro-batch, and makes room for what it takes.
+// Puts a contribution on the list of the open micro-batch, and makes room for all that its end takes.
 void Context::defer(Contribution c) {
   if (contributions_.empty()) micro_chunks_ = 0;
   const size_t n = contributions_.size() + 1;
@@ -420,7 +429,7 @@ void Context::defer(Contribution c) {
   };
   room(micro_plans_, contributions_.capacity());
   room(micro_partials_, chunks);
-  // By doubling: each of thousands of contributions would else have the backend's lists made anew.
+  // By doubling, lest each of thousands of contributions has the backend allocate its lists anew.
   const auto params = static_cast<int64_t>(std::max(params_.size(), contributions_.capacity()));
   if (const auto most = owned_.chunks() + static_cast<int64_t>(chunks);
       most > reserved_chunks_ || params > reserved_params_) {
@@ -434,7 +443,7 @@ void Context::defer(Contribution c) {
   contributions_.push_back(c);
 }
 
-// Reads what the micro-batch brought, and adds it, clipped, or drops it.
+// Reads the contributions of a micro-batch, then adds them, clipped, or drops them.
 void Context::settle(int64_t index) {
   const Micro micro = window_.micro(index);
   list_contributions(micro);
@@ -454,13 +463,13 @@ void Context::settle(int64_t index) {
     add_contributions(micro);
   } else {
     for (const Contribution& c : contributions_)
-      if (c.index_dtype == 0) count_contribution(params_[static_cast<size_t>(c.param)]);
-    window_.drop_last();  // judged micro-batches are never opened again, so it is this one
+      if (c.index_dtype == 0) count_contribution(at(c.param));
+    window_.drop_last();  // this one, because such micro-batches are never opened again
   }
   contributions_.clear();
 }
 
-// What judges them: the norms to be taken, and the tables with the units to be clipped.
+// Lists the norms of the contributions, and writes the tables of the units that are clipped.
 void Context::list_contributions(const Micro& micro) {
   micro_inputs_.clear();
   micro_units_.clear();
@@ -488,23 +497,20 @@ void Context::list_contributions(const Micro& micro) {
     tables_.units.edit(i).gradient = task.gradient;
     micro_units_.push_back(c.param);
   }
-  for (const Contribution& c : contributions_)
-    params_[static_cast<size_t>(c.param)].pending = false;
+  for (const Contribution& c : contributions_) at(c.param).pending = false;
 }
 
-// One pass over all of them, cut where a parameter comes twice, and around rows.
+// Adds all contributions in one pass, or several where a parameter has two, and around rows.
 void Context::add_contributions(const Micro& micro) {
   accumulate_tasks_.clear();
   const auto run = [&] {
     or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
     accumulate_tasks_.clear();
-    for (const Contribution& c : contributions_)
-      params_[static_cast<size_t>(c.param)].pending = false;
+    for (const Contribution& c : contributions_) at(c.param).pending = false;
   };
   for (size_t k = 0; k < contributions_.size(); ++k) {
     const Contribution& c = contributions_[k];
-    const auto i = static_cast<size_t>(c.param);
-    Param& p = params_[i];
+    Param& p = at(c.param);
     Source source = contribution(c.gradient, c.format, micro);
     if (c.index_dtype != 0) {
       run();
@@ -513,7 +519,9 @@ void Context::add_contributions(const Micro& micro) {
     }
     if (p.pending) run();  // one pass writes an accumulator once
     make_dense(c.param);
-    if (clips_micro(p)) source = {&tables_.composites.at(i)->clipped, kClipped, 1, nullptr};
+    if (clips_micro(p))
+      source = {&tables_.composites.at(static_cast<size_t>(c.param))->clipped, kClipped, 1,
+                nullptr};
     add_task(c.param, source)->plan = micro_plans_.at(k);
     p.pending = true;
   }
@@ -524,49 +532,33 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
                                 bool transpose_a, const void* b, int64_t ldb, bool transpose_b,
                                 int32_t dtype) {
   Param& p = part(id, "ga_accumulate_matmul");
-  if (dtype_info(dtype).size == 0)
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": dtype was %d, expected a ga_dtype", name(id),
-         dtype);
+  const Subject of = subject(id);
+  const DtypeInfo info = dtype_info(dtype);
+  if (info.size == 0)
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "dtype was %d, expected a ga_dtype", dtype);
   if (dtype != GA_F32 && dtype != GA_F16 && dtype != GA_BF16)
-    fail(GA_ERROR_UNSUPPORTED,
-         "parameter \"%s\": dtype was %s, but products are of f32, f16 or bf16", name(id),
-         dtype_info(dtype).name);
+    of.fail(GA_ERROR_UNSUPPORTED, "dtype was %s, but products are of f32, f16 or bf16", info.name);
   if (p.accumulator_dtype != GA_F32)
-    fail(GA_ERROR_UNSUPPORTED,
-         "parameter \"%s\": products are added to f32 accumulators, but its is %s", name(id),
-         dtype_info(p.accumulator_dtype).name);
+    of.fail(GA_ERROR_UNSUPPORTED,
+            "products are added to f32 accumulators, but its accumulator is %s",
+            dtype_info(p.accumulator_dtype).name);
   refuse(id, "ga_accumulate_matmul", true);
-  const int64_t m = tensors_[static_cast<size_t>(id)].rows;
+  const int64_t m = tensor(id).rows;
   const int64_t n = m > 0 ? p.count / m : 0;
-  if (k < 0)
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": k was %lld, expected >= 0", name(id),
-         static_cast<long long>(k));
+  if (k < 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "k was %lld, expected >= 0", ll(k));
   const auto check_matrix = [&](const char* which, const void* data, int64_t rows, int64_t columns,
                                 int64_t ld) {
     if (rows == 0 || columns == 0) return;
     if (ld < columns)
-      fail(GA_ERROR_INVALID_ARGUMENT,
-           "parameter \"%s\": ld%s was %lld, but a row of %s has %lld elements", name(id), which,
-           static_cast<long long>(ld), which, static_cast<long long>(columns));
-    if (!data) fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s was NULL", name(id), which);
-    const int32_t size = dtype_info(dtype).size;
-    if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size) != 0)
-      fail(GA_ERROR_INVALID_ARGUMENT,
-           "parameter \"%s\": %s was at address %p, expected a multiple of its element, %d bytes",
-           name(id), which, data, size);
+      of.fail(GA_ERROR_INVALID_ARGUMENT, "ld%s was %lld, but a row of %s has %lld elements", which,
+              ll(ld), which, ll(columns));
+    if (!data) of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", which);
     int64_t elements;
     if (__builtin_mul_overflow(rows - 1, ld, &elements) ||
-        __builtin_add_overflow(elements, columns, &elements) || elements > INT64_MAX / size)
-      fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s has more elements than memory can hold",
-           name(id), which);
-    if (ranges_.overlap(data, elements * size))
-      fail(GA_ERROR_INVALID_ARGUMENT,
-           "parameter \"%s\": %s at %p overlaps a parameter or memory of the library", name(id),
-           which, data);
-    check_alive(id, data, elements * size, which);
-    if (config_.device != GA_DEVICE_CPU)
-      backend_->check_memory(data,
-                             (std::string("parameter \"") + name(id) + "\": " + which).c_str());
+        __builtin_add_overflow(elements, columns, &elements) || elements > INT64_MAX / info.size)
+      of.fail(GA_ERROR_INVALID_ARGUMENT, "%s has more elements than memory can hold", which);
+    check_values(id, which, data, elements, info.size);
+    check_alive(id, which, data, elements * info.size);
   };
   check_matrix("a", a, transpose_a ? k : m, transpose_a ? m : k, lda);
   check_matrix("b", b, transpose_b ? n : k, transpose_b ? k : n, ldb);
@@ -600,7 +592,7 @@ ga_accumulator Context::acquire_accumulator(ga_param id) {
   ga_accumulator out = {};
   out.struct_size = sizeof out;
   out.dtype = p.accumulator_dtype;
-  out.rows = tensors_[static_cast<size_t>(id)].rows;
+  out.rows = tensor(id).rows;
   out.columns = out.rows > 0 ? p.count / out.rows : 0;
   out.leading_dimension = out.columns;
   if (micro.weight > 0 && !p.frozen) {
@@ -620,8 +612,7 @@ void Context::release_accumulator(ga_param id) {
   window_.check_part("ga_accumulator_release");
   Param& p = param(id);
   if (!p.acquired)
-    fail(GA_ERROR_INVALID_STATE, "parameter \"%s\": its accumulator was released, but not acquired",
-         name(id));
+    subject(id).fail(GA_ERROR_INVALID_STATE, "its accumulator was released, but not acquired");
   p.acquired = false;
   if (window_.open_micro().weight == 0 || p.frozen) return;
   p.hold(Held::kStored);
@@ -634,8 +625,8 @@ void Context::micro_end() {
   for (size_t i = 0; i < params_.size(); ++i)
     if (params_[i].acquired)
       fail(GA_ERROR_INVALID_STATE,
-           "ga_micro_end: the accumulator of parameter \"%s\" is still handed out; "
-           "ga_accumulator_release is due",
+           "ga_micro_end: the accumulator of parameter \"%s\" is still acquired; "
+           "ga_accumulator_release must be called first",
            tensors_[i].name.c_str());
   if (deferring() && window_.open_micro().weight > 0) settle(window_.open_index());
   window_.end();

@@ -12,8 +12,6 @@
 namespace ga {
 namespace {
 
-long long ll(int64_t x) { return static_cast<long long>(x); }
-
 double element(const void* data, int32_t dtype, int64_t i) {
   return dtype == GA_F64 ? static_cast<const double*>(data)[i]
                          : static_cast<double>(static_cast<const float*>(data)[i]);
@@ -26,10 +24,9 @@ void set_element(void* data, int32_t dtype, int64_t i, double x) {
     static_cast<float*>(data)[i] = static_cast<float>(x);
 }
 
-void check_statistics_dtype(const char* name, int32_t dtype) {
+void check_statistics_dtype(const Subject& of, int32_t dtype) {
   if (dtype != GA_F32 && dtype != GA_F64)
-    fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": dtype was %d, expected GA_F32 or GA_F64", name,
-         dtype);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "dtype was %d, expected GA_F32 or GA_F64", dtype);
 }
 
 }  // namespace
@@ -50,10 +47,10 @@ ga_bn_options default_bn_options(int32_t flavor) {
   return o;
 }
 
-// What the history has of a micro-batch.
+// The statistics of a micro-batch that the history holds.
 struct BatchNorms::Taken {
-  int64_t count = -1;  // elements of a channel; -1: there are none
-  bool given = false;  // not by ga_bn_forward
+  int64_t count = -1;  // the elements of a channel that they are over; -1: the history has none
+  bool given = false;  // by another function than ga_bn_forward
 };
 
 struct BatchNorms::Layer {
@@ -61,44 +58,46 @@ struct BatchNorms::Layer {
   int64_t channels;
   ga_param gamma, beta;
   ga_bn_options options;
-  size_t input;  // its place in inputs_
+  size_t input;  // index in inputs_
   bool frozen = false;
-  Buffer block = {};  // of the next three
+  Buffer block = {};  // holds the next three arrays
   BnChannel* state = nullptr;
   void* dgamma = nullptr;
   void* dbeta = nullptr;
-  Whole gradient[2] = {};  // dgamma and dbeta as the window takes them, of the parameters there are
+  Whole gradient[2] = {};  // dgamma if there is a gamma, dbeta if there is a beta
   size_t gradient_count = 0;
   State<Moments> history = {};  // see ops/batchnorm.hpp
-  int64_t history_size = 0;     // micro-batches that it has room for
+  int64_t history_size = 0;     // micro-batches that the history has room for
 
   // In this window:
-  int64_t index = -1;  // the micro-batch that the layer normalises by; WINDOW: the last one
-  std::vector<Taken> taken = {};  // by micro-batch; WINDOW: of the first sweep
-  std::vector<char> summed = {};  // micro-batches whose backward sums are in the window
-  int64_t sums_of = -1;           // the one whose sums BnChannel has, for its next ga_bn_backward
-  bool final = false;             // WINDOW: the first sweep is over; and how far the others are:
-  int64_t forwarded = 0, sums = 0;
+  int64_t index = -1;  // the micro-batch whose statistics the layer uses; WINDOW: the last one
+  std::vector<Taken> taken = {};    // by micro-batch; WINDOW: of the first sweep
+  std::vector<char> summed = {};    // by micro-batch: whether its backward sums are in the window
+  int64_t sums_of = -1;             // the micro-batch whose backward sums BnChannel holds
+  bool final = false;               // WINDOW: ga_bn_finalize has ended the first sweep
+  int64_t forwarded = 0, sums = 0;  // micro-batches of the forward sweep, and of the backward sums
 
   bool windowed() const { return options.mode == GA_BN_WINDOW; }
-  bool has(int64_t micro) const {
-    return micro < static_cast<int64_t>(taken.size()) &&
-           taken[static_cast<size_t>(micro)].count >= 0;
-  }
+  int64_t seen() const { return static_cast<int64_t>(taken.size()); }
+  const Taken& taken_of(int64_t micro) const { return taken[static_cast<size_t>(micro)]; }
+  bool has(int64_t micro) const { return micro < seen() && taken_of(micro).count >= 0; }
   int32_t sum_dtype() const { return options.dtype == GA_F64 ? GA_F64 : GA_F32; }
   Span<const Whole> gradients() const { return {gradient, gradient_count}; }
+  Subject subject(const char* function = nullptr) const {
+    return {"layer", name.c_str(), function};
+  }
 
   void require_unused(const char* what) const {
     if (index >= 0)
-      fail(GA_ERROR_INVALID_STATE,
-           "%s: layer \"%s\" has statistics of a window that is not over; ga_step or ga_discard "
-           "ends it",
-           what, name.c_str());
+      subject(what).fail(
+          GA_ERROR_INVALID_STATE,
+          "it has statistics of a window that is not over; ga_step or ga_discard ends "
+          "the window");
   }
-  // Where an output may be: on top of what is read, element for element, or clear of it.
+  // Checks that an output is either exactly the array that is read, or does not overlap it.
   void check_overlap(const char* what, const void* in, const char* out_name, const void* out,
                      int64_t count) const;
-  // That the second sweep is over what the first one was.
+  // Checks that a later sweep reads what the first one has read.
   void check_sweep(const char* what, int64_t micro, int64_t count) const;
 };
 
@@ -115,7 +114,7 @@ const BatchNorms::Layer& BatchNorms::layer(ga_bn id) const {
   return layers_[static_cast<size_t>(id)];
 }
 
-// The layer of a call that gives the backend work; throws if no work can be given now.
+// The layer of a call that enqueues work; throws if that is not possible now.
 BatchNorms::Layer& BatchNorms::layer_for_work(ga_bn id) {
   backend_.capturing();
   return layer(id);
@@ -126,7 +125,7 @@ BatchNorms::Layer& BatchNorms::layer_for_work(ga_bn id) {
 ga_bn BatchNorms::add(const char* name, int64_t channels, ga_param gamma, ga_param beta,
                       const ga_bn_options& o) {
   window_.check_empty("ga_bn_add");
-  backend_.capturing();  // throws if no work can be given now
+  backend_.capturing();  // throws if no work can be enqueued now
   check_options(name, channels, o);
   check_params(name, channels, gamma, beta);
   check_mode(name, o.mode);
@@ -140,58 +139,54 @@ ga_bn BatchNorms::add(const char* name, int64_t channels, ga_param gamma, ga_par
 
 void BatchNorms::check_options(const char* name, int64_t channels, const ga_bn_options& o) const {
   if (!name || !*name) fail(GA_ERROR_INVALID_ARGUMENT, "the layer's name was empty");
+  const Subject of = {"layer", name};
   for (const Layer& b : layers_)
     if (b.name == name)
-      fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": there is one of that name", name);
+      of.fail(GA_ERROR_INVALID_ARGUMENT, "the context has a layer of that name already");
   if (channels < 1 || channels > INT64_MAX / 4096)
-    fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": channels was %lld, expected >= 1", name,
-         ll(channels));
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "channels was %lld, expected >= 1", ll(channels));
   const std::string prefix = std::string("layer \"") + name + "\": ";
   check_choice((prefix + "mode").c_str(), o.mode, GA_BN_CUMULATIVE, "ga_bn_mode");
   check_choice((prefix + "layout").c_str(), o.layout, GA_BN_CHANNELS_LAST, "ga_bn_layout");
   check_choice((prefix + "biased").c_str(), o.biased, 1, "0 or 1");
   if (!dtype_info(o.dtype).floating)
-    fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": dtype was %d, expected f32, f64, f16 or bf16",
-         name, o.dtype);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "dtype was %d, expected f32, f64, f16 or bf16", o.dtype);
   if (!(o.momentum >= 0 && o.momentum <= 1))
-    fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": momentum was %g, expected a number in [0, 1]",
-         name, o.momentum);
-  if (!(o.eps > 0) || !std::isfinite(o.eps))
-    fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": eps was %g, expected a finite number > 0", name,
-         o.eps);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "momentum was %g, expected a number in [0, 1]", o.momentum);
+  check_positive((prefix + "eps").c_str(), o.eps);
 }
 
 void BatchNorms::check_params(const char* name, int64_t channels, ga_param gamma,
                               ga_param beta) const {
+  const Subject of = {"layer", name};
   const auto check = [&](const char* what, ga_param id) {
     if (id == -1) return;
     const BnParam p = context_.bn_param(id);
     if (p.count != channels)
-      fail(GA_ERROR_INVALID_ARGUMENT,
-           "layer \"%s\": %s, parameter \"%s\", has %lld elements, expected one for each of %lld "
-           "channels",
-           name, what, p.name, ll(p.count), ll(channels));
+      of.fail(GA_ERROR_INVALID_ARGUMENT,
+              "%s, parameter \"%s\", has %lld elements, expected one for each of %lld channels",
+              what, p.name, ll(p.count), ll(channels));
   };
   check("gamma", gamma);
   check("beta", beta);
   if (gamma >= 0 && gamma == beta)
-    fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": gamma and beta are both parameter \"%s\"", name,
-         context_.bn_param(gamma).name);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "gamma and beta are both parameter \"%s\"",
+            context_.bn_param(gamma).name);
 }
 
 void BatchNorms::check_mode(const char* name, int32_t mode) const {
+  const Subject of = {"layer", name};
   if (mode != GA_BN_MICRO && config_.nonfinite == GA_NONFINITE_DROP_MICRO)
-    fail(GA_ERROR_UNSUPPORTED,
-         "layer \"%s\": not with GA_NONFINITE_DROP_MICRO in %s mode: other micro-batches would "
-         "have been normalised with one that is dropped",
-         name, mode == GA_BN_WINDOW ? "WINDOW" : "CUMULATIVE");
-  if (mode == GA_BN_WINDOW && context_.deferring())  // by GA_CLIP_MICRO, then
-    fail(GA_ERROR_UNSUPPORTED,
-         "layer \"%s\": not with GA_CLIP_MICRO in WINDOW mode, which opens micro-batches again",
-         name);
+    of.fail(GA_ERROR_UNSUPPORTED,
+            "%s mode is not supported with GA_NONFINITE_DROP_MICRO: other micro-batches would have "
+            "been normalised with one that is dropped",
+            mode == GA_BN_WINDOW ? "WINDOW" : "CUMULATIVE");
+  if (mode == GA_BN_WINDOW && context_.deferring())
+    of.fail(GA_ERROR_UNSUPPORTED,
+            "WINDOW mode, which opens micro-batches again, is not supported with GA_CLIP_MICRO");
 }
 
-// Gives a new layer its arrays and its place in the table; throws and is as before if that fails.
+// Gives a new layer its arrays and its entry in the table. On failure nothing has changed.
 void BatchNorms::allocate(Layer& b) {
   const auto n = static_cast<size_t>(b.channels);
   const size_t state = n * sizeof(BnChannel);
@@ -221,37 +216,22 @@ void BatchNorms::set_frozen(ga_bn id, bool frozen) {
   b.require_unused("ga_bn_set_frozen");
   b.frozen = frozen;
   inputs_.edit(b.input).frozen = frozen;
-  inputs_.flush(backend_);  // perhaps nothing but replays of a graph follows
+  inputs_.flush(backend_);  // because only replays of a captured graph may follow
 }
 
-// ---- What a call is about -----------------------------------------------------------------------
+// ---- Arguments ----------------------------------------------------------------------------------
 
-// An array of the program; output: written too.
 void BatchNorms::check_array(const Layer& b, const char* what, const void* data, int64_t count,
-                             int32_t dtype, bool output) const {
+                             int32_t dtype) const {
   if (count == 0) return;
-  const int32_t size = dtype_info(dtype).size;
-  if (!data) fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": %s was NULL", b.name.c_str(), what);
-  if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size) != 0)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "layer \"%s\": %s was at address %p, expected a multiple of its element, %d bytes",
-         b.name.c_str(), what, data, size);
-  if (output && ranges_.overlap(data, count * size))
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "layer \"%s\": %s at %p overlaps a parameter or memory of the library", b.name.c_str(),
-         what, data);
-  if (config_.device != GA_DEVICE_CPU)
-    backend_.check_memory(data, ("layer \"" + b.name + "\": " + what).c_str());
-}
-
-void BatchNorms::check_tensor(const Layer& b, const char* what, const void* data,
-                              int64_t count) const {
-  check_array(b, what, data, count, b.options.dtype, false);
+  if (!data) b.subject().fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", what);
+  context_.check_readable(b.subject(), what, data, count, dtype_info(dtype).size);
 }
 
 void BatchNorms::check_output(const Layer& b, const char* what, const void* data,
                               int64_t count) const {
-  check_array(b, what, data, count, b.options.dtype, true);
+  check_array(b, what, data, count, b.options.dtype);
+  context_.check_apart(b.subject(), what, data, count * dtype_info(b.options.dtype).size, -1);
 }
 
 void BatchNorms::Layer::check_overlap(const char* what, const void* in, const char* out_name,
@@ -259,34 +239,32 @@ void BatchNorms::Layer::check_overlap(const char* what, const void* in, const ch
   const auto bytes = static_cast<uintptr_t>(count * dtype_info(options.dtype).size);
   const auto i = reinterpret_cast<uintptr_t>(in), o = reinterpret_cast<uintptr_t>(out);
   if (i != o && i < o + bytes && o < i + bytes)
-    fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": %s at %p overlaps %s at %p in part",
-         name.c_str(), out_name, out, what, in);
+    subject().fail(GA_ERROR_INVALID_ARGUMENT, "%s at %p overlaps %s at %p in part", out_name, out,
+                   what, in);
 }
 
 void BatchNorms::Layer::check_sweep(const char* what, int64_t micro, int64_t count) const {
-  const auto seen = static_cast<int64_t>(taken.size());
+  const Subject of = subject(what);
   if (!final)
-    fail(GA_ERROR_INVALID_STATE,
-         "%s: layer \"%s\" has seen %lld micro-batches, but ga_bn_finalize is still due", what,
-         name.c_str(), ll(seen));
-  if (micro >= seen)
-    fail(GA_ERROR_INVALID_STATE,
-         "%s: layer \"%s\": micro-batch %lld was not in its first sweep, which had %lld", what,
-         name.c_str(), ll(micro), ll(seen));
-  if (const int64_t first = taken[static_cast<size_t>(micro)].count; count != first)
-    fail(GA_ERROR_INVALID_STATE,
-         "%s: layer \"%s\": micro-batch %lld had %lld elements a channel in its first sweep, but "
-         "%lld now",
-         what, name.c_str(), ll(micro), ll(first), ll(count));
+    of.fail(GA_ERROR_INVALID_STATE,
+            "it has seen %lld micro-batches, but ga_bn_finalize must be called first", ll(seen()));
+  if (micro >= seen())
+    of.fail(GA_ERROR_INVALID_STATE,
+            "micro-batch %lld was not in its first sweep, which had %lld micro-batches", ll(micro),
+            ll(seen()));
+  if (const int64_t first = taken_of(micro).count; count != first)
+    of.fail(GA_ERROR_INVALID_STATE,
+            "micro-batch %lld had %lld elements a channel in the first sweep, but %lld now",
+            ll(micro), ll(first), ll(count));
 }
 
 BnTask BatchNorms::task_of(const Layer& b, int64_t samples, int64_t positions) const {
   int64_t count;
   if (samples < 0 || positions < 0 || __builtin_mul_overflow(samples, positions, &count) ||
       __builtin_mul_overflow(count, b.channels, &count) || count > INT64_MAX / 8)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "layer \"%s\": the shape was %lld samples of %lld positions in %lld channels",
-         b.name.c_str(), ll(samples), ll(positions), ll(b.channels));
+    b.subject().fail(GA_ERROR_INVALID_ARGUMENT,
+                     "the shape was %lld samples of %lld positions in %lld channels", ll(samples),
+                     ll(positions), ll(b.channels));
   const auto array_of = [&](ga_param id) {
     return id < 0 ? Array{nullptr, GA_F32} : context_.bn_param(id).values;
   };
@@ -309,7 +287,8 @@ BnTask BatchNorms::task_of(const Layer& b, int64_t samples, int64_t positions) c
   return t;
 }
 
-// The micro-batch that a call of the forward pass is about; next: of a sweep in WINDOW mode.
+// The index of the micro-batch that a call of the forward pass works on. next: the next one of a sweep
+// in WINDOW mode.
 int64_t BatchNorms::index_of(const Layer& b, int64_t next) const {
   window_.check_valid();
   if (window_.open_index() >= 0) return window_.open_index();
@@ -319,31 +298,29 @@ int64_t BatchNorms::index_of(const Layer& b, int64_t next) const {
   }
   const int64_t most = context_.known_accum_steps();
   if (most > 0 && next >= most)
-    fail(GA_ERROR_INVALID_STATE,
-         "layer \"%s\": its sweep has been over all %lld micro-batches of the window",
-         b.name.c_str(), ll(most));
+    b.subject().fail(GA_ERROR_INVALID_STATE,
+                     "its sweep has been over all %lld micro-batches of the window", ll(most));
   return next;
 }
 
-// Checks a call that brings statistics of count elements a channel; returns its micro-batch.
+// The index of the micro-batch whose statistics a call brings; throws if the call is not legal now.
 int64_t BatchNorms::index_of_statistics(const Layer& b, const char* what) const {
-  const auto seen = static_cast<int64_t>(b.taken.size());
-  const int64_t index = index_of(b, seen);
+  const int64_t seen = b.seen(), index = index_of(b, seen);
   if (!b.windowed()) return index;
   if (b.final)
-    fail(GA_ERROR_INVALID_STATE,
-         "%s: the statistics of layer \"%s\" are final, of %lld micro-batches; ga_step or "
-         "ga_discard begins a new window",
-         what, b.name.c_str(), ll(seen));
+    b.subject(what).fail(GA_ERROR_INVALID_STATE,
+                         "the statistics are final, of %lld micro-batches; ga_step or ga_discard "
+                         "begins a new window",
+                         ll(seen));
   if (index != seen)
-    fail(GA_ERROR_INVALID_STATE,
-         "%s: layer \"%s\" has seen %lld micro-batches in its first sweep, expected number %lld "
-         "next, but %lld is open",
-         what, b.name.c_str(), ll(seen), ll(seen), ll(index));
+    b.subject(what).fail(GA_ERROR_INVALID_STATE,
+                         "it has seen %lld micro-batches in its first sweep, expected number %lld "
+                         "next, but %lld is open",
+                         ll(seen), ll(seen), ll(index));
   return index;
 }
 
-// Room in the history, by doubling; what it holds stays.
+// Makes room in the history, by doubling, and keeps what the history holds.
 void BatchNorms::make_room(Layer& b, int64_t micro_batches) {
   if (micro_batches <= b.history_size) return;
   constexpr int64_t kFew = 4;
@@ -363,9 +340,9 @@ void BatchNorms::make_room(Layer& b, int64_t micro_batches) {
   b.history_size = size;
 }
 
-// work(): a pass of the task that takes statistics of micro-batch index, of as many elements as
-// `taken` says. One that has not been opened may be given the same statistics twice, but not
-// others: those of several micro-batches would be taken for one.
+// Takes the statistics of micro-batch `index`: work() is the pass that stores them, `taken` says of how
+// many elements they are. A micro-batch that is not open may be given the same statistics twice, but not
+// others, because the statistics of several micro-batches would then pass for those of one.
 template <class Work>
 void BatchNorms::take(Layer& b, const char* what, int64_t index, const Taken& taken, BnTask& task,
                       Work&& work) {
@@ -382,12 +359,13 @@ void BatchNorms::take(Layer& b, const char* what, int64_t index, const Taken& ta
     backend_.read(both.data(), b.history.at(static_cast<size_t>(index * b.channels)),
                   both.size() * sizeof(Moments));
     if (std::memcmp(&both[0], &both[n], n * sizeof(Moments)) != 0)
-      fail(
+      b.subject(what).fail(
           GA_ERROR_INVALID_STATE,
-          "%s: layer \"%s\" was given statistics of other data for micro-batch %lld, which has not "
-          "been opened; ga_micro_begin and ga_micro_end, with nothing between them where the "
-          "gradients come later, tell micro-batches apart",
-          what, b.name.c_str(), ll(index));
+          "it was given statistics of other data for micro-batch %lld, which has not been opened; "
+          "ga_micro_begin and ga_micro_end tell micro-batches apart, with nothing between them if "
+          "the "
+          "gradients come later",
+          ll(index));
     return;
   }
   if (at >= b.taken.size()) b.taken.resize(at + 1);
@@ -400,7 +378,7 @@ void BatchNorms::accumulate(ga_bn id, const void* x, int64_t samples, int64_t po
   Layer& b = layer_for_work(id);
   BnTask task = task_of(b, samples, positions);
   const int64_t index = index_of_statistics(b, "ga_bn_accumulate");
-  check_tensor(b, "x", x, task.count());
+  check_array(b, "x", x, task.count(), b.options.dtype);
   if (b.frozen) return;
   task.x = x;
   take(b, "ga_bn_accumulate", index, {task.elements(), true}, task,
@@ -412,18 +390,17 @@ void BatchNorms::accumulate_stats(ga_bn id, int64_t count, const void* mean, con
   Layer& b = layer_for_work(id);
   BnTask task = task_of(b, 0, 0);
   check_choice("kind", kind, GA_BN_M2, "ga_bn_spread");
-  check_statistics_dtype(b.name.c_str(), dtype);
-  if (count < 0)
-    fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": count was %lld, expected >= 0", b.name.c_str(),
-         ll(count));
+  const Subject of = b.subject();
+  check_statistics_dtype(of, dtype);
+  if (count < 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "count was %lld, expected >= 0", ll(count));
   const int64_t index = index_of_statistics(b, "ga_bn_accumulate_stats");
-  check_array(b, "mean", mean, b.channels, dtype, false);
-  check_array(b, "spread", spread, b.channels, dtype, false);
+  check_array(b, "mean", mean, b.channels, dtype);
+  check_array(b, "spread", spread, b.channels, dtype);
   if (config_.device == GA_DEVICE_CPU)
     for (int64_t c = 0; c < b.channels; ++c)
       if (element(spread, dtype, c) < 0)
-        fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": spread[%lld] was %g, expected >= 0",
-             b.name.c_str(), ll(c), element(spread, dtype, c));
+        of.fail(GA_ERROR_INVALID_ARGUMENT, "spread[%lld] was %g, expected >= 0", ll(c),
+                element(spread, dtype, c));
   if (b.frozen) return;
   const BnGiven given = {count,
                          {const_cast<void*>(mean), dtype},
@@ -436,18 +413,13 @@ void BatchNorms::accumulate_stats(ga_bn id, int64_t count, const void* mean, con
 
 void BatchNorms::finalize(ga_bn id) {
   Layer& b = layer_for_work(id);
+  const Subject of = b.subject("ga_bn_finalize");
   window_.check_valid();
-  if (!b.windowed())
-    fail(GA_ERROR_INVALID_STATE, "ga_bn_finalize: layer \"%s\" is not in WINDOW mode",
-         b.name.c_str());
+  if (!b.windowed()) of.fail(GA_ERROR_INVALID_STATE, "it is not in WINDOW mode");
   if (b.frozen) return;
   if (b.taken.empty())
-    fail(GA_ERROR_INVALID_STATE,
-         "ga_bn_finalize: layer \"%s\" has no statistics; ga_bn_accumulate brings them",
-         b.name.c_str());
-  if (b.final)
-    fail(GA_ERROR_INVALID_STATE, "ga_bn_finalize: the statistics of layer \"%s\" are final already",
-         b.name.c_str());
+    of.fail(GA_ERROR_INVALID_STATE, "it has no statistics; ga_bn_accumulate brings them");
+  if (b.final) of.fail(GA_ERROR_INVALID_STATE, "its statistics are final already");
   b.summed.reserve(b.taken.size());
   const BnTask task = task_of(b, 0, 0);
   window_.or_invalidate([&] { backend_.bn_finalize(task); });
@@ -460,23 +432,18 @@ void BatchNorms::forward(ga_bn id, const void* x, int64_t samples, int64_t posit
   BnTask task = task_of(b, samples, positions);
   const int64_t index = index_of(b, b.forwarded);
   const bool own = !b.frozen && !b.windowed();  // by this micro-batch's statistics
-  const bool given = own && b.has(index) && b.taken[static_cast<size_t>(index)].given;
+  const bool given = own && b.has(index) && b.taken_of(index).given;
   if (!b.frozen && b.windowed()) b.check_sweep("ga_bn_forward", index, task.elements());
-  if (given && task.elements() != b.taken[static_cast<size_t>(index)].count)
-    fail(GA_ERROR_INVALID_STATE,
-         "ga_bn_forward: layer \"%s\": micro-batch %lld brought statistics of %lld elements a "
-         "channel, but x has %lld",
-         b.name.c_str(), ll(index), ll(b.taken[static_cast<size_t>(index)].count),
-         ll(task.elements()));
-  check_tensor(b, "x", x, task.count());
-  check_output(b, "y", y, task.count());
-  b.check_overlap("x", x, "y", y, task.count());
-  task.x = x;
-  task.out = y;
+  if (given && task.elements() != b.taken_of(index).count)
+    b.subject("ga_bn_forward")
+        .fail(GA_ERROR_INVALID_STATE,
+              "the statistics of micro-batch %lld are of %lld elements a channel, but x has %lld",
+              ll(index), ll(b.taken_of(index).count), ll(task.elements()));
+  set_forward(b, task, x, y);
   task.index = index;
   bool normalised = false;
   if (own && !given) {
-    // Statistics for a comparison are taken alone: y is not written where they are others.
+    // Statistics that are only compared are taken alone, so that a call that fails does not write y.
     const auto pass = [&] {
       normalised = !task.aside;
       normalised ? backend_.bn_forward(task, true) : backend_.bn_statistics(task);
@@ -484,7 +451,7 @@ void BatchNorms::forward(ga_bn id, const void* x, int64_t samples, int64_t posit
     take(b, "ga_bn_forward", index, {task.elements(), false}, task, pass);
     task.aside = false;
   }
-  if (own && b.index != index) {  // another micro-batch was visited since
+  if (own && b.index != index) {  // another micro-batch was visited in between
     BnGiven known = {};
     known.known = true;
     window_.or_invalidate([&] { backend_.bn_take(task, known); });
@@ -498,42 +465,44 @@ void BatchNorms::forward(ga_bn id, const void* x, int64_t samples, int64_t posit
 void BatchNorms::infer(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y) {
   const Layer& b = layer_for_work(id);
   BnTask task = task_of(b, samples, positions);
-  check_tensor(b, "x", x, task.count());
-  check_output(b, "y", y, task.count());
-  b.check_overlap("x", x, "y", y, task.count());
+  set_forward(b, task, x, y);
   task.frozen = true;
-  task.x = x;
-  task.out = y;
   backend_.bn_forward(task, false);
 }
 
-// What both backward calls begin with.
+void BatchNorms::set_forward(const Layer& b, BnTask& task, const void* x, void* y) const {
+  check_array(b, "x", x, task.count(), b.options.dtype);
+  check_output(b, "y", y, task.count());
+  b.check_overlap("x", x, "y", y, task.count());
+  task.x = x;
+  task.out = y;
+}
+
+// Checks the arguments that both backward calls have, and makes their task.
 BnTask BatchNorms::backward_task(const Layer& b, const char* what, const void* x, const void* dy,
                                  int64_t samples, int64_t positions) const {
   window_.check_part(what);
   BnTask task = task_of(b, samples, positions);
   const int64_t index = window_.open_index();
   const Micro& micro = window_.open_micro();
-  if (b.frozen) {
-  } else if (b.windowed()) {
+  const Subject of = b.subject(what);
+  if (!b.frozen && b.windowed()) {
     b.check_sweep(what, index, task.elements());
-  } else if (b.index != index) {
+  } else if (!b.frozen) {
     if (b.index < 0)
-      fail(GA_ERROR_INVALID_STATE, "%s: layer \"%s\" has had no ga_bn_forward in this window", what,
-           b.name.c_str());
-    fail(GA_ERROR_INVALID_STATE,
-         "%s: layer \"%s\" has the statistics of micro-batch %lld, but %lld is open", what,
-         b.name.c_str(), ll(b.index), ll(index));
-  } else if (const int64_t count = b.taken[static_cast<size_t>(index)].count;
-             task.elements() != count) {
-    fail(GA_ERROR_INVALID_STATE,
-         "%s: layer \"%s\": micro-batch %lld had %lld elements a channel forward, but %lld now",
-         what, b.name.c_str(), ll(index), ll(count), ll(task.elements()));
+      of.fail(GA_ERROR_INVALID_STATE, "ga_bn_forward has not been called in this window");
+    if (b.index != index)
+      of.fail(GA_ERROR_INVALID_STATE, "it has the statistics of micro-batch %lld, but %lld is open",
+              ll(b.index), ll(index));
+    if (const int64_t count = b.taken_of(index).count; task.elements() != count)
+      of.fail(GA_ERROR_INVALID_STATE,
+              "micro-batch %lld had %lld elements a channel in the forward pass, but %lld now",
+              ll(index), ll(count), ll(task.elements()));
   }
   const bool read = micro.weight > 0;
   if (read) {
-    check_tensor(b, "x", x, task.count());
-    check_tensor(b, "dy", dy, task.count());
+    check_array(b, "x", x, task.count(), b.options.dtype);
+    check_array(b, "dy", dy, task.count(), b.options.dtype);
   }
   task.x = x;
   task.dy = dy;
@@ -543,14 +512,14 @@ BnTask BatchNorms::backward_task(const Layer& b, const char* what, const void* x
   return task;
 }
 
-// Whether the open micro-batch has its sums. Makes room for the answer.
+// Whether the backward sums of the open micro-batch are in the window. Makes room in b.summed.
 bool BatchNorms::is_summed(Layer& b) {
   const auto index = static_cast<size_t>(window_.open_index());
   if (index >= b.summed.size()) b.summed.resize(std::max(index + 1, 2 * b.summed.size()));
   return b.summed[index] != 0;
 }
 
-// Records what a pass over the sums has left, and takes it into the window.
+// Adds the backward sums of the open micro-batch to the window.
 void BatchNorms::add_sums(Layer& b) {
   b.summed[static_cast<size_t>(window_.open_index())] = 1;
   ++b.sums;
@@ -564,8 +533,8 @@ void BatchNorms::backward_accumulate(ga_bn id, const void* x, const void* dy, in
   const char* const what = "ga_bn_backward_accumulate";
   const BnTask task = backward_task(b, what, x, dy, samples, positions);
   if (is_summed(b))
-    fail(GA_ERROR_INVALID_STATE, "%s: layer \"%s\" has the sums of micro-batch %lld already", what,
-         b.name.c_str(), ll(window_.open_index()));
+    b.subject(what).fail(GA_ERROR_INVALID_STATE, "it has the sums of micro-batch %lld already",
+                         ll(window_.open_index()));
   context_.prepare_parts(b.gradients(), what);
   if (task.weight != 0) window_.or_invalidate([&] { backend_.bn_backward_sums(task); });
   b.sums_of = window_.open_index();
@@ -578,21 +547,20 @@ void BatchNorms::backward(ga_bn id, const void* x, const void* dy, int64_t sampl
   const char* const what = "ga_bn_backward";
   BnTask task = backward_task(b, what, x, dy, samples, positions);
   const bool windowed = b.windowed() && !b.frozen;
-  // Gamma and beta get the sums of a micro-batch once; dx needs those of its own x and dy.
+  // The sums of a micro-batch are added to gamma and beta once; dx needs the sums of its own x and dy.
   const int64_t index = window_.open_index();
   const bool adding = !is_summed(b) && !windowed;
   const bool summing = adding || (!windowed && !b.frozen && b.sums_of != index);
   if (summing && !adding && context_.deferring())
-    fail(GA_ERROR_INVALID_STATE,
-         "%s: the sums of layer \"%s\" over micro-batch %lld wait to be judged with it "
-         "(GA_NONFINITE_DROP_MICRO, GA_CLIP_MICRO) and cannot be made again",
-         what, b.name.c_str(), ll(index));
-  if (windowed && b.sums < static_cast<int64_t>(b.taken.size()))
-    fail(
-        GA_ERROR_INVALID_STATE,
-        "%s: layer \"%s\" has the sums of %lld of %lld micro-batches; ga_bn_backward_accumulate is "
-        "due for the others",
-        what, b.name.c_str(), ll(b.sums), ll(static_cast<int64_t>(b.taken.size())));
+    b.subject(what).fail(GA_ERROR_INVALID_STATE,
+                         "its sums over micro-batch %lld are kept until the micro-batch ends "
+                         "(GA_NONFINITE_DROP_MICRO, GA_CLIP_MICRO) and cannot be computed again",
+                         ll(index));
+  if (windowed && b.sums < b.seen())
+    b.subject(what).fail(GA_ERROR_INVALID_STATE,
+                         "it has the sums of %lld of %lld micro-batches; ga_bn_backward_accumulate "
+                         "must be called for the others first",
+                         ll(b.sums), ll(b.seen()));
   check_output(b, "dx", dx, task.count());
   if (task.weight != 0) {
     b.check_overlap("x", x, "dx", dx, task.count());
@@ -616,7 +584,7 @@ std::vector<BnChannel> BatchNorms::read(const Layer& b) const {
 void BatchNorms::running(ga_bn id, void* mean, void* variance, int32_t dtype,
                          int64_t* steps) const {
   const Layer& b = layer(id);
-  check_statistics_dtype(b.name.c_str(), dtype);
+  check_statistics_dtype(b.subject(), dtype);
   const std::vector<BnChannel> state = read(b);
   int64_t most = 0;
   for (int64_t c = 0; c < b.channels; ++c) {
@@ -633,23 +601,19 @@ void BatchNorms::set_running(ga_bn id, const void* mean, const void* variance, i
   window_.check_empty("ga_bn_running_set");
   Layer& b = layer_for_work(id);
   b.require_unused("ga_bn_running_set");
-  check_statistics_dtype(b.name.c_str(), dtype);
+  const Subject of = b.subject();
+  check_statistics_dtype(of, dtype);
   if (!mean || !variance)
-    fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": %s was NULL", b.name.c_str(),
-         mean ? "variance" : "mean");
-  if (steps < 0)
-    fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": steps was %lld, expected >= 0", b.name.c_str(),
-         ll(steps));
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", mean ? "variance" : "mean");
+  if (steps < 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "steps was %lld, expected >= 0", ll(steps));
   std::vector<BnChannel> state = read(b);
   for (int64_t c = 0; c < b.channels; ++c) {
     const double m = element(mean, dtype, c), v = element(variance, dtype, c);
     if (!std::isfinite(m))
-      fail(GA_ERROR_INVALID_ARGUMENT, "layer \"%s\": mean[%lld] was %g, expected a finite number",
-           b.name.c_str(), ll(c), m);
+      of.fail(GA_ERROR_INVALID_ARGUMENT, "mean[%lld] was %g, expected a finite number", ll(c), m);
     if (!(v >= 0) || !std::isfinite(v))
-      fail(GA_ERROR_INVALID_ARGUMENT,
-           "layer \"%s\": variance[%lld] was %g, expected a finite number >= 0", b.name.c_str(),
-           ll(c), v);
+      of.fail(GA_ERROR_INVALID_ARGUMENT, "variance[%lld] was %g, expected a finite number >= 0",
+              ll(c), v);
     BnChannel& channel = state[static_cast<size_t>(c)];
     channel.running_mean = m;
     channel.running_variance = v;
@@ -661,14 +625,14 @@ void BatchNorms::set_running(ga_bn id, const void* mean, const void* variance, i
 void BatchNorms::statistics(ga_bn id, void* mean, void* variance, int32_t dtype,
                             int64_t* count) const {
   const Layer& b = layer(id);
-  check_statistics_dtype(b.name.c_str(), dtype);
+  const Subject of = b.subject("ga_bn_statistics");
+  check_statistics_dtype(of, dtype);
   if (!b.frozen && b.windowed() && b.index >= 0 && !b.final)
-    fail(GA_ERROR_INVALID_STATE, "ga_bn_statistics: layer \"%s\": ga_bn_finalize is due",
-         b.name.c_str());
+    of.fail(GA_ERROR_INVALID_STATE, "ga_bn_finalize must be called first");
   if (b.frozen || b.index < 0)
-    fail(GA_ERROR_INVALID_STATE, "ga_bn_statistics: layer \"%s\" %s", b.name.c_str(),
-         b.frozen ? "is frozen: it normalises by its running statistics"
-                  : "has no statistics in this window");
+    of.fail(GA_ERROR_INVALID_STATE, "%s",
+            b.frozen ? "it is frozen and normalises by its running statistics"
+                     : "it has no statistics in this window");
   const std::vector<BnChannel> state = read(b);
   for (int64_t c = 0; c < b.channels; ++c) {
     const BnChannel& channel = state[static_cast<size_t>(c)];

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The layers with batch normalisation of a context: which micro-batch a call is about, what is legal
-// next, and the way of the gradients of gamma and beta into the window. The formulas are in
-// ops/batchnorm.hpp; what a step does to running statistics is in decide.hpp.
+// The batch-normalisation layers of a context: which micro-batch a call works on, which call is legal
+// next, and how the gradients of gamma and beta reach the window. The formulas are in ops/batchnorm.hpp;
+// decide.hpp updates the running statistics.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "backend/backend.hpp"
+#include "error.hpp"
 #include "ranges.hpp"
 #include "table.hpp"
 #include "window.hpp"
@@ -27,22 +28,30 @@ struct BnParam {
   const char* name;
 };
 
-// What the layers need of their context.
+// What the layers need from their context.
 class BnContext {
  public:
   virtual BnParam bn_param(ga_param id) const = 0;  // throws if there is no such parameter
-  // Whether micro-batches are judged as a whole, when they end.
+  // Whether micro-batches are checked or clipped as a whole when they end.
   virtual bool deferring() const = 0;
   // K of the window; 0 if the program decides when a window ends, or if K is not known yet.
   virtual int64_t known_accum_steps() const = 0;
-  // data as what is added to an accumulator: the loss scale undone, times the weight.
+  // data as it is added to an accumulator: divided by the loss scale, times the weight.
   virtual Source contribution(const void* data, int32_t dtype, const Micro& micro) const = 0;
-  // Checks that these parameters can take a contribution to the open micro-batch now, and gives them
-  // the arrays that it takes. what: the function that was called.
+  // Checks that these parameters can take a contribution to the open micro-batch now, and allocates
+  // their arrays. what: the function that was called.
   virtual void prepare_parts(Span<const Whole> parts, const char* what) = 0;
-  // Adds gradients of different parameters to the open micro-batch, in one pass.
+  // Adds the gradients of different parameters to the open micro-batch, in one pass.
   virtual void contribute(Span<const Whole> given, bool may_adopt) = 0;
   virtual void set_tables() = 0;  // tells the backend where the tables are
+  // These throw GA_ERROR_INVALID_ARGUMENT, naming the array `what` of the subject.
+  // Unless an array of the program is aligned to its elements and, as far as can be told, in memory
+  // that the backend reads:
+  virtual void check_readable(const Subject& of, const char* what, const void* data, int64_t count,
+                              int32_t size) const = 0;
+  // If it overlaps memory of the library, or a parameter other than `self`:
+  virtual void check_apart(const Subject& of, const char* what, const void* data, int64_t bytes,
+                           ga_param self) const = 0;
 
  protected:
   ~BnContext() = default;
@@ -75,7 +84,7 @@ class BatchNorms {
   void statistics(ga_bn id, void* mean, void* variance, int32_t dtype, int64_t* count) const;
 
   bool has_statistics() const;           // of this window
-  const char* name_of_windowed() const;  // of some layer in WINDOW mode; NULL: there is none
+  const char* name_of_windowed() const;  // of a layer in WINDOW mode; NULL if there is none
   int64_t bytes() const;                 // of the layers' arrays
   const Table<BnInput>& inputs() const { return inputs_; }
   void flush() { inputs_.flush(backend_); }
@@ -94,11 +103,11 @@ class BatchNorms {
   void check_params(const char* name, int64_t channels, ga_param gamma, ga_param beta) const;
   void check_mode(const char* name, int32_t mode) const;
   void allocate(Layer& b);
-  void check_array(const Layer& b, const char* what, const void* data, int64_t count, int32_t dtype,
-                   bool output) const;
-  void check_tensor(const Layer& b, const char* what, const void* data, int64_t count) const;
+  void check_array(const Layer& b, const char* what, const void* data, int64_t count,
+                   int32_t dtype) const;
   void check_output(const Layer& b, const char* what, const void* data, int64_t count) const;
   BnTask task_of(const Layer& b, int64_t samples, int64_t positions) const;
+  void set_forward(const Layer& b, BnTask& task, const void* x, void* y) const;
   int64_t index_of(const Layer& b, int64_t next) const;
   int64_t index_of_statistics(const Layer& b, const char* what) const;
   void make_room(Layer& b, int64_t micro_batches);

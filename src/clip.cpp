@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Clipping: what is set, the arrays that units need, and the factors, of a micro-batch and of the
-// reduced gradient.
+// Clipping: its options, and the arrays that units of adaptive clipping need.
 #include <algorithm>
 #include <cmath>
 
@@ -10,17 +9,20 @@
 namespace ga {
 namespace {
 
-// The axes that a unit of adaptive clipping is reduced over: see ga_agc_units.
+// The axes that a unit of adaptive clipping is reduced over, as a bit mask: see ga_agc_units.
 uint32_t agc_axes(int32_t units, const std::vector<int64_t>& shape) {
   constexpr uint32_t kAll = ~0u;
   const auto rank = static_cast<int32_t>(shape.size());
-  int32_t counted = rank;
-  if (units == GA_AGC_NFNETS)
-    counted = static_cast<int32_t>(
-        std::count_if(shape.begin(), shape.end(), [](int64_t extent) { return extent != 1; }));
+  const auto ones = static_cast<int32_t>(std::count(shape.begin(), shape.end(), 1));
+  const int32_t counted = units == GA_AGC_NFNETS ? rank - ones : rank;
   if (counted <= 1) return kAll;
   if (units == GA_AGC_TORCH) return kAll & ~1u;
   return rank <= 3 ? 1u : (1u << std::min(rank - 1, 31)) - 1;
+}
+
+// Whether every micro-batch is clipped.
+bool is_of_micros(const ga_clip& c) {
+  return c.when == GA_CLIP_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
 }
 
 }  // namespace
@@ -43,12 +45,8 @@ void check_clip(const ga_clip& c) {
     check_rate("clip: max_norm", c.max_norm);
   if (!(c.max_value > 0))
     fail(GA_ERROR_INVALID_ARGUMENT, "clip: max_value was %g, expected > 0", c.max_value);
-  if (!(c.agc_factor > 0) || !std::isfinite(c.agc_factor))
-    fail(GA_ERROR_INVALID_ARGUMENT, "clip: agc_factor was %g, expected a finite number > 0",
-         c.agc_factor);
-  if (!(c.agc_eps > 0) || !std::isfinite(c.agc_eps))
-    fail(GA_ERROR_INVALID_ARGUMENT, "clip: agc_eps was %g, expected a finite number > 0",
-         c.agc_eps);
+  check_positive("clip: agc_factor", c.agc_factor);
+  check_positive("clip: agc_eps", c.agc_eps);
 }
 
 const ga_clip& Context::clip_of(const Param& p) const {
@@ -56,12 +54,7 @@ const ga_clip& Context::clip_of(const Param& p) const {
   return g.own_clip ? g.clip : clip_;
 }
 
-// Whether every micro-batch is clipped.
-bool is_of_micros(const ga_clip& c) {
-  return c.when == GA_CLIP_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
-}
-
-// Micro-batches that are clipped cannot be opened again, as the two sweeps of WINDOW mode do.
+// Micro-batches that are clipped cannot be opened again, as the second sweep of WINDOW mode does.
 void Context::check_no_sweeps(const ga_clip& clip) const {
   if (!is_of_micros(clip)) return;
   if (const char* const layer = batch_norms_.name_of_windowed())
@@ -92,13 +85,14 @@ void Context::set_group_clip(ga_group id, const ga_clip* clip) {
   change_clip(clip, g.clip, &g.own_clip);
 }
 
-// What a clip of the context or of a group becomes, with the arrays that it needs. All or nothing.
+// Sets the clipping of the context or of a group, and allocates the arrays that it needs. On failure
+// nothing has changed. own: whether the group has a clipping of its own; NULL for the context.
 void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   if (clip) check_clip(*clip);
   const ga_clip next = clip ? *clip : default_clip();
   check_no_sweeps(next);
   if (next.when == GA_CLIP_MICRO || clip_micro_)
-    require_empty("a change of a clipping of micro-batches (GA_CLIP_MICRO)");
+    require_empty("a change of the clipping of micro-batches (GA_CLIP_MICRO)");
   const ga_clip before = slot;
   const bool before_own = own && *own;
   slot = next;
@@ -107,7 +101,7 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
     for (size_t i = 0; i < params_.size(); ++i)
       if (!params_[i].owns && clip_of(params_[i]).scope == GA_CLIP_AGC) units_axes(i);
     const bool units = before.scope == GA_CLIP_AGC || next.scope == GA_CLIP_AGC ||
-                       clip_.scope == GA_CLIP_AGC;  // perhaps another group's, now or before
+                       clip_.scope == GA_CLIP_AGC;  // which a group may have had, or gets
     if (prepared_ > 0 && units) prepare_units();
   } catch (...) {
     slot = before;
@@ -127,14 +121,16 @@ uint32_t Context::units_axes(size_t i) const {
   if (t.options.agc_axes != 0) return t.options.agc_axes;
   const int32_t units = clip_of(params_[i]).agc_units;
   if (units == GA_AGC_NFNETS && t.shape.size() > 4)
-    fail(GA_ERROR_UNSUPPORTED,
-         "parameter \"%s\": its rank is %zu, but GA_AGC_NFNETS has units up to rank 4; "
-         "ga_param_options.agc_axes names them",
-         t.name.c_str(), t.shape.size());
+    subject(static_cast<ga_param>(i))
+        .fail(GA_ERROR_UNSUPPORTED,
+              "its rank is %zu, but GA_AGC_NFNETS defines units up to rank 4; "
+              "ga_param_options.agc_axes defines them for any rank",
+              t.shape.size());
   return agc_axes(units, t.shape);
 }
 
-// Gives every parameter under GA_CLIP_AGC that has its arrays those of its units. All or nothing.
+// Allocates the arrays of units for every parameter under GA_CLIP_AGC that has its other arrays. On
+// failure nothing has changed.
 void Context::prepare_units() {
   std::vector<std::unique_ptr<Units>> made(prepared_);
   for (size_t i = 0; i < prepared_; ++i) {
@@ -152,7 +148,6 @@ bool Context::by_units(ga_param id) const {
          tensors_[i].units[Tensor::kClipUnits];
 }
 
-// Whether its micro-batches are clipped before they are added.
 bool Context::clips_micro(const Param& p) const { return is_of_micros(clip_of(p)); }
 
 }  // namespace ga

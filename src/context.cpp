@@ -12,44 +12,41 @@
 namespace ga {
 namespace {
 
-// Makes room for more elements. Exactly so much, each of many calls would move all others.
+// Makes room for more elements, by doubling: else each of many calls would move all elements.
 template <class T>
 void make_room(std::vector<T>& list, size_t more) {
   const size_t size = list.size() + more;
   if (size > list.capacity()) list.reserve(std::max(size, 2 * list.capacity()));
 }
 
-// Elements of a tensor; throws when the shape is no shape or larger than an address space.
+Subject subject_of(const ga_flat_entry& e) { return {"parameter", e.name}; }
+
+// The number of elements of a tensor; throws if the shape is invalid or larger than an address space.
 int64_t element_count(const ga_flat_entry& e, int32_t element_size) {
-  if (e.rank < 0)
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": rank was %d, expected >= 0", e.name, e.rank);
+  const Subject of = subject_of(e);
+  if (e.rank < 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "rank was %d, expected >= 0", e.rank);
   if (e.rank > 0 && !e.shape)
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": shape was NULL, but rank is %d", e.name,
-         e.rank);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "shape was NULL, but rank is %d", e.rank);
   int64_t count = 1;
   bool too_large = false;
   for (int32_t d = 0; d < e.rank; ++d) {
     if (e.shape[d] < 0)
-      fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": extent %d was %lld, expected >= 0", e.name,
-           d, static_cast<long long>(e.shape[d]));
+      of.fail(GA_ERROR_INVALID_ARGUMENT, "dimension %d was %lld, expected >= 0", d, ll(e.shape[d]));
     too_large = too_large || __builtin_mul_overflow(count, e.shape[d], &count);
   }
   if (std::find(e.shape, e.shape + e.rank, 0) != e.shape + e.rank) return 0;
   int64_t bytes;
   if (too_large || __builtin_mul_overflow(count, element_size, &bytes))
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "parameter \"%s\": its shape has more elements than memory can hold", e.name);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "its shape has more elements than memory can hold");
   return count;
 }
 
-int32_t check_dtype(const char* name, const char* what, int32_t dtype) {
+int32_t check_dtype(const Subject& of, const char* what, int32_t dtype) {
   const DtypeInfo info = dtype_info(dtype);
   if (info.size == 0)
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s was %d, expected a ga_dtype", name, what,
-         dtype);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was %d, expected a ga_dtype", what, dtype);
   if (!info.floating)
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s was %s, which is for indices", name, what,
-         info.name);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was %s, which is for indices", what, info.name);
   return info.size;
 }
 
@@ -68,8 +65,7 @@ void check_config(const ga_config& c) {
   if (c.num_threads < 0 || c.num_threads > 4096)
     fail(GA_ERROR_INVALID_ARGUMENT, "num_threads was %d, expected 0 to 4096", c.num_threads);
   if (c.accum_steps < 0)
-    fail(GA_ERROR_INVALID_ARGUMENT, "accum_steps was %lld, expected >= 0",
-         static_cast<long long>(c.accum_steps));
+    fail(GA_ERROR_INVALID_ARGUMENT, "accum_steps was %lld, expected >= 0", ll(c.accum_steps));
   check_choice("gradient_kind", c.gradient_kind, GA_GRADIENT_SUM, "ga_gradient_kind");
   check_choice("reduce", c.reduce, GA_REDUCE_SUM, "ga_reduce");
   check_choice("missing", c.missing, GA_MISSING_ZERO, "ga_missing");
@@ -136,12 +132,12 @@ Context::Use::Use(const Context& context) : context_(context) {
   if (context.is_of_parent())
     fail(
         GA_ERROR_INVALID_STATE,
-        "the context was made before fork() by the parent of this process, and is of no use in the "
-        "child; the child may make contexts of its own");
+        "the context was created before fork() by the parent of this process and cannot be used in "
+        "the child; the child may create contexts of its own");
   if (context.in_use_.exchange(true, std::memory_order_acquire))
     fail(GA_ERROR_INVALID_STATE,
-         "the context is in another call; one thread may use it at a time, and a parallel_for may "
-         "not");
+         "the context is in another call; one thread may use it at a time, and parallel_for must "
+         "not use it");
   if (context.broken_) {
     context.in_use_.store(false, std::memory_order_release);
     throw *context.broken_;
@@ -162,7 +158,7 @@ const Param& Context::param(ga_param id) const {
   if (id < 0 || static_cast<size_t>(id) >= params_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter was %d, but the context has %zu", id,
          params_.size());
-  return params_[static_cast<size_t>(id)];
+  return at(id);
 }
 
 Param& Context::param(ga_param id) {
@@ -176,7 +172,7 @@ BnParam Context::bn_param(ga_param id) const {
 
 // ---- Window length ------------------------------------------------------------------------------
 
-// Waits for the last step where a schedule depends on it.
+// Waits for the last step if there is a schedule of K.
 void Context::update_accum_steps() {
   accum_due_ = false;
   int64_t k = config_.accum_steps;
@@ -191,10 +187,8 @@ void Context::set_accum_steps(int64_t k) {
   if (!phases_.empty())
     fail(GA_ERROR_INVALID_STATE,
          "ga_context_set_accum_steps was called while a schedule of accum_steps is set; "
-         "ga_context_set_accum_schedule with count 0 takes that away");
-  if (k < 0)
-    fail(GA_ERROR_INVALID_ARGUMENT, "accum_steps was %lld, expected >= 0",
-         static_cast<long long>(k));
+         "ga_context_set_accum_schedule with count 0 removes the schedule");
+  if (k < 0) fail(GA_ERROR_INVALID_ARGUMENT, "accum_steps was %lld, expected >= 0", ll(k));
   config_.accum_steps = k;
   update_accum_steps();
 }
@@ -209,10 +203,10 @@ void Context::set_accum_schedule(const ga_accum_phase* phases, size_t count) {
     if (!ordered)
       fail(GA_ERROR_INVALID_ARGUMENT,
            "phase %zu: from_step was %lld; the first is 0 and each is larger than the one before",
-           i, static_cast<long long>(phases[i].from_step));
+           i, ll(phases[i].from_step));
     if (phases[i].accum_steps < 0)
       fail(GA_ERROR_INVALID_ARGUMENT, "phase %zu: accum_steps was %lld, expected >= 0", i,
-           static_cast<long long>(phases[i].accum_steps));
+           ll(phases[i].accum_steps));
   }
   std::vector<ga_accum_phase> copy(phases, phases + count);
   phases_.swap(copy);
@@ -254,14 +248,10 @@ void Context::set_weight_decay(ga_group id, double weight_decay) {
   check_rate("weight_decay", weight_decay);
   g.optimizer.weight_decay = weight_decay;
   const OptimizerInfo& info = *g.info;
-  bool other = false;  // another Op
-  for (int matrix = 0; matrix < 2; ++matrix) {
-    const int op = info.op(g.optimizer, matrix);
-    other = other || op != g.op[matrix];
-    g.op[matrix] = op;
-  }
+  const int before[] = {g.op[0], g.op[1]};
+  for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = info.op(g.optimizer, matrix);
   tell_groups();
-  if (!other) return;
+  if (std::equal(before, before + 2, g.op)) return;
   for (size_t i = 0; i < prepared_; ++i)
     if (params_[i].group == id) describe(i);
   lists_due_ = true;
@@ -311,14 +301,14 @@ const void* Context::device_loss_scale() const {
 void Context::set_ema(const ga_ema* ema) {
   if (prepared_ > 0)
     fail(GA_ERROR_INVALID_STATE,
-         "ga_context_set_ema was called after the first contribution to a window; it is legal "
+         "ga_context_set_ema was called after the first contribution to a window; it is legal only "
          "before");
   if (ema) {
     check_ema(*ema);
     for (size_t i = 0; i < params_.size(); ++i)
       if (ema->dtype == GA_BF16 && params_[i].f64)
-        fail(GA_ERROR_UNSUPPORTED, "parameter \"%s\": its dtype is f64, but that of averages bf16",
-             tensors_[i].name.c_str());
+        subject(static_cast<ga_param>(i))
+            .fail(GA_ERROR_UNSUPPORTED, "its dtype is f64, but the dtype of the EMA is bf16");
     ema_ = *ema;
   } else {
     ema_.reset();
@@ -331,47 +321,35 @@ void Context::set_ema(const ga_ema* ema) {
 void Context::check_data(const char* tensor, const void* data, int64_t count, int32_t size,
                          ga_param self) const {
   if (count == 0) return;
+  const Subject of = {"parameter", tensor};
   if (!data)
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": data was NULL, but it has %lld elements",
-         tensor, static_cast<long long>(count));
-  const auto address = reinterpret_cast<uintptr_t>(data);
-  if (address % static_cast<uintptr_t>(size) != 0)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "parameter \"%s\": data was at address %p, expected a multiple of its element, %d bytes",
-         tensor, data, size);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "data was NULL, but it has %lld elements", ll(count));
   const int64_t bytes = count * size;
-  if (static_cast<uintptr_t>(bytes) > UINTPTR_MAX - address)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "parameter \"%s\": its %lld elements at address %p reach past the end of memory", tensor,
-         static_cast<long long>(count), data);
-  if (const auto* r = ranges_.overlap(data, bytes, self))
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": its data at %p overlaps %s%s%s", tensor,
-         data, r->param < 0 ? "memory of the library" : "parameter \"",
-         r->param < 0 ? "" : name(r->param), r->param < 0 ? "" : "\"");
-  if (config_.device != GA_DEVICE_CPU)
-    backend_->check_memory(data, (std::string("parameter \"") + tensor + "\": its data").c_str());
+  if (static_cast<uintptr_t>(bytes) > UINTPTR_MAX - reinterpret_cast<uintptr_t>(data))
+    of.fail(GA_ERROR_INVALID_ARGUMENT,
+            "its %lld elements at address %p reach past the end of memory", ll(count), data);
+  check_readable(of, "its data", data, count, size);
+  check_apart(of, "its data", data, bytes, self);
 }
 
-// Whether dtypes and options go together, and with the group's optimizer.
+// Checks that dtypes and options of a parameter fit each other and the group's optimizer.
 void Context::check_options(const ga_flat_entry& e, int32_t dtype,
                             const ga_param_options& o) const {
   const Group& g = group(e.group);
   const OptimizerInfo& info = *g.info;
+  const Subject of = subject_of(e);
   const auto choice = [&](const char* field, int32_t value, int32_t last, const char* type) {
     if (value < 0 || value > last)
-      fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": %s was %d, expected 0 to %d (%s)", e.name,
-           field, value, last, type);
+      of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was %d, expected 0 to %d (%s)", field, value, last,
+              type);
   };
-  const auto refuse = [&](const char* what) {
-    fail(GA_ERROR_UNSUPPORTED, "parameter \"%s\": %s", e.name, what);
-  };
+  const auto refuse = [&](const char* what) { of.fail(GA_ERROR_UNSUPPORTED, "%s", what); };
   choice("master", o.master, GA_MASTER_NONE, "ga_master");
   choice("rounding", o.rounding, GA_ROUND_STOCHASTIC, "ga_rounding");
   choice("rows", o.rows, GA_ROWS_LAZY, "ga_rows");
   if (e.rank < 32 && o.agc_axes >> std::max(e.rank, 0) != 0)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "parameter \"%s\": agc_axes was 0x%x, but its rank is %d: it has axes 0 to %d", e.name,
-         o.agc_axes, e.rank, e.rank - 1);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "agc_axes was 0x%x, but its rank is %d: it has axes 0 to %d",
+            o.agc_axes, e.rank, e.rank - 1);
   const bool f64 = dtype == GA_F64;
   if (!f64 && o.gradient_dtype == GA_F64)
     refuse("gradient_dtype was f64, which is for f64 parameters");
@@ -381,12 +359,14 @@ void Context::check_options(const ga_flat_entry& e, int32_t dtype,
                : "accumulator_dtype was f64, which is for f64 parameters");
   if (f64 && g.optimizer.state_dtype != 0)
     refuse("its dtype is f64, but its group has a state_dtype");
-  if (f64 && ema_ && ema_->dtype == GA_BF16) refuse("its dtype is f64, but that of averages bf16");
+  if (f64 && ema_ && ema_->dtype == GA_BF16)
+    refuse("its dtype is f64, but the dtype of the EMA is bf16");
   if (info.matrices_only && (e.rank != 2 || f64))
-    fail(GA_ERROR_UNSUPPORTED,
-         "parameter \"%s\": %s is for matrices, but its rank is %d and its dtype %s; a group of "
-         "another optimizer may take it",
-         e.name, info.name, e.rank, dtype_info(dtype).name);
+    of.fail(
+        GA_ERROR_UNSUPPORTED,
+        "%s is for matrices, but its rank is %d and its dtype %s; a group with another optimizer "
+        "may take it",
+        info.name, e.rank, dtype_info(dtype).name);
   if (o.rows == GA_ROWS_NONE) return;
   if (e.rank < 1) refuse("rows was set, but its rank is 0");
   if (o.accumulator_dtype == GA_F16 || o.accumulator_dtype == GA_BF16)
@@ -394,10 +374,10 @@ void Context::check_options(const ga_flat_entry& e, int32_t dtype,
   if (config_.accumulation != GA_ACCUMULATE_PLAIN)
     refuse("rows was set, but ga_config.accumulation is not GA_ACCUMULATE_PLAIN");
   if (o.rows == GA_ROWS_LAZY && !info.lazy(g.optimizer))
-    fail(GA_ERROR_UNSUPPORTED,
-         "parameter \"%s\": rows was GA_ROWS_LAZY, but its group's optimizer, %s%s, moves "
-         "every element in every step",
-         e.name, info.name, g.optimizer.dampening != 0 ? " with dampening" : "");
+    of.fail(GA_ERROR_UNSUPPORTED,
+            "rows was GA_ROWS_LAZY, but its group's optimizer, %s%s, moves every element in every "
+            "step",
+            info.name, g.optimizer.dampening != 0 ? " with dampening" : "");
   if (e.shape && e.shape[0] > static_cast<int64_t>(UINT32_MAX))
     refuse("rows was set, but it has more than 2^32 - 1 rows");
 }
@@ -408,13 +388,6 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
   if (count > static_cast<size_t>(INT32_MAX) - params_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "the context would have more than %d parameters", INT32_MAX);
   const size_t old_params = params_.size();
-  const auto undo = [&] {
-    for (size_t i = old_params; i < tensors_.size(); ++i)
-      names_.erase(tensors_[i].name);  // or was never in
-    params_.resize(old_params, Param{});
-    tensors_.erase(tensors_.begin() + static_cast<std::ptrdiff_t>(old_params), tensors_.end());
-    ranges_.remove_params_from(static_cast<ga_param>(old_params));
-  };
   try {
     make_room(params_, count);
     make_room(tensors_, count);
@@ -422,23 +395,22 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
     make_room(blocks_, 1);
     for (size_t i = 0; i < count; ++i) {
       const ga_flat_entry& e = entries[i];
+      const Subject of = subject_of(e);
       if (!e.name || !*e.name)
         fail(GA_ERROR_INVALID_ARGUMENT, "parameter %zu: its name was %s", old_params + i,
              e.name ? "empty" : "NULL");
       if (names_.count(e.name) > 0)
-        fail(GA_ERROR_INVALID_ARGUMENT,
-             "parameter \"%s\": the context has one of that name already", e.name);
+        of.fail(GA_ERROR_INVALID_ARGUMENT, "the context has a parameter of that name already");
       group(e.group);
-      const int32_t size = check_dtype(e.name, "dtype", dtype);
+      const int32_t size = check_dtype(of, "dtype", dtype);
       const int32_t gradient_dtype = options.gradient_dtype ? options.gradient_dtype : dtype;
-      check_dtype(e.name, "gradient_dtype", gradient_dtype);
+      check_dtype(of, "gradient_dtype", gradient_dtype);
       if (options.accumulator_dtype)
-        check_dtype(e.name, "accumulator_dtype", options.accumulator_dtype);
+        check_dtype(of, "accumulator_dtype", options.accumulator_dtype);
       const int64_t elements = element_count(e, std::max(size, 4));
       check_options(e, dtype, options);
       if (e.offset < 0 || e.offset > INT64_MAX / size - elements)
-        fail(GA_ERROR_INVALID_ARGUMENT, "parameter \"%s\": offset was %lld, expected >= 0", e.name,
-             static_cast<long long>(e.offset));
+        of.fail(GA_ERROR_INVALID_ARGUMENT, "offset was %lld, expected >= 0", ll(e.offset));
       char* const at = data ? static_cast<char*>(data) + e.offset * size : nullptr;
       check_data(e.name, at, elements, size, -1);
       Tensor t = {};
@@ -464,7 +436,11 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
       ranges_.add(at, static_cast<size_t>(elements * size), static_cast<ga_param>(old_params + i));
     }
   } catch (...) {
-    undo();
+    for (size_t i = old_params; i < tensors_.size(); ++i)
+      names_.erase(tensors_[i].name);  // which may not have been inserted yet
+    params_.resize(old_params, Param{});
+    tensors_.erase(tensors_.begin() + static_cast<std::ptrdiff_t>(old_params), tensors_.end());
+    ranges_.remove_params_from(static_cast<ga_param>(old_params));
     throw;
   }
   blocks_.push_back({static_cast<ga_param>(old_params), static_cast<ga_param>(count)});
@@ -501,21 +477,21 @@ void Context::set_frozen(ga_param id, bool frozen) {
 void Context::changed(ga_param id) {
   require_empty("ga_param_changed");
   Param& p = param(id);
-  if (p.master) p.master_due = unfilled_ = true;  // else it has no arrays yet, or no master
+  if (p.master) p.master_due = unfilled_ = true;
 }
 
 void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   const Param& p = param(id);
   if (!ema_)
     fail(GA_ERROR_INVALID_STATE,
-         "ga_ema_copy_to: the context keeps no averages; ga_context_set_ema begins them");
+         "ga_ema_copy_to: the context keeps no EMA; ga_context_set_ema starts one");
   const DtypeInfo info = dtype_info(dtype);
   if (!info.floating)
     fail(GA_ERROR_INVALID_ARGUMENT,
          "ga_ema_copy_to: dtype was %d, expected GA_F32, GA_F64, GA_F16 or GA_BF16", dtype);
   if (p.count == 0) return;
   if (!out) fail(GA_ERROR_INVALID_ARGUMENT, "ga_ema_copy_to: out was NULL");
-  check_values(id, out, p.count, info.size, "out");
+  check_values(id, "out", out, p.count, info.size);
   FinishTask task = {};
   ParamState state = {};
   if (static_cast<size_t>(id) < prepared_)

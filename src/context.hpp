@@ -143,7 +143,11 @@ class Context : BnContext {
   Group& group(ga_group id);
   const Param& param(ga_param id) const;
   Param& param(ga_param id);
-  const char* name(ga_param id) const { return tensors_[static_cast<size_t>(id)].name.c_str(); }
+  const Param& at(ga_param id) const { return params_[static_cast<size_t>(id)]; }
+  Param& at(ga_param id) { return params_[static_cast<size_t>(id)]; }
+  const Tensor& tensor(ga_param id) const { return tensors_[static_cast<size_t>(id)]; }
+  const char* name(ga_param id) const { return tensor(id).name.c_str(); }
+  Subject subject(ga_param id) const { return {"parameter", name(id)}; }
   const Group& group_of(const Param& p) const { return groups_[static_cast<size_t>(p.group)]; }
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
   void update_accum_steps();
@@ -153,6 +157,10 @@ class Context : BnContext {
   void set_tables() final;
   BnParam bn_param(ga_param id) const final;
   int64_t known_accum_steps() const final { return accum_due_ ? 0 : window_.accum_steps(); }
+  void check_readable(const Subject& of, const char* what, const void* data, int64_t count,
+                      int32_t size) const final;
+  void check_apart(const Subject& of, const char* what, const void* data, int64_t bytes,
+                   ga_param self) const final;
   void check_data(const char* name, const void* data, int64_t count, int32_t size,
                   ga_param self) const;
   void check_options(const ga_flat_entry& e, int32_t dtype, const ga_param_options& o) const;
@@ -204,14 +212,16 @@ class Context : BnContext {
   bool late_scale() const { return scaled_ && config_.device != GA_DEVICE_CPU; }
   Source contribution(const void* data, int32_t dtype, const Micro& micro) const final;
   Source adopted_of(const Param& p) const;
-  void set_micro(const Micro& micro, int64_t index, double window_weight);
+  void set_micro(const Micro& micro, int64_t index, double window_weight) {
+    micro_ = {index, micro.weight, micro.loss_scale, window_weight};
+  }
   Param& part(ga_param id, const char* what);
   void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   void check_gradient(ga_param id, const void* gradient);
-  void check_alive(ga_param id, const void* data, int64_t bytes, const char* what) const;
+  void check_alive(ga_param id, const char* what, const void* data, int64_t bytes) const;
   void check_single(ga_param id) const;
-  void check_values(ga_param id, const void* data, int64_t count, int32_t size,
-                    const char* what) const;
+  void check_values(ga_param id, const char* what, const void* data, int64_t count,
+                    int32_t size) const;
   Array target_of(ga_param id) const;
   AccumulateTask* add_task(ga_param id, const Source& source, bool may_adopt = true);
   void prepare_parts(Span<const Whole> parts, const char* what) final;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials
-// that the accumulating passes left; a pass of its own is made only for what has none (see
-// step_sums). What is decided is decided by the backend (decide.hpp): nothing here waits for it.
+// The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials that the
+// accumulating passes left; only gradients without partials take a pass of their own (see step_sums). The
+// backend makes the decisions (decide.hpp), and no function here waits for them.
 #include <cmath>
 
 #include "context.hpp"
@@ -24,22 +24,22 @@ ga_window_info Context::window() {
   return w;
 }
 
-// Applied steps, as far as is known without a wait.
+// The number of applied steps, as far as it is known without a wait.
 int64_t Context::steps_seen() const {
   if (const Control* c = backend_->known()) return c->steps;
   ga_step_result r = {};
   return windows_ > 0 && backend_->result(0, false, r) ? r.steps : 0;
 }
 
-// What was last decided; waits for it.
+// The control block as the last step left it; waits for that step.
 const Control& Context::control() const {
   if (const Control* c = backend_->known()) return *c;
   backend_->read(&last_control_, tables_.control.at(), sizeof last_control_);
   return last_control_;
 }
 
-// Whether a norm is to be taken of the gradient as clipped by value, which no accumulating pass has
-// seen.
+// Whether a norm of the gradient after clipping by value is needed, which accumulating passes do not
+// compute.
 bool Context::norm_after_value(const Param& p) const {
   const ga_clip& clip = clip_of(p);
   const bool layered = op_of(p) >= 0 && op_info(op_of(p)).norms > 0;
@@ -47,9 +47,9 @@ bool Context::norm_after_value(const Param& p) const {
          (clip.scope != GA_CLIP_NONE || layered);
 }
 
-// Whether something but ga_step_result goes by the norm of a parameter's gradient.
+// Whether anything but ga_step_result depends on the norm of a parameter's gradient.
 bool Context::norm_wanted(ga_param id) const {
-  const Param& p = params_[static_cast<size_t>(id)];
+  const Param& p = at(id);
   const ga_clip& clip = clip_of(p);
   if (clip.when == GA_CLIP_STEP &&
       (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR))
@@ -59,9 +59,9 @@ bool Context::norm_wanted(ga_param id) const {
          group_of(p).optimizer.kind == tables_.settings[0].bounded;
 }
 
-// What is to be read once more before the step is settled. Norms: of gradients that were never
-// stored, of accumulators last written by the program or by some products, and of gradients as
-// clipped by value.
+// The gradients that are read once more before the step is decided. Norms: of gradients that were never
+// stored, of accumulators last written by the program or by a matrix product, and of gradients after
+// clipping by value.
 StepSums Context::step_sums() {
   norms_.clear();
   const bool all = config_.nonfinite != GA_NONFINITE_IGNORE || config_.measure_norm != 0 ||
@@ -76,7 +76,7 @@ StepSums Context::step_sums() {
     tables_.param_inputs.set(i, &ParamInput::unmeasured, unknown && !wanted);
     if (!wanted) continue;
     norms_.push_back(static_cast<ga_param>(i));
-    p.stale = held == Held::kRows;  // the partials of the rows are not wanted
+    p.stale = held == Held::kRows;  // the pass has not updated the partials of the rows
   }
   return {params_of(norms_), params_of(units_first_), params_of(factored_first_)};
 }
@@ -100,7 +100,7 @@ void Context::empty_window() {
   contributions_.clear();
   batch_norms_.end_window();
   window_.clear();
-  // Where it depends on a step that is perhaps still running, it is asked for when a window opens.
+  // If K depends on a step that may still be running, K is found when the next window opens.
   accum_due_ = !phases_.empty() && !backend_->known();
   if (!accum_due_) update_accum_steps();
 }
@@ -112,7 +112,7 @@ ga_step_result Context::step() {
     fail(GA_ERROR_INVALID_STATE,
          "ga_step waits for its result under GA_NONFINITE_FAIL, which is not possible while the "
          "stream is being captured");
-  // A step that moves parameters without a gradient may be the first to need their arrays.
+  // A step that updates parameters without a gradient may be the first call that needs their arrays.
   const bool about_all = config_.missing == GA_MISSING_ZERO || ema_;
   if (window_.weight() > 0 && about_all) prepare();
   if (lists_due_) make_lists();
@@ -180,8 +180,8 @@ void Context::fail_nonfinite(const Control& c) const {
        name(static_cast<ga_param>(c.nonfinite_at)));
 }
 
-// A pass of ga_step that breaks off half-way may leave parameters half updated: nothing after it
-// can be right.
+// A pass of ga_step that fails half-way may leave parameters half updated, so the context is of no use
+// after it.
 template <class Work>
 void Context::or_break(Work&& work) {
   try {
@@ -194,7 +194,7 @@ void Context::or_break(Work&& work) {
 
 void Context::discard() {
   forget_delivered();
-  const bool invalid = window_.state() == GA_WINDOW_INVALID;  // perhaps amid a pass over statistics
+  const bool invalid = window_.state() == GA_WINDOW_INVALID;  // statistics may be half changed
   if (deferring() || rows_held_ > 0 || batch_norms_.has_statistics() || rejected_ || invalid)
     backend_->clear_window();
   empty_window();
@@ -210,19 +210,17 @@ const void* Context::gradient(ga_param id, int32_t* dtype) const {
   const Param& p = param(id);
   const ga_optimizer& o = group_of(p).optimizer;
   if (o.kind != GA_OPTIMIZER_EXTERNAL)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "parameter \"%s\": its group has the optimizer %s; ga_gradient is for "
-         "GA_OPTIMIZER_EXTERNAL",
-         name(id), group_of(p).info->name);
+    subject(id).fail(GA_ERROR_INVALID_ARGUMENT,
+                     "its group has the optimizer %s; ga_gradient is for GA_OPTIMIZER_EXTERNAL",
+                     group_of(p).info->name);
   ParamState state = {};
   const bool stepped = delivered_ && p.delivered && control().go;
   if (stepped)
     backend_->read(&state, tables_.param_states.at(static_cast<size_t>(id)), sizeof state);
   if (!stepped || !state.touched)
-    fail(GA_ERROR_INVALID_STATE,
-         "parameter \"%s\": there is no gradient; ga_gradient is legal after an applied ga_step in "
-         "which the parameter had one, until the next accumulate, ga_discard or ga_step",
-         name(id));
+    subject(id).fail(GA_ERROR_INVALID_STATE,
+                     "there is no gradient; ga_gradient is legal after an applied ga_step in which "
+                     "the parameter had one, until the next accumulate, ga_discard or ga_step");
   if (dtype) *dtype = p.accumulator_dtype;
   return p.accumulator;
 }
