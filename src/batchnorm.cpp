@@ -24,6 +24,13 @@ void set_element(void* data, int32_t dtype, int64_t i, double x) {
     static_cast<float*>(data)[i] = static_cast<float>(x);
 }
 
+// Copies a field of every channel to an array of the program; out NULL: does nothing.
+void copy_out(const std::vector<BnChannel>& state, double BnChannel::*field, void* out,
+              int32_t dtype) {
+  for (size_t c = 0; out && c < state.size(); ++c)
+    set_element(out, dtype, static_cast<int64_t>(c), state[c].*field);
+}
+
 void check_statistics_dtype(const Subject& of, int32_t dtype) {
   if (dtype != GA_F32 && dtype != GA_F64)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "dtype was %d, expected GA_F32 or GA_F64", dtype);
@@ -89,10 +96,8 @@ struct BatchNorms::Layer {
 
   void require_unused(const char* what) const {
     if (index >= 0)
-      subject(what).fail(
-          GA_ERROR_INVALID_STATE,
-          "it has statistics of a window that is not over; ga_step or ga_discard ends "
-          "the window");
+      subject(what).fail(GA_ERROR_INVALID_STATE,
+                         "it has statistics of this window; ga_step or ga_discard ends the window");
   }
   // Checks that an output is either exactly the array that is read, or does not overlap it.
   void check_overlap(const char* what, const void* in, const char* out_name, const void* out,
@@ -247,7 +252,7 @@ void BatchNorms::Layer::check_sweep(const char* what, int64_t micro, int64_t cou
   const Subject of = subject(what);
   if (!final)
     of.fail(GA_ERROR_INVALID_STATE,
-            "it has seen %lld micro-batches, but ga_bn_finalize must be called first", ll(seen()));
+            "it has seen %lld micro-batches, but ga_bn_finalize is still due", ll(seen()));
   if (micro >= seen())
     of.fail(GA_ERROR_INVALID_STATE,
             "micro-batch %lld was not in its first sweep, which had %lld micro-batches", ll(micro),
@@ -287,8 +292,8 @@ BnTask BatchNorms::task_of(const Layer& b, int64_t samples, int64_t positions) c
   return t;
 }
 
-// The index of the micro-batch that a call of the forward pass works on. next: the next one of a sweep
-// in WINDOW mode.
+// The index of the micro-batch that a call of the forward pass works on. next: the next one of a
+// sweep in WINDOW mode.
 int64_t BatchNorms::index_of(const Layer& b, int64_t next) const {
   window_.check_valid();
   if (window_.open_index() >= 0) return window_.open_index();
@@ -340,9 +345,10 @@ void BatchNorms::make_room(Layer& b, int64_t micro_batches) {
   b.history_size = size;
 }
 
-// Takes the statistics of micro-batch `index`: work() is the pass that stores them, `taken` says of how
-// many elements they are. A micro-batch that is not open may be given the same statistics twice, but not
-// others, because the statistics of several micro-batches would then pass for those of one.
+// Takes the statistics of micro-batch `index`: work() is the pass that stores them, `taken` says of
+// how many elements they are. A micro-batch that is not open may be given the same statistics
+// twice, but not others, because the statistics of several micro-batches would then pass for those
+// of one.
 template <class Work>
 void BatchNorms::take(Layer& b, const char* what, int64_t index, const Taken& taken, BnTask& task,
                       Work&& work) {
@@ -362,9 +368,8 @@ void BatchNorms::take(Layer& b, const char* what, int64_t index, const Taken& ta
       b.subject(what).fail(
           GA_ERROR_INVALID_STATE,
           "it was given statistics of other data for micro-batch %lld, which has not been opened; "
-          "ga_micro_begin and ga_micro_end tell micro-batches apart, with nothing between them if "
-          "the "
-          "gradients come later",
+          "ga_micro_begin and ga_micro_end tell micro-batches apart, even with nothing between "
+          "them",
           ll(index));
     return;
   }
@@ -443,7 +448,8 @@ void BatchNorms::forward(ga_bn id, const void* x, int64_t samples, int64_t posit
   task.index = index;
   bool normalised = false;
   if (own && !given) {
-    // Statistics that are only compared are taken alone, so that a call that fails does not write y.
+    // Statistics that are only compared are taken alone, so that a call that fails does not write
+    // y.
     const auto pass = [&] {
       normalised = !task.aside;
       normalised ? backend_.bn_forward(task, true) : backend_.bn_statistics(task);
@@ -489,8 +495,7 @@ BnTask BatchNorms::backward_task(const Layer& b, const char* what, const void* x
   if (!b.frozen && b.windowed()) {
     b.check_sweep(what, index, task.elements());
   } else if (!b.frozen) {
-    if (b.index < 0)
-      of.fail(GA_ERROR_INVALID_STATE, "ga_bn_forward has not been called in this window");
+    if (b.index < 0) of.fail(GA_ERROR_INVALID_STATE, "it has had no ga_bn_forward in this window");
     if (b.index != index)
       of.fail(GA_ERROR_INVALID_STATE, "it has the statistics of micro-batch %lld, but %lld is open",
               ll(b.index), ll(index));
@@ -547,7 +552,8 @@ void BatchNorms::backward(ga_bn id, const void* x, const void* dy, int64_t sampl
   const char* const what = "ga_bn_backward";
   BnTask task = backward_task(b, what, x, dy, samples, positions);
   const bool windowed = b.windowed() && !b.frozen;
-  // The sums of a micro-batch are added to gamma and beta once; dx needs the sums of its own x and dy.
+  // The sums of a micro-batch are added to gamma and beta once; dx needs the sums of its own x and
+  // dy.
   const int64_t index = window_.open_index();
   const bool adding = !is_summed(b) && !windowed;
   const bool summing = adding || (!windowed && !b.frozen && b.sums_of != index);
@@ -559,7 +565,7 @@ void BatchNorms::backward(ga_bn id, const void* x, const void* dy, int64_t sampl
   if (windowed && b.sums < b.seen())
     b.subject(what).fail(GA_ERROR_INVALID_STATE,
                          "it has the sums of %lld of %lld micro-batches; ga_bn_backward_accumulate "
-                         "must be called for the others first",
+                         "is due for the others",
                          ll(b.sums), ll(b.seen()));
   check_output(b, "dx", dx, task.count());
   if (task.weight != 0) {
@@ -586,14 +592,11 @@ void BatchNorms::running(ga_bn id, void* mean, void* variance, int32_t dtype,
   const Layer& b = layer(id);
   check_statistics_dtype(b.subject(), dtype);
   const std::vector<BnChannel> state = read(b);
-  int64_t most = 0;
-  for (int64_t c = 0; c < b.channels; ++c) {
-    const BnChannel& channel = state[static_cast<size_t>(c)];
-    if (mean) set_element(mean, dtype, c, channel.running_mean);
-    if (variance) set_element(variance, dtype, c, channel.running_variance);
-    most = std::max(most, channel.steps);
-  }
-  if (steps) *steps = most;
+  copy_out(state, &BnChannel::running_mean, mean, dtype);
+  copy_out(state, &BnChannel::running_variance, variance, dtype);
+  if (!steps) return;
+  *steps = 0;
+  for (const BnChannel& channel : state) *steps = std::max(*steps, channel.steps);
 }
 
 void BatchNorms::set_running(ga_bn id, const void* mean, const void* variance, int32_t dtype,
@@ -628,17 +631,14 @@ void BatchNorms::statistics(ga_bn id, void* mean, void* variance, int32_t dtype,
   const Subject of = b.subject("ga_bn_statistics");
   check_statistics_dtype(of, dtype);
   if (!b.frozen && b.windowed() && b.index >= 0 && !b.final)
-    of.fail(GA_ERROR_INVALID_STATE, "ga_bn_finalize must be called first");
+    of.fail(GA_ERROR_INVALID_STATE, "ga_bn_finalize is due");
   if (b.frozen || b.index < 0)
     of.fail(GA_ERROR_INVALID_STATE, "%s",
             b.frozen ? "it is frozen and normalises by its running statistics"
                      : "it has no statistics in this window");
   const std::vector<BnChannel> state = read(b);
-  for (int64_t c = 0; c < b.channels; ++c) {
-    const BnChannel& channel = state[static_cast<size_t>(c)];
-    if (mean) set_element(mean, dtype, c, channel.mean);
-    if (variance) set_element(variance, dtype, c, channel.variance);
-  }
+  copy_out(state, &BnChannel::mean, mean, dtype);
+  copy_out(state, &BnChannel::variance, variance, dtype);
   if (count) *count = static_cast<int64_t>(state[0].count);
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The batch-normalisation layers of a context: which micro-batch a call works on, which call is legal
-// next, and how the gradients of gamma and beta reach the window. The formulas are in ops/batchnorm.hpp;
-// decide.hpp updates the running statistics.
+// The batch-normalisation layers of a context: which micro-batch a call works on, which call is
+// legal next, and how the gradients of gamma and beta reach the window. The formulas are in
+// ops/batchnorm.hpp; decide.hpp updates the running statistics.
 #pragma once
 
 #include <cstdint>
