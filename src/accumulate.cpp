@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Contributions to a window. Every function first checks all its arguments, then makes its pass over the
-// data, then records what has changed, so a call that fails has changed nothing. Only a pass that fails
-// half-way leaves unknown values in the accumulators, and then the window is invalid.
+// Contributions to a window. Every function first checks all its arguments, then makes its pass
+// over the data, then records what has changed, so a call that fails has changed nothing. Only a
+// pass that fails half-way leaves unknown values in the accumulators, and then the window is
+// invalid.
 #include <algorithm>
 #include <cmath>
 
@@ -33,8 +34,8 @@ Source Context::adopted_of(const Param& p) const {
           p.adopted_late ? &tables_.control.at()->scaler.scale : nullptr};
 }
 
-// Refuses a call under the options that need every gradient as a whole and unchanged. adds_elsewhere: a
-// matrix product or the program writes the accumulator.
+// Refuses a call under the options that need every gradient as a whole and unchanged.
+// adds_elsewhere: a matrix product or the program writes the accumulator.
 void Context::refuse(ga_param id, const char* what, bool adds_elsewhere) const {
   const auto refused = [&](const char* option) {
     fail(GA_ERROR_UNSUPPORTED, "%s for parameter \"%s\" is not supported with %s", what, name(id),
@@ -102,9 +103,9 @@ Array Context::target_of(ga_param id) const {
   return {p.accumulator, p.accumulator_dtype};
 }
 
-// Adds the task of a contribution that has been checked, and records what the parameter holds after the
-// pass: if the pass fails, the window is invalid and the record is not read any more. Returns NULL if the
-// gradient is adopted in place of a task.
+// Adds the task of a contribution that has been checked, and records what the parameter holds after
+// the pass: if the pass fails, the window is invalid and the record is not read any more. Returns
+// NULL if the gradient is adopted in place of a task.
 AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_adopt) {
   Param& p = at(id);
   if (adopts_ && may_adopt && p.held() == Held::kNothing && fits_accumulator(p)) {
@@ -238,7 +239,8 @@ void Context::micro_begin(int64_t index, double weight, const double* scale) {
   forget_delivered();
 }
 
-// The parameter of a call that contributes to the open micro-batch; throws if the call is not legal now.
+// The parameter of a call that contributes to the open micro-batch; throws if the call is not legal
+// now.
 Param& Context::part(ga_param id, const char* what) {
   check_device();
   window_.check_part(what);
@@ -264,7 +266,8 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
   contribute({&whole, 1}, true);
 }
 
-// Checks that the parameter has no contribution in the open micro-batch yet, if only one is supported.
+// Checks that the parameter has no contribution in the open micro-batch yet, if only one is
+// supported.
 void Context::check_single(ga_param id) const {
   if (!clip_micro_) return;
   for (const Contribution& c : contributions_)
@@ -413,7 +416,8 @@ void Context::add_rows(const Contribution& c, const Source& values, const MicroP
 
 // ---- Micro-batches that are checked or clipped as a whole ---------------------------------------
 
-// Puts a contribution on the list of the open micro-batch, and makes room for all that its end takes.
+// Puts a contribution on the list of the open micro-batch, and makes room for all that its end
+// takes.
 void Context::defer(Contribution c) {
   if (contributions_.empty()) micro_chunks_ = 0;
   const size_t n = contributions_.size() + 1;

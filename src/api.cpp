@@ -26,19 +26,15 @@ constexpr size_t kLargestStruct = 1 << 16;  // a larger struct_size is garbage
 
 // Sizes of the structs in the first release: no program was compiled with a smaller one.
 template <class T>
-constexpr size_t first_size = sizeof(T);
-template <>
-constexpr size_t first_size<ga_config> = offsetof(ga_config, seed);
-template <>
-constexpr size_t first_size<ga_memory> = offsetof(ga_memory, masters);
-template <>
-constexpr size_t first_size<ga_optimizer> = offsetof(ga_optimizer, rho);
-template <>
-constexpr size_t first_size<ga_clip> = offsetof(ga_clip, agc_factor);
-template <>
-constexpr size_t first_size<ga_param_options> = offsetof(ga_param_options, master);
-template <>
-constexpr size_t first_size<ga_step_result> = offsetof(ga_step_result, skipped);
+constexpr size_t first_size(const T*) {
+  return sizeof(T);
+}
+constexpr size_t first_size(const ga_config*) { return offsetof(ga_config, seed); }
+constexpr size_t first_size(const ga_memory*) { return offsetof(ga_memory, masters); }
+constexpr size_t first_size(const ga_optimizer*) { return offsetof(ga_optimizer, rho); }
+constexpr size_t first_size(const ga_clip*) { return offsetof(ga_clip, agc_factor); }
+constexpr size_t first_size(const ga_param_options*) { return offsetof(ga_param_options, master); }
+constexpr size_t first_size(const ga_step_result*) { return offsetof(ga_step_result, skipped); }
 
 template <class T>
 void require(const T* pointer, const char* name) {
@@ -47,17 +43,18 @@ void require(const T* pointer, const char* name) {
 
 template <class T>
 void check_size(size_t size, const char* type) {
-  if (size < first_size<T> || size > kLargestStruct)
+  constexpr size_t first = first_size(static_cast<const T*>(nullptr));
+  if (size < first || size > kLargestStruct)
     fail(GA_ERROR_INVALID_ARGUMENT,
          "struct_size of %s was %zu, expected sizeof(%s), at least %zu (%zu in this version of the "
          "library)",
-         type, size, type, first_size<T>, sizeof(T));
+         type, size, type, first, sizeof(T));
 }
 
-// The library's defaults, overwritten by the struct that the caller filled.
+// The library's defaults, overwritten by the struct that the caller filled, unless that is NULL.
 template <class T>
 T read_struct(const T* given, T defaults, const char* type) {
-  require(given, type);
+  if (!given) return defaults;
   const size_t size = given->struct_size;
   check_size<T>(size, type);
   const auto* bytes = reinterpret_cast<const unsigned char*>(given);
@@ -95,7 +92,8 @@ void write_struct(T* out, const T& value) {
   out->struct_size = size;
 }
 
-// Writes the defaults to a struct of the caller, but no byte after the fields that the library knows.
+// Writes the defaults to a struct of the caller, but no byte after the fields that the library
+// knows.
 template <class T>
 void init_struct(T* out, size_t size, T defaults, const char* type) {
   require(out, type);
@@ -104,15 +102,10 @@ void init_struct(T* out, size_t size, T defaults, const char* type) {
   std::memcpy(static_cast<void*>(out), &defaults, defaults.struct_size);
 }
 
-ga_param_options default_param_options() {
+ga_param_options read_options(const ga_param_options* options) {
   ga_param_options o = {};
   o.struct_size = sizeof o;
-  return o;
-}
-
-ga_param_options read_options(const ga_param_options* options) {
-  return options ? read_struct(options, default_param_options(), "ga_param_options")
-                 : default_param_options();
+  return read_struct(options, o, "ga_param_options");
 }
 
 ga_optimizer default_optimizer(int32_t kind, int32_t flavor) {
@@ -200,8 +193,7 @@ ga_status ga_context_create(const ga_config* config, ga_context** out) {
   return guard([&] {
     require(out, "out");
     const ga::FpMode mode;
-    const ga_config c =
-        config ? read_struct(config, ga::default_config(), "ga_config") : ga::default_config();
+    const ga_config c = read_struct(config, ga::default_config(), "ga_config");
     ga::check_config(c);
     ga::watch_forks();
     *out = new ga_context(c);
@@ -460,9 +452,8 @@ ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_para
                     ga_param beta, const ga_bn_options* options, ga_bn* out) {
   return on(ctx, [&] {
     const ga_bn_options defaults = ga::default_bn_options(GA_FLAVOR_TORCH);
-    give(out, ctx->batch_norms().add(
-                  name, channels, gamma, beta,
-                  options ? read_struct(options, defaults, "ga_bn_options") : defaults));
+    const ga_bn_options o = read_struct(options, defaults, "ga_bn_options");
+    give(out, ctx->batch_norms().add(name, channels, gamma, beta, o));
   });
 }
 

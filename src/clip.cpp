@@ -85,8 +85,9 @@ void Context::set_group_clip(ga_group id, const ga_clip* clip) {
   change_clip(clip, g.clip, &g.own_clip);
 }
 
-// Sets the clipping of the context or of a group, and allocates the arrays that it needs. On failure
-// nothing has changed. own: whether the group has a clipping of its own; NULL for the context.
+// Sets the clipping of the context or of a group, and allocates the arrays that it needs. On
+// failure nothing has changed. own: whether the group has a clipping of its own; NULL for the
+// context.
 void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   if (clip) check_clip(*clip);
   const ga_clip next = clip ? *clip : default_clip();

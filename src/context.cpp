@@ -21,7 +21,8 @@ void make_room(std::vector<T>& list, size_t more) {
 
 Subject subject_of(const ga_flat_entry& e) { return {"parameter", e.name}; }
 
-// The number of elements of a tensor; throws if the shape is invalid or larger than an address space.
+// The number of elements of a tensor; throws if the shape is invalid or larger than an address
+// space.
 int64_t element_count(const ga_flat_entry& e, int32_t element_size) {
   const Subject of = subject_of(e);
   if (e.rank < 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "rank was %d, expected >= 0", e.rank);

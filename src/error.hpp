@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors inside the library are thrown as Error; guard() turns them into a status at the C boundary.
+// Errors inside the library are thrown as Error; guard() turns them into a status at the C
+// boundary.
 #pragma once
 
 #include <exception>
@@ -25,8 +26,8 @@ class Error : public std::exception {
 [[noreturn]] void fail(ga_status status, const char* format, ...)
     __attribute__((format(printf, 2, 3)));
 
-// What a message is about. The message begins with «function: kind "name": », or without the function
-// if that is NULL.
+// What a message is about. The message begins with «function: kind "name": », or without the
+// function if that is NULL.
 struct Subject {
   const char* kind;  // "parameter" or "layer"
   const char* name;
@@ -39,8 +40,8 @@ struct Subject {
 // An argument for %lld.
 inline long long ll(int64_t x) { return static_cast<long long>(x); }
 
-// These throw GA_ERROR_INVALID_ARGUMENT unless value is in [0, last], the values of `type`; unless it
-// is finite and >= 0; unless it is finite and > 0.
+// These throw GA_ERROR_INVALID_ARGUMENT unless value is in [0, last], the values of `type`; unless
+// it is finite and >= 0; unless it is finite and > 0.
 void check_choice(const char* name, int32_t value, int32_t last, const char* type);
 void check_rate(const char* name, double value);
 void check_positive(const char* name, double value);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// fork(): the child has the memory of its parent, but neither its threads nor its devices. So the
-// contexts of the parent cannot be used there, and OpenMP must not be: gcc's waits in the child for
-// threads that the parent has.
+// After fork() the child has the memory of its parent, but neither its threads nor its devices. So
+// the child cannot use the contexts of the parent, and must not use OpenMP: gcc's waits in the
+// child for threads that only the parent has.
 #pragma once
 
 #include <atomic>
@@ -9,11 +9,11 @@
 
 namespace ga {
 
-// Throws std::bad_alloc where forks cannot be watched. Called when the library is loaded, since the
-// program may have threads of OpenMP before it has a context, and with every context.
+// Registers a handler that counts forks; throws std::bad_alloc. Called when the library is loaded,
+// because the program may use OpenMP before it has a context, and for every context.
 void watch_forks();
 
-// How many forks there were between the process that loaded the library and this one.
+// The number of forks between the process that loaded the library and this one.
 extern std::atomic<uint32_t> fork_generation;
 
 inline uint32_t process_generation() { return fork_generation.load(std::memory_order_relaxed); }

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The floating-point mode of the library's arithmetic: rounding to nearest, subnormal numbers as
-// they are, no traps. A program may run in another: torch.set_flush_denormal and the start-up code
-// of libraries linked with -ffast-math flush subnormal numbers, fesetround rounds elsewhere. The
-// mode belongs to a thread, and OpenMP's threads keep the one that they were made in. So FpMode
-// stands around everything that computes: a call on its thread (Context::Use), what a worker of
-// OpenMP does in one loop, and each task that the program's parallel_for runs. When it ends, the
-// thread's environment is bit for bit the program's again, exception flags included.
+// The floating-point mode of the library's arithmetic: round to nearest, keep subnormal numbers, no
+// traps. A program may use another mode: torch.set_flush_denormal and the start-up code of
+// libraries linked with -ffast-math flush subnormal numbers, fesetround changes the rounding. Every
+// thread has its own mode, and OpenMP's threads keep the one that they were created in. So an
+// FpMode encloses everything that computes: a call on its thread (Context::Use), the share of an
+// OpenMP thread in a loop, and each task that the program's parallel_for runs. Its destructor
+// restores the thread's environment bit for bit, exception flags included.
 //
-// The program's parallel_for is called in the program's mode (ProgramFpMode). What it changes of the
-// mode of the calling thread lasts until it returns.
+// The program's parallel_for is called in the program's mode (ProgramFpMode). Changes that it makes
+// to the mode of the calling thread last until it returns.
 //
 // A compiler does not know that arithmetic depends on the mode, and may move it across these
-// objects: what computes is called as a function of another file, or by a pointer.
+// objects. So functions that compute are in another file, or called through a pointer.
 #pragma once
 
 #include <cstdint>
@@ -93,14 +93,14 @@ class FpMode {
     FpEnvironment::library().load();
   }
 
-  // What the program has on this thread; the library's where that is the same mode.
+  // The program's environment on this thread; the library's if the modes are the same.
   static inline thread_local FpEnvironment hidden_ = FpEnvironment::library();
 
   const FpEnvironment program_;
   FpEnvironment outer_ = FpEnvironment::library();
 };
 
-// The program's mode again, within an FpMode, while the program is called.
+// Restores the program's mode within an FpMode, while a function of the program is called.
 class ProgramFpMode {
  public:
   ProgramFpMode() : library_(FpEnvironment::now()), program_(FpMode::hidden_) {

@@ -18,17 +18,17 @@ struct Claim {
   const MasterClaims* owner;
 };
 
-// The claims of one context do not overlap, as its parameters do not; those of two contexts are
-// refused where they would.
+// No claims overlap: parameters of one context do not, and those of two contexts are refused if
+// they do.
 struct Registry {
   std::mutex mutex;
   std::map<uintptr_t, Claim> claims;  // by their first address
   const uint32_t generation = process_generation();
 };
 
-// The registry of this process. A child of fork() gets its own: the contexts of its parent are not used
-// there, and a thread of the parent may have held the mutex. It is never destroyed, because a context
-// may outlive the library's static objects.
+// The registry of this process. A child of fork() gets its own: the contexts of its parent are not
+// used there, and a thread of the parent may have held the mutex. It is never destroyed, because a
+// context may outlive the library's static objects.
 Registry& registry() {
   static std::atomic<Registry*> current{nullptr};
   Registry* known = current.load(std::memory_order_acquire);
@@ -46,7 +46,7 @@ void MasterClaims::add(const void* data, size_t bytes, const char* name) {
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
   const auto begin = reinterpret_cast<uintptr_t>(data), end = begin + bytes;
-  const auto next = r.claims.lower_bound(end);  // the first that begins behind it
+  const auto next = r.claims.lower_bound(end);  // the first claim after the memory
   for (auto at = next; at != r.claims.begin();) {
     const auto& [other, claim] = *--at;
     if (claim.end <= begin) break;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parameters that have a master, of all contexts of the process. A master is what an optimizer
-// updates in place of its parameter, so two of them over the same memory would drift apart, each
-// overwriting what the other has made of it.
+// The parameters with master weights, of all contexts of the process. An optimizer updates the
+// master in place of its parameter, so two masters of the same memory would diverge, each
+// overwriting the parameter that the other one has written.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ class MasterClaims {
   // [data, data + bytes). name: of the parameter.
   void add(const void* data, size_t bytes, const char* name);
   void remove(const void* data) noexcept;
-  void clear() noexcept;  // all of this context
+  void clear() noexcept;  // removes all claims of this context
 
  private:
   bool any_ = false;

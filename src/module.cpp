@@ -30,11 +30,6 @@ std::string own_folder() {
   return slash == std::string::npos ? "" : path.substr(0, slash + 1);
 }
 
-std::string loader_text() {
-  const char* text = dlerror();
-  return text ? text : "the loader gave no reason";
-}
-
 }  // namespace
 
 const void* open_module(const char* name, int32_t abi) {
@@ -45,7 +40,7 @@ const void* open_module(const char* name, int32_t abi) {
     places = std::string("only in the folder that GA_MODULE_PATH names, ") + folder;
   } else {
     path = own_folder() + file;
-    // If it is here and does not load, that is the answer: no other is asked for.
+    // A module in this folder that does not load is an error: no other one is tried.
     if (access(path.c_str(), F_OK) == 0) {
       places = path;
     } else {
@@ -54,17 +49,18 @@ const void* open_module(const char* name, int32_t abi) {
     }
   }
 
-  // Local: what a module brings along is not to be seen by the host. Never closed: the threads of
-  // an OpenMP that came with it would lose the ground under their feet.
+  // RTLD_LOCAL hides the symbols of the module's libraries from the host. Never closed, because
+  // threads of an OpenMP that was loaded with the module may still run.
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!handle)
-    fail(GA_ERROR_UNSUPPORTED, "module %s could not be loaded (looked %s): %s", file.c_str(),
-         places.c_str(), loader_text().c_str());
+  const auto refuse = [&](const char* problem) {
+    const char* text = dlerror();
+    fail(GA_ERROR_UNSUPPORTED, "module %s %s (looked %s): %s", file.c_str(), problem,
+         places.c_str(), text ? text : "the loader gave no reason");
+  };
+  if (!handle) refuse("could not be loaded");
   const std::string symbol = std::string("ga_module_") + name;
   const auto entry = reinterpret_cast<ModuleEntry>(dlsym(handle, symbol.c_str()));
-  if (!entry)
-    fail(GA_ERROR_UNSUPPORTED, "module %s (looked %s) is not one of this library: %s", file.c_str(),
-         places.c_str(), loader_text().c_str());
+  if (!entry) refuse("is not one of this library");
 
   char reason[512] = "no reason given";
   const void* const table = entry(reason, sizeof reason);

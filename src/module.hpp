@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Side modules: parts of the library that need what a host may not have (oneDNN, CUDA, NCCL), each
-// opened when first used. A module is libgradaccum_<name>.so and exports one function,
-// ga_module_<name>, of the type ModuleEntry.
+// Side modules: parts of the library that need libraries that a host may not have (oneDNN, CUDA,
+// NCCL), each opened when it is first used. A module is libgradaccum_<name>.so and exports one
+// function, ga_module_<name>, of the type ModuleEntry.
 #pragma once
 
 #include <cstddef>
@@ -13,9 +13,10 @@ namespace ga {
 // reason in error.
 using ModuleEntry = const void* (*)(char* error, size_t error_size);
 
-// The table of module `name`, for the life of the process. Looks in the folder GA_MODULE_PATH if
-// that is set, and only there; else beside this library (for the static one: beside the program),
-// then where the loader looks. Throws GA_ERROR_UNSUPPORTED; may be tried again then. Any thread.
+// Returns the table of module `name`, valid for the life of the process. Looks only in the folder
+// GA_MODULE_PATH if that is set, else beside this library (or beside the program if the library is
+// static), then where the loader looks. Throws GA_ERROR_UNSUPPORTED, after which it may be called
+// again. Callable from any thread.
 const void* open_module(const char* name, int32_t abi);
 
 }  // namespace ga

@@ -5,7 +5,7 @@
 
 namespace ga {
 
-// Reserved exactly, each of many calls would move all ranges.
+// By doubling: else each of many calls would move all ranges.
 void MemoryRanges::reserve_more(size_t count) {
   const size_t size = ranges_.size() + count;
   if (size > ranges_.capacity()) ranges_.reserve(std::max(size, 2 * ranges_.capacity()));
@@ -37,7 +37,7 @@ const MemoryRanges::Range* MemoryRanges::overlap(const void* data, int64_t bytes
   if (bytes == 0) return nullptr;
   const auto begin = reinterpret_cast<uintptr_t>(data);
   const uintptr_t end = begin + static_cast<uintptr_t>(bytes);
-  // The ranges lie apart, so their ends are sorted as their beginnings are.
+  // Ranges do not overlap, so their ends are sorted too.
   auto it = std::upper_bound(ranges_.begin(), ranges_.end(), begin,
                              [](uintptr_t value, const Range& r) { return value < r.end; });
   for (; it != ranges_.end() && it->begin < end; ++it)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that gradients, parameters and outputs must keep clear of: parameters, and the library's own
+// Memory that gradients, parameters and outputs must not overlap: parameters and the library's
 // arrays.
 #pragma once
 
@@ -18,20 +18,20 @@ class MemoryRanges {
     ga_param param;  // -1: memory of the library
   };
 
-  // Makes room for so many more, so that adding them cannot fail.
+  // Makes room for so many more ranges, so that adding them cannot fail.
   void reserve_more(size_t count);
   void add(const void* begin, size_t bytes, ga_param param = -1);
   void remove(const void* begin);
-  void remove_params_from(ga_param first);  // that parameter and those after it
+  void remove_params_from(ga_param first);  // this parameter and all after it
 
-  // A range that the memory overlaps, other than that of the parameter `except`; NULL: none.
+  // A range that the memory overlaps, other than that of parameter `except`; NULL if there is none.
   const Range* overlap(const void* data, int64_t bytes, ga_param except = -1) const;
 
  private:
   template <class Predicate>
   void remove_if(Predicate&& predicate);
 
-  std::vector<Range> ranges_;  // sorted, apart from each other
+  std::vector<Range> ranges_;  // sorted, without overlaps
 };
 
 }  // namespace ga

@@ -14,8 +14,8 @@ namespace ga {
 ga_schedule default_schedule(int32_t kind);
 void check_schedule(const ga_schedule& s);  // throws Error if a number is out of range
 
-// cos(pi x) for x in [0, 1], by its Taylor series about 0 or 1, with an error of 2^-52. The bits are
-// the same on every platform, which no mathematical library promises.
+// cos(pi x) for x in [0, 1], by its Taylor series about 0 or 1, with an error of 2^-52. The bits
+// are the same on every platform, which no mathematical library promises.
 GA_HD double cos_pi(double x) {
   const bool upper = x > 0.5;
   const double y = 3.14159265358979323846 * (upper ? 1 - x : x);

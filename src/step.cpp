@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials that the
-// accumulating passes left; only gradients without partials take a pass of their own (see step_sums). The
-// backend makes the decisions (decide.hpp), and no function here waits for them.
+// The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials
+// that the accumulating passes left; only gradients without partials take a pass of their own (see
+// step_sums). The backend makes the decisions (decide.hpp), and no function here waits for them.
 #include <cmath>
 
 #include "context.hpp"
@@ -38,8 +38,8 @@ const Control& Context::control() const {
   return last_control_;
 }
 
-// Whether a norm of the gradient after clipping by value is needed, which accumulating passes do not
-// compute.
+// Whether a norm of the gradient after clipping by value is needed, which accumulating passes do
+// not compute.
 bool Context::norm_after_value(const Param& p) const {
   const ga_clip& clip = clip_of(p);
   const bool layered = op_of(p) >= 0 && op_info(op_of(p)).norms > 0;
@@ -59,9 +59,9 @@ bool Context::norm_wanted(ga_param id) const {
          group_of(p).optimizer.kind == tables_.settings[0].bounded;
 }
 
-// The gradients that are read once more before the step is decided. Norms: of gradients that were never
-// stored, of accumulators last written by the program or by a matrix product, and of gradients after
-// clipping by value.
+// The gradients that are read once more before the step is decided. Norms: of gradients that were
+// never stored, of accumulators last written by the program or by a matrix product, and of
+// gradients after clipping by value.
 StepSums Context::step_sums() {
   norms_.clear();
   const bool all = config_.nonfinite != GA_NONFINITE_IGNORE || config_.measure_norm != 0 ||
@@ -112,7 +112,8 @@ ga_step_result Context::step() {
     fail(GA_ERROR_INVALID_STATE,
          "ga_step waits for its result under GA_NONFINITE_FAIL, which is not possible while the "
          "stream is being captured");
-  // A step that updates parameters without a gradient may be the first call that needs their arrays.
+  // A step that updates parameters without a gradient may be the first call that needs their
+  // arrays.
   const bool about_all = config_.missing == GA_MISSING_ZERO || ema_;
   if (window_.weight() > 0 && about_all) prepare();
   if (lists_due_) make_lists();
@@ -180,8 +181,8 @@ void Context::fail_nonfinite(const Control& c) const {
        name(static_cast<ga_param>(c.nonfinite_at)));
 }
 
-// A pass of ga_step that fails half-way may leave parameters half updated, so the context is of no use
-// after it.
+// A pass of ga_step that fails half-way may leave parameters half updated, so the context is of no
+// use after it.
 template <class Work>
 void Context::or_break(Work&& work) {
   try {

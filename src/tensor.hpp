@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dtypes as data.
+// Names and sizes of dtypes.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@ namespace ga {
 struct DtypeInfo {
   const char* name;
   int32_t size;   // bytes of an element; 0: no such dtype
-  bool floating;  // what tensors are made of; else indices
+  bool floating;  // false for dtypes of indices
 };
 
-// For any number; unknown ones have size 0.
+// Any dtype is legal; unknown ones have size 0.
 inline DtypeInfo dtype_info(int32_t dtype) {
   static constexpr DtypeInfo table[] = {{"unknown", 0, false}, {"f32", 4, true},  {"f64", 8, true},
                                         {"f16", 2, true},      {"bf16", 2, true}, {"i32", 4, false},

@@ -6,7 +6,7 @@
 namespace ga {
 
 UnitPattern make_units(int32_t rank, const int64_t* shape, uint32_t reduced) {
-  // Less would not be worth a thread, nor the sums that a piece may have of its own.
+  // Smaller pieces would not pay for a thread, nor for an array of sums.
   constexpr int64_t kSmallestPiece = 65536, kElementsPerSum = 64, kMostPieces = 64;
   UnitPattern p;
   p.count = p.units = 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The window as a state machine: which micro-batches it holds, with which weights, and which call is
-// legal next. The window knows no tensors. The state diagram is at the top of gradaccum.h.
+// The window as a state machine: which micro-batches it holds, with which weights, and which call
+// is legal next. The window knows no tensors. The state diagram is at the top of gradaccum.h.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ class Window {
   const Micro& open_micro() const { return micros_[static_cast<size_t>(open_)]; }
   const Micro& micro(int64_t index) const { return micros_[static_cast<size_t>(index)]; }
 
-  // Each of these throws GA_ERROR_INVALID_STATE or GA_ERROR_INVALID_ARGUMENT, and changes nothing, if
-  // the call is not legal. what: the function that was called, or the change that was wanted.
+  // Each of these throws GA_ERROR_INVALID_STATE or GA_ERROR_INVALID_ARGUMENT, and changes nothing,
+  // if the call is not legal. what: the function that was called, or the change that was wanted.
   void check_valid() const;
   void check_whole() const;                       // that a whole micro-batch may be added
   void begin(int64_t index, const Micro& micro);  // opens a micro-batch, or resumes it
