@@ -310,18 +310,18 @@ int64_t BatchNorms::index_of(const Layer& b, int64_t next) const {
 
 // The index of the micro-batch whose statistics a call brings; throws if the call is not legal now.
 int64_t BatchNorms::index_of_statistics(const Layer& b, const char* what) const {
+  const Subject of = b.subject(what);
   const int64_t seen = b.seen(), index = index_of(b, seen);
   if (!b.windowed()) return index;
   if (b.final)
-    b.subject(what).fail(GA_ERROR_INVALID_STATE,
-                         "the statistics are final, of %lld micro-batches; ga_step or ga_discard "
-                         "begins a new window",
-                         ll(seen));
+    of.fail(
+        GA_ERROR_INVALID_STATE,
+        "its statistics are final, of %lld micro-batches; ga_step or ga_discard ends the window",
+        ll(seen));
   if (index != seen)
-    b.subject(what).fail(GA_ERROR_INVALID_STATE,
-                         "it has seen %lld micro-batches in its first sweep, expected number %lld "
-                         "next, but %lld is open",
-                         ll(seen), ll(seen), ll(index));
+    of.fail(GA_ERROR_INVALID_STATE,
+            "in its first sweep, micro-batch %lld is expected next, but %lld is open", ll(seen),
+            ll(index));
   return index;
 }
 
