@@ -14,12 +14,12 @@
 //     };
 //     launch(Scale{data, count, 2.0}, blocks, stream);
 //
-// nvcc makes a GPU's kernel of it, any other compiler a loop over the threads of one block after the
-// other, with the same bits. Hence the rules for a body: what happens between two phases is the same
-// in all threads; a phase does not read what another thread writes in it; a value that a thread
-// keeps from one phase to the next is a PerThread; a shared variable is trivially constructible and
-// is assigned before it is read; and n and the lambda's result depend on nothing that differs
-// within a warp, but for the index that the lambda is given.
+// nvcc compiles it to a kernel for the GPU, any other compiler to loops over the blocks and their
+// threads, with the same bits. Hence the rules for a body: between two phases all threads do the
+// same; a phase does not read what another thread writes in it; a value that a thread keeps from
+// one phase to the next is a PerThread; a shared variable is trivially constructible and is
+// assigned before it is read; n, and what a lambda does, depend on nothing that differs within a
+// warp except the index that the lambda is given.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -44,19 +44,19 @@
 namespace ga::cuda {
 
 constexpr int kThreads = 256;  // of a block
-// Of one that is a grid alone, by each_item, each_warp and once: it waits for memory at each step, the
-// less often the more threads go it together. Its kernel says kWide = true.
+// Threads of a block that is a grid alone and uses only each_item, each_warp and once: it waits for
+// memory at each step, and more threads take fewer steps. Its kernel has kWide = true.
 constexpr int kWideThreads = 1024;
 constexpr int kLanes = 32;  // of a warp
 
-// From CUDA 12.1 on, for the compute capabilities 7.0 and up.
+// Bytes, from CUDA 12.1 and compute capability 7.0 on.
 constexpr size_t kMostArguments = 32764;
 
 struct Quad {
   double lane[4];
 };
 
-// One T for each thread of a block, not initialised: a register of it, or an array on the host.
+// One T for each thread of a block, not initialised: a register, or an array on the host.
 template <class T>
 class PerThread {
  public:
@@ -103,7 +103,7 @@ class Warp {
 #endif
   }
 
-  // Whether f(j) for some j < n. f may not be asked for all of them.
+  // Whether f(j) for some j < n. f may not be called for all of them.
   template <class F>
   GA_DEVICE bool any(int64_t n, F f) const {
     return first(n, f) >= 0;
@@ -121,10 +121,10 @@ class Warp {
 #else
     for (int64_t j = 0; j < n; ++j) least = smaller(f(j), least);
 #endif
-    return least + 0.0;  // which of two zeros of unlike sign was met first is nobody's business
+    return least + 0.0;  // the order decides which of -0 and +0 is found
   }
 
-  // The least j < n with f(j), or -1. f may be asked for some beyond it.
+  // The least j < n with f(j), or -1. f may be called for larger j too.
   template <class F>
   GA_DEVICE int64_t first(int64_t n, F f) const {
 #ifdef __CUDACC__
@@ -141,7 +141,7 @@ class Warp {
     return -1;
   }
 
-  // True in one lane: the one to write a result.
+  // True in the one lane that writes a result.
   GA_DEVICE bool leader() const {
 #ifdef __CUDACC__
     return lane() == 0;
@@ -216,12 +216,12 @@ class Block {
 #endif
   }
 
-  // True in all threads of the one block that comes here last, which then sees what all blocks have
-  // written before. The counter, in device memory, starts at 0 and is 0 again after that, for the
-  // next launch or the replay of this one. All blocks of the grid have to come.
+  // True in all threads of the block that calls this last, which then sees what all blocks have
+  // written before. The counter is in device memory, starts at 0 and is 0 again afterwards, for the
+  // next launch or for a replay. All blocks of the grid have to call.
   GA_DEVICE bool last(unsigned* counter) { return last(counter, count()); }
 
-  // The same of so many blocks that have a counter to themselves.
+  // The last of `blocks` blocks that share a counter.
   GA_DEVICE bool last(unsigned* counter, int64_t blocks) {
 #ifdef __CUDACC__
     __shared__ bool last;
@@ -230,7 +230,7 @@ class Block {
     __syncthreads();
     if (threadIdx.x == 0) last = atomicInc(counter, most) == most;
     __syncthreads();
-    __threadfence();  // nothing read below may come from before the others' writes
+    __threadfence();  // later reads see the writes of the other blocks
     return last;
 #else
     if (static_cast<int64_t>(++*counter) < blocks) return false;
@@ -239,8 +239,9 @@ class Block {
 #endif
   }
 
-  // totals[o], shared, of kThreads / 8 = the 32 lanes of octet o: threads 8o to 8o + 7, thread q of
-  // them with lanes 4q to 4q + 3. They are added by the tree of distances 16, 8, 4, 2, 1.
+  // totals[o] <- the sum of the 32 lanes of octet o, for o < kThreads / 8; totals is shared. Octet
+  // o has the threads from 8o to 8o + 7, its thread q the lanes from 4q to 4q + 3. The lanes are
+  // added by the tree of distances 16, 8, 4, 2, 1.
   GA_DEVICE void octet_totals(const PerThread<Quad>& lanes, double* totals) {
 #ifdef __CUDACC__
     const int thread = static_cast<int>(threadIdx.x);
@@ -276,8 +277,8 @@ class Block {
 };
 
 #ifdef __CUDACC__
-// How many blocks of it a multiprocessor is to hold at least: Kernel::kBlocks, or 1. The compiler
-// fits the registers of a thread to that.
+// The least number of blocks that a multiprocessor must hold: Kernel::kBlocks, or 1. It limits the
+// registers of a thread.
 template <class Kernel, class = void>
 constexpr int kResident = 1;
 template <class Kernel>
@@ -297,7 +298,7 @@ __global__ void __launch_bounds__(kThreadsOf<Kernel>, kResident<Kernel>)
 }
 #endif
 
-// Queues the kernel on the stream, with that many blocks; nothing for none. The kernel is copied.
+// Queues a copy of the kernel on the stream. Does nothing for 0 blocks.
 template <class Kernel>
 void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
   static_assert(std::is_trivially_copyable_v<Kernel>, "a kernel is plain data");
@@ -308,12 +309,12 @@ void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
          static_cast<long long>(blocks));
   }
 #ifdef __CUDACC__
-  // Not <<<>>> with cudaGetLastError(): that would take an error which the program has left for it.
+  // Not <<<>>> with cudaGetLastError(), which would report an error that the program has left.
   void* arguments[] = {const_cast<Kernel*>(&kernel)};
   const cudaError_t error = cudaLaunchKernel(run<Kernel>, dim3(static_cast<unsigned>(blocks)),
                                              dim3(kThreadsOf<Kernel>), arguments, 0, stream);
 #else
-  // Of the runtime that takes CUDA's place in such a build.
+  // The simulator that replaces CUDA in such a build.
   const cudaError_t error = sim::launch(
       typeid(Kernel), blocks,
       [kernel](int64_t index, int64_t count) {
@@ -323,7 +324,7 @@ void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
       stream);
 #endif
   if (error != cudaSuccess) {
-    cudaGetLastError();  // it is told here, and not left for the program to find
+    cudaGetLastError();  // reported here, so the program does not find it later
     fail(GA_ERROR_FAULT, "a kernel could not be launched: %s (%s)", cudaGetErrorString(error),
          cudaGetErrorName(error));
   }

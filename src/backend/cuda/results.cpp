@@ -5,11 +5,8 @@
 #include <cstring>
 
 namespace ga::cuda {
-namespace {
 
 constexpr int64_t kSlots = 64;
-
-}  // namespace
 
 Results::Results(Runtime& runtime) : runtime_(runtime) {
   runtime_.call([&] {
@@ -19,7 +16,7 @@ Results::Results(Runtime& runtime) : runtime_(runtime) {
   });
 }
 
-// The device writes the window last, so what is read between two looks at the same one is whole.
+// The device writes the window last, so a slot is whole if its window is the same before and after.
 bool Results::read(const RingSlot& slot, RingSlot& out) {
   const int64_t window = __atomic_load_n(&slot.window, __ATOMIC_ACQUIRE);
   if (window == 0) return false;
@@ -58,7 +55,7 @@ bool Results::get(int64_t window, bool wait, ga_step_result& out) {
   if (window < 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "window was %lld, expected the number of a window, or 0",
          static_cast<long long>(window));
-  // Which window is the last one is known after a wait alone.
+  // Only a wait tells which window is the last one.
   if (!(window == 0 && wait) && find(window, out)) return true;
   if (wait) {
     runtime_.wait();

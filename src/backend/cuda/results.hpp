@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What windows came to, as the device has told it: a ring in memory that both sides see.
+// The results of windows, which the device writes into a ring in memory that both sides see.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ class Results {
   const Ring& ring() const { return ring_; }
   // See Backend::result.
   bool get(int64_t window, bool wait, ga_step_result& out);
-  // Of the call with that WindowTotals::ticket, if it is there.
+  // See Backend::result_of.
   bool of_ticket(int64_t ticket, ga_step_result& out) const;
 
  private:
