@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batch normalisation: sums over the channels of a layer, and what is made of its elements. The
+// Batch normalisation: sums over the channels of a layer, and passes over its elements. The
 // formulas are in ops/batchnorm.hpp.
 //
-// A block has some adjacent channels, its group, in a part of the tensor, its slice. What it adds up
-// there is a partial for each channel; the last block of a group adds the slices in a fixed order,
-// so the bits depend on the shape, the addresses' alignment and the device alone.
+// A block works on adjacent channels, its group, in a part of the tensor, its slice, and stores a
+// partial for each channel. The last block of a group adds the slices in a fixed order, so the bits
+// depend only on the shape, on the alignment of the addresses and on the device.
 #include <initializer_list>
 #include <type_traits>
 
@@ -16,14 +16,14 @@ namespace {
 
 constexpr int kMostGroup = 128;     // channels of a group
 constexpr int kMostParts = 16;      // threads that add the slices of a channel
-constexpr int64_t kLeastReads = 4;  // of a thread, where there are slices
+constexpr int64_t kLeastReads = 4;  // of a thread in a slice
 
 // ---- Reading and writing ------------------------------------------------------------------------
 
 template <int kBytes>
 using WordOf = std::conditional_t<kBytes == 2, uint16_t, uint32_t>;
 
-// As many bytes as are one access.
+// The bytes of one access.
 template <int kBytes>
 struct alignas(kBytes) [[gnu::may_alias]] Words {
   WordOf<kBytes> word[kBytes / sizeof(WordOf<kBytes>)];
@@ -33,7 +33,7 @@ template <int kBytes>
 GA_DEVICE void store_words(Words<kBytes>* to, const Words<kBytes>& from) {
   to = global(to);
 #ifdef __CUDACC__
-  // An assignment may be taken to pieces.
+  // The compiler may split an assignment into smaller stores.
   const auto& w = from.word;
   if constexpr (kBytes == 16) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w[0]), "r"(w[1]),
@@ -48,7 +48,7 @@ GA_DEVICE void store_words(Words<kBytes>* to, const Words<kBytes>& from) {
   *to = from;
 }
 
-// 16-bit numbers by the instructions of a device, whose NaN have a payload of their own.
+// 16-bit numbers by the device's instructions, which do not keep the payload of NaN.
 template <int32_t kFormat>
 GA_DEVICE float from_half(uint16_t h) {
 #ifdef __CUDA_ARCH__
@@ -129,43 +129,33 @@ struct Access {
 
 GA_DEVICE double element(const Array& a, int64_t i, double otherwise) {
   if (!a.data) return otherwise;
-  const void* const at = advanced(a.data, a.format, i);
-  switch (a.format) {
-    case GA_F32:
-      return static_cast<double>(*static_cast<const float*>(at));
-    case GA_F64:
-      return *static_cast<const double*>(at);
-    case GA_F16:
-      return static_cast<double>(from_half<GA_F16>(*static_cast<const uint16_t*>(at)));
-    default:
-      return static_cast<double>(from_half<GA_BF16>(*static_cast<const uint16_t*>(at)));
-  }
+  return load_plain<double>(advanced(a.data, a.format, i), a.format, false, 0, 1).x[0];
 }
 
 // ---- Who does what ------------------------------------------------------------------------------
 
-// A tensor as accesses: rows of channels with `per` accesses each, or by lane: the lanes of an access
-// are of as many channels. A group is a run of each row.
+// A tensor as accesses: rows of channels with `per` accesses each. By lane: each lane of an access
+// is of another channel. A group is a run of each row.
 struct Walk {
   int64_t channels;
-  int64_t rows, row;  // how many, and the accesses of each
+  int64_t rows, row;  // their number, and the accesses of each
   int64_t per;
-  int group;    // channels of a group, but of the last one
-  bool single;  // one, and slices may end within a row
+  int group;    // channels of a group; the last may have fewer
+  bool single;  // a group is one channel, and slices may end within a row
   int64_t groups, slices;
-  int64_t cut;  // what a slice has: rows, or where single accesses of its channel
+  int64_t cut;  // rows of a slice, or if single the accesses of its channel
 };
 
-// What a block has of it.
-template <int kLanes>  // of as many channels
+// The share of a block. kLanes: channels of an access.
+template <int kLanes>
 struct Share {
   int64_t group, slice;
   int64_t channel;  // the first one
   int channels;
   int64_t run;         // accesses of a row
-  int active;          // threads that read: else all that a thread reads is in one column
-  int64_t begin, end;  // of the accesses in all rows
-  int64_t base;        // where its run of row 0 begins
+  int active;          // threads that read: full rows of the run, so a thread keeps to one column
+  int64_t begin, end;  // accesses, counted over the runs of all rows
+  int64_t base;        // where the run of row 0 begins
 
   GA_DEVICE Share(const Walk& w, int64_t block) : slice(quotient(block, w.groups)) {
     group = block - slice * w.groups;
@@ -179,14 +169,14 @@ struct Share {
     base = channel / kLanes * w.per;
   }
 
-  // The first channel of what a thread reads, counted from the group's.
+  // The first channel that a thread reads, counted from the group's first.
   GA_DEVICE int local(const Walk& w, int thread) const {
     if (w.single) return 0;
     const int column = thread % static_cast<int>(run);
     return (kLanes > 1 ? column : column / static_cast<int>(w.per)) * kLanes;
   }
 
-  // use(access, load(access)) for all of a thread's, kAhead of them loaded before the first is used.
+  // use(access, load(access)) for a thread's accesses; kAhead are loaded before the first is used.
   template <int kAhead, class Load, class Use>
   GA_DEVICE void each(const Walk& w, int thread, Load load, Use use) const {
     int64_t left = end - begin - thread;
@@ -217,7 +207,7 @@ struct Share {
   }
 };
 
-// What a Work is given of an element: of x, and of dy where it reads that.
+// The accesses that a Work is given: of x, and of dy if it has two inputs.
 template <class A, int kInputs>
 struct Inputs {
   typename A::Raw raw[kInputs];
@@ -255,8 +245,8 @@ template <int kLanes>
 struct Totals {
   double of[2][kLanes][kThreads];
 
-  // Adds up n that lie `stride` threads apart, into the first: those of a thread i with
-  // takes(i, count), of which `count` have one to be added to.
+  // Adds n numbers that lie `stride` threads apart into the first, by halves: takes(thread, count)
+  // tells whether a thread is among the `count` that add another one.
   template <class Takes>
   GA_DEVICE void fold(Block& block, int n, int stride, Takes takes) {
     while (n > 1) {
@@ -272,7 +262,7 @@ struct Totals {
   }
 };
 
-// Work: what is added up, by a coefficient of the channel, and what becomes of the sums.
+// Work: which two sums are taken, given a coefficient of the channel, and what is made of them.
 template <class A, bool kByLane, class Work>
 struct Reduce {
   static constexpr int kBlocks = 2;
@@ -374,7 +364,7 @@ GA_DEVICE double rstd_of(const BnTask& task, int64_t channel) {
   return task.frozen ? 1 / sqrt(c.running_variance + task.eps) : c.rstd;
 }
 
-// Whether what is summed up is about all micro-batches of the window.
+// Whether the sums are over all micro-batches of the window.
 GA_DEVICE bool windowed(const BnTask& task) { return task.mode == GA_BN_WINDOW && !task.frozen; }
 
 template <class A>
@@ -437,10 +427,10 @@ struct GradientSums {
 
 // ---- Elements -----------------------------------------------------------------------------------
 
-// Work: what is made of an element, by a coefficient of its channel.
+// Work: what an element becomes, given a coefficient of its channel.
 template <class A, bool kByLane, class Work>
 struct Map {
-  // With many coefficients, or many reads ahead, a thread takes more registers.
+  // With many coefficients or many reads ahead a thread needs more registers.
   static constexpr int kBlocks = kByLane && A::kWidth == 8 ? 2 : kByLane || A::kBytes < 8 ? 3 : 4;
   static constexpr int kLanes = kByLane ? A::kWidth : 1;
   using Coefficient = typename Work::Coefficient;
@@ -493,7 +483,7 @@ struct InputGradient {
   using Real = typename A::Real;
   using Coefficient = BnBackward<Real>;
 
-  // Of running statistics no x is a part: what the sums are does not matter then, nor what x is.
+  // Running statistics do not depend on x, so neither x nor the sums matter when they are used.
   GA_DEVICE static bool reads_x(const BnTask& task) { return !task.frozen; }
   GA_DEVICE static Coefficient coefficient(const BnTask& task, int64_t channel) {
     const double mean = mean_of(task, channel), rstd = rstd_of(task, channel);
@@ -554,11 +544,11 @@ struct Plan {
   bool by_lane;
 };
 
-// Of all arrays that a task reads or writes; slices_for(groups): how many a group is to have at most.
+// arrays: all that a task reads or writes. slices_for(groups): the most slices of a group.
 template <class Slices>
 Plan plan_of(const BnTask& task, std::initializer_list<const void*> arrays, Slices slices_for) {
   int64_t rows = task.samples, inner = task.positions;
-  if (task.elements() == 0) {  // nobody reads; sums of nothing are taken all the same
+  if (task.elements() == 0) {  // empty sums are taken all the same
     rows = 0;
     inner = 1;
   } else if (task.channels == 1) {
@@ -569,7 +559,7 @@ Plan plan_of(const BnTask& task, std::initializer_list<const void*> arrays, Slic
     inner = 1;
   }
   const int size = static_cast<int>(size_of(task.dtype));
-  uintptr_t address = 0;  // the bits of all
+  uintptr_t address = 0;  // the bits of all addresses
   for (const void* array : arrays) address |= reinterpret_cast<uintptr_t>(array);
   Plan plan = {};
   const auto fits = [&](int width) {
@@ -584,7 +574,7 @@ Plan plan_of(const BnTask& task, std::initializer_list<const void*> arrays, Slic
   w.rows = rows;
   w.row = rows > 0 ? task.count() / rows / plan.width : 0;
   w.per = plan.by_lane ? 1 : inner / plan.width;
-  // Groups of about the same size: so many channels that what they have of a row is read at once.
+  // Groups of about the same size, with so many channels that their part of a row is read at once.
   const int lanes = plan.by_lane ? plan.width : 1;
   const int64_t columns = task.channels / lanes;
   int64_t most = 1;
@@ -626,7 +616,7 @@ void with_access(int32_t dtype, int width, F f) {
   }
 }
 
-// f(access, by lane), both types.
+// f(Access<...>(), by lane as an std::bool_constant).
 template <class F>
 void with_plan(const BnTask& task, const Plan& plan, F f) {
   with_access(task.dtype, plan.width, [&](auto access) {
@@ -641,8 +631,8 @@ template <template <class> class Work>
 void launch_sums(const Queue& queue, const BnTask& task, const BnWorkspace& workspace,
                  const void* dy) {
   const Plan plan = plan_of(task, {task.x, dy}, [&](int64_t groups) {
-    // Two blocks on each multiprocessor keep its memory busy, and what they leave is soon added up;
-    // where there are many groups, a few slices more even out what their last blocks leave idle.
+    // Two blocks on each multiprocessor keep the memory busy and leave few partials to add. If
+    // there are many groups, a few more slices balance the load of the last blocks.
     const int64_t few = divided(queue.blocks, 4 * groups);
     const int64_t even = smaller(8, divided(queue.blocks, groups));
     return smaller(few > even ? few : even, bn_slices(task.channels));

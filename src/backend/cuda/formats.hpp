@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How arrays are stored, for kernels: four neighbouring elements unpacked to the type computed in,
-// and packed again. What is of that type already is read and written where it stands; functions
-// for the other formats are apart, so that they cost the loops few registers and little code.
+// How kernels read and write arrays: four neighbouring elements at a time, unpacked to the type
+// that is computed in and packed again. Functions for formats other than that type are not inlined,
+// so that they cost the loops few registers and little code.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,11 @@
 #include "backend/decide.hpp"
 #include "backend/numbers.hpp"
 
-// Functions that a kernel calls: not inlined.
+// GA_APART: a function that is not inlined. GA_ROLLED: a loop that is not unrolled, to save
+// registers.
 #ifdef __CUDACC__
 #define GA_APART __device__ __noinline__
-#define GA_ROLLED _Pragma("unroll 1")  // more of it at a time would only take registers
+#define GA_ROLLED _Pragma("unroll 1")
 #else
 #define GA_APART __attribute__((noinline))
 #define GA_ROLLED
@@ -28,7 +29,7 @@ constexpr int32_t native = std::is_same_v<T, float> ? GA_F32 : GA_F64;
 
 GA_HD int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Tells the compiler that an address, which has come out of a table, is not that of shared memory.
+// Tells the compiler that an address from a table is not one of shared memory.
 template <class T>
 GA_DEVICE T* global(T* p) {
 #ifdef __CUDACC__
@@ -42,46 +43,38 @@ struct Four {
   T x[4];
 };
 
-// As they lie in memory, where that is aligned for them: one access, for doubles two.
+// Four elements in aligned memory: one access, two for doubles.
 template <class Stored>
 struct alignas(4 * sizeof(Stored) < 16 ? 4 * sizeof(Stored) : 16) [[gnu::may_alias]] Packed {
   Stored x[4];
 };
 
-// The numbers of a dtype.
+// How the numbers of a dtype are stored and converted.
+template <class S>
+struct Plainly {
+  using Stored = S;
+  template <class T>
+  GA_HD static T widen(S x) {
+    return static_cast<T>(x);
+  }
+  template <class T>
+  GA_HD static S narrow(T x) {
+    return static_cast<S>(x);
+  }
+};
 template <int32_t kFormat>
 struct Dtype;
 template <>
-struct Dtype<GA_F32> {
-  using Stored = float;
-  template <class T>
-  GA_HD static T widen(float x) {
-    return static_cast<T>(x);
-  }
-  template <class T>
-  GA_HD static float narrow(T x) {
-    return static_cast<float>(x);
-  }
-};
+struct Dtype<GA_F32> : Plainly<float> {};
 template <>
-struct Dtype<GA_F64> {
-  using Stored = double;
-  template <class T>
-  GA_HD static T widen(double x) {
-    return static_cast<T>(x);
-  }
-  template <class T>
-  GA_HD static double narrow(T x) {
-    return static_cast<double>(x);
-  }
-};
+struct Dtype<GA_F64> : Plainly<double> {};
 template <>
 struct Dtype<GA_F16> {
   using Stored = uint16_t;
   template <class T>
   GA_HD static T widen(uint16_t x) {
 #ifdef __CUDA_ARCH__
-    // The instruction gives the same bits, but for the payload of NaN.
+    // The instruction gives the same bits except in NaN.
     float f;
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
     return static_cast<T>((x & 0x7fff) > 0x7c00 ? from_f16(x) : f);
@@ -107,12 +100,15 @@ struct Dtype<GA_BF16> {
   }
 };
 
-// Bytes of an element; 0 for a format whose data is a descriptor.
+GA_HD float from_16(uint16_t h, bool bf16) { return bf16 ? from_bf16(h) : from_f16(h); }
+GA_HD uint16_t to_16(float x, bool bf16) { return bf16 ? to_bf16(x) : to_f16(x); }
+
+// Bytes of an element; 0 if the data of the format is a descriptor.
 GA_HD int64_t size_of(int32_t format) {
   return format == GA_F64 ? 8 : format == GA_F32 ? 4 : format <= GA_BF16 ? 2 : 0;
 }
 
-// Whether four elements are one access, from that address on.
+// Whether four elements from that address on are one access.
 GA_HD bool is_aligned(const void* at, int32_t format) {
   const int64_t size = 4 * size_of(format);
   return (reinterpret_cast<uintptr_t>(at) & static_cast<uintptr_t>((size < 16 ? size : 16) - 1)) ==
@@ -146,7 +142,7 @@ GA_DEVICE void store_whole(void* at, int i, const Four<T>& four) {
   Packed<Stored> packed;
   for (int l = 0; l < 4; ++l) packed.x[l] = D::template narrow<T>(four.x[l]);
 #ifdef __CUDACC__
-  // An assignment may be taken to pieces.
+  // The compiler may split an assignment into smaller stores.
   const auto& x = packed.x;
   if constexpr (sizeof(Stored) == 2) {
     asm volatile("st.global.v4.u16 [%0], {%1, %2, %3, %4};" ::"l"(to), "h"(x[0]), "h"(x[1]),
@@ -166,7 +162,7 @@ GA_DEVICE void store_whole(void* at, int i, const Four<T>& four) {
 #endif
 }
 
-// Elements [i, i + count), count <= 4, and zeros.
+// Elements [i, i + count), count <= 4, then zeros.
 template <class T, int32_t kFormat>
 GA_DEVICE Four<T> load_some(const void* at, bool aligned, int i, int count) {
   using D = Dtype<kFormat>;
@@ -187,7 +183,7 @@ GA_DEVICE void store_some(void* at, bool aligned, int i, int count, const Four<T
   }
 }
 
-// The same of any plain dtype.
+// load_some for a dtype that is known at run time.
 template <class T>
 GA_DEVICE Four<T> load_plain(const void* at, int32_t format, bool aligned, int i, int count) {
   switch (format) {
@@ -224,13 +220,14 @@ struct View {
 
 // ---- Units --------------------------------------------------------------------------------------
 
-// 64-bit division is long; few tensors have that many elements.
+// a / b. 64-bit division is slow, and few tensors have so many elements.
 GA_HD int64_t quotient(int64_t a, int64_t b) {
   if (static_cast<uint64_t>(a | b) >> 32 != 0) return a / b;
   return static_cast<int64_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
 }
 
-// The unit of an element, and how many from that one on are of the same run (see UnitCursor).
+// The unit of an element, and how many elements from that one on belong to its run (see
+// UnitCursor).
 struct UnitPlace {
   int64_t unit, left, step;  // step: units from element to element of a run
 
@@ -250,8 +247,8 @@ struct UnitPlace {
 
 // ---- Reading ------------------------------------------------------------------------------------
 
-// Elements [first + i, first + i + count) of a plain array, of a pair or of rows; data is that of
-// element 0.
+// Elements [first + i, first + i + count) of an array that is plain, a pair or rows. data: where
+// element 0 is.
 template <class T>
 GA_APART Four<T> load_stored(const void* data, int32_t format, int64_t first, int i, int count) {
   if (!data) return {};
@@ -259,40 +256,33 @@ GA_APART Four<T> load_stored(const void* data, int32_t format, int64_t first, in
     const void* const at = advanced(data, format, first);
     return load_plain<T>(at, format, is_aligned(at, format), i, count);
   }
-  switch (format) {
-    case kPair: {
-      const Pair& pair = *static_cast<const Pair*>(data);
-      const bool bf16 = pair.dtype == GA_BF16;
-      const auto* const high = static_cast<const uint16_t*>(pair.high) + first + i;
-      const auto* const low = static_cast<const uint16_t*>(pair.low) + first + i;
-      Four<T> four = {};
-      for (int l = 0; l < 4 && l < count; ++l) {
-        four.x[l] = bf16 ? static_cast<T>(from_bf16(high[l])) : static_cast<T>(from_f16(high[l]));
-        four.x[l] += bf16 ? static_cast<T>(from_bf16(low[l])) : static_cast<T>(from_f16(low[l]));
-      }
-      return four;
+  Four<T> four = {};
+  if (format == kPair) {
+    const Pair& pair = *static_cast<const Pair*>(data);
+    const bool bf16 = pair.dtype == GA_BF16;
+    const auto* const high = static_cast<const uint16_t*>(pair.high) + first + i;
+    const auto* const low = static_cast<const uint16_t*>(pair.low) + first + i;
+    for (int l = 0; l < 4 && l < count; ++l) {
+      four.x[l] = static_cast<T>(from_16(high[l], bf16));
+      four.x[l] += static_cast<T>(from_16(low[l], bf16));
     }
-    case kSparse: {
-      const SparseRows& m = *static_cast<const SparseRows*>(data);
-      const auto* const from = static_cast<const T*>(m.data) + first + i;
-      int64_t row = quotient(first + i, m.columns);
-      int64_t left = (row + 1) * m.columns - (first + i);
-      Four<T> four = {};
-      for (int l = 0; l < count; ++row, left = m.columns) {
-        const int64_t slot = m.rows->slots[row];
-        const bool held = slot < m.rows->size && m.rows->entries[slot].row == row;
-        for (; l < count && left > 0; ++l, --left) {
-          if (held) four.x[l] = from[l];
-        }
+  } else if (format == kSparse) {
+    const SparseRows& m = *static_cast<const SparseRows*>(data);
+    const auto* const from = static_cast<const T*>(m.data) + first + i;
+    int64_t row = quotient(first + i, m.columns);
+    int64_t left = (row + 1) * m.columns - (first + i);
+    for (int l = 0; l < count; ++row, left = m.columns) {
+      const int64_t slot = m.rows->slots[row];
+      const bool held = slot < m.rows->size && m.rows->entries[slot].row == row;
+      for (; l < count && left > 0; ++l, --left) {
+        if (held) four.x[l] = from[l];
       }
-      return four;
     }
-    default:
-      return {};
   }
+  return four;
 }
 
-// Likewise of any source.
+// As load_stored, for any source.
 template <class T>
 GA_APART Four<T> load_packed(const void* data, int32_t format, int64_t first, int i, int count) {
   if (format == kOuter && data) {
@@ -328,12 +318,12 @@ GA_APART Four<T> load_packed(const void* data, int32_t format, int64_t first, in
   return four;
 }
 
-// Elements of an array from one of them on: that is element 0 here. A loop first fetches what it
-// needs of all its arrays and then unpacks it, so that it waits for memory once.
+// The elements of an array from element `first` on, which has index 0 here. A loop first fetches
+// from all its arrays and then unpacks, so that it waits for memory once.
 template <class T>
 class Reader {
  public:
-  // What has been read: as it is stored, or unpacked.
+  // Four elements, as they are stored or unpacked.
   struct Raw {
     uint32_t word[sizeof(T)];
   };
@@ -349,7 +339,7 @@ class Reader {
   GA_DEVICE Reader(const Array& a, int64_t first) : Reader(a.data, a.format, first) {}
   GA_DEVICE Reader(const Source& s, int64_t first) : Reader(s.data, s.format, first) {}
 
-  // Those at [i, i + count), count <= 4, and zeros; i is a multiple of 4.
+  // Elements [i, i + count), count <= 4, then zeros; i is a multiple of 4.
   GA_DEVICE Raw fetch(int i, int count) const {
     Raw raw = {};
     if (!is_stored(count)) {
@@ -389,7 +379,8 @@ class Reader {
     return four;
   }
 
-  // Words from an aligned address; a float has no room for four doubles and never reads them.
+  // Reads words from an aligned address. Four doubles do not fit where T is float; then the result
+  // is not used.
   template <int kWords>
   GA_DEVICE static void copy_words(uint32_t (&words)[sizeof(T)], const void* at) {
     struct alignas(kWords < 4 ? 4 * kWords : 16) [[gnu::may_alias]] Block {
@@ -405,7 +396,7 @@ class Reader {
   bool whole_;
 };
 
-// Whether four elements of an array at a time can be read and written by load_whole, from one on.
+// Whether load_whole can read an array of that format from an element on.
 template <int32_t kFormat>
 GA_DEVICE bool is_whole(const void* data, int32_t format, int64_t first) {
   return data && format == kFormat && is_aligned(advanced(data, kFormat, first), kFormat);
@@ -429,8 +420,8 @@ class Random {
   Chance chance_;
 };
 
-// To elements [first + i, first + i + count) of an array that is not of the type computed in, or of
-// a pair. Returns them as they are stored.
+// Writes elements [first + i, first + i + count) of a pair or of an array that does not have the
+// type that is computed in. Returns the elements as they are stored.
 template <class T>
 GA_APART Four<T> store_packed(void* data, int32_t format, int64_t first, int i, int count,
                               Four<T> four, Rounding rounding, uint64_t index) {
@@ -456,11 +447,10 @@ GA_APART Four<T> store_packed(void* data, int32_t format, int64_t first, int i, 
       bits.x[l] = bf16 ? to_bf16(value.x[l], r) : to_f16(value.x[l], r);
     }
   } else {
-    for (int l = 0; l < 4; ++l) bits.x[l] = bf16 ? to_bf16(value.x[l]) : to_f16(value.x[l]);
+    for (int l = 0; l < 4; ++l) bits.x[l] = to_16(value.x[l], bf16);
   }
   Four<T> stored;
-  for (int l = 0; l < 4; ++l)
-    stored.x[l] = static_cast<T>(bf16 ? from_bf16(bits.x[l]) : from_f16(bits.x[l]));
+  for (int l = 0; l < 4; ++l) stored.x[l] = static_cast<T>(from_16(bits.x[l], bf16));
   auto* const x = static_cast<uint16_t*>(pair ? pair->high : data) + first + i;
   const bool aligned = is_aligned(x, GA_BF16) && count == 4;
   if (aligned)
@@ -469,20 +459,19 @@ GA_APART Four<T> store_packed(void* data, int32_t format, int64_t first, int i, 
     if (!aligned && l < count) x[l] = bits.x[l];
   }
   if (!pair) return stored;
-  // What the nearest 16-bit number lacks.
+  // What the nearest 16-bit number lacks; infinities and NaN are in the upper number alone.
   auto* const low_at = static_cast<uint16_t*>(pair->low) + first + i;
   for (int l = 0; l < 4; ++l) {
     const T lacking = four.x[l] - stored.x[l];
-    // Infinities and NaN are in the upper one.
     const float low = static_cast<float>(lacking - lacking == 0 ? lacking : T(0));
-    const uint16_t low_bits = bf16 ? to_bf16(low) : to_f16(low);
-    stored.x[l] += static_cast<T>(bf16 ? from_bf16(low_bits) : from_f16(low_bits));
+    const uint16_t low_bits = to_16(low, bf16);
+    stored.x[l] += static_cast<T>(from_16(low_bits, bf16));
     if (l < count) low_at[l] = low_bits;
   }
   return stored;
 }
 
-// To two bf16 arrays, stochastically, from the lower and the upper halves of the same random bits.
+// Writes to two bf16 arrays with stochastic rounding, from the two halves of the same random bits.
 template <class T>
 GA_APART void store_bf16_pair(void* a, void* b, int64_t first, int i, int count, Four<T> four_a,
                               Four<T> four_b, uint64_t key, uint64_t index) {
@@ -507,7 +496,7 @@ GA_APART void store_bf16_pair(void* a, void* b, int64_t first, int i, int count,
   }
 }
 
-// Elements of an array from one of them on, as a Reader; index is that of element 0 for rounding.
+// As Reader, for writing. index: of element `first` in the random bits for rounding.
 template <class T>
 class Writer {
  public:
@@ -523,7 +512,7 @@ class Writer {
     aligned_ = is_aligned(data_, a.format);
   }
 
-  // Returns them as they are stored.
+  // Returns the elements as they are stored.
   GA_DEVICE Four<T> operator()(int i, int count, const Four<T>& four) const {
     if (format_ != native<T>)
       return store_packed<T>(data_, format_, first_, i, count, four, rounding_,
