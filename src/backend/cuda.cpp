@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Contexts on CUDA devices, by the side module libgradaccum_cuda.so: this library itself needs
-// nothing of CUDA.
+// Contexts on CUDA devices, by the side module libgradaccum_cuda.so. This library itself does not
+// need CUDA.
 #include "backend/cuda/module.h"
 #include "error.hpp"
 #include "module.hpp"

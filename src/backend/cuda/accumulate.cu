@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels that add gradients up and hand them out.
+// Kernels that accumulate gradients and copy them out.
+#include <iterator>
+
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/loops.hpp"
 
@@ -8,15 +10,15 @@ namespace {
 
 // ---- Plain contributions ------------------------------------------------------------------------
 
-// The gradient of a contribution, at a chunk's first element. T: float or double
+// A contribution: its gradient from a chunk's first element on. T is float or double.
 template <class T>
 struct Plain {
   const void* gradient;
   T scale;
 };
 
-// What a contribution is added to: nothing, what is there (keep), or with kPair a contribution of
-// the same format that was not stored.
+// What a contribution is added to: nothing, the target's contents (keep), or with kPair a
+// contribution of the same format that was not stored.
 template <class T>
 struct PlainBase {
   Plain<T> pair;
@@ -28,7 +30,6 @@ template <int32_t kFormat, bool kPair>
 GA_DEVICE SquaresOf<float, 1> add_plain(float* a, Plain<float> of, PlainBase<float> base, int first,
                                         int n, int q) {
   SquaresOf<float, 1> squares;
-  squares.clear();
   struct Loaded {
     Four<float> a, g;
   };
@@ -61,12 +62,11 @@ GA_DEVICE SquaresOf<float, 1> add_plain(float* a, Plain<float> of, PlainBase<flo
   return squares;
 }
 
-// Those of any other format or address.
+// a <- [base +] scale g, of any format and alignment.
 template <class T, bool kPair>
 GA_DEVICE SquaresOf<T, 1> add_any(T* a, Plain<T> of, PlainBase<T> base, int32_t format, int first,
                                   int n, int q) {
   SquaresOf<T, 1> squares;
-  squares.clear();
   a += first;
   const void* const g = advanced(of.gradient, format, first);
   const void* const pair = kPair ? advanced(base.pair.gradient, format, first) : nullptr;
@@ -92,7 +92,11 @@ GA_DEVICE SquaresOf<T, 1> add_any(T* a, Plain<T> of, PlainBase<T> base, int32_t 
   return squares;
 }
 
-// of, base: at the parameter's first element.
+// A dtype that the code is compiled for; 0: any.
+template <int32_t kFormat>
+using Known = std::integral_constant<int32_t, kFormat>;
+
+// of and base begin at the parameter's first element.
 template <class T, bool kPair>
 GA_DEVICE void accumulate_plain_chunk(Block& block, const PlainTarget& target, int64_t chunk,
                                       Plain<T> of, PlainBase<T> base, ChunkTotals<1>& sums) {
@@ -106,27 +110,23 @@ GA_DEVICE void accumulate_plain_chunk(Block& block, const PlainTarget& target, i
     base.pair.gradient = advanced(base.pair.gradient, format, offset);
     aligned = aligned && is_aligned(base.pair.gradient, format);
   }
-  const auto each_tile = [&](auto add) { sum_tiles<T, 1>(block, count, sums, add); };
-  const auto any = [&](int first, int n, int q) {
-    return add_any<T, kPair>(a, of, base, format, first, n, q);
+  const auto each_tile = [&](auto known) {
+    sum_tiles<T, 1>(block, count, sums, [&](int first, int n, int q) {
+      if constexpr (decltype(known)::value != 0)
+        return add_plain<decltype(known)::value, kPair>(a, of, base, first, n, q);
+      else
+        return add_any<T, kPair>(a, of, base, format, first, n, q);
+    });
   };
-  if constexpr (std::is_same_v<T, float>) {
-    if (!aligned || format == GA_F64)
-      each_tile(any);
-    else if (format == GA_F32)
-      each_tile([&](int first, int n, int q) {
-        return add_plain<GA_F32, kPair>(a, of, base, first, n, q);
-      });
+  if (std::is_same_v<T, double> || !aligned || format == GA_F64) {
+    each_tile(Known<0>());
+  } else if constexpr (std::is_same_v<T, float>) {
+    if (format == GA_F32)
+      each_tile(Known<GA_F32>());
     else if (format == GA_BF16)
-      each_tile([&](int first, int n, int q) {
-        return add_plain<GA_BF16, kPair>(a, of, base, first, n, q);
-      });
+      each_tile(Known<GA_BF16>());
     else
-      each_tile([&](int first, int n, int q) {
-        return add_plain<GA_F16, kPair>(a, of, base, first, n, q);
-      });
-  } else {
-    each_tile(any);
+      each_tile(Known<GA_F16>());
   }
   take_totals<T>(block, count, sums, [&](const double* total, bool finite) {
     Partial& partial = target.partials[chunk];
@@ -140,16 +140,17 @@ GA_DEVICE const void* address_of(uintptr_t tagged) {
   return reinterpret_cast<const void*>(tagged & ~uintptr_t{1});
 }
 
-// gradients: kMost, then, with kPair, kMost of those before them.
+// gradients: kMost, then with kPair as many that were not stored.
 template <size_t kMost, bool kPair>
 struct AccumulatePlain {
   static constexpr int kBlocks = kPair ? 3 : 4;
+  static constexpr bool kPaired = kPair;
   PlainCall call;
   uintptr_t gradients[kMost * (kPair ? 2 : 1)];
 
   GA_DEVICE void operator()(Block& block) const {
     GA_SHARED ChunkTotals<1> sums;
-    const double scale = call.of.value(), scale_before = kPair ? call.before.value() : 0;
+    const double scale = scale_of(call.of), scale_before = kPair ? scale_of(call.before) : 0;
     for (int64_t k = call.first_chunk + block.index(); k < call.last_chunk; k += block.count()) {
       const ChunkRef at = call.chunks[k];
       const int64_t i = at.item - call.first;
@@ -170,19 +171,14 @@ struct AccumulatePlain {
   }
 };
 
-template <size_t kMost, bool kPair>
-void launch_plain(const Queue& queue, const PlainCall& call, Span<const uintptr_t> gradients,
-                  const uintptr_t* before) {
-  AccumulatePlain<kMost, kPair> kernel;  // only what is used of it is written
-  kernel.call = call;
-  for (size_t i = 0; i < gradients.size; ++i) kernel.gradients[i] = gradients.data[i];
-  for (size_t i = 0; kPair && i < gradients.size; ++i) kernel.gradients[kMost + i] = before[i];
-  launch(kernel, blocks_for(queue, call.last_chunk - call.first_chunk), queue.stream);
-}
+template <size_t kMost>
+using AccumulateSingle = AccumulatePlain<kMost, false>;
+template <size_t kMost>
+using AccumulatePair = AccumulatePlain<kMost, true>;
 
 // ---- Any contributions --------------------------------------------------------------------------
 
-// What a chunk of a task does.
+// What a task does to a chunk.
 template <class T>
 struct Contribution {
   Array target;
@@ -199,7 +195,6 @@ struct Contribution {
     const Writer<T> store(target, at, rounding, at);
     const Reader<T> g0(source[0], at), g1(source[1], at);
     SquaresOf<T, 2> squares;
-    squares.clear();
     each_step(n, q, [&](int i, int count) {
       typename Reader<T>::Raw raw = {}, raw0, raw1 = {};
       if (keep) raw = old.fetch(i, count);
@@ -253,26 +248,24 @@ GA_DEVICE void accumulate_chunk(Block& block, const AccumulateTask& task, int64_
   });
 }
 
-template <int kMost>
+template <size_t kMost>
 struct Accumulate {
   static constexpr int kBlocks = 3;
   Tasks<AccumulateTask, kMost> list;
 
   GA_DEVICE void operator()(Block& block) const {
     GA_SHARED ChunkTotals<2> sums;
-    for (int64_t k = block.index(); k < list.chunks(); k += block.count()) {
-      const int64_t t = list.task_of(k);
-      AccumulateTask task = list.tasks[t];
+    list.each_chunk(block, [&](AccumulateTask task, int64_t chunk) {
       if (task.plan && !task.plan->active) {
-        if (task.plan->keep != 0) continue;
-        // Of a micro-batch that is dropped: zeros, where the host takes it for held already.
+        if (task.plan->keep != 0) return;
+        // The micro-batch is dropped, but the host takes the target for held: it becomes zeros.
         task.source[0].data = nullptr;
       }
       if (task.target.format == GA_F64)
-        accumulate_chunk<double>(block, task, k - list.before[t], sums);
+        accumulate_chunk<double>(block, task, chunk, sums);
       else
-        accumulate_chunk<float>(block, task, k - list.before[t], sums);
-    }
+        accumulate_chunk<float>(block, task, chunk, sums);
+    });
   }
 };
 
@@ -300,19 +293,18 @@ GA_DEVICE void finish_chunk(Block& block, const FinishTask& task, int64_t chunk)
   });
 }
 
-template <int kMost>
+template <size_t kMost>
 struct Finish {
   static constexpr int kBlocks = 4;
   Tasks<FinishTask, kMost> list;
 
   GA_DEVICE void operator()(Block& block) const {
-    for (int64_t k = block.index(); k < list.chunks(); k += block.count()) {
-      const int64_t t = list.task_of(k);
-      if (list.tasks[t].f64)
-        finish_chunk<double>(block, list.tasks[t], k - list.before[t]);
+    list.each_chunk(block, [&](const FinishTask& task, int64_t chunk) {
+      if (task.f64)
+        finish_chunk<double>(block, task, chunk);
       else
-        finish_chunk<float>(block, list.tasks[t], k - list.before[t]);
-    }
+        finish_chunk<float>(block, task, chunk);
+    });
   }
 };
 
@@ -323,13 +315,18 @@ void accumulate_plain(const Queue& queue, const PlainCall& call, Span<const uint
   const size_t n = gradients.size;
   if (n > (before ? kMostGradients / 2 : kMostGradients))
     fail(GA_ERROR_INTERNAL, "%zu gradients were given to one launch", n);
-  // Few tensors do not carry the arguments of many.
-  const auto launch_for =
-      before      ? (n <= 64 ? launch_plain<64, true> : launch_plain<kMostGradients / 2, true>)
-      : n <= 64   ? launch_plain<64, false>
-      : n <= 1000 ? launch_plain<1000, false>
-                  : launch_plain<kMostGradients, false>;
-  launch_for(queue, call, gradients, before);
+  const auto fill = [&](auto& kernel) {
+    kernel.call = call;
+    std::copy_n(gradients.data, n, kernel.gradients);
+    using Kernel = std::decay_t<decltype(kernel)>;
+    if constexpr (Kernel::kPaired)
+      std::copy_n(before, n, kernel.gradients + std::size(kernel.gradients) / 2);
+    return blocks_for(queue, call.last_chunk - call.first_chunk);
+  };
+  if (before)
+    launch_sized<AccumulatePair, 64, kMostGradients / 2>(queue, n, fill);
+  else
+    launch_sized<AccumulateSingle, 64, 1000, kMostGradients>(queue, n, fill);
 }
 
 void accumulate(const Queue& queue, Span<const AccumulateTask> tasks) {

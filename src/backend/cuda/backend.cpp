@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA backend: every call queues work on the context's stream and returns. What runs there is
-// in the kernels; here it is decided how it is launched.
-#include "backend/cuda/backend.hpp"
-
+// The CUDA backend: every call queues work on the context's stream and returns.
 #include <cuda_runtime.h>
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
@@ -11,7 +8,6 @@
 #include <algorithm>
 #include <memory>
 
-#include "backend/cuda/batchnorm.hpp"
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/lists.hpp"
 #include "backend/cuda/matmul.hpp"
@@ -24,7 +20,7 @@
 namespace ga::cuda {
 namespace {
 
-// A range that profilers show. Without one it costs next to nothing.
+// A range that profilers show.
 class Range {
  public:
 #ifdef NVTX_VERSION
@@ -47,8 +43,8 @@ class CudaBackend final : public Backend {
         plain_(runtime_, chunks_),
         rows_(runtime_),
         matmul_(runtime_),
-        results_(runtime_),
-        batch_norms_(runtime_) {}
+        results_(runtime_) {}
+  ~CudaBackend() override { runtime_.free(bn_.partials); }
 
   // ---- Memory ----
 
@@ -56,14 +52,13 @@ class CudaBackend final : public Backend {
     return runtime_.call([&] { return runtime_.allocate(bytes); });
   }
 
-  void free(void* data, size_t bytes) noexcept override { runtime_.free(data, bytes); }
+  void free(void* data, size_t) noexcept override { runtime_.free(data); }
 
   void copy(void* to, const void* from, size_t bytes) override {
     if (bytes == 0) return;
     runtime_.call([&] {
-      runtime_.check(
-          cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, runtime_.queue().stream),
-          "a copy on the device");
+      runtime_.check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, queue().stream),
+                     "a copy on the device");
     });
   }
 
@@ -90,7 +85,7 @@ class CudaBackend final : public Backend {
   }
 
   void upload(Span<const Word> words) override {
-    runtime_.call([&] { cuda::upload(runtime_.queue(), words); });
+    runtime_.call([&] { cuda::upload(queue(), words); });
   }
 
   void write(void* to, const void* from, size_t bytes) override {
@@ -138,28 +133,28 @@ class CudaBackend final : public Backend {
   // ---- Scalars ----
 
   void decide(const WindowTotals& totals, const StepSums& sums) override {
-    traced("gradaccum decide", [&](const Queue& queue) {
-      const NormChunks norms = norms_of(sums.norms);
+    traced("gradaccum decide", [&] {
+      const NormChunks norms = {{part_of(ListKind::kNorm, sums.norms)},
+                                {tasks_.updates_at, tasks_.measures_at, tasks_.units_at}};
       const UnitPieces units = units_of(sums.units);
       const FactorPieces factors = factors_of(sums.factored);
-      cuda::decide(queue, tables_, totals, results_.ring(), norms, units, factors);
+      cuda::decide(queue(), tables_, totals, results_.ring(), norms, units, factors);
     });
   }
 
   void open_micro(Span<const MicroInput> inputs, MicroPlan* plans) override {
     traced("gradaccum open_micro",
-           [&](const Queue& queue) { cuda::open_micro(queue, tables_, list_of(inputs, plans)); });
+           [&] { cuda::open_micro(queue(), tables_, list_of(inputs, plans)); });
   }
 
   void judge_micro(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
                    int64_t index) override {
-    traced("gradaccum judge_micro", [&](const Queue& queue) {
-      cuda::judge_micro(queue, tables_, list_of(inputs, plans), micro, index);
-    });
+    traced("gradaccum judge_micro",
+           [&] { cuda::judge_micro(queue(), tables_, list_of(inputs, plans), micro, index); });
   }
 
   void clear_window() override {
-    runtime_.call([&] { cuda::clear_window(runtime_.queue(), tables_); });
+    runtime_.call([&] { cuda::clear_window(queue(), tables_); });
   }
 
   const Control* known() override { return nullptr; }
@@ -175,60 +170,50 @@ class CudaBackend final : public Backend {
   // ---- Loops ----
 
   void accumulate(Span<const AccumulateTask> tasks) override {
-    if (tasks.size == 0) return;
-    runtime_.call([&] {
-      const Range range("gradaccum accumulate");
-      plain_.accumulate(tasks);
-    });
+    if (tasks.size > 0) traced("gradaccum accumulate", [&] { plain_.accumulate(tasks); });
   }
 
   void norm(Span<const NormTask> tasks) override {
-    if (tasks.size == 0) return;
-    traced("gradaccum norm", [&](const Queue& queue) { cuda::norm(queue, tasks); });
+    if (tasks.size > 0) traced("gradaccum norm", [&] { cuda::norm(queue(), tasks); });
   }
 
   void finish(Span<const FinishTask> tasks) override {
-    if (tasks.size == 0) return;
-    runtime_.call([&] { cuda::finish(runtime_.queue(), tasks); });
+    if (tasks.size > 0) traced("gradaccum finish", [&] { cuda::finish(queue(), tasks); });
   }
 
   void measure(Params params) override {
     if (params.size == 0) return;
-    traced("gradaccum measure", [&](const Queue& queue) {
+    traced("gradaccum measure", [&] {
       const auto parts = lists_.get(ListKind::kMeasure, params);
       for (size_t k = 0; k < parts.size; ++k) {
-        const ListPart& p = parts.data[k];
-        if (p.op >= 0)
-          cuda::measure(queue, p.op, p.f64, tasks_.measures_at, p.chunks, p.chunk_count, tables_,
-                        p.params, p.param_count);
+        const ListPart& part = parts.data[k];
+        if (part.op < 0) continue;
+        const auto launch = part.f64 ? cuda::measure<double> : cuda::measure<float>;
+        launch(queue(), tasks_.measures_at, part, tables_);
       }
     });
   }
 
   void update(Params params) override {
     if (params.size == 0) return;
-    traced("gradaccum update", [&](const Queue& queue) {
+    traced("gradaccum update", [&] {
       const auto parts = lists_.get(ListKind::kUpdate, params);
       for (size_t k = 0; k < parts.size; ++k) {
-        const ListPart& p = parts.data[k];
-        // Rows first: the pass over all chunks moves the averages of what they have become.
-        if (p.param_count > 0)
-          update_rows(queue, p.op, p.f64, tasks_.updates_at, p.params, p.param_count);
-        cuda::update(queue, p.op, p.f64, tasks_.updates_at, p.chunks, p.chunk_count);
+        const auto launch = parts.data[k].f64 ? cuda::update<double> : cuda::update<float>;
+        launch(queue(), tasks_.updates_at, parts.data[k]);
       }
     });
   }
 
   void clip_units(Params params) override {
     if (params.size == 0) return;
-    traced("gradaccum clip_units",
-           [&](const Queue& queue) { cuda::clip_units(queue, units_of(params)); });
+    traced("gradaccum clip_units", [&] { cuda::clip_units(queue(), units_of(params)); });
   }
 
   void update_factored(Params params) override {
     if (params.size == 0) return;
     traced("gradaccum update_factored",
-           [&](const Queue& queue) { cuda::update_factored(queue, factors_of(params)); });
+           [&] { cuda::update_factored(queue(), factors_of(params)); });
   }
 
   void settle_units(Params, bool) override { fail_cut(); }
@@ -246,10 +231,7 @@ class CudaBackend final : public Backend {
   }
 
   void accumulate_rows(const RowsTask& task) override {
-    runtime_.call([&] {
-      const Range range("gradaccum accumulate_rows");
-      rows_.accumulate(task, tables_.control);
-    });
+    traced("gradaccum accumulate_rows", [&] { rows_.accumulate(task, tables_.control); });
   }
 
   void clear_rows(Span<RowSet* const> sets) override {
@@ -264,97 +246,95 @@ class CudaBackend final : public Backend {
   }
 
   bool matmul(const MatmulTask& task) override {
-    runtime_.call([&] {
-      const Range range("gradaccum matmul");
-      matmul_.multiply(task);
-    });
+    traced("gradaccum matmul", [&] { matmul_.multiply(task); });
     return false;
   }
 
   void orthogonalize(const OrthogonalizeTask& task) override {
-    runtime_.call([&] {
-      const Range range("gradaccum orthogonalize");
-      matmul_.orthogonalize(task);
-    });
+    traced("gradaccum orthogonalize", [&] { matmul_.orthogonalize(task); });
   }
 
   // ---- Batch normalisation ----
 
   void bn_reserve(int64_t channels) override {
-    runtime_.call([&] { batch_norms_.reserve(channels); });
+    runtime_.call([&] {
+      const int64_t partials = std::max(bn_partials_, bn_slices(channels) * channels);
+      const int64_t counters = std::max(bn_counters_, channels);
+      if (partials == bn_partials_ && counters == bn_counters_) return;
+      auto* const block = static_cast<BnPartial*>(
+          runtime_.allocate(static_cast<size_t>(bn_bytes_for(partials, counters))));
+      runtime_.free(bn_.partials);
+      bn_ = {block, reinterpret_cast<unsigned*>(block + partials)};
+      bn_partials_ = partials;
+      bn_counters_ = counters;
+    });
   }
 
-  int64_t bn_bytes() const override { return batch_norms_.bytes(); }
+  int64_t bn_bytes() const override { return bn_bytes_for(bn_partials_, bn_counters_); }
 
   void bn_statistics(const BnTask& task) override {
-    traced("gradaccum bn_statistics",
-           [&](const Queue& queue) { cuda::bn_statistics(queue, task, batch_norms_.workspace()); });
+    traced("gradaccum bn_statistics", [&] { cuda::bn_statistics(queue(), task, bn_); });
   }
 
   void bn_take(const BnTask& task, const BnGiven& given) override {
-    runtime_.call([&] { cuda::bn_take(runtime_.queue(), task, given); });
+    runtime_.call([&] { cuda::bn_take(queue(), task, given); });
   }
 
   void bn_finalize(const BnTask& task) override {
-    runtime_.call([&] { cuda::bn_finalize(runtime_.queue(), task); });
+    runtime_.call([&] { cuda::bn_finalize(queue(), task); });
   }
 
   void bn_forward(const BnTask& task, bool taking) override {
-    traced("gradaccum bn_forward", [&](const Queue& queue) {
-      if (taking) cuda::bn_statistics(queue, task, batch_norms_.workspace());
-      cuda::bn_normalise(queue, task);
+    traced("gradaccum bn_forward", [&] {
+      if (taking) cuda::bn_statistics(queue(), task, bn_);
+      cuda::bn_normalise(queue(), task);
     });
   }
 
   void bn_backward_sums(const BnTask& task) override {
-    traced("gradaccum bn_backward_sums", [&](const Queue& queue) {
-      cuda::bn_gradient_sums(queue, task, batch_norms_.workspace());
-    });
+    traced("gradaccum bn_backward_sums", [&] { cuda::bn_gradient_sums(queue(), task, bn_); });
   }
 
   void bn_backward(const BnTask& task, bool summing) override {
-    traced("gradaccum bn_backward", [&](const Queue& queue) {
-      if (summing) cuda::bn_gradient_sums(queue, task, batch_norms_.workspace());
+    traced("gradaccum bn_backward", [&] {
+      if (summing) cuda::bn_gradient_sums(queue(), task, bn_);
       if (task.weight == 0)
         clear(task.out, task.dtype, task.count());
       else
-        cuda::bn_input_gradient(queue, task);
+        cuda::bn_input_gradient(queue(), task);
     });
   }
 
  private:
-  // f(queue) as a range of that name.
-  template <class F>
-  void traced(const char* name, F&& f) {
+  const Queue& queue() { return runtime_.queue(); }
+
+  // Runs work() within a range of that name.
+  template <class Work>
+  void traced(const char* name, Work&& work) {
     runtime_.call([&] {
       const Range range(name);
-      f(runtime_.queue());
+      work();
     });
   }
 
-  // Of such lists there is one part.
-  NormChunks norms_of(Params params) {
-    const auto parts = lists_.get(ListKind::kNorm, params);
-    if (parts.size == 0) return {};
-    const TasksAt tasks = {tasks_.updates_at, tasks_.measures_at, tasks_.units_at};
-    return {tasks, parts.data[0].chunks, parts.data[0].chunk_count};
+  // The only part of a list whose kind does not depend on the Ops.
+  ListPart part_of(ListKind kind, Params params) {
+    const auto parts = lists_.get(kind, params);
+    return parts.size > 0 ? parts.data[0] : ListPart{};
   }
 
   UnitPieces units_of(Params params) {
-    const auto parts = lists_.get(ListKind::kUnits, params);
-    if (parts.size == 0) return {};
-    const ListPart& p = parts.data[0];
-    return {tasks_.units_at, p.chunks,      p.chunk_count,
-            p.params,        p.param_count, counters_.at<unsigned>()};
+    return {{part_of(ListKind::kUnits, params)}, tasks_.units_at, counters_.at<unsigned>()};
   }
 
   FactorPieces factors_of(Params params) {
-    const auto parts = lists_.get(ListKind::kFactor, params);
-    if (parts.size == 0) return {};
-    const ListPart& p = parts.data[0];
-    auto* const counters = counters_.at<unsigned>(most_params_ * sizeof(unsigned));
-    return {tasks_.factored_at, p.chunks, p.chunk_count, p.columns,
-            p.column_count,     p.params, p.param_count, counters};
+    return {{part_of(ListKind::kFactor, params)},
+            tasks_.factored_at,
+            counters_.at<unsigned>(most_params_ * sizeof(unsigned))};
+  }
+
+  static int64_t bn_bytes_for(int64_t partials, int64_t counters) {
+    return partials * int64_t{sizeof(BnPartial)} + counters * int64_t{sizeof(unsigned)};
   }
 
   MicroList list_of(Span<const MicroInput> inputs, MicroPlan* plans) {
@@ -373,20 +353,21 @@ class CudaBackend final : public Backend {
   void clear(void* data, int32_t dtype, int64_t count) {
     if (count == 0) return;
     const auto bytes = static_cast<size_t>(count) * static_cast<size_t>(dtype_info(dtype).size);
-    runtime_.check(cudaMemsetAsync(data, 0, bytes, runtime_.queue().stream), "zeroing memory");
+    runtime_.check(cudaMemsetAsync(data, 0, bytes, queue().stream), "zeroing memory");
   }
 
-  Runtime runtime_;  // first: it outlives what is allocated from it
+  Runtime runtime_;  // first, because it outlives what is allocated from it
   AllChunks chunks_;
   ParamLists lists_;
   PlainTargets plain_;
   Rows rows_;
   MatmulEngine matmul_;
   Results results_;
-  BatchNorms batch_norms_;
-  Buffer counters_;  // of pieces: for each parameter of units, then two for rows and columns
+  Buffer counters_;  // for each parameter one for pieces of units, then two for rows and columns
   size_t most_params_ = 0;
-  Buffer inputs_;  // of micro-batches with more contributions than a launch takes
+  Buffer inputs_;        // of a micro-batch with more contributions than a launch takes
+  BnWorkspace bn_ = {};  // shared by all layers with batch normalisation; one block
+  int64_t bn_partials_ = 0, bn_counters_ = 0;
   ScalarTables tables_ = {};
   TaskTables tasks_;
 };

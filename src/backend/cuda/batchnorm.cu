@@ -316,7 +316,7 @@ struct Reduce {
     }
   }
 
-  // The slices, by several threads for a channel: each adds those that are so many apart.
+  // Adds the slices of a channel by `parts` threads, each of which adds every parts-th slice.
   GA_DEVICE void finish(Block& block, const Share<kLanes>& share, const Coefficient* coefficients,
                         Totals<kLanes>& totals) const {
     constexpr int kAhead = 4;

@@ -7,7 +7,7 @@
 
 namespace ga::cuda {
 
-// ---- All chunks ----------------------------------------------------------------------------------
+// ---- All chunks ---------------------------------------------------------------------------------
 
 void AllChunks::reserve(int64_t chunks, int64_t params) {
   const auto n = static_cast<size_t>(params);
@@ -17,33 +17,33 @@ void AllChunks::reserve(int64_t chunks, int64_t params) {
   first_.reserve(n + 1);
   refs_.reserve(runtime_, static_cast<size_t>(chunks) * sizeof(ChunkRef));
   ids_.reserve(runtime_, n * sizeof(ga_param));
-  due_ = due_ || grows;
+  stale_ = stale_ || grows;
 }
 
 void AllChunks::set_count(ga_param param, int64_t count) {
   const auto i = static_cast<size_t>(param);
   if (i >= counts_.size()) {
     counts_.resize(i + 1);
-    due_ = true;
+    stale_ = true;
   }
   if (counts_[i] == count) return;
   counts_[i] = count;
-  due_ = true;
+  stale_ = true;
 }
 
 void AllChunks::set_tasks(const TaskTables& tasks, int64_t params) {
   tasks_ = {tasks.updates, static_cast<size_t>(params)};
-  told_ = false;
+  read_ = false;
 }
 
 void AllChunks::update() {
-  if (!told_) {
+  if (!read_) {
     for (size_t i = 0; i < tasks_.size; ++i)
       if (const int64_t count = tasks_.data[i].count; count > 0)
         set_count(static_cast<ga_param>(i), count);
-    told_ = true;
+    read_ = true;
   }
-  if (!due_) return;
+  if (!stale_) return;
   first_.assign(1, 0);
   for (const int64_t count : counts_) first_.push_back(first_.back() + chunk_count(count));
   const size_t n = counts_.size();
@@ -58,15 +58,15 @@ void AllChunks::update() {
   }
   refs_.upload(runtime_, 0, static_cast<size_t>(first_.back()) * sizeof(ChunkRef));
   ids_.upload(runtime_, 0, n * sizeof(ga_param));
-  due_ = false;
+  stale_ = false;
 }
 
-// ---- Lists ---------------------------------------------------------------------------------------
+// ---- Lists --------------------------------------------------------------------------------------
 
 namespace {
 
-// More than a step has: those whose norms are taken, clipped by units, factored, measured, updated at
-// once and after that, and these twice where some are factored later.
+// More than a step uses: the lists for norms, units, factors, measures and two updates, and all of
+// them twice if some parameters are factored later.
 constexpr size_t kLists = 12;
 constexpr size_t kMostParts = 64;
 
@@ -81,7 +81,8 @@ ParamLists::List ParamLists::new_list(size_t bytes, size_t params) {
   return list;
 }
 
-// A pattern has at most as many pieces as its parameter has chunks; a factored one has two.
+// A pattern has at most as many pieces as its parameter has chunks; a factored parameter has two
+// patterns.
 void ParamLists::reserve(int64_t chunks, int64_t params) {
   const size_t bytes = static_cast<size_t>(2 * chunks) * sizeof(ChunkRef) +
                        static_cast<size_t>(params) * sizeof(ga_param);
@@ -127,17 +128,11 @@ int64_t ParamLists::pieces_of(const UnitPattern* pattern) const {
 
 ParamLists::Mark ParamLists::mark_of(ListKind kind, ga_param param) const {
   const auto i = static_cast<size_t>(param);
-  switch (kind) {
-    case ListKind::kNorm:
-      return {chunk_count(tasks_.updates[i].count), 0, -1, false, false};
-    case ListKind::kUnits:
-      return {pieces_of(tasks_.units[i].pattern), 0, -1, false, false};
-    case ListKind::kFactor:
-      return {pieces_of(tasks_.factored[i].row_pattern),
-              pieces_of(tasks_.factored[i].column_pattern), -1, false, false};
-    default:
-      break;
-  }
+  if (kind == ListKind::kNorm) return {chunk_count(tasks_.updates[i].count), 0, -1, false, false};
+  if (kind == ListKind::kUnits) return {pieces_of(tasks_.units[i].pattern), 0, -1, false, false};
+  if (kind == ListKind::kFactor)
+    return {pieces_of(tasks_.factored[i].row_pattern), pieces_of(tasks_.factored[i].column_pattern),
+            -1, false, false};
   const bool update = kind == ListKind::kUpdate;
   const UpdateTask& task = update ? tasks_.updates[i] : tasks_.measures[i];
   return {chunk_count(task.count), 0, task.op, task.f64, update && task.rows != nullptr};
@@ -151,7 +146,8 @@ bool ParamLists::is_right(List& list) const {
   return true;
 }
 
-// Where the next list is made. A launch takes up to three lists at a time.
+// The place for the next list: the least recently used, except the two last, because a launch takes
+// up to three lists.
 ParamLists::List& ParamLists::place() {
   List* oldest = nullptr;
   for (List& list : lists_) {
@@ -216,7 +212,8 @@ void ParamLists::make(List& list, ListKind kind, Params params) {
   list.version = version_;
 }
 
-// A list of one, in the lists of all.
+// Sets one_ to the list of one parameter, as a part of the lists of all. Returns false if those do
+// not have it.
 bool ParamLists::get_one(ListKind kind, ga_param param) {
   const Mark mark = mark_of(kind, param);
   chunks_.update();
@@ -248,7 +245,7 @@ Span<const ListPart> ParamLists::get(ListKind kind, Params params) {
       list = &l;
       break;
     }
-    if (!l.captured) list = &l;  // made anew where it is, unless a right one is found
+    if (!l.captured) list = &l;  // made anew here, unless a right one is found
   }
   if (!list) list = &place();
   if (!same(*list) || list->version != version_) make(*list, kind, params);

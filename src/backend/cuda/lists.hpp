@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists of chunks and of parameters on the device, made once and used by every step after that.
+// Lists of chunks and of parameters on the device, which are made once and used by every later
+// step.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +12,10 @@
 
 namespace ga::cuda {
 
-// A mirror that grows; what it has held is lost then.
+// A mirror that grows; growing clears it.
 class Buffer {
  public:
-  // Throws std::bad_alloc and is as before then.
+  // Throws std::bad_alloc, which changes nothing.
   void reserve(Runtime& runtime, size_t bytes) {
     if (bytes <= mirror_.bytes) return;
     Mirror larger = runtime.mirror(bytes);
@@ -43,22 +44,19 @@ class Buffer {
   Mirror mirror_;
 };
 
-// The chunks of all parameters in their order, and the numbers 0, 1, ... of these.
+// The chunks of all parameters in order, and the ids 0, 1, ... of the parameters.
 class AllChunks {
  public:
   explicit AllChunks(Runtime& runtime) : runtime_(runtime) {}
 
   void reserve(int64_t chunks, int64_t params);
-  // Counts are those of the updates, once these are written; of a parameter that has none there, of
-  // what is told here.
+  // The element counts come from the updates once they are written; set_count() gives the count of
+  // a parameter that has no update.
   void set_tasks(const TaskTables& tasks, int64_t params);
   void set_count(ga_param param, int64_t count);
-  // After that, what follows is as the counts say.
+  // Brings the lists that the following functions return up to date with the counts.
   void update();
   int64_t params() const { return static_cast<int64_t>(counts_.size()); }
-  int64_t count(ga_param param) const {
-    return param < params() ? counts_[static_cast<size_t>(param)] : 0;
-  }
   int64_t first(int64_t param) const { return first_[static_cast<size_t>(param)]; }
   const ChunkRef* at() const { return refs_.at<ChunkRef>(); }
   const ga_param* ids() const { return ids_.at<ga_param>(); }
@@ -66,42 +64,30 @@ class AllChunks {
  private:
   Runtime& runtime_;
   Span<const UpdateTask> tasks_ = {nullptr, 0};
-  bool told_ = true;  // counts are known to be those of the tasks
-  bool due_ = false;
+  bool read_ = true;    // counts_ has the counts of the tasks
+  bool stale_ = false;  // the lists differ from counts_
   std::vector<int64_t> counts_;
-  std::vector<int64_t> first_;  // of each parameter's chunks, and the end of the last one's
+  std::vector<int64_t> first_;  // the first chunk of each parameter, and the end of the last
   Buffer refs_, ids_;
-};
-
-// What a launch is given.
-struct ListPart {
-  int op;  // position in AllOps; -1: none
-  bool f64;
-  const ChunkRef* chunks;  // or pieces, of a FactorTask those of rows
-  int64_t chunk_count;
-  const ChunkRef* columns;  // pieces of a FactorTask
-  int64_t column_count;
-  const ga_param* params;  // of ListKind::kUpdate those with rows
-  int64_t param_count;
 };
 
 enum class ListKind { kUpdate, kMeasure, kNorm, kUnits, kFactor };
 
-// For lists of parameters, which are few and the same in every step. One that has not been seen
-// before, or whose tasks have changed, is made in the place of the one not used for longest.
+// The launches' lists for lists of parameters, which are few and the same in every step. A new one,
+// or one whose tasks have changed, replaces the least recently used.
 class ParamLists {
  public:
   ParamLists(Runtime& runtime, AllChunks& chunks) : runtime_(runtime), chunks_(chunks) {}
 
   void reserve(int64_t chunks, int64_t params);
   void set_tasks(const TaskTables& tasks, int64_t params);
-  // The host has written there.
+  // The host has written at that address; it may be part of a task table.
   void written(const void* host, size_t bytes);
   // Valid until the next call.
   Span<const ListPart> get(ListKind kind, Params params);
 
  private:
-  // What a list is made from, beside the numbers of its parameters.
+  // What a list is made from beside the ids of its parameters.
   struct Mark {
     int64_t refs, columns;
     int32_t op;
@@ -116,9 +102,9 @@ class ParamLists {
     std::vector<Mark> marks;
     std::vector<ListPart> parts;
     Buffer buffer;
-    int64_t version = 0;  // of the tasks when it was last found right; 0: it is no list yet
+    int64_t version = 0;  // of the tasks that the list was last checked against; 0: no list yet
     int64_t used = 0;
-    bool captured = false;  // a graph may use it: it stays as it is
+    bool captured = false;  // a graph may use the list, so it does not change
   };
 
   List new_list(size_t bytes, size_t params);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels over elements have in common: tasks in the arguments of a launch, chunks, and
-// sums of squares in the order that the CPU takes them in.
+// sums of squares in the same order as on the CPU.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -26,77 +27,79 @@ GA_HD int chunk_length(int64_t count, int64_t chunk) {
   return static_cast<int>(smaller(kChunk, count - chunk * kChunk));
 }
 
-// Tasks of a launch, as its arguments, and how many chunks come before each.
-template <class Task, int kMost>
+// Launches the smallest Kernel<kSize> that holds `count` items in its arguments, so that few items
+// do not carry the arguments of many. fill(kernel) writes what is used of it and returns the number
+// of blocks.
+template <template <size_t> class Kernel, size_t... kSizes, class Fill>
+void launch_sized(const Queue& queue, size_t count, Fill fill) {
+  bool done = false;
+  const auto try_size = [&](auto size) {
+    if (done || count > size) return;
+    Kernel<decltype(size)::value> kernel;
+    const int64_t blocks = fill(kernel);
+    launch(kernel, blocks, queue.stream);
+    done = true;
+  };
+  (try_size(std::integral_constant<size_t, kSizes>()), ...);
+}
+
+// The tasks of a launch, in its arguments, and the number of chunks before each.
+template <class Task, size_t kMost>
 struct Tasks {
   int64_t count;
   int64_t before[kMost + 1];
   Task tasks[kMost];
 
-  GA_DEVICE int64_t chunks() const { return before[count]; }
-  GA_DEVICE int64_t task_of(int64_t chunk) const {
-    int64_t low = 0, high = count;  // before[low] <= chunk < before[high]
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      (before[middle] <= chunk ? low : high) = middle;
+  // f(task, chunk) for the chunks of a block.
+  template <class F>
+  GA_DEVICE void each_chunk(const Block& block, F f) const {
+    GA_ROLLED
+    for (int64_t k = block.index(); k < before[count]; k += block.count()) {
+      int64_t low = 0, high = count;  // before[low] <= k < before[high]
+      while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        (before[middle] <= k ? low : high) = middle;
+      }
+      f(tasks[low], k - before[low]);
     }
-    return low;
   }
 };
 
-// The most tasks that fit the arguments of a launch beside their counts.
-template <class Task>
-constexpr int most_tasks = static_cast<int>((kMostArguments - 64) /
-                                            (sizeof(Task) + sizeof(int64_t)));
-
-// Launches of Kernel<kMost>, whose list is its Tasks, over all tasks: few of them do not carry the
-// arguments of many.
-template <template <int> class Kernel, class Task, int kMost>
-void launch_some(const Queue& queue, const Task* tasks, size_t count) {
-  Kernel<kMost> kernel;  // only what is used of it is written
-  auto& list = kernel.list;
-  list.count = 0;
-  int64_t chunks = 0;
-  for (size_t t = 0; t < count; ++t) {
-    if (tasks[t].count == 0) continue;
-    list.before[list.count] = chunks;
-    list.tasks[list.count++] = tasks[t];
-    chunks += chunk_count(tasks[t].count);
-  }
-  list.before[list.count] = chunks;
-  launch(kernel, blocks_for(queue, chunks), queue.stream);
-}
-
-template <template <int> class Kernel, class Task>
+// Launches Kernel<kMost>, whose list is its Tasks, over all tasks.
+template <template <size_t> class Kernel, class Task>
 void launch_tasks(const Queue& queue, Span<const Task> tasks) {
-  constexpr size_t kMost = most_tasks<Task>, kFew = 8;
+  constexpr size_t kMost = (kMostArguments - 64) / (sizeof(Task) + sizeof(int64_t));
   for (size_t first = 0; first < tasks.size; first += kMost) {
-    const size_t count = tasks.size - first < kMost ? tasks.size - first : kMost;
-    if (count <= kFew)
-      launch_some<Kernel, Task, kFew>(queue, tasks.data + first, count);
-    else
-      launch_some<Kernel, Task, kMost>(queue, tasks.data + first, count);
+    const size_t end = std::min(tasks.size, first + kMost);
+    launch_sized<Kernel, 8, kMost>(queue, end - first, [&](auto& kernel) {
+      auto& list = kernel.list;
+      list.count = 0;
+      int64_t chunks = 0;
+      for (size_t t = first; t < end; ++t) {
+        if (tasks.data[t].count == 0) continue;
+        list.before[list.count] = chunks;
+        list.tasks[list.count++] = tasks.data[t];
+        chunks += chunk_count(tasks.data[t].count);
+      }
+      list.before[list.count] = chunks;
+      return blocks_for(queue, chunks);
+    });
   }
 }
 
 // ---- Sums of squares ----------------------------------------------------------------------------
 
-// A thread's share of a tile: its four lanes, and whether all it has seen is finite.
+// A thread's share of a tile: four lanes, and whether all values in them are finite.
 template <class T>
 struct Squares {
-  Quad quad;
-  bool finite;
-
-  GA_DEVICE void clear() {
-    for (double& lane : quad.lane) lane = 0;
-    finite = true;
-  }
+  Quad quad = {};
+  bool finite = true;
 
   GA_DEVICE void add(int lane, T value) {
     const double x = static_cast<double>(value);
     if constexpr (std::is_same_v<T, float>) {
-      // The square is exact: fused or not, this rounds once. The squares of finite floats cannot
-      // overflow a double either: their sum tells whether they are finite.
+      // The square is exact, so this rounds once, fused or not. The squares of finite floats cannot
+      // overflow a double, so their sum tells whether they are finite.
 #ifdef __CUDACC__
       quad.lane[lane] = __fma_rn(x, x, quad.lane[lane]);
 #else
@@ -115,21 +118,16 @@ struct Squares {
   }
 };
 
-// The same of several sums.
 template <class T, int kSums>
 struct SquaresOf {
   Squares<T> of[kSums];
-
-  GA_DEVICE void clear() {
-    for (Squares<T>& s : of) s.clear();
-  }
 };
 
-// Of the block; totals of tiles. Shared.
+// The totals of a chunk's tiles, shared by the threads of a block.
 template <int kSums>
 struct ChunkTotals {
   double totals[kSums][kTiles];
-  int nonfinite;  // of the first sum, where that is of doubles
+  int nonfinite;  // in the first sum, where that is of doubles
 };
 
 // f(i, count) for thread q of an octet over its elements of a tile of n.
@@ -142,8 +140,8 @@ GA_DEVICE void each_step(int n, int q, F f) {
   if (rest > 0) f(whole + 4 * q, rest < 4 ? rest : 4);
 }
 
-// The same with what load(i, count) gives, several steps ahead: use(i, count, loaded).
-constexpr int kStepsAhead = 2;
+// As each_step, but use(i, count, loaded) gets the result of load(i, count), which is called kAhead
+// steps at a time.
 template <int kAhead, class Load, class Use>
 GA_DEVICE void each_step_ahead(int n, int q, Load load, Use use) {
   const int whole = n / kLanes * kLanes;
@@ -155,35 +153,45 @@ GA_DEVICE void each_step_ahead(int n, int q, Load load, Use use) {
     for (int k = 0; k < kAhead; ++k) use(i + k * kLanes, 4, loaded[k]);
   }
   GA_ROLLED
-  for (; i < n; i += kLanes) {  // the last step alone may be a part
+  for (; i < n; i += kLanes) {  // only the last step may be a part
     const int count = n - i < 4 ? n - i : 4;
     use(i, count, load(i, count));
   }
 }
+constexpr int kStepsAhead = 2;
 
-// Tiles of a chunk of `count` elements: body(first, n, q) for thread q of the octet that has the n
-// elements from `first` on, in steps as above; it returns their SquaresOf<T, kSums>. Ends with a
-// barrier.
-template <class T, int kSums, class Body>
-GA_DEVICE void sum_tiles(Block& block, int count, ChunkTotals<kSums>& sums, Body body) {
-  if constexpr (std::is_same_v<T, double>) block.once([&] { sums.nonfinite = 0; });
+// totals[k][t] <- sum k of the SquaresOf<T, kSums> that body(t, q) returns in thread q of the octet
+// which has tile t, for t < count. Ends with a barrier.
+template <class T, int kSums, int kMost, class Body>
+GA_DEVICE void sum_octets(Block& block, int count, double (&totals)[kSums][kMost], Body body) {
+  static_assert(kMost % kOctets == 0);
   GA_ROLLED
-  for (int round = 0; round * kTile < count; round += kOctets) {
+  for (int round = 0; round < count; round += kOctets) {
     PerThread<Quad> lanes[kSums];
     block.each([&](int thread) {
       SquaresOf<T, kSums> squares;
-      squares.clear();
-      const int first = (round + thread / 8) * kTile;
-      const int left = count - first;
-      if (left > 0) squares = body(first, left < kTile ? left : kTile, thread % 8);
+      const int t = round + thread / 8;
+      if (t < count) squares = body(t, thread % 8);
       for (int k = 0; k < kSums; ++k) lanes[k][thread] = squares.of[k].quad;
-      if (std::is_same_v<T, double> && !squares.of[0].finite) sums.nonfinite = 1;
     });
-    for (int k = 0; k < kSums; ++k) block.octet_totals(lanes[k], sums.totals[k] + round);
+    for (int k = 0; k < kSums; ++k) block.octet_totals(lanes[k], totals[k] + round);
   }
 }
 
-// f(total) in one thread, with total(k) the sum k of the chunk, after sum_tiles. Ends with a
+// The same for the tiles of a chunk of `count` elements: body(first, n, q) has the n elements from
+// `first` on.
+template <class T, int kSums, class Body>
+GA_DEVICE void sum_tiles(Block& block, int count, ChunkTotals<kSums>& sums, Body body) {
+  if constexpr (std::is_same_v<T, double>) block.once([&] { sums.nonfinite = 0; });
+  sum_octets<T>(block, (count + kTile - 1) / kTile, sums.totals, [&](int tile, int q) {
+    const int first = tile * kTile, left = count - first;
+    const SquaresOf<T, kSums> squares = body(first, left < kTile ? left : kTile, q);
+    if (std::is_same_v<T, double> && !squares.of[0].finite) sums.nonfinite = 1;
+    return squares;
+  });
+}
+
+// f(total, finite) in one thread after sum_tiles, where total[k] is sum k of the chunk. Ends with a
 // barrier.
 template <class T, int kSums, class F>
 GA_DEVICE void take_totals(Block& block, int count, const ChunkTotals<kSums>& sums, F f) {

@@ -12,11 +12,12 @@
 namespace ga::cuda {
 namespace {
 
-// Of the library's own, so that a captured graph has it and no product allocates.
+// Bytes of our own workspace for cuBLAS, so that a captured graph holds it and no product
+// allocates.
 constexpr size_t kWorkspace = size_t{32} << 20;
 
-// The functions of cuBLAS that are used. 550 MB that most programs never need are not linked to:
-// where they are missing, only products are.
+// The functions of cuBLAS that are used. cuBLAS is opened at run time: it has 550 MB that most
+// programs never need, and only matrix products fail without it.
 struct Cublas {
   decltype(&cublasCreate) create;
   decltype(&cublasDestroy) destroy;
@@ -46,7 +47,7 @@ bool find(void* library, const char* name, Function& function) {
 
 bool open_library(const char* file, Cublas& functions, std::string& reasons) {
   reasons += reasons.empty() ? "" : "; ";
-  // Never closed: contexts of the whole process use it.
+  // Never closed, because all contexts of the process use it.
   void* const library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
   if (library && find(library, "cublasCreate_v2", functions.create) &&
       find(library, "cublasDestroy_v2", functions.destroy) &&
@@ -61,7 +62,7 @@ bool open_library(const char* file, Cublas& functions, std::string& reasons) {
   return false;
 }
 
-// The major version that this was built with, then the others that have the same functions.
+// Tries the major version of the build first, then the others that have the same functions.
 const Cublas& cublas() {
   static std::mutex mutex;
   static bool found = false;
@@ -83,14 +84,7 @@ const Cublas& cublas() {
 #endif
 
 cudaDataType type_of(int32_t dtype) {
-  switch (dtype) {
-    case GA_F16:
-      return CUDA_R_16F;
-    case GA_BF16:
-      return CUDA_R_16BF;
-    default:
-      return CUDA_R_32F;
-  }
+  return dtype == GA_F16 ? CUDA_R_16F : dtype == GA_BF16 ? CUDA_R_16BF : CUDA_R_32F;
 }
 
 }  // namespace
@@ -101,8 +95,8 @@ MatmulEngine::~MatmulEngine() {
     const RelaxedCapture relaxed;
     cublas().destroy(handle_);
   }
-  runtime_.free(alpha_beta_, 2 * sizeof(float));
-  runtime_.free(workspace_, kWorkspace);
+  runtime_.free(alpha_beta_);
+  runtime_.free(workspace_);
 }
 
 void MatmulEngine::check(cublasStatus_t status, const char* doing) const {
@@ -126,7 +120,7 @@ void MatmulEngine::open() {
     alpha_beta_ = static_cast<float*>(runtime_.allocate(2 * sizeof(float)));
     runtime_.count_own(2 * sizeof(float));
   }
-  const RelaxedCapture relaxed;  // it allocates
+  const RelaxedCapture relaxed;  // cuBLAS allocates
   cublasHandle_t handle = nullptr;
   if (const cublasStatus_t status = functions.create(&handle); status != CUBLAS_STATUS_SUCCESS) {
     cudaGetLastError();
@@ -134,7 +128,7 @@ void MatmulEngine::open() {
     fail(GA_ERROR_UNSUPPORTED, "cuBLAS cannot be used on CUDA device %d: %s", runtime_.ordinal(),
          functions.status_string(status));
   }
-  // In this order: the choice of a stream takes the workspace back.
+  // In this order, because the choice of a stream resets the workspace.
   cublasStatus_t status = functions.set_stream(handle, runtime_.stream());
   if (status == CUBLAS_STATUS_SUCCESS)
     status = functions.set_workspace(handle, workspace_, kWorkspace);
@@ -143,12 +137,12 @@ void MatmulEngine::open() {
   handle_ = handle;
 }
 
-// Row-major matrices are the transposed ones of column-major: C' = B' A'. f32 is multiplied as f32:
-// in the default math mode cuBLAS does not take TF32 for it.
+// A row-major matrix is the transpose of a column-major one, so C' = B' A'. In the default math
+// mode cuBLAS multiplies f32 as f32 and not as TF32.
 void MatmulEngine::multiply(const MatmulTask& t) {
   if (t.m == 0 || t.n == 0) return;
   const Queue& queue = runtime_.queue();
-  if (t.k == 0) {  // an empty sum, of which a and b may be NULL
+  if (t.k == 0) {  // an empty sum: a and b may be NULL
     if (!t.keep)
       runtime_.check(
           cudaMemsetAsync(t.target, 0,
@@ -159,14 +153,14 @@ void MatmulEngine::multiply(const MatmulTask& t) {
   }
   const auto alpha = static_cast<float>(t.scale);
   const float beta = t.keep ? 1 : 0;
-  const bool known = t.divisor == nullptr;  // else the device knows the scale, when it gets there
+  const bool known = t.divisor == nullptr;  // else only the device knows the scale
   if (!known) scale_alpha(queue, t.scale, t.divisor, beta, alpha_beta_);
   check(cublas().set_pointer_mode(handle_,
                                   known ? CUBLAS_POINTER_MODE_HOST : CUBLAS_POINTER_MODE_DEVICE),
         "a matrix product");
   const cudaDataType type = type_of(t.dtype);
   const auto op = [](bool transpose) { return transpose ? CUBLAS_OP_T : CUBLAS_OP_N; };
-  // A row of no use may have any length for the caller, but not for cuBLAS.
+  // For one row the caller may pass any stride, but cuBLAS checks the stride all the same.
   const int64_t lda = std::max(t.lda, t.transpose_a ? t.m : t.k);
   const int64_t ldb = std::max(t.ldb, t.transpose_b ? t.k : t.n);
   check(cublas().gemm(handle_, op(t.transpose_b), op(t.transpose_a), t.n, t.m, t.k,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A context's matrix engine: cuBLAS, which is looked for by the first product.
+// Matrix products by cuBLAS, which the first product of a context opens.
 #pragma once
 
 #include <cublas_v2.h>
@@ -20,9 +20,8 @@ class MatmulEngine {
   MatmulEngine& operator=(const MatmulEngine&) = delete;
 
   // Throws GA_ERROR_UNSUPPORTED, std::bad_alloc, or GA_ERROR_INVALID_STATE while the stream is
-  // captured; nothing to do from the second time on.
+  // being captured. Does nothing after the first success. The other functions need it.
   void open();
-  // After open().
   void multiply(const MatmulTask& task);
   void orthogonalize(const OrthogonalizeTask& task);
 
@@ -32,7 +31,7 @@ class MatmulEngine {
   Runtime& runtime_;
   cublasHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
-  float* alpha_beta_ = nullptr;  // of a product whose scale the device knows
+  float* alpha_beta_ = nullptr;  // for a product whose scale only the device knows
 };
 
 }  // namespace ga::cuda

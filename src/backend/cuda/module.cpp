@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// libgradaccum_cuda.so: the one function that it exports. It loads without a driver: the CUDA
-// runtime is linked statically, and looks for the driver when it is first called.
+// The one function that libgradaccum_cuda.so exports. The module loads without a driver, because
+// the CUDA runtime is linked statically and looks for the driver when it is first called.
 #include "backend/cuda/module.h"
 
 #include <cuda_runtime.h>
@@ -8,7 +8,6 @@
 #include <string>
 #include <type_traits>
 
-#include "backend/cuda/backend.hpp"
 #include "backend/cuda/runtime.hpp"
 #include "module.hpp"
 
@@ -16,19 +15,11 @@
 #define GA_CUDA_TARGETS "the host, for tests"
 #endif
 
-namespace {
-
-std::string describe() {
-  constexpr int kVersion = CUDART_VERSION;
-  return "CUDA " + std::to_string(kVersion / 1000) + "." + std::to_string(kVersion % 1000 / 10) +
-         " for " GA_CUDA_TARGETS;
-}
-
-}  // namespace
-
 extern "C" __attribute__((visibility("default"))) const void* ga_module_cuda(char*, size_t) {
   static_assert(std::is_same_v<decltype(&ga_module_cuda), ga::ModuleEntry>);
-  static const std::string text = describe();
+  constexpr int kVersion = CUDART_VERSION;
+  static const std::string text = "CUDA " + std::to_string(kVersion / 1000) + "." +
+                                  std::to_string(kVersion % 1000 / 10) + " for " GA_CUDA_TARGETS;
   static const ga::CudaModule table = {ga::kCudaAbi, ga::cuda_layout(), text.c_str(),
                                        ga::cuda::device_count, ga::cuda::make_backend};
   return &table;

@@ -11,8 +11,7 @@ bool same(const PlainTarget& a, const PlainTarget& b) {
          a.format == b.format && a.gradient_format == b.gradient_format;
 }
 
-PlainScale scale_of_source(const Source& source) { return {source.scale, source.divisor}; }
-
+// Widens [first, last) to contain `at`.
 void widen(size_t at, size_t& first, size_t& last) {
   first = first < last ? std::min(first, at) : at;
   last = std::max(last, at + 1);
@@ -26,7 +25,7 @@ void PlainTargets::reserve(int64_t params) {
   gradients_.resize(n);
   before_.resize(n);
   others_.reserve(n);
-  // A larger buffer is empty, so all of it differs from what the next call wants.
+  // A larger buffer is all zeros, so the next calls write all targets that they use.
   buffer_.reserve(runtime_, n * sizeof(PlainTarget));
   params_ = n;
 }
@@ -50,7 +49,7 @@ void PlainTargets::take(const AccumulateTask& task) {
     known = target;
     widen(i, changed_first_, changed_last_);
   }
-  if (chunks_.count(task.param) != task.count) chunks_.set_count(task.param, task.count);
+  chunks_.set_count(task.param, task.count);
   gradients_[i] = reinterpret_cast<uintptr_t>(source.data) | (task.keep != 0 ? 1u : 0u);
   before_[i] = reinterpret_cast<uintptr_t>(task.source[0].data);
   widen(i, first_, last_);
@@ -63,13 +62,15 @@ void PlainTargets::accumulate(Span<const AccumulateTask> tasks) {
   if (!others_.empty()) cuda::accumulate(runtime_.queue(), {others_.data(), others_.size()});
 }
 
-// Those of so many sources.
+// Adds the tasks with that number of sources.
 void PlainTargets::add(Span<const AccumulateTask> tasks, int sources) {
   first_ = last_ = 0;
-  const AccumulateTask* like = nullptr;  // of the scales of all
+  const AccumulateTask* like = nullptr;  // its scales are those of the launch
   const auto is_like = [&](const AccumulateTask& task) {
     for (int k = 0; like && k < sources; ++k)
-      if (!(scale_of_source(task.source[k]) == scale_of_source(like->source[k]))) return false;
+      if (task.source[k].scale != like->source[k].scale ||
+          task.source[k].divisor != like->source[k].divisor)
+        return false;
     return true;
   };
   for (size_t t = 0; t < tasks.size; ++t) {
@@ -99,8 +100,8 @@ void PlainTargets::launch(const AccumulateTask& like) {
   PlainCall call = {};
   call.targets = buffer_.at<PlainTarget>();
   call.chunks = chunks_.at();
-  call.of = scale_of_source(like.source[like.sources - 1]);
-  call.before = scale_of_source(like.source[0]);
+  call.of = like.source[like.sources - 1];
+  call.before = like.source[0];
   for (size_t first = first_; first < end;) {
     if (gradients_[first] == 0) {
       ++first;

@@ -17,7 +17,7 @@ class PlainTargets {
   PlainTargets(Runtime& runtime, AllChunks& chunks) : runtime_(runtime), chunks_(chunks) {}
 
   void reserve(int64_t params);
-  // Those tasks that are plain in one go, the others after them.
+  // Plain tasks in one launch if they fit, then the others.
   void accumulate(Span<const AccumulateTask> tasks);
 
  private:
@@ -30,9 +30,9 @@ class PlainTargets {
   AllChunks& chunks_;
   Buffer buffer_;  // a PlainTarget for each parameter
   size_t params_ = 0;
-  std::vector<uintptr_t> gradients_, before_;  // of each parameter, in this call: accumulate_plain
-  size_t first_ = 0, last_ = 0;                // of these, [first_, last_)
-  size_t changed_first_ = 0, changed_last_ = 0;  // likewise of the targets
+  std::vector<uintptr_t> gradients_, before_;    // by parameter, for accumulate_plain
+  size_t first_ = 0, last_ = 0;                  // this call uses [first_, last_) of them
+  size_t changed_first_ = 0, changed_last_ = 0;  // the targets to upload
   std::vector<AccumulateTask> others_;
 };
 

@@ -25,18 +25,17 @@ void Rows::check(const RowsTask& task) const {
 }
 
 void Rows::prepare(const RowsTask& task, int64_t waiting) {
-  if (task.count == 0 || !task.set) return;  // without a set it has no elements
-  const int64_t held = sets_[task.set].most;
-  const int64_t wanted = std::min(task.rows, held + waiting + task.count);
-  if (wanted > sets_[task.set].capacity) grow_set(task, wanted);
+  if (task.count == 0 || !task.set) return;  // a parameter without a set has no elements
+  const Known& known = sets_[task.set];
+  const int64_t wanted = std::min(task.rows, known.most + waiting + task.count);
+  if (wanted > known.capacity) grow_set(task, wanted);
   const size_t storage = storage_for(task.count, task.rows);
   if (task.count > capacity_ || storage > storage_bytes_) grow_workspace(task.count, storage);
 }
 
 Rows::~Rows() {
-  for (const auto& [set, known] : sets_)
-    runtime_.free(known.entries, static_cast<size_t>(known.capacity) * sizeof(RowEntry));
-  runtime_.free(block_, bytes_);
+  for (const auto& [set, known] : sets_) runtime_.free(known.entries);
+  runtime_.free(block_);
 }
 
 void Rows::grow_set(const RowsTask& task, int64_t rows) {
@@ -54,26 +53,20 @@ void Rows::grow_set(const RowsTask& task, int64_t rows) {
     runtime_.write(&task.set->entries, &entries, sizeof entries);
     runtime_.write(&task.set->capacity, &capacity, sizeof capacity);
   } catch (...) {
-    runtime_.free(entries, bytes);
+    runtime_.free(entries);
     throw;
   }
   known.entries = entries;
   known.capacity = capacity;
   entry_bytes_ += static_cast<int64_t>(bytes) - static_cast<int64_t>(before);
-  runtime_.free(old, before);
+  runtime_.free(old);
 }
 
-SortTask Rows::sort_task(const Workspace& w, int64_t count, int64_t rows) {
-  int bits = 1;
-  while (bits < 32 && (rows - 1) >> bits != 0) ++bits;
-  return {w.keys, w.positions, w.sorted_keys, w.sorted_positions, static_cast<int32_t>(count),
-          bits};
-}
-
-size_t Rows::storage_for(int64_t count, int64_t rows) {
+size_t Rows::storage_for(int64_t count, int64_t rows) const {
+  RowLists lists = {};
+  lists.count = count;
   size_t bytes = 0;
-  runtime_.check(sort_pairs(sort_task({}, count, rows), nullptr, bytes, runtime_.stream()),
-                 "asking what a sort needs");
+  runtime_.check(sort_rows(lists, rows, bytes, runtime_.stream()), "asking what a sort needs");
   return bytes;
 }
 
@@ -83,7 +76,7 @@ void Rows::grow_workspace(int64_t count, size_t storage) {
   const size_t storage_bytes = std::max(storage, storage_for(capacity, int64_t{UINT32_MAX}));
   const size_t bytes = 7 * list_bytes(capacity) + 2 * kAlign + align_up(storage_bytes);
   auto* const block = static_cast<char*>(runtime_.allocate(bytes));
-  runtime_.free(block_, bytes_);
+  runtime_.free(block_);
   runtime_.count_own(static_cast<int64_t>(bytes) - static_cast<int64_t>(bytes_));
   block_ = block;
   bytes_ = bytes;
@@ -91,37 +84,30 @@ void Rows::grow_workspace(int64_t count, size_t storage) {
   capacity_ = capacity;
 }
 
-Rows::Workspace Rows::workspace() const {
-  const size_t list = list_bytes(capacity_);
-  const auto at = [&](size_t k) { return reinterpret_cast<uint32_t*>(block_ + k * list); };
-  char* const rest = block_ + 7 * list;
-  return {at(0),
-          at(1),
-          at(2),
-          at(3),
-          at(4),
-          at(5),
-          at(6),
-          reinterpret_cast<int64_t*>(rest),
-          reinterpret_cast<int32_t*>(rest + kAlign),
-          rest + 2 * kAlign};
+RowLists Rows::lists(int64_t count) const {
+  char* at = block_;
+  RowLists lists = {};
+  lists.count = count;
+  for (uint32_t** list : {&lists.rows, &lists.positions, &lists.sorted_rows,
+                          &lists.sorted_positions, &lists.starts, &lists.entries, &lists.found}) {
+    *list = reinterpret_cast<uint32_t*>(at);
+    at += list_bytes(capacity_);
+  }
+  lists.distinct = reinterpret_cast<int64_t*>(at);
+  lists.bad = reinterpret_cast<int32_t*>(at + kAlign);
+  lists.storage = at + 2 * kAlign;
+  return lists;
 }
 
 void Rows::accumulate(const RowsTask& task, Control* control) {
   if (task.count == 0 || task.rows == 0) return;
   const Queue& queue = runtime_.queue();
-  const Workspace w = workspace();
-  runtime_.check(cudaMemsetAsync(w.bad, 0, sizeof *w.bad, queue.stream), "zeroing a flag");
-  gather_rows(queue, task, w.keys, w.positions, w.bad, control);
-  // CUB takes an error that the program has left for its own.
-  cudaGetLastError();
+  const RowLists lists = this->lists(task.count);
+  gather_rows(queue, task, lists, control);
+  cudaGetLastError();  // else CUB takes an error that the program has left for its own
   size_t storage_bytes = storage_bytes_;
-  runtime_.check(
-      sort_pairs(sort_task(w, task.count, task.rows), w.storage, storage_bytes, queue.stream),
-      "a sort");
-  const SortedRows sorted = {w.sorted_keys, w.sorted_positions, task.count, w.bad,
-                             w.starts,      w.entries,          w.found,    w.distinct};
-  accumulate_rows(queue, task, sorted);
+  runtime_.check(sort_rows(lists, task.rows, storage_bytes, queue.stream), "a sort");
+  accumulate_rows(queue, task, lists);
   if (!task.dense) {
     Known& known = sets_[task.set];
     known.most = std::min(task.rows, known.most + task.count);
@@ -137,9 +123,8 @@ void Rows::clear(Span<RowSet* const> sets) {
 void Rows::free(RowSet* set) noexcept {
   const auto known = sets_.find(set);
   if (known == sets_.end()) return;
-  const size_t bytes = static_cast<size_t>(known->second.capacity) * sizeof(RowEntry);
-  runtime_.free(known->second.entries, bytes);
-  entry_bytes_ -= static_cast<int64_t>(bytes);
+  runtime_.free(known->second.entries);
+  entry_bytes_ -= known->second.capacity * static_cast<int64_t>(sizeof(RowEntry));
   sets_.erase(known);
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Contributions to some rows of a matrix, sorted by row: where each row begins, its entry in the
-// set, and the sums. No float is added by an atomic: a row is one group of threads' own.
+// set, and the sums. No float is added by an atomic, because one group of threads has a row.
+#include <cub/cub.cuh>
 
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/loops.hpp"
@@ -10,24 +11,22 @@ namespace {
 
 struct Gather {
   const void* indices;
-  int64_t count, rows;
-  uint32_t* keys;
-  uint32_t* positions;
-  int32_t* bad;
+  RowLists lists;
+  int64_t rows;
   Control* control;
   int32_t dtype;
 
   GA_DEVICE void operator()(Block& block) const {
     block.each([&](int thread) {
       const int64_t step = block.count() * kThreads;
-      for (int64_t k = block.index() * kThreads + thread; k < count; k += step) {
+      for (int64_t k = block.index() * kThreads + thread; k < lists.count; k += step) {
         const int64_t row = dtype == GA_I32 ? static_cast<const int32_t*>(indices)[k]
                                             : static_cast<const int64_t*>(indices)[k];
         const bool good = row >= 0 && row < rows;
-        keys[k] = good ? static_cast<uint32_t>(row) : 0;
-        positions[k] = static_cast<uint32_t>(k);
+        lists.rows[k] = good ? static_cast<uint32_t>(row) : 0;
+        lists.positions[k] = static_cast<uint32_t>(k);
         if (good) continue;
-        *bad = 1;
+        *lists.bad = 1;
         control->failed = true;
       }
     });
@@ -42,42 +41,43 @@ struct Reset {
   }
 };
 
-// What all of the following go by.
+// What the kernels after the sort share.
 struct Call {
-  SortedRows sorted;
+  RowLists lists;
   RowSet* set;
   const MicroPlan* plan;
   bool dense;
 
-  GA_DEVICE bool is_off() const { return *sorted.bad != 0 || (plan && !plan->active); }
+  GA_DEVICE bool is_off() const { return *lists.bad != 0 || (plan && !plan->active); }
   GA_DEVICE bool is_first(int64_t k) const {
-    return k == 0 || sorted.rows[k] != sorted.rows[k - 1];
+    return k == 0 || lists.sorted_rows[k] != lists.sorted_rows[k - 1];
   }
-  // The entry of a row that the set has had before the call, or -1.
+  // The entry that the set had for a row before the call, or -1.
   GA_DEVICE int64_t known(int64_t row) const {
     const int64_t slot = set->slots[row];
     return slot < set->size && set->entries[slot].row == row ? slot : -1;
   }
 };
 
-// Of the positions of each thread of a segment, and before it.
+// By thread of a segment: how many rows, and how many new ones, begin in the thread's share; then
+// before it.
 struct Heads {
   uint32_t rows[kThreads + 1], added[kThreads + 1];
 };
 
-constexpr int kShare = static_cast<int>(SortedRows::kSegment) / kThreads;
+constexpr int kShare = static_cast<int>(RowLists::kSegment) / kThreads;
 
-// f(k, added) in each thread for its first positions of rows in a segment.
+// f(k, is_new) in each thread for the places k of its share of a segment where a row begins.
 template <class F>
 GA_DEVICE void each_head(const Call& call, int64_t segment, int thread, F f) {
-  const int64_t first = segment * SortedRows::kSegment + thread * kShare;
-  for (int64_t k = first; k < first + kShare && k < call.sorted.count; ++k) {
-    if (call.is_first(k)) f(k, !call.dense && call.known(call.sorted.rows[k]) < 0);
+  const int64_t first = segment * RowLists::kSegment + thread * kShare;
+  for (int64_t k = first; k < first + kShare && k < call.lists.count; ++k) {
+    if (call.is_first(k)) f(k, !call.dense && call.known(call.lists.sorted_rows[k]) < 0);
   }
 }
 
-// Leaves in heads[thread] the rows that begin before the thread's share, in heads[kThreads] all of
-// the segment.
+// Leaves in heads the rows that begin before each thread's share; at kThreads, those of the
+// segment.
 GA_DEVICE void count_heads(Block& block, const Call& call, int64_t segment, Heads& heads) {
   block.each([&](int thread) {
     uint32_t rows = 0, added = 0;
@@ -100,7 +100,7 @@ GA_DEVICE void count_heads(Block& block, const Call& call, int64_t segment, Head
   });
 }
 
-// How many rows begin in each segment; the last block adds them up.
+// Counts the rows that begin in each segment; the last block turns the counts into totals before.
 struct FindRows {
   Call call;
   unsigned* counter;
@@ -108,8 +108,8 @@ struct FindRows {
   GA_DEVICE void operator()(Block& block) const {
     GA_SHARED Heads heads;
     if (call.is_off()) return;
-    uint32_t* const found = call.sorted.found;
-    const int64_t segments = SortedRows::segments(call.sorted.count);
+    uint32_t* const found = call.lists.found;
+    const int64_t segments = RowLists::segments(call.lists.count);
     for (int64_t s = block.index(); s < segments; s += block.count()) {
       count_heads(block, call, s, heads);
       block.once([&] {
@@ -127,36 +127,37 @@ struct FindRows {
         rows += r;
         added += a;
       }
-      call.sorted.distinct[0] = rows;
-      call.sorted.distinct[1] = added;
+      call.lists.distinct[0] = rows;
+      call.lists.distinct[1] = added;
     });
   }
 };
 
-// Where each row begins, and its entry, which new ones get here; the set's size is that of before.
+// Writes where each row begins, and its entry, which new rows get here. The size of the set does
+// not change yet.
 struct EnterRows {
   Call call;
 
   GA_DEVICE void operator()(Block& block) const {
     GA_SHARED Heads heads;
     if (call.is_off()) return;
-    const SortedRows& sorted = call.sorted;
-    const int64_t segments = SortedRows::segments(sorted.count);
+    const RowLists& lists = call.lists;
+    const int64_t segments = RowLists::segments(lists.count);
     for (int64_t s = block.index(); s < segments; s += block.count()) {
       count_heads(block, call, s, heads);
       block.each([&](int thread) {
-        uint32_t d = sorted.found[2 * s] + heads.rows[thread];
+        uint32_t d = lists.found[2 * s] + heads.rows[thread];
         int64_t next =
-            call.dense ? 0 : call.set->size + sorted.found[2 * s + 1] + heads.added[thread];
+            call.dense ? 0 : call.set->size + lists.found[2 * s + 1] + heads.added[thread];
         each_head(call, s, thread, [&](int64_t k, bool is_new) {
-          const int64_t row = sorted.rows[k];
-          sorted.starts[d] = static_cast<uint32_t>(k);
+          const int64_t row = lists.sorted_rows[k];
+          lists.starts[d] = static_cast<uint32_t>(k);
           if (is_new) {
             call.set->slots[row] = static_cast<uint32_t>(next);
             call.set->entries[next].row = row;
-            sorted.entries[d] = static_cast<uint32_t>(next++);
+            lists.entries[d] = static_cast<uint32_t>(next++);
           } else if (!call.dense) {
-            sorted.entries[d] = static_cast<uint32_t>(call.known(row));
+            lists.entries[d] = static_cast<uint32_t>(call.known(row));
           }
           ++d;
         });
@@ -167,11 +168,11 @@ struct EnterRows {
 
 struct RowTotals {
   ChunkTotals<1> sums;
-  int nonfinite[kOctets];  // of a row each
+  int nonfinite[kOctets];  // by row
   Partial whole;
 };
 
-// Adds the contributions of each row; a row's partial is that of a tensor of its own.
+// Adds the contributions to each row, whose partial is that of a tensor of its own.
 template <class T>
 struct AddRows {
   static constexpr int kBlocks = 3;
@@ -184,7 +185,7 @@ struct AddRows {
   GA_DEVICE void operator()(Block& block) const {
     GA_SHARED RowTotals shared;
     if (call.is_off()) return;
-    const int64_t rows = call.sorted.distinct[0];
+    const int64_t rows = call.lists.distinct[0];
     int group = 8;  // threads to a row
     while (group < kThreads && 4 * group < columns) group *= 2;
     const int together = kThreads / group;
@@ -199,28 +200,28 @@ struct AddRows {
         take_row(block, d, shared);
     }
     if (call.dense || !block.last(counter)) return;
-    block.once([&] { call.set->size += call.sorted.distinct[1]; });
+    block.once([&] { call.set->size += call.lists.distinct[1]; });
   }
 
  private:
   GA_DEVICE int64_t row_of(int64_t d) const {
-    return static_cast<int64_t>(call.sorted.rows[call.sorted.starts[d]]);
+    return static_cast<int64_t>(call.lists.sorted_rows[call.lists.starts[d]]);
   }
 
   // Thread `lane` of `group`.
   GA_DEVICE void add_row(int64_t d, int lane, int group) const {
     constexpr int kAhead = 4;
-    const SortedRows& sorted = call.sorted;
-    const int64_t first = sorted.starts[d];
-    const int64_t end = d + 1 < sorted.distinct[0] ? sorted.starts[d + 1] : sorted.count;
-    const bool kept = call.dense || sorted.entries[d] < call.set->size;
+    const RowLists& lists = call.lists;
+    const int64_t first = lists.starts[d];
+    const int64_t end = d + 1 < lists.distinct[0] ? lists.starts[d + 1] : lists.count;
+    const bool kept = call.dense || lists.entries[d] < call.set->size;
     const T scale = static_cast<T>(call.plan ? call.plan->scale : scale_of(values));
     T* const row = target + row_of(d) * columns;
     const bool aligned = is_aligned(row, native<T>);
     const bool aligned_values = columns % 4 == 0 && is_aligned(values.data, values.format);
     const auto load = [&](int64_t k, int64_t i, int count) {
       const void* const at =
-          advanced(values.data, values.format, sorted.positions[k] * columns + i);
+          advanced(values.data, values.format, lists.sorted_positions[k] * columns + i);
       return load_plain<T>(at, values.format, aligned_values, 0, count);
     };
     for (int64_t i = 4 * lane; i < columns; i += 4 * group) {
@@ -249,12 +250,11 @@ struct AddRows {
   }
 
   GA_DEVICE void store_partial(int64_t d, double sum_squares, bool finite) const {
-    call.set->entries[call.sorted.entries[d]].partial = {sum_squares, 0, 0, finite ? 0 : 1};
+    call.set->entries[call.lists.entries[d]].partial = {sum_squares, 0, 0, finite ? 0 : 1};
   }
 
   GA_DEVICE SquaresOf<T, 1> squares_of(const T* at, int n, int q) const {
     SquaresOf<T, 1> squares;
-    squares.clear();
     const bool aligned = is_aligned(at, native<T>);
     each_step(n, q, [&](int i, int count) {
       squares.of[0].add(load_some<T, native<T>>(at, aligned, i, count), count);
@@ -262,21 +262,15 @@ struct AddRows {
     return squares;
   }
 
-  // The partials of rows of one tile each, eight threads to a row.
+  // The partials of rows of one tile each, with eight threads to a row.
   GA_DEVICE void take_rows(Block& block, int64_t d, int rows, RowTotals& shared) const {
     block.each_item(rows, [&](int64_t r) { shared.nonfinite[r] = 0; });
-    PerThread<Quad> lanes;
-    block.each([&](int thread) {
-      SquaresOf<T, 1> squares;
-      squares.clear();
-      const int r = thread / 8;
-      if (r < rows)
-        squares =
-            squares_of(target + row_of(d + r) * columns, static_cast<int>(columns), thread % 8);
-      lanes[thread] = squares.of[0].quad;
+    sum_octets<T>(block, rows, shared.sums.totals, [&](int r, int q) {
+      const SquaresOf<T, 1> squares =
+          squares_of(target + row_of(d + r) * columns, static_cast<int>(columns), q);
       if (!squares.of[0].finite) shared.nonfinite[r] = 1;
+      return squares;
     });
-    block.octet_totals(lanes, shared.sums.totals[0]);
     block.each_item(rows, [&](int64_t r) {
       const double total = shared.sums.totals[0][r];
       store_partial(d + r, total,
@@ -284,7 +278,7 @@ struct AddRows {
     });
   }
 
-  // That of a longer one, chunk by chunk.
+  // The partial of a longer row, chunk by chunk.
   GA_DEVICE void take_row(Block& block, int64_t d, RowTotals& shared) const {
     block.once([&] { shared.whole = {0, 0, 0, 0}; });
     const T* const row = target + row_of(d) * columns;
@@ -319,28 +313,27 @@ struct ClearRows {
   }
 };
 
-template <size_t kMost>
-void launch_clear(const Queue& queue, RowSet* const* sets, size_t count) {
-  ClearRows<kMost> kernel;
-  kernel.count = static_cast<int64_t>(count);
-  for (size_t i = 0; i < count; ++i) kernel.sets[i] = sets[i];
-  launch(kernel, 1, queue.stream);
-}
-
 }  // namespace
 
-void gather_rows(const Queue& queue, const RowsTask& task, uint32_t* keys, uint32_t* positions,
-                 int32_t* bad, Control* control) {
-  launch(Reset{bad}, 1, queue.stream);
-  launch(
-      Gather{task.indices, task.count, task.rows, keys, positions, bad, control, task.index_dtype},
-      blocks_for(queue, (task.count + kThreads - 1) / kThreads), queue.stream);
+cudaError_t sort_rows(const RowLists& lists, int64_t rows, size_t& storage_bytes,
+                      cudaStream_t stream) {
+  int bits = 1;
+  while (bits < 32 && (rows - 1) >> bits != 0) ++bits;
+  return cub::DeviceRadixSort::SortPairs(lists.storage, storage_bytes, lists.rows,
+                                         lists.sorted_rows, lists.positions, lists.sorted_positions,
+                                         static_cast<int32_t>(lists.count), 0, bits, stream);
 }
 
-void accumulate_rows(const Queue& queue, const RowsTask& task, const SortedRows& sorted) {
-  if (sorted.count == 0) return;
-  const Call call = {sorted, task.set, task.plan, task.dense};
-  const int64_t blocks = blocks_for(queue, SortedRows::segments(sorted.count));
+void gather_rows(const Queue& queue, const RowsTask& task, const RowLists& lists,
+                 Control* control) {
+  launch(Reset{lists.bad}, 1, queue.stream);
+  launch(Gather{task.indices, lists, task.rows, control, task.index_dtype},
+         blocks_for(queue, (task.count + kThreads - 1) / kThreads), queue.stream);
+}
+
+void accumulate_rows(const Queue& queue, const RowsTask& task, const RowLists& lists) {
+  const Call call = {lists, task.set, task.plan, task.dense};
+  const int64_t blocks = blocks_for(queue, RowLists::segments(lists.count));
   launch(FindRows{call, queue.counters}, blocks, queue.stream);
   launch(EnterRows{call}, blocks, queue.stream);
   if (task.target.format == GA_F64)
@@ -350,13 +343,14 @@ void accumulate_rows(const Queue& queue, const RowsTask& task, const SortedRows&
 }
 
 void clear_row_sets(const Queue& queue, Span<RowSet* const> sets) {
-  constexpr size_t kMost = 4000, kFew = 64;
+  constexpr size_t kMost = 4000;
   for (size_t first = 0; first < sets.size; first += kMost) {
-    const size_t left = sets.size - first;
-    if (left <= kFew)
-      launch_clear<kFew>(queue, sets.data + first, left);
-    else
-      launch_clear<kMost>(queue, sets.data + first, left < kMost ? left : kMost);
+    const size_t count = std::min(sets.size - first, kMost);
+    launch_sized<ClearRows, 64, kMost>(queue, count, [&](auto& kernel) {
+      kernel.count = static_cast<int64_t>(count);
+      std::copy_n(sets.data + first, count, kernel.sets);
+      return 1;
+    });
   }
 }
 

@@ -22,7 +22,7 @@ struct Version {
 
 }  // namespace
 
-// ---- Devices -------------------------------------------------------------------------------------
+// ---- Devices ------------------------------------------------------------------------------------
 
 int32_t device_count() {
   int count = 0;
@@ -62,7 +62,7 @@ DeviceScope::~DeviceScope() {
   if (before_ >= 0 && cudaSetDevice(before_) != cudaSuccess) cudaGetLastError();
 }
 
-// ---- Calls ---------------------------------------------------------------------------------------
+// ---- Calls --------------------------------------------------------------------------------------
 
 Runtime::Runtime(int32_t ordinal, cudaStream_t stream) : ordinal_(ordinal) {
   const int32_t count = device_count();
@@ -89,7 +89,7 @@ Runtime::Runtime(int32_t ordinal, cudaStream_t stream) : ordinal_(ordinal) {
                     std::max(1, attribute(cudaDevAttrMaxThreadsPerMultiProcessor) / 256);
     const size_t bytes = kCounters * sizeof(unsigned);
     queue_.counters = static_cast<unsigned*>(allocate(bytes));
-    // The first kernel: where this build has no code for the device, it is the one to tell.
+    // The first kernel. It fails if this build has no code for the device.
     const unsigned zeros[kCounters] = {};
     try {
       cuda::upload(queue_, queue_.counters, zeros, bytes);
@@ -137,7 +137,7 @@ void Runtime::enter(cudaError_t device_error) {
 
 void Runtime::check(cudaError_t error, const char* doing) const {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // it is told here, and not left for the program to find
+  cudaGetLastError();  // reported here, so the program does not find it later
   if (error == cudaErrorMemoryAllocation) throw std::bad_alloc();
   if (is_capture_error(error))
     fail(GA_ERROR_INVALID_STATE, "%s is not possible while a stream is being captured: %s (%s)",
@@ -147,7 +147,7 @@ void Runtime::check(cudaError_t error, const char* doing) const {
 }
 
 const Queue& Runtime::queue() {
-  // A graph that has run since has put back what it was recorded with.
+  // A graph that has run since then has written what it recorded.
   if (!capturing_ && !restored_)
     for (const Recorded& r : recorded_)
       cuda::upload(queue_, static_cast<char*>(r.mirror->at) + r.begin,
@@ -167,7 +167,7 @@ void Runtime::wait() {
   check(cudaStreamSynchronize(queue_.stream), "the work of the stream");
 }
 
-// ---- Memory --------------------------------------------------------------------------------------
+// ---- Memory -------------------------------------------------------------------------------------
 
 void* Runtime::allocate(size_t bytes) {
   require_no_capture("this call needs memory (run one window before the capture)");
@@ -185,12 +185,12 @@ void Runtime::free_device(void* data) noexcept {
   if (cudaFree(data) != cudaSuccess) cudaGetLastError();
 }
 
-void Runtime::free(void* data, size_t) noexcept {
+void Runtime::free(void* data) noexcept {
   if (!data) return;
   if (captured_) {
     try {
       kept_.push_back(data);
-    } catch (const std::bad_alloc&) {  // then it stays allocated, which is what a graph needs
+    } catch (const std::bad_alloc&) {  // stays allocated, as a graph needs
     }
     return;
   }
@@ -240,7 +240,7 @@ void Runtime::free(Mirror& mirror) noexcept {
                                  [&](const Recorded& r) { return r.mirror == &known->second; }),
                   recorded_.end());
   mirrors_.erase(known);
-  free(mirror.at, mirror.bytes);
+  free(mirror.at);
   std::free(mirror.host);
   count_own(-static_cast<int64_t>(mirror.bytes));
   mirror = {};
@@ -280,7 +280,7 @@ void Runtime::check_memory(const void* data, const char* what) const {
   if (!data) return;
   cudaPointerAttributes attributes = {};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, data);
-  if (error == cudaErrorInvalidValue)  // how CUDA 10 says that it does not know it
+  if (error == cudaErrorInvalidValue)  // from CUDA 10, for an address that it does not know
     cudaGetLastError();
   else
     check(error, "asking for what memory is at an address");

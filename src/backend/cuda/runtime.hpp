@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One context's hold on CUDA: its device, its stream, what it has allocated, and the fault after
-// which nothing more is done.
+// What a context needs of CUDA: its device, its stream, its allocations, and the fault after which
+// it does nothing more.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,10 +17,12 @@
 
 namespace ga::cuda {
 
-// How many devices there are; throws GA_ERROR_UNSUPPORTED with what is missing where there are none.
+// The number of devices; if there is none, throws GA_ERROR_UNSUPPORTED with the reason.
 int32_t device_count();
+// See CudaModule::make.
+Backend* make_backend(int32_t ordinal, void* stream);
 
-// Makes a device the calling thread's while it lives.
+// Makes a device current in the calling thread for the life of this object.
 class DeviceScope {
  public:
   explicit DeviceScope(int ordinal) noexcept;
@@ -30,12 +32,12 @@ class DeviceScope {
   cudaError_t error() const { return error_; }
 
  private:
-  int before_ = -1;  // to go back to; -1: nothing to do
+  int before_ = -1;  // the device to restore; -1: none
   cudaError_t error_;
 };
 
-// Lets the thread allocate and free while another stream of the program is captured, which such
-// calls would otherwise break.
+// Lets the thread allocate and free while another stream of the program is being captured.
+// Otherwise such a call would break the capture.
 class RelaxedCapture {
  public:
   RelaxedCapture() noexcept { exchange(); }
@@ -52,13 +54,14 @@ class RelaxedCapture {
 
 class Runtime {
  public:
-  // Throws GA_ERROR_INVALID_ARGUMENT for a device that is not there and a stream of another one.
+  // Throws GA_ERROR_INVALID_ARGUMENT if the device does not exist or the stream is of another
+  // device.
   Runtime(int32_t ordinal, cudaStream_t stream);
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
 
-  // Runs work with the device current. A fault is thrown again by every later call.
+  // Returns work(), which runs with the device current. Every later call throws a fault again.
   template <class Work>
   auto call(Work&& work) {
     if (fault_) throw Error(*fault_);
@@ -72,41 +75,40 @@ class Runtime {
     }
   }
 
-  // The rest is to be called within call(), but for what is noexcept.
+  // All other functions that are not noexcept are called within call().
 
-  // Throws what the error is: std::bad_alloc, GA_ERROR_INVALID_STATE for what a capture does not
-  // allow, else GA_ERROR_FAULT. doing: "a copy from the device"
+  // Throws an error as std::bad_alloc, as GA_ERROR_INVALID_STATE if a capture does not allow the
+  // operation, else as GA_ERROR_FAULT. doing: "a copy from the device"
   void check(cudaError_t error, const char* doing) const;
-  // Where kernels go. Tables that a captured graph may have written are first as the host has them.
+  // Where kernels are launched. Restores the tables that a captured graph may have overwritten.
   const Queue& queue();
   cudaStream_t stream() const { return queue_.stream; }
   int32_t ordinal() const { return ordinal_; }
   bool capturing() const { return capturing_; }
-  bool reads_pageable() const { return reads_pageable_; }
   // Throws GA_ERROR_INVALID_STATE while the stream is captured. what: "this call waits"
   void require_no_capture(const char* what) const;
   void wait();
 
   void* allocate(size_t bytes);  // zeros; throws std::bad_alloc
-  void free(void* data, size_t bytes) noexcept;
+  void free(void* data) noexcept;
   void* allocate_pinned(size_t bytes, void** at);  // zeros; at: as the device sees it
-  // Bytes on the device and on the host that are neither blocks of the context's nor the device's
-  // half of its mirrors.
+  // Bytes on the device and on the host, without the context's blocks and the device's half of the
+  // context's mirrors.
   int64_t own_bytes() const { return own_bytes_; }
   void count_own(int64_t bytes) noexcept { own_bytes_ += bytes; }
 
   Mirror mirror(size_t bytes);
   void free(Mirror& mirror) noexcept;
   void upload(const Mirror& mirror, size_t offset, size_t bytes);
-  // The same for what has no mirror.
+  // Writes to memory that has no mirror.
   void write(void* at, const void* from, size_t bytes);
-  // What the host has of an address in a mirror; NULL for others.
+  // The host's address for a device address in a mirror, else NULL.
   const void* host_of(const void* at) const;
 
   void check_memory(const void* data, const char* what) const;
 
  private:
-  // A part of a mirror that was written during a capture, so by the graph each time it runs.
+  // A part of a mirror that was written during a capture: the graph writes it again when it runs.
   struct Recorded {
     const Mirror* mirror;
     size_t begin, end;
@@ -120,12 +122,12 @@ class Runtime {
   Queue queue_ = {};
   bool reads_pageable_ = false;
   bool capturing_ = false;
-  bool captured_ = false;  // there may be graphs that use what was allocated
-  bool restored_ = false;  // recorded parts of mirrors were sent again in this call
+  bool captured_ = false;  // graphs may use what was allocated
+  bool restored_ = false;  // queue() has restored the recorded parts in this call
   std::optional<Error> fault_;
   std::map<const char*, Mirror> mirrors_;  // by Mirror::at
   std::vector<Recorded> recorded_;
-  std::vector<void*> kept_;  // released, but graphs may use it
+  std::vector<void*> kept_;  // freed blocks that graphs may use
   std::vector<void*> pinned_;
   int64_t own_bytes_ = 0;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scalars of a window (decide.hpp) by one block, and bytes that travel as arguments.
+// One block's work on the scalars of a window (decide.hpp), and bytes that travel as arguments.
 #include <cstring>
 
 #include "backend/cuda/kernels.hpp"
@@ -34,47 +34,31 @@ struct JudgeMicro {
   }
 };
 
-// MicroInputs on the device, or in the arguments.
-struct InputsAt {
-  const MicroInput* at;
-  GA_DEVICE const MicroInput* data() const { return at; }
-};
-struct InputsHere {
-  MicroInput inputs[kMostInputs];
-  GA_DEVICE const MicroInput* data() const { return inputs; }
-};
-
-template <class Pass, class Inputs>
+// The inputs are on the device, or else among the arguments.
+template <class Pass>
 struct MicroPass {
   static constexpr bool kWide = true;
   ScalarTables tables;
-  MicroPlan* plans;
-  int64_t count;
+  MicroList list;
   Pass pass;
-  Inputs inputs;
+  MicroInput inputs[kMostInputs];
 
   GA_DEVICE void operator()(Block& block) const {
-    pass(block, tables, {inputs.data(), plans, count});
+    pass(block, tables, {list.at ? list.at : inputs, list.plans, list.count});
   }
 };
 
 template <class Pass>
 void launch_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list,
                   const Pass& pass) {
-  if (list.at) {
-    launch(MicroPass<Pass, InputsAt>{tables, list.plans, list.count, pass, {list.at}}, 1,
-           queue.stream);
-    return;
-  }
-  if (list.count > static_cast<int64_t>(kMostInputs))
+  if (!list.at && list.count > static_cast<int64_t>(kMostInputs))
     fail(GA_ERROR_INTERNAL, "%lld contributions were given to one launch",
          static_cast<long long>(list.count));
-  MicroPass<Pass, InputsHere> kernel;  // only what is used of it is written
+  MicroPass<Pass> kernel;  // only what is used of it is written
   kernel.tables = tables;
-  kernel.plans = list.plans;
-  kernel.count = list.count;
+  kernel.list = list;
   kernel.pass = pass;
-  for (int64_t i = 0; i < list.count; ++i) kernel.inputs.inputs[i] = list.host[i];
+  if (!list.at) std::copy_n(list.host, list.count, kernel.inputs);
   launch(kernel, 1, queue.stream);
 }
 
@@ -98,15 +82,6 @@ struct Upload {
   }
 };
 
-template <size_t kWords>
-void launch_upload(const Queue& queue, void* to, const void* from, size_t bytes) {
-  Upload<kWords> kernel;  // only what is used of it is written
-  kernel.to = static_cast<uint64_t*>(to);
-  kernel.bytes = static_cast<int64_t>(bytes);
-  std::memcpy(kernel.words, from, bytes);
-  launch(kernel, 1, queue.stream);
-}
-
 template <size_t kMost>
 struct UploadWords {
   int64_t count;
@@ -116,14 +91,6 @@ struct UploadWords {
     block.each_item(count, [&](int64_t i) { *words[i].at = words[i].value; });
   }
 };
-
-template <size_t kMost>
-void launch_words(const Queue& queue, const Word* words, size_t count) {
-  UploadWords<kMost> kernel;  // only what is used of it is written
-  kernel.count = static_cast<int64_t>(count);
-  std::memcpy(kernel.words, words, count * sizeof(Word));
-  launch(kernel, 1, queue.stream);
-}
 
 struct Scale {
   const float* from;
@@ -171,28 +138,27 @@ void judge_micro(const Queue& queue, const ScalarTables& tables, const MicroList
 }
 
 void upload(const Queue& queue, void* to, const void* from, size_t bytes) {
-  constexpr size_t kMost = 4088, kFew = 64;
-  static_assert(sizeof(Upload<kMost>) <= kMostArguments);
+  constexpr size_t kMost = 4088;  // words
   for (size_t at = 0; at < bytes; at += 8 * kMost) {
-    const size_t left = bytes - at, size = left < 8 * kMost ? left : 8 * kMost;
-    void* const part = static_cast<char*>(to) + at;
-    const void* const source = static_cast<const char*>(from) + at;
-    if (size <= 8 * kFew)
-      launch_upload<kFew>(queue, part, source, size);
-    else
-      launch_upload<kMost>(queue, part, source, size);
+    const size_t size = std::min(bytes - at, 8 * kMost);
+    launch_sized<Upload, 64, kMost>(queue, (size + 7) / 8, [&](auto& kernel) {
+      kernel.to = reinterpret_cast<uint64_t*>(static_cast<char*>(to) + at);
+      kernel.bytes = static_cast<int64_t>(size);
+      std::memcpy(kernel.words, static_cast<const char*>(from) + at, size);
+      return 1;
+    });
   }
 }
 
 void upload(const Queue& queue, Span<const Word> words) {
-  constexpr size_t kMost = 2040, kFew = 64;
-  static_assert(sizeof(UploadWords<kMost>) <= kMostArguments);
+  constexpr size_t kMost = 2040;
   for (size_t at = 0; at < words.size; at += kMost) {
-    const size_t count = words.size - at < kMost ? words.size - at : kMost;
-    if (count <= kFew)
-      launch_words<kFew>(queue, words.data + at, count);
-    else
-      launch_words<kMost>(queue, words.data + at, count);
+    const size_t count = std::min(words.size - at, kMost);
+    launch_sized<UploadWords, 64, kMost>(queue, count, [&](auto& kernel) {
+      kernel.count = static_cast<int64_t>(count);
+      std::copy_n(words.data + at, count, kernel.words);
+      return 1;
+    });
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a window: what is still to be summed up over its gradients, and what is decided by it
-// (decide.hpp), in one launch. All blocks sum; the last one to finish decides.
+// The end of a window in one launch: the sums over its gradients that are still missing, and the
+// decision (decide.hpp). All blocks sum; the last one to finish decides.
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/loops.hpp"
 #include "backend/cuda/units.hpp"
@@ -22,12 +22,11 @@ GA_DEVICE void add_norms(const View<T>& view, bool limited, const Four<T>& four,
   }
 }
 
-// From an aligned address.
+// at: an aligned address.
 template <class T, int32_t kFormat>
 GA_DEVICE SquaresOf<T, 2> norms_of(const void* at, const View<T>& view, bool limited, int first,
                                    int n, int q) {
   SquaresOf<T, 2> squares;
-  squares.clear();
   at = advanced(at, kFormat, first);
   each_step_ahead<kStepsAhead>(
       n, q, [&](int i, int m) { return load_some<T, kFormat>(at, true, i, m); },
@@ -39,7 +38,6 @@ template <class T>
 GA_APART SquaresOf<T, 2> norms_of_any(const Source& source, int64_t offset, View<T> view,
                                       bool limited, int first, int n, int q) {
   SquaresOf<T, 2> squares;
-  squares.clear();
   const Reader<T> g(source, offset + first);
   each_step(n, q, [&](int i, int m) { add_norms(view, limited, g(i, m), m, squares); });
   return squares;
@@ -82,18 +80,15 @@ GA_DEVICE void take_norm(Block& block, const NormTask& task, int64_t chunk, Chun
     norm_chunk<float>(block, task, chunk, sums);
 }
 
-template <int kMost>
+template <size_t kMost>
 struct Norm {
   static constexpr int kBlocks = 3;
   Tasks<NormTask, kMost> list;
 
   GA_DEVICE void operator()(Block& block) const {
     GA_SHARED ChunkTotals<2> sums;
-    GA_ROLLED
-    for (int64_t k = block.index(); k < list.chunks(); k += block.count()) {
-      const int64_t t = list.task_of(k);
-      take_norm(block, list.tasks[t], k - list.before[t], sums);
-    }
+    list.each_chunk(
+        block, [&](const NormTask& task, int64_t chunk) { take_norm(block, task, chunk, sums); });
   }
 };
 
@@ -106,8 +101,8 @@ struct ClipUnits {
   GA_DEVICE void operator()(Block& block) const {
     GA_SHARED PieceTotals shared;
     GA_ROLLED
-    for (int64_t k = block.index(); k < units.count; k += block.count()) {
-      const ChunkRef at = units.pieces[k];
+    for (int64_t k = block.index(); k < units.chunk_count; k += block.count()) {
+      const ChunkRef at = units.chunks[k];
       clip_piece(block, units.tasks[at.item], at.chunk, &units.counters[at.item], shared);
     }
   }
@@ -137,7 +132,7 @@ struct Factor {
 
 struct Crew : Block {
   GA_DEVICE explicit Crew(const Block& block) : Block(block) {}
-  // Every parameter's Op is folded anew.
+  // Never: every Op is folded anew.
   GA_DEVICE bool recall(const ScalarTables&, int64_t) const { return false; }
 };
 
@@ -147,8 +142,9 @@ GA_DEVICE void show_host() {
 #endif
 }
 
-// The result of the window to the host, which looks at the slot's window before and after it reads:
-// 0 while the rest is written. What is not counted, under GA_NONFINITE_FAIL, is not for it.
+// Writes the result of the window where the host sees it. The host looks at the slot's window
+// before and after it reads; the window is 0 while the rest is written. A window that does not
+// count, under GA_NONFINITE_FAIL, is not published.
 GA_DEVICE void publish(Block& block, const ScalarTables& tables, const Ring& ring) {
   block.once([&] {
     const Control& c = *tables.control;
@@ -175,7 +171,7 @@ struct Undecided {
   }
 };
 
-// What is summed up first: nothing,
+// The launch sums nothing before it decides.
 struct NoSums {
   static constexpr int kBlocks = 1;
   static constexpr bool kWide = true;
@@ -184,7 +180,7 @@ struct NoSums {
   GA_DEVICE void follow(Block&) const {}
 };
 
-// norms,
+// The launch sums norms first.
 struct NormSums : NoSums {
   static constexpr int kBlocks = 3;
   static constexpr bool kWide = false;
@@ -197,7 +193,7 @@ struct NormSums : NoSums {
     GA_SHARED NormTask task;
     GA_SHARED Numbers raw;
     GA_ROLLED
-    for (int64_t k = block.index(); k < norms.count; k += block.count()) {
+    for (int64_t k = block.index(); k < norms.chunk_count; k += block.count()) {
       const ChunkRef at = norms.chunks[k];
       block.once([&] {
         raw = window.raw(at.item);
@@ -208,7 +204,7 @@ struct NormSums : NoSums {
   }
 };
 
-// norms and sums over units.
+// The launch takes norms and sums over units first.
 struct AllSums : NormSums {
   static constexpr int kBlocks = 2;
   UnitPieces units;
@@ -223,10 +219,10 @@ struct AllSums : NormSums {
     GA_SHARED UnitTask task;
     GA_SHARED Numbers raw;
     GA_ROLLED
-    for (int64_t k = block.index(); k < units.count + factors.count(); k += block.count()) {
-      const bool unit = k < units.count;
-      const int64_t f = k - units.count;
-      const ChunkRef at = unit ? units.pieces[k] : factors.piece(f);
+    for (int64_t k = block.index(); k < units.chunk_count + factors.count(); k += block.count()) {
+      const bool unit = k < units.chunk_count;
+      const int64_t f = k - units.chunk_count;
+      const ChunkRef at = unit ? units.chunks[k] : factors.piece(f);
       if (!is_touched(window.tables, at.item, has_gradient(window.tables, at.item))) continue;
       unsigned* const counter = unit ? &units.counters[at.item] : factors.counter(f);
       block.once([&] {
@@ -250,8 +246,8 @@ struct AllSums : NormSums {
   }
 };
 
-// The judgement on a window whose sums are complete, and what follows from it. In a launch of its
-// own it may come behind a sum over ranks.
+// The judgement on a window whose sums are complete, and what follows from it. It could run in a
+// launch of its own, after a sum over ranks.
 template <class Sums>
 GA_DEVICE void judge_by(Block& block, const Undecided& window, const Ring& ring, const Sums& sums) {
   Crew crew(block);
@@ -261,7 +257,7 @@ GA_DEVICE void judge_by(Block& block, const Undecided& window, const Ring& ring,
   sums.follow(block);
 }
 
-// Apart: the registers that it takes are then not taken from the loops before it.
+// Not inlined, so that the loops before it keep their registers.
 template <class Sums>
 GA_APART void decide_by(Block& block, const Undecided& window, const Ring& ring, const Sums& sums) {
   sum_window(block, window.tables, window.totals);
@@ -294,7 +290,7 @@ void launch_decide(const Queue& queue, const Undecided& window, const Ring& ring
 void norm(const Queue& queue, Span<const NormTask> tasks) { launch_tasks<Norm>(queue, tasks); }
 
 void clip_units(const Queue& queue, const UnitPieces& units) {
-  launch(ClipUnits{units}, blocks_for(queue, units.count), queue.stream);
+  launch(ClipUnits{units}, blocks_for(queue, units.chunk_count), queue.stream);
 }
 
 void update_factored(const Queue& queue, const FactorPieces& pieces) {
@@ -305,11 +301,12 @@ void decide(const Queue& queue, const ScalarTables& tables, const WindowTotals& 
             const Ring& ring, const NormChunks& norms, const UnitPieces& units,
             const FactorPieces& factors) {
   const Undecided window = {tables, totals};
-  const int64_t pieces = units.count + factors.count();
+  const int64_t pieces = units.chunk_count + factors.count();
   if (pieces > 0)
-    launch_decide(queue, window, ring, AllSums(norms, units, factors), larger(norms.count, pieces));
-  else if (norms.count > 0)
-    launch_decide(queue, window, ring, NormSums(norms), norms.count);
+    launch_decide(queue, window, ring, AllSums(norms, units, factors),
+                  larger(norms.chunk_count, pieces));
+  else if (norms.chunk_count > 0)
+    launch_decide(queue, window, ring, NormSums(norms), norms.chunk_count);
   else
     launch_decide(queue, window, ring, NoSums(), 1);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of squares over the units of tensors (units.hpp), a piece of a tensor by a block, and what is
-// made of them: the factors of adaptive clipping, factored second moments.
+// Sums of squares over the units of tensors (units.hpp), one piece of a tensor by a block, for
+// adaptive clipping and for factored second moments.
 #pragma once
 
 #include "backend/cuda/kernels.hpp"
@@ -9,12 +9,12 @@
 
 namespace ga::cuda {
 
-// Tiles of runs whose totals are held at a time.
+// The number of tiles whose totals are held at a time.
 constexpr int kItems = 512;
 
 struct PieceTotals {
-  double totals[2][kItems];  // of the gradient, of the parameter
-  double run[2];             // of a run with more tiles than that, so far
+  double totals[2][kItems];  // of the gradient and of the parameter
+  double run[2];             // so far, of a run with more tiles
 };
 
 // The units of one piece of a tensor: [first, last), in sums of the piece.
@@ -45,11 +45,11 @@ GA_DEVICE T load_one(const Source& source, int64_t element) {
 
 // ---- Units that lie along the innermost axis ----------------------------------------------------
 
-// The elements of a unit in their order: f(element) gives what is added.
+// The elements of a unit in their order.
 struct UnitElements {
-  int64_t first;        // its element at index 0 of all reduced axes
-  int64_t inner, step;  // along the innermost of these: how many, and how far apart
-  int64_t outer;        // combinations of the others' indices
+  int64_t first;        // the element at index 0 of all reduced axes
+  int64_t inner, step;  // along the innermost reduced axis: the number and distance of elements
+  int64_t outer;        // combinations of the other reduced axes' indices
 
   GA_DEVICE UnitElements(const Piece& piece, int64_t unit) : first(0), inner(1), step(0), outer(1) {
     const UnitPattern& p = piece.pattern;
@@ -74,7 +74,7 @@ struct UnitElements {
     }
   }
 
-  // How far the combination is from the first.
+  // The distance of a combination from the first.
   GA_DEVICE int64_t offset(const Piece& piece, int64_t combination) const {
     const UnitPattern& p = piece.pattern;
     const int last = p.axes - 1;
@@ -92,7 +92,7 @@ struct UnitElements {
   }
 };
 
-// Adds the squares of n elements that are `step` apart, in their order, several loads ahead.
+// Adds the squares of n elements that are `step` apart, in order, loading several ahead.
 template <class T, class Load>
 GA_DEVICE double add_along(double sum, int64_t at, int64_t n, int64_t step, Load load) {
   constexpr int kAhead = 8;
@@ -141,7 +141,7 @@ GA_APART double unit_sum_of(const Piece& piece, const UnitElements& unit, const 
   return sum;
 }
 
-// One thread to a unit; neighbours are neighbours in memory.
+// One thread to a unit; neighbouring threads read neighbouring elements.
 template <class T>
 GA_DEVICE void sum_kept(Block& block, const UnitTask& task, const Piece& piece,
                         const View<T>* limited) {
@@ -155,13 +155,12 @@ GA_DEVICE void sum_kept(Block& block, const UnitTask& task, const Piece& piece,
 
 // ---- Units that are reduced along the innermost axis --------------------------------------------
 
-// A stretch of a run's elements for thread q of an octet: squares[0] of the gradient, squares[1] of
-// the parameter.
+// The share of thread q of an octet in a tile of a run: sum 0 is of the gradient, sum 1 of the
+// parameter.
 template <class T>
 GA_APART SquaresOf<T, 2> tile_of_any(const UnitTask& task, const View<T>* limited, int64_t element,
                                      int n, int q) {
   SquaresOf<T, 2> squares;
-  squares.clear();
   const Reader<T> gradient(task.gradient.source, element);
   const Reader<T> param(task.param.data, task.param.format, element);
   each_step(n, q, [&](int i, int count) {
@@ -177,11 +176,10 @@ GA_APART SquaresOf<T, 2> tile_of_any(const UnitTask& task, const View<T>* limite
   return squares;
 }
 
-// The same where both are of the type computed in, and a gradient without a limit.
+// The same if both have the type that is computed in, and the gradient has no limit.
 template <class T>
 GA_APART SquaresOf<T, 2> tile_of_native(const T* gradient, const T* param, int n, int q) {
   SquaresOf<T, 2> squares;
-  squares.clear();
   const bool aligned = is_aligned(gradient, native<T>),
              aligned_param = is_aligned(param, native<T>);
   struct Loaded {
@@ -214,30 +212,20 @@ GA_DEVICE SquaresOf<T, 2> tile_squares(const UnitTask& task, const View<T>* limi
                            param ? param + element : nullptr, n, q);
 }
 
-// Totals of `count` tiles of runs: tile t of them is number (first + t) % tiles of its run.
+// Totals of `count` tiles of runs: tile t of them is tile (first + t) % tiles of its run.
 template <class T>
 GA_DEVICE void sum_run_tiles(Block& block, const UnitTask& task, const View<T>* limited,
                              int64_t run_begin, int64_t length, int64_t tiles, int64_t first,
                              int count, PieceTotals& shared) {
-  for (int round = 0; round < count; round += kOctets) {
-    PerThread<Quad> lanes[2];
-    block.each([&](int thread) {
-      SquaresOf<T, 2> squares;
-      squares.clear();
-      const int t = round + thread / 8;
-      if (t < count) {
-        const int64_t run = quotient(first + t, tiles), tile = first + t - run * tiles;
-        const int n = static_cast<int>(smaller(kTile, length - tile * kTile));
-        squares =
-            tile_squares<T>(task, limited, run_begin + run * length + tile * kTile, n, thread % 8);
-      }
-      for (int k = 0; k < 2; ++k) lanes[k][thread] = squares.of[k].quad;
-    });
-    for (int k = 0; k < 2; ++k) block.octet_totals(lanes[k], shared.totals[k] + round);
-  }
+  sum_octets<T>(block, count, shared.totals, [&](int t, int q) {
+    const int64_t run = quotient(first + t, tiles), tile = first + t - run * tiles;
+    const int n = static_cast<int>(smaller(kTile, length - tile * kTile));
+    return tile_squares<T>(task, limited, run_begin + run * length + tile * kTile, n, q);
+  });
 }
 
-// Eight threads to a tile of a run; then its tiles, and the runs of a unit, one after the other.
+// Eight threads sum a tile of a run; then the tiles of a run and the runs of a unit are added one
+// after the other.
 template <class T>
 GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece,
                         const View<T>* limited, PieceTotals& shared) {
@@ -247,7 +235,7 @@ GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece,
   const int64_t length = last > 0 ? p.extent[last] : end - begin;
   const int64_t runs = last > 0 ? quotient(end - begin, length) : 1;
   const int64_t tiles = (length + kTile - 1) / kTile;
-  // So many runs, one after the other, are of as many units.
+  // This many successive runs belong to different units.
   const int64_t apart = last > 1 ? p.extent[last - 1] : runs;
   const auto add = [&](int64_t run, double of_gradient, double of_param) {
     const int64_t u = UnitPlace(p, begin + run * length).unit;
@@ -295,8 +283,8 @@ GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece,
 
 // ---- Pieces -------------------------------------------------------------------------------------
 
-// Without a limit the sums are of the source as it is, and multiplied by its scales at the end. The
-// task, which may be shared, is not read after the last barrier.
+// Without a limit, the source is summed as it is and its scales multiply the sums at the end. The
+// task may be shared by the threads, so it is not read after the last barrier.
 template <class T>
 GA_DEVICE void sum_piece_as(Block& block, const UnitTask& task, const Piece& piece,
                             PieceTotals& shared) {
@@ -321,7 +309,7 @@ GA_DEVICE void sum_piece(Block& block, const UnitTask& task, const Piece& piece,
     sum_piece_as<float>(block, task, piece, shared);
 }
 
-// The sums of all pieces into those of the first, in their order.
+// Adds a unit's sums of all pieces, in order, into that of the first.
 GA_DEVICE void add_pieces(const UnitPattern& pattern, double* sums, int64_t unit) {
   double sum = sums[unit];
   for (int64_t piece = 1; piece < pattern.pieces; ++piece)
@@ -329,8 +317,9 @@ GA_DEVICE void add_pieces(const UnitPattern& pattern, double* sums, int64_t unit
   sums[unit] = sum;
 }
 
-// A piece, and what is made of its units where they lie in no other; the block with which the tensor
-// is complete makes it of all. counter: of the tensor's pieces, see Block::last.
+// Sums a piece, and makes the factors of its units if they lie in no other piece; otherwise the
+// block that completes the tensor makes the factors of all. counter: of the tensor, for
+// Block::last.
 GA_DEVICE void clip_piece(Block& block, const UnitTask& task, int64_t at, unsigned* counter,
                           PieceTotals& shared) {
   const UnitPattern& pattern = *task.pattern;

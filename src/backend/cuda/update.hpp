@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels of the update of parameters and state: one for each Op and pass, made from the list of
-// them. Included by the files that instantiate them, for float and for double.
+// Kernels of the update of parameters and state: one for each Op and pass. Included by the files
+// that instantiate update() and measure(), for float and for double.
 #pragma once
 
 #include "backend/cuda/kernels.hpp"
@@ -9,37 +9,54 @@
 
 namespace ga::cuda {
 
-// Launches by the position of an Op in AllOps.
-using UpdateLaunch = void (*)(const Queue&, const UpdateTask*, const ChunkRef*, int64_t);
-using MeasureLaunch = void (*)(const Queue&, const UpdateTask*, const ChunkRef*, int64_t,
-                               const ScalarTables&, const ga_param*, int64_t);
-using RowsLaunch = void (*)(const Queue&, const UpdateTask*, const ga_param*, int64_t);
-struct UpdateLaunches {
-  const UpdateLaunch* updates;
-  const MeasureLaunch* measures;  // NULL where an Op has no such pass
-  const RowsLaunch* rows;
-};
-UpdateLaunches float_launches();
-UpdateLaunches double_launches();
-
-template <class Op>
-constexpr int slots_of = Op::factored ? 1 : Op::slots;
 template <class Op, bool kMeasuring>
 constexpr Pass pass_of = kMeasuring ? Op::measuring : Op::updating;
 // State values that a pass works on.
 template <class Op, bool kMeasuring>
 constexpr int kSlotsOf =
-    pass_of<Op, kMeasuring>.reads_state || pass_of<Op, kMeasuring>.writes_state ? slots_of<Op> : 0;
+    !(pass_of<Op, kMeasuring>.reads_state || pass_of<Op, kMeasuring>.writes_state) ? 0
+    : Op::factored                                                                 ? 1
+                                                                                   : Op::slots;
 
 template <class Op>
 GA_DEVICE Op op_of(const ParamPlan& plan) {
   return *reinterpret_cast<const Op*>(plan.folded.bytes);
 }
 
+// f(l, slots) for each of four elements, whose state is s.
+template <int kSlots, class T, class F>
+GA_DEVICE void each_element(Four<T>* s, F f) {
+  for (int l = 0; l < 4; ++l) {
+    T slots[kSlots + 1];
+    for (int k = 0; k < kSlots; ++k) slots[k] = s[k].x[l];
+    f(l, slots);
+    for (int k = 0; k < kSlots; ++k) s[k].x[l] = slots[k];
+  }
+}
+
+template <class Op, class T>
+GA_DEVICE void update_four(const Op& op, const View<T>& view, const Four<T>& g, Four<T>& p,
+                           Four<T>* s) {
+  each_element<kSlotsOf<Op, false>>(s, [&](int l, T* slots) {
+    p.x[l] = op(p.x[l], Op::updating.gradient ? view(g.x[l]) : T(0), slots);
+  });
+}
+
+// x: what the Op takes norms of.
+template <class Op, class T>
+GA_DEVICE void measure_four(const Op& op, const View<T>& view, const Four<T>& g, const Four<T>& p,
+                            Four<T>* s, Four<T> (&x)[2]) {
+  each_element<kSlotsOf<Op, true>>(s, [&](int l, T* slots) {
+    T norms[2] = {};
+    op.measure(p.x[l], Op::measuring.gradient ? view(g.x[l]) : T(0), slots, norms);
+    for (int k = 0; k < 2; ++k) x[k].x[l] = norms[k];
+  });
+}
+
 // ---- Arrays of any format -----------------------------------------------------------------------
 
-// What follows a parameter's update: its rounded copy, where copied, and its moving average.
-// Elements [first + i, first + i + count).
+// Moves what follows a parameter: its rounded copy, if copied, and its moving average, if averaged.
+// The elements are [first + i, first + i + count).
 template <class T>
 GA_APART void follow(const UpdateTask& task, const ParamPlan& plan, bool copied, bool averaged,
                      int64_t first, int i, int count, Four<T> p) {
@@ -53,86 +70,94 @@ GA_APART void follow(const UpdateTask& task, const ParamPlan& plan, bool copied,
   Writer<T>(task.average, first, {true, plan.state_key + kMaxSlots}, index)(i, count, e);
 }
 
-// The state of a parameter from an element on.
-template <class T, int kSlots>
-class StateArrays {
- public:
-  GA_DEVICE StateArrays(const UpdateTask& task, int64_t first) : task_(task), first_(first) {
-    for (int k = 0; k < kSlots; ++k) readers_[k] = Reader<T>(task.state[k], first);
+// The arrays of an update from element `first` of the parameter on. source: the gradient's.
+template <class Op, bool kMeasuring>
+struct AnyArrays {
+  using T = typename Op::Real;
+  static constexpr Pass pass = pass_of<Op, kMeasuring>;
+  static constexpr int kSlots = kSlotsOf<Op, kMeasuring>;
+  const UpdateTask& task;
+  const ParamPlan& plan;
+  int64_t first;
+  Reader<T> gradient, param, state[kSlots + 1];
+
+  GA_DEVICE AnyArrays(const UpdateTask& task, const ParamPlan& plan, const Source& source,
+                      int64_t first)
+      : task(task),
+        plan(plan),
+        first(first),
+        gradient(source, task.first + first),
+        param(task.param, first) {
+    for (int k = 0; k < kSlots; ++k) state[k] = Reader<T>(task.state[k], first);
   }
 
-  GA_DEVICE const Reader<T>& operator[](int k) const { return readers_[k]; }
+  GA_DEVICE void load(int i, int count, Four<T>& g, Four<T>& p, Four<T>* s) const {
+    typename Reader<T>::Raw raw_g = {}, raw_p = {}, raw_s[kSlots + 1];
+    if (pass.gradient) raw_g = gradient.fetch(i, count);
+    if (pass.parameter) raw_p = param.fetch(i, count);
+    for (int k = 0; k < kSlots; ++k) raw_s[k] = state[k].fetch(i, count);
+    g = gradient.unpack(raw_g, count);
+    p = param.unpack(raw_p, count);
+    for (int k = 0; k < kSlots; ++k) s[k] = state[k].unpack(raw_s[k], count);
+  }
 
-  GA_DEVICE void store(const ParamPlan& plan, int i, int count, const Four<T>* s) const {
-    const int64_t index = task_.first + first_;
-    if (task_.state[0].format == native<T>) {
+  GA_DEVICE void store_state(int i, int count, const Four<T>* s) const {
+    if (!pass.writes_state) return;
+    const int64_t index = task.first + first;
+    if (task.state[0].format == native<T>) {
       for (int k = 0; k < kSlots; ++k)
-        Writer<T>(task_.state[k], first_, kNearest, index)(i, count, s[k]);
+        Writer<T>(task.state[k], first, kNearest, index)(i, count, s[k]);
       return;
     }
     for (int k = 0; k < kSlots; k += 2) {
       const uint64_t key = plan.state_key + static_cast<uint64_t>(k);
       if (k + 1 < kSlots)
-        store_bf16_pair<T>(task_.state[k].data, task_.state[k + 1].data, first_, i, count, s[k],
+        store_bf16_pair<T>(task.state[k].data, task.state[k + 1].data, first, i, count, s[k],
                            s[k + 1], key, static_cast<uint64_t>(index + i));
       else
-        store_packed<T>(task_.state[k].data, GA_BF16, first_, i, count, s[k], {true, key},
+        store_packed<T>(task.state[k].data, GA_BF16, first, i, count, s[k], {true, key},
                         static_cast<uint64_t>(index + i));
     }
   }
 
- private:
-  const UpdateTask& task_;
-  int64_t first_;
-  Reader<T> readers_[kSlots + 1];
+  GA_DEVICE void emit(int i, int count, const Four<T>& x) const {
+    T* const to = static_cast<T*>(task.emitted) + first;
+    store_some<T, native<T>>(to, is_aligned(to, native<T>), i, count, x);
+  }
 };
 
-// The thread's share of the elements [first, first + count): from, from + step, ..., four of each.
-// rows: they are of a row that has a gradient, and their average is moved elsewhere.
+// A thread's share of the elements [first, first + count): four elements from each of from, from +
+// step, ... on. rows: they are of a row that has a gradient; their average is moved elsewhere.
 template <class Op>
 GA_APART void update_any(const UpdateTask& task, const ParamPlan& plan, bool rows, int64_t first,
                          int count, int from, int step) {
   using T = typename Op::Real;
-  constexpr Pass pass = pass_of<Op, false>;
-  constexpr int kSlots = kSlotsOf<Op, false>;
   const Op op = op_of<Op>(plan);
   const View<T> view(task.gradient);
   Source source = task.gradient.source;
-  if (source.format == kSparse && rows) {  // where it lies densely
+  if (source.format == kSparse && rows) {  // the row is held
     source.data = static_cast<const SparseRows*>(source.data)->data;
     source.format = native<T>;
   }
-  const Reader<T> gradient(source, task.first + first);
-  const Reader<T> param(task.param, first);
+  const AnyArrays<Op, false> at(task, plan, source, first);
   const Writer<T> store(task.param, first, {task.by_chance, plan.copy_key}, task.first + first);
-  const StateArrays<T, kSlots> state(task, first);
   GA_ROLLED
   for (int i = from; i < count; i += step) {
     const int m = count - i < 4 ? count - i : 4;
-    typename Reader<T>::Raw raw_g = {}, raw_p = {}, raw_s[kSlots + 1];
-    if (pass.gradient) raw_g = gradient.fetch(i, m);
-    if (pass.parameter) raw_p = param.fetch(i, m);
-    for (int k = 0; k < kSlots; ++k) raw_s[k] = state[k].fetch(i, m);
-    const Four<T> g = gradient.unpack(raw_g, m);
-    Four<T> p = param.unpack(raw_p, m), s[kSlots + 1];
-    for (int k = 0; k < kSlots; ++k) s[k] = state[k].unpack(raw_s[k], m);
-    for (int l = 0; l < 4; ++l) {
-      T slots[kSlots + 1];
-      for (int k = 0; k < kSlots; ++k) slots[k] = s[k].x[l];
-      p.x[l] = op(p.x[l], pass.gradient ? view(g.x[l]) : T(0), slots);
-      for (int k = 0; k < kSlots; ++k) s[k].x[l] = slots[k];
-    }
-    if (pass.writes_state) state.store(plan, i, m, s);
+    Four<T> g, p, s[kSlotsOf<Op, false> + 1];
+    at.load(i, m, g, p, s);
+    update_four(op, view, g, p, s);
+    at.store_state(i, m, s);
     const Four<T> stored = store(i, m, p);
-    if (task.copy.data || task.average.data) {  // an average is of the parameter as it is now
+    if (task.copy.data || task.average.data) {  // the average follows the parameter as stored
       const bool averaged = task.average.data && !rows;
       follow<T>(task, plan, true, averaged, first, i, m, averaged ? stored : p);
     }
   }
 }
 
-// What a step does to elements of a parameter that no Op moves: its average follows it, its
-// gradient goes to the program.
+// What a step does to a parameter that no Op moves: its average follows it, and its gradient goes
+// to the program.
 template <class T>
 GA_APART void follow_any(const UpdateTask& task, const ParamPlan& plan, int64_t first, int count,
                          int from, int step) {
@@ -161,49 +186,36 @@ GA_APART void follow_any(const UpdateTask& task, const ParamPlan& plan, int64_t 
   }
 }
 
-template <class Op>
-GA_APART SquaresOf<typename Op::Real, Op::norms> measure_any(const UpdateTask& task,
-                                                             const ParamPlan& plan, int64_t first,
-                                                             int n, int q) {
-  using T = typename Op::Real;
-  constexpr Pass pass = pass_of<Op, true>;
-  constexpr int kSlots = kSlotsOf<Op, true>;
-  const Op op = op_of<Op>(plan);
-  const View<T> view(task.gradient);
-  const Reader<T> gradient(task.gradient.source, task.first + first);
-  const Reader<T> param(task.param, first);
-  const StateArrays<T, kSlots> state(task, first);
-  T* const emitted = static_cast<T*>(task.emitted) + first;
-  const bool aligned = is_aligned(emitted, native<T>);
+// Measures a thread's share of the n elements of a tile; the arrays have its first element at
+// `first`.
+template <class Op, class Arrays, class T>
+GA_DEVICE SquaresOf<T, Op::norms> measure_tile(const Arrays& at, const Op& op, const View<T>& view,
+                                               int first, int n, int q) {
   SquaresOf<T, Op::norms> squares;
-  squares.clear();
-  each_step(n, q, [&](int i, int m) {
-    typename Reader<T>::Raw raw_g = {}, raw_p = {}, raw_s[kSlots + 1];
-    if (pass.gradient) raw_g = gradient.fetch(i, m);
-    if (pass.parameter) raw_p = param.fetch(i, m);
-    for (int k = 0; k < kSlots; ++k) raw_s[k] = state[k].fetch(i, m);
-    const Four<T> g = gradient.unpack(raw_g, m);
-    const Four<T> p = param.unpack(raw_p, m);
-    Four<T> s[kSlots + 1], x[2];
-    for (int k = 0; k < kSlots; ++k) s[k] = state[k].unpack(raw_s[k], m);
-    for (int l = 0; l < 4; ++l) {
-      T slots[kSlots + 1], norms[2] = {};
-      for (int k = 0; k < kSlots; ++k) slots[k] = s[k].x[l];
-      op.measure(p.x[l], pass.gradient ? view(g.x[l]) : T(0), slots, norms);
-      for (int k = 0; k < kSlots; ++k) s[k].x[l] = slots[k];
-      for (int k = 0; k < 2; ++k) x[k].x[l] = norms[k];
-    }
-    if (pass.writes_state) state.store(plan, i, m, s);
-    for (int k = 0; k < Op::norms; ++k) squares.of[k].add(x[k], m);
-    if (Op::emits) store_some<T, native<T>>(emitted, aligned, i, m, x[0]);
+  each_step(n, q, [&](int i, int count) {
+    Four<T> g, p, s[Arrays::kSlots + 1], x[2];
+    at.load(first + i, count, g, p, s);
+    measure_four(op, view, g, p, s, x);
+    at.store_state(first + i, count, s);
+    for (int k = 0; k < Op::norms; ++k) squares.of[k].add(x[k], count);
+    if (Op::emits) at.emit(first + i, count, x[0]);
   });
   return squares;
 }
 
+template <class Op>
+GA_APART SquaresOf<typename Op::Real, Op::norms> measure_any(const UpdateTask& task,
+                                                             const ParamPlan& plan, int64_t first,
+                                                             int n, int q) {
+  const AnyArrays<Op, true> at(task, plan, task.gradient.source, first);
+  const View<typename Op::Real> view(task.gradient);
+  return measure_tile(at, op_of<Op>(plan), view, 0, n, q);
+}
+
 // ---- Arrays of floats ---------------------------------------------------------------------------
 
-// The addresses of an update whose arrays are all floats and aligned, from a chunk's first element
-// on; but the rounded copy may be of 16 bits, to nearest.
+// The addresses for an update whose arrays are all floats and aligned, from a chunk's first element
+// on. Only the rounded copy may have 16 bits, if it is rounded to nearest.
 template <class Op, bool kMeasuring>
 struct Floats {
   static constexpr Pass pass = pass_of<Op, kMeasuring>;
@@ -220,7 +232,7 @@ struct Floats {
     return is_whole<GA_F32>(a.data, a.format, first);
   }
 
-  // Returns whether they are.
+  // Returns whether the arrays are so.
   GA_DEVICE bool open(const UpdateTask& task, int64_t first) {
     bool good = true;
     if (pass.gradient) {
@@ -254,26 +266,31 @@ struct Floats {
     }
     return good;
   }
+
+  GA_DEVICE void load(int i, int count, Four<float>& g, Four<float>& p, Four<float>* s) const {
+    g = p = {};
+    if (pass.gradient) g = load_some<float, GA_F32>(gradient, true, i, count);
+    if (pass.parameter) p = load_some<float, GA_F32>(param, true, i, count);
+    for (int k = 0; k < kSlots; ++k) s[k] = load_some<float, GA_F32>(state[k], true, i, count);
+  }
+
+  GA_DEVICE void store_state(int i, int count, const Four<float>* s) const {
+    for (int k = 0; pass.writes_state && k < kSlots; ++k)
+      store_some<float, GA_F32>(state[k], true, i, count, s[k]);
+  }
+
+  GA_DEVICE void emit(int i, int count, const Four<float>& x) const {
+    store_some<float, GA_F32>(emitted, true, i, count, x);
+  }
 };
 
 template <class Op>
 GA_DEVICE void update_floats(const Floats<Op, false>& at, const Op& op, const View<float>& view,
                              float gain, int i) {
-  constexpr Pass pass = Op::updating;
-  constexpr int kSlots = Floats<Op, false>::kSlots;
-  Four<float> g = {}, p, s[kSlots + 1];
-  if (pass.gradient) g = load_whole<float, GA_F32>(at.gradient, i);
-  p = load_whole<float, GA_F32>(at.param, i);
-  for (int k = 0; k < kSlots; ++k) s[k] = load_whole<float, GA_F32>(at.state[k], i);
-  for (int l = 0; l < 4; ++l) {
-    float slots[kSlots + 1];
-    for (int k = 0; k < kSlots; ++k) slots[k] = s[k].x[l];
-    p.x[l] = op(p.x[l], pass.gradient ? view(g.x[l]) : 0.0f, slots);
-    for (int k = 0; k < kSlots; ++k) s[k].x[l] = slots[k];
-  }
-  if (pass.writes_state) {
-    for (int k = 0; k < kSlots; ++k) store_whole<float, GA_F32>(at.state[k], i, s[k]);
-  }
+  Four<float> g, p, s[Floats<Op, false>::kSlots + 1];
+  at.load(i, 4, g, p, s);
+  update_four(op, view, g, p, s);
+  at.store_state(i, 4, s);
   store_whole<float, GA_F32>(at.param, i, p);
   if (at.copy) {
     if (at.copy_format == GA_BF16)
@@ -290,94 +307,78 @@ GA_DEVICE void update_floats(const Floats<Op, false>& at, const Op& op, const Vi
   }
 }
 
-template <class Op>
-GA_DEVICE SquaresOf<float, Op::norms> measure_floats(Floats<Op, true> at, const Op& op,
-                                                     const View<float>& view, int first, int n,
-                                                     int q) {
-  constexpr Pass pass = Op::measuring;
-  constexpr int kSlots = Floats<Op, true>::kSlots;
-  SquaresOf<float, Op::norms> squares;
-  squares.clear();
-  if (pass.gradient) at.gradient += first;
-  if (pass.parameter) at.param += first;
-  for (int k = 0; k < kSlots; ++k) at.state[k] += first;
-  if (Op::emits) at.emitted += first;
-  each_step(n, q, [&](int i, int count) {
-    Four<float> g = {}, p = {}, s[kSlots + 1], x[2];
-    if (pass.gradient) g = load_some<float, GA_F32>(at.gradient, true, i, count);
-    if (pass.parameter) p = load_some<float, GA_F32>(at.param, true, i, count);
-    for (int k = 0; k < kSlots; ++k) s[k] = load_some<float, GA_F32>(at.state[k], true, i, count);
-    for (int l = 0; l < 4; ++l) {
-      float slots[kSlots + 1], norms[2] = {};
-      for (int k = 0; k < kSlots; ++k) slots[k] = s[k].x[l];
-      op.measure(p.x[l], pass.gradient ? view(g.x[l]) : 0.0f, slots, norms);
-      for (int k = 0; k < kSlots; ++k) s[k].x[l] = slots[k];
-      for (int k = 0; k < 2; ++k) x[k].x[l] = norms[k];
-    }
-    if (pass.writes_state) {
-      for (int k = 0; k < kSlots; ++k) store_some<float, GA_F32>(at.state[k], true, i, count, s[k]);
-    }
-    for (int k = 0; k < Op::norms; ++k) squares.of[k].add(x[k], count);
-    if (Op::emits) store_some<float, GA_F32>(at.emitted, true, i, count, x[0]);
-  });
-  return squares;
-}
-
 // ---- Kernels ------------------------------------------------------------------------------------
 
-// Of tasks[chunk.item] for each chunk, or, with params, of the rows in the sets of these.
+// f(task, plan, chunk) for the chunks of a block, of parameters with one of the duties.
+template <class F>
+GA_DEVICE void each_chunk(const Block& block, const UpdateTask* tasks, const ListPart& list,
+                          int duties, F f) {
+  GA_ROLLED
+  for (int64_t k = block.index(); k < list.chunk_count; k += block.count()) {
+    const ChunkRef at = list.chunks[k];
+    const UpdateTask& task = tasks[at.item];
+    if ((task.plan->duty & duties) != 0) f(task, *task.plan, int64_t{at.chunk});
+  }
+}
+
+template <class T>
+GA_DEVICE void follow_chunk(Block& block, const UpdateTask& task, const ParamPlan& plan,
+                            int64_t chunk) {
+  const int n = chunk_length(task.count, chunk);
+  block.each(
+      [&](int thread) { follow_any<T>(task, plan, chunk * kChunk, n, 4 * thread, 4 * kThreads); });
+}
+
+// The update of all chunks of the list, or of the rows that the sets of its parameters have.
 template <class Op>
 struct Update {
   using T = typename Op::Real;
   static constexpr int kBlocks = 3;
   const UpdateTask* tasks;
-  const ChunkRef* chunks;
-  int64_t count;
-  const ga_param* params;
+  ListPart list;
+  bool rows;
 
   GA_DEVICE void operator()(Block& block) const {
-    if (params) return update_rows(block);
-    GA_ROLLED
-    for (int64_t k = block.index(); k < count; k += block.count()) {
-      const ChunkRef at = chunks[k];
-      const UpdateTask& task = tasks[at.item];
-      const ParamPlan& plan = *task.plan;
-      if ((plan.duty & (kUpdate | kFollow)) == 0) continue;
-      const int64_t first = int64_t{at.chunk} * kChunk;
-      const int n = chunk_length(task.count, at.chunk);
-      if ((plan.duty & kUpdate) == 0) {
-        block.each(
-            [&](int thread) { follow_any<T>(task, plan, first, n, 4 * thread, 4 * kThreads); });
-        continue;
-      }
-      if constexpr (std::is_same_v<T, float>) {
-        Floats<Op, false> floats;
-        if (floats.open(task, first)) {
-          const Op op = op_of<Op>(plan);
-          const View<float> view(task.gradient);
-          const float gain = static_cast<float>(plan.average_gain);
-          const int whole = n / 4 * 4;
-          block.each([&](int thread) {
-            GA_ROLLED
-            for (int i = 4 * thread; i < whole; i += 4 * kThreads)
-              update_floats<Op>(floats, op, view, gain, i);
-            if (whole < n && thread == 0)
-              update_any<Op>(task, plan, false, first + whole, n - whole, 0, 4);
-          });
-          continue;
-        }
-      }
-      block.each([&](int thread) {
-        update_any<Op>(task, plan, false, first, n, 4 * thread, 4 * kThreads);
-      });
-    }
+    if (rows) return update_rows(block);
+    each_chunk(block, tasks, list, kUpdate | kFollow,
+               [&](const UpdateTask& task, const ParamPlan& plan, int64_t chunk) {
+                 if ((plan.duty & kUpdate) != 0)
+                   update_chunk(block, task, plan, chunk);
+                 else
+                   follow_chunk<T>(block, task, plan, chunk);
+               });
   }
 
  private:
-  // As many threads to a row as it has work for, but at least eight.
+  GA_DEVICE static void update_chunk(Block& block, const UpdateTask& task, const ParamPlan& plan,
+                                     int64_t chunk) {
+    const int64_t first = chunk * kChunk;
+    const int n = chunk_length(task.count, chunk);
+    if constexpr (std::is_same_v<T, float>) {
+      Floats<Op, false> floats;
+      if (floats.open(task, first)) {
+        const Op op = op_of<Op>(plan);
+        const View<float> view(task.gradient);
+        const float gain = static_cast<float>(plan.average_gain);
+        const int whole = n / 4 * 4;
+        block.each([&](int thread) {
+          GA_ROLLED
+          for (int i = 4 * thread; i < whole; i += 4 * kThreads)
+            update_floats<Op>(floats, op, view, gain, i);
+          if (whole < n && thread == 0)
+            update_any<Op>(task, plan, false, first + whole, n - whole, 0, 4);
+        });
+        return;
+      }
+    }
+    block.each(
+        [&](int thread) { update_any<Op>(task, plan, false, first, n, 4 * thread, 4 * kThreads); });
+  }
+
+  // A row has as many threads as it has work for, but at least eight.
   GA_DEVICE void update_rows(Block& block) const {
-    for (int64_t k = 0; k < count; ++k) {
-      const UpdateTask& task = tasks[params[k]];
+    for (int64_t k = 0; k < list.param_count; ++k) {
+      const UpdateTask& task = tasks[list.params[k]];
       const ParamPlan& plan = *task.plan;
       if ((plan.duty & kUpdateRows) == 0 || !task.rows) continue;
       int group = 8;
@@ -398,58 +399,44 @@ struct Update {
   }
 };
 
-// Of parameters that no Op moves.
+// Parameters that no Op moves.
 template <class T>
 struct Follow {
   static constexpr int kBlocks = 4;
   const UpdateTask* tasks;
-  const ChunkRef* chunks;
-  int64_t count;
+  ListPart list;
 
   GA_DEVICE void operator()(Block& block) const {
-    for (int64_t k = block.index(); k < count; k += block.count()) {
-      const ChunkRef at = chunks[k];
-      const UpdateTask& task = tasks[at.item];
-      const ParamPlan& plan = *task.plan;
-      if ((plan.duty & (kDeliver | kFollow)) == 0) continue;
-      const int64_t first = int64_t{at.chunk} * kChunk;
-      const int n = chunk_length(task.count, at.chunk);
-      block.each(
-          [&](int thread) { follow_any<T>(task, plan, first, n, 4 * thread, 4 * kThreads); });
-    }
+    each_chunk(block, tasks, list, kDeliver | kFollow,
+               [&](const UpdateTask& task, const ParamPlan& plan, int64_t chunk) {
+                 follow_chunk<T>(block, task, plan, chunk);
+               });
   }
 };
 
 GA_APART inline void fold_measured(Block& block, const ScalarTables& tables,
-                                   const UpdateTask* tasks, const ga_param* params, int64_t count) {
-  sum_layers(block, tables, tasks, params, count);
-  fold_layers(block, tables, params, count);
+                                   const UpdateTask* tasks, const ListPart& list) {
+  sum_layers(block, tables, tasks, list.params, list.param_count);
+  fold_layers(block, tables, list.params, list.param_count);
 }
 
-// The first pass of a layer-wise Op; the last block folds it for the second.
+// The first pass of a layer-wise Op; the last block folds the Op for the second pass.
 template <class Op>
 struct Measure {
   using T = typename Op::Real;
   static constexpr int kBlocks = 3;
   const UpdateTask* tasks;
-  const ChunkRef* chunks;
-  int64_t count;
+  ListPart list;
   ScalarTables tables;
-  const ga_param* params;
-  int64_t param_count;
   unsigned* counter;
 
   GA_DEVICE void operator()(Block& block) const {
     GA_SHARED ChunkTotals<Op::norms> sums;
-    GA_ROLLED
-    for (int64_t k = block.index(); k < count; k += block.count()) {
-      const ChunkRef at = chunks[k];
-      const UpdateTask& task = tasks[at.item];
-      const ParamPlan& plan = *task.plan;
-      if ((plan.duty & kUpdate) == 0) continue;
-      measure_chunk(block, task, plan, at.chunk, sums);
-    }
-    if (block.last(counter)) fold_measured(block, tables, tasks, params, param_count);
+    each_chunk(block, tasks, list, kUpdate,
+               [&](const UpdateTask& task, const ParamPlan& plan, int64_t chunk) {
+                 measure_chunk(block, task, plan, chunk, sums);
+               });
+    if (block.last(counter)) fold_measured(block, tables, tasks, list);
   }
 
  private:
@@ -464,7 +451,7 @@ struct Measure {
         const Op op = op_of<Op>(plan);
         const View<float> view(task.gradient);
         sum_tiles<T, Op::norms>(block, n, sums, [&](int first, int m, int q) {
-          return measure_floats<Op>(floats, op, view, first, m, q);
+          return measure_tile(floats, op, view, first, m, q);
         });
         done = true;
       }
@@ -485,47 +472,39 @@ struct Measure {
 // ---- Launches -----------------------------------------------------------------------------------
 
 template <class Op>
-void launch_update(const Queue& queue, const UpdateTask* tasks, const ChunkRef* chunks,
-                   int64_t count) {
-  launch(Update<Op>{tasks, chunks, count, nullptr}, blocks_for(queue, count), queue.stream);
-}
-
-template <class Op>
-void launch_rows(const Queue& queue, const UpdateTask* tasks, const ga_param* params,
-                 int64_t count) {
-  launch(Update<Op>{tasks, nullptr, count, params}, count > 0 ? queue.blocks : 0, queue.stream);
-}
-
-template <class Op>
-void launch_measure(const Queue& queue, const UpdateTask* tasks, const ChunkRef* chunks,
-                    int64_t count, const ScalarTables& tables, const ga_param* params,
-                    int64_t param_count) {
-  const int64_t blocks = count > 0 ? blocks_for(queue, count) : (param_count > 0 ? 1 : 0);
-  launch(Measure<Op>{tasks, chunks, count, tables, params, param_count, queue.counters}, blocks,
-         queue.stream);
-}
-
-template <class Op>
-constexpr MeasureLaunch measure_of() {
-  if constexpr (Op::norms > 0)
-    return launch_measure<Op>;
-  else
-    return nullptr;
-}
-
-template <class List>
-struct LaunchTables;
-template <class... Op>
-struct LaunchTables<TypeList<Op...>> {
-  static constexpr UpdateLaunch updates[] = {launch_update<Op>...};
-  static constexpr MeasureLaunch measures[] = {measure_of<Op>()...};
-  static constexpr RowsLaunch rows[] = {launch_rows<Op>...};
+struct Tag {
+  using type = Op;
 };
 
+// f(Tag<Op>()) for the Op at that position of the list.
+template <class... Op, class F>
+void with_op(TypeList<Op...>, int position, F f) {
+  int at = 0;
+  (void)((at++ == position ? (f(Tag<Op>()), true) : false) || ...);
+}
+
 template <class T>
-UpdateLaunches launches() {
-  using Launches = LaunchTables<AllOps<T>>;
-  return {Launches::updates, Launches::measures, Launches::rows};
+void update(const Queue& queue, const UpdateTask* tasks, const ListPart& list) {
+  const int64_t blocks = blocks_for(queue, list.chunk_count);
+  if (list.op < 0) return launch(Follow<T>{tasks, list}, blocks, queue.stream);
+  with_op(AllOps<T>(), list.op, [&](auto tag) {
+    using Op = typename decltype(tag)::type;
+    // Rows first: the pass over all chunks moves the averages of the new values.
+    if (list.param_count > 0) launch(Update<Op>{tasks, list, true}, queue.blocks, queue.stream);
+    launch(Update<Op>{tasks, list, false}, blocks, queue.stream);
+  });
+}
+
+template <class T>
+void measure(const Queue& queue, const UpdateTask* tasks, const ListPart& list,
+             const ScalarTables& tables) {
+  const int64_t blocks =
+      list.chunk_count > 0 ? blocks_for(queue, list.chunk_count) : (list.param_count > 0 ? 1 : 0);
+  with_op(AllOps<T>(), list.op, [&](auto tag) {
+    using Op = typename decltype(tag)::type;
+    if constexpr (Op::norms > 0)
+      launch(Measure<Op>{tasks, list, tables, queue.counters}, blocks, queue.stream);
+  });
 }
 
 }  // namespace ga::cuda

@@ -3,6 +3,8 @@
 
 namespace ga::cuda {
 
-UpdateLaunches double_launches() { return launches<double>(); }
+template void update<double>(const Queue&, const UpdateTask*, const ListPart&);
+template void measure<double>(const Queue&, const UpdateTask*, const ListPart&,
+                              const ScalarTables&);
 
 }  // namespace ga::cuda

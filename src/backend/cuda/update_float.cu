@@ -3,6 +3,7 @@
 
 namespace ga::cuda {
 
-UpdateLaunches float_launches() { return launches<float>(); }
+template void update<float>(const Queue&, const UpdateTask*, const ListPart&);
+template void measure<float>(const Queue&, const UpdateTask*, const ListPart&, const ScalarTables&);
 
 }  // namespace ga::cuda
