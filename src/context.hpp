@@ -336,7 +336,7 @@ class Context : BnContext {
     double loss_scale;     // 0: only the device knows it
     double window_weight;  // of the window including this micro-batch
   } micro_ = {};           // the micro-batch of add_task()
-  // Of the open micro-batch, if micro-batches are judged as a whole:
+  // Of the open micro-batch, if micro-batches are checked before they are added:
   std::vector<Contribution> contributions_;
   std::vector<MicroInput> micro_inputs_;
   std::vector<ga_param> micro_units_;  // parameters clipped by units
