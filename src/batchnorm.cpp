@@ -320,8 +320,8 @@ int64_t BatchNorms::index_of_statistics(const Layer& b, const char* what) const 
         ll(seen));
   if (index != seen)
     of.fail(GA_ERROR_INVALID_STATE,
-            "in its first sweep, micro-batch %lld is expected next, but %lld is open", ll(seen),
-            ll(index));
+            "in its first sweep, micro-batch number %lld is expected next, but %lld is open",
+            ll(seen), ll(index));
   return index;
 }
 
@@ -559,7 +559,7 @@ void BatchNorms::backward(ga_bn id, const void* x, const void* dy, int64_t sampl
   const bool summing = adding || (!windowed && !b.frozen && b.sums_of != index);
   if (summing && !adding && context_.deferring())
     b.subject(what).fail(GA_ERROR_INVALID_STATE,
-                         "its sums over micro-batch %lld are kept until the micro-batch ends "
+                         "its sums over micro-batch %lld are kept to be judged with it at its end "
                          "(GA_NONFINITE_DROP_MICRO, GA_CLIP_MICRO) and cannot be computed again",
                          ll(index));
   if (windowed && b.sums < b.seen())
