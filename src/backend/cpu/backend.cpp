@@ -52,13 +52,12 @@ class CpuBackend final : public Backend {
   void check_memory(const void*, const char*) override {}
 
   void reserve(int64_t chunks, int64_t, int64_t accumulator_bytes) override {
-    // A factored second moment takes two sums of every tensor; what the matrix engine copies is in
-    // four pieces to a chunk.
+    // A factored second moment takes two sums of every tensor; the matrix engine copies in pieces
+    // of a quarter of a chunk.
     lists_.reserve(2 * static_cast<size_t>(chunks));
     grow(unit_tasks_, 2 * static_cast<size_t>(chunks));
     threads_.reserve(4 * chunks + 1);
-    // Gradients and accumulators of a window against the cache: past it, written lines are not
-    // wanted there.
+    // If gradients and accumulators exceed the cache, stores of a window bypass it.
     stream_ = 2 * accumulator_bytes > cache_;
   }
 
@@ -241,7 +240,7 @@ class CpuBackend final : public Backend {
         cache_(last_level_cache()),
         batchnorm_(threads_, isa.batchnorm(), cache_) {}
 
-  // Norms of a step.
+  // The norm tasks of a step.
   struct Norms {
     const CpuBackend& self;
     Params params;
@@ -259,7 +258,7 @@ class CpuBackend final : public Backend {
     });
   }
 
-  // What a step does to a chunk.
+  // Updates a chunk, after delivering its gradient or without an update, as the plan's duty says.
   void update_chunk(const UpdateTask& task, int64_t offset, int64_t count) const {
     const int32_t duty = task.plan->duty;
     if ((duty & kDeliver) != 0) {
@@ -275,7 +274,8 @@ class CpuBackend final : public Backend {
       kernels_.follow(task, offset, count);
   }
 
-  // Sums over units, those of all pieces into those of the first, in their order.
+  // Sums over units; the sums of all pieces are added to those of the first, in the order of the
+  // pieces.
   template <class Tasks>
   void unit_norms(const Tasks& tasks) {
     const int64_t total = lists_.cut_pieces(tasks, [&](size_t t) { return tasks[t].pattern; });

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 
 #include "backend/numbers.hpp"
 #include "tensor.hpp"
@@ -11,23 +12,23 @@
 namespace ga::cpu {
 namespace {
 
-constexpr int64_t kAlone = 16384;        // elements that one thread does best alone
-constexpr int64_t kSmallestItem = 4096;  // likewise of an item
+constexpr int64_t kAlone = 16384;        // elements for which a second thread does not pay
+constexpr int64_t kSmallestItem = 4096;  // elements, so that an item pays
 constexpr int64_t kMostItems = 1024;
 constexpr int64_t kMostSlices = 64;
-constexpr int64_t kSlice = 65536;    // elements of a channel
-constexpr int64_t kSliceRows = 128;  // at least, of a matrix
+constexpr int64_t kSlice = 65536;    // elements of a channel, at least
+constexpr int64_t kSliceRows = 128;  // rows of a matrix, at least
 constexpr int64_t kColumns = 1024;   // of a matrix: their sums fit L1
-constexpr int64_t kStretch = 8192;   // elements of several planes that follow each other
-constexpr int64_t kWarm = 1 << 20;   // bytes that are still in L2 when they are read once more
-constexpr int64_t kNarrow = 64;      // fewer channels than that are folded
-constexpr int64_t kWidest = 4096;    // of folded ones
+constexpr int64_t kStretch = 8192;   // elements of consecutive planes
+constexpr int64_t kWarm = 1 << 20;   // bytes that are still in L2 when they are read again
+constexpr int64_t kNarrow = 64;      // rows of fewer channels are folded
+constexpr int64_t kWidest = 4096;    // columns of folded rows, at most
 constexpr int64_t kGroup = 16;
 constexpr int kNumbers = 5;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Rows of so many channels that make one.
+// How many rows of a matrix with so many channels are folded to one.
 int64_t fold_of(int64_t channels) {
   int64_t fold = 1;
   while (fold * channels < kNarrow || fold * channels % kGroup != 0) ++fold;
@@ -48,7 +49,7 @@ double number_of(const Array& a, int64_t i, double missing) {
   }
 }
 
-// What a channel is normalised by.
+// The statistics that a channel is normalised by.
 struct Normal {
   double mean, rstd, count;
 
@@ -58,22 +59,23 @@ struct Normal {
         count(task.frozen ? HUGE_VAL : c.count) {}
 };
 
+// Stores the numbers of a channel, one for each array.
 template <class T>
-void put(T* numbers, int64_t columns, const Centre<T>& centre) {
-  numbers[0] = centre.high;
-  numbers[columns] = centre.low;
+void put(T* to, int64_t columns, std::initializer_list<T> numbers) {
+  for (size_t k = 0; k < numbers.size(); ++k)
+    to[static_cast<int64_t>(k) * columns] = numbers.begin()[k];
 }
 
 }  // namespace
 
-// How a task is cut.
+// How a task is cut into items.
 struct BatchNorm::Cut {
-  bool rows;        // a matrix of rows
-  int64_t fold;     // channels come fold times in a row
-  int64_t columns;  // of a matrix, or channels
-  int64_t stride;   // between their arrays of sums
-  int64_t length;   // rows of it, or elements of a channel
-  int64_t slice;    // of these
+  bool rows;        // whether the tensor is a matrix with a column for each channel
+  int64_t fold;     // how many times a row has each channel
+  int64_t columns;  // of the matrix, or channels
+  int64_t stride;   // from one array of sums to the next
+  int64_t length;   // rows of the matrix, or elements of a channel
+  int64_t slice;    // rows or elements of a slice
   int64_t slices;
 
   explicit Cut(const BnTask& t) : rows(t.channels_last || t.positions == 1) {
@@ -91,14 +93,14 @@ struct BatchNorm::Cut {
   int64_t end(int64_t s) const { return std::min(length, (s + 1) * slice); }
 };
 
-// ---- What is summed up, and what it makes of a channel ------------------------------------------
+// ---- Sums, and what a channel keeps of them -----------------------------------------------------
 
 struct BatchNorm::Statistics {
   static constexpr auto kPlanes = &BnPlanes::statistics;
   static constexpr auto kRows = &BnRows::statistics;
 
-  static int64_t size(const BnTask&) { return 8; }  // of a number
-  // x of the channel's first element.
+  static int64_t size(const BnTask&) { return 8; }  // bytes of a number
+  // The channel's first element.
   static double shift(const BnTask& t, int64_t c) {
     if (t.elements() == 0) return 0;
     const int64_t at = t.channels_last ? c : c * t.positions;
@@ -137,49 +139,45 @@ struct BatchNorm::Products {
   }
 };
 
-// ---- What is made of elements -------------------------------------------------------------------
+// ---- Passes that write elements -----------------------------------------------------------------
 
-struct BatchNorm::Forward {
-  static constexpr auto kPlanes = &BnPlanes::forward;
-  static constexpr auto kRows = &BnRows::forward;
+// Numbers of the type computed in; Pass::set<T>(task, channel, to, columns) writes those of a
+// channel.
+template <class Pass>
+struct BatchNorm::Writes {
   static int64_t size(const BnTask& t) { return t.dtype == GA_F64 ? 8 : 4; }
-
-  template <class T>
-  static void put_numbers(const BnTask& t, int64_t c, void* numbers, int64_t columns,
-                          int64_t column) {
-    const Normal n(t, t.state[c]);
-    const BnForward<T> f(n.mean, n.rstd, number_of(t.gamma, c, 1), number_of(t.beta, c, 0));
-    T* const to = static_cast<T*>(numbers) + column;
-    put(to, columns, f.centre);
-    to[2 * columns] = f.scale;
-    to[3 * columns] = f.shift;
-  }
   static void prepare(const BnTask& t, int64_t c, void* numbers, int64_t columns, int64_t column) {
-    (t.dtype == GA_F64 ? put_numbers<double> : put_numbers<float>)(t, c, numbers, columns, column);
+    if (t.dtype == GA_F64)
+      Pass::set(t, c, static_cast<double*>(numbers) + column, columns);
+    else
+      Pass::set(t, c, static_cast<float*>(numbers) + column, columns);
   }
 };
 
-struct BatchNorm::Backward {
-  static constexpr auto kPlanes = &BnPlanes::backward;
-  static constexpr auto kRows = &BnRows::backward;
-  static int64_t size(const BnTask& t) { return t.dtype == GA_F64 ? 8 : 4; }
+struct BatchNorm::Forward : Writes<Forward> {
+  static constexpr auto kPlanes = &BnPlanes::forward;
+  static constexpr auto kRows = &BnRows::forward;
 
   template <class T>
-  static void put_numbers(const BnTask& t, int64_t c, void* numbers, int64_t columns,
-                          int64_t column) {
+  static void set(const BnTask& t, int64_t c, T* to, int64_t columns) {
+    const Normal n(t, t.state[c]);
+    const BnForward<T> f(n.mean, n.rstd, number_of(t.gamma, c, 1), number_of(t.beta, c, 0));
+    put<T>(to, columns, {f.centre.high, f.centre.low, f.scale, f.shift});
+  }
+};
+
+struct BatchNorm::Backward : Writes<Backward> {
+  static constexpr auto kPlanes = &BnPlanes::backward;
+  static constexpr auto kRows = &BnRows::backward;
+
+  template <class T>
+  static void set(const BnTask& t, int64_t c, T* to, int64_t columns) {
     const BnChannel& channel = t.state[c];
     const Normal n(t, channel);
     const double share = t.mode == GA_BN_WINDOW ? t.share() : 1;
     const BnBackward<T> b(n.mean, n.rstd, number_of(t.gamma, c, 1), t.frozen ? 0 : channel.dbeta,
                           t.frozen ? 0 : channel.dgamma, t.frozen ? 1 : share * n.count);
-    T* const to = static_cast<T*>(numbers) + column;
-    put(to, columns, b.centre);
-    to[2 * columns] = b.scale;
-    to[3 * columns] = b.shift;
-    to[4 * columns] = b.slope;
-  }
-  static void prepare(const BnTask& t, int64_t c, void* numbers, int64_t columns, int64_t column) {
-    (t.dtype == GA_F64 ? put_numbers<double> : put_numbers<float>)(t, c, numbers, columns, column);
+    put<T>(to, columns, {b.centre.high, b.centre.low, b.scale, b.shift, b.slope});
   }
 };
 
@@ -200,25 +198,39 @@ void BatchNorm::reserve(int64_t channels) {
   bytes_ = columns * (2 * kMostSlices + kNumbers) * static_cast<int64_t>(sizeof(double));
 }
 
-// body(first, last) for ranges of units, of so many elements together.
+// Runs body(first, last) for ranges of units, which have so many elements together.
 template <class Body>
 void BatchNorm::run(int64_t units, int64_t elements, const Body& body) {
   if (units == 0) return;
   const int64_t wanted = std::clamp(elements / (4 * threads_.count()), kSmallestItem, kSlice);
   const int64_t items =
       std::min({units, kMostItems, std::max<int64_t>(1, divide_up(elements, wanted))});
-  struct Job {
-    int64_t units, items;
-    const Body& body;
-  } job = {units, items, body};
-  const ga_task task = [](void* data, int64_t i) {
-    const Job& j = *static_cast<const Job*>(data);
-    j.body(j.units * i / j.items, j.units * (i + 1) / j.items);
-  };
-  threads_.run(items, elements <= kAlone, task, &job);
+  const auto item = [&](int64_t i) { body(units * i / items, units * (i + 1) / items); };
+  threads_.run(items, elements <= kAlone, item);
 }
 
-// Whether the output is better not left in the caches.
+// Computes the numbers that a pass needs of each channel.
+template <class Pass>
+void BatchNorm::prepare(const BnTask& t, int64_t columns) {
+  run(columns, columns * 8, [&](int64_t first, int64_t last) {
+    for (int64_t c = first; c < last; ++c)
+      Pass::prepare(t, c % t.channels, numbers_.get(), columns, c);
+  });
+}
+
+// Runs body(slice, first, last) for blocks of columns [first, last) in each slice.
+template <class Body>
+void BatchNorm::run_blocks(const BnTask& t, const Cut& cut, int64_t block, const Body& body) {
+  const int64_t blocks = divide_up(cut.columns, block);
+  run(cut.slices * blocks, t.count(), [&](int64_t from, int64_t to) {
+    for (int64_t u = from; u < to; ++u) {
+      const int64_t first = u % blocks * block;
+      body(u / blocks, first, std::min(cut.columns, first + block));
+    }
+  });
+}
+
+// Whether the output had better bypass the caches.
 bool BatchNorm::past_caches(const BnTask& t) const {
   return (t.dtype == GA_F32 || t.dtype == GA_F64) && t.out != t.x && t.out != t.dy &&
          2 * t.count() * dtype_info(t.dtype).size > cache_;
@@ -233,25 +245,16 @@ void BatchNorm::sum(const BnTask& t) {
     return BnSums{at, at + cut.stride};
   };
   if (t.elements() > 0) {
-    run(cut.columns, cut.columns * 8, [&](int64_t first, int64_t last) {
-      for (int64_t c = first; c < last; ++c)
-        Sum::prepare(t, c % t.channels, numbers_.get(), cut.columns, c);
-    });
+    prepare<Sum>(t, cut.columns);
     const int64_t block = cut.rows ? kColumns : planes_at_once(t, kMostPlanes);
-    const int64_t blocks = divide_up(cut.columns, block);
-    run(cut.slices * blocks, t.count(), [&](int64_t from, int64_t to) {
-      for (int64_t u = from; u < to; ++u) {
-        const int64_t s = u / blocks, first = u % blocks * block;
-        const int64_t last = std::min(cut.columns, first + block);
-        if (cut.rows)
-          (kernels_.rows[f64].*Sum::kRows)(t, cut.begin(s), cut.end(s),
-                                           {numbers_.get(), cut.columns}, first, last,
-                                           sums_of(s, 0));
-        else
-          (kernels_.planes[f64].*Sum::kPlanes)(t, first, last, cut.begin(s), cut.end(s),
-                                               numbers_from<Sum>(t, cut.columns, first),
-                                               sums_of(s, first));
-      }
+    run_blocks(t, cut, block, [&](int64_t s, int64_t first, int64_t last) {
+      if (cut.rows)
+        (kernels_.rows[f64].*Sum::kRows)(t, cut.begin(s), cut.end(s), {numbers_.get(), cut.columns},
+                                         first, last, sums_of(s, 0));
+      else
+        (kernels_.planes[f64].*Sum::kPlanes)(t, first, last, cut.begin(s), cut.end(s),
+                                             numbers_from<Sum>(t, cut.columns, first),
+                                             sums_of(s, first));
     });
   }
   run(t.channels, cut.slices * cut.columns, [&](int64_t first, int64_t last) {
@@ -268,7 +271,7 @@ void BatchNorm::sum(const BnTask& t) {
   });
 }
 
-// The numbers from a column on.
+// The numbers from a column onwards.
 template <class Pass>
 BnNumbers BatchNorm::numbers_from(const BnTask& t, int64_t columns, int64_t first) const {
   return {reinterpret_cast<const char*>(numbers_.get()) + first * Pass::size(t), columns};
@@ -279,28 +282,21 @@ void BatchNorm::map(const BnTask& t) {
   if (t.count() == 0) return;
   const Cut cut(t);
   const bool f64 = t.dtype == GA_F64, stream = past_caches(t);
-  run(cut.columns, cut.columns * 8, [&](int64_t first, int64_t last) {
-    for (int64_t c = first; c < last; ++c)
-      Map::prepare(t, c % t.channels, numbers_.get(), cut.columns, c);
-  });
+  prepare<Map>(t, cut.columns);
   if (cut.rows) {
     run(cut.length, t.count(), [&](int64_t first, int64_t last) {
       (kernels_.rows[f64].*Map::kRows)(t, first, last, {numbers_.get(), cut.columns}, stream);
     });
     return;
   }
-  const int64_t block = planes_at_once(t, kMostPlanes), blocks = divide_up(cut.columns, block);
-  run(cut.slices * blocks, t.count(), [&](int64_t from, int64_t to) {
-    for (int64_t u = from; u < to; ++u) {
-      const int64_t s = u / blocks, first = u % blocks * block;
-      (kernels_.planes[f64].*Map::kPlanes)(t, first, std::min(cut.columns, first + block),
-                                           cut.begin(s), cut.end(s),
-                                           numbers_from<Map>(t, cut.columns, first), stream);
-    }
-  });
+  const auto body = [&](int64_t s, int64_t first, int64_t last) {
+    (kernels_.planes[f64].*Map::kPlanes)(t, first, last, cut.begin(s), cut.end(s),
+                                         numbers_from<Map>(t, cut.columns, first), stream);
+  };
+  run_blocks(t, cut, planes_at_once(t, kMostPlanes), body);
 }
 
-// Both; where a channel is one slice, while that is in the cache.
+// Runs both passes; if a channel is one slice, the second one while the slice is in the cache.
 template <class Sum, class Map>
 void BatchNorm::sum_and_map(const BnTask& t) {
   const Cut cut(t);
@@ -330,8 +326,8 @@ void BatchNorm::sum_and_map(const BnTask& t) {
   });
 }
 
-// Channels whose planes are taken together: as many as are a good stretch of memory in a sample, but
-// no more than leave some for every thread.
+// The number of channels whose planes one call of a kernel takes: enough for a long stretch of
+// memory in each sample, but few enough to leave some for every thread.
 int64_t BatchNorm::planes_at_once(const BnTask& t, int64_t most) const {
   const int64_t share = divide_up(t.channels, 2 * threads_.count());
   return std::clamp<int64_t>(divide_up(kStretch, t.positions), 1,
@@ -368,7 +364,7 @@ void BatchNorm::backward_sums(const BnTask& task) { sum<Products>(task); }
 void BatchNorm::backward(const BnTask& task, bool summing) {
   if (task.weight == 0) {
     const auto bytes = static_cast<size_t>(task.count() * dtype_info(task.dtype).size);
-    if (bytes > 0) std::memset(task.out, 0, bytes);  // else out may be NULL
+    if (bytes > 0) std::memset(task.out, 0, bytes);  // out may be NULL if it has no elements
   } else if (summing) {
     sum_and_map<Products, Backward>(task);
   } else {

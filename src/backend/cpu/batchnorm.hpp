@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batch normalisation on the CPU: cuts tensors into items for the threads, and makes of the sums
-// over them what a channel keeps.
+// Batch normalisation on the CPU: cuts tensors into items for the threads, and updates the channels
+// from the sums over the items.
 //
-// [samples, channels, positions] goes by a few channels at a time, so that they are read once more
-// from the cache where they are normalised by their own statistics. [samples, positions, channels]
-// is a matrix with a column for each channel; narrow ones are folded, several rows to one, to fill
-// registers.
+// [samples, channels, positions] is processed a few channels at a time, so that the second pass of
+// channels that are normalised by their own statistics reads them from the cache. [samples,
+// positions, channels] is a matrix with a column for each channel; if it is narrow, several rows
+// are folded to one, to fill registers.
 #pragma once
 
 #include <memory>
@@ -36,6 +36,8 @@ class BatchNorm {
   struct Cut;
   struct Statistics;
   struct Products;
+  template <class Pass>
+  struct Writes;
   struct Forward;
   struct Backward;
   template <class Sum>
@@ -44,8 +46,12 @@ class BatchNorm {
   void map(const BnTask& task);
   template <class Sum, class Map>
   void sum_and_map(const BnTask& task);
+  template <class Pass>
+  void prepare(const BnTask& task, int64_t columns);
   template <class Body>
   void run(int64_t units, int64_t elements, const Body& body);
+  template <class Body>
+  void run_blocks(const BnTask& task, const Cut& cut, int64_t block, const Body& body);
   bool past_caches(const BnTask& task) const;
   template <class Pass>
   BnNumbers numbers_from(const BnTask& task, int64_t columns, int64_t first) const;
@@ -61,7 +67,7 @@ class BatchNorm {
   int64_t cache_;
   int64_t channels_ = 0;
   int64_t bytes_ = 0;
-  Doubles sums_;     // BnSums of slices, one behind the other
+  Doubles sums_;     // BnSums of all slices
   Doubles numbers_;  // BnNumbers
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who runs decide.hpp on the CPU: one thread.
+// Runs decide.hpp on the CPU, on one thread.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +51,8 @@ class Crew {
   void once(F&& f) {
     f();
   }
-  // Parameters of a group have mostly been updated together: then the Op is that of the last one.
+  // Parameters of a group have mostly been updated together, and then share the folded Op of the
+  // last.
   bool recall(const ScalarTables& t, int64_t i) {
     const ParamInput& p = t.param_inputs[i];
     const int64_t last = last_;

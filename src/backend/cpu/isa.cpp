@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which loops run on this processor: the levels kernels.cpp is compiled for, the plain one first,
-// each able to do what the ones before it can.
+// Chooses the kernels for this processor, from the ISA levels that kernels.cpp is compiled for.
+// Each level includes the ones before it.
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
@@ -14,19 +14,17 @@
 
 namespace ga::cpu {
 
-#if defined(__x86_64__)
 const Kernels& kernels_scalar();
+const BnKernels& batchnorm_kernels_scalar();
+#if defined(__x86_64__)
 const Kernels& kernels_x86_64_v2();
 const Kernels& kernels_x86_64_v3();
 const Kernels& kernels_x86_64_v4();
-const BnKernels& batchnorm_kernels_scalar();
 const BnKernels& batchnorm_kernels_x86_64_v2();
 const BnKernels& batchnorm_kernels_x86_64_v3();
 const BnKernels& batchnorm_kernels_x86_64_v4();
 #else
-const Kernels& kernels_scalar();
 const Kernels& kernels_neon();
-const BnKernels& batchnorm_kernels_scalar();
 const BnKernels& batchnorm_kernels_neon();
 #endif
 
@@ -49,7 +47,7 @@ constexpr bool has(unsigned reg, std::initializer_list<int> bits) {
   return true;
 }
 
-// The registers that the operating system saves, XCR0; 0 without XSAVE.
+// XCR0: the registers that the operating system saves; 0 without XSAVE.
 unsigned saved_registers() {
   if (!has(Cpuid(1, 0).ecx, {27})) return 0;
   unsigned low, high;

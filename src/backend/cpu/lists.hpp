@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tasks cut into chunks, and these into the items of a parallel loop.
+// Cuts tasks into chunks, and groups the chunks into the items of a parallel loop.
 #pragma once
 
 #include <algorithm>
@@ -12,10 +12,8 @@
 
 namespace ga::cpu {
 
-// Below this many elements a second thread costs more than it saves, and so does an item of its
-// own.
-constexpr int64_t kAlone = 16384;
-constexpr int64_t kSmallestItem = 4096;
+constexpr int64_t kAlone = 16384;        // elements for which a second thread does not pay
+constexpr int64_t kSmallestItem = 4096;  // elements, so that an item pays
 
 // A chunk of a task.
 struct Work {
@@ -44,15 +42,15 @@ class Lists {
  public:
   explicit Lists(Threads& threads) : threads_(threads) {}
 
-  // Room for so many chunks.
+  // Makes room for so many chunks.
   void reserve(size_t chunks) {
     grow(work_, chunks);
     grow(items_, chunks + 1);
   }
   static constexpr size_t kBytes = sizeof(Work) + sizeof(int64_t);  // of a chunk
 
-  // loop(task, work) for all chunks of the tasks, but not of idle ones unless busy. Items are of
-  // similar size: many small tensors are one item, and there are enough of them for every thread.
+  // Runs loop(task, work) for all chunks of the tasks, without idle tasks unless `busy`. Items are
+  // of similar size: many small tensors make one item, and there are enough items for every thread.
   template <class Tasks, class Loop>
   void run(const Tasks& tasks, Loop loop, bool busy = false) {
     int64_t total = 0;
@@ -77,8 +75,8 @@ class Lists {
     run_items(tasks, total, loop);
   }
 
-  // Cuts tasks into the pieces of their patterns: an item is one, or several of small tensors.
-  // Returns their elements.
+  // Cuts tasks into the pieces of their patterns; an item is one piece, or several of small
+  // tensors. Returns the number of elements.
   template <class Tasks, class PatternOf>
   int64_t cut_pieces(const Tasks& tasks, PatternOf pattern_of) {
     work_.clear();
@@ -100,27 +98,20 @@ class Lists {
     return total;
   }
 
-  // loop(task, work) for what was cut, total elements together.
+  // Runs loop(task, work) for the items that were cut, of `total` elements together.
   template <class Tasks, class Loop>
   void run_items(const Tasks& tasks, int64_t total, Loop loop) {
     if (items_.empty()) return;
     const int64_t items = static_cast<int64_t>(items_.size());
     items_.push_back(static_cast<int64_t>(work_.size()));
-
-    struct Job {
-      const Lists& lists;
-      const Tasks& tasks;
-      Loop loop;
-    } job = {*this, tasks, loop};
-    const ga_task body = [](void* data, int64_t item) {
-      const Job& j = *static_cast<const Job*>(data);
-      const auto end = static_cast<size_t>(j.lists.items_[static_cast<size_t>(item) + 1]);
-      for (auto w = static_cast<size_t>(j.lists.items_[static_cast<size_t>(item)]); w < end; ++w) {
-        const Work& work = j.lists.work_[w];
-        j.loop(j.tasks[static_cast<size_t>(work.task)], work);
+    const auto body = [&](int64_t item) {
+      const int64_t* const bounds = &items_[static_cast<size_t>(item)];
+      for (int64_t w = bounds[0]; w < bounds[1]; ++w) {
+        const Work& work = work_[static_cast<size_t>(w)];
+        loop(tasks[static_cast<size_t>(work.task)], work);
       }
     };
-    threads_.run(items, total <= kAlone, body, &job);
+    threads_.run(items, total <= kAlone, body);
   }
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A context's matrix engine: oneDNN, in a side module that is opened by the first product.
+// The matrix engine of a context: oneDNN, in a side module that is opened before the first product.
 #pragma once
 
 #include <vector>
@@ -15,10 +15,10 @@ class MatmulEngine {
  public:
   explicit MatmulEngine(Threads& threads) : threads_(threads) {}
 
-  // Room for that many elements of matrices that are not f32. Throws GA_ERROR_UNSUPPORTED, or
-  // std::bad_alloc; nothing to do from the second time on.
+  // Opens the module if that has not been done, and makes room for so many elements of matrices
+  // that are not f32. Throws GA_ERROR_UNSUPPORTED or std::bad_alloc.
   void open(int64_t converted);
-  // After open(). Returns whether the partials were stored. Throws GA_ERROR_FAULT.
+  // To be called after open(). Returns whether the partials were stored. Throws GA_ERROR_FAULT.
   bool run(const MatmulTask& task, const Kernels& kernels, bool stream);
   void orthogonalize(const OrthogonalizeTask& task, const Kernels& kernels);
   int64_t bytes() const {
@@ -26,18 +26,19 @@ class MatmulEngine {
   }
 
  private:
-  // Rows of columns elements, scaled, to f32 rows one behind the other.
+  // Scales a matrix and converts it to f32, without gaps between its rows.
   void convert(const Kernels& kernels, Source from, int64_t rows, int64_t columns, int64_t stride,
                float* to);
   void run_bands(const MatmulTask& task, const Kernels& kernels, bool stream);
   void run_direct(const MatmulTask& task);
-  [[noreturn]] void fail_product(const MatmulTask& task, const char* error) const;
+  // Throws unless error is NULL.
+  void check_product(const MatmulTask& task, const char* error) const;
 
   Threads& threads_;
   const ga_matmul_module* module_ = nullptr;
   std::vector<float> scratch_;    // a band for each thread
   std::vector<float> converted_;  // matrices
-  int64_t cache_ = 0;             // bytes of a core's own
+  int64_t cache_ = 0;             // bytes of the L2 cache of a core
 };
 
 }  // namespace ga::cpu

@@ -14,9 +14,9 @@ typedef struct ga_matmul_module {
   const char* version; /* of the oneDNN that is loaded: "oneDNN 2.6.3" */
 
   /* c [m x n] <- alpha op(a) op(b) + beta c, f32 and row-major, on the calling thread alone; may be
-     called from several at once. op(a) is m x k and op(b) k x n; lda, ldb, ldc: elements from row
-     to row as stored. With beta 0, c is not read. Extents of 0 are legal.
-     Returns NULL, or what went wrong: static, not a whole sentence. */
+     called from several threads at once. op(a) is m x k and op(b) k x n; lda, ldb, ldc: elements
+     from row to row as stored. With beta 0, c is not read. m, n and k may be 0. Returns NULL, or
+     what went wrong: a static string, not a whole sentence. */
   const char* (*multiply)(int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
                           int transpose_a, const float* b, int64_t ldb, int transpose_b, float beta,
                           float* c, int64_t ldc);

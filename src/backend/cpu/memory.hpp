@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the library's own on the CPU.
+// The library's own memory on the CPU.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -11,10 +12,10 @@ namespace ga::cpu {
 void* allocate(size_t bytes);
 void free(void* data, size_t bytes) noexcept;
 
-// Room for size elements, more than doubled when it is short.
+// Makes room for size elements, and at least doubles the room.
 template <class T>
 void grow(std::vector<T>& v, size_t size) {
-  if (size > v.capacity()) v.reserve(size > 2 * v.capacity() ? size : 2 * v.capacity());
+  if (size > v.capacity()) v.reserve(std::max(size, 2 * v.capacity()));
 }
 
 }  // namespace ga::cpu

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// libgradaccum_onednn.so: matrix products by oneDNN 2.6 or 3.x. The only file that sees oneDNN.
+// libgradaccum_onednn.so: matrix products by oneDNN 2.6 or 3.x. Only this file includes oneDNN.
 //
-// The products go to its sgemm, not to its matmul primitive with a sum post-op: alpha and beta are
-// arguments of the call, nothing is to be created or kept per shape, and it was measured to be as
-// fast or faster in both majors (1024 x 1024 from a batch of 64: the same; from 16: 0.6 of the
-// time; 768 x 3072 from 1024: 0.45). It runs on the calling thread. The core cuts a product into
-// one piece per thread itself: where sgemm cuts, threads get in one another's way in C (2.5 times
-// the time at 512 x 784 from a batch of 4 on two threads), and the program may have brought its
-// own threads.
+// The products use oneDNN's sgemm, not its matmul primitive with a sum post-op: alpha and beta are
+// arguments of the call, nothing is created or kept per shape, and sgemm was measured to be as fast
+// or faster in both major versions (1024 x 1024 from a batch of 64: the same; from 16: 0.6 of the
+// time; 768 x 3072 from 1024: 0.45). It runs on the calling thread, and the core cuts a product
+// into one piece per thread: as sgemm cuts, threads share cache lines of C (2.5 times the time at
+// 512 x 784 from a batch of 4 on two threads), and the program may have threads of its own.
 
 #include <dlfcn.h>
 #include <oneapi/dnnl/dnnl.h>
@@ -19,8 +18,8 @@
 #include "backend/cpu/matmul_module.h"
 #include "module.hpp"
 
-// Of the OpenMP that oneDNN runs on, whichever that is; absent where it runs on something else.
-// Taken weakly, not by the compiler's OpenMP, which may be another one.
+// Functions of the OpenMP that oneDNN uses, whichever that is; NULL if oneDNN uses none. Weak, and
+// not those of the compiler's OpenMP, which may be another one.
 extern "C" {
 __attribute__((weak)) int omp_get_max_threads();
 __attribute__((weak)) void omp_set_num_threads(int);
@@ -46,25 +45,18 @@ class OneThread {
 };
 
 const char* text_of(dnnl_status_t status) {
-  switch (status) {
-    case dnnl_success:
-      return nullptr;
-    case dnnl_out_of_memory:
-      return "out of memory";
-    case dnnl_invalid_arguments:
-      return "arguments refused";
-    case dnnl_unimplemented:
-      return "not implemented for this product";
-    default:
-      return "failed while it ran";
-  }
+  return status == dnnl_success             ? nullptr
+         : status == dnnl_out_of_memory     ? "out of memory"
+         : status == dnnl_invalid_arguments ? "arguments refused"
+         : status == dnnl_unimplemented     ? "not implemented for this product"
+                                            : "failed while it ran";
 }
 
 const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
                      int transpose_a, const float* b, int64_t ldb, int transpose_b, float beta,
                      float* c, int64_t ldc) noexcept {
   if (m == 0 || n == 0) return nullptr;
-  if (k == 0) {  // an empty sum; oneDNN would want to look at a and b
+  if (k == 0) {  // an empty sum, for which oneDNN would still check a and b
     if (beta == 0)
       for (int64_t row = 0; row < m; ++row) std::fill_n(c + row * ldc, n, 0.0f);
     return nullptr;
@@ -78,7 +70,7 @@ const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const float* 
   }
 }
 
-// The file that a function is in.
+// The file that contains a function.
 const char* file_of(void* function) {
   Dl_info info;
   return dladdr(function, &info) != 0 && info.dli_fname ? info.dli_fname : "?";
@@ -89,8 +81,8 @@ const char* file_of(void* function) {
 extern "C" __attribute__((visibility("default"))) const void* ga_module_onednn(char* error,
                                                                                size_t error_size) {
   static_assert(std::is_same_v<decltype(&ga_module_onednn), ga::ModuleEntry>);
-  // Before any other call: oneDNN's symbols carry no version, so where the program has loaded the
-  // other major one, our calls go there, with arguments that it does not understand.
+  // Before any other call: oneDNN's symbols have no versions, so if the program has loaded another
+  // major version, our calls go there, with arguments that it does not understand.
   const dnnl_version_t& version = *dnnl_version();
   if (version.major != DNNL_VERSION_MAJOR) {
     std::snprintf(error, error_size,

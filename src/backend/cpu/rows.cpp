@@ -42,7 +42,8 @@ void Rows::prepare(const RowsTask& task, int64_t waiting) {
 }
 
 void Rows::accumulate(const RowsTask& task) {
-  // The contributions to each row as a chain, in their order; rows in that of their first one.
+  // Chains the contributions to each row in their order; the rows are in the order of their first
+  // one.
   if (task.plan && !task.plan->active) return;
   RowSet& set = *task.set;
   const auto known = task.dense ? size_t{0} : static_cast<size_t>(set.size);
@@ -69,18 +70,11 @@ void Rows::accumulate(const RowsTask& task) {
   }
   const auto rows = static_cast<int64_t>(order_.size());
   const int64_t item = std::max<int64_t>(1, kSmallestItem / std::max<int64_t>(task.columns, 1));
-  struct Job {
-    Rows& self;
-    const RowsTask& task;
-    int64_t rows, item;
-  } job = {*this, task, rows, item};
-  const ga_task body = [](void* data, int64_t index) {
-    const Job& j = *static_cast<const Job*>(data);
-    const int64_t end = std::min(j.rows, (index + 1) * j.item);
-    for (int64_t r = index * j.item; r < end; ++r) j.self.add(j.task, r);
+  const auto body = [&](int64_t index) {
+    const int64_t end = std::min(rows, (index + 1) * item);
+    for (int64_t r = index * item; r < end; ++r) add(task, r);
   };
-  if (rows > 0)
-    threads_.run((rows + item - 1) / item, task.count * task.columns <= kAlone, body, &job);
+  if (rows > 0) threads_.run((rows + item - 1) / item, task.count * task.columns <= kAlone, body);
   for (const Touched& touched : order_) chains_[touched.slot].first = -1;
   if (task.dense) set.size = 0;
 }
@@ -91,7 +85,7 @@ void Rows::free(RowSet* set) noexcept {
   capacity_ -= set->capacity;
 }
 
-// Entries of a row set, with what it holds.
+// Gives a row set larger entries, and keeps what the set holds.
 void Rows::make_room(RowSet& set, int64_t capacity) {
   auto* const entries =
       static_cast<RowEntry*>(allocate(static_cast<size_t>(capacity) * sizeof(RowEntry)));
@@ -143,7 +137,7 @@ void Rows::update(const UpdateTask& task) {
   whole.average.data = nullptr;
   whole.padded_state = false;
   whole.count = task.columns;
-  if (whole.gradient.source.format == kSparse) {  // the rows at hand are there
+  if (whole.gradient.source.format == kSparse) {  // all rows that are updated have a gradient
     whole.gradient.source.data = static_cast<const SparseRows*>(task.gradient.source.data)->data;
     whole.gradient.source.format = task.f64 ? GA_F64 : GA_F32;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Row-sparse contributions: the rows that a window has touched, and their update.
+// Row-sparse contributions: the rows that have a gradient in the window, and their update.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class Rows {
   void prepare(const RowsTask& task, int64_t waiting);
   void accumulate(const RowsTask& task);
   void free(RowSet* set) noexcept;
-  // The rows with a gradient, so many at a time as there is room for, then the average.
+  // Updates the rows with a gradient, as many at a time as there is room for, then the EMA.
   void update(const UpdateTask& task);
 
   int64_t entry_bytes() const {  // of all sets
@@ -42,7 +42,7 @@ class Rows {
   };
   struct Touched {
     uint32_t slot;
-    bool keep;  // the row holds something already
+    bool keep;  // the row has a gradient already
   };
 
   void make_room(RowSet& set, int64_t capacity);
@@ -53,8 +53,8 @@ class Rows {
   Lists& lists_;
   int64_t capacity_ = 0;  // of all sets
   std::vector<UpdateTask> tasks_;
-  // Of accumulate(): chains by entry of the set, the next contribution of each one, and the entries
-  // of the call.
+  // Of accumulate(): the chain of each entry of the set, the next contribution after each one, and
+  // the entries of the call.
   std::vector<Chain> chains_;
   std::vector<int64_t> next_;
   std::vector<Touched> order_;

@@ -15,13 +15,13 @@
 namespace ga::cpu {
 namespace {
 
-int default_count() {
 #ifdef _OPENMP
-  return omp_get_max_threads();
+int default_count() { return omp_get_max_threads(); }
+bool has_threads() { return process_generation() == 0; }  // see fork.hpp
 #else
-  return 1;
+int default_count() { return 1; }
+bool has_threads() { return false; }
 #endif
-}
 
 }  // namespace
 
@@ -29,12 +29,7 @@ Threads::Threads(const ga_config& config)
     : count_(config.num_threads > 0 ? config.num_threads : default_count()),
       parallel_for_(config.parallel_for),
       user_(config.parallel_for_user) {
-#ifdef _OPENMP
-  const bool has_threads = process_generation() == 0;  // else see fork.hpp
-#else
-  const bool has_threads = false;
-#endif
-  if (!parallel_for_ && !has_threads) count_ = 1;
+  if (!parallel_for_ && !has_threads()) count_ = 1;
   if (!parallel_for_ && count_ > 1) ranges_.reset(new Range[static_cast<size_t>(count_)]);
 }
 
@@ -44,7 +39,7 @@ void Threads::reserve(int64_t items) {
   capacity_ = items;
 }
 
-void Threads::run(int64_t items, bool alone, ga_task body, void* data) {
+void Threads::run_tasks(int64_t items, bool alone, ga_task body, void* data) {
   if (alone || items == 1 || (count_ == 1 && !parallel_for_)) {
     for (int64_t i = 0; i < items; ++i) body(data, i);
   } else if (parallel_for_) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One parallel loop: OpenMP's threads, the program's own (ga_config.parallel_for), or the calling
-// thread alone.
+// Parallel loops: on OpenMP's threads, on the program's own (ga_config.parallel_for), or on the
+// calling thread alone.
 #pragma once
 
 #include <atomic>
@@ -18,21 +18,25 @@ class Threads {
 
   int count() const { return count_; }
 
-  // Room for loops of that many items.
+  // Makes room for loops of that many items.
   void reserve(int64_t items);
   static int64_t reserve_bytes(int64_t items) { return items; }
 
-  // Runs body(data, i) for i in [0, items). alone: on the calling thread. Throws GA_ERROR_FAULT
-  // when the program's parallel_for threw, left items out, or ran one twice (which is not done
-  // twice).
-  void run(int64_t items, bool alone, ga_task body, void* data);
+  // Runs body(i) for i in [0, items). alone: on the calling thread. Throws GA_ERROR_FAULT if the
+  // program's parallel_for threw, left items out, or asked for an item twice, which runs only once.
+  template <class Body>
+  void run(int64_t items, bool alone, Body& body) {
+    const ga_task task = [](void* data, int64_t i) { (*static_cast<Body*>(data))(i); };
+    run_tasks(items, alone, task, const_cast<void*>(static_cast<const void*>(&body)));
+  }
 
  private:
+  void run_tasks(int64_t items, bool alone, ga_task body, void* data);
   void run_shared(int64_t items, ga_task body, void* data);
   void run_openmp(int64_t items, ga_task body, void* data);
 
-  // A thread's own items; whoever is done with its own takes from the others. So a thread finds the
-  // chunks it had in the last pass in its cache, and a thread that is held up delays nobody.
+  // The items of a thread. A thread that has finished its own takes those of others, so that it
+  // finds in its cache the chunks that it had in the last pass, and a delayed thread delays nobody.
   struct alignas(64) Range {
     std::atomic<int64_t> next;
     int64_t end;
@@ -42,7 +46,7 @@ class Threads {
   ga_parallel_for parallel_for_;
   void* user_;
   std::unique_ptr<Range[]> ranges_;
-  std::unique_ptr<std::atomic<unsigned char>[]> taken_;  // items that parallel_for_ has run
+  std::unique_ptr<std::atomic<unsigned char>[]> taken_;  // by item: whether parallel_for_ ran it
   int64_t capacity_ = 0;
 };
 
