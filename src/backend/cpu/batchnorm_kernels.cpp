@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// See batchnorm_kernels.hpp; what is said in kernels.cpp about linkage and bits holds here too.
+// See batchnorm_kernels.hpp; the rules of kernels.cpp about linkage and bits hold here too.
 //
-// Order of sums, in double. Planes: element i of what lies in one sample is added to lane i mod 16;
-// the lanes run over all samples and are added by halves. Rows: one after the other.
+// Order of sums, in double. Planes: element i of a plane is added to lane i mod 16; the lanes run
+// over all samples and are added by halves. Rows are added one after the other.
 //
-// Both go through memory in its order as far as that goes, with the sums of several channels at
-// hand: to a channel alone, the planes of samples lie too far apart for the hardware to fetch ahead.
+// Both walk memory in its order as far as possible and keep the sums of several channels: the
+// planes of one channel lie too far apart for the hardware prefetcher.
 #include "backend/cpu/batchnorm_kernels.hpp"
 
 #include <cstring>
@@ -33,7 +33,7 @@ using Real = std::conditional_t<std::is_same_v<T, float>, Floats, Doubles>;
 template <class T>
 constexpr int kRegisters = kGroup / kWidth<T>;  // of a group
 constexpr int kDoubles = kGroup / kWidth<double>;
-// Where planes end, memory goes on elsewhere: twice as far ahead as in other loops.
+// Twice the distance of other kernels, because the next plane lies elsewhere in memory.
 constexpr int64_t kFar = 2 * kAhead;
 
 template <class T>
@@ -46,7 +46,7 @@ struct GroupSums {
   Doubles first[kDoubles], second[kDoubles];
 };
 
-// As doubles, straight from memory: a register of floats would first have to be taken apart.
+// Widens while loading, because a register of floats would have to be split first.
 GA_INLINE Doubles wide(const double* p) { return get(p); }
 #if defined(__AVX512F__)
 GA_INLINE Doubles wide(const float* p) { return _mm512_cvtps_pd(_mm256_loadu_ps(p)); }
@@ -60,7 +60,7 @@ GA_INLINE Doubles wide(const float* p) {
 
 // ---- Elements -----------------------------------------------------------------------------------
 
-// Elements of a tensor as T; tile: room for count of them.
+// Elements of a tensor as T, in the tile if they are converted.
 template <class T>
 GA_INLINE const T* read(const void* data, int32_t format, int64_t offset, int64_t count, T* tile) {
   if (format == native<T>) return static_cast<const T*>(data) + offset;
@@ -76,31 +76,7 @@ GA_INLINE void write(void* data, int32_t format, int64_t offset, int64_t count, 
                                                                {false, 0});
 }
 
-// Past the caches; p is aligned to a register.
-GA_INLINE void put_past(float* p, Floats x) {
-#if defined(__AVX512F__)
-  _mm512_stream_ps(p, x);
-#elif defined(__AVX__)
-  _mm256_stream_ps(p, x);
-#elif defined(__SSE2__)
-  _mm_stream_ps(p, x);
-#else
-  put(p, x);
-#endif
-}
-GA_INLINE void put_past(double* p, Doubles x) {
-#if defined(__AVX512F__)
-  _mm512_stream_pd(p, x);
-#elif defined(__AVX__)
-  _mm256_stream_pd(p, x);
-#elif defined(__SSE2__)
-  _mm_stream_pd(p, x);
-#else
-  put(p, x);
-#endif
-}
-
-// The n < kGroup elements of a group that there are; `missing` in place of the others.
+// An incomplete group of n < kGroup elements, filled up with `missing`.
 template <class T>
 struct End {
   T data[kGroup];
@@ -112,7 +88,7 @@ struct End {
 };
 #if defined(__AVX512F__)
 template <>
-struct End<float> {  // in registers: what is written one by one is slow to load as one
+struct End<float> {  // in registers, because a vector load after scalar stores is slow
   const float* from;
   unsigned mask;
   __m256 fill;
@@ -126,16 +102,16 @@ struct End<float> {  // in registers: what is written one by one is slow to load
 };
 #endif
 
-// The elements of a whole group.
+// A complete group.
 template <class T>
 struct Whole {
   const T* data;
   GA_INLINE Doubles operator()(int k) const { return wide(data + k * kWidth<double>); }
 };
 
-// ---- What is summed up --------------------------------------------------------------------------
+// ---- Sums ---------------------------------------------------------------------------------------
 
-// A number for each column, in double: what x is compared with.
+// A number for each column, in double, which is subtracted from x.
 struct Reference {
   Doubles x[kDoubles];
 
@@ -155,7 +131,7 @@ struct Reference {
 // x - shift, and its square.
 template <class T>
 struct Deviations {
-  static constexpr bool kTwo = false;  // tensors that are read
+  static constexpr bool kTwo = false;  // whether dy is read too
   template <int kCount = kDoubles, class Group>
   GA_INLINE static void add(GroupSums& s, const Reference& shift, const Group& x, const Group&) {
     for (int k = 0; k < kCount; ++k) {
@@ -190,7 +166,7 @@ struct Products {
   }
 };
 
-// ---- What is made of elements -------------------------------------------------------------------
+// ---- Passes that write elements -----------------------------------------------------------------
 
 template <class T>
 struct Normalise {
@@ -214,9 +190,9 @@ struct Gradient {
 
 // ---- Planes -------------------------------------------------------------------------------------
 
-// body(channel - first, offset, count, ahead) for the stretches that a call is about, in the order of
-// memory and no longer than a tile; `ahead` elements further on is what comes a little later: where
-// the planes of one sample end, in the next sample.
+// Runs body(channel - first, offset, count, ahead) for the stretches of a call, in the order of
+// memory and no longer than a tile. `ahead` is the distance to the elements to prefetch, which at
+// the end of the planes of a sample lie in the next sample.
 template <class Body>
 GA_INLINE void each_stretch(const BnTask& task, int64_t first, int64_t last, int64_t begin,
                             int64_t end, Body&& body) {
@@ -233,7 +209,7 @@ GA_INLINE void each_stretch(const BnTask& task, int64_t first, int64_t last, int
   }
 }
 
-// Fetches what follows a group at that distance.
+// Prefetches the group at that distance.
 template <bool kTwo, class T>
 GA_INLINE void fetch_group(int64_t ahead, const T* x, const T* dy) {
   if (ahead == 0) return;
@@ -254,7 +230,7 @@ GA_INLINE void sum_stretch(GroupSums& s, const Reference& reference, const T* x,
     Action::add(s, reference, Whole<T>{x + i}, Whole<T>{dy + i});
   }
   if (i == count) return;
-  // With what adds nothing: the shift, or 0 for dy.
+  // Filled up with elements that add nothing: the shift, or 0 for dy.
   fetch_group<Action::kTwo>(ahead, x + i, dy + i);
   const T missing = Action::kTwo ? T(0) : static_cast<T>(reference.x[0][0]);
   const End<T> end(x + i, count - i, missing);
@@ -272,8 +248,8 @@ void sum_planes(const BnTask& task, int64_t first, int64_t last, int64_t begin, 
   for (int64_t c = 0; c < last - first; ++c) lanes[c] = {};
   const bool in_place = task.dtype == native<T>;
   const int64_t plane = task.positions, sample = task.channels * plane;
-  // Small planes of two samples at a time: lanes are loaded and stored once for both, and there are
-  // two streams to wait for.
+  // Small planes of two samples at a time: lanes are loaded and stored once for both, and memory
+  // delivers two streams at once.
   if (in_place && plane <= kTile && begin % plane == 0 && end % plane == 0) {
     const T* const x = static_cast<const T*>(task.x);
     const T* const dy = Action::kTwo ? static_cast<const T*>(task.dy) : x;
@@ -311,7 +287,7 @@ void sum_planes(const BnTask& task, int64_t first, int64_t last, int64_t begin, 
   }
 }
 
-// Copies past the caches, but for what shares a line with others.
+// Copies past the caches, except at the ends that share a cache line with other data.
 template <class T>
 void copy_past(T* to, const T* from, int64_t count) {
   int64_t i = 0;
@@ -328,7 +304,7 @@ void map_planes(const BnTask& task, int64_t first, int64_t last, int64_t begin, 
   const bool packed = task.dtype != native<T>;
   alignas(64) T tile_x[kTile];
   alignas(64) T tile_dy[Action::kTwo ? kTile : 1];
-  // What goes past the caches is put together first: planes that follow each other there.
+  // Results that go past the caches are collected first, from consecutive planes.
   alignas(64) T made[2 * kTile];
   int64_t held = 0, made_at = 0;
   const auto flush = [&] {
@@ -369,7 +345,7 @@ void map_planes(const BnTask& task, int64_t first, int64_t last, int64_t begin, 
 
 // ---- Rows ---------------------------------------------------------------------------------------
 
-// One row after the other, or two at a time: the sums are then loaded and stored once for both.
+// kRows is 1 or 2; the sums are loaded and stored once for both rows.
 template <class T, class Action, int kRows>
 GA_INLINE void sum_row(const T* x, const T* dy, int64_t step, int64_t count, bool in_place,
                        const BnNumbers& numbers, int64_t column, const BnSums& sums) {
@@ -383,7 +359,7 @@ GA_INLINE void sum_row(const T* x, const T* dy, int64_t step, int64_t count, boo
       s.first[k] = get(s1 + i + k * kWidth<double>);
       s.second[k] = get(s2 + i + k * kWidth<double>);
     }
-    // Where the row ends, in the next one that is to come.
+    // At the end of the row, prefetches from the next one.
     const int64_t ahead = !in_place            ? 0
                           : i + kAhead < count ? kAhead
                                                : kAhead - count + kRows * step;
@@ -419,7 +395,7 @@ void sum_rows(const BnTask& task, int64_t begin, int64_t end, const BnNumbers& n
       row += 2;
       continue;
     }
-    const int64_t stop = smaller(last, elements - at);  // of a last row that is not whole
+    const int64_t stop = smaller(last, elements - at);  // of an incomplete last row
     for (int64_t c = first; c < stop; c += kTile) {
       const int64_t count = smaller(kTile, stop - c);
       const T* const x = read<T>(task.x, task.dtype, at + c, count, tile_x);
@@ -479,9 +455,6 @@ constexpr BnKernels kernels = {{planes_of<float>, planes_of<double>},
                                {rows_of<float>, rows_of<double>}};
 
 }  // namespace
-
-#define GA_CONCAT_(a, b) a##b
-#define GA_CONCAT(a, b) GA_CONCAT_(a, b)
 
 const BnKernels& GA_CONCAT(batchnorm_kernels_, GA_ISA)();
 const BnKernels& GA_CONCAT(batchnorm_kernels_, GA_ISA)() { return kernels; }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of batch normalisation on the CPU, compiled once per ISA level from
+// The kernels of batch normalisation on the CPU, compiled once per ISA level from
 // batchnorm_kernels.cpp. All levels give the same bits.
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace ga::cpu {
 
-// What a pass takes of a channel: numbers of the type computed in, each for all columns, one array
-// behind the other, `columns` apart.
+// What a pass needs of each channel: arrays of numbers of the type computed in, `columns` elements
+// apart, with an element for every column.
 //   statistics       shift, in double
 //   backward sums    mean, in double
 //   forward          centre high and low, scale, shift
@@ -24,34 +24,30 @@ struct BnSums {
   double* second;
 };
 
-// Loops of two kinds. Planes, [samples, channels, positions]: elements [begin, end) of each of the
-// channels [first, last), counted over the samples; numbers and sums begin with those of `first`.
-// Rows: [begin, end) of a matrix, to whose rows as many samples' positions are folded as make it
-// wide enough, so that the last one may not be whole; sums of columns [first, last).
+// [samples, channels, positions]: elements [begin, end) of each of the channels [first, last),
+// counted over the samples; numbers and sums begin with those of `first`.
 struct BnPlanes {
-  void (*statistics)(const BnTask&, int64_t first, int64_t last, int64_t begin, int64_t end,
-                     const BnNumbers&, const BnSums&);
-  void (*sums)(const BnTask&, int64_t first, int64_t last, int64_t begin, int64_t end,
-               const BnNumbers&, const BnSums&);
-  void (*forward)(const BnTask&, int64_t first, int64_t last, int64_t begin, int64_t end,
-                  const BnNumbers&, bool stream);
-  void (*backward)(const BnTask&, int64_t first, int64_t last, int64_t begin, int64_t end,
-                   const BnNumbers&, bool stream);
+  using Sum = void (*)(const BnTask&, int64_t first, int64_t last, int64_t begin, int64_t end,
+                       const BnNumbers&, const BnSums&);
+  using Map = void (*)(const BnTask&, int64_t first, int64_t last, int64_t begin, int64_t end,
+                       const BnNumbers&, bool stream);
+  Sum statistics, sums;
+  Map forward, backward;
 };
+// Rows [begin, end) of a matrix with a column for each channel. Several positions are folded to one
+// row if channels are few, so the last row may be incomplete. Sums are of columns [first, last).
 struct BnRows {
-  void (*statistics)(const BnTask&, int64_t begin, int64_t end, const BnNumbers&, int64_t first,
-                     int64_t last, const BnSums&);
-  void (*sums)(const BnTask&, int64_t begin, int64_t end, const BnNumbers&, int64_t first,
-               int64_t last, const BnSums&);
-  void (*forward)(const BnTask&, int64_t begin, int64_t end, const BnNumbers&, bool stream);
-  void (*backward)(const BnTask&, int64_t begin, int64_t end, const BnNumbers&, bool stream);
+  using Sum = void (*)(const BnTask&, int64_t begin, int64_t end, const BnNumbers&, int64_t first,
+                       int64_t last, const BnSums&);
+  using Map = void (*)(const BnTask&, int64_t begin, int64_t end, const BnNumbers&, bool stream);
+  Sum statistics, sums;
+  Map forward, backward;
 };
 
-// At most so many channels of planes at a time.
-constexpr int64_t kMostPlanes = 128;
+constexpr int64_t kMostPlanes = 128;  // channels in one call of BnPlanes
 
 struct BnKernels {
-  BnPlanes planes[2];  // [computed in double]
+  BnPlanes planes[2];  // [whether it is computed in double]
   BnRows rows[2];
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How arrays are stored: tiles of them unpacked to the type computed in, and packed again. Included
-// in the same way as vectors.hpp. The numbers themselves are in numbers.hpp.
+// Unpacks tiles of arrays to the type computed in, and packs them again. Included in the same way
+// as vectors.hpp. The conversions of single numbers are in numbers.hpp.
 #pragma once
 
 #include "backend/cpu/vectors.hpp"
@@ -10,7 +10,7 @@
 template <class T>
 constexpr int32_t native = std::is_same_v<T, float> ? GA_F32 : GA_F64;
 
-// Elements [offset, offset + count) of a source as T, which they are not already.
+// Converts elements [offset, offset + count) of a source to T.
 template <class T>
 using Load = const T* (*)(const void* data, int64_t offset, int64_t count, T* tile);
 
@@ -78,10 +78,10 @@ const T* load_f16(const void* data, int64_t offset, int64_t count, T* tile) {
 template <class T>
 const T* load(const Source& s, int64_t offset, int64_t count, T* tile);
 
-// Where an element of an array lies, to be fetched ahead of its use.
+// The address of an element, for prefetching.
 struct Place {
   const char* at;
-  int64_t size;  // of an element; 0: nowhere in particular
+  int64_t size;  // of an element; 0: the address is not known
 
   GA_INLINE Place(int32_t format, const void* data, int64_t element) : at(nullptr), size(0) {
     if (format == kClipped) {
@@ -96,7 +96,7 @@ struct Place {
   }
   Place() = default;
 
-  // The block of elements from that one on, at a distance of as many elements.
+  // Fetches a block that starts `distance` elements after that element.
   template <int kWrite>
   GA_INLINE void prefetch_block(int64_t distance) const {
     for (int64_t line = 0; line < kBlock * size; line += 64)
@@ -119,7 +119,7 @@ const T* load_sparse(const void* data, int64_t offset, int64_t count, T* tile) {
   const SparseRows& m = *static_cast<const SparseRows*>(data);
   const T* const from = static_cast<const T*>(m.data);
   int64_t row = offset / m.columns;
-  int64_t end = (row + 1) * m.columns - offset;  // of the row, counted from offset
+  int64_t end = (row + 1) * m.columns - offset;  // of the row, relative to offset
   for (int64_t i = 0; i < count; ++row, end += m.columns) {
     const int64_t n = smaller(end, count) - i;
     const int64_t slot = m.rows->slots[row];
@@ -152,49 +152,34 @@ template <class T>
 const T* load_clipped(const void* data, int64_t offset, int64_t count, T* tile);
 
 template <class T>
-struct Loads;
-template <>
-struct Loads<float> {
-  static constexpr Load<float> table[] = {nullptr,
-                                          nullptr,
-                                          load_other<float, double>,
-                                          load_f16<float>,
-                                          load_bf16<float>,
-                                          nullptr,
-                                          nullptr,
-                                          nullptr,
-                                          load_pair<float>,
-                                          load_sparse<float>,
-                                          load_outer<float>,
-                                          load_clipped<float>};
-};
-template <>
-struct Loads<double> {
-  static constexpr Load<double> table[] = {nullptr,
-                                           load_other<double, float>,
-                                           nullptr,
-                                           load_f16<double>,
-                                           load_bf16<double>,
-                                           nullptr,
-                                           nullptr,
-                                           nullptr,
-                                           nullptr,
-                                           load_sparse<double>,
-                                           load_outer<double>,
-                                           load_clipped<double>};
+struct Loads {
+  using Other = std::conditional_t<std::is_same_v<T, float>, double, float>;
+  static constexpr Load<T> table[] = {nullptr,
+                                      load_other<T, Other>,  // T itself is used in place
+                                      load_other<T, Other>,
+                                      load_f16<T>,
+                                      load_bf16<T>,
+                                      nullptr,
+                                      nullptr,
+                                      nullptr,
+                                      load_pair<T>,
+                                      load_sparse<T>,
+                                      load_outer<T>,
+                                      load_clipped<T>};
 };
 
 template <class T>
 const T* load(const Source& s, int64_t offset, int64_t count, T* tile) {
   alignas(64) static constexpr T zeros[kTile] = {};
   if (!s.data) return zeros;
-  if (s.format == native<T>) return static_cast<const T*>(s.data) + offset;  // without a call
+  if (s.format == native<T>) return static_cast<const T*>(s.data) + offset;
   return Loads<T>::table[s.format](s.data, offset, count, tile);
 }
 
 // ---- Writing ------------------------------------------------------------------------------------
 
-// tile to elements [offset, offset + count) of an array; index is that of the first for rounding.
+// Converts a tile to elements [offset, offset + count) of an array. index: of the first element,
+// for stochastic rounding.
 template <class T>
 using Store = void (*)(void* data, int64_t offset, int64_t count, const T* tile, uint64_t index,
                        const Rounding& rounding);
@@ -210,14 +195,17 @@ void store_plain(void* data, int64_t offset, int64_t count, const T* tile, uint6
   }
 }
 
-// body(first, end, chance) for stretches of indices with the same upper half.
+// Runs body(i, bits) for i in [0, count) with the random bits of element index + i. The inner loop
+// is over indices with the same upper half.
 template <class Body>
 GA_INLINE void by_chance(uint64_t key, uint64_t index, int64_t count, Body&& body) {
   for (int64_t i = 0; i < count;) {
     const uint64_t at = index + static_cast<uint64_t>(i);
     const auto left = static_cast<int64_t>((uint64_t{1} << 32) - (at & 0xffffffff));
     const int64_t end = i + smaller(left, count - i);
-    body(i, end, Chance(key, at >> 32), static_cast<uint32_t>(at));
+    const Chance chance(key, at >> 32);
+    for (int64_t j = i; j < end; ++j)
+      body(j, chance(static_cast<uint32_t>(at) + static_cast<uint32_t>(j - i)));
     i = end;
   }
 }
@@ -230,25 +218,21 @@ void store_bf16(void* data, int64_t offset, int64_t count, const T* tile, uint64
     for (int64_t i = 0; i < count; ++i) x[i] = to_bf16(static_cast<float>(tile[i]));
     return;
   }
-  by_chance(
-      rounding.key, index, count, [&](int64_t i, int64_t end, const Chance& chance, uint32_t at) {
-        for (int64_t j = i; j < end; ++j)
-          x[j] = to_bf16(static_cast<float>(tile[j]), chance(at + static_cast<uint32_t>(j - i)));
-      });
+  by_chance(rounding.key, index, count, [&](int64_t i, uint32_t random) GA_INLINE_BODY {
+    x[i] = to_bf16(static_cast<float>(tile[i]), random);
+  });
 }
 
-// Two of them, stochastically, from the lower and the upper halves of the same random bits.
+// Stores two arrays, rounded stochastically by the lower and the upper halves of the same random
+// bits.
 template <class T>
 void store_bf16_pair(const Array& a, const Array& b, int64_t offset, int64_t count, const T* tile_a,
                      const T* tile_b, uint64_t index, uint64_t key) {
   uint16_t* const __restrict x = static_cast<uint16_t*>(a.data) + offset;
   uint16_t* const __restrict y = static_cast<uint16_t*>(b.data) + offset;
-  by_chance(key, index, count, [&](int64_t i, int64_t end, const Chance& chance, uint32_t at) {
-    for (int64_t j = i; j < end; ++j) {
-      const uint32_t random = chance(at + static_cast<uint32_t>(j - i));
-      x[j] = to_bf16(static_cast<float>(tile_a[j]), random);
-      y[j] = to_bf16(static_cast<float>(tile_b[j]), random >> 16);
-    }
+  by_chance(key, index, count, [&](int64_t i, uint32_t random) GA_INLINE_BODY {
+    x[i] = to_bf16(static_cast<float>(tile_a[i]), random);
+    y[i] = to_bf16(static_cast<float>(tile_b[i]), random >> 16);
   });
 }
 
@@ -257,11 +241,9 @@ void store_f16(void* data, int64_t offset, int64_t count, const T* tile, uint64_
                const Rounding& rounding) {
   uint16_t* const __restrict x = static_cast<uint16_t*>(data) + offset;
   if (rounding.stochastic) {
-    by_chance(
-        rounding.key, index, count, [&](int64_t i, int64_t end, const Chance& chance, uint32_t at) {
-          for (int64_t j = i; j < end; ++j)
-            x[j] = to_f16(static_cast<float>(tile[j]), chance(at + static_cast<uint32_t>(j - i)));
-        });
+    by_chance(rounding.key, index, count, [&](int64_t i, uint32_t random) GA_INLINE_BODY {
+      x[i] = to_f16(static_cast<float>(tile[i]), random);
+    });
     return;
   }
   int64_t i = 0;
@@ -278,7 +260,7 @@ template <class T>
 void store(const Array& a, int64_t offset, int64_t count, const T* tile, uint64_t index,
            const Rounding& rounding);
 
-// The sum's nearest 16-bit number, and that of what it lacks.
+// Stores the nearest 16-bit number, and the nearest one to the remainder.
 template <class T>
 void store_pair(void* data, int64_t offset, int64_t count, const T* tile, uint64_t,
                 const Rounding&) {
@@ -289,7 +271,7 @@ void store_pair(void* data, int64_t offset, int64_t count, const T* tile, uint64
   load<T>({pair.high, pair.dtype, 1, nullptr}, offset, count, high);
   for (int64_t i = 0; i < count; ++i) {
     const T low = tile[i] - high[i];
-    high[i] = low - low == 0 ? low : T(0);  // infinities and NaN are in the upper one
+    high[i] = low - low == 0 ? low : T(0);  // infinities and NaN are in pair.high
   }
   store<T>({pair.low, pair.dtype}, offset, count, high, 0, nearest);
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only loops over elements on the CPU, compiled once per ISA level (GA_ISA is its name).
-// Nothing here has external linkage but one function, so that no code of a higher level can be
-// linked in place of a lower one's.
+// All loops over elements on the CPU but those of batch normalisation, compiled once per ISA level,
+// which GA_ISA names. Only one function has external linkage, so that no code of a higher level can
+// be linked in place of a lower one's.
 //
-// Same bits at every level: every element is computed by the same IEEE operations (no contraction,
-// no reassociation), and sums of squares are in the order of numbers.hpp.
+// The bits are the same at every level: every element takes the same IEEE operations (no
+// contraction, no reassociation), and sums of squares are in the order of numbers.hpp.
 #include "backend/cpu/kernels.hpp"
 
 #include <cstring>
@@ -26,8 +26,8 @@ namespace {
 
 #include "backend/cpu/formats.hpp"
 
-// The last elements of a tensor, fewer than a block, padded with zeros to whole groups of kGroup:
-// the loops below then know whole groups only.
+// The last elements of a tensor, fewer than a block, padded with zeros to whole groups of kGroup,
+// so that the loops below handle only whole groups.
 template <class T>
 struct Padded {
   alignas(64) T data[kBlock];
@@ -36,7 +36,7 @@ struct Padded {
     int64_t i = 0;
     for (; i + kGroup <= count; i += kGroup) std::memcpy(data + i, from + i, kGroup * sizeof(T));
     if (i == count) return;
-#if defined(__AVX512F__)  // whole registers: what is written one by one is slow to load as one
+#if defined(__AVX512F__)  // one store, because a vector load after scalar stores is slow
     if constexpr (std::is_same_v<T, float>) {
       const auto mask = static_cast<__mmask16>((1u << (count - i)) - 1);
       _mm512_store_ps(data + i, _mm512_maskz_loadu_ps(mask, from + i));
@@ -56,21 +56,20 @@ struct Padded {
 
 GA_INLINE int64_t whole_groups(int64_t count) { return (count + kGroup - 1) / kGroup * kGroup; }
 
-// Zeros behind the count elements of a tile, to the end of the group.
+// Zeros a tile from element `count` to the end of the group.
 template <class T>
 GA_INLINE void pad_tile(T* tile, int64_t count) {
   std::memset(tile + count, 0, static_cast<size_t>(whole_groups(count) - count) * sizeof(T));
 }
 
-// ---- Sums of squares
-// ------------------------------------------------------------------------------
+// ---- Sums of squares ----------------------------------------------------------------------------
 
 struct LaneSums {
   static constexpr int kRegisters = kLanes / kWidth<double>;
   Doubles sum[kRegisters] = {};
 
   GA_INLINE double total() const { return total_of<kRegisters>(sum); }
-  // The same where only the first group's lanes are used.
+  // The total if only the lanes of the first group are used.
   GA_INLINE double group_total() const { return total_of<kRegisters / 2>(sum); }
 };
 
@@ -92,8 +91,8 @@ struct Lanes<double> : LaneSums {
   GA_INLINE void add(int lane, Doubles x) { sum[lane / kWidth<double>] += x * x; }
 };
 
-// body(i, lane) for the registers of whole groups, the first of them at lane 0. Lanes are constants
-// once this is unrolled, so that their sums stay in registers.
+// Runs body(i, lane) for each register of whole groups, from lane 0 on. Once this is unrolled,
+// lanes are constants, so their sums stay in registers.
 template <class T, class Body>
 GA_INLINE void each_register(int64_t count, Body&& body) {
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -115,26 +114,26 @@ GA_INLINE Lanes<T> lanes_of(const T* tile, int64_t count) {
   return lanes;
 }
 
-// The sum over a chunk, from its tiles one after the other.
+// The sum over a chunk, tile after tile.
 template <class T>
 class ChunkSum {
  public:
   GA_INLINE double add_tile(const Lanes<T>& lanes) { return totals_[tiles_++] = lanes.total(); }
-  // With element(i), i in [0, count), for finite().
+  // element(i), i in [0, count): the elements of the tile, for finite().
   template <class Element>
   GA_INLINE void add_tile(const Lanes<T>& lanes, int64_t count, Element&& element) {
     const double total = add_tile(lanes);
-    if (std::is_same_v<T, double> && !is_finite(total))  // perhaps by overflow
+    if (std::is_same_v<T, double> && !is_finite(total))  // the squares may have overflowed
       for (int64_t i = 0; i < count; ++i) finite_ = finite_ && is_finite(element(i));
   }
 
-  // Once, at the end.
+  // To be called once, at the end.
   GA_INLINE double total() {
-    if (tiles_ == 1) return totals_[0];  // as with all the zeros
+    if (tiles_ == 1) return totals_[0];  // adding zeros would not change it
     for (int t = tiles_; t < kTotals; ++t) totals_[t] = 0;
     return add_halves<kTotals>(totals_);
   }
-  // Whether all elements are. The squares of finite floats cannot overflow a double.
+  // Whether all elements are finite. The squares of finite floats cannot overflow a double.
   GA_INLINE bool finite(double total) const {
     return std::is_same_v<T, float> ? is_finite(total) : finite_;
   }
@@ -147,7 +146,7 @@ class ChunkSum {
 
 // ---- Accumulate ---------------------------------------------------------------------------------
 
-// a <- [a +] scale0 g0 [+ scale1 g1] over whole groups; contribution: of scale0 g0 alone
+// a <- [a +] scale0 g0 [+ scale1 g1] over whole groups. contribution: sums over scale0 g0 alone.
 template <class T, int kSources, bool kKeep, bool kNoise>
 GA_INLINE void accumulate_groups(T scale0, T scale1, T* __restrict a, const T* __restrict g0,
                                  const T* __restrict g1, int64_t count, Lanes<T>& lanes,
@@ -167,7 +166,7 @@ GA_INLINE void store_partial(const AccumulateTask& task, int64_t offset, ChunkSu
                              ChunkSum<T>* contribution) {
   Partial& p = task.partials[offset / kChunk];
   const double sum = sums.total();
-  // What overwrites is its own contribution.
+  // A pass that overwrites stores its contribution, so the sums are the same.
   const double own =
       task.noise == 0 ? 0 : task.noise * (contribution ? contribution->total() : sum);
   p.sum_squares = sum;
@@ -219,7 +218,7 @@ void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count)
   store_partial(task, offset, sums, kNoise ? &contributions : nullptr);
 }
 
-// An accumulator that is not of the type computed in, or that shrinks as it grows (a running mean).
+// For accumulators that are not of the type computed in, or that are scaled (a running mean).
 template <class T>
 void accumulate_packed(const AccumulateTask& task, int64_t offset, int64_t count) {
   const T keep = static_cast<T>(task.keep);
@@ -281,8 +280,7 @@ void accumulate(const AccumulateTask& given, int64_t offset, int64_t count, bool
                                                                                 stream);
 }
 
-// ---- The gradient as the optimizer sees it
-// --------------------------------------------------------
+// ---- The gradient as the optimizer sees it ------------------------------------------------------
 
 template <class T>
 struct View {
@@ -294,7 +292,7 @@ struct View {
         limit(g.numbers ? static_cast<T>(g.numbers->limit) : static_cast<T>(HUGE_VAL)),
         factor(g.numbers ? static_cast<T>(g.numbers->factor) : T(1)) {}
 
-  // X: T or a register of them
+  // X: T, or a register of T
   template <class X>
   GA_INLINE X scaled(X x) const {
     return x * source_scale * scale;
@@ -400,13 +398,13 @@ void finish(const FinishTask& task, int64_t offset, int64_t count) {
 
 // ---- Update -------------------------------------------------------------------------------------
 
-// An array of a task, a tile at a time: in place, or unpacked.
+// A tile of an array, in place or unpacked.
 template <class T>
 struct Stream {
   alignas(64) T tile[kTile];
   T* data;
   bool in_place;
-  Place next;  // where the next tile comes from
+  Place next;  // of the next tile
 
   GA_INLINE void open(const Array& a, int64_t offset, int64_t count) {
     in_place = a.format == native<T>;
@@ -420,7 +418,7 @@ struct Stream {
     pad_tile(tile, count);
   }
 
-  // What block b of the next tile, or kAhead from here, is in.
+  // Prefetches kAhead elements ahead of block b, or the same block of the next tile.
   template <int kWrite>
   GA_INLINE void prefetch(int64_t b) const {
     if (in_place)
@@ -430,13 +428,7 @@ struct Stream {
   }
 };
 
-// What is done with a parameter after its update: rounded copy, moving average.
-template <class T>
-GA_INLINE void store_copy(const UpdateTask& task, int64_t offset, int64_t count, const T* p) {
-  const Rounding rounding = {task.by_chance, task.plan->copy_key};
-  store<T>(task.copy, offset, count, p, static_cast<uint64_t>(task.first + offset), rounding);
-}
-
+// Updates the EMA of a parameter.
 template <class T>
 GA_INLINE void move_average(const UpdateTask& task, int64_t offset, int64_t count, const T* p) {
   const auto index = static_cast<uint64_t>(task.first + offset);
@@ -445,7 +437,7 @@ GA_INLINE void move_average(const UpdateTask& task, int64_t offset, int64_t coun
   e.open(task.average, offset, count);
   T* const average = e.data;
   // clang-format off
-  GA_INDEPENDENT  // averages lie apart from parameters
+  GA_INDEPENDENT  // the EMA does not overlap the parameter
   for (int64_t i = 0; i < count; ++i) average[i] += gain * (p[i] - average[i]);
   // clang-format on
   if (!e.in_place)
@@ -469,7 +461,7 @@ void follow(const UpdateTask& task, int64_t offset, int64_t count) {
 template <class Op>
 constexpr int slots_of = Op::factored ? 1 : Op::slots;
 
-// All streams of an update over one tile.
+// One tile of all arrays of an update.
 template <class Op, bool kMeasuring>
 struct UpdateTile {
   using T = typename Op::Real;
@@ -503,7 +495,8 @@ struct UpdateTile {
     for (int k = 0; k < kSlots; ++k) state[k].template prefetch<kPass.writes_state>(b);
   }
 
-  // body(g, p, state) over blocks of whole groups, of which the first count elements are real.
+  // Runs body(g, p, state, b, n) over blocks at b of whole groups, of which n elements are not
+  // padding.
   template <class Body>
   GA_INLINE void each_block(const UpdateTask& task, int64_t count, Body&& body) {
     int64_t b = 0;
@@ -584,14 +577,16 @@ void update(const UpdateTask& task, int64_t offset, int64_t count) {
     });
     tile.close_state(task, offset + t, n);
     const T* p = tile.p.data;
-    if (!tile.p.in_place) {
-      store<T>(task.param, offset + t, n, p, static_cast<uint64_t>(task.first + offset + t),
+    const auto store_to = [&](const Array& a) {
+      store<T>(a, offset + t, n, p, static_cast<uint64_t>(task.first + offset + t),
                {task.by_chance, task.plan->copy_key});
-      if (task.average.data) {  // of the parameter as it is now
+    };
+    if (!tile.p.in_place) {
+      store_to(task.param);
+      if (task.average.data)  // which follows the parameter as stored
         load<T>({task.param.data, task.param.format, 1, nullptr}, offset + t, n, tile.p.tile);
-      }
     }
-    if (task.copy.data) store_copy<T>(task, offset + t, n, p);
+    if (task.copy.data) store_to(task.copy);
     if (task.average.data) move_average<T>(task, offset + t, n, p);
   }
 }
@@ -665,7 +660,7 @@ GA_INLINE void add_squares(double* __restrict s, const T* __restrict x, int64_t 
   for (; j < count; ++j) s[j] += static_cast<double>(x[j]) * static_cast<double>(x[j]);
 }
 
-// The sum over a tile of a run.
+// The sum of squares over a tile of a run.
 template <class T>
 GA_INLINE double tile_total(const T* x, int64_t count) {
   Lanes<T> lanes;
@@ -686,11 +681,11 @@ GA_INLINE double tile_total(const T* x, int64_t count) {
   return lanes.total();
 }
 
-// The sums of one array's squares over the units of a piece, zeroed first.
+// The sums of squares of one array over the units of a piece.
 template <class T>
 struct UnitSums {
   double* sums;
-  double run = 0;  // of the run's tiles so far, where runs are reduced
+  double run = 0;  // of the tiles of the run so far, if runs are reduced
 
   GA_INLINE UnitSums(double* all, const UnitPattern& pattern, int64_t piece)
       : sums(all ? all + (pattern.shared ? 0 : piece * pattern.units) : nullptr) {}
@@ -701,7 +696,7 @@ struct UnitSums {
       add_squares(sums + unit + b, x + b, smaller(count - b, kBlock));
     }
   }
-  // A tile of a run, from its beginning.
+  // Adds a tile of a run; tiles are counted from the beginning of the run.
   GA_INLINE void add_reduced(const T* x, int64_t count) { run += tile_total(x, count); }
   GA_INLINE void end_run(int64_t unit) {
     sums[unit] += run;
@@ -709,8 +704,8 @@ struct UnitSums {
   }
 };
 
-// One piece of a tensor. Without a limit the sums are of the source as it is, and multiplied by its
-// scales at the end.
+// One piece of a tensor. Without a limit, the sums are of the unscaled source, and scaled at the
+// end.
 template <class T, bool kParam>
 void unit_norms_of(const UnitTask& task, int64_t piece) {
   const UnitPattern& pattern = *task.pattern;
@@ -731,7 +726,7 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
   alignas(64) T tile_g[kTile];
   alignas(64) T tile_p[kTile];
   for (int64_t t = begin; t < end;) {
-    // A run that is reduced is cut at multiples of kTile from its beginning.
+    // A reduced run is cut at multiples of kTile from its beginning.
     const int64_t n =
         smaller(end - t, kept || at.left() + run <= kTile ? kTile : smaller(at.left(), kTile));
     const T* g = load<T>(task.gradient.source, t, n, tile_g);
@@ -748,7 +743,7 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
         gradient.add_kept(at.unit(), g + used, m);
         if (kParam) param.add_kept(at.unit(), p + used, m);
       } else {
-        // A short run that the tile ends in is begun again with the next one.
+        // A short run that the tile cuts starts again with the next tile.
         if (m < left && run == 0 && used > 0 && left <= kTile) break;
         gradient.add_reduced(g + used, m);
         if (kParam) param.add_reduced(p + used, m);
@@ -764,7 +759,7 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
     }
     t += used;
   }
-  if (run > 0) {  // a unit that reaches into the next piece
+  if (run > 0) {  // the last unit reaches into the next piece
     gradient.end_run(at.unit());
     if (kParam) param.end_run(at.unit());
   }
@@ -802,9 +797,6 @@ constexpr Kernels kernels = {accumulate,
                              unit_norms};
 
 }  // namespace
-
-#define GA_CONCAT_(a, b) a##b
-#define GA_CONCAT(a, b) GA_CONCAT_(a, b)
 
 const Kernels& GA_CONCAT(kernels_, GA_ISA)();
 const Kernels& GA_CONCAT(kernels_, GA_ISA)() { return kernels; }

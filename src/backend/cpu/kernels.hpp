@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU's loops over one chunk, compiled once per ISA level from kernels.cpp. All levels give the
-// same bits.
+// The CPU's kernels, each over one chunk, compiled once per ISA level from kernels.cpp. All levels
+// give the same bits.
 #pragma once
 
 #include "backend/cpu/batchnorm_kernels.hpp"
@@ -11,14 +11,14 @@ namespace ga::cpu {
 using UpdateLoop = void (*)(const UpdateTask& task, int64_t offset, int64_t count);
 
 struct Kernels {
-  // Chunk [offset, offset + count) of a task. stream: write past the caches.
+  // Each works on chunk [offset, offset + count) of a task. stream: stores bypass the caches.
   void (*accumulate)(const AccumulateTask& task, int64_t offset, int64_t count, bool stream);
   void (*norm)(const NormTask& task, int64_t offset, int64_t count);
   void (*finish)(const FinishTask& task, int64_t offset, int64_t count);
-  UpdateLoop follow;             // the average alone
+  UpdateLoop follow;             // updates the EMA alone
   const UpdateLoop* update[2];   // [UpdateTask::f64][position in AllOps]
-  const UpdateLoop* measure[2];  // likewise; NULL where an Op has no such pass
-  // Piece of a tensor; stores the sums of the squares of its units.
+  const UpdateLoop* measure[2];  // as update; NULL if an Op has no such pass
+  // Stores the sums of the squares of the units in a piece of a tensor.
   void (*unit_norms)(const UnitTask& task, int64_t piece);
 };
 
@@ -29,7 +29,7 @@ struct Isa {
   const BnKernels& (*batchnorm)();
 };
 
-// The level that GA_CPU_ISA names, else the best this processor has. Throws Error.
+// The level that GA_CPU_ISA names, else the best one of this processor. Throws Error.
 const Isa& choose_isa();
 // The levels in this build.
 #if defined(__x86_64__)
