@@ -64,8 +64,8 @@ void Context::check_apart(const Subject& of, const char* what, const void* data,
   if (!r) return;
   const bool library = r->param < 0;
   of.fail(GA_ERROR_INVALID_ARGUMENT, "%s at %p overlaps %s%s%s", what, data,
-          library ? "memory of the library" : "parameter \"", library ? "" : name(r->param),
-          library ? "" : "\"");
+          library ? "memory of the library, not of a parameter" : "parameter \"",
+          library ? "" : name(r->param), library ? "" : "\"");
 }
 
 // Checks an array of a contribution.
