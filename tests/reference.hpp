@@ -836,6 +836,16 @@ inline void update(const ga_optimizer& o, double lr, int64_t t, const std::vecto
   for (Element& e : tensor.elements) e.started = true;
 }
 
+// Updates one row of the first axis, with rows without a gradient left alone.
+inline void update_row(const ga_optimizer& o, double lr, int64_t t,
+                       const std::vector<Real>& gradient, Tensor& tensor, int64_t row) {
+  const auto columns = static_cast<int64_t>(gradient.size());
+  const auto first = tensor.elements.begin() + row * columns;
+  Tensor own = {{1, columns}, {first, first + columns}, {}, {}};
+  update(o, lr, t, gradient, own);
+  std::copy(own.elements.begin(), own.elements.end(), first);
+}
+
 // ---- EMA ----------------------------------------------------------------------------------------
 
 // The EMA of a parameter after the context's t-th applied step. begun: the EMA was updated before.

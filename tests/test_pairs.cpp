@@ -825,10 +825,15 @@ class Trial {
     const Reals before = ref::values(p.tensor);
     const bool all = !p.rows || !is(kRows, kLazyRows) || p.dense;
     if (all) ref::update(o, o.lr, t, g, p.tensor);
+    const size_t columns = p.columns();
+    for (size_t first = 0; first < p.size() && !all; first += columns) {
+      if (!p.row_touched[first / columns]) continue;
+      const Reals row(&g[first], &g[first] + columns);
+      ref::update_row(o, o.lr, t, row, p.tensor, static_cast<int64_t>(first / columns));
+    }
     for (size_t i = 0; i < p.size(); ++i) {
       ref::Element& e = p.tensor.elements[i];
-      if (!all && !p.row_touched[i / p.columns()]) continue;
-      if (!all) ref::update(o, o.lr, t, g[i], e);
+      if (!all && !p.row_touched[i / columns]) continue;
       if (narrow() && is(kMaster, 1)) e.p = rounded(e.p, dtype(), false);
       if (o.state_dtype != GA_BF16) continue;
       for (ref::Real* x : {&e.m, &e.v, &e.w}) *x = rounded(*x, GA_BF16, true);
