@@ -23,22 +23,11 @@ size_t add_capped(size_t a, size_t b) {
 
 // The field of ga_memory that counts a kind of array.
 int64_t ga_memory::*purpose_of(size_t kind) {
-  switch (kind) {
-    case kAccumulator:
-    case kLow:
-      return &ga_memory::accumulators;
-    case kMaster:
-      return &ga_memory::masters;
-    case kAverage:
-      return &ga_memory::averages;
-    case kRowSlots:
-    case kRowSet:
-      return &ga_memory::rows;
-    case kPartials:
-      return &ga_memory::workspace;
-    default:
-      return &ga_memory::optimizer_state;
-  }
+  if (kind == kAccumulator || kind == kLow) return &ga_memory::accumulators;
+  if (kind == kMaster) return &ga_memory::masters;
+  if (kind == kAverage) return &ga_memory::averages;
+  if (kind == kRowSlots || kind == kRowSet) return &ga_memory::rows;
+  return kind == kPartials ? &ga_memory::workspace : &ga_memory::optimizer_state;
 }
 
 // Whether memory that is given when it is written has been given for an array.

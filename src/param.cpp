@@ -95,32 +95,15 @@ OwnedArrays arrays_of(const Param& p, const Tensor& t, const Group& g, int32_t a
 }
 
 void set_array(Param& p, Tensor& t, int kind, void* data) {
-  switch (kind) {
-    case kAccumulator:
-      p.accumulator = data;
-      break;
-    case kLow:
-      t.low = data;
-      p.pair = true;
-      break;
-    case kMaster:
-      p.master = data;
-      p.master_due = true;
-      break;
-    case kAverage:
-      p.average = data;
-      break;
-    case kRowSlots:  // RowSet::slots
-      break;
-    case kRowSet:
-      t.set = static_cast<RowSet*>(data);
-      break;
-    case kPartials:
-      p.partials = static_cast<Partial*>(data);
-      break;
-    default:
-      p.state[kind - kState] = data;
-  }
+  if (kind == kAccumulator) p.accumulator = data;
+  if (kind == kLow) t.low = data;
+  if (kind >= kState && kind < kMaster) p.state[kind - kState] = data;
+  if (kind == kMaster) p.master = data;
+  if (kind == kAverage) p.average = data;
+  if (kind == kRowSet) t.set = static_cast<RowSet*>(data);  // its slots are RowSet::slots
+  if (kind == kPartials) p.partials = static_cast<Partial*>(data);
+  p.pair = t.low != nullptr;
+  p.master_due = p.master_due || kind == kMaster;
 }
 
 }  // namespace ga
