@@ -483,8 +483,7 @@ void Context::list_contributions(const Micro& micro) {
     const auto i = static_cast<size_t>(c.param);
     Param& p = params_[i];
     Partial* const partials = micro_partials_.at(c.partials);
-    micro_inputs_.push_back(
-        {partials, chunk_count(c.count), c.param, p.pending, c.index_dtype != 0});
+    micro_inputs_.push_back({partials, chunk_count(c.count), c.param, p.pending});
     p.pending = true;
     NormTask& task = norm_tasks_.add();
     task.gradient = {contribution(c.gradient, c.format, {1, micro.loss_scale}),

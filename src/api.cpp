@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 
 #include "backend/cpu/kernels.hpp"
 #include "context.hpp"

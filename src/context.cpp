@@ -2,9 +2,7 @@
 #include "context.hpp"
 
 #include <algorithm>
-#include <climits>
 #include <cmath>
-#include <cstring>
 
 #include "error.hpp"
 #include "tensor.hpp"

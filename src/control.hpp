@@ -61,7 +61,6 @@ struct Settings {
   bool deferring;     // micro-batches are checked before they are added
   bool clip_micro;    // some clipping is GA_CLIP_MICRO
   bool scaled;        // the context has a loss scaler
-  bool averaged;      // the context keeps an EMA of the parameters
   bool noise;         // the noise scale is estimated
   bool clips;         // some clipping is by a norm of the reduced gradient
   int32_t bounded;    // the ga_optimizer_kind whose groups share a max_grad_norm; -1: none
@@ -174,7 +173,6 @@ struct MicroInput {
   int64_t chunks;
   ga_param param;
   bool again;  // not the parameter's first contribution to this micro-batch
-  bool rows;
 };
 struct MicroPlan {
   bool active;  // the contribution is added

@@ -2,7 +2,6 @@
 // The arrays that the library owns for its parameters: how large, where, and what they begin with. Which
 // arrays a parameter has is the list of param.hpp.
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 
 #include "context.hpp"

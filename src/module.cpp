@@ -5,7 +5,6 @@
 #include <link.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <string>
 
 #include "error.hpp"

@@ -18,7 +18,6 @@ void Context::tell_settings() {
   s.deferring = deferring();
   s.clip_micro = clip_micro_;
   s.scaled = scaled_;
-  s.averaged = ema_.has_value();
   s.noise = config_.noise_scale != 0;
   s.clips = clip_.scope != GA_CLIP_NONE;
   for (const Group& g : groups_) s.clips = s.clips || (g.own_clip && g.clip.scope != GA_CLIP_NONE);

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The update of parameters and state at the end of a window: one pass, or for layer-wise optimizers
 // and clipping by units several, a batch of parameters at a time.
-#include <algorithm>
-#include <cmath>
 
 #include "context.hpp"
 #include "error.hpp"

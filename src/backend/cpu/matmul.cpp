@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 
 #include "backend/newton_schulz.hpp"
 #include "error.hpp"

@@ -4,8 +4,6 @@
 
 #include <cublas_v2.h>
 
-#include <cstdint>
-
 #include "backend/backend.hpp"
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/runtime.hpp"

@@ -2,7 +2,6 @@
 #include "backend/cuda/rows.hpp"
 
 #include <algorithm>
-#include <climits>
 
 namespace ga::cuda {
 namespace {
