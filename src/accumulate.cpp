@@ -216,7 +216,7 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
   }
   forget_delivered();
   if (!deferring())
-    or_invalidate([&] {
+    window_.or_invalidate([&] {
       tell_moved();
       backend_->accumulate(accumulate_tasks_.span());
     });
@@ -304,7 +304,7 @@ void Context::contribute(Span<const Whole> given, bool may_adopt) {
     make_dense(g.param);
     add_task(g.param, contribution(g.gradient, g.format, micro), may_adopt);
   }
-  or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
+  window_.or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
 }
 
 // Copies an adopted gradient into the accumulator, before something other than add_task adds to it.
@@ -318,7 +318,7 @@ void Context::store_adopted(ga_param id) {
   task.source[0] = adopted_of(p);
   task.sources = 1;
   task.param = id;
-  or_invalidate([&] { backend_->accumulate({&task, 1}); });
+  window_.or_invalidate([&] { backend_->accumulate({&task, 1}); });
   p.hold(Held::kStored);
   p.stale = false;
 }
@@ -332,7 +332,7 @@ void Context::make_dense(ga_param id) {
   task.f64 = p.f64;
   task.target = target_of(id);
   task.count = p.count;
-  or_invalidate([&] { backend_->finish({&task, 1}); });
+  window_.or_invalidate([&] { backend_->finish({&task, 1}); });
   backend_->clear_rows({&tensor(id).set, 1});
   p.hold(Held::kStored);
   p.stale = true;
@@ -407,7 +407,7 @@ void Context::add_rows(const Contribution& c, const Source& values, const MicroP
   store_adopted(c.param);
   RowsTask task = rows_task(c, values);
   task.plan = plan;
-  if (p.count > 0) or_invalidate([&] { backend_->accumulate_rows(task); });
+  if (p.count > 0) window_.or_invalidate([&] { backend_->accumulate_rows(task); });
   if (task.dense)
     p.stale = true;
   else
@@ -452,7 +452,7 @@ void Context::settle(int64_t index) {
   const Micro micro = window_.micro(index);
   list_contributions(micro);
   bool added = true;
-  or_invalidate([&] {
+  window_.or_invalidate([&] {
     const Span<const MicroInput> inputs = {micro_inputs_.data(), micro_inputs_.size()};
     flush();
     backend_->open_micro(inputs, micro_plans_.at());
@@ -507,7 +507,7 @@ void Context::list_contributions(const Micro& micro) {
 void Context::add_contributions(const Micro& micro) {
   accumulate_tasks_.clear();
   const auto run = [&] {
-    or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
+    window_.or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
     accumulate_tasks_.clear();
     for (const Contribution& c : contributions_) at(c.param).pending = false;
   };
@@ -583,7 +583,7 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
   task.divisor = scale.divisor;
   task.keep = p.held() == Held::kStored;
   bool has_partials = true;
-  if (p.count > 0) or_invalidate([&] { has_partials = backend_->matmul(task); });
+  if (p.count > 0) window_.or_invalidate([&] { has_partials = backend_->matmul(task); });
   p.hold(Held::kStored);
   p.stale = !has_partials;
 }

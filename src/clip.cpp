@@ -93,7 +93,7 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   const ga_clip next = clip ? *clip : default_clip();
   check_no_sweeps(next);
   if (next.when == GA_CLIP_MICRO || clip_micro_)
-    require_empty("a change of the clipping of micro-batches (GA_CLIP_MICRO)");
+    window_.check_empty("a change of the clipping of micro-batches (GA_CLIP_MICRO)");
   const ga_clip before = slot;
   const bool before_own = own && *own;
   slot = next;

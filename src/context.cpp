@@ -182,7 +182,7 @@ void Context::update_accum_steps() {
 }
 
 void Context::set_accum_steps(int64_t k) {
-  require_empty("ga_context_set_accum_steps");
+  window_.check_empty("ga_context_set_accum_steps");
   if (!phases_.empty())
     fail(GA_ERROR_INVALID_STATE,
          "ga_context_set_accum_steps was called while a schedule of accum_steps is set; "
@@ -193,7 +193,7 @@ void Context::set_accum_steps(int64_t k) {
 }
 
 void Context::set_accum_schedule(const ga_accum_phase* phases, size_t count) {
-  require_empty("ga_context_set_accum_schedule");
+  window_.check_empty("ga_context_set_accum_schedule");
   if (count > 0 && !phases)
     fail(GA_ERROR_INVALID_ARGUMENT, "phases was NULL, but count is %zu", count);
   for (size_t i = 0; i < count; ++i) {
@@ -215,7 +215,7 @@ void Context::set_accum_schedule(const ga_accum_phase* phases, size_t count) {
 // ---- Groups -------------------------------------------------------------------------------------
 
 ga_group Context::add_group(const ga_optimizer& o) {
-  require_empty("ga_group_add");
+  window_.check_empty("ga_group_add");
   check_optimizer(o);
   if (groups_.size() >= INT32_MAX) fail(GA_ERROR_INVALID_ARGUMENT, "too many groups");
   const OptimizerInfo& info = optimizer_info(o.kind, o.flavor);
@@ -283,7 +283,7 @@ double Context::lr(ga_group id) const {
 }
 
 void Context::set_loss_scaler(const ga_loss_scaler* scaler) {
-  require_empty("ga_context_set_loss_scaler");
+  window_.check_empty("ga_context_set_loss_scaler");
   if (scaler) check_loss_scaler(*scaler);
   scaler_ = scaler ? *scaler : ga_loss_scaler{};
   scaled_ = scaler != nullptr;
@@ -383,7 +383,7 @@ void Context::check_options(const ga_flat_entry& e, int32_t dtype,
 
 ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* entries, size_t count,
                              const ga_param_options& options) {
-  require_empty("adding a parameter");
+  window_.check_empty("adding a parameter");
   if (count > static_cast<size_t>(INT32_MAX) - params_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "the context would have more than %d parameters", INT32_MAX);
   const size_t old_params = params_.size();
@@ -449,7 +449,7 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
 }
 
 void Context::bind(ga_param id, void* data) {
-  require_empty("ga_param_bind");
+  window_.check_empty("ga_param_bind");
   Param& p = param(id);
   check_data(name(id), data, p.count, dtype_info(p.dtype).size, id);
   const size_t bytes = static_cast<size_t>(p.count) * static_cast<size_t>(dtype_info(p.dtype).size);
@@ -465,7 +465,7 @@ void Context::bind(ga_param id, void* data) {
 }
 
 void Context::set_frozen(ga_param id, bool frozen) {
-  require_empty("ga_param_set_frozen");
+  window_.check_empty("ga_param_set_frozen");
   Param& p = param(id);
   if (p.frozen == frozen) return;
   p.frozen = frozen;
@@ -474,7 +474,7 @@ void Context::set_frozen(ga_param id, bool frozen) {
 }
 
 void Context::changed(ga_param id) {
-  require_empty("ga_param_changed");
+  window_.check_empty("ga_param_changed");
   Param& p = param(id);
   if (p.master) p.master_due = unfilled_ = true;
 }

@@ -27,7 +27,6 @@
 #include "param.hpp"
 #include "ranges.hpp"
 #include "tables.hpp"
-#include "task_list.hpp"
 #include "window.hpp"
 
 namespace ga {
@@ -38,8 +37,6 @@ class Context : BnContext {
  public:
   explicit Context(const ga_config& config);
   ~Context();
-  Context(const Context&) = delete;
-  Context& operator=(const Context&) = delete;
 
   // Whether the parent of this process made it (see fork.hpp).
   bool is_of_parent() const { return generation_ != process_generation(); }
@@ -80,9 +77,7 @@ class Context : BnContext {
   void set_frozen(ga_param param, bool frozen);
   ga_memory memory() const;
   void synchronize() { backend_->wait(); }
-
   BatchNorms& batch_norms() { return batch_norms_; }
-
   // Throws if the backend can take no work now: after a fault, or because of a capture.
   void check_device() const { backend_->capturing(); }
 
@@ -138,7 +133,6 @@ class Context : BnContext {
   };
 
   // context.cpp
-  void require_empty(const char* what) const { window_.check_empty(what); }
   const Group& group(ga_group id) const;
   Group& group(ga_group id);
   const Param& param(ga_param id) const;
@@ -239,10 +233,6 @@ class Context : BnContext {
   void settle(int64_t index);
   void list_contributions(const Micro& micro);
   void add_contributions(const Micro& micro);
-  template <class Work>
-  void or_invalidate(Work&& work) {
-    window_.or_invalidate(work);
-  }
 
   // clip.cpp
   const ga_clip& clip_of(const Param& p) const;

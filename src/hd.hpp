@@ -6,13 +6,8 @@
 // must not export a function that the linker could pick for another.
 #ifdef __CUDACC__
 #define GA_HD __host__ __device__ __forceinline__
+#define GA_DEVICE __device__ __forceinline__  // runs where the arrays live
 #else
 #define GA_HD __attribute__((always_inline)) inline
-#endif
-
-// Runs where the arrays live: if nvcc compiles the function, on the device alone.
-#ifdef __CUDACC__
-#define GA_DEVICE __device__ __forceinline__
-#else
-#define GA_DEVICE __attribute__((always_inline)) inline
+#define GA_DEVICE GA_HD
 #endif

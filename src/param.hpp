@@ -105,9 +105,7 @@ struct Matrices {
 };
 Matrices matrices_of(const Tensor& t);
 
-// ---- The arrays that a parameter owns -----------------------------------------------------------
-
-// Each kind lies in arenas of its own.
+// The kinds of arrays that a parameter may own. Each kind lies in arenas of its own.
 enum ArrayKind {
   kAccumulator,
   kLow,                          // of a compensated accumulator

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that gradients, parameters and outputs must not overlap: parameters and the library's
-// arrays.
+// Memory that the program's gradients, parameters and outputs must not overlap.
 #pragma once
 
 #include <cstddef>

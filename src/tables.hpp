@@ -16,8 +16,6 @@
 //                              once for the first pass of a layer-wise Op
 //   UnitTask    each param.    the host, as ParamInput; under GA_CLIP_AGC     decide.hpp, the kernels
 //   FactorTask  each param.    the host, as ParamInput; of Adafactor          decide.hpp, the kernels
-//
-// What the host alone knows of a parameter is in param.hpp.
 #pragma once
 
 #include "table.hpp"

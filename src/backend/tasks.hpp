@@ -1,13 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The data of a backend's calls: how arrays are stored (Format), which gradient a kernel reads
-// (Source, GradientView), and one struct per pass over elements (the tasks).
-//
-// Storage and arithmetic are independent: a kernel unpacks a tile of each array to the compute type
-// (float, or double for f64 parameters) and packs the results. It uses an array of the compute type
-// in place.
-//
-// Norms: a pass that writes a chunk of an accumulator stores the chunk's Partial, so a norm is the
-// sum of a few numbers in chunk order and has the same bits for any number of threads.
+// (Source, GradientView), and one struct per pass over elements (the tasks). The compute type is
+// float, or double for f64 parameters. docs/architecture.md tells how these work together.
 //
 // Numbers that change from step to step are in the tables of control.hpp, not in a task. Pointers
 // in tasks and tables are valid where the arrays live, except where a comment says: for the host.

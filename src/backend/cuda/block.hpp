@@ -15,11 +15,7 @@
 //     launch(Scale{data, count, 2.0}, blocks, stream);
 //
 // nvcc compiles it to a kernel for the GPU, any other compiler to loops over the blocks and their
-// threads, with the same bits. Hence the rules for a body: between two phases all threads do the
-// same; a phase does not read what another thread writes in it; a value that a thread keeps from
-// one phase to the next is a PerThread; a shared variable is trivially constructible and is
-// assigned before it is read; n, and what a lambda does, depend on nothing that differs within a
-// warp except the index that the lambda is given.
+// threads, with the same bits if the body follows the rules in docs/architecture.md.
 #pragma once
 
 #include <cuda_runtime.h>
