@@ -406,7 +406,7 @@ struct Update {
   // Brings up the state of kOctets rows of the set, from entry r on: eight threads sum a row, in the
   // order of sum_runs().
   GA_DEVICE static void sum_rows(Block& block, const UpdateTask& task, int64_t r) {
-    GA_SHARED double totals[2][kOctets];
+    GA_SHARED double totals[kOctets];
     GA_SHARED double sums[kOctets];
     const FactorTask& state = *task.row_state;
     UnitTask unit = sums_of(state, true);
@@ -417,19 +417,27 @@ struct Update {
     }
     const View<T> view(unit.gradient);
     const View<T>* const limited = is_limited(unit.gradient) ? &view : nullptr;
-    const int rows = static_cast<int>(smaller(int64_t{kOctets}, task.rows->size - r));
+    const int64_t rows = task.rows->size;
     block.each_item(kOctets, [&](int64_t i) { sums[i] = 0; });
     GA_ROLLED
     for (int64_t tile = 0; tile < task.columns; tile += kTile) {
       const int n = static_cast<int>(smaller(kTile, task.columns - tile));
-      sum_octets<T>(block, rows, totals, [&](int row, int q) {
-        const int64_t first = task.rows->entries[r + row].row * task.columns + tile;
-        return tile_squares<T>(unit, limited, first, n, q);
+      PerThread<Quad> lanes;
+      block.each([&](int thread) {
+        SquaresOf<T, 2> squares;
+        squares.clear();
+        const int64_t entry = r + thread / 8;
+        if (entry < rows) {
+          const int64_t first = task.rows->entries[entry].row * task.columns + tile;
+          squares = tile_squares<T>(unit, limited, first, n, thread % 8);
+        }
+        lanes[thread] = squares.of[0].quad;
       });
-      block.each_item(rows, [&](int64_t i) { sums[i] += totals[0][i]; });
+      block.octet_totals(lanes, totals);
+      block.each_item(kOctets, [&](int64_t i) { sums[i] += totals[i]; });
     }
     const double scale = sums_scale(unit);
-    block.each_item(rows, [&](int64_t i) {
+    block.each_item(smaller(int64_t{kOctets}, rows - r), [&](int64_t i) {
       const int64_t row = task.rows->entries[r + i].row;
       state.row_sums[row] = sums[i] * scale * scale;
       add_row_mean<T>(state, row);
