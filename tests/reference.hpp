@@ -682,8 +682,9 @@ inline void rowwise_adagrad(const ga_optimizer& o, double lr, const std::vector<
   for (const Real& x : g) squares.push_back(x * x);
   for (size_t i = 0; i < g.size(); ++i) {
     Element& first = tensor.elements[i - i % columns];
-    const Real sum = first.started ? first.v : scalar(o.initial_accumulator);
-    if (i % columns == 0) first.v = sum + mean(squares, i, columns);
+    if (!first.started) first.v = scalar(o.initial_accumulator);
+    first.started = true;
+    if (i % columns == 0) first.v = first.v + mean(squares, i, columns);
     Real& p = tensor.elements[i].p;
     decay(o, lr, p);
     p = p - scalar(lr) / (sqrt(first.v) + scalar(o.eps)) * g[i];

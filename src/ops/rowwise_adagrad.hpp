@@ -4,7 +4,8 @@
 //
 //   s <- s + (sum over the row of g^2) / D
 //   p <- keep p - lr / (sqrt(s) + eps) g
-// with FBGEMM's decoupled decay, keep = 1 - lr wd. The loops add the mean to s.
+//
+// Decay is FBGEMM's decoupled one, keep = 1 - lr wd. The loops add the mean to s.
 #pragma once
 
 #include "ops/decay.hpp"
