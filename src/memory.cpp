@@ -63,11 +63,6 @@ void Context::each_units(size_t i, F&& f) const {
   if (clip_of(p).scope == GA_CLIP_AGC)
     f(Tensor::kClipUnits, units_of(t.shape, units_axes(i)), true);
   const int op = op_of(p);
-  if (op >= 0 && op_info(op).row_state) {
-    UnitPattern rows = units_of({t.rows, p.count / t.rows}, 2);
-    if (t.rows == 1) rows.pieces = 1;  // a row is summed as a whole, also when it is updated lazily
-    f(Tensor::kFactorRows, rows, false);
-  }
   if (op < 0 || !op_info(op).factored) return;
   const Matrices m = matrices_of(t);
   const std::vector<int64_t> shape = {m.count, m.rows, m.columns};
@@ -327,25 +322,23 @@ void Context::hand_over(NewArrays& fresh) {
 // Fills new arrays whose initial value is not zero, and copies parameters to their master weights. If this
 // fails, the next call does the rest.
 void Context::fill_new() {
-  const auto fill = [&](const Param& p, const Source& from, double constant, const Array& to,
-                        int64_t count) {
+  const auto fill = [&](const Param& p, const Source& from, double constant, const Array& to) {
     FinishTask task = {};
     task.gradient = identity(from);
     task.constant = constant;
     task.f64 = p.f64;
     task.target = to;
-    task.count = count;
+    task.count = p.count;
     backend_->finish({&task, 1});
   };
   for (size_t i = 0; i < prepared_; ++i) {
     Param& p = params_[i];
-    if (p.master_due) fill(p, {p.data, p.dtype, 1, nullptr}, 0, {p.master, GA_F32}, p.count);
+    if (p.master_due) fill(p, {p.data, p.dtype, 1, nullptr}, 0, {p.master, GA_F32});
     p.master_due = false;
     if (!p.state_due) continue;
     for (const OwnedArray& a : arrays_of(i))
       if (a.initial != 0)
-        fill(p, {nullptr, GA_F32, 1, nullptr}, a.initial, {p.state[a.kind - kState], a.format},
-             a.count);
+        fill(p, {nullptr, GA_F32, 1, nullptr}, a.initial, state_of(p, a.kind - kState));
     p.state_due = false;
   }
   unfilled_ = false;

@@ -283,27 +283,20 @@ GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece,
 
 // ---- Pieces -------------------------------------------------------------------------------------
 
-// Without a limit, the source is summed as it is and the square of its scales multiplies the sums at the
-// end.
-GA_DEVICE double sums_scale(const UnitTask& task) {
-  const Numbers* const numbers = task.gradient.numbers;
-  return is_limited(task.gradient)
-             ? 1
-             : scale_of(task.gradient.source) * (numbers ? numbers->scale : 1);
-}
-
-// The task may be shared by the threads, so it is not read after the last barrier.
+// Without a limit, the source is summed as it is and its scales multiply the sums at the end. The
+// task may be shared by the threads, so it is not read after the last barrier.
 template <class T>
 GA_DEVICE void sum_piece_as(Block& block, const UnitTask& task, const Piece& piece,
                             PieceTotals& shared) {
   const View<T> view(task.gradient);
   const bool limited = is_limited(task.gradient);
-  const double scale = sums_scale(task);
+  const Numbers* const numbers = task.gradient.numbers;
+  const double scale = scale_of(task.gradient.source) * (numbers ? numbers->scale : 1);
   if (piece.pattern.kept[piece.pattern.axes - 1])
     sum_kept<T>(block, task, piece, limited ? &view : nullptr);
   else
     sum_runs<T>(block, task, piece, limited ? &view : nullptr, shared);
-  if (scale == 1) return;
+  if (limited || scale == 1) return;
   block.each_item(piece.last - piece.first,
                   [&](int64_t i) { piece.sums[piece.first + i] *= scale * scale; });
 }
