@@ -185,7 +185,7 @@ std::map<Pair, Refusal> refusals() {
   }
   add(kParts, kWritten, kPolicy, kDrop, GA_ERROR_UNSUPPORTED, "DROP_MICRO");
   add(kParts, kWritten, kNoise, 1, GA_ERROR_UNSUPPORTED, "noise_scale");
-  add(kAverage, kTorchInBf16, kDtype, kF64, GA_ERROR_UNSUPPORTED, "averages");
+  add(kAverage, kTorchInBf16, kDtype, kF64, GA_ERROR_UNSUPPORTED, "EMA");
   add(kState, 1, kDtype, kF64, GA_ERROR_UNSUPPORTED, "state_dtype");
   for (int i = 0; i < static_cast<int>(paired().size()); ++i) {
     const Paired& p = paired()[static_cast<size_t>(i)];
