@@ -44,12 +44,11 @@ class BnContext {
   // Adds the gradients of different parameters to the open micro-batch, in one pass.
   virtual void contribute(Span<const Whole> given, bool may_adopt) = 0;
   virtual void set_tables() = 0;  // tells the backend where the tables are
-  // These throw GA_ERROR_INVALID_ARGUMENT, naming the array `what` of the subject.
-  // Unless an array of the program is aligned to its elements and, as far as can be told, in memory
-  // that the backend reads:
+  // Throws GA_ERROR_INVALID_ARGUMENT, with the name of the array, unless it is aligned to its elements
+  // and, as far as the backend can tell, in memory that the kernels can read.
   virtual void check_readable(const Subject& of, const char* what, const void* data, int64_t count,
                               int32_t size) const = 0;
-  // If it overlaps memory of the library, or a parameter other than `self`:
+  // Throws the same status if the array overlaps memory of the library or a parameter other than `self`.
   virtual void check_apart(const Subject& of, const char* what, const void* data, int64_t bytes,
                            ga_param self) const = 0;
 

@@ -40,11 +40,10 @@ struct Subject {
 // An argument for %lld.
 inline long long ll(int64_t x) { return static_cast<long long>(x); }
 
-// These throw GA_ERROR_INVALID_ARGUMENT unless value is in [0, last], the values of `type`; unless
-// it is finite and >= 0; unless it is finite and > 0.
-void check_choice(const char* name, int32_t value, int32_t last, const char* type);
-void check_rate(const char* name, double value);
-void check_positive(const char* name, double value);
+// Each check throws GA_ERROR_INVALID_ARGUMENT unless the value is as its comment says.
+void check_choice(const char* name, int32_t value, int32_t last, const char* type);  // in [0, last]
+void check_rate(const char* name, double value);                                     // finite, >= 0
+void check_positive(const char* name, double value);                                 // finite, > 0
 
 // The calling thread's message for ga_last_error().
 const char* last_error() noexcept;

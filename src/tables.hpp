@@ -40,8 +40,8 @@ class ContextTables {
   // read it.
   enum Axis { kContext, kGroup, kParam, kLayer };
 
-  // Tables with room for so many groups or parameters, with what these tables hold, to be swapped in.
-  // Those of another axis are empty.
+  // Copies of the tables of an axis, with room for so many groups or parameters, to be swapped in. In
+  // the result, the tables of other axes are empty.
   ContextTables grown(Backend& backend, Axis axis, size_t size) const {
     ContextTables t;
     each(

@@ -556,7 +556,7 @@ void g3(const Options& options, Report& report) {
   report.figure("G3_no_waiting", {barrier.timed_out() ? 0.0 : 1.0}, Sense::kAtLeast, 1,
                 "1: windows of 4 and of 1 were queued while the stream was blocked");
 
-  // The same windows outside a graph and as replays, with other gradients each time.
+  // Runs the windows once outside a graph and once as replays, with other gradients in each window.
   std::vector<float> ends[2];
   ga_step_result results[2];
   for (const bool replayed : {false, true}) {

@@ -178,8 +178,8 @@ GA_DEVICE void sum_octets(Block& block, int count, double (&totals)[kSums][kMost
   }
 }
 
-// The same for the tiles of a chunk of `count` elements: body(first, n, q) has the n elements from
-// `first` on.
+// sum_octets() over the tiles of a chunk of `count` elements: body(first, n, q) sums the n elements
+// from `first` on.
 template <class T, int kSums, class Body>
 GA_DEVICE void sum_tiles(Block& block, int count, ChunkTotals<kSums>& sums, Body body) {
   if constexpr (std::is_same_v<T, double>) block.once([&] { sums.nonfinite = 0; });

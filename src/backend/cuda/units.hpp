@@ -176,7 +176,7 @@ GA_APART SquaresOf<T, 2> tile_of_any(const UnitTask& task, const View<T>* limite
   return squares;
 }
 
-// The same if both have the type that is computed in, and the gradient has no limit.
+// The squares of a gradient without a limit and of its parameter, both of the compute type.
 template <class T>
 GA_APART SquaresOf<T, 2> tile_of_native(const T* gradient, const T* param, int n, int q) {
   SquaresOf<T, 2> squares;
