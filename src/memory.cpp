@@ -322,23 +322,24 @@ void Context::hand_over(NewArrays& fresh) {
 // Fills new arrays whose initial value is not zero, and copies parameters to their master weights. If this
 // fails, the next call does the rest.
 void Context::fill_new() {
-  const auto fill = [&](const Param& p, const Source& from, double constant, const Array& to) {
+  const auto fill = [&](const Param& p, const Source& from, double constant, const Array& to,
+                        int64_t count) {
     FinishTask task = {};
     task.gradient = identity(from);
     task.constant = constant;
     task.f64 = p.f64;
     task.target = to;
-    task.count = p.count;
+    task.count = count;
     backend_->finish({&task, 1});
   };
   for (size_t i = 0; i < prepared_; ++i) {
     Param& p = params_[i];
-    if (p.master_due) fill(p, {p.data, p.dtype, 1, nullptr}, 0, {p.master, GA_F32});
+    if (p.master_due) fill(p, {p.data, p.dtype, 1, nullptr}, 0, {p.master, GA_F32}, p.count);
     p.master_due = false;
     if (!p.state_due) continue;
     for (const OwnedArray& a : arrays_of(i))
       if (a.initial != 0)
-        fill(p, {nullptr, GA_F32, 1, nullptr}, a.initial, state_of(p, a.kind - kState));
+        fill(p, {nullptr, GA_F32, 1, nullptr}, a.initial, state_of(p, a.kind - kState), a.count);
     p.state_due = false;
   }
   unfilled_ = false;
