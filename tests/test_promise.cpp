@@ -506,6 +506,43 @@ TEST(Promise, TiedWeightsAddUp) {
   }
 }
 
+// Sums over units (AGC, a factored second moment, a state by rows) have the bits of the accumulator's
+// also where a live gradient has none, at weights and loss scales that round.
+TEST(Promise, UnitsOfLiveGradients) {
+  const Layout layout = Layout::of({{7, 33}, {3, 5, 64}, {40, 1023}, {17}});
+  for (const NamedOptimizer& named : good_optimizers()) {
+    for (const int32_t units : {-1, +GA_AGC_TF, +GA_AGC_TORCH}) {
+      ga_clip mode = clip(units < 0 ? GA_CLIP_NONE : GA_CLIP_AGC, 0);
+      mode.agc_units = std::max(units, 0);
+      for (const int micro_batches : {1, 2}) {
+        Block blocks[2];
+        for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+          ga_config c = config();
+          c.gradient_life = life;
+          Block& block = blocks[life == GA_GRADIENTS_LIVE];
+          block = parameters(layout, 5);
+          Context ctx(c);
+          register_parameters(ctx, ctx.group(named.optimizer), layout, Route::kWhole, block);
+          ASSERT_OK(ga_context_set_clip(ctx, &mode));
+          const double loss_scale = 3;
+          uint64_t round = 0;
+          for (int w = 0; w < 3; ++w) {
+            std::vector<Block> alive;
+            for (int k = 0; k < micro_batches; ++k) {
+              alive.push_back(gradients(layout, 7, round++));
+              const auto list = pointers(layout, alive.back());
+              ASSERT_OK(ga_accumulate(ctx, list.data(), list.size(), 0.3 * (k + 1), &loss_scale));
+            }
+            step(ctx);
+          }
+        }
+        ASSERT_TRUE(same_bits(blocks[0], blocks[1]))
+            << named.name << ", AGC by " << units << ", " << micro_batches << " micro-batches";
+      }
+    }
+  }
+}
+
 // A parameter's first contribution may come in any micro-batch; the divisor is still the window's
 // sum of weights.
 TEST(Promise, ParametersTouchedInSomeMicroBatchesOnly) {

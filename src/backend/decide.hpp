@@ -86,9 +86,7 @@ GA_HD double agc_factor(const UnitTask& task, int64_t unit) {
 }
 
 GA_HD void store_agc_factor(const UnitTask& task, int64_t unit) {
-  const GradientView& g = task.gradient;
-  const double scale = is_limited(g) ? 1 : scale_of(g.source) * (g.numbers ? g.numbers->scale : 1);
-  const double factor = scale * agc_factor(task, unit);
+  const double factor = unit_scale(task.gradient) * agc_factor(task, unit);
   if (task.f64)
     static_cast<double*>(task.factors)[unit] = factor;
   else

@@ -106,6 +106,12 @@ inline GradientView identity(const Source& source) { return {source, nullptr}; }
 GA_HD bool is_finite(double x) { return __builtin_fabs(x) <= 1.7976931348623157e308; }
 GA_HD bool is_limited(const GradientView& g) { return g.numbers && is_finite(g.numbers->limit); }
 
+// Without a limit, units are summed, and multiplied by their factors, before the scale of numbers: of the
+// source times its own scale, which is what an accumulator would hold. The sums and factors have the rest.
+GA_HD double unit_scale(const GradientView& g) {
+  return is_limited(g) || !g.numbers ? 1 : g.numbers->scale;
+}
+
 // A GradientView with each unit multiplied by a factor.
 struct ClippedGradient {
   GradientView gradient;
@@ -168,7 +174,7 @@ struct UnitTotals {
 // Sums over the units of a parameter, and the factors of adaptive clipping.
 //   sums[unit]        squares of the gradient before it is multiplied by the factor
 //   param_sums[unit]  squares of the parameter, read in the same pass
-//   factors[unit]     multiplies the unit; without a limit, includes the scales of the view
+//   factors[unit]     multiplies the unit; includes unit_scale()
 struct UnitTask {
   GradientView gradient;
   Source param;  // data NULL: gradient sums alone, no factors

@@ -303,15 +303,23 @@ struct View {
     return x < low ? low : (x > high ? high : x);
   }
   GA_INLINE T operator()(T x) const { return clamped(scaled(x)) * factor; }
+
+  // Before unit_scale().
+  static View of_units(const GradientView& g) {
+    View view(g);
+    if (!is_limited(g)) view.scale = 1;
+    return view;
+  }
+  // Whether clamped(scaled(x)) is x.
+  bool is_identity() const { return source_scale == 1 && scale == 1 && limit == HUGE_VAL; }
 };
 
 template <class T>
 const T* load_clipped(const void* data, int64_t offset, int64_t count, T* tile) {
   const ClippedGradient& c = *static_cast<const ClippedGradient*>(data);
-  const View<T> view(c.gradient);
+  const auto view = c.pattern ? View<T>::of_units(c.gradient) : View<T>(c.gradient);
   const T* g = load<T>(c.gradient.source, offset, count, tile);
-  const bool limited = is_limited(c.gradient);
-  if (limited || !c.pattern) {
+  if (!c.pattern || !view.is_identity()) {
     for (int64_t i = 0; i < count; ++i) tile[i] = view(g[i]);
     g = tile;
   }
@@ -704,13 +712,11 @@ struct UnitSums {
   }
 };
 
-// One piece of a tensor. Without a limit, the sums are of the unscaled source, and scaled at the
-// end.
+// One piece of a tensor.
 template <class T, bool kParam>
 void unit_norms_of(const UnitTask& task, int64_t piece) {
   const UnitPattern& pattern = *task.pattern;
-  const View<T> view(task.gradient);
-  const bool limited = is_limited(task.gradient);
+  const auto view = View<T>::of_units(task.gradient);
   const int64_t begin = pattern.begin(piece) * pattern.slab();
   const int64_t end = pattern.begin(piece + 1) * pattern.slab();
   const int64_t first_unit = pattern.shared ? pattern.first_unit(piece) : 0;
@@ -731,7 +737,7 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
         smaller(end - t, kept || at.left() + run <= kTile ? kTile : smaller(at.left(), kTile));
     const T* g = load<T>(task.gradient.source, t, n, tile_g);
     const T* const p = kParam ? load<T>(task.param, t, n, tile_p) : nullptr;
-    if (limited) {
+    if (!view.is_identity()) {
       for (int64_t i = 0; i < n; ++i) tile_g[i] = view.clamped(view.scaled(g[i]));
       g = tile_g;
     }
@@ -763,9 +769,8 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
     gradient.end_run(at.unit());
     if (kParam) param.end_run(at.unit());
   }
-  const Numbers* const numbers = task.gradient.numbers;
-  const double scale = scale_of(task.gradient.source) * (numbers ? numbers->scale : 1);
-  if (!limited && scale != 1)
+  const double scale = unit_scale(task.gradient);
+  if (scale != 1)
     for (int64_t u = first_unit; u < last_unit; ++u) gradient.sums[u] *= scale * scale;
 }
 

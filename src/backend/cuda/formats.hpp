@@ -216,6 +216,13 @@ struct View {
     return x < low ? low : (x > limit ? limit : x);
   }
   GA_DEVICE T operator()(T x) const { return clamped(scaled(x)) * factor; }
+
+  // Before unit_scale().
+  GA_DEVICE static View of_units(const GradientView& g) {
+    View view(g);
+    if (!is_limited(g)) view.scale = 1;
+    return view;
+  }
 };
 
 // ---- Units --------------------------------------------------------------------------------------
@@ -304,10 +311,8 @@ GA_APART Four<T> load_packed(const void* data, int32_t format, int64_t first, in
   const ClippedGradient& c = *static_cast<const ClippedGradient*>(data);
   const Source& inner = c.gradient.source;
   Four<T> four = load_stored<T>(inner.data, inner.format, first, i, count);
-  if (!c.pattern || is_limited(c.gradient)) {
-    const View<T> view(c.gradient);
-    for (int l = 0; l < 4; ++l) four.x[l] = view(four.x[l]);
-  }
+  const View<T> view = c.pattern ? View<T>::of_units(c.gradient) : View<T>(c.gradient);
+  for (int l = 0; l < 4; ++l) four.x[l] = view(four.x[l]);
   if (!c.pattern) return four;
   const T* const factors = static_cast<const T*>(c.factors);
   for (int l = 0; l < count;) {

@@ -123,19 +123,17 @@ GA_DEVICE double unit_sum(const Piece& piece, const UnitElements& unit, Load loa
 
 template <class T>
 GA_APART double unit_sum_of(const Piece& piece, const UnitElements& unit, const Source& source,
-                            const View<T>* limited) {
-  if (!limited && source.data && source.format == native<T>) {
+                            const View<T>& view) {
+  if (!is_finite(view.limit) && source.data && source.format == native<T>) {
     const T* const from = global(static_cast<const T*>(source.data));
-    return unit_sum<T>(piece, unit, [&](int64_t i) { return from[i]; });
+    return unit_sum<T>(piece, unit, [&](int64_t i) { return from[i] * view.source; });
   }
   double sum = 0;
   GA_ROLLED
   for (int64_t i = 0; i < unit.outer * unit.inner; ++i) {
     const int64_t c = quotient(i, unit.inner);
     const int64_t at = unit.first + unit.offset(piece, c) + (i - c * unit.inner) * unit.step;
-    T value = load_one<T>(source, at);
-    if (limited) value = limited->clamped(limited->scaled(value));
-    const double x = static_cast<double>(value);
+    const double x = static_cast<double>(view.clamped(view.scaled(load_one<T>(source, at))));
     sum += x * x;
   }
   return sum;
@@ -144,12 +142,13 @@ GA_APART double unit_sum_of(const Piece& piece, const UnitElements& unit, const 
 // One thread to a unit; neighbouring threads read neighbouring elements.
 template <class T>
 GA_DEVICE void sum_kept(Block& block, const UnitTask& task, const Piece& piece,
-                        const View<T>* limited) {
+                        const View<T>& view) {
   block.each_item(piece.last - piece.first, [&](int64_t i) {
     const int64_t u = piece.first + i;
     const UnitElements unit(piece, u);
-    piece.sums[u] = unit_sum_of<T>(piece, unit, task.gradient.source, limited);
-    if (piece.param_sums) piece.param_sums[u] = unit_sum_of<T>(piece, unit, task.param, nullptr);
+    piece.sums[u] = unit_sum_of<T>(piece, unit, task.gradient.source, view);
+    if (piece.param_sums)
+      piece.param_sums[u] = unit_sum_of<T>(piece, unit, task.param, View<T>(identity(task.param)));
   });
 }
 
@@ -158,7 +157,7 @@ GA_DEVICE void sum_kept(Block& block, const UnitTask& task, const Piece& piece,
 // The share of thread q of an octet in a tile of a run: sum 0 is of the gradient, sum 1 of the
 // parameter.
 template <class T>
-GA_APART SquaresOf<T, 2> tile_of_any(const UnitTask& task, const View<T>* limited, int64_t element,
+GA_APART SquaresOf<T, 2> tile_of_any(const UnitTask& task, const View<T>& view, int64_t element,
                                      int n, int q) {
   SquaresOf<T, 2> squares;
   const Reader<T> gradient(task.gradient.source, element);
@@ -167,9 +166,7 @@ GA_APART SquaresOf<T, 2> tile_of_any(const UnitTask& task, const View<T>* limite
     const auto raw = gradient.fetch(i, count);
     const auto raw_param = param.fetch(i, count);
     Four<T> x = gradient.unpack(raw, count);
-    if (limited) {
-      for (T& value : x.x) value = limited->clamped(limited->scaled(value));
-    }
+    for (T& value : x.x) value = view.clamped(view.scaled(value));
     squares.of[0].add(x, count);
     squares.of[1].add(param.unpack(raw_param, count), count);
   });
@@ -178,7 +175,7 @@ GA_APART SquaresOf<T, 2> tile_of_any(const UnitTask& task, const View<T>* limite
 
 // The squares of a gradient without a limit and of its parameter, both of the compute type.
 template <class T>
-GA_APART SquaresOf<T, 2> tile_of_native(const T* gradient, const T* param, int n, int q) {
+GA_APART SquaresOf<T, 2> tile_of_native(const T* gradient, T scale, const T* param, int n, int q) {
   SquaresOf<T, 2> squares;
   const bool aligned = is_aligned(gradient, native<T>),
              aligned_param = is_aligned(param, native<T>);
@@ -193,7 +190,8 @@ GA_APART SquaresOf<T, 2> tile_of_native(const T* gradient, const T* param, int n
         if (param) x.param = load_some<T, native<T>>(param, aligned_param, i, count);
         return x;
       },
-      [&](int, int count, const Loaded& x) {
+      [&](int, int count, Loaded x) {
+        for (T& value : x.gradient.x) value *= scale;
         squares.of[0].add(x.gradient, count);
         squares.of[1].add(x.param, count);
       });
@@ -201,34 +199,34 @@ GA_APART SquaresOf<T, 2> tile_of_native(const T* gradient, const T* param, int n
 }
 
 template <class T>
-GA_DEVICE SquaresOf<T, 2> tile_squares(const UnitTask& task, const View<T>* limited,
-                                       int64_t element, int n, int q) {
+GA_DEVICE SquaresOf<T, 2> tile_squares(const UnitTask& task, const View<T>& view, int64_t element,
+                                       int n, int q) {
   const Source& g = task.gradient.source;
-  if (limited || !g.data || g.format != native<T> ||
+  if (is_finite(view.limit) || !g.data || g.format != native<T> ||
       (task.param.data && task.param.format != native<T>))
-    return tile_of_any<T>(task, limited, element, n, q);
+    return tile_of_any<T>(task, view, element, n, q);
   const T* const param = static_cast<const T*>(task.param.data);
-  return tile_of_native<T>(static_cast<const T*>(g.data) + element,
+  return tile_of_native<T>(static_cast<const T*>(g.data) + element, view.source,
                            param ? param + element : nullptr, n, q);
 }
 
 // Totals of `count` tiles of runs: tile t of them is tile (first + t) % tiles of its run.
 template <class T>
-GA_DEVICE void sum_run_tiles(Block& block, const UnitTask& task, const View<T>* limited,
+GA_DEVICE void sum_run_tiles(Block& block, const UnitTask& task, const View<T>& view,
                              int64_t run_begin, int64_t length, int64_t tiles, int64_t first,
                              int count, PieceTotals& shared) {
   sum_octets<T>(block, count, shared.totals, [&](int t, int q) {
     const int64_t run = quotient(first + t, tiles), tile = first + t - run * tiles;
     const int n = static_cast<int>(smaller(kTile, length - tile * kTile));
-    return tile_squares<T>(task, limited, run_begin + run * length + tile * kTile, n, q);
+    return tile_squares<T>(task, view, run_begin + run * length + tile * kTile, n, q);
   });
 }
 
 // Eight threads sum a tile of a run; then the tiles of a run and the runs of a unit are added one
 // after the other.
 template <class T>
-GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece,
-                        const View<T>* limited, PieceTotals& shared) {
+GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece, const View<T>& view,
+                        PieceTotals& shared) {
   const UnitPattern& p = piece.pattern;
   const int last = p.axes - 1;
   const int64_t begin = piece.begin * p.slab(), end = piece.end * p.slab();
@@ -250,7 +248,7 @@ GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece,
     if (tiles <= kItems) {
       const int64_t left = apart - (run - quotient(run, apart) * apart);
       const int64_t count = smaller(smaller(left, runs - run), kItems / tiles);
-      sum_run_tiles<T>(block, task, limited, begin, length, tiles, run * tiles,
+      sum_run_tiles<T>(block, task, view, begin, length, tiles, run * tiles,
                        static_cast<int>(count * tiles), shared);
       block.each_item(count, [&](int64_t j) {
         double g = 0, w = 0;
@@ -266,8 +264,7 @@ GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece,
     block.once([&] { shared.run[0] = shared.run[1] = 0; });
     for (int64_t tile = 0; tile < tiles; tile += kItems) {
       const int count = static_cast<int>(smaller(kItems, tiles - tile));
-      sum_run_tiles<T>(block, task, limited, begin, length, tiles, run * tiles + tile, count,
-                       shared);
+      sum_run_tiles<T>(block, task, view, begin, length, tiles, run * tiles + tile, count, shared);
       block.once([&] {
         for (int k = 0; k < 2; ++k) {
           double sum = shared.run[k];
@@ -283,20 +280,17 @@ GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece,
 
 // ---- Pieces -------------------------------------------------------------------------------------
 
-// Without a limit, the source is summed as it is and its scales multiply the sums at the end. The
-// task may be shared by the threads, so it is not read after the last barrier.
+// The task may be shared by the threads, so it is not read after the last barrier.
 template <class T>
 GA_DEVICE void sum_piece_as(Block& block, const UnitTask& task, const Piece& piece,
                             PieceTotals& shared) {
-  const View<T> view(task.gradient);
-  const bool limited = is_limited(task.gradient);
-  const Numbers* const numbers = task.gradient.numbers;
-  const double scale = scale_of(task.gradient.source) * (numbers ? numbers->scale : 1);
+  const View<T> view = View<T>::of_units(task.gradient);
+  const double scale = unit_scale(task.gradient);
   if (piece.pattern.kept[piece.pattern.axes - 1])
-    sum_kept<T>(block, task, piece, limited ? &view : nullptr);
+    sum_kept<T>(block, task, piece, view);
   else
-    sum_runs<T>(block, task, piece, limited ? &view : nullptr, shared);
-  if (limited || scale == 1) return;
+    sum_runs<T>(block, task, piece, view, shared);
+  if (scale == 1) return;
   block.each_item(piece.last - piece.first,
                   [&](int64_t i) { piece.sums[piece.first + i] *= scale * scale; });
 }
