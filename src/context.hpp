@@ -189,6 +189,7 @@ class Context : BnContext {
   void describe_input(size_t param);
   void describe_update(size_t param);
   void describe_units(size_t param);
+  void describe_factored(size_t param);
   void describe_layered(size_t param);
   void describe_views(size_t param);
   Source source_of(ga_param id) const;

@@ -63,6 +63,11 @@ void Context::each_units(size_t i, F&& f) const {
   if (clip_of(p).scope == GA_CLIP_AGC)
     f(Tensor::kClipUnits, units_of(t.shape, units_axes(i)), true);
   const int op = op_of(p);
+  if (op >= 0 && op_info(op).row_state) {
+    UnitPattern rows = units_of({t.rows, p.count / t.rows}, 2);
+    if (t.rows == 1) rows.pieces = 1;  // a row is summed as a whole, also when it is updated lazily
+    f(Tensor::kFactorRows, rows, false);
+  }
   if (op < 0 || !op_info(op).factored) return;
   const Matrices m = matrices_of(t);
   const std::vector<int64_t> shape = {m.count, m.rows, m.columns};
@@ -339,7 +344,8 @@ void Context::fill_new() {
     if (!p.state_due) continue;
     for (const OwnedArray& a : arrays_of(i))
       if (a.initial != 0)
-        fill(p, {nullptr, GA_F32, 1, nullptr}, a.initial, state_of(p, a.kind - kState), a.count);
+        fill(p, {nullptr, GA_F32, 1, nullptr}, a.initial, {p.state[a.kind - kState], a.format},
+             a.count);
     p.state_due = false;
   }
   unfilled_ = false;

@@ -47,8 +47,8 @@ struct OpTable<TypeList<Op...>> {
   static_assert(((named_slots<Op> == (Op::factored ? 2 : Op::slots)) && ...),
                 "every slot is named");
   static constexpr std::array<OpInfo, sizeof...(Op)> infos = {
-      OpInfo{Op::slots, Op::norms, Op::measuring, Op::updating, Op::factored, Op::emits,
-             Op::orthogonal, Op::reads_gradient_norm, Op::slot_names}...};
+      OpInfo{Op::slots, Op::norms, Op::measuring, Op::updating, Op::factored, Op::row_state,
+             Op::emits, Op::orthogonal, Op::reads_gradient_norm, Op::slot_names}...};
 };
 
 constexpr auto& optimizers = OptimizerTable<Optimizers>::infos;

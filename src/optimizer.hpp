@@ -24,7 +24,7 @@ struct OptimizerInfo {
 struct OpInfo {
   int slots, norms;
   Pass measuring, updating;
-  bool factored, emits, orthogonal, reads_gradient_norm;
+  bool factored, row_state, emits, orthogonal, reads_gradient_norm;
   SlotNames slot_names;  // factored: those of the rows and of the columns
 };
 

@@ -72,6 +72,9 @@ OwnedArrays arrays_of(const Param& p, const Tensor& t, const Group& g, int32_t a
     numbers(kState, names[0], p.real(), m.count * m.rows);
     numbers(kState + 1, names[1], p.real(), m.count * m.columns);
     numbers(kState + 2, nullptr, p.real(), m.count);  // OuterProduct::scales
+  } else if (op >= 0 && op_info(op).row_state) {
+    add(kState, op_info(op).slot_names.of[0], p.real(), t.rows,
+        static_cast<size_t>(t.rows) * size_of(p.real()), g.info->initial(g.optimizer, 0));
   } else if (op >= 0) {
     const int32_t format = state_format(p, g);
     // Kernels that compute in double go by groups of two cache lines.

@@ -82,6 +82,8 @@ void Context::describe(size_t i) {
   if (!params_[i].owns) return;
   describe_update(i);
   if (tensors_[i].units[Tensor::kClipUnits]) describe_units(i);
+  const int op = op_of(params_[i]);
+  if (op >= 0 && (op_info(op).factored || op_info(op).row_state)) describe_factored(i);
   tables_.measures.edit(i) = tables_.updates[i];
   if (is_layered(id)) describe_layered(i);
   describe_views(i);
@@ -156,37 +158,46 @@ void Context::describe_units(size_t i) {
   units.eps = clip.agc_eps;
 }
 
-// The passes of a layer-wise Op: what it emits and where, its factored state, and what its second pass
-// reads in place of the gradient.
-void Context::describe_layered(size_t i) {
+// A state that is not element by element: how it is brought up, and the slot that the Op reads.
+void Context::describe_factored(size_t i) {
   const Param& p = params_[i];
   const Tensor& t = tensors_[i];
+  const bool by_rows = op_info(op_of(p)).row_state;
+  UpdateTask& update = tables_.updates.edit(i);
+  update.state[0] = {&tables_.composites.at(i)->outer, kOuter};
+  if (p.count == 0) return;
+  const Units& rows = *t.units[Tensor::kFactorRows];
+  const Matrices m = by_rows ? Matrices{t.rows, p.count / t.rows, 1} : matrices_of(t);
+  FactorTask& factor = tables_.factors.edit(i);
+  factor.plan = tables_.plans.at(i);
+  factor.row_pattern = rows.pattern.at();
+  factor.row_sums = rows.gradient;
+  factor.f64 = p.f64;
+  factor.rows = p.state[0];
+  factor.row_count = m.rows;
+  factor.column_count = m.columns;
+  factor.matrices = m.count;
+  if (by_rows) {
+    update.row_state = tables_.factors.at(i);
+  } else {
+    const Units& columns = *t.units[Tensor::kFactorColumns];
+    factor.column_pattern = columns.pattern.at();
+    factor.column_sums = columns.gradient;
+    factor.columns = p.state[1];
+    factor.scales = p.state[2];
+  }
+  tables_.composites.edit(i).outer = {factor.rows, factor.columns, factor.scales, m.rows,
+                                      m.columns};
+}
+
+// The passes of a layer-wise Op: what it emits and where, and what its second pass reads in place of the
+// gradient.
+void Context::describe_layered(size_t i) {
+  const Param& p = params_[i];
   const OpInfo& info = op_info(op_of(p));
   UpdateTask& update = tables_.updates.edit(i);
   UpdateTask& measure = tables_.measures.edit(i);
   if (info.emits) measure.emitted = fits_accumulator(p) ? p.accumulator : scratch_.data();
-  if (info.factored) {
-    if (p.count > 0) {
-      const Units& rows = *t.units[Tensor::kFactorRows];
-      const Units& columns = *t.units[Tensor::kFactorColumns];
-      const Matrices m = matrices_of(t);
-      tables_.composites.edit(i).outer = {p.state[0], p.state[1], p.state[2], m.rows, m.columns};
-      FactorTask& factor = tables_.factors.edit(i);
-      factor.plan = tables_.plans.at(i);
-      factor.row_pattern = rows.pattern.at();
-      factor.column_pattern = columns.pattern.at();
-      factor.row_sums = rows.gradient;
-      factor.column_sums = columns.gradient;
-      factor.f64 = p.f64;
-      factor.rows = p.state[0];
-      factor.columns = p.state[1];
-      factor.scales = p.state[2];
-      factor.row_count = m.rows;
-      factor.column_count = m.columns;
-      factor.matrices = m.count;
-    }
-    measure.state[0] = update.state[0] = {&tables_.composites.at(i)->outer, kOuter};
-  }
   const void* made = measure.emitted;
   if (info.orthogonal && p.count > 0) made = orthogonal_task(static_cast<ga_param>(i)).result();
   if (info.emits) update.gradient = identity({made, p.real(), 1, nullptr});
@@ -314,7 +325,9 @@ void Context::tell_params() {
   if (backend_->capturing()) edit_params();
 }
 
-void Context::edit_params() { tables_.edit_params(!layers_.empty() || unit_lists_); }
+void Context::edit_params() {
+  tables_.edit_params(!layers_.empty() || !factored_first_.empty() || unit_lists_);
+}
 
 void Context::flush() {
   tell_moved();

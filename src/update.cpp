@@ -16,8 +16,9 @@ bool Context::is_layered(ga_param id) const {
 // Whether it can be clipped by units and updated in one pass, piece by piece.
 bool Context::in_pieces(ga_param id) const {
   const Tensor& t = tensors_[static_cast<size_t>(id)];
+  const int op = op_of(params_[static_cast<size_t>(id)]);
   return by_units(id) && t.units[Tensor::kClipUnits]->pattern[0].shared && !is_layered(id) &&
-         op_of(params_[static_cast<size_t>(id)]) >= 0 && t.options.rows != GA_ROWS_LAZY;
+         op >= 0 && !op_info(op).row_state && t.options.rows != GA_ROWS_LAZY;
 }
 
 void Context::make_lists() {
@@ -29,15 +30,15 @@ void Context::make_lists() {
   for (size_t i = 0; i < prepared_; ++i) {
     const auto id = static_cast<ga_param>(i);
     if (!params_[i].owns) continue;
-    const bool units = by_units(id);
+    const bool units = by_units(id), factored = tables_.factors[i].row_pattern != nullptr;
     unit_lists_ = unit_lists_ || units;
     if (!cut && units)
       units_first_.push_back(id);
-    else if (!cut && tables_.factors[i].row_pattern)
+    else if (!cut && factored)
       factored_first_.push_back(id);
     if (cut && in_pieces(id) && !bounded)
       pieces_.push_back(id);
-    else if ((cut && units) || is_layered(id))
+    else if ((cut && (units || factored)) || (units && factored) || is_layered(id))
       layers_.push_back(id);
     else
       plain_.push_back(id);
@@ -52,8 +53,8 @@ void Context::update() {
   if (!pieces_.empty() || !layers_.empty()) update_layers();
 }
 
-// Parameters of layer-wise optimizers, and those clipped by units: passes for their norms, then the
-// update. So many at a time as the last cache holds, where the later passes then find them.
+// Parameters of layer-wise optimizers, those clipped by units and those with a state by rows: passes for
+// their norms, then the update. So many at a time as the last cache holds, where the later passes then find them.
 void Context::update_layers() {
   const auto units_of = [&](size_t first, size_t end) {
     ids_[0].clear();

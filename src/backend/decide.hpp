@@ -111,6 +111,11 @@ GA_HD bool is_touched(const ScalarTables& t, int64_t i, bool gradient) {
   return !t.param_inputs[i].frozen && (gradient || t.settings->missing == GA_MISSING_ZERO);
 }
 
+// Whether there is a gradient of all rows.
+GA_HD bool is_dense(const ParamInput& p) {
+  return p.held == Held::kStored || p.held == Held::kAdopted;
+}
+
 GA_HD double weight_of(const ScalarTables& t, int64_t i) {
   const bool checked = t.settings->deferring && t.settings->running_mean;
   return checked ? t.param_states[i].held_weight : t.param_inputs[i].weight;
@@ -180,7 +185,7 @@ GA_DEVICE void sum_param(Warp& warp, const ScalarTables& t, int64_t i) {
   sums.noise = noise;
   sums.nonfinite = nonfinite;
   sums.gradients = held;
-  sums.dense = p.held == Held::kStored || p.held == Held::kAdopted;
+  sums.dense = is_dense(p);
 }
 
 template <class Crew>
@@ -640,8 +645,18 @@ GA_HD UnitTask sums_of(const FactorTask& task, bool rows) {
   return sums;
 }
 
+// A state by rows: adds what the sum of a row comes to.
+template <class T>
+GA_HD void add_row_mean(const FactorTask& task, int64_t row) {
+  const double clipped = task.plan->factor * task.plan->factor;
+  static_cast<T*>(task.rows)[row] +=
+      static_cast<T>(task.row_sums[row] * clipped / static_cast<double>(task.column_count));
+}
+
 template <class T, class Crew>
 GA_DEVICE void blend_as(Crew& crew, const FactorTask& task) {
+  if (!task.columns)
+    return crew.each_item(task.row_count, [&](int64_t i) { add_row_mean<T>(task, i); });
   const T gain = static_cast<T>(task.plan->factor_gain);
   const double clipped = task.plan->factor * task.plan->factor;
   T* const rows = static_cast<T*>(task.rows);

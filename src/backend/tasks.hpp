@@ -87,7 +87,8 @@ struct SparseRows {
   const RowSet* rows;
 };
 
-// rows[i] columns[j] scales[b] for each matrix b, whose vectors follow those of matrix b - 1.
+// rows[i] columns[j] scales[b] for each matrix b, whose vectors follow those of matrix b - 1. columns
+// NULL: rows[i] alone.
 struct OuterProduct {
   const void* rows;  // like columns and scales of the compute type
   const void* columns;
@@ -124,7 +125,7 @@ struct Composites {
   Pair pair;          // a compensated accumulator
   SparseRows sparse;  // the accumulator and its row set
   ClippedGradient clipped;
-  OuterProduct outer;  // a factored second moment
+  OuterProduct outer;  // a factored second moment, or a state by rows
 };
 
 // target <- [keep target +] sources. partials[chunk] is of the stored values.
@@ -187,6 +188,23 @@ struct UnitTask {
   double factor, eps;  // ga_clip.agc_factor, agc_eps
 };
 
+// For every matrix of the last two axes, updates rows and columns, EMAs of the gradient's mean
+// squares, with plan->factor_gain; scales <- 1 / max(mean of rows, plan->factor_floor).
+// columns NULL: rows <- rows + mean of the squares of the gradient, and nothing else.
+struct FactorTask {
+  const ParamPlan* plan;
+  GradientView gradient;  // not yet clipped by norm: the kernel multiplies by plan->factor
+  const UnitPattern* row_pattern;
+  const UnitPattern* column_pattern;
+  double* row_sums;
+  double* column_sums;
+  bool f64;
+  void* rows;  // like columns and scales of the compute type
+  void* columns;
+  void* scales;
+  int64_t row_count, column_count, matrices;
+};
+
 // param, state <- op(param, gradient, state). The same pass writes copy and average.
 struct UpdateTask {
   const ParamPlan* plan;
@@ -204,8 +222,9 @@ struct UpdateTask {
   int64_t first;       // index of the first element in the gradient and in the random bits
   const RowSet* rows;  // under kUpdateRows
   int64_t columns;
-  Partial* partials;  // measure: sum_squares of x[0], second_squares of x[1]
-  void* emitted;      // measure: x[0] if Op::emits, of the compute type
+  const FactorTask* row_state;  // of an Op with state by rows, where the kernels read it; else NULL
+  Partial* partials;            // measure: sum_squares of x[0], second_squares of x[1]
+  void* emitted;                // measure: x[0] if Op::emits, of the compute type
 };
 
 // target <- gradient, or the constant if the gradient's source has no data.
@@ -215,22 +234,6 @@ struct FinishTask {
   bool f64;
   Array target;
   int64_t count;
-};
-
-// For every matrix of the last two axes, updates rows and columns, EMAs of the gradient's mean
-// squares, with plan->factor_gain; scales <- 1 / max(mean of rows, plan->factor_floor).
-struct FactorTask {
-  const ParamPlan* plan;
-  GradientView gradient;  // not yet clipped by norm: the kernel multiplies by plan->factor
-  const UnitPattern* row_pattern;
-  const UnitPattern* column_pattern;
-  double* row_sums;
-  double* column_sums;
-  bool f64;
-  void* rows;  // like columns and scales of the compute type
-  void* columns;
-  void* scales;
-  int64_t row_count, column_count, matrices;
 };
 
 // target [m x n] <- [target +] scale / *divisor a b, row-major, in f32. divisor NULL: 1.

@@ -115,6 +115,9 @@ struct ElementWise {
   // For each matrix of the last two axes, the state is an EMA of the mean of g^2 for each row and
   // for each column. The Op only reads its one slot: (row EMA) (column EMA) / (mean of row EMAs).
   static constexpr bool factored = false;
+  // The one slot has a value for each row, an index of the first axis, in place of one per element. The
+  // mean of g^2 over the row is added to it before the update, which only reads it.
+  static constexpr bool row_state = false;
   static constexpr bool emits = false;
   static constexpr bool reads_gradient_norm = false;  // StepInput::gradient_norm
   // The emitted x[0] is divided by its norm and made orthogonal as a matrix.

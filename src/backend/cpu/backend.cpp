@@ -196,7 +196,7 @@ class CpuBackend final : public Backend {
       const FactorTask& task = tasks_.factored[params.data[k]];
       if ((task.plan->duty & kUpdate) == 0) continue;
       norms.push_back(sums_of(task, true));
-      norms.push_back(sums_of(task, false));
+      if (task.columns) norms.push_back(sums_of(task, false));
     }
     unit_norms(Given<UnitTask>{{norms.data(), norms.size()}});
     Crew crew;

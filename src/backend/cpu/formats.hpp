@@ -138,11 +138,16 @@ const T* load_outer(const void* data, int64_t offset, int64_t count, T* tile) {
   int64_t row = offset / m.column_count;  // over all matrices
   int64_t column = offset % m.column_count;
   for (int64_t i = 0; i < count; ++row, column = 0) {
-    const int64_t matrix = row / m.row_count;
-    const T scale = static_cast<const T*>(m.rows)[row] * static_cast<const T*>(m.scales)[matrix];
-    const T* const columns = static_cast<const T*>(m.columns) + matrix * m.column_count + column;
     const int64_t n = smaller(m.column_count - column, count - i);
-    for (int64_t j = 0; j < n; ++j) tile[i + j] = scale * columns[j];
+    const T value = static_cast<const T*>(m.rows)[row];
+    if (m.columns) {
+      const int64_t matrix = row / m.row_count;
+      const T scale = value * static_cast<const T*>(m.scales)[matrix];
+      const T* const columns = static_cast<const T*>(m.columns) + matrix * m.column_count + column;
+      for (int64_t j = 0; j < n; ++j) tile[i + j] = scale * columns[j];
+    } else {
+      for (int64_t j = 0; j < n; ++j) tile[i + j] = value;
+    }
     i += n;
   }
   return tile;

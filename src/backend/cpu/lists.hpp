@@ -55,24 +55,19 @@ class Lists {
   void run(const Tasks& tasks, Loop loop, bool busy = false) {
     int64_t total = 0;
     for (size_t t = 0; t < tasks.size(); ++t) total += tasks[t].count;
-    const int64_t item = std::clamp(total / (4 * threads_.count()), kSmallestItem, kChunk);
-    work_.clear();
-    items_.clear();
-    int64_t begun = 0, item_end = 0;
-    for (size_t t = 0; t < tasks.size(); ++t) {
-      const auto& task = tasks[t];
-      if (!busy && idle(task)) continue;
-      for (int64_t offset = 0; offset < task.count; offset += kChunk) {
-        if (begun >= item_end) {
-          items_.push_back(static_cast<int64_t>(work_.size()));
-          item_end = begun + item;
-        }
-        const int64_t count = std::min(kChunk, task.count - offset);
-        add(t, count, offset);
-        begun += count;
-      }
-    }
+    begin(total);
+    for (size_t t = 0; t < tasks.size(); ++t)
+      if (busy || !idle(tasks[t])) cut(t, 0, tasks[t].count);
     run_items(tasks, total, loop);
+  }
+
+  // Runs loop(task, work) for all chunks of these rows of one task.
+  template <class Task, class Loop>
+  void run_rows(const Task& task, Span<const RowEntry> rows, Loop loop) {
+    const int64_t total = static_cast<int64_t>(rows.size) * task.columns;
+    begin(total);
+    for (size_t r = 0; r < rows.size; ++r) cut(0, rows.data[r].row * task.columns, task.columns);
+    run_items(Given<Task>{{&task, 1}}, total, loop);
   }
 
   // Cuts tasks into the pieces of their patterns; an item is one piece, or several of small
@@ -121,6 +116,25 @@ class Lists {
     return false;
   }
 
+  // Cuts elements into chunks, and these into items of similar size: begin() with the elements of all.
+  void begin(int64_t total) {
+    item_ = std::clamp(total / (4 * threads_.count()), kSmallestItem, kChunk);
+    begun_ = item_end_ = 0;
+    work_.clear();
+    items_.clear();
+  }
+  void cut(size_t task, int64_t first, int64_t elements) {
+    for (int64_t offset = 0; offset < elements; offset += kChunk) {
+      if (begun_ >= item_end_) {
+        items_.push_back(static_cast<int64_t>(work_.size()));
+        item_end_ = begun_ + item_;
+      }
+      const int64_t count = std::min(kChunk, elements - offset);
+      add(task, count, first + offset);
+      begun_ += count;
+    }
+  }
+
   // In place: a Work that is put together first and copied then makes the copy wait for its stores
   // (measured: a tenth of the time of a pass over small tensors).
   void add(size_t task, int64_t count, int64_t offset) {
@@ -133,6 +147,7 @@ class Lists {
   Threads& threads_;
   std::vector<Work> work_;
   std::vector<int64_t> items_;
+  int64_t item_, begun_, item_end_;  // of begin() and cut()
 };
 
 }  // namespace ga::cpu

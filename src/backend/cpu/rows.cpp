@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "optimizer.hpp"
+#include "backend/decide.hpp"
 #include "tensor.hpp"
 
 namespace ga::cpu {
@@ -35,7 +35,6 @@ void Rows::prepare(const RowsTask& task, int64_t waiting) {
   const auto batch = static_cast<size_t>(std::min<int64_t>(most, kRowBatch));
   const size_t rows_of_chunks =
       batch * static_cast<size_t>(std::max<int64_t>(1, chunk_count(task.columns)));
-  grow(tasks_, batch);
   lists_.reserve(rows_of_chunks);
   next_.resize(std::max(next_.size(), count));
   threads_.reserve(task.count);
@@ -132,44 +131,44 @@ void Rows::add(const RowsTask& task, int64_t index) {
   }
 }
 
-void Rows::update(const UpdateTask& task) {
-  UpdateTask whole = task;
-  whole.average.data = nullptr;
-  whole.padded_state = false;
-  whole.count = task.columns;
-  if (whole.gradient.source.format == kSparse) {  // all rows that are updated have a gradient
-    whole.gradient.source.data = static_cast<const SparseRows*>(task.gradient.source.data)->data;
-    whole.gradient.source.format = task.f64 ? GA_F64 : GA_F32;
+void Rows::update(const UpdateTask& given) {
+  UpdateTask task = given;
+  task.average.data = nullptr;
+  task.padded_state = false;
+  if (task.gradient.source.format == kSparse) {  // all rows that are updated have a gradient
+    task.gradient.source.data = static_cast<const SparseRows*>(given.gradient.source.data)->data;
+    task.gradient.source.format = task.f64 ? GA_F64 : GA_F32;
   }
-  const auto move = [](Array& a, int64_t elements) {
-    if (a.data) a.data = static_cast<char*>(a.data) + elements * dtype_info(a.format).size;
-  };
-  const RowSet& rows = *task.rows;
-  for (int64_t first = 0; first < rows.size; first += kRowBatch) {
-    tasks_.clear();
-    const int64_t end = std::min<int64_t>(rows.size, first + kRowBatch);
-    for (int64_t r = first; r < end; ++r) {
-      tasks_.push_back(whole);
-      UpdateTask& row = tasks_.back();
-      row.first = rows.entries[r].row * whole.count;
-      move(row.param, row.first);
-      move(row.copy, row.first);
-      for (int k = 0; k < op_info(row.op).slots; ++k) move(row.state[k], row.first);
-    }
-    lists_.run(
-        Given<UpdateTask>{{tasks_.data(), tasks_.size()}},
-        [this](const UpdateTask& row, const Work& w) {
-          kernels_.update[row.f64][row.op](row, w.offset, w.count);
-        },
-        true);
+  const RowSet& set = *task.rows;
+  for (int64_t first = 0; first < set.size; first += kRowBatch) {
+    const auto count = static_cast<size_t>(std::min<int64_t>(kRowBatch, set.size - first));
+    const Span<const RowEntry> rows = {set.entries + first, count};
+    if (task.row_state) add_means(task, rows);
+    lists_.run_rows(task, rows, [this](const UpdateTask& t, const Work& w) {
+      kernels_.update[t.f64][t.op](t, w.offset, w.count);
+    });
   }
-  if (!task.average.data) return;
+  if (!given.average.data) return;
   lists_.run(
-      Given<UpdateTask>{{&task, 1}},
+      Given<UpdateTask>{{&given, 1}},
       [this](const UpdateTask& average, const Work& w) {
         kernels_.follow(average, w.offset, w.count);
       },
       true);
+}
+
+// A row is a piece of its own, and summed with its first chunk.
+void Rows::add_means(const UpdateTask& task, Span<const RowEntry> rows) {
+  UnitTask sums = sums_of(*task.row_state, true);
+  UnitPattern pattern = *sums.pattern;
+  pattern.pieces = task.row_state->row_count;
+  sums.pattern = &pattern;
+  lists_.run_rows(task, rows, [&](const UpdateTask& t, const Work& w) {
+    if (w.offset % t.columns != 0) return;
+    const int64_t row = w.offset / t.columns;
+    kernels_.unit_norms(sums, row);
+    (t.f64 ? add_row_mean<double> : add_row_mean<float>)(*t.row_state, row);
+  });
 }
 
 }  // namespace ga::cpu

@@ -26,8 +26,7 @@ class Rows {
   void update(const UpdateTask& task);
 
   int64_t entry_bytes() const {  // of all sets
-    return capacity_ * static_cast<int64_t>(sizeof(RowEntry)) +
-           static_cast<int64_t>(tasks_.capacity() * sizeof(UpdateTask));
+    return capacity_ * static_cast<int64_t>(sizeof(RowEntry));
   }
   int64_t bytes() const {
     return static_cast<int64_t>(chains_.capacity() * sizeof(Chain) +
@@ -47,12 +46,12 @@ class Rows {
 
   void make_room(RowSet& set, int64_t capacity);
   void add(const RowsTask& task, int64_t index);
+  void add_means(const UpdateTask& task, Span<const RowEntry> rows);
 
   const Kernels& kernels_;
   Threads& threads_;
   Lists& lists_;
   int64_t capacity_ = 0;  // of all sets
-  std::vector<UpdateTask> tasks_;
   // Of accumulate(): the chain of each entry of the set, the next contribution after each one, and
   // the entries of the call.
   std::vector<Chain> chains_;

@@ -298,8 +298,13 @@ GA_APART Four<T> load_packed(const void* data, int32_t format, int64_t first, in
     int64_t column = first + i - row * m.column_count;
     Four<T> four = {};
     for (int l = 0; l < count; ++row, column = 0) {
+      const T value = static_cast<const T*>(m.rows)[row];
+      if (!m.columns) {
+        for (; l < count && column < m.column_count; ++l, ++column) four.x[l] = value;
+        continue;
+      }
       const int64_t matrix = quotient(row, m.row_count);
-      const T scale = static_cast<const T*>(m.rows)[row] * static_cast<const T*>(m.scales)[matrix];
+      const T scale = value * static_cast<const T*>(m.scales)[matrix];
       const T* const columns = static_cast<const T*>(m.columns) + matrix * m.column_count;
       for (; l < count && column < m.column_count; ++l, ++column)
         four.x[l] = scale * columns[column];

@@ -224,6 +224,8 @@ struct AllSums : NormSums {
       const int64_t f = k - units.chunk_count;
       const ChunkRef at = unit ? units.chunks[k] : factors.piece(f);
       if (!is_touched(window.tables, at.item, has_gradient(window.tables, at.item))) continue;
+      const ParamInput& input = window.tables.param_inputs[at.item];
+      if (!unit && input.lazy && !is_dense(input)) continue;  // Update sums these rows
       unsigned* const counter = unit ? &units.counters[at.item] : factors.counter(f);
       block.once([&] {
         raw = window.raw(at.item);

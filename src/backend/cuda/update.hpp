@@ -5,6 +5,7 @@
 
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/loops.hpp"
+#include "backend/cuda/units.hpp"
 #include "ops/all.hpp"
 
 namespace ga::cuda {
@@ -384,18 +385,54 @@ struct Update {
       int group = 8;
       while (group < kThreads && 4 * group < task.columns) group *= 2;
       const int64_t rows = task.rows->size, together = kThreads / group;
-      for (int64_t r = block.index() * together; r < rows; r += block.count() * together) {
-        block.each([&](int thread) {
-          const int64_t entry = r + thread / group;
-          if (entry >= rows) return;
-          const int64_t row = task.rows->entries[entry].row * task.columns;
-          for (int64_t column = 0; column < task.columns; column += kChunk) {
-            const int n = static_cast<int>(smaller(kChunk, task.columns - column));
-            update_any<Op>(task, plan, true, row + column, n, 4 * (thread % group), 4 * group);
-          }
-        });
+      const int64_t batch = Op::row_state ? kOctets : together;
+      for (int64_t r = block.index() * batch; r < rows; r += block.count() * batch) {
+        if constexpr (Op::row_state) sum_rows(block, task, r);
+        for (int64_t e = r; e < r + batch && e < rows; e += together) {
+          block.each([&](int thread) {
+            const int64_t entry = e + thread / group;
+            if (entry >= rows) return;
+            const int64_t row = task.rows->entries[entry].row * task.columns;
+            for (int64_t column = 0; column < task.columns; column += kChunk) {
+              const int n = static_cast<int>(smaller(kChunk, task.columns - column));
+              update_any<Op>(task, plan, true, row + column, n, 4 * (thread % group), 4 * group);
+            }
+          });
+        }
       }
     }
+  }
+
+  // Brings up the state of kOctets rows of the set, from entry r on: eight threads sum a row, in the
+  // order of sum_runs().
+  GA_DEVICE static void sum_rows(Block& block, const UpdateTask& task, int64_t r) {
+    GA_SHARED double totals[2][kOctets];
+    GA_SHARED double sums[kOctets];
+    const FactorTask& state = *task.row_state;
+    UnitTask unit = sums_of(state, true);
+    Source& source = unit.gradient.source;
+    if (source.format == kSparse) {  // these rows lie there densely
+      source.data = static_cast<const SparseRows*>(source.data)->data;
+      source.format = native<T>;
+    }
+    const View<T> view = View<T>::of_units(unit.gradient);
+    const int rows = static_cast<int>(smaller(int64_t{kOctets}, task.rows->size - r));
+    block.each_item(kOctets, [&](int64_t i) { sums[i] = 0; });
+    GA_ROLLED
+    for (int64_t tile = 0; tile < task.columns; tile += kTile) {
+      const int n = static_cast<int>(smaller(kTile, task.columns - tile));
+      sum_octets<T>(block, rows, totals, [&](int row, int q) {
+        const int64_t first = task.rows->entries[r + row].row * task.columns + tile;
+        return tile_squares<T>(unit, view, first, n, q);
+      });
+      block.each_item(rows, [&](int64_t i) { sums[i] += totals[0][i]; });
+    }
+    const double scale = unit_scale(unit.gradient);
+    block.each_item(rows, [&](int64_t i) {
+      const int64_t row = task.rows->entries[r + i].row;
+      state.row_sums[row] = sums[i] * (scale * scale);
+      add_row_mean<T>(state, row);
+    });
   }
 };
 
