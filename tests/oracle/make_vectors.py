@@ -6,13 +6,15 @@ steps.
     python3 -m venv venv
     venv/bin/pip install torch==2.15.0 timm==1.0.31 keras==3.15.1 jax==0.10.2 \
         pytorch_optimizer==4.1.0
+    venv/bin/pip install --no-deps torchrec==1.9.2
     venv/bin/python make_vectors.py
 
-These are the versions that it was last run with. PyTorch, timm, pytorch_optimizer and Keras (on JAX)
-compute in float64, each by its own code. Only what a case names is set, here and in the library: the rest are
+These are the versions that it was last run with. PyTorch, timm, pytorch_optimizer, torchrec and Keras (on
+JAX) compute in float64, each by its own code. Only what a case names is set, here and in the library: the rest are
 the defaults of both. test_vectors.cpp replays the file.
 """
 import importlib.metadata
+import importlib.util
 import os
 import random
 import sys
@@ -41,6 +43,16 @@ class InFloat64:
 
 
 torch.optim._muon.torch = InFloat64()
+
+
+def from_torchrec(name):
+    """A file of torchrec alone: the package needs FBGEMM."""
+    path = importlib.util.find_spec("torchrec").submodule_search_locations[0]
+    spec = importlib.util.spec_from_file_location("torchrec", f"{path}/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 STEPS = 10
 KEPT = (1, STEPS)  # the steps after which parameters are written down
@@ -247,7 +259,8 @@ def listed(numbers, suffix=""):
 
 sys.stdout = open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "vectors.hpp"), "w")
 versions = (f"PyTorch {torch.__version__.split('+')[0]}, timm {timm.__version__}, "
-            f"pytorch_optimizer {importlib.metadata.version('pytorch_optimizer')}")
+            f"pytorch_optimizer {importlib.metadata.version('pytorch_optimizer')},\n"
+            f"// torchrec {importlib.metadata.version('torchrec')}")
 print(f"""// SPDX-License-Identifier: Apache-2.0
 //
 // Written by make_vectors.py with {versions} and

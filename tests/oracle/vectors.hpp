@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Written by make_vectors.py with PyTorch 2.15.0, timm 1.0.31, pytorch_optimizer 4.1.0 and
+// Written by make_vectors.py with PyTorch 2.15.0, timm 1.0.31, pytorch_optimizer 4.1.0,
+// torchrec 1.9.2 and
 // Keras 3.15.1 (JAX 0.10.2). Not to be edited.
 #pragma once
 
