@@ -461,14 +461,30 @@ inline Row ademamix() {
   return r;
 }
 
+inline Row rowwise_adagrad() {
+  Row r = {GA_OPTIMIZER_ROWWISE_ADAGRAD, "row-wise Adagrad", "rowwise_adagrad"};
+  r.state = [](Const, bool) { return "sum"; };
+  r.lazy = [](Const) { return true; };
+  r.bf16_state = false;
+  r.stands_for_others = true;
+  r.add_defaults(torch, {lr(1e-2), eps(1e-10)});
+  r.add("RowwiseAdagrad", torch, 0.05, [](O) {});
+  r.add("RowwiseAdagradDecay", torch, 0.05, [](O o) {
+    o.eps = 1e-3, o.weight_decay = 0.1, o.initial_accumulator = 0.3, o.maximize = 1;
+  });
+  r.refuses(torch, {"row-wise Adagrad", "eps", "-1"}, [](O o) { o.eps = -1; });
+  return r;
+}
+
 }  // namespace optimizers
 
 // In the order of ga_optimizer_kind.
 inline const std::vector<OptimizerRow>& optimizer_rows() {
   using namespace optimizers;
   static const std::vector<OptimizerRow> rows = {
-      sgd(),   adam(), adamw(), external(), rmsprop(),   adagrad(), adadelta(), adamax(),  nadam(),
-      radam(), lion(), lamb(),  lars(),     adafactor(), muon(),    adopt(),    ademamix()};
+      sgd(),      adam(),      adamw(), external(), rmsprop(),  adagrad(),
+      adadelta(), adamax(),    nadam(), radam(),    lion(),     lamb(),
+      lars(),     adafactor(), muon(),  adopt(),    ademamix(), rowwise_adagrad()};
   return rows;
 }
 

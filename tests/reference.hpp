@@ -304,7 +304,8 @@ inline void decay(const ga_optimizer& o, double lr, Real& p) {
 // Whether weight_decay p is part of the gradient.
 inline bool l2(const ga_optimizer& o) {
   return o.flavor == GA_FLAVOR_TORCH && o.weight_decay != 0 && o.kind != GA_OPTIMIZER_ADAMW &&
-         o.kind != GA_OPTIMIZER_LION && o.kind != GA_OPTIMIZER_ADEMAMIX && o.decoupled == 0;
+         o.kind != GA_OPTIMIZER_LION && o.kind != GA_OPTIMIZER_ADEMAMIX &&
+         o.kind != GA_OPTIMIZER_ROWWISE_ADAGRAD && o.decoupled == 0;
 }
 
 // torch.optim.SGD, after the weight decay.
@@ -672,6 +673,23 @@ inline void adafactor(const ga_optimizer& o, double lr, int64_t t, const std::ve
   }
 }
 
+// EXACT_ROWWISE_ADAGRAD of FBGEMM, by rows of the first axis. The state of a row is in its first element.
+inline void rowwise_adagrad(const ga_optimizer& o, double lr, const std::vector<Real>& g,
+                            Tensor& tensor) {
+  const size_t rows = tensor.shape.empty() ? 1 : static_cast<size_t>(tensor.shape[0]);
+  const size_t columns = g.empty() ? 0 : g.size() / rows;
+  std::vector<Real> squares;
+  for (const Real& x : g) squares.push_back(x * x);
+  for (size_t i = 0; i < g.size(); ++i) {
+    Element& first = tensor.elements[i - i % columns];
+    const Real sum = first.started ? first.v : scalar(o.initial_accumulator);
+    if (i % columns == 0) first.v = sum + mean(squares, i, columns);
+    Real& p = tensor.elements[i].p;
+    decay(o, lr, p);
+    p = p - scalar(lr) / (sqrt(first.v) + scalar(o.eps)) * g[i];
+  }
+}
+
 // ---- Muon ---------------------------------------------------------------------------------------
 
 // A matrix, row by row.
@@ -828,6 +846,9 @@ inline void update(const ga_optimizer& o, double lr, int64_t t, const std::vecto
       break;
     case GA_OPTIMIZER_MUON:
       muon(o, lr, g, tensor);
+      break;
+    case GA_OPTIMIZER_ROWWISE_ADAGRAD:
+      rowwise_adagrad(o, lr, g, tensor);
       break;
     default:  // updated element by element
       for (size_t i = 0; i < g.size(); ++i) update(o, lr, t, gradient[i], tensor.elements[i]);

@@ -265,14 +265,13 @@ TEST_P(AgainstDense, EveryWayToContribute) {
 
 // If every row of the parameter has a gradient, a lazy update equals a dense one; a window with a
 // whole gradient is always dense.
-TEST_P(AgainstDense, LazyWithAllRows) {
-  const ga_optimizer o = optimizer(GA_OPTIMIZER_ADAM);
-  Pair pair(GetParam(), o, config(), GA_ROWS_LAZY);
+void expect_lazy_with_all_rows(const Case& which, int32_t kind, const ga_clip& clip) {
+  Pair pair(which, optimizer(kind), config(), GA_ROWS_LAZY);
+  for (Context* ctx : {&pair.sparse, &pair.dense}) EXPECT_OK(ga_context_set_clip(*ctx, &clip));
   Indices all;
-  for (int64_t i = 0; i < GetParam().shape[0]; ++i)
-    all.push_back((i * 7 + 3) % GetParam().shape[0]);
+  for (int64_t i = 0; i < which.shape[0]; ++i) all.push_back((i * 7 + 3) % which.shape[0]);
   std::set<int64_t> distinct(all.begin(), all.end());
-  for (int64_t i = 0; i < GetParam().shape[0]; ++i) {
+  for (int64_t i = 0; i < which.shape[0]; ++i) {
     if (distinct.insert(i).second) all.push_back(i);
   }
   for (int t = 0; t < 3; ++t) {
@@ -291,6 +290,18 @@ TEST_P(AgainstDense, LazyWithAllRows) {
     });
     pair.step_both();
     ASSERT_TRUE(pair.equal());
+  }
+}
+
+TEST_P(AgainstDense, LazyWithAllRows) {
+  expect_lazy_with_all_rows(GetParam(), GA_OPTIMIZER_ADAM, clip(GA_CLIP_NONE, 0));
+}
+
+TEST_P(AgainstDense, LazyWithAllRowsAndStateByRows) {
+  for (const ga_clip& mode : {clip(GA_CLIP_NONE, 0), clip(GA_CLIP_AGC, 0),
+                              clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 0.75)}) {
+    SCOPED_TRACE(testing::Message() << mode.scope << ", " << mode.max_value);
+    expect_lazy_with_all_rows(GetParam(), GA_OPTIMIZER_ROWWISE_ADAGRAD, mode);
   }
 }
 

@@ -31,14 +31,23 @@ struct NamedOptimizer {
   double lr, momentum;  // values that suit this network
 };
 constexpr NamedOptimizer kOptimizers[] = {
-    {"sgd", GA_OPTIMIZER_SGD, 0.01, 0.9},           {"adam", GA_OPTIMIZER_ADAM, 1e-3, 0},
-    {"adamw", GA_OPTIMIZER_ADAMW, 1e-3, 0},         {"rmsprop", GA_OPTIMIZER_RMSPROP, 1e-3, 0},
-    {"adagrad", GA_OPTIMIZER_ADAGRAD, 1e-2, 0},     {"adadelta", GA_OPTIMIZER_ADADELTA, 1, 0},
-    {"adamax", GA_OPTIMIZER_ADAMAX, 2e-3, 0},       {"nadam", GA_OPTIMIZER_NADAM, 1e-3, 0},
-    {"radam", GA_OPTIMIZER_RADAM, 2e-3, 0},         {"lion", GA_OPTIMIZER_LION, 3e-4, 0},
-    {"lamb", GA_OPTIMIZER_LAMB, 1e-2, 0},           {"lars", GA_OPTIMIZER_LARS, 0.1, 0.9},
-    {"adafactor", GA_OPTIMIZER_ADAFACTOR, 1e-2, 0}, {"muon", GA_OPTIMIZER_MUON, 5e-3, 0.95},
-    {"adopt", GA_OPTIMIZER_ADOPT, 1e-3, 0},         {"ademamix", GA_OPTIMIZER_ADEMAMIX, 1e-3, 0}};
+    {"sgd", GA_OPTIMIZER_SGD, 0.01, 0.9},
+    {"adam", GA_OPTIMIZER_ADAM, 1e-3, 0},
+    {"adamw", GA_OPTIMIZER_ADAMW, 1e-3, 0},
+    {"rmsprop", GA_OPTIMIZER_RMSPROP, 1e-3, 0},
+    {"adagrad", GA_OPTIMIZER_ADAGRAD, 1e-2, 0},
+    {"adadelta", GA_OPTIMIZER_ADADELTA, 1, 0},
+    {"adamax", GA_OPTIMIZER_ADAMAX, 2e-3, 0},
+    {"nadam", GA_OPTIMIZER_NADAM, 1e-3, 0},
+    {"radam", GA_OPTIMIZER_RADAM, 2e-3, 0},
+    {"lion", GA_OPTIMIZER_LION, 3e-4, 0},
+    {"lamb", GA_OPTIMIZER_LAMB, 1e-2, 0},
+    {"lars", GA_OPTIMIZER_LARS, 0.1, 0.9},
+    {"adafactor", GA_OPTIMIZER_ADAFACTOR, 1e-2, 0},
+    {"muon", GA_OPTIMIZER_MUON, 5e-3, 0.95},
+    {"adopt", GA_OPTIMIZER_ADOPT, 1e-3, 0},
+    {"ademamix", GA_OPTIMIZER_ADEMAMIX, 1e-3, 0},
+    {"rowwise_adagrad", GA_OPTIMIZER_ROWWISE_ADAGRAD, 1e-2, 0}};
 
 template <typename Value>
 struct Named {

@@ -367,8 +367,12 @@ enum ga_optimizer_kind {
                                  Two passes, 16 and 12 bytes, and the products between */
   GA_OPTIMIZER_ADOPT = 15,    /* Taniguchi et al. 2024, algorithm 2: its first step moves nothing.
                                  Defaults: lr 1e-3, beta1 0.9, beta2 0.9999, eps 1e-6 */
-  GA_OPTIMIZER_ADEMAMIX = 16  /* Pagliardini et al. 2024: ADAMW and a slow average of gradients.
+  GA_OPTIMIZER_ADEMAMIX = 16, /* Pagliardini et al. 2024: ADAMW and a slow average of gradients.
                                  Defaults: ADAM's, beta3 0.9999, alpha 5, no warm-ups */
+  GA_OPTIMIZER_ROWWISE_ADAGRAD = 17 /* as FBGEMM's EXACT_ROWWISE_ADAGRAD: ADAGRAD with one number of
+                                 state for each index of the first axis, to which the mean of the
+                                 squares of its gradient is added. For embeddings, also with
+                                 GA_ROWS_LAZY. Defaults: lr 1e-2, eps 1e-10 */
 };
 
 /* Whose definition, where frameworks differ. t counts a parameter's own updates in TORCH, the
@@ -377,7 +381,8 @@ enum ga_optimizer_kind {
    decay     is added to the gradient (L2), but is  is decoupled everywhere: p -= lr weight_decay p
              decoupled, p -= lr weight_decay p, in
              ADAMW, LION, ADAFACTOR, MUON,
-             ADEMAMIX, and in NADAM, RADAM and ADOPT by option
+             ADEMAMIX, ROWWISE_ADAGRAD, and in NADAM,
+             RADAM and ADOPT by option
    SGD       b = mu b + (1 - dampening) g, first    v = mu v - lr g; p += v
              b = g; p -= lr b
    ADAM...   eps added to sqrt(v / (1 - beta2^t))   eps added to sqrt(v)
@@ -392,7 +397,7 @@ enum ga_optimizer_kind {
              applies where weight_decay is not 0,
              or by always_adapt; max_grad_norm
    others    ADADELTA and LION differ in their defaults only
-   RADAM, LARS, ADAFACTOR, MUON, ADOPT and ADEMAMIX have TORCH alone.
+   RADAM, LARS, ADAFACTOR, MUON, ADOPT, ADEMAMIX and ROWWISE_ADAGRAD have TORCH alone.
    BERT      ADAMW only, as AdamWeightDecay of the BERT release: no bias correction,
              p -= lr (m / (sqrt(v) + eps) + weight_decay p) */
 enum ga_flavor { GA_FLAVOR_TORCH = 0, GA_FLAVOR_KERAS = 1, GA_FLAVOR_BERT = 2 };
@@ -419,10 +424,11 @@ typedef struct ga_optimizer {
   int32_t amsgrad;     /* ADAM, ADAMW: 0 or 1; not BERT */
   int32_t maximize;    /* 0 or 1: ascend, with the sign of the gradient turned */
   int32_t state_dtype; /* ga_dtype of the state: 0, the default: f32 (f64 for f64 parameters); or
-                          GA_BF16, always rounded stochastically. Not ADAFACTOR, not f64 */
+                          GA_BF16, always rounded stochastically. Not ADAFACTOR, not
+                          ROWWISE_ADAGRAD, not f64 */
   double rho;                 /* RMSPROP (alpha in torch), ADADELTA; [0, 1) */
   double lr_decay;            /* ADAGRAD, TORCH: lr / (1 + (t - 1) lr_decay); >= 0 */
-  double initial_accumulator; /* ADAGRAD: what the sum of squares begins with; >= 0 */
+  double initial_accumulator; /* (ROWWISE_)ADAGRAD: what the sum of squares begins with; >= 0 */
   double momentum_decay;      /* NADAM: beta1 (1 - 0.96^(t momentum_decay) / 2); >= 0 */
   double trust_coefficient;   /* LARS; > 0 */
   double max_grad_norm;       /* LAMB, TORCH: the gradient is first divided by max(1, n /
@@ -638,7 +644,7 @@ enum ga_rounding { GA_ROUND_NEAREST = 0, GA_ROUND_STOCHASTIC = 1 };
 
 /* Whether ga_accumulate_rows is for a parameter. DENSE: a row without a gradient counts as zeros.
    LAZY: rows without a gradient are left as they are, their state with them, also under
-   GA_MISSING_ZERO: SGD (dampening 0), ADAM, ADAMW and ADAGRAD. */
+   GA_MISSING_ZERO: SGD (dampening 0), ADAM, ADAMW, ADAGRAD and ROWWISE_ADAGRAD. */
 enum ga_rows { GA_ROWS_NONE = 0, GA_ROWS_DENSE = 1, GA_ROWS_LAZY = 2 };
 
 typedef struct ga_param_options {

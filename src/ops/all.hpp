@@ -30,12 +30,14 @@
 #include "ops/nadam.hpp"
 #include "ops/radam.hpp"
 #include "ops/rmsprop.hpp"
+#include "ops/rowwise_adagrad.hpp"
 #include "ops/sgd.hpp"
 
 namespace ga {
 
-using Optimizers = TypeList<Sgd, Adam, AdamW, External, Rmsprop, Adagrad, Adadelta, Adamax, Nadam,
-                            Radam, Lion, Lamb, Lars, Adafactor, Muon, Adopt, Ademamix>;
+using Optimizers =
+    TypeList<Sgd, Adam, AdamW, External, Rmsprop, Adagrad, Adadelta, Adamax, Nadam, Radam, Lion,
+             Lamb, Lars, Adafactor, Muon, Adopt, Ademamix, RowwiseAdagrad>;
 
 template <class List>
 constexpr bool in_order_of_kind = false;

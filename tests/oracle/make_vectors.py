@@ -58,7 +58,8 @@ STEPS = 10
 KEPT = (1, STEPS)  # the steps after which parameters are written down
 LR = (1.0, 0.5, 2.0)  # what the learning rate is multiplied by, in turns
 SHAPES = [(4, 3), (3, 5), (7,), (), (2, 3, 2)]
-MATRICES = 2  # of these come first, for Muon
+MATRICES = 2  # of these come first
+OF_MATRICES = ("MUON", "ROWWISE_ADAGRAD")
 
 draw = random.Random(20)
 
@@ -210,6 +211,9 @@ def cases():
                     dict(lr=0.01, t_alpha_beta3=8, weight_decay=0.1)):
         yield torch_case("ADEMAMIX", pytorch_optimizer.AdEMAMix, options, weight_decouple=True,
                          **single)
+    rowwise = from_torchrec("optim/rowwise_adagrad")
+    for options in ({}, dict(lr=0.05, initial_accumulator_value=0.3, eps=1e-3, maximize=True)):
+        yield torch_case("ROWWISE_ADAGRAD", rowwise.RowWiseAdagrad, options)
 
     k = keras.optimizers
     for options in ({}, dict(momentum=0.9, weight_decay=0.1), dict(momentum=0.9, nesterov=True)):
@@ -294,7 +298,7 @@ for step in gradients:
 print("};\n")
 print("inline std::vector<Case> cases() {\n  return {")
 for name, kind, flavor, options, names, run, make in cases():
-    count = MATRICES if kind == "MUON" else len(SHAPES)
+    count = MATRICES if kind in OF_MATRICES else len(SHAPES)
     settings = [(field, literal(value)) for field, value in fields(options, names)]
     assignments = "".join(f" o.{field} = {value};" for field, value in settings)
     title = " ".join([name] + [f"{field} {value}" for field, value in settings])
