@@ -19,15 +19,13 @@ struct AdemamixOp : AdamOp<T, false, false> {
   T beta3, gain3, slow;
 
   GA_HD AdemamixOp(const ga_optimizer& o, const StepInput& in) : AdamOp<T, false, false>(o, in) {
-    const auto warmed = [&in](int64_t steps) {
-      return in.clock.step < steps ? static_cast<double>(in.clock.step) / static_cast<double>(steps)
-                                   : 1;
-    };
-    const double r = warmed(o.beta3_warmup);
+    const auto t = static_cast<double>(in.clock.step);
+    const double r = fmin(1, t / static_cast<double>(o.beta3_warmup));  // t / 0 is infinite
     const double b = r < 1 ? exp(1 / ((1 - r) / log(o.beta1) + r / log(o.beta3))) : o.beta3;
     beta3 = T(b);
     gain3 = T(1 - b);
-    slow = T(in.lr * square_root(1 - in.clock.beta2_power) * o.alpha * warmed(o.alpha_warmup));
+    slow = T(in.lr * square_root(1 - in.clock.beta2_power) * o.alpha *
+             fmin(1, t / static_cast<double>(o.alpha_warmup)));
   }
 
   GA_HD T operator()(T p, T g, T* state) const {
