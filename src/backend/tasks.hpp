@@ -107,8 +107,41 @@ inline GradientView identity(const Source& source) { return {source, nullptr}; }
 GA_HD bool is_finite(double x) { return __builtin_fabs(x) <= 1.7976931348623157e308; }
 GA_HD bool is_limited(const GradientView& g) { return g.numbers && is_finite(g.numbers->limit); }
 
-// Without a limit, units are summed, and multiplied by their factors, before the scale of numbers: of the
-// source times its own scale, which is what an accumulator would hold. The sums and factors have the rest.
+// The numbers of a GradientView in the compute type.
+template <class T>
+struct View {
+  T source_scale, scale, limit, factor;
+
+  GA_HD explicit View(const GradientView& g)
+      : source_scale(static_cast<T>(scale_of(g.source))),
+        scale(g.numbers ? static_cast<T>(g.numbers->scale) : T(1)),
+        limit(g.numbers ? static_cast<T>(g.numbers->limit) : static_cast<T>(HUGE_VAL)),
+        factor(g.numbers ? static_cast<T>(g.numbers->factor) : T(1)) {}
+
+  // Without a limit, what sums and factors of units multiply is the source times its own scale, as an
+  // accumulator would hold it; they have the rest, unit_scale().
+  GA_HD static View of_units(const GradientView& g) {
+    View view(g);
+    if (!is_limited(g)) view.scale = 1;
+    return view;
+  }
+
+  // X: T, or a register of T
+  template <class X>
+  GA_HD X scaled(X x) const {
+    return x * source_scale * scale;
+  }
+  template <class X>
+  GA_HD X clamped(X x) const {
+    const X low = X{} - limit, high = X{} + limit;
+    return x < low ? low : (x > high ? high : x);
+  }
+  GA_HD T operator()(T x) const { return clamped(scaled(x)) * factor; }
+
+  // Whether clamped(scaled(x)) is x * source_scale.
+  GA_HD bool is_plain() const { return scale == 1 && limit == static_cast<T>(HUGE_VAL); }
+};
+
 GA_HD double unit_scale(const GradientView& g) {
   return is_limited(g) || !g.numbers ? 1 : g.numbers->scale;
 }

@@ -283,43 +283,11 @@ void accumulate(const AccumulateTask& given, int64_t offset, int64_t count, bool
 // ---- The gradient as the optimizer sees it ------------------------------------------------------
 
 template <class T>
-struct View {
-  T source_scale, scale, limit, factor;
-
-  explicit View(const GradientView& g)
-      : source_scale(static_cast<T>(scale_of(g.source))),
-        scale(g.numbers ? static_cast<T>(g.numbers->scale) : T(1)),
-        limit(g.numbers ? static_cast<T>(g.numbers->limit) : static_cast<T>(HUGE_VAL)),
-        factor(g.numbers ? static_cast<T>(g.numbers->factor) : T(1)) {}
-
-  // X: T, or a register of T
-  template <class X>
-  GA_INLINE X scaled(X x) const {
-    return x * source_scale * scale;
-  }
-  template <class X>
-  GA_INLINE X clamped(X x) const {
-    const X low = X{} - limit, high = X{} + limit;
-    return x < low ? low : (x > high ? high : x);
-  }
-  GA_INLINE T operator()(T x) const { return clamped(scaled(x)) * factor; }
-
-  // Before unit_scale().
-  static View of_units(const GradientView& g) {
-    View view(g);
-    if (!is_limited(g)) view.scale = 1;
-    return view;
-  }
-  // Whether clamped(scaled(x)) is x.
-  bool is_identity() const { return source_scale == 1 && scale == 1 && limit == HUGE_VAL; }
-};
-
-template <class T>
 const T* load_clipped(const void* data, int64_t offset, int64_t count, T* tile) {
   const ClippedGradient& c = *static_cast<const ClippedGradient*>(data);
   const auto view = c.pattern ? View<T>::of_units(c.gradient) : View<T>(c.gradient);
   const T* g = load<T>(c.gradient.source, offset, count, tile);
-  if (!c.pattern || !view.is_identity()) {
+  if (!c.pattern || !view.is_plain() || view.source_scale != 1) {
     for (int64_t i = 0; i < count; ++i) tile[i] = view(g[i]);
     g = tile;
   }
@@ -737,7 +705,7 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
         smaller(end - t, kept || at.left() + run <= kTile ? kTile : smaller(at.left(), kTile));
     const T* g = load<T>(task.gradient.source, t, n, tile_g);
     const T* const p = kParam ? load<T>(task.param, t, n, tile_p) : nullptr;
-    if (!view.is_identity()) {
+    if (!view.is_plain() || view.source_scale != 1) {
       for (int64_t i = 0; i < n; ++i) tile_g[i] = view.clamped(view.scaled(g[i]));
       g = tile_g;
     }

@@ -198,33 +198,6 @@ GA_DEVICE Four<T> load_plain(const void* at, int32_t format, bool aligned, int i
   }
 }
 
-// ---- The gradient as an optimizer sees it -------------------------------------------------------
-
-template <class T>
-struct View {
-  T source, scale, limit, factor;
-
-  GA_DEVICE explicit View(const GradientView& g)
-      : source(static_cast<T>(scale_of(g.source))),
-        scale(g.numbers ? static_cast<T>(g.numbers->scale) : T(1)),
-        limit(g.numbers ? static_cast<T>(g.numbers->limit) : static_cast<T>(HUGE_VAL)),
-        factor(g.numbers ? static_cast<T>(g.numbers->factor) : T(1)) {}
-
-  GA_DEVICE T scaled(T x) const { return x * source * scale; }
-  GA_DEVICE T clamped(T x) const {
-    const T low = T(0) - limit;
-    return x < low ? low : (x > limit ? limit : x);
-  }
-  GA_DEVICE T operator()(T x) const { return clamped(scaled(x)) * factor; }
-
-  // Before unit_scale().
-  GA_DEVICE static View of_units(const GradientView& g) {
-    View view(g);
-    if (!is_limited(g)) view.scale = 1;
-    return view;
-  }
-};
-
 // ---- Units --------------------------------------------------------------------------------------
 
 // a / b. 64-bit division is slow, and few tensors have so many elements.

@@ -16,7 +16,7 @@ GA_DEVICE void add_norms(const View<T>& view, bool limited, const Four<T>& four,
                          SquaresOf<T, 2>& squares) {
   for (int l = 0; l < 4; ++l) {
     if (l >= count) continue;
-    const T x = four.x[l] * view.source;
+    const T x = four.x[l] * view.source_scale;
     squares.of[0].add(l, x);
     if (limited) squares.of[1].add(l, view.clamped(x * view.scale));
   }

@@ -124,9 +124,9 @@ GA_DEVICE double unit_sum(const Piece& piece, const UnitElements& unit, Load loa
 template <class T>
 GA_APART double unit_sum_of(const Piece& piece, const UnitElements& unit, const Source& source,
                             const View<T>& view) {
-  if (!is_finite(view.limit) && source.data && source.format == native<T>) {
+  if (view.is_plain() && source.data && source.format == native<T>) {
     const T* const from = global(static_cast<const T*>(source.data));
-    return unit_sum<T>(piece, unit, [&](int64_t i) { return from[i] * view.source; });
+    return unit_sum<T>(piece, unit, [&](int64_t i) { return from[i] * view.source_scale; });
   }
   double sum = 0;
   GA_ROLLED
@@ -202,11 +202,11 @@ template <class T>
 GA_DEVICE SquaresOf<T, 2> tile_squares(const UnitTask& task, const View<T>& view, int64_t element,
                                        int n, int q) {
   const Source& g = task.gradient.source;
-  if (is_finite(view.limit) || !g.data || g.format != native<T> ||
+  if (!view.is_plain() || !g.data || g.format != native<T> ||
       (task.param.data && task.param.format != native<T>))
     return tile_of_any<T>(task, view, element, n, q);
   const T* const param = static_cast<const T*>(task.param.data);
-  return tile_of_native<T>(static_cast<const T*>(g.data) + element, view.source,
+  return tile_of_native<T>(static_cast<const T*>(g.data) + element, view.source_scale,
                            param ? param + element : nullptr, n, q);
 }
 
