@@ -103,8 +103,9 @@ void windows_16(const Options& options, Report& report, const Place& place) {
   consuming.dtype = consuming.gradient_dtype = GA_BF16;
   Setting keeping = consuming;
   keeping.life = GA_GRADIENTS_LIVE;
-  uint16_t* const p16 = halves(p, n);
-  Context consumed(place.layout, p16, consuming), live(place.layout, p16, keeping);
+  const Block p_live = make_block(n, 0, threads);  // two contexts cannot both have masters of one
+  Context consumed(place.layout, halves(p, n), consuming);
+  Context live(place.layout, halves(p_live, n), keeping);
   const auto window = [&](Context& context, int micros) {
     return [&context, &gradients, micros] {
       for (int micro = 0; micro < micros; ++micro) context.accumulate(gradients[micro % 2]);
