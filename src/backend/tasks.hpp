@@ -102,7 +102,7 @@ struct GradientView {
   const Numbers* numbers;
 };
 
-inline GradientView identity(const Source& source) { return {source, nullptr}; }
+GA_HD GradientView identity(const Source& source) { return {source, nullptr}; }
 
 GA_HD bool is_finite(double x) { return __builtin_fabs(x) <= 1.7976931348623157e308; }
 GA_HD bool is_limited(const GradientView& g) { return g.numbers && is_finite(g.numbers->limit); }
