@@ -12,14 +12,17 @@
 
 namespace ga {
 
-Micro Context::make_micro(double weight, const double* scale) const {
-  const bool late = !scale && late_scale();  // only the device knows the scale, so 0 stands for it
-  const Micro m = {weight, scale ? *scale : late ? 0 : loss_scale()};
+Micro Context::make_micro(double weight, const ga_micro_options& o) const {
+  const bool own = o.loss_scale != 0;
+  const bool late = !own && late_scale();  // only the device knows the scale, so 0 stands for it
+  const Micro m = {weight, own ? o.loss_scale : late ? 0 : loss_scale(), o.flags == GA_MICRO_LAST};
   if (!(m.weight >= 0) || !std::isfinite(m.weight))
     fail(GA_ERROR_INVALID_ARGUMENT, "weight was %g, expected a finite number >= 0", m.weight);
-  if (!late && (!std::isfinite(m.loss_scale) || m.loss_scale == 0))
-    fail(GA_ERROR_INVALID_ARGUMENT, "loss scale was %g, expected a finite number other than 0",
-         m.loss_scale);
+  if (!std::isfinite(o.loss_scale))
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "loss_scale was %g, expected a finite number, or 0 for that of the context", o.loss_scale);
+  if (o.flags & ~uint32_t{GA_MICRO_LAST})
+    fail(GA_ERROR_INVALID_ARGUMENT, "flags was 0x%x, expected GA_MICRO_LAST or 0", o.flags);
   return m;
 }
 
@@ -42,7 +45,7 @@ void Context::refuse(ga_param id, const char* what, bool adds_elsewhere) const {
          option);
   };
   if (config_.noise_scale) refused("ga_config.noise_scale");
-  if (clip_micro_) refused("GA_CLIP_MICRO");
+  if (clip_micro_) refused("GA_CLIP_WHEN_MICRO");
   if (config_.accumulation != GA_ACCUMULATE_PLAIN) refused("ga_config.accumulation");
   if (adds_elsewhere && config_.nonfinite == GA_NONFINITE_DROP_MICRO)
     refused("GA_NONFINITE_DROP_MICRO");
@@ -166,10 +169,10 @@ void Context::count_contribution(Param& p) {
 }
 
 void Context::accumulate(const void* const* gradients, size_t count, double weight,
-                         const double* scale) {
+                         const ga_micro_options& options) {
   check_device();
   if (accum_due_) update_accum_steps();
-  const Micro micro = make_micro(weight, scale);
+  const Micro micro = make_micro(weight, options);
   window_.check_whole();
   if (count != blocks_.size())
     fail(GA_ERROR_INVALID_ARGUMENT,
@@ -224,13 +227,15 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
   if (deferring() && micro.weight > 0) settle(window_.size() - 1);
 }
 
-void Context::micro_begin(int64_t index, double weight, const double* scale) {
+void Context::micro_begin(int64_t index, double weight, const ga_micro_options& options) {
   check_device();
+  if (index == -1) index = window_.size();
   if (accum_due_) update_accum_steps();
-  const Micro micro = make_micro(weight, scale);
+  const Micro micro = make_micro(weight, options);
   if (deferring() && window_.open_index() < 0 && index >= 0 && index < window_.size())
     fail(GA_ERROR_UNSUPPORTED,
-         "micro-batch %lld cannot be opened again: with GA_NONFINITE_DROP_MICRO and GA_CLIP_MICRO "
+         "micro-batch %lld cannot be opened again: with GA_NONFINITE_DROP_MICRO and "
+         "GA_CLIP_WHEN_MICRO "
          "it is checked as a whole when it ends",
          ll(index));
   window_.reserve_one();
@@ -274,7 +279,7 @@ void Context::check_single(ga_param id) const {
     if (c.param == id)
       subject(id).fail(
           GA_ERROR_UNSUPPORTED,
-          "a second contribution in one micro-batch is not supported with GA_CLIP_MICRO");
+          "a second contribution in one micro-batch is not supported with GA_CLIP_WHEN_MICRO");
 }
 
 void Context::prepare_parts(Span<const Whole> parts, const char* what) {
@@ -486,7 +491,7 @@ void Context::list_contributions(const Micro& micro) {
     micro_inputs_.push_back({partials, chunk_count(c.count), c.param, p.pending});
     p.pending = true;
     NormTask& task = norm_tasks_.add();
-    task.gradient = {contribution(c.gradient, c.format, {1, micro.loss_scale}),
+    task.gradient = {contribution(c.gradient, c.format, {1, micro.loss_scale, false}),
                      &micro_plans_.at(k)->view};
     task.f64 = p.f64;
     task.count = c.count;
@@ -604,7 +609,7 @@ ga_accumulator Context::acquire_accumulator(ga_param id) {
     make_dense(id);
     out.data = p.accumulator;
     const double scale = micro.loss_scale == 0 ? loss_scale() : micro.loss_scale;
-    out.alpha = contribution(nullptr, GA_F32, {micro.weight, scale}).scale;
+    out.alpha = contribution(nullptr, GA_F32, {micro.weight, scale, false}).scale;
     out.beta = p.held() == Held::kStored ? 1 : 0;
   }
   p.acquired = true;

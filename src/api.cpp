@@ -28,6 +28,7 @@ template <class T>
 constexpr size_t first_size(const T*) {
   return sizeof(T);
 }
+
 constexpr size_t first_size(const ga_config*) { return offsetof(ga_config, seed); }
 constexpr size_t first_size(const ga_memory*) { return offsetof(ga_memory, masters); }
 constexpr size_t first_size(const ga_optimizer*) { return offsetof(ga_optimizer, rho); }
@@ -101,15 +102,45 @@ void init_struct(T* out, size_t size, T defaults, const char* type) {
   std::memcpy(static_cast<void*>(out), &defaults, defaults.struct_size);
 }
 
-ga_param_options read_options(const ga_param_options* options) {
-  ga_param_options o = {};
-  o.struct_size = sizeof o;
-  return read_struct(options, o, "ga_param_options");
+void check_reserved(const char* type, int32_t value) {
+  if (value != 0) fail(GA_ERROR_INVALID_ARGUMENT, "%s: reserved was %d, expected 0", type, value);
+}
+
+// A struct whose defaults are zeros.
+template <class T>
+T zeros() {
+  T t = {};
+  t.struct_size = sizeof t;
+  return t;
+}
+
+ga_micro_options read_micro(const ga_micro_options* options) {
+  const auto o = read_struct(options, zeros<ga_micro_options>(), "ga_micro_options");
+  check_reserved("ga_micro_options", o.reserved);
+  return o;
+}
+
+ga_flat_entry default_flat_entry() {
+  auto e = zeros<ga_flat_entry>();
+  e.group = -1;
+  return e;
+}
+
+// Entry i of an array whose elements have the size that the first one says.
+ga_flat_entry read_entry(const ga_flat_entry* entries, size_t i) {
+  const size_t size = entries->struct_size;
+  check_size<ga_flat_entry>(size, "ga_flat_entry");
+  const auto* const entry =
+      reinterpret_cast<const ga_flat_entry*>(reinterpret_cast<const char*>(entries) + i * size);
+  if (entry->struct_size != size)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "struct_size of entries[%zu] was %zu, but that of entries[0] is %zu", i,
+         entry->struct_size, size);
+  return read_struct(entry, default_flat_entry(), "ga_flat_entry");
 }
 
 ga_optimizer default_optimizer(int32_t kind, int32_t flavor) {
-  ga_optimizer o = {};
-  o.struct_size = sizeof o;
+  auto o = zeros<ga_optimizer>();
   o.kind = kind;
   o.flavor = flavor;
   ga::optimizer_info(kind, flavor).defaults(o);
@@ -120,10 +151,6 @@ ga_optimizer default_optimizer(int32_t kind, int32_t flavor) {
 bool flag(const char* name, int32_t value) {
   ga::check_choice(name, value, 1, "0 or 1");
   return value != 0;
-}
-
-void check_reserved(const char* type, int32_t value) {
-  if (value != 0) fail(GA_ERROR_INVALID_ARGUMENT, "%s: reserved was %d, expected 0", type, value);
 }
 
 // An id for the caller, who may not want it.
@@ -178,14 +205,20 @@ const char* ga_status_name(ga_status status) {
                                           "GA_ERROR_UNSUPPORTED",
                                           "GA_ERROR_NONFINITE",
                                           "GA_ERROR_FAULT",
-                                          "GA_ERROR_INTERNAL"};
-  return status >= 0 && status <= GA_ERROR_INTERNAL ? names[status] : "unknown status";
+                                          "GA_ERROR_INTERNAL",
+                                          "GA_ERROR_WINDOW_FULL",
+                                          "GA_ERROR_IO",
+                                          "GA_ERROR_FORMAT",
+                                          "GA_ERROR_COMMUNICATION",
+                                          "GA_ERROR_CANCELLED"};
+  constexpr int32_t count = sizeof names / sizeof *names;
+  return status >= 0 && status < count ? names[status] : "unknown status";
 }
 
 const char* ga_last_error(void) { return ga::last_error(); }
 
-ga_status ga_config_init(ga_config* config, size_t struct_size) {
-  return guard([&] { init_struct(config, struct_size, ga::default_config(), "ga_config"); });
+ga_status ga_config_init(ga_config* out, size_t struct_size) {
+  return guard([&] { init_struct(out, struct_size, ga::default_config(), "ga_config"); });
 }
 
 ga_status ga_context_create(const ga_config* config, ga_context** out) {
@@ -203,16 +236,20 @@ void ga_context_destroy(ga_context* ctx) {
   if (ctx && !ctx->is_of_parent()) delete ctx;
 }
 
-ga_status ga_device_count(int32_t device, int32_t* count) {
+ga_status ga_device_count(ga_device device, int32_t* out) {
   return guard([&] {
-    require(count, "count");
+    require(out, "out");
     ga::check_choice("device", device, GA_DEVICE_CUDA, "ga_device");
-    *count = device == GA_DEVICE_CUDA ? ga::cuda_device_count() : 1;
+    *out = device == GA_DEVICE_CUDA ? ga::cuda_device_count() : 1;
   });
 }
 
 ga_status ga_synchronize(ga_context* ctx) {
   return on(ctx, [&] { ctx->synchronize(); });
+}
+
+ga_status ga_memory_init(ga_memory* out, size_t struct_size) {
+  return guard([&] { init_struct(out, struct_size, zeros<ga_memory>(), "ga_memory"); });
 }
 
 ga_status ga_context_memory(const ga_context* ctx, ga_memory* out) {
@@ -226,16 +263,15 @@ ga_status ga_context_set_accum_steps(ga_context* ctx, int64_t accum_steps) {
   return on(ctx, [&] { ctx->set_accum_steps(accum_steps); });
 }
 
-ga_status ga_context_set_accum_schedule(ga_context* ctx, const ga_accum_phase* phases,
-                                        size_t count) {
-  return on(ctx, [&] { ctx->set_accum_schedule(phases, count); });
+ga_status ga_context_set_accum_schedule(ga_context* ctx, const int64_t* from_steps,
+                                        const int64_t* accum_steps, size_t count) {
+  return on(ctx, [&] { ctx->set_accum_schedule(from_steps, accum_steps, count); });
 }
 
-ga_status ga_optimizer_init(ga_optimizer* optimizer, size_t struct_size, int32_t kind,
-                            int32_t flavor) {
-  return guard([&] {
-    init_struct(optimizer, struct_size, default_optimizer(kind, flavor), "ga_optimizer");
-  });
+ga_status ga_optimizer_init(ga_optimizer* out, size_t struct_size, ga_optimizer_kind kind,
+                            ga_flavor flavor) {
+  return guard(
+      [&] { init_struct(out, struct_size, default_optimizer(kind, flavor), "ga_optimizer"); });
 }
 
 ga_status ga_group_add(ga_context* ctx, const ga_optimizer* optimizer, ga_group* out) {
@@ -257,9 +293,22 @@ ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weig
   return on(ctx, [&] { ctx->set_weight_decay(group, weight_decay); });
 }
 
-ga_status ga_schedule_init(ga_schedule* schedule, size_t struct_size, int32_t kind) {
-  return guard(
-      [&] { init_struct(schedule, struct_size, ga::default_schedule(kind), "ga_schedule"); });
+ga_status ga_group_count(const ga_context* ctx, int32_t* out) {
+  return on(ctx, [&] {
+    require(out, "out");
+    *out = ctx->group_count();
+  });
+}
+
+ga_status ga_group_optimizer(const ga_context* ctx, ga_group group, ga_optimizer* out) {
+  return on(ctx, [&] {
+    check_out(out, "ga_optimizer");
+    write_struct(out, ctx->optimizer(group));
+  });
+}
+
+ga_status ga_schedule_init(ga_schedule* out, size_t struct_size, ga_schedule_kind kind) {
+  return guard([&] { init_struct(out, struct_size, ga::default_schedule(kind), "ga_schedule"); });
 }
 
 ga_status ga_group_set_schedule(ga_context* ctx, ga_group group, const ga_schedule* schedule) {
@@ -280,8 +329,8 @@ ga_status ga_group_lr(const ga_context* ctx, ga_group group, double* out) {
   });
 }
 
-ga_status ga_clip_init(ga_clip* clip, size_t struct_size) {
-  return guard([&] { init_struct(clip, struct_size, ga::default_clip(), "ga_clip"); });
+ga_status ga_clip_init(ga_clip* out, size_t struct_size) {
+  return guard([&] { init_struct(out, struct_size, ga::default_clip(), "ga_clip"); });
 }
 
 ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip) {
@@ -297,9 +346,8 @@ ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip
   });
 }
 
-ga_status ga_loss_scaler_init(ga_loss_scaler* scaler, size_t struct_size) {
-  return guard(
-      [&] { init_struct(scaler, struct_size, ga::default_loss_scaler(), "ga_loss_scaler"); });
+ga_status ga_loss_scaler_init(ga_loss_scaler* out, size_t struct_size) {
+  return guard([&] { init_struct(out, struct_size, ga::default_loss_scaler(), "ga_loss_scaler"); });
 }
 
 ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scaler) {
@@ -311,16 +359,16 @@ ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scal
   });
 }
 
-ga_status ga_loss_scale(const ga_context* ctx, double* out, const void** device) {
+ga_status ga_loss_scale(const ga_context* ctx, double* out_scale, const void** out_device) {
   return on(ctx, [&] {
-    if (!device || !ctx->device_loss_scale()) require(out, "out");
-    if (out) *out = ctx->loss_scale();
-    if (device) *device = ctx->device_loss_scale();
+    if (!out_device || !ctx->device_loss_scale()) require(out_scale, "out_scale");
+    if (out_scale) *out_scale = ctx->loss_scale();
+    give(out_device, ctx->device_loss_scale());
   });
 }
 
-ga_status ga_ema_init(ga_ema* ema, size_t struct_size) {
-  return guard([&] { init_struct(ema, struct_size, ga::default_ema(), "ga_ema"); });
+ga_status ga_ema_init(ga_ema* out, size_t struct_size) {
+  return guard([&] { init_struct(out, struct_size, ga::default_ema(), "ga_ema"); });
 }
 
 ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema) {
@@ -329,23 +377,81 @@ ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema) {
   });
 }
 
-ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* data, int32_t dtype,
-                       int32_t rank, const int64_t* shape, const ga_param_options* options,
-                       ga_param* out) {
+ga_status ga_param_options_init(ga_param_options* out, size_t struct_size) {
+  return guard(
+      [&] { init_struct(out, struct_size, zeros<ga_param_options>(), "ga_param_options"); });
+}
+
+ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* data,
+                       ga_dtype dtype, int32_t rank, const int64_t* shape,
+                       const ga_param_options* options, ga_param* out) {
   return on(ctx, [&] {
-    const ga_param_options o = read_options(options);
-    const ga_flat_entry entry = {name, group, rank, shape, 0};
-    give(out, ctx->add_params(data, dtype, &entry, 1, o));
+    const ga::NewParam entry = {
+        name,  group, rank,
+        shape, 0,     read_struct(options, zeros<ga_param_options>(), "ga_param_options")};
+    give(out, ctx->add_params(data, dtype, {&entry, 1}));
   });
 }
 
-ga_status ga_params_add_flat(ga_context* ctx, void* data, int32_t dtype,
+ga_status ga_flat_entry_init(ga_flat_entry* out, size_t struct_size) {
+  return guard([&] { init_struct(out, struct_size, default_flat_entry(), "ga_flat_entry"); });
+}
+
+ga_status ga_params_add_flat(ga_context* ctx, void* data, ga_dtype dtype,
                              const ga_flat_entry* entries, size_t count,
-                             const ga_param_options* options, ga_param* first) {
+                             const ga_param_options* options, ga_param* out) {
   return on(ctx, [&] {
-    const ga_param_options o = read_options(options);
+    const auto common = read_struct(options, zeros<ga_param_options>(), "ga_param_options");
     if (count > 0) require(entries, "entries");
-    give(first, ctx->add_params(data, dtype, entries, count, o));
+    std::vector<ga::NewParam> list;
+    for (size_t i = 0; i < count; ++i) {
+      const ga_flat_entry e = read_entry(entries, i);
+      list.push_back({e.name, e.group, e.rank, e.shape, e.offset,
+                      e.options
+                          ? read_struct(e.options, zeros<ga_param_options>(), "ga_param_options")
+                          : common});
+    }
+    give(out, ctx->add_params(data, dtype, {list.data(), list.size()}));
+  });
+}
+
+ga_status ga_param_count(const ga_context* ctx, int32_t* out) {
+  return on(ctx, [&] {
+    require(out, "out");
+    *out = ctx->param_count();
+  });
+}
+
+ga_status ga_param_find(const ga_context* ctx, const char* name, ga_param* out) {
+  return on(ctx, [&] {
+    require(name, "name");
+    require(out, "out");
+    *out = ctx->find(name);
+  });
+}
+
+ga_status ga_param_info_init(ga_param_info* out, size_t struct_size) {
+  return guard([&] { init_struct(out, struct_size, zeros<ga_param_info>(), "ga_param_info"); });
+}
+
+ga_status ga_param_describe(const ga_context* ctx, ga_param param, ga_param_info* out) {
+  return on(ctx, [&] {
+    check_out(out, "ga_param_info");
+    write_struct(out, ctx->info(param));
+  });
+}
+
+ga_status ga_slot_count(const ga_context* ctx, size_t* out) {
+  return on(ctx, [&] {
+    require(out, "out");
+    *out = ctx->slot_count();
+  });
+}
+
+ga_status ga_param_slot(const ga_context* ctx, ga_param param, size_t* out) {
+  return on(ctx, [&] {
+    require(out, "out");
+    *out = ctx->slot(param);
   });
 }
 
@@ -357,7 +463,7 @@ ga_status ga_param_changed(ga_context* ctx, ga_param param) {
   return on(ctx, [&] { ctx->changed(param); });
 }
 
-ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, int32_t dtype) {
+ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_dtype dtype) {
   return on(ctx, [&] { ctx->ema_copy_to(param, out, dtype); });
 }
 
@@ -365,13 +471,19 @@ ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen) {
   return on(ctx, [&] { ctx->set_frozen(param, flag("frozen", frozen)); });
 }
 
-ga_status ga_accumulate(ga_context* ctx, const void* const* gradients, size_t count, double weight,
-                        const double* loss_scale) {
-  return on(ctx, [&] { ctx->accumulate(gradients, count, weight, loss_scale); });
+ga_status ga_micro_options_init(ga_micro_options* out, size_t struct_size) {
+  return guard(
+      [&] { init_struct(out, struct_size, zeros<ga_micro_options>(), "ga_micro_options"); });
 }
 
-ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight, const double* loss_scale) {
-  return on(ctx, [&] { ctx->micro_begin(index, weight, loss_scale); });
+ga_status ga_accumulate(ga_context* ctx, const void* const* gradients, size_t count, double weight,
+                        const ga_micro_options* options) {
+  return on(ctx, [&] { ctx->accumulate(gradients, count, weight, read_micro(options)); });
+}
+
+ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight,
+                         const ga_micro_options* options) {
+  return on(ctx, [&] { ctx->micro_begin(index, weight, read_micro(options)); });
 }
 
 ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void* gradient) {
@@ -379,17 +491,21 @@ ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void* gradie
 }
 
 ga_status ga_accumulate_rows(ga_context* ctx, ga_param param, const void* indices,
-                             int32_t index_dtype, int64_t count, const void* values) {
+                             ga_dtype index_dtype, int64_t count, const void* values) {
   return on(ctx, [&] { ctx->accumulate_rows(param, indices, index_dtype, count, values); });
 }
 
 ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,
-                               int64_t lda, int32_t transpose_a, const void* b, int64_t ldb,
-                               int32_t transpose_b, int32_t dtype) {
+                               int64_t lda, ga_transpose transpose_a, const void* b, int64_t ldb,
+                               ga_transpose transpose_b, ga_dtype dtype) {
   return on(ctx, [&] {
     const bool turn_a = flag("transpose_a", transpose_a), turn_b = flag("transpose_b", transpose_b);
     ctx->accumulate_matmul(param, k, a, lda, turn_a, b, ldb, turn_b, dtype);
   });
+}
+
+ga_status ga_accumulator_init(ga_accumulator* out, size_t struct_size) {
+  return guard([&] { init_struct(out, struct_size, zeros<ga_accumulator>(), "ga_accumulator"); });
 }
 
 ga_status ga_accumulator_acquire(ga_context* ctx, ga_param param, ga_accumulator* out) {
@@ -407,6 +523,10 @@ ga_status ga_micro_end(ga_context* ctx) {
   return on(ctx, [&] { ctx->micro_end(); });
 }
 
+ga_status ga_window_info_init(ga_window_info* out, size_t struct_size) {
+  return guard([&] { init_struct(out, struct_size, zeros<ga_window_info>(), "ga_window_info"); });
+}
+
 ga_status ga_window(const ga_context* ctx, ga_window_info* out) {
   return on(ctx, [&] {
     check_out(out, "ga_window_info");
@@ -414,11 +534,15 @@ ga_status ga_window(const ga_context* ctx, ga_window_info* out) {
   });
 }
 
-ga_status ga_step(ga_context* ctx, ga_step_result* result) {
+ga_status ga_step_result_init(ga_step_result* out, size_t struct_size) {
+  return guard([&] { init_struct(out, struct_size, zeros<ga_step_result>(), "ga_step_result"); });
+}
+
+ga_status ga_step(ga_context* ctx, ga_step_result* out) {
   return on(ctx, [&] {
-    if (result) check_out(result, "ga_step_result");
+    if (out) check_out(out, "ga_step_result");
     const ga_step_result r = ctx->step();
-    if (result) write_struct(result, r);
+    if (out) write_struct(out, r);
   });
 }
 
@@ -435,16 +559,17 @@ ga_status ga_discard(ga_context* ctx) {
   return on(ctx, [&] { ctx->discard(); });
 }
 
-ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data, int32_t* dtype) {
+ga_status ga_gradient(ga_context* ctx, ga_param param, const void** out_data, ga_dtype* out_dtype,
+                      int64_t* out_count) {
   return on(ctx, [&] {
-    require(data, "data");
-    *data = ctx->gradient(param, dtype);
+    require(out_data, "out_data");
+    *out_data = ctx->gradient(param, out_dtype, out_count);
   });
 }
 
-ga_status ga_bn_options_init(ga_bn_options* options, size_t struct_size, int32_t flavor) {
+ga_status ga_bn_options_init(ga_bn_options* out, size_t struct_size, ga_flavor flavor) {
   return guard(
-      [&] { init_struct(options, struct_size, ga::default_bn_options(flavor), "ga_bn_options"); });
+      [&] { init_struct(out, struct_size, ga::default_bn_options(flavor), "ga_bn_options"); });
 }
 
 ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
@@ -466,7 +591,7 @@ ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t sam
 }
 
 ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
-                                 const void* spread, int32_t kind, int32_t dtype) {
+                                 const void* spread, ga_bn_spread kind, ga_dtype dtype) {
   return on(ctx,
             [&] { ctx->batch_norms().accumulate_stats(bn, count, mean, spread, kind, dtype); });
 }
@@ -495,19 +620,20 @@ ga_status ga_bn_infer(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
   return on(ctx, [&] { ctx->batch_norms().infer(bn, x, samples, positions, y); });
 }
 
-ga_status ga_bn_running(ga_context* ctx, ga_bn bn, void* mean, void* variance, int32_t dtype,
-                        int64_t* steps) {
-  return on(ctx, [&] { ctx->batch_norms().running(bn, mean, variance, dtype, steps); });
+ga_status ga_bn_running(ga_context* ctx, ga_bn bn, void* out_mean, void* out_variance,
+                        ga_dtype dtype, int64_t* out_steps) {
+  return on(ctx, [&] { ctx->batch_norms().running(bn, out_mean, out_variance, dtype, out_steps); });
 }
 
 ga_status ga_bn_running_set(ga_context* ctx, ga_bn bn, const void* mean, const void* variance,
-                            int32_t dtype, int64_t steps) {
+                            ga_dtype dtype, int64_t steps) {
   return on(ctx, [&] { ctx->batch_norms().set_running(bn, mean, variance, dtype, steps); });
 }
 
-ga_status ga_bn_statistics(ga_context* ctx, ga_bn bn, void* mean, void* variance, int32_t dtype,
-                           int64_t* count) {
-  return on(ctx, [&] { ctx->batch_norms().statistics(bn, mean, variance, dtype, count); });
+ga_status ga_bn_statistics(ga_context* ctx, ga_bn bn, void* out_mean, void* out_variance,
+                           ga_dtype dtype, int64_t* out_count) {
+  return on(ctx,
+            [&] { ctx->batch_norms().statistics(bn, out_mean, out_variance, dtype, out_count); });
 }
 
 }  // extern "C"

@@ -187,8 +187,9 @@ void BatchNorms::check_mode(const char* name, int32_t mode) const {
             "been normalised with one that is dropped",
             mode == GA_BN_WINDOW ? "WINDOW" : "CUMULATIVE");
   if (mode == GA_BN_WINDOW && context_.deferring())
-    of.fail(GA_ERROR_UNSUPPORTED,
-            "WINDOW mode, which opens micro-batches again, is not supported with GA_CLIP_MICRO");
+    of.fail(
+        GA_ERROR_UNSUPPORTED,
+        "WINDOW mode, which opens micro-batches again, is not supported with GA_CLIP_WHEN_MICRO");
 }
 
 // Gives a new layer its arrays and its entry in the table. On failure nothing has changed.
@@ -558,10 +559,11 @@ void BatchNorms::backward(ga_bn id, const void* x, const void* dy, int64_t sampl
   const bool adding = !is_summed(b) && !windowed;
   const bool summing = adding || (!windowed && !b.frozen && b.sums_of != index);
   if (summing && !adding && context_.deferring())
-    b.subject(what).fail(GA_ERROR_INVALID_STATE,
-                         "its sums over micro-batch %lld are kept to be judged with it at its end "
-                         "(GA_NONFINITE_DROP_MICRO, GA_CLIP_MICRO) and cannot be computed again",
-                         ll(index));
+    b.subject(what).fail(
+        GA_ERROR_INVALID_STATE,
+        "its sums over micro-batch %lld are kept to be judged with it at its end "
+        "(GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO) and cannot be computed again",
+        ll(index));
   if (windowed && b.sums < b.seen())
     b.subject(what).fail(GA_ERROR_INVALID_STATE,
                          "it has the sums of %lld of %lld micro-batches; ga_bn_backward_accumulate "

@@ -22,7 +22,7 @@ uint32_t agc_axes(int32_t units, const std::vector<int64_t>& shape) {
 
 // Whether every micro-batch is clipped.
 bool is_of_micros(const ga_clip& c) {
-  return c.when == GA_CLIP_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
+  return c.when == GA_CLIP_WHEN_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
 }
 
 }  // namespace
@@ -40,7 +40,7 @@ void check_clip(const ga_clip& c) {
   check_choice("clip: scope", c.scope, GA_CLIP_AGC, "ga_clip_scope");
   check_choice("clip: flavor", c.flavor, GA_FLAVOR_KERAS, "GA_FLAVOR_TORCH or GA_FLAVOR_KERAS");
   check_choice("clip: agc_units", c.agc_units, GA_AGC_TORCH, "ga_agc_units");
-  check_choice("clip: when", c.when, GA_CLIP_MICRO, "ga_clip_when");
+  check_choice("clip: when", c.when, GA_CLIP_WHEN_MICRO, "ga_clip_when");
   if (c.scope == GA_CLIP_GLOBAL || c.scope == GA_CLIP_PER_TENSOR)
     check_rate("clip: max_norm", c.max_norm);
   if (!(c.max_value > 0))
@@ -58,15 +58,16 @@ const ga_clip& Context::clip_of(const Param& p) const {
 void Context::check_no_sweeps(const ga_clip& clip) const {
   if (!is_of_micros(clip)) return;
   if (const char* const layer = batch_norms_.name_of_windowed())
-    fail(GA_ERROR_UNSUPPORTED,
-         "clip: GA_CLIP_MICRO was set, but batch-normalisation layer \"%s\" is in WINDOW mode, "
-         "which opens micro-batches again",
-         layer);
+    fail(
+        GA_ERROR_UNSUPPORTED,
+        "clip: GA_CLIP_WHEN_MICRO was set, but batch-normalisation layer \"%s\" is in WINDOW mode, "
+        "which opens micro-batches again",
+        layer);
 }
 
 void Context::choose_path() {
   const auto units = [](const ga_clip& c) {
-    return c.when == GA_CLIP_STEP && c.scope == GA_CLIP_AGC;
+    return c.when == GA_CLIP_WHEN_STEP && c.scope == GA_CLIP_AGC;
   };
   clip_micro_ = is_of_micros(clip_);
   clip_units_ = units(clip_);
@@ -92,8 +93,8 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   if (clip) check_clip(*clip);
   const ga_clip next = clip ? *clip : default_clip();
   check_no_sweeps(next);
-  if (next.when == GA_CLIP_MICRO || clip_micro_)
-    window_.check_empty("a change of the clipping of micro-batches (GA_CLIP_MICRO)");
+  if (next.when == GA_CLIP_WHEN_MICRO || clip_micro_)
+    window_.check_empty("a change of the clipping of micro-batches (GA_CLIP_WHEN_MICRO)");
   const ga_clip before = slot;
   const bool before_own = own && *own;
   slot = next;
@@ -145,7 +146,7 @@ void Context::prepare_units() {
 bool Context::by_units(ga_param id) const {
   const auto i = static_cast<size_t>(id);
   const ga_clip& clip = clip_of(params_[i]);
-  return clip_units_ && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_STEP &&
+  return clip_units_ && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_WHEN_STEP &&
          tensors_[i].units[Tensor::kClipUnits];
 }
 

@@ -17,11 +17,11 @@ void make_room(std::vector<T>& list, size_t more) {
   if (size > list.capacity()) list.reserve(std::max(size, 2 * list.capacity()));
 }
 
-Subject subject_of(const ga_flat_entry& e) { return {"parameter", e.name}; }
+Subject subject_of(const NewParam& e) { return {"parameter", e.name}; }
 
 // The number of elements of a tensor; throws if the shape is invalid or larger than an address
 // space.
-int64_t element_count(const ga_flat_entry& e, int32_t element_size) {
+int64_t element_count(const NewParam& e, int32_t element_size) {
   const Subject of = subject_of(e);
   if (e.rank < 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "rank was %d, expected >= 0", e.rank);
   if (e.rank > 0 && !e.shape)
@@ -176,7 +176,7 @@ void Context::update_accum_steps() {
   accum_due_ = false;
   int64_t k = config_.accum_steps;
   const int64_t done = phases_.empty() ? 0 : steps();
-  for (const ga_accum_phase& phase : phases_)
+  for (const AccumPhase& phase : phases_)
     if (phase.from_step <= done) k = phase.accum_steps;
   window_.set_accum_steps(k);
 }
@@ -192,23 +192,26 @@ void Context::set_accum_steps(int64_t k) {
   update_accum_steps();
 }
 
-void Context::set_accum_schedule(const ga_accum_phase* phases, size_t count) {
+void Context::set_accum_schedule(const int64_t* from_steps, const int64_t* accum_steps,
+                                 size_t count) {
   window_.check_empty("ga_context_set_accum_schedule");
-  if (count > 0 && !phases)
-    fail(GA_ERROR_INVALID_ARGUMENT, "phases was NULL, but count is %zu", count);
+  if (count > 0 && !(from_steps && accum_steps))
+    fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL, but count is %zu",
+         from_steps ? "accum_steps" : "from_steps", count);
+  std::vector<AccumPhase> phases;
+  phases.reserve(count);
   for (size_t i = 0; i < count; ++i) {
-    const bool ordered =
-        i == 0 ? phases[i].from_step == 0 : phases[i].from_step > phases[i - 1].from_step;
-    if (!ordered)
+    const int64_t from = from_steps[i];
+    if (i == 0 ? from != 0 : from <= phases.back().from_step)
       fail(GA_ERROR_INVALID_ARGUMENT,
-           "phase %zu: from_step was %lld; the first is 0 and each is larger than the one before",
-           i, ll(phases[i].from_step));
-    if (phases[i].accum_steps < 0)
-      fail(GA_ERROR_INVALID_ARGUMENT, "phase %zu: accum_steps was %lld, expected >= 0", i,
-           ll(phases[i].accum_steps));
+           "from_steps[%zu] was %lld; the first is 0 and each is larger than the one before", i,
+           ll(from));
+    if (accum_steps[i] < 0)
+      fail(GA_ERROR_INVALID_ARGUMENT, "accum_steps[%zu] was %lld, expected >= 0", i,
+           ll(accum_steps[i]));
+    phases.push_back({from, accum_steps[i]});
   }
-  std::vector<ga_accum_phase> copy(phases, phases + count);
-  phases_.swap(copy);
+  phases_.swap(phases);
   update_accum_steps();
 }
 
@@ -332,8 +335,8 @@ void Context::check_data(const char* tensor, const void* data, int64_t count, in
 }
 
 // Checks that dtypes and options of a parameter fit each other and the group's optimizer.
-void Context::check_options(const ga_flat_entry& e, int32_t dtype,
-                            const ga_param_options& o) const {
+void Context::check_options(const NewParam& e, int32_t dtype) const {
+  const ga_param_options& o = e.options;
   const Group& g = group(e.group);
   const OptimizerInfo& info = *g.info;
   const Subject of = subject_of(e);
@@ -381,8 +384,8 @@ void Context::check_options(const ga_flat_entry& e, int32_t dtype,
     refuse("rows was set, but it has more than 2^32 - 1 rows");
 }
 
-ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* entries, size_t count,
-                             const ga_param_options& options) {
+ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> entries) {
+  const size_t count = entries.size;
   window_.check_empty("adding a parameter");
   if (count > static_cast<size_t>(INT32_MAX) - params_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "the context would have more than %d parameters", INT32_MAX);
@@ -393,7 +396,8 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
     ranges_.reserve_more(count);
     make_room(blocks_, 1);
     for (size_t i = 0; i < count; ++i) {
-      const ga_flat_entry& e = entries[i];
+      const NewParam& e = entries.data[i];
+      const ga_param_options& options = e.options;
       const Subject of = subject_of(e);
       if (!e.name || !*e.name)
         fail(GA_ERROR_INVALID_ARGUMENT, "parameter %zu: its name was %s", old_params + i,
@@ -404,10 +408,15 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
       const int32_t size = check_dtype(of, "dtype", dtype);
       const int32_t gradient_dtype = options.gradient_dtype ? options.gradient_dtype : dtype;
       check_dtype(of, "gradient_dtype", gradient_dtype);
+      if (i > 0 && gradient_dtype != params_[old_params].gradient_dtype)
+        of.fail(GA_ERROR_UNSUPPORTED,
+                "gradient_dtype was %s, but that of \"%s\" in the same block is %s",
+                dtype_info(gradient_dtype).name, entries.data[0].name,
+                dtype_info(params_[old_params].gradient_dtype).name);
       if (options.accumulator_dtype)
         check_dtype(of, "accumulator_dtype", options.accumulator_dtype);
       const int64_t elements = element_count(e, std::max(size, 4));
-      check_options(e, dtype, options);
+      check_options(e, dtype);
       if (e.offset < 0 || e.offset > INT64_MAX / size - elements)
         of.fail(GA_ERROR_INVALID_ARGUMENT, "offset was %lld, expected >= 0", ll(e.offset));
       char* const at = data ? static_cast<char*>(data) + e.offset * size : nullptr;
@@ -418,7 +427,7 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
       t.options = options;
       t.rows = e.rank > 0 ? e.shape[0] : 1;
       tensors_.push_back(std::move(t));
-      names_.insert(e.name);
+      names_.emplace(e.name, static_cast<ga_param>(old_params + i));
       Param p = {};
       p.data = at;
       p.count = elements;
@@ -446,6 +455,42 @@ ga_param Context::add_params(void* data, int32_t dtype, const ga_flat_entry* ent
   lacking_ = true;
   for (Param& p : params_) p.checked = nullptr;
   return static_cast<ga_param>(old_params);
+}
+
+ga_param Context::find(const char* name) const {
+  const auto found = names_.find(name);
+  if (found == names_.end())
+    fail(GA_ERROR_INVALID_ARGUMENT, "the context has no parameter \"%s\"", name);
+  return found->second;
+}
+
+// Strings and shapes keep their addresses when other parameters are added.
+ga_param_info Context::info(ga_param id) const {
+  const Param& p = param(id);
+  const Tensor& t = tensor(id);
+  ga_param_info info = {};
+  info.struct_size = sizeof info;
+  info.name = names_.find(t.name)->first.c_str();
+  info.group = p.group;
+  info.dtype = p.dtype;
+  info.gradient_dtype = p.gradient_dtype;
+  info.accumulator_dtype = p.accumulator_dtype;
+  info.data = p.data;
+  info.shape = t.shape.data();
+  info.rank = static_cast<int32_t>(t.shape.size());
+  info.frozen = p.frozen;
+  info.count = p.count;
+  info.offset = p.offset;
+  info.slot = slot(id);
+  return info;
+}
+
+size_t Context::slot(ga_param id) const {
+  param(id);
+  const auto after = std::upper_bound(
+      blocks_.begin(), blocks_.end(), id,
+      [](ga_param value, const Block& block) { return value < block.first + block.count; });
+  return static_cast<size_t>(after - blocks_.begin());
 }
 
 void Context::bind(ga_param id, void* data) {

@@ -16,7 +16,7 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 #include "batchnorm.hpp"
@@ -32,6 +32,16 @@
 namespace ga {
 
 inline Params params_of(const std::vector<ga_param>& list) { return {list.data(), list.size()}; }
+
+// What ga_param_add and one entry of ga_params_add_flat say of a parameter.
+struct NewParam {
+  const char* name;
+  ga_group group;
+  int32_t rank;
+  const int64_t* shape;
+  int64_t offset;
+  ga_param_options options;
+};
 
 class Context : BnContext {
  public:
@@ -57,7 +67,7 @@ class Context : BnContext {
 
   // context.cpp
   void set_accum_steps(int64_t k);
-  void set_accum_schedule(const ga_accum_phase* phases, size_t count);
+  void set_accum_schedule(const int64_t* from_steps, const int64_t* accum_steps, size_t count);
   ga_group add_group(const ga_optimizer& optimizer);
   void set_lr(ga_group group, double lr);
   void set_weight_decay(ga_group group, double weight_decay);
@@ -69,8 +79,14 @@ class Context : BnContext {
   double loss_scale() const;
   const void* device_loss_scale() const;
   void set_ema(const ga_ema* ema);
-  ga_param add_params(void* data, int32_t dtype, const ga_flat_entry* entries, size_t count,
-                      const ga_param_options& options);
+  ga_param add_params(void* data, int32_t dtype, Span<const NewParam> entries);
+  int32_t group_count() const { return static_cast<int32_t>(groups_.size()); }
+  const ga_optimizer& optimizer(ga_group group) const { return this->group(group).optimizer; }
+  int32_t param_count() const { return static_cast<int32_t>(params_.size()); }
+  ga_param find(const char* name) const;
+  ga_param_info info(ga_param param) const;
+  size_t slot_count() const { return blocks_.size(); }
+  size_t slot(ga_param param) const;
   void bind(ga_param param, void* data);
   void changed(ga_param param);
   void ema_copy_to(ga_param param, void* out, int32_t dtype);
@@ -82,8 +98,9 @@ class Context : BnContext {
   void check_device() const { backend_->capturing(); }
 
   // accumulate.cpp
-  void accumulate(const void* const* gradients, size_t count, double weight, const double* scale);
-  void micro_begin(int64_t index, double weight, const double* scale);
+  void accumulate(const void* const* gradients, size_t count, double weight,
+                  const ga_micro_options& options);
+  void micro_begin(int64_t index, double weight, const ga_micro_options& options);
   void accumulate_part(ga_param param, const void* gradient);
   void accumulate_rows(ga_param param, const void* indices, int32_t index_dtype, int64_t count,
                        const void* values);
@@ -101,7 +118,7 @@ class Context : BnContext {
     return backend_->result(window, wait, out);
   }
   void discard();
-  const void* gradient(ga_param param, int32_t* dtype) const;
+  const void* gradient(ga_param param, int32_t* dtype, int64_t* count) const;
 
  private:
   // One pointer of ga_accumulate.
@@ -157,7 +174,7 @@ class Context : BnContext {
                    ga_param self) const final;
   void check_data(const char* name, const void* data, int64_t count, int32_t size,
                   ga_param self) const;
-  void check_options(const ga_flat_entry& e, int32_t dtype, const ga_param_options& o) const;
+  void check_options(const NewParam& e, int32_t dtype) const;
 
   // memory.cpp
   OwnedArrays arrays_of(size_t param) const;
@@ -203,7 +220,7 @@ class Context : BnContext {
   void flush();
 
   // accumulate.cpp
-  Micro make_micro(double weight, const double* scale) const;
+  Micro make_micro(double weight, const ga_micro_options& options) const;
   bool late_scale() const { return scaled_ && config_.device != GA_DEVICE_CPU; }
   Source contribution(const void* data, int32_t dtype, const Micro& micro) const final;
   Source adopted_of(const Param& p) const;
@@ -275,15 +292,18 @@ class Context : BnContext {
   std::vector<Tensor> tensors_;
   std::vector<Block> blocks_;
   MemoryRanges ranges_;
-  std::unordered_set<std::string> names_;
+  std::unordered_map<std::string, ga_param> names_;
   ga_clip clip_;
-  std::vector<ga_accum_phase> phases_;
+  struct AccumPhase {
+    int64_t from_step, accum_steps;
+  };
+  std::vector<AccumPhase> phases_;
   bool accum_due_ = false;  // the next window's K has to be looked up in phases_
 
   bool scaled_ = false;
   ga_loss_scaler scaler_ = {};
   std::optional<ga_ema> ema_;
-  bool clip_micro_ = false;  // some clipping is GA_CLIP_MICRO
+  bool clip_micro_ = false;  // some clipping is GA_CLIP_WHEN_MICRO
   bool clip_units_ = false;  // some is GA_CLIP_AGC, of the reduced gradient
 
   ContextTables tables_;

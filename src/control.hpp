@@ -59,7 +59,7 @@ struct Settings {
   int32_t reduce, missing, nonfinite, gradient_kind;
   bool running_mean;  // GA_ACCUMULATE_RUNNING_MEAN
   bool deferring;     // micro-batches are checked before they are added
-  bool clip_micro;    // some clipping is GA_CLIP_MICRO
+  bool clip_micro;    // some clipping is GA_CLIP_WHEN_MICRO
   bool scaled;        // the context has a loss scaler
   bool noise;         // the noise scale is estimated
   bool clips;         // some clipping is by a norm of the reduced gradient

@@ -43,7 +43,7 @@ const Control& Context::control() const {
 bool Context::norm_after_value(const Param& p) const {
   const ga_clip& clip = clip_of(p);
   const bool layered = op_of(p) >= 0 && op_info(op_of(p)).norms > 0;
-  return clip.when == GA_CLIP_STEP && std::isfinite(clip.max_value) &&
+  return clip.when == GA_CLIP_WHEN_STEP && std::isfinite(clip.max_value) &&
          (clip.scope != GA_CLIP_NONE || layered);
 }
 
@@ -51,7 +51,7 @@ bool Context::norm_after_value(const Param& p) const {
 bool Context::norm_wanted(ga_param id) const {
   const Param& p = at(id);
   const ga_clip& clip = clip_of(p);
-  if (clip.when == GA_CLIP_STEP &&
+  if (clip.when == GA_CLIP_WHEN_STEP &&
       (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR))
     return true;
   const int op = op_of(p);
@@ -207,7 +207,7 @@ void Context::forget_delivered() {
   delivered_ = false;
 }
 
-const void* Context::gradient(ga_param id, int32_t* dtype) const {
+const void* Context::gradient(ga_param id, int32_t* dtype, int64_t* count) const {
   const Param& p = param(id);
   const ga_optimizer& o = group_of(p).optimizer;
   if (o.kind != GA_OPTIMIZER_EXTERNAL)
@@ -223,6 +223,7 @@ const void* Context::gradient(ga_param id, int32_t* dtype) const {
                      "there is no gradient; ga_gradient is legal after an applied ga_step in which "
                      "the parameter had one, until the next accumulate, ga_discard or ga_step");
   if (dtype) *dtype = p.accumulator_dtype;
+  if (count) *count = p.count;
   return p.accumulator;
 }
 

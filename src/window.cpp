@@ -8,7 +8,7 @@ namespace ga {
 ga_window_state Window::state() const {
   if (invalid_) return GA_WINDOW_INVALID;
   if (micros_.empty()) return GA_WINDOW_EMPTY;
-  return accum_steps_ > 0 && size() >= accum_steps_ ? GA_WINDOW_FULL : GA_WINDOW_OPEN;
+  return last_ || (accum_steps_ > 0 && size() >= accum_steps_) ? GA_WINDOW_FULL : GA_WINDOW_OPEN;
 }
 
 void Window::add(const Micro& micro) {
@@ -16,6 +16,7 @@ void Window::add(const Micro& micro) {
   weight_before_last_ = weight_;
   weight_ += micro.weight;
   weighted_ += micro.weight > 0;
+  last_ = micro.last;
 }
 
 void Window::drop_last() {
@@ -42,8 +43,12 @@ void Window::check_closed(const char* what) const {
 
 void Window::check_whole() const {
   check_closed("a function that adds a whole micro-batch");
+  if (last_)
+    fail(GA_ERROR_WINDOW_FULL,
+         "the window is full: micro-batch %lld had GA_MICRO_LAST; ga_step must be called next",
+         ll(size() - 1));
   if (state() == GA_WINDOW_FULL)
-    fail(GA_ERROR_INVALID_STATE,
+    fail(GA_ERROR_WINDOW_FULL,
          "the window is full: it holds %lld of %lld micro-batches; ga_step must be called next",
          ll(size()), ll(accum_steps_));
 }
@@ -52,7 +57,7 @@ void Window::begin(int64_t index, const Micro& micro) {
   check_closed("ga_micro_begin");
   if (index < 0 || index > size())
     fail(GA_ERROR_INVALID_ARGUMENT,
-         "micro-batch index was %lld, but the window holds %lld: expected 0 to %lld", ll(index),
+         "micro-batch index was %lld, but the window holds %lld: expected -1 to %lld", ll(index),
          ll(size()), ll(size()));
   if (index == size()) {
     check_whole();
@@ -69,6 +74,11 @@ void Window::begin(int64_t index, const Micro& micro) {
           "micro-batch %lld was resumed with loss scale %g, but was opened with %g (0: that of the "
           "context)",
           ll(index), micro.loss_scale, first.loss_scale);
+    if (micro.last && index + 1 < size())
+      fail(GA_ERROR_INVALID_ARGUMENT,
+           "micro-batch %lld was resumed with GA_MICRO_LAST, but the window holds %lld", ll(index),
+           ll(size()));
+    last_ = last_ || micro.last;
   }
   open_ = index;
 }
@@ -108,7 +118,7 @@ void Window::clear() {
   weighted_ = 0;
   open_ = -1;
   dropped_ = 0;
-  invalid_ = false;
+  last_ = invalid_ = false;
 }
 
 }  // namespace ga

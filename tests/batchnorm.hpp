@@ -197,7 +197,7 @@ class BnNet {
   }
   template <class Body>
   void in_micro(size_t k, const BnData& m, const Body& body) {
-    EXPECT_OK(ga_micro_begin(ctx, static_cast<int64_t>(k), m.weight, &m.loss_scale));
+    EXPECT_OK(ga_micro_begin(ctx, static_cast<int64_t>(k), m.weight, MicroOptions(m.loss_scale)));
     body();
     EXPECT_OK(ga_micro_end(ctx));
   }

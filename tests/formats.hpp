@@ -215,17 +215,17 @@ inline ga_param add(ga_context* ctx, ga_group group, Tensor& p, std::vector<int6
 }
 
 inline void accumulate(ga_context* ctx, const std::vector<const Tensor*>& gradients,
-                       double weight = 1, const double* loss_scale = nullptr) {
+                       double weight = 1, double loss_scale = 0) {
   std::vector<const void*> list;
   for (const Tensor* g : gradients) list.push_back(g ? g->data() : nullptr);
-  EXPECT_OK(ga_accumulate(ctx, list.data(), list.size(), weight, loss_scale));
+  EXPECT_OK(ga_accumulate(ctx, list.data(), list.size(), weight, MicroOptions(loss_scale)));
 }
 
 // The gradient that ga_gradient returns.
 inline std::vector<double> external_gradient(ga_context* ctx, ga_param param, int64_t count) {
   const void* data = nullptr;
   int32_t dtype = 0;
-  EXPECT_OK(ga_gradient(ctx, param, &data, &dtype));
+  EXPECT_OK(ga_gradient(ctx, param, &data, &dtype, nullptr));
   std::vector<double> result;
   if (data == nullptr) return result;
   const auto* bytes = static_cast<const uint8_t*>(data);

@@ -55,6 +55,26 @@ inline ga_schedule schedule(int32_t kind) {
   return s;
 }
 
+// A ga_micro_options, passed in place of a pointer to one.
+class MicroOptions {
+ public:
+  explicit MicroOptions(double loss_scale, uint32_t flags = 0) {
+    EXPECT_OK(ga_micro_options_init(&options_, sizeof options_));
+    options_.loss_scale = loss_scale;
+    options_.flags = flags;
+  }
+  operator const ga_micro_options*() const { return &options_; }
+  const ga_micro_options& operator*() const { return options_; }
+
+ private:
+  ga_micro_options options_;
+};
+
+inline ga_flat_entry flat_entry(const char* name, ga_group group, int32_t rank,
+                                const int64_t* shape, int64_t offset) {
+  return {sizeof(ga_flat_entry), name, group, rank, shape, offset, nullptr};
+}
+
 inline ga_clip clip(int32_t scope, double max_norm, int32_t flavor = GA_FLAVOR_TORCH,
                     double max_value = INFINITY) {
   ga_clip c;

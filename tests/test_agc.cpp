@@ -22,7 +22,7 @@ ga_clip agc(int32_t units = GA_AGC_TF, double factor = 0.01, double eps = 1e-3,
 }
 
 ga_clip in_micro(ga_clip c) {
-  c.when = GA_CLIP_MICRO;
+  c.when = GA_CLIP_WHEN_MICRO;
   return c;
 }
 
@@ -514,7 +514,7 @@ TEST(Agc, SameBitsForAnyThreadsAndIsa) {
     }
     return result;
   };
-  for (const int32_t when : {GA_CLIP_STEP, GA_CLIP_MICRO}) {
+  for (const int32_t when : {GA_CLIP_WHEN_STEP, GA_CLIP_WHEN_MICRO}) {
     const std::vector<double> one = trace(1, when);
     EXPECT_TRUE(trace(3, when) == one);
     on_every_isa([&] { EXPECT_TRUE(trace(2, when) == one); });
@@ -821,19 +821,19 @@ TEST(ClipMicro, OtherWaysToContributeAreRefused) {
   EXPECT_OK(ga_accumulate_part(ctx, 0, g.data()));
   const ga_window_info before = window(ctx);
   const ga_status unsupported = GA_ERROR_UNSUPPORTED;
-  EXPECT_TRUE(refused(ga_accumulate_part(ctx, 0, g.data()), unsupported, {"GA_CLIP_MICRO"}));
+  EXPECT_TRUE(refused(ga_accumulate_part(ctx, 0, g.data()), unsupported, {"GA_CLIP_WHEN_MICRO"}));
   ga_accumulator out;
   out.struct_size = sizeof out;
-  EXPECT_TRUE(refused(ga_accumulator_acquire(ctx, 1, &out), unsupported, {"GA_CLIP_MICRO"}));
+  EXPECT_TRUE(refused(ga_accumulator_acquire(ctx, 1, &out), unsupported, {"GA_CLIP_WHEN_MICRO"}));
   EXPECT_TRUE(refused(ga_accumulate_matmul(ctx, 1, 4, g.data(), 4, GA_NO_TRANSPOSE, g.data(), 4,
                                            GA_NO_TRANSPOSE, GA_F32),
-                      unsupported, {"GA_CLIP_MICRO"}));
+                      unsupported, {"GA_CLIP_WHEN_MICRO"}));
   const int32_t row = 0;
   EXPECT_TRUE(refused(ga_accumulate_rows(ctx, 1, &row, GA_I32, 1, g.data()), unsupported,
-                      {"GA_CLIP_MICRO"}));
+                      {"GA_CLIP_WHEN_MICRO"}));
   EXPECT_TRUE(same_window(window(ctx), before));
   EXPECT_OK(ga_micro_end(ctx));
-  EXPECT_TRUE(refused(ga_micro_begin(ctx, 0, 1, nullptr), unsupported, {"GA_CLIP_MICRO"}));
+  EXPECT_TRUE(refused(ga_micro_begin(ctx, 0, 1, nullptr), unsupported, {"GA_CLIP_WHEN_MICRO"}));
   step(ctx);
   EXPECT_EQ(p.get(15), -0.5);
   EXPECT_EQ(table.get(0), 0);
@@ -882,7 +882,7 @@ TEST(Agc, Defaults) {
   EXPECT_EQ(c.agc_factor, 0.01);
   EXPECT_EQ(c.agc_eps, 1e-3);
   EXPECT_EQ(c.agc_units, GA_AGC_TF);
-  EXPECT_EQ(c.when, GA_CLIP_STEP);
+  EXPECT_EQ(c.when, GA_CLIP_WHEN_STEP);
 }
 
 TEST(Agc, AxesOutsideTheRankAreRefused) {

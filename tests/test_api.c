@@ -55,10 +55,14 @@ static void life_cycle(void) {
   ga_window_info window;
   ga_step_result result;
   ga_accumulator accumulator;
-  ga_accum_phase phase;
+  ga_micro_options micro;
+  ga_param_info info;
+  int32_t count = 0;
+  size_t slots = 0;
   ga_group group = -1;
   ga_param param = -1;
-  double rate = 0, scale = 4;
+  const int64_t from_step = 0, one_step = 1;
+  double rate = 0;
   int loops = 0;
 
   OK(ga_config_init(&config, sizeof config));
@@ -77,7 +81,25 @@ static void life_cycle(void) {
   OK(ga_param_add(ctx, group, "fc.bias", bias, GA_F32, 1, &two, NULL, &param));
   CHECK(param == 1);
 
-  memory.struct_size = sizeof memory;
+  OK(ga_group_count(ctx, &count));
+  CHECK(count == 1);
+  OK(ga_group_optimizer(ctx, group, &sgd));
+  CHECK(sgd.kind == GA_OPTIMIZER_SGD && sgd.lr == 1);
+  OK(ga_param_count(ctx, &count));
+  CHECK(count == 2);
+  OK(ga_param_find(ctx, "fc.weight", &param));
+  CHECK(param == 0);
+  OK(ga_param_find(ctx, "fc.bias", &param));
+  CHECK(param == 1);
+  OK(ga_param_info_init(&info, sizeof info));
+  OK(ga_param_describe(ctx, 0, &info));
+  CHECK(strcmp(info.name, "fc.weight") == 0 && info.rank == 2 && info.shape[1] == 3);
+  CHECK(info.data == w && info.count == 6 && info.group == group && info.dtype == GA_F32);
+  OK(ga_slot_count(ctx, &slots));
+  CHECK(slots == 2);
+  OK(ga_param_slot(ctx, param, &slots));
+  CHECK(slots == 1);
+  OK(ga_memory_init(&memory, sizeof memory));
   OK(ga_context_memory(ctx, &memory));
   CHECK(memory.accumulators >= 8 * 4 && memory.optimizer_state == 0);
   CHECK(memory.total == memory.accumulators + memory.optimizer_state + memory.workspace);
@@ -88,9 +110,12 @@ static void life_cycle(void) {
   whole[0] = dw;
   whole[1] = db;
   OK(ga_accumulate(ctx, whole, 2, 1, NULL));
-  OK(ga_micro_begin(ctx, 1, 3, &scale));
+  OK(ga_micro_options_init(&micro, sizeof micro));
+  CHECK(micro.struct_size == sizeof micro && micro.loss_scale == 0 && micro.flags == 0);
+  micro.loss_scale = 4;
+  OK(ga_micro_begin(ctx, -1, 3, &micro));
   OK(ga_accumulate_part(ctx, 1, db));
-  accumulator.struct_size = sizeof accumulator;
+  OK(ga_accumulator_init(&accumulator, sizeof accumulator));
   OK(ga_accumulator_acquire(ctx, 0, &accumulator));
   CHECK(accumulator.rows == 2 && accumulator.columns == 3 && accumulator.dtype == GA_F32);
   CHECK(accumulator.alpha == 0.75 && accumulator.beta == 1);
@@ -102,11 +127,11 @@ static void life_cycle(void) {
   }
   OK(ga_accumulator_release(ctx, 0));
   OK(ga_micro_end(ctx));
-  window.struct_size = sizeof window;
+  OK(ga_window_info_init(&window, sizeof window));
   OK(ga_window(ctx, &window));
   CHECK(window.state == GA_WINDOW_FULL && window.micro_batches == 2 && window.weight == 4);
-  CHECK(ga_accumulate(ctx, whole, 2, 1, NULL) == GA_ERROR_INVALID_STATE);
-  result.struct_size = sizeof result;
+  CHECK(ga_accumulate(ctx, whole, 2, 1, NULL) == GA_ERROR_WINDOW_FULL);
+  OK(ga_step_result_init(&result, sizeof result));
   OK(ga_step(ctx, &result));
   CHECK(result.outcome == GA_STEP_APPLIED && result.steps == 1 && result.weight == 4);
   {
@@ -138,9 +163,7 @@ static void life_cycle(void) {
   OK(ga_context_set_clip(ctx, &clip));
   OK(ga_group_set_clip(ctx, group, &clip));
   OK(ga_group_set_clip(ctx, group, NULL));
-  phase.from_step = 0;
-  phase.accum_steps = 1;
-  OK(ga_context_set_accum_schedule(ctx, &phase, 1));
+  OK(ga_context_set_accum_schedule(ctx, &from_step, &one_step, 1));
   moved[0] = moved[1] = 0;
   OK(ga_param_bind(ctx, 1, moved));
   OK(ga_param_set_frozen(ctx, 0, 1));
@@ -168,7 +191,8 @@ static void flat_external_matmul(void) {
   const float product[6] = {1, 3, 1, 2, 4, 2};                 /* dy^T x */
   const void *whole[1], *data = NULL;
   int64_t shape[2] = {2, 3};
-  int32_t dtype = 0;
+  ga_dtype dtype = 0;
+  int64_t count = 0;
   ga_flat_entry entries[2];
   ga_context* ctx = NULL;
   ga_optimizer own;
@@ -179,7 +203,11 @@ static void flat_external_matmul(void) {
   OK(ga_context_create(NULL, &ctx));
   OK(ga_optimizer_init(&own, sizeof own, GA_OPTIMIZER_EXTERNAL, GA_FLAVOR_TORCH));
   OK(ga_group_add(ctx, &own, NULL));
-  memset(entries, 0, sizeof entries);
+  for (i = 0; i < 2; ++i) {
+    OK(ga_flat_entry_init(&entries[i], sizeof entries[i]));
+    CHECK(entries[i].group == -1);
+    entries[i].group = 0;
+  }
   entries[0].name = "weight";
   entries[0].rank = 2;
   entries[0].shape = shape;
@@ -190,8 +218,8 @@ static void flat_external_matmul(void) {
   whole[0] = g;
   OK(ga_accumulate(ctx, whole, 1, 7, NULL));
   OK(ga_step(ctx, NULL));
-  OK(ga_gradient(ctx, 1, &data, &dtype));
-  CHECK(dtype == GA_F32);
+  OK(ga_gradient(ctx, 1, &data, &dtype, &count));
+  CHECK(dtype == GA_F32 && count == 1);
   NEAR(*(const float*)data, 8);
   CHECK(block[9] == 0);
 
@@ -200,7 +228,7 @@ static void flat_external_matmul(void) {
   OK(ga_micro_end(ctx));
   if (status == GA_OK) {
     OK(ga_step(ctx, NULL));
-    OK(ga_gradient(ctx, 0, &data, NULL));
+    OK(ga_gradient(ctx, 0, &data, NULL, NULL));
     for (i = 0; i < 6; ++i) NEAR(((const float*)data)[i], product[i]);
   } else {
     CHECK(status == GA_ERROR_UNSUPPORTED);
@@ -233,7 +261,7 @@ static void precision_rows_averages(void) {
   sgd.lr = 1;
   OK(ga_group_add(ctx, &sgd, NULL));
   memset(&options, 0, sizeof options);
-  options.struct_size = sizeof options;
+  OK(ga_param_options_init(&options, sizeof options));
   OK(ga_param_add(ctx, 0, "half", half, GA_BF16, 1, &two, &options, NULL));
   options.rows = GA_ROWS_LAZY;
   OK(ga_param_add(ctx, 0, "table", table, GA_F32, 2, shape, &options, NULL));
@@ -244,11 +272,11 @@ static void precision_rows_averages(void) {
   scaler.initial_scale = 2;
   scaler.growth_interval = 2;
   OK(ga_context_set_loss_scaler(ctx, &scaler));
-  memory.struct_size = sizeof memory;
+  OK(ga_memory_init(&memory, sizeof memory));
   OK(ga_context_memory(ctx, &memory));
   CHECK(memory.masters >= 8 && memory.averages >= 8 * 4 && memory.rows >= 3 * 4);
 
-  result.struct_size = sizeof result;
+  OK(ga_step_result_init(&result, sizeof result));
   for (i = 0; i < 2; ++i) {
     OK(ga_loss_scale(ctx, &scale, &device));
     CHECK(scale == 2 && device == NULL);
@@ -317,7 +345,7 @@ static void batch_normalisation(void) {
   options.eps = 1e-12;
   OK(ga_bn_add(ctx, "window", 1, 0, 1, &options, &window));
   OK(ga_bn_add(ctx, "micro", 1, -1, -1, NULL, &micro));
-  memory.struct_size = sizeof memory;
+  OK(ga_memory_init(&memory, sizeof memory));
   OK(ga_context_memory(ctx, &memory));
   CHECK(memory.batch_norm == 2 * 120);
 

@@ -27,7 +27,8 @@ class Bench {
     EXPECT_OK(ga_group_add(ctx, &adamw, nullptr));
     EXPECT_OK(ga_param_add(ctx, 0, "first", first.data(), GA_F32, 1, &kCount, nullptr, nullptr));
     const int64_t shape[] = {2, 3};
-    const ga_flat_entry entries[] = {{"second", 0, 2, shape, 1}, {"third", 0, 0, nullptr, 9}};
+    const ga_flat_entry entries[] = {flat_entry("second", 0, 2, shape, 1),
+                                     flat_entry("third", 0, 0, nullptr, 9)};
     EXPECT_OK(ga_params_add_flat(ctx, flat.data(), GA_F32, entries, 2, nullptr, nullptr));
   }
   ~Bench() { ga_context_destroy(ctx); }
@@ -251,28 +252,37 @@ TEST(BadArguments, OfFlatBlocks) {
       return status;
     };
   };
-  const ga_flat_entry good = {"good", 0, 1, &four, 0};
+  const ga_flat_entry good = flat_entry("good", 0, 1, &four, 0);
   const std::vector<Bad> list = {
-      {"no name", add({good, {nullptr, 0, 1, &four, 4}}), kInvalidArgument, {"name"}},
-      {"empty name", add({good, {"", 0, 1, &four, 4}}), kInvalidArgument, {"name"}},
-      {"name in use", add({good, {"first", 0, 1, &four, 4}}), kInvalidArgument, {"\"first\""}},
+      {"no name", add({good, flat_entry(nullptr, 0, 1, &four, 4)}), kInvalidArgument, {"name"}},
+      {"empty name", add({good, flat_entry("", 0, 1, &four, 4)}), kInvalidArgument, {"name"}},
+      {"name in use",
+       add({good, flat_entry("first", 0, 1, &four, 4)}),
+       kInvalidArgument,
+       {"\"first\""}},
       {"the same name twice",
-       add({good, {"good", 0, 1, &four, 4}}),
+       add({good, flat_entry("good", 0, 1, &four, 4)}),
        kInvalidArgument,
        {"\"good\""}},
-      {"group 3", add({good, {"bad", 3, 1, &four, 4}}), kInvalidArgument, {"group", "3"}},
-      {"extent -1", add({good, {"bad", 0, 1, &negative, 4}}), kInvalidArgument, {"\"bad\"", "-1"}},
-      {"no shape", add({good, {"bad", 0, 1, nullptr, 4}}), kInvalidArgument, {"\"bad\"", "shape"}},
+      {"group 3", add({good, flat_entry("bad", 3, 1, &four, 4)}), kInvalidArgument, {"group", "3"}},
+      {"extent -1",
+       add({good, flat_entry("bad", 0, 1, &negative, 4)}),
+       kInvalidArgument,
+       {"\"bad\"", "-1"}},
+      {"no shape",
+       add({good, flat_entry("bad", 0, 1, nullptr, 4)}),
+       kInvalidArgument,
+       {"\"bad\"", "shape"}},
       {"offset -1",
-       add({good, {"bad", 0, 1, &four, -1}}),
+       add({good, flat_entry("bad", 0, 1, &four, -1)}),
        kInvalidArgument,
        {"\"bad\"", "offset", "-1"}},
       {"offset 2^62",
-       add({good, {"bad", 0, 1, &four, int64_t{1} << 62}}),
+       add({good, flat_entry("bad", 0, 1, &four, int64_t{1} << 62)}),
        kInvalidArgument,
        {"\"bad\"", "offset"}},
       {"overlap within",
-       add({good, {"bad", 0, 1, &four, 3}}),
+       add({good, flat_entry("bad", 0, 1, &four, 3)}),
        kInvalidArgument,
        {"\"bad\"", "\"good\""}},
       {"no data", add({good}, nullptr), kInvalidArgument, {"\"good\"", "data"}},
@@ -297,9 +307,46 @@ TEST(BadArguments, OfFlatBlocks) {
        {"\"good\"", "\"third\""}},
   };
   expect_all_refused(list, kNothing, kNothing);
+  // The size of each entry, its options, and those of all entries of one block.
+  ga_flat_entry sizes[] = {good, flat_entry("bad", 0, 1, &four, 4)};
+  const auto sized = [&](size_t first, size_t second) {
+    return [=](Bench& b) mutable {
+      sizes[0].struct_size = first, sizes[1].struct_size = second;
+      return ga_params_add_flat(b.ctx, room, GA_F32, sizes, 2, nullptr, nullptr);
+    };
+  };
+  ga_param_options no_size = {}, halves = {};
+  EXPECT_OK(ga_param_options_init(&halves, sizeof halves));
+  halves.gradient_dtype = GA_BF16;
+  const auto with = [&](const ga_param_options* options) {
+    return [=](Bench& b) mutable {
+      sizes[1].options = options;
+      return ga_params_add_flat(b.ctx, room, GA_F32, sizes, 2, nullptr, nullptr);
+    };
+  };
+  const ga_flat_entry zeros[1] = {};
+  expect_all_refused({{"entries of zeros",
+                       [&](Bench& b) {
+                         return ga_params_add_flat(b.ctx, room, GA_F32, zeros, 1, nullptr, nullptr);
+                       },
+                       kInvalidArgument,
+                       {"struct_size", "ga_flat_entry", "0"}},
+                      {"entries of two sizes",
+                       sized(sizeof good, sizeof good + 8),
+                       kInvalidArgument,
+                       {"struct_size", "entries[1]"}},
+                      {"options of no size",
+                       with(&no_size),
+                       kInvalidArgument,
+                       {"struct_size", "ga_param_options"}},
+                      {"gradients of two dtypes",
+                       with(&halves),
+                       GA_ERROR_UNSUPPORTED,
+                       {"\"bad\"", "gradient_dtype", "bf16", "\"good\"", "f32"}}},
+                     kNothing, kNothing);
   // All or none: the names and addresses of the valid entries are still free.
   Bench bench;
-  const ga_flat_entry bad[] = {good, {"bad", 3, 1, &four, 4}};
+  const ga_flat_entry bad[] = {good, flat_entry("bad", 3, 1, &four, 4)};
   EXPECT_EQ(ga_params_add_flat(bench.ctx, room, GA_F32, bad, 2, nullptr, nullptr),
             kInvalidArgument);
   ga_param id = -1;
@@ -355,7 +402,7 @@ TEST(BadArguments, OfAccumulate) {
   const auto whole = [](const void* a, const void* b, double weight, double scale) {
     return [=](Bench& bench) {
       const void* list[] = {a ? a : bench.g.data(), b};
-      return ga_accumulate(bench.ctx, list, 2, weight, &scale);
+      return ga_accumulate(bench.ctx, list, 2, weight, MicroOptions(scale));
     };
   };
   const double inf = INFINITY, nan = NAN;
@@ -363,7 +410,6 @@ TEST(BadArguments, OfAccumulate) {
       {"weight -1", whole(nullptr, nullptr, -1, 1), kInvalidArgument, {"weight", "-1"}},
       {"weight NaN", whole(nullptr, nullptr, nan, 1), kInvalidArgument, {"weight", "nan"}},
       {"weight inf", whole(nullptr, nullptr, inf, 1), kInvalidArgument, {"weight", "inf"}},
-      {"scale 0", whole(nullptr, nullptr, 1, 0), kInvalidArgument, {"scale", "0"}},
       {"scale NaN", whole(nullptr, nullptr, 1, nan), kInvalidArgument, {"scale", "nan"}},
       {"scale -inf", whole(nullptr, nullptr, 1, -inf), kInvalidArgument, {"scale", "-inf"}},
       {"count 3",
@@ -427,21 +473,37 @@ TEST(BadArguments, OfAccumulate) {
        [](Bench& b) { return ga_micro_begin(b.ctx, 7, 1, nullptr); },
        kInvalidArgument,
        {"7"}},
-      {"begin, index -1",
-       [](Bench& b) { return ga_micro_begin(b.ctx, -1, 1, nullptr); },
+      {"begin, index -2",
+       [](Bench& b) { return ga_micro_begin(b.ctx, -2, 1, nullptr); },
        kInvalidArgument,
-       {"-1"}},
+       {"-2", "-1 to"}},
       {"begin, weight -2",
        [](Bench& b) { return ga_micro_begin(b.ctx, 0, -2, nullptr); },
        kInvalidArgument,
        {"weight", "-2"}},
-      {"begin, scale 0",
+      {"begin, scale NaN",
+       [](Bench& b) { return ga_micro_begin(b.ctx, -1, 1, MicroOptions(NAN)); },
+       kInvalidArgument,
+       {"loss_scale", "nan"}},
+      {"flags 2",
+       [](Bench& b) { return ga_micro_begin(b.ctx, -1, 1, MicroOptions(0, 2)); },
+       kInvalidArgument,
+       {"flags", "0x2"}},
+      {"options of no size",
        [](Bench& b) {
-         const double zero = 0;
-         return ga_micro_begin(b.ctx, 0, 1, &zero);
+         const ga_micro_options zeros = {};
+         return ga_micro_begin(b.ctx, -1, 1, &zeros);
        },
        kInvalidArgument,
-       {"scale", "0"}},
+       {"struct_size", "ga_micro_options"}},
+      {"options with a reserved field set",
+       [](Bench& b) {
+         ga_micro_options o = *MicroOptions(0);
+         o.reserved = 7;
+         return ga_micro_begin(b.ctx, -1, 1, &o);
+       },
+       kInvalidArgument,
+       {"ga_micro_options", "reserved", "7"}},
       {"begin, no context",
        [](Bench&) { return ga_micro_begin(nullptr, 0, 1, nullptr); },
        kInvalidArgument,
@@ -575,10 +637,10 @@ TEST(BadArguments, AGradientThatIsTheLibrarys) {
   ctx.accumulate({&g});
   step(ctx);
   const void* data = nullptr;
-  ASSERT_OK(ga_gradient(ctx, 0, &data, nullptr));
+  ASSERT_OK(ga_gradient(ctx, 0, &data, nullptr, nullptr));
   const void* list[] = {data};
   EXPECT_EQ(ga_accumulate(ctx, list, 1, 1, nullptr), kInvalidArgument);
-  EXPECT_OK(ga_gradient(ctx, 0, &data, nullptr));
+  EXPECT_OK(ga_gradient(ctx, 0, &data, nullptr, nullptr));
   EXPECT_EQ(*static_cast<const float*>(data), 1);
 }
 
@@ -603,11 +665,11 @@ TEST(BadArguments, OfTheRest) {
        kInvalidArgument,
        {"ctx"}},
       {"phases missing",
-       [](Bench& b) { return ga_context_set_accum_schedule(b.ctx, nullptr, 1); },
+       [](Bench& b) { return ga_context_set_accum_schedule(b.ctx, nullptr, nullptr, 1); },
        kInvalidArgument,
-       {"phases"}},
+       {"from_steps"}},
       {"phases, no context",
-       [](Bench&) { return ga_context_set_accum_schedule(nullptr, nullptr, 0); },
+       [](Bench&) { return ga_context_set_accum_schedule(nullptr, nullptr, nullptr, 0); },
        kInvalidArgument,
        {"ctx"}},
       {"group_add, no optimizer",
@@ -674,7 +736,7 @@ TEST(BadArguments, OfTheRest) {
       {"gradient, no context",
        [](Bench&) {
          const void* data;
-         return ga_gradient(nullptr, 0, &data, nullptr);
+         return ga_gradient(nullptr, 0, &data, nullptr, nullptr);
        },
        kInvalidArgument,
        {"ctx"}},
@@ -688,7 +750,7 @@ TEST(BadArguments, OfTheRest) {
       {"devices to nowhere",
        [](Bench&) { return ga_device_count(0, nullptr); },
        kInvalidArgument,
-       {"count"}},
+       {"out"}},
   };
   expect_all_refused(list, kNothing, kNothing);
   ga_context_destroy(nullptr);  // legal
@@ -1060,6 +1122,12 @@ template <>
 constexpr size_t kFirstSize<ga_optimizer> = 88;
 template <>
 constexpr size_t kFirstSize<ga_clip> = 32;
+template <>
+constexpr size_t kFirstSize<ga_param_options> = 16;
+template <>
+constexpr size_t kFirstSize<ga_memory> = 40;
+template <>
+constexpr size_t kFirstSize<ga_step_result> = 80;
 
 // init calls an _init function, which must write as many bytes as given, up to the size that it
 // knows.
@@ -1119,6 +1187,14 @@ TEST(StructSize, OfInit) {
   check_init_sizes<ga_bn_options>("ga_bn_options", [](ga_bn_options* o, size_t n) {
     return ga_bn_options_init(o, n, GA_FLAVOR_KERAS);
   });
+  check_init_sizes<ga_micro_options>("ga_micro_options", ga_micro_options_init);
+  check_init_sizes<ga_param_info>("ga_param_info", ga_param_info_init);
+  check_init_sizes<ga_flat_entry>("ga_flat_entry", ga_flat_entry_init);
+  check_init_sizes<ga_param_options>("ga_param_options", ga_param_options_init);
+  check_init_sizes<ga_memory>("ga_memory", ga_memory_init);
+  check_init_sizes<ga_accumulator>("ga_accumulator", ga_accumulator_init);
+  check_init_sizes<ga_window_info>("ga_window_info", ga_window_info_init);
+  check_init_sizes<ga_step_result>("ga_step_result", ga_step_result_init);
   ga_optimizer o;
   for (const int32_t kind : {-1, static_cast<int32_t>(optimizer_rows().size()), 1000}) {
     EXPECT_EQ(ga_optimizer_init(&o, sizeof o, kind, 0), kInvalidArgument) << kind;
@@ -1140,7 +1216,13 @@ TEST(Errors, NamesOfStatuses) {
       {5, "GA_ERROR_NONFINITE"},
       {6, "GA_ERROR_FAULT"},
       {7, "GA_ERROR_INTERNAL"},
-      {8, "unknown status"},
+      {8, "GA_ERROR_WINDOW_FULL"},
+      {9, "GA_ERROR_IO"},
+      {10, "GA_ERROR_FORMAT"},
+      {11, "GA_ERROR_COMMUNICATION"},
+      {12, "GA_ERROR_CANCELLED"},
+      {13, "unknown status"},
+      {-1, "unknown status"},
   };
   for (const auto& [status, name] : names) {
     EXPECT_STREQ(ga_status_name(static_cast<ga_status>(status)), name);

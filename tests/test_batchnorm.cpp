@@ -1595,7 +1595,7 @@ TEST(BatchNormParameters, Frozen) {
     EXPECT_TRUE(got.y == want.y && got.dx == want.dx);
     EXPECT_EQ(external_gradient(net.ctx, net.beta, 3), want.dbeta);
     const void* data;
-    EXPECT_EQ(ga_gradient(net.ctx, net.gamma, &data, nullptr), GA_ERROR_INVALID_STATE);
+    EXPECT_EQ(ga_gradient(net.ctx, net.gamma, &data, nullptr, nullptr), GA_ERROR_INVALID_STATE);
   }
 }
 

@@ -413,9 +413,9 @@ TEST(BatchNormRules, NoMoreThanTheWindowHolds) {
       EXPECT_TRUE(refused(forward(s, 0), kState, {"\"bn\"", "all 3 micro-batches"}));
     } else {
       s.to("end 2");
-      EXPECT_TRUE(refused(forward(s, 0), kState, {"full"}));
-      EXPECT_TRUE(refused(take(s), kState, {"full"}));
-      EXPECT_TRUE(refused(take_stats(s), kState, {"full"}));
+      EXPECT_TRUE(refused(forward(s, 0), GA_ERROR_WINDOW_FULL, {"full"}));
+      EXPECT_TRUE(refused(take(s), GA_ERROR_WINDOW_FULL, {"full"}));
+      EXPECT_TRUE(refused(take_stats(s), GA_ERROR_WINDOW_FULL, {"full"}));
     }
   }
 }
@@ -443,15 +443,15 @@ TEST(BatchNormRules, DroppingIsForMicroAlone) {
   EXPECT_OK(ga_bn_add(net.ctx, "other", 3, net.gamma, net.beta, nullptr, nullptr));
 }
 
-// The two sweeps of WINDOW mode open micro-batches again, which GA_CLIP_MICRO does not allow. The
+// The two sweeps of WINDOW mode open micro-batches again, which GA_CLIP_WHEN_MICRO does not allow. The
 // layer or the clip is refused, whichever comes second.
 TEST(BatchNormRules, NoSweepsOverClippedMicroBatches) {
   ga_clip micro = clip(GA_CLIP_GLOBAL, 1);
-  micro.when = GA_CLIP_MICRO;
+  micro.when = GA_CLIP_WHEN_MICRO;
   ga_clip idle = clip(GA_CLIP_NONE, 0);  // clips nothing
-  idle.when = GA_CLIP_MICRO;
+  idle.when = GA_CLIP_WHEN_MICRO;
   ga_clip value = clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 1);
-  value.when = GA_CLIP_MICRO;
+  value.when = GA_CLIP_WHEN_MICRO;
   const ga_bn_options sweeping = bn_options(GA_BN_WINDOW), plain = bn_options(GA_BN_MICRO);
   for (const bool of_group : {false, true}) {
     Context ctx;
@@ -462,23 +462,24 @@ TEST(BatchNormRules, NoSweepsOverClippedMicroBatches) {
     for (const ga_clip* c : {&micro, &value}) {
       EXPECT_OK(set(c));
       EXPECT_TRUE(refused(ga_bn_add(ctx, "late", 3, -1, -1, &sweeping, nullptr),
-                          GA_ERROR_UNSUPPORTED, {"\"late\"", "WINDOW", "GA_CLIP_MICRO"}));
+                          GA_ERROR_UNSUPPORTED, {"\"late\"", "WINDOW", "GA_CLIP_WHEN_MICRO"}));
     }
     EXPECT_OK(ga_bn_add(ctx, "micro", 3, -1, -1, &plain, nullptr));
     EXPECT_OK(set(&idle));
     EXPECT_OK(ga_bn_add(ctx, "early", 3, -1, -1, &sweeping, nullptr));
     for (const ga_clip* c : {&micro, &value})
-      EXPECT_TRUE(refused(set(c), GA_ERROR_UNSUPPORTED, {"\"early\"", "WINDOW", "GA_CLIP_MICRO"}));
+      EXPECT_TRUE(
+          refused(set(c), GA_ERROR_UNSUPPORTED, {"\"early\"", "WINDOW", "GA_CLIP_WHEN_MICRO"}));
     EXPECT_OK(set(&idle));
   }
 }
 
-// With GA_CLIP_MICRO a parameter gets one contribution per micro-batch. A second layer that shares
+// With GA_CLIP_WHEN_MICRO a parameter gets one contribution per micro-batch. A second layer that shares
 // a parameter is refused and leaves no trace: neither dx nor the gradient of the parameter that it
 // does not share.
 TEST(BatchNormRules, SharedParametersAreNotClippedByMicroBatch) {
   ga_clip clipping = clip(GA_CLIP_GLOBAL, 1e6);
-  clipping.when = GA_CLIP_MICRO;
+  clipping.when = GA_CLIP_WHEN_MICRO;
   const BnWindow data = bn_window(kShape, GA_F32, {2});
   const auto window = [&](bool twice) {
     BnNet net(kShape, bn_options(GA_BN_MICRO));
@@ -498,16 +499,17 @@ TEST(BatchNormRules, SharedParametersAreNotClippedByMicroBatch) {
       const auto* x = data[0].x.data();
       const auto* dy = data[0].dy.data();
       EXPECT_TRUE(refused(ga_bn_backward(net.ctx, second, x, dy, 2, 7, dx.data()),
-                          GA_ERROR_UNSUPPORTED, {"GA_CLIP_MICRO"}));
+                          GA_ERROR_UNSUPPORTED, {"GA_CLIP_WHEN_MICRO"}));
       EXPECT_TRUE(refused(ga_bn_backward_accumulate(net.ctx, second, x, dy, 2, 7),
-                          GA_ERROR_UNSUPPORTED, {"GA_CLIP_MICRO"}));
+                          GA_ERROR_UNSUPPORTED, {"GA_CLIP_WHEN_MICRO"}));
       EXPECT_EQ(dx, before) << "written by a call that failed";
     });
     EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
     out.dgamma = external_gradient(net.ctx, net.gamma, 3);
     out.dbeta = external_gradient(net.ctx, net.beta, 3);
     const void* at = nullptr;
-    EXPECT_EQ(ga_gradient(net.ctx, gamma, &at, nullptr), kState) << "gamma has no gradient";
+    EXPECT_EQ(ga_gradient(net.ctx, gamma, &at, nullptr, nullptr), kState)
+        << "gamma has no gradient";
     return out;
   };
   EXPECT_TRUE(window(true) == window(false));
@@ -521,7 +523,7 @@ TEST(BatchNormRules, StatisticsOfADeferredMicroBatch) {
     c.nonfinite = dropping ? GA_NONFINITE_DROP_MICRO : GA_NONFINITE_SKIP_STEP;
     BnNet net(kShape, bn_options(GA_BN_MICRO), c);
     ga_clip clipping = clip(GA_CLIP_GLOBAL, 1);
-    clipping.when = GA_CLIP_MICRO;
+    clipping.when = GA_CLIP_WHEN_MICRO;
     if (!dropping) {
       EXPECT_OK(ga_context_set_clip(net.ctx, &clipping));
     }
@@ -821,7 +823,7 @@ TEST(BatchNormRules, OutputsOverMemoryOfTheLibrary) {
   const BnWindow data = bn_window(kShape, GA_F32, {2});
   net.step(data);
   const void* gradient = nullptr;
-  EXPECT_OK(ga_gradient(net.ctx, net.gamma, &gradient, nullptr));
+  EXPECT_OK(ga_gradient(net.ctx, net.gamma, &gradient, nullptr, nullptr));
   EXPECT_TRUE(
       refused(ga_bn_forward(net.ctx, net.bn, data[0].x.data(), 2, 7, const_cast<void*>(gradient)),
               kArgument, {"\"bn\"", " y ", "library"}));

@@ -443,7 +443,8 @@ TEST(External, SeesTheReducedClippedGradient) {
         for (size_t i = 0; i < layout.size(); ++i) {
           const void* data = nullptr;
           int32_t dtype = 0;
-          ASSERT_OK(ga_gradient(ctx, static_cast<ga_param>(i), &data, i == 2 ? nullptr : &dtype));
+          ASSERT_OK(ga_gradient(ctx, static_cast<ga_param>(i), &data, i == 2 ? nullptr : &dtype,
+                                nullptr));
           EXPECT_EQ(dtype, i == 2 ? 0 : GA_F32);
           if (layout.counts[i] > 0) {
             memcpy(&seen[static_cast<size_t>(layout.offsets[i])], data,
@@ -476,9 +477,9 @@ TEST(External, PerTensorAndByValue) {
   ctx.accumulate({&g[0], &g[1]});
   EXPECT_DOUBLE_EQ(step(ctx).clip_factor, 0.5);
   const void* data = nullptr;
-  ASSERT_OK(ga_gradient(ctx, 0, &data, nullptr));
+  ASSERT_OK(ga_gradient(ctx, 0, &data, nullptr, nullptr));
   EXPECT_EQ(*static_cast<const float*>(data), -2);
-  ASSERT_OK(ga_gradient(ctx, 1, &data, nullptr));
+  ASSERT_OK(ga_gradient(ctx, 1, &data, nullptr, nullptr));
   EXPECT_EQ(*static_cast<const float*>(data), 0.5);
 }
 
@@ -494,27 +495,27 @@ TEST(External, LegalAfterAnAppliedStepOnly) {
   const void* data = &w;
   const auto illegal = [&](ga_param param) {
     const void* before = data;
-    EXPECT_EQ(ga_gradient(ctx, param, &data, nullptr), GA_ERROR_INVALID_STATE);
+    EXPECT_EQ(ga_gradient(ctx, param, &data, nullptr, nullptr), GA_ERROR_INVALID_STATE);
     EXPECT_EQ(data, before) << "written by a call that failed";
   };
   illegal(a);  // nothing yet
   ctx.accumulate({&g, nullptr, &g});
   illegal(a);  // the window is open
   step(ctx);
-  EXPECT_OK(ga_gradient(ctx, a, &data, nullptr));
+  EXPECT_OK(ga_gradient(ctx, a, &data, nullptr, nullptr));
   EXPECT_EQ(*static_cast<const float*>(data), 2);
-  EXPECT_OK(ga_gradient(ctx, a, &data, nullptr));  // any number of times
-  illegal(b);                                      // no gradient in this window
-  EXPECT_NE(ga_gradient(ctx, c, &data, nullptr), GA_OK) << "the group is not external";
-  EXPECT_EQ(ga_gradient(ctx, 3, &data, nullptr), GA_ERROR_INVALID_ARGUMENT);
-  EXPECT_EQ(ga_gradient(ctx, -1, &data, nullptr), GA_ERROR_INVALID_ARGUMENT);
-  EXPECT_EQ(ga_gradient(ctx, a, nullptr, nullptr), GA_ERROR_INVALID_ARGUMENT);
-  EXPECT_OK(ga_gradient(ctx, a, &data, nullptr));  // the failures above changed nothing
+  EXPECT_OK(ga_gradient(ctx, a, &data, nullptr, nullptr));  // any number of times
+  illegal(b);                                               // no gradient in this window
+  EXPECT_NE(ga_gradient(ctx, c, &data, nullptr, nullptr), GA_OK) << "the group is not external";
+  EXPECT_EQ(ga_gradient(ctx, 3, &data, nullptr, nullptr), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(ga_gradient(ctx, -1, &data, nullptr, nullptr), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(ga_gradient(ctx, a, nullptr, nullptr, nullptr), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_OK(ga_gradient(ctx, a, &data, nullptr, nullptr));  // the failures above changed nothing
   step(ctx);
   illegal(a);  // a skipped step
   ctx.accumulate({&g, &g, &g});
   step(ctx);
-  EXPECT_OK(ga_gradient(ctx, b, &data, nullptr));
+  EXPECT_OK(ga_gradient(ctx, b, &data, nullptr, nullptr));
   EXPECT_OK(ga_discard(ctx));
   illegal(a);
   ctx.accumulate({&g, &g, &g});
@@ -542,7 +543,7 @@ TEST(External, MissingAsZero) {
   step(ctx);
   // Both answers are correct: without a gradient the header says INVALID_STATE, and under ZERO the
   // gradient is zero.
-  const ga_status status = ga_gradient(ctx, 1, &data, nullptr);
+  const ga_status status = ga_gradient(ctx, 1, &data, nullptr, nullptr);
   if (status == GA_OK) {
     EXPECT_EQ(*static_cast<const float*>(data), 0);
   } else {
@@ -575,7 +576,7 @@ TEST(External, OwnSgdEqualsTheLibrarys) {
     step(b);
     for (size_t i = 0; i < layout.size(); ++i) {
       const void* data = nullptr;
-      ASSERT_OK(ga_gradient(b, static_cast<ga_param>(i), &data, nullptr));
+      ASSERT_OK(ga_gradient(b, static_cast<ga_param>(i), &data, nullptr, nullptr));
       for (int64_t j = 0; j < layout.counts[i]; ++j) {
         theirs[static_cast<size_t>(layout.offsets[i] + j)] -=
             0.25f * static_cast<const float*>(data)[j];

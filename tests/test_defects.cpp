@@ -268,9 +268,9 @@ TEST(GradientAccumulator, UnevenMicroBatchesWeighTheSame) {
 }
 
 // AGC clips each micro-batch and not the window: it moved 0.288 where 0.131 was right. Here the
-// window is clipped, as the full batch would have been; GA_CLIP_MICRO gives the other behaviour.
+// window is clipped, as the full batch would have been; GA_CLIP_WHEN_MICRO gives the other behaviour.
 TEST(GradientAccumulator, AgcClipsMicroBatches) {
-  for (const int32_t when : {GA_CLIP_STEP, GA_CLIP_MICRO}) {
+  for (const int32_t when : {GA_CLIP_WHEN_STEP, GA_CLIP_WHEN_MICRO}) {
     Scalar run;
     run.p = 1;
     ga_clip c = clip(GA_CLIP_AGC, 0);
@@ -280,7 +280,7 @@ TEST(GradientAccumulator, AgcClipsMicroBatches) {
     run.micro(-0.995f);
     step(run.ctx);
     // The mean is 0.0025, below 0.01 of the weight; clipped alone, each gradient becomes 0.01.
-    EXPECT_NEAR(1 - run.p, when == GA_CLIP_STEP ? 0.0025 : 0, 2e-7);
+    EXPECT_NEAR(1 - run.p, when == GA_CLIP_WHEN_STEP ? 0.0025 : 0, 2e-7);
   }
 }
 

@@ -70,7 +70,7 @@ Trace run(const ga_config& c) {
     trace.numbers.push_back(r.norm);
     trace.numbers.push_back(r.clip_factor);
     const void* data = nullptr;
-    EXPECT_OK(ga_gradient(ctx, external, &data, nullptr));
+    EXPECT_OK(ga_gradient(ctx, external, &data, nullptr, nullptr));
     const auto* g = static_cast<const float*>(data);
     trace.external.insert(trace.external.end(), g, g + counts.back());
   }

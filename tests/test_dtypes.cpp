@@ -34,7 +34,7 @@ ga_optimizer external() { return optimizer(GA_OPTIMIZER_EXTERNAL); }
 std::vector<uint32_t> external_bits(ga_context* ctx, int64_t count) {
   const void* data = nullptr;
   int32_t dtype = 0;
-  EXPECT_OK(ga_gradient(ctx, 0, &data, &dtype));
+  EXPECT_OK(ga_gradient(ctx, 0, &data, &dtype, nullptr));
   EXPECT_EQ(dtype, GA_F32);
   std::vector<uint32_t> bits(static_cast<size_t>(count));
   if (data != nullptr) memcpy(bits.data(), data, bits.size() * sizeof(uint32_t));
@@ -166,8 +166,8 @@ TEST_P(Gradients16, AsTheSameValuesInF32) {
           b.push_back(&kept.back());
         }
         const double weight = 1.3 + static_cast<double>(k), scale = 128;
-        accumulate(narrow, a, weight, &scale);
-        accumulate(wide, b, weight, &scale);
+        accumulate(narrow, a, weight, scale);
+        accumulate(wide, b, weight, scale);
       }
       EXPECT_EQ(step(narrow).norm, step(wide).norm);
     }

@@ -57,8 +57,8 @@ void expect_all_refused(ga_context* ctx) {
   const void* const list[] = {data, data};
   const int64_t shape[] = {2, 3};
   const int32_t rows[] = {0};
-  const ga_flat_entry entry = {"flat", 0, 2, shape, 0};
-  const ga_accum_phase phase = {0, 4};
+  const ga_flat_entry entry = flat_entry("flat", 0, 2, shape, 0);
+  const int64_t from = 0, steps = 4;
   const ga_optimizer o = plain_sgd();
   const ga_schedule s = schedule(GA_SCHEDULE_CONSTANT);
   const ga_clip c = clip(GA_CLIP_GLOBAL, 1);
@@ -72,6 +72,10 @@ void expect_all_refused(ga_context* ctx) {
   const void* at = nullptr;
   ga_memory memory = {};
   memory.struct_size = sizeof memory;
+  ga_optimizer known = o;
+  ga_param_info param = {};
+  param.struct_size = sizeof param;
+  size_t slots = 7;
   ga_window_info info = {};
   info.struct_size = sizeof info;
   ga_step_result result = {};
@@ -83,8 +87,15 @@ void expect_all_refused(ga_context* ctx) {
       {"ga_context_memory", [&] { return ga_context_memory(ctx, &memory); }},
       {"ga_context_set_accum_steps", [&] { return ga_context_set_accum_steps(ctx, 2); }},
       {"ga_context_set_accum_schedule",
-       [&] { return ga_context_set_accum_schedule(ctx, &phase, 1); }},
+       [&] { return ga_context_set_accum_schedule(ctx, &from, &steps, 1); }},
       {"ga_group_add", [&] { return ga_group_add(ctx, &o, &id); }},
+      {"ga_group_count", [&] { return ga_group_count(ctx, &id); }},
+      {"ga_group_optimizer", [&] { return ga_group_optimizer(ctx, 0, &known); }},
+      {"ga_param_count", [&] { return ga_param_count(ctx, &id); }},
+      {"ga_param_find", [&] { return ga_param_find(ctx, "p", &id); }},
+      {"ga_param_describe", [&] { return ga_param_describe(ctx, 0, &param); }},
+      {"ga_slot_count", [&] { return ga_slot_count(ctx, &slots); }},
+      {"ga_param_slot", [&] { return ga_param_slot(ctx, 0, &slots); }},
       {"ga_group_set_lr", [&] { return ga_group_set_lr(ctx, 0, 0.5); }},
       {"ga_group_set_weight_decay", [&] { return ga_group_set_weight_decay(ctx, 0, 0.5); }},
       {"ga_group_set_schedule", [&] { return ga_group_set_schedule(ctx, 0, &s); }},
@@ -115,7 +126,7 @@ void expect_all_refused(ga_context* ctx) {
       {"ga_step", [&] { return ga_step(ctx, &result); }},
       {"ga_step_result_get", [&] { return ga_step_result_get(ctx, 0, 1, &result); }},
       {"ga_discard", [&] { return ga_discard(ctx); }},
-      {"ga_gradient", [&] { return ga_gradient(ctx, 1, &at, &dtype); }},
+      {"ga_gradient", [&] { return ga_gradient(ctx, 1, &at, &dtype, nullptr); }},
       {"ga_bn_add", [&] { return ga_bn_add(ctx, "new", 2, -1, -1, nullptr, &id); }},
       {"ga_bn_set_frozen", [&] { return ga_bn_set_frozen(ctx, 0, 1); }},
       {"ga_bn_accumulate", [&] { return ga_bn_accumulate(ctx, 0, data, 3, 2); }},

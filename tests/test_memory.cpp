@@ -260,7 +260,7 @@ class Life {
       case 2:
         return ga_group_set_schedule(ctx, 0, &schedule_);
       case 3:
-        return ga_context_set_accum_schedule(ctx, phases_, 2);
+        return ga_context_set_accum_schedule(ctx, from_steps_, accum_steps_, 2);
       case 4:
         return ga_context_set_clip(ctx, &clip_);
       case 5:
@@ -315,12 +315,11 @@ class Life {
   ga_optimizer optimizer_;
   ga_clip clip_;
   std::vector<double> table_ = std::vector<double>(50, 0.125);
-  ga_accum_phase phases_[2] = {{0, 2}, {1, 0}};
+  int64_t from_steps_[2] = {0, 1}, accum_steps_[2] = {2, 0};
   int64_t shape_[1] = {10};
   ga_flat_entry entries_[3] = {
-      {"a long name within the flat block, long enough to be allocated", 0, 1, shape_, 5},
-      {"z", 0, 1, shape_, 100},
-      {"y", 0, 0, nullptr, 999}};
+      flat_entry("a long name within the flat block, long enough to be allocated", 0, 1, shape_, 5),
+      flat_entry("z", 0, 1, shape_, 100), flat_entry("y", 0, 0, nullptr, 999)};
   ga_accumulator accumulator_ = {sizeof(ga_accumulator), nullptr, 0, 0, 0, 0, 0, 0, 0};
   const void* second_[4] = {};
 };
@@ -540,7 +539,8 @@ TEST(Memory, WindowsAllocateNothing) {
                   layout.counts[i]);
       }
       const int64_t ten = 10;
-      const ga_flat_entry entries[] = {{"x", 0, 1, &ten, 0}, {"y", 1, 1, &ten, 50}};
+      const ga_flat_entry entries[] = {flat_entry("x", 0, 1, &ten, 0),
+                                       flat_entry("y", 1, 1, &ten, 50)};
       ASSERT_OK(ga_params_add_flat(ctx, flat.data(), GA_F32, entries, 2, nullptr, nullptr));
       const auto list = [&](const Block& block) {
         auto result = pointers(layout, block);
@@ -577,7 +577,7 @@ TEST(Memory, WindowsAllocateNothing) {
           ASSERT_OK(ga_step(ctx, &r));
           const void* data;
           if (r.outcome == GA_STEP_APPLIED) {  // (an error allocates its exception)
-            ASSERT_OK(ga_gradient(ctx, 1, &data, nullptr));
+            ASSERT_OK(ga_gradient(ctx, 1, &data, nullptr, nullptr));
           }
         }
         if (w >= 3) {

@@ -24,7 +24,7 @@ class Toy {
     add(ctx, 0, b_, {}, options(gradient_dtype, accumulator));
     kept_.reserve(1000);
   }
-  void micro(double a0, double a1, double b, double weight = 1, const double* scale = nullptr) {
+  void micro(double a0, double a1, double b, double weight = 1, double scale = 0) {
     kept_.emplace_back(dtype_, 2);
     kept_.back().set(0, a0);
     kept_.back().set(1, a1);
@@ -104,8 +104,8 @@ TEST(NoiseScale, ForEveryKindAndMode) {
                 Toy run(c, dtype, accumulator);
                 const double s1 = scale * (kind == GA_GRADIENT_SUM ? 1 : 1);
                 const double s3 = scale * (kind == GA_GRADIENT_SUM ? 3 : 1);
-                run.micro(1 * s1, 2 * s1, 2 * s1, 1, &scale);
-                run.micro(3 * s3, 0, 0, 3, &scale);
+                run.micro(1 * s1, 2 * s1, 2 * s1, 1, scale);
+                run.micro(3 * s3, 0, 0, 3, scale);
                 expect_estimate(step(run.ctx), 9, 4.5);
               }
             }

@@ -348,7 +348,8 @@ class Layer {
   void begin(double weight, double loss_scale = 1) {
     weight_ = weight, loss_scale_ = loss_scale;
     weights_ += weight;
-    EXPECT_OK(ga_micro_begin(context_, window(context_).micro_batches, weight, &loss_scale));
+    EXPECT_OK(
+        ga_micro_begin(context_, window(context_).micro_batches, weight, MicroOptions(loss_scale)));
   }
 
   void matmul(int64_t k, uint64_t seed, bool transpose_a = true, bool transpose_b = false) {
@@ -381,7 +382,7 @@ class Layer {
     const ga_step_result result = step(context_);
     ASSERT_EQ(result.outcome, GA_STEP_APPLIED);
     const void* data = nullptr;
-    ASSERT_OK(ga_gradient(context_, param_, &data, nullptr));
+    ASSERT_OK(ga_gradient(context_, param_, &data, nullptr, nullptr));
     double squares = 0, square_error = 0;
     for (size_t i = 0; i < sums_.size(); ++i) {
       Sum& want = sums_[i];
@@ -478,7 +479,7 @@ TEST_F(AccumulateMatmul, AddsToALiveGradient) {
   ASSERT_OK(ga_micro_end(layer.context()));
   step(layer.context());
   const void* data = nullptr;
-  ASSERT_OK(ga_gradient(layer.context(), layer.param(), &data, nullptr));
+  ASSERT_OK(ga_gradient(layer.context(), layer.param(), &data, nullptr, nullptr));
   const float want[] = {2, 4, 13, 24, 105, 206};
   for (int i = 0; i < 6; ++i) EXPECT_EQ(static_cast<const float*>(data)[i], want[i]);
   EXPECT_TRUE(same_bits(gradient, before));

@@ -172,13 +172,13 @@ std::map<Pair, Refusal> refusals() {
       add(kRows, rows, kMode, mode, GA_ERROR_UNSUPPORTED, "accumulation");
     }
     for (const int clip : {kGlobalMicro, kPerTensorMicro, kAgcMicro, kByValueMicro}) {
-      add(kRows, rows, kClip, clip, GA_ERROR_UNSUPPORTED, "GA_CLIP_MICRO");
+      add(kRows, rows, kClip, clip, GA_ERROR_UNSUPPORTED, "GA_CLIP_WHEN_MICRO");
     }
     add(kRows, rows, kNoise, 1, GA_ERROR_UNSUPPORTED, "noise_scale");
   }
   for (const int clip : {kGlobalMicro, kPerTensorMicro, kAgcMicro, kByValueMicro}) {
     add(kParts, kTwo, kClip, clip, GA_ERROR_UNSUPPORTED, "second contribution");
-    add(kParts, kWritten, kClip, clip, GA_ERROR_UNSUPPORTED, "GA_CLIP_MICRO");
+    add(kParts, kWritten, kClip, clip, GA_ERROR_UNSUPPORTED, "GA_CLIP_WHEN_MICRO");
   }
   for (const int mode : {kRunningMean, kCompensated, kStochastic}) {
     add(kParts, kWritten, kMode, mode, GA_ERROR_UNSUPPORTED, "accumulation");
@@ -440,7 +440,7 @@ class Trial {
     if (which == kByValue) c.max_value = most / 4;
     if (which == kPerTensor) c.max_value = 0.875;
     c.agc_factor = most;
-    c.when = choice(kClip) >= kGlobalMicro ? GA_CLIP_MICRO : GA_CLIP_STEP;
+    c.when = choice(kClip) >= kGlobalMicro ? GA_CLIP_WHEN_MICRO : GA_CLIP_WHEN_STEP;
     return c;
   }
 
@@ -602,7 +602,7 @@ class Trial {
         gradients.back().push_back(ref::exact(g.values.get(j)) * ref::scalar(1 / scale_));
       }
     }
-    if (clip_.when == GA_CLIP_MICRO && (!bad || is(kPolicy, kIgnore))) {
+    if (clip_.when == GA_CLIP_WHEN_MICRO && (!bad || is(kPolicy, kIgnore))) {
       std::vector<Reals*> at(params_.size(), nullptr);
       for (size_t k = 0; k < list.size(); ++k) {
         if (!list[k].to->frozen) at[static_cast<size_t>(list[k].to->id)] = &gradients[k];
@@ -779,8 +779,8 @@ class Trial {
     EXPECT_EQ(r.lr, groups_[0].optimizer.lr);
 
     factor_ = ref::exact(1);
-    if (clip_.when == GA_CLIP_STEP) clip_all(g);
-    if (clip_.scope == GA_CLIP_AGC && clip_.when == GA_CLIP_STEP) {
+    if (clip_.when == GA_CLIP_WHEN_STEP) clip_all(g);
+    if (clip_.scope == GA_CLIP_AGC && clip_.when == GA_CLIP_WHEN_STEP) {
       EXPECT_LE(r.clip_factor, 1);
       EXPECT_EQ(r.clip_factor < 1, factor_.value < 1);
     } else {

@@ -34,7 +34,7 @@ void register_parameters(Context& ctx, ga_group group, const Layout& layout, Rou
   std::vector<std::string> names;
   for (size_t i = 0; i < layout.size(); ++i) names.push_back("p" + std::to_string(i));
   for (size_t i = 0; i < layout.size(); ++i) {
-    entries.push_back({names[i].c_str(), group, 1, &layout.counts[i], layout.offsets[i]});
+    entries.push_back(flat_entry(names[i].c_str(), group, 1, &layout.counts[i], layout.offsets[i]));
   }
   EXPECT_OK(ga_params_add_flat(ctx, block.data(), GA_F32, entries.data(), entries.size(), nullptr,
                                nullptr));
@@ -60,15 +60,15 @@ void hand_over(ga_context* ctx, const Layout& layout, Route route, const Block& 
                double weight, double loss_scale, int64_t index) {
   if (route == Route::kWhole) {
     const auto list = pointers(layout, gradients);
-    ASSERT_OK(ga_accumulate(ctx, list.data(), list.size(), weight, &loss_scale));
+    ASSERT_OK(ga_accumulate(ctx, list.data(), list.size(), weight, MicroOptions(loss_scale)));
     return;
   }
   if (route == Route::kFlat) {
     const void* list[] = {gradients.data()};
-    ASSERT_OK(ga_accumulate(ctx, list, 1, weight, &loss_scale));
+    ASSERT_OK(ga_accumulate(ctx, list, 1, weight, MicroOptions(loss_scale)));
     return;
   }
-  ASSERT_OK(ga_micro_begin(ctx, index, weight, &loss_scale));
+  ASSERT_OK(ga_micro_begin(ctx, index, weight, MicroOptions(loss_scale)));
   for (size_t i = layout.size(); i-- > 0;) {
     const auto param = static_cast<ga_param>(i);
     const float* g = gradients.data() + layout.offsets[i];
@@ -531,7 +531,8 @@ TEST(Promise, UnitsOfLiveGradients) {
             for (int k = 0; k < micro_batches; ++k) {
               alive.push_back(gradients(layout, 7, round++));
               const auto list = pointers(layout, alive.back());
-              ASSERT_OK(ga_accumulate(ctx, list.data(), list.size(), 0.3 * (k + 1), &loss_scale));
+              ASSERT_OK(ga_accumulate(ctx, list.data(), list.size(), 0.3 * (k + 1),
+                                      MicroOptions(loss_scale)));
             }
             step(ctx);
           }

@@ -130,14 +130,18 @@ struct Call {
 };
 
 std::vector<Call> calls() {
-  const ga_status o = GA_OK, s = GA_ERROR_INVALID_STATE, n = GA_ERROR_NONFINITE;
+  const ga_status o = GA_OK, s = GA_ERROR_INVALID_STATE, n = GA_ERROR_NONFINITE,
+                  f = GA_ERROR_WINDOW_FULL;
   using S = Stage&;
   return {
       // expected when: empty, open, full, micro-batch open, acquired, resumed, failed, invalid
-      {"ga_accumulate", [](S t) { return t.whole(); }, {o, o, s, s, s, s, o, s}},
+      {"ga_accumulate", [](S t) { return t.whole(); }, {o, o, f, s, s, s, o, s}},
       {"ga_micro_begin, a new one",
        [](S t) { return ga_micro_begin(t.ctx, window(t.ctx).micro_batches, 1, nullptr); },
-       {o, o, s, s, s, s, o, s}},
+       {o, o, f, s, s, s, o, s}},
+      {"ga_micro_begin, the next one",
+       [](S t) { return ga_micro_begin(t.ctx, -1, 1, nullptr); },
+       {o, o, f, s, s, s, o, s}},
       {"ga_micro_begin, number 0 again",
        [](S t) { return ga_micro_begin(t.ctx, 0, 1, nullptr); },
        {o, o, o, s, s, s, o, s}},
@@ -162,7 +166,7 @@ std::vector<Call> calls() {
       {"ga_gradient",
        [](S t) {
          const void* data;
-         return ga_gradient(t.ctx, 2, &data, nullptr);
+         return ga_gradient(t.ctx, 2, &data, nullptr, nullptr);
        },
        {s, s, s, s, s, s, s, s}},
       {"ga_group_add",
@@ -176,7 +180,7 @@ std::vector<Call> calls() {
        {o, s, s, s, s, s, s, s}},
       {"ga_params_add_flat",
        [](S t) {
-         const ga_flat_entry entry = {"fresh", 0, 0, nullptr, 0};
+         const ga_flat_entry entry = flat_entry("fresh", 0, 0, nullptr, 0);
          return ga_params_add_flat(t.ctx, &t.fresh, GA_F32, &entry, 1, nullptr, nullptr);
        },
        {o, s, s, s, s, s, s, s}},
@@ -191,8 +195,8 @@ std::vector<Call> calls() {
        {o, s, s, s, s, s, s, s}},
       {"ga_context_set_accum_schedule",
        [](S t) {
-         const ga_accum_phase phase = {0, 9};
-         return ga_context_set_accum_schedule(t.ctx, &phase, 1);
+         const int64_t from = 0, steps = 9;
+         return ga_context_set_accum_schedule(t.ctx, &from, &steps, 1);
        },
        {o, s, s, s, s, s, s, s}},
       {"ga_group_set_lr",
@@ -214,6 +218,25 @@ std::vector<Call> calls() {
        [](S t) {
          double lr;
          return ga_group_lr(t.ctx, 0, &lr);
+       },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_param_describe",
+       [](S t) {
+         ga_param_info info;
+         EXPECT_OK(ga_param_info_init(&info, sizeof info));
+         return ga_param_describe(t.ctx, 0, &info);
+       },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_param_find",
+       [](S t) {
+         ga_param id;
+         return ga_param_find(t.ctx, "small", &id);
+       },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_group_optimizer",
+       [](S t) {
+         ga_optimizer adamw = optimizer(GA_OPTIMIZER_ADAMW);
+         return ga_group_optimizer(t.ctx, 0, &adamw);
        },
        {o, o, o, o, o, o, o, o}},
       {"ga_window", [](S t) { return window(t.ctx), GA_OK; }, {o, o, o, o, o, o, o, o}},
@@ -292,8 +315,8 @@ TEST_P(Failures, ChangeNothing) {
   EXPECT_TRUE(same_bits(stage.big, twin.big));
   EXPECT_EQ(stage.small, twin.small);
   const void *a = nullptr, *b = nullptr;
-  EXPECT_OK(ga_gradient(stage.ctx, 2, &a, nullptr));
-  EXPECT_OK(ga_gradient(twin.ctx, 2, &b, nullptr));
+  EXPECT_OK(ga_gradient(stage.ctx, 2, &a, nullptr, nullptr));
+  EXPECT_OK(ga_gradient(twin.ctx, 2, &b, nullptr, nullptr));
   EXPECT_EQ(*static_cast<const float*>(a), *static_cast<const float*>(b));
 }
 
@@ -326,7 +349,7 @@ TEST(Window, CountsFromEmptyToFull) {
     }
     EXPECT_EQ(info.weight, 4.5);
     const void* list[] = {&g};
-    EXPECT_EQ(ga_accumulate(ctx, list, 1, 1, nullptr), GA_ERROR_INVALID_STATE);
+    EXPECT_EQ(ga_accumulate(ctx, list, 1, 1, nullptr), GA_ERROR_WINDOW_FULL);
     ga_step_result r = step(ctx);
     EXPECT_EQ(r.struct_size, sizeof r);
     EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
@@ -380,15 +403,52 @@ TEST(Window, KChangesBetweenWindows) {
   EXPECT_EQ(window(ctx).accum_steps, 2);
 }
 
+// GA_MICRO_LAST ends a window of any K, and tells nothing of the next one.
+TEST(Window, LastMicroBatch) {
+  for (const int64_t k : {0, 2, 5}) {
+    float p = 0;
+    const float g = 1;
+    const void* list[] = {&g};
+    ga_config c = config();
+    c.accum_steps = k;
+    Context ctx(c);
+    ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+    const MicroOptions last(0, GA_MICRO_LAST);
+    for (int w = 0; w < 2; ++w) {
+      ctx.accumulate({&g});
+      EXPECT_EQ(window(ctx).state, GA_WINDOW_OPEN);
+      ASSERT_OK(ga_accumulate(ctx, list, 1, 1, last));
+      EXPECT_EQ(window(ctx).state, GA_WINDOW_FULL);
+      EXPECT_TRUE(refused(ga_accumulate(ctx, list, 1, 1, nullptr), GA_ERROR_WINDOW_FULL, {"full"}));
+      EXPECT_TRUE(refused(ga_micro_begin(ctx, -1, 1, last), GA_ERROR_WINDOW_FULL, {"full"}));
+      EXPECT_TRUE(refused(ga_micro_begin(ctx, 0, 1, last), GA_ERROR_INVALID_ARGUMENT,
+                          {"micro-batch 0", "GA_MICRO_LAST", "2"}));
+      ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));  // what is there may be filled further
+      ASSERT_OK(ga_accumulate_part(ctx, 0, &g));
+      ASSERT_OK(ga_micro_end(ctx));
+      EXPECT_EQ(step(ctx).micro_batches, 2);
+      EXPECT_EQ(p, static_cast<float>(-1.5 * (w + 1)));
+    }
+    ASSERT_OK(ga_accumulate(ctx, list, 1, 1, last));
+    ASSERT_OK(ga_discard(ctx));
+    ASSERT_OK(ga_accumulate(ctx, list, 1, 1, nullptr));
+    // The newest micro-batch may say so when it is opened again.
+    ASSERT_OK(ga_micro_begin(ctx, 0, 1, last));
+    ASSERT_OK(ga_micro_end(ctx));
+    EXPECT_EQ(window(ctx).state, GA_WINDOW_FULL);
+  }
+}
+
 TEST(Window, KBySchedule) {
   float p = 0;
   const float g = 1, nan = NAN;
   Context ctx;
   ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
   {
-    ga_accum_phase phases[] = {{0, 2}, {3, 5}, {4, 0}, {6, 1}};
-    ASSERT_OK(ga_context_set_accum_schedule(ctx, phases, 4));
-    memset(phases, 0xff, sizeof phases);  // the library has a copy
+    int64_t from[] = {0, 3, 4, 6}, steps[] = {2, 5, 0, 1};
+    ASSERT_OK(ga_context_set_accum_schedule(ctx, from, steps, 4));
+    memset(from, 0xff, sizeof from);  // the library has a copy
+    memset(steps, 0xff, sizeof steps);
   }
   const int64_t expected[] = {2, 2, 2, 5, 0, 0, 1, 1};
   for (size_t t = 0; t < 8; ++t) {
@@ -407,41 +467,187 @@ TEST(Window, KBySchedule) {
     EXPECT_EQ(window(ctx).state, expected[t] ? GA_WINDOW_FULL : GA_WINDOW_OPEN);
     EXPECT_EQ(step(ctx).steps, static_cast<int64_t>(t + 1));
   }
-  ASSERT_OK(ga_context_set_accum_schedule(ctx, nullptr, 0));
+  ASSERT_OK(ga_context_set_accum_schedule(ctx, nullptr, nullptr, 0));
   EXPECT_EQ(window(ctx).accum_steps, 0);  // that of ga_config again
 }
 
 // K may not be set while a schedule of K is set.
 TEST(Window, KIsNotSetBesideASchedule) {
   Context ctx;
-  const ga_accum_phase phases[] = {{0, 2}, {3, 5}};
-  ASSERT_OK(ga_context_set_accum_schedule(ctx, phases, 2));
+  const int64_t from[] = {0, 3}, steps[] = {2, 5};
+  ASSERT_OK(ga_context_set_accum_schedule(ctx, from, steps, 2));
   EXPECT_TRUE(refused(ga_context_set_accum_steps(ctx, 7), GA_ERROR_INVALID_STATE,
                       {"ga_context_set_accum_steps", "ga_context_set_accum_schedule"}));
   EXPECT_EQ(window(ctx).accum_steps, 2);
-  ASSERT_OK(ga_context_set_accum_schedule(ctx, nullptr, 0));
+  ASSERT_OK(ga_context_set_accum_schedule(ctx, nullptr, nullptr, 0));
   ASSERT_OK(ga_context_set_accum_steps(ctx, 7));
   EXPECT_EQ(window(ctx).accum_steps, 7);
+}
+
+// gradients[] has one pointer for each call that added parameters, not one for each parameter.
+TEST(Window, Slots) {
+  float a = 0, block[3] = {}, b = 0;
+  Context ctx;
+  size_t slots = 7;
+  ASSERT_OK(ga_slot_count(ctx, &slots));
+  EXPECT_EQ(slots, 0u);
+  ctx.group(plain_sgd());
+  ctx.param(0, "a", &a, 1);
+  const ga_flat_entry entries[] = {flat_entry("x", 0, 0, nullptr, 0),
+                                   flat_entry("y", 0, 0, nullptr, 2)};
+  ASSERT_OK(ga_params_add_flat(ctx, block, GA_F32, entries, 2, nullptr, nullptr));
+  ASSERT_OK(ga_params_add_flat(ctx, block, GA_F32, nullptr, 0, nullptr, nullptr));
+  ctx.param(0, "b", &b, 1);
+  ASSERT_OK(ga_slot_count(ctx, &slots));
+  EXPECT_EQ(slots, 4u);
+  const size_t expected[] = {0, 1, 1, 3};
+  for (ga_param p = 0; p < 4; ++p) {
+    ASSERT_OK(ga_param_slot(ctx, p, &slots));
+    EXPECT_EQ(slots, expected[p]) << p;
+  }
+  EXPECT_TRUE(refused(ga_param_slot(ctx, 4, &slots), GA_ERROR_INVALID_ARGUMENT, {"4"}));
+  EXPECT_TRUE(refused(ga_param_slot(ctx, 0, nullptr), GA_ERROR_INVALID_ARGUMENT, {"out"}));
+  EXPECT_TRUE(refused(ga_slot_count(ctx, nullptr), GA_ERROR_INVALID_ARGUMENT, {"out"}));
+  EXPECT_TRUE(refused(ga_slot_count(nullptr, &slots), GA_ERROR_INVALID_ARGUMENT, {"ctx"}));
+}
+
+// What a context says of its groups and parameters; pointers in it stay when others are added.
+TEST(Window, Queries) {
+  uint16_t half[6] = {};
+  double scalar = 0;
+  const int64_t shape[] = {2, 3};
+  Context ctx;
+  int32_t count = -1;
+  ASSERT_OK(ga_param_count(ctx, &count));
+  EXPECT_EQ(count, 0);
+  ASSERT_OK(ga_group_count(ctx, &count));
+  EXPECT_EQ(count, 0);
+  ctx.group(plain_sgd());
+  const ga_group adam = ctx.group(optimizer(GA_OPTIMIZER_ADAM));
+  ga_param_options o;
+  ASSERT_OK(ga_param_options_init(&o, sizeof o));
+  o.gradient_dtype = GA_F32;
+  o.accumulator_dtype = GA_BF16;
+  ga_flat_entry entries[] = {flat_entry("empty", 0, 0, nullptr, 0),
+                             flat_entry("half", adam, 2, shape, 0)};
+  const int64_t none = 0;
+  entries[0].rank = 1, entries[0].shape = &none;
+  ASSERT_OK(ga_params_add_flat(ctx, half, GA_F16, entries, 2, &o, nullptr));
+  ga_param id = -7;
+  ASSERT_OK(ga_param_find(ctx, "half", &id));
+  EXPECT_EQ(id, 1);
+  ga_param_info info;
+  ASSERT_OK(ga_param_info_init(&info, sizeof info));
+  ASSERT_OK(ga_param_describe(ctx, id, &info));
+  for (int i = 0; i < 100; ++i) {
+    static double data[100];
+    ctx.param(0, "p" + std::to_string(i), &data[i], ref::Shape{});
+  }
+  EXPECT_STREQ(info.name, "half");
+  EXPECT_EQ(info.group, adam);
+  EXPECT_EQ(info.dtype, GA_F16);
+  EXPECT_EQ(info.gradient_dtype, GA_F32);
+  EXPECT_EQ(info.accumulator_dtype, GA_BF16);
+  EXPECT_EQ(info.rank, 2);
+  EXPECT_EQ(std::vector<int64_t>(info.shape, info.shape + 2),
+            std::vector<int64_t>(shape, shape + 2));
+  EXPECT_EQ(info.count, 6);
+  EXPECT_EQ(info.data, half);
+  EXPECT_EQ(info.frozen, 0);
+  EXPECT_EQ(info.slot, 0u);
+  ASSERT_OK(ga_param_set_frozen(ctx, 3, 1));
+  ASSERT_OK(ga_param_bind(ctx, 3, &scalar));
+  ASSERT_OK(ga_param_describe(ctx, 3, &info));
+  EXPECT_STREQ(info.name, "p1");
+  EXPECT_EQ(info.frozen, 1);
+  EXPECT_EQ(info.rank, 0);
+  EXPECT_EQ(info.count, 1);
+  EXPECT_EQ(info.data, &scalar);
+  EXPECT_EQ(info.accumulator_dtype, GA_F64);
+  EXPECT_EQ(info.slot, 2u);
+  ASSERT_OK(ga_param_count(ctx, &count));
+  EXPECT_EQ(count, 102);
+
+  ASSERT_OK(ga_group_set_lr(ctx, adam, 0.25));
+  ASSERT_OK(ga_group_set_weight_decay(ctx, adam, 0.5));
+  ga_optimizer expected = optimizer(GA_OPTIMIZER_ADAM), got;
+  expected.lr = 0.25, expected.weight_decay = 0.5;
+  got.struct_size = sizeof got;
+  ASSERT_OK(ga_group_optimizer(ctx, adam, &got));
+  EXPECT_EQ(0, memcmp(&expected, &got, sizeof got));
+
+  const ga_status wrong = GA_ERROR_INVALID_ARGUMENT;
+  EXPECT_TRUE(refused(ga_param_find(ctx, "nobody", &id), wrong, {"nobody"}));
+  EXPECT_EQ(id, 1) << "written by a call that failed";
+  EXPECT_TRUE(refused(ga_param_find(ctx, nullptr, &id), wrong, {"name"}));
+  EXPECT_TRUE(refused(ga_param_find(ctx, "half", nullptr), wrong, {"out"}));
+  EXPECT_TRUE(refused(ga_param_describe(ctx, 102, &info), wrong, {"102"}));
+  EXPECT_TRUE(refused(ga_param_describe(ctx, 0, nullptr), wrong, {"ga_param_info"}));
+  EXPECT_TRUE(refused(ga_param_count(ctx, nullptr), wrong, {"out"}));
+  EXPECT_TRUE(refused(ga_group_count(ctx, nullptr), wrong, {"out"}));
+  EXPECT_TRUE(refused(ga_group_optimizer(ctx, 2, &got), wrong, {"2"}));
+  EXPECT_TRUE(refused(ga_group_optimizer(ctx, 0, nullptr), wrong, {"ga_optimizer"}));
+}
+
+// A name that was refused with its block is free, and not found.
+TEST(Window, NamesOfRefusedBlocks) {
+  float block[4] = {};
+  Context ctx;
+  ctx.group(plain_sgd());
+  const ga_flat_entry entries[] = {flat_entry("a", 0, 0, nullptr, 0),
+                                   flat_entry("b", 7, 0, nullptr, 1)};
+  EXPECT_EQ(ga_params_add_flat(ctx, block, GA_F32, entries, 2, nullptr, nullptr),
+            GA_ERROR_INVALID_ARGUMENT);
+  ga_param id = -7;
+  EXPECT_EQ(ga_param_find(ctx, "a", &id), GA_ERROR_INVALID_ARGUMENT);
+  ASSERT_OK(ga_params_add_flat(ctx, block, GA_F32, entries, 1, nullptr, nullptr));
+  ASSERT_OK(ga_param_find(ctx, "a", &id));
+  EXPECT_EQ(id, 0);
+}
+
+// An entry's own options stand in place of those of the call.
+TEST(Window, OptionsOfOneFlatEntry) {
+  float block[4] = {};
+  const int64_t shape[] = {2, 1};
+  Context ctx;
+  ctx.group(plain_sgd());
+  ga_param_options rows;
+  ASSERT_OK(ga_param_options_init(&rows, sizeof rows));
+  rows.rows = GA_ROWS_DENSE;
+  ga_flat_entry entries[] = {flat_entry("table", 0, 2, shape, 0), flat_entry("w", 0, 2, shape, 2)};
+  entries[0].options = &rows;
+  ASSERT_OK(ga_params_add_flat(ctx, block, GA_F32, entries, 2, nullptr, nullptr));
+  const int32_t index = 1;
+  const float value = 3;
+  ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
+  EXPECT_OK(ga_accumulate_rows(ctx, 0, &index, GA_I32, 1, &value));
+  EXPECT_EQ(ga_accumulate_rows(ctx, 1, &index, GA_I32, 1, &value), GA_ERROR_INVALID_ARGUMENT);
+  ASSERT_OK(ga_micro_end(ctx));
+  step(ctx);
+  EXPECT_EQ(block[1], -3);
 }
 
 TEST(Window, WrongKSchedules) {
   ga_config c = config();
   c.accum_steps = 4;
   Context ctx(c);
-  const std::vector<std::vector<ga_accum_phase>> wrong = {
-      {{1, 2}},                  // does not begin at 0
-      {{-1, 2}},                 //
-      {{0, 2}, {0, 3}},          // not ascending
-      {{0, 2}, {5, 3}, {4, 1}},  //
-      {{0, -1}},                 // no K
-      {{0, 2}, {5, -7}},
+  using Numbers = std::vector<int64_t>;
+  const std::vector<std::pair<Numbers, Numbers>> wrong = {
+      {{1}, {2}},              // does not begin at 0
+      {{-1}, {2}},             //
+      {{0, 0}, {2, 3}},        // not ascending
+      {{0, 5, 4}, {2, 3, 1}},  //
+      {{0}, {-1}},             // no K
+      {{0, 5}, {2, -7}},
   };
-  for (const auto& phases : wrong) {
-    EXPECT_EQ(ga_context_set_accum_schedule(ctx, phases.data(), phases.size()),
+  for (const auto& [from, steps] : wrong) {
+    EXPECT_EQ(ga_context_set_accum_schedule(ctx, from.data(), steps.data(), from.size()),
               GA_ERROR_INVALID_ARGUMENT);
     EXPECT_EQ(window(ctx).accum_steps, 4);
   }
-  EXPECT_EQ(ga_context_set_accum_schedule(ctx, nullptr, 2), GA_ERROR_INVALID_ARGUMENT);
+  const int64_t zeros[2] = {};
+  EXPECT_EQ(ga_context_set_accum_schedule(ctx, nullptr, zeros, 2), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(ga_context_set_accum_schedule(ctx, zeros, nullptr, 2), GA_ERROR_INVALID_ARGUMENT);
 }
 
 // ---- Weight 0, no weight, nothing at all --------------------------------------------------------
@@ -691,10 +897,10 @@ TEST(Micro, ResumedInAnyOrder) {
       for (uint64_t k = 0; k < 3; ++k) g.push_back(gradients(layout, 2, 3 * t + k));
       for (size_t k = 0; k < 3; ++k) {
         const auto list = pointers(layout, g[k]);
-        ASSERT_OK(ga_accumulate(a, list.data(), list.size(), weights[k], &scale));
+        ASSERT_OK(ga_accumulate(a, list.data(), list.size(), weights[k], MicroOptions(scale)));
       }
       for (size_t k = 0; k < 3; ++k) {  // all three are opened once, in order
-        ASSERT_OK(ga_micro_begin(b, static_cast<int64_t>(k), weights[k], &scale));
+        ASSERT_OK(ga_micro_begin(b, static_cast<int64_t>(k), weights[k], MicroOptions(scale)));
         EXPECT_EQ(window(b).open_micro, static_cast<int64_t>(k));
         EXPECT_EQ(window(b).micro_batches, static_cast<int64_t>(k + 1));
         ASSERT_OK(ga_micro_end(b));
@@ -703,7 +909,7 @@ TEST(Micro, ResumedInAnyOrder) {
       EXPECT_EQ(window(b).state, GA_WINDOW_FULL);
       for (size_t i = layout.size(); i-- > 0;) {  // then filled layer by layer, in a full window
         for (size_t k = 0; k < 3; ++k) {
-          ASSERT_OK(ga_micro_begin(b, static_cast<int64_t>(k), weights[k], &scale));
+          ASSERT_OK(ga_micro_begin(b, static_cast<int64_t>(k), weights[k], MicroOptions(scale)));
           ASSERT_OK(
               ga_accumulate_part(b, static_cast<ga_param>(i), g[k].data() + layout.offsets[i]));
           ASSERT_OK(ga_micro_end(b));
@@ -723,19 +929,20 @@ TEST(Micro, ResumingAsAnotherIsRefused) {
   Context ctx;
   ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
   const double two = 2, four = 4;
-  ASSERT_OK(ga_micro_begin(ctx, 0, 1.5, &two));
+  ASSERT_OK(ga_micro_begin(ctx, 0, 1.5, MicroOptions(two)));
   ASSERT_OK(ga_accumulate_part(ctx, 0, &g));
   ASSERT_OK(ga_micro_end(ctx));
-  EXPECT_EQ(ga_micro_begin(ctx, 0, 2.5, &two), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(ga_micro_begin(ctx, 0, 2.5, MicroOptions(two)), GA_ERROR_INVALID_ARGUMENT);
   EXPECT_NE(std::string(ga_last_error()).find("2.5"), std::string::npos) << ga_last_error();
-  EXPECT_EQ(ga_micro_begin(ctx, 0, 1.5, &four), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(ga_micro_begin(ctx, 0, 1.5, MicroOptions(four)), GA_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(ga_micro_begin(ctx, 0, 1.5, nullptr), GA_ERROR_INVALID_ARGUMENT) << "NULL is scale 1";
-  EXPECT_EQ(ga_micro_begin(ctx, 0, 0, &two), GA_ERROR_INVALID_ARGUMENT);
-  for (const int64_t index : {int64_t{2}, int64_t{-1}, INT64_MAX, INT64_MIN}) {
-    EXPECT_EQ(ga_micro_begin(ctx, index, 1.5, &two), GA_ERROR_INVALID_ARGUMENT) << index;
+  EXPECT_EQ(ga_micro_begin(ctx, 0, 0, MicroOptions(two)), GA_ERROR_INVALID_ARGUMENT);
+  for (const int64_t index : {int64_t{2}, int64_t{-2}, INT64_MAX, INT64_MIN}) {
+    EXPECT_EQ(ga_micro_begin(ctx, index, 1.5, MicroOptions(two)), GA_ERROR_INVALID_ARGUMENT)
+        << index;
   }
   EXPECT_EQ(window(ctx).open_micro, -1);
-  ASSERT_OK(ga_micro_begin(ctx, 0, 1.5, &two));
+  ASSERT_OK(ga_micro_begin(ctx, 0, 1.5, MicroOptions(two)));
   ASSERT_OK(ga_accumulate_part(ctx, 0, &other));
   ASSERT_OK(ga_micro_end(ctx));
   EXPECT_EQ(step(ctx).weight, 1.5);
@@ -960,10 +1167,10 @@ TEST(Parameters, FlatBlockBesideOthers) {
   ctx.group(plain_sgd(1));
   ctx.group(plain_sgd(2));
   EXPECT_EQ(ctx.param(0, "alone", &alone, 1), 0);
-  const ga_flat_entry entries[] = {{"scalar", 1, 0, nullptr, 15},  // in any order, with gaps
-                                   {"three", 0, 1, &three, 2},
-                                   {"nothing", 0, 1, &none, 19},
-                                   {"one", 1, 0, nullptr, 8}};
+  const ga_flat_entry entries[] = {
+      flat_entry("scalar", 1, 0, nullptr, 15),  // in any order, with gaps
+      flat_entry("three", 0, 1, &three, 2), flat_entry("nothing", 0, 1, &none, 19),
+      flat_entry("one", 1, 0, nullptr, 8)};
   ga_param first = -1;
   ASSERT_OK(ga_params_add_flat(ctx, flat.data(), GA_F32, entries, 4, nullptr, &first));
   EXPECT_EQ(first, 1);
@@ -1121,7 +1328,7 @@ TEST(Window, ExtremeWeightsAndScales) {
           const void* list[] = {&g};
           ga_status status = GA_OK;
           for (int k = 0; k < n && status == GA_OK; ++k) {
-            status = ga_accumulate(ctx, list, 1, weight, &scale);
+            status = ga_accumulate(ctx, list, 1, weight, MicroOptions(scale));
           }
           SCOPED_TRACE(testing::Message() << "kind " << kind << ", weight " << weight << ", scale "
                                           << scale << ", " << n << " micro-batches");
@@ -1355,7 +1562,7 @@ TEST(Window, NothingOfAnOverflowSurvives) {
     const double tiny = 1e-300;
     for (const Block* gradient : {&g, &zero}) {
       const void* list[] = {gradient->data()};
-      ASSERT_OK(ga_accumulate(ctx, list, 1, 1, &tiny));
+      ASSERT_OK(ga_accumulate(ctx, list, 1, 1, MicroOptions(tiny)));
       EXPECT_NE(step(ctx).outcome, GA_STEP_SKIPPED_EMPTY);
       p.assign(size, 0);
       ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));

@@ -116,8 +116,14 @@
 
 #if defined(SWIG) || defined(GA_STATIC)
 #define GA_API
-#else
+#elif defined(_WIN32) && defined(GA_BUILDING_LIBRARY)
+#define GA_API __declspec(dllexport)
+#elif defined(_WIN32)
+#define GA_API __declspec(dllimport)
+#elif defined(__GNUC__)
 #define GA_API __attribute__((visibility("default")))
+#else
+#define GA_API
 #endif
 
 #ifdef __cplusplus
@@ -129,6 +135,8 @@ extern "C" {
 #define GA_VERSION_MAJOR 0
 #define GA_VERSION_MINOR 1
 #define GA_VERSION_PATCH 0
+/* Version of this header, to compare with ga_version(). */
+#define GA_VERSION (10000 * GA_VERSION_MAJOR + 100 * GA_VERSION_MINOR + GA_VERSION_PATCH)
 
 /* Version of the library that is loaded: 10000 * major + 100 * minor + patch. */
 GA_API int32_t ga_version(void);
@@ -139,10 +147,12 @@ GA_API const char* ga_build_info(void);
 
 /* ---- Errors ---------------------------------------------------------------------------------- */
 
-typedef enum ga_status {
+/* Later versions may return statuses beyond these: treat an unknown one as a failure. */
+typedef int32_t ga_status;
+enum {
   GA_OK = 0,
   GA_ERROR_INVALID_ARGUMENT = 1, /* a null pointer, a number out of range, an unknown id, ... */
-  GA_ERROR_INVALID_STATE = 2,    /* not legal now: a full window, a closed micro-batch, ... */
+  GA_ERROR_INVALID_STATE = 2,    /* not legal now: no micro-batch is open, ... */
   GA_ERROR_OUT_OF_MEMORY = 3,
   GA_ERROR_UNSUPPORTED = 4, /* not in this build or on this machine; the sentence says what */
   GA_ERROR_NONFINITE = 5,   /* the window holds infinities or NaN, under GA_NONFINITE_FAIL */
@@ -152,8 +162,14 @@ typedef enum ga_status {
                                and state are as they were, ga_discard is the way on. From
                                ga_step: the parameters may be half updated and only
                                ga_context_destroy is legal; all else answers this status again */
-  GA_ERROR_INTERNAL = 7     /* a defect of the library: please report the sentence */
-} ga_status;
+  GA_ERROR_INTERNAL = 7,    /* a defect of the library: please report the message */
+  GA_ERROR_WINDOW_FULL = 8, /* the window has all its micro-batches: ga_step must be called next */
+  /* Reserved; no function returns them yet. */
+  GA_ERROR_IO = 9,             /* a file could not be read or written */
+  GA_ERROR_FORMAT = 10,        /* a file or buffer is not a state of this library, or is damaged */
+  GA_ERROR_COMMUNICATION = 11, /* another rank or the transport failed */
+  GA_ERROR_CANCELLED = 12      /* a callback of the program asked to stop */
+};
 
 /* "GA_ERROR_UNSUPPORTED" and so on; "unknown status" for any other number. Static. */
 GA_API const char* ga_status_name(ga_status status);
@@ -166,24 +182,33 @@ GA_API const char* ga_last_error(void);
 /* ---- Types ----------------------------------------------------------------------------------- */
 
 typedef struct ga_context ga_context; /* everything below belongs to one of these */
-typedef int32_t ga_group;             /* 0, 1, 2, ... in the order of ga_group_add */
-typedef int32_t ga_param;             /* 0, 1, 2, ... in the order they were added */
+
+/* Ids count up from 0 in the order of the calls that gave them out, so that they can index the
+   program's own arrays. The one struct with an id in it, ga_flat_entry, is refused when it is all
+   zeros. */
+typedef int32_t ga_group;
+typedef int32_t ga_param;
 
 /* GA_F16 is IEEE binary16, GA_BF16 the upper half of an f32. The integers are for row indices. */
-enum ga_dtype { GA_F32 = 1, GA_F64 = 2, GA_F16 = 3, GA_BF16 = 4, GA_I32 = 5, GA_I64 = 6 };
+typedef int32_t ga_dtype;
+enum { GA_F32 = 1, GA_F64 = 2, GA_F16 = 3, GA_BF16 = 4, GA_I32 = 5, GA_I64 = 6 };
 
-enum ga_device { GA_DEVICE_CPU = 0, GA_DEVICE_CUDA = 1 };
+typedef int32_t ga_device;
+enum { GA_DEVICE_CPU = 0, GA_DEVICE_CUDA = 1 };
 
 /* What the program's gradients are: means over their micro-batch (each is multiplied by its
    weight), or sums (each is taken as it is). */
-enum ga_gradient_kind { GA_GRADIENT_MEAN = 0, GA_GRADIENT_SUM = 1 };
+typedef int32_t ga_gradient_kind;
+enum { GA_GRADIENT_MEAN = 0, GA_GRADIENT_SUM = 1 };
 
 /* What the optimizer sees: the sum over the window, divided by the sum of the weights or not. */
-enum ga_reduce { GA_REDUCE_MEAN = 0, GA_REDUCE_SUM = 1 };
+typedef int32_t ga_reduce;
+enum { GA_REDUCE_MEAN = 0, GA_REDUCE_SUM = 1 };
 
 /* What happens to a parameter that received no gradient in the window: nothing at all, or a step
    with a gradient of zero (its momentum and weight decay then still move it). */
-enum ga_missing { GA_MISSING_SKIP = 0, GA_MISSING_ZERO = 1 };
+typedef int32_t ga_missing;
+enum { GA_MISSING_SKIP = 0, GA_MISSING_ZERO = 1 };
 
 /* What happens when a gradient is infinite or NaN.
    SKIP_STEP: ga_step judges the accumulated gradients and skips (outcome GA_STEP_SKIPPED_NONFINITE,
@@ -195,7 +220,8 @@ enum ga_missing { GA_MISSING_SKIP = 0, GA_MISSING_ZERO = 1 };
    must live until it returns; ga_accumulate_matmul, ga_accumulator_acquire and opening a
    micro-batch again are GA_ERROR_UNSUPPORTED. Should the sum overflow, ga_step skips.
    IGNORE: nobody looks; the step is made with what there is. */
-enum ga_nonfinite {
+typedef int32_t ga_nonfinite;
+enum {
   GA_NONFINITE_SKIP_STEP = 0,
   GA_NONFINITE_FAIL = 1,
   GA_NONFINITE_DROP_MICRO = 2,
@@ -215,7 +241,8 @@ enum ga_nonfinite {
    The last two leave accumulators of f32 and f64 as in PLAIN. With any but PLAIN,
    ga_accumulate_matmul, ga_accumulator_acquire and ga_accumulate_rows are GA_ERROR_UNSUPPORTED, and
    gradients are read at once, GA_GRADIENTS_LIVE or not. */
-enum ga_accumulation {
+typedef int32_t ga_accumulation;
+enum {
   GA_ACCUMULATE_PLAIN = 0,
   GA_ACCUMULATE_RUNNING_MEAN = 1,
   GA_ACCUMULATE_COMPENSATED = 2,
@@ -228,7 +255,8 @@ enum ga_accumulation {
    that brings the second one has returned, else until ga_step or ga_discard. The library then reads
    it there in place of copying it: fewer bytes, the same bits. It never writes it. A second
    contribution must come in a buffer that does not overlap that one. */
-enum ga_gradient_life { GA_GRADIENTS_CONSUMED = 0, GA_GRADIENTS_LIVE = 1 };
+typedef int32_t ga_gradient_life;
+enum { GA_GRADIENTS_CONSUMED = 0, GA_GRADIENTS_LIVE = 1 };
 
 /* Runs task(data, i) for every i in [0, count), each once, on any threads, and returns when all are
    done. It is called in the floating-point mode of the program, and task leaves that of its thread
@@ -240,24 +268,24 @@ typedef void (*ga_parallel_for)(void* user, int64_t count, ga_task task, void* d
 
 typedef struct ga_config {
   size_t struct_size;
-  int32_t device;         /* ga_device; default GA_DEVICE_CPU */
-  int32_t num_threads;    /* threads of the CPU loops, up to 4096; 0, the default: as many as OpenMP
+  ga_device device;    /* default GA_DEVICE_CPU */
+  int32_t num_threads; /* threads of the CPU loops, up to 4096; 0, the default: as many as OpenMP
                              would use, or 1 without it */
-  int64_t accum_steps;    /* K, micro-batches to a full window; 0, the default: the program says */
-  int32_t gradient_kind;  /* ga_gradient_kind; default GA_GRADIENT_MEAN */
-  int32_t reduce;         /* ga_reduce; default GA_REDUCE_MEAN */
-  int32_t missing;        /* ga_missing; default GA_MISSING_SKIP */
-  int32_t nonfinite;      /* ga_nonfinite; default GA_NONFINITE_SKIP_STEP */
-  int32_t gradient_life;  /* ga_gradient_life; default GA_GRADIENTS_CONSUMED */
-  int32_t accumulation;   /* ga_accumulation; default GA_ACCUMULATE_PLAIN */
-  double loss_scale;      /* what the loss was multiplied by, divided out again; any finite number
+  int64_t accum_steps; /* K, micro-batches to a full window; 0, the default: the program says */
+  ga_gradient_kind gradient_kind; /* default GA_GRADIENT_MEAN */
+  ga_reduce reduce;               /* default GA_REDUCE_MEAN */
+  ga_missing missing;             /* default GA_MISSING_SKIP */
+  ga_nonfinite nonfinite;         /* default GA_NONFINITE_SKIP_STEP */
+  ga_gradient_life gradient_life; /* default GA_GRADIENTS_CONSUMED */
+  ga_accumulation accumulation;   /* default GA_ACCUMULATE_PLAIN */
+  double loss_scale; /* what the loss was multiplied by, divided out again; any finite number
                              but 0, a negative one for gradients stored negated; default 1. See also
                              ga_context_set_loss_scaler */
   ga_parallel_for parallel_for; /* the program's own threads in place of OpenMP's; NULL, the
                              default: OpenMP's. It must not throw. num_threads then only says into
                              how many pieces a matrix product is cut. */
   void* parallel_for_user;      /* handed to parallel_for */
-  uint64_t seed;          /* of stochastic rounding; default 0 */
+  uint64_t seed;                /* of stochastic rounding; default 0 */
   int32_t noise_scale;    /* 1: estimate the gradient noise scale, see ga_step_result; default 0 */
   int32_t measure_norm;   /* 1: ga_step_result.norm is measured in every window. 0, the default:
                              unless only a pass over gradients made for it alone would tell. That is
@@ -275,7 +303,7 @@ typedef struct ga_config {
 } ga_config;
 
 /* Fills config with the defaults. struct_size: sizeof(ga_config). */
-GA_API ga_status ga_config_init(ga_config* config, size_t struct_size);
+GA_API ga_status ga_config_init(ga_config* out, size_t struct_size);
 
 /* Makes a context. config may be NULL: the defaults. *out belongs to the caller, who ends it with
    ga_context_destroy. The environment variable GA_CPU_ISA (scalar, x86-64-v2, x86-64-v3, x86-64-v4)
@@ -290,9 +318,9 @@ GA_API ga_status ga_context_create(const ga_config* config, ga_context** out);
 GA_API void ga_context_destroy(ga_context* ctx);
 
 /* Devices of a kind (ga_device) that contexts can be made on; 1 for GA_DEVICE_CPU. None is an
-   answer and not an error: *count is 0, and ga_last_error() has the reason, the sentence that
+   answer and not an error: *out is 0, and ga_last_error() has the reason, the sentence that
    ga_context_create would refuse with (no module, no driver or one that is too old, no device). */
-GA_API ga_status ga_device_count(int32_t device, int32_t* count);
+GA_API ga_status ga_device_count(ga_device device, int32_t* out);
 
 /* Waits until all work of the context is done. The CPU backend has none outstanding.
    GA_ERROR_FAULT: some of it failed on the device; every later call answers this again. */
@@ -322,52 +350,51 @@ typedef struct ga_memory {
                          when it is written */
 } ga_memory;
 
+/* Zeros, and struct_size: sizeof(ga_memory). */
+GA_API ga_status ga_memory_init(ga_memory* out, size_t struct_size);
+
 GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
 
 /* K of the windows to come: as ga_config.accum_steps. Legal while the window is empty and no
    schedule of K is set. */
 GA_API ga_status ga_context_set_accum_steps(ga_context* ctx, int64_t accum_steps);
 
-/* K as a function of applied steps: from applied step from_step on, windows have accum_steps
-   micro-batches (0: the program decides). Sorted by from_step, strictly ascending, the first
-   from_step 0. The table is copied. count = 0 takes the schedule away. Legal while the window is
+/* K as a function of applied steps: from applied step from_steps[i] on, windows have accum_steps[i]
+   micro-batches (0: the program decides). from_steps: strictly ascending, the first 0. Both arrays
+   have count elements and are copied. count = 0 removes the schedule. Legal while the window is
    empty. */
-typedef struct ga_accum_phase {
-  int64_t from_step;
-  int64_t accum_steps;
-} ga_accum_phase;
-
-GA_API ga_status ga_context_set_accum_schedule(ga_context* ctx, const ga_accum_phase* phases,
-                                               size_t count);
+GA_API ga_status ga_context_set_accum_schedule(ga_context* ctx, const int64_t* from_steps,
+                                               const int64_t* accum_steps, size_t count);
 
 /* ---- Groups: an optimizer, its numbers, a schedule, clipping --------------------------------- */
 
-enum ga_optimizer_kind {
-  GA_OPTIMIZER_SGD = 0,       /* momentum, dampening, Nesterov; Sutskever et al. 2013 */
-  GA_OPTIMIZER_ADAM = 1,      /* Kingma & Ba 2015, algorithm 1; AMSGrad: Reddi et al. 2018 */
-  GA_OPTIMIZER_ADAMW = 2,     /* Loshchilov & Hutter 2019, algorithm 2 */
-  GA_OPTIMIZER_EXTERNAL = 3,  /* the program updates the parameters itself, from ga_gradient */
-  GA_OPTIMIZER_RMSPROP = 4,   /* Tieleman & Hinton 2012; centered: Graves 2013 */
-  GA_OPTIMIZER_ADAGRAD = 5,   /* Duchi et al. 2011 */
-  GA_OPTIMIZER_ADADELTA = 6,  /* Zeiler 2012 */
-  GA_OPTIMIZER_ADAMAX = 7,    /* Kingma & Ba 2015, algorithm 2 */
-  GA_OPTIMIZER_NADAM = 8,     /* Dozat 2016 */
-  GA_OPTIMIZER_RADAM = 9,     /* Liu et al. 2020 */
-  GA_OPTIMIZER_LION = 10,     /* Chen et al. 2023 */
-  GA_OPTIMIZER_LAMB = 11,     /* You et al. 2020, as timm has it. Two passes: 28 and 12 bytes an
+typedef int32_t ga_optimizer_kind;
+enum {
+  GA_OPTIMIZER_SGD = 0,        /* momentum, dampening, Nesterov; Sutskever et al. 2013 */
+  GA_OPTIMIZER_ADAM = 1,       /* Kingma & Ba 2015, algorithm 1; AMSGrad: Reddi et al. 2018 */
+  GA_OPTIMIZER_ADAMW = 2,      /* Loshchilov & Hutter 2019, algorithm 2 */
+  GA_OPTIMIZER_EXTERNAL = 3,   /* the program updates the parameters itself, from ga_gradient */
+  GA_OPTIMIZER_RMSPROP = 4,    /* Tieleman & Hinton 2012; centered: Graves 2013 */
+  GA_OPTIMIZER_ADAGRAD = 5,    /* Duchi et al. 2011 */
+  GA_OPTIMIZER_ADADELTA = 6,   /* Zeiler 2012 */
+  GA_OPTIMIZER_ADAMAX = 7,     /* Kingma & Ba 2015, algorithm 2 */
+  GA_OPTIMIZER_NADAM = 8,      /* Dozat 2016 */
+  GA_OPTIMIZER_RADAM = 9,      /* Liu et al. 2020 */
+  GA_OPTIMIZER_LION = 10,      /* Chen et al. 2023 */
+  GA_OPTIMIZER_LAMB = 11,      /* You et al. 2020, as timm has it. Two passes: 28 and 12 bytes an
                                  element (f32), against AdamW's 28 */
-  GA_OPTIMIZER_LARS = 12,     /* You et al. 2017, as timm has it. A pass of 4 bytes before the
+  GA_OPTIMIZER_LARS = 12,      /* You et al. 2017, as timm has it. A pass of 4 bytes before the
                                  update's 20 */
   GA_OPTIMIZER_ADAFACTOR = 13, /* Shazeer & Stern 2018, as torch.optim.Adafactor: for rank >= 2 the
                                  second moment is a product of a row and a column (of the last two
                                  axes). Three passes, 8, 12 and 12 bytes */
-  GA_OPTIMIZER_MUON = 14,     /* Jordan et al. 2024, as torch.optim.Muon, with the Newton-Schulz
+  GA_OPTIMIZER_MUON = 14,      /* Jordan et al. 2024, as torch.optim.Muon, with the Newton-Schulz
                                  iteration in f32 through libgradaccum_onednn.so. Matrices only
                                  (rank 2, not f64); give the other parameters a group of their own.
                                  Two passes, 16 and 12 bytes, and the products between */
-  GA_OPTIMIZER_ADOPT = 15,    /* Taniguchi et al. 2024, algorithm 2: its first step moves nothing.
+  GA_OPTIMIZER_ADOPT = 15,     /* Taniguchi et al. 2024, algorithm 2: its first step moves nothing.
                                  Defaults: lr 1e-3, beta1 0.9, beta2 0.9999, eps 1e-6 */
-  GA_OPTIMIZER_ADEMAMIX = 16, /* Pagliardini et al. 2024: ADAMW and a slow average of gradients.
+  GA_OPTIMIZER_ADEMAMIX = 16,  /* Pagliardini et al. 2024: ADAMW and a slow average of gradients.
                                  Defaults: ADAM's, beta3 0.9999, alpha 5, no warm-ups */
   GA_OPTIMIZER_ROWWISE_ADAGRAD = 17 /* as FBGEMM's EXACT_ROWWISE_ADAGRAD: ADAGRAD with one number of
                                  state for each index of the first axis, to which the mean of the
@@ -400,10 +427,12 @@ enum ga_optimizer_kind {
    RADAM, LARS, ADAFACTOR, MUON, ADOPT, ADEMAMIX and ROWWISE_ADAGRAD have TORCH alone.
    BERT      ADAMW only, as AdamWeightDecay of the BERT release: no bias correction,
              p -= lr (m / (sqrt(v) + eps) + weight_decay p) */
-enum ga_flavor { GA_FLAVOR_TORCH = 0, GA_FLAVOR_KERAS = 1, GA_FLAVOR_BERT = 2 };
+typedef int32_t ga_flavor;
+enum { GA_FLAVOR_TORCH = 0, GA_FLAVOR_KERAS = 1, GA_FLAVOR_BERT = 2 };
 
 /* What MUON's learning rate is multiplied by, for a matrix of R rows and C columns. */
-enum ga_adjust_lr {
+typedef int32_t ga_adjust_lr;
+enum {
   GA_ADJUST_ORIGINAL = 0,  /* sqrt(max(1, R / C)) */
   GA_ADJUST_MATCH_RMS = 1, /* 0.2 sqrt(max(R, C)): steps as large as AdamW's */
   GA_ADJUST_NONE = 2
@@ -411,23 +440,23 @@ enum ga_adjust_lr {
 
 typedef struct ga_optimizer {
   size_t struct_size;
-  int32_t kind;        /* ga_optimizer_kind */
-  int32_t flavor;      /* ga_flavor */
-  double lr;           /* learning rate, or its peak where a schedule is set; >= 0 */
-  double weight_decay; /* >= 0 */
-  double momentum;     /* SGD, RMSPROP, LARS, MUON; >= 0 */
-  double dampening;    /* SGD, LARS; TORCH only; [0, 1] */
-  double beta1;        /* ADAM..., LION, LAMB, ADOPT, ADEMAMIX; [0, 1) */
-  double beta2;        /* ADAM..., LION, LAMB, ADOPT, ADEMAMIX; [0, 1) */
-  double eps;          /* >= 0; ADAFACTOR: eps1; MUON: the least norm to divide by */
-  int32_t nesterov;    /* SGD, LARS: 0 or 1; needs momentum > 0 and dampening 0. MUON: 0 or 1 */
-  int32_t amsgrad;     /* ADAM, ADAMW: 0 or 1; not BERT */
-  int32_t maximize;    /* 0 or 1: ascend, with the sign of the gradient turned */
-  int32_t state_dtype; /* ga_dtype of the state: 0, the default: f32 (f64 for f64 parameters); or
+  ga_optimizer_kind kind;
+  ga_flavor flavor;
+  double lr;            /* learning rate, or its peak where a schedule is set; >= 0 */
+  double weight_decay;  /* >= 0 */
+  double momentum;      /* SGD, RMSPROP, LARS, MUON; >= 0 */
+  double dampening;     /* SGD, LARS; TORCH only; [0, 1] */
+  double beta1;         /* ADAM..., LION, LAMB, ADOPT, ADEMAMIX; [0, 1) */
+  double beta2;         /* ADAM..., LION, LAMB, ADOPT, ADEMAMIX; [0, 1) */
+  double eps;           /* >= 0; ADAFACTOR: eps1; MUON: the least norm to divide by */
+  int32_t nesterov;     /* SGD, LARS: 0 or 1; needs momentum > 0 and dampening 0. MUON: 0 or 1 */
+  int32_t amsgrad;      /* ADAM, ADAMW: 0 or 1; not BERT */
+  int32_t maximize;     /* 0 or 1: ascend, with the sign of the gradient turned */
+  ga_dtype state_dtype; /* of the state: 0, the default: f32 (f64 for f64 parameters); or
                           GA_BF16, always rounded stochastically. Not ADAFACTOR, not
                           ROWWISE_ADAGRAD, not f64 */
-  double rho;                 /* RMSPROP (alpha in torch), ADADELTA; [0, 1) */
-  double lr_decay;            /* ADAGRAD, TORCH: lr / (1 + (t - 1) lr_decay); >= 0 */
+  double rho;           /* RMSPROP (alpha in torch), ADADELTA; [0, 1) */
+  double lr_decay;      /* ADAGRAD, TORCH: lr / (1 + (t - 1) lr_decay); >= 0 */
   double initial_accumulator; /* (ROWWISE_)ADAGRAD: what the sum of squares begins with; >= 0 */
   double momentum_decay;      /* NADAM: beta1 (1 - 0.96^(t momentum_decay) / 2); >= 0 */
   double trust_coefficient;   /* LARS; > 0 */
@@ -439,21 +468,21 @@ typedef struct ga_optimizer {
   double clip_threshold;      /* ADAFACTOR: largest root mean square of an update; > 0 */
   double ns_coefficients[3];  /* MUON: X <- a X + b (X X') X + c (X X')^2 X; finite */
   int32_t ns_steps;           /* MUON: iterations; 1 to 99 */
-  int32_t adjust_lr;          /* MUON: ga_adjust_lr */
+  ga_adjust_lr adjust_lr;     /* MUON */
   int32_t centered;           /* RMSPROP: 0 or 1: by the variance, not by the mean square */
   int32_t decoupled;          /* NADAM, RADAM, ADOPT; TORCH: 0 or 1: decoupled weight decay */
   int32_t always_adapt;       /* LAMB, LARS; TORCH: 0 or 1: the ratio also without weight_decay */
   int32_t reserved;           /* 0 */
-  double beta3;         /* ADEMAMIX: of the slow average; [0, 1) */
-  double alpha;         /* ADEMAMIX: what the slow average is multiplied by; >= 0 */
-  int64_t alpha_warmup; /* ADEMAMIX: steps in which alpha grows from 0; >= 0 */
-  int64_t beta3_warmup; /* ADEMAMIX: steps in which the slow average slows down to it; >= 0 */
+  double beta3;               /* ADEMAMIX: of the slow average; [0, 1) */
+  double alpha;               /* ADEMAMIX: what the slow average is multiplied by; >= 0 */
+  int64_t alpha_warmup;       /* ADEMAMIX: steps in which alpha grows from 0; >= 0 */
+  int64_t beta3_warmup;       /* ADEMAMIX: steps in which the slow average slows down to it; >= 0 */
 } ga_optimizer;
 
 /* Fills optimizer with that framework's defaults for that optimizer. struct_size:
    sizeof(ga_optimizer). GA_ERROR_UNSUPPORTED: the optimizer has no such flavor. */
-GA_API ga_status ga_optimizer_init(ga_optimizer* optimizer, size_t struct_size, int32_t kind,
-                                   int32_t flavor);
+GA_API ga_status ga_optimizer_init(ga_optimizer* out, size_t struct_size, ga_optimizer_kind kind,
+                                   ga_flavor flavor);
 
 /* Adds a group of parameters that share one optimizer. out may be NULL. Legal while the window is
    empty. GA_ERROR_UNSUPPORTED: the optimizer has no such flavor. */
@@ -465,6 +494,12 @@ GA_API ga_status ga_group_set_lr(ga_context* ctx, ga_group group, double lr);
 
 /* Sets the weight decay; finite, >= 0. At any time. */
 GA_API ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weight_decay);
+
+/* Groups of the context. Their ids are 0 to *out - 1. */
+GA_API ga_status ga_group_count(const ga_context* ctx, int32_t* out);
+
+/* The optimizer of a group, with the learning rate and the weight decay that were set last. */
+GA_API ga_status ga_group_optimizer(const ga_context* ctx, ga_group group, ga_optimizer* out);
 
 /* The learning rate as a function of the context's applied steps. With s = 0 for the first step to
    be applied, W = warmup_steps, T = total_steps, x = (s - W) / (T - W) within [0, 1], and end =
@@ -479,7 +514,8 @@ GA_API ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, doub
      EXPONENTIAL               lr gamma^(s - W)
      TABLE                     table[s]; beyond its end the last value
      BERT                      lr s / W for s < W, else lr (1 - min(s, T) / T): the first lr is 0 */
-enum ga_schedule_kind {
+typedef int32_t ga_schedule_kind;
+enum {
   GA_SCHEDULE_CONSTANT = 0,
   GA_SCHEDULE_LINEAR = 1,
   GA_SCHEDULE_COSINE = 2,
@@ -493,20 +529,20 @@ enum ga_schedule_kind {
 
 typedef struct ga_schedule {
   size_t struct_size;
-  int32_t kind;          /* ga_schedule_kind */
-  int32_t reserved;      /* 0 */
-  int64_t warmup_steps;  /* W >= 0; default 0 */
-  int64_t total_steps;   /* T; LINEAR, COSINE, POLYNOMIAL: > W; BERT: >= max(W, 1); else not read */
-  double end_factor;     /* >= 0; default 0 */
-  double power;          /* POLYNOMIAL; >= 0; default 1 */
-  double gamma;          /* STEP, EXPONENTIAL; >= 0; default 0.1 for STEP, 1 for EXPONENTIAL */
-  int64_t step_size;     /* STEP; > 0 */
-  const double* table;   /* TABLE: learning rates, finite, >= 0; copied */
-  int64_t table_size;    /* TABLE; > 0 */
+  ga_schedule_kind kind;
+  int32_t reserved;     /* 0 */
+  int64_t warmup_steps; /* W >= 0; default 0 */
+  int64_t total_steps;  /* T; LINEAR, COSINE, POLYNOMIAL: > W; BERT: >= max(W, 1); else not read */
+  double end_factor;    /* >= 0; default 0 */
+  double power;         /* POLYNOMIAL; >= 0; default 1 */
+  double gamma;         /* STEP, EXPONENTIAL; >= 0; default 0.1 for STEP, 1 for EXPONENTIAL */
+  int64_t step_size;    /* STEP; > 0 */
+  const double* table;  /* TABLE: learning rates, finite, >= 0; copied */
+  int64_t table_size;   /* TABLE; > 0 */
 } ga_schedule;
 
 /* Fills schedule with the defaults of its kind. struct_size: sizeof(ga_schedule). */
-GA_API ga_status ga_schedule_init(ga_schedule* schedule, size_t struct_size, int32_t kind);
+GA_API ga_status ga_schedule_init(ga_schedule* out, size_t struct_size, ga_schedule_kind kind);
 
 /* Sets the schedule of a group; NULL takes it away. The schedule is copied. At any time. */
 GA_API ga_status ga_group_set_schedule(ga_context* ctx, ga_group group,
@@ -516,9 +552,10 @@ GA_API ga_status ga_group_set_schedule(ga_context* ctx, ga_group group,
 GA_API ga_status ga_group_lr(const ga_context* ctx, ga_group group, double* out);
 
 /* Clipping of the reduced gradient (unscaled, averaged), first by value, then by norm. */
-enum ga_clip_scope {
+typedef int32_t ga_clip_scope;
+enum {
   GA_CLIP_NONE = 0,
-  GA_CLIP_GLOBAL = 1,    /* one norm over all parameters of the groups without a clipping of their
+  GA_CLIP_GLOBAL = 1,     /* one norm over all parameters of the groups without a clipping of their
                             own; in ga_group_set_clip, over those of the group */
   GA_CLIP_PER_TENSOR = 2, /* each parameter by its own norm */
   GA_CLIP_AGC = 3         /* adaptive gradient clipping (Brock et al. 2021): each unit of a
@@ -538,35 +575,37 @@ enum ga_clip_scope {
    TF and NFNETS are for weights [in, out] and [height, width, in, out], TORCH for [out, in] and
    [out, in, height, width], and higher ranks alike. NFNETS leaves extents of 1 out of the count for
    ranks 0 and 1: [1, n] is a vector. */
-enum ga_agc_units { GA_AGC_TF = 0, GA_AGC_NFNETS = 1, GA_AGC_TORCH = 2 };
+typedef int32_t ga_agc_units;
+enum { GA_AGC_TF = 0, GA_AGC_NFNETS = 1, GA_AGC_TORCH = 2 };
 
 /* STEP: the reduced gradient, as the full batch would have been clipped. MICRO: every micro-batch's
    own gradient, unscaled, before it is added, as some wrappers do. Then gradients are read twice,
    those by part in ga_micro_end (they must live until it returns), a second contribution to one
    parameter in one micro-batch, opening a micro-batch again, ga_accumulate_rows,
    ga_accumulate_matmul and ga_accumulator_acquire are GA_ERROR_UNSUPPORTED. */
-enum ga_clip_when { GA_CLIP_STEP = 0, GA_CLIP_MICRO = 1 };
+typedef int32_t ga_clip_when;
+enum { GA_CLIP_WHEN_STEP = 0, GA_CLIP_WHEN_MICRO = 1 };
 
 typedef struct ga_clip {
   size_t struct_size;
-  int32_t scope;    /* ga_clip_scope; default GA_CLIP_NONE */
-  int32_t flavor;   /* the factor, for norm n and max_norm C. GA_FLAVOR_TORCH, the default:
+  ga_clip_scope scope; /* default GA_CLIP_NONE */
+  ga_flavor flavor;    /* the factor, for norm n and max_norm C. GA_FLAVOR_TORCH, the default:
                        min(1, C / (n + 1e-6)); GA_FLAVOR_KERAS, TensorFlow's: C / max(n, C) */
-  double max_norm;  /* C >= 0; read for GA_CLIP_GLOBAL and GA_CLIP_PER_TENSOR */
-  double max_value; /* each element to [-max_value, max_value]; > 0; default infinity: as it is */
-  double agc_factor;  /* > 0; default 0.01 */
-  double agc_eps;     /* > 0; default 1e-3 */
-  int32_t agc_units;  /* ga_agc_units; default GA_AGC_TF */
-  int32_t when;       /* ga_clip_when; default GA_CLIP_STEP */
+  double max_norm;     /* C >= 0; read for GA_CLIP_GLOBAL and GA_CLIP_PER_TENSOR */
+  double max_value;  /* each element to [-max_value, max_value]; > 0; default infinity: as it is */
+  double agc_factor; /* > 0; default 0.01 */
+  double agc_eps;    /* > 0; default 1e-3 */
+  ga_agc_units agc_units; /* default GA_AGC_TF */
+  ga_clip_when when;      /* default GA_CLIP_WHEN_STEP */
 } ga_clip;
 
 /* Fills clip with the defaults. struct_size: sizeof(ga_clip). */
-GA_API ga_status ga_clip_init(ga_clip* clip, size_t struct_size);
+GA_API ga_status ga_clip_init(ga_clip* out, size_t struct_size);
 
 /* Sets the clipping of the context; NULL takes it away. At any time; the next ga_step uses it. To
-   and from GA_CLIP_MICRO: while the window is empty. GA_ERROR_UNSUPPORTED: GA_AGC_NFNETS and a
-   parameter of rank 5 or more without agc_axes; GA_CLIP_MICRO and a batch-normalisation layer in
-   WINDOW mode. */
+   and from GA_CLIP_WHEN_MICRO: while the window is empty. GA_ERROR_UNSUPPORTED: GA_AGC_NFNETS and a
+   parameter of rank 5 or more without agc_axes; GA_CLIP_WHEN_MICRO and a batch-normalisation layer
+   in WINDOW mode. */
 GA_API ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip);
 
 /* Gives one group a clipping of its own in place of the context's, with its own norm; NULL: the
@@ -594,16 +633,17 @@ typedef struct ga_loss_scaler {
 } ga_loss_scaler;
 
 /* Fills scaler with the defaults. struct_size: sizeof(ga_loss_scaler). */
-GA_API ga_status ga_loss_scaler_init(ga_loss_scaler* scaler, size_t struct_size);
+GA_API ga_status ga_loss_scaler_init(ga_loss_scaler* out, size_t struct_size);
 
 /* Gives the context a dynamic loss scale in place of ga_config.loss_scale, beginning with
    initial_scale; NULL takes it away. Legal while the window is empty. */
 GA_API ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scaler);
 
-/* What the program is to multiply its loss by until the next ga_step. device, which may be NULL:
-   where the number, an f32, lies on the device, for work on the context's stream; *device is NULL
-   for a context on the CPU. out, which may be NULL then: waits, where there is a scaler. */
-GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out, const void** device);
+/* The factor that the program multiplies its loss by until the next ga_step. out_scale: the number;
+   the call waits for the device where there is a loss scaler. out_device: where the number lies on
+   the device as an f32, for work on the context's stream; *out_device is NULL for a context on the
+   CPU. One of the two may be NULL, out_scale only on a device. */
+GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out_scale, const void** out_device);
 
 /* An exponential moving average of every parameter, moved once per applied step, in the pass that
    updates it: e <- e + (1 - d) (p - e), after the context's t-th step. In the first, e = p.
@@ -613,19 +653,20 @@ GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out, const void** 
    Parameters without a gradient in a window, frozen ones and lazily updated ones take part; a pass
    of its own then moves theirs. One that has always been frozen has no average yet. Those of
    GA_OPTIMIZER_EXTERNAL are taken as ga_step finds them. */
-enum ga_ema_kind { GA_EMA_TORCH = 0, GA_EMA_KARRAS = 1 };
+typedef int32_t ga_ema_kind;
+enum { GA_EMA_TORCH = 0, GA_EMA_KARRAS = 1 };
 
 typedef struct ga_ema {
   size_t struct_size;
-  int32_t kind;  /* ga_ema_kind; default GA_EMA_TORCH */
-  int32_t dtype; /* of the averages; 0, the default: f32 (f64 for f64 parameters); or GA_BF16,
+  ga_ema_kind kind; /* default GA_EMA_TORCH */
+  ga_dtype dtype;   /* of the averages; 0, the default: f32 (f64 for f64 parameters); or GA_BF16,
                     always rounded stochastically, not for f64 parameters */
-  double decay;  /* TORCH; [0, 1]; default 0.999 */
-  double gamma;  /* KARRAS; >= 0; default 6.94 */
+  double decay;     /* TORCH; [0, 1]; default 0.999 */
+  double gamma;     /* KARRAS; >= 0; default 6.94 */
 } ga_ema;
 
 /* Fills ema with the defaults. struct_size: sizeof(ga_ema). */
-GA_API ga_status ga_ema_init(ga_ema* ema, size_t struct_size);
+GA_API ga_status ga_ema_init(ga_ema* out, size_t struct_size);
 
 /* Keeps averages from now on; NULL: does not. Legal until the first contribution to a window. */
 GA_API ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema);
@@ -636,30 +677,36 @@ GA_API ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema);
    updates and the parameter is rounded from. Without one, the optimizer reads and rounds the
    parameter itself. Masters of two contexts over the same memory would drift apart: the call that
    would make the second one, or move one there, is GA_ERROR_INVALID_STATE. */
-enum ga_master { GA_MASTER_F32 = 0, GA_MASTER_NONE = 1 };
+typedef int32_t ga_master;
+enum { GA_MASTER_F32 = 0, GA_MASTER_NONE = 1 };
 
 /* How a 16-bit parameter is rounded. STOCHASTIC: up or down by chance (ga_config.seed, step,
    parameter, element). */
-enum ga_rounding { GA_ROUND_NEAREST = 0, GA_ROUND_STOCHASTIC = 1 };
+typedef int32_t ga_rounding;
+enum { GA_ROUND_NEAREST = 0, GA_ROUND_STOCHASTIC = 1 };
 
 /* Whether ga_accumulate_rows is for a parameter. DENSE: a row without a gradient counts as zeros.
    LAZY: rows without a gradient are left as they are, their state with them, also under
    GA_MISSING_ZERO: SGD (dampening 0), ADAM, ADAMW, ADAGRAD and ROWWISE_ADAGRAD. */
-enum ga_rows { GA_ROWS_NONE = 0, GA_ROWS_DENSE = 1, GA_ROWS_LAZY = 2 };
+typedef int32_t ga_rows;
+enum { GA_ROWS_NONE = 0, GA_ROWS_DENSE = 1, GA_ROWS_LAZY = 2 };
 
 typedef struct ga_param_options {
   size_t struct_size;
-  int32_t gradient_dtype;    /* ga_dtype of its gradients; 0, the default: the parameter's own. f64
+  ga_dtype gradient_dtype;    /* of its gradients; 0, the default: the parameter's own. f64
                                 only for f64 parameters, which take any */
-  int32_t accumulator_dtype; /* ga_dtype of its accumulator; 0, the default: f32, or f64 for f64
+  ga_dtype accumulator_dtype; /* of its accumulator; 0, the default: f32, or f64 for f64
                                 parameters, which have no other; else GA_F32, GA_F16 or GA_BF16 */
-  int32_t master;            /* ga_master; default GA_MASTER_F32 */
-  int32_t rounding;          /* ga_rounding; default GA_ROUND_NEAREST */
-  int32_t rows;              /* ga_rows; default GA_ROWS_NONE; needs rank >= 1, an f32 or f64
+  ga_master master;           /* default GA_MASTER_F32 */
+  ga_rounding rounding;       /* default GA_ROUND_NEAREST */
+  ga_rows rows;               /* default GA_ROWS_NONE; needs rank >= 1, an f32 or f64
                                 accumulator and GA_ACCUMULATE_PLAIN */
-  uint32_t agc_axes;         /* bit d: a unit's norm is taken over axis d; 0, the default: by
+  uint32_t agc_axes;          /* bit d: a unit's norm is taken over axis d; 0, the default: by
                                 ga_clip.agc_units */
 } ga_param_options;
+
+/* Fills out with the defaults. struct_size: sizeof(ga_param_options). */
+GA_API ga_status ga_param_options_init(ga_param_options* out, size_t struct_size);
 
 /* Adds a parameter. Legal while the window is empty. name: not empty, unique in the context. data:
    the tensor itself, read and written by ga_step; NULL only when it has no elements; it may not
@@ -667,25 +714,68 @@ typedef struct ga_param_options {
    options may be NULL: the defaults. out may be NULL. GA_ERROR_UNSUPPORTED: dtypes or options that
    do not go together, or not with the group's optimizer; the sentence says which. */
 GA_API ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* data,
-                              int32_t dtype, int32_t rank, const int64_t* shape,
+                              ga_dtype dtype, int32_t rank, const int64_t* shape,
                               const ga_param_options* options, ga_param* out);
 
-/* One parameter within a flat block. */
+/* One parameter within a flat block. The entries of an array all have the struct_size of the first
+   one, which is the distance from one to the next. */
 typedef struct ga_flat_entry {
+  size_t struct_size;
   const char* name;
   ga_group group;
   int32_t rank;
   const int64_t* shape;
   int64_t offset; /* elements from the start of the block, of parameters and gradients alike */
+  const ga_param_options* options; /* NULL, the default: those of ga_params_add_flat */
 } ga_flat_entry;
 
+/* Fills out with the defaults: group -1, which is no group, so that it must be set. struct_size:
+   sizeof(ga_flat_entry). */
+GA_API ga_status ga_flat_entry_init(ga_flat_entry* out, size_t struct_size);
+
 /* Adds the parameters that lie in one block of memory, for programs that keep all of them together;
-   gaps between them are legal. All are added or none. *first, which may be NULL, is the id of
+   gaps between them are legal. All are added or none. *out, which may be NULL, is the id of
    entries[0]; the others follow. Otherwise as ga_param_add. In ga_accumulate the block is one
    pointer. */
-GA_API ga_status ga_params_add_flat(ga_context* ctx, void* data, int32_t dtype,
+GA_API ga_status ga_params_add_flat(ga_context* ctx, void* data, ga_dtype dtype,
                                     const ga_flat_entry* entries, size_t count,
-                                    const ga_param_options* options, ga_param* first);
+                                    const ga_param_options* options, ga_param* out);
+
+/* Parameters of the context. Their ids are 0 to *out - 1. */
+GA_API ga_status ga_param_count(const ga_context* ctx, int32_t* out);
+
+/* The id of the parameter with this name. GA_ERROR_INVALID_ARGUMENT: there is none. */
+GA_API ga_status ga_param_find(const ga_context* ctx, const char* name, ga_param* out);
+
+/* What is known of a parameter. name and shape point to memory of the context that stays as it is
+   until ga_context_destroy. */
+typedef struct ga_param_info {
+  size_t struct_size;
+  const char* name;
+  ga_group group;
+  ga_dtype dtype;
+  ga_dtype gradient_dtype;
+  ga_dtype accumulator_dtype;
+  void* data;           /* as given to ga_param_add or ga_param_bind */
+  const int64_t* shape; /* rank numbers */
+  int32_t rank;
+  int32_t frozen; /* 0 or 1 */
+  int64_t count;  /* elements */
+  int64_t offset; /* elements from the start of its flat block; else 0 */
+  size_t slot;    /* as ga_param_slot */
+} ga_param_info;
+
+/* Zeros, and struct_size: sizeof(ga_param_info). */
+GA_API ga_status ga_param_info_init(ga_param_info* out, size_t struct_size);
+
+GA_API ga_status ga_param_describe(const ga_context* ctx, ga_param param, ga_param_info* out);
+
+/* Pointers that ga_accumulate takes: one for each ga_param_add and each ga_params_add_flat. */
+GA_API ga_status ga_slot_count(const ga_context* ctx, size_t* out);
+
+/* Which of these pointers brings the gradient of a parameter; the parameters of a flat block share
+   one. */
+GA_API ga_status ga_param_slot(const ga_context* ctx, ga_param param, size_t* out);
 
 /* Tells that the parameter has moved: data holds its values now. A master stays as it is. Legal
    while the window is empty. */
@@ -700,7 +790,7 @@ GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
    out must not overlap a parameter. Before the first applied step it is the parameter itself.
    On a device the call waits for the work before it, and out is written in the order of the stream.
    GA_ERROR_INVALID_STATE: the context keeps no averages. GA_ERROR_FAULT: out is half written. */
-GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, int32_t dtype);
+GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_dtype dtype);
 
 /* Freezes a parameter (its gradients are not read, it is not updated) or unfreezes it. One that is
    frozen from the start owns nothing, neither accumulator nor state, master or average, until a
@@ -709,22 +799,40 @@ GA_API ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t fr
 
 /* ---- Accumulate ------------------------------------------------------------------------------ */
 
-/* Adds a whole micro-batch to the window. gradients: one pointer for each ga_param_add and each
-   ga_params_add_flat, in the order of those calls; for a flat block, the start of a block with the
-   same offsets. NULL: no gradient in this micro-batch. Gradients may overlap each other, but no
-   parameter. count: how many pointers, for checking. weight: samples, tokens, or 1; finite, >= 0.
-   With weight 0 the micro-batch counts toward K and no gradient is read. loss_scale: what this
-   micro-batch's loss was multiplied by; NULL: ga_config.loss_scale. Opens the window when it is
-   empty. GA_ERROR_INVALID_STATE: the window is full or invalid, or a micro-batch is open. */
-GA_API ga_status ga_accumulate(ga_context* ctx, const void* const* gradients, size_t count,
-                               double weight, const double* loss_scale);
+/* GA_MICRO_LAST: this micro-batch ends the window, which is FULL after it whatever K is. */
+enum { GA_MICRO_LAST = 1 };
 
-/* Opens micro-batch number index of the window (0, 1, 2, ...), to be filled by the calls below, or
-   opens it again: micro-batches may be filled in turns until ga_step, each with the weight and the
-   loss scale of its first opening. A new one has the number ga_window_info.micro_batches. weight,
-   loss_scale: as in ga_accumulate. */
+/* What may be said of a micro-batch. */
+typedef struct ga_micro_options {
+  size_t struct_size;
+  double loss_scale; /* what the micro-batch's loss was multiplied by; finite; 0, the default: the
+                        context's, which is the loss scaler's where there is one, else
+                        ga_config.loss_scale */
+  uint32_t flags;    /* GA_MICRO_... or 0, the default */
+  int32_t reserved;  /* 0 */
+} ga_micro_options;
+
+/* Fills out with the defaults. struct_size: sizeof(ga_micro_options). */
+GA_API ga_status ga_micro_options_init(ga_micro_options* out, size_t struct_size);
+
+/* Adds a whole micro-batch to the window. gradients[slot] (see ga_param_slot): one pointer for each
+   ga_param_add and each ga_params_add_flat, in the order of those calls; for a flat block, the
+   start of a block with the same offsets. NULL: no gradient in this micro-batch. Gradients may
+   overlap each other, but no parameter. count: how many pointers, for checking. weight: samples,
+   tokens, or 1; finite, >= 0. With weight 0 the micro-batch counts toward K and no gradient is
+   read. options may be NULL: the defaults. Opens the window when it is empty.
+   GA_ERROR_WINDOW_FULL: ga_step must be called next. GA_ERROR_INVALID_STATE: the window is invalid,
+   or a micro-batch is open. */
+GA_API ga_status ga_accumulate(ga_context* ctx, const void* const* gradients, size_t count,
+                               double weight, const ga_micro_options* options);
+
+/* Opens micro-batch number index of the window (0, 1, 2, ...; -1: the next one), to be filled by
+   the calls below, or opens it again: micro-batches may be filled in turns until ga_step, each with
+   the weight and the loss scale of its first opening. GA_MICRO_LAST is legal for the newest
+   micro-batch only. weight, options: as in ga_accumulate. GA_ERROR_WINDOW_FULL: the window has no
+   room for a new micro-batch. */
 GA_API ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight,
-                                const double* loss_scale);
+                                const ga_micro_options* options);
 
 /* Adds a gradient to one parameter, within the open micro-batch. Several calls for one parameter
    add up. */
@@ -737,12 +845,13 @@ GA_API ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void*
    its rows cost; so does ga_step with GA_ROWS_LAZY, but for averages, GA_CLIP_AGC, and max_value
    before a norm, which take passes over the whole parameter. Rows and whole gradients may come to
    one parameter in one window; it is then dense. GA_ERROR_UNSUPPORTED: with ga_config.noise_scale
-   or GA_CLIP_MICRO. */
+   or GA_CLIP_WHEN_MICRO. */
 GA_API ga_status ga_accumulate_rows(ga_context* ctx, ga_param param, const void* indices,
-                                    int32_t index_dtype, int64_t count, const void* values);
+                                    ga_dtype index_dtype, int64_t count, const void* values);
 
 /* Whether a matrix is used as stored or transposed. */
-enum ga_transpose { GA_NO_TRANSPOSE = 0, GA_TRANSPOSE = 1 };
+typedef int32_t ga_transpose;
+enum { GA_NO_TRANSPOSE = 0, GA_TRANSPOSE = 1 };
 
 /* Adds the matrix product A B to one parameter, within the open micro-batch: the weight gradient of
    a dense layer, which then never is in memory as a whole. The parameter is taken as a matrix of
@@ -759,20 +868,23 @@ enum ga_transpose { GA_NO_TRANSPOSE = 0, GA_TRANSPOSE = 1 };
    GA_MODULE_PATH names. Likewise with ga_config.noise_scale. GA_ERROR_FAULT: the engine failed in
    mid-work. */
 GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,
-                                      int64_t lda, int32_t transpose_a, const void* b, int64_t ldb,
-                                      int32_t transpose_b, int32_t dtype);
+                                      int64_t lda, ga_transpose transpose_a, const void* b,
+                                      int64_t ldb, ga_transpose transpose_b, ga_dtype dtype);
 
 /* Where a program's own kernel writes a gradient. */
 typedef struct ga_accumulator {
   size_t struct_size;
-  void* data;                /* the accumulator; NULL in a micro-batch of weight 0 and for a frozen
+  void* data;     /* the accumulator; NULL in a micro-batch of weight 0 and for a frozen
                                 parameter: write nothing */
-  int32_t dtype;             /* of data */
+  ga_dtype dtype; /* of data */
   int32_t reserved;
   int64_t rows, columns;     /* shape[0], and the product of the other extents */
   int64_t leading_dimension; /* elements from row to row */
   double alpha, beta;        /* store alpha * gradient + beta * data; beta 0: data is not read */
 } ga_accumulator;
+
+/* Zeros, and struct_size: sizeof(ga_accumulator). */
+GA_API ga_status ga_accumulator_init(ga_accumulator* out, size_t struct_size);
 
 /* Hands out a parameter's accumulator, within the open micro-batch, so that the program's own
    kernel adds to it. Every element is to be written. ga_accumulator_release then makes it part of
@@ -786,7 +898,8 @@ GA_API ga_status ga_micro_end(ga_context* ctx);
 
 /* ---- Step ------------------------------------------------------------------------------------ */
 
-enum ga_window_state {
+typedef int32_t ga_window_state;
+enum {
   GA_WINDOW_EMPTY = 0,
   GA_WINDOW_OPEN = 1,
   GA_WINDOW_FULL = 2,   /* K micro-batches: ga_step is due */
@@ -795,7 +908,7 @@ enum ga_window_state {
 
 typedef struct ga_window_info {
   size_t struct_size;
-  int32_t state;         /* ga_window_state */
+  ga_window_state state;
   int32_t reserved;
   int64_t micro_batches; /* in this window, the open one included */
   int64_t open_micro;    /* index of the open micro-batch; -1: none is open */
@@ -805,12 +918,16 @@ typedef struct ga_window_info {
   int64_t steps;         /* of these, applied; on a device, as far as the results are known */
 } ga_window_info;
 
+/* Zeros, and struct_size: sizeof(ga_window_info). */
+GA_API ga_status ga_window_info_init(ga_window_info* out, size_t struct_size);
+
 /* On a device it waits where the length of the next window depends on the steps so far. */
 GA_API ga_status ga_window(const ga_context* ctx, ga_window_info* out);
 
-enum ga_step_outcome {
+typedef int32_t ga_step_outcome;
+enum {
   GA_STEP_APPLIED = 0,
-  GA_STEP_SKIPPED_EMPTY = 1,    /* no micro-batch, or the sum of the weights is 0 */
+  GA_STEP_SKIPPED_EMPTY = 1,     /* no micro-batch, or the sum of the weights is 0 */
   GA_STEP_SKIPPED_NONFINITE = 2, /* an accumulated gradient is infinite or NaN */
   GA_STEP_SKIPPED_ERROR = 3, /* on a device: some indices of ga_accumulate_rows were out of range,
                                 and that call's rows were left out */
@@ -825,7 +942,7 @@ enum ga_step_outcome {
 
 typedef struct ga_step_result {
   size_t struct_size;
-  int32_t outcome;       /* ga_step_outcome */
+  ga_step_outcome outcome;
   int32_t reserved;
   int64_t windows;       /* as in ga_window_info, this one included */
   int64_t steps;         /* as in ga_window_info, this one included if applied */
@@ -835,31 +952,35 @@ typedef struct ga_step_result {
                             skipped for that, 0 if skipped for being empty or for its weight. NaN if
                             nobody has measured it: see ga_config.measure_norm */
   double clip_factor;    /* the smallest factor that a clip by norm applied to the reduced gradient;
-                            1 without. With GA_CLIP_MICRO, norm is that of clipped micro-batches */
+                            1 without. With GA_CLIP_WHEN_MICRO, norm is that of clipped
+                            micro-batches */
   double lr;             /* learning rate of group 0 in this step; 0 if skipped */
   double loss_scale;     /* that ga_loss_scale gave in this window */
   int64_t skipped;       /* windows that were not applied, since the context was made */
   int64_t dropped;       /* micro-batches that GA_NONFINITE_DROP_MICRO dropped, likewise */
   int64_t window_dropped; /* of these, in this window */
-  double noise_scale;    /* with ga_config.noise_scale: the simple noise scale tr(S) / |G|^2 of
+  double noise_scale;     /* with ga_config.noise_scale: the simple noise scale tr(S) / |G|^2 of
                             McCandlish et al. 2018 (appendix A.1), in units of the weight, the batch
                             size: windows of much less waste steps, of much more waste samples. NaN
                             before the first estimate, and without the option */
-  double noise_trace;    /* tr(S): the variance of one sample's gradient */
-  double noise_signal;   /* |G|^2: of the gradient of the whole data. All three are smoothed over
+  double noise_trace;     /* tr(S): the variance of one sample's gradient */
+  double noise_signal;    /* |G|^2: of the gradient of the whole data. All three are smoothed over
                             steps, as means with weights noise_smoothing^age. A window of one
                             micro-batch, one in which a parameter was given more than one
                             contribution in a micro-batch, or some out of the order of
                             micro-batches, and one that is skipped bring no estimate */
 } ga_step_result;
 
-/* Ends the window: reduces, checks, clips, updates state and parameters in place. result may be
-   NULL. On a device it returns before that is done, unless GA_NONFINITE_FAIL has it wait; the
-   outcome is then GA_STEP_PENDING where it is not known, and of the rest only micro_batches and
-   weight are. An empty window is legal and skipped. GA_ERROR_INVALID_STATE: a micro-batch is still
-   open, or the window is invalid. GA_ERROR_NONFINITE: under GA_NONFINITE_FAIL; the window stays,
-   ga_discard is the way on. */
-GA_API ga_status ga_step(ga_context* ctx, ga_step_result* result);
+/* Zeros, and struct_size: sizeof(ga_step_result). */
+GA_API ga_status ga_step_result_init(ga_step_result* out, size_t struct_size);
+
+/* Ends the window: reduces, checks, clips, updates state and parameters in place. out may be NULL.
+   On a device it returns before that is done, unless GA_NONFINITE_FAIL has it wait; the outcome is
+   then GA_STEP_PENDING where it is not known, and of the rest only micro_batches and weight are. An
+   empty window is legal and skipped. GA_ERROR_INVALID_STATE: a micro-batch is still open, or the
+   window is invalid. GA_ERROR_NONFINITE: under GA_NONFINITE_FAIL; the window stays, and ga_discard
+   must be called next. */
+GA_API ga_status ga_step(ga_context* ctx, ga_step_result* out);
 
 /* The result of a window: that with this number in ga_step_result.windows, or 0: of the last one,
    replays of a captured graph included. wait: 1: waits for it on a device; 0: does not, and gives
@@ -873,12 +994,14 @@ GA_API ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wai
    window. */
 GA_API ga_status ga_discard(ga_context* ctx);
 
-/* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group: dense, of *dtype
-   (may be NULL). The pointer is legal after an applied ga_step until the next accumulate,
-   ga_discard or ga_step. Waits. GA_ERROR_INVALID_STATE: not after an applied step, or this
-   parameter received no gradient in it (under GA_MISSING_ZERO it has zeros then). *dtype is that of
-   the accumulator: one of 16 bits, a compensated one too, gives a gradient rounded to 16 bits. */
-GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data, int32_t* dtype);
+/* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group: *out_count elements
+   of *out_dtype, dense; out_dtype and out_count may be NULL. The pointer is legal after an applied
+   ga_step until the next accumulate, ga_discard or ga_step. Waits. *out_dtype is that of the
+   accumulator: one of 16 bits, a compensated one too, gives a gradient rounded to 16 bits.
+   GA_ERROR_INVALID_STATE: not after an applied step, or the parameter received no gradient in the
+   window (under GA_MISSING_ZERO it then has zeros). */
+GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** out_data,
+                             ga_dtype* out_dtype, int64_t* out_count);
 
 /* ---- Batch normalisation --------------------------------------------------------------------- */
 
@@ -935,16 +1058,18 @@ GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** data,
  * context; ga_bn_running and ga_bn_running_set take them from layer to layer. */
 typedef int32_t ga_bn; /* 0, 1, 2, ... in the order they were added */
 
-enum ga_bn_mode { GA_BN_MICRO = 0, GA_BN_WINDOW = 1, GA_BN_CUMULATIVE = 2 };
+typedef int32_t ga_bn_mode;
+enum { GA_BN_MICRO = 0, GA_BN_WINDOW = 1, GA_BN_CUMULATIVE = 2 };
 
 /* [samples, channels, positions] (NCHW) or [samples, positions, channels] (NHWC). */
-enum ga_bn_layout { GA_BN_CHANNELS_FIRST = 0, GA_BN_CHANNELS_LAST = 1 };
+typedef int32_t ga_bn_layout;
+enum { GA_BN_CHANNELS_FIRST = 0, GA_BN_CHANNELS_LAST = 1 };
 
 typedef struct ga_bn_options {
   size_t struct_size;
-  int32_t mode;    /* ga_bn_mode; default GA_BN_MICRO */
-  int32_t layout;  /* ga_bn_layout; default GA_BN_CHANNELS_FIRST, Keras GA_BN_CHANNELS_LAST */
-  int32_t dtype;   /* ga_dtype of x, y and their gradients; default GA_F32. Computed in f32, or in
+  ga_bn_mode mode;     /* default GA_BN_MICRO */
+  ga_bn_layout layout; /* default GA_BN_CHANNELS_FIRST, Keras GA_BN_CHANNELS_LAST */
+  ga_dtype dtype;      /* of x, y and their gradients; default GA_F32. Computed in f32, or in
                       f64 for GA_F64 */
   int32_t biased;  /* what the running variance averages: 0, torch: the sum of squared deviations
                       / (n - 1); 1, Keras: / n; n: elements of a channel in the window. With n = 1
@@ -955,14 +1080,14 @@ typedef struct ga_bn_options {
 } ga_bn_options;
 
 /* Fills options with the defaults of a flavor: GA_FLAVOR_TORCH or GA_FLAVOR_KERAS. */
-GA_API ga_status ga_bn_options_init(ga_bn_options* options, size_t struct_size, int32_t flavor);
+GA_API ga_status ga_bn_options_init(ga_bn_options* out, size_t struct_size, ga_flavor flavor);
 
 /* Adds a layer. Legal while the window is empty. name: not empty, unique among layers. channels:
    >= 1. gamma, beta: parameters of that many elements, in any group; -1: none, as with 1 and 0. Two
    layers may share them. options may be NULL: torch's. out may be NULL. The running mean begins
    with 0, the variance with 1. GA_ERROR_UNSUPPORTED: WINDOW or CUMULATIVE with
    GA_NONFINITE_DROP_MICRO: the micro-batches that stay were normalised with the one that is
-   dropped. WINDOW with GA_CLIP_MICRO: its two sweeps open micro-batches again. */
+   dropped. WINDOW with GA_CLIP_WHEN_MICRO: its two sweeps open micro-batches again. */
 GA_API ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
                            ga_param beta, const ga_bn_options* options, ga_bn* out);
 
@@ -980,13 +1105,14 @@ GA_API ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int6
 
 /* What the second array of ga_bn_accumulate_stats holds: the mean squared deviation from the mean,
    or the sum of the squared deviations. */
-enum ga_bn_spread { GA_BN_VARIANCE = 0, GA_BN_M2 = 1 };
+typedef int32_t ga_bn_spread;
+enum { GA_BN_VARIANCE = 0, GA_BN_M2 = 1 };
 
 /* The same from statistics that the program has. count: elements of each channel, >= 0. mean,
    spread: one number for each channel, of dtype, GA_F32 or GA_F64. kind: ga_bn_spread. A negative
    spread is GA_ERROR_INVALID_ARGUMENT; on a device it makes NaN. */
 GA_API ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
-                                        const void* spread, int32_t kind, int32_t dtype);
+                                        const void* spread, ga_bn_spread kind, ga_dtype dtype);
 
 /* Ends the first sweep of a layer in WINDOW mode. GA_ERROR_INVALID_STATE: nothing was accumulated,
    it is final already, or the layer is in another mode. */
@@ -1007,7 +1133,7 @@ GA_API ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void
 
 /* Writes dx of the open micro-batch. GA_ERROR_INVALID_STATE: the layer's last forward pass was that
    of another micro-batch, or of another shape; in WINDOW mode: sums of some micro-batch are due;
-   with GA_NONFINITE_DROP_MICRO or GA_CLIP_MICRO: the micro-batch has had its dx. */
+   with GA_NONFINITE_DROP_MICRO or GA_CLIP_WHEN_MICRO: the micro-batch has had its dx. */
 GA_API ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
                                 int64_t samples, int64_t positions, void* dx);
 
@@ -1018,20 +1144,20 @@ GA_API ga_status ga_bn_infer(ga_context* ctx, ga_bn bn, const void* x, int64_t s
 /* The running statistics. mean, variance: one number for each channel, of dtype, GA_F32 or GA_F64
    (which loses nothing), in the host's memory also with a device. steps: how often they have moved,
    torch's num_batches_tracked. Each may be NULL. Waits. */
-GA_API ga_status ga_bn_running(ga_context* ctx, ga_bn bn, void* mean, void* variance, int32_t dtype,
-                               int64_t* steps);
+GA_API ga_status ga_bn_running(ga_context* ctx, ga_bn bn, void* out_mean, void* out_variance,
+                               ga_dtype dtype, int64_t* out_steps);
 
 /* Sets them. mean, variance: as above, finite, variance >= 0; steps >= 0. Legal while the window is
    empty and none of its statistics are taken. Waits. */
 GA_API ga_status ga_bn_running_set(ga_context* ctx, ga_bn bn, const void* mean,
-                                   const void* variance, int32_t dtype, int64_t steps);
+                                   const void* variance, ga_dtype dtype, int64_t steps);
 
 /* The statistics that the layer normalises by now, with the biased variance, for programs with
    normalising loops of their own; arrays as in ga_bn_running. count: elements of a channel that
    they are of. GA_ERROR_INVALID_STATE: none were taken in this window, in WINDOW mode
    ga_bn_finalize is due, or the layer is frozen. Waits. */
-GA_API ga_status ga_bn_statistics(ga_context* ctx, ga_bn bn, void* mean, void* variance,
-                                  int32_t dtype, int64_t* count);
+GA_API ga_status ga_bn_statistics(ga_context* ctx, ga_bn bn, void* out_mean, void* out_variance,
+                                  ga_dtype dtype, int64_t* out_count);
 
 #ifdef __cplusplus
 }

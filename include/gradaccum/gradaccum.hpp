@@ -35,7 +35,6 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -87,9 +86,6 @@ struct DtypeOf<std::int64_t> {
 template <typename T>
 inline constexpr std::int32_t dtype_of = DtypeOf<T>::value;
 
-// A loss scale for one call; none: that of the context.
-using LossScale = std::optional<double>;
-
 // ---- Structs with their defaults ----------------------------------------------------------------
 
 namespace detail {
@@ -129,9 +125,15 @@ inline ga_bn_options default_bn_options(ga_flavor flavor = GA_FLAVOR_TORCH) {
 }
 
 inline ga_param_options default_param_options() {
-  ga_param_options options{};
-  options.struct_size = sizeof options;
-  return options;
+  return detail::defaults<ga_param_options>(ga_param_options_init);
+}
+
+inline ga_flat_entry default_flat_entry() {
+  return detail::defaults<ga_flat_entry>(ga_flat_entry_init);
+}
+
+inline ga_micro_options default_micro_options() {
+  return detail::defaults<ga_micro_options>(ga_micro_options_init);
 }
 
 // Devices of a kind; 0 where this build or this machine has none (ga_last_error() says why).
@@ -182,8 +184,7 @@ class Context {
   void synchronize() { check(ga_synchronize(get())); }
 
   ga_memory memory() const {
-    ga_memory memory{};
-    memory.struct_size = sizeof memory;
+    auto memory = detail::defaults<ga_memory>(ga_memory_init);
     check(ga_context_memory(get(), &memory));
     return memory;
   }
@@ -191,8 +192,14 @@ class Context {
   void set_accum_steps(std::int64_t accum_steps) {
     check(ga_context_set_accum_steps(get(), accum_steps));
   }
-  void set_accum_schedule(const std::vector<ga_accum_phase>& phases) {
-    check(ga_context_set_accum_schedule(get(), phases.data(), phases.size()));
+  // From applied step from_steps[i] on, windows have accum_steps[i] micro-batches.
+  void set_accum_schedule(const std::vector<std::int64_t>& from_steps,
+                          const std::vector<std::int64_t>& accum_steps) {
+    if (from_steps.size() != accum_steps.size()) {
+      throw Error(GA_ERROR_INVALID_ARGUMENT, "from_steps and accum_steps differ in size");
+    }
+    check(ga_context_set_accum_schedule(get(), from_steps.data(), accum_steps.data(),
+                                        from_steps.size()));
   }
 
   // -- Groups
@@ -201,6 +208,18 @@ class Context {
     ga_group group = -1;
     check(ga_group_add(get(), &optimizer, &group));
     return group;
+  }
+
+  std::int32_t group_count() const {
+    std::int32_t count = 0;
+    check(ga_group_count(get(), &count));
+    return count;
+  }
+  ga_optimizer optimizer(ga_group group) const {
+    ga_optimizer optimizer{};
+    optimizer.struct_size = sizeof optimizer;
+    check(ga_group_optimizer(get(), group, &optimizer));
+    return optimizer;
   }
 
   void set_lr(ga_group group, double lr) { check(ga_group_set_lr(get(), group, lr)); }
@@ -278,6 +297,32 @@ class Context {
     return first;
   }
 
+  std::int32_t param_count() const {
+    std::int32_t count = 0;
+    check(ga_param_count(get(), &count));
+    return count;
+  }
+  ga_param find_param(const std::string& name) const {
+    ga_param param = -1;
+    check(ga_param_find(get(), name.c_str(), &param));
+    return param;
+  }
+  ga_param_info param_info(ga_param param) const {
+    auto info = detail::defaults<ga_param_info>(ga_param_info_init);
+    check(ga_param_describe(get(), param, &info));
+    return info;
+  }
+  std::size_t slot_count() const {
+    std::size_t count = 0;
+    check(ga_slot_count(get(), &count));
+    return count;
+  }
+  std::size_t slot(ga_param param) const {
+    std::size_t slot = 0;
+    check(ga_param_slot(get(), param, &slot));
+    return slot;
+  }
+
   void bind(ga_param param, void* data) { check(ga_param_bind(get(), param, data)); }
   void changed(ga_param param) { check(ga_param_changed(get(), param)); }
   void set_frozen(ga_param param, bool frozen) {
@@ -287,23 +332,24 @@ class Context {
   // -- Accumulate: a whole micro-batch
 
   void accumulate(const void* const* gradients, std::size_t count, double weight,
-                  LossScale loss_scale = {}) {
-    check(ga_accumulate(get(), gradients, count, weight, pointer(loss_scale)));
+                  const ga_micro_options* options = nullptr) {
+    check(ga_accumulate(get(), gradients, count, weight, options));
   }
   void accumulate(const std::vector<const void*>& gradients, double weight = 1,
-                  LossScale loss_scale = {}) {
-    accumulate(gradients.data(), gradients.size(), weight, loss_scale);
+                  const ga_micro_options* options = nullptr) {
+    accumulate(gradients.data(), gradients.size(), weight, options);
   }
   void accumulate(std::initializer_list<const void*> gradients, double weight = 1,
-                  LossScale loss_scale = {}) {
-    accumulate(gradients.begin(), gradients.size(), weight, loss_scale);
+                  const ga_micro_options* options = nullptr) {
+    accumulate(gradients.begin(), gradients.size(), weight, options);
   }
 
   // -- Accumulate: by part, within micro_begin ... MicroBatch::end
 
+  // index: -1: the next one.
   [[nodiscard]] MicroBatch micro_begin(std::int64_t index, double weight = 1,
-                                       LossScale loss_scale = {}) {
-    check(ga_micro_begin(get(), index, weight, pointer(loss_scale)));
+                                       const ga_micro_options* options = nullptr) {
+    check(ga_micro_begin(get(), index, weight, options));
     return MicroBatch(get());
   }
 
@@ -327,8 +373,7 @@ class Context {
   }
 
   ga_accumulator acquire(ga_param param) {
-    ga_accumulator accumulator{};
-    accumulator.struct_size = sizeof accumulator;
+    auto accumulator = detail::defaults<ga_accumulator>(ga_accumulator_init);
     check(ga_accumulator_acquire(get(), param, &accumulator));
     return accumulator;
   }
@@ -337,15 +382,13 @@ class Context {
   // -- Step
 
   ga_window_info window() const {
-    ga_window_info info{};
-    info.struct_size = sizeof info;
+    auto info = detail::defaults<ga_window_info>(ga_window_info_init);
     check(ga_window(get(), &info));
     return info;
   }
 
   ga_step_result step() {
-    ga_step_result result{};
-    result.struct_size = sizeof result;
+    auto result = detail::defaults<ga_step_result>(ga_step_result_init);
     check(ga_step(get(), &result));
     return result;
   }
@@ -357,7 +400,7 @@ class Context {
   const T* gradient(ga_param param) {
     const void* data = nullptr;
     std::int32_t dtype = 0;
-    check(ga_gradient(get(), param, &data, &dtype));
+    check(ga_gradient(get(), param, &data, &dtype, nullptr));
     if (dtype != dtype_of<T>) {
       throw Error(GA_ERROR_INVALID_ARGUMENT,
                   "GA_ERROR_INVALID_ARGUMENT: the gradient has ga_dtype " + std::to_string(dtype));
@@ -373,9 +416,7 @@ class Context {
     check(ga_bn_add(get(), name.c_str(), channels, gamma, beta, &options, &bn));
     return bn;
   }
-  void bn_set_frozen(ga_bn bn, bool frozen) {
-    check(ga_bn_set_frozen(get(), bn, frozen ? 1 : 0));
-  }
+  void bn_set_frozen(ga_bn bn, bool frozen) { check(ga_bn_set_frozen(get(), bn, frozen ? 1 : 0)); }
   void bn_accumulate(ga_bn bn, const void* x, std::int64_t samples, std::int64_t positions) {
     check(ga_bn_accumulate(get(), bn, x, samples, positions));
   }
@@ -419,10 +460,6 @@ class Context {
   }
 
  private:
-  static const double* pointer(const LossScale& loss_scale) noexcept {
-    return loss_scale ? &*loss_scale : nullptr;
-  }
-
   struct Destroy {
     void operator()(ga_context* context) const noexcept { ga_context_destroy(context); }
   };

@@ -134,7 +134,7 @@ GA_HD double mean_of(const ScalarTables& t, const WindowTotals& w) {
 GA_HD Numbers raw_numbers(const ScalarTables& t, double mean, int64_t i) {
   const GroupInput& g = t.group_inputs[t.param_inputs[i].group];
   const double sign = g.optimizer.maximize ? -1 : 1;
-  const bool limited = g.clip.when == GA_CLIP_STEP;
+  const bool limited = g.clip.when == GA_CLIP_WHEN_STEP;
   return {mean * weight_of(t, i) * sign, limited ? g.clip.max_value : HUGE_VAL, 1};
 }
 
@@ -359,7 +359,7 @@ GA_HD void plan_group(const ScalarTables& t, int64_t k) {
   const GroupInput& in = t.group_inputs[k];
   GroupState& g = t.group_states[k];
   g.clip_factor = 1;
-  if (in.clip.scope == GA_CLIP_GLOBAL && in.clip.when == GA_CLIP_STEP)
+  if (in.clip.scope == GA_CLIP_GLOBAL && in.clip.when == GA_CLIP_WHEN_STEP)
     g.clip_factor = clip_factor(in.clip, sqrt(in.own_clip ? g.sum_squares : c.totals.shared));
   if (!c.go) return;
   g.lr = in.schedule.rate(in.optimizer.lr, c.steps - 1);
@@ -372,7 +372,7 @@ GA_HD void clip_param(const ScalarTables& t, int64_t i) {
   const int64_t group = t.param_inputs[i].group;
   const ga_clip& clip = t.group_inputs[group].clip;
   s.factor = t.group_states[group].clip_factor;
-  if (clip.scope == GA_CLIP_PER_TENSOR && clip.when == GA_CLIP_STEP)
+  if (clip.scope == GA_CLIP_PER_TENSOR && clip.when == GA_CLIP_WHEN_STEP)
     s.factor = clip_factor(clip, sqrt(s.sum_squares));
   s.smallest = s.factor;
 }
@@ -708,7 +708,7 @@ template <class Crew>
 GA_DEVICE void open_micro(Crew& crew, const ScalarTables& t, const Contributions& m) {
   crew.each_item(m.count, [&](int64_t k) {
     const ga_clip& clip = t.group_inputs[m.group_of(t, k)].clip;
-    m.plans[k].view = {1, clip.when == GA_CLIP_MICRO ? clip.max_value : HUGE_VAL, 1};
+    m.plans[k].view = {1, clip.when == GA_CLIP_WHEN_MICRO ? clip.max_value : HUGE_VAL, 1};
   });
 }
 
@@ -760,7 +760,8 @@ GA_HD void plan_contribution(const ScalarTables& t, const MicroInput& in, const 
   plan.active = added;
   plan.scale = set.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
   if (set.running_mean && added) plan.scale /= c.weight;  // c.weight may be 0 if it is not added
-  if (clip.when != GA_CLIP_MICRO || (clip.scope == GA_CLIP_NONE && !is_finite(clip.max_value))) {
+  if (clip.when != GA_CLIP_WHEN_MICRO ||
+      (clip.scope == GA_CLIP_NONE && !is_finite(clip.max_value))) {
     plan.scale /= micro.loss_scale != 0 ? micro.loss_scale : c.scaler.scale;
   } else if (!clips) {
     plan.view.limit = HUGE_VAL;

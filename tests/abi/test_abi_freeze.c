@@ -1,21 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The public ABI written down a second time: sizes, offsets, enum values, function types. Nothing
- * that programs have been compiled against may change; additions go to the end.
+ * The public ABI written down a second time: sizes, offsets, values of constants, function types.
+ * Nothing that programs have been compiled against may change; additions go to the end. Also checked
+ * by the compiler alone for a 32-bit ABI (see CMakeLists.txt).
  */
 #include <gradaccum/gradaccum.h>
-#include <stdio.h>
+#include <stddef.h>
 
-#if !defined(__LP64__)
-int main(void) {
-  printf("skipped: this test is for 64-bit Linux\n");
-  return 77;
-}
+/* A size or an offset on LP64, and where pointers and size_t have 32 bits and int64_t and double are
+   aligned to 8 bytes: 32-bit Arm, WebAssembly, 32-bit Windows. */
+#if defined(__LP64__) || defined(_WIN64)
+#define PICK(lp64, ilp32) (lp64)
 #else
-
-#define SIZE(type, size) _Static_assert(sizeof(type) == (size), #type)
-#define FIELD(type, field, offset, size)                                                   \
-  _Static_assert(offsetof(type, field) == (offset) && sizeof(((type*)0)->field) == (size), \
+#define PICK(lp64, ilp32) (ilp32)
+#endif
+#define SIZE(type, lp64, ilp32) _Static_assert(sizeof(type) == PICK(lp64, ilp32), #type)
+#define FIELD(type, field, offset, size, offset32, size32)            \
+  _Static_assert(offsetof(type, field) == PICK(offset, offset32) &&   \
+                     sizeof(((type*)0)->field) == PICK(size, size32), \
                  #type "." #field)
 #define VALUE(constant, value) _Static_assert((constant) == (value), #constant)
 #define FUNCTION(function, ...) \
@@ -23,180 +25,208 @@ int main(void) {
 
 /* ---- Structs: size, then each field with its offset and its size ---- */
 
-SIZE(ga_config, 112);
-FIELD(ga_config, struct_size, 0, 8);
-FIELD(ga_config, device, 8, 4);
-FIELD(ga_config, num_threads, 12, 4);
-FIELD(ga_config, accum_steps, 16, 8);
-FIELD(ga_config, gradient_kind, 24, 4);
-FIELD(ga_config, reduce, 28, 4);
-FIELD(ga_config, missing, 32, 4);
-FIELD(ga_config, nonfinite, 36, 4);
-FIELD(ga_config, gradient_life, 40, 4);
-FIELD(ga_config, accumulation, 44, 4);
-FIELD(ga_config, loss_scale, 48, 8);
-FIELD(ga_config, parallel_for, 56, 8);
-FIELD(ga_config, parallel_for_user, 64, 8);
-FIELD(ga_config, seed, 72, 8);
-FIELD(ga_config, noise_scale, 80, 4);
-FIELD(ga_config, measure_norm, 84, 4);
-FIELD(ga_config, noise_smoothing, 88, 8);
-FIELD(ga_config, device_ordinal, 96, 4);
-FIELD(ga_config, reserved2, 100, 4);
-FIELD(ga_config, stream, 104, 8);
+SIZE(ga_config, 112, 104);
+FIELD(ga_config, struct_size, 0, 8, 0, 4);
+FIELD(ga_config, device, 8, 4, 4, 4);
+FIELD(ga_config, num_threads, 12, 4, 8, 4);
+FIELD(ga_config, accum_steps, 16, 8, 16, 8);
+FIELD(ga_config, gradient_kind, 24, 4, 24, 4);
+FIELD(ga_config, reduce, 28, 4, 28, 4);
+FIELD(ga_config, missing, 32, 4, 32, 4);
+FIELD(ga_config, nonfinite, 36, 4, 36, 4);
+FIELD(ga_config, gradient_life, 40, 4, 40, 4);
+FIELD(ga_config, accumulation, 44, 4, 44, 4);
+FIELD(ga_config, loss_scale, 48, 8, 48, 8);
+FIELD(ga_config, parallel_for, 56, 8, 56, 4);
+FIELD(ga_config, parallel_for_user, 64, 8, 60, 4);
+FIELD(ga_config, seed, 72, 8, 64, 8);
+FIELD(ga_config, noise_scale, 80, 4, 72, 4);
+FIELD(ga_config, measure_norm, 84, 4, 76, 4);
+FIELD(ga_config, noise_smoothing, 88, 8, 80, 8);
+FIELD(ga_config, device_ordinal, 96, 4, 88, 4);
+FIELD(ga_config, reserved2, 100, 4, 92, 4);
+FIELD(ga_config, stream, 104, 8, 96, 4);
 
-SIZE(ga_memory, 80);
-FIELD(ga_memory, struct_size, 0, 8);
-FIELD(ga_memory, accumulators, 8, 8);
-FIELD(ga_memory, optimizer_state, 16, 8);
-FIELD(ga_memory, workspace, 24, 8);
-FIELD(ga_memory, total, 32, 8);
-FIELD(ga_memory, masters, 40, 8);
-FIELD(ga_memory, averages, 48, 8);
-FIELD(ga_memory, rows, 56, 8);
-FIELD(ga_memory, batch_norm, 64, 8);
-FIELD(ga_memory, resident, 72, 8);
+SIZE(ga_memory, 80, 80);
+FIELD(ga_memory, struct_size, 0, 8, 0, 4);
+FIELD(ga_memory, accumulators, 8, 8, 8, 8);
+FIELD(ga_memory, optimizer_state, 16, 8, 16, 8);
+FIELD(ga_memory, workspace, 24, 8, 24, 8);
+FIELD(ga_memory, total, 32, 8, 32, 8);
+FIELD(ga_memory, masters, 40, 8, 40, 8);
+FIELD(ga_memory, averages, 48, 8, 48, 8);
+FIELD(ga_memory, rows, 56, 8, 56, 8);
+FIELD(ga_memory, batch_norm, 64, 8, 64, 8);
+FIELD(ga_memory, resident, 72, 8, 72, 8);
 
-SIZE(ga_accum_phase, 16);
-FIELD(ga_accum_phase, from_step, 0, 8);
-FIELD(ga_accum_phase, accum_steps, 8, 8);
+SIZE(ga_optimizer, 240, 240);
+FIELD(ga_optimizer, struct_size, 0, 8, 0, 4);
+FIELD(ga_optimizer, kind, 8, 4, 4, 4);
+FIELD(ga_optimizer, flavor, 12, 4, 8, 4);
+FIELD(ga_optimizer, lr, 16, 8, 16, 8);
+FIELD(ga_optimizer, weight_decay, 24, 8, 24, 8);
+FIELD(ga_optimizer, momentum, 32, 8, 32, 8);
+FIELD(ga_optimizer, dampening, 40, 8, 40, 8);
+FIELD(ga_optimizer, beta1, 48, 8, 48, 8);
+FIELD(ga_optimizer, beta2, 56, 8, 56, 8);
+FIELD(ga_optimizer, eps, 64, 8, 64, 8);
+FIELD(ga_optimizer, nesterov, 72, 4, 72, 4);
+FIELD(ga_optimizer, amsgrad, 76, 4, 76, 4);
+FIELD(ga_optimizer, maximize, 80, 4, 80, 4);
+FIELD(ga_optimizer, state_dtype, 84, 4, 84, 4);
+FIELD(ga_optimizer, rho, 88, 8, 88, 8);
+FIELD(ga_optimizer, lr_decay, 96, 8, 96, 8);
+FIELD(ga_optimizer, initial_accumulator, 104, 8, 104, 8);
+FIELD(ga_optimizer, momentum_decay, 112, 8, 112, 8);
+FIELD(ga_optimizer, trust_coefficient, 120, 8, 120, 8);
+FIELD(ga_optimizer, max_grad_norm, 128, 8, 128, 8);
+FIELD(ga_optimizer, eps2, 136, 8, 136, 8);
+FIELD(ga_optimizer, beta2_decay, 144, 8, 144, 8);
+FIELD(ga_optimizer, clip_threshold, 152, 8, 152, 8);
+FIELD(ga_optimizer, ns_coefficients, 160, 24, 160, 24);
+FIELD(ga_optimizer, ns_steps, 184, 4, 184, 4);
+FIELD(ga_optimizer, adjust_lr, 188, 4, 188, 4);
+FIELD(ga_optimizer, centered, 192, 4, 192, 4);
+FIELD(ga_optimizer, decoupled, 196, 4, 196, 4);
+FIELD(ga_optimizer, always_adapt, 200, 4, 200, 4);
+FIELD(ga_optimizer, reserved, 204, 4, 204, 4);
+FIELD(ga_optimizer, beta3, 208, 8, 208, 8);
+FIELD(ga_optimizer, alpha, 216, 8, 216, 8);
+FIELD(ga_optimizer, alpha_warmup, 224, 8, 224, 8);
+FIELD(ga_optimizer, beta3_warmup, 232, 8, 232, 8);
 
-SIZE(ga_optimizer, 240);
-FIELD(ga_optimizer, struct_size, 0, 8);
-FIELD(ga_optimizer, kind, 8, 4);
-FIELD(ga_optimizer, flavor, 12, 4);
-FIELD(ga_optimizer, lr, 16, 8);
-FIELD(ga_optimizer, weight_decay, 24, 8);
-FIELD(ga_optimizer, momentum, 32, 8);
-FIELD(ga_optimizer, dampening, 40, 8);
-FIELD(ga_optimizer, beta1, 48, 8);
-FIELD(ga_optimizer, beta2, 56, 8);
-FIELD(ga_optimizer, eps, 64, 8);
-FIELD(ga_optimizer, nesterov, 72, 4);
-FIELD(ga_optimizer, amsgrad, 76, 4);
-FIELD(ga_optimizer, maximize, 80, 4);
-FIELD(ga_optimizer, state_dtype, 84, 4);
-FIELD(ga_optimizer, rho, 88, 8);
-FIELD(ga_optimizer, lr_decay, 96, 8);
-FIELD(ga_optimizer, initial_accumulator, 104, 8);
-FIELD(ga_optimizer, momentum_decay, 112, 8);
-FIELD(ga_optimizer, trust_coefficient, 120, 8);
-FIELD(ga_optimizer, max_grad_norm, 128, 8);
-FIELD(ga_optimizer, eps2, 136, 8);
-FIELD(ga_optimizer, beta2_decay, 144, 8);
-FIELD(ga_optimizer, clip_threshold, 152, 8);
-FIELD(ga_optimizer, ns_coefficients, 160, 24);
-FIELD(ga_optimizer, ns_steps, 184, 4);
-FIELD(ga_optimizer, adjust_lr, 188, 4);
-FIELD(ga_optimizer, centered, 192, 4);
-FIELD(ga_optimizer, decoupled, 196, 4);
-FIELD(ga_optimizer, always_adapt, 200, 4);
-FIELD(ga_optimizer, reserved, 204, 4);
-FIELD(ga_optimizer, beta3, 208, 8);
-FIELD(ga_optimizer, alpha, 216, 8);
-FIELD(ga_optimizer, alpha_warmup, 224, 8);
-FIELD(ga_optimizer, beta3_warmup, 232, 8);
+SIZE(ga_schedule, 80, 80);
+FIELD(ga_schedule, struct_size, 0, 8, 0, 4);
+FIELD(ga_schedule, kind, 8, 4, 4, 4);
+FIELD(ga_schedule, reserved, 12, 4, 8, 4);
+FIELD(ga_schedule, warmup_steps, 16, 8, 16, 8);
+FIELD(ga_schedule, total_steps, 24, 8, 24, 8);
+FIELD(ga_schedule, end_factor, 32, 8, 32, 8);
+FIELD(ga_schedule, power, 40, 8, 40, 8);
+FIELD(ga_schedule, gamma, 48, 8, 48, 8);
+FIELD(ga_schedule, step_size, 56, 8, 56, 8);
+FIELD(ga_schedule, table, 64, 8, 64, 4);
+FIELD(ga_schedule, table_size, 72, 8, 72, 8);
 
-SIZE(ga_schedule, 80);
-FIELD(ga_schedule, struct_size, 0, 8);
-FIELD(ga_schedule, kind, 8, 4);
-FIELD(ga_schedule, reserved, 12, 4);
-FIELD(ga_schedule, warmup_steps, 16, 8);
-FIELD(ga_schedule, total_steps, 24, 8);
-FIELD(ga_schedule, end_factor, 32, 8);
-FIELD(ga_schedule, power, 40, 8);
-FIELD(ga_schedule, gamma, 48, 8);
-FIELD(ga_schedule, step_size, 56, 8);
-FIELD(ga_schedule, table, 64, 8);
-FIELD(ga_schedule, table_size, 72, 8);
+SIZE(ga_clip, 56, 56);
+FIELD(ga_clip, struct_size, 0, 8, 0, 4);
+FIELD(ga_clip, scope, 8, 4, 4, 4);
+FIELD(ga_clip, flavor, 12, 4, 8, 4);
+FIELD(ga_clip, max_norm, 16, 8, 16, 8);
+FIELD(ga_clip, max_value, 24, 8, 24, 8);
+FIELD(ga_clip, agc_factor, 32, 8, 32, 8);
+FIELD(ga_clip, agc_eps, 40, 8, 40, 8);
+FIELD(ga_clip, agc_units, 48, 4, 48, 4);
+FIELD(ga_clip, when, 52, 4, 52, 4);
 
-SIZE(ga_clip, 56);
-FIELD(ga_clip, struct_size, 0, 8);
-FIELD(ga_clip, scope, 8, 4);
-FIELD(ga_clip, flavor, 12, 4);
-FIELD(ga_clip, max_norm, 16, 8);
-FIELD(ga_clip, max_value, 24, 8);
-FIELD(ga_clip, agc_factor, 32, 8);
-FIELD(ga_clip, agc_eps, 40, 8);
-FIELD(ga_clip, agc_units, 48, 4);
-FIELD(ga_clip, when, 52, 4);
+SIZE(ga_loss_scaler, 64, 64);
+FIELD(ga_loss_scaler, struct_size, 0, 8, 0, 4);
+FIELD(ga_loss_scaler, initial_scale, 8, 8, 8, 8);
+FIELD(ga_loss_scaler, growth_factor, 16, 8, 16, 8);
+FIELD(ga_loss_scaler, backoff_factor, 24, 8, 24, 8);
+FIELD(ga_loss_scaler, min_scale, 32, 8, 32, 8);
+FIELD(ga_loss_scaler, max_scale, 40, 8, 40, 8);
+FIELD(ga_loss_scaler, growth_interval, 48, 8, 48, 8);
+FIELD(ga_loss_scaler, hysteresis, 56, 4, 56, 4);
+FIELD(ga_loss_scaler, reserved, 60, 4, 60, 4);
 
-SIZE(ga_loss_scaler, 64);
-FIELD(ga_loss_scaler, struct_size, 0, 8);
-FIELD(ga_loss_scaler, initial_scale, 8, 8);
-FIELD(ga_loss_scaler, growth_factor, 16, 8);
-FIELD(ga_loss_scaler, backoff_factor, 24, 8);
-FIELD(ga_loss_scaler, min_scale, 32, 8);
-FIELD(ga_loss_scaler, max_scale, 40, 8);
-FIELD(ga_loss_scaler, growth_interval, 48, 8);
-FIELD(ga_loss_scaler, hysteresis, 56, 4);
-FIELD(ga_loss_scaler, reserved, 60, 4);
+SIZE(ga_ema, 32, 32);
+FIELD(ga_ema, struct_size, 0, 8, 0, 4);
+FIELD(ga_ema, kind, 8, 4, 4, 4);
+FIELD(ga_ema, dtype, 12, 4, 8, 4);
+FIELD(ga_ema, decay, 16, 8, 16, 8);
+FIELD(ga_ema, gamma, 24, 8, 24, 8);
 
-SIZE(ga_ema, 32);
-FIELD(ga_ema, struct_size, 0, 8);
-FIELD(ga_ema, kind, 8, 4);
-FIELD(ga_ema, dtype, 12, 4);
-FIELD(ga_ema, decay, 16, 8);
-FIELD(ga_ema, gamma, 24, 8);
+SIZE(ga_param_options, 32, 28);
+FIELD(ga_param_options, struct_size, 0, 8, 0, 4);
+FIELD(ga_param_options, gradient_dtype, 8, 4, 4, 4);
+FIELD(ga_param_options, accumulator_dtype, 12, 4, 8, 4);
+FIELD(ga_param_options, master, 16, 4, 12, 4);
+FIELD(ga_param_options, rounding, 20, 4, 16, 4);
+FIELD(ga_param_options, rows, 24, 4, 20, 4);
+FIELD(ga_param_options, agc_axes, 28, 4, 24, 4);
 
-SIZE(ga_param_options, 32);
-FIELD(ga_param_options, struct_size, 0, 8);
-FIELD(ga_param_options, gradient_dtype, 8, 4);
-FIELD(ga_param_options, accumulator_dtype, 12, 4);
-FIELD(ga_param_options, master, 16, 4);
-FIELD(ga_param_options, rounding, 20, 4);
-FIELD(ga_param_options, rows, 24, 4);
-FIELD(ga_param_options, agc_axes, 28, 4);
+SIZE(ga_flat_entry, 48, 40);
+FIELD(ga_flat_entry, struct_size, 0, 8, 0, 4);
+FIELD(ga_flat_entry, name, 8, 8, 4, 4);
+FIELD(ga_flat_entry, group, 16, 4, 8, 4);
+FIELD(ga_flat_entry, rank, 20, 4, 12, 4);
+FIELD(ga_flat_entry, shape, 24, 8, 16, 4);
+FIELD(ga_flat_entry, offset, 32, 8, 24, 8);
+FIELD(ga_flat_entry, options, 40, 8, 32, 4);
 
-SIZE(ga_flat_entry, 32);
-FIELD(ga_flat_entry, name, 0, 8);
-FIELD(ga_flat_entry, group, 8, 4);
-FIELD(ga_flat_entry, rank, 12, 4);
-FIELD(ga_flat_entry, shape, 16, 8);
-FIELD(ga_flat_entry, offset, 24, 8);
+SIZE(ga_param_info, 80, 64);
+FIELD(ga_param_info, struct_size, 0, 8, 0, 4);
+FIELD(ga_param_info, name, 8, 8, 4, 4);
+FIELD(ga_param_info, group, 16, 4, 8, 4);
+FIELD(ga_param_info, dtype, 20, 4, 12, 4);
+FIELD(ga_param_info, gradient_dtype, 24, 4, 16, 4);
+FIELD(ga_param_info, accumulator_dtype, 28, 4, 20, 4);
+FIELD(ga_param_info, data, 32, 8, 24, 4);
+FIELD(ga_param_info, shape, 40, 8, 28, 4);
+FIELD(ga_param_info, rank, 48, 4, 32, 4);
+FIELD(ga_param_info, frozen, 52, 4, 36, 4);
+FIELD(ga_param_info, count, 56, 8, 40, 8);
+FIELD(ga_param_info, offset, 64, 8, 48, 8);
+FIELD(ga_param_info, slot, 72, 8, 56, 4);
 
-SIZE(ga_accumulator, 64);
-FIELD(ga_accumulator, struct_size, 0, 8);
-FIELD(ga_accumulator, data, 8, 8);
-FIELD(ga_accumulator, dtype, 16, 4);
-FIELD(ga_accumulator, reserved, 20, 4);
-FIELD(ga_accumulator, rows, 24, 8);
-FIELD(ga_accumulator, columns, 32, 8);
-FIELD(ga_accumulator, leading_dimension, 40, 8);
-FIELD(ga_accumulator, alpha, 48, 8);
-FIELD(ga_accumulator, beta, 56, 8);
+SIZE(ga_micro_options, 24, 24);
+FIELD(ga_micro_options, struct_size, 0, 8, 0, 4);
+FIELD(ga_micro_options, loss_scale, 8, 8, 8, 8);
+FIELD(ga_micro_options, flags, 16, 4, 16, 4);
+FIELD(ga_micro_options, reserved, 20, 4, 20, 4);
 
-SIZE(ga_window_info, 64);
-FIELD(ga_window_info, struct_size, 0, 8);
-FIELD(ga_window_info, state, 8, 4);
-FIELD(ga_window_info, reserved, 12, 4);
-FIELD(ga_window_info, micro_batches, 16, 8);
-FIELD(ga_window_info, open_micro, 24, 8);
-FIELD(ga_window_info, accum_steps, 32, 8);
-FIELD(ga_window_info, weight, 40, 8);
-FIELD(ga_window_info, windows, 48, 8);
-FIELD(ga_window_info, steps, 56, 8);
+SIZE(ga_accumulator, 64, 56);
+FIELD(ga_accumulator, struct_size, 0, 8, 0, 4);
+FIELD(ga_accumulator, data, 8, 8, 4, 4);
+FIELD(ga_accumulator, dtype, 16, 4, 8, 4);
+FIELD(ga_accumulator, reserved, 20, 4, 12, 4);
+FIELD(ga_accumulator, rows, 24, 8, 16, 8);
+FIELD(ga_accumulator, columns, 32, 8, 24, 8);
+FIELD(ga_accumulator, leading_dimension, 40, 8, 32, 8);
+FIELD(ga_accumulator, alpha, 48, 8, 40, 8);
+FIELD(ga_accumulator, beta, 56, 8, 48, 8);
 
-SIZE(ga_step_result, 128);
-FIELD(ga_step_result, struct_size, 0, 8);
-FIELD(ga_step_result, outcome, 8, 4);
-FIELD(ga_step_result, reserved, 12, 4);
-FIELD(ga_step_result, windows, 16, 8);
-FIELD(ga_step_result, steps, 24, 8);
-FIELD(ga_step_result, micro_batches, 32, 8);
-FIELD(ga_step_result, weight, 40, 8);
-FIELD(ga_step_result, norm, 48, 8);
-FIELD(ga_step_result, clip_factor, 56, 8);
-FIELD(ga_step_result, lr, 64, 8);
-FIELD(ga_step_result, loss_scale, 72, 8);
-FIELD(ga_step_result, skipped, 80, 8);
-FIELD(ga_step_result, dropped, 88, 8);
-FIELD(ga_step_result, window_dropped, 96, 8);
-FIELD(ga_step_result, noise_scale, 104, 8);
-FIELD(ga_step_result, noise_trace, 112, 8);
-FIELD(ga_step_result, noise_signal, 120, 8);
+SIZE(ga_window_info, 64, 64);
+FIELD(ga_window_info, struct_size, 0, 8, 0, 4);
+FIELD(ga_window_info, state, 8, 4, 4, 4);
+FIELD(ga_window_info, reserved, 12, 4, 8, 4);
+FIELD(ga_window_info, micro_batches, 16, 8, 16, 8);
+FIELD(ga_window_info, open_micro, 24, 8, 24, 8);
+FIELD(ga_window_info, accum_steps, 32, 8, 32, 8);
+FIELD(ga_window_info, weight, 40, 8, 40, 8);
+FIELD(ga_window_info, windows, 48, 8, 48, 8);
+FIELD(ga_window_info, steps, 56, 8, 56, 8);
 
-/* ---- Enums and constants ---- */
+SIZE(ga_step_result, 128, 128);
+FIELD(ga_step_result, struct_size, 0, 8, 0, 4);
+FIELD(ga_step_result, outcome, 8, 4, 4, 4);
+FIELD(ga_step_result, reserved, 12, 4, 8, 4);
+FIELD(ga_step_result, windows, 16, 8, 16, 8);
+FIELD(ga_step_result, steps, 24, 8, 24, 8);
+FIELD(ga_step_result, micro_batches, 32, 8, 32, 8);
+FIELD(ga_step_result, weight, 40, 8, 40, 8);
+FIELD(ga_step_result, norm, 48, 8, 48, 8);
+FIELD(ga_step_result, clip_factor, 56, 8, 56, 8);
+FIELD(ga_step_result, lr, 64, 8, 64, 8);
+FIELD(ga_step_result, loss_scale, 72, 8, 72, 8);
+FIELD(ga_step_result, skipped, 80, 8, 80, 8);
+FIELD(ga_step_result, dropped, 88, 8, 88, 8);
+FIELD(ga_step_result, window_dropped, 96, 8, 96, 8);
+FIELD(ga_step_result, noise_scale, 104, 8, 104, 8);
+FIELD(ga_step_result, noise_trace, 112, 8, 112, 8);
+FIELD(ga_step_result, noise_signal, 120, 8, 120, 8);
+
+SIZE(ga_bn_options, 40, 40);
+FIELD(ga_bn_options, struct_size, 0, 8, 0, 4);
+FIELD(ga_bn_options, mode, 8, 4, 4, 4);
+FIELD(ga_bn_options, layout, 12, 4, 8, 4);
+FIELD(ga_bn_options, dtype, 16, 4, 12, 4);
+FIELD(ga_bn_options, biased, 20, 4, 16, 4);
+FIELD(ga_bn_options, momentum, 24, 8, 24, 8);
+FIELD(ga_bn_options, eps, 32, 8, 32, 8);
+
+/* ---- Constants ---- */
 
 VALUE(GA_OK, 0);
 VALUE(GA_ERROR_INVALID_ARGUMENT, 1);
@@ -206,7 +236,11 @@ VALUE(GA_ERROR_UNSUPPORTED, 4);
 VALUE(GA_ERROR_NONFINITE, 5);
 VALUE(GA_ERROR_FAULT, 6);
 VALUE(GA_ERROR_INTERNAL, 7);
-_Static_assert(sizeof(enum ga_status) == 4, "ga_status");
+VALUE(GA_ERROR_WINDOW_FULL, 8);
+VALUE(GA_ERROR_IO, 9);
+VALUE(GA_ERROR_FORMAT, 10);
+VALUE(GA_ERROR_COMMUNICATION, 11);
+VALUE(GA_ERROR_CANCELLED, 12);
 
 VALUE(GA_F32, 1);
 VALUE(GA_F64, 2);
@@ -286,8 +320,8 @@ VALUE(GA_AGC_TF, 0);
 VALUE(GA_AGC_NFNETS, 1);
 VALUE(GA_AGC_TORCH, 2);
 
-VALUE(GA_CLIP_STEP, 0);
-VALUE(GA_CLIP_MICRO, 1);
+VALUE(GA_CLIP_WHEN_STEP, 0);
+VALUE(GA_CLIP_WHEN_MICRO, 1);
 
 VALUE(GA_EMA_TORCH, 0);
 VALUE(GA_EMA_KARRAS, 1);
@@ -301,6 +335,8 @@ VALUE(GA_ROUND_STOCHASTIC, 1);
 VALUE(GA_ROWS_NONE, 0);
 VALUE(GA_ROWS_DENSE, 1);
 VALUE(GA_ROWS_LAZY, 2);
+
+VALUE(GA_MICRO_LAST, 1);
 
 VALUE(GA_NO_TRANSPOSE, 0);
 VALUE(GA_TRANSPOSE, 1);
@@ -317,15 +353,6 @@ VALUE(GA_STEP_SKIPPED_ERROR, 3);
 VALUE(GA_STEP_PENDING, 4);
 VALUE(GA_STEP_SKIPPED_WEIGHT, 5);
 
-SIZE(ga_bn_options, 40);
-FIELD(ga_bn_options, struct_size, 0, 8);
-FIELD(ga_bn_options, mode, 8, 4);
-FIELD(ga_bn_options, layout, 12, 4);
-FIELD(ga_bn_options, dtype, 16, 4);
-FIELD(ga_bn_options, biased, 20, 4);
-FIELD(ga_bn_options, momentum, 24, 8);
-FIELD(ga_bn_options, eps, 32, 8);
-
 VALUE(GA_BN_MICRO, 0);
 VALUE(GA_BN_WINDOW, 1);
 VALUE(GA_BN_CUMULATIVE, 2);
@@ -336,9 +363,35 @@ VALUE(GA_BN_CHANNELS_LAST, 1);
 VALUE(GA_BN_VARIANCE, 0);
 VALUE(GA_BN_M2, 1);
 
-SIZE(ga_group, 4);
-SIZE(ga_param, 4);
-SIZE(ga_bn, 4);
+_Static_assert(sizeof(ga_status) == 4, "ga_status");
+_Static_assert(sizeof(ga_group) == 4, "ga_group");
+_Static_assert(sizeof(ga_param) == 4, "ga_param");
+_Static_assert(sizeof(ga_dtype) == 4, "ga_dtype");
+_Static_assert(sizeof(ga_device) == 4, "ga_device");
+_Static_assert(sizeof(ga_gradient_kind) == 4, "ga_gradient_kind");
+_Static_assert(sizeof(ga_reduce) == 4, "ga_reduce");
+_Static_assert(sizeof(ga_missing) == 4, "ga_missing");
+_Static_assert(sizeof(ga_nonfinite) == 4, "ga_nonfinite");
+_Static_assert(sizeof(ga_accumulation) == 4, "ga_accumulation");
+_Static_assert(sizeof(ga_gradient_life) == 4, "ga_gradient_life");
+_Static_assert(sizeof(ga_optimizer_kind) == 4, "ga_optimizer_kind");
+_Static_assert(sizeof(ga_flavor) == 4, "ga_flavor");
+_Static_assert(sizeof(ga_adjust_lr) == 4, "ga_adjust_lr");
+_Static_assert(sizeof(ga_schedule_kind) == 4, "ga_schedule_kind");
+_Static_assert(sizeof(ga_clip_scope) == 4, "ga_clip_scope");
+_Static_assert(sizeof(ga_agc_units) == 4, "ga_agc_units");
+_Static_assert(sizeof(ga_clip_when) == 4, "ga_clip_when");
+_Static_assert(sizeof(ga_ema_kind) == 4, "ga_ema_kind");
+_Static_assert(sizeof(ga_master) == 4, "ga_master");
+_Static_assert(sizeof(ga_rounding) == 4, "ga_rounding");
+_Static_assert(sizeof(ga_rows) == 4, "ga_rows");
+_Static_assert(sizeof(ga_transpose) == 4, "ga_transpose");
+_Static_assert(sizeof(ga_window_state) == 4, "ga_window_state");
+_Static_assert(sizeof(ga_step_outcome) == 4, "ga_step_outcome");
+_Static_assert(sizeof(ga_bn) == 4, "ga_bn");
+_Static_assert(sizeof(ga_bn_mode) == 4, "ga_bn_mode");
+_Static_assert(sizeof(ga_bn_layout) == 4, "ga_bn_layout");
+_Static_assert(sizeof(ga_bn_spread) == 4, "ga_bn_spread");
 
 /* ---- Functions ---- */
 
@@ -349,16 +402,20 @@ FUNCTION(ga_last_error, const char* (*)(void));
 FUNCTION(ga_config_init, ga_status (*)(ga_config*, size_t));
 FUNCTION(ga_context_create, ga_status (*)(const ga_config*, ga_context**));
 FUNCTION(ga_context_destroy, void (*)(ga_context*));
-FUNCTION(ga_device_count, ga_status (*)(int32_t, int32_t*));
+FUNCTION(ga_device_count, ga_status (*)(ga_device, int32_t*));
 FUNCTION(ga_synchronize, ga_status (*)(ga_context*));
+FUNCTION(ga_memory_init, ga_status (*)(ga_memory*, size_t));
 FUNCTION(ga_context_memory, ga_status (*)(const ga_context*, ga_memory*));
 FUNCTION(ga_context_set_accum_steps, ga_status (*)(ga_context*, int64_t));
-FUNCTION(ga_context_set_accum_schedule, ga_status (*)(ga_context*, const ga_accum_phase*, size_t));
-FUNCTION(ga_optimizer_init, ga_status (*)(ga_optimizer*, size_t, int32_t, int32_t));
+FUNCTION(ga_context_set_accum_schedule,
+         ga_status (*)(ga_context*, const int64_t*, const int64_t*, size_t));
+FUNCTION(ga_optimizer_init, ga_status (*)(ga_optimizer*, size_t, ga_optimizer_kind, ga_flavor));
 FUNCTION(ga_group_add, ga_status (*)(ga_context*, const ga_optimizer*, ga_group*));
 FUNCTION(ga_group_set_lr, ga_status (*)(ga_context*, ga_group, double));
 FUNCTION(ga_group_set_weight_decay, ga_status (*)(ga_context*, ga_group, double));
-FUNCTION(ga_schedule_init, ga_status (*)(ga_schedule*, size_t, int32_t));
+FUNCTION(ga_group_count, ga_status (*)(const ga_context*, int32_t*));
+FUNCTION(ga_group_optimizer, ga_status (*)(const ga_context*, ga_group, ga_optimizer*));
+FUNCTION(ga_schedule_init, ga_status (*)(ga_schedule*, size_t, ga_schedule_kind));
 FUNCTION(ga_group_set_schedule, ga_status (*)(ga_context*, ga_group, const ga_schedule*));
 FUNCTION(ga_group_lr, ga_status (*)(const ga_context*, ga_group, double*));
 FUNCTION(ga_clip_init, ga_status (*)(ga_clip*, size_t));
@@ -369,37 +426,50 @@ FUNCTION(ga_context_set_loss_scaler, ga_status (*)(ga_context*, const ga_loss_sc
 FUNCTION(ga_loss_scale, ga_status (*)(const ga_context*, double*, const void**));
 FUNCTION(ga_ema_init, ga_status (*)(ga_ema*, size_t));
 FUNCTION(ga_context_set_ema, ga_status (*)(ga_context*, const ga_ema*));
-FUNCTION(ga_param_add, ga_status (*)(ga_context*, ga_group, const char*, void*, int32_t, int32_t,
+FUNCTION(ga_param_options_init, ga_status (*)(ga_param_options*, size_t));
+FUNCTION(ga_param_add, ga_status (*)(ga_context*, ga_group, const char*, void*, ga_dtype, int32_t,
                                      const int64_t*, const ga_param_options*, ga_param*));
-FUNCTION(ga_params_add_flat, ga_status (*)(ga_context*, void*, int32_t, const ga_flat_entry*,
+FUNCTION(ga_flat_entry_init, ga_status (*)(ga_flat_entry*, size_t));
+FUNCTION(ga_params_add_flat, ga_status (*)(ga_context*, void*, ga_dtype, const ga_flat_entry*,
                                            size_t, const ga_param_options*, ga_param*));
+FUNCTION(ga_param_count, ga_status (*)(const ga_context*, int32_t*));
+FUNCTION(ga_param_find, ga_status (*)(const ga_context*, const char*, ga_param*));
+FUNCTION(ga_param_info_init, ga_status (*)(ga_param_info*, size_t));
+FUNCTION(ga_param_describe, ga_status (*)(const ga_context*, ga_param, ga_param_info*));
+FUNCTION(ga_slot_count, ga_status (*)(const ga_context*, size_t*));
+FUNCTION(ga_param_slot, ga_status (*)(const ga_context*, ga_param, size_t*));
 FUNCTION(ga_param_bind, ga_status (*)(ga_context*, ga_param, void*));
 FUNCTION(ga_param_changed, ga_status (*)(ga_context*, ga_param));
-FUNCTION(ga_ema_copy_to, ga_status (*)(ga_context*, ga_param, void*, int32_t));
+FUNCTION(ga_ema_copy_to, ga_status (*)(ga_context*, ga_param, void*, ga_dtype));
 FUNCTION(ga_param_set_frozen, ga_status (*)(ga_context*, ga_param, int32_t));
+FUNCTION(ga_micro_options_init, ga_status (*)(ga_micro_options*, size_t));
 FUNCTION(ga_accumulate,
-         ga_status (*)(ga_context*, const void* const*, size_t, double, const double*));
-FUNCTION(ga_micro_begin, ga_status (*)(ga_context*, int64_t, double, const double*));
+         ga_status (*)(ga_context*, const void* const*, size_t, double, const ga_micro_options*));
+FUNCTION(ga_micro_begin, ga_status (*)(ga_context*, int64_t, double, const ga_micro_options*));
 FUNCTION(ga_accumulate_part, ga_status (*)(ga_context*, ga_param, const void*));
 FUNCTION(ga_accumulate_rows,
-         ga_status (*)(ga_context*, ga_param, const void*, int32_t, int64_t, const void*));
-FUNCTION(ga_accumulate_matmul, ga_status (*)(ga_context*, ga_param, int64_t, const void*, int64_t,
-                                             int32_t, const void*, int64_t, int32_t, int32_t));
+         ga_status (*)(ga_context*, ga_param, const void*, ga_dtype, int64_t, const void*));
+FUNCTION(ga_accumulate_matmul,
+         ga_status (*)(ga_context*, ga_param, int64_t, const void*, int64_t, ga_transpose,
+                       const void*, int64_t, ga_transpose, ga_dtype));
+FUNCTION(ga_accumulator_init, ga_status (*)(ga_accumulator*, size_t));
 FUNCTION(ga_accumulator_acquire, ga_status (*)(ga_context*, ga_param, ga_accumulator*));
 FUNCTION(ga_accumulator_release, ga_status (*)(ga_context*, ga_param));
 FUNCTION(ga_micro_end, ga_status (*)(ga_context*));
+FUNCTION(ga_window_info_init, ga_status (*)(ga_window_info*, size_t));
 FUNCTION(ga_window, ga_status (*)(const ga_context*, ga_window_info*));
+FUNCTION(ga_step_result_init, ga_status (*)(ga_step_result*, size_t));
 FUNCTION(ga_step, ga_status (*)(ga_context*, ga_step_result*));
 FUNCTION(ga_step_result_get, ga_status (*)(ga_context*, int64_t, int32_t, ga_step_result*));
 FUNCTION(ga_discard, ga_status (*)(ga_context*));
-FUNCTION(ga_gradient, ga_status (*)(ga_context*, ga_param, const void**, int32_t*));
-FUNCTION(ga_bn_options_init, ga_status (*)(ga_bn_options*, size_t, int32_t));
+FUNCTION(ga_gradient, ga_status (*)(ga_context*, ga_param, const void**, ga_dtype*, int64_t*));
+FUNCTION(ga_bn_options_init, ga_status (*)(ga_bn_options*, size_t, ga_flavor));
 FUNCTION(ga_bn_add, ga_status (*)(ga_context*, const char*, int64_t, ga_param, ga_param,
                                   const ga_bn_options*, ga_bn*));
 FUNCTION(ga_bn_set_frozen, ga_status (*)(ga_context*, ga_bn, int32_t));
 FUNCTION(ga_bn_accumulate, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t));
-FUNCTION(ga_bn_accumulate_stats,
-         ga_status (*)(ga_context*, ga_bn, int64_t, const void*, const void*, int32_t, int32_t));
+FUNCTION(ga_bn_accumulate_stats, ga_status (*)(ga_context*, ga_bn, int64_t, const void*,
+                                               const void*, ga_bn_spread, ga_dtype));
 FUNCTION(ga_bn_finalize, ga_status (*)(ga_context*, ga_bn));
 FUNCTION(ga_bn_forward, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t, void*));
 FUNCTION(ga_bn_backward_accumulate,
@@ -407,10 +477,10 @@ FUNCTION(ga_bn_backward_accumulate,
 FUNCTION(ga_bn_backward,
          ga_status (*)(ga_context*, ga_bn, const void*, const void*, int64_t, int64_t, void*));
 FUNCTION(ga_bn_infer, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t, void*));
-FUNCTION(ga_bn_running, ga_status (*)(ga_context*, ga_bn, void*, void*, int32_t, int64_t*));
+FUNCTION(ga_bn_running, ga_status (*)(ga_context*, ga_bn, void*, void*, ga_dtype, int64_t*));
 FUNCTION(ga_bn_running_set,
-         ga_status (*)(ga_context*, ga_bn, const void*, const void*, int32_t, int64_t));
-FUNCTION(ga_bn_statistics, ga_status (*)(ga_context*, ga_bn, void*, void*, int32_t, int64_t*));
+         ga_status (*)(ga_context*, ga_bn, const void*, const void*, ga_dtype, int64_t));
+FUNCTION(ga_bn_statistics, ga_status (*)(ga_context*, ga_bn, void*, void*, ga_dtype, int64_t*));
 
 /* Callback types. */
 _Static_assert(_Generic((ga_task)0, void (*)(void*, int64_t) : 1, default : 0), "ga_task");
@@ -419,10 +489,11 @@ _Static_assert(_Generic((ga_parallel_for)0, void (*)(void*, int64_t, ga_task, vo
                "ga_parallel_for");
 
 /* Everything else is checked at compile time; only the version is checked at run time. */
+#if __STDC_HOSTED__
+#include <stdio.h>
 int main(void) {
-  const int32_t version = 10000 * GA_VERSION_MAJOR + 100 * GA_VERSION_MINOR + GA_VERSION_PATCH;
-  if (ga_version() != version) {
-    printf("ga_version() is %d, the header says %d\n", (int)ga_version(), (int)version);
+  if (ga_version() != GA_VERSION) {
+    printf("ga_version() is %d, the header says %d\n", (int)ga_version(), (int)GA_VERSION);
     return 1;
   }
   return 0;

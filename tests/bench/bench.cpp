@@ -548,8 +548,8 @@ void matmul_figure(const Options& options, Report& report) {
   fused.step();
   separate.step();
   const void *one = nullptr, *other = nullptr;
-  check(ga_gradient(fused.get(), 0, &one, nullptr));
-  check(ga_gradient(separate.get(), 0, &other, nullptr));
+  check(ga_gradient(fused.get(), 0, &one, nullptr, nullptr));
+  check(ga_gradient(separate.get(), 0, &other, nullptr, nullptr));
   const float* expected = static_cast<const float*>(other);
   // The tolerance allows for sums of 4 x 64 terms in another order.
   if (!(largest_difference(static_cast<const float*>(one), expected, layout.n) <=

@@ -259,9 +259,9 @@ class Machine {
     return status;
   }
 
-  void accumulate(const std::vector<const void*>& gradients, double weight = 1,
-                  const double* scale = nullptr) {
-    note("accumulate", ga_accumulate(ctx_, gradients.data(), gradients.size(), weight, scale));
+  void accumulate(const std::vector<const void*>& gradients, double weight = 1, double scale = 0) {
+    note("accumulate",
+         ga_accumulate(ctx_, gradients.data(), gradients.size(), weight, MicroOptions(scale)));
   }
 
   // Ends the window and records the result and the parameters.
@@ -330,7 +330,7 @@ class Machine {
   void note_gradient(ga_param param) {
     const void* data = nullptr;
     int32_t dtype = 0;
-    const ga_status status = ga_gradient(ctx_, param, &data, &dtype);
+    const ga_status status = ga_gradient(ctx_, param, &data, &dtype, nullptr);
     note("gradient", status);
     if (status != GA_OK) return;
     note("gradient " + std::to_string(param), read(data, dtype, value(param).count()));

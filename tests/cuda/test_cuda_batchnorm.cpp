@@ -195,8 +195,8 @@ class Layer {
     EXPECT_OK(ga_bn_accumulate(ctx_, 0, x_data(k), c_.shape.samples[k], c_.shape.positions));
   }
   void open(size_t k) {
-    const double* const scale = c_.scales[k] == 0 ? nullptr : &c_.scales[k];
-    EXPECT_OK(ga_micro_begin(ctx_, static_cast<int64_t>(k), c_.weights[k], scale));
+    EXPECT_OK(
+        ga_micro_begin(ctx_, static_cast<int64_t>(k), c_.weights[k], MicroOptions(c_.scales[k])));
   }
   void close() { EXPECT_OK(ga_micro_end(ctx_)); }
   void sums(size_t k) {
@@ -276,7 +276,7 @@ class Layer {
   std::vector<double> gradient(ga_param param) {
     const void* data = nullptr;
     int32_t dtype = 0;
-    EXPECT_OK(ga_gradient(ctx_, param, &data, &dtype));
+    EXPECT_OK(ga_gradient(ctx_, param, &data, &dtype, nullptr));
     Tensor t(dtype, c_.shape.channels);
     EXPECT_CUDA(cudaMemcpyAsync(t.data(), data, static_cast<size_t>(t.count()) * t.size(),
                                 cudaMemcpyDeviceToHost, stream_));

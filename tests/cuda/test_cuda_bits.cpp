@@ -148,9 +148,9 @@ TEST_F(Bits, OfAccumulators) {
         t.windows(m, 2, 4);
         // A loss scale that is not a power of two, and a negative one.
         const double scale = 3, negative = -7;
-        m.accumulate(t.gradients(m, 100), 3, &scale);
+        m.accumulate(t.gradients(m, 100), 3, scale);
         m.accumulate(t.gradients(m, 101), 0);
-        m.accumulate(t.gradients(m, 102), 1.75, &negative);
+        m.accumulate(t.gradients(m, 102), 1.75, negative);
         m.step();
       });
     }
@@ -268,10 +268,9 @@ TEST_F(Bits, OfAFlatBlock) {
   expect_same([](Machine& m) {
     const ga_group group = m.group(optimizer(GA_OPTIMIZER_ADAM));
     const int64_t a[] = {1000}, b[] = {3, 7}, d[] = {66000};
-    const ga_flat_entry entries[] = {{"a", group, 1, a, 0},
-                                     {"b", group, 2, b, 1003},
-                                     {"c", group, 0, nullptr, 1024},
-                                     {"d", group, 1, d, 1030}};
+    const ga_flat_entry entries[] = {
+        flat_entry("a", group, 1, a, 0), flat_entry("b", group, 2, b, 1003),
+        flat_entry("c", group, 0, nullptr, 1024), flat_entry("d", group, 1, d, 1030)};
     const int64_t total = 1030 + 66000 + 1;
     for (const int32_t dtype : {GA_F32, GA_BF16}) {
       void* const data = m.keep(numbers(dtype, total, 3));
@@ -306,10 +305,11 @@ TEST_F(Bits, OfManyParameters) {
     int32_t kind, nonfinite, accumulation, when;
   };
   for (const Way& w :
-       {Way{GA_OPTIMIZER_ADAMW, GA_NONFINITE_SKIP_STEP, GA_ACCUMULATE_PLAIN, GA_CLIP_STEP},
-        Way{GA_OPTIMIZER_SGD, GA_NONFINITE_DROP_MICRO, GA_ACCUMULATE_PLAIN, GA_CLIP_STEP},
-        Way{GA_OPTIMIZER_ADAMW, GA_NONFINITE_SKIP_STEP, GA_ACCUMULATE_PLAIN, GA_CLIP_MICRO},
-        Way{GA_OPTIMIZER_LAMB, GA_NONFINITE_SKIP_STEP, GA_ACCUMULATE_RUNNING_MEAN, GA_CLIP_STEP}}) {
+       {Way{GA_OPTIMIZER_ADAMW, GA_NONFINITE_SKIP_STEP, GA_ACCUMULATE_PLAIN, GA_CLIP_WHEN_STEP},
+        Way{GA_OPTIMIZER_SGD, GA_NONFINITE_DROP_MICRO, GA_ACCUMULATE_PLAIN, GA_CLIP_WHEN_STEP},
+        Way{GA_OPTIMIZER_ADAMW, GA_NONFINITE_SKIP_STEP, GA_ACCUMULATE_PLAIN, GA_CLIP_WHEN_MICRO},
+        Way{GA_OPTIMIZER_LAMB, GA_NONFINITE_SKIP_STEP, GA_ACCUMULATE_RUNNING_MEAN,
+            GA_CLIP_WHEN_STEP}}) {
     SCOPED_TRACE(testing::Message() << w.kind << w.nonfinite << w.accumulation << w.when);
     ga_config c = config();
     c.nonfinite = w.nonfinite;
@@ -490,7 +490,7 @@ TEST_P(ClipBits, OfLiveGradients) {
 
 TEST_P(ClipBits, OfMicroBatches) {
   ga_clip c = clips()[GetParam()].clip;
-  c.when = GA_CLIP_MICRO;
+  c.when = GA_CLIP_WHEN_MICRO;
   for (const int32_t nonfinite : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO}) {
     SCOPED_TRACE(nonfinite);
     ga_config config = test::config();
@@ -764,8 +764,8 @@ TEST_F(Bits, OfSchedules) {
 // Options that change between windows, and a schedule of the window length.
 TEST_F(Bits, OfChanges) {
   expect_same([](Machine& m) {
-    const ga_accum_phase phases[] = {{0, 2}, {2, 3}, {4, 1}};
-    m.note("phases", ga_context_set_accum_schedule(m, phases, 3));
+    const int64_t from[] = {0, 2, 4}, steps[] = {2, 3, 1};
+    m.note("phases", ga_context_set_accum_schedule(m, from, steps, 3));
     Training t;
     const ga_group g = m.group(optimizer(GA_OPTIMIZER_ADAMW));
     t.add(m, g);

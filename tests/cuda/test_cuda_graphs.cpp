@@ -86,7 +86,7 @@ TEST_F(Asynchronous, ArgumentsMayChangeAfterACall) {
       for (int k = 0; k < 3; ++k) {
         auto list = s.list();
         double scale = 1 << k;
-        EXPECT_OK(ga_accumulate(s.ctx, list.data(), list.size(), 2, &scale));
+        EXPECT_OK(ga_accumulate(s.ctx, list.data(), list.size(), 2, MicroOptions(scale)));
         if (!changes) continue;
         std::fill(list.begin(), list.end(), nullptr);
         scale = NAN;
@@ -472,7 +472,7 @@ std::vector<Plan> plans() {
     Plan& p = named("ClippedMicroBatches");
     p.prepare = [](Machine& m) {
       ga_clip c = clip(GA_CLIP_GLOBAL, 0.3);
-      c.when = GA_CLIP_MICRO;
+      c.when = GA_CLIP_WHEN_MICRO;
       EXPECT_OK(ga_context_set_clip(m, &c));
       return m.group(optimizer(GA_OPTIMIZER_ADAMW));
     };

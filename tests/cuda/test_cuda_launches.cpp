@@ -250,7 +250,7 @@ std::vector<Way> ways() {
       {"clipped micro-batches", [](C) {},
        [](X ctx) {
          ga_clip c = clip(GA_CLIP_GLOBAL, 0.1);
-         c.when = GA_CLIP_MICRO;
+         c.when = GA_CLIP_WHEN_MICRO;
          EXPECT_OK(ga_context_set_clip(ctx, &c));
        },
        5, 5, 2},

@@ -49,7 +49,7 @@ void expect_gradient(Machine& m, ga_param id, const Expected& expected, double d
   const auto count = static_cast<int64_t>(expected.sum.size());
   const void* data = nullptr;
   int32_t dtype = 0;
-  ASSERT_OK(ga_gradient(m, id, &data, &dtype));
+  ASSERT_OK(ga_gradient(m, id, &data, &dtype, nullptr));
   ASSERT_EQ(dtype, GA_F32);
   const Tensor got = m.read(data, dtype, count);
   for (int64_t i = 0; i < count; ++i) {
@@ -79,7 +79,7 @@ TEST_F(Matmul, OfEveryDtypeAndTransposition) {
         Expected expected(m * n);
         for (int64_t micro = 0; micro < 2; ++micro) {
           const double weight = micro == 0 ? 2 : 0.5, scale = micro == 0 ? 1 : 64;
-          EXPECT_OK(ga_micro_begin(machine, micro, weight, &scale));
+          EXPECT_OK(ga_micro_begin(machine, micro, weight, MicroOptions(scale)));
           for (uint64_t twice = 0; twice < 2; ++twice) {
             const uint64_t seed = 10 * static_cast<uint64_t>(micro) + twice;
             const Tensor a = matrix(dtype, ta ? k : m, ta ? m : k, lda, seed);

@@ -251,7 +251,7 @@ def batch_norm(module, shape, cuts, dtype, channels_last=False, options={}, step
         # All weights are 1, so the library's mean is the sum divided by the number of parts.
         for p, grad, terms in (0, theirs.weight.grad, dy.abs() * x.abs()), (1, theirs.bias.grad, dy.abs()):
             data = C.c_void_p()
-            call("ga_gradient", ctx, p, C.byref(data), None)
+            call("ga_gradient", ctx, p, C.byref(data), None, None)
             real = C.c_float if dtype == torch.float32 else C.c_double
             got = torch.tensor(list((real * channels).from_address(data.value)), dtype=torch.float64)
             size = terms.to(torch.float64).transpose(0, 1).reshape(channels, -1).sum(1)

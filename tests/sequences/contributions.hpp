@@ -18,9 +18,10 @@ class Contributions : public Settings {
   using Settings::Settings;
 
   Statuses accumulate(const void* const* gradients, size_t count, double weight,
-                      const double* scale) {
-    Statuses wrong = check_micro(weight, scale);
-    if (open_ >= 0 || full()) wrong |= kState;
+                      const ga_micro_options& options) {
+    Statuses wrong = check_micro(weight, options);
+    if (open_ >= 0) wrong |= kState;
+    if (full()) wrong |= kFull;
     if (count != blocks_.size()) {
       wrong |= kArgument;
     } else if (weight > 0) {
@@ -28,7 +29,7 @@ class Contributions : public Settings {
       each(gradients, [&](ga_param id, const void* g) { wrong |= check_gradient(id, g); });
     }
     if (wrong) return wrong;
-    const Micro micro = {weight, scale ? *scale : loss_scale(), false};
+    const Micro micro = make_micro(weight, options);
     std::vector<Contribution> list;
     if (weight > 0)
       each(gradients, [&](ga_param id, const void* g) { list.push_back(whole(id, g, micro)); });
@@ -42,19 +43,22 @@ class Contributions : public Settings {
     return 0;
   }
 
-  Statuses micro_begin(int64_t index, double weight, const double* scale) {
-    Statuses wrong = check_micro(weight, scale);
+  Statuses micro_begin(int64_t index, double weight, const ga_micro_options& options) {
+    Statuses wrong = check_micro(weight, options);
+    if (index == -1) index = size();
     if (open_ >= 0) wrong |= kState;
     if (index < 0 || index > size()) wrong |= kArgument;
-    if (index == size() && full()) wrong |= kState;
-    const Micro micro = {weight, scale ? *scale : loss_scale(), false};
+    if (index == size() && full()) wrong |= kFull;
+    const Micro micro = make_micro(weight, options);
     if (index >= 0 && index < size()) {
       const Micro& first = micros_[static_cast<size_t>(index)];
       if (deferring()) wrong |= kUnsupported;
       if (first.weight != micro.weight || first.loss_scale != micro.loss_scale) wrong |= kArgument;
+      if (micro.last && index + 1 < size()) wrong |= kArgument;
     }
     if (wrong) return wrong;
     if (index == size()) micros_.push_back(micro);
+    micros_.back().last |= micro.last;
     open_ = index;
     return 0;
   }

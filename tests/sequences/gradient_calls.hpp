@@ -85,12 +85,12 @@ class GradientCalls : public SettingCalls {
     if (!list && !(by > 0)) list = gradients.data();
     gradients.resize(gradients.size() + 1);
     if (list) list = gradients.data();
-    const double* const s = scale();
+    const ga_micro_options o = micro_options();
     const auto before = live_gradients(w);
-    const Statuses want = w.model->accumulate(list, count, by, s);
-    SAY("%d: ga_accumulate(%zu:%s, weight %g, scale %g)", number_of(w), count, described.c_str(),
-        by, s ? *s : 0);
-    if (check("ga_accumulate", want, ga_accumulate(w.ctx, list, count, by, s)))
+    const Statuses want = w.model->accumulate(list, count, by, o);
+    SAY("%d: ga_accumulate(%zu:%s, weight %g, scale %g, flags %u)", number_of(w), count,
+        described.c_str(), by, o.loss_scale, o.flags);
+    if (check("ga_accumulate", want, ga_accumulate(w.ctx, list, count, by, &o)))
       consume(w, before, given);
   }
 
@@ -107,21 +107,22 @@ class GradientCalls : public SettingCalls {
   void begin(World& w) {
     int64_t index = w.model->size();
     double by = weight();
-    const double* s = scale();
+    ga_micro_options o = micro_options();
     if (index > 0 && chance(0.35)) {
       index = below(index);
       const ga::model::Micro& m = w.model->micro(index);
       by = m.weight;
-      scale_ = m.loss_scale;
-      s = scale_ == w.model->loss_scale() ? nullptr : &scale_;
+      o.loss_scale = m.loss_scale == w.model->loss_scale() ? 0 : m.loss_scale;
       if (chance(0.04)) by += 1;
     } else if (chance(0.05)) {
-      index += pick<int64_t>({1, -index - 1, 100});
+      index += pick<int64_t>({1, -index - 2, 100});
+    } else if (chance(0.1)) {
+      index = -1;
     }
-    const Statuses want = w.model->micro_begin(index, by, s);
-    SAY("%d: ga_micro_begin(%lld, weight %g, scale %g)", number_of(w),
-        static_cast<long long>(index), by, s ? *s : 0);
-    check("ga_micro_begin", want, ga_micro_begin(w.ctx, index, by, s));
+    const Statuses want = w.model->micro_begin(index, by, o);
+    SAY("%d: ga_micro_begin(%lld, weight %g, scale %g, flags %u)", number_of(w),
+        static_cast<long long>(index), by, o.loss_scale, o.flags);
+    check("ga_micro_begin", want, ga_micro_begin(w.ctx, index, by, &o));
   }
 
   void part(World& w) {

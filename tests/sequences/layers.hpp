@@ -225,7 +225,7 @@ class Layers : public Contributions {
   }
 
   Statuses check_statistics(ga_bn bn, int64_t samples, int64_t positions) const {
-    Statuses wrong = open_ < 0 && full() ? kState : 0;
+    Statuses wrong = open_ < 0 && full() ? kFull : 0;
     if (!has_layer(bn) || samples < 0 || positions < 0) wrong |= kArgument;
     return wrong;
   }

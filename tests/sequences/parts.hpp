@@ -25,6 +25,7 @@ inline constexpr Statuses kArgument = 1u << GA_ERROR_INVALID_ARGUMENT;
 inline constexpr Statuses kState = 1u << GA_ERROR_INVALID_STATE;
 inline constexpr Statuses kUnsupported = 1u << GA_ERROR_UNSUPPORTED;
 inline constexpr Statuses kNonfinite = 1u << GA_ERROR_NONFINITE;
+inline constexpr Statuses kFull = 1u << GA_ERROR_WINDOW_FULL;
 
 // The square of a larger gradient may overflow in an optimizer that computes in f32.
 inline constexpr double kLargest = 1e15;
@@ -172,6 +173,7 @@ struct Group {
 
 struct Micro {
   double weight = 0, loss_scale = 1;
+  bool last = false;  // GA_MICRO_LAST
   bool dropped = false;
 };
 

@@ -115,11 +115,14 @@ class Program {
       return pick({1e-200, 1e308, 1e-45, 1e38, 1e-37, 1e-38, 1e200, 8e307});
     return pick({1, 1, 1, 1, 2, 4, 3, 0, 0.5, 7});
   }
-  // Returns NULL or the address of a member, so the number outlives the call.
-  const double* scale() {
-    if (chance(0.7)) return nullptr;
-    scale_ = chance(0.06) ? pick({0.0, NAN, INFINITY}) : pick({1, 2, 0.5, 1024, -1, 3});
-    return &scale_;
+  ga_micro_options micro_options() {
+    ga_micro_options o;
+    ga_micro_options_init(&o, sizeof o);
+    if (chance(0.3))
+      o.loss_scale =
+          chance(0.06) ? pick({-INFINITY, NAN, INFINITY}) : pick({1, 2, 0.5, 1024, -1, 3});
+    if (chance(0.04)) o.flags = chance(0.9) ? GA_MICRO_LAST : 2;
+    return o;
   }
   template <class Id>
   Id id(size_t count) {
@@ -226,7 +229,6 @@ class Program {
   std::vector<char> memory_, shadow_, scratch_;
   size_t next_ = 0, used_ = 0;
   int names_ = 0, given_ = 0;
-  double scale_ = 1;
   std::vector<ga::model::Settings*> contexts_;
   std::vector<World> worlds_;
   std::vector<std::string> log_;

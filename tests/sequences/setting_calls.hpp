@@ -80,7 +80,7 @@ class SettingCalls : public Program {
         case 8:
           return ga_group_lr(w.ctx, 0, nullptr);
         case 9:
-          return ga_gradient(w.ctx, 0, &data, nullptr);  // not of GA_OPTIMIZER_EXTERNAL
+          return ga_gradient(w.ctx, 0, &data, nullptr, nullptr);  // not of GA_OPTIMIZER_EXTERNAL
         case 10:
           return ga_bn_running(w.ctx, 99, nullptr, nullptr, GA_F64, &steps);
         default:
@@ -164,7 +164,7 @@ class SettingCalls : public Program {
       shapes[i][1] = pick<int64_t>({1, 2, 3});
       const int32_t rank = rows || chance(0.3) ? 2 : 1;
       entry_names[i] = "p" + std::to_string(names_++);
-      entries[i] = {entry_names[i].c_str(), g, rank, shapes[i], offset};
+      entries[i] = {sizeof *entries, entry_names[i].c_str(), g, rank, shapes[i], offset, nullptr};
       offset += shapes[i][0] * (rank == 2 ? shapes[i][1] : 1) + below(2);
     }
     if (rows) {
@@ -270,19 +270,18 @@ class SettingCalls : public Program {
       check("ga_context_set_accum_steps", want, ga_context_set_accum_steps(w.ctx, k));
       return;
     }
-    ga_accum_phase phases[3] = {{0, below(4)}, {1 + below(2), below(4)}, {4, below(4)}};
+    int64_t from[3] = {0, 1 + below(2), 4}, steps[3] = {below(4), below(4), below(4)};
     size_t count = static_cast<size_t>(below(4));
-    if (chance(0.06)) phases[0].from_step = 1;
-    if (chance(0.06)) phases[1].accum_steps = -2;
-    const ga_accum_phase* const given = count > 0 && chance(0.05) ? nullptr : phases;
-    const Statuses want = w.model->set_accum_schedule(given, count);
+    if (chance(0.06)) from[0] = 1;
+    if (chance(0.06)) steps[1] = -2;
+    const int64_t* const given = count > 0 && chance(0.05) ? nullptr : steps;
+    const Statuses want = w.model->set_accum_schedule(from, given, count);
     SAY("%d: ga_context_set_accum_schedule(%zu: %lld:%lld %lld:%lld %lld:%lld)", number_of(w),
-        count, static_cast<long long>(phases[0].from_step),
-        static_cast<long long>(phases[0].accum_steps), static_cast<long long>(phases[1].from_step),
-        static_cast<long long>(phases[1].accum_steps), static_cast<long long>(phases[2].from_step),
-        static_cast<long long>(phases[2].accum_steps));
+        count, static_cast<long long>(from[0]), static_cast<long long>(steps[0]),
+        static_cast<long long>(from[1]), static_cast<long long>(steps[1]),
+        static_cast<long long>(from[2]), static_cast<long long>(steps[2]));
     check("ga_context_set_accum_schedule", want,
-          ga_context_set_accum_schedule(w.ctx, given, count));
+          ga_context_set_accum_schedule(w.ctx, from, given, count));
   }
 
   void set_rates(World& w) {

@@ -42,7 +42,9 @@ class Settings {
   bool empty() const { return micros_.empty(); }
   int64_t open() const { return open_; }
   int64_t size() const { return static_cast<int64_t>(micros_.size()); }
-  bool full() const { return accum_steps() > 0 && size() >= accum_steps(); }
+  bool full() const {
+    return (!empty() && micros_.back().last) || (accum_steps() > 0 && size() >= accum_steps());
+  }
   bool failed() const { return failed_; }
   bool keeps_emas() const { return ema_.has_value(); }
   bool scheduled() const { return !phases_.empty(); }
@@ -56,8 +58,8 @@ class Settings {
 
   int64_t accum_steps() const {
     int64_t k = accum_steps_;
-    for (const ga_accum_phase& phase : phases_)
-      if (phase.from_step <= steps_) k = phase.accum_steps;
+    for (const auto& [from, steps] : phases_)
+      if (from <= steps_) k = steps;
     return k;
   }
 
@@ -198,16 +200,16 @@ class Settings {
     return 0;
   }
 
-  Statuses set_accum_schedule(const ga_accum_phase* phases, size_t count) {
+  Statuses set_accum_schedule(const int64_t* from, const int64_t* steps, size_t count) {
     Statuses wrong = if_not_empty();
-    if (count > 0 && !phases) return wrong | kArgument;
+    if (count > 0 && !(from && steps)) return wrong | kArgument;
     for (size_t i = 0; i < count; ++i) {
-      const bool ordered =
-          i == 0 ? phases[i].from_step == 0 : phases[i].from_step > phases[i - 1].from_step;
-      if (!ordered || phases[i].accum_steps < 0) wrong |= kArgument;
+      const bool ordered = i == 0 ? from[0] == 0 : from[i] > from[i - 1];
+      if (!ordered || steps[i] < 0) wrong |= kArgument;
     }
     if (wrong) return wrong;
-    phases_.assign(phases, phases + count);
+    phases_.clear();
+    for (size_t i = 0; i < count; ++i) phases_.emplace_back(from[i], steps[i]);
     return 0;
   }
 
@@ -276,10 +278,13 @@ class Settings {
     return is_param({data, p.count * size_of(p.dtype)}, self) ? kArgument : 0;
   }
 
-  Statuses check_micro(double weight, const double* scale) const {
+  Statuses check_micro(double weight, const ga_micro_options& o) const {
     const bool right_weight = weight >= 0 && std::isfinite(weight);
-    const bool right_scale = !scale || (std::isfinite(*scale) && *scale != 0);
-    return right_weight && right_scale ? 0 : kArgument;
+    return right_weight && std::isfinite(o.loss_scale) && o.flags <= GA_MICRO_LAST ? 0 : kArgument;
+  }
+  Micro make_micro(double weight, const ga_micro_options& o) const {
+    return {weight, o.loss_scale != 0 ? o.loss_scale : loss_scale(), o.flags == GA_MICRO_LAST,
+            false};
   }
 
   Statuses check_gradient(ga_param id, const void* gradient) const {
@@ -315,7 +320,7 @@ class Settings {
   ga_config config_;
   int64_t accum_steps_;
   std::vector<Settings*>& contexts_;
-  std::vector<ga_accum_phase> phases_;
+  std::vector<std::pair<int64_t, int64_t>> phases_;  // from which step, K
   std::vector<Group> groups_;
   std::vector<Param> params_;
   std::vector<std::vector<ga_param>> blocks_;
