@@ -506,6 +506,67 @@ TEST(Promise, TiedWeightsAddUp) {
   }
 }
 
+// A program whose backward pass does +=, in its own buffers over a whole window or in the library's
+// accumulators: the bits of a program that hands over every micro-batch.
+TEST(Promise, ProgramsThatAddUpThemselves) {
+  const Layout layout({5, 1023, 70001});
+  const double weights[] = {3, 0.5, 2};
+  ga_config c = config();
+  c.gradient_kind = GA_GRADIENT_SUM;
+  Block each = parameters(layout, 5), own = each, acquired = each;
+  Context by_each(c), by_acquired(c);
+  c.gradient_life = GA_GRADIENTS_LIVE;
+  Context by_own(c);
+  const ga_optimizer adamw = optimizer(GA_OPTIMIZER_ADAMW);
+  register_parameters(by_each, by_each.group(adamw), layout, Route::kWhole, each);
+  register_parameters(by_own, by_own.group(adamw), layout, Route::kWhole, own);
+  register_parameters(by_acquired, by_acquired.group(adamw), layout, Route::kWhole, acquired);
+  std::vector<void*> addresses(layout.size());
+  uint64_t round = 0;
+  for (int w = 0; w < 3; ++w) {
+    Block sum(each.size(), 0);
+    for (int k = 0; k < 3; ++k) {
+      const Block g = gradients(layout, 8, round++);
+      by_each.accumulate(pointers(layout, g), weights[k]);
+
+      for (size_t i = 0; i < g.size(); ++i) sum[i] += g[i];
+      if (k < 2) {
+        ASSERT_OK(ga_micro_begin(by_own, -1, weights[k], nullptr));
+        ASSERT_OK(ga_micro_end(by_own));
+      } else {
+        by_own.accumulate(pointers(layout, sum), weights[k]);
+      }
+
+      ASSERT_OK(ga_micro_begin(by_acquired, -1, weights[k], nullptr));
+      for (size_t i = 0; i < layout.size(); ++i) {
+        ga_accumulator a;
+        ASSERT_OK(ga_accumulator_init(&a, sizeof a));
+        ASSERT_OK(ga_accumulator_acquire(by_acquired, static_cast<ga_param>(i), &a));
+        if (w == 0 && k == 0) addresses[i] = a.data;
+        EXPECT_EQ(a.data, addresses[i]);
+        EXPECT_EQ(a.alpha, 1);
+        EXPECT_EQ(a.leading_dimension, a.columns);
+        auto* const data = static_cast<float*>(a.data);
+        const int64_t count = a.rows * a.columns;
+        if (a.beta == 0) std::fill(data, data + count, 0.0f);
+        for (int64_t j = 0; j < count; ++j)
+          data[j] += g[static_cast<size_t>(layout.offsets[i] + j)];
+        ASSERT_OK(ga_accumulator_release(by_acquired, static_cast<ga_param>(i)));
+      }
+      ASSERT_OK(ga_micro_end(by_acquired));
+    }
+    for (Context* ctx : {&by_each, &by_own, &by_acquired}) {
+      const ga_step_result r = step(*ctx);
+      EXPECT_EQ(r.weight, 5.5);
+      EXPECT_EQ(r.micro_batches, 3);
+    }
+    EXPECT_EQ(memory(by_own).resident - memory(by_own).optimizer_state,
+              memory(by_own).total - memory(by_own).optimizer_state - memory(by_own).accumulators);
+    ASSERT_TRUE(same_bits(each, own)) << "window " << w;
+    ASSERT_TRUE(same_bits(each, acquired)) << "window " << w;
+  }
+}
+
 // Sums over units (AGC, a factored second moment, a state by rows) have the bits of the accumulator's
 // also where a live gradient has none, at weights and loss scales that round.
 TEST(Promise, UnitsOfLiveGradients) {

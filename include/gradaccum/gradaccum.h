@@ -56,6 +56,20 @@
  * ga_accumulate_matmul or ga_accumulator_acquire, and closes it with ga_micro_end. Several
  * contributions to one parameter in one micro-batch add up (tied weights).
  *
+ * PROGRAMS THAT ADD UP THEMSELVES. A backward pass that does gradient += ... has three ways:
+ *   - Over the whole window in the program's own buffers, with GA_GRADIENT_SUM and
+ *     GA_GRADIENTS_LIVE: no accumulators, no pass of the library over gradients before ga_step.
+ *     Each micro-batch but the last is counted, with its weight, by ga_micro_begin(ctx, -1, weight,
+ *     NULL) and ga_micro_end with nothing between them; ga_accumulate brings the buffers with the
+ *     last one. The program zeroes them after ga_step. ga_step divides by the sum of the weights,
+ *     so gradients are sums over the samples (or tokens) that the weights count; where each
+ *     micro-batch adds a mean, all have the same size and the weight 1.
+ *   - Into the library's accumulators, by ga_accumulator_acquire: each is at an address that stays
+ *     the same.
+ *   - Into buffers that are zeroed before each micro-batch, with ga_accumulate for each: the only
+ *     one of the three under which GA_NONFINITE_DROP_MICRO and GA_CLIP_WHEN_MICRO look at single
+ *     micro-batches.
+ *
  * BATCH NORMALISATION. Its statistics are of a batch, so cutting that into micro-batches changes
  * them. The ga_bn_ functions keep them right: see there, at the end.
  *
@@ -871,16 +885,18 @@ GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k
                                       int64_t lda, ga_transpose transpose_a, const void* b,
                                       int64_t ldb, ga_transpose transpose_b, ga_dtype dtype);
 
-/* Where a program's own kernel writes a gradient. */
+/* Where a program's own kernel writes a gradient: alpha * gradient + beta * data. alpha is weight /
+   loss scale for GA_GRADIENT_MEAN and 1 / loss scale for GA_GRADIENT_SUM. beta is 0 for the first
+   contribution in a window, else 1; with 0, data is not to be read: a kernel that can only do +=
+   zeroes it first. */
 typedef struct ga_accumulator {
   size_t struct_size;
-  void* data;     /* the accumulator; NULL in a micro-batch of weight 0 and for a frozen
-                                parameter: write nothing */
+  void* data;     /* NULL: write nothing; the micro-batch has weight 0 or the parameter is frozen */
   ga_dtype dtype; /* of data */
   int32_t reserved;
-  int64_t rows, columns;     /* shape[0], and the product of the other extents */
-  int64_t leading_dimension; /* elements from row to row */
-  double alpha, beta;        /* store alpha * gradient + beta * data; beta 0: data is not read */
+  int64_t rows, columns;     /* shape[0], and the product of the other dimensions */
+  int64_t leading_dimension; /* elements from row to row: columns */
+  double alpha, beta;
 } ga_accumulator;
 
 /* Zeros, and struct_size: sizeof(ga_accumulator). */
@@ -889,7 +905,8 @@ GA_API ga_status ga_accumulator_init(ga_accumulator* out, size_t struct_size);
 /* Hands out a parameter's accumulator, within the open micro-batch, so that the program's own
    kernel adds to it. Every element is to be written. ga_accumulator_release then makes it part of
    the micro-batch; until then no other call for this parameter is legal, and ga_micro_end is not.
-   GA_ERROR_UNSUPPORTED: with ga_config.noise_scale. */
+   out->data has the same address in every window until ga_context_destroy. GA_ERROR_UNSUPPORTED:
+   with ga_config.noise_scale. */
 GA_API ga_status ga_accumulator_acquire(ga_context* ctx, ga_param param, ga_accumulator* out);
 GA_API ga_status ga_accumulator_release(ga_context* ctx, ga_param param);
 
@@ -994,8 +1011,8 @@ GA_API ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wai
    window. */
 GA_API ga_status ga_discard(ga_context* ctx);
 
-/* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group: *out_count elements
-   of *out_dtype, dense; out_dtype and out_count may be NULL. The pointer is legal after an applied
+/* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group: *out_count
+   elements of *out_dtype, dense; out_dtype and out_count may be NULL. The pointer is legal after an applied
    ga_step until the next accumulate, ga_discard or ga_step. Waits. *out_dtype is that of the
    accumulator: one of 16 bits, a compensated one too, gives a gradient rounded to 16 bits.
    GA_ERROR_INVALID_STATE: not after an applied step, or the parameter received no gradient in the
