@@ -32,6 +32,7 @@ constexpr size_t first_size(const T*) {
 constexpr size_t first_size(const ga_config*) { return offsetof(ga_config, seed); }
 constexpr size_t first_size(const ga_memory*) { return offsetof(ga_memory, masters); }
 constexpr size_t first_size(const ga_optimizer*) { return offsetof(ga_optimizer, rho); }
+constexpr size_t first_size(const ga_schedule*) { return offsetof(ga_schedule, first_step); }
 constexpr size_t first_size(const ga_clip*) { return offsetof(ga_clip, agc_factor); }
 constexpr size_t first_size(const ga_param_options*) { return offsetof(ga_param_options, master); }
 constexpr size_t first_size(const ga_step_result*) { return offsetof(ga_step_result, skipped); }

@@ -34,6 +34,7 @@ ga_schedule default_schedule(int32_t kind) {
 void check_schedule(const ga_schedule& s) {
   check_kind(s.kind);
   check_count("warmup_steps", s.warmup_steps, 0);
+  check_count("first_step", s.first_step, 0);
   check_rate("schedule: end_factor", s.end_factor);
   check_rate("schedule: power", s.power);
   check_rate("schedule: gamma", s.gamma);

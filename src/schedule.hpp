@@ -30,7 +30,8 @@ struct ScheduleData {
   const double* table;  // of GA_SCHEDULE_TABLE, in the memory of whoever computes the rate
 
   // The rate of a step; 0 is the first step that is applied. lr: the group's rate.
-  GA_HD double rate(double lr, int64_t step) const {
+  GA_HD double rate(double lr, int64_t steps) const {
+    const int64_t step = steps > s.first_step ? steps - s.first_step : 0;
     const double t = static_cast<double>(step);
     const double warmup = static_cast<double>(s.warmup_steps);
     const double total = static_cast<double>(s.total_steps);

@@ -903,7 +903,8 @@ struct Noise {
 // ---- Schedules ----------------------------------------------------------------------------------
 
 // The learning rate of the step after s applied steps.
-inline double learning_rate(const ga_schedule& schedule, double lr, int64_t s) {
+inline double learning_rate(const ga_schedule& schedule, double lr, int64_t applied) {
+  const int64_t s = std::max<int64_t>(applied - schedule.first_step, 0);
   const auto step = static_cast<double>(s);
   const auto warmup = static_cast<double>(schedule.warmup_steps);
   const auto total = static_cast<double>(schedule.total_steps);

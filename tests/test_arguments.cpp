@@ -1123,6 +1123,8 @@ constexpr size_t kFirstSize<ga_optimizer> = 88;
 template <>
 constexpr size_t kFirstSize<ga_clip> = 32;
 template <>
+constexpr size_t kFirstSize<ga_schedule> = 80;
+template <>
 constexpr size_t kFirstSize<ga_param_options> = 16;
 template <>
 constexpr size_t kFirstSize<ga_memory> = 40;

@@ -46,6 +46,10 @@ std::vector<NamedSchedule> good_schedules() {
   add("Table", GA_SCHEDULE_TABLE, [](S s) { s.table = kTable, s.table_size = 4; });
   add("Bert", GA_SCHEDULE_BERT, [](S s) { s.warmup_steps = 6, s.total_steps = 21; });
   add("BertNoWarmup", GA_SCHEDULE_BERT, [](S s) { s.total_steps = 10; });
+  add("LinearLater", GA_SCHEDULE_LINEAR,
+      [](S s) { s.warmup_steps = 3, s.total_steps = 11, s.first_step = 7; });
+  add("TableLater", GA_SCHEDULE_TABLE,
+      [](S s) { s.table = kTable, s.table_size = 4, s.first_step = 2; });
   add("BertAllWarmup", GA_SCHEDULE_BERT, [](S s) { s.warmup_steps = 8, s.total_steps = 8; });
   return list;
 }
@@ -123,6 +127,10 @@ TEST(Schedules, WrittenOutByHand) {
   EXPECT_DOUBLE_EQ(rate(s, 1), 0.5);
   EXPECT_DOUBLE_EQ(rate(s, 2), 0.8);
   EXPECT_DOUBLE_EQ(rate(s, 10), 0);
+  s.first_step = 5;
+  EXPECT_DOUBLE_EQ(rate(s, 4), 0);
+  EXPECT_DOUBLE_EQ(rate(s, 6), 0.5);
+  EXPECT_DOUBLE_EQ(rate(s, 15), 0);
   s = schedule(GA_SCHEDULE_INVERSE_SQRT);
   s.warmup_steps = 4;
   EXPECT_DOUBLE_EQ(rate(s, 4), 1);
@@ -230,6 +238,7 @@ TEST(Schedules, WrongNumbersChangeNothing) {
        GA_SCHEDULE_CONSTANT,
        [](S s) { s.warmup_steps = -3; },
        {"warmup_steps", "-3"}},
+      {"first step -1", GA_SCHEDULE_CONSTANT, [](S s) { s.first_step = -1; }, {"first_step", "-1"}},
       {"no total", GA_SCHEDULE_LINEAR, [](S s) { s.total_steps = 0; }, {"total_steps", "0"}},
       {"total = warm-up",
        GA_SCHEDULE_COSINE,

@@ -58,7 +58,8 @@
  *
  * PROGRAMS THAT ADD UP THEMSELVES. A backward pass that does gradient += ... has three ways:
  *   - Over the whole window in the program's own buffers, with GA_GRADIENT_SUM and
- *     GA_GRADIENTS_LIVE: no accumulators, no pass of the library over gradients before ga_step.
+ *     GA_GRADIENTS_LIVE: no pass of the library over gradients before ga_step, and on the CPU no
+ *     memory for accumulators.
  *     Each micro-batch but the last is counted, with its weight, by ga_micro_begin(ctx, -1, weight,
  *     NULL) and ga_micro_end with nothing between them; ga_accumulate brings the buffers with the
  *     last one. The program zeroes them after ga_step. ga_step divides by the sum of the weights,
@@ -515,8 +516,8 @@ GA_API ga_status ga_group_count(const ga_context* ctx, int32_t* out);
 /* The optimizer of a group, with the learning rate and the weight decay that were set last. */
 GA_API ga_status ga_group_optimizer(const ga_context* ctx, ga_group group, ga_optimizer* out);
 
-/* The learning rate as a function of the context's applied steps. With s = 0 for the first step to
-   be applied, W = warmup_steps, T = total_steps, x = (s - W) / (T - W) within [0, 1], and end =
+/* The learning rate as a function of the context's applied steps. With s = 0 for step first_step and
+   those before it, counted from 0, W = warmup_steps, T = total_steps, x = (s - W) / (T - W) within [0, 1], and end =
    end_factor * lr:
      s < W (linear warm-up)    lr (s + 1) / W            all kinds but TABLE and BERT
      CONSTANT                  lr
@@ -553,6 +554,8 @@ typedef struct ga_schedule {
   int64_t step_size;    /* STEP; > 0 */
   const double* table;  /* TABLE: learning rates, finite, >= 0; copied */
   int64_t table_size;   /* TABLE; > 0 */
+  int64_t first_step; /* applied steps before the schedule begins, such as ga_window_info.steps for
+                           a group that is added later; >= 0; default 0 */
 } ga_schedule;
 
 /* Fills schedule with the defaults of its kind. struct_size: sizeof(ga_schedule). */

@@ -95,7 +95,7 @@ FIELD(ga_optimizer, alpha, 216, 8, 216, 8);
 FIELD(ga_optimizer, alpha_warmup, 224, 8, 224, 8);
 FIELD(ga_optimizer, beta3_warmup, 232, 8, 232, 8);
 
-SIZE(ga_schedule, 80, 80);
+SIZE(ga_schedule, 88, 88);
 FIELD(ga_schedule, struct_size, 0, 8, 0, 4);
 FIELD(ga_schedule, kind, 8, 4, 4, 4);
 FIELD(ga_schedule, reserved, 12, 4, 8, 4);
@@ -107,6 +107,7 @@ FIELD(ga_schedule, gamma, 48, 8, 48, 8);
 FIELD(ga_schedule, step_size, 56, 8, 56, 8);
 FIELD(ga_schedule, table, 64, 8, 64, 4);
 FIELD(ga_schedule, table_size, 72, 8, 72, 8);
+FIELD(ga_schedule, first_step, 80, 8, 80, 8);
 
 SIZE(ga_clip, 56, 56);
 FIELD(ga_clip, struct_size, 0, 8, 0, 4);
