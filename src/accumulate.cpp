@@ -235,8 +235,7 @@ void Context::micro_begin(int64_t index, double weight, const ga_micro_options& 
   if (deferring() && window_.open_index() < 0 && index >= 0 && index < window_.size())
     fail(GA_ERROR_UNSUPPORTED,
          "micro-batch %lld cannot be opened again: with GA_NONFINITE_DROP_MICRO and "
-         "GA_CLIP_WHEN_MICRO "
-         "it is checked as a whole when it ends",
+         "GA_CLIP_WHEN_MICRO it is checked as a whole when it ends",
          ll(index));
   window_.reserve_one();
   window_.begin(index, micro);
@@ -491,7 +490,7 @@ void Context::list_contributions(const Micro& micro) {
     micro_inputs_.push_back({partials, chunk_count(c.count), c.param, p.pending});
     p.pending = true;
     NormTask& task = norm_tasks_.add();
-    task.gradient = {contribution(c.gradient, c.format, {1, micro.loss_scale, false}),
+    task.gradient = {contribution(c.gradient, c.format, {1, micro.loss_scale}),
                      &micro_plans_.at(k)->view};
     task.f64 = p.f64;
     task.count = c.count;
@@ -609,7 +608,7 @@ ga_accumulator Context::acquire_accumulator(ga_param id) {
     make_dense(id);
     out.data = p.accumulator;
     const double scale = micro.loss_scale == 0 ? loss_scale() : micro.loss_scale;
-    out.alpha = contribution(nullptr, GA_F32, {micro.weight, scale, false}).scale;
+    out.alpha = contribution(nullptr, GA_F32, {micro.weight, scale}).scale;
     out.beta = p.held() == Held::kStored ? 1 : 0;
   }
   p.acquired = true;
@@ -635,7 +634,7 @@ void Context::micro_end() {
       fail(GA_ERROR_INVALID_STATE,
            "ga_micro_end: the accumulator of parameter \"%s\" is still acquired; "
            "ga_accumulator_release must be called first",
-           tensors_[i].name.c_str());
+           tensors_[i].name);
   if (deferring() && window_.open_micro().weight > 0) settle(window_.open_index());
   window_.end();
 }

@@ -28,7 +28,6 @@ template <class T>
 constexpr size_t first_size(const T*) {
   return sizeof(T);
 }
-
 constexpr size_t first_size(const ga_config*) { return offsetof(ga_config, seed); }
 constexpr size_t first_size(const ga_memory*) { return offsetof(ga_memory, masters); }
 constexpr size_t first_size(const ga_optimizer*) { return offsetof(ga_optimizer, rho); }
@@ -113,6 +112,11 @@ T zeros() {
   T t = {};
   t.struct_size = sizeof t;
   return t;
+}
+
+template <class T>
+ga_status init_zeros(T* out, size_t size, const char* type) {
+  return guard([&] { init_struct(out, size, zeros<T>(), type); });
 }
 
 ga_micro_options read_micro(const ga_micro_options* options) {
@@ -250,7 +254,7 @@ ga_status ga_synchronize(ga_context* ctx) {
 }
 
 ga_status ga_memory_init(ga_memory* out, size_t struct_size) {
-  return guard([&] { init_struct(out, struct_size, zeros<ga_memory>(), "ga_memory"); });
+  return init_zeros(out, struct_size, "ga_memory");
 }
 
 ga_status ga_context_memory(const ga_context* ctx, ga_memory* out) {
@@ -379,8 +383,7 @@ ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema) {
 }
 
 ga_status ga_param_options_init(ga_param_options* out, size_t struct_size) {
-  return guard(
-      [&] { init_struct(out, struct_size, zeros<ga_param_options>(), "ga_param_options"); });
+  return init_zeros(out, struct_size, "ga_param_options");
 }
 
 ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* data,
@@ -432,7 +435,7 @@ ga_status ga_param_find(const ga_context* ctx, const char* name, ga_param* out) 
 }
 
 ga_status ga_param_info_init(ga_param_info* out, size_t struct_size) {
-  return guard([&] { init_struct(out, struct_size, zeros<ga_param_info>(), "ga_param_info"); });
+  return init_zeros(out, struct_size, "ga_param_info");
 }
 
 ga_status ga_param_describe(const ga_context* ctx, ga_param param, ga_param_info* out) {
@@ -473,8 +476,7 @@ ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen) {
 }
 
 ga_status ga_micro_options_init(ga_micro_options* out, size_t struct_size) {
-  return guard(
-      [&] { init_struct(out, struct_size, zeros<ga_micro_options>(), "ga_micro_options"); });
+  return init_zeros(out, struct_size, "ga_micro_options");
 }
 
 ga_status ga_accumulate(ga_context* ctx, const void* const* gradients, size_t count, double weight,
@@ -506,7 +508,7 @@ ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const
 }
 
 ga_status ga_accumulator_init(ga_accumulator* out, size_t struct_size) {
-  return guard([&] { init_struct(out, struct_size, zeros<ga_accumulator>(), "ga_accumulator"); });
+  return init_zeros(out, struct_size, "ga_accumulator");
 }
 
 ga_status ga_accumulator_acquire(ga_context* ctx, ga_param param, ga_accumulator* out) {
@@ -525,7 +527,7 @@ ga_status ga_micro_end(ga_context* ctx) {
 }
 
 ga_status ga_window_info_init(ga_window_info* out, size_t struct_size) {
-  return guard([&] { init_struct(out, struct_size, zeros<ga_window_info>(), "ga_window_info"); });
+  return init_zeros(out, struct_size, "ga_window_info");
 }
 
 ga_status ga_window(const ga_context* ctx, ga_window_info* out) {
@@ -536,7 +538,7 @@ ga_status ga_window(const ga_context* ctx, ga_window_info* out) {
 }
 
 ga_status ga_step_result_init(ga_step_result* out, size_t struct_size) {
-  return guard([&] { init_struct(out, struct_size, zeros<ga_step_result>(), "ga_step_result"); });
+  return init_zeros(out, struct_size, "ga_step_result");
 }
 
 ga_status ga_step(ga_context* ctx, ga_step_result* out) {

@@ -422,12 +422,12 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
       char* const at = data ? static_cast<char*>(data) + e.offset * size : nullptr;
       check_data(e.name, at, elements, size, -1);
       Tensor t = {};
-      t.name = e.name;
       t.shape.assign(e.shape, e.shape + e.rank);
       t.options = options;
       t.rows = e.rank > 0 ? e.shape[0] : 1;
+      const auto id = static_cast<ga_param>(old_params + i);
+      t.name = names_.emplace(e.name, id).first->first.c_str();
       tensors_.push_back(std::move(t));
-      names_.emplace(e.name, static_cast<ga_param>(old_params + i));
       Param p = {};
       p.data = at;
       p.count = elements;
@@ -441,11 +441,11 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
           options.accumulator_dtype ? options.accumulator_dtype : (p.f64 ? GA_F64 : GA_F32));
       params_.push_back(p);
       if (clip_of(p).scope == GA_CLIP_AGC) units_axes(params_.size() - 1);
-      ranges_.add(at, static_cast<size_t>(elements * size), static_cast<ga_param>(old_params + i));
+      ranges_.add(at, static_cast<size_t>(elements * size), id);
     }
   } catch (...) {
     for (size_t i = old_params; i < tensors_.size(); ++i)
-      names_.erase(tensors_[i].name);  // which may not have been inserted yet
+      names_.erase(names_.find(tensors_[i].name));  // allocates nothing
     params_.resize(old_params, Param{});
     tensors_.erase(tensors_.begin() + static_cast<std::ptrdiff_t>(old_params), tensors_.end());
     ranges_.remove_params_from(static_cast<ga_param>(old_params));
@@ -464,13 +464,13 @@ ga_param Context::find(const char* name) const {
   return found->second;
 }
 
-// Strings and shapes keep their addresses when other parameters are added.
+// The name and the shape keep their addresses when other parameters are added.
 ga_param_info Context::info(ga_param id) const {
   const Param& p = param(id);
   const Tensor& t = tensor(id);
   ga_param_info info = {};
   info.struct_size = sizeof info;
-  info.name = names_.find(t.name)->first.c_str();
+  info.name = t.name;
   info.group = p.group;
   info.dtype = p.dtype;
   info.gradient_dtype = p.gradient_dtype;

@@ -13,10 +13,10 @@
 
 #include <array>
 #include <atomic>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "batchnorm.hpp"
@@ -32,16 +32,6 @@
 namespace ga {
 
 inline Params params_of(const std::vector<ga_param>& list) { return {list.data(), list.size()}; }
-
-// What ga_param_add and one entry of ga_params_add_flat say of a parameter.
-struct NewParam {
-  const char* name;
-  ga_group group;
-  int32_t rank;
-  const int64_t* shape;
-  int64_t offset;
-  ga_param_options options;
-};
 
 class Context : BnContext {
  public:
@@ -121,12 +111,6 @@ class Context : BnContext {
   const void* gradient(ga_param param, int32_t* dtype, int64_t* count) const;
 
  private:
-  // One pointer of ga_accumulate.
-  struct Block {
-    ga_param first;
-    ga_param count;
-  };
-
   // How much of the arenas is taken, in bytes.
   struct Layout {
     std::array<size_t, kArrayKinds> bytes = {};
@@ -157,7 +141,7 @@ class Context : BnContext {
   const Param& at(ga_param id) const { return params_[static_cast<size_t>(id)]; }
   Param& at(ga_param id) { return params_[static_cast<size_t>(id)]; }
   const Tensor& tensor(ga_param id) const { return tensors_[static_cast<size_t>(id)]; }
-  const char* name(ga_param id) const { return tensor(id).name.c_str(); }
+  const char* name(ga_param id) const { return tensor(id).name; }
   Subject subject(ga_param id) const { return {"parameter", name(id)}; }
   const Group& group_of(const Param& p) const { return groups_[static_cast<size_t>(p.group)]; }
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
@@ -292,11 +276,8 @@ class Context : BnContext {
   std::vector<Tensor> tensors_;
   std::vector<Block> blocks_;
   MemoryRanges ranges_;
-  std::unordered_map<std::string, ga_param> names_;
+  std::map<std::string, ga_param, std::less<>> names_;
   ga_clip clip_;
-  struct AccumPhase {
-    int64_t from_step, accum_steps;
-  };
   std::vector<AccumPhase> phases_;
   bool accum_due_ = false;  // the next window's K has to be looked up in phases_
 

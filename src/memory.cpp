@@ -237,7 +237,7 @@ void Context::fail_allocation() const {
   fail(GA_ERROR_OUT_OF_MEMORY,
        "%zu bytes for the accumulators and the optimizer state of %zu parameters could not be "
        "allocated; parameter \"%s\" alone takes %zu",
-       total, count, tensors_[largest].name.c_str(), most);
+       total, count, tensors_[largest].name, most);
 }
 
 void Context::allocate_new(NewArrays& fresh) {

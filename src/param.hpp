@@ -23,6 +23,22 @@ struct Group {
   Table<double> rates;  // of a GA_SCHEDULE_TABLE
 };
 
+// What ga_param_add and one entry of ga_params_add_flat say of a parameter.
+struct NewParam {
+  const char* name;
+  ga_group group;
+  int32_t rank;
+  const int64_t* shape;
+  int64_t offset;
+  ga_param_options options;
+};
+
+// The parameters of one pointer of ga_accumulate.
+struct Block {
+  ga_param first;
+  ga_param count;
+};
+
 // What the passes need of a parameter. A plain contribution needs the first cache line alone.
 struct alignas(64) Param {
   void* accumulator = nullptr;
@@ -87,7 +103,7 @@ struct Units {
 
 // What few passes need of a parameter.
 struct Tensor {
-  std::string name;
+  const char* name;  // a key of the context's table of names
   std::vector<int64_t> shape;
   ga_param_options options;
   int64_t rows;           // shape[0]

@@ -53,8 +53,9 @@ void Context::update() {
   if (!pieces_.empty() || !layers_.empty()) update_layers();
 }
 
-// Parameters of layer-wise optimizers, those clipped by units and those with a state by rows: passes for
-// their norms, then the update. So many at a time as the last cache holds, where the later passes then find them.
+// Parameters of layer-wise optimizers, those clipped by units and those with a state by rows: passes
+// for their norms, then the update. So many at a time as the last cache holds, where the later passes
+// then find them.
 void Context::update_layers() {
   const auto units_of = [&](size_t first, size_t end) {
     ids_[0].clear();

@@ -8,7 +8,8 @@ namespace ga {
 ga_window_state Window::state() const {
   if (invalid_) return GA_WINDOW_INVALID;
   if (micros_.empty()) return GA_WINDOW_EMPTY;
-  return last_ || (accum_steps_ > 0 && size() >= accum_steps_) ? GA_WINDOW_FULL : GA_WINDOW_OPEN;
+  const bool whole = accum_steps_ > 0 && size() >= accum_steps_;
+  return whole || micros_.back().last ? GA_WINDOW_FULL : GA_WINDOW_OPEN;
 }
 
 void Window::add(const Micro& micro) {
@@ -16,7 +17,6 @@ void Window::add(const Micro& micro) {
   weight_before_last_ = weight_;
   weight_ += micro.weight;
   weighted_ += micro.weight > 0;
-  last_ = micro.last;
 }
 
 void Window::drop_last() {
@@ -43,14 +43,10 @@ void Window::check_closed(const char* what) const {
 
 void Window::check_whole() const {
   check_closed("a function that adds a whole micro-batch");
-  if (last_)
-    fail(GA_ERROR_WINDOW_FULL,
-         "the window is full: micro-batch %lld had GA_MICRO_LAST; ga_step must be called next",
-         ll(size() - 1));
   if (state() == GA_WINDOW_FULL)
     fail(GA_ERROR_WINDOW_FULL,
-         "the window is full: it holds %lld of %lld micro-batches; ga_step must be called next",
-         ll(size()), ll(accum_steps_));
+         "the window is full: it holds %lld micro-batches%s; ga_step must be called next",
+         ll(size()), micros_.back().last ? ", and the last had GA_MICRO_LAST" : "");
 }
 
 void Window::begin(int64_t index, const Micro& micro) {
@@ -78,7 +74,7 @@ void Window::begin(int64_t index, const Micro& micro) {
       fail(GA_ERROR_INVALID_ARGUMENT,
            "micro-batch %lld was resumed with GA_MICRO_LAST, but the window holds %lld", ll(index),
            ll(size()));
-    last_ = last_ || micro.last;
+    if (micro.last) micros_.back().last = true;
   }
   open_ = index;
 }
@@ -118,7 +114,7 @@ void Window::clear() {
   weighted_ = 0;
   open_ = -1;
   dropped_ = 0;
-  last_ = invalid_ = false;
+  invalid_ = false;
 }
 
 }  // namespace ga

@@ -14,7 +14,12 @@ namespace ga {
 struct Micro {
   double weight;
   double loss_scale;  // 0: the context's, which only the device knows
-  bool last;          // GA_MICRO_LAST
+  bool last = false;  // GA_MICRO_LAST
+};
+
+// From applied step from_step on, windows have accum_steps micro-batches.
+struct AccumPhase {
+  int64_t from_step, accum_steps;
 };
 
 class Window {
@@ -31,8 +36,9 @@ class Window {
   const Micro& open_micro() const { return micros_[static_cast<size_t>(open_)]; }
   const Micro& micro(int64_t index) const { return micros_[static_cast<size_t>(index)]; }
 
-  // Each of these throws GA_ERROR_INVALID_STATE, GA_ERROR_INVALID_ARGUMENT or GA_ERROR_WINDOW_FULL, and
-  // changes nothing, if the call is not legal. what: the function that was called, or the change that was wanted.
+  // Each of these throws GA_ERROR_INVALID_STATE, GA_ERROR_INVALID_ARGUMENT or GA_ERROR_WINDOW_FULL,
+  // and changes nothing, if the call is not legal. what: the function that was called, or the change
+  // that was wanted.
   void check_valid() const;
   void check_whole() const;                       // that a whole micro-batch may be added
   void begin(int64_t index, const Micro& micro);  // opens a micro-batch, or resumes it
@@ -72,7 +78,6 @@ class Window {
   double weight_ = 0, weight_before_last_ = 0;
   int64_t weighted_ = 0;
   int64_t dropped_ = 0;
-  bool last_ = false;  // the newest micro-batch has GA_MICRO_LAST
   bool invalid_ = false;
 };
 

@@ -196,7 +196,8 @@ class Context {
   void set_accum_schedule(const std::vector<std::int64_t>& from_steps,
                           const std::vector<std::int64_t>& accum_steps) {
     if (from_steps.size() != accum_steps.size()) {
-      throw Error(GA_ERROR_INVALID_ARGUMENT, "from_steps and accum_steps differ in size");
+      throw Error(GA_ERROR_INVALID_ARGUMENT,
+                  "GA_ERROR_INVALID_ARGUMENT: from_steps and accum_steps differ in size");
     }
     check(ga_context_set_accum_schedule(get(), from_steps.data(), accum_steps.data(),
                                         from_steps.size()));

@@ -118,8 +118,9 @@ struct View {
         limit(g.numbers ? static_cast<T>(g.numbers->limit) : static_cast<T>(HUGE_VAL)),
         factor(g.numbers ? static_cast<T>(g.numbers->factor) : T(1)) {}
 
-  // Without a limit, what sums and factors of units multiply is the source times its own scale, as an
-  // accumulator would hold it; they have the rest, unit_scale().
+  // What units are summed over and clipped in. Without a limit, an element is multiplied by the
+  // source's scale alone, as an accumulator would hold it, and unit_scale() is part of the sums and
+  // of the factors.
   GA_HD static View of_units(const GradientView& g) {
     View view(g);
     if (!is_limited(g)) view.scale = 1;
@@ -138,10 +139,12 @@ struct View {
   }
   GA_HD T operator()(T x) const { return clamped(scaled(x)) * factor; }
 
-  // Whether clamped(scaled(x)) is x * source_scale.
+  // Whether clamped(scaled(x)) is x * source_scale, or x itself.
   GA_HD bool is_plain() const { return scale == 1 && limit == static_cast<T>(HUGE_VAL); }
+  GA_HD bool is_identity() const { return is_plain() && source_scale == 1; }
 };
 
+// See View::of_units().
 GA_HD double unit_scale(const GradientView& g) {
   return is_limited(g) || !g.numbers ? 1 : g.numbers->scale;
 }

@@ -287,7 +287,7 @@ const T* load_clipped(const void* data, int64_t offset, int64_t count, T* tile) 
   const ClippedGradient& c = *static_cast<const ClippedGradient*>(data);
   const auto view = c.pattern ? View<T>::of_units(c.gradient) : View<T>(c.gradient);
   const T* g = load<T>(c.gradient.source, offset, count, tile);
-  if (!c.pattern || !view.is_plain() || view.source_scale != 1) {
+  if (!c.pattern || !view.is_identity()) {
     for (int64_t i = 0; i < count; ++i) tile[i] = view(g[i]);
     g = tile;
   }
@@ -705,7 +705,7 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
         smaller(end - t, kept || at.left() + run <= kTile ? kTile : smaller(at.left(), kTile));
     const T* g = load<T>(task.gradient.source, t, n, tile_g);
     const T* const p = kParam ? load<T>(task.param, t, n, tile_p) : nullptr;
-    if (!view.is_plain() || view.source_scale != 1) {
+    if (!view.is_identity()) {
       for (int64_t i = 0; i < n; ++i) tile_g[i] = view.clamped(view.scaled(g[i]));
       g = tile_g;
     }

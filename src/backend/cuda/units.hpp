@@ -126,7 +126,8 @@ GA_APART double unit_sum_of(const Piece& piece, const UnitElements& unit, const 
                             const View<T>& view) {
   if (view.is_plain() && source.data && source.format == native<T>) {
     const T* const from = global(static_cast<const T*>(source.data));
-    return unit_sum<T>(piece, unit, [&](int64_t i) { return from[i] * view.source_scale; });
+    const T scale = view.source_scale;
+    return unit_sum<T>(piece, unit, [&](int64_t i) { return from[i] * scale; });
   }
   double sum = 0;
   GA_ROLLED
