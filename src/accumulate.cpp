@@ -118,6 +118,7 @@ AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_ado
     p.adopted_late = given.divisor != nullptr;
     return nullptr;
   }
+  added_ = true;
   AccumulateTask& task = accumulate_tasks_.add();
   task.target = {p.accumulator, p.accumulator_dtype};
   task.count = p.count;
@@ -238,8 +239,10 @@ void Context::micro_begin(int64_t index, double weight, const ga_micro_options& 
          "GA_CLIP_WHEN_MICRO it is checked as a whole when it ends",
          ll(index));
   window_.reserve_one();
+  added_ = index < window_.size();
   window_.begin(index, micro);
   contributions_.clear();
+  noted_.clear();
   forget_delivered();
 }
 
@@ -306,7 +309,8 @@ void Context::contribute(Span<const Whole> given, bool may_adopt) {
       continue;
     }
     make_dense(g.param);
-    add_task(g.param, contribution(g.gradient, g.format, micro), may_adopt);
+    if (!add_task(g.param, contribution(g.gradient, g.format, micro), may_adopt))
+      noted_.push_back(g.param);
   }
   window_.or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
 }
@@ -408,6 +412,7 @@ RowsTask Context::rows_task(const Contribution& c, const Source& values) const {
 
 void Context::add_rows(const Contribution& c, const Source& values, const MicroPlan* plan) {
   Param& p = at(c.param);
+  added_ = true;
   store_adopted(c.param);
   RowsTask task = rows_task(c, values);
   task.plan = plan;
@@ -573,6 +578,7 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
   if (micro.weight == 0 || p.frozen) return;
   backend_->prepare_matmul(dtype == GA_F32 ? 0 : k * (m + n));
   prepare();
+  added_ = true;
   store_adopted(id);
   make_dense(id);
   MatmulTask task = {};
@@ -604,6 +610,7 @@ ga_accumulator Context::acquire_accumulator(ga_param id) {
   out.leading_dimension = out.columns;
   if (micro.weight > 0 && !p.frozen) {
     prepare();
+    added_ = true;
     store_adopted(id);
     make_dense(id);
     out.data = p.accumulator;
@@ -637,6 +644,22 @@ void Context::micro_end() {
            tensors_[i].name);
   if (deferring() && window_.open_micro().weight > 0) settle(window_.open_index());
   window_.end();
+}
+
+void Context::micro_abort() {
+  check_device();
+  window_.check_part("ga_micro_abort");
+  const int64_t index = window_.open_index();
+  if (added_ || batch_norms_.is_swept(index))
+    fail(GA_ERROR_INVALID_STATE,
+         "ga_micro_abort: the window already holds something of micro-batch %lld; only ga_discard "
+         "takes that back, with the whole window",
+         ll(index));
+  batch_norms_.forget(index);
+  for (const ga_param id : noted_) at(id).hold(Held::kNothing);
+  for (Param& p : params_) p.acquired = false;
+  contributions_.clear();
+  window_.abort();
 }
 
 }  // namespace ga

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 #include "backend/cpu/kernels.hpp"
 #include "context.hpp"
@@ -152,6 +153,15 @@ ga_optimizer default_optimizer(int32_t kind, int32_t flavor) {
   return o;
 }
 
+ga_optimizer read_optimizer(const ga_optimizer* optimizer) {
+  require(optimizer, "optimizer");
+  check_size<ga_optimizer>(optimizer->struct_size, "ga_optimizer");
+  const ga_optimizer o =
+      read_struct(optimizer, default_optimizer(optimizer->kind, optimizer->flavor), "ga_optimizer");
+  check_reserved("ga_optimizer", o.reserved);
+  return o;
+}
+
 // A flag of the caller's.
 bool flag(const char* name, int32_t value) {
   ga::check_choice(name, value, 1, "0 or 1");
@@ -164,20 +174,42 @@ void give(Id* out, Id id) {
   if (out) *out = id;
 }
 
-// Runs body() as a call on ctx.
+// Runs body() as a call of that function on ctx. changing: whether it does more than ask.
 template <class Body>
-ga_status on(const ga_context* ctx, Body&& body) {
-  return guard([&] {
+ga_status call(const ga_context* ctx, bool changing, const char* function, Body& body) {
+  ga_status status = GA_OK;
+  const ga_status refused = guard([&] {
     require(ctx, "ctx");
-    const Context::Use use(*ctx);
-    body();
+    const Context::Use use(*ctx, function, changing);
+    if (ga::Log* const log = ctx->log())
+      status = log->call(function, body);
+    else
+      body();
   });
+  return refused != GA_OK ? refused : status;
+}
+
+// function: the name of the caller, an exported function.
+template <class Body>
+ga_status on(ga_context* ctx, Body&& body, const char* function = __builtin_FUNCTION()) {
+  return call(ctx, true, function, body);
+}
+
+// Likewise for functions that only ask, which are legal while parameters hold their averages.
+template <class Body>
+ga_status ask(const ga_context* ctx, Body&& body, const char* function = __builtin_FUNCTION()) {
+  return call(ctx, false, function, body);
 }
 
 }  // namespace
 
 #define GA_STRING_(x) #x
 #define GA_STRING(x) GA_STRING_(x)
+#ifdef __clang__
+#define GA_COMPILER "clang " __clang_version__
+#else
+#define GA_COMPILER "gcc " __VERSION__
+#endif
 
 extern "C" {
 
@@ -187,19 +219,14 @@ int32_t ga_version(void) {
 
 const char* ga_build_info(void) {
   return "libgradaccum " GA_STRING(GA_VERSION_MAJOR) "." GA_STRING(GA_VERSION_MINOR) "." GA_STRING(
-      GA_VERSION_PATCH) "; "
-#if defined(__clang__)
-         "clang " __clang_version__
-#else
-         "gcc " __VERSION__
-#endif
-         "; cpu loops: " GA_CPU_ISA_NAMES "; threads: "
+      GA_VERSION_PATCH) "; " GA_COMPILER "; cpu loops: " GA_CPU_ISA_NAMES
+                        "; threads: "
 #ifdef _OPENMP
-         "OpenMP " GA_STRING(_OPENMP)
+                        "OpenMP " GA_STRING(_OPENMP)
 #else
-         "one, or the program's own"
+                        "one, or the program's own"
 #endif
-         "; modules: onednn, cuda";
+                            "; modules: onednn, cuda";
 }
 
 const char* ga_status_name(ga_status status) {
@@ -222,6 +249,26 @@ const char* ga_status_name(ga_status status) {
 
 const char* ga_last_error(void) { return ga::last_error(); }
 
+ga_status ga_build_init(ga_build* out, size_t struct_size) {
+  return init_zeros(out, struct_size, "ga_build");
+}
+
+ga_status ga_build_describe(ga_build* out) {
+  return guard([&] {
+    check_out(out, "ga_build");
+    auto b = zeros<ga_build>();
+    b.version = ga_version();
+    b.onednn = ga::onednn_version();
+    ga::cuda_versions(b.cuda_runtime, b.cuda_driver);
+#ifdef _OPENMP
+    b.openmp = _OPENMP;
+#endif
+    b.compiler = GA_COMPILER;
+    b.cpu_loops = GA_CPU_ISA_NAMES;
+    write_struct(out, b);
+  });
+}
+
 ga_status ga_config_init(ga_config* out, size_t struct_size) {
   return guard([&] { init_struct(out, struct_size, ga::default_config(), "ga_config"); });
 }
@@ -233,7 +280,10 @@ ga_status ga_context_create(const ga_config* config, ga_context** out) {
     const ga_config c = read_struct(config, ga::default_config(), "ga_config");
     ga::check_config(c);
     ga::watch_forks();
-    *out = new ga_context(c);
+    auto context = std::make_unique<ga_context>(c);
+    if (ga::Log* const log = context->log())
+      log->call("ga_context_create", [&] { log->note("build", ga_build_info()); });
+    *out = context.release();
   });
 }
 
@@ -250,7 +300,7 @@ ga_status ga_device_count(ga_device device, int32_t* out) {
 }
 
 ga_status ga_synchronize(ga_context* ctx) {
-  return on(ctx, [&] { ctx->synchronize(); });
+  return ask(ctx, [&] { ctx->synchronize(); });
 }
 
 ga_status ga_memory_init(ga_memory* out, size_t struct_size) {
@@ -258,14 +308,17 @@ ga_status ga_memory_init(ga_memory* out, size_t struct_size) {
 }
 
 ga_status ga_context_memory(const ga_context* ctx, ga_memory* out) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     check_out(out, "ga_memory");
     write_struct(out, ctx->memory());
   });
 }
 
 ga_status ga_context_set_accum_steps(ga_context* ctx, int64_t accum_steps) {
-  return on(ctx, [&] { ctx->set_accum_steps(accum_steps); });
+  return on(ctx, [&] {
+    ctx->note("accum_steps", static_cast<double>(accum_steps));
+    ctx->set_accum_steps(accum_steps);
+  });
 }
 
 ga_status ga_context_set_accum_schedule(ga_context* ctx, const int64_t* from_steps,
@@ -280,18 +333,23 @@ ga_status ga_optimizer_init(ga_optimizer* out, size_t struct_size, ga_optimizer_
 }
 
 ga_status ga_group_add(ga_context* ctx, const ga_optimizer* optimizer, ga_group* out) {
-  return on(ctx, [&] {
-    require(optimizer, "optimizer");
-    check_size<ga_optimizer>(optimizer->struct_size, "ga_optimizer");
-    const ga_optimizer o = read_struct(
-        optimizer, default_optimizer(optimizer->kind, optimizer->flavor), "ga_optimizer");
-    check_reserved("ga_optimizer", o.reserved);
-    give(out, ctx->add_group(o));
-  });
+  return on(ctx, [&] { give(out, ctx->add_group(read_optimizer(optimizer))); });
+}
+
+ga_status ga_group_set_optimizer(ga_context* ctx, ga_group group, const ga_optimizer* optimizer) {
+  return on(ctx, [&] { ctx->set_optimizer(group, read_optimizer(optimizer)); });
+}
+
+ga_status ga_group_set_frozen(ga_context* ctx, ga_group group, int32_t frozen) {
+  return on(ctx, [&] { ctx->set_group_frozen(group, flag("frozen", frozen)); });
 }
 
 ga_status ga_group_set_lr(ga_context* ctx, ga_group group, double lr) {
-  return on(ctx, [&] { ctx->set_lr(group, lr); });
+  return on(ctx, [&] {
+    ctx->note("group", group);
+    ctx->note("lr", lr);
+    ctx->set_lr(group, lr);
+  });
 }
 
 ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weight_decay) {
@@ -299,14 +357,14 @@ ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weig
 }
 
 ga_status ga_group_count(const ga_context* ctx, int32_t* out) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     require(out, "out");
     *out = ctx->group_count();
   });
 }
 
 ga_status ga_group_optimizer(const ga_context* ctx, ga_group group, ga_optimizer* out) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     check_out(out, "ga_optimizer");
     write_struct(out, ctx->optimizer(group));
   });
@@ -328,10 +386,21 @@ ga_status ga_group_set_schedule(ga_context* ctx, ga_group group, const ga_schedu
 }
 
 ga_status ga_group_lr(const ga_context* ctx, ga_group group, double* out) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     require(out, "out");
     *out = ctx->lr(group);
   });
+}
+
+ga_status ga_group_last_lr(const ga_context* ctx, ga_group group, double* out) {
+  return ask(ctx, [&] {
+    require(out, "out");
+    *out = ctx->last_lr(group);
+  });
+}
+
+ga_status ga_context_set_steps(ga_context* ctx, int64_t steps) {
+  return on(ctx, [&] { ctx->set_steps(steps); });
 }
 
 ga_status ga_clip_init(ga_clip* out, size_t struct_size) {
@@ -365,7 +434,7 @@ ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scal
 }
 
 ga_status ga_loss_scale(const ga_context* ctx, double* out_scale, const void** out_device) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     if (!out_device || !ctx->device_loss_scale()) require(out_scale, "out_scale");
     if (out_scale) *out_scale = ctx->loss_scale();
     give(out_device, ctx->device_loss_scale());
@@ -390,6 +459,9 @@ ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* 
                        ga_dtype dtype, int32_t rank, const int64_t* shape,
                        const ga_param_options* options, ga_param* out) {
   return on(ctx, [&] {
+    ctx->note("name", name);
+    ctx->note("group", group);
+    ctx->note("dtype", dtype);
     const ga::NewParam entry = {
         name,  group, rank,
         shape, 0,     read_struct(options, zeros<ga_param_options>(), "ga_param_options")};
@@ -420,14 +492,14 @@ ga_status ga_params_add_flat(ga_context* ctx, void* data, ga_dtype dtype,
 }
 
 ga_status ga_param_count(const ga_context* ctx, int32_t* out) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     require(out, "out");
     *out = ctx->param_count();
   });
 }
 
 ga_status ga_param_find(const ga_context* ctx, const char* name, ga_param* out) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     require(name, "name");
     require(out, "out");
     *out = ctx->find(name);
@@ -439,40 +511,121 @@ ga_status ga_param_info_init(ga_param_info* out, size_t struct_size) {
 }
 
 ga_status ga_param_describe(const ga_context* ctx, ga_param param, ga_param_info* out) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     check_out(out, "ga_param_info");
     write_struct(out, ctx->info(param));
   });
 }
 
 ga_status ga_slot_count(const ga_context* ctx, size_t* out) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     require(out, "out");
     *out = ctx->slot_count();
   });
 }
 
 ga_status ga_param_slot(const ga_context* ctx, ga_param param, size_t* out) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     require(out, "out");
     *out = ctx->slot(param);
   });
 }
 
 ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data) {
-  return on(ctx, [&] { ctx->bind(param, data); });
+  return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->bind(param, data);
+  });
 }
 
 ga_status ga_param_changed(ga_context* ctx, ga_param param) {
-  return on(ctx, [&] { ctx->changed(param); });
+  return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->changed(param);
+  });
 }
 
 ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_dtype dtype) {
-  return on(ctx, [&] { ctx->ema_copy_to(param, out, dtype); });
+  return ask(ctx, [&] { ctx->ema_copy_to(param, out, dtype); });
 }
 
 ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen) {
-  return on(ctx, [&] { ctx->set_frozen(param, flag("frozen", frozen)); });
+  return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->note("frozen", frozen);
+    ctx->set_frozen(param, flag("frozen", frozen));
+  });
+}
+
+ga_status ga_ema_swap(ga_context* ctx, int32_t on) {
+  return ask(ctx, [&] {
+    ctx->note("on", on);
+    ctx->ema_swap(flag("on", on));
+  });
+}
+
+ga_status ga_param_set_lr_scale(ga_context* ctx, ga_param param, double lr_scale) {
+  return on(ctx, [&] { ctx->set_lr_scale(param, lr_scale); });
+}
+
+ga_status ga_param_set_weight_decay_scale(ga_context* ctx, ga_param param,
+                                          double weight_decay_scale) {
+  return on(ctx, [&] { ctx->set_weight_decay_scale(param, weight_decay_scale); });
+}
+
+ga_status ga_param_remove(ga_context* ctx, ga_param param) {
+  return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->remove(param);
+  });
+}
+
+ga_status ga_prepare(ga_context* ctx) {
+  return on(ctx, [&] { ctx->make_arrays(); });
+}
+
+ga_status ga_state_info_init(ga_state_info* out, size_t struct_size) {
+  return init_zeros(out, struct_size, "ga_state_info");
+}
+
+ga_status ga_state_count(const ga_context* ctx, ga_param param, int32_t* out) {
+  return ask(ctx, [&] {
+    require(out, "out");
+    *out = ctx->state_count(param);
+  });
+}
+
+ga_status ga_state_describe(const ga_context* ctx, ga_param param, int32_t index,
+                            ga_state_info* out) {
+  return ask(ctx, [&] {
+    check_out(out, "ga_state_info");
+    write_struct(out, ctx->state_info(param, index));
+  });
+}
+
+ga_status ga_state_get(ga_context* ctx, ga_param param, const char* name, void* out, ga_dtype dtype,
+                       int64_t count) {
+  return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->note("name", name);
+    ctx->get_state(param, name, out, dtype, count);
+  });
+}
+
+ga_status ga_state_set(ga_context* ctx, ga_param param, const char* name, const void* data,
+                       ga_dtype dtype, int64_t count) {
+  return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->note("name", name);
+    ctx->set_state(param, name, data, dtype, count);
+  });
+}
+
+ga_status ga_state_reset(ga_context* ctx, ga_param param) {
+  return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->reset_state(param);
+  });
 }
 
 ga_status ga_micro_options_init(ga_micro_options* out, size_t struct_size) {
@@ -481,27 +634,44 @@ ga_status ga_micro_options_init(ga_micro_options* out, size_t struct_size) {
 
 ga_status ga_accumulate(ga_context* ctx, const void* const* gradients, size_t count, double weight,
                         const ga_micro_options* options) {
-  return on(ctx, [&] { ctx->accumulate(gradients, count, weight, read_micro(options)); });
+  return on(ctx, [&] {
+    ctx->note("count", static_cast<double>(count));
+    ctx->note("weight", weight);
+    ctx->accumulate(gradients, count, weight, read_micro(options));
+  });
 }
 
 ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight,
                          const ga_micro_options* options) {
-  return on(ctx, [&] { ctx->micro_begin(index, weight, read_micro(options)); });
+  return on(ctx, [&] {
+    ctx->note("index", static_cast<double>(index));
+    ctx->note("weight", weight);
+    ctx->micro_begin(index, weight, read_micro(options));
+  });
 }
 
 ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void* gradient) {
-  return on(ctx, [&] { ctx->accumulate_part(param, gradient); });
+  return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->accumulate_part(param, gradient);
+  });
 }
 
 ga_status ga_accumulate_rows(ga_context* ctx, ga_param param, const void* indices,
                              ga_dtype index_dtype, int64_t count, const void* values) {
-  return on(ctx, [&] { ctx->accumulate_rows(param, indices, index_dtype, count, values); });
+  return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->note("count", static_cast<double>(count));
+    ctx->accumulate_rows(param, indices, index_dtype, count, values);
+  });
 }
 
 ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,
                                int64_t lda, ga_transpose transpose_a, const void* b, int64_t ldb,
                                ga_transpose transpose_b, ga_dtype dtype) {
   return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->note("k", static_cast<double>(k));
     const bool turn_a = flag("transpose_a", transpose_a), turn_b = flag("transpose_b", transpose_b);
     ctx->accumulate_matmul(param, k, a, lda, turn_a, b, ldb, turn_b, dtype);
   });
@@ -519,11 +689,18 @@ ga_status ga_accumulator_acquire(ga_context* ctx, ga_param param, ga_accumulator
 }
 
 ga_status ga_accumulator_release(ga_context* ctx, ga_param param) {
-  return on(ctx, [&] { ctx->release_accumulator(param); });
+  return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->release_accumulator(param);
+  });
 }
 
 ga_status ga_micro_end(ga_context* ctx) {
   return on(ctx, [&] { ctx->micro_end(); });
+}
+
+ga_status ga_micro_abort(ga_context* ctx) {
+  return on(ctx, [&] { ctx->micro_abort(); });
 }
 
 ga_status ga_window_info_init(ga_window_info* out, size_t struct_size) {
@@ -531,7 +708,7 @@ ga_status ga_window_info_init(ga_window_info* out, size_t struct_size) {
 }
 
 ga_status ga_window(const ga_context* ctx, ga_window_info* out) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     check_out(out, "ga_window_info");
     write_struct(out, const_cast<ga_context*>(ctx)->window());  // which may look up K
   });
@@ -545,12 +722,17 @@ ga_status ga_step(ga_context* ctx, ga_step_result* out) {
   return on(ctx, [&] {
     if (out) check_out(out, "ga_step_result");
     const ga_step_result r = ctx->step();
+    ctx->note("outcome", r.outcome);
+    ctx->note("micro_batches", static_cast<double>(r.micro_batches));
+    ctx->note("weight", r.weight);
+    ctx->note("norm", r.norm);
+    ctx->note("lr", r.lr);
     if (out) write_struct(out, r);
   });
 }
 
 ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wait, ga_step_result* out) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     check_out(out, "ga_step_result");
     ga_step_result r = {};
     if (!ctx->result(window, flag("wait", wait), r)) r = Context::pending();
@@ -564,7 +746,7 @@ ga_status ga_discard(ga_context* ctx) {
 
 ga_status ga_gradient(ga_context* ctx, ga_param param, const void** out_data, ga_dtype* out_dtype,
                       int64_t* out_count) {
-  return on(ctx, [&] {
+  return ask(ctx, [&] {
     require(out_data, "out_data");
     *out_data = ctx->gradient(param, out_dtype, out_count);
   });
@@ -590,7 +772,12 @@ ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen) {
 
 ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                            int64_t positions) {
-  return on(ctx, [&] { ctx->batch_norms().accumulate(bn, x, samples, positions); });
+  return on(ctx, [&] {
+    ctx->note("bn", bn);
+    ctx->note("samples", static_cast<double>(samples));
+    ctx->note("positions", static_cast<double>(positions));
+    ctx->batch_norms().accumulate(bn, x, samples, positions);
+  });
 }
 
 ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
@@ -605,27 +792,48 @@ ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn) {
 
 ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                         int64_t positions, void* y) {
-  return on(ctx, [&] { ctx->batch_norms().forward(bn, x, samples, positions, y); });
+  return on(ctx, [&] {
+    ctx->note("bn", bn);
+    ctx->note("samples", static_cast<double>(samples));
+    ctx->note("positions", static_cast<double>(positions));
+    ctx->batch_norms().forward(bn, x, samples, positions, y);
+  });
 }
 
 ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
                                     int64_t samples, int64_t positions) {
-  return on(ctx, [&] { ctx->batch_norms().backward_accumulate(bn, x, dy, samples, positions); });
+  return on(ctx, [&] {
+    ctx->note("bn", bn);
+    ctx->note("samples", static_cast<double>(samples));
+    ctx->note("positions", static_cast<double>(positions));
+    ctx->batch_norms().backward_accumulate(bn, x, dy, samples, positions);
+  });
 }
 
 ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy, int64_t samples,
                          int64_t positions, void* dx) {
-  return on(ctx, [&] { ctx->batch_norms().backward(bn, x, dy, samples, positions, dx); });
+  return on(ctx, [&] {
+    ctx->note("bn", bn);
+    ctx->note("samples", static_cast<double>(samples));
+    ctx->note("positions", static_cast<double>(positions));
+    ctx->batch_norms().backward(bn, x, dy, samples, positions, dx);
+  });
 }
 
 ga_status ga_bn_infer(ga_context* ctx, ga_bn bn, const void* x, int64_t samples, int64_t positions,
                       void* y) {
-  return on(ctx, [&] { ctx->batch_norms().infer(bn, x, samples, positions, y); });
+  return ask(ctx, [&] {
+    ctx->note("bn", bn);
+    ctx->note("samples", static_cast<double>(samples));
+    ctx->note("positions", static_cast<double>(positions));
+    ctx->batch_norms().infer(bn, x, samples, positions, y);
+  });
 }
 
 ga_status ga_bn_running(ga_context* ctx, ga_bn bn, void* out_mean, void* out_variance,
                         ga_dtype dtype, int64_t* out_steps) {
-  return on(ctx, [&] { ctx->batch_norms().running(bn, out_mean, out_variance, dtype, out_steps); });
+  return ask(ctx,
+             [&] { ctx->batch_norms().running(bn, out_mean, out_variance, dtype, out_steps); });
 }
 
 ga_status ga_bn_running_set(ga_context* ctx, ga_bn bn, const void* mean, const void* variance,
@@ -635,8 +843,8 @@ ga_status ga_bn_running_set(ga_context* ctx, ga_bn bn, const void* mean, const v
 
 ga_status ga_bn_statistics(ga_context* ctx, ga_bn bn, void* out_mean, void* out_variance,
                            ga_dtype dtype, int64_t* out_count) {
-  return on(ctx,
-            [&] { ctx->batch_norms().statistics(bn, out_mean, out_variance, dtype, out_count); });
+  return ask(ctx,
+             [&] { ctx->batch_norms().statistics(bn, out_mean, out_variance, dtype, out_count); });
 }
 
 }  // extern "C"

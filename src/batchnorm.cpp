@@ -95,7 +95,7 @@ struct BatchNorms::Layer {
   }
 
   void require_unused(const char* what) const {
-    if (index >= 0)
+    if (seen() > 0)
       subject(what).fail(GA_ERROR_INVALID_STATE,
                          "it has statistics of this window; ga_step or ga_discard ends the window");
   }
@@ -647,13 +647,38 @@ void BatchNorms::statistics(ga_bn id, void* mean, void* variance, int32_t dtype,
 // ---- For the context ----------------------------------------------------------------------------
 
 bool BatchNorms::has_statistics() const {
-  return std::any_of(layers_.begin(), layers_.end(), [](const Layer& b) { return b.index >= 0; });
+  return std::any_of(layers_.begin(), layers_.end(), [](const Layer& b) { return b.seen() > 0; });
 }
 
 const char* BatchNorms::name_of_windowed() const {
   for (const Layer& b : layers_)
     if (b.windowed()) return b.name.c_str();
   return nullptr;
+}
+
+const char* BatchNorms::name_of_user(ga_param id) const {
+  for (const Layer& b : layers_)
+    if (b.gamma == id || b.beta == id) return b.name.c_str();
+  return nullptr;
+}
+
+bool BatchNorms::is_swept(int64_t micro) const {
+  return std::any_of(layers_.begin(), layers_.end(),
+                     [&](const Layer& b) { return b.windowed() && b.seen() > micro; });
+}
+
+void BatchNorms::forget(int64_t micro) {
+  const auto at = static_cast<size_t>(micro);
+  for (Layer& b : layers_) {
+    if (at < b.summed.size()) b.summed[at] = 0;
+    if (b.sums_of == micro) b.sums_of = -1;
+    if (b.seen() <= micro || b.windowed()) continue;
+    const std::vector<Moments> none(static_cast<size_t>(b.channels));
+    backend_.write(b.history.at(static_cast<size_t>(micro * b.channels)), none.data(),
+                   none.size() * sizeof(Moments));
+    b.taken.resize(at);
+    if (b.index == micro) b.index = -1;
+  }
 }
 
 int64_t BatchNorms::bytes() const {

@@ -82,9 +82,13 @@ class BatchNorms {
   void set_running(ga_bn id, const void* mean, const void* variance, int32_t dtype, int64_t steps);
   void statistics(ga_bn id, void* mean, void* variance, int32_t dtype, int64_t* count) const;
 
-  bool has_statistics() const;           // of this window
-  const char* name_of_windowed() const;  // of a layer in WINDOW mode; NULL if there is none
-  int64_t bytes() const;                 // of the layers' arrays
+  bool has_statistics() const;                  // of this window
+  const char* name_of_windowed() const;         // of a layer in WINDOW mode; NULL if there is none
+  const char* name_of_user(ga_param id) const;  // of a layer that has this parameter, or NULL
+  // Whether a layer in WINDOW mode has the statistics of a micro-batch, which cannot be taken back.
+  bool is_swept(int64_t micro) const;
+  void forget(int64_t micro);  // the newest micro-batch, which is dropped
+  int64_t bytes() const;       // of the layers' arrays
   const Table<BnInput>& inputs() const { return inputs_; }
   void flush() { inputs_.flush(backend_); }
   void end_window();

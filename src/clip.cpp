@@ -101,7 +101,8 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   if (own) *own = clip != nullptr;
   try {
     for (size_t i = 0; i < params_.size(); ++i)
-      if (!params_[i].owns && clip_of(params_[i]).scope == GA_CLIP_AGC) units_axes(i);
+      if (!params_[i].owns && !tensors_[i].removed && clip_of(params_[i]).scope == GA_CLIP_AGC)
+        units_axes(i);
     const bool units = before.scope == GA_CLIP_AGC || next.scope == GA_CLIP_AGC ||
                        clip_.scope == GA_CLIP_AGC;  // which a group may have had, or gets
     if (prepared_ > 0 && units) prepare_units();

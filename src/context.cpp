@@ -85,6 +85,9 @@ void check_config(const ga_config& c) {
          c.device == GA_DEVICE_CPU ? "0 for GA_DEVICE_CPU" : ">= 0");
   if (c.device == GA_DEVICE_CPU && c.stream)
     fail(GA_ERROR_INVALID_ARGUMENT, "stream was %p, but device is GA_DEVICE_CPU", c.stream);
+  if (!c.allocate != !c.free)
+    fail(GA_ERROR_INVALID_ARGUMENT, "%s was set without %s", c.allocate ? "allocate" : "free",
+         c.allocate ? "free" : "allocate");
   if (!(c.noise_smoothing >= 0 && c.noise_smoothing < 1))
     fail(GA_ERROR_INVALID_ARGUMENT, "noise_smoothing was %g, expected a number in [0, 1)",
          c.noise_smoothing);
@@ -93,25 +96,9 @@ void check_config(const ga_config& c) {
          c.loss_scale);
 }
 
-ga_ema default_ema() {
-  ga_ema e = {};
-  e.struct_size = sizeof e;
-  e.decay = 0.999;
-  e.gamma = 6.94;
-  return e;
-}
-
-void check_ema(const ga_ema& e) {
-  check_choice("ema: kind", e.kind, GA_EMA_KARRAS, "ga_ema_kind");
-  if (e.dtype != 0 && e.dtype != GA_F32 && e.dtype != GA_BF16)
-    fail(GA_ERROR_INVALID_ARGUMENT, "ema: dtype was %d, expected 0, GA_F32 or GA_BF16", e.dtype);
-  if (!(e.decay >= 0 && e.decay <= 1))
-    fail(GA_ERROR_INVALID_ARGUMENT, "ema: decay was %g, expected a number in [0, 1]", e.decay);
-  check_rate("ema: gamma", e.gamma);
-}
-
 Context::Context(const ga_config& config)
     : config_(config),
+      log_(Log::of(config)),
       backend_(config.device == GA_DEVICE_CUDA ? make_cuda_backend(config)
                                                : make_cpu_backend(config)),
       clip_(default_clip()) {
@@ -127,7 +114,7 @@ Context::~Context() {
   for (const Tensor& t : tensors_) backend_->free_rows(t.set);
 }
 
-Context::Use::Use(const Context& context) : context_(context) {
+Context::Use::Use(const Context& context, const char* function, bool changing) : context_(context) {
   if (context.is_of_parent())
     fail(
         GA_ERROR_INVALID_STATE,
@@ -135,11 +122,18 @@ Context::Use::Use(const Context& context) : context_(context) {
         "the child; the child may create contexts of its own");
   if (context.in_use_.exchange(true, std::memory_order_acquire))
     fail(GA_ERROR_INVALID_STATE,
-         "the context is in another call; one thread may use it at a time, and parallel_for must "
-         "not use it");
+         "the context is in another call; one thread may use it at a time, and the program's "
+         "callbacks (parallel_for, allocate, log) must not use it");
   if (context.broken_) {
     context.in_use_.store(false, std::memory_order_release);
     throw *context.broken_;
+  }
+  if (changing && context.ema_swapped_) {
+    context.in_use_.store(false, std::memory_order_release);
+    fail(GA_ERROR_INVALID_STATE,
+         "%s was called while the parameters hold their averages; ga_ema_swap(ctx, 0) takes that "
+         "back",
+         function);
   }
 }
 
@@ -157,6 +151,8 @@ const Param& Context::param(ga_param id) const {
   if (id < 0 || static_cast<size_t>(id) >= params_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "parameter was %d, but the context has %zu", id,
          params_.size());
+  if (tensor(id).removed)
+    fail(GA_ERROR_INVALID_ARGUMENT, "parameter %d, \"%s\", was removed", id, name(id));
   return at(id);
 }
 
@@ -225,8 +221,7 @@ ga_group Context::add_group(const ga_optimizer& o) {
   Group g = {o, &info, {info.op(o, false), info.op(o, true)}, false, default_clip(), {}, {}};
   if (g.op[1] >= 0 && op_info(g.op[1]).orthogonal) backend_->prepare_matmul(0);
   GroupState state = {};
-  const int64_t done = groups_.empty() && windows_ == 0 ? 0 : steps();
-  for (int64_t s = 0; s < done; ++s) info.advance(o, state.clock);
+  state.clock = clock_after(info, o, groups_.empty() && windows_ == 0 ? 0 : steps());
   groups_.reserve(groups_.size() + 1);
   ContextTables tables = tables_.grown(*backend_, ContextTables::kGroup, groups_.size() + 1);
   backend_->write(tables.group_states.at(groups_.size()), &state, sizeof state);
@@ -246,12 +241,34 @@ void Context::set_lr(ga_group id, double lr) {
 }
 
 void Context::set_weight_decay(ga_group id, double weight_decay) {
-  Group& g = group(id);
+  ga_optimizer o = group(id).optimizer;
   check_rate("weight_decay", weight_decay);
-  g.optimizer.weight_decay = weight_decay;
-  const OptimizerInfo& info = *g.info;
+  o.weight_decay = weight_decay;
+  change_optimizer(id, o);
+}
+
+void Context::set_optimizer(ga_group id, const ga_optimizer& o) {
+  const Group& g = group(id);
+  check_optimizer(o);
+  check_same_state(g.optimizer, o);
+  for (size_t i = 0; i < params_.size(); ++i)
+    if (params_[i].group == id && tensors_[i].options.rows == GA_ROWS_LAZY &&
+        !tensors_[i].removed && !g.info->lazy(o))
+      subject(static_cast<ga_param>(i))
+          .fail(GA_ERROR_UNSUPPORTED,
+                "its rows are GA_ROWS_LAZY, but with these numbers %s moves every element",
+                g.info->name);
+  change_optimizer(id, o);
+  tell_settings();  // max_grad_norm
+  lists_due_ = true;
+}
+
+// Gives a group other numbers, with which its parameters may need another Op.
+void Context::change_optimizer(ga_group id, const ga_optimizer& o) {
+  Group& g = group(id);
+  g.optimizer = o;
   const int before[] = {g.op[0], g.op[1]};
-  for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = info.op(g.optimizer, matrix);
+  for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(o, matrix);
   tell_groups();
   if (std::equal(before, before + 2, g.op)) return;
   for (size_t i = 0; i < prepared_; ++i)
@@ -285,6 +302,13 @@ double Context::lr(ga_group id) const {
   return schedule.rate(g.optimizer.lr, steps());
 }
 
+double Context::last_lr(ga_group id) const {
+  group(id);
+  GroupState state = {};
+  backend_->read(&state, tables_.group_states.at(static_cast<size_t>(id)), sizeof state);
+  return state.lr;
+}
+
 void Context::set_loss_scaler(const ga_loss_scaler* scaler) {
   window_.check_empty("ga_context_set_loss_scaler");
   if (scaler) check_loss_scaler(*scaler);
@@ -298,24 +322,6 @@ double Context::loss_scale() const { return scaled_ ? control().scaler.scale : c
 
 const void* Context::device_loss_scale() const {
   return config_.device == GA_DEVICE_CPU ? nullptr : &tables_.control.at()->loss_scale;
-}
-
-void Context::set_ema(const ga_ema* ema) {
-  if (prepared_ > 0)
-    fail(GA_ERROR_INVALID_STATE,
-         "ga_context_set_ema was called after the first contribution to a window; it is legal only "
-         "before");
-  if (ema) {
-    check_ema(*ema);
-    for (size_t i = 0; i < params_.size(); ++i)
-      if (ema->dtype == GA_BF16 && params_[i].f64)
-        subject(static_cast<ga_param>(i))
-            .fail(GA_ERROR_UNSUPPORTED, "its dtype is f64, but the dtype of the EMA is bf16");
-    ema_ = *ema;
-  } else {
-    ema_.reset();
-  }
-  tell_settings();
 }
 
 // ---- Parameters ---------------------------------------------------------------------------------
@@ -482,6 +488,8 @@ ga_param_info Context::info(ga_param id) const {
   info.count = p.count;
   info.offset = p.offset;
   info.slot = slot(id);
+  info.lr_scale = t.lr_scale;
+  info.weight_decay_scale = t.weight_decay_scale;
   return info;
 }
 
@@ -518,37 +526,53 @@ void Context::set_frozen(ga_param id, bool frozen) {
   if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
 }
 
+void Context::set_group_frozen(ga_group id, bool frozen) {
+  window_.check_empty("ga_group_set_frozen");
+  group(id);
+  for (size_t i = 0; i < params_.size(); ++i)
+    if (params_[i].group == id && !tensors_[i].removed)
+      set_frozen(static_cast<ga_param>(i), frozen);
+}
+
+void Context::set_lr_scale(ga_param id, double scale) {
+  param(id);
+  check_rate("lr_scale", scale);
+  tensors_[static_cast<size_t>(id)].lr_scale = scale;
+  tell_scales(static_cast<size_t>(id));
+}
+
+void Context::set_weight_decay_scale(ga_param id, double scale) {
+  param(id);
+  check_rate("weight_decay_scale", scale);
+  tensors_[static_cast<size_t>(id)].weight_decay_scale = scale;
+  tell_scales(static_cast<size_t>(id));
+}
+
+// The parameter stays in all lists, as one that is frozen and owns nothing.
+void Context::remove(ga_param id) {
+  window_.check_empty("ga_param_remove");
+  Param& p = param(id);
+  const auto i = static_cast<size_t>(id);
+  if (const char* const layer = batch_norms_.name_of_user(id))
+    subject(id).fail(GA_ERROR_INVALID_STATE,
+                     "layer \"%s\" has it as its gamma or beta, so it cannot be removed", layer);
+  check_device();
+  removed_names_.reserve(removed_names_.size() + 1);
+  removed_names_.push_back(names_.extract(names_.find(name(id))));  // keeps the address of the name
+  if (p.master) claims_.remove(p.data);
+  if (p.count > 0) ranges_.remove(p.data);
+  if (p.owns) free_arrays(i);
+  p.data = nullptr;
+  p.frozen = tensors_[i].removed = true;
+  p.delivered = false;
+  if (i < prepared_) describe(i);
+  lists_due_ = true;
+}
+
 void Context::changed(ga_param id) {
   window_.check_empty("ga_param_changed");
   Param& p = param(id);
   if (p.master) p.master_due = unfilled_ = true;
-}
-
-void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
-  const Param& p = param(id);
-  if (!ema_)
-    fail(GA_ERROR_INVALID_STATE,
-         "ga_ema_copy_to: the context keeps no EMA; ga_context_set_ema starts one");
-  const DtypeInfo info = dtype_info(dtype);
-  if (!info.floating)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "ga_ema_copy_to: dtype was %d, expected GA_F32, GA_F64, GA_F16 or GA_BF16", dtype);
-  if (p.count == 0) return;
-  if (!out) fail(GA_ERROR_INVALID_ARGUMENT, "ga_ema_copy_to: out was NULL");
-  check_values(id, "out", out, p.count, info.size);
-  FinishTask task = {};
-  ParamState state = {};
-  if (static_cast<size_t>(id) < prepared_)
-    backend_->read(&state, tables_.param_states.at(static_cast<size_t>(id)), sizeof state);
-  const Array from = state.averaged ? average_of(p) : param_of(p);
-  task.gradient = identity({from.data, from.format, 1, nullptr});
-  task.f64 = p.f64;
-  task.target = {out, dtype};
-  task.count = p.count;
-  backend_->reserve(std::max(owned_.chunks(), chunk_count(p.count)),
-                    static_cast<int64_t>(params_.size()),
-                    static_cast<int64_t>(owned_.bytes[kAccumulator]));
-  backend_->finish({&task, 1});
 }
 
 }  // namespace ga

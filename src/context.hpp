@@ -4,6 +4,8 @@
 // tables of tables.hpp.
 //   context.cpp     groups and parameters
 //   memory.cpp      the arrays that parameters own
+//   state.cpp       optimizer state by name
+//   ema.cpp         moving averages
 //   tables.cpp      what the host writes into the tables
 //   accumulate.cpp  contributions to a window
 //   step.cpp        the end of a window
@@ -23,6 +25,7 @@
 #include "error.hpp"
 #include "fork.hpp"
 #include "fp_mode.hpp"
+#include "log.hpp"
 #include "masters.hpp"
 #include "param.hpp"
 #include "ranges.hpp"
@@ -42,10 +45,11 @@ class Context : BnContext {
   bool is_of_parent() const { return generation_ != process_generation(); }
 
   // Held during a call, which computes in the library's floating-point mode. Throws if the context
-  // belongs to the parent process, is in another call, or has failed for good.
+  // belongs to the parent process, is in another call, or has failed for good. changing: throws, too,
+  // while the parameters hold their averages. function: the one that was called.
   class Use {
    public:
-    explicit Use(const Context& context);
+    Use(const Context& context, const char* function, bool changing);
     ~Use() { context_.in_use_.store(false, std::memory_order_release); }
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
@@ -55,20 +59,27 @@ class Context : BnContext {
     const Context& context_;
   };
 
+  Log* log() const { return log_.get(); }  // NULL: none
+  template <class Value>
+  void note(const char* key, Value value) const {
+    if (log_) log_->note(key, value);
+  }
+
   // context.cpp
   void set_accum_steps(int64_t k);
   void set_accum_schedule(const int64_t* from_steps, const int64_t* accum_steps, size_t count);
   ga_group add_group(const ga_optimizer& optimizer);
+  void set_optimizer(ga_group group, const ga_optimizer& optimizer);
   void set_lr(ga_group group, double lr);
   void set_weight_decay(ga_group group, double weight_decay);
   void set_schedule(ga_group group, const ga_schedule* schedule);
   void set_clip(const ga_clip* clip);
   void set_group_clip(ga_group group, const ga_clip* clip);
   double lr(ga_group group) const;
+  double last_lr(ga_group group) const;
   void set_loss_scaler(const ga_loss_scaler* scaler);
   double loss_scale() const;
   const void* device_loss_scale() const;
-  void set_ema(const ga_ema* ema);
   ga_param add_params(void* data, int32_t dtype, Span<const NewParam> entries);
   int32_t group_count() const { return static_cast<int32_t>(groups_.size()); }
   const ga_optimizer& optimizer(ga_group group) const { return this->group(group).optimizer; }
@@ -79,13 +90,32 @@ class Context : BnContext {
   size_t slot(ga_param param) const;
   void bind(ga_param param, void* data);
   void changed(ga_param param);
-  void ema_copy_to(ga_param param, void* out, int32_t dtype);
   void set_frozen(ga_param param, bool frozen);
+  void set_group_frozen(ga_group group, bool frozen);
+  void set_lr_scale(ga_param param, double scale);
+  void set_weight_decay_scale(ga_param param, double scale);
+  void remove(ga_param param);
   ga_memory memory() const;
   void synchronize() { backend_->wait(); }
   BatchNorms& batch_norms() { return batch_norms_; }
   // Throws if the backend can take no work now: after a fault, or because of a capture.
   void check_device() const { backend_->capturing(); }
+
+  // memory.cpp
+  void make_arrays();
+
+  // state.cpp
+  int32_t state_count(ga_param param) const;
+  ga_state_info state_info(ga_param param, int32_t index) const;
+  void get_state(ga_param param, const char* name, void* out, int32_t dtype, int64_t count);
+  void set_state(ga_param param, const char* name, const void* data, int32_t dtype, int64_t count);
+  void reset_state(ga_param param);
+  void set_steps(int64_t steps);
+
+  // ema.cpp
+  void set_ema(const ga_ema* ema);
+  void ema_copy_to(ga_param param, void* out, int32_t dtype);
+  void ema_swap(bool on);
 
   // accumulate.cpp
   void accumulate(const void* const* gradients, size_t count, double weight,
@@ -99,6 +129,7 @@ class Context : BnContext {
   ga_accumulator acquire_accumulator(ga_param param);
   void release_accumulator(ga_param param);
   void micro_end();
+  void micro_abort();
 
   // step.cpp
   ga_window_info window();
@@ -119,6 +150,12 @@ class Context : BnContext {
     int64_t chunks() const { return static_cast<int64_t>(bytes[kPartials] / sizeof(Partial)); }
   };
 
+  // Arenas of the arrays that one call has made, and how many of their parameters are left.
+  struct Made {
+    Layout layout;
+    std::array<Buffer, kArrayKinds> arenas;
+    size_t params = 0;
+  };
   struct NewArrays;
 
   // A contribution that is read at the end of its micro-batch.
@@ -146,6 +183,7 @@ class Context : BnContext {
   const Group& group_of(const Param& p) const { return groups_[static_cast<size_t>(p.group)]; }
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
   void update_accum_steps();
+  void change_optimizer(ga_group id, const ga_optimizer& o);
   const Control& control() const;
   int64_t steps() const { return control().steps; }
   int64_t steps_seen() const;
@@ -177,15 +215,32 @@ class Context : BnContext {
   Layout layout_of_new() const;
   void prepare();
   void allocate_new(NewArrays& fresh);
+  void free_arrays(size_t param);
+  void fill(const Param& p, const Source& from, double constant, const Array& to, int64_t count);
+  void fill_state(const Param& p, const OwnedArray& a);
   void claim_masters();
   void hand_over(NewArrays& fresh);
   [[noreturn]] void fail_allocation() const;
   void fill_new();
 
+  // state.cpp
+  std::vector<StateArray> states_of(size_t param) const;
+  StateArray state_for(ga_param id, const char* name, int32_t dtype, int64_t count,
+                       const char* what);
+  void* state_data(const Param& p, int kind) const;
+  ParamState param_state(size_t param) const;
+  std::vector<ParamState> param_states() const;
+  void set_param_state(size_t param, const ParamState& state);
+
+  // ema.cpp
+  void check_ema_kept(const char* what) const;
+  bool swaps_in_place(const Param& p) const;
+
   // tables.cpp
   void tell_settings();
   void tell_groups();
   void tell_scaler();
+  void tell_scales(size_t param);
   void describe(size_t param);
   void describe_input(size_t param);
   void describe_update(size_t param);
@@ -251,8 +306,16 @@ class Context : BnContext {
   [[noreturn]] void fail_nonfinite(const Control& c) const;
   void empty_window();
   void forget_delivered();
+  // Runs a pass over parameters and state. If it fails half-way, the context is of no use after it.
   template <class Work>
-  void or_break(Work&& work);
+  void or_break(Work&& work) {
+    try {
+      work();
+    } catch (const Error& e) {
+      if (e.status() == GA_ERROR_FAULT) broken_ = e;
+      throw;
+    }
+  }
 
   // update.cpp
   // Whether the sums of StepSums are taken before the decision.
@@ -266,6 +329,7 @@ class Context : BnContext {
   OrthogonalizeTask orthogonal_task(ga_param id) const;
 
   ga_config config_;
+  std::unique_ptr<Log> log_;
   std::unique_ptr<Backend> backend_;
   mutable std::atomic<bool> in_use_{false};
   const uint32_t generation_ = process_generation();
@@ -276,7 +340,9 @@ class Context : BnContext {
   std::vector<Tensor> tensors_;
   std::vector<Block> blocks_;
   MemoryRanges ranges_;
-  std::map<std::string, ga_param, std::less<>> names_;
+  using Names = std::map<std::string, ga_param, std::less<>>;
+  Names names_;
+  std::vector<Names::node_type> removed_names_;
   ga_clip clip_;
   std::vector<AccumPhase> phases_;
   bool accum_due_ = false;  // the next window's K has to be looked up in phases_
@@ -284,8 +350,10 @@ class Context : BnContext {
   bool scaled_ = false;
   ga_loss_scaler scaler_ = {};
   std::optional<ga_ema> ema_;
-  bool clip_micro_ = false;  // some clipping is GA_CLIP_WHEN_MICRO
-  bool clip_units_ = false;  // some is GA_CLIP_AGC, of the reduced gradient
+  bool ema_swapped_ = false;  // the parameters hold their averages
+  Buffer ema_kept_;           // parameters that were overwritten by their averages
+  bool clip_micro_ = false;   // some clipping is GA_CLIP_WHEN_MICRO
+  bool clip_units_ = false;   // some is GA_CLIP_AGC, of the reduced gradient
 
   ContextTables tables_;
   mutable Control last_control_ = {};  // as last read from a device
@@ -296,14 +364,15 @@ class Context : BnContext {
   bool lacking_ = false;   // some parameter that is not frozen has no arrays yet
   bool unfilled_ = false;  // some arrays do not hold their initial values yet
   Layout owned_;           // of all arrays that parameters own
-  std::vector<Buffer> arenas_;
+  std::vector<Made> made_;
   Buffer scratch_;
 
   MasterClaims claims_;
 
   Window window_;
   BatchNorms batch_norms_{config_, *backend_, window_, ranges_, *this};
-  int64_t windows_ = 0;  // calls of ga_step that returned GA_OK
+  int64_t windows_ = 0;                          // calls of ga_step that returned GA_OK
+  int64_t steps_set_ = 0, steps_set_after_ = 0;  // by set_steps(), after that many windows
   int64_t tickets_ = 0;
   bool delivered_ = false;  // some accumulator holds a gradient for the program
   bool rejected_ = false;   // ga_step has returned GA_ERROR_NONFINITE for this window
@@ -318,9 +387,11 @@ class Context : BnContext {
   std::vector<ga_param> plain_, pieces_, layers_;
   std::vector<ga_param> ids_[3];                                // of a batch of these
   std::vector<ga_param> norms_, units_first_, factored_first_;  // of StepSums
-  int64_t rows_held_ = 0;   // rows contributed in this window, repeated ones included
-  bool plain_path_ = true;  // contributions are only added
-  bool adopts_ = false;     // first contributions stay in the program's buffers
+  bool added_ = false;           // an accumulator has something of the open micro-batch
+  std::vector<ga_param> noted_;  // whose first gradient came with it and is adopted
+  int64_t rows_held_ = 0;        // rows contributed in this window, repeated ones included
+  bool plain_path_ = true;       // contributions are only added
+  bool adopts_ = false;          // first contributions stay in the program's buffers
   bool noise_repeated_ = false;
   struct {
     int64_t index;

@@ -92,6 +92,7 @@ struct ParamInput {
   int64_t count;
   int64_t extent;  // shape[0]
   double weight;   // multiplies the accumulator, as the mean does
+  double lr_scale, weight_decay_scale;
   ga_group group;
   int32_t op;  // position in AllOps; -1: no Op
   Held held;
@@ -183,7 +184,7 @@ struct MicroPlan {
 };
 
 struct Control {
-  int64_t windows, steps, dropped;
+  int64_t windows, steps, skipped, dropped;
   ScalerState scaler;
   NoiseScale noise;
   float loss_scale;  // of the next micro-batch, for programs on a device
@@ -191,9 +192,10 @@ struct Control {
   // Of the open window, under Settings::deferring.
   double weight;
   int64_t weighted, window_dropped;
-  bool micro_finite;  // the last micro-batch was finite
-  bool rejected;      // ga_step returned GA_ERROR_NONFINITE: ga_discard lowers the loss scale
-  bool failed;        // a row index was out of range, with or without deferring
+  uint64_t dropped_micros;  // ga_step_result.dropped_micros
+  bool micro_finite;        // the last micro-batch was finite
+  bool rejected;            // ga_step returned GA_ERROR_NONFINITE: ga_discard lowers the loss scale
+  bool failed;              // a row index was out of range, with or without deferring
 
   // Of the ending window, over all parameters.
   WindowSums sums;

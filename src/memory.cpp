@@ -170,6 +170,7 @@ ga_memory Context::memory() const {
       static_cast<int64_t>(contributions_.capacity() *
                            (sizeof(Contribution) + sizeof(MicroInput) + sizeof(NormTask)));
   m.rows += backend_->row_bytes();
+  m.averages += static_cast<int64_t>(ema_kept_.bytes());
   m.batch_norm = batch_norms_.bytes();
   m.workspace += backend_->bn_bytes() + batch_norms_.inputs().bytes();
   for (const int64_t bytes : {m.accumulators, m.optimizer_state, m.workspace, m.masters, m.averages,
@@ -190,33 +191,36 @@ int64_t Context::bytes_of_lists(size_t params) const {
 
 // What prepare() has allocated and not yet handed over to the parameters.
 struct Context::NewArrays {
-  Layout layout;
-  std::array<Buffer, kArrayKinds> arenas;
+  Made made;
   Buffer scratch;
   std::vector<std::array<std::unique_ptr<Units>, Tensor::kUnits>> units;  // by parameter
   ContextTables tables;
 };
 
-// Gives every parameter that is not frozen its arrays, if it has none yet: all of them or, if this throws,
-// none. Called after the last check of a call that contributes, so that no other call leaves arrays behind.
-// Throws if memory runs out, or if another context has master weights for the same memory.
+// Called after the last check of a call that contributes, so that no other call leaves arrays behind.
 void Context::prepare() {
-  if (lacking_) {
-    NewArrays fresh;
-    try {
-      allocate_new(fresh);
-    } catch (const std::bad_alloc&) {
-      fail_allocation();
-    } catch (const std::length_error&) {  // of a list that would have been larger than memory
-      fail_allocation();
-    }
-    hand_over(fresh);
-    for (size_t i = 0; i < params_.size(); ++i) describe(i);  // the tables have moved
-    lists_due_ = true;
-    set_tables();
-    flush();
-  }
+  if (lacking_) make_arrays();
   if (unfilled_) fill_new();
+}
+
+// Gives every parameter that is not frozen its arrays, if it has none yet: all of them or, if this throws,
+// none. Throws if memory runs out, or if another context has master weights for the same memory.
+void Context::make_arrays() {
+  if (!lacking_) return;
+  check_device();
+  NewArrays fresh;
+  try {
+    allocate_new(fresh);
+  } catch (const std::bad_alloc&) {
+    fail_allocation();
+  } catch (const std::length_error&) {  // of a list that would have been larger than memory
+    fail_allocation();
+  }
+  hand_over(fresh);
+  for (size_t i = 0; i < params_.size(); ++i) describe(i);  // the tables have moved
+  lists_due_ = true;
+  set_tables();
+  flush();
 }
 
 // Names the largest of the parameters whose arrays could not be allocated.
@@ -246,20 +250,20 @@ void Context::allocate_new(NewArrays& fresh) {
   told_.resize(n);
   if (config_.device != GA_DEVICE_CPU) moved_.reserve(3 * n);
   for (auto* list : {&plain_, &pieces_, &layers_, &norms_, &units_first_, &factored_first_,
-                     &ids_[0], &ids_[1], &ids_[2]})
+                     &ids_[0], &ids_[1], &ids_[2], &noted_})
     list->reserve(n);
-  arenas_.reserve(arenas_.size() + kArrayKinds);
+  made_.reserve(made_.size() + 1);
   ranges_.reserve_more(kArrayKinds);
 
-  fresh.layout = layout_of_new();
-  const auto& bytes = fresh.layout.bytes;
+  fresh.made.layout = layout_of_new();
+  const auto& bytes = fresh.made.layout.bytes;
   backend_->reserve(
-      owned_.chunks() + fresh.layout.chunks(), static_cast<int64_t>(n),
+      owned_.chunks() + fresh.made.layout.chunks(), static_cast<int64_t>(n),
       static_cast<int64_t>(add_capped(owned_.bytes[kAccumulator], bytes[kAccumulator])));
   for (size_t k = 0; k < kArrayKinds; ++k)
-    if (bytes[k] > 0) fresh.arenas[k] = Buffer(*backend_, bytes[k]);
-  if (fresh.layout.scratch > scratch_.bytes())
-    fresh.scratch = Buffer(*backend_, fresh.layout.scratch);
+    if (bytes[k] > 0) fresh.made.arenas[k] = Buffer(*backend_, bytes[k]);
+  if (fresh.made.layout.scratch > scratch_.bytes())
+    fresh.scratch = Buffer(*backend_, fresh.made.layout.scratch);
   fresh.tables = tables_.grown(*backend_, ContextTables::kParam, n);
   fresh.units.resize(n);
   Layout l;
@@ -272,7 +276,7 @@ void Context::allocate_new(NewArrays& fresh) {
     char* slots = nullptr;
     place(i, l, [&](const OwnedArray& a, size_t offset) {
       char* const at =
-          static_cast<char*>(fresh.arenas[static_cast<size_t>(a.kind)].data()) + offset;
+          static_cast<char*>(fresh.made.arenas[static_cast<size_t>(a.kind)].data()) + offset;
       if (a.kind == kRowSlots) slots = at;
       if (a.kind == kRowSet)
         backend_->write(&reinterpret_cast<RowSet*>(at)->slots, &slots, sizeof slots);
@@ -306,46 +310,69 @@ void Context::hand_over(NewArrays& fresh) {
     Param& p = params_[i];
     if (!lacks_arrays(p)) continue;
     place(i, l, [&](const OwnedArray& a, size_t offset) {
-      const Buffer& arena = fresh.arenas[static_cast<size_t>(a.kind)];
+      const Buffer& arena = fresh.made.arenas[static_cast<size_t>(a.kind)];
       set_array(p, tensors_[i], a.kind, static_cast<char*>(arena.data()) + offset);
     });
     p.owns = true;
+    tensors_[i].made_by = made_.size();
+    ++fresh.made.params;
     p.state_due = p.count > 0;
     unfilled_ = unfilled_ || p.state_due;
     std::move(fresh.units[i].begin(), fresh.units[i].end(), tensors_[i].units);
   }
   for (size_t k = 0; k < kArrayKinds; ++k) {
-    owned_.bytes[k] += fresh.layout.bytes[k];
-    if (!fresh.arenas[k].data()) continue;
-    ranges_.add(fresh.arenas[k].data(), fresh.arenas[k].bytes());
-    arenas_.push_back(std::move(fresh.arenas[k]));
+    owned_.bytes[k] += fresh.made.layout.bytes[k];
+    if (const Buffer& arena = fresh.made.arenas[k]; arena.data())
+      ranges_.add(arena.data(), arena.bytes());
   }
+  made_.push_back(std::move(fresh.made));
   prepared_ = params_.size();
   lacking_ = false;
+}
+
+// Takes a parameter's arrays away, and frees those that were made with them if no parameter has any left.
+void Context::free_arrays(size_t i) {
+  Param& p = params_[i];
+  Tensor& t = tensors_[i];
+  if (t.set) backend_->free_rows(t.set);
+  for (int kind = 0; kind < kArrayKinds; ++kind) set_array(p, t, kind, nullptr);
+  for (auto& units : t.units) units.reset();
+  p.owns = p.state_due = p.master_due = false;
+  Made& made = made_[t.made_by];
+  if (--made.params > 0) return;
+  for (size_t k = 0; k < kArrayKinds; ++k) {
+    if (!made.arenas[k].data()) continue;
+    ranges_.remove(made.arenas[k].data());
+    owned_.bytes[k] -= made.layout.bytes[k];
+    made.arenas[k] = Buffer();
+  }
+}
+
+void Context::fill(const Param& p, const Source& from, double constant, const Array& to,
+                   int64_t count) {
+  FinishTask task = {};
+  task.gradient = identity(from);
+  task.constant = constant;
+  task.f64 = p.f64;
+  task.target = to;
+  task.count = count;
+  backend_->finish({&task, 1});
+}
+
+void Context::fill_state(const Param& p, const OwnedArray& a) {
+  fill(p, {nullptr, GA_F32, 1, nullptr}, a.initial, {p.state[a.kind - kState], a.format}, a.count);
 }
 
 // Fills new arrays whose initial value is not zero, and copies parameters to their master weights. If this
 // fails, the next call does the rest.
 void Context::fill_new() {
-  const auto fill = [&](const Param& p, const Source& from, double constant, const Array& to,
-                        int64_t count) {
-    FinishTask task = {};
-    task.gradient = identity(from);
-    task.constant = constant;
-    task.f64 = p.f64;
-    task.target = to;
-    task.count = count;
-    backend_->finish({&task, 1});
-  };
   for (size_t i = 0; i < prepared_; ++i) {
     Param& p = params_[i];
     if (p.master_due) fill(p, {p.data, p.dtype, 1, nullptr}, 0, {p.master, GA_F32}, p.count);
     p.master_due = false;
     if (!p.state_due) continue;
     for (const OwnedArray& a : arrays_of(i))
-      if (a.initial != 0)
-        fill(p, {nullptr, GA_F32, 1, nullptr}, a.initial, {p.state[a.kind - kState], a.format},
-             a.count);
+      if (a.initial != 0) fill_state(p, a);
     p.state_due = false;
   }
   unfilled_ = false;

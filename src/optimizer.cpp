@@ -27,9 +27,9 @@ struct OptimizerTable<TypeList<O...>> {
     return chosen < 0 ? -1 : first + chosen;
   }
 
-  static constexpr std::array<OptimizerInfo, sizeof...(O)> infos = {
-      OptimizerInfo{O::name, O::has_flavor, O::defaults, O::check, op_of<O>, O::bf16_state,
-                    O::matrices_only, O::limits_norm, O::lazy, O::initial, O::advance}...};
+  static constexpr std::array<OptimizerInfo, sizeof...(O)> infos = {OptimizerInfo{
+      O::name, O::has_flavor, O::defaults, O::check, op_of<O>, O::bf16_state, O::matrices_only,
+      O::limits_norm, O::product, O::lazy, O::initial, O::advance}...};
 };
 
 template <class Op>
@@ -117,6 +117,29 @@ void check_optimizer(const ga_optimizer& o) {
   if (o.state_dtype == GA_BF16 && !info.bf16_state)
     fail(GA_ERROR_UNSUPPORTED, "%s: state_dtype was bf16, but its state is f32 only", info.name);
   info.check(o);
+}
+
+void check_same_state(const ga_optimizer& before, const ga_optimizer& o) {
+  const OptimizerInfo& info = optimizer_info(before.kind, before.flavor);
+  const auto fixed = [&](const char* field, double was, double is) {
+    if (was != is)
+      fail(GA_ERROR_UNSUPPORTED,
+           "%s: %s was %g and would become %g, but it says which state there is, and stays",
+           info.name, field, was, is);
+  };
+  fixed("kind", before.kind, o.kind);
+  fixed("flavor", before.flavor, o.flavor);
+  fixed("state_dtype", before.state_dtype == GA_BF16, o.state_dtype == GA_BF16);
+  for (const bool matrix : {false, true}) {
+    const int a = info.op(before, matrix), b = info.op(o, matrix);
+    if (a < 0 || b < 0 || op_info(a).slots == op_info(b).slots) continue;
+    fixed("amsgrad", before.amsgrad, o.amsgrad);
+    fixed("centered", before.centered, o.centered);
+    fixed("momentum", before.momentum, o.momentum);
+    fail(GA_ERROR_INTERNAL, "%s: its state would change", info.name);
+  }
+  for (int slot = 0; slot < kMaxSlots; ++slot)
+    fixed("initial_accumulator", info.initial(before, slot), info.initial(o, slot));
 }
 
 }  // namespace ga

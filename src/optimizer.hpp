@@ -16,6 +16,7 @@ struct OptimizerInfo {
   int (*op)(const ga_optimizer&, bool matrix);  // position in AllOps; -1: no Op
   // See OptimizerBase.
   bool bf16_state, matrices_only, limits_norm;
+  const char* product;
   bool (*lazy)(const ga_optimizer&);
   double (*initial)(const ga_optimizer&, int slot);
   void (*advance)(const ga_optimizer&, Clock&);
@@ -35,5 +36,8 @@ const OpInfo& op_info(int op);
 
 // Throws Error if an option is out of range or the optimizer does not support it.
 void check_optimizer(const ga_optimizer& o);
+// Throws GA_ERROR_UNSUPPORTED if a group cannot take these numbers in place of those it has, because
+// its parameters would need other state.
+void check_same_state(const ga_optimizer& before, const ga_optimizer& o);
 
 }  // namespace ga

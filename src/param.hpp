@@ -106,7 +106,10 @@ struct Tensor {
   const char* name;  // a key of the context's table of names
   std::vector<int64_t> shape;
   ga_param_options options;
-  int64_t rows;           // shape[0]
+  int64_t rows;  // shape[0]
+  double lr_scale = 1, weight_decay_scale = 1;
+  bool removed = false;
+  size_t made_by = 0;     // of the calls that made arrays, the one that made its own
   void* low = nullptr;    // of a compensated accumulator
   RowSet* set = nullptr;  // with ga_param_options.rows
   // kClipUnits: under GA_CLIP_AGC. The other two: of a factored second moment, the sums over the last
@@ -143,6 +146,14 @@ struct OwnedArray {
   const char* name;  // as PyTorch names it, whatever the flavor; NULL: derived, not to be saved
 };
 
+// An array of a parameter's state that the program may read and write, under its name.
+struct StateArray {
+  const char* name;
+  int32_t dtype;
+  int64_t count;
+  int kind;  // ArrayKind, or a number of the clock: see state.cpp
+};
+
 // A list of fixed capacity, so that no call for it allocates.
 struct OwnedArrays {
   std::array<OwnedArray, kArrayKinds> list;
@@ -158,6 +169,9 @@ OwnedArrays arrays_of(const Param& p, const Tensor& t, const Group& g, int32_t a
                       const std::optional<ga_ema>& ema);
 // Gives the parameter one of its arrays.
 void set_array(Param& p, Tensor& t, int kind, void* data);
+
+// The clock of a context after so many steps with these numbers.
+Clock clock_after(const OptimizerInfo& info, const ga_optimizer& o, int64_t steps);
 
 int32_t state_format(const Param& p, const Group& g);
 int32_t average_format(const Param& p, const std::optional<ga_ema>& ema);

@@ -28,7 +28,8 @@ ga_window_info Context::window() {
 int64_t Context::steps_seen() const {
   if (const Control* c = backend_->known()) return c->steps;
   ga_step_result r = {};
-  return windows_ > 0 && backend_->result(0, false, r) ? r.steps : 0;
+  const bool known = windows_ > 0 && backend_->result(0, false, r);
+  return known && r.windows > steps_set_after_ ? r.steps : steps_set_;
 }
 
 // The control block as the last step left it; waits for that step.
@@ -179,18 +180,6 @@ void Context::fail_nonfinite(const Control& c) const {
   fail(GA_ERROR_NONFINITE,
        "the gradient of parameter \"%s\" is infinite or NaN; the window is kept until ga_discard",
        name(static_cast<ga_param>(c.nonfinite_at)));
-}
-
-// A pass of ga_step that fails half-way may leave parameters half updated, so the context is of no
-// use after it.
-template <class Work>
-void Context::or_break(Work&& work) {
-  try {
-    work();
-  } catch (const Error& e) {
-    if (e.status() == GA_ERROR_FAULT) broken_ = e;
-    throw;
-  }
 }
 
 void Context::discard() {

@@ -49,6 +49,13 @@ void Context::tell_scaler() {
   backend_->write(&tables_.control.at()->loss_scale, &next, sizeof next);
 }
 
+void Context::tell_scales(size_t i) {
+  if (i >= prepared_) return;
+  tables_.param_inputs.set(i, &ParamInput::lr_scale, tensors_[i].lr_scale);
+  tables_.param_inputs.set(i, &ParamInput::weight_decay_scale, tensors_[i].weight_decay_scale);
+  tables_.param_inputs.flush(*backend_);  // now, since only replays of a graph may follow
+}
+
 void Context::set_tables() {
   const ScalarTables tables = {tables_.settings.at(),
                                tables_.control.at(),
@@ -101,6 +108,8 @@ void Context::describe_input(size_t i) {
   in.count = p.count;
   in.extent = t.rows;
   in.weight = 1;
+  in.lr_scale = t.lr_scale;
+  in.weight_decay_scale = t.weight_decay_scale;
   in.group = p.group;
   in.op = op_of(p);
   in.held = p.held();

@@ -91,6 +91,13 @@ void Window::end() {
   open_ = -1;
 }
 
+void Window::abort() {
+  weighted_ -= micros_.back().weight > 0;
+  micros_.pop_back();
+  weight_ = weight_before_last_;
+  open_ = -1;
+}
+
 void Window::check_empty(const char* what) const {
   if (!empty())
     fail(GA_ERROR_INVALID_STATE,

@@ -44,6 +44,7 @@ class Window {
   void begin(int64_t index, const Micro& micro);  // opens a micro-batch, or resumes it
   void check_part(const char* what) const;        // that a micro-batch is open
   void end();
+  void abort();  // drops the open micro-batch, which is the last
   void check_step() const { check_closed("ga_step"); }
   void check_empty(const char* what) const;
 

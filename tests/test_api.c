@@ -40,6 +40,70 @@ static void versions_and_errors(void) {
   CHECK(devices == 1);
 }
 
+static void build(void) {
+  ga_build parts;
+  OK(ga_build_init(&parts, sizeof parts));
+  OK(ga_build_describe(&parts));
+  CHECK(parts.version == GA_VERSION && parts.compiler[0] != '\0');
+}
+
+/* Two parameters in two groups, with all that may change between windows. */
+static void changes(void) {
+  float w[2] = {1, 1}, dw[2] = {1, 1}, buffer[2] = {4, 4};
+  const void* list[2];
+  int64_t two = 2, steps = -1;
+  int32_t count = 0;
+  double lr = 0;
+  ga_context* ctx = NULL;
+  ga_optimizer sgd;
+  ga_ema ema;
+  ga_state_info state;
+  list[0] = dw, list[1] = NULL;
+  OK(ga_context_create(NULL, &ctx));
+  OK(ga_optimizer_init(&sgd, sizeof sgd, GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH));
+  sgd.lr = 1, sgd.momentum = 0.5;
+  OK(ga_group_add(ctx, &sgd, NULL));
+  OK(ga_ema_init(&ema, sizeof ema));
+  ema.decay = 0.5;
+  OK(ga_context_set_ema(ctx, &ema));
+  OK(ga_param_add(ctx, 0, "w", w, GA_F32, 1, &two, NULL, NULL));
+  OK(ga_param_add(ctx, 0, "gone", buffer, GA_F32, 1, &two, NULL, NULL));
+  OK(ga_param_remove(ctx, 1));
+  OK(ga_prepare(ctx));
+  OK(ga_group_set_frozen(ctx, 0, 1));
+  OK(ga_group_set_frozen(ctx, 0, 0));
+  OK(ga_param_set_lr_scale(ctx, 0, 0.5));
+  OK(ga_param_set_weight_decay_scale(ctx, 0, 0));
+  sgd.momentum = 0.25;
+  OK(ga_group_set_optimizer(ctx, 0, &sgd));
+  OK(ga_state_count(ctx, 0, &count));
+  CHECK(count == 3); /* momentum_buffer, step, ema */
+  OK(ga_state_info_init(&state, sizeof state));
+  OK(ga_state_describe(ctx, 0, 0, &state));
+  CHECK(strcmp(state.name, "momentum_buffer") == 0 && state.dtype == GA_F32 && state.count == 2);
+  OK(ga_state_set(ctx, 0, "momentum_buffer", buffer, GA_F32, 2));
+  OK(ga_micro_begin(ctx, -1, 1, NULL));
+  OK(ga_micro_abort(ctx));
+  OK(ga_accumulate(ctx, list, 2, 1, NULL));
+  OK(ga_step(ctx, NULL));
+  CHECK(w[0] == 0); /* 1 - 0.5 * (0.25 * 4 + 1) */
+  OK(ga_group_last_lr(ctx, 0, &lr));
+  CHECK(lr == 1);
+  OK(ga_accumulate(ctx, list, 2, 1, NULL));
+  OK(ga_step(ctx, NULL));
+  CHECK(w[0] == -0.75); /* - 0.5 * (0.25 * 2 + 1) */
+  OK(ga_ema_swap(ctx, 1));
+  CHECK(w[0] == -0.375); /* of 0 and -0.75 */
+  OK(ga_ema_swap(ctx, 0));
+  OK(ga_state_get(ctx, 0, "step", &steps, GA_I64, 1));
+  CHECK(w[0] == -0.75 && steps == 3);
+  OK(ga_state_reset(ctx, 0));
+  OK(ga_context_set_steps(ctx, 9));
+  OK(ga_state_get(ctx, 0, "momentum_buffer", buffer, GA_F32, 2));
+  CHECK(buffer[1] == 0);
+  ga_context_destroy(ctx);
+}
+
 /* One layer y = x W^T with a bias, trained for two windows of two micro-batches. */
 static void life_cycle(void) {
   float w[6] = {1, 2, 3, 4, 5, 6}, bias[2] = {0, 0}, moved[2];
@@ -390,6 +454,8 @@ static void batch_normalisation(void) {
 }
 
 int main(void) {
+  build();
+  changes();
   versions_and_errors();
   life_cycle();
   flat_external_matmul();

@@ -313,6 +313,138 @@ TEST(Ema, FrozenParametersStay) {
   }
 }
 
+// Parameters are exchanged with their averages and back, to the last bit, for every pair of dtypes; the
+// run goes on as one without the exchange.
+TEST(EmaSwap, ThereAndBack) {
+  for (const int32_t dtype : {GA_F32, GA_F64, GA_F16, GA_BF16}) {
+    for (const int32_t of_average : {0, static_cast<int32_t>(GA_BF16)}) {
+      if (dtype == GA_F64 && of_average != 0) continue;
+      for (const int32_t master : {GA_MASTER_F32, GA_MASTER_NONE}) {
+        SCOPED_TRACE(testing::Message()
+                     << format(dtype).name << ' ' << of_average << ' ' << master);
+        ga_ema ema = average(GA_EMA_TORCH, 0.75);
+        ema.dtype = of_average;
+        // More than one piece of the exchange, the last one not whole.
+        const bool large = dtype == GA_F32 && of_average == 0 && master == GA_MASTER_F32;
+        const int64_t counts[] = {700, large ? (int64_t{1} << 20) + 77 : 5000};
+        Context ctx, twin;
+        std::vector<Tensor> p, q;
+        ga_param_options o = options();
+        o.master = master;
+        for (const int64_t n : counts) {
+          p.push_back(random_tensor(dtype, n, 3));
+          q.push_back(p.back());
+        }
+        for (const auto& [x, list] : {std::make_pair(&ctx, &p), std::make_pair(&twin, &q)}) {
+          x->group(plain_sgd(0.25));
+          ASSERT_OK(ga_context_set_ema(*x, &ema));
+          list->reserve(2);
+          for (Tensor& t : *list) add(*x, 0, t, {}, o);
+        }
+        const auto train = [&](ga_context* x, uint64_t t) {
+          const Tensor a = random_tensor(dtype, counts[0], t),
+                       b = random_tensor(dtype, counts[1], t);
+          accumulate(x, {&a, &b});
+          EXPECT_EQ(step(x).outcome, GA_STEP_APPLIED);
+        };
+        for (uint64_t t = 0; t < 2; ++t) {
+          train(ctx, t);
+          train(twin, t);
+        }
+        const std::vector<Tensor> before = {p[0], p[1]};
+        const ga_memory calm = memory(ctx);
+        ASSERT_OK(ga_ema_swap(ctx, 1));
+        const bool in_place = dtype == (of_average        ? of_average
+                                        : dtype == GA_F64 ? GA_F64
+                                                          : GA_F32);
+        EXPECT_EQ(memory(ctx).averages > calm.averages, !in_place);
+        for (int i = 0; i < 2; ++i) {
+          Tensor want(dtype, counts[i]), still(dtype, counts[i]);
+          ASSERT_OK(ga_ema_copy_to(twin, i, want.data(), dtype));
+          EXPECT_TRUE(p[static_cast<size_t>(i)] == want) << i;
+          ASSERT_OK(ga_ema_copy_to(ctx, i, still.data(), dtype));
+          EXPECT_TRUE(still == want) << "the average is the same wherever it lies";
+          EXPECT_TRUE(p[static_cast<size_t>(i)] != before[static_cast<size_t>(i)]);
+          EXPECT_TRUE(p[static_cast<size_t>(i)].canaries());
+        }
+        ASSERT_OK(ga_ema_swap(ctx, 1)) << "once more changes nothing";
+        ASSERT_OK(ga_ema_swap(ctx, 0));
+        ASSERT_OK(ga_ema_swap(ctx, 0));
+        EXPECT_EQ(memory(ctx).total, calm.total);
+        for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(p[i] == before[i]) << i;
+        train(ctx, 2);
+        train(twin, 2);
+        for (int i = 0; i < 2; ++i) {
+          Tensor a(GA_F64, counts[i]), b(GA_F64, counts[i]);
+          ASSERT_OK(ga_ema_copy_to(ctx, i, a.data(), GA_F64));
+          ASSERT_OK(ga_ema_copy_to(twin, i, b.data(), GA_F64));
+          EXPECT_TRUE(a == b);
+          EXPECT_TRUE(p[static_cast<size_t>(i)] == q[static_cast<size_t>(i)]);
+        }
+      }
+    }
+  }
+}
+
+// While averages are in place, a program may ask and normalise for inference, and nothing else.
+TEST(EmaSwap, OnlyAsking) {
+  float p[2] = {1, 2};
+  const float g[2] = {1, 1};
+  Context ctx;
+  ctx.group(plain_sgd(0.25));
+  ctx.param(0, "p", p, 2);
+  EXPECT_TRUE(refused(ga_ema_swap(ctx, 1), GA_ERROR_INVALID_STATE, {"EMA"}));
+  const ga_ema ema = average(GA_EMA_TORCH, 0.5);
+  ASSERT_OK(ga_context_set_ema(ctx, &ema));
+  ASSERT_OK(ga_bn_add(ctx, "layer", 2, 0, -1, nullptr, nullptr));
+  ASSERT_OK(ga_ema_swap(ctx, 1)) << "before the first average it changes nothing";
+  EXPECT_EQ(p[1], 2);
+  ASSERT_OK(ga_ema_swap(ctx, 0));
+  ctx.accumulate({g});
+  EXPECT_TRUE(refused(ga_ema_swap(ctx, 1), GA_ERROR_INVALID_STATE, {"ga_ema_swap"}));
+  step(ctx);
+  ctx.accumulate({g});
+  step(ctx);
+  EXPECT_TRUE(refused(ga_ema_swap(ctx, 2), GA_ERROR_INVALID_ARGUMENT, {"on", "2"}));
+  EXPECT_EQ(p[0], 0.5f);
+  ASSERT_OK(ga_ema_swap(ctx, 1));
+  EXPECT_EQ(p[0], 0.625f);
+  const ga_optimizer o = plain_sgd();
+  const ga_status calls[] = {ga_accumulate(ctx, nullptr, 1, 0, nullptr),
+                             ga_micro_begin(ctx, -1, 1, nullptr),
+                             ga_step(ctx, nullptr),
+                             ga_discard(ctx),
+                             ga_group_set_lr(ctx, 0, 1),
+                             ga_group_add(ctx, &o, nullptr),
+                             ga_param_changed(ctx, 0),
+                             ga_param_remove(ctx, 0),
+                             ga_param_set_frozen(ctx, 0, 1),
+                             ga_state_reset(ctx, 0),
+                             ga_prepare(ctx),
+                             ga_context_set_ema(ctx, nullptr),
+                             ga_context_set_steps(ctx, 1),
+                             ga_bn_set_frozen(ctx, 0, 1)};
+  for (size_t k = 0; k < sizeof calls / sizeof *calls; ++k)
+    EXPECT_EQ(calls[k], GA_ERROR_INVALID_STATE) << k;
+  EXPECT_TRUE(refused(ga_step(ctx, nullptr), GA_ERROR_INVALID_STATE, {"ga_step", "ga_ema_swap"}));
+  window(ctx);
+  memory(ctx);
+  EXPECT_EQ(group_lr(ctx), 0.25);
+  ASSERT_OK(ga_synchronize(ctx));
+  ga_step_result r;
+  ASSERT_OK(ga_step_result_init(&r, sizeof r));
+  ASSERT_OK(ga_step_result_get(ctx, 0, 1, &r));
+  const float x[2] = {1, 1};
+  float y[2];
+  ASSERT_OK(ga_bn_infer(ctx, 0, x, 1, 1, y));
+  EXPECT_NEAR(y[0], 0.625, 1e-5) << "gamma is the average";
+  ASSERT_OK(ga_ema_swap(ctx, 0));
+  EXPECT_EQ(p[0], 0.5f);
+  ctx.accumulate({g});
+  step(ctx);
+  EXPECT_EQ(p[0], 0.25f);
+}
+
 TEST(Ema, CopiesToEveryDtype) {
   const ga_ema ema = average(GA_EMA_TORCH, 0.3);
   for (const int32_t parameter : {GA_F32, GA_F64}) {

@@ -75,6 +75,8 @@ void expect_all_refused(ga_context* ctx) {
   ga_optimizer known = o;
   ga_param_info param = {};
   param.struct_size = sizeof param;
+  ga_state_info state = {};
+  state.struct_size = sizeof state;
   size_t slots = 7;
   ga_window_info info = {};
   info.struct_size = sizeof info;
@@ -98,6 +100,22 @@ void expect_all_refused(ga_context* ctx) {
       {"ga_param_slot", [&] { return ga_param_slot(ctx, 0, &slots); }},
       {"ga_group_set_lr", [&] { return ga_group_set_lr(ctx, 0, 0.5); }},
       {"ga_group_set_weight_decay", [&] { return ga_group_set_weight_decay(ctx, 0, 0.5); }},
+      {"ga_group_set_optimizer", [&] { return ga_group_set_optimizer(ctx, 0, &o); }},
+      {"ga_group_set_frozen", [&] { return ga_group_set_frozen(ctx, 0, 1); }},
+      {"ga_group_last_lr", [&] { return ga_group_last_lr(ctx, 0, &number); }},
+      {"ga_context_set_steps", [&] { return ga_context_set_steps(ctx, 4); }},
+      {"ga_param_set_lr_scale", [&] { return ga_param_set_lr_scale(ctx, 0, 2); }},
+      {"ga_param_set_weight_decay_scale",
+       [&] { return ga_param_set_weight_decay_scale(ctx, 0, 2); }},
+      {"ga_param_remove", [&] { return ga_param_remove(ctx, 0); }},
+      {"ga_prepare", [&] { return ga_prepare(ctx); }},
+      {"ga_state_count", [&] { return ga_state_count(ctx, 0, &id); }},
+      {"ga_state_describe", [&] { return ga_state_describe(ctx, 0, 0, &state); }},
+      {"ga_state_get", [&] { return ga_state_get(ctx, 0, "step", &count, GA_I64, 1); }},
+      {"ga_state_set", [&] { return ga_state_set(ctx, 0, "step", &count, GA_I64, 1); }},
+      {"ga_state_reset", [&] { return ga_state_reset(ctx, 0); }},
+      {"ga_ema_swap", [&] { return ga_ema_swap(ctx, 1); }},
+      {"ga_micro_abort", [&] { return ga_micro_abort(ctx); }},
       {"ga_group_set_schedule", [&] { return ga_group_set_schedule(ctx, 0, &s); }},
       {"ga_group_lr", [&] { return ga_group_lr(ctx, 0, &number); }},
       {"ga_context_set_clip", [&] { return ga_context_set_clip(ctx, &c); }},

@@ -242,12 +242,13 @@ class Life {
     optimizer_ = optimizer(GA_OPTIMIZER_ADAMW);
     optimizer_.amsgrad = 1;
     clip_ = clip(GA_CLIP_GLOBAL, 1);
+    EXPECT_OK(ga_ema_init(&ema_, sizeof ema_));
   }
   ~Life() { ga_context_destroy(ctx); }
   Life(const Life&) = delete;
   Life& operator=(const Life&) = delete;
 
-  static constexpr int kSteps = 18;
+  static constexpr int kSteps = 22;
 
   // Makes no allocation of its own.
   ga_status step(int number) {
@@ -262,6 +263,7 @@ class Life {
       case 3:
         return ga_context_set_accum_schedule(ctx, from_steps_, accum_steps_, 2);
       case 4:
+        if (const ga_status status = ga_context_set_ema(ctx, &ema_)) return status;
         return ga_context_set_clip(ctx, &clip_);
       case 5:
         return add(0, "a parameter with a name too long to be kept in place, number 0");
@@ -289,8 +291,16 @@ class Life {
       }
       case 16:
         return ga_micro_end(ctx);
-      default:
+      case 17:
         return ga_step(ctx, nullptr);
+      case 18:
+        return ga_ema_swap(ctx, 1);
+      case 19:
+        return ga_ema_swap(ctx, 0);
+      case 20:
+        return ga_state_get(ctx, 0, "max_exp_avg_sq", state_, GA_F32, kCounts[0]);
+      default:
+        return ga_param_remove(ctx, 0);
     }
   }
 
@@ -314,6 +324,8 @@ class Life {
   ga_schedule schedule_;
   ga_optimizer optimizer_;
   ga_clip clip_;
+  ga_ema ema_;
+  float state_[kCounts[0]];
   std::vector<double> table_ = std::vector<double>(50, 0.125);
   int64_t from_steps_[2] = {0, 1}, accum_steps_[2] = {2, 0};
   int64_t shape_[1] = {10};
@@ -386,7 +398,8 @@ TEST_P(FailingMemory, AtEveryPoint) {
     }
   }
   // The steps that must allocate have done so; otherwise the test would have tested nothing.
-  for (const int s : {0, 1, 2, 3, 5, 6, 8, 9}) EXPECT_TRUE(could_fail.count(s)) << "step " << s;
+  for (const int s : {0, 1, 2, 3, 5, 6, 8, 9, 18, 20, 21})
+    EXPECT_TRUE(could_fail.count(s)) << "step " << s;
 }
 
 // A context that was filled, used and hit by failures frees everything.

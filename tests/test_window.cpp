@@ -161,6 +161,55 @@ std::vector<Call> calls() {
        [](S t) { return ga_accumulator_release(t.ctx, 1); },
        {s, s, s, s, o, s, s, s}},
       {"ga_micro_end", [](S t) { return ga_micro_end(t.ctx); }, {s, s, s, o, s, o, s, s}},
+      {"ga_micro_abort", [](S t) { return ga_micro_abort(t.ctx); }, {s, s, s, o, s, s, s, s}},
+      {"ga_ema_swap", [](S t) { return ga_ema_swap(t.ctx, 1); }, {s, s, s, s, s, s, s, s}},
+      {"ga_prepare", [](S t) { return ga_prepare(t.ctx); }, {o, o, o, o, o, o, o, o}},
+      {"ga_group_set_optimizer",
+       [](S t) {
+         ga_optimizer same = optimizer(GA_OPTIMIZER_ADAMW);
+         same.struct_size = sizeof same;
+         EXPECT_OK(ga_group_optimizer(t.ctx, 0, &same));
+         return ga_group_set_optimizer(t.ctx, 0, &same);
+       },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_param_set_lr_scale",
+       [](S t) { return ga_param_set_lr_scale(t.ctx, 0, 1); },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_param_set_weight_decay_scale",
+       [](S t) { return ga_param_set_weight_decay_scale(t.ctx, 0, 1); },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_group_set_frozen",
+       [](S t) { return ga_group_set_frozen(t.ctx, 0, 1); },
+       {o, s, s, s, s, s, s, s}},
+      {"ga_param_remove", [](S t) { return ga_param_remove(t.ctx, 1); }, {o, s, s, s, s, s, s, s}},
+      {"ga_state_get",
+       [](S t) {
+         int64_t steps;
+         return ga_state_get(t.ctx, 0, "step", &steps, GA_I64, 1);
+       },
+       {o, s, s, s, s, s, s, s}},
+      {"ga_state_set",
+       [](S t) {
+         const int64_t steps = 4;
+         return ga_state_set(t.ctx, 0, "step", &steps, GA_I64, 1);
+       },
+       {o, s, s, s, s, s, s, s}},
+      {"ga_state_reset", [](S t) { return ga_state_reset(t.ctx, 0); }, {o, s, s, s, s, s, s, s}},
+      {"ga_context_set_steps",
+       [](S t) { return ga_context_set_steps(t.ctx, 3); },
+       {o, s, s, s, s, s, s, s}},
+      {"ga_state_count",
+       [](S t) {
+         int32_t count;
+         return ga_state_count(t.ctx, 0, &count);
+       },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_group_last_lr",
+       [](S t) {
+         double lr;
+         return ga_group_last_lr(t.ctx, 0, &lr);
+       },
+       {o, o, o, o, o, o, o, o}},
       {"ga_step", [](S t) { return ga_step(t.ctx, nullptr); }, {o, o, o, s, s, s, n, s}},
       {"ga_discard", [](S t) { return ga_discard(t.ctx); }, {o, o, o, o, o, o, o, o}},
       {"ga_gradient",
@@ -1029,6 +1078,113 @@ TEST(Micro, AcquireDescribesTheAccumulator) {
 }
 
 // ---- Missing, frozen, moved and new parameters --------------------------------------------------
+
+// Before its first contribution a micro-batch can be dropped, and the window is as it was.
+TEST(MicroAbort, LeavesNoTrace) {
+  enum { kNothing, kAdopted, kDeferred, kClipped, kWays };
+  for (int way = 0; way < kWays; ++way) {
+    SCOPED_TRACE(way);
+    ga_config c = config();
+    c.accum_steps = 3;
+    if (way == kAdopted) c.gradient_life = GA_GRADIENTS_LIVE;
+    if (way == kDeferred) c.nonfinite = GA_NONFINITE_DROP_MICRO;
+    const ga_clip each = [] {
+      ga_clip x = clip(GA_CLIP_GLOBAL, 1);
+      x.when = GA_CLIP_WHEN_MICRO;
+      return x;
+    }();
+    float p[2] = {1, 1}, q[2] = {1, 1};
+    const float g[3][2] = {{0.5f, 0.25f}, {1, 2}, {-3, 0.5f}};
+    float aborted[2] = {NAN, NAN};
+    Context ctx(c), twin(c);
+    for (const auto& [x, data] : {std::make_pair(&ctx, p), std::make_pair(&twin, q)}) {
+      x->group(optimizer(GA_OPTIMIZER_ADAM));
+      for (int i = 0; i < 2; ++i) x->param(0, std::to_string(i), &data[i], ref::Shape{});
+      if (way == kClipped) {
+        ASSERT_OK(ga_context_set_clip(*x, &each));
+      }
+    }
+    const auto abort = [&](bool first) {
+      ASSERT_OK(ga_micro_begin(ctx, -1, 7, nullptr));
+      if (way != kNothing) {
+        ASSERT_OK(ga_accumulate_part(ctx, 1, &aborted[1]));
+        if (first) {
+          ASSERT_OK(ga_accumulate_part(ctx, 0, &aborted[0]));
+        }
+      }
+      const int64_t before = window(ctx).micro_batches;
+      ASSERT_OK(ga_micro_abort(ctx));
+      EXPECT_EQ(window(ctx).micro_batches, before - 1);
+      EXPECT_EQ(window(ctx).open_micro, -1);
+    };
+    for (int t = 0; t < 2; ++t) {
+      abort(true);
+      EXPECT_EQ(window(ctx).state, GA_WINDOW_EMPTY);
+      EXPECT_EQ(window(ctx).weight, 0);
+      ctx.accumulate({&g[0][0], nullptr}, 3);
+      abort(false);
+      EXPECT_EQ(window(ctx).weight, 3);
+      aborted[0] = aborted[1] = 1e30f;
+      ctx.accumulate({&g[1][0], &g[1][1]}, 2);
+      ctx.accumulate({&g[2][0], &g[2][1]}, 2);
+      EXPECT_EQ(window(ctx).state, GA_WINDOW_FULL) << "three micro-batches count";
+      twin.accumulate({&g[0][0], nullptr}, 3);
+      twin.accumulate({&g[1][0], &g[1][1]}, 2);
+      twin.accumulate({&g[2][0], &g[2][1]}, 2);
+      const ga_step_result a = step(ctx), b = step(twin);
+      EXPECT_EQ(0, memcmp(&a, &b, sizeof a));
+    }
+    EXPECT_EQ(0, memcmp(p, q, sizeof p));
+  }
+}
+
+// Something that was added stays, and the micro-batch stays open.
+TEST(MicroAbort, IsRefusedWhereSomethingWasAdded) {
+  float p[2] = {};
+  const float g[2] = {1, 1};
+  ga_accumulator acquired;
+  ASSERT_OK(ga_accumulator_init(&acquired, sizeof acquired));
+  Context ctx;
+  ctx.group(plain_sgd());
+  ga_param_options rows = options();
+  rows.rows = GA_ROWS_DENSE;
+  ctx.param(0, "p", p, ref::Shape{2}, &rows);
+  const int32_t row = 1;
+  const std::function<void()> ways[] = {
+      [&] { ASSERT_OK(ga_accumulate_part(ctx, 0, g)); },
+      [&] { ASSERT_OK(ga_accumulate_rows(ctx, 0, &row, GA_I32, 1, g)); },
+      [&] { ASSERT_OK(ga_accumulator_acquire(ctx, 0, &acquired)); },
+      [&] {
+        ASSERT_OK(ga_micro_end(ctx));
+        ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+      },
+  };
+  for (const auto& way : ways) {
+    ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+    way();
+    EXPECT_TRUE(refused(ga_micro_abort(ctx), GA_ERROR_INVALID_STATE, {"ga_discard", "0"}));
+    EXPECT_EQ(window(ctx).open_micro, 0);
+    ASSERT_OK(ga_discard(ctx));
+    EXPECT_TRUE(refused(ga_micro_abort(ctx), GA_ERROR_INVALID_STATE, {"ga_micro_abort"}));
+  }
+  ctx.accumulate({g});
+  step(ctx);
+  EXPECT_EQ(p[0], -1);
+}
+
+// GA_MICRO_LAST goes with the micro-batch that had it.
+TEST(MicroAbort, OfTheLastMicroBatch) {
+  float p = 0;
+  const float g = 1;
+  Context ctx;
+  ctx.group(plain_sgd());
+  ctx.param(0, "p", &p, ref::Shape{});
+  ctx.accumulate({&g});
+  ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
+  EXPECT_EQ(window(ctx).state, GA_WINDOW_FULL);
+  ASSERT_OK(ga_micro_abort(ctx));
+  EXPECT_EQ(window(ctx).state, GA_WINDOW_OPEN);
+}
 
 TEST(Parameters, FrozenAreNeitherReadNorWritten) {
   const Forbidden forbidden;

@@ -194,6 +194,26 @@ GA_API const char* ga_status_name(ga_status status);
    call. */
 GA_API const char* ga_last_error(void);
 
+/* The build in parts. Versions are 10000 * major + 100 * minor + patch, and 0 where the module could
+   not be loaded; strings are static. */
+typedef struct ga_build {
+  size_t struct_size;
+  int32_t version;       /* as ga_version() */
+  int32_t onednn;        /* of the oneDNN that multiplies matrices on the CPU */
+  int32_t cuda_runtime;  /* of the CUDA that libgradaccum_cuda.so was built with */
+  int32_t cuda_driver;   /* the newest CUDA that the driver of this machine runs; 0: no driver */
+  int32_t openmp;        /* _OPENMP, a date such as 201511; 0: built without OpenMP */
+  int32_t reserved;      /* 0 */
+  const char* compiler;  /* "gcc 12.2.0" */
+  const char* cpu_loops; /* names for GA_CPU_ISA, with spaces between them */
+} ga_build;
+
+/* Zeros, and struct_size: sizeof(ga_build). */
+GA_API ga_status ga_build_init(ga_build* out, size_t struct_size);
+
+/* Loads the modules that can be loaded. */
+GA_API ga_status ga_build_describe(ga_build* out);
+
 /* ---- Types ----------------------------------------------------------------------------------- */
 
 typedef struct ga_context ga_context; /* everything below belongs to one of these */
@@ -279,6 +299,16 @@ enum { GA_GRADIENTS_CONSUMED = 0, GA_GRADIENTS_LIVE = 1 };
 typedef void (*ga_task)(void* data, int64_t index);
 typedef void (*ga_parallel_for)(void* user, int64_t count, ga_task task, void* data);
 
+/* Returns bytes of memory where the context computes, at a multiple of 64, on the device for work on
+   stream (ga_config.stream); NULL if there is none. It need not be zeroed. Called by the thread that
+   has called the library. */
+typedef void* (*ga_allocate)(void* user, size_t bytes, ga_device device, void* stream);
+/* Takes back what ga_allocate has returned. */
+typedef void (*ga_free)(void* user, void* data, size_t bytes, ga_device device, void* stream);
+
+/* Receives a line for each call of the library, without a newline at its end; valid for the call. */
+typedef void (*ga_log)(void* user, const char* line);
+
 /* ---- Context --------------------------------------------------------------------------------- */
 
 typedef struct ga_config {
@@ -315,6 +345,18 @@ typedef struct ga_config {
   int32_t reserved2;      /* 0 */
   void* stream;           /* GA_DEVICE_CUDA: the cudaStream_t that all work goes to, which lives as
                              long as the context; NULL, the default: the legacy default stream */
+  ga_allocate allocate;   /* the program's allocator for the library's arrays: accumulators, state,
+                             masters, averages, their workspace; NULL, the default: the library's
+                             own. Tables that the host shares with a device stay the library's.
+                             Returning NULL is GA_ERROR_OUT_OF_MEMORY */
+  ga_free free;           /* set with allocate, and only then */
+  void* allocator_user;   /* handed to both */
+  ga_log log;             /* a line when a call on the context ends: "gradaccum,cpu,ga_step,
+                             outcome:0 norm:1.5,GA_OK,0.042", with the milliseconds that the call
+                             took; on a device not those of the work. NULL, the default: none, or to
+                             stderr where the environment variable GA_VERBOSE is 1 when the context
+                             is made. Must not use the context */
+  void* log_user;         /* handed to log */
 } ga_config;
 
 /* Fills config with the defaults. struct_size: sizeof(ga_config). */
@@ -516,6 +558,18 @@ GA_API ga_status ga_group_count(const ga_context* ctx, int32_t* out);
 /* The optimizer of a group, with the learning rate and the weight decay that were set last. */
 GA_API ga_status ga_group_optimizer(const ga_context* ctx, ga_group group, ga_optimizer* out);
 
+/* Gives a group other numbers: learning rate, betas, momentum, eps, and so on. At any time; the next
+   ga_step uses them. What says which state there is may not change: kind, flavor, state_dtype,
+   amsgrad, centered, initial_accumulator, whether momentum is 0 (SGD, RMSPROP). Bias corrections go
+   by the betas of now, as those of PyTorch and Keras do: 1 - beta^t with the new beta.
+   GA_ERROR_UNSUPPORTED: such a field differs, or the optimizer would then move rows that
+   GA_ROWS_LAZY leaves. */
+GA_API ga_status ga_group_set_optimizer(ga_context* ctx, ga_group group,
+                                        const ga_optimizer* optimizer);
+
+/* ga_param_set_frozen for each parameter that the group has now. */
+GA_API ga_status ga_group_set_frozen(ga_context* ctx, ga_group group, int32_t frozen);
+
 /* The learning rate as a function of the context's applied steps. With s = 0 for step first_step and
    those before it, counted from 0, W = warmup_steps, T = total_steps, x = (s - W) / (T - W) within [0, 1], and end =
    end_factor * lr:
@@ -567,6 +621,15 @@ GA_API ga_status ga_group_set_schedule(ga_context* ctx, ga_group group,
 
 /* The learning rate that the next applied step of this group will use. Waits. */
 GA_API ga_status ga_group_lr(const ga_context* ctx, ga_group group, double* out);
+
+/* The learning rate of this group in the last applied step; 0 before the first. Waits. */
+GA_API ga_status ga_group_last_lr(const ga_context* ctx, ga_group group, double* out);
+
+/* Sets the number of applied steps, for a run that goes on from elsewhere: schedules, averages and
+   optimizers whose t is the context's (see ga_flavor) go on from there, as if steps had been made with
+   the numbers of now. Counters of parameters are state: see ga_state_set. steps: >= 0. Legal while
+   the window is empty. */
+GA_API ga_status ga_context_set_steps(ga_context* ctx, int64_t steps);
 
 /* Clipping of the reduced gradient (unscaled, averaged), first by value, then by norm. */
 typedef int32_t ga_clip_scope;
@@ -780,6 +843,7 @@ typedef struct ga_param_info {
   int64_t count;  /* elements */
   int64_t offset; /* elements from the start of its flat block; else 0 */
   size_t slot;    /* as ga_param_slot */
+  double lr_scale, weight_decay_scale;
 } ga_param_info;
 
 /* Zeros, and struct_size: sizeof(ga_param_info). */
@@ -809,10 +873,82 @@ GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
    GA_ERROR_INVALID_STATE: the context keeps no averages. GA_ERROR_FAULT: out is half written. */
 GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_dtype dtype);
 
+/* Exchanges parameters and averages, to evaluate with the averages; 0 takes that back, to the last
+   bit. Where a parameter is not of the dtype of its average, it is set to the average, rounded, and a
+   copy is kept meanwhile (ga_memory.averages). While they are exchanged, all that does not merely ask
+   is GA_ERROR_INVALID_STATE, except ga_bn_infer, ga_synchronize and ga_context_destroy, which leaves
+   the parameters as they are. Legal while the window is empty. GA_ERROR_INVALID_STATE: the context
+   keeps no averages. GA_ERROR_OUT_OF_MEMORY: nothing has changed. */
+GA_API ga_status ga_ema_swap(ga_context* ctx, int32_t on);
+
 /* Freezes a parameter (its gradients are not read, it is not updated) or unfreezes it. One that is
    frozen from the start owns nothing, neither accumulator nor state, master or average, until a
    contribution comes after it is unfrozen. Legal while the window is empty. */
 GA_API ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen);
+
+/* Multiplies the learning rate of the group, or its weight decay, for one parameter; finite, >= 0;
+   1 until then. A weight decay of 0 also counts as none where that matters (LAMB, LARS). At any
+   time; the next ga_step uses it. */
+GA_API ga_status ga_param_set_lr_scale(ga_context* ctx, ga_param param, double lr_scale);
+GA_API ga_status ga_param_set_weight_decay_scale(ga_context* ctx, ga_param param,
+                                                 double weight_decay_scale);
+
+/* Removes a parameter: the library does not touch it any more, and every call with its id is
+   GA_ERROR_INVALID_ARGUMENT. No other parameter gets the id; the name is free. Its pointer in
+   ga_accumulate stays where it is and is not read. The library's arrays are freed once all are
+   removed that were allocated by the same call, else with the context. Legal while the window is
+   empty, unless a batch-normalisation layer has it. */
+GA_API ga_status ga_param_remove(ga_context* ctx, ga_param param);
+
+/* ---- State ----------------------------------------------------------------------------------- */
+
+/* What the optimizer keeps for a parameter has a name and can be read and written, in the host's
+ * memory also with a device: to carry it between frameworks, to look at it, to save it.
+ *
+ *   "exp_avg", ...   the state of the optimizer, under the names of torch.optim, timm where torch
+ *                    lacks the optimizer, whatever the flavor
+ *   "step"           a GA_I64, the updates of this parameter. GA_FLAVOR_TORCH; the others count
+ *                    the context's steps, see ga_context_set_steps
+ *   "mu_product"     a GA_F64. GA_OPTIMIZER_NADAM, GA_FLAVOR_TORCH
+ *   "master"         the f32 copy of a 16-bit parameter
+ *   "ema"            its moving average; before the first one, the parameter itself
+ */
+
+/* Allocates the library's arrays for all parameters that are not frozen now, where the first
+   contribution to a window would. Masters are copied from their parameters no earlier than by that
+   contribution, or by the first ga_state_get or ga_state_set. */
+GA_API ga_status ga_prepare(ga_context* ctx);
+
+typedef struct ga_state_info {
+  size_t struct_size;
+  const char* name; /* static */
+  ga_dtype dtype;
+  int32_t reserved; /* 0 */
+  int64_t count;    /* elements */
+} ga_state_info;
+
+/* Zeros, and struct_size: sizeof(ga_state_info). */
+GA_API ga_status ga_state_info_init(ga_state_info* out, size_t struct_size);
+
+/* How many arrays of state a parameter has, or will have once it is not frozen. */
+GA_API ga_status ga_state_count(const ga_context* ctx, ga_param param, int32_t* out);
+
+/* Array number index of these, in an order that stays the same. */
+GA_API ga_status ga_state_describe(const ga_context* ctx, ga_param param, int32_t index,
+                                   ga_state_info* out);
+
+/* Reads or writes an array of state whole. dtype and count are those of ga_state_describe: nothing
+   is rounded. Both allocate as ga_prepare does, are legal while the window is empty, and wait.
+   GA_ERROR_INVALID_ARGUMENT: the parameter has no state of that name, dtype or count; the sentence
+   lists what there is. GA_ERROR_INVALID_STATE: it has always been frozen. */
+GA_API ga_status ga_state_get(ga_context* ctx, ga_param param, const char* name, void* out,
+                              ga_dtype dtype, int64_t count);
+GA_API ga_status ga_state_set(ga_context* ctx, ga_param param, const char* name, const void* data,
+                              ga_dtype dtype, int64_t count);
+
+/* Puts a parameter's state back to the beginning: that of the optimizer, its counters, the master
+   (the parameter itself) and the average. Legal while the window is empty. */
+GA_API ga_status ga_state_reset(ga_context* ctx, ga_param param);
 
 /* ---- Accumulate ------------------------------------------------------------------------------ */
 
@@ -916,6 +1052,12 @@ GA_API ga_status ga_accumulator_release(ga_context* ctx, ga_param param);
 /* Closes the open micro-batch. */
 GA_API ga_status ga_micro_end(ga_context* ctx);
 
+/* Drops the open micro-batch as if it had never been opened, where nothing of it is in an accumulator
+   yet: before its first contribution, and with GA_GRADIENTS_LIVE, GA_NONFINITE_DROP_MICRO and
+   GA_CLIP_WHEN_MICRO as long as its gradients are only noted. GA_ERROR_INVALID_STATE: something has
+   been added, or the micro-batch was opened before; ga_discard drops the whole window. */
+GA_API ga_status ga_micro_abort(ga_context* ctx);
+
 /* ---- Step ------------------------------------------------------------------------------------ */
 
 typedef int32_t ga_window_state;
@@ -978,17 +1120,18 @@ typedef struct ga_step_result {
   double loss_scale;     /* that ga_loss_scale gave in this window */
   int64_t skipped;       /* windows that were not applied, since the context was made */
   int64_t dropped;       /* micro-batches that GA_NONFINITE_DROP_MICRO dropped, likewise */
-  int64_t window_dropped; /* of these, in this window */
-  double noise_scale;     /* with ga_config.noise_scale: the simple noise scale tr(S) / |G|^2 of
+  int64_t window_dropped;  /* of these, in this window */
+  double noise_scale;      /* with ga_config.noise_scale: the simple noise scale tr(S) / |G|^2 of
                             McCandlish et al. 2018 (appendix A.1), in units of the weight, the batch
                             size: windows of much less waste steps, of much more waste samples. NaN
                             before the first estimate, and without the option */
-  double noise_trace;     /* tr(S): the variance of one sample's gradient */
-  double noise_signal;    /* |G|^2: of the gradient of the whole data. All three are smoothed over
+  double noise_trace;      /* tr(S): the variance of one sample's gradient */
+  double noise_signal;     /* |G|^2: of the gradient of the whole data. All three are smoothed over
                             steps, as means with weights noise_smoothing^age. A window of one
                             micro-batch, one in which a parameter was given more than one
                             contribution in a micro-batch, or some out of the order of
                             micro-batches, and one that is skipped bring no estimate */
+  uint64_t dropped_micros; /* bit i: micro-batch i of the window was dropped; i < 64 */
 } ga_step_result;
 
 /* Zeros, and struct_size: sizeof(ga_step_result). */

@@ -50,7 +50,7 @@ class Backend {
   // std::bad_alloc. free(NULL) is legal; free() may wait.
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* data, size_t bytes) noexcept = 0;
-  virtual void copy(void* to, const void* from, size_t bytes) = 0;  // within allocate()'s blocks
+  virtual void copy(void* to, const void* from, size_t bytes) = 0;  // where the arrays live
   // Copies from the host, to a block; the program may overwrite `from` when the call returns.
   virtual void write(void* to, const void* from, size_t bytes) = 0;
   // Copies from a block to the host or to the program's own memory on the device; waits.
@@ -148,6 +148,9 @@ class Backend {
 };
 
 std::unique_ptr<Backend> make_cpu_backend(const ga_config& config);
+// Versions for ga_build; 0: the module could not be loaded, or there is no driver.
+int32_t onednn_version();
+void cuda_versions(int32_t& runtime, int32_t& driver);
 // Throws GA_ERROR_UNSUPPORTED; the message names the module that was tried and why it failed.
 std::unique_ptr<Backend> make_cuda_backend(const ga_config& config);
 // 0 if make_cuda_backend would throw GA_ERROR_UNSUPPORTED; ga_last_error() then gives the message.

@@ -19,7 +19,17 @@ const CudaModule& module() {
 }  // namespace
 
 std::unique_ptr<Backend> make_cuda_backend(const ga_config& config) {
-  return std::unique_ptr<Backend>(module().make(config.device_ordinal, config.stream));
+  return std::unique_ptr<Backend>(module().make(config));
+}
+
+void cuda_versions(int32_t& runtime, int32_t& driver) {
+  runtime = driver = 0;
+  try {
+    module().versions(runtime, driver);
+  } catch (const Error&) {  // not there
+  }
+  for (int32_t* version : {&runtime, &driver})
+    *version = 10000 * (*version / 1000) + 100 * (*version % 1000 / 10);
 }
 
 int32_t cuda_device_count() {

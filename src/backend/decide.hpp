@@ -302,6 +302,7 @@ GA_HD void decide_outcome(const ScalarTables& t) {
   r.micro_batches = static_cast<int64_t>(c.sums.micro_batches);
   r.weight = c.sums.weight;
   r.window_dropped = static_cast<int64_t>(c.sums.dropped);
+  r.dropped_micros = c.dropped_micros;
   r.clip_factor = 1;
   r.loss_scale = set.scaled ? c.scaler.scale : set.loss_scale;
   c.go = false;
@@ -333,10 +334,10 @@ GA_HD void count_window(const ScalarTables& t) {
   c.loss_scale = static_cast<float>(set.scaled ? c.scaler.scale : set.loss_scale);
   c.dropped += r.window_dropped;
   ++c.windows;
-  if (c.go) ++c.steps;
+  ++(c.go ? c.steps : c.skipped);
   r.windows = c.windows;
   r.steps = c.steps;
-  r.skipped = c.windows - c.steps;
+  r.skipped = c.skipped;
   r.dropped = c.dropped;
 }
 
@@ -399,6 +400,7 @@ GA_DEVICE void clear_window(Crew& crew, const ScalarTables& t) {
     c.rejected = false;
     c.weight = 0;
     c.weighted = c.window_dropped = 0;
+    c.dropped_micros = 0;
     c.failed = false;
   });
   if (t.settings->deferring)
@@ -452,9 +454,10 @@ GA_HD StepInput step_input(const ScalarTables& t, int64_t i, bool measured) {
   const ParamInput& p = t.param_inputs[i];
   const ParamState& s = t.param_states[i];
   const GroupState& g = t.group_states[p.group];
-  const bool own = t.group_inputs[p.group].optimizer.flavor == GA_FLAVOR_TORCH;
-  return {g.lr,
-          own ? s.clock : g.clock,
+  const ga_optimizer& o = t.group_inputs[p.group].optimizer;
+  return {g.lr * p.lr_scale,
+          o.weight_decay * p.weight_decay_scale,
+          o.flavor == GA_FLAVOR_TORCH ? s.clock : g.clock,
           p.extent,
           p.extent > 0 ? p.count / p.extent : 0,
           sqrt(s.sum_squares) * s.factor,
@@ -789,6 +792,7 @@ GA_DEVICE void judge_micro(Crew& crew, const ScalarTables& t, const Contribution
   crew.once([&] {
     if (!added) {
       ++c.window_dropped;
+      if (index < 64) c.dropped_micros |= uint64_t{1} << index;
     } else {
       c.weight += micro.weight;
       ++c.weighted;

@@ -26,14 +26,15 @@ struct AdamOp : ElementWise {
   T decay, l2, beta1, gain1, beta2, gain2, a, e;
 
   GA_HD AdamOp(const ga_optimizer& o, const StepInput& in)
-      : decay(kL2 ? T(1) : T(1 - in.lr * o.weight_decay)),
-        l2(kL2 ? T(o.weight_decay) : T(0)),
+      : decay(kL2 ? T(1) : T(1 - in.lr * in.weight_decay)),
+        l2(kL2 ? T(in.weight_decay) : T(0)),
         beta1(T(o.beta1)),
         gain1(T(1 - o.beta1)),
         beta2(T(o.beta2)),
         gain2(T(1 - o.beta2)) {
-    const double root = o.flavor == GA_FLAVOR_BERT ? 1 : square_root(1 - in.clock.beta2_power);
-    const double bias = o.flavor == GA_FLAVOR_BERT ? 1 : 1 - in.clock.beta1_power;
+    const double root =
+        o.flavor == GA_FLAVOR_BERT ? 1 : square_root(1 - power(o.beta2, in.clock.step));
+    const double bias = o.flavor == GA_FLAVOR_BERT ? 1 : 1 - power(o.beta1, in.clock.step);
     a = T(in.lr * root / bias);
     e = T(o.flavor == GA_FLAVOR_TORCH ? o.eps * root : o.eps);
   }

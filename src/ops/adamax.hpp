@@ -27,7 +27,7 @@ struct AdamaxOp : ElementWise {
     const bool keras = o.flavor == GA_FLAVOR_KERAS;
     within = T(keras ? 0 : o.eps);
     outside = T(keras ? o.eps : 0);
-    a = T(in.lr / (1 - in.clock.beta1_power));
+    a = T(in.lr / (1 - power(o.beta1, in.clock.step)));
   }
 
   GA_HD T operator()(T p, T g, T* state) const {

@@ -24,7 +24,7 @@ struct AdemamixOp : AdamOp<T, false, false> {
     const double b = r < 1 ? exp(1 / ((1 - r) / log(o.beta1) + r / log(o.beta3))) : o.beta3;
     beta3 = T(b);
     gain3 = T(1 - b);
-    slow = T(in.lr * square_root(1 - in.clock.beta2_power) * o.alpha *
+    slow = T(in.lr * square_root(1 - power(o.beta2, in.clock.step)) * o.alpha *
              fmin(1, t / static_cast<double>(o.alpha_warmup)));
   }
 

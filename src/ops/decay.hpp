@@ -14,9 +14,9 @@ struct Decay {
   GA_HD Decay(const ga_optimizer& o, const StepInput& in, bool decoupled = false)
       : keep(T(1)), l2(T(0)) {
     if (decoupled || o.flavor == GA_FLAVOR_KERAS)
-      keep = T(1 - in.lr * o.weight_decay);
+      keep = T(1 - in.lr * in.weight_decay);
     else
-      l2 = T(o.weight_decay);
+      l2 = T(in.weight_decay);
   }
 };
 

@@ -38,12 +38,12 @@ struct LambOp : LayerWise {
         beta2(T(o.beta2)),
         gain2(T(1 - o.beta2)) {
     const bool keras = o.flavor == GA_FLAVOR_KERAS;
-    const double root = square_root(1 - in.clock.beta2_power);
-    a = T(root / (1 - in.clock.beta1_power));
+    const double root = square_root(1 - power(o.beta2, in.clock.step));
+    a = T(root / (1 - power(o.beta1, in.clock.step)));
     e = T(o.eps * root);
-    const double p = keras ? absolute(1 - in.lr * o.weight_decay) * in.norm[1] : in.norm[1];
+    const double p = keras ? absolute(1 - in.lr * in.weight_decay) * in.norm[1] : in.norm[1];
     const double u = in.norm[0];
-    const bool adapt = keras || o.weight_decay != 0 || o.always_adapt;
+    const bool adapt = keras || in.weight_decay != 0 || o.always_adapt;
     lr = T(adapt && p > 0 && u > 0 ? in.lr * (p / u) : in.lr);
   }
 

@@ -27,15 +27,15 @@ struct LarsOp : LayerWise {
   T l2, ratio, keep, gain, mu, lr;
 
   GA_HD LarsOp(const ga_optimizer& o, const StepInput& in)
-      : l2(T(o.weight_decay)),
+      : l2(T(in.weight_decay)),
         ratio(T(1)),
         keep(T(in.clock.step == 1 ? 0 : o.momentum)),
         gain(T(in.clock.step == 1 ? 1 : 1 - o.dampening)),
         mu(T(o.momentum)),
         lr(T(in.lr)) {
     const double p = in.norm[0], g = in.gradient_norm;
-    if ((o.weight_decay != 0 || o.always_adapt) && p > 0 && g > 0)
-      ratio = T(o.trust_coefficient * p / (g + o.weight_decay * p + o.eps));
+    if ((in.weight_decay != 0 || o.always_adapt) && p > 0 && g > 0)
+      ratio = T(o.trust_coefficient * p / (g + in.weight_decay * p + o.eps));
   }
 
   GA_HD void measure(T p, T, T*, T* x) const { x[0] = p; }

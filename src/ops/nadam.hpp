@@ -16,7 +16,12 @@
 
 namespace ga {
 
-// Clock::own: 0.96^(t psi), and M_t.
+// 0.96^(t psi)
+GA_HD double nadam_power(const ga_optimizer& o, int64_t t) {
+  return power(pow(0.96, o.momentum_decay), t);
+}
+
+// Clock::product is M_t.
 template <class T>
 struct NadamOp : ElementWise {
   using Real = T;
@@ -31,10 +36,10 @@ struct NadamOp : ElementWise {
         gain1(T(1 - o.beta1)),
         beta2(T(o.beta2)),
         gain2(T(1 - o.beta2)) {
-    const double power = in.clock.own[0], product = in.clock.own[1];
-    const double mu = o.beta1 * (1 - 0.5 * power);
-    const double next = o.beta1 * (1 - 0.5 * power * pow(0.96, o.momentum_decay));
-    const double root = square_root(1 - in.clock.beta2_power);
+    const double product = in.clock.product;
+    const double mu = o.beta1 * (1 - 0.5 * nadam_power(o, in.clock.step));
+    const double next = o.beta1 * (1 - 0.5 * nadam_power(o, in.clock.step + 1));
+    const double root = square_root(1 - power(o.beta2, in.clock.step));
     of_g = T(in.lr * root * (1 - mu) / (1 - product));
     of_m = T(in.lr * root * next / (1 - product * next));
     e = T(o.eps * root);
@@ -53,6 +58,7 @@ struct NadamOp : ElementWise {
 struct Nadam : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_NADAM;
   static constexpr const char* name = "NAdam";
+  static constexpr const char* product = "mu_product";
   template <class T>
   using Ops = TypeList<NadamOp<T>>;
 
@@ -74,9 +80,9 @@ struct Nadam : OptimizerBase {
   }
 
   GA_HD static void advance(const ga_optimizer& o, Clock& clock) {
-    clock.advance(o);
-    clock.own[0] = Clock::next(clock.own[0], pow(0.96, o.momentum_decay));
-    clock.own[1] = Clock::next(clock.own[1], o.beta1 * (1 - 0.5 * clock.own[0]));
+    const double before = clock.step == 0 ? 1 : clock.product;
+    ++clock.step;
+    clock.product = flush_small(before * (o.beta1 * (1 - 0.5 * nadam_power(o, clock.step))));
   }
 };
 

@@ -61,31 +61,31 @@ struct ConcatTypes<TypeList<A...>, TypeList<B...>, Rest...> {
   using type = typename ConcatTypes<TypeList<A..., B...>, Rest...>::type;
 };
 
-// Applied steps of a parameter or of the context, and products over these steps, such as beta^t,
-// which is never computed by pow. All zeros before the first step.
+// Arithmetic on subnormals is slow.
+GA_HD double flush_small(double x) { return x < 1e-290 ? 0 : x; }
+
+// x^n for x in [0, 1], by squaring: its bits depend on x and n alone, on every platform, so that a run
+// that goes on from a saved step, or with another beta, has those of one that was never interrupted.
+GA_HD double power(double x, int64_t n) {
+  double product = 1;
+  for (; n > 0; n >>= 1) {
+    if (n & 1) product *= x;
+    x = x < 1e-145 ? 0 : x * x;
+  }
+  return flush_small(product);
+}
+
+// Applied steps of a parameter or of the context. All zeros before the first step.
 struct Clock {
   int64_t step;
-  double beta1_power, beta2_power;
-  double own[2];  // further products of an optimizer, see OptimizerBase::advance
-
-  GA_HD void advance(const ga_optimizer& o) {
-    if (step == 0) beta1_power = beta2_power = own[0] = own[1] = 1;
-    ++step;
-    beta1_power = next(beta1_power, o.beta1);
-    beta2_power = next(beta2_power, o.beta2);
-  }
-
-  // Flushes to zero before the product is subnormal: arithmetic on subnormals is slow.
-  GA_HD static double next(double power, double factor) {
-    const double product = power * factor;
-    return product < 1e-290 ? 0 : product;
-  }
+  double product;  // over these steps, of an optimizer that needs one: see OptimizerBase::advance
 };
 
-// The numbers that change from step to step or from parameter to parameter. clock includes the
+// The numbers that change from step to step or from parameter to parameter: an Op takes lr and
+// weight_decay from here, where the parameter's own factors are part of them. clock includes the
 // current step, so clock.step starts at 1.
 struct StepInput {
-  double lr;
+  double lr, weight_decay;
   Clock clock;
   // For layer-wise optimizers alone:
   int64_t rows, columns;  // shape[0], and the product of the other dimensions
@@ -144,9 +144,11 @@ struct OptimizerBase {
   static int select(const ga_optimizer&, bool) { return 0; }
   // Whether an update may skip rows without a gradient, and their state.
   static bool lazy(const ga_optimizer&) { return false; }
+  // The name of Clock::product in a state, as torch.optim has it; NULL: there is none.
+  static constexpr const char* product = nullptr;
   // The initial value of a state slot.
   static double initial(const ga_optimizer&, int) { return 0; }
-  GA_HD static void advance(const ga_optimizer& o, Clock& clock) { clock.advance(o); }
+  GA_HD static void advance(const ga_optimizer&, Clock& clock) { ++clock.step; }
   // For factored state: the weight of the new mean of g^2 in the EMAs; the smallest mean row EMA.
   GA_HD static double factor_gain(const ga_optimizer&, const Clock&) { return 0; }
   GA_HD static double factor_floor(const ga_optimizer&) { return 0; }

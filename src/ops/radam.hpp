@@ -32,15 +32,16 @@ struct RadamOp : ElementWise {
         gain2(T(1 - o.beta2)),
         eps(T(o.eps)) {
     const double t = static_cast<double>(in.clock.step);
-    const double unbias2 = 1 - in.clock.beta2_power;
+    const double decayed = power(o.beta2, in.clock.step);
+    const double unbias2 = 1 - decayed;
     const double limit = 2 / (1 - o.beta2) - 1;
-    const double length = limit - 2 * t * in.clock.beta2_power / unbias2;
+    const double length = limit - 2 * t * decayed / unbias2;
     const bool rectified = length > 5;
     double scale = 1;
     if (rectified)
       scale = square_root(unbias2 * (length - 4) * (length - 2) * limit /
                           ((limit - 4) * (limit - 2) * length));
-    a = T(in.lr * scale / (1 - in.clock.beta1_power));
+    a = T(in.lr * scale / (1 - power(o.beta1, in.clock.step)));
     low = T(rectified ? 0 : 1);
     high = T(rectified ? HUGE_VAL : 1);
   }

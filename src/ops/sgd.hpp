@@ -31,7 +31,7 @@ struct SgdMomentum : ElementWise {
   T l2, keep, gain, mu, lr;
 
   GA_HD SgdMomentum(const ga_optimizer& o, const StepInput& in)
-      : l2(T(o.weight_decay)),
+      : l2(T(in.weight_decay)),
         keep(T(in.clock.step == 1 ? 0 : o.momentum)),
         gain(T(in.clock.step == 1 ? 1 : 1 - o.dampening)),
         mu(T(o.momentum)),
@@ -54,7 +54,7 @@ struct SgdKerasMomentum : ElementWise {
   T decay, mu, lr;
 
   GA_HD SgdKerasMomentum(const ga_optimizer& o, const StepInput& in)
-      : decay(T(1 - in.lr * o.weight_decay)), mu(T(o.momentum)), lr(T(in.lr)) {}
+      : decay(T(1 - in.lr * in.weight_decay)), mu(T(o.momentum)), lr(T(in.lr)) {}
 
   GA_HD T operator()(T p, T g, T* state) const {
     const T v = mu * state[0] - lr * g;

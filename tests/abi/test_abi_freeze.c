@@ -25,7 +25,18 @@
 
 /* ---- Structs: size, then each field with its offset and its size ---- */
 
-SIZE(ga_config, 112, 104);
+SIZE(ga_build, 48, 36);
+FIELD(ga_build, struct_size, 0, 8, 0, 4);
+FIELD(ga_build, version, 8, 4, 4, 4);
+FIELD(ga_build, onednn, 12, 4, 8, 4);
+FIELD(ga_build, cuda_runtime, 16, 4, 12, 4);
+FIELD(ga_build, cuda_driver, 20, 4, 16, 4);
+FIELD(ga_build, openmp, 24, 4, 20, 4);
+FIELD(ga_build, reserved, 28, 4, 24, 4);
+FIELD(ga_build, compiler, 32, 8, 28, 4);
+FIELD(ga_build, cpu_loops, 40, 8, 32, 4);
+
+SIZE(ga_config, 152, 120);
 FIELD(ga_config, struct_size, 0, 8, 0, 4);
 FIELD(ga_config, device, 8, 4, 4, 4);
 FIELD(ga_config, num_threads, 12, 4, 8, 4);
@@ -46,6 +57,11 @@ FIELD(ga_config, noise_smoothing, 88, 8, 80, 8);
 FIELD(ga_config, device_ordinal, 96, 4, 88, 4);
 FIELD(ga_config, reserved2, 100, 4, 92, 4);
 FIELD(ga_config, stream, 104, 8, 96, 4);
+FIELD(ga_config, allocate, 112, 8, 100, 4);
+FIELD(ga_config, free, 120, 8, 104, 4);
+FIELD(ga_config, allocator_user, 128, 8, 108, 4);
+FIELD(ga_config, log, 136, 8, 112, 4);
+FIELD(ga_config, log_user, 144, 8, 116, 4);
 
 SIZE(ga_memory, 80, 80);
 FIELD(ga_memory, struct_size, 0, 8, 0, 4);
@@ -156,7 +172,7 @@ FIELD(ga_flat_entry, shape, 24, 8, 16, 4);
 FIELD(ga_flat_entry, offset, 32, 8, 24, 8);
 FIELD(ga_flat_entry, options, 40, 8, 32, 4);
 
-SIZE(ga_param_info, 80, 64);
+SIZE(ga_param_info, 96, 80);
 FIELD(ga_param_info, struct_size, 0, 8, 0, 4);
 FIELD(ga_param_info, name, 8, 8, 4, 4);
 FIELD(ga_param_info, group, 16, 4, 8, 4);
@@ -170,6 +186,15 @@ FIELD(ga_param_info, frozen, 52, 4, 36, 4);
 FIELD(ga_param_info, count, 56, 8, 40, 8);
 FIELD(ga_param_info, offset, 64, 8, 48, 8);
 FIELD(ga_param_info, slot, 72, 8, 56, 4);
+FIELD(ga_param_info, lr_scale, 80, 8, 64, 8);
+FIELD(ga_param_info, weight_decay_scale, 88, 8, 72, 8);
+
+SIZE(ga_state_info, 32, 24);
+FIELD(ga_state_info, struct_size, 0, 8, 0, 4);
+FIELD(ga_state_info, name, 8, 8, 4, 4);
+FIELD(ga_state_info, dtype, 16, 4, 8, 4);
+FIELD(ga_state_info, reserved, 20, 4, 12, 4);
+FIELD(ga_state_info, count, 24, 8, 16, 8);
 
 SIZE(ga_micro_options, 24, 24);
 FIELD(ga_micro_options, struct_size, 0, 8, 0, 4);
@@ -199,7 +224,7 @@ FIELD(ga_window_info, weight, 40, 8, 40, 8);
 FIELD(ga_window_info, windows, 48, 8, 48, 8);
 FIELD(ga_window_info, steps, 56, 8, 56, 8);
 
-SIZE(ga_step_result, 128, 128);
+SIZE(ga_step_result, 136, 136);
 FIELD(ga_step_result, struct_size, 0, 8, 0, 4);
 FIELD(ga_step_result, outcome, 8, 4, 4, 4);
 FIELD(ga_step_result, reserved, 12, 4, 8, 4);
@@ -217,6 +242,7 @@ FIELD(ga_step_result, window_dropped, 96, 8, 96, 8);
 FIELD(ga_step_result, noise_scale, 104, 8, 104, 8);
 FIELD(ga_step_result, noise_trace, 112, 8, 112, 8);
 FIELD(ga_step_result, noise_signal, 120, 8, 120, 8);
+FIELD(ga_step_result, dropped_micros, 128, 8, 128, 8);
 
 SIZE(ga_bn_options, 40, 40);
 FIELD(ga_bn_options, struct_size, 0, 8, 0, 4);
@@ -400,6 +426,8 @@ FUNCTION(ga_version, int32_t (*)(void));
 FUNCTION(ga_build_info, const char* (*)(void));
 FUNCTION(ga_status_name, const char* (*)(ga_status));
 FUNCTION(ga_last_error, const char* (*)(void));
+FUNCTION(ga_build_init, ga_status (*)(ga_build*, size_t));
+FUNCTION(ga_build_describe, ga_status (*)(ga_build*));
 FUNCTION(ga_config_init, ga_status (*)(ga_config*, size_t));
 FUNCTION(ga_context_create, ga_status (*)(const ga_config*, ga_context**));
 FUNCTION(ga_context_destroy, void (*)(ga_context*));
@@ -416,9 +444,13 @@ FUNCTION(ga_group_set_lr, ga_status (*)(ga_context*, ga_group, double));
 FUNCTION(ga_group_set_weight_decay, ga_status (*)(ga_context*, ga_group, double));
 FUNCTION(ga_group_count, ga_status (*)(const ga_context*, int32_t*));
 FUNCTION(ga_group_optimizer, ga_status (*)(const ga_context*, ga_group, ga_optimizer*));
+FUNCTION(ga_group_set_optimizer, ga_status (*)(ga_context*, ga_group, const ga_optimizer*));
+FUNCTION(ga_group_set_frozen, ga_status (*)(ga_context*, ga_group, int32_t));
 FUNCTION(ga_schedule_init, ga_status (*)(ga_schedule*, size_t, ga_schedule_kind));
 FUNCTION(ga_group_set_schedule, ga_status (*)(ga_context*, ga_group, const ga_schedule*));
 FUNCTION(ga_group_lr, ga_status (*)(const ga_context*, ga_group, double*));
+FUNCTION(ga_group_last_lr, ga_status (*)(const ga_context*, ga_group, double*));
+FUNCTION(ga_context_set_steps, ga_status (*)(ga_context*, int64_t));
 FUNCTION(ga_clip_init, ga_status (*)(ga_clip*, size_t));
 FUNCTION(ga_context_set_clip, ga_status (*)(ga_context*, const ga_clip*));
 FUNCTION(ga_group_set_clip, ga_status (*)(ga_context*, ga_group, const ga_clip*));
@@ -442,7 +474,19 @@ FUNCTION(ga_param_slot, ga_status (*)(const ga_context*, ga_param, size_t*));
 FUNCTION(ga_param_bind, ga_status (*)(ga_context*, ga_param, void*));
 FUNCTION(ga_param_changed, ga_status (*)(ga_context*, ga_param));
 FUNCTION(ga_ema_copy_to, ga_status (*)(ga_context*, ga_param, void*, ga_dtype));
+FUNCTION(ga_ema_swap, ga_status (*)(ga_context*, int32_t));
 FUNCTION(ga_param_set_frozen, ga_status (*)(ga_context*, ga_param, int32_t));
+FUNCTION(ga_param_set_lr_scale, ga_status (*)(ga_context*, ga_param, double));
+FUNCTION(ga_param_set_weight_decay_scale, ga_status (*)(ga_context*, ga_param, double));
+FUNCTION(ga_param_remove, ga_status (*)(ga_context*, ga_param));
+FUNCTION(ga_prepare, ga_status (*)(ga_context*));
+FUNCTION(ga_state_info_init, ga_status (*)(ga_state_info*, size_t));
+FUNCTION(ga_state_count, ga_status (*)(const ga_context*, ga_param, int32_t*));
+FUNCTION(ga_state_describe, ga_status (*)(const ga_context*, ga_param, int32_t, ga_state_info*));
+FUNCTION(ga_state_get, ga_status (*)(ga_context*, ga_param, const char*, void*, ga_dtype, int64_t));
+FUNCTION(ga_state_set,
+         ga_status (*)(ga_context*, ga_param, const char*, const void*, ga_dtype, int64_t));
+FUNCTION(ga_state_reset, ga_status (*)(ga_context*, ga_param));
 FUNCTION(ga_micro_options_init, ga_status (*)(ga_micro_options*, size_t));
 FUNCTION(ga_accumulate,
          ga_status (*)(ga_context*, const void* const*, size_t, double, const ga_micro_options*));
@@ -457,6 +501,7 @@ FUNCTION(ga_accumulator_init, ga_status (*)(ga_accumulator*, size_t));
 FUNCTION(ga_accumulator_acquire, ga_status (*)(ga_context*, ga_param, ga_accumulator*));
 FUNCTION(ga_accumulator_release, ga_status (*)(ga_context*, ga_param));
 FUNCTION(ga_micro_end, ga_status (*)(ga_context*));
+FUNCTION(ga_micro_abort, ga_status (*)(ga_context*));
 FUNCTION(ga_window_info_init, ga_status (*)(ga_window_info*, size_t));
 FUNCTION(ga_window, ga_status (*)(const ga_context*, ga_window_info*));
 FUNCTION(ga_step_result_init, ga_status (*)(ga_step_result*, size_t));

@@ -149,7 +149,8 @@ TEST(OpsByNvcc, AreThoseOfTheCpu) {
     for (int step = 1; step <= 3; ++step) {
       info.advance(test.optimizer, clock);
       SCOPED_TRACE(info.name);
-      const StepInput in = {test.optimizer.lr, clock, 64, 64, 0.7, {0.3, 2.5}};
+      const StepInput in = {test.optimizer.lr, test.optimizer.weight_decay, clock, 64, 64, 0.7,
+                            {0.3, 2.5}};
       compare_one(AllOps<float>(), test.optimizer, op, in);
       compare_one(AllOps<double>(), test.optimizer, op, in);
       ++compared;

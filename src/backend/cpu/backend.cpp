@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "backend/allocator.hpp"
 #include "backend/cpu/batchnorm.hpp"
 #include "backend/cpu/crew.hpp"
 #include "backend/cpu/kernels.hpp"
@@ -31,17 +32,27 @@ class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(const ga_config& config) : CpuBackend(config, choose_isa()) {}
 
-  void* allocate(size_t bytes) override { return cpu::allocate(bytes); }
-  void free(void* data, size_t bytes) noexcept override { cpu::free(data, bytes); }
+  void* allocate(size_t bytes) override {
+    if (!allocator_.is_set()) return cpu::allocate(bytes);
+    void* const data = allocator_.allocate(bytes);
+    std::memset(data, 0, bytes);
+    return data;
+  }
+  void free(void* data, size_t bytes) noexcept override {
+    if (!allocator_.is_set())
+      cpu::free(data, bytes);
+    else if (data)
+      allocator_.free(data, bytes);
+  }
   void copy(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
   void write(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
   void read(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
   Mirror mirror(size_t bytes) override {
-    void* const data = allocate(bytes);
+    void* const data = cpu::allocate(bytes);
     return {data, data, bytes};
   }
   void free(Mirror& mirror) noexcept override {
-    free(mirror.at, mirror.bytes);
+    cpu::free(mirror.at, mirror.bytes);
     mirror = Mirror();
   }
   void upload(const Mirror&, size_t, size_t) override {}
@@ -234,7 +245,8 @@ class CpuBackend final : public Backend {
 
  private:
   CpuBackend(const ga_config& config, const Isa& isa)
-      : kernels_(isa.kernels()),
+      : allocator_(config),
+        kernels_(isa.kernels()),
         threads_(config),
         cache_(last_level_cache()),
         batchnorm_(threads_, isa.batchnorm(), cache_) {}
@@ -294,6 +306,7 @@ class CpuBackend final : public Backend {
       for (int64_t u = 0; u < pattern.units; ++u) sums[u] += sums[piece * pattern.units + u];
   }
 
+  const Allocator allocator_;
   const Kernels& kernels_;
   Threads threads_;
   Lists lists_{threads_};

@@ -59,8 +59,10 @@ class Crew {
     last_ = i;
     if (last < 0 || op_info(p.op).norms > 0) return false;
     const ParamInput& q = t.param_inputs[last];
-    if (p.group != q.group || p.op != q.op || p.f64 != q.f64 ||
-        t.param_states[i].clock.step != t.param_states[last].clock.step)
+    const Clock &a = t.param_states[i].clock, &b = t.param_states[last].clock;
+    if (p.group != q.group || p.op != q.op || p.f64 != q.f64 || a.step != b.step ||
+        a.product != b.product || p.lr_scale != q.lr_scale ||
+        p.weight_decay_scale != q.weight_decay_scale)
       return false;
     t.plans[i].folded = t.plans[last].folded;
     return true;

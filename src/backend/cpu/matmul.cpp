@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 
 #include "backend/newton_schulz.hpp"
 #include "error.hpp"
@@ -112,6 +113,10 @@ struct DirectJob : Job {
   }
 };
 
+const ga_matmul_module* open_onednn() {
+  return static_cast<const ga_matmul_module*>(open_module("onednn", GA_MATMUL_ABI));
+}
+
 }  // namespace
 
 void MatmulEngine::open(int64_t converted) {
@@ -119,7 +124,7 @@ void MatmulEngine::open(int64_t converted) {
     threads_.reserve(threads_.count());
     cache_ = sysconf(_SC_LEVEL2_CACHE_SIZE);
     scratch_.resize(static_cast<size_t>(threads_.count() * kScratch));
-    module_ = static_cast<const ga_matmul_module*>(open_module("onednn", GA_MATMUL_ABI));
+    module_ = open_onednn();
   }
   if (static_cast<size_t>(converted) > converted_.size()) {
     threads_.reserve(converted / kSmallestCopy + 1);
@@ -210,3 +215,16 @@ void MatmulEngine::check_product(const MatmulTask& t, const char* error) const {
 }
 
 }  // namespace ga::cpu
+
+namespace ga {
+
+int32_t onednn_version() {
+  int major = 0, minor = 0, patch = 0;
+  try {
+    std::sscanf(cpu::open_onednn()->version, "oneDNN %d.%d.%d", &major, &minor, &patch);
+  } catch (const Error&) {  // not there
+  }
+  return 10000 * major + 100 * minor + patch;
+}
+
+}  // namespace ga

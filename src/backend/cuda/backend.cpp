@@ -36,8 +36,8 @@ class Range {
 
 class CudaBackend final : public Backend {
  public:
-  CudaBackend(int32_t ordinal, cudaStream_t stream)
-      : runtime_(ordinal, stream),
+  explicit CudaBackend(const ga_config& config)
+      : runtime_(config),
         chunks_(runtime_),
         lists_(runtime_, chunks_),
         plain_(runtime_, chunks_),
@@ -89,7 +89,13 @@ class CudaBackend final : public Backend {
   }
 
   void write(void* to, const void* from, size_t bytes) override {
-    runtime_.call([&] { runtime_.write(to, from, bytes); });
+    constexpr size_t kSmall = 65536;  // beyond, a copy and a wait take less time than many launches
+    runtime_.call([&] {
+      if (bytes <= kSmall || runtime_.capturing()) return runtime_.write(to, from, bytes);
+      runtime_.check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, queue().stream),
+                     "a copy to the device");
+      runtime_.wait();
+    });
   }
 
   void wait() override {
@@ -374,8 +380,8 @@ class CudaBackend final : public Backend {
 
 }  // namespace
 
-Backend* make_backend(int32_t ordinal, void* stream) {
-  return std::make_unique<CudaBackend>(ordinal, static_cast<cudaStream_t>(stream)).release();
+Backend* make_backend(const ga_config& config) {
+  return std::make_unique<CudaBackend>(config).release();
 }
 
 }  // namespace ga::cuda

@@ -20,7 +20,8 @@ extern "C" __attribute__((visibility("default"))) const void* ga_module_cuda(cha
   constexpr int kVersion = CUDART_VERSION;
   static const std::string text = "CUDA " + std::to_string(kVersion / 1000) + "." +
                                   std::to_string(kVersion % 1000 / 10) + " for " GA_CUDA_TARGETS;
-  static const ga::CudaModule table = {ga::kCudaAbi, ga::cuda_layout(), text.c_str(),
-                                       ga::cuda::device_count, ga::cuda::make_backend};
+  static const ga::CudaModule table = {ga::kCudaAbi,           ga::cuda_layout(),
+                                       text.c_str(),           ga::cuda::device_count,
+                                       ga::cuda::make_backend, ga::cuda::versions};
   return &table;
 }

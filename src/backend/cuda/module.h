@@ -10,7 +10,7 @@
 namespace ga {
 
 // Goes up with every change of CudaModule.
-constexpr int32_t kCudaAbi = 1;
+constexpr int32_t kCudaAbi = 2;
 
 // A hash that tells different layouts of the shared types apart, as far as their sizes differ.
 template <class... Type>
@@ -27,7 +27,7 @@ constexpr uint64_t cuda_layout() {
   return layout_of<Settings, GroupInput, GroupState, ParamInput, ParamState, ParamPlan, Control,
                    WindowTotals, Composites, AccumulateTask, RowsTask, NormTask, UnitTask,
                    UpdateTask, FinishTask, FactorTask, MatmulTask, OrthogonalizeTask, UnitPattern,
-                   MicroInput, MicroPlan, TaskTables, ScalarTables, ga_step_result>();
+                   MicroInput, MicroPlan, TaskTables, ScalarTables, ga_step_result, ga_config>();
 }
 
 struct CudaModule {
@@ -37,8 +37,10 @@ struct CudaModule {
 
   // Both throw Error. device_count: GA_ERROR_UNSUPPORTED with the reason if there is no device.
   int32_t (*device_count)();
-  // stream: the program's cudaStream_t, which must outlive the backend; NULL: the default stream.
-  Backend* (*make)(int32_t ordinal, void* stream);
+  // The program's stream must outlive the backend.
+  Backend* (*make)(const ga_config& config);
+  // As CUDA has them: 1000 * major + 10 * minor; 0: there is no driver.
+  void (*versions)(int32_t& runtime, int32_t& driver);
 };
 
 }  // namespace ga

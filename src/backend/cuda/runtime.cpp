@@ -24,14 +24,18 @@ struct Version {
 
 // ---- Devices ------------------------------------------------------------------------------------
 
+void versions(int32_t& runtime, int32_t& driver) {
+  if (cudaRuntimeGetVersion(&runtime) != cudaSuccess) cudaGetLastError();
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) cudaGetLastError();
+}
+
 int32_t device_count() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error == cudaSuccess && count > 0) return count;
   cudaGetLastError();
-  int driver = 0, runtime = 0;
-  if (cudaDriverGetVersion(&driver) != cudaSuccess) cudaGetLastError();
-  if (cudaRuntimeGetVersion(&runtime) != cudaSuccess) cudaGetLastError();
+  int32_t driver = 0, runtime = 0;
+  versions(runtime, driver);
   if (error != cudaSuccess && driver == 0)
     fail(GA_ERROR_UNSUPPORTED, "there is no CUDA driver on this machine (libcuda.so.1): %s (%s)",
          cudaGetErrorString(error), cudaGetErrorName(error));
@@ -64,8 +68,9 @@ DeviceScope::~DeviceScope() {
 
 // ---- Calls --------------------------------------------------------------------------------------
 
-Runtime::Runtime(int32_t ordinal, cudaStream_t stream) : ordinal_(ordinal) {
-  const int32_t count = device_count();
+Runtime::Runtime(const ga_config& config) : allocator_(config), ordinal_(config.device_ordinal) {
+  const int32_t count = device_count(), ordinal = ordinal_;
+  const auto stream = static_cast<cudaStream_t>(config.stream);
   if (ordinal < 0 || ordinal >= count)
     fail(GA_ERROR_INVALID_ARGUMENT, "device_ordinal was %d, but there are %d CUDA devices", ordinal,
          count);
@@ -172,16 +177,37 @@ void Runtime::wait() {
 void* Runtime::allocate(size_t bytes) {
   require_no_capture("this call needs memory (run one window before the capture)");
   const RelaxedCapture relaxed;
-  void* data = nullptr;
   bytes = std::max<size_t>(bytes, 1);
-  check(cudaMalloc(&data, bytes), "an allocation");
+  void* const data = allocate_device(bytes);
   const cudaError_t error = cudaMemsetAsync(data, 0, bytes, queue_.stream);
   if (error != cudaSuccess) free_device(data);
   check(error, "zeroing memory");
   return data;
 }
 
+void* Runtime::allocate_device(size_t bytes) {
+  void* data = nullptr;
+  if (!allocator_.is_set()) {
+    check(cudaMalloc(&data, bytes), "an allocation");
+    return data;
+  }
+  data = allocator_.allocate(bytes);
+  try {
+    given_.emplace(data, bytes);
+  } catch (...) {
+    allocator_.free(data, bytes);
+    throw;
+  }
+  return data;
+}
+
 void Runtime::free_device(void* data) noexcept {
+  if (const auto given = given_.find(data); given != given_.end()) {
+    const size_t bytes = given->second;
+    given_.erase(given);
+    allocator_.free(data, bytes);
+    return;
+  }
   if (cudaFree(data) != cudaSuccess) cudaGetLastError();
 }
 

@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "backend/allocator.hpp"
 #include "backend/backend.hpp"
 #include "backend/cuda/kernels.hpp"
 #include "error.hpp"
@@ -19,8 +20,9 @@ namespace ga::cuda {
 
 // The number of devices; if there is none, throws GA_ERROR_UNSUPPORTED with the reason.
 int32_t device_count();
-// See CudaModule::make.
-Backend* make_backend(int32_t ordinal, void* stream);
+// See CudaModule.
+Backend* make_backend(const ga_config& config);
+void versions(int32_t& runtime, int32_t& driver);
 
 // Makes a device current in the calling thread for the life of this object.
 class DeviceScope {
@@ -56,7 +58,7 @@ class Runtime {
  public:
   // Throws GA_ERROR_INVALID_ARGUMENT if the device does not exist or the stream is of another
   // device.
-  Runtime(int32_t ordinal, cudaStream_t stream);
+  explicit Runtime(const ga_config& config);
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
@@ -116,8 +118,11 @@ class Runtime {
 
   void enter(cudaError_t device_error);
   void record(const Mirror& mirror, size_t begin, size_t end);
+  void* allocate_device(size_t bytes);
   void free_device(void* data) noexcept;
 
+  const Allocator allocator_;
+  std::map<void*, size_t> given_;  // by the program's allocator
   int32_t ordinal_;
   Queue queue_ = {};
   bool reads_pageable_ = false;

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// Moving averages of the parameters. The pass that updates a parameter moves its average too.
+#include <algorithm>
+
+#include "context.hpp"
+#include "error.hpp"
+#include "tensor.hpp"
+
+namespace ga {
+namespace {
+
+size_t bytes_of(const Param& p) {
+  return static_cast<size_t>(p.count) * static_cast<size_t>(dtype_info(p.dtype).size);
+}
+
+}  // namespace
+
+ga_ema default_ema() {
+  ga_ema e = {};
+  e.struct_size = sizeof e;
+  e.decay = 0.999;
+  e.gamma = 6.94;
+  return e;
+}
+
+void check_ema(const ga_ema& e) {
+  check_choice("ema: kind", e.kind, GA_EMA_KARRAS, "ga_ema_kind");
+  if (e.dtype != 0 && e.dtype != GA_F32 && e.dtype != GA_BF16)
+    fail(GA_ERROR_INVALID_ARGUMENT, "ema: dtype was %d, expected 0, GA_F32 or GA_BF16", e.dtype);
+  if (!(e.decay >= 0 && e.decay <= 1))
+    fail(GA_ERROR_INVALID_ARGUMENT, "ema: decay was %g, expected a number in [0, 1]", e.decay);
+  check_rate("ema: gamma", e.gamma);
+}
+
+void Context::set_ema(const ga_ema* ema) {
+  if (prepared_ > 0)
+    fail(GA_ERROR_INVALID_STATE,
+         "ga_context_set_ema was called after the library has made its arrays (ga_prepare, or the "
+         "first contribution to a window); it is legal only before");
+  if (ema) {
+    check_ema(*ema);
+    for (size_t i = 0; i < params_.size(); ++i)
+      if (ema->dtype == GA_BF16 && params_[i].f64 && !tensors_[i].removed)
+        subject(static_cast<ga_param>(i))
+            .fail(GA_ERROR_UNSUPPORTED, "its dtype is f64, but the dtype of the EMA is bf16");
+    ema_ = *ema;
+  } else {
+    ema_.reset();
+  }
+  tell_settings();
+}
+
+void Context::check_ema_kept(const char* what) const {
+  if (!ema_)
+    fail(GA_ERROR_INVALID_STATE,
+         "%s: the context keeps no EMA; ga_context_set_ema makes it keep one", what);
+}
+
+// Whether a parameter and its average change places as they are; else the parameter is overwritten.
+bool Context::swaps_in_place(const Param& p) const { return p.dtype == average_of(p).format; }
+
+void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
+  const Param& p = param(id);
+  check_ema_kept("ga_ema_copy_to");
+  const DtypeInfo info = dtype_info(dtype);
+  if (!info.floating)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "ga_ema_copy_to: dtype was %d, expected GA_F32, GA_F64, GA_F16 or GA_BF16", dtype);
+  if (p.count == 0) return;
+  if (!out) fail(GA_ERROR_INVALID_ARGUMENT, "ga_ema_copy_to: out was NULL");
+  check_values(id, "out", out, p.count, info.size);
+  FinishTask task = {};
+  const bool averaged = param_state(static_cast<size_t>(id)).averaged;
+  const bool elsewhere = averaged && ema_swapped_ && swaps_in_place(p);
+  const Array from = elsewhere ? Array{p.data, p.dtype} : averaged ? average_of(p) : param_of(p);
+  task.gradient = identity({from.data, from.format, 1, nullptr});
+  task.f64 = p.f64;
+  task.target = {out, dtype};
+  task.count = p.count;
+  backend_->reserve(std::max(owned_.chunks(), chunk_count(p.count)),
+                    static_cast<int64_t>(params_.size()),
+                    static_cast<int64_t>(owned_.bytes[kAccumulator]));
+  backend_->finish({&task, 1});
+}
+
+// Allocates all that it needs before it changes anything.
+void Context::ema_swap(bool on) {
+  window_.check_empty("ga_ema_swap");
+  check_ema_kept("ga_ema_swap");
+  check_device();
+  if (on == ema_swapped_) return;
+  constexpr size_t kLine = 64, kPiece = size_t{4} << 20;
+  const std::vector<ParamState> states = param_states();
+  size_t kept = 0, piece = 0;
+  const auto each = [&](auto&& f) {
+    for (size_t i = 0; i < prepared_; ++i)
+      if (const Param& p = params_[i]; p.average && states[i].averaged) f(p);
+  };
+  each([&](const Param& p) {
+    size_t& bytes = swaps_in_place(p) ? piece : kept;
+    bytes = &bytes == &piece ? std::max(piece, std::min(bytes_of(p), kPiece))
+                             : kept + (bytes_of(p) + kLine - 1) / kLine * kLine;
+  });
+  if (on && kept > 0) ema_kept_ = Buffer(*backend_, kept);
+  Buffer scratch;
+  if (piece > 0) scratch = Buffer(*backend_, piece);
+
+  or_break([&] {
+    char* copy = static_cast<char*>(ema_kept_.data());
+    each([&](const Param& p) {
+      const size_t bytes = bytes_of(p);
+      if (swaps_in_place(p)) {
+        for (size_t at = 0; at < bytes; at += piece) {
+          const size_t size = std::min(piece, bytes - at);
+          char* const data = static_cast<char*>(p.data) + at;
+          char* const average = static_cast<char*>(p.average) + at;
+          backend_->copy(scratch.data(), data, size);
+          backend_->copy(data, average, size);
+          backend_->copy(average, scratch.data(), size);
+        }
+        return;
+      }
+      if (on) {
+        backend_->copy(copy, p.data, bytes);
+        FinishTask task = {};
+        const Array average = average_of(p);
+        task.gradient = identity({average.data, average.format, 1, nullptr});
+        task.f64 = p.f64;
+        task.target = {p.data, p.dtype};
+        task.count = p.count;
+        backend_->finish({&task, 1});
+      } else {
+        backend_->copy(p.data, copy, bytes);
+      }
+      copy += (bytes + kLine - 1) / kLine * kLine;
+    });
+  });
+  ema_swapped_ = on;
+  if (!on) ema_kept_ = Buffer();
+}
+
+}  // namespace ga

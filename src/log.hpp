@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// A line for each call on a context, for ga_config.log or, under GA_VERBOSE=1, stderr.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+
+#include "error.hpp"
+
+namespace ga {
+
+class Log {
+ public:
+  // NULL: the context has none.
+  static std::unique_ptr<Log> of(const ga_config& config);
+
+  // Runs body() as the call of that function and writes its line: «gradaccum,cpu,ga_step,outcome:0
+  // norm:1.5,GA_OK,0.042», with the milliseconds at the end. Returns the status.
+  template <class Body>
+  ga_status call(const char* function, Body&& body) noexcept {
+    const auto start = std::chrono::steady_clock::now();
+    length_ = 0;
+    notes_[0] = '\0';
+    const ga_status status = guard(body);
+    const std::chrono::duration<double, std::milli> taken =
+        std::chrono::steady_clock::now() - start;
+    write(function, status, taken.count());
+    return status;
+  }
+
+  // Adds what matters of the call to its line.
+  void note(const char* key, double value) noexcept;
+  void note(const char* key, const char* value) noexcept;
+
+ private:
+  Log(const ga_config& config, bool to_stderr)
+      : log_(config.log),
+        user_(config.log_user),
+        device_(config.device == GA_DEVICE_CUDA ? "cuda" : "cpu"),
+        to_stderr_(to_stderr) {}
+  void write(const char* function, ga_status status, double milliseconds) noexcept;
+  void append(const char* format, ...) noexcept __attribute__((format(printf, 2, 3)));
+
+  ga_log log_;
+  void* user_;
+  const char* device_;
+  bool to_stderr_;
+  char notes_[512] = "";
+  size_t length_ = 0;
+};
+
+}  // namespace ga

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the optimizer keeps for a parameter, by name: in the host's memory for the program, which may
+// read it, write it and put it back to the beginning.
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "context.hpp"
+#include "error.hpp"
+#include "tensor.hpp"
+
+namespace ga {
+
+// A negative kind: a number of the parameter's clock.
+constexpr int kStep = -1, kProduct = -2;
+
+std::vector<StateArray> Context::states_of(size_t i) const {
+  std::vector<StateArray> states;
+  const Param& p = params_[i];
+  const auto take = [&](int first, int last) {
+    for (const OwnedArray& a : arrays_of(i))
+      if (a.name && a.kind >= first && a.kind <= last)
+        states.push_back({a.name, a.format ? a.format : p.real(), a.count, a.kind});
+  };
+  take(kState, kMaster - 1);
+  const Group& g = group_of(p);
+  if (op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH) {
+    if (g.info->product) states.push_back({g.info->product, GA_F64, 1, kProduct});
+    states.push_back({"step", GA_I64, 1, kStep});
+  }
+  take(kMaster, kAverage);
+  return states;
+}
+
+int32_t Context::state_count(ga_param id) const {
+  param(id);
+  return static_cast<int32_t>(states_of(static_cast<size_t>(id)).size());
+}
+
+ga_state_info Context::state_info(ga_param id, int32_t index) const {
+  param(id);
+  const std::vector<StateArray> states = states_of(static_cast<size_t>(id));
+  if (index < 0 || static_cast<size_t>(index) >= states.size())
+    subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "index was %d, but it has %zu arrays of state",
+                     index, states.size());
+  const StateArray& s = states[static_cast<size_t>(index)];
+  ga_state_info info = {};
+  info.struct_size = sizeof info;
+  info.name = s.name;
+  info.dtype = s.dtype;
+  info.count = s.count;
+  return info;
+}
+
+// The array of a call that reads or writes one; makes sure that it exists.
+StateArray Context::state_for(ga_param id, const char* name, int32_t dtype, int64_t count,
+                              const char* what) {
+  window_.check_empty(what);
+  const Param& p = param(id);
+  const Subject of = {"parameter", this->name(id), what};
+  if (!name) of.fail(GA_ERROR_INVALID_ARGUMENT, "name was NULL");
+  StateArray found = {};
+  std::string names;
+  for (const StateArray& s : states_of(static_cast<size_t>(id))) {
+    if (std::strcmp(s.name, name) == 0) found = s;
+    names += std::string(names.empty() ? "" : ", ") + s.name;
+  }
+  if (!found.name)
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "it has no state \"%s\"; it has: %s", name,
+            names.empty() ? "none" : names.c_str());
+  if (dtype != found.dtype)
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "dtype was %s, but that of \"%s\" is %s",
+            dtype_info(dtype).name, name, dtype_info(found.dtype).name);
+  if (count != found.count)
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "count was %lld, but \"%s\" has %lld elements", ll(count),
+            name, ll(found.count));
+  if (p.frozen && !p.owns)
+    of.fail(GA_ERROR_INVALID_STATE, "it has always been frozen and has no state yet");
+  check_device();
+  prepare();
+  return found;
+}
+
+void* Context::state_data(const Param& p, int kind) const {
+  return kind == kMaster ? p.master : kind == kAverage ? p.average : p.state[kind - kState];
+}
+
+ParamState Context::param_state(size_t i) const {
+  ParamState state = {};
+  if (i < prepared_) backend_->read(&state, tables_.param_states.at(i), sizeof state);
+  return state;
+}
+
+std::vector<ParamState> Context::param_states() const {
+  std::vector<ParamState> states(prepared_);
+  if (prepared_ > 0)
+    backend_->read(states.data(), tables_.param_states.at(), prepared_ * sizeof(ParamState));
+  return states;
+}
+
+void Context::set_param_state(size_t i, const ParamState& state) {
+  backend_->write(tables_.param_states.at(i), &state, sizeof state);
+}
+
+void Context::get_state(ga_param id, const char* name, void* out, int32_t dtype, int64_t count) {
+  const StateArray s = state_for(id, name, dtype, count, "ga_state_get");
+  const auto i = static_cast<size_t>(id);
+  const Param& p = at(id);
+  if (!out) subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "out was NULL");
+  const ParamState state = param_state(i);
+  if (s.kind == kStep) {
+    std::memcpy(out, &state.clock.step, sizeof state.clock.step);
+  } else if (s.kind == kProduct) {
+    const double product = state.clock.step == 0 ? 1 : state.clock.product;
+    std::memcpy(out, &product, sizeof product);
+  } else {
+    if (s.kind == kAverage && !state.averaged) {
+      FinishTask task = {};
+      const Array from = param_of(p);
+      task.gradient = identity({from.data, from.format, 1, nullptr});
+      task.f64 = p.f64;
+      task.target = average_of(p);
+      task.count = p.count;
+      backend_->finish({&task, 1});
+    }
+    const auto bytes = static_cast<size_t>(s.count * dtype_info(s.dtype).size);
+    backend_->read(out, state_data(p, s.kind), bytes);
+  }
+}
+
+void Context::set_state(ga_param id, const char* name, const void* data, int32_t dtype,
+                        int64_t count) {
+  const StateArray s = state_for(id, name, dtype, count, "ga_state_set");
+  const auto i = static_cast<size_t>(id);
+  Param& p = at(id);
+  if (!data) subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "data was NULL");
+  ParamState state = param_state(i);
+  if (s.kind == kStep) {
+    int64_t step;
+    std::memcpy(&step, data, sizeof step);
+    if (step < 0)
+      subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "step was %lld, expected >= 0", ll(step));
+    state.clock.step = step;
+  } else if (s.kind == kProduct) {
+    double product;
+    std::memcpy(&product, data, sizeof product);
+    if (!(product >= 0 && product <= 1))
+      subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "%s was %g, expected a number in [0, 1]", name,
+                       product);
+    state.clock.product = product;
+  } else {
+    const auto bytes = static_cast<size_t>(s.count * dtype_info(s.dtype).size);
+    backend_->write(state_data(p, s.kind), data, bytes);
+    if (s.kind == kAverage) state.averaged = p.average_written = true;
+    if (s.kind < kMaster) p.state_written = true;
+  }
+  if (s.kind < kMaster && s.kind != kStep && state.clock.step == 0) state.clock.step = 1;
+  set_param_state(i, state);
+}
+
+void Context::reset_state(ga_param id) {
+  window_.check_empty("ga_state_reset");
+  Param& p = param(id);
+  check_device();
+  if (!p.owns) return;
+  or_break([&] {
+    set_param_state(static_cast<size_t>(id), {});
+    for (const OwnedArray& a : arrays_of(static_cast<size_t>(id)))
+      if (a.kind >= kState && a.kind < kMaster) fill_state(p, a);
+  });
+  p.state_due = false;
+  if (p.master) p.master_due = unfilled_ = true;
+}
+
+Clock clock_after(const OptimizerInfo& info, const ga_optimizer& o, int64_t steps) {
+  Clock clock = {};
+  while (clock.step < steps) {
+    info.advance(o, clock);
+    if (clock.product == 0) clock.step = steps;  // the product stays 0
+  }
+  return clock;
+}
+
+void Context::set_steps(int64_t steps) {
+  window_.check_empty("ga_context_set_steps");
+  if (steps < 0) fail(GA_ERROR_INVALID_ARGUMENT, "steps was %lld, expected >= 0", ll(steps));
+  check_device();
+  const Control now = control();
+  backend_->write(&tables_.control.at()->steps, &steps, sizeof steps);
+  for (size_t k = 0; k < groups_.size(); ++k) {
+    const Clock clock = clock_after(*groups_[k].info, groups_[k].optimizer, steps);
+    backend_->write(&tables_.group_states.at(k)->clock, &clock, sizeof clock);
+  }
+  steps_set_ = steps;
+  steps_set_after_ = now.windows;
+  accum_due_ = !phases_.empty() && !backend_->known();
+  if (!accum_due_) update_accum_steps();
+}
+
+}  // namespace ga
