@@ -2,7 +2,8 @@
 // Every optimizer. To add one, in this order:
 //
 //   include/gradaccum/gradaccum.h   a value at the end of ga_optimizer_kind; new fields at the end
-//                                   of ga_optimizer; which optimizer reads which field
+//                                   of ga_optimizer
+//   docs/reference.md               which optimizer reads which field, defaults, state, flavors
 //   src/ops/NAME.hpp                the formula, options and checks: copy lion.hpp, or lamb.hpp if
 //                                   layer-wise; op.hpp is their reference
 //   src/ops/all.hpp                 the #include, and a place in Optimizers, below
