@@ -291,7 +291,7 @@ GA_API ga_status ga_step(ga_context* ctx, ga_step_result* out);
 
 /* Needed if gradients are sums, if a non-finite gradient should not just skip the step, if windows
    have a fixed length, for a static loss scale, a GPU, or threads and memory of the program's own.
-   The configuration of a context never changes, except K and the loss scale. */
+   A context keeps its configuration, but K and the loss scale may be set anew. */
 
 typedef int32_t ga_device;
 enum { GA_DEVICE_CPU = 0, GA_DEVICE_CUDA = 1 };
@@ -398,11 +398,11 @@ struct ga_config {
   double noise_smoothing;         /* of the noise scale over steps; [0, 1); default 0.9 */
   int32_t device_ordinal;         /* which device of that kind; default 0 */
   int32_t reserved2;              /* 0 */
-  void* stream;                   /* the cudaStream_t that all work is queued on, which outlives the
+  void* stream;                   /* the cudaStream_t that all work is queued on; must outlive the
                                      context; default NULL: the legacy default stream */
   ga_allocate allocate; /* for accumulators, optimizer state, master weights, EMA and their
-                                     workspace; default NULL: the library's own. Tables that the
-                                     host shares with a device always are the library's */
+                                     workspace, but not for tables that the host shares with a
+                                     device; default NULL: the library's own */
   ga_free free;         /* set if and only if allocate is set */
   void* allocator_user; /* passed to allocate and free */
   ga_log log;           /* default NULL: none, or lines to stderr if the environment has
@@ -449,9 +449,8 @@ typedef int32_t ga_window_state;
 enum {
   GA_WINDOW_EMPTY = 0,
   GA_WINDOW_OPEN = 1,
-  GA_WINDOW_FULL = 2, /* K micro-batches: ga_step must be called next */
-  GA_WINDOW_INVALID =
-      3 /* a call that accumulates failed half-way: ga_discard must be called next */
+  GA_WINDOW_FULL = 2,   /* K micro-batches: ga_step must be called next */
+  GA_WINDOW_INVALID = 3 /* accumulating failed half-way: ga_discard must be called next */
 };
 
 typedef struct ga_window_info {
@@ -461,7 +460,7 @@ typedef struct ga_window_info {
   int64_t micro_batches; /* in this window, the open one included */
   int64_t open_micro;    /* index of the open micro-batch; -1: none is open */
   int64_t accum_steps;   /* K of this window; 0: any number */
-  double weight;         /* sum of the weights so far; on a device with dropped micro-batches */
+  double weight;         /* sum of the weights so far; on a device, dropped micro-batches count */
   int64_t windows;       /* calls of ga_step that returned GA_OK, since the context was created */
   int64_t steps;         /* of these, applied; on a device, as far as results are known */
 } ga_window_info;
@@ -582,7 +581,10 @@ GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k
                                       int64_t lda, ga_transpose transpose_a, const void* b,
                                       int64_t ldb, ga_transpose transpose_b, ga_dtype dtype);
 
-/* Where a kernel of the program writes a gradient: alpha * gradient + beta * data. */
+/* Where a kernel of the program writes a gradient: alpha * gradient + beta * data. alpha is
+   weight / loss scale, or 1 / loss scale for GA_GRADIENT_SUM. beta is 0 for the first contribution
+   in a window, else 1. With beta 0, data must not be read; a kernel that can only do +=
+   zeroes it first. */
 typedef struct ga_accumulator {
   size_t struct_size;
   void* data;     /* NULL: write nothing (weight 0, or the parameter is frozen) */
@@ -590,9 +592,7 @@ typedef struct ga_accumulator {
   int32_t reserved;
   int64_t rows, columns;     /* shape[0], and the product of the other dimensions */
   int64_t leading_dimension; /* elements from row to row: columns */
-  double alpha, beta; /* alpha: weight / loss scale; for GA_GRADIENT_SUM 1 / loss scale. beta: 0
-                                for the first contribution in a window, else 1. With 0, data is not
-                                to be read: a kernel that can only do += zeroes it first */
+  double alpha, beta;
 } ga_accumulator;
 
 /* Prepares *out to be filled. */
@@ -671,8 +671,8 @@ typedef struct ga_schedule {
   int64_t step_size;    /* STEP; > 0 */
   const double* table;  /* TABLE: [table_size] learning rates, finite, >= 0; copied */
   int64_t table_size;   /* TABLE; > 0 */
-  int64_t first_step; /* applied steps before the schedule begins, such as ga_window_info.steps for
-                           a group that is added later; >= 0; default 0 */
+  int64_t first_step;   /* applied steps before the schedule begins: ga_window_info.steps, for a
+                           group that is added later; >= 0; default 0 */
 } ga_schedule;
 
 /* Writes the defaults of a kind. */
@@ -948,7 +948,7 @@ GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
 GA_API ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen);
 
 /* Multiplies the group's learning rate, or its weight decay, for one parameter; finite, >= 0; 1
-   until then. LAMB and LARS take a weight decay that is 0 by its scale for none. */
+   until then. A weight decay of 0 counts as none where that matters (LAMB, LARS). */
 GA_API ga_status ga_param_set_lr_scale(ga_context* ctx, ga_param param, double lr_scale);
 GA_API ga_status ga_param_set_weight_decay_scale(ga_context* ctx, ga_param param,
                                                  double weight_decay_scale);
@@ -1081,8 +1081,8 @@ typedef struct ga_memory {
   int64_t averages;   /* EMA */
   int64_t rows;       /* for ga_param_options.rows */
   int64_t batch_norm; /* statistics */
-  int64_t resident; /* of total, what is written so far; on a device, what is allocated. The rest is
-                         planned, or memory that the system gives only when it is written */
+  int64_t resident;   /* of total, what is written so far; on a device, what is allocated. The rest
+                         is planned, or memory that the system gives only when it is written */
 } ga_memory;
 
 /* Prepares *out to be filled. */
@@ -1178,8 +1178,8 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *              (torch.set_flush_denormal, fesetround, ...) changes no bit, and a call leaves the
  *              mode and the exception flags of its thread as it found them.
  *
- * Same bits    Results have the same bits for any number of threads and any instruction set; matrix
- *              products excepted.
+ * Same bits    On one machine, results have the same bits for any number of threads and any CPU
+ *              kernels; matrix products, and so MUON, excepted. Devices: docs/cuda.md.
  *
  * Environment  GA_MODULE_PATH: the only folder in which libgradaccum_onednn.so and
  *              libgradaccum_cuda.so are looked for, in place of the library's own. GA_CPU_ISA:
@@ -1238,14 +1238,14 @@ typedef struct ga_bn_options {
   size_t struct_size;
   ga_bn_mode mode;     /* default GA_BN_MICRO */
   ga_bn_layout layout; /* default GA_BN_CHANNELS_FIRST, Keras GA_BN_CHANNELS_LAST */
-  ga_dtype dtype;  /* of x, y and their gradients; default GA_F32. Computed in f32, or in f64 for
-                          GA_F64 */
-  int32_t biased;  /* the variance that the running variance averages, of n elements of a channel in
-                          the window: 0, torch: sum of squared deviations / (n - 1), unknown (and
-                          the running variance stays) for n = 1; 1, Keras: / n */
-  double momentum; /* running += momentum (window's - running); [0, 1]; default 0.1, Keras 0.01,
+  ga_dtype dtype;      /* of x, y and their gradients; default GA_F32. Computed in f32, or in f64
+                          for GA_F64 */
+  int32_t biased;      /* what the running variance averages, for n elements of a channel in the
+                          window: 0, torch: the sum of squared deviations / (n - 1), which for n = 1
+                          is unknown, and the running variance stays; 1, Keras: / n */
+  double momentum;     /* running += momentum (window's - running); [0, 1]; default 0.1, Keras 0.01,
                           which Keras itself calls 0.99 */
-  double eps;      /* > 0; default 1e-5, Keras 1e-3 */
+  double eps;          /* > 0; default 1e-5, Keras 1e-3 */
 } ga_bn_options;
 
 /* Writes the defaults of GA_FLAVOR_TORCH or GA_FLAVOR_KERAS. */
