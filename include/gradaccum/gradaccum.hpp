@@ -1,24 +1,26 @@
-// libgradaccum for C++17: ownership and exceptions over gradaccum.h, header only.
+// libgradaccum for C++17: ownership, types and exceptions over gradaccum.h, header only.
 // SPDX-License-Identifier: Apache-2.0
 //
-// Every function here is one call of the C function of nearly the same name, and gradaccum.h says
-// what it does. What C++ adds:
+// Every function here is one call of a C function, and gradaccum.h says what that does. The name is
+// the C function's without ga_, and without the nouns that the arguments or the object tell: ga_step
+// is Context::step, ga_group_set_lr and ga_param_set_frozen are Context::set_lr and set_frozen,
+// ga_accumulate_part is MicroBatch::accumulate_part. What C++ adds:
 //
-//   gradaccum::Context      owns a ga_context; it moves and is never copied.
-//   gradaccum::MicroBatch   an open micro-batch. end() closes it; one that is destroyed without end(),
-//                           because an exception passed by, discards the window: half a micro-batch
-//                           never reaches a step.
-//   gradaccum::Error        thrown by every call whose status is not GA_OK, with that status and the
-//                           sentence of ga_last_error(). What it has left unchanged: as in C.
-//   float*, double*         say their dtype by their type.
-//   default_...()           structs with struct_size and all defaults filled in.
+//   Context       owns a ga_context. It can be moved, but not copied.
+//   MicroBatch    an open micro-batch, which ends with its scope. If an exception leaves the scope,
+//                 the window is discarded: half a micro-batch never reaches a step.
+//   Group, Param, BatchNorm   ids, each of its own type.
+//   float*, ...   imply their dtype. DtypeOf adds types of the program's own, such as its bfloat16.
+//   Config        a ga_config whose parallel_for and log may be any callable.
+//   Error         thrown by every call whose status is not GA_OK.
+//   default_...() structs with struct_size and all defaults filled in.
 //
 //     gradaccum::Context context;
 //     ga_optimizer adamw = gradaccum::default_optimizer(GA_OPTIMIZER_ADAMW);
 //     adamw.lr = 3e-4;
-//     ga_group group = context.add_group(adamw);
-//     context.add_param(group, "fc1.weight", w1.data(), {512, 784});
-//     context.add_param(group, "fc1.bias", b1.data(), {512});
+//     const gradaccum::Group group = context.add_group(adamw);
+//     const gradaccum::Param w = context.add_param(group, "fc1.weight", w1.data(), {512, 784});
+//     const gradaccum::Param b = context.add_param(group, "fc1.bias", b1.data(), {512});
 //     for (each window) {
 //       for (each micro-batch of the window) {
 //         backward();
@@ -27,17 +29,34 @@
 //       context.step();
 //     }
 //
-// The C functions take a Context by get(), so the two may be mixed.
+// Layer by layer, the body of the inner loop is:
+//
+//     gradaccum::MicroBatch micro = context.micro_begin(-1, samples_in_this_micro_batch);
+//     backward_of_bias();
+//     micro.accumulate_part(b, db1.data());
+//     backward_of_weight();
+//     micro.accumulate_part(w, dw1.data());
+//
+// The C functions take a Context by get() and an id by id(), so the two APIs may be mixed.
 #ifndef GRADACCUM_GRADACCUM_HPP_
 #define GRADACCUM_GRADACCUM_HPP_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <initializer_list>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
+#if defined(__STDCPP_FLOAT16_T__) || defined(__STDCPP_BFLOAT16_T__)
+#include <stdfloat>
+#endif
 
 #include "gradaccum/gradaccum.h"
 
@@ -45,46 +64,74 @@ namespace gradaccum {
 
 // ---- Errors -------------------------------------------------------------------------------------
 
+// what() is the name of the status and the message of ga_last_error().
 class Error : public std::runtime_error {
  public:
-  Error(ga_status status, const std::string& sentence)
-      : std::runtime_error(sentence), status_(status) {}
+  Error(ga_status status, const std::string& message)
+      : std::runtime_error(std::string(ga_status_name(status)) + ": " + message), status_(status) {}
   ga_status status() const noexcept { return status_; }
 
  private:
   ga_status status_;
 };
 
-// Throws what ga_last_error() says, unless status is GA_OK. For calls of C functions.
+// Throws an Error unless status is GA_OK. For direct calls of C functions.
 inline void check(ga_status status) {
-  if (status != GA_OK) {
-    throw Error(status, std::string(ga_status_name(status)) + ": " + ga_last_error());
-  }
+  if (status != GA_OK) throw Error(status, ga_last_error());
 }
 
 // ---- Types --------------------------------------------------------------------------------------
 
-// The ga_dtype of a C++ type.
+enum class Group : ga_group {};
+enum class Param : ga_param {};
+enum class BatchNorm : ga_bn {};
+
+// An id as the C functions take it, and as an index of the program's own arrays.
+constexpr ga_group id(Group group) noexcept { return static_cast<ga_group>(group); }
+constexpr ga_param id(Param param) noexcept { return static_cast<ga_param>(param); }
+constexpr ga_bn id(BatchNorm bn) noexcept { return static_cast<ga_bn>(bn); }
+
+inline constexpr Param no_param{-1};  // in place of gamma or beta
+
+// The ga_dtype of a C++ type. A program specialises it for its own types of 16 bits:
+//
+//     template <>
+//     struct gradaccum::DtypeOf<my::bfloat16> {
+//       static constexpr ga_dtype value = GA_BF16;
+//     };
 template <typename T>
 struct DtypeOf;
 template <>
 struct DtypeOf<float> {
-  static constexpr std::int32_t value = GA_F32;
+  static constexpr ga_dtype value = GA_F32;
 };
 template <>
 struct DtypeOf<double> {
-  static constexpr std::int32_t value = GA_F64;
+  static constexpr ga_dtype value = GA_F64;
 };
 template <>
 struct DtypeOf<std::int32_t> {
-  static constexpr std::int32_t value = GA_I32;
+  static constexpr ga_dtype value = GA_I32;
 };
 template <>
 struct DtypeOf<std::int64_t> {
-  static constexpr std::int32_t value = GA_I64;
+  static constexpr ga_dtype value = GA_I64;
 };
+#ifdef __STDCPP_FLOAT16_T__
+template <>
+struct DtypeOf<std::float16_t> {
+  static constexpr ga_dtype value = GA_F16;
+};
+#endif
+#ifdef __STDCPP_BFLOAT16_T__
+template <>
+struct DtypeOf<std::bfloat16_t> {
+  static constexpr ga_dtype value = GA_BF16;
+};
+#endif
+
 template <typename T>
-inline constexpr std::int32_t dtype_of = DtypeOf<T>::value;
+inline constexpr ga_dtype dtype_of = DtypeOf<std::remove_cv_t<T>>::value;
 
 // ---- Structs with their defaults ----------------------------------------------------------------
 
@@ -136,49 +183,283 @@ inline ga_micro_options default_micro_options() {
   return detail::defaults<ga_micro_options>(ga_micro_options_init);
 }
 
-// Devices of a kind; 0 where this build or this machine has none (ga_last_error() says why).
+// ---- Library ------------------------------------------------------------------------------------
+
+inline std::int32_t version() noexcept { return ga_version(); }
+inline const char* build_info() noexcept { return ga_build_info(); }
+inline ga_build build() {
+  auto build = detail::defaults<ga_build>(ga_build_init);
+  check(ga_build_describe(&build));
+  return build;
+}
+
+// If it returns 0, ga_last_error() says why.
 inline std::int32_t device_count(ga_device device) {
   std::int32_t count = 0;
   check(ga_device_count(device, &count));
   return count;
 }
 
-// ---- Micro-batch --------------------------------------------------------------------------------
+// ---- Configuration ------------------------------------------------------------------------------
 
-// Made by Context::micro_begin; must not outlive the context.
-class MicroBatch {
+// Runs item index of a parallel loop: task(index). Cheap to copy.
+class Task {
  public:
-  MicroBatch(MicroBatch&&) noexcept = default;
-  MicroBatch& operator=(MicroBatch&&) = delete;
+  Task(ga_task task, void* data) noexcept : task_(task), data_(data) {}
+  void operator()(std::int64_t index) const { task_(data_, index); }
 
-  // Closes the micro-batch, with all that was contributed. It may be opened again until the step.
-  void end() {
-    check(ga_micro_end(open_.get()));
-    open_.release();
+ private:
+  ga_task task_;
+  void* data_;
+};
+
+// A ga_config, and the callables that it was given. All contexts made from it share them, and keep
+// them alive. An exception must not leave a callable: it would have to cross C, so it ends the
+// program with std::terminate, as in the parallel algorithms of the standard library.
+//
+//     gradaccum::Config config;
+//     config.num_threads = pool.size();
+//     config.set_parallel_for([&pool](std::int64_t count, gradaccum::Task task) {
+//       pool.run(count, task);  // task(i) for each i in [0, count); returns when all are done
+//     });
+//     gradaccum::Context context(config);
+class Config : public ga_config {
+ public:
+  Config() : Config(default_config()) {}
+  Config(const ga_config& fields) noexcept : ga_config(fields) {}
+
+  // callable(std::int64_t count, Task task): see ga_parallel_for.
+  template <typename Callable>
+  void set_parallel_for(Callable callable) {
+    auto owned = std::make_shared<Callable>(std::move(callable));
+    parallel_for = [](void* user, std::int64_t count, ga_task task, void* data) noexcept {
+      (*static_cast<Callable*>(user))(count, Task(task, data));
+    };
+    parallel_for_user = owned.get();
+    callables_.parallel_for = std::move(owned);
+  }
+
+  // callable(std::string_view line): see ga_log.
+  template <typename Callable>
+  void set_log(Callable callable) {
+    auto owned = std::make_shared<Callable>(std::move(callable));
+    log = [](void* user, const char* line) noexcept {
+      (*static_cast<Callable*>(user))(std::string_view(line));
+    };
+    log_user = owned.get();
+    callables_.log = std::move(owned);
   }
 
  private:
   friend class Context;
-  struct Discard {
-    void operator()(ga_context* context) const noexcept { ga_discard(context); }
+  struct Callables {
+    std::shared_ptr<void> parallel_for, log;
   };
-  explicit MicroBatch(ga_context* context) noexcept : open_(context) {}
+  Callables callables_;
+};
 
-  std::unique_ptr<ga_context, Discard> open_;  // borrowed; null after end()
+// ---- Scopes -------------------------------------------------------------------------------------
+
+// The destructors of the classes below call the library, and throw if that fails and no exception is
+// passing already. So they belong on the stack, where such an exception can be caught, and not into
+// containers or smart pointers, whose destructors let none out. None of them may outlive its context.
+
+namespace detail {
+
+// What these classes have in common: the context until it is closed, and whether it is an exception
+// that ends the scope.
+class Scope {
+ public:
+  explicit Scope(ga_context* context) noexcept : context_(context) {}
+  Scope(Scope&& other) noexcept
+      : context_(std::exchange(other.context_, nullptr)), exceptions_(other.exceptions_) {}
+  Scope& operator=(Scope&&) = delete;
+
+  ga_context* get() const noexcept { return context_; }
+  void close() noexcept { context_ = nullptr; }
+  bool is_open() const noexcept { return context_ != nullptr; }
+  bool is_unwinding() const noexcept { return std::uncaught_exceptions() > exceptions_; }
+
+ private:
+  ga_context* context_;
+  int exceptions_ = std::uncaught_exceptions();
+};
+
+}  // namespace detail
+
+// The accumulator of a parameter, for a kernel of the program's own: see ga_accumulator. Made by
+// MicroBatch::acquire. It is released at the end of its scope, unless an exception leaves the scope:
+// the accumulator may be half written, and the micro-batch can then only be discarded.
+class [[nodiscard]] Accumulator {
+ public:
+  Accumulator(Accumulator&&) noexcept = default;
+  ~Accumulator() noexcept(false) {
+    if (scope_.is_open() && !scope_.is_unwinding()) release();
+  }
+
+  const ga_accumulator& operator*() const noexcept { return accumulator_; }
+  const ga_accumulator* operator->() const noexcept { return &accumulator_; }
+
+  // Where to write, which may be null. GA_ERROR_INVALID_ARGUMENT: the dtype is not that of T.
+  template <typename T>
+  T* data() const {
+    if (accumulator_.dtype != dtype_of<T>) {
+      throw Error(GA_ERROR_INVALID_ARGUMENT, "the dtype of the accumulator was ga_dtype " +
+                                                 std::to_string(accumulator_.dtype) +
+                                                 ", not that of the pointer");
+    }
+    return static_cast<T*>(accumulator_.data);
+  }
+
+  void release() {
+    check(ga_accumulator_release(scope_.get(), id(param_)));
+    scope_.close();
+  }
+
+ private:
+  friend class MicroBatch;
+  Accumulator(ga_context* context, Param param)
+      : scope_(context),
+        param_(param),
+        accumulator_(detail::defaults<ga_accumulator>(ga_accumulator_init)) {
+    check(ga_accumulator_acquire(context, id(param), &accumulator_));
+  }
+
+  detail::Scope scope_;
+  Param param_;
+  ga_accumulator accumulator_;
+};
+
+// An open micro-batch, made by Context::micro_begin. Its destructor calls ga_micro_end, or ga_discard
+// if an exception leaves the scope. If ga_micro_end fails there, the window is discarded too, and the
+// destructor throws the Error.
+//
+// Objects that are declared after a MicroBatch are destroyed before it. Gradients that must live until
+// ga_micro_end (under GA_NONFINITE_DROP_MICRO and GA_CLIP_WHEN_MICRO) are declared before it, or the
+// program calls end().
+class [[nodiscard]] MicroBatch {
+ public:
+  MicroBatch(MicroBatch&&) noexcept = default;
+  ~MicroBatch() noexcept(false) {
+    if (!scope_.is_open()) return;
+    if (scope_.is_unwinding()) {
+      ga_discard(scope_.get());
+      return;
+    }
+    const ga_status status = ga_micro_end(scope_.get());
+    if (status == GA_OK) return;
+    const Error error(status, ga_last_error());
+    ga_discard(scope_.get());
+    throw error;
+  }
+
+  void accumulate_part(Param param, const void* gradient) {
+    check(ga_accumulate_part(scope_.get(), id(param), gradient));
+  }
+
+  template <typename Index>
+  void accumulate_rows(Param param, const Index* indices, std::int64_t count, const void* values) {
+    check(ga_accumulate_rows(scope_.get(), id(param), indices, dtype_of<Index>, count, values));
+  }
+
+  template <typename T>
+  void accumulate_matmul(Param param, std::int64_t k, const T* a, std::int64_t lda,
+                         ga_transpose transpose_a, const T* b, std::int64_t ldb,
+                         ga_transpose transpose_b) {
+    accumulate_matmul(param, k, a, lda, transpose_a, b, ldb, transpose_b, dtype_of<T>);
+  }
+  void accumulate_matmul(Param param, std::int64_t k, const void* a, std::int64_t lda,
+                         ga_transpose transpose_a, const void* b, std::int64_t ldb,
+                         ga_transpose transpose_b, ga_dtype dtype) {
+    check(ga_accumulate_matmul(scope_.get(), id(param), k, a, lda, transpose_a, b, ldb, transpose_b,
+                               dtype));
+  }
+
+  Accumulator acquire(Param param) { return Accumulator(scope_.get(), param); }
+
+  void bn_backward_accumulate(BatchNorm bn, const void* x, const void* dy, std::int64_t samples,
+                              std::int64_t positions) {
+    check(ga_bn_backward_accumulate(scope_.get(), id(bn), x, dy, samples, positions));
+  }
+  void bn_backward(BatchNorm bn, const void* x, const void* dy, std::int64_t samples,
+                   std::int64_t positions, void* dx) {
+    check(ga_bn_backward(scope_.get(), id(bn), x, dy, samples, positions, dx));
+  }
+
+  // Three ways to close the micro-batch before the end of its scope: ga_micro_end, ga_micro_abort and
+  // ga_discard. If one of them fails, the micro-batch is still open.
+  void end() {
+    check(ga_micro_end(scope_.get()));
+    scope_.close();
+  }
+  void abort() {
+    check(ga_micro_abort(scope_.get()));
+    scope_.close();
+  }
+  void discard() {
+    check(ga_discard(scope_.get()));
+    scope_.close();
+  }
+
+ private:
+  friend class Context;
+  explicit MicroBatch(ga_context* context) noexcept : scope_(context) {}
+
+  detail::Scope scope_;
+};
+
+// While it exists, parameters and moving averages are exchanged. Made by Context::ema_scope. If an
+// exception leaves the scope, they are exchanged back too.
+class [[nodiscard]] EmaScope {
+ public:
+  EmaScope(EmaScope&&) noexcept = default;
+  ~EmaScope() noexcept(false) {
+    if (!scope_.is_open()) return;
+    const ga_status status = ga_ema_swap(scope_.get(), 0);
+    if (!scope_.is_unwinding()) check(status);
+  }
+
+  // Exchanges them back before the end of the scope.
+  void end() {
+    check(ga_ema_swap(scope_.get(), 0));
+    scope_.close();
+  }
+
+ private:
+  friend class Context;
+  explicit EmaScope(ga_context* context) : scope_(context) { check(ga_ema_swap(context, 1)); }
+
+  detail::Scope scope_;
 };
 
 // ---- Context ------------------------------------------------------------------------------------
 
 class Context {
  public:
-  Context() : Context(default_config()) {}
-  explicit Context(const ga_config& config) {
+  Context() : Context(Config()) {}
+  explicit Context(const Config& config) : context_(nullptr, Destroy{config.callables_, true}) {
     ga_context* context = nullptr;
     check(ga_context_create(&config, &context));
     context_.reset(context);
   }
 
-  // For the C functions. Null after the context has been moved from.
+  // A context that the program has made with C: adopt() takes the ownership, borrow() does not, and
+  // the program then destroys the context after this object.
+  static Context adopt(ga_context* context) noexcept { return Context(context, true); }
+  static Context borrow(ga_context* context) noexcept { return Context(context, false); }
+
+  // Gives up the ownership; this object is then empty. GA_ERROR_INVALID_STATE: the context calls
+  // callables of its Config, which belong to this object.
+  ga_context* release() {
+    const Config::Callables& callables = context_.get_deleter().callables;
+    if (callables.parallel_for || callables.log) {
+      throw Error(GA_ERROR_INVALID_STATE,
+                  "Context::release: the context calls a callable that belongs to this object");
+    }
+    return context_.release();
+  }
+
+  // For the C functions. Null after the context has been released or moved from.
   ga_context* get() const noexcept { return context_.get(); }
 
   void synchronize() { check(ga_synchronize(get())); }
@@ -196,19 +477,19 @@ class Context {
   void set_accum_schedule(const std::vector<std::int64_t>& from_steps,
                           const std::vector<std::int64_t>& accum_steps) {
     if (from_steps.size() != accum_steps.size()) {
-      throw Error(GA_ERROR_INVALID_ARGUMENT,
-                  "GA_ERROR_INVALID_ARGUMENT: from_steps and accum_steps differ in size");
+      throw Error(GA_ERROR_INVALID_ARGUMENT, "from_steps and accum_steps differ in size");
     }
     check(ga_context_set_accum_schedule(get(), from_steps.data(), accum_steps.data(),
                                         from_steps.size()));
   }
+  void set_steps(std::int64_t steps) { check(ga_context_set_steps(get(), steps)); }
 
   // -- Groups
 
-  ga_group add_group(const ga_optimizer& optimizer) {
+  Group add_group(const ga_optimizer& optimizer) {
     ga_group group = -1;
     check(ga_group_add(get(), &optimizer, &group));
-    return group;
+    return Group{group};
   }
 
   std::int32_t group_count() const {
@@ -216,37 +497,49 @@ class Context {
     check(ga_group_count(get(), &count));
     return count;
   }
-  ga_optimizer optimizer(ga_group group) const {
+
+  ga_optimizer optimizer(Group group) const {
     ga_optimizer optimizer{};
     optimizer.struct_size = sizeof optimizer;
-    check(ga_group_optimizer(get(), group, &optimizer));
+    check(ga_group_optimizer(get(), id(group), &optimizer));
     return optimizer;
   }
+  void set_optimizer(Group group, const ga_optimizer& optimizer) {
+    check(ga_group_set_optimizer(get(), id(group), &optimizer));
+  }
 
-  void set_lr(ga_group group, double lr) { check(ga_group_set_lr(get(), group, lr)); }
-  double lr(ga_group group) const {
+  // Of the next step.
+  double lr(Group group) const {
     double lr = 0;
-    check(ga_group_lr(get(), group, &lr));
+    check(ga_group_lr(get(), id(group), &lr));
     return lr;
   }
-
-  void set_weight_decay(ga_group group, double weight_decay) {
-    check(ga_group_set_weight_decay(get(), group, weight_decay));
+  double last_lr(Group group) const {
+    double lr = 0;
+    check(ga_group_last_lr(get(), id(group), &lr));
+    return lr;
+  }
+  void set_lr(Group group, double lr) { check(ga_group_set_lr(get(), id(group), lr)); }
+  void set_weight_decay(Group group, double weight_decay) {
+    check(ga_group_set_weight_decay(get(), id(group), weight_decay));
+  }
+  void set_frozen(Group group, bool frozen) {
+    check(ga_group_set_frozen(get(), id(group), frozen ? 1 : 0));
   }
 
-  void set_schedule(ga_group group, const ga_schedule& schedule) {
-    check(ga_group_set_schedule(get(), group, &schedule));
+  void set_schedule(Group group, const ga_schedule& schedule) {
+    check(ga_group_set_schedule(get(), id(group), &schedule));
   }
-  void clear_schedule(ga_group group) { check(ga_group_set_schedule(get(), group, nullptr)); }
+  void clear_schedule(Group group) { check(ga_group_set_schedule(get(), id(group), nullptr)); }
 
   void set_clip(const ga_clip& clip) { check(ga_context_set_clip(get(), &clip)); }
   void clear_clip() { check(ga_context_set_clip(get(), nullptr)); }
-  void set_clip(ga_group group, const ga_clip& clip) {
-    check(ga_group_set_clip(get(), group, &clip));
+  void set_clip(Group group, const ga_clip& clip) {
+    check(ga_group_set_clip(get(), id(group), &clip));
   }
-  void clear_clip(ga_group group) { check(ga_group_set_clip(get(), group, nullptr)); }
+  void clear_clip(Group group) { check(ga_group_set_clip(get(), id(group), nullptr)); }
 
-  // -- Loss scale and averages
+  // -- Loss scale and EMA
 
   void set_loss_scaler(const ga_loss_scaler& scaler) {
     check(ga_context_set_loss_scaler(get(), &scaler));
@@ -257,60 +550,71 @@ class Context {
     check(ga_loss_scale(get(), &scale, nullptr));
     return scale;
   }
+  // A number in the device's memory. GA_ERROR_INVALID_ARGUMENT: the context is on the CPU.
+  const float* device_loss_scale() const {
+    const void* scale = nullptr;
+    check(ga_loss_scale(get(), nullptr, &scale));
+    return static_cast<const float*>(scale);
+  }
 
   void set_ema(const ga_ema& ema) { check(ga_context_set_ema(get(), &ema)); }
   void clear_ema() { check(ga_context_set_ema(get(), nullptr)); }
   template <typename T>
-  void ema_copy_to(ga_param param, T* out) {
+  void ema_copy_to(Param param, T* out) {
     ema_copy_to(param, out, dtype_of<T>);
   }
-  void ema_copy_to(ga_param param, void* out, std::int32_t dtype) {
-    check(ga_ema_copy_to(get(), param, out, dtype));
+  void ema_copy_to(Param param, void* out, ga_dtype dtype) {
+    check(ga_ema_copy_to(get(), id(param), out, dtype));
   }
+  // ema_scope() swaps for a scope, ema_swap() until it is called again.
+  EmaScope ema_scope() { return EmaScope(get()); }
+  void ema_swap(bool on) { check(ga_ema_swap(get(), on ? 1 : 0)); }
 
   // -- Parameters
 
   template <typename T>
-  ga_param add_param(ga_group group, const std::string& name, T* data,
-                     const std::vector<std::int64_t>& shape,
-                     const ga_param_options* options = nullptr) {
+  Param add_param(Group group, const std::string& name, T* data,
+                  const std::vector<std::int64_t>& shape,
+                  const ga_param_options* options = nullptr) {
     return add_param(group, name, data, dtype_of<T>, shape, options);
   }
-  ga_param add_param(ga_group group, const std::string& name, void* data, std::int32_t dtype,
-                     const std::vector<std::int64_t>& shape,
-                     const ga_param_options* options = nullptr) {
+  Param add_param(Group group, const std::string& name, void* data, ga_dtype dtype,
+                  const std::vector<std::int64_t>& shape,
+                  const ga_param_options* options = nullptr) {
     ga_param param = -1;
-    check(ga_param_add(get(), group, name.c_str(), data, dtype,
+    check(ga_param_add(get(), id(group), name.c_str(), data, dtype,
                        static_cast<std::int32_t>(shape.size()), shape.data(), options, &param));
-    return param;
+    return Param{param};
   }
 
   // The id of entries[0]; the others follow.
   template <typename T>
-  ga_param add_flat(T* data, const std::vector<ga_flat_entry>& entries,
-                    const ga_param_options* options = nullptr) {
+  Param add_flat(T* data, const std::vector<ga_flat_entry>& entries,
+                 const ga_param_options* options = nullptr) {
     return add_flat(data, dtype_of<T>, entries, options);
   }
-  ga_param add_flat(void* data, std::int32_t dtype, const std::vector<ga_flat_entry>& entries,
-                    const ga_param_options* options = nullptr) {
+  Param add_flat(void* data, ga_dtype dtype, const std::vector<ga_flat_entry>& entries,
+                 const ga_param_options* options = nullptr) {
     ga_param first = -1;
     check(ga_params_add_flat(get(), data, dtype, entries.data(), entries.size(), options, &first));
-    return first;
+    return Param{first};
   }
+
+  void remove(Param param) { check(ga_param_remove(get(), id(param))); }
 
   std::int32_t param_count() const {
     std::int32_t count = 0;
     check(ga_param_count(get(), &count));
     return count;
   }
-  ga_param find_param(const std::string& name) const {
+  Param find_param(const std::string& name) const {
     ga_param param = -1;
     check(ga_param_find(get(), name.c_str(), &param));
-    return param;
+    return Param{param};
   }
-  ga_param_info param_info(ga_param param) const {
+  ga_param_info param_info(Param param) const {
     auto info = detail::defaults<ga_param_info>(ga_param_info_init);
-    check(ga_param_describe(get(), param, &info));
+    check(ga_param_describe(get(), id(param), &info));
     return info;
   }
   std::size_t slot_count() const {
@@ -318,67 +622,97 @@ class Context {
     check(ga_slot_count(get(), &count));
     return count;
   }
-  std::size_t slot(ga_param param) const {
+  std::size_t slot(Param param) const {
     std::size_t slot = 0;
-    check(ga_param_slot(get(), param, &slot));
+    check(ga_param_slot(get(), id(param), &slot));
     return slot;
   }
 
-  void bind(ga_param param, void* data) { check(ga_param_bind(get(), param, data)); }
-  void changed(ga_param param) { check(ga_param_changed(get(), param)); }
-  void set_frozen(ga_param param, bool frozen) {
-    check(ga_param_set_frozen(get(), param, frozen ? 1 : 0));
+  void bind(Param param, void* data) { check(ga_param_bind(get(), id(param), data)); }
+  void changed(Param param) { check(ga_param_changed(get(), id(param))); }
+  void set_frozen(Param param, bool frozen) {
+    check(ga_param_set_frozen(get(), id(param), frozen ? 1 : 0));
   }
+  void set_lr_scale(Param param, double lr_scale) {
+    check(ga_param_set_lr_scale(get(), id(param), lr_scale));
+  }
+  void set_weight_decay_scale(Param param, double weight_decay_scale) {
+    check(ga_param_set_weight_decay_scale(get(), id(param), weight_decay_scale));
+  }
+
+  // -- State
+
+  void prepare() { check(ga_prepare(get())); }
+
+  // The names, dtypes and sizes of a parameter's state.
+  std::vector<ga_state_info> state(Param param) const {
+    std::int32_t count = 0;
+    check(ga_state_count(get(), id(param), &count));
+    std::vector<ga_state_info> arrays;
+    for (std::int32_t i = 0; i < count; ++i) {
+      arrays.push_back(detail::defaults<ga_state_info>(ga_state_info_init));
+      check(ga_state_describe(get(), id(param), i, &arrays.back()));
+    }
+    return arrays;
+  }
+
+  template <typename T>
+  std::vector<T> state_get(Param param, const std::string& name) {
+    std::int64_t count = 0;
+    for (const ga_state_info& array : state(param)) {
+      if (name == array.name) count = array.count;
+    }
+    // An empty vector has no address, and a name that is unknown is refused by the C function.
+    std::vector<T> values(static_cast<std::size_t>(std::max<std::int64_t>(count, 1)));
+    check(ga_state_get(get(), id(param), name.c_str(), values.data(), dtype_of<T>, count));
+    values.resize(static_cast<std::size_t>(count));
+    return values;
+  }
+
+  // values: a vector, an array, a span, ...
+  template <typename Values>
+  void state_set(Param param, const std::string& name, const Values& values) {
+    using T = std::remove_pointer_t<decltype(std::data(values))>;
+    check(ga_state_set(get(), id(param), name.c_str(), std::data(values), dtype_of<T>,
+                       static_cast<std::int64_t>(std::size(values))));
+  }
+  void state_reset(Param param) { check(ga_state_reset(get(), id(param))); }
 
   // -- Accumulate: a whole micro-batch
 
-  void accumulate(const void* const* gradients, std::size_t count, double weight,
+  // gradients: a vector, an array, a span, ... of pointers to a type that has a dtype, or to void.
+  template <typename Gradients, typename = decltype(std::data(std::declval<const Gradients&>()))>
+  void accumulate(const Gradients& gradients, double weight = 1,
                   const ga_micro_options* options = nullptr) {
-    check(ga_accumulate(get(), gradients, count, weight, options));
-  }
-  void accumulate(const std::vector<const void*>& gradients, double weight = 1,
-                  const ga_micro_options* options = nullptr) {
-    accumulate(gradients.data(), gradients.size(), weight, options);
+    accumulate(std::data(gradients), std::size(gradients), weight, options);
   }
   void accumulate(std::initializer_list<const void*> gradients, double weight = 1,
                   const ga_micro_options* options = nullptr) {
     accumulate(gradients.begin(), gradients.size(), weight, options);
   }
+  // An array of const void* or void* goes to the library as it is. One of float*, for instance, may
+  // not be read as an array of const void*, so its pointers are first converted one by one, into an
+  // array of this object that grows with the number of parameters and is used again.
+  template <typename T>
+  void accumulate(T* const* gradients, std::size_t count, double weight,
+                  const ga_micro_options* options = nullptr) {
+    if constexpr (std::is_void_v<T>) {
+      check(ga_accumulate(get(), gradients, count, weight, options));
+    } else {
+      static_assert(dtype_of<T> != 0, "T is a type of numbers that has a DtypeOf");
+      gradients_.assign(gradients, gradients + count);
+      check(ga_accumulate(get(), gradients_.data(), count, weight, options));
+    }
+  }
 
-  // -- Accumulate: by part, within micro_begin ... MicroBatch::end
+  // -- Accumulate: by part
 
   // index: -1: the next one.
-  [[nodiscard]] MicroBatch micro_begin(std::int64_t index, double weight = 1,
-                                       const ga_micro_options* options = nullptr) {
+  MicroBatch micro_begin(std::int64_t index, double weight = 1,
+                         const ga_micro_options* options = nullptr) {
     check(ga_micro_begin(get(), index, weight, options));
     return MicroBatch(get());
   }
-
-  void accumulate_part(ga_param param, const void* gradient) {
-    check(ga_accumulate_part(get(), param, gradient));
-  }
-
-  template <typename Index>
-  void accumulate_rows(ga_param param, const Index* indices, std::int64_t count,
-                       const void* values) {
-    check(ga_accumulate_rows(get(), param, indices, dtype_of<Index>, count, values));
-  }
-
-  // 16-bit matrices, which have no C++ type of their own, go through the C function.
-  template <typename T>
-  void accumulate_matmul(ga_param param, std::int64_t k, const T* a, std::int64_t lda,
-                         ga_transpose transpose_a, const T* b, std::int64_t ldb,
-                         ga_transpose transpose_b) {
-    check(ga_accumulate_matmul(get(), param, k, a, lda, transpose_a, b, ldb, transpose_b,
-                               dtype_of<T>));
-  }
-
-  ga_accumulator acquire(ga_param param) {
-    auto accumulator = detail::defaults<ga_accumulator>(ga_accumulator_init);
-    check(ga_accumulator_acquire(get(), param, &accumulator));
-    return accumulator;
-  }
-  void release(ga_param param) { check(ga_accumulator_release(get(), param)); }
 
   // -- Step
 
@@ -393,78 +727,90 @@ class Context {
     check(ga_step(get(), &result));
     return result;
   }
+  // window: 0: the last one.
+  ga_step_result step_result(std::int64_t window = 0, bool wait = true) {
+    auto result = detail::defaults<ga_step_result>(ga_step_result_init);
+    check(ga_step_result_get(get(), window, wait ? 1 : 0, &result));
+    return result;
+  }
 
+  // While there is a MicroBatch, MicroBatch::discard does this.
   void discard() { check(ga_discard(get())); }
 
-  // GA_ERROR_INVALID_ARGUMENT: the gradient is not of type T.
+  // GA_ERROR_INVALID_ARGUMENT: the dtype of the gradient is not that of T.
   template <typename T>
-  const T* gradient(ga_param param) {
+  const T* gradient(Param param) {
     const void* data = nullptr;
-    std::int32_t dtype = 0;
-    check(ga_gradient(get(), param, &data, &dtype, nullptr));
+    ga_dtype dtype = 0;
+    check(ga_gradient(get(), id(param), &data, &dtype, nullptr));
     if (dtype != dtype_of<T>) {
-      throw Error(GA_ERROR_INVALID_ARGUMENT,
-                  "GA_ERROR_INVALID_ARGUMENT: the gradient has ga_dtype " + std::to_string(dtype));
+      throw Error(GA_ERROR_INVALID_ARGUMENT, "the dtype of the gradient was ga_dtype " +
+                                                 std::to_string(dtype) +
+                                                 ", not that of the pointer");
     }
     return static_cast<const T*>(data);
   }
 
-  // -- Batch normalisation
+  // -- Batch normalisation. The backward calls are in MicroBatch.
 
-  ga_bn add_batch_norm(const std::string& name, std::int64_t channels, ga_param gamma,
-                       ga_param beta, const ga_bn_options& options = default_bn_options()) {
+  BatchNorm add_batch_norm(const std::string& name, std::int64_t channels, Param gamma, Param beta,
+                           const ga_bn_options& options = default_bn_options()) {
     ga_bn bn = -1;
-    check(ga_bn_add(get(), name.c_str(), channels, gamma, beta, &options, &bn));
-    return bn;
+    check(ga_bn_add(get(), name.c_str(), channels, id(gamma), id(beta), &options, &bn));
+    return BatchNorm{bn};
   }
-  void bn_set_frozen(ga_bn bn, bool frozen) { check(ga_bn_set_frozen(get(), bn, frozen ? 1 : 0)); }
-  void bn_accumulate(ga_bn bn, const void* x, std::int64_t samples, std::int64_t positions) {
-    check(ga_bn_accumulate(get(), bn, x, samples, positions));
+  void set_frozen(BatchNorm bn, bool frozen) {
+    check(ga_bn_set_frozen(get(), id(bn), frozen ? 1 : 0));
+  }
+  void bn_accumulate(BatchNorm bn, const void* x, std::int64_t samples, std::int64_t positions) {
+    check(ga_bn_accumulate(get(), id(bn), x, samples, positions));
   }
   template <typename T>
-  void bn_accumulate_stats(ga_bn bn, std::int64_t count, const T* mean, const T* spread,
+  void bn_accumulate_stats(BatchNorm bn, std::int64_t count, const T* mean, const T* spread,
                            ga_bn_spread kind) {
-    check(ga_bn_accumulate_stats(get(), bn, count, mean, spread, kind, dtype_of<T>));
+    check(ga_bn_accumulate_stats(get(), id(bn), count, mean, spread, kind, dtype_of<T>));
   }
-  void bn_finalize(ga_bn bn) { check(ga_bn_finalize(get(), bn)); }
-  void bn_forward(ga_bn bn, const void* x, std::int64_t samples, std::int64_t positions, void* y) {
-    check(ga_bn_forward(get(), bn, x, samples, positions, y));
+  void bn_finalize(BatchNorm bn) { check(ga_bn_finalize(get(), id(bn))); }
+  void bn_forward(BatchNorm bn, const void* x, std::int64_t samples, std::int64_t positions,
+                  void* y) {
+    check(ga_bn_forward(get(), id(bn), x, samples, positions, y));
   }
-  void bn_backward_accumulate(ga_bn bn, const void* x, const void* dy, std::int64_t samples,
-                              std::int64_t positions) {
-    check(ga_bn_backward_accumulate(get(), bn, x, dy, samples, positions));
+  void bn_infer(BatchNorm bn, const void* x, std::int64_t samples, std::int64_t positions,
+                void* y) {
+    check(ga_bn_infer(get(), id(bn), x, samples, positions, y));
   }
-  void bn_backward(ga_bn bn, const void* x, const void* dy, std::int64_t samples,
-                   std::int64_t positions, void* dx) {
-    check(ga_bn_backward(get(), bn, x, dy, samples, positions, dx));
-  }
-  void bn_infer(ga_bn bn, const void* x, std::int64_t samples, std::int64_t positions, void* y) {
-    check(ga_bn_infer(get(), bn, x, samples, positions, y));
-  }
-  // Arrays of the layer's channels, in the host's memory. Returns how often they have moved.
+  // Each array may be null. Returns how often the running statistics have moved.
   template <typename T>
-  std::int64_t bn_running(ga_bn bn, T* mean, T* variance) const {
+  std::int64_t bn_running(BatchNorm bn, T* mean, T* variance) const {
     std::int64_t steps = 0;
-    check(ga_bn_running(get(), bn, mean, variance, dtype_of<T>, &steps));
+    check(ga_bn_running(get(), id(bn), mean, variance, dtype_of<T>, &steps));
     return steps;
   }
   template <typename T>
-  void bn_set_running(ga_bn bn, const T* mean, const T* variance, std::int64_t steps) {
-    check(ga_bn_running_set(get(), bn, mean, variance, dtype_of<T>, steps));
+  void bn_set_running(BatchNorm bn, const T* mean, const T* variance, std::int64_t steps) {
+    check(ga_bn_running_set(get(), id(bn), mean, variance, dtype_of<T>, steps));
   }
-  // Returns the elements of a channel that they are of.
+  // Returns the number of elements of a channel.
   template <typename T>
-  std::int64_t bn_statistics(ga_bn bn, T* mean, T* variance) const {
+  std::int64_t bn_statistics(BatchNorm bn, T* mean, T* variance) const {
     std::int64_t count = 0;
-    check(ga_bn_statistics(get(), bn, mean, variance, dtype_of<T>, &count));
+    check(ga_bn_statistics(get(), id(bn), mean, variance, dtype_of<T>, &count));
     return count;
   }
 
  private:
+  // Keeps the callables until the context is destroyed, whose destruction may still call them.
   struct Destroy {
-    void operator()(ga_context* context) const noexcept { ga_context_destroy(context); }
+    Config::Callables callables;
+    bool owns;
+    void operator()(ga_context* context) const noexcept {
+      if (owns) ga_context_destroy(context);
+    }
   };
+  Context(ga_context* context, bool owns) noexcept : context_(context, Destroy{{}, owns}) {}
+
   std::unique_ptr<ga_context, Destroy> context_;
+  std::vector<const void*> gradients_;  // see accumulate()
 };
 
 }  // namespace gradaccum
