@@ -158,15 +158,15 @@ void setup(gradaccum::Context& context, Model& model) {
   ga_optimizer adam = gradaccum::default_optimizer(GA_OPTIMIZER_ADAMW, GA_FLAVOR_BERT);
   adam.lr = kPeakLr;
   adam.weight_decay = 0.01;
-  const ga_group decayed = context.add_group(adam);
+  const gradaccum::Group decayed = context.add_group(adam);
   adam.weight_decay = 0;
-  const ga_group spared = context.add_group(adam);
+  const gradaccum::Group spared = context.add_group(adam);
 
   // Schedules count steps, not micro-batches. BERT's first learning rate is 0.
   ga_schedule schedule = gradaccum::default_schedule(GA_SCHEDULE_BERT);
   schedule.warmup_steps = kWarmup;
   schedule.total_steps = kSteps;
-  for (const ga_group group : {decayed, spared}) context.set_schedule(group, schedule);
+  for (const gradaccum::Group group : {decayed, spared}) context.set_schedule(group, schedule);
 
   // One norm over both groups, of the mean over the window, as in tf.clip_by_global_norm. The
   // gradient of a single micro-batch is noisier, and would be clipped where the whole batch is not.
@@ -190,7 +190,7 @@ int main() try {
   gradaccum::Context context;
   setup(context, model);
 
-  std::vector<const void*> gradients;
+  std::vector<const float*> gradients;
   for (const Tensor* tensor : model.tensors()) gradients.push_back(tensor->gradient.data());
 
   float loss = 0;  // mean since the last line of output

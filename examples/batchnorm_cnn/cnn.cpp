@@ -13,7 +13,6 @@
 namespace {
 
 using dnnl::memory;
-using gradaccum::check;
 
 // ---- oneDNN -------------------------------------------------------------------------------------
 
@@ -96,7 +95,7 @@ struct Kernels {
 
 struct Parameter {
   std::vector<float> values, gradient;
-  ga_param id = -1;
+  gradaccum::Param id = gradaccum::no_param;
 
   Parameter(std::int64_t count, float value)
       : values(static_cast<std::size_t>(count), value), gradient(values.size()) {}
@@ -127,7 +126,7 @@ class Cnn::Layer {
     for (float& w : weight_.values) w = draw(random);
   }
 
-  void add_to(gradaccum::Context& context, ga_group group) {
+  void add_to(gradaccum::Context& context, gradaccum::Group group) {
     const auto add = [&](const char* what, Parameter& parameter) {
       const auto count = static_cast<std::int64_t>(parameter.values.size());
       if (count == 0) return;
@@ -139,10 +138,9 @@ class Cnn::Layer {
     add(".gamma", gamma_);
     add(".beta", beta_);
     if (!normalised_) return;
-    ga_bn_options options;
-    check(ga_bn_options_init(&options, sizeof options, GA_FLAVOR_TORCH));
+    ga_bn_options options = gradaccum::default_bn_options();
     options.mode = mode_;
-    check(ga_bn_add(context.get(), name_.c_str(), map_.out, gamma_.id, beta_.id, &options, &bn_));
+    bn_ = context.add_batch_norm(name_, map_.out, gamma_.id, beta_.id, options);
   }
 
   // in holds all samples that the tensors have room for; a Micro says where its samples are.
@@ -150,13 +148,13 @@ class Cnn::Layer {
     for (const Micro& micro : sweep) compute(in, micro);
     if (windowed_) {
       for (const Micro& micro : sweep) {
-        check(ga_bn_accumulate(context.get(), bn_, x(micro), micro.samples, map_.positions()));
+        context.bn_accumulate(bn_, x(micro), micro.samples, map_.positions());
       }
-      check(ga_bn_finalize(context.get(), bn_));
+      context.bn_finalize(bn_);
     }
     if (!normalised_) return;
     for (const Micro& micro : sweep) {
-      check(ga_bn_forward(context.get(), bn_, x(micro), micro.samples, map_.positions(), y(micro)));
+      context.bn_forward(bn_, x(micro), micro.samples, map_.positions(), y(micro));
       relu(micro);
     }
   }
@@ -165,7 +163,7 @@ class Cnn::Layer {
     const Micro all = {0, 0, samples};
     compute(in, all);
     if (!normalised_) return;
-    check(ga_bn_infer(context.get(), bn_, x(all), samples, map_.positions(), y(all)));
+    context.bn_infer(bn_, x(all), samples, map_.positions(), y(all));
     relu(all);
   }
 
@@ -183,18 +181,17 @@ class Cnn::Layer {
     if (windowed_) {
       for (const Micro& micro : sweep) {
         gradaccum::MicroBatch open = begin(micro);
-        check(ga_bn_backward_accumulate(context.get(), bn_, x(micro), gradient(micro),
-                                        micro.samples, map_.positions()));
-        open.end();
+        open.bn_backward_accumulate(bn_, x(micro), gradient(micro), micro.samples,
+                                    map_.positions());
       }
     }
     for (const Micro& micro : sweep) {
       gradaccum::MicroBatch open = begin(micro);
       if (normalised_) {
-        check(ga_bn_backward(context.get(), bn_, x(micro), gradient(micro), micro.samples,
-                             map_.positions(), gradient(micro)));
+        open.bn_backward(bn_, x(micro), gradient(micro), micro.samples, map_.positions(),
+                         gradient(micro));
       }
-      contribute(in, micro, context);
+      contribute(in, micro, open);
       open.end();
       if (in_gradient) compute_in_gradient(in_gradient, micro);
     }
@@ -230,14 +227,14 @@ class Cnn::Layer {
                     {DNNL_ARG_DST, view(k.dst, x(micro))}});
   }
 
-  void contribute(const float* in, const Micro& micro, gradaccum::Context& context) {
+  void contribute(const float* in, const Micro& micro, gradaccum::MicroBatch& open) {
     const Kernels& k = kernels(micro.samples);
     run(k.weights, {{DNNL_ARG_SRC, view(k.src, in + micro.first * map_.in_count())},
                     {DNNL_ARG_DIFF_DST, view(k.dst, gradient(micro))},
                     {DNNL_ARG_DIFF_WEIGHTS, view(k.weight, weight_.gradient.data())},
                     {DNNL_ARG_DIFF_BIAS, view(k.bias, bias_.gradient.data())}});
-    context.accumulate_part(weight_.id, weight_.gradient.data());
-    if (bias_.id >= 0) context.accumulate_part(bias_.id, bias_.gradient.data());
+    open.accumulate_part(weight_.id, weight_.gradient.data());
+    if (bias_.id != gradaccum::no_param) open.accumulate_part(bias_.id, bias_.gradient.data());
   }
 
   void compute_in_gradient(float* in_gradient, const Micro& micro) {
@@ -282,7 +279,7 @@ class Cnn::Layer {
   const bool normalised_, windowed_;
   const std::int32_t mode_;
   Parameter weight_, bias_, gamma_, beta_;
-  ga_bn bn_ = -1;
+  gradaccum::BatchNorm bn_{-1};
   std::vector<float> x_;         // output of the map
   std::vector<float> y_;         // x_ after normalisation and ReLU
   std::vector<float> gradient_;  // of y; backward() overwrites it with the gradient of x
@@ -307,7 +304,7 @@ Cnn::Cnn(std::uint64_t seed, std::int32_t mode, std::int64_t room)
 
 Cnn::~Cnn() = default;
 
-void Cnn::add_to(gradaccum::Context& context, ga_group group) {
+void Cnn::add_to(gradaccum::Context& context, gradaccum::Group group) {
   for (const auto& layer : layers_) layer->add_to(context, group);
 }
 

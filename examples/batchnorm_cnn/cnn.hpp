@@ -28,7 +28,7 @@ class Cnn {
   struct Normalised {
     std::string name;
     std::int64_t channels, positions;
-    ga_bn id;
+    gradaccum::BatchNorm id;
     const float* x;
   };
 
@@ -37,7 +37,7 @@ class Cnn {
   ~Cnn();
 
   // Registers all parameters and normalised layers with the library.
-  void add_to(gradaccum::Context& context, ga_group group);
+  void add_to(gradaccum::Context& context, gradaccum::Group group);
 
   // The place of sample i of the input, 28 x 28 pixels.
   float* input(std::int64_t i) { return input_.data() + i * kPixels; }

@@ -62,7 +62,7 @@ Run train(const Options& options, const Setup& setup, const Dataset& training,
   ga_optimizer sgd = gradaccum::default_optimizer(GA_OPTIMIZER_SGD);
   sgd.lr = options.lr;
   sgd.momentum = 0.9;
-  const ga_group group = context.add_group(sgd);
+  const gradaccum::Group group = context.add_group(sgd);
   ga_schedule schedule = gradaccum::default_schedule(GA_SCHEDULE_COSINE);
   schedule.total_steps = options.epochs * windows;
   context.set_schedule(group, schedule);

@@ -59,8 +59,7 @@ std::vector<LayerVariance> RunningVariances::compare(const Cnn& network, std::in
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     const std::vector<Channel>& channels = layers_[i].channels;
     std::vector<double> librarys(channels.size());
-    gradaccum::check(
-        ga_bn_running(context.get(), inputs[i].id, nullptr, librarys.data(), GA_F64, nullptr));
+    context.bn_running<double>(inputs[i].id, nullptr, librarys.data());
     LayerVariance result{inputs[i].name, micro * inputs[i].positions, 0, 0};
     for (std::size_t c = 0; c < channels.size(); ++c) {
       const double error = std::abs(librarys[c] / channels[c].exact - 1);

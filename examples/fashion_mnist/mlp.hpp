@@ -35,7 +35,8 @@ class Mlp {
   virtual ~Mlp() = default;
 
   // Registers all weights and biases with the library.
-  virtual void add_to(gradaccum::Context& context, ga_group weights, ga_group biases) = 0;
+  virtual void add_to(gradaccum::Context& context, gradaccum::Group weights,
+                      gradaccum::Group biases) = 0;
 
   // A buffer in the CPU's memory, max_samples rows of widths[0]. forward() reads its first rows;
   // after forward(), input() may return another buffer.
@@ -46,10 +47,9 @@ class Mlp {
   virtual void forward(std::int64_t samples, const std::uint8_t* labels,
                        const gradaccum::Context* context) = 0;
 
-  // Called after forward(), within a micro-batch: contributes the gradients. If the precision
-  // allows it, a weight's gradient is never stored: its matrix product goes straight to the
-  // accumulator.
-  virtual void backward(std::int64_t samples, gradaccum::Context& context) = 0;
+  // Called after forward(): contributes the gradients to the micro-batch. If the precision allows
+  // it, a weight's gradient is never stored: its matrix product goes straight to the accumulator.
+  virtual void backward(std::int64_t samples, gradaccum::MicroBatch& micro) = 0;
 
   // Returns the score since the last call. On a GPU this call waits; the calls above do not.
   virtual Score take_score() = 0;

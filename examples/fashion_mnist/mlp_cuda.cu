@@ -197,11 +197,12 @@ class CudaMlp : public Mlp {
  public:
   CudaMlp(const Start& start, std::int64_t max_samples, const Precision& precision);
 
-  void add_to(gradaccum::Context& context, ga_group weights, ga_group biases) override;
+  void add_to(gradaccum::Context& context, gradaccum::Group weights,
+              gradaccum::Group biases) override;
   float* input() override { return slot().pixels.get(); }
   void forward(std::int64_t samples, const std::uint8_t* labels,
                const gradaccum::Context* context) override;
-  void backward(std::int64_t samples, gradaccum::Context& context) override;
+  void backward(std::int64_t samples, gradaccum::MicroBatch& micro) override;
   Score take_score() override;
   void read_parameters() override;
   Values parameters() override;
@@ -215,7 +216,7 @@ class CudaMlp : public Mlp {
     explicit Tensor(std::int64_t count) : values(count) {}
     Array<float> values;      // what the network computes with
     Array<std::byte> stored;  // what the library updates; empty if it updates values itself
-    ga_param id = -1;
+    gradaccum::Param id = gradaccum::no_param;
   };
   struct Layer {
     std::string name;
@@ -254,7 +255,7 @@ class CudaMlp : public Mlp {
   void multiply(cublasOperation_t op_a, cublasOperation_t op_b, std::int64_t m, std::int64_t n,
                 std::int64_t k, const float* a, std::int64_t lda, const float* b, std::int64_t ldb,
                 float* c);
-  void contribute_weight(std::size_t layer, std::int64_t samples, gradaccum::Context& context);
+  void contribute_weight(std::size_t layer, std::int64_t samples, gradaccum::MicroBatch& micro);
   const void* as_gradients(const float* values, std::int64_t count,
                            const Array<std::byte>& buffer) const;
 
@@ -301,11 +302,12 @@ CudaMlp::CudaMlp(const Start& start, std::int64_t max_samples, const Precision& 
   cublas_.reset(handle);
 }
 
-void CudaMlp::add_to(gradaccum::Context& context, ga_group weights, ga_group biases) {
+void CudaMlp::add_to(gradaccum::Context& context, gradaccum::Group weights,
+                     gradaccum::Group biases) {
   ga_param_options options = gradaccum::default_param_options();
   options.gradient_dtype = precision_.gradients;
   options.accumulator_dtype = precision_.accumulators;
-  const auto add = [&](ga_group group, const std::string& name, Tensor& tensor,
+  const auto add = [&](gradaccum::Group group, const std::string& name, Tensor& tensor,
                        const std::vector<std::int64_t>& shape) {
     void* data = tensor.values.get();
     if (precision_.parameters != GA_F32) {
@@ -356,22 +358,20 @@ void CudaMlp::forward(std::int64_t samples, const std::uint8_t* labels,
     each(samples * layer.out,
          AddBias{y, layer.bias.values.get(), layer.out, i + 1 < layers_.size()});
   }
-  const void* loss_scale = nullptr;
-  if (context) gradaccum::check(ga_loss_scale(context->get(), nullptr, &loss_scale));
-  each(samples,
-       CrossEntropy{activations_.back().get(), labels_.get(), layers_.back().out,
-                    1.0 / static_cast<double>(samples), static_cast<const float*>(loss_scale),
-                    gradients_.back().get(), sums_.get()});
+  const float* const loss_scale = context ? context->device_loss_scale() : nullptr;
+  each(samples, CrossEntropy{activations_.back().get(), labels_.get(), layers_.back().out,
+                             1.0 / static_cast<double>(samples), loss_scale,
+                             gradients_.back().get(), sums_.get()});
 }
 
-void CudaMlp::backward(std::int64_t samples, gradaccum::Context& context) {
+void CudaMlp::backward(std::int64_t samples, gradaccum::MicroBatch& micro) {
   for (std::size_t i = layers_.size(); i-- > 0;) {
     const Layer& layer = layers_[i];
     const float* const dy = gradients_[i + 1].get();
-    contribute_weight(i, samples, context);
+    contribute_weight(i, samples, micro);
     each(layer.out, SumRows{dy, samples, layer.out, bias_gradient_.get()});
-    context.accumulate_part(layer.bias.id,
-                            as_gradients(bias_gradient_.get(), layer.out, rounded_gradient_));
+    micro.accumulate_part(layer.bias.id,
+                          as_gradients(bias_gradient_.get(), layer.out, rounded_gradient_));
     if (i == 0) break;
     float* const dx = gradients_[i].get();
     multiply(CUBLAS_OP_N, CUBLAS_OP_N, layer.in, samples, layer.out, layer.weight.values.get(),
@@ -381,21 +381,21 @@ void CudaMlp::backward(std::int64_t samples, gradaccum::Context& context) {
 }
 
 // dy^T x
-void CudaMlp::contribute_weight(std::size_t i, std::int64_t samples, gradaccum::Context& context) {
+void CudaMlp::contribute_weight(std::size_t i, std::int64_t samples, gradaccum::MicroBatch& micro) {
   const Layer& layer = layers_[i];
   const float* const dy = gradients_[i + 1].get();
   const float* const x = activations_[i].get();
   if (precision_.allows_matmul()) {
-    gradaccum::check(ga_accumulate_matmul(
-        context.get(), layer.weight.id, samples, as_gradients(dy, samples * layer.out, rounded_dy_),
-        layer.out, GA_TRANSPOSE, as_gradients(x, samples * layer.in, rounded_x_), layer.in,
-        GA_NO_TRANSPOSE, precision_.gradients));
+    micro.accumulate_matmul(layer.weight.id, samples,
+                            as_gradients(dy, samples * layer.out, rounded_dy_), layer.out,
+                            GA_TRANSPOSE, as_gradients(x, samples * layer.in, rounded_x_), layer.in,
+                            GA_NO_TRANSPOSE, precision_.gradients);
     return;
   }
   multiply(CUBLAS_OP_N, CUBLAS_OP_T, layer.in, layer.out, samples, x, layer.in, dy, layer.out,
            weight_gradient_.get());
-  context.accumulate_part(layer.weight.id, as_gradients(weight_gradient_.get(),
-                                                        layer.out * layer.in, rounded_gradient_));
+  micro.accumulate_part(layer.weight.id, as_gradients(weight_gradient_.get(), layer.out * layer.in,
+                                                      rounded_gradient_));
 }
 
 // Returns the gradients in the dtype that the library expects: rounded to buffer, or values for

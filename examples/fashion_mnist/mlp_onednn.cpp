@@ -78,11 +78,12 @@ class OnednnMlp : public Mlp {
  public:
   OnednnMlp(const Start& start, std::int64_t max_samples, const Precision& precision);
 
-  void add_to(gradaccum::Context& context, ga_group weights, ga_group biases) override;
+  void add_to(gradaccum::Context& context, gradaccum::Group weights,
+              gradaccum::Group biases) override;
   float* input() override { return activations_.front().data(); }
   void forward(std::int64_t samples, const std::uint8_t* labels,
                const gradaccum::Context* context) override;
-  void backward(std::int64_t samples, gradaccum::Context& context) override;
+  void backward(std::int64_t samples, gradaccum::MicroBatch& micro) override;
   Score take_score() override { return std::exchange(score_, {}); }
   void read_parameters() override;
   Values parameters() override;
@@ -95,7 +96,7 @@ class OnednnMlp : public Mlp {
   struct Tensor {
     std::vector<float> values;      // what the network computes with
     std::vector<std::byte> stored;  // what the library updates; empty if it updates values itself
-    ga_param id = -1;
+    gradaccum::Param id = gradaccum::no_param;
   };
   struct Layer {
     std::string name;
@@ -117,7 +118,7 @@ class OnednnMlp : public Mlp {
 
   const Kernels& kernels(std::int64_t samples);  // created on first use and kept
   Product weight_product(std::size_t layer, std::int64_t samples);
-  void contribute_weight(std::size_t layer, std::int64_t samples, gradaccum::Context& context);
+  void contribute_weight(std::size_t layer, std::int64_t samples, gradaccum::MicroBatch& micro);
   const void* as_gradients(const float* values, std::int64_t count,
                            std::vector<std::byte>& buffer) const;
 
@@ -167,11 +168,12 @@ OnednnMlp::OnednnMlp(const Start& start, std::int64_t max_samples, const Precisi
   rounded_gradient_.resize(static_cast<std::size_t>(stores ? largest : widest) * bytes);
 }
 
-void OnednnMlp::add_to(gradaccum::Context& context, ga_group weights, ga_group biases) {
+void OnednnMlp::add_to(gradaccum::Context& context, gradaccum::Group weights,
+                       gradaccum::Group biases) {
   ga_param_options options = gradaccum::default_param_options();
   options.gradient_dtype = precision_.gradients;
   options.accumulator_dtype = precision_.accumulators;
-  const auto add = [&](ga_group group, const std::string& name, Tensor& tensor,
+  const auto add = [&](gradaccum::Group group, const std::string& name, Tensor& tensor,
                        const std::vector<std::int64_t>& shape) {
     void* data = tensor.values.data();
     if (precision_.parameters != GA_F32) {
@@ -257,14 +259,14 @@ void OnednnMlp::forward(std::int64_t samples, const std::uint8_t* labels,
   score_.correct += score.correct;
 }
 
-void OnednnMlp::backward(std::int64_t samples, gradaccum::Context& context) {
+void OnednnMlp::backward(std::int64_t samples, gradaccum::MicroBatch& micro) {
   const Kernels& kernels = this->kernels(samples);
   for (std::size_t i = layers_.size(); i-- > 0;) {
     const Layer& layer = layers_[i];
-    contribute_weight(i, samples, context);
+    contribute_weight(i, samples, micro);
     sum_rows(gradients_[i + 1].data(), samples, layer.out, bias_gradient_.data());
-    context.accumulate_part(layer.bias.id,
-                            as_gradients(bias_gradient_.data(), layer.out, rounded_gradient_));
+    micro.accumulate_part(layer.bias.id,
+                          as_gradients(bias_gradient_.data(), layer.out, rounded_gradient_));
     if (i == 0) break;
     kernels.backward[i].primitive.execute(stream_, kernels.backward[i].arguments);
     stream_.wait();
@@ -273,15 +275,15 @@ void OnednnMlp::backward(std::int64_t samples, gradaccum::Context& context) {
 }
 
 void OnednnMlp::contribute_weight(std::size_t i, std::int64_t samples,
-                                  gradaccum::Context& context) {
+                                  gradaccum::MicroBatch& micro) {
   const Layer& layer = layers_[i];
   const float* dy = gradients_[i + 1].data();
   const float* x = activations_[i].data();
   if (precision_.allows_matmul()) {
-    gradaccum::check(ga_accumulate_matmul(
-        context.get(), layer.weight.id, samples, as_gradients(dy, samples * layer.out, rounded_dy_),
-        layer.out, GA_TRANSPOSE, as_gradients(x, samples * layer.in, rounded_x_), layer.in,
-        GA_NO_TRANSPOSE, precision_.gradients));
+    micro.accumulate_matmul(layer.weight.id, samples,
+                            as_gradients(dy, samples * layer.out, rounded_dy_), layer.out,
+                            GA_TRANSPOSE, as_gradients(x, samples * layer.in, rounded_x_), layer.in,
+                            GA_NO_TRANSPOSE, precision_.gradients);
     return;
   }
   if (multiplies_bf16_) {
@@ -291,10 +293,10 @@ void OnednnMlp::contribute_weight(std::size_t i, std::int64_t samples,
   const Product& product = kernels(samples).weight[i];
   product.primitive.execute(stream_, product.arguments);
   stream_.wait();
-  context.accumulate_part(layer.weight.id,
-                          multiplies_bf16_ ? rounded_gradient_.data()
-                                           : as_gradients(weight_gradient_.data(),
-                                                          layer.out * layer.in, rounded_gradient_));
+  micro.accumulate_part(layer.weight.id,
+                        multiplies_bf16_ ? rounded_gradient_.data()
+                                         : as_gradients(weight_gradient_.data(),
+                                                        layer.out * layer.in, rounded_gradient_));
 }
 
 // Returns the gradients in the dtype that the library expects: rounded to buffer, or values for

@@ -70,8 +70,8 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
   config.loss_scale = options.loss_scale;
   config.seed = options.seed;
   gradaccum::Context context(config);
-  const ga_group weights = context.add_group(options.weights);
-  const ga_group biases = context.add_group(options.biases);
+  const gradaccum::Group weights = context.add_group(options.weights);
+  const gradaccum::Group biases = context.add_group(options.biases);
   ga_schedule schedule = options.schedule;
   schedule.total_steps = options.epochs * windows;
   context.set_schedule(weights, schedule);
@@ -108,8 +108,7 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
         model.forward(samples, labels.data(), &context);
         // The weight is the number of samples, so a short micro-batch counts for what it holds.
         gradaccum::MicroBatch micro = context.micro_begin(index, static_cast<double>(samples));
-        model.backward(samples, context);
-        micro.end();
+        model.backward(samples, micro);
       }
       context.step();
       model.read_parameters();
@@ -133,10 +132,7 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
     progress.epoch(ended.test_accuracy);
   }
 
-  ga_step_result last{};
-  last.struct_size = sizeof last;
-  gradaccum::check(ga_step_result_get(context.get(), 0, 1, &last));
-  summary.skipped_steps = last.skipped;
+  summary.skipped_steps = context.step_result().skipped;
   const ga_memory memory = context.memory();
   summary.samples = count * options.epochs;
   summary.data_bytes = static_cast<std::int64_t>(training.images.size() + test.images.size());
