@@ -1,19 +1,20 @@
 // libgradaccum for C++17: ownership, types and exceptions over gradaccum.h, header only.
 // SPDX-License-Identifier: Apache-2.0
 //
-// Every function here is one call of a C function, and gradaccum.h says what that does. The name is
-// the C function's without ga_, and without the nouns that the arguments or the object tell: ga_step
-// is Context::step, ga_group_set_lr and ga_param_set_frozen are Context::set_lr and set_frozen,
+// Every C function can be called through this header, and gradaccum.h describes what it does. Names
+// are those of C without ga_, and without a noun that follows from the object or the arguments:
+// ga_step is Context::step, ga_group_set_lr is Context::set_lr, ga_group_add is Context::add_group,
 // ga_accumulate_part is MicroBatch::accumulate_part. What C++ adds:
 //
-//   Context       owns a ga_context. It can be moved, but not copied.
-//   MicroBatch    an open micro-batch, which ends with its scope. If an exception leaves the scope,
-//                 the window is discarded: half a micro-batch never reaches a step.
-//   Group, Param, BatchNorm   ids, each of its own type.
-//   float*, ...   imply their dtype. DtypeOf adds types of the program's own, such as its bfloat16.
-//   Config        a ga_config whose parallel_for and log may be any callable.
-//   Error         thrown by every call whose status is not GA_OK.
-//   default_...() structs with struct_size and all defaults filled in.
+//   Context        owns a ga_context. It can be moved, but not copied.
+//   MicroBatch     an open micro-batch, which ends with its scope. If an exception leaves the scope,
+//                  the window is discarded: half a micro-batch never reaches a step.
+//   Accumulator, EmaScope      what must be released or swapped back, in the same way.
+//   Group, Param, BatchNorm    ids, each of its own type.
+//   float*, ...    imply their dtype. DtypeOf adds types of the program's own, such as its bfloat16.
+//   Config         a ga_config whose parallel_for and log may be any callable.
+//   Error          thrown by every call whose status is not GA_OK.
+//   default_...()  structs with struct_size and all defaults filled in.
 //
 //     gradaccum::Context context;
 //     ga_optimizer adamw = gradaccum::default_optimizer(GA_OPTIMIZER_ADAMW);
@@ -260,14 +261,13 @@ class Config : public ga_config {
 
 // ---- Scopes -------------------------------------------------------------------------------------
 
-// The destructors of the classes below call the library, and throw if that fails and no exception is
-// passing already. So they belong on the stack, where such an exception can be caught, and not into
-// containers or smart pointers, whose destructors let none out. None of them may outlive its context.
+// The destructors of the classes below call the library. If the call fails, they throw an Error,
+// unless it is an exception that ends the scope. So their objects belong on the stack: containers and
+// smart pointers let no exception out of their destructors. No object may outlive its context.
 
 namespace detail {
 
-// What these classes have in common: the context until it is closed, and whether it is an exception
-// that ends the scope.
+// The context, until close(), and whether it is an exception that ends the scope.
 class Scope {
  public:
   explicit Scope(ga_context* context) noexcept : context_(context) {}

@@ -15,9 +15,12 @@ int main() {
   gradaccum::Context context;
   ga_optimizer sgd = gradaccum::default_optimizer(GA_OPTIMIZER_SGD);
   sgd.lr = 0.5;
-  context.add_param(context.add_group(sgd), "p", p.data(), {3});
+  const gradaccum::Param param = context.add_param(context.add_group(sgd), "p", p.data(), {3});
   context.accumulate({g1.data()}, 3);
-  context.accumulate({g2.data()}, 1);
+  {
+    gradaccum::MicroBatch micro = context.micro_begin(-1, 1);
+    micro.accumulate_part(param, g2.data());
+  }
   const ga_step_result result = context.step();
   if (result.outcome != GA_STEP_APPLIED || p != std::vector<float>{0, 1.75f, 3}) {
     std::printf("p is %g %g %g, expected 0 1.75 3\n", p[0], p[1], p[2]);
