@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// gradaccum.hpp: what it adds to the C functions. Numbers are easy to follow by hand: the optimizer is
-// p -= lr * g, unless a test says otherwise. That every C function can be reached is the test
+// gradaccum.hpp: what it adds to the C functions. Numbers are easy to follow by hand: the optimizer
+// is p -= lr * g, unless a test says otherwise. That every C function can be reached is the test
 // cpp.every_function.
 //
 // This program replaces operator new, to count allocations.

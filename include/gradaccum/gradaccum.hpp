@@ -7,11 +7,11 @@
 // ga_accumulate_part is MicroBatch::accumulate_part. What C++ adds:
 //
 //   Context        owns a ga_context. It can be moved, but not copied.
-//   MicroBatch     an open micro-batch, which ends with its scope. If an exception leaves the scope,
-//                  the window is discarded: half a micro-batch never reaches a step.
+//   MicroBatch     an open micro-batch, which ends with its scope. If an exception leaves the
+//                  scope, the window is discarded: half a micro-batch never reaches a step.
 //   Accumulator, EmaScope      what must be released or swapped back, in the same way.
 //   Group, Param, BatchNorm    ids, each of its own type.
-//   float*, ...    imply their dtype. DtypeOf adds types of the program's own, such as its bfloat16.
+//   float*, ...    imply their dtype. DtypeOf adds types of the program's own, such as a bfloat16.
 //   Config         a ga_config whose parallel_for and log may be any callable.
 //   Error          thrown by every call whose status is not GA_OK.
 //   default_...()  structs with struct_size and all defaults filled in.
@@ -139,7 +139,8 @@ inline constexpr ga_dtype dtype_of = DtypeOf<std::remove_cv_t<T>>::value;
 namespace detail {
 
 // What an _init function gives. Where the library is older than this header, it does not know the
-// last fields: they are 0, and struct_size still counts them, so that it refuses them if they are set.
+// last fields: they are 0, and struct_size still counts them, so that it refuses them if they are
+// set.
 template <typename T, typename Init, typename... Arguments>
 T defaults(Init init, Arguments... arguments) {
   T filled{};
@@ -262,8 +263,8 @@ class Config : public ga_config {
 // ---- Scopes -------------------------------------------------------------------------------------
 
 // The destructors of the classes below call the library. If the call fails, they throw an Error,
-// unless it is an exception that ends the scope. So their objects belong on the stack: containers and
-// smart pointers let no exception out of their destructors. No object may outlive its context.
+// unless it is an exception that ends the scope. So their objects belong on the stack: containers
+// and smart pointers let no exception out of their destructors. No object may outlive its context.
 
 namespace detail {
 
@@ -288,8 +289,8 @@ class Scope {
 }  // namespace detail
 
 // The accumulator of a parameter, for a kernel of the program's own: see ga_accumulator. Made by
-// MicroBatch::acquire. It is released at the end of its scope, unless an exception leaves the scope:
-// the accumulator may be half written, and the micro-batch can then only be discarded.
+// MicroBatch::acquire. It is released at the end of its scope, unless an exception leaves the
+// scope: the accumulator may be half written, and the micro-batch can then only be discarded.
 class [[nodiscard]] Accumulator {
  public:
   Accumulator(Accumulator&&) noexcept = default;
@@ -330,13 +331,13 @@ class [[nodiscard]] Accumulator {
   ga_accumulator accumulator_;
 };
 
-// An open micro-batch, made by Context::micro_begin. Its destructor calls ga_micro_end, or ga_discard
-// if an exception leaves the scope. If ga_micro_end fails there, the window is discarded too, and the
-// destructor throws the Error.
+// An open micro-batch, made by Context::micro_begin. Its destructor calls ga_micro_end, or
+// ga_discard if an exception leaves the scope. If ga_micro_end fails there, the window is discarded
+// too, and the destructor throws the Error.
 //
-// Objects that are declared after a MicroBatch are destroyed before it. Gradients that must live until
-// ga_micro_end (under GA_NONFINITE_DROP_MICRO and GA_CLIP_WHEN_MICRO) are declared before it, or the
-// program calls end().
+// Objects that are declared after a MicroBatch are destroyed before it. Gradients that must live
+// until ga_micro_end (under GA_NONFINITE_DROP_MICRO and GA_CLIP_WHEN_MICRO) are declared before it,
+// or the program calls end().
 class [[nodiscard]] MicroBatch {
  public:
   MicroBatch(MicroBatch&&) noexcept = default;
@@ -386,8 +387,8 @@ class [[nodiscard]] MicroBatch {
     check(ga_bn_backward(scope_.get(), id(bn), x, dy, samples, positions, dx));
   }
 
-  // Three ways to close the micro-batch before the end of its scope: ga_micro_end, ga_micro_abort and
-  // ga_discard. If one of them fails, the micro-batch is still open.
+  // Three ways to close the micro-batch before the end of its scope: ga_micro_end, ga_micro_abort
+  // and ga_discard. If one of them fails, the micro-batch is still open.
   void end() {
     check(ga_micro_end(scope_.get()));
     scope_.close();
@@ -734,7 +735,7 @@ class Context {
     return result;
   }
 
-  // While there is a MicroBatch, MicroBatch::discard does this.
+  // MicroBatch::discard does this too. A MicroBatch that is left open would fail at its end.
   void discard() { check(ga_discard(get())); }
 
   // GA_ERROR_INVALID_ARGUMENT: the dtype of the gradient is not that of T.
