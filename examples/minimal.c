@@ -1,6 +1,5 @@
-/* The training loop of libgradaccum in plain C: a linear model on synthetic data, windows of 64
- * samples accumulated from micro-batches of 4. 1000 is not a multiple of 64: the last window of an
- * epoch holds 40 samples, and ga_step divides by 40.
+/* A first program: a linear model, trained on windows of 64 samples in micro-batches of 4. The last
+ * window of an epoch holds 40 of the 1000 samples, and ga_step divides by 40.
  * SPDX-License-Identifier: Apache-2.0
  */
 #include <math.h>
@@ -54,8 +53,7 @@ int main(void) {
   check(ga_group_add(ctx, &sgd, &group));
 
   float w[FEATURES] = {0}, b = 0, dw[FEATURES], db;
-  const int64_t shape[1] = {FEATURES};
-  check(ga_param_add(ctx, group, "w", w, GA_F32, 1, shape, NULL, NULL));
+  check(ga_param_add(ctx, group, "w", w, GA_F32, 1, (int64_t[]){FEATURES}, NULL, NULL));
   check(ga_param_add(ctx, group, "b", &b, GA_F32, 0, NULL, NULL, NULL));
   const void* gradients[2] = {dw, &db};
 
@@ -75,5 +73,7 @@ int main(void) {
   ga_context_destroy(ctx);
   for (int j = 0; j < FEATURES; ++j) printf("w[%d] = %.4f, should be %d\n", j, w[j], j + 1);
   printf("b    = %.4f, should be 0.5\n", b);
-  return fabsf(b - 0.5F) < 1e-3F ? EXIT_SUCCESS : EXIT_FAILURE;
+  if (fabsf(b - 0.5F) < 1e-3F) return EXIT_SUCCESS;
+  fprintf(stderr, "b is not 0.5\n");
+  return EXIT_FAILURE;
 }
