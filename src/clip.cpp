@@ -30,6 +30,7 @@ bool is_of_micros(const ga_clip& c) {
 ga_clip default_clip() {
   ga_clip c = {};
   c.struct_size = sizeof c;
+  c.max_norm = -1;
   c.max_value = HUGE_VAL;
   c.agc_factor = 0.01;
   c.agc_eps = 1e-3;

@@ -43,8 +43,8 @@ void Context::tell_groups() {
 
 // Sets the loss scale and its counters to their initial values.
 void Context::tell_scaler() {
-  const ScalerState state = {scaler_.initial_scale, 0, 0};
-  const auto next = static_cast<float>(scaled_ ? scaler_.initial_scale : config_.loss_scale);
+  const ScalerState state = {as_f32(scaler_.initial_scale), 0, 0};
+  const auto next = static_cast<float>(scaled_ ? state.scale : config_.loss_scale);
   backend_->write(&tables_.control.at()->scaler, &state, sizeof state);
   backend_->write(&tables_.control.at()->loss_scale, &next, sizeof next);
 }

@@ -7,9 +7,11 @@
 //   Control     the context    decide.hpp                                     decide.hpp, the host
 //   GroupInput  each group     the host, when an option changes               decide.hpp
 //   GroupState  each group     decide.hpp; the host, when a group is added    decide.hpp
+//                              or the steps are set
 //   ParamInput  each param.    the host: describe() when an option or an      decide.hpp
 //                              array changes, tell_params() in ga_step
-//   ParamState  each param.    decide.hpp, per micro-batch or per step        decide.hpp, the host
+//   ParamState  each param.    decide.hpp, per micro-batch or per step; the   decide.hpp, the host
+//                              host, between windows (state.cpp)
 //   ParamPlan   each param.    decide.hpp, per step                           the kernels
 //   Composites  each param.    the host, as ParamInput                        the kernels
 //   UpdateTask  each param.    the host, as ParamInput; once for the update,  the kernels

@@ -767,7 +767,7 @@ TEST(State, ByName) {
       context.add_group(gradaccum::default_optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), {2});
   std::vector<std::string> names;
   for (const ga_state_info& array : context.state(param)) names.push_back(array.name);
-  EXPECT_EQ(names, (std::vector<std::string>{"step", "exp_avg", "exp_avg_sq"}));
+  EXPECT_EQ(names, (std::vector<std::string>{"exp_avg", "exp_avg_sq", "step"}));
 
   context.accumulate({g.data()});
   context.step();
@@ -952,9 +952,9 @@ TEST(Callables, AllocatorOfC) {
   Floats p{0}, g{1};
   Context context(config);
   context.add_param(context.add_group(sgd()), "p", p.data(), {1});
-  EXPECT_EQ(calls, 0);
+  const std::int64_t before = calls;
   context.prepare();
-  EXPECT_GT(calls, 0);
+  EXPECT_GT(calls, before);
   const std::int64_t prepared = calls;
   context.accumulate({g.data()});
   context.step();

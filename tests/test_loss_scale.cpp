@@ -33,16 +33,17 @@ double loss_scale(const ga_context* ctx) {
 // The rule of torch.amp.GradScaler (_amp_update_scale_), with the hysteresis of Megatron's
 // DynamicGradScaler, a floor and a ceiling.
 struct Rule {
-  explicit Rule(const ga_loss_scaler& s) : s(s), scale(s.initial_scale), left(s.hysteresis) {}
+  explicit Rule(const ga_loss_scaler& s)
+      : s(s), scale(static_cast<float>(s.initial_scale)), left(s.hysteresis) {}
   void found_none() {
     if (++good < s.growth_interval) return;
     good = 0;
     left = s.hysteresis;
-    scale = std::min(scale * s.growth_factor, s.max_scale);
+    scale = static_cast<float>(std::min(scale * s.growth_factor, s.max_scale));
   }
   void found_nonfinite() {
     good = 0;
-    if (--left <= 0) scale = std::max(scale * s.backoff_factor, s.min_scale);
+    if (--left <= 0) scale = static_cast<float>(std::max(scale * s.backoff_factor, s.min_scale));
   }
   ga_loss_scaler s;
   double scale;
@@ -105,6 +106,22 @@ TEST(LossScale, Defaults) {
   EXPECT_EQ(s.growth_interval, 2000);
   EXPECT_EQ(s.hysteresis, 1);
   EXPECT_EQ(s.reserved, 0);
+}
+
+// As torch's GradScaler keeps it: a program that multiplies its loss in f32 multiplies by the number
+// that the library divides by.
+TEST(LossScale, IsAnF32) {
+  ga_loss_scaler s = scaler();
+  s.initial_scale = 1000.1;
+  s.growth_factor = 1.1;
+  s.backoff_factor = 0.3;
+  s.growth_interval = 1;
+  Scaled run(s);
+  for (int t = 0; t < 12; ++t) {
+    const double scale = loss_scale(run.ctx);
+    EXPECT_EQ(scale, static_cast<float>(scale));
+    run.window(t % 5 != 3);
+  }
 }
 
 TEST(LossScale, GrowsAfterTheInterval) {
@@ -722,6 +739,28 @@ TEST(Drop, BacksOffOncePerWindow) {
 }
 
 // A dropped micro-batch counts toward K.
+// Bit i of the result is micro-batch i, up to the 64th; the next window begins anew.
+TEST(Drop, WhichOnes) {
+  ga_config c = config();
+  c.nonfinite = GA_NONFINITE_DROP_MICRO;
+  float p = 0;
+  const float good = 1, bad = NAN;
+  Context ctx(c);
+  ctx.group(plain_sgd());
+  ctx.param(0, "p", &p, ref::Shape{});
+  for (int i = 0; i < 70; ++i) ctx.accumulate({i == 2 || i == 63 || i > 66 ? &bad : &good});
+  ga_step_result r = step(ctx);
+  EXPECT_EQ(r.window_dropped, 5);
+  EXPECT_EQ(r.dropped_micros, (uint64_t{1} << 2) | (uint64_t{1} << 63));
+  for (int i = 0; i < 3; ++i) ctx.accumulate({i == 0 ? &bad : &good});
+  ASSERT_OK(ga_discard(ctx));
+  for (int i = 0; i < 3; ++i) ctx.accumulate({i == 1 ? &bad : &good});
+  r = step(ctx);
+  EXPECT_EQ(r.dropped_micros, 2u);
+  ctx.accumulate({&good});
+  EXPECT_EQ(step(ctx).dropped_micros, 0u);
+}
+
 TEST(Drop, CountsTowardK) {
   Dropping run(GA_GRADIENTS_CONSUMED, 3);
   run.micro(0, 1, false, 0);

@@ -165,7 +165,8 @@ enum {
 typedef int32_t ga_flavor;
 enum { GA_FLAVOR_TORCH = 0, GA_FLAVOR_KERAS = 1, GA_FLAVOR_BERT = 2 };
 
-/* Of elements. GA_F16 is IEEE binary16, GA_BF16 the upper half of an f32; integers are indices. */
+/* Of elements. GA_F16 is IEEE binary16, GA_BF16 the upper half of an f32, both as the 16 bits of a
+   uint16_t; integers are indices. */
 typedef int32_t ga_dtype;
 enum { GA_F32 = 1, GA_F64 = 2, GA_F16 = 3, GA_BF16 = 4, GA_I32 = 5, GA_I64 = 6 };
 
@@ -378,7 +379,8 @@ struct ga_config {
   size_t struct_size;
   ga_device device;               /* default GA_DEVICE_CPU */
   int32_t num_threads;            /* of the CPU kernels, up to 4096; default 0: as many as OpenMP
-                                     would use, or 1 without OpenMP */
+                                     would use, or 1 without OpenMP. Small work stays on the
+                                     calling thread */
   int64_t accum_steps;            /* K, micro-batches of a full window; default 0: any number */
   ga_gradient_kind gradient_kind; /* default GA_GRADIENT_MEAN */
   ga_reduce reduce;               /* default GA_REDUCE_MEAN */
@@ -400,14 +402,14 @@ struct ga_config {
   int32_t reserved2;              /* 0 */
   void* stream;                   /* the cudaStream_t that all work is queued on; must outlive the
                                      context; default NULL: the legacy default stream */
-  ga_allocate allocate; /* for accumulators, optimizer state, master weights, EMA and their
-                                     workspace, but not for tables that the host shares with a
-                                     device; default NULL: the library's own */
-  ga_free free;         /* set if and only if allocate is set */
-  void* allocator_user; /* passed to allocate and free */
-  ga_log log;           /* default NULL: none, or lines to stderr if the environment has
+  ga_allocate allocate;           /* for accumulators, optimizer state, master weights, EMA and
+                                     their workspace, but not for tables that the host shares with
+                                     a device; default NULL: the library's own */
+  ga_free free;                   /* set if and only if allocate is set */
+  void* allocator_user;           /* passed to allocate and free */
+  ga_log log;                     /* default NULL: none, or lines to stderr if the environment has
                                      GA_VERBOSE=1 when the context is created */
-  void* log_user;       /* passed to log */
+  void* log_user;                 /* passed to log */
 };
 
 /* Writes the defaults. struct_size, here and in every _init function: the sizeof of the struct. */
@@ -462,7 +464,8 @@ typedef struct ga_window_info {
   int64_t accum_steps;   /* K of this window; 0: any number */
   double weight;         /* sum of the weights so far; on a device, dropped micro-batches count */
   int64_t windows;       /* calls of ga_step that returned GA_OK, since the context was created */
-  int64_t steps;         /* of these, applied; on a device, as far as results are known */
+  int64_t steps;         /* applied steps: of these calls, unless ga_context_set_steps has set it;
+                            on a device, as far as results are known */
 } ga_window_info;
 
 /* Prepares *out to be filled, as every _init function of a result does: zeros, and struct_size. */
@@ -555,10 +558,12 @@ GA_API ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void*
 
 /* Adds a gradient that has only some rows: values[i] to row indices[i] of the parameter, a row
    being what shape[0] counts. indices: [count], of index_dtype, GA_I32 or GA_I64, in [0, shape[0]),
-   in any order; repeated ones add up. values: [count rows], of the parameter's gradient dtype.
-   Needs ga_param_options.rows. Costs what its rows cost; so does ga_step with GA_ROWS_LAZY, but for
+   in any order; repeated ones add up. values: [count rows], of the parameter's gradient dtype; what
+   a whole gradient would hold in these rows, so with GA_GRADIENT_MEAN parts of the mean over the
+   micro-batch, not means over the occurrences of a row. Needs ga_param_options.rows. Costs what its rows cost; so does ga_step with GA_ROWS_LAZY, but for
    EMA, GA_CLIP_AGC, and max_value before a norm, which pass over the whole parameter. A parameter
-   may receive rows and whole gradients in one window. */
+   may receive rows and whole gradients in one window and one micro-batch (tied embeddings): that
+   step then updates all its rows, also with GA_ROWS_LAZY. */
 GA_API ga_status ga_accumulate_rows(ga_context* ctx, ga_param param, const void* indices,
                                     ga_dtype index_dtype, int64_t count, const void* values);
 
@@ -664,7 +669,8 @@ typedef struct ga_schedule {
   ga_schedule_kind kind;
   int32_t reserved;     /* 0 */
   int64_t warmup_steps; /* W; >= 0; default 0 */
-  int64_t total_steps;  /* T; LINEAR, COSINE, POLYNOMIAL: > W; BERT: >= max(W, 1); else not read */
+  int64_t total_steps;  /* T, warm-up included; LINEAR, COSINE, POLYNOMIAL: > W; BERT: >= max(W,
+                           1); else not read */
   double end_factor;    /* >= 0; default 0 */
   double power;         /* POLYNOMIAL; >= 0; default 1 */
   double gamma;         /* STEP, EXPONENTIAL; >= 0; default 0.1 for STEP, 1 for EXPONENTIAL */
@@ -736,7 +742,8 @@ typedef struct ga_clip {
   ga_clip_scope scope;    /* default GA_CLIP_NONE */
   ga_flavor flavor;       /* the factor, for norm n and max_norm C. GA_FLAVOR_TORCH, the default:
                              min(1, C / (n + 1e-6)); GA_FLAVOR_KERAS, TensorFlow's: C / max(n, C) */
-  double max_norm;        /* C >= 0; read for GA_CLIP_GLOBAL and GA_CLIP_PER_TENSOR */
+  double max_norm;        /* C >= 0; must be set for GA_CLIP_GLOBAL and GA_CLIP_PER_TENSOR: default
+                             -1, which these refuse */
   double max_value;       /* clamps elements to [-max_value, max_value]; > 0; default infinity */
   double agc_factor;      /* > 0; default 0.01 */
   double agc_eps;         /* > 0; default 1e-3 */
@@ -758,8 +765,9 @@ GA_API ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_cli
 
 /* ---- Loss scale ------------------------------------------------------------------------------ */
 
-/* Needed for f16, whose small gradients would vanish. The program multiplies the loss of every
-   micro-batch by ga_loss_scale, and the library divides that out again.
+/* Needed for f16, whose small gradients would vanish (bf16 has the range of f32). The program
+   multiplies the loss of every micro-batch by ga_loss_scale, a number that f32 holds, and the
+   library divides that out again.
 
    The scale follows the gradients (Micikevicius et al. 2018, with the rule of PyTorch's
    GradScaler). It moves in ga_step only, so one scale holds for a whole window. A step that is
@@ -799,7 +807,8 @@ GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out_scale, const v
    p in the first.
      TORCH     d = decay, as torch.optim.swa_utils.get_ema_avg_fn
      KARRAS    d = (1 - 1 / t)^(gamma + 1): the window grows with t (Karras et al. 2024, eq. 6)
-   p is the master weights if there are any. A parameter that is added later begins with its first
+   The memory of TORCH is 1 / (1 - decay) steps, some thousand with 0.999; that of KARRAS is a part
+   of the run, however short. p is the master weights if there are any. A parameter that is added later begins with its first
    step. Parameters without a gradient, frozen and lazily updated ones take part, in a pass of their
    own; those of GA_OPTIMIZER_EXTERNAL as ga_step finds them. A parameter that has always been
    frozen has no EMA yet. */
@@ -818,8 +827,8 @@ typedef struct ga_ema {
 /* Writes the defaults. */
 GA_API ga_status ga_ema_init(ga_ema* out, size_t struct_size);
 
-/* Keeps an EMA of every parameter; NULL: does not. Legal until the first contribution to a
-   window. */
+/* Keeps an EMA of every parameter; NULL: keeps none. Legal until the library makes its arrays: in
+   ga_prepare, or with the first contribution of all. */
 GA_API ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema);
 
 /* Writes the EMA of a parameter to out, as many elements, of dtype, rounded to nearest; before the
@@ -830,7 +839,7 @@ GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_d
 
 /* on 1: exchanges parameters and EMA, to evaluate with the EMA; 0: takes that back, to the last
    bit. A parameter of another dtype than its EMA is set to the EMA, rounded, and a copy is kept
-   meanwhile (ga_memory.averages). While exchanged, only queries, ga_bn_infer, ga_synchronize and
+   meanwhile (ga_memory.averages). Said twice, it changes nothing more. While exchanged, only queries, ga_bn_infer, ga_synchronize and
    ga_context_destroy, which leaves parameters as they are, are legal; the rest is
    GA_ERROR_INVALID_STATE. Between windows. GA_ERROR_INVALID_STATE: there is no EMA. */
 GA_API ga_status ga_ema_swap(ga_context* ctx, int32_t on);
@@ -851,9 +860,10 @@ enum { GA_MASTER_F32 = 0, GA_MASTER_NONE = 1 };
 typedef int32_t ga_rounding;
 enum { GA_ROUND_NEAREST = 0, GA_ROUND_STOCHASTIC = 1 };
 
-/* Whether ga_accumulate_rows is legal for a parameter. DENSE: rows without a gradient count as
-   zeros. LAZY: such rows and their state stay as they are, also under GA_MISSING_ZERO; for SGD
-   (dampening 0), ADAM, ADAMW, ADAGRAD and ROWWISE_ADAGRAD. */
+/* What a step does to the rows of a parameter that ga_accumulate_rows has brought nothing for. NONE:
+   that function is not legal for it. DENSE: a step with a gradient of zeros. LAZY: they and their
+   state stay as they are, also under GA_MISSING_ZERO; for SGD (dampening 0), ADAM, ADAMW, ADAGRAD
+   and ROWWISE_ADAGRAD. */
 typedef int32_t ga_rows;
 enum { GA_ROWS_NONE = 0, GA_ROWS_DENSE = 1, GA_ROWS_LAZY = 2 };
 
@@ -914,11 +924,11 @@ typedef struct ga_param_info {
   void* data;           /* as given to ga_param_add or ga_param_bind */
   const int64_t* shape; /* [rank] */
   int32_t rank;
-  int32_t frozen; /* 0 or 1 */
-  int64_t count;  /* elements */
-  int64_t offset; /* elements from the start of its flat block; else 0 */
-  size_t slot;    /* as ga_param_slot */
-  double lr_scale, weight_decay_scale;
+  int32_t frozen;                      /* 0 or 1 */
+  int64_t count;                       /* elements */
+  int64_t offset;                      /* elements from the start of its flat block; else 0 */
+  size_t slot;                         /* as ga_param_slot */
+  double lr_scale, weight_decay_scale; /* as last set; 1 at first */
 } ga_param_info;
 
 /* Prepares *out to be filled. */
@@ -942,13 +952,15 @@ GA_API ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data);
    parameters without them, nothing needs to be told. Between windows. */
 GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
 
-/* frozen 1: freezes a parameter: its gradients are not read, it is not updated. 0: unfreezes it.
-   One that is frozen from the start owns nothing, neither accumulator nor state, master weights or
+/* frozen 1: freezes a parameter: it is not updated, and its gradients, which may be NULL, are not
+   read: no norm and no check sees them. 0: unfreezes it; its state is that of before. One that is frozen from the start owns nothing, neither accumulator nor state, master weights or
    EMA, until a contribution comes after it is unfrozen. Between windows. */
 GA_API ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen);
 
 /* Multiplies the group's learning rate, or its weight decay, for one parameter; finite, >= 0; 1
-   until then. A weight decay of 0 counts as none where that matters (LAMB, LARS). */
+   until then. It stays when the group's changes. What ga_group_lr and ga_step_result.lr say is
+   without it. Decoupled weight decay is multiplied by both. With a weight_decay_scale of 0, LAMB
+   and LARS treat the parameter as one without weight decay: no trust ratio, but by always_adapt. */
 GA_API ga_status ga_param_set_lr_scale(ga_context* ctx, ga_param param, double lr_scale);
 GA_API ga_status ga_param_set_weight_decay_scale(ga_context* ctx, ga_param param,
                                                  double weight_decay_scale);
@@ -998,7 +1010,9 @@ GA_API ga_status ga_state_describe(const ga_context* ctx, ga_param param, int32_
                                    ga_state_info* out);
 
 /* Read or write an array of state whole. out, data: [count] of dtype, both as ga_state_describe
-   says: nothing is rounded. Both allocate as ga_prepare does. Between windows. Wait.
+   says: nothing is rounded. Both allocate as ga_prepare does. Between windows. Wait. Optimizer state
+   that is written counts as that of at least one update: a "step" of 0 becomes 1. So write "step"
+   last.
    GA_ERROR_INVALID_ARGUMENT: the parameter has no state of that name, dtype and count; the message
    lists what there is. GA_ERROR_INVALID_STATE: it has always been frozen. */
 GA_API ga_status ga_state_get(ga_context* ctx, ga_param param, const char* name, void* out,
@@ -1014,7 +1028,10 @@ GA_API ga_status ga_state_reset(ga_context* ctx, ga_param param);
 
 /* Needed to change hyper-parameters while training, to freeze a whole group, or to update
    parameters with an optimizer of the program's own: a group with GA_OPTIMIZER_EXTERNAL does
-   everything but the update. */
+   everything but the update.
+
+   Networks that are trained in turns (GAN, actor and critic) are best given a context each: steps,
+   schedules, EMA and loss scale are the context's, and would count the steps of both. */
 
 /* Sets the weight decay; finite, >= 0. */
 GA_API ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weight_decay);
@@ -1027,7 +1044,7 @@ GA_API ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, doub
 GA_API ga_status ga_group_set_optimizer(ga_context* ctx, ga_group group,
                                         const ga_optimizer* optimizer);
 
-/* Calls ga_param_set_frozen for each parameter that the group has now. */
+/* Calls ga_param_set_frozen for each parameter that the group has now. Between windows. */
 GA_API ga_status ga_group_set_frozen(ga_context* ctx, ga_group group, int32_t frozen);
 
 /* *out: the number of groups; their ids are 0 to *out - 1. */
