@@ -239,8 +239,9 @@ void Context::micro_begin(int64_t index, double weight, const ga_micro_options& 
          "GA_CLIP_WHEN_MICRO it is checked as a whole when it ends",
          ll(index));
   window_.reserve_one();
-  added_ = index < window_.size();
+  const bool again = index < window_.size();
   window_.begin(index, micro);
+  added_ = again;
   contributions_.clear();
   noted_.clear();
   forget_delivered();
@@ -656,6 +657,7 @@ void Context::micro_abort() {
          "takes that back, with the whole window",
          ll(index));
   batch_norms_.forget(index);
+  for (const Contribution& c : contributions_) rows_held_ -= c.rows;
   for (const ga_param id : noted_) at(id).hold(Held::kNothing);
   for (Param& p : params_) p.acquired = false;
   contributions_.clear();

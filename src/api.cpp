@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every exported function: checks its pointers, calls the context inside guard(). No logic.
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -201,6 +202,12 @@ ga_status ask(const ga_context* ctx, Body&& body, const char* function = __built
   return call(ctx, false, function, body);
 }
 
+void note_shape(const Context* ctx, ga_bn bn, int64_t samples, int64_t positions) {
+  ctx->note("bn", bn);
+  ctx->note("samples", static_cast<double>(samples));
+  ctx->note("positions", static_cast<double>(positions));
+}
+
 }  // namespace
 
 #define GA_STRING_(x) #x
@@ -280,9 +287,11 @@ ga_status ga_context_create(const ga_config* config, ga_context** out) {
     const ga_config c = read_struct(config, ga::default_config(), "ga_config");
     ga::check_config(c);
     ga::watch_forks();
+    const auto start = std::chrono::steady_clock::now();
     auto context = std::make_unique<ga_context>(c);
     if (ga::Log* const log = context->log())
-      log->call("ga_context_create", [&] { log->note("build", ga_build_info()); });
+      log->call(
+          "ga_context_create", [&] { log->note("build", ga_build_info()); }, start);
     *out = context.release();
   });
 }
@@ -773,9 +782,7 @@ ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen) {
 ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                            int64_t positions) {
   return on(ctx, [&] {
-    ctx->note("bn", bn);
-    ctx->note("samples", static_cast<double>(samples));
-    ctx->note("positions", static_cast<double>(positions));
+    note_shape(ctx, bn, samples, positions);
     ctx->batch_norms().accumulate(bn, x, samples, positions);
   });
 }
@@ -793,9 +800,7 @@ ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn) {
 ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                         int64_t positions, void* y) {
   return on(ctx, [&] {
-    ctx->note("bn", bn);
-    ctx->note("samples", static_cast<double>(samples));
-    ctx->note("positions", static_cast<double>(positions));
+    note_shape(ctx, bn, samples, positions);
     ctx->batch_norms().forward(bn, x, samples, positions, y);
   });
 }
@@ -803,9 +808,7 @@ ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t sample
 ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
                                     int64_t samples, int64_t positions) {
   return on(ctx, [&] {
-    ctx->note("bn", bn);
-    ctx->note("samples", static_cast<double>(samples));
-    ctx->note("positions", static_cast<double>(positions));
+    note_shape(ctx, bn, samples, positions);
     ctx->batch_norms().backward_accumulate(bn, x, dy, samples, positions);
   });
 }
@@ -813,9 +816,7 @@ ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, co
 ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy, int64_t samples,
                          int64_t positions, void* dx) {
   return on(ctx, [&] {
-    ctx->note("bn", bn);
-    ctx->note("samples", static_cast<double>(samples));
-    ctx->note("positions", static_cast<double>(positions));
+    note_shape(ctx, bn, samples, positions);
     ctx->batch_norms().backward(bn, x, dy, samples, positions, dx);
   });
 }
@@ -823,9 +824,7 @@ ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* d
 ga_status ga_bn_infer(ga_context* ctx, ga_bn bn, const void* x, int64_t samples, int64_t positions,
                       void* y) {
   return ask(ctx, [&] {
-    ctx->note("bn", bn);
-    ctx->note("samples", static_cast<double>(samples));
-    ctx->note("positions", static_cast<double>(positions));
+    note_shape(ctx, bn, samples, positions);
     ctx->batch_norms().infer(bn, x, samples, positions, y);
   });
 }

@@ -669,13 +669,15 @@ bool BatchNorms::is_swept(int64_t micro) const {
 
 void BatchNorms::forget(int64_t micro) {
   const auto at = static_cast<size_t>(micro);
+  int64_t most = 0;
+  for (const Layer& b : layers_) most = std::max(most, b.channels);
+  const std::vector<Moments> none(static_cast<size_t>(most));
   for (Layer& b : layers_) {
     if (at < b.summed.size()) b.summed[at] = 0;
     if (b.sums_of == micro) b.sums_of = -1;
     if (b.seen() <= micro || b.windowed()) continue;
-    const std::vector<Moments> none(static_cast<size_t>(b.channels));
     backend_.write(b.history.at(static_cast<size_t>(micro * b.channels)), none.data(),
-                   none.size() * sizeof(Moments));
+                   static_cast<size_t>(b.channels) * sizeof(Moments));
     b.taken.resize(at);
     if (b.index == micro) b.index = -1;
   }

@@ -123,17 +123,18 @@ Context::Use::Use(const Context& context, const char* function, bool changing) :
   if (context.in_use_.exchange(true, std::memory_order_acquire))
     fail(GA_ERROR_INVALID_STATE,
          "the context is in another call; one thread may use it at a time, and the program's "
-         "callbacks (parallel_for, allocate, log) must not use it");
+         "callbacks (parallel_for, allocate, free, log) must not use it");
   if (context.broken_) {
     context.in_use_.store(false, std::memory_order_release);
     throw *context.broken_;
   }
   if (changing && context.ema_swapped_) {
     context.in_use_.store(false, std::memory_order_release);
-    fail(GA_ERROR_INVALID_STATE,
-         "%s was called while the parameters hold their averages; ga_ema_swap(ctx, 0) takes that "
-         "back",
-         function);
+    fail(
+        GA_ERROR_INVALID_STATE,
+        "%s was called while the parameters and their EMA are exchanged; ga_ema_swap(ctx, 0) takes "
+        "that back",
+        function);
   }
 }
 
@@ -166,6 +167,12 @@ BnParam Context::bn_param(ga_param id) const {
 }
 
 // ---- Window length ------------------------------------------------------------------------------
+
+// If K depends on a step that may still be running, K is found when the next window opens.
+void Context::look_up_accum_steps() {
+  accum_due_ = !phases_.empty() && !backend_->known();
+  if (!accum_due_) update_accum_steps();
+}
 
 // Waits for the last step if there is a schedule of K.
 void Context::update_accum_steps() {
@@ -221,7 +228,7 @@ ga_group Context::add_group(const ga_optimizer& o) {
   Group g = {o, &info, {info.op(o, false), info.op(o, true)}, false, default_clip(), {}, {}};
   if (g.op[1] >= 0 && op_info(g.op[1]).orthogonal) backend_->prepare_matmul(0);
   GroupState state = {};
-  state.clock = clock_after(info, o, groups_.empty() && windows_ == 0 ? 0 : steps());
+  state.clock = clock_after(info, o, groups_.empty() && windows_ == 0 ? steps_set_ : steps());
   groups_.reserve(groups_.size() + 1);
   ContextTables tables = tables_.grown(*backend_, ContextTables::kGroup, groups_.size() + 1);
   backend_->write(tables.group_states.at(groups_.size()), &state, sizeof state);
@@ -236,6 +243,7 @@ ga_group Context::add_group(const ga_optimizer& o) {
 void Context::set_lr(ga_group id, double lr) {
   Group& g = group(id);
   check_rate("lr", lr);
+  check_device();
   g.optimizer.lr = lr;
   tell_groups();
 }
@@ -247,30 +255,33 @@ void Context::set_weight_decay(ga_group id, double weight_decay) {
   change_optimizer(id, o);
 }
 
-void Context::set_optimizer(ga_group id, const ga_optimizer& o) {
+void Context::set_optimizer(ga_group id, ga_optimizer o) {
   const Group& g = group(id);
   check_optimizer(o);
   check_same_state(g.optimizer, o);
+  o.state_dtype = g.optimizer.state_dtype;
   for (size_t i = 0; i < params_.size(); ++i)
     if (params_[i].group == id && tensors_[i].options.rows == GA_ROWS_LAZY &&
         !tensors_[i].removed && !g.info->lazy(o))
       subject(static_cast<ga_param>(i))
           .fail(GA_ERROR_UNSUPPORTED,
-                "its rows are GA_ROWS_LAZY, but with these numbers %s moves every element",
+                "its rows are GA_ROWS_LAZY, but with these hyper-parameters %s moves every element",
                 g.info->name);
   change_optimizer(id, o);
   tell_settings();  // max_grad_norm
   lists_due_ = true;
 }
 
-// Gives a group other numbers, with which its parameters may need another Op.
+// Gives a group other hyper-parameters, with which its parameters may need another Op.
 void Context::change_optimizer(ga_group id, const ga_optimizer& o) {
   Group& g = group(id);
+  check_device();
+  const bool same_steps = g.optimizer.ns_steps == o.ns_steps;  // which say where the result lies
   g.optimizer = o;
   const int before[] = {g.op[0], g.op[1]};
   for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(o, matrix);
   tell_groups();
-  if (std::equal(before, before + 2, g.op)) return;
+  if (same_steps && std::equal(before, before + 2, g.op)) return;
   for (size_t i = 0; i < prepared_; ++i)
     if (params_[i].group == id) describe(i);
   lists_due_ = true;
@@ -278,6 +289,7 @@ void Context::change_optimizer(ga_group id, const ga_optimizer& o) {
 
 void Context::set_schedule(ga_group id, const ga_schedule* schedule) {
   Group& g = group(id);
+  check_device();
   ga_schedule next = {};
   Table<double> rates;
   if (schedule) {
@@ -537,6 +549,7 @@ void Context::set_group_frozen(ga_group id, bool frozen) {
 void Context::set_lr_scale(ga_param id, double scale) {
   param(id);
   check_rate("lr_scale", scale);
+  check_device();
   tensors_[static_cast<size_t>(id)].lr_scale = scale;
   tell_scales(static_cast<size_t>(id));
 }
@@ -544,6 +557,7 @@ void Context::set_lr_scale(ga_param id, double scale) {
 void Context::set_weight_decay_scale(ga_param id, double scale) {
   param(id);
   check_rate("weight_decay_scale", scale);
+  check_device();
   tensors_[static_cast<size_t>(id)].weight_decay_scale = scale;
   tell_scales(static_cast<size_t>(id));
 }
@@ -556,7 +570,7 @@ void Context::remove(ga_param id) {
   if (const char* const layer = batch_norms_.name_of_user(id))
     subject(id).fail(GA_ERROR_INVALID_STATE,
                      "layer \"%s\" has it as its gamma or beta, so it cannot be removed", layer);
-  check_device();
+  check_no_capture("ga_param_remove");
   removed_names_.reserve(removed_names_.size() + 1);
   removed_names_.push_back(names_.extract(names_.find(name(id))));  // keeps the address of the name
   if (p.master) claims_.remove(p.data);
@@ -567,6 +581,7 @@ void Context::remove(ga_param id) {
   p.delivered = false;
   if (i < prepared_) describe(i);
   lists_due_ = true;
+  set_tables();
 }
 
 void Context::changed(ga_param id) {

@@ -46,7 +46,7 @@ class Context : BnContext {
 
   // Held during a call, which computes in the library's floating-point mode. Throws if the context
   // belongs to the parent process, is in another call, or has failed for good. changing: throws, too,
-  // while the parameters hold their averages. function: the one that was called.
+  // while parameters and EMA are exchanged. function: the one that was called.
   class Use {
    public:
     Use(const Context& context, const char* function, bool changing);
@@ -69,7 +69,7 @@ class Context : BnContext {
   void set_accum_steps(int64_t k);
   void set_accum_schedule(const int64_t* from_steps, const int64_t* accum_steps, size_t count);
   ga_group add_group(const ga_optimizer& optimizer);
-  void set_optimizer(ga_group group, const ga_optimizer& optimizer);
+  void set_optimizer(ga_group group, ga_optimizer optimizer);
   void set_lr(ga_group group, double lr);
   void set_weight_decay(ga_group group, double weight_decay);
   void set_schedule(ga_group group, const ga_schedule* schedule);
@@ -183,6 +183,7 @@ class Context : BnContext {
   const Group& group_of(const Param& p) const { return groups_[static_cast<size_t>(p.group)]; }
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
   void update_accum_steps();
+  void look_up_accum_steps();
   void change_optimizer(ga_group id, const ga_optimizer& o);
   const Control& control() const;
   int64_t steps() const { return control().steps; }
@@ -201,11 +202,13 @@ class Context : BnContext {
   // memory.cpp
   OwnedArrays arrays_of(size_t param) const;
   Array param_of(const Param& p) const;
+  Array current_of(const Param& p) const;
   Array state_of(const Param& p, int slot) const;
   Array average_of(const Param& p) const;
   // Whether its accumulator is of the dtype that it is computed in.
   bool fits_accumulator(const Param& p) const { return p.accumulator_dtype == p.real(); }
   bool lacks_arrays(const Param& p) const { return !p.owns && !p.frozen; }
+  bool gives_on_demand() const;
   bool never_stores(size_t param) const;
   int64_t bytes_of_lists(size_t params) const;
   template <class F>
@@ -216,18 +219,22 @@ class Context : BnContext {
   void prepare();
   void allocate_new(NewArrays& fresh);
   void free_arrays(size_t param);
-  void fill(const Param& p, const Source& from, double constant, const Array& to, int64_t count);
+  void fill(const Param& p, const Array& from, double constant, const Array& to, int64_t count);
   void fill_state(const Param& p, const OwnedArray& a);
+  // Between arrays of a parameter's elements, of any floating dtypes.
+  void copy(const Param& p, const Array& from, const Array& to) { fill(p, from, 0, to, p.count); }
   void claim_masters();
   void hand_over(NewArrays& fresh);
   [[noreturn]] void fail_allocation() const;
   void fill_new();
 
   // state.cpp
+  void check_no_capture(const char* what) const;
   std::vector<StateArray> states_of(size_t param) const;
   StateArray state_for(ga_param id, const char* name, int32_t dtype, int64_t count,
                        const char* what);
   void* state_data(const Param& p, int kind) const;
+  void clear_average(Param& p);
   ParamState param_state(size_t param) const;
   std::vector<ParamState> param_states() const;
   void set_param_state(size_t param, const ParamState& state);
@@ -350,7 +357,7 @@ class Context : BnContext {
   bool scaled_ = false;
   ga_loss_scaler scaler_ = {};
   std::optional<ga_ema> ema_;
-  bool ema_swapped_ = false;  // the parameters hold their averages
+  bool ema_swapped_ = false;  // parameters and EMA are exchanged
   Buffer ema_kept_;           // parameters that were overwritten by their averages
   bool clip_micro_ = false;   // some clipping is GA_CLIP_WHEN_MICRO
   bool clip_units_ = false;   // some is GA_CLIP_AGC, of the reduced gradient

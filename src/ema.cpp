@@ -35,8 +35,9 @@ void check_ema(const ga_ema& e) {
 void Context::set_ema(const ga_ema* ema) {
   if (prepared_ > 0)
     fail(GA_ERROR_INVALID_STATE,
-         "ga_context_set_ema was called after the library has made its arrays (ga_prepare, or the "
-         "first contribution to a window); it is legal only before");
+         "ga_context_set_ema was called after the library has made its arrays (in ga_prepare, with "
+         "the "
+         "first contribution to a window, or for state by name); it is legal only before");
   if (ema) {
     check_ema(*ema);
     for (size_t i = 0; i < params_.size(); ++i)
@@ -69,25 +70,20 @@ void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   if (p.count == 0) return;
   if (!out) fail(GA_ERROR_INVALID_ARGUMENT, "ga_ema_copy_to: out was NULL");
   check_values(id, "out", out, p.count, info.size);
-  FinishTask task = {};
   const bool averaged = param_state(static_cast<size_t>(id)).averaged;
   const bool elsewhere = averaged && ema_swapped_ && swaps_in_place(p);
-  const Array from = elsewhere ? Array{p.data, p.dtype} : averaged ? average_of(p) : param_of(p);
-  task.gradient = identity({from.data, from.format, 1, nullptr});
-  task.f64 = p.f64;
-  task.target = {out, dtype};
-  task.count = p.count;
+  const Array from = elsewhere ? Array{p.data, p.dtype} : averaged ? average_of(p) : current_of(p);
   backend_->reserve(std::max(owned_.chunks(), chunk_count(p.count)),
                     static_cast<int64_t>(params_.size()),
                     static_cast<int64_t>(owned_.bytes[kAccumulator]));
-  backend_->finish({&task, 1});
+  copy(p, from, {out, dtype});
 }
 
 // Allocates all that it needs before it changes anything.
 void Context::ema_swap(bool on) {
   window_.check_empty("ga_ema_swap");
   check_ema_kept("ga_ema_swap");
-  check_device();
+  check_no_capture("ga_ema_swap");
   if (on == ema_swapped_) return;
   constexpr size_t kLine = 64, kPiece = size_t{4} << 20;
   const std::vector<ParamState> states = param_states();
@@ -97,16 +93,18 @@ void Context::ema_swap(bool on) {
       if (const Param& p = params_[i]; p.average && states[i].averaged) f(p);
   };
   each([&](const Param& p) {
-    size_t& bytes = swaps_in_place(p) ? piece : kept;
-    bytes = &bytes == &piece ? std::max(piece, std::min(bytes_of(p), kPiece))
-                             : kept + (bytes_of(p) + kLine - 1) / kLine * kLine;
+    if (swaps_in_place(p))
+      piece = std::max(piece, std::min(bytes_of(p), kPiece));
+    else
+      kept += (bytes_of(p) + kLine - 1) / kLine * kLine;
   });
-  if (on && kept > 0) ema_kept_ = Buffer(*backend_, kept);
-  Buffer scratch;
+  Buffer copies, scratch;
+  if (on && kept > 0) copies = Buffer(*backend_, kept);
   if (piece > 0) scratch = Buffer(*backend_, piece);
+  if (on) ema_kept_.swap(copies);
 
   or_break([&] {
-    char* copy = static_cast<char*>(ema_kept_.data());
+    char* original = static_cast<char*>(ema_kept_.data());
     each([&](const Param& p) {
       const size_t bytes = bytes_of(p);
       if (swaps_in_place(p)) {
@@ -121,18 +119,12 @@ void Context::ema_swap(bool on) {
         return;
       }
       if (on) {
-        backend_->copy(copy, p.data, bytes);
-        FinishTask task = {};
-        const Array average = average_of(p);
-        task.gradient = identity({average.data, average.format, 1, nullptr});
-        task.f64 = p.f64;
-        task.target = {p.data, p.dtype};
-        task.count = p.count;
-        backend_->finish({&task, 1});
+        backend_->copy(original, p.data, bytes);
+        copy(p, average_of(p), {p.data, p.dtype});
       } else {
-        backend_->copy(p.data, copy, bytes);
+        backend_->copy(p.data, original, bytes);
       }
-      copy += (bytes + kLine - 1) / kLine * kLine;
+      original += (bytes + kLine - 1) / kLine * kLine;
     });
   });
   ema_swapped_ = on;

@@ -2,12 +2,26 @@
 #include "log.hpp"
 
 #include <algorithm>
-#include <cstdarg>
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
+#include "fp_mode.hpp"
+
 namespace ga {
+namespace {
+
+// A number with a point, whatever the locale of the program.
+struct Text {
+  char text[64];
+
+  Text(double value, std::chars_format format, int digits) noexcept {
+    *std::to_chars(text, text + sizeof text - 1, std::min(value, 1e15), format, digits).ptr = '\0';
+  }
+};
+
+}  // namespace
 
 std::unique_ptr<Log> Log::of(const ga_config& config) {
   const char* const verbose = std::getenv("GA_VERBOSE");
@@ -16,26 +30,31 @@ std::unique_ptr<Log> Log::of(const ga_config& config) {
   return std::unique_ptr<Log>(new Log(config, to_stderr));
 }
 
-void Log::append(const char* format, ...) noexcept {
-  va_list args;
-  va_start(args, format);
-  const int written = std::vsnprintf(notes_ + length_, sizeof notes_ - length_, format, args);
-  va_end(args);
-  if (written > 0) length_ = std::min(length_ + static_cast<size_t>(written), sizeof notes_ - 1);
-}
-
-void Log::note(const char* key, double value) noexcept {
-  append("%s%s:%.9g", length_ > 0 ? " " : "", key, value);
+// Cuts what does not fit, and keeps the parts of a line apart whatever the text.
+void Log::append(const char* text) noexcept {
+  for (; *text && length_ + 1 < sizeof notes_; ++text) {
+    const auto c = static_cast<unsigned char>(*text);
+    notes_[length_++] = c == ',' ? ';' : c < ' ' ? '?' : *text;
+  }
+  notes_[length_] = '\0';
 }
 
 void Log::note(const char* key, const char* value) noexcept {
-  append("%s%s:%s", length_ > 0 ? " " : "", key, value ? value : "NULL");
+  if (length_ > 0) append(" ");
+  append(key);
+  append(":");
+  append(value ? value : "NULL");
+}
+
+void Log::note(const char* key, double value) noexcept {
+  note(key, Text(value, std::chars_format::general, 9).text);
 }
 
 void Log::write(const char* function, ga_status status, double milliseconds) noexcept {
   char line[768];
-  std::snprintf(line, sizeof line, "gradaccum,%s,%s,%s,%s,%.3f", device_, function, notes_,
-                ga_status_name(status), milliseconds);
+  std::snprintf(line, sizeof line, "gradaccum,%s,%s,%s,%s,%s", device_, function, notes_,
+                ga_status_name(status), Text(milliseconds, std::chars_format::fixed, 3).text);
+  const ProgramFpMode programs;
   if (to_stderr_) {
     std::fprintf(stderr, "%s\n", line);
     return;

@@ -12,14 +12,16 @@ namespace ga {
 
 class Log {
  public:
+  using Time = std::chrono::steady_clock::time_point;
+
   // NULL: the context has none.
   static std::unique_ptr<Log> of(const ga_config& config);
 
   // Runs body() as the call of that function and writes its line: «gradaccum,cpu,ga_step,outcome:0
   // norm:1.5,GA_OK,0.042», with the milliseconds at the end. Returns the status.
   template <class Body>
-  ga_status call(const char* function, Body&& body) noexcept {
-    const auto start = std::chrono::steady_clock::now();
+  ga_status call(const char* function, Body&& body,
+                 Time start = std::chrono::steady_clock::now()) noexcept {
     length_ = 0;
     notes_[0] = '\0';
     const ga_status status = guard(body);
@@ -40,7 +42,7 @@ class Log {
         device_(config.device == GA_DEVICE_CUDA ? "cuda" : "cpu"),
         to_stderr_(to_stderr) {}
   void write(const char* function, ga_status status, double milliseconds) noexcept;
-  void append(const char* format, ...) noexcept __attribute__((format(printf, 2, 3)));
+  void append(const char* text) noexcept;
 
   ga_log log_;
   void* user_;

@@ -54,6 +54,11 @@ Array Context::param_of(const Param& p) const {
   return {p.data, p.dtype};
 }
 
+// As param_of(), but the parameter while its master weights have yet to be copied from it.
+Array Context::current_of(const Param& p) const {
+  return p.master_due ? Array{p.data, p.dtype} : param_of(p);
+}
+
 // f(which, pattern, both) for each of the Units that a parameter has or is going to have.
 template <class F>
 void Context::each_units(size_t i, F&& f) const {
@@ -119,9 +124,14 @@ Context::Layout Context::layout_of_new() const {
 bool Context::never_stores(size_t i) const {
   const Param& p = params_[i];
   const int op = op_of(p);
-  return tensors_[i].options.rows == GA_ROWS_NONE && adopts_ && config_.accum_steps == 1 &&
-         phases_.empty() && config_.device == GA_DEVICE_CPU && !p.accumulator_written && op >= 0 &&
-         !op_info(op).emits && fits_accumulator(p);
+  return tensors_[i].options.rows == GA_ROWS_NONE && adopts_ && !config_.allocate &&
+         config_.accum_steps == 1 && phases_.empty() && config_.device == GA_DEVICE_CPU &&
+         !p.accumulator_written && op >= 0 && !op_info(op).emits && fits_accumulator(p);
+}
+
+// Whether memory is given when it is written.
+bool Context::gives_on_demand() const {
+  return config_.device == GA_DEVICE_CPU && !config_.allocate;
 }
 
 ga_memory Context::memory() const {
@@ -130,8 +140,8 @@ ga_memory Context::memory() const {
     sum = static_cast<int64_t>(add_capped(static_cast<size_t>(sum), bytes));
   };
   const Layout fresh = layout_of_new();
-  const bool on_demand = config_.device == GA_DEVICE_CPU;  // memory is given when it is written
-  int64_t planned = 0;                                     // of what follows, not resident yet
+  const bool on_demand = gives_on_demand();
+  int64_t planned = 0;  // of what follows, not resident yet
   for (size_t kind = 0; kind < kArrayKinds; ++kind) {
     add(m.*purpose_of(kind), add_capped(owned_.bytes[kind], fresh.bytes[kind]));
     add(planned, fresh.bytes[kind]);
@@ -334,11 +344,16 @@ void Context::hand_over(NewArrays& fresh) {
 void Context::free_arrays(size_t i) {
   Param& p = params_[i];
   Tensor& t = tensors_[i];
+  Made& made = made_[t.made_by];
+  for (const OwnedArray& a : arrays_of(i)) {  // what was never written takes no memory
+    if (!gives_on_demand() || is_written(p, a)) continue;
+    owned_.bytes[static_cast<size_t>(a.kind)] -= a.bytes;
+    made.layout.bytes[static_cast<size_t>(a.kind)] -= a.bytes;
+  }
   if (t.set) backend_->free_rows(t.set);
   for (int kind = 0; kind < kArrayKinds; ++kind) set_array(p, t, kind, nullptr);
   for (auto& units : t.units) units.reset();
   p.owns = p.state_due = p.master_due = false;
-  Made& made = made_[t.made_by];
   if (--made.params > 0) return;
   for (size_t k = 0; k < kArrayKinds; ++k) {
     if (!made.arenas[k].data()) continue;
@@ -348,10 +363,11 @@ void Context::free_arrays(size_t i) {
   }
 }
 
-void Context::fill(const Param& p, const Source& from, double constant, const Array& to,
+// from without data: the constant.
+void Context::fill(const Param& p, const Array& from, double constant, const Array& to,
                    int64_t count) {
   FinishTask task = {};
-  task.gradient = identity(from);
+  task.gradient = identity({from.data, from.format, 1, nullptr});
   task.constant = constant;
   task.f64 = p.f64;
   task.target = to;
@@ -360,7 +376,7 @@ void Context::fill(const Param& p, const Source& from, double constant, const Ar
 }
 
 void Context::fill_state(const Param& p, const OwnedArray& a) {
-  fill(p, {nullptr, GA_F32, 1, nullptr}, a.initial, {p.state[a.kind - kState], a.format}, a.count);
+  fill(p, {nullptr, GA_F32}, a.initial, {p.state[a.kind - kState], a.format}, a.count);
 }
 
 // Fills new arrays whose initial value is not zero, and copies parameters to their master weights. If this
@@ -368,7 +384,7 @@ void Context::fill_state(const Param& p, const OwnedArray& a) {
 void Context::fill_new() {
   for (size_t i = 0; i < prepared_; ++i) {
     Param& p = params_[i];
-    if (p.master_due) fill(p, {p.data, p.dtype, 1, nullptr}, 0, {p.master, GA_F32}, p.count);
+    if (p.master_due) copy(p, {p.data, p.dtype}, {p.master, GA_F32});
     p.master_due = false;
     if (!p.state_due) continue;
     for (const OwnedArray& a : arrays_of(i))

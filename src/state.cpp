@@ -14,6 +14,15 @@ namespace ga {
 // A negative kind: a number of the parameter's clock.
 constexpr int kStep = -1, kProduct = -2;
 
+constexpr int64_t kMostSteps = int64_t{1} << 53;
+
+// For calls that read or write state at once, and not in the order of a graph.
+void Context::check_no_capture(const char* what) const {
+  if (backend_->capturing())
+    fail(GA_ERROR_INVALID_STATE,
+         "%s waits for the device, which is not possible while the stream is being captured", what);
+}
+
 std::vector<StateArray> Context::states_of(size_t i) const {
   std::vector<StateArray> states;
   const Param& p = params_[i];
@@ -52,7 +61,7 @@ ga_state_info Context::state_info(ga_param id, int32_t index) const {
   return info;
 }
 
-// The array of a call that reads or writes one; makes sure that it exists.
+// The array of a call that reads or writes one, which may have to be made yet.
 StateArray Context::state_for(ga_param id, const char* name, int32_t dtype, int64_t count,
                               const char* what) {
   window_.check_empty(what);
@@ -76,8 +85,7 @@ StateArray Context::state_for(ga_param id, const char* name, int32_t dtype, int6
             name, ll(found.count));
   if (p.frozen && !p.owns)
     of.fail(GA_ERROR_INVALID_STATE, "it has always been frozen and has no state yet");
-  check_device();
-  prepare();
+  check_no_capture(what);
   return found;
 }
 
@@ -105,8 +113,9 @@ void Context::set_param_state(size_t i, const ParamState& state) {
 void Context::get_state(ga_param id, const char* name, void* out, int32_t dtype, int64_t count) {
   const StateArray s = state_for(id, name, dtype, count, "ga_state_get");
   const auto i = static_cast<size_t>(id);
-  const Param& p = at(id);
-  if (!out) subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "out was NULL");
+  Param& p = at(id);
+  if (!out && count > 0) subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "out was NULL");
+  prepare();
   const ParamState state = param_state(i);
   if (s.kind == kStep) {
     std::memcpy(out, &state.clock.step, sizeof state.clock.step);
@@ -114,18 +123,18 @@ void Context::get_state(ga_param id, const char* name, void* out, int32_t dtype,
     const double product = state.clock.step == 0 ? 1 : state.clock.product;
     std::memcpy(out, &product, sizeof product);
   } else {
-    if (s.kind == kAverage && !state.averaged) {
-      FinishTask task = {};
-      const Array from = param_of(p);
-      task.gradient = identity({from.data, from.format, 1, nullptr});
-      task.f64 = p.f64;
-      task.target = average_of(p);
-      task.count = p.count;
-      backend_->finish({&task, 1});
-    }
     const auto bytes = static_cast<size_t>(s.count * dtype_info(s.dtype).size);
+    const bool none = s.kind == kAverage && !state.averaged;  // yet: that of the parameter
+    if (none) copy(p, param_of(p), average_of(p));
     backend_->read(out, state_data(p, s.kind), bytes);
+    if (none) clear_average(p);
   }
+}
+
+// Puts the average back to zeros, from which the first step makes it the parameter, to the last bit.
+void Context::clear_average(Param& p) {
+  fill(p, {nullptr, GA_F32}, 0, average_of(p), p.count);
+  p.average_written = true;
 }
 
 void Context::set_state(ga_param id, const char* name, const void* data, int32_t dtype,
@@ -133,20 +142,25 @@ void Context::set_state(ga_param id, const char* name, const void* data, int32_t
   const StateArray s = state_for(id, name, dtype, count, "ga_state_set");
   const auto i = static_cast<size_t>(id);
   Param& p = at(id);
-  if (!data) subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "data was NULL");
-  ParamState state = param_state(i);
+  const Subject of = subject(id);
+  if (!data && count > 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "data was NULL");
+  int64_t step = 0;
+  double product = 1;
   if (s.kind == kStep) {
-    int64_t step;
     std::memcpy(&step, data, sizeof step);
-    if (step < 0)
-      subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "step was %lld, expected >= 0", ll(step));
-    state.clock.step = step;
+    if (step < 0 || step > kMostSteps)
+      of.fail(GA_ERROR_INVALID_ARGUMENT, "step was %lld, expected 0 to 2^53", ll(step));
   } else if (s.kind == kProduct) {
-    double product;
     std::memcpy(&product, data, sizeof product);
     if (!(product >= 0 && product <= 1))
-      subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "%s was %g, expected a number in [0, 1]", name,
-                       product);
+      of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was %g, expected a number in [0, 1]", name, product);
+  }
+  prepare();
+  ParamState state = param_state(i);
+  if (s.kind == kStep) {
+    if (state.clock.step == 0) state.clock.product = 1;
+    state.clock.step = step;
+  } else if (s.kind == kProduct) {
     state.clock.product = product;
   } else {
     const auto bytes = static_cast<size_t>(s.count * dtype_info(s.dtype).size);
@@ -154,26 +168,36 @@ void Context::set_state(ga_param id, const char* name, const void* data, int32_t
     if (s.kind == kAverage) state.averaged = p.average_written = true;
     if (s.kind < kMaster) p.state_written = true;
   }
-  if (s.kind < kMaster && s.kind != kStep && state.clock.step == 0) state.clock.step = 1;
+  if (s.kind < kMaster && s.kind != kStep && state.clock.step == 0) {
+    state.clock.step = 1;
+    if (s.kind != kProduct) state.clock.product = 1;
+  }
   set_param_state(i, state);
 }
 
 void Context::reset_state(ga_param id) {
   window_.check_empty("ga_state_reset");
   Param& p = param(id);
-  check_device();
+  check_no_capture("ga_state_reset");
   if (!p.owns) return;
+  const auto i = static_cast<size_t>(id);
+  ParamState state = param_state(i);
+  state.clock = {};
+  state.averaged = false;
   or_break([&] {
-    set_param_state(static_cast<size_t>(id), {});
-    for (const OwnedArray& a : arrays_of(static_cast<size_t>(id)))
+    set_param_state(i, state);
+    for (const OwnedArray& a : arrays_of(i))
       if (a.kind >= kState && a.kind < kMaster) fill_state(p, a);
+    if (p.average && p.count > 0) clear_average(p);
   });
   p.state_due = false;
+  p.state_written = true;
   if (p.master) p.master_due = unfilled_ = true;
 }
 
 Clock clock_after(const OptimizerInfo& info, const ga_optimizer& o, int64_t steps) {
   Clock clock = {};
+  if (o.flavor == GA_FLAVOR_TORCH) clock.step = steps;  // nobody reads its product
   while (clock.step < steps) {
     info.advance(o, clock);
     if (clock.product == 0) clock.step = steps;  // the product stays 0
@@ -183,8 +207,9 @@ Clock clock_after(const OptimizerInfo& info, const ga_optimizer& o, int64_t step
 
 void Context::set_steps(int64_t steps) {
   window_.check_empty("ga_context_set_steps");
-  if (steps < 0) fail(GA_ERROR_INVALID_ARGUMENT, "steps was %lld, expected >= 0", ll(steps));
-  check_device();
+  if (steps < 0 || steps > kMostSteps)
+    fail(GA_ERROR_INVALID_ARGUMENT, "steps was %lld, expected 0 to 2^53", ll(steps));
+  check_no_capture("ga_context_set_steps");
   const Control now = control();
   backend_->write(&tables_.control.at()->steps, &steps, sizeof steps);
   for (size_t k = 0; k < groups_.size(); ++k) {
@@ -193,8 +218,7 @@ void Context::set_steps(int64_t steps) {
   }
   steps_set_ = steps;
   steps_set_after_ = now.windows;
-  accum_due_ = !phases_.empty() && !backend_->known();
-  if (!accum_due_) update_accum_steps();
+  look_up_accum_steps();
 }
 
 }  // namespace ga

@@ -101,9 +101,7 @@ void Context::empty_window() {
   contributions_.clear();
   batch_norms_.end_window();
   window_.clear();
-  // If K depends on a step that may still be running, K is found when the next window opens.
-  accum_due_ = !phases_.empty() && !backend_->known();
-  if (!accum_due_) update_accum_steps();
+  look_up_accum_steps();
 }
 
 ga_step_result Context::step() {

@@ -376,6 +376,46 @@ TEST(BatchNormRules, BackwardOfAnotherMicroBatchThanTheForward) {
   }
 }
 
+// The statistics of a micro-batch that is aborted go with it, whether they came before it was opened or
+// after, and another one may take its place, or none.
+TEST(BatchNormRules, StatisticsOfAnAbortedMicroBatch) {
+  const BnWindow other = bn_window(kShape, GA_F32, {5}, 77);
+  for (const int32_t mode : kOthers) {
+    const std::vector<BnOutput> want = undisturbed(mode);
+    for (const char* after : {"", "end 0", "end 1", "end 2"}) {
+      for (const bool open_first : {false, true}) {
+        SCOPED_TRACE(mode_name(mode) + ", after \"" + after + '"');
+        Script s(mode);
+        s.to(after);
+        Tensor y = other[0].x;
+        if (open_first) {
+          EXPECT_OK(ga_micro_begin(s.net.ctx, -1, 1, nullptr));
+        }
+        s.net.forward(other[0], y);
+        if (!open_first) {
+          EXPECT_OK(ga_micro_begin(s.net.ctx, -1, 1, nullptr));
+        }
+        EXPECT_OK(ga_micro_abort(s.net.ctx));
+        EXPECT_TRUE(refused(statistics(s), kState, {"\"bn\""}));
+        EXPECT_TRUE(s.finish() == want);
+      }
+    }
+    // Nothing is left that would keep a layer from what an unused one may do.
+    Script s(mode);
+    Tensor y = other[0].x;
+    EXPECT_OK(ga_micro_begin(s.net.ctx, -1, 1, nullptr));
+    s.net.forward(other[0], y);
+    EXPECT_OK(ga_micro_abort(s.net.ctx));
+    EXPECT_OK(freeze(s));
+  }
+  // What a sweep has added up cannot be taken out again.
+  Script s(GA_BN_WINDOW);
+  s.to("forward 2");
+  EXPECT_OK(ga_micro_begin(s.net.ctx, 0, 1, nullptr));
+  EXPECT_TRUE(refused(ga_micro_abort(s.net.ctx), kState, {"ga_discard"}));
+  EXPECT_OK(ga_micro_end(s.net.ctx));
+}
+
 TEST(BatchNormRules, MoreMicroBatchesThanTheFirstSweepHad) {
   Script s(GA_BN_WINDOW);
   s.to("end 2");

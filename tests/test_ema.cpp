@@ -386,6 +386,24 @@ TEST(EmaSwap, ThereAndBack) {
   }
 }
 
+// Before the first step an average is the parameter, also where master weights have yet to be taken
+// from it.
+TEST(Ema, BeforeTheMasterWeights) {
+  Tensor p(GA_BF16, 3, 1.5), g(GA_BF16, 3, 0.5);
+  Context ctx;
+  ctx.group(plain_sgd());
+  const ga_ema ema = average(GA_EMA_TORCH, 0.5);
+  ASSERT_OK(ga_context_set_ema(ctx, &ema));
+  add(ctx, 0, p);
+  ASSERT_OK(ga_prepare(ctx));
+  EXPECT_EQ(copy(ctx, 0, 3)[2], 1.5);
+  accumulate(ctx, {&g});
+  step(ctx);
+  p.fill(4);
+  ASSERT_OK(ga_state_reset(ctx, 0));
+  EXPECT_EQ(copy(ctx, 0, 3)[2], 4);
+}
+
 // While averages are in place, a program may ask and normalise for inference, and nothing else.
 TEST(EmaSwap, OnlyAsking) {
   float p[2] = {1, 2};

@@ -193,6 +193,7 @@ TEST(LogLines, OneForEachCall) {
   ASSERT_EQ(lines.list.size(), 1u);
   EXPECT_NE(lines.list[0].find("ga_context_create"), std::string::npos);
   EXPECT_NE(lines.list[0].find("libgradaccum"), std::string::npos);
+  EXPECT_EQ(parts(lines.list[0]).size(), 6u);
   ctx.group(plain_sgd(0.25));
   ctx.param(0, "weight", &p, ref::Shape{});
   ctx.accumulate({&g}, 3);
@@ -213,6 +214,7 @@ TEST(LogLines, OneForEachCall) {
     SCOPED_TRACE(lines.list[k + 1]);
     ASSERT_EQ(p_of.size(), 6u);
     EXPECT_EQ(p_of[0], "gradaccum");
+    EXPECT_TRUE(p_of[1] == "cpu" || p_of[1] == "cuda");
     EXPECT_EQ(p_of[2], expected[k].function);
     EXPECT_EQ(p_of[4], expected[k].status);
     EXPECT_GE(std::stod(p_of[5]), 0);
@@ -270,6 +272,10 @@ TEST(LogLines, LongNamesAreCut) {
   ctx.param(0, std::string(5000, 'x'), &p, ref::Shape{});
   EXPECT_LT(lines.list.back().size(), 1000u);
   EXPECT_EQ(parts(lines.list.back()).size(), 6u);
+  float q = 1;
+  ctx.param(0, "a,b\n", &q, ref::Shape{});
+  EXPECT_EQ(parts(lines.list.back()).size(), 6u);
+  EXPECT_EQ(lines.list.back().find('\n'), std::string::npos);
 }
 
 // ---- Build --------------------------------------------------------------------------------------
@@ -289,6 +295,9 @@ TEST(Build, InParts) {
     EXPECT_GE(b.onednn, 20600);
     EXPECT_LT(b.onednn, 40000);
   }
+  EXPECT_GE(b.cuda_runtime, 0);
+  EXPECT_GE(b.cuda_driver, 0);
+  EXPECT_EQ(b.reserved, 0);
   EXPECT_TRUE(refused(ga_build_describe(nullptr), GA_ERROR_INVALID_ARGUMENT, {"ga_build"}));
 }
 

@@ -161,7 +161,63 @@ TEST_P(States, GoBackToTheBeginning) {
   ASSERT_OK(ga_context_set_steps(run.ctx, 0));
   run.train(0, 4);
   twin.train(0, 4);
-  for (size_t i = 0; i < run.p.size(); ++i) EXPECT_TRUE(run.p[i] == twin.p[i]) << "parameter " << i;
+  for (size_t i = 0; i < run.p.size(); ++i) {
+    EXPECT_TRUE(run.p[i] == twin.p[i]) << "parameter " << i;
+    const auto a = saved(run.ctx, static_cast<ga_param>(i)),
+               b = saved(twin.ctx, static_cast<ga_param>(i));
+    for (size_t k = 0; k < a.size(); ++k)
+      EXPECT_EQ(a[k].second.bytes, b[k].second.bytes) << a[k].first;
+  }
+}
+
+// Whatever the average held: NaN, or what a query has shown before the first one.
+TEST(States, AveragesBeginWithTheParameter) {
+  ga_ema ema;
+  ASSERT_OK(ga_ema_init(&ema, sizeof ema));
+  float p = 1, e = NAN;
+  const float zero = 0;
+  Context ctx;
+  ctx.group(plain_sgd());
+  ASSERT_OK(ga_context_set_ema(ctx, &ema));
+  ctx.param(0, "p", &p, ref::Shape{});
+  ASSERT_OK(ga_state_set(ctx, 0, "ema", &e, GA_F32, 1));
+  ASSERT_OK(ga_state_reset(ctx, 0));
+  ASSERT_OK(ga_state_get(ctx, 0, "ema", &e, GA_F32, 1));
+  EXPECT_EQ(e, 1);
+  p = 0x1p-30f;
+  ctx.accumulate({&zero});
+  step(ctx);
+  ASSERT_OK(ga_state_get(ctx, 0, "ema", &e, GA_F32, 1));
+  EXPECT_EQ(e, 0x1p-30f);
+}
+
+// A refused call makes no arrays.
+TEST(States, RefusedCallsAllocateNothing) {
+  Block p(1000, 1);
+  Context ctx;
+  ctx.group(optimizer(GA_OPTIMIZER_NADAM));
+  ctx.param(0, "p", p.data(), 1000);
+  const ga_memory before = memory(ctx);
+  const int64_t wrong = -1, huge = INT64_MAX;
+  const double product = 2;
+  const ga_status calls[] = {ga_state_get(ctx, 0, "exp_avg", nullptr, GA_F32, 1000),
+                             ga_state_set(ctx, 0, "exp_avg", nullptr, GA_F32, 1000),
+                             ga_state_set(ctx, 0, "step", &wrong, GA_I64, 1),
+                             ga_state_set(ctx, 0, "step", &huge, GA_I64, 1),
+                             ga_state_set(ctx, 0, "mu_product", &product, GA_F64, 1),
+                             ga_context_set_steps(ctx, huge)};
+  for (const ga_status status : calls) EXPECT_EQ(status, GA_ERROR_INVALID_ARGUMENT);
+  const ga_memory after = memory(ctx);
+  EXPECT_EQ(0, memcmp(&before, &after, sizeof after));
+  ga_ema ema;
+  ASSERT_OK(ga_ema_init(&ema, sizeof ema));
+  ASSERT_OK(ga_context_set_ema(ctx, &ema));
+  // A step that leaves 0 begins the product, too.
+  int64_t five = 5;
+  double got = 0;
+  ASSERT_OK(ga_state_set(ctx, 0, "step", &five, GA_I64, 1));
+  ASSERT_OK(ga_state_get(ctx, 0, "mu_product", &got, GA_F64, 1));
+  EXPECT_EQ(got, 1);
 }
 
 // The names are torch's, as the table of optimizers has them, and counters only where a parameter has
@@ -361,6 +417,23 @@ TEST(States, WrongCallsChangeNothing) {
   EXPECT_EQ(0, memcmp(p, q, sizeof p));
 }
 
+TEST(Steps, SetBeforeTheGroups) {
+  float p = 1, q = 1;
+  const float g = 0.5f;
+  Context early, late;
+  ASSERT_OK(ga_context_set_steps(early, 1000));
+  for (const auto& [x, data] : {std::make_pair(&early, &p), std::make_pair(&late, &q)}) {
+    x->group(optimizer(GA_OPTIMIZER_ADAM, GA_FLAVOR_KERAS));
+    x->param(0, "p", data, ref::Shape{});
+  }
+  ASSERT_OK(ga_context_set_steps(late, 1000));
+  for (Context* x : {&early, &late}) {
+    x->accumulate({&g});
+    EXPECT_EQ(step(*x).steps, 1001);
+  }
+  EXPECT_EQ(p, q);
+}
+
 // Schedules, lengths of windows and optimizers that count the context's steps go on from there.
 TEST(Steps, GoOnFromElsewhere) {
   float p = 1, q = 1;
@@ -399,8 +472,10 @@ TEST(Steps, GoOnFromElsewhere) {
   EXPECT_EQ(r.windows, 1);
   EXPECT_EQ(r.skipped, 0);
   EXPECT_EQ(p, q);
-  ga_ema ema;
-  ASSERT_OK(ga_ema_init(&ema, sizeof ema));
+  ASSERT_OK(ga_context_set_steps(ctx, 7));
+  EXPECT_EQ(window(ctx).steps, 7);
+  EXPECT_EQ(window(ctx).windows, 1);
+  EXPECT_EQ(window(ctx).accum_steps, 1);
 }
 
 }  // namespace

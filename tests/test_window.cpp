@@ -162,7 +162,6 @@ std::vector<Call> calls() {
        {s, s, s, s, o, s, s, s}},
       {"ga_micro_end", [](S t) { return ga_micro_end(t.ctx); }, {s, s, s, o, s, o, s, s}},
       {"ga_micro_abort", [](S t) { return ga_micro_abort(t.ctx); }, {s, s, s, o, s, s, s, s}},
-      {"ga_ema_swap", [](S t) { return ga_ema_swap(t.ctx, 1); }, {s, s, s, s, s, s, s, s}},
       {"ga_prepare", [](S t) { return ga_prepare(t.ctx); }, {o, o, o, o, o, o, o, o}},
       {"ga_group_set_optimizer",
        [](S t) {
@@ -1170,6 +1169,26 @@ TEST(MicroAbort, IsRefusedWhereSomethingWasAdded) {
   ctx.accumulate({g});
   step(ctx);
   EXPECT_EQ(p[0], -1);
+}
+
+// A ga_micro_begin that is refused says nothing of the micro-batch that is open.
+TEST(MicroAbort, AfterABeginThatWasRefused) {
+  float p = 0;
+  const float g = 1;
+  Context ctx;
+  ctx.group(plain_sgd());
+  ctx.param(0, "p", &p, ref::Shape{});
+  ctx.accumulate({&g});
+  ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
+  EXPECT_EQ(ga_micro_begin(ctx, 0, 1, nullptr), GA_ERROR_INVALID_STATE);
+  ASSERT_OK(ga_micro_abort(ctx));
+  ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
+  ASSERT_OK(ga_accumulate_part(ctx, 0, &g));
+  EXPECT_EQ(ga_micro_begin(ctx, -1, 1, nullptr), GA_ERROR_INVALID_STATE);
+  EXPECT_TRUE(refused(ga_micro_abort(ctx), GA_ERROR_INVALID_STATE, {"ga_discard"}));
+  ASSERT_OK(ga_micro_end(ctx));
+  step(ctx);
+  EXPECT_EQ(p, -1);
 }
 
 // GA_MICRO_LAST goes with the micro-batch that had it.

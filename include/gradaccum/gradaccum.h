@@ -370,7 +370,8 @@ typedef void* (*ga_allocate)(void* user, size_t bytes, ga_device device, void* s
 /* Takes back what ga_allocate has returned. */
 typedef void (*ga_free)(void* user, void* data, size_t bytes, ga_device device, void* stream);
 
-/* Receives a line for each call on the context when it ends, without a newline; valid for the call:
+/* Receives a line for each call that the context has taken up, when it ends; no newline; valid for
+   the call:
    "gradaccum,cpu,ga_step,outcome:0 norm:1.5,GA_OK,0.042", with the milliseconds that the call took
    (not those of work on a device). Must not use the context. */
 typedef void (*ga_log)(void* user, const char* line);
@@ -403,8 +404,9 @@ struct ga_config {
   void* stream;                   /* the cudaStream_t that all work is queued on; must outlive the
                                      context; default NULL: the legacy default stream */
   ga_allocate allocate;           /* for accumulators, optimizer state, master weights, EMA and
-                                     their workspace, but not for tables that the host shares with
-                                     a device; default NULL: the library's own */
+                                     whatever else the library keeps on a device; its tables and
+                                     lists in host memory stay its own. GA_GRADIENTS_LIVE then
+                                     saves traffic, but no memory. Default NULL: the library's */
   ga_free free;                   /* set if and only if allocate is set */
   void* allocator_user;           /* passed to allocate and free */
   ga_log log;                     /* default NULL: none, or lines to stderr if the environment has
@@ -539,8 +541,9 @@ GA_API ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wai
      ga_micro_end(ctx);
 
    A contribution that fails has added nothing and leaves its micro-batch open: repeat it, go on
-   without it, or drop the micro-batch with ga_micro_abort. (After GA_ERROR_FAULT only ga_discard is
-   legal.) Contributions to a frozen parameter or in a micro-batch of weight 0 are not read.
+   without it, or, if nothing was added before, drop the micro-batch with ga_micro_abort. (After
+   GA_ERROR_FAULT only ga_discard is legal.) Contributions to a frozen parameter or in a micro-batch
+   of weight 0 are not read.
 
    Gradients are read when the call returns, but under GA_NONFINITE_DROP_MICRO and
    GA_CLIP_WHEN_MICRO in ga_micro_end, and under GA_GRADIENTS_LIVE as said there. docs/reference.md
@@ -560,10 +563,11 @@ GA_API ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void*
    being what shape[0] counts. indices: [count], of index_dtype, GA_I32 or GA_I64, in [0, shape[0]),
    in any order; repeated ones add up. values: [count rows], of the parameter's gradient dtype; what
    a whole gradient would hold in these rows, so with GA_GRADIENT_MEAN parts of the mean over the
-   micro-batch, not means over the occurrences of a row. Needs ga_param_options.rows. Costs what its rows cost; so does ga_step with GA_ROWS_LAZY, but for
-   EMA, GA_CLIP_AGC, and max_value before a norm, which pass over the whole parameter. A parameter
-   may receive rows and whole gradients in one window and one micro-batch (tied embeddings): that
-   step then updates all its rows, also with GA_ROWS_LAZY. */
+   micro-batch, not means over the occurrences of a row. Needs ga_param_options.rows. Costs what its
+   rows cost; so does ga_step with GA_ROWS_LAZY, but for EMA, GA_CLIP_AGC, and max_value before a
+   norm, which pass over the whole parameter. A parameter may receive rows and whole gradients in
+   one window and one micro-batch (tied embeddings): that step then updates all its rows, also with
+   GA_ROWS_LAZY. */
 GA_API ga_status ga_accumulate_rows(ga_context* ctx, ga_param param, const void* indices,
                                     ga_dtype index_dtype, int64_t count, const void* values);
 
@@ -615,8 +619,10 @@ GA_API ga_status ga_micro_end(ga_context* ctx);
 
 /* Drops the open micro-batch as if it had never been opened, as long as nothing of it is in an
    accumulator: before its first contribution; under GA_GRADIENTS_LIVE, GA_NONFINITE_DROP_MICRO and
-   GA_CLIP_WHEN_MICRO also later, while its gradients are only noted. GA_ERROR_INVALID_STATE:
-   something has been added, or the micro-batch was opened before; ga_discard drops the window. */
+   GA_CLIP_WHEN_MICRO also later, while its gradients are only noted. Statistics that ga_bn_forward
+   took of it go with it. GA_ERROR_INVALID_STATE: something has been added, an accumulator was
+   acquired, the micro-batch was opened before, or a WINDOW sweep has its statistics; ga_discard
+   drops the window. */
 GA_API ga_status ga_micro_abort(ga_context* ctx);
 
 /* ---- Programs that add up themselves --------------------------------------------------------- */
@@ -699,8 +705,8 @@ GA_API ga_status ga_group_last_lr(const ga_context* ctx, ga_group group, double*
 
 /* Sets the number of applied steps; >= 0. For a run that goes on from elsewhere: schedules, EMA and
    optimizers that count the context's steps go on from there, as if these steps had been made with
-   the hyper-parameters of now. Counts of a single parameter are state: ga_state_set. Between
-   windows. */
+   the hyper-parameters of now. Counts of a single parameter are state: ga_state_set. The number of
+   windows, by which GA_ACCUMULATE_STOCHASTIC rounds, stays. Between windows. Waits. */
 GA_API ga_status ga_context_set_steps(ga_context* ctx, int64_t steps);
 
 /* ---- Clipping -------------------------------------------------------------------------------- */
@@ -766,8 +772,8 @@ GA_API ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_cli
 /* ---- Loss scale ------------------------------------------------------------------------------ */
 
 /* Needed for f16, whose small gradients would vanish (bf16 has the range of f32). The program
-   multiplies the loss of every micro-batch by ga_loss_scale, a number that f32 holds, and the
-   library divides that out again.
+   multiplies the loss of every micro-batch by ga_loss_scale, which a loss scaler keeps in f32, and
+   the library divides that out again.
 
    The scale follows the gradients (Micikevicius et al. 2018, with the rule of PyTorch's
    GradScaler). It moves in ga_step only, so one scale holds for a whole window. A step that is
@@ -808,10 +814,10 @@ GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out_scale, const v
      TORCH     d = decay, as torch.optim.swa_utils.get_ema_avg_fn
      KARRAS    d = (1 - 1 / t)^(gamma + 1): the window grows with t (Karras et al. 2024, eq. 6)
    The memory of TORCH is 1 / (1 - decay) steps, some thousand with 0.999; that of KARRAS is a part
-   of the run, however short. p is the master weights if there are any. A parameter that is added later begins with its first
-   step. Parameters without a gradient, frozen and lazily updated ones take part, in a pass of their
-   own; those of GA_OPTIMIZER_EXTERNAL as ga_step finds them. A parameter that has always been
-   frozen has no EMA yet. */
+   of the run, however short. p is the master weights if there are any. A parameter that is added
+   later begins with its first step. Parameters without a gradient, frozen and lazily updated ones
+   take part, in a pass of their own; those of GA_OPTIMIZER_EXTERNAL as ga_step finds them. A
+   parameter that has always been frozen has no EMA yet. */
 typedef int32_t ga_ema_kind;
 enum { GA_EMA_TORCH = 0, GA_EMA_KARRAS = 1 };
 
@@ -828,7 +834,7 @@ typedef struct ga_ema {
 GA_API ga_status ga_ema_init(ga_ema* out, size_t struct_size);
 
 /* Keeps an EMA of every parameter; NULL: keeps none. Legal until the library makes its arrays: in
-   ga_prepare, or with the first contribution of all. */
+   ga_prepare, for state by name, or with the first contribution of all. */
 GA_API ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema);
 
 /* Writes the EMA of a parameter to out, as many elements, of dtype, rounded to nearest; before the
@@ -839,9 +845,10 @@ GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_d
 
 /* on 1: exchanges parameters and EMA, to evaluate with the EMA; 0: takes that back, to the last
    bit. A parameter of another dtype than its EMA is set to the EMA, rounded, and a copy is kept
-   meanwhile (ga_memory.averages). Said twice, it changes nothing more. While exchanged, only queries, ga_bn_infer, ga_synchronize and
-   ga_context_destroy, which leaves parameters as they are, are legal; the rest is
-   GA_ERROR_INVALID_STATE. Between windows. GA_ERROR_INVALID_STATE: there is no EMA. */
+   meanwhile (ga_memory.averages). A second call with the same value does nothing. While exchanged,
+   only queries, ga_bn_infer, ga_synchronize and ga_context_destroy, which leaves parameters as they
+   are, are legal; the rest is GA_ERROR_INVALID_STATE. Between windows. Waits.
+   GA_ERROR_INVALID_STATE: there is no EMA. */
 GA_API ga_status ga_ema_swap(ga_context* ctx, int32_t on);
 
 /* ---- Parameters in detail -------------------------------------------------------------------- */
@@ -860,10 +867,10 @@ enum { GA_MASTER_F32 = 0, GA_MASTER_NONE = 1 };
 typedef int32_t ga_rounding;
 enum { GA_ROUND_NEAREST = 0, GA_ROUND_STOCHASTIC = 1 };
 
-/* What a step does to the rows of a parameter that ga_accumulate_rows has brought nothing for. NONE:
-   that function is not legal for it. DENSE: a step with a gradient of zeros. LAZY: they and their
-   state stay as they are, also under GA_MISSING_ZERO; for SGD (dampening 0), ADAM, ADAMW, ADAGRAD
-   and ROWWISE_ADAGRAD. */
+/* What a step does to the rows of a parameter that ga_accumulate_rows has brought nothing for.
+   NONE: that function is not legal for it. DENSE: a step with a gradient of zeros. LAZY: they and
+   their state stay as they are, also under GA_MISSING_ZERO; for SGD (dampening 0), ADAM, ADAMW,
+   ADAGRAD and ROWWISE_ADAGRAD. */
 typedef int32_t ga_rows;
 enum { GA_ROWS_NONE = 0, GA_ROWS_DENSE = 1, GA_ROWS_LAZY = 2 };
 
@@ -907,7 +914,7 @@ GA_API ga_status ga_params_add_flat(ga_context* ctx, void* data, ga_dtype dtype,
                                     const ga_flat_entry* entries, size_t count,
                                     const ga_param_options* options, ga_param* out);
 
-/* *out: the number of parameters; their ids are 0 to *out - 1. */
+/* *out: the number of parameters, removed ones included; their ids are 0 to *out - 1. */
 GA_API ga_status ga_param_count(const ga_context* ctx, int32_t* out);
 
 /* *out: the id of the parameter of that name. GA_ERROR_INVALID_ARGUMENT: there is none. */
@@ -937,7 +944,8 @@ GA_API ga_status ga_param_info_init(ga_param_info* out, size_t struct_size);
 /* *out: what is known of a parameter. */
 GA_API ga_status ga_param_describe(const ga_context* ctx, ga_param param, ga_param_info* out);
 
-/* *out: how many pointers ga_accumulate takes: one for each ga_param_add and ga_params_add_flat. */
+/* *out: how many pointers ga_accumulate takes: one for each ga_param_add and ga_params_add_flat,
+   also of parameters that were removed. */
 GA_API ga_status ga_slot_count(const ga_context* ctx, size_t* out);
 
 /* *out: which of these pointers is a parameter's; parameters of a flat block share one. */
@@ -953,8 +961,9 @@ GA_API ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data);
 GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
 
 /* frozen 1: freezes a parameter: it is not updated, and its gradients, which may be NULL, are not
-   read: no norm and no check sees them. 0: unfreezes it; its state is that of before. One that is frozen from the start owns nothing, neither accumulator nor state, master weights or
-   EMA, until a contribution comes after it is unfrozen. Between windows. */
+   read: no norm and no check sees them. 0: unfreezes it; its state is that of before. One that is
+   frozen from the start owns nothing, neither accumulator nor state, master weights or EMA, until a
+   contribution comes after it is unfrozen. Between windows. */
 GA_API ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen);
 
 /* Multiplies the group's learning rate, or its weight decay, for one parameter; finite, >= 0; 1
@@ -983,7 +992,7 @@ GA_API ga_status ga_param_remove(ga_context* ctx, ga_param param);
      "step"           GA_I64, the updates of this parameter. GA_FLAVOR_TORCH; other flavors count
                       the context's steps, see ga_context_set_steps
      "mu_product"     GA_F64. GA_OPTIMIZER_NADAM, GA_FLAVOR_TORCH
-     "master"         master weights
+     "master"         master weights; the parameter itself is the program's to set along with them
      "ema"            the EMA; before its first move, the parameter itself */
 
 /* Allocates the library's arrays for all parameters that are not frozen, which the first
@@ -1010,11 +1019,10 @@ GA_API ga_status ga_state_describe(const ga_context* ctx, ga_param param, int32_
                                    ga_state_info* out);
 
 /* Read or write an array of state whole. out, data: [count] of dtype, both as ga_state_describe
-   says: nothing is rounded. Both allocate as ga_prepare does. Between windows. Wait. Optimizer state
-   that is written counts as that of at least one update: a "step" of 0 becomes 1. So write "step"
-   last.
-   GA_ERROR_INVALID_ARGUMENT: the parameter has no state of that name, dtype and count; the message
-   lists what there is. GA_ERROR_INVALID_STATE: it has always been frozen. */
+   says: nothing is rounded. Both allocate as ga_prepare does. Between windows. Wait. Optimizer
+   state that is written counts as that of at least one update: a "step" of 0 becomes 1. So write
+   "step" last. GA_ERROR_INVALID_ARGUMENT: the parameter has no state of that name, dtype and count;
+   the message lists what there is. GA_ERROR_INVALID_STATE: it has always been frozen. */
 GA_API ga_status ga_state_get(ga_context* ctx, ga_param param, const char* name, void* out,
                               ga_dtype dtype, int64_t count);
 GA_API ga_status ga_state_set(ga_context* ctx, ga_param param, const char* name, const void* data,
@@ -1038,8 +1046,8 @@ GA_API ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, doub
 
 /* Gives a group other hyper-parameters: learning rate, betas, momentum, eps and so on. What decides
    which state there is may not change: kind, flavor, state_dtype, amsgrad, centered,
-   initial_accumulator, and whether momentum is 0 (SGD, RMSPROP). Bias corrections use the new beta,
-   1 - beta^t, as PyTorch's and Keras's do. GA_ERROR_UNSUPPORTED: such a field differs, or the
+   initial_accumulator, and whether momentum is 0 (SGD, RMSPROP, LARS). Bias corrections use the new
+   beta, 1 - beta^t, as PyTorch's and Keras's do. GA_ERROR_UNSUPPORTED: such a field differs, or the
    optimizer would then move rows that GA_ROWS_LAZY leaves. */
 GA_API ga_status ga_group_set_optimizer(ga_context* ctx, ga_group group,
                                         const ga_optimizer* optimizer);

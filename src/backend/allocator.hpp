@@ -7,6 +7,7 @@
 #include <new>
 
 #include "error.hpp"
+#include "fp_mode.hpp"
 
 namespace ga {
 
@@ -26,6 +27,7 @@ class Allocator {
     constexpr uintptr_t kAlign = 64;
     void* data = nullptr;
     try {
+      const ProgramFpMode programs;
       data = allocate_(user_, bytes, device_, stream_);
     } catch (...) {
     }
@@ -39,6 +41,7 @@ class Allocator {
 
   void free(void* data, size_t bytes) const noexcept {
     try {
+      const ProgramFpMode programs;
       free_(user_, data, bytes, device_, stream_);
     } catch (...) {
     }

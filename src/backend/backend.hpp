@@ -46,8 +46,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  // A block of zeros for arrays of the library, 64-byte aligned, page-aligned from 1 MiB on; throws
-  // std::bad_alloc. free(NULL) is legal; free() may wait.
+  // A block of zeros for arrays of the library, 64-byte aligned, on the CPU page-aligned from 1 MiB on;
+  // throws std::bad_alloc. free(NULL) is legal; free() may wait.
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* data, size_t bytes) noexcept = 0;
   virtual void copy(void* to, const void* from, size_t bytes) = 0;  // where the arrays live

@@ -25,56 +25,6 @@
 
 /* ---- Structs: size, then each field with its offset and its size ---- */
 
-SIZE(ga_build, 48, 36);
-FIELD(ga_build, struct_size, 0, 8, 0, 4);
-FIELD(ga_build, version, 8, 4, 4, 4);
-FIELD(ga_build, onednn, 12, 4, 8, 4);
-FIELD(ga_build, cuda_runtime, 16, 4, 12, 4);
-FIELD(ga_build, cuda_driver, 20, 4, 16, 4);
-FIELD(ga_build, openmp, 24, 4, 20, 4);
-FIELD(ga_build, reserved, 28, 4, 24, 4);
-FIELD(ga_build, compiler, 32, 8, 28, 4);
-FIELD(ga_build, cpu_loops, 40, 8, 32, 4);
-
-SIZE(ga_config, 152, 120);
-FIELD(ga_config, struct_size, 0, 8, 0, 4);
-FIELD(ga_config, device, 8, 4, 4, 4);
-FIELD(ga_config, num_threads, 12, 4, 8, 4);
-FIELD(ga_config, accum_steps, 16, 8, 16, 8);
-FIELD(ga_config, gradient_kind, 24, 4, 24, 4);
-FIELD(ga_config, reduce, 28, 4, 28, 4);
-FIELD(ga_config, missing, 32, 4, 32, 4);
-FIELD(ga_config, nonfinite, 36, 4, 36, 4);
-FIELD(ga_config, gradient_life, 40, 4, 40, 4);
-FIELD(ga_config, accumulation, 44, 4, 44, 4);
-FIELD(ga_config, loss_scale, 48, 8, 48, 8);
-FIELD(ga_config, parallel_for, 56, 8, 56, 4);
-FIELD(ga_config, parallel_for_user, 64, 8, 60, 4);
-FIELD(ga_config, seed, 72, 8, 64, 8);
-FIELD(ga_config, noise_scale, 80, 4, 72, 4);
-FIELD(ga_config, measure_norm, 84, 4, 76, 4);
-FIELD(ga_config, noise_smoothing, 88, 8, 80, 8);
-FIELD(ga_config, device_ordinal, 96, 4, 88, 4);
-FIELD(ga_config, reserved2, 100, 4, 92, 4);
-FIELD(ga_config, stream, 104, 8, 96, 4);
-FIELD(ga_config, allocate, 112, 8, 100, 4);
-FIELD(ga_config, free, 120, 8, 104, 4);
-FIELD(ga_config, allocator_user, 128, 8, 108, 4);
-FIELD(ga_config, log, 136, 8, 112, 4);
-FIELD(ga_config, log_user, 144, 8, 116, 4);
-
-SIZE(ga_memory, 80, 80);
-FIELD(ga_memory, struct_size, 0, 8, 0, 4);
-FIELD(ga_memory, accumulators, 8, 8, 8, 8);
-FIELD(ga_memory, optimizer_state, 16, 8, 16, 8);
-FIELD(ga_memory, workspace, 24, 8, 24, 8);
-FIELD(ga_memory, total, 32, 8, 32, 8);
-FIELD(ga_memory, masters, 40, 8, 40, 8);
-FIELD(ga_memory, averages, 48, 8, 48, 8);
-FIELD(ga_memory, rows, 56, 8, 56, 8);
-FIELD(ga_memory, batch_norm, 64, 8, 64, 8);
-FIELD(ga_memory, resident, 72, 8, 72, 8);
-
 SIZE(ga_optimizer, 240, 240);
 FIELD(ga_optimizer, struct_size, 0, 8, 0, 4);
 FIELD(ga_optimizer, kind, 8, 4, 4, 4);
@@ -110,6 +60,28 @@ FIELD(ga_optimizer, beta3, 208, 8, 208, 8);
 FIELD(ga_optimizer, alpha, 216, 8, 216, 8);
 FIELD(ga_optimizer, alpha_warmup, 224, 8, 224, 8);
 FIELD(ga_optimizer, beta3_warmup, 232, 8, 232, 8);
+
+SIZE(ga_window_info, 64, 64);
+FIELD(ga_window_info, struct_size, 0, 8, 0, 4);
+FIELD(ga_window_info, state, 8, 4, 4, 4);
+FIELD(ga_window_info, reserved, 12, 4, 8, 4);
+FIELD(ga_window_info, micro_batches, 16, 8, 16, 8);
+FIELD(ga_window_info, open_micro, 24, 8, 24, 8);
+FIELD(ga_window_info, accum_steps, 32, 8, 32, 8);
+FIELD(ga_window_info, weight, 40, 8, 40, 8);
+FIELD(ga_window_info, windows, 48, 8, 48, 8);
+FIELD(ga_window_info, steps, 56, 8, 56, 8);
+
+SIZE(ga_accumulator, 64, 56);
+FIELD(ga_accumulator, struct_size, 0, 8, 0, 4);
+FIELD(ga_accumulator, data, 8, 8, 4, 4);
+FIELD(ga_accumulator, dtype, 16, 4, 8, 4);
+FIELD(ga_accumulator, reserved, 20, 4, 12, 4);
+FIELD(ga_accumulator, rows, 24, 8, 16, 8);
+FIELD(ga_accumulator, columns, 32, 8, 24, 8);
+FIELD(ga_accumulator, leading_dimension, 40, 8, 32, 8);
+FIELD(ga_accumulator, alpha, 48, 8, 40, 8);
+FIELD(ga_accumulator, beta, 56, 8, 48, 8);
 
 SIZE(ga_schedule, 88, 88);
 FIELD(ga_schedule, struct_size, 0, 8, 0, 4);
@@ -154,15 +126,6 @@ FIELD(ga_ema, dtype, 12, 4, 8, 4);
 FIELD(ga_ema, decay, 16, 8, 16, 8);
 FIELD(ga_ema, gamma, 24, 8, 24, 8);
 
-SIZE(ga_param_options, 32, 28);
-FIELD(ga_param_options, struct_size, 0, 8, 0, 4);
-FIELD(ga_param_options, gradient_dtype, 8, 4, 4, 4);
-FIELD(ga_param_options, accumulator_dtype, 12, 4, 8, 4);
-FIELD(ga_param_options, master, 16, 4, 12, 4);
-FIELD(ga_param_options, rounding, 20, 4, 16, 4);
-FIELD(ga_param_options, rows, 24, 4, 20, 4);
-FIELD(ga_param_options, agc_axes, 28, 4, 24, 4);
-
 SIZE(ga_flat_entry, 48, 40);
 FIELD(ga_flat_entry, struct_size, 0, 8, 0, 4);
 FIELD(ga_flat_entry, name, 8, 8, 4, 4);
@@ -196,53 +159,28 @@ FIELD(ga_state_info, dtype, 16, 4, 8, 4);
 FIELD(ga_state_info, reserved, 20, 4, 12, 4);
 FIELD(ga_state_info, count, 24, 8, 16, 8);
 
-SIZE(ga_micro_options, 24, 24);
-FIELD(ga_micro_options, struct_size, 0, 8, 0, 4);
-FIELD(ga_micro_options, loss_scale, 8, 8, 8, 8);
-FIELD(ga_micro_options, flags, 16, 4, 16, 4);
-FIELD(ga_micro_options, reserved, 20, 4, 20, 4);
+SIZE(ga_memory, 80, 80);
+FIELD(ga_memory, struct_size, 0, 8, 0, 4);
+FIELD(ga_memory, accumulators, 8, 8, 8, 8);
+FIELD(ga_memory, optimizer_state, 16, 8, 16, 8);
+FIELD(ga_memory, workspace, 24, 8, 24, 8);
+FIELD(ga_memory, total, 32, 8, 32, 8);
+FIELD(ga_memory, masters, 40, 8, 40, 8);
+FIELD(ga_memory, averages, 48, 8, 48, 8);
+FIELD(ga_memory, rows, 56, 8, 56, 8);
+FIELD(ga_memory, batch_norm, 64, 8, 64, 8);
+FIELD(ga_memory, resident, 72, 8, 72, 8);
 
-SIZE(ga_accumulator, 64, 56);
-FIELD(ga_accumulator, struct_size, 0, 8, 0, 4);
-FIELD(ga_accumulator, data, 8, 8, 4, 4);
-FIELD(ga_accumulator, dtype, 16, 4, 8, 4);
-FIELD(ga_accumulator, reserved, 20, 4, 12, 4);
-FIELD(ga_accumulator, rows, 24, 8, 16, 8);
-FIELD(ga_accumulator, columns, 32, 8, 24, 8);
-FIELD(ga_accumulator, leading_dimension, 40, 8, 32, 8);
-FIELD(ga_accumulator, alpha, 48, 8, 40, 8);
-FIELD(ga_accumulator, beta, 56, 8, 48, 8);
-
-SIZE(ga_window_info, 64, 64);
-FIELD(ga_window_info, struct_size, 0, 8, 0, 4);
-FIELD(ga_window_info, state, 8, 4, 4, 4);
-FIELD(ga_window_info, reserved, 12, 4, 8, 4);
-FIELD(ga_window_info, micro_batches, 16, 8, 16, 8);
-FIELD(ga_window_info, open_micro, 24, 8, 24, 8);
-FIELD(ga_window_info, accum_steps, 32, 8, 32, 8);
-FIELD(ga_window_info, weight, 40, 8, 40, 8);
-FIELD(ga_window_info, windows, 48, 8, 48, 8);
-FIELD(ga_window_info, steps, 56, 8, 56, 8);
-
-SIZE(ga_step_result, 136, 136);
-FIELD(ga_step_result, struct_size, 0, 8, 0, 4);
-FIELD(ga_step_result, outcome, 8, 4, 4, 4);
-FIELD(ga_step_result, reserved, 12, 4, 8, 4);
-FIELD(ga_step_result, windows, 16, 8, 16, 8);
-FIELD(ga_step_result, steps, 24, 8, 24, 8);
-FIELD(ga_step_result, micro_batches, 32, 8, 32, 8);
-FIELD(ga_step_result, weight, 40, 8, 40, 8);
-FIELD(ga_step_result, norm, 48, 8, 48, 8);
-FIELD(ga_step_result, clip_factor, 56, 8, 56, 8);
-FIELD(ga_step_result, lr, 64, 8, 64, 8);
-FIELD(ga_step_result, loss_scale, 72, 8, 72, 8);
-FIELD(ga_step_result, skipped, 80, 8, 80, 8);
-FIELD(ga_step_result, dropped, 88, 8, 88, 8);
-FIELD(ga_step_result, window_dropped, 96, 8, 96, 8);
-FIELD(ga_step_result, noise_scale, 104, 8, 104, 8);
-FIELD(ga_step_result, noise_trace, 112, 8, 112, 8);
-FIELD(ga_step_result, noise_signal, 120, 8, 120, 8);
-FIELD(ga_step_result, dropped_micros, 128, 8, 128, 8);
+SIZE(ga_build, 48, 36);
+FIELD(ga_build, struct_size, 0, 8, 0, 4);
+FIELD(ga_build, version, 8, 4, 4, 4);
+FIELD(ga_build, onednn, 12, 4, 8, 4);
+FIELD(ga_build, cuda_runtime, 16, 4, 12, 4);
+FIELD(ga_build, cuda_driver, 20, 4, 16, 4);
+FIELD(ga_build, openmp, 24, 4, 20, 4);
+FIELD(ga_build, reserved, 28, 4, 24, 4);
+FIELD(ga_build, compiler, 32, 8, 28, 4);
+FIELD(ga_build, cpu_loops, 40, 8, 32, 4);
 
 SIZE(ga_bn_options, 40, 40);
 FIELD(ga_bn_options, struct_size, 0, 8, 0, 4);
@@ -269,12 +207,39 @@ VALUE(GA_ERROR_FORMAT, 10);
 VALUE(GA_ERROR_COMMUNICATION, 11);
 VALUE(GA_ERROR_CANCELLED, 12);
 
+VALUE(GA_OPTIMIZER_SGD, 0);
+VALUE(GA_OPTIMIZER_ADAM, 1);
+VALUE(GA_OPTIMIZER_ADAMW, 2);
+VALUE(GA_OPTIMIZER_EXTERNAL, 3);
+VALUE(GA_OPTIMIZER_RMSPROP, 4);
+VALUE(GA_OPTIMIZER_ADAGRAD, 5);
+VALUE(GA_OPTIMIZER_ADADELTA, 6);
+VALUE(GA_OPTIMIZER_ADAMAX, 7);
+VALUE(GA_OPTIMIZER_NADAM, 8);
+VALUE(GA_OPTIMIZER_RADAM, 9);
+VALUE(GA_OPTIMIZER_LION, 10);
+VALUE(GA_OPTIMIZER_LAMB, 11);
+VALUE(GA_OPTIMIZER_LARS, 12);
+VALUE(GA_OPTIMIZER_ADAFACTOR, 13);
+VALUE(GA_OPTIMIZER_MUON, 14);
+VALUE(GA_OPTIMIZER_ADOPT, 15);
+VALUE(GA_OPTIMIZER_ADEMAMIX, 16);
+VALUE(GA_OPTIMIZER_ROWWISE_ADAGRAD, 17);
+
+VALUE(GA_FLAVOR_TORCH, 0);
+VALUE(GA_FLAVOR_KERAS, 1);
+VALUE(GA_FLAVOR_BERT, 2);
+
 VALUE(GA_F32, 1);
 VALUE(GA_F64, 2);
 VALUE(GA_F16, 3);
 VALUE(GA_BF16, 4);
 VALUE(GA_I32, 5);
 VALUE(GA_I64, 6);
+
+VALUE(GA_ADJUST_ORIGINAL, 0);
+VALUE(GA_ADJUST_MATCH_RMS, 1);
+VALUE(GA_ADJUST_NONE, 2);
 
 VALUE(GA_DEVICE_CPU, 0);
 VALUE(GA_DEVICE_CUDA, 1);
@@ -301,32 +266,22 @@ VALUE(GA_ACCUMULATE_STOCHASTIC, 3);
 VALUE(GA_GRADIENTS_CONSUMED, 0);
 VALUE(GA_GRADIENTS_LIVE, 1);
 
-VALUE(GA_OPTIMIZER_SGD, 0);
-VALUE(GA_OPTIMIZER_ADAM, 1);
-VALUE(GA_OPTIMIZER_ADAMW, 2);
-VALUE(GA_OPTIMIZER_EXTERNAL, 3);
-VALUE(GA_OPTIMIZER_RMSPROP, 4);
-VALUE(GA_OPTIMIZER_ADAGRAD, 5);
-VALUE(GA_OPTIMIZER_ADADELTA, 6);
-VALUE(GA_OPTIMIZER_ADAMAX, 7);
-VALUE(GA_OPTIMIZER_NADAM, 8);
-VALUE(GA_OPTIMIZER_RADAM, 9);
-VALUE(GA_OPTIMIZER_LION, 10);
-VALUE(GA_OPTIMIZER_LAMB, 11);
-VALUE(GA_OPTIMIZER_LARS, 12);
-VALUE(GA_OPTIMIZER_ADAFACTOR, 13);
-VALUE(GA_OPTIMIZER_MUON, 14);
-VALUE(GA_OPTIMIZER_ADOPT, 15);
-VALUE(GA_OPTIMIZER_ADEMAMIX, 16);
-VALUE(GA_OPTIMIZER_ROWWISE_ADAGRAD, 17);
+VALUE(GA_MICRO_LAST, 1);
 
-VALUE(GA_FLAVOR_TORCH, 0);
-VALUE(GA_FLAVOR_KERAS, 1);
-VALUE(GA_FLAVOR_BERT, 2);
+VALUE(GA_WINDOW_EMPTY, 0);
+VALUE(GA_WINDOW_OPEN, 1);
+VALUE(GA_WINDOW_FULL, 2);
+VALUE(GA_WINDOW_INVALID, 3);
 
-VALUE(GA_ADJUST_ORIGINAL, 0);
-VALUE(GA_ADJUST_MATCH_RMS, 1);
-VALUE(GA_ADJUST_NONE, 2);
+VALUE(GA_STEP_APPLIED, 0);
+VALUE(GA_STEP_SKIPPED_EMPTY, 1);
+VALUE(GA_STEP_SKIPPED_NONFINITE, 2);
+VALUE(GA_STEP_SKIPPED_ERROR, 3);
+VALUE(GA_STEP_PENDING, 4);
+VALUE(GA_STEP_SKIPPED_WEIGHT, 5);
+
+VALUE(GA_NO_TRANSPOSE, 0);
+VALUE(GA_TRANSPOSE, 1);
 
 VALUE(GA_SCHEDULE_CONSTANT, 0);
 VALUE(GA_SCHEDULE_LINEAR, 1);
@@ -363,23 +318,6 @@ VALUE(GA_ROWS_NONE, 0);
 VALUE(GA_ROWS_DENSE, 1);
 VALUE(GA_ROWS_LAZY, 2);
 
-VALUE(GA_MICRO_LAST, 1);
-
-VALUE(GA_NO_TRANSPOSE, 0);
-VALUE(GA_TRANSPOSE, 1);
-
-VALUE(GA_WINDOW_EMPTY, 0);
-VALUE(GA_WINDOW_OPEN, 1);
-VALUE(GA_WINDOW_FULL, 2);
-VALUE(GA_WINDOW_INVALID, 3);
-
-VALUE(GA_STEP_APPLIED, 0);
-VALUE(GA_STEP_SKIPPED_EMPTY, 1);
-VALUE(GA_STEP_SKIPPED_NONFINITE, 2);
-VALUE(GA_STEP_SKIPPED_ERROR, 3);
-VALUE(GA_STEP_PENDING, 4);
-VALUE(GA_STEP_SKIPPED_WEIGHT, 5);
-
 VALUE(GA_BN_MICRO, 0);
 VALUE(GA_BN_WINDOW, 1);
 VALUE(GA_BN_CUMULATIVE, 2);
@@ -391,9 +329,12 @@ VALUE(GA_BN_VARIANCE, 0);
 VALUE(GA_BN_M2, 1);
 
 _Static_assert(sizeof(ga_status) == 4, "ga_status");
+_Static_assert(sizeof(ga_optimizer_kind) == 4, "ga_optimizer_kind");
+_Static_assert(sizeof(ga_flavor) == 4, "ga_flavor");
+_Static_assert(sizeof(ga_dtype) == 4, "ga_dtype");
+_Static_assert(sizeof(ga_adjust_lr) == 4, "ga_adjust_lr");
 _Static_assert(sizeof(ga_group) == 4, "ga_group");
 _Static_assert(sizeof(ga_param) == 4, "ga_param");
-_Static_assert(sizeof(ga_dtype) == 4, "ga_dtype");
 _Static_assert(sizeof(ga_device) == 4, "ga_device");
 _Static_assert(sizeof(ga_gradient_kind) == 4, "ga_gradient_kind");
 _Static_assert(sizeof(ga_reduce) == 4, "ga_reduce");
@@ -401,9 +342,9 @@ _Static_assert(sizeof(ga_missing) == 4, "ga_missing");
 _Static_assert(sizeof(ga_nonfinite) == 4, "ga_nonfinite");
 _Static_assert(sizeof(ga_accumulation) == 4, "ga_accumulation");
 _Static_assert(sizeof(ga_gradient_life) == 4, "ga_gradient_life");
-_Static_assert(sizeof(ga_optimizer_kind) == 4, "ga_optimizer_kind");
-_Static_assert(sizeof(ga_flavor) == 4, "ga_flavor");
-_Static_assert(sizeof(ga_adjust_lr) == 4, "ga_adjust_lr");
+_Static_assert(sizeof(ga_window_state) == 4, "ga_window_state");
+_Static_assert(sizeof(ga_step_outcome) == 4, "ga_step_outcome");
+_Static_assert(sizeof(ga_transpose) == 4, "ga_transpose");
 _Static_assert(sizeof(ga_schedule_kind) == 4, "ga_schedule_kind");
 _Static_assert(sizeof(ga_clip_scope) == 4, "ga_clip_scope");
 _Static_assert(sizeof(ga_agc_units) == 4, "ga_agc_units");
@@ -412,9 +353,6 @@ _Static_assert(sizeof(ga_ema_kind) == 4, "ga_ema_kind");
 _Static_assert(sizeof(ga_master) == 4, "ga_master");
 _Static_assert(sizeof(ga_rounding) == 4, "ga_rounding");
 _Static_assert(sizeof(ga_rows) == 4, "ga_rows");
-_Static_assert(sizeof(ga_transpose) == 4, "ga_transpose");
-_Static_assert(sizeof(ga_window_state) == 4, "ga_window_state");
-_Static_assert(sizeof(ga_step_outcome) == 4, "ga_step_outcome");
 _Static_assert(sizeof(ga_bn) == 4, "ga_bn");
 _Static_assert(sizeof(ga_bn_mode) == 4, "ga_bn_mode");
 _Static_assert(sizeof(ga_bn_layout) == 4, "ga_bn_layout");
@@ -422,74 +360,27 @@ _Static_assert(sizeof(ga_bn_spread) == 4, "ga_bn_spread");
 
 /* ---- Functions ---- */
 
-FUNCTION(ga_version, int32_t (*)(void));
-FUNCTION(ga_build_info, const char* (*)(void));
-FUNCTION(ga_status_name, const char* (*)(ga_status));
 FUNCTION(ga_last_error, const char* (*)(void));
-FUNCTION(ga_build_init, ga_status (*)(ga_build*, size_t));
-FUNCTION(ga_build_describe, ga_status (*)(ga_build*));
-FUNCTION(ga_config_init, ga_status (*)(ga_config*, size_t));
+FUNCTION(ga_status_name, const char* (*)(ga_status));
 FUNCTION(ga_context_create, ga_status (*)(const ga_config*, ga_context**));
 FUNCTION(ga_context_destroy, void (*)(ga_context*));
-FUNCTION(ga_device_count, ga_status (*)(ga_device, int32_t*));
-FUNCTION(ga_synchronize, ga_status (*)(ga_context*));
-FUNCTION(ga_memory_init, ga_status (*)(ga_memory*, size_t));
-FUNCTION(ga_context_memory, ga_status (*)(const ga_context*, ga_memory*));
+FUNCTION(ga_optimizer_init, ga_status (*)(ga_optimizer*, size_t, ga_optimizer_kind, ga_flavor));
+FUNCTION(ga_group_add, ga_status (*)(ga_context*, const ga_optimizer*, ga_group*));
+FUNCTION(ga_param_add, ga_status (*)(ga_context*, ga_group, const char*, void*, ga_dtype, int32_t,
+                                     const int64_t*, const ga_param_options*, ga_param*));
+FUNCTION(ga_accumulate,
+         ga_status (*)(ga_context*, const void* const*, size_t, double, const ga_micro_options*));
+FUNCTION(ga_step, ga_status (*)(ga_context*, ga_step_result*));
+FUNCTION(ga_config_init, ga_status (*)(ga_config*, size_t));
 FUNCTION(ga_context_set_accum_steps, ga_status (*)(ga_context*, int64_t));
 FUNCTION(ga_context_set_accum_schedule,
          ga_status (*)(ga_context*, const int64_t*, const int64_t*, size_t));
-FUNCTION(ga_optimizer_init, ga_status (*)(ga_optimizer*, size_t, ga_optimizer_kind, ga_flavor));
-FUNCTION(ga_group_add, ga_status (*)(ga_context*, const ga_optimizer*, ga_group*));
-FUNCTION(ga_group_set_lr, ga_status (*)(ga_context*, ga_group, double));
-FUNCTION(ga_group_set_weight_decay, ga_status (*)(ga_context*, ga_group, double));
-FUNCTION(ga_group_count, ga_status (*)(const ga_context*, int32_t*));
-FUNCTION(ga_group_optimizer, ga_status (*)(const ga_context*, ga_group, ga_optimizer*));
-FUNCTION(ga_group_set_optimizer, ga_status (*)(ga_context*, ga_group, const ga_optimizer*));
-FUNCTION(ga_group_set_frozen, ga_status (*)(ga_context*, ga_group, int32_t));
-FUNCTION(ga_schedule_init, ga_status (*)(ga_schedule*, size_t, ga_schedule_kind));
-FUNCTION(ga_group_set_schedule, ga_status (*)(ga_context*, ga_group, const ga_schedule*));
-FUNCTION(ga_group_lr, ga_status (*)(const ga_context*, ga_group, double*));
-FUNCTION(ga_group_last_lr, ga_status (*)(const ga_context*, ga_group, double*));
-FUNCTION(ga_context_set_steps, ga_status (*)(ga_context*, int64_t));
-FUNCTION(ga_clip_init, ga_status (*)(ga_clip*, size_t));
-FUNCTION(ga_context_set_clip, ga_status (*)(ga_context*, const ga_clip*));
-FUNCTION(ga_group_set_clip, ga_status (*)(ga_context*, ga_group, const ga_clip*));
-FUNCTION(ga_loss_scaler_init, ga_status (*)(ga_loss_scaler*, size_t));
-FUNCTION(ga_context_set_loss_scaler, ga_status (*)(ga_context*, const ga_loss_scaler*));
-FUNCTION(ga_loss_scale, ga_status (*)(const ga_context*, double*, const void**));
-FUNCTION(ga_ema_init, ga_status (*)(ga_ema*, size_t));
-FUNCTION(ga_context_set_ema, ga_status (*)(ga_context*, const ga_ema*));
-FUNCTION(ga_param_options_init, ga_status (*)(ga_param_options*, size_t));
-FUNCTION(ga_param_add, ga_status (*)(ga_context*, ga_group, const char*, void*, ga_dtype, int32_t,
-                                     const int64_t*, const ga_param_options*, ga_param*));
-FUNCTION(ga_flat_entry_init, ga_status (*)(ga_flat_entry*, size_t));
-FUNCTION(ga_params_add_flat, ga_status (*)(ga_context*, void*, ga_dtype, const ga_flat_entry*,
-                                           size_t, const ga_param_options*, ga_param*));
-FUNCTION(ga_param_count, ga_status (*)(const ga_context*, int32_t*));
-FUNCTION(ga_param_find, ga_status (*)(const ga_context*, const char*, ga_param*));
-FUNCTION(ga_param_info_init, ga_status (*)(ga_param_info*, size_t));
-FUNCTION(ga_param_describe, ga_status (*)(const ga_context*, ga_param, ga_param_info*));
-FUNCTION(ga_slot_count, ga_status (*)(const ga_context*, size_t*));
-FUNCTION(ga_param_slot, ga_status (*)(const ga_context*, ga_param, size_t*));
-FUNCTION(ga_param_bind, ga_status (*)(ga_context*, ga_param, void*));
-FUNCTION(ga_param_changed, ga_status (*)(ga_context*, ga_param));
-FUNCTION(ga_ema_copy_to, ga_status (*)(ga_context*, ga_param, void*, ga_dtype));
-FUNCTION(ga_ema_swap, ga_status (*)(ga_context*, int32_t));
-FUNCTION(ga_param_set_frozen, ga_status (*)(ga_context*, ga_param, int32_t));
-FUNCTION(ga_param_set_lr_scale, ga_status (*)(ga_context*, ga_param, double));
-FUNCTION(ga_param_set_weight_decay_scale, ga_status (*)(ga_context*, ga_param, double));
-FUNCTION(ga_param_remove, ga_status (*)(ga_context*, ga_param));
-FUNCTION(ga_prepare, ga_status (*)(ga_context*));
-FUNCTION(ga_state_info_init, ga_status (*)(ga_state_info*, size_t));
-FUNCTION(ga_state_count, ga_status (*)(const ga_context*, ga_param, int32_t*));
-FUNCTION(ga_state_describe, ga_status (*)(const ga_context*, ga_param, int32_t, ga_state_info*));
-FUNCTION(ga_state_get, ga_status (*)(ga_context*, ga_param, const char*, void*, ga_dtype, int64_t));
-FUNCTION(ga_state_set,
-         ga_status (*)(ga_context*, ga_param, const char*, const void*, ga_dtype, int64_t));
-FUNCTION(ga_state_reset, ga_status (*)(ga_context*, ga_param));
 FUNCTION(ga_micro_options_init, ga_status (*)(ga_micro_options*, size_t));
-FUNCTION(ga_accumulate,
-         ga_status (*)(ga_context*, const void* const*, size_t, double, const ga_micro_options*));
+FUNCTION(ga_window_info_init, ga_status (*)(ga_window_info*, size_t));
+FUNCTION(ga_window, ga_status (*)(const ga_context*, ga_window_info*));
+FUNCTION(ga_discard, ga_status (*)(ga_context*));
+FUNCTION(ga_step_result_init, ga_status (*)(ga_step_result*, size_t));
+FUNCTION(ga_step_result_get, ga_status (*)(ga_context*, int64_t, int32_t, ga_step_result*));
 FUNCTION(ga_micro_begin, ga_status (*)(ga_context*, int64_t, double, const ga_micro_options*));
 FUNCTION(ga_accumulate_part, ga_status (*)(ga_context*, ga_param, const void*));
 FUNCTION(ga_accumulate_rows,
@@ -502,13 +393,60 @@ FUNCTION(ga_accumulator_acquire, ga_status (*)(ga_context*, ga_param, ga_accumul
 FUNCTION(ga_accumulator_release, ga_status (*)(ga_context*, ga_param));
 FUNCTION(ga_micro_end, ga_status (*)(ga_context*));
 FUNCTION(ga_micro_abort, ga_status (*)(ga_context*));
-FUNCTION(ga_window_info_init, ga_status (*)(ga_window_info*, size_t));
-FUNCTION(ga_window, ga_status (*)(const ga_context*, ga_window_info*));
-FUNCTION(ga_step_result_init, ga_status (*)(ga_step_result*, size_t));
-FUNCTION(ga_step, ga_status (*)(ga_context*, ga_step_result*));
-FUNCTION(ga_step_result_get, ga_status (*)(ga_context*, int64_t, int32_t, ga_step_result*));
-FUNCTION(ga_discard, ga_status (*)(ga_context*));
+FUNCTION(ga_schedule_init, ga_status (*)(ga_schedule*, size_t, ga_schedule_kind));
+FUNCTION(ga_group_set_schedule, ga_status (*)(ga_context*, ga_group, const ga_schedule*));
+FUNCTION(ga_group_set_lr, ga_status (*)(ga_context*, ga_group, double));
+FUNCTION(ga_group_lr, ga_status (*)(const ga_context*, ga_group, double*));
+FUNCTION(ga_group_last_lr, ga_status (*)(const ga_context*, ga_group, double*));
+FUNCTION(ga_context_set_steps, ga_status (*)(ga_context*, int64_t));
+FUNCTION(ga_clip_init, ga_status (*)(ga_clip*, size_t));
+FUNCTION(ga_context_set_clip, ga_status (*)(ga_context*, const ga_clip*));
+FUNCTION(ga_group_set_clip, ga_status (*)(ga_context*, ga_group, const ga_clip*));
+FUNCTION(ga_loss_scaler_init, ga_status (*)(ga_loss_scaler*, size_t));
+FUNCTION(ga_context_set_loss_scaler, ga_status (*)(ga_context*, const ga_loss_scaler*));
+FUNCTION(ga_loss_scale, ga_status (*)(const ga_context*, double*, const void**));
+FUNCTION(ga_ema_init, ga_status (*)(ga_ema*, size_t));
+FUNCTION(ga_context_set_ema, ga_status (*)(ga_context*, const ga_ema*));
+FUNCTION(ga_ema_copy_to, ga_status (*)(ga_context*, ga_param, void*, ga_dtype));
+FUNCTION(ga_ema_swap, ga_status (*)(ga_context*, int32_t));
+FUNCTION(ga_param_options_init, ga_status (*)(ga_param_options*, size_t));
+FUNCTION(ga_flat_entry_init, ga_status (*)(ga_flat_entry*, size_t));
+FUNCTION(ga_params_add_flat, ga_status (*)(ga_context*, void*, ga_dtype, const ga_flat_entry*,
+                                           size_t, const ga_param_options*, ga_param*));
+FUNCTION(ga_param_count, ga_status (*)(const ga_context*, int32_t*));
+FUNCTION(ga_param_find, ga_status (*)(const ga_context*, const char*, ga_param*));
+FUNCTION(ga_param_info_init, ga_status (*)(ga_param_info*, size_t));
+FUNCTION(ga_param_describe, ga_status (*)(const ga_context*, ga_param, ga_param_info*));
+FUNCTION(ga_slot_count, ga_status (*)(const ga_context*, size_t*));
+FUNCTION(ga_param_slot, ga_status (*)(const ga_context*, ga_param, size_t*));
+FUNCTION(ga_param_bind, ga_status (*)(ga_context*, ga_param, void*));
+FUNCTION(ga_param_changed, ga_status (*)(ga_context*, ga_param));
+FUNCTION(ga_param_set_frozen, ga_status (*)(ga_context*, ga_param, int32_t));
+FUNCTION(ga_param_set_lr_scale, ga_status (*)(ga_context*, ga_param, double));
+FUNCTION(ga_param_set_weight_decay_scale, ga_status (*)(ga_context*, ga_param, double));
+FUNCTION(ga_param_remove, ga_status (*)(ga_context*, ga_param));
+FUNCTION(ga_prepare, ga_status (*)(ga_context*));
+FUNCTION(ga_state_info_init, ga_status (*)(ga_state_info*, size_t));
+FUNCTION(ga_state_count, ga_status (*)(const ga_context*, ga_param, int32_t*));
+FUNCTION(ga_state_describe, ga_status (*)(const ga_context*, ga_param, int32_t, ga_state_info*));
+FUNCTION(ga_state_get, ga_status (*)(ga_context*, ga_param, const char*, void*, ga_dtype, int64_t));
+FUNCTION(ga_state_set,
+         ga_status (*)(ga_context*, ga_param, const char*, const void*, ga_dtype, int64_t));
+FUNCTION(ga_state_reset, ga_status (*)(ga_context*, ga_param));
+FUNCTION(ga_group_set_weight_decay, ga_status (*)(ga_context*, ga_group, double));
+FUNCTION(ga_group_set_optimizer, ga_status (*)(ga_context*, ga_group, const ga_optimizer*));
+FUNCTION(ga_group_set_frozen, ga_status (*)(ga_context*, ga_group, int32_t));
+FUNCTION(ga_group_count, ga_status (*)(const ga_context*, int32_t*));
+FUNCTION(ga_group_optimizer, ga_status (*)(const ga_context*, ga_group, ga_optimizer*));
 FUNCTION(ga_gradient, ga_status (*)(ga_context*, ga_param, const void**, ga_dtype*, int64_t*));
+FUNCTION(ga_device_count, ga_status (*)(ga_device, int32_t*));
+FUNCTION(ga_synchronize, ga_status (*)(ga_context*));
+FUNCTION(ga_memory_init, ga_status (*)(ga_memory*, size_t));
+FUNCTION(ga_context_memory, ga_status (*)(const ga_context*, ga_memory*));
+FUNCTION(ga_version, int32_t (*)(void));
+FUNCTION(ga_build_info, const char* (*)(void));
+FUNCTION(ga_build_init, ga_status (*)(ga_build*, size_t));
+FUNCTION(ga_build_describe, ga_status (*)(ga_build*));
 FUNCTION(ga_bn_options_init, ga_status (*)(ga_bn_options*, size_t, ga_flavor));
 FUNCTION(ga_bn_add, ga_status (*)(ga_context*, const char*, int64_t, ga_param, ga_param,
                                   const ga_bn_options*, ga_bn*));

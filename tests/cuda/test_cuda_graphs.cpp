@@ -670,7 +670,15 @@ TEST_F(Graphs, CallsThatWaitAreRefused) {
         EXPECT_TRUE(refused(ga_ema_copy_to(m, 0, out.data(), GA_F32)));
         EXPECT_TRUE(refused(ga_loss_scale(m, &number, nullptr)));
         EXPECT_TRUE(refused(ga_group_lr(m, 0, &number)));
+        EXPECT_TRUE(refused(ga_group_last_lr(m, 0, &number)));
         EXPECT_TRUE(refused(ga_step_result_get(m, 0, 1, &r)));
+        int64_t steps = 3;
+        EXPECT_TRUE(refused(ga_state_get(m, 0, "step", &steps, GA_I64, 1)));
+        EXPECT_TRUE(refused(ga_state_set(m, 0, "step", &steps, GA_I64, 1)));
+        EXPECT_TRUE(refused(ga_state_reset(m, 0)));
+        EXPECT_TRUE(refused(ga_context_set_steps(m, 3)));
+        EXPECT_TRUE(refused(ga_ema_swap(m, 1)));
+        EXPECT_TRUE(refused(ga_param_remove(m, 0)));
         EXPECT_EQ(ga_step_result_get(m, 0, 0, &r), GA_OK);
       };
       refusals();
@@ -805,8 +813,27 @@ TEST_F(Graphs, TheDefaultStreamBesideACapture) {
   cudaGraph_t graph = nullptr;
   EXPECT_CUDA(cudaStreamCreate(&blocking));
   EXPECT_CUDA(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeThreadLocal));
-  EXPECT_TRUE(refused(ga_accumulate(ctx, list, 1, 1, nullptr), GA_ERROR_INVALID_STATE,
-                      {"default stream", "ga_config.stream"}));
+  const auto refusal = [](ga_status status) {
+    return refused(status, GA_ERROR_INVALID_STATE, {"default stream", "ga_config.stream"});
+  };
+  EXPECT_TRUE(refusal(ga_accumulate(ctx, list, 1, 1, nullptr)));
+  ga_optimizer other = o;
+  other.lr = 0.125;
+  EXPECT_TRUE(refusal(ga_group_set_optimizer(ctx, 0, &other)));
+  EXPECT_TRUE(refusal(ga_group_set_lr(ctx, 0, 0.125)));
+  EXPECT_TRUE(refusal(ga_group_set_weight_decay(ctx, 0, 0.125)));
+  EXPECT_TRUE(refusal(ga_param_set_lr_scale(ctx, 0, 0.125)));
+  EXPECT_TRUE(refusal(ga_param_set_weight_decay_scale(ctx, 0, 0.125)));
+  EXPECT_TRUE(refusal(ga_state_reset(ctx, 0)));
+  EXPECT_TRUE(refusal(ga_param_remove(ctx, 0)));
+  ga_optimizer got = o;
+  EXPECT_OK(ga_group_optimizer(ctx, 0, &got));
+  EXPECT_EQ(0, memcmp(&got, &o, sizeof o)) << "changed by a call that failed";
+  ga_param_info info;
+  EXPECT_OK(ga_param_info_init(&info, sizeof info));
+  EXPECT_OK(ga_param_describe(ctx, 0, &info));
+  EXPECT_EQ(info.lr_scale, 1);
+  EXPECT_EQ(info.weight_decay_scale, 1);
   EXPECT_CUDA(cudaStreamEndCapture(blocking, &graph));
   EXPECT_CUDA(cudaGraphDestroy(graph));
   EXPECT_CUDA(cudaStreamDestroy(blocking));

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <memory>
 #include <vector>
 
 #include "backend/allocator.hpp"
@@ -34,15 +36,28 @@ class CpuBackend final : public Backend {
 
   void* allocate(size_t bytes) override {
     if (!allocator_.is_set()) return cpu::allocate(bytes);
-    void* const data = allocator_.allocate(bytes);
+    // The distances of Context::place() are from the beginning of a page.
+    const size_t slack = bytes >= kLarge ? kPage : 0;
+    void* const given = allocator_.allocate(bytes + slack);
+    void* data = given;
+    size_t room = bytes + slack;
+    std::align(slack > 0 ? kPage : 1, bytes, data, room);
+    try {
+      if (slack > 0) given_.emplace(data, given);
+    } catch (...) {
+      allocator_.free(given, bytes + slack);
+      throw;
+    }
     std::memset(data, 0, bytes);
     return data;
   }
   void free(void* data, size_t bytes) noexcept override {
-    if (!allocator_.is_set())
-      cpu::free(data, bytes);
-    else if (data)
-      allocator_.free(data, bytes);
+    if (!allocator_.is_set()) return cpu::free(data, bytes);
+    if (!data) return;
+    if (bytes < kLarge) return allocator_.free(data, bytes);
+    const auto given = given_.find(data);
+    allocator_.free(given->second, bytes + kPage);
+    given_.erase(given);
   }
   void copy(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
   void write(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
@@ -306,7 +321,10 @@ class CpuBackend final : public Backend {
       for (int64_t u = 0; u < pattern.units; ++u) sums[u] += sums[piece * pattern.units + u];
   }
 
+  static constexpr size_t kLarge = size_t{1} << 20, kPage = 4096;
+
   const Allocator allocator_;
+  std::map<void*, void*> given_;  // a large block, and the program's address of it
   const Kernels& kernels_;
   Threads threads_;
   Lists lists_{threads_};

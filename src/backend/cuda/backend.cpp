@@ -57,7 +57,7 @@ class CudaBackend final : public Backend {
   void copy(void* to, const void* from, size_t bytes) override {
     if (bytes == 0) return;
     runtime_.call([&] {
-      runtime_.check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, queue().stream),
+      runtime_.check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, queue().stream),
                      "a copy on the device");
     });
   }

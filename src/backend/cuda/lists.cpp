@@ -39,8 +39,7 @@ void AllChunks::set_tasks(const TaskTables& tasks, int64_t params) {
 void AllChunks::update() {
   if (!read_) {
     for (size_t i = 0; i < tasks_.size; ++i)
-      if (const int64_t count = tasks_.data[i].count; count > 0)
-        set_count(static_cast<ga_param>(i), count);
+      set_count(static_cast<ga_param>(i), tasks_.data[i].count);
     read_ = true;
   }
   if (!stale_) return;
