@@ -57,6 +57,8 @@ class Contributions : public Settings {
       if (micro.last && index + 1 < size()) wrong |= kArgument;
     }
     if (wrong) return wrong;
+    added_ = index < size();
+    adopted_.clear();
     if (index == size()) micros_.push_back(micro);
     micros_.back().last |= micro.last;
     open_ = index;
@@ -116,6 +118,7 @@ class Contributions : public Settings {
     }
     p.acquired = true;
     *handed = !ignored(p);
+    added_ = added_ || *handed;
     if (*handed) p.live_gradient = {};
     const Micro& m = open_micro();
     *wanted = {};
@@ -153,6 +156,47 @@ class Contributions : public Settings {
     if (deferring()) settle(open_, deferred_);
     deferred_.clear();
     open_ = -1;
+    return 0;
+  }
+
+  // Legal while nothing of the open micro-batch has been added; a live gradient is only noted.
+  Statuses micro_abort() {
+    if (open_ < 0 || added_) return kState;
+    for (const ga_param id : adopted_) {
+      Param& p = params_[static_cast<size_t>(id)];
+      p.touched = p.dense = p.nonfinite = false;
+      p.live_gradient = {};
+    }
+    for (Param& p : params_) p.acquired = false;
+    for (Layer& layer : layers_) layer.forget(open_);
+    deferred_.clear();
+    micros_.pop_back();
+    open_ = -1;
+    return 0;
+  }
+
+  Statuses prepare() {
+    if (duplicate_masters()) return kState;
+    for (Param& p : params_) {
+      if (p.allocated || p.frozen) continue;
+      p.ema.assign(static_cast<size_t>(p.count), Real());
+      p.allocated = true;
+      p.master_stale = p.has_master;  // taken later
+    }
+    allocated_ = allocated_ || !params_.empty();
+    return 0;
+  }
+
+  // Of a parameter with GA_FLAVOR_TORCH. steps: the updates that it has had.
+  Statuses get_step(ga_param id, int64_t& steps) {
+    Statuses wrong = if_not_empty();
+    if (!has_param(id)) return wrong | kArgument;
+    const Param& p = params_[static_cast<size_t>(id)];
+    if (p.frozen && !p.allocated) wrong |= kState;
+    if (wrong) return wrong;
+    if (duplicate_masters()) return kState;
+    allocate_all();
+    steps = p.updates;
     return 0;
   }
 
@@ -248,6 +292,7 @@ class Contributions : public Settings {
         p.sum[at] = plus(p.sum[at], c.values[i]);
         p.nonfinite = p.nonfinite || std::isnan(p.sum[at].value);
       }
+      added_ = true;
       p.rows_seen.insert(c.rows.begin(), c.rows.end());
       p.live_gradient = {};
       return;
@@ -258,8 +303,12 @@ class Contributions : public Settings {
       p.nonfinite = p.nonfinite || std::isnan(p.sum[i].value);
     }
     p.live_gradient = {};
-    if (first && c.data && config_.gradient_life == GA_GRADIENTS_LIVE)
-      p.live_gradient = {c.data, p.count * size_of(p.dtype)};
+    const bool lives = first && c.data && config_.gradient_life == GA_GRADIENTS_LIVE;
+    if (lives) p.live_gradient = {c.data, p.count * size_of(p.dtype)};
+    if (lives && !deferring())
+      adopted_.push_back(c.param);
+    else
+      added_ = true;
   }
 
   // The first contribution allocates the arrays of all parameters; master weights are then copied
@@ -277,6 +326,12 @@ class Contributions : public Settings {
       p.allocated = true;
     }
   }
+
+ private:
+  // Of the open micro-batch: whether something was added, and the parameters whose first gradient in
+  // the window it has brought, where that lives.
+  bool added_ = false;
+  std::vector<ga_param> adopted_;
 };
 
 }  // namespace ga::model

@@ -262,6 +262,15 @@ class GradientCalls : public SettingCalls {
     check("ga_micro_end", want, ga_micro_end(w.ctx));
   }
 
+  void abort(World& w) {
+    const auto before = live_gradients(w);
+    const Statuses want = w.model->micro_abort();
+    SAY("%d: ga_micro_abort()", number_of(w));
+    if (!check("ga_micro_abort", want, ga_micro_abort(w.ctx))) return;
+    consume(w, before, {});
+    w.held.clear();
+  }
+
   void discard(World& w) {
     w.model->discard();
     w.held.clear();

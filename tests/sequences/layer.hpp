@@ -89,6 +89,12 @@ struct Layer {
   int64_t forward_samples = 0, forward_positions = 0;
   std::vector<ref::Statistics> normalised_by;  // statistics of the last forward pass
 
+  // Of a micro-batch that is aborted, the newest.
+  void forget(int64_t micro) {
+    micros.erase(micro);
+    if (static_cast<size_t>(micro) < summed.size()) summed[static_cast<size_t>(micro)] = false;
+    if (forwarded == micro && !frozen) forwarded = -1;
+  }
   void forget() {
     micros.clear();
     summed.clear();

@@ -224,8 +224,10 @@ class Model : public Layers {
   void update(Param& p, double rate, std::vector<Real> g) {
     const ref::With arithmetic(p.arithmetic());
     const bool lazy = p.rows_option == GA_ROWS_LAZY && !p.dense;
-    if (!lazy || p.touched) ++p.updates;
-    const ga_optimizer& o = groups_[static_cast<size_t>(p.group)].optimizer;
+    ++p.updates;
+    ga_optimizer o = groups_[static_cast<size_t>(p.group)].optimizer;
+    o.weight_decay *= p.weight_decay_scale;
+    rate *= p.lr_scale;
     const int64_t t = o.flavor == GA_FLAVOR_TORCH ? p.updates : steps_;
     p.moved = true;
     p.wanted.resize(static_cast<size_t>(p.count));

@@ -135,6 +135,8 @@ struct Param {
   int32_t rows_option = GA_ROWS_NONE;
   bool has_master = false;
   bool frozen = false;
+  bool removed = false;  // then it is frozen, too, and nothing is allocated
+  double lr_scale = 1, weight_decay_scale = 1;
 
   bool allocated = false;              // the state, the EMA and the master weights exist
   bool master_stale = false;           // ga_param_changed was called

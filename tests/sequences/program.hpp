@@ -131,7 +131,8 @@ class Program {
   }
   ga_param any_param(const World& w) { return id<ga_param>(w.model->params().size()); }
   static bool is_param(const World& w, ga_param p) {
-    return p >= 0 && static_cast<size_t>(p) < w.model->params().size();
+    return p >= 0 && static_cast<size_t>(p) < w.model->params().size() &&
+           !w.model->params()[static_cast<size_t>(p)].removed;
   }
 
   // ---- Memory -----------------------------------------------------------------------------------

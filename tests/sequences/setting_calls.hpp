@@ -135,7 +135,7 @@ class SettingCalls : public Program {
       if (!others.empty()) {
         const Param& p = others[static_cast<size_t>(below(static_cast<int64_t>(others.size())))];
         char* const at = static_cast<char*>(p.data) + size_of(p.dtype) * below(2);
-        if (p.dtype == dtype && at + bytes <= memory_.data() + next_) return at;
+        if (!p.removed && p.dtype == dtype && at + bytes <= memory_.data() + next_) return at;
       }
     }
     next_ = (next_ + 15) / 16 * 16 + 8 * static_cast<size_t>(below(2));
@@ -316,6 +316,36 @@ class SettingCalls : public Program {
     }
   }
 
+  void set_optimizer(World& w) {
+    const auto g = id<ga_group>(w.model->groups().size());
+    const bool known = g >= 0 && static_cast<size_t>(g) < w.model->groups().size();
+    ga_optimizer o = known ? w.model->groups()[static_cast<size_t>(g)].optimizer
+                           : ga::test::optimizer(GA_OPTIMIZER_SGD);
+    o.lr = pick({1, 0.25, 0.01});
+    o.weight_decay = pick({0, 0.125, 0.01});
+    if (o.kind == GA_OPTIMIZER_ADAMW) {
+      o.beta1 = pick({0.9, 0.85, 0.5});
+      o.beta2 = pick({0.999, 0.9});
+      if (chance(0.1)) o.kind = GA_OPTIMIZER_ADAM;
+    } else {
+      if (o.momentum > 0) o.momentum = pick({0.9, 0.5, 0.25});
+      if (chance(0.1)) o.momentum = o.momentum > 0 ? 0 : 0.5;
+      o.nesterov = o.momentum > 0 && chance(0.3);
+      o.dampening = o.momentum > 0 && !o.nesterov && chance(0.3) ? 0.5 : 0;
+    }
+    Statuses want = 0;
+    if (chance(0.06)) {
+      o.lr = pick({-1.0, NAN});
+      want = ga::model::kArgument | ga::model::kUnsupported;
+    } else {
+      want = w.model->set_optimizer(g, o);
+    }
+    SAY("%d: ga_group_set_optimizer(%d, kind %d, lr %g, decay %g, momentum %g, dampening %g, beta1 "
+        "%g)",
+        number_of(w), g, o.kind, o.lr, o.weight_decay, o.momentum, o.dampening, o.beta1);
+    check("ga_group_set_optimizer", want, ga_group_set_optimizer(w.ctx, g, &o));
+  }
+
   // ---- Parameters -------------------------------------------------------------------------------
 
   void set_frozen(World& w) {
@@ -324,6 +354,68 @@ class SettingCalls : public Program {
     const Statuses want = w.model->set_frozen(p, frozen);
     SAY("%d: ga_param_set_frozen(%d, %d)", number_of(w), p, frozen);
     check("ga_param_set_frozen", want, ga_param_set_frozen(w.ctx, p, frozen));
+  }
+
+  void set_scale(World& w) {
+    const ga_param p = any_param(w);
+    const double scale = chance(0.1) ? pick({-1.0, NAN, INFINITY}) : pick({0, 0.5, 0.1, 1, 2});
+    if (chance(0.5)) {
+      const Statuses want = w.model->set_scale(p, scale, &Param::lr_scale);
+      SAY("%d: ga_param_set_lr_scale(%d, %g)", number_of(w), p, scale);
+      check("ga_param_set_lr_scale", want, ga_param_set_lr_scale(w.ctx, p, scale));
+    } else {
+      const Statuses want = w.model->set_scale(p, scale, &Param::weight_decay_scale);
+      SAY("%d: ga_param_set_weight_decay_scale(%d, %g)", number_of(w), p, scale);
+      check("ga_param_set_weight_decay_scale", want,
+            ga_param_set_weight_decay_scale(w.ctx, p, scale));
+    }
+  }
+
+  void set_group_frozen(World& w) {
+    const auto g = id<ga_group>(w.model->groups().size());
+    const int32_t frozen = chance(0.05) ? 2 : chance(0.3);
+    const Statuses want = w.model->set_group_frozen(g, frozen);
+    SAY("%d: ga_group_set_frozen(%d, %d)", number_of(w), g, frozen);
+    check("ga_group_set_frozen", want, ga_group_set_frozen(w.ctx, g, frozen));
+  }
+
+  void remove(World& w) {
+    const ga_param p = any_param(w);
+    const Statuses want = w.model->remove(p);
+    SAY("%d: ga_param_remove(%d)", number_of(w), p);
+    check("ga_param_remove", want, ga_param_remove(w.ctx, p));
+  }
+
+  // ---- State ------------------------------------------------------------------------------------
+
+  void prepare(World& w) {
+    const Statuses want = w.model->prepare();
+    SAY("%d: ga_prepare()", number_of(w));
+    check("ga_prepare", want, ga_prepare(w.ctx));
+  }
+
+  void state(World& w) {
+    const ga_param p = any_param(w);
+    if (chance(0.4)) {
+      const Statuses want = w.model->reset_state(p);
+      SAY("%d: ga_state_reset(%d)", number_of(w), p);
+      check("ga_state_reset", want, ga_state_reset(w.ctx, p));
+      return;
+    }
+    int64_t wanted = -1, got = -2;
+    const Statuses want = w.model->get_step(p, wanted);
+    SAY("%d: ga_state_get(%d, \"step\")", number_of(w), p);
+    if (check("ga_state_get", want, ga_state_get(w.ctx, p, "step", &got, GA_I64, 1)))
+      equal("step", got, wanted);
+  }
+
+  // There and back: the comparison after the call sees every byte of the parameters.
+  void ema_swap(World& w) {
+    const Statuses want = w.model->ema_swap();
+    SAY("%d: ga_ema_swap(1), and back", number_of(w));
+    if (!check("ga_ema_swap", want, ga_ema_swap(w.ctx, 1))) return;
+    check("ga_step", ga::model::kState, ga_step(w.ctx, nullptr));
+    check("ga_ema_swap", 0, ga_ema_swap(w.ctx, 0));
   }
 
   void changed(World& w) {

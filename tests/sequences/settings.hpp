@@ -143,6 +143,24 @@ class Settings {
     return 0;
   }
 
+  // Hyper-parameters that are in range.
+  Statuses set_optimizer(ga_group group, const ga_optimizer& o) {
+    if (!has_group(group)) return kArgument;
+    ga_optimizer& now = groups_[static_cast<size_t>(group)].optimizer;
+    if (now.kind != o.kind || (now.momentum == 0) != (o.momentum == 0)) return kUnsupported;
+    for (const Param& p : params_)
+      if (p.group == group && !p.removed && p.rows_option == GA_ROWS_LAZY && o.dampening != 0)
+        return kUnsupported;
+    now = o;
+    return 0;
+  }
+
+  Statuses set_scale(ga_param id, double scale, double Param::*which) {
+    if (!has_param(id) || !is_rate(scale)) return kArgument;
+    params_[static_cast<size_t>(id)].*which = scale;
+    return 0;
+  }
+
   // The schedule must be valid.
   Statuses set_schedule(ga_group group, const ga_schedule* schedule) {
     if (!has_group(group)) return kArgument;
@@ -234,6 +252,44 @@ class Settings {
     return 0;
   }
 
+  Statuses set_group_frozen(ga_group group, int32_t frozen) {
+    Statuses wrong = if_not_empty();
+    if (!has_group(group) || (frozen != 0 && frozen != 1)) wrong |= kArgument;
+    if (wrong) return wrong;
+    for (Param& p : params_)
+      if (p.group == group && !p.removed) p.frozen = frozen == 1;
+    return 0;
+  }
+
+  Statuses remove(ga_param id) {
+    Statuses wrong = if_not_empty();
+    if (!has_param(id)) return wrong | kArgument;
+    for (const Layer& layer : layers_)
+      if (layer.gamma == id || layer.beta == id) wrong |= kState;
+    if (wrong) return wrong;
+    Param& p = params_[static_cast<size_t>(id)];
+    p.removed = p.frozen = true;
+    p.allocated = p.master_stale = false;
+    p.data = nullptr;
+    return 0;
+  }
+
+  // What the program reads next from the state: all of it as at the beginning.
+  Statuses reset_state(ga_param id) {
+    Statuses wrong = if_not_empty();
+    if (!has_param(id)) wrong |= kArgument;
+    if (wrong) return wrong;
+    Param& p = params_[static_cast<size_t>(id)];
+    if (!p.allocated) return 0;
+    for (ref::Element& e : p.elements) e = {};
+    p.updates = 0;
+    p.ema_started = false;
+    p.master_stale = p.has_master;
+    return 0;
+  }
+
+  Statuses ema_swap() const { return if_not_empty() | (ema_ ? 0 : kState); }
+
   Statuses set_frozen(ga_param id, int32_t frozen) {
     Statuses wrong = if_not_empty();
     if (!has_param(id) || (frozen != 0 && frozen != 1)) wrong |= kArgument;
@@ -257,7 +313,10 @@ class Settings {
 
   Statuses if_not_empty() const { return empty() ? 0 : kState; }
   bool has_group(ga_group id) const { return id >= 0 && static_cast<size_t>(id) < groups_.size(); }
-  bool has_param(ga_param id) const { return id >= 0 && static_cast<size_t>(id) < params_.size(); }
+  bool has_param(ga_param id) const {
+    return id >= 0 && static_cast<size_t>(id) < params_.size() &&
+           !params_[static_cast<size_t>(id)].removed;
+  }
   bool has_layer(ga_bn id) const { return id >= 0 && static_cast<size_t>(id) < layers_.size(); }
   bool deferring() const { return config_.nonfinite == GA_NONFINITE_DROP_MICRO; }
   const Micro& open_micro() const { return micros_[static_cast<size_t>(open_)]; }
@@ -269,7 +328,9 @@ class Settings {
   // Whether the range overlaps the memory of a parameter other than except.
   bool is_param(const Range& r, ga_param except = -1) const {
     for (size_t i = 0; i < params_.size(); ++i)
-      if (static_cast<ga_param>(i) != except && params_[i].range().overlaps(r)) return true;
+      if (static_cast<ga_param>(i) != except && !params_[i].removed &&
+          params_[i].range().overlaps(r))
+        return true;
     return false;
   }
 
