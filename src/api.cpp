@@ -574,12 +574,15 @@ ga_status ga_ema_swap(ga_context* ctx, int32_t on) {
 }
 
 ga_status ga_param_set_lr_scale(ga_context* ctx, ga_param param, double lr_scale) {
-  return on(ctx, [&] { ctx->set_lr_scale(param, lr_scale); });
+  return on(ctx, [&] { ctx->set_scale(param, "lr_scale", &ga::Tensor::lr_scale, lr_scale); });
 }
 
 ga_status ga_param_set_weight_decay_scale(ga_context* ctx, ga_param param,
                                           double weight_decay_scale) {
-  return on(ctx, [&] { ctx->set_weight_decay_scale(param, weight_decay_scale); });
+  return on(ctx, [&] {
+    ctx->set_scale(param, "weight_decay_scale", &ga::Tensor::weight_decay_scale,
+                   weight_decay_scale);
+  });
 }
 
 ga_status ga_param_remove(ga_context* ctx, ga_param param) {

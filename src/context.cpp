@@ -546,19 +546,11 @@ void Context::set_group_frozen(ga_group id, bool frozen) {
       set_frozen(static_cast<ga_param>(i), frozen);
 }
 
-void Context::set_lr_scale(ga_param id, double scale) {
+void Context::set_scale(ga_param id, const char* name, double Tensor::*which, double scale) {
   param(id);
-  check_rate("lr_scale", scale);
+  check_rate(name, scale);
   check_device();
-  tensors_[static_cast<size_t>(id)].lr_scale = scale;
-  tell_scales(static_cast<size_t>(id));
-}
-
-void Context::set_weight_decay_scale(ga_param id, double scale) {
-  param(id);
-  check_rate("weight_decay_scale", scale);
-  check_device();
-  tensors_[static_cast<size_t>(id)].weight_decay_scale = scale;
+  tensors_[static_cast<size_t>(id)].*which = scale;
   tell_scales(static_cast<size_t>(id));
 }
 

@@ -92,8 +92,8 @@ class Context : BnContext {
   void changed(ga_param param);
   void set_frozen(ga_param param, bool frozen);
   void set_group_frozen(ga_group group, bool frozen);
-  void set_lr_scale(ga_param param, double scale);
-  void set_weight_decay_scale(ga_param param, double scale);
+  // which: lr_scale or weight_decay_scale, and that name.
+  void set_scale(ga_param param, const char* name, double Tensor::*which, double scale);
   void remove(ga_param param);
   ga_memory memory() const;
   void synchronize() { backend_->wait(); }
