@@ -196,7 +196,7 @@ ga_status on(ga_context* ctx, Body&& body, const char* function = __builtin_FUNC
   return call(ctx, true, function, body);
 }
 
-// Likewise for functions that only ask, which are legal while parameters hold their averages.
+// As on(), for functions that only ask: they are legal while parameters and EMA are exchanged.
 template <class Body>
 ga_status ask(const ga_context* ctx, Body&& body, const char* function = __builtin_FUNCTION()) {
   return call(ctx, false, function, body);

@@ -166,6 +166,13 @@ BnParam Context::bn_param(ga_param id) const {
   return {{p.data, p.dtype}, p.count, name(id)};
 }
 
+// For calls that read or write the state of a device at once, and not in the order of a graph.
+void Context::check_no_capture(const char* what) const {
+  if (backend_->capturing())
+    fail(GA_ERROR_INVALID_STATE,
+         "%s waits for the device, which is not possible while the stream is being captured", what);
+}
+
 // ---- Window length ------------------------------------------------------------------------------
 
 // If K depends on a step that may still be running, K is found when the next window opens.
@@ -517,7 +524,7 @@ void Context::bind(ga_param id, void* data) {
   window_.check_empty("ga_param_bind");
   Param& p = param(id);
   check_data(name(id), data, p.count, dtype_info(p.dtype).size, id);
-  const size_t bytes = static_cast<size_t>(p.count) * static_cast<size_t>(dtype_info(p.dtype).size);
+  const size_t bytes = data_bytes(p);
   if (p.master && data != p.data) {
     claims_.add(data, bytes, name(id));
     claims_.remove(p.data);

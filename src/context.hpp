@@ -182,6 +182,7 @@ class Context : BnContext {
   Subject subject(ga_param id) const { return {"parameter", name(id)}; }
   const Group& group_of(const Param& p) const { return groups_[static_cast<size_t>(p.group)]; }
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
+  void check_no_capture(const char* what) const;
   void update_accum_steps();
   void look_up_accum_steps();
   void change_optimizer(ga_group id, const ga_optimizer& o);
@@ -229,7 +230,6 @@ class Context : BnContext {
   void fill_new();
 
   // state.cpp
-  void check_no_capture(const char* what) const;
   std::vector<StateArray> states_of(size_t param) const;
   StateArray state_for(ga_param id, const char* name, int32_t dtype, int64_t count,
                        const char* what);

@@ -7,14 +7,6 @@
 #include "tensor.hpp"
 
 namespace ga {
-namespace {
-
-size_t bytes_of(const Param& p) {
-  return static_cast<size_t>(p.count) * static_cast<size_t>(dtype_info(p.dtype).size);
-}
-
-}  // namespace
-
 ga_ema default_ema() {
   ga_ema e = {};
   e.struct_size = sizeof e;
@@ -35,9 +27,8 @@ void check_ema(const ga_ema& e) {
 void Context::set_ema(const ga_ema* ema) {
   if (prepared_ > 0)
     fail(GA_ERROR_INVALID_STATE,
-         "ga_context_set_ema was called after the library has made its arrays (in ga_prepare, with "
-         "the "
-         "first contribution to a window, or for state by name); it is legal only before");
+         "ga_context_set_ema was called after the library has made its arrays (in ga_prepare, for "
+         "state by name, or with the first contribution to a window); it is legal only before");
   if (ema) {
     check_ema(*ema);
     for (size_t i = 0; i < params_.size(); ++i)
@@ -94,9 +85,9 @@ void Context::ema_swap(bool on) {
   };
   each([&](const Param& p) {
     if (swaps_in_place(p))
-      piece = std::max(piece, std::min(bytes_of(p), kPiece));
+      piece = std::max(piece, std::min(data_bytes(p), kPiece));
     else
-      kept += (bytes_of(p) + kLine - 1) / kLine * kLine;
+      kept += (data_bytes(p) + kLine - 1) / kLine * kLine;
   });
   Buffer copies, scratch;
   if (on && kept > 0) copies = Buffer(*backend_, kept);
@@ -106,7 +97,7 @@ void Context::ema_swap(bool on) {
   or_break([&] {
     char* original = static_cast<char*>(ema_kept_.data());
     each([&](const Param& p) {
-      const size_t bytes = bytes_of(p);
+      const size_t bytes = data_bytes(p);
       if (swaps_in_place(p)) {
         for (size_t at = 0; at < bytes; at += piece) {
           const size_t size = std::min(piece, bytes - at);

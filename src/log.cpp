@@ -25,9 +25,8 @@ struct Text {
 
 std::unique_ptr<Log> Log::of(const ga_config& config) {
   const char* const verbose = std::getenv("GA_VERBOSE");
-  const bool to_stderr = !config.log && verbose && std::strcmp(verbose, "1") == 0;
-  if (!config.log && !to_stderr) return nullptr;
-  return std::unique_ptr<Log>(new Log(config, to_stderr));
+  if (!config.log && !(verbose && std::strcmp(verbose, "1") == 0)) return nullptr;
+  return std::unique_ptr<Log>(new Log(config));
 }
 
 // Cuts what does not fit, and keeps the parts of a line apart whatever the text.
@@ -55,7 +54,7 @@ void Log::write(const char* function, ga_status status, double milliseconds) noe
   std::snprintf(line, sizeof line, "gradaccum,%s,%s,%s,%s,%s", device_, function, notes_,
                 ga_status_name(status), Text(milliseconds, std::chars_format::fixed, 3).text);
   const ProgramFpMode programs;
-  if (to_stderr_) {
+  if (!log_) {
     std::fprintf(stderr, "%s\n", line);
     return;
   }

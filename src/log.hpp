@@ -36,18 +36,16 @@ class Log {
   void note(const char* key, const char* value) noexcept;
 
  private:
-  Log(const ga_config& config, bool to_stderr)
+  explicit Log(const ga_config& config)
       : log_(config.log),
         user_(config.log_user),
-        device_(config.device == GA_DEVICE_CUDA ? "cuda" : "cpu"),
-        to_stderr_(to_stderr) {}
+        device_(config.device == GA_DEVICE_CUDA ? "cuda" : "cpu") {}
   void write(const char* function, ga_status status, double milliseconds) noexcept;
   void append(const char* text) noexcept;
 
-  ga_log log_;
+  ga_log log_;  // NULL: stderr
   void* user_;
   const char* device_;
-  bool to_stderr_;
   char notes_[512] = "";
   size_t length_ = 0;
 };

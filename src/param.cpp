@@ -36,6 +36,8 @@ Matrices matrices_of(const Tensor& t) {
   return m;
 }
 
+size_t data_bytes(const Param& p) { return static_cast<size_t>(p.count) * size_of(p.dtype); }
+
 int32_t state_format(const Param& p, const Group& g) {
   return p.f64 ? GA_F64 : g.optimizer.state_dtype == GA_BF16 ? GA_BF16 : GA_F32;
 }

@@ -173,6 +173,7 @@ void set_array(Param& p, Tensor& t, int kind, void* data);
 // The clock of a context after so many steps with these numbers.
 Clock clock_after(const OptimizerInfo& info, const ga_optimizer& o, int64_t steps);
 
+size_t data_bytes(const Param& p);  // of the parameter itself
 int32_t state_format(const Param& p, const Group& g);
 int32_t average_format(const Param& p, const std::optional<ga_ema>& ema);
 bool has_master(const Param& p, const Tensor& t, const Group& g);

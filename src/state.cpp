@@ -16,13 +16,6 @@ constexpr int kStep = -1, kProduct = -2;
 
 constexpr int64_t kMostSteps = int64_t{1} << 53;
 
-// For calls that read or write state at once, and not in the order of a graph.
-void Context::check_no_capture(const char* what) const {
-  if (backend_->capturing())
-    fail(GA_ERROR_INVALID_STATE,
-         "%s waits for the device, which is not possible while the stream is being captured", what);
-}
-
 std::vector<StateArray> Context::states_of(size_t i) const {
   std::vector<StateArray> states;
   const Param& p = params_[i];

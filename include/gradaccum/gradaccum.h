@@ -1133,8 +1133,8 @@ GA_API int32_t ga_version(void);
    Static. */
 GA_API const char* ga_build_info(void);
 
-/* The same in parts. Versions are 10000 * major + 100 * minor + patch, 0 for a module that could
-   not be loaded; strings are static. */
+/* What ga_build_info says, in parts. Versions are 10000 * major + 100 * minor + patch, 0 for a
+   module that could not be loaded; strings are static. */
 typedef struct ga_build {
   size_t struct_size;
   int32_t version;       /* as ga_version() */
@@ -1300,9 +1300,9 @@ GA_API ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int6
 typedef int32_t ga_bn_spread;
 enum { GA_BN_VARIANCE = 0, GA_BN_M2 = 1 };
 
-/* The same, from statistics that the program has. count: elements of each channel, >= 0. mean,
-   spread: [channels] of dtype, GA_F32 or GA_F64. A negative spread is GA_ERROR_INVALID_ARGUMENT; on
-   a device it makes NaN. */
+/* Takes statistics that the program has computed itself, in place of ga_bn_accumulate. count:
+   elements of each channel, >= 0. mean, spread: [channels] of dtype, GA_F32 or GA_F64. A negative
+   spread is GA_ERROR_INVALID_ARGUMENT; on a device it makes NaN. */
 GA_API ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
                                         const void* spread, ga_bn_spread kind, ga_dtype dtype);
 
