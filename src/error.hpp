@@ -29,7 +29,7 @@ class Error : public std::exception {
 // What a message is about. The message begins with «function: kind "name": », or without the
 // function if that is NULL.
 struct Subject {
-  const char* kind;  // "parameter", "layer" or "tensor", for example
+  const char* kind;  // "parameter", "layer", "tensor" or "file"
   const char* name;
   const char* function = nullptr;
 
