@@ -81,11 +81,11 @@ inline std::string in_memory() {
 }
 
 inline std::set<int> descriptors() {
-  std::set<int> result;
-  for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
-    const int fd = std::stoi(entry.path().filename());
-    if (fcntl(fd, F_GETFD) >= 0) result.insert(fd);  // not the one that lists them
-  }
+  std::set<int> listed, result;
+  for (const auto& entry : fs::directory_iterator("/proc/self/fd"))
+    listed.insert(std::stoi(entry.path().filename()));
+  for (const int fd : listed)
+    if (fcntl(fd, F_GETFD) >= 0) result.insert(fd);  // not the one that has listed them
   return result;
 }
 

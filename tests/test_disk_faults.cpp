@@ -169,6 +169,10 @@ TEST(DiskFaults, EveryCallOfAWriterFails) {
         if (serious && failure.error == EIO) {
           EXPECT_GT(errors, 0) << kCallNames[static_cast<int>(call)];
         }
+        // Each of the two: the halves of the file, or the file and the folder.
+        if ((call == Call::kPwrite || call == Call::kFsync) && failure.error == EIO) {
+          EXPECT_EQ(errors, 2) << kCallNames[static_cast<int>(call)];
+        }
         if (failure.error == kShort ||
             (failure.error == EINTR &&
              (call == Call::kPwrite || call == Call::kFsync || call == Call::kClose))) {
