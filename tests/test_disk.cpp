@@ -443,6 +443,7 @@ TEST(Disk, LimitOfTheProcess) {
     const std::vector<std::string> parts = {"beyond 100000 bytes", strerror(EFBIG)};
     const std::string path = folder / "x";
     expect_io_error(parts, [&] { save(path, most + "m"); });
+    expect_io_error(parts, [&] { FileWriter(path.c_str()).reserve(100001); });
     expect_io_error(parts, [&] {
       FileWriter writer(path.c_str());
       writer.write(0, most.data(), most.size());
