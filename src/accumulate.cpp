@@ -15,7 +15,11 @@ namespace ga {
 Micro Context::make_micro(double weight, const ga_micro_options& o) const {
   const bool own = o.loss_scale != 0;
   const bool late = !own && late_scale();  // only the device knows the scale, so 0 stands for it
-  const Micro m = {weight, own ? o.loss_scale : late ? 0 : loss_scale(), o.flags == GA_MICRO_LAST};
+  const Micro m = {weight,
+                   own    ? o.loss_scale
+                   : late ? 0
+                          : loss_scale(),
+                   o.flags == GA_MICRO_LAST, own};
   if (!(m.weight >= 0) || !std::isfinite(m.weight))
     fail(GA_ERROR_INVALID_ARGUMENT, "weight was %g, expected a finite number >= 0", m.weight);
   if (!std::isfinite(o.loss_scale))

@@ -8,7 +8,9 @@
 #include <memory>
 
 #include "backend/cpu/kernels.hpp"
+#include "checkpoint.hpp"
 #include "context.hpp"
+#include "disk.hpp"
 #include "error.hpp"
 #include "optimizer.hpp"
 #include "schedule.hpp"
@@ -19,6 +21,7 @@ struct ga_context final : ga::Context {
 
 namespace {
 
+using ga::Checkpoint;
 using ga::Context;
 using ga::fail;
 using ga::guard;
@@ -202,6 +205,48 @@ ga_status ask(const ga_context* ctx, Body&& body, const char* function = __built
   return call(ctx, false, function, body);
 }
 
+ga_state_options read_state_options(const ga_state_options* options) {
+  const auto o = read_struct(options, zeros<ga_state_options>(), "ga_state_options");
+  check_reserved("ga_state_options", o.reserved);
+  ga::check_choice("parts", o.parts, GA_STATE_PARAMETERS, "ga_state_parts");
+  ga::check_choice("settings", o.settings, GA_SETTINGS_KEEP, "ga_state_settings");
+  ga::check_choice("allow_missing", o.allow_missing, 1, "0 or 1");
+  ga::check_choice("allow_extra", o.allow_extra, 1, "0 or 1");
+  ga::check_choice("unmarked", o.unmarked, 1, "0 or 1");
+  if (o.note && !ga::safetensors::is_utf8(o.note))
+    fail(GA_ERROR_INVALID_ARGUMENT, "note was not UTF-8");
+  return o;
+}
+
+template <class Function>
+void require_function(Function* function, const char* name) {
+  if (!function) fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", name);
+}
+
+void check_capacity(size_t capacity, size_t size, const char* what) {
+  if (capacity < size)
+    fail(GA_ERROR_INVALID_ARGUMENT, "capacity was %zu, but %s takes %zu bytes", capacity, what,
+         size);
+}
+
+// The functions of a program that stores state itself, which run in the program's floating-point mode.
+ga::WriteAt write_by(ga_write_fn write, void* user) {
+  return [=](int64_t offset, const void* data, size_t size) {
+    const ga::ProgramFpMode programs;
+    if (const int32_t result = write(user, offset, data, size))
+      fail(GA_ERROR_IO, "write returned %d for %zu bytes at offset %lld", result, size,
+           static_cast<long long>(offset));
+  };
+}
+ga::ReadAt read_by(ga_read_fn read, void* user) {
+  return [=](int64_t offset, void* data, size_t size) {
+    const ga::ProgramFpMode programs;
+    if (const int32_t result = read(user, offset, data, size))
+      fail(GA_ERROR_IO, "read returned %d for %zu bytes at offset %lld", result, size,
+           static_cast<long long>(offset));
+  };
+}
+
 void note_shape(const Context* ctx, ga_bn bn, int64_t samples, int64_t positions) {
   ctx->note("bn", bn);
   ctx->note("samples", static_cast<double>(samples));
@@ -358,6 +403,98 @@ ga_status ga_group_set_lr(ga_context* ctx, ga_group group, double lr) {
     ctx->note("group", group);
     ctx->note("lr", lr);
     ctx->set_lr(group, lr);
+  });
+}
+
+ga_status ga_state_options_init(ga_state_options* out, size_t struct_size) {
+  return init_zeros(out, struct_size, "ga_state_options");
+}
+
+ga_status ga_state_write(ga_context* ctx, ga_write_fn write, void* user,
+                         const ga_state_options* options) {
+  return on(ctx, [&] {
+    require_function(write, "write");
+    Checkpoint(*ctx, read_state_options(options), "ga_state_write").save(write_by(write, user));
+  });
+}
+
+ga_status ga_state_read(ga_context* ctx, ga_read_fn read, void* user, int64_t size,
+                        const ga_state_options* options) {
+  return on(ctx, [&] {
+    require_function(read, "read");
+    if (size < 0)
+      fail(GA_ERROR_INVALID_ARGUMENT, "size was %lld, expected >= 0", static_cast<long long>(size));
+    Checkpoint(*ctx, read_state_options(options), "ga_state_read").load(size, read_by(read, user));
+  });
+}
+
+ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* options) {
+  return on(ctx, [&] {
+    ctx->note("path", path);
+    require(path, "path");
+    Checkpoint checkpoint(*ctx, read_state_options(options), "ga_save");
+    ga::FileWriter file(path);
+    file.reserve(checkpoint.file_bytes());
+    checkpoint.save(
+        [&](int64_t offset, const void* data, size_t size) { file.write(offset, data, size); });
+    file.commit();
+  });
+}
+
+ga_status ga_load(ga_context* ctx, const char* path, const ga_state_options* options) {
+  return on(ctx, [&] {
+    ctx->note("path", path);
+    require(path, "path");
+    Checkpoint checkpoint(*ctx, read_state_options(options), "ga_load");
+    checkpoint.check_load();
+    const ga::FileReader file(path);
+    checkpoint.load(file.size(), [&](int64_t offset, void* data, size_t size) {
+      file.read(offset, data, size);
+    });
+  });
+}
+
+ga_status ga_save_to_memory(ga_context* ctx, const ga_state_options* options, void* out,
+                            size_t capacity, size_t* out_size) {
+  return on(ctx, [&] {
+    require(out_size, "out_size");
+    Checkpoint checkpoint(*ctx, read_state_options(options), "ga_save_to_memory");
+    const auto size = static_cast<size_t>(checkpoint.file_bytes());
+    *out_size = size;
+    if (!out) return;
+    check_capacity(capacity, size, "the state");
+    checkpoint.save([&](int64_t offset, const void* data, size_t bytes) {
+      std::memcpy(static_cast<char*>(out) + offset, data, bytes);
+    });
+  });
+}
+
+ga_status ga_load_from_memory(ga_context* ctx, const void* data, size_t size,
+                              const ga_state_options* options) {
+  return on(ctx, [&] {
+    if (size > 0) require(data, "data");
+    Checkpoint checkpoint(*ctx, read_state_options(options), "ga_load_from_memory");
+    checkpoint.check_load();
+    checkpoint.load(static_cast<int64_t>(size), [&](int64_t offset, void* to, size_t bytes) {
+      std::memcpy(to, static_cast<const char*>(data) + offset, bytes);
+    });
+  });
+}
+
+ga_status ga_state_note(const char* path, char* out, size_t capacity, size_t* out_size) {
+  return guard([&] {
+    require(path, "path");
+    require(out_size, "out_size");
+    const ga::FileReader file(path);
+    std::string note;
+    const bool found = ga::read_note(
+        file.size(),
+        [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, note);
+    *out_size = found ? note.size() + 1 : 0;
+    if (!found || (!out && capacity == 0)) return;
+    require(out, "out");
+    check_capacity(capacity, *out_size, "the note");
+    std::memcpy(out, note.c_str(), *out_size);
   });
 }
 

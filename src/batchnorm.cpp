@@ -148,6 +148,7 @@ void BatchNorms::check_options(const char* name, int64_t channels, const ga_bn_o
   for (const Layer& b : layers_)
     if (b.name == name)
       of.fail(GA_ERROR_INVALID_ARGUMENT, "the context has a layer of that name already");
+  context_.check_name(of, name);
   if (channels < 1 || channels > INT64_MAX / 4096)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "channels was %lld, expected >= 1", ll(channels));
   const std::string prefix = std::string("layer \"") + name + "\": ";
@@ -642,6 +643,73 @@ void BatchNorms::statistics(ga_bn id, void* mean, void* variance, int32_t dtype,
   copy_out(state, &BnChannel::mean, mean, dtype);
   copy_out(state, &BnChannel::variance, variance, dtype);
   if (count) *count = static_cast<int64_t>(state[0].count);
+}
+
+// ---- For a state file ---------------------------------------------------------------------------
+
+ga_bn BatchNorms::count() const { return static_cast<ga_bn>(layers_.size()); }
+
+ga_bn BatchNorms::find(std::string_view name) const {
+  for (const Layer& b : layers_)
+    if (b.name == name) return static_cast<ga_bn>(b.input);
+  return -1;
+}
+
+BatchNorms::Description BatchNorms::describe(ga_bn id) const {
+  const Layer& b = layer(id);
+  return {b.name.c_str(), b.channels, b.options, b.frozen};
+}
+
+BatchNorms::Snapshot BatchNorms::snapshot(ga_bn id) const {
+  const Layer& b = layer(id);
+  Snapshot s;
+  s.channels = read(b);
+  s.index = b.index;
+  s.sums_of = b.sums_of;
+  s.forwarded = b.forwarded;
+  s.sums = b.sums;
+  s.final = b.final;
+  s.seen = b.seen();
+  size_t size = b.taken.size();
+  for (size_t k = size; k < b.summed.size(); ++k)
+    if (b.summed[k]) size = k + 1;
+  s.micros.resize(size);
+  for (size_t k = 0; k < b.taken.size(); ++k) {
+    s.micros[k].count = b.taken[k].count;
+    s.micros[k].given = b.taken[k].given;
+  }
+  for (size_t k = 0; k < std::min(size, b.summed.size()); ++k) s.micros[k].summed = b.summed[k];
+  int64_t held = 0;
+  for (const BnChannel& c : s.channels) held = std::max(held, c.taken);
+  s.history.resize(static_cast<size_t>(held * b.channels));
+  if (held > 0) backend_.read(s.history.data(), b.history.at(), s.history.size() * sizeof(Moments));
+  return s;
+}
+
+void BatchNorms::reserve(ga_bn id, const Snapshot& s) {
+  Layer& b = layer(id);
+  b.taken.reserve(s.micros.size());
+  b.summed.reserve(s.micros.size());
+  const int64_t held = static_cast<int64_t>(s.history.size()) / b.channels;
+  if (held > 0) make_room(b, held);
+}
+
+void BatchNorms::restore(ga_bn id, const Snapshot& s) {
+  Layer& b = layer(id);
+  backend_.write(b.state, s.channels.data(), s.channels.size() * sizeof(BnChannel));
+  if (!s.history.empty())
+    backend_.write(b.history.at(), s.history.data(), s.history.size() * sizeof(Moments));
+  b.index = s.index;
+  b.sums_of = s.sums_of;
+  b.forwarded = s.forwarded;
+  b.sums = s.sums;
+  b.final = s.final;
+  b.taken.resize(static_cast<size_t>(s.seen));
+  b.summed.resize(s.micros.size());
+  for (size_t k = 0; k < s.micros.size(); ++k) {
+    if (k < b.taken.size()) b.taken[k] = {s.micros[k].count, s.micros[k].given};
+    b.summed[k] = s.micros[k].summed;
+  }
 }
 
 // ---- For the context ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 #include "backend/backend.hpp"
@@ -31,6 +32,8 @@ struct BnParam {
 // What the layers need from their context.
 class BnContext {
  public:
+  // Throws unless a layer may have that name (names.hpp).
+  virtual void check_name(const Subject& of, const char* name) const = 0;
   virtual BnParam bn_param(ga_param id) const = 0;  // throws if there is no such parameter
   // Whether micro-batches are checked or clipped as a whole when they end.
   virtual bool deferring() const = 0;
@@ -81,6 +84,37 @@ class BatchNorms {
   void running(ga_bn id, void* mean, void* variance, int32_t dtype, int64_t* steps) const;
   void set_running(ga_bn id, const void* mean, const void* variance, int32_t dtype, int64_t steps);
   void statistics(ga_bn id, void* mean, void* variance, int32_t dtype, int64_t* count) const;
+
+  // What a layer knows of its channels and of the window.
+  struct Snapshot {
+    std::vector<BnChannel> channels;
+    // As in Layer:
+    int64_t index = -1, sums_of = -1, forwarded = 0, sums = 0;
+    bool final = false;
+    struct Micro {
+      int64_t count = -1;
+      bool given = false, summed = false;
+    };
+    int64_t seen = 0;              // micro-batches whose statistics were taken
+    std::vector<Micro> micros;     // the seen ones, and others that are summed
+    std::vector<Moments> history;  // [micro-batches, channels]
+
+    bool in_window() const { return !micros.empty() || index >= 0; }
+  };
+  Snapshot snapshot(ga_bn id) const;
+  // Makes room for a snapshot, so that restore() allocates nothing.
+  void reserve(ga_bn id, const Snapshot& s);
+  void restore(ga_bn id, const Snapshot& s);
+  ga_bn count() const;
+  ga_bn find(std::string_view name) const;  // -1: there is no layer of that name
+  // What never changes of a layer, and whether it is frozen.
+  struct Description {
+    const char* name;
+    int64_t channels;
+    const ga_bn_options& options;
+    bool frozen;
+  };
+  Description describe(ga_bn id) const;
 
   bool has_statistics() const;                  // of this window
   const char* name_of_windowed() const;         // of a layer in WINDOW mode; NULL if there is none

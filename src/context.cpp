@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "error.hpp"
+#include "names.hpp"
 #include "tensor.hpp"
 
 namespace ga {
@@ -429,6 +430,7 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
              e.name ? "empty" : "NULL");
       if (names_.count(e.name) > 0)
         of.fail(GA_ERROR_INVALID_ARGUMENT, "the context has a parameter of that name already");
+      check_name(of, e.name);
       group(e.group);
       const int32_t size = check_dtype(of, "dtype", dtype);
       const int32_t gradient_dtype = options.gradient_dtype ? options.gradient_dtype : dtype;
@@ -480,6 +482,24 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
   lacking_ = true;
   for (Param& p : params_) p.checked = nullptr;
   return static_cast<ga_param>(old_params);
+}
+
+void Context::check_name(const Subject& of, const char* name) const {
+  const auto is_used = [&](std::string_view owner) {
+    return names_.find(owner) != names_.end() || batch_norms_.find(owner) >= 0;
+  };
+  ga::check_name(of, name, is_used);
+  const auto refuse = [&](const char* other) {
+    of.fail(GA_ERROR_INVALID_ARGUMENT,
+            "\"%.200s\" is also the name of its state in a state file (ga_save)", other);
+  };
+  const std::string prefix = std::string(name) + ".";
+  for (auto at = names_.lower_bound(prefix);
+       at != names_.end() && at->first.compare(0, prefix.size(), prefix) == 0; ++at)
+    if (is_state_of(at->first, name)) refuse(at->first.c_str());
+  for (ga_bn id = 0; id < batch_norms_.count(); ++id)
+    if (const char* const layer = batch_norms_.describe(id).name; is_state_of(layer, name))
+      refuse(layer);
 }
 
 ga_param Context::find(const char* name) const {

@@ -5,6 +5,7 @@
 //   context.cpp     groups and parameters
 //   memory.cpp      the arrays that parameters own
 //   state.cpp       optimizer state by name
+//   checkpoint.cpp  state on disk
 //   ema.cpp         moving averages
 //   tables.cpp      what the host writes into the tables
 //   accumulate.cpp  contributions to a window
@@ -36,7 +37,11 @@ namespace ga {
 
 inline Params params_of(const std::vector<ga_param>& list) { return {list.data(), list.size()}; }
 
+class Checkpoint;
+
 class Context : BnContext {
+  friend Checkpoint;
+
  public:
   explicit Context(const ga_config& config);
   ~Context();
@@ -190,6 +195,7 @@ class Context : BnContext {
   int64_t steps() const { return control().steps; }
   int64_t steps_seen() const;
   void set_tables() final;
+  void check_name(const Subject& of, const char* name) const final;
   BnParam bn_param(ga_param id) const final;
   int64_t known_accum_steps() const final { return accum_due_ ? 0 : window_.accum_steps(); }
   void check_readable(const Subject& of, const char* what, const void* data, int64_t count,

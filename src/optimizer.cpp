@@ -87,6 +87,16 @@ const OptimizerInfo& optimizer_info(int32_t kind, int32_t flavor) {
   return info;
 }
 
+std::vector<std::string> slot_names() {
+  std::vector<std::string> names;
+  for (const OpInfo& op : ops)
+    for (const char* name : op.slot_names.of)
+      if (name) names.push_back(name);
+  for (const OptimizerInfo& info : optimizers)
+    if (info.product) names.push_back(info.product);
+  return names;
+}
+
 const OpInfo& op_info(int op) { return ops[static_cast<size_t>(op)]; }
 
 void check_optimizer(const ga_optimizer& o) {

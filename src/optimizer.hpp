@@ -3,6 +3,9 @@
 // ops/all.hpp.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "control.hpp"
 #include "ops/op.hpp"
 
@@ -33,6 +36,8 @@ struct OpInfo {
 // optimizer lacks the flavor.
 const OptimizerInfo& optimizer_info(int32_t kind, int32_t flavor);
 const OpInfo& op_info(int op);
+// The names of all state of all optimizers; some occur more than once.
+std::vector<std::string> slot_names();
 
 // Throws Error if an option is out of range or the optimizer does not support it.
 void check_optimizer(const ga_optimizer& o);

@@ -14,6 +14,10 @@ ga_window_state Window::state() const {
 
 void Window::add(const Micro& micro) {
   micros_.push_back(micro);
+  count(micro);
+}
+
+void Window::count(const Micro& micro) {
   weight_before_last_ = weight_;
   weight_ += micro.weight;
   weighted_ += micro.weight > 0;
@@ -113,6 +117,13 @@ void Window::break_off() {
   } catch (const std::exception& e) {
     throw Error(GA_ERROR_FAULT, e.what());
   }
+}
+
+void Window::restore(std::vector<Micro> micros, int64_t dropped) {
+  clear();
+  micros_.swap(micros);
+  for (const Micro& micro : micros_) count(micro);
+  dropped_ = dropped;
 }
 
 void Window::clear() {

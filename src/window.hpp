@@ -15,6 +15,7 @@ struct Micro {
   double weight;
   double loss_scale;  // 0: the context's, which only the device knows
   bool last = false;  // GA_MICRO_LAST
+  bool own = false;   // the program gave the loss scale in ga_micro_options
 };
 
 // From applied step from_step on, windows have accum_steps micro-batches.
@@ -46,6 +47,7 @@ class Window {
   void end();
   void abort();  // drops the open micro-batch, which is the last
   void check_step() const { check_closed("ga_step"); }
+  void check_closed(const char* what) const;  // that the window is valid and no micro-batch open
   void check_empty(const char* what) const;
 
   // Makes room for one more micro-batch, so that adding it cannot fail.
@@ -57,6 +59,8 @@ class Window {
   int64_t dropped() const { return dropped_; }
   int64_t weighted() const { return weighted_; }  // micro-batches of weight > 0
   void clear();
+  // Makes an empty window one of these micro-batches, of which so many were dropped.
+  void restore(std::vector<Micro> micros, int64_t dropped);
 
   // Runs a pass that changes accumulators. If the pass fails half-way, the window becomes invalid:
   // parameters and optimizer state are untouched, but accumulators are not.
@@ -70,8 +74,8 @@ class Window {
   }
 
  private:
-  void check_closed(const char* what) const;  // that the window is valid and no micro-batch open
-  [[noreturn]] void break_off();  // throws the exception being handled as GA_ERROR_FAULT
+  void count(const Micro& micro);  // which has been put at the end
+  [[noreturn]] void break_off();   // throws the exception being handled as GA_ERROR_FAULT
 
   std::vector<Micro> micros_;
   int64_t open_ = -1;

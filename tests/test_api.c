@@ -19,6 +19,7 @@ static void check(int right, const char* what, int line) {
 
 #define CHECK(condition) check((condition) != 0, #condition, __LINE__)
 #define OK(call) CHECK((call) == GA_OK)
+#define FAILS(call, status) CHECK((call) == (status))
 #define NEAR(a, b) CHECK(fabs((double)(a) - (double)(b)) <= 4 * FLT_EPSILON * fabs((double)(b)))
 
 static void serial(void* user, int64_t count, ga_task task, void* data) {
@@ -101,6 +102,104 @@ static void changes(void) {
   OK(ga_context_set_steps(ctx, 9));
   OK(ga_state_get(ctx, 0, "momentum_buffer", buffer, GA_F32, 2));
   CHECK(buffer[1] == 0);
+  ga_context_destroy(ctx);
+}
+
+/* Where a program stores a state itself. */
+struct store {
+  char bytes[16384];
+  int64_t size;
+  int32_t result;
+};
+
+static int32_t write_store(void* user, int64_t offset, const void* data, size_t size) {
+  struct store* const s = user;
+  if (s->result != 0) return s->result;
+  if ((size_t)offset + size > sizeof s->bytes) return -1;
+  memcpy(s->bytes + offset, data, size);
+  if (offset + (int64_t)size > s->size) s->size = offset + (int64_t)size;
+  return 0;
+}
+
+static int32_t read_store(void* user, int64_t offset, void* data, size_t size) {
+  const struct store* const s = user;
+  memcpy(data, s->bytes + offset, size);
+  return s->result;
+}
+
+static int32_t count_progress(void* user, int64_t done, int64_t total) {
+  int* const calls = user;
+  if (done > total) return 1;
+  ++*calls;
+  return 0;
+}
+
+static ga_context* with_one_parameter(float* w) {
+  const int64_t two = 2;
+  ga_context* ctx = NULL;
+  ga_optimizer sgd;
+  OK(ga_context_create(NULL, &ctx));
+  OK(ga_optimizer_init(&sgd, sizeof sgd, GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH));
+  sgd.lr = 1, sgd.momentum = 0.5;
+  OK(ga_group_add(ctx, &sgd, NULL));
+  OK(ga_param_add(ctx, 0, "w", w, GA_F32, 1, &two, NULL, NULL));
+  return ctx;
+}
+
+/* A window that is saved after its first micro-batch, in each of the four ways. */
+static void state_on_disk(void) {
+  static struct store store;
+  static char bytes[16384];
+  const char* const path = "test_api_state.safetensors";
+  float w[2] = {1, 2}, w2[2];
+  float dw[2] = {4, -4};
+  const void* list[1];
+  ga_state_options options;
+  char note[16];
+  size_t size = 0, note_size = 0;
+  int calls = 0, way;
+  ga_context *ctx = with_one_parameter(w), *other;
+  list[0] = dw;
+  OK(ga_state_options_init(&options, sizeof options));
+  CHECK(options.struct_size == sizeof options && options.parts == GA_STATE_ALL);
+  options.note = "epoch 3";
+  options.progress = count_progress;
+  options.progress_user = &calls;
+  OK(ga_accumulate(ctx, list, 1, 1, NULL));
+  OK(ga_step(ctx, NULL));
+  OK(ga_accumulate(ctx, list, 1, 1, NULL));
+
+  OK(ga_save(ctx, path, &options));
+  CHECK(calls > 0);
+  OK(ga_state_note(path, NULL, 0, &note_size));
+  CHECK(note_size == sizeof "epoch 3");
+  OK(ga_state_note(path, note, sizeof note, &note_size));
+  CHECK(strcmp(note, "epoch 3") == 0);
+  OK(ga_save_to_memory(ctx, NULL, NULL, 0, &size));
+  CHECK(size > 0 && size <= sizeof bytes);
+  FAILS(ga_save_to_memory(ctx, NULL, bytes, size - 1, &size), GA_ERROR_INVALID_ARGUMENT);
+  OK(ga_save_to_memory(ctx, NULL, bytes, sizeof bytes, &size));
+  OK(ga_state_write(ctx, write_store, &store, NULL));
+  CHECK((size_t)store.size == size && memcmp(store.bytes, bytes, size) == 0);
+
+  dw[0] = 8;
+  OK(ga_accumulate(ctx, list, 1, 1, NULL));
+  OK(ga_step(ctx, NULL));
+  for (way = 0; way < 3; ++way) {
+    w2[0] = w2[1] = 77;
+    other = with_one_parameter(w2);
+    OK(way == 0   ? ga_load(other, path, NULL)
+       : way == 1 ? ga_load_from_memory(other, bytes, size, NULL)
+                  : ga_state_read(other, read_store, &store, store.size, NULL));
+    CHECK(w2[0] == -3); /* 1 - 4 */
+    OK(ga_accumulate(other, list, 1, 1, NULL));
+    OK(ga_step(other, NULL));
+    CHECK(w2[0] == w[0] && w2[1] == w[1]);
+    ga_context_destroy(other);
+  }
+  store.result = 5;
+  FAILS(ga_state_write(ctx, write_store, &store, NULL), GA_ERROR_IO);
+  CHECK(remove(path) == 0);
   ga_context_destroy(ctx);
 }
 
@@ -457,6 +556,7 @@ int main(void) {
   build();
   changes();
   versions_and_errors();
+  state_on_disk();
   life_cycle();
   flat_external_matmul();
   precision_rows_averages();

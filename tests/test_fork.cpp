@@ -114,6 +114,20 @@ void expect_all_refused(ga_context* ctx) {
       {"ga_state_get", [&] { return ga_state_get(ctx, 0, "step", &count, GA_I64, 1); }},
       {"ga_state_set", [&] { return ga_state_set(ctx, 0, "step", &count, GA_I64, 1); }},
       {"ga_state_reset", [&] { return ga_state_reset(ctx, 0); }},
+      {"ga_save", [&] { return ga_save(ctx, "unused", nullptr); }},
+      {"ga_load", [&] { return ga_load(ctx, "unused", nullptr); }},
+      {"ga_save_to_memory", [&] { return ga_save_to_memory(ctx, nullptr, nullptr, 0, &slots); }},
+      {"ga_load_from_memory", [&] { return ga_load_from_memory(ctx, &number, 8, nullptr); }},
+      {"ga_state_write",
+       [&] {
+         return ga_state_write(
+             ctx, [](void*, int64_t, const void*, size_t) { return 0; }, nullptr, nullptr);
+       }},
+      {"ga_state_read",
+       [&] {
+         return ga_state_read(
+             ctx, [](void*, int64_t, void*, size_t) { return 0; }, nullptr, 8, nullptr);
+       }},
       {"ga_ema_swap", [&] { return ga_ema_swap(ctx, 1); }},
       {"ga_micro_abort", [&] { return ga_micro_abort(ctx); }},
       {"ga_group_set_schedule", [&] { return ga_group_set_schedule(ctx, 0, &s); }},

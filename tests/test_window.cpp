@@ -193,6 +193,22 @@ std::vector<Call> calls() {
          return ga_state_set(t.ctx, 0, "step", &steps, GA_I64, 1);
        },
        {o, s, s, s, s, s, s, s}},
+      {"ga_save_to_memory",
+       [](S t) {
+         size_t size;
+         return ga_save_to_memory(t.ctx, nullptr, nullptr, 0, &size);
+       },
+       {o, o, o, s, s, s, o, s}},
+      {"ga_state_write",
+       [](S t) {
+         return ga_state_write(
+             t.ctx, [](void*, int64_t, const void*, size_t) -> int32_t { return 0; }, nullptr,
+             nullptr);
+       },
+       {o, o, o, s, s, s, o, s}},
+      {"ga_load_from_memory",
+       [](S t) { return ga_load_from_memory(t.ctx, "too short", 4, nullptr); },
+       {GA_ERROR_FORMAT, s, s, s, s, s, s, s}},
       {"ga_state_reset", [](S t) { return ga_state_reset(t.ctx, 0); }, {o, s, s, s, s, s, s, s}},
       {"ga_context_set_steps",
        [](S t) { return ga_context_set_steps(t.ctx, 3); },

@@ -97,15 +97,14 @@ enum {
   GA_ERROR_INVALID_ARGUMENT = 1, /* a required pointer was NULL, an id unknown, a number illegal */
   GA_ERROR_INVALID_STATE = 2,    /* the call is not legal now */
   GA_ERROR_OUT_OF_MEMORY = 3,
-  GA_ERROR_UNSUPPORTED = 4, /* not in this build, on this machine or with these options */
-  GA_ERROR_NONFINITE = 5,   /* the window holds infinities or NaN, under GA_NONFINITE_FAIL */
-  GA_ERROR_FAULT = 6,       /* failed half-way: see "Errors in detail" */
-  GA_ERROR_INTERNAL = 7,    /* a defect of the library: please report the message */
-  GA_ERROR_WINDOW_FULL = 8, /* the window holds K micro-batches: ga_step must be called next */
-  /* Reserved; no function returns them yet. */
+  GA_ERROR_UNSUPPORTED = 4,    /* not in this build, on this machine or with these options */
+  GA_ERROR_NONFINITE = 5,      /* the window holds infinities or NaN, under GA_NONFINITE_FAIL */
+  GA_ERROR_FAULT = 6,          /* failed half-way: see "Errors in detail" */
+  GA_ERROR_INTERNAL = 7,       /* a defect of the library: please report the message */
+  GA_ERROR_WINDOW_FULL = 8,    /* the window holds K micro-batches: ga_step must be called next */
   GA_ERROR_IO = 9,             /* a file could not be read or written */
   GA_ERROR_FORMAT = 10,        /* a file or buffer is not a state of this library, or is damaged */
-  GA_ERROR_COMMUNICATION = 11, /* another rank or the transport failed */
+  GA_ERROR_COMMUNICATION = 11, /* reserved; no function returns it yet */
   GA_ERROR_CANCELLED = 12      /* a callback of the program asked to stop */
 };
 
@@ -265,7 +264,8 @@ GA_API ga_status ga_step(ga_context* ctx, ga_step_result* out);
  *    Loss scale              for f16
  *    EMA                     moving averages of the parameters
  *    Parameters              options, flat blocks, queries, freezing, removing
- *    State by name           to save and to carry over what an optimizer keeps
+ *    State by name           to carry over what an optimizer keeps
+ *    State on disk           to stop a run and go on
  *    Groups                  new hyper-parameters, queries, an optimizer of your own
  *    Devices, Memory, Build
  *    Errors in detail
@@ -283,6 +283,7 @@ GA_API ga_status ga_step(ga_context* ctx, ga_step_result* out);
 %immutable ga_flat_entry::name;
 %immutable ga_param_info::name;
 %immutable ga_state_info::name;
+%immutable ga_state_options::note;
 %immutable ga_build::compiler;
 %immutable ga_build::cpu_loops;
 /* clang-format on */
@@ -983,9 +984,8 @@ GA_API ga_status ga_param_remove(ga_context* ctx, ga_param param);
 
 /* ---- State by name --------------------------------------------------------------------------- */
 
-/* Needed to save a run, to carry it from or to another framework, or to look at what an optimizer
-   keeps. Every array of a parameter has a name and is read or written in the host's memory, also
-   with a device:
+/* Needed to carry a run from or to another framework, or to look at what an optimizer keeps. Every
+   array of a parameter has a name and is read or written in the host's memory, also with a device:
 
      "exp_avg", ...   optimizer state, under its name in torch.optim, or in timm if torch lacks the
                       optimizer, whatever the flavor; docs/reference.md has the list
@@ -1031,6 +1031,112 @@ GA_API ga_status ga_state_set(ga_context* ctx, ga_param param, const char* name,
 /* Puts all state of a parameter back to the beginning: the optimizer's and its counts, master
    weights and EMA (the parameter itself). Between windows. */
 GA_API ga_status ga_state_reset(ga_context* ctx, ga_param param);
+
+/* ---- State on disk --------------------------------------------------------------------------- */
+
+/* Needed to stop a run and to go on as if it had not stopped, with a window that is empty or open:
+
+     ga_save(ctx, "run.safetensors", NULL);      after any micro-batch or step
+     ...
+     ga_load(ctx, "run.safetensors", NULL);      in a new process, with the same groups, parameters
+                                                 and layers, before its first micro-batch
+
+   The next steps then have the same bits as without the stop, on the same build, kind of device and
+   processor; on others, the same values to rounding. The file is safetensors: "w" is the parameter
+   of that name in its dtype, "w.exp_avg" and so on its state under the names above. It holds
+   everything that a context knows but K, results of earlier windows than the last, and gradients
+   that were delivered to GA_OPTIMIZER_EXTERNAL. docs/checkpoints.md describes the file, and how it
+   goes to PyTorch and Keras and back.
+
+   Saving is legal while no micro-batch is open and the window is not GA_WINDOW_INVALID; loading
+   while the window is empty. Neither while a stream is captured. Both wait. The path of a file is
+   in the encoding of the system. */
+
+/* What is saved or loaded. ALL: the parameters and what the library keeps. LIBRARY: not the
+   parameters, which the program saves by itself. PARAMETERS: the parameters, and the running
+   statistics of batch normalisation: a plain model file. Loading it takes master weights anew, and
+   leaves all other state. */
+typedef int32_t ga_state_parts;
+enum { GA_STATE_ALL = 0, GA_STATE_LIBRARY = 1, GA_STATE_PARAMETERS = 2 };
+
+/* What a load does about the settings in the file: hyper-parameters, schedules, clips, loss scaler,
+   seed, loss scale, lr_scale, weight_decay_scale, frozen parameters and layers; and all that is set
+   once: ga_config, EMA, options of parameters and layers.
+   COMPARE   If one differs that changes numbers, the load fails and lists what differs.
+   TAKE      Takes the former from the file, and compares the latter.
+   KEEP      Keeps those of the context. (The order of parameters that are rounded stochastically,
+             and what an open window depends on, are compared always.) */
+typedef int32_t ga_state_settings;
+enum { GA_SETTINGS_COMPARE = 0, GA_SETTINGS_TAKE = 1, GA_SETTINGS_KEEP = 2 };
+
+/* Called now and then with the bytes that are done, of all. Another value than 0 ends the save, or a
+   load that has not begun to change the context, with GA_ERROR_CANCELLED. Must not use the
+   context. */
+typedef int32_t (*ga_progress)(void* user, int64_t done, int64_t total);
+
+typedef struct ga_state_options {
+  size_t struct_size;
+  ga_state_parts parts;       /* default GA_STATE_ALL */
+  ga_state_settings settings; /* of a load; default GA_SETTINGS_COMPARE */
+  int32_t allow_missing; /* 1: a load leaves what the file has nothing of as it is; default 0 */
+  int32_t allow_extra;   /* 1: a load skips what the context has no place for; default 0 */
+  int32_t unmarked;      /* 1: a load takes a safetensors file without a format mark, a model
+                                 file of another program; default 0 */
+  int32_t reserved;      /* 0 */
+  ga_progress progress;  /* default NULL */
+  void* progress_user;   /* passed to progress */
+  const char* note;      /* of a save: a text of the program's own, in UTF-8, such as its place
+                                 in the data; default NULL: none. See ga_state_note */
+} ga_state_options;
+
+/* Writes the defaults. */
+GA_API ga_status ga_state_options_init(ga_state_options* out, size_t struct_size);
+
+/* Saves to a file, as a whole or not at all: whatever happens, path is the old file or the new one,
+   whole and on the disk when the call returns. (It is written beside it, then renamed; a link stays,
+   and its target is replaced. What a killed save has left there, the next save to path removes.)
+   options may be NULL. GA_ERROR_IO: the message has the reason of the system.
+   GA_ERROR_CANCELLED. */
+GA_API ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* options);
+
+/* Loads what ga_save has saved, as a whole or not at all: the file is read once to check it, by its
+   checksums and against the context, and once more into place. options may be NULL.
+   GA_ERROR_INVALID_ARGUMENT: what the file holds is not what the context has (the message lists
+   names that are missing, extra, or of another shape or dtype) or other settings. GA_ERROR_FORMAT:
+   the file is damaged, not a state, or of a newer version. GA_ERROR_IO, GA_ERROR_CANCELLED.
+   GA_ERROR_FAULT: the second reading failed, or found other bytes than the first; only
+   ga_context_destroy is legal. */
+GA_API ga_status ga_load(ga_context* ctx, const char* path, const ga_state_options* options);
+
+/* Saves to memory. *out_size: the bytes that it takes. out: [capacity] bytes; NULL: only *out_size is
+   set. GA_ERROR_INVALID_ARGUMENT: capacity is too small; *out_size is set. */
+GA_API ga_status ga_save_to_memory(ga_context* ctx, const ga_state_options* options, void* out,
+                                   size_t capacity, size_t* out_size);
+
+/* Loads from memory, which must not change meanwhile. data: [size] bytes. Otherwise as ga_load. */
+GA_API ga_status ga_load_from_memory(ga_context* ctx, const void* data, size_t size,
+                                     const ga_state_options* options);
+
+/* For programs that store state themselves: functions that store, or read, size bytes at an offset.
+   They return 0, or another value, which ends the call with GA_ERROR_IO. They run on the calling
+   thread and must not use the context. */
+typedef int32_t (*ga_write_fn)(void* user, int64_t offset, const void* data, size_t size);
+typedef int32_t (*ga_read_fn)(void* user, int64_t offset, void* data, size_t size);
+
+/* As ga_save. Every byte is written once, in ascending order but for the header, at offset 0, which
+   comes last. */
+GA_API ga_status ga_state_write(ga_context* ctx, ga_write_fn write, void* user,
+                                const ga_state_options* options);
+
+/* As ga_load. size: of the whole state in bytes. Most of it is read twice. */
+GA_API ga_status ga_state_read(ga_context* ctx, ga_read_fn read, void* user, int64_t size,
+                               const ga_state_options* options);
+
+/* The note in a file that was saved. out: [capacity] chars, with a final NUL; may be NULL if capacity
+   is 0. *out_size: the chars that it takes, the NUL included; 0: the file has no note.
+   GA_ERROR_INVALID_ARGUMENT: capacity is too small; *out_size is set. GA_ERROR_IO,
+   GA_ERROR_FORMAT. */
+GA_API ga_status ga_state_note(const char* path, char* out, size_t capacity, size_t* out_size);
 
 /* ---- Groups in detail ------------------------------------------------------------------------ */
 

@@ -149,6 +149,27 @@ T defaults(Init init, Arguments... arguments) {
   return filled;
 }
 
+// Carries an exception of a callable past the C function that has called it.
+class Relay {
+ public:
+  template <typename Body>
+  std::int32_t run(Body&& body) noexcept {
+    try {
+      body();
+      return 0;
+    } catch (...) {
+      thrown_ = std::current_exception();
+      return 1;
+    }
+  }
+  void rethrow() const {
+    if (thrown_) std::rethrow_exception(thrown_);
+  }
+
+ private:
+  std::exception_ptr thrown_;
+};
+
 }  // namespace detail
 
 inline ga_config default_config() { return detail::defaults<ga_config>(ga_config_init); }
@@ -185,6 +206,10 @@ inline ga_micro_options default_micro_options() {
   return detail::defaults<ga_micro_options>(ga_micro_options_init);
 }
 
+inline ga_state_options default_state_options() {
+  return detail::defaults<ga_state_options>(ga_state_options_init);
+}
+
 // ---- Library ------------------------------------------------------------------------------------
 
 inline std::int32_t version() noexcept { return ga_version(); }
@@ -200,6 +225,15 @@ inline std::int32_t device_count(ga_device device) {
   std::int32_t count = 0;
   check(ga_device_count(device, &count));
   return count;
+}
+
+// The note in a file that was saved; "" if there is none.
+inline std::string state_note(const std::string& path) {
+  std::size_t size = 0;
+  check(ga_state_note(path.c_str(), nullptr, 0, &size));
+  std::string note(size, '\0');
+  if (size > 0) check(ga_state_note(path.c_str(), note.data(), note.size(), &size));
+  return note.substr(0, size > 0 ? size - 1 : 0);
 }
 
 // ---- Configuration ------------------------------------------------------------------------------
@@ -678,6 +712,62 @@ class Context {
                        static_cast<std::int64_t>(std::size(values))));
   }
   void state_reset(Param param) { check(ga_state_reset(get(), id(param))); }
+
+  // -- State on disk
+
+  void save(const std::string& path, const ga_state_options* options = nullptr) {
+    check(ga_save(get(), path.c_str(), options));
+  }
+  void load(const std::string& path, const ga_state_options* options = nullptr) {
+    check(ga_load(get(), path.c_str(), options));
+  }
+  std::vector<char> save_to_memory(const ga_state_options* options = nullptr) {
+    std::size_t size = 0;
+    check(ga_save_to_memory(get(), options, nullptr, 0, &size));
+    std::vector<char> bytes(size);
+    check(ga_save_to_memory(get(), options, bytes.data(), bytes.size(), &size));
+    return bytes;
+  }
+  // bytes: a vector, an array, a span, ... of objects of one byte.
+  template <typename Bytes>
+  void load_from_memory(const Bytes& bytes, const ga_state_options* options = nullptr) {
+    static_assert(sizeof(*std::data(bytes)) == 1, "the elements of bytes are bytes");
+    check(ga_load_from_memory(get(), std::data(bytes), std::size(bytes), options));
+  }
+  // write(std::int64_t offset, const void* data, std::size_t size) and read(std::int64_t offset,
+  // void* data, std::size_t size) report failures by exceptions, which reach the caller.
+  template <typename Write>
+  void state_write(Write&& write, const ga_state_options* options = nullptr) {
+    detail::Relay relay;
+    const auto call = [&](std::int64_t offset, const void* data, std::size_t size) {
+      return relay.run([&] { write(offset, data, size); });
+    };
+    using Call = decltype(call);
+    const ga_status status = ga_state_write(
+        get(),
+        [](void* user, std::int64_t offset, const void* data, std::size_t size) {
+          return (*static_cast<const Call*>(user))(offset, data, size);
+        },
+        const_cast<Call*>(&call), options);
+    relay.rethrow();
+    check(status);
+  }
+  template <typename Read>
+  void state_read(Read&& read, std::int64_t size, const ga_state_options* options = nullptr) {
+    detail::Relay relay;
+    const auto call = [&](std::int64_t offset, void* data, std::size_t bytes) {
+      return relay.run([&] { read(offset, data, bytes); });
+    };
+    using Call = decltype(call);
+    const ga_status status = ga_state_read(
+        get(),
+        [](void* user, std::int64_t offset, void* data, std::size_t bytes) {
+          return (*static_cast<const Call*>(user))(offset, data, bytes);
+        },
+        const_cast<Call*>(&call), size, options);
+    relay.rethrow();
+    check(status);
+  }
 
   // -- Accumulate: a whole micro-batch
 

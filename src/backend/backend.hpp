@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -42,6 +43,14 @@ class TaskList {
   size_t size_ = 0;
 };
 
+// Memory where the arrays live, of the library or of the program.
+struct Region {
+  void* data;
+  size_t bytes;
+};
+using TakePiece = std::function<void(const void* piece, size_t bytes)>;
+using FillPiece = std::function<void(void* piece, size_t bytes)>;
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -55,6 +64,11 @@ class Backend {
   virtual void write(void* to, const void* from, size_t bytes) = 0;
   // Copies from a block to the host or to the program's own memory on the device; waits.
   virtual void read(void* to, const void* from, size_t bytes) = 0;
+  // Read and write large arrays, one region after the other, piece by piece: take() gets each piece in
+  // the host's memory, fill() puts the next one there. No piece belongs to two regions. What take() or
+  // fill() throws ends the call. Both wait.
+  virtual void read_pieces(Span<const Region> regions, const TakePiece& take) = 0;
+  virtual void write_pieces(Span<const Region> regions, const FillPiece& fill) = 0;
   virtual Mirror mirror(size_t bytes) = 0;  // zeros; throws std::bad_alloc
   virtual void free(Mirror& mirror) noexcept = 0;
   // Makes the host's bytes [offset, offset + bytes) visible to the kernels.
@@ -93,6 +107,9 @@ class Backend {
                            int64_t index) = 0;
   // Resets the counters of a discarded window; lowers the loss scale if ga_step had rejected it.
   virtual void clear_window() = 0;
+  // Takes this control block for that of the last decide(), and forgets the results of all windows but
+  // the one in it.
+  virtual void restore(const Control& control) = 0;
   // The control block after the last decide(), at a host address; NULL if reading it needs a wait.
   virtual const Control* known() = 0;
   // Returns whether the decide() with that ticket is done; if so, sets out.

@@ -221,6 +221,18 @@ FIELD(ga_state_info, dtype, 16, 4, 8, 4);
 FIELD(ga_state_info, reserved, 20, 4, 12, 4);
 FIELD(ga_state_info, count, 24, 8, 16, 8);
 
+SIZE(ga_state_options, 56, 40);
+FIELD(ga_state_options, struct_size, 0, 8, 0, 4);
+FIELD(ga_state_options, parts, 8, 4, 4, 4);
+FIELD(ga_state_options, settings, 12, 4, 8, 4);
+FIELD(ga_state_options, allow_missing, 16, 4, 12, 4);
+FIELD(ga_state_options, allow_extra, 20, 4, 16, 4);
+FIELD(ga_state_options, unmarked, 24, 4, 20, 4);
+FIELD(ga_state_options, reserved, 28, 4, 24, 4);
+FIELD(ga_state_options, progress, 32, 8, 28, 4);
+FIELD(ga_state_options, progress_user, 40, 8, 32, 4);
+FIELD(ga_state_options, note, 48, 8, 36, 4);
+
 SIZE(ga_memory, 80, 80);
 FIELD(ga_memory, struct_size, 0, 8, 0, 4);
 FIELD(ga_memory, accumulators, 8, 8, 8, 8);
@@ -380,6 +392,14 @@ VALUE(GA_ROWS_NONE, 0);
 VALUE(GA_ROWS_DENSE, 1);
 VALUE(GA_ROWS_LAZY, 2);
 
+VALUE(GA_STATE_ALL, 0);
+VALUE(GA_STATE_LIBRARY, 1);
+VALUE(GA_STATE_PARAMETERS, 2);
+
+VALUE(GA_SETTINGS_COMPARE, 0);
+VALUE(GA_SETTINGS_TAKE, 1);
+VALUE(GA_SETTINGS_KEEP, 2);
+
 VALUE(GA_BN_MICRO, 0);
 VALUE(GA_BN_WINDOW, 1);
 VALUE(GA_BN_CUMULATIVE, 2);
@@ -415,6 +435,8 @@ _Static_assert(sizeof(ga_ema_kind) == 4, "ga_ema_kind");
 _Static_assert(sizeof(ga_master) == 4, "ga_master");
 _Static_assert(sizeof(ga_rounding) == 4, "ga_rounding");
 _Static_assert(sizeof(ga_rows) == 4, "ga_rows");
+_Static_assert(sizeof(ga_state_parts) == 4, "ga_state_parts");
+_Static_assert(sizeof(ga_state_settings) == 4, "ga_state_settings");
 _Static_assert(sizeof(ga_bn) == 4, "ga_bn");
 _Static_assert(sizeof(ga_bn_mode) == 4, "ga_bn_mode");
 _Static_assert(sizeof(ga_bn_layout) == 4, "ga_bn_layout");
@@ -495,6 +517,17 @@ FUNCTION(ga_state_get, ga_status (*)(ga_context*, ga_param, const char*, void*, 
 FUNCTION(ga_state_set,
          ga_status (*)(ga_context*, ga_param, const char*, const void*, ga_dtype, int64_t));
 FUNCTION(ga_state_reset, ga_status (*)(ga_context*, ga_param));
+FUNCTION(ga_state_options_init, ga_status (*)(ga_state_options*, size_t));
+FUNCTION(ga_save, ga_status (*)(ga_context*, const char*, const ga_state_options*));
+FUNCTION(ga_load, ga_status (*)(ga_context*, const char*, const ga_state_options*));
+FUNCTION(ga_save_to_memory,
+         ga_status (*)(ga_context*, const ga_state_options*, void*, size_t, size_t*));
+FUNCTION(ga_load_from_memory,
+         ga_status (*)(ga_context*, const void*, size_t, const ga_state_options*));
+FUNCTION(ga_state_write, ga_status (*)(ga_context*, ga_write_fn, void*, const ga_state_options*));
+FUNCTION(ga_state_read,
+         ga_status (*)(ga_context*, ga_read_fn, void*, int64_t, const ga_state_options*));
+FUNCTION(ga_state_note, ga_status (*)(const char*, char*, size_t, size_t*));
 FUNCTION(ga_group_set_weight_decay, ga_status (*)(ga_context*, ga_group, double));
 FUNCTION(ga_group_set_optimizer, ga_status (*)(ga_context*, ga_group, const ga_optimizer*));
 FUNCTION(ga_group_set_frozen, ga_status (*)(ga_context*, ga_group, int32_t));

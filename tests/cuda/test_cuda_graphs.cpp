@@ -678,6 +678,9 @@ TEST_F(Graphs, CallsThatWaitAreRefused) {
         EXPECT_TRUE(refused(ga_state_reset(m, 0)));
         EXPECT_TRUE(refused(ga_context_set_steps(m, 3)));
         EXPECT_TRUE(refused(ga_ema_swap(m, 1)));
+        size_t size = 0;
+        EXPECT_TRUE(refused(ga_save_to_memory(m, nullptr, nullptr, 0, &size)));
+        EXPECT_TRUE(refused(ga_load_from_memory(m, "", 0, nullptr)));
         EXPECT_TRUE(refused(ga_param_remove(m, 0)));
         EXPECT_EQ(ga_step_result_get(m, 0, 0, &r), GA_OK);
       };
@@ -689,6 +692,37 @@ TEST_F(Graphs, CallsThatWaitAreRefused) {
     graph.replay(m.stream());
     loop.note();
     expect_same_records(eager, m.records());
+  }
+}
+
+// A load writes in place, so a graph that was captured before goes on from what was loaded.
+TEST_F(Graphs, ALoadedStateGoesOnInTheGraph) {
+  Small s(config(), optimizer(GA_OPTIMIZER_ADAMW));
+  s.window();
+  EXPECT_OK(ga_synchronize(s.ctx));
+  Graph graph;
+  graph.capture(s.stream, [&] { s.window(); });
+  graph.replay(s.stream);
+  s.window();  // pending when the save begins
+  size_t size = 0;
+  EXPECT_OK(ga_save_to_memory(s.ctx, nullptr, nullptr, 0, &size));
+  std::vector<char> bytes(size);
+  EXPECT_OK(ga_save_to_memory(s.ctx, nullptr, bytes.data(), bytes.size(), &size));
+  std::vector<Tensor> expected;
+  for (const bool loaded : {false, true}) {
+    if (loaded) {
+      EXPECT_OK(ga_load_from_memory(s.ctx, bytes.data(), bytes.size(), nullptr));
+      EXPECT_EQ(result_of(s.ctx).windows, 3);
+      EXPECT_EQ(window(s.ctx).steps, 3);
+    }
+    for (int k = 0; k < 2; ++k) graph.replay(s.stream);
+    s.stream.wait();
+    EXPECT_EQ(result_of(s.ctx).windows, 5);
+    EXPECT_EQ(result_of(s.ctx).steps, 5);
+    for (size_t i = 0; i < s.params.size(); ++i) {
+      if (!loaded) expected.push_back(s.params[i]->get());
+      EXPECT_TRUE(s.params[i]->get() == expected[i]) << i;
+    }
   }
 }
 

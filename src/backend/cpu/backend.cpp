@@ -62,6 +62,12 @@ class CpuBackend final : public Backend {
   void copy(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
   void write(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
   void read(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
+  void read_pieces(Span<const Region> regions, const TakePiece& take) override {
+    each_piece(regions, take);
+  }
+  void write_pieces(Span<const Region> regions, const FillPiece& fill) override {
+    each_piece(regions, fill);
+  }
   Mirror mirror(size_t bytes) override {
     void* const data = cpu::allocate(bytes);
     return {data, data, bytes};
@@ -140,6 +146,12 @@ class CpuBackend final : public Backend {
   void clear_window() override {
     Crew crew;
     ga::clear_window(crew, tables_);
+  }
+
+  void restore(const Control& control) override {
+    *tables_.control = control;
+    results_ = Results();
+    if (control.result.windows > 0) results_.keep(control.result);
   }
 
   const Control* known() override { return tables_.control; }
@@ -265,6 +277,17 @@ class CpuBackend final : public Backend {
         threads_(config),
         cache_(last_level_cache()),
         batchnorm_(threads_, isa.batchnorm(), cache_) {}
+
+  // f(piece, bytes) for pieces that stay in a core's cache from one reader of them to the next.
+  template <class F>
+  static void each_piece(Span<const Region> regions, F&& f) {
+    constexpr size_t kPiece = size_t{256} << 10;
+    for (size_t k = 0; k < regions.size; ++k) {
+      const Region& r = regions.data[k];
+      for (size_t at = 0; at < r.bytes; at += kPiece)
+        f(static_cast<char*>(r.data) + at, std::min(kPiece, r.bytes - at));
+    }
+  }
 
   // The norm tasks of a step.
   struct Norms {

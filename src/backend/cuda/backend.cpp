@@ -15,6 +15,7 @@
 #include "backend/cuda/results.hpp"
 #include "backend/cuda/rows.hpp"
 #include "backend/cuda/runtime.hpp"
+#include "backend/cuda/transfer.hpp"
 #include "tensor.hpp"
 
 namespace ga::cuda {
@@ -70,6 +71,13 @@ class CudaBackend final : public Backend {
                      "a copy from the device");
       runtime_.wait();
     });
+  }
+
+  void read_pieces(Span<const Region> regions, const TakePiece& take) override {
+    transfer_.read(regions, take);
+  }
+  void write_pieces(Span<const Region> regions, const FillPiece& fill) override {
+    transfer_.write(regions, fill);
   }
 
   Mirror mirror(size_t bytes) override {
@@ -161,6 +169,11 @@ class CudaBackend final : public Backend {
 
   void clear_window() override {
     runtime_.call([&] { cuda::clear_window(queue(), tables_); });
+  }
+
+  void restore(const Control& control) override {
+    write(tables_.control, &control, sizeof control);
+    runtime_.call([&] { results_.restore(control.result); });
   }
 
   const Control* known() override { return nullptr; }
@@ -369,6 +382,7 @@ class CudaBackend final : public Backend {
   Rows rows_;
   MatmulEngine matmul_;
   Results results_;
+  Transfer transfer_{runtime_};
   Buffer counters_;  // for each parameter one for pieces of units, then two for rows and columns
   size_t most_params_ = 0;
   Buffer inputs_;        // of a micro-batch with more contributions than a launch takes

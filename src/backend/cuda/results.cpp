@@ -16,6 +16,12 @@ Results::Results(Runtime& runtime) : runtime_(runtime) {
   });
 }
 
+void Results::restore(const ga_step_result& last) {
+  runtime_.wait();
+  std::fill(slots_, slots_ + kSlots, RingSlot());
+  if (last.windows > 0) slots_[last.windows % kSlots] = {last, 0, last.windows, -1};
+}
+
 // The device writes the window last, so a slot is whole if its window is the same before and after.
 bool Results::read(const RingSlot& slot, RingSlot& out) {
   const int64_t window = __atomic_load_n(&slot.window, __ATOMIC_ACQUIRE);

@@ -14,6 +14,8 @@ class Results {
   explicit Results(Runtime& runtime);
 
   const Ring& ring() const { return ring_; }
+  // Waits, and forgets all results but this one.
+  void restore(const ga_step_result& last);
   // See Backend::result.
   bool get(int64_t window, bool wait, ga_step_result& out);
   // See Backend::result_of.

@@ -1,0 +1,402 @@
+// SPDX-License-Identifier: Apache-2.0
+// What saving and loading have in common, and saving.
+#include "checkpoint.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "error.hpp"
+#include "fp_mode.hpp"
+#include "tensor.hpp"
+
+namespace ga {
+namespace {
+
+uint64_t bits_of(double x) {
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+uint64_t bits_of(int64_t x) { return static_cast<uint64_t>(x); }
+
+// F32 and so on, as safetensors has it.
+const char* name_of(int32_t dtype) {
+  static constexpr const char* names[] = {"", "F32", "F64", "F16", "BF16", "I32", "I64"};
+  return names[dtype];
+}
+
+}  // namespace
+
+Checkpoint::Checkpoint(Context& context, const ga_state_options& options, const char* what)
+    : context_(context), options_(options), what_(what) {
+  context_.window_.check_closed(what);
+  context_.check_no_capture(what);
+}
+
+// ---- The tensors of a parameter -----------------------------------------------------------------
+
+// The arrays of the optimizer, the master weights and the EMA that the parameter has or may have, in the
+// shapes of PyTorch.
+std::vector<Checkpoint::NamedArray> Checkpoint::arrays_of(size_t i) const {
+  const Param& p = context_.params_[i];
+  const Tensor& t = context_.tensors_[i];
+  const int op = context_.op_of(p);
+  std::vector<NamedArray> list;
+  for (const OwnedArray& a : context_.arrays_of(i)) {
+    if (!a.name || a.kind < kState || a.kind > kAverage) continue;
+    std::vector<int64_t> shape = t.shape;
+    const bool slot = a.kind < kMaster;
+    if (slot && op_info(op).factored)
+      shape[shape.size() - (a.kind == kState ? 1 : 2)] = 1;
+    else if (slot && op_info(op).row_state)
+      shape = {a.count};
+    list.push_back({a, a.format ? a.format : p.real(), std::move(shape)});
+  }
+  return list;
+}
+
+// Whether some array of the parameter is rounded by keys that depend on its id.
+bool Checkpoint::is_by_chance(size_t i) const {
+  const Param& p = context_.params_[i];
+  const bool average = context_.ema_ && average_format(p, context_.ema_) == GA_BF16;
+  return context_.tensors_[i].options.rounding == GA_ROUND_STOCHASTIC || average ||
+         context_.group_of(p).optimizer.state_dtype == GA_BF16 ||
+         (context_.config_.accumulation == GA_ACCUMULATE_STOCHASTIC &&
+          dtype_info(p.accumulator_dtype).size == 2);
+}
+
+// ---- Settings -----------------------------------------------------------------------------------
+
+Fields Checkpoint::param_settings(size_t i) const {
+  const Param& p = context_.params_[i];
+  const Tensor& t = context_.tensors_[i];
+  ga_param_options options = t.options;
+  if (!has_master(p, t, context_.group_of(p))) options.master = GA_MASTER_NONE;
+  Fields f;
+  f.add("group", p.group);
+  f.add_fields(options);
+  f.add("accumulator_dtype", int32_t{p.accumulator_dtype});
+  f.add("lr_scale", t.lr_scale);
+  f.add("weight_decay_scale", t.weight_decay_scale);
+  f.add("frozen", p.frozen);
+  if (is_by_chance(i)) f.add("index", static_cast<int64_t>(i));
+  return f;
+}
+
+// All that changes numbers, by key.
+Checkpoint::Settings Checkpoint::settings() const {
+  Settings list;
+  const auto add = [&](std::string key, const auto& fields) {
+    Fields f;
+    f.add_fields(fields);
+    list.emplace_back(std::move(key), std::move(f));
+  };
+  const ga_config& config = context_.config_;
+  Fields context;
+  context.add("gradient_kind", config.gradient_kind);
+  context.add("reduce", config.reduce);
+  context.add("missing", config.missing);
+  context.add("nonfinite", config.nonfinite);
+  context.add("accumulation", config.accumulation);
+  context.add("noise_scale", config.noise_scale);
+  context.add("noise_smoothing", config.noise_smoothing);
+  context.add("loss_scale", config.loss_scale);
+  context.add("seed", config.seed);
+  list.emplace_back("context", std::move(context));
+  add("clip", context_.clip_);
+  if (context_.scaled_) add("loss_scaler", context_.scaler_);
+  if (context_.ema_) add("ema", *context_.ema_);
+  for (size_t k = 0; k < context_.groups_.size(); ++k) {
+    const Group& g = context_.groups_[k];
+    const std::string key = "group." + std::to_string(k);
+    add(key, g.optimizer);
+    if (g.own_clip) add(key + ".clip", g.clip);
+    if (g.schedule.struct_size == 0) continue;
+    Fields schedule;
+    schedule.add_fields(g.schedule);
+    schedule.add("table_size", g.schedule.table_size);
+    Checksum sum;
+    sum.add(g.rates.host_data(), static_cast<size_t>(g.schedule.table_size) * sizeof(double));
+    schedule.add("table_xxh3", sum.value());
+    list.emplace_back(key + ".schedule", std::move(schedule));
+  }
+  for (size_t i = 0; i < context_.params_.size(); ++i)
+    if (!context_.tensors_[i].removed)
+      list.emplace_back("parameter." + std::string(context_.tensors_[i].name), param_settings(i));
+  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
+    const BatchNorms::Description layer = context_.batch_norms_.describe(id);
+    Fields f;
+    f.add_fields(layer.options);
+    f.add("frozen", layer.frozen);
+    list.emplace_back("layer." + std::string(layer.name), std::move(f));
+  }
+  return list;
+}
+
+// What the contents of an open window depend on.
+Fields Checkpoint::window_settings() const {
+  const ga_config& config = context_.config_;
+  Fields f;
+  f.add("accumulation", config.accumulation);
+  f.add("nonfinite", config.nonfinite);
+  f.add("gradient_kind", config.gradient_kind);
+  f.add("noise_scale", config.noise_scale);
+  f.add("clip_micro", context_.clip_micro_);
+  f.add("scaled", context_.scaled_);
+  return f;
+}
+
+void Checkpoint::report(int64_t bytes, bool may_cancel) {
+  done_ += bytes;
+  if (!options_.progress) return;
+  const ProgramFpMode programs;
+  if (options_.progress(options_.progress_user, done_, total_) != 0 && may_cancel)
+    fail(GA_ERROR_CANCELLED, "%s was cancelled by the progress callback after %lld of %lld bytes",
+         what_, ll(done_), ll(total_));
+}
+
+// ---- Saving -------------------------------------------------------------------------------------
+
+int64_t Checkpoint::file_bytes() {
+  collect();
+  std::vector<safetensors::Tensor> tensors;
+  for (const Saved& s : saved_) tensors.push_back({s.name, name_of(s.dtype), s.shape, 0, 0});
+  return StateWriter(texts(), std::move(tensors)).file_bytes();
+}
+
+void Checkpoint::save(const WriteAt& write) {
+  store_live_gradients();
+  collect();
+  std::vector<safetensors::Tensor> tensors;
+  for (const Saved& s : saved_) tensors.push_back({s.name, name_of(s.dtype), s.shape, 0, 0});
+  StateWriter file(texts(), std::move(tensors));
+  total_ = file.data_bytes();
+  const auto put = [&](const void* piece, size_t bytes) {
+    file.put(write, piece, bytes);
+    report(static_cast<int64_t>(bytes), true);
+  };
+  std::vector<Region> regions;
+  for (const Saved& s : saved_) {
+    if (!s.numbers.empty()) put(s.numbers.data(), s.numbers.size() * sizeof s.numbers[0]);
+    for (const Region& r : s.regions)
+      if (r.bytes > 0) regions.push_back(r);
+  }
+  context_.backend_->read_pieces({regions.data(), regions.size()}, put);
+  if (total_ == 0) report(0, true);
+  file.finish(write);
+}
+
+// Gradients that live in the program's buffers are copied into the accumulators. Their norms stay
+// unknown, as they would have been.
+void Checkpoint::store_live_gradients() {
+  for (size_t i = 0; i < context_.params_.size(); ++i) {
+    Param& p = context_.params_[i];
+    if (p.held() != Held::kAdopted) continue;
+    context_.store_adopted(static_cast<ga_param>(i));
+    p.stale = true;
+  }
+}
+
+void Checkpoint::add_numbers(std::string name, int32_t dtype, std::vector<int64_t> shape,
+                             std::vector<uint64_t> numbers) {
+  saved_.push_back({std::move(name), dtype, std::move(shape), {}, std::move(numbers)});
+}
+
+void Checkpoint::collect() {
+  saved_.clear();
+  context_.backend_->wait();
+  const std::vector<ParamState> states = context_.param_states();
+  for (size_t i = 0; i < context_.params_.size(); ++i)
+    if (!context_.tensors_[i].removed)
+      collect_param(i, i < states.size() ? states[i] : ParamState());
+  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) collect_layer(id);
+  if (options_.parts != GA_STATE_PARAMETERS) collect_window();
+  // Numbers, which are put before the arrays, have the largest elements: all tensors are aligned.
+  std::stable_sort(saved_.begin(), saved_.end(), [](const Saved& a, const Saved& b) {
+    const bool first = !a.numbers.empty(), second = !b.numbers.empty();
+    return first != second ? first : dtype_info(a.dtype).size > dtype_info(b.dtype).size;
+  });
+}
+
+void Checkpoint::collect_param(size_t i, const ParamState& state) {
+  const Param& p = context_.params_[i];
+  const Tensor& t = context_.tensors_[i];
+  const std::string name = t.name;
+  const auto bytes = [](int64_t count, int32_t dtype) {
+    return static_cast<size_t>(count) * static_cast<size_t>(dtype_info(dtype).size);
+  };
+  if (options_.parts != GA_STATE_LIBRARY)
+    saved_.push_back({name, p.dtype, t.shape, {{p.data, data_bytes(p)}}, {}});
+  if (options_.parts == GA_STATE_PARAMETERS || !p.owns) return;
+  for (const auto& [a, dtype, shape] : arrays_of(i)) {
+    if (a.kind == kMaster ? p.master_due : a.kind == kAverage ? !state.averaged : p.state_due)
+      continue;
+    const Region data = {context_.state_data(p, a.kind), bytes(a.count, dtype)};
+    saved_.push_back({name + "." + a.name, dtype, shape, {data}, {}});
+  }
+  const Group& g = context_.group_of(p);
+  if (context_.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH && !p.state_due) {
+    add_numbers(name + ".step", GA_I64, {}, {bits_of(state.clock.step)});
+    const double product = state.clock.step == 0 ? 1 : state.clock.product;
+    if (g.info->product) add_numbers(name + "." + g.info->product, GA_F64, {}, {bits_of(product)});
+  }
+  // Contributions that were dropped count too.
+  if (p.held() != Held::kNothing || p.contributions > 0) collect_held(i, state);
+}
+
+// What the window holds of a parameter.
+void Checkpoint::collect_held(size_t i, const ParamState& state) {
+  const Param& p = context_.params_[i];
+  const Tensor& t = context_.tensors_[i];
+  const std::string name = std::string(t.name) + ".grad_accum";
+  const auto size = static_cast<size_t>(dtype_info(p.accumulator_dtype).size);
+  const size_t bytes = static_cast<size_t>(p.count) * size;
+  Backend& backend = *context_.backend_;
+  const bool rows_alone = p.held() == Held::kRows, nothing = p.held() == Held::kNothing;
+  add_numbers(name + ".window", GA_F64, {7},
+              {bits_of(nothing      ? 0.0
+                       : rows_alone ? 2.0
+                                    : 1.0),
+               bits_of(p.stale ? 1.0 : 0.0), bits_of(static_cast<double>(p.contributions)),
+               bits_of(static_cast<double>(p.last_micro)), bits_of(p.held_weight),
+               bits_of(static_cast<double>(state.contributed)), bits_of(state.held_weight)});
+  if (nothing) return;
+  std::vector<Partial> partials;
+  if (rows_alone && p.count > 0) {
+    RowSet set;
+    backend.read(&set, t.set, sizeof set);
+    std::vector<RowEntry> entries(static_cast<size_t>(set.size));
+    backend.read(entries.data(), set.entries, entries.size() * sizeof(RowEntry));
+    const size_t row_bytes = bytes / static_cast<size_t>(t.rows);
+    std::vector<uint64_t> rows;
+    Saved values = {name + ".values", p.accumulator_dtype, t.shape, {}, {}};
+    values.shape[0] = set.size;
+    for (const RowEntry& e : entries) {
+      rows.push_back(bits_of(e.row));
+      partials.push_back(e.partial);
+      values.regions.push_back(
+          {static_cast<char*>(p.accumulator) + static_cast<size_t>(e.row) * row_bytes, row_bytes});
+    }
+    add_numbers(name + ".rows", GA_I64, {set.size}, std::move(rows));
+    saved_.push_back(std::move(values));
+  } else if (p.count > 0) {
+    saved_.push_back({name, p.accumulator_dtype, t.shape, {{p.accumulator, bytes}}, {}});
+    if (t.low)
+      saved_.push_back({name + "_low", p.accumulator_dtype, t.shape, {{t.low, bytes}}, {}});
+    partials.resize(static_cast<size_t>(chunk_count(p.count)));
+    backend.read(partials.data(), p.partials, partials.size() * sizeof(Partial));
+  }
+  std::vector<uint64_t> sums;
+  for (const Partial& x : partials)
+    for (const double sum : {x.sum_squares, x.noise, static_cast<double>(x.nonfinite)})
+      sums.push_back(bits_of(sum));
+  add_numbers(name + ".partials", GA_F64, {static_cast<int64_t>(partials.size()), 3},
+              std::move(sums));
+}
+
+void Checkpoint::collect_layer(ga_bn id) {
+  const BatchNorms::Description layer = context_.batch_norms_.describe(id);
+  const BatchNorms::Snapshot s = context_.batch_norms_.snapshot(id);
+  const std::string name = layer.name;
+  const int64_t channels = layer.channels;
+  std::vector<uint64_t> mean, variance, steps;
+  for (const BnChannel& c : s.channels) {
+    mean.push_back(bits_of(c.running_mean));
+    variance.push_back(bits_of(c.running_variance));
+    steps.push_back(bits_of(c.steps));
+  }
+  const uint64_t most = *std::max_element(steps.begin(), steps.end());
+  const bool alike = *std::min_element(steps.begin(), steps.end()) == most;
+  add_numbers(name + ".running_mean", GA_F64, {channels}, std::move(mean));
+  add_numbers(name + ".running_var", GA_F64, {channels}, std::move(variance));
+  add_numbers(name + ".num_batches_tracked", GA_I64, {}, {most});
+  if (options_.parts == GA_STATE_PARAMETERS) return;
+  if (!alike)
+    add_numbers(name + ".num_batches_tracked.channels", GA_I64, {channels}, std::move(steps));
+  if (!s.in_window()) return;
+
+  const std::string window = name + ".bn_window";
+  std::vector<uint64_t> state, micros, history;
+  for (const BnChannel& c : s.channels)
+    for (const double x :
+         {c.window.count, c.window.mean, c.window.m2, static_cast<double>(c.merged),
+          static_cast<double>(c.taken), c.count, c.mean, c.variance, c.rstd, c.dbeta, c.dgamma})
+      state.push_back(bits_of(x));
+  for (const auto& m : s.micros)
+    for (const int64_t x : {m.count, int64_t{m.given}, int64_t{m.summed}})
+      micros.push_back(bits_of(x));
+  for (const Moments& m : s.history)
+    for (const double x : {m.count, m.mean, m.m2}) history.push_back(bits_of(x));
+  add_numbers(window, GA_F64, {channels, 11}, std::move(state));
+  add_numbers(window + ".sweep", GA_I64, {6},
+              {bits_of(s.index), bits_of(s.sums_of), bits_of(s.forwarded), bits_of(s.sums),
+               bits_of(int64_t{s.final}), bits_of(s.seen)});
+  add_numbers(window + ".micro_batches", GA_I64, {static_cast<int64_t>(s.micros.size()), 3},
+              std::move(micros));
+  add_numbers(window + ".history", GA_F64,
+              {static_cast<int64_t>(s.history.size()) / channels, channels, 3}, std::move(history));
+}
+
+void Checkpoint::collect_window() {
+  for (size_t k = 0; k < context_.groups_.size(); ++k) {
+    const Group& g = context_.groups_[k];
+    if (g.schedule.table_size == 0) continue;
+    std::vector<uint64_t> rates;
+    for (int64_t i = 0; i < g.schedule.table_size; ++i)
+      rates.push_back(bits_of(g.rates.host_data()[i]));
+    add_numbers(std::string(kOurs) + "group." + std::to_string(k) + ".rates", GA_F64,
+                {g.schedule.table_size}, std::move(rates));
+  }
+  const Window& window = context_.window_;
+  if (window.size() == 0) return;
+  // A scale that only the device knows is that of the whole window.
+  const double scale = context_.loss_scale();
+  std::vector<uint64_t> micros;
+  for (int64_t k = 0; k < window.size(); ++k) {
+    const Micro& m = window.micro(k);
+    for (const double x : {m.weight, m.loss_scale == 0 ? scale : m.loss_scale, m.own ? 1.0 : 0.0,
+                           m.last ? 1.0 : 0.0})
+      micros.push_back(bits_of(x));
+  }
+  add_numbers(std::string(kOurs) + "window.micro_batches", GA_F64, {window.size(), 4},
+              std::move(micros));
+}
+
+// The texts in the metadata.
+Metadata Checkpoint::texts() {
+  Metadata list;
+  const auto add = [&](const std::string& key, std::string text) {
+    list.emplace_back(std::string(kOurs) + key, std::move(text));
+  };
+  add("version", std::to_string(GA_VERSION_MAJOR) + "." + std::to_string(GA_VERSION_MINOR) + "." +
+                     std::to_string(GA_VERSION_PATCH));
+  add("ranks", "1");
+  static constexpr const char* parts[] = {"all", "library", "parameters"};
+  add("parts", parts[options_.parts]);
+  if (options_.note) add("note", options_.note);
+  if (options_.parts == GA_STATE_PARAMETERS) return list;
+  Backend& backend = *context_.backend_;
+  const Control& control = context_.control();
+  Fields counters, result;
+  counters.add_fields(control);
+  counters.add("host_windows", context_.windows_);
+  result.add_fields(control.result);
+  add("counters", counters.text());
+  add("result", result.text());
+  for (size_t k = 0; k < context_.groups_.size(); ++k) {
+    GroupState state;
+    backend.read(&state, context_.tables_.group_states.at(k), sizeof state);
+    Fields f;
+    f.add_fields(state);
+    add("group." + std::to_string(k) + ".state", f.text());
+  }
+  Fields window = window_settings();
+  window.add("dropped", context_.window_.dropped());
+  window.add("rows_held", context_.rows_held_);
+  window.add("noise_repeated", context_.noise_repeated_);
+  add("window", window.text());
+  for (const auto& [key, fields] : settings()) add(key, fields.text());
+  return list;
+}
+
+}  // namespace ga

@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a state file holds of a context: which tensors, under which names, and which texts. One save or
+// one load. The file itself is state_file.hpp's.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "context.hpp"
+#include "fields.hpp"
+#include "state_file.hpp"
+
+namespace ga {
+
+class Checkpoint {
+ public:
+  // Throws if the context cannot be saved now. what: the function that was called.
+  Checkpoint(Context& context, const ga_state_options& options, const char* what);
+
+  int64_t file_bytes();  // of what save() would write now
+  void save(const WriteAt& write);
+  void check_load() const;  // throws if the context cannot be loaded now
+  void load(int64_t size, const ReadAt& read);
+
+ private:
+  // Kinds of a parameter's tensors, after those of its arrays (ArrayKind).
+  enum {
+    kValues = kArrayKinds,  // the parameter itself
+    kStepNumber,
+    kProductNumber,
+    // Of an open window: numbers of the host and of the decision; the partials; of a gradient of some
+    // rows, which rows, and their values.
+    kHeldNumbers,
+    kHeldPartials,
+    kHeldRows,
+    kHeldValues,
+    kParamKinds
+  };
+  // Kinds of a layer's tensors. The last four are of an open window.
+  enum {
+    kMean,
+    kVariance,
+    kSteps,
+    kChannelSteps,
+    kChannels,
+    kSweep,
+    kMicros,
+    kHistory,
+    kLayerKinds
+  };
+
+  struct Saved {
+    std::string name;
+    int32_t dtype;
+    std::vector<int64_t> shape;
+    std::vector<Region> regions;    // where the elements lie
+    std::vector<uint64_t> numbers;  // or the elements themselves, of GA_F64 and GA_I64
+  };
+
+  // What a file has for a parameter or a layer, by kind; -1: nothing.
+  template <int kinds>
+  struct Found {
+    std::array<int64_t, kinds> tensor;
+    Found() { tensor.fill(-1); }
+    bool has(int kind) const { return tensor[static_cast<size_t>(kind)] >= 0; }
+    int64_t at(int kind) const { return tensor[static_cast<size_t>(kind)]; }
+  };
+  // The window of a parameter in a file.
+  struct HeldIn {
+    Held held = Held::kNothing;
+    bool stale = false;
+    int64_t contributions = 0, last_micro = -1, contributed = 0;
+    double held_weight = 0, state_held_weight = 0;
+    std::vector<Partial> partials;
+    std::vector<int64_t> rows;
+  };
+  struct ParamIn : Found<kParamKinds> {
+    bool listed = false;  // the file is ours and has what this library knows of the parameter
+    bool state = false;   // the file has state of it
+    int64_t step = 0;
+    double product = 1;
+    HeldIn window;
+  };
+  struct LayerIn : Found<kLayerKinds> {
+    BatchNorms::Snapshot snapshot;
+  };
+  // What the file says beside its tensors.
+  struct TextsIn {
+    bool counted = false;  // it has the counters
+    Control control = {};
+    int64_t host_windows = 0;
+    std::vector<GroupState> groups;
+    std::vector<char> group_known;
+    bool open = false;  // it has an open window
+    std::vector<Micro> micros;
+    int64_t dropped = 0, rows_held = 0;
+    bool noise_repeated = false;
+  };
+  // Settings that a load may take from the file.
+  struct Taken {
+    struct OfGroup {
+      ga_optimizer optimizer;
+      bool own_clip;
+      ga_clip clip;
+      ga_schedule schedule;
+      Table<double> rates;
+    };
+    std::vector<OfGroup> groups;
+    ga_clip clip;
+    bool scaled;
+    ga_loss_scaler scaler;
+    uint64_t seed;
+    double loss_scale;
+    struct OfParam {
+      double lr_scale, weight_decay_scale;
+      bool frozen;
+    };
+    std::vector<OfParam> params;
+    std::vector<char> frozen_layers;
+  };
+  using Settings = std::vector<std::pair<std::string, Fields>>;
+  class Problems;
+
+  // Both ways.
+  struct NamedArray {
+    OwnedArray array;
+    int32_t dtype;
+    std::vector<int64_t> shape;
+  };
+  std::vector<NamedArray> arrays_of(size_t param) const;
+  bool is_by_chance(size_t param) const;
+  Settings settings() const;
+  Fields param_settings(size_t param) const;
+  Fields window_settings() const;
+  void report(int64_t bytes, bool may_cancel);
+
+  // Saving.
+  void collect();
+  void collect_param(size_t param, const ParamState& state);
+  void collect_held(size_t param, const ParamState& state);
+  void collect_layer(ga_bn layer);
+  void collect_window();
+  Metadata texts();
+  void add_numbers(std::string name, int32_t dtype, std::vector<int64_t> shape,
+                   std::vector<uint64_t> numbers);
+  void store_live_gradients();
+
+  // Loading: what the file has.
+  void find_tensors();
+  void find_param(size_t param, Problems& problems);
+  void find_layer(ga_bn layer, Problems& problems);
+  int64_t claim(const std::string& name);
+  bool is_left_out(const std::string& name) const;
+  void check_tensor(int64_t tensor, std::initializer_list<int32_t> dtypes,
+                    const std::vector<int64_t>& shape, Problems& problems) const;
+  void compare_settings() const;
+  bool may_be_taken(std::string_view key, std::string_view field) const;
+  void read_all();
+  std::vector<double> numbers(int64_t tensor) const;
+  std::vector<int64_t> integers(int64_t tensor) const;
+  void read_texts();
+  void read_window();
+  void read_param(size_t param);
+  void read_layer(ga_bn layer);
+  void check_window() const;
+  void take_settings();
+  void take_schedule(const std::string& key, Taken::OfGroup& of) const;
+
+  // Loading: what becomes of the context.
+  void make_room();
+  void make_arrays();
+  struct Batch {
+    size_t rows, row_bytes;
+  };
+  Batch batch_of(size_t param) const;
+  void exchange() noexcept;
+  void tell_all();
+  void list_regions();
+  void place_arrays();
+  void place_rows(size_t param);
+  void place_numbers();
+  void place_param(size_t param);
+  void place_counters();
+
+  Context& context_;
+  const ga_state_options options_;
+  const char* const what_;
+  std::vector<Saved> saved_;
+
+  const ReadAt* read_ = nullptr;
+  std::unique_ptr<StateReader> file_;
+  std::map<std::string_view, size_t> names_;            // of the file's tensors
+  std::vector<char> claimed_;                           // by tensor
+  std::map<size_t, std::vector<unsigned char>> small_;  // the bytes of tensors of numbers
+  std::vector<ParamIn> params_;
+  std::vector<LayerIn> layers_;
+  TextsIn texts_;
+  std::unique_ptr<Taken> taken_;  // under GA_SETTINGS_TAKE; after exchange(), what was before
+  std::vector<Region> regions_;   // to be filled, and with which tensors
+  std::vector<size_t> tensors_of_regions_;
+  Buffer row_indices_, row_values_;  // of a batch of rows
+  int64_t done_ = 0, total_ = 0;     // bytes, for progress
+};
+
+// The note in a file; false: there is none.
+bool read_note(int64_t size, const ReadAt& read, std::string& note);
+
+}  // namespace ga

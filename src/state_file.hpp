@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// A state file: a safetensors file with a format mark, and with an XXH3 checksum of each tensor and of
+// the header. It is written and read piece by piece, through functions of whoever stores it. What the
+// tensors mean, checkpoint.hpp knows.
+//
+// The metadata of our files begins with the mark and the header's own checksum, so both lie at fixed
+// places. A file of another program has no checksums and says so by another mark.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "safetensors.hpp"
+
+namespace ga {
+
+using Metadata = std::vector<std::pair<std::string, std::string>>;
+
+// All keys of ours begin with this, and so do the names of tensors that belong to no parameter or layer.
+constexpr std::string_view kOurs = "gradaccum.";
+
+// Stores `size` bytes at an offset of the file, or reads them; throws Error.
+using WriteAt = std::function<void(int64_t offset, const void* data, size_t size)>;
+using ReadAt = std::function<void(int64_t offset, void* data, size_t size)>;
+
+// An XXH3 checksum of 64 bits.
+class Checksum {
+ public:
+  Checksum();
+  ~Checksum();
+  Checksum(const Checksum&) = delete;
+  Checksum& operator=(const Checksum&) = delete;
+  void restart();
+  void add(const void* data, size_t size);
+  uint64_t value() const;
+
+ private:
+  void* state_;
+};
+
+class StateWriter {
+ public:
+  // metadata: without what this class adds. tensors: name, dtype and shape of each, in the order in
+  // which their bytes will come.
+  StateWriter(Metadata metadata, std::vector<safetensors::Tensor> tensors);
+
+  int64_t file_bytes() const { return data_begin_ + data_bytes_; }
+  int64_t data_bytes() const { return data_bytes_; }
+  // Writes the next bytes of the data, which belong to one tensor.
+  void put(const WriteAt& write, const void* data, size_t size);
+  void finish(const WriteAt& write);  // writes the header
+
+ private:
+  std::string text() const;
+
+  safetensors::Header header_;
+  std::vector<uint64_t> sums_;  // by tensor
+  Checksum sum_;
+  size_t tensor_ = 0;  // whose bytes come next
+  int64_t done_ = 0;   // bytes of the data
+  int64_t data_begin_ = 0, data_bytes_ = 0;
+};
+
+class StateReader {
+ public:
+  // Reads the header of a file of that size and checks it. unmarked: a file without a mark is legal.
+  // Throws GA_ERROR_FORMAT.
+  StateReader(int64_t size, const ReadAt& read, bool unmarked);
+
+  bool is_ours() const { return ours_; }  // written by this library, so there are checksums
+  const std::vector<safetensors::Tensor>& tensors() const { return header_.tensors; }
+  // The text of one of our keys, which is given without kOurs; NULL: there is none.
+  const std::string* find(std::string_view key) const;
+  const Metadata& metadata() const { return header_.metadata; }
+  int64_t data_bytes() const { return data_bytes_; }
+
+  // next() goes on with the first byte of that tensor.
+  void seek(size_t tensor);
+  // Reads the next bytes of the tensor. With the last of them, throws GA_ERROR_FORMAT if the tensor is
+  // not what its checksum says or, of a file without checksums, not what the first reading found.
+  void next(const ReadAt& read, void* to, size_t size);
+
+ private:
+  void check_mark(bool unmarked);
+  void take_sums();
+
+  bool ours_ = false;
+  safetensors::Header header_;
+  std::map<std::string_view, const std::string*> keys_;  // of ours, without kOurs
+  std::vector<uint64_t> sums_;                           // by tensor
+  std::vector<char> known_;                              // whether sums_ has that of a tensor
+  Checksum sum_;
+  size_t tensor_ = 0;
+  int64_t done_ = 0;  // bytes of the tensor
+  int64_t data_begin_ = 0, data_bytes_ = 0;
+};
+
+}  // namespace ga

@@ -1,0 +1,1043 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// State on disk: a run that is stopped anywhere goes on with the same bits, and a file that does not fit,
+// or is damaged, changes nothing.
+#include <sys/stat.h>
+
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <list>
+#include <sstream>
+
+#include "batchnorm.hpp"
+#include "error.hpp"
+#include "fields.hpp"
+#include "pairs.hpp"
+
+namespace ga::test {
+namespace {
+
+using Bytes = std::vector<char>;
+
+ga_state_options state_options() {
+  ga_state_options o;
+  EXPECT_OK(ga_state_options_init(&o, sizeof o));
+  return o;
+}
+
+Bytes saved(ga_context* ctx, const ga_state_options* options = nullptr) {
+  size_t size = 0;
+  EXPECT_OK(ga_save_to_memory(ctx, options, nullptr, 0, &size));
+  Bytes bytes(size);
+  EXPECT_OK(ga_save_to_memory(ctx, options, bytes.data(), bytes.size(), &size));
+  EXPECT_EQ(size, bytes.size());
+  return bytes;
+}
+
+ga_status load(ga_context* ctx, const Bytes& bytes, const ga_state_options* options = nullptr) {
+  return ga_load_from_memory(ctx, bytes.data(), bytes.size(), options);
+}
+
+// ---- Going on with the same bits ----------------------------------------------------------------
+
+// The bits of a window in two trainings, as Trial::bits() has them.
+testing::AssertionResult same(const std::vector<uint8_t>& a, const std::vector<uint8_t>& b) {
+  if (a == b) return testing::AssertionSuccess();
+  const auto at = std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
+  return testing::AssertionFailure() << "byte " << at << " of " << a.size() << " and " << b.size()
+                                     << " differs; the result has " << sizeof(ga_step_result);
+}
+
+TEST(Resume, EveryPairOfOptionsGoesOnWithTheSameBits) {
+  int wrong = 0;
+  for (const Case& c : cases(2)) {
+    SCOPED_TRACE(describe(c));
+    const Trial whole(c), stopped(c, Stops::kInPlace);
+    EXPECT_EQ(stopped.status(), GA_OK) << stopped.sentence();
+    EXPECT_EQ(whole.bits().size(), stopped.bits().size());
+    for (size_t k = 0; k < std::min(whole.bits().size(), stopped.bits().size()); ++k)
+      EXPECT_TRUE(same(whole.bits()[k], stopped.bits()[k])) << "window " << k;
+    if (HasFailure() && ++wrong == 5) break;  // enough failures to read
+  }
+}
+
+// A layer in two windows of three micro-batches, as a list of calls.
+class BnRun {
+ public:
+  BnRun(int32_t mode, bool frozen, int32_t policy) : mode_(mode), frozen_(frozen), policy_(policy) {
+    open();
+    for (int64_t w = 0; w < 2; ++w) {
+      window_.push_back(bn_window(shape_, GA_F32, {4, 1, 3}, 5 + static_cast<uint64_t>(w)));
+      outputs_.push_back(bn_output(window_.back()));
+    }
+    window_[0][1].weight = 2.5;
+    for (size_t w = 0; w < 2; ++w) list_window(w);
+  }
+  ~BnRun() { ga_context_destroy(ctx_); }
+  BnRun(const BnRun&) = delete;
+  BnRun& operator=(const BnRun&) = delete;
+
+  size_t calls() const { return calls_.size(); }
+  // Makes all calls, and stops after those for which stops(number) is true.
+  template <class Stops>
+  std::vector<double> run(Stops stops) {
+    for (size_t k = 0; k < calls_.size(); ++k) {
+      calls_[k]();
+      if (stops(k)) stop_and_go();
+    }
+    std::vector<double> all = numbers(gamma_);
+    const auto add = [&](const std::vector<double>& list) {
+      all.insert(all.end(), list.begin(), list.end());
+    };
+    add(numbers(beta_));
+    for (const BnOutput& o : outputs_)
+      for (size_t k = 0; k < o.y.size(); ++k) add(numbers(o.y[k])), add(numbers(o.dx[k]));
+    const Running running(ctx_, bn_, shape_.channels);
+    add(running.mean);
+    add(running.variance);
+    all.push_back(static_cast<double>(running.steps));
+    return all;
+  }
+
+ private:
+  void open() {
+    ga_config c = config();
+    c.nonfinite = policy_;
+    EXPECT_OK(ga_context_create(&c, &ctx_));
+    ga_optimizer o = plain_sgd(0.25);
+    o.momentum = 0.5;
+    EXPECT_OK(ga_group_add(ctx_, &o, nullptr));
+    EXPECT_OK(try_add(ctx_, 0, "bn.weight", gamma_.data(), GA_F32, {shape_.channels},
+                      options(GA_F32, GA_F32), nullptr));
+    EXPECT_OK(try_add(ctx_, 0, "bn.bias", beta_.data(), GA_F32, {shape_.channels},
+                      options(GA_F32, GA_F32), nullptr));
+    const ga_bn_options bn = bn_options(mode_);
+    EXPECT_OK(ga_bn_add(ctx_, "bn", shape_.channels, 0, 1, &bn, &bn_));
+    if (frozen_) {
+      EXPECT_OK(ga_bn_set_frozen(ctx_, bn_, 1));
+    }
+  }
+
+  void stop_and_go() {
+    const Bytes bytes = saved(ctx_);
+    ga_context_destroy(ctx_);
+    gamma_.fill(-77);
+    beta_.fill(-77);
+    open();
+    EXPECT_OK(load(ctx_, bytes));
+  }
+
+  // A micro-batch that is opened and ended is one call here.
+  void list_window(size_t w) {
+    const auto call = [&](auto body) { calls_.push_back(body); };
+    const auto forward = [this, w](size_t k) {
+      const BnData& m = window_[w][k];
+      EXPECT_OK(ga_bn_forward(ctx_, bn_, m.x.data(), m.samples, shape_.positions,
+                              outputs_[w].y[k].data()));
+    };
+    const auto in_micro = [this, w](size_t k, bool sums, bool backward) {
+      const BnData& m = window_[w][k];
+      EXPECT_OK(ga_micro_begin(ctx_, static_cast<int64_t>(k), m.weight, nullptr));
+      if (sums) {
+        EXPECT_OK(ga_bn_backward_accumulate(ctx_, bn_, m.x.data(), m.dy.data(), m.samples,
+                                            shape_.positions));
+      }
+      if (backward) {
+        EXPECT_OK(ga_bn_backward(ctx_, bn_, m.x.data(), m.dy.data(), m.samples, shape_.positions,
+                                 outputs_[w].dx[k].data()));
+      }
+      EXPECT_OK(ga_micro_end(ctx_));
+    };
+    const size_t n = window_[w].size();
+    if (mode_ == GA_BN_WINDOW) {
+      for (size_t k = 0; k < n; ++k)
+        call([this, w, k] {
+          const BnData& m = window_[w][k];
+          EXPECT_OK(ga_bn_accumulate(ctx_, bn_, m.x.data(), m.samples, shape_.positions));
+        });
+      if (!frozen_) call([this] { EXPECT_OK(ga_bn_finalize(ctx_, bn_)); });
+      for (size_t k = 0; k < n; ++k) call([=] { forward(k); });
+      for (size_t k = 0; k < n; ++k) call([=] { in_micro(k, true, false); });
+      for (size_t k = 0; k < n; ++k) call([=] { in_micro(k, false, true); });
+    } else {
+      for (size_t k = 0; k < n; ++k) {
+        call([=] { forward(k); });
+        call([=] { in_micro(k, k == 1, true); });
+      }
+      if (policy_ != GA_NONFINITE_DROP_MICRO) {  // visits the first one again
+        call([=] {
+          const BnData& m = window_[w][0];
+          EXPECT_OK(ga_micro_begin(ctx_, 0, m.weight, nullptr));
+          forward(0);
+          EXPECT_OK(ga_bn_backward(ctx_, bn_, m.x.data(), m.dy.data(), m.samples, shape_.positions,
+                                   outputs_[w].dx[0].data()));
+          EXPECT_OK(ga_micro_end(ctx_));
+        });
+      }
+    }
+    call([this] { EXPECT_EQ(step(ctx_).outcome, GA_STEP_APPLIED); });
+  }
+
+  const int32_t mode_;
+  const bool frozen_;
+  const int32_t policy_;
+  const ref::BnShape shape_ = {3, 2, GA_BN_CHANNELS_FIRST};
+  Tensor gamma_{GA_F32, 3, 1}, beta_{GA_F32, 3, 0.5};
+  std::vector<BnWindow> window_;
+  std::vector<BnOutput> outputs_;
+  std::vector<std::function<void()>> calls_;
+  ga_context* ctx_ = nullptr;
+  ga_bn bn_ = -1;
+};
+
+TEST(Resume, BatchNormalisationGoesOnBetweenAllItsCalls) {
+  for (const int32_t mode : {GA_BN_MICRO, GA_BN_WINDOW, GA_BN_CUMULATIVE}) {
+    for (const bool frozen : {false, true}) {
+      for (const int32_t policy : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_DROP_MICRO}) {
+        if (policy == GA_NONFINITE_DROP_MICRO && mode != GA_BN_MICRO) continue;
+        SCOPED_TRACE(testing::Message() << mode << (frozen ? " frozen" : "") << ", " << policy);
+        const auto whole = BnRun(mode, frozen, policy).run([](size_t) { return false; });
+        BnRun always(mode, frozen, policy);
+        ASSERT_TRUE(same_bits(whole, always.run([](size_t) { return true; })));
+        for (size_t at = 0; at < always.calls(); ++at) {
+          BnRun once(mode, frozen, policy);
+          ASSERT_TRUE(same_bits(whole, once.run([=](size_t k) { return k == at; }))) << at;
+        }
+      }
+    }
+  }
+}
+
+// ---- What fits, and what does not ---------------------------------------------------------------
+
+// A context with a few parameters and a layer, which tests change in one point.
+struct Plan {
+  ga_config config = test::config();
+  ga_optimizer optimizer = test::optimizer(GA_OPTIMIZER_ADAMW);
+  std::optional<ga_clip> clip;
+  std::optional<ga_schedule> schedule;
+  std::optional<ga_loss_scaler> scaler;
+  std::optional<ga_ema> ema;
+  std::vector<std::string> names = {"w", "b"};
+  std::vector<int64_t> shape = {3, 2};
+  int32_t dtype = GA_F32;
+  ga_param_options options = test::options(GA_F32, GA_F32);
+  std::string layer = "bn";
+  ga_bn_options bn = bn_options(GA_BN_MICRO);
+  double lr_scale = 1;
+};
+
+class Net {
+ public:
+  explicit Net(const Plan& plan = {}) : plan_(plan) {
+    ga_config c = plan.config;
+    EXPECT_OK(ga_context_create(&c, &ctx));
+    EXPECT_OK(ga_group_add(ctx, &plan.optimizer, nullptr));
+    EXPECT_OK(ga_context_set_clip(ctx, plan.clip ? &*plan.clip : nullptr));
+    EXPECT_OK(ga_group_set_schedule(ctx, 0, plan.schedule ? &*plan.schedule : nullptr));
+    EXPECT_OK(ga_context_set_loss_scaler(ctx, plan.scaler ? &*plan.scaler : nullptr));
+    EXPECT_OK(ga_context_set_ema(ctx, plan.ema ? &*plan.ema : nullptr));
+    data.reserve(plan.names.size());
+    for (const std::string& name : plan.names) {
+      data.emplace_back(plan.dtype, ref::count_of(plan.shape), 0.5);
+      EXPECT_OK(
+          try_add(ctx, 0, name.c_str(), data.back().data(), plan.dtype, plan.shape, plan.options));
+    }
+    EXPECT_OK(ga_param_set_lr_scale(ctx, 0, plan.lr_scale));
+    EXPECT_OK(ga_bn_add(ctx, plan.layer.c_str(), 2, -1, -1, &plan.bn, nullptr));
+  }
+  ~Net() { ga_context_destroy(ctx); }
+  Net(const Net&) = delete;
+  Net& operator=(const Net&) = delete;
+
+  // A micro-batch of gradients that depend on its number alone; of two rows, where there are rows.
+  void accumulate(uint64_t number) {
+    const int32_t dtype = plan_.options.gradient_dtype ? plan_.options.gradient_dtype : plan_.dtype;
+    const int32_t row[] = {2, static_cast<int32_t>(number % 2)};
+    EXPECT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
+    for (size_t i = 0; i < data.size(); ++i) {
+      kept_.push_back(random_tensor(dtype, data[i].count(), 100 + number));
+      const Tensor& g = kept_.back();
+      const auto id = static_cast<ga_param>(i);
+      if (plan_.options.rows == GA_ROWS_NONE) {
+        EXPECT_OK(ga_accumulate_part(ctx, id, g.data()));
+      } else {
+        EXPECT_OK(ga_accumulate_rows(ctx, id, row, GA_I32, 2, g.data()));
+      }
+    }
+    EXPECT_OK(ga_micro_end(ctx));
+    kept_.clear();
+  }
+  ga_step_result step() { return test::step(ctx); }
+  // Two windows, and half of one.
+  void train() {
+    for (uint64_t k = 0; k < 4; ++k) {
+      accumulate(k);
+      if (k % 2 == 1) step();
+    }
+    accumulate(9);
+  }
+  std::vector<double> values() const {
+    std::vector<double> all;
+    for (const Tensor& p : data) {
+      const std::vector<double> list = numbers(p);
+      all.insert(all.end(), list.begin(), list.end());
+    }
+    return all;
+  }
+
+  ga_context* ctx = nullptr;
+  std::vector<Tensor> data;
+
+ private:
+  const Plan plan_;
+  std::list<Tensor> kept_;  // the gradients of the open micro-batch
+};
+
+// Loading must fail with the status and a sentence that contains all of the words, and must change no byte
+// of what is saved next.
+void expect_refused(Net& net, const Bytes& bytes, ga_status status,
+                    const std::vector<std::string>& words,
+                    const ga_state_options* options = nullptr) {
+  const Bytes before = saved(net.ctx);
+  const ga_memory memory_before = memory(net.ctx);
+  EXPECT_EQ(load(net.ctx, bytes, options), status) << ga_last_error();
+  for (const std::string& word : words)
+    EXPECT_NE(std::string(ga_last_error()).find(word), std::string::npos)
+        << "\"" << word << "\" is not in: " << ga_last_error();
+  const ga_memory memory_after = memory(net.ctx);
+  EXPECT_EQ(memcmp(&memory_before, &memory_after, sizeof memory_after), 0);
+  EXPECT_EQ(saved(net.ctx), before);
+}
+
+Bytes trained(const Plan& plan = {}) {
+  Net net(plan);
+  net.train();
+  return saved(net.ctx);
+}
+
+TEST(Fit, NamesShapesAndDtypesAreListed) {
+  const Bytes bytes = trained();
+  Plan plan;
+  plan.names = {"w", "c"};
+  {
+    Net net(plan);
+    expect_refused(net, bytes, GA_ERROR_INVALID_ARGUMENT,
+                   {"the file has no \"c\"", "no place for \"b\"", "\"b.exp_avg\""});
+  }
+  plan = {};
+  plan.shape = {2, 3};
+  {
+    Net net(plan);
+    expect_refused(net, bytes, GA_ERROR_INVALID_ARGUMENT,
+                   {"\"w\" is [3, 2] in the file, but [2, 3] here", "\"w.exp_avg\""});
+  }
+  plan = {};
+  plan.dtype = GA_F64;
+  plan.options = options(GA_F64, GA_F64);
+  {
+    Net net(plan);
+    expect_refused(net, bytes, GA_ERROR_INVALID_ARGUMENT,
+                   {"\"w\" is F32 in the file, but F64 here"});
+  }
+  plan = {};
+  plan.layer = "norm";
+  {
+    Net net(plan);
+    expect_refused(net, bytes, GA_ERROR_INVALID_ARGUMENT,
+                   {"no \"norm.running_mean\"", "no place for \"bn.running_mean\""});
+  }
+  plan = {};
+  plan.optimizer = optimizer(GA_OPTIMIZER_SGD);
+  {
+    Net net(plan);
+    expect_refused(net, bytes, GA_ERROR_INVALID_ARGUMENT, {"no place for \"w.exp_avg\""});
+  }
+  {
+    Net net;
+    net.accumulate(1);
+    expect_refused(net, bytes, GA_ERROR_INVALID_STATE, {"within a window"});
+  }
+}
+
+TEST(Fit, WhatOneSideLacksIsAllowedOnRequest) {
+  Plan three;
+  three.names = {"w", "b", "c"};
+  const Bytes bytes = trained(), of_three = trained(three);
+  ga_state_options o = state_options();
+  o.allow_missing = 1;
+  Net more(three);
+  more.train();
+  EXPECT_OK(ga_discard(more.ctx));
+  const std::vector<double> before = numbers(more.data[2]);
+  EXPECT_OK(load(more.ctx, bytes, &o));
+  EXPECT_EQ(numbers(more.data[2]), before);
+  Net trained_net;
+  trained_net.train();
+  EXPECT_EQ(numbers(more.data[0]), numbers(trained_net.data[0]));
+  more.step();
+
+  o = state_options();
+  Net less;
+  expect_refused(less, of_three, GA_ERROR_INVALID_ARGUMENT, {"no place for \"c\""}, &o);
+  o.allow_extra = 1;
+  EXPECT_OK(load(less.ctx, of_three, &o));
+  EXPECT_EQ(less.values(), trained_net.values());
+}
+
+TEST(Fit, SettingsAreComparedTakenOrKept) {
+  struct Change {
+    const char* word;
+    std::function<void(Plan&)> set;
+    bool taken;
+  };
+  const std::vector<Change> changes = {
+      {"group.0: lr is", [](Plan& p) { p.optimizer.lr = 0.25; }, true},
+      {"group.0: beta2 is", [](Plan& p) { p.optimizer.beta2 = 0.5; }, true},
+      {"group.0: kind is",
+       [](Plan& p) {
+         const ga_optimizer adam = optimizer(GA_OPTIMIZER_ADAM);
+         p.optimizer.kind = adam.kind;
+       },
+       false},
+      {"clip: max_norm is", [](Plan& p) { p.clip = clip(GA_CLIP_GLOBAL, 0.5); }, true},
+      {"group.0.schedule",
+       [](Plan& p) {
+         p.schedule = schedule(GA_SCHEDULE_EXPONENTIAL);
+         p.schedule->gamma = 0.5;
+       },
+       true},
+      {"loss_scaler",
+       [](Plan& p) {
+         p.scaler.emplace();
+         EXPECT_OK(ga_loss_scaler_init(&*p.scaler, sizeof *p.scaler));
+         p.scaler->initial_scale = 4;
+       },
+       true},
+      {"context: seed is", [](Plan& p) { p.config.seed = 99; }, true},
+      {"context: reduce is", [](Plan& p) { p.config.reduce = GA_REDUCE_SUM; }, false},
+      {"context: missing is", [](Plan& p) { p.config.missing = GA_MISSING_ZERO; }, false},
+      {"parameter.w: lr_scale is", [](Plan& p) { p.lr_scale = 0.5; }, true},
+      {"layer.bn: momentum is", [](Plan& p) { p.bn.momentum = 0.25; }, false},
+      {"ema",
+       [](Plan& p) {
+         p.ema.emplace();
+         EXPECT_OK(ga_ema_init(&*p.ema, sizeof *p.ema));
+       },
+       false}};
+  for (const Change& change : changes) {
+    for (const bool in_file : {false, true}) {
+      SCOPED_TRACE(std::string(change.word) + (in_file ? " of the file" : " of the context"));
+      Plan other;
+      change.set(other);
+      const Plan theirs = in_file ? other : Plan(), ours = in_file ? Plan() : other;
+      Net source(theirs);  // with an empty window, as a loss scale cannot change within one
+      for (uint64_t k = 0; k < 3; ++k) source.accumulate(k), source.step();
+      const Bytes bytes = saved(source.ctx);
+      ga_state_options o = state_options();
+      Net net(ours);
+      expect_refused(net, bytes, GA_ERROR_INVALID_ARGUMENT, {change.word}, &o);
+      o.settings = GA_SETTINGS_TAKE;
+      if (change.taken) {
+        Net taking(ours);
+        ASSERT_OK(load(taking.ctx, bytes, &o));
+        for (uint64_t k = 5; k < 8; ++k) {
+          for (Net* n : {&source, &taking}) n->accumulate(k), n->step();
+        }
+        EXPECT_EQ(taking.values(), source.values());
+        EXPECT_EQ(saved(taking.ctx), saved(source.ctx));
+      } else {
+        expect_refused(net, bytes, GA_ERROR_INVALID_ARGUMENT, {change.word}, &o);
+      }
+      o.settings = GA_SETTINGS_KEEP;
+      const bool average = std::string(change.word) == "ema";
+      if (average && in_file) {
+        expect_refused(net, bytes, GA_ERROR_INVALID_ARGUMENT, {"no place for \"w.ema\""}, &o);
+      } else {
+        EXPECT_OK(load(net.ctx, bytes, &o));
+        net.accumulate(1);
+        EXPECT_EQ(net.step().outcome, GA_STEP_APPLIED);
+      }
+    }
+  }
+}
+
+TEST(Fit, KeptSettingsAreThoseOfTheContext) {
+  Plan fast;
+  fast.optimizer.lr = 0.25;
+  Net net(fast);
+  ga_state_options o = state_options();
+  o.settings = GA_SETTINGS_KEEP;
+  EXPECT_OK(load(net.ctx, trained(), &o));
+  EXPECT_EQ(group_lr(net.ctx), 0.25);
+  Net hand;
+  hand.train();
+  EXPECT_OK(ga_group_set_lr(hand.ctx, 0, 0.25));
+  for (Net* n : {&net, &hand}) n->accumulate(3), n->step();
+  EXPECT_EQ(net.values(), hand.values());
+}
+
+TEST(Fit, AnOpenWindowNeedsTheSettingsItDependsOn) {
+  const Bytes bytes = trained();
+  ga_state_options o = state_options();
+  o.settings = GA_SETTINGS_KEEP;
+  const auto refused = [&](const char* word, auto set) {
+    SCOPED_TRACE(word);
+    Plan plan;
+    set(plan);
+    Net net(plan);
+    expect_refused(net, bytes, GA_ERROR_INVALID_ARGUMENT, {"open window", word}, &o);
+  };
+  refused("nonfinite", [](Plan& p) { p.config.nonfinite = GA_NONFINITE_DROP_MICRO; });
+  refused("accumulation", [](Plan& p) { p.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN; });
+  refused("clip_micro", [](Plan& p) {
+    p.clip = clip(GA_CLIP_GLOBAL, 1);
+    p.clip->when = GA_CLIP_WHEN_MICRO;
+  });
+  refused("gradient_kind", [](Plan& p) { p.config.gradient_kind = GA_GRADIENT_SUM; });
+  refused("noise_scale", [](Plan& p) { p.config.noise_scale = 1; });
+}
+
+// The window in the file holds one micro-batch.
+TEST(Fit, KIsFreeButNotBelowTheWindow) {
+  Plan two;
+  two.config.accum_steps = 2;
+  Net net(two);
+  net.accumulate(0), net.step();
+  net.accumulate(1), net.accumulate(2);
+  const Bytes bytes = saved(net.ctx);
+  for (const int64_t k : {0, 2, 3}) {
+    Plan plan;
+    plan.config.accum_steps = k;
+    Net other(plan);
+    EXPECT_OK(load(other.ctx, bytes)) << k;
+    EXPECT_EQ(window(other.ctx).state, k == 2 ? GA_WINDOW_FULL : GA_WINDOW_OPEN);
+    EXPECT_EQ(window(other.ctx).accum_steps, k);
+    EXPECT_EQ(window(other.ctx).micro_batches, 2);
+  }
+  Plan one;
+  one.config.accum_steps = 1;
+  Net other(one);
+  expect_refused(other, bytes, GA_ERROR_INVALID_ARGUMENT, {"2 micro-batches", "is 1"});
+}
+
+TEST(Fit, TheOrderOfParametersMattersOnlyWhereTheyAreRoundedByChance) {
+  for (const bool by_chance : {false, true}) {
+    Plan plan;
+    plan.dtype = GA_BF16;
+    plan.options = options(GA_F32, GA_F32);
+    plan.options.gradient_dtype = GA_F32;
+    plan.options.rounding = by_chance ? GA_ROUND_STOCHASTIC : GA_ROUND_NEAREST;
+    const Bytes bytes = trained(plan);
+    Plan turned = plan;
+    turned.names = {"b", "w"};
+    Net net(turned);
+    ga_state_options o = state_options();
+    o.settings = GA_SETTINGS_KEEP;
+    if (by_chance) {
+      expect_refused(net, bytes, GA_ERROR_INVALID_ARGUMENT, {"parameter.b: index is 1"}, &o);
+    } else {
+      EXPECT_OK(load(net.ctx, bytes));
+    }
+  }
+}
+
+// ---- Parts, notes and callbacks -----------------------------------------------------------------
+
+TEST(Parts, ParametersAloneAreAModelAndTheLibraryAloneIsTheRest) {
+  Plan plan;
+  plan.dtype = GA_BF16;
+  plan.options.gradient_dtype = GA_F32;
+  Net net(plan);
+  net.train();
+  ga_state_options model = state_options(), library = state_options();
+  model.parts = GA_STATE_PARAMETERS;
+  library.parts = GA_STATE_LIBRARY;
+  const Bytes of_model = saved(net.ctx, &model), of_library = saved(net.ctx, &library),
+              all = saved(net.ctx);
+  EXPECT_LT(of_model.size(), of_library.size());
+  EXPECT_LT(of_library.size(), all.size());
+
+  // A model into a run: master weights are taken from it, and everything else stays.
+  Net run(plan);
+  run.accumulate(1), run.step();
+  EXPECT_EQ(load(run.ctx, of_model), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_OK(load(run.ctx, of_model, &model));
+  EXPECT_EQ(run.values(), net.values());
+  EXPECT_EQ(window(run.ctx).steps, 1);
+  std::vector<float> master(6);
+  EXPECT_OK(ga_state_get(run.ctx, 0, "master", master.data(), GA_F32, 6));
+  for (int64_t i = 0; i < 6; ++i) EXPECT_EQ(master[static_cast<size_t>(i)], run.data[0].get(i));
+  EXPECT_OK(load(run.ctx, all, &model));  // also from a whole file
+  EXPECT_EQ(window(run.ctx).steps, 1);
+
+  // The library's part, with parameters that the program has kept by itself.
+  Net rest(plan);
+  for (size_t i = 0; i < 2; ++i)
+    for (int64_t j = 0; j < 6; ++j) rest.data[i].set(j, net.data[i].get(j));
+  EXPECT_OK(load(rest.ctx, of_library, &library));
+  EXPECT_EQ(saved(rest.ctx), all);
+}
+
+TEST(Parts, ANoteIsKeptAndAskedFor) {
+  const std::string path = testing::TempDir() + "note.safetensors";
+  Net net;
+  ga_state_options o = state_options();
+  o.note = "{\"epoch\": 3, \"name\": \"\xc3\xa9\"}\n";
+  EXPECT_OK(ga_save(net.ctx, path.c_str(), &o));
+  size_t size = 0;
+  char note[64];
+  EXPECT_OK(ga_state_note(path.c_str(), note, sizeof note, &size));
+  EXPECT_STREQ(note, o.note);
+  EXPECT_EQ(size, strlen(o.note) + 1);
+  EXPECT_EQ(ga_state_note(path.c_str(), note, size - 1, &size), GA_ERROR_INVALID_ARGUMENT);
+  o.note = "\xff";
+  EXPECT_EQ(ga_save(net.ctx, path.c_str(), &o), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_OK(ga_state_note(path.c_str(), note, sizeof note, &size));  // the file is as it was
+  EXPECT_STREQ(note, "{\"epoch\": 3, \"name\": \"\xc3\xa9\"}\n");
+  EXPECT_OK(ga_save(net.ctx, path.c_str(), nullptr));
+  EXPECT_OK(ga_state_note(path.c_str(), nullptr, 0, &size));
+  EXPECT_EQ(size, 0u);
+  EXPECT_EQ(remove(path.c_str()), 0);
+  EXPECT_EQ(ga_state_note(path.c_str(), nullptr, 0, &size), GA_ERROR_IO);
+}
+
+// A progress callback that cancels at one of its calls.
+struct Progress {
+  int cancel_at = -1;
+  int calls = 0;
+  int64_t done = 0, total = -1;
+
+  static int32_t call(void* user, int64_t done, int64_t total) {
+    auto& p = *static_cast<Progress*>(user);
+    EXPECT_GE(done, p.done);
+    EXPECT_LE(done, total);
+    EXPECT_TRUE(p.total < 0 || p.total == total);
+    p.done = done;
+    p.total = total;
+    return p.calls++ == p.cancel_at;
+  }
+};
+
+TEST(Callbacks, ProgressEndsWithAllAndCancels) {
+  Net net;
+  net.train();
+  ga_state_options o = state_options();
+  Progress whole;
+  o.progress = Progress::call;
+  o.progress_user = &whole;
+  const Bytes bytes = saved(net.ctx, &o);
+  EXPECT_EQ(whole.done, whole.total);
+  EXPECT_GT(whole.total, 0);
+  for (int at = 0; at < whole.calls; ++at) {
+    Progress p;
+    p.cancel_at = at;
+    o.progress_user = &p;
+    Bytes out(bytes.size());
+    size_t size = 0;
+    EXPECT_EQ(ga_save_to_memory(net.ctx, &o, out.data(), out.size(), &size), GA_ERROR_CANCELLED);
+    EXPECT_EQ(p.calls, at + 1);
+  }
+  EXPECT_EQ(saved(net.ctx), bytes);
+
+  Progress loading;
+  o.progress_user = &loading;
+  Net other;
+  EXPECT_OK(load(other.ctx, bytes, &o));
+  EXPECT_EQ(loading.done, loading.total);
+  int cancelled = 0;
+  for (int at = 0; at < loading.calls; ++at) {
+    Progress p;
+    p.cancel_at = at;
+    o.progress_user = &p;
+    Net fresh;
+    if (p.cancel_at == 0) expect_refused(fresh, bytes, GA_ERROR_CANCELLED, {"cancelled"}, &o);
+    const ga_status status = load(fresh.ctx, bytes, &o);
+    EXPECT_TRUE(status == GA_ERROR_CANCELLED || status == GA_OK) << ga_last_error();
+    cancelled += status == GA_ERROR_CANCELLED;
+    if (status == GA_OK) {
+      EXPECT_EQ(saved(fresh.ctx), bytes);
+    }
+  }
+  EXPECT_GT(cancelled, loading.calls / 3);
+  EXPECT_LT(cancelled, loading.calls);
+}
+
+struct Pipe {
+  ga_context* ctx;
+  Bytes bytes;
+  int fail_at = -1, calls = 0;
+  bool header_seen = false;
+  int64_t end = -1;
+
+  static int32_t write(void* user, int64_t offset, const void* data, size_t size) {
+    auto& p = *static_cast<Pipe*>(user);
+    EXPECT_EQ(ga_step(p.ctx, nullptr), GA_ERROR_INVALID_STATE);
+    if (p.calls++ == p.fail_at) return 7;
+    EXPECT_FALSE(p.header_seen) << "the header must come last";
+    if (offset == 0) p.header_seen = true;
+    if (offset != 0 && p.end >= 0) {
+      EXPECT_EQ(offset, p.end) << "a byte was left out";
+    }
+    if (offset != 0) p.end = offset + static_cast<int64_t>(size);
+    const auto last = static_cast<size_t>(offset) + size;
+    if (p.bytes.size() < last) p.bytes.resize(last);
+    memcpy(p.bytes.data() + offset, data, size);
+    return 0;
+  }
+  static int32_t read(void* user, int64_t offset, void* data, size_t size) {
+    auto& p = *static_cast<Pipe*>(user);
+    if (p.calls++ == p.fail_at) return 7;
+    EXPECT_LE(static_cast<size_t>(offset) + size, p.bytes.size());
+    memcpy(data, p.bytes.data() + offset, size);
+    return 0;
+  }
+};
+
+TEST(Callbacks, StoresOfTheProgramFailAndCallBackInVain) {
+  Net net;
+  net.train();
+  Pipe whole = {net.ctx, {}};
+  EXPECT_OK(ga_state_write(net.ctx, Pipe::write, &whole, nullptr));
+  EXPECT_TRUE(whole.header_seen);
+  EXPECT_EQ(whole.bytes, saved(net.ctx));
+  for (int at = 0; at < whole.calls; ++at) {
+    Pipe pipe = {net.ctx, {}, at};
+    EXPECT_EQ(ga_state_write(net.ctx, Pipe::write, &pipe, nullptr), GA_ERROR_IO);
+    EXPECT_NE(std::string(ga_last_error()).find("returned 7"), std::string::npos);
+  }
+  const auto size = static_cast<int64_t>(whole.bytes.size());
+  Pipe reading = {nullptr, whole.bytes};
+  Net all;
+  EXPECT_OK(ga_state_read(all.ctx, Pipe::read, &reading, size, nullptr));
+  int broken = 0;
+  for (int at = 0; at < reading.calls; ++at) {
+    Pipe pipe = {nullptr, whole.bytes, at};
+    Net fresh;
+    const Bytes before = saved(fresh.ctx);
+    const ga_status status = ga_state_read(fresh.ctx, Pipe::read, &pipe, size, nullptr);
+    // The second reading is into place: there the context is lost.
+    EXPECT_TRUE(status == GA_ERROR_IO || status == GA_ERROR_FAULT) << ga_last_error();
+    EXPECT_NE(std::string(ga_last_error()).find("returned 7"), std::string::npos);
+    if (status == GA_ERROR_FAULT) {
+      ++broken;
+      EXPECT_EQ(ga_step(fresh.ctx, nullptr), GA_ERROR_FAULT);
+    } else {
+      EXPECT_EQ(saved(fresh.ctx), before);
+    }
+  }
+  EXPECT_GT(broken, 0);
+  EXPECT_LT(broken, reading.calls);
+}
+
+// A store whose bytes change between the two readings.
+TEST(Callbacks, ASecondReadingOfOtherBytesIsNoticed) {
+  const Bytes bytes = trained();
+  struct Changing {
+    Bytes bytes;
+    int64_t read = 0;
+  } store = {bytes};
+  const auto read = [](void* user, int64_t offset, void* data, size_t size) -> int32_t {
+    auto& s = *static_cast<Changing*>(user);
+    s.read += static_cast<int64_t>(size);
+    memcpy(data, s.bytes.data() + offset, size);
+    if (s.read > static_cast<int64_t>(s.bytes.size())) static_cast<char*>(data)[size / 2] ^= 1;
+    return 0;
+  };
+  Net net;
+  EXPECT_EQ(ga_state_read(net.ctx, read, &store, static_cast<int64_t>(bytes.size()), nullptr),
+            GA_ERROR_FAULT);
+  EXPECT_EQ(ga_step(net.ctx, nullptr), GA_ERROR_FAULT);
+}
+
+// ---- Damage -------------------------------------------------------------------------------------
+
+class Damage : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(All, Damage, testing::Bool());
+
+// Also where files without a mark are legal: no damage may make one of a file of ours.
+TEST_P(Damage, EveryTruncationAndEveryBitIsRefused) {
+  const Bytes bytes = trained();
+  ga_state_options o = state_options();
+  o.unmarked = GetParam();
+  o.allow_extra = o.allow_missing = GetParam();
+  Net net;
+  const Bytes before = saved(net.ctx);
+  const auto refused = [&](const Bytes& damaged, size_t at) {
+    const ga_status status = load(net.ctx, damaged, &o);
+    if (status != GA_ERROR_FORMAT) ADD_FAILURE() << "at " << at << ": " << ga_last_error();
+  };
+  for (size_t size = 0; size < bytes.size() && !HasFailure(); ++size)
+    refused(Bytes(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(size)), size);
+  Bytes longer = bytes;
+  longer.push_back(0);
+  refused(longer, longer.size());
+  Bytes damaged = bytes;
+  for (size_t at = 0; at < bytes.size() && !HasFailure(); ++at) {
+    for (int bit = 0; bit < 8; ++bit) {
+      damaged[at] = static_cast<char>(bytes[at] ^ (1 << bit));
+      refused(damaged, at);
+    }
+    damaged[at] = bytes[at];
+  }
+  EXPECT_EQ(saved(net.ctx), before);
+  EXPECT_OK(load(net.ctx, bytes, &o));
+}
+
+// ---- Files --------------------------------------------------------------------------------------
+
+TEST(Files, ASaveReplacesAFileAndALoadReadsIt) {
+  const std::string path = testing::TempDir() + "run.safetensors";
+  Net net;
+  net.train();
+  for (int k = 0; k < 2; ++k) EXPECT_OK(ga_save(net.ctx, path.c_str(), nullptr));
+  std::ifstream file(path, std::ios::binary);
+  const Bytes bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  EXPECT_EQ(bytes, saved(net.ctx));
+  Net other;
+  EXPECT_OK(ga_load(other.ctx, path.c_str(), nullptr));
+  EXPECT_EQ(saved(other.ctx), bytes);
+  EXPECT_EQ(remove(path.c_str()), 0);
+  EXPECT_EQ(ga_load(net.ctx, path.c_str(), nullptr), GA_ERROR_INVALID_STATE);  // a window is open
+  EXPECT_OK(ga_discard(net.ctx));
+  EXPECT_EQ(ga_load(net.ctx, path.c_str(), nullptr), GA_ERROR_IO);
+  EXPECT_EQ(ga_save(net.ctx, (testing::TempDir() + "no/folder").c_str(), nullptr), GA_ERROR_IO);
+  EXPECT_EQ(ga_save(net.ctx, testing::TempDir().c_str(), nullptr), GA_ERROR_IO);
+  EXPECT_EQ(ga_load(net.ctx, "/dev/null", nullptr), GA_ERROR_IO);
+  EXPECT_EQ(ga_save(net.ctx, "", nullptr), GA_ERROR_INVALID_ARGUMENT);
+}
+
+// ---- Files of earlier versions ------------------------------------------------------------------
+
+// A file for each kind of state, written by an earlier version of the library.
+std::vector<std::pair<std::string, Plan>> golden() {
+  std::vector<std::pair<std::string, Plan>> list;
+  const auto add = [&](const char* name, int32_t kind, auto set, int32_t flavor = GA_FLAVOR_TORCH) {
+    Plan plan;
+    plan.optimizer = optimizer(kind, flavor);
+    plan.optimizer.lr = 0.0625;
+    set(plan);
+    list.emplace_back(name, plan);
+  };
+  const auto narrow = [](Plan& p, int32_t dtype) {
+    p.dtype = dtype;
+    p.options.gradient_dtype = GA_F32;
+  };
+  add("sgd", GA_OPTIMIZER_SGD, [](Plan& p) { p.optimizer.momentum = 0.5; });
+  add("adamw_amsgrad_ema", GA_OPTIMIZER_ADAMW, [](Plan& p) {
+    p.optimizer.amsgrad = 1;
+    p.ema.emplace();
+    EXPECT_OK(ga_ema_init(&*p.ema, sizeof *p.ema));
+  });
+  add(
+      "adam_keras_table", GA_OPTIMIZER_ADAM,
+      [](Plan& p) {
+        static const double rates[] = {0.5, 0.25, 0.125, 0.0625};
+        p.schedule = schedule(GA_SCHEDULE_TABLE);
+        p.schedule->table = rates;
+        p.schedule->table_size = 4;
+      },
+      GA_FLAVOR_KERAS);
+  add("nadam_bf16", GA_OPTIMIZER_NADAM, [&](Plan& p) { narrow(p, GA_BF16); });
+  add("adamw_bf16_by_chance", GA_OPTIMIZER_ADAMW, [&](Plan& p) {
+    narrow(p, GA_BF16);
+    p.optimizer.state_dtype = GA_BF16;
+    p.options.master = GA_MASTER_NONE;
+    p.options.rounding = GA_ROUND_STOCHASTIC;
+  });
+  add("rmsprop_f16_scaler", GA_OPTIMIZER_RMSPROP, [&](Plan& p) {
+    narrow(p, GA_F16);
+    p.optimizer.centered = 1;
+    p.optimizer.momentum = 0.5;
+    p.scaler.emplace();
+    EXPECT_OK(ga_loss_scaler_init(&*p.scaler, sizeof *p.scaler));
+    p.scaler->initial_scale = 16;
+  });
+  add("adafactor_f64", GA_OPTIMIZER_ADAFACTOR, [](Plan& p) {
+    p.dtype = GA_F64;
+    p.options = options(GA_F64, GA_F64);
+  });
+  add("adagrad_rows", GA_OPTIMIZER_ADAGRAD, [](Plan& p) { p.options.rows = GA_ROWS_LAZY; });
+  add("rowwise_adagrad", GA_OPTIMIZER_ROWWISE_ADAGRAD, [](Plan&) {});
+  add("lamb_clipped_noise", GA_OPTIMIZER_LAMB, [](Plan& p) {
+    p.clip = clip(GA_CLIP_GLOBAL, 0.5);
+    p.config.noise_scale = 1;
+    p.config.nonfinite = GA_NONFINITE_DROP_MICRO;
+  });
+  add("lion_compensated", GA_OPTIMIZER_LION, [&](Plan& p) {
+    narrow(p, GA_BF16);
+    p.options.accumulator_dtype = GA_BF16;
+    p.config.accumulation = GA_ACCUMULATE_COMPENSATED;
+  });
+  return list;
+}
+
+// The parameters after two more micro-batches and a step.
+std::vector<double> go_on(Net& net) {
+  for (const uint64_t k : {20, 21}) net.accumulate(k);
+  EXPECT_EQ(net.step().outcome, GA_STEP_APPLIED);
+  return net.values();
+}
+
+// Each file holds what it is to lead to in its note. To write the files of a new format:
+// GA_TEST_WRITE_GOLDEN=<folder> test_checkpoint --gtest_filter='Golden.*'
+TEST(Golden, FilesOfEarlierVersionsLoadAndStepOn) {
+  const char* const folder = getenv("GA_TEST_WRITE_GOLDEN");
+  for (const auto& [name, plan] : golden()) {
+    SCOPED_TRACE(name);
+    const std::string file = (folder ? folder : GA_TEST_GOLDEN) + ("/" + name + ".safetensors");
+    if (folder) {
+      Net net(plan), next(plan);
+      net.train();
+      EXPECT_OK(load(next.ctx, saved(net.ctx)));
+      std::ostringstream note;
+      note.precision(17);
+      for (const double x : go_on(next)) note << x << ' ';
+      ga_state_options o = state_options();
+      const std::string text = note.str();
+      o.note = text.c_str();
+      EXPECT_OK(ga_save(net.ctx, file.c_str(), &o));
+    }
+    Net net(plan);
+    ASSERT_OK(ga_load(net.ctx, file.c_str(), nullptr));
+    size_t size = 0;
+    EXPECT_OK(ga_state_note(file.c_str(), nullptr, 0, &size));
+    std::string note(size, ' ');
+    EXPECT_OK(ga_state_note(file.c_str(), note.data(), size, &size));
+    std::istringstream expected(note);
+    const std::vector<double> got = go_on(net);
+    for (size_t i = 0; i < got.size(); ++i) {
+      double want = NAN;
+      expected >> want;
+      const double rounding = format(plan.dtype).size == 2 ? format(plan.dtype).roundoff() : 0;
+      EXPECT_NEAR(got[i], want, (1e-6 + rounding) * std::max(1.0, std::abs(want))) << i;
+    }
+  }
+}
+
+// ---- Numbers as text ----------------------------------------------------------------------------
+
+// The bytes of a struct that each_field() does not visit, but for those of the named fields.
+#define LEFT_OUT(type, field) \
+  std::pair<size_t, size_t> { offsetof(type, field), sizeof(static_cast<type*>(nullptr)->field) }
+template <class Struct>
+size_t forgotten(std::vector<std::pair<size_t, size_t>> left_out) {
+  Struct s = {};
+  std::vector<char> seen(sizeof s);
+  left_out.emplace_back(0, sizeof s.struct_size);
+  each_field(s, [&](const char*, auto& field) {
+    const auto at = reinterpret_cast<const char*>(&field) - reinterpret_cast<const char*>(&s);
+    left_out.emplace_back(static_cast<size_t>(at), sizeof field);
+  });
+  for (const auto& [at, size] : left_out)
+    std::fill_n(seen.begin() + static_cast<long>(at), size, 1);
+  return static_cast<size_t>(std::count(seen.begin(), seen.end(), 0));
+}
+
+// A field that is added to a struct must not be forgotten in the files.
+TEST(Text, EveryFieldOfAStructIsWritten) {
+  EXPECT_EQ(forgotten<ga_optimizer>({LEFT_OUT(ga_optimizer, reserved)}), 0u);
+  EXPECT_EQ(forgotten<ga_schedule>({LEFT_OUT(ga_schedule, reserved), LEFT_OUT(ga_schedule, table),
+                                    LEFT_OUT(ga_schedule, table_size)}),
+            0u);
+  EXPECT_EQ(forgotten<ga_clip>({}), 0u);
+  EXPECT_EQ(forgotten<ga_loss_scaler>({LEFT_OUT(ga_loss_scaler, reserved)}), 0u);
+  EXPECT_EQ(forgotten<ga_ema>({}), 0u);
+  EXPECT_EQ(
+      forgotten<ga_bn_options>({LEFT_OUT(ga_bn_options, layout), LEFT_OUT(ga_bn_options, dtype)}),
+      0u);
+  EXPECT_EQ(forgotten<ga_param_options>({LEFT_OUT(ga_param_options, gradient_dtype),
+                                         LEFT_OUT(ga_param_options, accumulator_dtype)}),
+            0u);
+  EXPECT_EQ(forgotten<ga_step_result>({LEFT_OUT(ga_step_result, reserved)}), 0u);
+}
+
+TEST(Text, NumbersComeBackToTheLastBit) {
+  Random random(3);
+  const auto back = [](double x) {
+    Fields f;
+    f.add("x", x);
+    double y = 0;
+    Fields(f.text(), "a test").get("x", y);
+    return y;
+  };
+  for (int k = 0; k < 100000; ++k) {
+    const uint64_t bits = random.bits() >> (k % 3 == 0 ? 12 : 0);  // subnormal ones too
+    double x, y;
+    memcpy(&x, &bits, sizeof x);
+    y = back(x);
+    EXPECT_TRUE(std::isnan(x) ? std::isnan(y) : memcmp(&x, &y, sizeof x) == 0) << x;
+  }
+  for (const double x : {0.0, -0.0, 1.0, -2.5, HUGE_VAL, -HUGE_VAL, 5e-324, 1.7976931348623157e308})
+    EXPECT_EQ(std::signbit(back(x)), std::signbit(x)) << x;
+  EXPECT_EQ(back(0.1), 0.1);
+  Fields f;
+  f.add("x", -0.15625);
+  f.add("n", int64_t{-3});
+  f.add("flag", true);
+  EXPECT_EQ(f.text(), "x=-0x1.4p-3 n=-3 flag=1");
+}
+
+TEST(Text, WhatIsNotANumberIsRefused) {
+  for (const char* text :
+       {"x=", "x=1", "x=0x", "x=0x1.8p", "x=0x1.8p+9999", "x=+0x1p+0", "x=0x-1p+0", "x=-nan",
+        "x=0x1p+0 ", "x", "=0x1p+0", "y=0x1p+0", "x=0x1p+0x", " x=0x1p+0"}) {
+    double x = 0;
+    try {
+      Fields(text, "a test").get("x", x);
+      EXPECT_STREQ(text, "x=0x1p+0 ");  // a space at the end does no harm
+    } catch (const Error& e) {
+      EXPECT_EQ(e.status(), GA_ERROR_FORMAT) << text;
+    }
+  }
+  int32_t n = 0;
+  EXPECT_THROW(Fields("n=2147483648", "a test").get("n", n), Error);
+  bool flag = false;
+  EXPECT_THROW(Fields("flag=2", "a test").get("flag", flag), Error);
+}
+
+// ---- Names --------------------------------------------------------------------------------------
+
+TEST(Names, ThatAStateFileCouldNotHoldAreRefused) {
+  Net net;
+  float x = 1;
+  const auto add = [&](const char* name) {
+    return ga_param_add(net.ctx, 0, name, &x, GA_F32, 0, nullptr, nullptr, nullptr);
+  };
+  const ga_bn_options bn = bn_options(GA_BN_MICRO);
+  const auto add_layer = [&](const char* name) {
+    return ga_bn_add(net.ctx, name, 2, -1, -1, &bn, nullptr);
+  };
+  const std::string long_name(5000, 'x');
+  for (const char* name :
+       {"\xff", "a\xc3", "\xed\xa0\x80", "\xc0\xaf", "__metadata__", "gradaccum.x", "w.exp_avg",
+        "w.grad_accum", "w.grad_accum.window", "w.step", "w.master", "b.ema", "bn.running_mean",
+        "bn.bn_window.sweep", long_name.c_str()}) {
+    EXPECT_EQ(add(name), GA_ERROR_INVALID_ARGUMENT) << name;
+    EXPECT_EQ(add_layer(name), GA_ERROR_INVALID_ARGUMENT) << name;
+  }
+  EXPECT_NE(std::string(ga_last_error()).find("4096"), std::string::npos);
+  int32_t count = 0;
+  EXPECT_OK(ga_param_count(net.ctx, &count));
+  EXPECT_EQ(count, 2);
+  EXPECT_EQ(add("bn"), GA_OK);  // a layer may have the name of a parameter
+  EXPECT_OK(ga_param_remove(net.ctx, 2));
+  EXPECT_EQ(add("x.exp_avg"), GA_OK);
+  float y = 1;
+  EXPECT_EQ(ga_param_add(net.ctx, 0, "x", &y, GA_F32, 0, nullptr, nullptr, nullptr),
+            GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(ga_last_error()).find("x.exp_avg"), std::string::npos);
+  EXPECT_EQ(add_layer("x"), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(ga_param_add(net.ctx, 0, "w.weight \xe2\x82\xac\n\"\\", &y, GA_F32, 0, nullptr, nullptr,
+                         nullptr),
+            GA_OK);
+  Net other;
+  EXPECT_OK(ga_param_add(other.ctx, 0, "x.exp_avg", &x, GA_F32, 0, nullptr, nullptr, nullptr));
+  EXPECT_OK(ga_param_add(other.ctx, 0, "w.weight \xe2\x82\xac\n\"\\", &y, GA_F32, 0, nullptr,
+                         nullptr, nullptr));
+  EXPECT_OK(load(other.ctx, saved(net.ctx)));
+}
+
+}  // namespace
+}  // namespace ga::test
