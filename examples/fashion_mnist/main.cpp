@@ -2,6 +2,9 @@
 // the same order: with whole batches, and with the same batches accumulated from micro-batches. A
 // third run, the control, shows that the two differ by rounding only: it trains on whole batches
 // again, with the samples of each batch in reverse order.
+//
+// With --save, only the run with micro-batches is trained. It saves its state now and then and at
+// Ctrl-C; with --resume, it goes on from there, and ends with the weights of a run never stopped.
 // SPDX-License-Identifier: Apache-2.0
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -9,13 +12,16 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <exception>
 #include <filesystem>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 
 #include "../common/data.hpp"
 #include "report.hpp"
@@ -210,6 +216,15 @@ Options parse(int argc, char** argv) {
   app.add_option("--out", options.out, "Folder for the CSV and the picture")
       ->take_last()
       ->capture_default_str();
+  CLI::Option* has_save =
+      app.add_option("--save", options.save,
+                     "Train the second run alone, and save its state to this file, at Ctrl-C too");
+  app.add_option("--every", options.every, "Windows from save to save")
+      ->check(CLI::Range(1, 1000000000))
+      ->needs(has_save)
+      ->capture_default_str();
+  app.add_flag("--resume", options.resume, "Go on from the file of --save, if there is one")
+      ->needs(has_save);
   try {
     app.parse(argc, argv);
     set_optimizers(options, named(kOptimizers, optimizer), named(kFlavors, flavor).value);
@@ -379,11 +394,54 @@ Run run_child(const Child& child, const Cut& cut) {
   return run;
 }
 
+// ---- A run that can be stopped ------------------------------------------------------------------
+
+std::atomic<bool> interrupted{false};
+
+// Lets a thread of its own wait for Ctrl-C, and all other threads block it: oneDNN 2 points the stack
+// pointer into its own memory while it multiplies, and a signal would then write there.
+void watch_for_ctrl_c() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGINT);
+  sigaddset(&signals, SIGTERM);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  std::thread([signals] {
+    int number = 0;
+    sigwait(&signals, &number);
+    interrupted = true;
+    sigwait(&signals, &number);  // a second one does not wait for the state to be saved
+    _exit(128 + number);
+  }).detach();
+}
+
+class StoppableSink : public Sink {
+ public:
+  void window(double) override {}
+  void epoch(const Epoch& epoch) override {
+    std::printf("step %lld: test accuracy %.4f\n", static_cast<long long>(epoch.last_step),
+                epoch.test_accuracy);
+  }
+  void parameters(std::int64_t, const Mlp::Values&) override {}
+  bool stops() override { return interrupted; }
+};
+
+int train_stoppable(const Options& options, const std::string& data_folder) {
+  watch_for_ctrl_c();
+  StoppableSink sink;
+  const Summary summary =
+      train(options, Cut(options.batch, options.accumulation), data_folder, sink);
+  std::printf("%s; the state is in %s\n", summary.stopped ? "stopped" : "done",
+              options.save.c_str());
+  return EXIT_SUCCESS;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) try {
   const Options options = parse(argc, argv);
   const std::string data_folder = find_fashion_mnist(options.data);
+  if (!options.save.empty()) return train_stoppable(options, data_folder);
   std::filesystem::create_directories(options.out);  // before the training, because it may fail
   std::printf("%s\n\n", ga_build_info());
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -84,7 +85,22 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
     context.set_ema(ema);
   }
   model.add_to(context, weights, biases);
-  sink.parameters(0, model.parameters());
+
+  // The state of the library is all that a run goes on from, but for its place in the data: the number
+  // of windows, which the note in the file keeps.
+  const auto save = [&](std::int64_t windows_done) {
+    const std::string note = std::to_string(windows_done);
+    ga_state_options state = gradaccum::default_state_options();
+    state.note = note.c_str();
+    context.save(options.save, &state);
+  };
+  std::int64_t resumed = 0;
+  if (options.resume && std::filesystem::exists(options.save)) {
+    context.load(options.save);
+    resumed = std::stoll(gradaccum::state_note(options.save));
+    model.read_parameters();
+  }
+  sink.parameters(resumed, model.parameters());
 
   Summary summary;
   Progress progress(cut.name(), options.epochs, count);
@@ -97,7 +113,11 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
   for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
     const Clock::time_point start = Clock::now();
     std::shuffle(order.begin(), order.end(), random);
-    for (std::int64_t first = 0; first < count; first += cut.batch) {
+    for (std::int64_t first = 0; first < count && !summary.stopped; first += cut.batch) {
+      if (step < resumed) {
+        ++step;
+        continue;
+      }
       const std::int64_t in_window = std::min(cut.batch, count - first);
       std::vector<std::int64_t> window(order.begin() + first, order.begin() + first + in_window);
       if (cut.reversed) std::reverse(window.begin(), window.end());
@@ -118,7 +138,12 @@ Summary train(const Options& options, const Cut& cut, const std::string& data_fo
       sink.window(score.loss / static_cast<double>(in_window));
       progress.window(in_window, score.loss, score.correct);
       if (is_snapshot(step)) sink.parameters(step, model.parameters());
+      summary.stopped = sink.stops();
+      const bool due = step % options.every == 0 || step == options.epochs * windows;
+      if (!options.save.empty() && (due || summary.stopped)) save(step);
     }
+    if (summary.stopped) break;
+    if (step < resumed || (step == resumed && epoch < options.epochs)) continue;
     summary.seconds += std::chrono::duration<double>(Clock::now() - start).count();
     Epoch ended{step, test_accuracy(test, cut.micro, model)};
     if (options.ema > 0) {

@@ -27,6 +27,9 @@ struct Options {
   bool control = true;
   std::uint64_t seed = 1;
   std::string data, out = "out";
+  std::string save;          // file for the state of the run; "": none
+  std::int64_t every = 100;  // windows from save to save
+  bool resume = false;       // go on from that file, if there is one
 };
 
 // A window of batch samples, cut into micro-batches of micro samples; the last one may be shorter.
@@ -53,6 +56,7 @@ struct Summary {
   std::int64_t accumulator_bytes = 0, state_bytes = 0, workspace_bytes = 0;  // the library's
   std::int64_t master_bytes = 0, average_bytes = 0;
   double loss_scale = 1;  // at the end
+  bool stopped = false;   // before the end, because the sink wanted so
 };
 
 // Receives the results of a run while it trains.
@@ -63,6 +67,8 @@ class Sink {
   virtual void epoch(const Epoch& epoch) = 0;
   // All parameters, after steps 0, 1, 3, 10, 30, 100, 300 and the last one of every epoch.
   virtual void parameters(std::int64_t step, const Mlp::Values& tensors) = 0;
+  // Whether the run is to stop after the window that has just ended.
+  virtual bool stops() { return false; }
 };
 
 // Throws std::runtime_error, gradaccum::Error or dnnl::error.
