@@ -45,12 +45,8 @@ def call(name, *arguments):
         raise RuntimeError(f"{name}: {status}: {lib.ga_last_error().decode()}")
 
 
-class Blob(C.Structure):
-    """A struct of the library whose first fields are enough here."""
-    _fields_ = [("struct_size", C.c_size_t), ("words", C.c_int32 * 126)]
-
-
 class Optimizer(C.Structure):
+    """The first fields of ga_optimizer, and room for the others."""
     _fields_ = [("struct_size", C.c_size_t), ("kind", C.c_int32), ("flavor", C.c_int32),
                 ("lr", C.c_double), ("weight_decay", C.c_double), ("momentum", C.c_double),
                 ("rest", C.c_double * 40)]
@@ -70,10 +66,7 @@ class Context:
         self.ctx = C.c_void_p()
         call("ga_context_create", None, C.byref(self.ctx))
         o = Optimizer()
-
-        for size in range(C.sizeof(Optimizer), 0, -8):
-            if lib.ga_optimizer_init(C.byref(o), C.c_size_t(size), kind, flavor) == 0:
-                break
+        call("ga_optimizer_init", C.byref(o), C.c_size_t(C.sizeof(o)), kind, flavor)
         for name, value in hyper_parameters.items():
             setattr(o, name, value)
         call("ga_group_add", self.ctx, C.byref(o), None)
@@ -179,7 +172,7 @@ def to_keras_and_back():
         return model, optimizer
 
     model, optimizer = make()
-    start = {v.path: np.array(v) for v in model.trainable_variables}
+    start = {v.path: v.numpy() for v in model.trainable_variables}
     layer = (model.layers[-1].moving_mean.path.rsplit("/", 1)[0], 2)
     context = Context(ADAM, KERAS, start, layer, lr=0.125)
     for gradients in gradients_for(start, 5):
@@ -188,14 +181,14 @@ def to_keras_and_back():
     context.save(ours)
     model, optimizer = make()
     load_into_keras(ours, model, optimizer, 5)
-    near(np.array(model.layers[-1].moving_mean), [0.5, -1.25], "moving_mean")
+    near(model.layers[-1].moving_mean.numpy(), [0.5, -1.25], "moving_mean")
     more = gradients_for(start, 4)
 
     def go_on(gradients):
         context.step(gradients)
         optimizer.apply(gradients, model.trainable_variables)
         for v in model.trainable_variables:
-            near(context.tensors[v.path], np.array(v), v.path)
+            near(context.tensors[v.path], v.numpy(), v.path)
 
     for gradients in more[:2]:
         go_on(gradients)
