@@ -672,6 +672,10 @@ void measure(const Options& options) {
   }
   report.heading("16 bits, layers, rows; beyond the caches");
   variant_figures(options, report, places[0]);
+  if (options.wants("S")) {
+    report.heading("State on disk");
+    state_figures(options, report, places[0]);
+  }
   if (options.wants("B")) {
     report.heading("Batch normalisation");
     batch_norm_figures(options, report);

@@ -137,6 +137,8 @@ inline double rate(int passes_over, const Layout& layout, const Times& seconds) 
 
 // Figures of 16-bit arrays, layer-wise optimizers, clipping by units, the noise scale and rows.
 void variant_figures(const Options& options, Report& report, const Place& place);
+// S1-S3.
+void state_figures(const Options& options, Report& report, const Place& place);
 // B1-B3.
 void batch_norm_figures(const Options& options, Report& report);
 
