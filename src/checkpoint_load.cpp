@@ -2,6 +2,7 @@
 // Loading: finds what the file has for this context, reads and checks all of it, makes room, and only then
 // changes the context.
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -27,6 +28,17 @@ std::string text_of(const std::vector<int64_t>& shape) {
 
 bool begins_with(std::string_view text, std::string_view begin) {
   return text.substr(0, begin.size()) == begin;
+}
+
+// A number of a file for people, who read 0.25 better than 0x1p-2.
+std::string readable(const char* number) {
+  const bool is_float = std::strpbrk(number, "xn") != nullptr;  // hexadecimal, inf or nan
+  double x = 0;
+  if (!is_float) return number;
+  Fields(std::string("x=") + number, "a number").get("x", x);
+  char text[32];
+  const auto end = std::to_chars(text, text + sizeof text, x).ptr;
+  return std::string(text, end);
 }
 
 // An integer in [low, high], from a number of a file.
@@ -281,8 +293,12 @@ void Checkpoint::compare_settings() const {
         Fields(*text, key.c_str()), [&](const char* field, const char* theirs, const char* here) {
           const bool always = std::strcmp(field, "index") == 0;
           if ((keeps || (takes && may_be_taken(key, field))) && !always) return;
-          problems.add(key + ": " + field + " is " + theirs + " in the file, but " +
-                       (here ? here : "not known") + " here");
+          const bool kind = std::strcmp(field, "kind") == 0 && begins_with(key, "group.");
+          const auto text_of = [&](const char* number) {
+            return kind ? optimizer_name(number) : readable(number);
+          };
+          problems.add(key + ": " + field + " is " + text_of(theirs) + " in the file, but " +
+                       (here ? text_of(here) : "not known") + " here");
         });
   }
   for (const auto& [whole_key, text] : file_->metadata()) {

@@ -6,6 +6,7 @@
 
 #include "error.hpp"
 #include "names.hpp"
+#include "safetensors.hpp"
 #include "tensor.hpp"
 
 namespace ga {
@@ -24,7 +25,9 @@ Subject subject_of(const NewParam& e) { return {"parameter", e.name}; }
 // space.
 int64_t element_count(const NewParam& e, int32_t element_size) {
   const Subject of = subject_of(e);
-  if (e.rank < 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "rank was %d, expected >= 0", e.rank);
+  if (e.rank < 0 || e.rank > safetensors::kMostDimensions)  // the most that a state file can hold
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "rank was %d, expected 0 to %lld", e.rank,
+            ll(safetensors::kMostDimensions));
   if (e.rank > 0 && !e.shape)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "shape was NULL, but rank is %d", e.rank);
   int64_t count = 1;

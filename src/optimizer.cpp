@@ -87,6 +87,12 @@ const OptimizerInfo& optimizer_info(int32_t kind, int32_t flavor) {
   return info;
 }
 
+std::string optimizer_name(const std::string& kind) {
+  for (size_t k = 0; k < optimizers.size(); ++k)
+    if (std::to_string(k) == kind) return optimizers[k].name;
+  return kind;
+}
+
 std::vector<std::string> slot_names() {
   std::vector<std::string> names;
   for (const OpInfo& op : ops)

@@ -36,6 +36,8 @@ struct OpInfo {
 // optimizer lacks the flavor.
 const OptimizerInfo& optimizer_info(int32_t kind, int32_t flavor);
 const OpInfo& op_info(int op);
+// "AdamW" and so on, or the number itself if it is no ga_optimizer_kind.
+std::string optimizer_name(const std::string& kind);
 // The names of all state of all optimizers; some occur more than once.
 std::vector<std::string> slot_names();
 

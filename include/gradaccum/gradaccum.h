@@ -227,11 +227,12 @@ GA_API ga_status ga_group_add(ga_context* ctx, const ga_optimizer* optimizer, ga
 
 /* ---- Parameters ------------------------------------------------------------------------------ */
 
-/* Adds a parameter. Legal while the window is empty. name: not empty, unique in the context;
-   copied. data: the tensor, read and written by ga_step; must not overlap another parameter; may be
-   NULL if it has no elements. shape: [rank] dimensions >= 0; may be NULL if rank is 0, a scalar.
-   options, out: may be NULL. GA_ERROR_UNSUPPORTED: dtypes or options that do not go together, or
-   not with the optimizer. */
+/* Adds a parameter. Legal while the window is empty. name: UTF-8, not empty, unique in the context
+   and not that of another one's state (see "State on disk"); copied. data: the tensor, read and
+   written by ga_step; must not overlap another parameter; may be NULL if it has no elements.
+   shape: [rank] dimensions >= 0, at most 64; may be NULL if rank is 0, a scalar. options, out: may
+   be NULL. GA_ERROR_UNSUPPORTED: dtypes or options that do not go together, or not with the
+   optimizer. */
 GA_API ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* data,
                               ga_dtype dtype, int32_t rank, const int64_t* shape,
                               const ga_param_options* options, ga_param* out);
@@ -1382,12 +1383,12 @@ typedef struct ga_bn_options {
 /* Writes the defaults of GA_FLAVOR_TORCH or GA_FLAVOR_KERAS. */
 GA_API ga_status ga_bn_options_init(ga_bn_options* out, size_t struct_size, ga_flavor flavor);
 
-/* Adds a layer. Between windows. name: not empty, unique among layers. channels: >= 1. gamma, beta:
-   parameters [channels], in any group; -1: none, as with 1 and 0. Two layers may share them.
-   options: may be NULL: torch's defaults. out may be NULL. The running mean begins with 0, the
-   variance with 1. GA_ERROR_UNSUPPORTED: WINDOW or CUMULATIVE with GA_NONFINITE_DROP_MICRO, because
-   the micro-batches that stay were normalised with the dropped one; WINDOW with GA_CLIP_WHEN_MICRO,
-   because its sweeps open micro-batches again. */
+/* Adds a layer. Between windows. name: as in ga_param_add, unique among layers. channels: >= 1.
+   gamma, beta: parameters [channels], in any group; -1: none, as with 1 and 0. Two layers may share
+   them. options: may be NULL: torch's defaults. out may be NULL. The running mean begins with 0,
+   the variance with 1. GA_ERROR_UNSUPPORTED: WINDOW or CUMULATIVE with GA_NONFINITE_DROP_MICRO,
+   because the micro-batches that stay were normalised with the dropped one; WINDOW with
+   GA_CLIP_WHEN_MICRO, because its sweeps open micro-batches again. */
 GA_API ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
                            ga_param beta, const ga_bn_options* options, ga_bn* out);
 
