@@ -251,7 +251,8 @@ class Net {
   Net(const Net&) = delete;
   Net& operator=(const Net&) = delete;
 
-  // A micro-batch of gradients that depend on its number alone; of two rows, where there are rows.
+  // A micro-batch of gradients that depend on its number alone; of two rows, where there are rows. In
+  // WINDOW mode, also its part of the layer's first sweep.
   void accumulate(uint64_t number) {
     const int32_t dtype = plan_.options.gradient_dtype ? plan_.options.gradient_dtype : plan_.dtype;
     const int32_t row[] = {2, static_cast<int32_t>(number % 2)};
@@ -268,6 +269,9 @@ class Net {
     }
     EXPECT_OK(ga_micro_end(ctx));
     kept_.clear();
+    if (plan_.bn.mode != GA_BN_WINDOW) return;
+    const Tensor x = random_tensor(GA_F32, 3 * 2, 200 + number);
+    EXPECT_OK(ga_bn_accumulate(ctx, 0, x.data(), 3, 1));
   }
   ga_step_result step() { return test::step(ctx); }
   // Two windows, and half of one.
@@ -284,6 +288,9 @@ class Net {
       const std::vector<double> list = numbers(p);
       all.insert(all.end(), list.begin(), list.end());
     }
+    const Running running(ctx, 0, 2);
+    for (const auto* list : {&running.mean, &running.variance})
+      all.insert(all.end(), list->begin(), list->end());
     return all;
   }
 
@@ -899,6 +906,7 @@ std::vector<std::pair<std::string, Plan>> golden() {
     p.config.noise_scale = 1;
     p.config.nonfinite = GA_NONFINITE_DROP_MICRO;
   });
+  add("sgd_batch_norm_sweep", GA_OPTIMIZER_SGD, [](Plan& p) { p.bn = bn_options(GA_BN_WINDOW); });
   add("lion_compensated", GA_OPTIMIZER_LION, [&](Plan& p) {
     narrow(p, GA_BF16);
     p.options.accumulator_dtype = GA_BF16;
