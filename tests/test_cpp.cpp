@@ -11,7 +11,9 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -960,6 +962,82 @@ TEST(Callables, AllocatorOfC) {
   context.step();
   EXPECT_EQ(calls, prepared);
   EXPECT_EQ(p, (Floats{-1}));
+}
+
+// ---- State on disk ------------------------------------------------------------------------------
+
+struct Trained {
+  Trained() {
+    context.add_param(context.add_group(sgd()), "p", p.data(), {1});
+    context.accumulate({g.data()});
+    context.step();
+    context.accumulate({g.data()});
+  }
+  Floats p{5}, g{1};
+  Context context{one_thread()};
+};
+
+// A context with the parameter of Trained.
+struct Fresh {
+  Fresh() { context.add_param(context.add_group(sgd()), "p", p.data(), {1}); }
+  void expect_trained() {
+    EXPECT_EQ(p, (Floats{4}));
+    EXPECT_EQ(context.window().micro_batches, 1);
+    context.step();
+    EXPECT_EQ(p, (Floats{3}));
+  }
+  Floats p{0};
+  Context context{one_thread()};
+};
+
+TEST(State, GoesThroughAFileAndMemory) {
+  Trained trained;
+  const std::string path = testing::TempDir() + "test_cpp.safetensors";
+  ga_state_options options = gradaccum::default_state_options();
+  options.note = "here";
+  trained.context.save(path, &options);
+  EXPECT_EQ(gradaccum::state_note(path), "here");
+  trained.context.save(path);
+  EXPECT_EQ(gradaccum::state_note(path), "");
+  Fresh of_file, of_memory;
+  of_file.context.load(path);
+  of_file.expect_trained();
+  of_memory.context.load_from_memory(trained.context.save_to_memory());
+  of_memory.expect_trained();
+  EXPECT_EQ(std::remove(path.c_str()), 0);
+  EXPECT_EQ(status_of([&] { Fresh().context.load(path); }), GA_ERROR_IO);
+}
+
+TEST(State, GoesThroughCallables) {
+  Trained trained;
+  std::vector<char> bytes;
+  trained.context.state_write([&](std::int64_t offset, const void* data, std::size_t size) {
+    const auto end = static_cast<std::size_t>(offset) + size;
+    if (bytes.size() < end) bytes.resize(end);
+    std::memcpy(bytes.data() + offset, data, size);
+  });
+  EXPECT_EQ(bytes, trained.context.save_to_memory());
+  const auto read = [&](std::int64_t offset, void* data, std::size_t size) {
+    std::memcpy(data, bytes.data() + offset, size);
+  };
+  Fresh fresh;
+  fresh.context.state_read(read, static_cast<std::int64_t>(bytes.size()));
+  fresh.expect_trained();
+}
+
+// What a callable throws reaches the caller, and the context is as it was.
+TEST(State, ExceptionsOfCallables) {
+  Trained trained;
+  struct Full {};
+  EXPECT_THROW(
+      trained.context.state_write([](std::int64_t, const void*, std::size_t) { throw Full(); }),
+      Full);
+  trained.context.step();
+  EXPECT_EQ(trained.p, (Floats{3}));
+  EXPECT_THROW(
+      trained.context.state_read([](std::int64_t, void*, std::size_t) { throw Full(); }, 1000),
+      Full);
+  trained.context.accumulate({trained.g.data()});
 }
 
 }  // namespace

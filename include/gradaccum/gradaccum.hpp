@@ -739,32 +739,32 @@ class Context {
   template <typename Write>
   void state_write(Write&& write, const ga_state_options* options = nullptr) {
     detail::Relay relay;
-    const auto call = [&](std::int64_t offset, const void* data, std::size_t size) {
+    auto call = [&](std::int64_t offset, const void* data, std::size_t size) {
       return relay.run([&] { write(offset, data, size); });
     };
     using Call = decltype(call);
     const ga_status status = ga_state_write(
         get(),
         [](void* user, std::int64_t offset, const void* data, std::size_t size) {
-          return (*static_cast<const Call*>(user))(offset, data, size);
+          return (*static_cast<Call*>(user))(offset, data, size);
         },
-        const_cast<Call*>(&call), options);
+        &call, options);
     relay.rethrow();
     check(status);
   }
   template <typename Read>
   void state_read(Read&& read, std::int64_t size, const ga_state_options* options = nullptr) {
     detail::Relay relay;
-    const auto call = [&](std::int64_t offset, void* data, std::size_t bytes) {
+    auto call = [&](std::int64_t offset, void* data, std::size_t bytes) {
       return relay.run([&] { read(offset, data, bytes); });
     };
     using Call = decltype(call);
     const ga_status status = ga_state_read(
         get(),
         [](void* user, std::int64_t offset, void* data, std::size_t bytes) {
-          return (*static_cast<const Call*>(user))(offset, data, bytes);
+          return (*static_cast<Call*>(user))(offset, data, bytes);
         },
-        const_cast<Call*>(&call), size, options);
+        &call, size, options);
     relay.rethrow();
     check(status);
   }
