@@ -391,7 +391,6 @@ Metadata Checkpoint::texts() {
     add("group." + std::to_string(k) + ".state", f.text());
   }
   Fields window = window_settings();
-  window.add("dropped", context_.window_.dropped());
   window.add("rows_held", context_.rows_held_);
   window.add("noise_repeated", context_.noise_repeated_);
   add("window", window.text());

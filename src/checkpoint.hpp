@@ -98,7 +98,7 @@ class Checkpoint {
     std::vector<char> group_known;
     bool open = false;  // it has an open window
     std::vector<Micro> micros;
-    int64_t dropped = 0, rows_held = 0;
+    int64_t rows_held = 0;
     bool noise_repeated = false;
   };
   // Settings that a load may take from the file.

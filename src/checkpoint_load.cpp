@@ -422,10 +422,8 @@ void Checkpoint::read_texts() {
     fail(GA_ERROR_FORMAT, "the loss scale of the file was %g and its weight %g", c.scaler.scale,
          c.weight);
   const Fields window(text("window"), "window");
-  window.get("dropped", in.dropped);
   window.get("rows_held", in.rows_held);
   window.get("noise_repeated", in.noise_repeated);
-  whole(static_cast<double>(in.dropped), 0, kMost, "dropped");
   whole(static_cast<double>(in.rows_held), 0, kMost, "rows_held");
   for (size_t k = 0; k < context_.groups_.size(); ++k) {
     const Group& g = context_.groups_[k];
@@ -791,6 +789,7 @@ void Checkpoint::list_regions() {
 }
 
 void Checkpoint::place_arrays() {
+  file_->read_anew();
   size_t at = 0, left = 0;
   const auto fill = [&](void* piece, size_t bytes) {
     if (left == 0) {
@@ -909,7 +908,7 @@ void Checkpoint::place_counters() {
   c.rows_held_ = texts_.rows_held;
   c.noise_repeated_ = texts_.noise_repeated;
   c.rejected_ = control.rejected;
-  c.window_.restore(std::move(texts_.micros), texts_.dropped);
+  c.window_.restore(std::move(texts_.micros));
 }
 
 // Writes the tables anew.

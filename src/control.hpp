@@ -218,10 +218,10 @@ struct Control {
 struct WindowTotals {
   int64_t ticket;  // unique to the call
   int64_t micro_batches;
-  double weight;              // as the next two, only where micro-batches were not checked
-  int64_t weighted, dropped;  // numbers of micro-batches
-  bool noise_wanted;          // the window yields an estimate of the noise scale
-  bool last;                  // no settle_units() follows
+  double weight;      // as the next one, only where micro-batches were not checked
+  int64_t weighted;   // number of micro-batches with a weight > 0
+  bool noise_wanted;  // the window yields an estimate of the noise scale
+  bool last;          // no settle_units() follows
 };
 
 // The tables and states of a context, at the addresses where the code of decide.hpp runs.

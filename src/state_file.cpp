@@ -23,6 +23,8 @@ constexpr std::string_view kMark = "1 xxh3", kMarkOfOthers = "1 unchecked";
 constexpr std::string_view kBegin =
     "{\"__metadata__\":{\"gradaccum.format\":\"1 xxh3\",\"gradaccum.header\":\"";
 constexpr size_t kDigits = 16;
+// Pieces of less bytes are gathered, or read ahead, up to this number of bytes.
+constexpr size_t kGathered = size_t{64} << 10;
 const std::string kNoDigits(kDigits, '0');
 
 std::string digits_of(uint64_t sum) {
@@ -70,6 +72,7 @@ uint64_t Checksum::value() const {
 
 StateWriter::StateWriter(Metadata metadata, std::vector<Tensor> tensors) {
   sums_.assign(tensors.size(), sum_.value());  // that of no bytes
+  gathered_.reserve(kGathered);
   header_.metadata = {{kFormat, std::string(kMark)}, {kHeaderSum, kNoDigits}, {kSums, ""}};
   for (auto& entry : metadata) header_.metadata.push_back(std::move(entry));
   header_.tensors = std::move(tensors);
@@ -99,14 +102,27 @@ std::string StateWriter::text() const {
 void StateWriter::put(const WriteAt& write, const void* data, size_t size) {
   while (header_.tensors[tensor_].end == done_) ++tensor_;  // has no bytes
   sum_.add(data, size);
-  write(data_begin_ + done_, data, size);
+  if (gathered_.size() + size > kGathered) flush(write);
+  if (size >= kGathered) {
+    write(data_begin_ + done_, data, size);
+  } else {
+    const auto* const bytes = static_cast<const char*>(data);
+    gathered_.insert(gathered_.end(), bytes, bytes + size);
+  }
   done_ += static_cast<int64_t>(size);
   if (done_ < header_.tensors[tensor_].end) return;
   sums_[tensor_++] = sum_.value();
   sum_.restart();
 }
 
+void StateWriter::flush(const WriteAt& write) {
+  const auto size = static_cast<int64_t>(gathered_.size());
+  if (size > 0) write(data_begin_ + done_ - size, gathered_.data(), gathered_.size());
+  gathered_.clear();
+}
+
 void StateWriter::finish(const WriteAt& write) {
+  flush(write);
   std::string text = this->text();
   const std::string digits = digits_of(sum_of_header(std::string_view(text).substr(kLengthBytes)));
   text.replace(kLengthBytes + kBegin.size(), kDigits, digits);
@@ -142,6 +158,7 @@ StateReader::StateReader(int64_t size, const ReadAt& read, bool unmarked) {
   sums_.resize(tensors().size());
   known_.resize(tensors().size());
   if (ours_) take_sums();
+  ahead_.reserve(kGathered);  // so that no reading allocates
 }
 
 // Every key of ours begins with kOurs, and there are several, so that no change of one bit makes a file
@@ -200,9 +217,29 @@ void StateReader::seek(size_t tensor) {
   sum_.restart();
 }
 
+void StateReader::read_small(const ReadAt& read, int64_t at, void* to, size_t size) {
+  const auto wanted = static_cast<int64_t>(size);
+  if (at < ahead_begin_ || at + wanted > ahead_begin_ + static_cast<int64_t>(ahead_.size())) {
+    ahead_.clear();
+    ahead_.resize(static_cast<size_t>(std::min<int64_t>(kGathered, data_bytes_ - at)));
+    ahead_begin_ = at;
+    try {
+      read(data_begin_ + at, ahead_.data(), ahead_.size());
+    } catch (...) {
+      ahead_.clear();
+      throw;
+    }
+  }
+  std::memcpy(to, ahead_.data() + (at - ahead_begin_), size);
+}
+
 void StateReader::next(const ReadAt& read, void* to, size_t size) {
   const Tensor& t = tensors()[tensor_];
-  if (size > 0) read(data_begin_ + t.begin + done_, to, size);
+  const int64_t at = t.begin + done_;
+  if (size >= kGathered)
+    read(data_begin_ + at, to, size);
+  else if (size > 0)
+    read_small(read, at, to, size);
   sum_.add(to, size);
   done_ += static_cast<int64_t>(size);
   if (done_ < t.end - t.begin) return;

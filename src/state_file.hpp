@@ -52,18 +52,20 @@ class StateWriter {
 
   int64_t file_bytes() const { return data_begin_ + data_bytes_; }
   int64_t data_bytes() const { return data_bytes_; }
-  // Writes the next bytes of the data, which belong to one tensor.
+  // Writes the next bytes of the data, which belong to one tensor. Small pieces are gathered first.
   void put(const WriteAt& write, const void* data, size_t size);
   void finish(const WriteAt& write);  // writes the header
 
  private:
   std::string text() const;
+  void flush(const WriteAt& write);
 
   safetensors::Header header_;
   std::vector<uint64_t> sums_;  // by tensor
   Checksum sum_;
-  size_t tensor_ = 0;  // whose bytes come next
-  int64_t done_ = 0;   // bytes of the data
+  std::vector<char> gathered_;  // the last bytes that were put, not written yet
+  size_t tensor_ = 0;           // whose bytes come next
+  int64_t done_ = 0;            // bytes of the data
   int64_t data_begin_ = 0, data_bytes_ = 0;
 };
 
@@ -82,6 +84,7 @@ class StateReader {
 
   // next() goes on with the first byte of that tensor.
   void seek(size_t tensor);
+  void read_anew() { ahead_.clear(); }  // bytes that were read ahead are read once more
   // Reads the next bytes of the tensor. With the last of them, throws GA_ERROR_FORMAT if the tensor is
   // not what its checksum says or, of a file without checksums, not what the first reading found.
   void next(const ReadAt& read, void* to, size_t size);
@@ -89,6 +92,7 @@ class StateReader {
  private:
   void check_mark(bool unmarked);
   void take_sums();
+  void read_small(const ReadAt& read, int64_t at, void* to, size_t size);
 
   bool ours_ = false;
   safetensors::Header header_;
@@ -96,6 +100,8 @@ class StateReader {
   std::vector<uint64_t> sums_;                           // by tensor
   std::vector<char> known_;                              // whether sums_ has that of a tensor
   Checksum sum_;
+  std::vector<char> ahead_;  // bytes of the data that were read with those of a small piece
+  int64_t ahead_begin_ = 0;  // where they begin
   size_t tensor_ = 0;
   int64_t done_ = 0;  // bytes of the tensor
   int64_t data_begin_ = 0, data_bytes_ = 0;

@@ -121,7 +121,6 @@ ga_step_result Context::step() {
   totals.micro_batches = window_.size();
   totals.weight = window_.weight();
   totals.weighted = window_.weighted();
-  totals.dropped = window_.dropped();
   totals.noise_wanted = config_.noise_scale && !noise_repeated_;
   totals.last = !(totals.weight > 0) || !unit_lists_;
   forget_delivered();

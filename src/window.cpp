@@ -27,7 +27,6 @@ void Window::drop_last() {
   weighted_ -= micros_.back().weight > 0;
   micros_.back().weight = 0;
   weight_ = weight_before_last_;
-  ++dropped_;
 }
 
 void Window::check_valid() const {
@@ -119,11 +118,10 @@ void Window::break_off() {
   }
 }
 
-void Window::restore(std::vector<Micro> micros, int64_t dropped) {
+void Window::restore(std::vector<Micro> micros) {
   clear();
   micros_.swap(micros);
   for (const Micro& micro : micros_) count(micro);
-  dropped_ = dropped;
 }
 
 void Window::clear() {
@@ -131,7 +129,6 @@ void Window::clear() {
   weight_ = weight_before_last_ = 0;
   weighted_ = 0;
   open_ = -1;
-  dropped_ = 0;
   invalid_ = false;
 }
 

@@ -54,13 +54,11 @@ class Window {
   void reserve_one() {
     if (micros_.size() == micros_.capacity()) micros_.reserve(2 * micros_.size() + 16);
   }
-  void add(const Micro& micro);  // after check_whole
-  void drop_last();              // sets the weight of the last micro-batch to 0
-  int64_t dropped() const { return dropped_; }
+  void add(const Micro& micro);                   // after check_whole
+  void drop_last();                               // sets the weight of the last micro-batch to 0
   int64_t weighted() const { return weighted_; }  // micro-batches of weight > 0
   void clear();
-  // Makes an empty window one of these micro-batches, of which so many were dropped.
-  void restore(std::vector<Micro> micros, int64_t dropped);
+  void restore(std::vector<Micro> micros);  // makes an empty window one of these micro-batches
 
   // Runs a pass that changes accumulators. If the pass fails half-way, the window becomes invalid:
   // parameters and optimizer state are untouched, but accumulators are not.
@@ -82,7 +80,6 @@ class Window {
   int64_t accum_steps_ = 0;
   double weight_ = 0, weight_before_last_ = 0;
   int64_t weighted_ = 0;
-  int64_t dropped_ = 0;
   bool invalid_ = false;
 };
 

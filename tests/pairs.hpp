@@ -302,14 +302,19 @@ struct Gradient {
   std::vector<int32_t> indices;  // empty: a whole gradient
 };
 
-// Whether a training is stopped after every micro-batch and every window: saved, and loaded by a new
-// context, on the CPU and on a device in turn or always where it was.
-enum class Stops { kNever, kInPlace, kToTheOtherDevice };
+// Whether a training is stopped after micro-batches and windows: saved, and loaded by a new context. Each
+// time, always where it was or on the CPU and on a device in turn; or once, which shows what a later stop
+// would put right again.
+enum class Stops { kNever, kAlways, kToTheOtherDevice, kOnce };
 
 class Trial {
  public:
-  explicit Trial(const Case& c, Stops stops = Stops::kNever)
-      : case_(c), stops_(stops), arithmetic_(is(kDtype, kF64) ? ref::kFloat64 : ref::kFloat32) {
+  // once: after how many other occasions.
+  explicit Trial(const Case& c, Stops stops = Stops::kNever, int once = 0)
+      : case_(c),
+        stops_(stops),
+        once_(once),
+        arithmetic_(is(kDtype, kF64) ? ref::kFloat64 : ref::kFloat32) {
     if (!make()) return;
     window({3, 0.5, 2});
     if (is(kLate, 1)) add_late();
@@ -327,6 +332,8 @@ class Trial {
   // The status of the first call that was refused.
   ga_status status() const { return status_; }
   const std::string& sentence() const { return sentence_; }
+  // How often the training could be stopped.
+  int occasions() const { return occasions_; }
   // The bits of all parameters and results after each window.
   const std::vector<std::vector<uint8_t>>& bits() const { return bits_; }
   // Whether sums, state and parameters are nearly as precise as f32, and everything is finite at
@@ -429,7 +436,9 @@ class Trial {
   // Goes on as a new process would, with another number of threads and other values in the memory of
   // the parameters.
   void stop_and_go() {
+    const int occasion = occasions_++;
     if (stops_ == Stops::kNever || status_ != GA_OK) return;
+    if (stops_ == Stops::kOnce && occasion != once_) return;
     size_t size = 0;
     if (!ok(ga_save_to_memory(ctx_, nullptr, nullptr, 0, &size))) return;
     std::vector<char> saved(size);
@@ -963,6 +972,8 @@ class Trial {
 
   const Case case_;
   const Stops stops_;
+  const int once_;
+  int occasions_ = 0;
   const ref::Arithmetic arithmetic_;
   ga_config config_ = {};
   ga_clip clip_ = {};

@@ -50,14 +50,19 @@ testing::AssertionResult same(const std::vector<uint8_t>& a, const std::vector<u
 }
 
 TEST(Resume, EveryPairOfOptionsGoesOnWithTheSameBits) {
-  int wrong = 0;
+  int wrong = 0, once = 0;
   for (const Case& c : cases(2)) {
     SCOPED_TRACE(describe(c));
-    const Trial whole(c), stopped(c, Stops::kInPlace);
-    EXPECT_EQ(stopped.status(), GA_OK) << stopped.sentence();
-    EXPECT_EQ(whole.bits().size(), stopped.bits().size());
-    for (size_t k = 0; k < std::min(whole.bits().size(), stopped.bits().size()); ++k)
-      EXPECT_TRUE(same(whole.bits()[k], stopped.bits()[k])) << "window " << k;
+    const Trial whole(c), always(c, Stops::kAlways);
+    once = (once + 1) % whole.occasions();
+    const Trial stopped(c, Stops::kOnce, once);
+    for (const Trial* trial : {&always, &stopped}) {
+      SCOPED_TRACE(trial == &always ? "always" : "after occasion " + std::to_string(once));
+      EXPECT_EQ(trial->status(), GA_OK) << trial->sentence();
+      EXPECT_EQ(whole.bits().size(), trial->bits().size());
+      for (size_t k = 0; k < std::min(whole.bits().size(), trial->bits().size()); ++k)
+        EXPECT_TRUE(same(whole.bits()[k], trial->bits()[k])) << "window " << k;
+    }
     if (HasFailure() && ++wrong == 5) break;  // enough failures to read
   }
 }
@@ -322,6 +327,52 @@ Bytes trained(const Plan& plan = {}) {
   Net net(plan);
   net.train();
   return saved(net.ctx);
+}
+
+// What single micro-batches are: with a loss scale of their own, the last one of a window, opened again.
+TEST(Resume, MicroBatchesKeepTheirOptions) {
+  for (const bool stops : {false, true}) {
+    Plan plan;
+    plan.config.noise_scale = 1;
+    Net first(plan), second(plan);
+    const auto part = [&](Net& net, int64_t index, const ga_micro_options* o) {
+      const Tensor g(GA_F32, 6, 0.5);
+      EXPECT_OK(ga_micro_begin(net.ctx, index, 2, o));
+      EXPECT_OK(ga_accumulate_part(net.ctx, 0, g.data()));
+      EXPECT_OK(ga_micro_end(net.ctx));
+    };
+    part(first, -1, MicroOptions(4));
+    part(first, -1, MicroOptions(0, GA_MICRO_LAST));
+    if (stops) {
+      const Bytes bytes = saved(first.ctx);
+      EXPECT_OK(load(second.ctx, bytes));
+      EXPECT_EQ(saved(second.ctx), bytes);
+    }
+    Net& net = stops ? second : first;
+    EXPECT_EQ(window(net.ctx).state, GA_WINDOW_FULL);
+    EXPECT_EQ(ga_micro_begin(net.ctx, 0, 2, nullptr), GA_ERROR_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(ga_last_error()).find("opened with 4"), std::string::npos);
+    part(net, 0, MicroOptions(4));  // twice in one micro-batch: no estimate of the noise
+    EXPECT_TRUE(std::isnan(net.step().noise_scale));
+    EXPECT_EQ(window(net.ctx).windows, 1);
+  }
+}
+
+// A channel with a NaN does not count the window, so the channels of a layer may count apart.
+TEST(Resume, ChannelsThatCountApart) {
+  Net net, other;
+  Tensor x = random_tensor(GA_F32, 6, 3);
+  x.set(0, NAN);
+  for (int k = 0; k < 2; ++k) {
+    EXPECT_OK(ga_bn_accumulate(net.ctx, 0, x.data(), 3, 1));
+    net.accumulate(1), net.step();
+    x.set(0, 1);
+  }
+  const Bytes bytes = saved(net.ctx);
+  EXPECT_NE(std::string(bytes.begin(), bytes.end()).find("num_batches_tracked.channels"),
+            std::string::npos);
+  EXPECT_OK(load(other.ctx, bytes));
+  EXPECT_EQ(saved(other.ctx), bytes);
 }
 
 TEST(Fit, NamesShapesAndDtypesAreListed) {

@@ -89,7 +89,7 @@ struct Rank {
   void count(double weight, int64_t micro_batches, int64_t dropped) {
     totals.weight = control.weight = weight;
     totals.micro_batches = totals.weighted = control.weighted = micro_batches;
-    totals.dropped = control.window_dropped = dropped;
+    control.window_dropped = dropped;
   }
 
   void sum() { sum_window(crew, tables(), totals); }

@@ -197,7 +197,7 @@ GA_DEVICE void sum_window(Crew& crew, const ScalarTables& t, const WindowTotals&
     c.sums.weight = checked ? c.weight : w.weight;
     c.sums.micro_batches = static_cast<double>(w.micro_batches);
     c.sums.weighted = static_cast<double>(checked ? c.weighted : w.weighted);
-    c.sums.dropped = static_cast<double>(checked ? c.window_dropped : w.dropped);
+    c.sums.dropped = static_cast<double>(c.window_dropped);  // 0 if nothing is checked
     c.sums.failed = c.failed;
     c.sums.unestimated = !w.noise_wanted;
   });
