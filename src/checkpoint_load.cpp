@@ -96,6 +96,7 @@ void Checkpoint::load(int64_t size, const ReadAt& read) {
   context_.backend_->wait();
   exchange();
   try {
+    if (texts_.counted) read_window();  // which is checked against the settings that are taken
     make_room();
   } catch (...) {
     exchange();
@@ -473,7 +474,6 @@ void Checkpoint::read_all() {
   for (size_t i = 0; i < params_.size(); ++i)
     if (!context_.tensors_[i].removed) read_param(i);
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) read_layer(id);
-  if (texts_.counted) read_window();
 }
 
 std::vector<double> Checkpoint::numbers(int64_t tensor) const {

@@ -592,6 +592,45 @@ TEST(Fit, AnOpenWindowNeedsTheSettingsItDependsOn) {
 }
 
 // The window in the file holds one micro-batch.
+// Settings that a load takes from the file are those that an open window depends on.
+TEST(Fit, AnOpenWindowTakesTheSettingsItDependsOn) {
+  Plan plan;
+  plan.scaler.emplace();
+  EXPECT_OK(ga_loss_scaler_init(&*plan.scaler, sizeof *plan.scaler));
+  plan.clip = clip(GA_CLIP_GLOBAL, 1);
+  plan.clip->when = GA_CLIP_WHEN_MICRO;
+  const Bytes bytes = trained(plan);
+  ga_state_options o = state_options();
+  Net other;
+  expect_refused(other, bytes, GA_ERROR_INVALID_ARGUMENT, {"loss_scaler"}, &o);
+  o.settings = GA_SETTINGS_KEEP;
+  expect_refused(other, bytes, GA_ERROR_INVALID_ARGUMENT, {"clip_micro is 1", "scaled is 1"}, &o);
+  o.settings = GA_SETTINGS_TAKE;
+  EXPECT_OK(load(other.ctx, bytes, &o));
+  EXPECT_EQ(saved(other.ctx), bytes);
+  Net same(plan);
+  same.train();
+  for (Net* net : {&same, &other}) {
+    net->accumulate(10);
+    net->step();
+  }
+  EXPECT_EQ(same.values(), other.values());
+
+  // What cannot be taken is compared, and the settings are then as they were.
+  plan.config.nonfinite = GA_NONFINITE_DROP_MICRO;
+  Net third(plan);
+  expect_refused(third, trained(), GA_ERROR_INVALID_ARGUMENT, {"nonfinite is"}, &o);
+  plan = {};
+  plan.config.accum_steps = 2;
+  plan.optimizer.lr = 0.5;
+  Net full(plan);
+  Net longer;
+  longer.train();
+  for (const uint64_t k : {10, 11}) longer.accumulate(k);
+  expect_refused(full, saved(longer.ctx), GA_ERROR_INVALID_ARGUMENT, {"holds 3 micro-batches"}, &o);
+  EXPECT_EQ(group_lr(full.ctx), 0.5);
+}
+
 TEST(Fit, KIsFreeButNotBelowTheWindow) {
   Plan two;
   two.config.accum_steps = 2;
