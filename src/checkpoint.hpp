@@ -179,6 +179,7 @@ class Checkpoint {
   };
   Batch batch_of(size_t param) const;
   void exchange() noexcept;
+  [[noreturn]] void fail_halfway(const char* why);
   void tell_all();
   void list_regions();
   void place_arrays();

@@ -108,11 +108,18 @@ void Checkpoint::load(int64_t size, const ReadAt& read) {
     place_numbers();
     tell_all();
   } catch (const std::exception& e) {
-    char text[1024];
-    std::snprintf(text, sizeof text, "%s stopped half-way: %s", what_, e.what());
-    context_.broken_.emplace(GA_ERROR_FAULT, text);
-    throw *context_.broken_;
+    fail_halfway(e.what());
+  } catch (...) {  // of a callback in C++
+    fail_halfway("an unknown exception was thrown");
   }
+}
+
+// Leaves a context of no use.
+void Checkpoint::fail_halfway(const char* why) {
+  char text[1024];
+  std::snprintf(text, sizeof text, "%s stopped half-way: %s", what_, why);
+  context_.broken_.emplace(GA_ERROR_FAULT, text);
+  throw *context_.broken_;
 }
 
 // ---- What the file has --------------------------------------------------------------------------

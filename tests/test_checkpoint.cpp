@@ -862,6 +862,36 @@ TEST(Callbacks, StoresOfTheProgramFailAndCallBackInVain) {
   EXPECT_LT(broken, reading.calls);
 }
 
+// A callback in C++ that throws has the effect of one that fails.
+TEST(Callbacks, ExceptionsOfCallbacks) {
+  static int throw_at, calls;
+  const Bytes bytes = trained();
+  ga_state_options o = state_options();
+  o.progress = [](void*, int64_t, int64_t) -> int32_t {
+    if (calls++ == throw_at) throw 7;
+    return 0;
+  };
+  int unchanged = 0, broken = 0;
+  for (throw_at = 0;; ++throw_at) {
+    SCOPED_TRACE(throw_at);
+    calls = 0;
+    Net net;
+    const Bytes before = saved(net.ctx);
+    const ga_status status = load(net.ctx, bytes, &o);
+    if (status == GA_OK) break;
+    if (status == GA_ERROR_FAULT) {
+      ++broken;
+      EXPECT_EQ(ga_step(net.ctx, nullptr), GA_ERROR_FAULT);
+    } else {
+      ++unchanged;
+      EXPECT_EQ(status, GA_ERROR_INTERNAL) << ga_last_error();
+      EXPECT_EQ(saved(net.ctx), before);
+    }
+  }
+  EXPECT_GT(unchanged, 0);
+  EXPECT_GT(broken, 0);
+}
+
 // A store whose bytes change between the two readings.
 TEST(Callbacks, ASecondReadingOfOtherBytesIsNoticed) {
   const Bytes bytes = trained();
