@@ -14,9 +14,11 @@
 
 #include <atomic>
 #include <functional>
+#include <optional>
 #include <set>
 
-#include "formats.hpp"
+#include "files.hpp"
+#include "small_run.hpp"
 
 #if defined(__SANITIZE_ADDRESS__) && !defined(GA_ASAN)
 #define GA_ASAN 1
@@ -876,6 +878,231 @@ TEST(Memory, WindowsOfBatchNormAllocateNothing) {
         }
       }
     }
+  }
+}
+
+// ---- Saving and loading -------------------------------------------------------------------------
+
+// A store of the program's own, which allocates nothing.
+struct Store {
+  Bytes bytes;
+  static int32_t write(void* user, int64_t offset, const void* data, size_t size) {
+    Bytes& bytes = static_cast<Store*>(user)->bytes;
+    if (static_cast<size_t>(offset) + size > bytes.size()) return 1;
+    memcpy(bytes.data() + offset, data, size);
+    return 0;
+  }
+  static int32_t read(void* user, int64_t offset, void* data, size_t size) {
+    memcpy(data, static_cast<Store*>(user)->bytes.data() + offset, size);
+    return 0;
+  }
+};
+
+struct Attempt {
+  const char* name;
+  std::function<ga_status(ga_context*)> run;
+};
+
+// Makes the call with its k-th allocation failing, for each k until there are no more, alone or
+// together with all later ones. on_failure() is called after each failed call, on_success() after each
+// other one. Returns how many calls failed.
+template <class OnFailure, class OnSuccess>
+int64_t at_every_allocation(bool once, const std::function<ga_status()>& call,
+                            OnFailure&& on_failure, OnSuccess&& on_success) {
+  int64_t failures = 0;
+  for (int64_t k = 0; k < 5000; ++k) {
+    SCOPED_TRACE(testing::Message() << "allocation " << k << (once ? "" : " and all later ones"));
+    ga_status status;
+    int64_t calls;
+    {
+      const Count count(k, once ? k + 1 : INT64_MAX);
+      status = call();
+      calls = Count::calls();
+    }
+    if (status == GA_OK) {
+      on_success();
+      if (calls <= k) return failures;
+    } else {
+      ++failures;
+      EXPECT_EQ(status, GA_ERROR_OUT_OF_MEMORY) << ga_last_error();
+      on_failure();
+    }
+    if (testing::Test::HasFailure()) return failures;
+  }
+  ADD_FAILURE() << "no end of allocations";
+  return failures;
+}
+
+class FailingState : public testing::TestWithParam<std::tuple<With, bool> > {};
+INSTANTIATE_TEST_SUITE_P(All, FailingState,
+                         testing::Combine(testing::ValuesIn(kRuns), testing::Bool()));
+
+// A save that runs out of memory changes neither the context nor the file.
+TEST_P(FailingState, SavesAtEveryPoint) {
+  const auto [with, once] = GetParam();
+  SmallRun calm(with);
+  calm.train();
+  const Bytes bytes = saved(calm.ctx);
+  calm.go_on();
+
+  const Folder folder(in_memory());
+  const std::string path = folder / "x";
+  Store store;
+  const Attempt attempts[] = {
+      {"ga_save_to_memory",
+       [&](ga_context* ctx) {
+         size_t size;
+         return ga_save_to_memory(ctx, nullptr, store.bytes.data(), store.bytes.size(), &size);
+       }},
+      {"ga_save", [&](ga_context* ctx) { return ga_save(ctx, path.c_str(), nullptr); }},
+      {"ga_state_write",
+       [&](ga_context* ctx) { return ga_state_write(ctx, Store::write, &store, nullptr); }},
+  };
+  for (const Attempt& attempt : attempts) {
+    SCOPED_TRACE(attempt.name);
+    const bool to_file = strcmp(attempt.name, "ga_save") == 0;
+    SmallRun t(with);
+    t.train();
+    const std::vector<double> values = t.values();
+    const ga_window_info window_before = window(t.ctx);
+    const ga_memory memory_before = memory(t.ctx);
+    const auto unchanged = [&] {
+      const ga_window_info window_after = window(t.ctx);
+      const ga_memory memory_after = memory(t.ctx);
+      ASSERT_EQ(0, memcmp(&window_before, &window_after, sizeof window_after));
+      ASSERT_EQ(0, memcmp(&memory_before, &memory_after, sizeof memory_after));
+      ASSERT_EQ(t.values(), values);
+      if (to_file) put(path, "old");
+      store.bytes.assign(bytes.size(), '?');
+    };
+    unchanged();
+    const std::set<int> open_before = descriptors();
+    const int64_t failures = at_every_allocation(
+        once, [&] { return attempt.run(t.ctx); },
+        [&] {
+          if (to_file) {
+            ASSERT_EQ(contents(path), "old");
+            ASSERT_EQ(folder.names(), std::set<std::string>{"x"});
+            ASSERT_EQ(descriptors(), open_before);
+          }
+          unchanged();
+        },
+        [&] {
+          if (to_file) {
+            const std::string text = contents(path);
+            store.bytes.assign(text.begin(), text.end());
+            ASSERT_EQ(folder.names(), std::set<std::string>{"x"});
+          }
+          ASSERT_EQ(store.bytes, bytes);
+          unchanged();
+        });
+    EXPECT_GT(failures, 20);
+    t.go_on();
+    EXPECT_EQ(t.values(), calm.values());
+    if (HasFailure()) return;
+  }
+}
+
+// A load that runs out of memory changes nothing, and never returns GA_ERROR_FAULT: all memory is
+// there before the context is changed.
+TEST_P(FailingState, LoadsAtEveryPoint) {
+  const auto [with, once] = GetParam();
+  SmallRun calm(with);
+  calm.train();
+  Store store = {saved(calm.ctx)};
+  const Bytes& bytes = store.bytes;
+  calm.go_on();
+
+  const Folder folder(in_memory());
+  const std::string path = folder / "x";
+  put(path, std::string(bytes.begin(), bytes.end()));
+  ga_state_options take;
+  ASSERT_OK(ga_state_options_init(&take, sizeof take));
+  take.settings = GA_SETTINGS_TAKE;
+  const auto from_memory = [&](ga_context* ctx) { return load(ctx, bytes); };
+  const auto from_file = [&](ga_context* ctx) { return ga_load(ctx, path.c_str(), nullptr); };
+  const auto by_function = [&](ga_context* ctx) {
+    return ga_state_read(ctx, Store::read, &store, static_cast<int64_t>(bytes.size()), nullptr);
+  };
+  const auto with_settings = [&](ga_context* ctx) { return load(ctx, bytes, &take); };
+  struct Load {
+    const char* name;
+    std::function<ga_status(ga_context*)> run;
+    bool other, trained;
+  };
+  const Load loads[] = {
+      {"ga_load_from_memory", from_memory, false, true},
+      {"ga_load_from_memory into a new context", from_memory, false, false},
+      {"ga_load", from_file, false, true},
+      {"ga_state_read", by_function, false, true},
+      {"GA_SETTINGS_TAKE", with_settings, true, true},
+      {"GA_SETTINGS_TAKE into a new context", with_settings, true, false},
+  };
+  for (const Load& l : loads) {
+    SCOPED_TRACE(l.name);
+    std::optional<SmallRun> t;
+    Bytes before;
+    std::vector<double> values;
+    ga_window_info window_before = {};
+    ga_memory memory_before = {};
+    const auto prepare = [&] {
+      t.emplace(with, l.other);
+      if (l.trained) t->windows(7, 10);
+      before = saved(t->ctx);
+      values = t->values();
+      window_before = window(t->ctx);
+      memory_before = memory(t->ctx);
+    };
+    prepare();
+    const int64_t failures = at_every_allocation(
+        once, [&] { return l.run(t->ctx); },
+        [&] {
+          const ga_window_info window_after = window(t->ctx);
+          const ga_memory memory_after = memory(t->ctx);
+          ASSERT_EQ(0, memcmp(&window_before, &window_after, sizeof window_after));
+          if (l.trained) {  // a new context may have got its arrays
+            ASSERT_EQ(0, memcmp(&memory_before, &memory_after, sizeof memory_after));
+          }
+          ASSERT_EQ(t->values(), values);
+          ASSERT_EQ(saved(t->ctx), before);
+        },
+        [&] {
+          ASSERT_EQ(saved(t->ctx), bytes);
+          prepare();
+        });
+    EXPECT_GT(failures, 50);
+    if (HasFailure()) return;
+    EXPECT_OK(l.run(t->ctx));
+    t->go_on();
+    EXPECT_EQ(t->values(), calm.values());
+    if (HasFailure()) return;
+  }
+}
+
+TEST(Memory, ANoteAtEveryPoint) {
+  const Folder folder(in_memory());
+  const std::string path = folder / "x", note(200, 'n');
+  SmallRun t(With::kRows);
+  t.train();
+  ga_state_options o;
+  ASSERT_OK(ga_state_options_init(&o, sizeof o));
+  o.note = note.c_str();
+  ASSERT_OK(ga_save(t.ctx, path.c_str(), &o));
+  for (const bool once : {true, false}) {
+    char text[300] = "";
+    size_t size = 0;
+    const std::set<int> open_before = descriptors();
+    const int64_t failures = at_every_allocation(
+        once, [&] { return ga_state_note(path.c_str(), text, sizeof text, &size); },
+        [&] {
+          ASSERT_STREQ(text, "");
+          ASSERT_EQ(descriptors(), open_before);
+        },
+        [&] {
+          ASSERT_EQ(text, note);
+          text[0] = '\0';
+        });
+    EXPECT_GT(failures, 20);
   }
 }
 
