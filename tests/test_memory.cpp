@@ -1106,6 +1106,124 @@ TEST(Memory, ANoteAtEveryPoint) {
   }
 }
 
+// ---- A million windows --------------------------------------------------------------------------
+
+// Memory of this process that is resident, in bytes.
+int64_t resident() {
+  long pages = 0, all = 0;
+  FILE* const file = fopen("/proc/self/statm", "r");
+  if (!file || fscanf(file, "%ld %ld", &all, &pages) != 2) ADD_FAILURE() << "no statm";
+  if (file) fclose(file);
+  return int64_t{pages} * sysconf(_SC_PAGESIZE);
+}
+
+// One parameter of four elements, with what a case adds.
+struct Tiny {
+  Tiny() {
+    ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+    ctx.param(0, "p", p.data(), 4);
+  }
+  explicit Tiny(const ga_config& config) : ctx(config) {
+    ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+    ctx.param(0, "p", p.data(), 4);
+  }
+
+  // A window of one or two micro-batches.
+  ga_status window(int64_t number) {
+    for (int64_t k = 0; k <= number % 2; ++k) {
+      const float sign = (number + k) % 3 == 0 ? -0.5f : 0.25f;
+      const float gradient[] = {sign, -sign, 1, sign};
+      const void* list[] = {gradient, nullptr, nullptr};
+      if (layer >= 0) {
+        if (const ga_status status = ga_micro_begin(ctx, -1, 1, nullptr)) return status;
+        if (const ga_status status = ga_accumulate_part(ctx, 0, gradient)) return status;
+        float y[4], dx[4];
+        if (const ga_status status = ga_bn_forward(ctx, layer, gradient, 2, 1, y)) return status;
+        if (const ga_status status = ga_bn_backward(ctx, layer, gradient, y, 2, 1, dx))
+          return status;
+        if (const ga_status status = ga_micro_end(ctx)) return status;
+      } else if (const ga_status status = ga_accumulate(ctx, list, 1, 1, nullptr)) {
+        return status;
+      }
+    }
+    return ga_step(ctx, nullptr);
+  }
+
+  Block p = Block(4, 0.5f), affine = Block(4, 1);
+  Context ctx;
+  ga_bn layer = -1;
+};
+
+// Runs so many windows, and saves and loads after every thousand of them. Memory does not grow, and
+// windows allocate nothing but soon after the start or a load.
+void soak(Tiny& tiny, int64_t windows) {
+  Bytes bytes;
+  int64_t warm = 0;
+  size_t size = 0;
+  for (int64_t w = 0; w < windows; ++w) {
+    {
+      const Count count;
+      ASSERT_OK(tiny.window(w)) << "window " << w;
+      if (w % 1000 > 3) {
+        ASSERT_EQ(Count::calls(), 0) << "window " << w;
+      }
+    }
+    if (w % 1000 != 999) continue;
+    // In the middle of a window, every other time.
+    const bool open = w % 2000 == 999;
+    if (open) {
+      ASSERT_OK(ga_micro_begin(tiny.ctx, -1, 1, nullptr));
+      ASSERT_OK(ga_micro_end(tiny.ctx));
+    }
+    ASSERT_OK(ga_save_to_memory(tiny.ctx, nullptr, nullptr, 0, &size));
+    bytes.resize(size);
+    ASSERT_OK(ga_save_to_memory(tiny.ctx, nullptr, bytes.data(), size, &size));
+    ASSERT_OK(ga_discard(tiny.ctx));
+    ASSERT_OK(load(tiny.ctx, bytes));
+    if (open) {
+      ASSERT_OK(ga_discard(tiny.ctx));
+    }
+    if (w + 1 == windows / 10) warm = resident();
+  }
+  const int64_t end = resident();
+  EXPECT_NEAR(static_cast<double>(end), static_cast<double>(warm),
+              std::max(0.01 * static_cast<double>(warm), 256.0 * 1024));
+  ga_window_info info = window(tiny.ctx);
+  EXPECT_EQ(info.windows, windows);
+}
+
+constexpr int64_t kWindows = 1000000;
+
+TEST(Memory, AMillionWindowsOfAnEma) {
+  Tiny tiny;
+  ga_ema ema;
+  ASSERT_OK(ga_ema_init(&ema, sizeof ema));
+  ASSERT_OK(ga_context_set_ema(tiny.ctx, &ema));
+  const ga_clip norm = clip(GA_CLIP_GLOBAL, 0.5);
+  ASSERT_OK(ga_context_set_clip(tiny.ctx, &norm));
+  soak(tiny, kWindows);
+}
+
+TEST(Memory, AMillionWindowsOfAScalerAndTheNoiseScale) {
+  ga_config c = config();
+  c.noise_scale = 1;
+  Tiny tiny(c);
+  ga_loss_scaler scaler;
+  ASSERT_OK(ga_loss_scaler_init(&scaler, sizeof scaler));
+  scaler.growth_interval = 1 << 20;
+  ASSERT_OK(ga_context_set_loss_scaler(tiny.ctx, &scaler));
+  soak(tiny, kWindows);
+}
+
+TEST(Memory, AMillionWindowsOfBatchNormalisation) {
+  Tiny tiny;
+  const ga_param gamma = tiny.ctx.param(0, "gamma", tiny.affine.data(), 2);
+  const ga_param beta = tiny.ctx.param(0, "beta", tiny.affine.data() + 2, 2);
+  const ga_bn_options o = bn_options(GA_BN_MICRO);
+  ASSERT_OK(ga_bn_add(tiny.ctx, "bn", 2, gamma, beta, &o, &tiny.layer));
+  soak(tiny, kWindows);
+}
+
 }  // namespace
 }  // namespace ga::test
 
