@@ -3,8 +3,6 @@
 // Files that are replaced as a whole, by one writer or several, and files of all kinds that are
 // read. test_disk_faults.cpp is about failures.
 #include <grp.h>
-#include <sched.h>
-#include <sys/mount.h>
 #include <sys/socket.h>
 #include <sys/sysmacros.h>
 #include <sys/un.h>
@@ -458,20 +456,6 @@ TEST(Disk, LimitOfTheProcess) {
     save(path, most);
     EXPECT_EQ(load(path), most);
   });
-}
-
-// Mounts a disk of 64 KiB for this process. Returns false if the process may not.
-bool mount_small(const std::string& path) {
-  const uid_t user = geteuid();
-  const gid_t group = getegid();
-  if (unshare(CLONE_NEWNS | (user == 0 ? 0 : CLONE_NEWUSER)) != 0) return false;
-  if (user != 0) {
-    std::ofstream("/proc/self/setgroups") << "deny";
-    std::ofstream("/proc/self/uid_map") << "0 " << user << " 1";
-    std::ofstream("/proc/self/gid_map") << "0 " << group << " 1";
-  }
-  return mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
-         mount("small", path.c_str(), "tmpfs", 0, "size=64k") == 0;
 }
 
 TEST(Disk, FullDisk) {
