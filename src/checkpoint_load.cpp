@@ -298,7 +298,8 @@ void Checkpoint::compare_settings() const {
       continue;
     }
     fields.each_difference(
-        Fields(*text, key.c_str()), [&](const char* field, const char* theirs, const char* here) {
+        Fields(*text, key.c_str()),
+        [&, &key = key](const char* field, const char* theirs, const char* here) {
           const bool always = std::strcmp(field, "index") == 0;
           if ((keeps || (takes && may_be_taken(key, field))) && !always) return;
           const bool kind = std::strcmp(field, "kind") == 0 && begins_with(key, "group.");
