@@ -125,6 +125,7 @@ class Checkpoint {
   };
   using Settings = std::vector<std::pair<std::string, Fields>>;
   class Problems;
+  class Exchanged;
 
   // Both ways.
   struct NamedArray {

@@ -73,6 +73,21 @@ class Checkpoint::Problems {
   size_t count_ = 0, left_out_ = 0;
 };
 
+// While it exists, or for good after keep(), the context has the settings that are taken.
+class Checkpoint::Exchanged {
+ public:
+  explicit Exchanged(Checkpoint& checkpoint) : checkpoint_(&checkpoint) { checkpoint.exchange(); }
+  ~Exchanged() {
+    if (checkpoint_) checkpoint_->exchange();
+  }
+  Exchanged(const Exchanged&) = delete;
+  Exchanged& operator=(const Exchanged&) = delete;
+  void keep() { checkpoint_ = nullptr; }
+
+ private:
+  Checkpoint* checkpoint_;
+};
+
 void Checkpoint::check_load() const {
   context_.window_.check_empty(what_);
   if (context_.batch_norms_.has_statistics())
@@ -93,13 +108,18 @@ void Checkpoint::load(int64_t size, const ReadAt& read) {
   }
   read_all();
   if (options_.settings == GA_SETTINGS_TAKE && texts_.counted) take_settings();
+  if (texts_.counted) {
+    const Exchanged taken(*this);  // the window is checked against these settings
+    read_window();
+  }
   context_.backend_->wait();
-  exchange();
   try {
-    if (texts_.counted) read_window();  // which is checked against the settings that are taken
     make_room();
+    Exchanged taken(*this);
+    // Last, because the units of the old settings are gone then.
+    if (taken_ && context_.prepared_ > 0) context_.prepare_units();
+    taken.keep();
   } catch (...) {
-    exchange();
     tell_all();
     throw;
   }
@@ -711,11 +731,10 @@ void Checkpoint::exchange() noexcept {
   c.choose_path();
 }
 
-// Allocates all that the rest of the load needs.
+// Allocates all that the rest of the load needs, but for units of clipping.
 void Checkpoint::make_room() {
   Context& c = context_;
   make_arrays();
-  if (taken_ && c.prepared_ > 0) c.prepare_units();
   for (ga_bn id = 0; id < c.batch_norms_.count(); ++id)
     c.batch_norms_.reserve(id, layers_[static_cast<size_t>(id)].snapshot);
   size_t indices = 0, values = 0;
@@ -736,33 +755,35 @@ void Checkpoint::make_room() {
   list_regions();
 }
 
-// Makes the arrays of the parameters that the file has state of, also of those that are frozen.
+// Makes the arrays of the parameters that the file has state of, also of those that are frozen, but not
+// of those that only the settings that are taken freeze.
 void Checkpoint::make_arrays() {
   Context& c = context_;
-  std::vector<size_t> thawed;
+  std::vector<char> frozen;
+  for (const Param& p : c.params_) frozen.push_back(p.frozen);
   bool wanted = false;
   for (size_t i = 0; i < params_.size(); ++i) {
     const ParamIn& in = params_[i];
     Param& p = c.params_[i];
     const bool has =
         in.state || in.has(kMaster) || in.has(kAverage) || in.window.held != Held::kNothing;
-    if (!has || p.owns) continue;
-    wanted = true;
-    if (p.frozen) thawed.push_back(i);
+    wanted = wanted || (has && !p.owns);
+    if (has)
+      p.frozen = false;
+    else if (taken_)
+      p.frozen = taken_->params[i].frozen;
   }
-  if (!wanted) return;
-  const auto set_frozen = [&](bool frozen) {
-    for (const size_t i : thawed) c.params_[i].frozen = frozen;
+  const auto restore = [&] {
+    for (size_t i = 0; i < frozen.size(); ++i) c.params_[i].frozen = frozen[i];
   };
-  set_frozen(false);
-  c.lacking_ = true;
   try {
-    c.make_arrays();
+    c.lacking_ = c.lacking_ || wanted;
+    if (wanted) c.make_arrays();
   } catch (...) {
-    set_frozen(true);
+    restore();
     throw;
   }
-  set_frozen(true);
+  restore();
 }
 
 // How many rows of a window are added at a time.

@@ -1079,6 +1079,45 @@ TEST_P(FailingState, LoadsAtEveryPoint) {
   }
 }
 
+// A load that would have taken settings from the file and runs out of memory leaves those of the context,
+// and all that depends on them.
+TEST_P(FailingState, SettingsAreNotTakenHalfWay) {
+  const auto [with, once] = GetParam();
+  SmallRun source(with);
+  source.train();
+  const Bytes bytes = saved(source.ctx);
+  ga_state_options take;
+  ASSERT_OK(ga_state_options_init(&take, sizeof take));
+  take.settings = GA_SETTINGS_TAKE;
+  for (const bool trained : {true, false}) {
+    const auto make = [&](std::optional<SmallRun>& run) {
+      run.emplace(with, true);
+      if (trained) run->windows(7, 9);
+    };
+    std::optional<SmallRun> calm, t;
+    make(calm);
+    calm->windows(9, 11);
+    ga_status status = GA_ERROR_OUT_OF_MEMORY;
+    for (int64_t k = 0; status != GA_OK; ++k) {
+      SCOPED_TRACE(testing::Message() << "allocation " << k << (trained ? ", trained" : ""));
+      make(t);
+      int64_t calls;
+      {
+        const Count count(k, once ? k + 1 : INT64_MAX);
+        status = load(t->ctx, bytes, &take);
+        calls = Count::calls();
+      }
+      if (status == GA_OK && calls > k) {
+        status = GA_ERROR_OUT_OF_MEMORY;  // succeeds without this allocation
+        continue;
+      }
+      if (status == GA_OK) break;
+      t->windows(9, 11);
+      ASSERT_EQ(t->values(), calm->values());
+    }
+  }
+}
+
 TEST(Memory, ANoteAtEveryPoint) {
   const Folder folder(in_memory());
   const std::string path = folder / "x", note(200, 'n');
