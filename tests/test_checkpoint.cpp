@@ -3,12 +3,15 @@
 // State on disk: a run that is stopped anywhere goes on with the same bits, and a file that does not fit,
 // or is damaged, changes nothing.
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <fstream>
 #include <functional>
 #include <iterator>
 #include <list>
 #include <sstream>
+#include <thread>
 
 #include "batchnorm.hpp"
 #include "error.hpp"
@@ -967,6 +970,53 @@ TEST(Files, ASaveReplacesAFileAndALoadReadsIt) {
   EXPECT_EQ(ga_save(net.ctx, testing::TempDir().c_str(), nullptr), GA_ERROR_IO);
   EXPECT_EQ(ga_load(net.ctx, "/dev/null", nullptr), GA_ERROR_IO);
   EXPECT_EQ(ga_save(net.ctx, "", nullptr), GA_ERROR_INVALID_ARGUMENT);
+}
+
+// Two threads make contexts, train, save to one path and load from it, at the same time.
+TEST(Threads, SaveToOnePathAndLoadFromIt) {
+  const std::string path = testing::TempDir() + std::to_string(getpid()) + ".safetensors";
+  Plan plan;
+  plan.ema.emplace();
+  EXPECT_OK(ga_ema_init(&*plan.ema, sizeof *plan.ema));
+  plan.dtype = GA_BF16;
+  plan.options = options(GA_F32);
+  const auto train = [](Net& net, uint64_t windows) {
+    for (uint64_t k = 0; k <= 2 * windows; ++k) {
+      net.accumulate(k);
+      if (k % 2 == 1) net.step();
+    }
+  };
+  Bytes states[2];
+  for (const uint64_t k : {0, 1}) {
+    Net net(plan);
+    train(net, 1 + k);
+    states[k] = saved(net.ctx);
+    EXPECT_OK(ga_save(net.ctx, path.c_str(), nullptr));
+  }
+  std::atomic<int> seen[3] = {{0}, {0}, {0}};  // the states, and what is neither
+  const auto work = [&](size_t self) {
+    const std::string own = path + std::to_string(self);
+    for (int k = 0; k < 60; ++k) {
+      Net net(plan), other(plan);
+      train(net, 1 + self);
+      EXPECT_OK(ga_save(net.ctx, path.c_str(), nullptr));
+      EXPECT_OK(ga_save(net.ctx, own.c_str(), nullptr));
+      EXPECT_OK(ga_load(other.ctx, path.c_str(), nullptr));
+      const Bytes found = saved(other.ctx);
+      ++seen[found == states[0] ? 0 : found == states[1] ? 1 : 2];
+      EXPECT_OK(ga_discard(other.ctx));
+      EXPECT_OK(ga_load(other.ctx, own.c_str(), nullptr));
+      EXPECT_EQ(saved(other.ctx), states[self]);
+    }
+    EXPECT_EQ(remove(own.c_str()), 0);
+  };
+  std::thread a(work, 0), b(work, 1);
+  a.join();
+  b.join();
+  EXPECT_GT(seen[0], 0);
+  EXPECT_GT(seen[1], 0);
+  EXPECT_EQ(seen[2], 0);
+  EXPECT_EQ(remove(path.c_str()), 0);
 }
 
 // ---- Files of earlier versions ------------------------------------------------------------------

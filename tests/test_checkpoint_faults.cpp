@@ -3,9 +3,7 @@
 // Saving and loading while system calls fail, processes are killed, disks are full, and others change
 // the file: the file is an old state or the new one, and a context that could not load is as it was,
 // or says that it is of no use.
-#include <atomic>
 #include <optional>
-#include <thread>
 
 #include "child.hpp"
 #include "faults.hpp"
@@ -347,44 +345,6 @@ TEST(CheckpointDisk, AFullDiskKeepsTheOldState) {
     EXPECT_OK(ga_save(run.ctx, path.c_str(), nullptr));
     EXPECT_EQ(contents(path), text_of(next));
   });
-}
-
-// ---- Threads ------------------------------------------------------------------------------------
-
-// Two threads make contexts, train, save to one path and load from it, at the same time.
-TEST(CheckpointThreads, SaveToOnePathAndLoadFromIt) {
-  const Folder folder(in_memory());
-  const std::string shared = folder / "x";
-  const Bytes states[] = {state_after(With::kRows, 1), state_after(With::kRows, 2)};
-  put(shared, text_of(states[0]));
-  std::atomic<int> wrong{0};
-  std::atomic<int> seen[2] = {{0}, {0}};
-  const auto work = [&](size_t self) {
-    const std::string own = folder / std::to_string(self);
-    for (int k = 0; k < 60; ++k) {
-      SmallRun run(With::kRows), other(With::kRows);
-      run.windows(0, 1 + self);
-      run.accumulate(2 * (1 + self));
-      EXPECT_OK(ga_save(run.ctx, shared.c_str(), nullptr));
-      EXPECT_OK(ga_save(run.ctx, own.c_str(), nullptr));
-      EXPECT_OK(ga_load(other.ctx, shared.c_str(), nullptr));
-      const Bytes found = saved(other.ctx);
-      const bool first = found == states[0];
-      if (!first && found != states[1]) ++wrong;
-      ++seen[first ? 0 : 1];
-      other.discard();
-      EXPECT_OK(ga_load(other.ctx, own.c_str(), nullptr));
-      EXPECT_EQ(saved(other.ctx), states[self]);
-      run.go_on();
-    }
-  };
-  std::thread a(work, 0), b(work, 1);
-  a.join();
-  b.join();
-  EXPECT_EQ(wrong, 0);
-  EXPECT_GT(seen[0], 0);
-  EXPECT_GT(seen[1], 0);
-  EXPECT_EQ(folder.names(), (std::set<std::string>{"0", "1", "x"}));
 }
 
 }  // namespace
