@@ -308,7 +308,9 @@ void Checkpoint::compare_settings() const {
   const bool takes = options_.settings == GA_SETTINGS_TAKE;
   const Settings ours = settings();
   std::map<std::string_view, const Fields*> known;
-  for (const auto& [key, fields] : ours) {
+  for (const auto& setting : ours) {
+    const std::string& key = setting.first;
+    const Fields& fields = setting.second;
     known[key] = &fields;
     const std::string* const text = file_->find(key);
     const bool optional = !begins_with(key, "parameter.") && !begins_with(key, "layer.");
