@@ -266,7 +266,8 @@ void Checkpoint::collect_held(size_t i, const ParamState& state) {
     RowSet set;
     backend.read(&set, t.set, sizeof set);
     std::vector<RowEntry> entries(static_cast<size_t>(set.size));
-    backend.read(entries.data(), set.entries, entries.size() * sizeof(RowEntry));
+    if (!entries.empty())
+      backend.read(entries.data(), set.entries, entries.size() * sizeof(RowEntry));
     const size_t row_bytes = bytes / static_cast<size_t>(t.rows);
     std::vector<uint64_t> rows;
     Saved values = {name + ".values", p.accumulator_dtype, t.shape, {}, {}};

@@ -656,6 +656,23 @@ TEST(Fit, KIsFreeButNotBelowTheWindow) {
   expect_refused(other, bytes, GA_ERROR_INVALID_ARGUMENT, {"2 micro-batches", "is 1"});
 }
 
+// UndefinedBehaviorSanitizer found a NULL address of no bytes here.
+TEST(Fit, AWindowMayHaveBroughtNoRows) {
+  Plan plan;
+  plan.options.rows = GA_ROWS_DENSE;
+  Net net(plan), other(plan);
+  const int64_t index = 0;
+  const float values[2] = {1, 1};
+  EXPECT_OK(ga_micro_begin(net.ctx, 0, 1, nullptr));
+  EXPECT_OK(ga_accumulate_rows(net.ctx, 0, &index, GA_I64, 0, values));
+  EXPECT_OK(ga_micro_end(net.ctx));
+  const Bytes bytes = saved(net.ctx);
+  EXPECT_OK(load(other.ctx, bytes));
+  EXPECT_EQ(saved(other.ctx), bytes);
+  net.step(), other.step();
+  EXPECT_EQ(saved(other.ctx), saved(net.ctx));
+}
+
 TEST(Fit, TheOrderOfParametersMattersOnlyWhereTheyAreRoundedByChance) {
   for (const bool by_chance : {false, true}) {
     Plan plan;
