@@ -90,7 +90,7 @@ struct Place {
       data = inner.data;
     }
     constexpr int64_t sizes[] = {0, 4, 8, 2, 2};
-    if (format > GA_BF16) return;
+    if (format > GA_BF16 || !data) return;  // NULL: a gradient of zeros
     size = sizes[format];
     at = static_cast<const char*>(data) + element * size;
   }
