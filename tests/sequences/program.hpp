@@ -56,6 +56,7 @@ struct World {
   ga_context* ctx = nullptr;
   std::unique_ptr<Model> model;
   ga_step_result last{};
+  bool loaded = false;  // since the last step: what the library then says of it is not compared
 
   // An accumulator that the program holds.
   struct Held {
@@ -69,10 +70,36 @@ struct World {
 #define SAY(...) \
   if (verbose_) say(text(__VA_ARGS__))
 
+// The source of all choices: a seed, or bytes, of which each choice takes one or two.
+class Chance {
+ public:
+  explicit Chance(uint64_t seed) : random_(seed) {}
+  Chance(const uint8_t* bytes, size_t size) : random_(0), bytes_(bytes), left_(size) {}
+
+  int64_t below(int64_t n) {
+    if (!bytes_) return random_.below(n);
+    const int64_t upper = n <= 256 ? 0 : 256 * next();
+    return (upper + next()) % n;
+  }
+  double unit() { return bytes_ ? static_cast<double>(next()) / 256 : random_.unit(); }  // [0, 1)
+  bool ended() const { return bytes_ && left_ == 0; }
+
+ private:
+  int64_t next() {
+    if (left_ == 0) return 255;  // most calls of chance() are then false
+    --left_;
+    return *bytes_++;
+  }
+
+  ga::test::Random random_;
+  const uint8_t* bytes_ = nullptr;
+  size_t left_ = 0;
+};
+
 class Program {
  public:
-  Program(uint64_t seed, int32_t policy, bool verbose)
-      : random_(seed), policy_(policy), verbose_(verbose) {
+  Program(const Chance& random, int32_t policy, bool verbose)
+      : random_(random), policy_(policy), verbose_(verbose) {
     memory_.assign(kMemory, 0x5a);
     shadow_ = memory_;
     scratch_.assign(kScratch, 0);
@@ -222,7 +249,7 @@ class Program {
     if (memory_ != shadow_) differ("memory that no step updates was written");
   }
 
-  ga::test::Random random_;
+  Chance random_;
   int32_t policy_;
   bool verbose_;
   double nonfinite_rate_ = 0;

@@ -38,6 +38,7 @@ class StepCalls : public GradientCalls {
     if (!asked && ga_step_result_get(w.ctx, 0, 1, &got) != GA_OK)
       return differ("ga_step_result_get failed");
     w.last = got;
+    w.loaded = false;
     if (want.out_of_range) {
       over_ = true;
       return;
@@ -150,7 +151,28 @@ class StepCalls : public GradientCalls {
     }
   }
 
+  // Saves the context and, where that is legal, loads it from what was saved. The model stays as it is.
+  // (A save ends the life of a live gradient early, which the model does not predict.)
+  void save_and_load(World& w) {
+    const bool live = w.model->config().gradient_life == GA_GRADIENTS_LIVE;
+    if (live && !w.model->empty()) return;
+    const Statuses closed = w.model->open() >= 0 ? ga::model::kState : 0;
+    size_t size = 0;
+    SAY("%d: ga_save_to_memory()", number_of(w));
+    if (!check("ga_save_to_memory", closed, ga_save_to_memory(w.ctx, nullptr, nullptr, 0, &size)))
+      return;
+    std::vector<char> bytes(size);
+    check("ga_save_to_memory", 0, ga_save_to_memory(w.ctx, nullptr, bytes.data(), size, &size));
+    bool empty = w.model->empty();
+    for (const Layer& layer : w.model->layers()) empty = empty && layer.micros.empty();
+    SAY("%d: ga_load_from_memory(%zu bytes)", number_of(w), size);
+    check("ga_load_from_memory", empty ? 0 : ga::model::kState,
+          ga_load_from_memory(w.ctx, bytes.data(), size, nullptr));
+    w.loaded = true;
+  }
+
   void ask_result(World& w) {
+    if (w.loaded) return;
     const ga_window_info info = w.model->window();
     const int64_t number = pick<int64_t>({0, info.windows, info.windows + 1, -1});
     ga_step_result got;
