@@ -381,7 +381,10 @@ Metadata Checkpoint::texts() {
   Fields counters, result;
   counters.add_fields(control);
   counters.add("host_windows", context_.windows_);
-  result.add_fields(control.result);
+  // Not Control::result, which may be that of a window that was rejected.
+  ga_step_result last = {};
+  if (control.windows > 0) backend.result(0, true, last);
+  result.add_fields(last);
   add("counters", counters.text());
   add("result", result.text());
   for (size_t k = 0; k < context_.groups_.size(); ++k) {

@@ -448,6 +448,9 @@ void Checkpoint::read_texts() {
                               int64_t{c.scaler.bad_windows}, c.weighted, c.window_dropped,
                               in.host_windows, c.result.windows, c.result.steps})
     whole(static_cast<double>(count), 0, kMost, "a counter of the file");
+  if (c.result.windows != c.windows)
+    fail(GA_ERROR_FORMAT, "its last result is of window %lld, but it has %lld windows",
+         ll(c.result.windows), ll(c.windows));
   if (!(file_->find("loss_scaler") ? c.scaler.scale > 0 : c.scaler.scale >= 0) ||
       !std::isfinite(c.scaler.scale) || !std::isfinite(c.weight))
     fail(GA_ERROR_FORMAT, "the loss scale of the file was %g and its weight %g", c.scaler.scale,

@@ -29,15 +29,15 @@ bool parse(std::string_view text, T& value) {
 std::string Fields::written(int64_t value) { return decimal(value); }
 std::string Fields::written(uint64_t value) { return decimal(value); }
 
-// As "%a" in the C locale: "-0x1.8p-3", "inf", "nan".
+// As "%a" in the C locale: "-0x1.8p-3", "inf", "-nan".
 std::string Fields::written(double value) {
   char text[40];
-  const bool negative = std::signbit(value) && value == value;
+  const bool negative = std::signbit(value);
   const auto end =
       std::to_chars(text, text + sizeof text, negative ? -value : value, std::chars_format::hex)
           .ptr;
   const bool digits = std::isfinite(value);
-  if (value != value) return "nan";
+  if (value != value) return negative ? "-nan" : "nan";
   return std::string(negative ? "-" : "") + (digits ? "0x" : "") + std::string(text, end);
 }
 
@@ -45,8 +45,8 @@ bool Fields::read(const std::string& text, double& value) {
   std::string_view rest = text;
   const bool negative = !rest.empty() && rest[0] == '-';
   if (negative) rest.remove_prefix(1);
-  if (rest == "inf" || (rest == "nan" && !negative)) {
-    value = rest == "nan" ? NAN : negative ? -HUGE_VAL : HUGE_VAL;
+  if (rest == "inf" || rest == "nan") {
+    value = std::copysign(rest == "nan" ? NAN : HUGE_VAL, negative ? -1 : 1);
     return true;
   }
   if (rest.substr(0, 2) != "0x" || rest.size() < 3 || rest[2] == '-') return false;

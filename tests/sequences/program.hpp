@@ -56,7 +56,6 @@ struct World {
   ga_context* ctx = nullptr;
   std::unique_ptr<Model> model;
   ga_step_result last{};
-  bool loaded = false;  // since the last step: what the library then says of it is not compared
 
   // An accumulator that the program holds.
   struct Held {
