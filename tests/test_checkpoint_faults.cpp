@@ -93,7 +93,7 @@ TEST_P(CheckpointFaults, EveryCallOfASaveFails) {
         }
       }
       if (call == Call::kPwrite) {
-        EXPECT_EQ(errors > 10, failure.error == EIO) << errors;
+        EXPECT_EQ(errors >= 2, failure.error == EIO) << errors;
       }
     }
   }
@@ -157,8 +157,9 @@ TEST_P(CheckpointFaults, EveryCallOfALoadFails) {
         }
       }
       if (call == Call::kPread && failure.error == EIO) {
-        EXPECT_GT(errors, 10);
-        EXPECT_GT(faults, 3);
+        // The length, the header and the data; the data once more.
+        EXPECT_GE(errors, 3);
+        EXPECT_GE(faults, 1);
       } else if (call == Call::kClose || failure.error != EIO) {
         EXPECT_EQ(faults, 0);
       }
