@@ -583,8 +583,7 @@ void mutate(Header& header, Bytes& data, Random& random) {
   auto& texts = header.metadata;
   auto& tensors = header.tensors;
   std::vector<Bytes> pieces;  // of the data, by tensor
-  for (const auto& t : tensors)
-    pieces.emplace_back(data.begin() + t.begin, data.begin() + t.end);
+  for (const auto& t : tensors) pieces.emplace_back(data.begin() + t.begin, data.begin() + t.end);
   const size_t what = random.below(16);
   if (what < 7 && texts.size() > 3) {
     auto& [key, text] = texts[3 + random.below(texts.size() - 3)];
