@@ -19,12 +19,6 @@ uint64_t bits_of(double x) {
 }
 uint64_t bits_of(int64_t x) { return static_cast<uint64_t>(x); }
 
-// F32 and so on, as safetensors has it.
-const char* name_of(int32_t dtype) {
-  static constexpr const char* names[] = {"", "F32", "F64", "F16", "BF16", "I32", "I64"};
-  return names[dtype];
-}
-
 }  // namespace
 
 Checkpoint::Checkpoint(Context& context, const ga_state_options& options, const char* what)
@@ -55,97 +49,6 @@ std::vector<Checkpoint::NamedArray> Checkpoint::arrays_of(size_t i) const {
   return list;
 }
 
-// Whether some array of the parameter is rounded by keys that depend on its id.
-bool Checkpoint::is_by_chance(size_t i) const {
-  const Param& p = context_.params_[i];
-  const bool average = context_.ema_ && average_format(p, context_.ema_) == GA_BF16;
-  return context_.tensors_[i].options.rounding == GA_ROUND_STOCHASTIC || average ||
-         context_.group_of(p).optimizer.state_dtype == GA_BF16 ||
-         (context_.config_.accumulation == GA_ACCUMULATE_STOCHASTIC &&
-          dtype_info(p.accumulator_dtype).size == 2);
-}
-
-// ---- Settings -----------------------------------------------------------------------------------
-
-Fields Checkpoint::param_settings(size_t i) const {
-  const Param& p = context_.params_[i];
-  const Tensor& t = context_.tensors_[i];
-  ga_param_options options = t.options;
-  if (!has_master(p, t, context_.group_of(p))) options.master = GA_MASTER_NONE;
-  Fields f;
-  f.add("group", p.group);
-  f.add_fields(options);
-  f.add("accumulator_dtype", int32_t{p.accumulator_dtype});
-  f.add("lr_scale", t.lr_scale);
-  f.add("weight_decay_scale", t.weight_decay_scale);
-  f.add("frozen", p.frozen);
-  if (is_by_chance(i)) f.add("index", static_cast<int64_t>(i));
-  return f;
-}
-
-// All that changes numbers, by key.
-Checkpoint::Settings Checkpoint::settings() const {
-  Settings list;
-  const auto add = [&](std::string key, const auto& fields) {
-    Fields f;
-    f.add_fields(fields);
-    list.emplace_back(std::move(key), std::move(f));
-  };
-  const ga_config& config = context_.config_;
-  Fields context;
-  context.add("gradient_kind", config.gradient_kind);
-  context.add("reduce", config.reduce);
-  context.add("missing", config.missing);
-  context.add("nonfinite", config.nonfinite);
-  context.add("accumulation", config.accumulation);
-  context.add("noise_scale", config.noise_scale);
-  context.add("noise_smoothing", config.noise_smoothing);
-  context.add("loss_scale", config.loss_scale);
-  context.add("seed", config.seed);
-  list.emplace_back("context", std::move(context));
-  add("clip", context_.clip_);
-  if (context_.scaled_) add("loss_scaler", context_.scaler_);
-  if (context_.ema_) add("ema", *context_.ema_);
-  for (size_t k = 0; k < context_.groups_.size(); ++k) {
-    const Group& g = context_.groups_[k];
-    const std::string key = "group." + std::to_string(k);
-    add(key, g.optimizer);
-    if (g.own_clip) add(key + ".clip", g.clip);
-    if (g.schedule.struct_size == 0) continue;
-    Fields schedule;
-    schedule.add_fields(g.schedule);
-    schedule.add("table_size", g.schedule.table_size);
-    Checksum sum;
-    sum.add(g.rates.host_data(), static_cast<size_t>(g.schedule.table_size) * sizeof(double));
-    schedule.add("table_xxh3", sum.value());
-    list.emplace_back(key + ".schedule", std::move(schedule));
-  }
-  for (size_t i = 0; i < context_.params_.size(); ++i)
-    if (!context_.tensors_[i].removed)
-      list.emplace_back("parameter." + std::string(context_.tensors_[i].name), param_settings(i));
-  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
-    const BatchNorms::Description layer = context_.batch_norms_.describe(id);
-    Fields f;
-    f.add_fields(layer.options);
-    f.add("frozen", layer.frozen);
-    list.emplace_back("layer." + std::string(layer.name), std::move(f));
-  }
-  return list;
-}
-
-// What the contents of an open window depend on.
-Fields Checkpoint::window_settings() const {
-  const ga_config& config = context_.config_;
-  Fields f;
-  f.add("accumulation", config.accumulation);
-  f.add("nonfinite", config.nonfinite);
-  f.add("gradient_kind", config.gradient_kind);
-  f.add("noise_scale", config.noise_scale);
-  f.add("clip_micro", context_.clip_micro_);
-  f.add("scaled", context_.scaled_);
-  return f;
-}
-
 void Checkpoint::report(int64_t bytes, bool may_cancel) {
   done_ += bytes;
   if (!options_.progress) return;
@@ -157,19 +60,22 @@ void Checkpoint::report(int64_t bytes, bool may_cancel) {
 
 // ---- Saving -------------------------------------------------------------------------------------
 
-int64_t Checkpoint::file_bytes() {
+// The file with all tensors of saved_, which are listed first.
+StateWriter& Checkpoint::writer() {
+  if (writer_) return *writer_;
   collect();
   std::vector<safetensors::Tensor> tensors;
-  for (const Saved& s : saved_) tensors.push_back({s.name, name_of(s.dtype), s.shape, 0, 0});
-  return StateWriter(texts(), std::move(tensors)).file_bytes();
+  for (const Saved& s : saved_)
+    tensors.push_back({s.name, dtype_info(s.dtype).file_name, s.shape, 0, 0});
+  writer_ = std::make_unique<StateWriter>(texts(), std::move(tensors));
+  return *writer_;
 }
+
+int64_t Checkpoint::file_bytes() { return writer().file_bytes(); }
 
 void Checkpoint::save(const WriteAt& write) {
   store_live_gradients();
-  collect();
-  std::vector<safetensors::Tensor> tensors;
-  for (const Saved& s : saved_) tensors.push_back({s.name, name_of(s.dtype), s.shape, 0, 0});
-  StateWriter file(texts(), std::move(tensors));
+  StateWriter& file = writer();
   total_ = file.data_bytes();
   const auto put = [&](const void* piece, size_t bytes) {
     file.put(write, piece, bytes);
@@ -194,6 +100,7 @@ void Checkpoint::store_live_gradients() {
     if (p.held() != Held::kAdopted) continue;
     context_.store_adopted(static_cast<ga_param>(i));
     p.stale = true;
+    writer_.reset();  // which has read other partials
   }
 }
 
@@ -319,16 +226,13 @@ void Checkpoint::collect_layer(ga_bn id) {
   const std::string window = name + ".bn_window";
   std::vector<uint64_t> state, micros, history;
   for (const BnChannel& c : s.channels)
-    for (const double x :
-         {c.window.count, c.window.mean, c.window.m2, static_cast<double>(c.merged),
-          static_cast<double>(c.taken), c.count, c.mean, c.variance, c.rstd, c.dbeta, c.dgamma})
-      state.push_back(bits_of(x));
+    each_field(c, [&](const char*, auto x) { state.push_back(bits_of(static_cast<double>(x))); });
   for (const auto& m : s.micros)
     for (const int64_t x : {m.count, int64_t{m.given}, int64_t{m.summed}})
       micros.push_back(bits_of(x));
   for (const Moments& m : s.history)
     for (const double x : {m.count, m.mean, m.m2}) history.push_back(bits_of(x));
-  add_numbers(window, GA_F64, {channels, 11}, std::move(state));
+  add_numbers(window, GA_F64, {channels, kChannelNumbers}, std::move(state));
   add_numbers(window + ".sweep", GA_I64, {6},
               {bits_of(s.index), bits_of(s.sums_of), bits_of(s.forwarded), bits_of(s.sums),
                bits_of(int64_t{s.final}), bits_of(s.seen)});

@@ -12,10 +12,33 @@
 #include <vector>
 
 #include "context.hpp"
+#include "error.hpp"
 #include "fields.hpp"
 #include "state_file.hpp"
 
 namespace ga {
+
+// What does not fit, one thing after the other.
+class Problems {
+ public:
+  void add(const std::string& text) {
+    ++count_;
+    if (text_.size() + text.size() < 700)
+      text_ += (text_.empty() ? "" : "; ") + text;
+    else
+      ++left_out_;
+  }
+  void fail_if_any(const char* what) const {
+    if (count_ == 0) return;
+    const std::string more =
+        left_out_ > 0 ? "; and " + std::to_string(left_out_) + " more" : std::string();
+    fail(GA_ERROR_INVALID_ARGUMENT, "%s: %.800s%s", what, text_.c_str(), more.c_str());
+  }
+
+ private:
+  std::string text_;
+  size_t count_ = 0, left_out_ = 0;
+};
 
 class Checkpoint {
  public:
@@ -53,6 +76,8 @@ class Checkpoint {
     kHistory,
     kLayerKinds
   };
+
+  static constexpr int64_t kChannelNumbers = 11;  // those of each_field() of a BnChannel
 
   struct Saved {
     std::string name;
@@ -95,7 +120,6 @@ class Checkpoint {
     Control control = {};
     int64_t host_windows = 0;
     std::vector<GroupState> groups;
-    std::vector<char> group_known;
     bool open = false;  // it has an open window
     std::vector<Micro> micros;
     int64_t rows_held = 0;
@@ -124,7 +148,6 @@ class Checkpoint {
     std::vector<char> frozen_layers;
   };
   using Settings = std::vector<std::pair<std::string, Fields>>;
-  class Problems;
   class Exchanged;
 
   // Both ways.
@@ -141,6 +164,7 @@ class Checkpoint {
   void report(int64_t bytes, bool may_cancel);
 
   // Saving.
+  StateWriter& writer();
   void collect();
   void collect_param(size_t param, const ParamState& state);
   void collect_held(size_t param, const ParamState& state);
@@ -193,6 +217,7 @@ class Checkpoint {
   const ga_state_options options_;
   const char* const what_;
   std::vector<Saved> saved_;
+  std::unique_ptr<StateWriter> writer_;
 
   const ReadAt* read_ = nullptr;
   std::unique_ptr<StateReader> file_;

@@ -2,7 +2,6 @@
 // Loading: finds what the file has for this context, reads and checks all of it, makes room, and only then
 // changes the context.
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -18,27 +17,11 @@ namespace {
 
 constexpr int64_t kMost = int64_t{1} << 53;  // the largest count
 constexpr size_t kPiece = size_t{256} << 10;
-constexpr const char* kDtypes[] = {"", "F32", "F64", "F16", "BF16", "I32", "I64"};
 
 std::string text_of(const std::vector<int64_t>& shape) {
   std::string text = "[";
   for (const int64_t extent : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(extent);
   return text + "]";
-}
-
-bool begins_with(std::string_view text, std::string_view begin) {
-  return text.substr(0, begin.size()) == begin;
-}
-
-// A number of a file for people, who read 0.25 better than 0x1p-2.
-std::string readable(const char* number) {
-  const bool is_float = std::strpbrk(number, "xn") != nullptr;  // hexadecimal, inf or nan
-  double x = 0;
-  if (!is_float) return number;
-  Fields(std::string("x=") + number, "a number").get("x", x);
-  char text[32];
-  const auto end = std::to_chars(text, text + sizeof text, x).ptr;
-  return std::string(text, end);
 }
 
 // An integer in [low, high], from a number of a file.
@@ -50,28 +33,6 @@ int64_t whole(double x, int64_t low, int64_t high, const char* what) {
 }
 
 }  // namespace
-
-// What does not fit, one thing after the other.
-class Checkpoint::Problems {
- public:
-  void add(const std::string& text) {
-    ++count_;
-    if (text_.size() + text.size() < 700)
-      text_ += (text_.empty() ? "" : "; ") + text;
-    else
-      ++left_out_;
-  }
-  void fail_if_any(const char* what) const {
-    if (count_ == 0) return;
-    const std::string more =
-        left_out_ > 0 ? "; and " + std::to_string(left_out_) + " more" : std::string();
-    fail(GA_ERROR_INVALID_ARGUMENT, "%s: %.800s%s", what, text_.c_str(), more.c_str());
-  }
-
- private:
-  std::string text_;
-  size_t count_ = 0, left_out_ = 0;
-};
 
 // While it exists, or for good after keep(), the context has the settings that are taken.
 class Checkpoint::Exchanged {
@@ -156,13 +117,14 @@ int64_t Checkpoint::claim(const std::string& name) {
 void Checkpoint::check_tensor(int64_t tensor, std::initializer_list<int32_t> dtypes,
                               const std::vector<int64_t>& shape, Problems& problems) const {
   const safetensors::Tensor& t = file_->tensors()[static_cast<size_t>(tensor)];
-  const bool fits = std::any_of(dtypes.begin(), dtypes.end(),
-                                [&](int32_t dtype) { return t.dtype == kDtypes[dtype]; });
+  const bool fits = std::any_of(dtypes.begin(), dtypes.end(), [&](int32_t dtype) {
+    return t.dtype == dtype_info(dtype).file_name;
+  });
   const bool same = std::equal(t.shape.begin(), t.shape.end(), shape.begin(), shape.end(),
                                [](int64_t given, int64_t any) { return any < 0 || given == any; });
   if (!fits)
     problems.add("\"" + t.name + "\" is " + t.dtype + " in the file, but " +
-                 kDtypes[*dtypes.begin()] + " here");
+                 dtype_info(*dtypes.begin()).file_name + " here");
   else if (!same)
     problems.add("\"" + t.name + "\" is " + text_of(t.shape) + " in the file, but " +
                  text_of(shape) + " here");
@@ -283,144 +245,11 @@ void Checkpoint::find_layer(ga_bn id, Problems& problems) {
   if (options_.parts == GA_STATE_PARAMETERS || !file_->is_ours()) return;
   const std::string window = name + ".bn_window";
   find(kChannelSteps, name + ".num_batches_tracked.channels", {channels}, {GA_I64}, false);
-  find(kChannels, window, {channels, 11}, {GA_F64}, false);
-  find(kSweep, window + ".sweep", {6}, {GA_I64}, in.has(kChannels));
-  find(kMicros, window + ".micro_batches", {-1, 3}, {GA_I64}, in.has(kChannels));
-  find(kHistory, window + ".history", {-1, channels, 3}, {GA_F64}, in.has(kChannels));
-}
-
-// ---- Settings -----------------------------------------------------------------------------------
-
-// Whether GA_SETTINGS_TAKE takes it from the file.
-bool Checkpoint::may_be_taken(std::string_view key, std::string_view field) const {
-  if (key == "context") return field == "seed" || field == "loss_scale";
-  if (begins_with(key, "parameter."))
-    return field == "lr_scale" || field == "weight_decay_scale" || field == "frozen";
-  if (begins_with(key, "layer.")) return field == "frozen";
-  if (begins_with(key, "group.")) return field != "kind" && field != "flavor";
-  return key == "clip" || key == "loss_scaler";
-}
-
-void Checkpoint::compare_settings() const {
-  if (!file_->is_ours()) return;
-  Problems problems;
-  const bool keeps = options_.settings == GA_SETTINGS_KEEP;
-  const bool takes = options_.settings == GA_SETTINGS_TAKE;
-  const Settings ours = settings();
-  std::map<std::string_view, const Fields*> known;
-  for (const auto& setting : ours) {
-    const std::string& key = setting.first;
-    const Fields& fields = setting.second;
-    known[key] = &fields;
-    const std::string* const text = file_->find(key);
-    const bool optional = !begins_with(key, "parameter.") && !begins_with(key, "layer.");
-    if (!text) {
-      if (optional && !keeps && !(takes && may_be_taken(key, "")))
-        problems.add("the file has no " + key);
-      continue;
-    }
-    fields.each_difference(
-        Fields(*text, key.c_str()),
-        [&, &key = key](const char* field, const char* theirs, const char* here) {
-          const bool always = std::strcmp(field, "index") == 0;
-          if ((keeps || (takes && may_be_taken(key, field))) && !always) return;
-          const bool kind = std::strcmp(field, "kind") == 0 && begins_with(key, "group.");
-          const auto text_of = [&](const char* number) {
-            return kind ? optimizer_name(number) : readable(number);
-          };
-          problems.add(key + ": " + field + " is " + text_of(theirs) + " in the file, but " +
-                       (here ? text_of(here) : "not known") + " here");
-        });
-  }
-  for (const auto& [whole_key, text] : file_->metadata()) {
-    if (!begins_with(whole_key, kOurs)) continue;
-    const std::string_view key = std::string_view(whole_key).substr(kOurs.size());
-    const bool setting = key == "loss_scaler" || key == "ema" ||
-                         (begins_with(key, "group.") && key.substr(key.rfind('.') + 1) != "state");
-    if (!setting || known.count(key) > 0 || keeps) continue;
-    if (!(takes && (key == "loss_scaler" || key.find(".clip") != std::string_view::npos ||
-                    key.find(".schedule") != std::string_view::npos)))
-      problems.add("the context has no " + std::string(key));
-  }
-  problems.fail_if_any("the settings in the file are not those of the context");
-}
-
-// Reads the settings that are taken from the file, and checks them.
-void Checkpoint::take_settings() {
-  const auto read = [&](const std::string& key, auto& fields) {
-    const std::string* const text = file_->find(key);
-    if (text) Fields(*text, key.c_str()).get_fields(fields);
-    return text != nullptr;
-  };
-  taken_ = std::make_unique<Taken>();
-  Taken& t = *taken_;
-  t.clip = context_.clip_;
-  read("clip", t.clip);
-  check_clip(t.clip);
-  context_.check_no_sweeps(t.clip);
-  t.scaled = read("loss_scaler", t.scaler);
-  if (t.scaled) check_loss_scaler(t.scaler);
-  t.seed = context_.config_.seed;
-  t.loss_scale = context_.config_.loss_scale;
-  if (const std::string* const text = file_->find("context")) {
-    const Fields f(*text, "context");
-    f.get("seed", t.seed);
-    f.get("loss_scale", t.loss_scale);
-    if (!std::isfinite(t.loss_scale) || t.loss_scale == 0)
-      fail(GA_ERROR_FORMAT, "its loss_scale was %g", t.loss_scale);
-  }
-  for (size_t k = 0; k < context_.groups_.size(); ++k) {
-    const Group& g = context_.groups_[k];
-    const std::string key = "group." + std::to_string(k);
-    Taken::OfGroup of = {g.optimizer, false, default_clip(), {}, {}};
-    read(key, of.optimizer);
-    check_optimizer(of.optimizer);
-    check_same_state(g.optimizer, of.optimizer);
-    of.own_clip = read(key + ".clip", of.clip);
-    check_clip(of.clip);
-    if (of.own_clip) context_.check_no_sweeps(of.clip);
-    if (read(key + ".schedule", of.schedule)) take_schedule(key, of);
-    t.groups.push_back(std::move(of));
-  }
-  for (size_t i = 0; i < context_.params_.size(); ++i) {
-    const Tensor& tensor = context_.tensors_[i];
-    Taken::OfParam of = {tensor.lr_scale, tensor.weight_decay_scale, context_.params_[i].frozen};
-    if (const std::string* const text = file_->find("parameter." + std::string(tensor.name));
-        text && !tensor.removed) {
-      const Fields f(*text, tensor.name);
-      f.get("lr_scale", of.lr_scale);
-      f.get("weight_decay_scale", of.weight_decay_scale);
-      f.get("frozen", of.frozen);
-      check_rate("lr_scale", of.lr_scale);
-      check_rate("weight_decay_scale", of.weight_decay_scale);
-    }
-    t.params.push_back(of);
-  }
-  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
-    const BatchNorms::Description layer = context_.batch_norms_.describe(id);
-    bool frozen = layer.frozen;
-    if (const std::string* const text = file_->find("layer." + std::string(layer.name)))
-      Fields(*text, layer.name).get("frozen", frozen);
-    t.frozen_layers.push_back(frozen);
-  }
-}
-
-void Checkpoint::take_schedule(const std::string& key, Taken::OfGroup& of) const {
-  ga_schedule& s = of.schedule;
-  s.struct_size = sizeof s;
-  std::vector<double> table;
-  const auto rates = names_.find(std::string(kOurs) + key + ".rates");
-  if (s.kind == GA_SCHEDULE_TABLE && rates != names_.end())
-    table = numbers(static_cast<int64_t>(rates->second));
-  s.table = table.data();
-  s.table_size = static_cast<int64_t>(table.size());
-  check_schedule(s);
-  s.table = nullptr;
-  if (table.empty()) return;
-  of.rates = Table<double>(*context_.backend_, table.size());
-  std::copy(table.begin(), table.end(), &of.rates.edit(0));
-  of.rates.edit_all();
-  of.rates.flush(*context_.backend_);
+  find(kChannels, window, {channels, kChannelNumbers}, {GA_F64}, false);
+  if (!in.has(kChannels)) return;
+  find(kSweep, window + ".sweep", {6}, {GA_I64}, true);
+  find(kMicros, window + ".micro_batches", {-1, 3}, {GA_I64}, true);
+  find(kHistory, window + ".history", {-1, channels, 3}, {GA_F64}, true);
 }
 
 // ---- Numbers of the file ------------------------------------------------------------------------
@@ -626,19 +455,24 @@ void Checkpoint::read_layer(ga_bn id) {
   for (const BnChannel& c : s.channels)
     whole(static_cast<double>(c.steps), 0, kMost, (name + ": num_batches_tracked").c_str());
   if (!in.has(kChannels)) return;
+  for (const int kind : {kSweep, kMicros, kHistory})
+    if (!in.has(kind)) fail(GA_ERROR_FORMAT, "%.300s are there in part only", name.c_str());
 
   const std::vector<double> state = numbers(in.at(kChannels));
   const std::vector<int64_t> sweep = integers(in.at(kSweep)), micros = integers(in.at(kMicros));
   const std::vector<double> history = numbers(in.at(kHistory));
   const auto held = static_cast<int64_t>(history.size() / (3 * channels));
   for (size_t c = 0; c < channels; ++c) {
-    const double* const x = state.data() + 11 * c;
+    const double* x = state.data() + kChannelNumbers * c;
     BnChannel& b = s.channels[c];
-    b.window = {x[0], x[1], x[2]};
-    b.merged = whole(x[3], 0, held, name.c_str());
-    b.taken = whole(x[4], b.merged, held, name.c_str());
-    b.count = x[5], b.mean = x[6], b.variance = x[7], b.rstd = x[8], b.dbeta = x[9],
-    b.dgamma = x[10];
+    each_field(b, [&](const char*, auto& field) {
+      if constexpr (std::is_same_v<decltype(field), int64_t&>)
+        field = whole(*x++, 0, held, name.c_str());
+      else
+        field = *x++;
+    });
+    if (b.merged > b.taken)
+      fail(GA_ERROR_FORMAT, "%.300s are merged of more micro-batches than there are", name.c_str());
   }
   s.history.clear();
   for (size_t k = 0; k < history.size(); k += 3)
@@ -707,34 +541,6 @@ void Checkpoint::check_window() const {
 }
 
 // ---- What becomes of the context ----------------------------------------------------------------
-
-// Exchanges the settings of the context with those that are taken, if any are.
-void Checkpoint::exchange() noexcept {
-  if (!taken_) return;
-  Context& c = context_;
-  Taken& t = *taken_;
-  std::swap(c.clip_, t.clip);
-  std::swap(c.scaled_, t.scaled);
-  std::swap(c.scaler_, t.scaler);
-  std::swap(c.config_.seed, t.seed);
-  std::swap(c.config_.loss_scale, t.loss_scale);
-  for (size_t k = 0; k < t.groups.size(); ++k) {
-    Group& g = c.groups_[k];
-    Taken::OfGroup& of = t.groups[k];
-    std::swap(g.optimizer, of.optimizer);
-    std::swap(g.own_clip, of.own_clip);
-    std::swap(g.clip, of.clip);
-    std::swap(g.schedule, of.schedule);
-    g.rates.swap(of.rates);
-    for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(g.optimizer, matrix != 0);
-  }
-  for (size_t i = 0; i < t.params.size(); ++i) {
-    std::swap(c.tensors_[i].lr_scale, t.params[i].lr_scale);
-    std::swap(c.tensors_[i].weight_decay_scale, t.params[i].weight_decay_scale);
-    std::swap(c.params_[i].frozen, t.params[i].frozen);
-  }
-  c.choose_path();
-}
 
 // Allocates all that the rest of the load needs, but for units of clipping.
 void Checkpoint::make_room() {

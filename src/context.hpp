@@ -5,7 +5,7 @@
 //   context.cpp     groups and parameters
 //   memory.cpp      the arrays that parameters own
 //   state.cpp       optimizer state by name
-//   checkpoint.cpp  state on disk
+//   checkpoint*.cpp state on disk
 //   ema.cpp         moving averages
 //   tables.cpp      what the host writes into the tables
 //   accumulate.cpp  contributions to a window

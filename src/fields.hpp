@@ -66,6 +66,11 @@ void each_field(Struct& s, F&& f) {
     f("weight", s.weight), f("weighted", s.weighted), f("window_dropped", s.window_dropped);
     f("dropped_micros", s.dropped_micros), f("micro_finite", s.micro_finite);
     f("rejected", s.rejected), f("failed", s.failed);
+  } else if constexpr (std::is_same_v<T, BnChannel>) {  // of an open window
+    f("window_count", s.window.count), f("window_mean", s.window.mean);
+    f("window_m2", s.window.m2), f("merged", s.merged), f("taken", s.taken), f("count", s.count);
+    f("mean", s.mean), f("variance", s.variance), f("rstd", s.rstd), f("dbeta", s.dbeta);
+    f("dgamma", s.dgamma);
   } else {
     static_assert(std::is_same_v<T, GroupState>, "a struct without a list of its fields");
     f("step", s.clock.step), f("product", s.clock.product), f("lr", s.lr);

@@ -40,7 +40,7 @@ void check_name(const Subject& of, std::string_view name,
   if (!safetensors::is_utf8(name))
     of.fail(GA_ERROR_INVALID_ARGUMENT,
             "its name is not UTF-8, so it could not be saved (ga_save) under it");
-  if (name == "__metadata__" || name.substr(0, kOurs.size()) == kOurs)
+  if (name == "__metadata__" || begins_with(name, kOurs))
     of.fail(
         GA_ERROR_INVALID_ARGUMENT,
         "its name is one that state files use themselves: __metadata__, or one that begins with "

@@ -7,6 +7,7 @@
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
+static_assert(XXH_VERSION_NUMBER >= 800, "XXH3 has kept its values since 0.8.0");
 
 #include "error.hpp"
 
@@ -41,10 +42,6 @@ uint64_t sum_of_header(std::string_view text) {
   const std::string_view rest = text.substr(kBegin.size() + kDigits);
   sum.add(rest.data(), rest.size());
   return sum.value();
-}
-
-bool begins_with(std::string_view text, std::string_view begin) {
-  return text.substr(0, begin.size()) == begin;
 }
 
 uint64_t length_in(const unsigned char (&bytes)[kLengthBytes]) {

@@ -25,6 +25,10 @@ using Metadata = std::vector<std::pair<std::string, std::string>>;
 // All keys of ours begin with this, and so do the names of tensors that belong to no parameter or layer.
 constexpr std::string_view kOurs = "gradaccum.";
 
+inline bool begins_with(std::string_view text, std::string_view begin) {
+  return text.substr(0, begin.size()) == begin;
+}
+
 // Stores `size` bytes at an offset of the file, or reads them; throws Error.
 using WriteAt = std::function<void(int64_t offset, const void* data, size_t size)>;
 using ReadAt = std::function<void(int64_t offset, void* data, size_t size)>;

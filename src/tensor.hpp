@@ -10,15 +10,17 @@ namespace ga {
 
 struct DtypeInfo {
   const char* name;
-  int32_t size;   // bytes of an element; 0: no such dtype
-  bool floating;  // false for dtypes of indices
+  int32_t size;           // bytes of an element; 0: no such dtype
+  bool floating;          // false for dtypes of indices
+  const char* file_name;  // in safetensors
 };
 
 // Any dtype is legal; unknown ones have size 0.
 inline DtypeInfo dtype_info(int32_t dtype) {
-  static constexpr DtypeInfo table[] = {{"unknown", 0, false}, {"f32", 4, true},  {"f64", 8, true},
-                                        {"f16", 2, true},      {"bf16", 2, true}, {"i32", 4, false},
-                                        {"i64", 8, false}};
+  static constexpr DtypeInfo table[] = {{"unknown", 0, false, ""}, {"f32", 4, true, "F32"},
+                                        {"f64", 8, true, "F64"},   {"f16", 2, true, "F16"},
+                                        {"bf16", 2, true, "BF16"}, {"i32", 4, false, "I32"},
+                                        {"i64", 8, false, "I64"}};
   return table[dtype >= GA_F32 && dtype <= GA_I64 ? dtype : 0];
 }
 

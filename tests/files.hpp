@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "child.hpp"
 #include "disk.hpp"
 #include "error.hpp"
 
@@ -103,6 +104,20 @@ inline bool mount_small(const std::string& path) {
   }
   return mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
          mount("small", path.c_str(), "tmpfs", 0, "size=64k") == 0;
+}
+
+// Runs body in a child process that has mount_small() at this path. Returns false if it may not mount.
+template <class Body>
+bool on_small_disk(const std::string& path, Body&& body) {
+  const pid_t child = fork();
+  if (child == 0) _exit(mount_small(path) ? 0 : 1);
+  int status = 1;
+  if (child < 0 || waitpid(child, &status, 0) != child || status != 0) return false;
+  in_child([&] {
+    ASSERT_TRUE(mount_small(path));
+    body();
+  });
+  return true;
 }
 
 // ---- Writers and readers ------------------------------------------------------------------------

@@ -542,6 +542,29 @@ TEST(Fit, SettingsAreComparedTakenOrKept) {
   }
 }
 
+// Also what has the same name as a setting that cannot be taken.
+TEST(Fit, TheKindOfAScheduleAndTheFlavorOfAClipAreTaken) {
+  Plan theirs, ours;
+  theirs.schedule = schedule(GA_SCHEDULE_COSINE);
+  theirs.schedule->total_steps = 9;
+  ours.schedule = schedule(GA_SCHEDULE_LINEAR);
+  ours.schedule->total_steps = 9;
+  Net source(theirs), net(ours);
+  const ga_clip keras = clip(GA_CLIP_GLOBAL, 0.5, GA_FLAVOR_KERAS),
+                torch = clip(GA_CLIP_GLOBAL, 0.5);
+  EXPECT_OK(ga_group_set_clip(source.ctx, 0, &keras));
+  EXPECT_OK(ga_group_set_clip(net.ctx, 0, &torch));
+  source.train();
+  const Bytes bytes = saved(source.ctx);
+  ga_state_options o = state_options();
+  expect_refused(net, bytes, GA_ERROR_INVALID_ARGUMENT,
+                 {"group.0.clip: flavor is 1", "group.0.schedule: kind is 2 in the file, but 1"},
+                 &o);
+  o.settings = GA_SETTINGS_TAKE;
+  EXPECT_OK(load(net.ctx, bytes, &o));
+  EXPECT_EQ(saved(net.ctx), bytes);
+}
+
 TEST(Fit, SettingsAreNamedAsPeopleReadThem) {
   Plan plan;
   plan.optimizer.kind = GA_OPTIMIZER_ADAM;

@@ -33,10 +33,15 @@ namespace {
 std::atomic<std::int64_t> allocations{0};  // since the program started
 std::atomic<std::int64_t> live{0};         // allocated and not yet freed
 
-void* allocate(std::size_t size) {
+void* try_allocate(std::size_t size) noexcept {
+  void* const p = std::malloc(size ? size : 1);
   ++allocations;
-  ++live;
-  if (void* p = std::malloc(size ? size : 1)) return p;
+  if (p) ++live;
+  return p;
+}
+
+void* allocate(std::size_t size) {
+  if (void* p = try_allocate(size)) return p;
   throw std::bad_alloc();
 }
 
@@ -62,6 +67,10 @@ void* operator new(std::size_t size, std::align_val_t alignment) {
 }
 void* operator new[](std::size_t size, std::align_val_t alignment) {
   return allocate(size, alignment);
+}
+void* operator new(std::size_t size, const std::nothrow_t&) noexcept { return try_allocate(size); }
+void* operator new[](std::size_t size, const std::nothrow_t&) noexcept {
+  return try_allocate(size);
 }
 void operator delete(void* p) noexcept { release(p); }
 void operator delete[](void* p) noexcept { release(p); }

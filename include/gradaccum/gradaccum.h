@@ -1273,6 +1273,7 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *                        as they were, and ga_discard must be called next. From ga_step: parameters
  *                        may be half updated, only ga_context_destroy is legal, and all other calls
  *                        return this status again.
+ *                        From a load: the second reading failed, and the same holds.
  *
  * The message names the parameters and values involved. A call that finds no device to count
  * (ga_device_count) leaves a message too. */
@@ -1295,8 +1296,8 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *              tell, so no other call may be running.) A context may move between threads, under a
  *              lock of the program's: no call depends on the thread of another, but ga_last_error()
  *              is that of the thread whose call failed. Different contexts are independent.
- *              Callbacks (ga_parallel_for, ga_allocate, ga_free, ga_log) must not use their
- *              context.
+ *              Callbacks (ga_parallel_for, ga_allocate, ga_free, ga_log, ga_progress, ga_write_fn,
+ *              ga_read_fn) must not use their context.
  *
  * Processes    After fork() the contexts of the parent are of no use in the child: every call on
  *              one is GA_ERROR_INVALID_STATE, and ga_context_destroy returns and frees nothing. The

@@ -72,7 +72,7 @@ class Array {
       const auto f = static_cast<float>(x);
       uint32_t bits;
       std::memcpy(&bits, &f, sizeof bits);
-      // These numbers have few digits: the upper half is a bf16, and an f16 differs in its exponent.
+      // Exact in bf16, whose bits are the upper half of the f32, and in f16.
       const uint32_t exponent = bits >> 23 & 255;
       const uint32_t half =
           exponent == 0 ? 0 : (bits >> 16 & 0x8000) | (exponent - 112) << 10 | (bits >> 13 & 0x3ff);
