@@ -384,6 +384,18 @@ TEST(Resume, TheLastResultOutlivesARejectedWindow) {
   }
 }
 
+// Steps that the program has set are seen before the next window, also where a device counts them.
+TEST(Resume, StepsThatWereSetAreSeenAtOnce) {
+  Net net, other;
+  net.accumulate(1), net.step();
+  EXPECT_OK(ga_context_set_steps(net.ctx, 7));
+  EXPECT_OK(load(other.ctx, saved(net.ctx)));
+  EXPECT_EQ(window(other.ctx).steps, 7);
+  other.accumulate(2);
+  EXPECT_EQ(other.step().steps, 8);
+  EXPECT_EQ(window(other.ctx).steps, 8);
+}
+
 // A channel with a NaN does not count the window, so the channels of a layer may count apart.
 TEST(Resume, ChannelsThatCountApart) {
   Net net, other;
