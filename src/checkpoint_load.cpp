@@ -723,6 +723,7 @@ void Checkpoint::place_param(size_t i) {
   p.contributions = w.contributions;
   p.last_micro = w.last_micro;
   p.held_weight = w.held_weight;
+  p.accumulator_written = p.accumulator_written || w.held != Held::kNothing;
   if (w.held == Held::kStored && p.count > 0)
     c.backend_->write(p.partials, w.partials.data(), w.partials.size() * sizeof(Partial));
 }

@@ -534,6 +534,59 @@ TEST(Memory, ReportedIsAllocated) {
   }
 }
 
+// A load allocates what the windows of the saved context have, and no more is left of the load itself.
+TEST(Memory, AfterALoadReportedIsAllocated) {
+  constexpr int64_t kCount = 1 << 20;
+  Tensor p(GA_BF16, kCount, 1);
+  const Tensor g(GA_BF16, kCount, 0.5);
+  const void* const list[] = {g.data()};
+  ga_param_options master = {};
+  EXPECT_OK(ga_param_options_init(&master, sizeof master));
+  master.master = GA_MASTER_F32;
+  ga_ema ema;
+  EXPECT_OK(ga_ema_init(&ema, sizeof ema));
+  const ga_optimizer adamw = optimizer(GA_OPTIMIZER_ADAMW);
+  const auto make = [&] {
+    const ga_config c = config();
+    ga_context* ctx = nullptr;
+    EXPECT_OK(ga_context_create(&c, &ctx));
+    EXPECT_OK(ga_group_add(ctx, &adamw, nullptr));
+    EXPECT_OK(ga_context_set_ema(ctx, &ema));
+    EXPECT_OK(ga_param_add(ctx, 0, "p", p.data(), GA_BF16, 1, &kCount, &master, nullptr));
+    return ctx;
+  };
+  ga_context* const first = make();
+  EXPECT_OK(ga_accumulate(first, list, 1, 1, nullptr));
+  EXPECT_OK(ga_step(first, nullptr));
+  EXPECT_OK(ga_accumulate(first, list, 1, 1, nullptr));
+  const std::vector<char> bytes = saved(first);
+  const ga_memory expected = memory(first);
+  ga_context_destroy(first);
+
+  Count count;
+  ga_context* const ctx = make();
+  EXPECT_OK(load(ctx, bytes));
+  const int64_t allocated = Count::bytes();
+  const ga_memory used = memory(ctx);
+  ga_context_destroy(ctx);
+  const int64_t left = Count::bytes();
+  count.stop();
+
+  const auto near = [](int64_t got, int64_t want, const char* what) {
+    EXPECT_NEAR(static_cast<double>(got), static_cast<double>(want),
+                0.01 * static_cast<double>(want))
+        << what;
+  };
+  near(used.accumulators, 4 * kCount, "accumulators");
+  near(used.optimizer_state, 8 * kCount, "state");
+  near(used.masters, 4 * kCount, "master weights");
+  near(used.averages, 4 * kCount, "averages");
+  near(allocated, used.total, "total against what was allocated");
+  EXPECT_EQ(used.resident, used.total);
+  EXPECT_EQ(used.total, expected.total);
+  EXPECT_EQ(left, 0) << "ga_context_destroy must free everything";
+}
+
 // Windows after the first allocate nothing, whatever the program does in them.
 TEST(Memory, WindowsAllocateNothing) {
   const Layout layout({3, 70001, 200000, 0});
