@@ -17,6 +17,7 @@
 #include "error.hpp"
 #include "fields.hpp"
 #include "pairs.hpp"
+#include "state_parts.hpp"
 
 namespace ga::test {
 namespace {
@@ -396,6 +397,31 @@ TEST(Resume, StepsThatWereSetAreSeenAtOnce) {
   EXPECT_EQ(window(other.ctx).steps, 8);
 }
 
+// K, where it depends on the step, is that of the step in the file.
+TEST(Resume, AScheduleOfKGoesOn) {
+  const int64_t from[] = {0, 2}, lengths[] = {1, 3};
+  Net net, other;
+  for (Net* n : {&net, &other}) EXPECT_OK(ga_context_set_accum_schedule(n->ctx, from, lengths, 2));
+  for (uint64_t k = 0; k < 2; ++k) net.accumulate(k), net.step();
+  EXPECT_OK(load(other.ctx, saved(net.ctx)));
+  other.accumulate(2);
+  EXPECT_EQ(window(other.ctx).accum_steps, 3);
+}
+
+// Results of windows that the loaded state knows nothing of are gone.
+TEST(Resume, ResultsOfAnotherPastAreForgotten) {
+  Net net, other;
+  for (uint64_t k = 0; k < 3; ++k) net.accumulate(k), net.step();
+  for (uint64_t k = 5; k < 7; ++k) other.accumulate(k), other.step();
+  EXPECT_OK(load(other.ctx, saved(net.ctx)));
+  ga_step_result result;
+  EXPECT_OK(ga_step_result_init(&result, sizeof result));
+  EXPECT_OK(ga_step_result_get(other.ctx, 3, 1, &result));
+  EXPECT_EQ(result.windows, 3);
+  for (const int64_t k : {1, 2})
+    EXPECT_EQ(ga_step_result_get(other.ctx, k, 1, &result), GA_ERROR_INVALID_ARGUMENT) << k;
+}
+
 // A channel with a NaN does not count the window, so the channels of a layer may count apart.
 TEST(Resume, ChannelsThatCountApart) {
   Net net, other;
@@ -577,6 +603,28 @@ TEST(Fit, TheKindOfAScheduleAndTheFlavorOfAClipAreTaken) {
   EXPECT_EQ(saved(net.ctx), bytes);
 }
 
+// A context that has trained with one kind of clip, or without one, and takes another from the file.
+TEST(Fit, ATrainedContextTakesAnotherClip) {
+  ga_state_options take = state_options();
+  take.settings = GA_SETTINGS_TAKE;
+  Plan none, norm, agc;
+  norm.clip = clip(GA_CLIP_GLOBAL, 0.25);
+  agc.clip = clip(GA_CLIP_AGC, 0);
+  for (const Plan* before : {&none, &norm, &agc}) {
+    for (const Plan* after : {&none, &norm, &agc}) {
+      SCOPED_TRACE(testing::Message() << before - &none << " to " << after - &none);
+      Net net(*before), other(*after);
+      for (Net* n : {&net, &other}) {
+        n->train();
+        EXPECT_OK(ga_discard(n->ctx));
+      }
+      EXPECT_OK(load(net.ctx, saved(other.ctx), &take));
+      for (Net* n : {&net, &other}) n->accumulate(5), n->step();
+      EXPECT_EQ(net.values(), other.values());
+    }
+  }
+}
+
 TEST(Fit, SettingsAreNamedAsPeopleReadThem) {
   Plan plan;
   plan.optimizer.kind = GA_OPTIMIZER_ADAM;
@@ -690,6 +738,83 @@ TEST(Fit, AnOpenWindowTakesTheSettingsItDependsOn) {
   for (const uint64_t k : {10, 11}) longer.accumulate(k);
   expect_refused(full, saved(longer.ctx), GA_ERROR_INVALID_ARGUMENT, {"holds 3 micro-batches"}, &o);
   EXPECT_EQ(group_lr(full.ctx), 0.5);
+}
+
+// The file with one number of a tensor of I64 or F64 changed, and with checksums that say nothing of it.
+Bytes changed(const Bytes& file, const std::string& tensor, size_t element, double value) {
+  StateParts parts;
+  safetensors::Header header;
+  EXPECT_TRUE(parts.read(file.data(), file.size()) && parts.parse(header));
+  const auto t = std::find_if(header.tensors.begin(), header.tensors.end(),
+                              [&](const safetensors::Tensor& x) { return x.name == tensor; });
+  const size_t at =
+      t == header.tensors.end() ? parts.data.size() : static_cast<size_t>(t->begin) + 8 * element;
+  if (at + 8 > parts.data.size()) {
+    ADD_FAILURE() << "there is no number " << element << " in " << tensor;
+    return file;
+  }
+  const auto integer = static_cast<int64_t>(value);
+  memcpy(parts.data.data() + at, t->dtype == "I64" ? static_cast<const void*>(&integer) : &value,
+         8);
+  parts.repair();
+  Bytes result;
+  parts.write(result);
+  return result;
+}
+
+// A window that contradicts itself, as no context saves it, is refused before it changes anything.
+TEST(Fit, NumbersThatContradictEachOtherAreRefused) {
+  Plan rows, windowed, nadam;
+  rows.options.rows = GA_ROWS_DENSE;
+  rows.layer = windowed.layer = "layer";
+  windowed.bn = bn_options(GA_BN_WINDOW);
+  nadam.optimizer = optimizer(GA_OPTIMIZER_NADAM);
+  struct Case {
+    const Plan* plan;
+    const char* tensor;
+    size_t element;
+    double value;
+    const char* words;
+  };
+  const Plan plain;
+  const Case cases[] = {
+      {&rows, "w.grad_accum.rows", 0, 3, "one that the parameter has not"},
+      {&rows, "w.grad_accum.rows", 0, -1, "one that the parameter has not"},
+      {&rows, "w.grad_accum.rows", 0, -2, "a number in \"w.grad_accum.rows\""},
+      {&rows, "w.grad_accum.window", 0, 1, "has no gradient"},
+      {&plain, "w.grad_accum.window", 0, 2, "a gradient of some rows"},
+      {&plain, "w.grad_accum.window", 0, 3, "the window of \"w\""},
+      {&plain, "w.grad_accum.window", 1, 0.5, "the window of \"w\""},
+      {&plain, "w.grad_accum.window", 2, -1, "the window of \"w\""},
+      {&plain, "w.grad_accum.window", 3, 9007199254740994, "the window of \"w\""},
+      {&plain, "w.grad_accum.window", 5, 2, "the window of \"w\""},
+      {&plain, "w.grad_accum.partials", 2, 2, "the window of \"w\""},
+      {&plain, "w.step", 0, -1, "w.step"},
+      {&nadam, "w.mu_product", 0, 1.5, "the product of betas of \"w\" was 1.5"},
+      {&plain, "gradaccum.window.micro_batches", 0, -1, "micro-batch 0 of its window"},
+      {&plain, "gradaccum.window.micro_batches", 1, 0, "micro-batch 0 of its window"},
+      {&plain, "gradaccum.window.micro_batches", 1, NAN, "micro-batch 0 of its window"},
+      {&plain, "gradaccum.window.micro_batches", 2, 2, "a micro-batch"},
+      {&plain, "gradaccum.window.micro_batches", 3, -1, "a micro-batch"},
+      {&plain, "bn.running_mean", 1, NAN, "\"bn\": a running mean was nan"},
+      {&plain, "bn.running_var", 1, -1, "its variance -1"},
+      {&plain, "bn.num_batches_tracked", 0, -1, "num_batches_tracked"},
+      {&windowed, "layer.bn_window", 3, 2, "\"layer\""},
+      {&windowed, "layer.bn_window.sweep", 0, 1, "\"layer\""},
+      {&windowed, "layer.bn_window.sweep", 1, -2, "bn_window.sweep"},
+      {&windowed, "layer.bn_window.sweep", 4, 2, "\"layer\""},
+      {&windowed, "layer.bn_window.sweep", 5, 2, "\"layer\""},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(testing::Message() << c.tensor << "[" << c.element << "] = " << c.value);
+    const Bytes bytes = trained(*c.plan);
+    Net net(*c.plan);
+    expect_refused(net, changed(bytes, c.tensor, c.element, c.value), GA_ERROR_FORMAT, {c.words});
+  }
+  Net sparse(rows);
+  const std::string list = "w.grad_accum.rows";
+  expect_refused(sparse, changed(changed(trained(rows), list, 0, 1), list, 1, 1), GA_ERROR_FORMAT,
+                 {"a row twice"});
 }
 
 TEST(Fit, KIsFreeButNotBelowTheWindow) {

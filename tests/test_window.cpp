@@ -388,7 +388,7 @@ TEST_P(Orders, EveryTwoCalls) {
   }
 }
 
-// One in 97 of all orders of three calls, or all of them, which takes half an hour.
+// One in 97 of all orders of three calls, or all of them, which takes ten minutes.
 TEST_P(Orders, SomeThreeCalls) {
   const size_t stride = getenv("GA_TEST_EVERY_ORDER") ? 1 : 97;  // shares no factor with calls()
   const std::vector<Call> all = calls();

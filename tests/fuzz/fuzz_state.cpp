@@ -21,16 +21,16 @@
 #include <memory>
 #include <new>
 
+#include "../state_parts.hpp"
 #include "error.hpp"
 #include "gradaccum/gradaccum.h"
-#include "safetensors.hpp"
-#include "state_file.hpp"
 
 namespace {
 
 using ga::safetensors::Header;
 using ga::safetensors::kLengthBytes;
 using Bytes = std::vector<uint8_t>;
+using File = ga::test::StateParts;
 
 // Ends the run: libFuzzer keeps the input.
 [[noreturn]] void fail(const char* what) {
@@ -349,67 +349,6 @@ class Training {
 };
 
 // ---- Files --------------------------------------------------------------------------------------
-
-constexpr char kBegin[] =
-    "{\"__metadata__\":{\"gradaccum.format\":\"1 xxh3\",\"gradaccum.header\":\"";
-constexpr char kSums[] = "\",\"gradaccum.xxh3\":\"";
-constexpr size_t kBeginSize = sizeof kBegin - 1, kSumsSize = sizeof kSums - 1, kDigits = 16;
-
-std::string sum_of(const void* data, size_t size) {
-  ga::Checksum sum;
-  sum.add(data, size);
-  char digits[kDigits + 1];
-  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(sum.value()));
-  return digits;
-}
-
-struct File {
-  std::string text;
-  Bytes data;
-
-  // false: the length in front of the text is not that of a text.
-  bool read(const uint8_t* bytes, size_t size) {
-    uint64_t length = 0;
-    if (size < kLengthBytes) return false;
-    for (size_t k = kLengthBytes; k-- > 0;) length = length << 8 | bytes[k];
-    if (length > size - kLengthBytes) return false;
-    text.assign(reinterpret_cast<const char*>(bytes) + kLengthBytes, static_cast<size_t>(length));
-    data.assign(bytes + kLengthBytes + length, bytes + size);
-    return true;
-  }
-  // false: the text is not that of a header.
-  bool parse(Header& header) const {
-    try {
-      header = ga::safetensors::parse(text, static_cast<int64_t>(data.size()));
-      return true;
-    } catch (const ga::Error&) {
-      return false;
-    }
-  }
-  // Puts the right checksums into a header that begins as those of the library do.
-  void repair() {
-    if (text.compare(0, kBeginSize, kBegin) != 0) return;
-    const size_t sums = kBeginSize + kDigits;
-    if (text.size() < sums + kSumsSize) return;
-    Header header;
-    const size_t end = text.find('"', sums + kSumsSize);
-    if (text.compare(sums, kSumsSize, kSums) == 0 && end != text.npos && parse(header)) {
-      std::string list;
-      for (const auto& t : header.tensors)
-        list += (list.empty() ? "" : " ") +
-                sum_of(data.data() + t.begin, static_cast<size_t>(t.end - t.begin));
-      text.replace(sums + kSumsSize, end - sums - kSumsSize, list);
-    }
-    text.replace(kBeginSize, kDigits, kDigits, '0');
-    text.replace(kBeginSize, kDigits, sum_of(text.data(), text.size()));
-  }
-  void write(Bytes& bytes) const {
-    for (size_t k = 0; k < kLengthBytes; ++k)
-      bytes.push_back(static_cast<uint8_t>(uint64_t{text.size()} >> 8 * k));
-    bytes.insert(bytes.end(), text.begin(), text.end());
-    bytes.insert(bytes.end(), data.begin(), data.end());
-  }
-};
 
 // The four bytes in front of a file.
 struct Choices {
