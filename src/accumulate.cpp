@@ -101,6 +101,7 @@ void Context::check_gradient(ga_param id, const void* gradient) {
   const int32_t size = dtype_info(p.gradient_dtype).size;
   if (gradient != p.checked) check_values(id, "its gradient", gradient, p.count, size);
   p.checked = gradient;
+  checked_ = true;
   check_alive(id, "its second gradient", gradient, p.count * size);
 }
 

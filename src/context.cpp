@@ -483,7 +483,7 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
   }
   blocks_.push_back({static_cast<ga_param>(old_params), static_cast<ga_param>(count)});
   lacking_ = true;
-  for (Param& p : params_) p.checked = nullptr;
+  forget_checks();
   return static_cast<ga_param>(old_params);
 }
 
@@ -556,7 +556,14 @@ void Context::bind(ga_param id, void* data) {
   p.data = data;
   if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
   ranges_.add(data, bytes, id);
-  for (Param& other : params_) other.checked = nullptr;
+  forget_checks();
+}
+
+// Gradients have to be checked again, for there is new memory that they must not overlap.
+void Context::forget_checks() {
+  if (!checked_) return;
+  for (Param& p : params_) p.checked = nullptr;
+  checked_ = false;
 }
 
 void Context::set_frozen(ga_param id, bool frozen) {

@@ -282,6 +282,7 @@ class Context : BnContext {
   Param& part(ga_param id, const char* what);
   void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   void check_gradient(ga_param id, const void* gradient);
+  void forget_checks();
   void check_alive(ga_param id, const char* what, const void* data, int64_t bytes) const;
   void check_single(ga_param id) const;
   void check_values(ga_param id, const char* what, const void* data, int64_t count,
@@ -374,6 +375,7 @@ class Context : BnContext {
   std::vector<Word> moved_;            // new addresses of adopted gradients, to be sent
 
   size_t prepared_ = 0;    // parameters in the tables
+  bool checked_ = false;   // some Param::checked is not NULL
   bool lacking_ = false;   // some parameter that is not frozen has no arrays yet
   bool unfilled_ = false;  // some arrays do not hold their initial values yet
   Layout owned_;           // of all arrays that parameters own

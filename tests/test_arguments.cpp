@@ -960,6 +960,27 @@ TEST(BadArguments, DevicesOfThisMachine) {
   EXPECT_EQ(count, -7);
 }
 
+// An address that a gradient has had is memory of a parameter from now on.
+TEST(BadArguments, OldGradientsThatHaveBecomeParameters) {
+  for (const bool bound : {false, true}) {
+    float p[2] = {1, 1}, q[2] = {1, 1}, g[2] = {1, 1}, h[2] = {1, 1};
+    Context ctx;
+    ctx.param(ctx.group(plain_sgd()), "p", p, 2);
+    if (bound) ctx.param(0, "q", q, 2);
+    const void* list[] = {g, h};
+    EXPECT_OK(ga_accumulate(ctx, list, bound ? 2 : 1, 1, nullptr));
+    step(ctx);
+    if (bound) {
+      EXPECT_OK(ga_param_bind(ctx, 1, g));
+    } else {
+      ctx.param(0, "q", g, 2);
+    }
+    EXPECT_EQ(ga_accumulate(ctx, list, 2, 1, nullptr), kInvalidArgument);
+    EXPECT_NE(std::string(ga_last_error()).find("overlaps parameter \"q\""), std::string::npos);
+    EXPECT_EQ(window(ctx).state, GA_WINDOW_EMPTY);
+  }
+}
+
 // ---- struct_size --------------------------------------------------------------------------------
 
 // A struct with more fields at its end, as in a program of a later version.
