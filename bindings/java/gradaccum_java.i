@@ -1,0 +1,242 @@
+// The typemaps of Java. bindings/gradaccum.i says what they are for.
+// SPDX-License-Identifier: Apache-2.0
+%module Raw
+
+// The raw layer is not part of the public interface of its package.
+%pragma(java) moduleclassmodifiers="final class"
+%pragma(java) jniclassclassmodifiers="final class"
+%typemap(javaclassmodifiers) SWIGTYPE "final class"
+%javaconst(1);
+
+%{
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "gradaccum/gradaccum.h"
+
+namespace {
+
+// An array of bytes with a text; null if there is not enough memory, with an exception pending.
+jbyteArray new_bytes(JNIEnv* env, const char* text) {
+  const jsize size = static_cast<jsize>(std::strlen(text));
+  jbyteArray bytes = env->NewByteArray(size);
+  if (bytes == nullptr) return nullptr;
+  env->SetByteArrayRegion(bytes, 0, size, reinterpret_cast<const jbyte*>(text));
+  return bytes;
+}
+
+// Leaves an exception pending: the caller returns at once.
+void raise_class(JNIEnv* env, const char* name) {
+  jclass type = env->FindClass(name);
+  if (type != nullptr) env->ThrowNew(type, nullptr);
+}
+
+// A GradAccumException with the status and the message of the call that has just failed.
+void raise(JNIEnv* env, ga_status status) {
+  jbyteArray message = new_bytes(env, ga_last_error());
+  if (message == nullptr) return;
+  jclass type = env->FindClass("org/gradaccum/GradAccumException");
+  if (type == nullptr) return;
+  jmethodID constructor = env->GetMethodID(type, "<init>", "(I[B)V");
+  if (constructor == nullptr) return;
+  jobject thrown = env->NewObject(type, constructor, static_cast<jint>(status), message);
+  if (thrown != nullptr) env->Throw(static_cast<jthrowable>(thrown));
+}
+
+// A copy of an array of Java's, on the stack if it is short. Nothing of the heap of Java is locked
+// during a call.
+template <typename Element, typename Array, void (JNIEnv::*get)(Array, jsize, jsize, Element*)>
+class Copy {
+ public:
+  Copy() = default;
+  Copy(const Copy&) = delete;
+  Copy& operator=(const Copy&) = delete;
+  ~Copy() {
+    if (data_ != few_) std::free(data_);
+  }
+
+  // False: an exception is pending.
+  bool take(JNIEnv* env, Array array) {
+    if (array == nullptr) return true;
+    size_ = env->GetArrayLength(array);
+    data_ = few_;
+    if (size_ > kFew) {
+      data_ = static_cast<Element*>(std::malloc(static_cast<size_t>(size_) * sizeof(Element)));
+      if (data_ == nullptr) {
+        raise_class(env, "java/lang/OutOfMemoryError");
+        return false;
+      }
+    }
+    (env->*get)(array, 0, size_, data_);
+    return true;
+  }
+
+  Element* data() { return data_; }  // null if the array was
+  jsize size() const { return size_; }
+
+ private:
+  static constexpr jsize kFew = 512;
+  Element few_[kFew];
+  Element* data_ = nullptr;
+  jsize size_ = 0;
+};
+
+using Bytes = Copy<jbyte, jbyteArray, &JNIEnv::GetByteArrayRegion>;
+using Longs = Copy<jlong, jlongArray, &JNIEnv::GetLongArrayRegion>;
+using Doubles = Copy<jdouble, jdoubleArray, &JNIEnv::GetDoubleArrayRegion>;
+
+static_assert(sizeof(jlong) == sizeof(void*), "an address is a long");
+
+}  // namespace
+
+#define GA_RAISE(status, null) \
+  do {                         \
+    raise(jenv, status);       \
+    return null;               \
+  } while (0)
+%}
+
+// The natives are loaded before the first of their functions is called.
+%pragma(java) jniclasscode=%{
+  static {
+    Natives.load();
+  }
+%}
+
+// ---- Numbers and texts --------------------------------------------------------------------------
+
+%apply int { int32_t, uint32_t };
+%apply long long { int64_t, uint64_t, size_t };
+
+// A long of Java's holds the 64 bits of an unsigned number too.
+%typemap(jni) uint64_t, size_t "jlong"
+%typemap(jtype) uint64_t, size_t "long"
+%typemap(jstype) uint64_t, size_t "long"
+%typemap(javain) uint64_t, size_t "$javainput"
+%typemap(javaout) uint64_t, size_t { return $jnicall; }
+%typemap(in) uint32_t, uint64_t, size_t %{ $1 = static_cast<$1_ltype>($input); %}
+%typemap(out) uint32_t %{ $result = static_cast<jint>($1); %}
+%typemap(out) uint64_t, size_t %{ $result = static_cast<jlong>($1); %}
+
+%typemap(jni) void* ADDRESS "jlong"
+%typemap(jtype) void* ADDRESS "long"
+%typemap(jstype) void* ADDRESS "long"
+%typemap(javain) void* ADDRESS "$javainput"
+%typemap(javaout) void* ADDRESS { return $jnicall; }
+%typemap(in) void* ADDRESS %{ $1 = reinterpret_cast<$1_ltype>($input); %}
+%typemap(freearg) void* ADDRESS ""
+%typemap(out) void* ADDRESS %{ $result = reinterpret_cast<jlong>($1); %}
+
+// Java's own functions for strings use another encoding than UTF-8.
+%typemap(jni) const char* "jbyteArray"
+%typemap(jtype) const char* "byte[]"
+%typemap(jstype) const char* "String"
+%typemap(javain) const char* "Text.encode($javainput)"
+%typemap(javaout) const char* { return Text.decode($jnicall); }
+%typemap(in) const char* (Bytes bytes) %{
+  if (!bytes.take(jenv, $input)) return $null;
+  $1 = reinterpret_cast<char*>(bytes.data());
+%}
+%typemap(out) const char* %{ $result = $1 != nullptr ? new_bytes(jenv, $1) : nullptr; %}
+%typemap(freearg) const char* ""
+
+// ---- Status -------------------------------------------------------------------------------------
+
+%typemap(jni) ga_status "void"
+%typemap(jtype) ga_status "void"
+%typemap(jstype) ga_status "void"
+%typemap(javaout) ga_status { $jnicall; }
+%typemap(out, null="") ga_status %{
+  if ($1 != GA_OK) raise(jenv, $1);
+%}
+// Where a status is an argument, it is a number.
+%typemap(jni) ga_status status "jint"
+%typemap(jtype) ga_status status "int"
+%typemap(jstype) ga_status status "int"
+
+// ---- Out parameters and arrays ------------------------------------------------------------------
+
+// An array whose element 0 is set, or null.
+%define %ga_out(TYPE, JNI, JAVA, SET)
+%typemap(jni) TYPE* OUT #JNI "Array"
+%typemap(jtype) TYPE* OUT #JAVA "[]"
+%typemap(jstype) TYPE* OUT #JAVA "[]"
+%typemap(javain) TYPE* OUT "$javainput"
+%typemap(in) TYPE* OUT ($*1_ltype value) %{
+  value = {};
+  $1 = $input != nullptr ? &value : nullptr;
+%}
+%typemap(argout) TYPE* OUT %{
+  if ($input != nullptr && !jenv->ExceptionCheck()) {
+    const JNI element = (JNI)value$argnum;
+    jenv->SET($input, 0, 1, &element);
+  }
+%}
+%typemap(freearg) TYPE* OUT ""
+%enddef
+
+%ga_out(int32_t, jint, int, SetIntArrayRegion)
+%ga_out(int64_t, jlong, long, SetLongArrayRegion)
+%ga_out(size_t, jlong, long, SetLongArrayRegion)
+%ga_out(double, jdouble, double, SetDoubleArrayRegion)
+%ga_out(void*, jlong, long, SetLongArrayRegion)
+
+%define %ga_array(PARAMETER, JNI, JAVA)
+%typemap(jni) PARAMETER #JNI "Array"
+%typemap(jtype) PARAMETER #JAVA "[]"
+%typemap(jstype) PARAMETER #JAVA "[]"
+%typemap(javain) PARAMETER "$javainput"
+%typemap(freearg) PARAMETER ""
+%enddef
+
+%ga_array(const int64_t* ARRAY, jlong, long)
+%typemap(in) const int64_t* ARRAY (Longs longs) %{
+  if (!longs.take(jenv, $input)) return $null;
+  $1 = reinterpret_cast<int64_t*>(longs.data());
+%}
+%ga_array((const void* const* ARRAY, size_t COUNT), jlong, long)
+%typemap(in) (const void* const* ARRAY, size_t COUNT) (Longs longs) %{
+  if (!longs.take(jenv, $input)) return $null;
+  $1 = reinterpret_cast<void**>(longs.data());
+  $2 = static_cast<size_t>(longs.size());
+%}
+%ga_array((int32_t COUNT, const int64_t* ARRAY), jlong, long)
+%typemap(in) (int32_t COUNT, const int64_t* ARRAY) (Longs longs) %{
+  if (!longs.take(jenv, $input)) return $null;
+  $1 = longs.size();
+  $2 = reinterpret_cast<int64_t*>(longs.data());
+%}
+%ga_array((const double* ARRAY, int64_t COUNT), jdouble, double)
+%typemap(in) (const double* ARRAY, int64_t COUNT) (Doubles doubles) %{
+  if (!doubles.take(jenv, $input)) return $null;
+  $1 = doubles.data();
+  $2 = doubles.size();
+%}
+
+// ---- Structs ------------------------------------------------------------------------------------
+
+// A proxy is closed by who has made it; it has no finalizer.
+%typemap(javainterfaces) SWIGTYPE "AutoCloseable"
+%typemap(javabody) SWIGTYPE %{
+  private long swigCPtr;
+  private final boolean swigCMemOwn;
+
+  $javaclassname(long cPtr, boolean cMemoryOwn) {
+    swigCMemOwn = cMemoryOwn;
+    swigCPtr = cPtr;
+  }
+
+  static long getCPtr($javaclassname proxy) {
+    return proxy == null ? 0 : proxy.swigCPtr;
+  }
+%}
+%typemap(javafinalize) SWIGTYPE ""
+%typemap(javadestruct, methodname="close", methodmodifiers="public") SWIGTYPE {
+    if (swigCPtr != 0 && swigCMemOwn) {
+      $jnicall;
+    }
+    swigCPtr = 0;
+  }
+
+%include "../gradaccum.i"
