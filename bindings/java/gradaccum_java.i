@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 
 #include "gradaccum/gradaccum.h"
 
@@ -90,6 +91,79 @@ static_assert(sizeof(jlong) == sizeof(void*), "an address is a long");
 
 }  // namespace
 
+// ---- Callbacks --------------------------------------------------------------------------------
+
+// What the user pointer of a C callback is: the Callback of Java that is called in its place.
+struct Relay {
+  JavaVM* vm;
+  jobject callback;
+  bool weak;
+  jmethodID method;
+};
+
+// The largest buffer that Java has for memory of others is not much larger.
+constexpr size_t kLargestTransfer = size_t{1} << 30;
+
+// Calls of C come on the thread that has called C, which belongs to Java.
+JNIEnv* env_of(const Relay& relay) {
+  void* env = nullptr;
+  relay.vm->GetEnv(&env, JNI_VERSION_10);
+  return static_cast<JNIEnv*>(env);
+}
+
+// A Callback keeps what its listener throws. Only what the JVM throws before it gets there, for
+// want of stack or memory, is seen here.
+bool failed(JNIEnv* env) {
+  if (!env->ExceptionCheck()) return false;
+  env->ExceptionClear();
+  return true;
+}
+
+void relay_log(void* user, const char* line) {
+  const Relay& relay = *static_cast<Relay*>(user);
+  JNIEnv* env = env_of(relay);
+  // The listener of a context that was left to the collector may be gone.
+  jobject callback = env->NewLocalRef(relay.callback);
+  if (callback == nullptr) return;
+  jbyteArray bytes = new_bytes(env, line);
+  if (bytes != nullptr) env->CallVoidMethod(callback, relay.method, bytes);
+  failed(env);
+  env->DeleteLocalRef(bytes);
+  env->DeleteLocalRef(callback);
+}
+
+int32_t relay_progress(void* user, int64_t done, int64_t total) {
+  const Relay& relay = *static_cast<Relay*>(user);
+  JNIEnv* env = env_of(relay);
+  const jint result = env->CallIntMethod(relay.callback, relay.method, static_cast<jlong>(done),
+                                         static_cast<jlong>(total));
+  return failed(env) ? 1 : result;
+}
+
+int32_t relay_read(void* user, int64_t offset, void* data, size_t size) {
+  const Relay& relay = *static_cast<Relay*>(user);
+  JNIEnv* env = env_of(relay);
+  for (size_t done = 0; done < size;) {
+    const size_t piece = size - done < kLargestTransfer ? size - done : kLargestTransfer;
+    jobject buffer =
+        env->NewDirectByteBuffer(static_cast<char*>(data) + done, static_cast<jlong>(piece));
+    jint result = 1;
+    if (buffer != nullptr) {
+      result = env->CallIntMethod(relay.callback, relay.method,
+                                  static_cast<jlong>(offset) + static_cast<jlong>(done), buffer);
+    }
+    if (failed(env)) result = 1;
+    env->DeleteLocalRef(buffer);
+    if (result != 0) return result;
+    done += piece;
+  }
+  return 0;
+}
+
+int32_t relay_write(void* user, int64_t offset, const void* data, size_t size) {
+  return relay_read(user, offset, const_cast<void*>(data), size);
+}
+
 #define GA_RAISE(status, null) \
   do {                         \
     raise(jenv, status);       \
@@ -127,6 +201,8 @@ static_assert(sizeof(jlong) == sizeof(void*), "an address is a long");
 %typemap(in) void* ADDRESS %{ $1 = reinterpret_cast<$1_ltype>($input); %}
 %typemap(freearg) void* ADDRESS ""
 %typemap(out) void* ADDRESS %{ $result = reinterpret_cast<jlong>($1); %}
+
+%apply void* ADDRESS { void*, const void* };
 
 // Java's own functions for strings use another encoding than UTF-8.
 %typemap(jni) const char* "jbyteArray"
@@ -212,6 +288,58 @@ static_assert(sizeof(jlong) == sizeof(void*), "an address is a long");
   if (!doubles.take(jenv, $input)) return $null;
   $1 = doubles.data();
   $2 = doubles.size();
+%}
+
+// ---- Buffers and callbacks ----------------------------------------------------------------------
+
+%typemap(in, numinputs=0) JNIEnv* "$1 = jenv;"
+
+// Used by Callback and Tensor. An address of 0 means that there is none.
+%inline %{
+static void* buffer_address(JNIEnv* env, jobject buffer) {
+  return env->GetDirectBufferAddress(buffer);
+}
+
+static jobject buffer_at(JNIEnv* env, void* address, int64_t bytes) {
+  return env->NewDirectByteBuffer(address, static_cast<jlong>(bytes));
+}
+
+// A relay to a method of a Callback, which a weak one does not keep alive. 0: an exception is
+// pending.
+static void* relay_create(JNIEnv* env, jobject callback, const char* method, const char* signature,
+                          bool weak) {
+  Relay* relay = new (std::nothrow) Relay{};
+  if (relay == nullptr) {
+    raise_class(env, "java/lang/OutOfMemoryError");
+    return nullptr;
+  }
+  relay->weak = weak;
+  env->GetJavaVM(&relay->vm);
+  relay->method = env->GetMethodID(env->GetObjectClass(callback), method, signature);
+  if (relay->method != nullptr) {
+    relay->callback = weak ? env->NewWeakGlobalRef(callback) : env->NewGlobalRef(callback);
+    if (relay->callback != nullptr) return relay;
+  }
+  delete relay;
+  return nullptr;
+}
+
+static void relay_destroy(JNIEnv* env, void* address) {
+  Relay* relay = static_cast<Relay*>(address);
+  if (relay == nullptr) return;
+  if (relay->weak) {
+    env->DeleteWeakGlobalRef(relay->callback);
+  } else {
+    env->DeleteGlobalRef(relay->callback);
+  }
+  delete relay;
+}
+
+// The addresses of the C callbacks that take a relay.
+static void* log_function() { return reinterpret_cast<void*>(relay_log); }
+static void* progress_function() { return reinterpret_cast<void*>(relay_progress); }
+static void* write_function() { return reinterpret_cast<void*>(relay_write); }
+static void* read_function() { return reinterpret_cast<void*>(relay_read); }
 %}
 
 // ---- Structs ------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ public enum Status {
   OUT_OF_MEMORY(RawConstants.GA_ERROR_OUT_OF_MEMORY),
   /** Not in this build, on this machine or with these options. */
   UNSUPPORTED(RawConstants.GA_ERROR_UNSUPPORTED),
-  /** The window holds infinities or NaN, under {@code NONFINITE_FAIL}. */
+  /** The window holds infinities or NaN, under {@link Config.Nonfinite#FAIL}. */
   NONFINITE(RawConstants.GA_ERROR_NONFINITE),
   /** A device, a library for matrix products or a load failed half-way. */
   FAULT(RawConstants.GA_ERROR_FAULT),
   /** A defect of the library: please report the message. */
   INTERNAL(RawConstants.GA_ERROR_INTERNAL),
-  /** The window holds all its micro-batches: {@code ga_step} must be called next. */
+  /** The window holds all its micro-batches: {@link Context#step} must be called next. */
   WINDOW_FULL(RawConstants.GA_ERROR_WINDOW_FULL),
   /** A file could not be read or written. */
   IO(RawConstants.GA_ERROR_IO),

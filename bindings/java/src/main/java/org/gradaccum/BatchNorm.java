@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+package org.gradaccum;
+
+import java.lang.ref.Reference;
+import java.nio.Buffer;
+
+/**
+ * A layer of batch normalisation, y = gamma (x - mean) / sqrt(variance + eps) + beta for each
+ * channel. Made by {@link Context#addBatchNorm}. The backward calls are those of {@link
+ * MicroBatch}. docs/batch-normalization.md has the protocol of each mode.
+ *
+ * <p>Tensors x, y and their gradients are [samples, channels, positions] or [samples, positions,
+ * channels], of the dtype of the layer. Buffers are read and written in place within the call.
+ */
+public final class BatchNorm {
+  /** What a spread is. */
+  public enum Spread implements Numbered {
+    /** The mean squared deviation from the mean. */
+    VARIANCE(RawConstants.GA_BN_VARIANCE),
+    /** The sum of squared deviations. */
+    M2(RawConstants.GA_BN_M2);
+
+    private final int value;
+
+    Spread(int value) {
+      this.value = value;
+    }
+
+    @Override
+    public int value() {
+      return value;
+    }
+  }
+
+  private final Context context;
+  private final int id;
+  private final String name;
+  private final long channels;
+  private final Dtype dtype;
+
+  BatchNorm(Context context, int id, String name, long channels, Dtype dtype) {
+    this.context = context;
+    this.id = id;
+    this.name = name;
+    this.channels = channels;
+    this.dtype = dtype;
+  }
+
+  Context context() {
+    return context;
+  }
+
+  /**
+   * The number of the layer: 0, 1, 2, ... in the order they were added.
+   *
+   * @return the number
+   */
+  public int id() {
+    return id;
+  }
+
+  long address(Tensor tensor, long samples, long positions, boolean written, String role) {
+    long count = Tensor.elements(role, this, samples, channels, positions);
+    return tensor.address(dtype, count, written, role, this);
+  }
+
+  /**
+   * Freezes or unfreezes the layer: a frozen one normalises by its running statistics, which do not
+   * move. Between windows.
+   *
+   * @param frozen true to freeze
+   */
+  public void setFrozen(boolean frozen) {
+    long c = context.enter();
+    try {
+      Raw.ga_bn_set_frozen(c, id, frozen ? 1 : 0);
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Takes the statistics of a micro-batch.
+   *
+   * @param x the input
+   * @param samples samples in x
+   * @param positions positions in x
+   */
+  public void accumulate(Buffer x, long samples, long positions) {
+    accumulate(Tensor.of(x), samples, positions);
+  }
+
+  /**
+   * Takes the statistics of a micro-batch.
+   *
+   * @param x the input
+   * @param samples samples in x
+   * @param positions positions in x
+   */
+  public void accumulate(Tensor x, long samples, long positions) {
+    long c = context.enter();
+    try {
+      Raw.ga_bn_accumulate(c, id, address(x, samples, positions, false, "x"), samples, positions);
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(x);
+    }
+  }
+
+  /**
+   * Takes statistics that the program has computed itself.
+   *
+   * @param count elements of each channel; &gt;= 0
+   * @param mean [channels], F32 or F64
+   * @param spread [channels], of the same dtype
+   * @param kind what spread is
+   */
+  public void accumulateStats(long count, Buffer mean, Buffer spread, Spread kind) {
+    accumulateStats(count, Tensor.of(mean), Tensor.of(spread), kind);
+  }
+
+  /**
+   * Takes statistics that the program has computed itself.
+   *
+   * @param count elements of each channel; &gt;= 0
+   * @param mean [channels], F32 or F64
+   * @param spread [channels], of the same dtype
+   * @param kind what spread is
+   */
+  public void accumulateStats(long count, Tensor mean, Tensor spread, Spread kind) {
+    long c = context.enter();
+    try {
+      Dtype of = mean.dtype("mean");
+      Raw.ga_bn_accumulate_stats(
+          c,
+          id,
+          count,
+          mean.address(of, channels, false, "mean", this),
+          spread.address(of, channels, false, "spread", this),
+          kind.value(),
+          of.value());
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(mean);
+      Reference.reachabilityFence(spread);
+    }
+  }
+
+  /** Ends the first sweep of a layer with {@link BatchNormOptions.Mode#WINDOW}. */
+  public void finalizeStats() {
+    long c = context.enter();
+    try {
+      Raw.ga_bn_finalize(c, id);
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Normalises x of a micro-batch to y.
+   *
+   * @param x the input
+   * @param samples samples in x
+   * @param positions positions in x
+   * @param y the output; may be x
+   */
+  public void forward(Buffer x, long samples, long positions, Buffer y) {
+    forward(Tensor.of(x), samples, positions, Tensor.of(y));
+  }
+
+  /**
+   * Normalises x of a micro-batch to y.
+   *
+   * @param x the input
+   * @param samples samples in x
+   * @param positions positions in x
+   * @param y the output; may be x
+   */
+  public void forward(Tensor x, long samples, long positions, Tensor y) {
+    long c = context.enter();
+    try {
+      Raw.ga_bn_forward(
+          c,
+          id,
+          address(x, samples, positions, false, "x"),
+          samples,
+          positions,
+          address(y, samples, positions, true, "y"));
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(x);
+      Reference.reachabilityFence(y);
+    }
+  }
+
+  /**
+   * Normalises by the running statistics, at any time. Nothing is counted.
+   *
+   * @param x the input
+   * @param samples samples in x
+   * @param positions positions in x
+   * @param y the output; may be x
+   */
+  public void infer(Buffer x, long samples, long positions, Buffer y) {
+    infer(Tensor.of(x), samples, positions, Tensor.of(y));
+  }
+
+  /**
+   * Normalises by the running statistics, at any time. Nothing is counted.
+   *
+   * @param x the input
+   * @param samples samples in x
+   * @param positions positions in x
+   * @param y the output; may be x
+   */
+  public void infer(Tensor x, long samples, long positions, Tensor y) {
+    long c = context.enter();
+    try {
+      Raw.ga_bn_infer(
+          c,
+          id,
+          address(x, samples, positions, false, "x"),
+          samples,
+          positions,
+          address(y, samples, positions, true, "y"));
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(x);
+      Reference.reachabilityFence(y);
+    }
+  }
+
+  /**
+   * Reads the running statistics.
+   *
+   * @param mean [channels], F32 or F64
+   * @param variance [channels], of the same dtype
+   * @return how often they have moved
+   */
+  public long running(Buffer mean, Buffer variance) {
+    return running(Tensor.of(mean), Tensor.of(variance));
+  }
+
+  /**
+   * Reads the running statistics.
+   *
+   * @param mean [channels], F32 or F64, in the host's memory
+   * @param variance [channels], of the same dtype
+   * @return how often they have moved
+   */
+  public long running(Tensor mean, Tensor variance) {
+    long c = context.enter();
+    try {
+      Dtype of = mean.dtype("mean");
+      long[] steps = new long[1];
+      Raw.ga_bn_running(
+          c,
+          id,
+          mean.address(of, channels, true, "mean", this),
+          variance.address(of, channels, true, "variance", this),
+          of.value(),
+          steps);
+      return steps[0];
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(mean);
+      Reference.reachabilityFence(variance);
+    }
+  }
+
+  /**
+   * Sets the running statistics. Between windows.
+   *
+   * @param mean [channels], F32 or F64
+   * @param variance [channels], of the same dtype, &gt;= 0
+   * @param steps how often they have moved; &gt;= 0
+   */
+  public void setRunning(Buffer mean, Buffer variance, long steps) {
+    setRunning(Tensor.of(mean), Tensor.of(variance), steps);
+  }
+
+  /**
+   * Sets the running statistics. Between windows.
+   *
+   * @param mean [channels], F32 or F64, in the host's memory
+   * @param variance [channels], of the same dtype, &gt;= 0
+   * @param steps how often they have moved; &gt;= 0
+   */
+  public void setRunning(Tensor mean, Tensor variance, long steps) {
+    long c = context.enter();
+    try {
+      Dtype of = mean.dtype("mean");
+      Raw.ga_bn_running_set(
+          c,
+          id,
+          mean.address(of, channels, false, "mean", this),
+          variance.address(of, channels, false, "variance", this),
+          of.value(),
+          steps);
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(mean);
+      Reference.reachabilityFence(variance);
+    }
+  }
+
+  /**
+   * Reads the statistics that the layer normalises by now, with the biased variance.
+   *
+   * @param mean [channels], F32 or F64
+   * @param variance [channels], of the same dtype
+   * @return the elements of a channel that they are of
+   */
+  public long statistics(Buffer mean, Buffer variance) {
+    return statistics(Tensor.of(mean), Tensor.of(variance));
+  }
+
+  /**
+   * Reads the statistics that the layer normalises by now, with the biased variance.
+   *
+   * @param mean [channels], F32 or F64, in the host's memory
+   * @param variance [channels], of the same dtype
+   * @return the elements of a channel that they are of
+   */
+  public long statistics(Tensor mean, Tensor variance) {
+    long c = context.enter();
+    try {
+      Dtype of = mean.dtype("mean");
+      long[] count = new long[1];
+      Raw.ga_bn_statistics(
+          c,
+          id,
+          mean.address(of, channels, true, "mean", this),
+          variance.address(of, channels, true, "variance", this),
+          of.value(),
+          count);
+      return count[0];
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(mean);
+      Reference.reachabilityFence(variance);
+    }
+  }
+
+  @Override
+  public String toString() {
+    return "layer \"" + name + "\"";
+  }
+}

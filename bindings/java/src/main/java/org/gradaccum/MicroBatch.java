@@ -1,0 +1,415 @@
+// SPDX-License-Identifier: Apache-2.0
+package org.gradaccum;
+
+import java.lang.ref.Reference;
+import java.nio.Buffer;
+import java.nio.ByteBuffer;
+import java.util.List;
+
+/**
+ * An open micro-batch, whose gradients come by part. Made by {@link Context#beginMicroBatch}, for a
+ * try statement with resources:
+ *
+ * <pre>{@code
+ * try (MicroBatch micro = context.beginMicroBatch(samples)) {
+ *   backwardOfBias();
+ *   micro.accumulate(b, db);
+ *   backwardOfWeight();
+ *   micro.accumulate(w, dw);
+ *   micro.end();
+ * }
+ * }</pre>
+ *
+ * <p>If an exception leaves the block before {@link #end}, the window is discarded: half a
+ * micro-batch never reaches a step.
+ */
+public final class MicroBatch implements AutoCloseable {
+  private final Context context;
+  private final boolean known;
+  private final double weight;
+  private boolean open = true;
+
+  MicroBatch(Context context, boolean known, double weight) {
+    this.context = context;
+    this.known = known;
+    this.weight = weight;
+  }
+
+  private long enter() {
+    long c = context.enter();
+    if (!open) {
+      context.exit();
+      throw new IllegalStateException("the micro-batch has ended");
+    }
+    return c;
+  }
+
+  private long enter(Param param) {
+    context.checkOwn(param.context(), param);
+    return enter();
+  }
+
+  /**
+   * Adds a gradient to one parameter; several add up.
+   *
+   * @param param the parameter
+   * @param gradient a direct buffer of as many elements. With {@link Config.Nonfinite#DROP_MICRO}
+   *     and {@link Clip.When#MICRO} it is read by {@link #end}, and the context keeps it reachable
+   */
+  public void accumulate(Param param, Buffer gradient) {
+    long c = enter(param);
+    try {
+      long address =
+          gradient == null
+              ? 0
+              : Tensor.address(
+                  gradient, param.gradientDtype(), param.count(), false, "gradient", param);
+      Raw.ga_accumulate_part(c, param.id(), address);
+      added(param, gradient);
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(gradient);
+    }
+  }
+
+  /**
+   * Adds a gradient to one parameter; several add up.
+   *
+   * @param param the parameter
+   * @param gradient as many elements
+   */
+  public void accumulate(Param param, Tensor gradient) {
+    long c = enter(param);
+    try {
+      long address =
+          gradient.address(param.gradientDtype(), param.count(), false, "gradient", param);
+      Raw.ga_accumulate_part(c, param.id(), address);
+      added(param, gradient);
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(gradient);
+    }
+  }
+
+  /**
+   * Adds a gradient to one parameter, copied through a buffer of the context's own.
+   *
+   * @param param the parameter, whose gradient is F32
+   * @param gradient as many elements
+   */
+  public void accumulate(Param param, float[] gradient) {
+    long c = enter(param);
+    try {
+      if (param.gradientDtype() != Dtype.F32) {
+        throw Tensor.refuse(
+            "gradient", param, "a float[] does not hold elements of " + param.gradientDtype());
+      }
+      ByteBuffer copy = context.kept().stagePart(gradient);
+      long address = Tensor.address(copy, Dtype.F32, param.count(), false, "gradient", param);
+      Raw.ga_accumulate_part(c, param.id(), address);
+      added(param, copy);
+    } finally {
+      context.exit();
+    }
+  }
+
+  private void added(Param param, Object gradient) {
+    if (!known || weight != 0) {
+      context.kept().addedPart(param, gradient, known);
+    }
+  }
+
+  /**
+   * Adds a gradient that has only some rows. Needs {@link ParamOptions#rows}.
+   *
+   * @param param the parameter
+   * @param indices the rows, an {@link java.nio.IntBuffer} or {@link java.nio.LongBuffer}, direct,
+   *     in any order; repeated ones add up
+   * @param values a direct buffer: a row for each index
+   */
+  public void accumulateRows(Param param, Buffer indices, Buffer values) {
+    accumulateRows(param, Tensor.of(indices), Tensor.of(values));
+  }
+
+  /**
+   * Adds a gradient that has only some rows. Needs {@link ParamOptions#rows}.
+   *
+   * @param param the parameter
+   * @param indices the rows, I32 or I64, in any order; repeated ones add up
+   * @param values a row for each index
+   */
+  public void accumulateRows(Param param, Tensor indices, Tensor values) {
+    long c = enter(param);
+    try {
+      Dtype dtype = indices.dtype("indices");
+      if (dtype != Dtype.I32 && dtype != Dtype.I64) {
+        throw Tensor.refuse("indices", param, "the dtype was " + dtype + ", expected I32 or I64");
+      }
+      long count = indices.elements(dtype);
+      List<Long> shape = param.shape();
+      long[] block = shape.stream().mapToLong(Long::longValue).toArray();
+      if (block.length > 0) {
+        block[0] = count;
+      }
+      long elements = Tensor.elements("values", param, block);
+      Raw.ga_accumulate_rows(
+          c,
+          param.id(),
+          indices.address(dtype, count, false, "indices", param),
+          dtype.value(),
+          count,
+          values.address(param.gradientDtype(), elements, false, "values", param));
+      context.kept().addedAll(indices, values);
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(indices);
+      Reference.reachabilityFence(values);
+    }
+  }
+
+  /**
+   * Adds the matrix product A B to a parameter that is taken as a matrix [m = its first dimension, n
+   * = the rest]: the weight gradient of a dense layer, which then is never in memory as a whole.
+   *
+   * @param param the parameter
+   * @param k columns of A and rows of B, after transposition
+   * @param a A, [m, k] after transposition: a direct buffer
+   * @param lda elements from row to row of A as stored
+   * @param transposeA whether A is stored as [k, m]
+   * @param b B, [k, n] after transposition: a direct buffer
+   * @param ldb elements from row to row of B as stored
+   * @param transposeB whether B is stored as [n, k]
+   * @throws GradAccumException {@link Status#UNSUPPORTED}: no library for matrix products could be
+   *     loaded; everything else keeps working
+   */
+  public void accumulateMatmul(
+      Param param,
+      long k,
+      Buffer a,
+      long lda,
+      Transpose transposeA,
+      Buffer b,
+      long ldb,
+      Transpose transposeB) {
+    accumulateMatmul(param, k, Tensor.of(a), lda, transposeA, Tensor.of(b), ldb, transposeB);
+  }
+
+  /**
+   * Adds the matrix product A B to a parameter, as the method of the same name for buffers.
+   *
+   * @param param the parameter
+   * @param k columns of A and rows of B, after transposition
+   * @param a A, [m, k] after transposition; F32, F16 or BF16
+   * @param lda elements from row to row of A as stored
+   * @param transposeA whether A is stored as [k, m]
+   * @param b B, [k, n] after transposition, of the same dtype
+   * @param ldb elements from row to row of B as stored
+   * @param transposeB whether B is stored as [n, k]
+   */
+  public void accumulateMatmul(
+      Param param,
+      long k,
+      Tensor a,
+      long lda,
+      Transpose transposeA,
+      Tensor b,
+      long ldb,
+      Transpose transposeB) {
+    long c = enter(param);
+    try {
+      Dtype dtype = a.dtype("a");
+      long m = param.shape().isEmpty() ? 1 : param.shape().get(0);
+      long n = m == 0 ? 0 : param.count() / m;
+      boolean turnA = transposeA == Transpose.TRANSPOSE;
+      boolean turnB = transposeB == Transpose.TRANSPOSE;
+      Raw.ga_accumulate_matmul(
+          c,
+          param.id(),
+          k,
+          matrix(a, dtype, turnA ? k : m, turnA ? m : k, lda, "a", param),
+          lda,
+          transposeA.value(),
+          matrix(b, dtype, turnB ? n : k, turnB ? k : n, ldb, "b", param),
+          ldb,
+          transposeB.value(),
+          dtype.value());
+      context.kept().addedAll(a, b);
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(a);
+      Reference.reachabilityFence(b);
+    }
+  }
+
+  // A matrix may be part of a larger one, so there may be more elements than it needs.
+  private static long matrix(
+      Tensor matrix, Dtype dtype, long rows, long columns, long stride, String role, Param param) {
+    long count = 0;
+    if (rows < 0 || columns < 0 || stride < columns) {
+      throw Tensor.refuse(
+          role,
+          param,
+          "a matrix of "
+              + rows
+              + " rows and "
+              + columns
+              + " columns cannot have "
+              + stride
+              + " elements from row to row");
+    }
+    if (rows > 0 && columns > 0) {
+      count = Tensor.elements(role, param, rows - 1, stride);
+      count = Math.addExact(count, columns);
+    }
+    return matrix.address(dtype, Math.max(count, matrix.elements(dtype)), false, role, param);
+  }
+
+  /**
+   * Hands out the accumulator of a parameter, whose every element is then to be written, for a
+   * kernel of the program's own. Until {@link Accumulator#release}, no other call for this parameter
+   * is legal, nor {@link #end}.
+   *
+   * @param param the parameter
+   * @return the accumulator
+   */
+  public Accumulator acquire(Param param) {
+    long c = enter(param);
+    try {
+      return new Accumulator(param, c);
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Sums over dy and x of this micro-batch: the gradients of gamma and beta, and with {@link
+   * BatchNormOptions.Mode#WINDOW} what the dx of all micro-batches needs.
+   *
+   * @param layer the layer
+   * @param x its input
+   * @param dy the gradient of its output
+   * @param samples samples in x
+   * @param positions positions in x
+   */
+  public void backwardAccumulate(
+      BatchNorm layer, Buffer x, Buffer dy, long samples, long positions) {
+    backwardAccumulate(layer, Tensor.of(x), Tensor.of(dy), samples, positions);
+  }
+
+  /**
+   * Sums over dy and x of this micro-batch, as the method of the same name for buffers.
+   *
+   * @param layer the layer
+   * @param x its input
+   * @param dy the gradient of its output
+   * @param samples samples in x
+   * @param positions positions in x
+   */
+  public void backwardAccumulate(
+      BatchNorm layer, Tensor x, Tensor dy, long samples, long positions) {
+    context.checkOwn(layer.context(), layer);
+    long c = enter();
+    try {
+      Raw.ga_bn_backward_accumulate(
+          c,
+          layer.id(),
+          layer.address(x, samples, positions, false, "x"),
+          layer.address(dy, samples, positions, false, "dy"),
+          samples,
+          positions);
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(x);
+      Reference.reachabilityFence(dy);
+    }
+  }
+
+  /**
+   * Writes dx of this micro-batch.
+   *
+   * @param layer the layer
+   * @param x its input
+   * @param dy the gradient of its output
+   * @param samples samples in x
+   * @param positions positions in x
+   * @param dx the gradient of its input; may be dy or x
+   */
+  public void backward(
+      BatchNorm layer, Buffer x, Buffer dy, long samples, long positions, Buffer dx) {
+    backward(layer, Tensor.of(x), Tensor.of(dy), samples, positions, Tensor.of(dx));
+  }
+
+  /**
+   * Writes dx of this micro-batch.
+   *
+   * @param layer the layer
+   * @param x its input
+   * @param dy the gradient of its output
+   * @param samples samples in x
+   * @param positions positions in x
+   * @param dx the gradient of its input; may be dy or x
+   */
+  public void backward(
+      BatchNorm layer, Tensor x, Tensor dy, long samples, long positions, Tensor dx) {
+    context.checkOwn(layer.context(), layer);
+    long c = enter();
+    try {
+      Raw.ga_bn_backward(
+          c,
+          layer.id(),
+          layer.address(x, samples, positions, false, "x"),
+          layer.address(dy, samples, positions, false, "dy"),
+          samples,
+          positions,
+          layer.address(dx, samples, positions, true, "dx"));
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(x);
+      Reference.reachabilityFence(dy);
+      Reference.reachabilityFence(dx);
+    }
+  }
+
+  /** Closes the micro-batch: its gradients are in the window. */
+  public void end() {
+    long c = enter();
+    try {
+      Raw.ga_micro_end(c);
+      open = false;
+      context.kept().microEnded();
+      context.move();
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Drops the micro-batch as if it had never been opened, as long as nothing of it was added.
+   *
+   * @throws GradAccumException {@link Status#INVALID_STATE}: something has been added; {@link
+   *     Context#discard} drops the window
+   */
+  public void abort() {
+    long c = enter();
+    try {
+      Raw.ga_micro_abort(c);
+      open = false;
+      context.kept().microEnded();
+      context.move();
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Discards the window if the micro-batch was neither ended nor aborted. A second call does
+   * nothing.
+   */
+  @Override
+  public void close() {
+    if (open && !context.isClosed()) {
+      context.discard();
+    }
+    open = false;
+  }
+}

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+package org.gradaccum;
+
+/** An enumerator with the number that C has for it. */
+interface Numbered {
+  /**
+   * The number of this enumerator in gradaccum.h.
+   *
+   * @return the number
+   */
+  int value();
+
+  /** The enumerator with a number that the library has returned. */
+  static <E extends Enum<E> & Numbered> E of(E[] enumerators, int value) {
+    for (E enumerator : enumerators) {
+      if (enumerator.value() == value) {
+        return enumerator;
+      }
+    }
+    throw new IllegalStateException(
+        "the library returned "
+            + enumerators[0].getDeclaringClass().getSimpleName()
+            + " number "
+            + value
+            + ", which this version of the package does not know");
+  }
+}

@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+package org.gradaccum;
+
+import java.lang.ref.Reference;
+import java.nio.Buffer;
+import java.util.ArrayList;
+import java.util.List;
+
+/** A parameter. Made by {@link Context#addParam} and {@link Context#addFlat}. */
+public final class Param {
+  private final Context context;
+  private final int id;
+
+  // What never changes, as the library describes it.
+  private final ParamInfo info;
+
+  /** Keeps the buffer of the parameter reachable as long as the library uses its memory. */
+  private Buffer data;
+
+  private boolean removed;
+
+  // Within a call of the context c.
+  Param(Context context, long c, int id, Buffer data) {
+    this.context = context;
+    this.id = id;
+    this.data = data;
+    this.info = describe(c);
+  }
+
+  private ParamInfo describe(long c) {
+    try (ga_param_info fields = new ga_param_info()) {
+      Raw.ga_param_describe(c, id, fields);
+      return ParamInfo.read(fields);
+    }
+  }
+
+  /**
+   * The context of the parameter.
+   *
+   * @return the context
+   */
+  public Context context() {
+    return context;
+  }
+
+  /**
+   * The number of the parameter: 0, 1, 2, ... in the order they were added.
+   *
+   * @return the number
+   */
+  public int id() {
+    return id;
+  }
+
+  /**
+   * The name of the parameter.
+   *
+   * @return the name
+   */
+  public String name() {
+    return info.name();
+  }
+
+  Dtype gradientDtype() {
+    return info.gradientDtype();
+  }
+
+  long count() {
+    return info.count();
+  }
+
+  long offset() {
+    return info.offset();
+  }
+
+  List<Long> shape() {
+    return info.shape();
+  }
+
+  boolean isRemoved() {
+    return removed;
+  }
+
+  /**
+   * What the library knows of the parameter.
+   *
+   * @return its name, shape, dtypes and so on, as they are now
+   */
+  public ParamInfo info() {
+    long c = context.enter();
+    try {
+      return describe(c);
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Which gradient of {@link Context#accumulate} is that of this parameter; parameters of a flat
+   * block share one.
+   *
+   * @return the index
+   */
+  public long slot() {
+    long c = context.enter();
+    try {
+      long[] slot = new long[1];
+      Raw.ga_param_slot(c, id, slot);
+      return slot[0];
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Tells that the parameter has moved: the buffer holds its values now. Between windows.
+   *
+   * @param data a direct buffer of as many elements, kept reachable until the parameter moves again
+   *     or the context is closed
+   */
+  public void bind(Buffer data) {
+    bind(Tensor.of(data));
+  }
+
+  /**
+   * Tells that the parameter has moved: the tensor holds its values now. Between windows.
+   *
+   * @param data as many elements
+   */
+  public void bind(Tensor data) {
+    long c = context.enter();
+    try {
+      Raw.ga_param_bind(c, id, data.address(info.dtype(), info.count(), true, "data", this));
+      this.data = data.buffer();
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(data);
+    }
+  }
+
+  /** Tells that the program has written a parameter that has master weights. Between windows. */
+  public void changed() {
+    long c = context.enter();
+    try {
+      Raw.ga_param_changed(c, id);
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Freezes or unfreezes the parameter: a frozen one is not updated, and its gradients are not
+   * read. Between windows.
+   *
+   * @param frozen true to freeze
+   */
+  public void setFrozen(boolean frozen) {
+    long c = context.enter();
+    try {
+      Raw.ga_param_set_frozen(c, id, frozen ? 1 : 0);
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Multiplies the learning rate of the group for this parameter.
+   *
+   * @param lrScale finite, &gt;= 0; 1 until then
+   */
+  public void setLrScale(double lrScale) {
+    long c = context.enter();
+    try {
+      Raw.ga_param_set_lr_scale(c, id, lrScale);
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Multiplies the weight decay of the group for this parameter.
+   *
+   * @param weightDecayScale finite, &gt;= 0; 1 until then
+   */
+  public void setWeightDecayScale(double weightDecayScale) {
+    long c = context.enter();
+    try {
+      Raw.ga_param_set_weight_decay_scale(c, id, weightDecayScale);
+    } finally {
+      context.exit();
+    }
+  }
+
+  /** Removes the parameter: the library does not touch its memory any more. Between windows. */
+  public void remove() {
+    long c = context.enter();
+    try {
+      Raw.ga_param_remove(c, id);
+      removed = true;
+      data = null;
+      context.slotOf(this).update();
+    } finally {
+      context.exit();
+    }
+  }
+
+  /** After the context was closed. */
+  void release() {
+    data = null;
+  }
+
+  /**
+   * The arrays of state that the library keeps for the parameter, or will keep once it is not
+   * frozen.
+   *
+   * @return their names, dtypes and sizes
+   */
+  public List<StateInfo> state() {
+    long c = context.enter();
+    try {
+      return state(c);
+    } finally {
+      context.exit();
+    }
+  }
+
+  private List<StateInfo> state(long c) {
+    int[] count = new int[1];
+    Raw.ga_state_count(c, id, count);
+    List<StateInfo> arrays = new ArrayList<>();
+    try (ga_state_info fields = new ga_state_info()) {
+      for (int i = 0; i < count[0]; ++i) {
+        Raw.ga_state_describe(c, id, i, fields);
+        arrays.add(StateInfo.read(fields));
+      }
+    }
+    return arrays;
+  }
+
+  /**
+   * Reads an array of state whole. Between windows.
+   *
+   * @param name such as "exp_avg"
+   * @param out a direct buffer of as many elements as {@link #state} says
+   */
+  public void getState(String name, Buffer out) {
+    getState(name, Tensor.of(out));
+  }
+
+  /**
+   * Reads an array of state whole. Between windows.
+   *
+   * @param name such as "exp_avg"
+   * @param out as many elements as {@link #state} says, in the host's memory
+   */
+  public void getState(String name, Tensor out) {
+    long c = context.enter();
+    try {
+      StateInfo array = find(c, name);
+      // A name that there is not is refused by the library, which lists those that there are.
+      Dtype dtype = array != null ? array.dtype() : Dtype.F32;
+      long address =
+          array != null ? out.address(dtype, array.count(), true, "state " + name, this) : 0;
+      Raw.ga_state_get(c, id, name, address, dtype.value(), array != null ? array.count() : 0);
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(out);
+    }
+  }
+
+  /**
+   * Writes an array of state whole. Between windows; "step" last.
+   *
+   * @param name such as "exp_avg"
+   * @param data a direct buffer of as many elements as {@link #state} says
+   */
+  public void setState(String name, Buffer data) {
+    setState(name, Tensor.of(data));
+  }
+
+  /**
+   * Writes an array of state whole. Between windows; "step" last.
+   *
+   * @param name such as "exp_avg"
+   * @param data as many elements as {@link #state} says, in the host's memory
+   */
+  public void setState(String name, Tensor data) {
+    long c = context.enter();
+    try {
+      StateInfo array = find(c, name);
+      Dtype dtype = array != null ? array.dtype() : Dtype.F32;
+      long address =
+          array != null ? data.address(dtype, array.count(), false, "state " + name, this) : 0;
+      Raw.ga_state_set(c, id, name, address, dtype.value(), array != null ? array.count() : 0);
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(data);
+    }
+  }
+
+  private StateInfo find(long c, String name) {
+    for (StateInfo array : state(c)) {
+      if (array.name().equals(name)) {
+        return array;
+      }
+    }
+    return null;
+  }
+
+  /** Puts all state of the parameter back to the beginning. Between windows. */
+  public void resetState() {
+    long c = context.enter();
+    try {
+      Raw.ga_state_reset(c, id);
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Writes the moving average of the parameter, rounded to the dtype of the buffer.
+   *
+   * @param out a direct buffer of as many elements
+   */
+  public void copyEmaTo(Buffer out) {
+    copyEmaTo(Tensor.of(out));
+  }
+
+  /**
+   * Writes the moving average of the parameter, rounded to the dtype of the tensor.
+   *
+   * @param out as many elements
+   */
+  public void copyEmaTo(Tensor out) {
+    long c = context.enter();
+    try {
+      Dtype dtype = out.dtype("out");
+      long address = out.address(dtype, info.count(), true, "out", this);
+      Raw.ga_ema_copy_to(c, id, address, dtype.value());
+    } finally {
+      context.exit();
+      Reference.reachabilityFence(out);
+    }
+  }
+
+  /**
+   * The reduced, clipped gradient of a parameter of a group with {@link Optimizer.Kind#EXTERNAL},
+   * after an applied step.
+   *
+   * @return a view that is dead once the context has moved on
+   */
+  public Gradient gradient() {
+    long c = context.enter();
+    try {
+      long[] data = new long[1];
+      int[] dtype = new int[1];
+      long[] count = new long[1];
+      Raw.ga_gradient(c, id, data, dtype, count);
+      return new Gradient(context, data[0], Dtype.of(dtype[0]), count[0]);
+    } finally {
+      context.exit();
+    }
+  }
+
+  @Override
+  public String toString() {
+    return "parameter \"" + name() + "\"";
+  }
+}

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+package org.gradaccum;
+
+import java.util.Optional;
+
+/**
+ * Options of a parameter.
+ *
+ * @param gradientDtype dtype of its gradients; empty: the parameter's. F64 only for F64 parameters,
+ *     which take any
+ * @param accumulatorDtype dtype of its accumulator; empty: F32, or F64 for F64 parameters, which
+ *     have no other
+ * @param master whether a 16-bit parameter has master weights; default F32
+ * @param rounding how a 16-bit parameter is rounded; default NEAREST
+ * @param rows whether gradients may have only some rows; default NONE
+ * @param agcAxes bit d: a unit of AGC spans axis d; default 0: as {@link Clip#agcUnits} says
+ */
+public record ParamOptions(
+    Optional<Dtype> gradientDtype,
+    Optional<Dtype> accumulatorDtype,
+    Master master,
+    Rounding rounding,
+    Rows rows,
+    int agcAxes) {
+
+  /**
+   * Begins with the defaults.
+   *
+   * @return the builder
+   */
+  public static Builder builder() {
+    try (ga_param_options defaults = new ga_param_options()) {
+      return read(defaults);
+    }
+  }
+
+  /**
+   * Makes a builder that begins with these values.
+   *
+   * @return the builder
+   */
+  public Builder toBuilder() {
+    Builder builder = new Builder();
+    builder.gradientDtype = gradientDtype;
+    builder.accumulatorDtype = accumulatorDtype;
+    builder.master = master;
+    builder.rounding = rounding;
+    builder.rows = rows;
+    builder.agcAxes = agcAxes;
+    return builder;
+  }
+
+  static Builder read(ga_param_options from) {
+    Builder builder = new Builder();
+    builder.gradientDtype = Dtype.ofOptional(from.getGradient_dtype());
+    builder.accumulatorDtype = Dtype.ofOptional(from.getAccumulator_dtype());
+    builder.master = Master.of(from.getMaster());
+    builder.rounding = Rounding.of(from.getRounding());
+    builder.rows = Rows.of(from.getRows());
+    builder.agcAxes = from.getAgc_axes();
+    return builder;
+  }
+
+  void write(ga_param_options to) {
+    to.setGradient_dtype(Dtype.value(gradientDtype));
+    to.setAccumulator_dtype(Dtype.value(accumulatorDtype));
+    to.setMaster(master.value());
+    to.setRounding(rounding.value());
+    to.setRows(rows.value());
+    to.setAgc_axes(agcAxes);
+  }
+
+  /** Collects the values of a ParamOptions. */
+  public static final class Builder {
+    private Optional<Dtype> gradientDtype;
+    private Optional<Dtype> accumulatorDtype;
+    private Master master;
+    private Rounding rounding;
+    private Rows rows;
+    private int agcAxes;
+
+    private Builder() {}
+
+    /**
+     * Sets gradientDtype.
+     *
+     * @param gradientDtype dtype of its gradients; empty: the parameter's. F64 only for F64
+     *     parameters, which take any
+     * @return this builder
+     */
+    public Builder gradientDtype(Optional<Dtype> gradientDtype) {
+      this.gradientDtype = gradientDtype;
+      return this;
+    }
+
+    /**
+     * Sets accumulatorDtype.
+     *
+     * @param accumulatorDtype dtype of its accumulator; empty: F32, or F64 for F64 parameters,
+     *     which have no other
+     * @return this builder
+     */
+    public Builder accumulatorDtype(Optional<Dtype> accumulatorDtype) {
+      this.accumulatorDtype = accumulatorDtype;
+      return this;
+    }
+
+    /**
+     * Sets master.
+     *
+     * @param master whether a 16-bit parameter has master weights; default F32
+     * @return this builder
+     */
+    public Builder master(Master master) {
+      this.master = master;
+      return this;
+    }
+
+    /**
+     * Sets rounding.
+     *
+     * @param rounding how a 16-bit parameter is rounded; default NEAREST
+     * @return this builder
+     */
+    public Builder rounding(Rounding rounding) {
+      this.rounding = rounding;
+      return this;
+    }
+
+    /**
+     * Sets rows.
+     *
+     * @param rows whether gradients may have only some rows; default NONE
+     * @return this builder
+     */
+    public Builder rows(Rows rows) {
+      this.rows = rows;
+      return this;
+    }
+
+    /**
+     * Sets agcAxes.
+     *
+     * @param agcAxes bit d: a unit of AGC spans axis d; default 0: as {@link Clip#agcUnits} says
+     * @return this builder
+     */
+    public Builder agcAxes(int agcAxes) {
+      this.agcAxes = agcAxes;
+      return this;
+    }
+
+    /**
+     * Makes an immutable value of what was set.
+     *
+     * @return the value
+     */
+    public ParamOptions build() {
+      return new ParamOptions(
+          gradientDtype,
+          accumulatorDtype,
+          master,
+          rounding,
+          rows,
+          agcAxes);
+    }
+  }
+
+  /** Master weights of a 16-bit parameter. */
+  public enum Master implements Numbered {
+    /**
+     * The library keeps an F32 copy that the optimizer updates and the parameter is rounded from.
+     */
+    F32(RawConstants.GA_MASTER_F32),
+    /** The optimizer reads and rounds the parameter itself. */
+    NONE(RawConstants.GA_MASTER_NONE);
+
+    private final int value;
+
+    Master(int value) {
+      this.value = value;
+    }
+
+    @Override
+    public int value() {
+      return value;
+    }
+
+    static Master of(int value) {
+      return Numbered.of(values(), value);
+    }
+  }
+
+  /** How a 16-bit parameter is rounded. */
+  public enum Rounding implements Numbered {
+    /** To nearest. */
+    NEAREST(RawConstants.GA_ROUND_NEAREST),
+    /** Up or down at random, by {@link Config#seed}. */
+    STOCHASTIC(RawConstants.GA_ROUND_STOCHASTIC);
+
+    private final int value;
+
+    Rounding(int value) {
+      this.value = value;
+    }
+
+    @Override
+    public int value() {
+      return value;
+    }
+
+    static Rounding of(int value) {
+      return Numbered.of(values(), value);
+    }
+  }
+
+  /** What a step does to rows that {@link MicroBatch#accumulateRows} has brought nothing for. */
+  public enum Rows implements Numbered {
+    /** That method is not legal for the parameter. */
+    NONE(RawConstants.GA_ROWS_NONE),
+    /** A step with a gradient of zeros. */
+    DENSE(RawConstants.GA_ROWS_DENSE),
+    /**
+     * The rows and their state stay as they are; for SGD, ADAM, ADAMW, ADAGRAD and ROWWISE_ADAGRAD.
+     */
+    LAZY(RawConstants.GA_ROWS_LAZY);
+
+    private final int value;
+
+    Rows(int value) {
+      this.value = value;
+    }
+
+    @Override
+    public int value() {
+      return value;
+    }
+
+    static Rows of(int value) {
+      return Numbered.of(values(), value);
+    }
+  }
+}

@@ -1,0 +1,569 @@
+// SPDX-License-Identifier: Apache-2.0
+package org.gradaccum;
+
+import static org.gradaccum.Buffers.floats;
+import static org.gradaccum.Buffers.sgd;
+import static org.gradaccum.Buffers.values;
+import static org.junit.jupiter.api.Assertions.assertArrayEquals;
+import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertFalse;
+import static org.junit.jupiter.api.Assertions.assertNotEquals;
+import static org.junit.jupiter.api.Assertions.assertThrows;
+import static org.junit.jupiter.api.Assertions.assertTrue;
+
+import java.nio.Buffer;
+import java.nio.FloatBuffer;
+import java.util.Arrays;
+import java.util.List;
+import org.junit.jupiter.api.Test;
+
+/** Windows, and what one step makes of them; expected values are computed by hand. */
+class WindowTest {
+  @Test
+  void stepAppliesTheWeightedMean() {
+    FloatBuffer w = floats(1, 2);
+    FloatBuffer b = floats(10);
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(0.5));
+      context.addParam(group, "w", w, 1, 2);
+      context.addParam(group, "b", b, 1);
+      context.accumulate(1, floats(1, 2), floats(4));
+      context.accumulate(3, floats(5, 6), null);
+      StepResult result = context.step();
+      assertTrue(result.applied());
+      assertEquals(StepResult.Outcome.APPLIED, result.outcome());
+      assertEquals(2, result.microBatches());
+      assertEquals(4, result.weight());
+      assertEquals(1, result.steps());
+      assertEquals(1, result.windows());
+      assertEquals(0.5, result.lr());
+      // (1 1 + 3 5) / 4 = 4, (1 2 + 3 6) / 4 = 5, (1 4) / 4 = 1
+      assertArrayEquals(new float[] {1 - 0.5f * 4, 2 - 0.5f * 5}, values(w));
+      assertArrayEquals(new float[] {10 - 0.5f}, values(b));
+      assertEquals(result, context.stepResult(0, true));
+    }
+  }
+
+  @Test
+  void listsArraysAndTensorsGiveTheSameBits() {
+    float[] start = {0.3f, -0.7f, 1.1f};
+    float[] gradient = {0.25f, 1e-3f, -3f};
+    float[][] ends = new float[4][];
+    for (int way = 0; way < ends.length; ++way) {
+      FloatBuffer w = floats(start);
+      try (Context context = new Context()) {
+        Group group =
+            context.addGroup(Optimizer.builder(Optimizer.Kind.ADAMW).lr(0.01).build());
+        context.addParam(group, "w", w, 3);
+        for (int step = 0; step < 3; ++step) {
+          FloatBuffer direct = floats(gradient);
+          switch (way) {
+            case 0 -> context.accumulate(2, direct);
+            case 1 -> context.accumulate(2, List.of(direct));
+            case 2 -> context.accumulate(2, gradient);
+            default ->
+                context.accumulate(2, Tensor.ofAddress(Raw.buffer_address(direct), 12, Dtype.F32));
+          }
+          context.step();
+        }
+      }
+      ends[way] = values(w);
+      assertNotEquals(start[0], ends[way][0]);
+      assertArrayEquals(ends[0], ends[way]);
+    }
+  }
+
+  @Test
+  void aFullWindowRefusesMore() {
+    FloatBuffer w = floats(1);
+    try (Context context = new Context(Config.builder().accumSteps(1).build())) {
+      context.addParam(context.addGroup(sgd(1)), "w", w, 1);
+      context.accumulate(1, floats(1));
+      assertEquals(Window.State.FULL, context.window().state());
+      GradAccumException e =
+          assertThrows(GradAccumException.class, () -> context.accumulate(1, floats(1)));
+      assertEquals(Status.WINDOW_FULL, e.status());
+      assertTrue(e.getMessage().startsWith("GA_ERROR_WINDOW_FULL: "), e.getMessage());
+      assertTrue(context.step().applied());
+    }
+  }
+
+  @Test
+  void theLastMicroBatchFillsTheWindow() {
+    try (Context context = new Context()) {
+      context.addParam(context.addGroup(sgd(1)), "w", floats(1), 1);
+      context.accumulate(MicroOptions.LAST, 1, floats(1));
+      assertEquals(Window.State.FULL, context.window().state());
+    }
+  }
+
+  @Test
+  void aLossScaleIsDividedOut() {
+    FloatBuffer w = floats(1);
+    try (Context context = new Context()) {
+      context.addParam(context.addGroup(sgd(1)), "w", w, 1);
+      context.accumulate(new MicroOptions(8, false), 1, floats(4));
+      context.step();
+      assertEquals(0.5f, w.get(0));
+    }
+  }
+
+  @Test
+  void microBatchesByPartAddUp() {
+    FloatBuffer w = floats(1, 1);
+    FloatBuffer b = floats(1);
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(1));
+      Param pw = context.addParam(group, "w", w, 2);
+      Param pb = context.addParam(group, "b", b, 1);
+      try (MicroBatch micro = context.beginMicroBatch(2)) {
+        assertEquals(0, context.window().openMicro());
+        micro.accumulate(pb, floats(3));
+        micro.accumulate(pw, new float[] {1, 2});
+        micro.accumulate(pw, Tensor.of(floats(1, 1)));
+        micro.end();
+      }
+      assertEquals(-1, context.window().openMicro());
+      context.step();
+      assertArrayEquals(new float[] {-1, -2}, values(w));
+      assertArrayEquals(new float[] {-2}, values(b));
+    }
+  }
+
+  @Test
+  void aMicroBatchThatWasNotEndedIsDiscarded() {
+    FloatBuffer w = floats(1);
+    try (Context context = new Context()) {
+      Param pw = context.addParam(context.addGroup(sgd(1)), "w", w, 1);
+      assertThrows(
+          ArithmeticException.class,
+          () -> {
+            try (MicroBatch micro = context.beginMicroBatch(1)) {
+              micro.accumulate(pw, floats(1));
+              throw new ArithmeticException("in the backward pass");
+            }
+          });
+      assertEquals(Window.State.EMPTY, context.window().state());
+      assertFalse(context.step().applied());
+      assertEquals(1f, w.get(0));
+    }
+  }
+
+  @Test
+  void anEndedMicroBatchTakesNoMore() {
+    try (Context context = new Context()) {
+      Param w = context.addParam(context.addGroup(sgd(1)), "w", floats(1), 1);
+      MicroBatch micro = context.beginMicroBatch(1);
+      micro.accumulate(w, floats(1));
+      micro.end();
+      assertThrows(IllegalStateException.class, micro::end);
+      assertThrows(IllegalStateException.class, () -> micro.accumulate(w, floats(1)));
+      micro.close();
+      assertEquals(1, context.window().microBatches());
+      MicroBatch aborted = context.beginMicroBatch(1);
+      aborted.abort();
+      aborted.close();
+      assertEquals(1, context.window().microBatches());
+    }
+  }
+
+  @Test
+  void microBatchesMayBeOpenedAgain() {
+    FloatBuffer w = floats(0, 0);
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(1));
+      Param a = context.addParam(group, "a", w.slice(0, 1), 1);
+      Param b = context.addParam(group, "b", w.slice(1, 1), 1);
+      for (Param param : List.of(a, b)) {
+        for (int i = 0; i < 2; ++i) {
+          try (MicroBatch micro = context.beginMicroBatch(i, 1, null)) {
+            micro.accumulate(param, floats(i + 1));
+            micro.end();
+          }
+        }
+      }
+      context.step();
+      assertArrayEquals(new float[] {-1.5f, -1.5f}, values(w));
+    }
+  }
+
+  @Test
+  void rowsAndScheduleOfK() {
+    FloatBuffer table = floats(0, 0, 0, 0, 0, 0);
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(1));
+      Param param =
+          context.addParam(
+              group,
+              "embedding",
+              Tensor.of(table),
+              ParamOptions.builder().rows(ParamOptions.Rows.LAZY).build(),
+              3,
+              2);
+      context.setAccumSchedule(new long[] {0, 1}, new long[] {1, 2});
+      try (MicroBatch micro = context.beginMicroBatch(1)) {
+        micro.accumulateRows(
+            param,
+            Buffers.bytes(8).asIntBuffer().put(2).put(2).flip(),
+            floats(1, 2, 3, 4));
+        micro.end();
+      }
+      assertEquals(Window.State.FULL, context.window().state());
+      context.step();
+      assertArrayEquals(new float[] {0, 0, 0, 0, -4, -6}, values(table));
+      try (MicroBatch micro = context.beginMicroBatch(1)) {
+        Tensor indices =
+            Tensor.of(Buffers.bytes(8).asLongBuffer().put(0, 0));
+        micro.accumulateRows(param, indices, Tensor.of(floats(1, 1)));
+        micro.end();
+      }
+      assertEquals(2, context.window().accumSteps());
+      assertEquals(Window.State.OPEN, context.window().state());
+      context.discard();
+      context.setAccumSchedule(new long[0], new long[0]);
+      context.setAccumSteps(5);
+      assertEquals(5, context.window().accumSteps());
+      assertThrows(
+          IllegalArgumentException.class,
+          () -> context.setAccumSchedule(new long[] {0, 1}, new long[] {1}));
+    }
+  }
+
+  @Test
+  void aFlatBlockHasOneGradient() {
+    FloatBuffer block = floats(1, 2, 3, 4, 5);
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(1));
+      List<Param> params =
+          context.addFlat(
+              block,
+              List.of(new FlatEntry(group, "a", 0, 2), new FlatEntry(group, "b", 3, 1, 2)));
+      assertEquals(1, context.slotCount());
+      assertEquals(2, context.paramCount());
+      assertEquals(1, context.groupCount());
+      assertEquals(3, params.get(1).info().offset());
+      assertEquals(List.of(1L, 2L), params.get(1).info().shape());
+      context.accumulate(1, floats(1, 1, 1, 1, 1));
+      context.step();
+      assertArrayEquals(new float[] {0, 1, 3, 3, 4}, values(block));
+      Exception e =
+          assertThrows(
+              IllegalArgumentException.class, () -> context.accumulate(1, floats(1, 1, 1, 1)));
+      assertTrue(e.getMessage().contains("expected 5 elements of F32"), e.getMessage());
+    }
+  }
+
+  @Test
+  void matrixProductsOrAPlainAnswer() {
+    FloatBuffer w = floats(0, 0, 0, 0, 0, 0);
+    try (Context context = new Context()) {
+      Param param = context.addParam(context.addGroup(sgd(1)), "w", w, 2, 3);
+      // y = x W^T with a batch of 2: the gradient is dy^T x.
+      FloatBuffer dy = floats(1, 2, 3, 4);
+      FloatBuffer x = floats(1, 0, 1, 0, 1, 1);
+      try (MicroBatch micro = context.beginMicroBatch(1)) {
+        Runnable multiply =
+            () ->
+                micro.accumulateMatmul(
+                    param, 2, dy, 2, Transpose.TRANSPOSE, x, 3, Transpose.NO_TRANSPOSE);
+        if (Library.build().onednn() == 0) {
+          GradAccumException e = assertThrows(GradAccumException.class, multiply::run);
+          assertEquals(Status.UNSUPPORTED, e.status());
+          return;
+        }
+        multiply.run();
+        IllegalArgumentException e =
+            assertThrows(
+                IllegalArgumentException.class,
+                () ->
+                    micro.accumulateMatmul(
+                        param, 3, dy, 2, Transpose.TRANSPOSE, x, 3, Transpose.NO_TRANSPOSE));
+        assertTrue(e.getMessage().startsWith("parameter \"w\": a: there are 16"), e.getMessage());
+        micro.end();
+      }
+      context.step();
+      assertArrayEquals(new float[] {-1, -3, -4, -2, -4, -6}, values(w));
+    }
+  }
+
+  @Test
+  void groupsHaveSettingsOfTheirOwn() {
+    try (Context context = new Context()) {
+      Group group = context.addGroup(Optimizer.builder(Optimizer.Kind.ADAMW).build());
+      context.addParam(group, "w", floats(1), 1);
+      group.setLr(0.25);
+      group.setWeightDecay(0.125);
+      Optimizer now = group.optimizer();
+      assertEquals(0.25, now.lr());
+      assertEquals(0.125, now.weightDecay());
+      assertEquals(Optimizer.Kind.ADAMW, now.kind());
+      group.setOptimizer(now.toBuilder().lr(1).build());
+      assertEquals(1, group.lr());
+      assertEquals(0, group.lastLr());
+      group.setSchedule(
+          Schedule.builder(Schedule.Kind.TABLE).table(new double[] {0.5, 0.25}).build());
+      assertEquals(0.5, group.lr());
+      context.accumulate(1, floats(1));
+      context.step();
+      assertEquals(0.5, group.lastLr());
+      assertEquals(0.25, group.lr());
+      group.clearSchedule();
+      assertEquals(1, group.lr());
+      context.setSteps(7);
+      assertEquals(7, context.window().steps());
+    }
+  }
+
+  @Test
+  void clipsLossScaleAndAverages() {
+    FloatBuffer w = floats(0, 0);
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(1));
+      Param param = context.addParam(group, "w", w, 2);
+      context.setEma(Ema.builder().decay(0.5).build());
+      context.setClip(Clip.builder().scope(Clip.Scope.GLOBAL).maxNorm(1).build());
+      context.setLossScaler(LossScaler.builder().initialScale(4).build());
+      assertEquals(4, context.lossScale());
+      assertThrows(GradAccumException.class, context::deviceLossScale);
+      context.accumulate(1, floats(12, 16));
+      StepResult result = context.step();
+      assertEquals(5, result.norm());
+      assertEquals(1 / (5 + 1e-6), result.clipFactor(), 1e-9);
+      assertEquals(-0.6f, w.get(0), 1e-6);
+      context.clearClip();
+      context.clearLossScaler();
+      assertEquals(1, context.lossScale());
+      group.setClip(Clip.builder().maxValue(0.5).build());
+      context.accumulate(1, floats(1, 0));
+      context.step();
+      group.clearClip();
+      assertEquals(-1.1f, w.get(0), 1e-6);
+      FloatBuffer average = floats(0, 0);
+      param.copyEmaTo(average);
+      assertEquals((-0.6 - 1.1) / 2, average.get(0), 1e-6);
+      try (EmaScope scope = context.swapEma()) {
+        assertEquals(average.get(0), w.get(0));
+        scope.close();
+        assertEquals(-1.1f, w.get(0), 1e-6);
+      }
+      assertThrows(GradAccumException.class, context::clearEma);
+    }
+  }
+
+  @Test
+  void parametersMoveFreezeAndGo() {
+    FloatBuffer w = floats(1);
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(1));
+      Param param = context.addParam(group, "w", w, 1);
+      Param other = context.addParam(group, "v", floats(1), 1);
+      FloatBuffer moved = floats(5);
+      param.bind(moved);
+      param.changed();
+      context.accumulate(1, floats(1), floats(1));
+      context.step();
+      assertEquals(1f, w.get(0));
+      assertEquals(4f, moved.get(0));
+      param.setFrozen(true);
+      assertTrue(param.info().frozen());
+      context.accumulate(1, floats(1), floats(1));
+      context.step();
+      assertEquals(4f, moved.get(0));
+      group.setFrozen(false);
+      param.setLrScale(0.5);
+      param.setWeightDecayScale(0.25);
+      assertEquals(0.5, param.info().lrScale());
+      assertEquals(0.25, param.info().weightDecayScale());
+      context.accumulate(1, floats(1), floats(1));
+      context.step();
+      assertEquals(3.5f, moved.get(0));
+      assertEquals(1, other.slot());
+      assertEquals(param, context.findParam("w"));
+      param.remove();
+      // The gradient of a parameter that was removed is not read, whatever it is.
+      context.accumulate(1, floats(1, 2, 3), floats(1));
+      context.step();
+      assertThrows(GradAccumException.class, param::info);
+      assertThrows(GradAccumException.class, () -> context.findParam("w"));
+    }
+  }
+
+  @Test
+  void stateByName() {
+    try (Context context = new Context()) {
+      Param param =
+          context.addParam(
+              context.addGroup(Optimizer.builder(Optimizer.Kind.ADAM).build()), "w", floats(1), 1);
+      context.prepare();
+      context.synchronize();
+      assertTrue(context.memory().optimizerState() > 0);
+      context.accumulate(1, floats(1));
+      context.step();
+      assertEquals(
+          List.of("exp_avg", "exp_avg_sq", "step"),
+          param.state().stream().map(StateInfo::name).sorted().toList());
+      FloatBuffer average = floats(0);
+      param.getState("exp_avg", average);
+      assertEquals(0.1f, average.get(0), 1e-7);
+      param.setState("exp_avg", floats(7));
+      param.getState("exp_avg", average);
+      assertEquals(7f, average.get(0));
+      GradAccumException e =
+          assertThrows(GradAccumException.class, () -> param.getState("momentum", average));
+      assertTrue(e.getMessage().contains("exp_avg"), e.getMessage());
+      assertThrows(
+          IllegalArgumentException.class, () -> param.getState("exp_avg", floats(0, 0)));
+      assertThrows(IllegalArgumentException.class, () -> param.getState("step", floats(0)));
+      param.resetState();
+      param.getState("exp_avg", average);
+      assertEquals(0f, average.get(0));
+    }
+  }
+
+  @Test
+  void batchNormalisationOfAWindow() {
+    FloatBuffer gamma = floats(2);
+    FloatBuffer beta = floats(1);
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(0.5));
+      BatchNorm bn =
+          context.addBatchNorm(
+              "bn",
+              1,
+              context.addParam(group, "gamma", gamma, 1),
+              context.addParam(group, "beta", beta, 1));
+      FloatBuffer x = floats(1, 3);
+      FloatBuffer y = floats(0, 0);
+      bn.forward(x, 2, 1, y);
+      // mean 2, variance 1
+      assertEquals(1 - 2, y.get(0), 1e-4);
+      assertEquals(1 + 2, y.get(1), 1e-4);
+      FloatBuffer mean = floats(0);
+      FloatBuffer variance = floats(0);
+      assertEquals(2, bn.statistics(mean, variance));
+      assertEquals(2f, mean.get(0));
+      assertEquals(1f, variance.get(0));
+      try (MicroBatch micro = context.beginMicroBatch(1)) {
+        FloatBuffer dx = floats(0, 0);
+        micro.backward(bn, x, floats(1, 0), 2, 1, dx);
+        assertEquals(0, dx.get(0) + dx.get(1), 1e-6);
+        micro.end();
+      }
+      context.step();
+      // dgamma = sum dy xhat = -1, dbeta = sum dy = 1
+      assertEquals(2.5f, gamma.get(0), 1e-4);
+      assertEquals(0.5f, beta.get(0), 1e-6);
+      assertEquals(1, bn.running(mean, variance));
+      assertEquals(0.2f, mean.get(0), 1e-6);
+      assertEquals(0.9f + 0.1f * 2, variance.get(0), 1e-6);
+      bn.setRunning(floats(0), floats(1), 5);
+      assertEquals(5, bn.running(mean, variance));
+      bn.infer(x, 2, 1, y);
+      assertEquals(2.5f + 0.5f, y.get(0), 1e-4);
+      bn.setFrozen(true);
+      assertThrows(GradAccumException.class, () -> bn.statistics(mean, variance));
+      assertThrows(IllegalArgumentException.class, () -> bn.infer(x, 3, 1, y));
+      assertThrows(IllegalArgumentException.class, () -> bn.infer(x, -1, 1, y));
+    }
+  }
+
+  @Test
+  void batchNormalisationInSweeps() {
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(0.5));
+      FloatBuffer gamma = floats(1);
+      BatchNorm bn =
+          context.addBatchNorm(
+              "bn",
+              1,
+              context.addParam(group, "gamma", gamma, 1),
+              null,
+              BatchNormOptions.builder(Flavor.TORCH)
+                  .mode(BatchNormOptions.Mode.WINDOW)
+                  .build());
+      FloatBuffer[] x = {floats(1), floats(3)};
+      bn.accumulate(x[0], 1, 1);
+      // The mean and the sum of squared deviations of one element.
+      bn.accumulateStats(1, floats(3), floats(0), BatchNorm.Spread.M2);
+      bn.finalizeStats();
+      FloatBuffer y = floats(0);
+      for (int k = 0; k < 2; ++k) {
+        bn.forward(x[k], 1, 1, y);
+        assertEquals(2 * k - 1, y.get(0), 1e-4);
+      }
+      for (int sweep = 0; sweep < 2; ++sweep) {
+        for (int k = 0; k < 2; ++k) {
+          try (MicroBatch micro = context.beginMicroBatch(k, 1, null)) {
+            if (sweep == 0) {
+              micro.backwardAccumulate(bn, x[k], floats(k), 1, 1);
+            } else {
+              micro.backward(bn, x[k], floats(k), 1, 1, y);
+            }
+            micro.end();
+          }
+        }
+      }
+      assertTrue(context.step().applied());
+      // dgamma is the mean over two micro-batches of 0 and 1 xhat = 1.
+      assertEquals(1 - 0.5f * 0.5f, gamma.get(0), 1e-4);
+    }
+  }
+
+  @Test
+  void nonfiniteWindowsAreSkippedOrFail() {
+    try (Context context = new Context()) {
+      context.addParam(context.addGroup(sgd(1)), "w", floats(1), 1);
+      context.accumulate(1, floats(Float.NaN));
+      assertEquals(StepResult.Outcome.SKIPPED_NONFINITE, context.step().outcome());
+    }
+    try (Context context =
+        new Context(Config.builder().nonfinite(Config.Nonfinite.FAIL).build())) {
+      context.addParam(context.addGroup(sgd(1)), "w", floats(1), 1);
+      context.accumulate(1, floats(Float.NaN));
+      GradAccumException e = assertThrows(GradAccumException.class, context::step);
+      assertEquals(Status.NONFINITE, e.status());
+      context.discard();
+    }
+  }
+
+  @Test
+  void anAccumulateAllocatesNothing() {
+    // What com.sun.management counts is exact for a thread that allocates nothing.
+    var threads = (com.sun.management.ThreadMXBean) java.lang.management.ManagementFactory.getThreadMXBean();
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(1));
+      Buffer[] gradients = new Buffer[8];
+      for (int i = 0; i < gradients.length; ++i) {
+        gradients[i] = floats(1);
+        context.addParam(group, "w" + i, floats(1), 1);
+      }
+      for (int i = 0; i < 30_000; ++i) {
+        context.accumulate(1, gradients);
+      }
+      long before = threads.getCurrentThreadAllocatedBytes();
+      for (int i = 0; i < 1000; ++i) {
+        context.accumulate(1, gradients);
+      }
+      long bytes = threads.getCurrentThreadAllocatedBytes() - before;
+      assertTrue(bytes < 1000 * 64, bytes + " bytes in 1000 calls");
+    }
+  }
+
+  @Test
+  void tooFewAndTooManyGradients() {
+    try (Context context = new Context()) {
+      context.addParam(context.addGroup(sgd(1)), "w", floats(1), 1);
+      FloatBuffer[] none = {};
+      FloatBuffer[] two = {floats(1), floats(1)};
+      assertThrows(GradAccumException.class, () -> context.accumulate(1, none));
+      GradAccumException e =
+          assertThrows(GradAccumException.class, () -> context.accumulate(1, two));
+      assertEquals(Status.INVALID_ARGUMENT, e.status());
+      assertThrows(
+          NullPointerException.class, () -> context.accumulate(1, (List<FloatBuffer>) null));
+      assertThrows(NullPointerException.class, () -> context.accumulate(1, (Buffer[]) null));
+      context.accumulate(1, Arrays.asList(new FloatBuffer[] {null}));
+      assertThrows(GradAccumException.class, () -> context.accumulate(-1, floats(1)));
+    }
+  }
+}
