@@ -115,7 +115,8 @@ public final class Context implements AutoCloseable {
   @Override
   public void close() {
     if (handle.lock.isHeldByCurrentThread()) {
-      throw new IllegalStateException("a callback closed the context whose call it was called from");
+      throw new IllegalStateException(
+          "a callback closed the context whose call it was called from");
     }
     handle.lock.lock();
     try {
@@ -191,8 +192,8 @@ public final class Context implements AutoCloseable {
    *
    * @param optimizer the optimizer and its hyper-parameters
    * @return the group
-   * @throws GradAccumException {@link Status#UNSUPPORTED}: no such flavor, or MUON without a library
-   *     for matrix products
+   * @throws GradAccumException {@link Status#UNSUPPORTED}: no such flavor, or MUON without a
+   *     library for matrix products
    */
   public Group addGroup(Optimizer optimizer) {
     long c = enter();
@@ -230,7 +231,7 @@ public final class Context implements AutoCloseable {
    * @param group its group
    * @param name not empty, unique in the context
    * @param data the tensor, read and written in place by {@link #step}: a direct {@link
-   *     java.nio.FloatBuffer} or {@link java.nio.DoubleBuffer}. For other dtypes, see {@link Tensor}
+   *     java.nio.FloatBuffer} or {@link java.nio.DoubleBuffer}. {@link Tensor} has other dtypes
    * @param shape its dimensions, row-major; none for a scalar
    * @return the parameter
    */
@@ -247,8 +248,8 @@ public final class Context implements AutoCloseable {
    * @param options may be null
    * @param shape its dimensions, row-major; none for a scalar
    * @return the parameter
-   * @throws GradAccumException {@link Status#UNSUPPORTED}: dtypes or options that do not go together,
-   *     or not with the optimizer
+   * @throws GradAccumException {@link Status#UNSUPPORTED}: dtypes or options that do not go
+   *     together, or not with the optimizer
    */
   public Param addParam(
       Group group, String name, Tensor data, ParamOptions options, long... shape) {

@@ -10,7 +10,9 @@ package org.gradaccum;
  * @param options options of its own; null: those of the block
  * @param shape its dimensions
  */
-public record FlatEntry(Group group, String name, long offset, ParamOptions options, long... shape) {
+public record FlatEntry(
+    Group group, String name, long offset, ParamOptions options, long... shape) {
+
   /**
    * An entry with the options of the block.
    *

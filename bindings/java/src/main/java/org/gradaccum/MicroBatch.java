@@ -168,8 +168,8 @@ public final class MicroBatch implements AutoCloseable {
   }
 
   /**
-   * Adds the matrix product A B to a parameter that is taken as a matrix [m = its first dimension, n
-   * = the rest]: the weight gradient of a dense layer, which then is never in memory as a whole.
+   * Adds the matrix product A B to a parameter that is taken as a matrix [m, n], m being its first
+   * dimension: the weight gradient of a dense layer, which then is never in memory as a whole.
    *
    * @param param the parameter
    * @param k columns of A and rows of B, after transposition
@@ -266,8 +266,8 @@ public final class MicroBatch implements AutoCloseable {
 
   /**
    * Hands out the accumulator of a parameter, whose every element is then to be written, for a
-   * kernel of the program's own. Until {@link Accumulator#release}, no other call for this parameter
-   * is legal, nor {@link #end}.
+   * kernel of the program's own. Until {@link Accumulator#release}, no other call for this
+   * parameter is legal, nor {@link #end}.
    *
    * @param param the parameter
    * @return the accumulator

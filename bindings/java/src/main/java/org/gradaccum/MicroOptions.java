@@ -4,8 +4,8 @@ package org.gradaccum;
 /**
  * Options of a micro-batch.
  *
- * @param lossScale what its loss was multiplied by; finite; 0: the scale of the loss scaler if there
- *     is one, else {@link Config#lossScale}
+ * @param lossScale what its loss was multiplied by; finite; 0: the scale of the loss scaler if
+ *     there is one, else {@link Config#lossScale}
  * @param last whether this micro-batch ends the window, which then is full whatever K is
  */
 public record MicroOptions(double lossScale, boolean last) {

@@ -145,7 +145,7 @@ public final class Tensor {
                                 ? expected == Dtype.I32
                                 : expected == Dtype.I64 && buffer instanceof LongBuffer));
     if (!fits) {
-      throw refuse(role, owner, "a " + kind(buffer) + " does not hold elements of " + expected);
+      throw refuse(role, owner, "the " + kind(buffer) + " does not hold elements of " + expected);
     }
     if (order(buffer) != ByteOrder.nativeOrder() && size > 1) {
       throw refuse(

@@ -25,7 +25,8 @@ final class Text {
       return ended;
     } catch (CharacterCodingException e) {
       throw new IllegalArgumentException(
-          "the text \"" + text + "\" contains half of a surrogate pair, which UTF-8 cannot hold", e);
+          "the text \"" + text + "\" contains half of a surrogate pair, which UTF-8 cannot hold",
+          e);
     }
   }
 

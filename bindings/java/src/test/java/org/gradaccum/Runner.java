@@ -110,6 +110,10 @@ final class Runner implements TestExecutionListener {
       String reason = String.valueOf(t.getMessage()).replaceFirst("^Assumption failed: ", "");
       System.out.println("skipped: " + reason);
     } else {
+      t.setStackTrace(
+          Arrays.stream(t.getStackTrace())
+              .filter(frame -> frame.getClassName().startsWith("org.gradaccum"))
+              .toArray(StackTraceElement[]::new));
       t.printStackTrace(System.out);
     }
   }

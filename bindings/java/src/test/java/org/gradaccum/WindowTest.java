@@ -11,6 +11,8 @@ import static org.junit.jupiter.api.Assertions.assertNotEquals;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
+import com.sun.management.ThreadMXBean;
+import java.lang.management.ManagementFactory;
 import java.nio.Buffer;
 import java.nio.FloatBuffer;
 import java.util.Arrays;
@@ -529,7 +531,7 @@ class WindowTest {
   @Test
   void anAccumulateAllocatesNothing() {
     // What com.sun.management counts is exact for a thread that allocates nothing.
-    var threads = (com.sun.management.ThreadMXBean) java.lang.management.ManagementFactory.getThreadMXBean();
+    var threads = (ThreadMXBean) ManagementFactory.getThreadMXBean();
     try (Context context = new Context()) {
       Group group = context.addGroup(sgd(1));
       Buffer[] gradients = new Buffer[8];
