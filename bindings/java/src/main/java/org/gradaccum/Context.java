@@ -51,6 +51,7 @@ import java.util.Objects;
  */
 public final class Context implements AutoCloseable {
   private static final Cleaner CLEANER = Cleaner.create();
+  private static final int RESULT_FIELDS = StepResult.class.getRecordComponents().length;
 
   private final Handle handle;
   private final Cleaner.Cleanable cleanable;
@@ -58,6 +59,7 @@ public final class Context implements AutoCloseable {
   private final Kept kept;
   private final List<Param> params = new ArrayList<>();
   private final List<Slot> slots = new ArrayList<>();
+  private final long[] result = new long[RESULT_FIELDS];
   private long[] addresses = {};
   private long moves;
 
@@ -606,7 +608,8 @@ public final class Context implements AutoCloseable {
       Raw.ga_step(c, handle.result);
       kept.windowEnded();
       move();
-      return StepResult.read(handle.result);
+      handle.result.copy(result);
+      return StepResult.of(result);
     } finally {
       exit();
     }

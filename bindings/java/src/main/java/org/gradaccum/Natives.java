@@ -23,9 +23,9 @@ import java.util.Locale;
  * Loads the library: from the folder that a property or the environment names, else from the jar,
  * else from where the system looks. The first that is there is loaded.
  *
- * <p>What comes from a jar is copied to a folder of its own, all files together, because the library
- * opens its modules in its own folder, on demand. The folder is removed at exit; what a killed
- * process has left is removed by the next one.
+ * <p>What comes from a jar is copied to a folder of its own, all files together, because the
+ * library opens its modules in its own folder, on demand. The folder is removed at exit; what a
+ * killed process has left is removed by the next one.
  */
 final class Natives {
   private static final String PROPERTY = "gradaccum.native.path";

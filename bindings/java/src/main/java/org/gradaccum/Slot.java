@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 package org.gradaccum;
 
+import java.lang.ref.WeakReference;
 import java.nio.Buffer;
 import java.nio.ByteBuffer;
 import java.util.List;
@@ -15,6 +16,11 @@ final class Slot {
   private boolean isRead;
   private Dtype dtype;
   private long count;
+
+  // The last gradient, which programs mostly bring again: only its position and limit may have
+  // changed. Not a ByteBuffer, whose byte order may change too.
+  private WeakReference<Buffer> last = new WeakReference<>(null);
+  private long lastStart;
 
   Slot(List<Param> params, boolean flat) {
     this.params = params;
@@ -45,9 +51,17 @@ final class Slot {
     if (!isRead) {
       return 0;
     }
+    if (gradient.remaining() == count && last.refersTo(gradient)) {
+      return lastStart + (long) gradient.position() * dtype.bytes();
+    }
     // A block may be longer than its parameters.
     long expected = flat ? Math.max(count, Tensor.bytes(gradient) / dtype.bytes()) : count;
-    return Tensor.address(gradient, dtype, expected, false, "gradient", params.get(0));
+    long address = Tensor.address(gradient, dtype, expected, false, "gradient", params.get(0));
+    if (!(gradient instanceof ByteBuffer)) {
+      last = new WeakReference<>(gradient);
+      lastStart = address - (long) gradient.position() * dtype.bytes();
+    }
+    return address;
   }
 
   /** Of a copy of a float[]. */

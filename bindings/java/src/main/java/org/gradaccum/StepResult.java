@@ -61,6 +61,27 @@ public record StepResult(
         from.getDropped_micros());
   }
 
+  /** As {@link #read}, from what {@code ga_step_result.copy} has copied. */
+  static StepResult of(long[] fields) {
+    return new StepResult(
+        Outcome.of((int) fields[0]),
+        fields[1],
+        fields[2],
+        fields[3],
+        Double.longBitsToDouble(fields[4]),
+        Double.longBitsToDouble(fields[5]),
+        Double.longBitsToDouble(fields[6]),
+        Double.longBitsToDouble(fields[7]),
+        Double.longBitsToDouble(fields[8]),
+        fields[9],
+        fields[10],
+        fields[11],
+        Double.longBitsToDouble(fields[12]),
+        Double.longBitsToDouble(fields[13]),
+        Double.longBitsToDouble(fields[14]),
+        fields[15]);
+  }
+
   /**
    * Whether the step was applied.
    *

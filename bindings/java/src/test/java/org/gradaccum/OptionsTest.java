@@ -124,6 +124,30 @@ class OptionsTest {
   }
 
   @Test
+  void everyFieldOfAResultIsCopied() throws Exception {
+    try (ga_step_result fields = new ga_step_result()) {
+      int number = 0;
+      for (Method method : ga_step_result.class.getMethods()) {
+        if (method.getName().startsWith("set")) {
+          method.setAccessible(true);
+          ++number;
+          if (method.getParameterTypes()[0] == double.class) {
+            method.invoke(fields, number + 0.5);
+          } else if (method.getParameterTypes()[0] == long.class) {
+            method.invoke(fields, (1L << 40) + number);
+          } else {
+            method.invoke(fields, StepResult.Outcome.SKIPPED_WEIGHT.value());
+          }
+        }
+      }
+      assertEquals(StepResult.class.getRecordComponents().length, number);
+      long[] copied = new long[number];
+      fields.copy(copied);
+      assertEquals(StepResult.read(fields), StepResult.of(copied));
+    }
+  }
+
+  @Test
   void newtonSchulzCoefficients() {
     Optimizer muon = Optimizer.builder(Optimizer.Kind.MUON).build();
     assertEquals(new Optimizer.NewtonSchulz(3.4445, -4.7750, 2.0315), muon.newtonSchulz());
