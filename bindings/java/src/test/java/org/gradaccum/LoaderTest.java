@@ -350,8 +350,11 @@ class LoaderTest {
   @Test
   void theBundledFilesNeedNoNewerGlibcThanStated() throws Exception {
     Path natives = Files.createDirectory(temporary.resolve("jar"));
+    String jar = Path.of(System.getProperty("java.home"), "bin", "jar").toString();
     assertEquals(
-        0, run(List.of("sh", "-c", "cd '" + natives + "' && unzip -q '" + JAR + "'")).status());
+        0,
+        run(List.of("sh", "-c", "cd '" + natives + "' && '" + jar + "' -xf '" + JAR + "'"))
+            .status());
     Run found =
         run(
             List.of(
