@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+using System;
+using System.Collections.Generic;
+using System.Runtime.ExceptionServices;
+using System.Runtime.InteropServices;
+using System.Threading;
+
+namespace GradAccum {
+  /// <summary>
+  /// Lets one call at a time into a context. Closing waits for a call that runs, and lets no other one in.
+  /// </summary>
+  internal sealed class Guard {
+    private const int Free = 0;
+    private const int InCall = 1;
+    private const int ClosingInCall = 2;
+    private const int Closed = 3;
+
+    private int state;
+    private int callbackThread;  // the thread that runs code of the program within the call; 0: none
+    private ExceptionDispatchInfo thrown;
+
+    internal void Enter() {
+      int before = Interlocked.CompareExchange(ref state, InCall, Free);
+      if (before != Free) Refuse(before);
+    }
+
+    internal void Exit() {
+      if (Interlocked.CompareExchange(ref state, Free, InCall) != InCall) Volatile.Write(ref state, Closed);
+      if (thrown != null) Rethrow();
+    }
+
+    /// <summary>Returns true to the caller that is to destroy the context, once.</summary>
+    internal bool Close() {
+      if (Volatile.Read(ref callbackThread) == Environment.CurrentManagedThreadId) {
+        throw GradAccumException.State("a callback of a context must not close the context");
+      }
+      SpinWait wait = new SpinWait();
+      while (true) {
+        int before = Interlocked.CompareExchange(ref state, Closed, Free);
+        if (before == Free) return true;
+        if (before == InCall) before = Interlocked.CompareExchange(ref state, ClosingInCall, InCall);
+        if (before == InCall) {
+          while (Volatile.Read(ref state) != Closed) wait.SpinOnce();
+          return true;
+        }
+        if (before == Closed) return false;
+        wait.SpinOnce();  // another thread is closing
+      }
+    }
+
+    internal bool IsClosed {
+      get { return Volatile.Read(ref state) >= ClosingInCall; }
+    }
+
+    /// <summary>
+    /// Runs code of the program within a call of C, which no exception may leave: it comes out of Exit().
+    /// </summary>
+    internal bool Callback(Action body) {
+      int before = callbackThread;
+      Volatile.Write(ref callbackThread, Environment.CurrentManagedThreadId);
+      try {
+        body();
+        return true;
+      } catch (Exception exception) {
+        if (thrown == null) thrown = ExceptionDispatchInfo.Capture(exception);
+        return false;
+      } finally {
+        Volatile.Write(ref callbackThread, before);
+      }
+    }
+
+    private static void Refuse(int before) {
+      if (before >= ClosingInCall) throw new ObjectDisposedException("Context");
+      throw GradAccumException.State(
+          "another call runs on this context: one thread at a time uses a context, and a callback must not use its own");
+    }
+
+    private void Rethrow() {
+      ExceptionDispatchInfo first = thrown;
+      thrown = null;
+      first.Throw();
+    }
+  }
+
+  /// <summary>A call on a context, which ends with its scope.</summary>
+  internal struct Call : IDisposable {
+    private readonly Guard guard;
+    internal readonly IntPtr Context;
+
+    internal Call(Guard guard, SafeHandle handle) {
+      guard.Enter();
+      this.guard = guard;
+      Context = handle.DangerousGetHandle();
+    }
+
+    public void Dispose() {
+      guard.Exit();
+    }
+  }
+
+  /// <summary>
+  /// What must stay in place longer than a call: the arrays of parameters, and gradients that the library
+  /// reads later.
+  /// </summary>
+  internal sealed class KeptMemory {
+    private readonly Dictionary<int, Pin> parameters = new Dictionary<int, Pin>();
+
+    // Under GradientLife.Live: the gradient that a parameter's first contribution in the window has
+    // brought; null: there was a second one.
+    private readonly Dictionary<int, Pin> first = new Dictionary<int, Pin>();
+
+    // What the open micro-batch has brought: parameters whose first contribution it is, and memory that
+    // is read when it ends.
+    private readonly List<int> firstOfMicro = new List<int>();
+    private readonly List<Pin> micro = new List<Pin>();
+
+    /// <summary>The memory of a parameter, in place of that before.</summary>
+    internal void SetParameter(int param, Pin pin) {
+      RemoveParameter(param);
+      parameters[param] = pin;
+    }
+
+    internal void RemoveParameter(int param) {
+      Pin pin;
+      if (!parameters.TryGetValue(param, out pin)) return;
+      parameters.Remove(param);
+      pin.Release();
+    }
+
+    /// <summary>A contribution to a parameter; pin: null if the library reads no memory of it later.</summary>
+    internal void Contributed(int param, Pin pin, bool inMicro) {
+      Pin before;
+      if (!first.TryGetValue(param, out before)) {
+        if (pin != null) pin.Share();
+        first[param] = pin;
+        if (inMicro) firstOfMicro.Add(param);
+      } else if (before != null) {
+        first[param] = null;
+        before.Release();
+      }
+    }
+
+    internal void UntilMicroEnds(Pin pin) {
+      pin.Share();
+      micro.Add(pin);
+    }
+
+    internal void MicroEnded() {
+      foreach (Pin pin in micro) pin.Release();
+      micro.Clear();
+      firstOfMicro.Clear();
+    }
+
+    /// <summary>The open micro-batch has never been.</summary>
+    internal void MicroAborted() {
+      foreach (int param in firstOfMicro) {
+        if (first[param] != null) first[param].Release();
+        first.Remove(param);
+      }
+      MicroEnded();
+    }
+
+    internal void WindowEnded() {
+      if (first.Count > 0) {
+        foreach (Pin pin in first.Values) {
+          if (pin != null) pin.Release();
+        }
+        first.Clear();
+      }
+      if (micro.Count > 0 || firstOfMicro.Count > 0) MicroEnded();
+    }
+
+    internal void ReleaseAll() {
+      WindowEnded();
+      foreach (Pin pin in parameters.Values) pin.Release();
+      parameters.Clear();
+    }
+  }
+
+  /// <summary>Owns a context of C, and keeps what must live as long.</summary>
+  internal sealed class ContextHandle : SafeHandle {
+    internal readonly KeptMemory Kept = new KeptMemory();
+    private GCHandle listener;
+
+    internal ContextHandle(IntPtr context, GCHandle listener) : base(IntPtr.Zero, true) {
+      SetHandle(context);
+      this.listener = listener;
+    }
+
+    public override bool IsInvalid {
+      get { return handle == IntPtr.Zero; }
+    }
+
+    protected override bool ReleaseHandle() {
+      Raw.ga_context_destroy(handle);
+      Kept.ReleaseAll();
+      if (listener.IsAllocated) listener.Free();
+      return true;
+    }
+  }
+}

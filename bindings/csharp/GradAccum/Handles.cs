@@ -1,0 +1,473 @@
+// SPDX-License-Identifier: Apache-2.0
+using System;
+
+namespace GradAccum {
+  /// <summary>Parameters that share an optimizer.</summary>
+  public sealed class Group : IEquatable<Group> {
+    internal Group(Context context, int id) {
+      Context = context;
+      Id = id;
+    }
+
+    /// <summary>Its context.</summary>
+    public Context Context { get; }
+
+    /// <summary>Its number: 0, 1, 2, ... in the order in which groups are added.</summary>
+    public int Id { get; }
+
+    /// <summary>The hyper-parameters that the group has now; changing them changes a copy.</summary>
+    public Optimizer Optimizer {
+      get {
+        using (Call call = Context.Begin()) {
+          ga_optimizer native = new ga_optimizer((int)OptimizerKind.Sgd, (int)Flavor.Torch);
+          Raw.ga_group_optimizer(call.Context, Id, native);
+          return new Optimizer(native);
+        }
+      }
+    }
+
+    /// <summary>Gives the group other hyper-parameters, as far as its state stays what it is.</summary>
+    /// <param name="optimizer">The hyper-parameters, which are copied.</param>
+    public void SetOptimizer(Optimizer optimizer) {
+      if (optimizer == null) throw new ArgumentNullException("optimizer");
+      using (Call call = Context.Begin()) Raw.ga_group_set_optimizer(call.Context, Id, optimizer.Native);
+    }
+
+    /// <summary>The learning rate of the next applied step.</summary>
+    public double Lr {
+      get {
+        using (Call call = Context.Begin()) {
+          double lr;
+          Raw.ga_group_lr(call.Context, Id, out lr);
+          return lr;
+        }
+      }
+    }
+
+    /// <summary>The learning rate of the last applied step; 0 before the first.</summary>
+    public double LastLr {
+      get {
+        using (Call call = Context.Begin()) {
+          double lr;
+          Raw.ga_group_last_lr(call.Context, Id, out lr);
+          return lr;
+        }
+      }
+    }
+
+    /// <summary>Sets the learning rate, or its peak under a schedule.</summary>
+    /// <param name="lr">The learning rate; finite, not negative.</param>
+    public void SetLr(double lr) {
+      using (Call call = Context.Begin()) Raw.ga_group_set_lr(call.Context, Id, lr);
+    }
+
+    /// <summary>Sets the weight decay.</summary>
+    /// <param name="weightDecay">The weight decay; finite, not negative.</param>
+    public void SetWeightDecay(double weightDecay) {
+      using (Call call = Context.Begin()) Raw.ga_group_set_weight_decay(call.Context, Id, weightDecay);
+    }
+
+    /// <summary>Lets the learning rate follow a schedule.</summary>
+    /// <param name="schedule">The schedule, which is copied; null: none.</param>
+    public void SetSchedule(Schedule schedule) {
+      using (Call call = Context.Begin()) {
+        Raw.ga_group_set_schedule(call.Context, Id, schedule == null ? null : schedule.Native);
+      }
+    }
+
+    /// <summary>Gives the group a clip of its own.</summary>
+    /// <param name="clip">The clip, which is copied; null: that of the context again.</param>
+    public void SetClip(Clip clip) {
+      Context.SetClip(Id, clip);
+    }
+
+    /// <summary>Freezes or unfreezes all parameters that the group has now. Between windows.</summary>
+    /// <param name="frozen">Whether they are frozen.</param>
+    public void SetFrozen(bool frozen) {
+      using (Call call = Context.Begin()) Raw.ga_group_set_frozen(call.Context, Id, frozen ? 1 : 0);
+    }
+
+    /// <summary>Whether both are the same group of the same context.</summary>
+    /// <param name="other">The other group.</param>
+    /// <returns>Whether they are the same.</returns>
+    public bool Equals(Group other) {
+      return other != null && other.Context == Context && other.Id == Id;
+    }
+
+    /// <summary>Whether both are the same group of the same context.</summary>
+    /// <param name="obj">The other object.</param>
+    /// <returns>Whether they are the same.</returns>
+    public override bool Equals(object obj) {
+      return Equals(obj as Group);
+    }
+
+    /// <summary>A hash code.</summary>
+    /// <returns>The code.</returns>
+    public override int GetHashCode() {
+      return Id;
+    }
+  }
+
+  /// <summary>A parameter.</summary>
+  public sealed class Param : IEquatable<Param> {
+    internal Param(Context context, int id) {
+      Context = context;
+      Id = id;
+    }
+
+    /// <summary>Its context.</summary>
+    public Context Context { get; }
+
+    /// <summary>Its number: 0, 1, 2, ... in the order in which parameters are added.</summary>
+    public int Id { get; }
+
+    /// <summary>What the library knows of it.</summary>
+    public ParamInfo Info {
+      get {
+        using (Call call = Context.Begin()) return Context.Describe(call.Context, Id);
+      }
+    }
+
+    /// <summary>Its place in a list of gradients; parameters of a block share one.</summary>
+    public int Slot {
+      get {
+        using (Call call = Context.Begin()) {
+          UIntPtr slot;
+          Raw.ga_param_slot(call.Context, Id, out slot);
+          return (int)slot.ToUInt64();
+        }
+      }
+    }
+
+    /// <summary>
+    /// Tells that the parameter has moved to other memory, which holds its values now. Between windows. An
+    /// array is pinned as by <see cref="Context.AddParam(Group, string, Tensor, long[])"/>, and the one before
+    /// is unpinned.
+    /// </summary>
+    /// <param name="data">The memory.</param>
+    public void Bind(Tensor data) {
+      using (Call call = Context.Begin()) {
+        ParamInfo info = Context.Describe(call.Context, Id);
+        Context.RequirePlace("parameter \"" + info.Name + "\"", data);
+        Lengths.Require("parameter \"" + info.Name + "\": its memory", data, info.Count, info.DType);
+        Pin pin = new Pin(data);
+        try {
+          Raw.ga_param_bind(call.Context, Id, pin.Address);
+          Context.Kept.SetParameter(Id, pin);
+          pin = null;
+        } finally {
+          if (pin != null) pin.Release();
+        }
+      }
+    }
+
+    /// <summary>Tells that the program has written a parameter that has master weights. Between windows.</summary>
+    public void Changed() {
+      using (Call call = Context.Begin()) Raw.ga_param_changed(call.Context, Id);
+    }
+
+    /// <summary>Freezes or unfreezes the parameter. Between windows.</summary>
+    /// <param name="frozen">Whether it is frozen.</param>
+    public void SetFrozen(bool frozen) {
+      using (Call call = Context.Begin()) Raw.ga_param_set_frozen(call.Context, Id, frozen ? 1 : 0);
+    }
+
+    /// <summary>Multiplies the learning rate of the group for this parameter.</summary>
+    /// <param name="lrScale">The factor; finite, not negative.</param>
+    public void SetLrScale(double lrScale) {
+      using (Call call = Context.Begin()) Raw.ga_param_set_lr_scale(call.Context, Id, lrScale);
+    }
+
+    /// <summary>Multiplies the weight decay of the group for this parameter.</summary>
+    /// <param name="weightDecayScale">The factor; finite, not negative.</param>
+    public void SetWeightDecayScale(double weightDecayScale) {
+      using (Call call = Context.Begin()) Raw.ga_param_set_weight_decay_scale(call.Context, Id, weightDecayScale);
+    }
+
+    /// <summary>
+    /// Removes the parameter, whose memory the library does not touch any more. Its place in a list of
+    /// gradients stays. Between windows.
+    /// </summary>
+    public void Remove() {
+      using (Call call = Context.Begin()) {
+        Raw.ga_param_remove(call.Context, Id);
+        Context.Removed(Id);
+      }
+    }
+
+    /// <summary>
+    /// The reduced gradient, for a group with <see cref="OptimizerKind.External"/>, after an applied step.
+    /// </summary>
+    public GradientView Gradient {
+      get {
+        using (Call call = Context.Begin()) {
+          IntPtr data;
+          int dtype;
+          long count;
+          Raw.ga_gradient(call.Context, Id, out data, out dtype, out count);
+          return new GradientView(Context, data, (DType)dtype, count);
+        }
+      }
+    }
+
+    /// <summary>Writes the moving average of the parameter; before the first step, the parameter itself.</summary>
+    /// <param name="destination">Room for all elements, of any floating-point dtype.</param>
+    public void EmaCopyTo(Tensor destination) {
+      using (Call call = Context.Begin()) {
+        ParamInfo info = Context.Describe(call.Context, Id);
+        Context.RequirePlace("the destination", destination);
+        Lengths.Require("the destination", destination, info.Count);
+        using (Borrowed to = new Borrowed(destination)) {
+          Raw.ga_ema_copy_to(call.Context, Id, to.Address, (int)destination.DType);
+        }
+      }
+    }
+
+    /// <summary>Writes the moving average of the parameter: see the overload for a tensor.</summary>
+    /// <typeparam name="T">float or double.</typeparam>
+    /// <param name="destination">Room for all elements.</param>
+    public unsafe void EmaCopyTo<T>(Span<T> destination) where T : struct {
+      fixed (byte* address = &Spans.Address((ReadOnlySpan<T>)destination)) {
+        Context.RequireHost();
+        EmaCopyTo(Spans.Tensor((IntPtr)address, destination.Length, DTypes.Of<T>()));
+      }
+    }
+
+    /// <summary>The arrays that the library keeps for the parameter.</summary>
+    public StateInfo[] States {
+      get {
+        using (Call call = Context.Begin()) return Describe(call.Context);
+      }
+    }
+
+    /// <summary>Reads an array that the library keeps, in the memory of the host. Between windows.</summary>
+    /// <typeparam name="T">The type of its elements; ushort for the two dtypes of 16 bits.</typeparam>
+    /// <param name="name">Its name, such as exp_avg.</param>
+    /// <returns>A copy.</returns>
+    public unsafe T[] StateGet<T>(string name) where T : struct {
+      if (name == null) throw new ArgumentNullException("name");
+      using (Call call = Context.Begin()) {
+        StateInfo? found = Find(call.Context, name);
+        // An unknown name is for the library to refuse, whose message lists what there is.
+        T[] values = new T[found.HasValue ? found.Value.Count : 0];
+        DType dtype = DTypes.Of<T>(found.HasValue ? found.Value.DType : DType.F16);
+        byte none = 0;
+        fixed (byte* address = &Spans.Address(new ReadOnlySpan<T>(values))) {
+          IntPtr to = values.Length > 0 ? (IntPtr)address : (IntPtr)(&none);
+          Raw.ga_state_get(call.Context, Id, name, to, (int)dtype, values.LongLength);
+        }
+        return values;
+      }
+    }
+
+    /// <summary>Writes an array that the library keeps. Between windows.</summary>
+    /// <param name="name">Its name.</param>
+    /// <param name="values">Its elements, of its dtype, in the memory of the host.</param>
+    public unsafe void StateSet(string name, Tensor values) {
+      if (name == null) throw new ArgumentNullException("name");
+      byte none = 0;
+      using (Call call = Context.Begin())
+      using (Borrowed from = new Borrowed(values)) {
+        IntPtr data = values.Length > 0 ? from.Address : (IntPtr)(&none);
+        Raw.ga_state_set(call.Context, Id, name, data, (int)values.DType, values.Length);
+      }
+    }
+
+    /// <summary>Puts all state of the parameter back to the beginning. Between windows.</summary>
+    public void StateReset() {
+      using (Call call = Context.Begin()) Raw.ga_state_reset(call.Context, Id);
+    }
+
+    /// <summary>Whether both are the same parameter of the same context.</summary>
+    /// <param name="other">The other parameter.</param>
+    /// <returns>Whether they are the same.</returns>
+    public bool Equals(Param other) {
+      return other != null && other.Context == Context && other.Id == Id;
+    }
+
+    /// <summary>Whether both are the same parameter of the same context.</summary>
+    /// <param name="obj">The other object.</param>
+    /// <returns>Whether they are the same.</returns>
+    public override bool Equals(object obj) {
+      return Equals(obj as Param);
+    }
+
+    /// <summary>A hash code.</summary>
+    /// <returns>The code.</returns>
+    public override int GetHashCode() {
+      return Id;
+    }
+
+    private StateInfo[] Describe(IntPtr context) {
+      int count;
+      Raw.ga_state_count(context, Id, out count);
+      StateInfo[] states = new StateInfo[count];
+      using (ga_state_info native = new ga_state_info()) {
+        for (int i = 0; i < count; ++i) {
+          Raw.ga_state_describe(context, Id, i, native);
+          states[i] = new StateInfo(native);
+        }
+      }
+      return states;
+    }
+
+    private StateInfo? Find(IntPtr context, string name) {
+      foreach (StateInfo state in Describe(context)) {
+        if (state.Name == name) return state;
+      }
+      return null;
+    }
+  }
+
+  /// <summary>A batch-normalisation layer. Its backward calls are those of <see cref="MicroBatch"/>.</summary>
+  public sealed class BatchNorm {
+    private readonly DType dtype;
+
+    internal BatchNorm(Context context, int id, long channels, DType dtype) {
+      Context = context;
+      Id = id;
+      Channels = channels;
+      this.dtype = dtype;
+    }
+
+    /// <summary>Its context.</summary>
+    public Context Context { get; }
+
+    /// <summary>Its number: 0, 1, 2, ... in the order in which layers are added.</summary>
+    public int Id { get; }
+
+    /// <summary>Its channels.</summary>
+    public long Channels { get; }
+
+    /// <summary>Freezes or unfreezes the layer. Between windows.</summary>
+    /// <param name="frozen">Whether it is frozen.</param>
+    public void SetFrozen(bool frozen) {
+      using (Call call = Context.Begin()) Raw.ga_bn_set_frozen(call.Context, Id, frozen ? 1 : 0);
+    }
+
+    /// <summary>Takes the statistics of a micro-batch.</summary>
+    /// <param name="x">The input of the layer.</param>
+    /// <param name="samples">Its samples.</param>
+    /// <param name="positions">The product of the spatial dimensions; 1 without any.</param>
+    public void Accumulate(Tensor x, long samples, long positions) {
+      using (Call call = Context.Begin())
+      using (Borrowed from = Borrow("x", x, Count(samples, positions))) {
+        Raw.ga_bn_accumulate(call.Context, Id, from.Address, samples, positions);
+      }
+    }
+
+    /// <summary>Takes statistics that the program has computed itself.</summary>
+    /// <param name="count">Elements of each channel.</param>
+    /// <param name="mean">The mean of each channel, f32 or f64.</param>
+    /// <param name="spread">The spread of each channel, of the same dtype.</param>
+    /// <param name="kind">What the spread is.</param>
+    public void AccumulateStats(long count, Tensor mean, Tensor spread, BatchNormSpread kind) {
+      using (Call call = Context.Begin()) {
+        RequireStatistics("mean", mean, mean.DType);
+        RequireStatistics("spread", spread, mean.DType);
+        using (Borrowed first = new Borrowed(mean))
+        using (Borrowed second = new Borrowed(spread)) {
+          Raw.ga_bn_accumulate_stats(call.Context, Id, count, first.Address, second.Address, (int)kind, (int)mean.DType);
+        }
+      }
+    }
+
+    /// <summary>Ends the first sweep in window mode.</summary>
+    public void EndSweep() {
+      using (Call call = Context.Begin()) Raw.ga_bn_finalize(call.Context, Id);
+    }
+
+    /// <summary>Normalises the input of a micro-batch.</summary>
+    /// <param name="x">The input.</param>
+    /// <param name="samples">Its samples.</param>
+    /// <param name="positions">The product of the spatial dimensions; 1 without any.</param>
+    /// <param name="y">Where the output is written; may be x.</param>
+    public void Forward(Tensor x, long samples, long positions, Tensor y) {
+      using (Call call = Context.Begin()) {
+        long count = Count(samples, positions);
+        using (Borrowed from = Borrow("x", x, count))
+        using (Borrowed to = Borrow("y", y, count)) {
+          Raw.ga_bn_forward(call.Context, Id, from.Address, samples, positions, to.Address);
+        }
+      }
+    }
+
+    /// <summary>Normalises by the running statistics. Nothing is counted.</summary>
+    /// <param name="x">The input.</param>
+    /// <param name="samples">Its samples.</param>
+    /// <param name="positions">The product of the spatial dimensions; 1 without any.</param>
+    /// <param name="y">Where the output is written; may be x.</param>
+    public void Infer(Tensor x, long samples, long positions, Tensor y) {
+      using (Call call = Context.Begin()) {
+        long count = Count(samples, positions);
+        using (Borrowed from = Borrow("x", x, count))
+        using (Borrowed to = Borrow("y", y, count)) {
+          Raw.ga_bn_infer(call.Context, Id, from.Address, samples, positions, to.Address);
+        }
+      }
+    }
+
+    /// <summary>Reads the running statistics, in the memory of the host.</summary>
+    /// <param name="mean">Room for the mean of each channel; null: not wanted.</param>
+    /// <param name="variance">Room for the variance of each channel; null: not wanted.</param>
+    /// <returns>How often the running statistics have moved.</returns>
+    public long Running(double[] mean, double[] variance) {
+      using (Call call = Context.Begin()) {
+        if (mean != null) RequireStatistics("mean", mean, DType.F64);
+        if (variance != null) RequireStatistics("variance", variance, DType.F64);
+        using (Borrowed first = new Borrowed(mean))
+        using (Borrowed second = new Borrowed(variance)) {
+          long steps;
+          Raw.ga_bn_running(call.Context, Id, first.Address, second.Address, (int)DType.F64, out steps);
+          return steps;
+        }
+      }
+    }
+
+    /// <summary>Sets the running statistics. Between windows.</summary>
+    /// <param name="mean">The mean of each channel, f32 or f64.</param>
+    /// <param name="variance">The variance of each channel, of the same dtype.</param>
+    /// <param name="steps">How often they have moved.</param>
+    public void SetRunning(Tensor mean, Tensor variance, long steps) {
+      using (Call call = Context.Begin()) {
+        RequireStatistics("mean", mean, mean.DType);
+        RequireStatistics("variance", variance, mean.DType);
+        using (Borrowed first = new Borrowed(mean))
+        using (Borrowed second = new Borrowed(variance)) {
+          Raw.ga_bn_running_set(call.Context, Id, first.Address, second.Address, (int)mean.DType, steps);
+        }
+      }
+    }
+
+    /// <summary>Reads the statistics that the layer normalises by now, with the biased variance.</summary>
+    /// <param name="mean">Room for the mean of each channel; null: not wanted.</param>
+    /// <param name="variance">Room for the variance of each channel; null: not wanted.</param>
+    /// <returns>The elements of a channel that they are of.</returns>
+    public long Statistics(double[] mean, double[] variance) {
+      using (Call call = Context.Begin()) {
+        if (mean != null) RequireStatistics("mean", mean, DType.F64);
+        if (variance != null) RequireStatistics("variance", variance, DType.F64);
+        using (Borrowed first = new Borrowed(mean))
+        using (Borrowed second = new Borrowed(variance)) {
+          long count;
+          Raw.ga_bn_statistics(call.Context, Id, first.Address, second.Address, (int)DType.F64, out count);
+          return count;
+        }
+      }
+    }
+
+    internal long Count(long samples, long positions) {
+      return Lengths.Product("the batch", samples, Channels, positions);
+    }
+
+    internal Borrowed Borrow(string name, Tensor tensor, long count) {
+      if (tensor.Owner != null) Context.RequireHost();
+      if (count > 0 || !tensor.IsNone) Lengths.Require(name, tensor, count, dtype);
+      return new Borrowed(tensor);
+    }
+
+    private void RequireStatistics(string name, Tensor tensor, DType expected) {
+      Lengths.Require(name, tensor, Channels, expected);
+    }
+  }
+}

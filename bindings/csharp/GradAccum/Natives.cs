@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+using System;
+using System.Collections.Generic;
+using System.IO;
+using System.Runtime.CompilerServices;
+using System.Runtime.InteropServices;
+
+namespace GradAccum {
+  /// <summary>
+  /// Finds and loads the native library: in the folder that GRADACCUM_NATIVE_PATH names, else beside the
+  /// assembly, where a package has it, else where the system looks. The first one found is the one: if it
+  /// cannot be loaded, no other one is tried in its place.
+  /// </summary>
+  internal static class Natives {
+    internal const string Variable = "GRADACCUM_NATIVE_PATH";
+    private const string File = "libgradaccum_csharp.so";
+
+    // The file is opened by its path, and the runtime must then take that one. Mono would search by name
+    // again, beginning beside the assembly; so it is given the symbols of the whole process.
+#if NETCOREAPP
+    internal const string Import = "gradaccum_csharp";
+    private const int OpenFlags = 0x2;  // RTLD_NOW
+#else
+    internal const string Import = "__Internal";
+    private const int OpenFlags = 0x102;  // RTLD_NOW | RTLD_GLOBAL
+#endif
+
+    // Null: the library is loaded.
+    private static readonly string failure = Load();
+
+    internal static bool TryLoad() {
+      return failure == null;
+    }
+
+    /// <summary>
+    /// Calls native code that may be the first. It is in a delegate because mono looks for the functions that
+    /// a method calls when it compiles the method.
+    /// </summary>
+    internal static T First<T>(Func<T> call) {
+      if (failure != null) throw GradAccumException.Unsupported(failure);
+      return call();
+    }
+
+    private static string Load() {
+      List<string> tried = new List<string>();
+      IntPtr library = IntPtr.Zero;
+      try {
+        dlerror();  // binds the function, which would otherwise clear the error that it is to tell
+        foreach (string path in Candidates()) {
+          if (!System.IO.File.Exists(path)) {
+            tried.Add(path + " (no such file)");
+            continue;
+          }
+          library = dlopen(Terminated(path), OpenFlags);
+          if (library == IntPtr.Zero) return "the native library " + path + " was not loaded: " + Explain(path, Error());
+          break;
+        }
+        if (library == IntPtr.Zero) {
+          library = dlopen(Terminated(File), OpenFlags);
+          if (library == IntPtr.Zero) {
+            tried.Add("the folders of the system (" + Error() + ")");
+            return "the native library was not found. Tried: " + string.Join("; ", tried.ToArray()) + ". " + Variable +
+                   " names a folder that has it.";
+          }
+        }
+      } catch (DllNotFoundException) {
+        return "the native library needs Linux with glibc" + (IsMusl() ? "; this system has musl" : "");
+      }
+#if NETCOREAPP
+      NativeLibrary.SetDllImportResolver(
+          typeof(Natives).Assembly,
+          (name, assembly, search) => name == Import ? library : IntPtr.Zero);
+#endif
+      return CheckVersion();
+    }
+
+    // A method of its own, so that it is compiled when the library is loaded: see First().
+    [MethodImpl(MethodImplOptions.NoInlining)]
+    private static string CheckVersion() {
+      int version = ga_version();
+      // A minor release of version 0 may change the interface.
+      int compatible = Raw.GA_VERSION_MAJOR == 0 ? 100 : 10000;
+      if (version / compatible != Raw.GA_VERSION / compatible) {
+        return "the native library has version " + Describe(version) + ", which does not fit version " +
+               Describe(Raw.GA_VERSION) + " of this assembly";
+      }
+      return null;
+    }
+
+    private static IEnumerable<string> Candidates() {
+      string chosen = Environment.GetEnvironmentVariable(Variable);
+      if (!string.IsNullOrEmpty(chosen)) yield return Path.GetFullPath(Path.Combine(chosen, File));
+      string folder = Path.GetDirectoryName(typeof(Natives).Assembly.Location);
+      if (string.IsNullOrEmpty(folder)) folder = AppDomain.CurrentDomain.BaseDirectory;
+      string natives = Path.Combine("runtimes", Rid(), "native", File);
+      yield return Path.Combine(folder, natives);                                    // of an application
+      yield return Path.GetFullPath(Path.Combine(folder, "..", "..", natives));      // of an unpacked package
+      yield return Path.Combine(folder, File);                                       // published for one platform
+    }
+
+    private static string Rid() {
+      return "linux-" + RuntimeInformation.ProcessArchitecture.ToString().ToLowerInvariant();
+    }
+
+    // What the message of the loader means.
+    private static string Explain(string path, string error) {
+      string why = "";
+      int machine = Machine(path);
+      int expected = Machine("/proc/self/exe");
+      if (machine != expected) {
+        why = machine < 0 ? "the file is not a library of this kind of system"
+                          : "the library is for another architecture than this process, " +
+                                RuntimeInformation.ProcessArchitecture;
+      } else if (error.Contains("failed to map segment")) {
+        why = "its folder seems to be on a file system that is mounted noexec; set " + Variable + " to another folder";
+      } else if (error.Contains("libgomp")) {
+        why = "the library needs libgomp, OpenMP of GCC (libgomp1 in Debian)";
+      } else if (error.Contains("GLIBC_")) {
+        why = "the library needs a newer glibc than that of this system";
+      } else if (IsMusl()) {
+        why = "the library needs glibc, and this system has musl";
+      }
+      return why.Length > 0 ? why + " (" + error + ")" : error;
+    }
+
+    // The field e_machine of an ELF file; -1: it is none.
+    private static int Machine(string path) {
+      try {
+        using (FileStream file = System.IO.File.OpenRead(path)) {
+          byte[] head = new byte[20];
+          if (file.Read(head, 0, head.Length) < head.Length) return -1;
+          if (head[0] != 0x7f || head[1] != 'E' || head[2] != 'L' || head[3] != 'F') return -1;
+          return head[18] | head[19] << 8;
+        }
+      } catch (IOException) {
+        return -1;
+      } catch (UnauthorizedAccessException) {
+        return -1;
+      }
+    }
+
+    private static bool IsMusl() {
+      try {
+        return Directory.GetFiles("/lib", "ld-musl-*").Length > 0;
+      } catch (IOException) {
+        return false;
+      }
+    }
+
+    private static string Describe(int version) {
+      return version / 10000 + "." + version / 100 % 100 + "." + version % 100;
+    }
+
+    // Paths of the system have any bytes; those of .NET are UTF-16.
+    private static byte[] Terminated(string path) {
+      return System.Text.Encoding.UTF8.GetBytes(path + "\0");
+    }
+
+    private static string Error() {
+      return Text.Decode(dlerror()) ?? "no reason given";
+    }
+
+    [DllImport("libdl.so.2")]
+    private static extern IntPtr dlopen(byte[] path, int flags);
+
+    [DllImport("libdl.so.2")]
+    private static extern IntPtr dlerror();
+
+    [DllImport(Import, EntryPoint = "CSharp_GradAccum_ga_version")]
+    private static extern int ga_version();
+  }
+}

@@ -1,0 +1,279 @@
+// The typemaps of C#. bindings/gradaccum.i says what they are for.
+// SPDX-License-Identifier: Apache-2.0
+%module Raw
+
+// The raw layer is not part of the public interface of its assembly.
+%pragma(csharp) moduleclassmodifiers="internal unsafe class"
+%pragma(csharp) imclassclassmodifiers="internal class"
+%typemap(csclassmodifiers) SWIGTYPE "internal unsafe class"
+%csconst(1);
+
+// Mono looks for native functions when it compiles the methods that call them, and it compiles methods
+// inline as far as it can; but not those of a class whose static constructor has not run. So no method of
+// a program is compiled with functions of a library that is yet to be loaded: see Natives.First.
+%pragma(csharp) modulecode="  static $module() {}"
+%typemap(cscode) SWIGTYPE "  static $csclassname() {}"
+
+// SWIG's own helpers for exceptions and strings are left out, by SWIG_CSHARP_NO_EXCEPTION_HELPER,
+// SWIG_CSHARP_NO_STRING_HELPER and SWIG_CSHARP_NO_IMCLASS_STATIC_CONSTRUCTOR: they would call native
+// code before it is loaded. An exception is made by managed code, which the native code calls while the
+// failed call is still on the stack, and every wrapper that can fail throws it as soon as the native
+// function has returned (canthrow).
+%insert(runtime) %{
+#include <cstdint>
+
+#include "gradaccum/gradaccum.h"
+
+typedef void(SWIGSTDCALL* GaRaise)(int32_t status, const char* message);
+static GaRaise ga_raise = nullptr;
+
+extern "C" SWIGEXPORT void SWIGSTDCALL GaRegisterRaise(GaRaise raise) { ga_raise = raise; }
+
+#define GA_RAISE(status, null)         \
+  do {                                 \
+    ga_raise(status, ga_last_error()); \
+    return null;                       \
+  } while (0)
+%}
+
+%pragma(csharp) imclasscode=%{
+  internal static class SWIGPendingException {
+    [global::System.ThreadStatic]
+    private static global::System.Exception pending;
+
+    internal static bool Pending { get { return pending != null; } }
+
+    internal static void Set(global::System.Exception exception) { pending = exception; }
+
+    internal static global::System.Exception Retrieve() {
+      global::System.Exception exception = pending;
+      pending = null;
+      return exception;
+    }
+  }
+
+  [global::System.Runtime.InteropServices.UnmanagedFunctionPointer(
+      global::System.Runtime.InteropServices.CallingConvention.Cdecl)]
+  private delegate void RaiseDelegate(int status, global::System.IntPtr message);
+
+  [global::System.Runtime.InteropServices.DllImport("$dllimport")]
+  private static extern void GaRegisterRaise(RaiseDelegate raise);
+
+  // Native code keeps its address.
+  private static readonly RaiseDelegate raise = Raise;
+
+  private static void Raise(int status, global::System.IntPtr message) {
+    SWIGPendingException.Set(new GradAccumException((Status)status, Text.Decode(message)));
+  }
+
+  static $imclassname() {
+    if (Natives.TryLoad()) GaRegisterRaise(raise);
+  }
+%}
+
+// ---- Numbers and texts --------------------------------------------------------------------------
+
+%apply int { int32_t };
+%apply unsigned int { uint32_t };
+%apply long long { int64_t };
+%apply unsigned long long { uint64_t };
+
+%typemap(ctype) size_t "size_t"
+%typemap(imtype) size_t "global::System.UIntPtr"
+%typemap(cstype) size_t "ulong"
+%typemap(csin) size_t "new global::System.UIntPtr($csinput)"
+%typemap(csout, excode=SWIGEXCODE) size_t {
+    ulong ret = (ulong)$imcall;$excode
+    return ret;
+  }
+%typemap(csvarout, excode=SWIGEXCODE2) size_t %{
+    get {
+      ulong ret = (ulong)$imcall;$excode
+      return ret;
+    } %}
+%typemap(in) size_t "$1 = $input;"
+%typemap(out) size_t "$result = $1;"
+
+%typemap(ctype) void* ADDRESS "void*"
+%typemap(imtype) void* ADDRESS "global::System.IntPtr"
+%typemap(cstype) void* ADDRESS "global::System.IntPtr"
+%typemap(csin) void* ADDRESS "$csinput"
+%typemap(in) void* ADDRESS "$1 = ($1_ltype)$input;"
+%typemap(out) void* ADDRESS "$result = (void*)$1;"
+%typemap(csout, excode=SWIGEXCODE) void* ADDRESS {
+    global::System.IntPtr ret = $imcall;$excode
+    return ret;
+  }
+%typemap(csvarin, excode=SWIGEXCODE2) void* ADDRESS %{
+    set {
+      $imcall;$excode
+    } %}
+%typemap(csvarout, excode=SWIGEXCODE2) void* ADDRESS %{
+    get {
+      global::System.IntPtr ret = $imcall;$excode
+      return ret;
+    } %}
+
+// A string that is marshalled would be in an encoding of the runtime's choice.
+%typemap(ctype) const char* "const char*"
+%typemap(imtype, out="global::System.IntPtr") const char* "byte[]"
+%typemap(cstype) const char* "string"
+%typemap(csin) const char* "Text.Encode($csinput)"
+%typemap(csout, excode=SWIGEXCODE) const char* {
+    global::System.IntPtr ret = $imcall;$excode
+    return Text.Decode(ret);
+  }
+%typemap(csvarout, excode=SWIGEXCODE2) const char* %{
+    get {
+      global::System.IntPtr ret = $imcall;$excode
+      return Text.Decode(ret);
+    } %}
+%typemap(in) const char* "$1 = ($1_ltype)$input;"
+%typemap(out) const char* "$result = $1;"
+%typemap(freearg) const char* ""
+
+// ---- Status -------------------------------------------------------------------------------------
+
+%typemap(ctype, out="void") ga_status "int32_t"
+%typemap(imtype, out="void") ga_status "int"
+%typemap(cstype, out="void") ga_status "int"
+%typemap(csout, excode=SWIGEXCODE) ga_status {
+    $imcall;$excode
+  }
+%typemap(out, canthrow=1, null="") ga_status %{
+  if ($1 != GA_OK) GA_RAISE($1, $null);
+%}
+
+// ---- Out parameters and arrays ------------------------------------------------------------------
+
+%define GA_CSHARP_OUT(TYPE, CSHARP)
+%typemap(ctype) TYPE* OUT "TYPE*"
+%typemap(imtype) TYPE* OUT "out CSHARP"
+%typemap(cstype) TYPE* OUT "out CSHARP"
+%typemap(csin) TYPE* OUT "out $csinput"
+%typemap(in) TYPE* OUT "$1 = ($1_ltype)$input;"
+%enddef
+GA_CSHARP_OUT(void*, global::System.IntPtr)
+GA_CSHARP_OUT(int32_t, int)
+GA_CSHARP_OUT(int64_t, long)
+GA_CSHARP_OUT(size_t, global::System.UIntPtr)
+GA_CSHARP_OUT(double, double)
+
+// Arrays are pinned for the call. The runtimes would do the same for an argument of an array's type, only slower.
+%typemap(ctype) const int64_t* ARRAY "const int64_t*"
+%typemap(imtype) const int64_t* ARRAY "global::System.IntPtr"
+%typemap(cstype) const int64_t* ARRAY "long[]"
+%typemap(csin, pre="    fixed (long* pinned_$csinput = $csinput) {", terminator="    }")
+    const int64_t* ARRAY "(global::System.IntPtr)pinned_$csinput"
+%typemap(in) const int64_t* ARRAY "$1 = ($1_ltype)$input;"
+
+%typemap(ctype) (const void* const* ARRAY, size_t COUNT) "size_t jcount, void*"
+%typemap(imtype) (const void* const* ARRAY, size_t COUNT)
+    "global::System.UIntPtr jcount, global::System.IntPtr"
+%typemap(cstype) (const void* const* ARRAY, size_t COUNT) "global::System.IntPtr[]"
+%typemap(csin, pre="    fixed (global::System.IntPtr* pinned_$csinput = $csinput) {", terminator="    }")
+    (const void* const* ARRAY, size_t COUNT)
+    "(global::System.UIntPtr)$csinput.Length, (global::System.IntPtr)pinned_$csinput"
+%typemap(in) (const void* const* ARRAY, size_t COUNT) "$1 = ($1_ltype)$input; $2 = jcount;"
+
+%typemap(ctype) (int32_t COUNT, const int64_t* ARRAY) "int32_t jcount, void*"
+%typemap(imtype) (int32_t COUNT, const int64_t* ARRAY) "int jcount, global::System.IntPtr"
+%typemap(cstype) (int32_t COUNT, const int64_t* ARRAY) "long[]"
+%typemap(csin, pre="    fixed (long* pinned_$csinput = $csinput) {", terminator="    }")
+    (int32_t COUNT, const int64_t* ARRAY) "$csinput.Length, (global::System.IntPtr)pinned_$csinput"
+%typemap(in) (int32_t COUNT, const int64_t* ARRAY) "$1 = jcount; $2 = ($2_ltype)$input;"
+
+%typemap(ctype) (const double* ARRAY, int64_t COUNT) "int64_t jcount, void*"
+%typemap(imtype) (const double* ARRAY, int64_t COUNT) "long jcount, global::System.IntPtr"
+%typemap(cstype) (const double* ARRAY, int64_t COUNT) "double[]"
+%typemap(csin, pre="    fixed (double* pinned_$csinput = $csinput) {", terminator="    }")
+    (const double* ARRAY, int64_t COUNT) "$csinput.LongLength, (global::System.IntPtr)pinned_$csinput"
+%typemap(in) (const double* ARRAY, int64_t COUNT) "$1 = ($1_ltype)$input; $2 = jcount;"
+
+// ---- What a training loop calls -----------------------------------------------------------------
+
+// Options of a micro-batch are plain arguments, without a proxy: 0 and 0 are the defaults.
+%ignore ga_micro_options;
+%typemap(ctype) const ga_micro_options* options "double jloss_scale, uint32_t"
+%typemap(imtype) const ga_micro_options* options "double jloss_scale, uint"
+%typemap(cstype) const ga_micro_options* options "double loss_scale, uint"
+%typemap(csin) const ga_micro_options* options "loss_scale, $csinput"
+%typemap(in, canthrow=1) const ga_micro_options* options (ga_micro_options micro) %{
+  $1 = nullptr;
+  if (jloss_scale != 0 || $input != 0) {
+    const ga_status status = ga_micro_options_init(&micro, sizeof micro);
+    if (status != GA_OK) GA_RAISE(status, $null);
+    micro.loss_scale = jloss_scale;
+    micro.flags = $input;
+    $1 = &micro;
+  }
+%}
+
+// The properties name and note have accessors of these names in C#.
+%rename(SetName) ga_flat_entry::set_name;
+%rename(SetNote) ga_state_options::set_note;
+
+%include "../gradaccum.i"
+
+// Results come in two arrays, integers and reals, each in the order of the struct: a call for each
+// field would cost more than the step.
+%apply void* ADDRESS { int64_t* integers, double* reals };
+%{
+static void write_fields(const ga_step_result& result, int64_t* integers, double* reals) {
+  *integers++ = result.outcome;
+  *integers++ = result.windows;
+  *integers++ = result.steps;
+  *integers++ = result.micro_batches;
+  *integers++ = result.skipped;
+  *integers++ = result.dropped;
+  *integers++ = result.window_dropped;
+  *integers++ = static_cast<int64_t>(result.dropped_micros);
+  *reals++ = result.weight;
+  *reals++ = result.norm;
+  *reals++ = result.clip_factor;
+  *reals++ = result.lr;
+  *reals++ = result.loss_scale;
+  *reals++ = result.noise_scale;
+  *reals++ = result.noise_trace;
+  *reals++ = result.noise_signal;
+}
+%}
+%inline %{
+static ga_status ga_step_fields(ga_context* ctx, int64_t* integers, double* reals) {
+  ga_step_result result;
+  ga_status status = ga_step_result_init(&result, sizeof result);
+  if (status == GA_OK) status = ga_step(ctx, &result);
+  if (status == GA_OK) write_fields(result, integers, reals);
+  return status;
+}
+
+static ga_status ga_step_result_get_fields(ga_context* ctx, int64_t window, int32_t wait,
+                                           int64_t* integers, double* reals) {
+  ga_step_result result;
+  ga_status status = ga_step_result_init(&result, sizeof result);
+  if (status == GA_OK) status = ga_step_result_get(ctx, window, wait, &result);
+  if (status == GA_OK) write_fields(result, integers, reals);
+  return status;
+}
+
+static ga_status ga_window_fields(const ga_context* ctx, int64_t* integers, double* reals) {
+  ga_window_info info;
+  ga_status status = ga_window_info_init(&info, sizeof info);
+  if (status == GA_OK) status = ga_window(ctx, &info);
+  if (status != GA_OK) return status;
+  *integers++ = info.state;
+  *integers++ = info.micro_batches;
+  *integers++ = info.open_micro;
+  *integers++ = info.accum_steps;
+  *integers++ = info.windows;
+  *integers++ = info.steps;
+  *reals = info.weight;
+  return GA_OK;
+}
+%}
+
+// The properties name and note have accessors of these names in C#.
+%rename(SetName) ga_flat_entry::set_name;
+%rename(SetNote) ga_state_options::set_note;
+
+%include "../gradaccum.i"
