@@ -24,8 +24,8 @@ namespace GradAccum {
     public void Accumulate(Param param, Tensor gradient) {
       int id = context.Id(param);
       using (Call call = Begin()) {
+        context.RequirePlace("gradient", gradient);
         Check(call.Context, id, gradient);
-        context.RequirePlace("a gradient", gradient);
         Pin pin = new Pin(gradient);
         try {
           Raw.ga_accumulate_part(call.Context, id, pin.Address);
