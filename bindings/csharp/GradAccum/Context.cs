@@ -313,7 +313,7 @@ namespace GradAccum {
     /// <param name="window">Its number in <see cref="StepResult.Windows"/>; 0: the last one.</param>
     /// <param name="wait">Whether to wait for a device; else the outcome may be pending.</param>
     /// <returns>The result.</returns>
-    public unsafe StepResult ResultOf(long window = 0, bool wait = true) {
+    public unsafe StepResult GetStepResult(long window = 0, bool wait = true) {
       long* integers = stackalloc long[StepResult.Integers];
       double* reals = stackalloc double[StepResult.Reals];
       using (Call call = Begin()) {
@@ -453,7 +453,7 @@ namespace GradAccum {
     /// <param name="lossScale">What the loss was multiplied by; 0: as the context has it.</param>
     /// <param name="last">This micro-batch ends the window, which is then full whatever K is.</param>
     /// <returns>The micro-batch, which discards the window if it is disposed of before it was ended.</returns>
-    public MicroBatch MicroBegin(double weight = 1, long index = -1, double lossScale = 0, bool last = false) {
+    public MicroBatch BeginMicroBatch(double weight = 1, long index = -1, double lossScale = 0, bool last = false) {
       using (Call call = Begin()) {
         ++generation;
         Raw.ga_micro_begin(call.Context, index, weight, lossScale, last ? (uint)Raw.GA_MICRO_LAST : 0);
@@ -523,7 +523,7 @@ namespace GradAccum {
 
     /// <summary>Exchanges parameters and moving averages, or takes that back. Between windows.</summary>
     /// <param name="on">true: exchanges; false: takes it back, to the last bit.</param>
-    public void EmaSwap(bool on) {
+    public void SwapEma(bool on) {
       using (Call call = Begin()) {
         ++generation;
         Raw.ga_ema_swap(call.Context, on ? 1 : 0);
@@ -532,8 +532,8 @@ namespace GradAccum {
 
     /// <summary>Exchanges parameters and moving averages for a scope.</summary>
     /// <returns>What takes that back when it is disposed of.</returns>
-    public EmaScope EmaScope() {
-      EmaSwap(true);
+    public EmaScope SwapEma() {
+      SwapEma(true);
       return new EmaScope(this);
     }
 
@@ -659,12 +659,12 @@ namespace GradAccum {
     // ---- Queries ------------------------------------------------------------------------------------
 
     /// <summary>The memory that the library owns for this context.</summary>
-    public Memory Memory {
+    public MemoryUse Memory {
       get {
         using (Call call = Begin())
         using (ga_memory native = new ga_memory()) {
           Raw.ga_context_memory(call.Context, native);
-          return new Memory(native);
+          return new MemoryUse(native);
         }
       }
     }
@@ -800,7 +800,7 @@ namespace GradAccum {
     public void Dispose() {
       Context exchanged = context;
       context = null;
-      if (exchanged != null && !exchanged.IsClosed) exchanged.EmaSwap(false);
+      if (exchanged != null && !exchanged.IsClosed) exchanged.SwapEma(false);
     }
   }
 

@@ -334,7 +334,7 @@ namespace GradAccum {
   }
 
   /// <summary>What describes the spread of given statistics.</summary>
-  public enum BatchNormSpread {
+  public enum Spread {
     /// <summary>The mean squared deviation from the mean.</summary>
     Variance = Raw.GA_BN_VARIANCE,
     /// <summary>The sum of squared deviations.</summary>

@@ -121,6 +121,11 @@ namespace GradAccum {
     /// <summary>Its number: 0, 1, 2, ... in the order in which parameters are added.</summary>
     public int Id { get; }
 
+    /// <summary>Its name.</summary>
+    public string Name {
+      get { return Info.Name; }
+    }
+
     /// <summary>What the library knows of it.</summary>
     public ParamInfo Info {
       get {
@@ -198,21 +203,21 @@ namespace GradAccum {
     /// <summary>
     /// The reduced gradient, for a group with <see cref="OptimizerKind.External"/>, after an applied step.
     /// </summary>
-    public GradientView Gradient {
+    public Gradient Gradient {
       get {
         using (Call call = Context.Begin()) {
           IntPtr data;
           int dtype;
           long count;
           Raw.ga_gradient(call.Context, Id, out data, out dtype, out count);
-          return new GradientView(Context, data, (DType)dtype, count);
+          return new Gradient(Context, data, (DType)dtype, count);
         }
       }
     }
 
     /// <summary>Writes the moving average of the parameter; before the first step, the parameter itself.</summary>
     /// <param name="destination">Room for all elements, of any floating-point dtype.</param>
-    public void EmaCopyTo(Tensor destination) {
+    public void CopyEmaTo(Tensor destination) {
       using (Call call = Context.Begin()) {
         ParamInfo info = Context.Describe(call.Context, Id);
         Context.RequirePlace("the destination", destination);
@@ -226,15 +231,15 @@ namespace GradAccum {
     /// <summary>Writes the moving average of the parameter: see the overload for a tensor.</summary>
     /// <typeparam name="T">float or double.</typeparam>
     /// <param name="destination">Room for all elements.</param>
-    public unsafe void EmaCopyTo<T>(Span<T> destination) where T : struct {
+    public unsafe void CopyEmaTo<T>(Span<T> destination) where T : struct {
       fixed (byte* address = &Spans.Address((ReadOnlySpan<T>)destination)) {
         Context.RequireHost();
-        EmaCopyTo(Spans.Tensor((IntPtr)address, destination.Length, DTypes.Of<T>()));
+        CopyEmaTo(Spans.Tensor((IntPtr)address, destination.Length, DTypes.Of<T>()));
       }
     }
 
     /// <summary>The arrays that the library keeps for the parameter.</summary>
-    public StateInfo[] States {
+    public StateInfo[] State {
       get {
         using (Call call = Context.Begin()) return Describe(call.Context);
       }
@@ -244,7 +249,7 @@ namespace GradAccum {
     /// <typeparam name="T">The type of its elements; ushort for the two dtypes of 16 bits.</typeparam>
     /// <param name="name">Its name, such as exp_avg.</param>
     /// <returns>A copy.</returns>
-    public unsafe T[] StateGet<T>(string name) where T : struct {
+    public unsafe T[] GetState<T>(string name) where T : struct {
       if (name == null) throw new ArgumentNullException("name");
       using (Call call = Context.Begin()) {
         StateInfo? found = Find(call.Context, name);
@@ -263,7 +268,7 @@ namespace GradAccum {
     /// <summary>Writes an array that the library keeps. Between windows.</summary>
     /// <param name="name">Its name.</param>
     /// <param name="values">Its elements, of its dtype, in the memory of the host.</param>
-    public unsafe void StateSet(string name, Tensor values) {
+    public unsafe void SetState(string name, Tensor values) {
       if (name == null) throw new ArgumentNullException("name");
       byte none = 0;
       using (Call call = Context.Begin())
@@ -274,7 +279,7 @@ namespace GradAccum {
     }
 
     /// <summary>Puts all state of the parameter back to the beginning. Between windows.</summary>
-    public void StateReset() {
+    public void ResetState() {
       using (Call call = Context.Begin()) Raw.ga_state_reset(call.Context, Id);
     }
 
@@ -361,7 +366,7 @@ namespace GradAccum {
     /// <param name="mean">The mean of each channel, f32 or f64.</param>
     /// <param name="spread">The spread of each channel, of the same dtype.</param>
     /// <param name="kind">What the spread is.</param>
-    public void AccumulateStats(long count, Tensor mean, Tensor spread, BatchNormSpread kind) {
+    public void AccumulateStats(long count, Tensor mean, Tensor spread, Spread kind) {
       using (Call call = Context.Begin()) {
         RequireStatistics("mean", mean, mean.DType);
         RequireStatistics("spread", spread, mean.DType);
@@ -373,7 +378,7 @@ namespace GradAccum {
     }
 
     /// <summary>Ends the first sweep in window mode.</summary>
-    public void EndSweep() {
+    public void FinalizeStats() {
       using (Call call = Context.Begin()) Raw.ga_bn_finalize(call.Context, Id);
     }
 

@@ -3,7 +3,7 @@ using System;
 
 namespace GradAccum {
   /// <summary>
-  /// An open micro-batch, made by <see cref="Context.MicroBegin"/>. If it is disposed of before
+  /// An open micro-batch, made by <see cref="Context.BeginMicroBatch"/>. If it is disposed of before
   /// <see cref="End"/>, <see cref="Abort"/> or <see cref="Discard"/>, the window is discarded: half a
   /// micro-batch never reaches a step.
   /// </summary>

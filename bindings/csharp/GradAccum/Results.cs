@@ -115,8 +115,8 @@ namespace GradAccum {
   }
 
   /// <summary>Bytes that the library owns for a context, by purpose.</summary>
-  public struct Memory {
-    internal Memory(ga_memory native) {
+  public struct MemoryUse {
+    internal MemoryUse(ga_memory native) {
       Accumulators = native.accumulators;
       OptimizerState = native.optimizer_state;
       Workspace = native.workspace;

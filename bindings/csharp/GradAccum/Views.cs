@@ -18,12 +18,12 @@ namespace GradAccum {
   /// <see cref="Param.Gradient"/>. It can be read until the next micro-batch, step or discard; after that its
   /// members throw.
   /// </summary>
-  public sealed class GradientView {
+  public sealed class Gradient {
     private readonly Context context;
     private readonly long generation;
     private readonly IntPtr data;
 
-    internal GradientView(Context context, IntPtr data, DType dtype, long count) {
+    internal Gradient(Context context, IntPtr data, DType dtype, long count) {
       this.context = context;
       generation = context.Generation;
       this.data = data;

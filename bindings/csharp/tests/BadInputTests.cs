@@ -112,7 +112,7 @@ namespace GradAccum.Tests {
       using (Context context = new Context()) {
         Group group = context.AddGroup(new Optimizer(OptimizerKind.Sgd));
         Param param = context.AddParam(group, "e", new float[6], new ParamOptions {Rows = Rows.Dense}, 3, 2);
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           Expect.Fails(Status.InvalidArgument, () => micro.AccumulateRows(param, new int[] {0, 1}, new float[3]), "3 elements");
           Expect.Fails(Status.InvalidArgument, () => micro.AccumulateRows(param, new float[] {0}, new float[2]), "indices");
           Expect.Fails(Status.InvalidArgument, () => micro.AccumulateRows(param, new int[] {3}, new float[2]));
@@ -171,8 +171,8 @@ namespace GradAccum.Tests {
         Expect.Fails(Status.InvalidArgument, () => context.SetAccumSchedule(new long[] {1}, new long[] {1}));
         Expect.Fails(Status.InvalidArgument, () => context.SetAccumSchedule(new long[] {0}, new long[0]), "1 from_steps");
         Expect.Fails(Status.InvalidArgument, () => context.SetSteps(-1));
-        Expect.Fails(Status.InvalidState, () => context.FindParam("w").EmaCopyTo(new float[4]));
-        Expect.Fails(Status.InvalidArgument, () => context.ResultOf(5));
+        Expect.Fails(Status.InvalidState, () => context.FindParam("w").CopyEmaTo(new float[4]));
+        Expect.Fails(Status.InvalidArgument, () => context.GetStepResult(5));
       }
     }
 
@@ -181,16 +181,16 @@ namespace GradAccum.Tests {
       using (Context other = WithOne()) {
         Expect.Fails(Status.InvalidArgument, () => context.AddParam(other.Groups[0], "x", new float[1], 1), "another context");
         Param gone = context.FindParam("w");
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           Expect.Fails(Status.InvalidArgument, () => micro.Accumulate(other.FindParam("w"), new float[4]), "another context");
         }
         gone.Remove();
         foreach (Action use in new Action[] {() => gone.Remove(), () => { ParamInfo info = gone.Info; },
                                              () => gone.Bind(new float[4]), () => gone.SetFrozen(true),
-                                             () => { StateInfo[] states = gone.States; }}) {
+                                             () => { StateInfo[] states = gone.State; }}) {
           Expect.Fails(Status.InvalidArgument, use);
         }
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           Expect.Fails(Status.InvalidArgument, () => micro.Accumulate(gone, new float[4]));
         }
         context.Accumulate(new Tensor[] {default(Tensor)});

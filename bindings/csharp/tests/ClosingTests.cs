@@ -15,7 +15,7 @@ namespace GradAccum.Tests {
       Context context = WithOne();
       Group group = context.Groups[0];
       Param param = context.FindParam("w");
-      MicroBatch micro = context.MicroBegin();
+      MicroBatch micro = context.BeginMicroBatch();
       Accumulator accumulator = micro.Acquire(param);
       context.Dispose();
       context.Dispose();
@@ -23,7 +23,7 @@ namespace GradAccum.Tests {
                  () => context.Step(), () => context.Accumulate(new float[4]), () => context.Discard(),
                  () => { Window window = context.Window; }, () => context.AddGroup(new Optimizer(OptimizerKind.Sgd)),
                  () => context.Save("nowhere"), () => group.SetLr(1), () => { double lr = group.Lr; },
-                 () => { ParamInfo info = param.Info; }, () => param.Bind(new float[4]), () => context.MicroBegin(),
+                 () => { ParamInfo info = param.Info; }, () => param.Bind(new float[4]), () => context.BeginMicroBatch(),
                  () => micro.End(), () => micro.Accumulate(param, new float[4]),
                  () => accumulator.Write<float>(elements => {}), () => context.Accumulate(new ReadOnlySpan<float>(new float[4]))
                }) {
@@ -155,25 +155,25 @@ namespace GradAccum.Tests {
     public void MicroBatchesThatWereNotEnded() {
       using (Context context = WithOne()) {
         Param param = context.FindParam("w");
-        using (MicroBatch micro = context.MicroBegin()) micro.Accumulate(param, new float[4]);
+        using (MicroBatch micro = context.BeginMicroBatch()) micro.Accumulate(param, new float[4]);
         Expect.Equal(WindowState.Empty, context.Window.State);
         Expect.Throws<InvalidOperationException>(() => {
-          using (MicroBatch micro = context.MicroBegin()) throw new InvalidOperationException("mine");
+          using (MicroBatch micro = context.BeginMicroBatch()) throw new InvalidOperationException("mine");
         }, "mine");
         Expect.Equal(-1L, context.Window.OpenMicro);
-        MicroBatch first = context.MicroBegin();
+        MicroBatch first = context.BeginMicroBatch();
         first.End();
         Expect.Fails(Status.InvalidState, () => first.End(), "closed");
-        MicroBatch second = context.MicroBegin();
+        MicroBatch second = context.BeginMicroBatch();
         Expect.Fails(Status.InvalidState, () => first.Accumulate(param, new float[4]), "closed");
         first.Dispose();
         Expect.Equal(1L, context.Window.OpenMicro);
         second.Abort();
-        MicroBatch third = context.MicroBegin();
+        MicroBatch third = context.BeginMicroBatch();
         third.Discard();
         Expect.Equal(WindowState.Empty, context.Window.State);
         third.Dispose();
-        MicroBatch fourth = context.MicroBegin();
+        MicroBatch fourth = context.BeginMicroBatch();
         context.Discard();
         Expect.Fails(Status.InvalidState, () => fourth.End(), "closed");
       }

@@ -24,8 +24,8 @@ namespace GradAccum.Tests {
       {"ga_config.allocate", "its memory is not that of the run time"},
       {"ga_config.free", "belongs to allocate"},
       {"ga_config.allocator_user", "belongs to allocate"},
-      {"ga_micro_options.loss_scale", "an argument of Accumulate and MicroBegin"},
-      {"ga_micro_options.flags", "GA_MICRO_LAST is an argument of Accumulate and MicroBegin"},
+      {"ga_micro_options.loss_scale", "an argument of Accumulate and BeginMicroBatch"},
+      {"ga_micro_options.flags", "GA_MICRO_LAST is an argument of Accumulate and BeginMicroBatch"},
       {"ga_schedule.table_size", "set with the table"},
       {"ga_flat_entry.rank", "set with the shape"},
     };
@@ -50,7 +50,7 @@ namespace GradAccum.Tests {
     public void EveryFunction() {
       HashSet<string> called = Called();
       List<string> symbols = new List<string>();
-      foreach (string line in File.ReadAllLines(Children.Variable("GA_TEST_SYMBOLS"))) symbols.Add(line.Split('@')[0]);
+      foreach (string line in File.ReadAllLines(Children.Variable("GA_TEST_ROOT") + "/tests/abi/symbols.txt")) symbols.Add(line.Split('@')[0]);
       foreach (Match match in Regex.Matches(header, @"GA_API[^;(]*?\b(ga_\w+)\(")) {
         Expect.True(symbols.Contains(match.Groups[1].Value), match.Groups[1].Value + " is not exported");
       }
@@ -95,7 +95,7 @@ namespace GradAccum.Tests {
 
     public void EveryEnumerator() {
       StringBuilder sources = new StringBuilder();
-      foreach (string file in Directory.GetFiles(Children.Variable("GA_TEST_SOURCES"), "*.cs")) {
+      foreach (string file in Directory.GetFiles(Children.Variable("GA_TEST_ROOT") + "/bindings/csharp/GradAccum", "*.cs")) {
         sources.Append(File.ReadAllText(file));
       }
       HashSet<string> used = new HashSet<string>();

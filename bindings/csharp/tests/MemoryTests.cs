@@ -96,7 +96,7 @@ namespace GradAccum.Tests {
         context = With(null, () => New());
         context.Accumulate(New());
         context.Accumulate(new Tensor[] {New()});
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           micro.Accumulate(context.FindParam("w0"), New());
           micro.AccumulateRows(context.FindParam("w0"), new int[] {1}, New(1));
           micro.End();
@@ -114,7 +114,7 @@ namespace GradAccum.Tests {
       Aside(() => context.Accumulate(new Tensor[] {New(), default(Tensor)}));  // 4
       Pinned(true, true, false, true, false);
       Aside(() => {
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           micro.Accumulate(context.FindParam("w1"), New());  // 5
           micro.End();
         }
@@ -158,7 +158,7 @@ namespace GradAccum.Tests {
       Context context = null;
       Aside(() => {
         context = With(new Config {GradientLife = GradientLife.Live}, () => New());
-        MicroBatch micro = context.MicroBegin();
+        MicroBatch micro = context.BeginMicroBatch();
         micro.Accumulate(context.FindParam("w0"), New());
       });
       Pinned(true, true);
@@ -190,7 +190,7 @@ namespace GradAccum.Tests {
         Aside(() => {
           context = With(drop ? new Config {Nonfinite = Nonfinite.DropMicro} : null, () => New(), 2);
           if (!drop) context.SetClip(new Clip {Scope = ClipScope.Global, MaxNorm = 1, When = ClipWhen.Micro});
-          MicroBatch micro = context.MicroBegin();
+          MicroBatch micro = context.BeginMicroBatch();
           micro.Accumulate(context.FindParam("w0"), New());
           int[] indices = {1};
           arrays.Add(new WeakReference(indices));
@@ -205,7 +205,7 @@ namespace GradAccum.Tests {
         Aside(() => context.OpenMicro.End());
         Pinned(true, true, false, false, false);
         Aside(() => {
-          MicroBatch micro = context.MicroBegin();
+          MicroBatch micro = context.BeginMicroBatch();
           micro.Accumulate(context.FindParam("w0"), New());
         });
         Pinned(true, true, false, false, false, true);
@@ -220,7 +220,7 @@ namespace GradAccum.Tests {
       using (Context context = With(new Config {GradientLife = GradientLife.Live}, () => New())) {
         Expect.Fails(Status.InvalidArgument, () => context.Accumulate(new ReadOnlySpan<float>(gradient)), "GradientLife.Live",
                      "Accumulate with a Tensor", "PinnedArray");
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           Expect.Fails(Status.InvalidArgument,
                        () => micro.Accumulate(context.FindParam("w0"), new ReadOnlySpan<float>(gradient)), "GradientLife.Live");
         }
@@ -228,7 +228,7 @@ namespace GradAccum.Tests {
       using (Context context = With(new Config {Nonfinite = Nonfinite.DropMicro}, () => New())) {
         context.Accumulate(new ReadOnlySpan<float>(gradient));
         Param param = context.FindParam("w0");
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           Expect.Fails(Status.InvalidArgument, () => micro.Accumulate(param, new Span<float>(gradient)), "DropMicro",
                        "Accumulate with a Tensor");
           Expect.Fails(Status.InvalidArgument,
@@ -239,18 +239,18 @@ namespace GradAccum.Tests {
       using (Context context = With(null, () => New())) {
         Param param = context.FindParam("w0");
         context.Groups[0].SetClip(new Clip {Scope = ClipScope.Global, MaxNorm = 1, When = ClipWhen.Micro});
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           Expect.Fails(Status.InvalidArgument, () => micro.Accumulate(param, new Span<float>(gradient)), "ClipWhen.Micro");
         }
         context.Groups[0].SetClip(null);
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           micro.Accumulate(param, new Span<float>(gradient));
           micro.End();
         }
         context.Discard();
         byte[] state = context.SaveToMemory();
         context.LoadFromMemory(state, new StateOptions {Settings = StateSettings.Take});
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           Expect.Fails(Status.InvalidArgument, () => micro.Accumulate(param, new Span<float>(gradient)), "load");
         }
       }
@@ -260,13 +260,13 @@ namespace GradAccum.Tests {
     public void PartsAreReadAtTheEnd() {
       float[] w = {0, 0, 0, 0}, gradient = {1, 1, 1, 1};
       using (Context context = With(new Config {Nonfinite = Nonfinite.DropMicro}, () => w)) {
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           micro.Accumulate(context.FindParam("w0"), gradient);
           gradient[0] = float.NaN;
           micro.End();
         }
         Expect.Equal(StepOutcome.SkippedEmpty, context.Step().Outcome);
-        Expect.Equal(1L, context.ResultOf().Dropped);
+        Expect.Equal(1L, context.GetStepResult().Dropped);
       }
     }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 using System;
 using System.Collections.Generic;
+using System.Diagnostics;
 using System.Reflection;
 
 namespace GradAccum.Tests {
@@ -10,64 +11,81 @@ namespace GradAccum.Tests {
   }
 
   /// <summary>
-  /// Runs the public methods without parameters of the classes whose names end with Tests: all, or those
-  /// that the arguments name, as Class or Class.Method. The last line is "N passed, N failed, N skipped".
+  /// Runs the public methods without parameters of the classes whose names end with Tests, with the
+  /// arguments and the output of GoogleTest, which tests/cases reads: one process runs many tests, and each
+  /// of them counts.
+  ///
+  /// Arguments: --gtest_filter=Class.Method:..., or --count=N, which runs nothing and fails unless there are
+  /// N tests; none: all tests. The last line is "N passed, N failed, N skipped".
   /// </summary>
   public static class Runner {
+    private const string Filter = "--gtest_filter=";
+    private const string Count = "--count=";
+
     public static int Main(string[] arguments) {
       if (arguments.Length > 0 && arguments[0] == "--child") return Children.Run(arguments);
+      List<MethodInfo> tests = Tests();
+      string[] wanted = null;
+      foreach (string argument in arguments) {
+        if (argument.StartsWith(Count)) {
+          Console.WriteLine(tests.Count + " tests were found, " + argument.Substring(Count.Length) + " expected");
+          return tests.Count.ToString() == argument.Substring(Count.Length) ? 0 : 1;
+        }
+        if (!argument.StartsWith(Filter)) {
+          Console.WriteLine("unknown argument " + argument);
+          return 2;
+        }
+        wanted = argument.Substring(Filter.Length).Split(':');
+      }
       int passed = 0, failed = 0, skipped = 0;
-      foreach (Type type in Classes()) {
-        foreach (MethodInfo method in Methods(type)) {
-          string name = type.Name + "." + method.Name;
-          if (arguments.Length > 0 && Array.IndexOf(arguments, type.Name) < 0 && Array.IndexOf(arguments, name) < 0) {
-            continue;
-          }
-          Exception exception = Run(type, method);
-          if (exception == null) {
-            ++passed;
-            Console.WriteLine("passed: " + name);
-          } else if (exception is SkipException) {
-            ++skipped;
-            Console.WriteLine("skipped: " + name + ": " + exception.Message);
-          } else {
-            ++failed;
-            Console.WriteLine("failed: " + name + ": " + exception);
-          }
+      foreach (MethodInfo test in tests) {
+        string name = test.DeclaringType.Name + "." + test.Name;
+        if (wanted != null && Array.IndexOf(wanted, name) < 0) continue;
+        Console.WriteLine("[ RUN      ] " + name);
+        Console.Out.Flush();
+        Stopwatch watch = Stopwatch.StartNew();
+        Exception exception = Run(test);
+        string end = " (" + watch.ElapsedMilliseconds + " ms)";
+        if (exception == null) {
+          ++passed;
+          Console.WriteLine("[       OK ] " + name + end);
+        } else if (exception is SkipException) {
+          ++skipped;
+          Console.WriteLine("skipped: " + exception.Message);
+          Console.WriteLine("[  SKIPPED ] " + name + end);
+        } else {
+          ++failed;
+          Console.WriteLine(exception);
+          Console.WriteLine("[  FAILED  ] " + name + end);
         }
       }
-      if (passed + failed + skipped == 0) Console.WriteLine("no test was found");
       Console.WriteLine(passed + " passed, " + failed + " failed, " + skipped + " skipped");
-      Console.Out.Flush();
-      if (failed > 0 || passed + skipped == 0) return 1;
-      return passed == 0 ? 77 : 0;
+      if (wanted != null && passed + failed + skipped < wanted.Length) {
+        Console.WriteLine("some of the tests were not found");
+        return 1;
+      }
+      return failed > 0 || passed + skipped == 0 ? 1 : 0;
     }
 
-    private static Exception Run(Type type, MethodInfo method) {
+    private static Exception Run(MethodInfo test) {
       try {
-        method.Invoke(Activator.CreateInstance(type), null);
+        test.Invoke(Activator.CreateInstance(test.DeclaringType), null);
         return null;
       } catch (TargetInvocationException exception) {
         return exception.InnerException;
       }
     }
 
-    private static List<Type> Classes() {
-      List<Type> classes = new List<Type>();
+    private static List<MethodInfo> Tests() {
+      List<MethodInfo> tests = new List<MethodInfo>();
       foreach (Type type in typeof(Runner).Assembly.GetTypes()) {
-        if (type.IsPublic && type.IsClass && type.Name.EndsWith("Tests")) classes.Add(type);
+        if (!type.IsPublic || !type.IsClass || !type.Name.EndsWith("Tests")) continue;
+        foreach (MethodInfo method in type.GetMethods(BindingFlags.Public | BindingFlags.Instance |
+                                                      BindingFlags.DeclaredOnly)) {
+          if (method.GetParameters().Length == 0 && !method.IsSpecialName) tests.Add(method);
+        }
       }
-      classes.Sort((a, b) => string.CompareOrdinal(a.Name, b.Name));
-      return classes;
-    }
-
-    private static List<MethodInfo> Methods(Type type) {
-      List<MethodInfo> methods = new List<MethodInfo>();
-      foreach (MethodInfo method in type.GetMethods(BindingFlags.Public | BindingFlags.Instance |
-                                                    BindingFlags.DeclaredOnly)) {
-        if (method.GetParameters().Length == 0 && !method.IsSpecialName) methods.Add(method);
-      }
-      return methods;
+      return tests;
     }
   }
 

@@ -34,7 +34,7 @@ namespace GradAccum.Tests {
         Expect.Near(Math.Sqrt(6 * 4 + 1.5 * 1.5), result.Norm, 1e-6, "norm");
         Expect.Same(new float[] {0, 1, 2, 3, 4, 5}, w, "w");
         Expect.Near(0.5 - 0.75, b[0], 1e-7, "b");
-        Expect.Equal(1L, context.ResultOf().Steps);
+        Expect.Equal(1L, context.GetStepResult().Steps);
       }
     }
 
@@ -69,7 +69,7 @@ namespace GradAccum.Tests {
                 break;
               default:
                 float[] around = {9, 0.1f, -0.7f, 3, 1e-3f};
-                using (MicroBatch micro = context.MicroBegin(2)) {
+                using (MicroBatch micro = context.BeginMicroBatch(2)) {
                   micro.Accumulate(context.FindParam("w"), new ReadOnlySpan<float>(around, 1, 4));
                   micro.End();
                 }
@@ -120,7 +120,7 @@ namespace GradAccum.Tests {
       using (Context context = new Context()) {
         Group group = context.AddGroup(new Optimizer(OptimizerKind.Sgd) {Lr = 1});
         Param param = context.AddParam(group, "e", table, new ParamOptions {Rows = Rows.Lazy}, 3, 2);
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           micro.AccumulateRows(param, new int[] {2, 0, 2}, new float[] {1, 2, 10, 20, 1, 2});
           micro.AccumulateRows<long, float>(param, new long[] {1}, new float[] {5, 5});
           micro.End();
@@ -137,7 +137,7 @@ namespace GradAccum.Tests {
         Param param = context.AddParam(group, "w", w, 2, 3);
         float[] dy = {1, 2, 3, 4};        // [batch 2, out 2]
         float[] x = {1, 0, 2, 0, 1, -1};  // [batch 2, in 3]
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           try {
             micro.AccumulateMatmul(param, 2, dy, 2, Transpose.Yes, x, 3, Transpose.No);
           } catch (GradAccumException exception) when (exception.Status == Status.Unsupported) {
@@ -154,7 +154,7 @@ namespace GradAccum.Tests {
       float[] w = {1, 2};
       using (Context context = WithOne(w)) {
         Accumulator dead;
-        using (MicroBatch micro = context.MicroBegin(2)) {
+        using (MicroBatch micro = context.BeginMicroBatch(2)) {
           Accumulator accumulator = micro.Acquire(context.FindParam("w"));
           Expect.Equal(0.0, accumulator.Beta);
           Expect.Equal(2.0, accumulator.Alpha);
@@ -186,7 +186,7 @@ namespace GradAccum.Tests {
         context.Accumulate(new float[] {2, 4}, 2);
         context.Accumulate(new float[] {4, 8}, 2);
         context.Step();
-        GradientView gradient = param.Gradient;
+        Gradient gradient = param.Gradient;
         float[] copy = new float[2];
         gradient.CopyTo(copy);
         Expect.Same(new float[] {3, 6}, copy);
@@ -198,7 +198,7 @@ namespace GradAccum.Tests {
         context.Accumulate(new float[] {1, 1});
         Expect.Fails(Status.InvalidState, () => gradient.CopyTo(copy), "gone");
         context.Discard();
-        Expect.Fails(Status.InvalidState, () => { GradientView none = param.Gradient; });
+        Expect.Fails(Status.InvalidState, () => { Gradient none = param.Gradient; });
       }
     }
 
@@ -276,13 +276,13 @@ namespace GradAccum.Tests {
         }
         // Parameters 0.5 and 0; the average 0.5, then 0.25.
         float[] average = new float[1];
-        param.EmaCopyTo(average);
+        param.CopyEmaTo(average);
         Expect.Equal(0.25f, average[0]);
-        param.EmaCopyTo(new Span<float>(average));
+        param.CopyEmaTo(new Span<float>(average));
         double[] wide = new double[1];
-        param.EmaCopyTo(wide);
+        param.CopyEmaTo(wide);
         Expect.Equal(0.25, wide[0]);
-        using (context.EmaScope()) Expect.Equal(0.25f, w[0]);
+        using (context.SwapEma()) Expect.Equal(0.25f, w[0]);
         Expect.Equal(0f, w[0]);
         Expect.True(context.Memory.Averages >= 4, "memory of averages");
       }
@@ -294,16 +294,16 @@ namespace GradAccum.Tests {
         Group group = context.AddGroup(new Optimizer(OptimizerKind.AdamW));
         Param param = context.AddParam(group, "w", w, 2);
         context.Prepare();
-        Expect.True(Array.Exists(param.States, state => state.Name == "exp_avg" && state.Count == 2), "exp_avg");
-        param.StateSet("exp_avg", new float[] {0.5f, 0.25f});
-        param.StateSet("step", new long[] {3});
-        Expect.Same(new float[] {0.5f, 0.25f}, param.StateGet<float>("exp_avg"));
-        Expect.Equal(3L, param.StateGet<long>("step")[0]);
-        Expect.Fails(Status.InvalidArgument, () => param.StateGet<float>("nothing"), "exp_avg");
-        Expect.Fails(Status.InvalidArgument, () => param.StateSet("exp_avg", new float[1]));
-        Expect.Fails(Status.InvalidArgument, () => param.StateGet<double>("exp_avg"));
-        param.StateReset();
-        Expect.Equal(0L, param.StateGet<long>("step")[0]);
+        Expect.True(Array.Exists(param.State, state => state.Name == "exp_avg" && state.Count == 2), "exp_avg");
+        param.SetState("exp_avg", new float[] {0.5f, 0.25f});
+        param.SetState("step", new long[] {3});
+        Expect.Same(new float[] {0.5f, 0.25f}, param.GetState<float>("exp_avg"));
+        Expect.Equal(3L, param.GetState<long>("step")[0]);
+        Expect.Fails(Status.InvalidArgument, () => param.GetState<float>("nothing"), "exp_avg");
+        Expect.Fails(Status.InvalidArgument, () => param.SetState("exp_avg", new float[1]));
+        Expect.Fails(Status.InvalidArgument, () => param.GetState<double>("exp_avg"));
+        param.ResetState();
+        Expect.Equal(0L, param.GetState<long>("step")[0]);
       }
     }
 
@@ -322,7 +322,7 @@ namespace GradAccum.Tests {
         Expect.Equal(2L, layer.Statistics(mean, variance));
         Expect.Near(2, mean[0], 1e-12);
         Expect.Near(100, variance[1], 1e-9);
-        using (MicroBatch micro = context.MicroBegin()) {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
           float[] dy = {1, 1, 3, 1};
           micro.BackwardAccumulate(layer, x, dy, 2, 1);
           micro.Backward(layer, x, dy, 2, 1, dx);
@@ -351,8 +351,8 @@ namespace GradAccum.Tests {
       using (Context context = new Context()) {
         BatchNorm layer = context.AddBatchNorm("bn", 1, null, null, new BatchNormOptions {Mode = BatchNormMode.Window});
         layer.Accumulate(new float[] {1, 3}, 2, 1);
-        layer.AccumulateStats(2, new double[] {6}, new double[] {2}, BatchNormSpread.M2);
-        layer.EndSweep();
+        layer.AccumulateStats(2, new double[] {6}, new double[] {2}, Spread.M2);
+        layer.FinalizeStats();
         double[] mean = new double[1], variance = new double[1];
         Expect.Equal(4L, layer.Statistics(mean, variance));
         // 1, 3, 5, 7.
@@ -446,7 +446,7 @@ namespace GradAccum.Tests {
           }
           context.Step();
         }
-        StepResult result = context.ResultOf();
+        StepResult result = context.GetStepResult();
         using (Call call = context.Begin())
         using (ga_step_result native = new ga_step_result()) {
           Raw.ga_step_result_get(call.Context, 0, 1, native);
