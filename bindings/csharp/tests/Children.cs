@@ -2,6 +2,7 @@
 using System;
 using System.Collections.Generic;
 using System.Diagnostics;
+using System.IO;
 
 namespace GradAccum.Tests {
   /// <summary>Parts of tests that need a process of their own.</summary>
@@ -11,6 +12,10 @@ namespace GradAccum.Tests {
         switch (arguments[1]) {
           case "version":
             Console.WriteLine("version " + Library.Version);
+            foreach (string line in File.ReadAllLines("/proc/self/maps")) {
+              int path = line.IndexOf('/');
+              if (path >= 0 && line.Contains("libgradaccum")) Console.WriteLine("loaded " + line.Substring(path));
+            }
             return 0;
           default:
             Console.WriteLine("unknown child " + arguments[1]);
