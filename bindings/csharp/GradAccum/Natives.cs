@@ -99,7 +99,7 @@ namespace GradAccum {
     }
 
     private static string Rid() {
-      return "linux-" + RuntimeInformation.ProcessArchitecture.ToString().ToLowerInvariant();
+      return RuntimeInformation.ProcessArchitecture == Architecture.Arm64 ? "linux-arm64" : "linux-x64";
     }
 
     // What the message of the loader means.
