@@ -258,8 +258,8 @@ public final class MicroBatch implements AutoCloseable {
               + " elements from row to row");
     }
     if (rows > 0 && columns > 0) {
-      count = Tensor.elements(role, param, rows - 1, stride);
-      count = Math.addExact(count, columns);
+      // All rows, less what follows the columns of the last one.
+      count = Tensor.elements(role, param, rows, stride) - (stride - columns);
     }
     return matrix.address(dtype, Math.max(count, matrix.elements(dtype)), false, role, param);
   }

@@ -22,6 +22,8 @@ import java.util.Comparator;
 import java.util.List;
 import java.util.concurrent.TimeUnit;
 import java.util.jar.JarFile;
+import java.util.zip.ZipEntry;
+import javax.xml.parsers.DocumentBuilderFactory;
 import org.junit.jupiter.api.AfterEach;
 import org.junit.jupiter.api.BeforeEach;
 import org.junit.jupiter.api.Test;
@@ -345,6 +347,41 @@ class LoaderTest {
         System.setProperty("gradaccum.native.path", saved);
       }
     }
+  }
+
+  private static List<String> entries(String jar) throws IOException {
+    try (JarFile file = new JarFile(jar)) {
+      return file.stream().map(ZipEntry::getName).toList();
+    }
+  }
+
+  @Test
+  void packagesAsMavenHasThem() throws Exception {
+    String name = JAR.replaceAll("\\.jar$", "");
+    List<String> jar = entries(JAR);
+    assertTrue(jar.containsAll(List.of("LICENSE", "org/gradaccum/Context.class")), jar.toString());
+    List<String> sources = entries(name + "-sources.jar");
+    assertTrue(
+        sources.containsAll(List.of("org/gradaccum/Context.java", "org/gradaccum/Raw.java")),
+        sources.toString());
+    List<String> javadoc = entries(name + "-javadoc.jar");
+    assertTrue(javadoc.contains("org/gradaccum/Context.html"), javadoc.toString());
+    assertTrue(
+        javadoc.stream().noneMatch(entry -> entry.contains("/Raw") || entry.contains("/ga_")),
+        javadoc.toString());
+    var pom =
+        DocumentBuilderFactory.newInstance()
+            .newDocumentBuilder()
+            .parse(Path.of(name + ".pom").toFile());
+    String version = pom.getElementsByTagName("version").item(0).getTextContent();
+    String artifact = pom.getElementsByTagName("artifactId").item(0).getTextContent();
+    assertEquals(Path.of(JAR).getFileName().toString(), artifact + "-" + version + ".jar");
+    String[] numbers = version.split("\\.");
+    assertEquals(
+        Library.expectedVersion(),
+        10000 * Integer.parseInt(numbers[0])
+            + 100 * Integer.parseInt(numbers[1])
+            + Integer.parseInt(numbers[2]));
   }
 
   @Test

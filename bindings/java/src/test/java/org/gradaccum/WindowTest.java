@@ -281,6 +281,18 @@ class WindowTest {
                     micro.accumulateMatmul(
                         param, 3, dy, 2, Transpose.TRANSPOSE, x, 3, Transpose.NO_TRANSPOSE));
         assertTrue(e.getMessage().startsWith("parameter \"w\": a: there are 16"), e.getMessage());
+        for (long huge : new long[] {Long.MAX_VALUE, 1L << 62, -1}) {
+          assertThrows(
+              IllegalArgumentException.class,
+              () ->
+                  micro.accumulateMatmul(
+                      param, 2, dy, huge, Transpose.TRANSPOSE, x, 3, Transpose.NO_TRANSPOSE));
+          assertThrows(
+              IllegalArgumentException.class,
+              () ->
+                  micro.accumulateMatmul(
+                      param, huge, dy, huge, Transpose.NO_TRANSPOSE, x, 3, Transpose.NO_TRANSPOSE));
+        }
         micro.end();
       }
       context.step();
