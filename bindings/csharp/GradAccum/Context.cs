@@ -858,9 +858,11 @@ namespace GradAccum {
       if (dtypes[slot] != DType.Default && gradient.DType != dtypes[slot]) {
         throw GradAccumException.Invalid(Name(slot) + ": gradient has dtype " + gradient.DType + ", expected " + dtypes[slot]);
       }
-      if (gradient.Length * DTypes.Size(gradient.DType) < bytes[slot]) {
+      int size = DTypes.Size(gradient.DType);
+      long expected = bytes[slot] / size + (bytes[slot] % size == 0 ? 0 : 1);
+      if (gradient.Length < expected) {
         throw GradAccumException.Invalid(Name(slot) + ": gradient has " + gradient.Length + " elements, fewer than the " +
-                                         bytes[slot] / DTypes.Size(gradient.DType) + " expected");
+                                         expected + " expected");
       }
     }
 
@@ -899,6 +901,7 @@ namespace GradAccum {
     }
 
     internal static void Require(string what, Tensor tensor, long count, DType dtype) {
+      if (tensor.IsNone) throw GradAccumException.Invalid(what + " is missing; " + count + " elements were expected");
       if (tensor.DType != dtype) {
         throw GradAccumException.Invalid(what + " has dtype " + tensor.DType + ", expected " + dtype);
       }

@@ -85,6 +85,7 @@ namespace GradAccum.Tests {
           Expect.Fails(Status.InvalidArgument, () => new Tensor(even, 1, (DType)99), "99");
           Expect.Fails(Status.InvalidArgument, () => new Tensor(IntPtr.Zero, 4, DType.F32), "address 0");
           context.Accumulate(new Tensor(even, 4, DType.F32));
+          context.Accumulate(new Tensor(even, long.MaxValue, DType.F32));
           context.Discard();
         }
         float[] w = new float[4];
@@ -132,6 +133,7 @@ namespace GradAccum.Tests {
           Expect.Fails(Status.InvalidArgument,
                        () => micro.AccumulateMatmul(param, 2, a, 2, Transpose.No, new double[4], 2, Transpose.No), "F64");
           Expect.Fails(Status.InvalidArgument, () => micro.Accumulate(param, new float[5]), "5 elements");
+          Expect.Fails(Status.InvalidArgument, () => micro.Accumulate(param, new Span<float>()), "missing", "6 elements");
           Expect.Throws<ArgumentNullException>(() => micro.Accumulate(param, default(Tensor)));
           Expect.Throws<ArgumentNullException>(() => micro.Accumulate(null, new float[6]));
           Expect.Fails(Status.InvalidArgument, () => micro.Accumulate(param, new Span<ushort>(new ushort[6])));
