@@ -286,10 +286,12 @@ namespace GradAccum {
     /// <summary>The state of the window.</summary>
     public unsafe Window Window {
       get {
-        long* integers = stackalloc long[Window.Integers];
-        double* reals = stackalloc double[Window.Reals];
-        using (Call call = Begin()) Raw.ga_window_fields(call.Context, (IntPtr)integers, (IntPtr)reals);
-        return new Window(integers, reals);
+        Window window;
+        long* fields = (long*)&window;
+        using (Call call = Begin()) {
+          Raw.ga_window_fields(call.Context, (IntPtr)fields, (IntPtr)(fields + Window.Integers));
+        }
+        return window;
       }
     }
 
@@ -299,14 +301,14 @@ namespace GradAccum {
     /// </summary>
     /// <returns>What the step has done.</returns>
     public unsafe StepResult Step() {
-      long* integers = stackalloc long[StepResult.Integers];
-      double* reals = stackalloc double[StepResult.Reals];
+      StepResult result;
+      long* fields = (long*)&result;
       using (Call call = Begin()) {
         ++generation;
-        Raw.ga_step_fields(call.Context, (IntPtr)integers, (IntPtr)reals);
+        Raw.ga_step_fields(call.Context, (IntPtr)fields, (IntPtr)(fields + StepResult.Integers));
         handle.Kept.WindowEnded();
       }
-      return new StepResult(integers, reals);
+      return result;
     }
 
     /// <summary>The result of a step. The last 64 are kept.</summary>
@@ -314,12 +316,12 @@ namespace GradAccum {
     /// <param name="wait">Whether to wait for a device; else the outcome may be pending.</param>
     /// <returns>The result.</returns>
     public unsafe StepResult GetStepResult(long window = 0, bool wait = true) {
-      long* integers = stackalloc long[StepResult.Integers];
-      double* reals = stackalloc double[StepResult.Reals];
+      StepResult result;
+      long* fields = (long*)&result;
       using (Call call = Begin()) {
-        Raw.ga_step_result_get_fields(call.Context, window, wait ? 1 : 0, (IntPtr)integers, (IntPtr)reals);
+        Raw.ga_step_result_get_fields(call.Context, window, wait ? 1 : 0, (IntPtr)fields, (IntPtr)(fields + StepResult.Integers));
       }
-      return new StepResult(integers, reals);
+      return result;
     }
 
     /// <summary>Drops the window, an open micro-batch included.</summary>

@@ -1,117 +1,141 @@
 // SPDX-License-Identifier: Apache-2.0
 using System;
+using System.Runtime.InteropServices;
 
 namespace GradAccum {
   /// <summary>What a step has done.</summary>
+  [StructLayout(LayoutKind.Sequential)]
   public struct StepResult {
-    // The fields as the raw layer writes them.
+    // In the order in which the raw layer writes them.
     internal const int Integers = 8;
     internal const int Reals = 8;
-
-    internal unsafe StepResult(long* integers, double* reals) {
-      Outcome = (StepOutcome)integers[0];
-      Windows = integers[1];
-      Steps = integers[2];
-      MicroBatches = integers[3];
-      Skipped = integers[4];
-      Dropped = integers[5];
-      WindowDropped = integers[6];
-      DroppedMicros = unchecked((ulong)integers[7]);
-      Weight = reals[0];
-      Norm = reals[1];
-      ClipFactor = reals[2];
-      Lr = reals[3];
-      LossScale = reals[4];
-      NoiseScale = reals[5];
-      NoiseTrace = reals[6];
-      NoiseSignal = reals[7];
-    }
+    private readonly long outcome, windows, steps, microBatches, skipped, dropped, windowDropped, droppedMicros;
+    private readonly double weight, norm, clipFactor, lr, lossScale, noiseScale, noiseTrace, noiseSignal;
 
     /// <summary>Whether the step was applied, or why not.</summary>
-    public StepOutcome Outcome { get; }
+    public StepOutcome Outcome {
+      get { return (StepOutcome)outcome; }
+    }
 
     /// <summary>Steps that the context has ended, this one included.</summary>
-    public long Windows { get; }
+    public long Windows {
+      get { return windows; }
+    }
 
     /// <summary>Applied steps, this one included.</summary>
-    public long Steps { get; }
+    public long Steps {
+      get { return steps; }
+    }
 
     /// <summary>Micro-batches of this window.</summary>
-    public long MicroBatches { get; }
+    public long MicroBatches {
+      get { return microBatches; }
+    }
 
     /// <summary>Windows that were not applied, since the context was created.</summary>
-    public long Skipped { get; }
+    public long Skipped {
+      get { return skipped; }
+    }
 
     /// <summary>Micro-batches that were dropped, since the context was created.</summary>
-    public long Dropped { get; }
+    public long Dropped {
+      get { return dropped; }
+    }
 
     /// <summary>Micro-batches of this window that were dropped.</summary>
-    public long WindowDropped { get; }
+    public long WindowDropped {
+      get { return windowDropped; }
+    }
 
     /// <summary>Bit i: micro-batch i of this window was dropped.</summary>
-    public ulong DroppedMicros { get; }
+    public ulong DroppedMicros {
+      get { return unchecked((ulong)droppedMicros); }
+    }
 
     /// <summary>The sum of the weights of this window.</summary>
-    public double Weight { get; }
+    public double Weight {
+      get { return weight; }
+    }
 
     /// <summary>The 2-norm of the reduced gradient before clipping; NaN if nothing has measured it.</summary>
-    public double Norm { get; }
+    public double Norm {
+      get { return norm; }
+    }
 
     /// <summary>The least factor of a clip by norm; 1 without one.</summary>
-    public double ClipFactor { get; }
+    public double ClipFactor {
+      get { return clipFactor; }
+    }
 
     /// <summary>The learning rate of group 0 in this step; 0 if it was skipped.</summary>
-    public double Lr { get; }
+    public double Lr {
+      get { return lr; }
+    }
 
     /// <summary>The loss scale of this window.</summary>
-    public double LossScale { get; }
+    public double LossScale {
+      get { return lossScale; }
+    }
 
     /// <summary>The simple noise scale of the gradient; NaN before the first estimate.</summary>
-    public double NoiseScale { get; }
+    public double NoiseScale {
+      get { return noiseScale; }
+    }
 
     /// <summary>The variance of the gradient of one sample.</summary>
-    public double NoiseTrace { get; }
+    public double NoiseTrace {
+      get { return noiseTrace; }
+    }
 
     /// <summary>The squared norm of the gradient of the whole data.</summary>
-    public double NoiseSignal { get; }
+    public double NoiseSignal {
+      get { return noiseSignal; }
+    }
   }
 
   /// <summary>The state of a window.</summary>
+  [StructLayout(LayoutKind.Sequential)]
   public struct Window {
-    // The fields as the raw layer writes them.
+    // In the order in which the raw layer writes them.
     internal const int Integers = 6;
     internal const int Reals = 1;
-
-    internal unsafe Window(long* integers, double* reals) {
-      State = (WindowState)integers[0];
-      MicroBatches = integers[1];
-      OpenMicro = integers[2];
-      AccumSteps = integers[3];
-      Windows = integers[4];
-      Steps = integers[5];
-      Weight = reals[0];
-    }
+    private readonly long state, microBatches, openMicro, accumSteps, windows, steps;
+    private readonly double weight;
 
     /// <summary>Whether there is room for a micro-batch.</summary>
-    public WindowState State { get; }
+    public WindowState State {
+      get { return (WindowState)state; }
+    }
 
     /// <summary>Micro-batches in this window, the open one included.</summary>
-    public long MicroBatches { get; }
+    public long MicroBatches {
+      get { return microBatches; }
+    }
 
     /// <summary>The index of the open micro-batch; -1: none is open.</summary>
-    public long OpenMicro { get; }
+    public long OpenMicro {
+      get { return openMicro; }
+    }
 
     /// <summary>K of this window; 0: any number.</summary>
-    public long AccumSteps { get; }
+    public long AccumSteps {
+      get { return accumSteps; }
+    }
 
     /// <summary>Steps that the context has ended.</summary>
-    public long Windows { get; }
+    public long Windows {
+      get { return windows; }
+    }
 
     /// <summary>Applied steps.</summary>
-    public long Steps { get; }
+    public long Steps {
+      get { return steps; }
+    }
 
     /// <summary>The sum of the weights so far.</summary>
-    public double Weight { get; }
+    public double Weight {
+      get { return weight; }
+    }
   }
 
   /// <summary>Bytes that the library owns for a context, by purpose.</summary>

@@ -431,10 +431,9 @@ namespace GradAccum.Tests {
             using (Call call = context.Begin())
             using (ga_window_info native = new ga_window_info()) {
               Raw.ga_window(call.Context, native);
-              long* integers = stackalloc long[Window.Integers];
-              double* reals = stackalloc double[Window.Reals];
-              Raw.ga_window_fields(call.Context, (IntPtr)integers, (IntPtr)reals);
-              Window info = new Window(integers, reals);
+              Window info;
+              long* fields = (long*)&info;
+              Raw.ga_window_fields(call.Context, (IntPtr)fields, (IntPtr)(fields + Window.Integers));
               Expect.Equal(native.state, (int)info.State);
               Expect.Equal(native.micro_batches, info.MicroBatches);
               Expect.Equal(native.open_micro, info.OpenMicro);
