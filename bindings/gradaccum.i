@@ -121,13 +121,18 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %ignore ga_flat_entry::shape;
 %ignore ga_param_info::shape;           // dimension
 
+// What a wrapper returns with an exception, where SWIG has no $null for the language.
+#ifndef GA_NULL
+#define GA_NULL $null
+#endif
+
 // A function that may throw a Failure.
 %define %ga_throws(FUNCTION)
 %exception FUNCTION {
   try {
     $action
   } catch (const Failure& failure) {
-    GA_RAISE(failure.status, $null);
+    GA_RAISE(failure.status, GA_NULL);
   }
 }
 %enddef
