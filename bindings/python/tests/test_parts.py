@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients by part, and which of them are kept for how long."""
+
+from typing import Any
+
+import gradaccum as ga
+import numpy as np
+import pytest
+from conftest import Net
+from test_tensors import Exporter
+
+
+def test_parts_add_up_to_a_micro_batch(net: Net) -> None:
+    w, b = net.w.copy(), net.b.copy()
+    dw, db = net.gradients()
+    with net.context.micro_batch(2) as micro:
+        assert net.context.window.open_micro == 0
+        micro.accumulate(net.params[1], db)
+        micro.accumulate(net.params[0], dw)
+        micro.accumulate(net.params[0], dw.ctypes.data)
+        with pytest.raises(ga.Error) as error:
+            net.context.step()
+        assert error.value.status is ga.Status.INVALID_STATE
+    net.context.step()
+    np.testing.assert_allclose(net.w, w - dw, rtol=1e-6)
+    np.testing.assert_allclose(net.b, b - np.float32(0.5) * db, rtol=1e-6)
+
+
+def test_an_exception_aborts_the_micro_batch(net: Net) -> None:
+    net.context.accumulate(net.gradients())
+    with pytest.raises(ZeroDivisionError), net.context.micro_batch() as micro:
+        assert micro.context is net.context
+        raise ZeroDivisionError
+    assert net.context.window.micro_batches == 1 and net.context.window.open_micro == -1
+
+
+def test_an_exception_after_a_part_discards_the_window(net: Net) -> None:
+    net.context.accumulate(net.gradients())
+    with pytest.raises(ZeroDivisionError) as error, net.context.micro_batch() as micro:
+        micro.accumulate(net.params[0], net.gradients()[0])
+        raise ZeroDivisionError
+    assert "the window was discarded" in error.value.__notes__[0]
+    assert net.context.window.micro_batches == 0
+
+
+def test_a_context_closed_within_a_micro_batch(net: Net) -> None:
+    with pytest.raises(ZeroDivisionError), net.context.micro_batch():
+        net.context.close()
+        raise ZeroDivisionError
+
+
+def test_a_micro_batch_is_opened_again(net: Net) -> None:
+    w = net.w.copy()
+    dw, _ = net.gradients()
+    for index, part in ((0, dw), (1, dw), (0, 2 * dw)):
+        with net.context.micro_batch(1, index=index) as micro:
+            micro.accumulate(net.params[0], part)
+    net.context.step()
+    np.testing.assert_allclose(net.w, w - np.float32(0.5) * 2 * dw, rtol=1e-6)
+
+
+def test_bad_parts_leave_the_micro_batch_open(net: Net) -> None:
+    other = Net()
+    dw, db = net.gradients()
+    with net.context.micro_batch() as micro:
+        with pytest.raises(ValueError, match="another context"):
+            micro.accumulate(other.params[0], dw)
+        with pytest.raises(ValueError, match="shape"):
+            micro.accumulate(net.params[0], db)
+        with pytest.raises(TypeError, match="a NoneType is no tensor"):
+            micro.accumulate(net.params[0], None)  # type: ignore[arg-type]
+        micro.accumulate(net.params[0], dw)
+    assert net.context.step().applied
+
+
+def test_rows() -> None:
+    context = ga.Context()
+    group = context.add_group(ga.Optimizer(ga.OptimizerKind.SGD, lr=1.0))
+    table = np.zeros((5, 2), np.float32)
+    param = context.add_param(group, "e", table, options=ga.ParamOptions(rows=ga.Rows.LAZY))
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    for dtype in (np.int32, np.int64):
+        with context.micro_batch() as micro:
+            micro.accumulate_rows(param, np.array([4, 0, 4], dtype), values)
+            with pytest.raises(TypeError, match="int32 or int64"):
+                micro.accumulate_rows(param, np.array([4.0]), values)
+            with pytest.raises(ValueError, match="one dimension"):
+                micro.accumulate_rows(param, np.array([[1]]), values)
+            with pytest.raises(ValueError, match=r"expected \[2, 2\]"):
+                micro.accumulate_rows(param, np.array([1, 2]), values)
+            with pytest.raises(ga.Error, match="5"):
+                micro.accumulate_rows(param, np.array([0, 5, 1]), values)
+    context.step()
+    np.testing.assert_array_equal(table, [[-2, -3], [0, 0], [0, 0], [0, 0], [-4, -6]])
+
+
+def test_matrix_products_in_every_layout() -> None:
+    context = ga.Context()
+    group = context.add_group(ga.Optimizer(ga.OptimizerKind.SGD, lr=1.0))
+    w = np.zeros((3, 4), np.float32)
+    param = context.add_param(group, "w", w)
+    random = np.random.default_rng(2)
+    a, b = random.standard_normal((3, 5)), random.standard_normal((5, 4))
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    wide = np.zeros((3, 9), np.float32)
+    wide[:, 2:7] = a
+    lefts = (a, np.asfortranarray(a), wide[:, 2:7])
+    rights = (b, np.asfortranarray(b))
+    try:
+        with context.micro_batch() as micro:
+            for left in lefts:
+                for right in rights:
+                    micro.accumulate_matmul(param, left, right)
+            with pytest.raises(ValueError, match=r"matrix a .* expected \[3, k\]"):
+                micro.accumulate_matmul(param, b, b)
+            with pytest.raises(ValueError, match=r"matrix b .* expected \[5, 4\]"):
+                micro.accumulate_matmul(param, a, b.T.copy())
+            with pytest.raises(ValueError, match="neither rows nor columns"):
+                micro.accumulate_matmul(param, np.zeros((6, 10), np.float32)[::2, ::2], b)
+            with pytest.raises(TypeError, match="expected float32"):
+                micro.accumulate_matmul(param, a, b.astype(np.float16))
+    except ga.Error as error:
+        assert error.status is ga.Status.UNSUPPORTED
+        pytest.skip(str(error))
+    context.step()
+    np.testing.assert_allclose(w, -6 * (a.astype(np.float64) @ b), rtol=1e-4, atol=1e-5)
+
+
+def test_a_kernel_writes_into_the_accumulator(net: Net) -> None:
+    w = net.w.copy()
+    dw, _ = net.gradients()
+    for weight in (1, 3, 0):
+        with net.context.micro_batch(weight) as micro, micro.accumulator(net.params[0]) as target:
+            if weight == 0:
+                assert target.tensor is None
+                continue
+            view: Any = np.from_dlpack(target.tensor)  # type: ignore[arg-type]
+            view[:] = target.alpha * dw + (target.beta * view if target.beta else 0)
+            with pytest.raises(ga.Error):
+                micro.end()
+    net.context.step()
+    np.testing.assert_allclose(net.w, w - np.float32(0.5) * dw, rtol=1e-6)
+    net.context.close()
+    view[:] = 1  # the memory is the view's now
+
+
+def live(nonfinite: ga.Nonfinite = ga.Nonfinite.SKIP_STEP) -> tuple[ga.Context, ga.Param]:
+    config = ga.Config(gradient_life=ga.GradientLife.LIVE, nonfinite=nonfinite)
+    context = ga.Context(config)
+    group = context.add_group(ga.Optimizer(ga.OptimizerKind.SGD, lr=1.0))
+    return context, context.add_param(group, "p", np.zeros((2, 3), np.float32))
+
+
+def test_a_live_gradient_is_kept_until_the_second() -> None:
+    context, param = live()
+    first, second, third = Exporter(), Exporter(), Exporter()
+    context.accumulate([first])
+    assert first.deleted == 0
+    context.accumulate([second])
+    assert (first.deleted, second.deleted) == (1, 1)
+    with context.micro_batch() as micro:
+        micro.accumulate(param, third)
+    assert third.deleted == 1
+    context.step()
+
+
+def test_a_live_gradient_is_kept_until_the_step() -> None:
+    context, param = live()
+    for end in (context.step, context.discard, context.close):
+        by_call, by_part = Exporter(), Exporter()
+        context.accumulate([by_call])
+        assert by_call.deleted == 0
+        end()
+        assert by_call.deleted == 1
+        if context.closed:
+            break
+        with context.micro_batch() as micro:
+            micro.accumulate(param, by_part)
+        assert by_part.deleted == 0
+        end()
+        assert by_part.deleted == 1
+
+
+def test_a_gradient_of_weight_zero_is_not_the_first() -> None:
+    context, param = live()
+    unread, first = Exporter(), Exporter()
+    context.accumulate([unread], 0)
+    assert unread.deleted == 1
+    with context.micro_batch(0) as micro:
+        micro.accumulate(param, Exporter())
+    context.accumulate([first], 1)
+    assert first.deleted == 0
+    context.step()
+    assert first.deleted == 1
+
+
+def test_a_live_gradient_of_a_dropped_micro_batch_is_kept() -> None:
+    context, param = live(ga.Nonfinite.DROP_MICRO)
+    gradients = [Exporter() for _ in range(3)]
+    for gradient in gradients:
+        context.accumulate([gradient])
+    assert [gradient.deleted for gradient in gradients] == [0, 0, 0]
+    context.step()
+    assert [gradient.deleted for gradient in gradients] == [1, 1, 1]
+
+
+def test_checked_parts_are_kept_until_the_end() -> None:
+    for is_clipped in (False, True):
+        nonfinite = ga.Nonfinite.SKIP_STEP if is_clipped else ga.Nonfinite.DROP_MICRO
+        context = ga.Context(ga.Config(nonfinite=nonfinite))
+        group = context.add_group(ga.Optimizer(ga.OptimizerKind.SGD, lr=1.0))
+        param = context.add_param(group, "p", np.zeros((2, 3), np.float32))
+        if is_clipped:
+            context.set_clip(ga.Clip(scope=ga.ClipScope.GLOBAL, max_norm=1, when=ga.ClipWhen.MICRO))
+        part, aborted, whole = Exporter(), Exporter(), Exporter()
+        with context.micro_batch() as micro:
+            micro.accumulate(param, part)
+            assert part.deleted == 0
+        assert part.deleted == 1
+        with pytest.raises(ZeroDivisionError), context.micro_batch() as micro:
+            micro.accumulate(param, aborted)
+            raise ZeroDivisionError
+        assert aborted.deleted == 1 and context.window.micro_batches == 1
+        context.accumulate([whole])
+        assert whole.deleted == 1
+        assert context.step().applied

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State by name, and on disk."""
+
+import io
+import pathlib
+from typing import Any
+
+import gradaccum as ga
+import numpy as np
+import pytest
+from conftest import Net
+
+ADAMW = ga.Optimizer(ga.OptimizerKind.ADAMW, lr=0.01)
+
+
+def windows(net: Net, count: int) -> None:
+    for _ in range(count):
+        for _ in range(2):
+            net.context.accumulate(net.gradients())
+        net.context.step()
+
+
+def same(a: Net, b: Net) -> bool:
+    return a.w.tobytes() == b.w.tobytes() and a.b.tobytes() == b.b.tobytes()
+
+
+def test_a_run_goes_on_in_the_middle_of_a_window(tmp_path: pathlib.Path) -> None:
+    first = Net(ADAMW)
+    windows(first, 2)
+    first.context.accumulate(first.gradients())
+    path = tmp_path / "run.safetensors"
+    first.context.save(path, ga.StateOptions(note="epoch 3, čas"))
+    file = io.BytesIO(b"head")
+    file.seek(4)
+    first.context.save(file)
+    memory = first.context.save_bytes()
+    assert ga.state_note(path) == "epoch 3, čas"
+    rest = first.gradients()
+    first.context.accumulate(rest)
+    first.context.step()
+    for source in (path, str(path), file, memory, bytes(memory), memoryview(memory)):
+        second = Net(ADAMW)
+        if source is file:
+            file.seek(4)
+        second.context.load(source)
+        assert second.context.window.micro_batches == 1 and second.context.window.steps == 2
+        second.context.accumulate(rest)
+        second.context.step()
+        assert same(first, second)
+
+
+def test_a_file_of_the_reference_can_be_read(net: Net) -> None:
+    import json
+
+    data = bytes(net.context.save_bytes(ga.StateOptions(parts=ga.StateParts.PARAMETERS)))
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    start, end = header["w"]["data_offsets"]
+    values = np.frombuffer(data[8 + size + start : 8 + size + end], np.float32)
+    np.testing.assert_array_equal(values.reshape(3, 4), net.w)
+    assert ga.state_note  # the file has none
+    assert header["w"]["shape"] == [3, 4]
+
+
+def test_settings_that_differ_are_refused_or_taken() -> None:
+    data = Net(ADAMW).context.save_bytes()
+    other = Net(ga.Optimizer(ga.OptimizerKind.ADAMW, lr=0.5))
+    with pytest.raises(ga.Error, match="lr") as error:
+        other.context.load(data)
+    assert error.value.status is ga.Status.INVALID_ARGUMENT
+    other.context.load(data, ga.StateOptions(settings=ga.Settings.TAKE))
+    assert other.group.lr == 0.01
+
+
+def test_progress_ends_a_save(net: Net, tmp_path: pathlib.Path) -> None:
+    calls: list[tuple[int, int]] = []
+    path = tmp_path / "run.safetensors"
+    net.context.save(path, ga.StateOptions(progress=lambda done, of: calls.append((done, of))))
+    assert calls and all(0 <= done <= of for done, of in calls)
+    old = path.read_bytes()
+    windows(net, 1)
+    with pytest.raises(ga.Error) as error:
+        net.context.save(path, ga.StateOptions(progress=lambda done, of: True))
+    assert error.value.status is ga.Status.CANCELLED
+
+    def boom(done: int, of: int) -> None:
+        raise KeyError("boom")
+
+    for call in (net.context.save, net.context.load):
+        with pytest.raises(KeyError, match="boom"):
+            call(path, ga.StateOptions(progress=boom, settings=ga.Settings.KEEP))
+    assert path.read_bytes() == old
+
+
+def test_files_that_fail(net: Net, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ga.Error, match="No such file") as error:
+        net.context.save(tmp_path / "no" / "where")
+    assert error.value.status is ga.Status.IO
+    with pytest.raises(ga.Error) as error:
+        net.context.load(b"garbage")
+    assert error.value.status is ga.Status.FORMAT
+    with pytest.raises(ValueError):
+        net.context.save("a\0b")
+    data = net.context.save_bytes()
+
+    class Stops(io.BytesIO):
+        def readinto(self, buffer: Any) -> int:
+            return 0
+
+        def write(self, buffer: Any) -> int:
+            raise OSError("the disk is full")
+
+    with pytest.raises(EOFError, match="ended at"):
+        net.context.load(Stops(data))
+    with pytest.raises(OSError, match="full"):
+        net.context.save(Stops())
+
+    class Keeps(io.BytesIO):
+        views: list[Any] = []
+
+        def write(self, buffer: Any) -> int:
+            self.views.append(buffer)
+            return super().write(buffer)
+
+    net.context.save(Keeps())
+    for view in Keeps.views:
+        with pytest.raises(ValueError, match="released"):
+            view[0]
+    with pytest.raises(ga.Error):
+        ga.state_note(tmp_path / "nowhere")
+    path = tmp_path / "plain"
+    net.context.save(path)
+    assert ga.state_note(path) is None
+
+
+def test_state_by_name() -> None:
+    net, other = Net(ADAMW), Net(ADAMW)
+    windows(net, 3)
+    names = [info.name for info in net.params[0].states]
+    assert {"exp_avg", "exp_avg_sq", "step"} <= set(names)
+    for mine, theirs in zip(net.params, other.params, strict=True):
+        for name in sorted(names):  # "step" is last
+            theirs.set_state(name, mine.get_state(name))
+    other.w[:], other.b[:] = net.w, net.b
+    average: Any = np.from_dlpack(net.params[0].get_state("exp_avg"))  # type: ignore[arg-type]
+    assert average.shape == (3, 4) and average.any()
+    out = np.empty((3, 4), np.float32)
+    assert net.params[0].get_state("exp_avg", out) is out
+    np.testing.assert_array_equal(out, average)
+    gradients = net.gradients()
+    for each in (net, other):
+        each.context.accumulate(gradients)
+        each.context.step()
+    assert same(net, other)
+    with pytest.raises(KeyError, match='no state "nothing", but'):
+        net.params[0].get_state("nothing")
+    with pytest.raises(TypeError, match="int64"):
+        net.params[0].set_state("step", np.array([1.0]))
+    net.params[0].reset_state()
+    assert not np.from_dlpack(net.params[0].get_state("exp_avg")).any()  # type: ignore[arg-type]
