@@ -142,11 +142,11 @@ class _Slot:
         if not alive:
             return None
         first = alive[0]
-        what = f'gradient of parameter "{first.name}"'
         if not self.is_flat:
-            return where.expect(what, first.gradient_dtype, first.shape)
+            return first._gradient
         itemsize = first.gradient_dtype.itemsize
         end = max((param._offset + param.count) * param.gradient_dtype.itemsize for param in alive)
+        what = f'gradient of the block of parameter "{first.name}"'
         return where.expect(what, first.gradient_dtype, least=-(-end // itemsize))
 
 
@@ -635,7 +635,8 @@ class Param:
     """A parameter. Made by Context.add_param()."""
 
     __slots__ = (
-        "_offset", "context", "count", "dtype", "gradient_dtype", "id", "is_removed", "name", "shape",
+        "_gradient", "_offset", "context", "count", "dtype", "gradient_dtype", "id", "is_removed", "name",
+        "shape",
     )  # fmt: skip
 
     def __init__(self, context: Context, id: int, info: ParamInfo) -> None:
@@ -648,6 +649,12 @@ class Param:
         self.count = info.count
         self.is_removed = False
         self._offset = info.offset
+        self._gradient = context._where.expect(
+            f'gradient of parameter "{info.name}"', info.gradient_dtype, info.shape
+        )
+
+    def __reduce__(self) -> NoReturn:
+        self.context.__reduce__()
 
     def __repr__(self) -> str:
         return f'<gradaccum.Param "{self.name}" {self.dtype.name} {list(self.shape)}>'
@@ -858,10 +865,7 @@ class MicroBatch:
             id = context._own(param)
             loan = gradient
             if type(gradient) is not int:
-                expected = context._where.expect(
-                    f'gradient of parameter "{param.name}"', param.gradient_dtype, param.shape
-                )
-                loan = _native.borrow(gradient, expected)
+                loan = _native.borrow(gradient, param._gradient)
             _native.ga_accumulate_part(c, id, loan)
             if self._reads:
                 context._kept.added(param, loan, self._known)
