@@ -67,7 +67,8 @@ def test_many_contexts_leave_no_memory() -> None:
             context.close()
         if number == 500:
             before = resident()
-    assert resident() - before < 8 << 20
+    quarantine = 512 if os.environ.get("GA_SANITIZE") else 0  # AddressSanitizer holds freed memory back
+    assert resident() - before < (8 + quarantine) << 20
 
 
 def test_two_threads_do_not_share_a_call() -> None:
