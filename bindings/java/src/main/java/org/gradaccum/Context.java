@@ -342,10 +342,8 @@ public final class Context implements AutoCloseable {
       for (int i = 0; i < proxies.length; ++i) {
         added.add(new Param(this, c, first[0] + i, data.buffer()));
       }
-      if (!added.isEmpty()) {
-        params.addAll(added);
-        slots.add(new Slot(added, true));
-      }
+      params.addAll(added);
+      slots.add(new Slot(added, true));
       return Collections.unmodifiableList(added);
     } finally {
       closeAll(structs);

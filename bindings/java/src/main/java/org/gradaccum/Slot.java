@@ -36,6 +36,9 @@ final class Slot {
   void update() {
     long bytes = 0;
     isRead = false;
+    if (params.isEmpty()) {
+      return;  // a block without parameters has a gradient too, which is not read
+    }
     dtype = params.get(0).gradientDtype();
     for (Param param : params) {
       if (!param.isRemoved()) {

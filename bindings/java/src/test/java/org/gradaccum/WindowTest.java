@@ -256,6 +256,21 @@ class WindowTest {
   }
 
   @Test
+  void anEmptyBlockHasAGradientThatIsNotRead() {
+    FloatBuffer w = floats(1);
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(1));
+      assertEquals(List.of(), context.addFlat(floats(), List.of()));
+      context.addParam(group, "w", w, 1);
+      assertEquals(2, context.slotCount());
+      context.accumulate(1, null, floats(0.5f));
+      context.accumulate(1, floats(7), floats(0.5f));
+      context.step();
+      assertArrayEquals(new float[] {0.5f}, values(w));
+    }
+  }
+
+  @Test
   void matrixProductsOrAPlainAnswer() {
     FloatBuffer w = floats(0, 0, 0, 0, 0, 0);
     try (Context context = new Context()) {
