@@ -698,14 +698,15 @@ void Checkpoint::place_param(size_t i) {
     p.master_due = c.unfilled_ = true;
   if (options_.parts == GA_STATE_PARAMETERS || !p.owns) return;
   ParamState state = c.param_state(i);
-  if (in.state) {
-    state.clock = {in.step, in.product};
-  } else if (in.listed) {  // there was none when the file was written
+  // There was no state when the file was written, and the context has some.
+  const bool reset = in.listed && !in.state && !p.state_due;
+  if (in.state) state.clock = {in.step, in.product};
+  if (reset) {
     state.clock = {};
     for (const OwnedArray& a : c.arrays_of(i))
       if (a.kind >= kState && a.kind < kMaster) c.fill_state(p, a);
   }
-  if (in.state || in.listed) {
+  if (in.state || reset) {
     p.state_due = false;
     p.state_written = true;
   }

@@ -397,6 +397,28 @@ TEST(Resume, StepsThatWereSetAreSeenAtOnce) {
   EXPECT_EQ(window(other.ctx).steps, 8);
 }
 
+// A parameter may have state while another one has none yet, here from a file of another program.
+TEST(Resume, ParametersWithoutStateStayWithoutIt) {
+  StateParts parts;
+  parts.text = R"({"__metadata__":{"gradaccum.format":"1 unchecked"},)"
+               R"("b.step":{"dtype":"F32","shape":[],"data_offsets":[0,4]}})";
+  parts.data.assign(4, 0);
+  Bytes file;
+  parts.write(file);
+  ga_state_options o = state_options();
+  o.allow_missing = 1;
+  Net net, other;
+  EXPECT_OK(load(net.ctx, file, &o));
+  const Bytes bytes = saved(net.ctx);
+  const std::string text(bytes.begin(), bytes.end());
+  EXPECT_NE(text.find("\"b.exp_avg\""), std::string::npos);
+  EXPECT_EQ(text.find("\"w.exp_avg\""), std::string::npos);
+  EXPECT_OK(load(other.ctx, bytes));
+  EXPECT_EQ(saved(other.ctx), bytes);
+  for (Net* n : {&net, &other}) n->accumulate(1), n->step();
+  EXPECT_EQ(net.values(), other.values());
+}
+
 // K, where it depends on the step, is that of the step in the file.
 TEST(Resume, AScheduleOfKGoesOn) {
   const int64_t from[] = {0, 2}, lengths[] = {1, 3};
