@@ -57,7 +57,7 @@ class Copy {
     if (data_ != few_) std::free(data_);
   }
 
-  // False: an exception is pending.
+  // Returns false if there is not enough memory; an exception of Java is then pending.
   bool take(JNIEnv* env, Array array) {
     if (array == nullptr) return true;
     size_ = env->GetArrayLength(array);

@@ -311,17 +311,17 @@ namespace GradAccum {
     Compare = Raw.GA_SETTINGS_COMPARE,
     /// <summary>Hyper-parameters, schedules, clips and the like are taken from the file.</summary>
     Take = Raw.GA_SETTINGS_TAKE,
-    /// <summary>Those of the context are kept.</summary>
+    /// <summary>The settings of the context are kept.</summary>
     Keep = Raw.GA_SETTINGS_KEEP
   }
 
   /// <summary>Whose statistics a layer normalises by.</summary>
   public enum BatchNormMode {
-    /// <summary>Those of the micro-batch.</summary>
+    /// <summary>The statistics of the micro-batch.</summary>
     Micro = Raw.GA_BN_MICRO,
-    /// <summary>Those of the whole window, in two sweeps.</summary>
+    /// <summary>The statistics of the whole window, in two sweeps.</summary>
     Window = Raw.GA_BN_WINDOW,
-    /// <summary>Those of the micro-batches of the window so far.</summary>
+    /// <summary>The statistics of the micro-batches of the window so far.</summary>
     Cumulative = Raw.GA_BN_CUMULATIVE
   }
 

@@ -18,7 +18,7 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>The same in parts.</summary>
+    /// <summary>What BuildInfo says, as fields.</summary>
     /// <returns>The build.</returns>
     public static Build DescribeBuild() {
       return Natives.First(() => {

@@ -164,11 +164,11 @@ public record BatchNormOptions(
 
   /** Whose statistics a layer normalises by. docs/batch-normalization.md has the protocols. */
   public enum Mode implements Numbered {
-    /** Those of the micro-batch, as frameworks do. */
+    /** The statistics of the micro-batch, which frameworks use. */
     MICRO(RawConstants.GA_BN_MICRO),
-    /** Those of the whole window: the gradients are those of one batch. */
+    /** The statistics of the whole window, so that gradients are those of one batch. */
     WINDOW(RawConstants.GA_BN_WINDOW),
-    /** Those of the window's micro-batches so far. */
+    /** The statistics of the window's micro-batches so far. */
     CUMULATIVE(RawConstants.GA_BN_CUMULATIVE);
 
     private final int value;
