@@ -249,23 +249,7 @@ public final class BatchNorm {
    * @return how often they have moved
    */
   public long running(Tensor mean, Tensor variance) {
-    long c = context.enter();
-    try {
-      Dtype of = mean.dtype("mean");
-      long[] steps = new long[1];
-      Raw.ga_bn_running(
-          c,
-          id,
-          mean.address(of, channels, true, "mean", this),
-          variance.address(of, channels, true, "variance", this),
-          of.value(),
-          steps);
-      return steps[0];
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(mean);
-      Reference.reachabilityFence(variance);
-    }
+    return query(Raw::ga_bn_running, mean, variance);
   }
 
   /**
@@ -323,18 +307,27 @@ public final class BatchNorm {
    * @return the elements of a channel that they are of
    */
   public long statistics(Tensor mean, Tensor variance) {
+    return query(Raw::ga_bn_statistics, mean, variance);
+  }
+
+  /** A function of C that writes a mean and a variance for each channel, and a number. */
+  private interface Query {
+    void call(long c, int id, long mean, long variance, int dtype, long[] number);
+  }
+
+  private long query(Query query, Tensor mean, Tensor variance) {
     long c = context.enter();
     try {
       Dtype of = mean.dtype("mean");
-      long[] count = new long[1];
-      Raw.ga_bn_statistics(
+      long[] number = new long[1];
+      query.call(
           c,
           id,
           mean.address(of, channels, true, "mean", this),
           variance.address(of, channels, true, "variance", this),
           of.value(),
-          count);
-      return count[0];
+          number);
+      return number[0];
     } finally {
       context.exit();
       Reference.reachabilityFence(mean);
