@@ -227,7 +227,7 @@ void Checkpoint::find_param(size_t i, Problems& problems) {
 }
 
 void Checkpoint::find_layer(ga_bn id, Problems& problems) {
-  const BatchNorms::Description layer = context_.batch_norms_.describe(id);
+  const ga_bn_info layer = context_.batch_norms_.info(id);
   const std::string name = layer.name;
   LayerIn& in = layers_[static_cast<size_t>(id)];
   const auto find = [&](int kind, const std::string& key, const std::vector<int64_t>& shape,
@@ -372,6 +372,8 @@ void Checkpoint::read_param(size_t i) {
   const std::string name = t.name;
   if (in.has(kStepNumber))
     in.step = whole(numbers(in.at(kStepNumber))[0], 0, kMost, (name + ".step").c_str());
+  else if (in.state)
+    in.step = 1;  // torch's SGD keeps a momentum and no step: state that is there is not of step 0
   if (in.has(kProductNumber)) {
     in.product = numbers(in.at(kProductNumber))[0];
     if (!(in.product >= 0 && in.product <= 1))
@@ -425,7 +427,7 @@ void Checkpoint::read_param(size_t i) {
 }
 
 void Checkpoint::read_layer(ga_bn id) {
-  const BatchNorms::Description layer = context_.batch_norms_.describe(id);
+  const ga_bn_info layer = context_.batch_norms_.info(id);
   const std::string name = "the statistics of \"" + std::string(layer.name) + "\"";
   LayerIn& in = layers_[static_cast<size_t>(id)];
   BatchNorms::Snapshot& s = in.snapshot;
@@ -488,7 +490,7 @@ void Checkpoint::read_layer(ga_bn id) {
   s.final = whole(static_cast<double>(sweep[4]), 0, 1, name.c_str()) != 0;
   s.seen = whole(static_cast<double>(sweep[5]), 0, size, name.c_str());
   // Without a history, the statistics of a layer that is not in WINDOW mode could not be used.
-  if (layer.options.mode != GA_BN_WINDOW && !layer.frozen && held < s.seen)
+  if (layer.mode != GA_BN_WINDOW && !layer.frozen && held < s.seen)
     fail(GA_ERROR_FORMAT, "%.300s are of fewer micro-batches than it says", name.c_str());
 }
 
@@ -678,7 +680,7 @@ void Checkpoint::place_numbers() {
   for (size_t i = 0; i < params_.size(); ++i)
     if (!c.tensors_[i].removed) place_param(i);
   for (ga_bn id = 0; id < c.batch_norms_.count(); ++id) {
-    const bool frozen = c.batch_norms_.describe(id).frozen;
+    const bool frozen = c.batch_norms_.info(id).frozen != 0;
     const auto k = static_cast<size_t>(id);
     if (taken_ && (taken_->frozen_layers[k] != 0) != frozen) c.batch_norms_.set_frozen(id, !frozen);
     c.batch_norms_.restore(id, layers_[k].snapshot);

@@ -419,6 +419,31 @@ TEST(Resume, ParametersWithoutStateStayWithoutIt) {
   EXPECT_EQ(net.values(), other.values());
 }
 
+// torch's SGD saves a momentum and no step: the next step is not a first one, which would forget it.
+TEST(Resume, StateWithoutAStepIsNotOfTheBeginning) {
+  StateParts parts;
+  parts.text = R"({"__metadata__":{"gradaccum.format":"1 unchecked"},)"
+               R"("p0.momentum_buffer":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})";
+  const float momentum = 4, gradient = 1;
+  parts.data.resize(sizeof momentum);
+  memcpy(parts.data.data(), &momentum, sizeof momentum);
+  Bytes file;
+  parts.write(file);
+  ga_state_options o = state_options();
+  o.allow_missing = 1;
+  ga_optimizer sgd = plain_sgd();
+  sgd.momentum = 0.5;
+  float p = 1;
+  Context ctx;
+  ctx.group(sgd);
+  ctx.param(0, "p0", &p, ref::Shape{1});
+  EXPECT_OK(load(ctx, file, &o));
+  const void* const gradients[] = {&gradient};
+  EXPECT_OK(ga_accumulate(ctx, gradients, 1, 1, nullptr));
+  EXPECT_OK(ga_step(ctx, nullptr));
+  EXPECT_EQ(p, 1 - (0.5F * 4 + 1));
+}
+
 // K, where it depends on the step, is that of the step in the file.
 TEST(Resume, AScheduleOfKGoesOn) {
   const int64_t from[] = {0, 2}, lengths[] = {1, 3};
