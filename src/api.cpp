@@ -566,6 +566,20 @@ ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip
   });
 }
 
+ga_status ga_context_clip(const ga_context* ctx, ga_clip* out) {
+  return ask(ctx, [&] {
+    check_out(out, "ga_clip");
+    write_struct(out, ctx->clip());
+  });
+}
+
+ga_status ga_group_clip(const ga_context* ctx, ga_group group, ga_clip* out) {
+  return ask(ctx, [&] {
+    check_out(out, "ga_clip");
+    write_struct(out, ctx->group_clip(group));
+  });
+}
+
 ga_status ga_loss_scaler_init(ga_loss_scaler* out, size_t struct_size) {
   return guard([&] { init_struct(out, struct_size, ga::default_loss_scaler(), "ga_loss_scaler"); });
 }
@@ -912,6 +926,34 @@ ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_para
     const ga_bn_options defaults = ga::default_bn_options(GA_FLAVOR_TORCH);
     const ga_bn_options o = read_struct(options, defaults, "ga_bn_options");
     give(out, ctx->batch_norms().add(name, channels, gamma, beta, o));
+  });
+}
+
+ga_status ga_bn_count(const ga_context* ctx, int32_t* out) {
+  return ask(ctx, [&] {
+    require(out, "out");
+    *out = ctx->batch_norms().count();
+  });
+}
+
+ga_status ga_bn_find(const ga_context* ctx, const char* name, ga_bn* out) {
+  return ask(ctx, [&] {
+    require(name, "name");
+    require(out, "out");
+    const ga_bn bn = ctx->batch_norms().find(name);
+    if (bn < 0) fail(GA_ERROR_INVALID_ARGUMENT, "the context has no layer \"%s\"", name);
+    *out = bn;
+  });
+}
+
+ga_status ga_bn_info_init(ga_bn_info* out, size_t struct_size) {
+  return init_zeros(out, struct_size, "ga_bn_info");
+}
+
+ga_status ga_bn_describe(const ga_context* ctx, ga_bn bn, ga_bn_info* out) {
+  return ask(ctx, [&] {
+    check_out(out, "ga_bn_info");
+    write_struct(out, ctx->batch_norms().info(bn));
   });
 }
 

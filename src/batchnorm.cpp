@@ -61,7 +61,7 @@ struct BatchNorms::Taken {
 };
 
 struct BatchNorms::Layer {
-  std::string name;
+  const char* name;  // in names_
   int64_t channels;
   ga_param gamma, beta;
   ga_bn_options options;
@@ -90,9 +90,7 @@ struct BatchNorms::Layer {
   bool has(int64_t micro) const { return micro < seen() && taken_of(micro).count >= 0; }
   int32_t sum_dtype() const { return options.dtype == GA_F64 ? GA_F64 : GA_F32; }
   Span<const Whole> gradients() const { return {gradient, gradient_count}; }
-  Subject subject(const char* function = nullptr) const {
-    return {"layer", name.c_str(), function};
-  }
+  Subject subject(const char* function = nullptr) const { return {"layer", name, function}; }
 
   void require_unused(const char* what) const {
     if (seen() > 0)
@@ -136,18 +134,19 @@ ga_bn BatchNorms::add(const char* name, int64_t channels, ga_param gamma, ga_par
   check_mode(name, o.mode);
   Layer b = {name, channels, gamma, beta, o, layers_.size()};
   layers_.reserve(layers_.size() + 1);
+  Names added = {{name, count()}};
   allocate(b);
+  b.name = names_.insert(added.extract(added.begin())).position->first.c_str();
   layers_.push_back(std::move(b));
   context_.set_tables();
-  return static_cast<ga_bn>(layers_.size() - 1);
+  return count() - 1;
 }
 
 void BatchNorms::check_options(const char* name, int64_t channels, const ga_bn_options& o) const {
   if (!name || !*name) fail(GA_ERROR_INVALID_ARGUMENT, "the layer's name was empty");
   const Subject of = {"layer", name};
-  for (const Layer& b : layers_)
-    if (b.name == name)
-      of.fail(GA_ERROR_INVALID_ARGUMENT, "the context has a layer of that name already");
+  if (find(name) >= 0)
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "the context has a layer of that name already");
   context_.check_name(of, name);
   if (channels < 1 || channels > INT64_MAX / 4096)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "channels was %lld, expected >= 1", ll(channels));
@@ -216,6 +215,34 @@ void BatchNorms::allocate(Layer& b) {
   if (b.beta >= 0) b.gradient[b.gradient_count++] = {b.beta, b.dbeta, b.sum_dtype()};
   inputs_.swap(inputs);
 }
+
+ga_bn BatchNorms::count() const { return static_cast<ga_bn>(layers_.size()); }
+
+ga_bn BatchNorms::find(std::string_view name) const {
+  const auto found = names_.find(name);
+  return found == names_.end() ? -1 : found->second;
+}
+
+// The name keeps its address when other layers are added.
+ga_bn_info BatchNorms::info(ga_bn id) const {
+  const Layer& b = layer(id);
+  ga_bn_info info = {};
+  info.struct_size = sizeof info;
+  info.name = b.name;
+  info.channels = b.channels;
+  info.gamma = b.gamma;
+  info.beta = b.beta;
+  info.mode = b.options.mode;
+  info.layout = b.options.layout;
+  info.dtype = b.options.dtype;
+  info.biased = b.options.biased;
+  info.frozen = b.frozen;
+  info.momentum = b.options.momentum;
+  info.eps = b.options.eps;
+  return info;
+}
+
+const ga_bn_options& BatchNorms::options(ga_bn id) const { return layer(id).options; }
 
 void BatchNorms::set_frozen(ga_bn id, bool frozen) {
   window_.check_empty("ga_bn_set_frozen");
@@ -647,19 +674,6 @@ void BatchNorms::statistics(ga_bn id, void* mean, void* variance, int32_t dtype,
 
 // ---- For a state file ---------------------------------------------------------------------------
 
-ga_bn BatchNorms::count() const { return static_cast<ga_bn>(layers_.size()); }
-
-ga_bn BatchNorms::find(std::string_view name) const {
-  for (const Layer& b : layers_)
-    if (b.name == name) return static_cast<ga_bn>(b.input);
-  return -1;
-}
-
-BatchNorms::Description BatchNorms::describe(ga_bn id) const {
-  const Layer& b = layer(id);
-  return {b.name.c_str(), b.channels, b.options, b.frozen};
-}
-
 BatchNorms::Snapshot BatchNorms::snapshot(ga_bn id) const {
   const Layer& b = layer(id);
   Snapshot s;
@@ -720,13 +734,13 @@ bool BatchNorms::has_statistics() const {
 
 const char* BatchNorms::name_of_windowed() const {
   for (const Layer& b : layers_)
-    if (b.windowed()) return b.name.c_str();
+    if (b.windowed()) return b.name;
   return nullptr;
 }
 
 const char* BatchNorms::name_of_user(ga_param id) const {
   for (const Layer& b : layers_)
-    if (b.gamma == id || b.beta == id) return b.name.c_str();
+    if (b.gamma == id || b.beta == id) return b.name;
   return nullptr;
 }
 

@@ -5,6 +5,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -70,6 +73,10 @@ class BatchNorms {
   // The functions ga_bn_*.
   ga_bn add(const char* name, int64_t channels, ga_param gamma, ga_param beta,
             const ga_bn_options& options);
+  ga_bn count() const;
+  ga_bn find(std::string_view name) const;  // -1: there is no layer of that name
+  ga_bn_info info(ga_bn id) const;
+  const ga_bn_options& options(ga_bn id) const;
   void set_frozen(ga_bn id, bool frozen);
   void accumulate(ga_bn id, const void* x, int64_t samples, int64_t positions);
   void accumulate_stats(ga_bn id, int64_t count, const void* mean, const void* spread, int32_t kind,
@@ -105,16 +112,6 @@ class BatchNorms {
   // Makes room for a snapshot, so that restore() allocates nothing.
   void reserve(ga_bn id, const Snapshot& s);
   void restore(ga_bn id, const Snapshot& s);
-  ga_bn count() const;
-  ga_bn find(std::string_view name) const;  // -1: there is no layer of that name
-  // What never changes of a layer, and whether it is frozen.
-  struct Description {
-    const char* name;
-    int64_t channels;
-    const ga_bn_options& options;
-    bool frozen;
-  };
-  Description describe(ga_bn id) const;
 
   bool has_statistics() const;                  // of this window
   const char* name_of_windowed() const;         // of a layer in WINDOW mode; NULL if there is none
@@ -130,6 +127,7 @@ class BatchNorms {
  private:
   struct Layer;
   struct Taken;
+  using Names = std::map<std::string, ga_bn, std::less<>>;
 
   const Layer& layer(ga_bn id) const;
   Layer& layer(ga_bn id) {
@@ -163,6 +161,7 @@ class BatchNorms {
   MemoryRanges& ranges_;
   BnContext& context_;
   std::vector<Layer> layers_;
+  Names names_;
   Table<BnInput> inputs_;
 };
 

@@ -203,7 +203,7 @@ void Checkpoint::collect_held(size_t i, const ParamState& state) {
 }
 
 void Checkpoint::collect_layer(ga_bn id) {
-  const BatchNorms::Description layer = context_.batch_norms_.describe(id);
+  const ga_bn_info layer = context_.batch_norms_.info(id);
   const BatchNorms::Snapshot s = context_.batch_norms_.snapshot(id);
   const std::string name = layer.name;
   const int64_t channels = layer.channels;

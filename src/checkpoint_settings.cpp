@@ -95,10 +95,10 @@ Checkpoint::Settings Checkpoint::settings() const {
     if (!context_.tensors_[i].removed)
       list.emplace_back("parameter." + std::string(context_.tensors_[i].name), param_settings(i));
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
-    const BatchNorms::Description layer = context_.batch_norms_.describe(id);
+    const ga_bn_info layer = context_.batch_norms_.info(id);
     Fields f;
-    f.add_fields(layer.options);
-    f.add("frozen", layer.frozen);
+    f.add_fields(context_.batch_norms_.options(id));
+    f.add("frozen", layer.frozen != 0);
     list.emplace_back("layer." + std::string(layer.name), std::move(f));
   }
   return list;
@@ -228,8 +228,8 @@ void Checkpoint::take_settings() {
     t.params.push_back(of);
   }
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
-    const BatchNorms::Description layer = context_.batch_norms_.describe(id);
-    bool frozen = layer.frozen;
+    const ga_bn_info layer = context_.batch_norms_.info(id);
+    bool frozen = layer.frozen != 0;
     if (const std::string* const text = file_->find("layer." + std::string(layer.name)))
       Fields(*text, layer.name).get("frozen", frozen);
     t.frozen_layers.push_back(frozen);

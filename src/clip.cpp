@@ -50,8 +50,8 @@ void check_clip(const ga_clip& c) {
   check_positive("clip: agc_eps", c.agc_eps);
 }
 
-const ga_clip& Context::clip_of(const Param& p) const {
-  const Group& g = group_of(p);
+const ga_clip& Context::group_clip(ga_group id) const {
+  const Group& g = group(id);
   return g.own_clip ? g.clip : clip_;
 }
 

@@ -501,7 +501,7 @@ void Context::check_name(const Subject& of, const char* name) const {
        at != names_.end() && at->first.compare(0, prefix.size(), prefix) == 0; ++at)
     if (is_state_of(at->first, name)) refuse(at->first.c_str());
   for (ga_bn id = 0; id < batch_norms_.count(); ++id)
-    if (const char* const layer = batch_norms_.describe(id).name; is_state_of(layer, name))
+    if (const char* const layer = batch_norms_.info(id).name; is_state_of(layer, name))
       refuse(layer);
 }
 

@@ -80,6 +80,8 @@ class Context : BnContext {
   void set_schedule(ga_group group, const ga_schedule* schedule);
   void set_clip(const ga_clip* clip);
   void set_group_clip(ga_group group, const ga_clip* clip);
+  const ga_clip& clip() const { return clip_; }
+  const ga_clip& group_clip(ga_group group) const;
   double lr(ga_group group) const;
   double last_lr(ga_group group) const;
   void set_loss_scaler(const ga_loss_scaler* scaler);
@@ -103,6 +105,7 @@ class Context : BnContext {
   ga_memory memory() const;
   void synchronize() { backend_->wait(); }
   BatchNorms& batch_norms() { return batch_norms_; }
+  const BatchNorms& batch_norms() const { return batch_norms_; }
   // Throws if the backend can take no work now: after a fault, or because of a capture.
   void check_device() const { backend_->capturing(); }
 
@@ -305,7 +308,7 @@ class Context : BnContext {
   void add_contributions(const Micro& micro);
 
   // clip.cpp
-  const ga_clip& clip_of(const Param& p) const;
+  const ga_clip& clip_of(const Param& p) const { return group_clip(p.group); }
   void change_clip(const ga_clip* clip, ga_clip& slot, bool* own);
   void choose_path();
   uint32_t units_axes(size_t param) const;

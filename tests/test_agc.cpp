@@ -783,6 +783,56 @@ TEST(ClipMicro, WithOtherPolicies) {
   EXPECT_NEAR(p.get(0), -1 / std::sqrt(2.0), 1e-6);
 }
 
+TEST(Clip, IsReadBack) {
+  Tensor p(GA_F32, 4);
+  Context ctx;
+  ctx.group(plain_sgd());
+  ctx.group(plain_sgd());
+  const auto equal = [](const ga_clip& a, const ga_clip& b) {
+    return memcmp(&a, &b, sizeof a) == 0;
+  };
+  const auto whole = [&] {
+    ga_clip got = {};
+    got.struct_size = sizeof got;
+    EXPECT_OK(ga_context_clip(ctx, &got));
+    return got;
+  };
+  const auto of = [&](ga_group group) {
+    ga_clip got = {};
+    got.struct_size = sizeof got;
+    EXPECT_OK(ga_group_clip(ctx, group, &got));
+    return got;
+  };
+  ga_clip none;
+  EXPECT_OK(ga_clip_init(&none, sizeof none));
+  EXPECT_TRUE(equal(whole(), none));
+  EXPECT_TRUE(equal(of(1), none));
+
+  ga_clip common = none, own = none;
+  common.scope = GA_CLIP_GLOBAL;
+  common.max_norm = 3;
+  own.scope = GA_CLIP_AGC;
+  own.when = GA_CLIP_WHEN_MICRO;
+  own.agc_units = GA_AGC_TORCH;
+  EXPECT_OK(ga_context_set_clip(ctx, &common));
+  EXPECT_OK(ga_group_set_clip(ctx, 1, &own));
+  EXPECT_TRUE(equal(whole(), common));
+  EXPECT_TRUE(equal(of(0), common));
+  EXPECT_TRUE(equal(of(1), own));
+  EXPECT_OK(ga_group_set_clip(ctx, 1, nullptr));
+  EXPECT_TRUE(equal(of(1), common));
+  EXPECT_OK(ga_context_set_clip(ctx, nullptr));
+  EXPECT_TRUE(equal(whole(), none));
+
+  ga_clip got = own;
+  EXPECT_TRUE(refused(ga_context_clip(ctx, nullptr), GA_ERROR_INVALID_ARGUMENT, {"ga_clip"}));
+  EXPECT_TRUE(refused(ga_group_clip(ctx, 0, nullptr), GA_ERROR_INVALID_ARGUMENT, {"ga_clip"}));
+  EXPECT_TRUE(refused(ga_group_clip(ctx, 2, &got), GA_ERROR_INVALID_ARGUMENT, {"2"}));
+  EXPECT_TRUE(equal(got, own)) << "written by a call that failed";
+  EXPECT_EQ(ga_context_clip(nullptr, &got), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(ga_group_clip(nullptr, 0, &got), GA_ERROR_INVALID_ARGUMENT);
+}
+
 TEST(ClipMicro, IsSetWhileTheWindowIsEmpty) {
   Tensor p(GA_F32, 4), g(GA_F32, 4, 1);
   Context ctx;

@@ -326,6 +326,11 @@ static void life_cycle(void) {
   OK(ga_context_set_clip(ctx, &clip));
   OK(ga_group_set_clip(ctx, group, &clip));
   OK(ga_group_set_clip(ctx, group, NULL));
+  clip.max_norm = 0;
+  OK(ga_context_clip(ctx, &clip));
+  CHECK(clip.max_norm == 2.5);
+  OK(ga_group_clip(ctx, group, &clip));
+  CHECK(clip.max_norm == 2.5 && clip.flavor == GA_FLAVOR_KERAS);
   OK(ga_context_set_accum_schedule(ctx, &from_step, &one_step, 1));
   moved[0] = moved[1] = 0;
   OK(ga_param_bind(ctx, 1, moved));
@@ -492,6 +497,8 @@ static void batch_normalisation(void) {
   ga_optimizer sgd;
   ga_bn_options options;
   ga_bn window = -1, micro = -1;
+  ga_bn_info info;
+  int32_t layers = 0;
   ga_memory memory;
   const double r = 1 / sqrt(5.0); /* eps is 1e-12 below */
 
@@ -508,6 +515,13 @@ static void batch_normalisation(void) {
   options.eps = 1e-12;
   OK(ga_bn_add(ctx, "window", 1, 0, 1, &options, &window));
   OK(ga_bn_add(ctx, "micro", 1, -1, -1, NULL, &micro));
+  OK(ga_bn_count(ctx, &layers));
+  CHECK(layers == 2);
+  OK(ga_bn_find(ctx, "window", &window));
+  OK(ga_bn_info_init(&info, sizeof info));
+  OK(ga_bn_describe(ctx, window, &info));
+  CHECK(strcmp(info.name, "window") == 0 && info.channels == 1 && info.beta == 1);
+  CHECK(info.mode == GA_BN_WINDOW && info.eps == 1e-12);
   OK(ga_memory_init(&memory, sizeof memory));
   OK(ga_context_memory(ctx, &memory));
   CHECK(memory.batch_norm == 2 * 120);

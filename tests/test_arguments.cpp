@@ -1210,6 +1210,7 @@ TEST(StructSize, OfInit) {
   check_init_sizes<ga_bn_options>("ga_bn_options", [](ga_bn_options* o, size_t n) {
     return ga_bn_options_init(o, n, GA_FLAVOR_KERAS);
   });
+  check_init_sizes<ga_bn_info>("ga_bn_info", ga_bn_info_init);
   check_init_sizes<ga_micro_options>("ga_micro_options", ga_micro_options_init);
   check_init_sizes<ga_param_info>("ga_param_info", ga_param_info_init);
   check_init_sizes<ga_flat_entry>("ga_flat_entry", ga_flat_entry_init);

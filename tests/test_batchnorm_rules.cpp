@@ -828,6 +828,12 @@ TEST(BatchNormRules, NoContext) {
   const float x[3] = {};
   float y[3];
   EXPECT_EQ(ga_bn_add(nullptr, "bn", 3, -1, -1, nullptr, nullptr), kArgument);
+  ga_bn_info info = {};
+  info.struct_size = sizeof info;
+  int32_t id = 0;
+  EXPECT_EQ(ga_bn_count(nullptr, &id), kArgument);
+  EXPECT_EQ(ga_bn_find(nullptr, "bn", &id), kArgument);
+  EXPECT_EQ(ga_bn_describe(nullptr, 0, &info), kArgument);
   EXPECT_EQ(ga_bn_set_frozen(nullptr, 0, 1), kArgument);
   EXPECT_EQ(ga_bn_accumulate(nullptr, 0, x, 1, 1), kArgument);
   EXPECT_EQ(ga_bn_accumulate_stats(nullptr, 0, 1, x, x, 0, GA_F32), kArgument);
@@ -1078,6 +1084,64 @@ TEST(BatchNormRules, OptionsOfALaterVersion) {
   EXPECT_EQ(o.layout, GA_BN_CHANNELS_FIRST);
   EXPECT_EQ(o.dtype, GA_F32);
   EXPECT_EQ(o.biased, 0);
+}
+
+TEST(BatchNormRules, LayersAreDescribed) {
+  Context ctx;
+  int32_t count = -7;
+  EXPECT_OK(ga_bn_count(ctx, &count));
+  EXPECT_EQ(count, 0);
+  ctx.group(plain_sgd());
+  std::vector<Tensor> gammas(30, Tensor(GA_F32, 7));
+  for (Tensor& gamma : gammas) add(ctx, 0, gamma);
+  ga_bn_options o;
+  EXPECT_OK(ga_bn_options_init(&o, sizeof o, GA_FLAVOR_KERAS));
+  o.mode = GA_BN_CUMULATIVE;
+  o.dtype = GA_BF16;
+  o.momentum = 0.25;
+  o.eps = 0.5;
+  EXPECT_OK(ga_bn_add(ctx, "short", 7, 3, -1, &o, nullptr));
+  ga_bn_info info;
+  EXPECT_OK(ga_bn_info_init(&info, sizeof info));
+  EXPECT_OK(ga_bn_describe(ctx, 0, &info));
+  const char* const name = info.name;
+  // Many more layers, so that a list of them would have to move.
+  for (int32_t i = 0; i < 30; ++i)
+    EXPECT_OK(ga_bn_add(ctx, ("layer " + std::to_string(i)).c_str(), 7, -1, i, nullptr, nullptr));
+  EXPECT_STREQ(name, "short");
+  EXPECT_EQ(info.channels, 7);
+  EXPECT_EQ(info.gamma, 3);
+  EXPECT_EQ(info.beta, -1);
+  EXPECT_EQ(info.mode, GA_BN_CUMULATIVE);
+  EXPECT_EQ(info.layout, GA_BN_CHANNELS_LAST);
+  EXPECT_EQ(info.dtype, GA_BF16);
+  EXPECT_EQ(info.biased, 1);
+  EXPECT_EQ(info.frozen, 0);
+  EXPECT_EQ(info.momentum, 0.25);
+  EXPECT_EQ(info.eps, 0.5);
+  EXPECT_OK(ga_bn_count(ctx, &count));
+  EXPECT_EQ(count, 31);
+
+  ga_bn found = -7;
+  EXPECT_OK(ga_bn_find(ctx, "layer 8", &found));
+  EXPECT_EQ(found, 9);
+  EXPECT_OK(ga_bn_set_frozen(ctx, found, 1));
+  EXPECT_OK(ga_bn_describe(ctx, found, &info));
+  EXPECT_STREQ(info.name, "layer 8");
+  EXPECT_EQ(info.beta, 8);
+  EXPECT_EQ(info.mode, GA_BN_MICRO);
+  EXPECT_EQ(info.frozen, 1);
+
+  const ga_bn_info before = info;
+  EXPECT_TRUE(refused(ga_bn_find(ctx, "layer", &found), kArgument, {"layer \"layer\""}));
+  EXPECT_EQ(found, 9) << "written by a call that failed";
+  EXPECT_TRUE(refused(ga_bn_find(ctx, nullptr, &found), kArgument, {"name"}));
+  EXPECT_TRUE(refused(ga_bn_find(ctx, "short", nullptr), kArgument, {"out"}));
+  EXPECT_TRUE(refused(ga_bn_count(ctx, nullptr), kArgument, {"out"}));
+  EXPECT_TRUE(refused(ga_bn_describe(ctx, 0, nullptr), kArgument, {"ga_bn_info"}));
+  for (const ga_bn bad : {-1, 31})
+    EXPECT_TRUE(refused(ga_bn_describe(ctx, bad, &info), kArgument, {std::to_string(bad)}));
+  EXPECT_EQ(0, memcmp(&before, &info, sizeof info)) << "written by a call that failed";
 }
 
 // Parameters and layers may be added between windows, in any order, without affecting each other.

@@ -615,6 +615,9 @@ TEST(MicroBatchParts, BatchNorm) {
   const BatchNorm plain =
       context.add_batch_norm("plain", 1, gradaccum::no_param, gradaccum::no_param);
   EXPECT_EQ(id(plain), 1);
+  EXPECT_EQ(context.batch_norm_count(), 2);
+  EXPECT_EQ(context.find_batch_norm("plain"), plain);
+  EXPECT_EQ(context.batch_norm_info(bn).gamma, id(pg));
   context.bn_forward(bn, x, 2, 1, y.data());
   EXPECT_NEAR(y[0], -2, 1e-4);
   EXPECT_NEAR(y[1], 2, 1e-4);

@@ -75,6 +75,9 @@ void expect_all_refused(ga_context* ctx) {
   ga_optimizer known = o;
   ga_param_info param = {};
   param.struct_size = sizeof param;
+  ga_bn_info layer = {};
+  layer.struct_size = sizeof layer;
+  ga_clip got = c;
   ga_state_info state = {};
   state.struct_size = sizeof state;
   size_t slots = 7;
@@ -134,6 +137,8 @@ void expect_all_refused(ga_context* ctx) {
       {"ga_group_lr", [&] { return ga_group_lr(ctx, 0, &number); }},
       {"ga_context_set_clip", [&] { return ga_context_set_clip(ctx, &c); }},
       {"ga_group_set_clip", [&] { return ga_group_set_clip(ctx, 0, &c); }},
+      {"ga_context_clip", [&] { return ga_context_clip(ctx, &got); }},
+      {"ga_group_clip", [&] { return ga_group_clip(ctx, 0, &got); }},
       {"ga_context_set_loss_scaler", [&] { return ga_context_set_loss_scaler(ctx, &scaler); }},
       {"ga_loss_scale", [&] { return ga_loss_scale(ctx, &number, nullptr); }},
       {"ga_context_set_ema", [&] { return ga_context_set_ema(ctx, &ema); }},
@@ -160,6 +165,9 @@ void expect_all_refused(ga_context* ctx) {
       {"ga_discard", [&] { return ga_discard(ctx); }},
       {"ga_gradient", [&] { return ga_gradient(ctx, 1, &at, &dtype, nullptr); }},
       {"ga_bn_add", [&] { return ga_bn_add(ctx, "new", 2, -1, -1, nullptr, &id); }},
+      {"ga_bn_count", [&] { return ga_bn_count(ctx, &id); }},
+      {"ga_bn_find", [&] { return ga_bn_find(ctx, "bn", &id); }},
+      {"ga_bn_describe", [&] { return ga_bn_describe(ctx, 0, &layer); }},
       {"ga_bn_set_frozen", [&] { return ga_bn_set_frozen(ctx, 0, 1); }},
       {"ga_bn_accumulate", [&] { return ga_bn_accumulate(ctx, 0, data, 3, 2); }},
       {"ga_bn_accumulate_stats",

@@ -294,6 +294,13 @@ std::vector<Call> calls() {
       {"ga_group_set_clip",
        [](S t) { return ga_group_set_clip(t.ctx, 0, nullptr); },
        {o, o, o, o, o, o, o, o}},
+      {"ga_group_clip",
+       [](S t) {
+         ga_clip c = clip(GA_CLIP_GLOBAL, 1);
+         EXPECT_OK(ga_context_clip(t.ctx, &c));
+         return ga_group_clip(t.ctx, 0, &c);
+       },
+       {o, o, o, o, o, o, o, o}},
       {"ga_group_lr",
        [](S t) {
          double lr;
@@ -311,6 +318,12 @@ std::vector<Call> calls() {
        [](S t) {
          ga_param id;
          return ga_param_find(t.ctx, "small", &id);
+       },
+       {o, o, o, o, o, o, o, o}},
+      {"ga_bn_count",
+       [](S t) {
+         int32_t count;
+         return ga_bn_count(t.ctx, &count);
        },
        {o, o, o, o, o, o, o, o}},
       {"ga_group_optimizer",

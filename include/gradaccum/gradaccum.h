@@ -283,6 +283,7 @@ GA_API ga_status ga_step(ga_context* ctx, ga_step_result* out);
 /* clang-format off */
 %immutable ga_flat_entry::name;
 %immutable ga_param_info::name;
+%immutable ga_bn_info::name;
 %immutable ga_state_info::name;
 %immutable ga_state_options::note;
 %immutable ga_build::compiler;
@@ -770,6 +771,12 @@ GA_API ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip);
 /* Gives a group a clip of its own, with its own norm, in place of the context's; NULL: the
    context's again. Otherwise as ga_context_set_clip. */
 GA_API ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip);
+
+/* *out: the clip of the context, as it was set or loaded; the defaults if it has none. */
+GA_API ga_status ga_context_clip(const ga_context* ctx, ga_clip* out);
+
+/* *out: what a group is clipped by: a clip of its own, or the context's. */
+GA_API ga_status ga_group_clip(const ga_context* ctx, ga_group group, ga_clip* out);
 
 /* ---- Loss scale ------------------------------------------------------------------------------ */
 
@@ -1392,6 +1399,34 @@ GA_API ga_status ga_bn_options_init(ga_bn_options* out, size_t struct_size, ga_f
    GA_CLIP_WHEN_MICRO, because its sweeps open micro-batches again. */
 GA_API ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
                            ga_param beta, const ga_bn_options* options, ga_bn* out);
+
+/* *out: the number of layers; their ids are 0 to *out - 1. */
+GA_API ga_status ga_bn_count(const ga_context* ctx, int32_t* out);
+
+/* *out: the id of the layer of that name. GA_ERROR_INVALID_ARGUMENT: there is none. */
+GA_API ga_status ga_bn_find(const ga_context* ctx, const char* name, ga_bn* out);
+
+/* name points to memory of the context that stays as it is until ga_context_destroy. */
+typedef struct ga_bn_info {
+  size_t struct_size;
+  const char* name;
+  int64_t channels;
+  ga_param gamma, beta; /* -1: none */
+  ga_bn_mode mode;      /* from here on, but for frozen, as in ga_bn_options */
+  ga_bn_layout layout;
+  ga_dtype dtype;
+  int32_t biased;
+  int32_t frozen; /* 0 or 1 */
+  int32_t reserved;
+  double momentum;
+  double eps;
+} ga_bn_info;
+
+/* Prepares *out to be filled. */
+GA_API ga_status ga_bn_info_init(ga_bn_info* out, size_t struct_size);
+
+/* *out: what is known of a layer. */
+GA_API ga_status ga_bn_describe(const ga_context* ctx, ga_bn bn, ga_bn_info* out);
 
 /* frozen 1: freezes a layer: it normalises by its running statistics, which do not move, and the
    functions that take statistics check what they are given and do nothing. 0: unfreezes it. gamma

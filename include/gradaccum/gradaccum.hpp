@@ -573,6 +573,17 @@ class Context {
     check(ga_group_set_clip(get(), id(group), &clip));
   }
   void clear_clip(Group group) { check(ga_group_set_clip(get(), id(group), nullptr)); }
+  ga_clip clip() const {
+    auto clip = default_clip();
+    check(ga_context_clip(get(), &clip));
+    return clip;
+  }
+  // The group's own, or the context's.
+  ga_clip clip(Group group) const {
+    auto clip = default_clip();
+    check(ga_group_clip(get(), id(group), &clip));
+    return clip;
+  }
 
   // -- Loss scale and EMA
 
@@ -849,6 +860,21 @@ class Context {
     ga_bn bn = -1;
     check(ga_bn_add(get(), name.c_str(), channels, id(gamma), id(beta), &options, &bn));
     return BatchNorm{bn};
+  }
+  std::int32_t batch_norm_count() const {
+    std::int32_t count = 0;
+    check(ga_bn_count(get(), &count));
+    return count;
+  }
+  BatchNorm find_batch_norm(const std::string& name) const {
+    ga_bn bn = -1;
+    check(ga_bn_find(get(), name.c_str(), &bn));
+    return BatchNorm{bn};
+  }
+  ga_bn_info batch_norm_info(BatchNorm bn) const {
+    auto info = detail::defaults<ga_bn_info>(ga_bn_info_init);
+    check(ga_bn_describe(get(), id(bn), &info));
+    return info;
   }
   void set_frozen(BatchNorm bn, bool frozen) {
     check(ga_bn_set_frozen(get(), id(bn), frozen ? 1 : 0));

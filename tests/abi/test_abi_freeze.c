@@ -256,6 +256,21 @@ FIELD(ga_build, reserved, 28, 4, 24, 4);
 FIELD(ga_build, compiler, 32, 8, 28, 4);
 FIELD(ga_build, cpu_loops, 40, 8, 32, 4);
 
+SIZE(ga_bn_info, 72, 64);
+FIELD(ga_bn_info, struct_size, 0, 8, 0, 4);
+FIELD(ga_bn_info, name, 8, 8, 4, 4);
+FIELD(ga_bn_info, channels, 16, 8, 8, 8);
+FIELD(ga_bn_info, gamma, 24, 4, 16, 4);
+FIELD(ga_bn_info, beta, 28, 4, 20, 4);
+FIELD(ga_bn_info, mode, 32, 4, 24, 4);
+FIELD(ga_bn_info, layout, 36, 4, 28, 4);
+FIELD(ga_bn_info, dtype, 40, 4, 32, 4);
+FIELD(ga_bn_info, biased, 44, 4, 36, 4);
+FIELD(ga_bn_info, frozen, 48, 4, 40, 4);
+FIELD(ga_bn_info, reserved, 52, 4, 44, 4);
+FIELD(ga_bn_info, momentum, 56, 8, 48, 8);
+FIELD(ga_bn_info, eps, 64, 8, 56, 8);
+
 SIZE(ga_bn_options, 40, 40);
 FIELD(ga_bn_options, struct_size, 0, 8, 0, 4);
 FIELD(ga_bn_options, mode, 8, 4, 4, 4);
@@ -486,6 +501,8 @@ FUNCTION(ga_context_set_steps, ga_status (*)(ga_context*, int64_t));
 FUNCTION(ga_clip_init, ga_status (*)(ga_clip*, size_t));
 FUNCTION(ga_context_set_clip, ga_status (*)(ga_context*, const ga_clip*));
 FUNCTION(ga_group_set_clip, ga_status (*)(ga_context*, ga_group, const ga_clip*));
+FUNCTION(ga_context_clip, ga_status (*)(const ga_context*, ga_clip*));
+FUNCTION(ga_group_clip, ga_status (*)(const ga_context*, ga_group, ga_clip*));
 FUNCTION(ga_loss_scaler_init, ga_status (*)(ga_loss_scaler*, size_t));
 FUNCTION(ga_context_set_loss_scaler, ga_status (*)(ga_context*, const ga_loss_scaler*));
 FUNCTION(ga_loss_scale, ga_status (*)(const ga_context*, double*, const void**));
@@ -545,6 +562,10 @@ FUNCTION(ga_build_describe, ga_status (*)(ga_build*));
 FUNCTION(ga_bn_options_init, ga_status (*)(ga_bn_options*, size_t, ga_flavor));
 FUNCTION(ga_bn_add, ga_status (*)(ga_context*, const char*, int64_t, ga_param, ga_param,
                                   const ga_bn_options*, ga_bn*));
+FUNCTION(ga_bn_count, ga_status (*)(const ga_context*, int32_t*));
+FUNCTION(ga_bn_find, ga_status (*)(const ga_context*, const char*, ga_bn*));
+FUNCTION(ga_bn_info_init, ga_status (*)(ga_bn_info*, size_t));
+FUNCTION(ga_bn_describe, ga_status (*)(const ga_context*, ga_bn, ga_bn_info*));
 FUNCTION(ga_bn_set_frozen, ga_status (*)(ga_context*, ga_bn, int32_t));
 FUNCTION(ga_bn_accumulate, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t));
 FUNCTION(ga_bn_accumulate_stats, ga_status (*)(ga_context*, ga_bn, int64_t, const void*,
