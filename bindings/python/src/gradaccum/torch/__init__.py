@@ -1,0 +1,558 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of torch whose windows are right: N micro-batches equal one batch N times as large.
+
+Each class takes the arguments of torch's (or timm's) of that name, and those of :class:`WindowOptions`.
+foreach and fused have no effect; capturable and differentiable are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from .. import Rows
+from . import _kinds
+from ._batch_norm import convert_batchnorm
+from ._kinds import Kind
+from ._optimizer import Optimizer, WindowOptions
+from ._wrap import wrap
+
+__all__ = [
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "Adamax",
+    "AdamW",
+    "AdEMAMix",
+    "Adopt",
+    "convert_batchnorm",
+    "Kind",
+    "Lamb",
+    "Lars",
+    "Lion",
+    "Muon",
+    "NAdam",
+    "Optimizer",
+    "RAdam",
+    "RMSprop",
+    "RowWiseAdagrad",
+    "SGD",
+    "SparseAdam",
+    "WindowOptions",
+    "wrap",
+]
+
+_Number = float | Tensor
+_Pair = tuple[float | Tensor, float | Tensor]
+
+
+class SGD(Optimizer):
+    """torch.optim.SGD."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-3,
+        momentum: _Number = 0,
+        dampening: _Number = 0,
+        weight_decay: _Number = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, _kinds.SGD, defaults, **window)
+
+
+class Adam(Optimizer):
+    """torch.optim.Adam."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-3,
+        betas: _Pair = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: _Number = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, _kinds.ADAMW if decoupled_weight_decay else _kinds.ADAM, defaults, **window)
+
+
+class AdamW(Optimizer):
+    """torch.optim.AdamW."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-3,
+        betas: _Pair = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: _Number = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, _kinds.ADAMW, defaults, **window)
+
+
+class SparseAdam(Optimizer):
+    """torch.optim.SparseAdam."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-3,
+        betas: _Pair = (0.9, 0.999),
+        eps: float = 1e-8,
+        maximize: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize, "rows": Rows.LAZY}
+        super().__init__(params, _kinds.SPARSE_ADAM, defaults, **window)
+
+
+class Adagrad(Optimizer):
+    """torch.optim.Adagrad."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: _Number = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+            "maximize": maximize,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, _kinds.ADAGRAD, defaults, **window)
+
+
+class Adadelta(Optimizer):
+    """torch.optim.Adadelta."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: _Number = 0,
+        foreach: bool | None = None,
+        *,
+        capturable: bool = False,
+        maximize: bool = False,
+        differentiable: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "rho": rho,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "capturable": capturable,
+            "maximize": maximize,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, _kinds.ADADELTA, defaults, **window)
+
+
+class Adamax(Optimizer):
+    """torch.optim.Adamax."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 2e-3,
+        betas: _Pair = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: _Number = 0,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "differentiable": differentiable,
+            "capturable": capturable,
+        }
+        super().__init__(params, _kinds.ADAMAX, defaults, **window)
+
+
+class NAdam(Optimizer):
+    """torch.optim.NAdam."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 2e-3,
+        betas: _Pair = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: _Number = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum_decay": momentum_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, _kinds.NADAM, defaults, **window)
+
+
+class RAdam(Optimizer):
+    """torch.optim.RAdam."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-3,
+        betas: _Pair = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: _Number = 0,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, _kinds.RADAM, defaults, **window)
+
+
+class RMSprop(Optimizer):
+    """torch.optim.RMSprop."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: _Number = 0,
+        momentum: _Number = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "centered": centered,
+            "capturable": capturable,
+            "maximize": maximize,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, _kinds.RMSPROP, defaults, **window)
+
+
+class Adafactor(Optimizer):
+    """torch.optim.Adafactor."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: _Number = 0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, _kinds.ADAFACTOR, defaults, **window)
+
+
+class Muon(Optimizer):
+    """torch.optim.Muon, for matrices."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-3,
+        weight_decay: _Number = 0.1,
+        momentum: _Number = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, _kinds.MUON, defaults, **window)
+
+
+class Lion(Optimizer):
+    """lion_pytorch.Lion."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-4,
+        betas: _Pair = (0.9, 0.99),
+        weight_decay: _Number = 0,
+        *,
+        maximize: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, _kinds.LION, defaults, **window)
+
+
+class Lamb(Optimizer):
+    """timm.optim.Lamb."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-3,
+        betas: _Pair = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: _Number = 0.01,
+        max_grad_norm: float = 1.0,
+        always_adapt: bool = False,
+        *,
+        maximize: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "always_adapt": always_adapt,
+            "maximize": maximize,
+        }
+        super().__init__(params, _kinds.LAMB, defaults, **window)
+
+
+class Lars(Optimizer):
+    """timm.optim.Lars."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1.0,
+        momentum: _Number = 0,
+        dampening: _Number = 0,
+        weight_decay: _Number = 0,
+        nesterov: bool = False,
+        trust_coefficient: float = 1e-3,
+        eps: float = 1e-8,
+        always_adapt: bool = False,
+        *,
+        maximize: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "always_adapt": always_adapt,
+            "maximize": maximize,
+        }
+        super().__init__(params, _kinds.LARS, defaults, **window)
+
+
+class Adopt(Optimizer):
+    """ADOPT (Taniguchi et al. 2024)."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-3,
+        betas: _Pair = (0.9, 0.9999),
+        eps: float = 1e-6,
+        weight_decay: _Number = 0,
+        decoupled: bool = False,
+        *,
+        maximize: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled": decoupled,
+            "maximize": maximize,
+        }
+        super().__init__(params, _kinds.ADOPT, defaults, **window)
+
+
+class AdEMAMix(Optimizer):
+    """AdEMAMix (Pagliardini et al. 2024)."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-3,
+        betas: tuple[_Number, _Number, _Number] = (0.9, 0.999, 0.9999),
+        eps: float = 1e-8,
+        weight_decay: _Number = 0,
+        alpha: float = 5.0,
+        alpha_warmup: int = 0,
+        beta3_warmup: int = 0,
+        *,
+        maximize: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "alpha": alpha,
+            "alpha_warmup": alpha_warmup,
+            "beta3_warmup": beta3_warmup,
+            "maximize": maximize,
+        }
+        super().__init__(params, _kinds.ADEMAMIX, defaults, **window)
+
+
+class RowWiseAdagrad(Optimizer):
+    """torchrec.optim.RowWiseAdagrad."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: _Number = 1e-2,
+        weight_decay: _Number = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+        **window: Unpack[WindowOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+            "maximize": maximize,
+        }
+        super().__init__(params, _kinds.ROWWISE_ADAGRAD, defaults, **window)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hyper-parameters of a group in torch's words, and in the library's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import Optimizer as Settings
+from ..enums import AdjustLr, Flavor, OptimizerKind
+
+# Where torch or the packages that users know have another name than the library's.
+_RENAMED = {
+    "initial_accumulator_value": "initial_accumulator",
+    "decoupled_weight_decay": "decoupled",
+    "d": "clip_threshold",
+}
+_ADJUST = {None: AdjustLr.ORIGINAL, "original": AdjustLr.ORIGINAL, "match_rms_adamw": AdjustLr.MATCH_RMS}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An optimizer: of the library, and of torch.
+
+    keys: its hyper-parameters as they stand in param_groups. of_torch: the class whose numbers it has, and
+    whose state dictionaries it reads and writes; None: torch has none.
+    """
+
+    optimizer: OptimizerKind
+    keys: tuple[str, ...]
+    of_torch: type[torch.optim.Optimizer] | None = None
+    flavor: Flavor = Flavor.TORCH
+    by_shape: bool = False  # whether the formula uses the shape of a parameter
+
+    def values(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The hyper-parameters of a group, to see whether one has changed."""
+        return tuple(_plain(group[key]) for key in self.keys)
+
+    def settings(self, group: Mapping[str, Any]) -> Settings:
+        """The optimizer of a group."""
+        fields: dict[str, Any] = {}
+        for key in self.keys:
+            value = _plain(group[key])
+            if key == "betas":
+                fields.update(zip(("beta1", "beta2", "beta3"), value, strict=False))
+            elif key == "eps" and isinstance(value, tuple):  # Adafactor
+                eps1, fields["eps2"] = value
+                if eps1 is not None:
+                    fields["eps"] = eps1
+            elif key == "alpha" and self.optimizer == OptimizerKind.RMSPROP:
+                fields["rho"] = value
+            elif key == "adjust_lr_fn":
+                fields["adjust_lr"] = _ADJUST[value]
+            else:
+                fields[_RENAMED.get(key, key)] = value
+        return Settings(self.optimizer, self.flavor, **fields)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(element) for element in value)
+    return value
+
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+_MOMENTS = ("lr", "betas", "eps", "weight_decay", "maximize")
+
+SGD = Kind(
+    OptimizerKind.SGD,
+    ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"), torch.optim.SGD,
+)  # fmt: skip
+ADAM = Kind(OptimizerKind.ADAM, _ADAM, torch.optim.Adam)
+ADAMW = Kind(OptimizerKind.ADAMW, _ADAM, torch.optim.AdamW)
+SPARSE_ADAM = Kind(
+    OptimizerKind.ADAM, ("lr", "betas", "eps", "maximize"), torch.optim.SparseAdam, Flavor.KERAS
+)
+ADAGRAD = Kind(
+    OptimizerKind.ADAGRAD,
+    ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"), torch.optim.Adagrad,
+)  # fmt: skip
+ADADELTA = Kind(
+    OptimizerKind.ADADELTA, ("lr", "rho", "eps", "weight_decay", "maximize"), torch.optim.Adadelta
+)
+ADAMAX = Kind(OptimizerKind.ADAMAX, _MOMENTS, torch.optim.Adamax)
+NADAM = Kind(OptimizerKind.NADAM, (*_MOMENTS, "momentum_decay", "decoupled_weight_decay"), torch.optim.NAdam)
+RADAM = Kind(OptimizerKind.RADAM, (*_MOMENTS, "decoupled_weight_decay"), torch.optim.RAdam)
+RMSPROP = Kind(
+    OptimizerKind.RMSPROP,
+    ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"), torch.optim.RMSprop,
+)  # fmt: skip
+ADAFACTOR = Kind(
+    OptimizerKind.ADAFACTOR, ("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize"),
+    getattr(torch.optim, "Adafactor", None), by_shape=True,
+)  # fmt: skip
+MUON = Kind(
+    OptimizerKind.MUON,
+    ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+    getattr(torch.optim, "Muon", None), by_shape=True,
+)  # fmt: skip
+LION = Kind(OptimizerKind.LION, ("lr", "betas", "weight_decay", "maximize"))
+LAMB = Kind(OptimizerKind.LAMB, (*_MOMENTS, "max_grad_norm", "always_adapt"))
+LARS = Kind(
+    OptimizerKind.LARS,
+    ("lr", "momentum", "dampening", "weight_decay", "nesterov", "trust_coefficient", "eps", "always_adapt",
+     "maximize"),
+)  # fmt: skip
+ADOPT = Kind(OptimizerKind.ADOPT, (*_MOMENTS, "decoupled"))
+ADEMAMIX = Kind(OptimizerKind.ADEMAMIX, (*_MOMENTS, "alpha", "alpha_warmup", "beta3_warmup"))
+ROWWISE_ADAGRAD = Kind(
+    OptimizerKind.ROWWISE_ADAGRAD, ("lr", "weight_decay", "initial_accumulator_value", "eps", "maximize"),
+    by_shape=True,
+)  # fmt: skip
+
+KINDS = (
+    SGD, ADAM, ADAMW, SPARSE_ADAM, ADAGRAD, ADADELTA, ADAMAX, NADAM, RADAM, RMSPROP, ADAFACTOR, MUON, LION, LAMB,
+    LARS, ADOPT, ADEMAMIX, ROWWISE_ADAGRAD,
+)  # fmt: skip
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> Kind:
+    """The kind of an optimizer of torch. TypeError: the library has no such optimizer."""
+    if type(optimizer) is torch.optim.Adam:  # which may be an AdamW
+        decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+        if len(decoupled) > 1:
+            raise ValueError(
+                "the groups of an Adam differ in decoupled_weight_decay, which is one optimizer here"
+            )
+        return ADAMW if True in decoupled else ADAM
+    for kind in KINDS:
+        if kind.of_torch is type(optimizer):
+            return kind
+    raise TypeError(
+        f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has no counterpart in the library; "
+        "those of torch.optim that have one are "
+        + ", ".join(kind.of_torch.__name__ for kind in KINDS if kind.of_torch is not None)
+    )

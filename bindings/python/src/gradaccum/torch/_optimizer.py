@@ -1,0 +1,684 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer of torch whose windows are right."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NoReturn, TypedDict, cast
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from .. import (
+    BatchNorm, Clip, ClipScope, Config, Context, Device, Dtype, Ema, Group, LossScaler, MicroBatch, MicroOptions, Param,
+    ParamOptions, Rows, Settings, StateOptions, StateParts, StepResult,
+)  # fmt: skip
+from ._kinds import Kind
+
+_DTYPES = {
+    torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
+}  # fmt: skip
+_IN_FILES = {
+    "F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+}  # fmt: skip
+_KEY = "gradaccum"  # of a state dictionary: all that the library keeps
+# Of an implementation, which torch's own optimizers look for in a group that they load.
+_CHOICES = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+
+
+class WindowOptions(TypedDict, total=False):
+    """What every optimizer takes beside torch's own arguments; Optimizer describes it."""
+
+    accum_steps: int | None
+    clip: Clip | None
+    loss_scaler: LossScaler | None
+    ema: Ema | None
+    config: Config | None
+    param_options: ParamOptions | None
+    ddp: torch.nn.Module | None
+    distributed: bool
+
+
+class _Slot:
+    """A parameter of torch, and that of the library with the same memory."""
+
+    __slots__ = ("address", "has_master", "hook", "own", "rows", "stride", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, own: Param, rows: bool) -> None:
+        self.tensor = tensor
+        self.own = own
+        self.rows = rows
+        self.stride = tensor.stride()
+        self.address = tensor.data_ptr()
+        self.version = tensor._version
+        self.has_master = any(info.name == "master" for info in own.states)
+        self.hook: Any = None
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer of torch that accumulates micro-batches in the library, and steps there.
+
+    Three ways lead to a step. Gradients go to the window as backward makes them, and are freed at once::
+
+        opt.backward(loss, weight=n)            # or: with opt.micro_batch(weight=n): loss.backward()
+        ...
+        opt.step()
+
+    Or they are taken from ``.grad`` after each backward, by ``opt.accumulate(weight=n)``. Or the loop stays
+    as it is, ``zero_grad``, ``backward``, ``step``: with accum_steps, ``step`` counts, and every K-th one
+    updates the parameters; ``flush()`` applies what is left at the end of an epoch.
+
+    params: as for torch: parameters, pairs of a name and a parameter, or groups of them.
+    kind, defaults: the optimizer, and its hyper-parameters in torch's words. ``param_groups`` are the truth:
+    what a scheduler writes there is passed on before each step.
+    accum_steps: micro-batches in a window; None: as many as come before ``step``.
+    weight of a micro-batch: of how many samples or tokens its loss is the mean. The default of 1 is right only
+    if all micro-batches are as large.
+    clip: of the window's gradient, in place of ``clip_grad_norm_``. loss_scaler: in place of a GradScaler.
+    config: policies of the window; its device, stream and accum_steps are set here.
+    param_options: of all parameters. A group may have the key ``rows``: ``gradaccum.Rows`` of embeddings with
+    sparse gradients.
+    ddp: the DistributedDataParallel that reduces every backward. distributed: False allows several processes
+    that do not train one model together.
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler sets grad_scale and found_inf for step()
+
+    def __init__(
+        self,
+        params: Any,
+        kind: Kind,
+        defaults: Mapping[str, Any],
+        *,
+        accum_steps: int | None = None,
+        clip: Clip | None = None,
+        loss_scaler: LossScaler | None = None,
+        ema: Ema | None = None,
+        config: Config | None = None,
+        param_options: ParamOptions | None = None,
+        ddp: torch.nn.Module | None = None,
+        distributed: bool = True,
+    ) -> None:
+        if accum_steps is not None and accum_steps < 1:
+            raise ValueError(f"accum_steps was {accum_steps}, expected at least 1, or None")
+        world = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if world and torch.distributed.get_world_size() > 1 and ddp is None and distributed:
+            raise RuntimeError(
+                "there are several processes, whose gradients this optimizer does not reduce: pass ddp= the "
+                "DistributedDataParallel, or distributed=False for processes that train apart"
+            )
+        self._kind = kind
+        self._context: Context | None = None
+        self._clips_by_unit = clip is not None and clip.scope == ClipScope.AGC
+        self._param_options = ParamOptions() if param_options is None else param_options
+        self._ddp = ddp
+        self._slots: list[_Slot] = []
+        self._groups: list[Group] = []
+        self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
+        self._open: MicroBatch | None = None
+        self._held: list[Tensor] = []  # gradients that are read when the micro-batch ends
+        self._layers: dict[torch.nn.Module, BatchNorm] = {}  # by convert_batchnorm
+        self._masters: dict[str, Tensor] = {}  # of a window that was loaded, by the parameter's name
+        self._rates: list[float] = []  # at the start of the window
+        self._warned = False
+        self.accum_steps = accum_steps
+        self.result: StepResult | None = None
+        super().__init__(params, {**_CHOICES, **defaults})
+
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        self._device = torch.device("cpu") if first is None else first.device
+        config = Config() if config is None else config
+        changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps}
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            changes.update(device=Device.CUDA, device_ordinal=stream.device_index, stream=stream.cuda_stream)
+        elif config.num_threads == 0:
+            changes["num_threads"] = torch.get_num_threads()
+        self._context = Context(dataclasses.replace(config, **changes))
+        if clip is not None:
+            self._context.set_clip(clip)
+        if loss_scaler is not None:
+            self._context.set_loss_scaler(loss_scaler)
+        if ema is not None:
+            self._context.set_ema(ema)
+        self._scales = loss_scaler is not None
+        for group in self.param_groups:
+            self._register(group)
+
+    # ---- Parameters
+
+    @property
+    def context(self) -> Context:
+        """The context of the library."""
+        assert self._context is not None
+        return self._context
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does. Between windows."""
+        super().add_param_group(param_group)
+        if self._context is not None:
+            try:
+                self._register(self.param_groups[-1])
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    def _register(self, group: dict[str, Any]) -> None:
+        for key in ("capturable", "differentiable"):
+            if group.get(key):
+                raise ValueError(
+                    f"{key}=True is not supported: steps are made by the library, outside of torch's graph"
+                )
+        views = [self._view(tensor, group) for tensor in group["params"]]
+        names = group.get("param_names") or [
+            f"param{len(self._slots) + i}" for i in range(len(group["params"]))
+        ]
+        own_group = self.context.add_group(self._kind.settings(group))
+        rows = Rows(group.get("rows", Rows.NONE))
+        options = dataclasses.replace(self._param_options, rows=rows) if rows else self._param_options
+        added: list[_Slot] = []
+        try:
+            for tensor, view, name in zip(group["params"], views, names, strict=True):
+                own = self.context.add_param(own_group, name, view, options=options)
+                added.append(_Slot(tensor, own, rows != Rows.NONE))
+        except BaseException:
+            for slot in added:
+                slot.own.remove()
+            raise
+        self._slots += added
+        self._groups.append(own_group)
+        self._known.append(self._kind.values(group))
+
+    def _view(self, tensor: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """The memory of a parameter as a dense tensor: its dimensions in the order of the memory."""
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"a parameter was {tensor.dtype}, expected float32, float64, float16 or bfloat16")
+        if tensor.layout != torch.strided or hasattr(tensor, "_local_tensor"):
+            raise TypeError("a parameter was sparse or a DTensor, expected a plain tensor")
+        if tensor.device != self._device:
+            raise ValueError(f"a parameter was on {tensor.device}, but the first one is on {self._device}")
+        if self._device.type not in ("cpu", "cuda"):
+            raise ValueError(f"parameters were on {self._device}, expected the CPU or CUDA")
+        plain = tensor.detach()
+        if plain.is_contiguous():
+            return plain
+        strides: Sequence[int] = plain.stride()
+        order = sorted(range(plain.dim()), key=lambda axis: (-strides[axis], axis))
+        plain = plain.permute(order)
+        if not plain.is_contiguous():
+            raise ValueError(
+                f"a parameter of shape {list(tensor.shape)} had strides {tensor.stride()}, which are not dense"
+            )
+        if self._kind.by_shape or self._clips_by_unit or Rows(group.get("rows", Rows.NONE)):
+            raise ValueError(
+                f"a parameter of shape {list(tensor.shape)} had strides {tensor.stride()}, but this optimizer goes "
+                "by rows and columns: make it contiguous()"
+            )
+        return plain
+
+    # ---- Micro-batches
+
+    @contextlib.contextmanager
+    def micro_batch(self, weight: float = 1.0) -> Iterator[None]:
+        """A micro-batch whose gradients go to the window as backward makes them, and are freed at once.
+
+        An exception drops the micro-batch; if some of it is in the window already, it drops the window and
+        says so in a note. Under ddp=, gradients are taken at the end, after the reduction.
+        """
+        if self._open is not None:
+            raise RuntimeError("a micro-batch is open already")
+        if self._ddp is not None:
+            yield
+            self.accumulate(weight)
+            return
+        self._begin()
+        if any(slot.tensor.grad is not None for slot in self._slots):
+            raise RuntimeError(
+                "a parameter has a .grad of an earlier backward: call zero_grad() or accumulate() first"
+            )
+        for slot in self._slots:
+            if slot.hook is None and slot.tensor.requires_grad:
+                register: Any = slot.tensor.register_post_accumulate_grad_hook
+                slot.hook = register(_hook(self, slot))
+        with self.context.micro_batch(weight) as micro:
+            self._open = micro
+            try:
+                yield
+            except BaseException:
+                for slot in self._slots:
+                    slot.tensor.grad = None
+                raise
+            finally:
+                self._open = None
+                held, self._held = self._held, []
+        del held
+
+    def backward(self, loss: Tensor, weight: float = 1.0, **options: Any) -> None:
+        """``loss.backward(**options)`` as a micro-batch. A loss_scaler's scale is applied."""
+        with self.micro_batch(weight):
+            self.scale_loss(loss).backward(**options)  # type: ignore[no-untyped-call]
+
+    def accumulate(self, weight: float = 1.0) -> None:
+        """Takes the gradients of a micro-batch from ``.grad``, which becomes None."""
+        self._take(weight, None)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale of loss_scaler; the loss itself without one."""
+        return loss * self.context.loss_scale if self._scales else loss
+
+    def _begin(self) -> None:
+        """Before a micro-batch: at the start of a window, sees whether parameters have moved or changed."""
+        if self._ddp is not None and not getattr(self._ddp, "require_backward_grad_sync", True):
+            raise RuntimeError(
+                "gradients of a backward inside no_sync() are not reduced: leave no_sync() out, since every "
+                "micro-batch must be reduced before it is accumulated"
+            )
+        if torch.compiler.is_compiling():
+            raise RuntimeError("gradients were to be taken inside compiled autograd, which is not supported")
+        if self.context.window.micro_batches == 0:
+            self._look_at_parameters(may_move=True)
+            self._rates = [float(group["lr"]) for group in self.param_groups]
+
+    def _look_at_parameters(self, *, may_move: bool) -> None:
+        for slot in self._slots:
+            tensor = slot.tensor
+            if tensor.data_ptr() != slot.address:
+                if not may_move:
+                    raise RuntimeError(f'parameter "{slot.own.name}" has moved while a window was open')
+                slot.own.bind(self._view(tensor, {}))
+                slot.address = tensor.data_ptr()
+                slot.stride = tensor.stride()
+            if tensor._version != slot.version:
+                if slot.has_master and not self._is_rounded_master(slot):
+                    if not may_move:
+                        raise RuntimeError(f'parameter "{slot.own.name}" was written while a window was open')
+                    slot.own.changed()
+                slot.version = tensor._version
+
+    def _is_rounded_master(self, slot: _Slot) -> bool:
+        """Whether a 16-bit parameter is what its master weights round to, as when both were loaded."""
+        master = self._masters.get(slot.own.name)
+        if master is None:
+            if self.context.window.micro_batches > 0:
+                return False
+            master = from_dlpack(cast(Any, slot.own.get_state("master")))
+        master = master.to(slot.tensor.dtype)
+        return torch.equal(master, self._flat(slot.tensor, slot).reshape(master.shape))
+
+    def _take(self, weight: float, loss_scale: float | None) -> bool:
+        """Adds what is in ``.grad`` as a micro-batch. Returns whether there was anything."""
+        if self._open is not None:
+            raise RuntimeError("a micro-batch is open: its gradients are taken by backward")
+        options = None if loss_scale is None else MicroOptions(loss_scale=loss_scale)
+        self._begin()
+        addresses: list[int | None] = []
+        alive: list[Tensor] = []
+        sparse = False
+        for slot in self._slots:
+            gradient = slot.tensor.grad
+            if gradient is None:
+                addresses.append(None)
+            elif gradient.layout is not torch.strided:
+                sparse = True
+            else:
+                if gradient.stride() != slot.stride or gradient.dtype is not slot.tensor.dtype:
+                    gradient = _like(gradient, slot)
+                    alive.append(gradient)
+                addresses.append(gradient.data_ptr())
+        if not sparse:
+            self.context.accumulate(addresses, weight, options)
+        else:
+            with self.context.micro_batch(weight, options=options) as micro:
+                for slot in self._slots:
+                    if slot.tensor.grad is not None:
+                        alive.append(_add(micro, slot, slot.tensor.grad))
+        found = len(alive) > 0 or any(address is not None for address in addresses)
+        for slot in self._slots:
+            slot.tensor.grad = None
+        return found
+
+    # ---- Steps
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes what is in ``.grad`` as a micro-batch of weight 1, if there is anything, and ends the window.
+
+        With accum_steps, a window ends when it is full; until then, step() returns without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._open is not None:
+            raise RuntimeError("step() was called in an open micro-batch")
+        scale = getattr(self, "grad_scale", None)
+        if any(slot.tensor.grad is not None for slot in self._slots):
+            self._take(1.0, None if scale is None else float(scale))
+        elif scale is not None:
+            raise RuntimeError(
+                "a GradScaler must see the gradients that it has scaled in .grad, but they were accumulated "
+                "before: give the optimizer a loss_scaler= in its place, and use opt.scale_loss(loss)"
+            )
+        held = self.context.window.micro_batches
+        if held > 0 and (self.accum_steps is None or held >= self.accum_steps):
+            self._apply()
+        return loss
+
+    def flush(self) -> bool:
+        """Ends a window that is not full, as at the end of an epoch. Returns whether there was one."""
+        if self._open is not None:
+            raise RuntimeError("flush() was called in an open micro-batch")
+        if self.context.window.micro_batches == 0:
+            return False
+        self._apply()
+        return True
+
+    def discard(self) -> None:
+        """Drops the window."""
+        self.context.discard()
+
+    def _apply(self) -> None:
+        self._look_at_parameters(may_move=False)
+        if not self._warned and self.context.window.micro_batches > 1:
+            if self._rates != [float(group["lr"]) for group in self.param_groups]:
+                self._warned = True
+                warnings.warn(
+                    "a learning rate changed while a window was open: a scheduler counts steps, not "
+                    "micro-batches, so call scheduler.step() after a step that was applied (opt.result)",
+                    stacklevel=3,
+                )
+        self._push()
+        self.result = self.context.step()
+        self._masters.clear()
+        if self.result.applied:
+            torch.autograd.graph.increment_version([slot.tensor for slot in self._slots])
+            for slot in self._slots:
+                slot.version = slot.tensor._version
+            self._publish()
+
+    def _publish(self) -> None:
+        """Copies the running statistics of the library to the buffers of torch."""
+        for layer, own in self._layers.items():
+            module = cast(Any, layer)
+            mean, variance, steps = own.running()
+            with torch.no_grad():
+                module.running_mean.copy_(from_dlpack(mean))
+                module.running_var.copy_(from_dlpack(variance))
+                module.num_batches_tracked.fill_(steps)
+
+    def _push(self) -> None:
+        """Passes on what was written to param_groups."""
+        for i, group in enumerate(self.param_groups):
+            values = self._kind.values(group)
+            if values != self._known[i]:
+                self._groups[i].optimizer = self._kind.settings(group)
+                self._known[i] = values
+
+    @property
+    def noise_scale(self) -> float:
+        """The noise scale that the last step has measured; needs ``Config(noise_scale=True)``."""
+        return float("nan") if self.result is None else self.result.noise_scale
+
+    # ---- State
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in torch's words, which torch's own optimizer loads.
+
+        What the library keeps besides, an open window too, is under the key "gradaccum".
+        """
+        self._push()
+        data = self.context.save_bytes(StateOptions(parts=StateParts.LIBRARY))
+        header, arrays = _split(data)
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for key, slot, name in self._of_torch(arrays):
+            array = arrays[key]
+            if name == "step":
+                state[slot.tensor][name] = array.to(torch.float32)
+            else:
+                del arrays[key]
+                if array.numel() == slot.tensor.numel():
+                    array = array.as_strided(slot.tensor.shape, slot.stride)
+                state[slot.tensor][name] = array
+        kept, self.state = self.state, state
+        try:
+            packed = super().state_dict()
+        finally:
+            self.state = kept
+        packed[_KEY] = {"header": header, "arrays": arrays}
+        return packed
+
+    def _of_torch(self, names: Iterable[str]) -> list[tuple[str, _Slot, str]]:
+        """Those names of arrays that are state in torch's sense: each with its parameter and the rest of it."""
+        slots = {slot.own.name: slot for slot in self._slots}
+        found = []
+        for key in names:
+            owner, _, name = key.rpartition(".")
+            if owner in slots and name not in ("master", "ema", "grad_accum"):
+                found.append((key, slots[owner], name))
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what state_dict() of this class has given, or that of torch's own optimizer. Between windows.
+
+        What came from here goes on exactly, in the middle of a window too. As in torch, hyper-parameters are
+        those that were saved. Without the key "gradaccum", the state is taken as torch's.
+        """
+        groups = self.param_groups
+        state = state_dict["state"]
+        try:
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+            for group in self.param_groups:
+                missing = [key for key in self._kind.keys if key not in group]
+                if missing:
+                    raise ValueError(
+                        f"the state dictionary is of another optimizer: its groups have no {missing[0]}"
+                    )
+            if _KEY in state_dict:
+                arrays = dict(state_dict[_KEY]["arrays"])
+                header = bytes(state_dict[_KEY]["header"].cpu().numpy())
+                indices = {id(slot): index for index, slot in enumerate(self._slots)}
+                for key, slot, name in self._of_torch(_entries(header)):
+                    if name != "step":
+                        arrays[key] = self._flat(state[indices[id(slot)]][name], slot)
+                data = _join(header, arrays)
+                options = StateOptions(parts=StateParts.LIBRARY, settings=Settings.KEEP)
+                self._push()
+                self.context.load(data, options)
+                self._masters = {
+                    key.removesuffix(".master"): array
+                    for key, array in arrays.items()
+                    if key.endswith(".master")
+                }
+                self._publish()
+            else:
+                self._push()
+                if state:
+                    self._load_from_torch(state)
+        except BaseException:
+            self.param_groups = groups
+            self._push()
+            raise
+
+    def _flat(self, array: Tensor, slot: _Slot) -> Tensor:
+        """An array of state in the order of memory."""
+        array = array.detach().cpu()
+        if array.numel() != slot.tensor.numel() or slot.tensor.is_contiguous():
+            return array.contiguous()
+        return (
+            torch.empty_strided(slot.tensor.shape, slot.stride, dtype=array.dtype)
+            .copy_(array)
+            .as_strided(slot.own.shape, _dense(slot.own.shape))
+        )
+
+    def _load_from_torch(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        arrays: dict[str, Tensor] = {}
+        steps = 0
+        for index, slot in enumerate(self._slots):
+            infos = {info.name: info for info in slot.own.states}
+            for name, value in state.get(index, {}).items():
+                if value is None:
+                    continue
+                key = f"{slot.own.name}.{name}"
+                array = torch.as_tensor(value).detach().cpu()
+                if name == "step":
+                    steps = max(steps, int(array))
+                    arrays[key] = array.to(torch.int64).reshape(())
+                    continue
+                if name not in infos:
+                    raise ValueError(
+                        f'the state "{name}" of parameter {index} has no counterpart in this optimizer'
+                    )
+                arrays[key] = self._flat(array, slot).to(_TORCH[infos[name].dtype])
+        options = StateOptions(
+            parts=StateParts.LIBRARY, settings=Settings.KEEP, allow_missing=True, unmarked=True
+        )
+        self.context.load(_join(_header(arrays), arrays), options)
+        if steps > 0:
+            self.context.set_steps(steps)
+
+    def save(self, target: str | os.PathLike[str] | BinaryIO, options: StateOptions | None = None) -> None:
+        """Saves parameters and state to a file of the library, as Context.save() does."""
+        self._push()
+        self.context.save(target, options)
+
+    def load(
+        self, source: str | os.PathLike[str] | BinaryIO | bytes, options: StateOptions | None = None
+    ) -> None:
+        """Loads what save() has saved, parameters too. Hyper-parameters stay those of param_groups."""
+        self._push()
+        self.context.load(source, dataclasses.replace(options or StateOptions(), settings=Settings.KEEP))
+        torch.autograd.graph.increment_version([slot.tensor for slot in self._slots])
+        for slot in self._slots:
+            slot.version = slot.tensor._version
+        self._publish()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a gradaccum optimizer cannot be copied or pickled, because it uses memory of this process; "
+            "state_dict() and load_state_dict() carry its state"
+        )
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        self.__reduce__()
+
+
+_TORCH = {own: theirs for theirs, own in _DTYPES.items()} | {Dtype.I64: torch.int64}
+_NAMES = {dtype: name for name, dtype in _IN_FILES.items()}
+
+
+def _like(gradient: Tensor, slot: _Slot) -> Tensor:
+    """The gradient in the dtype and the memory order of its parameter."""
+    return torch.empty_strided(
+        slot.tensor.shape, slot.stride, dtype=slot.tensor.dtype, device=gradient.device
+    ).copy_(gradient)
+
+
+def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
+    this = weakref.ref(optimizer)
+
+    def take(tensor: Tensor) -> None:
+        owner = this()
+        if owner is None or owner._open is None or tensor.grad is None:
+            return
+        gradient = _add(owner._open, slot, tensor.grad)
+        if owner.context._kept.late:
+            owner._held.append(gradient)
+        tensor.grad = None
+
+    return take
+
+
+def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> Tensor:
+    """Adds a gradient to the open micro-batch. Returns what is to live until its end."""
+    gradient = gradient.detach()
+    if gradient.layout is torch.sparse_coo:
+        if not slot.rows:
+            raise ValueError(
+                f'parameter "{slot.own.name}" has a sparse gradient: give its group "rows": gradaccum.Rows.LAZY '
+                "(or DENSE)"
+            )
+        if gradient.sparse_dim() != 1:
+            raise ValueError(f'the gradient of parameter "{slot.own.name}" is sparse in more than its rows')
+        indices, values = gradient._indices()[0], gradient._values()
+        micro.accumulate_rows(slot.own, indices.contiguous(), values.to(slot.tensor.dtype).contiguous())
+        return gradient
+    if gradient.layout is not torch.strided:
+        raise ValueError(f'the gradient of parameter "{slot.own.name}" has the layout {gradient.layout}')
+    if gradient.stride() != slot.stride or gradient.dtype is not slot.tensor.dtype:
+        gradient = _like(gradient, slot)
+    micro.accumulate(slot.own, gradient.data_ptr())
+    return gradient
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for dimension in reversed(shape[1:]):
+        strides.append(strides[-1] * dimension)
+    return tuple(reversed(strides)) if shape else ()
+
+
+# ---- State files in memory: safetensors
+
+
+def _entries(header: bytes) -> dict[str, Any]:
+    """The arrays of a file by their names, from its header with the eight bytes of its length."""
+    entries: dict[str, Any] = json.loads(header[8:])
+    entries.pop("__metadata__", None)
+    return entries
+
+
+def _split(data: bytearray) -> tuple[Tensor, dict[str, Tensor]]:
+    """The header of a file, and its arrays, each a storage of its own in the same memory."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    arrays = {}
+    for name, entry in _entries(bytes(data[:start])).items():
+        begin, end = entry["data_offsets"]
+        dtype = _IN_FILES[entry["dtype"]]
+        flat = torch.empty(0, dtype=dtype)
+        if end > begin:
+            flat = torch.frombuffer(
+                data, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=start + begin
+            )
+        arrays[name] = flat.reshape(entry["shape"])
+    return torch.frombuffer(data, dtype=torch.uint8, count=start).clone(), arrays
+
+
+def _join(header: bytes, arrays: Mapping[str, Tensor]) -> bytearray:
+    """The file of which these are the header and the arrays."""
+    entries = _entries(header)
+    data = bytearray(len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0))
+    data[: len(header)] = header
+    for name, entry in entries.items():
+        begin, end = (len(header) + offset for offset in entry["data_offsets"])
+        array = arrays[name].detach().cpu().contiguous()
+        if array.numel() * array.element_size() != end - begin:
+            raise ValueError(
+                f'the array "{name}" of the state dictionary has another size than when it was saved'
+            )
+        if end > begin:
+            torch.frombuffer(data, dtype=torch.uint8, count=end - begin, offset=begin).copy_(
+                array.reshape(-1).view(torch.uint8)
+            )
+    return data
+
+
+def _header(arrays: Mapping[str, Tensor]) -> bytes:
+    """The header of a file without checksums."""
+    header: dict[str, Any] = {"__metadata__": {"gradaccum.format": "1 unchecked"}}
+    offset = 0
+    for name, array in sorted(arrays.items(), key=lambda item: -item[1].element_size()):
+        size = array.numel() * array.element_size()
+        header[name] = {
+            "dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [offset, offset + size],
+        }  # fmt: skip
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code of docs/moving.md runs, and its loops reach what a loop by hand reaches."""
+
+import os
+import pathlib
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from conftest import Task, close
+
+K = 4
+
+
+def blocks() -> dict[str, str]:
+    path = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "moving.md"
+    found = re.findall(r"<!-- test: (\w+) -->\n```python\n(.*?)```", path.read_text(), re.S)
+    assert len(found) == path.read_text().count("```python")
+    return dict(found)
+
+
+def run(name: str, task: Task, clips: bool = True) -> dict[str, Any]:
+    lines = [line for line in blocks()[name].splitlines() if clips or "clip_grad_norm_" not in line]
+    net = task.net()
+    batches = [
+        [(task.x[step][i : i + 2], task.y[step][i : i + 2]) for i in range(0, 8, 2)] for step in range(5)
+    ]
+    names: dict[str, Any] = {
+        "net": net, "torch": torch, "K": K, "batches": batches, "loss_of": task.loss, "trained": net,
+    }  # fmt: skip
+    exec(compile("\n".join(lines), f"docs/moving.md: {name}", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("name", ["ours", "counting", "accelerate", "lightning"])
+def test_a_loop_reaches_what_a_loop_by_hand_reaches(name: str, task: Task) -> None:
+    if name in ("accelerate", "lightning"):
+        pytest.importorskip(name)
+    want = run("hand", task, clips=name == "ours")["trained"]
+    got = run(name, task)
+    if name == "lightning":
+        import lightning
+
+        flat = [micro for batch in got["batches"] for micro in batch]
+        module = got["Module"](got["net"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = lightning.Trainer(
+                max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False,
+            )  # fmt: skip
+            trainer.fit(module, torch.utils.data.DataLoader(flat, batch_size=None))
+    close(want, got["trained"], 1e-12)
