@@ -158,6 +158,7 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %ga_struct(ga_step_result, (), ga_step_result_init)
 %ga_struct(ga_accumulator, (), ga_accumulator_init)
 %ga_struct(ga_param_info, (), ga_param_info_init)
+%ga_struct(ga_bn_info, (), ga_bn_info_init)
 %ga_struct(ga_state_info, (), ga_state_info_init)
 %ga_struct(ga_memory, (), ga_memory_init)
 %ga_struct(ga_build, (), ga_build_init)

@@ -34,16 +34,27 @@ public final class BatchNorm {
 
   private final Context context;
   private final int id;
+
+  // What never changes, as the library describes it.
   private final String name;
   private final long channels;
   private final Dtype dtype;
 
-  BatchNorm(Context context, int id, String name, long channels, Dtype dtype) {
+  // Within a call of the context c.
+  BatchNorm(Context context, long c, int id) {
     this.context = context;
     this.id = id;
-    this.name = name;
-    this.channels = channels;
-    this.dtype = dtype;
+    BatchNormInfo info = describe(c);
+    name = info.name();
+    channels = info.channels();
+    dtype = info.dtype();
+  }
+
+  private BatchNormInfo describe(long c) {
+    try (ga_bn_info fields = new ga_bn_info()) {
+      Raw.ga_bn_describe(c, id, fields);
+      return BatchNormInfo.read(fields);
+    }
   }
 
   Context context() {
@@ -57,6 +68,20 @@ public final class BatchNorm {
    */
   public int id() {
     return id;
+  }
+
+  /**
+   * What the library knows of the layer.
+   *
+   * @return its name, channels, options and so on, as they are now
+   */
+  public BatchNormInfo info() {
+    long c = context.enter();
+    try {
+      return describe(c);
+    } finally {
+      context.exit();
+    }
   }
 
   long address(Tensor tensor, long samples, long positions, boolean written, String role) {
@@ -333,6 +358,17 @@ public final class BatchNorm {
       Reference.reachabilityFence(mean);
       Reference.reachabilityFence(variance);
     }
+  }
+
+  /** Whether both are the same layer of the same context. */
+  @Override
+  public boolean equals(Object other) {
+    return other instanceof BatchNorm layer && layer.context == context && layer.id == id;
+  }
+
+  @Override
+  public int hashCode() {
+    return id;
   }
 
   @Override

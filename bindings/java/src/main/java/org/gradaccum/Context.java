@@ -890,7 +890,41 @@ public final class Context implements AutoCloseable {
           beta == null ? -1 : beta.id(),
           fields,
           id);
-      return new BatchNorm(this, id[0], name, channels, options.dtype());
+      return new BatchNorm(this, c, id[0]);
+    } finally {
+      exit();
+    }
+  }
+
+  /**
+   * The number of layers of batch normalisation.
+   *
+   * @return their number
+   */
+  public int batchNormCount() {
+    long c = enter();
+    try {
+      int[] count = new int[1];
+      Raw.ga_bn_count(c, count);
+      return count[0];
+    } finally {
+      exit();
+    }
+  }
+
+  /**
+   * The layer of batch normalisation of a name.
+   *
+   * @param name the name
+   * @return the layer
+   * @throws GradAccumException {@link Status#INVALID_ARGUMENT}: there is none
+   */
+  public BatchNorm findBatchNorm(String name) {
+    long c = enter();
+    try {
+      int[] id = new int[1];
+      Raw.ga_bn_find(c, name, id);
+      return new BatchNorm(this, c, id[0]);
     } finally {
       exit();
     }

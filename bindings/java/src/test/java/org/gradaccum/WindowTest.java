@@ -14,6 +14,7 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 import com.sun.management.ThreadMXBean;
 import java.lang.management.ManagementFactory;
 import java.nio.Buffer;
+import java.nio.DoubleBuffer;
 import java.nio.FloatBuffer;
 import java.util.Arrays;
 import java.util.List;
@@ -494,6 +495,84 @@ class WindowTest {
       assertThrows(IllegalArgumentException.class, () -> bn.infer(x, 3, 1, y));
       assertThrows(IllegalArgumentException.class, () -> bn.infer(x, -1, 1, y));
     }
+  }
+
+  @Test
+  void layersAreDescribedAndFoundByName() {
+    try (Context context = new Context();
+        Context other = new Context()) {
+      Group group = context.addGroup(sgd(1));
+      Param gamma = context.addParam(group, "gamma", floats(1, 1, 1), 3);
+      Param beta = context.addParam(group, "beta", floats(0, 0, 0), 3);
+      assertEquals(0, context.batchNormCount());
+      BatchNormOptions options =
+          new BatchNormOptions(
+              BatchNormOptions.Mode.CUMULATIVE,
+              BatchNormOptions.Layout.CHANNELS_LAST,
+              Dtype.F64,
+              true,
+              0.25,
+              0.5);
+      BatchNorm first = context.addBatchNorm("first", 3, gamma, beta, options);
+      BatchNorm second = context.addBatchNorm("second", 2, null, null);
+      assertEquals(2, context.batchNormCount());
+      assertEquals(info(options, gamma, beta, false), first.info());
+      first.setFrozen(true);
+      assertEquals(info(options, gamma, beta, true), first.info());
+      first.setFrozen(false);
+      assertEquals(
+          new BatchNormInfo(
+              "second",
+              2,
+              -1,
+              -1,
+              BatchNormOptions.Mode.MICRO,
+              BatchNormOptions.Layout.CHANNELS_FIRST,
+              Dtype.F32,
+              false,
+              false,
+              0.1,
+              1e-5),
+          second.info());
+
+      BatchNorm found = context.findBatchNorm("first");
+      assertEquals(first, found);
+      assertEquals(first.hashCode(), found.hashCode());
+      assertEquals(first.toString(), found.toString());
+      assertNotEquals(second, found);
+      assertNotEquals(first, other.addBatchNorm("first", 3, null, null));
+      // A layer that was found knows what its tensors are.
+      DoubleBuffer x = Buffers.bytes(48).asDoubleBuffer().put(new double[] {1, 2, 3, 3, 6, 9});
+      DoubleBuffer y = Buffers.bytes(48).asDoubleBuffer();
+      found.forward(x.flip(), 2, 1, y);
+      assertEquals(1 / Math.sqrt(1.5), y.get(3), 1e-12);
+      assertThrows(IllegalArgumentException.class, () -> found.infer(x, 3, 1, y));
+      assertThrows(
+          IllegalArgumentException.class, () -> found.infer(floats(new float[6]), 2, 1, y));
+      for (String absent : List.of("third", "gamma", "")) {
+        GradAccumException e =
+            assertThrows(GradAccumException.class, () -> context.findBatchNorm(absent));
+        assertEquals(Status.INVALID_ARGUMENT, e.status());
+        String message = "the context has no layer \"" + absent + "\"";
+        assertTrue(e.getMessage().contains(message), e.getMessage());
+      }
+    }
+  }
+
+  private static BatchNormInfo info(
+      BatchNormOptions options, Param gamma, Param beta, boolean frozen) {
+    return new BatchNormInfo(
+        "first",
+        3,
+        gamma.id(),
+        beta.id(),
+        options.mode(),
+        options.layout(),
+        options.dtype(),
+        options.biased(),
+        frozen,
+        options.momentum(),
+        options.eps());
   }
 
   @Test
