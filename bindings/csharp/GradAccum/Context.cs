@@ -654,7 +654,30 @@ namespace GradAccum {
         int layer;
         Raw.ga_bn_add(call.Context, name, channels, gamma == null ? -1 : Id(gamma), beta == null ? -1 : Id(beta),
                       options.Native, out layer);
-        return new BatchNorm(this, layer, channels, options.DType);
+        return new BatchNorm(this, call.Context, layer);
+      }
+    }
+
+    /// <summary>How many batch-normalisation layers were added.</summary>
+    public int BatchNormCount {
+      get {
+        using (Call call = Begin()) {
+          int count;
+          Raw.ga_bn_count(call.Context, out count);
+          return count;
+        }
+      }
+    }
+
+    /// <summary>The batch-normalisation layer of a name.</summary>
+    /// <param name="name">The name.</param>
+    /// <returns>The layer.</returns>
+    public BatchNorm FindBatchNorm(string name) {
+      if (name == null) throw new ArgumentNullException("name");
+      using (Call call = Begin()) {
+        int layer;
+        Raw.ga_bn_find(call.Context, name, out layer);
+        return new BatchNorm(this, call.Context, layer);
       }
     }
 

@@ -325,14 +325,15 @@ namespace GradAccum {
   }
 
   /// <summary>A batch-normalisation layer. Its backward calls are those of <see cref="MicroBatch"/>.</summary>
-  public sealed class BatchNorm {
+  public sealed class BatchNorm : IEquatable<BatchNorm> {
     private readonly DType dtype;
 
-    internal BatchNorm(Context context, int id, long channels, DType dtype) {
+    internal BatchNorm(Context context, IntPtr native, int id) {
       Context = context;
       Id = id;
-      Channels = channels;
-      this.dtype = dtype;
+      BatchNormInfo info = Describe(native);
+      Channels = info.Channels;
+      dtype = info.DType;
     }
 
     /// <summary>Its context.</summary>
@@ -343,6 +344,13 @@ namespace GradAccum {
 
     /// <summary>Its channels.</summary>
     public long Channels { get; }
+
+    /// <summary>What the library knows of it.</summary>
+    public BatchNormInfo Info {
+      get {
+        using (Call call = Context.Begin()) return Describe(call.Context);
+      }
+    }
 
     /// <summary>Freezes or unfreezes the layer. Between windows.</summary>
     /// <param name="frozen">Whether it is frozen.</param>
@@ -458,6 +466,33 @@ namespace GradAccum {
           Raw.ga_bn_statistics(call.Context, Id, first.Address, second.Address, (int)DType.F64, out count);
           return count;
         }
+      }
+    }
+
+    /// <summary>Whether both are the same layer of the same context.</summary>
+    /// <param name="other">The other layer.</param>
+    /// <returns>Whether they are the same.</returns>
+    public bool Equals(BatchNorm other) {
+      return other != null && other.Context == Context && other.Id == Id;
+    }
+
+    /// <summary>Whether both are the same layer of the same context.</summary>
+    /// <param name="obj">The other object.</param>
+    /// <returns>Whether they are the same.</returns>
+    public override bool Equals(object obj) {
+      return Equals(obj as BatchNorm);
+    }
+
+    /// <summary>A hash code.</summary>
+    /// <returns>The code.</returns>
+    public override int GetHashCode() {
+      return Id;
+    }
+
+    private BatchNormInfo Describe(IntPtr context) {
+      using (ga_bn_info native = new ga_bn_info()) {
+        Raw.ga_bn_describe(context, Id, native);
+        return new BatchNormInfo(native);
       }
     }
 

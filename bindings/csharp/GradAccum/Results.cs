@@ -232,6 +232,56 @@ namespace GradAccum {
     public long Count { get; }
   }
 
+  /// <summary>What the library knows of a batch-normalisation layer.</summary>
+  public sealed class BatchNormInfo {
+    internal BatchNormInfo(ga_bn_info native) {
+      Name = native.name;
+      Channels = native.channels;
+      GammaId = native.gamma;
+      BetaId = native.beta;
+      Mode = (BatchNormMode)native.mode;
+      Layout = (BatchNormLayout)native.layout;
+      DType = (DType)native.dtype;
+      Biased = native.biased != 0;
+      Frozen = native.frozen != 0;
+      Momentum = native.momentum;
+      Eps = native.eps;
+    }
+
+    /// <summary>Its name.</summary>
+    public string Name { get; }
+
+    /// <summary>Its channels.</summary>
+    public long Channels { get; }
+
+    /// <summary>The id of the parameter of its scale; -1: none.</summary>
+    public int GammaId { get; }
+
+    /// <summary>The id of the parameter of its shift; -1: none.</summary>
+    public int BetaId { get; }
+
+    /// <summary>Whose statistics it normalises by.</summary>
+    public BatchNormMode Mode { get; }
+
+    /// <summary>The order of the axes of its input.</summary>
+    public BatchNormLayout Layout { get; }
+
+    /// <summary>The type of the elements of its input.</summary>
+    public DType DType { get; }
+
+    /// <summary>Whether the running variance averages biased variances.</summary>
+    public bool Biased { get; }
+
+    /// <summary>Whether it is frozen.</summary>
+    public bool Frozen { get; }
+
+    /// <summary>How far the running statistics move to those of a window.</summary>
+    public double Momentum { get; }
+
+    /// <summary>What is added to the variance.</summary>
+    public double Eps { get; }
+  }
+
   /// <summary>What the library knows of a parameter.</summary>
   public sealed class ParamInfo {
     internal ParamInfo(ga_param_info native) {

@@ -41,7 +41,8 @@ namespace GradAccum.Tests {
     };
 
     private static readonly string[] Results = {
-      "ga_window_info", "ga_step_result", "ga_accumulator", "ga_param_info", "ga_state_info", "ga_memory", "ga_build"
+      "ga_window_info", "ga_step_result", "ga_accumulator", "ga_param_info", "ga_bn_info", "ga_state_info", "ga_memory",
+      "ga_build"
     };
 
     private readonly string header = Regex.Replace(

@@ -347,6 +347,61 @@ namespace GradAccum.Tests {
       }
     }
 
+    private static void SameInfo(BatchNormInfo info, string name, long channels, Param gamma, Param beta,
+                                 BatchNormOptions options, bool frozen) {
+      Expect.Equal(name, info.Name);
+      Expect.Equal(channels, info.Channels);
+      Expect.Equal(gamma == null ? -1 : gamma.Id, info.GammaId);
+      Expect.Equal(beta == null ? -1 : beta.Id, info.BetaId);
+      Expect.Equal(options.Mode, info.Mode);
+      Expect.Equal(options.Layout, info.Layout);
+      Expect.Equal(options.DType, info.DType);
+      Expect.Equal(options.Biased, info.Biased);
+      Expect.Equal(frozen, info.Frozen);
+      Expect.Equal(options.Momentum, info.Momentum);
+      Expect.Equal(options.Eps, info.Eps);
+    }
+
+    public void LayersAreDescribedAndFoundByName() {
+      BatchNormOptions options = new BatchNormOptions {
+        Mode = BatchNormMode.Cumulative, Layout = BatchNormLayout.ChannelsLast, DType = DType.F64, Biased = true,
+        Momentum = 0.25, Eps = 0.5
+      };
+      using (Context context = new Context())
+      using (Context other = new Context()) {
+        Group group = context.AddGroup(new Optimizer(OptimizerKind.Sgd));
+        Param gamma = context.AddParam(group, "gamma", new float[] {1, 1, 1}, 3);
+        Param beta = context.AddParam(group, "beta", new float[3], 3);
+        Expect.Equal(0, context.BatchNormCount);
+        BatchNorm first = context.AddBatchNorm("first", 3, gamma, beta, options);
+        BatchNorm second = context.AddBatchNorm("second", 2, null, null);
+        Expect.Equal(2, context.BatchNormCount);
+        SameInfo(first.Info, "first", 3, gamma, beta, options, false);
+        SameInfo(second.Info, "second", 2, null, null, new BatchNormOptions(), false);
+        first.SetFrozen(true);
+        SameInfo(first.Info, "first", 3, gamma, beta, options, true);
+        first.SetFrozen(false);
+
+        BatchNorm found = context.FindBatchNorm("first");
+        Expect.Equal(first, found);
+        Expect.Equal(first.GetHashCode(), found.GetHashCode());
+        Expect.True(!found.Equals(second) && !found.Equals(null), "another layer");
+        Expect.True(!found.Equals(other.AddBatchNorm("first", 3, null, null)), "the layer of another context");
+        // A layer that was found knows what its tensors are.
+        Expect.Equal(3L, found.Channels);
+        double[] x = {1, 2, 3, 3, 6, 9}, y = new double[6];
+        found.Forward(x, 2, 1, y);
+        Expect.Near(1 / Math.Sqrt(1.5), y[3], 1e-12);
+        Expect.Fails(Status.InvalidArgument, () => found.Infer(x, 3, 1, y), "9 expected");
+        Expect.Fails(Status.InvalidArgument, () => found.Infer(new float[6], 2, 1, y), "expected F64");
+        foreach (string absent in new[] {"third", "gamma", ""}) {
+          Expect.Fails(Status.InvalidArgument, () => context.FindBatchNorm(absent),
+                       "the context has no layer \"" + absent + "\"");
+        }
+        Expect.Throws<ArgumentNullException>(() => context.FindBatchNorm(null));
+      }
+    }
+
     public void BatchNormalisationInSweeps() {
       using (Context context = new Context()) {
         BatchNorm layer = context.AddBatchNorm("bn", 1, null, null, new BatchNormOptions {Mode = BatchNormMode.Window});
