@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalisation against numpy in float64."""
 
+import dataclasses
+
 import gradaccum as ga
 import numpy as np
 import pytest
@@ -95,3 +97,47 @@ def test_what_a_layer_refuses() -> None:
         context.add_batch_norm("more", 3, gamma)
     plain = context.add_batch_norm("plain", 3)
     plain.forward(x, np.empty_like(x))
+
+
+def test_layers_are_described_and_found_by_name() -> None:
+    context = ga.Context()
+    group = context.add_group(ga.Optimizer(ga.OptimizerKind.SGD))
+    ones, zeros = np.ones(3, np.float32), np.zeros(3, np.float32)
+    gamma, beta = (context.add_param(group, n, p) for n, p in (("gamma", ones), ("beta", zeros)))
+    assert context.batch_norms == []
+    options = ga.BatchNormOptions(
+        mode=ga.BnMode.CUMULATIVE, layout=ga.BnLayout.CHANNELS_LAST, dtype=ga.Dtype.F64, biased=True,
+        momentum=0.25, eps=0.5,
+    )  # fmt: skip
+    first = context.add_batch_norm("first", 3, gamma, beta, options)
+    second = context.add_batch_norm("second", 2)
+    expected = ga.BatchNormInfo(
+        "first", 3, gamma.id, beta.id, ga.BnMode.CUMULATIVE, ga.BnLayout.CHANNELS_LAST, ga.Dtype.F64,
+        biased=True, frozen=False, momentum=0.25, eps=0.5,
+    )  # fmt: skip
+    assert first.info == expected
+    assert second.info == ga.BatchNormInfo(
+        "second", 2, -1, -1, ga.BnMode.MICRO, ga.BnLayout.CHANNELS_FIRST, ga.Dtype.F32,
+        biased=False, frozen=False, momentum=0.1, eps=1e-5,
+    )  # fmt: skip
+    assert first.info.biased is True and first.info.frozen is False
+    first.set_frozen(True)
+    assert first.info == dataclasses.replace(expected, frozen=True)
+    first.set_frozen(False)
+
+    assert context.batch_norms == [first, second] and first != second
+    found = context.find_batch_norm("first")
+    assert found == first and len({found, first}) == 1 and repr(found) == repr(first)
+    assert found != ga.Context().add_batch_norm("first", 3)
+    # A layer that was found knows what its tensors are.
+    x, y = np.array([[1.0, 2, 3], [3, 4, 5]]), np.empty((2, 3))
+    found.forward(x, y)
+    np.testing.assert_allclose(y, (x - x.mean(0)) / np.sqrt(1.5), rtol=1e-12)
+    with pytest.raises(TypeError, match="float32"):
+        found.forward(x.astype(np.float32), y)
+    with pytest.raises(ValueError, match="expected 3 channels at axis 1"):
+        found.forward(x[:, :2].copy(), y)
+    for absent in ("third", "gamma", ""):
+        with pytest.raises(ga.Error, match=f'the context has no layer "{absent}"') as error:
+            context.find_batch_norm(absent)
+        assert error.value.status is ga.Status.INVALID_ARGUMENT

@@ -35,8 +35,9 @@ STRUCTS = {
     "ga_param_options": options.ParamOptions, "ga_micro_options": options.MicroOptions,
     "ga_bn_options": options.BatchNormOptions, "ga_state_options": options.StateOptions,
     "ga_window_info": options.Window, "ga_step_result": options.StepResult,
-    "ga_param_info": options.ParamInfo, "ga_state_info": options.StateInfo, "ga_memory": options.Memory,
-    "ga_build": options.Build, "ga_flat_entry": ga.FlatEntry,
+    "ga_param_info": options.ParamInfo, "ga_bn_info": options.BatchNormInfo,
+    "ga_state_info": options.StateInfo, "ga_memory": options.Memory, "ga_build": options.Build,
+    "ga_flat_entry": ga.FlatEntry,
     "ga_accumulator": None,  # Accumulator has a Tensor: data, dtype, rows, columns, leading_dimension
 }  # fmt: skip
 

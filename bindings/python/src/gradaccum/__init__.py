@@ -30,20 +30,21 @@ from .enums import (
 )  # fmt: skip
 from .errors import Error
 from .options import (
-    BatchNormOptions, Build, Clip, Config, Ema, LossScaler, Memory, MicroOptions, Optimizer, ParamInfo,
-    ParamOptions, Schedule, StateInfo, StateOptions, StepResult, Window,
+    BatchNormInfo, BatchNormOptions, Build, Clip, Config, Ema, LossScaler, Memory, MicroOptions, Optimizer,
+    ParamInfo, ParamOptions, Schedule, StateInfo, StateOptions, StepResult, Window,
 )  # fmt: skip
 from .tensor import SupportsDLPack, Tensor, TensorLike
 
 __all__ = [
-    "Accumulation", "Accumulator", "AdjustLr", "AgcUnits", "BatchNorm", "BatchNormOptions", "BnLayout",
-    "BnMode", "BnSpread", "Build", "Clip", "ClipScope", "ClipWhen", "Config", "Context", "Device", "Dtype",
-    "Ema", "EmaKind", "Error", "FlatEntry", "Flavor", "GradientKind", "GradientLife", "Group", "LossScaler",
-    "Master", "Memory", "MicroBatch", "MicroFlags", "MicroOptions", "Missing", "Nonfinite", "Optimizer",
-    "OptimizerKind", "Param", "ParamInfo", "ParamOptions", "Reduce", "Rounding", "Rows", "Schedule",
-    "ScheduleKind", "Settings", "StateInfo", "StateOptions", "StateParts", "Status", "StepOutcome",
-    "StepResult", "SupportsDLPack", "Tensor", "TensorLike", "Window", "WindowState", "build",
-    "build_info", "device_count", "no_device_reason", "state_note", "version",
+    "Accumulation", "Accumulator", "AdjustLr", "AgcUnits", "BatchNorm", "BatchNormInfo",
+    "BatchNormOptions", "BnLayout", "BnMode", "BnSpread", "Build", "Clip", "ClipScope", "ClipWhen",
+    "Config", "Context", "Device", "Dtype", "Ema", "EmaKind", "Error", "FlatEntry", "Flavor",
+    "GradientKind", "GradientLife", "Group", "LossScaler", "Master", "Memory", "MicroBatch", "MicroFlags",
+    "MicroOptions", "Missing", "Nonfinite", "Optimizer", "OptimizerKind", "Param", "ParamInfo",
+    "ParamOptions", "Reduce", "Rounding", "Rows", "Schedule", "ScheduleKind", "Settings", "StateInfo",
+    "StateOptions", "StateParts", "Status", "StepOutcome", "StepResult", "SupportsDLPack", "Tensor",
+    "TensorLike", "Window", "WindowState", "build", "build_info", "device_count", "no_device_reason",
+    "state_note", "version",
 ]  # fmt: skip
 
 

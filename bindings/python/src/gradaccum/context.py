@@ -17,8 +17,8 @@ from .enums import (
 )  # fmt: skip
 from .errors import Error
 from .options import (
-    BatchNormOptions, Clip, Config, Ema, LossScaler, Memory, MicroOptions, Optimizer, ParamInfo,
-    ParamOptions, Schedule, StateInfo, StateOptions, StepResult, Window, step_result,
+    BatchNormInfo, BatchNormOptions, Clip, Config, Ema, LossScaler, Memory, MicroOptions, Optimizer,
+    ParamInfo, ParamOptions, Schedule, StateInfo, StateOptions, StepResult, Window, step_result,
 )  # fmt: skip
 from .tensor import ANY_INDEX, HOST, Tensor, TensorLike, Where, new_tensor
 
@@ -473,7 +473,20 @@ class Context:
         with self._guard as c:
             ids = [-1 if param is None else self._own(param) for param in (gamma, beta)]
             id = _raw.ga_bn_add(c, name, channels, *ids, options._write())
-            return BatchNorm(self, id, name, channels, options)
+            return BatchNorm(self, id, _describe_layer(c, id))
+
+    @property
+    def batch_norms(self) -> list[BatchNorm]:
+        """All layers of batch normalisation."""
+        with self._guard as c:
+            ids = range(_raw.ga_bn_count(c))
+            return [BatchNorm(self, id, _describe_layer(c, id)) for id in ids]
+
+    def find_batch_norm(self, name: str) -> BatchNorm:
+        """The layer of a name."""
+        with self._guard as c:
+            id: int = _raw.ga_bn_find(c, name)
+            return BatchNorm(self, id, _describe_layer(c, id))
 
     # ---- State on disk
 
@@ -947,6 +960,12 @@ class MicroBatch:
                     _raw.ga_accumulator_release(c, param.id)
 
 
+def _describe_layer(c: int, id: int) -> BatchNormInfo:
+    struct = _raw.ga_bn_info()
+    _raw.ga_bn_describe(c, id, struct)
+    return BatchNormInfo._read(struct)
+
+
 class BatchNorm:
     """A layer of batch normalisation. Made by Context.add_batch_norm().
 
@@ -954,25 +973,36 @@ class BatchNorm:
     [samples, ..., channels].
     """
 
-    __slots__ = ("_options", "channels", "context", "id", "name")
+    __slots__ = ("_dtype", "_layout", "channels", "context", "id", "name")
 
-    def __init__(
-        self, context: Context, id: int, name: str, channels: int, options: BatchNormOptions
-    ) -> None:
+    def __init__(self, context: Context, id: int, info: BatchNormInfo) -> None:
         self.context = context
         self.id = id
-        self.name = name
-        self.channels = channels
-        self._options = options
+        self.name = info.name
+        self.channels = info.channels
+        self._dtype = info.dtype
+        self._layout = info.layout
 
     def __repr__(self) -> str:
         return f'<gradaccum.BatchNorm "{self.name}" [{self.channels}]>'
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BatchNorm) and other.context is self.context and other.id == self.id
+
+    def __hash__(self) -> int:
+        return hash((id(self.context), self.id))
+
+    @property
+    def info(self) -> BatchNormInfo:
+        """What the library knows of the layer."""
+        with self.context._guard as c:
+            return _describe_layer(c, self.id)
+
     def _input(self, x: TensorLike) -> tuple[Any, tuple[int, ...], int, int]:
         what = f'x of layer "{self.name}"'
-        loan = self.context._where.borrow(x, what, self._options.dtype)
+        loan = self.context._where.borrow(x, what, self._dtype)
         shape: tuple[int, ...] = _raw.describe(loan)[2]
-        axis = 1 if self._options.layout == BnLayout.CHANNELS_FIRST else len(shape) - 1
+        axis = 1 if self._layout == BnLayout.CHANNELS_FIRST else len(shape) - 1
         if len(shape) < 2 or shape[axis] != self.channels:
             raise ValueError(
                 f"{what}: the shape was {list(shape)}, expected {self.channels} channels at axis {axis}"
@@ -984,7 +1014,7 @@ class BatchNorm:
 
     def _like(self, tensor: TensorLike, name: str, shape: tuple[int, ...], written: bool) -> Any:
         what = f'{name} of layer "{self.name}"'
-        return self.context._where.borrow(tensor, what, self._options.dtype, shape, written=written)
+        return self.context._where.borrow(tensor, what, self._dtype, shape, written=written)
 
     def accumulate(self, x: TensorLike) -> None:
         """Takes the statistics of a micro-batch."""

@@ -422,6 +422,30 @@ class ParamInfo(_Result):
 
 
 @dataclass(frozen=True)
+class BatchNormInfo(_Result):
+    """What the library knows of a layer of batch normalisation.
+
+    gamma, beta: the ids of the parameters; -1: none.
+    """
+
+    _types = {
+        "mode": BnMode, "layout": BnLayout, "dtype": Dtype, "biased": bool, "frozen": bool,
+    }  # fmt: skip
+
+    name: str
+    channels: int
+    gamma: int
+    beta: int
+    mode: BnMode
+    layout: BnLayout
+    dtype: Dtype
+    biased: bool
+    frozen: bool
+    momentum: float
+    eps: float
+
+
+@dataclass(frozen=True)
 class StateInfo(_Result):
     """An array of state of a parameter."""
 
