@@ -181,10 +181,27 @@ public final class Context implements AutoCloseable {
     }
   }
 
-  void clipWasSet(Clip clip) {
-    if (clip.when() == Clip.When.MICRO) {
-      kept.readLate();
+  /**
+   * Asks the library for the clips, within a call of the context c that may have changed them. A
+   * clip with {@link Clip.When#MICRO} that clips nothing counts too, although the library then
+   * reads parts in the call that brings them.
+   */
+  void clipsChanged(long c) {
+    try (ga_clip fields = new ga_clip()) {
+      int[] groups = new int[1];
+      Raw.ga_group_count(c, groups);
+      Raw.ga_context_clip(c, fields);
+      boolean micro = isOfMicros(fields);
+      for (int id = 0; id < groups[0]; ++id) {
+        Raw.ga_group_clip(c, id, fields);
+        micro |= isOfMicros(fields);
+      }
+      kept.clipsMicros(micro);
     }
+  }
+
+  private static boolean isOfMicros(ga_clip fields) {
+    return fields.getWhen() == Clip.When.MICRO.value();
   }
 
   // ---- Groups
@@ -721,7 +738,7 @@ public final class Context implements AutoCloseable {
     try (ga_clip fields = new ga_clip()) {
       clip.write(fields);
       Raw.ga_context_set_clip(c, fields);
-      clipWasSet(clip);
+      clipsChanged(c);
     } finally {
       exit();
     }
@@ -732,6 +749,22 @@ public final class Context implements AutoCloseable {
     long c = enter();
     try {
       Raw.ga_context_set_clip(c, null);
+      clipsChanged(c);
+    } finally {
+      exit();
+    }
+  }
+
+  /**
+   * The clip of the context, as it was set or loaded.
+   *
+   * @return the clip; the defaults if there is none
+   */
+  public Clip clip() {
+    long c = enter();
+    try (ga_clip fields = new ga_clip()) {
+      Raw.ga_context_clip(c, fields);
+      return Clip.read(fields).build();
     } finally {
       exit();
     }
@@ -978,16 +1011,16 @@ public final class Context implements AutoCloseable {
     long c = enter();
     try (State state = new State(options)) {
       state.call(fields -> Raw.ga_load(c, path.toString(), fields));
-      loaded(options);
+      loaded(c, options);
     } finally {
       exit();
     }
   }
 
-  private void loaded(StateOptions options) {
+  private void loaded(long c, StateOptions options) {
     kept.windowEnded();
     if (options.settings() == StateOptions.Settings.TAKE) {
-      kept.readLate();  // the file may have brought a clip of micro-batches
+      clipsChanged(c);
     }
     move();
   }
@@ -1031,7 +1064,7 @@ public final class Context implements AutoCloseable {
     try (State state = new State(options)) {
       long address = Raw.buffer_address(bytes) + bytes.position();
       state.call(fields -> Raw.ga_load_from_memory(c, address, bytes.remaining(), fields));
-      loaded(options);
+      loaded(c, options);
     } finally {
       exit();
       Reference.reachabilityFence(bytes);
@@ -1131,7 +1164,7 @@ public final class Context implements AutoCloseable {
             }
           },
           (fields, relay) -> Raw.ga_state_read(c, Raw.read_function(), relay, size, fields));
-      loaded(options);
+      loaded(c, options);
     } finally {
       exit();
     }

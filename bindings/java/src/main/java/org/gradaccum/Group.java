@@ -168,7 +168,7 @@ public final class Group {
     try (ga_clip fields = new ga_clip()) {
       clip.write(fields);
       Raw.ga_group_set_clip(c, id, fields);
-      context.clipWasSet(clip);
+      context.clipsChanged(c);
     } finally {
       context.exit();
     }
@@ -179,6 +179,22 @@ public final class Group {
     long c = context.enter();
     try {
       Raw.ga_group_set_clip(c, id, null);
+      context.clipsChanged(c);
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * What the group is clipped by.
+   *
+   * @return a clip of its own, or the context's
+   */
+  public Clip clip() {
+    long c = context.enter();
+    try (ga_clip fields = new ga_clip()) {
+      Raw.ga_group_clip(c, id, fields);
+      return Clip.read(fields).build();
     } finally {
       context.exit();
     }

@@ -35,9 +35,9 @@ final class Kept {
     late = drops;
   }
 
-  /** From now on, parts may be read when the micro-batch ends. */
-  void readLate() {
-    late = true;
+  /** Sets whether micro-batches are clipped: their parts are then read when they end. */
+  void clipsMicros(boolean clips) {
+    late = drops || clips;
   }
 
   // ---- Keeping

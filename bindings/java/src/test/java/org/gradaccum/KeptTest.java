@@ -11,6 +11,7 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 
 import java.lang.ref.WeakReference;
 import java.nio.Buffer;
+import java.nio.ByteBuffer;
 import java.nio.FloatBuffer;
 import java.util.List;
 import org.junit.jupiter.api.Test;
@@ -179,6 +180,65 @@ class KeptTest {
         }
         context.step();
         assertEquals(clips ? -3f : -12f, w.get(0), 1e-4);
+      }
+    }
+  }
+
+  /** A context with one parameter, and a clip of its own or of its group. */
+  private static Context clipped(Clip.When when, boolean ofGroup) {
+    Context context = new Context();
+    Group group = context.addGroup(sgd(1));
+    context.addParam(group, "w", floats(1), 1);
+    Clip clip = Clip.builder().scope(Clip.Scope.GLOBAL).maxNorm(1).when(when).build();
+    if (ofGroup) {
+      group.setClip(clip);
+    } else {
+      context.setClip(clip);
+    }
+    return context;
+  }
+
+  /** Whether a part is kept until its micro-batch ends. */
+  private static boolean isKept(Context context) {
+    try (MicroBatch micro = context.beginMicroBatch(1)) {
+      return !goes(part(micro, context.findParam("w"), 1));
+    }
+  }
+
+  @Test
+  void partsAfterAClipWasCleared() {
+    Clip micro = Clip.builder().maxValue(1).when(Clip.When.MICRO).build();
+    try (Context context = new Context()) {
+      Group group = context.addGroup(sgd(1));
+      context.addParam(group, "w", floats(1), 1);
+      context.setClip(micro);
+      assertTrue(isKept(context));
+      // No group has the clip of the context.
+      group.setClip(Clip.builder().build());
+      assertTrue(isKept(context));
+      context.clearClip();
+      assertFalse(isKept(context));
+      group.setClip(micro);
+      assertTrue(isKept(context));
+      group.clearClip();
+      assertFalse(isKept(context));
+    }
+  }
+
+  @Test
+  void partsAfterALoadOfClips() {
+    StateOptions.Builder options = StateOptions.builder();
+    for (boolean ofGroup : new boolean[] {false, true}) {
+      for (Clip.When when : Clip.When.values()) {
+        Clip.When before = when == Clip.When.MICRO ? Clip.When.STEP : Clip.When.MICRO;
+        try (Context saved = clipped(when, ofGroup);
+            Context context = clipped(before, ofGroup)) {
+          ByteBuffer state = saved.saveToBuffer(options.build());
+          context.load(state, options.settings(StateOptions.Settings.KEEP).build());
+          assertEquals(before == Clip.When.MICRO, isKept(context));
+          context.load(state, options.settings(StateOptions.Settings.TAKE).build());
+          assertEquals(when == Clip.When.MICRO, isKept(context));
+        }
       }
     }
   }

@@ -381,6 +381,52 @@ class WindowTest {
   }
 
   @Test
+  void clipsAreReadBack() {
+    Clip none = Clip.builder().build();
+    Clip clip =
+        Clip.builder()
+            .scope(Clip.Scope.GLOBAL)
+            .maxNorm(2)
+            .flavor(Flavor.KERAS)
+            .when(Clip.When.MICRO)
+            .build();
+    Clip own =
+        Clip.builder()
+            .scope(Clip.Scope.AGC)
+            .maxValue(0.5)
+            .agcFactor(0.25)
+            .agcEps(0.125)
+            .agcUnits(Clip.AgcUnits.TORCH)
+            .build();
+    try (Context context = new Context();
+        Context loaded = new Context()) {
+      Group group = context.addGroup(sgd(1));
+      Group other = context.addGroup(sgd(1));
+      assertEquals(none, context.clip());
+      assertEquals(none, group.clip());
+      context.setClip(clip);
+      group.setClip(own);
+      assertEquals(clip, context.clip());
+      assertEquals(own, group.clip());
+      assertEquals(clip, other.clip());
+      Group first = loaded.addGroup(sgd(1));
+      Group second = loaded.addGroup(sgd(1));
+      loaded.load(
+          context.saveToBuffer(StateOptions.builder().build()),
+          StateOptions.builder().settings(StateOptions.Settings.TAKE).build());
+      assertEquals(clip, loaded.clip());
+      assertEquals(own, first.clip());
+      assertEquals(clip, second.clip());
+      context.clearClip();
+      assertEquals(none, context.clip());
+      assertEquals(own, group.clip());
+      assertEquals(none, other.clip());
+      group.clearClip();
+      assertEquals(none, group.clip());
+    }
+  }
+
+  @Test
   void parametersMoveFreezeAndGo() {
     FloatBuffer w = floats(1);
     try (Context context = new Context()) {
