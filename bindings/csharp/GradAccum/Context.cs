@@ -31,11 +31,7 @@ namespace GradAccum {
     private readonly bool live;       // GradientLife.Live
     private readonly bool dropMicro;  // Nonfinite.DropMicro
     private readonly bool onDevice;
-
-    // A load that takes settings from a file may bring clips that the library does not describe.
-    private bool clipUnknown;
-    private bool clipMicro;
-    private readonly HashSet<int> groupsClipMicro = new HashSet<int>();
+    private bool clipsMicros;         // as the library says whenever a clip has been set or loaded
 
     private SlotTable slots;  // null: to be asked for
     private IntPtr[] addresses = new IntPtr[0];
@@ -470,17 +466,40 @@ namespace GradAccum {
     public void SetClip(Clip clip) {
       using (Call call = Begin()) {
         Raw.ga_context_set_clip(call.Context, clip == null ? null : clip.Native);
-        clipMicro = clip != null && clip.When == ClipWhen.Micro;
+        ClipsChanged(call.Context);
       }
     }
 
     internal void SetClip(int group, Clip clip) {
       using (Call call = Begin()) {
         Raw.ga_group_set_clip(call.Context, group, clip == null ? null : clip.Native);
-        if (clip != null && clip.When == ClipWhen.Micro) {
-          groupsClipMicro.Add(group);
-        } else {
-          groupsClipMicro.Remove(group);
+        ClipsChanged(call.Context);
+      }
+    }
+
+    /// <summary>
+    /// The clip of the context, as it was set or loaded; the defaults without one. Changing it changes a copy.
+    /// </summary>
+    public Clip Clip {
+      get {
+        using (Call call = Begin()) {
+          ga_clip native = new ga_clip();
+          Raw.ga_context_clip(call.Context, native);
+          return new Clip(native);
+        }
+      }
+    }
+
+    // A clip with When == Micro that clips nothing counts too, although the library then reads parts in the call.
+    private void ClipsChanged(IntPtr context) {
+      using (ga_clip clip = new ga_clip()) {
+        int groups;
+        Raw.ga_group_count(context, out groups);
+        Raw.ga_context_clip(context, clip);
+        clipsMicros = clip.when == (int)ClipWhen.Micro;
+        for (int group = 0; group < groups; ++group) {
+          Raw.ga_group_clip(context, group, clip);
+          clipsMicros |= clip.when == (int)ClipWhen.Micro;
         }
       }
     }
@@ -559,8 +578,9 @@ namespace GradAccum {
       if (path == null) throw new ArgumentNullException("path");
       using (Call call = Begin())
       using (Transfer transfer = new Transfer(guard, options, null)) {
-        BeforeLoad(options);
+        ++generation;
         Raw.ga_load(call.Context, path, transfer.Options);
+        Loaded(call.Context, options);
       }
     }
 
@@ -589,9 +609,10 @@ namespace GradAccum {
       }
       using (Call call = Begin())
       using (Transfer transfer = new Transfer(guard, options, stream)) {
-        BeforeLoad(options);
+        ++generation;
         long size = stream.Length - stream.Position;
         Raw.ga_state_read(call.Context, Callbacks.Read, transfer.User, size, transfer.Options);
+        Loaded(call.Context, options);
       }
     }
 
@@ -629,12 +650,13 @@ namespace GradAccum {
       byte none = 0;
       using (Call call = Begin())
       using (Transfer transfer = new Transfer(guard, options, null)) {
-        BeforeLoad(options);
+        ++generation;
         fixed (byte* address = &MemoryMarshal.GetReference(state)) {
           // An empty array has no address, and C takes none.
           IntPtr data = state.Length > 0 ? (IntPtr)address : (IntPtr)(&none);
           Raw.ga_load_from_memory(call.Context, data, (ulong)state.Length, transfer.Options);
         }
+        Loaded(call.Context, options);
       }
     }
 
@@ -711,15 +733,11 @@ namespace GradAccum {
 
     /// <summary>Whether gradients by part are read when their micro-batch ends.</summary>
     internal bool ReadsAtMicroEnd {
-      get { return dropMicro || clipMicro || clipUnknown || groupsClipMicro.Count > 0; }
+      get { return dropMicro || clipsMicros; }
     }
 
     internal string WhyReadsAtMicroEnd {
-      get {
-        return dropMicro     ? "under Nonfinite.DropMicro"
-               : clipUnknown ? "after a load that takes settings, which may be ClipWhen.Micro,"
-                             : "under ClipWhen.Micro";
-      }
+      get { return dropMicro ? "under Nonfinite.DropMicro" : "under ClipWhen.Micro"; }
     }
 
     internal long Generation {
@@ -796,9 +814,8 @@ namespace GradAccum {
           " with a Tensor, which is an array, a PinnedArray or an address with a length");
     }
 
-    private void BeforeLoad(StateOptions options) {
-      ++generation;
-      if (options != null && options.Settings == StateSettings.Take) clipUnknown = true;
+    private void Loaded(IntPtr context, StateOptions options) {
+      if (options != null && options.Settings == StateSettings.Take) ClipsChanged(context);
     }
 
     internal SlotTable Slots(IntPtr context) {

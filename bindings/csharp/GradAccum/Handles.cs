@@ -81,6 +81,19 @@ namespace GradAccum {
       Context.SetClip(Id, clip);
     }
 
+    /// <summary>
+    /// What the group is clipped by: a clip of its own, or that of the context. Changing it changes a copy.
+    /// </summary>
+    public Clip Clip {
+      get {
+        using (Call call = Context.Begin()) {
+          ga_clip native = new ga_clip();
+          Raw.ga_group_clip(call.Context, Id, native);
+          return new Clip(native);
+        }
+      }
+    }
+
     /// <summary>Freezes or unfreezes all parameters that the group has now. Between windows.</summary>
     /// <param name="frozen">Whether they are frozen.</param>
     public void SetFrozen(bool frozen) {

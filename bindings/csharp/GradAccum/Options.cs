@@ -416,6 +416,10 @@ namespace GradAccum {
       Native = Natives.First(() => new ga_clip());
     }
 
+    internal Clip(ga_clip native) {
+      Native = native;
+    }
+
     /// <summary>Which gradients share a norm; default <see cref="ClipScope.None"/>.</summary>
     public ClipScope Scope {
       get { return (ClipScope)Native.scope; }

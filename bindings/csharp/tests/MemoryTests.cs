@@ -247,12 +247,74 @@ namespace GradAccum.Tests {
           micro.Accumulate(param, new Span<float>(gradient));
           micro.End();
         }
-        context.Discard();
-        byte[] state = context.SaveToMemory();
-        context.LoadFromMemory(state, new StateOptions {Settings = StateSettings.Take});
-        using (MicroBatch micro = context.BeginMicroBatch()) {
-          Expect.Fails(Status.InvalidArgument, () => micro.Accumulate(param, new Span<float>(gradient)), "load");
+      }
+    }
+
+    private Context Clipped(ClipWhen when, bool ofGroup) {
+      Context context = With(null, () => New());
+      Clip clip = new Clip {Scope = ClipScope.Global, MaxNorm = 1, When = when};
+      if (ofGroup) {
+        context.Groups[0].SetClip(clip);
+      } else {
+        context.SetClip(clip);
+      }
+      return context;
+    }
+
+    private static bool TakesSpans(Context context) {
+      Param param = context.FindParam("w0");
+      using (MicroBatch micro = context.BeginMicroBatch()) {
+        try {
+          micro.Accumulate(param, new ReadOnlySpan<float>(new float[4]));
+          return true;
+        } catch (GradAccumException exception) {
+          Expect.Equal(Status.InvalidArgument, exception.Status);
+          Expect.True(exception.Message.Contains("under ClipWhen.Micro"), exception.Message);
+          return false;
         }
+      }
+    }
+
+    public void SpansAsTheClipsSayThatAreSet() {
+      using (Context context = Clipped(ClipWhen.Micro, false)) {
+        Group group = context.Groups[0];
+        Expect.True(!TakesSpans(context), "under the clip of the context");
+        group.SetClip(new Clip());
+        Expect.True(!TakesSpans(context), "no group has the clip of the context");
+        context.SetClip(null);
+        Expect.True(TakesSpans(context), "without a clip of the context");
+        Group other = context.AddGroup(new Optimizer(OptimizerKind.Sgd));
+        other.SetClip(new Clip {MaxValue = 1, When = ClipWhen.Micro});
+        Expect.True(!TakesSpans(context), "under the clip of another group");
+        other.SetClip(new Clip {MaxValue = 1});
+        Expect.True(TakesSpans(context), "under clips of the step");
+      }
+    }
+
+    public void SpansAsTheClipsSayThatAreLoaded() {
+      StateOptions take = new StateOptions {Settings = StateSettings.Take};
+      string path = System.IO.Path.GetTempFileName();
+      try {
+        foreach (bool ofGroup in new[] {false, true}) {
+          foreach (ClipWhen when in new[] {ClipWhen.Step, ClipWhen.Micro}) {
+            byte[] state;
+            using (Context saved = Clipped(when, ofGroup)) state = saved.SaveToMemory();
+            System.IO.File.WriteAllBytes(path, state);
+            bool micro = when == ClipWhen.Micro;
+            for (int way = 0; way < 3; ++way) {
+              using (Context context = Clipped(micro ? ClipWhen.Step : ClipWhen.Micro, ofGroup)) {
+                context.LoadFromMemory(state, new StateOptions {Settings = StateSettings.Keep});
+                Expect.Equal(micro, TakesSpans(context), "after a load that keeps the clip");
+                if (way == 0) context.Load(path, take);
+                if (way == 1) context.Load(new System.IO.MemoryStream(state), take);
+                if (way == 2) context.LoadFromMemory(state, take);
+                Expect.Equal(!micro, TakesSpans(context), "after a load that takes the clip");
+              }
+            }
+          }
+        }
+      } finally {
+        System.IO.File.Delete(path);
       }
     }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 using System;
 using System.IO;
+using System.Reflection;
 
 namespace GradAccum.Tests {
   /// <summary>What a program does with the library, against numbers that are worked out here.</summary>
@@ -262,6 +263,45 @@ namespace GradAccum.Tests {
         Expect.Equal(0.5, param.Info.LrScale);
         Expect.Equal(0.25, param.Info.WeightDecayScale);
         param.Changed();
+      }
+    }
+
+    private static void SameClip(Clip expected, Clip actual) {
+      foreach (PropertyInfo property in typeof(Clip).GetProperties()) {
+        Expect.Equal(property.GetValue(expected), property.GetValue(actual), property.Name);
+      }
+    }
+
+    public void ClipsAreReadBack() {
+      Clip none = new Clip();
+      Clip clip = new Clip {Scope = ClipScope.Global, MaxNorm = 2, Flavor = Flavor.Keras, When = ClipWhen.Micro};
+      Clip own = new Clip {
+        Scope = ClipScope.Agc, MaxValue = 0.5, AgcFactor = 0.25, AgcEps = 0.125, AgcUnits = AgcUnits.Torch
+      };
+      using (Context context = WithOne(new float[2]))
+      using (Context loaded = WithOne(new float[2])) {
+        Group group = context.Groups[0];
+        Group other = context.AddGroup(new Optimizer(OptimizerKind.Sgd));
+        SameClip(none, context.Clip);
+        SameClip(none, group.Clip);
+        context.SetClip(clip);
+        group.SetClip(own);
+        SameClip(clip, context.Clip);
+        SameClip(own, group.Clip);
+        SameClip(clip, other.Clip);
+        group.Clip.MaxValue = 7;  // of a copy
+        SameClip(own, group.Clip);
+        Group last = loaded.AddGroup(new Optimizer(OptimizerKind.Sgd));
+        loaded.LoadFromMemory(context.SaveToMemory(), new StateOptions {Settings = StateSettings.Take});
+        SameClip(clip, loaded.Clip);
+        SameClip(own, loaded.Groups[0].Clip);
+        SameClip(clip, last.Clip);
+        context.SetClip(null);
+        SameClip(none, context.Clip);
+        SameClip(own, group.Clip);
+        SameClip(none, other.Clip);
+        group.SetClip(null);
+        SameClip(none, group.Clip);
       }
     }
 
