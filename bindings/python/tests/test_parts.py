@@ -224,3 +224,50 @@ def test_checked_parts_are_kept_until_the_end() -> None:
         context.accumulate([whole])
         assert whole.deleted == 1
         assert context.step().applied
+
+
+def clipped(when: ga.ClipWhen | None, of_group: bool) -> tuple[ga.Context, ga.Param]:
+    context = ga.Context()
+    group = context.add_group(ga.Optimizer(ga.OptimizerKind.SGD, lr=1.0))
+    if when is not None:
+        set_clip = group.set_clip if of_group else context.set_clip
+        set_clip(ga.Clip(scope=ga.ClipScope.GLOBAL, max_norm=1, when=when))
+    return context, context.add_param(group, "p", np.zeros((2, 3), np.float32))
+
+
+def is_kept(context: ga.Context, param: ga.Param) -> bool:
+    """Whether a part is kept until its micro-batch ends."""
+    part = Exporter()
+    with context.micro_batch() as micro:
+        micro.accumulate(param, part)
+        kept = part.deleted == 0
+    assert part.deleted == 1
+    context.discard()
+    return kept
+
+
+def test_parts_are_kept_as_the_clips_say_that_are_set() -> None:
+    for of_group in (False, True):
+        context, param = clipped(ga.ClipWhen.MICRO, of_group)
+        assert is_kept(context, param)
+        context.set_clip(None)
+        assert is_kept(context, param) == of_group
+        context.groups[0].set_clip(None)
+        assert not is_kept(context, param)
+    context.set_clip(ga.Clip(scope=ga.ClipScope.GLOBAL, max_norm=1, when=ga.ClipWhen.MICRO))
+    context.groups[0].set_clip(ga.Clip())
+    assert is_kept(context, param)  # also if no group has the context's clip
+
+
+def test_parts_are_kept_as_the_clips_say_that_are_loaded() -> None:
+    take, keep = (ga.StateOptions(settings=way) for way in (ga.Settings.TAKE, ga.Settings.KEEP))
+    for of_group in (False, True):
+        for when in (None, *ga.ClipWhen):
+            context, param = clipped(None, of_group)
+            data = clipped(when, of_group)[0].save_bytes()
+            context.load(data, keep)
+            assert not is_kept(context, param)
+            context.load(data, take)
+            assert is_kept(context, param) == (when is ga.ClipWhen.MICRO), when
+            context.load(clipped(None, of_group)[0].save_bytes(), take)
+            assert not is_kept(context, param)

@@ -136,6 +136,29 @@ def test_clip_bounds_the_norm(net: Net) -> None:
     net.group.set_clip(None)
 
 
+def test_clips_are_read_back(net: Net) -> None:
+    other = net.context.add_group(ga.Optimizer(ga.OptimizerKind.SGD))
+    assert net.context.clip == net.group.clip == ga.Clip()
+    clip = ga.Clip(scope=ga.ClipScope.GLOBAL, max_norm=2, flavor=ga.Flavor.KERAS, when=ga.ClipWhen.MICRO)
+    own = ga.Clip(
+        scope=ga.ClipScope.AGC, max_value=0.5, agc_factor=0.25, agc_eps=0.125,
+        agc_units=ga.AgcUnits.TORCH,
+    )  # fmt: skip
+    net.context.set_clip(clip)
+    assert net.context.clip == net.group.clip == other.clip == clip
+    net.group.set_clip(own)
+    assert (net.context.clip, net.group.clip, other.clip) == (clip, own, clip)
+    loaded = Net()
+    loaded.context.add_group(ga.Optimizer(ga.OptimizerKind.SGD))
+    loaded.context.load(net.context.save_bytes(), ga.StateOptions(settings=ga.Settings.TAKE))
+    assert [group.clip for group in loaded.context.groups] == [own, clip]
+    assert loaded.context.clip == clip
+    net.context.set_clip(None)
+    assert (net.context.clip, net.group.clip, other.clip) == (ga.Clip(), own, ga.Clip())
+    net.group.set_clip(None)
+    assert net.group.clip == ga.Clip()
+
+
 def test_a_loss_scaler_backs_off(net: Net) -> None:
     net.context.set_loss_scaler(ga.LossScaler(initial_scale=8))
     assert net.context.loss_scale == 8

@@ -413,11 +413,26 @@ class Context:
         """Clips the gradients of all groups without a clip of their own; None: clips no more."""
         with self._guard as c:
             _raw.ga_context_set_clip(c, None if clip is None else clip._write())
-            self._clip_was_set(clip)
+            self._clips_changed(c)
 
-    def _clip_was_set(self, clip: Clip | None) -> None:
-        if clip is not None and clip.when == ClipWhen.MICRO:
-            self._kept.late = True
+    @property
+    def clip(self) -> Clip:
+        """The clip that was set or loaded; the defaults without one."""
+        with self._guard as c:
+            struct = _raw.ga_clip()
+            _raw.ga_context_clip(c, struct)
+            return Clip._read(struct)
+
+    def _clips_changed(self, c: int) -> None:
+        """Asks the library whether it reads parts when their micro-batch ends."""
+        struct = _raw.ga_clip()
+        _raw.ga_context_clip(c, struct)
+        whens = {struct.when}
+        for id in range(_raw.ga_group_count(c)):
+            _raw.ga_group_clip(c, id, struct)
+            whens.add(struct.when)
+        # A MICRO clip that clips nothing counts too, although the library then reads parts in the call.
+        self._kept.late = self._kept.drops or ClipWhen.MICRO in whens
 
     def set_loss_scaler(self, scaler: LossScaler | None) -> None:
         """Gives the context a dynamic loss scale; None removes it."""
@@ -534,7 +549,7 @@ class Context:
                 _raw.ga_state_read(c, _raw.read_function(), id(read), size, options._write())
             self._kept.window_ended()
             if options.settings == Settings.TAKE:
-                self._kept.late = True  # the file may have brought a clip of micro-batches
+                self._clips_changed(c)
 
     def save_bytes(self, options: StateOptions | None = None) -> bytearray:
         """The state of the run, in memory."""
@@ -634,7 +649,15 @@ class Group:
         """Gives the group a clip of its own; None: the context's again."""
         with self.context._guard as c:
             _raw.ga_group_set_clip(c, self.id, None if clip is None else clip._write())
-            self.context._clip_was_set(clip)
+            self.context._clips_changed(c)
+
+    @property
+    def clip(self) -> Clip:
+        """What the group is clipped by: a clip of its own, or the context's."""
+        with self.context._guard as c:
+            struct = _raw.ga_clip()
+            _raw.ga_group_clip(c, self.id, struct)
+            return Clip._read(struct)
 
 
 def _describe(c: int, id: int) -> ParamInfo:
