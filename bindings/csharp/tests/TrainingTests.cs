@@ -151,6 +151,42 @@ namespace GradAccum.Tests {
       }
     }
 
+    public void MatrixProductsOfSpans() {
+      float[] byTensors = new float[6], bySpans = new float[6];
+      float[] a = {9, 1, 2, 3, 4, 9};                // [batch 2, out 2], from element 1 on
+      float[] b = {9, 9, 1, 0, 2, 9, 0, 1, -1, 9};   // [batch 2, in 3], 4 from row to row, from element 2 on
+      using (Context context = new Context()) {
+        Group group = context.AddGroup(new Optimizer(OptimizerKind.Sgd) {Lr = 1});
+        Param first = context.AddParam(group, "tensors", byTensors, 2, 3);
+        Param second = context.AddParam(group, "spans", bySpans, 2, 3);
+        using (MicroBatch micro = context.BeginMicroBatch()) {
+          try {
+            micro.AccumulateMatmul(first, 2, Tensor.Of(a, 1, 4), 2, Transpose.Yes, Tensor.Of(b, 2, 7), 4, Transpose.No);
+          } catch (GradAccumException exception) when (exception.Status == Status.Unsupported) {
+            throw new SkipException(exception.Message);
+          }
+          micro.AccumulateMatmul(second, 2, new ReadOnlySpan<float>(a, 1, 4), 2, Transpose.Yes,
+                                 new ReadOnlySpan<float>(b, 2, 7), 4, Transpose.No);
+          Expect.Fails(Status.InvalidArgument,
+                       () => micro.AccumulateMatmul(second, 2, new ReadOnlySpan<float>(a, 0, 3), 2, Transpose.Yes,
+                                                    new ReadOnlySpan<float>(b), 4, Transpose.No),
+                       "A has 3", "4 expected");
+          Expect.Fails(Status.InvalidArgument,
+                       () => micro.AccumulateMatmul(second, 2, new ReadOnlySpan<float>(a), 2, Transpose.Yes,
+                                                    new ReadOnlySpan<float>(b, 0, 6), 4, Transpose.No),
+                       "B has 6", "7 expected");
+          Expect.Fails(Status.InvalidArgument,
+                       () => micro.AccumulateMatmul(second, 2, new ReadOnlySpan<ushort>(new ushort[4]), 2, Transpose.Yes,
+                                                    new ReadOnlySpan<ushort>(new ushort[7]), 4, Transpose.No),
+                       "UInt16");
+          micro.End();
+        }
+        context.Step();
+        Expect.Same(new float[] {-1, -3, 1, -2, -4, 0}, byTensors);
+        Expect.Same(byTensors, bySpans);
+      }
+    }
+
     public void AcquiredAccumulators() {
       float[] w = {1, 2};
       using (Context context = WithOne(w)) {
