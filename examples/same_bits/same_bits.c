@@ -1,5 +1,5 @@
-/* The same program in C, C++, Java and C#: a small network learns Fashion-MNIST, and its parameters
- * end with the same bits in all languages.
+/* The same program in C, C++, Java, C# and Python: a small network learns Fashion-MNIST, and its
+ * parameters end with the same bits in all languages.
  * SPDX-License-Identifier: Apache-2.0
  *
  *   same_bits <folder of Fashion-MNIST> <file to write the parameters to>

@@ -119,7 +119,10 @@ def test_types_are_strict(tmp_path: pathlib.Path) -> None:
     here = pathlib.Path(__file__).parent
     environment = {**os.environ, "MYPYPATH": str(SOURCES.parent)}
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "-p", "gradaccum"],
+        [
+            sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "-p", "gradaccum",
+            "--exclude", "gradaccum/torch/",  # needs torch: tests/torch
+        ],
         env=environment, cwd=here, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -21,6 +21,14 @@ def blocks() -> dict[str, str]:
     return dict(found)
 
 
+def test_the_guide_of_the_package() -> None:
+    path = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "python.md"
+    (block,) = re.findall(r"<!-- test: torch -->\n```python\n(.*?)```", path.read_text(), re.S)
+    names: dict[str, Any] = {}
+    exec(compile(block, str(path), "exec"), names)
+    assert names["optimizer"].result.weight == 39
+
+
 def run(name: str, task: Task, clips: bool = True) -> dict[str, Any]:
     lines = [line for line in blocks()[name].splitlines() if clips or "clip_grad_norm_" not in line]
     net = task.net()
