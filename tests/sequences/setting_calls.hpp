@@ -134,8 +134,11 @@ class SettingCalls : public Program {
       const auto& others = worlds_[&w == &worlds_[0] ? 1 : 0].model->params();
       if (!others.empty()) {
         const Param& p = others[static_cast<size_t>(below(static_cast<int64_t>(others.size())))];
-        char* const at = static_cast<char*>(p.data) + size_of(p.dtype) * below(2);
-        if (!p.removed && p.dtype == dtype && at + bytes <= memory_.data() + next_) return at;
+        const int64_t offset = size_of(p.dtype) * below(2);
+        if (!p.removed && p.data != nullptr && p.dtype == dtype) {
+          char* const at = static_cast<char*>(p.data) + offset;
+          if (at + bytes <= memory_.data() + next_) return at;
+        }
       }
     }
     next_ = (next_ + 15) / 16 * 16 + 8 * static_cast<size_t>(below(2));
