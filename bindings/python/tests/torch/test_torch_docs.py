@@ -4,6 +4,8 @@
 import os
 import pathlib
 import re
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -27,6 +29,15 @@ def test_the_guide_of_the_package() -> None:
     names: dict[str, Any] = {}
     exec(compile(block, str(path), "exec"), names)
     assert names["optimizer"].result.weight == 39
+
+
+def test_the_example(tmp_path: pathlib.Path) -> None:
+    script = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "examples" / "python" / "transformer.py"
+    command = [sys.executable, str(script), "--steps", "10", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = dict(re.findall(r"^(by hand|gradaccum) .*parameters (\S+) from", done.stdout, re.M))
+    assert float(found["gradaccum"]) < 1e-4 < 1e-3 < float(found["by hand"])
+    assert len((tmp_path / "transformer.csv").read_text().splitlines()) == 11
 
 
 def run(name: str, task: Task, clips: bool = True) -> dict[str, Any]:
