@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, BinaryIO, NoReturn, TypedDict, cast
 
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import (
-    BatchNorm, Clip, ClipScope, Config, Context, Device, Dtype, Ema, Group, LossScaler, MicroBatch, MicroOptions, Param,
-    ParamOptions, Rows, Settings, StateOptions, StateParts, StepResult,
+    BatchNorm, Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler, MicroBatch,
+    MicroOptions, Param, ParamOptions, Rows, Settings, StateOptions, StateParts, StepResult,
 )  # fmt: skip
 from ._kinds import Kind
 
@@ -121,6 +122,9 @@ class Optimizer(torch.optim.Optimizer):
         self._param_options = ParamOptions() if param_options is None else param_options
         self._ddp = ddp
         self._slots: list[_Slot] = []
+        self._tensors: list[Tensor] = []  # of the slots; all contiguous: _dense
+        self._dtypes: list[torch.dtype] = []
+        self._dense = True
         self._groups: list[Group] = []
         self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
         self._open: MicroBatch | None = None
@@ -136,6 +140,10 @@ class Optimizer(torch.optim.Optimizer):
         first = next((p for group in self.param_groups for p in group["params"]), None)
         self._device = torch.device("cpu") if first is None else first.device
         config = Config() if config is None else config
+        if config.gradient_life != GradientLife.CONSUMED:
+            raise ValueError(
+                "gradient_life was LIVE, but gradients of torch are freed as soon as they are taken"
+            )
         changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps}
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
@@ -194,6 +202,9 @@ class Optimizer(torch.optim.Optimizer):
                 slot.own.remove()
             raise
         self._slots += added
+        self._tensors = [slot.tensor for slot in self._slots]
+        self._dtypes = [tensor.dtype for tensor in self._tensors]
+        self._dense = all(tensor.is_contiguous() for tensor in self._tensors)
         self._groups.append(own_group)
         self._known.append(self._kind.values(group))
 
@@ -313,37 +324,41 @@ class Optimizer(torch.optim.Optimizer):
         master = master.to(slot.tensor.dtype)
         return torch.equal(master, self._flat(slot.tensor, slot).reshape(master.shape))
 
-    def _take(self, weight: float, loss_scale: float | None) -> bool:
-        """Adds what is in ``.grad`` as a micro-batch. Returns whether there was anything."""
+    def _take(self, weight: float, loss_scale: float | None) -> None:
+        """Adds what is in ``.grad`` as a micro-batch."""
         if self._open is not None:
             raise RuntimeError("a micro-batch is open: its gradients are taken by backward")
         options = None if loss_scale is None else MicroOptions(loss_scale=loss_scale)
         self._begin()
-        addresses: list[int | None] = []
-        alive: list[Tensor] = []
-        sparse = False
-        for slot in self._slots:
-            gradient = slot.tensor.grad
-            if gradient is None:
-                addresses.append(None)
-            elif gradient.layout is not torch.strided:
-                sparse = True
-            else:
-                if gradient.stride() != slot.stride or gradient.dtype is not slot.tensor.dtype:
-                    gradient = _like(gradient, slot)
-                    alive.append(gradient)
-                addresses.append(gradient.data_ptr())
-        if not sparse:
+        gradients = list(map(_GRAD, self._tensors))
+        if self._are_plain(gradients):
+            self.context.accumulate(list(map(_ADDRESS, gradients)), weight, options)
+        elif not any(map(_is_sparse, gradients)):
+            alive = [
+                gradient if gradient is None or _fits(gradient, slot) else _like(gradient, slot)
+                for gradient, slot in zip(gradients, self._slots, strict=True)
+            ]
+            addresses = [None if gradient is None else gradient.data_ptr() for gradient in alive]
             self.context.accumulate(addresses, weight, options)
         else:
             with self.context.micro_batch(weight, options=options) as micro:
-                for slot in self._slots:
-                    if slot.tensor.grad is not None:
-                        alive.append(_add(micro, slot, slot.tensor.grad))
-        found = len(alive) > 0 or any(address is not None for address in addresses)
-        for slot in self._slots:
-            slot.tensor.grad = None
-        return found
+                alive = [
+                    gradient if gradient is None else _add(micro, slot, gradient)
+                    for gradient, slot in zip(gradients, self._slots, strict=True)
+                ]
+        for tensor in self._tensors:
+            tensor.grad = None
+
+    def _are_plain(self, gradients: list[Tensor]) -> bool:
+        """Whether all parameters have gradients, dense and of their dtype: seen with few calls for each."""
+        try:
+            return (
+                self._dense
+                and list(map(_DTYPE, gradients)) == self._dtypes
+                and all(map(_IS_CONTIGUOUS, gradients))
+            )
+        except (AttributeError, RuntimeError):  # of None; of a sparse tensor
+            return False
 
     # ---- Steps
 
@@ -359,7 +374,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._open is not None:
             raise RuntimeError("step() was called in an open micro-batch")
         scale = getattr(self, "grad_scale", None)
-        if any(slot.tensor.grad is not None for slot in self._slots):
+        if any(tensor.grad is not None for tensor in self._tensors):
             self._take(1.0, None if scale is None else float(scale))
         elif scale is not None:
             raise RuntimeError(
@@ -573,6 +588,19 @@ _TORCH = {own: theirs for theirs, own in _DTYPES.items()} | {Dtype.I64: torch.in
 _NAMES = {dtype: name for name, dtype in _IN_FILES.items()}
 
 
+_GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
+_ADDRESS, _IS_CONTIGUOUS = Tensor.data_ptr, Tensor.is_contiguous
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided
+
+
+def _fits(gradient: Tensor, slot: _Slot) -> bool:
+    """Whether it has the dtype and the memory order of its parameter."""
+    return gradient.dtype is slot.tensor.dtype and gradient.stride() == slot.stride
+
+
 def _like(gradient: Tensor, slot: _Slot) -> Tensor:
     """The gradient in the dtype and the memory order of its parameter."""
     return torch.empty_strided(
@@ -611,7 +639,7 @@ def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> Tensor:
         return gradient
     if gradient.layout is not torch.strided:
         raise ValueError(f'the gradient of parameter "{slot.own.name}" has the layout {gradient.layout}')
-    if gradient.stride() != slot.stride or gradient.dtype is not slot.tensor.dtype:
+    if not _fits(gradient, slot):
         gradient = _like(gradient, slot)
     micro.accumulate(slot.own, gradient.data_ptr())
     return gradient
