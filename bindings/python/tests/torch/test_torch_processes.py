@@ -35,8 +35,8 @@ def rank_of_two(rank: int, folder: str) -> None:
             optimizer.step()
         with model.no_sync():
             task.whole(model, 0).backward()  # type: ignore[no-untyped-call]
-            with pytest.raises(RuntimeError, match="no_sync"):
-                optimizer.accumulate()
+        with pytest.raises(RuntimeError, match="no_sync"):
+            optimizer.accumulate()
         torch.save(net.state_dict(), f"{folder}/{rank}.pt")
     finally:
         torch.distributed.destroy_process_group()

@@ -35,6 +35,26 @@ class Kind:
     flavor: Flavor = Flavor.TORCH
     by_shape: bool = False  # whether the formula uses the shape of a parameter
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether each parameter counts its own steps, and not those of the context."""
+        return self.flavor == Flavor.TORCH
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError if a group asks for what the library has not."""
+        for key in ("capturable", "differentiable"):
+            if group.get(key):
+                raise ValueError(
+                    f"{key}=True is not supported: steps are made by the library, outside of torch's graph"
+                )
+        if self.optimizer in (OptimizerKind.ADAM, OptimizerKind.ADAMW):
+            decoupled = self.optimizer == OptimizerKind.ADAMW
+            if bool(group.get("decoupled_weight_decay", decoupled)) != decoupled:
+                raise ValueError(
+                    f"decoupled_weight_decay of a group is {not decoupled}, but this optimizer is an "
+                    f"{'AdamW' if decoupled else 'Adam'}: give the group an optimizer of its own"
+                )
+
     def values(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """The hyper-parameters of a group, to see whether one has changed."""
         return tuple(_plain(group[key]) for key in self.keys)

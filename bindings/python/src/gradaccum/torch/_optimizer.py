@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import (
-    BatchNorm, Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler, MicroBatch,
+    BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler, MicroBatch,
     MicroOptions, Param, ParamOptions, Rows, Settings, StateOptions, StateParts, StepResult,
 )  # fmt: skip
 from ._kinds import Kind
@@ -51,15 +51,22 @@ class WindowOptions(TypedDict, total=False):
 class _Slot:
     """A parameter of torch, and that of the library with the same memory."""
 
-    __slots__ = ("address", "has_master", "hook", "own", "rows", "stride", "tensor", "version")
+    __slots__ = (
+        "address", "dtype", "has_master", "hook", "own", "place", "rows", "shape", "stride", "tensor", "touched",
+        "version",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, own: Param, rows: bool) -> None:
         self.tensor = tensor
         self.own = own
         self.rows = rows
+        self.place = own.slot
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
         self.stride = tensor.stride()
         self.address = tensor.data_ptr()
         self.version = tensor._version
+        self.touched = False  # whether it has a gradient in this window
         self.has_master = any(info.name == "master" for info in own.states)
         self.hook: Any = None
 
@@ -124,17 +131,27 @@ class Optimizer(torch.optim.Optimizer):
         self._slots: list[_Slot] = []
         self._tensors: list[Tensor] = []  # of the slots; all contiguous: _dense
         self._dtypes: list[torch.dtype] = []
+        self._counts: list[int] = []
         self._dense = True
         self._groups: list[Group] = []
         self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
         self._open: MicroBatch | None = None
         self._held: list[Tensor] = []  # gradients that are read when the micro-batch ends
+        self._all_touched = False  # whether all parameters have gradients in this window
         self._layers: dict[torch.nn.Module, BatchNorm] = {}  # by convert_batchnorm
+        self._layer_versions: dict[torch.nn.Module, tuple[int, ...]] = {}  # of the buffers
+        self._seen: dict[torch.nn.Module, tuple[int, Tensor, Tensor]] = {}  # count, mean, M2 since the last
         self._masters: dict[str, Tensor] = {}  # of a window that was loaded, by the parameter's name
         self._rates: list[float] = []  # at the start of the window
         self._warned = False
+        self._unreduced = False  # whether a forward of ddp ran inside no_sync()
+        self._wrapped: weakref.ref[torch.optim.Optimizer] | None = None  # whose schedulers look at it
         self.accum_steps = accum_steps
         self.result: StepResult | None = None
+        if self._param_options.gradient_dtype not in (0, None):
+            raise ValueError(
+                "param_options has a gradient_dtype, but gradients of torch have that of their parameter"
+            )
         super().__init__(params, {**_CHOICES, **defaults})
 
         first = next((p for group in self.param_groups for p in group["params"]), None)
@@ -160,6 +177,8 @@ class Optimizer(torch.optim.Optimizer):
         self._scales = loss_scaler is not None
         for group in self.param_groups:
             self._register(group)
+        if ddp is not None:
+            ddp.register_forward_pre_hook(_Forward(self))
 
     # ---- Parameters
 
@@ -180,17 +199,15 @@ class Optimizer(torch.optim.Optimizer):
                 raise
 
     def _register(self, group: dict[str, Any]) -> None:
-        for key in ("capturable", "differentiable"):
-            if group.get(key):
-                raise ValueError(
-                    f"{key}=True is not supported: steps are made by the library, outside of torch's graph"
-                )
+        self._kind.check(group)
         views = [self._view(tensor, group) for tensor in group["params"]]
         names = group.get("param_names") or [
             f"param{len(self._slots) + i}" for i in range(len(group["params"]))
         ]
         own_group = self.context.add_group(self._kind.settings(group))
         rows = Rows(group.get("rows", Rows.NONE))
+        if "rows" in group:
+            group["rows"] = int(rows)  # what torch.load takes without further ado
         options = dataclasses.replace(self._param_options, rows=rows) if rows else self._param_options
         added: list[_Slot] = []
         try:
@@ -200,13 +217,20 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:
             for slot in added:
                 slot.own.remove()
+            self._index()
             raise
         self._slots += added
-        self._tensors = [slot.tensor for slot in self._slots]
-        self._dtypes = [tensor.dtype for tensor in self._tensors]
-        self._dense = all(tensor.is_contiguous() for tensor in self._tensors)
+        self._index()
         self._groups.append(own_group)
         self._known.append(self._kind.values(group))
+
+    def _index(self) -> None:
+        self._tensors = [slot.tensor for slot in self._slots]
+        self._dtypes = [tensor.dtype for tensor in self._tensors]
+        self._counts = [tensor.numel() for tensor in self._tensors]
+        # Places in the library are those of the list, unless a group was refused half-way.
+        in_order = [slot.place for slot in self._slots] == list(range(self.context.slot_count))
+        self._dense = in_order and all(tensor.is_contiguous() for tensor in self._tensors)
 
     def _view(self, tensor: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The memory of a parameter as a dense tensor: its dimensions in the order of the memory."""
@@ -246,15 +270,15 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._open is not None:
             raise RuntimeError("a micro-batch is open already")
+        if any(tensor.grad is not None for tensor in self._tensors):
+            raise RuntimeError(
+                "a parameter has a .grad of an earlier backward: call zero_grad() or accumulate() first"
+            )
         if self._ddp is not None:
             yield
             self.accumulate(weight)
             return
         self._begin()
-        if any(slot.tensor.grad is not None for slot in self._slots):
-            raise RuntimeError(
-                "a parameter has a .grad of an earlier backward: call zero_grad() or accumulate() first"
-            )
         for slot in self._slots:
             if slot.hook is None and slot.tensor.requires_grad:
                 register: Any = slot.tensor.register_post_accumulate_grad_hook
@@ -263,9 +287,15 @@ class Optimizer(torch.optim.Optimizer):
             self._open = micro
             try:
                 yield
+                for slot in self._slots:  # of parameters that had no hook when it was opened
+                    if slot.tensor.grad is not None:
+                        self._held.append(_add(micro, slot, slot.tensor.grad))
+                        slot.tensor.grad = None
+                self._tell_statistics()
             except BaseException:
-                for slot in self._slots:
-                    slot.tensor.grad = None
+                for tensor in self._tensors:
+                    tensor.grad = None
+                self._seen.clear()
                 raise
             finally:
                 self._open = None
@@ -287,26 +317,30 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         """Before a micro-batch: at the start of a window, sees whether parameters have moved or changed."""
-        if self._ddp is not None and not getattr(self._ddp, "require_backward_grad_sync", True):
+        if self._unreduced:
+            self._unreduced = False
             raise RuntimeError(
                 "gradients of a backward inside no_sync() are not reduced: leave no_sync() out, since every "
                 "micro-batch must be reduced before it is accumulated"
             )
-        if torch.compiler.is_compiling():
-            raise RuntimeError("gradients were to be taken inside compiled autograd, which is not supported")
         if self.context.window.micro_batches == 0:
             self._look_at_parameters(may_move=True)
+            self._look_at_layers()
             self._rates = [float(group["lr"]) for group in self.param_groups]
 
     def _look_at_parameters(self, *, may_move: bool) -> None:
         for slot in self._slots:
             tensor = slot.tensor
+            if tensor.shape != slot.shape or tensor.stride() != slot.stride or tensor.dtype is not slot.dtype:
+                raise RuntimeError(
+                    f'parameter "{slot.own.name}" was {slot.dtype} of shape {list(slot.shape)} and strides '
+                    f"{slot.stride}, and is another one now: convert a model before its optimizer is made"
+                )
             if tensor.data_ptr() != slot.address:
                 if not may_move:
                     raise RuntimeError(f'parameter "{slot.own.name}" has moved while a window was open')
                 slot.own.bind(self._view(tensor, {}))
                 slot.address = tensor.data_ptr()
-                slot.stride = tensor.stride()
             if tensor._version != slot.version:
                 if slot.has_master and not self._is_rounded_master(slot):
                     if not may_move:
@@ -330,15 +364,19 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError("a micro-batch is open: its gradients are taken by backward")
         options = None if loss_scale is None else MicroOptions(loss_scale=loss_scale)
         self._begin()
+        self._tell_statistics()
         gradients = list(map(_GRAD, self._tensors))
         if self._are_plain(gradients):
             self.context.accumulate(list(map(_ADDRESS, gradients)), weight, options)
+            self._all_touched = True
         elif not any(map(_is_sparse, gradients)):
-            alive = [
-                gradient if gradient is None or _fits(gradient, slot) else _like(gradient, slot)
-                for gradient, slot in zip(gradients, self._slots, strict=True)
-            ]
-            addresses = [None if gradient is None else gradient.data_ptr() for gradient in alive]
+            alive = []
+            addresses: list[int | None] = [None] * self.context.slot_count
+            for gradient, slot in zip(gradients, self._slots, strict=True):
+                if gradient is not None:
+                    alive.append(gradient if _fits(gradient, slot) else _like(gradient, slot))
+                    addresses[slot.place] = alive[-1].data_ptr()
+                    slot.touched = True
             self.context.accumulate(addresses, weight, options)
         else:
             with self.context.micro_batch(weight, options=options) as micro:
@@ -350,14 +388,15 @@ class Optimizer(torch.optim.Optimizer):
             tensor.grad = None
 
     def _are_plain(self, gradients: list[Tensor]) -> bool:
-        """Whether all parameters have gradients, dense and of their dtype: seen with few calls for each."""
+        """Whether all parameters have gradients, dense and of their dtype and size: seen with few calls."""
         try:
             return (
                 self._dense
                 and list(map(_DTYPE, gradients)) == self._dtypes
+                and list(map(_COUNT, gradients)) == self._counts
                 and all(map(_IS_CONTIGUOUS, gradients))
             )
-        except (AttributeError, RuntimeError):  # of None; of a sparse tensor
+        except (AttributeError, TypeError, RuntimeError):  # of None; of a sparse tensor
             return False
 
     # ---- Steps
@@ -373,9 +412,19 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._open is not None:
             raise RuntimeError("step() was called in an open micro-batch")
-        scale = getattr(self, "grad_scale", None)
+        # A GradScaler takes them back by itself only if step() returns.
+        scale = self.__dict__.get("grad_scale")
+        try:
+            self._step(None if scale is None else float(scale))
+        except BaseException:
+            self.__dict__.pop("grad_scale", None)
+            self.__dict__.pop("found_inf", None)
+            raise
+        return loss
+
+    def _step(self, scale: float | None) -> None:
         if any(tensor.grad is not None for tensor in self._tensors):
-            self._take(1.0, None if scale is None else float(scale))
+            self._take(1.0, scale)
         elif scale is not None:
             raise RuntimeError(
                 "a GradScaler must see the gradients that it has scaled in .grad, but they were accumulated "
@@ -384,7 +433,6 @@ class Optimizer(torch.optim.Optimizer):
         held = self.context.window.micro_batches
         if held > 0 and (self.accum_steps is None or held >= self.accum_steps):
             self._apply()
-        return loss
 
     def flush(self) -> bool:
         """Ends a window that is not full, as at the end of an epoch. Returns whether there was one."""
@@ -398,6 +446,7 @@ class Optimizer(torch.optim.Optimizer):
     def discard(self) -> None:
         """Drops the window."""
         self.context.discard()
+        self._window_ended()
 
     def _apply(self) -> None:
         self._look_at_parameters(may_move=False)
@@ -411,12 +460,65 @@ class Optimizer(torch.optim.Optimizer):
                 )
         self._push()
         self.result = self.context.step()
-        self._masters.clear()
         if self.result.applied:
-            torch.autograd.graph.increment_version([slot.tensor for slot in self._slots])
-            for slot in self._slots:
-                slot.version = slot.tensor._version
+            self._parameters_moved([slot for slot in self._slots if slot.touched or self._all_touched])
             self._publish()
+        self._window_ended()
+        # What a scheduler looks at, to warn if it is stepped first.
+        self._opt_called = True
+        wrapped: Any = None if self._wrapped is None else self._wrapped()
+        if wrapped is not None:
+            wrapped._opt_called = True
+
+    def _window_ended(self) -> None:
+        self._masters.clear()
+        self._seen.clear()
+        self._all_touched = False
+        for slot in self._slots:
+            slot.touched = False
+
+    def _parameters_moved(self, slots: list[_Slot]) -> None:
+        """Tells autograd that the library has written parameters."""
+        torch.autograd.graph.increment_version([slot.tensor for slot in slots])
+        for slot in slots:
+            slot.version = slot.tensor._version
+
+    # ---- Batch normalisation: convert_batchnorm
+
+    def _look_at_layers(self) -> None:
+        """At the start of a window: takes running statistics that the program has written."""
+        for layer, own in self._layers.items():
+            module = cast(Any, layer)
+            if module.momentum != own.info.momentum:
+                raise RuntimeError(
+                    f'the momentum of layer "{own.name}" has changed since convert_batchnorm()'
+                )
+            if _versions(module) != self._layer_versions[layer]:
+                own.set_running(
+                    module.running_mean.detach().cpu().double(), module.running_var.detach().cpu().double(),
+                    int(module.num_batches_tracked),
+                )  # fmt: skip
+                self._layer_versions[layer] = _versions(module)
+
+    def _saw(self, layer: torch.nn.Module, x: Tensor) -> None:
+        """Adds the statistics of an input to those that the layer has seen for the next micro-batch."""
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        count = x.numel() // x.shape[1]
+        variance, mean = torch.var_mean(x.detach().double(), axes, correction=0)
+        m2 = variance * count
+        if layer in self._seen:
+            n, old, old_m2 = self._seen[layer]
+            delta = mean - old
+            mean = old + delta * (count / (n + count))
+            m2 = old_m2 + m2 + delta.square() * (n * count / (n + count))
+            count += n
+        self._seen[layer] = (count, mean, m2)
+
+    def _tell_statistics(self) -> None:
+        """Gives the library the statistics of the micro-batch that is open, or the next."""
+        for layer, (count, mean, m2) in self._seen.items():
+            self._layers[layer].accumulate_stats(count, mean, m2, BnSpread.M2)
+        self._seen.clear()
 
     def _publish(self) -> None:
         """Copies the running statistics of the library to the buffers of torch."""
@@ -427,6 +529,7 @@ class Optimizer(torch.optim.Optimizer):
                 module.running_mean.copy_(from_dlpack(mean))
                 module.running_var.copy_(from_dlpack(variance))
                 module.num_batches_tracked.fill_(steps)
+            self._layer_versions[layer] = _versions(module)
 
     def _push(self) -> None:
         """Passes on what was written to param_groups."""
@@ -452,8 +555,16 @@ class Optimizer(torch.optim.Optimizer):
         data = self.context.save_bytes(StateOptions(parts=StateParts.LIBRARY))
         header, arrays = _split(data)
         state: defaultdict[Tensor, Any] = defaultdict(dict)
+        steps = torch.tensor(float(self.context.window.steps))
+        began = {
+            key.removesuffix(".step") for key, array in arrays.items() if key.endswith(".step") and int(array)
+        }
         for key, slot, name in self._of_torch(arrays):
             array = arrays[key]
+            if self._kind.counts_steps and slot.own.name not in began:
+                continue  # torch has no state of a parameter that had no gradient yet
+            if not self._kind.counts_steps:
+                state[slot.tensor]["step"] = steps
             if name == "step":
                 state[slot.tensor][name] = array.to(torch.float32)
             else:
@@ -485,22 +596,32 @@ class Optimizer(torch.optim.Optimizer):
         What came from here goes on exactly, in the middle of a window too. As in torch, hyper-parameters are
         those that were saved. Without the key "gradaccum", the state is taken as torch's.
         """
-        groups = self.param_groups
+        groups, before = self.param_groups, [dict(group) for group in self.param_groups]
         state = state_dict["state"]
+        if self.context.window.micro_batches > 0:
+            raise RuntimeError("load_state_dict() was called within a window; discard() drops it")
         try:
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-            for group in self.param_groups:
-                missing = [key for key in self._kind.keys if key not in group]
+            for group, loaded in zip(groups, self.param_groups, strict=True):
+                missing = [key for key in self._kind.keys if key not in loaded]
                 if missing:
                     raise ValueError(
                         f"the state dictionary is of another optimizer: its groups have no {missing[0]}"
                     )
+                self._kind.check(loaded)
+                group.clear()
+                group.update(loaded)
+            self.param_groups = groups  # the same dictionaries, which a scheduler may hold
             if _KEY in state_dict:
                 arrays = dict(state_dict[_KEY]["arrays"])
                 header = bytes(state_dict[_KEY]["header"].cpu().numpy())
                 indices = {id(slot): index for index, slot in enumerate(self._slots)}
                 for key, slot, name in self._of_torch(_entries(header)):
-                    if name != "step":
+                    if key not in arrays:
+                        if name not in state.get(indices[id(slot)], {}):
+                            raise ValueError(
+                                f'the state dictionary has no "{name}" of parameter {indices[id(slot)]}'
+                            )
                         arrays[key] = self._flat(state[indices[id(slot)]][name], slot)
                 data = _join(header, arrays)
                 options = StateOptions(parts=StateParts.LIBRARY, settings=Settings.KEEP)
@@ -512,12 +633,16 @@ class Optimizer(torch.optim.Optimizer):
                     if key.endswith(".master")
                 }
                 self._publish()
+                self._rates = [float(group["lr"]) for group in groups]
+                self._all_touched = True
             else:
                 self._push()
-                if state:
-                    self._load_from_torch(state)
+                self._load_from_torch(state)
         except BaseException:
             self.param_groups = groups
+            for group, old in zip(groups, before, strict=True):
+                group.clear()
+                group.update(old)
             self._push()
             raise
 
@@ -544,7 +669,8 @@ class Optimizer(torch.optim.Optimizer):
                 array = torch.as_tensor(value).detach().cpu()
                 if name == "step":
                     steps = max(steps, int(array))
-                    arrays[key] = array.to(torch.int64).reshape(())
+                    if name in infos:
+                        arrays[key] = array.to(torch.int64).reshape(())
                     continue
                 if name not in infos:
                     raise ValueError(
@@ -554,9 +680,12 @@ class Optimizer(torch.optim.Optimizer):
         options = StateOptions(
             parts=StateParts.LIBRARY, settings=Settings.KEEP, allow_missing=True, unmarked=True
         )
-        self.context.load(_join(_header(arrays), arrays), options)
-        if steps > 0:
-            self.context.set_steps(steps)
+        if arrays:
+            self.context.load(_join(_header(arrays), arrays), options)
+        for index, slot in enumerate(self._slots):
+            if not state.get(index):
+                slot.own.reset_state()
+        self.context.set_steps(steps)
 
     def save(self, target: str | os.PathLike[str] | BinaryIO, options: StateOptions | None = None) -> None:
         """Saves parameters and state to a file of the library, as Context.save() does."""
@@ -569,9 +698,9 @@ class Optimizer(torch.optim.Optimizer):
         """Loads what save() has saved, parameters too. Hyper-parameters stay those of param_groups."""
         self._push()
         self.context.load(source, dataclasses.replace(options or StateOptions(), settings=Settings.KEEP))
-        torch.autograd.graph.increment_version([slot.tensor for slot in self._slots])
-        for slot in self._slots:
-            slot.version = slot.tensor._version
+        self._parameters_moved(self._slots)
+        self._rates = [float(group["lr"]) for group in self.param_groups]
+        self._all_touched = True
         self._publish()
 
     def __reduce__(self) -> NoReturn:
@@ -589,7 +718,7 @@ _NAMES = {dtype: name for name, dtype in _IN_FILES.items()}
 
 
 _GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
-_ADDRESS, _IS_CONTIGUOUS = Tensor.data_ptr, Tensor.is_contiguous
+_ADDRESS, _COUNT, _IS_CONTIGUOUS = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
 
 
 def _is_sparse(gradient: Tensor | None) -> bool:
@@ -598,14 +727,43 @@ def _is_sparse(gradient: Tensor | None) -> bool:
 
 def _fits(gradient: Tensor, slot: _Slot) -> bool:
     """Whether it has the dtype and the memory order of its parameter."""
-    return gradient.dtype is slot.tensor.dtype and gradient.stride() == slot.stride
+    if gradient.shape != slot.shape:
+        raise RuntimeError(
+            f'the gradient of parameter "{slot.own.name}" had the shape {list(gradient.shape)}, expected '
+            f"{list(slot.shape)}: the parameter has changed while a window was open"
+        )
+    return gradient.dtype is slot.dtype and gradient.stride() == slot.stride and not gradient.is_neg()
 
 
 def _like(gradient: Tensor, slot: _Slot) -> Tensor:
     """The gradient in the dtype and the memory order of its parameter."""
-    return torch.empty_strided(
-        slot.tensor.shape, slot.stride, dtype=slot.tensor.dtype, device=gradient.device
-    ).copy_(gradient)
+    return torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=gradient.device).copy_(
+        gradient
+    )
+
+
+def _versions(module: Any) -> tuple[int, ...]:
+    buffers = (module.running_mean, module.running_var, module.num_batches_tracked)
+    return tuple(number for buffer in buffers for number in (id(buffer), buffer._version))
+
+
+class _Forward:
+    """A hook of a module that tells an optimizer, as long as there is one. A copy of it tells nobody."""
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def owner(self) -> Optimizer | None:
+        return None if self._optimizer is None else self._optimizer()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (None,)
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any = None) -> None:
+        """Of DistributedDataParallel, which decides in forward whether backward reduces."""
+        owner = self.owner()
+        if owner is not None and torch.is_grad_enabled() and not module.require_backward_grad_sync:
+            owner._unreduced = True
 
 
 def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
@@ -626,6 +784,7 @@ def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
 def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> Tensor:
     """Adds a gradient to the open micro-batch. Returns what is to live until its end."""
     gradient = gradient.detach()
+    slot.touched = True
     if gradient.layout is torch.sparse_coo:
         if not slot.rows:
             raise ValueError(
@@ -685,6 +844,11 @@ def _join(header: bytes, arrays: Mapping[str, Tensor]) -> bytearray:
     data[: len(header)] = header
     for name, entry in entries.items():
         begin, end = (len(header) + offset for offset in entry["data_offsets"])
+        if name not in arrays:
+            raise ValueError(
+                f'the state dictionary has "{name}", but no parameter of that name: an optimizer of '
+                "named_parameters() keeps their names"
+            )
         array = arrays[name].detach().cpu().contiguous()
         if array.numel() * array.element_size() != end - begin:
             raise ValueError(

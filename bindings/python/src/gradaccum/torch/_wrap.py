@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Unpack
 
 import torch
 
+from .. import Rows
 from . import _kinds
 from ._optimizer import Optimizer, WindowOptions
 
@@ -15,12 +17,16 @@ def wrap(optimizer: torch.optim.Optimizer, **window: Unpack[WindowOptions]) -> O
     """An optimizer that accumulates, in place of one of torch: ``opt = wrap(opt, accum_steps=4)``.
 
     It takes over the kind, the numbers, the groups and the state. The groups are the same dictionaries, so a
-    scheduler that was made for the optimizer moves them on. The optimizer itself must not step any more.
+    scheduler that was made for the optimizer moves them on. The optimizer itself is empty and must not step.
     What cannot be taken over exactly raises TypeError or ValueError.
     """
     kind = _kinds.kind_of(optimizer)
     state: dict[str, Any] = optimizer.state_dict()
+    if kind is _kinds.SPARSE_ADAM:
+        for group in optimizer.param_groups:
+            group.setdefault("rows", int(Rows.LAZY))
     result = Optimizer(optimizer.param_groups, kind, optimizer.defaults, **window)
-    if state["state"]:
-        result._load_from_torch(state["state"])
+    result._load_from_torch(state["state"])
+    optimizer.state.clear()
+    result._wrapped = weakref.ref(optimizer)
     return result
