@@ -6,11 +6,11 @@ memory each needs beyond the parameters; a run with --memory ours|torch measures
 """
 
 import argparse
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gradaccum as ga
@@ -67,7 +67,9 @@ def timed(call: Callable[[], None]) -> float:
 
 
 def resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """The most KiB that were resident in this process; getrusage would count the one that started it."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
 
 
 def main() -> None:
