@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import warnings
 import weakref
@@ -19,16 +18,14 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import (
-    BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler, MicroBatch,
-    MicroOptions, Param, ParamOptions, Rows, Settings, StateOptions, StateParts, StepResult,
+    BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler,
+    MicroBatch, MicroOptions, Param, ParamOptions, Rows, Settings, StateOptions, StateParts, StepResult,
 )  # fmt: skip
+from . import _state_file as state_file
 from ._kinds import Kind
 
 _DTYPES = {
     torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
-}  # fmt: skip
-_IN_FILES = {
-    "F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
 }  # fmt: skip
 _KEY = "gradaccum"  # of a state dictionary: all that the library keeps
 # Of an implementation, which torch's own optimizers look for in a group that they load.
@@ -553,7 +550,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._push()
         data = self.context.save_bytes(StateOptions(parts=StateParts.LIBRARY))
-        header, arrays = _split(data)
+        header, arrays = state_file.split(data)
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         steps = torch.tensor(float(self.context.window.steps))
         began = {
@@ -616,14 +613,14 @@ class Optimizer(torch.optim.Optimizer):
                 arrays = dict(state_dict[_KEY]["arrays"])
                 header = bytes(state_dict[_KEY]["header"].cpu().numpy())
                 indices = {id(slot): index for index, slot in enumerate(self._slots)}
-                for key, slot, name in self._of_torch(_entries(header)):
+                for key, slot, name in self._of_torch(state_file.entries(header)):
                     if key not in arrays:
                         if name not in state.get(indices[id(slot)], {}):
                             raise ValueError(
                                 f'the state dictionary has no "{name}" of parameter {indices[id(slot)]}'
                             )
                         arrays[key] = self._flat(state[indices[id(slot)]][name], slot)
-                data = _join(header, arrays)
+                data = state_file.join(header, arrays)
                 options = StateOptions(parts=StateParts.LIBRARY, settings=Settings.KEEP)
                 self._push()
                 self.context.load(data, options)
@@ -681,7 +678,7 @@ class Optimizer(torch.optim.Optimizer):
             parts=StateParts.LIBRARY, settings=Settings.KEEP, allow_missing=True, unmarked=True
         )
         if arrays:
-            self.context.load(_join(_header(arrays), arrays), options)
+            self.context.load(state_file.join(state_file.header(arrays), arrays), options)
         for index, slot in enumerate(self._slots):
             if not state.get(index):
                 slot.own.reset_state()
@@ -714,7 +711,6 @@ class Optimizer(torch.optim.Optimizer):
 
 
 _TORCH = {own: theirs for theirs, own in _DTYPES.items()} | {Dtype.I64: torch.int64}
-_NAMES = {dtype: name for name, dtype in _IN_FILES.items()}
 
 
 _GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
@@ -809,68 +805,3 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     for dimension in reversed(shape[1:]):
         strides.append(strides[-1] * dimension)
     return tuple(reversed(strides)) if shape else ()
-
-
-# ---- State files in memory: safetensors
-
-
-def _entries(header: bytes) -> dict[str, Any]:
-    """The arrays of a file by their names, from its header with the eight bytes of its length."""
-    entries: dict[str, Any] = json.loads(header[8:])
-    entries.pop("__metadata__", None)
-    return entries
-
-
-def _split(data: bytearray) -> tuple[Tensor, dict[str, Tensor]]:
-    """The header of a file, and its arrays, each a storage of its own in the same memory."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    arrays = {}
-    for name, entry in _entries(bytes(data[:start])).items():
-        begin, end = entry["data_offsets"]
-        dtype = _IN_FILES[entry["dtype"]]
-        flat = torch.empty(0, dtype=dtype)
-        if end > begin:
-            flat = torch.frombuffer(
-                data, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=start + begin
-            )
-        arrays[name] = flat.reshape(entry["shape"])
-    return torch.frombuffer(data, dtype=torch.uint8, count=start).clone(), arrays
-
-
-def _join(header: bytes, arrays: Mapping[str, Tensor]) -> bytearray:
-    """The file of which these are the header and the arrays."""
-    entries = _entries(header)
-    data = bytearray(len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0))
-    data[: len(header)] = header
-    for name, entry in entries.items():
-        begin, end = (len(header) + offset for offset in entry["data_offsets"])
-        if name not in arrays:
-            raise ValueError(
-                f'the state dictionary has "{name}", but no parameter of that name: an optimizer of '
-                "named_parameters() keeps their names"
-            )
-        array = arrays[name].detach().cpu().contiguous()
-        if array.numel() * array.element_size() != end - begin:
-            raise ValueError(
-                f'the array "{name}" of the state dictionary has another size than when it was saved'
-            )
-        if end > begin:
-            torch.frombuffer(data, dtype=torch.uint8, count=end - begin, offset=begin).copy_(
-                array.reshape(-1).view(torch.uint8)
-            )
-    return data
-
-
-def _header(arrays: Mapping[str, Tensor]) -> bytes:
-    """The header of a file without checksums."""
-    header: dict[str, Any] = {"__metadata__": {"gradaccum.format": "1 unchecked"}}
-    offset = 0
-    for name, array in sorted(arrays.items(), key=lambda item: -item[1].element_size()):
-        size = array.numel() * array.element_size()
-        header[name] = {
-            "dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [offset, offset + size],
-        }  # fmt: skip
-        offset += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
