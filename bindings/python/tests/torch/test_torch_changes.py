@@ -13,6 +13,7 @@ import gradaccum.torch as gt
 import pytest
 import torch
 from conftest import Task, close
+from torch.utils.checkpoint import checkpoint
 
 
 def parameter(*values: float) -> torch.nn.Parameter:
@@ -292,3 +293,14 @@ def test_layers_that_cannot_be_converted_leave_the_others() -> None:
     assert not optimizer._layers
     with pytest.raises(ValueError, match="SyncBatchNorm"):
         gt.convert_batchnorm(torch.nn.SyncBatchNorm(3), optimizer)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_layer_counts_once(reentrant: bool) -> None:
+    layer, optimizer, twin = converted()
+    x = torch.randn(4, 3, requires_grad=True)
+    twin(x)
+    out: Any = checkpoint(layer, x, use_reentrant=reentrant)
+    optimizer.backward(out.sum())
+    optimizer.step()
+    alike(layer, twin)
