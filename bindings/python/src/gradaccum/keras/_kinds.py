@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of Keras in the library's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .. import Clip, ClipScope, Flavor, OptimizerKind
+from .. import Optimizer as Settings
+from ._private import keras
+
+# Where Keras has another name than the library's.
+_RENAMED = {
+    "beta_1": "beta1", "beta_2": "beta2", "epsilon": "eps", "initial_accumulator_value": "initial_accumulator",
+}  # fmt: skip
+AVERAGE = "average"  # Keras' name of the moving average of a variable
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An optimizer of the library, and of Keras.
+
+    fields: attributes of Keras' optimizer that are hyper-parameters. slots: Keras' names of its state, with the
+    library's.
+    """
+
+    optimizer: OptimizerKind
+    fields: tuple[str, ...]
+    slots: dict[str, str]
+
+    def settings(self, optimizer: Any) -> Settings:
+        """The optimizer with the hyper-parameters that it has now."""
+        fields: dict[str, Any] = {_RENAMED.get(name, name): getattr(optimizer, name) for name in self.fields}
+        decay = optimizer.weight_decay
+        return Settings(
+            self.optimizer, Flavor.KERAS, lr=learning_rate(optimizer), weight_decay=decay or 0.0, **fields
+        )
+
+    def state_name(self, slot: str) -> str:
+        """The library's name of a slot of Keras."""
+        return "ema" if slot == AVERAGE else self.slots[slot]
+
+
+_MOMENTS = {"momentum": "exp_avg", "velocity": "exp_avg_sq"}
+_ADAM = Kind(
+    OptimizerKind.ADAM,
+    ("beta_1", "beta_2", "epsilon", "amsgrad"),
+    {**_MOMENTS, "velocity_hat": "max_exp_avg_sq"},
+)
+_BETAS = ("beta_1", "beta_2", "epsilon")
+
+KINDS = {
+    "SGD": Kind(OptimizerKind.SGD, ("momentum", "nesterov"), {"momentum": "momentum_buffer"}),
+    "Adam": _ADAM,
+    "AdamW": Kind(OptimizerKind.ADAMW, _ADAM.fields, _ADAM.slots),
+    "Adagrad": Kind(OptimizerKind.ADAGRAD, ("initial_accumulator_value", "epsilon"), {"accumulator": "sum"}),
+    "Adadelta": Kind(
+        OptimizerKind.ADADELTA, ("rho", "epsilon"),
+        {"accumulated_grad": "square_avg", "accumulated_delta_var": "acc_delta"},
+    ),
+    "Adamax": Kind(OptimizerKind.ADAMAX, _BETAS, {"momentum": "exp_avg", "norm": "exp_inf"}),
+    "Nadam": Kind(OptimizerKind.NADAM, _BETAS, _MOMENTS),
+    "RMSprop": Kind(
+        OptimizerKind.RMSPROP, ("rho", "momentum", "epsilon", "centered"),
+        {"velocity": "square_avg", "momentum": "momentum_buffer", "average_gradient": "grad_avg"},
+    ),
+    "Lion": Kind(OptimizerKind.LION, ("beta_1", "beta_2"), {"momentum": "exp_avg"}),
+    "Lamb": Kind(OptimizerKind.LAMB, _BETAS, _MOMENTS),
+}  # fmt: skip
+
+
+def kind_of(optimizer: Any) -> Kind:
+    """The kind of an optimizer of Keras. ValueError: the library has no such optimizer, or an option of it."""
+    of = type(optimizer)  # on torch, a class of the same name over Keras' own
+    kind = KINDS.get(of.__name__) if of.__module__.startswith("keras.") else None
+    if kind is None:
+        raise ValueError(
+            f"{of.__module__}.{of.__qualname__} has no counterpart in the library; "
+            f"those of keras.optimizers that have one are {', '.join(KINDS)}"
+        )
+    if optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            f"the {of.__name__} accumulates by gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps} itself: leave that out, and give accum_steps here"
+        )
+    return kind
+
+
+def clip_of(optimizer: Any) -> Clip | None:
+    """How an optimizer of Keras clips."""
+    if optimizer.clipnorm and optimizer.clipnorm > 0:
+        return Clip(scope=ClipScope.PER_TENSOR, max_norm=optimizer.clipnorm, flavor=Flavor.KERAS)
+    if optimizer.global_clipnorm and optimizer.global_clipnorm > 0:
+        return Clip(scope=ClipScope.GLOBAL, max_norm=optimizer.global_clipnorm, flavor=Flavor.KERAS)
+    if optimizer.clipvalue and optimizer.clipvalue > 0:
+        return Clip(max_value=optimizer.clipvalue)
+    return None
+
+
+def learning_rate(optimizer: Any) -> float:
+    """The learning rate of the next step, rounded as Keras has it."""
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A variable of a plain Keras optimizer: what it is, and of which variable of the model."""
+
+    slot: str  # "iteration", "learning_rate", "u_product", or the name of a slot
+    index: int = -1
+
+
+def layout(optimizer: Any, variables: list[Any]) -> list[Entry]:
+    """The variables that Keras would have made for an optimizer, in its order, without making them."""
+    config = optimizer.get_config()
+    schedule = not hasattr(optimizer._learning_rate, "assign")
+    if schedule:
+        config["learning_rate"] = 0.0  # whose variable is left out below
+    twin = type(optimizer).from_config(config)
+    places = {}
+    stand_ins = []
+    for index, variable in enumerate(variables):
+        stand_in = keras.Variable(
+            keras.ops.zeros((1,) * len(variable.shape), variable.dtype), name=f"variable{index}"
+        )
+        places[f"variable{index}"] = index
+        stand_ins.append(stand_in)
+    twin.build(stand_ins)
+    entries = []
+    for variable in twin.variables:
+        owner, _, slot = variable.name.partition("_")
+        if variable is twin._iterations:
+            entries.append(Entry("iteration"))
+        elif variable is twin._learning_rate:
+            if not schedule:
+                entries.append(Entry("learning_rate"))
+        elif variable is getattr(twin, "_u_product", None):
+            entries.append(Entry("u_product"))
+        else:
+            entries.append(Entry(slot, places[owner]))
+    return entries

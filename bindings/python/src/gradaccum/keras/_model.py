@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of Keras that train by windows."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from .. import Clip, ClipScope, Config, StepResult
+from ._accumulation import Accumulation, checked_steps
+from ._backends import Variables, backend
+from ._batch_norm import BatchNormalization
+from ._capture import current
+from ._optimizer import GradientAccumulateOptimizer
+from ._private import keras
+
+
+class _Options:
+    """What a model was wrapped with, and its window once it is compiled. Not a part of what Keras saves."""
+
+    def __init__(
+        self, accum_steps: int | dict[int, int], reduction: str, clip: Clip | None, config: Config | None,
+        keep_window: bool, step_logs: bool,
+    ) -> None:  # fmt: skip
+        self.accum_steps = checked_steps(accum_steps)
+        self.reduction = reduction
+        self.clip = clip
+        self.config = config
+        self.keep_window = keep_window
+        self.step_logs = step_logs
+
+    def optimizer(self, optimizer: Any) -> Any:
+        """A GradientAccumulateOptimizer over what compile() was given."""
+        if isinstance(optimizer, GradientAccumulateOptimizer):
+            return optimizer
+        return GradientAccumulateOptimizer(
+            optimizer, self.accum_steps, self.reduction, clip=self.clip, config=self.config
+        )
+
+
+class _Accumulating:
+    """What a model gains by wrap()."""
+
+    _options: _Options
+    optimizer: Any
+    dtype_policy: Any
+    train_function: Any
+    _flatten_layers: Any
+
+    @property
+    def _accumulation(self) -> Accumulation:
+        accumulation: Accumulation = self.optimizer.accumulation
+        return accumulation
+
+    # ---- Training
+
+    def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
+        """As in Keras. The optimizer describes the step, which the library makes."""
+        base: Any = super()
+        bound = inspect.signature(base.compile).bind(optimizer, *args, **kwargs)
+        bound.apply_defaults()
+        if bound.arguments["steps_per_execution"] != 1:
+            raise ValueError(
+                f"steps_per_execution was {bound.arguments['steps_per_execution']}, expected 1: the window lies "
+                "between executions"
+            )
+        _check_alone(self)
+        if optimizer is not None:
+            optimizer = keras.optimizers.get(optimizer)
+            if (
+                bound.arguments["auto_scale_loss"]
+                and self.dtype_policy.name == "mixed_float16"
+                and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+            ):
+                optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+            optimizer = self._options.optimizer(optimizer)
+        bound.arguments.update(optimizer=optimizer, auto_scale_loss=False)
+        base.compile(*bound.args, **bound.kwargs)
+        if optimizer is not None:
+            _set_up(self, bound.arguments["loss"])
+
+    def make_train_function(self, force: bool = False) -> Any:
+        if self.train_function is None or force:
+            accumulation = self._accumulation
+            layers = self._flatten_layers()
+            accumulation.layers = [layer for layer in layers if isinstance(layer, BatchNormalization)]
+            self.train_function = backend().train_function(self)
+            if keras.backend.backend() == "jax":
+                accumulation.set_places(self)
+        return self.train_function
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras. A window that is short at the end of an epoch is applied before validation.
+
+        What ends fit() early, Ctrl-C for instance, drops the open window, unless wrap() was given
+        keep_window=True.
+        """
+        base: Any = super()
+        bound = inspect.signature(base.fit).bind(*args, **kwargs)
+        given = bound.arguments.get("callbacks")
+        own = [_Windows()] + ([StepResults()] if self._options.step_logs else [])
+        if isinstance(given, keras.callbacks.CallbackList):
+            own = [one for one in own if not any(type(one) is type(other) for other in given.callbacks)]
+            for one in own:
+                one.set_model(self)
+            given.callbacks[:0] = own
+        else:
+            listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+            bound.arguments["callbacks"] = [*own, *listed]
+        try:
+            return base.fit(*bound.args, **bound.kwargs)
+        except BaseException:
+            if not self._options.keep_window and getattr(self, "optimizer", None) is not None:
+                self.discard()
+            raise
+
+    def flush(self) -> StepResult | None:
+        """Makes the step of a window that is not full. None: the window was empty. Between batches."""
+        return self._accumulation.flush(Variables())
+
+    def discard(self) -> None:
+        """Drops the window."""
+        self._accumulation.discard()
+
+    @property
+    def step_result(self) -> StepResult | None:
+        """The result of the last step of the library; None: there was none yet."""
+        return self._accumulation.result
+
+    # ---- Hooks of train_step()
+
+    def compute_loss(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        base: Any = super()
+        capture = current()
+        if capture is None:
+            return base.compute_loss(x, *args, **kwargs)
+        first = next((one for one in keras.tree.flatten(x) if one is not None), None)
+        if first is not None:
+            samples = keras.ops.shape(first)[0]
+            capture.samples = (
+                float(samples) if isinstance(samples, int) else keras.ops.cast(samples, "float32")
+            )
+        loss = base.compute_loss(x, *args, **kwargs)
+        report = self._accumulation.report
+        if report is not None:
+            report.assign(capture.packed(self._accumulation.layers))
+        return loss
+
+    def _aggregate_additional_loss(self, loss: Any) -> Any:
+        """Where losses are sums over the batch, regularisers count in the first micro-batch of a window."""
+        base: Any = super()
+        loss = base._aggregate_additional_loss(loss)
+        if current() is None or self._accumulation.first is None:
+            return loss
+        model: Any = self
+        regularised = sum(variable.regularizer is not None for variable in model.trainable_variables)
+        if len(model.losses) > regularised:
+            raise ValueError(
+                "the model adds losses of its activations by add_loss(), and its loss is a sum over the batch: "
+                "whether they are sums, too, is not known"
+            )
+        return loss * keras.ops.cast(self._accumulation.first, loss.dtype)
+
+    @property
+    def metrics_variables(self) -> list[Any]:
+        """On JAX the state of a step has these, and with them what the graph hands out."""
+        base: Any = super()
+        variables: list[Any] = list(base.metrics_variables)
+        optimizer = getattr(self, "optimizer", None)
+        if isinstance(optimizer, GradientAccumulateOptimizer) and optimizer.accumulation.report is not None:
+            if optimizer.accumulation.first is not None:
+                variables.append(optimizer.accumulation.first)
+            variables.append(optimizer.accumulation.report)
+        return variables
+
+
+class GradientAccumulateModel(_Accumulating, keras.Model):  # type: ignore[misc]
+    """A model that trains by windows, by the name and the arguments that it has in GradientAccumulator.
+
+    ``GradientAccumulateModel(accum_steps=4, inputs=..., outputs=...)`` is ``wrap(keras.Model(inputs, outputs))``;
+    a subclass with a call() of its own passes accum_steps to ``super().__init__()``.
+
+    use_agc, clip_factor, eps: adaptive gradient clipping, of the window's gradient. mixed_precision: has no
+    effect, since the dtype policy of Keras decides. experimental_distributed_support: must be False.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not GradientAccumulateModel:
+            return super().__new__(cls)
+        own, rest = _split_options(kwargs)
+        if args:  # accum_steps may come first
+            own["accum_steps"], args = args[0], args[1:]
+        return wrap(keras.Model(*args, **rest), **own)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        own, rest = _split_options(kwargs)
+        options = _options_of(**own)
+        super().__init__(*args, **rest)
+        object.__setattr__(self, "_options", options)
+
+
+def wrap(
+    model: Any,
+    accum_steps: int | dict[int, int] | None = None,
+    *,
+    reduction: str = "MEAN",
+    use_agc: bool = False,
+    clip_factor: float = 0.01,
+    eps: float = 1e-3,
+    clip: Clip | None = None,
+    config: Config | None = None,
+    keep_window: bool = False,
+    step_logs: bool = False,
+    mixed_precision: bool = False,
+    experimental_distributed_support: bool = False,
+) -> Any:
+    """Makes a model train by windows: ``compile()`` and ``fit()`` stay as they are. Returns the same model.
+
+    accum_steps: micro-batches in a window; or a schedule {step: micro-batches}; None: those of the
+    GradientAccumulateOptimizer that the model is compiled with, after loading for instance.
+    reduction: "MEAN" or "SUM", as for GradientAccumulateOptimizer.
+    use_agc, clip_factor, eps: adaptive gradient clipping of the window's gradient. clip: any other clipping that
+    the optimizer has no words for. config: of the library's context.
+    keep_window: whether a window stays open when fit() ends early. step_logs: adds StepResults to the logs.
+    mixed_precision: has no effect, since the dtype policy of Keras decides.
+
+    A model that is compiled goes on with the state of its optimizer.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"the model was {model!r}, expected a keras.Model")
+    if isinstance(model, _Accumulating):
+        raise ValueError("the model is wrapped already")
+    compiled = getattr(model, "optimizer", None)
+    if accum_steps is None:
+        if not isinstance(compiled, GradientAccumulateOptimizer):
+            raise ValueError(
+                "accum_steps is missing: the model is not compiled with a GradientAccumulateOptimizer"
+            )
+        accum_steps = compiled.accumulation.accum_steps
+    options = _options_of(
+        accum_steps, reduction=reduction, use_agc=use_agc, clip_factor=clip_factor, eps=eps, clip=clip, config=config,
+        keep_window=keep_window, step_logs=step_logs, mixed_precision=mixed_precision,
+        experimental_distributed_support=experimental_distributed_support,
+    )  # fmt: skip
+    if compiled is not None:
+        _check_alone(model)
+        if model.steps_per_execution != 1:
+            raise ValueError(f"steps_per_execution was {model.steps_per_execution}, expected 1")
+        own = options.optimizer(compiled)
+    # A class of the same name, so that Keras saves the model as what it was.
+    of = type(model)
+    names = {"__module__": of.__module__, "__qualname__": of.__qualname__, "__init__": of.__init__}
+    model.__class__ = type(of.__name__, (_Accumulating, of), names)
+    object.__setattr__(model, "_options", options)
+    if compiled is not None:
+        if own is not compiled and compiled.built:
+            store: dict[str, Any] = {}
+            compiled.save_own_variables(store)
+            own.build(model.trainable_variables)
+            own.load_own_variables(store)
+        object.__setattr__(model, "optimizer", own)
+        model._compile_config.config["optimizer"] = keras.saving.serialize_keras_object(own)
+        _set_up(model, model._compile_config.config.get("loss"))
+        model.train_function = None
+    return model
+
+
+def _split_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    names = [name for name in inspect.signature(wrap).parameters if name != "model"]
+    return (
+        {name: value for name, value in kwargs.items() if name in names},
+        {name: value for name, value in kwargs.items() if name not in names},
+    )
+
+
+def _options_of(
+    accum_steps: int | dict[int, int] = 1, *, reduction: str = "MEAN", use_agc: bool = False,
+    clip_factor: float = 0.01, eps: float = 1e-3, clip: Clip | None = None, config: Config | None = None,
+    keep_window: bool = False, step_logs: bool = False, mixed_precision: bool = False,
+    experimental_distributed_support: bool = False,
+) -> _Options:  # fmt: skip
+    if experimental_distributed_support:
+        raise ValueError("experimental_distributed_support was True, but one process trains a model here")
+    if use_agc:
+        if clip is not None:
+            raise ValueError("use_agc was True and clip was given: adaptive gradient clipping is a clip")
+        clip = Clip(scope=ClipScope.AGC, agc_factor=clip_factor, agc_eps=eps)
+    return _Options(accum_steps, reduction, clip, config, keep_window, step_logs)
+
+
+def _set_up(model: Any, loss: Any) -> None:
+    """Tells the window what compile() says of the loss: whether it is a sum over the batch."""
+    own = model._accumulation
+    reductions = set()
+    for one in keras.tree.flatten(_deserialised(loss)):
+        if one is not None:
+            reductions.add(getattr(keras.losses.get(one), "reduction", "sum_over_batch_size"))
+    own.summed = bool(reductions) and reductions <= {"sum", "none", None}
+    if own.summed and own.first is None:
+        own.first = keras.Variable(1.0, dtype="float32", trainable=False, name="first_of_window")
+
+
+def _deserialised(loss: Any) -> Any:
+    """What compile() was given, of what it keeps of it."""
+    if isinstance(loss, dict) and "class_name" in loss:
+        return keras.saving.deserialize_keras_object(loss)
+    return loss
+
+
+def _check_alone(model: Any) -> None:
+    strategy = getattr(model, "distribute_strategy", None)
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            "the model was made under a tf.distribute strategy of several replicas: one is supported"
+        )
+    if keras.distribution.distribution() is not None:
+        raise ValueError("a keras.distribution is set: one device is supported")
+
+
+class _Windows(keras.callbacks.Callback):  # type: ignore[misc]
+    """Ends the window with the epoch: before validation, and before any other callback sees the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trains = False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.trains = True
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self.trains:
+            self.model.flush()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.trains = False
+        self.model.flush()
+
+
+class StepResults(keras.callbacks.Callback):  # type: ignore[misc]
+    """Adds the numbers of the last step to the logs, where progress bars, History and TensorBoard find them.
+
+    grad_norm, clip_factor, lr, loss_scale, noise_scale, steps, as in ``gradaccum.StepResult``. Comes before the
+    callbacks that read the logs: ``wrap(model, step_logs=True)`` sees to that.
+    """
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._add(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._add(logs)
+
+    def _add(self, logs: Any) -> None:
+        result = self._model._accumulation.result
+        if logs is not None and result is not None:
+            logs.update(
+                grad_norm=result.norm, clip_factor=result.clip_factor, lr=result.lr, loss_scale=result.loss_scale,
+                noise_scale=result.noise_scale, steps=result.steps,
+            )  # fmt: skip
