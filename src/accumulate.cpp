@@ -45,8 +45,8 @@ Source Context::adopted_of(const Param& p) const {
 // adds_elsewhere: a matrix product or the program writes the accumulator.
 void Context::refuse(ga_param id, const char* what, bool adds_elsewhere) const {
   const auto refused = [&](const char* option) {
-    fail(GA_ERROR_UNSUPPORTED, "%s for parameter \"%s\" is not supported with %s", what, name(id),
-         option);
+    fail(GA_ERROR_UNSUPPORTED, "%s for parameter \"%s\" is not supported with %s", what,
+         params_.name(id), option);
   };
   if (config_.noise_scale) refused("ga_config.noise_scale");
   if (clip_micro_) refused("GA_CLIP_WHEN_MICRO");
@@ -72,32 +72,33 @@ void Context::check_apart(const Subject& of, const char* what, const void* data,
   const bool library = r->param < 0;
   of.fail(GA_ERROR_INVALID_ARGUMENT, "%s at %p overlaps %s%s%s", what, data,
           library ? "memory of the library, not of a parameter" : "parameter \"",
-          library ? "" : name(r->param), library ? "" : "\"");
+          library ? "" : params_.name(r->param), library ? "" : "\"");
 }
 
 // Checks an array of a contribution.
 void Context::check_values(ga_param id, const char* what, const void* data, int64_t count,
                            int32_t size) const {
-  check_readable(subject(id), what, data, count, size);
-  check_apart(subject(id), what, data, count * size, -1);
+  check_readable(params_.subject(id), what, data, count, size);
+  check_apart(params_.subject(id), what, data, count * size, -1);
 }
 
 // Checks that data of a further contribution does not overlap the first one if that is still read.
 void Context::check_alive(ga_param id, const char* what, const void* data, int64_t bytes) const {
-  const Param& p = at(id);
+  const Param& p = params_[id];
   if (p.held() != Held::kAdopted || p.count == 0 || bytes == 0) return;
   const auto begin = reinterpret_cast<uintptr_t>(data);
   const auto first = reinterpret_cast<uintptr_t>(p.adopted);
   const auto size = static_cast<uintptr_t>(p.count * dtype_info(p.gradient_dtype).size);
   if (begin < first + size && first < begin + static_cast<uintptr_t>(bytes))
-    subject(id).fail(GA_ERROR_INVALID_ARGUMENT,
-                     "%s, at %p, overlaps its first gradient in this window, at %p, which still "
-                     "lives (GA_GRADIENTS_LIVE)",
-                     what, data, p.adopted);
+    params_.subject(id).fail(
+        GA_ERROR_INVALID_ARGUMENT,
+        "%s, at %p, overlaps its first gradient in this window, at %p, which still "
+        "lives (GA_GRADIENTS_LIVE)",
+        what, data, p.adopted);
 }
 
 void Context::check_gradient(ga_param id, const void* gradient) {
-  Param& p = at(id);
+  Param& p = params_[id];
   const int32_t size = dtype_info(p.gradient_dtype).size;
   if (gradient != p.checked) check_values(id, "its gradient", gradient, p.count, size);
   p.checked = gradient;
@@ -106,7 +107,7 @@ void Context::check_gradient(ga_param id, const void* gradient) {
 }
 
 Array Context::target_of(ga_param id) const {
-  const Param& p = at(id);
+  const Param& p = params_[id];
   if (p.pair) return {&tables_.composites.at(static_cast<size_t>(id))->pair, kPair};
   return {p.accumulator, p.accumulator_dtype};
 }
@@ -115,8 +116,8 @@ Array Context::target_of(ga_param id) const {
 // the pass: if the pass fails, the window is invalid and the record is not read any more. Returns
 // NULL if the gradient is adopted in place of a task.
 AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_adopt) {
-  Param& p = at(id);
-  if (adopts_ && may_adopt && p.held() == Held::kNothing && fits_accumulator(p)) {
+  Param& p = params_[id];
+  if (adopts_ && may_adopt && p.held() == Held::kNothing && p.fits_accumulator()) {
     p.hold(Held::kAdopted);
     p.adopted = given.data;
     p.adopted_scale = given.scale;
@@ -180,11 +181,12 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
   if (accum_due_) update_accum_steps();
   const Micro micro = make_micro(weight, options);
   window_.check_whole();
-  if (count != blocks_.size())
+  const std::vector<Block>& blocks = params_.blocks();
+  if (count != blocks.size())
     fail(GA_ERROR_INVALID_ARGUMENT,
          "count was %zu, but the context has %zu: one gradient pointer for each ga_param_add and "
          "each ga_params_add_flat",
-         count, blocks_.size());
+         count, blocks.size());
   if (count > 0 && !gradients && micro.weight > 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "gradients was NULL");
   window_.reserve_one();
@@ -194,8 +196,8 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
     const auto each = [&](auto&& body) {
       for (size_t b = 0; b < count; ++b)
         if (gradients[b])
-          for (ga_param id = blocks_[b].first; id < blocks_[b].first + blocks_[b].count; ++id)
-            if (const Param& p = params_[static_cast<size_t>(id)]; !p.frozen)
+          for (ga_param id = blocks[b].first; id < blocks[b].first + blocks[b].count; ++id)
+            if (const Param& p = params_[id]; !p.frozen)
               body(id, p,
                    static_cast<const char*>(gradients[b]) +
                        p.offset * dtype_info(p.gradient_dtype).size);
@@ -257,12 +259,12 @@ void Context::micro_begin(int64_t index, double weight, const ga_micro_options& 
 Param& Context::part(ga_param id, const char* what) {
   check_device();
   window_.check_part(what);
-  Param& p = param(id);
+  Param& p = params_.get(id);
   if (p.acquired)
     fail(GA_ERROR_INVALID_STATE,
          "%s: the accumulator of parameter \"%s\" is acquired; ga_accumulator_release must be "
          "called first",
-         what, name(id));
+         what, params_.name(id));
   return p;
 }
 
@@ -271,7 +273,7 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
   const Micro& micro = window_.open_micro();
   if (micro.weight == 0 || p.frozen) return;
   if (!gradient && p.count > 0)
-    subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "its gradient was NULL");
+    params_.subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "its gradient was NULL");
   check_gradient(id, gradient);
   check_single(id);
   prepare();
@@ -285,7 +287,7 @@ void Context::check_single(ga_param id) const {
   if (!clip_micro_) return;
   for (const Contribution& c : contributions_)
     if (c.param == id)
-      subject(id).fail(
+      params_.subject(id).fail(
           GA_ERROR_UNSUPPORTED,
           "a second contribution in one micro-batch is not supported with GA_CLIP_WHEN_MICRO");
 }
@@ -308,7 +310,7 @@ void Context::contribute(Span<const Whole> given, bool may_adopt) {
   set_micro(micro, window_.open_index(), window_.weight());
   for (size_t k = 0; k < given.size; ++k) {
     const Whole& g = given.data[k];
-    const Param& p = at(g.param);
+    const Param& p = params_[g.param];
     if (p.frozen) continue;
     if (deferring()) {
       defer({g.param, g.gradient, g.format, nullptr, 0, p.count, 0, 0});
@@ -323,7 +325,7 @@ void Context::contribute(Span<const Whole> given, bool may_adopt) {
 
 // Copies an adopted gradient into the accumulator, before something other than add_task adds to it.
 void Context::store_adopted(ga_param id) {
-  Param& p = at(id);
+  Param& p = params_[id];
   if (p.held() != Held::kAdopted) return;
   AccumulateTask task = {};
   task.target = target_of(id);
@@ -339,7 +341,7 @@ void Context::store_adopted(ga_param id) {
 
 // Zeros the rows that have no gradient yet, before something adds to all rows.
 void Context::make_dense(ga_param id) {
-  Param& p = at(id);
+  Param& p = params_[id];
   if (p.held() != Held::kRows) return;
   FinishTask task = {};
   task.gradient = identity(source_of(id));
@@ -347,7 +349,7 @@ void Context::make_dense(ga_param id) {
   task.target = target_of(id);
   task.count = p.count;
   window_.or_invalidate([&] { backend_->finish({&task, 1}); });
-  backend_->clear_rows({&tensor(id).set, 1});
+  backend_->clear_rows({&params_.tensor(id).set, 1});
   p.hold(Held::kStored);
   p.stale = true;
 }
@@ -355,8 +357,8 @@ void Context::make_dense(ga_param id) {
 void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dtype, int64_t count,
                               const void* values) {
   Param& p = part(id, "ga_accumulate_rows");
-  const Tensor& t = tensor(id);
-  const Subject of = subject(id);
+  const Tensor& t = params_.tensor(id);
+  const Subject of = params_.subject(id);
   refuse(id, "ga_accumulate_rows", false);
   if (t.options.rows == GA_ROWS_NONE)
     of.fail(GA_ERROR_INVALID_ARGUMENT,
@@ -401,8 +403,8 @@ void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dt
 }
 
 RowsTask Context::rows_task(const Contribution& c, const Source& values) const {
-  const Param& p = at(c.param);
-  const Tensor& t = tensor(c.param);
+  const Param& p = params_[c.param];
+  const Tensor& t = params_.tensor(c.param);
   RowsTask task = {};
   task.target = {p.accumulator, p.accumulator_dtype};
   task.rows = t.rows;
@@ -417,7 +419,7 @@ RowsTask Context::rows_task(const Contribution& c, const Source& values) const {
 }
 
 void Context::add_rows(const Contribution& c, const Source& values, const MicroPlan* plan) {
-  Param& p = at(c.param);
+  Param& p = params_[c.param];
   added_ = true;
   store_adopted(c.param);
   RowsTask task = rows_task(c, values);
@@ -482,7 +484,7 @@ void Context::settle(int64_t index) {
     add_contributions(micro);
   } else {
     for (const Contribution& c : contributions_)
-      if (c.index_dtype == 0) count_contribution(at(c.param));
+      if (c.index_dtype == 0) count_contribution(params_[c.param]);
     window_.drop_last();  // this one, because such micro-batches are never opened again
   }
   contributions_.clear();
@@ -506,16 +508,16 @@ void Context::list_contributions(const Micro& micro) {
     task.f64 = p.f64;
     task.count = c.count;
     task.partials = partials;
-    if (!clips_micro(p)) continue;
-    const Units* const made = tensors_[i].units[Tensor::kClipUnits].get();
-    const bool units = clip_of(p).scope == GA_CLIP_AGC && made;
+    if (!params_.clips_micro(p)) continue;
+    const Units* const made = params_.tensor(i).units[Tensor::kClipUnits].get();
+    const bool units = params_.clip_of(p).scope == GA_CLIP_AGC && made;
     tables_.composites.edit(i).clipped = {task.gradient, units ? made->pattern.at() : nullptr,
                                           units ? made->factors : nullptr};
     if (!units) continue;
     tables_.units.edit(i).gradient = task.gradient;
     micro_units_.push_back(c.param);
   }
-  for (const Contribution& c : contributions_) at(c.param).pending = false;
+  for (const Contribution& c : contributions_) params_[c.param].pending = false;
 }
 
 // Adds all contributions in one pass, or several where a parameter has two, and around rows.
@@ -524,11 +526,11 @@ void Context::add_contributions(const Micro& micro) {
   const auto run = [&] {
     window_.or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
     accumulate_tasks_.clear();
-    for (const Contribution& c : contributions_) at(c.param).pending = false;
+    for (const Contribution& c : contributions_) params_[c.param].pending = false;
   };
   for (size_t k = 0; k < contributions_.size(); ++k) {
     const Contribution& c = contributions_[k];
-    Param& p = at(c.param);
+    Param& p = params_[c.param];
     Source source = contribution(c.gradient, c.format, micro);
     if (c.index_dtype != 0) {
       run();
@@ -537,7 +539,7 @@ void Context::add_contributions(const Micro& micro) {
     }
     if (p.pending) run();  // one pass writes an accumulator once
     make_dense(c.param);
-    if (clips_micro(p))
+    if (params_.clips_micro(p))
       source = {&tables_.composites.at(static_cast<size_t>(c.param))->clipped, kClipped, 1,
                 nullptr};
     add_task(c.param, source)->plan = micro_plans_.at(k);
@@ -550,7 +552,7 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
                                 bool transpose_a, const void* b, int64_t ldb, bool transpose_b,
                                 int32_t dtype) {
   Param& p = part(id, "ga_accumulate_matmul");
-  const Subject of = subject(id);
+  const Subject of = params_.subject(id);
   const DtypeInfo info = dtype_info(dtype);
   if (info.size == 0)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "dtype was %d, expected a ga_dtype", dtype);
@@ -561,7 +563,7 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
             "products are added to f32 accumulators, but its accumulator is %s",
             dtype_info(p.accumulator_dtype).name);
   refuse(id, "ga_accumulate_matmul", true);
-  const int64_t m = tensor(id).rows;
+  const int64_t m = params_.tensor(id).rows;
   const int64_t n = m > 0 ? p.count / m : 0;
   if (k < 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "k was %lld, expected >= 0", ll(k));
   const auto check_matrix = [&](const char* which, const void* data, int64_t rows, int64_t columns,
@@ -611,7 +613,7 @@ ga_accumulator Context::acquire_accumulator(ga_param id) {
   ga_accumulator out = {};
   out.struct_size = sizeof out;
   out.dtype = p.accumulator_dtype;
-  out.rows = tensor(id).rows;
+  out.rows = params_.tensor(id).rows;
   out.columns = out.rows > 0 ? p.count / out.rows : 0;
   out.leading_dimension = out.columns;
   if (micro.weight > 0 && !p.frozen) {
@@ -630,9 +632,10 @@ ga_accumulator Context::acquire_accumulator(ga_param id) {
 
 void Context::release_accumulator(ga_param id) {
   window_.check_part("ga_accumulator_release");
-  Param& p = param(id);
+  Param& p = params_.get(id);
   if (!p.acquired)
-    subject(id).fail(GA_ERROR_INVALID_STATE, "its accumulator was released, but not acquired");
+    params_.subject(id).fail(GA_ERROR_INVALID_STATE,
+                             "its accumulator was released, but not acquired");
   p.acquired = false;
   if (window_.open_micro().weight == 0 || p.frozen) return;
   p.hold(Held::kStored);
@@ -647,7 +650,7 @@ void Context::micro_end() {
       fail(GA_ERROR_INVALID_STATE,
            "ga_micro_end: the accumulator of parameter \"%s\" is still acquired; "
            "ga_accumulator_release must be called first",
-           tensors_[i].name);
+           params_.tensor(i).name);
   if (deferring() && window_.open_micro().weight > 0) settle(window_.open_index());
   window_.end();
 }
@@ -663,7 +666,7 @@ void Context::micro_abort() {
          ll(index));
   batch_norms_.forget(index);
   for (const Contribution& c : contributions_) rows_held_ -= c.rows;
-  for (const ga_param id : noted_) at(id).hold(Held::kNothing);
+  for (const ga_param id : noted_) params_[id].hold(Held::kNothing);
   for (Param& p : params_) p.acquired = false;
   contributions_.clear();
   window_.abort();

@@ -505,14 +505,14 @@ ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weig
 ga_status ga_group_count(const ga_context* ctx, int32_t* out) {
   return ask(ctx, [&] {
     require(out, "out");
-    *out = ctx->group_count();
+    *out = static_cast<int32_t>(ctx->params().groups.size());
   });
 }
 
 ga_status ga_group_optimizer(const ga_context* ctx, ga_group group, ga_optimizer* out) {
   return ask(ctx, [&] {
     check_out(out, "ga_optimizer");
-    write_struct(out, ctx->optimizer(group));
+    write_struct(out, ctx->params().group(group).optimizer);
   });
 }
 
@@ -569,14 +569,14 @@ ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip
 ga_status ga_context_clip(const ga_context* ctx, ga_clip* out) {
   return ask(ctx, [&] {
     check_out(out, "ga_clip");
-    write_struct(out, ctx->clip());
+    write_struct(out, ctx->params().clip);
   });
 }
 
 ga_status ga_group_clip(const ga_context* ctx, ga_group group, ga_clip* out) {
   return ask(ctx, [&] {
     check_out(out, "ga_clip");
-    write_struct(out, ctx->group_clip(group));
+    write_struct(out, ctx->params().clip_of(ctx->params().group(group)));
   });
 }
 
@@ -654,7 +654,7 @@ ga_status ga_params_add_flat(ga_context* ctx, void* data, ga_dtype dtype,
 ga_status ga_param_count(const ga_context* ctx, int32_t* out) {
   return ask(ctx, [&] {
     require(out, "out");
-    *out = ctx->param_count();
+    *out = static_cast<int32_t>(ctx->params().size());
   });
 }
 
@@ -662,7 +662,9 @@ ga_status ga_param_find(const ga_context* ctx, const char* name, ga_param* out) 
   return ask(ctx, [&] {
     require(name, "name");
     require(out, "out");
-    *out = ctx->find(name);
+    const ga_param param = ctx->params().find(name);
+    if (param < 0) fail(GA_ERROR_INVALID_ARGUMENT, "the context has no parameter \"%s\"", name);
+    *out = param;
   });
 }
 
@@ -673,21 +675,21 @@ ga_status ga_param_info_init(ga_param_info* out, size_t struct_size) {
 ga_status ga_param_describe(const ga_context* ctx, ga_param param, ga_param_info* out) {
   return ask(ctx, [&] {
     check_out(out, "ga_param_info");
-    write_struct(out, ctx->info(param));
+    write_struct(out, ctx->params().info(param));
   });
 }
 
 ga_status ga_slot_count(const ga_context* ctx, size_t* out) {
   return ask(ctx, [&] {
     require(out, "out");
-    *out = ctx->slot_count();
+    *out = ctx->params().blocks().size();
   });
 }
 
 ga_status ga_param_slot(const ga_context* ctx, ga_param param, size_t* out) {
   return ask(ctx, [&] {
     require(out, "out");
-    *out = ctx->slot(param);
+    *out = ctx->params().slot(param);
   });
 }
 

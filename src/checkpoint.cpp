@@ -33,8 +33,8 @@ Checkpoint::Checkpoint(Context& context, const ga_state_options& options, const 
 // shapes of PyTorch.
 std::vector<Checkpoint::NamedArray> Checkpoint::arrays_of(size_t i) const {
   const Param& p = context_.params_[i];
-  const Tensor& t = context_.tensors_[i];
-  const int op = context_.op_of(p);
+  const Tensor& t = context_.params_.tensor(i);
+  const int op = context_.params_.op_of(p);
   std::vector<NamedArray> list;
   for (const OwnedArray& a : context_.arrays_of(i)) {
     if (!a.name || a.kind < kState || a.kind > kAverage) continue;
@@ -114,7 +114,7 @@ void Checkpoint::collect() {
   context_.backend_->wait();
   const std::vector<ParamState> states = context_.param_states();
   for (size_t i = 0; i < context_.params_.size(); ++i)
-    if (!context_.tensors_[i].removed)
+    if (!context_.params_.tensor(i).removed)
       collect_param(i, i < states.size() ? states[i] : ParamState());
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) collect_layer(id);
   if (options_.parts != GA_STATE_PARAMETERS) collect_window();
@@ -127,7 +127,7 @@ void Checkpoint::collect() {
 
 void Checkpoint::collect_param(size_t i, const ParamState& state) {
   const Param& p = context_.params_[i];
-  const Tensor& t = context_.tensors_[i];
+  const Tensor& t = context_.params_.tensor(i);
   const std::string name = t.name;
   const auto bytes = [](int64_t count, int32_t dtype) {
     return static_cast<size_t>(count) * static_cast<size_t>(dtype_info(dtype).size);
@@ -141,8 +141,8 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
     const Region data = {context_.state_data(p, a.kind), bytes(a.count, dtype)};
     saved_.push_back({name + "." + a.name, dtype, shape, {data}, {}});
   }
-  const Group& g = context_.group_of(p);
-  if (context_.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH && !p.state_due) {
+  const Group& g = context_.params_.group_of(p);
+  if (context_.params_.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH && !p.state_due) {
     add_numbers(name + ".step", GA_I64, {}, {bits_of(state.clock.step)});
     const double product = state.clock.step == 0 ? 1 : state.clock.product;
     if (g.info->product) add_numbers(name + "." + g.info->product, GA_F64, {}, {bits_of(product)});
@@ -154,7 +154,7 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
 // What the window holds of a parameter.
 void Checkpoint::collect_held(size_t i, const ParamState& state) {
   const Param& p = context_.params_[i];
-  const Tensor& t = context_.tensors_[i];
+  const Tensor& t = context_.params_.tensor(i);
   const std::string name = std::string(t.name) + ".grad_accum";
   const auto size = static_cast<size_t>(dtype_info(p.accumulator_dtype).size);
   const size_t bytes = static_cast<size_t>(p.count) * size;
@@ -243,8 +243,8 @@ void Checkpoint::collect_layer(ga_bn id) {
 }
 
 void Checkpoint::collect_window() {
-  for (size_t k = 0; k < context_.groups_.size(); ++k) {
-    const Group& g = context_.groups_[k];
+  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
+    const Group& g = context_.params_.groups[k];
     if (g.schedule.table_size == 0) continue;
     std::vector<uint64_t> rates;
     for (int64_t i = 0; i < g.schedule.table_size; ++i)
@@ -291,7 +291,7 @@ Metadata Checkpoint::texts() {
   result.add_fields(last);
   add("counters", counters.text());
   add("result", result.text());
-  for (size_t k = 0; k < context_.groups_.size(); ++k) {
+  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
     GroupState state;
     backend.read(&state, context_.tables_.group_states.at(k), sizeof state);
     Fields f;

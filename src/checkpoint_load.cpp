@@ -134,9 +134,7 @@ void Checkpoint::check_tensor(int64_t tensor, std::initializer_list<int32_t> dty
 bool Checkpoint::is_left_out(const std::string& name) const {
   if (begins_with(name, kOurs)) return file_->is_ours();
   if (options_.parts == GA_STATE_ALL) return false;
-  const auto is_param = [&](std::string_view n) {
-    return context_.names_.find(n) != context_.names_.end();
-  };
+  const auto is_param = [&](std::string_view n) { return context_.params_.find(n) >= 0; };
   if (options_.parts == GA_STATE_LIBRARY) return is_param(name);
   for (size_t dot = name.find('.'); dot != std::string::npos; dot = name.find('.', dot + 1)) {
     const std::string_view owner = std::string_view(name).substr(0, dot);
@@ -157,7 +155,7 @@ void Checkpoint::find_tensors() {
   Problems problems;
   params_.resize(context_.params_.size());
   for (size_t i = 0; i < params_.size(); ++i)
-    if (!context_.tensors_[i].removed) find_param(i, problems);
+    if (!context_.params_.tensor(i).removed) find_param(i, problems);
   layers_.resize(static_cast<size_t>(context_.batch_norms_.count()));
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) find_layer(id, problems);
   if (!options_.allow_extra)
@@ -169,7 +167,7 @@ void Checkpoint::find_tensors() {
 
 void Checkpoint::find_param(size_t i, Problems& problems) {
   const Param& p = context_.params_[i];
-  const Tensor& t = context_.tensors_[i];
+  const Tensor& t = context_.params_.tensor(i);
   const std::string name = t.name;
   ParamIn& in = params_[i];
   const auto missing = [&](const std::string& what) {
@@ -196,14 +194,14 @@ void Checkpoint::find_param(size_t i, Problems& problems) {
     in.state = in.state || (at >= 0 && a.kind < kMaster);
     if (at < 0 && (!in.listed || a.kind < kMaster)) lacking.push_back(key);
   }
-  const Group& g = context_.group_of(p);
+  const Group& g = context_.params_.group_of(p);
   const auto find_number = [&](int kind, const char* key, std::initializer_list<int32_t> dtypes) {
     const int64_t at = find(kind, name + "." + key);
     if (at < 0) return lacking.push_back(name + "." + key);
     check_tensor(at, dtypes, {}, problems);
     in.state = true;
   };
-  if (context_.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH) {
+  if (context_.params_.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH) {
     find_number(kStepNumber, "step", {GA_I64, GA_I32, GA_F32, GA_F64});
     if (g.info->product) find_number(kProductNumber, g.info->product, {GA_F64, GA_F32});
   }
@@ -288,8 +286,8 @@ void Checkpoint::read_texts() {
   window.get("rows_held", in.rows_held);
   window.get("noise_repeated", in.noise_repeated);
   whole(static_cast<double>(in.rows_held), 0, kMost, "rows_held");
-  for (size_t k = 0; k < context_.groups_.size(); ++k) {
-    const Group& g = context_.groups_[k];
+  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
+    const Group& g = context_.params_.groups[k];
     const std::string key = "group." + std::to_string(k);
     const std::string* const state = file_->find(key + ".state");
     const std::string* const optimizer = file_->find(key);
@@ -334,7 +332,7 @@ void Checkpoint::read_all() {
   }
   if (total_ == 0) report(0, true);
   for (size_t i = 0; i < params_.size(); ++i)
-    if (!context_.tensors_[i].removed) read_param(i);
+    if (!context_.params_.tensor(i).removed) read_param(i);
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) read_layer(id);
 }
 
@@ -367,7 +365,7 @@ std::vector<int64_t> Checkpoint::integers(int64_t tensor) const {
 
 void Checkpoint::read_param(size_t i) {
   const Param& p = context_.params_[i];
-  const Tensor& t = context_.tensors_[i];
+  const Tensor& t = context_.params_.tensor(i);
   ParamIn& in = params_[i];
   const std::string name = t.name;
   if (in.has(kStepNumber))
@@ -604,7 +602,7 @@ Checkpoint::Batch Checkpoint::batch_of(size_t i) const {
   constexpr size_t kMostBytes = size_t{8} << 20;
   const Param& p = context_.params_[i];
   const auto size = static_cast<size_t>(dtype_info(p.accumulator_dtype).size);
-  const size_t row_bytes = static_cast<size_t>(p.count / context_.tensors_[i].rows) * size;
+  const size_t row_bytes = static_cast<size_t>(p.count / context_.params_.tensor(i).rows) * size;
   const size_t rows = std::max<size_t>(1, kMostBytes / std::max<size_t>(1, row_bytes));
   return {std::min(rows, params_[i].window.rows.size()), row_bytes};
 }
@@ -623,7 +621,7 @@ void Checkpoint::list_regions() {
     if (in.has(kValues)) add(in.at(kValues), p.data);
     if (in.window.held == Held::kStored && p.count > 0) {
       add(in.at(kAccumulator), p.accumulator);
-      if (in.has(kLow)) add(in.at(kLow), context_.tensors_[i].low);
+      if (in.has(kLow)) add(in.at(kLow), context_.params_.tensor(i).low);
     }
     for (int kind = kState; kind <= kAverage; ++kind)
       if (in.has(kind)) add(in.at(kind), context_.state_data(p, kind));
@@ -678,7 +676,7 @@ void Checkpoint::place_rows(size_t i) {
 void Checkpoint::place_numbers() {
   Context& c = context_;
   for (size_t i = 0; i < params_.size(); ++i)
-    if (!c.tensors_[i].removed) place_param(i);
+    if (!c.params_.tensor(i).removed) place_param(i);
   for (ga_bn id = 0; id < c.batch_norms_.count(); ++id) {
     const bool frozen = c.batch_norms_.info(id).frozen != 0;
     const auto k = static_cast<size_t>(id);
@@ -760,7 +758,7 @@ void Checkpoint::tell_all() {
   Context& c = context_;
   c.tell_settings();
   c.tell_groups();
-  for (const Param& p : c.params_) c.lacking_ = c.lacking_ || c.lacks_arrays(p);
+  for (const Param& p : c.params_) c.lacking_ = c.lacking_ || p.lacks_arrays();
   for (size_t i = 0; i < c.prepared_; ++i) c.describe(i);
   c.lists_due_ = true;
   c.look_up_accum_steps();

@@ -32,17 +32,17 @@ bool is_optimizer(std::string_view key) {
 bool Checkpoint::is_by_chance(size_t i) const {
   const Param& p = context_.params_[i];
   const bool average = context_.ema_ && average_format(p, context_.ema_) == GA_BF16;
-  return context_.tensors_[i].options.rounding == GA_ROUND_STOCHASTIC || average ||
-         context_.group_of(p).optimizer.state_dtype == GA_BF16 ||
+  return context_.params_.tensor(i).options.rounding == GA_ROUND_STOCHASTIC || average ||
+         context_.params_.group_of(p).optimizer.state_dtype == GA_BF16 ||
          (context_.config_.accumulation == GA_ACCUMULATE_STOCHASTIC &&
           dtype_info(p.accumulator_dtype).size == 2);
 }
 
 Fields Checkpoint::param_settings(size_t i) const {
   const Param& p = context_.params_[i];
-  const Tensor& t = context_.tensors_[i];
+  const Tensor& t = context_.params_.tensor(i);
   ga_param_options options = t.options;
-  if (!has_master(p, t, context_.group_of(p))) options.master = GA_MASTER_NONE;
+  if (!has_master(p, t, context_.params_.group_of(p))) options.master = GA_MASTER_NONE;
   Fields f;
   f.add("group", p.group);
   f.add_fields(options);
@@ -74,11 +74,11 @@ Checkpoint::Settings Checkpoint::settings() const {
   context.add("loss_scale", config.loss_scale);
   context.add("seed", config.seed);
   list.emplace_back("context", std::move(context));
-  add("clip", context_.clip_);
+  add("clip", context_.params_.clip);
   if (context_.scaled_) add("loss_scaler", context_.scaler_);
   if (context_.ema_) add("ema", *context_.ema_);
-  for (size_t k = 0; k < context_.groups_.size(); ++k) {
-    const Group& g = context_.groups_[k];
+  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
+    const Group& g = context_.params_.groups[k];
     const std::string key = "group." + std::to_string(k);
     add(key, g.optimizer);
     if (g.own_clip) add(key + ".clip", g.clip);
@@ -92,8 +92,9 @@ Checkpoint::Settings Checkpoint::settings() const {
     list.emplace_back(key + ".schedule", std::move(schedule));
   }
   for (size_t i = 0; i < context_.params_.size(); ++i)
-    if (!context_.tensors_[i].removed)
-      list.emplace_back("parameter." + std::string(context_.tensors_[i].name), param_settings(i));
+    if (!context_.params_.tensor(i).removed)
+      list.emplace_back("parameter." + std::string(context_.params_.tensor(i).name),
+                        param_settings(i));
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
     const ga_bn_info layer = context_.batch_norms_.info(id);
     Fields f;
@@ -185,7 +186,7 @@ void Checkpoint::take_settings() {
   };
   taken_ = std::make_unique<Taken>();
   Taken& t = *taken_;
-  t.clip = context_.clip_;
+  t.clip = context_.params_.clip;
   read("clip", t.clip);
   check_clip(t.clip);
   context_.check_no_sweeps(t.clip);
@@ -200,8 +201,8 @@ void Checkpoint::take_settings() {
     if (!std::isfinite(t.loss_scale) || t.loss_scale == 0)
       fail(GA_ERROR_FORMAT, "its loss_scale was %g", t.loss_scale);
   }
-  for (size_t k = 0; k < context_.groups_.size(); ++k) {
-    const Group& g = context_.groups_[k];
+  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
+    const Group& g = context_.params_.groups[k];
     const std::string key = "group." + std::to_string(k);
     Taken::OfGroup of = {g.optimizer, false, default_clip(), {}, {}};
     read(key, of.optimizer);
@@ -214,7 +215,7 @@ void Checkpoint::take_settings() {
     t.groups.push_back(std::move(of));
   }
   for (size_t i = 0; i < context_.params_.size(); ++i) {
-    const Tensor& tensor = context_.tensors_[i];
+    const Tensor& tensor = context_.params_.tensor(i);
     Taken::OfParam of = {tensor.lr_scale, tensor.weight_decay_scale, context_.params_[i].frozen};
     if (const std::string* const text = file_->find("parameter." + std::string(tensor.name));
         text && !tensor.removed) {
@@ -259,13 +260,13 @@ void Checkpoint::exchange() noexcept {
   if (!taken_) return;
   Context& c = context_;
   Taken& t = *taken_;
-  std::swap(c.clip_, t.clip);
+  std::swap(c.params_.clip, t.clip);
   std::swap(c.scaled_, t.scaled);
   std::swap(c.scaler_, t.scaler);
   std::swap(c.config_.seed, t.seed);
   std::swap(c.config_.loss_scale, t.loss_scale);
   for (size_t k = 0; k < t.groups.size(); ++k) {
-    Group& g = c.groups_[k];
+    Group& g = c.params_.groups[k];
     Taken::OfGroup& of = t.groups[k];
     std::swap(g.optimizer, of.optimizer);
     std::swap(g.own_clip, of.own_clip);
@@ -275,8 +276,8 @@ void Checkpoint::exchange() noexcept {
     for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(g.optimizer, matrix != 0);
   }
   for (size_t i = 0; i < t.params.size(); ++i) {
-    std::swap(c.tensors_[i].lr_scale, t.params[i].lr_scale);
-    std::swap(c.tensors_[i].weight_decay_scale, t.params[i].weight_decay_scale);
+    std::swap(c.params_.tensor(i).lr_scale, t.params[i].lr_scale);
+    std::swap(c.params_.tensor(i).weight_decay_scale, t.params[i].weight_decay_scale);
     std::swap(c.params_[i].frozen, t.params[i].frozen);
   }
   c.choose_path();

@@ -7,25 +7,6 @@
 #include "error.hpp"
 
 namespace ga {
-namespace {
-
-// The axes that a unit of adaptive clipping is reduced over, as a bit mask: see ga_agc_units.
-uint32_t agc_axes(int32_t units, const std::vector<int64_t>& shape) {
-  constexpr uint32_t kAll = ~0u;
-  const auto rank = static_cast<int32_t>(shape.size());
-  const auto ones = static_cast<int32_t>(std::count(shape.begin(), shape.end(), 1));
-  const int32_t counted = units == GA_AGC_NFNETS ? rank - ones : rank;
-  if (counted <= 1) return kAll;
-  if (units == GA_AGC_TORCH) return kAll & ~1u;
-  return rank <= 3 ? 1u : (1u << std::min(rank - 1, 31)) - 1;
-}
-
-// Whether every micro-batch is clipped.
-bool is_of_micros(const ga_clip& c) {
-  return c.when == GA_CLIP_WHEN_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
-}
-
-}  // namespace
 
 ga_clip default_clip() {
   ga_clip c = {};
@@ -50,9 +31,8 @@ void check_clip(const ga_clip& c) {
   check_positive("clip: agc_eps", c.agc_eps);
 }
 
-const ga_clip& Context::group_clip(ga_group id) const {
-  const Group& g = group(id);
-  return g.own_clip ? g.clip : clip_;
+bool is_of_micros(const ga_clip& c) {
+  return c.when == GA_CLIP_WHEN_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
 }
 
 // Micro-batches that are clipped cannot be opened again, as the second sweep of WINDOW mode does.
@@ -67,23 +47,17 @@ void Context::check_no_sweeps(const ga_clip& clip) const {
 }
 
 void Context::choose_path() {
-  const auto units = [](const ga_clip& c) {
-    return c.when == GA_CLIP_WHEN_STEP && c.scope == GA_CLIP_AGC;
-  };
-  clip_micro_ = is_of_micros(clip_);
-  clip_units_ = units(clip_);
-  for (const Group& g : groups_) {
-    clip_micro_ = clip_micro_ || (g.own_clip && is_of_micros(g.clip));
-    clip_units_ = clip_units_ || (g.own_clip && units(g.clip));
-  }
+  clip_micro_ = is_of_micros(params_.clip);
+  for (const Group& g : params_.groups)
+    clip_micro_ = clip_micro_ || is_of_micros(params_.clip_of(g));
   plain_path_ = config_.accumulation == GA_ACCUMULATE_PLAIN && !config_.noise_scale;
   adopts_ = plain_path_ && !deferring() && config_.gradient_life == GA_GRADIENTS_LIVE;
 }
 
-void Context::set_clip(const ga_clip* clip) { change_clip(clip, clip_, nullptr); }
+void Context::set_clip(const ga_clip* clip) { change_clip(clip, params_.clip, nullptr); }
 
 void Context::set_group_clip(ga_group id, const ga_clip* clip) {
-  Group& g = group(id);
+  Group& g = params_.group(id);
   change_clip(clip, g.clip, &g.own_clip);
 }
 
@@ -102,10 +76,11 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   if (own) *own = clip != nullptr;
   try {
     for (size_t i = 0; i < params_.size(); ++i)
-      if (!params_[i].owns && !tensors_[i].removed && clip_of(params_[i]).scope == GA_CLIP_AGC)
-        units_axes(i);
+      if (!params_[i].owns && !params_.tensor(i).removed &&
+          params_.clip_of(params_[i]).scope == GA_CLIP_AGC)
+        params_.units_axes(i);
     const bool units = before.scope == GA_CLIP_AGC || next.scope == GA_CLIP_AGC ||
-                       clip_.scope == GA_CLIP_AGC;  // which a group may have had, or gets
+                       params_.clip.scope == GA_CLIP_AGC;  // which a group may have had, or gets
     if (prepared_ > 0 && units) prepare_units();
   } catch (...) {
     slot = before;
@@ -119,39 +94,16 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   lists_due_ = true;
 }
 
-// The axes that the units of a parameter under GA_CLIP_AGC are reduced over.
-uint32_t Context::units_axes(size_t i) const {
-  const Tensor& t = tensors_[i];
-  if (t.options.agc_axes != 0) return t.options.agc_axes;
-  const int32_t units = clip_of(params_[i]).agc_units;
-  if (units == GA_AGC_NFNETS && t.shape.size() > 4)
-    subject(static_cast<ga_param>(i))
-        .fail(GA_ERROR_UNSUPPORTED,
-              "its rank is %zu, but GA_AGC_NFNETS defines units up to rank 4; "
-              "ga_param_options.agc_axes defines them for any rank",
-              t.shape.size());
-  return agc_axes(units, t.shape);
-}
-
 // Allocates the arrays of units for every parameter under GA_CLIP_AGC that has its other arrays. On
 // failure nothing has changed.
 void Context::prepare_units() {
   std::vector<std::unique_ptr<Units>> made(prepared_);
   for (size_t i = 0; i < prepared_; ++i) {
-    if (!params_[i].owns || clip_of(params_[i]).scope != GA_CLIP_AGC) continue;
-    const UnitPattern pattern = units_of(tensors_[i].shape, units_axes(i));
+    if (!params_[i].owns || params_.clip_of(params_[i]).scope != GA_CLIP_AGC) continue;
+    const UnitPattern pattern = units_of(params_.tensor(i).shape, params_.units_axes(i));
     if (params_[i].count > 0) made[i] = std::make_unique<Units>(*backend_, pattern, true);
   }
-  for (size_t i = 0; i < prepared_; ++i) tensors_[i].units[Tensor::kClipUnits].swap(made[i]);
+  for (size_t i = 0; i < prepared_; ++i) params_.tensor(i).units[Tensor::kClipUnits].swap(made[i]);
 }
-
-bool Context::by_units(ga_param id) const {
-  const auto i = static_cast<size_t>(id);
-  const ga_clip& clip = clip_of(params_[i]);
-  return clip_units_ && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_WHEN_STEP &&
-         tensors_[i].units[Tensor::kClipUnits];
-}
-
-bool Context::clips_micro(const Param& p) const { return is_of_micros(clip_of(p)); }
 
 }  // namespace ga

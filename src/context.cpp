@@ -12,13 +12,6 @@
 namespace ga {
 namespace {
 
-// Makes room for more elements, by doubling: else each of many calls would move all elements.
-template <class T>
-void make_room(std::vector<T>& list, size_t more) {
-  const size_t size = list.size() + more;
-  if (size > list.capacity()) list.reserve(std::max(size, 2 * list.capacity()));
-}
-
 Subject subject_of(const NewParam& e) { return {"parameter", e.name}; }
 
 // The number of elements of a tensor; throws if the shape is invalid or larger than an address
@@ -104,8 +97,7 @@ Context::Context(const ga_config& config)
     : config_(config),
       log_(Log::of(config)),
       backend_(config.device == GA_DEVICE_CUDA ? make_cuda_backend(config)
-                                               : make_cpu_backend(config)),
-      clip_(default_clip()) {
+                                               : make_cpu_backend(config)) {
   window_.set_accum_steps(config.accum_steps);
   tables_ = tables_.grown(*backend_, ContextTables::kContext, 1);
   choose_path();
@@ -115,7 +107,7 @@ Context::Context(const ga_config& config)
 }
 
 Context::~Context() {
-  for (const Tensor& t : tensors_) backend_->free_rows(t.set);
+  for (const Tensor& t : params_.tensors()) backend_->free_rows(t.set);
 }
 
 Context::Use::Use(const Context& context, const char* function, bool changing) : context_(context) {
@@ -142,32 +134,9 @@ Context::Use::Use(const Context& context, const char* function, bool changing) :
   }
 }
 
-const Group& Context::group(ga_group id) const {
-  if (id < 0 || static_cast<size_t>(id) >= groups_.size())
-    fail(GA_ERROR_INVALID_ARGUMENT, "group was %d, but the context has %zu", id, groups_.size());
-  return groups_[static_cast<size_t>(id)];
-}
-
-Group& Context::group(ga_group id) {
-  return const_cast<Group&>(static_cast<const Context*>(this)->group(id));
-}
-
-const Param& Context::param(ga_param id) const {
-  if (id < 0 || static_cast<size_t>(id) >= params_.size())
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter was %d, but the context has %zu", id,
-         params_.size());
-  if (tensor(id).removed)
-    fail(GA_ERROR_INVALID_ARGUMENT, "parameter %d, \"%s\", was removed", id, name(id));
-  return at(id);
-}
-
-Param& Context::param(ga_param id) {
-  return const_cast<Param&>(static_cast<const Context*>(this)->param(id));
-}
-
 BnParam Context::bn_param(ga_param id) const {
-  const Param& p = param(id);
-  return {{p.data, p.dtype}, p.count, name(id)};
+  const Param& p = params_.get(id);
+  return {{p.data, p.dtype}, p.count, params_.name(id)};
 }
 
 // For calls that read or write the state of a device at once, and not in the order of a graph.
@@ -234,25 +203,26 @@ void Context::set_accum_schedule(const int64_t* from_steps, const int64_t* accum
 ga_group Context::add_group(const ga_optimizer& o) {
   window_.check_empty("ga_group_add");
   check_optimizer(o);
-  if (groups_.size() >= INT32_MAX) fail(GA_ERROR_INVALID_ARGUMENT, "too many groups");
+  if (params_.groups.size() >= INT32_MAX) fail(GA_ERROR_INVALID_ARGUMENT, "too many groups");
   const OptimizerInfo& info = optimizer_info(o.kind, o.flavor);
   Group g = {o, &info, {info.op(o, false), info.op(o, true)}, false, default_clip(), {}, {}};
   if (g.op[1] >= 0 && op_info(g.op[1]).orthogonal) backend_->prepare_matmul(0);
   GroupState state = {};
-  state.clock = clock_after(info, o, groups_.empty() && windows_ == 0 ? steps_set_ : steps());
-  groups_.reserve(groups_.size() + 1);
-  ContextTables tables = tables_.grown(*backend_, ContextTables::kGroup, groups_.size() + 1);
-  backend_->write(tables.group_states.at(groups_.size()), &state, sizeof state);
+  state.clock =
+      clock_after(info, o, params_.groups.empty() && windows_ == 0 ? steps_set_ : steps());
+  params_.groups.reserve(params_.groups.size() + 1);
+  ContextTables tables = tables_.grown(*backend_, ContextTables::kGroup, params_.groups.size() + 1);
+  backend_->write(tables.group_states.at(params_.groups.size()), &state, sizeof state);
   tables_.swap(tables, ContextTables::kGroup);
-  groups_.push_back(std::move(g));
+  params_.groups.push_back(std::move(g));
   tell_groups();
   tell_settings();
   set_tables();
-  return static_cast<ga_group>(groups_.size()) - 1;
+  return static_cast<ga_group>(params_.groups.size()) - 1;
 }
 
 void Context::set_lr(ga_group id, double lr) {
-  Group& g = group(id);
+  Group& g = params_.group(id);
   check_rate("lr", lr);
   check_device();
   g.optimizer.lr = lr;
@@ -260,24 +230,24 @@ void Context::set_lr(ga_group id, double lr) {
 }
 
 void Context::set_weight_decay(ga_group id, double weight_decay) {
-  ga_optimizer o = group(id).optimizer;
+  ga_optimizer o = params_.group(id).optimizer;
   check_rate("weight_decay", weight_decay);
   o.weight_decay = weight_decay;
   change_optimizer(id, o);
 }
 
 void Context::set_optimizer(ga_group id, ga_optimizer o) {
-  const Group& g = group(id);
+  const Group& g = params_.group(id);
   check_optimizer(o);
   check_same_state(g.optimizer, o);
   o.state_dtype = g.optimizer.state_dtype;
   for (size_t i = 0; i < params_.size(); ++i)
-    if (params_[i].group == id && tensors_[i].options.rows == GA_ROWS_LAZY &&
-        !tensors_[i].removed && !g.info->lazy(o))
-      subject(static_cast<ga_param>(i))
-          .fail(GA_ERROR_UNSUPPORTED,
-                "its rows are GA_ROWS_LAZY, but with these hyper-parameters %s moves every element",
-                g.info->name);
+    if (params_[i].group == id && params_.tensor(i).options.rows == GA_ROWS_LAZY &&
+        !params_.tensor(i).removed && !g.info->lazy(o))
+      params_.subject(i).fail(
+          GA_ERROR_UNSUPPORTED,
+          "its rows are GA_ROWS_LAZY, but with these hyper-parameters %s moves every element",
+          g.info->name);
   change_optimizer(id, o);
   tell_settings();  // max_grad_norm
   lists_due_ = true;
@@ -285,7 +255,7 @@ void Context::set_optimizer(ga_group id, ga_optimizer o) {
 
 // Gives a group other hyper-parameters, with which its parameters may need another Op.
 void Context::change_optimizer(ga_group id, const ga_optimizer& o) {
-  Group& g = group(id);
+  Group& g = params_.group(id);
   check_device();
   const bool same_steps = g.optimizer.ns_steps == o.ns_steps;  // which say where the result lies
   g.optimizer = o;
@@ -299,7 +269,7 @@ void Context::change_optimizer(ga_group id, const ga_optimizer& o) {
 }
 
 void Context::set_schedule(ga_group id, const ga_schedule* schedule) {
-  Group& g = group(id);
+  Group& g = params_.group(id);
   check_device();
   ga_schedule next = {};
   Table<double> rates;
@@ -320,13 +290,13 @@ void Context::set_schedule(ga_group id, const ga_schedule* schedule) {
 }
 
 double Context::lr(ga_group id) const {
-  const Group& g = group(id);
+  const Group& g = params_.group(id);
   const ScheduleData schedule = {g.schedule, g.rates.host_data()};
   return schedule.rate(g.optimizer.lr, steps());
 }
 
 double Context::last_lr(ga_group id) const {
-  group(id);
+  params_.group(id);
   GroupState state = {};
   backend_->read(&state, tables_.group_states.at(static_cast<size_t>(id)), sizeof state);
   return state.lr;
@@ -366,7 +336,7 @@ void Context::check_data(const char* tensor, const void* data, int64_t count, in
 // Checks that dtypes and options of a parameter fit each other and the group's optimizer.
 void Context::check_options(const NewParam& e, int32_t dtype) const {
   const ga_param_options& o = e.options;
-  const Group& g = group(e.group);
+  const Group& g = params_.group(e.group);
   const OptimizerInfo& info = *g.info;
   const Subject of = subject_of(e);
   const auto choice = [&](const char* field, int32_t value, int32_t last, const char* type) {
@@ -420,10 +390,8 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
     fail(GA_ERROR_INVALID_ARGUMENT, "the context would have more than %d parameters", INT32_MAX);
   const size_t old_params = params_.size();
   try {
-    make_room(params_, count);
-    make_room(tensors_, count);
+    params_.make_room(count);
     ranges_.reserve_more(count);
-    make_room(blocks_, 1);
     for (size_t i = 0; i < count; ++i) {
       const NewParam& e = entries.data[i];
       const ga_param_options& options = e.options;
@@ -431,10 +399,10 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
       if (!e.name || !*e.name)
         fail(GA_ERROR_INVALID_ARGUMENT, "parameter %zu: its name was %s", old_params + i,
              e.name ? "empty" : "NULL");
-      if (names_.count(e.name) > 0)
+      if (params_.find(e.name) >= 0)
         of.fail(GA_ERROR_INVALID_ARGUMENT, "the context has a parameter of that name already");
       check_name(of, e.name);
-      group(e.group);
+      params_.group(e.group);
       const int32_t size = check_dtype(of, "dtype", dtype);
       const int32_t gradient_dtype = options.gradient_dtype ? options.gradient_dtype : dtype;
       check_dtype(of, "gradient_dtype", gradient_dtype);
@@ -451,37 +419,16 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
         of.fail(GA_ERROR_INVALID_ARGUMENT, "offset was %lld, expected >= 0", ll(e.offset));
       char* const at = data ? static_cast<char*>(data) + e.offset * size : nullptr;
       check_data(e.name, at, elements, size, -1);
-      Tensor t = {};
-      t.shape.assign(e.shape, e.shape + e.rank);
-      t.options = options;
-      t.rows = e.rank > 0 ? e.shape[0] : 1;
-      const auto id = static_cast<ga_param>(old_params + i);
-      t.name = names_.emplace(e.name, id).first->first.c_str();
-      tensors_.push_back(std::move(t));
-      Param p = {};
-      p.data = at;
-      p.count = elements;
-      p.offset = e.offset;
-      p.group = e.group;
-      p.matrix = e.rank >= 2;
-      p.f64 = dtype == GA_F64;
-      p.dtype = static_cast<unsigned char>(dtype);
-      p.gradient_dtype = static_cast<unsigned char>(gradient_dtype);
-      p.accumulator_dtype = static_cast<unsigned char>(
-          options.accumulator_dtype ? options.accumulator_dtype : (p.f64 ? GA_F64 : GA_F32));
-      params_.push_back(p);
-      if (clip_of(p).scope == GA_CLIP_AGC) units_axes(params_.size() - 1);
+      const ga_param id = params_.add(e, at, dtype, elements);
+      if (params_.clip_of(params_[id]).scope == GA_CLIP_AGC) params_.units_axes(id);
       ranges_.add(at, static_cast<size_t>(elements * size), id);
     }
   } catch (...) {
-    for (size_t i = old_params; i < tensors_.size(); ++i)
-      names_.erase(names_.find(tensors_[i].name));  // allocates nothing
-    params_.resize(old_params, Param{});
-    tensors_.erase(tensors_.begin() + static_cast<std::ptrdiff_t>(old_params), tensors_.end());
+    params_.drop_from(old_params);
     ranges_.remove_params_from(static_cast<ga_param>(old_params));
     throw;
   }
-  blocks_.push_back({static_cast<ga_param>(old_params), static_cast<ga_param>(count)});
+  params_.add_block(static_cast<ga_param>(old_params));
   lacking_ = true;
   forget_checks();
   return static_cast<ga_param>(old_params);
@@ -489,67 +436,26 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
 
 void Context::check_name(const Subject& of, const char* name) const {
   const auto is_used = [&](std::string_view owner) {
-    return names_.find(owner) != names_.end() || batch_norms_.find(owner) >= 0;
+    return params_.find(owner) >= 0 || batch_norms_.find(owner) >= 0;
   };
   ga::check_name(of, name, is_used);
   const auto refuse = [&](const char* other) {
     of.fail(GA_ERROR_INVALID_ARGUMENT,
             "\"%.200s\" is also the name of its state in a state file (ga_save)", other);
   };
-  const std::string prefix = std::string(name) + ".";
-  for (auto at = names_.lower_bound(prefix);
-       at != names_.end() && at->first.compare(0, prefix.size(), prefix) == 0; ++at)
-    if (is_state_of(at->first, name)) refuse(at->first.c_str());
+  if (const ga_param id = params_.find_state_of(name); id >= 0) refuse(params_.name(id));
   for (ga_bn id = 0; id < batch_norms_.count(); ++id)
     if (const char* const layer = batch_norms_.info(id).name; is_state_of(layer, name))
       refuse(layer);
 }
 
-ga_param Context::find(const char* name) const {
-  const auto found = names_.find(name);
-  if (found == names_.end())
-    fail(GA_ERROR_INVALID_ARGUMENT, "the context has no parameter \"%s\"", name);
-  return found->second;
-}
-
-// The name and the shape keep their addresses when other parameters are added.
-ga_param_info Context::info(ga_param id) const {
-  const Param& p = param(id);
-  const Tensor& t = tensor(id);
-  ga_param_info info = {};
-  info.struct_size = sizeof info;
-  info.name = t.name;
-  info.group = p.group;
-  info.dtype = p.dtype;
-  info.gradient_dtype = p.gradient_dtype;
-  info.accumulator_dtype = p.accumulator_dtype;
-  info.data = p.data;
-  info.shape = t.shape.data();
-  info.rank = static_cast<int32_t>(t.shape.size());
-  info.frozen = p.frozen;
-  info.count = p.count;
-  info.offset = p.offset;
-  info.slot = slot(id);
-  info.lr_scale = t.lr_scale;
-  info.weight_decay_scale = t.weight_decay_scale;
-  return info;
-}
-
-size_t Context::slot(ga_param id) const {
-  param(id);
-  const auto after = std::upper_bound(
-      blocks_.begin(), blocks_.end(), id,
-      [](ga_param value, const Block& block) { return value < block.first + block.count; });
-  return static_cast<size_t>(after - blocks_.begin());
-}
-
 void Context::bind(ga_param id, void* data) {
   window_.check_empty("ga_param_bind");
-  Param& p = param(id);
-  check_data(name(id), data, p.count, dtype_info(p.dtype).size, id);
+  Param& p = params_.get(id);
+  check_data(params_.name(id), data, p.count, dtype_info(p.dtype).size, id);
   const size_t bytes = data_bytes(p);
   if (p.master && data != p.data) {
-    claims_.add(data, bytes, name(id));
+    claims_.add(data, bytes, params_.name(id));
     claims_.remove(p.data);
   }
   if (p.count > 0) ranges_.remove(p.data);
@@ -568,46 +474,43 @@ void Context::forget_checks() {
 
 void Context::set_frozen(ga_param id, bool frozen) {
   window_.check_empty("ga_param_set_frozen");
-  Param& p = param(id);
+  Param& p = params_.get(id);
   if (p.frozen == frozen) return;
   p.frozen = frozen;
-  lacking_ = lacking_ || lacks_arrays(p);
+  lacking_ = lacking_ || p.lacks_arrays();
   if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
 }
 
 void Context::set_group_frozen(ga_group id, bool frozen) {
   window_.check_empty("ga_group_set_frozen");
-  group(id);
+  params_.group(id);
   for (size_t i = 0; i < params_.size(); ++i)
-    if (params_[i].group == id && !tensors_[i].removed)
+    if (params_[i].group == id && !params_.tensor(i).removed)
       set_frozen(static_cast<ga_param>(i), frozen);
 }
 
 void Context::set_scale(ga_param id, const char* name, double Tensor::*which, double scale) {
-  param(id);
+  params_.get(id);
   check_rate(name, scale);
   check_device();
-  tensors_[static_cast<size_t>(id)].*which = scale;
+  params_.tensor(id).*which = scale;
   tell_scales(static_cast<size_t>(id));
 }
 
-// The parameter stays in all lists, as one that is frozen and owns nothing.
 void Context::remove(ga_param id) {
   window_.check_empty("ga_param_remove");
-  Param& p = param(id);
+  Param& p = params_.get(id);
   const auto i = static_cast<size_t>(id);
   if (const char* const layer = batch_norms_.name_of_user(id))
-    subject(id).fail(GA_ERROR_INVALID_STATE,
-                     "layer \"%s\" has it as its gamma or beta, so it cannot be removed", layer);
+    params_.subject(id).fail(GA_ERROR_INVALID_STATE,
+                             "layer \"%s\" has it as its gamma or beta, so it cannot be removed",
+                             layer);
   check_no_capture("ga_param_remove");
-  removed_names_.reserve(removed_names_.size() + 1);
-  removed_names_.push_back(names_.extract(names_.find(name(id))));  // keeps the address of the name
-  if (p.master) claims_.remove(p.data);
-  if (p.count > 0) ranges_.remove(p.data);
+  const void* const data = p.data;
+  params_.remove(id);
+  if (p.master) claims_.remove(data);
+  if (p.count > 0) ranges_.remove(data);
   if (p.owns) free_arrays(i);
-  p.data = nullptr;
-  p.frozen = tensors_[i].removed = true;
-  p.delivered = false;
   if (i < prepared_) describe(i);
   lists_due_ = true;
   set_tables();
@@ -615,7 +518,7 @@ void Context::remove(ga_param id) {
 
 void Context::changed(ga_param id) {
   window_.check_empty("ga_param_changed");
-  Param& p = param(id);
+  Param& p = params_.get(id);
   if (p.master) p.master_due = unfilled_ = true;
 }
 

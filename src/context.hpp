@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a ga_context is: groups, parameters, the window and the counters. The context has no loop over
-// elements and computes no number of a step: it tells a Backend what to do to which tensors, by the
-// tables of tables.hpp.
+// What a ga_context is: a ParamList, the window and the counters. The context has no loop over elements
+// and computes no number of a step: it tells a Backend what to do to which tensors, by the tables of
+// tables.hpp.
 //   context.cpp     groups and parameters
 //   memory.cpp      the arrays that parameters own
 //   state.cpp       optimizer state by name
@@ -80,21 +80,12 @@ class Context : BnContext {
   void set_schedule(ga_group group, const ga_schedule* schedule);
   void set_clip(const ga_clip* clip);
   void set_group_clip(ga_group group, const ga_clip* clip);
-  const ga_clip& clip() const { return clip_; }
-  const ga_clip& group_clip(ga_group group) const;
   double lr(ga_group group) const;
   double last_lr(ga_group group) const;
   void set_loss_scaler(const ga_loss_scaler* scaler);
   double loss_scale() const;
   const void* device_loss_scale() const;
   ga_param add_params(void* data, int32_t dtype, Span<const NewParam> entries);
-  int32_t group_count() const { return static_cast<int32_t>(groups_.size()); }
-  const ga_optimizer& optimizer(ga_group group) const { return this->group(group).optimizer; }
-  int32_t param_count() const { return static_cast<int32_t>(params_.size()); }
-  ga_param find(const char* name) const;
-  ga_param_info info(ga_param param) const;
-  size_t slot_count() const { return blocks_.size(); }
-  size_t slot(ga_param param) const;
   void bind(ga_param param, void* data);
   void changed(ga_param param);
   void set_frozen(ga_param param, bool frozen);
@@ -104,6 +95,7 @@ class Context : BnContext {
   void remove(ga_param param);
   ga_memory memory() const;
   void synchronize() { backend_->wait(); }
+  const ParamList& params() const { return params_; }
   BatchNorms& batch_norms() { return batch_norms_; }
   const BatchNorms& batch_norms() const { return batch_norms_; }
   // Throws if the backend can take no work now: after a fault, or because of a capture.
@@ -179,17 +171,6 @@ class Context : BnContext {
   };
 
   // context.cpp
-  const Group& group(ga_group id) const;
-  Group& group(ga_group id);
-  const Param& param(ga_param id) const;
-  Param& param(ga_param id);
-  const Param& at(ga_param id) const { return params_[static_cast<size_t>(id)]; }
-  Param& at(ga_param id) { return params_[static_cast<size_t>(id)]; }
-  const Tensor& tensor(ga_param id) const { return tensors_[static_cast<size_t>(id)]; }
-  const char* name(ga_param id) const { return tensor(id).name; }
-  Subject subject(ga_param id) const { return {"parameter", name(id)}; }
-  const Group& group_of(const Param& p) const { return groups_[static_cast<size_t>(p.group)]; }
-  int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
   void check_no_capture(const char* what) const;
   void update_accum_steps();
   void look_up_accum_steps();
@@ -211,13 +192,8 @@ class Context : BnContext {
 
   // memory.cpp
   OwnedArrays arrays_of(size_t param) const;
-  Array param_of(const Param& p) const;
-  Array current_of(const Param& p) const;
   Array state_of(const Param& p, int slot) const;
   Array average_of(const Param& p) const;
-  // Whether its accumulator is of the dtype that it is computed in.
-  bool fits_accumulator(const Param& p) const { return p.accumulator_dtype == p.real(); }
-  bool lacks_arrays(const Param& p) const { return !p.owns && !p.frozen; }
   bool gives_on_demand() const;
   bool never_stores(size_t param) const;
   int64_t bytes_of_lists(size_t params) const;
@@ -308,16 +284,11 @@ class Context : BnContext {
   void add_contributions(const Micro& micro);
 
   // clip.cpp
-  const ga_clip& clip_of(const Param& p) const { return group_clip(p.group); }
   void change_clip(const ga_clip* clip, ga_clip& slot, bool* own);
   void choose_path();
-  uint32_t units_axes(size_t param) const;
   void prepare_units();
-  bool by_units(ga_param id) const;
-  bool clips_micro(const Param& p) const;
   void check_no_sweeps(const ga_clip& clip) const;
   // step.cpp
-  bool norm_after_value(const Param& p) const;
   bool norm_wanted(ga_param id) const;
   StepSums step_sums();
   [[noreturn]] void fail_nonfinite(const Control& c) const;
@@ -341,8 +312,6 @@ class Context : BnContext {
   void update();
   void update_layers();
   void update_batch(Params ids);
-  bool is_layered(ga_param id) const;
-  bool in_pieces(ga_param id) const;
   OrthogonalizeTask orthogonal_task(ga_param id) const;
 
   ga_config config_;
@@ -352,15 +321,8 @@ class Context : BnContext {
   const uint32_t generation_ = process_generation();
   std::optional<Error> broken_;  // why only destroy is legal
 
-  std::vector<Group> groups_;
-  std::vector<Param> params_;
-  std::vector<Tensor> tensors_;
-  std::vector<Block> blocks_;
+  ParamList params_;
   MemoryRanges ranges_;
-  using Names = std::map<std::string, ga_param, std::less<>>;
-  Names names_;
-  std::vector<Names::node_type> removed_names_;
-  ga_clip clip_;
   std::vector<AccumPhase> phases_;
   bool accum_due_ = false;  // the next window's K has to be looked up in phases_
 
@@ -370,7 +332,6 @@ class Context : BnContext {
   bool ema_swapped_ = false;  // parameters and EMA are exchanged
   Buffer ema_kept_;           // parameters that were overwritten by their averages
   bool clip_micro_ = false;   // some clipping is GA_CLIP_WHEN_MICRO
-  bool clip_units_ = false;   // some is GA_CLIP_AGC, of the reduced gradient
 
   ContextTables tables_;
   mutable Control last_control_ = {};  // as last read from a device
@@ -427,8 +388,6 @@ class Context : BnContext {
   State<MicroPlan> micro_plans_;
 };
 
-ga_clip default_clip();
-void check_clip(const ga_clip& clip);
 ga_config default_config();
 void check_config(const ga_config& config);
 ga_ema default_ema();

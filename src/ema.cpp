@@ -32,9 +32,9 @@ void Context::set_ema(const ga_ema* ema) {
   if (ema) {
     check_ema(*ema);
     for (size_t i = 0; i < params_.size(); ++i)
-      if (ema->dtype == GA_BF16 && params_[i].f64 && !tensors_[i].removed)
-        subject(static_cast<ga_param>(i))
-            .fail(GA_ERROR_UNSUPPORTED, "its dtype is f64, but the dtype of the EMA is bf16");
+      if (ema->dtype == GA_BF16 && params_[i].f64 && !params_.tensor(i).removed)
+        params_.subject(i).fail(GA_ERROR_UNSUPPORTED,
+                                "its dtype is f64, but the dtype of the EMA is bf16");
     ema_ = *ema;
   } else {
     ema_.reset();
@@ -52,7 +52,7 @@ void Context::check_ema_kept(const char* what) const {
 bool Context::swaps_in_place(const Param& p) const { return p.dtype == average_of(p).format; }
 
 void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
-  const Param& p = param(id);
+  const Param& p = params_.get(id);
   check_ema_kept("ga_ema_copy_to");
   const DtypeInfo info = dtype_info(dtype);
   if (!info.floating)
@@ -63,7 +63,7 @@ void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   check_values(id, "out", out, p.count, info.size);
   const bool averaged = param_state(static_cast<size_t>(id)).averaged;
   const bool elsewhere = averaged && ema_swapped_ && swaps_in_place(p);
-  const Array from = elsewhere ? Array{p.data, p.dtype} : averaged ? average_of(p) : current_of(p);
+  const Array from = elsewhere ? Array{p.data, p.dtype} : averaged ? average_of(p) : p.current();
   backend_->reserve(std::max(owned_.chunks(), chunk_count(p.count)),
                     static_cast<int64_t>(params_.size()),
                     static_cast<int64_t>(owned_.bytes[kAccumulator]));

@@ -40,34 +40,25 @@ bool is_written(const Param& p, const OwnedArray& a) {
 }  // namespace
 
 OwnedArrays Context::arrays_of(size_t i) const {
-  return ga::arrays_of(params_[i], tensors_[i], group_of(params_[i]), config_.accumulation, ema_);
+  return ga::arrays_of(params_[i], params_.tensor(i), params_.group_of(params_[i]),
+                       config_.accumulation, ema_);
 }
 
 Array Context::state_of(const Param& p, int slot) const {
-  return {p.state[slot], state_format(p, group_of(p))};
+  return {p.state[slot], state_format(p, params_.group_of(p))};
 }
 
 Array Context::average_of(const Param& p) const { return {p.average, average_format(p, ema_)}; }
-
-Array Context::param_of(const Param& p) const {
-  if (p.master) return {p.master, GA_F32};
-  return {p.data, p.dtype};
-}
-
-// As param_of(), but the parameter while its master weights have yet to be copied from it.
-Array Context::current_of(const Param& p) const {
-  return p.master_due ? Array{p.data, p.dtype} : param_of(p);
-}
 
 // f(which, pattern, both) for each of the Units that a parameter has or is going to have.
 template <class F>
 void Context::each_units(size_t i, F&& f) const {
   const Param& p = params_[i];
-  const Tensor& t = tensors_[i];
+  const Tensor& t = params_.tensor(i);
   if (p.count == 0) return;
-  if (clip_of(p).scope == GA_CLIP_AGC)
-    f(Tensor::kClipUnits, units_of(t.shape, units_axes(i)), true);
-  const int op = op_of(p);
+  if (params_.clip_of(p).scope == GA_CLIP_AGC)
+    f(Tensor::kClipUnits, units_of(t.shape, params_.units_axes(i)), true);
+  const int op = params_.op_of(p);
   if (op >= 0 && op_info(op).row_state) {
     UnitPattern rows = units_of({t.rows, p.count / t.rows}, 2);
     if (t.rows == 1) rows.pieces = 1;  // a row is summed as a whole, also when it is updated lazily
@@ -101,19 +92,20 @@ void Context::place(size_t i, Layout& l, F&& f) const {
     end = add_capped(offset, a.bytes);
     f(a, offset);
   }
-  const int op = op_of(p);
+  const int op = params_.op_of(p);
   if (op < 0 || !op_info(op).emits || p.count == 0) return;
   int64_t elements = 0;
-  if (!fits_accumulator(p)) elements = p.count;
+  if (!p.fits_accumulator()) elements = p.count;
   if (op_info(op).orthogonal)
-    elements += OrthogonalizeTask::scratch_size(tensors_[i].rows, p.count / tensors_[i].rows);
+    elements +=
+        OrthogonalizeTask::scratch_size(params_.tensor(i).rows, p.count / params_.tensor(i).rows);
   l.scratch = std::max(l.scratch, static_cast<size_t>(elements) * (p.f64 ? 8 : 4));
 }
 
 Context::Layout Context::layout_of_new() const {
   Layout l;
   for (size_t i = 0; i < params_.size(); ++i)
-    if (lacks_arrays(params_[i])) place(i, l, [](const OwnedArray&, size_t) {});
+    if (params_[i].lacks_arrays()) place(i, l, [](const OwnedArray&, size_t) {});
   return l;
 }
 
@@ -123,10 +115,10 @@ Context::Layout Context::layout_of_new() const {
 // is read where the program has it. On the CPU, memory that is never written is never given.
 bool Context::never_stores(size_t i) const {
   const Param& p = params_[i];
-  const int op = op_of(p);
-  return tensors_[i].options.rows == GA_ROWS_NONE && adopts_ && !config_.allocate &&
+  const int op = params_.op_of(p);
+  return params_.tensor(i).options.rows == GA_ROWS_NONE && adopts_ && !config_.allocate &&
          config_.accum_steps == 1 && phases_.empty() && config_.device == GA_DEVICE_CPU &&
-         !p.accumulator_written && op >= 0 && !op_info(op).emits && fits_accumulator(p);
+         !p.accumulator_written && op >= 0 && !op_info(op).emits && p.fits_accumulator();
 }
 
 // Whether memory is given when it is written.
@@ -170,11 +162,11 @@ ga_memory Context::memory() const {
   const int64_t more_scratch = std::max<int64_t>(static_cast<int64_t>(fresh.scratch) - scratch, 0);
   m.workspace += backend_->table_bytes(chunks) + scratch + more_scratch +
                  bytes_of_lists(params_.size()) +
-                 ContextTables::bytes(groups_.size(), params_.size());
+                 ContextTables::bytes(params_.groups.size(), params_.size());
   planned += backend_->table_bytes(chunks) - backend_->table_bytes(owned_.chunks()) + more_scratch +
              bytes_of_lists(params_.size()) - bytes_of_lists(prepared_) +
              ContextTables::bytes(0, params_.size()) - ContextTables::bytes(0, prepared_);
-  for (const Group& g : groups_) m.workspace += g.rates.bytes();
+  for (const Group& g : params_.groups) m.workspace += g.rates.bytes();
   m.workspace +=
       micro_partials_.bytes() + micro_plans_.bytes() +
       static_cast<int64_t>(contributions_.capacity() *
@@ -237,7 +229,7 @@ void Context::make_arrays() {
 void Context::fail_allocation() const {
   size_t total = 0, most = 0, largest = 0, count = 0;
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (!lacks_arrays(params_[i])) continue;
+    if (!params_[i].lacks_arrays()) continue;
     size_t bytes = 0;
     for (const OwnedArray& a : arrays_of(i))
       if (a.kind != kPartials) bytes = add_capped(bytes, a.bytes);
@@ -251,7 +243,7 @@ void Context::fail_allocation() const {
   fail(GA_ERROR_OUT_OF_MEMORY,
        "%zu bytes for the accumulators and the optimizer state of %zu parameters could not be "
        "allocated; parameter \"%s\" alone takes %zu",
-       total, count, tensors_[largest].name, most);
+       total, count, params_.tensor(largest).name, most);
 }
 
 void Context::allocate_new(NewArrays& fresh) {
@@ -278,7 +270,7 @@ void Context::allocate_new(NewArrays& fresh) {
   fresh.units.resize(n);
   Layout l;
   for (size_t i = 0; i < n; ++i) {
-    if (!lacks_arrays(params_[i])) continue;
+    if (!params_[i].lacks_arrays()) continue;
     each_units(i, [&](int which, const UnitPattern& pattern, bool both) {
       fresh.units[i][static_cast<size_t>(which)] =
           std::make_unique<Units>(*backend_, pattern, both);
@@ -298,13 +290,13 @@ void Context::allocate_new(NewArrays& fresh) {
 // Claims the parameters whose master weights are new: all of them or, if this throws, none.
 void Context::claim_masters() {
   const auto is_new = [&](const Param& p, size_t i) {
-    return lacks_arrays(p) && p.count > 0 && has_master(p, tensors_[i], group_of(p));
+    return p.lacks_arrays() && p.count > 0 && has_master(p, params_.tensor(i), params_.group_of(p));
   };
   size_t i = 0;
   try {
     for (; i < params_.size(); ++i)
       if (const Param& p = params_[i]; is_new(p, i))
-        claims_.add(p.data, static_cast<size_t>(p.count) * 2, name(static_cast<ga_param>(i)));
+        claims_.add(p.data, static_cast<size_t>(p.count) * 2, params_.name(i));
   } catch (...) {
     while (i-- > 0)
       if (is_new(params_[i], i)) claims_.remove(params_[i].data);
@@ -318,17 +310,17 @@ void Context::hand_over(NewArrays& fresh) {
   Layout l;
   for (size_t i = 0; i < params_.size(); ++i) {
     Param& p = params_[i];
-    if (!lacks_arrays(p)) continue;
+    if (!p.lacks_arrays()) continue;
     place(i, l, [&](const OwnedArray& a, size_t offset) {
       const Buffer& arena = fresh.made.arenas[static_cast<size_t>(a.kind)];
-      set_array(p, tensors_[i], a.kind, static_cast<char*>(arena.data()) + offset);
+      set_array(p, params_.tensor(i), a.kind, static_cast<char*>(arena.data()) + offset);
     });
     p.owns = true;
-    tensors_[i].made_by = made_.size();
+    params_.tensor(i).made_by = made_.size();
     ++fresh.made.params;
     p.state_due = p.count > 0;
     unfilled_ = unfilled_ || p.state_due;
-    std::move(fresh.units[i].begin(), fresh.units[i].end(), tensors_[i].units);
+    std::move(fresh.units[i].begin(), fresh.units[i].end(), params_.tensor(i).units);
   }
   for (size_t k = 0; k < kArrayKinds; ++k) {
     owned_.bytes[k] += fresh.made.layout.bytes[k];
@@ -343,7 +335,7 @@ void Context::hand_over(NewArrays& fresh) {
 // Takes a parameter's arrays away, and frees those that were made with them if no parameter has any left.
 void Context::free_arrays(size_t i) {
   Param& p = params_[i];
-  Tensor& t = tensors_[i];
+  Tensor& t = params_.tensor(i);
   Made& made = made_[t.made_by];
   for (const OwnedArray& a : arrays_of(i)) {  // what was never written takes no memory
     if (!gives_on_demand() || is_written(p, a)) continue;

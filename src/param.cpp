@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "param.hpp"
 
+#include <algorithm>
+#include <cmath>
+
+#include "names.hpp"
 #include "tensor.hpp"
 
 namespace ga {
@@ -9,6 +13,24 @@ namespace {
 size_t size_of(int32_t dtype) { return static_cast<size_t>(dtype_info(dtype).size); }
 
 int op_of(const Param& p, const Group& g) { return g.op[p.matrix ? 1 : 0]; }
+
+// Makes room for more elements, by doubling: else each of many calls would move all elements.
+template <class T>
+void reserve_more(std::vector<T>& list, size_t more) {
+  const size_t size = list.size() + more;
+  if (size > list.capacity()) list.reserve(std::max(size, 2 * list.capacity()));
+}
+
+// The axes that a unit of adaptive clipping is reduced over, as a bit mask: see ga_agc_units.
+uint32_t agc_axes(int32_t units, const std::vector<int64_t>& shape) {
+  constexpr uint32_t kAll = ~0u;
+  const auto rank = static_cast<int32_t>(shape.size());
+  const auto ones = static_cast<int32_t>(std::count(shape.begin(), shape.end(), 1));
+  const int32_t counted = units == GA_AGC_NFNETS ? rank - ones : rank;
+  if (counted <= 1) return kAll;
+  if (units == GA_AGC_TORCH) return kAll & ~1u;
+  return rank <= 3 ? 1u : (1u << std::min(rank - 1, 31)) - 1;
+}
 
 }  // namespace
 
@@ -27,6 +49,150 @@ Units::Units(Backend& backend, const UnitPattern& p, bool both)
   param = gradient + p.sums();
   factors = param + p.sums();
   totals = reinterpret_cast<UnitTotals*>(param + p.sums() + p.units);
+}
+
+const Group& ParamList::group(ga_group id) const {
+  if (id < 0 || static_cast<size_t>(id) >= groups.size())
+    fail(GA_ERROR_INVALID_ARGUMENT, "group was %d, but the context has %zu", id, groups.size());
+  return groups[static_cast<size_t>(id)];
+}
+
+const Param& ParamList::get(ga_param id) const {
+  if (id < 0 || static_cast<size_t>(id) >= size())
+    fail(GA_ERROR_INVALID_ARGUMENT, "parameter was %d, but the context has %zu", id, size());
+  if (tensor(id).removed)
+    fail(GA_ERROR_INVALID_ARGUMENT, "parameter %d, \"%s\", was removed", id, name(id));
+  return (*this)[id];
+}
+
+// The name and the shape keep their addresses when other parameters are added.
+ga_param_info ParamList::info(ga_param id) const {
+  const Param& p = get(id);
+  const Tensor& t = tensor(id);
+  ga_param_info info = {};
+  info.struct_size = sizeof info;
+  info.name = t.name;
+  info.group = p.group;
+  info.dtype = p.dtype;
+  info.gradient_dtype = p.gradient_dtype;
+  info.accumulator_dtype = p.accumulator_dtype;
+  info.data = p.data;
+  info.shape = t.shape.data();
+  info.rank = static_cast<int32_t>(t.shape.size());
+  info.frozen = p.frozen;
+  info.count = p.count;
+  info.offset = p.offset;
+  info.slot = slot(id);
+  info.lr_scale = t.lr_scale;
+  info.weight_decay_scale = t.weight_decay_scale;
+  return info;
+}
+
+size_t ParamList::slot(ga_param id) const {
+  get(id);
+  const auto after = std::upper_bound(
+      blocks_.begin(), blocks_.end(), id,
+      [](ga_param value, const Block& block) { return value < block.first + block.count; });
+  return static_cast<size_t>(after - blocks_.begin());
+}
+
+ga_param ParamList::find(std::string_view name) const {
+  const auto found = names_.find(name);
+  return found == names_.end() ? -1 : found->second;
+}
+
+ga_param ParamList::find_state_of(const char* owner) const {
+  const std::string prefix = std::string(owner) + ".";
+  for (auto at = names_.lower_bound(prefix);
+       at != names_.end() && at->first.compare(0, prefix.size(), prefix) == 0; ++at)
+    if (is_state_of(at->first, owner)) return at->second;
+  return -1;
+}
+
+void ParamList::make_room(size_t count) {
+  reserve_more(params_, count);
+  reserve_more(tensors_, count);
+  reserve_more(blocks_, 1);
+}
+
+ga_param ParamList::add(const NewParam& e, void* data, int32_t dtype, int64_t count) {
+  const ga_param_options& options = e.options;
+  Tensor t = {};
+  t.shape.assign(e.shape, e.shape + e.rank);
+  t.options = options;
+  t.rows = e.rank > 0 ? e.shape[0] : 1;
+  t.name = names_.emplace(e.name, static_cast<ga_param>(size())).first->first.c_str();
+  tensors_.push_back(std::move(t));
+  Param p = {};
+  p.data = data;
+  p.count = count;
+  p.offset = e.offset;
+  p.group = e.group;
+  p.matrix = e.rank >= 2;
+  p.f64 = dtype == GA_F64;
+  p.dtype = static_cast<unsigned char>(dtype);
+  p.gradient_dtype =
+      static_cast<unsigned char>(options.gradient_dtype ? options.gradient_dtype : dtype);
+  p.accumulator_dtype = static_cast<unsigned char>(
+      options.accumulator_dtype ? options.accumulator_dtype : (p.f64 ? GA_F64 : GA_F32));
+  params_.push_back(p);
+  return static_cast<ga_param>(size()) - 1;
+}
+
+void ParamList::add_block(ga_param first) {
+  blocks_.push_back({first, static_cast<ga_param>(size()) - first});
+}
+
+void ParamList::drop_from(size_t first) {
+  for (size_t i = first; i < size(); ++i)
+    names_.erase(names_.find(tensors_[i].name));  // allocates nothing
+  params_.resize(first, Param{});
+  tensors_.erase(tensors_.begin() + static_cast<std::ptrdiff_t>(first), tensors_.end());
+}
+
+void ParamList::remove(ga_param id) {
+  removed_names_.reserve(removed_names_.size() + 1);
+  removed_names_.push_back(names_.extract(names_.find(name(id))));  // keeps the address of the name
+  Param& p = (*this)[id];
+  p.data = nullptr;
+  p.frozen = tensor(id).removed = true;
+  p.delivered = false;
+}
+
+bool ParamList::is_layered(const Param& p) const {
+  const int op = op_of(p);
+  return op >= 0 && op_info(op).norms > 0;
+}
+
+uint32_t ParamList::units_axes(Which w) const {
+  const Tensor& t = tensor(w);
+  if (t.options.agc_axes != 0) return t.options.agc_axes;
+  const int32_t units = clip_of((*this)[w]).agc_units;
+  if (units == GA_AGC_NFNETS && t.shape.size() > 4)
+    subject(w).fail(GA_ERROR_UNSUPPORTED,
+                    "its rank is %zu, but GA_AGC_NFNETS defines units up to rank 4; "
+                    "ga_param_options.agc_axes defines them for any rank",
+                    t.shape.size());
+  return agc_axes(units, t.shape);
+}
+
+bool ParamList::by_units(Which w) const {
+  const ga_clip& c = clip_of((*this)[w]);
+  return c.scope == GA_CLIP_AGC && c.when == GA_CLIP_WHEN_STEP &&
+         tensor(w).units[Tensor::kClipUnits];
+}
+
+bool ParamList::in_pieces(Which w) const {
+  const Tensor& t = tensor(w);
+  const int op = op_of((*this)[w]);
+  return by_units(w) && t.units[Tensor::kClipUnits]->pattern[0].shared && !is_layered((*this)[w]) &&
+         op >= 0 && !op_info(op).row_state && t.options.rows != GA_ROWS_LAZY;
+}
+
+bool ParamList::norm_after_value(const Param& p) const {
+  const ga_clip& c = clip_of(p);
+  return c.when == GA_CLIP_WHEN_STEP && std::isfinite(c.max_value) &&
+         (c.scope != GA_CLIP_NONE || is_layered(p));
 }
 
 Matrices matrices_of(const Tensor& t) {

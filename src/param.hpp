@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups and parameters as the host knows them, and the list of the arrays that a parameter owns.
+// Groups and parameters as the host knows them, the list of all of a context, and the list of the arrays
+// that a parameter owns.
 #pragma once
 
 #include <array>
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "error.hpp"
 #include "optimizer.hpp"
 #include "tables.hpp"
 
@@ -22,6 +27,11 @@ struct Group {
   ga_schedule schedule;
   Table<double> rates;  // of a GA_SCHEDULE_TABLE
 };
+
+ga_clip default_clip();
+void check_clip(const ga_clip& clip);
+// Whether every micro-batch is clipped.
+bool is_of_micros(const ga_clip& c);
 
 // What ga_param_add and one entry of ga_params_add_flat say of a parameter.
 struct NewParam {
@@ -81,6 +91,11 @@ struct alignas(64) Param {
   Held held() const { return static_cast<Held>(held_as); }
   void hold(Held h) { held_as = static_cast<unsigned char>(h); }
   int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
+  bool fits_accumulator() const { return accumulator_dtype == real(); }
+  bool lacks_arrays() const { return !owns && !frozen; }
+  Array values() const { return master ? Array{master, GA_F32} : Array{data, dtype}; }
+  // The same while the master weights have yet to be copied from the parameter.
+  Array current() const { return master_due ? Array{data, dtype} : values(); }
 };
 
 inline UnitPattern units_of(const std::vector<int64_t>& shape, uint32_t reduced) {
@@ -103,7 +118,7 @@ struct Units {
 
 // What few passes need of a parameter.
 struct Tensor {
-  const char* name;  // a key of the context's table of names
+  const char* name;  // a key of ParamList::names_
   std::vector<int64_t> shape;
   ga_param_options options;
   int64_t rows;  // shape[0]
@@ -116,6 +131,78 @@ struct Tensor {
   // two axes as matrices.
   enum { kClipUnits, kFactorRows, kFactorColumns, kUnits };
   std::unique_ptr<Units> units[kUnits];
+};
+
+// The groups and parameters of a context, in the order in which they were added. A removed parameter stays
+// in the list, as one that is frozen and owns nothing.
+class ParamList {
+ public:
+  std::vector<Group> groups;
+  ga_clip clip = default_clip();  // of the groups that have none of their own
+
+  size_t size() const { return params_.size(); }
+  auto begin() { return params_.begin(); }
+  auto end() { return params_.end(); }
+  auto begin() const { return params_.begin(); }
+  auto end() const { return params_.end(); }
+  // Which: a ga_param, or the same number as size_t.
+  struct Which {
+    Which(size_t i) : i(i) {}
+    Which(ga_param id) : i(static_cast<size_t>(id)) {}
+    size_t i;
+  };
+  Param& operator[](Which w) { return params_[w.i]; }
+  const Param& operator[](Which w) const { return params_[w.i]; }
+  Tensor& tensor(Which w) { return tensors_[w.i]; }
+  const Tensor& tensor(Which w) const { return tensors_[w.i]; }
+  const char* name(Which w) const { return tensors_[w.i].name; }
+  Subject subject(Which w) const { return {"parameter", name(w)}; }
+  const std::vector<Tensor>& tensors() const { return tensors_; }
+  const std::vector<Block>& blocks() const { return blocks_; }
+
+  // Each of these throws GA_ERROR_INVALID_ARGUMENT if there is no such group or parameter.
+  const Group& group(ga_group id) const;
+  Group& group(ga_group id) { return const_cast<Group&>(std::as_const(*this).group(id)); }
+  const Param& get(ga_param id) const;
+  Param& get(ga_param id) { return const_cast<Param&>(std::as_const(*this).get(id)); }
+  ga_param_info info(ga_param id) const;
+  size_t slot(ga_param id) const;
+
+  ga_param find(std::string_view name) const;  // -1: there is no parameter of that name
+  // A parameter whose name is that of state of an owner with this name; -1: there is none.
+  ga_param find_state_of(const char* owner) const;
+
+  void make_room(size_t count);  // for parameters of one block, so that only names are allocated
+  ga_param add(const NewParam& e, void* data, int32_t dtype, int64_t count);
+  void add_block(ga_param first);  // of all parameters from this one on
+  void drop_from(size_t first);    // takes back what was added since
+  void remove(ga_param id);
+
+  const Group& group_of(const Param& p) const { return groups[static_cast<size_t>(p.group)]; }
+  int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
+  // Whether its update takes norms over the parameter first.
+  bool is_layered(const Param& p) const;
+
+  const ga_clip& clip_of(const Group& g) const { return g.own_clip ? g.clip : clip; }
+  const ga_clip& clip_of(const Param& p) const { return clip_of(group_of(p)); }
+  bool clips_micro(const Param& p) const { return is_of_micros(clip_of(p)); }
+  // The axes that the units of a parameter under GA_CLIP_AGC are reduced over.
+  uint32_t units_axes(Which w) const;
+  // Whether the reduced gradient is clipped by units.
+  bool by_units(Which w) const;
+  // Whether it can be clipped by units and updated in one pass, piece by piece.
+  bool in_pieces(Which w) const;
+  // Whether a norm of the gradient after clipping by value is needed, which accumulating passes do not
+  // compute.
+  bool norm_after_value(const Param& p) const;
+
+ private:
+  std::vector<Param> params_;
+  std::vector<Tensor> tensors_;
+  std::vector<Block> blocks_;
+  using Names = std::map<std::string, ga_param, std::less<>>;
+  Names names_;
+  std::vector<Names::node_type> removed_names_;
 };
 
 // The last two axes of a tensor, taken as matrices.

@@ -25,8 +25,8 @@ std::vector<StateArray> Context::states_of(size_t i) const {
         states.push_back({a.name, a.format ? a.format : p.real(), a.count, a.kind});
   };
   take(kState, kMaster - 1);
-  const Group& g = group_of(p);
-  if (op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH) {
+  const Group& g = params_.group_of(p);
+  if (params_.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH) {
     if (g.info->product) states.push_back({g.info->product, GA_F64, 1, kProduct});
     states.push_back({"step", GA_I64, 1, kStep});
   }
@@ -35,16 +35,16 @@ std::vector<StateArray> Context::states_of(size_t i) const {
 }
 
 int32_t Context::state_count(ga_param id) const {
-  param(id);
+  params_.get(id);
   return static_cast<int32_t>(states_of(static_cast<size_t>(id)).size());
 }
 
 ga_state_info Context::state_info(ga_param id, int32_t index) const {
-  param(id);
+  params_.get(id);
   const std::vector<StateArray> states = states_of(static_cast<size_t>(id));
   if (index < 0 || static_cast<size_t>(index) >= states.size())
-    subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "index was %d, but it has %zu arrays of state",
-                     index, states.size());
+    params_.subject(id).fail(GA_ERROR_INVALID_ARGUMENT,
+                             "index was %d, but it has %zu arrays of state", index, states.size());
   const StateArray& s = states[static_cast<size_t>(index)];
   ga_state_info info = {};
   info.struct_size = sizeof info;
@@ -58,8 +58,8 @@ ga_state_info Context::state_info(ga_param id, int32_t index) const {
 StateArray Context::state_for(ga_param id, const char* name, int32_t dtype, int64_t count,
                               const char* what) {
   window_.check_empty(what);
-  const Param& p = param(id);
-  const Subject of = {"parameter", this->name(id), what};
+  const Param& p = params_.get(id);
+  const Subject of = {"parameter", params_.name(id), what};
   if (!name) of.fail(GA_ERROR_INVALID_ARGUMENT, "name was NULL");
   StateArray found = {};
   std::string names;
@@ -106,8 +106,8 @@ void Context::set_param_state(size_t i, const ParamState& state) {
 void Context::get_state(ga_param id, const char* name, void* out, int32_t dtype, int64_t count) {
   const StateArray s = state_for(id, name, dtype, count, "ga_state_get");
   const auto i = static_cast<size_t>(id);
-  Param& p = at(id);
-  if (!out && count > 0) subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "out was NULL");
+  Param& p = params_[id];
+  if (!out && count > 0) params_.subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "out was NULL");
   prepare();
   const ParamState state = param_state(i);
   if (s.kind == kStep) {
@@ -118,7 +118,7 @@ void Context::get_state(ga_param id, const char* name, void* out, int32_t dtype,
   } else {
     const auto bytes = static_cast<size_t>(s.count * dtype_info(s.dtype).size);
     const bool none = s.kind == kAverage && !state.averaged;  // yet: that of the parameter
-    if (none) copy(p, param_of(p), average_of(p));
+    if (none) copy(p, p.values(), average_of(p));
     backend_->read(out, state_data(p, s.kind), bytes);
     if (none) clear_average(p);
   }
@@ -134,8 +134,8 @@ void Context::set_state(ga_param id, const char* name, const void* data, int32_t
                         int64_t count) {
   const StateArray s = state_for(id, name, dtype, count, "ga_state_set");
   const auto i = static_cast<size_t>(id);
-  Param& p = at(id);
-  const Subject of = subject(id);
+  Param& p = params_[id];
+  const Subject of = params_.subject(id);
   if (!data && count > 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "data was NULL");
   int64_t step = 0;
   double product = 1;
@@ -170,7 +170,7 @@ void Context::set_state(ga_param id, const char* name, const void* data, int32_t
 
 void Context::reset_state(ga_param id) {
   window_.check_empty("ga_state_reset");
-  Param& p = param(id);
+  Param& p = params_.get(id);
   check_no_capture("ga_state_reset");
   if (!p.owns) return;
   const auto i = static_cast<size_t>(id);
@@ -205,8 +205,8 @@ void Context::set_steps(int64_t steps) {
   check_no_capture("ga_context_set_steps");
   const Control now = control();
   backend_->write(&tables_.control.at()->steps, &steps, sizeof steps);
-  for (size_t k = 0; k < groups_.size(); ++k) {
-    const Clock clock = clock_after(*groups_[k].info, groups_[k].optimizer, steps);
+  for (size_t k = 0; k < params_.groups.size(); ++k) {
+    const Clock clock = clock_after(*params_.groups[k].info, params_.groups[k].optimizer, steps);
     backend_->write(&tables_.group_states.at(k)->clock, &clock, sizeof clock);
   }
   steps_set_ = steps;

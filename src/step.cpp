@@ -39,25 +39,16 @@ const Control& Context::control() const {
   return last_control_;
 }
 
-// Whether a norm of the gradient after clipping by value is needed, which accumulating passes do
-// not compute.
-bool Context::norm_after_value(const Param& p) const {
-  const ga_clip& clip = clip_of(p);
-  const bool layered = op_of(p) >= 0 && op_info(op_of(p)).norms > 0;
-  return clip.when == GA_CLIP_WHEN_STEP && std::isfinite(clip.max_value) &&
-         (clip.scope != GA_CLIP_NONE || layered);
-}
-
 // Whether anything but ga_step_result depends on the norm of a parameter's gradient.
 bool Context::norm_wanted(ga_param id) const {
-  const Param& p = at(id);
-  const ga_clip& clip = clip_of(p);
+  const Param& p = params_[id];
+  const ga_clip& clip = params_.clip_of(p);
   if (clip.when == GA_CLIP_WHEN_STEP &&
       (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR))
     return true;
-  const int op = op_of(p);
+  const int op = params_.op_of(p);
   return (op >= 0 && op_info(op).reads_gradient_norm) ||
-         group_of(p).optimizer.kind == tables_.settings[0].bounded;
+         params_.group_of(p).optimizer.kind == tables_.settings[0].bounded;
 }
 
 // The gradients that are read once more before the step is decided. Norms: of gradients that were
@@ -94,7 +85,7 @@ void Context::empty_window() {
     p.last_micro = -1;
   }
   if (rows_held_ > 0)
-    for (const Tensor& t : tensors_)
+    for (const Tensor& t : params_.tensors())
       if (t.set) backend_->clear_rows({&t.set, 1});
   rows_held_ = 0;
   noise_repeated_ = rejected_ = false;
@@ -147,7 +138,7 @@ ga_step_result Context::step() {
         if (p.frozen || (p.held() == Held::kNothing && config_.missing == GA_MISSING_SKIP))
           continue;
         p.state_written = true;
-        const int op = op_of(p);
+        const int op = params_.op_of(p);
         p.accumulator_written = p.accumulator_written || op < 0 || op_info(op).emits;
         if (op < 0) p.delivered = delivered_ = true;
       }
@@ -176,7 +167,7 @@ ga_step_result Context::pending() {
 void Context::fail_nonfinite(const Control& c) const {
   fail(GA_ERROR_NONFINITE,
        "the gradient of parameter \"%s\" is infinite or NaN; the window is kept until ga_discard",
-       name(static_cast<ga_param>(c.nonfinite_at)));
+       params_.name(static_cast<ga_param>(c.nonfinite_at)));
 }
 
 void Context::discard() {
@@ -194,20 +185,22 @@ void Context::forget_delivered() {
 }
 
 const void* Context::gradient(ga_param id, int32_t* dtype, int64_t* count) const {
-  const Param& p = param(id);
-  const ga_optimizer& o = group_of(p).optimizer;
+  const Param& p = params_.get(id);
+  const ga_optimizer& o = params_.group_of(p).optimizer;
   if (o.kind != GA_OPTIMIZER_EXTERNAL)
-    subject(id).fail(GA_ERROR_INVALID_ARGUMENT,
-                     "its group has the optimizer %s; ga_gradient is for GA_OPTIMIZER_EXTERNAL",
-                     group_of(p).info->name);
+    params_.subject(id).fail(
+        GA_ERROR_INVALID_ARGUMENT,
+        "its group has the optimizer %s; ga_gradient is for GA_OPTIMIZER_EXTERNAL",
+        params_.group_of(p).info->name);
   ParamState state = {};
   const bool stepped = delivered_ && p.delivered && control().go;
   if (stepped)
     backend_->read(&state, tables_.param_states.at(static_cast<size_t>(id)), sizeof state);
   if (!stepped || !state.touched)
-    subject(id).fail(GA_ERROR_INVALID_STATE,
-                     "there is no gradient; ga_gradient is legal after an applied ga_step in which "
-                     "the parameter had one, until the next accumulate, ga_discard or ga_step");
+    params_.subject(id).fail(
+        GA_ERROR_INVALID_STATE,
+        "there is no gradient; ga_gradient is legal after an applied ga_step in which "
+        "the parameter had one, until the next accumulate, ga_discard or ga_step");
   if (dtype) *dtype = p.accumulator_dtype;
   if (count) *count = p.count;
   return p.accumulator;

@@ -19,10 +19,11 @@ void Context::tell_settings() {
   s.clip_micro = clip_micro_;
   s.scaled = scaled_;
   s.noise = config_.noise_scale != 0;
-  s.clips = clip_.scope != GA_CLIP_NONE;
-  for (const Group& g : groups_) s.clips = s.clips || (g.own_clip && g.clip.scope != GA_CLIP_NONE);
+  s.clips = params_.clip.scope != GA_CLIP_NONE;
+  for (const Group& g : params_.groups)
+    s.clips = s.clips || params_.clip_of(g).scope != GA_CLIP_NONE;
   s.bounded = -1;
-  for (const Group& g : groups_)
+  for (const Group& g : params_.groups)
     if (g.info->limits_norm && g.optimizer.max_grad_norm > 0) s.bounded = g.optimizer.kind;
   s.loss_scale = config_.loss_scale;
   s.noise_smoothing = config_.noise_smoothing;
@@ -33,10 +34,10 @@ void Context::tell_settings() {
 }
 
 void Context::tell_groups() {
-  for (size_t k = 0; k < groups_.size(); ++k) {
-    const Group& g = groups_[k];
+  for (size_t k = 0; k < params_.groups.size(); ++k) {
+    const Group& g = params_.groups[k];
     tables_.group_inputs.edit(k) = {
-        g.optimizer, {g.schedule, g.rates.at()}, g.own_clip ? g.clip : clip_, g.own_clip};
+        g.optimizer, {g.schedule, g.rates.at()}, params_.clip_of(g), g.own_clip};
   }
   tables_.group_inputs.flush(*backend_);  // now, since only replays of a graph may follow
 }
@@ -51,8 +52,9 @@ void Context::tell_scaler() {
 
 void Context::tell_scales(size_t i) {
   if (i >= prepared_) return;
-  tables_.param_inputs.set(i, &ParamInput::lr_scale, tensors_[i].lr_scale);
-  tables_.param_inputs.set(i, &ParamInput::weight_decay_scale, tensors_[i].weight_decay_scale);
+  const Tensor& t = params_.tensor(i);
+  tables_.param_inputs.set(i, &ParamInput::lr_scale, t.lr_scale);
+  tables_.param_inputs.set(i, &ParamInput::weight_decay_scale, t.weight_decay_scale);
   tables_.param_inputs.flush(*backend_);  // now, since only replays of a graph may follow
 }
 
@@ -64,7 +66,7 @@ void Context::set_tables() {
                                tables_.param_inputs.at(),
                                tables_.param_states.at(),
                                tables_.plans.at(),
-                               static_cast<int64_t>(groups_.size()),
+                               static_cast<int64_t>(params_.groups.size()),
                                static_cast<int64_t>(prepared_),
                                batch_norms_.inputs().at(),
                                static_cast<int64_t>(batch_norms_.inputs().size())};
@@ -79,7 +81,6 @@ void Context::set_tables() {
 
 // Writes all entries of a parameter anew, from its arrays, its options and those of its group.
 void Context::describe(size_t i) {
-  const auto id = static_cast<ga_param>(i);
   describe_input(i);
   tables_.updates.edit(i) = {};
   tables_.measures.edit(i) = {};
@@ -88,19 +89,18 @@ void Context::describe(size_t i) {
   tables_.composites.edit(i) = {};
   if (!params_[i].owns) return;
   describe_update(i);
-  if (tensors_[i].units[Tensor::kClipUnits]) describe_units(i);
-  const int op = op_of(params_[i]);
+  if (params_.tensor(i).units[Tensor::kClipUnits]) describe_units(i);
+  const int op = params_.op_of(params_[i]);
   if (op >= 0 && (op_info(op).factored || op_info(op).row_state)) describe_factored(i);
   tables_.measures.edit(i) = tables_.updates[i];
-  if (is_layered(id)) describe_layered(i);
+  if (params_.is_layered(params_[i])) describe_layered(i);
   describe_views(i);
   set_gradient(i);
 }
 
 void Context::describe_input(size_t i) {
-  const auto id = static_cast<ga_param>(i);
   const Param& p = params_[i];
-  const Tensor& t = tensors_[i];
+  const Tensor& t = params_.tensor(i);
   ParamInput& in = tables_.param_inputs.edit(i);
   in = {};
   in.partials = p.partials;
@@ -111,24 +111,23 @@ void Context::describe_input(size_t i) {
   in.lr_scale = t.lr_scale;
   in.weight_decay_scale = t.weight_decay_scale;
   in.group = p.group;
-  in.op = op_of(p);
+  in.op = params_.op_of(p);
   in.held = p.held();
   in.f64 = p.f64;
   in.frozen = p.frozen || !p.owns;
-  in.clamped = norm_after_value(p);
-  in.by_units = by_units(id);
+  in.clamped = params_.norm_after_value(p);
+  in.by_units = params_.by_units(i);
   in.lazy = t.options.rows == GA_ROWS_LAZY;
   in.average = p.average != nullptr;
   in.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC ||
-                 group_of(p).optimizer.state_dtype == GA_BF16 ||
+                 params_.group_of(p).optimizer.state_dtype == GA_BF16 ||
                  (in.average && average_of(p).format == GA_BF16);
 }
 
 void Context::describe_update(size_t i) {
-  const auto id = static_cast<ga_param>(i);
   const Param& p = params_[i];
-  const Tensor& t = tensors_[i];
-  const int op = op_of(p);
+  const Tensor& t = params_.tensor(i);
+  const int op = params_.op_of(p);
   const int64_t columns = t.rows > 0 ? p.count / t.rows : 0;
   Composites& composites = tables_.composites.edit(i);
   composites.pair = {p.accumulator, t.low, p.accumulator_dtype};
@@ -138,12 +137,12 @@ void Context::describe_update(size_t i) {
   update.count = p.count;
   update.op = op;
   update.f64 = p.f64;
-  update.param = param_of(p);
+  update.param = p.values();
   update.copy = {p.master ? p.data : nullptr, p.dtype};
   update.average = average_of(p);
   update.delivered = {op < 0 ? p.accumulator : nullptr, p.accumulator_dtype};
   for (int k = 0; k < (op < 0 ? 0 : op_info(op).slots); ++k) update.state[k] = state_of(p, k);
-  update.padded_state = !in_pieces(id);  // a piece may end where another begins
+  update.padded_state = !params_.in_pieces(i);  // a piece may end where another begins
   update.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC;
   update.rows = t.options.rows == GA_ROWS_LAZY ? t.set : nullptr;
   update.columns = columns;
@@ -152,9 +151,9 @@ void Context::describe_update(size_t i) {
 
 void Context::describe_units(size_t i) {
   const Param& p = params_[i];
-  const Units& made = *tensors_[i].units[Tensor::kClipUnits];
-  const ga_clip& clip = clip_of(p);
-  const Array param = param_of(p);
+  const Units& made = *params_.tensor(i).units[Tensor::kClipUnits];
+  const ga_clip& clip = params_.clip_of(p);
+  const Array param = p.values();
   UnitTask& units = tables_.units.edit(i);
   units.param = {param.data, param.format, 1, nullptr};
   units.f64 = p.f64;
@@ -170,8 +169,8 @@ void Context::describe_units(size_t i) {
 // A state that is not element by element: how it is brought up, and the slot that the Op reads.
 void Context::describe_factored(size_t i) {
   const Param& p = params_[i];
-  const Tensor& t = tensors_[i];
-  const bool by_rows = op_info(op_of(p)).row_state;
+  const Tensor& t = params_.tensor(i);
+  const bool by_rows = op_info(params_.op_of(p)).row_state;
   UpdateTask& update = tables_.updates.edit(i);
   update.state[0] = {&tables_.composites.at(i)->outer, kOuter};
   if (p.count == 0) return;
@@ -203,10 +202,10 @@ void Context::describe_factored(size_t i) {
 // gradient.
 void Context::describe_layered(size_t i) {
   const Param& p = params_[i];
-  const OpInfo& info = op_info(op_of(p));
+  const OpInfo& info = op_info(params_.op_of(p));
   UpdateTask& update = tables_.updates.edit(i);
   UpdateTask& measure = tables_.measures.edit(i);
-  if (info.emits) measure.emitted = fits_accumulator(p) ? p.accumulator : scratch_.data();
+  if (info.emits) measure.emitted = p.fits_accumulator() ? p.accumulator : scratch_.data();
   const void* made = measure.emitted;
   if (info.orthogonal && p.count > 0) made = orthogonal_task(static_cast<ga_param>(i)).result();
   if (info.emits) update.gradient = identity({made, p.real(), 1, nullptr});
@@ -214,19 +213,19 @@ void Context::describe_layered(size_t i) {
 
 // The views of the gradient; where it lies, set_gradient() tells.
 void Context::describe_views(size_t i) {
-  const auto id = static_cast<ga_param>(i);
   const ParamPlan* const plan = tables_.plans.at(i);
   GradientView view = {{}, &plan->gradient}, raw = {{}, &plan->raw};
-  if (by_units(id)) {
-    const Units& units = *tensors_[i].units[Tensor::kClipUnits];
+  if (params_.by_units(i)) {
+    const Units& units = *params_.tensor(i).units[Tensor::kClipUnits];
     tables_.composites.edit(i).clipped = {raw, units.pattern.at(), units.factors};
     tables_.units.edit(i).gradient = raw;
     view.source = {&tables_.composites.at(i)->clipped, kClipped, 1, nullptr};
     raw = identity(view.source);
   }
-  const bool layered = is_layered(id);
+  const bool layered = params_.is_layered(params_[i]);
   if (layered) tables_.measures.edit(i).gradient = view;
-  if (!layered || !op_info(op_of(params_[i])).emits) tables_.updates.edit(i).gradient = view;
+  if (!layered || !op_info(params_.op_of(params_[i])).emits)
+    tables_.updates.edit(i).gradient = view;
   tables_.factors.edit(i).gradient = raw;
 }
 
@@ -234,7 +233,7 @@ void Context::describe_views(size_t i) {
 
 // Where the gradient of the window lies.
 Source Context::source_of(ga_param id) const {
-  const Param& p = params_[static_cast<size_t>(id)];
+  const Param& p = params_[id];
   switch (p.held()) {
     case Held::kAdopted:
       return adopted_of(p);
@@ -254,15 +253,14 @@ Source Context::source_of(ga_param id) const {
 template <class F>
 void Context::each_source(size_t i, F&& f) {
   const auto of_task = [](auto& task) -> Source& { return task.gradient.source; };
-  const auto id = static_cast<ga_param>(i);
-  if (by_units(id)) {  // everything else reads the gradient through these two
+  if (params_.by_units(i)) {  // everything else reads the gradient through these two
     f(tables_.composites, [](Composites& c) -> Source& { return c.clipped.gradient.source; });
     f(tables_.units, of_task);
     return;
   }
-  const bool layered = is_layered(id);
+  const bool layered = params_.is_layered(params_[i]);
   if (layered) f(tables_.measures, of_task);
-  if (!layered || !op_info(op_of(params_[i])).emits) f(tables_.updates, of_task);
+  if (!layered || !op_info(params_.op_of(params_[i])).emits) f(tables_.updates, of_task);
   if (tables_.factors[i].row_pattern) f(tables_.factors, of_task);
 }
 

@@ -8,19 +8,6 @@
 
 namespace ga {
 
-bool Context::is_layered(ga_param id) const {
-  const int op = op_of(params_[static_cast<size_t>(id)]);
-  return op >= 0 && op_info(op).norms > 0;
-}
-
-// Whether it can be clipped by units and updated in one pass, piece by piece.
-bool Context::in_pieces(ga_param id) const {
-  const Tensor& t = tensors_[static_cast<size_t>(id)];
-  const int op = op_of(params_[static_cast<size_t>(id)]);
-  return by_units(id) && t.units[Tensor::kClipUnits]->pattern[0].shared && !is_layered(id) &&
-         op >= 0 && !op_info(op).row_state && t.options.rows != GA_ROWS_LAZY;
-}
-
 void Context::make_lists() {
   for (auto* list : {&plain_, &pieces_, &layers_, &units_first_, &factored_first_}) list->clear();
   unit_lists_ = false;
@@ -30,15 +17,15 @@ void Context::make_lists() {
   for (size_t i = 0; i < prepared_; ++i) {
     const auto id = static_cast<ga_param>(i);
     if (!params_[i].owns) continue;
-    const bool units = by_units(id), factored = tables_.factors[i].row_pattern != nullptr;
+    const bool units = params_.by_units(id), factored = tables_.factors[i].row_pattern != nullptr;
     unit_lists_ = unit_lists_ || units;
     if (!cut && units)
       units_first_.push_back(id);
     else if (!cut && factored)
       factored_first_.push_back(id);
-    if (cut && in_pieces(id) && !bounded)
+    if (cut && params_.in_pieces(id) && !bounded)
       pieces_.push_back(id);
-    else if ((cut && (units || factored)) || (units && factored) || is_layered(id))
+    else if ((cut && (units || factored)) || (units && factored) || params_.is_layered(params_[id]))
       layers_.push_back(id);
     else
       plain_.push_back(id);
@@ -60,14 +47,14 @@ void Context::update_layers() {
   const auto units_of = [&](size_t first, size_t end) {
     ids_[0].clear();
     for (size_t k = first; k < end; ++k)
-      if (by_units(layers_[k])) ids_[0].push_back(layers_[k]);
+      if (params_.by_units(layers_[k])) ids_[0].push_back(layers_[k]);
     return params_of(ids_[0]);
   };
   // A norm over groups is of gradients that have been clipped by units.
   const bool bounded = tables_.settings[0].bounded >= 0;
   size_t last_unit = 0;  // behind it, none is clipped by units
   for (size_t k = 0; k < layers_.size() && !sums_first(); ++k)
-    if (by_units(layers_[k])) last_unit = k + 1;
+    if (params_.by_units(layers_[k])) last_unit = k + 1;
   if (bounded && last_unit > 0) {
     const Params clipped = units_of(0, layers_.size());
     backend_->clip_units(clipped);
@@ -77,7 +64,7 @@ void Context::update_layers() {
   for (size_t first = 0, end; first < layers_.size(); first = end) {
     int64_t bytes = 0;
     for (end = first; end < layers_.size(); ++end) {
-      const Param& p = params_[static_cast<size_t>(layers_[end])];
+      const Param& p = params_[layers_[end]];
       constexpr int64_t kStreams = 4;  // parameter, gradient, state
       bytes += p.count * kStreams * (p.f64 ? 8 : 4);
       if (end > first && backend_->passes_are_cut() && bytes > backend_->cache_bytes() / 2) break;
@@ -101,9 +88,10 @@ void Context::update_batch(Params ids) {
     const ga_param id = ids.data[k];
     const auto i = static_cast<size_t>(id);
     if (params_[i].count == 0) continue;
-    if (tables_.factors[i].row_pattern && (!sums_first() || by_units(id))) factored.push_back(id);
-    if (is_layered(id)) {
-      const OpInfo& op = op_info(op_of(params_[i]));
+    if (tables_.factors[i].row_pattern && (!sums_first() || params_.by_units(id)))
+      factored.push_back(id);
+    if (params_.is_layered(params_[id])) {
+      const OpInfo& op = op_info(params_.op_of(params_[id]));
       measured.push_back(id);
       in_turns =
           in_turns || op.orthogonal || (op.emits && tables_.measures[i].emitted == scratch_.data());
@@ -115,7 +103,7 @@ void Context::update_batch(Params ids) {
   if (in_turns) {
     for (const ga_param& id : measured) {
       backend_->measure({&id, 1});
-      if (op_info(op_of(params_[static_cast<size_t>(id)])).orthogonal)
+      if (op_info(params_.op_of(params_[id])).orthogonal)
         backend_->orthogonalize(orthogonal_task(id));
       backend_->update({&id, 1});
     }
@@ -130,11 +118,11 @@ void Context::update_batch(Params ids) {
 OrthogonalizeTask Context::orthogonal_task(ga_param id) const {
   const auto i = static_cast<size_t>(id);
   const Param& p = params_[i];
-  const ga_optimizer& o = group_of(p).optimizer;
+  const ga_optimizer& o = params_.group_of(p).optimizer;
   OrthogonalizeTask task = {};
   task.plan = tables_.plans.at(i);
   task.x = static_cast<float*>(tables_.measures[i].emitted);
-  task.rows = tensors_[i].rows;
+  task.rows = params_.tensor(i).rows;
   task.columns = p.count / task.rows;
   task.steps = o.ns_steps;
   task.a = static_cast<float>(o.ns_coefficients[0]);
