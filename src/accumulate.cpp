@@ -55,31 +55,11 @@ void Context::refuse(ga_param id, const char* what, bool adds_elsewhere) const {
     refused("GA_NONFINITE_DROP_MICRO");
 }
 
-void Context::check_readable(const Subject& of, const char* what, const void* data, int64_t count,
-                             int32_t size) const {
-  if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size) != 0)
-    of.fail(GA_ERROR_INVALID_ARGUMENT,
-            "%s was at address %p, expected a multiple of the element size, %d bytes", what, data,
-            size);
-  if (config_.device != GA_DEVICE_CPU && count > 0)
-    backend_->check_memory(data, (std::string(of.kind) + " \"" + of.name + "\": " + what).c_str());
-}
-
-void Context::check_apart(const Subject& of, const char* what, const void* data, int64_t bytes,
-                          ga_param self) const {
-  const auto* r = ranges_.overlap(data, bytes, self);
-  if (!r) return;
-  const bool library = r->param < 0;
-  of.fail(GA_ERROR_INVALID_ARGUMENT, "%s at %p overlaps %s%s%s", what, data,
-          library ? "memory of the library, not of a parameter" : "parameter \"",
-          library ? "" : params_.name(r->param), library ? "" : "\"");
-}
-
 // Checks an array of a contribution.
 void Context::check_values(ga_param id, const char* what, const void* data, int64_t count,
                            int32_t size) const {
-  check_readable(params_.subject(id), what, data, count, size);
-  check_apart(params_.subject(id), what, data, count * size, -1);
+  ranges_.check_readable(params_.subject(id), what, data, count, size);
+  ranges_.check_apart(params_.subject(id), what, data, count * size);
 }
 
 // Checks that data of a further contribution does not overlap the first one if that is still read.

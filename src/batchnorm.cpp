@@ -7,6 +7,7 @@
 #include <string>
 
 #include "error.hpp"
+#include "param.hpp"
 #include "tensor.hpp"
 
 namespace ga {
@@ -105,8 +106,13 @@ struct BatchNorms::Layer {
 };
 
 BatchNorms::BatchNorms(const ga_config& config, Backend& backend, Window& window,
-                       MemoryRanges& ranges, BnContext& context)
-    : config_(config), backend_(backend), window_(window), ranges_(ranges), context_(context) {}
+                       const ParamList& params, MemoryRanges& ranges, BnContext& context)
+    : config_(config),
+      backend_(backend),
+      window_(window),
+      params_(params),
+      ranges_(ranges),
+      context_(context) {}
 
 BatchNorms::~BatchNorms() = default;
 
@@ -166,17 +172,17 @@ void BatchNorms::check_params(const char* name, int64_t channels, ga_param gamma
   const Subject of = {"layer", name};
   const auto check = [&](const char* what, ga_param id) {
     if (id == -1) return;
-    const BnParam p = context_.bn_param(id);
-    if (p.count != channels)
+    const int64_t count = params_.get(id).count;
+    if (count != channels)
       of.fail(GA_ERROR_INVALID_ARGUMENT,
               "%s, parameter \"%s\", has %lld elements, expected one for each of %lld channels",
-              what, p.name, ll(p.count), ll(channels));
+              what, params_.name(id), ll(count), ll(channels));
   };
   check("gamma", gamma);
   check("beta", beta);
   if (gamma >= 0 && gamma == beta)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "gamma and beta are both parameter \"%s\"",
-            context_.bn_param(gamma).name);
+            params_.name(gamma));
 }
 
 void BatchNorms::check_mode(const char* name, int32_t mode) const {
@@ -259,13 +265,13 @@ void BatchNorms::check_array(const Layer& b, const char* what, const void* data,
                              int32_t dtype) const {
   if (count == 0) return;
   if (!data) b.subject().fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", what);
-  context_.check_readable(b.subject(), what, data, count, dtype_info(dtype).size);
+  ranges_.check_readable(b.subject(), what, data, count, dtype_info(dtype).size);
 }
 
 void BatchNorms::check_output(const Layer& b, const char* what, const void* data,
                               int64_t count) const {
   check_array(b, what, data, count, b.options.dtype);
-  context_.check_apart(b.subject(), what, data, count * dtype_info(b.options.dtype).size, -1);
+  ranges_.check_apart(b.subject(), what, data, count * dtype_info(b.options.dtype).size);
 }
 
 void BatchNorms::Layer::check_overlap(const char* what, const void* in, const char* out_name,
@@ -300,7 +306,7 @@ BnTask BatchNorms::task_of(const Layer& b, int64_t samples, int64_t positions) c
                      "the shape was %lld samples of %lld positions in %lld channels", ll(samples),
                      ll(positions), ll(b.channels));
   const auto array_of = [&](ga_param id) {
-    return id < 0 ? Array{nullptr, GA_F32} : context_.bn_param(id).values;
+    return id < 0 ? Array{nullptr, GA_F32} : Array{params_[id].data, params_[id].dtype};
   };
   BnTask t = {};
   t.state = b.state;

@@ -26,18 +26,11 @@ struct Whole {
   int32_t format;
 };
 
-struct BnParam {
-  Array values;
-  int64_t count;
-  const char* name;
-};
-
 // What the layers need from their context.
 class BnContext {
  public:
   // Throws unless a layer may have that name (names.hpp).
   virtual void check_name(const Subject& of, const char* name) const = 0;
-  virtual BnParam bn_param(ga_param id) const = 0;  // throws if there is no such parameter
   // Whether micro-batches are checked or clipped as a whole when they end.
   virtual bool deferring() const = 0;
   // K of the window; 0 if the program decides when a window ends, or if K is not known yet.
@@ -50,13 +43,6 @@ class BnContext {
   // Adds the gradients of different parameters to the open micro-batch, in one pass.
   virtual void contribute(Span<const Whole> given, bool may_adopt) = 0;
   virtual void set_tables() = 0;  // tells the backend where the tables are
-  // Throws GA_ERROR_INVALID_ARGUMENT, with the name of the array, unless it is aligned to its elements
-  // and, as far as the backend can tell, in memory that the kernels can read.
-  virtual void check_readable(const Subject& of, const char* what, const void* data, int64_t count,
-                              int32_t size) const = 0;
-  // Throws the same status if the array overlaps memory of the library or a parameter other than `self`.
-  virtual void check_apart(const Subject& of, const char* what, const void* data, int64_t bytes,
-                           ga_param self) const = 0;
 
  protected:
   ~BnContext() = default;
@@ -64,8 +50,8 @@ class BnContext {
 
 class BatchNorms {
  public:
-  BatchNorms(const ga_config& config, Backend& backend, Window& window, MemoryRanges& ranges,
-             BnContext& context);
+  BatchNorms(const ga_config& config, Backend& backend, Window& window, const ParamList& params,
+             MemoryRanges& ranges, BnContext& context);
   ~BatchNorms();
   BatchNorms(const BatchNorms&) = delete;
   BatchNorms& operator=(const BatchNorms&) = delete;
@@ -158,6 +144,7 @@ class BatchNorms {
   const ga_config& config_;
   Backend& backend_;
   Window& window_;
+  const ParamList& params_;
   MemoryRanges& ranges_;
   BnContext& context_;
   std::vector<Layer> layers_;

@@ -134,11 +134,6 @@ Context::Use::Use(const Context& context, const char* function, bool changing) :
   }
 }
 
-BnParam Context::bn_param(ga_param id) const {
-  const Param& p = params_.get(id);
-  return {{p.data, p.dtype}, p.count, params_.name(id)};
-}
-
 // For calls that read or write the state of a device at once, and not in the order of a graph.
 void Context::check_no_capture(const char* what) const {
   if (backend_->capturing())
@@ -329,8 +324,8 @@ void Context::check_data(const char* tensor, const void* data, int64_t count, in
   if (static_cast<uintptr_t>(bytes) > UINTPTR_MAX - reinterpret_cast<uintptr_t>(data))
     of.fail(GA_ERROR_INVALID_ARGUMENT,
             "its %lld elements at address %p reach past the end of memory", ll(count), data);
-  check_readable(of, "its data", data, count, size);
-  check_apart(of, "its data", data, bytes, self);
+  ranges_.check_readable(of, "its data", data, count, size);
+  ranges_.check_apart(of, "its data", data, bytes, self);
 }
 
 // Checks that dtypes and options of a parameter fit each other and the group's optimizer.

@@ -180,12 +180,7 @@ class Context : BnContext {
   int64_t steps_seen() const;
   void set_tables() final;
   void check_name(const Subject& of, const char* name) const final;
-  BnParam bn_param(ga_param id) const final;
   int64_t known_accum_steps() const final { return accum_due_ ? 0 : window_.accum_steps(); }
-  void check_readable(const Subject& of, const char* what, const void* data, int64_t count,
-                      int32_t size) const final;
-  void check_apart(const Subject& of, const char* what, const void* data, int64_t bytes,
-                   ga_param self) const final;
   void check_data(const char* name, const void* data, int64_t count, int32_t size,
                   ga_param self) const;
   void check_options(const NewParam& e, int32_t dtype) const;
@@ -322,7 +317,7 @@ class Context : BnContext {
   std::optional<Error> broken_;  // why only destroy is legal
 
   ParamList params_;
-  MemoryRanges ranges_;
+  MemoryRanges ranges_{config_, *backend_, params_};
   std::vector<AccumPhase> phases_;
   bool accum_due_ = false;  // the next window's K has to be looked up in phases_
 
@@ -349,7 +344,7 @@ class Context : BnContext {
   MasterClaims claims_;
 
   Window window_;
-  BatchNorms batch_norms_{config_, *backend_, window_, ranges_, *this};
+  BatchNorms batch_norms_{config_, *backend_, window_, params_, ranges_, *this};
   int64_t windows_ = 0;                          // calls of ga_step that returned GA_OK
   int64_t steps_set_ = 0, steps_set_after_ = 0;  // by set_steps(), after that many windows
   int64_t tickets_ = 0;

@@ -2,6 +2,9 @@
 #include "ranges.hpp"
 
 #include <algorithm>
+#include <string>
+
+#include "param.hpp"
 
 namespace ga {
 
@@ -43,6 +46,26 @@ const MemoryRanges::Range* MemoryRanges::overlap(const void* data, int64_t bytes
   for (; it != ranges_.end() && it->begin < end; ++it)
     if (it->param != except || except < 0) return &*it;
   return nullptr;
+}
+
+void MemoryRanges::check_readable(const Subject& of, const char* what, const void* data,
+                                  int64_t count, int32_t size) const {
+  if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size) != 0)
+    of.fail(GA_ERROR_INVALID_ARGUMENT,
+            "%s was at address %p, expected a multiple of the element size, %d bytes", what, data,
+            size);
+  if (config_.device != GA_DEVICE_CPU && count > 0)
+    backend_.check_memory(data, (std::string(of.kind) + " \"" + of.name + "\": " + what).c_str());
+}
+
+void MemoryRanges::check_apart(const Subject& of, const char* what, const void* data, int64_t bytes,
+                               ga_param self) const {
+  const Range* const r = overlap(data, bytes, self);
+  if (!r) return;
+  const bool library = r->param < 0;
+  of.fail(GA_ERROR_INVALID_ARGUMENT, "%s at %p overlaps %s%s%s", what, data,
+          library ? "memory of the library, not of a parameter" : "parameter \"",
+          library ? "" : params_.name(r->param), library ? "" : "\"");
 }
 
 }  // namespace ga
