@@ -431,11 +431,11 @@ void Context::defer(Contribution c) {
   room(micro_plans_, contributions_.capacity());
   room(micro_partials_, chunks);
   // By doubling, lest each of thousands of contributions has the backend allocate its lists anew.
-  const auto params = static_cast<int64_t>(std::max(params_.size(), contributions_.capacity()));
-  if (const auto most = owned_.chunks() + static_cast<int64_t>(chunks);
+  const size_t params = std::max(params_.size(), contributions_.capacity());
+  if (const auto most = arrays_.chunks() + static_cast<int64_t>(chunks);
       most > reserved_chunks_ || params > reserved_params_) {
     const auto wanted = std::max(reserved_chunks_, most + static_cast<int64_t>(chunks));
-    backend_->reserve(wanted, params, static_cast<int64_t>(owned_.bytes[kAccumulator]));
+    arrays_.reserve(wanted, params);
     reserved_chunks_ = wanted;
     reserved_params_ = params;
   }

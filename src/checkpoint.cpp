@@ -36,7 +36,7 @@ std::vector<Checkpoint::NamedArray> Checkpoint::arrays_of(size_t i) const {
   const Tensor& t = context_.params_.tensor(i);
   const int op = context_.params_.op_of(p);
   std::vector<NamedArray> list;
-  for (const OwnedArray& a : context_.arrays_of(i)) {
+  for (const OwnedArray& a : context_.arrays_.of(i)) {
     if (!a.name || a.kind < kState || a.kind > kAverage) continue;
     std::vector<int64_t> shape = t.shape;
     const bool slot = a.kind < kMaster;
@@ -138,7 +138,7 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
   for (const auto& [a, dtype, shape] : arrays_of(i)) {
     if (a.kind == kMaster ? p.master_due : a.kind == kAverage ? !state.averaged : p.state_due)
       continue;
-    const Region data = {context_.state_data(p, a.kind), bytes(a.count, dtype)};
+    const Region data = {context_.arrays_.data(p, a.kind), bytes(a.count, dtype)};
     saved_.push_back({name + "." + a.name, dtype, shape, {data}, {}});
   }
   const Group& g = context_.params_.group_of(p);

@@ -78,7 +78,7 @@ void Checkpoint::load(int64_t size, const ReadAt& read) {
     make_room();
     Exchanged taken(*this);
     // Last, because the units of the old settings are gone then.
-    if (taken_ && context_.prepared_ > 0) context_.prepare_units();
+    if (taken_ && context_.prepared_ > 0) context_.arrays_.make_units();
     taken.keep();
   } catch (...) {
     tell_all();
@@ -588,7 +588,7 @@ void Checkpoint::make_arrays() {
     for (size_t i = 0; i < frozen.size(); ++i) c.params_[i].frozen = frozen[i];
   };
   try {
-    c.lacking_ = c.lacking_ || wanted;
+    for (const Param& p : c.params_) c.arrays_.look_for(p);
     if (wanted) c.make_arrays();
   } catch (...) {
     restore();
@@ -624,7 +624,7 @@ void Checkpoint::list_regions() {
       if (in.has(kLow)) add(in.at(kLow), context_.params_.tensor(i).low);
     }
     for (int kind = kState; kind <= kAverage; ++kind)
-      if (in.has(kind)) add(in.at(kind), context_.state_data(p, kind));
+      if (in.has(kind)) add(in.at(kind), context_.arrays_.data(p, kind));
   }
 }
 
@@ -694,8 +694,8 @@ void Checkpoint::place_param(size_t i) {
   const bool new_master = in.has(kValues) || (in.listed && options_.parts != GA_STATE_PARAMETERS);
   if (p.master && in.has(kMaster))
     p.master_due = false;
-  else if (p.master && new_master)
-    p.master_due = c.unfilled_ = true;
+  else if (new_master)
+    c.arrays_.renew_master(p);
   if (options_.parts == GA_STATE_PARAMETERS || !p.owns) return;
   ParamState state = c.param_state(i);
   // There was no state when the file was written, and the context has some.
@@ -703,8 +703,7 @@ void Checkpoint::place_param(size_t i) {
   if (in.state) state.clock = {in.step, in.product};
   if (reset) {
     state.clock = {};
-    for (const OwnedArray& a : c.arrays_of(i))
-      if (a.kind >= kState && a.kind < kMaster) c.fill_state(p, a);
+    c.arrays_.reset_state(i);
   }
   if (in.state || reset) {
     p.state_due = false;
@@ -713,7 +712,7 @@ void Checkpoint::place_param(size_t i) {
   if (p.average && (in.has(kAverage) || in.listed)) {
     state.averaged = in.has(kAverage);
     p.average_written = true;
-    if (!state.averaged && p.count > 0) c.clear_average(p);
+    if (!state.averaged && p.count > 0) c.arrays_.clear_average(p);
   }
   const HeldIn& w = in.window;
   state.contributed = w.contributed;
@@ -758,7 +757,7 @@ void Checkpoint::tell_all() {
   Context& c = context_;
   c.tell_settings();
   c.tell_groups();
-  for (const Param& p : c.params_) c.lacking_ = c.lacking_ || p.lacks_arrays();
+  for (const Param& p : c.params_) c.arrays_.look_for(p);
   for (size_t i = 0; i < c.prepared_; ++i) c.describe(i);
   c.lists_due_ = true;
   c.look_up_accum_steps();

@@ -31,7 +31,7 @@ bool is_optimizer(std::string_view key) {
 // Whether some array of the parameter is rounded by keys that depend on its id.
 bool Checkpoint::is_by_chance(size_t i) const {
   const Param& p = context_.params_[i];
-  const bool average = context_.ema_ && average_format(p, context_.ema_) == GA_BF16;
+  const bool average = context_.ema_ && context_.arrays_.average_of(p).format == GA_BF16;
   return context_.params_.tensor(i).options.rounding == GA_ROUND_STOCHASTIC || average ||
          context_.params_.group_of(p).optimizer.state_dtype == GA_BF16 ||
          (context_.config_.accumulation == GA_ACCUMULATE_STOCHASTIC &&
@@ -42,7 +42,7 @@ Fields Checkpoint::param_settings(size_t i) const {
   const Param& p = context_.params_[i];
   const Tensor& t = context_.params_.tensor(i);
   ga_param_options options = t.options;
-  if (!has_master(p, t, context_.params_.group_of(p))) options.master = GA_MASTER_NONE;
+  if (!context_.params_.has_master(i)) options.master = GA_MASTER_NONE;
   Fields f;
   f.add("group", p.group);
   f.add_fields(options);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Clipping: its options, and the arrays that units of adaptive clipping need.
+// Clipping: its options.
 #include <algorithm>
 #include <cmath>
 
@@ -81,7 +81,7 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
         params_.units_axes(i);
     const bool units = before.scope == GA_CLIP_AGC || next.scope == GA_CLIP_AGC ||
                        params_.clip.scope == GA_CLIP_AGC;  // which a group may have had, or gets
-    if (prepared_ > 0 && units) prepare_units();
+    if (prepared_ > 0 && units) arrays_.make_units();
   } catch (...) {
     slot = before;
     if (own) *own = before_own;
@@ -92,18 +92,6 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   tell_groups();
   for (size_t i = 0; i < prepared_; ++i) describe(i);
   lists_due_ = true;
-}
-
-// Allocates the arrays of units for every parameter under GA_CLIP_AGC that has its other arrays. On
-// failure nothing has changed.
-void Context::prepare_units() {
-  std::vector<std::unique_ptr<Units>> made(prepared_);
-  for (size_t i = 0; i < prepared_; ++i) {
-    if (!params_[i].owns || params_.clip_of(params_[i]).scope != GA_CLIP_AGC) continue;
-    const UnitPattern pattern = units_of(params_.tensor(i).shape, params_.units_axes(i));
-    if (params_[i].count > 0) made[i] = std::make_unique<Units>(*backend_, pattern, true);
-  }
-  for (size_t i = 0; i < prepared_; ++i) params_.tensor(i).units[Tensor::kClipUnits].swap(made[i]);
 }
 
 }  // namespace ga

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "error.hpp"
 #include "names.hpp"
@@ -424,7 +425,7 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
     throw;
   }
   params_.add_block(static_cast<ga_param>(old_params));
-  lacking_ = true;
+  for (size_t i = old_params; i < params_.size(); ++i) arrays_.look_for(params_[i]);
   forget_checks();
   return static_cast<ga_param>(old_params);
 }
@@ -449,10 +450,7 @@ void Context::bind(ga_param id, void* data) {
   Param& p = params_.get(id);
   check_data(params_.name(id), data, p.count, dtype_info(p.dtype).size, id);
   const size_t bytes = data_bytes(p);
-  if (p.master && data != p.data) {
-    claims_.add(data, bytes, params_.name(id));
-    claims_.remove(p.data);
-  }
+  arrays_.claim(id, data);
   if (p.count > 0) ranges_.remove(p.data);
   p.data = data;
   if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
@@ -472,7 +470,7 @@ void Context::set_frozen(ga_param id, bool frozen) {
   Param& p = params_.get(id);
   if (p.frozen == frozen) return;
   p.frozen = frozen;
-  lacking_ = lacking_ || p.lacks_arrays();
+  arrays_.look_for(p);
   if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
 }
 
@@ -501,11 +499,10 @@ void Context::remove(ga_param id) {
                              "layer \"%s\" has it as its gamma or beta, so it cannot be removed",
                              layer);
   check_no_capture("ga_param_remove");
-  const void* const data = p.data;
   params_.remove(id);
-  if (p.master) claims_.remove(data);
-  if (p.count > 0) ranges_.remove(data);
-  if (p.owns) free_arrays(i);
+  if (p.count > 0) ranges_.remove(p.data);
+  if (p.owns) arrays_.free(i);
+  p.data = nullptr;
   if (i < prepared_) describe(i);
   lists_due_ = true;
   set_tables();
@@ -514,7 +511,73 @@ void Context::remove(ga_param id) {
 void Context::changed(ga_param id) {
   window_.check_empty("ga_param_changed");
   Param& p = params_.get(id);
-  if (p.master) p.master_due = unfilled_ = true;
+  arrays_.renew_master(p);
+}
+
+// ---- Arrays -------------------------------------------------------------------------------------
+
+ga_memory Context::memory() const {
+  ga_memory m = {};
+  const bool adopting = adopts_ && config_.accum_steps == 1 && phases_.empty();
+  const size_t params = params_.size();
+  const int64_t planned = arrays_.count(m, adopting) +  // not resident yet
+                          bytes_of_lists(params) - bytes_of_lists(prepared_) +
+                          ContextTables::bytes(0, params) - ContextTables::bytes(0, prepared_);
+  m.workspace += bytes_of_lists(params) + ContextTables::bytes(params_.groups.size(), params);
+  for (const Group& g : params_.groups) m.workspace += g.rates.bytes();
+  m.workspace +=
+      micro_partials_.bytes() + micro_plans_.bytes() +
+      static_cast<int64_t>(contributions_.capacity() *
+                           (sizeof(Contribution) + sizeof(MicroInput) + sizeof(NormTask)));
+  m.rows += backend_->row_bytes();
+  m.averages += static_cast<int64_t>(ema_kept_.bytes());
+  m.batch_norm = batch_norms_.bytes();
+  m.workspace += backend_->bn_bytes() + batch_norms_.inputs().bytes();
+  for (const int64_t bytes : {m.accumulators, m.optimizer_state, m.workspace, m.masters, m.averages,
+                              m.rows, m.batch_norm})
+    if (__builtin_add_overflow(m.total, bytes, &m.total)) m.total = INT64_MAX;
+  m.resident = m.total - planned;
+  return m;
+}
+
+// Bytes of the working lists for so many parameters, and of what the host knows of them.
+int64_t Context::bytes_of_lists(size_t params) const {
+  const size_t words = config_.device == GA_DEVICE_CPU ? 0 : 3 * sizeof(Word);
+  return static_cast<int64_t>(params * (sizeof(Param) + sizeof(Tensor) + sizeof(Source) +
+                                        sizeof(AccumulateTask) + 9 * sizeof(ga_param) + words));
+}
+
+// Called after the last check of a call that contributes, so that no other call leaves arrays behind.
+void Context::prepare() {
+  make_arrays();
+  arrays_.fill_new();
+}
+
+void Context::make_arrays() {
+  if (!arrays_.lacking()) return;
+  check_device();
+  const size_t n = params_.size();
+  ContextTables tables;
+  try {
+    accumulate_tasks_.reserve(n);
+    told_.resize(n);
+    if (config_.device != GA_DEVICE_CPU) moved_.reserve(3 * n);
+    for (auto* list : {&plain_, &pieces_, &layers_, &norms_, &units_first_, &factored_first_,
+                       &ids_[0], &ids_[1], &ids_[2], &noted_})
+      list->reserve(n);
+    tables = tables_.grown(*backend_, ContextTables::kParam, n);
+    arrays_.make();
+  } catch (const std::bad_alloc&) {
+    arrays_.fail_allocation();
+  } catch (const std::length_error&) {  // of a list that would have been larger than memory
+    arrays_.fail_allocation();
+  }
+  tables_.swap(tables, ContextTables::kParam);
+  prepared_ = n;
+  for (size_t i = 0; i < n; ++i) describe(i);  // the tables have moved
+  lists_due_ = true;
+  set_tables();
+  flush();
 }
 
 }  // namespace ga

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a ga_context is: a ParamList, the window and the counters. The context has no loop over elements
-// and computes no number of a step: it tells a Backend what to do to which tensors, by the tables of
-// tables.hpp.
-//   context.cpp     groups and parameters
-//   memory.cpp      the arrays that parameters own
+// What a ga_context is: a ParamList with its ParamArrays, the window and the counters. The context has no
+// loop over elements and computes no number of a step: it tells a Backend what to do to which tensors, by
+// the tables of tables.hpp.
+//   context.cpp     groups, parameters and their arrays
 //   state.cpp       optimizer state by name
 //   checkpoint*.cpp state on disk
 //   ema.cpp         moving averages
@@ -14,22 +13,18 @@
 //   update.cpp      the update of parameters and optimizer state
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "arrays.hpp"
 #include "batchnorm.hpp"
 #include "error.hpp"
 #include "fork.hpp"
 #include "fp_mode.hpp"
 #include "log.hpp"
-#include "masters.hpp"
-#include "param.hpp"
-#include "ranges.hpp"
 #include "tables.hpp"
 #include "window.hpp"
 
@@ -94,15 +89,14 @@ class Context : BnContext {
   void set_scale(ga_param param, const char* name, double Tensor::*which, double scale);
   void remove(ga_param param);
   ga_memory memory() const;
+  // Gives every parameter that is not frozen its arrays, if it has none yet.
+  void make_arrays();
   void synchronize() { backend_->wait(); }
   const ParamList& params() const { return params_; }
   BatchNorms& batch_norms() { return batch_norms_; }
   const BatchNorms& batch_norms() const { return batch_norms_; }
   // Throws if the backend can take no work now: after a fault, or because of a capture.
   void check_device() const { backend_->capturing(); }
-
-  // memory.cpp
-  void make_arrays();
 
   // state.cpp
   int32_t state_count(ga_param param) const;
@@ -142,22 +136,6 @@ class Context : BnContext {
   const void* gradient(ga_param param, int32_t* dtype, int64_t* count) const;
 
  private:
-  // How much of the arenas is taken, in bytes.
-  struct Layout {
-    std::array<size_t, kArrayKinds> bytes = {};
-    size_t scratch = 0;  // for the parameter whose update needs most
-
-    int64_t chunks() const { return static_cast<int64_t>(bytes[kPartials] / sizeof(Partial)); }
-  };
-
-  // Arenas of the arrays that one call has made, and how many of their parameters are left.
-  struct Made {
-    Layout layout;
-    std::array<Buffer, kArrayKinds> arenas;
-    size_t params = 0;
-  };
-  struct NewArrays;
-
   // A contribution that is read at the end of its micro-batch.
   struct Contribution {
     ga_param param;
@@ -184,37 +162,13 @@ class Context : BnContext {
   void check_data(const char* name, const void* data, int64_t count, int32_t size,
                   ga_param self) const;
   void check_options(const NewParam& e, int32_t dtype) const;
-
-  // memory.cpp
-  OwnedArrays arrays_of(size_t param) const;
-  Array state_of(const Param& p, int slot) const;
-  Array average_of(const Param& p) const;
-  bool gives_on_demand() const;
-  bool never_stores(size_t param) const;
   int64_t bytes_of_lists(size_t params) const;
-  template <class F>
-  void each_units(size_t param, F&& f) const;
-  template <class F>
-  void place(size_t param, Layout& l, F&& f) const;
-  Layout layout_of_new() const;
   void prepare();
-  void allocate_new(NewArrays& fresh);
-  void free_arrays(size_t param);
-  void fill(const Param& p, const Array& from, double constant, const Array& to, int64_t count);
-  void fill_state(const Param& p, const OwnedArray& a);
-  // Between arrays of a parameter's elements, of any floating dtypes.
-  void copy(const Param& p, const Array& from, const Array& to) { fill(p, from, 0, to, p.count); }
-  void claim_masters();
-  void hand_over(NewArrays& fresh);
-  [[noreturn]] void fail_allocation() const;
-  void fill_new();
 
   // state.cpp
   std::vector<StateArray> states_of(size_t param) const;
   StateArray state_for(ga_param id, const char* name, int32_t dtype, int64_t count,
                        const char* what);
-  void* state_data(const Param& p, int kind) const;
-  void clear_average(Param& p);
   ParamState param_state(size_t param) const;
   std::vector<ParamState> param_states() const;
   void set_param_state(size_t param, const ParamState& state);
@@ -281,8 +235,8 @@ class Context : BnContext {
   // clip.cpp
   void change_clip(const ga_clip* clip, ga_clip& slot, bool* own);
   void choose_path();
-  void prepare_units();
   void check_no_sweeps(const ga_clip& clip) const;
+
   // step.cpp
   bool norm_wanted(ga_param id) const;
   StepSums step_sums();
@@ -318,30 +272,23 @@ class Context : BnContext {
 
   ParamList params_;
   MemoryRanges ranges_{config_, *backend_, params_};
-  std::vector<AccumPhase> phases_;
-  bool accum_due_ = false;  // the next window's K has to be looked up in phases_
-
-  bool scaled_ = false;
-  ga_loss_scaler scaler_ = {};
   std::optional<ga_ema> ema_;
+  ParamArrays arrays_{config_, *backend_, params_, ranges_, ema_};
   bool ema_swapped_ = false;  // parameters and EMA are exchanged
   Buffer ema_kept_;           // parameters that were overwritten by their averages
-  bool clip_micro_ = false;   // some clipping is GA_CLIP_WHEN_MICRO
+  std::vector<AccumPhase> phases_;
+  bool accum_due_ = false;  // the next window's K has to be looked up in phases_
+  bool scaled_ = false;
+  ga_loss_scaler scaler_ = {};
+  bool clip_micro_ = false;  // some clipping is GA_CLIP_WHEN_MICRO
 
   ContextTables tables_;
   mutable Control last_control_ = {};  // as last read from a device
   std::vector<Source> told_;           // by parameter: the adopted gradient that the tables name
   std::vector<Word> moved_;            // new addresses of adopted gradients, to be sent
 
-  size_t prepared_ = 0;    // parameters in the tables
-  bool checked_ = false;   // some Param::checked is not NULL
-  bool lacking_ = false;   // some parameter that is not frozen has no arrays yet
-  bool unfilled_ = false;  // some arrays do not hold their initial values yet
-  Layout owned_;           // of all arrays that parameters own
-  std::vector<Made> made_;
-  Buffer scratch_;
-
-  MasterClaims claims_;
+  size_t prepared_ = 0;   // parameters in the tables
+  bool checked_ = false;  // some Param::checked is not NULL
 
   Window window_;
   BatchNorms batch_norms_{config_, *backend_, window_, params_, ranges_, *this};
@@ -378,7 +325,8 @@ class Context : BnContext {
   std::vector<MicroInput> micro_inputs_;
   std::vector<ga_param> micro_units_;  // parameters clipped by units
   size_t micro_chunks_ = 0;
-  int64_t reserved_chunks_ = 0, reserved_params_ = 0;  // of the backend, by defer()
+  int64_t reserved_chunks_ = 0;  // of the backend, by defer()
+  size_t reserved_params_ = 0;
   State<Partial> micro_partials_;
   State<MicroPlan> micro_plans_;
 };

@@ -49,7 +49,9 @@ void Context::check_ema_kept(const char* what) const {
 }
 
 // Whether a parameter and its average change places as they are; else the parameter is overwritten.
-bool Context::swaps_in_place(const Param& p) const { return p.dtype == average_of(p).format; }
+bool Context::swaps_in_place(const Param& p) const {
+  return p.dtype == arrays_.average_of(p).format;
+}
 
 void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   const Param& p = params_.get(id);
@@ -63,11 +65,11 @@ void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   check_values(id, "out", out, p.count, info.size);
   const bool averaged = param_state(static_cast<size_t>(id)).averaged;
   const bool elsewhere = averaged && ema_swapped_ && swaps_in_place(p);
-  const Array from = elsewhere ? Array{p.data, p.dtype} : averaged ? average_of(p) : p.current();
-  backend_->reserve(std::max(owned_.chunks(), chunk_count(p.count)),
-                    static_cast<int64_t>(params_.size()),
-                    static_cast<int64_t>(owned_.bytes[kAccumulator]));
-  copy(p, from, {out, dtype});
+  const Array from = elsewhere  ? Array{p.data, p.dtype}
+                     : averaged ? arrays_.average_of(p)
+                                : p.current();
+  arrays_.reserve(std::max(arrays_.chunks(), chunk_count(p.count)), params_.size());
+  arrays_.copy(p, from, {out, dtype});
 }
 
 // Allocates all that it needs before it changes anything.
@@ -111,7 +113,7 @@ void Context::ema_swap(bool on) {
       }
       if (on) {
         backend_->copy(original, p.data, bytes);
-        copy(p, average_of(p), {p.data, p.dtype});
+        arrays_.copy(p, arrays_.average_of(p), {p.data, p.dtype});
       } else {
         backend_->copy(p.data, original, bytes);
       }

@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups and parameters as the host knows them, the list of all of a context, and the list of the arrays
-// that a parameter owns.
+// Groups and parameters as the host knows them, and the list of all that a context has.
 #pragma once
 
-#include <array>
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -180,6 +177,7 @@ class ParamList {
 
   const Group& group_of(const Param& p) const { return groups[static_cast<size_t>(p.group)]; }
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
+  bool has_master(Which w) const;
   // Whether its update takes norms over the parameter first.
   bool is_layered(const Param& p) const;
 
@@ -211,58 +209,9 @@ struct Matrices {
 };
 Matrices matrices_of(const Tensor& t);
 
-// The kinds of arrays that a parameter may own. Each kind lies in arenas of its own.
-enum ArrayKind {
-  kAccumulator,
-  kLow,                          // of a compensated accumulator
-  kState,                        // the first slot; the others follow
-  kMaster = kState + kMaxSlots,  // f32, of a 16-bit parameter
-  kAverage,
-  kRowSlots,
-  kRowSet,
-  kPartials,
-  kArrayKinds
-};
-
-struct OwnedArray {
-  int kind;          // ArrayKind; kState + k for slot k
-  int32_t format;    // ga_dtype of its elements; 0: structs of the library
-  int64_t count;     // elements
-  size_t bytes;      // padded to whole cache lines, but for partials
-  double initial;    // what every element begins with
-  const char* name;  // as PyTorch names it, whatever the flavor; NULL: derived, not to be saved
-};
-
-// An array of a parameter's state that the program may read and write, under its name.
-struct StateArray {
-  const char* name;
-  int32_t dtype;
-  int64_t count;
-  int kind;  // ArrayKind, or a number of the clock: see state.cpp
-};
-
-// A list of fixed capacity, so that no call for it allocates.
-struct OwnedArrays {
-  std::array<OwnedArray, kArrayKinds> list;
-  size_t size = 0;
-
-  const OwnedArray* begin() const { return list.data(); }
-  const OwnedArray* end() const { return list.data() + size; }
-};
-
-// All arrays that a parameter has or will have, in the order of ArrayKind, except its Units. Layout,
-// accounting, allocation and filling follow this list. ema: that of the context.
-OwnedArrays arrays_of(const Param& p, const Tensor& t, const Group& g, int32_t accumulation,
-                      const std::optional<ga_ema>& ema);
-// Gives the parameter one of its arrays.
-void set_array(Param& p, Tensor& t, int kind, void* data);
-
 // The clock of a context after so many steps with these numbers.
 Clock clock_after(const OptimizerInfo& info, const ga_optimizer& o, int64_t steps);
 
 size_t data_bytes(const Param& p);  // of the parameter itself
-int32_t state_format(const Param& p, const Group& g);
-int32_t average_format(const Param& p, const std::optional<ga_ema>& ema);
-bool has_master(const Param& p, const Tensor& t, const Group& g);
 
 }  // namespace ga

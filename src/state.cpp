@@ -20,7 +20,7 @@ std::vector<StateArray> Context::states_of(size_t i) const {
   std::vector<StateArray> states;
   const Param& p = params_[i];
   const auto take = [&](int first, int last) {
-    for (const OwnedArray& a : arrays_of(i))
+    for (const OwnedArray& a : arrays_.of(i))
       if (a.name && a.kind >= first && a.kind <= last)
         states.push_back({a.name, a.format ? a.format : p.real(), a.count, a.kind});
   };
@@ -82,10 +82,6 @@ StateArray Context::state_for(ga_param id, const char* name, int32_t dtype, int6
   return found;
 }
 
-void* Context::state_data(const Param& p, int kind) const {
-  return kind == kMaster ? p.master : kind == kAverage ? p.average : p.state[kind - kState];
-}
-
 ParamState Context::param_state(size_t i) const {
   ParamState state = {};
   if (i < prepared_) backend_->read(&state, tables_.param_states.at(i), sizeof state);
@@ -118,16 +114,10 @@ void Context::get_state(ga_param id, const char* name, void* out, int32_t dtype,
   } else {
     const auto bytes = static_cast<size_t>(s.count * dtype_info(s.dtype).size);
     const bool none = s.kind == kAverage && !state.averaged;  // yet: that of the parameter
-    if (none) copy(p, p.values(), average_of(p));
-    backend_->read(out, state_data(p, s.kind), bytes);
-    if (none) clear_average(p);
+    if (none) arrays_.copy(p, p.values(), arrays_.average_of(p));
+    backend_->read(out, arrays_.data(p, s.kind), bytes);
+    if (none) arrays_.clear_average(p);
   }
-}
-
-// Puts the average back to zeros, from which the first step makes it the parameter, to the last bit.
-void Context::clear_average(Param& p) {
-  fill(p, {nullptr, GA_F32}, 0, average_of(p), p.count);
-  p.average_written = true;
 }
 
 void Context::set_state(ga_param id, const char* name, const void* data, int32_t dtype,
@@ -157,7 +147,7 @@ void Context::set_state(ga_param id, const char* name, const void* data, int32_t
     state.clock.product = product;
   } else {
     const auto bytes = static_cast<size_t>(s.count * dtype_info(s.dtype).size);
-    backend_->write(state_data(p, s.kind), data, bytes);
+    backend_->write(arrays_.data(p, s.kind), data, bytes);
     if (s.kind == kAverage) state.averaged = p.average_written = true;
     if (s.kind < kMaster) p.state_written = true;
   }
@@ -179,13 +169,12 @@ void Context::reset_state(ga_param id) {
   state.averaged = false;
   or_break([&] {
     set_param_state(i, state);
-    for (const OwnedArray& a : arrays_of(i))
-      if (a.kind >= kState && a.kind < kMaster) fill_state(p, a);
-    if (p.average && p.count > 0) clear_average(p);
+    arrays_.reset_state(i);
+    if (p.average && p.count > 0) arrays_.clear_average(p);
   });
   p.state_due = false;
   p.state_written = true;
-  if (p.master) p.master_due = unfilled_ = true;
+  arrays_.renew_master(p);
 }
 
 Clock clock_after(const OptimizerInfo& info, const ga_optimizer& o, int64_t steps) {

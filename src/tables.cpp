@@ -121,7 +121,7 @@ void Context::describe_input(size_t i) {
   in.average = p.average != nullptr;
   in.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC ||
                  params_.group_of(p).optimizer.state_dtype == GA_BF16 ||
-                 (in.average && average_of(p).format == GA_BF16);
+                 (in.average && arrays_.average_of(p).format == GA_BF16);
 }
 
 void Context::describe_update(size_t i) {
@@ -139,9 +139,10 @@ void Context::describe_update(size_t i) {
   update.f64 = p.f64;
   update.param = p.values();
   update.copy = {p.master ? p.data : nullptr, p.dtype};
-  update.average = average_of(p);
+  update.average = arrays_.average_of(p);
   update.delivered = {op < 0 ? p.accumulator : nullptr, p.accumulator_dtype};
-  for (int k = 0; k < (op < 0 ? 0 : op_info(op).slots); ++k) update.state[k] = state_of(p, k);
+  for (int k = 0; k < (op < 0 ? 0 : op_info(op).slots); ++k)
+    update.state[k] = arrays_.state_of(p, k);
   update.padded_state = !params_.in_pieces(i);  // a piece may end where another begins
   update.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC;
   update.rows = t.options.rows == GA_ROWS_LAZY ? t.set : nullptr;
@@ -205,7 +206,7 @@ void Context::describe_layered(size_t i) {
   const OpInfo& info = op_info(params_.op_of(p));
   UpdateTask& update = tables_.updates.edit(i);
   UpdateTask& measure = tables_.measures.edit(i);
-  if (info.emits) measure.emitted = p.fits_accumulator() ? p.accumulator : scratch_.data();
+  if (info.emits) measure.emitted = p.fits_accumulator() ? p.accumulator : arrays_.scratch();
   const void* made = measure.emitted;
   if (info.orthogonal && p.count > 0) made = orthogonal_task(static_cast<ga_param>(i)).result();
   if (info.emits) update.gradient = identity({made, p.real(), 1, nullptr});

@@ -93,8 +93,8 @@ void Context::update_batch(Params ids) {
     if (params_.is_layered(params_[id])) {
       const OpInfo& op = op_info(params_.op_of(params_[id]));
       measured.push_back(id);
-      in_turns =
-          in_turns || op.orthogonal || (op.emits && tables_.measures[i].emitted == scratch_.data());
+      in_turns = in_turns || op.orthogonal ||
+                 (op.emits && tables_.measures[i].emitted == arrays_.scratch());
     } else {
       updated.push_back(id);
     }
@@ -129,7 +129,8 @@ OrthogonalizeTask Context::orthogonal_task(ga_param id) const {
   task.b = static_cast<float>(o.ns_coefficients[1]);
   task.c = static_cast<float>(o.ns_coefficients[2]);
   // Behind what may have been emitted there.
-  task.scratch = static_cast<float*>(scratch_.data()) + (task.x == scratch_.data() ? p.count : 0);
+  task.scratch =
+      static_cast<float*>(arrays_.scratch()) + (task.x == arrays_.scratch() ? p.count : 0);
   return task;
 }
 

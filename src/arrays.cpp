@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arrays that the library owns for its parameters: how large, where, and what they begin with. Which
-// arrays a parameter has is the list of param.hpp.
-#include <algorithm>
-#include <stdexcept>
+#include "arrays.hpp"
 
-#include "context.hpp"
-#include "error.hpp"
+#include <algorithm>
+
 #include "tensor.hpp"
 
 namespace ga {
@@ -37,22 +34,88 @@ bool is_written(const Param& p, const OwnedArray& a) {
   return true;
 }
 
+size_t size_of(int32_t dtype) { return static_cast<size_t>(dtype_info(dtype).size); }
+
+// Gives the parameter one of its arrays.
+void set_array(Param& p, Tensor& t, int kind, void* data) {
+  if (kind == kAccumulator) p.accumulator = data;
+  if (kind == kLow) t.low = data;
+  if (kind >= kState && kind < kMaster) p.state[kind - kState] = data;
+  if (kind == kMaster) p.master = data;
+  if (kind == kAverage) p.average = data;
+  if (kind == kRowSet) t.set = static_cast<RowSet*>(data);  // its slots are RowSet::slots
+  if (kind == kPartials) p.partials = static_cast<Partial*>(data);
+  p.pair = t.low != nullptr;
+  p.master_due = p.master_due || kind == kMaster;
+}
+
 }  // namespace
 
-OwnedArrays Context::arrays_of(size_t i) const {
-  return ga::arrays_of(params_[i], params_.tensor(i), params_.group_of(params_[i]),
-                       config_.accumulation, ema_);
+OwnedArrays ParamArrays::of(size_t i) const {
+  const Param& p = params_[i];
+  const Tensor& t = params_.tensor(i);
+  const Group& g = params_.group_of(p);
+  OwnedArrays arrays;
+  if (p.count == 0) return arrays;
+  const auto add = [&](int kind, const char* name, int32_t format, int64_t count, size_t bytes,
+                       double initial = 0) {
+    constexpr size_t kLine = 64;
+    const size_t padded = kind == kPartials ? bytes : (bytes + kLine - 1) / kLine * kLine;
+    arrays.list[arrays.size++] = {kind, format, count, padded, initial, name};
+  };
+  const auto numbers = [&](int kind, const char* name, int32_t format, int64_t count) {
+    add(kind, name, format, count, static_cast<size_t>(count) * size_of(format));
+  };
+  numbers(kAccumulator, "grad_accum", p.accumulator_dtype, p.count);
+  if (config_.accumulation == GA_ACCUMULATE_COMPENSATED && size_of(p.accumulator_dtype) == 2)
+    numbers(kLow, "grad_accum_low", p.accumulator_dtype, p.count);
+
+  const int op = params_.op_of(p);
+  if (op >= 0 && op_info(op).factored) {
+    const Matrices m = matrices_of(t);
+    const char* const* const names = op_info(op).slot_names.of;
+    numbers(kState, names[0], p.real(), m.count * m.rows);
+    numbers(kState + 1, names[1], p.real(), m.count * m.columns);
+    numbers(kState + 2, nullptr, p.real(), m.count);  // OuterProduct::scales
+  } else if (op >= 0 && op_info(op).row_state) {
+    add(kState, op_info(op).slot_names.of[0], p.real(), t.rows,
+        static_cast<size_t>(t.rows) * size_of(p.real()), g.info->initial(g.optimizer, 0));
+  } else if (op >= 0) {
+    const int32_t format = state_of(p, 0).format;
+    // Kernels that compute in double go by groups of two cache lines.
+    const int64_t room = format == GA_F64 ? (p.count + 15) / 16 * 16 : p.count;
+    for (int k = 0; k < op_info(op).slots; ++k)
+      add(kState + k, op_info(op).slot_names.of[k], format, p.count,
+          static_cast<size_t>(room) * size_of(format), g.info->initial(g.optimizer, k));
+  }
+  if (params_.has_master(i)) numbers(kMaster, "master", GA_F32, p.count);
+  if (ema_) numbers(kAverage, "ema", average_of(p).format, p.count);
+  if (t.options.rows != GA_ROWS_NONE) {
+    add(kRowSlots, nullptr, 0, t.rows, static_cast<size_t>(t.rows) * sizeof(uint32_t));
+    add(kRowSet, nullptr, 0, 1, sizeof(RowSet));
+  }
+  const int64_t chunks = chunk_count(p.count);
+  add(kPartials, nullptr, 0, chunks, static_cast<size_t>(chunks) * sizeof(Partial));
+  return arrays;
 }
 
-Array Context::state_of(const Param& p, int slot) const {
-  return {p.state[slot], state_format(p, params_.group_of(p))};
+Array ParamArrays::state_of(const Param& p, int slot) const {
+  const bool bf16 = params_.group_of(p).optimizer.state_dtype == GA_BF16;
+  return {p.state[slot], p.f64 ? GA_F64 : bf16 ? GA_BF16 : GA_F32};
 }
 
-Array Context::average_of(const Param& p) const { return {p.average, average_format(p, ema_)}; }
+Array ParamArrays::average_of(const Param& p) const {
+  return {p.average, p.f64 ? GA_F64 : ema_ && ema_->dtype == GA_BF16 ? GA_BF16 : GA_F32};
+}
+
+void ParamArrays::reserve(int64_t chunks, size_t params) const {
+  backend_.reserve(chunks, static_cast<int64_t>(params),
+                   static_cast<int64_t>(owned_.bytes[kAccumulator]));
+}
 
 // f(which, pattern, both) for each of the Units that a parameter has or is going to have.
 template <class F>
-void Context::each_units(size_t i, F&& f) const {
+void ParamArrays::each_units(size_t i, F&& f) const {
   const Param& p = params_[i];
   const Tensor& t = params_.tensor(i);
   if (p.count == 0) return;
@@ -77,11 +140,11 @@ void Context::each_units(size_t i, F&& f) const {
 // (measured: half the speed), so the arrays of a large parameter lie 17 cache lines apart within a page,
 // counted from it.
 template <class F>
-void Context::place(size_t i, Layout& l, F&& f) const {
+void ParamArrays::place(size_t i, Layout& l, F&& f) const {
   constexpr size_t kLine = 64, kPage = 4096, kApart = 17 * kLine, kLarge = size_t{1} << 20;
   const Param& p = params_[i];
   size_t apart = 0;
-  for (const OwnedArray& a : arrays_of(i)) {
+  for (const OwnedArray& a : of(i)) {
     size_t& end = l.bytes[static_cast<size_t>(a.kind)];
     size_t offset = end;
     apart += kApart;
@@ -102,7 +165,7 @@ void Context::place(size_t i, Layout& l, F&& f) const {
   l.scratch = std::max(l.scratch, static_cast<size_t>(elements) * (p.f64 ? 8 : 4));
 }
 
-Context::Layout Context::layout_of_new() const {
+ParamArrays::Layout ParamArrays::layout_of_new() const {
   Layout l;
   for (size_t i = 0; i < params_.size(); ++i)
     if (params_[i].lacks_arrays()) place(i, l, [](const OwnedArray&, size_t) {});
@@ -111,29 +174,27 @@ Context::Layout Context::layout_of_new() const {
 
 // ---- Accounting ---------------------------------------------------------------------------------
 
-// Whether windows with these options never write the parameter's accumulator, because its one gradient
-// is read where the program has it. On the CPU, memory that is never written is never given.
-bool Context::never_stores(size_t i) const {
+// Whether windows of one gradient that is read where the program has it never write the parameter's
+// accumulator. On the CPU, memory that is never written is never given.
+bool ParamArrays::never_stores(size_t i) const {
   const Param& p = params_[i];
   const int op = params_.op_of(p);
-  return params_.tensor(i).options.rows == GA_ROWS_NONE && adopts_ && !config_.allocate &&
-         config_.accum_steps == 1 && phases_.empty() && config_.device == GA_DEVICE_CPU &&
+  return params_.tensor(i).options.rows == GA_ROWS_NONE && gives_on_demand() &&
          !p.accumulator_written && op >= 0 && !op_info(op).emits && p.fits_accumulator();
 }
 
 // Whether memory is given when it is written.
-bool Context::gives_on_demand() const {
+bool ParamArrays::gives_on_demand() const {
   return config_.device == GA_DEVICE_CPU && !config_.allocate;
 }
 
-ga_memory Context::memory() const {
-  ga_memory m = {};
+int64_t ParamArrays::count(ga_memory& m, bool adopting) const {
   const auto add = [](int64_t& sum, size_t bytes) {
     sum = static_cast<int64_t>(add_capped(static_cast<size_t>(sum), bytes));
   };
   const Layout fresh = layout_of_new();
   const bool on_demand = gives_on_demand();
-  int64_t planned = 0;  // of what follows, not resident yet
+  int64_t planned = 0;
   for (size_t kind = 0; kind < kArrayKinds; ++kind) {
     add(m.*purpose_of(kind), add_capped(owned_.bytes[kind], fresh.bytes[kind]));
     add(planned, fresh.bytes[kind]);
@@ -141,8 +202,8 @@ ga_memory Context::memory() const {
   for (size_t i = 0; i < params_.size(); ++i) {
     const Param& p = params_[i];
     if (!p.owns && p.frozen) continue;
-    const bool stores = !never_stores(i);
-    for (const OwnedArray& a : arrays_of(i)) {
+    const bool stores = !(adopting && never_stores(i));
+    for (const OwnedArray& a : of(i)) {
       const auto bytes = static_cast<int64_t>(a.bytes);
       if (a.kind == kAccumulator && !stores) {
         m.accumulators -= bytes;
@@ -157,81 +218,33 @@ ga_memory Context::memory() const {
       if (!p.owns) planned += bytes;
     });
   }
-  const int64_t chunks = owned_.chunks() + fresh.chunks();
   const auto scratch = static_cast<int64_t>(scratch_.bytes());
   const int64_t more_scratch = std::max<int64_t>(static_cast<int64_t>(fresh.scratch) - scratch, 0);
-  m.workspace += backend_->table_bytes(chunks) + scratch + more_scratch +
-                 bytes_of_lists(params_.size()) +
-                 ContextTables::bytes(params_.groups.size(), params_.size());
-  planned += backend_->table_bytes(chunks) - backend_->table_bytes(owned_.chunks()) + more_scratch +
-             bytes_of_lists(params_.size()) - bytes_of_lists(prepared_) +
-             ContextTables::bytes(0, params_.size()) - ContextTables::bytes(0, prepared_);
-  for (const Group& g : params_.groups) m.workspace += g.rates.bytes();
-  m.workspace +=
-      micro_partials_.bytes() + micro_plans_.bytes() +
-      static_cast<int64_t>(contributions_.capacity() *
-                           (sizeof(Contribution) + sizeof(MicroInput) + sizeof(NormTask)));
-  m.rows += backend_->row_bytes();
-  m.averages += static_cast<int64_t>(ema_kept_.bytes());
-  m.batch_norm = batch_norms_.bytes();
-  m.workspace += backend_->bn_bytes() + batch_norms_.inputs().bytes();
-  for (const int64_t bytes : {m.accumulators, m.optimizer_state, m.workspace, m.masters, m.averages,
-                              m.rows, m.batch_norm})
-    add(m.total, static_cast<size_t>(bytes));
-  m.resident = m.total - planned;
-  return m;
-}
-
-// Bytes of the working lists for so many parameters, and of what the host knows of them.
-int64_t Context::bytes_of_lists(size_t params) const {
-  const size_t words = config_.device == GA_DEVICE_CPU ? 0 : 3 * sizeof(Word);
-  return static_cast<int64_t>(params * (sizeof(Param) + sizeof(Tensor) + sizeof(Source) +
-                                        sizeof(AccumulateTask) + 9 * sizeof(ga_param) + words));
+  const int64_t tables = backend_.table_bytes(chunks() + fresh.chunks());
+  m.workspace += tables + scratch + more_scratch;
+  return planned + tables - backend_.table_bytes(chunks()) + more_scratch;
 }
 
 // ---- Allocation ---------------------------------------------------------------------------------
 
-// What prepare() has allocated and not yet handed over to the parameters.
-struct Context::NewArrays {
+struct ParamArrays::New {
   Made made;
   Buffer scratch;
   std::vector<std::array<std::unique_ptr<Units>, Tensor::kUnits>> units;  // by parameter
-  ContextTables tables;
 };
 
-// Called after the last check of a call that contributes, so that no other call leaves arrays behind.
-void Context::prepare() {
-  if (lacking_) make_arrays();
-  if (unfilled_) fill_new();
-}
-
-// Gives every parameter that is not frozen its arrays, if it has none yet: all of them or, if this throws,
-// none. Throws if memory runs out, or if another context has master weights for the same memory.
-void Context::make_arrays() {
-  if (!lacking_) return;
-  check_device();
-  NewArrays fresh;
-  try {
-    allocate_new(fresh);
-  } catch (const std::bad_alloc&) {
-    fail_allocation();
-  } catch (const std::length_error&) {  // of a list that would have been larger than memory
-    fail_allocation();
-  }
+void ParamArrays::make() {
+  New fresh;
+  allocate(fresh);
   hand_over(fresh);
-  for (size_t i = 0; i < params_.size(); ++i) describe(i);  // the tables have moved
-  lists_due_ = true;
-  set_tables();
-  flush();
 }
 
-// Names the largest of the parameters whose arrays could not be allocated.
-void Context::fail_allocation() const {
+void ParamArrays::fail_allocation() const {
   size_t total = 0, most = 0, largest = 0, count = 0;
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!params_[i].lacks_arrays()) continue;
     size_t bytes = 0;
-    for (const OwnedArray& a : arrays_of(i))
+    for (const OwnedArray& a : of(i))
       if (a.kind != kPartials) bytes = add_capped(bytes, a.bytes);
     total = add_capped(total, bytes);
     ++count;
@@ -246,34 +259,26 @@ void Context::fail_allocation() const {
        total, count, params_.tensor(largest).name, most);
 }
 
-void Context::allocate_new(NewArrays& fresh) {
+void ParamArrays::allocate(New& fresh) {
   const size_t n = params_.size();
-  accumulate_tasks_.reserve(n);
-  told_.resize(n);
-  if (config_.device != GA_DEVICE_CPU) moved_.reserve(3 * n);
-  for (auto* list : {&plain_, &pieces_, &layers_, &norms_, &units_first_, &factored_first_,
-                     &ids_[0], &ids_[1], &ids_[2], &noted_})
-    list->reserve(n);
   made_.reserve(made_.size() + 1);
   ranges_.reserve_more(kArrayKinds);
 
   fresh.made.layout = layout_of_new();
   const auto& bytes = fresh.made.layout.bytes;
-  backend_->reserve(
+  backend_.reserve(
       owned_.chunks() + fresh.made.layout.chunks(), static_cast<int64_t>(n),
       static_cast<int64_t>(add_capped(owned_.bytes[kAccumulator], bytes[kAccumulator])));
   for (size_t k = 0; k < kArrayKinds; ++k)
-    if (bytes[k] > 0) fresh.made.arenas[k] = Buffer(*backend_, bytes[k]);
+    if (bytes[k] > 0) fresh.made.arenas[k] = Buffer(backend_, bytes[k]);
   if (fresh.made.layout.scratch > scratch_.bytes())
-    fresh.scratch = Buffer(*backend_, fresh.made.layout.scratch);
-  fresh.tables = tables_.grown(*backend_, ContextTables::kParam, n);
+    fresh.scratch = Buffer(backend_, fresh.made.layout.scratch);
   fresh.units.resize(n);
   Layout l;
   for (size_t i = 0; i < n; ++i) {
     if (!params_[i].lacks_arrays()) continue;
     each_units(i, [&](int which, const UnitPattern& pattern, bool both) {
-      fresh.units[i][static_cast<size_t>(which)] =
-          std::make_unique<Units>(*backend_, pattern, both);
+      fresh.units[i][static_cast<size_t>(which)] = std::make_unique<Units>(backend_, pattern, both);
     });
     char* slots = nullptr;
     place(i, l, [&](const OwnedArray& a, size_t offset) {
@@ -281,16 +286,16 @@ void Context::allocate_new(NewArrays& fresh) {
           static_cast<char*>(fresh.made.arenas[static_cast<size_t>(a.kind)].data()) + offset;
       if (a.kind == kRowSlots) slots = at;
       if (a.kind == kRowSet)
-        backend_->write(&reinterpret_cast<RowSet*>(at)->slots, &slots, sizeof slots);
+        backend_.write(&reinterpret_cast<RowSet*>(at)->slots, &slots, sizeof slots);
     });
   }
   claim_masters();
 }
 
 // Claims the parameters whose master weights are new: all of them or, if this throws, none.
-void Context::claim_masters() {
+void ParamArrays::claim_masters() {
   const auto is_new = [&](const Param& p, size_t i) {
-    return p.lacks_arrays() && p.count > 0 && has_master(p, params_.tensor(i), params_.group_of(p));
+    return p.lacks_arrays() && p.count > 0 && params_.has_master(i);
   };
   size_t i = 0;
   try {
@@ -304,8 +309,7 @@ void Context::claim_masters() {
   }
 }
 
-void Context::hand_over(NewArrays& fresh) {
-  tables_.swap(fresh.tables, ContextTables::kParam);
+void ParamArrays::hand_over(New& fresh) {
   if (fresh.scratch.data()) scratch_.swap(fresh.scratch);
   Layout l;
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -328,21 +332,31 @@ void Context::hand_over(NewArrays& fresh) {
       ranges_.add(arena.data(), arena.bytes());
   }
   made_.push_back(std::move(fresh.made));
-  prepared_ = params_.size();
   lacking_ = false;
 }
 
-// Takes a parameter's arrays away, and frees those that were made with them if no parameter has any left.
-void Context::free_arrays(size_t i) {
+void ParamArrays::make_units() {
+  std::vector<std::unique_ptr<Units>> made(params_.size());
+  for (size_t i = 0; i < made.size(); ++i) {
+    if (!params_[i].owns || params_.clip_of(params_[i]).scope != GA_CLIP_AGC) continue;
+    const UnitPattern pattern = units_of(params_.tensor(i).shape, params_.units_axes(i));
+    if (params_[i].count > 0) made[i] = std::make_unique<Units>(backend_, pattern, true);
+  }
+  for (size_t i = 0; i < made.size(); ++i)
+    params_.tensor(i).units[Tensor::kClipUnits].swap(made[i]);
+}
+
+void ParamArrays::free(size_t i) {
   Param& p = params_[i];
   Tensor& t = params_.tensor(i);
   Made& made = made_[t.made_by];
-  for (const OwnedArray& a : arrays_of(i)) {  // what was never written takes no memory
+  if (p.master) claims_.remove(p.data);
+  for (const OwnedArray& a : of(i)) {  // what was never written takes no memory
     if (!gives_on_demand() || is_written(p, a)) continue;
     owned_.bytes[static_cast<size_t>(a.kind)] -= a.bytes;
     made.layout.bytes[static_cast<size_t>(a.kind)] -= a.bytes;
   }
-  if (t.set) backend_->free_rows(t.set);
+  if (t.set) backend_.free_rows(t.set);
   for (int kind = 0; kind < kArrayKinds; ++kind) set_array(p, t, kind, nullptr);
   for (auto& units : t.units) units.reset();
   p.owns = p.state_due = p.master_due = false;
@@ -355,31 +369,49 @@ void Context::free_arrays(size_t i) {
   }
 }
 
+void ParamArrays::claim(ga_param id, void* data) {
+  const Param& p = params_[id];
+  if (!p.master || data == p.data) return;
+  claims_.add(data, data_bytes(p), params_.name(id));
+  claims_.remove(p.data);
+}
+
+// ---- Filling ------------------------------------------------------------------------------------
+
 // from without data: the constant.
-void Context::fill(const Param& p, const Array& from, double constant, const Array& to,
-                   int64_t count) {
+void ParamArrays::fill(const Param& p, const Array& from, double constant, const Array& to,
+                       int64_t count) {
   FinishTask task = {};
   task.gradient = identity({from.data, from.format, 1, nullptr});
   task.constant = constant;
   task.f64 = p.f64;
   task.target = to;
   task.count = count;
-  backend_->finish({&task, 1});
+  backend_.finish({&task, 1});
 }
 
-void Context::fill_state(const Param& p, const OwnedArray& a) {
+void ParamArrays::fill_state(const Param& p, const OwnedArray& a) {
   fill(p, {nullptr, GA_F32}, a.initial, {p.state[a.kind - kState], a.format}, a.count);
 }
 
-// Fills new arrays whose initial value is not zero, and copies parameters to their master weights. If this
-// fails, the next call does the rest.
-void Context::fill_new() {
-  for (size_t i = 0; i < prepared_; ++i) {
+void ParamArrays::reset_state(size_t i) {
+  for (const OwnedArray& a : of(i))
+    if (a.kind >= kState && a.kind < kMaster) fill_state(params_[i], a);
+}
+
+void ParamArrays::clear_average(Param& p) {
+  fill(p, {nullptr, GA_F32}, 0, average_of(p), p.count);
+  p.average_written = true;
+}
+
+void ParamArrays::fill_new() {
+  if (!unfilled_) return;
+  for (size_t i = 0; i < params_.size(); ++i) {
     Param& p = params_[i];
     if (p.master_due) copy(p, {p.data, p.dtype}, {p.master, GA_F32});
     p.master_due = false;
     if (!p.state_due) continue;
-    for (const OwnedArray& a : arrays_of(i))
+    for (const OwnedArray& a : of(i))
       if (a.initial != 0) fill_state(p, a);
     p.state_due = false;
   }
