@@ -163,6 +163,20 @@ def test_a_graph_of_ones_own(task: Task) -> None:
         model.train_on_batch(task.x[:3], task.y[:3])
 
 
+def test_gradients_of_another_shape(task: Task) -> None:
+    model = task.model()
+    optimizer = gk.GradientAccumulateOptimizer("sgd", 2)
+    gradients = [keras.ops.zeros(v.shape) for v in model.trainable_variables]
+    gradients[1] = keras.ops.zeros((8,))
+    with pytest.raises(ValueError, match="shape"):
+        optimizer.apply(gradients, model.trainable_variables)
+    with pytest.raises(ValueError, match="gradients, expected"):
+        optimizer.apply(gradients[:2])
+    gradients[1] = keras.ops.zeros((7,), dtype="float32")  # which is converted
+    optimizer.apply(gradients, model.trainable_variables)
+    assert optimizer.flush().micro_batches == 1
+
+
 def test_distribution_is_refused(task: Task) -> None:
     if BACKEND != "tensorflow":
         pytest.skip("tf.distribute is TensorFlow's")

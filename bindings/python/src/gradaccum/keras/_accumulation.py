@@ -67,6 +67,7 @@ class Accumulation:
         self._shared: list[Shared] = []
         self._params: list[Param] = []
         self._group: Group | None = None
+        self._known: tuple[Any, ...] = ()  # the hyper-parameters that the library has
         self._norms: dict[Any, tuple[BatchNorm, Any, Any]] = {}  # with what the moving statistics held last
         self._ratios: list[float] = []  # of the divisors of the window's first micro-batch
         self._empty = True
@@ -110,6 +111,7 @@ class Accumulation:
             context.set_ema(Ema(decay=self.optimizer.ema_momentum))
         on = backend()
         self._group = context.add_group(self.kind.settings(self.optimizer))
+        self._known = self.kind.values(self.optimizer)
         self._shared, self._params = [], []
         for index, variable in enumerate(self.variables):
             if self.optimizer._overwrite_variable_with_gradient(variable):
@@ -186,13 +188,7 @@ class Accumulation:
             if gradient is None:
                 given.append(None)
                 continue
-            shared = self._shared[index]
-            taken, owner = on.gradient(gradient, shared.variable.dtype, shared.variable.shape)
-            if tuple(owner.shape) != tuple(shared.variable.shape):
-                raise ValueError(
-                    f'the gradient of variable "{shared.variable.path}" had the shape {list(owner.shape)}, '
-                    f"expected {list(shared.variable.shape)}"
-                )
+            taken, owner = on.gradient(gradient, self._shared[index])
             given.append(taken)
             alive.append(owner)
         if weight:
@@ -281,9 +277,10 @@ class Accumulation:
         context = self.settle(values)
         assert self._group is not None
         self._pull(values, between=False)
-        settings = self.kind.settings(self.optimizer)
-        if settings != self._group.optimizer:
-            self._group.optimizer = settings
+        known = self.kind.values(self.optimizer)
+        if known != self._known:
+            self._group.optimizer = self.kind.settings(self.optimizer)
+            self._known = known
         result = self.result = context.step()
         if result.applied:
             self._hand_over(context, values)

@@ -42,6 +42,8 @@ class Shared:
                 f'variable "{variable.path}" was {dtype}, expected float32, float64, float16 or bfloat16'
             )
         self.variable = variable
+        self.shape = tuple(int(dimension) for dimension in variable.shape)
+        self.real = dtype
         self.dtype = _DTYPES[dtype]
         self.seen: Any = None  # what the variable held when the two were last alike
         self.array: Any = None
@@ -82,8 +84,8 @@ class Backend(Protocol):
     def same(self, token: Any, native: Any) -> bool:
         """Whether it does."""
 
-    def gradient(self, native: Any, dtype: str, shape: Any) -> Any:
-        """A gradient as Context.accumulate() takes it, and what is to live until then."""
+    def gradient(self, native: Any, shared: Shared) -> Any:
+        """A gradient of a variable as Context.accumulate() takes it, and what is to live until then."""
 
     def is_symbolic(self, native: Any) -> bool:
         """Whether a tensor has no numbers, because it is part of a graph that is being made."""
@@ -93,6 +95,15 @@ class Backend(Protocol):
 
     def train_function(self, model: Any) -> Callable[..., Any]:
         """A function that runs train_step() compiled, and accumulates what it hands out."""
+
+
+def _check_shape(gradient: Any, shared: Shared) -> None:
+    """Before its address is handed out."""
+    if tuple(gradient.shape) != shared.shape:
+        raise ValueError(
+            f'the gradient of variable "{shared.variable.path}" had the shape {list(gradient.shape)}, expected '
+            f"{list(shared.shape)}"
+        )
 
 
 class _Torch:
@@ -110,10 +121,11 @@ class _Torch:
     def same(self, token: Any, native: Any) -> bool:
         return bool(token == self.token(native))
 
-    def gradient(self, native: Any, dtype: str, shape: Any) -> Any:
+    def gradient(self, native: Any, shared: Shared) -> Any:
         if native.layout is not self.torch.strided:
             native = native.to_dense()
-        native = native.detach().to(getattr(self.torch, dtype)).contiguous()
+        native = native.detach().to(getattr(self.torch, shared.real)).contiguous()
+        _check_shape(native, shared)
         return native.data_ptr(), native
 
     def is_symbolic(self, native: Any) -> bool:
@@ -126,6 +138,8 @@ class _Torch:
             one.seen = self.token(native)
 
     def train_function(self, model: Any) -> Callable[..., Any]:
+        own = model._accumulation
+
         def run(data: Any) -> Any:
             with capture() as got:
                 logs = model.train_step(data)
@@ -136,8 +150,10 @@ class _Torch:
 
         def function(data: Any) -> Any:
             logs, got = run(data[0])
-            model._accumulation.traced(got)
-            _take(model, got, got.weights(), got.statistics, Variables())
+            own.traced(got)
+            if got.gradients is not None:
+                weights = [float(weight) for weight in got.weights()]
+                own.add(got.variables, got.gradients, weights, got.statistics, Variables())
             return logs
 
         return function
@@ -168,36 +184,41 @@ class _TensorFlow:
         address: int = _raw.describe(_native.borrow(native, where))[0]
         return address
 
-    def gradient(self, native: Any, dtype: str, shape: Any) -> Any:
+    def gradient(self, native: Any, shared: Shared) -> Any:
         if isinstance(native, self.tf.IndexedSlices):
             native = self.tf.convert_to_tensor(native)
-        if native.dtype.name != dtype:
-            native = self.tf.cast(native, dtype)
+        if native.dtype.name != shared.real:
+            native = self.tf.cast(native, shared.real)
         return native, native
 
     def is_symbolic(self, native: Any) -> bool:
         return not self.tf.executing_eagerly()
 
     def wrote(self, shared: Sequence[Shared], values: Variables) -> None:
-        values.write([one.variable for one in shared], [one.array for one in shared])
+        tf = self.tf
         for one in shared:
-            one.seen = self.token(values[one.variable])
+            tensor = tf.constant(one.array)
+            one.variable.value.assign(tensor, read_value=False)
+            one.seen = tensor, self._address(tensor)  # whose memory the variable has now
 
     def train_function(self, model: Any) -> Callable[..., Any]:
         tf = self.tf
+        own = model._accumulation
+        names: list[str] = []  # of the logs, when they are a dictionary of tensors
 
+        # Its results are one flat list, which TensorFlow unpacks faster than a structure: logs, weights, and of
+        # each layer that has statistics three, and of each variable that has a gradient one.
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def run(data: Any) -> Any:
             with capture() as got:
                 logs = model.train_step(data)
-            gradients = None
-            if got.gradients is not None:
-                gradients = tuple(
-                    tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in got.gradients
-                )
-            model._accumulation.traced(got)
-            statistics = tuple(got.statistics.get(layer) for layer in model._accumulation.layers)
-            return logs, gradients, tuple(got.weights()), statistics
+            own.traced(got)
+            names[:] = logs or ()
+            flat = [logs[name] for name in names] + got.weights()
+            for layer in own.layers:
+                flat += got.statistics.get(layer, ())
+            flat += [tf.convert_to_tensor(g) for g in got.gradients or () if g is not None]
+            return flat
 
         if not model.run_eagerly:
             run = tf.function(run, reduce_retracing=True, jit_compile=model.jit_compile)
@@ -205,27 +226,25 @@ class _TensorFlow:
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def next_step(iterator: Any) -> Any:
-            return tf.experimental.Optional.from_value(run(iterator.get_next()))
+            return run(iterator.get_next())
 
         if not model.run_eagerly:
             next_step = tf.function(next_step, reduce_retracing=True)
 
         def function(iterator: Any) -> Any:
             if isinstance(iterator, tf.data.Iterator):
-                found = next_step(iterator)
-                if not found.has_value():
-                    raise StopIteration
-                out = found.get_value()
+                out = iter(next_step(iterator))
             else:
-                out = run(next(iterator))
-            logs, gradients, weights, statistics = out
-            got = model._accumulation.trace
+                out = iter(run(next(iterator)))
+            got = own.trace
+            logs = {name: next(out) for name in names}
+            weights = [next(out) for _ in got.weights()]
             seen = {
-                layer: one
-                for layer, one in zip(model._accumulation.layers, statistics, strict=True)
-                if one is not None
+                layer: (next(out), next(out), next(out)) for layer in own.layers if layer in got.statistics
             }
-            _take(model, got, weights, seen, Variables(), gradients)
+            gradients = [None if g is None else next(out) for g in got.gradients or ()]
+            if gradients:
+                own.add(got.variables, gradients, [float(w) for w in weights], seen, Variables())
             return logs
 
         return function
@@ -269,8 +288,10 @@ class _Jax:
     def same(self, token: Any, native: Any) -> bool:
         return token is native
 
-    def gradient(self, native: Any, dtype: str, shape: Any) -> Any:
-        native = native.astype(dtype)
+    def gradient(self, native: Any, shared: Shared) -> Any:
+        if native.dtype != shared.real:
+            native = native.astype(shared.real)
+        _check_shape(native, shared)
         native.block_until_ready()
         return native.unsafe_buffer_pointer(), native
 
@@ -295,6 +316,8 @@ class _Jax:
                 non_trainable[index] = value
             with capture() as got:
                 logs, state = model.train_step((trainable, non_trainable, own, metrics), data)
+            if got.variables is None:  # stateless_apply() knows no more than their order
+                got.variables = list(model.trainable_variables)
             accumulation.traced(got)
             non_trainable = [None if i in kept else value for i, value in enumerate(state[1])]
             return logs, got.gradients, non_trainable, state[3]
@@ -314,26 +337,12 @@ class _Jax:
             found = _JaxState(self.jax, accumulation.places, parts)
             report = np.asarray(metrics[-1])
             divisors, statistics = unpack(report, accumulation.layers)
-            weights = divisors[: len(accumulation.trace.weights())]
-            _take(model, accumulation.trace, weights, statistics, found, gradients)
+            if gradients is not None:
+                weights = divisors[: len(accumulation.trace.weights())]
+                accumulation.add(accumulation.trace.variables, gradients, weights, statistics, found)
             return logs, tuple(parts)
 
         return function
-
-
-def _take(
-    model: Any,
-    got: Capture,
-    weights: Sequence[Any],
-    statistics: dict[Any, Any],
-    values: Variables,
-    gradients: Sequence[Any] | None = None,
-) -> None:
-    """Adds a micro-batch to the window, and makes the step if that was the last one of it."""
-    gradients = got.gradients if gradients is None else gradients
-    if gradients is not None:
-        numbers = [float(weight) for weight in weights]
-        model._accumulation.add(got.variables, gradients, numbers, statistics, values)
 
 
 @functools.cache

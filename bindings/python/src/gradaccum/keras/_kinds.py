@@ -29,13 +29,16 @@ class Kind:
     fields: tuple[str, ...]
     slots: dict[str, str]
 
+    def values(self, optimizer: Any) -> tuple[Any, ...]:
+        """The hyper-parameters that an optimizer has now, to see whether one has changed."""
+        own = [getattr(optimizer, name) for name in self.fields]
+        return (learning_rate(optimizer), optimizer.weight_decay or 0.0, *own)
+
     def settings(self, optimizer: Any) -> Settings:
         """The optimizer with the hyper-parameters that it has now."""
-        fields: dict[str, Any] = {_RENAMED.get(name, name): getattr(optimizer, name) for name in self.fields}
-        decay = optimizer.weight_decay
-        return Settings(
-            self.optimizer, Flavor.KERAS, lr=learning_rate(optimizer), weight_decay=decay or 0.0, **fields
-        )
+        lr, weight_decay, *own = self.values(optimizer)
+        fields = {_RENAMED.get(name, name): value for name, value in zip(self.fields, own, strict=True)}
+        return Settings(self.optimizer, Flavor.KERAS, lr=lr, weight_decay=weight_decay, **fields)
 
     def state_name(self, slot: str) -> str:
         """The library's name of a slot of Keras."""
