@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What gradaccum.h has, the package reaches."""
 
+import ast
 import dataclasses
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import gradaccum as ga
 import pytest
@@ -112,6 +114,36 @@ def test_everything_public_is_exported() -> None:
         assert getattr(ga, name) is not None
     public = {name for name in dir(enums) if name[0].isupper()} - {"IntEnum", "IntFlag"}
     assert public <= set(ga.__all__)
+
+
+def undocumented(node: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
+    """What is public in a module or a class and has no docstring; a field has a string after it."""
+    if ast.get_docstring(node) is None:
+        yield name
+    for part, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(part, ast.FunctionDef):
+            setter = any(isinstance(by, ast.Attribute) and by.attr == "setter" for by in part.decorator_list)
+            if part.name[0] != "_" and not setter and ast.get_docstring(part) is None:
+                yield f"{name}.{part.name}"
+        elif isinstance(part, ast.ClassDef) and part.name[0] != "_":
+            yield from undocumented(part, f"{name}.{part.name}")
+        elif isinstance(part, (ast.Assign, ast.AnnAssign)) and isinstance(node, ast.ClassDef):
+            target = part.target if isinstance(part, ast.AnnAssign) else part.targets[0]
+            text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(target, ast.Name) and target.id[0] != "_" and not text:
+                yield f"{name}.{target.id}"
+
+
+def test_everything_public_is_documented() -> None:
+    found = [*SOURCES.glob("*.py"), *SOURCES.glob("torch/*.py")]
+    files = [path for path in found if path.name != "_raw.py"]
+    assert len(files) > 10
+    missing = [
+        name
+        for path in files
+        for name in undocumented(ast.parse(path.read_text()), str(path.relative_to(SOURCES)))
+    ]
+    assert missing == []
 
 
 def test_types_are_strict(tmp_path: pathlib.Path) -> None:

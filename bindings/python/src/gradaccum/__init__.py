@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation and optimizer steps for programs that compute their own gradients.
 
-A window of micro-batches gives what one batch of all their samples would have given, to rounding::
+A window of micro-batches gives what one batch of all their samples would have given, to rounding:
 
     with gradaccum.Context() as context:
         adamw = gradaccum.Optimizer(gradaccum.OptimizerKind.ADAMW, lr=3e-4)
@@ -13,6 +13,17 @@ A window of micro-batches gives what one batch of all their samples would have g
                 dw, db = backward(batch)
                 context.accumulate([dw, db], weight=len(batch))
             context.step()
+
+What holds for all calls is said here once:
+
+- A call that the library refuses or that fails raises ``Error`` with the message of the library, and has changed
+  nothing unless its status is ``Status.FAULT``; an argument of a wrong type, shape or dtype raises ``TypeError`` or
+  ``ValueError`` before the library is called.
+- Tensors are used in place: the program owns them, and the package refers to a parameter's tensor until ``bind``,
+  ``remove`` or ``close``, and to everything else for the call unless the function says more.
+- One thread at a time uses a context; a second one gets an ``Error``. The lock of the interpreter is released during
+  each call. Contexts are independent of each other.
+- Learning rates, norms and scales are plain numbers; sizes are in elements unless the function says bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +44,7 @@ from .options import (
     BatchNormInfo, BatchNormOptions, Build, Clip, Config, Ema, LossScaler, Memory, MicroOptions, Optimizer,
     ParamInfo, ParamOptions, Schedule, StateInfo, StateOptions, StepResult, Window,
 )  # fmt: skip
-from .tensor import SupportsDLPack, Tensor, TensorLike
+from .tensor import SupportsBuffer, SupportsDLPack, Tensor, TensorLike
 
 __all__ = [
     "Accumulation", "Accumulator", "AdjustLr", "AgcUnits", "BatchNorm", "BatchNormInfo",
@@ -42,9 +53,9 @@ __all__ = [
     "GradientKind", "GradientLife", "Group", "LossScaler", "Master", "Memory", "MicroBatch", "MicroFlags",
     "MicroOptions", "Missing", "Nonfinite", "Optimizer", "OptimizerKind", "Param", "ParamInfo",
     "ParamOptions", "Reduce", "Rounding", "Rows", "Schedule", "ScheduleKind", "Settings", "StateInfo",
-    "StateOptions", "StateParts", "Status", "StepOutcome", "StepResult", "SupportsDLPack", "Tensor",
-    "TensorLike", "Window", "WindowState", "build", "build_info", "device_count", "no_device_reason",
-    "state_note", "version",
+    "StateOptions", "StateParts", "Status", "StepOutcome", "StepResult", "SupportsBuffer", "SupportsDLPack",
+    "Tensor", "TensorLike", "Window", "WindowState", "build", "build_info", "device_count",
+    "no_device_reason", "state_note", "version",
 ]  # fmt: skip
 
 

@@ -152,13 +152,18 @@ class _Slot:
 
 @dataclass(frozen=True)
 class FlatEntry:
-    """One parameter within a block of memory. offset: elements from the start of the block."""
+    """One parameter within a block of memory."""
 
     name: str
+    """Its name."""
     group: Group
+    """Its group."""
     shape: Sequence[int]
+    """Its dimensions."""
     offset: int
+    """Elements from the start of the block."""
     options: ParamOptions | None = None
+    """Its options; None: the defaults."""
 
 
 class Context:
@@ -169,7 +174,7 @@ class Context:
     GradientLife.LIVE, Nonfinite.DROP_MICRO and ClipWhen.MICRO.
 
     One thread at a time uses a context; different contexts are independent. Every method raises
-    :class:`Error` if the library refuses the call, TypeError or ValueError for a tensor of the wrong kind,
+    ``Error`` if the library refuses the call, TypeError or ValueError for a tensor of the wrong kind,
     and then has changed nothing, unless the status is FAULT.
     """
 

@@ -14,6 +14,7 @@ class Error(RuntimeError):
     """
 
     status: Status | int
+    """Why the call failed; an int for a status of a newer library."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)

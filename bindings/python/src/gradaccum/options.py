@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration and results, as dataclasses. gradaccum.h describes every field."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import EnumType
@@ -92,22 +90,41 @@ class Config(_Struct):
     }  # fmt: skip
 
     device: Device = _DEFAULT
+    """Where the context computes; default ``Device.CPU``."""
     device_ordinal: int = _DEFAULT
+    """Which device of that kind; default 0."""
     stream: int = _DEFAULT
+    """The CUDA stream that all work is queued on, which must outlive the context; default 0: the legacy
+    default stream.
+    """
     num_threads: int = _DEFAULT
+    """Threads of the CPU kernels; default 0: as many as OpenMP would use."""
     accum_steps: int = _DEFAULT
+    """K, the micro-batches of a full window; default 0: any number."""
     gradient_kind: GradientKind = _DEFAULT
+    """What gradients are; default ``GradientKind.MEAN``."""
     reduce: Reduce = _DEFAULT
+    """What the optimizer sees; default ``Reduce.MEAN``."""
     missing: Missing = _DEFAULT
+    """What happens without a gradient; default ``Missing.SKIP``."""
     nonfinite: Nonfinite = _DEFAULT
+    """What happens with infinities and NaN; default ``Nonfinite.SKIP_STEP``."""
     gradient_life: GradientLife = _DEFAULT
+    """How long gradients stay in place; default ``GradientLife.CONSUMED``."""
     accumulation: Accumulation = _DEFAULT
+    """How gradients add up; default ``Accumulation.PLAIN``."""
     loss_scale: float = _DEFAULT
+    """What the loss was multiplied by, which is divided out again; finite, not 0; default 1."""
     seed: int = _DEFAULT
+    """The seed of stochastic rounding; default 0."""
     noise_scale: bool = _DEFAULT
+    """Whether the gradient noise scale is estimated; default False."""
     noise_smoothing: float = _DEFAULT
+    """Smoothing of the noise scale over steps, in [0, 1); default 0.9."""
     measure_norm: bool = _DEFAULT
+    """Whether every result of a step has the norm, also where only an extra pass tells it; default False."""
     log: Callable[[str], object] | None = None
+    """Receives a line for each call, when it ends, on the thread of the call; it must not use the context."""
 
 
 @dataclass(frozen=True)
@@ -124,37 +141,69 @@ class Optimizer(_Struct):
     }  # fmt: skip
 
     kind: OptimizerKind
+    """The rule."""
     flavor: Flavor = Flavor.TORCH
+    """Whose definition of it."""
     lr: float = _DEFAULT
+    """The learning rate, or its peak under a schedule; not negative."""
     weight_decay: float = _DEFAULT
+    """Weight decay; not negative."""
     momentum: float = _DEFAULT
+    """SGD, RMSProp, LARS, Muon; not negative."""
     dampening: float = _DEFAULT
+    """SGD, LARS; in [0, 1]."""
     beta1: float = _DEFAULT
+    """The decay of the first moment: Adam and its kin, Lion; in [0, 1)."""
     beta2: float = _DEFAULT
+    """The decay of the second moment: Adam and its kin; of the momentum: Lion; in [0, 1)."""
     eps: float = _DEFAULT
+    """Added to a denominator; not negative."""
     nesterov: bool = _DEFAULT
+    """SGD, LARS, Muon."""
     amsgrad: bool = _DEFAULT
+    """The largest second moment so far in place of the current one: Adam, AdamW."""
     maximize: bool = _DEFAULT
+    """Ascend in place of descend."""
     state_dtype: Dtype = _DEFAULT
+    """The type of the state; default: f32, or f64 for f64 parameters; or bf16."""
     rho: float = _DEFAULT
+    """RMSProp, Adadelta; in [0, 1)."""
     lr_decay: float = _DEFAULT
+    """Adagrad; not negative."""
     initial_accumulator: float = _DEFAULT
+    """Adagrad: the initial sum of squares; not negative."""
     momentum_decay: float = _DEFAULT
+    """NAdam; not negative."""
     trust_coefficient: float = _DEFAULT
+    """LARS; positive."""
     max_grad_norm: float = _DEFAULT
+    """LAMB; not negative; 0: no limit."""
     eps2: float = _DEFAULT
+    """Adafactor; not negative."""
     beta2_decay: float = _DEFAULT
+    """Adafactor; not positive."""
     clip_threshold: float = _DEFAULT
+    """Adafactor; positive."""
     ns_coefficients: tuple[float, float, float] = _DEFAULT
+    """Muon: a, b and c of a Newton-Schulz iteration."""
     ns_steps: int = _DEFAULT
+    """Muon: iterations, 1 to 99."""
     adjust_lr: AdjustLr = _DEFAULT
+    """Muon: how the learning rate follows the shape."""
     centered: bool = _DEFAULT
+    """RMSProp: divide by the standard deviation."""
     decoupled: bool = _DEFAULT
+    """NAdam, RAdam, ADOPT: decoupled weight decay."""
     always_adapt: bool = _DEFAULT
+    """LAMB, LARS: adapt also without weight decay."""
     beta3: float = _DEFAULT
+    """AdEMAMix: of the slow moving average; in [0, 1)."""
     alpha: float = _DEFAULT
+    """AdEMAMix: the weight of the slow moving average; not negative."""
     alpha_warmup: int = _DEFAULT
+    """AdEMAMix: steps until alpha has grown from 0."""
     beta3_warmup: int = _DEFAULT
+    """AdEMAMix: steps until beta3 has grown from beta1."""
 
     def __post_init__(self) -> None:
         if self.ns_coefficients is None:
@@ -189,14 +238,23 @@ class Schedule(_Struct):
     _types = {"kind": ScheduleKind}
 
     kind: ScheduleKind
+    """The formula."""
     warmup_steps: int = _DEFAULT
+    """W, the steps of a linear warm-up; default 0."""
     total_steps: int = _DEFAULT
+    """T, the steps of the schedule, the warm-up included."""
     end_factor: float = _DEFAULT
+    """The last learning rate, as a factor of the first; default 0."""
     power: float = _DEFAULT
+    """The power of a polynomial; default 1."""
     gamma: float = _DEFAULT
+    """The factor of steps and exponentials."""
     step_size: int = _DEFAULT
+    """After how many steps gamma is multiplied in."""
     first_step: int = _DEFAULT
+    """Applied steps before the schedule begins; default 0."""
     table: Sequence[float] = ()
+    """The learning rates of a table; copied when it is set."""
 
     def _write(self) -> Any:
         struct = super()._write()
@@ -213,13 +271,21 @@ class Clip(_Struct):
     _types = {"scope": ClipScope, "flavor": Flavor, "agc_units": AgcUnits, "when": ClipWhen}
 
     scope: ClipScope = _DEFAULT
+    """Which gradients share a norm; default ``ClipScope.NONE``."""
     max_norm: float = _DEFAULT
+    """The largest norm; must be set where a norm is clipped."""
     max_value: float = _DEFAULT
+    """The largest absolute value of an element; default infinity."""
     flavor: Flavor = _DEFAULT
+    """Whose formula; default ``Flavor.TORCH``."""
     agc_factor: float = _DEFAULT
+    """The factor of adaptive clipping; default 0.01."""
     agc_eps: float = _DEFAULT
+    """The least norm of a parameter in adaptive clipping; default 1e-3."""
     agc_units: AgcUnits = _DEFAULT
+    """The units of adaptive clipping; default ``AgcUnits.TF``."""
     when: ClipWhen = _DEFAULT
+    """What is clipped; default ``ClipWhen.STEP``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,12 +295,19 @@ class LossScaler(_Struct):
     _raw = "ga_loss_scaler"
 
     initial_scale: float = _DEFAULT
+    """The first scale; default 65536."""
     growth_factor: float = _DEFAULT
+    """What the scale grows by; more than 1; default 2."""
     backoff_factor: float = _DEFAULT
+    """What the scale backs off by; in (0, 1); default 0.5."""
     min_scale: float = _DEFAULT
+    """The least scale; default 2^-126."""
     max_scale: float = _DEFAULT
+    """The largest scale; default 2^127."""
     growth_interval: int = _DEFAULT
+    """Applied steps in a row after which the scale grows; default 2000."""
     hysteresis: int = _DEFAULT
+    """Non-finite windows after which the scale backs off; default 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,9 +318,13 @@ class Ema(_Struct):
     _types = {"kind": EmaKind, "dtype": Dtype}
 
     kind: EmaKind = _DEFAULT
+    """How the decay depends on the step; default ``EmaKind.TORCH``."""
     dtype: Dtype = _DEFAULT
+    """The type of the average; default: f32, or f64 for f64 parameters; or bf16."""
     decay: float = _DEFAULT
+    """The decay of ``EmaKind.TORCH``, in [0, 1]; default 0.999."""
     gamma: float = _DEFAULT
+    """The power of ``EmaKind.KARRAS``; default 6.94."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,11 +338,17 @@ class ParamOptions(_Struct):
     }  # fmt: skip
 
     gradient_dtype: Dtype = _DEFAULT
+    """The type of gradients; default: the parameter's."""
     accumulator_dtype: Dtype = _DEFAULT
+    """The type of the accumulator; default: f32, or f64 for f64 parameters."""
     master: Master = _DEFAULT
+    """Whether a parameter of 16 bits has master weights; default ``Master.F32``."""
     rounding: Rounding = _DEFAULT
+    """How a parameter of 16 bits is rounded; default ``Rounding.NEAREST``."""
     rows: Rows = _DEFAULT
+    """Whether gradients may come by row; default ``Rows.NONE``."""
     agc_axes: int = _DEFAULT
+    """Bit d: a unit of adaptive clipping spans axis d; default 0: as the clip says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +359,9 @@ class MicroOptions(_Struct):
     _types = {"flags": MicroFlags}
 
     loss_scale: float = _DEFAULT
+    """What the loss was multiplied by; default that of the context."""
     flags: MicroFlags = _DEFAULT
+    """Default ``MicroFlags.NONE``."""
 
 
 @dataclass(frozen=True)
@@ -289,12 +374,19 @@ class BatchNormOptions(_Struct):
     _types = {"mode": BnMode, "layout": BnLayout, "dtype": Dtype, "biased": bool}
 
     flavor: Flavor = Flavor.TORCH
+    """Whose defaults."""
     mode: BnMode = _DEFAULT
+    """Whose statistics the layer normalises by; default ``BnMode.MICRO``."""
     layout: BnLayout = _DEFAULT
+    """The order of axes."""
     dtype: Dtype = _DEFAULT
+    """The type of activations and their gradients; default f32."""
     biased: bool = _DEFAULT
+    """Whether the running variance averages biased variances, as in Keras."""
     momentum: float = _DEFAULT
+    """How far the running statistics move in a step, in [0, 1]."""
     eps: float = _DEFAULT
+    """Added to the variance; positive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,12 +405,19 @@ class StateOptions(_Struct):
     }  # fmt: skip
 
     parts: StateParts = _DEFAULT
+    """What is saved or loaded; default ``StateParts.ALL``."""
     settings: Settings = _DEFAULT
+    """What a load does about settings; default ``Settings.COMPARE``."""
     allow_missing: bool = _DEFAULT
+    """A load leaves what the file has nothing of as it is; default False."""
     allow_extra: bool = _DEFAULT
+    """A load skips what the context has no place for; default False."""
     unmarked: bool = _DEFAULT
+    """A load takes a safetensors file of another program; default False."""
     progress: Callable[[int, int], object] | None = None
+    """Called with the bytes that are done, and of all, on the thread of the call."""
     note: str | None = None
+    """A text of the program's own that is saved too; default None: none."""
 
     def _write(self) -> Any:
         struct = super()._write()
@@ -337,21 +436,37 @@ class StepResult(NamedTuple):
     """What a step did."""
 
     outcome: StepOutcome
+    """Whether the step was applied, or why not."""
     windows: int
+    """Steps that the context has ended, this one included."""
     steps: int
+    """Applied steps, this one included."""
     micro_batches: int
+    """Micro-batches of this window."""
     weight: float
+    """The sum of the weights of this window."""
     norm: float
+    """The 2-norm of the reduced gradient before clipping; NaN if nothing has measured it."""
     clip_factor: float
+    """The least factor of a clip by norm; 1 without one."""
     lr: float
+    """The learning rate of group 0 in this step; 0 if it was skipped."""
     loss_scale: float
+    """The loss scale of this window."""
     skipped: int
+    """Windows that were not applied, since the context was created."""
     dropped: int
+    """Micro-batches that were dropped, since the context was created."""
     window_dropped: int
+    """Micro-batches of this window that were dropped."""
     noise_scale: float
+    """The simple noise scale of the gradient; NaN before the first estimate."""
     noise_trace: float
+    """The variance of the gradient of one sample."""
     noise_signal: float
+    """The squared norm of the gradient of the whole data."""
     dropped_micros: int
+    """Bit i: micro-batch i of this window was dropped."""
 
     @property
     def applied(self) -> bool:
@@ -390,12 +505,19 @@ class Window(_Result):
     _types = {"state": WindowState}
 
     state: WindowState
+    """Whether there is room for a micro-batch."""
     micro_batches: int
+    """Micro-batches in this window, the open one included."""
     open_micro: int
+    """The index of the open micro-batch; -1: none is open."""
     accum_steps: int
+    """K of this window; 0: any number."""
     weight: float
+    """The sum of the weights so far."""
     windows: int
+    """Steps that the context has ended."""
     steps: int
+    """Applied steps."""
 
 
 @dataclass(frozen=True)
@@ -407,18 +529,31 @@ class ParamInfo(_Result):
     }  # fmt: skip
 
     name: str
+    """Its name."""
     group: int
+    """The id of its group."""
     dtype: Dtype
+    """The type of its elements."""
     gradient_dtype: Dtype
+    """The type of its gradients."""
     accumulator_dtype: Dtype
+    """The type of its accumulator."""
     data: int
+    """The address of its elements."""
     shape: tuple[int, ...]
+    """Its dimensions."""
     frozen: bool
+    """Whether it is frozen."""
     count: int
+    """How many elements it has."""
     offset: int
+    """Elements from the start of its block; 0 without one."""
     slot: int
+    """Its place in a list of gradients: see ``Context.accumulate()``."""
     lr_scale: float
+    """What the learning rate of its group is multiplied by."""
     weight_decay_scale: float
+    """What the weight decay of its group is multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -433,16 +568,27 @@ class BatchNormInfo(_Result):
     }  # fmt: skip
 
     name: str
+    """Its name."""
     channels: int
+    """Its channels."""
     gamma: int
+    """The id of the parameter that scales; -1: none."""
     beta: int
+    """The id of the parameter that shifts; -1: none."""
     mode: BnMode
+    """Whose statistics it normalises by."""
     layout: BnLayout
+    """The order of the axes of its input."""
     dtype: Dtype
+    """The type of the elements of its input."""
     biased: bool
+    """Whether the running variance averages biased variances."""
     frozen: bool
+    """Whether it is frozen."""
     momentum: float
+    """How far the running statistics move to those of a window."""
     eps: float
+    """What is added to the variance."""
 
 
 @dataclass(frozen=True)
@@ -452,8 +598,11 @@ class StateInfo(_Result):
     _types = {"dtype": Dtype}
 
     name: str
+    """Its name, such as exp_avg."""
     dtype: Dtype
+    """The type of its elements."""
     count: int
+    """How many elements there are."""
 
 
 @dataclass(frozen=True)
@@ -461,14 +610,23 @@ class Memory(_Result):
     """Bytes that the library owns for a context, by purpose."""
 
     accumulators: int
+    """Accumulators."""
     optimizer_state: int
+    """State of optimizers."""
     workspace: int
+    """Partial norms, tables and scratch memory."""
     total: int
+    """All of it."""
     masters: int
+    """Master weights."""
     averages: int
+    """Moving averages."""
     rows: int
+    """What gradients by row need."""
     batch_norm: int
+    """Statistics of batch normalisation."""
     resident: int
+    """The part of the total that is written so far."""
 
 
 @dataclass(frozen=True)
@@ -476,9 +634,16 @@ class Build(_Result):
     """The build of the library that is loaded."""
 
     version: int
+    """10000 * major + 100 * minor + patch."""
     onednn: int
+    """The version of the oneDNN that multiplies matrices on the CPU; 0: none."""
     cuda_runtime: int
+    """The version of the CUDA that ``libgradaccum_cuda.so`` was built with; 0: none."""
     cuda_driver: int
+    """The newest CUDA that the driver runs; 0: no driver."""
     openmp: int
+    """The date of the OpenMP standard, such as 201511; 0: built without OpenMP."""
     compiler: str
+    """The compiler."""
     cpu_loops: str
+    """The names of the CPU kernels, separated by spaces."""

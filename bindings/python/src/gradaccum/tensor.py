@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union
+from typing import Any, Protocol, TypeAlias
 
 from . import _native, _raw
 from .enums import Device, Dtype
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 
 class SupportsDLPack(Protocol):
@@ -21,8 +18,14 @@ class SupportsDLPack(Protocol):
     def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 
-TensorLike: TypeAlias = Union[SupportsDLPack, "Buffer"]
-"""What a tensor may be: an object with DLPack or the buffer protocol, or a :class:`Tensor`."""
+class SupportsBuffer(Protocol):
+    """An object with the buffer protocol: ``array.array``, a ``memoryview``, a ``bytearray``."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+TensorLike: TypeAlias = SupportsDLPack | SupportsBuffer
+"""What a tensor may be: an object with DLPack or the buffer protocol, or a ``Tensor``."""
 
 _DLPACK_DEVICES = {Device.CPU: 1, Device.CUDA: 2}
 _ANY_FLOAT = 0

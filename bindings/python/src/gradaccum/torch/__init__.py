@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers of torch whose windows are right: N micro-batches equal one batch N times as large.
 
-Each class takes the arguments of torch's (or timm's) of that name, and those of :class:`WindowOptions`.
+Each class takes the arguments of torch's (or timm's) of that name, and those of ``WindowOptions``.
 foreach and fused have no effect; capturable and differentiable are refused.
 """
 

@@ -23,17 +23,18 @@ _ADJUST = {None: AdjustLr.ORIGINAL, "original": AdjustLr.ORIGINAL, "match_rms_ad
 
 @dataclass(frozen=True)
 class Kind:
-    """An optimizer: of the library, and of torch.
-
-    keys: its hyper-parameters as they stand in param_groups. of_torch: the class whose numbers it has, and
-    whose state dictionaries it reads and writes; None: torch has none.
-    """
+    """An optimizer: of the library, and of torch."""
 
     optimizer: OptimizerKind
+    """The rule in the library."""
     keys: tuple[str, ...]
+    """Its hyper-parameters as they stand in param_groups."""
     of_torch: type[torch.optim.Optimizer] | None = None
+    """The class whose numbers it has, and whose state dictionaries it reads and writes; None: torch has none."""
     flavor: Flavor = Flavor.TORCH
-    by_shape: bool = False  # whether the formula uses the shape of a parameter
+    """Whose definition of the rule."""
+    by_shape: bool = False
+    """Whether the formula uses the shape of a parameter."""
 
     @property
     def counts_steps(self) -> bool:

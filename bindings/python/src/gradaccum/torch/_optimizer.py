@@ -36,13 +36,21 @@ class WindowOptions(TypedDict, total=False):
     """What every optimizer takes beside torch's own arguments; Optimizer describes it."""
 
     accum_steps: int | None
+    """Micro-batches in a window; None, the default: as many as come before ``step``."""
     clip: Clip | None
+    """Clipping of the window's gradient, in place of ``clip_grad_norm_``."""
     loss_scaler: LossScaler | None
+    """A dynamic loss scale, in place of a GradScaler."""
     ema: Ema | None
+    """Moving averages of the parameters."""
     config: Config | None
+    """Policies of the window; its device, stream and accum_steps are set by the optimizer."""
     param_options: ParamOptions | None
+    """Options of all parameters."""
     ddp: torch.nn.Module | None
+    """The DistributedDataParallel that reduces every backward."""
     distributed: bool
+    """False allows several processes that do not train one model together; default True."""
 
 
 class _Slot:
@@ -71,7 +79,7 @@ class _Slot:
 class Optimizer(torch.optim.Optimizer):
     """An optimizer of torch that accumulates micro-batches in the library, and steps there.
 
-    Three ways lead to a step. Gradients go to the window as backward makes them, and are freed at once::
+    Three ways lead to a step. Gradients go to the window as backward makes them, and are freed at once:
 
         opt.backward(loss, weight=n)            # or: with opt.micro_batch(weight=n): loss.backward()
         ...
