@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
+import sys
 import warnings
 import weakref
 from collections import defaultdict
@@ -21,6 +23,7 @@ from .. import (
     BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler,
     MicroBatch, MicroOptions, Param, ParamOptions, Rows, Settings, StateOptions, StateParts, StepResult,
 )  # fmt: skip
+from .. import _native
 from . import _state_file as state_file
 from ._kinds import Kind
 
@@ -171,7 +174,7 @@ class Optimizer(torch.optim.Optimizer):
             stream = torch.cuda.current_stream(self._device)
             changes.update(device=Device.CUDA, device_ordinal=stream.device_index, stream=stream.cuda_stream)
         elif config.num_threads == 0:
-            changes["num_threads"] = torch.get_num_threads()
+            changes["num_threads"] = 1 if _has_own_openmp() else torch.get_num_threads()
         self._context = Context(dataclasses.replace(config, **changes))
         if clip is not None:
             self._context.set_clip(clip)
@@ -716,6 +719,23 @@ class Optimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         self.__reduce__()
+
+
+def _has_own_openmp() -> bool:
+    """Whether the library's threads are of another OpenMP runtime than torch's, and would spin against them.
+
+    torch makes the symbols of its runtime global: a library that is loaded later uses that one.
+    """
+    modules = list(sys.modules)
+    if modules.index("torch") < modules.index("gradaccum"):
+        return False
+    found = []
+    for module in (_native, torch._C):
+        function = getattr(ctypes.CDLL(str(module.__file__)), "omp_get_max_threads", None)
+        if function is None:  # built without OpenMP
+            return False
+        found.append(ctypes.cast(function, ctypes.c_void_p).value)
+    return found[0] != found[1]
 
 
 _TORCH = {own: theirs for theirs, own in _DTYPES.items()} | {Dtype.I64: torch.int64}
