@@ -8,7 +8,7 @@ import gradaccum.keras as gk
 import keras
 import numpy as np
 import pytest
-from conftest import PARTS, Task, distance, parts, whole
+from conftest import BACKEND, PARTS, Task, distance, parts, whole
 from test_keras_optimizers import CASES
 
 KINDS = [
@@ -54,6 +54,8 @@ def test_a_model_goes_on_bit_for_bit(task: Task, tmp_path: pathlib.Path, case: s
 
 @pytest.mark.parametrize("case", KINDS)
 def test_from_plain_keras_and_to_it(task: Task, tmp_path: pathlib.Path, case: str) -> None:
+    if case == "ema" and BACKEND == "jax":
+        pytest.skip("plain Keras 3.15 cannot fit() twice with use_ema on JAX")
     plain, model = task.model(), gk.wrap(task.model(), PARTS)
     for one in (plain, model):
         one.compile(CASES[case](), "mse")

@@ -12,7 +12,7 @@ import gradaccum as ga
 import gradaccum.torch as gt
 import pytest
 import torch
-from conftest import Task, close
+from conftest import Task, close, train
 from torch.utils.checkpoint import checkpoint
 
 
@@ -304,3 +304,18 @@ def test_a_recomputed_layer_counts_once(reentrant: bool) -> None:
     optimizer.backward(out.sum())
     optimizer.step()
     alike(layer, twin)
+
+
+def test_compiled_autograd(task: Task) -> None:
+    """Its trace would hold the hooks; gradients that it has left in .grad are taken."""
+    from torch._dynamo import compiled_autograd
+
+    net = task.net()
+    optimizer = gt.SGD(net.parameters(), lr=0.1)
+    with compiled_autograd._enable(lambda graph: graph):
+        with pytest.raises(RuntimeError, match="accumulate"):
+            optimizer.backward(task.whole(net, 0))
+        task.whole(net, 0).backward()  # type: ignore[no-untyped-call]
+        optimizer.accumulate()
+    optimizer.step()
+    close(net, train(task, lambda p: torch.optim.SGD(p, lr=0.1), steps=1), 1e-12)

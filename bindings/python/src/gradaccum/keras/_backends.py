@@ -28,6 +28,7 @@ class Variables:
         return variable.value
 
     def write(self, variables: Sequence[Any], arrays: Sequence[Any]) -> None:
+        """Writes arrays to variables."""
         for variable, array in zip(variables, arrays, strict=True):
             variable.assign(array)
 
@@ -74,6 +75,7 @@ class Backend(Protocol):
     """One of Keras' backends."""
 
     in_place: bool
+    """Whether the library works on the memory of variables."""
 
     def to_numpy(self, native: Any) -> Any:
         """A view of a tensor, or a copy."""

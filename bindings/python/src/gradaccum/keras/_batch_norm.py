@@ -28,6 +28,7 @@ class BatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
         return [self.moving_mean, self.moving_variance]
 
     def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        """Normalises inputs, as Keras does."""
         capture = current()
         if capture is None or not training or not self.trainable:
             return super().call(inputs, training=training, mask=mask)

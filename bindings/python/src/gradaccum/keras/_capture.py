@@ -30,6 +30,7 @@ class Capture:
         self.statistics: dict[Any, tuple[Any, Any, Any]] = {}
 
     def applied(self, gradients: Any, variables: Any) -> None:
+        """Notes the gradients that the optimizer was given. variables: None: in the order of the model's."""
         if self.gradients is not None:
             raise ValueError("train_step() has applied gradients twice, but a micro-batch has one gradient")
         self.gradients = list(gradients)

@@ -19,15 +19,14 @@ AVERAGE = "average"  # Keras' name of the moving average of a variable
 
 @dataclass(frozen=True)
 class Kind:
-    """An optimizer of the library, and of Keras.
-
-    fields: attributes of Keras' optimizer that are hyper-parameters. slots: Keras' names of its state, with the
-    library's.
-    """
+    """An optimizer of the library, and of Keras."""
 
     optimizer: OptimizerKind
+    """Of the library."""
     fields: tuple[str, ...]
+    """Attributes of Keras' optimizer that are hyper-parameters."""
     slots: dict[str, str]
+    """Keras' names of its state, with the library's."""
 
     def values(self, optimizer: Any) -> tuple[Any, ...]:
         """The hyper-parameters that an optimizer has now, to see whether one has changed."""
@@ -110,8 +109,10 @@ def learning_rate(optimizer: Any) -> float:
 class Entry:
     """A variable of a plain Keras optimizer: what it is, and of which variable of the model."""
 
-    slot: str  # "iteration", "learning_rate", "u_product", or the name of a slot
+    slot: str
+    """"iteration", "learning_rate", "u_product", or the name of a slot."""
     index: int = -1
+    """Which variable of the model the slot belongs to; -1: none."""
 
 
 def layout(optimizer: Any, variables: list[Any]) -> list[Entry]:

@@ -344,9 +344,11 @@ class StepResults(keras.callbacks.Callback):  # type: ignore[misc]
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Adds the numbers to the logs of a micro-batch."""
         self._add(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the numbers to the logs of an epoch."""
         self._add(logs)
 
     def _add(self, logs: Any) -> None:

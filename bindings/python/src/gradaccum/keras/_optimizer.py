@@ -35,6 +35,7 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
     """
 
     built: bool
+    """Whether the variables are known."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
     # ---- What Keras asks of an optimizer
 
     def build(self, variables: Any) -> None:
+        """Tells which variables are trained. No slots are made."""
         if not self.built:
             self.accumulation.build(variables)
             self.built = True
@@ -76,6 +78,7 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
 
     @property
     def learning_rate(self) -> Any:
+        """The learning rate of the next step, which callbacks may set."""
         return self.accumulation.optimizer.learning_rate
 
     @learning_rate.setter
@@ -83,6 +86,7 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
         self.accumulation.optimizer.learning_rate = learning_rate
 
     def scale_loss(self, loss: Any) -> Any:
+        """The loss times the loss scale; the loss itself without one."""
         own = self.accumulation
         if own.scale is not None:
             return keras.ops.multiply(loss, keras.ops.cast(own.scale, loss.dtype))
@@ -105,6 +109,7 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
         self.accumulation.add(trainable_variables, list(grads), [1.0], {}, Variables())
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        """Hands gradients out of the graph of JAX. RuntimeError: the model is not wrapped."""
         capture = current()
         if capture is None:
             raise RuntimeError(
@@ -114,9 +119,11 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
         return trainable_variables, optimizer_variables
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """As in Keras: variables that do not decay. Before training."""
         self.accumulation.optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def finalize_variable_values(self, var_list: Any) -> None:
+        """At the end of fit(): with use_ema, variables become their moving averages."""
         self.accumulation.finish(Variables())
 
     # ---- Windows
@@ -150,6 +157,7 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
             store[str(index)] = array
 
     def load_own_variables(self, store: Any) -> None:
+        """Loads what this optimizer or the plain one has saved. ValueError: it is of another kind or model."""
         if not len(store.keys()):
             return
         plain = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
@@ -166,6 +174,7 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
         own.load(plain)
 
     def get_config(self) -> dict[str, Any]:
+        """The arguments, for saving."""
         own = self.accumulation
         steps = own.accum_steps
         return {
@@ -179,6 +188,7 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """The optimizer that get_config() was called of."""
         config = dict(config)
         steps = config.pop("accum_steps", 1)
         clip, own = config.pop("clip", None), config.pop("config", None)

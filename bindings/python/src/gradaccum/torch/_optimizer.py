@@ -286,6 +286,11 @@ class Optimizer(torch.optim.Optimizer):
             yield
             self.accumulate(weight)
             return
+        if _autograd_is_compiled():
+            raise RuntimeError(
+                "compiled autograd would trace the hooks that take gradients: call loss.backward() and then "
+                "accumulate() instead"
+            )
         self._begin()
         for slot in self._slots:
             if slot.hook is None and slot.tensor.requires_grad:
@@ -763,6 +768,14 @@ def _like(gradient: Tensor, slot: _Slot) -> Tensor:
     """The gradient in the dtype and the memory order of its parameter."""
     return torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=gradient.device).copy_(
         gradient
+    )
+
+
+def _autograd_is_compiled() -> bool:
+    """Whether backward is compiled, as far as torch's compiler is loaded at all."""
+    state, config = (sys.modules.get(f"torch._dynamo.{name}") for name in ("compiled_autograd", "config"))
+    return bool(
+        getattr(state, "compiled_autograd_enabled", False) or getattr(config, "compiled_autograd", False)
     )
 
 
