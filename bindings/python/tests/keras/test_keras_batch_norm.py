@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moving statistics are those of the window."""
 
+import os
+import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import gradaccum.keras as gk
@@ -200,3 +204,12 @@ def test_like_the_whole_batch_but_for_the_normalisation(task: Task) -> None:
     for at in range(0, 12, 3):
         models[1].train_on_batch(x[at : at + 3], y[at : at + 3])
     assert distance(*models) < 1e-6
+
+
+def test_the_example_of_a_whole_window() -> None:
+    if BACKEND != "tensorflow":
+        pytest.skip("the example is written for TensorFlow")
+    root = pathlib.Path(os.environ["GA_HEADER"]).parents[2]
+    program = root / "examples" / "python" / "keras_window_norm.py"
+    done = subprocess.run([sys.executable, str(program), "5"], capture_output=True, text=True)
+    assert done.returncode == 0 and "5 steps" in done.stdout, done.stderr
