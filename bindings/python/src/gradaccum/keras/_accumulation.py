@@ -70,7 +70,7 @@ class Accumulation:
         self._known: tuple[Any, ...] = ()  # the hyper-parameters that the library has
         self._norms: dict[Any, tuple[BatchNorm, Any, Any]] = {}  # with what the moving statistics held last
         self._ratios: list[float] = []  # of the divisors of the window's first micro-batch
-        self._empty = True
+        self.is_empty = True  # whether the window is
         self._pending: dict[str, Any] | None = None  # state that was loaded and is not taken over yet
         self.places: dict[int, tuple[int, int]] = {}
 
@@ -80,6 +80,13 @@ class Accumulation:
         """Tells which variables are trained. Memory is taken with the first micro-batch."""
         self.variables = list(variables)
         self._slots = {id(variable): index for index, variable in enumerate(self.variables)}
+
+    def set_summed(self, summed: bool) -> None:
+        """Tells whether losses are sums over the batch."""
+        self.summed = summed
+        if summed and self.first is None:
+            self.first = keras.Variable(1.0, dtype="float32", trainable=False, name="first_of_window")
+            self._set_empty(self.is_empty)
 
     def settle(self, values: Variables) -> Context:
         """The context, which is made when it is needed first."""
@@ -163,7 +170,7 @@ class Accumulation:
     def before(self, metrics: list[Any]) -> None:
         """Tells the graph of JAX, by its metrics, whether a window begins."""
         if self.first is not None:
-            metrics[-2] = keras.ops.convert_to_tensor(1.0 if self._empty else 0.0, dtype="float32")
+            metrics[-2] = keras.ops.convert_to_tensor(1.0 if self.is_empty else 0.0, dtype="float32")
 
     # ---- Micro-batches
 
@@ -180,7 +187,7 @@ class Accumulation:
         ordered = self._ordered(variables, gradients)
         context = self.settle(values)
         on = backend()
-        if self._empty:
+        if self.is_empty:
             self._pull(values, between=True)
         alive: list[Any] = []
         given: list[Any] = []
@@ -194,7 +201,7 @@ class Accumulation:
         if weight:
             self._add_statistics(statistics)  # which belong to the next micro-batch
         context.accumulate(given, weight)
-        if self._empty:
+        if self.is_empty:
             self._ratios = [divisor / divisors[0] if divisors[0] else 1.0 for divisor in divisors]
         self._set_empty(False)
         if context.window.state == WindowState.FULL:
@@ -206,7 +213,7 @@ class Accumulation:
         if self.reduction == "SUM" and not self.summed:
             return 1.0
         first = divisors[0]
-        if not self._empty and first:
+        if not self.is_empty and first:
             for divisor, ratio in zip(divisors, self._ratios, strict=False):
                 if abs(divisor / first - ratio) > _RATIO * max(1.0, ratio):
                     raise ValueError(
@@ -266,7 +273,7 @@ class Accumulation:
             )
 
     def _set_empty(self, empty: bool) -> None:
-        self._empty = empty
+        self.is_empty = empty
         if self.first is not None and keras.backend.backend() != "jax":
             self.first.assign(1.0 if empty else 0.0)
 
@@ -383,8 +390,13 @@ class Accumulation:
             np.prod([beta * (1 - 0.5 * 0.96**t) for t in range(1, steps + 1)], initial=1.0), np.float32
         )
 
-    def load(self, plain: Sequence[Any] | None, head: bytes = b"", rest: bytes = b"") -> None:
-        """Takes what save() has given, or a plain optimizer; it is taken over when it is needed first."""
+    def load(
+        self, plain: Sequence[Any] | None, head: bytes = b"", rest: bytes = b"", is_empty: bool = True
+    ) -> None:
+        """Takes what save() has given, or a plain optimizer; it is taken over when it is needed first.
+
+        is_empty: whether the window is; the graph asks for that before.
+        """
         if self._pending is None:
             self._pending = {}
         if plain is not None:
@@ -397,6 +409,7 @@ class Accumulation:
                     self.optimizer._learning_rate.assign(float(np.asarray(value)))
         if head:
             self._pending.update(head=head, rest=rest)
+        self._set_empty(is_empty)
 
     def _take_over(self, pending: dict[str, Any], values: Variables) -> None:
         context = self.context
@@ -424,7 +437,6 @@ class Accumulation:
                 )
             context.set_steps(int(keras.ops.convert_to_numpy(self.optimizer._iterations)))
             self._set_scaler(context)
-        self._set_empty(context.window.micro_batches == 0)
 
     def set_places(self, model: Any) -> None:
         """Remembers where the values of variables are in the state of a model on JAX."""

@@ -295,9 +295,7 @@ def _set_up(model: Any, loss: Any) -> None:
     for one in keras.tree.flatten(_deserialised(loss)):
         if one is not None:
             reductions.add(getattr(keras.losses.get(one), "reduction", "sum_over_batch_size"))
-    own.summed = bool(reductions) and reductions <= {"sum", "none", None}
-    if own.summed and own.first is None:
-        own.first = keras.Variable(1.0, dtype="float32", trainable=False, name="first_of_window")
+    own.set_summed(bool(reductions) and reductions <= {"sum", "none", None})
 
 
 def _deserialised(loss: Any) -> Any:

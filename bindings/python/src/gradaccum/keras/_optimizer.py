@@ -217,11 +217,13 @@ class _Rest(KerasSaveable):  # type: ignore[misc]
         if self.head:
             store["0"] = np.frombuffer(self.head, np.uint8)
             store["1"] = np.frombuffer(self.data, np.uint8)
+            store["2"] = np.asarray(0 if self.accumulation.is_empty else 1)
         self.head, self.data = b"", b""
 
     def load_own_variables(self, store: Any) -> None:
         if len(store.keys()):
-            self.accumulation.load(None, np.asarray(store["0"]).tobytes(), np.asarray(store["1"]).tobytes())
+            head, rest = (np.asarray(store[key]).tobytes() for key in ("0", "1"))
+            self.accumulation.load(None, head, rest, is_empty=not int(np.asarray(store["2"])))
 
 
 def _as_numbers(options: Clip | Config | None) -> dict[str, Any] | None:
