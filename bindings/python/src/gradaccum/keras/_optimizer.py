@@ -57,6 +57,7 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
         # Not a child of this one, or Keras would save it beside this one.
         self.accumulation = Accumulation(optimizer, scaler, accum_steps, reduction, clip, config)
         self.rest = _Rest(self.accumulation)
+        self._store: dict[str, Any] = {}  # what was loaded before the variables were known
 
     # ---- What Keras asks of an optimizer
 
@@ -65,6 +66,9 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
         if not self.built:
             self.accumulation.build(variables)
             self.built = True
+            if self._store:
+                self.load_own_variables(self._store)
+                self._store = {}
 
     @property
     def variables(self) -> list[Any]:
@@ -159,6 +163,9 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
     def load_own_variables(self, store: Any) -> None:
         """Loads what this optimizer or the plain one has saved. ValueError: it is of another kind or model."""
         if not len(store.keys()):
+            return
+        if not self.built:
+            self._store = {key: np.asarray(store[key]) for key in store.keys()}  # noqa: SIM118: not a dict
             return
         plain = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
         own = self.accumulation
