@@ -29,6 +29,21 @@ def double() -> Any:
     keras.config.set_dtype_policy("float32")
 
 
+def pytest_configure(config: Any) -> None:
+    config.addinivalue_line(
+        "markers", "only(*backends): the case is of these backends, and no case of others"
+    )
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    others = [item for item in items if BACKEND not in next(item.iter_markers("only"), _ALL).args]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+
+
+_ALL = pytest.mark.only("tensorflow", "jax", "torch").mark
+
+
 class Task:
     """Data, and models that begin alike."""
 

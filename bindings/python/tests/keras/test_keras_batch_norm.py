@@ -206,9 +206,8 @@ def test_like_the_whole_batch_but_for_the_normalisation(task: Task) -> None:
     assert distance(*models) < 1e-6
 
 
+@pytest.mark.only("tensorflow")
 def test_the_example_of_a_whole_window() -> None:
-    if BACKEND != "tensorflow":
-        pytest.skip("the example is written for TensorFlow")
     root = pathlib.Path(os.environ["GA_HEADER"]).parents[2]
     program = root / "examples" / "python" / "keras_window_norm.py"
     done = subprocess.run([sys.executable, str(program), "5"], capture_output=True, text=True)

@@ -177,9 +177,8 @@ def test_gradients_of_another_shape(task: Task) -> None:
     assert optimizer.flush().micro_batches == 1
 
 
+@pytest.mark.only("tensorflow")
 def test_distribution_is_refused(task: Task) -> None:
-    if BACKEND != "tensorflow":
-        pytest.skip("tf.distribute is TensorFlow's")
     import subprocess
     import sys
 

@@ -52,10 +52,9 @@ def test_a_model_goes_on_bit_for_bit(task: Task, tmp_path: pathlib.Path, case: s
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("case", KINDS)
+# Plain Keras 3.15 cannot fit() twice with use_ema on JAX.
+@pytest.mark.parametrize("case", [case for case in KINDS if (case, BACKEND) != ("ema", "jax")])
 def test_from_plain_keras_and_to_it(task: Task, tmp_path: pathlib.Path, case: str) -> None:
-    if case == "ema" and BACKEND == "jax":
-        pytest.skip("plain Keras 3.15 cannot fit() twice with use_ema on JAX")
     plain, model = task.model(), gk.wrap(task.model(), PARTS)
     for one in (plain, model):
         one.compile(CASES[case](), "mse")

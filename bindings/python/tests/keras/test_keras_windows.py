@@ -7,7 +7,7 @@ import gradaccum.keras as gk
 import keras
 import numpy as np
 import pytest
-from conftest import BACKEND, BATCH, PARTS, Task, distance, moved, parts, whole
+from conftest import BATCH, PARTS, Task, distance, moved, parts, whole
 
 EXACT = 1e-6  # Keras rounds numbers of Python, and on torch products too, to f32 even in f64
 
@@ -87,7 +87,7 @@ def test_eager(task: Task) -> None:
     check(task, task.model(), gk.wrap(task.model(), PARTS), run_eagerly=True)
 
 
-@pytest.mark.skipif(BACKEND == "torch", reason="torch.compile needs a compiler of C++ and a minute")
+@pytest.mark.only("tensorflow", "jax")  # torch.compile takes a minute
 def test_compiled_by_xla(task: Task) -> None:
     check(task, task.model(), gk.wrap(task.model(), PARTS), jit_compile=True)
 
@@ -215,9 +215,8 @@ def test_two_models_at_once(task: Task) -> None:
         assert distance(reference, model) < EXACT
 
 
+@pytest.mark.only("tensorflow")
 def test_a_train_step_of_ones_own(task: Task) -> None:
-    if BACKEND != "tensorflow":
-        pytest.skip("the step of this test is written for TensorFlow")
     import tensorflow as tf
 
     class Own(keras.Sequential):  # type: ignore[misc]
