@@ -67,7 +67,8 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
             self.accumulation.build(variables)
             self.built = True
             if self._store:
-                self.load_own_variables(self._store)
+                with backend().outside():
+                    self.load_own_variables(self._store)
                 self._store = {}
 
     @property
