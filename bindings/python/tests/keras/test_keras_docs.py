@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code of docs/keras.md runs, and what it says of backends is so."""
+"""The code of docs/keras.md and its example run, and what the page says of backends is so."""
 
+import gzip
 import os
 import pathlib
 import re
+import runpy
+import sys
 from typing import Any
 
 import gradaccum.keras as gk
@@ -67,3 +70,26 @@ def test_rows_that_occur_several_times(kind: str) -> None:
         models.append(model)
     differ = BACKEND == "tensorflow" and kind != "SGD"
     assert (distance(*models) > 0.05) == differ and (differ or distance(*models) < 1e-5)
+
+
+def test_the_example(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    random = np.random.default_rng(1)
+    for which, count in (("train", 128), ("t10k", 32)):
+        for kind, header, size, values in (("images-idx3", 16, 784, 256), ("labels-idx1", 8, 1, 10)):
+            content = random.integers(values, size=count * size, dtype=np.uint8)
+            with gzip.open(tmp_path / f"{which}-{kind}-ubyte.gz", "wb") as file:
+                file.write(bytes(header) + content.tobytes())
+    script = str(ROOT / "examples" / "python" / "keras_fashion.py")
+    plot = tmp_path / "loss.svg"
+    options = ["--data", str(tmp_path), "--samples", "130", "--test-samples", "32", "--epochs", "1"]
+    for more, least, most in ((["--plot", str(plot)], 1e-4, 1.0), (["--no-batch-norm"], 0.0, 1e-5)):
+        monkeypatch.setattr(sys, "argv", [script, *options, *more])
+        runpy.run_path(script, run_name="__main__")
+        printed = capsys.readouterr().out
+        (apart,) = re.findall(r"weights are (\S+) of their norm apart", printed)
+        assert least <= float(apart) < most
+        assert "--plot" not in more or "no plot" in printed or "<svg" in plot.read_text()
