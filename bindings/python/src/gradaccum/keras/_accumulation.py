@@ -113,7 +113,7 @@ class Accumulation:
             context.set_accum_schedule(sorted(self.accum_steps.items()))
         if self.clip is not None:
             context.set_clip(self.clip)
-        self._set_scaler(context)
+        self._set_scaler(context, values)
         if self.optimizer.use_ema:
             context.set_ema(Ema(decay=self.optimizer.ema_momentum))
         on = backend()
@@ -138,12 +138,12 @@ class Accumulation:
             self._norms[layer] = (own, None, None)
         return context
 
-    def _set_scaler(self, context: Context) -> None:
+    def _set_scaler(self, context: Context, values: Variables) -> None:
         """Tells the library the scale that the graph multiplies by."""
         if self.scaler is not None:
             context.set_loss_scaler(
                 LossScaler(
-                    initial_scale=float(keras.ops.convert_to_numpy(self.scale)),
+                    initial_scale=float(keras.ops.convert_to_numpy(values[self.scale])),
                     growth_interval=int(self.scaler.dynamic_growth_steps),
                 )
             )
@@ -436,7 +436,7 @@ class Accumulation:
                     ),
                 )
             context.set_steps(int(keras.ops.convert_to_numpy(self.optimizer._iterations)))
-            self._set_scaler(context)
+            self._set_scaler(context, values)
 
     def set_places(self, model: Any) -> None:
         """Remembers where the values of variables are in the state of a model on JAX."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,9 +92,6 @@ class Backend(Protocol):
     def is_symbolic(self, native: Any) -> bool:
         """Whether a tensor has no numbers, because it is part of a graph that is being made."""
 
-    def outside(self) -> AbstractContextManager[Any]:
-        """Leaves the graph that is being made, within which the optimizer may learn its variables."""
-
     def wrote(self, shared: Sequence[Shared], values: Variables) -> None:
         """After a step of the library: hands the parameters to Keras."""
 
@@ -136,9 +132,6 @@ class _Torch:
 
     def is_symbolic(self, native: Any) -> bool:
         return bool(self.torch.compiler.is_compiling())
-
-    def outside(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def wrote(self, shared: Sequence[Shared], values: Variables) -> None:
         natives = [values[one.variable] for one in shared]
@@ -202,10 +195,6 @@ class _TensorFlow:
 
     def is_symbolic(self, native: Any) -> bool:
         return not self.tf.executing_eagerly()
-
-    def outside(self) -> AbstractContextManager[Any]:
-        scope: AbstractContextManager[Any] = self.tf.init_scope()
-        return scope
 
     def wrote(self, shared: Sequence[Shared], values: Variables) -> None:
         tf = self.tf
@@ -310,9 +299,6 @@ class _Jax:
 
     def is_symbolic(self, native: Any) -> bool:
         return isinstance(native, self.jax.core.Tracer)
-
-    def outside(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def wrote(self, shared: Sequence[Shared], values: Variables) -> None:
         values.write([one.variable for one in shared], [one.array for one in shared])

@@ -43,7 +43,9 @@ class _Accumulating:
 
     _options: _Options
     optimizer: Any
+    built: bool
     dtype_policy: Any
+    trainable_variables: Any
     train_function: Any
     _flatten_layers: Any
 
@@ -80,6 +82,8 @@ class _Accumulating:
             _set_up(self, bound.arguments["loss"])
 
     def make_train_function(self, force: bool = False) -> Any:
+        if self.built and self.optimizer is not None:
+            self.optimizer.begin(self.trainable_variables)
         if self.train_function is None or force:
             accumulation = self._accumulation
             layers = self._flatten_layers()

@@ -66,10 +66,13 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
         if not self.built:
             self.accumulation.build(variables)
             self.built = True
-            if self._store:
-                with backend().outside():
-                    self.load_own_variables(self._store)
-                self._store = {}
+
+    def begin(self, variables: Any) -> None:
+        """Before training, outside of graphs: takes over what was loaded before the variables were known."""
+        self.build(variables)
+        if self._store:
+            store, self._store = self._store, {}
+            self.load_own_variables(store)
 
     @property
     def variables(self) -> list[Any]:
