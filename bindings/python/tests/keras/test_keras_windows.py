@@ -234,6 +234,44 @@ def test_a_train_step_of_ones_own(task: Task) -> None:
     check(task, reference, gk.wrap(model, PARTS))
 
 
+def test_compile_and_fit_of_ones_own(task: Task) -> None:
+    """They take what they are given and pass it on, as programs that extend Keras' do."""
+
+    class Own(keras.Sequential):  # type: ignore[misc]
+        def compile(self, optimizer: Any, mine: str, **kwargs: Any) -> None:
+            super().compile(optimizer=optimizer, loss=mine, **kwargs)
+
+        def fit(self, *args: Any, **kwargs: Any) -> Any:
+            return super().fit(*args, **kwargs)
+
+    class Other(Own):
+        def compile(self, *args: Any, **kwargs: Any) -> None:
+            super().compile(*args, **kwargs)
+
+    for kind in (Own, Other):
+        keras.utils.set_random_seed(3)
+        model = kind([keras.Input((6,)), keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(3)])
+        model = gk.wrap(model, PARTS)
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        parts(task, model)
+        reference = task.model()
+        reference.compile(keras.optimizers.Adam(0.01), "mse")
+        whole(task, reference)
+        assert distance(reference, model) < EXACT
+        with pytest.raises(TypeError, match="multiple values"):
+            model.fit(task.x, x=task.x)
+        with pytest.raises(ValueError, match="steps_per_execution was 2"):
+            model.compile("adam", "mse", steps_per_execution=2)
+
+    class Two(keras.Sequential):  # type: ignore[misc]
+        def compile(self, generator: Any, discriminator: Any) -> None:
+            super().compile()
+
+    model = gk.wrap(Two([keras.Input((6,)), keras.layers.Dense(3)]), PARTS)
+    with pytest.raises(ValueError, match="no argument named optimizer"):
+        model.compile("adam", "adam")
+
+
 def test_layers_that_are_frozen(task: Task) -> None:
     reference, model = task.model(), gk.wrap(task.model(), PARTS)
     for one in (reference, model):

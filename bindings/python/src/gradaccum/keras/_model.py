@@ -56,30 +56,37 @@ class _Accumulating:
 
     # ---- Training
 
-    def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: Any, **kwargs: Any) -> None:
         """As in Keras. The optimizer describes the step, which the library makes."""
         base: Any = super()
-        bound = inspect.signature(base.compile).bind(optimizer, *args, **kwargs)
-        bound.apply_defaults()
-        if bound.arguments["steps_per_execution"] != 1:
+        call = _Call(base.compile, keras.Model.compile, args, kwargs)
+        if not call.takes("optimizer"):
+            raise ValueError(f"compile() of {type(self).__qualname__} has no argument named optimizer")
+        executions = call.get("steps_per_execution", 1)
+        if executions != 1:
             raise ValueError(
-                f"steps_per_execution was {bound.arguments['steps_per_execution']}, expected 1: the window lies "
-                "between executions"
+                f"steps_per_execution was {executions}, expected 1: the window lies between executions"
             )
         _check_alone(self)
+        optimizer = call.get("optimizer", "rmsprop")
         if optimizer is not None:
             optimizer = keras.optimizers.get(optimizer)
             if (
-                bound.arguments["auto_scale_loss"]
+                call.get("auto_scale_loss", True)
                 and self.dtype_policy.name == "mixed_float16"
                 and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
             ):
                 optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
             optimizer = self._options.optimizer(optimizer)
-        bound.arguments.update(optimizer=optimizer, auto_scale_loss=False)
-        base.compile(*bound.args, **bound.kwargs)
+        call.set("optimizer", optimizer)
+        if call.takes("auto_scale_loss"):
+            call.set("auto_scale_loss", False)
+        call()
         if optimizer is not None:
-            _set_up(self, bound.arguments["loss"])
+            self.optimizer = (
+                optimizer  # a compile() of the user's may have let Keras scale the loss once more
+            )
+            _set_up(self, getattr(self, "loss", None))
 
     def make_train_function(self, force: bool = False) -> Any:
         if self.built and self.optimizer is not None:
@@ -100,8 +107,8 @@ class _Accumulating:
         keep_window=True.
         """
         base: Any = super()
-        bound = inspect.signature(base.fit).bind(*args, **kwargs)
-        given = bound.arguments.get("callbacks")
+        call = _Call(base.fit, keras.Model.fit, args, kwargs)
+        given = call.get("callbacks")
         own = [_Windows()] + ([StepResults()] if self._options.step_logs else [])
         if isinstance(given, keras.callbacks.CallbackList):
             own = [one for one in own if not any(type(one) is type(other) for other in given.callbacks)]
@@ -110,9 +117,9 @@ class _Accumulating:
             given.callbacks[:0] = own
         else:
             listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
-            bound.arguments["callbacks"] = [*own, *listed]
+            call.set("callbacks", [*own, *listed])
         try:
-            return base.fit(*bound.args, **bound.kwargs)
+            return call()
         except BaseException:
             if not self._options.keep_window and getattr(self, "optimizer", None) is not None:
                 self.discard()
@@ -290,6 +297,35 @@ def _options_of(
             raise ValueError("use_agc was True and clip was given: adaptive gradient clipping is a clip")
         clip = Clip(scope=ClipScope.AGC, agc_factor=clip_factor, agc_eps=eps)
     return _Options(accum_steps, reduction, clip, config, keep_window, step_logs)
+
+
+class _Call:
+    """A call of a method that may be the user's and pass on what it is given."""
+
+    def __init__(self, method: Any, of_keras: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.method, self.args, self.kwargs = method, list(args), kwargs
+        parameters = list(inspect.signature(method).parameters.values())
+        if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+            parameters = list(inspect.signature(of_keras).parameters.values())[1:]
+        self._names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD][: len(args)]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name in self._names:
+            return self.args[self._names.index(name)]
+        return self.kwargs.get(name, default)
+
+    def set(self, name: str, value: Any) -> None:
+        if name in self._names:
+            self.args[self._names.index(name)] = value
+        else:
+            self.kwargs[name] = value
+
+    def takes(self, name: str) -> bool:
+        parameters = inspect.signature(self.method).parameters
+        return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+    def __call__(self) -> Any:
+        return self.method(*self.args, **self.kwargs)
 
 
 def _set_up(model: Any, loss: Any) -> None:
