@@ -33,10 +33,20 @@ def pytest_configure(config: Any) -> None:
     config.addinivalue_line(
         "markers", "only(*backends): the case is of these backends, and no case of others"
     )
+    config.addinivalue_line(
+        "markers",
+        "peer: the case compares with GradientAccumulator, which $GA_PEERS_PYTHON has; on TensorFlow",
+    )
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    others = [item for item in items if BACKEND not in next(item.iter_markers("only"), _ALL).args]
+    peers = BACKEND == "tensorflow" and os.environ.get("GA_PEERS_PYTHON")
+    others = [
+        item
+        for item in items
+        if BACKEND not in next(item.iter_markers("only"), _ALL).args
+        or (item.get_closest_marker("peer") and not peers)
+    ]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
 
