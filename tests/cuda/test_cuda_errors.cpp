@@ -105,6 +105,111 @@ TEST_F(Errors, NoDriverOrDevice) {
   sim::reset();
 }
 
+// ---- Contexts of the driver: a thread keeps its own, and none comes to be on another device.
+
+// Runs a context's life on a device. check() is called after each part of it.
+template <class Check>
+void live(const ga_config& c, Check&& check) {
+  ga_context* ctx = nullptr;
+  ASSERT_OK(ga_context_create(&c, &ctx));
+  check("create");
+  ga_optimizer sgd;
+  ga_optimizer_init(&sgd, sizeof sgd, GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH);
+  ga_group group = -1;
+  EXPECT_OK(ga_group_add(ctx, &sgd, &group));
+  float *data = nullptr, *gradient = nullptr;
+  {
+    std::thread other([&] {  // the memory, without a context of this thread's
+      EXPECT_CUDA(cudaSetDevice(c.device_ordinal));
+      EXPECT_CUDA(cudaMalloc(&data, sizeof(float)));
+      EXPECT_CUDA(cudaMalloc(&gradient, sizeof(float)));
+      EXPECT_CUDA(cudaMemset(data, 0, sizeof(float)));
+      EXPECT_CUDA(cudaMemset(gradient, 0, sizeof(float)));
+    });
+    other.join();
+  }
+  const int64_t shape[] = {1};
+  ga_param param = -1;
+  EXPECT_OK(ga_param_add(ctx, group, "p", data, GA_F32, 1, shape, nullptr, &param));
+  check("add");
+  const void* const gradients[] = {gradient};
+  EXPECT_OK(ga_accumulate(ctx, gradients, 1, 1.0, nullptr));
+  check("accumulate");
+  EXPECT_OK(ga_step(ctx, nullptr));
+  check("step");
+  ga_step_result result;
+  EXPECT_OK(ga_step_result_init(&result, sizeof result));
+  EXPECT_OK(ga_step_result_get(ctx, 0, 1, &result));
+  check("result");
+  ga_context_destroy(ctx);
+  check("destroy");
+  std::thread other([&] {
+    EXPECT_CUDA(cudaSetDevice(c.device_ordinal));
+    EXPECT_CUDA(cudaFree(data));
+    EXPECT_CUDA(cudaFree(gradient));
+  });
+  other.join();
+}
+
+TEST_F(Errors, ThreadsWithoutAContextGetNone) {
+  for (const int32_t ordinal : {1, 0}) {
+    sim::reset();
+    std::thread thread([&] {
+      live(on_device(ordinal), [&](const char* call) {
+        EXPECT_EQ(sim::current_context(), nullptr) << call;
+        EXPECT_FALSE(sim::has_primary_context(1 - ordinal)) << call;
+      });
+    });
+    thread.join();
+  }
+}
+
+TEST_F(Errors, ThreadsKeepTheContextOfTheDriver) {
+  for (const int32_t ordinal : {1, 0}) {
+    sim::reset();
+    const CUcontext own = sim::make_context(0);
+    std::thread thread([&] {
+      sim::set_current_context(own);
+      live(on_device(ordinal),
+           [&](const char* call) { EXPECT_EQ(sim::current_context(), own) << call; });
+    });
+    thread.join();
+    EXPECT_EQ(sim::has_primary_context(0), ordinal == 0);  // by the thread that made the memory
+  }
+}
+
+// The stream knows in which context it works.
+TEST_F(Errors, StreamsOfAContextOfTheDriver) {
+  sim::reset();
+  std::thread thread([] {
+    cudaStream_t stream = nullptr;
+    sim::set_current_context(sim::make_context(1));
+    EXPECT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    sim::set_current_context(nullptr);
+    EXPECT_OK(create(on_device(1, stream)));
+    EXPECT_TRUE(refused(create(on_device(0, stream)), GA_ERROR_INVALID_ARGUMENT,
+                        {"stream is of CUDA device 1", "was 0"}));
+    EXPECT_FALSE(sim::has_primary_context(0));
+    EXPECT_FALSE(sim::has_primary_context(1));
+    EXPECT_EQ(sim::current_context(), nullptr);
+  });
+  thread.join();
+}
+
+TEST_F(Errors, SwitchingThatFails) {
+  sim::reset();
+  std::thread thread([] {
+    ga_context* ctx = nullptr;
+    const ga_config c = on_device(1);
+    ASSERT_OK(ga_context_create(&c, &ctx));
+    sim::fail_switch();
+    EXPECT_TRUE(refused(ga_step(ctx, nullptr), GA_ERROR_FAULT, {"choosing the device", "cudaErrorUnknown"}));
+    EXPECT_EQ(sim::current_context(), nullptr);
+    ga_context_destroy(ctx);
+  });
+  thread.join();
+}
+
 // A device that this build has no code for.
 TEST_F(Errors, NoCodeForTheDevice) {
   sim::fail_call(2, cudaErrorNoKernelImageForDevice);

@@ -91,7 +91,7 @@ cudaDataType type_of(int32_t dtype) {
 
 MatmulEngine::~MatmulEngine() {
   if (handle_) {
-    const DeviceScope scope(runtime_.ordinal());
+    const DeviceScope scope(runtime_.context());
     const RelaxedCapture relaxed;
     cublas().destroy(handle_);
   }

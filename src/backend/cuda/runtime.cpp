@@ -20,6 +20,51 @@ struct Version {
   explicit Version(int number) : major(number / 1000), minor(number % 1000 / 10) {}
 };
 
+// The numbers of the driver's errors are those of the runtime's.
+cudaError_t error_of(int result) { return static_cast<cudaError_t>(result); }
+
+// Functions of the driver for contexts, which the runtime can only choose by their device.
+struct Driver {
+  int (*get_current)(CUctx_st**);
+  int (*set_current)(CUctx_st*);
+  int (*device)(int* device, int ordinal);
+  int (*retain)(CUctx_st**, int device);
+  int (*release)(int device);
+  int (*stream_context)(cudaStream_t, CUctx_st**);
+
+  // Throws GA_ERROR_UNSUPPORTED. Callable where there is a device.
+  static const Driver& get() {
+    static const Driver driver = [] {
+      Driver d;
+      find("cuCtxGetCurrent", d.get_current);
+      find("cuCtxSetCurrent", d.set_current);
+      find("cuDeviceGet", d.device);
+      find("cuDevicePrimaryCtxRetain", d.retain);
+      find("cuDevicePrimaryCtxRelease", d.release);
+      find("cuStreamGetCtx", d.stream_context);
+      return d;
+    }();
+    return driver;
+  }
+
+ private:
+  template <class Function>
+  static void find(const char* name, Function& function) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+    if (error != cudaSuccess) cudaGetLastError();
+    if (error != cudaSuccess || result != cudaDriverEntryPointSuccess)
+      fail(GA_ERROR_UNSUPPORTED, "the CUDA driver of this machine has no %s", name);
+    function = reinterpret_cast<Function>(found);
+  }
+};
+
 }  // namespace
 
 // ---- Devices ------------------------------------------------------------------------------------
@@ -54,36 +99,61 @@ int32_t device_count() {
        has.major, has.minor, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-DeviceScope::DeviceScope(int ordinal) noexcept {
-  int current = -1;
-  error_ = cudaGetDevice(&current);
-  if (error_ != cudaSuccess || current == ordinal) return;
-  error_ = cudaSetDevice(ordinal);
-  if (error_ == cudaSuccess) before_ = current;
+DeviceScope::DeviceScope(CUctx_st* context) noexcept {
+  error_ = error_of(Driver::get().get_current(&before_));
+  if (error_ != cudaSuccess || before_ == context) return;
+  error_ = error_of(Driver::get().set_current(context));
+  restores_ = true;  // also if that failed, since it may have switched
 }
 
 DeviceScope::~DeviceScope() {
-  if (before_ >= 0 && cudaSetDevice(before_) != cudaSuccess) cudaGetLastError();
+  if (restores_) Driver::get().set_current(before_);
+}
+
+DriverContext::DriverContext(int ordinal, cudaStream_t stream) {
+  const Driver& driver = Driver::get();
+  const bool own = stream && stream != cudaStreamLegacy && stream != cudaStreamPerThread;
+  if ((own ? driver.stream_context(stream, &context_) : driver.get_current(&context_)) != 0)
+    context_ = nullptr;  // unknown
+  int device = -1;
+  if (context_) {
+    const DeviceScope scope(context_);
+    if (scope.error() == cudaSuccess && cudaGetDevice(&device) != cudaSuccess) cudaGetLastError();
+  }
+  if (device == ordinal) return;
+  if (own && device >= 0)
+    fail(GA_ERROR_INVALID_ARGUMENT, "stream is of CUDA device %d, but device_ordinal was %d",
+         device, ordinal);
+  cudaError_t error = error_of(driver.device(&device, ordinal));
+  if (error == cudaSuccess) error = error_of(driver.retain(&context_, device));
+  if (error == cudaErrorMemoryAllocation) throw std::bad_alloc();
+  if (error != cudaSuccess)
+    fail(GA_ERROR_FAULT, "CUDA device %d: making its context failed: %s (%s)", ordinal,
+         cudaGetErrorString(error), cudaGetErrorName(error));
+  kept_device_ = device;
+}
+
+DriverContext::~DriverContext() {
+  if (kept_device_ >= 0) Driver::get().release(kept_device_);
 }
 
 // ---- Calls --------------------------------------------------------------------------------------
 
-Runtime::Runtime(const ga_config& config) : allocator_(config), ordinal_(config.device_ordinal) {
-  const int32_t count = device_count(), ordinal = ordinal_;
-  const auto stream = static_cast<cudaStream_t>(config.stream);
+static int32_t checked(int32_t ordinal) {
+  const int32_t count = device_count();
   if (ordinal < 0 || ordinal >= count)
     fail(GA_ERROR_INVALID_ARGUMENT, "device_ordinal was %d, but there are %d CUDA devices", ordinal,
          count);
-  queue_.stream = stream;
+  return ordinal;
+}
+
+Runtime::Runtime(const ga_config& config)
+    : allocator_(config),
+      ordinal_(checked(config.device_ordinal)),
+      context_(ordinal_, static_cast<cudaStream_t>(config.stream)) {
+  const int32_t ordinal = ordinal_;
+  queue_.stream = static_cast<cudaStream_t>(config.stream);
   call([&] {
-#if CUDART_VERSION >= 12080
-    if (int device = ordinal; stream != nullptr) {
-      check(cudaStreamGetDevice(stream, &device), "asking for the stream's device");
-      if (device != ordinal)
-        fail(GA_ERROR_INVALID_ARGUMENT, "stream is of CUDA device %d, but device_ordinal was %d",
-             device, ordinal);
-    }
-#endif
     const auto attribute = [&](cudaDeviceAttr which) {
       int value = 0;
       check(cudaDeviceGetAttribute(&value, which, ordinal), "asking for what the device is");
@@ -109,7 +179,7 @@ Runtime::Runtime(const ga_config& config) : allocator_(config), ordinal_(config.
 }
 
 Runtime::~Runtime() {
-  const DeviceScope scope(ordinal_);
+  const DeviceScope scope(context_.get());
   const RelaxedCapture relaxed;
   if (!fault_ && cudaStreamSynchronize(queue_.stream) != cudaSuccess) cudaGetLastError();
   for (const auto& [at, mirror] : mirrors_) {
@@ -220,7 +290,7 @@ void Runtime::free(void* data) noexcept {
     }
     return;
   }
-  const DeviceScope scope(ordinal_);
+  const DeviceScope scope(context_.get());
   const RelaxedCapture relaxed;
   if (!fault_ && cudaStreamSynchronize(queue_.stream) != cudaSuccess) cudaGetLastError();
   free_device(data);

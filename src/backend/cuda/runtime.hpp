@@ -16,6 +16,8 @@
 #include "backend/cuda/kernels.hpp"
 #include "error.hpp"
 
+struct CUctx_st;  // a context of the driver
+
 namespace ga::cuda {
 
 // The number of devices; if there is none, throws GA_ERROR_UNSUPPORTED with the reason.
@@ -24,17 +26,36 @@ int32_t device_count();
 Backend* make_backend(const ga_config& config);
 void versions(int32_t& runtime, int32_t& driver);
 
-// Makes a device current in the calling thread for the life of this object.
+// The driver's context that work is done in: that of the program's stream; without a stream, the one
+// that is current in the calling thread; and if that is of another device or there is none, the
+// device's primary context, which this object keeps alive.
+class DriverContext {
+ public:
+  // Throws GA_ERROR_INVALID_ARGUMENT if the stream is of another device.
+  DriverContext(int ordinal, cudaStream_t stream);
+  ~DriverContext();
+  DriverContext(const DriverContext&) = delete;
+  DriverContext& operator=(const DriverContext&) = delete;
+  CUctx_st* get() const { return context_; }
+
+ private:
+  CUctx_st* context_ = nullptr;
+  int kept_device_ = -1;
+};
+
+// Makes a context current in the calling thread for the life of this object, and then the one that
+// was, or none. (cudaSetDevice would make a context on the device that it goes back to.)
 class DeviceScope {
  public:
-  explicit DeviceScope(int ordinal) noexcept;
+  explicit DeviceScope(CUctx_st* context) noexcept;
   ~DeviceScope();
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;
   cudaError_t error() const { return error_; }
 
  private:
-  int before_ = -1;  // the device to restore; -1: none
+  CUctx_st* before_ = nullptr;
+  bool restores_ = false;
   cudaError_t error_;
 };
 
@@ -67,7 +88,7 @@ class Runtime {
   template <class Work>
   auto call(Work&& work) {
     if (fault_) throw Error(*fault_);
-    const DeviceScope scope(ordinal_);
+    const DeviceScope scope(context_.get());
     try {
       enter(scope.error());
       return work();
@@ -86,6 +107,7 @@ class Runtime {
   const Queue& queue();
   cudaStream_t stream() const { return queue_.stream; }
   int32_t ordinal() const { return ordinal_; }
+  CUctx_st* context() const { return context_.get(); }
   bool capturing() const { return capturing_; }
   // Throws GA_ERROR_INVALID_STATE while the stream is captured. what: "this call waits"
   void require_no_capture(const char* what) const;
@@ -124,6 +146,7 @@ class Runtime {
   const Allocator allocator_;
   std::map<void*, size_t> given_;  // by the program's allocator
   int32_t ordinal_;
+  const DriverContext context_;
   Queue queue_ = {};
   bool reads_pageable_ = false;
   bool capturing_ = false;

@@ -8,7 +8,7 @@ namespace ga::cuda {
 constexpr size_t kHalf = size_t{4} << 20;
 
 Transfer::~Transfer() {
-  const DeviceScope scope(runtime_.ordinal());
+  const DeviceScope scope(runtime_.context());
   for (const Half& half : halves_)
     if (half.done && cudaEventDestroy(half.done) != cudaSuccess) cudaGetLastError();
 }

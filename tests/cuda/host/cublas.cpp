@@ -130,7 +130,7 @@ cublasStatus_t cublasCreate(cublasHandle_t* handle) {
   void* memory = nullptr;  // cuBLAS' own memory, an allocation that can fail like any other
   if (cudaMalloc(&memory, 256) != cudaSuccess) return CUBLAS_STATUS_ALLOC_FAILED;
   Engine::get().release(static_cast<char*>(memory));
-  *handle = new cublasContext{thread_state().device};
+  *handle = new cublasContext{current_device()};
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -256,7 +256,7 @@ cublasStatus_t cublasGemmEx_64(cublasHandle_t handle, cublasOperation_t op_a,
       alpha == nullptr || beta == nullptr) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
-  if (handle->device != thread_state().device) return CUBLAS_STATUS_EXECUTION_FAILED;
+  if (handle->device != current_device()) return CUBLAS_STATUS_EXECUTION_FAILED;
   if (m == 0 || n == 0) return CUBLAS_STATUS_SUCCESS;
   if (type_a != type_b) return CUBLAS_STATUS_NOT_SUPPORTED;
   const Product product{transpose_a, transpose_b, m, n, k, a, b, c, lda, ldb, ldc};

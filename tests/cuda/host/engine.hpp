@@ -15,6 +15,11 @@
 
 #include "simulator.hpp"
 
+struct CUctx_st {
+  int device = 0;
+  bool exists = false;
+};
+
 namespace ga::sim {
 
 constexpr int kMaxDevices = 8;
@@ -107,6 +112,7 @@ class Arena {
 
 struct Device {
   Arena arena;
+  CUctx_st primary;
   size_t bytes = 0;
   cudaError_t fault = cudaSuccess;
   std::shared_ptr<CUstream_st> legacy;
@@ -129,6 +135,8 @@ class Engine {
   int64_t fail_call = 0;
   cudaError_t fail_call_error = cudaSuccess;
   int64_t fail_execution = 0;
+  bool fail_switch = false;
+  std::vector<std::unique_ptr<CUctx_st>> contexts;  // of the program's own
 
   // Memory.
   cudaError_t allocate(void** pointer, size_t size, Memory memory, int device, bool pooled);
@@ -170,12 +178,17 @@ class Engine {
 
 // State of the calling thread.
 struct ThreadState {
-  int device = 0;
+  int device = 0;               // that the runtime chose, where no context is current
+  CUctx_st* context = nullptr;  // current
   cudaError_t last_error = cudaSuccess;
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
   bool in_host_function = false;
 };
 ThreadState& thread_state();
+// The device of the calling thread.
+int current_device();
+// Makes it have a context, as calls of the runtime do that need one.
+void need_context();
 
 // The error that a call returns before it does anything: no driver, a fault, ... The engine is
 // locked.
@@ -183,9 +196,10 @@ cudaError_t entry_error();
 
 // Runs the body of a call: locks, checks, remembers the error.
 template <class Body>
-cudaError_t call(Body&& body) {
+cudaError_t call(Body&& body, bool needs_context = true) {
   const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
   cudaError_t error = entry_error();
+  if (error == cudaSuccess && needs_context) need_context();
   if (error == cudaSuccess) error = body(Engine::get());
   if (error != cudaSuccess) thread_state().last_error = error;
   return error;
@@ -204,6 +218,7 @@ struct CUstream_st {
   bool destroyed = false;
   std::deque<ga::sim::Item> items = {};
   int64_t done = 0;
+  CUctx_st* context = nullptr;  // that it was made in
 
   int64_t end() const { return done + static_cast<int64_t>(items.size()); }
 };

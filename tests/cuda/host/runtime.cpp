@@ -12,7 +12,7 @@ namespace {
 
 using Stream = std::shared_ptr<CUstream_st>;
 
-int current() { return thread_state().device; }
+int current() { return current_device(); }
 
 // The check that every call that waits, or may wait, makes first.
 cudaError_t may_wait(Engine& engine, const Stream& stream) {
@@ -115,6 +115,7 @@ cudaError_t create_stream(cudaStream_t* out, unsigned flags) {
   return call([=](Engine& engine) {
     if (out == nullptr || flags > cudaStreamNonBlocking) return cudaErrorInvalidValue;
     engine.streams.push_back(std::make_shared<CUstream_st>(CUstream_st{current(), flags}));
+    engine.streams.back()->context = thread_state().context;
     *out = engine.streams.back().get();
     return cudaSuccess;
   });
@@ -258,11 +259,13 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  return call([=](Engine& engine) {
-    if (count == nullptr) return cudaErrorInvalidValue;
-    *count = engine.config.devices;
-    return cudaSuccess;
-  });
+  return call(
+      [=](Engine& engine) {
+        if (count == nullptr) return cudaErrorInvalidValue;
+        *count = engine.config.devices;
+        return cudaSuccess;
+      },
+      false);
 }
 
 cudaError_t cudaGetDevice(int* device) {
@@ -284,36 +287,105 @@ cudaError_t cudaSetDevice(int device) {
     error = device < 0 || device >= Engine::get().config.devices
                 ? cudaErrorInvalidDevice
                 : Engine::get().devices[device].fault;
-    if (error != cudaErrorInvalidDevice) thread_state().device = device;
+    if (error != cudaErrorInvalidDevice) {  // makes the primary context, as from CUDA 12 on
+      thread_state().device = device;
+      thread_state().context = nullptr;
+      need_context();
+    }
   }
   if (error != cudaSuccess) thread_state().last_error = error;
   return error;
 }
 
+// ---- Functions of the driver
+
+namespace {
+
+int get_current(CUctx_st** context) {
+  *context = thread_state().context;
+  return cudaSuccess;
+}
+
+int set_current(CUctx_st* context) {
+  const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
+  thread_state().context = context;
+  if (Engine::get().fail_switch) {
+    Engine::get().fail_switch = false;
+    return cudaErrorUnknown;
+  }
+  return context ? Engine::get().devices[context->device].fault : cudaSuccess;
+}
+
+int device_of(int* device, int ordinal) {
+  *device = ordinal;
+  return cudaSuccess;
+}
+
+int retain(CUctx_st** context, int device) {
+  const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
+  Engine& engine = Engine::get();
+  if (engine.fail_allocation > 0 && --engine.fail_allocation == 0) return cudaErrorMemoryAllocation;
+  *context = &engine.devices[device].primary;
+  (*context)->exists = true;
+  return cudaSuccess;
+}
+
+// The runtime keeps it for itself.
+int release_primary(int) { return cudaSuccess; }
+
+int stream_context(cudaStream_t handle, CUctx_st** context) {
+  const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
+  const Stream stream = Engine::get().stream(handle);
+  if (stream == nullptr) return cudaErrorInvalidResourceHandle;
+  *context = stream->context;
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  const std::map<std::string, void*> functions = {
+      {"cuCtxGetCurrent", reinterpret_cast<void*>(get_current)},
+      {"cuCtxSetCurrent", reinterpret_cast<void*>(set_current)},
+      {"cuDeviceGet", reinterpret_cast<void*>(device_of)},
+      {"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(retain)},
+      {"cuDevicePrimaryCtxRelease", reinterpret_cast<void*>(release_primary)},
+      {"cuStreamGetCtx", reinterpret_cast<void*>(stream_context)}};
+  const auto found = functions.find(name);
+  *function = found == functions.end() ? nullptr : found->second;
+  if (result)
+    *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
-  return call([=](Engine& engine) {
-    const Config& config = engine.config;
-    if (properties == nullptr) return cudaErrorInvalidValue;
-    if (device < 0 || device >= config.devices) return cudaErrorInvalidDevice;
-    *properties = cudaDeviceProp{};
-    std::snprintf(properties->name, sizeof properties->name, "simulated device");
-    properties->totalGlobalMem = config.memory;
-    properties->sharedMemPerBlock = 48 << 10;
-    properties->warpSize = 32;
-    properties->maxThreadsPerBlock = 1024;
-    properties->major = config.major;
-    properties->minor = config.minor;
-    properties->multiProcessorCount = config.multiprocessors;
-    properties->canMapHostMemory = 1;
-    properties->unifiedAddressing = 1;
-    properties->l2CacheSize = config.l2_bytes;
-    properties->maxThreadsPerMultiProcessor = 2048;
-    properties->managedMemory = 1;
-    properties->pageableMemoryAccess = config.pageable_access ? 1 : 0;
-    properties->concurrentManagedAccess = 1;
-    properties->memoryPoolsSupported = config.memory_pools ? 1 : 0;
-    return cudaSuccess;
-  });
+  return call(
+      [=](Engine& engine) {
+        const Config& config = engine.config;
+        if (properties == nullptr) return cudaErrorInvalidValue;
+        if (device < 0 || device >= config.devices) return cudaErrorInvalidDevice;
+        *properties = cudaDeviceProp{};
+        std::snprintf(properties->name, sizeof properties->name, "simulated device");
+        properties->totalGlobalMem = config.memory;
+        properties->sharedMemPerBlock = 48 << 10;
+        properties->warpSize = 32;
+        properties->maxThreadsPerBlock = 1024;
+        properties->major = config.major;
+        properties->minor = config.minor;
+        properties->multiProcessorCount = config.multiprocessors;
+        properties->canMapHostMemory = 1;
+        properties->unifiedAddressing = 1;
+        properties->l2CacheSize = config.l2_bytes;
+        properties->maxThreadsPerMultiProcessor = 2048;
+        properties->managedMemory = 1;
+        properties->pageableMemoryAccess = config.pageable_access ? 1 : 0;
+        properties->concurrentManagedAccess = 1;
+        properties->memoryPoolsSupported = config.memory_pools ? 1 : 0;
+        return cudaSuccess;
+      },
+      false);
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
@@ -502,20 +574,22 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned flags) 
 }
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
-  return call([=](Engine& engine) {
-    if (attributes == nullptr) return cudaErrorInvalidValue;
-    void* address = const_cast<void*>(pointer);
-    *attributes = {cudaMemoryTypeUnregistered, cudaInvalidDeviceId, nullptr, address};
-    const Allocation* a = engine.find(pointer);
-    if (a == nullptr) return cudaSuccess;
-    attributes->device = a->device;
-    attributes->devicePointer = address;
-    if (a->memory == Memory::kDevice) attributes->hostPointer = nullptr;
-    attributes->type = a->memory == Memory::kManaged ? cudaMemoryTypeManaged
-                       : is_device(a)                ? cudaMemoryTypeDevice
-                                                     : cudaMemoryTypeHost;
-    return cudaSuccess;
-  });
+  return call(
+      [=](Engine& engine) {
+        if (attributes == nullptr) return cudaErrorInvalidValue;
+        void* address = const_cast<void*>(pointer);
+        *attributes = {cudaMemoryTypeUnregistered, cudaInvalidDeviceId, nullptr, address};
+        const Allocation* a = engine.find(pointer);
+        if (a == nullptr) return cudaSuccess;
+        attributes->device = a->device;
+        attributes->devicePointer = address;
+        if (a->memory == Memory::kDevice) attributes->hostPointer = nullptr;
+        attributes->type = a->memory == Memory::kManaged ? cudaMemoryTypeManaged
+                           : is_device(a)                ? cudaMemoryTypeDevice
+                                                         : cudaMemoryTypeHost;
+        return cudaSuccess;
+      },
+      false);
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind kind,
@@ -825,10 +899,12 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  return call([=](Engine&) {
-    std::swap(*mode, thread_state().mode);
-    return cudaSuccess;
-  });
+  return call(
+      [=](Engine&) {
+        std::swap(*mode, thread_state().mode);
+        return cudaSuccess;
+      },
+      false);
 }
 
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* count) {

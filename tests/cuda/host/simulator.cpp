@@ -375,10 +375,22 @@ Engine& Engine::get() {
 
 Engine::Engine() : config(initial_config()) {
   for (int i = 0; i < kMaxDevices; ++i) {
+    devices[i].primary.device = i;
     devices[i].legacy = std::make_shared<CUstream_st>(CUstream_st{i, cudaStreamDefault, true});
     streams.push_back(devices[i].legacy);
   }
   close_all();
+}
+
+int current_device() {
+  const ThreadState& state = thread_state();
+  return state.context ? state.context->device : state.device;
+}
+
+void need_context() {
+  ThreadState& state = thread_state();
+  if (!state.context) state.context = &Engine::get().devices[state.device].primary;
+  state.context->exists = true;
 }
 
 cudaError_t entry_error() {
@@ -386,16 +398,16 @@ cudaError_t entry_error() {
   if (thread_state().in_host_function) return cudaErrorNotPermitted;
   if (engine.config.driver != cudaSuccess) return static_cast<cudaError_t>(engine.config.driver);
   if (engine.config.devices == 0) return cudaErrorNoDevice;
-  return engine.devices[thread_state().device].fault;
+  return engine.devices[current_device()].fault;
 }
 
 std::shared_ptr<CUstream_st> Engine::stream(cudaStream_t handle) {
-  Device& device = devices[thread_state().device];
+  Device& device = devices[current_device()];
   if (handle == nullptr || handle == cudaStreamLegacy) return device.legacy;
   if (handle == cudaStreamPerThread) {
     std::shared_ptr<CUstream_st>& stream = device.per_thread[std::this_thread::get_id()];
     if (stream == nullptr) {
-      stream = std::make_shared<CUstream_st>(CUstream_st{thread_state().device, cudaStreamDefault});
+      stream = std::make_shared<CUstream_st>(CUstream_st{current_device(), cudaStreamDefault});
       streams.push_back(stream);
     }
     return stream;
@@ -414,7 +426,7 @@ cudaError_t prepare(Engine& engine, cudaStream_t handle, bool current_device,
                     std::shared_ptr<CUstream_st>* stream) {
   *stream = engine.stream(handle);
   if (*stream == nullptr) return cudaErrorInvalidResourceHandle;
-  if (current_device && (*stream)->device != thread_state().device) {
+  if (current_device && (*stream)->device != ga::sim::current_device()) {
     return cudaErrorInvalidResourceHandle;
   }
   if (engine.devices[(*stream)->device].fault != cudaSuccess) {
@@ -676,6 +688,7 @@ void reset() {
   const auto guard = lock();
   Engine& engine = Engine::get();
   engine.fail_allocation = engine.fail_call = engine.fail_execution = 0;
+  engine.fail_switch = false;
   engine.run_everything();
   while (!engine.captures.empty()) engine.end_capture(*engine.captures.begin());
   for (CUevent_st* event : engine.events) delete event;
@@ -683,13 +696,36 @@ void reset() {
   engine.streams.clear();
   for (Device& device : engine.devices) {
     device.fault = cudaSuccess;
+    device.primary.exists = false;
     device.per_thread.clear();
     engine.streams.push_back(device.legacy);
   }
   engine.release_everything();
+  engine.contexts.clear();
   thread_state() = ThreadState{};
   configure(initial_config());
   reset_counters();
+}
+
+CUcontext make_context(int device) {
+  const auto guard = lock();
+  auto& contexts = Engine::get().contexts;
+  contexts.push_back(std::make_unique<CUctx_st>(CUctx_st{device, true}));
+  return contexts.back().get();
+}
+
+bool has_primary_context(int device) {
+  const auto guard = lock();
+  return Engine::get().devices[device].primary.exists;
+}
+
+CUcontext current_context() { return thread_state().context; }
+
+void set_current_context(CUcontext context) { thread_state().context = context; }
+
+void fail_switch() {
+  const auto guard = lock();
+  Engine::get().fail_switch = true;
 }
 
 namespace {

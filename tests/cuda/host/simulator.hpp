@@ -57,6 +57,15 @@ void fail_call(int64_t n, cudaError_t error);
 // A kernel, copy, fill or library's work when it runs: cudaErrorIllegalAddress, which is sticky.
 void fail_execution(int64_t n);
 
+// Contexts of the driver. A device has a primary one, which the runtime makes and uses where no other
+// one is current in the thread, and which costs memory; the program can make others.
+CUcontext make_context(int device);
+bool has_primary_context(int device);
+CUcontext current_context();  // of the calling thread; NULL: none
+void set_current_context(CUcontext context);
+// The next cuCtxSetCurrent switches and then fails.
+void fail_switch();
+
 struct Counters {
   int64_t launches = 0;                      // calls that launch kernels, captured ones included
   std::map<std::string, int64_t> by_kernel;  // launches by the kernel's type
