@@ -203,7 +203,8 @@ TEST_F(Errors, SwitchingThatFails) {
     const ga_config c = on_device(1);
     ASSERT_OK(ga_context_create(&c, &ctx));
     sim::fail_switch();
-    EXPECT_TRUE(refused(ga_step(ctx, nullptr), GA_ERROR_FAULT, {"choosing the device", "cudaErrorUnknown"}));
+    EXPECT_TRUE(refused(ga_step(ctx, nullptr), GA_ERROR_FAULT,
+                        {"choosing the device", "cudaErrorUnknown"}));
     EXPECT_EQ(sim::current_context(), nullptr);
     ga_context_destroy(ctx);
   });
