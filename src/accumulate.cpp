@@ -212,6 +212,7 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
       backend_->accumulate(accumulate_tasks_.span());
     });
   window_.add(micro);
+  backend_->set_window_open(true);
   if (deferring() && micro.weight > 0) settle(window_.size() - 1);
 }
 
@@ -633,6 +634,7 @@ void Context::micro_end() {
            params_.tensor(i).name);
   if (deferring() && window_.open_micro().weight > 0) settle(window_.open_index());
   window_.end();
+  backend_->set_window_open(true);
 }
 
 void Context::micro_abort() {

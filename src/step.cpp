@@ -92,6 +92,7 @@ void Context::empty_window() {
   contributions_.clear();
   batch_norms_.end_window();
   window_.clear();
+  backend_->set_window_open(false);
   look_up_accum_steps();
 }
 

@@ -78,6 +78,8 @@ class Backend {
   virtual void wait() = 0;
   // Whether the stream is being captured into a graph, which replays the values of the tables.
   virtual bool capturing() = 0;
+  // Whether a window has micro-batches. While it has some, no graph is replayed.
+  virtual void set_window_open(bool) noexcept {}
 
   // Throws GA_ERROR_INVALID_ARGUMENT if the backend can tell that the kernels cannot read the
   // program's memory at data. what begins the message: "parameter "x": its gradient".

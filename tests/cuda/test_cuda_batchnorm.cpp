@@ -942,5 +942,45 @@ TEST_F(BatchNorm, Graphs) {
   }
 }
 
+// Layers give f32 gradients to 16-bit parameters, and programs 16-bit ones. A graph that was captured
+// with one of them goes on with it after a window with the other.
+TEST_F(BatchNorm, GraphsKeepTheDtypeOfGradients) {
+  Case c = {{GA_BN_CHANNELS_FIRST, {4, 3}, 40, 25}, GA_BN_MICRO, GA_F32};
+  c.param_dtype = GA_BF16;
+  for (const bool captures_layer : {true, false}) {
+    std::vector<std::vector<double>> all;
+    for (const bool captured : {false, true}) {
+      Layer layer(c, false);
+      const DeviceTensor g(numbers(GA_BF16, 40, 3), layer.stream());
+      const auto by_layer = [&] { layer.window(); };
+      const auto by_program = [&] {
+        const void* const gradients[] = {g.data(), g.data()};
+        EXPECT_OK(ga_accumulate(layer, gradients, 2, 1, nullptr));
+        EXPECT_OK(ga_step(layer, nullptr));
+      };
+      const std::function<void()> one =
+          captures_layer ? std::function<void()>(by_layer) : by_program;
+      const std::function<void()> other =
+          captures_layer ? std::function<void()>(by_program) : by_layer;
+      one();
+      Graph graph;
+      if (captured) graph.capture(layer.stream(), one);
+      for (int turn = 0; turn < 2; ++turn) {
+        other();
+        if (captured)
+          graph.replay(layer.stream());
+        else
+          one();
+        other();
+      }
+      layer.stream().wait();
+      all.push_back(values(layer.gamma_now()));
+      all.push_back(values(layer.beta_now()));
+    }
+    EXPECT_TRUE(same_bits(all[0], all[2])) << captures_layer;
+    EXPECT_TRUE(same_bits(all[1], all[3])) << captures_layer;
+  }
+}
+
 }  // namespace
 }  // namespace ga::test

@@ -114,6 +114,8 @@ class CudaBackend final : public Backend {
     return runtime_.call([&] { return runtime_.capturing(); });
   }
 
+  void set_window_open(bool open) noexcept override { runtime_.set_window_open(open); }
+
   void check_memory(const void* data, const char* what) override {
     runtime_.call([&] { runtime_.check_memory(data, what); });
   }

@@ -24,6 +24,7 @@ void PlainTargets::reserve(int64_t params) {
   if (n <= params_) return;
   gradients_.resize(n);
   before_.resize(n);
+  captures_.resize(n);
   others_.reserve(n);
   // A larger buffer is all zeros, so the next calls write all targets that they use.
   buffer_.reserve(runtime_, n * sizeof(PlainTarget));
@@ -45,8 +46,11 @@ void PlainTargets::take(const AccumulateTask& task) {
   const Source& source = task.source[task.sources - 1];
   const PlainTarget target = {task.target.data, task.partials, task.count, task.target.format,
                               source.format};
-  if (PlainTarget& known = buffer_.host<PlainTarget>()[i]; !same(known, target)) {
+  // A graph sets the targets that it uses, which another window may have changed before it is replayed.
+  if (PlainTarget& known = buffer_.host<PlainTarget>()[i];
+      !same(known, target) || (runtime_.capturing() && captures_[i] != runtime_.capture())) {
     known = target;
+    captures_[i] = runtime_.capture();
     widen(i, changed_first_, changed_last_);
   }
   chunks_.set_count(task.param, task.count);

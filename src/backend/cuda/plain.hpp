@@ -33,6 +33,7 @@ class PlainTargets {
   std::vector<uintptr_t> gradients_, before_;    // by parameter, for accumulate_plain
   size_t first_ = 0, last_ = 0;                  // this call uses [first_, last_) of them
   size_t changed_first_ = 0, changed_last_ = 0;  // the targets to upload
+  std::vector<unsigned long long> captures_;     // the last one in which a target was uploaded
   std::vector<AccumulateTask> others_;
 };
 

@@ -194,9 +194,9 @@ Runtime::~Runtime() {
 
 void Runtime::enter(cudaError_t device_error) {
   check(device_error, "choosing the device");
-  restored_ = false;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(queue_.stream, &status);
+  unsigned long long id = 0;
+  const cudaError_t error = cudaStreamGetCaptureInfo(queue_.stream, &status, &id);
   if (error == cudaErrorStreamCaptureImplicit) {
     cudaGetLastError();
     fail(GA_ERROR_INVALID_STATE,
@@ -206,8 +206,10 @@ void Runtime::enter(cudaError_t device_error) {
   check(error, "asking whether the stream is being captured");
   if (status == cudaStreamCaptureStatusInvalidated)
     fail(GA_ERROR_INVALID_STATE, "the capture of the context's stream is broken: end it first");
-  capturing_ = status == cudaStreamCaptureStatusActive;
-  captured_ = captured_ || capturing_;
+  const unsigned long long capture = status == cudaStreamCaptureStatusActive ? id + 1 : 0;
+  restored_ = restored_ && window_open_ && capture == capture_;
+  capture_ = capture;
+  captured_ = captured_ || capturing();
 }
 
 void Runtime::check(cudaError_t error, const char* doing) const {
@@ -223,7 +225,7 @@ void Runtime::check(cudaError_t error, const char* doing) const {
 
 const Queue& Runtime::queue() {
   // A graph that has run since then has written what it recorded.
-  if (!capturing_ && !restored_)
+  if (!capturing() && !restored_)
     for (const Recorded& r : recorded_)
       cuda::upload(queue_, static_cast<char*>(r.mirror->at) + r.begin,
                    static_cast<const char*>(r.mirror->host) + r.begin, r.end - r.begin);
@@ -232,7 +234,7 @@ const Queue& Runtime::queue() {
 }
 
 void Runtime::require_no_capture(const char* what) const {
-  if (capturing_)
+  if (capturing())
     fail(GA_ERROR_INVALID_STATE, "%s, which is not possible while the stream is being captured",
          what);
 }
@@ -352,7 +354,7 @@ const void* Runtime::host_of(const void* at) const {
 }
 
 void Runtime::upload(const Mirror& mirror, size_t offset, size_t bytes) {
-  if (capturing_) record(mirror, offset, offset + bytes);
+  if (capturing()) record(mirror, offset, offset + bytes);
   cuda::upload(queue_, static_cast<char*>(mirror.at) + offset,
                static_cast<const char*>(mirror.host) + offset, bytes);
 }

@@ -108,7 +108,10 @@ class Runtime {
   cudaStream_t stream() const { return queue_.stream; }
   int32_t ordinal() const { return ordinal_; }
   CUctx_st* context() const { return context_.get(); }
-  bool capturing() const { return capturing_; }
+  bool capturing() const { return capture_ != 0; }
+  // The capture that goes on, which has a number of its own; 0: none.
+  unsigned long long capture() const { return capture_; }
+  void set_window_open(bool open) noexcept { window_open_ = open; }
   // Throws GA_ERROR_INVALID_STATE while the stream is captured. what: "this call waits"
   void require_no_capture(const char* what) const;
   void wait();
@@ -149,9 +152,10 @@ class Runtime {
   const DriverContext context_;
   Queue queue_ = {};
   bool reads_pageable_ = false;
-  bool capturing_ = false;
-  bool captured_ = false;  // graphs may use what was allocated
-  bool restored_ = false;  // queue() has restored the recorded parts in this call
+  unsigned long long capture_ = 0;
+  bool captured_ = false;     // graphs may use what was allocated
+  bool window_open_ = false;  // no graph is replayed until it is closed
+  bool restored_ = false;     // queue() has restored the recorded parts since a graph could run
   std::optional<Error> fault_;
   std::map<const char*, Mirror> mirrors_;  // by Mirror::at
   std::vector<Recorded> recorded_;
