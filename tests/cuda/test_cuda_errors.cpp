@@ -91,6 +91,7 @@ TEST_F(Errors, NoDriverOrDevice) {
   };
   with(cudaErrorInsufficientDriver, 0, {"no CUDA driver", "libcuda.so.1"});
   with(cudaErrorInsufficientDriver, 11040, {"driver", "too old", "11.4", "13.0"});
+  with(cudaSuccess, 12000, {"driver", "too old", "12.0", "12.1"});  // would fail at a first launch
   with(cudaErrorNoDevice, 13000, {"shows no device", "13.0", "CUDA_VISIBLE_DEVICES"});
   with(cudaErrorUnknown, 12030, {"12.3", "does not work", "cudaErrorUnknown"});
   {

@@ -775,6 +775,52 @@ TEST_F(Graphs, ACaptureThatEndsEarly) {
   EXPECT_EQ(result_of(s.ctx).windows, 2);
 }
 
+#ifdef GA_SIMULATED
+
+// A capture that breaks while a call works costs the window, and no more. The gradients of that call are
+// forgotten.
+TEST_F(Graphs, ACaptureThatBreaksInACall) {
+  std::vector<Tensor> results[2];
+  for (const bool breaks : {false, true}) {
+    Small s;
+    s.window();
+    if (breaks) {
+      sim::fail_call(1, cudaErrorStreamCaptureInvalidated);
+      std::vector<const void*> gradients;
+      for (const auto& g : s.gradients) gradients.push_back(g->data());
+      EXPECT_TRUE(refused(ga_accumulate(s.ctx, gradients.data(), gradients.size(), 1, nullptr),
+                          GA_ERROR_FAULT, {"cudaErrorStreamCaptureInvalidated"}));
+      EXPECT_OK(ga_discard(s.ctx));
+    }
+    std::vector<const void*> one(s.gradients.size());
+    one[1] = s.gradients[1]->data();
+    EXPECT_OK(ga_accumulate(s.ctx, one.data(), one.size(), 1, nullptr));
+    s.step();
+    for (const auto& p : s.params) results[breaks].push_back(p->get());
+  }
+  EXPECT_TRUE(results[0] == results[1]);
+}
+
+#endif
+
+// A setter in a capture is a part of the graph, and one between replays lasts until the next of them.
+TEST_F(Graphs, ASetterInTheCapture) {
+  Small s;
+  s.window();
+  Graph graph;
+  graph.capture(s.stream, [&] {
+    EXPECT_OK(ga_group_set_lr(s.ctx, 0, 0.5));
+    s.window();
+  });
+  EXPECT_OK(ga_group_set_lr(s.ctx, 0, 0.25));
+  s.window();
+  EXPECT_EQ(result_of(s.ctx).lr, 0.25);
+  graph.replay(s.stream);
+  EXPECT_EQ(result_of(s.ctx).lr, 0.5);
+  s.window();
+  EXPECT_EQ(result_of(s.ctx).lr, 0.25);
+}
+
 // A capture that ends before the step and contains a live gradient at a new address. The graph
 // never runs, so the step must send the address to the device itself.
 TEST_F(Graphs, ACaptureThatEndsBeforeTheStep) {

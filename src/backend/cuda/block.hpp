@@ -28,6 +28,7 @@
 #include <typeinfo>
 #endif
 
+#include "backend/cuda/kernels.hpp"
 #include "error.hpp"
 #include "hd.hpp"
 
@@ -321,7 +322,8 @@ void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
 #endif
   if (error != cudaSuccess) {
     cudaGetLastError();  // reported here, so the program does not find it later
-    fail(GA_ERROR_FAULT, "a kernel could not be launched: %s (%s)", cudaGetErrorString(error),
+    fail(is_capture_error(error) ? GA_ERROR_INVALID_STATE : GA_ERROR_FAULT,
+         "a kernel could not be launched: %s (%s)", cudaGetErrorString(error),
          cudaGetErrorName(error));
   }
 }

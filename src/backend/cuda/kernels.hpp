@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launches of the CUDA backend, one function each; tasks.hpp says what the tasks mean. Pointers
 // are device addresses, except those of a Span and those that are said to be the host's. Host data
-// travels by value, in the arguments of a kernel. Every function throws GA_ERROR_FAULT.
+// travels by value, in the arguments of a kernel. Every function throws GA_ERROR_FAULT, or
+// GA_ERROR_INVALID_STATE if the stream's capture is broken.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,6 +10,10 @@
 #include "backend/backend.hpp"
 
 namespace ga::cuda {
+
+inline bool is_capture_error(cudaError_t error) {
+  return error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
+}
 
 // The stream to launch on, and how many blocks keep the device busy.
 struct Queue {

@@ -69,6 +69,14 @@ void PlainTargets::accumulate(Span<const AccumulateTask> tasks) {
 // Adds the tasks with that number of sources.
 void PlainTargets::add(Span<const AccumulateTask> tasks, int sources) {
   first_ = last_ = 0;
+  const struct Forget {  // the addresses, also if the launch fails
+    PlainTargets& targets;
+    ~Forget() {
+      const auto begin = targets.gradients_.begin();
+      std::fill(begin + static_cast<std::ptrdiff_t>(targets.first_),
+                begin + static_cast<std::ptrdiff_t>(targets.last_), uintptr_t{0});
+    }
+  } forget{*this};
   const AccumulateTask* like = nullptr;  // its scales are those of the launch
   const auto is_like = [&](const AccumulateTask& task) {
     for (int k = 0; like && k < sources; ++k)
@@ -120,8 +128,6 @@ void PlainTargets::launch(const AccumulateTask& like) {
                      paired ? &before_[first] : nullptr);
     first = last;
   }
-  std::fill(gradients_.begin() + static_cast<std::ptrdiff_t>(first_),
-            gradients_.begin() + static_cast<std::ptrdiff_t>(end), uintptr_t{0});
 }
 
 }  // namespace ga::cuda

@@ -10,10 +10,8 @@ namespace ga::cuda {
 namespace {
 
 constexpr size_t kAlign = 64;
-
-bool is_capture_error(cudaError_t error) {
-  return error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
-}
+// From CUDA 12.1 on (R530), a kernel takes more than 4 KB of arguments.
+constexpr int32_t kOldestDriver = 12010;
 
 struct Version {
   int major, minor;
@@ -77,9 +75,18 @@ void versions(int32_t& runtime, int32_t& driver) {
 int32_t device_count() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error == cudaSuccess && count > 0) return count;
-  cudaGetLastError();
   int32_t driver = 0, runtime = 0;
+  if (error == cudaSuccess && count > 0) {
+    versions(runtime, driver);
+    const Version has(driver), needs(kOldestDriver);
+    if (driver < kOldestDriver)
+      fail(GA_ERROR_UNSUPPORTED,
+           "the CUDA driver of this machine is too old: it is for CUDA %d.%d, this library needs "
+           "%d.%d",
+           has.major, has.minor, needs.major, needs.minor);
+    return count;
+  }
+  cudaGetLastError();
   versions(runtime, driver);
   if (error != cudaSuccess && driver == 0)
     fail(GA_ERROR_UNSUPPORTED, "there is no CUDA driver on this machine (libcuda.so.1): %s (%s)",
