@@ -4,9 +4,11 @@
 from typing import Any
 
 import gradaccum as ga
+import gradaccum.keras as gk
 import keras
 import numpy as np
 import pytest
+from conftest import Task
 
 
 def test_gradients_are_read_in_place() -> None:
@@ -43,3 +45,19 @@ def test_an_array_that_must_not_be_written() -> None:
         with pytest.raises(ValueError, match="read-only"):
             context.add_param(group, "w", parameter)
         assert context.params == []
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("overwrite", [None, 1])
+def test_arrays_of_variables_never_change(task: Task, overwrite: int | None) -> None:
+    """JAX keeps the memory of an array that it is given, if it happens to be aligned: one of many is."""
+    model = gk.wrap(task.model(lambda: [keras.layers.Dense(k, "tanh") for k in [*range(5, 45), 3]]), 1)
+    use_ema = overwrite is not None
+    model.compile(keras.optimizers.SGD(0.1, use_ema=use_ema, ema_overwrite_frequency=overwrite), "mse")
+    for step in range(3):
+        held: Any = [variable.value for variable in model.trainable_variables]
+        before = [np.array(array) for array in held]
+        model.fit(task.x[:12], task.y[:12], batch_size=12, verbose=0)
+        for array, copy in zip(held, before, strict=True):
+            np.testing.assert_array_equal(np.asarray(array), copy)
+        assert any((a != b).any() for a, b in zip(model.get_weights(), before, strict=True)), step

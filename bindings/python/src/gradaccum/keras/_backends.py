@@ -19,6 +19,7 @@ from ._capture import Capture, capture, unpack
 from ._private import keras
 
 _DTYPES = {"float32": Dtype.F32, "float64": Dtype.F64, "float16": Dtype.F16, "bfloat16": Dtype.BF16}
+_ALIGNED = 64  # bytes, as JAX wants the memory of an array
 
 
 class Variables:
@@ -28,9 +29,9 @@ class Variables:
         return variable.value
 
     def write(self, variables: Sequence[Any], arrays: Sequence[Any]) -> None:
-        """Writes arrays to variables."""
+        """Writes arrays to variables, which keep none of their memory."""
         for variable, array in zip(variables, arrays, strict=True):
-            variable.assign(array)
+            variable.assign(backend().detached(array))
 
 
 class Shared:
@@ -80,6 +81,9 @@ class Backend(Protocol):
     def to_numpy(self, native: Any) -> Any:
         """A view of a tensor, or a copy."""
 
+    def detached(self, array: Any) -> Any:
+        """An array that a variable may keep."""
+
     def token(self, native: Any) -> Any:
         """What tells whether a variable still holds what it holds now."""
 
@@ -116,6 +120,9 @@ class _Torch:
 
     def to_numpy(self, native: Any) -> Any:
         return keras.ops.convert_to_numpy(native)
+
+    def detached(self, array: Any) -> Any:
+        return array
 
     def token(self, native: Any) -> Any:
         return native.data_ptr(), native._version
@@ -169,6 +176,9 @@ class _TensorFlow:
 
     def to_numpy(self, native: Any) -> Any:
         return native.numpy() if hasattr(native, "numpy") else np.asarray(native)
+
+    def detached(self, array: Any) -> Any:
+        return array
 
     # A tensor that was read from a variable shares its memory until somebody writes the variable, which
     # then gets another one, since this tensor is kept.
@@ -266,10 +276,10 @@ class _JaxState(Variables):
 
     def write(self, variables: Sequence[Any], arrays: Sequence[Any]) -> None:
         wanted = [
-            np.asarray(array).astype(self[variable].dtype, copy=False)
+            backend().detached(np.asarray(array).astype(self[variable].dtype, copy=False))
             for variable, array in zip(variables, arrays, strict=True)
         ]
-        for variable, value in zip(variables, self.jax.device_put(wanted, may_alias=False), strict=True):
+        for variable, value in zip(variables, self.jax.device_put(wanted), strict=True):
             part, index = self.places[id(variable)]
             self.state[part][index] = value
 
@@ -282,6 +292,17 @@ class _Jax:
 
     def to_numpy(self, native: Any) -> Any:
         return np.asarray(native)
+
+    # JAX keeps an array of numpy that is aligned for it, even with may_alias=False, and copies another one
+    # later. So it gets a copy, which nobody writes, and which it needs not copy again.
+    def detached(self, array: Any) -> Any:
+        if not isinstance(array, np.ndarray):
+            return array
+        memory = np.empty(array.nbytes + _ALIGNED, np.uint8)
+        begin = -memory.__array_interface__["data"][0] % _ALIGNED
+        copy = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+        np.copyto(copy, array)
+        return copy
 
     # An array of JAX never changes, so a variable that was not written holds the same one.
     def token(self, native: Any) -> Any:
