@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that stops goes on: in the middle of a window, and from and to plain Keras."""
 
+import copy
 import pathlib
+import pickle
 from typing import Any
 
 import gradaccum.keras as gk
@@ -29,6 +31,22 @@ def batch_norm(task: Task) -> Any:
             keras.layers.Dense(7, activation="tanh"), gk.BatchNormalization(momentum=0.75), keras.layers.Dense(3),
         ]
     )  # fmt: skip
+
+
+@keras.saving.register_keras_serializable(package="test_keras_state")
+class Derived(gk.GradientAccumulateModel):  # type: ignore[misc]
+    """A model of the user's own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        keras.utils.set_random_seed(3)
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def get_config(self) -> Any:
+        return {"accum_steps": PARTS}
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -188,6 +206,31 @@ def test_sums_with_regularisers_go_on(task: Task, tmp_path: pathlib.Path) -> Non
     micro(task, other, 2, 4)
     assert distance(model, make()) > 0
     assert distance(model, other) == 0
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "derived"])
+@pytest.mark.parametrize(
+    "copied", [lambda m: pickle.loads(pickle.dumps(m)), copy.deepcopy], ids=["pickle", "copy"]
+)
+def test_copies_go_on_bit_for_bit(task: Task, kind: str, copied: Any) -> None:
+    """From the middle of a window."""
+    model = (
+        gk.wrap(batch_norm(task), PARTS, keep_window=True)
+        if kind == "wrapped"
+        else Derived(accum_steps=PARTS)
+    )
+    model.compile(CASES["Adam"](), "mse")
+    micro(task, model, 0, 6)
+    other = copied(model)
+    assert other is not model
+    for one in (model, other):
+        micro(task, one, 6, 12)
+    assert [a.tobytes() for a in model.get_weights()] == [b.tobytes() for b in other.get_weights()]
+    assert other.flush() is None
+    untrained = copied(gk.wrap(task.model(), PARTS))
+    untrained.compile("sgd", "mse")
+    micro(task, untrained, 0, 3)
+    assert untrained.flush() is not None
 
 
 def test_files_that_do_not_fit(task: Task, tmp_path: pathlib.Path) -> None:

@@ -12,7 +12,7 @@ from ._backends import Variables, backend
 from ._batch_norm import BatchNormalization
 from ._capture import current
 from ._optimizer import GradientAccumulateOptimizer
-from ._private import keras
+from ._private import KerasSaveable, keras
 
 
 class _Options:
@@ -88,6 +88,17 @@ class _Accumulating:
             )
             _set_up(self, getattr(self, "loss", None))
 
+    def compile_from_config(self, config: Any) -> None:
+        """For loading, as in Keras, which calls no compile() that it does not know."""
+        base: Any = super()
+        own: Any = type(self).compile
+        if own is not _Accumulating.compile or base.compile.__func__ is not keras.Model.compile:
+            base.compile_from_config(config)
+            return
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:
+            self.optimizer.build(self.trainable_variables)
+
     def make_train_function(self, force: bool = False) -> Any:
         if self.built and self.optimizer is not None:
             self.optimizer.begin(self.trainable_variables)
@@ -124,6 +135,12 @@ class _Accumulating:
             if not self._options.keep_window and getattr(self, "optimizer", None) is not None:
                 self.discard()
             raise
+
+    def __reduce__(self) -> Any:
+        """For pickle and copy.deepcopy: what Keras saves, and how the model was wrapped."""
+        base: Any = super()
+        (file,) = base.__reduce__()[1]
+        return _unpickled, (file, vars(self._options))
 
     def flush(self) -> StepResult | None:
         """Makes the step of a window that is not full. None: the window was empty. Between batches."""
@@ -274,6 +291,11 @@ def wrap(
         _set_up(model, model._compile_config.config.get("loss"))
         model.train_function = None
     return model
+
+
+def _unpickled(file: Any, options: dict[str, Any]) -> Any:
+    model = KerasSaveable._unpickle_model(file)
+    return model if isinstance(model, _Accumulating) else wrap(model, **options)
 
 
 def _split_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -19,11 +19,12 @@ if ".".join(keras.__version__.split(".")[:2]) not in TRIED:
 
 # Every loss ends in reduce_weighted_values(), and masks its weights by apply_mask().
 loss_module: Any = importlib.import_module("keras.src.losses.loss")
-# What saving looks for in an optimizer: its attributes of this class.
+# What saving looks for in an optimizer: its attributes of this class. Makes a model of a pickle, too.
 KerasSaveable: Any = importlib.import_module("keras.src.saving.keras_saveable").KerasSaveable
 
 # Of an optimizer: _iterations, _learning_rate, _tracker (the order of its variables),
-#   _use_weight_decay(), _overwrite_variable_with_gradient(). Of a variable: _path.
+#   _use_weight_decay(), _overwrite_variable_with_gradient(). SwapEMAWeights asks for
+#   _trainable_variables and _model_variables_moving_average. Of a variable: _path.
 # Of a model: _compile_config (what saving says of compile()), _aggregate_additional_loss(),
 #   _autoconvert_optionals() (TensorFlow's trainer), _flatten_layers(), distribute_strategy.
 # Of a layer of batch normalisation: _moments().
