@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer of compile() describes the step: compared with Keras' own, step for step."""
 
+import functools
 from typing import Any
 
 import gradaccum.keras as gk
@@ -76,6 +77,48 @@ def test_callbacks_that_set_the_rate(task: Task) -> None:
         models.append(model)
     assert distance(*models) < 1e-6
     assert float(keras.ops.convert_to_numpy(models[1].optimizer.learning_rate)) < 1e-4
+
+
+@pytest.mark.parametrize("swap_on_epoch", [False, True])
+def test_validation_by_moving_averages(task: Task, swap_on_epoch: bool) -> None:
+    """SwapEMAWeights exchanges variables and averages, and back."""
+    models, losses = [], []
+    for make, train in ((lambda m: m, whole), (lambda m: gk.wrap(m, PARTS), parts)):
+        model = make(task.model())
+        model.compile(O.SGD(0.125, use_ema=True, ema_momentum=0.75), "mse")
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=swap_on_epoch)
+        history = train(task, model, epochs=3, callbacks=[swap], validation_data=(task.x, task.y)).history
+        losses.append([*history["val_loss"], model.evaluate(task.x, task.y, verbose=0)])
+        models.append(model)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+    assert distance(*models) < 1e-6
+
+    model = gk.wrap(task.model(), PARTS)
+    model.compile("adam", "mse")
+    with pytest.raises(ValueError, match="use_ema=False"):
+        model.evaluate(task.x, task.y, verbose=0, callbacks=[keras.callbacks.SwapEMAWeights()])
+
+
+def test_averages_before_the_first_step_and_within_a_window(task: Task) -> None:
+    losses = []
+    for early in (True, False):
+        model = gk.wrap(task.model(), PARTS)
+        model.compile(O.SGD(0.125, use_ema=True, ema_momentum=0.75), "mse")
+        evaluate = functools.partial(model.evaluate, task.x, task.y, verbose=0)
+        if early:
+            assert evaluate(callbacks=[keras.callbacks.SwapEMAWeights()]) == evaluate()
+        for _ in range(2 * PARTS + 1):
+            model.train_on_batch(task.x[:3], task.y[:3])
+        before = model.get_weights()
+        with pytest.raises(RuntimeError, match="within a window"):
+            evaluate(callbacks=[keras.callbacks.SwapEMAWeights()])
+        assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
+        model.discard()
+        losses += [evaluate(callbacks=[keras.callbacks.SwapEMAWeights()]), evaluate()]
+        for a, b in zip(before, model.get_weights(), strict=True):
+            np.testing.assert_allclose(b, a, rtol=1e-12, atol=1e-14)  # on TensorFlow, Keras exchanges by sums
+    np.testing.assert_allclose(losses[:2], losses[2:], rtol=1e-12)
+    assert losses[0] > 1.001 * losses[1]
 
 
 def test_constraints(task: Task) -> None:

@@ -325,6 +325,14 @@ class Accumulation:
             shared.pull(on, values)
             param.changed()
 
+    def averages(self, values: Variables) -> list[Average]:
+        """The moving averages of the variables, to be read and written. RuntimeError: a window is open."""
+        if not self.is_empty:
+            raise RuntimeError(
+                "variables and moving averages were to be exchanged within a window: call flush() or discard() first"
+            )
+        return [Average(self, index, values) for index in range(len(self.variables))]
+
     def finish(self, values: Variables) -> None:
         """At the end of fit(): variables become their moving averages, as in Keras."""
         if self.optimizer.use_ema and self.context is not None and self.context.window.steps > 0:
@@ -476,6 +484,31 @@ _OF_STATE = {
     Dtype.F32: _IN_FILES["F32"], Dtype.F64: _IN_FILES["F64"], Dtype.F16: _IN_FILES["F16"],
     Dtype.BF16: _IN_FILES["BF16"], Dtype.I64: _IN_FILES["I64"],
 }  # fmt: skip
+
+
+class Average:
+    """The moving average of a variable, for a callback that exchanges the two."""
+
+    # Saving reads every attribute of an optimizer, so to make one of these must change nothing.
+    def __init__(self, accumulation: Accumulation, index: int, values: Variables) -> None:
+        self._of = accumulation, index, values
+
+    def _param(self) -> Param:
+        accumulation, index, values = self._of
+        accumulation.settle(values).prepare()
+        return accumulation._params[index]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(_numpy(self._param().ema()), dtype)
+
+    def assign(self, value: Any) -> None:
+        """Writes the average, which before the first step is the variable itself."""
+        param = self._param()
+        if param.context.window.steps == 0:
+            return
+        held = _numpy(param.get_state("ema"))
+        held[...] = keras.ops.convert_to_numpy(value)
+        param.set_state("ema", held)
 
 
 def _numpy(tensor: Any) -> Any:

@@ -134,6 +134,22 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
         """At the end of fit(): with use_ema, variables become their moving averages."""
         self.accumulation.finish(Variables())
 
+    # ---- What SwapEMAWeights asks of an optimizer
+
+    @property
+    def _trainable_variables(self) -> list[Any]:
+        return self.accumulation.variables if hasattr(self, "accumulation") else []
+
+    @_trainable_variables.setter
+    def _trainable_variables(self, variables: Any) -> None:
+        pass  # the empty list that every optimizer of Keras begins with
+
+    @property
+    def _model_variables_moving_average(self) -> list[Any]:
+        if not self.accumulation.optimizer.use_ema:
+            raise AttributeError("there are no moving averages, since use_ema is False")
+        return self.accumulation.averages(Variables()) if self.built else []  # not built: nothing to exchange
+
     # ---- Windows
 
     def flush(self) -> StepResult | None:
