@@ -80,9 +80,12 @@ void Context::check_alive(ga_param id, const char* what, const void* data, int64
 void Context::check_gradient(ga_param id, const void* gradient) {
   Param& p = params_[id];
   const int32_t size = dtype_info(p.gradient_dtype).size;
-  if (gradient != p.checked) check_values(id, "its gradient", gradient, p.count, size);
-  p.checked = gradient;
-  checked_ = true;
+  if (gradient != p.checked && gradient != p.checked_before) {
+    check_values(id, "its gradient", gradient, p.count, size);
+    p.checked_before = p.checked;
+    p.checked = gradient;
+    checked_ = true;
+  }
   check_alive(id, "its second gradient", gradient, p.count * size);
 }
 

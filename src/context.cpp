@@ -461,7 +461,7 @@ void Context::bind(ga_param id, void* data) {
 // Gradients have to be checked again, for there is new memory that they must not overlap.
 void Context::forget_checks() {
   if (!checked_) return;
-  for (Param& p : params_) p.checked = nullptr;
+  for (Param& p : params_) p.checked = p.checked_before = nullptr;
   checked_ = false;
 }
 

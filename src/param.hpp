@@ -52,7 +52,7 @@ struct alignas(64) Param {
   Partial* partials = nullptr;
   int64_t count;
   int64_t offset;                 // elements from the start of its block
-  const void* checked = nullptr;  // the last gradient address that overlapped no range
+  const void* checked = nullptr;  // the last gradient address that was found to be readable
   const void* adopted = nullptr;  // under Held::kAdopted: the gradient, in the program's buffer
   double adopted_scale = 0;
   unsigned char dtype;
@@ -65,6 +65,7 @@ struct alignas(64) Param {
   bool frozen = false;
   bool stale = false;  // someone wrote the accumulator without its partials
 
+  const void* checked_before = nullptr;  // the one before it: programs use two buffers in turn
   void* data;
   void* state[kMaxSlots] = {};
   void* master = nullptr;

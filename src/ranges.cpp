@@ -2,7 +2,6 @@
 #include "ranges.hpp"
 
 #include <algorithm>
-#include <string>
 
 #include "param.hpp"
 
@@ -54,8 +53,7 @@ void MemoryRanges::check_readable(const Subject& of, const char* what, const voi
     of.fail(GA_ERROR_INVALID_ARGUMENT,
             "%s was at address %p, expected a multiple of the element size, %d bytes", what, data,
             size);
-  if (config_.device != GA_DEVICE_CPU && count > 0)
-    backend_.check_memory(data, (std::string(of.kind) + " \"" + of.name + "\": " + what).c_str());
+  if (config_.device != GA_DEVICE_CPU && count > 0) backend_.check_memory(of, what, data);
 }
 
 void MemoryRanges::check_apart(const Subject& of, const char* what, const void* data, int64_t bytes,

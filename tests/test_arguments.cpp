@@ -960,15 +960,21 @@ TEST(BadArguments, DevicesOfThisMachine) {
   EXPECT_EQ(count, -7);
 }
 
-// An address that a gradient has had is memory of a parameter from now on.
+// An address that a gradient has had, in the last micro-batch or before it, is memory of a parameter
+// from now on.
 TEST(BadArguments, OldGradientsThatHaveBecomeParameters) {
-  for (const bool bound : {false, true}) {
-    float p[2] = {1, 1}, q[2] = {1, 1}, g[2] = {1, 1}, h[2] = {1, 1};
+  for (const auto& [bound, before] :
+       {std::pair(false, false), {false, true}, {true, false}, {true, true}}) {
+    float p[2] = {1, 1}, q[2] = {1, 1}, g[2] = {1, 1}, h[2] = {1, 1},
+          others[2][2] = {{1, 1}, {1, 1}};
     Context ctx;
     ctx.param(ctx.group(plain_sgd()), "p", p, 2);
     if (bound) ctx.param(0, "q", q, 2);
-    const void* list[] = {g, h};
+    const void *list[] = {g, h}, *later[] = {others[0], others[1]};
     EXPECT_OK(ga_accumulate(ctx, list, bound ? 2 : 1, 1, nullptr));
+    if (before) {
+      EXPECT_OK(ga_accumulate(ctx, later, bound ? 2 : 1, 1, nullptr));
+    }
     step(ctx);
     if (bound) {
       EXPECT_OK(ga_param_bind(ctx, 1, g));

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend/tasks.hpp"
+#include "error.hpp"
 #include "optimizer.hpp"
 #include "window.hpp"
 
@@ -82,8 +83,8 @@ class Backend {
   virtual void set_window_open(bool) noexcept {}
 
   // Throws GA_ERROR_INVALID_ARGUMENT if the backend can tell that the kernels cannot read the
-  // program's memory at data. what begins the message: "parameter "x": its gradient".
-  virtual void check_memory(const void* data, const char* what) = 0;
+  // program's memory at data, which the message calls `what` of its subject: "its gradient".
+  virtual void check_memory(const Subject& of, const char* what, const void* data) = 0;
 
   // Allocates for calls with that many chunks and parameters, so that no later call allocates.
   // accumulator_bytes, the total, tells the backend whether a window stays in the caches.

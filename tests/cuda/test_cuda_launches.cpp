@@ -91,10 +91,13 @@ TEST_F(Launches, OfAccumulate) {
     EXPECT_OK(ga_step(m.ctx, nullptr));
     m.accumulate();
     EXPECT_OK(ga_step(m.ctx, nullptr));
+    bool known[] = {true, false};  // whether the addresses have been checked
     for (const bool other :
-         {false, true, false}) {  // other pointers, or not the first call of the window
+         {false, true, false, true}) {  // other pointers, or not the first call of the window
       const sim::Counters c = count([&] { m.accumulate(other); });
       EXPECT_EQ(c.launches, (n + 3999) / 4000) << describe(c);
+      EXPECT_EQ(c.pointer_queries, known[other] ? 0 : n);
+      known[other] = true;
       expect_quiet(c);
     }
     EXPECT_OK(ga_step(m.ctx, nullptr));

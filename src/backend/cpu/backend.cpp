@@ -80,7 +80,7 @@ class CpuBackend final : public Backend {
   void upload(Span<const Word>) override {}
   void wait() override {}
   bool capturing() override { return false; }
-  void check_memory(const void*, const char*) override {}
+  void check_memory(const Subject&, const char*, const void*) override {}
 
   void reserve(int64_t chunks, int64_t, int64_t accumulator_bytes) override {
     // A factored second moment takes two sums of every tensor; the matrix engine copies in pieces

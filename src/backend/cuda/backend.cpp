@@ -116,8 +116,8 @@ class CudaBackend final : public Backend {
 
   void set_window_open(bool open) noexcept override { runtime_.set_window_open(open); }
 
-  void check_memory(const void* data, const char* what) override {
-    runtime_.call([&] { runtime_.check_memory(data, what); });
+  void check_memory(const Subject& of, const char* what, const void* data) override {
+    runtime_.call([&] { runtime_.check_memory(of, what, data); });
   }
 
   void reserve(int64_t chunks, int64_t params, int64_t) override {

@@ -381,7 +381,7 @@ void Runtime::record(const Mirror& mirror, size_t begin, size_t end) {
   recorded_.push_back({known, begin, end});
 }
 
-void Runtime::check_memory(const void* data, const char* what) const {
+void Runtime::check_memory(const Subject& of, const char* what, const void* data) const {
   if (!data) return;
   cudaPointerAttributes attributes = {};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, data);
@@ -390,8 +390,8 @@ void Runtime::check_memory(const void* data, const char* what) const {
   else
     check(error, "asking for what memory is at an address");
   const auto refuse = [&](const char* kind) {
-    fail(GA_ERROR_INVALID_ARGUMENT, "%s at %p is %s, expected memory of CUDA device %d", what, data,
-         kind, ordinal_);
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "%s at %p is %s, expected memory of CUDA device %d", what,
+            data, kind, ordinal_);
   };
   switch (error == cudaSuccess ? attributes.type : cudaMemoryTypeUnregistered) {
     case cudaMemoryTypeManaged:

@@ -132,7 +132,7 @@ class Runtime {
   // The host's address for a device address in a mirror, else NULL.
   const void* host_of(const void* at) const;
 
-  void check_memory(const void* data, const char* what) const;
+  void check_memory(const Subject& of, const char* what, const void* data) const;
 
  private:
   // A part of a mirror that was written during a capture: the graph writes it again when it runs.

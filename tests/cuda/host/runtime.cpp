@@ -577,6 +577,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   return call(
       [=](Engine& engine) {
         if (attributes == nullptr) return cudaErrorInvalidValue;
+        ++engine.counters.pointer_queries;
         void* address = const_cast<void*>(pointer);
         *attributes = {cudaMemoryTypeUnregistered, cudaInvalidDeviceId, nullptr, address};
         const Allocation* a = engine.find(pointer);

@@ -79,7 +79,8 @@ struct Counters {
   int64_t fills = 0;
   int64_t synchronizations = 0;  // calls that wait for work, cudaFree and cudaMemcpy included
   int64_t queries = 0;
-  int64_t allocations = 0;  // calls, of any kind of memory
+  int64_t pointer_queries = 0;  // what memory an address is of
+  int64_t allocations = 0;      // calls, of any kind of memory
   int64_t frees = 0;
   int64_t device_bytes = 0;  // allocated now, on all devices; cudaMallocManaged's included
   int64_t device_bytes_peak = 0;
