@@ -510,7 +510,7 @@ TEST(Disk, FilesThatChangeWhileTheyAreRead) {
 
 // ---- Several writers ----------------------------------------------------------------------------
 
-constexpr int kSaves = 200;
+constexpr int kSaves = 2000;  // enough for the reader to get its turns on a busy machine
 
 // Reads until the writers have ended. Every content is whole, and many are seen.
 template <class Done>
