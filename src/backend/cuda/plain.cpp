@@ -68,15 +68,10 @@ void PlainTargets::accumulate(Span<const AccumulateTask> tasks) {
 
 // Adds the tasks with that number of sources.
 void PlainTargets::add(Span<const AccumulateTask> tasks, int sources) {
+  // The addresses of the call before, which may have failed.
+  std::fill(gradients_.begin() + static_cast<std::ptrdiff_t>(first_),
+            gradients_.begin() + static_cast<std::ptrdiff_t>(last_), uintptr_t{0});
   first_ = last_ = 0;
-  const struct Forget {  // the addresses, also if the launch fails
-    PlainTargets& targets;
-    ~Forget() {
-      const auto begin = targets.gradients_.begin();
-      std::fill(begin + static_cast<std::ptrdiff_t>(targets.first_),
-                begin + static_cast<std::ptrdiff_t>(targets.last_), uintptr_t{0});
-    }
-  } forget{*this};
   const AccumulateTask* like = nullptr;  // its scales are those of the launch
   const auto is_like = [&](const AccumulateTask& task) {
     for (int k = 0; like && k < sources; ++k)
