@@ -27,6 +27,8 @@
 //
 //   parallel_for, allocate, free of ga_config    They are called on threads, or need memory, that
 //                                                the runtime of the language does not manage.
+//   ga_comm_table                                Its functions would wait for other ranks inside
+//                                                the runtime's locks, and move raw memory.
 //   ga_..._init, struct_size, reserved           The constructors of the proxies call them, with
 //                                                the sizeof of C.
 //   setters of what a struct only points to      name, shape, table and note are copied by set_...
@@ -85,11 +87,11 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 
 %apply void* ADDRESS {
   void*, const void*, char* out,
-  ga_context*, const ga_context*,
+  ga_context*, const ga_context*, ga_comm*, const ga_comm*,
   ga_log, ga_progress, ga_write_fn, ga_read_fn
 };
-%apply void** OUT { ga_context** out, const void** out_device, const void** out_data };
-%apply int32_t* OUT { int32_t* out, ga_group* out, ga_param* out, ga_bn* out, ga_dtype* out_dtype };
+%apply void** OUT { ga_context** out, ga_comm** out, const void** out_device, const void** out_data };
+%apply int32_t* OUT { int32_t* out, int32_t* out_rank, int32_t* out_ranks, ga_group* out, ga_param* out, ga_bn* out, ga_dtype* out_dtype };
 %apply int64_t* OUT { int64_t* out_count, int64_t* out_steps };
 %apply size_t* OUT { size_t* out, size_t* out_size };
 %apply double* OUT { double* out, double* out_scale };
@@ -113,6 +115,9 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %ignore ga_config::allocate;
 %ignore ga_config::free;
 %ignore ga_config::allocator_user;
+
+%ignore ga_comm_table;
+%ignore ga_comm_config::table;
 
 %ignore ga_optimizer::ns_coefficients;  // ns_coefficient, set_ns_coefficient
 %ignore ga_schedule::table;             // set_table
@@ -162,6 +167,8 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %ga_struct(ga_state_info, (), ga_state_info_init)
 %ga_struct(ga_memory, (), ga_memory_init)
 %ga_struct(ga_build, (), ga_build_init)
+%ga_struct(ga_comm_config, (ga_comm_kind kind), ga_comm_config_init, kind)
+%ga_struct(ga_comm_options, (), ga_comm_options_init)
 
 %ga_throws(ga_schedule::ga_schedule)
 %ga_throws(ga_schedule::set_table)

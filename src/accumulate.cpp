@@ -138,7 +138,7 @@ AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_ado
   }
   if (config_.accumulation == GA_ACCUMULATE_STOCHASTIC) {
     task.counter = &tables_.control.at()->windows;
-    task.seed = config_.seed;
+    task.seed = config_.seed ^ rank_key_;
     task.contribution = p.contributions;
   }
   if (config_.noise_scale) {

@@ -18,6 +18,9 @@
 struct ga_context final : ga::Context {
   using Context::Context;
 };
+struct ga_comm final {
+  std::shared_ptr<ga::Comm> comm;  // which contexts may keep longer
+};
 
 namespace {
 
@@ -414,7 +417,10 @@ ga_status ga_state_write(ga_context* ctx, ga_write_fn write, void* user,
                          const ga_state_options* options) {
   return on(ctx, [&] {
     require_function(write, "write");
-    Checkpoint(*ctx, read_state_options(options), "ga_state_write").save(write_by(write, user));
+    const ga_state_options o = read_state_options(options);
+    ctx->on_all_ranks("ga_state_write", false, [&](const Context::Ready&) {
+      Checkpoint(*ctx, o, "ga_state_write").save(write_by(write, user));
+    });
   });
 }
 
@@ -424,7 +430,10 @@ ga_status ga_state_read(ga_context* ctx, ga_read_fn read, void* user, int64_t si
     require_function(read, "read");
     if (size < 0)
       fail(GA_ERROR_INVALID_ARGUMENT, "size was %lld, expected >= 0", static_cast<long long>(size));
-    Checkpoint(*ctx, read_state_options(options), "ga_state_read").load(size, read_by(read, user));
+    const ga_state_options o = read_state_options(options);
+    ctx->on_all_ranks("ga_state_read", false, [&](const Context::Ready& ready) {
+      Checkpoint(*ctx, o, "ga_state_read").load(size, read_by(read, user), ready);
+    });
   });
 }
 
@@ -432,12 +441,15 @@ ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* opt
   return on(ctx, [&] {
     ctx->note("path", path);
     require(path, "path");
-    Checkpoint checkpoint(*ctx, read_state_options(options), "ga_save");
-    ga::FileWriter file(path);
-    file.reserve(checkpoint.file_bytes());
-    checkpoint.save(
-        [&](int64_t offset, const void* data, size_t size) { file.write(offset, data, size); });
-    file.commit();
+    const ga_state_options o = read_state_options(options);
+    ctx->on_all_ranks("ga_save", true, [&](const Context::Ready&) {
+      Checkpoint checkpoint(*ctx, o, "ga_save");
+      ga::FileWriter file(path);
+      file.reserve(checkpoint.file_bytes());
+      checkpoint.save(
+          [&](int64_t offset, const void* data, size_t size) { file.write(offset, data, size); });
+      file.commit();
+    });
   });
 }
 
@@ -445,11 +457,14 @@ ga_status ga_load(ga_context* ctx, const char* path, const ga_state_options* opt
   return on(ctx, [&] {
     ctx->note("path", path);
     require(path, "path");
-    Checkpoint checkpoint(*ctx, read_state_options(options), "ga_load");
-    checkpoint.check_load();
-    const ga::FileReader file(path);
-    checkpoint.load(file.size(), [&](int64_t offset, void* data, size_t size) {
-      file.read(offset, data, size);
+    const ga_state_options o = read_state_options(options);
+    ctx->on_all_ranks("ga_load", false, [&](const Context::Ready& ready) {
+      Checkpoint checkpoint(*ctx, o, "ga_load");
+      checkpoint.check_load();
+      const ga::FileReader file(path);
+      checkpoint.load(
+          file.size(),
+          [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, ready);
     });
   });
 }
@@ -458,13 +473,16 @@ ga_status ga_save_to_memory(ga_context* ctx, const ga_state_options* options, vo
                             size_t capacity, size_t* out_size) {
   return on(ctx, [&] {
     require(out_size, "out_size");
-    Checkpoint checkpoint(*ctx, read_state_options(options), "ga_save_to_memory");
-    const auto size = static_cast<size_t>(checkpoint.file_bytes());
-    *out_size = size;
-    if (!out) return;
-    check_capacity(capacity, size, "the state");
-    checkpoint.save([&](int64_t offset, const void* data, size_t bytes) {
-      std::memcpy(static_cast<char*>(out) + offset, data, bytes);
+    const ga_state_options o = read_state_options(options);
+    ctx->on_all_ranks("ga_save_to_memory", false, [&](const Context::Ready&) {
+      Checkpoint checkpoint(*ctx, o, "ga_save_to_memory");
+      const auto size = static_cast<size_t>(checkpoint.file_bytes());
+      *out_size = size;
+      if (!out) return;
+      check_capacity(capacity, size, "the state");
+      checkpoint.save([&](int64_t offset, const void* data, size_t bytes) {
+        std::memcpy(static_cast<char*>(out) + offset, data, bytes);
+      });
     });
   });
 }
@@ -473,10 +491,16 @@ ga_status ga_load_from_memory(ga_context* ctx, const void* data, size_t size,
                               const ga_state_options* options) {
   return on(ctx, [&] {
     if (size > 0) require(data, "data");
-    Checkpoint checkpoint(*ctx, read_state_options(options), "ga_load_from_memory");
-    checkpoint.check_load();
-    checkpoint.load(static_cast<int64_t>(size), [&](int64_t offset, void* to, size_t bytes) {
-      std::memcpy(to, static_cast<const char*>(data) + offset, bytes);
+    const ga_state_options o = read_state_options(options);
+    ctx->on_all_ranks("ga_load_from_memory", false, [&](const Context::Ready& ready) {
+      Checkpoint checkpoint(*ctx, o, "ga_load_from_memory");
+      checkpoint.check_load();
+      checkpoint.load(
+          static_cast<int64_t>(size),
+          [&](int64_t offset, void* to, size_t bytes) {
+            std::memcpy(to, static_cast<const char*>(data) + offset, bytes);
+          },
+          ready);
     });
   });
 }
@@ -907,6 +931,72 @@ ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wait, ga_s
 
 ga_status ga_discard(ga_context* ctx) {
   return on(ctx, [&] { ctx->discard(); });
+}
+
+ga_status ga_comm_config_init(ga_comm_config* out, size_t struct_size, ga_comm_kind kind) {
+  return guard([&] {
+    ga::check_choice("kind", kind, GA_COMM_TABLE, "ga_comm_kind");
+    init_struct(out, struct_size, ga::default_comm_config(kind), "ga_comm_config");
+  });
+}
+
+ga_status ga_comm_unique_id(ga_comm_kind kind, void* out, size_t size) {
+  return guard([&] {
+    require(out, "out");
+    if (kind != GA_COMM_LOCAL)
+      fail(GA_ERROR_INVALID_ARGUMENT, "kind was %d, but only GA_COMM_LOCAL has ids", kind);
+    if (size != GA_COMM_ID_SIZE)
+      fail(GA_ERROR_INVALID_ARGUMENT, "size was %zu, expected GA_COMM_ID_SIZE, %d", size,
+           GA_COMM_ID_SIZE);
+    ga::make_local_id(out);
+  });
+}
+
+ga_status ga_comm_create(const ga_comm_config* config, ga_comm** out) {
+  return guard([&] {
+    require(config, "config");
+    require(out, "out");
+    check_size<ga_comm_config>(config->struct_size, "ga_comm_config");
+    ga_comm_config c = read_struct(config, ga::default_comm_config(config->kind), "ga_comm_config");
+    ga_comm_table table = {};
+    if (c.table) {
+      table = read_struct(c.table, zeros<ga_comm_table>(), "ga_comm_table");
+      c.table = &table;
+    }
+    auto made = std::make_unique<ga_comm>();
+    made->comm = ga::Comm::make(c);
+    *out = made.release();
+  });
+}
+
+ga_status ga_comm_size(const ga_comm* comm, int32_t* out_rank, int32_t* out_ranks) {
+  return guard([&] {
+    require(comm, "comm");
+    if (out_rank) *out_rank = comm->comm->rank();
+    if (out_ranks) *out_ranks = comm->comm->ranks();
+  });
+}
+
+ga_status ga_comm_abort(ga_comm* comm) {
+  return guard([&] {
+    require(comm, "comm");
+    comm->comm->abort();
+  });
+}
+
+void ga_comm_destroy(ga_comm* comm) { delete comm; }
+
+ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size) {
+  return guard(
+      [&] { init_struct(out, struct_size, ga::default_comm_options(), "ga_comm_options"); });
+}
+
+ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm, const ga_comm_options* options) {
+  return on(ctx, [&] {
+    const auto o = read_struct(options, ga::default_comm_options(), "ga_comm_options");
+    ga::check_comm_options(o);
+    ctx->set_comm(comm ? comm->comm : nullptr, o);
+  });
 }
 
 ga_status ga_gradient(ga_context* ctx, ga_param param, const void** out_data, ga_dtype* out_dtype,

@@ -148,7 +148,7 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
     if (g.info->product) add_numbers(name + "." + g.info->product, GA_F64, {}, {bits_of(product)});
   }
   // Contributions that were dropped count too.
-  if (p.held() != Held::kNothing || p.contributions > 0) collect_held(i, state);
+  if (with_window_ && (p.held() != Held::kNothing || p.contributions > 0)) collect_held(i, state);
 }
 
 // What the window holds of a parameter.
@@ -221,7 +221,7 @@ void Checkpoint::collect_layer(ga_bn id) {
   if (options_.parts == GA_STATE_PARAMETERS) return;
   if (!alike)
     add_numbers(name + ".num_batches_tracked.channels", GA_I64, {channels}, std::move(steps));
-  if (!s.in_window()) return;
+  if (!with_window_ || !s.in_window()) return;
 
   const std::string window = name + ".bn_window";
   std::vector<uint64_t> state, micros, history;
@@ -253,7 +253,7 @@ void Checkpoint::collect_window() {
                 {g.schedule.table_size}, std::move(rates));
   }
   const Window& window = context_.window_;
-  if (window.size() == 0) return;
+  if (!with_window_ || window.size() == 0) return;
   // A scale that only the device knows is that of the whole window.
   const double scale = context_.loss_scale();
   std::vector<uint64_t> micros;
@@ -265,6 +265,41 @@ void Checkpoint::collect_window() {
   }
   add_numbers(std::string(kOurs) + "window.micro_batches", GA_F64, {window.size(), 4},
               std::move(micros));
+}
+
+std::vector<std::pair<std::string, std::string>> Checkpoint::state_items(Context& context) {
+  ga_state_options whole = {};
+  whole.struct_size = sizeof whole;
+  Checkpoint checkpoint(context, whole, "ga_step");
+  checkpoint.with_window_ = false;
+  checkpoint.collect();
+  std::vector<std::pair<std::string, std::string>> items;
+  Checksum sum;
+  for (const Saved& s : checkpoint.saved_) {
+    sum.restart();
+    sum.add(s.numbers.data(), s.numbers.size() * sizeof(uint64_t));
+    context.backend_->read_pieces({s.regions.data(), s.regions.size()},
+                                  [&](const void* piece, size_t bytes) { sum.add(piece, bytes); });
+    Fields f;
+    f.add("xxh3", sum.value());
+    items.emplace_back(s.name, f.text());
+  }
+  Control control = context.control();
+  control.weight = 0;  // from here on, of the open window
+  control.weighted = control.window_dropped = 0;
+  control.dropped_micros = 0;
+  control.micro_finite = control.failed = false;
+  Fields counters;
+  counters.add_fields(control);
+  items.emplace_back("counters", counters.text());
+  for (size_t k = 0; k < context.params_.groups.size(); ++k) {
+    GroupState state;
+    context.backend_->read(&state, context.tables_.group_states.at(k), sizeof state);
+    Fields f;
+    f.add_fields(state);
+    items.emplace_back("group " + std::to_string(k), f.text());
+  }
+  return items;
 }
 
 // The texts in the metadata.

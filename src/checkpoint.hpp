@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <map>
 #include <memory>
@@ -48,7 +49,16 @@ class Checkpoint {
   int64_t file_bytes();  // of what save() would write now
   void save(const WriteAt& write);
   void check_load() const;  // throws if the context cannot be loaded now
-  void load(int64_t size, const ReadAt& read);
+  // ready, unless empty, is called when everything is checked and nothing has changed yet; it may throw.
+  void load(int64_t size, const ReadAt& read, const std::function<void()>& ready = {});
+
+  // All that changes numbers, by key, in the order of groups, parameters and layers.
+  using Settings = std::vector<std::pair<std::string, Fields>>;
+  Settings settings() const;
+  static std::string readable(const char* number);  // a number of a Fields for people
+  // Texts that tell whether two contexts have the same parameters and state, whatever their open windows
+  // hold: by name of each tensor its checksum, and the counters.
+  static std::vector<std::pair<std::string, std::string>> state_items(Context& context);
 
  private:
   // Kinds of a parameter's tensors, after those of its arrays (ArrayKind).
@@ -147,7 +157,6 @@ class Checkpoint {
     std::vector<OfParam> params;
     std::vector<char> frozen_layers;
   };
-  using Settings = std::vector<std::pair<std::string, Fields>>;
   class Exchanged;
 
   // Both ways.
@@ -158,7 +167,6 @@ class Checkpoint {
   };
   std::vector<NamedArray> arrays_of(size_t param) const;
   bool is_by_chance(size_t param) const;
-  Settings settings() const;
   Fields param_settings(size_t param) const;
   Fields window_settings() const;
   void report(int64_t bytes, bool may_cancel);
@@ -216,6 +224,7 @@ class Checkpoint {
   Context& context_;
   const ga_state_options options_;
   const char* const what_;
+  bool with_window_ = true;  // what is collected has the contents of the open window
   std::vector<Saved> saved_;
   std::unique_ptr<StateWriter> writer_;
 

@@ -57,7 +57,7 @@ void Checkpoint::check_load() const {
          what_);
 }
 
-void Checkpoint::load(int64_t size, const ReadAt& read) {
+void Checkpoint::load(int64_t size, const ReadAt& read, const std::function<void()>& ready) {
   check_load();
   read_ = &read;
   file_ = std::make_unique<StateReader>(size, read, options_.unmarked != 0);
@@ -79,6 +79,7 @@ void Checkpoint::load(int64_t size, const ReadAt& read) {
     Exchanged taken(*this);
     // Last, because the units of the old settings are gone then.
     if (taken_ && context_.prepared_ > 0) context_.arrays_.make_units();
+    if (ready) ready();
     taken.keep();
   } catch (...) {
     tell_all();

@@ -10,8 +10,15 @@
 namespace ga {
 namespace {
 
-// A number of a file for people, who read 0.25 better than 0x1p-2.
-std::string readable(const char* number) {
+// Whether the key is that of a group's optimizer, not of its clip or schedule.
+bool is_optimizer(std::string_view key) {
+  return begins_with(key, "group.") && key.find('.', std::strlen("group.")) == key.npos;
+}
+
+}  // namespace
+
+// 0.25 is better to read than 0x1p-2.
+std::string Checkpoint::readable(const char* number) {
   const bool is_float = std::strpbrk(number, "xn") != nullptr;  // hexadecimal, inf or nan
   double x = 0;
   if (!is_float) return number;
@@ -20,13 +27,6 @@ std::string readable(const char* number) {
   const auto end = std::to_chars(text, text + sizeof text, x).ptr;
   return std::string(text, end);
 }
-
-// Whether the key is that of a group's optimizer, not of its clip or schedule.
-bool is_optimizer(std::string_view key) {
-  return begins_with(key, "group.") && key.find('.', std::strlen("group.")) == key.npos;
-}
-
-}  // namespace
 
 // Whether some array of the parameter is rounded by keys that depend on its id.
 bool Checkpoint::is_by_chance(size_t i) const {

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "error.hpp"
+#include "exchange.hpp"
 #include "names.hpp"
 #include "safetensors.hpp"
 #include "tensor.hpp"
@@ -108,6 +109,7 @@ Context::Context(const ga_config& config)
 }
 
 Context::~Context() {
+  if (exchange_ && exchange_->may_write_late()) backend_->keep_memory();
   for (const Tensor& t : params_.tensors()) backend_->free_rows(t.set);
 }
 
@@ -425,6 +427,7 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
     throw;
   }
   params_.add_block(static_cast<ga_param>(old_params));
+  settings_changed();
   for (size_t i = old_params; i < params_.size(); ++i) arrays_.look_for(params_[i]);
   forget_checks();
   return static_cast<ga_param>(old_params);
@@ -470,6 +473,7 @@ void Context::set_frozen(ga_param id, bool frozen) {
   Param& p = params_.get(id);
   if (p.frozen == frozen) return;
   p.frozen = frozen;
+  settings_changed();
   arrays_.look_for(p);
   if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
 }
@@ -531,6 +535,7 @@ ga_memory Context::memory() const {
                            (sizeof(Contribution) + sizeof(MicroInput) + sizeof(NormTask)));
   m.rows += backend_->row_bytes();
   m.averages += static_cast<int64_t>(ema_kept_.bytes());
+  if (exchange_) m.workspace += exchange_->bytes();
   m.batch_norm = batch_norms_.bytes();
   m.workspace += backend_->bn_bytes() + batch_norms_.inputs().bytes();
   for (const int64_t bytes : {m.accumulators, m.optimizer_state, m.workspace, m.masters, m.averages,

@@ -11,6 +11,7 @@
 //   step.cpp        the end of a window
 //   clip.cpp        clipping
 //   update.cpp      the update of parameters and optimizer state
+// With a communicator, exchange.cpp has what the context does together with those of other ranks.
 #pragma once
 
 #include <atomic>
@@ -21,6 +22,7 @@
 
 #include "arrays.hpp"
 #include "batchnorm.hpp"
+#include "comm/comm.hpp"
 #include "error.hpp"
 #include "fork.hpp"
 #include "fp_mode.hpp"
@@ -33,9 +35,11 @@ namespace ga {
 inline Params params_of(const std::vector<ga_param>& list) { return {list.data(), list.size()}; }
 
 class Checkpoint;
+class Exchange;
 
 class Context : BnContext {
   friend Checkpoint;
+  friend Exchange;
 
  public:
   explicit Context(const ga_config& config);
@@ -133,6 +137,13 @@ class Context : BnContext {
     return backend_->result(window, wait, out);
   }
   void discard();
+  // comm NULL: none.
+  void set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& options);
+  // work(ready) as the part of this rank in a call that succeeds on all ranks or on none: before it
+  // changes the context for good, work calls ready(), which throws if another rank has failed. alone:
+  // only rank 0 works.
+  using Ready = std::function<void()>;
+  void on_all_ranks(const char* what, bool alone, const std::function<void(const Ready&)>& work);
   const void* gradient(ga_param param, int32_t* dtype, int64_t* count) const;
 
  private:
@@ -178,6 +189,7 @@ class Context : BnContext {
   bool swaps_in_place(const Param& p) const;
 
   // tables.cpp
+  void settings_changed();  // the other ranks have to be asked whether they agree
   void tell_settings();
   void tell_groups();
   void tell_scaler();
@@ -242,6 +254,8 @@ class Context : BnContext {
   StepSums step_sums();
   [[noreturn]] void fail_nonfinite(const Control& c) const;
   void empty_window();
+  void drop_window();
+  ga_step_result discarded() const;
   void forget_delivered();
   // Runs a pass over parameters and state. If it fails half-way, the context is of no use after it.
   template <class Work>
@@ -261,6 +275,7 @@ class Context : BnContext {
   void update();
   void update_layers();
   void update_batch(Params ids);
+  void orthogonalize(ga_param id);
   OrthogonalizeTask orthogonal_task(ga_param id) const;
 
   ga_config config_;
@@ -295,8 +310,10 @@ class Context : BnContext {
   int64_t windows_ = 0;                          // calls of ga_step that returned GA_OK
   int64_t steps_set_ = 0, steps_set_after_ = 0;  // by set_steps(), after that many windows
   int64_t tickets_ = 0;
-  bool delivered_ = false;  // some accumulator holds a gradient for the program
-  bool rejected_ = false;   // ga_step has returned GA_ERROR_NONFINITE for this window
+  bool delivered_ = false;              // some accumulator holds a gradient for the program
+  bool rejected_ = false;               // ga_step has returned GA_ERROR_NONFINITE for this window
+  std::unique_ptr<Exchange> exchange_;  // NULL: the context is alone
+  uint64_t rank_key_ = 0;  // tells the random bits of accumulation apart from those of other ranks
 
   // Working lists, sized by prepare() so that no later call allocates.
   TaskList<AccumulateTask> accumulate_tasks_;

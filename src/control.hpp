@@ -51,7 +51,8 @@ enum class Held : int32_t {
   kNothing,  // no contribution yet
   kAdopted,  // in the program's buffer, GA_GRADIENTS_LIVE
   kStored,   // in the accumulator
-  kRows      // in the accumulator, in the rows of the row set
+  kRows,     // in the accumulator, in the rows of the row set
+  kSummed    // added up over the ranks, where Exchange has it
 };
 
 // The settings of a context.

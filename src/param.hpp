@@ -70,9 +70,10 @@ struct alignas(64) Param {
   void* state[kMaxSlots] = {};
   void* master = nullptr;
   void* average = nullptr;
-  double held_weight = 0;     // GA_ACCUMULATE_RUNNING_MEAN: sum of the weights in the mean
-  int64_t contributions = 0;  // in this window
-  int64_t last_micro = -1;    // micro-batch of the last contribution
+  const void* summed = nullptr;  // under Held::kSummed: the gradient, of the compute type
+  double held_weight = 0;        // GA_ACCUMULATE_RUNNING_MEAN: sum of the weights in the mean
+  int64_t contributions = 0;     // in this window
+  int64_t last_micro = -1;       // micro-batch of the last contribution
   ga_group group;
   bool matrix = false;     // rank >= 2
   bool delivered = false;  // the accumulator holds the last step's gradient, for the program

@@ -6,6 +6,7 @@
 
 #include "context.hpp"
 #include "error.hpp"
+#include "exchange.hpp"
 #include "tensor.hpp"
 
 namespace ga {
@@ -61,7 +62,7 @@ StepSums Context::step_sums() {
   for (size_t i = 0; i < prepared_; ++i) {
     Param& p = params_[i];
     const Held held = p.held();
-    if (p.frozen || held == Held::kNothing) continue;
+    if (p.frozen || held == Held::kNothing || held == Held::kSummed) continue;
     const bool unknown = held == Held::kAdopted || p.stale;  // its norm
     const bool due = unknown || tables_.param_inputs[i].clamped;
     const bool wanted = due && (all || norm_wanted(static_cast<ga_param>(i)));
@@ -75,7 +76,8 @@ StepSums Context::step_sums() {
 
 void Context::empty_window() {
   for (Param& p : params_) {
-    const bool written = p.held() == Held::kStored || p.held() == Held::kRows;
+    const bool written =
+        p.held() == Held::kStored || p.held() == Held::kRows || p.held() == Held::kSummed;
     p.accumulator_written = p.accumulator_written || written;
     p.hold(Held::kNothing);
     p.acquired = false;
@@ -106,7 +108,7 @@ ga_step_result Context::step() {
   // A step that updates parameters without a gradient may be the first call that needs their
   // arrays.
   const bool about_all = config_.missing == GA_MISSING_ZERO || ema_;
-  if (window_.weight() > 0 && about_all) prepare();
+  if ((window_.weight() > 0 && about_all) || exchange_) prepare();
   if (lists_due_) make_lists();
   WindowTotals totals = {};
   totals.ticket = ++tickets_;
@@ -114,6 +116,28 @@ ga_step_result Context::step() {
   totals.weight = window_.weight();
   totals.weighted = window_.weighted();
   totals.noise_wanted = config_.noise_scale && !noise_repeated_;
+  if (exchange_) {
+    if (!exchange_->begin_step(totals)) {
+      drop_window();
+      return discarded();
+    }
+    try {
+      exchange_->add_gradients();
+    } catch (...) {
+      window_.invalidate();
+      throw;
+    }
+  }
+  OverRanks over_ranks;
+  if (exchange_)
+    over_ranks = [this] {
+      try {
+        exchange_->add_sums();
+      } catch (...) {
+        window_.invalidate();
+        throw;
+      }
+    };
   totals.last = !(totals.weight > 0) || !unit_lists_;
   forget_delivered();
 
@@ -124,7 +148,7 @@ ga_step_result Context::step() {
       tell_params();
     }
     flush();
-    backend_->decide(totals, sums);
+    backend_->decide(totals, sums, over_ranks);
     const bool fails = config_.nonfinite == GA_NONFINITE_FAIL;
     const Control* const known = fails ? &control() : backend_->known();
     if (fails && known->result.outcome == GA_STEP_SKIPPED_NONFINITE) {
@@ -172,6 +196,26 @@ void Context::fail_nonfinite(const Control& c) const {
 }
 
 void Context::discard() {
+  if (exchange_ && !exchange_->has_failed()) exchange_->discard();
+  drop_window();
+}
+
+// The result of ga_step in a window that another rank has discarded.
+ga_step_result Context::discarded() const {
+  const Control& c = *backend_->known();
+  ga_step_result r = pending();
+  r.outcome = GA_STEP_SKIPPED_DISCARD;
+  r.norm = r.lr = 0;
+  r.clip_factor = 1;
+  r.loss_scale = loss_scale();
+  r.windows = c.windows;
+  r.steps = c.steps;
+  r.skipped = c.skipped;
+  r.dropped = c.dropped;
+  return r;
+}
+
+void Context::drop_window() {
   forget_delivered();
   const bool invalid = window_.state() == GA_WINDOW_INVALID;  // statistics may be half changed
   if (deferring() || rows_held_ > 0 || batch_norms_.has_statistics() || rejected_ || invalid)
@@ -183,6 +227,48 @@ void Context::forget_delivered() {
   if (delivered_)
     for (Param& p : params_) p.delivered = false;
   delivered_ = false;
+}
+
+void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& options) {
+  window_.check_empty("ga_context_set_comm");
+  if (batch_norms_.has_statistics())
+    fail(GA_ERROR_INVALID_STATE,
+         "ga_context_set_comm was called while a layer has statistics of the next window; "
+         "ga_discard "
+         "drops them");
+  if (comm && config_.device != GA_DEVICE_CPU)
+    fail(GA_ERROR_UNSUPPORTED, "a context on a device cannot have a communicator yet");
+  std::unique_ptr<Exchange> next;
+  if (comm) {
+    next = std::make_unique<Exchange>(*this, std::move(comm), options);
+    next->agree();
+  }
+  if (exchange_ && exchange_->may_write_late()) backend_->keep_memory();
+  exchange_.swap(next);
+  rank_key_ = exchange_ ? static_cast<uint64_t>(exchange_->rank()) * 0x9e3779b97f4a7c15 : 0;
+  choose_path();
+}
+
+void Context::on_all_ranks(const char* what, bool alone,
+                           const std::function<void(const Ready&)>& work) {
+  if (!exchange_) return work([] {});
+  exchange_->begin_call(what);
+  bool voted = false;
+  const Ready ready = [&] {
+    voted = true;
+    exchange_->vote(what, nullptr);
+  };
+  try {
+    if (!alone || exchange_->rank() == 0) work(ready);
+    if (!voted) ready();
+  } catch (const Error& e) {
+    if (!voted) exchange_->vote(what, &e);
+    throw;
+  } catch (const std::exception& e) {
+    const Error error(GA_ERROR_INTERNAL, e.what());
+    if (!voted) exchange_->vote(what, &error);
+    throw;
+  }
 }
 
 const void* Context::gradient(ga_param id, int32_t* dtype, int64_t* count) const {

@@ -2,13 +2,19 @@
 // What the host writes into the tables (tables.hpp): the options of the context and its groups, all
 // entries of a parameter when something of it changes, and at the end of a window what that has brought.
 #include "context.hpp"
+#include "exchange.hpp"
 #include "tensor.hpp"
 
 namespace ga {
 
 // ---- Options of the context and its groups --------------------------------------------------------
 
+void Context::settings_changed() {
+  if (exchange_) exchange_->forget_settings();
+}
+
 void Context::tell_settings() {
+  settings_changed();
   Settings& s = tables_.settings.edit(0);
   s.reduce = config_.reduce;
   s.missing = config_.missing;
@@ -34,6 +40,7 @@ void Context::tell_settings() {
 }
 
 void Context::tell_groups() {
+  settings_changed();
   for (size_t k = 0; k < params_.groups.size(); ++k) {
     const Group& g = params_.groups[k];
     tables_.group_inputs.edit(k) = {
@@ -51,6 +58,7 @@ void Context::tell_scaler() {
 }
 
 void Context::tell_scales(size_t i) {
+  settings_changed();
   if (i >= prepared_) return;
   const Tensor& t = params_.tensor(i);
   tables_.param_inputs.set(i, &ParamInput::lr_scale, t.lr_scale);
@@ -59,6 +67,7 @@ void Context::tell_scales(size_t i) {
 }
 
 void Context::set_tables() {
+  settings_changed();
   const ScalarTables tables = {tables_.settings.at(),
                                tables_.control.at(),
                                tables_.group_inputs.at(),
@@ -99,6 +108,7 @@ void Context::describe(size_t i) {
 }
 
 void Context::describe_input(size_t i) {
+  settings_changed();
   const Param& p = params_[i];
   const Tensor& t = params_.tensor(i);
   ParamInput& in = tables_.param_inputs.edit(i);
@@ -242,6 +252,8 @@ Source Context::source_of(ga_param id) const {
       const Array target = target_of(id);
       return {target.data, target.format, 1, nullptr};
     }
+    case Held::kSummed:
+      return {p.summed, p.real(), 1, nullptr};
     case Held::kRows:
       return {&tables_.composites.at(static_cast<size_t>(id))->sparse, kSparse, 1, nullptr};
     default:

@@ -4,6 +4,7 @@
 
 #include "context.hpp"
 #include "error.hpp"
+#include "exchange.hpp"
 #include "tensor.hpp"
 
 namespace ga {
@@ -103,8 +104,7 @@ void Context::update_batch(Params ids) {
   if (in_turns) {
     for (const ga_param& id : measured) {
       backend_->measure({&id, 1});
-      if (op_info(params_.op_of(params_[id])).orthogonal)
-        backend_->orthogonalize(orthogonal_task(id));
+      if (op_info(params_.op_of(params_[id])).orthogonal) orthogonalize(id);
       backend_->update({&id, 1});
     }
   } else {
@@ -112,6 +112,18 @@ void Context::update_batch(Params ids) {
     updated.insert(updated.end(), measured.begin(), measured.end());
   }
   backend_->update(params_of(updated));
+}
+
+void Context::orthogonalize(ga_param id) {
+  const OrthogonalizeTask task = orthogonal_task(id);
+  if (!exchange_ || exchange_->maker(id) == exchange_->rank()) backend_->orthogonalize(task);
+  if (!exchange_ || !(tables_.plans.at(static_cast<size_t>(id))->duty & kUpdate)) return;
+  try {
+    exchange_->hand_round(task.result(), task.rows * task.columns, id);
+  } catch (const Error& e) {
+    broken_ = e;  // other parameters have been updated already
+    throw;
+  }
 }
 
 // What Newton-Schulz makes of a parameter's update, and where.

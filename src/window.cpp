@@ -32,7 +32,8 @@ void Window::drop_last() {
 void Window::check_valid() const {
   if (invalid_)
     fail(GA_ERROR_INVALID_STATE,
-         "the window is invalid because an accumulating call failed half-way; only ga_discard is "
+         "the window is invalid because a call failed half-way through its gradients; only "
+         "ga_discard is "
          "legal");
 }
 

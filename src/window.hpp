@@ -58,6 +58,8 @@ class Window {
   void drop_last();                               // sets the weight of the last micro-batch to 0
   int64_t weighted() const { return weighted_; }  // micro-batches of weight > 0
   void clear();
+  // Parts of the accumulators are unknown: only ga_discard is legal.
+  void invalidate() { invalid_ = true; }
   void restore(std::vector<Micro> micros);  // makes an empty window one of these micro-batches
 
   // Runs a pass that changes accumulators. If the pass fails half-way, the window becomes invalid:

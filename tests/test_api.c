@@ -566,10 +566,51 @@ static void batch_normalisation(void) {
   ga_context_destroy(ctx);
 }
 
+/* The only rank of a communicator, which steps as a context alone does. */
+static void several_ranks(void) {
+  ga_context* ctx = NULL;
+  ga_comm* comm = NULL;
+  ga_comm_config config;
+  ga_comm_options options;
+  ga_optimizer sgd;
+  ga_step_result result;
+  unsigned char id[GA_COMM_ID_SIZE];
+  int32_t rank = -1, ranks = -1;
+  float p[2] = {1, 2}, g[2] = {1, 1};
+  const void* gradients[1];
+  const int64_t two = 2;
+
+  gradients[0] = g;
+  OK(ga_comm_unique_id(GA_COMM_LOCAL, id, sizeof id));
+  OK(ga_comm_config_init(&config, sizeof config, GA_COMM_LOCAL));
+  config.ranks = 1;
+  config.id = id;
+  OK(ga_comm_create(&config, &comm));
+  OK(ga_comm_size(comm, &rank, &ranks));
+  CHECK(rank == 0 && ranks == 1);
+  OK(ga_context_create(NULL, &ctx));
+  OK(ga_optimizer_init(&sgd, sizeof sgd, GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH));
+  sgd.lr = 1;
+  OK(ga_group_add(ctx, &sgd, NULL));
+  OK(ga_param_add(ctx, 0, "p", p, GA_F32, 1, &two, NULL, NULL));
+  OK(ga_comm_options_init(&options, sizeof options));
+  OK(ga_context_set_comm(ctx, comm, &options));
+  OK(ga_accumulate(ctx, gradients, 1, 1, NULL));
+  OK(ga_step_result_init(&result, sizeof result));
+  OK(ga_step(ctx, &result));
+  CHECK(result.outcome == GA_STEP_APPLIED && p[0] == 0 && p[1] == 1);
+  OK(ga_comm_abort(comm));
+  CHECK(ga_step(ctx, NULL) == GA_ERROR_COMMUNICATION);
+  ga_comm_destroy(comm); /* which the context still has */
+  ga_comm_destroy(NULL);
+  ga_context_destroy(ctx);
+}
+
 int main(void) {
   build();
   changes();
   versions_and_errors();
+  several_ranks();
   state_on_disk();
   life_cycle();
   flat_external_matmul();

@@ -1222,6 +1222,10 @@ TEST(StructSize, OfInit) {
   check_init_sizes<ga_flat_entry>("ga_flat_entry", ga_flat_entry_init);
   check_init_sizes<ga_param_options>("ga_param_options", ga_param_options_init);
   check_init_sizes<ga_memory>("ga_memory", ga_memory_init);
+  check_init_sizes<ga_comm_config>("ga_comm_config", [](ga_comm_config* c, size_t n) {
+    return ga_comm_config_init(c, n, GA_COMM_LOCAL);
+  });
+  check_init_sizes<ga_comm_options>("ga_comm_options", ga_comm_options_init);
   check_init_sizes<ga_accumulator>("ga_accumulator", ga_accumulator_init);
   check_init_sizes<ga_window_info>("ga_window_info", ga_window_info_init);
   check_init_sizes<ga_step_result>("ga_step_result", ga_step_result_init);

@@ -19,6 +19,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -87,6 +88,50 @@ namespace my {
 struct bfloat16 {
   std::uint16_t bits;
 };
+
+// ---- Several ranks ------------------------------------------------------------------------------
+
+TEST(Cpp, ThreadsAsRanks) {
+  const gradaccum::Communicator::Id id = gradaccum::Communicator::unique_id();
+  std::vector<float> ended[2] = {{0, 0}, {0, 0}};
+  std::vector<std::thread> threads;
+  for (std::int32_t rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      gradaccum::Communicator comm = gradaccum::Communicator::local(id, rank, 2, 60);
+      gradaccum::Communicator moved = std::move(comm);
+      EXPECT_EQ(moved.rank(), rank);
+      EXPECT_EQ(moved.ranks(), 2);
+      gradaccum::Context context;
+      ga_optimizer sgd = gradaccum::default_optimizer(GA_OPTIMIZER_SGD);
+      sgd.lr = 1;
+      context.add_param(context.add_group(sgd), "p", ended[rank].data(), {2});
+      context.set_communicator(moved);
+      const std::vector<float> g(2, rank == 0 ? 1.0f : 4.0f);
+      context.accumulate({g.data()}, rank == 0 ? 2 : 1);
+      EXPECT_EQ(context.step().weight, 3);
+      context.clear_communicator();
+    });
+  for (std::thread& t : threads) t.join();
+  EXPECT_EQ(ended[0], std::vector<float>(2, -2));
+  EXPECT_EQ(ended[1], ended[0]);
+}
+
+TEST(Cpp, ARankThatDoesNotCome) {
+  const auto id = gradaccum::Communicator::unique_id();
+  const auto comm = gradaccum::Communicator::local(id, 0, 2, 0.2);
+  gradaccum::Context context;
+  context.add_group(gradaccum::default_optimizer(GA_OPTIMIZER_SGD));
+  try {
+    context.set_communicator(comm);
+    ADD_FAILURE();
+  } catch (const gradaccum::Error& e) {
+    EXPECT_EQ(e.status(), GA_ERROR_COMMUNICATION);
+  }
+  comm.abort();
+  EXPECT_THROW(gradaccum::Communicator::local({1, 2}, 0, 1), std::invalid_argument);
+  EXPECT_THROW(gradaccum::Communicator::local(id, 0, 3), gradaccum::Error);
+  EXPECT_THROW(gradaccum::Communicator::mpi(0), gradaccum::Error);  // no module, or no MPI_Init
+}
 
 }  // namespace my
 

@@ -104,7 +104,7 @@ enum {
   GA_ERROR_WINDOW_FULL = 8,    /* the window holds K micro-batches: ga_step must be called next */
   GA_ERROR_IO = 9,             /* a file could not be read or written */
   GA_ERROR_FORMAT = 10,        /* a file or buffer is not a state of this library, or is damaged */
-  GA_ERROR_COMMUNICATION = 11, /* reserved; no function returns it yet */
+  GA_ERROR_COMMUNICATION = 11, /* other ranks did not take part, failed, or differ from this one */
   GA_ERROR_CANCELLED = 12      /* a callback of the program asked to stop */
 };
 
@@ -268,6 +268,7 @@ GA_API ga_status ga_step(ga_context* ctx, ga_step_result* out);
  *    State by name           to carry over what an optimizer keeps
  *    State on disk           to stop a run and go on
  *    Groups                  new hyper-parameters, queries, an optimizer of your own
+ *    Several ranks           one window over threads or processes
  *    Devices, Memory, Build
  *    Errors in detail
  *    Conventions in full     structs, memory, threads, fork(), rounding
@@ -491,8 +492,10 @@ enum {
   GA_STEP_SKIPPED_ERROR = 3,     /* on a device: indices of ga_accumulate_rows were out of range;
                                     the rows of that call were left out */
   GA_STEP_PENDING = 4,           /* on a device: not known yet, see ga_step_result_get */
-  GA_STEP_SKIPPED_WEIGHT = 5     /* the sum of the weights is too small or too large to divide by,
+  GA_STEP_SKIPPED_WEIGHT = 5,    /* the sum of the weights is too small or too large to divide by,
                                     see docs/reference.md. Does not move a loss scaler by itself */
+  GA_STEP_SKIPPED_DISCARD = 6    /* another rank has discarded the window, and so has this call; it
+                                    is not counted, see ga_context_set_comm */
 };
 
 struct ga_step_result {
@@ -1230,6 +1233,137 @@ GA_API ga_status ga_memory_init(ga_memory* out, size_t struct_size);
 /* *out: the memory of a context. */
 GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
 
+/* ---- Several ranks --------------------------------------------------------------------------- */
+
+/* Needed to train on several devices or machines at once, data-parallel: each thread or process, a
+   rank, has a context of its own with a copy of the parameters, and all ranks together hold one
+   window. What they bring to it, however unequal, gives what one batch of all samples would have
+   given. Parameters and state end every step with the same bits on every rank.
+
+     ga_comm_config config;
+     ga_comm_config_init(&config, sizeof config, GA_COMM_MPI);
+     config.mpi_comm = MPI_Comm_c2f(MPI_COMM_WORLD);
+     ga_comm* comm;
+     ga_comm_create(&config, &comm);
+     ... groups and parameters, the same on every rank ...
+     ga_context_set_comm(ctx, comm, NULL);
+     ... training as ever: ga_step adds up over the ranks ...
+
+   docs/devices.md has how to choose, how to launch, and what travels. */
+
+typedef struct ga_comm ga_comm;
+
+/* LOCAL  The ranks are threads of one process, each with a context.
+   MPI    Processes of an MPI program, by libgradaccum_mpi.so.
+   TABLE  Functions of the program: ga_comm_table. */
+typedef int32_t ga_comm_kind;
+enum { GA_COMM_LOCAL = 0, GA_COMM_MPI = 1, GA_COMM_TABLE = 2 };
+
+/* A transport of the program's own. Every rank calls the same functions in the same order, with the
+   same count, dtype and root, and each function returns when this rank may use its result and
+   overwrite what it sent. count: elements of dtype, any ga_dtype. Blocks lie one behind the other,
+   rank 0's first. Functions return 0, or a number of their own for a failure, after which no other
+   but abort and error_text is called. They keep their own time limit and run in the program's
+   floating-point mode. */
+typedef struct ga_comm_table {
+  size_t struct_size;
+  void* user; /* passed to each function */
+  /* Block q of send, [ranks] blocks of count elements, becomes block `rank` of recv on rank q. */
+  int32_t (*all_to_all)(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype);
+  /* send, count elements, becomes block `rank` of recv, [ranks] blocks, on every rank. send may be
+     that block of recv. */
+  int32_t (*all_gather)(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype);
+  /* Rank root's data becomes that of every rank. */
+  int32_t (*broadcast)(void* user, void* data, int64_t count, ga_dtype dtype, int32_t root);
+  /* Has the functions that wait on this rank return a failure soon; from any thread. May be NULL. */
+  void (*abort)(void* user);
+  /* What a failure means: a sentence that stays until the next call; may be NULL, as the function
+     may. */
+  const char* (*error_text)(void* user, int32_t failure);
+} ga_comm_table;
+
+typedef struct ga_comm_config {
+  size_t struct_size;
+  ga_comm_kind kind;
+  int32_t rank;               /* LOCAL, TABLE: of this one, in [0, ranks) */
+  int32_t ranks;              /* LOCAL, TABLE: how many there are; >= 1 */
+  int32_t mpi_comm;           /* MPI: MPI_Comm_c2f of a communicator of the program's, which is
+                                 duplicated and stays its own */
+  double timeout;             /* LOCAL, MPI: seconds that a call waits for other ranks; > 0, may be
+                                 infinite; default 600 */
+  const void* id;             /* LOCAL: [GA_COMM_ID_SIZE] bytes of ga_comm_unique_id; copied */
+  const ga_comm_table* table; /* TABLE; copied */
+} ga_comm_config;
+
+/* Writes the defaults of a kind. */
+GA_API ga_status ga_comm_config_init(ga_comm_config* out, size_t struct_size, ga_comm_kind kind);
+
+/* Fills out, [size] bytes, with what tells one set of LOCAL ranks from any other in this process.
+   One thread calls it and gives the bytes to the others. size: GA_COMM_ID_SIZE. */
+enum { GA_COMM_ID_SIZE = 128 };
+GA_API ga_status ga_comm_unique_id(ga_comm_kind kind, void* out, size_t size);
+
+/* Joins a communicator as one of its ranks. MPI: waits for the other ranks; LOCAL and TABLE do not.
+   *out belongs to the caller, who ends it with ga_comm_destroy.
+   GA_ERROR_UNSUPPORTED: libgradaccum_mpi.so could not be loaded, or the program runs another MPI.
+   GA_ERROR_COMMUNICATION: other ranks did not join in time. */
+GA_API ga_status ga_comm_create(const ga_comm_config* config, ga_comm** out);
+
+/* This rank's number and the number of ranks. Each out may be NULL. */
+GA_API ga_status ga_comm_size(const ga_comm* comm, int32_t* out_rank, int32_t* out_ranks);
+
+/* Has calls that wait for other ranks on comm fail with GA_ERROR_COMMUNICATION now, and all later
+   ones at once; LOCAL: on every rank. From any thread, the others being in a call. */
+GA_API ga_status ga_comm_abort(ga_comm* comm);
+
+/* Leaves. Contexts that use comm keep it until ga_context_destroy or ga_context_set_comm; then ranks
+   that wait for this one fail. NULL is legal. MPI: before MPI_Finalize. */
+GA_API void ga_comm_destroy(ga_comm* comm);
+
+/* What travels from rank to rank. F32: sums in f32. BF16: f32 gradients are rounded to bf16 on their
+   way to where they are added, which is in f32: 3/4 of the bytes. 16-bit accumulators travel as they
+   are either way, and f64 ones as f64. */
+typedef int32_t ga_comm_wire;
+enum { GA_COMM_WIRE_EXACT = 0, GA_COMM_WIRE_BF16 = 1 };
+
+typedef struct ga_comm_options {
+  size_t struct_size;
+  ga_comm_wire wire;   /* default GA_COMM_WIRE_EXACT */
+  int32_t hand_out;    /* 1: rank 0's parameters and state become those of every rank; default 0:
+                           they must agree already */
+  int64_t check_every; /* every so many windows, ga_step compares parameters and state over the
+                           ranks, bit for bit; default 0: never */
+} ga_comm_options;
+
+/* Writes the defaults. */
+GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
+
+/* Makes the context one of comm's ranks. Every rank calls it, between windows, with the same groups,
+   parameters and options, K and threads excepted; the first difference is named in an error. NULL
+   makes it a context alone again, which no other rank takes part in. options: may be NULL.
+
+   From then on these are collective, called by every rank in the same order: ga_step, ga_discard,
+   ga_save, ga_load and their like, ga_state_write and ga_state_read. A rank may bring any number of
+   micro-batches to a window, also none. Each micro-batch is judged and clipped (DROP_MICRO,
+   GA_CLIP_WHEN_MICRO) by the rank that brings it; ga_step judges the sum. Its result counts what all
+   ranks brought, dropped_micros excepted. A parameter has a gradient if it has one on some rank.
+   Where some ranks call ga_discard and others ga_step, the window is discarded on all of them
+   (GA_STEP_SKIPPED_DISCARD). Batch normalisation: running statistics are those of all ranks' data;
+   MICRO and CUMULATIVE normalise by the rank's own. ga_save writes rank 0's file, which any number
+   of ranks loads, and ga_load reads it on each.
+
+   A change of an option holds when every rank has made it: ga_step names the difference otherwise,
+   and the window stays as it was. If other ranks fail or do not come in time, the call returns
+   GA_ERROR_COMMUNICATION and says what it waited for; parameters and state are untouched, the window
+   is GA_WINDOW_INVALID if gradients were on their way, and comm is of no further use: ga_discard and
+   a set_comm with NULL or another comm come next.
+
+   GA_ERROR_UNSUPPORTED: GA_DEVICE_CUDA, or a layer in WINDOW mode. GA_ERROR_INVALID_STATE: another
+   context has comm, or the window is not empty. GA_ERROR_COMMUNICATION: ranks differ, or did not
+   come. */
+GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
+                                     const ga_comm_options* options);
+
 /* ---- Build ----------------------------------------------------------------------------------- */
 
 /* Needed in bug reports, and to find out what this build on this machine can do. */
@@ -1321,8 +1455,8 @@ GA_API ga_status ga_build_describe(ga_build* out);
  * Same bits    On one machine, results have the same bits for any number of threads and any CPU
  *              kernels; matrix products, and so MUON, excepted. Devices: docs/cuda.md.
  *
- * Environment  GA_MODULE_PATH: the only folder in which libgradaccum_onednn.so and
- *              libgradaccum_cuda.so are looked for, in place of the library's own. GA_CPU_ISA:
+ * Environment  GA_MODULE_PATH: the only folder in which libgradaccum_onednn.so, libgradaccum_cuda.so
+ *              and libgradaccum_mpi.so are looked for, in place of the library's own. GA_CPU_ISA:
  *              scalar, x86-64-v2, x86-64-v3 or x86-64-v4: the CPU kernels of new contexts, for
  *              tests; ga_context_create is GA_ERROR_UNSUPPORTED if the build or the processor lacks
  *              them. GA_VERBOSE: see ga_config.log. */

@@ -210,6 +210,14 @@ inline ga_state_options default_state_options() {
   return detail::defaults<ga_state_options>(ga_state_options_init);
 }
 
+inline ga_comm_config default_comm_config(ga_comm_kind kind) {
+  return detail::defaults<ga_comm_config>(ga_comm_config_init, kind);
+}
+
+inline ga_comm_options default_comm_options() {
+  return detail::defaults<ga_comm_options>(ga_comm_options_init);
+}
+
 // ---- Library ------------------------------------------------------------------------------------
 
 inline std::int32_t version() noexcept { return ga_version(); }
@@ -292,6 +300,71 @@ class Config : public ga_config {
     std::shared_ptr<void> parallel_for, log;
   };
   Callables callables_;
+};
+
+// ---- Several ranks ------------------------------------------------------------------------------
+
+// One rank of several that hold one window: see ga_context_set_comm. It can be moved, but not copied.
+// A context keeps what it needs of it, so either may end first.
+//
+//     const auto comm = gradaccum::Communicator::mpi(MPI_Comm_c2f(MPI_COMM_WORLD));
+//     context.set_communicator(comm);
+class Communicator {
+ public:
+  using Id = std::vector<unsigned char>;
+
+  explicit Communicator(const ga_comm_config& config) { check(ga_comm_create(&config, &comm_)); }
+  Communicator(Communicator&& other) noexcept : comm_(std::exchange(other.comm_, nullptr)) {}
+  Communicator& operator=(Communicator&& other) noexcept {
+    std::swap(comm_, other.comm_);
+    return *this;
+  }
+  ~Communicator() { ga_comm_destroy(comm_); }
+
+  // What tells one set of local ranks from any other.
+  static Id unique_id() {
+    Id id(GA_COMM_ID_SIZE);
+    check(ga_comm_unique_id(GA_COMM_LOCAL, id.data(), id.size()));
+    return id;
+  }
+  // As one of the threads of this process that have the same id.
+  static Communicator local(const Id& id, std::int32_t rank, std::int32_t ranks,
+                            double timeout = default_comm_config(GA_COMM_LOCAL).timeout) {
+    if (id.size() != GA_COMM_ID_SIZE)
+      throw std::invalid_argument("id has " + std::to_string(id.size()) +
+                                  " bytes, expected GA_COMM_ID_SIZE");
+    ga_comm_config config = default_comm_config(GA_COMM_LOCAL);
+    config.id = id.data();
+    config.rank = rank;
+    config.ranks = ranks;
+    config.timeout = timeout;
+    return Communicator(config);
+  }
+  // As one of the processes of an MPI communicator, by its number of MPI_Comm_c2f.
+  static Communicator mpi(std::int32_t comm,
+                          double timeout = default_comm_config(GA_COMM_MPI).timeout) {
+    ga_comm_config config = default_comm_config(GA_COMM_MPI);
+    config.mpi_comm = comm;
+    config.timeout = timeout;
+    return Communicator(config);
+  }
+
+  ga_comm* get() const noexcept { return comm_; }
+  std::int32_t rank() const {
+    std::int32_t rank = 0;
+    check(ga_comm_size(get(), &rank, nullptr));
+    return rank;
+  }
+  std::int32_t ranks() const {
+    std::int32_t ranks = 0;
+    check(ga_comm_size(get(), nullptr, &ranks));
+    return ranks;
+  }
+  // Legal while other threads are in calls that wait for other ranks.
+  void abort() const { check(ga_comm_abort(get())); }
+
+ private:
+  ga_comm* comm_ = nullptr;
 };
 
 // ---- Scopes -------------------------------------------------------------------------------------
@@ -605,6 +678,12 @@ class Context {
 
   void set_ema(const ga_ema& ema) { check(ga_context_set_ema(get(), &ema)); }
   void clear_ema() { check(ga_context_set_ema(get(), nullptr)); }
+
+  void set_communicator(const Communicator& communicator,
+                        const ga_comm_options& options = default_comm_options()) {
+    check(ga_context_set_comm(get(), communicator.get(), &options));
+  }
+  void clear_communicator() { check(ga_context_set_comm(get(), nullptr, nullptr)); }
   template <typename T>
   void ema_copy_to(Param param, T* out) {
     ema_copy_to(param, out, dtype_of<T>);

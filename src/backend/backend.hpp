@@ -52,6 +52,9 @@ struct Region {
 using TakePiece = std::function<void(const void* piece, size_t bytes)>;
 using FillPiece = std::function<void(void* piece, size_t bytes)>;
 
+// What runs between the sums of an ending window and the judgement on them; empty: nothing.
+using OverRanks = std::function<void()>;
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -60,6 +63,8 @@ class Backend {
   // throws std::bad_alloc. free(NULL) is legal; free() may wait.
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* data, size_t bytes) noexcept = 0;
+  // From now on free() gives nothing back: a transport may still write to the memory.
+  virtual void keep_memory() noexcept {}
   virtual void copy(void* to, const void* from, size_t bytes) = 0;  // where the arrays live
   // Copies from the host, to a block; the program may overwrite `from` when the call returns.
   virtual void write(void* to, const void* from, size_t bytes) = 0;
@@ -102,7 +107,9 @@ class Backend {
   // ---- Scalars: see decide.hpp ----
 
   // Ends a window: decides its outcome, norm and clip factors, advances clocks, folds Ops.
-  virtual void decide(const WindowTotals& totals, const StepSums& sums) = 0;
+  // over_ranks: on the CPU alone.
+  virtual void decide(const WindowTotals& totals, const StepSums& sums,
+                      const OverRanks& over_ranks) = 0;
   // Sets plans[i].view, through which norm() reads contribution inputs[i].
   virtual void open_micro(Span<const MicroInput> inputs, MicroPlan* plans) = 0;
   // After norm(): decides whether micro-batch number index is added, and sets the rest of plans[i].

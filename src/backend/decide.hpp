@@ -113,7 +113,7 @@ GA_HD bool is_touched(const ScalarTables& t, int64_t i, bool gradient) {
 
 // Whether there is a gradient of all rows.
 GA_HD bool is_dense(const ParamInput& p) {
-  return p.held == Held::kStored || p.held == Held::kAdopted;
+  return p.held == Held::kStored || p.held == Held::kAdopted || p.held == Held::kSummed;
 }
 
 GA_HD double weight_of(const ScalarTables& t, int64_t i) {

@@ -245,6 +245,31 @@ FIELD(ga_memory, rows, 56, 8, 56, 8);
 FIELD(ga_memory, batch_norm, 64, 8, 64, 8);
 FIELD(ga_memory, resident, 72, 8, 72, 8);
 
+SIZE(ga_comm_table, 56, 28);
+FIELD(ga_comm_table, struct_size, 0, 8, 0, 4);
+FIELD(ga_comm_table, user, 8, 8, 4, 4);
+FIELD(ga_comm_table, all_to_all, 16, 8, 8, 4);
+FIELD(ga_comm_table, all_gather, 24, 8, 12, 4);
+FIELD(ga_comm_table, broadcast, 32, 8, 16, 4);
+FIELD(ga_comm_table, abort, 40, 8, 20, 4);
+FIELD(ga_comm_table, error_text, 48, 8, 24, 4);
+
+SIZE(ga_comm_config, 48, 40);
+FIELD(ga_comm_config, struct_size, 0, 8, 0, 4);
+FIELD(ga_comm_config, kind, 8, 4, 4, 4);
+FIELD(ga_comm_config, rank, 12, 4, 8, 4);
+FIELD(ga_comm_config, ranks, 16, 4, 12, 4);
+FIELD(ga_comm_config, mpi_comm, 20, 4, 16, 4);
+FIELD(ga_comm_config, timeout, 24, 8, 24, 8);
+FIELD(ga_comm_config, id, 32, 8, 32, 4);
+FIELD(ga_comm_config, table, 40, 8, 36, 4);
+
+SIZE(ga_comm_options, 24, 24);
+FIELD(ga_comm_options, struct_size, 0, 8, 0, 4);
+FIELD(ga_comm_options, wire, 8, 4, 4, 4);
+FIELD(ga_comm_options, hand_out, 12, 4, 8, 4);
+FIELD(ga_comm_options, check_every, 16, 8, 16, 8);
+
 SIZE(ga_build, 48, 36);
 FIELD(ga_build, struct_size, 0, 8, 0, 4);
 FIELD(ga_build, version, 8, 4, 4, 4);
@@ -368,6 +393,13 @@ VALUE(GA_STEP_SKIPPED_NONFINITE, 2);
 VALUE(GA_STEP_SKIPPED_ERROR, 3);
 VALUE(GA_STEP_PENDING, 4);
 VALUE(GA_STEP_SKIPPED_WEIGHT, 5);
+VALUE(GA_STEP_SKIPPED_DISCARD, 6);
+VALUE(GA_COMM_LOCAL, 0);
+VALUE(GA_COMM_MPI, 1);
+VALUE(GA_COMM_TABLE, 2);
+VALUE(GA_COMM_ID_SIZE, 128);
+VALUE(GA_COMM_WIRE_EXACT, 0);
+VALUE(GA_COMM_WIRE_BF16, 1);
 
 VALUE(GA_NO_TRANSPOSE, 0);
 VALUE(GA_TRANSPOSE, 1);
@@ -581,6 +613,14 @@ FUNCTION(ga_bn_running, ga_status (*)(ga_context*, ga_bn, void*, void*, ga_dtype
 FUNCTION(ga_bn_running_set,
          ga_status (*)(ga_context*, ga_bn, const void*, const void*, ga_dtype, int64_t));
 FUNCTION(ga_bn_statistics, ga_status (*)(ga_context*, ga_bn, void*, void*, ga_dtype, int64_t*));
+FUNCTION(ga_comm_config_init, ga_status (*)(ga_comm_config*, size_t, ga_comm_kind));
+FUNCTION(ga_comm_unique_id, ga_status (*)(ga_comm_kind, void*, size_t));
+FUNCTION(ga_comm_create, ga_status (*)(const ga_comm_config*, ga_comm**));
+FUNCTION(ga_comm_size, ga_status (*)(const ga_comm*, int32_t*, int32_t*));
+FUNCTION(ga_comm_abort, ga_status (*)(ga_comm*));
+FUNCTION(ga_comm_destroy, void (*)(ga_comm*));
+FUNCTION(ga_comm_options_init, ga_status (*)(ga_comm_options*, size_t));
+FUNCTION(ga_context_set_comm, ga_status (*)(ga_context*, ga_comm*, const ga_comm_options*));
 
 /* Callback types. */
 _Static_assert(_Generic((ga_task)0, void (*)(void*, int64_t) : 1, default : 0), "ga_task");

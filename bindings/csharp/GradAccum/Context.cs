@@ -542,6 +542,26 @@ namespace GradAccum {
       using (Call call = Begin()) Raw.ga_context_set_ema(call.Context, ema == null ? null : ema.Native);
     }
 
+    /// <summary>
+    /// Makes the context one of the communicator's ranks. Every rank calls it, between windows, with the same
+    /// groups, parameters and options; the first difference is named in an exception. From then on every rank
+    /// calls <see cref="Step"/>, <see cref="Discard"/> and what saves and loads in the same order;
+    /// docs/devices.md has the rest.
+    /// </summary>
+    /// <param name="communicator">The communicator; null: the context is alone again.</param>
+    /// <param name="options">May be null.</param>
+    public void SetCommunicator(Communicator communicator, CommunicatorOptions options = null) {
+      using (Call call = Begin()) {
+        IntPtr context = call.Context;
+        ga_comm_options native = options == null ? null : options.Native;
+        if (communicator == null) {
+          Raw.ga_context_set_comm(context, IntPtr.Zero, native);
+        } else {
+          communicator.Use(comm => Raw.ga_context_set_comm(context, comm, native));
+        }
+      }
+    }
+
     /// <summary>Exchanges parameters and moving averages, or takes that back. Between windows.</summary>
     /// <param name="on">true: exchanges; false: takes it back, to the last bit.</param>
     public void SwapEma(bool on) {

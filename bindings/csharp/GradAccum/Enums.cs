@@ -25,7 +25,7 @@ namespace GradAccum {
     Io = Raw.GA_ERROR_IO,
     /// <summary>A file or buffer is not a state of this library, or is damaged.</summary>
     Format = Raw.GA_ERROR_FORMAT,
-    /// <summary>Reserved: no call returns it yet.</summary>
+    /// <summary>Other ranks did not take part, failed, or differ from this one.</summary>
     Communication = Raw.GA_ERROR_COMMUNICATION,
     /// <summary>A callback of the program has asked to stop.</summary>
     Cancelled = Raw.GA_ERROR_CANCELLED
@@ -198,7 +198,24 @@ namespace GradAccum {
     /// <summary>On a device: the outcome is not known yet.</summary>
     Pending = Raw.GA_STEP_PENDING,
     /// <summary>The sum of the weights is too small or too large to divide by.</summary>
-    SkippedWeight = Raw.GA_STEP_SKIPPED_WEIGHT
+    SkippedWeight = Raw.GA_STEP_SKIPPED_WEIGHT,
+    /// <summary>Another rank has discarded the window, and so has this call; it is not counted.</summary>
+    SkippedDiscard = Raw.GA_STEP_SKIPPED_DISCARD
+  }
+
+  /// <summary>Whom a rank is connected with.</summary>
+  internal enum CommunicatorKind {
+    Local = Raw.GA_COMM_LOCAL,
+    Mpi = Raw.GA_COMM_MPI,
+    Table = Raw.GA_COMM_TABLE  // by functions of a C program; not for C#
+  }
+
+  /// <summary>What travels from rank to rank.</summary>
+  public enum Wire {
+    /// <summary>Gradients as the accumulators have them.</summary>
+    Exact = Raw.GA_COMM_WIRE_EXACT,
+    /// <summary>Gradients of f32 rounded to bf16; they are added in f32.</summary>
+    BF16 = Raw.GA_COMM_WIRE_BF16
   }
 
   /// <summary>Whether a matrix is used as stored or transposed.</summary>

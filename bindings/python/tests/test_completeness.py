@@ -40,6 +40,9 @@ STRUCTS = {
     "ga_param_info": options.ParamInfo, "ga_bn_info": options.BatchNormInfo,
     "ga_state_info": options.StateInfo, "ga_memory": options.Memory, "ga_build": options.Build,
     "ga_flat_entry": ga.FlatEntry,
+    "ga_comm_options": options.CommunicatorOptions,
+    "ga_comm_config": None,  # the arguments of Communicator.local() and mpi()
+    "ga_comm_table": None,  # for C programs
     "ga_accumulator": None,  # Accumulator has a Tensor: data, dtype, rows, columns, leading_dimension
 }  # fmt: skip
 
@@ -98,9 +101,10 @@ def test_every_enumerator_is_there() -> None:
         "StepOutcome": "STEP_", "ScheduleKind": "SCHEDULE_", "ClipScope": "CLIP_", "AgcUnits": "AGC_",
         "ClipWhen": "CLIP_WHEN_", "EmaKind": "EMA_", "Master": "MASTER_", "Rounding": "ROUND_",
         "Rows": "ROWS_", "StateParts": "STATE_", "Settings": "SETTINGS_", "BnMode": "BN_",
-        "BnLayout": "BN_", "BnSpread": "BN_",
+        "BnLayout": "BN_", "BnSpread": "BN_", "CommKind": "COMM_", "CommWire": "COMM_WIRE_",
     }  # fmt: skip
     have = {"GA_OK": 0, "GA_NO_TRANSPOSE": 0, "GA_TRANSPOSE": 1}  # success; the strides of a matrix
+    have["GA_COMM_ID_SIZE"] = len(ga.Communicator.new_id())
     for name, prefix in prefixes.items():
         members = getattr(enums, name).__members__
         have.update({f"GA_{prefix}{member}": int(value) for member, value in members.items()})

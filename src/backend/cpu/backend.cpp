@@ -51,7 +51,9 @@ class CpuBackend final : public Backend {
     std::memset(data, 0, bytes);
     return data;
   }
+  void keep_memory() noexcept override { keeps_memory_ = true; }
   void free(void* data, size_t bytes) noexcept override {
+    if (keeps_memory_) return;
     if (!allocator_.is_set()) return cpu::free(data, bytes);
     if (!data) return;
     if (bytes < kLarge) return allocator_.free(data, bytes);
@@ -107,7 +109,8 @@ class CpuBackend final : public Backend {
     tasks_ = tasks;
   }
 
-  void decide(const WindowTotals& totals, const StepSums& sums) override {
+  void decide(const WindowTotals& totals, const StepSums& sums,
+              const OverRanks& over_ranks) override {
     for (size_t k = 0; k < sums.norms.size; ++k) {
       const ga_param param = sums.norms.data[k];
       if (tables_.param_inputs[param].clamped)
@@ -116,6 +119,7 @@ class CpuBackend final : public Backend {
     take_norms(Norms{*this, sums.norms});
     Crew crew;
     sum_window(crew, tables_, totals);
+    if (over_ranks) over_ranks();
     judge_window(crew, tables_, totals.last);
   }
 
@@ -356,6 +360,7 @@ class CpuBackend final : public Backend {
   int64_t cache_;
   BatchNorm batchnorm_;
   bool stream_ = false;
+  bool keeps_memory_ = false;
   ScalarTables tables_ = {};
   TaskTables tasks_;
   Results results_;

@@ -148,7 +148,8 @@ class CudaBackend final : public Backend {
 
   // ---- Scalars ----
 
-  void decide(const WindowTotals& totals, const StepSums& sums) override {
+  // Contexts on a device have no communicator yet, so nothing has to run between sums and judgement.
+  void decide(const WindowTotals& totals, const StepSums& sums, const OverRanks&) override {
     traced("gradaccum decide", [&] {
       const NormChunks norms = {{part_of(ListKind::kNorm, sums.norms)},
                                 {tasks_.updates_at, tasks_.measures_at, tasks_.units_at}};

@@ -31,17 +31,18 @@ from __future__ import annotations
 import os
 
 from . import _raw
+from .communicator import Communicator
 from .context import (
     Accumulator, BatchNorm, Context, FlatEntry, Group, MicroBatch, Param,
 )  # fmt: skip
 from .enums import (
-    Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, BnSpread, ClipScope, ClipWhen, Device, Dtype,
+    Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, BnSpread, ClipScope, ClipWhen, CommKind, CommWire, Device, Dtype,
     EmaKind, Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing, Nonfinite, OptimizerKind,
     Reduce, Rounding, Rows, ScheduleKind, Settings, StateParts, Status, StepOutcome, WindowState,
 )  # fmt: skip
 from .errors import Error
 from .options import (
-    BatchNormInfo, BatchNormOptions, Build, Clip, Config, Ema, LossScaler, Memory, MicroOptions, Optimizer,
+    BatchNormInfo, BatchNormOptions, Build, Clip, CommunicatorOptions, Config, Ema, LossScaler, Memory, MicroOptions, Optimizer,
     ParamInfo, ParamOptions, Schedule, StateInfo, StateOptions, StepResult, Window,
 )  # fmt: skip
 from .tensor import SupportsBuffer, SupportsDLPack, Tensor, TensorLike
@@ -49,6 +50,7 @@ from .tensor import SupportsBuffer, SupportsDLPack, Tensor, TensorLike
 __all__ = [
     "Accumulation", "Accumulator", "AdjustLr", "AgcUnits", "BatchNorm", "BatchNormInfo",
     "BatchNormOptions", "BnLayout", "BnMode", "BnSpread", "Build", "Clip", "ClipScope", "ClipWhen",
+    "CommKind", "CommWire", "Communicator", "CommunicatorOptions",
     "Config", "Context", "Device", "Dtype", "Ema", "EmaKind", "Error", "FlatEntry", "Flavor",
     "GradientKind", "GradientLife", "Group", "LossScaler", "Master", "Memory", "MicroBatch", "MicroFlags",
     "MicroOptions", "Missing", "Nonfinite", "Optimizer", "OptimizerKind", "Param", "ParamInfo",

@@ -12,13 +12,14 @@ from types import TracebackType
 from typing import Any, BinaryIO, NoReturn, Self
 
 from . import _native, _raw
+from .communicator import Communicator
 from .enums import (
     BnLayout, BnSpread, ClipWhen, Device, Dtype, GradientLife, Nonfinite, Settings, Status,
 )  # fmt: skip
 from .errors import Error
 from .options import (
-    BatchNormInfo, BatchNormOptions, Clip, Config, Ema, LossScaler, Memory, MicroOptions, Optimizer,
-    ParamInfo, ParamOptions, Schedule, StateInfo, StateOptions, StepResult, Window, step_result,
+    BatchNormInfo, BatchNormOptions, Clip, CommunicatorOptions, Config, Ema, LossScaler, Memory,
+    MicroOptions, Optimizer, ParamInfo, ParamOptions, Schedule, StateInfo, StateOptions, StepResult, Window, step_result,
 )  # fmt: skip
 from .tensor import ANY_INDEX, HOST, Tensor, TensorLike, Where, new_tensor
 
@@ -463,6 +464,26 @@ class Context:
         with self._guard as c:
             _raw.ga_context_set_ema(c, None if ema is None else ema._write())
 
+    def set_communicator(
+        self, communicator: Communicator | None, options: CommunicatorOptions | None = None
+    ) -> None:
+        """Makes the context one of the communicator's ranks; None: it is alone again.
+
+        Every rank calls it, between windows, with the same groups, parameters and options; the first difference
+        is named in an ``Error``. From then on every rank calls ``step()``, ``discard()`` and what saves and loads
+        in the same order; docs/devices.md has the rest.
+        """
+        struct = None if options is None else options._write()
+        with self._guard as c:
+            if communicator is None:
+                _raw.ga_context_set_comm(c, 0, struct)
+                return
+            comm = communicator._enter()
+            try:
+                _raw.ga_context_set_comm(c, comm, struct)
+            finally:
+                communicator._exit()
+
     def swap_ema(self, on: bool) -> None:
         """Exchanges parameters and their moving averages, or takes that back."""
         with self._guard as c:
@@ -851,9 +872,7 @@ class MicroBatch:
     the exception.
     """
 
-    def __init__(
-        self, context: Context, weight: float, index: int, options: MicroOptions | None
-    ) -> None:
+    def __init__(self, context: Context, weight: float, index: int, options: MicroOptions | None) -> None:
         self.context = context
         self._weight = weight
         self._index = index

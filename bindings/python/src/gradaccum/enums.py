@@ -232,6 +232,8 @@ class StepOutcome(IntEnum):
     """On a device: the outcome is not known yet."""
     SKIPPED_WEIGHT = 5
     """The sum of the weights is too small or too large to divide by."""
+    SKIPPED_DISCARD = 6
+    """Another rank has discarded the window, and so has this call; it is not counted."""
 
 
 class ScheduleKind(IntEnum):
@@ -377,3 +379,23 @@ class BnSpread(IntEnum):
     """The mean squared deviation from the mean."""
     M2 = 1
     """The sum of squared deviations."""
+
+
+class CommKind(IntEnum):
+    """Whom a rank is connected with."""
+
+    LOCAL = 0
+    """Threads of this process."""
+    MPI = 1
+    """Processes of an MPI program."""
+    TABLE = 2
+    """By functions of a C program; not for Python."""
+
+
+class CommWire(IntEnum):
+    """What travels from rank to rank."""
+
+    EXACT = 0
+    """Gradients as the accumulators have them."""
+    BF16 = 1
+    """Gradients of f32 rounded to bf16; they are added in f32."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from . import _raw
 from .enums import (
-    Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, ClipScope, ClipWhen, Device, Dtype, EmaKind,
+    Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, ClipScope, ClipWhen, CommWire, Device, Dtype, EmaKind,
     Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing, Nonfinite, OptimizerKind, Reduce,
     Rounding, Rows, ScheduleKind, Settings, StateParts, StepOutcome, WindowState,
 )  # fmt: skip
@@ -34,8 +34,7 @@ class _Struct:
             kind = self._types.get(name)
             if isinstance(kind, EnumType) and not isinstance(getattr(self, name), kind):
                 raise TypeError(
-                    f"{type(self).__name__}.{name} was {getattr(self, name)!r}, "
-                    f"expected a {kind.__name__}"
+                    f"{type(self).__name__}.{name} was {getattr(self, name)!r}, expected a {kind.__name__}"
                 )
         self._write()  # refuses what C has no place for
 
@@ -325,6 +324,21 @@ class Ema(_Struct):
     """The decay of ``EmaKind.TORCH``, in [0, 1]; default 0.999."""
     gamma: float = _DEFAULT
     """The power of ``EmaKind.KARRAS``; default 6.94."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicatorOptions(_Struct):
+    """What ranks exchange and check, for ``Context.set_communicator()``."""
+
+    _raw = "ga_comm_options"
+    _types = {"wire": CommWire, "hand_out": bool}
+
+    wire: CommWire = _DEFAULT
+    """What travels from rank to rank; default ``CommWire.EXACT``."""
+    hand_out: bool = _DEFAULT
+    """Whether rank 0's parameters and state become those of every rank; default: they must agree already."""
+    check_every: int = _DEFAULT
+    """Every so many windows, ``step()`` compares parameters and state over the ranks; default 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -843,6 +843,38 @@ public final class Context implements AutoCloseable {
     }
   }
 
+  /**
+   * Makes the context one of the communicator's ranks. Every rank calls it, between windows, with
+   * the same groups, parameters and options; the first difference is named in an exception. From
+   * then on every rank calls {@link #step}, {@link #discard}, and what saves and loads, in the same
+   * order; docs/devices.md has the rest.
+   *
+   * @param communicator null: the context is alone again
+   * @param options may be null
+   * @throws GradAccumException {@link Status#COMMUNICATION}: ranks differ, or did not come; {@link
+   *     Status#UNSUPPORTED}: a context on a device, or a layer in WINDOW mode
+   */
+  public void setCommunicator(Communicator communicator, CommunicatorOptions options) {
+    long c = enter();
+    try (ga_comm_options fields = options == null ? null : new ga_comm_options()) {
+      if (options != null) {
+        options.write(fields);
+      }
+      if (communicator == null) {
+        Raw.ga_context_set_comm(c, 0, fields);
+        return;
+      }
+      long comm = communicator.enter();
+      try {
+        Raw.ga_context_set_comm(c, comm, fields);
+      } finally {
+        communicator.exit();
+      }
+    } finally {
+      exit();
+    }
+  }
+
   /** Keeps no moving averages. Legal until the first contribution of all. */
   public void clearEma() {
     long c = enter();

@@ -25,7 +25,7 @@ public enum Status {
   IO(RawConstants.GA_ERROR_IO),
   /** A file or buffer is not a state of this library, or is damaged. */
   FORMAT(RawConstants.GA_ERROR_FORMAT),
-  /** Reserved; no call ends so yet. */
+  /** Other ranks did not take part, failed, or differ from this one. */
   COMMUNICATION(RawConstants.GA_ERROR_COMMUNICATION),
   /** A callback of the program asked to stop. */
   CANCELLED(RawConstants.GA_ERROR_CANCELLED),

@@ -104,7 +104,9 @@ public record StepResult(
     /** On a device: not known yet, see {@link Context#stepResult}. */
     PENDING(RawConstants.GA_STEP_PENDING),
     /** The sum of the weights is too small or too large to divide by. */
-    SKIPPED_WEIGHT(RawConstants.GA_STEP_SKIPPED_WEIGHT);
+    SKIPPED_WEIGHT(RawConstants.GA_STEP_SKIPPED_WEIGHT),
+    /** Another rank has discarded the window, and so has this call; it is not counted. */
+    SKIPPED_DISCARD(RawConstants.GA_STEP_SKIPPED_DISCARD);
 
     private final int value;
 

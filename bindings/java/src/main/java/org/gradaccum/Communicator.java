@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+package org.gradaccum;
+
+import java.lang.ref.Cleaner;
+import java.lang.ref.Reference;
+import java.nio.ByteBuffer;
+import java.util.concurrent.locks.ReentrantReadWriteLock;
+
+/**
+ * One rank of several that hold one window: threads of this process, or processes of an MPI program.
+ * Each rank has a {@link Context} of its own, to which {@link Context#setCommunicator} gives the
+ * communicator.
+ *
+ * <pre>{@code
+ * byte[] id = Communicator.newId();                            // one thread
+ * try (Communicator rank = Communicator.local(id, 0, 2);       // each thread, with its number
+ *     Context context = new Context()) {
+ *   // groups and parameters, the same on every rank
+ *   context.setCommunicator(rank, null);
+ *   // training as ever
+ * }
+ * }</pre>
+ *
+ * <p>Any thread may call any method. A context keeps the communicator as long as it needs it, also
+ * when this object is closed.
+ */
+public final class Communicator implements AutoCloseable {
+  private static final Cleaner CLEANER = Cleaner.create();
+  private static final double TIMEOUT = 600;
+
+  /** Whom a rank is connected with. */
+  enum Kind implements Numbered {
+    LOCAL(RawConstants.GA_COMM_LOCAL),
+    MPI(RawConstants.GA_COMM_MPI),
+    /** By functions of a C program; not for Java. */
+    TABLE(RawConstants.GA_COMM_TABLE);
+
+    private final int value;
+
+    Kind(int value) {
+      this.value = value;
+    }
+
+    @Override
+    public int value() {
+      return value;
+    }
+  }
+
+  // What the collector may free; holds no reference to the communicator.
+  private static final class Owned implements Runnable {
+    private long comm;
+
+    @Override
+    public void run() {
+      Raw.ga_comm_destroy(comm);
+      comm = 0;
+    }
+  }
+
+  private final Owned owned = new Owned();
+  private final Cleaner.Cleanable cleanable;
+  // Closing waits for the calls that read the address.
+  private final ReentrantReadWriteLock lock = new ReentrantReadWriteLock();
+
+  private Communicator(Kind kind, byte[] id, int rank, int ranks, int mpi, double timeout) {
+    try (ga_comm_config fields = new ga_comm_config(kind.value())) {
+      fields.setTimeout(timeout);
+      fields.setRank(rank);
+      fields.setRanks(ranks);
+      fields.setMpi_comm(mpi);
+      ByteBuffer bytes = null;
+      if (id != null) {
+        if (id.length != RawConstants.GA_COMM_ID_SIZE) {
+          throw new IllegalArgumentException(
+              "the id has " + id.length + " bytes, expected " + RawConstants.GA_COMM_ID_SIZE);
+        }
+        bytes = ByteBuffer.allocateDirect(id.length).put(id);
+        fields.setId(Raw.buffer_address(bytes));
+      }
+      long[] out = new long[1];
+      Raw.ga_comm_create(fields, out);
+      owned.comm = out[0];
+      Reference.reachabilityFence(bytes);
+    }
+    cleanable = CLEANER.register(this, owned);
+  }
+
+  /**
+   * Makes what tells one set of local ranks from any other. One thread makes it and gives it to the
+   * others.
+   *
+   * @return the id
+   */
+  public static byte[] newId() {
+    ByteBuffer bytes = ByteBuffer.allocateDirect(RawConstants.GA_COMM_ID_SIZE);
+    Raw.ga_comm_unique_id(
+        Kind.LOCAL.value(), Raw.buffer_address(bytes), bytes.capacity());
+    byte[] id = new byte[bytes.capacity()];
+    bytes.get(id);
+    return id;
+  }
+
+  /**
+   * Joins the threads of this process that have the same id. Does not wait for them. A call waits
+   * for other ranks for up to 600 seconds.
+   *
+   * @param id of {@link #newId}
+   * @param rank the number of this rank, from 0
+   * @param ranks how many there are
+   * @return the communicator
+   */
+  public static Communicator local(byte[] id, int rank, int ranks) {
+    return local(id, rank, ranks, TIMEOUT);
+  }
+
+  /**
+   * Joins the threads of this process that have the same id. Does not wait for them.
+   *
+   * @param id of {@link #newId}
+   * @param rank the number of this rank, from 0
+   * @param ranks how many there are
+   * @param timeout seconds that a call waits for other ranks; may be infinite
+   * @return the communicator
+   */
+  public static Communicator local(byte[] id, int rank, int ranks, double timeout) {
+    return new Communicator(Kind.LOCAL, id.clone(), rank, ranks, 0, timeout);
+  }
+
+  /**
+   * Joins the processes of an MPI program, for which it waits.
+   *
+   * @param comm the number of a communicator that has been initialised in this process, as {@code
+   *     MPI_Comm_c2f} gives it; it is duplicated
+   * @param timeout seconds that a call waits for other ranks; may be infinite
+   * @return the communicator
+   * @throws GradAccumException {@link Status#UNSUPPORTED}: libgradaccum_mpi.so could not be loaded,
+   *     or the program runs another MPI
+   */
+  public static Communicator mpi(int comm, double timeout) {
+    return new Communicator(Kind.MPI, null, 0, 0, comm, timeout);
+  }
+
+  /** Begins a call that reads the address of C; every one ends with {@link #exit}. */
+  long enter() {
+    lock.readLock().lock();
+    if (owned.comm == 0) {
+      lock.readLock().unlock();
+      throw new IllegalStateException("the communicator is closed");
+    }
+    return owned.comm;
+  }
+
+  void exit() {
+    lock.readLock().unlock();
+    Reference.reachabilityFence(this);
+  }
+
+  private int size(boolean own) {
+    long comm = enter();
+    try {
+      int[] rank = new int[1];
+      int[] ranks = new int[1];
+      Raw.ga_comm_size(comm, rank, ranks);
+      return own ? rank[0] : ranks[0];
+    } finally {
+      exit();
+    }
+  }
+
+  /**
+   * The number of this rank.
+   *
+   * @return its number, from 0
+   */
+  public int rank() {
+    return size(true);
+  }
+
+  /**
+   * How many ranks there are.
+   *
+   * @return their number
+   */
+  public int ranks() {
+    return size(false);
+  }
+
+  /**
+   * Has calls that wait for other ranks fail now, with {@link Status#COMMUNICATION}, and all later
+   * ones; of local ranks those of every rank. Other threads may be in such calls.
+   */
+  public void abort() {
+    long comm = enter();
+    try {
+      Raw.ga_comm_abort(comm);
+    } finally {
+      exit();
+    }
+  }
+
+  /** Leaves, as soon as no context needs the communicator any more. A second call does nothing. */
+  @Override
+  public void close() {
+    lock.writeLock().lock();
+    try {
+      cleanable.clean();
+    } finally {
+      lock.writeLock().unlock();
+    }
+  }
+}

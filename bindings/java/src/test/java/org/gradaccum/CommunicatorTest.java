@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+package org.gradaccum;
+
+import static org.junit.jupiter.api.Assertions.assertArrayEquals;
+import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertThrows;
+import static org.junit.jupiter.api.Assertions.assertTrue;
+
+import java.nio.ByteBuffer;
+import java.nio.ByteOrder;
+import java.nio.FloatBuffer;
+import java.util.concurrent.Callable;
+import java.util.concurrent.ExecutorService;
+import java.util.concurrent.Executors;
+import java.util.concurrent.Future;
+import java.util.concurrent.TimeUnit;
+import org.junit.jupiter.api.Test;
+
+/** Threads as ranks. */
+class CommunicatorTest {
+  private static FloatBuffer floats(float... values) {
+    ByteBuffer bytes =
+        ByteBuffer.allocateDirect(4 * values.length).order(ByteOrder.nativeOrder());
+    return bytes.asFloatBuffer().put(values).flip();
+  }
+
+  private static float[] values(FloatBuffer buffer) {
+    float[] values = new float[buffer.capacity()];
+    buffer.get(0, values);
+    return values;
+  }
+
+  /** Trains with SGD of learning rate 1 as one of two ranks. */
+  private static float[] train(byte[] id, int rank, boolean comes) {
+    FloatBuffer p = floats(0, 0);
+    try (Communicator comm = Communicator.local(id, rank, 2, comes ? 60 : 0.5);
+        Context context = new Context()) {
+      assertEquals(rank, comm.rank());
+      assertEquals(2, comm.ranks());
+      Group group =
+          context.addGroup(Optimizer.builder(Optimizer.Kind.SGD).lr(1).build());
+      context.addParam(group, "p", p, 2);
+      CommunicatorOptions options =
+          CommunicatorOptions.builder()
+              .wire(CommunicatorOptions.Wire.BF16)
+              .checkEvery(1)
+              .handOut(true)
+              .build();
+      context.setCommunicator(comm, options.toBuilder().build());
+      if (!comes && rank == 1) {
+        return values(p);
+      }
+      context.accumulate(rank == 0 ? 1 : 3, floats(4, 8));
+      if (rank == 0) {
+        context.accumulate(0, floats(0, 0));
+      }
+      StepResult result = context.step();
+      assertEquals(4.0, result.weight());
+      context.setCommunicator(null, null);
+      return values(p);
+    }
+  }
+
+  private static <T> Future<T> start(ExecutorService threads, Callable<T> body) {
+    return threads.submit(body);
+  }
+
+  @Test
+  void twoThreadsAreTwoRanks() throws Exception {
+    byte[] id = Communicator.newId();
+    ExecutorService threads = Executors.newFixedThreadPool(2);
+    Future<float[]> first = start(threads, () -> train(id, 0, true));
+    Future<float[]> second = start(threads, () -> train(id, 1, true));
+    assertArrayEquals(new float[] {-4, -8}, first.get(60, TimeUnit.SECONDS));
+    assertArrayEquals(new float[] {-4, -8}, second.get(60, TimeUnit.SECONDS));
+    threads.shutdown();
+  }
+
+  @Test
+  void aRankThatDoesNotComeIsATimeout() throws Exception {
+    byte[] id = Communicator.newId();
+    try (Communicator alone = Communicator.local(id, 0, 2, 0.2);
+        Context context = new Context()) {
+      context.addGroup(Optimizer.builder(Optimizer.Kind.SGD).build());
+      GradAccumException e =
+          assertThrows(
+              GradAccumException.class, () -> context.setCommunicator(alone, null));
+      assertEquals(Status.COMMUNICATION, e.status());
+      assertTrue(e.getMessage().contains("for rank 1"), e.getMessage());
+    }
+  }
+
+  @Test
+  void abortFreesAThreadThatWaits() throws Exception {
+    byte[] id = Communicator.newId();
+    ExecutorService threads = Executors.newSingleThreadExecutor();
+    try (Communicator comm = Communicator.local(id, 0, 2)) {
+      Future<Status> waiting =
+          start(
+              threads,
+              () -> {
+                try (Context context = new Context()) {
+                  context.addGroup(Optimizer.builder(Optimizer.Kind.SGD).build());
+                  return assertThrows(
+                          GradAccumException.class, () -> context.setCommunicator(comm, null))
+                      .status();
+                }
+              });
+      Thread.sleep(100);
+      comm.abort();
+      assertEquals(Status.COMMUNICATION, waiting.get(60, TimeUnit.SECONDS));
+    }
+    threads.shutdown();
+  }
+
+  @Test
+  void closedTwiceAndUsedAfterwards() {
+    byte[] id = Communicator.newId();
+    Communicator comm = Communicator.local(id, 0, 1);
+    try (Context context = new Context()) {
+      context.addGroup(Optimizer.builder(Optimizer.Kind.SGD).build());
+      context.setCommunicator(comm, null);
+      comm.close();
+      comm.close();
+      assertThrows(IllegalStateException.class, comm::rank);
+      assertThrows(IllegalStateException.class, comm::abort);
+      context.step();  // the context keeps what it needs
+      assertThrows(
+          IllegalStateException.class, () -> context.setCommunicator(comm, null));
+    }
+    assertThrows(IllegalArgumentException.class, () -> Communicator.local(new byte[3], 0, 1));
+    assertThrows(GradAccumException.class, () -> Communicator.local(id, 2, 2));
+    assertThrows(GradAccumException.class, () -> Communicator.local(id, 0, 2, Double.NaN));
+  }
+}

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/comm.hpp"
+
+#include <cstdio>
+
+#include "comm/mpi_module.h"
+#include "fp_mode.hpp"
+#include "module.hpp"
+
+namespace ga {
+namespace {
+
+void check_rank(const ga_comm_config& c) {
+  if (c.ranks < 1) fail(GA_ERROR_INVALID_ARGUMENT, "ranks was %d, expected >= 1", c.ranks);
+  if (c.rank < 0 || c.rank >= c.ranks)
+    fail(GA_ERROR_INVALID_ARGUMENT, "rank was %d, but ranks is %d: expected 0 to %d", c.rank,
+         c.ranks, c.ranks - 1);
+}
+
+Transport join_mpi(const ga_comm_config& config) {
+  const auto& module = *static_cast<const ga_mpi_module*>(open_module("mpi", GA_MPI_ABI));
+  char error[512] = "no reason given";
+  ga_mpi_end end = {};
+  const int32_t status = module.join(config.mpi_comm, config.timeout, &end, error, sizeof error);
+  if (status != GA_OK) fail(status, "ga_comm_create: %s", error);
+  return {end.table, end.rank,
+          end.ranks, [leave = module.leave, user = end.table.user] { leave(user); },
+          false,     true};
+}
+
+Transport join_table(const ga_comm_config& config) {
+  if (!config.table) fail(GA_ERROR_INVALID_ARGUMENT, "table was NULL");
+  const ga_comm_table& t = *config.table;
+  check_rank(config);
+  const auto require = [](bool there, const char* name) {
+    if (!there) fail(GA_ERROR_INVALID_ARGUMENT, "ga_comm_table.%s was NULL", name);
+  };
+  require(t.all_to_all, "all_to_all");
+  require(t.all_gather, "all_gather");
+  require(t.broadcast, "broadcast");
+  return {t, config.rank, config.ranks, {}, true, false};
+}
+
+}  // namespace
+
+ga_comm_config default_comm_config(int32_t kind) {
+  ga_comm_config c = {};
+  c.struct_size = sizeof c;
+  c.kind = kind;
+  c.timeout = 600;
+  return c;
+}
+
+ga_comm_options default_comm_options() {
+  ga_comm_options o = {};
+  o.struct_size = sizeof o;
+  return o;
+}
+
+void check_comm_options(const ga_comm_options& o) {
+  check_choice("wire", o.wire, GA_COMM_WIRE_BF16, "ga_comm_wire");
+  check_choice("hand_out", o.hand_out, 1, "0 or 1");
+  if (o.check_every < 0)
+    fail(GA_ERROR_INVALID_ARGUMENT, "check_every was %lld, expected >= 0", ll(o.check_every));
+}
+
+std::shared_ptr<Comm> Comm::make(const ga_comm_config& c) {
+  check_choice("kind", c.kind, GA_COMM_TABLE, "ga_comm_kind");
+  if (!(c.timeout > 0))
+    fail(GA_ERROR_INVALID_ARGUMENT, "timeout was %g, expected a number of seconds > 0", c.timeout);
+  if (c.kind == GA_COMM_LOCAL) {
+    check_rank(c);
+    if (!c.id) fail(GA_ERROR_INVALID_ARGUMENT, "id was NULL; ga_comm_unique_id makes one");
+    return std::make_shared<Comm>(join_local(c));
+  }
+  return std::make_shared<Comm>(c.kind == GA_COMM_MPI ? join_mpi(c) : join_table(c));
+}
+
+template <class Call>
+void Comm::run(const char* what, Call&& call) {
+  check();
+  int32_t result = -1;
+  if (!aborted_.load()) {
+    if (transport_.of_program) {
+      const ProgramFpMode programs;
+      result = call(transport_.table);
+    } else {
+      result = call(transport_.table);
+    }
+  }
+  if (result == 0) return;
+  const ga_comm_table& t = transport_.table;
+  const char* const text = aborted_.load() ? "ga_comm_abort was called"
+                           : t.error_text  ? t.error_text(t.user, result)
+                                           : nullptr;
+  char message[640];
+  char code[32] = "";
+  if (transport_.of_program && !aborted_.load()) std::snprintf(code, sizeof code, " (%d)", result);
+  std::snprintf(message, sizeof message, "rank %d of %d failed in the exchange of %s: %s%s", rank(),
+                ranks(), what, text ? text : "the table gave no reason", code);
+  failure_.emplace(GA_ERROR_COMMUNICATION, message);
+  throw *failure_;
+}
+
+void Comm::all_to_all(const char* what, const void* send, void* recv, int64_t count,
+                      int32_t dtype) {
+  run(what, [&](const ga_comm_table& t) { return t.all_to_all(t.user, send, recv, count, dtype); });
+}
+
+void Comm::all_gather(const char* what, const void* send, void* recv, int64_t count,
+                      int32_t dtype) {
+  run(what, [&](const ga_comm_table& t) { return t.all_gather(t.user, send, recv, count, dtype); });
+}
+
+void Comm::broadcast(const char* what, void* data, int64_t count, int32_t dtype, int32_t root) {
+  run(what, [&](const ga_comm_table& t) { return t.broadcast(t.user, data, count, dtype, root); });
+}
+
+void Comm::abort() noexcept {
+  aborted_.store(true);
+  if (transport_.table.abort) transport_.table.abort(transport_.table.user);
+}
+
+void Comm::take() {
+  if (taken_.exchange(true))
+    fail(GA_ERROR_INVALID_STATE,
+         "another context has this communicator: each rank needs one of its own");
+}
+
+}  // namespace ga

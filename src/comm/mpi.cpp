@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+// libgradaccum_mpi.so: ranks that are processes of an MPI program. MPI waits for ever for a rank that
+// does not come, so every collective is a nonblocking one that is tested until a deadline.
+#include <mpi.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <new>
+
+#include "comm/mpi_module.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int32_t kLate = -1, kAborted = -2;
+
+struct End {
+  MPI_Comm comm = MPI_COMM_NULL;
+  int rank = 0, ranks = 0;
+  double timeout = 0;
+  std::atomic<bool> aborted{false};
+  bool failed = false;
+  char text[MPI_MAX_ERROR_STRING + 64] = "";
+};
+
+// Waits for a request, which is left behind if the others do not come in time.
+int32_t wait(End& end, MPI_Request request, Clock::time_point start) {
+  for (int64_t turns = 0;; ++turns) {
+    int done = 0;
+    if (const int code = MPI_Test(&request, &done, MPI_STATUS_IGNORE)) return code;
+    if (done) return MPI_SUCCESS;
+    if (end.aborted.load(std::memory_order_relaxed)) return kAborted;
+    if (turns < 1000) continue;
+    sched_yield();  // another rank may need this processor to get on
+    if (std::chrono::duration<double>(Clock::now() - start).count() > end.timeout) return kLate;
+  }
+}
+
+MPI_Datatype type_of(ga_dtype dtype) {
+  switch (dtype) {
+    case GA_F64:
+    case GA_I64:
+      return MPI_INT64_T;
+    case GA_F16:
+    case GA_BF16:
+      return MPI_INT16_T;
+    default:
+      return MPI_INT32_T;
+  }
+}
+
+int64_t size_of(ga_dtype dtype) {
+  return dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F16 || dtype == GA_BF16 ? 2 : 4;
+}
+
+// Collectives take counts of type int, and transports have had trouble with blocks of 2 GiB: longer
+// blocks go in slices. begin(offset in elements, count, request) starts one.
+template <class Begin>
+int32_t in_slices(End& end, int64_t count, ga_dtype dtype, Begin&& begin) {
+  constexpr int64_t kMost = int64_t{1} << 28;  // bytes
+  const auto start = Clock::now();
+  const int64_t slice = kMost / size_of(dtype);
+  for (int64_t at = 0; at < count; at += slice) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    int32_t code = begin(at, static_cast<int>(std::min(slice, count - at)), &request);
+    if (code == MPI_SUCCESS) code = wait(end, request, start);
+    if (code == MPI_SUCCESS) continue;
+    end.failed = true;
+    return code;
+  }
+  return MPI_SUCCESS;
+}
+
+// A block of `count` elements in rows `stride` elements apart, of which a slice is exchanged: a type of
+// that many elements whose extent is the stride.
+class Slice {
+ public:
+  Slice(ga_dtype dtype, int count, int64_t stride) {
+    MPI_Type_contiguous(count, type_of(dtype), &whole_);
+    MPI_Type_create_resized(whole_, 0, stride * size_of(dtype), &type_);
+    MPI_Type_commit(&type_);
+  }
+  ~Slice() {
+    MPI_Type_free(&type_);
+    MPI_Type_free(&whole_);
+  }
+  Slice(const Slice&) = delete;
+  Slice& operator=(const Slice&) = delete;
+  MPI_Datatype type() const { return type_; }
+
+ private:
+  MPI_Datatype whole_ = MPI_DATATYPE_NULL, type_ = MPI_DATATYPE_NULL;
+};
+
+const char* at_element(const void* data, int64_t offset, ga_dtype dtype) {
+  return static_cast<const char*>(data) + offset * size_of(dtype);
+}
+char* at_element(void* data, int64_t offset, ga_dtype dtype) {
+  return static_cast<char*>(data) + offset * size_of(dtype);
+}
+
+int32_t all_to_all(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype) {
+  End& end = *static_cast<End*>(user);
+  return in_slices(end, count, dtype, [&](int64_t at, int n, MPI_Request* request) {
+    if (n == count)
+      return MPI_Ialltoall(send, n, type_of(dtype), recv, n, type_of(dtype), end.comm, request);
+    const Slice slice(dtype, n, count);
+    return MPI_Ialltoall(at_element(send, at, dtype), 1, slice.type(), at_element(recv, at, dtype),
+                         1, slice.type(), end.comm, request);
+  });
+}
+
+int32_t all_gather(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype) {
+  End& end = *static_cast<End*>(user);
+  const void* const own = at_element(recv, end.rank * count, dtype);
+  return in_slices(end, count, dtype, [&](int64_t at, int n, MPI_Request* request) {
+    const void* const from = send == own ? MPI_IN_PLACE : at_element(send, at, dtype);
+    if (n == count)
+      return MPI_Iallgather(from, n, type_of(dtype), recv, n, type_of(dtype), end.comm, request);
+    const Slice slice(dtype, n, count);
+    return MPI_Iallgather(from, n, type_of(dtype), at_element(recv, at, dtype), 1, slice.type(),
+                          end.comm, request);
+  });
+}
+
+int32_t broadcast(void* user, void* data, int64_t count, ga_dtype dtype, int32_t root) {
+  End& end = *static_cast<End*>(user);
+  return in_slices(end, count, dtype, [&](int64_t at, int n, MPI_Request* request) {
+    return MPI_Ibcast(at_element(data, at, dtype), n, type_of(dtype), root, end.comm, request);
+  });
+}
+
+void abort(void* user) { static_cast<End*>(user)->aborted.store(true); }
+
+const char* error_text(void* user, int32_t failure) {
+  End& end = *static_cast<End*>(user);
+  if (failure == kLate) {
+    std::snprintf(end.text, sizeof end.text, "rank %d waited %g s for the other ranks", end.rank,
+                  end.timeout);
+  } else if (failure == kAborted) {
+    std::snprintf(end.text, sizeof end.text, "ga_comm_abort was called");
+  } else {
+    int length = 0;
+    if (MPI_Error_string(failure, end.text, &length) != MPI_SUCCESS)
+      std::snprintf(end.text, sizeof end.text, "MPI returned an unknown error");
+  }
+  return end.text;
+}
+
+ga_status join(int32_t comm, double timeout, ga_mpi_end* out, char* error, size_t error_size) {
+  const auto refuse = [&](ga_status status, const char* why) {
+    std::snprintf(error, error_size, "%s", why);
+    return status;
+  };
+  int running = 0, over = 0;
+  MPI_Initialized(&running);
+  MPI_Finalized(&over);
+  if (!running || over)
+    return refuse(GA_ERROR_INVALID_STATE, over ? "MPI_Finalize has been called"
+                                               : "MPI_Init has not been called in this process");
+  const MPI_Comm given = MPI_Comm_f2c(comm);
+  int rank = 0, ranks = 0;
+  if (given == MPI_COMM_NULL)
+    return refuse(GA_ERROR_INVALID_ARGUMENT,
+                  "mpi_comm is MPI_COMM_NULL; MPI_Comm_c2f gives the number of a communicator");
+  MPI_Comm_rank(given, &rank);
+  MPI_Comm_size(given, &ranks);
+  End* const end = new (std::nothrow) End;
+  if (!end) return refuse(GA_ERROR_OUT_OF_MEMORY, "memory ran out");
+  end->rank = rank, end->ranks = ranks, end->timeout = timeout;
+  MPI_Request request = MPI_REQUEST_NULL;
+  int32_t code = MPI_Comm_idup(given, &end->comm, &request);
+  if (code == MPI_SUCCESS) code = wait(*end, request, Clock::now());
+  if (code != MPI_SUCCESS) {
+    std::snprintf(error, error_size, "the communicator could not be duplicated: %s",
+                  error_text(end, code));
+    if (code != kLate) delete end;  // else MPI may still write to it
+    return GA_ERROR_COMMUNICATION;
+  }
+  MPI_Comm_set_errhandler(end->comm, MPI_ERRORS_RETURN);
+  out->table = {sizeof(ga_comm_table), end, all_to_all, all_gather, broadcast, abort, error_text};
+  out->rank = rank;
+  out->ranks = ranks;
+  return GA_OK;
+}
+
+void leave(void* user) {
+  End* const end = static_cast<End*>(user);
+  int over = 0;
+  MPI_Finalized(&over);
+  if (!over && !end->failed) MPI_Comm_free(&end->comm);
+  delete end;
+}
+
+constexpr ga_mpi_module kModule = {GA_MPI_ABI, join, leave};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) const void* ga_module_mpi(char* error,
+                                                                            size_t error_size);
+const void* ga_module_mpi(char* error, size_t error_size) {
+  // Handles and constants differ between implementations; this function is alike in all.
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
+  int length = 0;
+  MPI_Get_library_version(text, &length);
+#ifdef OPEN_MPI
+  static const char kBuiltFor[] = "Open MPI";
+#else
+  static const char kBuiltFor[] = "MPICH";
+#endif
+  if (std::strncmp(text, kBuiltFor, sizeof kBuiltFor - 1) == 0) return &kModule;
+  std::snprintf(error, error_size, "it was built for %s, but this process has loaded %.100s",
+                kBuiltFor, text);
+  return nullptr;
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Ranks of an MPI program, under mpirun: the bits of threads as ranks, and a rank that stalls.
+#include <mpi.h>
+
+#include <chrono>
+#include <thread>
+
+#include "ranks.hpp"
+
+namespace ga::test {
+namespace {
+
+int32_t world(int (*ask)(MPI_Comm, int*)) {
+  int x = 0;
+  ask(MPI_COMM_WORLD, &x);
+  return x;
+}
+
+ga_comm_config world_config() {
+  ga_comm_config c = comm_config(GA_COMM_MPI);
+  c.mpi_comm = MPI_Comm_c2f(MPI_COMM_WORLD);
+  c.timeout = 60;
+  return c;
+}
+
+// Trains as one of these ranks: slices of several dtypes, as they lie and packed, and norms of pieces.
+std::vector<float> train(int32_t rank, ga_comm* comm) {
+  const Layout l = Layout::of({{90001}, {7}, {33, 5}, {3000001}});
+  std::vector<float> block = parameters(l, 3);
+  std::vector<float> small(1003, 1);
+  Context ctx;
+  const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+  add_all(ctx, group, l, block);
+  ga_param_options o;
+  EXPECT_OK(ga_param_options_init(&o, sizeof o));
+  o.accumulator_dtype = GA_BF16;
+  ctx.param(group, "small", small.data(), ref::Shape{1003}, &o);
+  const ga_clip c = clip(GA_CLIP_GLOBAL, 1);
+  EXPECT_OK(ga_context_set_clip(ctx, &c));
+  EXPECT_OK(ga_context_set_comm(ctx, comm, nullptr));
+  for (uint64_t w = 0; w < 3; ++w) {
+    for (int32_t k = 0; k < (rank + static_cast<int32_t>(w)) % 3; ++k) {
+      const auto round = static_cast<uint64_t>(100 * rank + k) + 10 * w;
+      const Block g = gradients(l, 9, round);
+      auto list = pointers(l, g);
+      list.push_back(g.data() + 1);
+      ctx.accumulate(list, 1 + k);
+    }
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  }
+  block.insert(block.end(), small.begin(), small.end());
+  return block;
+}
+
+TEST(Mpi, TheBitsOfThreads) {
+  const int32_t rank = world(MPI_Comm_rank), ranks = world(MPI_Comm_size);
+  const Comm comm(world_config());
+  int32_t its_rank = -1, its_ranks = -1;
+  ASSERT_OK(ga_comm_size(comm, &its_rank, &its_ranks));
+  EXPECT_EQ(its_rank, rank);
+  EXPECT_EQ(its_ranks, ranks);
+  const std::vector<float> own = train(rank, comm);
+  std::vector<float> threads;
+  on_ranks(ranks, [&](int32_t r, ga_comm* local) {
+    std::vector<float> ended = train(r, local);
+    if (r == rank) threads = std::move(ended);
+  });
+  EXPECT_TRUE(same_bits(own, threads));
+}
+
+TEST(Mpi, HandsOut) {
+  const int32_t rank = world(MPI_Comm_rank);
+  const Comm comm(world_config());
+  Context ctx;
+  std::vector<float> p(5, static_cast<float>(rank));
+  ctx.param(ctx.group(plain_sgd()), "p", p.data(), 5);
+  ga_comm_options o = comm_options();
+  EXPECT_EQ(ga_context_set_comm(ctx, comm, &o), GA_ERROR_COMMUNICATION);
+  EXPECT_NE(std::string(ga_last_error()).find("the values of \"p\" on rank 1"), std::string::npos)
+      << ga_last_error();
+  o.hand_out = 1;
+  ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+  EXPECT_EQ(p, std::vector<float>(5, 0));
+}
+
+TEST(Mpi, NoCommunicator) {
+  ga_comm_config c = world_config();
+  c.mpi_comm = MPI_Comm_c2f(MPI_COMM_NULL);
+  ga_comm* comm = nullptr;
+  EXPECT_EQ(ga_comm_create(&c, &comm), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(comm, nullptr);
+}
+
+// Last, for MPI keeps what a rank that comes too late still sends.
+TEST(Mpi, ZzzAStalledRankIsATimeout) {
+  const int32_t rank = world(MPI_Comm_rank);
+  ga_comm_config c = world_config();
+  c.timeout = 0.5;
+  const Comm comm(c);
+  float p = 1;
+  Context ctx;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+  const float g = 1;
+  ctx.accumulate({&g});
+  if (rank == 1) {
+    std::this_thread::sleep_for(std::chrono::seconds(2));
+  } else {
+    EXPECT_EQ(ga_step(ctx, nullptr), GA_ERROR_COMMUNICATION);
+    EXPECT_NE(std::string(ga_last_error()).find("waited 0.5 s for the other ranks"),
+              std::string::npos)
+        << ga_last_error();
+  }
+  EXPECT_EQ(p, 1);
+  EXPECT_OK(ga_discard(ctx));
+  ASSERT_OK(ga_context_set_comm(ctx, nullptr, nullptr));
+  ctx.accumulate({&g});
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  EXPECT_EQ(p, 0);
+}
+
+}  // namespace
+}  // namespace ga::test
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  setenv("GA_MODULE_PATH", GA_TEST_MODULE_PATH, 0);
+  ga_comm* comm = nullptr;
+  ga_comm_config c;
+  ga_comm_config_init(&c, sizeof c, GA_COMM_MPI);
+  const bool refused = ga_comm_create(&c, &comm) == GA_ERROR_INVALID_STATE && !comm;
+  MPI_Init(&argc, &argv);
+  if (!refused) printf("ga_comm_create was not refused before MPI_Init: %s\n", ga_last_error());
+  const int failed = RUN_ALL_TESTS() != 0 || !refused;
+  // Not MPI_Finalize, which would wait for what the stalled rank has left open.
+  fflush(stdout);
+  if (failed) MPI_Abort(MPI_COMM_WORLD, 1);
+  MPI_Barrier(MPI_COMM_WORLD);
+  MPI_Finalize();
+  return failed;
+}
