@@ -257,6 +257,7 @@ void BatchNorms::set_frozen(ga_bn id, bool frozen) {
   b.frozen = frozen;
   inputs_.edit(b.input).frozen = frozen;
   inputs_.flush(backend_);  // because only replays of a captured graph may follow
+  context_.settings_changed(true);
 }
 
 // ---- Arguments ----------------------------------------------------------------------------------

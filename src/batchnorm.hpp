@@ -43,6 +43,8 @@ class BnContext {
   // Adds the gradients of different parameters to the open micro-batch, in one pass.
   virtual void contribute(Span<const Whole> given, bool may_adopt) = 0;
   virtual void set_tables() = 0;  // tells the backend where the tables are
+  // Tells other ranks, if there are any, that options have changed. tensors: of a layer or a parameter.
+  virtual void settings_changed(bool tensors) = 0;
 
  protected:
   ~BnContext() = default;

@@ -52,9 +52,11 @@ class Checkpoint {
   // ready, unless empty, is called when everything is checked and nothing has changed yet; it may throw.
   void load(int64_t size, const ReadAt& read, const std::function<void()>& ready = {});
 
-  // All that changes numbers, by key, in the order of groups, parameters and layers.
+  // All that changes numbers, by key, in the order of groups, or of parameters and layers.
   using Settings = std::vector<std::pair<std::string, Fields>>;
-  Settings settings() const;
+  Settings settings() const;             // both of the next two
+  Settings settings_of_context() const;  // and of its groups
+  Settings settings_of_tensors() const;
   static std::string readable(const char* number);  // a number of a Fields for people
   // Texts that tell whether two contexts have the same parameters and state, whatever their open windows
   // hold: by name of each tensor its checksum, and the counters.

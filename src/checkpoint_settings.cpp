@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "checkpoint.hpp"
 #include "tensor.hpp"
@@ -56,6 +57,13 @@ Fields Checkpoint::param_settings(size_t i) const {
 
 // All that changes numbers, by key.
 Checkpoint::Settings Checkpoint::settings() const {
+  Settings list = settings_of_context();
+  Settings more = settings_of_tensors();
+  std::move(more.begin(), more.end(), std::back_inserter(list));
+  return list;
+}
+
+Checkpoint::Settings Checkpoint::settings_of_context() const {
   Settings list;
   const auto add = [&](std::string key, const auto& fields) {
     Fields f;
@@ -91,6 +99,11 @@ Checkpoint::Settings Checkpoint::settings() const {
     schedule.add("table_xxh3", sum.value());
     list.emplace_back(key + ".schedule", std::move(schedule));
   }
+  return list;
+}
+
+Checkpoint::Settings Checkpoint::settings_of_tensors() const {
+  Settings list;
   for (size_t i = 0; i < context_.params_.size(); ++i)
     if (!context_.params_.tensor(i).removed)
       list.emplace_back("parameter." + std::string(context_.params_.tensor(i).name),

@@ -427,7 +427,7 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
     throw;
   }
   params_.add_block(static_cast<ga_param>(old_params));
-  settings_changed();
+  settings_changed(true);
   for (size_t i = old_params; i < params_.size(); ++i) arrays_.look_for(params_[i]);
   forget_checks();
   return static_cast<ga_param>(old_params);
@@ -473,7 +473,7 @@ void Context::set_frozen(ga_param id, bool frozen) {
   Param& p = params_.get(id);
   if (p.frozen == frozen) return;
   p.frozen = frozen;
-  settings_changed();
+  settings_changed(true);
   arrays_.look_for(p);
   if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
 }

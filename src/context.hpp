@@ -189,7 +189,8 @@ class Context : BnContext {
   bool swaps_in_place(const Param& p) const;
 
   // tables.cpp
-  void settings_changed();  // the other ranks have to be asked whether they agree
+  // The other ranks have to be asked whether they agree. tensors: on parameters and layers too.
+  void settings_changed(bool tensors) final;
   void tell_settings();
   void tell_groups();
   void tell_scaler();

@@ -26,6 +26,13 @@ uint64_t hash_of(const std::string& text) {
   return sum.value();
 }
 
+// A line for each key and one for its text.
+std::string text_of(const std::vector<std::pair<std::string, std::string>>& items) {
+  std::string text;
+  for (const auto& [key, value] : items) text += key + "\n" + value + "\n";
+  return text;
+}
+
 size_t words_for_bits(size_t bits) { return (bits + 63) / 64; }
 bool bit(const uint64_t* words, size_t i) { return (words[i / 64] >> (i % 64) & 1) != 0; }
 void set_bit(uint64_t* words, size_t i) { words[i / 64] |= uint64_t{1} << (i % 64); }
@@ -173,12 +180,22 @@ void Exchange::check_supported() const {
                                  "GA_BN_WINDOW is not supported over several ranks");
 }
 
-// All that changes numbers, and the shapes of what it is about, by key.
-Exchange::Items Exchange::settings_items() const {
+// All that changes numbers, by key: of the context and its groups.
+Exchange::Items Exchange::context_items() const {
   Items items;
   items.emplace_back("version", "version=" + std::to_string(GA_VERSION));
   items.emplace_back("communication", "wire=" + std::to_string(options_.wire) +
                                           " check_every=" + std::to_string(options_.check_every));
+  ga_state_options whole = {};
+  whole.struct_size = sizeof whole;
+  for (const auto& [key, fields] : Checkpoint(context_, whole, "ga_step").settings_of_context())
+    items.emplace_back(key, fields.text());
+  return items;
+}
+
+// Of parameters and layers, and their shapes.
+Exchange::Items Exchange::tensor_items() const {
+  Items items;
   for (size_t i = 0; i < context_.params_.size(); ++i) {
     const Param& p = context_.params_[i];
     const Tensor& t = context_.params_.tensor(i);
@@ -204,19 +221,28 @@ Exchange::Items Exchange::settings_items() const {
   }
   ga_state_options whole = {};
   whole.struct_size = sizeof whole;
-  for (const auto& [key, fields] : Checkpoint(context_, whole, "ga_step").settings())
+  for (const auto& [key, fields] : Checkpoint(context_, whole, "ga_step").settings_of_tensors())
     items.emplace_back(key, fields.text());
   return items;
 }
 
+Exchange::Items Exchange::settings_items() const {
+  Items items = context_items();
+  for (auto& item : tensor_items()) items.push_back(std::move(item));
+  return items;
+}
+
 uint64_t Exchange::settings_digest() {
-  if (settings_known_) return settings_;
-  check_supported();
-  std::string text;
-  for (const auto& [key, value] : settings_items()) text += key + "\n" + value + "\n";
-  settings_ = hash_of(text);
-  settings_known_ = true;
-  return settings_;
+  if (!tensors_known_) {
+    check_supported();
+    tensors_ = hash_of(text_of(tensor_items()));
+    tensors_known_ = true;
+  }
+  if (!settings_known_) {
+    settings_ = hash_of(text_of(context_items()));
+    settings_known_ = true;
+  }
+  return settings_ * 31 + tensors_;
 }
 
 void Exchange::check_settings() {
@@ -226,8 +252,7 @@ void Exchange::check_settings() {
 
 // Throws, on every rank, the first item in which some rank differs from rank 0.
 void Exchange::explain(const char* what, const Items& own) {
-  std::string text;
-  for (const auto& [key, value] : own) text += key + "\n" + value + "\n";
+  std::string text = text_of(own);
   const auto ranks = static_cast<size_t>(comm_->ranks());
   std::vector<int64_t> sizes(ranks);
   const auto size = static_cast<int64_t>(text.size());
@@ -294,9 +319,7 @@ void Exchange::agree() {
   context_.prepare();
   if (options_.hand_out != 0) hand_out();
   const Items own = Checkpoint::state_items(context_);
-  std::string text;
-  for (const auto& [key, value] : own) text += key + "\n" + value + "\n";
-  const uint64_t digest = hash_of(text);
+  const uint64_t digest = hash_of(text_of(own));
   std::vector<uint64_t> all(static_cast<size_t>(comm_->ranks()));
   comm_->all_gather("the checksum of parameters and state", &digest, all.data(), 1, GA_I64);
   if (std::any_of(all.begin(), all.end(), [&](uint64_t d) { return d != all[0]; }))
@@ -361,9 +384,7 @@ bool Exchange::begin_step(WindowTotals& totals) {
   Items state;
   if (due) {
     state = Checkpoint::state_items(context_);
-    std::string text;
-    for (const auto& [key, value] : state) text += key + "\n" + value + "\n";
-    own.state = hash_of(text);
+    own.state = hash_of(text_of(state));
   }
   payloads_.clear();
   gather_headers(own, payload);

@@ -39,8 +39,11 @@ class Exchange {
 
   // For ga_context_set_comm: throws unless all ranks agree, and hands out rank 0's state if asked to.
   void agree();
-  // The settings may have changed.
-  void forget_settings() { settings_known_ = false; }
+  // Settings may have changed: of the context and its groups, or of parameters and layers too.
+  void forget_settings(bool tensors) {
+    settings_known_ = false;
+    tensors_known_ = tensors_known_ && !tensors;
+  }
 
   // The end of a window. begin_step() replaces the totals of this rank by those of all, and returns false
   // if another rank discards the window. add_gradients() follows if the weight is positive, then
@@ -96,7 +99,9 @@ class Exchange {
   void check_settings();
   void check_supported() const;
   uint64_t settings_digest();
-  Items settings_items() const;
+  Items context_items() const;
+  Items tensor_items() const;
+  Items settings_items() const;  // both
   [[noreturn]] void explain(const char* function, const Items& own);
   template <class Work>
   void agree_on(const char* what, Work&& work);
@@ -118,8 +123,8 @@ class Exchange {
   const std::shared_ptr<Comm> comm_;
   const ga_comm_options options_;
   int64_t calls_ = 0;
-  bool settings_known_ = false;
-  uint64_t settings_ = 0;
+  bool settings_known_ = false, tensors_known_ = false;
+  uint64_t settings_ = 0, tensors_ = 0;
   size_t capacity_ = 0;  // words that travel behind the header
   std::vector<uint64_t> sent_, gathered_;
   std::vector<uint64_t> payloads_;  // of all ranks, where they do not fit behind the header

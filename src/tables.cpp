@@ -9,12 +9,12 @@ namespace ga {
 
 // ---- Options of the context and its groups --------------------------------------------------------
 
-void Context::settings_changed() {
-  if (exchange_) exchange_->forget_settings();
+void Context::settings_changed(bool tensors) {
+  if (exchange_) exchange_->forget_settings(tensors);
 }
 
 void Context::tell_settings() {
-  settings_changed();
+  settings_changed(false);
   Settings& s = tables_.settings.edit(0);
   s.reduce = config_.reduce;
   s.missing = config_.missing;
@@ -40,7 +40,7 @@ void Context::tell_settings() {
 }
 
 void Context::tell_groups() {
-  settings_changed();
+  settings_changed(false);
   for (size_t k = 0; k < params_.groups.size(); ++k) {
     const Group& g = params_.groups[k];
     tables_.group_inputs.edit(k) = {
@@ -58,7 +58,7 @@ void Context::tell_scaler() {
 }
 
 void Context::tell_scales(size_t i) {
-  settings_changed();
+  settings_changed(true);
   if (i >= prepared_) return;
   const Tensor& t = params_.tensor(i);
   tables_.param_inputs.set(i, &ParamInput::lr_scale, t.lr_scale);
@@ -67,7 +67,7 @@ void Context::tell_scales(size_t i) {
 }
 
 void Context::set_tables() {
-  settings_changed();
+  settings_changed(true);
   const ScalarTables tables = {tables_.settings.at(),
                                tables_.control.at(),
                                tables_.group_inputs.at(),
@@ -108,7 +108,7 @@ void Context::describe(size_t i) {
 }
 
 void Context::describe_input(size_t i) {
-  settings_changed();
+  settings_changed(true);
   const Param& p = params_[i];
   const Tensor& t = params_.tensor(i);
   ParamInput& in = tables_.param_inputs.edit(i);
