@@ -645,8 +645,8 @@ void Exchange::exchange(const Slice& slice) {
   const int32_t real = slice.wire == GA_F64 ? GA_F64 : GA_F32;
   const Array all =
       slice.packed ? Array{added_.data(), real} : offset(summed(only.param), only.first);
-  comm_->all_gather("sums of gradients", offset(all, rank() * slice.piece).data, all.data,
-                    slice.piece, real);
+  comm_->all_gather_arrays("sums of gradients", offset(all, rank() * slice.piece).data, all.data,
+                           slice.piece, real);
   if (!slice.packed) return;
   moves_.clear();
   for (size_t k = slice.first; k < slice.end; ++k) {

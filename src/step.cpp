@@ -124,6 +124,7 @@ ga_step_result Context::step() {
     try {
       exchange_->add_gradients();
     } catch (...) {
+      if (exchange_->may_write_late()) backend_->keep_memory();
       window_.invalidate();
       throw;
     }

@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/comm.hpp"
 
+#include <algorithm>
 #include <cstdio>
+#include <cstring>
 
 #include "comm/mpi_module.h"
 #include "fp_mode.hpp"
 #include "module.hpp"
+#include "tensor.hpp"
 
 namespace ga {
 namespace {
+
+constexpr int64_t kLent = int64_t{1} << 20;  // bytes of a block
 
 void check_rank(const ga_comm_config& c) {
   if (c.ranks < 1) fail(GA_ERROR_INVALID_ARGUMENT, "ranks was %d, expected >= 1", c.ranks);
@@ -99,6 +104,7 @@ void Comm::run(const char* what, Call&& call) {
   std::snprintf(message, sizeof message, "rank %d of %d failed in the exchange of %s: %s%s", rank(),
                 ranks(), what, text ? text : "the table gave no reason", code);
   failure_.emplace(GA_ERROR_COMMUNICATION, message);
+  if (transport_.writes_late) (void)lent_.release();
   throw *failure_;
 }
 
@@ -107,13 +113,52 @@ void Comm::all_to_all(const char* what, const void* send, void* recv, int64_t co
   run(what, [&](const ga_comm_table& t) { return t.all_to_all(t.user, send, recv, count, dtype); });
 }
 
-void Comm::all_gather(const char* what, const void* send, void* recv, int64_t count,
-                      int32_t dtype) {
+void Comm::all_gather_arrays(const char* what, const void* send, void* recv, int64_t count,
+                             int32_t dtype) {
   run(what, [&](const ga_comm_table& t) { return t.all_gather(t.user, send, recv, count, dtype); });
 }
 
+void Comm::all_gather(const char* what, const void* send, void* recv, int64_t count,
+                      int32_t dtype) {
+  if (!transport_.writes_late) return all_gather_arrays(what, send, recv, count, dtype);
+  const int64_t size = dtype_info(dtype).size;
+  const int64_t most = kLent / size;
+  for (int64_t at = 0; at < count; at += most) {
+    const int64_t n = std::min(most, count - at);
+    const auto bytes = static_cast<size_t>(n * size);
+    char* const memory = lent(bytes * static_cast<size_t>(ranks() + 1));
+    std::memcpy(memory, static_cast<const char*>(send) + at * size, bytes);
+    all_gather_arrays(what, memory, memory + bytes, n, dtype);
+    for (int32_t q = 0; q < ranks(); ++q)
+      std::memcpy(static_cast<char*>(recv) + (q * count + at) * size,
+                  memory + static_cast<size_t>(q + 1) * bytes, bytes);
+  }
+}
+
 void Comm::broadcast(const char* what, void* data, int64_t count, int32_t dtype, int32_t root) {
-  run(what, [&](const ga_comm_table& t) { return t.broadcast(t.user, data, count, dtype, root); });
+  const auto send = [&](void* from, int64_t n) {
+    run(what, [&](const ga_comm_table& t) { return t.broadcast(t.user, from, n, dtype, root); });
+  };
+  if (!transport_.writes_late) return send(data, count);
+  const int64_t size = dtype_info(dtype).size;
+  const int64_t most = kLent / size;
+  for (int64_t at = 0; at < count; at += most) {
+    const int64_t n = std::min(most, count - at);
+    const auto bytes = static_cast<size_t>(n * size);
+    char* const memory = lent(bytes);
+    char* const own = static_cast<char*>(data) + at * size;
+    std::memcpy(memory, own, bytes);
+    send(memory, n);
+    std::memcpy(own, memory, bytes);
+  }
+}
+
+char* Comm::lent(size_t bytes) {
+  if (lent_bytes_ < bytes) {
+    lent_.reset(new char[bytes]);
+    lent_bytes_ = bytes;
+  }
+  return lent_.get();
 }
 
 void Comm::abort() noexcept {

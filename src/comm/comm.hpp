@@ -41,7 +41,11 @@ class Comm {
 
   // As in ga_comm_table. what: what is exchanged, for the message of the GA_ERROR_COMMUNICATION that they
   // throw, now and at every later call.
+  // The first two are for arrays of a backend, which it keeps if may_write_late(); the others for any
+  // memory.
   void all_to_all(const char* what, const void* send, void* recv, int64_t count, int32_t dtype);
+  void all_gather_arrays(const char* what, const void* send, void* recv, int64_t count,
+                         int32_t dtype);
   void all_gather(const char* what, const void* send, void* recv, int64_t count, int32_t dtype);
   void broadcast(const char* what, void* data, int64_t count, int32_t dtype, int32_t root);
   void abort() noexcept;
@@ -59,9 +63,13 @@ class Comm {
  private:
   template <class Call>
   void run(const char* what, Call&& call);
+  char* lent(size_t bytes);
 
   const Transport transport_;
   std::optional<Error> failure_;
+  // What a transport that writes late works on in place of the caller's memory; left to it if it fails.
+  std::unique_ptr<char[]> lent_;
+  size_t lent_bytes_ = 0;
   std::atomic<bool> aborted_{false}, taken_{false};
 };
 
