@@ -418,8 +418,8 @@ ga_status ga_state_write(ga_context* ctx, ga_write_fn write, void* user,
   return on(ctx, [&] {
     require_function(write, "write");
     const ga_state_options o = read_state_options(options);
-    ctx->on_all_ranks("ga_state_write", false, [&](const Context::Ready&) {
-      Checkpoint(*ctx, o, "ga_state_write").save(write_by(write, user));
+    ctx->on_all_ranks("ga_state_write", false, [&](const Context::Ready& ready) {
+      Checkpoint(*ctx, o, "ga_state_write").save(write_by(write, user), ready);
     });
   });
 }
@@ -442,12 +442,14 @@ ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* opt
     ctx->note("path", path);
     require(path, "path");
     const ga_state_options o = read_state_options(options);
-    ctx->on_all_ranks("ga_save", true, [&](const Context::Ready&) {
+    ctx->on_all_ranks("ga_save", !ctx->shards(), [&](const Context::Ready& ready) {
       Checkpoint checkpoint(*ctx, o, "ga_save");
+      if (ctx->rank() != 0) return checkpoint.save([](int64_t, const void*, size_t) {}, ready);
       ga::FileWriter file(path);
       file.reserve(checkpoint.file_bytes());
       checkpoint.save(
-          [&](int64_t offset, const void* data, size_t size) { file.write(offset, data, size); });
+          [&](int64_t offset, const void* data, size_t size) { file.write(offset, data, size); },
+          ctx->shards() ? ready : Context::Ready());
       file.commit();
     });
   });
@@ -474,15 +476,18 @@ ga_status ga_save_to_memory(ga_context* ctx, const ga_state_options* options, vo
   return on(ctx, [&] {
     require(out_size, "out_size");
     const ga_state_options o = read_state_options(options);
-    ctx->on_all_ranks("ga_save_to_memory", false, [&](const Context::Ready&) {
+    const char* const what = out ? "ga_save_to_memory" : "ga_save_to_memory for the size";
+    ctx->on_all_ranks(what, false, [&](const Context::Ready& ready) {
       Checkpoint checkpoint(*ctx, o, "ga_save_to_memory");
       const auto size = static_cast<size_t>(checkpoint.file_bytes());
       *out_size = size;
       if (!out) return;
       check_capacity(capacity, size, "the state");
-      checkpoint.save([&](int64_t offset, const void* data, size_t bytes) {
-        std::memcpy(static_cast<char*>(out) + offset, data, bytes);
-      });
+      checkpoint.save(
+          [&](int64_t offset, const void* data, size_t bytes) {
+            std::memcpy(static_cast<char*>(out) + offset, data, bytes);
+          },
+          ready);
     });
   });
 }

@@ -51,7 +51,7 @@ void set_array(Param& p, Tensor& t, int kind, void* data) {
 
 }  // namespace
 
-OwnedArrays ParamArrays::of(size_t i) const {
+OwnedArrays ParamArrays::of(size_t i, const Range& share) const {
   const Param& p = params_[i];
   const Tensor& t = params_.tensor(i);
   const Group& g = params_.group_of(p);
@@ -70,7 +70,7 @@ OwnedArrays ParamArrays::of(size_t i) const {
   if (config_.accumulation == GA_ACCUMULATE_COMPENSATED && size_of(p.accumulator_dtype) == 2)
     numbers(kLow, "grad_accum_low", p.accumulator_dtype, p.count);
 
-  const int op = params_.op_of(p);
+  const int op = share.count > 0 ? params_.op_of(p) : -1;
   if (op >= 0 && op_info(op).factored) {
     const Matrices m = matrices_of(t);
     const char* const* const names = op_info(op).slot_names.of;
@@ -83,13 +83,15 @@ OwnedArrays ParamArrays::of(size_t i) const {
   } else if (op >= 0) {
     const int32_t format = state_of(p, 0).format;
     // Kernels that compute in double go by groups of two cache lines.
-    const int64_t room = format == GA_F64 ? (p.count + 15) / 16 * 16 : p.count;
+    const int64_t room = format == GA_F64 ? (share.count + 15) / 16 * 16 : share.count;
     for (int k = 0; k < op_info(op).slots; ++k)
-      add(kState + k, op_info(op).slot_names.of[k], format, p.count,
+      add(kState + k, op_info(op).slot_names.of[k], format, share.count,
           static_cast<size_t>(room) * size_of(format), g.info->initial(g.optimizer, k));
   }
-  if (params_.has_master(i)) numbers(kMaster, "master", GA_F32, p.count);
-  if (ema_) numbers(kAverage, "ema", average_of(p).format, p.count);
+  if (share.count > 0) {
+    if (params_.has_master(i)) numbers(kMaster, "master", GA_F32, share.count);
+    if (ema_) numbers(kAverage, "ema", average_of(p).format, share.count);
+  }
   if (t.options.rows != GA_ROWS_NONE) {
     add(kRowSlots, nullptr, 0, t.rows, static_cast<size_t>(t.rows) * sizeof(uint32_t));
     add(kRowSet, nullptr, 0, 1, sizeof(RowSet));
@@ -118,7 +120,7 @@ template <class F>
 void ParamArrays::each_units(size_t i, F&& f) const {
   const Param& p = params_[i];
   const Tensor& t = params_.tensor(i);
-  if (p.count == 0) return;
+  if (p.share.count == 0) return;
   if (params_.clip_of(p).scope == GA_CLIP_AGC)
     f(Tensor::kClipUnits, units_of(t.shape, params_.units_axes(i)), true);
   const int op = params_.op_of(p);
@@ -156,7 +158,7 @@ void ParamArrays::place(size_t i, Layout& l, F&& f) const {
     f(a, offset);
   }
   const int op = params_.op_of(p);
-  if (op < 0 || !op_info(op).emits || p.count == 0) return;
+  if (op < 0 || !op_info(op).emits || p.share.count == 0) return;
   int64_t elements = 0;
   if (!p.fits_accumulator()) elements = p.count;
   if (op_info(op).orthogonal)
@@ -295,7 +297,7 @@ void ParamArrays::allocate(New& fresh) {
 // Claims the parameters whose master weights are new: all of them or, if this throws, none.
 void ParamArrays::claim_masters() {
   const auto is_new = [&](const Param& p, size_t i) {
-    return p.lacks_arrays() && p.count > 0 && params_.has_master(i);
+    return p.lacks_arrays() && p.share.count > 0 && params_.has_master(i);
   };
   size_t i = 0;
   try {
@@ -400,7 +402,7 @@ void ParamArrays::reset_state(size_t i) {
 }
 
 void ParamArrays::clear_average(Param& p) {
-  fill(p, {nullptr, GA_F32}, 0, average_of(p), p.count);
+  fill(p, {nullptr, GA_F32}, 0, average_of(p), p.share.count);
   p.average_written = true;
 }
 
@@ -408,7 +410,7 @@ void ParamArrays::fill_new() {
   if (!unfilled_) return;
   for (size_t i = 0; i < params_.size(); ++i) {
     Param& p = params_[i];
-    if (p.master_due) copy(p, {p.data, p.dtype}, {p.master, GA_F32});
+    if (p.master_due && p.master) copy(p, p.shared_data(), {p.master, GA_F32}, p.share.count);
     p.master_due = false;
     if (!p.state_due) continue;
     for (const OwnedArray& a : of(i))

@@ -61,7 +61,14 @@ class ParamArrays {
 
   // All arrays that a parameter has or will have, in the order of ArrayKind, except its Units. Layout,
   // accounting, allocation and filling follow this list.
-  OwnedArrays of(size_t param) const;
+  OwnedArrays of(size_t param) const { return of(param, params_[param].share); }
+  // The same, as one rank alone would have them.
+  OwnedArrays whole_of(size_t param) const { return of(param, {0, params_[param].count}); }
+  // The elements that this rank has of an array of state with `count` elements.
+  static Range part_of(const Param& p, int64_t count) {
+    if (p.share.count == p.count) return {0, count};
+    return p.share.count == 0 ? Range{0, 0} : p.share;
+  }
   Array state_of(const Param& p, int slot) const;
   Array average_of(const Param& p) const;
   static void* data(const Param& p, int kind) {  // kState to kAverage
@@ -98,13 +105,16 @@ class ParamArrays {
   // Fills new arrays whose initial value is not zero, and copies parameters to their master weights. If this
   // fails, the next call does the rest.
   void fill_new();
-  // Copies between arrays of a parameter's elements, of any floating dtypes.
-  void copy(const Param& p, const Array& from, const Array& to) { fill(p, from, 0, to, p.count); }
+  // Copies between arrays of elements of a parameter, of any floating dtypes.
+  void copy(const Param& p, const Array& from, const Array& to, int64_t count) {
+    fill(p, from, 0, to, count);
+  }
   void reset_state(size_t param);
   // Puts the average back to zeros, from which the first step makes it the parameter, to the last bit.
   void clear_average(Param& p);
 
  private:
+  OwnedArrays of(size_t param, const Range& share) const;
   // How much of the arenas is taken, in bytes.
   struct Layout {
     std::array<size_t, kArrayKinds> bytes = {};

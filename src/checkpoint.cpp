@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "error.hpp"
+#include "exchange.hpp"
 #include "fp_mode.hpp"
 #include "tensor.hpp"
 
@@ -25,7 +26,10 @@ Checkpoint::Checkpoint(Context& context, const ga_state_options& options, const 
     : context_(context), options_(options), what_(what) {
   context_.window_.check_closed(what);
   context_.check_no_capture(what);
+  if (shards()) context_.prepare();  // so that all ranks have the same arrays
 }
+
+bool Checkpoint::shards() const { return context_.shards(); }
 
 // ---- The tensors of a parameter -----------------------------------------------------------------
 
@@ -36,7 +40,7 @@ std::vector<Checkpoint::NamedArray> Checkpoint::arrays_of(size_t i) const {
   const Tensor& t = context_.params_.tensor(i);
   const int op = context_.params_.op_of(p);
   std::vector<NamedArray> list;
-  for (const OwnedArray& a : context_.arrays_.of(i)) {
+  for (const OwnedArray& a : context_.arrays_.whole_of(i)) {
     if (!a.name || a.kind < kState || a.kind > kAverage) continue;
     std::vector<int64_t> shape = t.shape;
     const bool slot = a.kind < kMaster;
@@ -73,21 +77,37 @@ StateWriter& Checkpoint::writer() {
 
 int64_t Checkpoint::file_bytes() { return writer().file_bytes(); }
 
-void Checkpoint::save(const WriteAt& write) {
+void Checkpoint::save(const WriteAt& write, const std::function<void()>& ready) {
   store_live_gradients();
   StateWriter& file = writer();
   total_ = file.data_bytes();
+  if (ready) ready();
+  std::exception_ptr failure;
   const auto put = [&](const void* piece, size_t bytes) {
-    file.put(write, piece, bytes);
-    report(static_cast<int64_t>(bytes), true);
+    if (failure) return;
+    try {
+      file.put(write, piece, bytes);
+      report(static_cast<int64_t>(bytes), true);
+    } catch (...) {
+      if (!shards()) throw;
+      failure = std::current_exception();  // other ranks wait for this one's parts
+    }
   };
   std::vector<Region> regions;
+  const auto put_regions = [&] {
+    context_.backend_->read_pieces({regions.data(), regions.size()}, put);
+    regions.clear();
+  };
   for (const Saved& s : saved_) {
     if (!s.numbers.empty()) put(s.numbers.data(), s.numbers.size() * sizeof s.numbers[0]);
     for (const Region& r : s.regions)
       if (r.bytes > 0) regions.push_back(r);
+    if (s.shared_by < 0) continue;
+    put_regions();
+    context_.each_piece(s.shared_by, s.part, s.count, put);
   }
-  context_.backend_->read_pieces({regions.data(), regions.size()}, put);
+  put_regions();
+  if (failure) std::rethrow_exception(failure);
   if (total_ == 0) report(0, true);
   file.finish(write);
 }
@@ -106,7 +126,7 @@ void Checkpoint::store_live_gradients() {
 
 void Checkpoint::add_numbers(std::string name, int32_t dtype, std::vector<int64_t> shape,
                              std::vector<uint64_t> numbers) {
-  saved_.push_back({std::move(name), dtype, std::move(shape), {}, std::move(numbers)});
+  saved_.push_back({std::move(name), dtype, std::move(shape), {}, std::move(numbers), -1, {}, 0});
 }
 
 void Checkpoint::collect() {
@@ -133,13 +153,22 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
     return static_cast<size_t>(count) * static_cast<size_t>(dtype_info(dtype).size);
   };
   if (options_.parts != GA_STATE_LIBRARY)
-    saved_.push_back({name, p.dtype, t.shape, {{p.data, data_bytes(p)}}, {}});
+    saved_.push_back({name, p.dtype, t.shape, {{p.data, data_bytes(p)}}, {}, -1, {}, 0});
   if (options_.parts == GA_STATE_PARAMETERS || !p.owns) return;
   for (const auto& [a, dtype, shape] : arrays_of(i)) {
     if (a.kind == kMaster ? p.master_due : a.kind == kAverage ? !state.averaged : p.state_due)
       continue;
-    const Region data = {context_.arrays_.data(p, a.kind), bytes(a.count, dtype)};
-    saved_.push_back({name + "." + a.name, dtype, shape, {data}, {}});
+    void* const data = context_.arrays_.data(p, a.kind);
+    const bool shared = shards() && context_.params_.keeper(i) != Keeper::kAll;
+    Saved s = {name + "." + a.name, dtype, shape, {}, {}};
+    if (!shared) {
+      s.regions = {{data, bytes(a.count, dtype)}};
+    } else {
+      s.shared_by = static_cast<ga_param>(i);
+      s.part = {data, dtype};
+      s.count = a.count;
+    }
+    if (!shared || with_shared_) saved_.push_back(std::move(s));
   }
   const Group& g = context_.params_.group_of(p);
   if (context_.params_.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH && !p.state_due) {
@@ -271,7 +300,7 @@ std::vector<std::pair<std::string, std::string>> Checkpoint::state_items(Context
   ga_state_options whole = {};
   whole.struct_size = sizeof whole;
   Checkpoint checkpoint(context, whole, "ga_step");
-  checkpoint.with_window_ = false;
+  checkpoint.with_window_ = checkpoint.with_shared_ = false;
   checkpoint.collect();
   std::vector<std::pair<std::string, std::string>> items;
   Checksum sum;

@@ -47,7 +47,9 @@ class Checkpoint {
   Checkpoint(Context& context, const ga_state_options& options, const char* what);
 
   int64_t file_bytes();  // of what save() would write now
-  void save(const WriteAt& write);
+  // Where the optimizer is sharded, every rank saves, with a `write` of its own that may do nothing. ready,
+  // unless empty, is called before they exchange anything; it may throw.
+  void save(const WriteAt& write, const std::function<void()>& ready = {});
   void check_load() const;  // throws if the context cannot be loaded now
   // ready, unless empty, is called when everything is checked and nothing has changed yet; it may throw.
   void load(int64_t size, const ReadAt& read, const std::function<void()>& ready = {});
@@ -97,6 +99,9 @@ class Checkpoint {
     std::vector<int64_t> shape;
     std::vector<Region> regions;    // where the elements lie
     std::vector<uint64_t> numbers;  // or the elements themselves, of GA_F64 and GA_I64
+    ga_param shared_by = -1;        // or this rank's part of an array that all ranks have together
+    Array part = {};
+    int64_t count = 0;  // elements of all
   };
 
   // What a file has for a parameter or a layer, by kind; -1: nothing.
@@ -172,6 +177,7 @@ class Checkpoint {
   Fields param_settings(size_t param) const;
   Fields window_settings() const;
   void report(int64_t bytes, bool may_cancel);
+  bool shards() const;  // each rank has a part of the state
 
   // Saving.
   StateWriter& writer();
@@ -227,6 +233,7 @@ class Checkpoint {
   const ga_state_options options_;
   const char* const what_;
   bool with_window_ = true;  // what is collected has the contents of the open window
+  bool with_shared_ = true;  // and the arrays of which each rank has a part
   std::vector<Saved> saved_;
   std::unique_ptr<StateWriter> writer_;
 
@@ -239,8 +246,12 @@ class Checkpoint {
   std::vector<LayerIn> layers_;
   TextsIn texts_;
   std::unique_ptr<Taken> taken_;  // under GA_SETTINGS_TAKE; after exchange(), what was before
-  std::vector<Region> regions_;   // to be filled, and with which tensors
-  std::vector<size_t> tensors_of_regions_;
+  // To be filled: with which part of which tensor, in bytes.
+  struct From {
+    size_t tensor, first;
+  };
+  std::vector<Region> regions_;
+  std::vector<From> from_;
   Buffer row_indices_, row_values_;  // of a batch of rows
   int64_t done_ = 0, total_ = 0;     // bytes, for progress
 };

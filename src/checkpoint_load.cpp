@@ -609,12 +609,15 @@ Checkpoint::Batch Checkpoint::batch_of(size_t i) const {
 }
 
 void Checkpoint::list_regions() {
-  const auto add = [&](int64_t tensor, void* data) {
+  const auto add = [&](int64_t tensor, void* data, const Param* of = nullptr) {
     const auto k = static_cast<size_t>(tensor);
     const safetensors::Tensor& t = file_->tensors()[k];
-    if (t.end == t.begin) return;
-    regions_.push_back({data, static_cast<size_t>(t.end - t.begin)});
-    tensors_of_regions_.push_back(k);
+    const int64_t size = safetensors::element_size(t.dtype);
+    Range part = {0, (t.end - t.begin) / size};
+    if (of) part = ParamArrays::part_of(*of, part.count);
+    if (part.count == 0) return;
+    regions_.push_back({data, static_cast<size_t>(part.count * size)});
+    from_.push_back({k, static_cast<size_t>(part.first * size)});
   };
   for (size_t i = 0; i < params_.size(); ++i) {
     const Param& p = context_.params_[i];
@@ -625,21 +628,34 @@ void Checkpoint::list_regions() {
       if (in.has(kLow)) add(in.at(kLow), context_.params_.tensor(i).low);
     }
     for (int kind = kState; kind <= kAverage; ++kind)
-      if (in.has(kind)) add(in.at(kind), context_.arrays_.data(p, kind));
+      if (in.has(kind)) add(in.at(kind), context_.arrays_.data(p, kind), &p);
   }
 }
 
 void Checkpoint::place_arrays() {
   file_->read_anew();
-  size_t at = 0, left = 0;
+  std::vector<unsigned char> passed_over;
+  const auto pass_over = [&](size_t bytes) {  // of a tensor, whose checksum is over all of it
+    passed_over.resize(std::min(bytes, kPiece));
+    for (size_t size; bytes > 0; bytes -= size) {
+      size = std::min(bytes, kPiece);
+      file_->next(*read_, passed_over.data(), size);
+    }
+  };
+  size_t at = 0, left = 0, behind = 0;
   const auto fill = [&](void* piece, size_t bytes) {
     if (left == 0) {
-      file_->seek(tensors_of_regions_[at]);
+      const From& from = from_[at];
+      const safetensors::Tensor& t = file_->tensors()[from.tensor];
+      file_->seek(from.tensor);
+      pass_over(from.first);
       left = regions_[at++].bytes;
+      behind = static_cast<size_t>(t.end - t.begin) - from.first - left;
     }
     file_->next(*read_, piece, bytes);
     left -= bytes;
     report(static_cast<int64_t>(bytes), false);
+    if (left == 0) pass_over(behind);
   };
   context_.backend_->write_pieces({regions_.data(), regions_.size()}, std::ref(fill));
   for (size_t i = 0; i < params_.size(); ++i)
@@ -710,10 +726,10 @@ void Checkpoint::place_param(size_t i) {
     p.state_due = false;
     p.state_written = true;
   }
-  if (p.average && (in.has(kAverage) || in.listed)) {
+  if (c.ema_ && (in.has(kAverage) || in.listed)) {
     state.averaged = in.has(kAverage);
     p.average_written = true;
-    if (!state.averaged && p.count > 0) c.arrays_.clear_average(p);
+    if (!state.averaged && p.average) c.arrays_.clear_average(p);
   }
   const HeldIn& w = in.window;
   state.contributed = w.contributed;

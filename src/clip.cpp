@@ -5,6 +5,7 @@
 
 #include "context.hpp"
 #include "error.hpp"
+#include "exchange.hpp"
 
 namespace ga {
 
@@ -81,6 +82,7 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
         params_.units_axes(i);
     const bool units = before.scope == GA_CLIP_AGC || next.scope == GA_CLIP_AGC ||
                        params_.clip.scope == GA_CLIP_AGC;  // which a group may have had, or gets
+    if (exchange_) exchange_->check_division();
     if (prepared_ > 0 && units) arrays_.make_units();
   } catch (...) {
     slot = before;

@@ -522,6 +522,7 @@ void Context::changed(ga_param id) {
 
 ga_memory Context::memory() const {
   ga_memory m = {};
+  if (exchange_) exchange_->divide();
   const bool adopting = adopts_ && config_.accum_steps == 1 && phases_.empty();
   const size_t params = params_.size();
   const int64_t planned = arrays_.count(m, adopting) +  // not resident yet
@@ -561,6 +562,7 @@ void Context::prepare() {
 void Context::make_arrays() {
   if (!arrays_.lacking()) return;
   check_device();
+  if (exchange_) exchange_->divide();
   const size_t n = params_.size();
   ContextTables tables;
   try {

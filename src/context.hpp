@@ -139,9 +139,11 @@ class Context : BnContext {
   void discard();
   // comm NULL: none.
   void set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& options);
+  bool shards() const;  // this rank keeps a part of the state alone
+  int32_t rank() const;
   // work(ready) as the part of this rank in a call that succeeds on all ranks or on none: before it
-  // changes the context for good, work calls ready(), which throws if another rank has failed. alone:
-  // only rank 0 works.
+  // changes the context for good, or exchanges anything, work calls ready(), which throws if another rank
+  // has failed. alone: only rank 0 works.
   using Ready = std::function<void()>;
   void on_all_ranks(const char* what, bool alone, const std::function<void(const Ready&)>& work);
   const void* gradient(ga_param param, int32_t* dtype, int64_t* count) const;
@@ -180,6 +182,8 @@ class Context : BnContext {
   std::vector<StateArray> states_of(size_t param) const;
   StateArray state_for(ga_param id, const char* name, int32_t dtype, int64_t count,
                        const char* what);
+  void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take);
+  void begin_piece(ga_param id, const char* what, const char* name);
   ParamState param_state(size_t param) const;
   std::vector<ParamState> param_states() const;
   void set_param_state(size_t param, const ParamState& state);
@@ -277,6 +281,7 @@ class Context : BnContext {
   void update_layers();
   void update_batch(Params ids);
   void orthogonalize(ga_param id);
+  void gather_updates();
   OrthogonalizeTask orthogonal_task(ga_param id) const;
 
   ga_config config_;

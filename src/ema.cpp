@@ -4,6 +4,7 @@
 
 #include "context.hpp"
 #include "error.hpp"
+#include "exchange.hpp"
 #include "tensor.hpp"
 
 namespace ga {
@@ -63,20 +64,30 @@ void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   if (p.count == 0) return;
   if (!out) fail(GA_ERROR_INVALID_ARGUMENT, "ga_ema_copy_to: out was NULL");
   check_values(id, "out", out, p.count, info.size);
+  begin_piece(id, "ga_ema_copy_to", "ema");
   const bool averaged = param_state(static_cast<size_t>(id)).averaged;
   const bool elsewhere = averaged && ema_swapped_ && swaps_in_place(p);
-  const Array from = elsewhere  ? Array{p.data, p.dtype}
+  const Array from = elsewhere  ? p.shared_data()
                      : averaged ? arrays_.average_of(p)
                                 : p.current();
   arrays_.reserve(std::max(arrays_.chunks(), chunk_count(p.count)), params_.size());
-  arrays_.copy(p, from, {out, dtype});
+  if (!shards()) return arrays_.copy(p, from, {out, dtype}, p.count);
+  const int64_t size = dtype_info(from.format).size;
+  auto* to = static_cast<char*>(out);
+  each_piece(id, from, p.count, [&](const void* piece, size_t bytes) {
+    const int64_t count = static_cast<int64_t>(bytes) / size;
+    arrays_.copy(p, {const_cast<void*>(piece), from.format}, {to, dtype}, count);
+    to += count * info.size;
+  });
 }
 
-// Allocates all that it needs before it changes anything.
+// Allocates all that it needs before it changes anything. Where the optimizer is sharded, each rank
+// exchanges its share, and then the parameters are gathered.
 void Context::ema_swap(bool on) {
   window_.check_empty("ga_ema_swap");
   check_ema_kept("ga_ema_swap");
   check_no_capture("ga_ema_swap");
+  if (shards()) exchange_->begin_call(on ? "ga_ema_swap to the EMA" : "ga_ema_swap back");
   if (on == ema_swapped_) return;
   constexpr size_t kLine = 64, kPiece = size_t{4} << 20;
   const std::vector<ParamState> states = param_states();
@@ -85,11 +96,14 @@ void Context::ema_swap(bool on) {
     for (size_t i = 0; i < prepared_; ++i)
       if (const Param& p = params_[i]; p.average && states[i].averaged) f(p);
   };
+  const auto share_bytes = [](const Param& p) {
+    return static_cast<size_t>(p.share.count * dtype_info(p.dtype).size);
+  };
   each([&](const Param& p) {
     if (swaps_in_place(p))
-      piece = std::max(piece, std::min(data_bytes(p), kPiece));
+      piece = std::max(piece, std::min(share_bytes(p), kPiece));
     else
-      kept += (data_bytes(p) + kLine - 1) / kLine * kLine;
+      kept += (share_bytes(p) + kLine - 1) / kLine * kLine;
   });
   Buffer copies, scratch;
   if (on && kept > 0) copies = Buffer(*backend_, kept);
@@ -99,11 +113,12 @@ void Context::ema_swap(bool on) {
   or_break([&] {
     char* original = static_cast<char*>(ema_kept_.data());
     each([&](const Param& p) {
-      const size_t bytes = data_bytes(p);
+      const size_t bytes = share_bytes(p);
+      char* const shared = static_cast<char*>(p.shared_data().data);
       if (swaps_in_place(p)) {
         for (size_t at = 0; at < bytes; at += piece) {
           const size_t size = std::min(piece, bytes - at);
-          char* const data = static_cast<char*>(p.data) + at;
+          char* const data = shared + at;
           char* const average = static_cast<char*>(p.average) + at;
           backend_->copy(scratch.data(), data, size);
           backend_->copy(data, average, size);
@@ -112,14 +127,20 @@ void Context::ema_swap(bool on) {
         return;
       }
       if (on) {
-        backend_->copy(original, p.data, bytes);
-        arrays_.copy(p, arrays_.average_of(p), {p.data, p.dtype});
+        backend_->copy(original, shared, bytes);
+        arrays_.copy(p, arrays_.average_of(p), {shared, p.dtype}, p.share.count);
       } else {
-        backend_->copy(p.data, original, bytes);
+        backend_->copy(shared, original, bytes);
       }
       original += (bytes + kLine - 1) / kLine * kLine;
     });
   });
+  if (shards())
+    exchange_->gather_parameters([&](ga_param id) {
+      const auto i = static_cast<size_t>(id);
+      return i < prepared_ && params_[i].owns && states[i].averaged ? Exchange::Changed::kElements
+                                                                    : Exchange::Changed::kNothing;
+    });
   ema_swapped_ = on;
   if (!on) ema_kept_ = Buffer();
 }

@@ -17,9 +17,6 @@
 namespace ga {
 namespace {
 
-constexpr int64_t kSliceBytes = int64_t{8} << 20;     // on the wire, of one slice
-constexpr int64_t kPackedBytes = int64_t{256} << 10;  // smaller parameters are packed
-
 uint64_t hash_of(const std::string& text) {
   Checksum sum;
   sum.add(text.data(), text.size());
@@ -36,14 +33,6 @@ std::string text_of(const std::vector<std::pair<std::string, std::string>>& item
 size_t words_for_bits(size_t bits) { return (bits + 63) / 64; }
 bool bit(const uint64_t* words, size_t i) { return (words[i / 64] >> (i % 64) & 1) != 0; }
 void set_bit(uint64_t* words, size_t i) { words[i / 64] |= uint64_t{1} << (i % 64); }
-
-constexpr uint64_t kDense = ~uint64_t{0};  // in place of a number of rows
-
-int64_t size_of(int32_t dtype) { return dtype_info(dtype).size; }
-
-Array offset(const Array& a, int64_t elements) {
-  return {static_cast<char*>(a.data) + elements * size_of(a.format), a.format};
-}
 
 void add(WindowSums& sums, const WindowSums& more) {
   sums.weight += more.weight;
@@ -64,9 +53,10 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
 Exchange::~Exchange() { comm_->give_back(); }
 
 int64_t Exchange::bytes() const {
-  return static_cast<int64_t>(send_.bytes() + received_.bytes() + added_.bytes() + wide_.bytes() +
-                              (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) *
-                                  sizeof(uint64_t));
+  size_t bytes = send_.bytes() + received_.bytes() + added_.bytes() +
+                 (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t);
+  for (const Buffer& wide : wide_) bytes += wide.bytes();
+  return static_cast<int64_t>(bytes);
 }
 
 // ---- What every collective call begins with -----------------------------------------------------
@@ -78,7 +68,9 @@ Exchange::Header Exchange::header(Call call, const char* function) {
   h.name = call == kDiscard ? hash_of("ga_step") : hash_of(function);
   h.params = static_cast<int64_t>(context_.params_.size());
   h.open = !context_.window_.empty() || context_.batch_norms_.has_statistics();
-  if (call != kDiscard) h.settings = settings_digest();
+  if (call == kDiscard) return h;
+  divide();
+  h.settings = settings_digest();
   return h;
 }
 
@@ -185,7 +177,8 @@ Exchange::Items Exchange::context_items() const {
   Items items;
   items.emplace_back("version", "version=" + std::to_string(GA_VERSION));
   items.emplace_back("communication", "wire=" + std::to_string(options_.wire) +
-                                          " check_every=" + std::to_string(options_.check_every));
+                                          " check_every=" + std::to_string(options_.check_every) +
+                                          " shard=" + std::to_string(options_.shard));
   ga_state_options whole = {};
   whole.struct_size = sizeof whole;
   for (const auto& [key, fields] : Checkpoint(context_, whole, "ga_step").settings_of_context())
@@ -209,6 +202,8 @@ Exchange::Items Exchange::tensor_items() const {
     f.add("rank", static_cast<int64_t>(t.shape.size()));
     for (size_t d = 0; d < t.shape.size(); ++d)
       f.add(("dimension_" + std::to_string(d)).c_str(), t.shape[d]);
+    f.add("piece", divisions_[i].piece);
+    f.add("owner", divisions_[i].owner);
     items.emplace_back("parameter " + std::string(t.name), f.text());
   }
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
@@ -316,7 +311,7 @@ void Exchange::agree() {
   gather_headers(header(kSetComm, "ga_context_set_comm"), {});
   check_calls("ga_context_set_comm");
   check_settings();
-  context_.prepare();
+  if (!shards()) context_.prepare();
   if (options_.hand_out != 0) hand_out();
   const Items own = Checkpoint::state_items(context_);
   const uint64_t digest = hash_of(text_of(own));
@@ -426,336 +421,6 @@ bool Exchange::begin_step(WindowTotals& totals) {
 void Exchange::discard() {
   gather_headers(header(kDiscard, "ga_discard"), {});
   check_calls("ga_discard");
-}
-
-// ---- The end of a window: gradients --------------------------------------------------------------
-
-// The dtype in which a gradient travels to where it is added.
-int32_t Exchange::wire_of(const Param& p) const {
-  if (p.f64) return GA_F64;
-  if (p.pair) return GA_F32;
-  if (size_of(p.accumulator_dtype) == 2)
-    return context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN ? int32_t{GA_F32}
-                                                                       : p.accumulator_dtype;
-  return options_.wire == GA_COMM_WIRE_BF16 ? GA_BF16 : GA_F32;
-}
-
-// Where the sum of a gradient lies: in the accumulator, or in an array of f32.
-Array Exchange::summed(ga_param id) const {
-  const Param& p = context_.params_[id];
-  if (p.fits_accumulator() && !p.pair) return {p.accumulator, p.accumulator_dtype};
-  const int64_t at = wide_at_[static_cast<size_t>(id)];
-  return {static_cast<float*>(wide_.data()) + at, GA_F32};
-}
-
-// The same on every rank: a function of the parameters and of which of them are touched.
-void Exchange::make_slices() {
-  slices_.clear();
-  segments_.clear();
-  const int64_t ranks = comm_->ranks();
-  const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
-  const auto close = [&](int32_t wire, bool packed, size_t first, int64_t elements) {
-    if (elements == 0) return;
-    slices_.push_back({wire, packed, first, segments_.size(), (elements + ranks - 1) / ranks});
-  };
-  for (const int32_t wire : {GA_F32, GA_F64, GA_F16, GA_BF16}) {
-    const int64_t most = std::max(kSliceBytes / size_of(wire) / ranks, int64_t{1}) * ranks;
-    std::vector<Segment> rest;
-    for (size_t i = 0; i < touched_.size(); ++i) {
-      const auto id = static_cast<ga_param>(i);
-      const Param& p = context_.params_[id];
-      if (!touched_[i] || p.count == 0 || wire_of(p) != wire || p.held() == Held::kRows) continue;
-      const bool as_it_lies = wire == p.accumulator_dtype && !p.pair && !running;
-      int64_t first = 0;
-      if (as_it_lies && p.count * size_of(wire) >= kPackedBytes)
-        for (; p.count - first >= ranks;) {
-          const int64_t count = std::min(most, (p.count - first) / ranks * ranks);
-          segments_.push_back({id, first, count, 0});
-          close(wire, false, segments_.size() - 1, count);
-          first += count;
-        }
-      if (first < p.count) rest.push_back({id, first, p.count - first, 0});
-    }
-    size_t begin = segments_.size();
-    int64_t filled = 0;
-    for (Segment s : rest) {
-      while (s.count > 0) {
-        const int64_t count = std::min(s.count, most - filled);
-        segments_.push_back({s.param, s.first, count, filled});
-        s.first += count;
-        s.count -= count;
-        filled += count;
-        if (filled < most) continue;
-        close(wire, true, begin, filled);
-        begin = segments_.size();
-        filled = 0;
-      }
-    }
-    close(wire, true, begin, filled);
-  }
-}
-
-// Makes room for the slices, and for sums that do not fit their accumulator.
-void Exchange::reserve() {
-  const int64_t ranks = comm_->ranks();
-  size_t received = 0, send = 0, added = 0, chunks = 0, tasks = 0;
-  for (const Slice& s : slices_) {
-    const auto bytes = static_cast<size_t>(s.piece * ranks * size_of(s.wire));
-    received = std::max(received, bytes);
-    if (s.packed) {
-      send = std::max(send, bytes);
-      added = std::max(added, static_cast<size_t>(s.piece * ranks * (s.wire == GA_F64 ? 8 : 4)));
-    }
-    chunks = std::max(chunks, s.end - s.first + static_cast<size_t>(chunk_count(s.piece)));
-    tasks = std::max(tasks, s.end - s.first);
-  }
-  Backend& backend = *context_.backend_;
-  const auto grow = [&](Buffer& buffer, size_t bytes) {
-    if (buffer.bytes() < bytes) buffer = Buffer(backend, bytes);
-  };
-  grow(received_, received);
-  grow(send_, send);
-  grow(added_, added);
-  partials_.resize(std::max(partials_.size(), chunks));
-  tasks_.reserve(tasks);
-  moves_.reserve(tasks);
-  pairs_.reserve(tasks);
-  starts_.reserve(tasks);
-  norms_.reserve(tasks);
-  numbers_.reserve(tasks);
-  wide_at_.assign(touched_.size(), -1);
-  int64_t wide = 0;
-  for (size_t i = 0; i < touched_.size(); ++i) {
-    const Param& p = context_.params_[i];
-    if (context_.params_.tensor(i).removed || p.frozen || (p.fits_accumulator() && !p.pair))
-      continue;
-    wide_at_[i] = wide;
-    wide += (p.count + 15) / 16 * 16;
-  }
-  grow(wide_, static_cast<size_t>(wide) * sizeof(float));
-}
-
-void Exchange::add_gradients() {
-  param_sums_.assign(touched_.size(), ParamSums());
-  if (!exchanged_) return;
-  gather_rows();
-  make_slices();
-  reserve();
-  for (const Slice& s : slices_) exchange(s);
-  for (size_t i = 0; i < touched_.size(); ++i) {
-    Param& p = context_.params_[i];
-    if (!touched_[i] || p.held() == Held::kRows) continue;
-    p.hold(Held::kSummed);
-    p.summed = p.count > 0 ? summed(static_cast<ga_param>(i)).data : nullptr;
-    p.stale = false;
-  }
-}
-
-// ---- The end of a window: gradients of some rows -------------------------------------------------
-
-bool Exchange::has_rows(size_t i) const {
-  const Tensor& t = context_.params_.tensor(i);
-  return t.options.rows != GA_ROWS_NONE && !t.removed;
-}
-
-// Every rank adds the rows of all ranks to an empty set, in the order of the ranks, and so has the same
-// sums; a parameter of which some rank has a gradient of all rows is made dense on every rank.
-void Exchange::gather_rows() {
-  const auto ranks = static_cast<size_t>(comm_->ranks());
-  const uint64_t* counts = row_counts_.data();
-  for (size_t i = 0; i < touched_.size(); ++i) {
-    if (!has_rows(i)) continue;
-    const uint64_t* const of_ranks = counts;
-    counts += ranks;
-    if (!touched_[i] || context_.params_[i].frozen) continue;
-    const auto id = static_cast<ga_param>(i);
-    if (std::find(of_ranks, of_ranks + ranks, kDense) != of_ranks + ranks)
-      context_.make_dense(id);
-    else
-      gather_rows_of(id, of_ranks);
-  }
-}
-
-void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
-  Backend& backend = *context_.backend_;
-  Param& p = context_.params_[id];
-  const Tensor& t = context_.params_.tensor(id);
-  p.hold(Held::kRows);
-  const auto ranks = static_cast<size_t>(comm_->ranks());
-  const auto most = static_cast<size_t>(*std::max_element(counts, counts + ranks));
-  if (p.count == 0 || most == 0) return;
-  const auto columns = static_cast<size_t>(p.count / t.rows);
-  const auto size = static_cast<size_t>(size_of(p.accumulator_dtype));
-  const size_t row_bytes = columns * size;
-
-  std::vector<int64_t> indices(most, 0), all(ranks * most);
-  std::vector<char> values(most * row_bytes);
-  for (int64_t k = 0; k < t.set->size; ++k) {
-    const int64_t row = t.set->entries[k].row;
-    indices[static_cast<size_t>(k)] = row;
-    std::memcpy(&values[static_cast<size_t>(k) * row_bytes],
-                static_cast<char*>(p.accumulator) + static_cast<size_t>(row) * row_bytes,
-                row_bytes);
-  }
-  comm_->all_gather("rows of gradients", indices.data(), all.data(), static_cast<int64_t>(most),
-                    GA_I64);
-  backend.clear_rows({&context_.params_.tensor(id).set, 1});
-  RowsTask task = {};
-  task.target = {p.accumulator, p.accumulator_dtype};
-  task.rows = t.rows;
-  task.columns = static_cast<int64_t>(columns);
-  task.set = t.set;
-  task.index_dtype = GA_I64;
-  for (size_t q = 0; q < ranks; ++q) task.count += static_cast<int64_t>(counts[q]);
-  backend.prepare_rows(task, 0);
-  context_.rows_held_ += task.count;
-
-  const size_t slice = std::max<size_t>(1, static_cast<size_t>(kSliceBytes) / (ranks * row_bytes));
-  std::vector<char> gathered(ranks * std::min(slice, most) * row_bytes);
-  for (size_t at = 0; at < most; at += slice) {
-    const size_t rows = std::min(slice, most - at);
-    comm_->all_gather("rows of gradients", &values[at * row_bytes], gathered.data(),
-                      static_cast<int64_t>(rows * columns), p.accumulator_dtype);
-    for (size_t q = 0; q < ranks; ++q) {
-      if (counts[q] <= at) continue;
-      task.count = static_cast<int64_t>(std::min<size_t>(counts[q] - at, rows));
-      task.indices = &all[q * most + at];
-      task.values = {&gathered[q * rows * row_bytes], p.accumulator_dtype, 1, nullptr};
-      backend.accumulate_rows(task);
-    }
-  }
-}
-
-// ---- The end of a window: gradients, slice by slice -----------------------------------------------
-
-void Exchange::exchange(const Slice& slice) {
-  const Segment& only = segments_[slice.first];
-  const Param& p = context_.params_[only.param];
-  const void* send = send_.data();
-  if (slice.packed) {
-    pack(slice);
-  } else {
-    const Array at = offset({p.accumulator, p.accumulator_dtype}, only.first);
-    if (p.held() == Held::kNothing)
-      std::memset(at.data, 0, static_cast<size_t>(only.count * size_of(at.format)));
-    send = at.data;
-  }
-  comm_->all_to_all("gradients", send, received_.data(), slice.piece, slice.wire);
-  add_pieces(slice);
-  const int32_t real = slice.wire == GA_F64 ? GA_F64 : GA_F32;
-  const Array all =
-      slice.packed ? Array{added_.data(), real} : offset(summed(only.param), only.first);
-  comm_->all_gather_arrays("sums of gradients", offset(all, rank() * slice.piece).data, all.data,
-                           slice.piece, real);
-  if (!slice.packed) return;
-  moves_.clear();
-  for (size_t k = slice.first; k < slice.end; ++k) {
-    const Segment& s = segments_[k];
-    FinishTask task = {};
-    task.gradient = identity({offset(all, s.at).data, real, 1, nullptr});
-    task.f64 = real == GA_F64;
-    task.target = offset(summed(s.param), s.first);
-    task.count = s.count;
-    moves_.push_back(task);
-  }
-  context_.backend_->finish({moves_.data(), moves_.size()});
-}
-
-// Copies what this rank has of a slice one behind the other; zeros where it has nothing.
-void Exchange::pack(const Slice& slice) {
-  const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
-  const Array to = {send_.data(), slice.wire};
-  moves_.clear();
-  pairs_.clear();
-  for (size_t k = slice.first; k < slice.end; ++k) {
-    const Segment& s = segments_[k];
-    const Param& p = context_.params_[s.param];
-    FinishTask task = {};
-    task.f64 = p.f64;
-    task.target = offset(to, s.at);
-    task.count = s.count;
-    if (p.held() != Held::kNothing) {
-      Source& source = task.gradient.source;
-      source = {offset({p.accumulator, p.accumulator_dtype}, s.first).data, p.accumulator_dtype, 1,
-                nullptr};
-      if (p.pair) {
-        const Tensor& t = context_.params_.tensor(s.param);
-        pairs_.push_back({const_cast<void*>(source.data),
-                          offset({t.low, p.accumulator_dtype}, s.first).data, p.accumulator_dtype});
-        source.data = &pairs_.back();
-        source.format = kPair;
-      }
-      if (running)
-        source.scale = context_.deferring()
-                           ? context_.param_state(static_cast<size_t>(s.param)).held_weight
-                           : p.held_weight;
-    }
-    moves_.push_back(task);
-  }
-  context_.backend_->finish({moves_.data(), moves_.size()});
-}
-
-// Adds what has come of this rank's piece, in the order of the ranks, and measures the sums.
-void Exchange::add_pieces(const Slice& slice) {
-  const int64_t begin = rank() * slice.piece, end = begin + slice.piece;
-  const int32_t real = slice.wire == GA_F64 ? GA_F64 : GA_F32;
-  const Array received = {received_.data(), slice.wire};
-  tasks_.clear();
-  starts_.clear();
-  norms_.clear();
-  numbers_.clear();
-  size_t chunks = 0;
-  const double mean = context_.config_.reduce == GA_REDUCE_MEAN ? 1 / sums_.weight : 1;
-  for (size_t k = slice.first; k < slice.end; ++k) {
-    const Segment& s = segments_[k];
-    const int64_t first = std::max(s.at, begin), last = std::min(s.at + s.count, end);
-    if (first >= last) continue;
-    const Param& p = context_.params_[s.param];
-    const Array target = slice.packed ? offset({added_.data(), real}, first)
-                                      : offset(summed(s.param), s.first + first - s.at);
-    AccumulateTask task = {};
-    task.target = target;
-    task.count = last - first;
-    task.partials = &partials_[chunks];
-    task.param = s.param;
-    tasks_.push_back(task);
-    starts_.push_back(first - begin);
-    chunks += static_cast<size_t>(chunk_count(task.count));
-    const ParamInput& in = context_.tables_.param_inputs[static_cast<size_t>(s.param)];
-    if (!in.clamped) continue;
-    const GroupInput& g = context_.tables_.group_inputs[static_cast<size_t>(in.group)];
-    numbers_.push_back({g.optimizer.maximize ? -mean : mean, g.clip.max_value, 1});
-    norms_.push_back(
-        {{{target.data, real, 1, nullptr}, &numbers_.back()}, p.f64, task.count, task.partials});
-  }
-  if (tasks_.empty()) return;
-  Backend& backend = *context_.backend_;
-  // The first pass adds two ranks' pieces, each further one that of one more.
-  for (int64_t q = 0; q < comm_->ranks(); q += q == 0 ? 2 : 1) {
-    for (size_t k = 0; k < tasks_.size(); ++k) {
-      AccumulateTask& task = tasks_[k];
-      task.sources = q == 0 && comm_->ranks() > 1 ? 2 : 1;
-      task.keep = q == 0 ? 0 : 1;
-      for (int64_t j = 0; j < task.sources; ++j)
-        task.source[j] = {offset(received, (q + j) * slice.piece + starts_[k]).data, slice.wire, 1,
-                          nullptr};
-    }
-    backend.accumulate({tasks_.data(), tasks_.size()});
-  }
-  if (!norms_.empty()) backend.norm({norms_.data(), norms_.size()});
-  for (const AccumulateTask& task : tasks_) {
-    ParamSums& sums = param_sums_[static_cast<size_t>(task.param)];
-    const bool clamped = context_.tables_.param_inputs[static_cast<size_t>(task.param)].clamped;
-    for (int64_t k = 0; k < chunk_count(task.count); ++k) {
-      sums.squares += task.partials[k].sum_squares;
-      if (clamped) sums.clamped += task.partials[k].second_squares;
-      sums.nonfinite += task.partials[k].nonfinite != 0;
-    }
-  }
-}
-
-void Exchange::hand_round(float* data, int64_t count, ga_param id) {
-  comm_->broadcast("an update of Newton-Schulz iterations", data, count, GA_F32, maker(id));
 }
 
 // ---- The end of a window: sums -------------------------------------------------------------------

@@ -3,19 +3,22 @@
 // make the same call with the same settings, adds up gradients and sums at the end of a window, and tells
 // whether a call has failed on some rank.
 //
-// Gradients are added in pieces: rank q receives piece q of every rank and adds them in the order of the
-// ranks, then the pieces are gathered. So the sums have the same bits on every rank and with every
-// transport, and each rank has measured its piece in the same pass. A parameter is exchanged where it
-// lies, slice by slice; small ones, and others that have to be converted, are packed into slices.
+// Gradients are added in pieces (division.hpp): rank q receives its piece from every rank and adds them in
+// the order of the ranks, then the pieces are gathered. So the sums have the same bits on every rank and
+// with every transport, and each rank has measured its piece in the same pass. A parameter is exchanged
+// where it lies, slice by slice; small ones, and others that have to be converted, are packed into slices.
+// Where the optimizer is sharded, the sums stay where they were added, and updated parameters are gathered.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "comm/comm.hpp"
+#include "division.hpp"
 #include "param.hpp"
 #include "table.hpp"
 
@@ -54,8 +57,20 @@ class Exchange {
   void discard();
   // Products of matrices have bits of their own on each processor, so one rank makes the update of a
   // matrix and hands it to the others.
-  int32_t maker(ga_param id) const { return id % comm_->ranks(); }
+  int32_t maker(ga_param id) const { return divisions_[static_cast<size_t>(id)].owner; }
   void hand_round(float* data, int64_t count, ga_param id);
+
+  // Whether each rank keeps state of a part of the parameters alone, GA_SHARD_OPTIMIZER.
+  bool shards() const { return options_.shard == GA_SHARD_OPTIMIZER; }
+  // Decides which rank has what of parameters that are new; before they get arrays.
+  void divide();
+  // Clipping has changed: throws if arrays are divided in another way than they would be now.
+  void check_division();
+  // Gives every rank what the others have changed of the parameters that are sharded. A failure leaves a
+  // context of no use.
+  enum class Changed { kNothing, kRows, kElements };
+  void gather_parameters(const std::function<Changed(ga_param)>& changed);
+  void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take);
 
   // A call that is to succeed on all ranks or on none: begin() checks that all make it; vote() throws if
   // any rank has failed, which tells why. what: the function that was called.
@@ -63,6 +78,7 @@ class Exchange {
   void vote(const char* what, const Error* failure);
 
  private:
+  static constexpr uint64_t kDense = ~uint64_t{0};  // in place of a number of rows
   enum Call : int64_t { kSetComm = 1, kStep, kDiscard, kOther };
   using Items = std::vector<std::pair<std::string, std::string>>;
 
@@ -78,18 +94,21 @@ class Exchange {
   };
   static constexpr int64_t kHeaderWords = sizeof(Header) / sizeof(int64_t);
 
-  // A part of a parameter in a slice, where it begins at element `at`.
+  // A part of a parameter in a slice. packed: it begins at element `at` of the slice. In place: `first`
+  // counts from the beginning of each rank's piece.
   struct Segment {
     ga_param param;
     int64_t first, count, at;
   };
-  // What one exchange moves: elements of one dtype, `piece` for each rank.
+  // What one exchange moves: of each rank, and to each rank, a block of elements of one dtype.
   struct Slice {
-    int32_t wire;
-    bool packed;
+    int32_t dtype;
+    bool packed;        // else of one parameter, where it lies
+    bool gathered;      // every rank gets the sums
     size_t first, end;  // of segments_
-    int64_t piece;
+    int64_t block, stride;
   };
+  enum class Travel { kNot, kInPlace, kPacked };
 
   Header header(Call call, const char* function);
   void gather_headers(const Header& own, const std::vector<uint64_t>& payload);
@@ -107,16 +126,29 @@ class Exchange {
   void agree_on(const char* what, Work&& work);
   void hand_out();
 
+  Range summed_range(ga_param id) const;
   int32_t wire_of(const Param& p) const;
   Array summed(ga_param id) const;
+  Array accumulator_of(ga_param id) const;
+  template <class How>
+  void add_slices(int32_t dtype, bool gathered, How&& travel);
+  void pack_queues(int32_t dtype, bool gathered, int64_t most);
+  template <class F>
+  void each_own(const Slice& slice, F&& f);
+  void reserve();
+  void reserve_sums();
+  void run_moves();
+  void exchange(const Slice& slice);
+  void clear(const Slice& slice);
+  void pack(const Slice& slice);
+  void add_blocks(const Slice& slice);
+  void measure_blocks();
+  void gather_changed(const std::function<Changed(ga_param)>& changed);
+  void gather(const Slice& slice);
   bool has_rows(size_t param) const;
   void gather_rows();
   void gather_rows_of(ga_param id, const uint64_t* counts);
-  void make_slices();
-  void reserve();
-  void exchange(const Slice& slice);
-  void pack(const Slice& slice);
-  void add_pieces(const Slice& slice);
+  void hand_out_rows(ga_param id);
   void merge_statistics(std::vector<double>& out);
 
   Context& context_;
@@ -140,12 +172,15 @@ class Exchange {
   std::vector<Slice> slices_;
   std::vector<Segment> segments_;
 
-  Buffer send_, received_, added_;  // of one slice
-  Buffer wide_;                     // sums in f32 of 16-bit accumulators
-  std::vector<int64_t> wide_at_;    // by parameter: the first element of it; -1: none
+  std::vector<std::vector<Segment>> queues_;  // by rank: what it has of the next slices
+
+  std::vector<Division> divisions_;  // by parameter
+  std::vector<Keeper> keepers_;      // likewise, when it was divided
+  Buffer send_, received_, added_;   // of one slice
+  std::vector<Buffer> wide_;         // by parameter: sums in f32 of a 16-bit accumulator
   std::vector<Partial> partials_;
   std::vector<AccumulateTask> tasks_;
-  std::vector<int64_t> starts_;  // of the tasks in the piece
+  std::vector<int64_t> starts_;  // of the tasks in the block
   std::vector<FinishTask> moves_;
   std::vector<Pair> pairs_;
   std::vector<NormTask> norms_;

@@ -122,6 +122,7 @@ ga_param ParamList::add(const NewParam& e, void* data, int32_t dtype, int64_t co
   Param p = {};
   p.data = data;
   p.count = count;
+  p.share = {0, count};
   p.offset = e.offset;
   p.group = e.group;
   p.matrix = e.rank >= 2;
@@ -160,6 +161,15 @@ bool ParamList::has_master(Which w) const {
          op_of(p) >= 0;
 }
 
+Keeper ParamList::keeper(Which w) const {
+  const int op = op_of((*this)[w]);
+  if (op < 0 || clip_of((*this)[w]).scope == GA_CLIP_AGC) return Keeper::kAll;
+  const OpInfo& info = op_info(op);
+  const bool whole = info.norms > 0 || info.factored || info.row_state || info.orthogonal ||
+                     tensor(w).options.rows != GA_ROWS_NONE;
+  return whole ? Keeper::kOwner : Keeper::kPieces;
+}
+
 bool ParamList::is_layered(const Param& p) const {
   const int op = op_of(p);
   return op >= 0 && op_info(op).norms > 0;
@@ -194,6 +204,10 @@ bool ParamList::norm_after_value(const Param& p) const {
   const ga_clip& c = clip_of(p);
   return c.when == GA_CLIP_WHEN_STEP && std::isfinite(c.max_value) &&
          (c.scope != GA_CLIP_NONE || is_layered(p));
+}
+
+Array Param::shared_data() const {
+  return {static_cast<char*>(data) + share.first * dtype_info(dtype).size, dtype};
 }
 
 Matrices matrices_of(const Tensor& t) {

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "division.hpp"
 #include "error.hpp"
 #include "optimizer.hpp"
 #include "tables.hpp"
@@ -70,7 +71,9 @@ struct alignas(64) Param {
   void* state[kMaxSlots] = {};
   void* master = nullptr;
   void* average = nullptr;
-  const void* summed = nullptr;  // under Held::kSummed: the gradient, of the compute type
+  const void* summed = nullptr;  // under Held::kSummed: the gradient, of the compute type; it may exist
+                                 // in `share` alone
+  Range share = {0, 0};          // the elements that this rank keeps state of and updates; count: all
   double held_weight = 0;        // GA_ACCUMULATE_RUNNING_MEAN: sum of the weights in the mean
   int64_t contributions = 0;     // in this window
   int64_t last_micro = -1;       // micro-batch of the last contribution
@@ -92,10 +95,15 @@ struct alignas(64) Param {
   int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
   bool fits_accumulator() const { return accumulator_dtype == real(); }
   bool lacks_arrays() const { return !owns && !frozen; }
-  Array values() const { return master ? Array{master, GA_F32} : Array{data, dtype}; }
+  Array shared_data() const;  // of the parameter itself: its share
+  Array values() const { return master ? Array{master, GA_F32} : shared_data(); }
   // The same while the master weights have yet to be copied from the parameter.
-  Array current() const { return master_due ? Array{data, dtype} : values(); }
+  Array current() const { return master_due ? shared_data() : values(); }
 };
+
+// Which rank keeps the state of a parameter where the optimizer is sharded: each that of a piece, if an
+// element is updated by itself; one rank, where an update needs the whole; every rank all of it.
+enum class Keeper { kPieces, kOwner, kAll };
 
 inline UnitPattern units_of(const std::vector<int64_t>& shape, uint32_t reduced) {
   return make_units(static_cast<int32_t>(shape.size()), shape.data(), reduced);
@@ -180,6 +188,7 @@ class ParamList {
   const Group& group_of(const Param& p) const { return groups[static_cast<size_t>(p.group)]; }
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
   bool has_master(Which w) const;
+  Keeper keeper(Which w) const;
   // Whether its update takes norms over the parameter first.
   bool is_layered(const Param& p) const;
 

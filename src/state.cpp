@@ -2,11 +2,13 @@
 // What the optimizer keeps for a parameter, by name: in the host's memory for the program, which may
 // read it, write it and put it back to the beginning.
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <string>
 
 #include "context.hpp"
 #include "error.hpp"
+#include "exchange.hpp"
 #include "tensor.hpp"
 
 namespace ga {
@@ -20,7 +22,7 @@ std::vector<StateArray> Context::states_of(size_t i) const {
   std::vector<StateArray> states;
   const Param& p = params_[i];
   const auto take = [&](int first, int last) {
-    for (const OwnedArray& a : arrays_.of(i))
+    for (const OwnedArray& a : arrays_.whole_of(i))
       if (a.name && a.kind >= first && a.kind <= last)
         states.push_back({a.name, a.format ? a.format : p.real(), a.count, a.kind});
   };
@@ -104,6 +106,7 @@ void Context::get_state(ga_param id, const char* name, void* out, int32_t dtype,
   const auto i = static_cast<size_t>(id);
   Param& p = params_[id];
   if (!out && count > 0) params_.subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "out was NULL");
+  begin_piece(id, "ga_state_get", name);
   prepare();
   const ParamState state = param_state(i);
   if (s.kind == kStep) {
@@ -112,12 +115,31 @@ void Context::get_state(ga_param id, const char* name, void* out, int32_t dtype,
     const double product = state.clock.step == 0 ? 1 : state.clock.product;
     std::memcpy(out, &product, sizeof product);
   } else {
-    const auto bytes = static_cast<size_t>(s.count * dtype_info(s.dtype).size);
     const bool none = s.kind == kAverage && !state.averaged;  // yet: that of the parameter
-    if (none) arrays_.copy(p, p.values(), arrays_.average_of(p));
-    backend_->read(out, arrays_.data(p, s.kind), bytes);
+    if (none) arrays_.copy(p, p.values(), arrays_.average_of(p), p.share.count);
+    auto* to = static_cast<char*>(out);
+    each_piece(id, {arrays_.data(p, s.kind), s.dtype}, s.count, [&](const void* piece, size_t bytes) {
+      std::memcpy(to, piece, bytes);
+      to += bytes;
+    });
     if (none) arrays_.clear_average(p);
   }
+}
+
+// take() gets the whole of an array of state, of which this rank may have a part: all ranks call it then.
+void Context::each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take) {
+  if (shards() && params_.keeper(id) != Keeper::kAll)
+    return exchange_->each_piece(id, own, count, take);
+  const Region whole = {own.data, static_cast<size_t>(count * dtype_info(own.format).size)};
+  backend_->read_pieces({&whole, 1}, take);
+}
+
+// Where the optimizer is sharded: checks that all ranks make this call about the same array.
+void Context::begin_piece(ga_param id, const char* what, const char* name) {
+  if (!shards()) return;
+  char text[512];
+  std::snprintf(text, sizeof text, "%s of \"%.200s\" (%.100s)", what, params_.name(id), name);
+  exchange_->begin_call(text);
 }
 
 void Context::set_state(ga_param id, const char* name, const void* data, int32_t dtype,
@@ -138,6 +160,7 @@ void Context::set_state(ga_param id, const char* name, const void* data, int32_t
     if (!(product >= 0 && product <= 1))
       of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was %g, expected a number in [0, 1]", name, product);
   }
+  begin_piece(id, "ga_state_set", name);
   prepare();
   ParamState state = param_state(i);
   if (s.kind == kStep) {
@@ -146,8 +169,11 @@ void Context::set_state(ga_param id, const char* name, const void* data, int32_t
   } else if (s.kind == kProduct) {
     state.clock.product = product;
   } else {
-    const auto bytes = static_cast<size_t>(s.count * dtype_info(s.dtype).size);
-    backend_->write(arrays_.data(p, s.kind), data, bytes);
+    const Range part = arrays_.part_of(p, s.count);
+    const auto size = static_cast<size_t>(dtype_info(s.dtype).size);
+    const char* const from = static_cast<const char*>(data) + static_cast<size_t>(part.first) * size;
+    if (part.count > 0)
+      backend_->write(arrays_.data(p, s.kind), from, static_cast<size_t>(part.count) * size);
     if (s.kind == kAverage) state.averaged = p.average_written = true;
     if (s.kind < kMaster) p.state_written = true;
   }
@@ -170,7 +196,7 @@ void Context::reset_state(ga_param id) {
   or_break([&] {
     set_param_state(i, state);
     arrays_.reset_state(i);
-    if (p.average && p.count > 0) arrays_.clear_average(p);
+    if (p.average) arrays_.clear_average(p);
   });
   p.state_due = false;
   p.state_written = true;

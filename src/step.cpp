@@ -158,6 +158,7 @@ ga_step_result Context::step() {
     }
     if (totals.weight > 0 && !(known && !known->go)) {
       update();
+      if (shards()) gather_updates();
       for (Param& p : params_) {
         if (!p.owns) continue;
         p.average_written = true;
@@ -239,10 +240,29 @@ void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& option
          "drops them");
   if (comm && config_.device != GA_DEVICE_CPU)
     fail(GA_ERROR_UNSUPPORTED, "a context on a device cannot have a communicator yet");
+  const bool shards = options.shard == GA_SHARD_OPTIMIZER;
+  if (prepared_ > 0 && (shards || this->shards()))
+    fail(GA_ERROR_INVALID_STATE,
+         "ga_context_set_comm was called %s; %s",
+         shards ? "with GA_SHARD_OPTIMIZER after the library has made its arrays (in ga_prepare, "
+                  "for state by name, or with the first contribution to a window)"
+                : "in a context that keeps only this rank's part of the state",
+         shards ? "it is legal only before" : "another context loads a state that was saved");
+  const auto undivide = [&] {
+    if (prepared_ > 0) return;
+    if (exchange_) exchange_->check_division();
+    for (Param& p : params_) p.share = {0, p.count};
+  };
+  undivide();
   std::unique_ptr<Exchange> next;
   if (comm) {
-    next = std::make_unique<Exchange>(*this, std::move(comm), options);
-    next->agree();
+    try {
+      next = std::make_unique<Exchange>(*this, std::move(comm), options);
+      next->agree();
+    } catch (...) {
+      undivide();
+      throw;
+    }
   }
   if (exchange_ && exchange_->may_write_late()) backend_->keep_memory();
   exchange_.swap(next);
@@ -254,23 +274,31 @@ void Context::on_all_ranks(const char* what, bool alone,
                            const std::function<void(const Ready&)>& work) {
   if (!exchange_) return work([] {});
   exchange_->begin_call(what);
-  bool voted = false;
+  bool given_up = false;  // by all ranks
   const Ready ready = [&] {
-    voted = true;
-    exchange_->vote(what, nullptr);
+    try {
+      exchange_->vote(what, nullptr);
+    } catch (...) {
+      given_up = true;
+      throw;
+    }
   };
   try {
     if (!alone || exchange_->rank() == 0) work(ready);
-    if (!voted) ready();
   } catch (const Error& e) {
-    if (!voted) exchange_->vote(what, &e);
+    if (!given_up) exchange_->vote(what, &e);
     throw;
   } catch (const std::exception& e) {
     const Error error(GA_ERROR_INTERNAL, e.what());
-    if (!voted) exchange_->vote(what, &error);
+    if (!given_up) exchange_->vote(what, &error);
     throw;
   }
+  ready();
 }
+
+bool Context::shards() const { return exchange_ && exchange_->shards(); }
+
+int32_t Context::rank() const { return exchange_ ? exchange_->rank() : 0; }
 
 const void* Context::gradient(ga_param id, int32_t* dtype, int64_t* count) const {
   const Param& p = params_.get(id);

@@ -128,7 +128,7 @@ void Context::describe_input(size_t i) {
   in.clamped = params_.norm_after_value(p);
   in.by_units = params_.by_units(i);
   in.lazy = t.options.rows == GA_ROWS_LAZY;
-  in.average = p.average != nullptr;
+  in.average = ema_ && p.count > 0;
   in.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC ||
                  params_.group_of(p).optimizer.state_dtype == GA_BF16 ||
                  (in.average && arrays_.average_of(p).format == GA_BF16);
@@ -144,11 +144,12 @@ void Context::describe_update(size_t i) {
   composites.sparse = {p.accumulator, columns, t.set};
   UpdateTask& update = tables_.updates.edit(i);
   update.plan = tables_.plans.at(i);
-  update.count = p.count;
+  update.first = p.share.first;
+  update.count = p.share.count;
   update.op = op;
   update.f64 = p.f64;
   update.param = p.values();
-  update.copy = {p.master ? p.data : nullptr, p.dtype};
+  if (p.master) update.copy = p.shared_data();
   update.average = arrays_.average_of(p);
   update.delivered = {op < 0 ? p.accumulator : nullptr, p.accumulator_dtype};
   for (int k = 0; k < (op < 0 ? 0 : op_info(op).slots); ++k)
@@ -184,7 +185,7 @@ void Context::describe_factored(size_t i) {
   const bool by_rows = op_info(params_.op_of(p)).row_state;
   UpdateTask& update = tables_.updates.edit(i);
   update.state[0] = {&tables_.composites.at(i)->outer, kOuter};
-  if (p.count == 0) return;
+  if (p.share.count == 0) return;
   const Units& rows = *t.units[Tensor::kFactorRows];
   const Matrices m = by_rows ? Matrices{t.rows, p.count / t.rows, 1} : matrices_of(t);
   FactorTask& factor = tables_.factors.edit(i);
@@ -218,7 +219,7 @@ void Context::describe_layered(size_t i) {
   UpdateTask& measure = tables_.measures.edit(i);
   if (info.emits) measure.emitted = p.fits_accumulator() ? p.accumulator : arrays_.scratch();
   const void* made = measure.emitted;
-  if (info.orthogonal && p.count > 0) made = orthogonal_task(static_cast<ga_param>(i)).result();
+  if (info.orthogonal && p.share.count > 0) made = orthogonal_task(static_cast<ga_param>(i)).result();
   if (info.emits) update.gradient = identity({made, p.real(), 1, nullptr});
 }
 

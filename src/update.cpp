@@ -17,7 +17,7 @@ void Context::make_lists() {
       tables_.settings[0].bounded >= 0;  // such a norm is of all gradients as clipped
   for (size_t i = 0; i < prepared_; ++i) {
     const auto id = static_cast<ga_param>(i);
-    if (!params_[i].owns) continue;
+    if (!params_[i].owns || params_[i].share.count == 0) continue;
     const bool units = params_.by_units(id), factored = tables_.factors[i].row_pattern != nullptr;
     unit_lists_ = unit_lists_ || units;
     if (!cut && units)
@@ -116,14 +116,27 @@ void Context::update_batch(Params ids) {
 
 void Context::orthogonalize(ga_param id) {
   const OrthogonalizeTask task = orthogonal_task(id);
-  if (!exchange_ || exchange_->maker(id) == exchange_->rank()) backend_->orthogonalize(task);
-  if (!exchange_ || !(tables_.plans.at(static_cast<size_t>(id))->duty & kUpdate)) return;
+  const bool alone = !exchange_ || exchange_->shards();  // in having to make this update
+  if (alone || exchange_->maker(id) == exchange_->rank()) backend_->orthogonalize(task);
+  if (alone || !(tables_.plans.at(static_cast<size_t>(id))->duty & kUpdate)) return;
   try {
     exchange_->hand_round(task.result(), task.rows * task.columns, id);
   } catch (const Error& e) {
     broken_ = e;  // other parameters have been updated already
     throw;
   }
+}
+
+// Where the optimizer is sharded: gives every rank what the others have updated.
+void Context::gather_updates() {
+  using Changed = Exchange::Changed;
+  exchange_->gather_parameters([this](ga_param id) {
+    const auto i = static_cast<size_t>(id);
+    const int32_t duty = i < prepared_ && params_[i].owns ? tables_.plans.at(i)->duty : 0;
+    return duty & kUpdateRows ? Changed::kRows
+           : duty & kUpdate   ? Changed::kElements
+                              : Changed::kNothing;
+  });
 }
 
 // What Newton-Schulz makes of a parameter's update, and where.

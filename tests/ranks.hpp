@@ -58,4 +58,130 @@ inline void on_ranks(int32_t ranks, const std::function<void(int32_t, ga_comm*)>
   for (std::thread& t : threads) t.join();
 }
 
+// Expects a failure of every rank with this message.
+inline void expect_failure(ga_status status, const char* words,
+                           ga_status expected = GA_ERROR_COMMUNICATION) {
+  EXPECT_EQ(status, expected);
+  EXPECT_NE(std::string(ga_last_error()).find(words), std::string::npos) << ga_last_error();
+}
+
+// Windows of several parameters, to which each rank brings any number of micro-batches.
+namespace over_ranks {
+
+// A tensor that is divided among the ranks and is no whole number of pieces, and smaller ones that travel
+// together.
+inline Layout layout() { return Layout::of({{7}, {90001}, {33, 5}, {1}, {3, 4, 5}}); }
+
+struct Micro {
+  Block gradients;
+  double weight;
+  std::vector<size_t> missing;
+};
+// [window][rank][micro-batch]
+using Shares = std::vector<std::vector<std::vector<Micro>>>;
+
+// Shares of any size, none included. Tensor 0 has a gradient on rank 0 alone, tensor 3 never on it.
+inline Shares make_shares(const Layout& l, int32_t ranks, size_t windows) {
+  Shares shares(windows);
+  uint64_t round = 0;
+  for (size_t w = 0; w < windows; ++w)
+    for (int32_t r = 0; r < ranks; ++r) {
+      shares[w].emplace_back();
+      const size_t count = (static_cast<size_t>(r) + w + 1) % 4;
+      for (size_t k = 0; k < count; ++k)
+        shares[w].back().push_back({gradients(l, 5, round++),
+                                    static_cast<double>(1 + (k + w) % 3),
+                                    {r == 0 ? size_t{3} : size_t{0}}});
+    }
+  return shares;
+}
+
+inline void contribute(ga_context* ctx, const Layout& l, const std::vector<Micro>& micros) {
+  for (const Micro& m : micros) {
+    auto list = pointers(l, m.gradients);
+    for (const size_t i : m.missing) list[i] = nullptr;
+    ASSERT_OK(ga_accumulate(ctx, list.data(), list.size(), m.weight, nullptr));
+  }
+}
+
+struct Options {
+  ga_config config = test::config();
+  ga_optimizer optimizer = plain_sgd();
+  ga_clip clip = test::clip(GA_CLIP_NONE, 1);
+  ga_comm_options options = comm_options();
+};
+
+inline void build(Context& ctx, const Layout& l, const Options& s, Block& block) {
+  add_all(ctx, ctx.group(s.optimizer), l, block);
+  if (s.clip.scope != GA_CLIP_NONE || std::isfinite(s.clip.max_value)) {
+    ASSERT_OK(ga_context_set_clip(ctx, &s.clip));
+  }
+}
+
+struct Ended {
+  Block parameters;
+  std::vector<ga_step_result> results;
+};
+
+// Runs the windows on these ranks.
+inline std::vector<Ended> run(const Layout& l, const Options& s, const Shares& shares,
+                       const Block& start) {
+  const auto ranks = static_cast<int32_t>(shares[0].size());
+  std::vector<Ended> ended(shares[0].size());
+  on_ranks(ranks, [&](int32_t r, ga_comm* comm) {
+    Ended& e = ended[static_cast<size_t>(r)];
+    e.parameters = start;
+    Context ctx(s.config);
+    build(ctx, l, s, e.parameters);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &s.options));
+    for (const auto& window : shares) {
+      contribute(ctx, l, window[static_cast<size_t>(r)]);
+      e.results.push_back(step(ctx));
+    }
+  });
+  return ended;
+}
+
+// What one context makes of all micro-batches, rank by rank.
+inline Ended run_alone(const Layout& l, const Options& s, const Shares& shares, const Block& start) {
+  Ended e;
+  e.parameters = start;
+  Context ctx(s.config);
+  build(ctx, l, s, e.parameters);
+  for (const auto& window : shares) {
+    for (const auto& micros : window) contribute(ctx, l, micros);
+    e.results.push_back(step(ctx));
+  }
+  return e;
+}
+
+inline void expect_alike(const Ended& a, const Ended& b) {
+  EXPECT_TRUE(same_bits(a.parameters, b.parameters));
+  for (size_t w = 0; w < a.results.size(); ++w)
+    EXPECT_EQ(memcmp(&a.results[w], &b.results[w], sizeof(ga_step_result)), 0) << "window " << w;
+}
+
+// Every rank of `ended`, and of `more` if there are some, has the bits of the first one.
+inline void expect_alike(const std::vector<Ended>& ended, const std::vector<Ended>& more = {}) {
+  for (const auto* ranks : {&ended, &more})
+    for (size_t r = 0; r < ranks->size(); ++r) {
+      SCOPED_TRACE("rank " + std::to_string(r) + (ranks == &more ? ", sharded" : ""));
+      expect_alike((*ranks)[r], ended[0]);
+    }
+}
+
+// The largest distance, in units of the largest number.
+inline double distance(const Layout& l, const Block& a, const Block& b) {
+  double most = 0, largest = 0;
+  for (size_t i = 0; i < l.size(); ++i)
+    for (int64_t j = 0; j < l.counts[i]; ++j) {
+      const auto at = static_cast<size_t>(l.offsets[i] + j);
+      most = std::max(most, std::abs(static_cast<double>(a[at]) - b[at]));
+      largest = std::max(largest, std::abs(static_cast<double>(b[at])));
+    }
+  return most / largest;
+}
+
+}  // namespace over_ranks
+
 }  // namespace ga::test

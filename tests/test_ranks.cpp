@@ -8,118 +8,10 @@
 #include "ranks.hpp"
 
 namespace ga::test {
+
+using namespace over_ranks;
+
 namespace {
-
-// A tensor that is exchanged where it lies, in two slices of which none is a whole number of pieces, and
-// smaller ones that travel together.
-Layout layout() {
-  Layout l = Layout::of({{7}, {90001}, {33, 5}, {1}, {3, 4, 5}});
-  return l;
-}
-
-struct Micro {
-  Block gradients;
-  double weight;
-  std::vector<size_t> missing;
-};
-// [window][rank][micro-batch]
-using Shares = std::vector<std::vector<std::vector<Micro>>>;
-
-// Shares of any size, none included. Tensor 0 has a gradient on rank 0 alone, tensor 3 never on it.
-Shares make_shares(const Layout& l, int32_t ranks, size_t windows) {
-  Shares shares(windows);
-  uint64_t round = 0;
-  for (size_t w = 0; w < windows; ++w)
-    for (int32_t r = 0; r < ranks; ++r) {
-      shares[w].emplace_back();
-      const size_t count = (static_cast<size_t>(r) + w + 1) % 4;
-      for (size_t k = 0; k < count; ++k)
-        shares[w].back().push_back({gradients(l, 5, round++),
-                                    static_cast<double>(1 + (k + w) % 3),
-                                    {r == 0 ? size_t{3} : size_t{0}}});
-    }
-  return shares;
-}
-
-void contribute(ga_context* ctx, const Layout& l, const std::vector<Micro>& micros) {
-  for (const Micro& m : micros) {
-    auto list = pointers(l, m.gradients);
-    for (const size_t i : m.missing) list[i] = nullptr;
-    ASSERT_OK(ga_accumulate(ctx, list.data(), list.size(), m.weight, nullptr));
-  }
-}
-
-struct Options {
-  ga_config config = test::config();
-  ga_optimizer optimizer = plain_sgd();
-  ga_clip clip = test::clip(GA_CLIP_NONE, 1);
-  ga_comm_options options = comm_options();
-};
-
-void build(Context& ctx, const Layout& l, const Options& s, Block& block) {
-  add_all(ctx, ctx.group(s.optimizer), l, block);
-  if (s.clip.scope != GA_CLIP_NONE || std::isfinite(s.clip.max_value)) {
-    ASSERT_OK(ga_context_set_clip(ctx, &s.clip));
-  }
-}
-
-struct Ended {
-  Block parameters;
-  std::vector<ga_step_result> results;
-};
-
-// Runs the windows on these ranks.
-std::vector<Ended> run(const Layout& l, const Options& s, const Shares& shares,
-                       const Block& start) {
-  const auto ranks = static_cast<int32_t>(shares[0].size());
-  std::vector<Ended> ended(shares[0].size());
-  on_ranks(ranks, [&](int32_t r, ga_comm* comm) {
-    Ended& e = ended[static_cast<size_t>(r)];
-    e.parameters = start;
-    Context ctx(s.config);
-    build(ctx, l, s, e.parameters);
-    ASSERT_OK(ga_context_set_comm(ctx, comm, &s.options));
-    for (const auto& window : shares) {
-      contribute(ctx, l, window[static_cast<size_t>(r)]);
-      e.results.push_back(step(ctx));
-    }
-  });
-  return ended;
-}
-
-// What one context makes of all micro-batches, rank by rank.
-Ended run_alone(const Layout& l, const Options& s, const Shares& shares, const Block& start) {
-  Ended e;
-  e.parameters = start;
-  Context ctx(s.config);
-  build(ctx, l, s, e.parameters);
-  for (const auto& window : shares) {
-    for (const auto& micros : window) contribute(ctx, l, micros);
-    e.results.push_back(step(ctx));
-  }
-  return e;
-}
-
-void expect_alike(const std::vector<Ended>& ended) {
-  for (size_t r = 1; r < ended.size(); ++r) {
-    EXPECT_TRUE(same_bits(ended[r].parameters, ended[0].parameters)) << "rank " << r;
-    for (size_t w = 0; w < ended[0].results.size(); ++w)
-      EXPECT_EQ(memcmp(&ended[r].results[w], &ended[0].results[w], sizeof(ga_step_result)), 0)
-          << "rank " << r << ", window " << w;
-  }
-}
-
-// The largest distance, in units of the largest number.
-double distance(const Layout& l, const Block& a, const Block& b) {
-  double most = 0, largest = 0;
-  for (size_t i = 0; i < l.size(); ++i)
-    for (int64_t j = 0; j < l.counts[i]; ++j) {
-      const auto at = static_cast<size_t>(l.offsets[i] + j);
-      most = std::max(most, std::abs(static_cast<double>(a[at]) - b[at]));
-      largest = std::max(largest, std::abs(static_cast<double>(b[at])));
-    }
-  return most / largest;
-}
 
 // ---- The promise --------------------------------------------------------------------------------
 
@@ -143,6 +35,8 @@ TEST_P(RanksPromise, AnySharesAreOneBatch) {
   EXPECT_TRUE(model.matches(ended[0].parameters));
   EXPECT_LT(model.vague(), 0.2);
   expect_alike(ended);
+  s.options.shard = GA_SHARD_OPTIMIZER;
+  expect_alike(ended, run(l, s, shares, start));
   for (size_t w = 0; w < shares.size(); ++w) {
     double weight = 0;
     int64_t micros = 0;
@@ -197,6 +91,8 @@ TEST_P(RanksWays, AreThoseOfOneContext) {
   const Ended alone = run_alone(l, s, shares, start);
   const std::vector<Ended> ended = run(l, s, shares, start);
   expect_alike(ended);
+  s.options.shard = GA_SHARD_OPTIMIZER;
+  expect_alike(ended, run(l, s, shares, start));
   EXPECT_LE(distance(l, ended[0].parameters, alone.parameters), GetParam().tolerance);
   for (size_t w = 0; w < shares.size(); ++w) {
     EXPECT_NEAR(ended[0].results[w].norm, alone.results[w].norm, 1e-5 * alone.results[w].norm);
@@ -632,12 +528,6 @@ TEST(Ranks, UnequalMicroBatchCountsDoNotHang) {
 
 // ---- Agreement ----------------------------------------------------------------------------------
 
-// Expects a failure of every rank with this message.
-void expect_failure(ga_status status, const char* words) {
-  EXPECT_EQ(status, GA_ERROR_COMMUNICATION);
-  EXPECT_NE(std::string(ga_last_error()).find(words), std::string::npos) << ga_last_error();
-}
-
 TEST(Ranks, TheFirstDifferenceIsNamed) {
   struct Case {
     const char* words;
@@ -1008,11 +898,11 @@ ga_comm_table table_of(Counting& counting) {
   ga_comm_table t = {};
   t.struct_size = sizeof t;
   t.user = &counting;
-  t.all_to_all =
-      t.all_gather = [](void* user, const void* send, void* recv, int64_t count, ga_dtype dtype) {
-        return static_cast<Counting*>(user)->move(send, recv, count, dtype);
-      };
-  t.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t) { return 0; };
+  t.all_to_all = [](void* user, const void* send, int64_t, void* recv, int64_t count, ga_dtype dtype,
+                    void*) { return static_cast<Counting*>(user)->move(send, recv, count, dtype); };
+  t.all_gather = [](void* user, const void* send, void* recv, int64_t, int64_t count, ga_dtype dtype,
+                    void*) { return static_cast<Counting*>(user)->move(send, recv, count, dtype); };
+  t.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t, void*) { return 0; };
   t.error_text = [](void*, int32_t code) { return code == 42 ? "the cable is out" : "?"; };
   return t;
 }

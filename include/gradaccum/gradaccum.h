@@ -1260,21 +1260,26 @@ typedef int32_t ga_comm_kind;
 enum { GA_COMM_LOCAL = 0, GA_COMM_MPI = 1, GA_COMM_TABLE = 2 };
 
 /* A transport of the program's own. Every rank calls the same functions in the same order, with the
-   same count, dtype and root, and each function returns when this rank may use its result and
-   overwrite what it sent. count: elements of dtype, any ga_dtype. Blocks lie one behind the other,
-   rank 0's first. Functions return 0, or a number of their own for a failure, after which no other
-   but abort and error_text is called. They keep their own time limit and run in the program's
-   floating-point mode. */
+   same count, stride, dtype and root, and each function returns when this rank may use its result
+   and overwrite what it sent. A block is count elements of dtype, any ga_dtype; of [ranks] blocks,
+   rank 0's comes first, and block q begins stride elements behind block q - 1, stride >= count.
+   stream: NULL, for all memory is the host's. Functions return 0, or a number of their own for a
+   failure, after which no other but abort and error_text is called. They keep their own time limit
+   and run in the program's floating-point mode. */
 typedef struct ga_comm_table {
   size_t struct_size;
   void* user; /* passed to each function */
-  /* Block q of send, [ranks] blocks of count elements, becomes block `rank` of recv on rank q. */
-  int32_t (*all_to_all)(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype);
-  /* send, count elements, becomes block `rank` of recv, [ranks] blocks, on every rank. send may be
-     that block of recv. */
-  int32_t (*all_gather)(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype);
-  /* Rank root's data becomes that of every rank. */
-  int32_t (*broadcast)(void* user, void* data, int64_t count, ga_dtype dtype, int32_t root);
+  /* Block q of send, [ranks] blocks a stride apart, becomes block `rank` of recv on rank q, where
+     [ranks] blocks lie one behind the other. */
+  int32_t (*all_to_all)(void* user, const void* send, int64_t stride, void* recv, int64_t count,
+                        ga_dtype dtype, void* stream);
+  /* send, one block, becomes block `rank` of recv, [ranks] blocks a stride apart, on every rank.
+     send may be that block of recv. */
+  int32_t (*all_gather)(void* user, const void* send, void* recv, int64_t stride, int64_t count,
+                        ga_dtype dtype, void* stream);
+  /* Rank root's data, count elements, becomes that of every rank. */
+  int32_t (*broadcast)(void* user, void* data, int64_t count, ga_dtype dtype, int32_t root,
+                       void* stream);
   /* Has the functions that wait on this rank return a failure soon; from any thread. May be NULL. */
   void (*abort)(void* user);
   /* What a failure means: a sentence that stays until the next call; may be NULL, as the function
@@ -1326,13 +1331,21 @@ GA_API void ga_comm_destroy(ga_comm* comm);
 typedef int32_t ga_comm_wire;
 enum { GA_COMM_WIRE_EXACT = 0, GA_COMM_WIRE_BF16 = 1 };
 
+/* What each rank keeps of optimizer state, master weights and EMA: all of it, or a part of about
+   1 / ranks, in which case it updates that part of the parameters and gets the others' (ZeRO-1,
+   Rajbhandari et al. 2020). */
+typedef int32_t ga_shard;
+enum { GA_SHARD_NONE = 0, GA_SHARD_OPTIMIZER = 1 };
+
 typedef struct ga_comm_options {
   size_t struct_size;
   ga_comm_wire wire;   /* default GA_COMM_WIRE_EXACT */
   int32_t hand_out;    /* 1: rank 0's parameters and state become those of every rank; default 0:
                            they must agree already */
-  int64_t check_every; /* every so many windows, ga_step compares parameters and state over the
-                           ranks, bit for bit; default 0: never */
+  int64_t check_every; /* every so many windows, ga_step compares parameters, and state that every
+                           rank has, over the ranks, bit for bit; default 0: never */
+  ga_shard shard;      /* default GA_SHARD_NONE */
+  int32_t reserved;    /* 0 */
 } ga_comm_options;
 
 /* Writes the defaults. */

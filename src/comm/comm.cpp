@@ -65,6 +65,8 @@ ga_comm_options default_comm_options() {
 void check_comm_options(const ga_comm_options& o) {
   check_choice("wire", o.wire, GA_COMM_WIRE_BF16, "ga_comm_wire");
   check_choice("hand_out", o.hand_out, 1, "0 or 1");
+  check_choice("shard", o.shard, GA_SHARD_OPTIMIZER, "ga_shard");
+  check_choice("ga_comm_options.reserved", o.reserved, 0, "reserved");
   if (o.check_every < 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "check_every was %lld, expected >= 0", ll(o.check_every));
 }
@@ -108,19 +110,23 @@ void Comm::run(const char* what, Call&& call) {
   throw *failure_;
 }
 
-void Comm::all_to_all(const char* what, const void* send, void* recv, int64_t count,
+void Comm::all_to_all(const char* what, const void* send, int64_t stride, void* recv, int64_t count,
                       int32_t dtype) {
-  run(what, [&](const ga_comm_table& t) { return t.all_to_all(t.user, send, recv, count, dtype); });
+  run(what, [&](const ga_comm_table& t) {
+    return t.all_to_all(t.user, send, stride, recv, count, dtype, nullptr);
+  });
 }
 
-void Comm::all_gather_arrays(const char* what, const void* send, void* recv, int64_t count,
-                             int32_t dtype) {
-  run(what, [&](const ga_comm_table& t) { return t.all_gather(t.user, send, recv, count, dtype); });
+void Comm::all_gather_arrays(const char* what, const void* send, void* recv, int64_t stride,
+                             int64_t count, int32_t dtype) {
+  run(what, [&](const ga_comm_table& t) {
+    return t.all_gather(t.user, send, recv, stride, count, dtype, nullptr);
+  });
 }
 
 void Comm::all_gather(const char* what, const void* send, void* recv, int64_t count,
                       int32_t dtype) {
-  if (!transport_.writes_late) return all_gather_arrays(what, send, recv, count, dtype);
+  if (!transport_.writes_late) return all_gather_arrays(what, send, recv, count, count, dtype);
   const int64_t size = dtype_info(dtype).size;
   const int64_t most = kLent / size;
   for (int64_t at = 0; at < count; at += most) {
@@ -128,7 +134,7 @@ void Comm::all_gather(const char* what, const void* send, void* recv, int64_t co
     const auto bytes = static_cast<size_t>(n * size);
     char* const memory = lent(bytes * static_cast<size_t>(ranks() + 1));
     std::memcpy(memory, static_cast<const char*>(send) + at * size, bytes);
-    all_gather_arrays(what, memory, memory + bytes, n, dtype);
+    all_gather_arrays(what, memory, memory + bytes, n, n, dtype);
     for (int32_t q = 0; q < ranks(); ++q)
       std::memcpy(static_cast<char*>(recv) + (q * count + at) * size,
                   memory + static_cast<size_t>(q + 1) * bytes, bytes);
@@ -137,7 +143,7 @@ void Comm::all_gather(const char* what, const void* send, void* recv, int64_t co
 
 void Comm::broadcast(const char* what, void* data, int64_t count, int32_t dtype, int32_t root) {
   const auto send = [&](void* from, int64_t n) {
-    run(what, [&](const ga_comm_table& t) { return t.broadcast(t.user, from, n, dtype, root); });
+    run(what, [&](const ga_comm_table& t) { return t.broadcast(t.user, from, n, dtype, root, nullptr); });
   };
   if (!transport_.writes_late) return send(data, count);
   const int64_t size = dtype_info(dtype).size;

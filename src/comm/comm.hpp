@@ -43,9 +43,10 @@ class Comm {
   // throw, now and at every later call.
   // The first two are for arrays of a backend, which it keeps if may_write_late(); the others for any
   // memory.
-  void all_to_all(const char* what, const void* send, void* recv, int64_t count, int32_t dtype);
-  void all_gather_arrays(const char* what, const void* send, void* recv, int64_t count,
-                         int32_t dtype);
+  void all_to_all(const char* what, const void* send, int64_t stride, void* recv, int64_t count,
+                  int32_t dtype);
+  void all_gather_arrays(const char* what, const void* send, void* recv, int64_t stride,
+                         int64_t count, int32_t dtype);
   void all_gather(const char* what, const void* send, void* recv, int64_t count, int32_t dtype);
   void broadcast(const char* what, void* data, int64_t count, int32_t dtype, int32_t root);
   void abort() noexcept;

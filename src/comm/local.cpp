@@ -30,11 +30,12 @@ enum Failure : int32_t { kNone, kLate, kLeft, kAborted, kDifferent, kFailedBefor
 struct Shown {
   Call call;
   const void* send;
-  int64_t count;
+  int64_t stride, count;
   int32_t dtype, root;
 
   bool matches(const Shown& s) const {
-    return call == s.call && count == s.count && dtype == s.dtype && root == s.root;
+    return call == s.call && stride == s.stride && count == s.count && dtype == s.dtype &&
+           root == s.root;
   }
 };
 
@@ -191,24 +192,26 @@ int32_t run(void* user, const Shown& shown, Copy&& copy) {
       });
 }
 
-int32_t all_to_all(void* user, const void* send, void* recv, int64_t count, int32_t dtype) {
-  const size_t block = bytes_of(count, dtype);
-  return run(user, {Call::kAllToAll, send, count, dtype, 0},
+int32_t all_to_all(void* user, const void* send, int64_t stride, void* recv, int64_t count,
+                   int32_t dtype, void*) {
+  const size_t block = bytes_of(count, dtype), step = bytes_of(stride, dtype);
+  return run(user, {Call::kAllToAll, send, stride, count, dtype, 0},
              [&](size_t q, const char* theirs, size_t rank) {
-               move_block(static_cast<char*>(recv) + q * block, theirs + rank * block, block);
+               move_block(static_cast<char*>(recv) + q * block, theirs + rank * step, block);
              });
 }
 
-int32_t all_gather(void* user, const void* send, void* recv, int64_t count, int32_t dtype) {
-  const size_t block = bytes_of(count, dtype);
-  return run(user, {Call::kAllGather, send, count, dtype, 0},
+int32_t all_gather(void* user, const void* send, void* recv, int64_t stride, int64_t count,
+                   int32_t dtype, void*) {
+  const size_t block = bytes_of(count, dtype), step = bytes_of(stride, dtype);
+  return run(user, {Call::kAllGather, send, stride, count, dtype, 0},
              [&](size_t q, const char* theirs, size_t) {
-               move_block(static_cast<char*>(recv) + q * block, theirs, block);
+               move_block(static_cast<char*>(recv) + q * step, theirs, block);
              });
 }
 
-int32_t broadcast(void* user, void* data, int64_t count, int32_t dtype, int32_t root) {
-  return run(user, {Call::kBroadcast, data, count, dtype, root},
+int32_t broadcast(void* user, void* data, int64_t count, int32_t dtype, int32_t root, void*) {
+  return run(user, {Call::kBroadcast, data, count, count, dtype, root},
              [&](size_t q, const char* theirs, size_t) {
                if (static_cast<int32_t>(q) == root)
                  move_block(data, theirs, bytes_of(count, dtype));

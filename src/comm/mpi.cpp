@@ -76,25 +76,32 @@ int32_t in_slices(End& end, int64_t count, ga_dtype dtype, Begin&& begin) {
   return MPI_SUCCESS;
 }
 
-// A block of `count` elements in rows `stride` elements apart, of which a slice is exchanged: a type of
-// that many elements whose extent is the stride.
-class Slice {
+// The type and the count by which MPI finds blocks of `block` elements a stride apart. A gap takes a type of
+// the whole block whose extent is the stride.
+class Blocks {
  public:
-  Slice(ga_dtype dtype, int count, int64_t stride) {
-    MPI_Type_contiguous(count, type_of(dtype), &whole_);
-    MPI_Type_create_resized(whole_, 0, stride * size_of(dtype), &type_);
+  Blocks(ga_dtype dtype, int block, int64_t stride)
+      : type_(type_of(dtype)), count_(block), made_(block != stride) {
+    if (!made_) return;
+    count_ = 1;
+    MPI_Datatype whole = MPI_DATATYPE_NULL;
+    MPI_Type_contiguous(block, type_of(dtype), &whole);
+    MPI_Type_create_resized(whole, 0, stride * size_of(dtype), &type_);
     MPI_Type_commit(&type_);
+    MPI_Type_free(&whole);
   }
-  ~Slice() {
-    MPI_Type_free(&type_);
-    MPI_Type_free(&whole_);
+  ~Blocks() {
+    if (made_) MPI_Type_free(&type_);
   }
-  Slice(const Slice&) = delete;
-  Slice& operator=(const Slice&) = delete;
+  Blocks(const Blocks&) = delete;
+  Blocks& operator=(const Blocks&) = delete;
   MPI_Datatype type() const { return type_; }
+  int count() const { return count_; }
 
  private:
-  MPI_Datatype whole_ = MPI_DATATYPE_NULL, type_ = MPI_DATATYPE_NULL;
+  MPI_Datatype type_;
+  int count_;
+  const bool made_;
 };
 
 const char* at_element(const void* data, int64_t offset, ga_dtype dtype) {
@@ -104,31 +111,29 @@ char* at_element(void* data, int64_t offset, ga_dtype dtype) {
   return static_cast<char*>(data) + offset * size_of(dtype);
 }
 
-int32_t all_to_all(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype) {
+int32_t all_to_all(void* user, const void* send, int64_t stride, void* recv, int64_t count,
+                   ga_dtype dtype, void*) {
   End& end = *static_cast<End*>(user);
   return in_slices(end, count, dtype, [&](int64_t at, int n, MPI_Request* request) {
-    if (n == count)
-      return MPI_Ialltoall(send, n, type_of(dtype), recv, n, type_of(dtype), end.comm, request);
-    const Slice slice(dtype, n, count);
-    return MPI_Ialltoall(at_element(send, at, dtype), 1, slice.type(), at_element(recv, at, dtype),
-                         1, slice.type(), end.comm, request);
+    const Blocks from(dtype, n, stride), to(dtype, n, count);
+    return MPI_Ialltoall(at_element(send, at, dtype), from.count(), from.type(),
+                         at_element(recv, at, dtype), to.count(), to.type(), end.comm, request);
   });
 }
 
-int32_t all_gather(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype) {
+int32_t all_gather(void* user, const void* send, void* recv, int64_t stride, int64_t count,
+                   ga_dtype dtype, void*) {
   End& end = *static_cast<End*>(user);
-  const void* const own = at_element(recv, end.rank * count, dtype);
+  const void* const own = at_element(recv, end.rank * stride, dtype);
   return in_slices(end, count, dtype, [&](int64_t at, int n, MPI_Request* request) {
     const void* const from = send == own ? MPI_IN_PLACE : at_element(send, at, dtype);
-    if (n == count)
-      return MPI_Iallgather(from, n, type_of(dtype), recv, n, type_of(dtype), end.comm, request);
-    const Slice slice(dtype, n, count);
-    return MPI_Iallgather(from, n, type_of(dtype), at_element(recv, at, dtype), 1, slice.type(),
-                          end.comm, request);
+    const Blocks to(dtype, n, stride);
+    return MPI_Iallgather(from, n, type_of(dtype), at_element(recv, at, dtype), to.count(),
+                          to.type(), end.comm, request);
   });
 }
 
-int32_t broadcast(void* user, void* data, int64_t count, ga_dtype dtype, int32_t root) {
+int32_t broadcast(void* user, void* data, int64_t count, ga_dtype dtype, int32_t root, void*) {
   End& end = *static_cast<End*>(user);
   return in_slices(end, count, dtype, [&](int64_t at, int n, MPI_Request* request) {
     return MPI_Ibcast(at_element(data, at, dtype), n, type_of(dtype), root, end.comm, request);

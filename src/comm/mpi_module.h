@@ -9,7 +9,7 @@
 #include "gradaccum/gradaccum.h"
 
 /* Goes up with every change of the table. */
-#define GA_MPI_ABI 1
+#define GA_MPI_ABI 2
 
 typedef struct ga_mpi_end {
   ga_comm_table table;

@@ -1,0 +1,613 @@
+// SPDX-License-Identifier: Apache-2.0
+// What travels at the end of a window: gradients to where they are added and their sums back, and where the
+// optimizer is sharded, updated parameters.
+#include <algorithm>
+#include <cstring>
+
+#include "context.hpp"
+#include "error.hpp"
+#include "exchange.hpp"
+#include "tensor.hpp"
+
+namespace ga {
+namespace {
+
+constexpr int64_t kSliceBytes = int64_t{8} << 20;     // of an exchange, on the wire
+constexpr int64_t kPackedBytes = int64_t{256} << 10;  // smaller parameters are packed
+
+constexpr int32_t kDtypes[] = {GA_F32, GA_F64, GA_F16, GA_BF16};
+
+int64_t size_of(int32_t dtype) { return dtype_info(dtype).size; }
+
+int32_t added_in(int32_t wire) { return wire == GA_F64 ? GA_F64 : GA_F32; }
+
+Array offset(const Array& a, int64_t elements) {
+  return {static_cast<char*>(a.data) + elements * size_of(a.format), a.format};
+}
+
+// The array of which `part` is what lies from element `first` on. Only that part exists.
+Array whole_of(const Array& part, int64_t first) {
+  const auto address = reinterpret_cast<uintptr_t>(part.data);
+  return {reinterpret_cast<void*>(address - static_cast<uintptr_t>(first * size_of(part.format))),
+          part.format};
+}
+
+FinishTask move(const Array& from, const Array& to, int64_t count) {
+  FinishTask task = {};
+  task.gradient = identity({from.data, from.format, 1, nullptr});
+  task.f64 = from.format == GA_F64;
+  task.target = to;
+  task.count = count;
+  return task;
+}
+
+}  // namespace
+
+// ---- Who has what -------------------------------------------------------------------------------
+
+// Divides the parameters that are not divided yet: large ones among all ranks, small ones as a whole, to
+// whoever has least so far. The same on every rank, since all have added the same parameters.
+void Exchange::divide() {
+  ParamList& params = context_.params_;
+  const size_t known = divisions_.size();
+  if (known == params.size()) return;
+  const auto ranks = static_cast<size_t>(comm_->ranks());
+  std::vector<int64_t> small(ranks), kept(ranks);  // elements of each rank
+  std::vector<size_t> fresh;
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (i >= known) fresh.push_back(i);
+    if (i >= known || params.tensor(i).removed) continue;
+    const Division& d = divisions_[i];
+    (d.piece == 0 ? small : kept)[static_cast<size_t>(d.owner)] += params[i].count;
+  }
+  if (known == 0)
+    std::stable_sort(fresh.begin(), fresh.end(),
+                     [&](size_t a, size_t b) { return params[a].count > params[b].count; });
+  divisions_.resize(params.size());
+  keepers_.resize(params.size());
+  for (const size_t i : fresh) {
+    Param& p = params[i];
+    Division& d = divisions_[i];
+    const Keeper keeper = keepers_[i] = params.keeper(i);
+    const int64_t each = (p.count + comm_->ranks() - 1) / comm_->ranks();
+    if (p.count * size_of(p.real()) >= kPackedBytes) d.piece = (each + 15) / 16 * 16;
+    std::vector<int64_t>& load = d.piece == 0 ? small : kept;
+    const auto least = std::min_element(load.begin(), load.end());
+    d.owner = static_cast<int32_t>(least - load.begin());
+    if (d.piece == 0 || keeper == Keeper::kOwner) *least += p.count;
+    if (!shards()) continue;
+    if (keeper == Keeper::kPieces) p.share = d.range(rank(), p.count);
+    if (keeper == Keeper::kOwner && d.owner != rank()) p.share = {0, 0};
+  }
+}
+
+void Exchange::check_division() {
+  if (!shards()) return;
+  if (context_.prepared_ == 0) {
+    divisions_.clear();
+    for (Param& p : context_.params_) p.share = {0, p.count};
+    return;
+  }
+  for (size_t i = 0; i < divisions_.size(); ++i)
+    if (context_.params_.keeper(i) != keepers_[i] && !context_.params_.tensor(i).removed)
+      context_.params_.subject(i).fail(
+          GA_ERROR_UNSUPPORTED,
+          "its state lies %s, so clipping by units (GA_CLIP_AGC) can be %s only before the library "
+          "makes its arrays",
+          keepers_[i] == Keeper::kAll ? "on every rank" : "in parts on the ranks",
+          keepers_[i] == Keeper::kAll ? "taken away" : "set");
+}
+
+// What this rank has of the sum of a gradient in the end.
+Range Exchange::summed_range(ga_param id) const {
+  const Param& p = context_.params_[id];
+  return shards() && context_.params_.keeper(id) == Keeper::kPieces ? p.share : Range{0, p.count};
+}
+
+// The dtype in which a gradient travels to where it is added.
+int32_t Exchange::wire_of(const Param& p) const {
+  if (p.f64) return GA_F64;
+  if (p.pair) return GA_F32;
+  if (size_of(p.accumulator_dtype) == 2)
+    return context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN ? int32_t{GA_F32}
+                                                                       : p.accumulator_dtype;
+  return options_.wire == GA_COMM_WIRE_BF16 ? GA_BF16 : GA_F32;
+}
+
+// Where the sum of a gradient lies: in the accumulator, or in an array of f32.
+Array Exchange::summed(ga_param id) const {
+  const Param& p = context_.params_[id];
+  if (p.fits_accumulator() && !p.pair) return {p.accumulator, p.accumulator_dtype};
+  return whole_of({wide_[static_cast<size_t>(id)].data(), GA_F32}, summed_range(id).first);
+}
+
+// ---- Slices -------------------------------------------------------------------------------------
+
+// Adds the slices of the parameters that travel in a dtype; travel(id) says how. A parameter that is
+// divided and travels in place does so but for its end, where some ranks have no more.
+template <class How>
+void Exchange::add_slices(int32_t dtype, bool gathered, How&& travel) {
+  const int64_t ranks = comm_->ranks();
+  const int64_t most = std::max(kSliceBytes / size_of(dtype) / ranks, int64_t{1});
+  for (auto& queue : queues_) queue.clear();
+  queues_.resize(static_cast<size_t>(ranks));
+  for (size_t i = 0; i < divisions_.size(); ++i) {
+    const auto id = static_cast<ga_param>(i);
+    const Travel how = travel(id);
+    if (how == Travel::kNot) continue;
+    const Division& d = divisions_[i];
+    const int64_t count = context_.params_[id].count;
+    int64_t done = 0;  // of each piece
+    if (how == Travel::kInPlace && d.piece > 0)
+      for (const int64_t last = d.range(comm_->ranks() - 1, count).count; done < last;) {
+        const int64_t block = std::min(most, last - done);
+        segments_.push_back({id, done, block, 0});
+        slices_.push_back(
+            {dtype, false, gathered, segments_.size() - 1, segments_.size(), block, d.piece});
+        done += block;
+      }
+    for (int32_t q = 0; q < comm_->ranks(); ++q) {
+      const Range r = d.range(q, count);
+      if (r.count > done)
+        queues_[static_cast<size_t>(q)].push_back({id, r.first + done, r.count - done, 0});
+    }
+  }
+  pack_queues(dtype, gathered, most);
+}
+
+// Slices of what is left in the queues, one for each rank.
+void Exchange::pack_queues(int32_t dtype, bool gathered, int64_t most) {
+  int64_t longest = 0;
+  for (const auto& queue : queues_) {
+    int64_t length = 0;
+    for (const Segment& s : queue) length += s.count;
+    longest = std::max(longest, length);
+  }
+  std::vector<size_t> next(queues_.size(), 0);
+  for (int64_t done = 0, block; done < longest; done += block) {
+    block = std::min(most, longest - done);
+    const size_t begin = segments_.size();
+    for (size_t q = 0; q < queues_.size(); ++q)
+      for (int64_t filled = 0; filled < block && next[q] < queues_[q].size();) {
+        Segment& s = queues_[q][next[q]];
+        const int64_t count = std::min(s.count, block - filled);
+        segments_.push_back({s.param, s.first, count, static_cast<int64_t>(q) * block + filled});
+        s.first += count;
+        s.count -= count;
+        filled += count;
+        if (s.count == 0) ++next[q];
+      }
+    slices_.push_back({dtype, true, gathered, begin, segments_.size(), block, block});
+  }
+}
+
+// f(segment) for what this rank has of a packed slice.
+template <class F>
+void Exchange::each_own(const Slice& slice, F&& f) {
+  const int64_t begin = rank() * slice.block, end = begin + slice.block;
+  for (size_t k = slice.first; k < slice.end; ++k)
+    if (segments_[k].at >= begin && segments_[k].at < end) f(segments_[k]);
+}
+
+// Makes room for the slices.
+void Exchange::reserve() {
+  const int64_t ranks = comm_->ranks();
+  size_t received = 0, send = 0, added = 0, chunks = 0, tasks = 0;
+  for (const Slice& s : slices_) {
+    const auto elements = static_cast<size_t>(s.block * ranks);
+    const auto size = static_cast<size_t>(size_of(s.dtype));
+    received = std::max(received, elements * size);
+    if (s.packed) send = std::max(send, elements * size);
+    if (s.packed && s.gathered)
+      added = std::max(added, elements * static_cast<size_t>(size_of(added_in(s.dtype))));
+    const size_t segments = s.end - s.first;
+    chunks = std::max(chunks, segments + static_cast<size_t>(chunk_count(s.block)));
+    tasks = std::max(tasks, segments + static_cast<size_t>(ranks));
+  }
+  const auto grow = [&](Buffer& buffer, size_t bytes) {
+    if (buffer.bytes() < bytes) buffer = Buffer(*context_.backend_, bytes);
+  };
+  grow(received_, received);
+  grow(send_, send);
+  grow(added_, added);
+  partials_.resize(std::max(partials_.size(), chunks));
+  tasks_.reserve(tasks);
+  moves_.reserve(tasks);
+  pairs_.reserve(tasks);
+  norms_.reserve(tasks);
+  numbers_.reserve(tasks);
+}
+
+// Makes the arrays for sums that do not fit their accumulator.
+void Exchange::reserve_sums() {
+  wide_.resize(touched_.size());
+  for (size_t i = 0; i < touched_.size(); ++i) {
+    const Param& p = context_.params_[i];
+    const bool needed = touched_[i] && (!p.fits_accumulator() || p.pair);
+    const int64_t count = needed ? summed_range(static_cast<ga_param>(i)).count : 0;
+    if (context_.params_.tensor(i).removed) wide_[i] = Buffer();
+    if (count > 0 && !wide_[i].data())
+      wide_[i] = Buffer(*context_.backend_, static_cast<size_t>(count) * sizeof(float));
+  }
+}
+
+void Exchange::run_moves() { context_.backend_->finish({moves_.data(), moves_.size()}); }
+
+// ---- Gradients ----------------------------------------------------------------------------------
+
+void Exchange::add_gradients() {
+  param_sums_.assign(touched_.size(), ParamSums());
+  if (!exchanged_) return;
+  gather_rows();
+  slices_.clear();
+  segments_.clear();
+  const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
+  for (const bool gathered : {true, false})
+    for (const int32_t wire : kDtypes)
+      add_slices(wire, gathered, [&](ga_param id) {
+        const Param& p = context_.params_[id];
+        if (!touched_[static_cast<size_t>(id)] || p.count == 0 || p.held() == Held::kRows ||
+            wire_of(p) != wire)
+          return Travel::kNot;
+        const bool pieces = shards() && context_.params_.keeper(id) == Keeper::kPieces;
+        if (gathered == pieces) return Travel::kNot;
+        const bool as_it_lies = wire == p.accumulator_dtype && !p.pair && !running;
+        return as_it_lies ? Travel::kInPlace : Travel::kPacked;
+      });
+  reserve();
+  reserve_sums();
+  for (const Slice& s : slices_) exchange(s);
+  for (size_t i = 0; i < touched_.size(); ++i) {
+    Param& p = context_.params_[i];
+    if (!touched_[i] || p.held() == Held::kRows) continue;
+    p.hold(Held::kSummed);
+    const auto id = static_cast<ga_param>(i);
+    p.summed = summed_range(id).count > 0 ? summed(id).data : nullptr;
+    p.stale = false;
+  }
+}
+
+void Exchange::exchange(const Slice& slice) {
+  const Segment& only = segments_[slice.first];
+  const Array send = slice.packed ? Array{send_.data(), slice.dtype}
+                                  : offset(accumulator_of(only.param), only.first);
+  if (slice.packed)
+    pack(slice);
+  else if (context_.params_[only.param].held() == Held::kNothing)
+    clear(slice);
+  comm_->all_to_all("gradients", send.data, slice.stride, received_.data(), slice.block,
+                    slice.dtype);
+  add_blocks(slice);
+  if (!slice.gathered) return;
+  const Array all = slice.packed ? Array{added_.data(), added_in(slice.dtype)}
+                                 : offset(summed(only.param), only.first);
+  comm_->all_gather_arrays("sums of gradients", offset(all, rank() * slice.stride).data, all.data,
+                           slice.stride, slice.block, all.format);
+  if (!slice.packed) return;
+  moves_.clear();
+  for (size_t k = slice.first; k < slice.end; ++k) {
+    const Segment& s = segments_[k];
+    moves_.push_back(move(offset(all, s.at), offset(summed(s.param), s.first), s.count));
+  }
+  run_moves();
+}
+
+// The accumulator of a gradient that travels as it lies.
+Array Exchange::accumulator_of(ga_param id) const {
+  const Param& p = context_.params_[id];
+  return {p.accumulator, p.accumulator_dtype};
+}
+
+// Zeros where this rank has no gradient.
+void Exchange::clear(const Slice& slice) {
+  const Segment& s = segments_[slice.first];
+  moves_.clear();
+  for (int64_t q = 0; q < comm_->ranks(); ++q)
+    moves_.push_back(move({nullptr, context_.params_[s.param].real()},
+                          offset(accumulator_of(s.param), q * slice.stride + s.first), s.count));
+  run_moves();
+}
+
+// Copies what this rank has of a slice one behind the other; zeros where it has nothing.
+void Exchange::pack(const Slice& slice) {
+  const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
+  const Array to = {send_.data(), slice.dtype};
+  moves_.clear();
+  pairs_.clear();
+  for (size_t k = slice.first; k < slice.end; ++k) {
+    const Segment& s = segments_[k];
+    const Param& p = context_.params_[s.param];
+    FinishTask task = {};
+    task.f64 = p.f64;
+    task.target = offset(to, s.at);
+    task.count = s.count;
+    if (p.held() != Held::kNothing) {
+      Source& source = task.gradient.source;
+      source = {offset({p.accumulator, p.accumulator_dtype}, s.first).data, p.accumulator_dtype, 1,
+                nullptr};
+      if (p.pair) {
+        const Tensor& t = context_.params_.tensor(s.param);
+        pairs_.push_back({const_cast<void*>(source.data),
+                          offset({t.low, p.accumulator_dtype}, s.first).data, p.accumulator_dtype});
+        source.data = &pairs_.back();
+        source.format = kPair;
+      }
+      if (running)
+        source.scale = context_.deferring()
+                           ? context_.param_state(static_cast<size_t>(s.param)).held_weight
+                           : p.held_weight;
+    }
+    moves_.push_back(task);
+  }
+  run_moves();
+}
+
+// Adds the blocks that have come, in the order of the ranks, and measures the sums.
+void Exchange::add_blocks(const Slice& slice) {
+  tasks_.clear();
+  starts_.clear();
+  const auto add = [&](const Segment& s, const Array& target, int64_t start) {
+    AccumulateTask task = {};
+    task.target = target;
+    task.count = s.count;
+    task.param = s.param;
+    tasks_.push_back(task);
+    starts_.push_back(start);
+  };
+  if (slice.packed) {
+    const Array added = {added_.data(), added_in(slice.dtype)};
+    each_own(slice, [&](const Segment& s) {
+      add(s, slice.gathered ? offset(added, s.at) : offset(summed(s.param), s.first),
+          s.at - rank() * slice.block);
+    });
+  } else {
+    const Segment& s = segments_[slice.first];
+    add(s, offset(summed(s.param), rank() * slice.stride + s.first), 0);
+  }
+  if (tasks_.empty()) return;
+  size_t chunks = 0;
+  for (AccumulateTask& task : tasks_) {
+    task.partials = &partials_[chunks];
+    chunks += static_cast<size_t>(chunk_count(task.count));
+  }
+  Backend& backend = *context_.backend_;
+  const Array received = {received_.data(), slice.dtype};
+  // The first pass adds two ranks' blocks, each further one that of one more.
+  for (int64_t q = 0; q < comm_->ranks(); q += q == 0 ? 2 : 1) {
+    for (size_t k = 0; k < tasks_.size(); ++k) {
+      AccumulateTask& task = tasks_[k];
+      task.sources = q == 0 && comm_->ranks() > 1 ? 2 : 1;
+      task.keep = q == 0 ? 0 : 1;
+      for (int64_t j = 0; j < task.sources; ++j)
+        task.source[j] = {offset(received, (q + j) * slice.block + starts_[k]).data, slice.dtype, 1,
+                          nullptr};
+    }
+    backend.accumulate({tasks_.data(), tasks_.size()});
+  }
+  measure_blocks();
+}
+
+// Adds the squares of the sums that tasks_ have made to those of their parameters.
+void Exchange::measure_blocks() {
+  const double mean = context_.config_.reduce == GA_REDUCE_MEAN ? 1 / sums_.weight : 1;
+  norms_.clear();
+  numbers_.clear();
+  for (const AccumulateTask& task : tasks_) {
+    const ParamInput& in = context_.tables_.param_inputs[static_cast<size_t>(task.param)];
+    if (!in.clamped) continue;
+    const GroupInput& g = context_.tables_.group_inputs[static_cast<size_t>(in.group)];
+    numbers_.push_back({g.optimizer.maximize ? -mean : mean, g.clip.max_value, 1});
+    norms_.push_back({{{task.target.data, task.target.format, 1, nullptr}, &numbers_.back()},
+                      in.f64,
+                      task.count,
+                      task.partials});
+  }
+  if (!norms_.empty()) context_.backend_->norm({norms_.data(), norms_.size()});
+  for (const AccumulateTask& task : tasks_) {
+    ParamSums& sums = param_sums_[static_cast<size_t>(task.param)];
+    const bool clamped = context_.tables_.param_inputs[static_cast<size_t>(task.param)].clamped;
+    for (int64_t k = 0; k < chunk_count(task.count); ++k) {
+      sums.squares += task.partials[k].sum_squares;
+      if (clamped) sums.clamped += task.partials[k].second_squares;
+      sums.nonfinite += task.partials[k].nonfinite != 0;
+    }
+  }
+}
+
+// ---- Gradients of some rows -----------------------------------------------------------------------
+
+bool Exchange::has_rows(size_t i) const {
+  const Tensor& t = context_.params_.tensor(i);
+  return t.options.rows != GA_ROWS_NONE && !t.removed;
+}
+
+// Every rank adds the rows of all ranks to an empty set, in the order of the ranks, and so has the same
+// sums; a parameter of which some rank has a gradient of all rows is made dense on every rank.
+void Exchange::gather_rows() {
+  const auto ranks = static_cast<size_t>(comm_->ranks());
+  const uint64_t* counts = row_counts_.data();
+  for (size_t i = 0; i < touched_.size(); ++i) {
+    if (!has_rows(i)) continue;
+    const uint64_t* const of_ranks = counts;
+    counts += ranks;
+    if (!touched_[i] || context_.params_[i].frozen) continue;
+    const auto id = static_cast<ga_param>(i);
+    if (std::find(of_ranks, of_ranks + ranks, kDense) != of_ranks + ranks)
+      context_.make_dense(id);
+    else
+      gather_rows_of(id, of_ranks);
+  }
+}
+
+void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
+  Backend& backend = *context_.backend_;
+  Param& p = context_.params_[id];
+  const Tensor& t = context_.params_.tensor(id);
+  p.hold(Held::kRows);
+  const auto ranks = static_cast<size_t>(comm_->ranks());
+  const auto most = static_cast<size_t>(*std::max_element(counts, counts + ranks));
+  if (p.count == 0 || most == 0) return;
+  const auto columns = static_cast<size_t>(p.count / t.rows);
+  const auto size = static_cast<size_t>(size_of(p.accumulator_dtype));
+  const size_t row_bytes = columns * size;
+
+  std::vector<int64_t> indices(most, 0), all(ranks * most);
+  std::vector<char> values(most * row_bytes);
+  for (int64_t k = 0; k < t.set->size; ++k) {
+    const int64_t row = t.set->entries[k].row;
+    indices[static_cast<size_t>(k)] = row;
+    std::memcpy(&values[static_cast<size_t>(k) * row_bytes],
+                static_cast<char*>(p.accumulator) + static_cast<size_t>(row) * row_bytes,
+                row_bytes);
+  }
+  comm_->all_gather("rows of gradients", indices.data(), all.data(), static_cast<int64_t>(most),
+                    GA_I64);
+  backend.clear_rows({&context_.params_.tensor(id).set, 1});
+  RowsTask task = {};
+  task.target = {p.accumulator, p.accumulator_dtype};
+  task.rows = t.rows;
+  task.columns = static_cast<int64_t>(columns);
+  task.set = t.set;
+  task.index_dtype = GA_I64;
+  for (size_t q = 0; q < ranks; ++q) task.count += static_cast<int64_t>(counts[q]);
+  backend.prepare_rows(task, 0);
+  context_.rows_held_ += task.count;
+
+  const size_t slice = std::max<size_t>(1, static_cast<size_t>(kSliceBytes) / (ranks * row_bytes));
+  std::vector<char> gathered(ranks * std::min(slice, most) * row_bytes);
+  for (size_t at = 0; at < most; at += slice) {
+    const size_t rows = std::min(slice, most - at);
+    comm_->all_gather("rows of gradients", &values[at * row_bytes], gathered.data(),
+                      static_cast<int64_t>(rows * columns), p.accumulator_dtype);
+    for (size_t q = 0; q < ranks; ++q) {
+      if (counts[q] <= at) continue;
+      task.count = static_cast<int64_t>(std::min<size_t>(counts[q] - at, rows));
+      task.indices = &all[q * most + at];
+      task.values = {&gathered[q * rows * row_bytes], p.accumulator_dtype, 1, nullptr};
+      backend.accumulate_rows(task);
+    }
+  }
+}
+
+// ---- Updated parameters ----------------------------------------------------------------------------
+
+void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed) {
+  try {
+    gather_changed(changed);
+  } catch (const Error& e) {
+    context_.broken_ = e;  // this rank has changed its part already
+    throw;
+  }
+}
+
+// In the dtype of each parameter.
+void Exchange::gather_changed(const std::function<Changed(ga_param)>& changed) {
+  slices_.clear();
+  segments_.clear();
+  const auto is_sliced = [&](ga_param id) {
+    return divisions_[static_cast<size_t>(id)].piece == 0 ||
+           context_.params_.keeper(id) == Keeper::kPieces;
+  };
+  for (const int32_t dtype : kDtypes)
+    add_slices(dtype, true, [&](ga_param id) {
+      const Param& p = context_.params_[id];
+      if (p.dtype != dtype || p.count == 0 || context_.params_.keeper(id) == Keeper::kAll ||
+          !is_sliced(id) || changed(id) != Changed::kElements)
+        return Travel::kNot;
+      return Travel::kInPlace;
+    });
+  reserve();
+  for (const Slice& s : slices_) gather(s);
+  for (size_t i = 0; i < divisions_.size(); ++i) {
+    const auto id = static_cast<ga_param>(i);
+    const Param& p = context_.params_[id];
+    if (p.count == 0 || context_.params_.keeper(id) != Keeper::kOwner) continue;
+    const Changed what = changed(id);
+    if (what == Changed::kRows)
+      hand_out_rows(id);
+    else if (what == Changed::kElements && !is_sliced(id))
+      comm_->broadcast("updated parameters", p.data, p.count, p.dtype, divisions_[i].owner);
+  }
+}
+
+// By way of a buffer: a transport that fails may write to it later, and the parameters are the program's.
+void Exchange::gather(const Slice& slice) {
+  const Segment& only = segments_[slice.first];
+  const auto data = [&](const Segment& s, int64_t element) {
+    const Param& p = context_.params_[s.param];
+    return offset({p.data, p.dtype}, element);
+  };
+  Array send = {send_.data(), slice.dtype};
+  if (slice.packed) {
+    moves_.clear();
+    each_own(slice, [&](const Segment& s) {
+      moves_.push_back(move(data(s, s.first), offset(send, s.at - rank() * slice.block), s.count));
+    });
+    run_moves();
+  } else {
+    send = data(only, rank() * slice.stride + only.first);
+  }
+  const Array all = {received_.data(), slice.dtype};
+  comm_->all_gather_arrays("updated parameters", send.data, all.data, slice.block, slice.block,
+                           slice.dtype);
+  moves_.clear();
+  for (size_t k = slice.first; slice.packed && k < slice.end; ++k) {
+    const Segment& s = segments_[k];
+    if (s.at / slice.block != rank())
+      moves_.push_back(move(offset(all, s.at), data(s, s.first), s.count));
+  }
+  for (int32_t q = 0; !slice.packed && q < comm_->ranks(); ++q)
+    if (q != rank())
+      moves_.push_back(move(offset(all, q * slice.block),
+                            data(only, q * slice.stride + only.first), slice.block));
+  run_moves();
+}
+
+// The rows that the owner has updated: every rank knows which.
+void Exchange::hand_out_rows(ga_param id) {
+  const Param& p = context_.params_[id];
+  const Tensor& t = context_.params_.tensor(id);
+  const int32_t owner = divisions_[static_cast<size_t>(id)].owner;
+  const int64_t columns = p.count / t.rows;
+  const auto row_bytes = static_cast<size_t>(columns * size_of(p.dtype));
+  const int64_t most = std::max<int64_t>(1, kSliceBytes / static_cast<int64_t>(row_bytes));
+  std::vector<char> rows(static_cast<size_t>(std::min(most, t.set->size)) * row_bytes);
+  for (int64_t first = 0; first < t.set->size; first += most) {
+    const int64_t count = std::min(most, t.set->size - first);
+    const auto each = [&](auto&& f) {
+      for (int64_t k = 0; k < count; ++k)
+        f(static_cast<char*>(p.data) +
+              static_cast<size_t>(t.set->entries[first + k].row) * row_bytes,
+          &rows[static_cast<size_t>(k) * row_bytes]);
+    };
+    if (rank() == owner) each([&](char* row, char* at) { std::memcpy(at, row, row_bytes); });
+    comm_->broadcast("updated rows", rows.data(), count * columns, p.dtype, owner);
+    if (rank() != owner) each([&](char* row, char* at) { std::memcpy(row, at, row_bytes); });
+  }
+}
+
+void Exchange::hand_round(float* data, int64_t count, ga_param id) {
+  comm_->broadcast("an update of Newton-Schulz iterations", data, count, GA_F32, maker(id));
+}
+
+// Hands every rank the whole of an array of state, piece by piece in the order of its elements: take(piece,
+// bytes). own: what this rank has of its `count` elements.
+void Exchange::each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take) {
+  constexpr int64_t kPiece = int64_t{1} << 20;  // bytes
+  const int64_t size = size_of(own.format);
+  std::vector<char> piece(static_cast<size_t>(kPiece));
+  const auto from = [&](int32_t q, int64_t elements) {
+    for (int64_t at = 0; at < elements; at += kPiece / size) {
+      const int64_t n = std::min(kPiece / size, elements - at);
+      const auto bytes = static_cast<size_t>(n * size);
+      if (q == rank()) context_.backend_->read(piece.data(), offset(own, at).data, bytes);
+      comm_->broadcast("state", piece.data(), n, own.format, q);
+      take(piece.data(), bytes);
+    }
+  };
+  const Division& d = divisions_[static_cast<size_t>(id)];
+  if (context_.params_.keeper(id) == Keeper::kOwner) return from(d.owner, count);
+  for (int32_t q = 0; q < comm_->ranks(); ++q) from(q, d.range(q, count).count);
+}
+
+}  // namespace ga

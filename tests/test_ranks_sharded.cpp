@@ -1,0 +1,452 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// GA_SHARD_OPTIMIZER: every rank keeps a part of the state, and all have the bits that they would have if
+// each kept the whole. That every optimizer and every way to accumulate has them, test_ranks.cpp says.
+#include "files.hpp"
+#include "ranks.hpp"
+
+namespace ga::test {
+
+using namespace over_ranks;
+
+namespace {
+
+ga_comm_options sharded(bool on = true) {
+  ga_comm_options o = comm_options();
+  o.shard = on ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+  return o;
+}
+
+// All state of a parameter, by name.
+std::map<std::string, std::string> state_of(ga_context* ctx, ga_param id) {
+  std::map<std::string, std::string> all;
+  int32_t count = 0;
+  EXPECT_OK(ga_state_count(ctx, id, &count));
+  for (int32_t k = 0; k < count; ++k) {
+    ga_state_info info;
+    EXPECT_OK(ga_state_info_init(&info, sizeof info));
+    EXPECT_OK(ga_state_describe(ctx, id, k, &info));
+    const int64_t size = info.dtype == GA_BF16 ? 2 : info.dtype == GA_F32 ? 4 : 8;
+    std::string bytes(static_cast<size_t>(info.count * size), '\0');
+    EXPECT_OK(ga_state_get(ctx, id, info.name, bytes.data(), info.dtype, info.count));
+    all[info.name] = bytes;
+  }
+  return all;
+}
+
+// ---- 16 bits, averages, state by name --------------------------------------------------------------
+
+struct Mix {
+  const char* name;
+  int32_t dtype, accumulator, state, average, rounding, master;
+};
+class RanksShardedMix : public testing::TestWithParam<Mix> {};
+
+// Three parameters: divided, whole on one rank, and a scalar.
+TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
+  const Mix& mix = GetParam();
+  constexpr int64_t kCounts[] = {150001, 513, 1};
+  struct Outcome {
+    std::vector<std::vector<uint16_t>> parameters;
+    std::vector<std::map<std::string, std::string>> states;
+    std::vector<float> average, swapped;
+  };
+  std::vector<Outcome> outcomes;
+  for (const bool shard : {false, true}) {
+    std::vector<Outcome> of_ranks(3);
+    on_ranks(3, [&](int32_t r, ga_comm* comm) {
+      Outcome& out = of_ranks[static_cast<size_t>(r)];
+      ga_config c = config();
+      c.seed = 5;
+      Context ctx(c);
+      ga_ema ema;
+      ASSERT_OK(ga_ema_init(&ema, sizeof ema));
+      ema.dtype = mix.average;
+      ema.decay = 0.7;
+      ASSERT_OK(ga_context_set_ema(ctx, &ema));
+      ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+      o.lr = 0.02;
+      o.state_dtype = mix.state;
+      const ga_group group = ctx.group(o);
+      ga_param_options options;
+      ASSERT_OK(ga_param_options_init(&options, sizeof options));
+      options.accumulator_dtype = mix.accumulator;
+      options.rounding = mix.rounding;
+      options.master = mix.master;
+      Random random(9);
+      for (const int64_t count : kCounts) {
+        out.parameters.emplace_back(static_cast<size_t>(count));
+        for (uint16_t& x : out.parameters.back())
+          x = static_cast<uint16_t>(0x3f80 - random.below(64));  // about 1 in bf16
+      }
+      for (size_t i = 0; i < 3; ++i) {
+        const int64_t shape[] = {kCounts[i]};
+        ASSERT_OK(ga_param_add(ctx, group, std::string(1, static_cast<char>('a' + i)).c_str(),
+                               out.parameters[i].data(), mix.dtype, 1, shape, &options, nullptr));
+      }
+      const ga_comm_options sharding = sharded(shard);
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+      for (int w = 0; w < 3; ++w) {
+        std::vector<std::vector<uint16_t>> g;
+        Random of_rank(static_cast<uint64_t>(10 * w + r));
+        for (const int64_t count : kCounts) {
+          g.emplace_back(static_cast<size_t>(count));
+          for (uint16_t& x : g.back())
+            x = static_cast<uint16_t>((of_rank.below(2) << 15) + 0x3f00 + of_rank.below(128));
+        }
+        ctx.accumulate({g[0].data(), g[1].data(), w == 1 ? nullptr : g[2].data()}, r + 1);
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+      }
+      for (ga_param id = 0; id < 3; ++id) out.states.push_back(state_of(ctx, id));
+      out.average.resize(kCounts[0]);
+      ASSERT_OK(ga_ema_copy_to(ctx, 0, out.average.data(), GA_F32));
+      const auto parameters = out.parameters;
+      ASSERT_OK(ga_ema_swap(ctx, 1));
+      EXPECT_NE(out.parameters[0], parameters[0]);
+      out.swapped.resize(kCounts[0]);
+      for (size_t j = 0; j < out.swapped.size(); ++j) out.swapped[j] = out.parameters[0][j];
+      ASSERT_OK(ga_ema_swap(ctx, 0));
+      EXPECT_EQ(out.parameters, parameters);
+    });
+    outcomes.insert(outcomes.end(), of_ranks.begin(), of_ranks.end());
+  }
+  for (size_t k = 1; k < outcomes.size(); ++k) {
+    SCOPED_TRACE((k < 3 ? "whole, rank " : "sharded, rank ") + std::to_string(k % 3));
+    EXPECT_EQ(outcomes[k].parameters, outcomes[0].parameters);
+    EXPECT_EQ(outcomes[k].states, outcomes[0].states);
+    EXPECT_EQ(outcomes[k].average, outcomes[0].average);
+    EXPECT_EQ(outcomes[k].swapped, outcomes[0].swapped);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, RanksShardedMix,
+    testing::Values(Mix{"masters", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32},
+                    Mix{"by_chance", GA_BF16, GA_F32, GA_BF16, GA_BF16, GA_ROUND_STOCHASTIC,
+                        GA_MASTER_NONE},
+                    Mix{"masters_by_chance", GA_BF16, GA_F32, GA_BF16, 0, GA_ROUND_STOCHASTIC,
+                        GA_MASTER_F32},
+                    Mix{"narrow_accumulators", GA_BF16, GA_BF16, 0, GA_BF16, GA_ROUND_NEAREST,
+                        GA_MASTER_F32}),
+    [](const auto& info) { return info.param.name; });
+
+// ---- Optimizers that need a whole tensor -----------------------------------------------------------
+
+TEST(RanksSharded, Muon) {
+  if (!has_onednn()) GTEST_SKIP() << "no oneDNN in this build";
+  const Layout l = Layout::of({{40, 30}, {300, 256}, {7, 7}});
+  Options s;
+  s.optimizer = optimizer(GA_OPTIMIZER_MUON);
+  const Shares shares = make_shares(l, 3, 3);
+  const Block start = parameters(l, 3);
+  const std::vector<Ended> whole = run(l, s, shares, start);
+  s.options.shard = GA_SHARD_OPTIMIZER;
+  expect_alike(whole, run(l, s, shares, start));
+}
+
+TEST(RanksSharded, Rows) {
+  constexpr int64_t kRows = 900, kColumns = 101;  // large enough to be divided
+  for (const int32_t kind :
+       {GA_OPTIMIZER_ADAM, GA_OPTIMIZER_ADAGRAD, GA_OPTIMIZER_ROWWISE_ADAGRAD})
+    for (const int32_t rows : {GA_ROWS_LAZY, GA_ROWS_DENSE}) {
+      SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(rows));
+      std::vector<std::vector<float>> ended;
+      std::vector<std::map<std::string, std::string>> states;
+      for (const bool shard : {false, true}) {
+        std::vector<std::vector<float>> tables(3, std::vector<float>(kRows * kColumns, 1));
+        std::vector<std::map<std::string, std::string>> of_ranks(3);
+        on_ranks(3, [&](int32_t r, ga_comm* comm) {
+          Context ctx;
+          ga_param_options o;
+          ASSERT_OK(ga_param_options_init(&o, sizeof o));
+          o.rows = rows;
+          ctx.param(ctx.group(optimizer(kind, kind == GA_OPTIMIZER_ADAM ? GA_FLAVOR_KERAS
+                                                                        : GA_FLAVOR_TORCH)),
+                    "e", tables[static_cast<size_t>(r)].data(), ref::Shape{kRows, kColumns}, &o);
+          const ga_comm_options sharding = sharded(shard);
+          ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+          for (int w = 0; w < 4; ++w) {
+            Random random(static_cast<uint64_t>(10 * w + r));
+            std::vector<int64_t> indices;
+            for (int k = 0; k < 7 * r; ++k) indices.push_back(random.below(kRows));
+            std::vector<float> values(indices.size() * kColumns);
+            for (float& x : values) x = static_cast<float>(random.signed_unit());
+            ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
+            ASSERT_OK(ga_accumulate_rows(ctx, 0, indices.data(), GA_I64,
+                                         static_cast<int64_t>(indices.size()), values.data()));
+            ASSERT_OK(ga_micro_end(ctx));
+            if (w == 2 && r == 1) {
+              const std::vector<float> all(kRows * kColumns, 0.5f);
+              ctx.accumulate({all.data()});
+            }
+            step(ctx);
+          }
+          of_ranks[static_cast<size_t>(r)] = state_of(ctx, 0);
+        });
+        ended.insert(ended.end(), tables.begin(), tables.end());
+        states.insert(states.end(), of_ranks.begin(), of_ranks.end());
+      }
+      for (size_t k = 1; k < ended.size(); ++k) {
+        EXPECT_TRUE(same_bits(ended[k], ended[0])) << k;
+        EXPECT_EQ(states[k], states[0]) << k;
+      }
+    }
+}
+
+// ---- Memory and bytes ----------------------------------------------------------------------------
+
+TEST(RanksSharded, EachRankHasItsPartOfTheState) {
+  for (const int32_t ranks : {2, 3, 4}) {
+    std::vector<ga_memory> of_ranks(static_cast<size_t>(ranks));
+    constexpr int64_t kLarge = 1000001, kSmall = 1000;
+    int64_t elements = 0;
+    on_ranks(ranks, [&](int32_t r, ga_comm* comm) {
+      std::vector<uint16_t> large(kLarge), small(64 * kSmall);
+      Context ctx;
+      ga_ema ema;
+      ASSERT_OK(ga_ema_init(&ema, sizeof ema));
+      ASSERT_OK(ga_context_set_ema(ctx, &ema));
+      const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+      const auto add = [&](const std::string& name, uint16_t* data, int64_t count) {
+        ASSERT_OK(ga_param_add(ctx, group, name.c_str(), data, GA_BF16, 1, &count, nullptr, nullptr));
+      };
+      add("large", large.data(), kLarge);
+      for (int k = 0; k < 64; ++k)
+        add("small." + std::to_string(k), small.data() + k * kSmall, kSmall);
+      const ga_comm_options sharding = sharded();
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+      const ga_memory planned = memory(ctx);
+      ASSERT_OK(ga_prepare(ctx));
+      of_ranks[static_cast<size_t>(r)] = memory(ctx);
+      EXPECT_EQ(planned.optimizer_state, of_ranks[static_cast<size_t>(r)].optimizer_state);
+      if (r == 0) elements = kLarge + 64 * kSmall;
+    });
+    for (const auto& [member, bytes] : {std::pair{&ga_memory::optimizer_state, 8},
+                                        {&ga_memory::masters, 4}, {&ga_memory::averages, 4}}) {
+      int64_t sum = 0;
+      for (const ga_memory& m : of_ranks) {
+        sum += m.*member;
+        EXPECT_NEAR(static_cast<double>(m.*member), static_cast<double>(elements * bytes) / ranks,
+                    0.01 * static_cast<double>(elements * bytes) / ranks);
+      }
+      EXPECT_NEAR(static_cast<double>(sum), static_cast<double>(elements * bytes),
+                  0.01 * static_cast<double>(elements * bytes));
+    }
+    for (const ga_memory& m : of_ranks) EXPECT_GE(m.accumulators, 4 * elements);
+  }
+}
+
+// ---- State on disk -------------------------------------------------------------------------------
+
+TEST(RanksSharded, FilesAreThoseOfWholeState) {
+  const Folder folder;
+  const Layout l = layout();
+  const Block start = parameters(l, 3);
+  const Shares shares = make_shares(l, 3, 6);
+  for (const int32_t kind : {GA_OPTIMIZER_ADAM, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR}) {
+    SCOPED_TRACE(kind);
+    Options s;
+    s.optimizer = optimizer(kind);
+    const std::vector<Ended> whole = run(l, s, shares, start);
+    const auto part = [&](int32_t ranks, bool shard, size_t begin, size_t end,
+                          const std::string& load, const std::string& save) {
+      std::vector<Block> ended(static_cast<size_t>(ranks), start);
+      on_ranks(ranks, [&](int32_t r, ga_comm* comm) {
+        Context ctx(s.config);
+        build(ctx, l, s, ended[static_cast<size_t>(r)]);
+        const ga_comm_options sharding = sharded(shard);
+        ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+        if (!load.empty()) {
+          ASSERT_OK(ga_load(ctx, (folder / load).c_str(), nullptr));
+        }
+        for (size_t w = begin; w < end; ++w) {
+          for (size_t k = static_cast<size_t>(r); k < 3; k += static_cast<size_t>(ranks))
+            contribute(ctx, l, shares[w][k]);
+          step(ctx);
+        }
+        if (save.empty()) return;
+        ASSERT_OK(ga_save(ctx, (folder / save).c_str(), nullptr));
+        size_t size = 0;
+        ASSERT_OK(ga_save_to_memory(ctx, nullptr, nullptr, 0, &size));
+        std::string bytes(size, '\0');
+        ASSERT_OK(ga_save_to_memory(ctx, nullptr, bytes.data(), size, &size));
+        EXPECT_TRUE(bytes == contents(folder / save));
+      });
+      return ended;
+    };
+    part(3, false, 0, 3, "", "whole");
+    part(3, true, 0, 3, "", "sharded");
+    EXPECT_TRUE(contents(folder / "sharded") == contents(folder / "whole"));
+    for (const bool shard : {false, true}) {
+      EXPECT_TRUE(same_bits(part(3, shard, 3, 6, "sharded", "")[1], whole[0].parameters)) << shard;
+      EXPECT_LT(distance(l, part(2, shard, 3, 6, "sharded", "")[1], whole[0].parameters), 1e-5);
+    }
+    // A load and a save that follow each other change nothing.
+    part(2, true, 0, 0, "sharded", "again");
+    EXPECT_TRUE(contents(folder / "again") == contents(folder / "sharded"));
+  }
+}
+
+// The disk of rank 0 is full, or its program cancels, in the middle of what the ranks exchange.
+TEST(RanksSharded, ASaveThatFailsIsThatOfAll) {
+  const Folder folder;
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    std::vector<float> p(600000, 1), g(600000, 1);
+    Context ctx;
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 600000);
+    const ga_comm_options sharding = sharded();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+    ctx.accumulate({g.data()});
+    step(ctx);
+    ga_state_options o;
+    ASSERT_OK(ga_state_options_init(&o, sizeof o));
+    o.progress = [](void*, int64_t done, int64_t total) { return done > total / 2 ? 1 : 0; };
+    if (r == 0)
+      expect_failure(ga_save(ctx, (folder / "state").c_str(), &o), "cancelled", GA_ERROR_CANCELLED);
+    else
+      expect_failure(ga_save(ctx, (folder / "state").c_str(), nullptr), "rank 0 failed");
+    EXPECT_FALSE(fs::exists(folder / "state"));
+    if (r == 0)
+      expect_failure(ga_save(ctx, (folder / "no/state").c_str(), nullptr), "no/state", GA_ERROR_IO);
+    else
+      expect_failure(ga_save(ctx, (folder / "state").c_str(), nullptr), "rank 0 failed");
+    ASSERT_OK(ga_save(ctx, (folder / "state").c_str(), nullptr));
+    ctx.accumulate({g.data()});
+    EXPECT_EQ(step(ctx).steps, 2);
+  });
+}
+
+TEST(RanksSharded, RankZeroHandsOut) {
+  std::vector<std::vector<float>> ended(2);
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    std::vector<float>& p = ended[static_cast<size_t>(r)];
+    p.assign(90000, static_cast<float>(r + 1));
+    Context ctx;
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 90000);
+    ga_comm_options o = sharded();
+    o.hand_out = 1;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+    EXPECT_EQ(p, std::vector<float>(90000, 1));
+    const std::vector<float> g(90000, 1);
+    ctx.accumulate({g.data()});
+    EXPECT_EQ(step(ctx).steps, 1);
+  });
+  EXPECT_TRUE(same_bits(ended[0], ended[1]));
+}
+
+// ---- Changes while training ------------------------------------------------------------------------
+
+TEST(RanksSharded, ParametersComeAndGo) {
+  std::vector<std::vector<float>> ended;
+  for (const bool shard : {false, true}) {
+    std::vector<std::vector<float>> of_ranks(2);
+    on_ranks(2, [&](int32_t r, ga_comm* comm) {
+      std::vector<float>& all = of_ranks[static_cast<size_t>(r)];
+      all.assign(400000, 1);
+      std::vector<float> g(100000), elsewhere(100000, 3);
+      for (size_t j = 0; j < g.size(); ++j) g[j] = static_cast<float>(j % 7) - 3;
+      Context ctx;
+      ga_param_options options;
+      ASSERT_OK(ga_param_options_init(&options, sizeof options));
+      options.accumulator_dtype = GA_BF16;
+      const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAM));
+      const auto add = [&](const char* name, size_t at, int64_t count) {
+        return ctx.param(group, name, all.data() + at, ref::Shape{count}, &options);
+      };
+      add("a", 0, 100000);
+      add("b", 100000, 50);
+      const ga_comm_options sharding = sharded(shard);
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+      const auto window = [&](std::vector<const void*> list) {
+        ASSERT_OK(ga_accumulate(ctx, list.data(), list.size(), 1, nullptr));
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+      };
+      window({g.data(), g.data()});
+      add("c", 200000, 100000);
+      add("d", 300000, 33);
+      window({g.data(), nullptr, g.data(), g.data()});
+      ASSERT_OK(ga_param_set_frozen(ctx, 0, 1));
+      window({nullptr, g.data(), g.data(), g.data()});
+      ASSERT_OK(ga_param_set_frozen(ctx, 0, 0));
+      ASSERT_OK(ga_param_remove(ctx, 1));
+      window({g.data(), nullptr, g.data(), g.data()});
+      ASSERT_OK(ga_state_reset(ctx, 2));
+      ASSERT_OK(ga_param_bind(ctx, 0, elsewhere.data()));
+      window({g.data(), nullptr, g.data(), nullptr});
+      std::copy(elsewhere.begin(), elsewhere.end(), all.begin());
+    });
+    ended.insert(ended.end(), of_ranks.begin(), of_ranks.end());
+  }
+  for (size_t k = 1; k < ended.size(); ++k) EXPECT_TRUE(same_bits(ended[k], ended[0])) << k;
+}
+
+TEST(RanksSharded, StateIsSetByName) {
+  on_ranks(2, [&](int32_t, ga_comm* comm) {
+    std::vector<float> p(80000, 1), g(80000, 1), m(80000), back(80000);
+    for (size_t j = 0; j < m.size(); ++j) m[j] = static_cast<float>(j);
+    Context ctx;
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 80000);
+    const ga_comm_options sharding = sharded();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+    ASSERT_OK(ga_state_set(ctx, 0, "exp_avg", m.data(), GA_F32, 80000));
+    ASSERT_OK(ga_state_get(ctx, 0, "exp_avg", back.data(), GA_F32, 80000));
+    EXPECT_EQ(back, m);
+  });
+}
+
+// ---- What is refused ---------------------------------------------------------------------------------
+
+TEST(RanksSharded, IsChosenBeforeThereAreArrays) {
+  on_ranks(2, [&](int32_t, ga_comm* comm) {
+    std::vector<float> p(80000, 1), g(80000, 1);
+    Context ctx;
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 80000);
+    ASSERT_OK(ga_prepare(ctx));
+    const ga_comm_options sharding = sharded();
+    expect_failure(ga_context_set_comm(ctx, comm, &sharding), "before", GA_ERROR_INVALID_STATE);
+  });
+  on_ranks(2, [&](int32_t, ga_comm* comm) {
+    std::vector<float> p(80000, 1), g(80000, 1);
+    Context ctx;
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 80000);
+    const ga_comm_options sharding = sharded();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+    const ga_clip by_units = clip(GA_CLIP_AGC, 1);
+    ASSERT_OK(ga_context_set_clip(ctx, &by_units));  // there are no arrays yet
+    ASSERT_OK(ga_context_set_clip(ctx, nullptr));
+    ctx.accumulate({g.data()});
+    step(ctx);
+    EXPECT_EQ(ga_context_set_clip(ctx, &by_units), GA_ERROR_UNSUPPORTED);
+    EXPECT_EQ(ga_context_set_comm(ctx, nullptr, nullptr), GA_ERROR_INVALID_STATE);
+    ctx.accumulate({g.data()});
+    EXPECT_EQ(step(ctx).steps, 2);
+  });
+}
+
+TEST(RanksSharded, IsTheSameOnAllRanks) {
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    std::vector<float> p(80000, 1);
+    Context ctx;
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 80000);
+    const ga_comm_options sharding = sharded(r == 0);
+    expect_failure(ga_context_set_comm(ctx, comm, &sharding), "shard is 0 on rank 1, but 1 on rank 0");
+    EXPECT_EQ(memory(ctx).optimizer_state, 2 * 4 * 80000);  // it is alone again
+  });
+}
+
+TEST(RanksSharded, OtherArraysAreAnotherCall) {
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    std::vector<float> p(80000, 1), q(80000, 1), m(80000);
+    Context ctx;
+    const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAM));
+    ctx.param(group, "p", p.data(), 80000);
+    ctx.param(group, "q", q.data(), 80000);
+    const ga_comm_options sharding = sharded();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+    expect_failure(ga_state_get(ctx, r, "exp_avg", m.data(), GA_F32, 80000), "another call");
+    ASSERT_OK(ga_state_get(ctx, 0, "exp_avg", m.data(), GA_F32, 80000));
+  });
+}
+
+}  // namespace
+}  // namespace ga::test
