@@ -908,7 +908,8 @@ ga_comm_table table_of(Counting& counting) {
 }
 
 TEST(Ranks, WhatTravelsDoesNotDependOnMicroBatches) {
-  for (const int micros : {1, 8}) {
+  for (const auto& [micros, shard] : {std::pair{1, GA_SHARD_NONE}, {8, GA_SHARD_NONE},
+                                      {1, GA_SHARD_OPTIMIZER}, {8, GA_SHARD_OPTIMIZER}}) {
     Counting counting;
     const ga_comm_table table = table_of(counting);
     ga_comm_config c = comm_config(GA_COMM_TABLE);
@@ -918,7 +919,9 @@ TEST(Ranks, WhatTravelsDoesNotDependOnMicroBatches) {
     Context ctx;
     std::vector<float> p(1000000), g(1000000, 1);
     ctx.param(ctx.group(plain_sgd()), "p", p.data(), 1000000);
-    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    ga_comm_options o = comm_options();
+    o.shard = shard;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
     for (int w = 0; w < 2; ++w) {
       counting.bytes = counting.calls = 0;
       for (int k = 0; k < micros; ++k) ctx.accumulate({g.data()});
@@ -956,6 +959,28 @@ TEST(Ranks, AFailureOfATableIsTold) {
     ctx.accumulate({g.data()});
     EXPECT_EQ(step(ctx).steps, 1);
   }
+}
+
+// Of a sharded context: this rank has updated its part when the others' do not come.
+TEST(Ranks, ParametersThatDoNotComeEndTheContext) {
+  Counting counting;
+  const ga_comm_table table = table_of(counting);
+  ga_comm_config c = comm_config(GA_COMM_TABLE);
+  c.ranks = 1;
+  c.table = &table;
+  const Comm comm(c);
+  Context ctx;
+  std::vector<float> p(100000, 1), g(100000, 1);
+  ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 100000);
+  ga_comm_options o = comm_options();
+  o.shard = GA_SHARD_OPTIMIZER;
+  ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+  ctx.accumulate({g.data()});
+  step(ctx);
+  ctx.accumulate({g.data()});
+  counting.fail_at = counting.calls + 3;
+  expect_failure(ga_step(ctx, nullptr), "updated parameters: the cable is out (42)");
+  expect_failure(ga_discard(ctx), "the cable is out (42)");
 }
 
 }  // namespace

@@ -1356,7 +1356,8 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    makes it a context alone again, which no other rank takes part in. options: may be NULL.
 
    From then on these are collective, called by every rank in the same order: ga_step, ga_discard,
-   ga_save, ga_load and their like, ga_state_write and ga_state_read. A rank may bring any number of
+   ga_save, ga_load and their like, ga_state_write and ga_state_read; under GA_SHARD_OPTIMIZER also
+   ga_state_get, ga_state_set, ga_ema_copy_to and ga_ema_swap. A rank may bring any number of
    micro-batches to a window, also none. Each micro-batch is judged and clipped (DROP_MICRO,
    GA_CLIP_WHEN_MICRO) by the rank that brings it; ga_step judges the sum. Its result counts what all
    ranks brought, dropped_micros excepted. A parameter has a gradient if it has one on some rank.
@@ -1365,14 +1366,22 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    MICRO and CUMULATIVE normalise by the rank's own. ga_save writes rank 0's file, which any number
    of ranks loads, and ga_load reads it on each.
 
+   Under GA_SHARD_OPTIMIZER parameters and results have the same bits as without. Large parameters
+   are cut into a piece for each rank. Small ones are whole on one rank, and so are those of an
+   optimizer that needs the whole tensor (LAMB, LARS, ADAFACTOR, MUON, ROWWISE_ADAGRAD) or with
+   ga_param_options.rows; parameters of an EXTERNAL group or under GA_CLIP_AGC are whole on all. It
+   is chosen before the library makes its arrays, and holds until ga_context_destroy: after a failure
+   other contexts load a state that was saved.
+
    A change of an option holds when every rank has made it: ga_step names the difference otherwise,
    and the window stays as it was. If other ranks fail or do not come in time, the call returns
    GA_ERROR_COMMUNICATION and says what it waited for; parameters and state are untouched, the window
    is GA_WINDOW_INVALID if gradients were on their way, and comm is of no further use: ga_discard and
-   a set_comm with NULL or another comm come next.
+   a set_comm with NULL or another comm come next. Where updated parameters were on their way (MUON
+   and GA_SHARD_OPTIMIZER), only ga_context_destroy is legal, and other ranks may be a step ahead.
 
    GA_ERROR_UNSUPPORTED: GA_DEVICE_CUDA, or a layer in WINDOW mode. GA_ERROR_INVALID_STATE: another
-   context has comm, or the window is not empty. GA_ERROR_COMMUNICATION: ranks differ, or did not
+   context has comm, the window is not empty, or it is too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not
    come. */
 GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
                                      const ga_comm_options* options);
