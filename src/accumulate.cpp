@@ -8,6 +8,7 @@
 
 #include "context.hpp"
 #include "error.hpp"
+#include "exchange.hpp"
 #include "tensor.hpp"
 
 namespace ga {
@@ -186,7 +187,8 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
                        p.offset * dtype_info(p.gradient_dtype).size);
     };
     bool contributes = false;
-    each([&](ga_param id, const Param&, const void* gradient) {
+    each([&](ga_param id, const Param& p, const void* gradient) {
+      if (p.ready) refuse_ready(id);
       check_gradient(id, gradient);
       contributes = true;
     });
@@ -236,6 +238,7 @@ void Context::micro_begin(int64_t index, double weight, const ga_micro_options& 
   contributions_.clear();
   noted_.clear();
   forget_delivered();
+  release_ready();
 }
 
 // The parameter of a call that contributes to the open micro-batch; throws if the call is not legal
@@ -249,7 +252,37 @@ Param& Context::part(ga_param id, const char* what) {
          "%s: the accumulator of parameter \"%s\" is acquired; ga_accumulator_release must be "
          "called first",
          what, params_.name(id));
+  if (p.ready) refuse_ready(id);
   return p;
+}
+
+void Context::refuse_ready(ga_param id) const {
+  params_.subject(id).fail(
+      GA_ERROR_INVALID_STATE,
+      "it has got a contribution after ga_params_ready had been called for it in this window");
+}
+
+void Context::params_ready(Span<const ga_param> ids) {
+  check_device();
+  window_.check_valid();
+  for (size_t k = 0; k < ids.size; ++k)
+    if (params_.get(ids.data[k]).acquired)
+      fail(GA_ERROR_INVALID_STATE,
+           "ga_params_ready: the accumulator of parameter \"%s\" is acquired; "
+           "ga_accumulator_release must be called first",
+           params_.name(ids.data[k]));
+  if (exchange_ && exchange_->overlaps()) prepare();
+  for (size_t k = 0; k < ids.size; ++k) {
+    params_[ids.data[k]].ready = true;
+    any_ready_ = true;
+  }
+  release_ready();
+}
+
+// Has the exchange begin of what is ready, if it may.
+void Context::release_ready() {
+  if (any_ready_ && exchange_ && window_.state() == GA_WINDOW_FULL && !deferring())
+    exchange_->release_ready();
 }
 
 void Context::accumulate_part(ga_param id, const void* gradient) {
@@ -644,7 +677,7 @@ void Context::micro_abort() {
   check_device();
   window_.check_part("ga_micro_abort");
   const int64_t index = window_.open_index();
-  if (added_ || batch_norms_.is_swept(index))
+  if (added_ || batch_norms_.is_swept(index) || (exchange_ && exchange_->has_begun()))
     fail(GA_ERROR_INVALID_STATE,
          "ga_micro_abort: the window already holds something of micro-batch %lld; only ga_discard "
          "takes that back, with the whole window",

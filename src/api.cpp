@@ -893,6 +893,14 @@ ga_status ga_micro_end(ga_context* ctx) {
   return on(ctx, [&] { ctx->micro_end(); });
 }
 
+ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count) {
+  return on(ctx, [&] {
+    ctx->note("count", static_cast<double>(count));
+    if (count > 0) require(params, "params");
+    ctx->params_ready({params, count});
+  });
+}
+
 ga_status ga_micro_abort(ga_context* ctx) {
   return on(ctx, [&] { ctx->micro_abort(); });
 }

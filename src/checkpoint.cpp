@@ -29,6 +29,8 @@ Checkpoint::Checkpoint(Context& context, const ga_state_options& options, const 
   if (shards()) context_.prepare();  // so that all ranks have the same arrays
 }
 
+Checkpoint::Checkpoint(Context& context) : context_(context), options_(), what_("") {}
+
 bool Checkpoint::shards() const { return context_.shards(); }
 
 // ---- The tensors of a parameter -----------------------------------------------------------------

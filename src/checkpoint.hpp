@@ -45,6 +45,7 @@ class Checkpoint {
  public:
   // Throws if the context cannot be saved now. what: the function that was called.
   Checkpoint(Context& context, const ga_state_options& options, const char* what);
+  explicit Checkpoint(Context& context);  // at any time, for settings
 
   int64_t file_bytes();  // of what save() would write now
   // Where the optimizer is sharded, every rank saves, with a `write` of its own that may do nothing. ready,

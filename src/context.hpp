@@ -128,6 +128,7 @@ class Context : BnContext {
   void release_accumulator(ga_param param);
   void micro_end();
   void micro_abort();
+  void params_ready(Span<const ga_param> ids);
 
   // step.cpp
   ga_window_info window();
@@ -225,6 +226,8 @@ class Context : BnContext {
     micro_ = {index, micro.weight, micro.loss_scale, window_weight};
   }
   Param& part(ga_param id, const char* what);
+  [[noreturn]] void refuse_ready(ga_param id) const;
+  void release_ready();
   void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   void check_gradient(ga_param id, const void* gradient);
   void forget_checks();
@@ -260,6 +263,8 @@ class Context : BnContext {
   [[noreturn]] void fail_nonfinite(const Control& c) const;
   void empty_window();
   void drop_window();
+  // Runs an exchange of gradients; the window is invalid if it fails with some of them on their way.
+  void or_lose_window(const std::function<void()>& exchange);
   ga_step_result discarded() const;
   void forget_delivered();
   // Runs a pass over parameters and state. If it fails half-way, the context is of no use after it.
@@ -316,6 +321,7 @@ class Context : BnContext {
   int64_t windows_ = 0;                          // calls of ga_step that returned GA_OK
   int64_t steps_set_ = 0, steps_set_after_ = 0;  // by set_steps(), after that many windows
   int64_t tickets_ = 0;
+  bool any_ready_ = false;              // ga_params_ready was called in this window
   bool delivered_ = false;              // some accumulator holds a gradient for the program
   bool rejected_ = false;               // ga_step has returned GA_ERROR_NONFINITE for this window
   std::unique_ptr<Exchange> exchange_;  // NULL: the context is alone

@@ -11,6 +11,7 @@
 #include "context.hpp"
 #include "error.hpp"
 #include "fields.hpp"
+#include "fp_mode.hpp"
 #include "state_file.hpp"
 #include "tensor.hpp"
 
@@ -46,11 +47,32 @@ void add(WindowSums& sums, const WindowSums& more) {
 }  // namespace
 
 Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_options& options)
-    : context_(context), comm_(std::move(comm)), options_(options) {
+    : context_(context),
+      comm_(std::move(comm)),
+      options_(options),
+      adder_(context.backend_.get()) {
+  if (options.adder == GA_COMM_ADDER_TRANSPORT && !comm_->adds())
+    fail(GA_ERROR_UNSUPPORTED,
+         "adder was GA_COMM_ADDER_TRANSPORT, but this communicator adds nothing up: MPI does, and a "
+         "ga_comm_table with all_reduce and reduce_scatter");
+  if (overlaps() && comm_->any_thread()) {
+    ga_config config = context.config_;
+    config.num_threads = 1;
+    config.parallel_for = nullptr;
+    own_backend_ = make_cpu_backend(config);
+    background_ = std::make_unique<Background>([this](size_t item) {
+      const FpMode mode;
+      run_item(item);
+    });
+  }
   comm_->take();
 }
 
-Exchange::~Exchange() { comm_->give_back(); }
+Exchange::~Exchange() {
+  if (background_ && background_->is_running()) comm_->abort();
+  background_.reset();
+  comm_->give_back();
+}
 
 int64_t Exchange::bytes() const {
   size_t bytes = send_.bytes() + received_.bytes() + added_.bytes() +
@@ -68,9 +90,7 @@ Exchange::Header Exchange::header(Call call, const char* function) {
   h.name = call == kDiscard ? hash_of("ga_step") : hash_of(function);
   h.params = static_cast<int64_t>(context_.params_.size());
   h.open = !context_.window_.empty() || context_.batch_norms_.has_statistics();
-  if (call == kDiscard) return h;
-  divide();
-  h.settings = settings_digest();
+  if (call != kDiscard) h.settings = settings_digest();
   return h;
 }
 
@@ -117,6 +137,11 @@ void Exchange::check_calls(const char* function) const {
 
 void Exchange::begin_call(const char* what) {
   comm_->check();
+  if (begun_)
+    fail(GA_ERROR_INVALID_STATE,
+         "%s was called while gradients are being exchanged, as ga_params_ready allowed; ga_step or "
+         "ga_discard ends the window first",
+         what);
   gather_headers(header(kOther, what), {});
   check_calls(what);
   check_settings();
@@ -178,10 +203,10 @@ Exchange::Items Exchange::context_items() const {
   items.emplace_back("version", "version=" + std::to_string(GA_VERSION));
   items.emplace_back("communication", "wire=" + std::to_string(options_.wire) +
                                           " check_every=" + std::to_string(options_.check_every) +
-                                          " shard=" + std::to_string(options_.shard));
-  ga_state_options whole = {};
-  whole.struct_size = sizeof whole;
-  for (const auto& [key, fields] : Checkpoint(context_, whole, "ga_step").settings_of_context())
+                                          " shard=" + std::to_string(options_.shard) +
+                                          " adder=" + std::to_string(options_.adder) +
+                                          " overlap=" + std::to_string(options_.overlap));
+  for (const auto& [key, fields] : Checkpoint(context_).settings_of_context())
     items.emplace_back(key, fields.text());
   return items;
 }
@@ -214,9 +239,7 @@ Exchange::Items Exchange::tensor_items() const {
     f.add("beta", layer.beta);
     items.emplace_back("layer " + std::string(layer.name), f.text());
   }
-  ga_state_options whole = {};
-  whole.struct_size = sizeof whole;
-  for (const auto& [key, fields] : Checkpoint(context_, whole, "ga_step").settings_of_tensors())
+  for (const auto& [key, fields] : Checkpoint(context_).settings_of_tensors())
     items.emplace_back(key, fields.text());
   return items;
 }
@@ -227,17 +250,23 @@ Exchange::Items Exchange::settings_items() const {
   return items;
 }
 
-uint64_t Exchange::settings_digest() {
+uint64_t Exchange::tensors_digest() {
   if (!tensors_known_) {
     check_supported();
+    divide();
     tensors_ = hash_of(text_of(tensor_items()));
     tensors_known_ = true;
   }
+  return tensors_;
+}
+
+uint64_t Exchange::settings_digest() {
+  const uint64_t tensors = tensors_digest();
   if (!settings_known_) {
     settings_ = hash_of(text_of(context_items()));
     settings_known_ = true;
   }
-  return settings_ * 31 + tensors_;
+  return settings_ * 31 + tensors;
 }
 
 void Exchange::check_settings() {
@@ -304,6 +333,19 @@ void Exchange::explain(const char* what, const Items& own) {
   fail(GA_ERROR_INTERNAL, "%s have different checksums, but no difference was found", what);
 }
 
+// Before anything moves: all ranks cut the same parameters into slices.
+void Exchange::agree_on_tensors() {
+  Header h = {};
+  h.call = kBegin;
+  h.number = calls_;
+  h.name = hash_of("ga_step");
+  h.settings = begun_with_;
+  gather_headers(h, {});
+  check_calls("ga_step");
+  for (int32_t q = 1; q < comm_->ranks(); ++q)
+    if (header_of(q).settings != header_of(0).settings) explain("the settings", tensor_items());
+}
+
 // ---- ga_context_set_comm ------------------------------------------------------------------------
 
 void Exchange::agree() {
@@ -352,7 +394,9 @@ void Exchange::hand_out() {
 // ---- The end of a window: what the ranks bring ---------------------------------------------------
 
 bool Exchange::begin_step(WindowTotals& totals) {
+  if (overlaps()) finish_slices();
   comm_->check();
+  moved_ = moved_ && overlaps();
   const auto ranks = comm_->ranks();
   const size_t n = context_.params_.size();
   Header own = header(kStep, "ga_step");
@@ -419,6 +463,9 @@ bool Exchange::begin_step(WindowTotals& totals) {
 }
 
 void Exchange::discard() {
+  if (has_failed()) return;
+  if (overlaps()) finish_slices();
+  moved_ = moved_ && overlaps();
   gather_headers(header(kDiscard, "ga_discard"), {});
   check_calls("ga_discard");
 }

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "background.hpp"
 #include "comm/comm.hpp"
 #include "division.hpp"
 #include "param.hpp"
@@ -55,6 +56,13 @@ class Exchange {
   void add_gradients();
   void add_sums();
   void discard();
+  // Whether something of the window has been exchanged: a failure leaves no gradients then.
+  bool has_moved() const { return moved_; }
+
+  // Gradients are exchanged in the background, as soon as they are ready (Param::ready).
+  bool overlaps() const { return options_.overlap != 0; }
+  void release_ready();
+  bool has_begun() const { return begun_; }
   // Products of matrices have bits of their own on each processor, so one rank makes the update of a
   // matrix and hands it to the others.
   int32_t maker(ga_param id) const { return divisions_[static_cast<size_t>(id)].owner; }
@@ -79,7 +87,7 @@ class Exchange {
 
  private:
   static constexpr uint64_t kDense = ~uint64_t{0};  // in place of a number of rows
-  enum Call : int64_t { kSetComm = 1, kStep, kDiscard, kOther };
+  enum Call : int64_t { kSetComm = 1, kBegin, kStep, kDiscard, kOther };
   using Items = std::vector<std::pair<std::string, std::string>>;
 
   // The first words of every collective call, the same number of them on all ranks.
@@ -99,6 +107,7 @@ class Exchange {
   struct Segment {
     ga_param param;
     int64_t first, count, at;
+    int32_t rank;  // whose piece it is
   };
   // What one exchange moves: of each rank, and to each rank, a block of elements of one dtype.
   struct Slice {
@@ -108,7 +117,8 @@ class Exchange {
     size_t first, end;  // of segments_
     int64_t block, stride;
   };
-  enum class Travel { kNot, kInPlace, kPacked };
+  // How a parameter travels: where it lies, in pieces or as a whole; packed.
+  enum class Travel { kNot, kInPlace, kAsAWhole, kPacked };
 
   Header header(Call call, const char* function);
   void gather_headers(const Header& own, const std::vector<uint64_t>& payload);
@@ -118,6 +128,7 @@ class Exchange {
   void check_settings();
   void check_supported() const;
   uint64_t settings_digest();
+  uint64_t tensors_digest();
   Items context_items() const;
   Items tensor_items() const;
   Items settings_items() const;  // both
@@ -126,25 +137,36 @@ class Exchange {
   void agree_on(const char* what, Work&& work);
   void hand_out();
 
+  bool adds_there() const { return options_.adder == GA_COMM_ADDER_TRANSPORT; }
   Range summed_range(ga_param id) const;
   int32_t wire_of(const Param& p) const;
   Array summed(ga_param id) const;
   Array accumulator_of(ga_param id) const;
   template <class How>
   void add_slices(int32_t dtype, bool gathered, How&& travel);
-  void pack_queues(int32_t dtype, bool gathered, int64_t most);
+  void pack_queues(int32_t dtype, bool gathered, int64_t most, int64_t grain);
   template <class F>
   void each_own(const Slice& slice, F&& f);
   void reserve();
   void reserve_sums();
   void run_moves();
-  void exchange(const Slice& slice);
   void clear(const Slice& slice);
-  void pack(const Slice& slice);
+  void pack(const Slice& slice, const Array& to);
   void add_blocks(const Slice& slice);
-  void measure_blocks();
+  static void add_partials(const Partial* partials, int64_t count, ParamSums& sums);
   void gather_changed(const std::function<Changed(ga_param)>& changed);
   void gather(const Slice& slice);
+  template <class Which>
+  void make_slices(Which&& which);
+  void run(const Slice& slice);
+  void begin_slices();
+  void run_item(size_t item);
+  void finish_slices();
+  void agree_on_tensors();
+  void reduce(const Slice& slice);
+  void unpack(const Slice& slice, const Array& all);
+  void hold_sums();
+  void measure_own();
   bool has_rows(size_t param) const;
   void gather_rows();
   void gather_rows_of(ga_param id, const uint64_t* counts);
@@ -166,6 +188,7 @@ class Exchange {
   WindowSums sums_ = {};
   int64_t micro_batches_ = 0;         // of this rank
   bool exchanged_ = false;            // there were gradients to add
+  bool moved_ = false;
   std::vector<char> touched_;         // by parameter, on any rank
   std::vector<uint64_t> row_counts_;  // [parameters with rows, ranks]
   std::vector<ParamSums> param_sums_;
@@ -173,6 +196,15 @@ class Exchange {
   std::vector<Segment> segments_;
 
   std::vector<std::vector<Segment>> queues_;  // by rank: what it has of the next slices
+
+  // Of an exchange in the background. Item 0 is the agreement on the parameters, the others are slices.
+  // Nothing here is touched by two threads at a time: what runs has been released, and stops first.
+  bool begun_ = false;
+  uint64_t begun_with_ = 0;  // tensors_digest()
+  size_t released_ = 0;
+  std::unique_ptr<Backend> own_backend_;  // one thread, for what runs in the background
+  Backend* adder_;                        // which runs the kernels of the slices now
+  std::unique_ptr<Background> background_;  // NULL: the transport allows no other thread
 
   std::vector<Division> divisions_;  // by parameter
   std::vector<Keeper> keepers_;      // likewise, when it was divided
@@ -185,6 +217,7 @@ class Exchange {
   std::vector<Pair> pairs_;
   std::vector<NormTask> norms_;
   std::vector<Numbers> numbers_;
+  std::vector<ga_param> measured_;
 };
 
 }  // namespace ga

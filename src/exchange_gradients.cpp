@@ -101,13 +101,14 @@ void Exchange::check_division() {
 // What this rank has of the sum of a gradient in the end.
 Range Exchange::summed_range(ga_param id) const {
   const Param& p = context_.params_[id];
-  return shards() && context_.params_.keeper(id) == Keeper::kPieces ? p.share : Range{0, p.count};
+  return shards() && keepers_[static_cast<size_t>(id)] == Keeper::kPieces ? p.share
+                                                                          : Range{0, p.count};
 }
 
 // The dtype in which a gradient travels to where it is added.
 int32_t Exchange::wire_of(const Param& p) const {
   if (p.f64) return GA_F64;
-  if (p.pair) return GA_F32;
+  if (p.pair || adds_there()) return GA_F32;
   if (size_of(p.accumulator_dtype) == 2)
     return context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN ? int32_t{GA_F32}
                                                                        : p.accumulator_dtype;
@@ -124,24 +125,32 @@ Array Exchange::summed(ga_param id) const {
 // ---- Slices -------------------------------------------------------------------------------------
 
 // Adds the slices of the parameters that travel in a dtype; travel(id) says how. A parameter that is
-// divided and travels in place does so but for its end, where some ranks have no more.
+// divided and travels in place does so but for its end, where some ranks have no more. The newest
+// parameters come first, as in backward. What a rank has of a parameter is cut at the same places whatever
+// else travels, so that its partial sums of squares have the same bits.
 template <class How>
 void Exchange::add_slices(int32_t dtype, bool gathered, How&& travel) {
   const int64_t ranks = comm_->ranks();
   const int64_t most = std::max(kSliceBytes / size_of(dtype) / ranks, int64_t{1});
+  const int64_t grain = std::min(most, kChunk);
   for (auto& queue : queues_) queue.clear();
   queues_.resize(static_cast<size_t>(ranks));
-  for (size_t i = 0; i < divisions_.size(); ++i) {
+  for (size_t i = divisions_.size(); i-- > 0;) {
     const auto id = static_cast<ga_param>(i);
     const Travel how = travel(id);
     if (how == Travel::kNot) continue;
     const Division& d = divisions_[i];
     const int64_t count = context_.params_[id].count;
     int64_t done = 0;  // of each piece
+    for (; how == Travel::kAsAWhole && done < count; done += slices_.back().block) {
+      const int64_t block = std::min(most * ranks, count - done);
+      segments_.push_back({id, done, block, 0, 0});
+      slices_.push_back({dtype, false, true, segments_.size() - 1, segments_.size(), block, 0});
+    }
     if (how == Travel::kInPlace && d.piece > 0)
       for (const int64_t last = d.range(comm_->ranks() - 1, count).count; done < last;) {
-        const int64_t block = std::min(most, last - done);
-        segments_.push_back({id, done, block, 0});
+        const int64_t block = std::min(most / grain * grain, last - done);
+        segments_.push_back({id, done, block, 0, 0});
         slices_.push_back(
             {dtype, false, gathered, segments_.size() - 1, segments_.size(), block, d.piece});
         done += block;
@@ -149,34 +158,37 @@ void Exchange::add_slices(int32_t dtype, bool gathered, How&& travel) {
     for (int32_t q = 0; q < comm_->ranks(); ++q) {
       const Range r = d.range(q, count);
       if (r.count > done)
-        queues_[static_cast<size_t>(q)].push_back({id, r.first + done, r.count - done, 0});
+        queues_[static_cast<size_t>(q)].push_back({id, r.first + done, r.count - done, done, q});
     }
   }
-  pack_queues(dtype, gathered, most);
+  pack_queues(dtype, gathered, most, grain);
 }
 
-// Slices of what is left in the queues, one for each rank.
-void Exchange::pack_queues(int32_t dtype, bool gathered, int64_t most) {
-  int64_t longest = 0;
-  for (const auto& queue : queues_) {
-    int64_t length = 0;
-    for (const Segment& s : queue) length += s.count;
-    longest = std::max(longest, length);
-  }
+// Slices of what is left in the queues, one for each rank, whose segments know where they begin in what the
+// rank has of the parameter.
+void Exchange::pack_queues(int32_t dtype, bool gathered, int64_t most, int64_t grain) {
   std::vector<size_t> next(queues_.size(), 0);
-  for (int64_t done = 0, block; done < longest; done += block) {
-    block = std::min(most, longest - done);
+  for (;;) {
     const size_t begin = segments_.size();
-    for (size_t q = 0; q < queues_.size(); ++q)
-      for (int64_t filled = 0; filled < block && next[q] < queues_[q].size();) {
+    int64_t block = 0;
+    for (size_t q = 0; q < queues_.size(); ++q) {
+      int64_t filled = 0;
+      while (next[q] < queues_[q].size()) {
         Segment& s = queues_[q][next[q]];
-        const int64_t count = std::min(s.count, block - filled);
-        segments_.push_back({s.param, s.first, count, static_cast<int64_t>(q) * block + filled});
+        int64_t count = std::min(s.count, most - filled);
+        if (count < s.count) count = (s.at + count) / grain * grain - s.at;
+        if (count <= 0) break;
+        segments_.push_back({s.param, s.first, count, filled, s.rank});
         s.first += count;
+        s.at += count;
         s.count -= count;
         filled += count;
         if (s.count == 0) ++next[q];
       }
+      block = std::max(block, filled);
+    }
+    if (block == 0) return;
+    for (size_t k = begin; k < segments_.size(); ++k) segments_[k].at += segments_[k].rank * block;
     slices_.push_back({dtype, true, gathered, begin, segments_.size(), block, block});
   }
 }
@@ -184,9 +196,8 @@ void Exchange::pack_queues(int32_t dtype, bool gathered, int64_t most) {
 // f(segment) for what this rank has of a packed slice.
 template <class F>
 void Exchange::each_own(const Slice& slice, F&& f) {
-  const int64_t begin = rank() * slice.block, end = begin + slice.block;
   for (size_t k = slice.first; k < slice.end; ++k)
-    if (segments_[k].at >= begin && segments_[k].at < end) f(segments_[k]);
+    if (segments_[k].rank == rank()) f(segments_[k]);
 }
 
 // Makes room for the slices.
@@ -196,9 +207,10 @@ void Exchange::reserve() {
   for (const Slice& s : slices_) {
     const auto elements = static_cast<size_t>(s.block * ranks);
     const auto size = static_cast<size_t>(size_of(s.dtype));
+    if (!s.packed && s.stride == 0) continue;  // where it lies
     received = std::max(received, elements * size);
     if (s.packed) send = std::max(send, elements * size);
-    if (s.packed && s.gathered)
+    if (s.packed && s.gathered && !adds_there())
       added = std::max(added, elements * static_cast<size_t>(size_of(added_in(s.dtype))));
     const size_t segments = s.end - s.first;
     chunks = std::max(chunks, segments + static_cast<size_t>(chunk_count(s.block)));
@@ -231,14 +243,13 @@ void Exchange::reserve_sums() {
   }
 }
 
-void Exchange::run_moves() { context_.backend_->finish({moves_.data(), moves_.size()}); }
+void Exchange::run_moves() { adder_->finish({moves_.data(), moves_.size()}); }
 
 // ---- Gradients ----------------------------------------------------------------------------------
 
-void Exchange::add_gradients() {
-  param_sums_.assign(touched_.size(), ParamSums());
-  if (!exchanged_) return;
-  gather_rows();
+// The slices of those parameters which(id) picks.
+template <class Which>
+void Exchange::make_slices(Which&& which) {
   slices_.clear();
   segments_.clear();
   const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
@@ -246,17 +257,36 @@ void Exchange::add_gradients() {
     for (const int32_t wire : kDtypes)
       add_slices(wire, gathered, [&](ga_param id) {
         const Param& p = context_.params_[id];
-        if (!touched_[static_cast<size_t>(id)] || p.count == 0 || p.held() == Held::kRows ||
-            wire_of(p) != wire)
+        const auto i = static_cast<size_t>(id);
+        const bool pieces = shards() && keepers_[i] == Keeper::kPieces;
+        if (p.count == 0 || wire_of(p) != wire || gathered == pieces || !which(id))
           return Travel::kNot;
-        const bool pieces = shards() && context_.params_.keeper(id) == Keeper::kPieces;
-        if (gathered == pieces) return Travel::kNot;
         const bool as_it_lies = wire == p.accumulator_dtype && !p.pair && !running;
-        return as_it_lies ? Travel::kInPlace : Travel::kPacked;
+        if (!as_it_lies || (adds_there() && (pieces || divisions_[i].piece == 0)))
+          return Travel::kPacked;
+        return adds_there() ? Travel::kAsAWhole : Travel::kInPlace;
       });
   reserve();
   reserve_sums();
-  for (const Slice& s : slices_) exchange(s);
+}
+
+void Exchange::add_gradients() {
+  moved_ = true;
+  if (!overlaps()) param_sums_.assign(touched_.size(), ParamSums());
+  if (!exchanged_) return;
+  gather_rows();
+  // In the background, gradients that may consist of rows have not been exchanged yet.
+  make_slices([&](ga_param id) {
+    const auto i = static_cast<size_t>(id);
+    return touched_[i] && context_.params_[id].held() != Held::kRows &&
+           (!overlaps() || has_rows(i));
+  });
+  for (const Slice& s : slices_) run(s);
+  hold_sums();
+  measure_own();
+}
+
+void Exchange::hold_sums() {
   for (size_t i = 0; i < touched_.size(); ++i) {
     Param& p = context_.params_[i];
     if (!touched_[i] || p.held() == Held::kRows) continue;
@@ -267,12 +297,14 @@ void Exchange::add_gradients() {
   }
 }
 
-void Exchange::exchange(const Slice& slice) {
+void Exchange::run(const Slice& slice) {
+  moved_ = true;
+  if (adds_there()) return reduce(slice);
   const Segment& only = segments_[slice.first];
   const Array send = slice.packed ? Array{send_.data(), slice.dtype}
                                   : offset(accumulator_of(only.param), only.first);
   if (slice.packed)
-    pack(slice);
+    pack(slice, send);
   else if (context_.params_[only.param].held() == Held::kNothing)
     clear(slice);
   comm_->all_to_all("gradients", send.data, slice.stride, received_.data(), slice.block,
@@ -283,12 +315,31 @@ void Exchange::exchange(const Slice& slice) {
                                  : offset(summed(only.param), only.first);
   comm_->all_gather_arrays("sums of gradients", offset(all, rank() * slice.stride).data, all.data,
                            slice.stride, slice.block, all.format);
-  if (!slice.packed) return;
-  moves_.clear();
-  for (size_t k = slice.first; k < slice.end; ++k) {
-    const Segment& s = segments_[k];
-    moves_.push_back(move(offset(all, s.at), offset(summed(s.param), s.first), s.count));
+  if (slice.packed) unpack(slice, all);
+}
+
+// The transport adds.
+void Exchange::reduce(const Slice& slice) {
+  const Segment& only = segments_[slice.first];
+  const char* const what = "gradients";
+  if (!slice.packed) {
+    if (context_.params_[only.param].held() == Held::kNothing) clear(slice);
+    return comm_->all_reduce(what, offset(accumulator_of(only.param), only.first).data, slice.block,
+                             slice.dtype, GA_COMM_SUM);
   }
+  const Array send = {send_.data(), slice.dtype};
+  pack(slice, send);
+  if (slice.gathered) {
+    comm_->all_reduce(what, send.data, slice.block * comm_->ranks(), slice.dtype, GA_COMM_SUM);
+    return unpack(slice, send);
+  }
+  const Array own = {received_.data(), slice.dtype};
+  comm_->reduce_scatter(what, send.data, own.data, slice.block, slice.dtype, GA_COMM_SUM);
+  moves_.clear();
+  each_own(slice, [&](const Segment& s) {
+    moves_.push_back(move(offset(own, s.at - rank() * slice.block),
+                          offset(summed(s.param), s.first), s.count));
+  });
   run_moves();
 }
 
@@ -302,16 +353,15 @@ Array Exchange::accumulator_of(ga_param id) const {
 void Exchange::clear(const Slice& slice) {
   const Segment& s = segments_[slice.first];
   moves_.clear();
-  for (int64_t q = 0; q < comm_->ranks(); ++q)
+  for (int64_t q = 0; q < (slice.stride > 0 ? comm_->ranks() : 1); ++q)
     moves_.push_back(move({nullptr, context_.params_[s.param].real()},
                           offset(accumulator_of(s.param), q * slice.stride + s.first), s.count));
   run_moves();
 }
 
-// Copies what this rank has of a slice one behind the other; zeros where it has nothing.
-void Exchange::pack(const Slice& slice) {
+// Copies what this rank has of a slice; zeros where it has nothing.
+void Exchange::pack(const Slice& slice, const Array& to) {
   const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
-  const Array to = {send_.data(), slice.dtype};
   moves_.clear();
   pairs_.clear();
   for (size_t k = slice.first; k < slice.end; ++k) {
@@ -338,6 +388,15 @@ void Exchange::pack(const Slice& slice) {
                            : p.held_weight;
     }
     moves_.push_back(task);
+  }
+  run_moves();
+}
+
+void Exchange::unpack(const Slice& slice, const Array& all) {
+  moves_.clear();
+  for (size_t k = slice.first; k < slice.end; ++k) {
+    const Segment& s = segments_[k];
+    moves_.push_back(move(offset(all, s.at), offset(summed(s.param), s.first), s.count));
   }
   run_moves();
 }
@@ -370,7 +429,6 @@ void Exchange::add_blocks(const Slice& slice) {
     task.partials = &partials_[chunks];
     chunks += static_cast<size_t>(chunk_count(task.count));
   }
-  Backend& backend = *context_.backend_;
   const Array received = {received_.data(), slice.dtype};
   // The first pass adds two ranks' blocks, each further one that of one more.
   for (int64_t q = 0; q < comm_->ranks(); q += q == 0 ? 2 : 1) {
@@ -382,36 +440,117 @@ void Exchange::add_blocks(const Slice& slice) {
         task.source[j] = {offset(received, (q + j) * slice.block + starts_[k]).data, slice.dtype, 1,
                           nullptr};
     }
-    backend.accumulate({tasks_.data(), tasks_.size()});
+    adder_->accumulate({tasks_.data(), tasks_.size()});
   }
-  measure_blocks();
+  for (const AccumulateTask& task : tasks_)
+    add_partials(task.partials, task.count, param_sums_[static_cast<size_t>(task.param)]);
 }
 
-// Adds the squares of the sums that tasks_ have made to those of their parameters.
-void Exchange::measure_blocks() {
-  const double mean = context_.config_.reduce == GA_REDUCE_MEAN ? 1 / sums_.weight : 1;
+void Exchange::add_partials(const Partial* partials, int64_t count, ParamSums& sums) {
+  for (int64_t k = 0; k < chunk_count(count); ++k) {
+    sums.squares += partials[k].sum_squares;
+    sums.nonfinite += partials[k].nonfinite != 0;
+  }
+}
+
+// What the adding has not measured of this rank's pieces: squares of gradients clipped by value, which
+// take the weight of the window; all squares of what the transport has added.
+void Exchange::measure_own() {
+  measured_.clear();
+  size_t chunks = 0;
+  for (size_t i = 0; i < touched_.size(); ++i) {
+    const Param& p = context_.params_[i];
+    if (!touched_[i] || p.held() != Held::kSummed) continue;
+    if (!adds_there() && !context_.tables_.param_inputs[i].clamped) continue;
+    const int64_t count = divisions_[i].range(rank(), p.count).count;
+    if (count == 0) continue;
+    measured_.push_back(static_cast<ga_param>(i));
+    chunks += static_cast<size_t>(chunk_count(count));
+  }
+  if (measured_.empty()) return;
+  partials_.resize(std::max(partials_.size(), chunks));
   norms_.clear();
   numbers_.clear();
-  for (const AccumulateTask& task : tasks_) {
-    const ParamInput& in = context_.tables_.param_inputs[static_cast<size_t>(task.param)];
-    if (!in.clamped) continue;
-    const GroupInput& g = context_.tables_.group_inputs[static_cast<size_t>(in.group)];
-    numbers_.push_back({g.optimizer.maximize ? -mean : mean, g.clip.max_value, 1});
-    norms_.push_back({{{task.target.data, task.target.format, 1, nullptr}, &numbers_.back()},
-                      in.f64,
-                      task.count,
-                      task.partials});
-  }
-  if (!norms_.empty()) context_.backend_->norm({norms_.data(), norms_.size()});
-  for (const AccumulateTask& task : tasks_) {
-    ParamSums& sums = param_sums_[static_cast<size_t>(task.param)];
-    const bool clamped = context_.tables_.param_inputs[static_cast<size_t>(task.param)].clamped;
-    for (int64_t k = 0; k < chunk_count(task.count); ++k) {
-      sums.squares += task.partials[k].sum_squares;
-      if (clamped) sums.clamped += task.partials[k].second_squares;
-      sums.nonfinite += task.partials[k].nonfinite != 0;
+  numbers_.reserve(measured_.size());
+  const double mean = context_.config_.reduce == GA_REDUCE_MEAN ? 1 / sums_.weight : 1;
+  chunks = 0;
+  for (const ga_param id : measured_) {
+    const Param& p = context_.params_[id];
+    const ParamInput& in = context_.tables_.param_inputs[static_cast<size_t>(id)];
+    const Range own = divisions_[static_cast<size_t>(id)].range(rank(), p.count);
+    NormTask task = {};
+    task.gradient = identity({offset(summed(id), own.first).data, p.real(), 1, nullptr});
+    task.f64 = p.f64;
+    task.count = own.count;
+    task.partials = &partials_[chunks];
+    chunks += static_cast<size_t>(chunk_count(own.count));
+    if (in.clamped) {
+      const GroupInput& g = context_.tables_.group_inputs[static_cast<size_t>(in.group)];
+      numbers_.push_back({g.optimizer.maximize ? -mean : mean, g.clip.max_value, 1});
+      task.gradient.numbers = &numbers_.back();
     }
+    norms_.push_back(task);
   }
+  context_.backend_->norm({norms_.data(), norms_.size()});
+  for (size_t m = 0; m < measured_.size(); ++m) {
+    const NormTask& task = norms_[m];
+    ParamSums& sums = param_sums_[static_cast<size_t>(measured_[m])];
+    if (adds_there()) add_partials(task.partials, task.count, sums);
+    for (int64_t k = 0; task.gradient.numbers && k < chunk_count(task.count); ++k)
+      sums.clamped += task.partials[k].second_squares;
+  }
+}
+
+// ---- In the background ----------------------------------------------------------------------------
+
+// Has the slices run whose parameters are ready, in their order, which is the same on every rank.
+void Exchange::release_ready() {
+  if (!background_ || has_failed()) return;
+  if (!begun_) begin_slices();
+  const auto is_ready = [&](const Slice& slice) {
+    for (size_t k = slice.first; k < slice.end; ++k)
+      if (!context_.params_[segments_[k].param].ready) return false;
+    return true;
+  };
+  const size_t before = released_;
+  while (released_ < slices_.size() && is_ready(slices_[released_])) ++released_;
+  if (released_ > before) background_->release(1 + released_);
+}
+
+// Makes the slices of a window, of which nobody knows yet what other ranks bring: they are of all
+// parameters but those of which a gradient may be rows.
+void Exchange::begin_slices() {
+  context_.prepare();
+  begun_with_ = tensors_digest();
+  touched_.assign(context_.params_.size(), 0);
+  for (size_t i = 0; i < touched_.size(); ++i)
+    touched_[i] = !context_.params_[i].frozen && !has_rows(i);
+  make_slices([&](ga_param id) { return touched_[static_cast<size_t>(id)] != 0; });
+  param_sums_.assign(touched_.size(), ParamSums());
+  if (own_backend_)
+    own_backend_->reserve(static_cast<int64_t>(partials_.size() + tasks_.capacity()), 0, 0);
+  moved_ = false;
+  begun_ = true;
+  released_ = 0;
+}
+
+// On one thread or the other.
+void Exchange::run_item(size_t item) {
+  adder_ = context_.backend_.get();
+  if (own_backend_ && std::this_thread::get_id() == background_->id()) adder_ = own_backend_.get();
+  if (item == 0)
+    agree_on_tensors();
+  else
+    run(slices_[item - 1]);
+}
+
+// Runs what has not run in the background.
+void Exchange::finish_slices() {
+  if (!begun_) begin_slices();
+  begun_ = false;
+  size_t item = background_ ? background_->stop() : 0;
+  for (; item < 1 + slices_.size(); ++item) run_item(item);
+  adder_ = context_.backend_.get();
 }
 
 // ---- Gradients of some rows -----------------------------------------------------------------------
@@ -553,7 +692,7 @@ void Exchange::gather(const Slice& slice) {
   moves_.clear();
   for (size_t k = slice.first; slice.packed && k < slice.end; ++k) {
     const Segment& s = segments_[k];
-    if (s.at / slice.block != rank())
+    if (s.rank != rank())
       moves_.push_back(move(offset(all, s.at), data(s, s.first), s.count));
   }
   for (int32_t q = 0; !slice.packed && q < comm_->ranks(); ++q)

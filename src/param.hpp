@@ -65,6 +65,7 @@ struct alignas(64) Param {
   bool adopted_late : 1;  // adopted_scale still lacks the loss scale, which only the device knows
   bool frozen = false;
   bool stale = false;  // someone wrote the accumulator without its partials
+  bool ready = false;  // nothing more comes to it in this window
 
   const void* checked_before = nullptr;  // the one before it: programs use two buffers in turn
   void* data;

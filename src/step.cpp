@@ -82,6 +82,7 @@ void Context::empty_window() {
     p.hold(Held::kNothing);
     p.acquired = false;
     p.stale = false;
+    p.ready = false;
     p.pending = false;
     p.contributions = 0;
     p.last_micro = -1;
@@ -90,7 +91,7 @@ void Context::empty_window() {
     for (const Tensor& t : params_.tensors())
       if (t.set) backend_->clear_rows({&t.set, 1});
   rows_held_ = 0;
-  noise_repeated_ = rejected_ = false;
+  noise_repeated_ = rejected_ = any_ready_ = false;
   contributions_.clear();
   batch_norms_.end_window();
   window_.clear();
@@ -116,29 +117,17 @@ ga_step_result Context::step() {
   totals.weight = window_.weight();
   totals.weighted = window_.weighted();
   totals.noise_wanted = config_.noise_scale && !noise_repeated_;
+  OverRanks over_ranks;
   if (exchange_) {
-    if (!exchange_->begin_step(totals)) {
+    bool goes_on = false;
+    or_lose_window([&] { goes_on = exchange_->begin_step(totals); });
+    if (!goes_on) {
       drop_window();
       return discarded();
     }
-    try {
-      exchange_->add_gradients();
-    } catch (...) {
-      if (exchange_->may_write_late()) backend_->keep_memory();
-      window_.invalidate();
-      throw;
-    }
+    or_lose_window([&] { exchange_->add_gradients(); });
+    over_ranks = [this] { or_lose_window([&] { exchange_->add_sums(); }); };
   }
-  OverRanks over_ranks;
-  if (exchange_)
-    over_ranks = [this] {
-      try {
-        exchange_->add_sums();
-      } catch (...) {
-        window_.invalidate();
-        throw;
-      }
-    };
   totals.last = !(totals.weight > 0) || !unit_lists_;
   forget_delivered();
 
@@ -198,8 +187,18 @@ void Context::fail_nonfinite(const Control& c) const {
 }
 
 void Context::discard() {
-  if (exchange_ && !exchange_->has_failed()) exchange_->discard();
+  if (exchange_) or_lose_window([&] { exchange_->discard(); });
   drop_window();
+}
+
+void Context::or_lose_window(const std::function<void()>& exchange) {
+  try {
+    exchange();
+  } catch (...) {
+    if (exchange_->may_write_late()) backend_->keep_memory();
+    if (exchange_->has_moved()) window_.invalidate();
+    throw;
+  }
 }
 
 // The result of ga_step in a window that another rank has discarded.

@@ -104,6 +104,27 @@ inline void contribute(ga_context* ctx, const Layout& l, const std::vector<Micro
   }
 }
 
+// In parts, the last tensor first. Ranks tell differently what is ready: one after each part, and of what
+// has no gradient before; one all at the end of the window; one nothing.
+inline void contribute_ready(ga_context* ctx, const Layout& l, const std::vector<Micro>& micros,
+                             int32_t rank) {
+  const auto ready = [&](ga_param id) { ASSERT_OK(ga_params_ready(ctx, &id, 1)); };
+  for (const Micro& m : micros) {
+    const bool last = &m == &micros.back();
+    const auto list = pointers(l, m.gradients);
+    ASSERT_OK(ga_micro_begin(ctx, -1, m.weight, MicroOptions(0, last ? GA_MICRO_LAST : 0)));
+    for (size_t i = list.size(); i-- > 0;) {
+      const bool missing = std::find(m.missing.begin(), m.missing.end(), i) != m.missing.end();
+      if (!missing) {
+        ASSERT_OK(ga_accumulate_part(ctx, static_cast<ga_param>(i), list[i]));
+      }
+      if (last && rank % 3 == 0) ready(static_cast<ga_param>(i));
+    }
+    ASSERT_OK(ga_micro_end(ctx));
+  }
+  for (size_t i = 0; i < l.size() && rank % 3 == 1; ++i) ready(static_cast<ga_param>(i));
+}
+
 struct Options {
   ga_config config = test::config();
   ga_optimizer optimizer = plain_sgd();
@@ -135,7 +156,10 @@ inline std::vector<Ended> run(const Layout& l, const Options& s, const Shares& s
     build(ctx, l, s, e.parameters);
     ASSERT_OK(ga_context_set_comm(ctx, comm, &s.options));
     for (const auto& window : shares) {
-      contribute(ctx, l, window[static_cast<size_t>(r)]);
+      if (s.options.overlap)
+        contribute_ready(ctx, l, window[static_cast<size_t>(r)], r);
+      else
+        contribute(ctx, l, window[static_cast<size_t>(r)]);
       e.results.push_back(step(ctx));
     }
   });
@@ -165,8 +189,22 @@ inline void expect_alike(const Ended& a, const Ended& b) {
 inline void expect_alike(const std::vector<Ended>& ended, const std::vector<Ended>& more = {}) {
   for (const auto* ranks : {&ended, &more})
     for (size_t r = 0; r < ranks->size(); ++r) {
-      SCOPED_TRACE("rank " + std::to_string(r) + (ranks == &more ? ", sharded" : ""));
+      SCOPED_TRACE("rank " + std::to_string(r) + (ranks == &more ? " of more" : ""));
       expect_alike((*ranks)[r], ended[0]);
+    }
+}
+
+// Sharded or not, in the background or not: the bits are those of `ended`, which was neither.
+inline void expect_the_bits(const std::vector<Ended>& ended, const Layout& l, Options s,
+                            const Shares& shares, const Block& start) {
+  expect_alike(ended);
+  for (const bool shards : {false, true})
+    for (const bool overlaps : {false, true}) {
+      if (!shards && !overlaps) continue;
+      SCOPED_TRACE(std::string(shards ? "sharded" : "whole") + (overlaps ? ", overlapped" : ""));
+      s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+      s.options.overlap = overlaps;
+      expect_alike(ended, run(l, s, shares, start));
     }
 }
 

@@ -1266,6 +1266,9 @@ enum { GA_COMM_LOCAL = 0, GA_COMM_MPI = 1, GA_COMM_TABLE = 2 };
    stream: NULL, for all memory is the host's. Functions return 0, or a number of their own for a
    failure, after which no other but abort and error_text is called. They keep their own time limit
    and run in the program's floating-point mode. */
+typedef int32_t ga_comm_op;
+enum { GA_COMM_SUM = 0, GA_COMM_MAX = 1 };
+
 typedef struct ga_comm_table {
   size_t struct_size;
   void* user; /* passed to each function */
@@ -1285,6 +1288,17 @@ typedef struct ga_comm_table {
   /* What a failure means: a sentence that stays until the next call; may be NULL, as the function
      may. */
   const char* (*error_text)(void* user, int32_t failure);
+  /* Of GA_COMM_ADDER_TRANSPORT alone; else NULL. dtype: GA_F32 or GA_F64. Results have the same bits
+     on all ranks. all_reduce: data, count elements, becomes the sum or the maximum of all ranks'.
+     reduce_scatter: recv becomes that of block `rank` of send, [ranks] blocks one behind the
+     other. */
+  int32_t (*all_reduce)(void* user, void* data, int64_t count, ga_dtype dtype, ga_comm_op op,
+                        void* stream);
+  int32_t (*reduce_scatter)(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype,
+                            ga_comm_op op, void* stream);
+  int32_t any_thread; /* 1: the library may call the functions from a thread of its own, while the
+                         program goes on; needed for ga_comm_options.overlap; default 0 */
+  int32_t reserved;   /* 0 */
 } ga_comm_table;
 
 typedef struct ga_comm_config {
@@ -1337,6 +1351,12 @@ enum { GA_COMM_WIRE_EXACT = 0, GA_COMM_WIRE_BF16 = 1 };
 typedef int32_t ga_shard;
 enum { GA_SHARD_NONE = 0, GA_SHARD_OPTIMIZER = 1 };
 
+/* Who adds gradients up. LIBRARY: in the order of the ranks, with the same bits on every transport.
+   TRANSPORT: MPI or the program's table, in its own order; what travels is f32, or f64 for f64
+   parameters. */
+typedef int32_t ga_comm_adder;
+enum { GA_COMM_ADDER_LIBRARY = 0, GA_COMM_ADDER_TRANSPORT = 1 };
+
 typedef struct ga_comm_options {
   size_t struct_size;
   ga_comm_wire wire;   /* default GA_COMM_WIRE_EXACT */
@@ -1345,6 +1365,9 @@ typedef struct ga_comm_options {
   int64_t check_every; /* every so many windows, ga_step compares parameters, and state that every
                            rank has, over the ranks, bit for bit; default 0: never */
   ga_shard shard;      /* default GA_SHARD_NONE */
+  ga_comm_adder adder; /* default GA_COMM_ADDER_LIBRARY */
+  int32_t overlap;     /* 1: ga_params_ready has gradients exchanged while backward goes on; every
+                          window exchanges all parameters then; default 0 */
   int32_t reserved;    /* 0 */
 } ga_comm_options;
 
@@ -1380,11 +1403,25 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    a set_comm with NULL or another comm come next. Where updated parameters were on their way (MUON
    and GA_SHARD_OPTIMIZER), only ga_context_destroy is legal, and other ranks may be a step ahead.
 
-   GA_ERROR_UNSUPPORTED: GA_DEVICE_CUDA, or a layer in WINDOW mode. GA_ERROR_INVALID_STATE: another
+   GA_ERROR_UNSUPPORTED: GA_DEVICE_CUDA, or a layer in WINDOW mode; GA_COMM_ADDER_TRANSPORT with LOCAL
+   or a table without the functions for it. GA_ERROR_INVALID_STATE: another
    context has comm, the window is not empty, or it is too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not
    come. */
 GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
                                      const ga_comm_options* options);
+
+/* Tells that nothing more comes to these parameters in this window; contributions to them are
+   GA_ERROR_INVALID_STATE until it has ended. params: [count] ids; may be NULL if count is 0.
+
+   With ga_comm_options.overlap their gradients are exchanged by a thread of the library while the
+   program goes on: slice by slice, the newest parameters first, as soon as everything in a slice is
+   ready and the last micro-batch has begun (GA_MICRO_LAST, or the K-th). What has not been exchanged
+   by then, ga_step exchanges, with the same bits. Ranks need not call it alike. MPI must have been
+   initialised with MPI_THREAD_MULTIPLE, else all is exchanged in ga_step. Without overlap, and under
+   GA_NONFINITE_DROP_MICRO or GA_CLIP_WHEN_MICRO, ready parameters wait for ga_step.
+
+   GA_ERROR_INVALID_STATE: the window is invalid, or the accumulator of one is acquired. */
+GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count);
 
 /* ---- Build ----------------------------------------------------------------------------------- */
 

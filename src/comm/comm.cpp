@@ -43,6 +43,8 @@ Transport join_table(const ga_comm_config& config) {
   require(t.all_to_all, "all_to_all");
   require(t.all_gather, "all_gather");
   require(t.broadcast, "broadcast");
+  check_choice("ga_comm_table.any_thread", t.any_thread, 1, "0 or 1");
+  check_choice("ga_comm_table.reserved", t.reserved, 0, "reserved");
   return {t, config.rank, config.ranks, {}, true, false};
 }
 
@@ -66,6 +68,8 @@ void check_comm_options(const ga_comm_options& o) {
   check_choice("wire", o.wire, GA_COMM_WIRE_BF16, "ga_comm_wire");
   check_choice("hand_out", o.hand_out, 1, "0 or 1");
   check_choice("shard", o.shard, GA_SHARD_OPTIMIZER, "ga_shard");
+  check_choice("adder", o.adder, GA_COMM_ADDER_TRANSPORT, "ga_comm_adder");
+  check_choice("overlap", o.overlap, 1, "0 or 1");
   check_choice("ga_comm_options.reserved", o.reserved, 0, "reserved");
   if (o.check_every < 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "check_every was %lld, expected >= 0", ll(o.check_every));
@@ -106,6 +110,7 @@ void Comm::run(const char* what, Call&& call) {
   std::snprintf(message, sizeof message, "rank %d of %d failed in the exchange of %s: %s%s", rank(),
                 ranks(), what, text ? text : "the table gave no reason", code);
   failure_.emplace(GA_ERROR_COMMUNICATION, message);
+  failed_.store(true, std::memory_order_release);
   if (transport_.writes_late) (void)lent_.release();
   throw *failure_;
 }
@@ -121,6 +126,19 @@ void Comm::all_gather_arrays(const char* what, const void* send, void* recv, int
                              int64_t count, int32_t dtype) {
   run(what, [&](const ga_comm_table& t) {
     return t.all_gather(t.user, send, recv, stride, count, dtype, nullptr);
+  });
+}
+
+void Comm::all_reduce(const char* what, void* data, int64_t count, int32_t dtype, int32_t op) {
+  run(what, [&](const ga_comm_table& t) {
+    return t.all_reduce(t.user, data, count, dtype, op, nullptr);
+  });
+}
+
+void Comm::reduce_scatter(const char* what, const void* send, void* recv, int64_t count,
+                          int32_t dtype, int32_t op) {
+  run(what, [&](const ga_comm_table& t) {
+    return t.reduce_scatter(t.user, send, recv, count, dtype, op, nullptr);
   });
 }
 

@@ -41,20 +41,25 @@ class Comm {
 
   // As in ga_comm_table. what: what is exchanged, for the message of the GA_ERROR_COMMUNICATION that they
   // throw, now and at every later call.
-  // The first two are for arrays of a backend, which it keeps if may_write_late(); the others for any
-  // memory.
+  // The first four are for arrays of a backend, which it keeps if may_write_late(); the others for any
+  // memory. The second two only where the transport adds.
   void all_to_all(const char* what, const void* send, int64_t stride, void* recv, int64_t count,
                   int32_t dtype);
   void all_gather_arrays(const char* what, const void* send, void* recv, int64_t stride,
                          int64_t count, int32_t dtype);
+  void all_reduce(const char* what, void* data, int64_t count, int32_t dtype, int32_t op);
+  void reduce_scatter(const char* what, const void* send, void* recv, int64_t count, int32_t dtype,
+                      int32_t op);
   void all_gather(const char* what, const void* send, void* recv, int64_t count, int32_t dtype);
   void broadcast(const char* what, void* data, int64_t count, int32_t dtype, int32_t root);
   void abort() noexcept;
   bool may_write_late() const { return has_failed() && transport_.writes_late; }
-  bool has_failed() const { return failure_.has_value(); }
+  bool has_failed() const { return failed_.load(std::memory_order_acquire); }
+  bool adds() const { return transport_.table.all_reduce && transport_.table.reduce_scatter; }
+  bool any_thread() const { return transport_.table.any_thread != 0; }
   // Throws the failure of a former call, if there was one.
   void check() const {
-    if (failure_) throw *failure_;
+    if (has_failed()) throw *failure_;
   }
 
   // A context uses a communicator alone. take() throws GA_ERROR_INVALID_STATE if another one has it.
@@ -68,6 +73,7 @@ class Comm {
 
   const Transport transport_;
   std::optional<Error> failure_;
+  std::atomic<bool> failed_{false};  // failure_ is there
   // What a transport that writes late works on in place of the caller's memory; left to it if it fails.
   std::unique_ptr<char[]> lent_;
   size_t lent_bytes_ = 0;

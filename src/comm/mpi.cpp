@@ -140,6 +140,28 @@ int32_t broadcast(void* user, void* data, int64_t count, ga_dtype dtype, int32_t
   });
 }
 
+MPI_Datatype number_of(ga_dtype dtype) { return dtype == GA_F64 ? MPI_DOUBLE : MPI_FLOAT; }
+MPI_Op op_of(ga_comm_op op) { return op == GA_COMM_MAX ? MPI_MAX : MPI_SUM; }
+
+int32_t all_reduce(void* user, void* data, int64_t count, ga_dtype dtype, ga_comm_op op, void*) {
+  End& end = *static_cast<End*>(user);
+  return in_slices(end, count, dtype, [&](int64_t at, int n, MPI_Request* request) {
+    return MPI_Iallreduce(MPI_IN_PLACE, at_element(data, at, dtype), n, number_of(dtype), op_of(op),
+                          end.comm, request);
+  });
+}
+
+// MPI finds no blocks a stride apart here, so a block is not cut into slices: the library's have at most
+// 8 MiB.
+int32_t reduce_scatter(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype,
+                       ga_comm_op op, void*) {
+  End& end = *static_cast<End*>(user);
+  if (count > (int64_t{1} << 28) / size_of(dtype) / end.ranks) return MPI_ERR_COUNT;
+  return in_slices(end, count, dtype, [&](int64_t, int n, MPI_Request* request) {
+    return MPI_Ireduce_scatter_block(send, recv, n, number_of(dtype), op_of(op), end.comm, request);
+  });
+}
+
 void abort(void* user) { static_cast<End*>(user)->aborted.store(true); }
 
 const char* error_text(void* user, int32_t failure) {
@@ -188,7 +210,11 @@ ga_status join(int32_t comm, double timeout, ga_mpi_end* out, char* error, size_
     return GA_ERROR_COMMUNICATION;
   }
   MPI_Comm_set_errhandler(end->comm, MPI_ERRORS_RETURN);
-  out->table = {sizeof(ga_comm_table), end, all_to_all, all_gather, broadcast, abort, error_text};
+  int threads = MPI_THREAD_SINGLE;
+  MPI_Query_thread(&threads);
+  out->table = {sizeof(ga_comm_table), end,        all_to_all,     all_gather, broadcast, abort,
+                error_text,            all_reduce, reduce_scatter, threads == MPI_THREAD_MULTIPLE,
+                0};
   out->rank = rank;
   out->ranks = ranks;
   return GA_OK;
