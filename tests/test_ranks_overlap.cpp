@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// ga_params_ready and gradients that are exchanged in the background. That the bits are those of ga_step
+// alone, for every optimizer and every way to accumulate, test_ranks.cpp says.
+#include <atomic>
+#include <chrono>
+
+#include "files.hpp"
+#include "ranks.hpp"
+
+namespace ga::test {
+
+using namespace over_ranks;
+
+namespace {
+
+ga_comm_options overlapped() {
+  ga_comm_options o = comm_options();
+  o.overlap = 1;
+  return o;
+}
+
+bool comes_true(const std::function<bool()>& condition) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!condition())
+    if (std::chrono::steady_clock::now() > end)
+      return false;
+    else
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return true;
+}
+
+// The transport of a single rank, which counts, and adds up what one rank has.
+struct Cable {
+  std::atomic<int64_t> bytes{0};
+  std::atomic<int> calls{0}, added{0};
+  std::atomic<int> fail_at{-1};
+  std::atomic<std::thread::id> thread;
+
+  int32_t move(const void* send, void* recv, int64_t count, int32_t dtype) {
+    thread = std::this_thread::get_id();
+    if (calls++ == fail_at) return 7;
+    const int64_t size = dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 ? 4 : 2;
+    bytes += count * size;
+    if (send != recv) memcpy(recv, send, static_cast<size_t>(count * size));
+    return 0;
+  }
+  ga_comm_table table() {
+    ga_comm_table t = {};
+    t.struct_size = sizeof t;
+    t.user = this;
+    t.any_thread = 1;
+    t.all_to_all = [](void* user, const void* send, int64_t, void* recv, int64_t count,
+                      ga_dtype dtype,
+                      void*) { return static_cast<Cable*>(user)->move(send, recv, count, dtype); };
+    t.all_gather = [](void* user, const void* send, void* recv, int64_t, int64_t count,
+                      ga_dtype dtype,
+                      void*) { return static_cast<Cable*>(user)->move(send, recv, count, dtype); };
+    t.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t, void*) { return 0; };
+    return t;
+  }
+  ga_comm_table adding_table() {
+    ga_comm_table t = table();
+    t.all_reduce = [](void* user, void* data, int64_t count, ga_dtype dtype, ga_comm_op, void*) {
+      ++static_cast<Cable*>(user)->added;
+      return static_cast<Cable*>(user)->move(data, data, count, dtype);
+    };
+    t.reduce_scatter = [](void* user, const void* send, void* recv, int64_t count, ga_dtype dtype,
+                          ga_comm_op, void*) {
+      ++static_cast<Cable*>(user)->added;
+      return static_cast<Cable*>(user)->move(send, recv, count, dtype);
+    };
+    return t;
+  }
+};
+
+ga_comm_config config_of(const ga_comm_table& table) {
+  ga_comm_config c = comm_config(GA_COMM_TABLE);
+  c.ranks = 1;
+  c.table = &table;
+  return c;
+}
+
+// Two parameters of 100000 elements, which travel in a slice each, and their gradients.
+struct Pair {
+  std::vector<float> p = std::vector<float>(100000, 1), q = p;
+  std::vector<float> g = std::vector<float>(100000, 0.5f);
+
+  void add_to(Context& ctx) {
+    const ga_group group = ctx.group(plain_sgd());
+    ctx.param(group, "p", p.data(), 100000);
+    ctx.param(group, "q", q.data(), 100000);
+  }
+  void part(ga_context* ctx, ga_param id) const {
+    ASSERT_OK(ga_accumulate_part(ctx, id, g.data()));
+  }
+  static void ready(ga_context* ctx, ga_param id) { ASSERT_OK(ga_params_ready(ctx, &id, 1)); }
+};
+
+TEST(RanksOverlap, WhatIsReadyTravelsBeforeTheStep) {
+  Cable cable;
+  const ga_comm_table table = cable.table();
+  const Comm comm(config_of(table));
+  Pair pair;
+  Context ctx;
+  pair.add_to(ctx);
+  const ga_comm_options o = overlapped();
+  ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+  step(ctx);  // of an empty window: the first one tells how many parameters there are
+  for (int w = 0; w < 3; ++w) {
+    const int begin = cable.calls;
+    ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
+    pair.part(ctx, 0);
+    ASSERT_OK(ga_micro_end(ctx));
+    ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
+    pair.part(ctx, 1);
+    EXPECT_EQ(cable.calls, begin);
+    pair.ready(ctx, 1);  // the newer parameter travels first: the agreement, and two calls for a slice
+    EXPECT_TRUE(comes_true([&] { return cable.calls == begin + 3; })) << cable.calls;
+    EXPECT_NE(cable.thread.load(), std::this_thread::get_id());
+    pair.part(ctx, 0);
+    ASSERT_OK(ga_micro_end(ctx));
+    EXPECT_EQ(cable.calls, begin + 3);
+    const ga_step_result r = step(ctx);
+    EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
+    EXPECT_EQ(r.weight, 2);
+    EXPECT_EQ(cable.calls, begin + 3 + 2 + 2);  // the other slice, and the two small ones of a step
+  }
+  EXPECT_EQ(pair.p[5], 1 - 3 * 0.5f);
+  EXPECT_EQ(pair.q[5], 1 - 3 * 0.25f);
+}
+
+TEST(RanksOverlap, NothingTravelsBeforeTheLastMicroBatch) {
+  Cable cable;
+  const ga_comm_table table = cable.table();
+  const Comm comm(config_of(table));
+  Pair pair;
+  ga_config c = config();
+  c.accum_steps = 2;
+  Context ctx(c);
+  pair.add_to(ctx);
+  const ga_comm_options o = overlapped();
+  ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+  const int begin = cable.calls;
+  ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
+  pair.part(ctx, 1);
+  pair.ready(ctx, 1);
+  pair.part(ctx, 0);
+  ASSERT_OK(ga_micro_end(ctx));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(cable.calls, begin);
+  ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));  // the K-th
+  EXPECT_TRUE(comes_true([&] { return cable.calls == begin + 3; }));
+  ASSERT_OK(ga_micro_end(ctx));
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  EXPECT_EQ(pair.q[5], 1 - 0.25f);
+}
+
+TEST(RanksOverlap, NothingMoreComesToWhatIsReady) {
+  for (const bool overlap : {false, true}) {
+    SCOPED_TRACE(overlap);
+    Cable cable;
+    const ga_comm_table table = cable.table();
+    const Comm comm(config_of(table));
+    Pair pair;
+    Context ctx;
+    pair.add_to(ctx);
+    const ga_comm_options o = overlap ? overlapped() : comm_options();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+    ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
+    pair.part(ctx, 0);
+    pair.part(ctx, 1);
+    ga_accumulator a;
+    ASSERT_OK(ga_accumulator_init(&a, sizeof a));
+    ASSERT_OK(ga_accumulator_acquire(ctx, 0, &a));
+    const ga_param both[] = {1, 0};
+    expect_failure(ga_params_ready(ctx, both, 2), "acquired", GA_ERROR_INVALID_STATE);
+    ASSERT_OK(ga_accumulator_release(ctx, 0));
+    const ga_param unknown[] = {1, 2};
+    EXPECT_EQ(ga_params_ready(ctx, unknown, 2), GA_ERROR_INVALID_ARGUMENT);
+    pair.part(ctx, 1);  // which neither call has made ready
+    ASSERT_OK(ga_params_ready(ctx, nullptr, 0));
+    EXPECT_EQ(ga_params_ready(ctx, nullptr, 1), GA_ERROR_INVALID_ARGUMENT);
+    pair.ready(ctx, 1);
+    pair.ready(ctx, 1);  // again
+    const char* const late = "parameter \"q\": it has got a contribution after ga_params_ready";
+    expect_failure(ga_accumulate_part(ctx, 1, pair.g.data()), late, GA_ERROR_INVALID_STATE);
+    expect_failure(ga_accumulator_acquire(ctx, 1, &a), late, GA_ERROR_INVALID_STATE);
+    if (overlap) {
+      expect_failure(ga_save(ctx, "state", nullptr), "being exchanged", GA_ERROR_INVALID_STATE);
+      EXPECT_EQ(ga_micro_abort(ctx), GA_ERROR_INVALID_STATE);
+    }
+    ASSERT_OK(ga_micro_end(ctx));
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    EXPECT_EQ(pair.q[7], 1 - 2 * 0.5f);
+    ctx.accumulate({pair.g.data(), pair.g.data()});  // a window later it is legal again
+    EXPECT_EQ(step(ctx).steps, 2);
+  }
+}
+
+TEST(RanksOverlap, WholeMicroBatchesAreRefusedToo) {
+  Pair pair;
+  Context ctx;
+  pair.add_to(ctx);
+  ctx.accumulate({pair.g.data(), pair.g.data()});
+  pair.ready(ctx, 1);
+  const void* const list[] = {pair.g.data(), pair.g.data()};
+  expect_failure(ga_accumulate(ctx, list, 2, 1, nullptr), "\"q\"", GA_ERROR_INVALID_STATE);
+  ctx.accumulate({pair.g.data(), nullptr});
+  const ga_step_result r = step(ctx);
+  EXPECT_EQ(r.micro_batches, 2);
+  EXPECT_EQ(pair.q[0], 1 - 0.25f);
+}
+
+TEST(RanksOverlap, WhereOneDiscardsNoneSteps) {
+  on_ranks(3, [&](int32_t r, ga_comm* comm) {
+    Pair pair;
+    Context ctx;
+    pair.add_to(ctx);
+    const ga_comm_options o = overlapped();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+    for (int w = 0; w < 3; ++w) {
+      ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
+      pair.part(ctx, 1);
+      if (r != 2) pair.ready(ctx, 1);
+      pair.part(ctx, 0);
+      ASSERT_OK(ga_micro_end(ctx));
+      if (w == 1 && r == 1) {
+        ASSERT_OK(ga_discard(ctx));
+      } else {
+        EXPECT_EQ(step(ctx).outcome, w == 1 ? GA_STEP_SKIPPED_DISCARD : GA_STEP_APPLIED);
+      }
+      EXPECT_EQ(window(ctx).state, GA_WINDOW_EMPTY);
+    }
+    EXPECT_EQ(pair.p, std::vector<float>(100000, 0));
+    EXPECT_EQ(window(ctx).steps, 2);
+  });
+}
+
+// Ranks that would cut other slices find it out before anything moves.
+TEST(RanksOverlap, AFrozenParameterIsNamed) {
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Pair pair;
+    Context ctx;
+    pair.add_to(ctx);
+    const ga_comm_options o = overlapped();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+    if (r == 1) {
+      ASSERT_OK(ga_param_set_frozen(ctx, 0, 1));
+    }
+    ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
+    pair.part(ctx, 1);
+    pair.ready(ctx, 1);
+    ASSERT_OK(ga_micro_end(ctx));
+    expect_failure(ga_step(ctx, nullptr), "\"parameter.p\", frozen is 1 on rank 1, but 0 on rank 0");
+    EXPECT_EQ(window(ctx).state, GA_WINDOW_FULL);
+    EXPECT_EQ(pair.q, std::vector<float>(100000, 1));
+  });
+}
+
+TEST(RanksOverlap, AFailureComesOutOfTheStep) {
+  for (int at = 0; at < 3; ++at) {
+    SCOPED_TRACE(at);
+    Cable cable;
+    const ga_comm_table table = cable.table();
+    const Comm comm(config_of(table));
+    Pair pair;
+    Context ctx;
+    pair.add_to(ctx);
+    const ga_comm_options o = overlapped();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+    ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
+    pair.part(ctx, 1);
+    cable.fail_at = cable.calls + at;
+    pair.ready(ctx, 1);
+    pair.part(ctx, 0);
+    ASSERT_OK(ga_micro_end(ctx));
+    expect_failure(ga_step(ctx, nullptr), "(7)");
+    EXPECT_EQ(window(ctx).state, at == 0 ? GA_WINDOW_FULL : GA_WINDOW_INVALID);
+    EXPECT_EQ(pair.q, std::vector<float>(100000, 1));
+    ASSERT_OK(ga_discard(ctx));
+    ASSERT_OK(ga_context_set_comm(ctx, nullptr, nullptr));
+    ctx.accumulate({pair.g.data(), pair.g.data()});
+    EXPECT_EQ(step(ctx).steps, 1);
+  }
+}
+
+// Destroyed while the other rank has not come: nobody waits for ever.
+TEST(RanksOverlap, AContextEndsWhileItExchanges) {
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Pair pair;
+    Context ctx;
+    pair.add_to(ctx);
+    const ga_comm_options o = overlapped();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+    ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
+    pair.part(ctx, 1);
+    if (r == 0) pair.ready(ctx, 1);
+  });
+}
+
+// ---- A transport that adds ---------------------------------------------------------------------------
+
+TEST(RanksAdder, TheTableAdds) {
+  for (const bool shard : {false, true}) {
+    Cable cable;
+    const ga_comm_table table = cable.adding_table();
+    const Comm comm(config_of(table));
+    const Layout l = Layout::of({{90001}, {7}, {33, 5}});
+    const Block start = parameters(l, 3);
+    Block alone = start, block = start;
+    ga_step_result results[2];
+    for (const bool over_ranks : {false, true}) {
+      Context ctx;
+      add_all(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), l, over_ranks ? block : alone);
+      const ga_clip c = clip(GA_CLIP_GLOBAL, 3, GA_FLAVOR_KERAS, 0.05);
+      ASSERT_OK(ga_context_set_clip(ctx, &c));
+      ga_comm_options o = comm_options();
+      o.adder = GA_COMM_ADDER_TRANSPORT;
+      o.shard = shard ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+      if (over_ranks) {
+        ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+      }
+      for (uint64_t w = 0; w < 3; ++w) {
+        const Block g = gradients(l, 9, w);
+        ctx.accumulate(pointers(l, g), 2);
+        results[over_ranks] = step(ctx);
+      }
+    }
+    EXPECT_TRUE(same_bits(block, alone)) << shard;
+    EXPECT_NEAR(results[1].norm, results[0].norm, 1e-9 * results[0].norm);
+    EXPECT_NEAR(results[1].clip_factor, results[0].clip_factor, 1e-9);
+    EXPECT_EQ(cable.added, shard ? 3 : 3 * 2);  // one packed slice; the large one as it lies
+  }
+}
+
+TEST(RanksAdder, WhoAddsNothingIsRefused) {
+  on_ranks(2, [&](int32_t, ga_comm* comm) {
+    Context ctx;
+    ga_comm_options o = comm_options();
+    o.adder = GA_COMM_ADDER_TRANSPORT;
+    expect_failure(ga_context_set_comm(ctx, comm, &o), "adds nothing up", GA_ERROR_UNSUPPORTED);
+  });
+}
+
+}  // namespace
+}  // namespace ga::test
