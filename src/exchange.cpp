@@ -109,12 +109,17 @@ const uint64_t* Exchange::payload_of(int32_t rank) const {
   return &gathered_[r * (static_cast<size_t>(kHeaderWords) + capacity_) + kHeaderWords];
 }
 
-// Throws on every rank, since all compare the same headers, if one of them makes another call.
-void Exchange::check_calls(const char* function) const {
+// Throws on every rank, since all compare the same headers, if one of them makes another call. The reason
+// may be a layer that is frozen on one rank alone, so a difference of the settings is named first.
+void Exchange::check_calls(const char* function) {
+  bool comparable = true;
+  for (int32_t q = 0; q < comm_->ranks(); ++q)
+    comparable = comparable && header_of(q).call != kDiscard;
   const Header& first = header_of(0);
   for (int32_t q = 1; q < comm_->ranks(); ++q) {
     const Header& other = header_of(q);
     if (other.name == first.name && other.number == first.number) continue;
+    if (comparable) check_settings();
     fail(GA_ERROR_COMMUNICATION,
          "%s: rank %d makes another call than rank 0 does: all ranks make the same collective "
          "calls in "

@@ -95,7 +95,7 @@ class Exchange {
   void gather_headers(const Header& own, const std::vector<uint64_t>& payload);
   const Header& header_of(int32_t rank) const;
   const uint64_t* payload_of(int32_t rank) const;
-  void check_calls(const char* function) const;
+  void check_calls(const char* function);
   void check_settings();
   void check_supported() const;
   uint64_t settings_digest();
