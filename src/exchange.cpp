@@ -66,7 +66,8 @@ Exchange::~Exchange() { comm_->give_back(); }
 int64_t Exchange::bytes() const {
   return static_cast<int64_t>(send_.bytes() + received_.bytes() + added_.bytes() + wide_.bytes() +
                               (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) *
-                                  sizeof(uint64_t));
+                                  sizeof(uint64_t) +
+                              layer_numbers_.capacity() * sizeof(double));
 }
 
 // ---- What every collective call begins with -----------------------------------------------------
@@ -177,13 +178,47 @@ void Exchange::agree_on(const char* what, Work&& work) {
   if (failure) throw *failure;
 }
 
-// ---- Settings -----------------------------------------------------------------------------------
-
-void Exchange::check_supported() const {
-  if (const char* const layer = context_.batch_norms_.name_of_windowed())
-    Subject{"layer", layer}.fail(GA_ERROR_UNSUPPORTED,
-                                 "GA_BN_WINDOW is not supported over several ranks");
+double* Exchange::begin_layer(const Subject& of, int64_t micro_batches, size_t numbers,
+                              const std::function<void()>& ready) {
+  comm_->check();
+  const std::string what = std::string(of.function) + " of layer \"" + of.name + "\"";
+  std::optional<Error> failure;
+  try {
+    layer_numbers_.resize((static_cast<size_t>(comm_->ranks()) + 1) * numbers);
+    ready();
+  } catch (const Error& e) {
+    failure = e;
+  } catch (const std::exception& e) {
+    failure.emplace(GA_ERROR_OUT_OF_MEMORY, e.what());
+  }
+  Header own = header(kOther, what.c_str());
+  own.failed = failure.has_value();
+  own.sums.micro_batches = static_cast<double>(micro_batches);
+  gather_headers(own, {});
+  check_calls(what.c_str());
+  check_settings();
+  double all = 0;
+  bool failed = false;
+  for (int32_t q = 0; q < comm_->ranks(); ++q) {
+    all += header_of(q).sums.micro_batches;
+    failed = failed || header_of(q).failed != 0;
+  }
+  if (failed) vote(what.c_str(), failure ? &*failure : nullptr);
+  if (failure) throw *failure;
+  if (!(all > 0))
+    of.fail(GA_ERROR_INVALID_STATE,
+            "it has no statistics on any rank; ga_bn_accumulate brings them");
+  own_numbers_ = numbers;
+  return layer_numbers_.data();
 }
+
+const double* Exchange::gather_numbers(const char* what) {
+  double* const all = layer_numbers_.data() + own_numbers_;
+  comm_->all_gather(what, layer_numbers_.data(), all, static_cast<int64_t>(own_numbers_), GA_F64);
+  return all;
+}
+
+// ---- Settings -----------------------------------------------------------------------------------
 
 // All that changes numbers, by key: of the context and its groups.
 Exchange::Items Exchange::context_items() const {
@@ -239,7 +274,6 @@ Exchange::Items Exchange::settings_items() const {
 
 uint64_t Exchange::settings_digest() {
   if (!tensors_known_) {
-    check_supported();
     tensors_ = hash_of(text_of(tensor_items()));
     tensors_known_ = true;
   }
@@ -765,7 +799,8 @@ void Exchange::hand_round(float* data, int64_t count, ga_param id) {
 
 // ---- The end of a window: sums -------------------------------------------------------------------
 
-// The statistics that this rank's window has of each channel, to `out`.
+// The statistics that this rank's window has of each channel, to `out`; also where ga_bn_finalize has
+// normalised by those of all ranks (see finalize() of ops/batchnorm.hpp).
 void Exchange::merge_statistics(std::vector<double>& out) {
   const Table<BnInput>& layers = context_.batch_norms_.inputs();
   for (size_t l = 0; l < layers.size(); ++l)

@@ -830,18 +830,6 @@ TEST(Ranks, OneCommunicatorForOneContext) {
   });
 }
 
-TEST(Ranks, WhatIsNotSupportedSaysSo) {
-  on_ranks(1, [&](int32_t, ga_comm* comm) {
-    Context ctx;
-    ga_bn_options o;
-    ASSERT_OK(ga_bn_options_init(&o, sizeof o, GA_FLAVOR_TORCH));
-    o.mode = GA_BN_WINDOW;
-    ASSERT_OK(ga_bn_add(ctx, "norm1", 2, -1, -1, &o, nullptr));
-    EXPECT_EQ(ga_context_set_comm(ctx, comm, nullptr), GA_ERROR_UNSUPPORTED);
-    EXPECT_NE(std::string(ga_last_error()).find("\"norm1\""), std::string::npos);
-  });
-}
-
 // A rank that does not come: the others name it, and lose no more than the window.
 TEST(Ranks, AMissingRankIsNamedInTime) {
   std::atomic<int> gave_up{0};
