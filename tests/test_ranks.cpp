@@ -632,12 +632,6 @@ TEST(Ranks, UnequalMicroBatchCountsDoNotHang) {
 
 // ---- Agreement ----------------------------------------------------------------------------------
 
-// Expects a failure of every rank with this message.
-void expect_failure(ga_status status, const char* words) {
-  EXPECT_EQ(status, GA_ERROR_COMMUNICATION);
-  EXPECT_NE(std::string(ga_last_error()).find(words), std::string::npos) << ga_last_error();
-}
-
 TEST(Ranks, TheFirstDifferenceIsNamed) {
   struct Case {
     const char* words;
@@ -976,34 +970,6 @@ TEST(Ranks, ALoadIsThatOfAllOrNone) {
 }
 
 // ---- A table of the program ---------------------------------------------------------------------
-
-// A transport for a single rank, which counts what it is asked to move.
-struct Counting {
-  int64_t bytes = 0;
-  int calls = 0;
-  int32_t fail_at = -1;
-
-  int32_t move(const void* send, void* recv, int64_t count, int32_t dtype) {
-    if (calls++ == fail_at) return 42;
-    const int64_t size = dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 ? 4 : 2;
-    bytes += count * size;
-    if (send != recv) memcpy(recv, send, static_cast<size_t>(count * size));
-    return 0;
-  }
-};
-
-ga_comm_table table_of(Counting& counting) {
-  ga_comm_table t = {};
-  t.struct_size = sizeof t;
-  t.user = &counting;
-  t.all_to_all =
-      t.all_gather = [](void* user, const void* send, void* recv, int64_t count, ga_dtype dtype) {
-        return static_cast<Counting*>(user)->move(send, recv, count, dtype);
-      };
-  t.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t) { return 0; };
-  t.error_text = [](void*, int32_t code) { return code == 42 ? "the cable is out" : "?"; };
-  return t;
-}
 
 TEST(Ranks, WhatTravelsDoesNotDependOnMicroBatches) {
   for (const int micros : {1, 8}) {
