@@ -1100,6 +1100,10 @@ ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, co
   });
 }
 
+ga_status ga_bn_backward_finalize(ga_context* ctx, ga_bn bn) {
+  return on(ctx, [&] { ctx->batch_norms().backward_finalize(bn); });
+}
+
 ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy, int64_t samples,
                          int64_t positions, void* dx) {
   return on(ctx, [&] {

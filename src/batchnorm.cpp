@@ -7,6 +7,7 @@
 #include <string>
 
 #include "error.hpp"
+#include "exchange.hpp"
 #include "param.hpp"
 #include "tensor.hpp"
 
@@ -83,6 +84,7 @@ struct BatchNorms::Layer {
   std::vector<char> summed = {};    // by micro-batch: whether its backward sums are in the window
   int64_t sums_of = -1;             // the micro-batch whose backward sums BnChannel holds
   bool final = false;               // WINDOW: ga_bn_finalize has ended the first sweep
+  bool sums_final = false;          // WINDOW: the backward sums are those of all ranks
   int64_t forwarded = 0, sums = 0;  // micro-batches of the forward sweep, and of the backward sums
 
   bool windowed() const { return options.mode == GA_BN_WINDOW; }
@@ -91,16 +93,19 @@ struct BatchNorms::Layer {
   bool has(int64_t micro) const { return micro < seen() && taken_of(micro).count >= 0; }
   int32_t sum_dtype() const { return options.dtype == GA_F64 ? GA_F64 : GA_F32; }
   Span<const Whole> gradients() const { return {gradient, gradient_count}; }
+  bool in_window() const { return seen() > 0 || final; }
   Subject subject(const char* function = nullptr) const { return {"layer", name, function}; }
 
   void require_unused(const char* what) const {
-    if (seen() > 0)
+    if (in_window())
       subject(what).fail(GA_ERROR_INVALID_STATE,
                          "it has statistics of this window; ga_step or ga_discard ends the window");
   }
   // Checks that an output is either exactly the array that is read, or does not overlap it.
   void check_overlap(const char* what, const void* in, const char* out_name, const void* out,
                      int64_t count) const;
+  // Checks that the backward sums of all micro-batches are there.
+  void check_sums(const char* what) const;
   // Checks that a later sweep reads what the first one has read.
   void check_sweep(const char* what, int64_t micro, int64_t count) const;
 };
@@ -455,17 +460,64 @@ void BatchNorms::accumulate_stats(ga_bn id, int64_t count, const void* mean, con
 void BatchNorms::finalize(ga_bn id) {
   Layer& b = layer_for_work(id);
   const Subject of = b.subject("ga_bn_finalize");
-  window_.check_valid();
+  const bool alone = !context_.exchange();
+  if (alone || b.frozen) window_.check_valid();
   if (!b.windowed()) of.fail(GA_ERROR_INVALID_STATE, "it is not in WINDOW mode");
   if (b.frozen) return;
-  if (b.taken.empty())
+  if (alone && b.taken.empty())
     of.fail(GA_ERROR_INVALID_STATE, "it has no statistics; ga_bn_accumulate brings them");
   if (b.final) of.fail(GA_ERROR_INVALID_STATE, "its statistics are final already");
-  b.summed.reserve(b.taken.size());
-  const BnTask task = task_of(b, 0, 0);
-  window_.or_invalidate([&] { backend_.bn_finalize(task); });
+  if (alone) {
+    b.summed.reserve(b.taken.size());
+    const BnTask task = task_of(b, 0, 0);
+    window_.or_invalidate([&] { backend_.bn_finalize(task); });
+  } else {
+    finalize_over_ranks(b);
+  }
   b.final = true;
   b.forwarded = b.sums = 0;
+}
+
+void BatchNorms::finalize_over_ranks(Layer& b) {
+  std::vector<BnChannel> state;
+  const auto moments_of = [](const BnChannel& c) { return c.window; };
+  const Moments* const all =
+      gather<Moments>(b, "ga_bn_finalize", "statistics of batch normalisation", state, moments_of,
+                      [&] { b.summed.reserve(b.taken.size()); });
+  const auto ranks = static_cast<size_t>(context_.exchange()->ranks());
+  for (size_t c = 0; c < state.size(); ++c) {
+    Moments merged = {};
+    for (size_t q = 0; q < ranks; ++q) merged = merge(merged, all[q * state.size() + c]);
+    ga::finalize(state[c], merged, b.options.eps);
+  }
+  write(b, state);
+}
+
+// Gathers of(channel) of every rank, [ranks, channels], in a call of `function` that all ranks make, and
+// reads this rank's channels to `state`. Numbers are merged in the order of the ranks, so that all have
+// the same bits. If check() throws on one rank, the call fails on every rank; a failed call has changed
+// nothing.
+template <class T, class Of>
+const T* BatchNorms::gather(const Layer& b, const char* function, const char* what,
+                            std::vector<BnChannel>& state, Of&& of,
+                            const std::function<void()>& check) {
+  Exchange& exchange = *context_.exchange();
+  constexpr size_t kNumbers = sizeof(T) / sizeof(double);
+  const auto ready = [&] {
+    window_.check_valid();
+    check();
+    state = read(b);
+  };
+  const auto n = static_cast<size_t>(b.channels);
+  auto* const own = reinterpret_cast<T*>(
+      exchange.begin_layer(b.subject(function), b.seen(), n * kNumbers, ready));
+  for (size_t c = 0; c < n; ++c) own[c] = of(state[c]);
+  return reinterpret_cast<const T*>(exchange.gather_numbers(what));
+}
+
+void BatchNorms::write(Layer& b, const std::vector<BnChannel>& state) {
+  window_.or_invalidate(
+      [&] { backend_.write(b.state, state.data(), state.size() * sizeof(BnChannel)); });
 }
 
 void BatchNorms::forward(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y) {
@@ -582,6 +634,45 @@ void BatchNorms::backward_accumulate(ga_bn id, const void* x, const void* dy, in
   add_sums(b);
 }
 
+void BatchNorms::Layer::check_sums(const char* what) const {
+  if (sums < seen())
+    subject(what).fail(GA_ERROR_INVALID_STATE,
+                       "it has the sums of %lld of %lld micro-batches; ga_bn_backward_accumulate "
+                       "is due for the others",
+                       ll(sums), ll(seen()));
+}
+
+void BatchNorms::backward_finalize(ga_bn id) {
+  Layer& b = layer_for_work(id);
+  const char* const what = "ga_bn_backward_finalize";
+  const Subject of = b.subject(what);
+  const bool alone = !context_.exchange();
+  if (alone || b.frozen) window_.check_valid();
+  if (!b.windowed()) of.fail(GA_ERROR_INVALID_STATE, "it is not in WINDOW mode");
+  if (b.frozen) return;
+  if (!b.final) of.fail(GA_ERROR_INVALID_STATE, "ga_bn_finalize must be called first");
+  if (b.sums_final) of.fail(GA_ERROR_INVALID_STATE, "its sums are those of all ranks already");
+  if (alone) return b.check_sums(what);
+  // Those in b.dgamma and b.dbeta stay this rank's: they are gradients, which ga_step adds up.
+  struct Sums {
+    double dbeta, dgamma;
+  };
+  std::vector<BnChannel> state;
+  const auto sums_of = [](const BnChannel& c) { return Sums{c.dbeta, c.dgamma}; };
+  const Sums* const all = gather<Sums>(b, what, "backward sums of batch normalisation", state,
+                                       sums_of, [&] { b.check_sums(what); });
+  const auto ranks = static_cast<size_t>(context_.exchange()->ranks());
+  for (size_t c = 0; c < state.size(); ++c) {
+    state[c].dbeta = state[c].dgamma = 0;
+    for (size_t q = 0; q < ranks; ++q) {
+      state[c].dbeta += all[q * state.size() + c].dbeta;
+      state[c].dgamma += all[q * state.size() + c].dgamma;
+    }
+  }
+  write(b, state);
+  b.sums_final = true;
+}
+
 void BatchNorms::backward(ga_bn id, const void* x, const void* dy, int64_t samples,
                           int64_t positions, void* dx) {
   Layer& b = layer_for_work(id);
@@ -599,11 +690,11 @@ void BatchNorms::backward(ga_bn id, const void* x, const void* dy, int64_t sampl
         "its sums over micro-batch %lld are kept to be judged with it at its end "
         "(GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO) and cannot be computed again",
         ll(index));
-  if (windowed && b.sums < b.seen())
+  if (windowed) b.check_sums(what);
+  if (windowed && !b.sums_final && context_.exchange())
     b.subject(what).fail(GA_ERROR_INVALID_STATE,
-                         "it has the sums of %lld of %lld micro-batches; ga_bn_backward_accumulate "
-                         "is due for the others",
-                         ll(b.sums), ll(b.seen()));
+                         "ga_bn_backward_finalize must be called first, on every rank: it adds up "
+                         "the sums of all ranks");
   check_output(b, "dx", dx, task.count());
   if (task.weight != 0) {
     b.check_overlap("x", x, "dx", dx, task.count());
@@ -669,7 +760,7 @@ void BatchNorms::statistics(ga_bn id, void* mean, void* variance, int32_t dtype,
   check_statistics_dtype(of, dtype);
   if (!b.frozen && b.windowed() && b.index >= 0 && !b.final)
     of.fail(GA_ERROR_INVALID_STATE, "ga_bn_finalize is due");
-  if (b.frozen || b.index < 0)
+  if (b.frozen || (b.index < 0 && !b.final))
     of.fail(GA_ERROR_INVALID_STATE, "%s",
             b.frozen ? "it is frozen and normalises by its running statistics"
                      : "it has no statistics in this window");
@@ -725,6 +816,7 @@ void BatchNorms::restore(ga_bn id, const Snapshot& s) {
   b.forwarded = s.forwarded;
   b.sums = s.sums;
   b.final = s.final;
+  b.sums_final = false;
   b.taken.resize(static_cast<size_t>(s.seen));
   b.summed.resize(s.micros.size());
   for (size_t k = 0; k < s.micros.size(); ++k) {
@@ -736,7 +828,7 @@ void BatchNorms::restore(ga_bn id, const Snapshot& s) {
 // ---- For the context ----------------------------------------------------------------------------
 
 bool BatchNorms::has_statistics() const {
-  return std::any_of(layers_.begin(), layers_.end(), [](const Layer& b) { return b.seen() > 0; });
+  return std::any_of(layers_.begin(), layers_.end(), [](const Layer& b) { return b.in_window(); });
 }
 
 const char* BatchNorms::name_of_windowed() const {
@@ -782,7 +874,7 @@ void BatchNorms::end_window() {
   for (Layer& b : layers_) {
     b.index = b.sums_of = -1;
     b.forwarded = b.sums = 0;
-    b.final = false;
+    b.final = b.sums_final = false;
     b.taken.clear();
     b.summed.clear();
   }

@@ -19,6 +19,8 @@
 
 namespace ga {
 
+class Exchange;
+
 // The gradient of a whole parameter.
 struct Whole {
   ga_param param;
@@ -45,6 +47,7 @@ class BnContext {
   virtual void set_tables() = 0;  // tells the backend where the tables are
   // Tells other ranks, if there are any, that options have changed. tensors: of a layer or a parameter.
   virtual void settings_changed(bool tensors) = 0;
+  virtual Exchange* exchange() = 0;  // with other ranks; NULL: the context is alone
 
  protected:
   ~BnContext() = default;
@@ -73,6 +76,7 @@ class BatchNorms {
   void forward(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y);
   void backward_accumulate(ga_bn id, const void* x, const void* dy, int64_t samples,
                            int64_t positions);
+  void backward_finalize(ga_bn id);
   void backward(ga_bn id, const void* x, const void* dy, int64_t samples, int64_t positions,
                 void* dx);
   void infer(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y);
@@ -101,7 +105,8 @@ class BatchNorms {
   void reserve(ga_bn id, const Snapshot& s);
   void restore(ga_bn id, const Snapshot& s);
 
-  bool has_statistics() const;                  // of this window
+  // Whether a layer has statistics of this window, be they those of other ranks alone.
+  bool has_statistics() const;
   const char* name_of_windowed() const;         // of a layer in WINDOW mode; NULL if there is none
   const char* name_of_user(ga_param id) const;  // of a layer that has this parameter, or NULL
   // Whether a layer in WINDOW mode has the statistics of a micro-batch, which cannot be taken back.
@@ -139,6 +144,11 @@ class BatchNorms {
             Work&& work);
   BnTask backward_task(const Layer& b, const char* what, const void* x, const void* dy,
                        int64_t samples, int64_t positions) const;
+  void finalize_over_ranks(Layer& b);
+  template <class T, class Of>
+  const T* gather(const Layer& b, const char* function, const char* what,
+                  std::vector<BnChannel>& state, Of&& of, const std::function<void()>& check);
+  void write(Layer& b, const std::vector<BnChannel>& state);
   bool is_summed(Layer& b);
   void add_sums(Layer& b);
   std::vector<BnChannel> read(const Layer& b) const;

@@ -196,6 +196,7 @@ class Context : BnContext {
   // tables.cpp
   // The other ranks have to be asked whether they agree. tensors: on parameters and layers too.
   void settings_changed(bool tensors) final;
+  Exchange* exchange() final { return exchange_.get(); }
   void tell_settings();
   void tell_groups();
   void tell_scaler();

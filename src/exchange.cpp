@@ -76,7 +76,8 @@ Exchange::~Exchange() {
 
 int64_t Exchange::bytes() const {
   size_t bytes = send_.bytes() + received_.bytes() + added_.bytes() +
-                 (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t);
+                 (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t) +
+                 layer_numbers_.capacity() * sizeof(double);
   for (const Buffer& wide : wide_) bytes += wide.bytes();
   return static_cast<int64_t>(bytes);
 }
@@ -121,12 +122,17 @@ const uint64_t* Exchange::payload_of(int32_t rank) const {
   return &gathered_[r * (static_cast<size_t>(kHeaderWords) + capacity_) + kHeaderWords];
 }
 
-// Throws on every rank, since all compare the same headers, if one of them makes another call.
-void Exchange::check_calls(const char* function) const {
+// Throws on every rank, since all compare the same headers, if one of them makes another call. The reason
+// may be a layer that is frozen on one rank alone, so a difference of the settings is named first.
+void Exchange::check_calls(const char* function) {
+  bool comparable = true;
+  for (int32_t q = 0; q < comm_->ranks(); ++q)
+    comparable = comparable && header_of(q).call != kDiscard;
   const Header& first = header_of(0);
   for (int32_t q = 1; q < comm_->ranks(); ++q) {
     const Header& other = header_of(q);
     if (other.name == first.name && other.number == first.number) continue;
+    if (comparable) check_settings();
     fail(GA_ERROR_COMMUNICATION,
          "%s: rank %d makes another call than rank 0 does: all ranks make the same collective "
          "calls in "
@@ -189,13 +195,47 @@ void Exchange::agree_on(const char* what, Work&& work) {
   if (failure) throw *failure;
 }
 
-// ---- Settings -----------------------------------------------------------------------------------
-
-void Exchange::check_supported() const {
-  if (const char* const layer = context_.batch_norms_.name_of_windowed())
-    Subject{"layer", layer}.fail(GA_ERROR_UNSUPPORTED,
-                                 "GA_BN_WINDOW is not supported over several ranks");
+double* Exchange::begin_layer(const Subject& of, int64_t micro_batches, size_t numbers,
+                              const std::function<void()>& ready) {
+  comm_->check();
+  const std::string what = std::string(of.function) + " of layer \"" + of.name + "\"";
+  std::optional<Error> failure;
+  try {
+    layer_numbers_.resize((static_cast<size_t>(comm_->ranks()) + 1) * numbers);
+    ready();
+  } catch (const Error& e) {
+    failure = e;
+  } catch (const std::exception& e) {
+    failure.emplace(GA_ERROR_OUT_OF_MEMORY, e.what());
+  }
+  Header own = header(kOther, what.c_str());
+  own.failed = failure.has_value();
+  own.sums.micro_batches = static_cast<double>(micro_batches);
+  gather_headers(own, {});
+  check_calls(what.c_str());
+  check_settings();
+  double all = 0;
+  bool failed = false;
+  for (int32_t q = 0; q < comm_->ranks(); ++q) {
+    all += header_of(q).sums.micro_batches;
+    failed = failed || header_of(q).failed != 0;
+  }
+  if (failed) vote(what.c_str(), failure ? &*failure : nullptr);
+  if (failure) throw *failure;
+  if (!(all > 0))
+    of.fail(GA_ERROR_INVALID_STATE,
+            "it has no statistics on any rank; ga_bn_accumulate brings them");
+  own_numbers_ = numbers;
+  return layer_numbers_.data();
 }
+
+const double* Exchange::gather_numbers(const char* what) {
+  double* const all = layer_numbers_.data() + own_numbers_;
+  comm_->all_gather(what, layer_numbers_.data(), all, static_cast<int64_t>(own_numbers_), GA_F64);
+  return all;
+}
+
+// ---- Settings -----------------------------------------------------------------------------------
 
 // All that changes numbers, by key: of the context and its groups.
 Exchange::Items Exchange::context_items() const {
@@ -252,7 +292,10 @@ Exchange::Items Exchange::settings_items() const {
 
 uint64_t Exchange::tensors_digest() {
   if (!tensors_known_) {
-    check_supported();
+    if (const char* const layer = overlaps() ? context_.batch_norms_.name_of_windowed() : nullptr)
+      Subject{"layer", layer}.fail(GA_ERROR_UNSUPPORTED,
+                                   "in WINDOW mode it exchanges statistics within a window, which "
+                                   "ga_comm_options.overlap does not allow");
     divide();
     tensors_ = hash_of(text_of(tensor_items()));
     tensors_known_ = true;
@@ -472,7 +515,8 @@ void Exchange::discard() {
 
 // ---- The end of a window: sums -------------------------------------------------------------------
 
-// The statistics that this rank's window has of each channel, to `out`.
+// The statistics that this rank's window has of each channel, to `out`; also where ga_bn_finalize has
+// normalised by those of all ranks (see finalize() of ops/batchnorm.hpp).
 void Exchange::merge_statistics(std::vector<double>& out) {
   const Table<BnInput>& layers = context_.batch_norms_.inputs();
   for (size_t l = 0; l < layers.size(); ++l)

@@ -36,6 +36,7 @@ class Exchange {
   Exchange& operator=(const Exchange&) = delete;
 
   int32_t rank() const { return comm_->rank(); }
+  int32_t ranks() const { return comm_->ranks(); }
   int64_t bytes() const;  // of its buffers
   // Whether a transport may write to the context's arrays even after they are freed.
   bool may_write_late() const { return comm_->may_write_late(); }
@@ -85,6 +86,14 @@ class Exchange {
   void begin_call(const char* what);
   void vote(const char* what, const Error* failure);
 
+  // A call about a layer that has one window over all ranks (GA_BN_WINDOW). of: the layer and the
+  // function that was called. begin_layer() throws on every rank, before anything is exchanged, unless
+  // all make that call, ready() throws on none of them, and some have micro-batches of the layer. It
+  // returns room for this rank's numbers; gather_numbers(), those of all ranks: [ranks, numbers].
+  double* begin_layer(const Subject& of, int64_t micro_batches, size_t numbers,
+                      const std::function<void()>& ready);
+  const double* gather_numbers(const char* what);
+
  private:
   static constexpr uint64_t kDense = ~uint64_t{0};  // in place of a number of rows
   enum Call : int64_t { kSetComm = 1, kBegin, kStep, kDiscard, kOther };
@@ -97,7 +106,8 @@ class Exchange {
     uint64_t name;   // of the function: a hash
     uint64_t settings, state;
     int64_t params;
-    int64_t open;  // the window holds something
+    int64_t open;    // the window holds something
+    int64_t failed;  // begin_layer(): this rank cannot make the call
     WindowSums sums;
   };
   static constexpr int64_t kHeaderWords = sizeof(Header) / sizeof(int64_t);
@@ -124,9 +134,8 @@ class Exchange {
   void gather_headers(const Header& own, const std::vector<uint64_t>& payload);
   const Header& header_of(int32_t rank) const;
   const uint64_t* payload_of(int32_t rank) const;
-  void check_calls(const char* function) const;
+  void check_calls(const char* function);
   void check_settings();
-  void check_supported() const;
   uint64_t settings_digest();
   uint64_t tensors_digest();
   Items context_items() const;
@@ -183,6 +192,9 @@ class Exchange {
   std::vector<uint64_t> sent_, gathered_;
   std::vector<uint64_t> payloads_;  // of all ranks, where they do not fit behind the header
   size_t payload_words_ = 0;
+
+  std::vector<double> layer_numbers_;  // this rank's numbers, then those of all ranks
+  size_t own_numbers_ = 0;             // how many of them are this rank's
 
   // Of the ending window.
   WindowSums sums_ = {};

@@ -53,6 +53,31 @@ inline BnWindow bn_window(const ref::BnShape& shape, int32_t dtype,
   return window;
 }
 
+// All micro-batches as one.
+inline BnData joined(const BnWindow& window, const ref::BnShape& shape) {
+  int64_t samples = 0, next = 0;
+  for (const BnData& m : window) samples += m.samples;
+  const int64_t count = samples * shape.channels * shape.positions;
+  const int32_t dtype = window[0].x.dtype();
+  BnData all{samples, Tensor(dtype, count), Tensor(dtype, count)};
+  all.weight = 0;
+  for (const BnData& m : window) {
+    for (int64_t i = 0; i < m.x.count(); ++i, ++next) {
+      all.x.set(next, m.x.get(i));
+      all.dy.set(next, m.dy.get(i));
+    }
+    all.weight += m.weight;
+  }
+  return all;
+}
+
+inline std::vector<double> joined(const std::vector<Tensor>& parts) {
+  std::vector<double> all;
+  for (const Tensor& t : parts)
+    for (int64_t i = 0; i < t.count(); ++i) all.push_back(t.get(i));
+  return all;
+}
+
 inline BnWindow without(const BnWindow& window, size_t k) {
   BnWindow others;
   for (size_t j = 0; j < window.size(); ++j) {
@@ -143,14 +168,19 @@ class BnNet {
       gamma_.set(i, i % 5 == 3 ? -0.5 : 1 + 0.125 * static_cast<double>(i % 7));
       beta_.set(i, 0.3 * static_cast<double>(i % 4) - 0.5);
     }
+    const auto named = [&](const char* name, Tensor& t) {
+      ga_param id = -1;
+      EXPECT_OK(try_add(ctx, group, name, t.data(), t.dtype(), {shape.channels}, options(), &id));
+      return id;
+    };
     if (affine) {
-      gamma = add(ctx, group, gamma_);
-      beta = add(ctx, group, beta_);
+      gamma = named("gamma", gamma_);
+      beta = named("beta", beta_);
     }
     EXPECT_OK(ga_bn_add(ctx, "bn", shape.channels, gamma, beta, &options_, &bn));
   }
 
-  // Runs a whole window except ga_step.
+  // Runs a whole window except ga_step. With a communicator, the window is this rank's part of one.
   BnOutput run(const BnWindow& window) {
     BnOutput out = bn_output(window);
     if (options_.mode == GA_BN_WINDOW) {
@@ -158,6 +188,9 @@ class BnNet {
       EXPECT_OK(ga_bn_finalize(ctx, bn));
       for (size_t k = 0; k < window.size(); ++k) forward(window[k], out.y[k]);
       for (size_t k = 0; k < window.size(); ++k) in_micro(k, window[k], [&] { sum(window[k]); });
+      if (finalize_sums) {
+        EXPECT_OK(ga_bn_backward_finalize(ctx, bn));
+      }
       for (size_t k = 0; k < window.size(); ++k)
         in_micro(k, window[k], [&] { backward(window[k], out.dx[k]); });
     } else {
@@ -236,6 +269,7 @@ class BnNet {
   Context ctx;
   ga_bn bn = -1;
   ga_param gamma = -1, beta = -1;
+  bool finalize_sums = false;  // as several ranks do
 
  private:
   ga_bn_options options_;
@@ -257,6 +291,101 @@ struct Running {
     return same_bits(mean, other.mean) && same_bits(variance, other.variance) &&
            steps == other.steps;
   }
+};
+
+// Two layers in WINDOW mode with a sine between them, trained with SGD for some steps of 12 samples, or
+// a rank's part of that training: the samples from `first` on, in micro-batches of these sizes.
+class TwoLayers {
+ public:
+  explicit TwoLayers(const std::vector<int64_t>& cut, int64_t first = 0, ga_comm* comm = nullptr)
+      : cut_(cut), first_(first) {
+    ga_config c = config();
+    c.gradient_kind = GA_GRADIENT_SUM;
+    c.reduce = GA_REDUCE_SUM;
+    Context ctx(c);
+    ctx.group(plain_sgd(0.05));
+    std::vector<std::vector<double>> p(4, std::vector<double>(4, 1));
+    for (size_t i = 0; i < 4; ++i)
+      ctx.param(0, "p" + std::to_string(i), p[i].data(), ref::Shape{4});
+    ga_bn_options o = bn_options(GA_BN_WINDOW);
+    o.dtype = GA_F64;
+    EXPECT_OK(ga_bn_add(ctx, "first", 4, 0, 1, &o, nullptr));
+    EXPECT_OK(ga_bn_add(ctx, "second", 4, 2, 3, &o, nullptr));
+    if (comm) {
+      EXPECT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    }
+    for (uint64_t t = 0; t < 3; ++t) train(ctx, t);
+    for (const auto& list : p) ended.insert(ended.end(), list.begin(), list.end());
+    for (const ga_bn bn : {0, 1}) {
+      const Running r(ctx, bn, 4);
+      ended.insert(ended.end(), r.mean.begin(), r.mean.end());
+      ended.insert(ended.end(), r.variance.begin(), r.variance.end());
+    }
+  }
+
+  // The rounding of sums over 60 numbers in f64, which the next layer multiplies by 1 / 0.1.
+  static double tolerance(double x) { return 1e-11 * (1 + std::abs(x)); }
+  static constexpr size_t kSample = 20;  // numbers
+
+  std::vector<std::vector<double>> y, dx;  // of the second layer and of the first, by step
+  std::vector<double> ended;               // parameters and running statistics
+
+ private:
+  void train(ga_context* ctx, uint64_t t) {
+    const ref::BnShape shape{4, 5, GA_BN_CHANNELS_FIRST};
+    const BnData all = joined(bn_window(shape, GA_F64, std::vector<int64_t>(12, 1), t), shape);
+    const size_t micros = cut_.size();
+    std::vector<std::vector<Tensor>> x(2), out(2);
+    std::vector<Tensor> d;  // the gradient in the backward pass
+    int64_t at = 20 * first_;
+    for (const int64_t n : cut_) {
+      x[0].emplace_back(GA_F64, 20 * n);
+      d.emplace_back(GA_F64, 20 * n);
+      memcpy(x[0].back().data(), all.x.at(at), static_cast<size_t>(20 * n) * 8);
+      memcpy(d.back().data(), all.dy.at(at), static_cast<size_t>(20 * n) * 8);
+      at += 20 * n;
+    }
+    for (const ga_bn bn : {0, 1}) {
+      const auto l = static_cast<size_t>(bn);
+      for (size_t k = 0; k < micros; ++k) {
+        if (l == 1) {
+          x[1].push_back(out[0][k]);
+          for (int64_t i = 0; i < x[1][k].count(); ++i) x[1][k].set(i, std::sin(out[0][k].get(i)));
+        }
+        EXPECT_OK(ga_bn_accumulate(ctx, bn, x[l][k].data(), cut_[k], 5));
+      }
+      EXPECT_OK(ga_bn_finalize(ctx, bn));
+      for (size_t k = 0; k < micros; ++k) {
+        out[l].push_back(x[l][k]);
+        EXPECT_OK(ga_bn_forward(ctx, bn, x[l][k].data(), cut_[k], 5, out[l][k].data()));
+      }
+    }
+    for (const ga_bn bn : {1, 0}) {
+      const auto l = static_cast<size_t>(bn);
+      for (const bool sums : {true, false}) {
+        for (size_t k = 0; k < micros; ++k) {
+          EXPECT_OK(ga_micro_begin(ctx, static_cast<int64_t>(k), 1, nullptr));
+          const void* const in = x[l][k].data();
+          void* const g = d[k].data();
+          EXPECT_OK(sums ? ga_bn_backward_accumulate(ctx, bn, in, g, cut_[k], 5)
+                         : ga_bn_backward(ctx, bn, in, g, cut_[k], 5, g));
+          EXPECT_OK(ga_micro_end(ctx));
+        }
+        if (sums) {
+          EXPECT_OK(ga_bn_backward_finalize(ctx, bn));
+        }
+      }
+      for (size_t k = 0; k < micros && l == 1; ++k)
+        for (int64_t i = 0; i < d[k].count(); ++i)
+          d[k].set(i, d[k].get(i) * std::cos(out[0][k].get(i)));
+    }
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    y.push_back(joined(out[1]));
+    dx.push_back(joined(d));
+  }
+
+  const std::vector<int64_t> cut_;
+  const int64_t first_;
 };
 
 }  // namespace ga::test

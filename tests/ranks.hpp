@@ -65,6 +65,34 @@ inline void expect_failure(ga_status status, const char* words,
   EXPECT_NE(std::string(ga_last_error()).find(words), std::string::npos) << ga_last_error();
 }
 
+// A transport of the program for a single rank, which counts what it is asked to move.
+struct Counting {
+  int64_t bytes = 0;
+  int calls = 0;
+  int32_t fail_at = -1;
+
+  int32_t move(const void* send, void* recv, int64_t count, int32_t dtype) {
+    if (calls++ == fail_at) return 42;
+    const int64_t size = dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 ? 4 : 2;
+    bytes += count * size;
+    if (send != recv) memcpy(recv, send, static_cast<size_t>(count * size));
+    return 0;
+  }
+};
+
+inline ga_comm_table table_of(Counting& counting) {
+  ga_comm_table t = {};
+  t.struct_size = sizeof t;
+  t.user = &counting;
+  t.all_to_all = [](void* user, const void* send, int64_t, void* recv, int64_t count, ga_dtype dtype,
+                    void*) { return static_cast<Counting*>(user)->move(send, recv, count, dtype); };
+  t.all_gather = [](void* user, const void* send, void* recv, int64_t, int64_t count, ga_dtype dtype,
+                    void*) { return static_cast<Counting*>(user)->move(send, recv, count, dtype); };
+  t.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t, void*) { return 0; };
+  t.error_text = [](void*, int32_t code) { return code == 42 ? "the cable is out" : "?"; };
+  return t;
+}
+
 // Windows of several parameters, to which each rank brings any number of micro-batches.
 namespace over_ranks {
 

@@ -538,6 +538,7 @@ static void batch_normalisation(void) {
     OK(ga_bn_backward_accumulate(ctx, window, x + 2 * k, dy + 2 * k, 2, 1));
     OK(ga_micro_end(ctx));
   }
+  OK(ga_bn_backward_finalize(ctx, window));
   for (k = 0; k < 2; ++k) {
     OK(ga_micro_begin(ctx, k, 1, NULL));
     OK(ga_bn_backward(ctx, window, x + 2 * k, dy + 2 * k, 2, 1, dx + 2 * k));

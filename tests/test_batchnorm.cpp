@@ -22,31 +22,6 @@ ga_bn_options of_dtype(int32_t mode, int32_t dtype) {
   return o;
 }
 
-// Joins all micro-batches to one.
-BnData joined(const BnWindow& window, const ref::BnShape& shape) {
-  int64_t samples = 0, next = 0;
-  for (const BnData& m : window) samples += m.samples;
-  const int64_t count = samples * shape.channels * shape.positions;
-  const int32_t dtype = window[0].x.dtype();
-  BnData all{samples, Tensor(dtype, count), Tensor(dtype, count)};
-  all.weight = 0;
-  for (const BnData& m : window) {
-    for (int64_t i = 0; i < m.x.count(); ++i, ++next) {
-      all.x.set(next, m.x.get(i));
-      all.dy.set(next, m.dy.get(i));
-    }
-    all.weight += m.weight;
-  }
-  return all;
-}
-
-std::vector<double> joined(const std::vector<Tensor>& parts) {
-  std::vector<double> all;
-  for (const Tensor& t : parts)
-    for (int64_t i = 0; i < t.count(); ++i) all.push_back(t.get(i));
-  return all;
-}
-
 std::vector<ref::Near> joined(const std::vector<std::vector<ref::Near>>& parts) {
   std::vector<ref::Near> all;
   for (const auto& part : parts) all.insert(all.end(), part.begin(), part.end());
@@ -463,95 +438,23 @@ TEST(BatchNormWindow, HoweverItIsCut) {
   }
 }
 
-// Two layers with another function between them, trained for some steps. Run layer by layer,
-// forward and backward, each over all micro-batches, the network equals the network on one batch.
+// Run layer by layer, forward and backward, each over all micro-batches, a network equals itself on one
+// batch.
 TEST(BatchNormWindow, TwoLayersAreThoseOfOneBatch) {
-  const ref::BnShape shape{4, 5, GA_BN_CHANNELS_FIRST};
-  const auto train = [&](const std::vector<int64_t>& cut) {
-    ga_config c = config();
-    c.gradient_kind = GA_GRADIENT_SUM;
-    c.reduce = GA_REDUCE_SUM;
-    Context ctx(c);
-    ctx.group(plain_sgd(0.05));
-    std::vector<Tensor> p(4, Tensor(GA_F64, 4, 1));
-    std::vector<ga_bn> layers(2);
-    std::vector<ga_param> ids;
-    for (Tensor& t : p) ids.push_back(add(ctx, 0, t));
-    for (size_t l = 0; l < 2; ++l) {
-      ga_bn_options o = of_dtype(GA_BN_WINDOW, GA_F64);
-      EXPECT_OK(
-          ga_bn_add(ctx, l ? "second" : "first", 4, ids[2 * l], ids[2 * l + 1], &o, &layers[l]));
-    }
-    std::vector<double> seen;
-    for (uint64_t t = 0; t < 3; ++t) {
-      BnWindow ones = bn_window(shape, GA_F64, std::vector<int64_t>(12, 1), t);
-      const BnData all = joined(ones, shape);
-      std::vector<std::vector<Tensor>> x(2), y(2);
-      std::vector<Tensor> d;  // the gradient in the backward pass
-      int64_t at = 0;
-      for (const int64_t n : cut) {
-        x[0].emplace_back(GA_F64, 20 * n);
-        d.emplace_back(GA_F64, 20 * n);
-        memcpy(x[0].back().data(), all.x.at(at), static_cast<size_t>(20 * n) * 8);
-        memcpy(d.back().data(), all.dy.at(at), static_cast<size_t>(20 * n) * 8);
-        at += 20 * n;
-      }
-      for (size_t l = 0; l < 2; ++l) {
-        for (size_t k = 0; k < cut.size(); ++k) {
-          if (l == 1) {
-            x[1].push_back(y[0][k]);
-            for (int64_t i = 0; i < x[1][k].count(); ++i) x[1][k].set(i, std::sin(y[0][k].get(i)));
-          }
-          EXPECT_OK(ga_bn_accumulate(ctx, layers[l], x[l][k].data(), cut[k], 5));
-        }
-        EXPECT_OK(ga_bn_finalize(ctx, layers[l]));
-        for (size_t k = 0; k < cut.size(); ++k) {
-          y[l].push_back(x[l][k]);
-          EXPECT_OK(ga_bn_forward(ctx, layers[l], x[l][k].data(), cut[k], 5, y[l][k].data()));
-        }
-      }
-      for (const size_t l : {1, 0}) {
-        for (const bool sums : {true, false}) {
-          for (size_t k = 0; k < cut.size(); ++k) {
-            EXPECT_OK(ga_micro_begin(ctx, static_cast<int64_t>(k), 1, nullptr));
-            if (sums) {
-              EXPECT_OK(ga_bn_backward_accumulate(ctx, layers[l], x[l][k].data(), d[k].data(),
-                                                  cut[k], 5));
-            } else {
-              EXPECT_OK(ga_bn_backward(ctx, layers[l], x[l][k].data(), d[k].data(), cut[k], 5,
-                                       d[k].data()));
-            }
-            EXPECT_OK(ga_micro_end(ctx));
-          }
-        }
-        for (size_t k = 0; k < cut.size() && l == 1; ++k)
-          for (int64_t i = 0; i < d[k].count(); ++i)
-            d[k].set(i, d[k].get(i) * std::cos(y[0][k].get(i)));
-      }
-      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
-      for (const auto& list : {joined(y[1]), joined(d)})
-        seen.insert(seen.end(), list.begin(), list.end());
-    }
-    for (const Tensor& t : p) {
-      const auto list = numbers(t);
-      seen.insert(seen.end(), list.begin(), list.end());
-    }
-    for (const ga_bn bn : layers) {
-      const Running r(ctx, bn, 4);
-      seen.insert(seen.end(), r.mean.begin(), r.mean.end());
-      seen.insert(seen.end(), r.variance.begin(), r.variance.end());
-    }
-    return seen;
+  const auto list = [](const TwoLayers& net) {
+    std::vector<double> all = net.ended;
+    for (const auto& steps : {net.y, net.dx})
+      for (const auto& step : steps) all.insert(all.end(), step.begin(), step.end());
+    return all;
   };
-  const std::vector<double> whole = train({12});
+  const std::vector<double> whole = list(TwoLayers({12}));
   for (const std::vector<int64_t>& cut :
        {std::vector<int64_t>{6, 6}, {5, 5, 2}, std::vector<int64_t>(12, 1)}) {
-    const std::vector<double> parts = train(cut);
+    const std::vector<double> parts = list(TwoLayers(cut));
     ASSERT_EQ(parts.size(), whole.size());
     double largest = 0;
     for (size_t i = 0; i < whole.size(); ++i) {
-      // The rounding of sums over 60 numbers in f64, which the next layer multiplies by 1 / 0.1.
-      EXPECT_NEAR(parts[i], whole[i], 1e-11 * (1 + std::abs(whole[i]))) << i;
+      EXPECT_NEAR(parts[i], whole[i], TwoLayers::tolerance(whole[i])) << i;
       largest = std::max(largest, std::abs(whole[i]));
     }
     EXPECT_GT(largest, 1);

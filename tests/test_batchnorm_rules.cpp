@@ -160,6 +160,7 @@ ga_status sum(Script& s, size_t k, int64_t samples = -1) {
   return ga_bn_backward_accumulate(s.net.ctx, s.net.bn, s.data[k].x.data(), s.data[k].dy.data(),
                                    samples < 0 ? s.data[k].samples : samples, 7);
 }
+ga_status backward_finalize(Script& s) { return ga_bn_backward_finalize(s.net.ctx, s.net.bn); }
 ga_status backward(Script& s, size_t k, int64_t samples = -1) {
   Tensor dx = s.data[k].x;
   return ga_bn_backward(s.net.ctx, s.net.bn, s.data[k].x.data(), s.data[k].dy.data(),
@@ -201,6 +202,13 @@ TEST(BatchNormRules, Order) {
        [](S s) { return backward(s, 0); },
        kState,
        {"ga_bn_backward", "no micro-batch open"}},
+      {"sums are final",
+       kWindow,
+       "",
+       backward_finalize,
+       kState,
+       {"ga_bn_backward_finalize", "\"bn\"", "ga_bn_finalize must be called first"}},
+      {"sums are final", kOthers, "", backward_finalize, kState, {"\"bn\"", "WINDOW"}},
 
       // The first sweep.
       {"forward",
@@ -329,6 +337,12 @@ TEST(BatchNormRules, Order) {
        [](S s) { return sum(s, 2); },
        kState,
        {"ga_bn_backward_accumulate", "micro-batch 1", "21", "7"}},
+      {"sums are final too early",
+       kWindow,
+       "sum 1",
+       backward_finalize,
+       kState,
+       {"ga_bn_backward_finalize", "2 of 3 micro-batches", "ga_bn_backward_accumulate"}},
       {"sum twice", kOthers, "sum 0", [](S s) { return sum(s, 0); }, kState, {"already"}},
       {"sum after backward",
        kOthers,
@@ -602,6 +616,7 @@ std::vector<Refusal> wrong_arguments() {
           return ga_bn_backward_accumulate(s.net.ctx, b, s.data[0].x.data(), s.data[0].dy.data(), 2,
                                            7);
         },
+        [](S s, ga_bn b) { return ga_bn_backward_finalize(s.net.ctx, b); },
         [](S s, ga_bn b) {
           return ga_bn_backward(s.net.ctx, b, s.data[0].x.data(), s.data[0].dy.data(), 2, 7,
                                 s.out.dx[0].data());
@@ -840,6 +855,7 @@ TEST(BatchNormRules, NoContext) {
   EXPECT_EQ(ga_bn_finalize(nullptr, 0), kArgument);
   EXPECT_EQ(ga_bn_forward(nullptr, 0, x, 1, 1, y), kArgument);
   EXPECT_EQ(ga_bn_backward_accumulate(nullptr, 0, x, x, 1, 1), kArgument);
+  EXPECT_EQ(ga_bn_backward_finalize(nullptr, 0), kArgument);
   EXPECT_EQ(ga_bn_backward(nullptr, 0, x, x, 1, 1, y), kArgument);
   EXPECT_EQ(ga_bn_infer(nullptr, 0, x, 1, 1, y), kArgument);
   EXPECT_EQ(ga_bn_running(nullptr, 0, y, y, GA_F32, nullptr), kArgument);
@@ -1262,12 +1278,12 @@ TEST(FaultCallback, InAPassOfBatchNormalisation) {
       EXPECT_EQ(status, GA_ERROR_FAULT) << ga_last_error();
       if (failing < 4) {
         EXPECT_EQ(window(net.ctx).state, GA_WINDOW_INVALID);
-        for (const auto& call : {calls[0], calls[3], std::function<ga_status()>([&] {
-                                   return ga_bn_finalize(net.ctx, net.bn);
-                                 }),
-                                 std::function<ga_status()>([&] {
-                                   return ga_bn_forward(net.ctx, net.bn, x, 4, 1024, out.data());
-                                 })})
+        for (const auto& call :
+             {calls[0], calls[3],
+              std::function<ga_status()>([&] { return ga_bn_finalize(net.ctx, net.bn); }),
+              std::function<ga_status()>([&] { return ga_bn_backward_finalize(net.ctx, net.bn); }),
+              std::function<ga_status()>(
+                  [&] { return ga_bn_forward(net.ctx, net.bn, x, 4, 1024, out.data()); })})
           EXPECT_EQ(call(), kState);
         EXPECT_TRUE(refused(ga_step(net.ctx, nullptr), kState, {"invalid"}));
       }

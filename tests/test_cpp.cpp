@@ -685,6 +685,29 @@ TEST(MicroBatchParts, BatchNorm) {
   EXPECT_EQ(context.bn_running<double>(bn, nullptr, &variance), 7);
 }
 
+TEST(MicroBatchParts, BatchNormOverAWindow) {
+  const float x[] = {1, 3, 5, 7}, dy[] = {1, 0, 0, 1};
+  Floats y(4), dx(4, 9);
+  Context context(one_thread());
+  context.add_group(sgd());
+  ga_bn_options options = gradaccum::default_bn_options();
+  options.mode = GA_BN_WINDOW;
+  const BatchNorm bn =
+      context.add_batch_norm("bn", 1, gradaccum::no_param, gradaccum::no_param, options);
+  for (int k = 0; k < 2; ++k) context.bn_accumulate(bn, x + 2 * k, 2, 1);
+  context.bn_finalize(bn);
+  for (int k = 0; k < 2; ++k) context.bn_forward(bn, x + 2 * k, 2, 1, y.data() + 2 * k);
+  EXPECT_THROW(context.bn_backward_finalize(bn), gradaccum::Error);
+  for (int k = 0; k < 2; ++k)
+    context.micro_begin(k).bn_backward_accumulate(bn, x + 2 * k, dy + 2 * k, 2, 1);
+  context.bn_backward_finalize(bn);
+  for (int k = 0; k < 2; ++k)
+    context.micro_begin(k).bn_backward(bn, x + 2 * k, dy + 2 * k, 2, 1, dx.data() + 2 * k);
+  // The sums of dy and of dy times the normalised x are 2 and 0, so dx = (dy - 1 / 2) / sqrt(5).
+  EXPECT_NEAR(dx[0], 0.2236068, 1e-5);
+  EXPECT_NEAR(dx[1], -0.2236068, 1e-5);
+}
+
 // ---- Context ------------------------------------------------------------------------------------
 
 TEST(ContextOwnership, Move) {

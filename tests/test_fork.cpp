@@ -176,6 +176,7 @@ void expect_all_refused(ga_context* ctx) {
       {"ga_bn_forward", [&] { return ga_bn_forward(ctx, 0, data, 3, 2, out); }},
       {"ga_bn_backward_accumulate",
        [&] { return ga_bn_backward_accumulate(ctx, 0, data, data, 3, 2); }},
+      {"ga_bn_backward_finalize", [&] { return ga_bn_backward_finalize(ctx, 0); }},
       {"ga_bn_backward", [&] { return ga_bn_backward(ctx, 0, data, data, 3, 2, out); }},
       {"ga_bn_infer", [&] { return ga_bn_infer(ctx, 0, data, 3, 2, out); }},
       {"ga_bn_running", [&] { return ga_bn_running(ctx, 0, out, nullptr, GA_F32, &count); }},

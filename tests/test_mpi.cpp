@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Ranks of an MPI program, under mpirun: the bits of threads as ranks, and a rank that stalls.
+// Ranks of an MPI program, under mpirun: the bits of threads as ranks, also of batch normalisation, and a
+// rank that stalls.
 #include <mpi.h>
 
+#include "batchnorm.hpp"
 #include "ranks.hpp"
 
 namespace ga::test {
@@ -101,6 +103,33 @@ TEST(Mpi, Adds) {
       mean += std::abs(static_cast<double>(ours[j]) - theirs[j]) / static_cast<double>(ours.size());
     EXPECT_LT(mean, 1e-6) << shards;
   }
+}
+
+// Batch normalisation over the window of all ranks, of which rank 1 has no samples if there are more than
+// two, is that of one batch, with the bits of threads.
+TEST(Mpi, BatchNormalisationHasTheBitsOfThreads) {
+  const int32_t rank = world(MPI_Comm_rank), ranks = world(MPI_Comm_size);
+  std::vector<std::vector<int64_t>> cuts = {{3, 2}, {}, {4}, {}};
+  cuts[static_cast<size_t>(ranks - 1)] = {ranks == 4 ? 3 : 7};
+  const auto train = [&](int32_t r, ga_comm* comm) {
+    int64_t first = 0;
+    for (size_t q = 0; q < static_cast<size_t>(r); ++q)
+      for (const int64_t n : cuts[q]) first += n;
+    return TwoLayers(cuts[static_cast<size_t>(r)], first, comm);
+  };
+  const Comm comm(world_config());
+  const TwoLayers own = train(rank, comm), whole({12});
+  for (size_t i = 0; i < whole.ended.size(); ++i)
+    EXPECT_NEAR(own.ended[i], whole.ended[i], TwoLayers::tolerance(whole.ended[i])) << i;
+  on_ranks(ranks, [&](int32_t r, ga_comm* local) {
+    const TwoLayers threads = train(r, local);
+    if (r != rank) return;
+    EXPECT_TRUE(same_bits(own.ended, threads.ended));
+    for (size_t t = 0; t < own.y.size(); ++t) {
+      EXPECT_TRUE(same_bits(own.y[t], threads.y[t]));
+      EXPECT_TRUE(same_bits(own.dx[t], threads.dx[t]));
+    }
+  });
 }
 
 TEST(Mpi, HandsOut) {

@@ -716,18 +716,6 @@ TEST(Ranks, OneCommunicatorForOneContext) {
   });
 }
 
-TEST(Ranks, WhatIsNotSupportedSaysSo) {
-  on_ranks(1, [&](int32_t, ga_comm* comm) {
-    Context ctx;
-    ga_bn_options o;
-    ASSERT_OK(ga_bn_options_init(&o, sizeof o, GA_FLAVOR_TORCH));
-    o.mode = GA_BN_WINDOW;
-    ASSERT_OK(ga_bn_add(ctx, "norm1", 2, -1, -1, &o, nullptr));
-    EXPECT_EQ(ga_context_set_comm(ctx, comm, nullptr), GA_ERROR_UNSUPPORTED);
-    EXPECT_NE(std::string(ga_last_error()).find("\"norm1\""), std::string::npos);
-  });
-}
-
 // A rank that does not come: the others name it, and lose no more than the window.
 TEST(Ranks, AMissingRankIsNamedInTime) {
   std::atomic<int> gave_up{0};
@@ -874,34 +862,6 @@ TEST(Ranks, ALoadIsThatOfAllOrNone) {
 }
 
 // ---- A table of the program ---------------------------------------------------------------------
-
-// A transport for a single rank, which counts what it is asked to move.
-struct Counting {
-  int64_t bytes = 0;
-  int calls = 0;
-  int32_t fail_at = -1;
-
-  int32_t move(const void* send, void* recv, int64_t count, int32_t dtype) {
-    if (calls++ == fail_at) return 42;
-    const int64_t size = dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 ? 4 : 2;
-    bytes += count * size;
-    if (send != recv) memcpy(recv, send, static_cast<size_t>(count * size));
-    return 0;
-  }
-};
-
-ga_comm_table table_of(Counting& counting) {
-  ga_comm_table t = {};
-  t.struct_size = sizeof t;
-  t.user = &counting;
-  t.all_to_all = [](void* user, const void* send, int64_t, void* recv, int64_t count, ga_dtype dtype,
-                    void*) { return static_cast<Counting*>(user)->move(send, recv, count, dtype); };
-  t.all_gather = [](void* user, const void* send, void* recv, int64_t, int64_t count, ga_dtype dtype,
-                    void*) { return static_cast<Counting*>(user)->move(send, recv, count, dtype); };
-  t.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t, void*) { return 0; };
-  t.error_text = [](void*, int32_t code) { return code == 42 ? "the cable is out" : "?"; };
-  return t;
-}
 
 TEST(Ranks, WhatTravelsDoesNotDependOnMicroBatches) {
   for (const auto& [micros, shard] : {std::pair{1, GA_SHARD_NONE}, {8, GA_SHARD_NONE},

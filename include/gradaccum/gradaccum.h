@@ -1379,15 +1379,16 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    makes it a context alone again, which no other rank takes part in. options: may be NULL.
 
    From then on these are collective, called by every rank in the same order: ga_step, ga_discard,
-   ga_save, ga_load and their like, ga_state_write and ga_state_read; under GA_SHARD_OPTIMIZER also
-   ga_state_get, ga_state_set, ga_ema_copy_to and ga_ema_swap. A rank may bring any number of
-   micro-batches to a window, also none. Each micro-batch is judged and clipped (DROP_MICRO,
-   GA_CLIP_WHEN_MICRO) by the rank that brings it; ga_step judges the sum. Its result counts what all
-   ranks brought, dropped_micros excepted. A parameter has a gradient if it has one on some rank.
-   Where some ranks call ga_discard and others ga_step, the window is discarded on all of them
+   ga_bn_finalize and ga_bn_backward_finalize of layers that are not frozen, ga_save, ga_load and
+   their like, ga_state_write and ga_state_read; under GA_SHARD_OPTIMIZER also ga_state_get,
+   ga_state_set, ga_ema_copy_to and ga_ema_swap. A rank may bring any number of micro-batches to a
+   window, also none. Each micro-batch is judged and clipped (DROP_MICRO, GA_CLIP_WHEN_MICRO) by the
+   rank that brings it; ga_step judges the sum. Its result counts what all ranks brought,
+   dropped_micros excepted. A parameter has a gradient if it has one on some rank. Where some ranks
+   call ga_discard and others ga_step, the window is discarded on all of them
    (GA_STEP_SKIPPED_DISCARD). Batch normalisation: running statistics are those of all ranks' data;
-   MICRO and CUMULATIVE normalise by the rank's own. ga_save writes rank 0's file, which any number
-   of ranks loads, and ga_load reads it on each.
+   WINDOW normalises by that data too, MICRO and CUMULATIVE by the rank's own. ga_save writes rank
+   0's file, which any number of ranks loads, and ga_load reads it on each.
 
    Under GA_SHARD_OPTIMIZER parameters and results have the same bits as without. Large parameters
    are cut into a piece for each rank. Small ones are whole on one rank, and so are those of an
@@ -1396,17 +1397,18 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    is chosen before the library makes its arrays, and holds until ga_context_destroy: after a failure
    other contexts load a state that was saved.
 
-   A change of an option holds when every rank has made it: ga_step names the difference otherwise,
-   and the window stays as it was. If other ranks fail or do not come in time, the call returns
-   GA_ERROR_COMMUNICATION and says what it waited for; parameters and state are untouched, the window
-   is GA_WINDOW_INVALID if gradients were on their way, and comm is of no further use: ga_discard and
-   a set_comm with NULL or another comm come next. Where updated parameters were on their way (MUON
-   and GA_SHARD_OPTIMIZER), only ga_context_destroy is legal, and other ranks may be a step ahead.
+   A change of an option holds when every rank has made it: otherwise the next of these calls names
+   the difference, and the window stays as it was. If other ranks fail or do not come in time, the
+   call returns GA_ERROR_COMMUNICATION and says what it waited for; parameters and state are
+   untouched, the window is GA_WINDOW_INVALID if gradients were on their way, and comm is of no
+   further use: ga_discard and a set_comm with NULL or another comm come next. Where updated
+   parameters were on their way (MUON and GA_SHARD_OPTIMIZER), only ga_context_destroy is legal, and
+   other ranks may be a step ahead.
 
-   GA_ERROR_UNSUPPORTED: GA_DEVICE_CUDA, or a layer in WINDOW mode; GA_COMM_ADDER_TRANSPORT with LOCAL
-   or a table without the functions for it. GA_ERROR_INVALID_STATE: another
-   context has comm, the window is not empty, or it is too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not
-   come. */
+   GA_ERROR_UNSUPPORTED: GA_DEVICE_CUDA; GA_COMM_ADDER_TRANSPORT with LOCAL, or a table without the
+   functions for it; overlap with a layer in WINDOW mode. GA_ERROR_INVALID_STATE: another context has
+   comm, the window is not empty, or it is too late to shard. GA_ERROR_COMMUNICATION: ranks differ,
+   or did not come. */
 GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
                                      const ga_comm_options* options);
 
@@ -1528,9 +1530,10 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *
  *   MICRO       Those of the micro-batch, as frameworks do. What one batch would have given comes
  *               out of the running statistics alone.
- *   WINDOW      Those of the whole window: y, dx, dgamma and dbeta are those of one batch. The
- *               network is computed layer by layer, each in two sweeps over the micro-batches,
- *               forward and backward, so the program keeps the activations of the window.
+ *   WINDOW      Those of the whole window, on all ranks: y, dx, dgamma and dbeta are those of one
+ *               batch. The network is computed layer by layer, each in two sweeps over the
+ *               micro-batches, forward and backward, so the program keeps the activations of the
+ *               window.
  *   CUMULATIVE  Those of the window's micro-batches so far: one sweep, and later micro-batches come
  *               close to the window's. Gradients are exact for what was computed.
  *
@@ -1543,6 +1546,7 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *         ...                                       for each k: ga_micro_begin
  *         ga_micro_end                                          ga_bn_backward_accumulate
  *                                                               ga_micro_end
+ *                                                   ga_bn_backward_finalize  over several ranks
  *                                                   for each k: the same with ga_bn_backward
  *
  * In all modes the running statistics are exact; they move in ga_step, if it is applied. The
@@ -1622,8 +1626,8 @@ GA_API ga_status ga_bn_info_init(ga_bn_info* out, size_t struct_size);
 GA_API ga_status ga_bn_describe(const ga_context* ctx, ga_bn bn, ga_bn_info* out);
 
 /* frozen 1: freezes a layer: it normalises by its running statistics, which do not move, and the
-   functions that take statistics check what they are given and do nothing. 0: unfreezes it. gamma
-   and beta still get gradients (see ga_param_set_frozen). Between windows. */
+   functions that take statistics check what they are given, do nothing, and wait for no other rank.
+   0: unfreezes it. gamma and beta still get gradients (see ga_param_set_frozen). Between windows. */
 GA_API ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen);
 
 /* Takes the statistics of a micro-batch. WINDOW: the first sweep, each micro-batch once, in order,
@@ -1642,8 +1646,11 @@ enum { GA_BN_VARIANCE = 0, GA_BN_M2 = 1 };
 GA_API ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
                                         const void* spread, ga_bn_spread kind, ga_dtype dtype);
 
-/* Ends the first sweep of a layer in WINDOW mode. GA_ERROR_INVALID_STATE: nothing was accumulated,
-   it is final already, or the layer is in another mode. */
+/* Ends the first sweep of a layer in WINDOW mode. With a communicator (ga_context_set_comm) the call
+   is collective, and the layer normalises by the statistics of all ranks, some of which may have no
+   micro-batches. If the call fails on one rank it fails on all of them, and the statistics are as
+   they were. GA_ERROR_INVALID_STATE: nothing was accumulated (with a communicator: on any rank), it
+   is final already, or the layer is in another mode. */
 GA_API ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn);
 
 /* Normalises x of a micro-batch to y. MICRO, CUMULATIVE: takes the statistics of x first, unless
@@ -1659,9 +1666,19 @@ GA_API ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t
 GA_API ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
                                            int64_t samples, int64_t positions);
 
+/* Ends the sweep of ga_bn_backward_accumulate of a layer in WINDOW mode. With a communicator the
+   call is required before ga_bn_backward and is collective, as ga_bn_finalize is: it adds up over
+   all ranks, also those without micro-batches, the sums that dx needs. The gradients of gamma and
+   beta stay the rank's own, and are added up by ga_step. Without a communicator the call may be left
+   out: it checks that no sums are missing, and changes nothing. GA_ERROR_INVALID_STATE: sums of some
+   micro-batch of this rank are missing, ga_bn_finalize has not been called, the sums are those of
+   all ranks already, or the layer is in another mode. */
+GA_API ga_status ga_bn_backward_finalize(ga_context* ctx, ga_bn bn);
+
 /* Writes dx of the open micro-batch; zeros if its weight is 0. GA_ERROR_INVALID_STATE: the layer's
    last forward pass was that of another micro-batch or shape; WINDOW: sums of some micro-batch are
-   missing; under GA_NONFINITE_DROP_MICRO or GA_CLIP_WHEN_MICRO: the micro-batch has had its dx. */
+   missing, or ga_bn_backward_finalize has not been called, with a communicator; under
+   GA_NONFINITE_DROP_MICRO or GA_CLIP_WHEN_MICRO: the micro-batch has had its dx. */
 GA_API ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
                                 int64_t samples, int64_t positions, void* dx);
 

@@ -932,7 +932,7 @@ class Context {
     return static_cast<const T*>(data);
   }
 
-  // -- Batch normalisation. The backward calls are in MicroBatch.
+  // -- Batch normalisation. The backward calls for a micro-batch are in MicroBatch.
 
   BatchNorm add_batch_norm(const std::string& name, std::int64_t channels, Param gamma, Param beta,
                            const ga_bn_options& options = default_bn_options()) {
@@ -967,6 +967,7 @@ class Context {
     check(ga_bn_accumulate_stats(get(), id(bn), count, mean, spread, kind, dtype_of<T>));
   }
   void bn_finalize(BatchNorm bn) { check(ga_bn_finalize(get(), id(bn))); }
+  void bn_backward_finalize(BatchNorm bn) { check(ga_bn_backward_finalize(get(), id(bn))); }
   void bn_forward(BatchNorm bn, const void* x, std::int64_t samples, std::int64_t positions,
                   void* y) {
     check(ga_bn_forward(get(), id(bn), x, samples, positions, y));

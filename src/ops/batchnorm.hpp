@@ -96,11 +96,13 @@ GA_HD void drop(BnChannel& c, const BnHistory& history, int64_t index) {
   if (index < c.taken) history[index] = {0, 0, 0};
 }
 
-// Ends the first sweep of WINDOW mode.
-GA_HD void finalize(BnChannel& c, double eps) {
-  normalise_by(c, c.window, eps);
+// Ends the first sweep of WINDOW mode. m: the statistics of all ranks, of which c.window keeps this
+// rank's, so that the end of the window merges each rank's once.
+GA_HD void finalize(BnChannel& c, const Moments& m, double eps) {
+  normalise_by(c, m, eps);
   c.dbeta = c.dgamma = 0;
 }
+GA_HD void finalize(BnChannel& c, double eps) { finalize(c, c.window, eps); }
 
 // Ends a window of that many micro-batches: updates the running statistics. Entries from
 // micro_batches on belong to a micro-batch that was never opened and do not count.

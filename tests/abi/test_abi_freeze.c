@@ -606,6 +606,7 @@ FUNCTION(ga_bn_finalize, ga_status (*)(ga_context*, ga_bn));
 FUNCTION(ga_bn_forward, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t, void*));
 FUNCTION(ga_bn_backward_accumulate,
          ga_status (*)(ga_context*, ga_bn, const void*, const void*, int64_t, int64_t));
+FUNCTION(ga_bn_backward_finalize, ga_status (*)(ga_context*, ga_bn));
 FUNCTION(ga_bn_backward,
          ga_status (*)(ga_context*, ga_bn, const void*, const void*, int64_t, int64_t, void*));
 FUNCTION(ga_bn_infer, ga_status (*)(ga_context*, ga_bn, const void*, int64_t, int64_t, void*));

@@ -286,6 +286,7 @@ class Training {
             note(ga_bn_forward(ctx_, k, x_.data(), kSamples, 1, y_.data()));
         for (ga_bn k = 0; k < layers_; ++k) {
           note(ga_bn_backward_accumulate(ctx_, k, x_.data(), x_.data(), kSamples, 1));
+          note(ga_bn_backward_finalize(ctx_, k));
           note(ga_bn_backward(ctx_, k, x_.data(), x_.data(), kSamples, 1, y_.data()));
         }
         end_micro();

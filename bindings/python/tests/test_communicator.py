@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable
 
 import gradaccum as ga
+import numpy as np
 import pytest
 
 
@@ -54,6 +55,43 @@ def test_two_threads_are_two_ranks() -> None:
 
     on_ranks(2, train)
     assert ended == [array("f", [-4, -8])] * 2
+
+
+def test_batch_normalisation_over_the_window_of_all_ranks() -> None:
+    """Rank 1 has no data, and normalises nothing."""
+    x = np.random.default_rng(5).standard_normal((6, 3)).astype(np.float32)
+    dy = np.random.default_rng(6).standard_normal((6, 3)).astype(np.float32)
+    y, dx = np.empty_like(x), np.empty_like(x)
+
+    def train(rank: int, comm: ga.Communicator) -> None:
+        part = [slice(0, 4), slice(0, 0), slice(4, 6)][rank]
+        with context(array("f", [0])) as c:
+            bn = c.add_batch_norm("bn", 3, options=ga.BatchNormOptions(mode=ga.BnMode.WINDOW))
+            c.set_communicator(comm)
+            if rank != 1:
+                bn.accumulate(x[part])
+            bn.finalize()
+            assert bn.statistics()[2] == 6
+            if rank != 1:
+                bn.forward(x[part], y[part])
+                with c.micro_batch(len(x[part]), index=0):
+                    bn.backward_accumulate(x[part], dy[part])
+                with c.micro_batch(len(x[part]), index=0), pytest.raises(ga.Error, match="backward_finalize"):
+                    bn.backward(x[part], dy[part], dx[part])
+            bn.backward_finalize()
+            if rank != 1:
+                with c.micro_batch(len(x[part]), index=0):
+                    bn.backward(x[part], dy[part], dx[part])
+            assert c.step().applied
+
+    on_ranks(3, train)
+    mean, variance = x.mean(0, np.float64), x.astype(np.float64).var(0)
+    hat = (x - mean) / np.sqrt(variance + 1e-5)
+    np.testing.assert_allclose(y, hat, rtol=1e-4, atol=1e-5)
+    # Each dy is of a mean over its micro-batch, of 4 samples and of 2.
+    weights = np.array([4, 4, 4, 4, 2, 2])[:, None]
+    shared = ((weights * dy).sum(0) + hat * (weights * dy * hat).sum(0)) / (weights * 6)
+    np.testing.assert_allclose(dx, (dy - shared) / np.sqrt(variance + 1e-5), rtol=1e-4, atol=1e-5)
 
 
 def test_a_rank_that_does_not_come() -> None:

@@ -1082,7 +1082,11 @@ class BatchNorm:
             _raw.ga_bn_accumulate_stats(c, self.id, count, first, second, kind, dtype)
 
     def finalize(self) -> None:
-        """Ends the first sweep of a layer in WINDOW mode."""
+        """Ends the first sweep of a layer in WINDOW mode.
+
+        With a communicator every rank makes the call, also one without data, and the layer normalises by
+        the statistics of all ranks.
+        """
         with self.context._guard as c:
             _raw.ga_bn_finalize(c, self.id)
 
@@ -1098,6 +1102,15 @@ class BatchNorm:
             loan, shape, samples, positions = self._input(x)
             gradient = self._like(dy, "dy", shape, False)
             _raw.ga_bn_backward_accumulate(c, self.id, loan, gradient, samples, positions)
+
+    def backward_finalize(self) -> None:
+        """Ends the sweep of backward_accumulate of a layer in WINDOW mode.
+
+        With a communicator the call is required before backward, on every rank, and adds up what dx needs
+        of all ranks; alone it may be left out.
+        """
+        with self.context._guard as c:
+            _raw.ga_bn_backward_finalize(c, self.id)
 
     def backward(self, x: TensorLike, dy: TensorLike, dx: TensorLike) -> None:
         """Writes dx of the open micro-batch."""

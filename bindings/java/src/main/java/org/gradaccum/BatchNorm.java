@@ -171,11 +171,30 @@ public final class BatchNorm {
     }
   }
 
-  /** Ends the first sweep of a layer with {@link BatchNormOptions.Mode#WINDOW}. */
+  /**
+   * Ends the first sweep of a layer with {@link BatchNormOptions.Mode#WINDOW}. With a communicator
+   * every rank makes the call, also one without data, and the layer normalises by the statistics of
+   * all ranks.
+   */
   public void finalizeStats() {
     long c = context.enter();
     try {
       Raw.ga_bn_finalize(c, id);
+    } finally {
+      context.exit();
+    }
+  }
+
+  /**
+   * Ends the sweep of {@link MicroBatch#backwardAccumulate} of a layer with {@link
+   * BatchNormOptions.Mode#WINDOW}. With a communicator the call is required before {@link
+   * MicroBatch#backward}, on every rank, and adds up what dx needs of all ranks; alone it may be
+   * left out.
+   */
+  public void backwardFinalize() {
+    long c = context.enter();
+    try {
+      Raw.ga_bn_backward_finalize(c, id);
     } finally {
       context.exit();
     }

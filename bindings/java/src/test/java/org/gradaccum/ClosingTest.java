@@ -52,6 +52,7 @@ class ClosingTest {
       () -> group.setLr(1),
       () -> param.info(),
       () -> bn.finalizeStats(),
+      () -> bn.backwardFinalize(),
       () -> micro.accumulate(param, one),
       () -> accumulator.put(0, one),
       micro::end,

@@ -76,6 +76,54 @@ class CommunicatorTest {
     threads.shutdown();
   }
 
+  /** dx of a layer over the window of two ranks, which have x = 1, 3 and x = 5, 7. */
+  private static float[] normalise(byte[] id, int rank) {
+    try (Communicator comm = Communicator.local(id, rank, 2, 60);
+        Context context = new Context()) {
+      context.addGroup(Optimizer.builder(Optimizer.Kind.SGD).build());
+      BatchNorm bn =
+          context.addBatchNorm(
+              "bn",
+              1,
+              null,
+              null,
+              BatchNormOptions.builder(Flavor.TORCH).mode(BatchNormOptions.Mode.WINDOW).build());
+      context.setCommunicator(comm, null);
+      FloatBuffer x = rank == 0 ? floats(1, 3) : floats(5, 7);
+      FloatBuffer dy = rank == 0 ? floats(1, 0) : floats(0, 1);
+      FloatBuffer y = floats(0, 0);
+      bn.accumulate(x, 2, 1);
+      bn.finalizeStats();
+      bn.forward(x, 2, 1, y);
+      // The mean is 4 and the variance 5.
+      assertEquals((x.get(0) - 4) / Math.sqrt(5), y.get(0), 1e-4);
+      try (MicroBatch micro = context.beginMicroBatch(0, 1, null)) {
+        micro.backwardAccumulate(bn, x, dy, 2, 1);
+        micro.end();
+      }
+      bn.backwardFinalize();
+      try (MicroBatch micro = context.beginMicroBatch(0, 1, null)) {
+        micro.backward(bn, x, dy, 2, 1, dy);
+        micro.end();
+      }
+      assertTrue(context.step().applied());
+      return values(dy);
+    }
+  }
+
+  @Test
+  void batchNormalisationOverTheWindowOfTwoRanks() throws Exception {
+    byte[] id = Communicator.newId();
+    ExecutorService threads = Executors.newFixedThreadPool(2);
+    Future<float[]> first = start(threads, () -> normalise(id, 0));
+    Future<float[]> second = start(threads, () -> normalise(id, 1));
+    // The sums of dy and of dy times the normalised x are 2 and 0: dx = (dy - 1 / 2) / sqrt(5).
+    float half = (float) (0.5 / Math.sqrt(5));
+    assertArrayEquals(new float[] {half, -half}, first.get(60, TimeUnit.SECONDS), 1e-4f);
+    assertArrayEquals(new float[] {-half, half}, second.get(60, TimeUnit.SECONDS), 1e-4f);
+    threads.shutdown();
+  }
+
   @Test
   void aRankThatDoesNotComeIsATimeout() throws Exception {
     byte[] id = Communicator.newId();
