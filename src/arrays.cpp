@@ -23,7 +23,7 @@ int64_t ga_memory::*purpose_of(size_t kind) {
   if (kind == kMaster) return &ga_memory::masters;
   if (kind == kAverage) return &ga_memory::averages;
   if (kind == kRowSlots || kind == kRowSet) return &ga_memory::rows;
-  return kind == kPartials ? &ga_memory::workspace : &ga_memory::optimizer_state;
+  return kind == kPartials || kind == kEmitted ? &ga_memory::workspace : &ga_memory::optimizer_state;
 }
 
 // Whether memory that is given when it is written has been given for an array.
@@ -44,6 +44,7 @@ void set_array(Param& p, Tensor& t, int kind, void* data) {
   if (kind == kMaster) p.master = data;
   if (kind == kAverage) p.average = data;
   if (kind == kRowSet) t.set = static_cast<RowSet*>(data);  // its slots are RowSet::slots
+  if (kind == kEmitted) p.emitted = data;
   if (kind == kPartials) p.partials = static_cast<Partial*>(data);
   p.pair = t.low != nullptr;
   p.master_due = p.master_due || kind == kMaster;
@@ -91,6 +92,8 @@ OwnedArrays ParamArrays::of(size_t i, const Range& share) const {
   if (share.count > 0) {
     if (params_.has_master(i)) numbers(kMaster, "master", GA_F32, share.count);
     if (ema_) numbers(kAverage, "ema", average_of(p).format, share.count);
+    if (params_.is_layered_over_ranks(i) && op_info(op).emits && !p.fits_accumulator())
+      numbers(kEmitted, nullptr, p.real(), share.count);
   }
   if (t.options.rows != GA_ROWS_NONE) {
     add(kRowSlots, nullptr, 0, t.rows, static_cast<size_t>(t.rows) * sizeof(uint32_t));
@@ -160,7 +163,7 @@ void ParamArrays::place(size_t i, Layout& l, F&& f) const {
   const int op = params_.op_of(p);
   if (op < 0 || !op_info(op).emits || p.share.count == 0) return;
   int64_t elements = 0;
-  if (!p.fits_accumulator()) elements = p.count;
+  if (!p.fits_accumulator() && !params_.is_layered_over_ranks(i)) elements = p.count;
   if (op_info(op).orthogonal)
     elements +=
         OrthogonalizeTask::scratch_size(params_.tensor(i).rows, p.count / params_.tensor(i).rows);

@@ -21,6 +21,7 @@ enum ArrayKind {
   kState,                        // the first slot; the others follow
   kMaster = kState + kMaxSlots,  // f32, of a 16-bit parameter
   kAverage,
+  kEmitted,  // of the first pass of a layer-wise Op, where it has no other place
   kRowSlots,
   kRowSet,
   kPartials,

@@ -279,6 +279,17 @@ class Context : BnContext {
     }
   }
 
+  // Runs an exchange in the middle of an update. If it fails, the context is of no use after it.
+  template <class Work>
+  void or_end(Work&& work) {
+    try {
+      work();
+    } catch (const Error& e) {
+      broken_ = e;
+      throw;
+    }
+  }
+
   // update.cpp
   // Whether the sums of StepSums are taken before the decision.
   bool sums_first() const { return !backend_->passes_are_cut(); }
@@ -336,6 +347,7 @@ class Context : BnContext {
   bool lists_due_ = true;
   bool unit_lists_ = false;  // some parameter is clipped by units
   std::vector<ga_param> plain_, pieces_, layers_;
+  std::vector<ga_param> layers_over_ranks_;  // whose norms are of pieces on several ranks
   std::vector<ga_param> ids_[3];                                // of a batch of these
   std::vector<ga_param> norms_, units_first_, factored_first_;  // of StepSums
   bool added_ = false;           // an accumulator has something of the open micro-batch

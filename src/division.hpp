@@ -6,7 +6,22 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "backend/tasks.hpp"
+#include "tensor.hpp"
+
 namespace ga {
+
+// An array from an element on.
+inline Array offset(const Array& a, int64_t elements) {
+  return {static_cast<char*>(a.data) + elements * dtype_info(a.format).size, a.format};
+}
+
+// The array of which `part` is what lies from element `first` on. Only that part exists.
+inline Array whole_of(const Array& part, int64_t first) {
+  const auto address = reinterpret_cast<uintptr_t>(part.data);
+  const auto bytes = static_cast<uintptr_t>(first * dtype_info(part.format).size);
+  return {reinterpret_cast<void*>(address - bytes), part.format};
+}
 
 struct Range {
   int64_t first, count;

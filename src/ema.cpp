@@ -135,12 +135,12 @@ void Context::ema_swap(bool on) {
       original += (bytes + kLine - 1) / kLine * kLine;
     });
   });
-  if (shards())
-    exchange_->gather_parameters([&](ga_param id) {
-      const auto i = static_cast<size_t>(id);
-      return i < prepared_ && params_[i].owns && states[i].averaged ? Exchange::Changed::kElements
-                                                                    : Exchange::Changed::kNothing;
-    });
+  const auto changed = [&](ga_param id) {
+    const auto i = static_cast<size_t>(id);
+    return i < prepared_ && params_[i].owns && states[i].averaged ? Exchange::Changed::kElements
+                                                                  : Exchange::Changed::kNothing;
+  };
+  if (shards()) or_end([&] { exchange_->gather_parameters(changed); });
   ema_swapped_ = on;
   if (!on) ema_kept_ = Buffer();
 }

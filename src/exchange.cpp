@@ -66,6 +66,7 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
     });
   }
   comm_->take();
+  context.params_.sharded = shards();
 }
 
 Exchange::~Exchange() {

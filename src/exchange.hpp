@@ -75,8 +75,10 @@ class Exchange {
   void divide();
   // Clipping has changed: throws if arrays are divided in another way than they would be now.
   void check_division();
-  // Gives every rank what the others have changed of the parameters that are sharded. A failure leaves a
-  // context of no use.
+  // Where norms over a layer are those of pieces.
+  void describe_measure(ga_param id, UpdateTask& measure);
+  void add_layer_norms();
+  // Gives every rank what the others have changed of the parameters that are sharded.
   enum class Changed { kNothing, kRows, kElements };
   void gather_parameters(const std::function<Changed(ga_param)>& changed);
   void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take);
@@ -163,7 +165,6 @@ class Exchange {
   void pack(const Slice& slice, const Array& to);
   void add_blocks(const Slice& slice);
   static void add_partials(const Partial* partials, int64_t count, ParamSums& sums);
-  void gather_changed(const std::function<Changed(ga_param)>& changed);
   void gather(const Slice& slice);
   template <class Which>
   void make_slices(Which&& which);
@@ -220,6 +221,7 @@ class Exchange {
 
   std::vector<Division> divisions_;  // by parameter
   std::vector<Keeper> keepers_;      // likewise, when it was divided
+  std::vector<std::vector<Partial>> layer_partials_;  // likewise; where the state is not sharded
   Buffer send_, received_, added_;   // of one slice
   std::vector<Buffer> wide_;         // by parameter: sums in f32 of a 16-bit accumulator
   std::vector<Partial> partials_;

@@ -21,17 +21,6 @@ int64_t size_of(int32_t dtype) { return dtype_info(dtype).size; }
 
 int32_t added_in(int32_t wire) { return wire == GA_F64 ? GA_F64 : GA_F32; }
 
-Array offset(const Array& a, int64_t elements) {
-  return {static_cast<char*>(a.data) + elements * size_of(a.format), a.format};
-}
-
-// The array of which `part` is what lies from element `first` on. Only that part exists.
-Array whole_of(const Array& part, int64_t first) {
-  const auto address = reinterpret_cast<uintptr_t>(part.data);
-  return {reinterpret_cast<void*>(address - static_cast<uintptr_t>(first * size_of(part.format))),
-          part.format};
-}
-
 FinishTask move(const Array& from, const Array& to, int64_t count) {
   FinishTask task = {};
   task.gradient = identity({from.data, from.format, 1, nullptr});
@@ -65,6 +54,7 @@ void Exchange::divide() {
                      [&](size_t a, size_t b) { return params[a].count > params[b].count; });
   divisions_.resize(params.size());
   keepers_.resize(params.size());
+  layer_partials_.resize(params.size());
   for (const size_t i : fresh) {
     Param& p = params[i];
     Division& d = divisions_[i];
@@ -75,9 +65,42 @@ void Exchange::divide() {
     const auto least = std::min_element(load.begin(), load.end());
     d.owner = static_cast<int32_t>(least - load.begin());
     if (d.piece == 0 || keeper == Keeper::kOwner) *least += p.count;
+    if (!shards() && d.piece > 0 && params.is_layered(p)) {
+      const int64_t chunks = chunk_count(d.piece) * comm_->ranks();
+      layer_partials_[i].resize(static_cast<size_t>(chunks));
+    }
     if (!shards()) continue;
     if (keeper == Keeper::kPieces) p.share = d.range(rank(), p.count);
     if (keeper == Keeper::kOwner && d.owner != rank()) p.share = {0, 0};
+  }
+}
+
+// Norms over a layer are added up over the ranks' pieces, sharded or not, so that they have the same bits.
+void Exchange::describe_measure(ga_param id, UpdateTask& measure) {
+  const auto i = static_cast<size_t>(id);
+  if (keepers_[i] != Keeper::kPieces || divisions_[i].piece == 0) return;
+  measure.cut = divisions_[i].piece;
+  if (!shards()) measure.partials = layer_partials_[i].data();
+}
+
+void Exchange::add_layer_norms() {
+  const auto ranks = static_cast<size_t>(comm_->ranks());
+  std::vector<ParamState*> layers;
+  std::vector<double> own;
+  for (size_t i = 0; i < divisions_.size(); ++i) {
+    if (divisions_[i].piece == 0 || !context_.params_.is_layered_over_ranks(i)) continue;
+    if ((context_.tables_.plans.at(i)->duty & kUpdate) == 0) continue;
+    layers.push_back(context_.tables_.param_states.at(i));
+    for (const double squares : layers.back()->norm_squares) own.push_back(squares);
+  }
+  if (own.empty()) return;
+  std::vector<double> all(ranks * own.size());
+  comm_->all_gather("norms over layers", own.data(), all.data(), static_cast<int64_t>(own.size()),
+                    GA_F64);
+  for (size_t k = 0; k < own.size(); ++k) {
+    double sum = 0;
+    for (size_t q = 0; q < ranks; ++q) sum += all[q * own.size() + k];
+    layers[k / 2]->norm_squares[k % 2] = sum;
   }
 }
 
@@ -630,17 +653,8 @@ void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
 
 // ---- Updated parameters ----------------------------------------------------------------------------
 
-void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed) {
-  try {
-    gather_changed(changed);
-  } catch (const Error& e) {
-    context_.broken_ = e;  // this rank has changed its part already
-    throw;
-  }
-}
-
 // In the dtype of each parameter.
-void Exchange::gather_changed(const std::function<Changed(ga_param)>& changed) {
+void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed) {
   slices_.clear();
   segments_.clear();
   const auto is_sliced = [&](ga_param id) {

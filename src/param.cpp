@@ -165,7 +165,7 @@ Keeper ParamList::keeper(Which w) const {
   const int op = op_of((*this)[w]);
   if (op < 0 || clip_of((*this)[w]).scope == GA_CLIP_AGC) return Keeper::kAll;
   const OpInfo& info = op_info(op);
-  const bool whole = info.norms > 0 || info.factored || info.row_state || info.orthogonal ||
+  const bool whole = info.factored || info.row_state || info.orthogonal ||
                      tensor(w).options.rows != GA_ROWS_NONE;
   return whole ? Keeper::kOwner : Keeper::kPieces;
 }
@@ -207,7 +207,7 @@ bool ParamList::norm_after_value(const Param& p) const {
 }
 
 Array Param::shared_data() const {
-  return {static_cast<char*>(data) + share.first * dtype_info(dtype).size, dtype};
+  return ga::offset({data, dtype}, share.first);
 }
 
 Matrices matrices_of(const Tensor& t) {

@@ -72,6 +72,7 @@ struct alignas(64) Param {
   void* state[kMaxSlots] = {};
   void* master = nullptr;
   void* average = nullptr;
+  void* emitted = nullptr;
   const void* summed = nullptr;  // under Held::kSummed: the gradient, of the compute type; it may exist
                                  // in `share` alone
   Range share = {0, 0};          // the elements that this rank keeps state of and updates; count: all
@@ -103,7 +104,8 @@ struct alignas(64) Param {
 };
 
 // Which rank keeps the state of a parameter where the optimizer is sharded: each that of a piece, if an
-// element is updated by itself; one rank, where an update needs the whole; every rank all of it.
+// element is updated by itself and by norms over the parameter; one rank, where an update needs the whole;
+// every rank all of it.
 enum class Keeper { kPieces, kOwner, kAll };
 
 inline UnitPattern units_of(const std::vector<int64_t>& shape, uint32_t reduced) {
@@ -147,6 +149,7 @@ class ParamList {
  public:
   std::vector<Group> groups;
   ga_clip clip = default_clip();  // of the groups that have none of their own
+  bool sharded = false;           // state lies on the ranks as keeper() says
 
   size_t size() const { return params_.size(); }
   auto begin() { return params_.begin(); }
@@ -192,6 +195,10 @@ class ParamList {
   Keeper keeper(Which w) const;
   // Whether its update takes norms over the parameter first.
   bool is_layered(const Param& p) const;
+  // Whether these norms are of pieces on several ranks.
+  bool is_layered_over_ranks(Which w) const {
+    return sharded && is_layered((*this)[w]) && keeper(w) == Keeper::kPieces;
+  }
 
   const ga_clip& clip_of(const Group& g) const { return g.own_clip ? g.clip : clip; }
   const ga_clip& clip_of(const Param& p) const { return clip_of(group_of(p)); }

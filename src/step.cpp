@@ -247,24 +247,26 @@ void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& option
                   "for state by name, or with the first contribution to a window)"
                 : "in a context that keeps only this rank's part of the state",
          shards ? "it is legal only before" : "another context loads a state that was saved");
-  const auto undivide = [&] {
+  const auto undivide = [&](bool sharded) {
     if (prepared_ > 0) return;
+    params_.sharded = sharded;
     if (exchange_) exchange_->check_division();
     for (Param& p : params_) p.share = {0, p.count};
   };
-  undivide();
+  undivide(false);
   std::unique_ptr<Exchange> next;
   if (comm) {
     try {
       next = std::make_unique<Exchange>(*this, std::move(comm), options);
       next->agree();
     } catch (...) {
-      undivide();
+      undivide(this->shards());
       throw;
     }
   }
   if (exchange_ && exchange_->may_write_late()) backend_->keep_memory();
   exchange_.swap(next);
+  for (size_t i = 0; i < prepared_; ++i) describe(i);  // norms over layers are cut in another way
   rank_key_ = exchange_ ? static_cast<uint64_t>(exchange_->rank()) * 0x9e3779b97f4a7c15 : 0;
   choose_path();
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the host writes into the tables (tables.hpp): the options of the context and its groups, all
 // entries of a parameter when something of it changes, and at the end of a window what that has brought.
+#include <algorithm>
+
 #include "context.hpp"
 #include "exchange.hpp"
 #include "tensor.hpp"
@@ -159,6 +161,7 @@ void Context::describe_update(size_t i) {
   update.rows = t.options.rows == GA_ROWS_LAZY ? t.set : nullptr;
   update.columns = columns;
   update.partials = p.partials;
+  update.cut = std::max<int64_t>(update.count, 1);
 }
 
 void Context::describe_units(size_t i) {
@@ -217,8 +220,12 @@ void Context::describe_layered(size_t i) {
   const OpInfo& info = op_info(params_.op_of(p));
   UpdateTask& update = tables_.updates.edit(i);
   UpdateTask& measure = tables_.measures.edit(i);
-  if (info.emits) measure.emitted = p.fits_accumulator() ? p.accumulator : arrays_.scratch();
-  const void* made = measure.emitted;
+  const Array room = p.emitted              ? Array{p.emitted, p.real()}
+                     : p.fits_accumulator() ? offset({p.accumulator, p.real()}, p.share.first)
+                                            : Array{arrays_.scratch(), p.real()};
+  if (info.emits) measure.emitted = room.data;
+  if (exchange_) exchange_->describe_measure(static_cast<ga_param>(i), measure);
+  const void* made = whole_of(room, p.share.first).data;
   if (info.orthogonal && p.share.count > 0) made = orthogonal_task(static_cast<ga_param>(i)).result();
   if (info.emits) update.gradient = identity({made, p.real(), 1, nullptr});
 }

@@ -10,14 +10,18 @@
 namespace ga {
 
 void Context::make_lists() {
-  for (auto* list : {&plain_, &pieces_, &layers_, &units_first_, &factored_first_}) list->clear();
+  for (auto* list :
+       {&plain_, &pieces_, &layers_, &layers_over_ranks_, &units_first_, &factored_first_})
+    list->clear();
   unit_lists_ = false;
   const bool cut = !sums_first();
   const bool bounded =
       tables_.settings[0].bounded >= 0;  // such a norm is of all gradients as clipped
   for (size_t i = 0; i < prepared_; ++i) {
     const auto id = static_cast<ga_param>(i);
-    if (!params_[i].owns || params_[i].share.count == 0) continue;
+    if (!params_[i].owns) continue;
+    if (params_.is_layered_over_ranks(i)) layers_over_ranks_.push_back(id);
+    if (params_.is_layered_over_ranks(i) || params_[i].share.count == 0) continue;
     const bool units = params_.by_units(id), factored = tables_.factors[i].row_pattern != nullptr;
     unit_lists_ = unit_lists_ || units;
     if (!cut && units)
@@ -39,6 +43,10 @@ void Context::make_lists() {
 void Context::update() {
   backend_->update(params_of(plain_));
   if (!pieces_.empty() || !layers_.empty()) update_layers();
+  if (layers_over_ranks_.empty()) return;
+  const Params layers = params_of(layers_over_ranks_);
+  or_end([&] { backend_->measure(layers, [this] { exchange_->add_layer_norms(); }); });
+  backend_->update(layers);
 }
 
 // Parameters of layer-wise optimizers, those clipped by units and those with a state by rows: passes
@@ -103,12 +111,12 @@ void Context::update_batch(Params ids) {
   backend_->update_factored(params_of(factored));
   if (in_turns) {
     for (const ga_param& id : measured) {
-      backend_->measure({&id, 1});
+      backend_->measure({&id, 1}, {});
       if (op_info(params_.op_of(params_[id])).orthogonal) orthogonalize(id);
       backend_->update({&id, 1});
     }
   } else {
-    backend_->measure(params_of(measured));
+    backend_->measure(params_of(measured), {});
     updated.insert(updated.end(), measured.begin(), measured.end());
   }
   backend_->update(params_of(updated));
@@ -119,24 +127,20 @@ void Context::orthogonalize(ga_param id) {
   const bool alone = !exchange_ || exchange_->shards();  // in having to make this update
   if (alone || exchange_->maker(id) == exchange_->rank()) backend_->orthogonalize(task);
   if (alone || !(tables_.plans.at(static_cast<size_t>(id))->duty & kUpdate)) return;
-  try {
-    exchange_->hand_round(task.result(), task.rows * task.columns, id);
-  } catch (const Error& e) {
-    broken_ = e;  // other parameters have been updated already
-    throw;
-  }
+  or_end([&] { exchange_->hand_round(task.result(), task.rows * task.columns, id); });
 }
 
 // Where the optimizer is sharded: gives every rank what the others have updated.
 void Context::gather_updates() {
   using Changed = Exchange::Changed;
-  exchange_->gather_parameters([this](ga_param id) {
+  const auto changed = [this](ga_param id) {
     const auto i = static_cast<size_t>(id);
     const int32_t duty = i < prepared_ && params_[i].owns ? tables_.plans.at(i)->duty : 0;
     return duty & kUpdateRows ? Changed::kRows
            : duty & kUpdate   ? Changed::kElements
                               : Changed::kNothing;
-  });
+  };
+  or_end([&] { exchange_->gather_parameters(changed); });
 }
 
 // What Newton-Schulz makes of a parameter's update, and where.

@@ -14,6 +14,7 @@ namespace {
 ga_comm_options sharded(bool on = true) {
   ga_comm_options o = comm_options();
   o.shard = on ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+  o.check_every = 1;
   return o;
 }
 
@@ -39,6 +40,7 @@ std::map<std::string, std::string> state_of(ga_context* ctx, ga_param id) {
 struct Mix {
   const char* name;
   int32_t dtype, accumulator, state, average, rounding, master;
+  int32_t kind = GA_OPTIMIZER_ADAMW;
 };
 class RanksShardedMix : public testing::TestWithParam<Mix> {};
 
@@ -64,7 +66,7 @@ TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
       ema.dtype = mix.average;
       ema.decay = 0.7;
       ASSERT_OK(ga_context_set_ema(ctx, &ema));
-      ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+      ga_optimizer o = optimizer(mix.kind);
       o.lr = 0.02;
       o.state_dtype = mix.state;
       const ga_group group = ctx.group(o);
@@ -127,7 +129,15 @@ INSTANTIATE_TEST_SUITE_P(
                     Mix{"masters_by_chance", GA_BF16, GA_F32, GA_BF16, 0, GA_ROUND_STOCHASTIC,
                         GA_MASTER_F32},
                     Mix{"narrow_accumulators", GA_BF16, GA_BF16, 0, GA_BF16, GA_ROUND_NEAREST,
-                        GA_MASTER_F32}),
+                        GA_MASTER_F32},
+                    Mix{"lamb", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+                        GA_OPTIMIZER_LAMB},
+                    Mix{"lamb_narrow_accumulators", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST,
+                        GA_MASTER_F32, GA_OPTIMIZER_LAMB},
+                    Mix{"lars_narrow_accumulators", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST,
+                        GA_MASTER_F32, GA_OPTIMIZER_LARS},
+                    Mix{"adafactor", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+                        GA_OPTIMIZER_ADAFACTOR}),
     [](const auto& info) { return info.param.name; });
 
 // ---- Optimizers that need a whole tensor -----------------------------------------------------------
@@ -142,6 +152,41 @@ TEST(RanksSharded, Muon) {
   const std::vector<Ended> whole = run(l, s, shares, start);
   s.options.shard = GA_SHARD_OPTIMIZER;
   expect_alike(whole, run(l, s, shares, start));
+}
+
+// Tensors that are missing count as zeros, and an optimizer with norms moves them all the same.
+TEST(RanksSharded, Missing) {
+  const Layout l = layout();
+  for (const int32_t accumulator : {GA_F32, GA_BF16}) {
+    std::vector<Block> ended;
+    for (const bool shard : {false, true}) {
+      std::vector<Block> blocks(2, parameters(l, 3));
+      on_ranks(2, [&](int32_t r, ga_comm* comm) {
+        ga_config c = config();
+        c.missing = GA_MISSING_ZERO;
+        Context ctx(c);
+        ga_param_options options;
+        ASSERT_OK(ga_param_options_init(&options, sizeof options));
+        options.accumulator_dtype = accumulator;
+        const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_LAMB));
+        Block& block = blocks[static_cast<size_t>(r)];
+        for (size_t i = 0; i < l.size(); ++i)
+          ctx.param(group, "p" + std::to_string(i), block.data() + l.offsets[i], l.shapes[i],
+                    &options);
+        const ga_comm_options sharding = sharded(shard);
+        ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+        for (uint64_t w = 0; w < 3; ++w) {
+          const Block g = gradients(l, 5, w);
+          auto list = pointers(l, g);
+          if (w != 1) list[1] = list[2] = nullptr;
+          ctx.accumulate(list);
+          step(ctx);
+        }
+      });
+      ended.insert(ended.end(), blocks.begin(), blocks.end());
+    }
+    for (size_t k = 1; k < ended.size(); ++k) EXPECT_TRUE(same_bits(ended[k], ended[0])) << k;
+  }
 }
 
 TEST(RanksSharded, Rows) {

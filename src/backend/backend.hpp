@@ -135,7 +135,8 @@ class Backend {
   virtual void finish(Span<const FinishTask> tasks) = 0;
 
   // The next four read the task tables and skip parameters whose plan has no duty.
-  virtual void measure(Params params) = 0;  // then folds the Ops again, with the norms
+  // Then folds the Ops again, with the norms. over_ranks runs in between, on the CPU alone.
+  virtual void measure(Params params, const OverRanks& over_ranks) = 0;
   virtual void update(Params params) = 0;
   virtual void clip_units(Params params) = 0;       // sums and factors of units
   virtual void update_factored(Params params) = 0;  // FactorTask

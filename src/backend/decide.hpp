@@ -613,10 +613,16 @@ GA_DEVICE void sum_layers(Crew& crew, const ScalarTables& t, const UpdateTask* m
   crew.each_warp(count, [&](int64_t k, auto& warp) {
     const int64_t i = ids[k];
     if ((t.plans[i].duty & kUpdate) == 0) return;
-    const Partial* const partials = measures[i].partials;
-    const int64_t n = chunk_count(t.param_inputs[i].count);
-    const double first = warp.sum(n, [&](int64_t c) { return partials[c].sum_squares; });
-    const double second = warp.sum(n, [&](int64_t c) { return partials[c].second_squares; });
+    const UpdateTask& task = measures[i];
+    const Partial* partials = task.partials;
+    double first = 0, second = 0;
+    for (int64_t at = 0; at < task.count; at += task.cut) {
+      const int64_t left = task.count - at;
+      const int64_t n = chunk_count(left < task.cut ? left : task.cut);
+      first += warp.sum(n, [&](int64_t c) { return partials[c].sum_squares; });
+      second += warp.sum(n, [&](int64_t c) { return partials[c].second_squares; });
+      partials += n;
+    }
     if (!warp.leader()) return;
     t.param_states[i].norm_squares[0] = first;
     t.param_states[i].norm_squares[1] = second;

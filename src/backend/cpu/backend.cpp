@@ -179,7 +179,7 @@ class CpuBackend final : public Backend {
 
   void norm(Span<const NormTask> tasks) override { take_norms(Given<NormTask>{tasks}); }
 
-  void measure(Params params) override {
+  void measure(Params params, const OverRanks& over_ranks) override {
     lists_.run(Listed<UpdateTask>{tasks_.measures, params},
                [this](const UpdateTask& task, const Work& w) {
                  if ((task.plan->duty & kUpdate) != 0)
@@ -188,6 +188,7 @@ class CpuBackend final : public Backend {
     Crew crew;
     const auto count = static_cast<int64_t>(params.size);
     sum_layers(crew, tables_, tasks_.measures, params.data, count);
+    if (over_ranks) over_ranks();
     fold_layers(crew, tables_, params.data, count);
   }
 

@@ -608,7 +608,9 @@ void measure(const UpdateTask& task, int64_t offset, int64_t count) {
     if (Op::norms == 2) second_sum.add_tile(second);
     tile.close_state(task, offset + t, n);
   }
-  Partial& partial = task.partials[offset / kChunk];
+  const int64_t stretch = offset / task.cut;
+  Partial& partial =
+      task.partials[stretch * chunk_count(task.cut) + (offset - stretch * task.cut) / kChunk];
   partial.sum_squares = first_sum.total();
   partial.second_squares = Op::norms == 2 ? second_sum.total() : 0;
 }

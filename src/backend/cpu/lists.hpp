@@ -57,7 +57,10 @@ class Lists {
     for (size_t t = 0; t < tasks.size(); ++t) total += tasks[t].count;
     begin(total);
     for (size_t t = 0; t < tasks.size(); ++t)
-      if (busy || !idle(tasks[t])) cut(t, 0, tasks[t].count);
+      if (busy || !idle(tasks[t])) {
+        const int64_t count = tasks[t].count, stretch = stretch_of(tasks[t]);
+        for (int64_t at = 0; at < count; at += stretch) cut(t, at, std::min(stretch, count - at));
+      }
     run_items(tasks, total, loop);
   }
 
@@ -114,6 +117,13 @@ class Lists {
   template <class Task>
   static bool idle(const Task&) {
     return false;
+  }
+
+  // How many elements are cut into chunks as one.
+  static int64_t stretch_of(const UpdateTask& task) { return task.cut; }
+  template <class Task>
+  static int64_t stretch_of(const Task& task) {
+    return std::max<int64_t>(task.count, 1);
   }
 
   // Cuts elements into chunks, and these into items of similar size: begin() with the elements of all.

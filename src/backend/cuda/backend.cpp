@@ -203,7 +203,7 @@ class CudaBackend final : public Backend {
     if (tasks.size > 0) traced("gradaccum finish", [&] { cuda::finish(queue(), tasks); });
   }
 
-  void measure(Params params) override {
+  void measure(Params params, const OverRanks&) override {
     if (params.size == 0) return;
     traced("gradaccum measure", [&] {
       const auto parts = lists_.get(ListKind::kMeasure, params);
