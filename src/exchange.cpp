@@ -50,6 +50,7 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
     : context_(context),
       comm_(std::move(comm)),
       options_(options),
+      slices_(comm_->ranks()),
       adder_(context.backend_.get()) {
   if (options.adder == GA_COMM_ADDER_TRANSPORT && !comm_->adds())
     fail(GA_ERROR_UNSUPPORTED,

@@ -5,9 +5,12 @@
 //
 // Gradients are added in pieces (division.hpp): rank q receives its piece from every rank and adds them in
 // the order of the ranks, then the pieces are gathered. So the sums have the same bits on every rank and
-// with every transport, and each rank has measured its piece in the same pass. A parameter is exchanged
-// where it lies, slice by slice; small ones, and others that have to be converted, are packed into slices.
-// Where the optimizer is sharded, the sums stay where they were added, and updated parameters are gathered.
+// with every transport, and each rank has measured its piece in the same pass. What travels together,
+// slices.hpp says. Where the optimizer is sharded, the sums stay where they were added, and updated
+// parameters are gathered.
+//   exchange.cpp            agreement, votes, sums
+//   exchange_gradients.cpp  gradients
+//   exchange_shards.cpp     who has what, updated parameters and pieces of state
 #pragma once
 
 #include <cstdint>
@@ -21,6 +24,7 @@
 #include "comm/comm.hpp"
 #include "division.hpp"
 #include "param.hpp"
+#include "slices.hpp"
 #include "table.hpp"
 
 namespace ga {
@@ -114,23 +118,7 @@ class Exchange {
   };
   static constexpr int64_t kHeaderWords = sizeof(Header) / sizeof(int64_t);
 
-  // A part of a parameter in a slice. packed: it begins at element `at` of the slice. In place: `first`
-  // counts from the beginning of each rank's piece.
-  struct Segment {
-    ga_param param;
-    int64_t first, count, at;
-    int32_t rank;  // whose piece it is
-  };
-  // What one exchange moves: of each rank, and to each rank, a block of elements of one dtype.
-  struct Slice {
-    int32_t dtype;
-    bool packed;        // else of one parameter, where it lies
-    bool gathered;      // every rank gets the sums
-    size_t first, end;  // of segments_
-    int64_t block, stride;
-  };
-  // How a parameter travels: where it lies, in pieces or as a whole; packed.
-  enum class Travel { kNot, kInPlace, kAsAWhole, kPacked };
+  static constexpr int32_t kFloats[] = {GA_F32, GA_F64, GA_F16, GA_BF16};
 
   Header header(Call call, const char* function);
   void gather_headers(const Header& own, const std::vector<uint64_t>& payload);
@@ -153,21 +141,29 @@ class Exchange {
   int32_t wire_of(const Param& p) const;
   Array summed(ga_param id) const;
   Array accumulator_of(ga_param id) const;
-  template <class How>
-  void add_slices(int32_t dtype, bool gathered, How&& travel);
-  void pack_queues(int32_t dtype, bool gathered, int64_t most, int64_t grain);
+  // f(segment) for what this rank has of a packed slice.
   template <class F>
-  void each_own(const Slice& slice, F&& f);
+  void each_own(const Slice& slice, F&& f) const {
+    for (size_t k = slice.first; k < slice.end; ++k)
+      if (slices_.segments()[k].rank == rank()) f(slices_.segments()[k]);
+  }
   void reserve();
   void reserve_sums();
+  static FinishTask move(const Array& from, const Array& to, int64_t count) {
+    FinishTask task = {};
+    task.gradient = identity({from.data, from.format, 1, nullptr});
+    task.f64 = from.format == GA_F64;
+    task.target = to;
+    task.count = count;
+    return task;
+  }
   void run_moves();
   void clear(const Slice& slice);
   void pack(const Slice& slice, const Array& to);
   void add_blocks(const Slice& slice);
   static void add_partials(const Partial* partials, int64_t count, ParamSums& sums);
   void gather(const Slice& slice);
-  template <class Which>
-  void make_slices(Which&& which);
+  void make_slices(const std::function<bool(ga_param)>& which);
   void run(const Slice& slice);
   void begin_slices();
   void run_item(size_t item);
@@ -205,10 +201,7 @@ class Exchange {
   std::vector<char> touched_;         // by parameter, on any rank
   std::vector<uint64_t> row_counts_;  // [parameters with rows, ranks]
   std::vector<ParamSums> param_sums_;
-  std::vector<Slice> slices_;
-  std::vector<Segment> segments_;
-
-  std::vector<std::vector<Segment>> queues_;  // by rank: what it has of the next slices
+  Slices slices_;
 
   // Of an exchange in the background. Item 0 is the agreement on the parameters, the others are slices.
   // Nothing here is touched by two threads at a time: what runs has been released, and stops first.
@@ -220,6 +213,7 @@ class Exchange {
   std::unique_ptr<Background> background_;  // NULL: the transport allows no other thread
 
   std::vector<Division> divisions_;  // by parameter
+  std::vector<int64_t> counts_;      // likewise: elements
   std::vector<Keeper> keepers_;      // likewise, when it was divided
   std::vector<std::vector<Partial>> layer_partials_;  // likewise; where the state is not sharded
   Buffer send_, received_, added_;   // of one slice

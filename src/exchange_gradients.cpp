@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What travels at the end of a window: gradients to where they are added and their sums back, and where the
-// optimizer is sharded, updated parameters.
+// Gradients: they travel to where they are added, in ga_step or before, and their sums back.
 #include <algorithm>
 #include <cstring>
 
@@ -12,114 +11,15 @@
 namespace ga {
 namespace {
 
-constexpr int64_t kSliceBytes = int64_t{8} << 20;     // of an exchange, on the wire
-constexpr int64_t kPackedBytes = int64_t{256} << 10;  // smaller parameters are packed
-
-constexpr int32_t kDtypes[] = {GA_F32, GA_F64, GA_F16, GA_BF16};
+constexpr int64_t kRowBytes = int64_t{8} << 20;  // of an exchange
 
 int64_t size_of(int32_t dtype) { return dtype_info(dtype).size; }
 
 int32_t added_in(int32_t wire) { return wire == GA_F64 ? GA_F64 : GA_F32; }
 
-FinishTask move(const Array& from, const Array& to, int64_t count) {
-  FinishTask task = {};
-  task.gradient = identity({from.data, from.format, 1, nullptr});
-  task.f64 = from.format == GA_F64;
-  task.target = to;
-  task.count = count;
-  return task;
-}
-
 }  // namespace
 
-// ---- Who has what -------------------------------------------------------------------------------
-
-// Divides the parameters that are not divided yet: large ones among all ranks, small ones as a whole, to
-// whoever has least so far. The same on every rank, since all have added the same parameters.
-void Exchange::divide() {
-  ParamList& params = context_.params_;
-  const size_t known = divisions_.size();
-  if (known == params.size()) return;
-  const auto ranks = static_cast<size_t>(comm_->ranks());
-  std::vector<int64_t> small(ranks), kept(ranks);  // elements of each rank
-  std::vector<size_t> fresh;
-  for (size_t i = 0; i < params.size(); ++i) {
-    if (i >= known) fresh.push_back(i);
-    if (i >= known || params.tensor(i).removed) continue;
-    const Division& d = divisions_[i];
-    (d.piece == 0 ? small : kept)[static_cast<size_t>(d.owner)] += params[i].count;
-  }
-  if (known == 0)
-    std::stable_sort(fresh.begin(), fresh.end(),
-                     [&](size_t a, size_t b) { return params[a].count > params[b].count; });
-  divisions_.resize(params.size());
-  keepers_.resize(params.size());
-  layer_partials_.resize(params.size());
-  for (const size_t i : fresh) {
-    Param& p = params[i];
-    Division& d = divisions_[i];
-    const Keeper keeper = keepers_[i] = params.keeper(i);
-    const int64_t each = (p.count + comm_->ranks() - 1) / comm_->ranks();
-    if (p.count * size_of(p.real()) >= kPackedBytes) d.piece = (each + 15) / 16 * 16;
-    std::vector<int64_t>& load = d.piece == 0 ? small : kept;
-    const auto least = std::min_element(load.begin(), load.end());
-    d.owner = static_cast<int32_t>(least - load.begin());
-    if (d.piece == 0 || keeper == Keeper::kOwner) *least += p.count;
-    if (!shards() && d.piece > 0 && params.is_layered(p)) {
-      const int64_t chunks = chunk_count(d.piece) * comm_->ranks();
-      layer_partials_[i].resize(static_cast<size_t>(chunks));
-    }
-    if (!shards()) continue;
-    if (keeper == Keeper::kPieces) p.share = d.range(rank(), p.count);
-    if (keeper == Keeper::kOwner && d.owner != rank()) p.share = {0, 0};
-  }
-}
-
-// Norms over a layer are added up over the ranks' pieces, sharded or not, so that they have the same bits.
-void Exchange::describe_measure(ga_param id, UpdateTask& measure) {
-  const auto i = static_cast<size_t>(id);
-  if (keepers_[i] != Keeper::kPieces || divisions_[i].piece == 0) return;
-  measure.cut = divisions_[i].piece;
-  if (!shards()) measure.partials = layer_partials_[i].data();
-}
-
-void Exchange::add_layer_norms() {
-  const auto ranks = static_cast<size_t>(comm_->ranks());
-  std::vector<ParamState*> layers;
-  std::vector<double> own;
-  for (size_t i = 0; i < divisions_.size(); ++i) {
-    if (divisions_[i].piece == 0 || !context_.params_.is_layered_over_ranks(i)) continue;
-    if ((context_.tables_.plans.at(i)->duty & kUpdate) == 0) continue;
-    layers.push_back(context_.tables_.param_states.at(i));
-    for (const double squares : layers.back()->norm_squares) own.push_back(squares);
-  }
-  if (own.empty()) return;
-  std::vector<double> all(ranks * own.size());
-  comm_->all_gather("norms over layers", own.data(), all.data(), static_cast<int64_t>(own.size()),
-                    GA_F64);
-  for (size_t k = 0; k < own.size(); ++k) {
-    double sum = 0;
-    for (size_t q = 0; q < ranks; ++q) sum += all[q * own.size() + k];
-    layers[k / 2]->norm_squares[k % 2] = sum;
-  }
-}
-
-void Exchange::check_division() {
-  if (!shards()) return;
-  if (context_.prepared_ == 0) {
-    divisions_.clear();
-    for (Param& p : context_.params_) p.share = {0, p.count};
-    return;
-  }
-  for (size_t i = 0; i < divisions_.size(); ++i)
-    if (context_.params_.keeper(i) != keepers_[i] && !context_.params_.tensor(i).removed)
-      context_.params_.subject(i).fail(
-          GA_ERROR_UNSUPPORTED,
-          "its state lies %s, so clipping by units (GA_CLIP_AGC) can be %s only before the library "
-          "makes its arrays",
-          keepers_[i] == Keeper::kAll ? "on every rank" : "in parts on the ranks",
-          keepers_[i] == Keeper::kAll ? "taken away" : "set");
-}
+// ---- Slices -------------------------------------------------------------------------------------
 
 // What this rank has of the sum of a gradient in the end.
 Range Exchange::summed_range(ga_param id) const {
@@ -145,92 +45,14 @@ Array Exchange::summed(ga_param id) const {
   return whole_of({wide_[static_cast<size_t>(id)].data(), GA_F32}, summed_range(id).first);
 }
 
-// ---- Slices -------------------------------------------------------------------------------------
-
-// Adds the slices of the parameters that travel in a dtype; travel(id) says how. A parameter that is
-// divided and travels in place does so but for its end, where some ranks have no more. The newest
-// parameters come first, as in backward. What a rank has of a parameter is cut at the same places whatever
-// else travels, so that its partial sums of squares have the same bits.
-template <class How>
-void Exchange::add_slices(int32_t dtype, bool gathered, How&& travel) {
-  const int64_t ranks = comm_->ranks();
-  const int64_t most = std::max(kSliceBytes / size_of(dtype) / ranks, int64_t{1});
-  const int64_t grain = std::min(most, kChunk);
-  for (auto& queue : queues_) queue.clear();
-  queues_.resize(static_cast<size_t>(ranks));
-  for (size_t i = divisions_.size(); i-- > 0;) {
-    const auto id = static_cast<ga_param>(i);
-    const Travel how = travel(id);
-    if (how == Travel::kNot) continue;
-    const Division& d = divisions_[i];
-    const int64_t count = context_.params_[id].count;
-    int64_t done = 0;  // of each piece
-    for (; how == Travel::kAsAWhole && done < count; done += slices_.back().block) {
-      const int64_t block = std::min(most * ranks, count - done);
-      segments_.push_back({id, done, block, 0, 0});
-      slices_.push_back({dtype, false, true, segments_.size() - 1, segments_.size(), block, 0});
-    }
-    if (how == Travel::kInPlace && d.piece > 0)
-      for (const int64_t last = d.range(comm_->ranks() - 1, count).count; done < last;) {
-        const int64_t block = std::min(most / grain * grain, last - done);
-        segments_.push_back({id, done, block, 0, 0});
-        slices_.push_back(
-            {dtype, false, gathered, segments_.size() - 1, segments_.size(), block, d.piece});
-        done += block;
-      }
-    for (int32_t q = 0; q < comm_->ranks(); ++q) {
-      const Range r = d.range(q, count);
-      if (r.count > done)
-        queues_[static_cast<size_t>(q)].push_back({id, r.first + done, r.count - done, done, q});
-    }
-  }
-  pack_queues(dtype, gathered, most, grain);
-}
-
-// Slices of what is left in the queues, one for each rank, whose segments know where they begin in what the
-// rank has of the parameter.
-void Exchange::pack_queues(int32_t dtype, bool gathered, int64_t most, int64_t grain) {
-  std::vector<size_t> next(queues_.size(), 0);
-  for (;;) {
-    const size_t begin = segments_.size();
-    int64_t block = 0;
-    for (size_t q = 0; q < queues_.size(); ++q) {
-      int64_t filled = 0;
-      while (next[q] < queues_[q].size()) {
-        Segment& s = queues_[q][next[q]];
-        int64_t count = std::min(s.count, most - filled);
-        if (count < s.count) count = (s.at + count) / grain * grain - s.at;
-        if (count <= 0) break;
-        segments_.push_back({s.param, s.first, count, filled, s.rank});
-        s.first += count;
-        s.at += count;
-        s.count -= count;
-        filled += count;
-        if (s.count == 0) ++next[q];
-      }
-      block = std::max(block, filled);
-    }
-    if (block == 0) return;
-    for (size_t k = begin; k < segments_.size(); ++k) segments_[k].at += segments_[k].rank * block;
-    slices_.push_back({dtype, true, gathered, begin, segments_.size(), block, block});
-  }
-}
-
-// f(segment) for what this rank has of a packed slice.
-template <class F>
-void Exchange::each_own(const Slice& slice, F&& f) {
-  for (size_t k = slice.first; k < slice.end; ++k)
-    if (segments_[k].rank == rank()) f(segments_[k]);
-}
-
 // Makes room for the slices.
 void Exchange::reserve() {
   const int64_t ranks = comm_->ranks();
   size_t received = 0, send = 0, added = 0, chunks = 0, tasks = 0;
-  for (const Slice& s : slices_) {
+  for (const Slice& s : slices_.list()) {
     const auto elements = static_cast<size_t>(s.block * ranks);
     const auto size = static_cast<size_t>(size_of(s.dtype));
-    if (!s.packed && s.stride == 0) continue;  // where it lies
+    if (s.stride == 0) continue;  // as a whole, where it lies
     received = std::max(received, elements * size);
     if (s.packed) send = std::max(send, elements * size);
     if (s.packed && s.gathered && !adds_there())
@@ -271,22 +93,19 @@ void Exchange::run_moves() { adder_->finish({moves_.data(), moves_.size()}); }
 // ---- Gradients ----------------------------------------------------------------------------------
 
 // The slices of those parameters which(id) picks.
-template <class Which>
-void Exchange::make_slices(Which&& which) {
+void Exchange::make_slices(const std::function<bool(ga_param)>& which) {
   slices_.clear();
-  segments_.clear();
   const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   for (const bool gathered : {true, false})
-    for (const int32_t wire : kDtypes)
-      add_slices(wire, gathered, [&](ga_param id) {
+    for (const int32_t wire : kFloats)
+      slices_.add(divisions_, counts_, wire, gathered, [&](ga_param id) {
         const Param& p = context_.params_[id];
         const auto i = static_cast<size_t>(id);
         const bool pieces = shards() && keepers_[i] == Keeper::kPieces;
         if (p.count == 0 || wire_of(p) != wire || gathered == pieces || !which(id))
           return Travel::kNot;
         const bool as_it_lies = wire == p.accumulator_dtype && !p.pair && !running;
-        if (!as_it_lies || (adds_there() && (pieces || divisions_[i].piece == 0)))
-          return Travel::kPacked;
+        if (!as_it_lies || (adds_there() && pieces)) return Travel::kPacked;
         return adds_there() ? Travel::kAsAWhole : Travel::kInPlace;
       });
   reserve();
@@ -304,7 +123,7 @@ void Exchange::add_gradients() {
     return touched_[i] && context_.params_[id].held() != Held::kRows &&
            (!overlaps() || has_rows(i));
   });
-  for (const Slice& s : slices_) run(s);
+  for (const Slice& s : slices_.list()) run(s);
   hold_sums();
   measure_own();
 }
@@ -323,7 +142,7 @@ void Exchange::hold_sums() {
 void Exchange::run(const Slice& slice) {
   moved_ = true;
   if (adds_there()) return reduce(slice);
-  const Segment& only = segments_[slice.first];
+  const Segment& only = slices_.segments()[slice.first];
   const Array send = slice.packed ? Array{send_.data(), slice.dtype}
                                   : offset(accumulator_of(only.param), only.first);
   if (slice.packed)
@@ -343,7 +162,7 @@ void Exchange::run(const Slice& slice) {
 
 // The transport adds.
 void Exchange::reduce(const Slice& slice) {
-  const Segment& only = segments_[slice.first];
+  const Segment& only = slices_.segments()[slice.first];
   const char* const what = "gradients";
   if (!slice.packed) {
     if (context_.params_[only.param].held() == Held::kNothing) clear(slice);
@@ -374,7 +193,7 @@ Array Exchange::accumulator_of(ga_param id) const {
 
 // Zeros where this rank has no gradient.
 void Exchange::clear(const Slice& slice) {
-  const Segment& s = segments_[slice.first];
+  const Segment& s = slices_.segments()[slice.first];
   moves_.clear();
   for (int64_t q = 0; q < (slice.stride > 0 ? comm_->ranks() : 1); ++q)
     moves_.push_back(move({nullptr, context_.params_[s.param].real()},
@@ -388,7 +207,7 @@ void Exchange::pack(const Slice& slice, const Array& to) {
   moves_.clear();
   pairs_.clear();
   for (size_t k = slice.first; k < slice.end; ++k) {
-    const Segment& s = segments_[k];
+    const Segment& s = slices_.segments()[k];
     const Param& p = context_.params_[s.param];
     FinishTask task = {};
     task.f64 = p.f64;
@@ -418,7 +237,7 @@ void Exchange::pack(const Slice& slice, const Array& to) {
 void Exchange::unpack(const Slice& slice, const Array& all) {
   moves_.clear();
   for (size_t k = slice.first; k < slice.end; ++k) {
-    const Segment& s = segments_[k];
+    const Segment& s = slices_.segments()[k];
     moves_.push_back(move(offset(all, s.at), offset(summed(s.param), s.first), s.count));
   }
   run_moves();
@@ -443,7 +262,7 @@ void Exchange::add_blocks(const Slice& slice) {
           s.at - rank() * slice.block);
     });
   } else {
-    const Segment& s = segments_[slice.first];
+    const Segment& s = slices_.segments()[slice.first];
     add(s, offset(summed(s.param), rank() * slice.stride + s.first), 0);
   }
   if (tasks_.empty()) return;
@@ -532,11 +351,12 @@ void Exchange::release_ready() {
   if (!begun_) begin_slices();
   const auto is_ready = [&](const Slice& slice) {
     for (size_t k = slice.first; k < slice.end; ++k)
-      if (!context_.params_[segments_[k].param].ready) return false;
+      if (!context_.params_[slices_.segments()[k].param].ready) return false;
     return true;
   };
   const size_t before = released_;
-  while (released_ < slices_.size() && is_ready(slices_[released_])) ++released_;
+  const std::vector<Slice>& list = slices_.list();
+  while (released_ < list.size() && is_ready(list[released_])) ++released_;
   if (released_ > before) background_->release(1 + released_);
 }
 
@@ -564,7 +384,7 @@ void Exchange::run_item(size_t item) {
   if (item == 0)
     agree_on_tensors();
   else
-    run(slices_[item - 1]);
+    run(slices_.list()[item - 1]);
 }
 
 // Runs what has not run in the background.
@@ -572,7 +392,7 @@ void Exchange::finish_slices() {
   if (!begun_) begin_slices();
   begun_ = false;
   size_t item = background_ ? background_->stop() : 0;
-  for (; item < 1 + slices_.size(); ++item) run_item(item);
+  for (; item < 1 + slices_.list().size(); ++item) run_item(item);
   adder_ = context_.backend_.get();
 }
 
@@ -635,7 +455,7 @@ void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
   backend.prepare_rows(task, 0);
   context_.rows_held_ += task.count;
 
-  const size_t slice = std::max<size_t>(1, static_cast<size_t>(kSliceBytes) / (ranks * row_bytes));
+  const size_t slice = std::max<size_t>(1, static_cast<size_t>(kRowBytes) / (ranks * row_bytes));
   std::vector<char> gathered(ranks * std::min(slice, most) * row_bytes);
   for (size_t at = 0; at < most; at += slice) {
     const size_t rows = std::min(slice, most - at);
@@ -649,118 +469,6 @@ void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
       backend.accumulate_rows(task);
     }
   }
-}
-
-// ---- Updated parameters ----------------------------------------------------------------------------
-
-// In the dtype of each parameter.
-void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed) {
-  slices_.clear();
-  segments_.clear();
-  const auto is_sliced = [&](ga_param id) {
-    return divisions_[static_cast<size_t>(id)].piece == 0 ||
-           context_.params_.keeper(id) == Keeper::kPieces;
-  };
-  for (const int32_t dtype : kDtypes)
-    add_slices(dtype, true, [&](ga_param id) {
-      const Param& p = context_.params_[id];
-      if (p.dtype != dtype || p.count == 0 || context_.params_.keeper(id) == Keeper::kAll ||
-          !is_sliced(id) || changed(id) != Changed::kElements)
-        return Travel::kNot;
-      return Travel::kInPlace;
-    });
-  reserve();
-  for (const Slice& s : slices_) gather(s);
-  for (size_t i = 0; i < divisions_.size(); ++i) {
-    const auto id = static_cast<ga_param>(i);
-    const Param& p = context_.params_[id];
-    if (p.count == 0 || context_.params_.keeper(id) != Keeper::kOwner) continue;
-    const Changed what = changed(id);
-    if (what == Changed::kRows)
-      hand_out_rows(id);
-    else if (what == Changed::kElements && !is_sliced(id))
-      comm_->broadcast("updated parameters", p.data, p.count, p.dtype, divisions_[i].owner);
-  }
-}
-
-// By way of a buffer: a transport that fails may write to it later, and the parameters are the program's.
-void Exchange::gather(const Slice& slice) {
-  const Segment& only = segments_[slice.first];
-  const auto data = [&](const Segment& s, int64_t element) {
-    const Param& p = context_.params_[s.param];
-    return offset({p.data, p.dtype}, element);
-  };
-  Array send = {send_.data(), slice.dtype};
-  if (slice.packed) {
-    moves_.clear();
-    each_own(slice, [&](const Segment& s) {
-      moves_.push_back(move(data(s, s.first), offset(send, s.at - rank() * slice.block), s.count));
-    });
-    run_moves();
-  } else {
-    send = data(only, rank() * slice.stride + only.first);
-  }
-  const Array all = {received_.data(), slice.dtype};
-  comm_->all_gather_arrays("updated parameters", send.data, all.data, slice.block, slice.block,
-                           slice.dtype);
-  moves_.clear();
-  for (size_t k = slice.first; slice.packed && k < slice.end; ++k) {
-    const Segment& s = segments_[k];
-    if (s.rank != rank())
-      moves_.push_back(move(offset(all, s.at), data(s, s.first), s.count));
-  }
-  for (int32_t q = 0; !slice.packed && q < comm_->ranks(); ++q)
-    if (q != rank())
-      moves_.push_back(move(offset(all, q * slice.block),
-                            data(only, q * slice.stride + only.first), slice.block));
-  run_moves();
-}
-
-// The rows that the owner has updated: every rank knows which.
-void Exchange::hand_out_rows(ga_param id) {
-  const Param& p = context_.params_[id];
-  const Tensor& t = context_.params_.tensor(id);
-  const int32_t owner = divisions_[static_cast<size_t>(id)].owner;
-  const int64_t columns = p.count / t.rows;
-  const auto row_bytes = static_cast<size_t>(columns * size_of(p.dtype));
-  const int64_t most = std::max<int64_t>(1, kSliceBytes / static_cast<int64_t>(row_bytes));
-  std::vector<char> rows(static_cast<size_t>(std::min(most, t.set->size)) * row_bytes);
-  for (int64_t first = 0; first < t.set->size; first += most) {
-    const int64_t count = std::min(most, t.set->size - first);
-    const auto each = [&](auto&& f) {
-      for (int64_t k = 0; k < count; ++k)
-        f(static_cast<char*>(p.data) +
-              static_cast<size_t>(t.set->entries[first + k].row) * row_bytes,
-          &rows[static_cast<size_t>(k) * row_bytes]);
-    };
-    if (rank() == owner) each([&](char* row, char* at) { std::memcpy(at, row, row_bytes); });
-    comm_->broadcast("updated rows", rows.data(), count * columns, p.dtype, owner);
-    if (rank() != owner) each([&](char* row, char* at) { std::memcpy(row, at, row_bytes); });
-  }
-}
-
-void Exchange::hand_round(float* data, int64_t count, ga_param id) {
-  comm_->broadcast("an update of Newton-Schulz iterations", data, count, GA_F32, maker(id));
-}
-
-// Hands every rank the whole of an array of state, piece by piece in the order of its elements: take(piece,
-// bytes). own: what this rank has of its `count` elements.
-void Exchange::each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take) {
-  constexpr int64_t kPiece = int64_t{1} << 20;  // bytes
-  const int64_t size = size_of(own.format);
-  std::vector<char> piece(static_cast<size_t>(kPiece));
-  const auto from = [&](int32_t q, int64_t elements) {
-    for (int64_t at = 0; at < elements; at += kPiece / size) {
-      const int64_t n = std::min(kPiece / size, elements - at);
-      const auto bytes = static_cast<size_t>(n * size);
-      if (q == rank()) context_.backend_->read(piece.data(), offset(own, at).data, bytes);
-      comm_->broadcast("state", piece.data(), n, own.format, q);
-      take(piece.data(), bytes);
-    }
-  };
-  const Division& d = divisions_[static_cast<size_t>(id)];
-  if (context_.params_.keeper(id) == Keeper::kOwner) return from(d.owner, count);
-  for (int32_t q = 0; q < comm_->ranks(); ++q) from(q, d.range(q, count).count);
 }
 
 }  // namespace ga

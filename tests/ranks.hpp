@@ -98,7 +98,7 @@ namespace over_ranks {
 
 // A tensor that is divided among the ranks and is no whole number of pieces, and smaller ones that travel
 // together.
-inline Layout layout() { return Layout::of({{7}, {90001}, {33, 5}, {1}, {3, 4, 5}}); }
+inline Layout layout() { return Layout::of({{7}, {140001}, {33, 5}, {1}, {3, 4, 5}}); }
 
 struct Micro {
   Block gradients;

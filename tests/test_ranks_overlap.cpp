@@ -81,15 +81,15 @@ ga_comm_config config_of(const ga_comm_table& table) {
   return c;
 }
 
-// Two parameters of 100000 elements, which travel in a slice each, and their gradients.
+// Two parameters of 140000 elements, which travel in a slice each, and their gradients.
 struct Pair {
-  std::vector<float> p = std::vector<float>(100000, 1), q = p;
-  std::vector<float> g = std::vector<float>(100000, 0.5f);
+  std::vector<float> p = std::vector<float>(140000, 1), q = p;
+  std::vector<float> g = std::vector<float>(140000, 0.5f);
 
   void add_to(Context& ctx) {
     const ga_group group = ctx.group(plain_sgd());
-    ctx.param(group, "p", p.data(), 100000);
-    ctx.param(group, "q", q.data(), 100000);
+    ctx.param(group, "p", p.data(), 140000);
+    ctx.param(group, "q", q.data(), 140000);
   }
   void part(ga_context* ctx, ga_param id) const {
     ASSERT_OK(ga_accumulate_part(ctx, id, g.data()));
@@ -232,7 +232,7 @@ TEST(RanksOverlap, WhereOneDiscardsNoneSteps) {
       }
       EXPECT_EQ(window(ctx).state, GA_WINDOW_EMPTY);
     }
-    EXPECT_EQ(pair.p, std::vector<float>(100000, 0));
+    EXPECT_EQ(pair.p, std::vector<float>(140000, 0));
     EXPECT_EQ(window(ctx).steps, 2);
   });
 }
@@ -254,7 +254,7 @@ TEST(RanksOverlap, AFrozenParameterIsNamed) {
     ASSERT_OK(ga_micro_end(ctx));
     expect_failure(ga_step(ctx, nullptr), "\"parameter.p\", frozen is 1 on rank 1, but 0 on rank 0");
     EXPECT_EQ(window(ctx).state, GA_WINDOW_FULL);
-    EXPECT_EQ(pair.q, std::vector<float>(100000, 1));
+    EXPECT_EQ(pair.q, std::vector<float>(140000, 1));
   });
 }
 
@@ -277,7 +277,7 @@ TEST(RanksOverlap, AFailureComesOutOfTheStep) {
     ASSERT_OK(ga_micro_end(ctx));
     expect_failure(ga_step(ctx, nullptr), "(7)");
     EXPECT_EQ(window(ctx).state, at == 0 ? GA_WINDOW_FULL : GA_WINDOW_INVALID);
-    EXPECT_EQ(pair.q, std::vector<float>(100000, 1));
+    EXPECT_EQ(pair.q, std::vector<float>(140000, 1));
     ASSERT_OK(ga_discard(ctx));
     ASSERT_OK(ga_context_set_comm(ctx, nullptr, nullptr));
     ctx.accumulate({pair.g.data(), pair.g.data()});
@@ -306,7 +306,7 @@ TEST(RanksAdder, TheTableAdds) {
     Cable cable;
     const ga_comm_table table = cable.adding_table();
     const Comm comm(config_of(table));
-    const Layout l = Layout::of({{90001}, {7}, {33, 5}});
+    const Layout l = Layout::of({{140001}, {7}, {33, 5}});
     const Block start = parameters(l, 3);
     Block alone = start, block = start;
     ga_step_result results[2];

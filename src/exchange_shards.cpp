@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who has what of the parameters, and what the ranks tell each other where each keeps state of its part
+// alone: norms over layers, updated parameters, arrays of state.
+#include <algorithm>
+#include <cstring>
+
+#include "context.hpp"
+#include "error.hpp"
+#include "exchange.hpp"
+#include "tensor.hpp"
+
+namespace ga {
+namespace {
+
+constexpr int64_t kDividedBytes = int64_t{256} << 10;  // smaller parameters are whole on one rank
+constexpr int64_t kRowBytes = int64_t{8} << 20;        // of an exchange
+
+}  // namespace
+
+// ---- Division -----------------------------------------------------------------------------------
+
+// Divides the parameters that are not divided yet: large ones among all ranks, small ones as a whole, to
+// whoever has least so far. The same on every rank, since all have added the same parameters.
+void Exchange::divide() {
+  ParamList& params = context_.params_;
+  const size_t known = divisions_.size();
+  if (known == params.size()) return;
+  const auto ranks = static_cast<size_t>(comm_->ranks());
+  std::vector<int64_t> small(ranks), kept(ranks);  // elements of each rank
+  std::vector<size_t> fresh;
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (i >= known) fresh.push_back(i);
+    if (i >= known || params.tensor(i).removed) continue;
+    const Division& d = divisions_[i];
+    (d.piece == 0 ? small : kept)[static_cast<size_t>(d.owner)] += params[i].count;
+  }
+  if (known == 0)
+    std::stable_sort(fresh.begin(), fresh.end(),
+                     [&](size_t a, size_t b) { return params[a].count > params[b].count; });
+  divisions_.resize(params.size());
+  counts_.resize(params.size());
+  keepers_.resize(params.size());
+  layer_partials_.resize(params.size());
+  for (const size_t i : fresh) {
+    Param& p = params[i];
+    Division& d = divisions_[i];
+    counts_[i] = p.count;
+    const Keeper keeper = keepers_[i] = params.keeper(i);
+    const int64_t each = (p.count + comm_->ranks() - 1) / comm_->ranks();
+    if (p.count * dtype_info(p.real()).size >= kDividedBytes) d.piece = (each + 15) / 16 * 16;
+    std::vector<int64_t>& load = d.piece == 0 ? small : kept;
+    const auto least = std::min_element(load.begin(), load.end());
+    d.owner = static_cast<int32_t>(least - load.begin());
+    if (d.piece == 0 || keeper == Keeper::kOwner) *least += p.count;
+    if (!shards() && d.piece > 0 && params.is_layered(p)) {
+      const int64_t chunks = chunk_count(d.piece) * comm_->ranks();
+      layer_partials_[i].resize(static_cast<size_t>(chunks));
+    }
+    if (!shards()) continue;
+    if (keeper == Keeper::kPieces) p.share = d.range(rank(), p.count);
+    if (keeper == Keeper::kOwner && d.owner != rank()) p.share = {0, 0};
+  }
+}
+
+// Norms over a layer are added up over the ranks' pieces, sharded or not, so that they have the same bits.
+void Exchange::describe_measure(ga_param id, UpdateTask& measure) {
+  const auto i = static_cast<size_t>(id);
+  if (keepers_[i] != Keeper::kPieces || divisions_[i].piece == 0) return;
+  measure.cut = divisions_[i].piece;
+  if (!shards()) measure.partials = layer_partials_[i].data();
+}
+
+void Exchange::add_layer_norms() {
+  const auto ranks = static_cast<size_t>(comm_->ranks());
+  std::vector<ParamState*> layers;
+  std::vector<double> own;
+  for (size_t i = 0; i < divisions_.size(); ++i) {
+    if (divisions_[i].piece == 0 || !context_.params_.is_layered_over_ranks(i)) continue;
+    if ((context_.tables_.plans.at(i)->duty & kUpdate) == 0) continue;
+    layers.push_back(context_.tables_.param_states.at(i));
+    for (const double squares : layers.back()->norm_squares) own.push_back(squares);
+  }
+  if (own.empty()) return;
+  std::vector<double> all(ranks * own.size());
+  comm_->all_gather("norms over layers", own.data(), all.data(), static_cast<int64_t>(own.size()),
+                    GA_F64);
+  for (size_t k = 0; k < own.size(); ++k) {
+    double sum = 0;
+    for (size_t q = 0; q < ranks; ++q) sum += all[q * own.size() + k];
+    layers[k / 2]->norm_squares[k % 2] = sum;
+  }
+}
+
+void Exchange::check_division() {
+  if (!shards()) return;
+  if (context_.prepared_ == 0) {
+    divisions_.clear();
+    for (Param& p : context_.params_) p.share = {0, p.count};
+    return;
+  }
+  for (size_t i = 0; i < divisions_.size(); ++i)
+    if (context_.params_.keeper(i) != keepers_[i] && !context_.params_.tensor(i).removed)
+      context_.params_.subject(i).fail(
+          GA_ERROR_UNSUPPORTED,
+          "its state lies %s, so clipping by units (GA_CLIP_AGC) can be %s only before the library "
+          "makes its arrays",
+          keepers_[i] == Keeper::kAll ? "on every rank" : "in parts on the ranks",
+          keepers_[i] == Keeper::kAll ? "taken away" : "set");
+}
+
+// ---- Updated parameters ----------------------------------------------------------------------------
+
+// In the dtype of each parameter.
+void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed) {
+  slices_.clear();
+  const auto is_sliced = [&](ga_param id) {
+    return divisions_[static_cast<size_t>(id)].piece == 0 ||
+           context_.params_.keeper(id) == Keeper::kPieces;
+  };
+  for (const int32_t dtype : kFloats)
+    slices_.add(divisions_, counts_, dtype, true, [&](ga_param id) {
+      const Param& p = context_.params_[id];
+      if (p.dtype != dtype || p.count == 0 || context_.params_.keeper(id) == Keeper::kAll ||
+          !is_sliced(id) || changed(id) != Changed::kElements)
+        return Travel::kNot;
+      return Travel::kInPlace;
+    });
+  reserve();
+  for (const Slice& s : slices_.list()) gather(s);
+  for (size_t i = 0; i < divisions_.size(); ++i) {
+    const auto id = static_cast<ga_param>(i);
+    const Param& p = context_.params_[id];
+    if (p.count == 0 || context_.params_.keeper(id) != Keeper::kOwner) continue;
+    const Changed what = changed(id);
+    if (what == Changed::kRows)
+      hand_out_rows(id);
+    else if (what == Changed::kElements && !is_sliced(id))
+      comm_->broadcast("updated parameters", p.data, p.count, p.dtype, divisions_[i].owner);
+  }
+}
+
+// By way of a buffer: a transport that fails may write to it later, and the parameters are the program's.
+void Exchange::gather(const Slice& slice) {
+  const Segment& only = slices_.segments()[slice.first];
+  const auto data = [&](const Segment& s, int64_t element) {
+    const Param& p = context_.params_[s.param];
+    return offset({p.data, p.dtype}, element);
+  };
+  Array send = {send_.data(), slice.dtype};
+  if (slice.packed) {
+    moves_.clear();
+    each_own(slice, [&](const Segment& s) {
+      moves_.push_back(move(data(s, s.first), offset(send, s.at - rank() * slice.block), s.count));
+    });
+    run_moves();
+  } else {
+    send = data(only, rank() * slice.stride + only.first);
+  }
+  const Array all = {received_.data(), slice.dtype};
+  comm_->all_gather_arrays("updated parameters", send.data, all.data, slice.block, slice.block,
+                           slice.dtype);
+  moves_.clear();
+  for (size_t k = slice.first; slice.packed && k < slice.end; ++k) {
+    const Segment& s = slices_.segments()[k];
+    if (s.rank != rank())
+      moves_.push_back(move(offset(all, s.at), data(s, s.first), s.count));
+  }
+  for (int32_t q = 0; !slice.packed && q < comm_->ranks(); ++q)
+    if (q != rank())
+      moves_.push_back(move(offset(all, q * slice.block),
+                            data(only, q * slice.stride + only.first), slice.block));
+  run_moves();
+}
+
+// The rows that the owner has updated: every rank knows which.
+void Exchange::hand_out_rows(ga_param id) {
+  const Param& p = context_.params_[id];
+  const Tensor& t = context_.params_.tensor(id);
+  const int32_t owner = divisions_[static_cast<size_t>(id)].owner;
+  const int64_t columns = p.count / t.rows;
+  const auto row_bytes = static_cast<size_t>(columns * dtype_info(p.dtype).size);
+  const int64_t most = std::max<int64_t>(1, kRowBytes / static_cast<int64_t>(row_bytes));
+  std::vector<char> rows(static_cast<size_t>(std::min(most, t.set->size)) * row_bytes);
+  for (int64_t first = 0; first < t.set->size; first += most) {
+    const int64_t count = std::min(most, t.set->size - first);
+    const auto each = [&](auto&& f) {
+      for (int64_t k = 0; k < count; ++k)
+        f(static_cast<char*>(p.data) +
+              static_cast<size_t>(t.set->entries[first + k].row) * row_bytes,
+          &rows[static_cast<size_t>(k) * row_bytes]);
+    };
+    if (rank() == owner) each([&](char* row, char* at) { std::memcpy(at, row, row_bytes); });
+    comm_->broadcast("updated rows", rows.data(), count * columns, p.dtype, owner);
+    if (rank() != owner) each([&](char* row, char* at) { std::memcpy(row, at, row_bytes); });
+  }
+}
+
+void Exchange::hand_round(float* data, int64_t count, ga_param id) {
+  comm_->broadcast("an update of Newton-Schulz iterations", data, count, GA_F32, maker(id));
+}
+
+// Hands every rank the whole of an array of state, piece by piece in the order of its elements: take(piece,
+// bytes). own: what this rank has of its `count` elements.
+void Exchange::each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take) {
+  constexpr int64_t kPiece = int64_t{1} << 20;  // bytes
+  const int64_t size = int64_t{dtype_info(own.format).size};
+  std::vector<char> piece(static_cast<size_t>(kPiece));
+  const auto from = [&](int32_t q, int64_t elements) {
+    for (int64_t at = 0; at < elements; at += kPiece / size) {
+      const int64_t n = std::min(kPiece / size, elements - at);
+      const auto bytes = static_cast<size_t>(n * size);
+      if (q == rank()) context_.backend_->read(piece.data(), offset(own, at).data, bytes);
+      comm_->broadcast("state", piece.data(), n, own.format, q);
+      take(piece.data(), bytes);
+    }
+  };
+  const Division& d = divisions_[static_cast<size_t>(id)];
+  if (context_.params_.keeper(id) == Keeper::kOwner) return from(d.owner, count);
+  for (int32_t q = 0; q < comm_->ranks(); ++q) from(q, d.range(q, count).count);
+}
+
+}  // namespace ga
