@@ -62,6 +62,7 @@ class ParamArrays {
   // All arrays that a parameter has or will have, in the order of ArrayKind, except its Units. Layout,
   // accounting, allocation and filling follow this list.
   OwnedArrays of(size_t param) const;
+  bool is_compensated(const Param& p) const;  // whether its accumulator is a pair
   Array state_of(const Param& p, int slot) const;
   Array average_of(const Param& p) const;
   static void* data(const Param& p, int kind) {  // kState to kAverage
