@@ -45,6 +45,9 @@ Array offset(const Array& a, int64_t elements) {
   return {static_cast<char*>(a.data) + elements * size_of(a.format), a.format};
 }
 
+// What a rank without a gradient brings, which changes nothing on the others.
+double of_none(const Param& p) { return p.maximum ? -HUGE_VAL : 0; }
+
 void add(WindowSums& sums, const WindowSums& more) {
   sums.weight += more.weight;
   sums.micro_batches += more.micro_batches;
@@ -437,7 +440,7 @@ int32_t Exchange::wire_of(const Param& p) const {
   if (size_of(p.accumulator_dtype) == 2)
     return context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN ? int32_t{GA_F32}
                                                                        : p.accumulator_dtype;
-  return options_.wire == GA_COMM_WIRE_BF16 ? GA_BF16 : GA_F32;
+  return options_.wire == GA_COMM_WIRE_BF16 && !p.maximum ? GA_BF16 : GA_F32;
 }
 
 // Where the sum of a gradient lies: in the accumulator, or in an array of f32.
@@ -636,8 +639,14 @@ void Exchange::exchange(const Slice& slice) {
     pack(slice);
   } else {
     const Array at = offset({p.accumulator, p.accumulator_dtype}, only.first);
-    if (p.held() == Held::kNothing)
-      std::memset(at.data, 0, static_cast<size_t>(only.count * size_of(at.format)));
+    if (p.held() == Held::kNothing) {
+      FinishTask none = {};
+      none.constant = of_none(p);
+      none.f64 = p.f64;
+      none.target = at;
+      none.count = only.count;
+      context_.backend_->finish({&none, 1});
+    }
     send = at.data;
   }
   comm_->all_to_all("gradients", send, received_.data(), slice.piece, slice.wire);
@@ -661,7 +670,7 @@ void Exchange::exchange(const Slice& slice) {
   context_.backend_->finish({moves_.data(), moves_.size()});
 }
 
-// Copies what this rank has of a slice one behind the other; zeros where it has nothing.
+// Copies what this rank has of a slice one behind the other; of_none() where it has nothing.
 void Exchange::pack(const Slice& slice) {
   const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   const Array to = {send_.data(), slice.wire};
@@ -674,6 +683,7 @@ void Exchange::pack(const Slice& slice) {
     task.f64 = p.f64;
     task.target = offset(to, s.at);
     task.count = s.count;
+    task.constant = of_none(p);
     if (p.held() != Held::kNothing) {
       Source& source = task.gradient.source;
       source = {offset({p.accumulator, p.accumulator_dtype}, s.first).data, p.accumulator_dtype, 1,
@@ -685,7 +695,7 @@ void Exchange::pack(const Slice& slice) {
         source.data = &pairs_.back();
         source.format = kPair;
       }
-      if (running)
+      if (running && !p.maximum)
         source.scale = context_.deferring()
                            ? context_.param_state(static_cast<size_t>(s.param)).held_weight
                            : p.held_weight;
@@ -695,7 +705,8 @@ void Exchange::pack(const Slice& slice) {
   context_.backend_->finish({moves_.data(), moves_.size()});
 }
 
-// Adds what has come of this rank's piece, in the order of the ranks, and measures the sums.
+// Adds what has come of this rank's piece, or takes the maximum, in the order of the ranks, and measures
+// the sums.
 void Exchange::add_pieces(const Slice& slice) {
   const int64_t begin = rank() * slice.piece, end = begin + slice.piece;
   const int32_t real = slice.wire == GA_F64 ? GA_F64 : GA_F32;
@@ -735,7 +746,8 @@ void Exchange::add_pieces(const Slice& slice) {
     for (size_t k = 0; k < tasks_.size(); ++k) {
       AccumulateTask& task = tasks_[k];
       task.sources = q == 0 && comm_->ranks() > 1 ? 2 : 1;
-      task.keep = q == 0 ? 0 : 1;
+      const bool maximum = context_.params_[task.param].maximum;
+      task.keep = maximum && comm_->ranks() > 1 ? kMaximum : q == 0 ? 0 : 1;
       for (int64_t j = 0; j < task.sources; ++j)
         task.source[j] = {offset(received, (q + j) * slice.piece + starts_[k]).data, slice.wire, 1,
                           nullptr};

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "files.hpp"
+#include "formats.hpp"
 #include "ranks.hpp"
 
 namespace ga::test {
@@ -349,6 +350,151 @@ TEST(Ranks, AnOptimizerOfTheProgram) {
   });
 }
 
+// ---- Maxima -------------------------------------------------------------------------------------
+
+struct Maximum {
+  const char* name;
+  int32_t param, gradient, accumulator;
+  std::function<void(Options&)> set;
+};
+class RanksMaxima : public testing::TestWithParam<Maximum> {};
+
+// Two parameters, one that is exchanged where it lies and one that travels with others. In each window
+// some ranks bring nothing for one of them, once none does, and all numbers are negative, so that a zero
+// of theirs would be the maximum.
+TEST_P(RanksMaxima, AreOfTheRanksThatHaveSome) {
+  const Maximum& m = GetParam();
+  Options s;
+  s.clip = clip(GA_CLIP_GLOBAL, 0.5);
+  m.set(s);
+  const int64_t counts[] = {200003, 37};
+  constexpr int kWindows = 4;
+  const bool brings[kWindows][2][3] = {{{true, true, true}, {false, true, true}},
+                                       {{false, true, false}, {true, false, true}},
+                                       {{true, false, true}, {false, false, false}},
+                                       {{false, false, true}, {false, true, false}}};
+  // Exact in the accumulator; not exact in bf16, but where the accumulator is.
+  const double unit = m.accumulator == GA_BF16 ? 64 : 1024;
+  const auto number = [&](int w, size_t i, int32_t r, int k, int64_t j) {
+    const int64_t at = 7 * j + 13 * r + 5 * k + 3 * w + static_cast<int64_t>(i);
+    return -1 - static_cast<double>(at % (m.accumulator == GA_BF16 ? 61 : 1021)) / unit;
+  };
+  std::vector<std::vector<double>> ended[3];
+  on_ranks(3, [&](int32_t r, ga_comm* comm) {
+    Context ctx(s.config);
+    const ga_group own = ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL)), sgd = ctx.group(plain_sgd());
+    ga_param_options o = options(m.gradient, m.accumulator);
+    o.reduce = GA_REDUCE_MAX;
+    Tensor large(m.param, counts[0]), small(m.param, counts[1]), w(GA_F32, 5);
+    const ga_param ids[] = {ga_param{0}, ga_param{1}};
+    ASSERT_OK(try_add(ctx, own, "large", large.data(), m.param, {counts[0]}, o));
+    ASSERT_OK(try_add(ctx, own, "small", small.data(), m.param, {counts[1]}, o));
+    ASSERT_OK(try_add(ctx, sgd, "w", w.data(), GA_F32, {5}, options()));
+    ASSERT_OK(ga_context_set_clip(ctx, &s.clip));
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &s.options));
+    for (int window = 0; window < kWindows; ++window) {
+      std::vector<Tensor> gradients;  // which live until the step
+      gradients.reserve(6);
+      for (int k = 0; k < 2; ++k) {
+        std::vector<const Tensor*> list;
+        for (size_t i = 0; i < 2; ++i) {
+          Tensor& g = gradients.emplace_back(m.gradient, counts[i]);
+          for (int64_t j = 0; j < counts[i]; ++j) g.set(j, -2 * number(window, i, r, k, j));
+          list.push_back(brings[window][i][r] ? &g : nullptr);
+        }
+        list.push_back(&gradients.emplace_back(GA_F32, 5, -2 * (r + 1)));
+        accumulate(ctx, list, r + 1, -2);
+      }
+      const ga_step_result result = step(ctx);
+      EXPECT_EQ(result.outcome, GA_STEP_APPLIED);
+      EXPECT_EQ(result.weight, 12);
+      const double mean = (1.0 + 4 + 9) / 6;  // of w: all that norm and clip are about
+      EXPECT_NEAR(result.norm, std::sqrt(5) * mean, 1e-5);
+      EXPECT_NEAR(result.clip_factor, 0.5 / result.norm, 1e-6);
+      for (const ga_param id : ids) {
+        const bool any = std::any_of(std::begin(brings[window][id]), std::end(brings[window][id]),
+                                     [](bool b) { return b; });
+        const void* data = nullptr;
+        if (any)
+          ended[r].push_back(external_gradient(ctx, id, counts[id]));
+        else
+          EXPECT_EQ(ga_gradient(ctx, id, &data, nullptr, nullptr), GA_ERROR_INVALID_STATE);
+      }
+    }
+    EXPECT_NEAR(w.get(0), -kWindows * 0.5 / std::sqrt(5), 1e-4);
+  });
+  size_t at = 0;
+  for (int window = 0; window < kWindows; ++window)
+    for (size_t i = 0; i < 2; ++i) {
+      std::vector<double> want(static_cast<size_t>(counts[i]), -INFINITY);
+      bool any = false;
+      for (int32_t r = 0; r < 3; ++r)
+        for (int k = 0; brings[window][i][r] && k < 2; ++k, any = true)
+          for (int64_t j = 0; j < counts[i]; ++j)
+            want[static_cast<size_t>(j)] =
+                std::max(want[static_cast<size_t>(j)], number(window, i, r, k, j));
+      if (!any) continue;
+      for (const auto& got : ended) {
+        ASSERT_LT(at, got.size());
+        EXPECT_TRUE(got[at] == want) << window << " " << i;
+      }
+      ++at;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, RanksMaxima,
+    testing::Values(Maximum{"f32", GA_F32, GA_F32, GA_F32, [](Options&) {}},
+                    Maximum{"f64", GA_F64, GA_F64, GA_F64, [](Options&) {}},
+                    Maximum{"f16", GA_F16, GA_F16, GA_F16, [](Options&) {}},
+                    Maximum{"bf16", GA_F32, GA_F32, GA_BF16, [](Options&) {}},
+                    Maximum{"bf16_on_the_wire", GA_F32, GA_F32, GA_F32,
+                            [](Options& s) { s.options.wire = GA_COMM_WIRE_BF16; }},
+                    Maximum{"running_mean", GA_F32, GA_F32, GA_F16,
+                            [](Options& s) { s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN; }},
+                    Maximum{"compensated", GA_F32, GA_F32, GA_F16,
+                            [](Options& s) { s.config.accumulation = GA_ACCUMULATE_COMPENSATED; }},
+                    Maximum{"checked", GA_F32, GA_F32, GA_F32,
+                            [](Options& s) { s.config.nonfinite = GA_NONFINITE_DROP_MICRO; }},
+                    Maximum{"checked_running_mean", GA_F32, GA_F32, GA_F32,
+                            [](Options& s) {
+                              s.config.nonfinite = GA_NONFINITE_DROP_MICRO;
+                              s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN;
+                            }},
+                    Maximum{"zeros_where_missing", GA_F32, GA_F32, GA_F32,
+                            [](Options& s) { s.config.missing = GA_MISSING_ZERO; }},
+                    Maximum{"live", GA_F32, GA_F32, GA_F32,
+                            [](Options& s) { s.config.gradient_life = GA_GRADIENTS_LIVE; }}),
+    [](const auto& info) { return info.param.name; });
+
+// On one rank of all, beside larger numbers on the others.
+TEST(Ranks, MaximaThatAreNotNumbers) {
+  for (const float bad : {NAN, INFINITY, -INFINITY})
+    on_ranks(3, [&](int32_t r, ga_comm* comm) {
+      float p[2] = {};
+      Context ctx;
+      ga_param_options o = options();
+      o.reduce = GA_REDUCE_MAX;
+      const ga_param id =
+          ctx.param(ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL)), "p", p, ref::Shape{2}, &o);
+      ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+      const float g[] = {static_cast<float>(-1 - r), r == 1 ? bad : static_cast<float>(-2 - r)};
+      ctx.accumulate({g});
+      if (bad != -INFINITY) {
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_NONFINITE);
+      } else {
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+        EXPECT_EQ(external_gradient(ctx, id, 2), (std::vector<double>{-1, -2}));
+        ctx.accumulate({r == 1 ? g : nullptr});  // nobody has a larger one
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_NONFINITE);
+      }
+      const float good[] = {static_cast<float>(r), -5};
+      ctx.accumulate({good});
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+      EXPECT_EQ(external_gradient(ctx, id, 2), (std::vector<double>{2, -5}));
+    });
+}
+
 // Gradients of some rows: those of each rank, of one rank alone, of none, and beside a gradient of all rows.
 TEST(Ranks, Rows) {
   for (const int32_t rows : {GA_ROWS_LAZY, GA_ROWS_DENSE})
@@ -672,6 +818,18 @@ TEST(Ranks, TheFirstDifferenceIsNamed) {
       EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
     });
   }
+}
+
+TEST(Ranks, AMaximumIsOneOnAllRanks) {
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Context ctx;
+    float p = 0;
+    ga_param_options o = options();
+    o.reduce = r == 1 ? GA_REDUCE_MAX : 0;
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL)), "p", &p, ref::Shape{1}, &o);
+    expect_failure(ga_context_set_comm(ctx, comm, nullptr),
+                   "of \"parameter.p\", reduce is 2 on rank 1, but 0 on rank 0");
+  });
 }
 
 TEST(Ranks, RankZeroHandsOut) {
