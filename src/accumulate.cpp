@@ -42,13 +42,14 @@ Source Context::adopted_of(const Param& p) const {
           p.adopted_late ? &tables_.control.at()->scaler.scale : nullptr};
 }
 
-// Refuses a call under the options that need every gradient as a whole and unchanged.
+// Refuses a call under the options that need every gradient as a whole and unchanged, and for maxima.
 // adds_elsewhere: a matrix product or the program writes the accumulator.
 void Context::refuse(ga_param id, const char* what, bool adds_elsewhere) const {
   const auto refused = [&](const char* option) {
     fail(GA_ERROR_UNSUPPORTED, "%s for parameter \"%s\" is not supported with %s", what,
          params_.name(id), option);
   };
+  if (params_[id].maximum) refused("GA_REDUCE_MAX");
   if (config_.noise_scale) refused("ga_config.noise_scale");
   if (clip_micro_) refused("GA_CLIP_WHEN_MICRO");
   if (config_.accumulation != GA_ACCUMULATE_PLAIN) refused("ga_config.accumulation");
@@ -104,7 +105,7 @@ AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_ado
   if (adopts_ && may_adopt && p.held() == Held::kNothing && p.fits_accumulator()) {
     p.hold(Held::kAdopted);
     p.adopted = given.data;
-    p.adopted_scale = given.scale;
+    p.adopted_scale = p.maximum ? unweighted() : given.scale;
     p.adopted_late = given.divisor != nullptr;
     return nullptr;
   }
@@ -128,6 +129,12 @@ AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_ado
   p.hold(Held::kStored);
   p.stale = false;  // the pass stores the partials too
   if (plain_path_) return &task;
+  if (p.maximum) {
+    source->scale = unweighted();
+    if (task.keep != 0 || task.sources == 2) task.keep = kMaximum;
+    task.param = -1;
+    return &task;
+  }
 
   task.target = target_of(id);
   if (config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN) {
@@ -152,8 +159,12 @@ AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_ado
   return &task;
 }
 
+// The scale of a contribution to a maximum, but for a loss scale that only the device knows.
+double Context::unweighted() const { return micro_.loss_scale != 0 ? 1 / micro_.loss_scale : 1; }
+
 // Counts contributions of dropped micro-batches too, because a device learns of the drop too late.
 void Context::count_contribution(Param& p) {
+  if (p.maximum) return;
   noise_repeated_ = noise_repeated_ || micro_.index <= p.last_micro;
   p.last_micro = micro_.index;
   ++p.contributions;
@@ -301,7 +312,7 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
 // Checks that the parameter has no contribution in the open micro-batch yet, if only one is
 // supported.
 void Context::check_single(ga_param id) const {
-  if (!clip_micro_) return;
+  if (!clip_micro_ || params_[id].maximum) return;
   for (const Contribution& c : contributions_)
     if (c.param == id)
       params_.subject(id).fail(
@@ -525,7 +536,7 @@ void Context::list_contributions(const Micro& micro) {
     task.f64 = p.f64;
     task.count = c.count;
     task.partials = partials;
-    if (!params_.clips_micro(p)) continue;
+    if (!clip_micro_ || !params_.clips_micro(p)) continue;
     const Units* const made = params_.tensor(i).units[Tensor::kClipUnits].get();
     const bool units = params_.clip_of(p).scope == GA_CLIP_AGC && made;
     tables_.composites.edit(i).clipped = {task.gradient, units ? made->pattern.at() : nullptr,
@@ -556,7 +567,7 @@ void Context::add_contributions(const Micro& micro) {
     }
     if (p.pending) run();  // one pass writes an accumulator once
     make_dense(c.param);
-    if (params_.clips_micro(p))
+    if (clip_micro_ && params_.clips_micro(p))
       source = {&tables_.composites.at(static_cast<size_t>(c.param))->clipped, kClipped, 1,
                 nullptr};
     add_task(c.param, source)->plan = micro_plans_.at(k);

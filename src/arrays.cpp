@@ -52,6 +52,11 @@ void set_array(Param& p, Tensor& t, int kind, void* data) {
 
 }  // namespace
 
+bool ParamArrays::is_compensated(const Param& p) const {
+  return config_.accumulation == GA_ACCUMULATE_COMPENSATED && size_of(p.accumulator_dtype) == 2 &&
+         !p.maximum;
+}
+
 OwnedArrays ParamArrays::of(size_t i, const Range& share) const {
   const Param& p = params_[i];
   const Tensor& t = params_.tensor(i);
@@ -68,8 +73,7 @@ OwnedArrays ParamArrays::of(size_t i, const Range& share) const {
     add(kind, name, format, count, static_cast<size_t>(count) * size_of(format));
   };
   numbers(kAccumulator, "grad_accum", p.accumulator_dtype, p.count);
-  if (config_.accumulation == GA_ACCUMULATE_COMPENSATED && size_of(p.accumulator_dtype) == 2)
-    numbers(kLow, "grad_accum_low", p.accumulator_dtype, p.count);
+  if (is_compensated(p)) numbers(kLow, "grad_accum_low", p.accumulator_dtype, p.count);
 
   const int op = share.count > 0 ? params_.op_of(p) : -1;
   if (op >= 0 && op_info(op).factored) {

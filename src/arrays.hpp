@@ -70,6 +70,7 @@ class ParamArrays {
     if (p.share.count == p.count) return {0, count};
     return p.share.count == 0 ? Range{0, 0} : p.share;
   }
+  bool is_compensated(const Param& p) const;  // whether its accumulator is a pair
   Array state_of(const Param& p, int slot) const;
   Array average_of(const Param& p) const;
   static void* data(const Param& p, int kind) {  // kState to kAverage

@@ -182,6 +182,9 @@ void BatchNorms::check_params(const char* name, int64_t channels, ga_param gamma
       of.fail(GA_ERROR_INVALID_ARGUMENT,
               "%s, parameter \"%s\", has %lld elements, expected one for each of %lld channels",
               what, params_.name(id), ll(count), ll(channels));
+    if (params_[id].maximum)
+      of.fail(GA_ERROR_UNSUPPORTED, "%s, parameter \"%s\", has GA_REDUCE_MAX", what,
+              params_.name(id));
   };
   check("gamma", gamma);
   check("beta", beta);

@@ -397,9 +397,7 @@ void Checkpoint::read_param(size_t i) {
   w.state_held_weight = n[6];
   if (w.held == Held::kNothing) return;
   if (p.count > 0 && !rows && !in.has(kAccumulator)) fail_held("has no gradient");
-  if (p.count > 0 && !rows &&
-      in.has(kLow) != (context_.config_.accumulation == GA_ACCUMULATE_COMPENSATED &&
-                       dtype_info(p.accumulator_dtype).size == 2))
+  if (p.count > 0 && !rows && in.has(kLow) != context_.arrays_.is_compensated(p))
     fail_held("has half of a compensated gradient");
   if (p.count > 0 && rows && t.options.rows == GA_ROWS_NONE)
     fail_held("is a gradient of some rows, but the parameter has no ga_param_options.rows");
@@ -530,6 +528,17 @@ void Checkpoint::check_window() const {
                                         problems.add(std::string(field) + " is " + theirs +
                                                      " in the file, but " + here + " here");
                                     });
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i].window.held == Held::kNothing) continue;
+    const Tensor& t = context_.params_.tensor(i);
+    const std::string key = "parameter." + std::string(t.name);
+    const Fields fields(*file_->find(key), key.c_str());
+    int32_t reduce = 0;  // not in files of versions without GA_REDUCE_MAX
+    if (fields.has("reduce")) fields.get("reduce", reduce);
+    if (reduce != t.options.reduce)
+      problems.add(key + ": reduce is " + std::to_string(reduce) + " in the file, but " +
+                   std::to_string(t.options.reduce) + " here");
+  }
   problems.fail_if_any("the file has an open window, which depends on other settings");
   int64_t k = context_.config_.accum_steps;
   for (const AccumPhase& phase : context_.phases_)

@@ -35,7 +35,7 @@ bool Checkpoint::is_by_chance(size_t i) const {
   const bool average = context_.ema_ && context_.arrays_.average_of(p).format == GA_BF16;
   return context_.params_.tensor(i).options.rounding == GA_ROUND_STOCHASTIC || average ||
          context_.params_.group_of(p).optimizer.state_dtype == GA_BF16 ||
-         (context_.config_.accumulation == GA_ACCUMULATE_STOCHASTIC &&
+         (context_.config_.accumulation == GA_ACCUMULATE_STOCHASTIC && !p.maximum &&
           dtype_info(p.accumulator_dtype).size == 2);
 }
 

@@ -51,8 +51,9 @@ void Context::choose_path() {
   clip_micro_ = is_of_micros(params_.clip);
   for (const Group& g : params_.groups)
     clip_micro_ = clip_micro_ || is_of_micros(params_.clip_of(g));
-  plain_path_ = config_.accumulation == GA_ACCUMULATE_PLAIN && !config_.noise_scale;
-  adopts_ = plain_path_ && !deferring() && config_.gradient_life == GA_GRADIENTS_LIVE && !exchange_;
+  const bool plain = config_.accumulation == GA_ACCUMULATE_PLAIN && !config_.noise_scale;
+  plain_path_ = plain && !maxima_;
+  adopts_ = plain && !deferring() && config_.gradient_life == GA_GRADIENTS_LIVE && !exchange_;
 }
 
 void Context::set_clip(const ga_clip* clip) { change_clip(clip, params_.clip, nullptr); }

@@ -65,6 +65,9 @@ void check_config(const ga_config& c) {
   if (c.accum_steps < 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "accum_steps was %lld, expected >= 0", ll(c.accum_steps));
   check_choice("gradient_kind", c.gradient_kind, GA_GRADIENT_SUM, "ga_gradient_kind");
+  if (c.reduce == GA_REDUCE_MAX)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "reduce was GA_REDUCE_MAX, which is for single parameters: ga_param_options.reduce");
   check_choice("reduce", c.reduce, GA_REDUCE_SUM, "ga_reduce");
   check_choice("missing", c.missing, GA_MISSING_ZERO, "ga_missing");
   check_choice("nonfinite", c.nonfinite, GA_NONFINITE_IGNORE, "ga_nonfinite");
@@ -360,6 +363,21 @@ void Context::check_options(const NewParam& e, int32_t dtype) const {
     refuse("its dtype is f64, but its group has a state_dtype");
   if (f64 && ema_ && ema_->dtype == GA_BF16)
     refuse("its dtype is f64, but the dtype of the EMA is bf16");
+  if (o.reduce != 0 && o.reduce != GA_REDUCE_MAX)
+    of.fail(GA_ERROR_INVALID_ARGUMENT,
+            "reduce was %d, expected GA_REDUCE_MAX, or 0 for that of the context "
+            "(ga_config.reduce)",
+            o.reduce);
+  if (o.reserved != 0)
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "ga_param_options: reserved was %d, expected 0", o.reserved);
+  if (o.reduce == GA_REDUCE_MAX) {
+    if (g.optimizer.kind != GA_OPTIMIZER_EXTERNAL)
+      of.fail(GA_ERROR_UNSUPPORTED,
+              "reduce was GA_REDUCE_MAX, but its group has the optimizer %s; maxima are for "
+              "GA_OPTIMIZER_EXTERNAL, whose programs read them with ga_gradient",
+              info.name);
+    if (o.rows != GA_ROWS_NONE) refuse("reduce was GA_REDUCE_MAX, but rows was set");
+  }
   if (info.matrices_only && (e.rank != 2 || f64))
     of.fail(
         GA_ERROR_UNSUPPORTED,
@@ -428,7 +446,11 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
   }
   params_.add_block(static_cast<ga_param>(old_params));
   settings_changed(true);
-  for (size_t i = old_params; i < params_.size(); ++i) arrays_.look_for(params_[i]);
+  for (size_t i = old_params; i < params_.size(); ++i) {
+    arrays_.look_for(params_[i]);
+    maxima_ = maxima_ || params_[i].maximum;
+  }
+  if (maxima_) choose_path();
   forget_checks();
   return static_cast<ga_param>(old_params);
 }

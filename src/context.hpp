@@ -240,6 +240,7 @@ class Context : BnContext {
   AccumulateTask* add_task(ga_param id, const Source& source, bool may_adopt = true);
   void prepare_parts(Span<const Whole> parts, const char* what) final;
   void contribute(Span<const Whole> given, bool may_adopt) final;
+  double unweighted() const;
   void count_contribution(Param& p);
   void store_adopted(ga_param id);
   void make_dense(ga_param id);
@@ -353,6 +354,7 @@ class Context : BnContext {
   bool added_ = false;           // an accumulator has something of the open micro-batch
   std::vector<ga_param> noted_;  // whose first gradient came with it and is adopted
   int64_t rows_held_ = 0;        // rows contributed in this window, repeated ones included
+  bool maxima_ = false;          // a parameter with GA_REDUCE_MAX has been added
   bool plain_path_ = true;       // contributions are only added
   bool adopts_ = false;          // first contributions stay in the program's buffers
   bool noise_repeated_ = false;

@@ -106,6 +106,7 @@ struct ParamInput {
   bool by_chance;   // some array of the parameter is rounded stochastically
   bool stale_rows;  // the norm comes from the partials, not from the row set
   bool unmeasured;  // the partials do not match the gradient, and nobody reads its norm
+  bool maximum;     // GA_REDUCE_MAX
 };
 
 // The sums over a window's gradients that a decision is made from: one WindowSums, and a ParamSums

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients: they travel to where they are added, in ga_step or before, and their sums back.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "context.hpp"
@@ -14,6 +15,9 @@ namespace {
 constexpr int64_t kRowBytes = int64_t{8} << 20;  // of an exchange
 
 int64_t size_of(int32_t dtype) { return dtype_info(dtype).size; }
+
+// What a rank without a gradient brings, which changes nothing on the others.
+double of_none(const Param& p) { return p.maximum ? -HUGE_VAL : 0; }
 
 int32_t added_in(int32_t wire) { return wire == GA_F64 ? GA_F64 : GA_F32; }
 
@@ -35,7 +39,7 @@ int32_t Exchange::wire_of(const Param& p) const {
   if (size_of(p.accumulator_dtype) == 2)
     return context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN ? int32_t{GA_F32}
                                                                        : p.accumulator_dtype;
-  return options_.wire == GA_COMM_WIRE_BF16 ? GA_BF16 : GA_F32;
+  return options_.wire == GA_COMM_WIRE_BF16 && !p.maximum ? GA_BF16 : GA_F32;
 }
 
 // Where the sum of a gradient lies: in the accumulator, or in an array of f32.
@@ -96,18 +100,24 @@ void Exchange::run_moves() { adder_->finish({moves_.data(), moves_.size()}); }
 void Exchange::make_slices(const std::function<bool(ga_param)>& which) {
   slices_.clear();
   const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
-  for (const bool gathered : {true, false})
-    for (const int32_t wire : kFloats)
-      slices_.add(divisions_, counts_, wire, gathered, [&](ga_param id) {
-        const Param& p = context_.params_[id];
-        const auto i = static_cast<size_t>(id);
-        const bool pieces = shards() && keepers_[i] == Keeper::kPieces;
-        if (p.count == 0 || wire_of(p) != wire || gathered == pieces || !which(id))
-          return Travel::kNot;
-        const bool as_it_lies = wire == p.accumulator_dtype && !p.pair && !running;
-        if (!as_it_lies || (adds_there() && pieces)) return Travel::kPacked;
-        return adds_there() ? Travel::kAsAWhole : Travel::kInPlace;
-      });
+  const auto add = [&](int32_t wire, bool gathered, int32_t op) {
+    slices_.add(divisions_, counts_, wire, gathered, op, [&](ga_param id) {
+      const Param& p = context_.params_[id];
+      const auto i = static_cast<size_t>(id);
+      const bool pieces = shards() && keepers_[i] == Keeper::kPieces;
+      if (p.count == 0 || wire_of(p) != wire || gathered == pieces ||
+          p.maximum != (op == GA_COMM_MAX) || !which(id))
+        return Travel::kNot;
+      const bool as_it_lies = wire == p.accumulator_dtype && !p.pair && !(running && !p.maximum);
+      if (!as_it_lies || (adds_there() && pieces)) return Travel::kPacked;
+      return adds_there() ? Travel::kAsAWhole : Travel::kInPlace;
+    });
+  };
+  for (const int32_t wire : kFloats) {
+    add(wire, true, GA_COMM_MAX);
+    add(wire, true, GA_COMM_SUM);
+    add(wire, false, GA_COMM_SUM);
+  }
   reserve();
   reserve_sums();
 }
@@ -167,16 +177,16 @@ void Exchange::reduce(const Slice& slice) {
   if (!slice.packed) {
     if (context_.params_[only.param].held() == Held::kNothing) clear(slice);
     return comm_->all_reduce(what, offset(accumulator_of(only.param), only.first).data, slice.block,
-                             slice.dtype, GA_COMM_SUM);
+                             slice.dtype, slice.op);
   }
   const Array send = {send_.data(), slice.dtype};
   pack(slice, send);
   if (slice.gathered) {
-    comm_->all_reduce(what, send.data, slice.block * comm_->ranks(), slice.dtype, GA_COMM_SUM);
+    comm_->all_reduce(what, send.data, slice.block * comm_->ranks(), slice.dtype, slice.op);
     return unpack(slice, send);
   }
   const Array own = {received_.data(), slice.dtype};
-  comm_->reduce_scatter(what, send.data, own.data, slice.block, slice.dtype, GA_COMM_SUM);
+  comm_->reduce_scatter(what, send.data, own.data, slice.block, slice.dtype, slice.op);
   moves_.clear();
   each_own(slice, [&](const Segment& s) {
     moves_.push_back(move(offset(own, s.at - rank() * slice.block),
@@ -191,17 +201,20 @@ Array Exchange::accumulator_of(ga_param id) const {
   return {p.accumulator, p.accumulator_dtype};
 }
 
-// Zeros where this rank has no gradient.
+// of_none() where this rank has no gradient.
 void Exchange::clear(const Slice& slice) {
   const Segment& s = slices_.segments()[slice.first];
+  const Param& p = context_.params_[s.param];
   moves_.clear();
-  for (int64_t q = 0; q < (slice.stride > 0 ? comm_->ranks() : 1); ++q)
-    moves_.push_back(move({nullptr, context_.params_[s.param].real()},
+  for (int64_t q = 0; q < (slice.stride > 0 ? comm_->ranks() : 1); ++q) {
+    moves_.push_back(move({nullptr, p.real()},
                           offset(accumulator_of(s.param), q * slice.stride + s.first), s.count));
+    moves_.back().constant = of_none(p);
+  }
   run_moves();
 }
 
-// Copies what this rank has of a slice; zeros where it has nothing.
+// Copies what this rank has of a slice; of_none() where it has nothing.
 void Exchange::pack(const Slice& slice, const Array& to) {
   const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   moves_.clear();
@@ -213,6 +226,7 @@ void Exchange::pack(const Slice& slice, const Array& to) {
     task.f64 = p.f64;
     task.target = offset(to, s.at);
     task.count = s.count;
+    task.constant = of_none(p);
     if (p.held() != Held::kNothing) {
       Source& source = task.gradient.source;
       source = {offset({p.accumulator, p.accumulator_dtype}, s.first).data, p.accumulator_dtype, 1,
@@ -224,7 +238,7 @@ void Exchange::pack(const Slice& slice, const Array& to) {
         source.data = &pairs_.back();
         source.format = kPair;
       }
-      if (running)
+      if (running && !p.maximum)
         source.scale = context_.deferring()
                            ? context_.param_state(static_cast<size_t>(s.param)).held_weight
                            : p.held_weight;
@@ -243,7 +257,7 @@ void Exchange::unpack(const Slice& slice, const Array& all) {
   run_moves();
 }
 
-// Adds the blocks that have come, in the order of the ranks, and measures the sums.
+// Adds the blocks that have come, or takes the maximum, in the order of the ranks, and measures the sums.
 void Exchange::add_blocks(const Slice& slice) {
   tasks_.clear();
   starts_.clear();
@@ -277,7 +291,8 @@ void Exchange::add_blocks(const Slice& slice) {
     for (size_t k = 0; k < tasks_.size(); ++k) {
       AccumulateTask& task = tasks_[k];
       task.sources = q == 0 && comm_->ranks() > 1 ? 2 : 1;
-      task.keep = q == 0 ? 0 : 1;
+      const bool maximum = slice.op == GA_COMM_MAX && comm_->ranks() > 1;
+      task.keep = maximum ? kMaximum : q == 0 ? 0 : 1;
       for (int64_t j = 0; j < task.sources; ++j)
         task.source[j] = {offset(received, (q + j) * slice.block + starts_[k]).data, slice.dtype, 1,
                           nullptr};

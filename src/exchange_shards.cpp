@@ -118,7 +118,7 @@ void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed
            context_.params_.keeper(id) == Keeper::kPieces;
   };
   for (const int32_t dtype : kFloats)
-    slices_.add(divisions_, counts_, dtype, true, [&](ga_param id) {
+    slices_.add(divisions_, counts_, dtype, true, GA_COMM_SUM, [&](ga_param id) {
       const Param& p = context_.params_[id];
       if (p.dtype != dtype || p.count == 0 || context_.params_.keeper(id) == Keeper::kAll ||
           !is_sliced(id) || changed(id) != Changed::kElements)

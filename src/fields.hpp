@@ -51,6 +51,7 @@ void each_field(Struct& s, F&& f) {
     f("mode", s.mode), f("biased", s.biased), f("momentum", s.momentum), f("eps", s.eps);
   } else if constexpr (std::is_same_v<T, ga_param_options>) {
     f("master", s.master), f("rounding", s.rounding), f("rows", s.rows), f("agc_axes", s.agc_axes);
+    f("reduce", s.reduce);
   } else if constexpr (std::is_same_v<T, ga_step_result>) {
     f("outcome", s.outcome), f("windows", s.windows), f("steps", s.steps);
     f("micro_batches", s.micro_batches), f("weight", s.weight), f("norm", s.norm);

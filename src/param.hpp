@@ -63,6 +63,7 @@ struct alignas(64) Param {
   bool f64 : 1;               // computed in double
   bool acquired : 1;
   bool adopted_late : 1;  // adopted_scale still lacks the loss scale, which only the device knows
+  bool maximum : 1;       // GA_REDUCE_MAX
   bool frozen = false;
   bool stale = false;  // someone wrote the accumulator without its partials
   bool ready = false;  // nothing more comes to it in this window
@@ -91,7 +92,7 @@ struct alignas(64) Param {
   bool state_due = false;   // the state has yet to be filled with its initial value
   bool master_due = false;  // the master weights have yet to be copied from the parameter
 
-  Param() : f64(false), acquired(false), adopted_late(false) {}
+  Param() : f64(false), acquired(false), adopted_late(false), maximum(false) {}
   Held held() const { return static_cast<Held>(held_as); }
   void hold(Held h) { held_as = static_cast<unsigned char>(h); }
   int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
@@ -201,7 +202,9 @@ class ParamList {
   }
 
   const ga_clip& clip_of(const Group& g) const { return g.own_clip ? g.clip : clip; }
-  const ga_clip& clip_of(const Param& p) const { return clip_of(group_of(p)); }
+  const ga_clip& clip_of(const Param& p) const {
+    return p.maximum ? unclipped_ : clip_of(group_of(p));
+  }
   bool clips_micro(const Param& p) const { return is_of_micros(clip_of(p)); }
   // The axes that the units of a parameter under GA_CLIP_AGC are reduced over.
   uint32_t units_axes(Which w) const;
@@ -217,6 +220,7 @@ class ParamList {
   std::vector<Param> params_;
   std::vector<Tensor> tensors_;
   std::vector<Block> blocks_;
+  const ga_clip unclipped_ = default_clip();
   using Names = std::map<std::string, ga_param, std::less<>>;
   Names names_;
   std::vector<Names::node_type> removed_names_;

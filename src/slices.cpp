@@ -9,7 +9,8 @@ constexpr int64_t kSliceBytes = int64_t{8} << 20;
 constexpr int64_t kInPlaceBytes = int64_t{512} << 10;  // smaller parameters are packed
 
 void Slices::add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
-                 int32_t dtype, bool gathered, const std::function<Travel(ga_param)>& travel) {
+                 int32_t dtype, bool gathered, int32_t op,
+                 const std::function<Travel(ga_param)>& travel) {
   const int64_t size = dtype_info(dtype).size;
   const int64_t most = std::max(kSliceBytes / size / ranks_, int64_t{1});
   const int64_t grain = std::min(most, kChunk);
@@ -24,7 +25,7 @@ void Slices::add(const std::vector<Division>& divisions, const std::vector<int64
     const auto add_slice = [&](int64_t first, int64_t block, int64_t stride) {
       segments_.push_back({id, first, block, 0, 0});
       slices_.push_back(
-          {dtype, false, gathered, segments_.size() - 1, segments_.size(), block, stride});
+          {dtype, false, gathered, op, segments_.size() - 1, segments_.size(), block, stride});
     };
     int64_t done = 0;
     if (how == Travel::kAsAWhole)
@@ -45,12 +46,12 @@ void Slices::add(const std::vector<Division>& divisions, const std::vector<int64
         queues_[static_cast<size_t>(q)].push_back({id, r.first + done, r.count - done, done, q});
     }
   }
-  pack_queues(dtype, gathered, most, grain);
+  pack_queues({dtype, true, gathered, op, 0, 0, 0, 0}, most, grain);
 }
 
 // Slices of what is in the queues, one for each rank, whose segments know where they begin in what the rank
 // has of the parameter (`at`).
-void Slices::pack_queues(int32_t dtype, bool gathered, int64_t most, int64_t grain) {
+void Slices::pack_queues(const Slice& like, int64_t most, int64_t grain) {
   std::vector<size_t> next(queues_.size(), 0);
   for (;;) {
     const size_t begin = segments_.size();
@@ -73,7 +74,10 @@ void Slices::pack_queues(int32_t dtype, bool gathered, int64_t most, int64_t gra
     }
     if (block == 0) return;
     for (size_t k = begin; k < segments_.size(); ++k) segments_[k].at += segments_[k].rank * block;
-    slices_.push_back({dtype, true, gathered, begin, segments_.size(), block, block});
+    slices_.push_back(like);
+    slices_.back().first = begin;
+    slices_.back().end = segments_.size();
+    slices_.back().block = slices_.back().stride = block;
   }
 }
 

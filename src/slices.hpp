@@ -24,6 +24,7 @@ struct Slice {
   int32_t dtype;
   bool packed;        // else of one parameter, where it lies
   bool gathered;      // every rank gets the sums
+  int32_t op;         // ga_comm_op: sums, or maxima
   size_t first, end;  // of segments()
   int64_t block;      // elements of each rank
   int64_t stride;     // from a rank's block to the next one; 0: of one block, which is not divided
@@ -44,13 +45,14 @@ class Slices {
   // come first, as in backward. What a rank has of a parameter is cut at the same places whatever else
   // travels, so that its partial sums of squares have the same bits.
   void add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
-           int32_t dtype, bool gathered, const std::function<Travel(ga_param)>& travel);
+           int32_t dtype, bool gathered, int32_t op,
+           const std::function<Travel(ga_param)>& travel);
 
   const std::vector<Slice>& list() const { return slices_; }
   const std::vector<Segment>& segments() const { return segments_; }
 
  private:
-  void pack_queues(int32_t dtype, bool gathered, int64_t most, int64_t grain);
+  void pack_queues(const Slice& like, int64_t most, int64_t grain);
 
   const int32_t ranks_;
   std::vector<Slice> slices_;

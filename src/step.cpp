@@ -57,15 +57,16 @@ bool Context::norm_wanted(ga_param id) const {
 // gradients after clipping by value.
 StepSums Context::step_sums() {
   norms_.clear();
-  const bool all = config_.nonfinite != GA_NONFINITE_IGNORE || config_.measure_norm != 0 ||
-                   config_.noise_scale != 0;
+  const bool checked = config_.nonfinite != GA_NONFINITE_IGNORE;
+  const bool measured = config_.measure_norm != 0 || config_.noise_scale != 0;
   for (size_t i = 0; i < prepared_; ++i) {
     Param& p = params_[i];
     const Held held = p.held();
     if (p.frozen || held == Held::kNothing || held == Held::kSummed) continue;
     const bool unknown = held == Held::kAdopted || p.stale;  // its norm
     const bool due = unknown || tables_.param_inputs[i].clamped;
-    const bool wanted = due && (all || norm_wanted(static_cast<ga_param>(i)));
+    const bool wanted =
+        due && (checked || (measured && !p.maximum) || norm_wanted(static_cast<ga_param>(i)));
     tables_.param_inputs.set(i, &ParamInput::unmeasured, unknown && !wanted);
     if (!wanted) continue;
     norms_.push_back(static_cast<ga_param>(i));

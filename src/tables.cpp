@@ -128,6 +128,7 @@ void Context::describe_input(size_t i) {
   in.f64 = p.f64;
   in.frozen = p.frozen || !p.owns;
   in.clamped = params_.norm_after_value(p);
+  in.maximum = p.maximum;
   in.by_units = params_.by_units(i);
   in.lazy = t.options.rows == GA_ROWS_LAZY;
   in.average = ema_ && p.count > 0;

@@ -1407,7 +1407,8 @@ TEST(Text, EveryFieldOfAStructIsWritten) {
       forgotten<ga_bn_options>({LEFT_OUT(ga_bn_options, layout), LEFT_OUT(ga_bn_options, dtype)}),
       0u);
   EXPECT_EQ(forgotten<ga_param_options>({LEFT_OUT(ga_param_options, gradient_dtype),
-                                         LEFT_OUT(ga_param_options, accumulator_dtype)}),
+                                         LEFT_OUT(ga_param_options, accumulator_dtype),
+                                         LEFT_OUT(ga_param_options, reserved)}),
             0u);
   EXPECT_EQ(forgotten<ga_step_result>({LEFT_OUT(ga_step_result, reserved)}), 0u);
 }

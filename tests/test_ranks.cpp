@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "files.hpp"
+#include "formats.hpp"
 #include "ranks.hpp"
 
 namespace ga::test {
@@ -239,6 +240,151 @@ TEST(Ranks, AnOptimizerOfTheProgram) {
     ASSERT_OK(ga_gradient(ctx, id, &sum, nullptr, nullptr));
     for (int j = 0; j < 5; ++j) EXPECT_EQ(static_cast<const float*>(sum)[j], 2.0f);
   });
+}
+
+// ---- Maxima -------------------------------------------------------------------------------------
+
+struct Maximum {
+  const char* name;
+  int32_t param, gradient, accumulator;
+  std::function<void(Options&)> set;
+};
+class RanksMaxima : public testing::TestWithParam<Maximum> {};
+
+// Two parameters, one that is exchanged where it lies and one that travels with others. In each window
+// some ranks bring nothing for one of them, once none does, and all numbers are negative, so that a zero
+// of theirs would be the maximum.
+TEST_P(RanksMaxima, AreOfTheRanksThatHaveSome) {
+  const Maximum& m = GetParam();
+  Options s;
+  s.clip = clip(GA_CLIP_GLOBAL, 0.5);
+  m.set(s);
+  const int64_t counts[] = {200003, 37};
+  constexpr int kWindows = 4;
+  const bool brings[kWindows][2][3] = {{{true, true, true}, {false, true, true}},
+                                       {{false, true, false}, {true, false, true}},
+                                       {{true, false, true}, {false, false, false}},
+                                       {{false, false, true}, {false, true, false}}};
+  // Exact in the accumulator; not exact in bf16, but where the accumulator is.
+  const double unit = m.accumulator == GA_BF16 ? 64 : 1024;
+  const auto number = [&](int w, size_t i, int32_t r, int k, int64_t j) {
+    const int64_t at = 7 * j + 13 * r + 5 * k + 3 * w + static_cast<int64_t>(i);
+    return -1 - static_cast<double>(at % (m.accumulator == GA_BF16 ? 61 : 1021)) / unit;
+  };
+  std::vector<std::vector<double>> ended[3];
+  on_ranks(3, [&](int32_t r, ga_comm* comm) {
+    Context ctx(s.config);
+    const ga_group own = ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL)), sgd = ctx.group(plain_sgd());
+    ga_param_options o = options(m.gradient, m.accumulator);
+    o.reduce = GA_REDUCE_MAX;
+    Tensor large(m.param, counts[0]), small(m.param, counts[1]), w(GA_F32, 5);
+    const ga_param ids[] = {ga_param{0}, ga_param{1}};
+    ASSERT_OK(try_add(ctx, own, "large", large.data(), m.param, {counts[0]}, o));
+    ASSERT_OK(try_add(ctx, own, "small", small.data(), m.param, {counts[1]}, o));
+    ASSERT_OK(try_add(ctx, sgd, "w", w.data(), GA_F32, {5}, options()));
+    ASSERT_OK(ga_context_set_clip(ctx, &s.clip));
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &s.options));
+    for (int window = 0; window < kWindows; ++window) {
+      std::vector<Tensor> gradients;  // which live until the step
+      gradients.reserve(6);
+      for (int k = 0; k < 2; ++k) {
+        std::vector<const Tensor*> list;
+        for (size_t i = 0; i < 2; ++i) {
+          Tensor& g = gradients.emplace_back(m.gradient, counts[i]);
+          for (int64_t j = 0; j < counts[i]; ++j) g.set(j, -2 * number(window, i, r, k, j));
+          list.push_back(brings[window][i][r] ? &g : nullptr);
+        }
+        list.push_back(&gradients.emplace_back(GA_F32, 5, -2 * (r + 1)));
+        accumulate(ctx, list, r + 1, -2);
+      }
+      const ga_step_result result = step(ctx);
+      EXPECT_EQ(result.outcome, GA_STEP_APPLIED);
+      EXPECT_EQ(result.weight, 12);
+      const double mean = (1.0 + 4 + 9) / 6;  // of w: all that norm and clip are about
+      EXPECT_NEAR(result.norm, std::sqrt(5) * mean, 1e-5);
+      EXPECT_NEAR(result.clip_factor, 0.5 / result.norm, 1e-6);
+      for (const ga_param id : ids) {
+        const bool any = std::any_of(std::begin(brings[window][id]), std::end(brings[window][id]),
+                                     [](bool b) { return b; });
+        const void* data = nullptr;
+        if (any)
+          ended[r].push_back(external_gradient(ctx, id, counts[id]));
+        else
+          EXPECT_EQ(ga_gradient(ctx, id, &data, nullptr, nullptr), GA_ERROR_INVALID_STATE);
+      }
+    }
+    EXPECT_NEAR(w.get(0), -kWindows * 0.5 / std::sqrt(5), 1e-4);
+  });
+  size_t at = 0;
+  for (int window = 0; window < kWindows; ++window)
+    for (size_t i = 0; i < 2; ++i) {
+      std::vector<double> want(static_cast<size_t>(counts[i]), -INFINITY);
+      bool any = false;
+      for (int32_t r = 0; r < 3; ++r)
+        for (int k = 0; brings[window][i][r] && k < 2; ++k, any = true)
+          for (int64_t j = 0; j < counts[i]; ++j)
+            want[static_cast<size_t>(j)] =
+                std::max(want[static_cast<size_t>(j)], number(window, i, r, k, j));
+      if (!any) continue;
+      for (const auto& got : ended) {
+        ASSERT_LT(at, got.size());
+        EXPECT_TRUE(got[at] == want) << window << " " << i;
+      }
+      ++at;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, RanksMaxima,
+    testing::Values(Maximum{"f32", GA_F32, GA_F32, GA_F32, [](Options&) {}},
+                    Maximum{"f64", GA_F64, GA_F64, GA_F64, [](Options&) {}},
+                    Maximum{"f16", GA_F16, GA_F16, GA_F16, [](Options&) {}},
+                    Maximum{"bf16", GA_F32, GA_F32, GA_BF16, [](Options&) {}},
+                    Maximum{"bf16_on_the_wire", GA_F32, GA_F32, GA_F32,
+                            [](Options& s) { s.options.wire = GA_COMM_WIRE_BF16; }},
+                    Maximum{"running_mean", GA_F32, GA_F32, GA_F16,
+                            [](Options& s) { s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN; }},
+                    Maximum{"compensated", GA_F32, GA_F32, GA_F16,
+                            [](Options& s) { s.config.accumulation = GA_ACCUMULATE_COMPENSATED; }},
+                    Maximum{"checked", GA_F32, GA_F32, GA_F32,
+                            [](Options& s) { s.config.nonfinite = GA_NONFINITE_DROP_MICRO; }},
+                    Maximum{"checked_running_mean", GA_F32, GA_F32, GA_F32,
+                            [](Options& s) {
+                              s.config.nonfinite = GA_NONFINITE_DROP_MICRO;
+                              s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN;
+                            }},
+                    Maximum{"zeros_where_missing", GA_F32, GA_F32, GA_F32,
+                            [](Options& s) { s.config.missing = GA_MISSING_ZERO; }},
+                    Maximum{"live", GA_F32, GA_F32, GA_F32,
+                            [](Options& s) { s.config.gradient_life = GA_GRADIENTS_LIVE; }}),
+    [](const auto& info) { return info.param.name; });
+
+// On one rank of all, beside larger numbers on the others.
+TEST(Ranks, MaximaThatAreNotNumbers) {
+  for (const float bad : {NAN, INFINITY, -INFINITY})
+    on_ranks(3, [&](int32_t r, ga_comm* comm) {
+      float p[2] = {};
+      Context ctx;
+      ga_param_options o = options();
+      o.reduce = GA_REDUCE_MAX;
+      const ga_param id =
+          ctx.param(ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL)), "p", p, ref::Shape{2}, &o);
+      ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+      const float g[] = {static_cast<float>(-1 - r), r == 1 ? bad : static_cast<float>(-2 - r)};
+      ctx.accumulate({g});
+      if (bad != -INFINITY) {
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_NONFINITE);
+      } else {
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+        EXPECT_EQ(external_gradient(ctx, id, 2), (std::vector<double>{-1, -2}));
+        ctx.accumulate({r == 1 ? g : nullptr});  // nobody has a larger one
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_NONFINITE);
+      }
+      const float good[] = {static_cast<float>(r), -5};
+      ctx.accumulate({good});
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+      EXPECT_EQ(external_gradient(ctx, id, 2), (std::vector<double>{2, -5}));
+    });
 }
 
 // Gradients of some rows: those of each rank, of one rank alone, of none, and beside a gradient of all rows.
@@ -493,33 +639,167 @@ TEST(Ranks, RunningStatistics) {
 }
 
 // ---- Known defects of others --------------------------------------------------------------------
+//
+// As in test_defects.cpp: what the system does, and beside it what this library does.
 
-// DDP averages the means of ranks: 11 and 101 tokens count alike.
-TEST(Ranks, UnequalTokensAreNotAveragedEqually) {
-  on_ranks(2, [&](int32_t r, ga_comm* comm) {
-    Context ctx;
-    float p = 0;
-    ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+// What plain SGD with the learning rate 1 makes of a parameter that is 0, on each rank, in a window to
+// which a rank contributes by bring(ctx, rank).
+std::vector<float> moved(int32_t ranks, const std::function<void(Context&, int32_t)>& bring,
+                         const ga_config& c = config(), const ga_param_options& o = options(),
+                         const ga_clip& clipped = clip(GA_CLIP_NONE, 0)) {
+  std::vector<float> p(static_cast<size_t>(ranks));
+  on_ranks(ranks, [&](int32_t r, ga_comm* comm) {
+    Context ctx(c);
+    ctx.param(ctx.group(plain_sgd()), "p", &p[static_cast<size_t>(r)], ref::Shape{1}, &o);
+    ASSERT_OK(ga_context_set_clip(ctx, &clipped));
     ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
-    const float g = r == 0 ? 1 : -1;
-    ctx.accumulate({&g}, r == 0 ? 11 : 101);
-    step(ctx);
-    EXPECT_FLOAT_EQ(p, 90.0f / 112);
+    bring(ctx, r);
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
   });
+  return p;
 }
 
-// DDP hangs where ranks bring different numbers of micro-batches.
-TEST(Ranks, UnequalMicroBatchCountsDoNotHang) {
-  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+// DistributedDataParallel averages the means of the ranks. With 11 tokens on one and 101 on the other,
+// both count half, and here the step even goes the wrong way.
+TEST(Ddp, AveragesRanksWithUnequalTokens) {
+  const float means[] = {3, -1};
+  const double tokens[] = {11, 101};
+  const double theirs = -(3 - 1) / 2.0, exact = -(3 * 11 - 1 * 101) / 112.0;
+  EXPECT_EQ(theirs, -1);
+  EXPECT_NEAR(exact, 0.607, 1e-3);
+  const std::vector<float> p =
+      moved(2, [&](Context& ctx, int32_t r) { ctx.accumulate({&means[r]}, tokens[r]); });
+  for (const float ours : p) EXPECT_FLOAT_EQ(ours, static_cast<float>(exact));
+}
+
+// It also divides the sum of each rank's micro-batches by a number that is the same on all ranks, and its
+// hooks make one collective call for each backward pass: a rank with 5 micro-batches waits for ever for
+// one with 2. Here a window is one exchange, whatever the ranks bring to it, also nothing.
+TEST(Ddp, HangsWhereRanksHaveUnequalNumbersOfMicroBatches) {
+  const int micros[][3] = {{0, 5, 2}, {1, 0, 0}, {3, 3, 1}, {0, 0, 0}, {2, 2, 2}};
+  std::vector<float> ended[3];
+  on_ranks(3, [&](int32_t r, ga_comm* comm) {
     Context ctx;
-    float p = 0;
+    float p = 0, exact = 0;
     ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
     ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
-    const float g = 1;
-    for (int k = 0; k < (r == 0 ? 0 : 5); ++k) ctx.accumulate({&g});
-    EXPECT_EQ(step(ctx).micro_batches, 5);
-    EXPECT_EQ(p, -1);
+    for (const auto& of_ranks : micros) {
+      const float g = static_cast<float>(r + 1);
+      for (int k = 0; k < of_ranks[r]; ++k) ctx.accumulate({&g});
+      const float sum = static_cast<float>(of_ranks[0] + 2 * of_ranks[1] + 3 * of_ranks[2]);
+      const int count = of_ranks[0] + of_ranks[1] + of_ranks[2];
+      const ga_step_result result = step(ctx);
+      EXPECT_EQ(result.outcome, count > 0 ? GA_STEP_APPLIED : GA_STEP_SKIPPED_EMPTY);
+      EXPECT_EQ(result.micro_batches, count);
+      if (count > 0) exact -= sum / static_cast<float>(count);
+      EXPECT_FLOAT_EQ(p, exact);
+      ended[r].push_back(p);
+    }
   });
+  EXPECT_TRUE(same_bits(ended[1], ended[0]) && same_bits(ended[2], ended[0]));
+}
+
+// A GradScaler looks at the gradients of its own rank. Where ranks do not share all gradients, one backs
+// off while the others go on and grow, and soon each unscales by another number. Here the scale is that of
+// the sum, on all ranks.
+TEST(TorchAmp, LossScalersDriftApart) {
+  struct Scaler {
+    double scale = 1024;
+    int good = 0;
+    void update(bool overflow) {
+      good = overflow ? 0 : good + 1;
+      scale *= overflow ? 0.5 : good == 2 ? 2 : 1;
+      if (good == 2) good = 0;
+    }
+  };
+  constexpr int kWindows = 12;
+  const auto overflows = [](int32_t r, int w) {
+    return (r == 0 && w % 5 == 2) || (r == 1 && w % 4 == 3);
+  };
+  Scaler theirs[3], common;
+  std::vector<double> want;
+  for (int w = 0; w < kWindows; ++w) {
+    for (int32_t r = 0; r < 3; ++r) theirs[r].update(overflows(r, w));
+    common.update(overflows(0, w) || overflows(1, w) || overflows(2, w));
+    want.push_back(common.scale);
+  }
+  EXPECT_EQ(theirs[0].scale, 8192);
+  EXPECT_EQ(theirs[1].scale, 1024);
+  EXPECT_EQ(theirs[2].scale, 65536);
+  EXPECT_EQ(common.scale, 512);
+  std::vector<float> ended(3);
+  on_ranks(3, [&](int32_t r, ga_comm* comm) {
+    float& p = ended[static_cast<size_t>(r)];
+    Context ctx;
+    ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+    ga_loss_scaler scaler;
+    ASSERT_OK(ga_loss_scaler_init(&scaler, sizeof scaler));
+    scaler.initial_scale = 1024;
+    scaler.growth_interval = 2;
+    ASSERT_OK(ga_context_set_loss_scaler(ctx, &scaler));
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    for (int w = 0; w < kWindows; ++w) {
+      double scale = 0;
+      ASSERT_OK(ga_loss_scale(ctx, &scale, nullptr));
+      const float g = overflows(r, w) ? INFINITY : static_cast<float>(scale * (r + 1));
+      ctx.accumulate({&g});
+      const bool skipped = step(ctx).outcome == GA_STEP_SKIPPED_NONFINITE;
+      EXPECT_EQ(skipped, overflows(0, w) || overflows(1, w)) << w;
+      ASSERT_OK(ga_loss_scale(ctx, &scale, nullptr));
+      EXPECT_EQ(scale, want[static_cast<size_t>(w)]) << w;
+    }
+  });
+  EXPECT_EQ(ended, std::vector<float>(3, -2 * 8));  // of 12 windows, 4 overflowed on some rank
+}
+
+// ZeRO-1 casts the f32 accumulators of the ranks to the 16 bits of the model and adds them up in these.
+// What needs more bits, or is larger, is lost. Here 16-bit accumulators are added up in f32, and f32 ones
+// are not cast.
+TEST(DeepSpeed, AddsRanksUpIn16Bits) {
+  struct Case {
+    int32_t dtype;
+    std::vector<float> of_ranks;
+    double theirs, exact;
+  };
+  const Case cases[] = {
+      {GA_BF16, {256, 1, 1, 1, 1, 1, 1, 1}, 256, 263},
+      {GA_BF16, {1, 0x1p-8f, 0x1p-8f, 0x1p-8f}, 1, 1 + 3 * 0x1p-8},
+      {GA_F16, {2048, 1, 1, 1}, 2048, 2051},
+      {GA_F16, {40000, 40000, 40000, 40000}, INFINITY, 160000},
+  };
+  ga_config sums = config();
+  sums.reduce = GA_REDUCE_SUM;
+  for (const Case& c : cases) {
+    double theirs = 0;
+    for (const float x : c.of_ranks)
+      theirs = to_nearest(theirs + static_cast<double>(x), format(c.dtype));
+    EXPECT_EQ(theirs, c.theirs);
+    const auto ranks = static_cast<int32_t>(c.of_ranks.size());
+    const std::vector<float> p = moved(
+        ranks,
+        [&](Context& ctx, int32_t r) { ctx.accumulate({&c.of_ranks[static_cast<size_t>(r)]}); },
+        sums, options(GA_F32, c.dtype));
+    for (const float ours : p) EXPECT_EQ(ours, -c.exact);
+  }
+  // Two micro-batches on each rank, whose sum of f32 has more bits than bf16.
+  EXPECT_EQ(2 * to_nearest(1 + 0x1p-8, format(GA_BF16)), 2);
+  const std::vector<float> p = moved(
+      2,
+      [&](Context& ctx, int32_t) {
+        for (const float g : {1.0f, 0x1p-8f}) ctx.accumulate({&g});
+      },
+      sums);
+  for (const float ours : p) EXPECT_EQ(ours, -2 * (1 + 0x1p-8f));
+}
+
+// Keras clips the gradients of each replica, then adds them up: of 6 and -4, clipped to 1.5, nothing is
+// left. Their mean, 1, needs no clipping.
+TEST(Keras, ClipsBeforeTheSumOverReplicas) {
+  const float gradients[] = {6, -4};
+  const std::vector<float> p = moved(
+      2, [&](Context& ctx, int32_t r) { ctx.accumulate({&gradients[r]}); }, config(), options(),
+      clip(GA_CLIP_GLOBAL, 1.5, GA_FLAVOR_KERAS));
+  for (const float ours : p) EXPECT_EQ(ours, -1);
 }
 
 // ---- Agreement ----------------------------------------------------------------------------------
@@ -558,6 +838,18 @@ TEST(Ranks, TheFirstDifferenceIsNamed) {
       EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
     });
   }
+}
+
+TEST(Ranks, AMaximumIsOneOnAllRanks) {
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Context ctx;
+    float p = 0;
+    ga_param_options o = options();
+    o.reduce = r == 1 ? GA_REDUCE_MAX : 0;
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL)), "p", &p, ref::Shape{1}, &o);
+    expect_failure(ga_context_set_comm(ctx, comm, nullptr),
+                   "of \"parameter.p\", reduce is 2 on rank 1, but 0 on rank 0");
+  });
 }
 
 TEST(Ranks, RankZeroHandsOut) {

@@ -306,9 +306,11 @@ enum { GA_DEVICE_CPU = 0, GA_DEVICE_CUDA = 1 };
 typedef int32_t ga_gradient_kind;
 enum { GA_GRADIENT_MEAN = 0, GA_GRADIENT_SUM = 1 };
 
-/* What the optimizer sees: the sum over the window, divided by the sum of the weights or not. */
+/* What the optimizer sees: the sum over the window, divided by the sum of the weights or not. MAX,
+   the largest number that each element has had in the window, is for single parameters alone: see
+   ga_param_options.reduce. */
 typedef int32_t ga_reduce;
-enum { GA_REDUCE_MEAN = 0, GA_REDUCE_SUM = 1 };
+enum { GA_REDUCE_MEAN = 0, GA_REDUCE_SUM = 1, GA_REDUCE_MAX = 2 };
 
 /* What happens to a parameter without a gradient in the window: SKIP, nothing; ZERO, a step with a
    gradient of zero, in which momentum and weight decay still move it. */
@@ -388,7 +390,7 @@ struct ga_config {
                                      calling thread */
   int64_t accum_steps;            /* K, micro-batches of a full window; default 0: any number */
   ga_gradient_kind gradient_kind; /* default GA_GRADIENT_MEAN */
-  ga_reduce reduce;               /* default GA_REDUCE_MEAN */
+  ga_reduce reduce;               /* default GA_REDUCE_MEAN; or GA_REDUCE_SUM */
   ga_missing missing;             /* default GA_MISSING_SKIP */
   ga_nonfinite nonfinite;         /* default GA_NONFINITE_SKIP_STEP */
   ga_gradient_life gradient_life; /* default GA_GRADIENTS_CONSUMED */
@@ -879,6 +881,19 @@ enum { GA_MASTER_F32 = 0, GA_MASTER_NONE = 1 };
 typedef int32_t ga_rounding;
 enum { GA_ROUND_NEAREST = 0, GA_ROUND_STOCHASTIC = 1 };
 
+/* GA_REDUCE_MAX, for what is a maximum and no gradient, such as the amax of a tensor in fp8
+   training. In place of a sum, the parameter collects the largest number of each element, over the
+   contributions of a window and over ranks. A contribution is divided by its loss scale, but not
+   weighted; in a micro-batch of weight 0 it is not read. ga_gradient returns the maxima after an
+   applied step, so the parameter needs a group with GA_OPTIMIZER_EXTERNAL. Without a contribution
+   there is no maximum, under GA_MISSING_ZERO either.
+
+   Norms, clipping, the noise scale and ga_optimizer.maximize leave maxima out. The check for
+   infinities and NaN does not: a NaN remains a NaN, infinity is the largest number, and -infinity
+   gives way to any other. Every ga_accumulation stores maxima as PLAIN does, and GA_COMM_WIRE_BF16
+   does not round them. GA_ERROR_UNSUPPORTED: ga_accumulate_rows, ga_accumulate_matmul,
+   ga_accumulator_acquire, and being the gamma or beta of a layer. */
+
 /* What a step does to the rows of a parameter that ga_accumulate_rows has brought nothing for.
    NONE: that function is not legal for it. DENSE: a step with a gradient of zeros. LAZY: they and
    their state stay as they are, also under GA_MISSING_ZERO; for SGD (dampening 0), ADAM, ADAMW,
@@ -898,6 +913,8 @@ struct ga_param_options {
                                  GA_ACCUMULATE_PLAIN */
   uint32_t agc_axes;          /* bit d: a unit of GA_CLIP_AGC spans axis d; default 0: as
                                  ga_clip.agc_units says */
+  ga_reduce reduce;           /* default 0: as ga_config.reduce says; or GA_REDUCE_MAX */
+  int32_t reserved;           /* 0 */
 };
 
 /* Writes the defaults. */

@@ -106,9 +106,10 @@ GA_HD bool has_gradient(const ScalarTables& t, int64_t i) {
   return !t.settings->deferring || t.param_states[i].contributed != 0;
 }
 
-// Whether a step updates a parameter or delivers its gradient.
+// Whether a step updates a parameter or delivers its gradient. The maximum of nothing is not zero.
 GA_HD bool is_touched(const ScalarTables& t, int64_t i, bool gradient) {
-  return !t.param_inputs[i].frozen && (gradient || t.settings->missing == GA_MISSING_ZERO);
+  const ParamInput& p = t.param_inputs[i];
+  return !p.frozen && (gradient || (t.settings->missing == GA_MISSING_ZERO && !p.maximum));
 }
 
 // Whether there is a gradient of all rows.
@@ -212,10 +213,11 @@ GA_HD double squares_of(const ScalarTables& t, int64_t i) {
   return t.param_states[i].sums.squares * scale * scale;
 }
 
-// Sets what the clip by norm reads.
+// Sets what the clip by norm reads. Maxima are outside of all norms.
 GA_HD void reduce_param(const ScalarTables& t, int64_t i) {
   ParamState& s = t.param_states[i];
   s.touched = is_touched(t, i, s.sums.gradients != 0);
+  if (t.param_inputs[i].maximum) s.sums.squares = 0;
   s.sum_squares = t.param_inputs[i].clamped ? s.sums.clamped : squares_of(t, i);
 }
 
@@ -288,7 +290,8 @@ GA_HD bool divides(const ScalarTables& t, double weight) {
   if (weight >= 0x1p-126 && weight <= 0x1p127) return true;
   if (!(weight >= 0x1p-400 && weight <= 0x1p400)) return false;
   for (int64_t i = 0; i < t.params; ++i)
-    if (t.param_states[i].touched && !t.param_inputs[i].f64) return false;
+    if (t.param_states[i].touched && !t.param_inputs[i].f64 && !t.param_inputs[i].maximum)
+      return false;
   return true;
 }
 
@@ -413,7 +416,8 @@ template <class Crew>
 GA_DEVICE void take_smallest(Crew& crew, const ScalarTables& t) {
   crew.each_warp(1, [&](int64_t, auto& warp) {
     const double smallest = warp.smallest(t.params, [&](int64_t i) {
-      return t.param_states[i].touched ? t.param_states[i].smallest : 1.0;
+      const bool clipped = t.param_states[i].touched && !t.param_inputs[i].maximum;
+      return clipped ? t.param_states[i].smallest : 1.0;
     });
     if (warp.leader() && t.control->go) t.control->result.clip_factor = smallest < 1 ? smallest : 1;
   });
@@ -519,6 +523,7 @@ GA_DEVICE void plan_param(Crew& crew, const ScalarTables& t, int64_t i) {
   plan_gradient(t, i);
   if (p.op < 0) {
     plan.duty |= kDeliver;
+    if (p.maximum) plan.raw = plan.gradient = {1, HUGE_VAL, 1};
     return;
   }
   plan.duty |= p.lazy && s.sums.dense == 0 ? kUpdateRows : kUpdate;
@@ -710,6 +715,9 @@ struct Contributions {
   GA_HD ga_group group_of(const ScalarTables& t, int64_t k) const {
     return t.param_inputs[inputs[k].param].group;
   }
+  GA_HD bool is_maximum(const ScalarTables& t, int64_t k) const {
+    return t.param_inputs[inputs[k].param].maximum;
+  }
 };
 
 // Sets the views through which the norms of the contributions are taken.
@@ -750,7 +758,7 @@ GA_DEVICE void total_micro(Crew& crew, const ScalarTables& t, const Contribution
     } else {
       total_clip(
           warp, t, j - 2, m.count, [&](int64_t k) { return m.group_of(t, k); },
-          [&](int64_t k) { return m.plans[k].squares; });
+          [&](int64_t k) { return m.is_maximum(t, k) ? 0.0 : m.plans[k].squares; });
     }
   });
 }
@@ -767,6 +775,12 @@ GA_HD void plan_contribution(const ScalarTables& t, const MicroInput& in, const 
   // A nonfinite contribution is added unclipped: a clip by value would hide it from ga_step.
   const bool clips = set.clip_micro && (c.micro_finite || set.nonfinite == GA_NONFINITE_IGNORE);
   plan.active = added;
+  if (t.param_inputs[in.param].maximum) {
+    plan.scale = 1 / (micro.loss_scale != 0 ? micro.loss_scale : c.scaler.scale);
+    plan.keep = in.again || s.contributed != 0 ? kMaximum : 0;
+    plan.noise = 0;
+    return;
+  }
   plan.scale = set.gradient_kind == GA_GRADIENT_MEAN ? micro.weight : 1;
   if (set.running_mean && added) plan.scale /= c.weight;  // c.weight may be 0 if it is not added
   if (clip.when != GA_CLIP_WHEN_MICRO ||

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of all backends share below the Ops: 16-bit numbers, stochastic rounding, the
-// order of sums and the walk over units. Compiled for each ISA level of the CPU and for devices,
+// What the kernels of all backends share below the Ops: 16-bit numbers, stochastic rounding, maxima,
+// the order of sums and the walk over units. Compiled for each ISA level of the CPU and for devices,
 // with equal bits everywhere.
 //
 // Conversions follow IEEE 754 even if the program flushes subnormals to zero. A NaN becomes quiet
@@ -107,6 +107,14 @@ GA_HD uint16_t to_f16(float x, uint32_t random) {
   const uint32_t tiny = (significand + (random >> (32 - kept))) >> kept;
   const uint32_t magnitude = exponent < 113 ? tiny : (u < 0x47800000 ? normal : 0x7c00);
   return u >= 0x7f800000 ? to_f16(x) : static_cast<uint16_t>(sign | magnitude);
+}
+
+// ---- Maxima --------------------------------------------------------------------------------------
+
+// The larger of two numbers; a NaN if one of them is one. Of zeros the first, whatever their signs.
+template <class T>
+GA_HD T maximum(T a, T b) {
+  return b > a || b != b ? b : a;
 }
 
 // ---- Order of sums ------------------------------------------------------------------------------

@@ -164,17 +164,21 @@ struct Composites {
   OuterProduct outer;  // a factored second moment, or a state by rows
 };
 
+// AccumulateTask::keep and MicroPlan::keep of a maximum: target <- maximum() of target and source, or of
+// two sources.
+constexpr double kMaximum = -1;
+
 // target <- [keep target +] sources. partials[chunk] is of the stored values.
 struct AccumulateTask {
   Array target;
   int64_t count;
   Partial* partials;
   Source source[2];
-  int sources;            // 1, or 2 without keep
-  double keep;            // 0: target is not read
+  int sources;            // 1, or 2, and then target is not read
+  double keep;            // 0: target is not read; or kMaximum
   double noise;           // Partial::noise [+]= noise * sum of squares of the contribution
   const MicroPlan* plan;  // replaces keep, noise and the first source's scale unless NULL
-  ga_param param;
+  ga_param param;  // -1: the task shares no launch, because its scale is another than that of most
   // The number of the window. Unless NULL, target is rounded stochastically with the key
   // random_key(seed, kAccumulate, *counter, contribution, param).
   const int64_t* counter;

@@ -179,7 +179,7 @@ FIELD(ga_ema, dtype, 12, 4, 8, 4);
 FIELD(ga_ema, decay, 16, 8, 16, 8);
 FIELD(ga_ema, gamma, 24, 8, 24, 8);
 
-SIZE(ga_param_options, 32, 28);
+SIZE(ga_param_options, 40, 36);
 FIELD(ga_param_options, struct_size, 0, 8, 0, 4);
 FIELD(ga_param_options, gradient_dtype, 8, 4, 4, 4);
 FIELD(ga_param_options, accumulator_dtype, 12, 4, 8, 4);
@@ -187,6 +187,8 @@ FIELD(ga_param_options, master, 16, 4, 12, 4);
 FIELD(ga_param_options, rounding, 20, 4, 16, 4);
 FIELD(ga_param_options, rows, 24, 4, 20, 4);
 FIELD(ga_param_options, agc_axes, 28, 4, 24, 4);
+FIELD(ga_param_options, reduce, 32, 4, 28, 4);
+FIELD(ga_param_options, reserved, 36, 4, 32, 4);
 
 SIZE(ga_flat_entry, 48, 40);
 FIELD(ga_flat_entry, struct_size, 0, 8, 0, 4);
@@ -363,6 +365,7 @@ VALUE(GA_GRADIENT_SUM, 1);
 
 VALUE(GA_REDUCE_MEAN, 0);
 VALUE(GA_REDUCE_SUM, 1);
+VALUE(GA_REDUCE_MAX, 2);
 
 VALUE(GA_MISSING_SKIP, 0);
 VALUE(GA_MISSING_ZERO, 1);

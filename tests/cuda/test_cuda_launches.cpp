@@ -104,6 +104,36 @@ TEST_F(Launches, OfAccumulate) {
   }
 }
 
+// A maximum, whose contributions have a scale of their own, does not keep the others from sharing a launch.
+TEST_F(Launches, OfAccumulateBesideAMaximum) {
+  const int64_t n = 1000;
+  ga_param_options largest = {};
+  largest.reduce = GA_REDUCE_MAX;
+  Many m(1, optimizer(GA_OPTIMIZER_EXTERNAL), config(), 5, {GA_F32}, largest);
+  const DeviceTensor params(numbers(GA_F32, 5 * n, 1), m.stream, 0),
+      gradients(numbers(GA_F32, 5 * n, 2), m.stream, 0);
+  const ga_optimizer sgd = plain_sgd();
+  EXPECT_OK(ga_group_add(m.ctx, &sgd, nullptr));
+  auto list = m.list(*m.gradients);
+  for (int64_t i = 0; i < n; ++i) {
+    const std::string name = "sum" + std::to_string(i);
+    const int64_t five = 5;
+    EXPECT_OK(ga_param_add(m.ctx, 1, name.c_str(), static_cast<float*>(params.data()) + 5 * i,
+                           GA_F32, 1, &five, nullptr, nullptr));
+    list.push_back(static_cast<const float*>(gradients.data()) + 5 * i);
+  }
+  for (int k = 0; k < 5; ++k) {
+    const sim::Counters c =
+        count([&] { EXPECT_OK(ga_accumulate(m.ctx, list.data(), list.size(), 3, nullptr)); });
+    if (k > 0) {  // the first one allocates
+      EXPECT_EQ(c.launches, 2) << describe(c);
+    }
+    if (k % 2 == 0) {
+      EXPECT_OK(ga_step(m.ctx, nullptr));
+    }
+  }
+}
+
 struct Case {
   const char* name;
   ga_optimizer optimizer;

@@ -130,7 +130,12 @@ namespace GradAccum {
     /// <summary>The sum divided by the sum of the weights.</summary>
     Mean = Raw.GA_REDUCE_MEAN,
     /// <summary>The sum.</summary>
-    Sum = Raw.GA_REDUCE_SUM
+    Sum = Raw.GA_REDUCE_SUM,
+    /// <summary>
+    /// The largest number that each element has had in the window; for single parameters:
+    /// <see cref="ParamOptions.Reduce"/>.
+    /// </summary>
+    Max = Raw.GA_REDUCE_MAX
   }
 
   /// <summary>What happens to a parameter that has no gradient in a window.</summary>

@@ -605,6 +605,20 @@ namespace GradAccum {
       get { return Native.agc_axes; }
       set { Native.agc_axes = value; }
     }
+
+    /// <summary>
+    /// <see cref="GradAccum.Reduce.Max"/>: the parameter, of an external group, collects maxima in place of sums;
+    /// null, the default: <see cref="Config.Reduce"/> holds for it.
+    /// </summary>
+    public Reduce? Reduce {
+      get { return Native.reduce == 0 ? null : (Reduce?)Native.reduce; }
+      set {
+        if (value != null && value != GradAccum.Reduce.Max) {
+          throw new ArgumentException("Reduce was " + value + ", expected Max, or null for that of the context");
+        }
+        Native.reduce = value == null ? 0 : (int)value;
+      }
+    }
   }
 
   /// <summary>

@@ -239,6 +239,27 @@ namespace GradAccum.Tests {
       }
     }
 
+    public void Maxima() {
+      float[] amax = {0, 0};
+      using (Context context = new Context()) {
+        Group group = context.AddGroup(new Optimizer(OptimizerKind.External));
+        ParamOptions options = new ParamOptions();
+        Expect.True(options.Reduce == null, "the default is that of the context");
+        Expect.Throws<ArgumentException>(() => options.Reduce = Reduce.Mean, "expected Max");
+        options.Reduce = Reduce.Max;
+        Expect.True(options.Reduce == Reduce.Max, "the reduction is kept");
+        Param param = context.AddParam(group, "amax", amax, options, 2);
+        context.Accumulate(new float[] {-1, -4}, 5);
+        context.Accumulate(new float[] {-3, -2}, 2);
+        context.Step();
+        float[] copy = new float[2];
+        param.Gradient.CopyTo(copy);
+        Expect.Same(new float[] {-1, -2}, copy);
+        options.Reduce = null;
+        Expect.True(options.Reduce == null, "the reduction is taken back");
+      }
+    }
+
     public void GroupsAndSchedules() {
       float[] w = {0};
       using (Context context = WithOne(w)) {

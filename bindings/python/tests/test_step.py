@@ -212,6 +212,16 @@ def test_an_optimizer_of_the_program(net: Net) -> None:
         param.gradient()
 
 
+def test_maxima_in_place_of_sums(net: Net) -> None:
+    own = net.context.add_group(ga.Optimizer(ga.OptimizerKind.EXTERNAL))
+    options = ga.ParamOptions(reduce=ga.Reduce.MAX)
+    param = net.context.add_param(own, "amax", np.zeros(2, np.float32), options=options)
+    for weight, amax in ((5, [-1, -4]), (2, [-3, -2])):
+        net.context.accumulate([*net.gradients(), np.array(amax, np.float32)], weight)
+    net.context.step()
+    np.testing.assert_array_equal(np.from_dlpack(param.gradient()), [-1, -2])  # type: ignore[arg-type]
+
+
 def test_groups_and_parameters_are_found(net: Net) -> None:
     assert net.context.groups == [net.group]
     assert net.context.find_param("b") is net.params[1]

@@ -250,10 +250,35 @@ void accumulate_packed(const AccumulateTask& task, int64_t offset, int64_t count
   store_partial(task, offset, sums, &contributions);
 }
 
+// The larger of target and source, or of two sources.
+template <class T>
+void accumulate_maximum(const AccumulateTask& task, int64_t offset, int64_t count) {
+  const Source target = {task.target.data, task.target.format, 1, nullptr};
+  const Source& first = task.sources == 2 ? task.source[0] : target;
+  const Source& second = task.source[task.sources - 1];
+  const T scale1 = static_cast<T>(scale_of(first)), scale2 = static_cast<T>(scale_of(second));
+  ChunkSum<T> sums;
+  alignas(64) T tile1[kTile];
+  alignas(64) T tile2[kTile];
+  alignas(64) T x[kTile];
+  for (int64_t t = 0; t < count; t += kTile) {
+    const int64_t n = smaller(kTile, count - t);
+    const T* const g1 = load<T>(first, offset + t, n, tile1);
+    const T* const g2 = load<T>(second, offset + t, n, tile2);
+    for (int64_t i = 0; i < n; ++i) x[i] = maximum(g1[i] * scale1, g2[i] * scale2);
+    store<T>(task.target, offset + t, n, x, 0, {false, 0});
+    const T* const stored = load<T>(target, offset + t, n, tile1);
+    std::memcpy(x, stored, static_cast<size_t>(n) * sizeof(T));
+    pad_tile(x, n);
+    sums.add_tile(lanes_of(x, n), n, [&](int64_t i) { return x[i]; });
+  }
+  store_partial(task, offset, sums, static_cast<ChunkSum<T>*>(nullptr));
+}
+
 template <class T>
 void accumulate_as(const AccumulateTask& task, int64_t offset, int64_t count, bool stream) {
   if (task.target.format != native<T> || (task.keep != 0 && task.keep != 1))
-    accumulate_packed<T>(task, offset, count);
+    (task.keep == kMaximum ? accumulate_maximum<T> : accumulate_packed<T>)(task, offset, count);
   else if (task.keep != 0)
     (task.noise != 0 ? accumulate_chunk<T, 1, true, false, true>
                      : accumulate_chunk<T, 1, true, false, false>)(task, offset, count);

@@ -215,6 +215,26 @@ struct Contribution {
     });
     return squares;
   }
+
+  // With kMaximum: the larger of target and source, or of two sources.
+  GA_APART SquaresOf<T, 2> largest(int first, int n, int q) const {
+    const int64_t at = offset + first;
+    const bool two = sources == 2;
+    const Reader<T> a(two ? source[0].data : target.data, two ? source[0].format : target.format,
+                      at),
+        b(source[two ? 1 : 0], at);
+    const T scale_a = two ? scale[0] : T(1), scale_b = scale[two ? 1 : 0];
+    const Writer<T> store(target, at, kNearest, at);
+    SquaresOf<T, 2> squares;
+    each_step(n, q, [&](int i, int count) {
+      const typename Reader<T>::Raw raw_a = a.fetch(i, count), raw_b = b.fetch(i, count);
+      Four<T> x = a.unpack(raw_a, count);
+      const Four<T> y = b.unpack(raw_b, count);
+      for (int l = 0; l < 4; ++l) x.x[l] = maximum(x.x[l] * scale_a, y.x[l] * scale_b);
+      squares.of[0].add(store(i, count, x), count);
+    });
+    return squares;
+  }
 };
 
 template <class T>
@@ -238,7 +258,10 @@ GA_DEVICE void accumulate_chunk(Block& block, const AccumulateTask& task, int64_
     add.rounding = {true, random_key(task.seed, Purpose::kAccumulate, *task.counter,
                                      task.contribution, task.param)};
   add.offset = chunk * kChunk;
-  sum_tiles<T, 2>(block, count, sums, add);
+  const bool larger = keep == kMaximum;
+  sum_tiles<T, 2>(block, count, sums, [&](int first, int n, int q) {
+    return larger ? add.largest(first, n, q) : add(first, n, q);
+  });
   take_totals<T>(block, count, sums, [&](const double* total, bool finite) {
     Partial& partial = task.partials[chunk];
     const double own = noise == 0 ? 0 : noise * total[1];

@@ -145,6 +145,9 @@ class Reduce(IntEnum):
     """The sum divided by the sum of the weights."""
     SUM = 1
     """The sum."""
+    MAX = 2
+    """The largest number that each element has had in the window; for single parameters:
+    ``ParamOptions.reduce``."""
 
 
 class Missing(IntEnum):

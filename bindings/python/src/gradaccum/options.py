@@ -55,6 +55,8 @@ class _Struct:
         struct = self._new()
         for name in self._fields():
             value = getattr(self, name)
+            if value is None:  # has no name of its own: the struct has the default
+                continue
             try:
                 setattr(struct, name, value)
             except (TypeError, OverflowError):
@@ -348,7 +350,7 @@ class ParamOptions(_Struct):
     _raw = "ga_param_options"
     _types = {
         "gradient_dtype": Dtype, "accumulator_dtype": Dtype, "master": Master, "rounding": Rounding,
-        "rows": Rows,
+        "rows": Rows, "reduce": lambda value: Reduce(value) if value else None,
     }  # fmt: skip
 
     gradient_dtype: Dtype = _DEFAULT
@@ -363,6 +365,16 @@ class ParamOptions(_Struct):
     """Whether gradients may come by row; default ``Rows.NONE``."""
     agc_axes: int = _DEFAULT
     """Bit d: a unit of adaptive clipping spans axis d; default 0: as the clip says."""
+    reduce: Reduce | None = None
+    """``Reduce.MAX``: the parameter, of an external group, collects maxima in place of sums; default:
+    ``Config.reduce`` holds for it."""
+
+    def __post_init__(self) -> None:
+        if self.reduce is not None and self.reduce is not Reduce.MAX:
+            raise TypeError(
+                f"ParamOptions.reduce was {self.reduce!r}, expected Reduce.MAX, or None for that of the context"
+            )
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

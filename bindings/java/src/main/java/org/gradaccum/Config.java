@@ -396,7 +396,12 @@ public record Config(
     /** The sum over the window, divided by the sum of the weights. */
     MEAN(RawConstants.GA_REDUCE_MEAN),
     /** The sum over the window. */
-    SUM(RawConstants.GA_REDUCE_SUM);
+    SUM(RawConstants.GA_REDUCE_SUM),
+    /**
+     * The largest number that each element has had in the window; for single parameters: {@link
+     * ParamOptions#reduce}.
+     */
+    MAX(RawConstants.GA_REDUCE_MAX);
 
     private final int value;
 

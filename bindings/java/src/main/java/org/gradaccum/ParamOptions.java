@@ -14,6 +14,8 @@ import java.util.Optional;
  * @param rounding how a 16-bit parameter is rounded; default NEAREST
  * @param rows whether gradients may have only some rows; default NONE
  * @param agcAxes bit d: a unit of AGC spans axis d; default 0: as {@link Clip#agcUnits} says
+ * @param reduce MAX: the parameter, of an EXTERNAL group, collects maxima in place of sums; empty:
+ *     {@link Config#reduce} holds for it
  */
 public record ParamOptions(
     Optional<Dtype> gradientDtype,
@@ -21,7 +23,8 @@ public record ParamOptions(
     Master master,
     Rounding rounding,
     Rows rows,
-    int agcAxes) {
+    int agcAxes,
+    Optional<Config.Reduce> reduce) {
 
   /**
    * Begins with the defaults.
@@ -47,6 +50,7 @@ public record ParamOptions(
     builder.rounding = rounding;
     builder.rows = rows;
     builder.agcAxes = agcAxes;
+    builder.reduce = reduce;
     return builder;
   }
 
@@ -58,6 +62,10 @@ public record ParamOptions(
     builder.rounding = Rounding.of(from.getRounding());
     builder.rows = Rows.of(from.getRows());
     builder.agcAxes = from.getAgc_axes();
+    builder.reduce =
+        from.getReduce() == 0
+            ? Optional.empty()
+            : Optional.of(Config.Reduce.of(from.getReduce()));
     return builder;
   }
 
@@ -68,6 +76,11 @@ public record ParamOptions(
     to.setRounding(rounding.value());
     to.setRows(rows.value());
     to.setAgc_axes(agcAxes);
+    if (reduce.isPresent() && reduce.get() != Config.Reduce.MAX) {
+      throw new IllegalArgumentException(
+          "reduce was " + reduce.get() + ", expected MAX, or empty for that of the context");
+    }
+    to.setReduce(reduce.isPresent() ? reduce.get().value() : 0);
   }
 
   /** Collects the values of a ParamOptions. */
@@ -78,6 +91,7 @@ public record ParamOptions(
     private Rounding rounding;
     private Rows rows;
     private int agcAxes;
+    private Optional<Config.Reduce> reduce;
 
     private Builder() {}
 
@@ -150,6 +164,18 @@ public record ParamOptions(
     }
 
     /**
+     * Sets reduce.
+     *
+     * @param reduce MAX: the parameter, of an EXTERNAL group, collects maxima in place of sums;
+     *     empty: {@link Config#reduce} holds for it
+     * @return this builder
+     */
+    public Builder reduce(Optional<Config.Reduce> reduce) {
+      this.reduce = reduce;
+      return this;
+    }
+
+    /**
      * Makes an immutable value of what was set.
      *
      * @return the value
@@ -161,7 +187,8 @@ public record ParamOptions(
           master,
           rounding,
           rows,
-          agcAxes);
+          agcAxes,
+          reduce);
     }
   }
 

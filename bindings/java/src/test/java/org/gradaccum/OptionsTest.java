@@ -89,15 +89,16 @@ class OptionsTest {
       return number;
     }
     if (type == Optional.class) {
-      return Optional.of(Dtype.BF16);
+      return Optional.of(
+          component.getName().equals("reduce") ? Config.Reduce.MAX : Dtype.BF16);
     }
     Object[] enumerators = type.getEnumConstants();
     return enumerators[enumerators.length - 1];
   }
 
   private static double number(Object value) {
-    if (value instanceof Optional<?> dtype) {
-      return ((Dtype) dtype.orElseThrow()).value();
+    if (value instanceof Optional<?> enumerator) {
+      return ((Numbered) enumerator.orElseThrow()).value();
     }
     if (value instanceof Boolean flag) {
       return flag ? 1 : 0;

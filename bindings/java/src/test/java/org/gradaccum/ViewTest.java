@@ -11,6 +11,7 @@ import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
 import java.nio.FloatBuffer;
+import java.util.Optional;
 import org.junit.jupiter.api.Test;
 
 /** Views of memory of the library live no longer than what they show. */
@@ -104,6 +105,36 @@ class ViewTest {
       }
       Accumulator last = kept;
       dead(() -> last.put(0, floats(1, 1)));
+    }
+  }
+
+  @Test
+  void maximaInPlaceOfSums() {
+    try (Context context = new Context()) {
+      Group group = context.addGroup(Optimizer.builder(Optimizer.Kind.EXTERNAL).build());
+      ParamOptions.Builder options = ParamOptions.builder();
+      assertThrows(
+          IllegalArgumentException.class,
+          () ->
+              context.addParam(
+                  group,
+                  "amax",
+                  Tensor.of(floats(0, 0)),
+                  options.reduce(Optional.of(Config.Reduce.MEAN)).build(),
+                  2));
+      Param param =
+          context.addParam(
+              group,
+              "amax",
+              Tensor.of(floats(0, 0)),
+              options.reduce(Optional.of(Config.Reduce.MAX)).build(),
+              2);
+      context.accumulate(5, floats(-1, -4));
+      context.accumulate(2, floats(-3, -2));
+      assertTrue(context.step().applied());
+      FloatBuffer out = floats(0, 0);
+      param.gradient().copyTo(0, out);
+      assertArrayEquals(new float[] {-1, -2}, values(out));
     }
   }
 }
