@@ -173,6 +173,7 @@ class Exchange {
   void unpack(const Slice& slice, const Array& all);
   void hold_sums();
   void measure_own();
+  int64_t piece_of(size_t param) const;
   bool has_rows(size_t param) const;
   void gather_rows();
   void gather_rows_of(ga_param id, const uint64_t* counts);

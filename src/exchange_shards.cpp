@@ -19,6 +19,14 @@ constexpr int64_t kRowBytes = int64_t{8} << 20;        // of an exchange
 
 // ---- Division -----------------------------------------------------------------------------------
 
+// The pieces of a large parameter: whole cache lines, or whole rows of one whose gradients may be rows.
+int64_t Exchange::piece_of(size_t i) const {
+  const Param& p = context_.params_[i];
+  const int64_t unit = has_rows(i) ? p.count / context_.params_.tensor(i).rows : 16;
+  const int64_t units = (p.count + unit - 1) / unit, ranks = comm_->ranks();
+  return (units + ranks - 1) / ranks * unit;
+}
+
 // Divides the parameters that are not divided yet: large ones among all ranks, small ones as a whole, to
 // whoever has least so far. The same on every rank, since all have added the same parameters.
 void Exchange::divide() {
@@ -46,8 +54,7 @@ void Exchange::divide() {
     Division& d = divisions_[i];
     counts_[i] = p.count;
     const Keeper keeper = keepers_[i] = params.keeper(i);
-    const int64_t each = (p.count + comm_->ranks() - 1) / comm_->ranks();
-    if (p.count * dtype_info(p.real()).size >= kDividedBytes) d.piece = (each + 15) / 16 * 16;
+    if (p.count * dtype_info(p.real()).size >= kDividedBytes) d.piece = piece_of(i);
     std::vector<int64_t>& load = d.piece == 0 ? small : kept;
     const auto least = std::min_element(load.begin(), load.end());
     d.owner = static_cast<int32_t>(least - load.begin());
@@ -130,7 +137,7 @@ void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed
   for (size_t i = 0; i < divisions_.size(); ++i) {
     const auto id = static_cast<ga_param>(i);
     const Param& p = context_.params_[id];
-    if (p.count == 0 || context_.params_.keeper(id) != Keeper::kOwner) continue;
+    if (p.count == 0 || context_.params_.keeper(id) == Keeper::kAll) continue;
     const Changed what = changed(id);
     if (what == Changed::kRows)
       hand_out_rows(id);
@@ -172,26 +179,39 @@ void Exchange::gather(const Slice& slice) {
   run_moves();
 }
 
-// The rows that the owner has updated: every rank knows which.
+// The rows that each rank has updated of its part: every rank knows which.
 void Exchange::hand_out_rows(ga_param id) {
   const Param& p = context_.params_[id];
   const Tensor& t = context_.params_.tensor(id);
-  const int32_t owner = divisions_[static_cast<size_t>(id)].owner;
+  const Division& d = divisions_[static_cast<size_t>(id)];
+  const bool pieces = d.piece > 0 && context_.params_.keeper(id) == Keeper::kPieces;
   const int64_t columns = p.count / t.rows;
   const auto row_bytes = static_cast<size_t>(columns * dtype_info(p.dtype).size);
-  const int64_t most = std::max<int64_t>(1, kRowBytes / static_cast<int64_t>(row_bytes));
-  std::vector<char> rows(static_cast<size_t>(std::min(most, t.set->size)) * row_bytes);
-  for (int64_t first = 0; first < t.set->size; first += most) {
-    const int64_t count = std::min(most, t.set->size - first);
-    const auto each = [&](auto&& f) {
-      for (int64_t k = 0; k < count; ++k)
-        f(static_cast<char*>(p.data) +
-              static_cast<size_t>(t.set->entries[first + k].row) * row_bytes,
-          &rows[static_cast<size_t>(k) * row_bytes]);
+  std::vector<std::vector<char*>> rows(static_cast<size_t>(comm_->ranks()));
+  for (int64_t k = 0; k < t.set->size; ++k) {
+    const int64_t row = t.set->entries[k].row;
+    const int64_t owner = pieces ? row * columns / d.piece : d.owner;
+    rows[static_cast<size_t>(owner)].push_back(static_cast<char*>(p.data) +
+                                               static_cast<size_t>(row) * row_bytes);
+  }
+  size_t longest = 0;
+  for (const auto& list : rows) longest = std::max(longest, list.size());
+  const size_t most = std::max<size_t>(1, static_cast<size_t>(kRowBytes) / rows.size() / row_bytes);
+  std::vector<char> send(std::min(most, longest) * row_bytes), all(send.size() * rows.size());
+  for (size_t first = 0; first < longest; first += most) {
+    const size_t block = std::min(most, longest - first) * row_bytes;
+    // f(row, at) for the rows of a rank in this slice, which begin at `from`.
+    const auto each = [&](size_t q, char* from, auto&& f) {
+      for (size_t k = first; k < std::min(first + most, rows[q].size()); ++k, from += row_bytes)
+        f(rows[q][k], from);
     };
-    if (rank() == owner) each([&](char* row, char* at) { std::memcpy(at, row, row_bytes); });
-    comm_->broadcast("updated rows", rows.data(), count * columns, p.dtype, owner);
-    if (rank() != owner) each([&](char* row, char* at) { std::memcpy(row, at, row_bytes); });
+    const auto own = static_cast<size_t>(rank());
+    each(own, send.data(), [&](char* row, char* at) { std::memcpy(at, row, row_bytes); });
+    comm_->all_gather("updated rows", send.data(), all.data(),
+                      static_cast<int64_t>(block) / dtype_info(p.dtype).size, p.dtype);
+    for (size_t q = 0; q < rows.size(); ++q)
+      if (q != own)
+        each(q, all.data() + q * block, [&](char* row, char* at) { std::memcpy(row, at, row_bytes); });
   }
 }
 

@@ -238,6 +238,22 @@ TEST(RanksSharded, Rows) {
     }
 }
 
+// A large embedding is cut between rows.
+TEST(RanksSharded, RowsHaveTheirPartOfTheState) {
+  on_ranks(3, [&](int32_t, ga_comm* comm) {
+    std::vector<float> table(1000 * 301);
+    Context ctx;
+    ga_param_options o;
+    ASSERT_OK(ga_param_options_init(&o, sizeof o));
+    o.rows = GA_ROWS_LAZY;
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM, GA_FLAVOR_KERAS)), "e", table.data(),
+              ref::Shape{1000, 301}, &o);
+    const ga_comm_options sharding = sharded();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+    EXPECT_NEAR(static_cast<double>(memory(ctx).optimizer_state), 8 * 1000 * 301 / 3.0, 8 * 301);
+  });
+}
+
 // ---- Memory and bytes ----------------------------------------------------------------------------
 
 TEST(RanksSharded, EachRankHasItsPartOfTheState) {

@@ -1409,10 +1409,10 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
 
    Under GA_SHARD_OPTIMIZER parameters and results have the same bits as without. Large parameters
    are cut into a piece for each rank. Small ones are whole on one rank, and so are those of an
-   optimizer that needs the whole tensor (LAMB, LARS, ADAFACTOR, MUON, ROWWISE_ADAGRAD) or with
-   ga_param_options.rows; parameters of an EXTERNAL group or under GA_CLIP_AGC are whole on all. It
-   is chosen before the library makes its arrays, and holds until ga_context_destroy: after a failure
-   other contexts load a state that was saved.
+   optimizer that needs the whole tensor (ADAFACTOR, MUON, ROWWISE_ADAGRAD); parameters of an
+   EXTERNAL group or under GA_CLIP_AGC are whole on all. Sharding is chosen before the library makes
+   its arrays, and holds until ga_context_destroy: after a failure other contexts load a state that
+   was saved.
 
    A change of an option holds when every rank has made it: otherwise the next of these calls names
    the difference, and the window stays as it was. If other ranks fail or do not come in time, the

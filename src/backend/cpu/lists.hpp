@@ -64,12 +64,15 @@ class Lists {
     run_items(tasks, total, loop);
   }
 
-  // Runs loop(task, work) for all chunks of these rows of one task.
+  // Runs loop(task, work) for all chunks of these rows of one task, as far as its elements are of them.
   template <class Task, class Loop>
   void run_rows(const Task& task, Span<const RowEntry> rows, Loop loop) {
     const int64_t total = static_cast<int64_t>(rows.size) * task.columns;
     begin(total);
-    for (size_t r = 0; r < rows.size; ++r) cut(0, rows.data[r].row * task.columns, task.columns);
+    for (size_t r = 0; r < rows.size; ++r) {
+      const int64_t at = rows.data[r].row * task.columns - task.first;
+      if (at >= 0 && at < task.count) cut(0, at, task.columns);
+    }
     run_items(Given<Task>{{&task, 1}}, total, loop);
   }
 
