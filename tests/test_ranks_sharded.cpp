@@ -250,7 +250,7 @@ TEST(RanksSharded, RowsHaveTheirPartOfTheState) {
               ref::Shape{1000, 301}, &o);
     const ga_comm_options sharding = sharded();
     ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
-    EXPECT_NEAR(static_cast<double>(memory(ctx).optimizer_state), 8 * 1000 * 301 / 3.0, 8 * 301);
+    EXPECT_NEAR(static_cast<double>(memory(ctx).optimizer_state), 8 * 1000 * 301 / 3.0, 2 * 8 * 301);
   });
 }
 
