@@ -285,18 +285,40 @@ TEST(RanksOverlap, AFailureComesOutOfTheStep) {
   }
 }
 
-// Destroyed while the other rank has not come: nobody waits for ever.
+// Destroyed while the other rank has not come: nobody waits for it.
 TEST(RanksOverlap, AContextEndsWhileItExchanges) {
+  std::atomic<bool> gone{false};
   on_ranks(2, [&](int32_t r, ga_comm* comm) {
     Pair pair;
-    Context ctx;
-    pair.add_to(ctx);
-    const ga_comm_options o = overlapped();
-    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
-    ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
-    pair.part(ctx, 1);
-    if (r == 0) pair.ready(ctx, 1);
+    {
+      Context ctx;
+      pair.add_to(ctx);
+      const ga_comm_options o = overlapped();
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+      ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
+      pair.part(ctx, 1);
+      if (r == 0) pair.ready(ctx, 1);
+      if (r == 1) {
+        EXPECT_TRUE(comes_true([&] { return gone.load(); }));
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(r == 0 ? 20 : 0));  // it is in a call
+    }
+    gone = gone || r == 0;
   });
+}
+
+// Large enough for several slices, so that other tensors would change where they are cut.
+TEST(RanksOverlap, NormsDoNotDependOnWhatElseTravels) {
+  const Layout l = Layout::of({{3000017}, {70000}, {9}});
+  Options s;
+  s.optimizer = plain_sgd(0.01);
+  s.options.wire = GA_COMM_WIRE_BF16;
+  Shares shares(1);
+  for (uint64_t r = 0; r < 2; ++r) shares[0].push_back({{gradients(l, 5, r), 1, {1, 2}}});
+  const Block start = parameters(l, 3);
+  const std::vector<Ended> ended = run(l, s, shares, start);
+  s.options.overlap = 1;
+  expect_alike(ended, run(l, s, shares, start));
 }
 
 // ---- A transport that adds ---------------------------------------------------------------------------
