@@ -89,50 +89,6 @@ struct bfloat16 {
   std::uint16_t bits;
 };
 
-// ---- Several ranks ------------------------------------------------------------------------------
-
-TEST(Cpp, ThreadsAsRanks) {
-  const gradaccum::Communicator::Id id = gradaccum::Communicator::unique_id();
-  std::vector<float> ended[2] = {{0, 0}, {0, 0}};
-  std::vector<std::thread> threads;
-  for (std::int32_t rank = 0; rank < 2; ++rank)
-    threads.emplace_back([&, rank] {
-      gradaccum::Communicator comm = gradaccum::Communicator::local(id, rank, 2, 60);
-      gradaccum::Communicator moved = std::move(comm);
-      EXPECT_EQ(moved.rank(), rank);
-      EXPECT_EQ(moved.ranks(), 2);
-      gradaccum::Context context;
-      ga_optimizer sgd = gradaccum::default_optimizer(GA_OPTIMIZER_SGD);
-      sgd.lr = 1;
-      context.add_param(context.add_group(sgd), "p", ended[rank].data(), {2});
-      context.set_communicator(moved);
-      const std::vector<float> g(2, rank == 0 ? 1.0f : 4.0f);
-      context.accumulate({g.data()}, rank == 0 ? 2 : 1);
-      EXPECT_EQ(context.step().weight, 3);
-      context.clear_communicator();
-    });
-  for (std::thread& t : threads) t.join();
-  EXPECT_EQ(ended[0], std::vector<float>(2, -2));
-  EXPECT_EQ(ended[1], ended[0]);
-}
-
-TEST(Cpp, ARankThatDoesNotCome) {
-  const auto id = gradaccum::Communicator::unique_id();
-  const auto comm = gradaccum::Communicator::local(id, 0, 2, 0.2);
-  gradaccum::Context context;
-  context.add_group(gradaccum::default_optimizer(GA_OPTIMIZER_SGD));
-  try {
-    context.set_communicator(comm);
-    ADD_FAILURE();
-  } catch (const gradaccum::Error& e) {
-    EXPECT_EQ(e.status(), GA_ERROR_COMMUNICATION);
-  }
-  comm.abort();
-  EXPECT_THROW(gradaccum::Communicator::local({1, 2}, 0, 1), std::invalid_argument);
-  EXPECT_THROW(gradaccum::Communicator::local(id, 0, 3), gradaccum::Error);
-  EXPECT_THROW(gradaccum::Communicator::mpi(0), gradaccum::Error);  // no module, or no MPI_Init
-}
-
 }  // namespace my
 
 template <>
@@ -706,6 +662,48 @@ TEST(MicroBatchParts, BatchNormOverAWindow) {
   // The sums of dy and of dy times the normalised x are 2 and 0, so dx = (dy - 1 / 2) / sqrt(5).
   EXPECT_NEAR(dx[0], 0.2236068, 1e-5);
   EXPECT_NEAR(dx[1], -0.2236068, 1e-5);
+}
+
+// ---- Several ranks ------------------------------------------------------------------------------
+
+TEST(Cpp, ThreadsAsRanks) {
+  const gradaccum::Communicator::Id id = gradaccum::Communicator::unique_id();
+  Floats ended[2] = {{0, 0}, {0, 0}};
+  std::vector<std::thread> threads;
+  for (std::int32_t rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      gradaccum::Communicator comm = gradaccum::Communicator::local(id, rank, 2, 60);
+      gradaccum::Communicator moved = std::move(comm);
+      EXPECT_EQ(moved.rank(), rank);
+      EXPECT_EQ(moved.ranks(), 2);
+      Context context;
+      context.add_param(context.add_group(sgd()), "p", ended[rank].data(), {2});
+      context.set_communicator(moved);
+      const Floats g(2, rank == 0 ? 1.0f : 4.0f);
+      context.accumulate({g.data()}, rank == 0 ? 2 : 1);
+      EXPECT_EQ(context.step().weight, 3);
+      context.clear_communicator();
+    });
+  for (std::thread& t : threads) t.join();
+  EXPECT_EQ(ended[0], Floats(2, -2));
+  EXPECT_EQ(ended[1], ended[0]);
+}
+
+TEST(Cpp, ARankThatDoesNotCome) {
+  const auto id = gradaccum::Communicator::unique_id();
+  const auto comm = gradaccum::Communicator::local(id, 0, 2, 0.2);
+  Context context;
+  context.add_group(sgd());
+  try {
+    context.set_communicator(comm);
+    ADD_FAILURE();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.status(), GA_ERROR_COMMUNICATION);
+  }
+  comm.abort();
+  EXPECT_THROW(gradaccum::Communicator::local({1, 2}, 0, 1), std::invalid_argument);
+  EXPECT_THROW(gradaccum::Communicator::local(id, 0, 3), Error);
+  EXPECT_THROW(gradaccum::Communicator::mpi(0), Error);  // no module, or no MPI_Init
 }
 
 // ---- Context ------------------------------------------------------------------------------------
