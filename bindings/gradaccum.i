@@ -29,6 +29,7 @@
 //                                                the runtime of the language does not manage.
 //   ga_comm_table                                Its functions would wait for other ranks inside
 //                                                the runtime's locks, and move raw memory.
+//   ga_comm_op                                   Only functions of a ga_comm_table take one.
 //   ga_..._init, struct_size, reserved           The constructors of the proxies call them, with
 //                                                the sizeof of C.
 //   setters of what a struct only points to      name, shape, table and note are copied by set_...
@@ -36,6 +37,7 @@
 
 %{
 #include <cmath>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -98,7 +100,8 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %apply const int64_t* ARRAY { const int64_t* from_steps, const int64_t* accum_steps };
 %apply (const void* const* ARRAY, size_t COUNT) {
   (const void* const* gradients, size_t count),
-  (const void* const* entries, size_t count)
+  (const void* const* entries, size_t count),
+  (const void* const* params, size_t count)
 };
 %apply (int32_t COUNT, const int64_t* ARRAY) { (int32_t rank, const int64_t* shape) };
 %apply (const double* ARRAY, int64_t COUNT) { (const double* table, int64_t table_size) };
@@ -118,6 +121,8 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 
 %ignore ga_comm_table;
 %ignore ga_comm_config::table;
+%ignore GA_COMM_SUM;  // ga_comm_op
+%ignore GA_COMM_MAX;
 
 %ignore ga_optimizer::ns_coefficients;  // ns_coefficient, set_ns_coefficient
 %ignore ga_schedule::table;             // set_table
@@ -246,6 +251,24 @@ static ga_status params_add_flat(ga_context* ctx, void* data, ga_dtype dtype,
       array.push_back(*static_cast<const ga_flat_entry*>(entries[i]));
     }
     return ga_params_add_flat(ctx, data, dtype, array.data(), count, options, out);
+  } catch (const std::bad_alloc&) {
+    return GA_ERROR_OUT_OF_MEMORY;
+  }
+}
+%}
+
+// params: the numbers of parameters, each as wide as an address, in place of an array of int32_t.
+%ignore ga_params_ready;
+%rename(ga_params_ready) params_ready;
+%inline %{
+static ga_status params_ready(ga_context* ctx, const void* const* params, size_t count) {
+  try {
+    std::vector<ga_param> array;
+    array.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      array.push_back(static_cast<ga_param>(reinterpret_cast<intptr_t>(params[i])));
+    }
+    return ga_params_ready(ctx, array.data(), count);
   } catch (const std::bad_alloc&) {
     return GA_ERROR_OUT_OF_MEMORY;
   }

@@ -578,6 +578,7 @@ static void several_ranks(void) {
   unsigned char id[GA_COMM_ID_SIZE];
   int32_t rank = -1, ranks = -1;
   float p[2] = {1, 2}, g[2] = {1, 1};
+  const ga_param first = 0;
   const void* gradients[1];
   const int64_t two = 2;
 
@@ -595,8 +596,14 @@ static void several_ranks(void) {
   OK(ga_group_add(ctx, &sgd, NULL));
   OK(ga_param_add(ctx, 0, "p", p, GA_F32, 1, &two, NULL, NULL));
   OK(ga_comm_options_init(&options, sizeof options));
+  CHECK(options.shard == GA_SHARD_NONE && options.adder == GA_COMM_ADDER_LIBRARY);
+  CHECK(options.overlap == 0);
+  options.shard = GA_SHARD_OPTIMIZER;
+  options.overlap = 1;
   OK(ga_context_set_comm(ctx, comm, &options));
   OK(ga_accumulate(ctx, gradients, 1, 1, NULL));
+  OK(ga_params_ready(ctx, &first, 1));
+  CHECK(ga_accumulate(ctx, gradients, 1, 1, NULL) == GA_ERROR_INVALID_STATE);
   OK(ga_step_result_init(&result, sizeof result));
   OK(ga_step(ctx, &result));
   CHECK(result.outcome == GA_STEP_APPLIED && p[0] == 0 && p[1] == 1);

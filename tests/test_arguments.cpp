@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "error.hpp"
+#include "ranks.hpp"
 #include "support.hpp"
 
 namespace ga::test {
@@ -610,6 +611,31 @@ TEST(BadArguments, OfParts) {
        kInvalidArgument,
        {"ctx"}},
       {"end, no context", [](Bench&) { return ga_micro_end(nullptr); }, kInvalidArgument, {"ctx"}},
+      {"ready, parameter 3 after 1",
+       [](Bench& b) {
+         const ga_param list[] = {1, 3};
+         return ga_params_ready(b.ctx, list, 2);
+       },
+       kInvalidArgument,
+       {"3"}},
+      {"ready, parameter -1",
+       [](Bench& b) {
+         const ga_param id = -1;
+         return ga_params_ready(b.ctx, &id, 1);
+       },
+       kInvalidArgument,
+       {"-1"}},
+      {"ready, no list",
+       [](Bench& b) { return ga_params_ready(b.ctx, nullptr, 1); },
+       kInvalidArgument,
+       {"params"}},
+      {"ready, no context",
+       [](Bench&) {
+         const ga_param id = 0;
+         return ga_params_ready(nullptr, &id, 1);
+       },
+       kInvalidArgument,
+       {"ctx"}},
   };
   expect_all_refused(
       list,
@@ -877,6 +903,80 @@ TEST(BadArguments, OfConfig) {
   EXPECT_EQ(ga_context_create(nullptr, nullptr), kInvalidArgument);
 }
 
+TEST(BadArguments, OfCommOptions) {
+  on_ranks(1, [](int32_t, ga_comm* comm) {
+    const auto set = [comm](auto change) {
+      ga_comm_options o = comm_options();
+      change(o);
+      return [=](Bench& b) { return ga_context_set_comm(b.ctx, comm, &o); };
+    };
+    using O = ga_comm_options&;
+    const std::vector<Bad> list = {
+        {"wire 2", set([](O o) { o.wire = 2; }), kInvalidArgument, {"wire", "2"}},
+        {"hand_out 2", set([](O o) { o.hand_out = 2; }), kInvalidArgument, {"hand_out", "2"}},
+        {"check_every -1",
+         set([](O o) { o.check_every = -1; }),
+         kInvalidArgument,
+         {"check_every", "-1"}},
+        {"shard 2", set([](O o) { o.shard = 2; }), kInvalidArgument, {"shard", "2"}},
+        {"shard -1", set([](O o) { o.shard = -1; }), kInvalidArgument, {"shard", "-1"}},
+        {"adder 2", set([](O o) { o.adder = 2; }), kInvalidArgument, {"adder", "2"}},
+        {"adder of a transport that adds nothing",
+         set([](O o) { o.adder = GA_COMM_ADDER_TRANSPORT; }),
+         kUnsupported,
+         {"adder"}},
+        {"overlap 2", set([](O o) { o.overlap = 2; }), kInvalidArgument, {"overlap", "2"}},
+        {"reserved 1",
+         set([](O o) { o.reserved = 1; }),
+         kInvalidArgument,
+         {"ga_comm_options", "reserved", "1"}},
+        {"options of no size",
+         set([](O o) { o.struct_size = 0; }),
+         kInvalidArgument,
+         {"struct_size", "ga_comm_options"}},
+        {"no context",
+         [comm](Bench&) { return ga_context_set_comm(nullptr, comm, nullptr); },
+         kInvalidArgument,
+         {"ctx"}},
+    };
+    expect_all_refused(list, kNothing, kNothing);
+    Context ctx;
+    EXPECT_OK(ga_context_set_comm(ctx, comm, nullptr)) << "a refused call took the communicator";
+  });
+}
+
+TEST(BadArguments, OfCommTable) {
+  struct BadTable {
+    const char* what;
+    void (*spoil)(ga_comm_table&);
+    Words words;
+  };
+  using T = ga_comm_table&;
+  const BadTable list[] = {
+      {"no all_to_all", [](T t) { t.all_to_all = nullptr; }, {"all_to_all"}},
+      {"no all_gather", [](T t) { t.all_gather = nullptr; }, {"all_gather"}},
+      {"no broadcast", [](T t) { t.broadcast = nullptr; }, {"broadcast"}},
+      {"any_thread 2", [](T t) { t.any_thread = 2; }, {"any_thread", "2"}},
+      {"reserved 1", [](T t) { t.reserved = 1; }, {"ga_comm_table.reserved", "1"}},
+  };
+  Counting counting;
+  for (const BadTable& bad : list) {
+    SCOPED_TRACE(bad.what);
+    ga_comm_table table = table_of(counting);
+    bad.spoil(table);
+    ga_comm_config c = comm_config(GA_COMM_TABLE);
+    c.ranks = 1;
+    c.table = &table;
+    ga_comm* comm = nullptr;
+    EXPECT_EQ(ga_comm_create(&c, &comm), kInvalidArgument);
+    EXPECT_EQ(comm, nullptr) << "written by a call that failed";
+    const std::string text = ga_last_error();
+    for (const std::string& word : bad.words) {
+      EXPECT_NE(text.find(word), std::string::npos) << '"' << text << "\" lacks " << word;
+    }
+  }
+}
+
 // A reserved field must be 0, because a later version may give it a meaning.
 TEST(BadArguments, ReservedFields) {
   Context ctx;
@@ -913,6 +1013,10 @@ TEST(BadArguments, ReservedFields) {
     double scale = 0;
     EXPECT_OK(ga_loss_scale(ctx, &scale, nullptr));
     EXPECT_EQ(scale, 1);
+
+    ga_comm_options options = comm_options();
+    options.reserved = value;
+    EXPECT_TRUE(invalid(ga_context_set_comm(ctx, nullptr, &options)));
   }
   // The library writes zeros to the reserved fields of structs that it fills.
   EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
@@ -1044,6 +1148,8 @@ TEST(StructSize, OfInputs) {
                     [&](const ga_clip* c) { return ga_context_set_clip(ctx, c); });
   check_input_sizes("ga_clip of a group", clip(GA_CLIP_GLOBAL, 1),
                     [&](const ga_clip* c) { return ga_group_set_clip(ctx, 0, c); });
+  check_input_sizes("ga_comm_options", comm_options(),
+                    [&](const ga_comm_options* o) { return ga_context_set_comm(ctx, nullptr, o); });
   int added = 0;
   Block room(100, 0);
   ga_param_options options = {};

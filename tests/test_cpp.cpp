@@ -89,50 +89,6 @@ struct bfloat16 {
   std::uint16_t bits;
 };
 
-// ---- Several ranks ------------------------------------------------------------------------------
-
-TEST(Cpp, ThreadsAsRanks) {
-  const gradaccum::Communicator::Id id = gradaccum::Communicator::unique_id();
-  std::vector<float> ended[2] = {{0, 0}, {0, 0}};
-  std::vector<std::thread> threads;
-  for (std::int32_t rank = 0; rank < 2; ++rank)
-    threads.emplace_back([&, rank] {
-      gradaccum::Communicator comm = gradaccum::Communicator::local(id, rank, 2, 60);
-      gradaccum::Communicator moved = std::move(comm);
-      EXPECT_EQ(moved.rank(), rank);
-      EXPECT_EQ(moved.ranks(), 2);
-      gradaccum::Context context;
-      ga_optimizer sgd = gradaccum::default_optimizer(GA_OPTIMIZER_SGD);
-      sgd.lr = 1;
-      context.add_param(context.add_group(sgd), "p", ended[rank].data(), {2});
-      context.set_communicator(moved);
-      const std::vector<float> g(2, rank == 0 ? 1.0f : 4.0f);
-      context.accumulate({g.data()}, rank == 0 ? 2 : 1);
-      EXPECT_EQ(context.step().weight, 3);
-      context.clear_communicator();
-    });
-  for (std::thread& t : threads) t.join();
-  EXPECT_EQ(ended[0], std::vector<float>(2, -2));
-  EXPECT_EQ(ended[1], ended[0]);
-}
-
-TEST(Cpp, ARankThatDoesNotCome) {
-  const auto id = gradaccum::Communicator::unique_id();
-  const auto comm = gradaccum::Communicator::local(id, 0, 2, 0.2);
-  gradaccum::Context context;
-  context.add_group(gradaccum::default_optimizer(GA_OPTIMIZER_SGD));
-  try {
-    context.set_communicator(comm);
-    ADD_FAILURE();
-  } catch (const gradaccum::Error& e) {
-    EXPECT_EQ(e.status(), GA_ERROR_COMMUNICATION);
-  }
-  comm.abort();
-  EXPECT_THROW(gradaccum::Communicator::local({1, 2}, 0, 1), std::invalid_argument);
-  EXPECT_THROW(gradaccum::Communicator::local(id, 0, 3), gradaccum::Error);
-  EXPECT_THROW(gradaccum::Communicator::mpi(0), gradaccum::Error);  // no module, or no MPI_Init
-}
-
 }  // namespace my
 
 template <>
@@ -353,6 +309,7 @@ TEST(Accumulate, NoAllocationAfterTheFirstWindow) {
       }
       micro.accumulate_part(two.pb, db.data());
     }
+    two.context.params_ready({two.pa, two.pb});
     const ga_step_result result = two.context.step();
     return result.outcome == GA_STEP_APPLIED && two.context.step_result().steps == result.steps &&
            two.context.window().state == GA_WINDOW_EMPTY && two.context.lr(two.group) == 1;
@@ -649,6 +606,46 @@ TEST(MicroBatchParts, AccumulatorAndException) {
   two.expect_stepped();
 }
 
+// What is ready takes no more contributions in this window.
+template <typename Params>
+void expect_ready(const char* what, const Params& params) {
+  SCOPED_TRACE(what);
+  Two two;
+  {
+    MicroBatch micro = two.context.micro_begin(-1);
+    two.contribute(micro);
+    two.context.params_ready(params);
+    for (const Param param : {two.pa, two.pb}) {
+      EXPECT_EQ(status_of([&] { micro.accumulate_part(param, two.da.data()); }),
+                GA_ERROR_INVALID_STATE);
+    }
+  }
+  two.context.step();
+  two.expect_stepped();
+}
+
+TEST(MicroBatchParts, ReadyParameters) {
+  const Param a{0}, b{1}, both[] = {a, b};
+  expect_ready("vector", std::vector<Param>{a, b});
+  expect_ready("std::array", std::array<Param, 2>{b, a});
+  expect_ready("array", both);
+  expect_ready("initializer list", std::initializer_list<Param>{a, b});
+#ifdef __cpp_lib_span
+  expect_ready("span", std::span<const Param>(both));
+#endif
+  Two two;
+  two.context.params_ready({});
+  two.context.params_ready({two.pa});
+  const Param unknown[] = {two.pb, Param{2}};
+  EXPECT_EQ(status_of([&] { two.context.params_ready(unknown); }), GA_ERROR_INVALID_ARGUMENT);
+  const std::vector<const float*> late = {two.da.data(), nullptr};
+  EXPECT_EQ(status_of([&] { two.context.accumulate(late); }), GA_ERROR_INVALID_STATE);
+  two.context.accumulate({nullptr, two.db.data()});
+  two.context.step();
+  EXPECT_EQ(two.a, Floats(2, 0));
+  EXPECT_EQ(two.b, Floats(1, -4));
+}
+
 TEST(MicroBatchParts, BatchNorm) {
   const float x[] = {1, 3}, dy[] = {1, 1};
   Floats y(2), dx(2, 9), gamma{2}, beta{0};
@@ -706,6 +703,117 @@ TEST(MicroBatchParts, BatchNormOverAWindow) {
   // The sums of dy and of dy times the normalised x are 2 and 0, so dx = (dy - 1 / 2) / sqrt(5).
   EXPECT_NEAR(dx[0], 0.2236068, 1e-5);
   EXPECT_NEAR(dx[1], -0.2236068, 1e-5);
+}
+
+// ---- Several ranks ------------------------------------------------------------------------------
+
+TEST(Cpp, ThreadsAsRanks) {
+  const gradaccum::Communicator::Id id = gradaccum::Communicator::unique_id();
+  Floats ended[2] = {{0, 0}, {0, 0}};
+  std::vector<std::thread> threads;
+  for (std::int32_t rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      gradaccum::Communicator comm = gradaccum::Communicator::local(id, rank, 2, 60);
+      gradaccum::Communicator moved = std::move(comm);
+      EXPECT_EQ(moved.rank(), rank);
+      EXPECT_EQ(moved.ranks(), 2);
+      Context context;
+      context.add_param(context.add_group(sgd()), "p", ended[rank].data(), {2});
+      context.set_communicator(moved);
+      const Floats g(2, rank == 0 ? 1.0f : 4.0f);
+      context.accumulate({g.data()}, rank == 0 ? 2 : 1);
+      EXPECT_EQ(context.step().weight, 3);
+      context.clear_communicator();
+    });
+  for (std::thread& t : threads) t.join();
+  EXPECT_EQ(ended[0], Floats(2, -2));
+  EXPECT_EQ(ended[1], ended[0]);
+}
+
+TEST(Cpp, ARankThatDoesNotCome) {
+  const auto id = gradaccum::Communicator::unique_id();
+  const auto comm = gradaccum::Communicator::local(id, 0, 2, 0.2);
+  Context context;
+  context.add_group(sgd());
+  try {
+    context.set_communicator(comm);
+    ADD_FAILURE();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.status(), GA_ERROR_COMMUNICATION);
+  }
+  comm.abort();
+  EXPECT_THROW(gradaccum::Communicator::local({1, 2}, 0, 1), std::invalid_argument);
+  EXPECT_THROW(gradaccum::Communicator::local(id, 0, 3), Error);
+  EXPECT_THROW(gradaccum::Communicator::mpi(0), Error);  // no module, or no MPI_Init
+}
+
+// What a rank has after two windows.
+struct Ended {
+  Floats large = Floats(70000, 1), small = Floats(3, 1), average = Floats(70000);
+  std::int64_t state_bytes = 0;
+};
+
+// Trains two parameters, the first of which ranks divide, in two micro-batches a window. Backward comes
+// to the second parameter first.
+void train(Ended& ended, const gradaccum::Communicator& comm, const ga_comm_options& options) {
+  Context context(one_thread());
+  const Group group = context.add_group(gradaccum::default_optimizer(GA_OPTIMIZER_ADAM));
+  const Param large = context.add_param(group, "large", ended.large.data(), {70000});
+  const Param small = context.add_param(group, "small", ended.small.data(), {3});
+  context.set_communicator(comm, options);
+  Floats gradient(70000);
+  for (int k = 0; k < 4; ++k) {
+    for (std::size_t j = 0; j < gradient.size(); ++j)
+      gradient[j] = static_cast<float>(static_cast<int>(j % 7) - 3 + k + comm.rank());
+    ga_micro_options micro_options = gradaccum::default_micro_options();
+    micro_options.flags = k % 2 == 1 ? GA_MICRO_LAST : 0;
+    MicroBatch micro = context.micro_begin(-1, 1 + comm.rank(), &micro_options);
+    for (const Param param : {small, large}) {
+      micro.accumulate_part(param, gradient.data());
+      if (k % 2 == 1) context.params_ready({param});
+    }
+    micro.end();
+    if (k % 2 == 0) continue;
+    if (options.overlap) {
+      EXPECT_EQ(status_of([&] { context.save_to_memory(); }), GA_ERROR_INVALID_STATE)
+          << "nothing is being exchanged";
+    }
+    EXPECT_EQ(context.step().outcome, GA_STEP_APPLIED);
+  }
+  ended.average = context.state_get<float>(large, "exp_avg");
+  ended.state_bytes = context.memory().optimizer_state;
+}
+
+std::array<Ended, 2> train_two_ranks(const ga_comm_options& options) {
+  const auto id = gradaccum::Communicator::unique_id();
+  std::array<Ended, 2> ended;
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      train(ended[rank], gradaccum::Communicator::local(id, static_cast<std::int32_t>(rank), 2, 60),
+            options);
+    });
+  for (std::thread& t : threads) t.join();
+  return ended;
+}
+
+TEST(Cpp, RanksThatShardAndOverlap) {
+  ga_comm_options options = gradaccum::default_comm_options();
+  const Ended plain = train_two_ranks(options)[0];
+  EXPECT_NE(plain.large, Ended().large);
+  options.shard = GA_SHARD_OPTIMIZER;
+  options.overlap = 1;
+  for (const Ended& ended : train_two_ranks(options)) {
+    EXPECT_EQ(ended.large, plain.large);
+    EXPECT_EQ(ended.small, plain.small);
+    EXPECT_EQ(ended.average, plain.average);
+    EXPECT_LT(ended.state_bytes, plain.state_bytes * 3 / 5);
+  }
+  options.adder = GA_COMM_ADDER_TRANSPORT;
+  const auto id = gradaccum::Communicator::unique_id();
+  const auto comm = gradaccum::Communicator::local(id, 0, 1);
+  Context context(one_thread());
+  EXPECT_EQ(status_of([&] { context.set_communicator(comm, options); }), GA_ERROR_UNSUPPORTED);
 }
 
 // ---- Context ------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ void expect_all_refused(ga_context* ctx) {
   const int32_t rows[] = {0};
   const ga_flat_entry entry = flat_entry("flat", 0, 2, shape, 0);
   const int64_t from = 0, steps = 4;
+  const ga_param ready = 1;
   const ga_optimizer o = plain_sgd();
   const ga_schedule s = schedule(GA_SCHEDULE_CONSTANT);
   const ga_clip c = clip(GA_CLIP_GLOBAL, 1);
@@ -159,6 +160,8 @@ void expect_all_refused(ga_context* ctx) {
       {"ga_accumulator_acquire", [&] { return ga_accumulator_acquire(ctx, 1, &accumulator); }},
       {"ga_accumulator_release", [&] { return ga_accumulator_release(ctx, 1); }},
       {"ga_micro_end", [&] { return ga_micro_end(ctx); }},
+      {"ga_params_ready", [&] { return ga_params_ready(ctx, &ready, 1); }},
+      {"ga_context_set_comm", [&] { return ga_context_set_comm(ctx, nullptr, nullptr); }},
       {"ga_window", [&] { return ga_window(ctx, &info); }},
       {"ga_step", [&] { return ga_step(ctx, &result); }},
       {"ga_step_result_get", [&] { return ga_step_result_get(ctx, 0, 1, &result); }},

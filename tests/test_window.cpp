@@ -118,6 +118,7 @@ class Stage {
     const void* list[] = {gradient.data(), &other[0], &other[1]};
     return ga_accumulate(ctx, list, 3, 1, nullptr);
   }
+  ga_status ready(ga_param id) { return ga_params_ready(ctx, &id, 1); }
 
   Unreliable threads;
   Block big;
@@ -167,6 +168,10 @@ std::vector<Call> calls() {
        {s, s, s, s, o, s, s, s}},
       {"ga_micro_end", [](S t) { return ga_micro_end(t.ctx); }, {s, s, s, o, s, o, s, s}},
       {"ga_micro_abort", [](S t) { return ga_micro_abort(t.ctx); }, {s, s, s, o, s, s, s, s}},
+      {"ga_params_ready", [](S t) { return t.ready(0); }, {o, o, o, o, o, o, o, s}},
+      {"ga_params_ready, of the acquired",
+       [](S t) { return t.ready(1); },
+       {o, o, o, o, s, o, o, s}},
       {"ga_prepare", [](S t) { return ga_prepare(t.ctx); }, {o, o, o, o, o, o, o, o}},
       {"ga_group_set_optimizer",
        [](S t) {

@@ -5,7 +5,7 @@
 //   mpirun -n 2 workers --out FOLDER --micro-batches 4     writes the curve of one run
 //   workers --out FOLDER --compare                         compares the curves in the folder
 //
-// `examples/run workers` does all of that.
+// `examples/run workers` does all of that. With --shard, each worker keeps only a part of Adam's state.
 // SPDX-License-Identifier: Apache-2.0
 #include <mpi.h>
 
@@ -34,7 +34,7 @@ constexpr std::int64_t kTestSamples = 2000;  // over so many samples
 struct Options {
   std::string data, out = ".";
   std::int64_t micro_batches = 1, steps = 500;
-  bool compare = false;
+  bool shard = false, compare = false;
 };
 
 void check(ga_status status) {
@@ -132,7 +132,10 @@ void train(const Options& options) {
   config.mpi_comm = MPI_Comm_c2f(MPI_COMM_WORLD);
   ga_comm* comm = nullptr;
   check(ga_comm_create(&config, &comm));
-  check(ga_context_set_comm(ctx, comm, nullptr));
+  ga_comm_options comm_options;
+  check(ga_comm_options_init(&comm_options, sizeof comm_options));
+  comm_options.shard = options.shard ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+  check(ga_context_set_comm(ctx, comm, &comm_options));
 
   std::ofstream csv;
   if (rank == 0) csv.open(options.out + "/" + curve_name(ranks, options.micro_batches) + ".csv");
@@ -234,6 +237,8 @@ int main(int argc, char** argv) {
   app.add_option("--steps", options.steps, "Steps")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
+  app.add_flag("--shard", options.shard,
+               "Keep only a part of the optimizer's state on each worker");
   app.add_flag("--compare", options.compare,
                "Compare the curves of 1 and 2 workers, whole and in 4");
   CLI11_PARSE(app, argc, argv);

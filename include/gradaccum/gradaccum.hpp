@@ -895,6 +895,22 @@ class Context {
     return MicroBatch(get());
   }
 
+  // params: a vector, an array, a span, ... of Param. A micro-batch may be open.
+  template <typename Params, typename = decltype(std::data(std::declval<const Params&>()))>
+  void params_ready(const Params& params) {
+    params_ready(std::data(params), std::size(params));
+  }
+  void params_ready(std::initializer_list<Param> params) {
+    params_ready(params.begin(), params.size());
+  }
+  // An array of Param may not be read as an array of ga_param, so the ids are first copied, into an
+  // array of this object that is used again.
+  void params_ready(const Param* params, std::size_t count) {
+    ready_.clear();
+    for (std::size_t k = 0; k < count; ++k) ready_.push_back(id(params[k]));
+    check(ga_params_ready(get(), ready_.data(), count));
+  }
+
   // -- Step
 
   ga_window_info window() const {
@@ -1008,6 +1024,7 @@ class Context {
 
   std::unique_ptr<ga_context, Destroy> context_;
   std::vector<const void*> gradients_;  // see accumulate()
+  std::vector<ga_param> ready_;         // see params_ready()
 };
 
 }  // namespace gradaccum

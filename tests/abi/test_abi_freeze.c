@@ -247,7 +247,7 @@ FIELD(ga_memory, rows, 56, 8, 56, 8);
 FIELD(ga_memory, batch_norm, 64, 8, 64, 8);
 FIELD(ga_memory, resident, 72, 8, 72, 8);
 
-SIZE(ga_comm_table, 56, 28);
+SIZE(ga_comm_table, 80, 44);
 FIELD(ga_comm_table, struct_size, 0, 8, 0, 4);
 FIELD(ga_comm_table, user, 8, 8, 4, 4);
 FIELD(ga_comm_table, all_to_all, 16, 8, 8, 4);
@@ -255,6 +255,10 @@ FIELD(ga_comm_table, all_gather, 24, 8, 12, 4);
 FIELD(ga_comm_table, broadcast, 32, 8, 16, 4);
 FIELD(ga_comm_table, abort, 40, 8, 20, 4);
 FIELD(ga_comm_table, error_text, 48, 8, 24, 4);
+FIELD(ga_comm_table, all_reduce, 56, 8, 28, 4);
+FIELD(ga_comm_table, reduce_scatter, 64, 8, 32, 4);
+FIELD(ga_comm_table, any_thread, 72, 4, 36, 4);
+FIELD(ga_comm_table, reserved, 76, 4, 40, 4);
 
 SIZE(ga_comm_config, 48, 40);
 FIELD(ga_comm_config, struct_size, 0, 8, 0, 4);
@@ -266,11 +270,15 @@ FIELD(ga_comm_config, timeout, 24, 8, 24, 8);
 FIELD(ga_comm_config, id, 32, 8, 32, 4);
 FIELD(ga_comm_config, table, 40, 8, 36, 4);
 
-SIZE(ga_comm_options, 24, 24);
+SIZE(ga_comm_options, 40, 40);
 FIELD(ga_comm_options, struct_size, 0, 8, 0, 4);
 FIELD(ga_comm_options, wire, 8, 4, 4, 4);
 FIELD(ga_comm_options, hand_out, 12, 4, 8, 4);
 FIELD(ga_comm_options, check_every, 16, 8, 16, 8);
+FIELD(ga_comm_options, shard, 24, 4, 24, 4);
+FIELD(ga_comm_options, adder, 28, 4, 28, 4);
+FIELD(ga_comm_options, overlap, 32, 4, 32, 4);
+FIELD(ga_comm_options, reserved, 36, 4, 36, 4);
 
 SIZE(ga_build, 48, 36);
 FIELD(ga_build, struct_size, 0, 8, 0, 4);
@@ -403,6 +411,12 @@ VALUE(GA_COMM_TABLE, 2);
 VALUE(GA_COMM_ID_SIZE, 128);
 VALUE(GA_COMM_WIRE_EXACT, 0);
 VALUE(GA_COMM_WIRE_BF16, 1);
+VALUE(GA_COMM_SUM, 0);
+VALUE(GA_COMM_MAX, 1);
+VALUE(GA_COMM_ADDER_LIBRARY, 0);
+VALUE(GA_COMM_ADDER_TRANSPORT, 1);
+VALUE(GA_SHARD_NONE, 0);
+VALUE(GA_SHARD_OPTIMIZER, 1);
 
 VALUE(GA_NO_TRANSPOSE, 0);
 VALUE(GA_TRANSPOSE, 1);
@@ -625,6 +639,7 @@ FUNCTION(ga_comm_abort, ga_status (*)(ga_comm*));
 FUNCTION(ga_comm_destroy, void (*)(ga_comm*));
 FUNCTION(ga_comm_options_init, ga_status (*)(ga_comm_options*, size_t));
 FUNCTION(ga_context_set_comm, ga_status (*)(ga_context*, ga_comm*, const ga_comm_options*));
+FUNCTION(ga_params_ready, ga_status (*)(ga_context*, const ga_param*, size_t));
 
 /* Callback types. */
 _Static_assert(_Generic((ga_task)0, void (*)(void*, int64_t) : 1, default : 0), "ga_task");

@@ -151,12 +151,37 @@ namespace GradAccum {
     }
 
     /// <summary>
-    /// Every so many windows, <see cref="Context.Step"/> compares parameters and state over the ranks; default 0:
-    /// never.
+    /// Every so many windows, <see cref="Context.Step"/> compares parameters, and state that every rank has, over
+    /// the ranks; default 0: never.
     /// </summary>
     public long CheckEvery {
       get { return Native.check_every; }
       set { Native.check_every = value; }
+    }
+
+    /// <summary>
+    /// What each rank keeps of optimizer state, master weights and moving averages; default
+    /// <see cref="GradAccum.Shard.None"/>. It is chosen before the library makes its arrays, and holds until the
+    /// context is disposed of.
+    /// </summary>
+    public Shard Shard {
+      get { return (Shard)Native.shard; }
+      set { Native.shard = (int)value; }
+    }
+
+    /// <summary>Who adds gradients up; default <see cref="GradAccum.Adder.Library"/>.</summary>
+    public Adder Adder {
+      get { return (Adder)Native.adder; }
+      set { Native.adder = (int)value; }
+    }
+
+    /// <summary>
+    /// Whether <see cref="Context.Ready"/> has gradients exchanged while backward goes on, by a thread of the
+    /// library; every window exchanges all parameters then; default false.
+    /// </summary>
+    public bool Overlap {
+      get { return Native.overlap != 0; }
+      set { Native.overlap = value ? 1 : 0; }
     }
   }
 }

@@ -292,6 +292,20 @@ namespace GradAccum {
     }
 
     /// <summary>
+    /// Tells that nothing more comes to these parameters in this window: contributions to them are refused until
+    /// it has ended. With <see cref="CommunicatorOptions.Overlap"/> their gradients are exchanged by a thread of
+    /// the library, as soon as the last micro-batch has begun, while the program goes on; <see cref="Step"/>
+    /// exchanges what is left, with the same bits. Ranks need not call it alike.
+    /// </summary>
+    /// <param name="parameters">Any number of the context's parameters.</param>
+    public void Ready(params Param[] parameters) {
+      if (parameters == null) throw new ArgumentNullException("parameters");
+      IntPtr[] ids = new IntPtr[parameters.Length];
+      for (int i = 0; i < ids.Length; ++i) ids[i] = (IntPtr)Id(parameters[i]);
+      using (Call call = Begin()) Raw.ga_params_ready(call.Context, ids);
+    }
+
+    /// <summary>
     /// Ends the window: averages, checks and clips its gradient, and updates parameters and state in place.
     /// An empty window is legal and skipped.
     /// </summary>
@@ -545,8 +559,9 @@ namespace GradAccum {
     /// <summary>
     /// Makes the context one of the communicator's ranks. Every rank calls it, between windows, with the same
     /// groups, parameters and options; the first difference is named in an exception. From then on every rank
-    /// calls <see cref="Step"/>, <see cref="Discard"/> and what saves and loads in the same order;
-    /// docs/devices.md has the rest.
+    /// calls <see cref="Step"/>, <see cref="Discard"/> and what saves and loads in the same order; with
+    /// <see cref="Shard.Optimizer"/> also what reads and writes state and moving averages. docs/devices.md has the
+    /// rest.
     /// </summary>
     /// <param name="communicator">The communicator; null: the context is alone again.</param>
     /// <param name="options">May be null.</param>
@@ -562,7 +577,10 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>Exchanges parameters and moving averages, or takes that back. Between windows.</summary>
+    /// <summary>
+    /// Exchanges parameters and moving averages, or takes that back. Between windows; with
+    /// <see cref="Shard.Optimizer"/>, on every rank.
+    /// </summary>
     /// <param name="on">true: exchanges; false: takes it back, to the last bit.</param>
     public void SwapEma(bool on) {
       using (Call call = Begin()) {
@@ -571,7 +589,10 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>Exchanges parameters and moving averages for a scope.</summary>
+    /// <summary>
+    /// Exchanges parameters and moving averages for a scope, whose ends are both on every rank with
+    /// <see cref="Shard.Optimizer"/>.
+    /// </summary>
     /// <returns>What takes that back when it is disposed of.</returns>
     public EmaScope SwapEma() {
       SwapEma(true);

@@ -223,6 +223,27 @@ namespace GradAccum {
     BF16 = Raw.GA_COMM_WIRE_BF16
   }
 
+  /// <summary>What each rank keeps of optimizer state, master weights and moving averages.</summary>
+  public enum Shard {
+    /// <summary>All of it.</summary>
+    None = Raw.GA_SHARD_NONE,
+    /// <summary>
+    /// A part of about one in as many as there are ranks: the rank updates that part of the parameters and gets
+    /// the others' (ZeRO-1). <see cref="Param.GetState{T}(string)"/>, <see cref="Param.SetState"/>,
+    /// <see cref="Param.CopyEmaTo(Tensor)"/> and <see cref="Context.SwapEma(bool)"/> are then called by every rank
+    /// in the same order.
+    /// </summary>
+    Optimizer = Raw.GA_SHARD_OPTIMIZER
+  }
+
+  /// <summary>Who adds gradients up over the ranks.</summary>
+  public enum Adder {
+    /// <summary>The library, in the order of the ranks, with the same bits on every transport.</summary>
+    Library = Raw.GA_COMM_ADDER_LIBRARY,
+    /// <summary>MPI, in its own order. Local ranks have no such transport.</summary>
+    Transport = Raw.GA_COMM_ADDER_TRANSPORT
+  }
+
   /// <summary>Whether a matrix is used as stored or transposed.</summary>
   public enum Transpose {
     /// <summary>As stored.</summary>

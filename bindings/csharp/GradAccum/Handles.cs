@@ -228,7 +228,10 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>Writes the moving average of the parameter; before the first step, the parameter itself.</summary>
+    /// <summary>
+    /// Writes the moving average of the parameter; before the first step, the parameter itself. With
+    /// <see cref="Shard.Optimizer"/>, on every rank.
+    /// </summary>
     /// <param name="destination">Room for all elements, of any floating-point dtype.</param>
     public void CopyEmaTo(Tensor destination) {
       using (Call call = Context.Begin()) {
@@ -258,7 +261,10 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>Reads an array that the library keeps, in the memory of the host. Between windows.</summary>
+    /// <summary>
+    /// Reads an array that the library keeps, in the memory of the host. Between windows; with
+    /// <see cref="Shard.Optimizer"/>, on every rank.
+    /// </summary>
     /// <typeparam name="T">The type of its elements; ushort for the two dtypes of 16 bits.</typeparam>
     /// <param name="name">Its name, such as exp_avg.</param>
     /// <returns>A copy.</returns>
@@ -278,7 +284,9 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>Writes an array that the library keeps. Between windows.</summary>
+    /// <summary>
+    /// Writes an array that the library keeps. Between windows; with <see cref="Shard.Optimizer"/>, on every rank.
+    /// </summary>
     /// <param name="name">Its name.</param>
     /// <param name="values">Its elements, of its dtype, in the memory of the host.</param>
     public unsafe void SetState(string name, Tensor values) {

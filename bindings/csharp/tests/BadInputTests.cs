@@ -186,6 +186,7 @@ namespace GradAccum.Tests {
         using (MicroBatch micro = context.BeginMicroBatch()) {
           Expect.Fails(Status.InvalidArgument, () => micro.Accumulate(other.FindParam("w"), new float[4]), "another context");
         }
+        Expect.Fails(Status.InvalidArgument, () => context.Ready(gone, other.FindParam("w")), "another context");
         gone.Remove();
         foreach (Action use in new Action[] {() => gone.Remove(), () => { ParamInfo info = gone.Info; },
                                              () => gone.Bind(new float[4]), () => gone.SetFrozen(true),

@@ -24,7 +24,7 @@ namespace GradAccum.Tests {
                  () => { Window window = context.Window; }, () => context.AddGroup(new Optimizer(OptimizerKind.Sgd)),
                  () => context.Save("nowhere"), () => group.SetLr(1), () => { double lr = group.Lr; },
                  () => { ParamInfo info = param.Info; }, () => param.Bind(new float[4]), () => context.BeginMicroBatch(),
-                 () => micro.End(), () => micro.Accumulate(param, new float[4]),
+                 () => micro.End(), () => micro.Accumulate(param, new float[4]), () => context.Ready(param),
                  () => accumulator.Write<float>(elements => {}), () => context.Accumulate(new ReadOnlySpan<float>(new float[4]))
                }) {
         Expect.Throws<ObjectDisposedException>(use, "Context");

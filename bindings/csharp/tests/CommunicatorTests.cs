@@ -77,6 +77,97 @@ namespace GradAccum.Tests {
       });
     }
 
+    /// <summary>What a rank has after two windows.</summary>
+    private sealed class Ended {
+      internal readonly float[] Large = Fill(70000, 1);
+      internal readonly float[] Small = Fill(3, 1);
+      internal float[] Average;
+      internal long StateBytes;
+    }
+
+    private static float[] Fill(int count, float value) {
+      float[] values = new float[count];
+      for (int i = 0; i < count; ++i) values[i] = value;
+      return values;
+    }
+
+    /// <summary>
+    /// Trains two parameters, the first of which ranks divide, in two micro-batches a window. Backward comes to the
+    /// second parameter first.
+    /// </summary>
+    private static void TrainInParts(Ended ended, int rank, Communicator comm, CommunicatorOptions options) {
+      using (Context context = new Context()) {
+        Group group = context.AddGroup(new Optimizer(OptimizerKind.Adam));
+        Param large = context.AddParam(group, "large", ended.Large, ended.Large.Length);
+        Param small = context.AddParam(group, "small", ended.Small, ended.Small.Length);
+        context.SetCommunicator(comm, options);
+        float[] gradient = new float[ended.Large.Length], few = new float[3];
+        for (int k = 0; k < 4; ++k) {
+          for (int j = 0; j < gradient.Length; ++j) gradient[j] = j % 7 - 3 + k + rank;
+          Array.Copy(gradient, few, few.Length);
+          bool last = k % 2 == 1;
+          using (MicroBatch micro = context.BeginMicroBatch(1 + rank, -1, 0, last)) {
+            micro.Accumulate(small, few);
+            if (last) context.Ready(small);
+            micro.Accumulate(large, gradient);
+            if (last) {
+              context.Ready(small, large);
+              Expect.Fails(Status.InvalidState, () => micro.Accumulate(large, gradient), "\"large\"");
+            }
+            micro.End();
+          }
+          if (!last) continue;
+          if (options.Overlap) Expect.Fails(Status.InvalidState, () => context.SaveToMemory(), "being exchanged");
+          Expect.Equal(StepOutcome.Applied, context.Step().Outcome, "Outcome");
+        }
+        ended.Average = large.GetState<float>("exp_avg");
+        ended.StateBytes = context.Memory.OptimizerState;
+      }
+    }
+
+    public void RanksThatShardAndOverlap() {
+      Ended[] plain = {new Ended(), new Ended()}, divided = {new Ended(), new Ended()};
+      OnTwoRanks((rank, comm) => TrainInParts(plain[rank], rank, comm, new CommunicatorOptions()));
+      Expect.True(plain[0].Large[0] != 1, "the parameters have moved");
+      OnTwoRanks((rank, comm) => {
+        CommunicatorOptions options = new CommunicatorOptions {Shard = Shard.Optimizer, Overlap = true};
+        Expect.True(options.Shard == Shard.Optimizer && options.Overlap && options.Adder == Adder.Library, "options");
+        TrainInParts(divided[rank], rank, comm, options);
+      });
+      foreach (Ended ended in divided) {
+        Expect.Same(plain[0].Large, ended.Large, "large");
+        Expect.Same(plain[0].Small, ended.Small, "small");
+        Expect.Same(plain[0].Average, ended.Average, "exp_avg");
+        Expect.True(ended.StateBytes < plain[0].StateBytes * 3 / 5, ended.StateBytes + " bytes of state");
+      }
+    }
+
+    public void LocalRanksDoNotAdd() {
+      using (Communicator comm = Communicator.Local(Communicator.NewId(), 0, 1))
+      using (Context context = WithOne(new float[1])) {
+        CommunicatorOptions options = new CommunicatorOptions {Adder = Adder.Transport};
+        Expect.Equal(Adder.Transport, options.Adder, "Adder");
+        Expect.Fails(Status.Unsupported, () => context.SetCommunicator(comm, options), "adder");
+      }
+    }
+
+    public void WhatIsReadyTakesNoMoreGradients() {
+      float[] values = {1};
+      using (Context context = WithOne(values)) {
+        Param param = context.FindParam("p");
+        context.Ready();
+        context.Accumulate(new float[] {2});
+        context.Ready(param);
+        Expect.Fails(Status.InvalidState, () => context.Accumulate(new float[] {2}), "\"p\"");
+        context.Step();
+        context.Accumulate(new float[] {2});
+        context.Step();
+        Expect.Equal(-3f, values[0], "p");
+        Expect.Throws<ArgumentNullException>(() => context.Ready(param, null), "param");
+        Expect.Throws<ArgumentNullException>(() => context.Ready(null), "parameters");
+      }
+    }
+
     public void ARankThatDoesNotCome() {
       using (Communicator comm = Communicator.Local(Communicator.NewId(), 0, 2, 0.2))
       using (Context context = WithOne(new float[1])) {

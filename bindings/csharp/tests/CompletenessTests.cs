@@ -107,8 +107,9 @@ namespace GradAccum.Tests {
       int enumerators = 0;
       foreach (Match list in Regex.Matches(header, @"\benum \{(.*?)\}", RegexOptions.Singleline)) {
         foreach (Match match in Regex.Matches(list.Groups[1].Value, @"\b(GA_\w+) = (\d+)")) {
-          ++enumerators;
           string name = match.Groups[1].Value;
+          if (name == "GA_COMM_SUM" || name == "GA_COMM_MAX") continue;  // only functions of a ga_comm_table take them
+          ++enumerators;
           Expect.True(used.Contains(name), "the facade does not have " + name);
           object value = typeof(Raw).GetField(name).GetRawConstantValue();
           Expect.Equal(int.Parse(match.Groups[2].Value), (int)value, name);

@@ -57,6 +57,94 @@ def test_two_threads_are_two_ranks() -> None:
     assert ended == [array("f", [-4, -8])] * 2
 
 
+class Ended:
+    """What a rank has after two windows."""
+
+    def __init__(self) -> None:
+        self.large = np.ones(70000, np.float32)
+        self.small = np.ones(3, np.float32)
+        self.average = np.ones(70000, np.float32)
+        self.state_bytes = 0
+
+
+def train_in_parts(options: ga.CommunicatorOptions) -> list[Ended]:
+    """Trains two parameters, the first of which ranks divide, in two micro-batches a window.
+
+    Backward comes to the second parameter first.
+    """
+    ended = [Ended(), Ended()]
+
+    def train(rank: int, comm: ga.Communicator) -> None:
+        mine = ended[rank]
+        with ga.Context() as c:
+            group = c.add_group(ga.Optimizer(ga.OptimizerKind.ADAM))
+            large = c.add_param(group, "large", mine.large)
+            small = c.add_param(group, "small", mine.small)
+            c.set_communicator(comm, options)
+            for k in range(4):
+                gradient = (np.arange(70000) % 7 - 3 + k + rank).astype(np.float32)
+                last = k % 2 == 1
+                flags = ga.MicroFlags.LAST if last else ga.MicroFlags.NONE
+                with c.micro_batch(1 + rank, options=ga.MicroOptions(flags=flags)) as micro:
+                    micro.accumulate(small, gradient[:3])
+                    if last:
+                        c.ready(small)
+                    micro.accumulate(large, gradient)
+                    if last:
+                        c.ready(small, large)
+                        with pytest.raises(ga.Error, match='"large"'):
+                            micro.accumulate(large, gradient)
+                if last and options.overlap:
+                    with pytest.raises(ga.Error, match="being exchanged"):
+                        c.save_bytes()
+                if last:
+                    assert c.step().applied
+            large.get_state("exp_avg", mine.average)
+            mine.state_bytes = c.memory.optimizer_state
+
+    on_ranks(2, train)
+    return ended
+
+
+def test_ranks_that_shard_and_overlap() -> None:
+    plain = train_in_parts(ga.CommunicatorOptions())[0]
+    assert plain.large[0] != 1
+    for ended in train_in_parts(ga.CommunicatorOptions(shard=ga.CommShard.OPTIMIZER, overlap=True)):
+        np.testing.assert_array_equal(ended.large, plain.large)
+        np.testing.assert_array_equal(ended.small, plain.small)
+        np.testing.assert_array_equal(ended.average, plain.average)
+        assert ended.state_bytes < plain.state_bytes * 3 / 5
+
+
+def test_local_ranks_do_not_add() -> None:
+    options = ga.CommunicatorOptions(adder=ga.CommAdder.TRANSPORT)
+    with (
+        ga.Communicator.local(ga.Communicator.new_id(), 0, 1) as comm,
+        context(array("f", [0])) as c,
+        pytest.raises(ga.Error, match="adder") as caught,
+    ):
+        c.set_communicator(comm, options)
+    assert caught.value.status is ga.Status.UNSUPPORTED
+
+
+def test_what_is_ready_takes_no_more_gradients() -> None:
+    p, two = array("f", [1]), array("f", [2])
+    with context(p) as c, context(array("f", [0])) as other:
+        c.ready()
+        c.accumulate([two])
+        with pytest.raises(ValueError, match="another context"):
+            c.ready(*c.params, *other.params)
+        c.accumulate([two])
+        c.ready(*c.params)
+        with pytest.raises(ga.Error, match='"p"') as caught:
+            c.accumulate([two])
+        assert caught.value.status is ga.Status.INVALID_STATE
+        c.step()
+        c.accumulate([two])
+        c.step()
+    assert p[0] == -3
+
+
 def test_batch_normalisation_over_the_window_of_all_ranks() -> None:
     """Rank 1 has no data, and normalises nothing."""
     x = np.random.default_rng(5).standard_normal((6, 3)).astype(np.float32)

@@ -102,9 +102,11 @@ def test_every_enumerator_is_there() -> None:
         "ClipWhen": "CLIP_WHEN_", "EmaKind": "EMA_", "Master": "MASTER_", "Rounding": "ROUND_",
         "Rows": "ROWS_", "StateParts": "STATE_", "Settings": "SETTINGS_", "BnMode": "BN_",
         "BnLayout": "BN_", "BnSpread": "BN_", "CommKind": "COMM_", "CommWire": "COMM_WIRE_",
+        "CommShard": "SHARD_", "CommAdder": "COMM_ADDER_",
     }  # fmt: skip
     have = {"GA_OK": 0, "GA_NO_TRANSPOSE": 0, "GA_TRANSPOSE": 1}  # success; the strides of a matrix
     have["GA_COMM_ID_SIZE"] = len(ga.Communicator.new_id())
+    have.update({"GA_COMM_SUM": 0, "GA_COMM_MAX": 1})  # only functions of a ga_comm_table take them
     for name, prefix in prefixes.items():
         members = getattr(enums, name).__members__
         have.update({f"GA_{prefix}{member}": int(value) for member, value in members.items()})

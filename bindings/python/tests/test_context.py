@@ -26,6 +26,7 @@ def test_a_closed_context_refuses_everything(net: Net) -> None:
     for call in (
         net.context.step, net.context.discard, net.params[0].changed, lambda: net.group.lr,
         lambda: net.context.accumulate([None, None]), lambda: net.context.window,
+        lambda: net.context.ready(net.params[0]),
     ):  # fmt: skip
         with pytest.raises(ga.Error, match="closed") as error:
             call()

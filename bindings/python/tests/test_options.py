@@ -13,7 +13,7 @@ from gradaccum.options import _Struct
 STRUCTS: list[Any] = [
     ga.Config(), ga.Optimizer(ga.OptimizerKind.ADAM), ga.Schedule(ga.ScheduleKind.STEP), ga.Clip(),
     ga.LossScaler(), ga.Ema(), ga.ParamOptions(), ga.MicroOptions(), ga.BatchNormOptions(),
-    ga.StateOptions(),
+    ga.StateOptions(), ga.CommunicatorOptions(),
 ]  # fmt: skip
 
 

@@ -36,9 +36,10 @@ from .context import (
     Accumulator, BatchNorm, Context, FlatEntry, Group, MicroBatch, Param,
 )  # fmt: skip
 from .enums import (
-    Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, BnSpread, ClipScope, ClipWhen, CommKind, CommWire, Device, Dtype,
-    EmaKind, Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing, Nonfinite, OptimizerKind,
-    Reduce, Rounding, Rows, ScheduleKind, Settings, StateParts, Status, StepOutcome, WindowState,
+    Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, BnSpread, ClipScope, ClipWhen, CommAdder, CommKind,
+    CommShard, CommWire, Device, Dtype, EmaKind, Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing,
+    Nonfinite, OptimizerKind, Reduce, Rounding, Rows, ScheduleKind, Settings, StateParts, Status, StepOutcome,
+    WindowState,
 )  # fmt: skip
 from .errors import Error
 from .options import (
@@ -50,7 +51,7 @@ from .tensor import SupportsBuffer, SupportsDLPack, Tensor, TensorLike
 __all__ = [
     "Accumulation", "Accumulator", "AdjustLr", "AgcUnits", "BatchNorm", "BatchNormInfo",
     "BatchNormOptions", "BnLayout", "BnMode", "BnSpread", "Build", "Clip", "ClipScope", "ClipWhen",
-    "CommKind", "CommWire", "Communicator", "CommunicatorOptions",
+    "CommAdder", "CommKind", "CommShard", "CommWire", "Communicator", "CommunicatorOptions",
     "Config", "Context", "Device", "Dtype", "Ema", "EmaKind", "Error", "FlatEntry", "Flavor",
     "GradientKind", "GradientLife", "Group", "LossScaler", "Master", "Memory", "MicroBatch", "MicroFlags",
     "MicroOptions", "Missing", "Nonfinite", "Optimizer", "OptimizerKind", "Param", "ParamInfo",

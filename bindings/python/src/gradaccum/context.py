@@ -368,6 +368,16 @@ class Context:
         """
         return MicroBatch(self, weight, index, options)
 
+    def ready(self, *params: Param) -> None:
+        """Tells that nothing more comes to these parameters in this window.
+
+        Contributions to them are refused until it has ended. With ``CommunicatorOptions.overlap`` their gradients
+        are exchanged by a thread of the library, as soon as the last micro-batch has begun, while the program goes
+        on; step() exchanges what is left, with the same bits. Ranks need not call it alike.
+        """
+        with self._guard as c:
+            _raw.ga_params_ready(c, [self._own(param) for param in params])
+
     def step(self) -> StepResult:
         """Ends the window: averages, checks and clips its gradient, and updates the parameters."""
         with self._guard as c:
@@ -471,7 +481,8 @@ class Context:
 
         Every rank calls it, between windows, with the same groups, parameters and options; the first difference
         is named in an ``Error``. From then on every rank calls ``step()``, ``discard()`` and what saves and loads
-        in the same order; docs/devices.md has the rest.
+        in the same order; with ``CommShard.OPTIMIZER`` also what reads and writes state and moving averages.
+        docs/devices.md has the rest.
         """
         struct = None if options is None else options._write()
         with self._guard as c:
@@ -485,13 +496,19 @@ class Context:
                 communicator._exit()
 
     def swap_ema(self, on: bool) -> None:
-        """Exchanges parameters and their moving averages, or takes that back."""
+        """Exchanges parameters and their moving averages, or takes that back.
+
+        With ``CommShard.OPTIMIZER``, on every rank.
+        """
         with self._guard as c:
             _raw.ga_ema_swap(c, int(on))
 
     @contextlib.contextmanager
     def ema_swapped(self) -> Iterator[None]:
-        """Within it, the parameters are their moving averages: ``with context.ema_swapped():``."""
+        """Within it, the parameters are their moving averages: ``with context.ema_swapped():``.
+
+        With ``CommShard.OPTIMIZER``, every rank enters and leaves it.
+        """
         self.swap_ema(True)
         try:
             yield
@@ -790,7 +807,10 @@ class Param:
             )  # fmt: skip
 
     def ema(self, out: TensorLike | None = None) -> Tensor | TensorLike:
-        """Writes the moving average of the parameter to out, of any dtype; default a new tensor."""
+        """Writes the moving average of the parameter to out, of any dtype; default a new tensor.
+
+        With ``CommShard.OPTIMIZER``, on every rank.
+        """
         context = self.context
         with context._guard as c:
             if out is None:
@@ -828,7 +848,10 @@ class Param:
         raise KeyError(f'parameter "{self.name}" has no state "{name}", but {names}')
 
     def get_state(self, name: str, out: TensorLike | None = None) -> Tensor | TensorLike:
-        """Reads an array of state into out, in the host's memory; default a new tensor."""
+        """Reads an array of state into out, in the host's memory; default a new tensor.
+
+        With ``CommShard.OPTIMIZER``, on every rank.
+        """
         with self.context._guard as c:
             info, shape = self._state(c, name)
             if out is None:
@@ -838,7 +861,10 @@ class Param:
             return out
 
     def set_state(self, name: str, data: TensorLike) -> None:
-        """Writes an array of state whole. "step" must be written last."""
+        """Writes an array of state whole. "step" must be written last.
+
+        With ``CommShard.OPTIMIZER``, on every rank.
+        """
         with self.context._guard as c:
             info, shape = self._state(c, name)
             loan = HOST.borrow(data, f'state "{name}"', info.dtype, shape)

@@ -402,3 +402,23 @@ class CommWire(IntEnum):
     """Gradients as the accumulators have them."""
     BF16 = 1
     """Gradients of f32 rounded to bf16; they are added in f32."""
+
+
+class CommShard(IntEnum):
+    """What each rank keeps of optimizer state, master weights and moving averages."""
+
+    NONE = 0
+    """All of it."""
+    OPTIMIZER = 1
+    """A part of about one in as many as there are ranks: the rank updates that part of the parameters and gets
+    the others' (ZeRO-1). ``Param.get_state()``, ``Param.set_state()``, ``Param.ema()`` and
+    ``Context.swap_ema()`` are then called by every rank in the same order."""
+
+
+class CommAdder(IntEnum):
+    """Who adds gradients up over the ranks."""
+
+    LIBRARY = 0
+    """The library, in the order of the ranks, with the same bits on every transport."""
+    TRANSPORT = 1
+    """MPI, in its own order. Local ranks have no such transport."""

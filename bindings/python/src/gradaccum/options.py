@@ -8,9 +8,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from . import _raw
 from .enums import (
-    Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, ClipScope, ClipWhen, CommWire, Device, Dtype, EmaKind,
-    Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing, Nonfinite, OptimizerKind, Reduce,
-    Rounding, Rows, ScheduleKind, Settings, StateParts, StepOutcome, WindowState,
+    Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, ClipScope, ClipWhen, CommAdder, CommShard, CommWire,
+    Device, Dtype, EmaKind, Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing, Nonfinite,
+    OptimizerKind, Reduce, Rounding, Rows, ScheduleKind, Settings, StateParts, StepOutcome, WindowState,
 )  # fmt: skip
 
 # In place of a field's value: the library's default, which the constructor puts there.
@@ -333,14 +333,25 @@ class CommunicatorOptions(_Struct):
     """What ranks exchange and check, for ``Context.set_communicator()``."""
 
     _raw = "ga_comm_options"
-    _types = {"wire": CommWire, "hand_out": bool}
+    _types = {
+        "wire": CommWire, "hand_out": bool, "shard": CommShard, "adder": CommAdder, "overlap": bool,
+    }  # fmt: skip
 
     wire: CommWire = _DEFAULT
     """What travels from rank to rank; default ``CommWire.EXACT``."""
     hand_out: bool = _DEFAULT
     """Whether rank 0's parameters and state become those of every rank; default: they must agree already."""
     check_every: int = _DEFAULT
-    """Every so many windows, ``step()`` compares parameters and state over the ranks; default 0: never."""
+    """Every so many windows, ``step()`` compares parameters, and state that every rank has, over the ranks;
+    default 0: never."""
+    shard: CommShard = _DEFAULT
+    """What each rank keeps of optimizer state, master weights and moving averages; default ``CommShard.NONE``.
+    It is chosen before the library makes its arrays, and holds until the context is closed."""
+    adder: CommAdder = _DEFAULT
+    """Who adds gradients up; default ``CommAdder.LIBRARY``."""
+    overlap: bool = _DEFAULT
+    """Whether ``Context.ready()`` has gradients exchanged while backward goes on, by a thread of the library;
+    every window exchanges all parameters then; default False."""
 
 
 @dataclass(frozen=True, kw_only=True)

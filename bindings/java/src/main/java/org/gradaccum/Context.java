@@ -610,6 +610,42 @@ public final class Context implements AutoCloseable {
   }
 
   /**
+   * Tells that nothing more comes to these parameters in this window: contributions to them are
+   * refused until it has ended. With {@link CommunicatorOptions#overlap} their gradients are
+   * exchanged by a thread of the library, as soon as the last micro-batch has begun, while the
+   * program goes on; {@link #step} exchanges what is left, with the same bits. Ranks need not call
+   * it alike.
+   *
+   * @param params any number of the context's parameters
+   * @throws GradAccumException {@link Status#INVALID_STATE}: the window is invalid, or the
+   *     accumulator of one is acquired
+   */
+  public void ready(Param... params) {
+    ready(List.of(params));
+  }
+
+  /**
+   * Tells that nothing more comes to these parameters in this window, as {@link #ready(Param...)}
+   * does.
+   *
+   * @param params any number of the context's parameters
+   */
+  public void ready(List<Param> params) {
+    long c = enter();
+    try {
+      long[] ids = new long[params.size()];
+      for (int i = 0; i < ids.length; ++i) {
+        Param param = params.get(i);
+        checkOwn(param.context(), param);
+        ids[i] = param.id();
+      }
+      Raw.ga_params_ready(c, ids);
+    } finally {
+      exit();
+    }
+  }
+
+  /**
    * Ends the window: averages, checks and clips its gradient, and updates state and parameters in
    * place. An empty window is legal and skipped.
    *
@@ -847,12 +883,15 @@ public final class Context implements AutoCloseable {
    * Makes the context one of the communicator's ranks. Every rank calls it, between windows, with
    * the same groups, parameters and options; the first difference is named in an exception. From
    * then on every rank calls {@link #step}, {@link #discard}, and what saves and loads, in the same
-   * order; docs/devices.md has the rest.
+   * order; with {@link CommunicatorOptions.Shard#OPTIMIZER} also what reads and writes state and
+   * moving averages. docs/devices.md has the rest.
    *
    * @param communicator null: the context is alone again
    * @param options may be null
    * @throws GradAccumException {@link Status#COMMUNICATION}: ranks differ, or did not come; {@link
-   *     Status#UNSUPPORTED}: a context on a device, or a layer in WINDOW mode
+   *     Status#UNSUPPORTED}: a context on a device, {@link CommunicatorOptions.Adder#TRANSPORT}
+   *     with local ranks, or overlap with a layer in WINDOW mode; {@link Status#INVALID_STATE}: it
+   *     is too late to shard
    */
   public void setCommunicator(Communicator communicator, CommunicatorOptions options) {
     long c = enter();
@@ -887,7 +926,7 @@ public final class Context implements AutoCloseable {
 
   /**
    * Exchanges parameters and their moving averages, to evaluate with the averages, or takes that
-   * back. Between windows.
+   * back. Between windows; with {@link CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
    *
    * @param on true to exchange, false to take it back
    */
@@ -901,7 +940,8 @@ public final class Context implements AutoCloseable {
   }
 
   /**
-   * Exchanges parameters and their moving averages until the scope is closed. Between windows.
+   * Exchanges parameters and their moving averages until the scope is closed. Between windows; with
+   * {@link CommunicatorOptions.Shard#OPTIMIZER}, on every rank, and so is the end of the scope.
    *
    * @return the scope
    */

@@ -238,7 +238,8 @@ public final class Param {
   }
 
   /**
-   * Reads an array of state whole. Between windows.
+   * Reads an array of state whole. Between windows; with {@link
+   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
    *
    * @param name such as "exp_avg"
    * @param out a direct buffer of as many elements as {@link #state} says
@@ -248,7 +249,8 @@ public final class Param {
   }
 
   /**
-   * Reads an array of state whole. Between windows.
+   * Reads an array of state whole. Between windows; with {@link
+   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
    *
    * @param name such as "exp_avg"
    * @param out as many elements as {@link #state} says, in the host's memory
@@ -269,7 +271,8 @@ public final class Param {
   }
 
   /**
-   * Writes an array of state whole. Between windows; "step" last.
+   * Writes an array of state whole. Between windows; "step" last; with {@link
+   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
    *
    * @param name such as "exp_avg"
    * @param data a direct buffer of as many elements as {@link #state} says
@@ -279,7 +282,8 @@ public final class Param {
   }
 
   /**
-   * Writes an array of state whole. Between windows; "step" last.
+   * Writes an array of state whole. Between windows; "step" last; with {@link
+   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
    *
    * @param name such as "exp_avg"
    * @param data as many elements as {@link #state} says, in the host's memory
@@ -318,7 +322,8 @@ public final class Param {
   }
 
   /**
-   * Writes the moving average of the parameter, rounded to the dtype of the buffer.
+   * Writes the moving average of the parameter, rounded to the dtype of the buffer; with {@link
+   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
    *
    * @param out a direct buffer of as many elements
    */
@@ -327,7 +332,8 @@ public final class Param {
   }
 
   /**
-   * Writes the moving average of the parameter, rounded to the dtype of the tensor.
+   * Writes the moving average of the parameter, rounded to the dtype of the tensor; with {@link
+   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
    *
    * @param out as many elements
    */

@@ -302,6 +302,7 @@ class BufferTest {
                 IllegalArgumentException.class, () -> micro.accumulate(param, floats(1, 2)));
         assertEquals("parameter \"w\" belongs to another context", e.getMessage());
       }
+      assertThrows(IllegalArgumentException.class, () -> other.ready(param));
       assertThrows(
           IllegalArgumentException.class, () -> other.addBatchNorm("bn", 2, param, null));
     }

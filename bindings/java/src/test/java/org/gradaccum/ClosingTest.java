@@ -53,6 +53,7 @@ class ClosingTest {
       () -> param.info(),
       () -> bn.finalizeStats(),
       () -> bn.backwardFinalize(),
+      () -> context.ready(param),
       () -> micro.accumulate(param, one),
       () -> accumulator.put(0, one),
       micro::end,

@@ -3,12 +3,15 @@ package org.gradaccum;
 
 import static org.junit.jupiter.api.Assertions.assertArrayEquals;
 import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertNotEquals;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
 import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
 import java.nio.FloatBuffer;
+import java.util.Arrays;
+import java.util.List;
 import java.util.concurrent.Callable;
 import java.util.concurrent.ExecutorService;
 import java.util.concurrent.Executors;
@@ -46,6 +49,8 @@ class CommunicatorTest {
               .checkEvery(1)
               .handOut(true)
               .build();
+      assertEquals(CommunicatorOptions.Shard.NONE, options.shard());
+      assertEquals(CommunicatorOptions.Adder.LIBRARY, options.adder());
       context.setCommunicator(comm, options.toBuilder().build());
       if (!comes && rank == 1) {
         return values(p);
@@ -122,6 +127,120 @@ class CommunicatorTest {
     assertArrayEquals(new float[] {half, -half}, first.get(60, TimeUnit.SECONDS), 1e-4f);
     assertArrayEquals(new float[] {-half, half}, second.get(60, TimeUnit.SECONDS), 1e-4f);
     threads.shutdown();
+  }
+
+  /** What a rank has after two windows. */
+  private record Ended(float[] large, float[] small, float[] average, long stateBytes) {}
+
+  /**
+   * Trains two parameters, the first of which ranks divide, in two micro-batches a window. Backward
+   * comes to the second parameter first.
+   */
+  private static Ended trainInParts(byte[] id, int rank, CommunicatorOptions options) {
+    float[] ones = new float[70000];
+    Arrays.fill(ones, 1);
+    FloatBuffer large = floats(ones);
+    FloatBuffer small = floats(1, 1, 1);
+    FloatBuffer average = floats(ones);
+    try (Communicator comm = Communicator.local(id, rank, 2, 60);
+        Context context = new Context()) {
+      Group group = context.addGroup(Optimizer.builder(Optimizer.Kind.ADAM).build());
+      Param first = context.addParam(group, "large", large, 70000);
+      Param second = context.addParam(group, "small", small, 3);
+      context.setCommunicator(comm, options);
+      FloatBuffer gradient = floats(ones);
+      for (int k = 0; k < 4; ++k) {
+        for (int j = 0; j < ones.length; ++j) {
+          gradient.put(j, j % 7 - 3 + k + rank);
+        }
+        boolean last = k % 2 == 1;
+        try (MicroBatch micro =
+            context.beginMicroBatch(-1, 1 + rank, last ? MicroOptions.LAST : null)) {
+          micro.accumulate(second, gradient.slice(0, 3));
+          if (last) {
+            context.ready(second);
+          }
+          micro.accumulate(first, gradient);
+          if (last) {
+            context.ready(List.of(first, second));
+            assertThrows(GradAccumException.class, () -> micro.accumulate(first, gradient));
+          }
+          micro.end();
+        }
+        if (last && options.overlap()) {
+          GradAccumException e =
+              assertThrows(
+                  GradAccumException.class,
+                  () -> context.saveToBuffer(StateOptions.builder().build()));
+          assertTrue(e.getMessage().contains("being exchanged"), e.getMessage());
+        }
+        if (last) {
+          assertTrue(context.step().applied());
+        }
+      }
+      first.getState("exp_avg", average);
+      return new Ended(
+          values(large), values(small), values(average), context.memory().optimizerState());
+    }
+  }
+
+  private static List<Ended> trainInParts(CommunicatorOptions options) throws Exception {
+    byte[] id = Communicator.newId();
+    ExecutorService threads = Executors.newFixedThreadPool(2);
+    Future<Ended> first = start(threads, () -> trainInParts(id, 0, options));
+    Future<Ended> second = start(threads, () -> trainInParts(id, 1, options));
+    List<Ended> ended =
+        List.of(first.get(60, TimeUnit.SECONDS), second.get(60, TimeUnit.SECONDS));
+    threads.shutdown();
+    return ended;
+  }
+
+  @Test
+  void ranksThatShardAndOverlap() throws Exception {
+    CommunicatorOptions options = CommunicatorOptions.builder().build();
+    Ended plain = trainInParts(options).get(0);
+    assertNotEquals(1, plain.large()[0]);
+    CommunicatorOptions divided =
+        options.toBuilder().shard(CommunicatorOptions.Shard.OPTIMIZER).overlap(true).build();
+    for (Ended ended : trainInParts(divided)) {
+      assertArrayEquals(plain.large(), ended.large());
+      assertArrayEquals(plain.small(), ended.small());
+      assertArrayEquals(plain.average(), ended.average());
+      assertTrue(ended.stateBytes() < plain.stateBytes() * 3 / 5, ended.stateBytes() + " bytes");
+    }
+  }
+
+  @Test
+  void localRanksDoNotAdd() {
+    try (Communicator comm = Communicator.local(Communicator.newId(), 0, 1);
+        Context context = new Context()) {
+      CommunicatorOptions options =
+          CommunicatorOptions.builder().adder(CommunicatorOptions.Adder.TRANSPORT).build();
+      GradAccumException e =
+          assertThrows(
+              GradAccumException.class, () -> context.setCommunicator(comm, options));
+      assertEquals(Status.UNSUPPORTED, e.status());
+    }
+  }
+
+  @Test
+  void whatIsReadyTakesNoMoreGradients() {
+    FloatBuffer p = floats(1);
+    try (Context context = new Context()) {
+      Group group = context.addGroup(Optimizer.builder(Optimizer.Kind.SGD).lr(1).build());
+      Param param = context.addParam(group, "p", p, 1);
+      context.ready();
+      context.accumulate(1, floats(2));
+      context.ready(param);
+      GradAccumException e =
+          assertThrows(GradAccumException.class, () -> context.accumulate(1, floats(2)));
+      assertEquals(Status.INVALID_STATE, e.status());
+      assertTrue(e.getMessage().contains("\"p\""), e.getMessage());
+      context.step();
+      context.accumulate(1, floats(2));
+      context.step();
+      assertEquals(-3, p.get(0));
+    }
   }
 
   @Test

@@ -122,6 +122,10 @@ class OptionsTest {
     fieldsOf(ParamOptions.builder().build(), ParamOptions.builder(), new ga_param_options());
     fieldsOf(Config.builder().build(), Config.builder(), new ga_config());
     fieldsOf(StateOptions.builder().build(), StateOptions.builder(), new ga_state_options());
+    fieldsOf(
+        CommunicatorOptions.builder().build(),
+        CommunicatorOptions.builder(),
+        new ga_comm_options());
   }
 
   @Test
