@@ -23,7 +23,8 @@ int64_t ga_memory::*purpose_of(size_t kind) {
   if (kind == kMaster) return &ga_memory::masters;
   if (kind == kAverage) return &ga_memory::averages;
   if (kind == kRowSlots || kind == kRowSet) return &ga_memory::rows;
-  return kind == kPartials || kind == kEmitted ? &ga_memory::workspace : &ga_memory::optimizer_state;
+  return kind == kPartials || kind == kEmitted ? &ga_memory::workspace
+                                               : &ga_memory::optimizer_state;
 }
 
 // Whether memory that is given when it is written has been given for an array.

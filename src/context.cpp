@@ -591,8 +591,8 @@ void Context::make_arrays() {
     accumulate_tasks_.reserve(n);
     told_.resize(n);
     if (config_.device != GA_DEVICE_CPU) moved_.reserve(3 * n);
-    for (auto* list : {&plain_, &pieces_, &layers_, &layers_over_ranks_, &norms_, &units_first_, &factored_first_,
-                       &ids_[0], &ids_[1], &ids_[2], &noted_})
+    for (auto* list : {&plain_, &pieces_, &layers_, &layers_over_ranks_, &norms_, &units_first_,
+                       &factored_first_, &ids_[0], &ids_[1], &ids_[2], &noted_})
       list->reserve(n);
     tables = tables_.grown(*backend_, ContextTables::kParam, n);
     arrays_.make();

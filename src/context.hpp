@@ -349,7 +349,7 @@ class Context : BnContext {
   bool unit_lists_ = false;  // some parameter is clipped by units
   std::vector<ga_param> plain_, pieces_, layers_;
   std::vector<ga_param> layers_over_ranks_;  // whose norms are of pieces on several ranks
-  std::vector<ga_param> ids_[3];                                // of a batch of these
+  std::vector<ga_param> ids_[3];             // of a batch of these
   std::vector<ga_param> norms_, units_first_, factored_first_;  // of StepSums
   bool added_ = false;           // an accumulator has something of the open micro-batch
   std::vector<ga_param> noted_;  // whose first gradient came with it and is adopted

@@ -67,9 +67,7 @@ void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   begin_piece(id, "ga_ema_copy_to", "ema");
   const bool averaged = param_state(static_cast<size_t>(id)).averaged;
   const bool elsewhere = averaged && ema_swapped_ && swaps_in_place(p);
-  const Array from = elsewhere  ? p.shared_data()
-                     : averaged ? arrays_.average_of(p)
-                                : p.current();
+  const Array from = elsewhere ? p.shared_data() : averaged ? arrays_.average_of(p) : p.current();
   arrays_.reserve(std::max(arrays_.chunks(), chunk_count(p.count)), params_.size());
   if (!shards()) return arrays_.copy(p, from, {out, dtype}, p.count);
   const int64_t size = dtype_info(from.format).size;

@@ -53,9 +53,10 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
       slices_(comm_->ranks()),
       adder_(context.backend_.get()) {
   if (options.adder == GA_COMM_ADDER_TRANSPORT && !comm_->adds())
-    fail(GA_ERROR_UNSUPPORTED,
-         "adder was GA_COMM_ADDER_TRANSPORT, but this communicator adds nothing up: MPI does, and a "
-         "ga_comm_table with all_reduce and reduce_scatter");
+    fail(
+        GA_ERROR_UNSUPPORTED,
+        "adder was GA_COMM_ADDER_TRANSPORT, but this communicator adds nothing up: MPI does, and a "
+        "ga_comm_table with all_reduce and reduce_scatter");
   if (overlaps() && comm_->any_thread()) {
     ga_config config = context.config_;
     config.num_threads = 1;
@@ -77,9 +78,10 @@ Exchange::~Exchange() {
 }
 
 int64_t Exchange::bytes() const {
-  size_t bytes = send_.bytes() + received_.bytes() + added_.bytes() +
-                 (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t) +
-                 layer_numbers_.capacity() * sizeof(double);
+  size_t bytes =
+      send_.bytes() + received_.bytes() + added_.bytes() +
+      (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t) +
+      layer_numbers_.capacity() * sizeof(double);
   for (const Buffer& wide : wide_) bytes += wide.bytes();
   return static_cast<int64_t>(bytes);
 }
@@ -146,10 +148,11 @@ void Exchange::check_calls(const char* function) {
 void Exchange::begin_call(const char* what) {
   comm_->check();
   if (begun_)
-    fail(GA_ERROR_INVALID_STATE,
-         "%s was called while gradients are being exchanged, as ga_params_ready allowed; ga_step or "
-         "ga_discard ends the window first",
-         what);
+    fail(
+        GA_ERROR_INVALID_STATE,
+        "%s was called while gradients are being exchanged, as ga_params_ready allowed; ga_step or "
+        "ga_discard ends the window first",
+        what);
   gather_headers(header(kOther, what), {});
   check_calls(what);
   check_settings();

@@ -196,8 +196,8 @@ class Exchange {
 
   // Of the ending window.
   WindowSums sums_ = {};
-  int64_t micro_batches_ = 0;         // of this rank
-  bool exchanged_ = false;            // there were gradients to add
+  int64_t micro_batches_ = 0;  // of this rank
+  bool exchanged_ = false;     // there were gradients to add
   bool moved_ = false;
   std::vector<char> touched_;         // by parameter, on any rank
   std::vector<uint64_t> row_counts_;  // [parameters with rows, ranks]
@@ -209,16 +209,16 @@ class Exchange {
   bool begun_ = false;
   uint64_t begun_with_ = 0;  // tensors_digest()
   size_t released_ = 0;
-  std::unique_ptr<Backend> own_backend_;  // one thread, for what runs in the background
-  Backend* adder_;                        // which runs the kernels of the slices now
+  std::unique_ptr<Backend> own_backend_;    // one thread, for what runs in the background
+  Backend* adder_;                          // which runs the kernels of the slices now
   std::unique_ptr<Background> background_;  // NULL: the transport allows no other thread
 
-  std::vector<Division> divisions_;  // by parameter
-  std::vector<int64_t> counts_;      // likewise: elements
-  std::vector<Keeper> keepers_;      // likewise, when it was divided
+  std::vector<Division> divisions_;                   // by parameter
+  std::vector<int64_t> counts_;                       // likewise: elements
+  std::vector<Keeper> keepers_;                       // likewise, when it was divided
   std::vector<std::vector<Partial>> layer_partials_;  // likewise; where the state is not sharded
-  Buffer send_, received_, added_;   // of one slice
-  std::vector<Buffer> wide_;         // by parameter: sums in f32 of a 16-bit accumulator
+  Buffer send_, received_, added_;                    // of one slice
+  std::vector<Buffer> wide_;  // by parameter: sums in f32 of a 16-bit accumulator
   std::vector<Partial> partials_;
   std::vector<AccumulateTask> tasks_;
   std::vector<int64_t> starts_;  // of the tasks in the block

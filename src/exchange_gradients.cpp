@@ -189,8 +189,8 @@ void Exchange::reduce(const Slice& slice) {
   comm_->reduce_scatter(what, send.data, own.data, slice.block, slice.dtype, slice.op);
   moves_.clear();
   each_own(slice, [&](const Segment& s) {
-    moves_.push_back(move(offset(own, s.at - rank() * slice.block),
-                          offset(summed(s.param), s.first), s.count));
+    moves_.push_back(
+        move(offset(own, s.at - rank() * slice.block), offset(summed(s.param), s.first), s.count));
   });
   run_moves();
 }

@@ -169,13 +169,12 @@ void Exchange::gather(const Slice& slice) {
   moves_.clear();
   for (size_t k = slice.first; slice.packed && k < slice.end; ++k) {
     const Segment& s = slices_.segments()[k];
-    if (s.rank != rank())
-      moves_.push_back(move(offset(all, s.at), data(s, s.first), s.count));
+    if (s.rank != rank()) moves_.push_back(move(offset(all, s.at), data(s, s.first), s.count));
   }
   for (int32_t q = 0; !slice.packed && q < comm_->ranks(); ++q)
     if (q != rank())
-      moves_.push_back(move(offset(all, q * slice.block),
-                            data(only, q * slice.stride + only.first), slice.block));
+      moves_.push_back(move(offset(all, q * slice.block), data(only, q * slice.stride + only.first),
+                            slice.block));
   run_moves();
 }
 
@@ -211,7 +210,8 @@ void Exchange::hand_out_rows(ga_param id) {
                       static_cast<int64_t>(block) / dtype_info(p.dtype).size, p.dtype);
     for (size_t q = 0; q < rows.size(); ++q)
       if (q != own)
-        each(q, all.data() + q * block, [&](char* row, char* at) { std::memcpy(row, at, row_bytes); });
+        each(q, all.data() + q * block,
+             [&](char* row, char* at) { std::memcpy(row, at, row_bytes); });
   }
 }
 

@@ -206,9 +206,7 @@ bool ParamList::norm_after_value(const Param& p) const {
          (c.scope != GA_CLIP_NONE || is_layered(p));
 }
 
-Array Param::shared_data() const {
-  return ga::offset({data, dtype}, share.first);
-}
+Array Param::shared_data() const { return ga::offset({data, dtype}, share.first); }
 
 Matrices matrices_of(const Tensor& t) {
   const size_t rank = t.shape.size();

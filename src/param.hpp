@@ -74,12 +74,13 @@ struct alignas(64) Param {
   void* master = nullptr;
   void* average = nullptr;
   void* emitted = nullptr;
-  const void* summed = nullptr;  // under Held::kSummed: the gradient, of the compute type; it may exist
-                                 // in `share` alone
-  Range share = {0, 0};          // the elements that this rank keeps state of and updates; count: all
-  double held_weight = 0;        // GA_ACCUMULATE_RUNNING_MEAN: sum of the weights in the mean
-  int64_t contributions = 0;     // in this window
-  int64_t last_micro = -1;       // micro-batch of the last contribution
+  const void* summed =
+      nullptr;             // under Held::kSummed: the gradient, of the compute type; it may exist
+                           // in `share` alone
+  Range share = {0, 0};    // the elements that this rank keeps state of and updates; count: all
+  double held_weight = 0;  // GA_ACCUMULATE_RUNNING_MEAN: sum of the weights in the mean
+  int64_t contributions = 0;  // in this window
+  int64_t last_micro = -1;    // micro-batch of the last contribution
   ga_group group;
   bool matrix = false;     // rank >= 2
   bool delivered = false;  // the accumulator holds the last step's gradient, for the program

@@ -45,8 +45,7 @@ class Slices {
   // come first, as in backward. What a rank has of a parameter is cut at the same places whatever else
   // travels, so that its partial sums of squares have the same bits.
   void add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
-           int32_t dtype, bool gathered, int32_t op,
-           const std::function<Travel(ga_param)>& travel);
+           int32_t dtype, bool gathered, int32_t op, const std::function<Travel(ga_param)>& travel);
 
   const std::vector<Slice>& list() const { return slices_; }
   const std::vector<Segment>& segments() const { return segments_; }

@@ -118,10 +118,11 @@ void Context::get_state(ga_param id, const char* name, void* out, int32_t dtype,
     const bool none = s.kind == kAverage && !state.averaged;  // yet: that of the parameter
     if (none) arrays_.copy(p, p.values(), arrays_.average_of(p), p.share.count);
     auto* to = static_cast<char*>(out);
-    each_piece(id, {arrays_.data(p, s.kind), s.dtype}, s.count, [&](const void* piece, size_t bytes) {
-      std::memcpy(to, piece, bytes);
-      to += bytes;
-    });
+    each_piece(id, {arrays_.data(p, s.kind), s.dtype}, s.count,
+               [&](const void* piece, size_t bytes) {
+                 std::memcpy(to, piece, bytes);
+                 to += bytes;
+               });
     if (none) arrays_.clear_average(p);
   }
 }
@@ -171,7 +172,8 @@ void Context::set_state(ga_param id, const char* name, const void* data, int32_t
   } else {
     const Range part = arrays_.part_of(p, s.count);
     const auto size = static_cast<size_t>(dtype_info(s.dtype).size);
-    const char* const from = static_cast<const char*>(data) + static_cast<size_t>(part.first) * size;
+    const char* const from =
+        static_cast<const char*>(data) + static_cast<size_t>(part.first) * size;
     if (part.count > 0)
       backend_->write(arrays_.data(p, s.kind), from, static_cast<size_t>(part.count) * size);
     if (s.kind == kAverage) state.averaged = p.average_written = true;

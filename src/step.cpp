@@ -242,8 +242,7 @@ void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& option
     fail(GA_ERROR_UNSUPPORTED, "a context on a device cannot have a communicator yet");
   const bool shards = options.shard == GA_SHARD_OPTIMIZER;
   if (prepared_ > 0 && (shards || this->shards()))
-    fail(GA_ERROR_INVALID_STATE,
-         "ga_context_set_comm was called %s; %s",
+    fail(GA_ERROR_INVALID_STATE, "ga_context_set_comm was called %s; %s",
          shards ? "with GA_SHARD_OPTIMIZER after the library has made its arrays (in ga_prepare, "
                   "for state by name, or with the first contribution to a window)"
                 : "in a context that keeps only this rank's part of the state",

@@ -227,7 +227,8 @@ void Context::describe_layered(size_t i) {
   if (info.emits) measure.emitted = room.data;
   if (exchange_) exchange_->describe_measure(static_cast<ga_param>(i), measure);
   const void* made = whole_of(room, p.share.first).data;
-  if (info.orthogonal && p.share.count > 0) made = orthogonal_task(static_cast<ga_param>(i)).result();
+  if (info.orthogonal && p.share.count > 0)
+    made = orthogonal_task(static_cast<ga_param>(i)).result();
   if (info.emits) update.gradient = identity({made, p.real(), 1, nullptr});
 }
 

@@ -84,9 +84,11 @@ inline ga_comm_table table_of(Counting& counting) {
   ga_comm_table t = {};
   t.struct_size = sizeof t;
   t.user = &counting;
-  t.all_to_all = [](void* user, const void* send, int64_t, void* recv, int64_t count, ga_dtype dtype,
+  t.all_to_all = [](void* user, const void* send, int64_t, void* recv, int64_t count,
+                    ga_dtype dtype,
                     void*) { return static_cast<Counting*>(user)->move(send, recv, count, dtype); };
-  t.all_gather = [](void* user, const void* send, void* recv, int64_t, int64_t count, ga_dtype dtype,
+  t.all_gather = [](void* user, const void* send, void* recv, int64_t, int64_t count,
+                    ga_dtype dtype,
                     void*) { return static_cast<Counting*>(user)->move(send, recv, count, dtype); };
   t.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t, void*) { return 0; };
   t.error_text = [](void*, int32_t code) { return code == 42 ? "the cable is out" : "?"; };
@@ -174,7 +176,7 @@ struct Ended {
 
 // Runs the windows on these ranks.
 inline std::vector<Ended> run(const Layout& l, const Options& s, const Shares& shares,
-                       const Block& start) {
+                              const Block& start) {
   const auto ranks = static_cast<int32_t>(shares[0].size());
   std::vector<Ended> ended(shares[0].size());
   on_ranks(ranks, [&](int32_t r, ga_comm* comm) {
@@ -195,7 +197,8 @@ inline std::vector<Ended> run(const Layout& l, const Options& s, const Shares& s
 }
 
 // What one context makes of all micro-batches, rank by rank.
-inline Ended run_alone(const Layout& l, const Options& s, const Shares& shares, const Block& start) {
+inline Ended run_alone(const Layout& l, const Options& s, const Shares& shares,
+                       const Block& start) {
   Ended e;
   e.parameters = start;
   Context ctx(s.config);

@@ -1156,8 +1156,10 @@ TEST(Ranks, ALoadIsThatOfAllOrNone) {
 // ---- A table of the program ---------------------------------------------------------------------
 
 TEST(Ranks, WhatTravelsDoesNotDependOnMicroBatches) {
-  for (const auto& [micros, shard] : {std::pair{1, GA_SHARD_NONE}, {8, GA_SHARD_NONE},
-                                      {1, GA_SHARD_OPTIMIZER}, {8, GA_SHARD_OPTIMIZER}}) {
+  for (const auto& [micros, shard] : {std::pair{1, GA_SHARD_NONE},
+                                      {8, GA_SHARD_NONE},
+                                      {1, GA_SHARD_OPTIMIZER},
+                                      {8, GA_SHARD_OPTIMIZER}}) {
     Counting counting;
     const ga_comm_table table = table_of(counting);
     ga_comm_config c = comm_config(GA_COMM_TABLE);

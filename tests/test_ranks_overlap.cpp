@@ -115,7 +115,8 @@ TEST(RanksOverlap, WhatIsReadyTravelsBeforeTheStep) {
     ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
     pair.part(ctx, 1);
     EXPECT_EQ(cable.calls, begin);
-    pair.ready(ctx, 1);  // the newer parameter travels first: the agreement, and two calls for a slice
+    pair.ready(ctx,
+               1);  // the newer parameter travels first: the agreement, and two calls for a slice
     EXPECT_TRUE(comes_true([&] { return cable.calls == begin + 3; })) << cable.calls;
     EXPECT_NE(cable.thread.load(), std::this_thread::get_id());
     pair.part(ctx, 0);
@@ -252,7 +253,8 @@ TEST(RanksOverlap, AFrozenParameterIsNamed) {
     pair.part(ctx, 1);
     pair.ready(ctx, 1);
     ASSERT_OK(ga_micro_end(ctx));
-    expect_failure(ga_step(ctx, nullptr), "\"parameter.p\", frozen is 1 on rank 1, but 0 on rank 0");
+    expect_failure(ga_step(ctx, nullptr),
+                   "\"parameter.p\", frozen is 1 on rank 1, but 0 on rank 0");
     EXPECT_EQ(window(ctx).state, GA_WINDOW_FULL);
     EXPECT_EQ(pair.q, std::vector<float>(140000, 1));
   });

@@ -123,21 +123,18 @@ TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, RanksShardedMix,
-    testing::Values(Mix{"masters", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32},
-                    Mix{"by_chance", GA_BF16, GA_F32, GA_BF16, GA_BF16, GA_ROUND_STOCHASTIC,
-                        GA_MASTER_NONE},
-                    Mix{"masters_by_chance", GA_BF16, GA_F32, GA_BF16, 0, GA_ROUND_STOCHASTIC,
-                        GA_MASTER_F32},
-                    Mix{"narrow_accumulators", GA_BF16, GA_BF16, 0, GA_BF16, GA_ROUND_NEAREST,
-                        GA_MASTER_F32},
-                    Mix{"lamb", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
-                        GA_OPTIMIZER_LAMB},
-                    Mix{"lamb_narrow_accumulators", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST,
-                        GA_MASTER_F32, GA_OPTIMIZER_LAMB},
-                    Mix{"lars_narrow_accumulators", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST,
-                        GA_MASTER_F32, GA_OPTIMIZER_LARS},
-                    Mix{"adafactor", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
-                        GA_OPTIMIZER_ADAFACTOR}),
+    testing::Values(
+        Mix{"masters", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32},
+        Mix{"by_chance", GA_BF16, GA_F32, GA_BF16, GA_BF16, GA_ROUND_STOCHASTIC, GA_MASTER_NONE},
+        Mix{"masters_by_chance", GA_BF16, GA_F32, GA_BF16, 0, GA_ROUND_STOCHASTIC, GA_MASTER_F32},
+        Mix{"narrow_accumulators", GA_BF16, GA_BF16, 0, GA_BF16, GA_ROUND_NEAREST, GA_MASTER_F32},
+        Mix{"lamb", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32, GA_OPTIMIZER_LAMB},
+        Mix{"lamb_narrow_accumulators", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+            GA_OPTIMIZER_LAMB},
+        Mix{"lars_narrow_accumulators", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+            GA_OPTIMIZER_LARS},
+        Mix{"adafactor", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+            GA_OPTIMIZER_ADAFACTOR}),
     [](const auto& info) { return info.param.name; });
 
 // ---- Optimizers that need a whole tensor -----------------------------------------------------------
@@ -191,8 +188,7 @@ TEST(RanksSharded, Missing) {
 
 TEST(RanksSharded, Rows) {
   constexpr int64_t kRows = 900, kColumns = 101;  // large enough to be divided
-  for (const int32_t kind :
-       {GA_OPTIMIZER_ADAM, GA_OPTIMIZER_ADAGRAD, GA_OPTIMIZER_ROWWISE_ADAGRAD})
+  for (const int32_t kind : {GA_OPTIMIZER_ADAM, GA_OPTIMIZER_ADAGRAD, GA_OPTIMIZER_ROWWISE_ADAGRAD})
     for (const int32_t rows : {GA_ROWS_LAZY, GA_ROWS_DENSE}) {
       SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(rows));
       std::vector<std::vector<float>> ended;
@@ -205,8 +201,8 @@ TEST(RanksSharded, Rows) {
           ga_param_options o;
           ASSERT_OK(ga_param_options_init(&o, sizeof o));
           o.rows = rows;
-          ctx.param(ctx.group(optimizer(kind, kind == GA_OPTIMIZER_ADAM ? GA_FLAVOR_KERAS
-                                                                        : GA_FLAVOR_TORCH)),
+          ctx.param(ctx.group(optimizer(
+                        kind, kind == GA_OPTIMIZER_ADAM ? GA_FLAVOR_KERAS : GA_FLAVOR_TORCH)),
                     "e", tables[static_cast<size_t>(r)].data(), ref::Shape{kRows, kColumns}, &o);
           const ga_comm_options sharding = sharded(shard);
           ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
@@ -250,7 +246,8 @@ TEST(RanksSharded, RowsHaveTheirPartOfTheState) {
               ref::Shape{1000, 301}, &o);
     const ga_comm_options sharding = sharded();
     ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
-    EXPECT_NEAR(static_cast<double>(memory(ctx).optimizer_state), 8 * 1000 * 301 / 3.0, 2 * 8 * 301);
+    EXPECT_NEAR(static_cast<double>(memory(ctx).optimizer_state), 8 * 1000 * 301 / 3.0,
+                2 * 8 * 301);
   });
 }
 
@@ -269,7 +266,8 @@ TEST(RanksSharded, EachRankHasItsPartOfTheState) {
       ASSERT_OK(ga_context_set_ema(ctx, &ema));
       const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
       const auto add = [&](const std::string& name, uint16_t* data, int64_t count) {
-        ASSERT_OK(ga_param_add(ctx, group, name.c_str(), data, GA_BF16, 1, &count, nullptr, nullptr));
+        ASSERT_OK(
+            ga_param_add(ctx, group, name.c_str(), data, GA_BF16, 1, &count, nullptr, nullptr));
       };
       add("large", large.data(), kLarge);
       for (int k = 0; k < 64; ++k)
@@ -283,7 +281,8 @@ TEST(RanksSharded, EachRankHasItsPartOfTheState) {
       if (r == 0) elements = kLarge + 64 * kSmall;
     });
     for (const auto& [member, bytes] : {std::pair{&ga_memory::optimizer_state, 8},
-                                        {&ga_memory::masters, 4}, {&ga_memory::averages, 4}}) {
+                                        {&ga_memory::masters, 4},
+                                        {&ga_memory::averages, 4}}) {
       int64_t sum = 0;
       for (const ga_memory& m : of_ranks) {
         sum += m.*member;
@@ -490,7 +489,8 @@ TEST(RanksSharded, IsTheSameOnAllRanks) {
     Context ctx;
     ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 80000);
     const ga_comm_options sharding = sharded(r == 0);
-    expect_failure(ga_context_set_comm(ctx, comm, &sharding), "shard is 0 on rank 1, but 1 on rank 0");
+    expect_failure(ga_context_set_comm(ctx, comm, &sharding),
+                   "shard is 0 on rank 1, but 1 on rank 0");
     EXPECT_EQ(memory(ctx).optimizer_state, 2 * 4 * 80000);  // it is alone again
   });
 }

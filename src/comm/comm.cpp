@@ -161,7 +161,8 @@ void Comm::all_gather(const char* what, const void* send, void* recv, int64_t co
 
 void Comm::broadcast(const char* what, void* data, int64_t count, int32_t dtype, int32_t root) {
   const auto send = [&](void* from, int64_t n) {
-    run(what, [&](const ga_comm_table& t) { return t.broadcast(t.user, from, n, dtype, root, nullptr); });
+    run(what,
+        [&](const ga_comm_table& t) { return t.broadcast(t.user, from, n, dtype, root, nullptr); });
   };
   if (!transport_.writes_late) return send(data, count);
   const int64_t size = dtype_info(dtype).size;

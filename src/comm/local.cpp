@@ -255,8 +255,8 @@ Transport join_local(const ga_comm_config& config) {
          config.ranks, group->ranks());
   group->join(config.rank);
   auto* const end = new End{std::move(group), config.rank, config.timeout, {}};
-  ga_comm_table table = {sizeof table, end, all_to_all, all_gather, broadcast, abort, error_text,
-                         nullptr, nullptr, 1, 0};
+  ga_comm_table table = {sizeof table, end,     all_to_all, all_gather, broadcast, abort,
+                         error_text,   nullptr, nullptr,    1,          0};
   return {table,
           config.rank,
           config.ranks,

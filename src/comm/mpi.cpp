@@ -212,8 +212,16 @@ ga_status join(int32_t comm, double timeout, ga_mpi_end* out, char* error, size_
   MPI_Comm_set_errhandler(end->comm, MPI_ERRORS_RETURN);
   int threads = MPI_THREAD_SINGLE;
   MPI_Query_thread(&threads);
-  out->table = {sizeof(ga_comm_table), end,        all_to_all,     all_gather, broadcast, abort,
-                error_text,            all_reduce, reduce_scatter, threads == MPI_THREAD_MULTIPLE,
+  out->table = {sizeof(ga_comm_table),
+                end,
+                all_to_all,
+                all_gather,
+                broadcast,
+                abort,
+                error_text,
+                all_reduce,
+                reduce_scatter,
+                threads == MPI_THREAD_MULTIPLE,
                 0};
   out->rank = rank;
   out->ranks = ranks;

@@ -39,8 +39,9 @@ class Steps {
     check(ga_group_add(ctx_, &o, nullptr));
     const int64_t count = kCount / tensors;
     for (int64_t t = 0; t < tensors; ++t) {
-      check(ga_param_add(ctx_, 0, ("p" + std::to_string(t)).c_str(), &parameters_[static_cast<size_t>(t * count)], GA_F32,
-                         1, &count, nullptr, nullptr));
+      check(ga_param_add(ctx_, 0, ("p" + std::to_string(t)).c_str(),
+                         &parameters_[static_cast<size_t>(t * count)], GA_F32, 1, &count, nullptr,
+                         nullptr));
       gradients_.push_back(&gradient_[static_cast<size_t>(t * count)]);
     }
     if (comm) check(ga_context_set_comm(ctx_, comm, options));
