@@ -142,7 +142,7 @@ extern "C" SWIGEXPORT void SWIGSTDCALL GaRegisterRaise(GaRaise raise) { ga_raise
 %typemap(csout) ga_status {
     if ($imcall != 0) throw $imclassname.SWIGPendingException.Retrieve();
   }
-%typemap(out, null="status") ga_status %{
+%typemap(out, canthrow=1, null="status") ga_status %{
   const ga_status status = $1;
   if (status != GA_OK) GA_RAISE(status, $null);
   $result = status;
@@ -202,7 +202,7 @@ GA_CSHARP_OUT(double, double)
 %typemap(imtype) const ga_micro_options* options "double jloss_scale, uint"
 %typemap(cstype) const ga_micro_options* options "double loss_scale, uint"
 %typemap(csin) const ga_micro_options* options "loss_scale, $csinput"
-%typemap(in) const ga_micro_options* options (ga_micro_options micro) %{
+%typemap(in, canthrow=1) const ga_micro_options* options (ga_micro_options micro) %{
   $1 = nullptr;
   if (jloss_scale != 0 || $input != 0) {
     const ga_status status = ga_micro_options_init(&micro, sizeof micro);
