@@ -134,18 +134,14 @@ extern "C" SWIGEXPORT void SWIGSTDCALL GaRegisterRaise(GaRaise raise) { ga_raise
 
 // ---- Status -------------------------------------------------------------------------------------
 
-// The status itself says whether an exception is pending: to look in a variable of the thread after every
-// call would cost as much as the call.
-%typemap(ctype) ga_status "int32_t"
-%typemap(imtype) ga_status "int"
+%typemap(ctype, out="void") ga_status "int32_t"
+%typemap(imtype, out="void") ga_status "int"
 %typemap(cstype, out="void") ga_status "int"
-%typemap(csout) ga_status {
-    if ($imcall != 0) throw $imclassname.SWIGPendingException.Retrieve();
+%typemap(csout, excode=SWIGEXCODE) ga_status {
+    $imcall;$excode
   }
-%typemap(out, canthrow=1, null="status") ga_status %{
-  const ga_status status = $1;
-  if (status != GA_OK) GA_RAISE(status, $null);
-  $result = status;
+%typemap(out, canthrow=1, null="") ga_status %{
+  if ($1 != GA_OK) GA_RAISE($1, $null);
 %}
 
 // ---- Out parameters and arrays ------------------------------------------------------------------
