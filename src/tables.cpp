@@ -131,7 +131,7 @@ void Context::describe_input(size_t i) {
   in.maximum = p.maximum;
   in.by_units = params_.by_units(i);
   in.lazy = t.options.rows == GA_ROWS_LAZY;
-  in.average = ema_ && p.count > 0;
+  in.average = ema_ && p.owns && p.count > 0;
   in.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC ||
                  params_.group_of(p).optimizer.state_dtype == GA_BF16 ||
                  (in.average && arrays_.average_of(p).format == GA_BF16);

@@ -313,6 +313,27 @@ TEST(Ema, FrozenParametersStay) {
   }
 }
 
+// The EMA of a parameter begins when it gets its arrays, not with the first step of the context.
+TEST(Ema, BeginsWhereAParameterUnfreezes) {
+  Tensor p(GA_F32, 10, 3), q(GA_F32, 10, 3);
+  const Tensor g(GA_F32, 10, 1);
+  Context ctx;
+  ctx.group(plain_sgd());
+  add(ctx, 0, p);
+  const ga_param later = add(ctx, 0, q);
+  ASSERT_OK(ga_param_set_frozen(ctx, later, 1));
+  const ga_ema e = average(GA_EMA_TORCH, 0.5);
+  ASSERT_OK(ga_context_set_ema(ctx, &e));
+  accumulate(ctx, {&g, nullptr});
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  ASSERT_OK(ga_param_set_frozen(ctx, later, 0));
+  for (const double expected : {2.0, 1.5}) {  // of parameters 2 and 1
+    accumulate(ctx, {&g, &g});
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    EXPECT_EQ(copy(ctx, later, 10), std::vector<double>(10, expected));
+  }
+}
+
 // Parameters are exchanged with their averages and back, to the last bit, for every pair of dtypes; the
 // run goes on as one without the exchange.
 TEST(EmaSwap, ThereAndBack) {
