@@ -441,6 +441,7 @@ void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
   Param& p = context_.params_[id];
   const Tensor& t = context_.params_.tensor(id);
   p.hold(Held::kRows);
+  (*context_.tables_.param_states.at(static_cast<size_t>(id))).contributed = 1;  // by some rank
   const auto ranks = static_cast<size_t>(comm_->ranks());
   const auto most = static_cast<size_t>(*std::max_element(counts, counts + ranks));
   if (p.count == 0 || most == 0) return;

@@ -458,6 +458,33 @@ TEST(Ranks, Rows) {
     }
 }
 
+// Where micro-batches are checked, a rank without any updates the rows of the others.
+TEST(Ranks, RowsOfCheckedMicroBatches) {
+  std::vector<float> ended[2] = {std::vector<float>(12), std::vector<float>(12)};
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    ga_config c = config();
+    c.nonfinite = GA_NONFINITE_DROP_MICRO;
+    Context ctx(c);
+    ga_param_options o;
+    ASSERT_OK(ga_param_options_init(&o, sizeof o));
+    o.rows = GA_ROWS_LAZY;
+    ctx.param(ctx.group(plain_sgd()), "e", ended[r].data(), ref::Shape{4, 3}, &o);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    for (int w = 0; w < 2; ++w) {
+      const int32_t row = 2 + w;
+      const float values[] = {1, 2, 4};
+      if (r == w) {
+        ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
+        ASSERT_OK(ga_accumulate_rows(ctx, 0, &row, GA_I32, 1, values));
+        ASSERT_OK(ga_micro_end(ctx));
+      }
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    }
+  });
+  for (const auto& p : ended)
+    EXPECT_EQ(p, (std::vector<float>{0, 0, 0, 0, 0, 0, -1, -2, -4, -1, -2, -4}));
+}
+
 TEST(Ranks, Muon) {
   if (!has_onednn()) GTEST_SKIP() << "no oneDNN in this build";
   const Layout l = Layout::of({{40, 30}, {16, 50}, {7, 7}});
