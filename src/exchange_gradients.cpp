@@ -142,6 +142,8 @@ void Exchange::hold_sums() {
   for (size_t i = 0; i < touched_.size(); ++i) {
     Param& p = context_.params_[i];
     if (!touched_[i] || p.held() == Held::kRows) continue;
+    if (p.held() == Held::kNothing)  // the partials are those of an earlier window
+      for (int64_t k = 0; k < chunk_count(p.count); ++k) p.partials[k].noise = 0;
     p.hold(Held::kSummed);
     const auto id = static_cast<ga_param>(i);
     p.summed = summed_range(id).count > 0 ? summed(id).data : nullptr;

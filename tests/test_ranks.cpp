@@ -485,6 +485,26 @@ TEST(Ranks, RowsOfCheckedMicroBatches) {
     EXPECT_EQ(p, (std::vector<float>{0, 0, 0, 0, 0, 0, -1, -2, -4, -1, -2, -4}));
 }
 
+// Also after a window in which a rank had micro-batches, and one in which it has none.
+TEST(Ranks, TheNoiseScaleIsThatOfOneContext) {
+  const Layout l = layout();
+  Options s;
+  s.config.noise_scale = 1;
+  Shares shares = make_shares(l, 3, 4);
+  for (auto& window : shares)
+    for (auto& share : window)
+      for (Micro& m : share) m.gradients = even_gradients(l, 7, static_cast<uint64_t>(m.weight));
+  const Block start = parameters(l, 3);
+  const Ended alone = run_alone(l, s, shares, start);
+  const std::vector<Ended> ended = run(l, s, shares, start);
+  expect_alike(ended);
+  for (size_t w = 0; w < shares.size(); ++w) {
+    const ga_step_result &got = ended[0].results[w], &want = alone.results[w];
+    EXPECT_NEAR(got.noise_trace, want.noise_trace, 1e-5 * std::abs(want.noise_trace)) << w;
+    EXPECT_NEAR(got.noise_signal, want.noise_signal, 1e-5 * std::abs(want.noise_trace)) << w;
+  }
+}
+
 TEST(Ranks, Muon) {
   if (!has_onednn()) GTEST_SKIP() << "no oneDNN in this build";
   const Layout l = Layout::of({{40, 30}, {16, 50}, {7, 7}});
