@@ -849,7 +849,7 @@ TEST(Fit, NumbersThatContradictEachOtherAreRefused) {
       {&windowed, "layer.bn_window", 3, 2, "\"layer\""},
       {&windowed, "layer.bn_window.sweep", 0, 1, "\"layer\""},
       {&windowed, "layer.bn_window.sweep", 1, -2, "bn_window.sweep"},
-      {&windowed, "layer.bn_window.sweep", 4, 2, "\"layer\""},
+      {&windowed, "layer.bn_window.sweep", 4, 3, "\"layer\""},
       {&windowed, "layer.bn_window.sweep", 5, 2, "\"layer\""},
   };
   for (const Case& c : cases) {
