@@ -221,6 +221,12 @@ ga_state_options read_state_options(const ga_state_options* options) {
   return o;
 }
 
+// The name of a call that saves, which tells the ranks apart that save different parts.
+std::string call_of(const char* function, const ga_state_options& o) {
+  static constexpr const char* parts[] = {"", " (GA_STATE_LIBRARY)", " (GA_STATE_PARAMETERS)"};
+  return std::string(function) + parts[o.parts];
+}
+
 template <class Function>
 void require_function(Function* function, const char* name) {
   if (!function) fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", name);
@@ -418,8 +424,11 @@ ga_status ga_state_write(ga_context* ctx, ga_write_fn write, void* user,
   return on(ctx, [&] {
     require_function(write, "write");
     const ga_state_options o = read_state_options(options);
-    ctx->on_all_ranks("ga_state_write", false, [&](const Context::Ready& ready) {
-      Checkpoint(*ctx, o, "ga_state_write").save(write_by(write, user), ready);
+    const std::string call = call_of("ga_state_write", o);
+    ctx->on_all_ranks(call.c_str(), false, [&](const Context::Ready& ready) {
+      Checkpoint checkpoint(*ctx, o, "ga_state_write");
+      checkpoint.gather(ready);
+      checkpoint.save(write_by(write, user), ready);
     });
   });
 }
@@ -442,14 +451,16 @@ ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* opt
     ctx->note("path", path);
     require(path, "path");
     const ga_state_options o = read_state_options(options);
-    ctx->on_all_ranks("ga_save", !ctx->shards(), [&](const Context::Ready& ready) {
+    const std::string call = call_of("ga_save", o);
+    ctx->on_all_ranks(call.c_str(), true, [&](const Context::Ready& ready) {
       Checkpoint checkpoint(*ctx, o, "ga_save");
-      if (ctx->rank() != 0) return checkpoint.save([](int64_t, const void*, size_t) {}, ready);
+      checkpoint.gather(ready);
+      if (ctx->rank() != 0) return checkpoint.save({}, ready);
       ga::FileWriter file(path);
       file.reserve(checkpoint.file_bytes());
       checkpoint.save(
           [&](int64_t offset, const void* data, size_t size) { file.write(offset, data, size); },
-          ctx->shards() ? ready : Context::Ready());
+          ready);
       file.commit();
     });
   });
@@ -476,9 +487,11 @@ ga_status ga_save_to_memory(ga_context* ctx, const ga_state_options* options, vo
   return on(ctx, [&] {
     require(out_size, "out_size");
     const ga_state_options o = read_state_options(options);
-    const char* const what = out ? "ga_save_to_memory" : "ga_save_to_memory for the size";
-    ctx->on_all_ranks(what, false, [&](const Context::Ready& ready) {
+    const std::string call =
+        call_of(out ? "ga_save_to_memory" : "ga_save_to_memory for the size", o);
+    ctx->on_all_ranks(call.c_str(), false, [&](const Context::Ready& ready) {
       Checkpoint checkpoint(*ctx, o, "ga_save_to_memory");
+      checkpoint.gather(ready);
       const auto size = static_cast<size_t>(checkpoint.file_bytes());
       *out_size = size;
       if (!out) return;

@@ -784,6 +784,7 @@ BatchNorms::Snapshot BatchNorms::snapshot(ga_bn id) const {
   s.forwarded = b.forwarded;
   s.sums = b.sums;
   s.final = b.final;
+  s.sums_final = b.sums_final;
   s.seen = b.seen();
   size_t size = b.taken.size();
   for (size_t k = size; k < b.summed.size(); ++k)
@@ -819,7 +820,7 @@ void BatchNorms::restore(ga_bn id, const Snapshot& s) {
   b.forwarded = s.forwarded;
   b.sums = s.sums;
   b.final = s.final;
-  b.sums_final = false;
+  b.sums_final = s.sums_final;
   b.taken.resize(static_cast<size_t>(s.seen));
   b.summed.resize(s.micros.size());
   for (size_t k = 0; k < s.micros.size(); ++k) {

@@ -89,7 +89,7 @@ class BatchNorms {
     std::vector<BnChannel> channels;
     // As in Layer:
     int64_t index = -1, sums_of = -1, forwarded = 0, sums = 0;
-    bool final = false;
+    bool final = false, sums_final = false;
     struct Micro {
       int64_t count = -1;
       bool given = false, summed = false;
@@ -98,7 +98,7 @@ class BatchNorms {
     std::vector<Micro> micros;     // the seen ones, and others that are summed
     std::vector<Moments> history;  // [micro-batches, channels]
 
-    bool in_window() const { return !micros.empty() || index >= 0; }
+    bool in_window() const { return !micros.empty() || index >= 0 || final; }
   };
   Snapshot snapshot(ga_bn id) const;
   // Makes room for a snapshot, so that restore() allocates nothing.

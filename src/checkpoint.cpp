@@ -33,6 +33,12 @@ Checkpoint::Checkpoint(Context& context) : context_(context), options_(), what_(
 
 bool Checkpoint::shards() const { return context_.shards(); }
 
+// The name of a tensor, or the key of a text, of a rank's window.
+std::string Checkpoint::name_of_rank(int32_t rank, const std::string& name) {
+  if (rank == 0) return name;
+  return std::string(kOfRank) + std::to_string(rank) + "." + name;
+}
+
 // ---- The tensors of a parameter -----------------------------------------------------------------
 
 // The arrays of the optimizer, the master weights and the EMA that the parameter has or may have, in the
@@ -69,7 +75,7 @@ void Checkpoint::report(int64_t bytes, bool may_cancel) {
 // The file with all tensors of saved_, which are listed first.
 StateWriter& Checkpoint::writer() {
   if (writer_) return *writer_;
-  collect();
+  if (counts_.empty()) collect();
   std::vector<safetensors::Tensor> tensors;
   for (const Saved& s : saved_)
     tensors.push_back({s.name, dtype_info(s.dtype).file_name, s.shape, 0, 0});
@@ -79,43 +85,63 @@ StateWriter& Checkpoint::writer() {
 
 int64_t Checkpoint::file_bytes() { return writer().file_bytes(); }
 
-void Checkpoint::save(const WriteAt& write, const std::function<void()>& ready) {
+int64_t Checkpoint::Saved::bytes() const {
+  int64_t bytes = dtype_info(dtype).size;
+  for (const int64_t extent : shape) bytes *= extent;
+  return bytes;
+}
+
+void Checkpoint::save(const WriteAt& write, const Ready& ready) {
   store_live_gradients();
   StateWriter& file = writer();
   total_ = file.data_bytes();
   if (ready) ready();
+  const bool together = shards() || !counts_.empty();
   std::exception_ptr failure;
   const auto put = [&](const void* piece, size_t bytes) {
     if (failure) return;
     try {
-      file.put(write, piece, bytes);
+      if (write) file.put(write, piece, bytes);
       report(static_cast<int64_t>(bytes), true);
     } catch (...) {
-      if (!shards()) throw;
+      if (!together) throw;
       failure = std::current_exception();  // other ranks wait for this one's parts
     }
   };
   std::vector<Region> regions;
   const auto put_regions = [&] {
+    if (regions.empty()) return;
     context_.backend_->read_pieces({regions.data(), regions.size()}, put);
     regions.clear();
   };
-  for (const Saved& s : saved_) {
-    if (!s.numbers.empty()) put(s.numbers.data(), s.numbers.size() * sizeof s.numbers[0]);
+  for (size_t k = 0, end; k < saved_.size(); k = end) {
+    const Saved& s = saved_[k];
+    end = k + 1;
+    if (!counts_.empty() && s.rank >= 0) {
+      while (end < saved_.size() && saved_[end].rank == s.rank) ++end;
+      put_regions();
+      put_windows(k, end, put);
+      continue;
+    }
+    if (!s.numbers.empty()) {
+      put_regions();
+      put(s.numbers.data(), s.numbers.size() * sizeof s.numbers[0]);
+    }
     for (const Region& r : s.regions)
-      if (r.bytes > 0) regions.push_back(r);
+      if (r.bytes > 0 && write) regions.push_back(r);
     if (s.shared_by < 0) continue;
     put_regions();
     context_.each_piece(s.shared_by, s.part, s.count, put);
   }
   put_regions();
   if (failure) std::rethrow_exception(failure);
-  if (total_ == 0) report(0, true);
-  file.finish(write);
+  if (done_ < total_ || total_ == 0) report(total_ - done_, true);
+  if (together && ready) ready();  // before the header makes a file of what was written
+  if (write) file.finish(write);
 }
 
-// Gradients that live in the program's buffers are copied into the accumulators. Their norms stay
-// unknown, as they would have been.
+// Gradients that live in the program's buffers, which only a context that is alone has, are copied into the
+// accumulators. Their norms stay unknown, as they would have been.
 void Checkpoint::store_live_gradients() {
   for (size_t i = 0; i < context_.params_.size(); ++i) {
     Param& p = context_.params_[i];
@@ -131,6 +157,7 @@ void Checkpoint::add_numbers(std::string name, int32_t dtype, std::vector<int64_
   saved_.push_back({std::move(name), dtype, std::move(shape), {}, std::move(numbers), -1, {}, 0});
 }
 
+// Lists what this rank has.
 void Checkpoint::collect() {
   saved_.clear();
   context_.backend_->wait();
@@ -139,12 +166,29 @@ void Checkpoint::collect() {
     if (!context_.params_.tensor(i).removed)
       collect_param(i, i < states.size() ? states[i] : ParamState());
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) collect_layer(id);
-  if (options_.parts != GA_STATE_PARAMETERS) collect_window();
-  // Numbers, which are put before the arrays, have the largest elements: all tensors are aligned.
-  std::stable_sort(saved_.begin(), saved_.end(), [](const Saved& a, const Saved& b) {
-    const bool first = !a.numbers.empty(), second = !b.numbers.empty();
+  if (options_.parts != GA_STATE_PARAMETERS) {
+    collect_rates();
+    if (with_window_ && context_.window_.size() > 0) collect_of_window([&] { collect_micros(); });
+  }
+  sort();
+}
+
+// By the size of elements, the largest first, so that all tensors are aligned. Numbers come before arrays,
+// but not where other ranks' are on the list, which this rank does not have.
+void Checkpoint::sort() {
+  const bool own = counts_.empty();
+  std::stable_sort(saved_.begin(), saved_.end(), [&](const Saved& a, const Saved& b) {
+    const bool first = own && !a.numbers.empty(), second = own && !b.numbers.empty();
     return first != second ? first : dtype_info(a.dtype).size > dtype_info(b.dtype).size;
   });
+}
+
+// Lists what this rank's window has.
+template <class F>
+void Checkpoint::collect_of_window(F&& collect) {
+  const size_t begin = saved_.size();
+  collect();
+  for (size_t k = begin; k < saved_.size(); ++k) saved_[k].rank = context_.rank();
 }
 
 void Checkpoint::collect_param(size_t i, const ParamState& state) {
@@ -179,7 +223,8 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
     if (g.info->product) add_numbers(name + "." + g.info->product, GA_F64, {}, {bits_of(product)});
   }
   // Contributions that were dropped count too.
-  if (with_window_ && (p.held() != Held::kNothing || p.contributions > 0)) collect_held(i, state);
+  if (with_window_ && (p.held() != Held::kNothing || p.contributions > 0))
+    collect_of_window([&] { collect_held(i, state); });
 }
 
 // What the window holds of a parameter.
@@ -252,9 +297,12 @@ void Checkpoint::collect_layer(ga_bn id) {
   if (options_.parts == GA_STATE_PARAMETERS) return;
   if (!alike)
     add_numbers(name + ".num_batches_tracked.channels", GA_I64, {channels}, std::move(steps));
-  if (!with_window_ || !s.in_window()) return;
+  if (with_window_ && s.in_window())
+    collect_of_window([&] { collect_layer_window(name + ".bn_window", channels, s); });
+}
 
-  const std::string window = name + ".bn_window";
+void Checkpoint::collect_layer_window(const std::string& window, int64_t channels,
+                                      const BatchNorms::Snapshot& s) {
   std::vector<uint64_t> state, micros, history;
   for (const BnChannel& c : s.channels)
     each_field(c, [&](const char*, auto x) { state.push_back(bits_of(static_cast<double>(x))); });
@@ -266,14 +314,14 @@ void Checkpoint::collect_layer(ga_bn id) {
   add_numbers(window, GA_F64, {channels, kChannelNumbers}, std::move(state));
   add_numbers(window + ".sweep", GA_I64, {6},
               {bits_of(s.index), bits_of(s.sums_of), bits_of(s.forwarded), bits_of(s.sums),
-               bits_of(int64_t{s.final}), bits_of(s.seen)});
+               bits_of(int64_t{s.final} + int64_t{s.sums_final}), bits_of(s.seen)});
   add_numbers(window + ".micro_batches", GA_I64, {static_cast<int64_t>(s.micros.size()), 3},
               std::move(micros));
   add_numbers(window + ".history", GA_F64,
               {static_cast<int64_t>(s.history.size()) / channels, channels, 3}, std::move(history));
 }
 
-void Checkpoint::collect_window() {
+void Checkpoint::collect_rates() {
   for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
     const Group& g = context_.params_.groups[k];
     if (g.schedule.table_size == 0) continue;
@@ -283,8 +331,10 @@ void Checkpoint::collect_window() {
     add_numbers(std::string(kOurs) + "group." + std::to_string(k) + ".rates", GA_F64,
                 {g.schedule.table_size}, std::move(rates));
   }
+}
+
+void Checkpoint::collect_micros() {
   const Window& window = context_.window_;
-  if (!with_window_ || window.size() == 0) return;
   // A scale that only the device knows is that of the whole window.
   const double scale = context_.loss_scale();
   std::vector<uint64_t> micros;
@@ -316,10 +366,7 @@ std::vector<std::pair<std::string, std::string>> Checkpoint::state_items(Context
     items.emplace_back(s.name, f.text());
   }
   Control control = context.control();
-  control.weight = 0;  // from here on, of the open window
-  control.weighted = control.window_dropped = 0;
-  control.dropped_micros = 0;
-  control.micro_finite = control.failed = false;
+  put_counts(WindowCounts(), control);
   Fields counters;
   counters.add_fields(control);
   items.emplace_back("counters", counters.text());
@@ -333,6 +380,22 @@ std::vector<std::pair<std::string, std::string>> Checkpoint::state_items(Context
   return items;
 }
 
+WindowCounts Checkpoint::window_counts() const {
+  const Control& c = context_.control();
+  return {c.weight,       c.weighted, c.window_dropped,    c.dropped_micros,
+          c.micro_finite, c.failed,   context_.rows_held_, context_.noise_repeated_};
+}
+
+// Sets the fields of the control block that are of an open window.
+void Checkpoint::put_counts(const WindowCounts& counts, Control& control) {
+  control.weight = counts.weight;
+  control.weighted = counts.weighted;
+  control.window_dropped = counts.window_dropped;
+  control.dropped_micros = counts.dropped_micros;
+  control.micro_finite = counts.micro_finite;
+  control.failed = counts.failed;
+}
+
 // The texts in the metadata.
 Metadata Checkpoint::texts() {
   Metadata list;
@@ -341,13 +404,15 @@ Metadata Checkpoint::texts() {
   };
   add("version", std::to_string(GA_VERSION_MAJOR) + "." + std::to_string(GA_VERSION_MINOR) + "." +
                      std::to_string(GA_VERSION_PATCH));
-  add("ranks", "1");
+  add("ranks", std::to_string(std::max<size_t>(counts_.size(), 1)));
   static constexpr const char* parts[] = {"all", "library", "parameters"};
   add("parts", parts[options_.parts]);
   if (options_.note) add("note", options_.note);
   if (options_.parts == GA_STATE_PARAMETERS) return list;
   Backend& backend = *context_.backend_;
-  const Control& control = context_.control();
+  Control control = context_.control();
+  const WindowCounts window_of_0 = counts_.empty() ? window_counts() : counts_[0];
+  put_counts(window_of_0, control);
   Fields counters, result;
   counters.add_fields(control);
   counters.add("host_windows", context_.windows_);
@@ -365,9 +430,14 @@ Metadata Checkpoint::texts() {
     add("group." + std::to_string(k) + ".state", f.text());
   }
   Fields window = window_settings();
-  window.add("rows_held", context_.rows_held_);
-  window.add("noise_repeated", context_.noise_repeated_);
+  window.add("rows_held", window_of_0.rows_held);
+  window.add("noise_repeated", window_of_0.noise_repeated);
   add("window", window.text());
+  for (size_t q = 1; q < counts_.size(); ++q) {
+    Fields f;
+    f.add_fields(counts_[q]);
+    add("rank." + std::to_string(q) + ".window", f.text());
+  }
   for (const auto& [key, fields] : settings()) add(key, fields.text());
   return list;
 }

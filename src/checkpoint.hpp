@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a state file holds of a context: which tensors, under which names, and which texts. One save or
 // one load. The file itself is state_file.hpp's.
+//
+// An open window is in the file rank by rank. What rank 0's window has lies under the names that a context
+// alone gives it; in front of the names of rank r's stands "gradaccum.rank.r.", and so no parameter or
+// layer can have them. A load on as many ranks gives each rank its own window; on any other number, rank r
+// of R gets those of ranks r, r + R, and so on, one behind the other.
 #pragma once
 
 #include <array>
@@ -47,13 +52,19 @@ class Checkpoint {
   Checkpoint(Context& context, const ga_state_options& options, const char* what);
   explicit Checkpoint(Context& context);  // at any time, for settings
 
+  using Ready = std::function<void()>;
+
+  // Where some rank's window is open, tells the ranks what each of them has to save; else does nothing.
+  // Comes before the next two, in a call that all ranks make. ready() is called whenever no rank may fail
+  // alone any more, and throws if one has.
+  void gather(const Ready& ready);
   int64_t file_bytes();  // of what save() would write now
-  // Where the optimizer is sharded, every rank saves, with a `write` of its own that may do nothing. ready,
-  // unless empty, is called before they exchange anything; it may throw.
-  void save(const WriteAt& write, const std::function<void()>& ready = {});
+  // Where the optimizer is sharded or gather() has found an open window, every rank saves. An empty write:
+  // this rank stores nothing. ready: as above; may be empty in a context that is alone.
+  void save(const WriteAt& write, const Ready& ready = {});
   void check_load() const;  // throws if the context cannot be loaded now
   // ready, unless empty, is called when everything is checked and nothing has changed yet; it may throw.
-  void load(int64_t size, const ReadAt& read, const std::function<void()>& ready = {});
+  void load(int64_t size, const ReadAt& read, const Ready& ready = {});
 
   // All that changes numbers, by key, in the order of groups, or of parameters and layers.
   using Settings = std::vector<std::pair<std::string, Fields>>;
@@ -71,28 +82,17 @@ class Checkpoint {
     kValues = kArrayKinds,  // the parameter itself
     kStepNumber,
     kProductNumber,
-    // Of an open window: numbers of the host and of the decision; the partials; of a gradient of some
-    // rows, which rows, and their values.
-    kHeldNumbers,
-    kHeldPartials,
-    kHeldRows,
-    kHeldValues,
     kParamKinds
   };
-  // Kinds of a layer's tensors. The last four are of an open window.
-  enum {
-    kMean,
-    kVariance,
-    kSteps,
-    kChannelSteps,
-    kChannels,
-    kSweep,
-    kMicros,
-    kHistory,
-    kLayerKinds
-  };
+  // Of a parameter in an open window: the gradient, and what its rounding lost; numbers of the host and of
+  // the decision; the partials; of a gradient of some rows, which rows, and their values.
+  enum { kHeldSums, kHeldLow, kHeldNumbers, kHeldPartials, kHeldRows, kHeldValues, kHeldKinds };
+  // Of a layer, and of a layer in an open window.
+  enum { kMean, kVariance, kSteps, kChannelSteps, kLayerKinds };
+  enum { kChannels, kSweep, kMicros, kHistory, kLayerWindowKinds };
 
-  static constexpr int64_t kChannelNumbers = 11;  // those of each_field() of a BnChannel
+  static constexpr int64_t kChannelNumbers = 11;      // those of each_field() of a BnChannel
+  static constexpr int64_t kMost = int64_t{1} << 53;  // the largest count
 
   struct Saved {
     std::string name;
@@ -103,6 +103,9 @@ class Checkpoint {
     ga_param shared_by = -1;        // or this rank's part of an array that all ranks have together
     Array part = {};
     int64_t count = 0;  // elements of all
+    int32_t rank = -1;  // whose window it is of; regions and numbers are there on that rank alone
+
+    int64_t bytes() const;
   };
 
   // What a file has for a parameter or a layer, by kind; -1: nothing.
@@ -113,35 +116,50 @@ class Checkpoint {
     bool has(int kind) const { return tensor[static_cast<size_t>(kind)] >= 0; }
     int64_t at(int kind) const { return tensor[static_cast<size_t>(kind)]; }
   };
-  // The window of a parameter in a file.
-  struct HeldIn {
-    Held held = Held::kNothing;
-    bool stale = false;
-    int64_t contributions = 0, last_micro = -1, contributed = 0;
-    double held_weight = 0, state_held_weight = 0;
-    std::vector<Partial> partials;
-    std::vector<int64_t> rows;
-  };
   struct ParamIn : Found<kParamKinds> {
     bool listed = false;  // the file is ours and has what this library knows of the parameter
     bool state = false;   // the file has state of it
     int64_t step = 0;
     double product = 1;
-    HeldIn window;
   };
-  struct LayerIn : Found<kLayerKinds> {
-    BatchNorms::Snapshot snapshot;
+  // What a window holds of a parameter, but for the gradient itself.
+  struct Holding {
+    Held held = Held::kNothing;
+    bool stale = false;
+    int64_t contributions = 0, last_micro = -1, contributed = 0;
+    double held_weight = 0, state_held_weight = 0;
+  };
+  struct HeldIn : Found<kHeldKinds>, Holding {
+    std::vector<Partial> partials;
+    std::vector<int64_t> rows;
+  };
+  struct LayerWindowIn : Found<kLayerWindowKinds> {
+    BatchNorms::Snapshot snapshot;  // but for the running statistics
+  };
+  // The window of a rank in the file.
+  struct WindowIn {
+    int32_t rank;
+    WindowCounts counts = {};
+    int64_t micro_tensor = -1;
+    std::vector<Micro> micros = {};
+    std::vector<HeldIn> params = {};
+    std::vector<LayerWindowIn> layers = {};
+
+    int64_t size() const { return static_cast<int64_t>(micros.size()); }
+  };
+  // What this rank's window will hold of a parameter: the sum of these gradients.
+  struct Joined : Holding {
+    std::vector<const HeldIn*> dense, rows;
+    std::vector<Partial> partials;  // of the first dense one, with the noise of all
   };
   // What the file says beside its tensors.
   struct TextsIn {
     bool counted = false;  // it has the counters
     Control control = {};
+    WindowCounts window = {};  // of rank 0, then of the window of this rank
     int64_t host_windows = 0;
     std::vector<GroupState> groups;
-    bool open = false;  // it has an open window
     std::vector<Micro> micros;
-    int64_t rows_held = 0;
-    bool noise_repeated = false;
   };
   // Settings that a load may take from the file.
   struct Taken {
@@ -179,20 +197,32 @@ class Checkpoint {
   Fields window_settings() const;
   void report(int64_t bytes, bool may_cancel);
   bool shards() const;  // each rank has a part of the state
+  static std::string name_of_rank(int32_t rank, const std::string& name);
+  static void put_counts(const WindowCounts& counts, Control& control);
 
   // Saving.
   StateWriter& writer();
   void collect();
+  void sort();
   void collect_param(size_t param, const ParamState& state);
   void collect_held(size_t param, const ParamState& state);
   void collect_layer(ga_bn layer);
-  void collect_window();
+  void collect_layer_window(const std::string& window, int64_t channels,
+                            const BatchNorms::Snapshot& s);
+  void collect_rates();
+  void collect_micros();
+  template <class F>
+  void collect_of_window(F&& collect);
+  WindowCounts window_counts() const;
+  void put_windows(size_t first, size_t end, const TakePiece& put);
   Metadata texts();
   void add_numbers(std::string name, int32_t dtype, std::vector<int64_t> shape,
                    std::vector<uint64_t> numbers);
   void store_live_gradients();
 
   // Loading: what the file has.
+  static int64_t whole(double x, int64_t low, int64_t high, const char* what);
+  static std::string text_of(const std::vector<int64_t>& shape);
   void find_tensors();
   void find_param(size_t param, Problems& problems);
   void find_layer(ga_bn layer, Problems& problems);
@@ -206,12 +236,33 @@ class Checkpoint {
   std::vector<double> numbers(int64_t tensor) const;
   std::vector<int64_t> integers(int64_t tensor) const;
   void read_texts();
-  void read_window();
   void read_param(size_t param);
   void read_layer(ga_bn layer);
-  void check_window() const;
   void take_settings();
   void take_schedule(const std::string& key, Taken::OfGroup& of) const;
+
+  // Loading: the open windows in the file, and what becomes of them.
+  void find_ranks();
+  void check_rank(const std::string& name) const;
+  void find_windows(Problems& problems);
+  WindowIn find_window(int32_t rank, Problems& problems);
+  void read_windows();
+  void read_held(size_t param, HeldIn& held) const;
+  void read_layer_window(ga_bn layer, LayerWindowIn& in) const;
+  void read_micros(WindowIn& window) const;
+  static void check_counts(const WindowCounts& counts);
+  void join_windows();
+  void check_windows() const;
+  void check_accum_steps() const;
+  bool is_running_mean(const Param& p) const;
+  double weight_of(const HeldIn& held) const;
+  void join_param(size_t param);
+  void join_layer(ga_bn layer);
+  void reserve_joining();
+  void fill(const Buffer& buffer, int64_t tensor);
+  void place_windows();
+  void place_dense(size_t param);
+  void place_rows(size_t param, const HeldIn& held);
 
   // Loading: what becomes of the context.
   void make_room();
@@ -219,13 +270,12 @@ class Checkpoint {
   struct Batch {
     size_t rows, row_bytes;
   };
-  Batch batch_of(size_t param) const;
+  Batch batch_of(size_t param, size_t most) const;
   void exchange() noexcept;
   [[noreturn]] void fail_halfway(const char* why);
   void tell_all();
   void list_regions();
   void place_arrays();
-  void place_rows(size_t param);
   void place_numbers();
   void place_param(size_t param);
   void place_counters();
@@ -236,6 +286,8 @@ class Checkpoint {
   bool with_window_ = true;  // what is collected has the contents of the open window
   bool with_shared_ = true;  // and the arrays of which each rank has a part
   std::vector<Saved> saved_;
+  std::vector<WindowCounts> counts_;  // by rank, if gather() has found an open window
+  std::vector<int64_t> piece_;        // of what ranks hand to each other
   std::unique_ptr<StateWriter> writer_;
 
   const ReadAt* read_ = nullptr;
@@ -244,7 +296,12 @@ class Checkpoint {
   std::vector<char> claimed_;                           // by tensor
   std::map<size_t, std::vector<unsigned char>> small_;  // the bytes of tensors of numbers
   std::vector<ParamIn> params_;
-  std::vector<LayerIn> layers_;
+  std::vector<Found<kLayerKinds>> layers_;
+  std::vector<BatchNorms::Snapshot> snapshots_;  // by layer: what it is to become
+  int32_t ranks_ = 1;                            // whose windows are in the file
+  bool open_ = false;                            // it has an open window
+  std::vector<WindowIn> windows_;                // those that this rank takes
+  std::vector<Joined> joined_;                   // by parameter
   TextsIn texts_;
   std::unique_ptr<Taken> taken_;  // under GA_SETTINGS_TAKE; after exchange(), what was before
   // To be filled: with which part of which tensor, in bytes.
@@ -253,8 +310,9 @@ class Checkpoint {
   };
   std::vector<Region> regions_;
   std::vector<From> from_;
-  Buffer row_indices_, row_values_;  // of a batch of rows
-  int64_t done_ = 0, total_ = 0;     // bytes, for progress
+  Buffer row_indices_, row_values_;      // of a batch of rows
+  Buffer added_, added_low_, added_by_;  // a gradient that is added to another, and Adding
+  int64_t done_ = 0, total_ = 0;         // bytes, for progress
 };
 
 // The note in a file; false: there is none.

@@ -142,9 +142,10 @@ class Context : BnContext {
   void set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& options);
   bool shards() const;  // this rank keeps a part of the state alone
   int32_t rank() const;
+  int32_t ranks() const;
   // work(ready) as the part of this rank in a call that succeeds on all ranks or on none: before it
   // changes the context for good, or exchanges anything, work calls ready(), which throws if another rank
-  // has failed. alone: only rank 0 works.
+  // has failed. alone: only rank 0 works, unless ranks have state that the others do not have.
   using Ready = std::function<void()>;
   void on_all_ranks(const char* what, bool alone, const std::function<void(const Ready&)>& work);
   const void* gradient(ga_param param, int32_t* dtype, int64_t* count) const;

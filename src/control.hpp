@@ -216,6 +216,16 @@ struct Control {
   ga_step_result result;
 };
 
+// What is counted of an open window, by each rank for itself: fields of Control, and two of the context.
+struct WindowCounts {
+  double weight;
+  int64_t weighted, window_dropped;
+  uint64_t dropped_micros;
+  bool micro_finite, failed;
+  int64_t rows_held;
+  bool noise_repeated;
+};
+
 // What the host knows of an ending window.
 struct WindowTotals {
   int64_t ticket;  // unique to the call

@@ -85,7 +85,11 @@ void Context::ema_swap(bool on) {
   window_.check_empty("ga_ema_swap");
   check_ema_kept("ga_ema_swap");
   check_no_capture("ga_ema_swap");
-  if (shards()) exchange_->begin_call(on ? "ga_ema_swap to the EMA" : "ga_ema_swap back");
+  if (shards()) {
+    const char* const call = on ? "ga_ema_swap to the EMA" : "ga_ema_swap back";
+    exchange_->begin_call(call);
+    exchange_->check_empty(call);
+  }
   if (on == ema_swapped_) return;
   constexpr size_t kLine = 64, kPiece = size_t{4} << 20;
   const std::vector<ParamState> states = param_states();

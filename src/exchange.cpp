@@ -156,11 +156,20 @@ void Exchange::begin_call(const char* what) {
   gather_headers(header(kOther, what), {});
   check_calls(what);
   check_settings();
+}
+
+bool Exchange::has_open_window() const {
+  for (int32_t q = 0; q < comm_->ranks(); ++q)
+    if (header_of(q).open != 0) return true;
+  return false;
+}
+
+void Exchange::check_empty(const char* what) const {
   for (int32_t q = 0; q < comm_->ranks(); ++q)
     if (header_of(q).open != 0)
-      fail(GA_ERROR_UNSUPPORTED,
-           "%s: the window of rank %d is not empty; over several ranks, state is saved and loaded "
-           "between windows",
+      fail(GA_ERROR_INVALID_STATE,
+           "%s was called while the window of rank %d is not empty; it is legal only between "
+           "windows",
            what, q);
 }
 
@@ -322,30 +331,71 @@ void Exchange::check_settings() {
     if (header_of(q).settings != header_of(0).settings) explain("the settings", settings_items());
 }
 
-// Throws, on every rank, the first item in which some rank differs from rank 0.
-void Exchange::explain(const char* what, const Items& own) {
-  std::string text = text_of(own);
+std::vector<std::string> Exchange::gather_texts(const char* what, std::string own) {
   const auto ranks = static_cast<size_t>(comm_->ranks());
   std::vector<int64_t> sizes(ranks);
-  const auto size = static_cast<int64_t>(text.size());
-  comm_->all_gather("the size of the settings", &size, sizes.data(), 1, GA_I64);
+  const auto size = static_cast<int64_t>(own.size());
+  comm_->all_gather("the size of a text", &size, sizes.data(), 1, GA_I64);
   const auto most = static_cast<size_t>(*std::max_element(sizes.begin(), sizes.end()));
   const size_t padded = (most + 7) / 8 * 8;
-  text.resize(padded);
-  std::string all(ranks * padded, '\0');
-  comm_->all_gather("the settings", text.data(), all.data(), static_cast<int64_t>(padded / 8),
-                    GA_I64);
+  std::string all;
+  agree_on(what, [&] {
+    own.resize(padded);
+    all.resize(ranks * padded);
+  });
+  comm_->all_gather(what, own.data(), all.data(), static_cast<int64_t>(padded / 8), GA_I64);
+  std::vector<std::string> texts;
+  for (size_t q = 0; q < ranks; ++q)
+    texts.push_back(all.substr(q * padded, static_cast<size_t>(sizes[q])));
+  return texts;
+}
+
+void Exchange::hand_round_bytes(int32_t q, int64_t bytes, std::vector<int64_t>& piece,
+                                const std::function<void(const TakePiece&)>& read,
+                                const TakePiece& take) {
+  const size_t most = piece.size() * sizeof(int64_t);
+  const auto hand_round = [&](size_t size) {
+    comm_->broadcast("windows", piece.data(), static_cast<int64_t>((size + 7) / 8), GA_I64, q);
+    take(piece.data(), size);
+  };
+  if (q != rank()) {
+    for (auto left = static_cast<size_t>(bytes); left > 0;) {
+      const size_t size = std::min(left, most);
+      hand_round(size);
+      left -= size;
+    }
+    return;
+  }
+  size_t filled = 0;
+  read([&](const void* data, size_t size) {
+    for (const char* from = static_cast<const char*>(data); size > 0;) {
+      const size_t n = std::min(size, most - filled);
+      std::memcpy(reinterpret_cast<char*>(piece.data()) + filled, from, n);
+      from += n;
+      size -= n;
+      filled += n;
+      if (filled < most) continue;
+      hand_round(filled);
+      filled = 0;
+    }
+  });
+  if (filled > 0) hand_round(filled);
+}
+
+// Throws, on every rank, the first item in which some rank differs from rank 0.
+void Exchange::explain(const char* what, const Items& own) {
+  const std::vector<std::string> texts = gather_texts("the settings", text_of(own));
+  const size_t ranks = texts.size();
   const auto items_of = [&](size_t q) {
     Items items;
-    size_t at = q * padded;
-    const size_t end = at + static_cast<size_t>(sizes[q]);
+    size_t at = 0;
     const auto line = [&] {
-      const size_t stop = all.find('\n', at);
-      const std::string found = all.substr(at, stop - at);
+      const size_t stop = texts[q].find('\n', at);
+      const std::string found = texts[q].substr(at, stop - at);
       at = stop + 1;
       return found;
     };
-    while (at < end) {
+    while (at < texts[q].size()) {
       std::string key = line();
       items.emplace_back(std::move(key), line());
     }

@@ -87,10 +87,19 @@ class Exchange {
   void gather_parameters(const std::function<Changed(ga_param)>& changed);
   void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take);
 
-  // A call that is to succeed on all ranks or on none: begin() checks that all make it; vote() throws if
-  // any rank has failed, which tells why. what: the function that was called.
+  // A call that is to succeed on all ranks or on none: begin_call() checks that all make it; vote() throws
+  // if any rank has failed, which tells why. what: the function that was called.
   void begin_call(const char* what);
   void vote(const char* what, const Error* failure);
+  // In such a call: whether the window of any rank was not empty when it began.
+  bool has_open_window() const;
+  void check_empty(const char* what) const;  // throws, on every rank, if one was not
+  // A text of each rank.
+  std::vector<std::string> gather_texts(const char* what, std::string own);
+  // Hands every rank the bytes that rank q has: there, read(take) hands them over, in pieces of any sizes.
+  // piece: room for what travels at a time, as large on every rank.
+  void hand_round_bytes(int32_t q, int64_t bytes, std::vector<int64_t>& piece,
+                        const std::function<void(const TakePiece&)>& read, const TakePiece& take);
 
   // A call about a layer that has one window over all ranks (GA_BN_WINDOW). of: the layer and the
   // function that was called. begin_layer() throws on every rank, before anything is exchanged, unless

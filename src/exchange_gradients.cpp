@@ -142,6 +142,8 @@ void Exchange::hold_sums() {
   for (size_t i = 0; i < touched_.size(); ++i) {
     Param& p = context_.params_[i];
     if (!touched_[i] || p.held() == Held::kRows) continue;
+    if (p.held() == Held::kNothing)  // the partials are those of an earlier window
+      for (int64_t k = 0; k < chunk_count(p.count); ++k) p.partials[k].noise = 0;
     p.hold(Held::kSummed);
     const auto id = static_cast<ga_param>(i);
     p.summed = summed_range(id).count > 0 ? summed(id).data : nullptr;
@@ -441,6 +443,7 @@ void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
   Param& p = context_.params_[id];
   const Tensor& t = context_.params_.tensor(id);
   p.hold(Held::kRows);
+  (*context_.tables_.param_states.at(static_cast<size_t>(id))).contributed = 1;  // by some rank
   const auto ranks = static_cast<size_t>(comm_->ranks());
   const auto most = static_cast<size_t>(*std::max_element(counts, counts + ranks));
   if (p.count == 0 || most == 0) return;

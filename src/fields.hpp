@@ -67,6 +67,10 @@ void each_field(Struct& s, F&& f) {
     f("weight", s.weight), f("weighted", s.weighted), f("window_dropped", s.window_dropped);
     f("dropped_micros", s.dropped_micros), f("micro_finite", s.micro_finite);
     f("rejected", s.rejected), f("failed", s.failed);
+  } else if constexpr (std::is_same_v<T, WindowCounts>) {
+    f("weight", s.weight), f("weighted", s.weighted), f("window_dropped", s.window_dropped);
+    f("dropped_micros", s.dropped_micros), f("micro_finite", s.micro_finite);
+    f("failed", s.failed), f("rows_held", s.rows_held), f("noise_repeated", s.noise_repeated);
   } else if constexpr (std::is_same_v<T, BnChannel>) {  // of an open window
     f("window_count", s.window.count), f("window_mean", s.window.mean);
     f("window_m2", s.window.m2), f("merged", s.merged), f("taken", s.taken), f("count", s.count);

@@ -141,6 +141,7 @@ void Context::begin_piece(ga_param id, const char* what, const char* name) {
   char text[512];
   std::snprintf(text, sizeof text, "%s of \"%.200s\" (%.100s)", what, params_.name(id), name);
   exchange_->begin_call(text);
+  exchange_->check_empty(text);
 }
 
 void Context::set_state(ga_param id, const char* name, const void* data, int32_t dtype,

@@ -97,7 +97,18 @@ std::string StateWriter::text() const {
 }
 
 void StateWriter::put(const WriteAt& write, const void* data, size_t size) {
-  while (header_.tensors[tensor_].end == done_) ++tensor_;  // has no bytes
+  for (const char* at = static_cast<const char*>(data); size > 0;) {
+    while (header_.tensors[tensor_].end == done_) ++tensor_;  // has no bytes
+    const size_t n =
+        std::min(size, static_cast<size_t>(header_.tensors[tensor_].end - done_));  // of the tensor
+    put_some(write, at, n);
+    at += n;
+    size -= n;
+  }
+}
+
+// Writes bytes of one tensor.
+void StateWriter::put_some(const WriteAt& write, const void* data, size_t size) {
   sum_.add(data, size);
   if (gathered_.size() + size > kGathered) flush(write);
   if (size >= kGathered) {

@@ -24,6 +24,9 @@ using Metadata = std::vector<std::pair<std::string, std::string>>;
 
 // All keys of ours begin with this, and so do the names of tensors that belong to no parameter or layer.
 constexpr std::string_view kOurs = "gradaccum.";
+// And what is of the window of another rank than 0 with this, then the number of the rank, a dot and the
+// name that it has of rank 0's.
+constexpr std::string_view kOfRank = "gradaccum.rank.";
 
 inline bool begins_with(std::string_view text, std::string_view begin) {
   return text.substr(0, begin.size()) == begin;
@@ -56,12 +59,13 @@ class StateWriter {
 
   int64_t file_bytes() const { return data_begin_ + data_bytes_; }
   int64_t data_bytes() const { return data_bytes_; }
-  // Writes the next bytes of the data, which belong to one tensor. Small pieces are gathered first.
+  // Writes the next bytes of the data. Small pieces are gathered first.
   void put(const WriteAt& write, const void* data, size_t size);
   void finish(const WriteAt& write);  // writes the header
 
  private:
   std::string text() const;
+  void put_some(const WriteAt& write, const void* data, size_t size);
   void flush(const WriteAt& write);
 
   safetensors::Header header_;

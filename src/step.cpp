@@ -275,6 +275,7 @@ void Context::on_all_ranks(const char* what, bool alone,
                            const std::function<void(const Ready&)>& work) {
   if (!exchange_) return work([] {});
   exchange_->begin_call(what);
+  const bool by_one = alone && !shards() && !exchange_->has_open_window();
   bool given_up = false;  // by all ranks
   const Ready ready = [&] {
     try {
@@ -285,12 +286,16 @@ void Context::on_all_ranks(const char* what, bool alone,
     }
   };
   try {
-    if (!alone || exchange_->rank() == 0) work(ready);
+    if (!by_one || exchange_->rank() == 0) work(by_one ? Ready([] {}) : ready);
   } catch (const Error& e) {
     if (!given_up) exchange_->vote(what, &e);
     throw;
   } catch (const std::exception& e) {
     const Error error(GA_ERROR_INTERNAL, e.what());
+    if (!given_up) exchange_->vote(what, &error);
+    throw;
+  } catch (...) {  // of a callback in C++
+    const Error error(GA_ERROR_INTERNAL, "an unknown exception was thrown");
     if (!given_up) exchange_->vote(what, &error);
     throw;
   }
@@ -300,6 +305,7 @@ void Context::on_all_ranks(const char* what, bool alone,
 bool Context::shards() const { return exchange_ && exchange_->shards(); }
 
 int32_t Context::rank() const { return exchange_ ? exchange_->rank() : 0; }
+int32_t Context::ranks() const { return exchange_ ? exchange_->ranks() : 1; }
 
 const void* Context::gradient(ga_param id, int32_t* dtype, int64_t* count) const {
   const Param& p = params_.get(id);

@@ -83,4 +83,57 @@ class StateParts {
   }
 };
 
+// A file as several ranks save it, from the files of contexts that are alone and agree in everything but
+// their open windows.
+template <class Bytes>
+Bytes file_of_ranks(const std::vector<Bytes>& files) {
+  StateParts all;
+  safetensors::Header header;
+  const auto text_of = [](const safetensors::Header& h, const char* key) {
+    for (const auto& [name, text] : h.metadata)
+      if (name == key) return text;
+    return std::string();
+  };
+  const auto is_of_window = [](const std::string& name) {
+    return name.find(".grad_accum") != name.npos || name.find(".bn_window") != name.npos ||
+           name == "gradaccum.window.micro_batches";
+  };
+  for (size_t q = 0; q < files.size(); ++q) {
+    StateParts parts;
+    safetensors::Header h;
+    if (!parts.read(files[q].data(), files[q].size()) || !parts.parse(h)) return {};
+    if (q == 0) {
+      all = parts;
+      header = h;
+      for (auto& [name, text] : header.metadata)
+        if (name == "gradaccum.ranks") text = std::to_string(files.size());
+      continue;
+    }
+    const std::string prefix = "gradaccum.rank." + std::to_string(q) + ".";
+    std::string counts;
+    const std::string from =
+        " " + text_of(h, "gradaccum.counters") + " " + text_of(h, "gradaccum.window") + " ";
+    for (const char* name : {"weight", "weighted", "window_dropped", "dropped_micros",
+                             "micro_finite", "failed", "rows_held", "noise_repeated"}) {
+      const size_t at = from.find(" " + std::string(name) + "=") + 1;
+      counts += (counts.empty() ? "" : " ") + from.substr(at, from.find(' ', at) - at);
+    }
+    header.metadata.emplace_back(prefix + "window", counts);
+    for (auto& t : h.tensors) {
+      if (!is_of_window(t.name)) continue;
+      const auto begin = parts.data.begin() + t.begin, end = parts.data.begin() + t.end;
+      t.name = prefix + t.name;
+      t.begin = static_cast<int64_t>(all.data.size());
+      all.data.insert(all.data.end(), begin, end);
+      t.end = static_cast<int64_t>(all.data.size());
+      header.tensors.push_back(t);
+    }
+  }
+  all.text = safetensors::write(header).substr(safetensors::kLengthBytes);
+  all.repair();
+  Bytes bytes;
+  all.write(bytes);
+  return bytes;
+}
+
 }  // namespace ga::test

@@ -19,6 +19,7 @@
 
 #include "files.hpp"
 #include "small_run.hpp"
+#include "state_parts.hpp"
 
 #if defined(__SANITIZE_ADDRESS__) && !defined(GA_ASAN)
 #define GA_ASAN 1
@@ -1130,6 +1131,37 @@ TEST_P(FailingState, LoadsAtEveryPoint) {
     EXPECT_EQ(t->values(), calm.values());
     if (HasFailure()) return;
   }
+}
+
+// The windows of two ranks, which come together on one context.
+TEST_P(FailingState, WindowsComeTogetherAtEveryPoint) {
+  const auto [with, once] = GetParam();
+  std::vector<Bytes> files;
+  for (const uint64_t micro : {4, 5}) {
+    SmallRun run(with);
+    run.windows(0, 2);
+    run.accumulate(micro);
+    files.push_back(saved(run.ctx));
+  }
+  const Bytes bytes = file_of_ranks(files);
+  SmallRun calm(with);
+  ASSERT_OK(load(calm.ctx, bytes));
+  const Bytes joined = saved(calm.ctx);
+  std::optional<SmallRun> t;
+  Bytes before;
+  const auto prepare = [&] {
+    t.emplace(with);
+    t->windows(7, 10);
+    before = saved(t->ctx);
+  };
+  prepare();
+  const int64_t failures = at_every_allocation(
+      once, [&] { return load(t->ctx, bytes); }, [&] { ASSERT_EQ(saved(t->ctx), before); },
+      [&] {
+        ASSERT_EQ(saved(t->ctx), joined);
+        prepare();
+      });
+  EXPECT_GT(failures, 50);
 }
 
 // A load that would have taken settings from the file and runs out of memory leaves those of the context,

@@ -132,6 +132,50 @@ TEST(Mpi, BatchNormalisationHasTheBitsOfThreads) {
   });
 }
 
+// Saves in an open window, to which rank 1 has brought nothing, and goes on with what was loaded.
+TEST(Mpi, WindowsAreSavedAndLoaded) {
+  const int32_t rank = world(MPI_Comm_rank);
+  for (const int32_t shard : {GA_SHARD_NONE, GA_SHARD_OPTIMIZER}) {
+    ga_comm_options o = comm_options();
+    o.shard = shard;
+    const auto train = [&](bool stops) {
+      std::string bytes;
+      std::vector<float> p(300001, 1), g(300001);
+      for (size_t j = 0; j < g.size(); ++j)
+        g[j] = static_cast<float>(static_cast<double>(j % 11) + 0.1 * rank);
+      for (const bool second : {false, true}) {
+        if (second && !stops) continue;
+        const Comm comm(world_config());
+        Context ctx;
+        ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 300001);
+        EXPECT_OK(ga_context_set_comm(ctx, comm, &o));
+        if (second) {
+          std::fill(p.begin(), p.end(), 0.0f);
+          EXPECT_OK(ga_load_from_memory(ctx, bytes.data(), bytes.size(), nullptr));
+        } else {
+          ctx.accumulate({g.data()});
+          EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+          for (int k = 0; k < (rank == 1 ? 0 : rank + 1); ++k) ctx.accumulate({g.data()});
+        }
+        if (!second && stops) {
+          size_t size = 0;
+          EXPECT_OK(ga_save_to_memory(ctx, nullptr, nullptr, 0, &size));
+          bytes.resize(size);
+          EXPECT_OK(ga_save_to_memory(ctx, nullptr, bytes.data(), size, &size));
+          // All load what the last rank has.
+          MPI_Bcast(bytes.data(), static_cast<int>(size), MPI_BYTE, world(MPI_Comm_size) - 1,
+                    MPI_COMM_WORLD);
+          continue;
+        }
+        ctx.accumulate({g.data()}, 2);
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+      }
+      return p;
+    };
+    EXPECT_TRUE(same_bits(train(true), train(false))) << shard;
+  }
+}
+
 TEST(Mpi, HandsOut) {
   const int32_t rank = world(MPI_Comm_rank);
   const Comm comm(world_config());

@@ -1076,9 +1076,10 @@ GA_API ga_status ga_state_reset(ga_context* ctx, ga_param param);
    that were delivered to GA_OPTIMIZER_EXTERNAL. docs/checkpoints.md describes the file, and how it
    goes to PyTorch and Keras and back.
 
-   Saving is legal while no micro-batch is open and the window is not GA_WINDOW_INVALID; loading
-   while the window is empty. Neither while a stream is captured. Both wait. The path of a file is
-   in the encoding of the system. */
+   Saving is legal while no micro-batch is open and the window is not GA_WINDOW_INVALID (nor, over
+   several ranks, one for which ga_step has returned GA_ERROR_NONFINITE); loading while the window is
+   empty, on every rank. Neither while a stream is captured. Both wait. The path of a file is in the
+   encoding of the system. */
 
 /* What is saved or loaded. ALL: the parameters and what the library keeps. LIBRARY: not the
    parameters, which the program saves by itself. PARAMETERS: the parameters, and the running
@@ -1130,8 +1131,10 @@ GA_API ga_status ga_save(ga_context* ctx, const char* path, const ga_state_optio
 /* Loads what ga_save has saved, as a whole or not at all: the file is read once to check it, by its
    checksums and against the context, and once more into place. options may be NULL.
    GA_ERROR_INVALID_ARGUMENT: what the file holds is not what the context has (the message lists
-   names that are missing, extra, or of another shape or dtype) or other settings. GA_ERROR_FORMAT:
-   the file is damaged, not a state, or of a newer version. GA_ERROR_IO, GA_ERROR_CANCELLED.
+   names that are missing, extra, or of another shape or dtype) or other settings, or K is below what
+   its window holds. GA_ERROR_FORMAT: the file is damaged, not a state, or of a newer version.
+   GA_ERROR_UNSUPPORTED: another number of ranks has saved it within the sweeps of a layer in WINDOW
+   mode. GA_ERROR_IO, GA_ERROR_CANCELLED.
    GA_ERROR_FAULT: the second reading failed, or found other bytes than the first; only
    ga_context_destroy is legal. */
 GA_API ga_status ga_load(ga_context* ctx, const char* path, const ga_state_options* options);
@@ -1404,8 +1407,11 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    dropped_micros excepted. A parameter has a gradient if it has one on some rank. Where some ranks
    call ga_discard and others ga_step, the window is discarded on all of them
    (GA_STEP_SKIPPED_DISCARD). Batch normalisation: running statistics are those of all ranks' data;
-   WINDOW normalises by that data too, MICRO and CUMULATIVE by the rank's own. ga_save writes rank
-   0's file, which any number of ranks loads, and ga_load reads it on each.
+   WINDOW normalises by that data too, MICRO and CUMULATIVE by the rank's own. ga_save writes one
+   file, on rank 0, and ga_load reads it on each; ga_save_to_memory and ga_state_write give every
+   rank the whole file. It loads on any number of ranks: as many as saved it go on with their open
+   windows bit for bit; others with windows that are put together, or with none, up to rounding
+   (docs/checkpoints.md).
 
    Under GA_SHARD_OPTIMIZER parameters and results have the same bits as without. Large parameters
    are cut into a piece for each rank. Small ones are whole on one rank, and so are those of an

@@ -557,8 +557,17 @@ void mutate(Header& header, Bytes& data, Random& random) {
       static constexpr const char* ends[] = {".step",    ".master",  ".grad_accum.window",
                                              ".average", ".exp_avg", ".grad_accum.rows",
                                              "",         "_low",     ".bn_window"};
+      static constexpr const char* begins[] = {"",
+                                               "",
+                                               "",
+                                               "gradaccum.rank.1.",
+                                               "gradaccum.rank.2.",
+                                               "gradaccum.rank.3.",
+                                               "gradaccum.rank.01.",
+                                               "gradaccum.rank."};
       const size_t dot = t.name.find('.');
-      t.name = (random.below(2) == 0 ? t.name : t.name.substr(0, dot)) +
+      t.name = begins[random.below(std::size(begins))] +
+               (random.below(2) == 0 ? t.name : t.name.substr(0, dot)) +
                ends[random.below(std::size(ends))];
     }
   }
@@ -604,6 +613,16 @@ void write_corpus(const std::string& folder) {
       if (kind == kChecked) training.act(Training::kBackward);
     }
     write(name + "_open", kind, 4, training.saved());
+    std::vector<Bytes> files;
+    for (int rank = 0; rank < 3; ++rank) {
+      Training of_rank(kind);
+      of_rank.act(Training::kWhole);
+      of_rank.act(Training::kStep);
+      if (rank != 1) of_rank.act(kind == kLayers ? Training::kBackward : Training::kParts);
+      if (kind == kChecked) of_rank.act(Training::kBackward);
+      files.push_back(of_rank.saved());
+    }
+    write(name + "_ranks", kind, 4, ga::test::file_of_ranks(files));
     if (kind == kMasters) {
       write(name + "_library", kind, 1, training.saved(GA_STATE_LIBRARY));
       write(name + "_parameters", kind, 2, training.saved(GA_STATE_PARAMETERS));
