@@ -1279,6 +1279,10 @@ typedef struct ga_comm ga_comm;
 typedef int32_t ga_comm_kind;
 enum { GA_COMM_LOCAL = 0, GA_COMM_MPI = 1, GA_COMM_TABLE = 2 };
 
+/* How a transport adds up; see all_reduce below. */
+typedef int32_t ga_comm_op;
+enum { GA_COMM_SUM = 0, GA_COMM_MAX = 1 };
+
 /* A transport of the program's own. Every rank calls the same functions in the same order, with the
    same count, stride, dtype and root, and each function returns when this rank may use its result
    and overwrite what it sent. A block is count elements of dtype, any ga_dtype; of [ranks] blocks,
@@ -1286,9 +1290,6 @@ enum { GA_COMM_LOCAL = 0, GA_COMM_MPI = 1, GA_COMM_TABLE = 2 };
    stream: NULL, for all memory is the host's. Functions return 0, or a number of their own for a
    failure, after which no other but abort and error_text is called. They keep their own time limit
    and run in the program's floating-point mode. */
-typedef int32_t ga_comm_op;
-enum { GA_COMM_SUM = 0, GA_COMM_MAX = 1 };
-
 typedef struct ga_comm_table {
   size_t struct_size;
   void* user; /* passed to each function */
@@ -1359,9 +1360,9 @@ GA_API ga_status ga_comm_abort(ga_comm* comm);
    that wait for this one fail. NULL is legal. MPI: before MPI_Finalize. */
 GA_API void ga_comm_destroy(ga_comm* comm);
 
-/* What travels from rank to rank. F32: sums in f32. BF16: f32 gradients are rounded to bf16 on their
-   way to where they are added, which is in f32: 3/4 of the bytes. 16-bit accumulators travel as they
-   are either way, and f64 ones as f64. */
+/* What travels from rank to rank. EXACT: gradients as the accumulators have them. BF16: f32 gradients
+   are rounded to bf16 on their way to where they are added, which is in f32: 3/4 of the bytes. Either
+   way 16-bit accumulators travel as they are, f64 ones as f64, and sums as f32 or f64. */
 typedef int32_t ga_comm_wire;
 enum { GA_COMM_WIRE_EXACT = 0, GA_COMM_WIRE_BF16 = 1 };
 
