@@ -180,11 +180,11 @@ class CpuBackend final : public Backend {
   void norm(Span<const NormTask> tasks) override { take_norms(Given<NormTask>{tasks}); }
 
   void measure(Params params, const OverRanks& over_ranks) override {
-    lists_.run(Listed<UpdateTask>{tasks_.measures, params},
-               [this](const UpdateTask& task, const Work& w) {
-                 if ((task.plan->duty & kUpdate) != 0)
-                   kernels_.measure[task.f64][task.op](task, w.offset, w.count);
-               });
+    lists_.run_stretches(Listed<UpdateTask>{tasks_.measures, params},
+                         [this](const UpdateTask& task, const Work& w) {
+                           if ((task.plan->duty & kUpdate) != 0)
+                             kernels_.measure[task.f64][task.op](task, w.offset, w.count);
+                         });
     Crew crew;
     const auto count = static_cast<int64_t>(params.size);
     sum_layers(crew, tables_, tasks_.measures, params.data, count);

@@ -53,15 +53,16 @@ class Lists {
   // of similar size: many small tensors make one item, and there are enough items for every thread.
   template <class Tasks, class Loop>
   void run(const Tasks& tasks, Loop loop, bool busy = false) {
-    int64_t total = 0;
-    for (size_t t = 0; t < tasks.size(); ++t) total += tasks[t].count;
-    begin(total);
-    for (size_t t = 0; t < tasks.size(); ++t)
-      if (busy || !idle(tasks[t])) {
-        const int64_t count = tasks[t].count, stretch = stretch_of(tasks[t]);
-        for (int64_t at = 0; at < count; at += stretch) cut(t, at, std::min(stretch, count - at));
-      }
-    run_items(tasks, total, loop);
+    run_cut(tasks, loop, busy, [this](size_t t, const auto& task) { cut(t, 0, task.count); });
+  }
+
+  // Runs loop(task, work) for updates that are cut into chunks anew after every UpdateTask::cut elements.
+  template <class Tasks, class Loop>
+  void run_stretches(const Tasks& tasks, Loop loop) {
+    run_cut(tasks, loop, false, [this](size_t t, const UpdateTask& task) {
+      for (int64_t at = 0; at < task.count; at += task.cut)
+        cut(t, at, std::min(task.cut, task.count - at));
+    });
   }
 
   // Runs loop(task, work) for all chunks of these rows of one task, as far as its elements are of them.
@@ -122,11 +123,14 @@ class Lists {
     return false;
   }
 
-  // How many elements are cut into chunks as one.
-  static int64_t stretch_of(const UpdateTask& task) { return task.cut; }
-  template <class Task>
-  static int64_t stretch_of(const Task& task) {
-    return std::max<int64_t>(task.count, 1);
+  template <class Tasks, class Loop, class Cut>
+  void run_cut(const Tasks& tasks, Loop& loop, bool busy, Cut&& cut_task) {
+    int64_t total = 0;
+    for (size_t t = 0; t < tasks.size(); ++t) total += tasks[t].count;
+    begin(total);
+    for (size_t t = 0; t < tasks.size(); ++t)
+      if (busy || !idle(tasks[t])) cut_task(t, tasks[t]);
+    run_items(tasks, total, loop);
   }
 
   // Cuts elements into chunks, and these into items of similar size: begin() with the elements of all.
