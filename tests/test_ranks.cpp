@@ -1229,6 +1229,34 @@ TEST(Ranks, WhatTravelsDoesNotDependOnMicroBatches) {
   }
 }
 
+// However large the parameters are, what is exchanged at a time is not.
+TEST(Ranks, RoomForTheExchange) {
+  constexpr int64_t kCount = 20000000, kMost = int64_t{64} << 20;
+  for (const int32_t overlap : {0, 1}) {
+    Counting counting;
+    ga_comm_table table = table_of(counting);
+    table.any_thread = 1;
+    ga_comm_config c = comm_config(GA_COMM_TABLE);
+    c.ranks = 1;
+    c.table = &table;
+    const Comm comm(c);
+    std::vector<float> p(kCount), small(3000), g(kCount, 1);
+    Context ctx;
+    const ga_group group = ctx.group(plain_sgd());
+    ctx.param(group, "p", p.data(), kCount);
+    ctx.param(group, "small", small.data(), 3000);
+    ASSERT_OK(ga_prepare(ctx));
+    const int64_t before = memory(ctx).total;
+    ga_comm_options o = comm_options();
+    o.overlap = overlap;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+    ctx.accumulate({g.data(), g.data()});
+    step(ctx);
+    EXPECT_LE(memory(ctx).total - before, kMost) << overlap;
+    EXPECT_GT(memory(ctx).total - before, int64_t{1} << 20) << overlap;
+  }
+}
+
 TEST(Ranks, AFailureOfATableIsTold) {
   for (int at = 0; at < 4; ++at) {
     Counting counting;
