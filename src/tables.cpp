@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the host writes into the tables (tables.hpp): the options of the context and its groups, all
 // entries of a parameter when something of it changes, and at the end of a window what that has brought.
-#include <algorithm>
-
 #include "context.hpp"
 #include "exchange.hpp"
 #include "tensor.hpp"
@@ -162,7 +160,6 @@ void Context::describe_update(size_t i) {
   update.rows = t.options.rows == GA_ROWS_LAZY ? t.set : nullptr;
   update.columns = columns;
   update.partials = p.partials;
-  update.cut = std::max<int64_t>(update.count, 1);
 }
 
 void Context::describe_units(size_t i) {

@@ -308,7 +308,7 @@ TEST_F(Ranks, NormsOfALayer) {
     r.partials[0][0] = {x, 4 * x, 0, 0};
     r.partials[0][1] = {y, 4 * y, 0, 0};
     measure.partials = r.partials[0];
-    measure.count = measure.cut = r.param_inputs[0].count;
+    measure.count = r.param_inputs[0].count;
     sum_layers(r.crew, r.tables(), &measure, &layer, 1);
   };
   sum(first, 3, 0);

@@ -621,9 +621,10 @@ GA_DEVICE void sum_layers(Crew& crew, const ScalarTables& t, const UpdateTask* m
     const UpdateTask& task = measures[i];
     const Partial* partials = task.partials;
     double first = 0, second = 0;
-    for (int64_t at = 0; at < task.count; at += task.cut) {
+    const int64_t stretch = task.stretch();
+    for (int64_t at = 0; at < task.count; at += stretch) {
       const int64_t left = task.count - at;
-      const int64_t n = chunk_count(left < task.cut ? left : task.cut);
+      const int64_t n = chunk_count(left < stretch ? left : stretch);
       first += warp.sum(n, [&](int64_t c) { return partials[c].sum_squares; });
       second += warp.sum(n, [&](int64_t c) { return partials[c].second_squares; });
       partials += n;

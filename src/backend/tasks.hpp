@@ -264,9 +264,10 @@ struct UpdateTask {
   int64_t columns;
   const FactorTask* row_state;  // of an Op with state by rows, where the kernels read it; else NULL
   Partial* partials;            // measure: sum_squares of x[0], second_squares of x[1]
-  int64_t cut;    // measure: after so many elements the chunks begin anew; on a device
-                  // not before the end
+  int64_t cut;    // measure: after so many elements chunks begin anew; 0: nowhere, as on a device
   void* emitted;  // measure: x[0] if Op::emits, of the compute type
+
+  GA_HD int64_t stretch() const { return cut > 0 ? cut : count > 0 ? count : 1; }
 };
 
 // target <- gradient, or the constant if the gradient's source has no data.

@@ -633,9 +633,9 @@ void measure(const UpdateTask& task, int64_t offset, int64_t count) {
     if (Op::norms == 2) second_sum.add_tile(second);
     tile.close_state(task, offset + t, n);
   }
-  const int64_t stretch = offset / task.cut;
+  const int64_t stretch = task.stretch(), before = offset / stretch;
   Partial& partial =
-      task.partials[stretch * chunk_count(task.cut) + (offset - stretch * task.cut) / kChunk];
+      task.partials[before * chunk_count(stretch) + (offset - before * stretch) / kChunk];
   partial.sum_squares = first_sum.total();
   partial.second_squares = Op::norms == 2 ? second_sum.total() : 0;
 }

@@ -56,12 +56,12 @@ class Lists {
     run_cut(tasks, loop, busy, [this](size_t t, const auto& task) { cut(t, 0, task.count); });
   }
 
-  // Runs loop(task, work) for updates that are cut into chunks anew after every UpdateTask::cut elements.
+  // Runs loop(task, work) for updates whose chunks begin anew after every UpdateTask::stretch() elements.
   template <class Tasks, class Loop>
   void run_stretches(const Tasks& tasks, Loop loop) {
     run_cut(tasks, loop, false, [this](size_t t, const UpdateTask& task) {
-      for (int64_t at = 0; at < task.count; at += task.cut)
-        cut(t, at, std::min(task.cut, task.count - at));
+      for (int64_t at = 0; at < task.count; at += task.stretch())
+        cut(t, at, std::min(task.stretch(), task.count - at));
     });
   }
 
