@@ -3,6 +3,7 @@
 // Ranks that are threads of the test.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <thread>
 #include <vector>
@@ -65,35 +66,65 @@ inline void expect_failure(ga_status status, const char* words,
   EXPECT_NE(std::string(ga_last_error()).find(words), std::string::npos) << ga_last_error();
 }
 
-// A transport of the program for a single rank, which counts what it is asked to move.
-struct Counting {
-  int64_t bytes = 0;
-  int calls = 0;
-  int32_t fail_at = -1;
+// A transport of the program for a single rank, which counts what it is asked to move, and a communicator
+// over it. It may be called from any thread.
+class OneRank {
+ public:
+  enum Adder { kMoves, kAdds };
 
+  explicit OneRank(Adder adder = kMoves) : comm_(config(table(adder))) {}
+  operator ga_comm*() const { return comm_; }
+
+  std::atomic<int64_t> bytes{0};
+  std::atomic<int> calls{0}, added{0};  // added: calls that add up
+  std::atomic<int> fail_at{-1};         // the call that fails
+  std::atomic<std::thread::id> thread;  // of the last call
+
+ private:
   int32_t move(const void* send, void* recv, int64_t count, int32_t dtype) {
+    thread = std::this_thread::get_id();
     if (calls++ == fail_at) return 42;
     const int64_t size = dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 ? 4 : 2;
     bytes += count * size;
     if (send != recv) memcpy(recv, send, static_cast<size_t>(count * size));
     return 0;
   }
-};
+  static OneRank& of(void* user) { return *static_cast<OneRank*>(user); }
 
-inline ga_comm_table table_of(Counting& counting) {
-  ga_comm_table t = {};
-  t.struct_size = sizeof t;
-  t.user = &counting;
-  t.all_to_all = [](void* user, const void* send, int64_t, void* recv, int64_t count,
-                    ga_dtype dtype,
-                    void*) { return static_cast<Counting*>(user)->move(send, recv, count, dtype); };
-  t.all_gather = [](void* user, const void* send, void* recv, int64_t, int64_t count,
-                    ga_dtype dtype,
-                    void*) { return static_cast<Counting*>(user)->move(send, recv, count, dtype); };
-  t.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t, void*) { return 0; };
-  t.error_text = [](void*, int32_t code) { return code == 42 ? "the cable is out" : "?"; };
-  return t;
-}
+  const ga_comm_table& table(Adder adder) {
+    ga_comm_table& t = table_;
+    t = {};
+    t.struct_size = sizeof t;
+    t.user = this;
+    t.any_thread = 1;
+    t.all_to_all = [](void* user, const void* send, int64_t, void* recv, int64_t count,
+                      ga_dtype dtype, void*) { return of(user).move(send, recv, count, dtype); };
+    t.all_gather = [](void* user, const void* send, void* recv, int64_t, int64_t count,
+                      ga_dtype dtype, void*) { return of(user).move(send, recv, count, dtype); };
+    t.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t, void*) { return 0; };
+    t.error_text = [](void*, int32_t code) { return code == 42 ? "the cable is out" : "?"; };
+    if (adder == kMoves) return t;
+    t.all_reduce = [](void* user, void* data, int64_t count, ga_dtype dtype, ga_comm_op, void*) {
+      ++of(user).added;
+      return of(user).move(data, data, count, dtype);
+    };
+    t.reduce_scatter = [](void* user, const void* send, void* recv, int64_t count, ga_dtype dtype,
+                          ga_comm_op, void*) {
+      ++of(user).added;
+      return of(user).move(send, recv, count, dtype);
+    };
+    return t;
+  }
+  static ga_comm_config config(const ga_comm_table& table) {
+    ga_comm_config c = comm_config(GA_COMM_TABLE);
+    c.ranks = 1;
+    c.table = &table;
+    return c;
+  }
+
+  ga_comm_table table_;
+  const Comm comm_;
+};
 
 // Windows of several parameters, to which each rank brings any number of micro-batches.
 namespace over_ranks {

@@ -1207,12 +1207,7 @@ TEST(Ranks, WhatTravelsDoesNotDependOnMicroBatches) {
                                       {8, GA_SHARD_NONE},
                                       {1, GA_SHARD_OPTIMIZER},
                                       {8, GA_SHARD_OPTIMIZER}}) {
-    Counting counting;
-    const ga_comm_table table = table_of(counting);
-    ga_comm_config c = comm_config(GA_COMM_TABLE);
-    c.ranks = 1;
-    c.table = &table;
-    const Comm comm(c);
+    OneRank comm;
     Context ctx;
     std::vector<float> p(1000000), g(1000000, 1);
     ctx.param(ctx.group(plain_sgd()), "p", p.data(), 1000000);
@@ -1220,12 +1215,12 @@ TEST(Ranks, WhatTravelsDoesNotDependOnMicroBatches) {
     o.shard = shard;
     ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
     for (int w = 0; w < 2; ++w) {
-      counting.bytes = counting.calls = 0;
+      comm.bytes = comm.calls = 0;
       for (int k = 0; k < micros; ++k) ctx.accumulate({g.data()});
       step(ctx);
     }
-    EXPECT_LE(counting.bytes, 2 * 4000000 + 1000);
-    EXPECT_EQ(counting.calls, 2 + 2);  // the data, and two small ones
+    EXPECT_LE(comm.bytes, 2 * 4000000 + 1000);
+    EXPECT_EQ(comm.calls, 2 + 2);  // the data, and two small ones
   }
 }
 
@@ -1233,13 +1228,7 @@ TEST(Ranks, WhatTravelsDoesNotDependOnMicroBatches) {
 TEST(Ranks, RoomForTheExchange) {
   constexpr int64_t kCount = 20000000, kMost = int64_t{64} << 20;
   for (const int32_t overlap : {0, 1}) {
-    Counting counting;
-    ga_comm_table table = table_of(counting);
-    table.any_thread = 1;
-    ga_comm_config c = comm_config(GA_COMM_TABLE);
-    c.ranks = 1;
-    c.table = &table;
-    const Comm comm(c);
+    OneRank comm;
     std::vector<float> p(kCount), small(3000), g(kCount, 1);
     Context ctx;
     const ga_group group = ctx.group(plain_sgd());
@@ -1259,19 +1248,14 @@ TEST(Ranks, RoomForTheExchange) {
 
 TEST(Ranks, AFailureOfATableIsTold) {
   for (int at = 0; at < 4; ++at) {
-    Counting counting;
-    const ga_comm_table table = table_of(counting);
-    ga_comm_config c = comm_config(GA_COMM_TABLE);
-    c.ranks = 1;
-    c.table = &table;
-    const Comm comm(c);
+    OneRank comm;
     Context ctx;
     std::vector<float> p(100000, 1), g(100000, 1);
     ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 100000);
     ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
     step(ctx);  // of an empty window: the first one tells how many parameters there are
     ctx.accumulate({g.data()});
-    counting.fail_at = counting.calls + at;
+    comm.fail_at = comm.calls + at;
     expect_failure(ga_step(ctx, nullptr), "the cable is out (42)");
     EXPECT_EQ(p, std::vector<float>(100000, 1));
     ga_window_info w;
@@ -1288,12 +1272,7 @@ TEST(Ranks, AFailureOfATableIsTold) {
 
 // Of a sharded context: this rank has updated its part when the others' do not come.
 TEST(Ranks, ParametersThatDoNotComeEndTheContext) {
-  Counting counting;
-  const ga_comm_table table = table_of(counting);
-  ga_comm_config c = comm_config(GA_COMM_TABLE);
-  c.ranks = 1;
-  c.table = &table;
-  const Comm comm(c);
+  OneRank comm;
   Context ctx;
   std::vector<float> p(100000, 1), g(100000, 1);
   ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 100000);
@@ -1303,7 +1282,7 @@ TEST(Ranks, ParametersThatDoNotComeEndTheContext) {
   ctx.accumulate({g.data()});
   step(ctx);
   ctx.accumulate({g.data()});
-  counting.fail_at = counting.calls + 3;
+  comm.fail_at = comm.calls + 3;
   expect_failure(ga_step(ctx, nullptr), "updated parameters: the cable is out (42)");
   expect_failure(ga_discard(ctx), "the cable is out (42)");
 }

@@ -495,27 +495,22 @@ TEST(RanksBatchNorm, ModesAreComparedWhenRanksJoin) {
 // A layer that is not frozen takes four exchanges, whatever the number of micro-batches, and few bytes.
 TEST(RanksBatchNorm, WhatTravels) {
   for (const int64_t micros : {1, 8}) {
-    Counting counting;
-    const ga_comm_table table = table_of(counting);
-    ga_comm_config c = comm_config(GA_COMM_TABLE);
-    c.ranks = 1;
-    c.table = &table;
-    const Comm comm(c);
+    OneRank comm;
     const ref::BnShape shape{500, 3, GA_BN_CHANNELS_FIRST};
     const BnWindow window =
         bn_window(shape, GA_F32, std::vector<int64_t>(static_cast<size_t>(micros), 2));
     RankNet net(comm, shape);
-    counting.calls = 0;
-    counting.bytes = 0;
+    comm.calls = 0;
+    comm.bytes = 0;
     net.run(window);
-    EXPECT_EQ(counting.calls, 2 + 2);
-    EXPECT_LE(counting.bytes, 500 * (3 + 2) * 8 + 500);
+    EXPECT_EQ(comm.calls, 2 + 2);
+    EXPECT_LE(comm.bytes, 500 * (3 + 2) * 8 + 500);
     EXPECT_OK(ga_discard(net.ctx));
     EXPECT_OK(ga_bn_set_frozen(net.ctx, net.bn, 1));
-    counting.calls = 0;
+    comm.calls = 0;
     EXPECT_OK(net.finalize());
     EXPECT_OK(net.sums_finalize());
-    EXPECT_EQ(counting.calls, 0);
+    EXPECT_EQ(comm.calls, 0);
   }
 }
 
@@ -634,15 +629,10 @@ TEST(RanksBatchNorm, AFailureOfATable) {
   const BnOutput want = BnNet(kShape, windowed()).step(next);
   for (int at = 0; at < 4; ++at) {
     SCOPED_TRACE(at);
-    Counting counting;
-    const ga_comm_table table = table_of(counting);
-    ga_comm_config c = comm_config(GA_COMM_TABLE);
-    c.ranks = 1;
-    c.table = &table;
-    const Comm comm(c);
+    OneRank comm;
     RankNet net(comm);
     net.take_all(window);
-    counting.fail_at = counting.calls + at;
+    comm.fail_at = comm.calls + at;
     double mean[3];
     const auto statistics = [&] {
       return ga_bn_statistics(net.ctx, net.bn, mean, nullptr, GA_F64, nullptr);

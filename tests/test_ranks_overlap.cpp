@@ -30,57 +30,6 @@ bool comes_true(const std::function<bool()>& condition) {
   return true;
 }
 
-// The transport of a single rank, which counts, and adds up what one rank has.
-struct Cable {
-  std::atomic<int64_t> bytes{0};
-  std::atomic<int> calls{0}, added{0};
-  std::atomic<int> fail_at{-1};
-  std::atomic<std::thread::id> thread;
-
-  int32_t move(const void* send, void* recv, int64_t count, int32_t dtype) {
-    thread = std::this_thread::get_id();
-    if (calls++ == fail_at) return 7;
-    const int64_t size = dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 ? 4 : 2;
-    bytes += count * size;
-    if (send != recv) memcpy(recv, send, static_cast<size_t>(count * size));
-    return 0;
-  }
-  ga_comm_table table() {
-    ga_comm_table t = {};
-    t.struct_size = sizeof t;
-    t.user = this;
-    t.any_thread = 1;
-    t.all_to_all = [](void* user, const void* send, int64_t, void* recv, int64_t count,
-                      ga_dtype dtype,
-                      void*) { return static_cast<Cable*>(user)->move(send, recv, count, dtype); };
-    t.all_gather = [](void* user, const void* send, void* recv, int64_t, int64_t count,
-                      ga_dtype dtype,
-                      void*) { return static_cast<Cable*>(user)->move(send, recv, count, dtype); };
-    t.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t, void*) { return 0; };
-    return t;
-  }
-  ga_comm_table adding_table() {
-    ga_comm_table t = table();
-    t.all_reduce = [](void* user, void* data, int64_t count, ga_dtype dtype, ga_comm_op, void*) {
-      ++static_cast<Cable*>(user)->added;
-      return static_cast<Cable*>(user)->move(data, data, count, dtype);
-    };
-    t.reduce_scatter = [](void* user, const void* send, void* recv, int64_t count, ga_dtype dtype,
-                          ga_comm_op, void*) {
-      ++static_cast<Cable*>(user)->added;
-      return static_cast<Cable*>(user)->move(send, recv, count, dtype);
-    };
-    return t;
-  }
-};
-
-ga_comm_config config_of(const ga_comm_table& table) {
-  ga_comm_config c = comm_config(GA_COMM_TABLE);
-  c.ranks = 1;
-  c.table = &table;
-  return c;
-}
-
 // Two parameters of 140000 elements, which travel in a slice each, and their gradients.
 struct Pair {
   std::vector<float> p = std::vector<float>(140000, 1), q = p;
@@ -98,9 +47,7 @@ struct Pair {
 };
 
 TEST(RanksOverlap, WhatIsReadyTravelsBeforeTheStep) {
-  Cable cable;
-  const ga_comm_table table = cable.table();
-  const Comm comm(config_of(table));
+  OneRank comm;
   Pair pair;
   Context ctx;
   pair.add_to(ctx);
@@ -108,33 +55,31 @@ TEST(RanksOverlap, WhatIsReadyTravelsBeforeTheStep) {
   ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
   step(ctx);  // of an empty window: the first one tells how many parameters there are
   for (int w = 0; w < 3; ++w) {
-    const int begin = cable.calls;
+    const int begin = comm.calls;
     ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
     pair.part(ctx, 0);
     ASSERT_OK(ga_micro_end(ctx));
     ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
     pair.part(ctx, 1);
-    EXPECT_EQ(cable.calls, begin);
+    EXPECT_EQ(comm.calls, begin);
     pair.ready(ctx,
                1);  // the newer parameter travels first: the agreement, and two calls for a slice
-    EXPECT_TRUE(comes_true([&] { return cable.calls == begin + 3; })) << cable.calls;
-    EXPECT_NE(cable.thread.load(), std::this_thread::get_id());
+    EXPECT_TRUE(comes_true([&] { return comm.calls == begin + 3; })) << comm.calls;
+    EXPECT_NE(comm.thread.load(), std::this_thread::get_id());
     pair.part(ctx, 0);
     ASSERT_OK(ga_micro_end(ctx));
-    EXPECT_EQ(cable.calls, begin + 3);
+    EXPECT_EQ(comm.calls, begin + 3);
     const ga_step_result r = step(ctx);
     EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
     EXPECT_EQ(r.weight, 2);
-    EXPECT_EQ(cable.calls, begin + 3 + 2 + 2);  // the other slice, and the two small ones of a step
+    EXPECT_EQ(comm.calls, begin + 3 + 2 + 2);  // the other slice, and the two small ones of a step
   }
   EXPECT_EQ(pair.p[5], 1 - 3 * 0.5f);
   EXPECT_EQ(pair.q[5], 1 - 3 * 0.25f);
 }
 
 TEST(RanksOverlap, NothingTravelsBeforeTheLastMicroBatch) {
-  Cable cable;
-  const ga_comm_table table = cable.table();
-  const Comm comm(config_of(table));
+  OneRank comm;
   Pair pair;
   ga_config c = config();
   c.accum_steps = 2;
@@ -142,16 +87,16 @@ TEST(RanksOverlap, NothingTravelsBeforeTheLastMicroBatch) {
   pair.add_to(ctx);
   const ga_comm_options o = overlapped();
   ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
-  const int begin = cable.calls;
+  const int begin = comm.calls;
   ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
   pair.part(ctx, 1);
   pair.ready(ctx, 1);
   pair.part(ctx, 0);
   ASSERT_OK(ga_micro_end(ctx));
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  EXPECT_EQ(cable.calls, begin);
+  EXPECT_EQ(comm.calls, begin);
   ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));  // the K-th
-  EXPECT_TRUE(comes_true([&] { return cable.calls == begin + 3; }));
+  EXPECT_TRUE(comes_true([&] { return comm.calls == begin + 3; }));
   ASSERT_OK(ga_micro_end(ctx));
   EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
   EXPECT_EQ(pair.q[5], 1 - 0.25f);
@@ -160,9 +105,7 @@ TEST(RanksOverlap, NothingTravelsBeforeTheLastMicroBatch) {
 TEST(RanksOverlap, NothingMoreComesToWhatIsReady) {
   for (const bool overlap : {false, true}) {
     SCOPED_TRACE(overlap);
-    Cable cable;
-    const ga_comm_table table = cable.table();
-    const Comm comm(config_of(table));
+    OneRank comm;
     Pair pair;
     Context ctx;
     pair.add_to(ctx);
@@ -263,9 +206,7 @@ TEST(RanksOverlap, AFrozenParameterIsNamed) {
 TEST(RanksOverlap, AFailureComesOutOfTheStep) {
   for (int at = 0; at < 3; ++at) {
     SCOPED_TRACE(at);
-    Cable cable;
-    const ga_comm_table table = cable.table();
-    const Comm comm(config_of(table));
+    OneRank comm;
     Pair pair;
     Context ctx;
     pair.add_to(ctx);
@@ -273,11 +214,11 @@ TEST(RanksOverlap, AFailureComesOutOfTheStep) {
     ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
     ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
     pair.part(ctx, 1);
-    cable.fail_at = cable.calls + at;
+    comm.fail_at = comm.calls + at;
     pair.ready(ctx, 1);
     pair.part(ctx, 0);
     ASSERT_OK(ga_micro_end(ctx));
-    expect_failure(ga_step(ctx, nullptr), "(7)");
+    expect_failure(ga_step(ctx, nullptr), "the cable is out (42)");
     EXPECT_EQ(window(ctx).state, at == 0 ? GA_WINDOW_FULL : GA_WINDOW_INVALID);
     EXPECT_EQ(pair.q, std::vector<float>(140000, 1));
     ASSERT_OK(ga_discard(ctx));
@@ -289,9 +230,7 @@ TEST(RanksOverlap, AFailureComesOutOfTheStep) {
 
 // It would make another micro-batch the last one.
 TEST(RanksOverlap, TheLastMicroBatchStaysOnceItsGradientsTravel) {
-  Cable cable;
-  const ga_comm_table table = cable.table();
-  const Comm comm(config_of(table));
+  OneRank comm;
   Pair pair;
   Context ctx;
   pair.add_to(ctx);
@@ -353,9 +292,7 @@ TEST(RanksOverlap, NormsDoNotDependOnWhatElseTravels) {
 
 TEST(RanksAdder, TheTableAdds) {
   for (const bool shard : {false, true}) {
-    Cable cable;
-    const ga_comm_table table = cable.adding_table();
-    const Comm comm(config_of(table));
+    OneRank comm(OneRank::kAdds);
     const Layout l = Layout::of({{140001}, {7}, {33, 5}});
     const Block start = parameters(l, 3);
     Block alone = start, block = start;
@@ -380,7 +317,7 @@ TEST(RanksAdder, TheTableAdds) {
     EXPECT_TRUE(same_bits(block, alone)) << shard;
     EXPECT_NEAR(results[1].norm, results[0].norm, 1e-9 * results[0].norm);
     EXPECT_NEAR(results[1].clip_factor, results[0].clip_factor, 1e-9);
-    EXPECT_EQ(cable.added, shard ? 3 : 3 * 2);  // one packed slice; the large one as it lies
+    EXPECT_EQ(comm.added, shard ? 3 : 3 * 2);  // one packed slice; the large one as it lies
   }
 }
 
