@@ -72,8 +72,9 @@ class OneRank {
  public:
   enum Adder { kMoves, kAdds };
 
-  explicit OneRank(Adder adder = kMoves) : comm_(config(table(adder))) {}
+  explicit OneRank(Adder adder = kMoves) : comm_(config(fill(adder))) {}
   operator ga_comm*() const { return comm_; }
+  const ga_comm_table& table() const { return table_; }
 
   std::atomic<int64_t> bytes{0};
   std::atomic<int> calls{0}, added{0};  // added: calls that add up
@@ -91,7 +92,7 @@ class OneRank {
   }
   static OneRank& of(void* user) { return *static_cast<OneRank*>(user); }
 
-  const ga_comm_table& table(Adder adder) {
+  const ga_comm_table& fill(Adder adder) {
     ga_comm_table& t = table_;
     t = {};
     t.struct_size = sizeof t;

@@ -959,10 +959,10 @@ TEST(BadArguments, OfCommTable) {
       {"any_thread 2", [](T t) { t.any_thread = 2; }, {"any_thread", "2"}},
       {"reserved 1", [](T t) { t.reserved = 1; }, {"ga_comm_table.reserved", "1"}},
   };
-  Counting counting;
+  const OneRank one;
   for (const BadTable& bad : list) {
     SCOPED_TRACE(bad.what);
-    ga_comm_table table = table_of(counting);
+    ga_comm_table table = one.table();
     bad.spoil(table);
     ga_comm_config c = comm_config(GA_COMM_TABLE);
     c.ranks = 1;
