@@ -264,7 +264,9 @@ class Context : BnContext {
   bool norm_wanted(ga_param id) const;
   StepSums step_sums();
   [[noreturn]] void fail_nonfinite(const Control& c) const;
+  WindowTotals window_totals();
   void empty_window();
+  void discard_over_devices();
   void drop_window();
   // Runs an exchange of gradients; the window is invalid if it fails with some of them on their way.
   void or_lose_window(const std::function<void()>& exchange);

@@ -118,7 +118,17 @@ struct WindowSums {
   double dropped;        // number not added
   double failed;         // on a device, a row index was out of range
   double unestimated;    // the window has no estimate of the noise scale
+  double discarded;      // the rank discards the window
 };
+GA_HD void add(WindowSums& sums, const WindowSums& more) {
+  sums.weight += more.weight;
+  sums.micro_batches += more.micro_batches;
+  sums.weighted += more.weighted;
+  sums.dropped += more.dropped;
+  sums.failed += more.failed;
+  sums.unestimated += more.unestimated;
+  sums.discarded += more.discarded;
+}
 struct ParamSums {
   double squares;    // of the accumulated gradient, before the mean; NaN: not measured
   double clamped;    // under ParamInput::clamped: squares of the mean gradient clipped by value
@@ -234,6 +244,25 @@ struct WindowTotals {
   int64_t weighted;   // number of micro-batches with a weight > 0
   bool noise_wanted;  // the window yields an estimate of the noise scale
   bool last;          // no settle_units() follows
+  bool
+      over_ranks;  // on a device: Control::sums and what ParamSums says of what was brought are there
+                   // already, see add_ranks() of decide.hpp
+  bool discards;  // this rank discards the window
+};
+
+// On a device, what a rank writes down about an ending window for the others (sum_rank() of decide.hpp): a
+// RankRecord, for each parameter whether it has a gradient, and its noise, and for each channel of batch
+// normalisation its Moments; all of it doubles, or as long as one.
+struct RankRecord {
+  WindowSums sums;
+  uint64_t settings;  // a checksum, to be equal on all ranks
+};
+GA_HD int64_t record_words(int64_t params, int64_t channels) {
+  return static_cast<int64_t>(sizeof(RankRecord) / sizeof(double)) + 2 * params + 3 * channels;
+}
+struct RankInput {
+  uint64_t settings;
+  const uint64_t* brought;  // one bit for each parameter; read where micro-batches are not checked
 };
 
 // The tables and states of a context, at the addresses where the code of decide.hpp runs.

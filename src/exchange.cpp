@@ -35,15 +35,6 @@ size_t words_for_bits(size_t bits) { return (bits + 63) / 64; }
 bool bit(const uint64_t* words, size_t i) { return (words[i / 64] >> (i % 64) & 1) != 0; }
 void set_bit(uint64_t* words, size_t i) { words[i / 64] |= uint64_t{1} << (i % 64); }
 
-void add(WindowSums& sums, const WindowSums& more) {
-  sums.weight += more.weight;
-  sums.micro_batches += more.micro_batches;
-  sums.weighted += more.weighted;
-  sums.dropped += more.dropped;
-  sums.failed += more.failed;
-  sums.unestimated += more.unestimated;
-}
-
 }  // namespace
 
 Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_options& options)
@@ -67,7 +58,7 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
       run_item(item);
     });
   }
-  comm_->take();
+  comm_->take(on_device() ? context.backend_.get() : nullptr);
   context.params_.sharded = shards();
 }
 
@@ -79,7 +70,8 @@ Exchange::~Exchange() {
 
 int64_t Exchange::bytes() const {
   size_t bytes =
-      send_.bytes() + received_.bytes() + added_.bytes() +
+      send_.bytes() + received_.bytes() + added_.bytes() + brought_there_.bytes() +
+      records_.bytes() + partials_there_.bytes() + pairs_there_.bytes() +
       (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t) +
       layer_numbers_.capacity() * sizeof(double);
   for (const Buffer& wide : wide_) bytes += wide.bytes();
@@ -310,6 +302,7 @@ uint64_t Exchange::tensors_digest() {
       Subject{"layer", layer}.fail(GA_ERROR_UNSUPPORTED,
                                    "in WINDOW mode it exchanges statistics within a window, which "
                                    "ga_comm_options.overlap does not allow");
+    if (on_device()) check_tensors_of_device();
     divide();
     tensors_ = hash_of(text_of(tensor_items()));
     tensors_known_ = true;
@@ -453,6 +446,12 @@ void Exchange::agree() {
   check_settings();
   if (!shards()) context_.prepare();
   if (options_.hand_out != 0) hand_out();
+  check_state();
+  agreed_on_ = tensors_digest();
+}
+
+// Throws, on every rank, the first difference of parameters and state.
+void Exchange::check_state() {
   const Items own = Checkpoint::state_items(context_);
   const uint64_t digest = hash_of(text_of(own));
   std::vector<uint64_t> all(static_cast<size_t>(comm_->ranks()));

@@ -10,6 +10,7 @@
 // parameters are gathered.
 //   exchange.cpp            agreement, votes, sums
 //   exchange_gradients.cpp  gradients
+//   exchange_device.cpp     the end of a window on a device
 //   exchange_shards.cpp     who has what, updated parameters and pieces of state
 #pragma once
 
@@ -61,6 +62,14 @@ class Exchange {
   void add_gradients();
   void add_sums();
   void discard();
+  // The end of a window on a device, in which the host waits for nothing but a transport that needs it, and
+  // every rank exchanges the gradients of all parameters that are not frozen. hold_all() throws before
+  // anything has changed if it finds that ranks have different parameters, and returns false if it finds
+  // that a rank discards the window; else it says that the sums are there, where exchange_all() then puts
+  // them.
+  bool on_device() const;
+  bool hold_all(bool discards);
+  void exchange_all(const WindowTotals& totals);
   // Whether something of the window has been exchanged: a failure leaves no gradients then.
   bool has_moved() const { return moved_; }
 
@@ -135,6 +144,7 @@ class Exchange {
   const uint64_t* payload_of(int32_t rank) const;
   void check_calls(const char* function);
   void check_settings();
+  void check_tensors_of_device() const;
   uint64_t settings_digest();
   uint64_t tensors_digest();
   Items context_items() const;
@@ -167,6 +177,8 @@ class Exchange {
     return task;
   }
   void run_moves();
+  bool brings(ga_param id) const;
+  const int64_t* is_there(ga_param id) const;
   void clear(const Slice& slice);
   void pack(const Slice& slice, const Array& to);
   void add_blocks(const Slice& slice);
@@ -178,6 +190,8 @@ class Exchange {
   void run_item(size_t item);
   void finish_slices();
   void agree_on_tensors();
+  void check_state();
+  const uint64_t* send_brought();
   void reduce(const Slice& slice);
   void unpack(const Slice& slice, const Array& all);
   void hold_sums();
@@ -199,6 +213,15 @@ class Exchange {
   std::vector<uint64_t> sent_, gathered_;
   std::vector<uint64_t> payloads_;  // of all ranks, where they do not fit behind the header
   size_t payload_words_ = 0;
+
+  // On a device.
+  uint64_t agreed_on_ = 0;     // tensors_digest() when all ranks last agreed
+  bool captured_ = false;      // a window is in some graph
+  std::vector<char> brought_;  // by parameter: this rank has a gradient
+  std::vector<uint64_t> brought_bits_;
+  Buffer brought_there_;                 // the same bits
+  Buffer records_;                       // this rank's, then those of all ranks
+  Buffer partials_there_, pairs_there_;  // of one slice
 
   std::vector<double> layer_numbers_;  // this rank's numbers, then those of all ranks
   size_t own_numbers_ = 0;             // how many of them are this rank's

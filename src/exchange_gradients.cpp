@@ -71,7 +71,12 @@ void Exchange::reserve() {
   grow(received_, received);
   grow(send_, send);
   grow(added_, added);
-  partials_.resize(std::max(partials_.size(), chunks));
+  if (on_device()) {
+    grow(partials_there_, chunks * sizeof(Partial));
+    grow(pairs_there_, tasks * sizeof(Pair));
+  } else {
+    partials_.resize(std::max(partials_.size(), chunks));
+  }
   tasks_.reserve(tasks);
   moves_.reserve(tasks);
   pairs_.reserve(tasks);
@@ -159,7 +164,7 @@ void Exchange::run(const Slice& slice) {
                                   : offset(accumulator_of(only.param), only.first);
   if (slice.packed)
     pack(slice, send);
-  else if (context_.params_[only.param].held() == Held::kNothing)
+  else
     clear(slice);
   comm_->all_to_all("gradients", send.data, slice.stride, received_.data(), slice.block,
                     slice.dtype);
@@ -177,7 +182,7 @@ void Exchange::reduce(const Slice& slice) {
   const Segment& only = slices_.segments()[slice.first];
   const char* const what = "gradients";
   if (!slice.packed) {
-    if (context_.params_[only.param].held() == Held::kNothing) clear(slice);
+    clear(slice);
     return comm_->all_reduce(what, offset(accumulator_of(only.param), only.first).data, slice.block,
                              slice.dtype, slice.op);
   }
@@ -203,15 +208,30 @@ Array Exchange::accumulator_of(ga_param id) const {
   return {p.accumulator, p.accumulator_dtype};
 }
 
-// of_none() where this rank has no gradient.
+// Whether this rank has a gradient, as far as the host knows: on a device, the kernels see to it where
+// micro-batches are checked.
+bool Exchange::brings(ga_param id) const {
+  return on_device() ? brought_[static_cast<size_t>(id)] != 0
+                     : context_.params_[id].held() != Held::kNothing;
+}
+const int64_t* Exchange::is_there(ga_param id) const {
+  if (!on_device() || !context_.deferring()) return nullptr;
+  return &context_.tables_.param_states.at(static_cast<size_t>(id))->contributed;
+}
+
+// Writes of_none() to a slice that travels as it lies, where this rank has no gradient.
 void Exchange::clear(const Slice& slice) {
   const Segment& s = slices_.segments()[slice.first];
   const Param& p = context_.params_[s.param];
+  const int64_t* const there = is_there(s.param);
+  const bool brought = brings(s.param);
+  if (brought && !there) return;
   moves_.clear();
   for (int64_t q = 0; q < (slice.stride > 0 ? comm_->ranks() : 1); ++q) {
-    moves_.push_back(move({nullptr, p.real()},
-                          offset(accumulator_of(s.param), q * slice.stride + s.first), s.count));
+    const Array at = offset(accumulator_of(s.param), q * slice.stride + s.first);
+    moves_.push_back(move(brought ? at : Array{nullptr, p.real()}, at, s.count));
     moves_.back().constant = of_none(p);
+    moves_.back().there = there;
   }
   run_moves();
 }
@@ -229,7 +249,8 @@ void Exchange::pack(const Slice& slice, const Array& to) {
     task.target = offset(to, s.at);
     task.count = s.count;
     task.constant = of_none(p);
-    if (p.held() != Held::kNothing) {
+    task.there = is_there(s.param);
+    if (brings(s.param)) {
       Source& source = task.gradient.source;
       source = {offset({p.accumulator, p.accumulator_dtype}, s.first).data, p.accumulator_dtype, 1,
                 nullptr};
@@ -237,16 +258,20 @@ void Exchange::pack(const Slice& slice, const Array& to) {
         const Tensor& t = context_.params_.tensor(s.param);
         pairs_.push_back({const_cast<void*>(source.data),
                           offset({t.low, p.accumulator_dtype}, s.first).data, p.accumulator_dtype});
-        source.data = &pairs_.back();
+        source.data = on_device() ? static_cast<Pair*>(pairs_there_.data()) + pairs_.size() - 1
+                                  : &pairs_.back();
         source.format = kPair;
       }
-      if (running && !p.maximum)
-        source.scale = context_.deferring()
-                           ? context_.param_state(static_cast<size_t>(s.param)).held_weight
-                           : p.held_weight;
+      const auto i = static_cast<size_t>(s.param);
+      if (task.there)
+        task.gradient.numbers = &context_.tables_.plans.at(i)->raw;  // see sum_rank()
+      else if (running && !p.maximum)
+        source.scale = context_.deferring() ? context_.param_state(i).held_weight : p.held_weight;
     }
     moves_.push_back(task);
   }
+  if (on_device() && !pairs_.empty())
+    context_.backend_->write(pairs_there_.data(), pairs_.data(), pairs_.size() * sizeof(Pair));
   run_moves();
 }
 
@@ -283,8 +308,10 @@ void Exchange::add_blocks(const Slice& slice) {
   }
   if (tasks_.empty()) return;
   size_t chunks = 0;
+  Partial* const partials =
+      on_device() ? static_cast<Partial*>(partials_there_.data()) : partials_.data();
   for (AccumulateTask& task : tasks_) {
-    task.partials = &partials_[chunks];
+    task.partials = partials + chunks;
     chunks += static_cast<size_t>(chunk_count(task.count));
   }
   const Array received = {received_.data(), slice.dtype};
@@ -301,6 +328,7 @@ void Exchange::add_blocks(const Slice& slice) {
     }
     adder_->accumulate({tasks_.data(), tasks_.size()});
   }
+  if (on_device()) return;  // the sums are measured where they have been gathered
   for (const AccumulateTask& task : tasks_)
     add_partials(task.partials, task.count, param_sums_[static_cast<size_t>(task.param)]);
 }

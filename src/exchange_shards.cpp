@@ -72,7 +72,7 @@ void Exchange::divide() {
 // Norms over a layer are added up over the ranks' pieces, sharded or not, so that they have the same bits.
 void Exchange::describe_measure(ga_param id, UpdateTask& measure) {
   const auto i = static_cast<size_t>(id);
-  if (keepers_[i] != Keeper::kPieces || divisions_[i].piece == 0) return;
+  if (on_device() || keepers_[i] != Keeper::kPieces || divisions_[i].piece == 0) return;
   measure.cut = divisions_[i].piece;
   if (!shards()) measure.partials = layer_partials_[i].data();
 }
@@ -216,7 +216,7 @@ void Exchange::hand_out_rows(ga_param id) {
 }
 
 void Exchange::hand_round(float* data, int64_t count, ga_param id) {
-  comm_->broadcast("an update of Newton-Schulz iterations", data, count, GA_F32, maker(id));
+  comm_->broadcast_array("an update of Newton-Schulz iterations", data, count, GA_F32, maker(id));
 }
 
 // Hands every rank the whole of an array of state, piece by piece in the order of its elements: take(piece,

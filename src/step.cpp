@@ -62,7 +62,8 @@ StepSums Context::step_sums() {
   for (size_t i = 0; i < prepared_; ++i) {
     Param& p = params_[i];
     const Held held = p.held();
-    if (p.frozen || held == Held::kNothing || held == Held::kSummed) continue;
+    const bool known = held == Held::kSummed && !p.stale;
+    if (p.frozen || held == Held::kNothing || known) continue;
     const bool unknown = held == Held::kAdopted || p.stale;  // its norm
     const bool due = unknown || tables_.param_inputs[i].clamped;
     const bool wanted =
@@ -100,6 +101,17 @@ void Context::empty_window() {
   look_up_accum_steps();
 }
 
+WindowTotals Context::window_totals() {
+  WindowTotals totals = {};
+  totals.ticket = ++tickets_;
+  totals.micro_batches = window_.size();
+  totals.weight = window_.weight();
+  totals.weighted = window_.weighted();
+  totals.noise_wanted = config_.noise_scale && !noise_repeated_;
+  totals.over_ranks = exchange_ && exchange_->on_device();
+  return totals;
+}
+
 ga_step_result Context::step() {
   check_device();
   window_.check_step();
@@ -112,33 +124,34 @@ ga_step_result Context::step() {
   const bool about_all = config_.missing == GA_MISSING_ZERO || ema_;
   if ((window_.weight() > 0 && about_all) || exchange_) prepare();
   if (lists_due_) make_lists();
-  WindowTotals totals = {};
-  totals.ticket = ++tickets_;
-  totals.micro_batches = window_.size();
-  totals.weight = window_.weight();
-  totals.weighted = window_.weighted();
-  totals.noise_wanted = config_.noise_scale && !noise_repeated_;
+  WindowTotals totals = window_totals();
   OverRanks over_ranks;
   if (exchange_) {
     bool goes_on = false;
-    or_lose_window([&] { goes_on = exchange_->begin_step(totals); });
+    or_lose_window([&] {
+      goes_on = totals.over_ranks ? exchange_->hold_all(false) : exchange_->begin_step(totals);
+    });
     if (!goes_on) {
       drop_window();
       return discarded();
     }
+  }
+  if (exchange_ && !totals.over_ranks) {
     or_lose_window([&] { exchange_->add_gradients(); });
     over_ranks = [this] { or_lose_window([&] { exchange_->add_sums(); }); };
   }
-  totals.last = !(totals.weight > 0) || !unit_lists_;
+  const bool may_apply = totals.over_ranks || totals.weight > 0;
+  totals.last = !may_apply || !unit_lists_;
   forget_delivered();
 
   or_break([&] {
     StepSums sums = {};
-    if (totals.weight > 0) {
+    if (may_apply) {
       sums = step_sums();
       tell_params();
     }
     flush();
+    if (totals.over_ranks) or_lose_window([&] { exchange_->exchange_all(totals); });
     backend_->decide(totals, sums, over_ranks);
     const bool fails = config_.nonfinite == GA_NONFINITE_FAIL;
     const Control* const known = fails ? &control() : backend_->known();
@@ -146,7 +159,7 @@ ga_step_result Context::step() {
       rejected_ = true;
       fail_nonfinite(*known);
     }
-    if (totals.weight > 0 && !(known && !known->go)) {
+    if (may_apply && !(known && !known->go)) {
       update();
       if (shards()) gather_updates();
       for (Param& p : params_) {
@@ -188,8 +201,30 @@ void Context::fail_nonfinite(const Control& c) const {
 }
 
 void Context::discard() {
-  if (exchange_) or_lose_window([&] { exchange_->discard(); });
+  if (exchange_ && exchange_->on_device())
+    discard_over_devices();
+  else if (exchange_)
+    or_lose_window([&] { exchange_->discard(); });
   drop_window();
+}
+
+// Other ranks may be in ga_step, and learn of it on their devices alone: so this rank makes the same
+// exchanges.
+void Context::discard_over_devices() {
+  if (exchange_->has_failed()) return;
+  prepare();
+  WindowTotals totals = window_totals();
+  totals.discards = totals.last = true;
+  bool goes_on = false;
+  or_lose_window([&] { goes_on = exchange_->hold_all(true); });
+  if (!goes_on) return;
+  or_break([&] {
+    tell_params();
+    flush();
+    or_lose_window([&] { exchange_->exchange_all(totals); });
+    backend_->decide(totals, {}, {});
+  });
+  ++windows_;
 }
 
 void Context::or_lose_window(const std::function<void()>& exchange) {
@@ -204,7 +239,7 @@ void Context::or_lose_window(const std::function<void()>& exchange) {
 
 // The result of ga_step in a window that another rank has discarded.
 ga_step_result Context::discarded() const {
-  const Control& c = *backend_->known();
+  const Control& c = control();
   ga_step_result r = pending();
   r.outcome = GA_STEP_SKIPPED_DISCARD;
   r.norm = r.lr = 0;
@@ -238,8 +273,10 @@ void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& option
          "ga_context_set_comm was called while a layer has statistics of the next window; "
          "ga_discard "
          "drops them");
-  if (comm && config_.device != GA_DEVICE_CPU)
-    fail(GA_ERROR_UNSUPPORTED, "a context on a device cannot have a communicator yet");
+  if (comm && config_.device != GA_DEVICE_CPU &&
+      (options.shard != GA_SHARD_NONE || options.overlap))
+    fail(GA_ERROR_UNSUPPORTED, "a context on a device cannot have %s yet",
+         options.overlap ? "ga_comm_options.overlap" : "GA_SHARD_OPTIMIZER");
   const bool shards = options.shard == GA_SHARD_OPTIMIZER;
   if (prepared_ > 0 && (shards || this->shards()))
     fail(GA_ERROR_INVALID_STATE, "ga_context_set_comm was called %s; %s",

@@ -126,7 +126,9 @@ void Context::orthogonalize(ga_param id) {
   const OrthogonalizeTask task = orthogonal_task(id);
   const bool alone = !exchange_ || exchange_->shards();  // in having to make this update
   if (alone || exchange_->maker(id) == exchange_->rank()) backend_->orthogonalize(task);
-  if (alone || !(tables_.plans.at(static_cast<size_t>(id))->duty & kUpdate)) return;
+  if (alone) return;
+  const bool known = config_.device == GA_DEVICE_CPU;  // else no rank knows whether it is updated
+  if (known && !(tables_.plans.at(static_cast<size_t>(id))->duty & kUpdate)) return;
   or_end([&] { exchange_->hand_round(task.result(), task.rows * task.columns, id); });
 }
 

@@ -1287,9 +1287,10 @@ enum { GA_COMM_SUM = 0, GA_COMM_MAX = 1 };
    same count, stride, dtype and root, and each function returns when this rank may use its result
    and overwrite what it sent. A block is count elements of dtype, any ga_dtype; of [ranks] blocks,
    rank 0's comes first, and block q begins stride elements behind block q - 1, stride >= count.
-   stream: NULL, for all memory is the host's. Functions return 0, or a number of their own for a
-   failure, after which no other but abort and error_text is called. They keep their own time limit
-   and run in the program's floating-point mode. */
+   Functions return 0, or a number of their own for a failure, after which no other but abort and
+   error_text is called. They keep their own time limit and run in the program's floating-point mode.
+   Memory is the host's and stream is NULL, unless on_stream is 1: then memory is that of the context's
+   device, and the functions queue their work on stream, which is ga_config.stream, and return. */
 typedef struct ga_comm_table {
   size_t struct_size;
   void* user; /* passed to each function */
@@ -1319,7 +1320,7 @@ typedef struct ga_comm_table {
                             ga_comm_op op, void* stream);
   int32_t any_thread; /* 1: the library may call the functions from a thread of its own, while the
                          program goes on; needed for ga_comm_options.overlap; default 0 */
-  int32_t reserved;   /* 0 */
+  int32_t on_stream;  /* 1: for contexts on a device, see above; default 0 */
 } ga_comm_table;
 
 typedef struct ga_comm_config {

@@ -100,9 +100,11 @@ GA_HD void store_agc_factor(const UnitTask& task, int64_t unit) {
 // nor the place of a gradient. These sums are additive, so a communicator can reduce them over all
 // ranks between the two steps.
 
-GA_HD bool has_gradient(const ScalarTables& t, int64_t i) {
+// over_ranks: WindowTotals::over_ranks.
+GA_HD bool has_gradient(const ScalarTables& t, int64_t i, bool over_ranks) {
   const ParamInput& p = t.param_inputs[i];
   if (p.frozen || p.held == Held::kNothing) return false;
+  if (over_ranks) return t.param_states[i].sums.gradients != 0;
   return !t.settings->deferring || t.param_states[i].contributed != 0;
 }
 
@@ -118,7 +120,8 @@ GA_HD bool is_dense(const ParamInput& p) {
 }
 
 GA_HD double weight_of(const ScalarTables& t, int64_t i) {
-  const bool checked = t.settings->deferring && t.settings->running_mean;
+  const bool checked =
+      t.settings->deferring && t.settings->running_mean && t.param_inputs[i].held != Held::kSummed;
   return checked ? t.param_states[i].held_weight : t.param_inputs[i].weight;
 }
 
@@ -128,7 +131,10 @@ GA_HD double mean_of(const Settings& set, double weight) {
 
 // The mean as known before the decision, for norms.
 GA_HD double mean_of(const ScalarTables& t, const WindowTotals& w) {
-  return mean_of(*t.settings, t.settings->deferring ? t.control->weight : w.weight);
+  const bool deferring = t.settings->deferring;
+  return mean_of(*t.settings, w.over_ranks ? t.control->sums.weight
+                              : deferring  ? t.control->weight
+                                           : w.weight);
 }
 
 // ParamPlan::raw.
@@ -164,9 +170,9 @@ GA_HD NormTask norm_task(const ScalarTables& t, const Tasks& tasks, int64_t i, c
 }
 
 template <class Warp>
-GA_DEVICE void sum_param(Warp& warp, const ScalarTables& t, int64_t i) {
+GA_DEVICE void sum_param(Warp& warp, const ScalarTables& t, int64_t i, bool over_ranks) {
   const ParamInput& p = t.param_inputs[i];
-  const bool held = has_gradient(t, i);
+  const bool held = has_gradient(t, i, over_ranks);
   const bool rows = p.held == Held::kRows && !p.stale_rows;
   const bool measured = held && !p.unmeasured;
   const int64_t n = !measured ? 0 : rows ? p.rows->size : chunk_count(p.count);
@@ -176,33 +182,123 @@ GA_DEVICE void sum_param(Warp& warp, const ScalarTables& t, int64_t i) {
   const double squares = warp.sum(n, [&](int64_t k) { return partial(k).sum_squares; });
   const double clamped =
       p.clamped && !rows ? warp.sum(n, [&](int64_t k) { return partial(k).second_squares; }) : 0;
-  const double noise =
-      t.settings->noise ? warp.sum(n, [&](int64_t k) { return partial(k).noise; }) : 0;
+  const double noise = t.settings->noise && !over_ranks
+                           ? warp.sum(n, [&](int64_t k) { return partial(k).noise; })
+                           : 0;
   const bool nonfinite = warp.first(n, [&](int64_t k) { return partial(k).nonfinite != 0; }) >= 0;
   if (!warp.leader()) return;
   ParamSums& sums = t.param_states[i].sums;
   sums.squares = held && !measured ? NAN : squares;
   sums.clamped = clamped;
-  sums.noise = noise;
+  if (!over_ranks) sums.noise = noise;
   sums.nonfinite = nonfinite;
   sums.gradients = held;
   sums.dense = is_dense(p);
 }
 
+// What this rank brings to the window, as far as it knows.
+GA_HD WindowSums brought_by(const ScalarTables& t, const WindowTotals& w) {
+  const Control& c = *t.control;
+  const bool checked = t.settings->deferring;
+  WindowSums sums = {};
+  sums.weight = checked ? c.weight : w.weight;
+  sums.micro_batches = static_cast<double>(w.micro_batches);
+  sums.weighted = static_cast<double>(checked ? c.weighted : w.weighted);
+  sums.dropped = static_cast<double>(c.window_dropped);  // 0 if nothing is checked
+  sums.failed = c.failed;
+  sums.unestimated = !w.noise_wanted;
+  return sums;
+}
+
 template <class Crew>
 GA_DEVICE void sum_window(Crew& crew, const ScalarTables& t, const WindowTotals& w) {
   crew.once([&] {
-    Control& c = *t.control;
-    const bool checked = t.settings->deferring;
-    c.ticket = w.ticket;
-    c.sums.weight = checked ? c.weight : w.weight;
-    c.sums.micro_batches = static_cast<double>(w.micro_batches);
-    c.sums.weighted = static_cast<double>(checked ? c.weighted : w.weighted);
-    c.sums.dropped = static_cast<double>(c.window_dropped);  // 0 if nothing is checked
-    c.sums.failed = c.failed;
-    c.sums.unestimated = !w.noise_wanted;
+    t.control->ticket = w.ticket;
+    if (!w.over_ranks) t.control->sums = brought_by(t, w);
   });
-  crew.each_warp(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i); });
+  crew.each_warp(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i, w.over_ranks); });
+}
+
+// ---- The end of a window: over ranks, on a device -------------------------------------------------
+//
+// The host knows neither what other ranks bring nor, where micro-batches are checked, what its own does. So
+// each rank writes that down, the ranks' records are gathered, and each adds them up in the order of the
+// ranks: all before gradients are added, and measured as any others.
+
+template <class Crew>
+GA_DEVICE void sum_rank(Crew& crew, const ScalarTables& t, const WindowTotals& w,
+                        const RankInput& in, double* out) {
+  crew.once([&] {
+    RankRecord& record = *reinterpret_cast<RankRecord*>(out);
+    record.sums = brought_by(t, w);
+    record.sums.unestimated = w.weighted > 0 && !w.noise_wanted;
+    record.sums.discarded = w.discards;
+    record.settings = in.settings;
+  });
+  double* const of_params = out + record_words(0, 0);
+  crew.each_warp(t.params, [&](int64_t i, auto& warp) {
+    const bool brought = !t.param_inputs[i].frozen &&
+                         (t.settings->deferring ? t.param_states[i].contributed != 0
+                                                : (in.brought[i / 64] >> (i % 64) & 1) != 0);
+    const Partial* const partials = t.param_inputs[i].partials;
+    const int64_t n = brought && t.settings->noise ? chunk_count(t.param_inputs[i].count) : 0;
+    const double noise = warp.sum(n, [&](int64_t k) { return partials[k].noise; });
+    if (!warp.leader()) return;
+    of_params[2 * i] = brought;
+    of_params[2 * i + 1] = noise;
+    // As FinishTask reads what a mean of this rank's micro-batches comes to as a sum.
+    const bool mean =
+        t.settings->deferring && t.settings->running_mean && !t.param_inputs[i].maximum;
+    t.plans[i].raw = {mean ? t.param_states[i].held_weight : 1, HUGE_VAL, 1};
+  });
+  Moments* of_channels = reinterpret_cast<Moments*>(of_params + 2 * t.params);
+  for (int64_t l = 0; l < t.bn_count; of_channels += t.bn[l++].channels) {
+    const BnInput& layer = t.bn[l];
+    crew.each_item(layer.channels, [&](int64_t k) {
+      BnChannel& c = layer.state[k];
+      merge_up_to(c, {layer.history, layer.channels, k}, w.micro_batches);
+      of_channels[k] = c.window;
+    });
+  }
+}
+
+// records: those of all ranks, `words` from one to the next. Their sums go to Control::sums, ParamSums and
+// BnChannel::window.
+template <class Crew>
+GA_DEVICE void add_ranks(Crew& crew, const ScalarTables& t, const double* records, int64_t words,
+                         int32_t ranks) {
+  crew.once([&] {
+    WindowSums sums = {};
+    bool differ = false;
+    for (int32_t q = 0; q < ranks; ++q) {
+      const RankRecord& record = *reinterpret_cast<const RankRecord*>(records + q * words);
+      add(sums, record.sums);
+      differ = differ || record.settings != reinterpret_cast<const RankRecord*>(records)->settings;
+    }
+    if (differ) ++sums.failed;
+    t.control->sums = sums;
+  });
+  const double* const of_params = records + record_words(0, 0);
+  crew.each_item(t.params, [&](int64_t i) {
+    ParamSums& sums = t.param_states[i].sums;
+    sums.gradients = sums.noise = 0;
+    for (int32_t q = 0; q < ranks; ++q) {
+      sums.gradients += of_params[q * words + 2 * i];
+      sums.noise += of_params[q * words + 2 * i + 1];
+    }
+  });
+  const double* of_channels = of_params + 2 * t.params;
+  for (int64_t l = 0; l < t.bn_count; of_channels += 3 * t.bn[l++].channels) {
+    const BnInput& layer = t.bn[l];
+    crew.each_item(layer.channels, [&](int64_t k) {
+      BnChannel& c = layer.state[k];
+      Moments merged = {};
+      for (int32_t q = 0; q < ranks; ++q)
+        merged = merge(merged, *reinterpret_cast<const Moments*>(of_channels + q * words + 3 * k));
+      c.window = merged;
+      c.taken = c.merged;  // so that commit() merges nothing more
+    });
+  }
 }
 
 // ---- The end of a window: decision --------------------------------------------------------------
@@ -309,7 +405,12 @@ GA_HD void decide_outcome(const ScalarTables& t) {
   r.clip_factor = 1;
   r.loss_scale = set.scaled ? c.scaler.scale : set.loss_scale;
   c.go = false;
-  if (c.sums.failed != 0) {
+  if (c.sums.discarded != 0) {
+    r.outcome = GA_STEP_SKIPPED_DISCARD;
+    r.micro_batches = r.window_dropped = 0;
+    r.weight = 0;
+    r.dropped_micros = 0;
+  } else if (c.sums.failed != 0) {
     r.outcome = GA_STEP_SKIPPED_ERROR;
   } else if (!(r.weight > 0)) {
     r.outcome = GA_STEP_SKIPPED_EMPTY;
@@ -323,13 +424,15 @@ GA_HD void decide_outcome(const ScalarTables& t) {
 }
 
 // Advances the counters and the loss scale. A rejected window does not count: ga_step returns an
-// error, and the window stays until the program discards it.
+// error, and the window stays until the program discards it, on every rank.
 GA_HD void count_window(const ScalarTables& t) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
   ga_step_result& r = c.result;
-  c.rejected = r.outcome == GA_STEP_SKIPPED_NONFINITE && set.nonfinite == GA_NONFINITE_FAIL;
-  if (c.rejected) return;
+  if (r.outcome != GA_STEP_SKIPPED_DISCARD) {
+    c.rejected = r.outcome == GA_STEP_SKIPPED_NONFINITE && set.nonfinite == GA_NONFINITE_FAIL;
+    if (c.rejected) return;
+  }
   if (r.outcome == GA_STEP_SKIPPED_NONFINITE || r.window_dropped > 0)
     back_off(t);
   else if (c.go && set.scaled)
@@ -565,7 +668,7 @@ GA_DEVICE void judge_window(Crew& crew, const ScalarTables& t, bool last) {
         commit(channel, history_of(channel, layer), c.result.micro_batches, layer.momentum,
                layer.biased);
     });
-  if (!c.rejected) clear_window(crew, t);
+  if (!c.rejected || c.sums.discarded != 0) clear_window(crew, t);
 }
 
 // Computes UnitTask::totals.

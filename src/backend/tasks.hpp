@@ -270,13 +270,16 @@ struct UpdateTask {
   GA_HD int64_t stretch() const { return cut > 0 ? cut : count > 0 ? count : 1; }
 };
 
-// target <- gradient, or the constant if the gradient's source has no data.
+// target <- gradient, or the constant if there is none.
 struct FinishTask {
-  GradientView gradient;
+  GradientView gradient;  // its source may have no data
   double constant;
   bool f64;
   Array target;
   int64_t count;
+  const int64_t* there;  // 0 there: no gradient; NULL: it is there if its source has data
+
+  GA_HD bool has_gradient() const { return gradient.source.data && (!there || *there != 0); }
 };
 
 // target [m x n] <- [target +] scale / *divisor a b, row-major, in f32. divisor NULL: 1.

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "backend/backend.hpp"
 #include "comm/mpi_module.h"
 #include "fp_mode.hpp"
 #include "module.hpp"
@@ -44,7 +45,7 @@ Transport join_table(const ga_comm_config& config) {
   require(t.all_gather, "all_gather");
   require(t.broadcast, "broadcast");
   check_choice("ga_comm_table.any_thread", t.any_thread, 1, "0 or 1");
-  check_choice("ga_comm_table.reserved", t.reserved, 0, "reserved");
+  check_choice("ga_comm_table.on_stream", t.on_stream, 1, "0 or 1");
   return {t, config.rank, config.ranks, {}, true, false};
 }
 
@@ -87,17 +88,24 @@ std::shared_ptr<Comm> Comm::make(const ga_comm_config& c) {
   return std::make_shared<Comm>(c.kind == GA_COMM_MPI ? join_mpi(c) : join_table(c));
 }
 
+// Runs call(table, stream).
 template <class Call>
 void Comm::run(const char* what, Call&& call) {
   check();
   int32_t result = -1;
-  if (!aborted_.load()) {
+  const auto run_here = [&](void* stream) {
     if (transport_.of_program) {
       const ProgramFpMode programs;
-      result = call(transport_.table);
+      result = call(transport_.table, stream);
     } else {
-      result = call(transport_.table);
+      result = call(transport_.table, stream);
     }
+  };
+  if (!aborted_.load()) {
+    if (on_stream())
+      device_->with_stream(run_here);
+    else
+      run_here(nullptr);
   }
   if (result == 0) return;
   const ga_comm_table& t = transport_.table;
@@ -115,70 +123,87 @@ void Comm::run(const char* what, Call&& call) {
   throw *failure_;
 }
 
+// Runs call(table, send, recv, stride, stream) on arrays of the backend. On a device, a transport of the
+// host's memory gets copies there, in which one block lies behind the other.
+template <class Call>
+void Comm::run_on(const char* what, const Blocks& send, const Blocks& recv, int64_t stride,
+                  int64_t count, Call&& call) {
+  if (!device_ || on_stream())
+    return run(what, [&](const ga_comm_table& t, void* stream) {
+      return call(t, send.data, const_cast<void*>(recv.data), stride, stream);
+    });
+  char* const sent = lent(send.count * send.bytes + recv.count * recv.bytes);
+  char* const received = sent + send.count * send.bytes;
+  const auto each = [](const Blocks& blocks, char* host, auto&& copy) {
+    for (size_t k = 0; k < blocks.count; ++k)
+      copy(host + k * blocks.bytes,
+           static_cast<char*>(const_cast<void*>(blocks.data)) + k * blocks.stride, blocks.bytes);
+  };
+  each(send, sent, [&](char* host, char* at, size_t bytes) { device_->read(host, at, bytes); });
+  run(what,
+      [&](const ga_comm_table& t, void* stream) { return call(t, sent, received, count, stream); });
+  if (recv.count == 0)
+    each(send, sent, [&](char* host, char* at, size_t bytes) { device_->write(at, host, bytes); });
+  each(recv, received,
+       [&](char* host, char* at, size_t bytes) { device_->write(at, host, bytes); });
+}
+
+static size_t bytes_of(int64_t count, int32_t dtype) {
+  return static_cast<size_t>(count * dtype_info(dtype).size);
+}
+
 void Comm::all_to_all(const char* what, const void* send, int64_t stride, void* recv, int64_t count,
                       int32_t dtype) {
-  run(what, [&](const ga_comm_table& t) {
-    return t.all_to_all(t.user, send, stride, recv, count, dtype, nullptr);
-  });
+  const auto n = static_cast<size_t>(ranks());
+  const size_t bytes = bytes_of(count, dtype);
+  run_on(what, {send, n, bytes, bytes_of(stride, dtype)}, {recv, n, bytes, bytes}, stride, count,
+         [&](const ga_comm_table& t, const void* from, void* to, int64_t apart, void* stream) {
+           return t.all_to_all(t.user, from, apart, to, count, dtype, stream);
+         });
 }
 
 void Comm::all_gather_arrays(const char* what, const void* send, void* recv, int64_t stride,
                              int64_t count, int32_t dtype) {
-  run(what, [&](const ga_comm_table& t) {
-    return t.all_gather(t.user, send, recv, stride, count, dtype, nullptr);
-  });
+  const size_t bytes = bytes_of(count, dtype);
+  run_on(what, {send, 1, bytes, bytes},
+         {recv, static_cast<size_t>(ranks()), bytes, bytes_of(stride, dtype)}, stride, count,
+         [&](const ga_comm_table& t, const void* from, void* to, int64_t apart, void* stream) {
+           return t.all_gather(t.user, from, to, apart, count, dtype, stream);
+         });
 }
 
 void Comm::all_reduce(const char* what, void* data, int64_t count, int32_t dtype, int32_t op) {
-  run(what, [&](const ga_comm_table& t) {
-    return t.all_reduce(t.user, data, count, dtype, op, nullptr);
-  });
+  const size_t bytes = bytes_of(count, dtype);
+  run_on(what, {data, 1, bytes, bytes}, {}, count, count,
+         [&](const ga_comm_table& t, const void* at, void*, int64_t, void* stream) {
+           return t.all_reduce(t.user, const_cast<void*>(at), count, dtype, op, stream);
+         });
 }
 
 void Comm::reduce_scatter(const char* what, const void* send, void* recv, int64_t count,
                           int32_t dtype, int32_t op) {
-  run(what, [&](const ga_comm_table& t) {
-    return t.reduce_scatter(t.user, send, recv, count, dtype, op, nullptr);
-  });
+  const size_t bytes = bytes_of(count, dtype);
+  run_on(what, {send, static_cast<size_t>(ranks()), bytes, bytes}, {recv, 1, bytes, bytes}, count,
+         count, [&](const ga_comm_table& t, const void* from, void* to, int64_t, void* stream) {
+           return t.reduce_scatter(t.user, from, to, count, dtype, op, stream);
+         });
 }
 
-void Comm::all_gather(const char* what, const void* send, void* recv, int64_t count,
-                      int32_t dtype) {
-  if (!transport_.writes_late) return all_gather_arrays(what, send, recv, count, count, dtype);
-  const int64_t size = dtype_info(dtype).size;
-  const int64_t most = kLent / size;
-  for (int64_t at = 0; at < count; at += most) {
-    const int64_t n = std::min(most, count - at);
-    const auto bytes = static_cast<size_t>(n * size);
-    char* const memory = lent(bytes * static_cast<size_t>(ranks() + 1));
-    std::memcpy(memory, static_cast<const char*>(send) + at * size, bytes);
-    all_gather_arrays(what, memory, memory + bytes, n, n, dtype);
-    for (int32_t q = 0; q < ranks(); ++q)
-      std::memcpy(static_cast<char*>(recv) + (q * count + at) * size,
-                  memory + static_cast<size_t>(q + 1) * bytes, bytes);
-  }
+void Comm::broadcast_array(const char* what, void* data, int64_t count, int32_t dtype,
+                           int32_t root) {
+  const size_t bytes = bytes_of(count, dtype);
+  run_on(what, {data, 1, bytes, bytes}, {}, count, count,
+         [&](const ga_comm_table& t, const void* at, void*, int64_t, void* stream) {
+           return t.broadcast(t.user, const_cast<void*>(at), count, dtype, root, stream);
+         });
 }
 
-void Comm::broadcast(const char* what, void* data, int64_t count, int32_t dtype, int32_t root) {
-  const auto send = [&](void* from, int64_t n) {
-    run(what,
-        [&](const ga_comm_table& t) { return t.broadcast(t.user, from, n, dtype, root, nullptr); });
-  };
-  if (!transport_.writes_late) return send(data, count);
-  const int64_t size = dtype_info(dtype).size;
-  const int64_t most = kLent / size;
-  for (int64_t at = 0; at < count; at += most) {
-    const int64_t n = std::min(most, count - at);
-    const auto bytes = static_cast<size_t>(n * size);
-    char* const memory = lent(bytes);
-    char* const own = static_cast<char*>(data) + at * size;
-    std::memcpy(memory, own, bytes);
-    send(memory, n);
-    std::memcpy(own, memory, bytes);
-  }
-}
-
+// Memory for the host's data on its way: of the device where the transport is one of devices.
 char* Comm::lent(size_t bytes) {
+  if (on_stream()) {
+    if (on_device_.bytes() < bytes) on_device_ = Buffer(*device_, bytes);
+    return static_cast<char*>(on_device_.data());
+  }
   if (lent_bytes_ < bytes) {
     lent_.reset(new char[bytes]);
     lent_bytes_ = bytes;
@@ -186,15 +211,77 @@ char* Comm::lent(size_t bytes) {
   return lent_.get();
 }
 
+// Copies to and from what lent() gave.
+void Comm::put(char* to, const void* from, size_t bytes) {
+  if (on_stream())
+    device_->write(to, from, bytes);
+  else
+    std::memcpy(to, from, bytes);
+}
+void Comm::get(void* to, const char* from, size_t bytes) {
+  if (on_stream())
+    device_->read(to, from, bytes);
+  else
+    std::memcpy(to, from, bytes);
+}
+
+void Comm::all_gather(const char* what, const void* send, void* recv, int64_t count,
+                      int32_t dtype) {
+  const auto gather = [&](const void* from, void* to, int64_t n) {
+    run(what, [&](const ga_comm_table& t, void* stream) {
+      return t.all_gather(t.user, from, to, n, n, dtype, stream);
+    });
+  };
+  if (!transport_.writes_late && !on_stream()) return gather(send, recv, count);
+  const int64_t size = dtype_info(dtype).size;
+  const int64_t most = kLent / size;
+  for (int64_t at = 0; at < count; at += most) {
+    const int64_t n = std::min(most, count - at);
+    const auto bytes = static_cast<size_t>(n * size);
+    char* const memory = lent(bytes * static_cast<size_t>(ranks() + 1));
+    put(memory, static_cast<const char*>(send) + at * size, bytes);
+    gather(memory, memory + bytes, n);
+    for (int32_t q = 0; q < ranks(); ++q)
+      get(static_cast<char*>(recv) + (q * count + at) * size,
+          memory + static_cast<size_t>(q + 1) * bytes, bytes);
+  }
+}
+
+void Comm::broadcast(const char* what, void* data, int64_t count, int32_t dtype, int32_t root) {
+  const auto send = [&](void* from, int64_t n) {
+    run(what, [&](const ga_comm_table& t, void* stream) {
+      return t.broadcast(t.user, from, n, dtype, root, stream);
+    });
+  };
+  if (!transport_.writes_late && !on_stream()) return send(data, count);
+  const int64_t size = dtype_info(dtype).size;
+  const int64_t most = kLent / size;
+  for (int64_t at = 0; at < count; at += most) {
+    const int64_t n = std::min(most, count - at);
+    const auto bytes = static_cast<size_t>(n * size);
+    char* const memory = lent(bytes);
+    char* const own = static_cast<char*>(data) + at * size;
+    put(memory, own, bytes);
+    send(memory, n);
+    get(own, memory, bytes);
+  }
+}
+
 void Comm::abort() noexcept {
   aborted_.store(true);
   if (transport_.table.abort) transport_.table.abort(transport_.table.user);
 }
 
-void Comm::take() {
+void Comm::take(Backend* device) {
+  if (on_stream() && !device)
+    fail(GA_ERROR_UNSUPPORTED,
+         "the communicator is one of devices (ga_comm_table.on_stream, or NCCL), but the context "
+         "works "
+         "on the CPU");
   if (taken_.exchange(true))
     fail(GA_ERROR_INVALID_STATE,
          "another context has this communicator: each rank needs one of its own");
+  device_ = device;
 }
 
 }  // namespace ga

@@ -12,6 +12,7 @@
 
 #include "error.hpp"
 #include "gradaccum/gradaccum.h"
+#include "table.hpp"
 
 namespace ga {
 
@@ -41,8 +42,8 @@ class Comm {
 
   // As in ga_comm_table. what: what is exchanged, for the message of the GA_ERROR_COMMUNICATION that they
   // throw, now and at every later call.
-  // The first four are for arrays of a backend, which it keeps if may_write_late(); the others for any
-  // memory. The second two only where the transport adds.
+  // The first five are for arrays of a backend, which it keeps if may_write_late(); the others for memory
+  // of the host. all_reduce and reduce_scatter only where the transport adds.
   void all_to_all(const char* what, const void* send, int64_t stride, void* recv, int64_t count,
                   int32_t dtype);
   void all_gather_arrays(const char* what, const void* send, void* recv, int64_t stride,
@@ -50,6 +51,7 @@ class Comm {
   void all_reduce(const char* what, void* data, int64_t count, int32_t dtype, int32_t op);
   void reduce_scatter(const char* what, const void* send, void* recv, int64_t count, int32_t dtype,
                       int32_t op);
+  void broadcast_array(const char* what, void* data, int64_t count, int32_t dtype, int32_t root);
   void all_gather(const char* what, const void* send, void* recv, int64_t count, int32_t dtype);
   void broadcast(const char* what, void* data, int64_t count, int32_t dtype, int32_t root);
   void abort() noexcept;
@@ -63,13 +65,31 @@ class Comm {
   }
 
   // A context uses a communicator alone. take() throws GA_ERROR_INVALID_STATE if another one has it.
-  void take();
-  void give_back() noexcept { taken_.store(false); }
+  // device: the backend of a context on a device, whose arrays a transport of the host's memory gets by way
+  // of the host, with a wait, and whose stream the others queue their work on; NULL: the CPU.
+  void take(Backend* device);
+  void give_back() noexcept {
+    on_device_ = Buffer();
+    device_ = nullptr;
+    taken_.store(false);
+  }
+  // Whether the functions queue their work and return at once.
+  bool on_stream() const { return transport_.table.on_stream != 0; }
 
  private:
+  // Blocks of an array, each `bytes` long and `stride` bytes behind the one before.
+  struct Blocks {
+    const void* data;
+    size_t count, bytes, stride;
+  };
   template <class Call>
   void run(const char* what, Call&& call);
+  template <class Call>
+  void run_on(const char* what, const Blocks& send, const Blocks& recv, int64_t stride,
+              int64_t count, Call&& call);
   char* lent(size_t bytes);
+  void put(char* to, const void* from, size_t bytes);
+  void get(void* to, const char* from, size_t bytes);
 
   const Transport transport_;
   std::optional<Error> failure_;
@@ -77,6 +97,8 @@ class Comm {
   // What a transport that writes late works on in place of the caller's memory; left to it if it fails.
   std::unique_ptr<char[]> lent_;
   size_t lent_bytes_ = 0;
+  Backend* device_ = nullptr;
+  Buffer on_device_;  // what the host's memory travels in where the transport is one of a device
   std::atomic<bool> aborted_{false}, taken_{false};
 };
 

@@ -109,6 +109,10 @@ class CpuBackend final : public Backend {
     tasks_ = tasks;
   }
 
+  void sum_rank(const WindowTotals&, const RankInput&, double*) override { fail_device(); }
+  void add_ranks(const double*, int64_t, int32_t) override { fail_device(); }
+  void with_stream(const std::function<void(void*)>&) override { fail_device(); }
+
   void decide(const WindowTotals& totals, const StepSums& sums,
               const OverRanks& over_ranks) override {
     for (size_t k = 0; k < sums.norms.size; ++k) {
@@ -276,6 +280,10 @@ class CpuBackend final : public Backend {
   }
 
  private:
+  [[noreturn]] static void fail_device() {
+    fail(GA_ERROR_INTERNAL, "a context on the CPU was to exchange gradients as one on a device");
+  }
+
   CpuBackend(const ga_config& config, const Isa& isa)
       : allocator_(config),
         kernels_(isa.kernels()),

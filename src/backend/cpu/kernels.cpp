@@ -383,7 +383,7 @@ void finish_as(const FinishTask& task, int64_t offset, int64_t count) {
   alignas(64) T out[kTile];
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
-    if (task.gradient.source.data) {
+    if (task.has_gradient()) {
       const T* g = load<T>(task.gradient.source, offset + t, n, tile);
       for (int64_t i = 0; i < n; ++i) out[i] = view(g[i]);
     } else {

@@ -302,12 +302,14 @@ GA_DEVICE void finish_chunk(Block& block, const FinishTask& task, int64_t chunk)
   const Reader<T> g(task.gradient.source, offset);
   const Writer<T> target(task.target, offset, kNearest, offset);
   const T constant = static_cast<T>(task.constant);
+  const bool there = task.has_gradient();
+  if (there && task.there && task.gradient.source.data == task.target.data) return;
   block.each([&](int thread) {
     GA_ROLLED
     for (int i = 4 * thread; i < count; i += 4 * kThreads) {
       const int m = count - i < 4 ? count - i : 4;
       Four<T> x = {{constant, constant, constant, constant}};
-      if (task.gradient.source.data) {
+      if (there) {
         x = g(i, m);
         for (T& value : x.x) value = view(value);
       }

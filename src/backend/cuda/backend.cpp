@@ -148,7 +148,20 @@ class CudaBackend final : public Backend {
 
   // ---- Scalars ----
 
-  // Contexts on a device have no communicator yet, so nothing has to run between sums and judgement.
+  void sum_rank(const WindowTotals& totals, const RankInput& input, double* out) override {
+    traced("gradaccum sum_rank", [&] { cuda::sum_rank(queue(), tables_, totals, input, out); });
+  }
+
+  void add_ranks(const double* records, int64_t words, int32_t ranks) override {
+    traced("gradaccum add_ranks",
+           [&] { cuda::add_ranks(queue(), tables_, records, words, ranks); });
+  }
+
+  void with_stream(const std::function<void(void* stream)>& work) override {
+    traced("gradaccum exchange", [&] { work(queue().stream); });
+  }
+
+  // What other ranks bring is there before, so nothing has to run between sums and judgement.
   void decide(const WindowTotals& totals, const StepSums& sums, const OverRanks&) override {
     traced("gradaccum decide", [&] {
       const NormChunks norms = {{part_of(ListKind::kNorm, sums.norms)},

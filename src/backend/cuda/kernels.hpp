@@ -135,6 +135,10 @@ void decide(const Queue& queue, const ScalarTables& tables, const WindowTotals& 
             const Ring& ring, const NormChunks& norms, const UnitPieces& units,
             const FactorPieces& factors);
 void clear_window(const Queue& queue, const ScalarTables& tables);
+void sum_rank(const Queue& queue, const ScalarTables& tables, const WindowTotals& totals,
+              const RankInput& input, double* out);
+void add_ranks(const Queue& queue, const ScalarTables& tables, const double* records, int64_t words,
+               int32_t ranks);
 // The contributions of a micro-batch: at most kMostInputs from the host, which travel in the
 // arguments of the launch, or any number on the device.
 constexpr size_t kMostInputs = 1000;

@@ -10,7 +10,7 @@
 namespace ga {
 
 // Goes up with every change of CudaModule.
-constexpr int32_t kCudaAbi = 2;
+constexpr int32_t kCudaAbi = 3;
 
 // A hash that tells different layouts of the shared types apart, as far as their sizes differ.
 template <class... Type>
@@ -27,7 +27,7 @@ constexpr uint64_t cuda_layout() {
   return layout_of<Settings, GroupInput, GroupState, ParamInput, ParamState, ParamPlan, Control,
                    WindowTotals, Composites, AccumulateTask, RowsTask, NormTask, UnitTask,
                    UpdateTask, FinishTask, FactorTask, MatmulTask, OrthogonalizeTask, UnitPattern,
-                   MicroInput, MicroPlan, TaskTables, ScalarTables, ga_step_result, ga_config>();
+                   MicroInput, MicroPlan, TaskTables, ScalarTables, RankRecord, RankInput, ga_step_result, ga_config>();
 }
 
 struct CudaModule {

@@ -16,6 +16,28 @@ struct ClearWindow {
   GA_DEVICE void operator()(Block& block) const { ga::clear_window(block, tables); }
 };
 
+struct SumRank {
+  static constexpr bool kWide = true;
+  ScalarTables tables;
+  WindowTotals totals;
+  RankInput input;
+  double* out;
+
+  GA_DEVICE void operator()(Block& block) const { ga::sum_rank(block, tables, totals, input, out); }
+};
+
+struct AddRanks {
+  static constexpr bool kWide = true;
+  ScalarTables tables;
+  const double* records;
+  int64_t words;
+  int32_t ranks;
+
+  GA_DEVICE void operator()(Block& block) const {
+    ga::add_ranks(block, tables, records, words, ranks);
+  }
+};
+
 struct OpenMicro {
   GA_DEVICE void operator()(Block& block, const ScalarTables& tables,
                             const Contributions& micro) const {
@@ -126,6 +148,16 @@ struct ScaleAlpha {
 
 void clear_window(const Queue& queue, const ScalarTables& tables) {
   launch(ClearWindow{tables}, 1, queue.stream);
+}
+
+void sum_rank(const Queue& queue, const ScalarTables& tables, const WindowTotals& totals,
+              const RankInput& input, double* out) {
+  launch(SumRank{tables, totals, input, out}, 1, queue.stream);
+}
+
+void add_ranks(const Queue& queue, const ScalarTables& tables, const double* records, int64_t words,
+               int32_t ranks) {
+  launch(AddRanks{tables, records, words, ranks}, 1, queue.stream);
 }
 
 void open_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list) {

@@ -223,7 +223,8 @@ struct AllSums : NormSums {
       const bool unit = k < units.chunk_count;
       const int64_t f = k - units.chunk_count;
       const ChunkRef at = unit ? units.chunks[k] : factors.piece(f);
-      if (!is_touched(window.tables, at.item, has_gradient(window.tables, at.item))) continue;
+      const bool gradient = has_gradient(window.tables, at.item, window.totals.over_ranks);
+      if (!is_touched(window.tables, at.item, gradient)) continue;
       const ParamInput& input = window.tables.param_inputs[at.item];
       if (!unit && input.lazy && !is_dense(input)) continue;  // Update sums these rows
       unsigned* const counter = unit ? &units.counters[at.item] : factors.counter(f);

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a window on a device. Its host knows neither what other ranks bring nor whether the window is
+// applied, and does not wait to learn it: every rank exchanges all gradients of all windows, zeros where it
+// has none, and the device decides by the ranks' records (sum_rank() of decide.hpp).
+#include "context.hpp"
+#include "error.hpp"
+#include "exchange.hpp"
+#include "tensor.hpp"
+
+namespace ga {
+
+bool Exchange::on_device() const { return context_.config_.device != GA_DEVICE_CPU; }
+
+void Exchange::check_tensors_of_device() const {
+  if (const char* const layer = context_.batch_norms_.name_of_windowed())
+    Subject{"layer", layer}.fail(GA_ERROR_UNSUPPORTED,
+                                 "in WINDOW mode its statistics are not exchanged between devices");
+  for (size_t i = 0; i < context_.params_.size(); ++i)
+    if (has_rows(i))
+      context_.params_.subject(i).fail(
+          GA_ERROR_UNSUPPORTED,
+          "gradients of some rows (ga_param_options.rows) are not exchanged "
+          "between devices; without that option all rows are");
+}
+
+bool Exchange::hold_all(bool discards) {
+  comm_->check();
+  moved_ = false;
+  Backend& backend = *context_.backend_;
+  const bool due = options_.check_every > 0 && context_.windows_ % options_.check_every == 0;
+  const uint64_t digest = tensors_digest();
+  if (backend.capturing()) {
+    const auto refuse = [](const char* why) {
+      fail(GA_ERROR_INVALID_STATE, "%s, which is not possible while the stream is being captured",
+           why);
+    };
+    if (!comm_->on_stream()) refuse("gradients are exchanged by way of the host");
+    if (due) refuse("the ranks compare parameters and state (ga_comm_options.check_every)");
+    if (digest != agreed_on_) refuse("the ranks have to agree on parameters that have changed");
+  }
+  // Over a transport that makes the host wait, the ranks ask each other every time, before anything moves.
+  if (digest != agreed_on_ || !comm_->on_stream()) {
+    gather_headers(header(discards ? kDiscard : kBegin, "ga_step"), {});
+    check_calls("ga_step");
+    for (int32_t q = 0; q < comm_->ranks(); ++q)
+      if (header_of(q).call == kDiscard) return false;
+    check_settings();
+    agreed_on_ = digest;
+  }
+  if (due) check_state();
+
+  const size_t n = context_.prepared_;
+  touched_.assign(n, 0);
+  brought_.assign(n, 0);
+  for (size_t i = 0; i < n; ++i) {
+    Param& p = context_.params_[i];
+    touched_[i] = !p.frozen && p.owns;
+    brought_[i] = touched_[i] && p.held() != Held::kNothing;
+  }
+  reserve_sums();
+  moved_ = true;
+  for (size_t i = 0; i < n; ++i) {
+    if (!touched_[i]) continue;
+    Param& p = context_.params_[i];
+    const auto id = static_cast<ga_param>(i);
+    p.hold(Held::kSummed);
+    p.summed = p.count > 0 ? summed(id).data : nullptr;
+    p.stale = true;  // its partials are those of what this rank has brought
+  }
+  return true;
+}
+
+// Sends which parameters this rank has a gradient of, if that is new; a graph sends it with every replay,
+// and may have been replayed since.
+const uint64_t* Exchange::send_brought() {
+  Backend& backend = *context_.backend_;
+  std::vector<uint64_t> bits((brought_.size() + 63) / 64 + 1, 0);
+  for (size_t i = 0; i < brought_.size(); ++i)
+    bits[i / 64] |= static_cast<uint64_t>(brought_[i] != 0) << (i % 64);
+  const size_t bytes = bits.size() * sizeof(uint64_t);
+  captured_ = captured_ || backend.capturing();
+  if (brought_there_.bytes() < bytes)
+    brought_there_ = Buffer(backend, bytes);
+  else if (bits == brought_bits_ && !captured_)
+    return static_cast<uint64_t*>(brought_there_.data());
+  brought_bits_ = bits;
+  backend.write(brought_there_.data(), bits.data(), bytes);
+  return static_cast<uint64_t*>(brought_there_.data());
+}
+
+void Exchange::exchange_all(const WindowTotals& totals) {
+  Backend& backend = *context_.backend_;
+  const auto ranks = static_cast<size_t>(comm_->ranks());
+  int64_t channels = 0;
+  const Table<BnInput>& layers = context_.batch_norms_.inputs();
+  for (size_t l = 0; l < layers.size(); ++l) channels += layers[l].channels;
+  const int64_t words = record_words(static_cast<int64_t>(context_.prepared_), channels);
+  const size_t bytes = (ranks + 1) * static_cast<size_t>(words) * sizeof(double);
+  if (records_.bytes() < bytes) records_ = Buffer(backend, bytes);
+  auto* const own = static_cast<double*>(records_.data());
+  double* const all = own + words;
+
+  backend.sum_rank(totals, {settings_digest(), send_brought()}, own);
+  comm_->all_gather_arrays("what each rank brings", own, all, words, words, GA_F64);
+  backend.add_ranks(all, words, comm_->ranks());
+  make_slices([&](ga_param id) {
+    const auto i = static_cast<size_t>(id);
+    return i < touched_.size() && touched_[i] != 0;
+  });
+  for (const Slice& s : slices_.list()) run(s);
+}
+
+}  // namespace ga
