@@ -91,6 +91,9 @@ struct ParamInput {
   const Partial* partials;
   RowSet* rows;  // NULL: no row set
   int64_t count;
+  int64_t
+      measured;  // elements of the gradient that the partials are of: the first ones, or over ranks on a
+                 // device those of this rank's piece
   int64_t extent;  // shape[0]
   double weight;   // multiplies the accumulator, as the mean does
   double lr_scale, weight_decay_scale;
@@ -260,6 +263,7 @@ struct RankRecord {
 GA_HD int64_t record_words(int64_t params, int64_t channels) {
   return static_cast<int64_t>(sizeof(RankRecord) / sizeof(double)) + 2 * params + 3 * channels;
 }
+constexpr int64_t kPieceWords = 3;  // what sum_pieces() writes of a parameter
 struct RankInput {
   uint64_t settings;
   const uint64_t* brought;  // one bit for each parameter; read where micro-batches are not checked

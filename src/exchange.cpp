@@ -60,6 +60,7 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
   }
   comm_->take(on_device() ? context.backend_.get() : nullptr);
   context.params_.sharded = shards();
+  context.params_.whole_layers = on_device();
 }
 
 Exchange::~Exchange() {
@@ -71,7 +72,7 @@ Exchange::~Exchange() {
 int64_t Exchange::bytes() const {
   size_t bytes =
       send_.bytes() + received_.bytes() + added_.bytes() + brought_there_.bytes() +
-      records_.bytes() + partials_there_.bytes() + pairs_there_.bytes() +
+      records_.bytes() + pieces_.bytes() + partials_there_.bytes() + pairs_there_.bytes() +
       (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t) +
       layer_numbers_.capacity() * sizeof(double);
   for (const Buffer& wide : wide_) bytes += wide.bytes();

@@ -66,10 +66,11 @@ class Exchange {
   // every rank exchanges the gradients of all parameters that are not frozen. hold_all() throws before
   // anything has changed if it finds that ranks have different parameters, and returns false if it finds
   // that a rank discards the window; else it says that the sums are there, where exchange_all() then puts
-  // them.
+  // them. measured: the parameters whose sums are measured.
   bool on_device() const;
   bool hold_all(bool discards);
-  void exchange_all(const WindowTotals& totals);
+  void exchange_all(const WindowTotals& totals, Params measured);
+  Range own_piece(ga_param id) const;
   // Whether something of the window has been exchanged: a failure leaves no gradients then.
   bool has_moved() const { return moved_; }
 
@@ -220,7 +221,7 @@ class Exchange {
   std::vector<char> brought_;  // by parameter: this rank has a gradient
   std::vector<uint64_t> brought_bits_;
   Buffer brought_there_;                 // the same bits
-  Buffer records_;                       // this rank's, then those of all ranks
+  Buffer records_, pieces_;              // this rank's, then those of all ranks
   Buffer partials_there_, pairs_there_;  // of one slice
 
   std::vector<double> layer_numbers_;  // this rank's numbers, then those of all ranks

@@ -9,18 +9,20 @@
 
 namespace ga {
 
+// What this rank measures of a gradient.
+Range Exchange::own_piece(ga_param id) const {
+  return divisions_[static_cast<size_t>(id)].range(rank(), context_.params_[id].count);
+}
+
 bool Exchange::on_device() const { return context_.config_.device != GA_DEVICE_CPU; }
 
 void Exchange::check_tensors_of_device() const {
-  if (const char* const layer = context_.batch_norms_.name_of_windowed())
-    Subject{"layer", layer}.fail(GA_ERROR_UNSUPPORTED,
-                                 "in WINDOW mode its statistics are not exchanged between devices");
   for (size_t i = 0; i < context_.params_.size(); ++i)
-    if (has_rows(i))
+    if (has_rows(i) && context_.params_.tensor(i).options.rows == GA_ROWS_LAZY)
       context_.params_.subject(i).fail(
           GA_ERROR_UNSUPPORTED,
-          "gradients of some rows (ga_param_options.rows) are not exchanged "
-          "between devices; without that option all rows are");
+          "gradients of some rows are exchanged between devices as gradients of all rows, which an "
+          "optimizer with GA_ROWS_LAZY would take for its own; GA_ROWS_DENSE is supported");
 }
 
 bool Exchange::hold_all(bool discards) {
@@ -55,6 +57,7 @@ bool Exchange::hold_all(bool discards) {
   for (size_t i = 0; i < n; ++i) {
     Param& p = context_.params_[i];
     touched_[i] = !p.frozen && p.owns;
+    if (touched_[i]) context_.make_dense(static_cast<ga_param>(i));
     brought_[i] = touched_[i] && p.held() != Held::kNothing;
   }
   reserve_sums();
@@ -64,7 +67,7 @@ bool Exchange::hold_all(bool discards) {
     Param& p = context_.params_[i];
     const auto id = static_cast<ga_param>(i);
     p.hold(Held::kSummed);
-    p.summed = p.count > 0 ? summed(id).data : nullptr;
+    p.summed = summed_range(id).count > 0 ? summed(id).data : nullptr;
     p.stale = true;  // its partials are those of what this rank has brought
   }
   return true;
@@ -88,7 +91,7 @@ const uint64_t* Exchange::send_brought() {
   return static_cast<uint64_t*>(brought_there_.data());
 }
 
-void Exchange::exchange_all(const WindowTotals& totals) {
+void Exchange::exchange_all(const WindowTotals& totals, Params measured) {
   Backend& backend = *context_.backend_;
   const auto ranks = static_cast<size_t>(comm_->ranks());
   int64_t channels = 0;
@@ -108,6 +111,32 @@ void Exchange::exchange_all(const WindowTotals& totals) {
     return i < touched_.size() && touched_[i] != 0;
   });
   for (const Slice& s : slices_.list()) run(s);
+
+  norms_.clear();
+  for (size_t m = 0; m < measured.size; ++m) {
+    const ga_param id = measured.data[m];
+    const auto i = static_cast<size_t>(id);
+    const Param& p = context_.params_[id];
+    const Range own = own_piece(id);
+    if (own.count == 0) continue;
+    NormTask task = {};
+    task.gradient = identity({offset(summed(id), own.first).data, p.real(), 1, nullptr});
+    if (context_.tables_.param_inputs[i].clamped)
+      task.gradient.numbers = &context_.tables_.plans.at(i)->raw;  // see add_ranks()
+    task.f64 = p.f64;
+    task.count = own.count;
+    task.partials = p.partials;
+    norms_.push_back(task);
+  }
+  backend.norm({norms_.data(), norms_.size()});
+  const int64_t numbers = kPieceWords * static_cast<int64_t>(context_.prepared_);
+  if (numbers == 0) return;
+  const size_t size = (ranks + 1) * static_cast<size_t>(numbers) * sizeof(double);
+  if (pieces_.bytes() < size) pieces_ = Buffer(backend, size);
+  auto* const sums = static_cast<double*>(pieces_.data());
+  backend.sum_pieces(sums);
+  comm_->all_gather_arrays("norms", sums, sums + numbers, numbers, numbers, GA_F64);
+  backend.add_pieces(sums + numbers, comm_->ranks());
 }
 
 }  // namespace ga

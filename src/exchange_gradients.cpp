@@ -264,7 +264,7 @@ void Exchange::pack(const Slice& slice, const Array& to) {
       }
       const auto i = static_cast<size_t>(s.param);
       if (task.there)
-        task.gradient.numbers = &context_.tables_.plans.at(i)->raw;  // see sum_rank()
+        task.gradient.numbers = &context_.tables_.plans.at(i)->gradient;  // see sum_rank()
       else if (running && !p.maximum)
         source.scale = context_.deferring() ? context_.param_state(i).held_weight : p.held_weight;
     }

@@ -142,7 +142,7 @@ void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed
     if (what == Changed::kRows)
       hand_out_rows(id);
     else if (what == Changed::kElements && !is_sliced(id))
-      comm_->broadcast("updated parameters", p.data, p.count, p.dtype, divisions_[i].owner);
+      comm_->broadcast_array("updated parameters", p.data, p.count, p.dtype, divisions_[i].owner);
   }
 }
 

@@ -166,7 +166,8 @@ Keeper ParamList::keeper(Which w) const {
   const int op = op_of((*this)[w]);
   if (op < 0 || clip_of((*this)[w]).scope == GA_CLIP_AGC) return Keeper::kAll;
   const OpInfo& info = op_info(op);
-  const bool whole = info.factored || info.row_state || info.orthogonal;
+  const bool whole =
+      info.factored || info.row_state || info.orthogonal || (whole_layers && info.norms > 0);
   return whole ? Keeper::kOwner : Keeper::kPieces;
 }
 

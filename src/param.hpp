@@ -152,6 +152,7 @@ class ParamList {
   std::vector<Group> groups;
   ga_clip clip = default_clip();  // of the groups that have none of their own
   bool sharded = false;           // state lies on the ranks as keeper() says
+  bool whole_layers = false;      // layer-wise optimizers need the whole tensor
 
   size_t size() const { return params_.size(); }
   auto begin() { return params_.begin(); }

@@ -151,7 +151,10 @@ ga_step_result Context::step() {
       tell_params();
     }
     flush();
-    if (totals.over_ranks) or_lose_window([&] { exchange_->exchange_all(totals); });
+    if (totals.over_ranks) {
+      or_lose_window([&] { exchange_->exchange_all(totals, sums.norms); });
+      sums.norms = {};
+    }
     backend_->decide(totals, sums, over_ranks);
     const bool fails = config_.nonfinite == GA_NONFINITE_FAIL;
     const Control* const known = fails ? &control() : backend_->known();
@@ -221,7 +224,7 @@ void Context::discard_over_devices() {
   or_break([&] {
     tell_params();
     flush();
-    or_lose_window([&] { exchange_->exchange_all(totals); });
+    or_lose_window([&] { exchange_->exchange_all(totals, {}); });
     backend_->decide(totals, {}, {});
   });
   ++windows_;
@@ -273,10 +276,8 @@ void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& option
          "ga_context_set_comm was called while a layer has statistics of the next window; "
          "ga_discard "
          "drops them");
-  if (comm && config_.device != GA_DEVICE_CPU &&
-      (options.shard != GA_SHARD_NONE || options.overlap))
-    fail(GA_ERROR_UNSUPPORTED, "a context on a device cannot have %s yet",
-         options.overlap ? "ga_comm_options.overlap" : "GA_SHARD_OPTIMIZER");
+  if (comm && config_.device != GA_DEVICE_CPU && options.overlap)
+    fail(GA_ERROR_UNSUPPORTED, "a context on a device cannot have ga_comm_options.overlap yet");
   const bool shards = options.shard == GA_SHARD_OPTIMIZER;
   if (prepared_ > 0 && (shards || this->shards()))
     fail(GA_ERROR_INVALID_STATE, "ga_context_set_comm was called %s; %s",

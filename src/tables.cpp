@@ -115,7 +115,9 @@ void Context::describe_input(size_t i) {
   in = {};
   in.partials = p.partials;
   in.rows = t.set;
-  in.count = p.count;
+  in.count = in.measured = p.count;
+  if (exchange_ && exchange_->on_device())
+    in.measured = exchange_->own_piece(static_cast<ga_param>(i)).count;
   in.extent = t.rows;
   in.weight = 1;
   in.lr_scale = t.lr_scale;

@@ -137,6 +137,9 @@ void Context::gather_updates() {
   using Changed = Exchange::Changed;
   const auto changed = [this](ga_param id) {
     const auto i = static_cast<size_t>(id);
+    const Param& p = params_[i];
+    if (config_.device != GA_DEVICE_CPU)  // no rank's host knows whether it is updated
+      return i < prepared_ && p.owns && !p.frozen ? Changed::kElements : Changed::kNothing;
     const int32_t duty = i < prepared_ && params_[i].owns ? tables_.plans.at(i)->duty : 0;
     return duty & kUpdateRows ? Changed::kRows
            : duty & kUpdate   ? Changed::kElements

@@ -106,11 +106,14 @@ class Backend {
 
   // ---- Scalars: see decide.hpp ----
 
-  // Over ranks, on a device alone: writes this rank's record of the window (RankRecord) to out, which is
-  // on the device, as is input.brought; adds up those of all ranks, `words` from one to the next, for a
-  // decide() with totals.over_ranks.
+  // Over ranks, on a device alone, for a decide() with totals.over_ranks; all arrays are on the device.
+  // Writes this rank's record of the window (RankRecord) to out; adds up those of all ranks, `words` from
+  // one to the next. Writes what this rank has measured of its pieces, kPieceWords for each parameter; adds
+  // up what all ranks have.
   virtual void sum_rank(const WindowTotals& totals, const RankInput& input, double* out) = 0;
   virtual void add_ranks(const double* records, int64_t words, int32_t ranks) = 0;
+  virtual void sum_pieces(double* out) = 0;
+  virtual void add_pieces(const double* sums, int32_t ranks) = 0;
   // Runs work(stream), which queues work of a transport on the stream, with the device current. On a
   // device alone.
   virtual void with_stream(const std::function<void(void* stream)>& work) = 0;

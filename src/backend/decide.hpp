@@ -169,31 +169,39 @@ GA_HD NormTask norm_task(const ScalarTables& t, const Tasks& tasks, int64_t i, c
   return task;
 }
 
-template <class Warp>
-GA_DEVICE void sum_param(Warp& warp, const ScalarTables& t, int64_t i, bool over_ranks) {
+// Sums of the partials of a parameter whose gradient is held.
+template <class Warp, class Take>
+GA_DEVICE void sum_partials(Warp& warp, const ScalarTables& t, int64_t i, bool held, Take&& take) {
   const ParamInput& p = t.param_inputs[i];
-  const bool held = has_gradient(t, i, over_ranks);
   const bool rows = p.held == Held::kRows && !p.stale_rows;
   const bool measured = held && !p.unmeasured;
-  const int64_t n = !measured ? 0 : rows ? p.rows->size : chunk_count(p.count);
+  const int64_t n = !measured ? 0 : rows ? p.rows->size : chunk_count(p.measured);
   const auto partial = [&](int64_t k) -> const Partial& {
     return rows ? p.rows->entries[k].partial : p.partials[k];
   };
   const double squares = warp.sum(n, [&](int64_t k) { return partial(k).sum_squares; });
   const double clamped =
       p.clamped && !rows ? warp.sum(n, [&](int64_t k) { return partial(k).second_squares; }) : 0;
-  const double noise = t.settings->noise && !over_ranks
+  const double noise = t.settings->noise && p.measured == p.count
                            ? warp.sum(n, [&](int64_t k) { return partial(k).noise; })
                            : 0;
   const bool nonfinite = warp.first(n, [&](int64_t k) { return partial(k).nonfinite != 0; }) >= 0;
   if (!warp.leader()) return;
-  ParamSums& sums = t.param_states[i].sums;
-  sums.squares = held && !measured ? NAN : squares;
-  sums.clamped = clamped;
-  if (!over_ranks) sums.noise = noise;
-  sums.nonfinite = nonfinite;
-  sums.gradients = held;
-  sums.dense = is_dense(p);
+  take(held && !measured ? NAN : squares, clamped, noise, nonfinite);
+}
+
+template <class Warp>
+GA_DEVICE void sum_param(Warp& warp, const ScalarTables& t, int64_t i) {
+  const bool held = has_gradient(t, i, false);
+  sum_partials(warp, t, i, held, [&](double squares, double clamped, double noise, bool nonfinite) {
+    ParamSums& sums = t.param_states[i].sums;
+    sums.squares = squares;
+    sums.clamped = clamped;
+    sums.noise = noise;
+    sums.nonfinite = nonfinite;
+    sums.gradients = held;
+    sums.dense = is_dense(t.param_inputs[i]);
+  });
 }
 
 // What this rank brings to the window, as far as it knows.
@@ -216,14 +224,16 @@ GA_DEVICE void sum_window(Crew& crew, const ScalarTables& t, const WindowTotals&
     t.control->ticket = w.ticket;
     if (!w.over_ranks) t.control->sums = brought_by(t, w);
   });
-  crew.each_warp(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i, w.over_ranks); });
+  if (!w.over_ranks)
+    crew.each_warp(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i); });
 }
 
 // ---- The end of a window: over ranks, on a device -------------------------------------------------
 //
 // The host knows neither what other ranks bring nor, where micro-batches are checked, what its own does. So
 // each rank writes that down, the ranks' records are gathered, and each adds them up in the order of the
-// ranks: all before gradients are added, and measured as any others.
+// ranks: sum_rank() and add_ranks(). Then gradients are added, each rank measures its pieces of the sums,
+// and these numbers are gathered and added up too: sum_pieces() and add_pieces().
 
 template <class Crew>
 GA_DEVICE void sum_rank(Crew& crew, const ScalarTables& t, const WindowTotals& w,
@@ -249,7 +259,7 @@ GA_DEVICE void sum_rank(Crew& crew, const ScalarTables& t, const WindowTotals& w
     // As FinishTask reads what a mean of this rank's micro-batches comes to as a sum.
     const bool mean =
         t.settings->deferring && t.settings->running_mean && !t.param_inputs[i].maximum;
-    t.plans[i].raw = {mean ? t.param_states[i].held_weight : 1, HUGE_VAL, 1};
+    t.plans[i].gradient = {mean ? t.param_states[i].held_weight : 1, HUGE_VAL, 1};
   });
   Moments* of_channels = reinterpret_cast<Moments*>(of_params + 2 * t.params);
   for (int64_t l = 0; l < t.bn_count; of_channels += t.bn[l++].channels) {
@@ -286,6 +296,7 @@ GA_DEVICE void add_ranks(Crew& crew, const ScalarTables& t, const double* record
       sums.gradients += of_params[q * words + 2 * i];
       sums.noise += of_params[q * words + 2 * i + 1];
     }
+    t.plans[i].raw = raw_numbers(t, mean_of(*t.settings, t.control->sums.weight), i);
   });
   const double* of_channels = of_params + 2 * t.params;
   for (int64_t l = 0; l < t.bn_count; of_channels += 3 * t.bn[l++].channels) {
@@ -299,6 +310,35 @@ GA_DEVICE void add_ranks(Crew& crew, const ScalarTables& t, const double* record
       c.taken = c.merged;  // so that commit() merges nothing more
     });
   }
+}
+
+template <class Crew>
+GA_DEVICE void sum_pieces(Crew& crew, const ScalarTables& t, double* out) {
+  crew.each_warp(t.params, [&](int64_t i, auto& warp) {
+    const bool held = has_gradient(t, i, true);
+    sum_partials(warp, t, i, held, [&](double squares, double clamped, double, bool nonfinite) {
+      double* const of_param = out + kPieceWords * i;
+      of_param[0] = squares;
+      of_param[1] = clamped;
+      of_param[2] = nonfinite;
+    });
+  });
+}
+
+// sums: those of all ranks, one behind the other.
+template <class Crew>
+GA_DEVICE void add_pieces(Crew& crew, const ScalarTables& t, const double* sums, int32_t ranks) {
+  crew.each_item(t.params, [&](int64_t i) {
+    double total[kPieceWords] = {};
+    for (int32_t q = 0; q < ranks; ++q)
+      for (int64_t k = 0; k < kPieceWords; ++k)
+        total[k] += sums[kPieceWords * (q * t.params + i) + k];
+    ParamSums& s = t.param_states[i].sums;
+    s.squares = total[0];
+    s.clamped = total[1];
+    s.nonfinite = total[2];
+    s.dense = 1;
+  });
 }
 
 // ---- The end of a window: decision --------------------------------------------------------------

@@ -111,6 +111,8 @@ class CpuBackend final : public Backend {
 
   void sum_rank(const WindowTotals&, const RankInput&, double*) override { fail_device(); }
   void add_ranks(const double*, int64_t, int32_t) override { fail_device(); }
+  void sum_pieces(double*) override { fail_device(); }
+  void add_pieces(const double*, int32_t) override { fail_device(); }
   void with_stream(const std::function<void(void*)>&) override { fail_device(); }
 
   void decide(const WindowTotals& totals, const StepSums& sums,

@@ -157,6 +157,14 @@ class CudaBackend final : public Backend {
            [&] { cuda::add_ranks(queue(), tables_, records, words, ranks); });
   }
 
+  void sum_pieces(double* out) override {
+    traced("gradaccum sum_pieces", [&] { cuda::sum_pieces(queue(), tables_, out); });
+  }
+
+  void add_pieces(const double* sums, int32_t ranks) override {
+    traced("gradaccum add_pieces", [&] { cuda::add_pieces(queue(), tables_, sums, ranks); });
+  }
+
   void with_stream(const std::function<void(void* stream)>& work) override {
     traced("gradaccum exchange", [&] { work(queue().stream); });
   }

@@ -139,6 +139,8 @@ void sum_rank(const Queue& queue, const ScalarTables& tables, const WindowTotals
               const RankInput& input, double* out);
 void add_ranks(const Queue& queue, const ScalarTables& tables, const double* records, int64_t words,
                int32_t ranks);
+void sum_pieces(const Queue& queue, const ScalarTables& tables, double* out);
+void add_pieces(const Queue& queue, const ScalarTables& tables, const double* sums, int32_t ranks);
 // The contributions of a micro-batch: at most kMostInputs from the host, which travel in the
 // arguments of the launch, or any number on the device.
 constexpr size_t kMostInputs = 1000;

@@ -38,6 +38,23 @@ struct AddRanks {
   }
 };
 
+struct SumPieces {
+  static constexpr bool kWide = true;
+  ScalarTables tables;
+  double* out;
+
+  GA_DEVICE void operator()(Block& block) const { ga::sum_pieces(block, tables, out); }
+};
+
+struct AddPieces {
+  static constexpr bool kWide = true;
+  ScalarTables tables;
+  const double* sums;
+  int32_t ranks;
+
+  GA_DEVICE void operator()(Block& block) const { ga::add_pieces(block, tables, sums, ranks); }
+};
+
 struct OpenMicro {
   GA_DEVICE void operator()(Block& block, const ScalarTables& tables,
                             const Contributions& micro) const {
@@ -158,6 +175,14 @@ void sum_rank(const Queue& queue, const ScalarTables& tables, const WindowTotals
 void add_ranks(const Queue& queue, const ScalarTables& tables, const double* records, int64_t words,
                int32_t ranks) {
   launch(AddRanks{tables, records, words, ranks}, 1, queue.stream);
+}
+
+void sum_pieces(const Queue& queue, const ScalarTables& tables, double* out) {
+  launch(SumPieces{tables, out}, 1, queue.stream);
+}
+
+void add_pieces(const Queue& queue, const ScalarTables& tables, const double* sums, int32_t ranks) {
+  launch(AddPieces{tables, sums, ranks}, 1, queue.stream);
 }
 
 void open_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list) {
