@@ -59,6 +59,8 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
     });
   }
   comm_->take(on_device() ? context.backend_.get() : nullptr);
+  if (comm_->on_stream())
+    context.backend_->set_watch([comm = comm_.get()](double seconds) { comm->watch(seconds); });
   context.params_.sharded = shards();
   context.params_.whole_layers = on_device();
 }
@@ -66,6 +68,13 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
 Exchange::~Exchange() {
   if (background_ && background_->is_running()) comm_->abort();
   background_.reset();
+  if (comm_->on_stream()) {
+    try {
+      context_.backend_->wait();  // while somebody watches
+    } catch (const Error&) {      // the context has it
+    }
+    context_.backend_->set_watch({});
+  }
   comm_->give_back();
 }
 

@@ -67,7 +67,11 @@ class Exchange {
   // anything has changed if it finds that ranks have different parameters, and returns false if it finds
   // that a rank discards the window; else it says that the sums are there, where exchange_all() then puts
   // them. measured: the parameters whose sums are measured.
+  // check_queued() throws if what earlier windows have queued has failed, which may have reached parameters.
   bool on_device() const;
+  void check_queued() {
+    if (comm_->on_stream() && !has_failed()) comm_->watch(0);
+  }
   bool hold_all(bool discards);
   void exchange_all(const WindowTotals& totals, Params measured);
   Range own_piece(ga_param id) const;

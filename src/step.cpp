@@ -126,6 +126,7 @@ ga_step_result Context::step() {
   if (lists_due_) make_lists();
   WindowTotals totals = window_totals();
   OverRanks over_ranks;
+  if (totals.over_ranks) or_end([&] { exchange_->check_queued(); });
   if (exchange_) {
     bool goes_on = false;
     or_lose_window([&] {
@@ -218,6 +219,7 @@ void Context::discard_over_devices() {
   prepare();
   WindowTotals totals = window_totals();
   totals.discards = totals.last = true;
+  or_end([&] { exchange_->check_queued(); });
   bool goes_on = false;
   or_lose_window([&] { goes_on = exchange_->hold_all(true); });
   if (!goes_on) return;

@@ -1430,10 +1430,19 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    parameters were on their way (MUON and GA_SHARD_OPTIMIZER), only ga_context_destroy is legal, and
    other ranks may be a step ahead.
 
-   GA_ERROR_UNSUPPORTED: GA_DEVICE_CUDA; GA_COMM_ADDER_TRANSPORT with LOCAL, or a table without the
-   functions for it; overlap with a layer in WINDOW mode. GA_ERROR_INVALID_STATE: another context has
-   comm, the window is not empty, or it is too late to shard. GA_ERROR_COMMUNICATION: ranks differ,
-   or did not come. */
+   On a device, ga_step does not know what other ranks bring: every window exchanges the gradients of
+   all parameters that are not frozen, those of rows as all rows. Where the transport is one of the
+   device (on_stream), the host waits for nothing, and windows can be captured in graphs, whose
+   replays are collective. Ranks then learn on the device that their settings differ
+   (GA_STEP_SKIPPED_ERROR; the next call that waits for other ranks names the difference) or that one
+   has called ga_discard, which counts as a skipped window; parameters and layers that are added,
+   frozen or changed otherwise have to be so on all ranks in the same window; and after a failure
+   only ga_context_destroy is legal.
+
+   GA_ERROR_UNSUPPORTED: GA_COMM_ADDER_TRANSPORT with LOCAL, or a table without the functions for it;
+   overlap with a layer in WINDOW mode; on a device, overlap and GA_ROWS_LAZY; a transport of devices
+   in a context on the CPU. GA_ERROR_INVALID_STATE: another context has comm, the window is not empty,
+   or it is too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not come. */
 GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
                                      const ga_comm_options* options);
 

@@ -117,6 +117,9 @@ class Backend {
   // Runs work(stream), which queues work of a transport on the stream, with the device current. On a
   // device alone.
   virtual void with_stream(const std::function<void(void* stream)>& work) = 0;
+  // From now on a wait for the device calls watch(seconds since it began) again and again. What it throws
+  // ends the wait, and every later call. Empty: none. On a device alone.
+  virtual void set_watch(std::function<void(double seconds)> watch) = 0;
   // Ends a window: decides its outcome, norm and clip factors, advances clocks, folds Ops.
   // over_ranks: on the CPU alone.
   virtual void decide(const WindowTotals& totals, const StepSums& sums,

@@ -2,6 +2,7 @@
 #include "comm/comm.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 
@@ -31,7 +32,8 @@ Transport join_mpi(const ga_comm_config& config) {
   if (status != GA_OK) fail(status, "ga_comm_create: %s", error);
   return {end.table, end.rank,
           end.ranks, [leave = module.leave, user = end.table.user] { leave(user); },
-          false,     true};
+          false,     true,
+          {},        HUGE_VAL};
 }
 
 Transport join_table(const ga_comm_config& config) {
@@ -46,7 +48,7 @@ Transport join_table(const ga_comm_config& config) {
   require(t.broadcast, "broadcast");
   check_choice("ga_comm_table.any_thread", t.any_thread, 1, "0 or 1");
   check_choice("ga_comm_table.on_stream", t.on_stream, 1, "0 or 1");
-  return {t, config.rank, config.ranks, {}, true, false};
+  return {t, config.rank, config.ranks, {}, true, false, {}, HUGE_VAL};
 }
 
 }  // namespace
@@ -107,7 +109,10 @@ void Comm::run(const char* what, Call&& call) {
     else
       run_here(nullptr);
   }
-  if (result == 0) return;
+  if (result != 0) fail_with("in the exchange of ", what, result);
+}
+
+void Comm::fail_with(const char* where, const char* what, int32_t result) {
   const ga_comm_table& t = transport_.table;
   const char* const text = aborted_.load() ? "ga_comm_abort was called"
                            : t.error_text  ? t.error_text(t.user, result)
@@ -115,11 +120,27 @@ void Comm::run(const char* what, Call&& call) {
   char message[640];
   char code[32] = "";
   if (transport_.of_program && !aborted_.load()) std::snprintf(code, sizeof code, " (%d)", result);
-  std::snprintf(message, sizeof message, "rank %d of %d failed in the exchange of %s: %s%s", rank(),
-                ranks(), what, text ? text : "the table gave no reason", code);
+  std::snprintf(message, sizeof message, "rank %d of %d failed %s%s: %s%s", rank(), ranks(), where,
+                what, text ? text : "the table gave no reason", code);
   failure_.emplace(GA_ERROR_COMMUNICATION, message);
   failed_.store(true, std::memory_order_release);
   if (transport_.writes_late) (void)lent_.release();
+  throw *failure_;
+}
+
+void Comm::watch(double seconds) {
+  constexpr const char* kWhere = "in what its device exchanges";
+  check();
+  if (aborted_.load()) fail_with(kWhere, "", -1);
+  if (const int32_t result = transport_.poll ? transport_.poll() : 0) fail_with(kWhere, "", result);
+  if (!(seconds > transport_.timeout)) return;
+  if (transport_.table.abort) transport_.table.abort(transport_.table.user);
+  char message[128];
+  std::snprintf(message, sizeof message,
+                "rank %d of %d waited %g s for the other ranks in what its device exchanges",
+                rank(), ranks(), transport_.timeout);
+  failure_.emplace(GA_ERROR_COMMUNICATION, message);
+  failed_.store(true, std::memory_order_release);
   throw *failure_;
 }
 

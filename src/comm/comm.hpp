@@ -20,9 +20,11 @@ namespace ga {
 struct Transport {
   ga_comm_table table;
   int32_t rank, ranks;
-  std::function<void()> close;  // may be empty
-  bool of_program;              // the functions run in the program's floating-point mode
-  bool writes_late;             // after a failure, it may still write to what it was to receive
+  std::function<void()> close;    // may be empty
+  bool of_program;                // the functions run in the program's floating-point mode
+  bool writes_late;               // after a failure, it may still write to what it was to receive
+  std::function<int32_t()> poll;  // what has failed since, in queued work; 0: nothing; may be empty
+  double timeout;  // seconds that queued work may wait for other ranks; may be infinite
 };
 
 class Comm {
@@ -73,6 +75,9 @@ class Comm {
     device_ = nullptr;
     taken_.store(false);
   }
+  // During a wait for work that the functions have queued: throws if it has failed, ga_comm_abort was called,
+  // or the wait takes too long, in which case it ends the work of all ranks that wait.
+  void watch(double seconds);
   // Whether the functions queue their work and return at once.
   bool on_stream() const { return transport_.table.on_stream != 0; }
 
@@ -84,6 +89,7 @@ class Comm {
   };
   template <class Call>
   void run(const char* what, Call&& call);
+  [[noreturn]] void fail_with(const char* where, const char* what, int32_t result);
   template <class Call>
   void run_on(const char* what, const Blocks& send, const Blocks& recv, int64_t stride,
               int64_t count, Call&& call);

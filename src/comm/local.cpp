@@ -265,7 +265,9 @@ Transport join_local(const ga_comm_config& config) {
             delete end;
           },
           false,
-          false};
+          false,
+          {},
+          HUGE_VAL};
 }
 
 }  // namespace ga

@@ -258,7 +258,7 @@ FIELD(ga_comm_table, error_text, 48, 8, 24, 4);
 FIELD(ga_comm_table, all_reduce, 56, 8, 28, 4);
 FIELD(ga_comm_table, reduce_scatter, 64, 8, 32, 4);
 FIELD(ga_comm_table, any_thread, 72, 4, 36, 4);
-FIELD(ga_comm_table, reserved, 76, 4, 40, 4);
+FIELD(ga_comm_table, on_stream, 76, 4, 40, 4);
 
 SIZE(ga_comm_config, 48, 40);
 FIELD(ga_comm_config, struct_size, 0, 8, 0, 4);

@@ -113,6 +113,7 @@ class CpuBackend final : public Backend {
   void add_ranks(const double*, int64_t, int32_t) override { fail_device(); }
   void sum_pieces(double*) override { fail_device(); }
   void add_pieces(const double*, int32_t) override { fail_device(); }
+  void set_watch(std::function<void(double)>) override { fail_device(); }
   void with_stream(const std::function<void(void*)>&) override { fail_device(); }
 
   void decide(const WindowTotals& totals, const StepSums& sums,

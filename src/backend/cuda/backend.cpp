@@ -165,6 +165,10 @@ class CudaBackend final : public Backend {
     traced("gradaccum add_pieces", [&] { cuda::add_pieces(queue(), tables_, sums, ranks); });
   }
 
+  void set_watch(std::function<void(double seconds)> watch) override {
+    runtime_.set_watch(std::move(watch));
+  }
+
   void with_stream(const std::function<void(void* stream)>& work) override {
     traced("gradaccum exchange", [&] { work(queue().stream); });
   }

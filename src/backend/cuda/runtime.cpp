@@ -2,9 +2,11 @@
 #include "backend/cuda/runtime.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 namespace ga::cuda {
 namespace {
@@ -188,7 +190,7 @@ Runtime::Runtime(const ga_config& config)
 Runtime::~Runtime() {
   const DeviceScope scope(context_.get());
   const RelaxedCapture relaxed;
-  if (!fault_ && cudaStreamSynchronize(queue_.stream) != cudaSuccess) cudaGetLastError();
+  settle();
   for (const auto& [at, mirror] : mirrors_) {
     std::free(mirror.host);
     free_device(mirror.at);
@@ -248,7 +250,34 @@ void Runtime::require_no_capture(const char* what) const {
 
 void Runtime::wait() {
   require_no_capture("this call waits for the device");
-  check(cudaStreamSynchronize(queue_.stream), "the work of the stream");
+  check(wait_for_stream(), "the work of the stream");
+}
+
+cudaError_t Runtime::wait_for_stream() {
+  if (!watch_) return cudaStreamSynchronize(queue_.stream);
+  using Clock = std::chrono::steady_clock;
+  constexpr double kShort = 1e-3;  // so long, the thread is ready to go on at once
+  const auto start = Clock::now();
+  for (;;) {
+    const cudaError_t error = cudaStreamQuery(queue_.stream);
+    if (error != cudaErrorNotReady) return error;
+    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    watch_(seconds);
+    if (seconds < kShort)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
+// Waits before memory is given back.
+void Runtime::settle() noexcept {
+  if (fault_) return;
+  try {
+    if (wait_for_stream() != cudaSuccess) cudaGetLastError();
+  } catch (const Error& e) {
+    fault_.emplace(e);
+  }
 }
 
 // ---- Memory -------------------------------------------------------------------------------------
@@ -301,7 +330,7 @@ void Runtime::free(void* data) noexcept {
   }
   const DeviceScope scope(context_.get());
   const RelaxedCapture relaxed;
-  if (!fault_ && cudaStreamSynchronize(queue_.stream) != cudaSuccess) cudaGetLastError();
+  settle();
   free_device(data);
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <vector>
@@ -93,7 +94,8 @@ class Runtime {
       enter(scope.error());
       return work();
     } catch (const Error& e) {
-      if (e.status() == GA_ERROR_FAULT && !fault_) fault_.emplace(e);
+      const bool lasting = e.status() == GA_ERROR_FAULT || e.status() == GA_ERROR_COMMUNICATION;
+      if (lasting && !fault_) fault_.emplace(e);
       throw;
     }
   }
@@ -115,6 +117,7 @@ class Runtime {
   // Throws GA_ERROR_INVALID_STATE while the stream is captured. what: "this call waits"
   void require_no_capture(const char* what) const;
   void wait();
+  void set_watch(std::function<void(double seconds)> watch) { watch_ = std::move(watch); }
 
   void* allocate(size_t bytes);  // zeros; throws std::bad_alloc
   void free(void* data) noexcept;
@@ -142,6 +145,8 @@ class Runtime {
   };
 
   void enter(cudaError_t device_error);
+  cudaError_t wait_for_stream();
+  void settle() noexcept;
   void record(const Mirror& mirror, size_t begin, size_t end);
   void* allocate_device(size_t bytes);
   void free_device(void* data) noexcept;
@@ -157,7 +162,8 @@ class Runtime {
   bool window_open_ = false;  // no graph is replayed until it is closed
   bool restored_ = false;     // queue() has restored the recorded parts since a graph could run
   std::optional<Error> fault_;
-  std::map<const char*, Mirror> mirrors_;  // by Mirror::at
+  std::function<void(double seconds)> watch_;  // see Backend::set_watch
+  std::map<const char*, Mirror> mirrors_;      // by Mirror::at
   std::vector<Recorded> recorded_;
   std::vector<void*> kept_;  // freed blocks that graphs may use
   std::vector<void*> pinned_;
