@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A communicator: one rank's end of a transport that moves blocks between ranks. It adds nothing up.
-// Every transport is a ga_comm_table: of threads (local.cpp), of MPI (mpi.cpp, a side module), or of the
-// program.
+// Every transport is a ga_comm_table: of threads (local.cpp), of MPI or NCCL (mpi.cpp and nccl.cpp, side
+// modules), or of the program.
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -20,11 +21,13 @@ namespace ga {
 struct Transport {
   ga_comm_table table;
   int32_t rank, ranks;
-  std::function<void()> close;    // may be empty
-  bool of_program;                // the functions run in the program's floating-point mode
-  bool writes_late;               // after a failure, it may still write to what it was to receive
-  std::function<int32_t()> poll;  // what has failed since, in queued work; 0: nothing; may be empty
-  double timeout;  // seconds that queued work may wait for other ranks; may be infinite
+  std::function<void()> close;  // may be empty
+  bool of_program;              // the functions run in the program's floating-point mode
+  bool writes_late;             // after a failure, it may still write to what it was to receive
+  // Of functions that queue their work: what has failed since, 0: nothing; and how many seconds the work
+  // may wait for other ranks.
+  std::function<int32_t()> poll = {};
+  double timeout = HUGE_VAL;
 };
 
 class Comm {
@@ -111,6 +114,9 @@ class Comm {
 ga_comm_config default_comm_config(int32_t kind);
 ga_comm_options default_comm_options();
 void check_comm_options(const ga_comm_options& options);
+
+// Fills out, GA_COMM_ID_SIZE bytes. Throws GA_ERROR_INVALID_ARGUMENT for a kind without ids.
+void make_unique_id(int32_t kind, void* out);
 
 // local.cpp
 void make_local_id(void* out);

@@ -265,9 +265,7 @@ Transport join_local(const ga_comm_config& config) {
             delete end;
           },
           false,
-          false,
-          {},
-          HUGE_VAL};
+          false};
 }
 
 }  // namespace ga
