@@ -961,7 +961,7 @@ ga_status ga_discard(ga_context* ctx) {
 
 ga_status ga_comm_config_init(ga_comm_config* out, size_t struct_size, ga_comm_kind kind) {
   return guard([&] {
-    ga::check_choice("kind", kind, GA_COMM_TABLE, "ga_comm_kind");
+    ga::check_choice("kind", kind, GA_COMM_NCCL, "ga_comm_kind");
     init_struct(out, struct_size, ga::default_comm_config(kind), "ga_comm_config");
   });
 }
@@ -969,12 +969,10 @@ ga_status ga_comm_config_init(ga_comm_config* out, size_t struct_size, ga_comm_k
 ga_status ga_comm_unique_id(ga_comm_kind kind, void* out, size_t size) {
   return guard([&] {
     require(out, "out");
-    if (kind != GA_COMM_LOCAL)
-      fail(GA_ERROR_INVALID_ARGUMENT, "kind was %d, but only GA_COMM_LOCAL has ids", kind);
     if (size != GA_COMM_ID_SIZE)
       fail(GA_ERROR_INVALID_ARGUMENT, "size was %zu, expected GA_COMM_ID_SIZE, %d", size,
            GA_COMM_ID_SIZE);
-    ga::make_local_id(out);
+    ga::make_unique_id(kind, out);
   });
 }
 

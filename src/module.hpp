@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Side modules: parts of the library that need libraries that a host may not have (oneDNN, CUDA,
-// NCCL), each opened when it is first used. A module is libgradaccum_<name>.so and exports one
+// MPI, NCCL), each opened when it is first used. A module is libgradaccum_<name>.so and exports one
 // function, ga_module_<name>, of the type ModuleEntry.
 #pragma once
 

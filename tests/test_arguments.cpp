@@ -957,7 +957,8 @@ TEST(BadArguments, OfCommTable) {
       {"no all_gather", [](T t) { t.all_gather = nullptr; }, {"all_gather"}},
       {"no broadcast", [](T t) { t.broadcast = nullptr; }, {"broadcast"}},
       {"any_thread 2", [](T t) { t.any_thread = 2; }, {"any_thread", "2"}},
-      {"reserved 1", [](T t) { t.reserved = 1; }, {"ga_comm_table.reserved", "1"}},
+      {"on_stream 2", [](T t) { t.on_stream = 2; }, {"ga_comm_table.on_stream", "2"}},
+      {"on_stream -1", [](T t) { t.on_stream = -1; }, {"ga_comm_table.on_stream", "-1"}},
   };
   const OneRank one;
   for (const BadTable& bad : list) {

@@ -1275,9 +1275,11 @@ typedef struct ga_comm ga_comm;
 
 /* LOCAL  The ranks are threads of one process, each with a context.
    MPI    Processes of an MPI program, by libgradaccum_mpi.so.
-   TABLE  Functions of the program: ga_comm_table. */
+   TABLE  Functions of the program: ga_comm_table.
+   NCCL   One GPU each, by libgradaccum_nccl.so and the libnccl.so.2 of the machine; contexts on
+          GA_DEVICE_CUDA alone. The ranks are threads or processes. */
 typedef int32_t ga_comm_kind;
-enum { GA_COMM_LOCAL = 0, GA_COMM_MPI = 1, GA_COMM_TABLE = 2 };
+enum { GA_COMM_LOCAL = 0, GA_COMM_MPI = 1, GA_COMM_TABLE = 2, GA_COMM_NCCL = 3 };
 
 /* How a transport adds up; see all_reduce below. */
 typedef int32_t ga_comm_op;
@@ -1287,9 +1289,9 @@ enum { GA_COMM_SUM = 0, GA_COMM_MAX = 1 };
    same count, stride, dtype and root, and each function returns when this rank may use its result
    and overwrite what it sent. A block is count elements of dtype, any ga_dtype; of [ranks] blocks,
    rank 0's comes first, and block q begins stride elements behind block q - 1, stride >= count.
-   stream: NULL, for all memory is the host's. Functions return 0, or a number of their own for a
-   failure, after which no other but abort and error_text is called. They keep their own time limit
-   and run in the program's floating-point mode. */
+   stream: NULL where all memory is the host's (on_stream). Functions return 0, or a number of their
+   own for a failure, after which no other but abort and error_text is called. They keep their own
+   time limit and run in the program's floating-point mode. */
 typedef struct ga_comm_table {
   size_t struct_size;
   void* user; /* passed to each function */
@@ -1319,45 +1321,59 @@ typedef struct ga_comm_table {
                             ga_comm_op op, void* stream);
   int32_t any_thread; /* 1: the library may call the functions from a thread of its own, while the
                          program goes on; needed for ga_comm_options.overlap; default 0 */
-  int32_t reserved;   /* 0 */
+  int32_t on_stream;  /* 1: memory is a device's, and the functions queue their work on stream and
+                         return at once; default 0: memory is the host's */
 } ga_comm_table;
 
 typedef struct ga_comm_config {
   size_t struct_size;
   ga_comm_kind kind;
-  int32_t rank;               /* LOCAL, TABLE: of this one, in [0, ranks) */
-  int32_t ranks;              /* LOCAL, TABLE: how many there are; >= 1 */
+  int32_t rank;               /* LOCAL, TABLE, NCCL: of this one, in [0, ranks) */
+  int32_t ranks;              /* LOCAL, TABLE, NCCL: how many there are; >= 1 */
   int32_t mpi_comm;           /* MPI: MPI_Comm_c2f of a communicator of the program's, which is
                                  duplicated and stays its own */
-  double timeout;             /* LOCAL, MPI: seconds that a call waits for other ranks; > 0, may be
-                                 infinite; default 600 */
-  const void* id;             /* LOCAL: [GA_COMM_ID_SIZE] bytes of ga_comm_unique_id; copied */
+  double timeout;             /* LOCAL, MPI, NCCL: seconds that a call waits for other ranks; > 0,
+                                 may be infinite; default 600 */
+  const void* id;             /* LOCAL, NCCL: [GA_COMM_ID_SIZE] bytes of ga_comm_unique_id, which
+                                 are copied */
   const ga_comm_table* table; /* TABLE; copied */
+  void* nccl_comm;            /* NCCL: a ncclComm_t of the program's, which stays its own and must
+                                 outlive the ga_comm; its rank and ranks count. A failure that leaves
+                                 the ga_comm of no further use, and ga_comm_abort, end it with
+                                 ncclCommAbort: the program neither uses nor destroys it then.
+                                 Default NULL: rank, ranks and id make a new one */
 } ga_comm_config;
 
 /* Writes the defaults of a kind. */
 GA_API ga_status ga_comm_config_init(ga_comm_config* out, size_t struct_size, ga_comm_kind kind);
 
-/* Fills out, [size] bytes, with what tells one set of LOCAL ranks from any other in this process.
-   One thread calls it and gives the bytes to the others. size: GA_COMM_ID_SIZE. */
+/* Fills out, [size] bytes, with what tells one set of ranks from any other: LOCAL ranks in this
+   process, NCCL ranks on all machines. One rank calls it and gives the bytes to the others, and goes
+   on living until all have joined; NCCL: for one communicator alone. size: GA_COMM_ID_SIZE.
+   GA_ERROR_UNSUPPORTED: as for ga_comm_create. */
 enum { GA_COMM_ID_SIZE = 128 };
 GA_API ga_status ga_comm_unique_id(ga_comm_kind kind, void* out, size_t size);
 
-/* Joins a communicator as one of its ranks. MPI: waits for the other ranks; LOCAL and TABLE do not.
-   *out belongs to the caller, who ends it with ga_comm_destroy.
-   GA_ERROR_UNSUPPORTED: libgradaccum_mpi.so could not be loaded, or the program runs another MPI.
-   GA_ERROR_COMMUNICATION: other ranks did not join in time. */
+/* Joins a communicator as one of its ranks. MPI and NCCL wait for the other ranks; LOCAL and TABLE do
+   not. *out belongs to the caller, who ends it with ga_comm_destroy. NCCL: the rank gets the calling
+   thread's current CUDA device, which is NCCL's own rule and must be the context's.
+   GA_ERROR_UNSUPPORTED: libgradaccum_mpi.so or libgradaccum_nccl.so could not be loaded; the program
+   runs another MPI; there is no libnccl.so.2, or one before NCCL 2.18; nccl_comm was given, but the
+   process has not loaded libnccl.so.2.
+   GA_ERROR_COMMUNICATION: other ranks did not join in time, or NCCL failed. */
 GA_API ga_status ga_comm_create(const ga_comm_config* config, ga_comm** out);
 
 /* This rank's number and the number of ranks. Each out may be NULL. */
 GA_API ga_status ga_comm_size(const ga_comm* comm, int32_t* out_rank, int32_t* out_ranks);
 
 /* Has calls that wait for other ranks on comm fail with GA_ERROR_COMMUNICATION now, and all later
-   ones at once; LOCAL: on every rank. From any thread, the others being in a call. */
+   ones at once; LOCAL: on every rank. NCCL: also ends what is queued on streams, by ncclCommAbort.
+   From any thread, the others being in a call. */
 GA_API ga_status ga_comm_abort(ga_comm* comm);
 
 /* Leaves. Contexts that use comm keep it until ga_context_destroy or ga_context_set_comm; then ranks
-   that wait for this one fail. NULL is legal. MPI: before MPI_Finalize. */
+   that wait for this one fail. NULL is legal. MPI: before MPI_Finalize. NCCL: waits for what is
+   queued on streams. */
 GA_API void ga_comm_destroy(ga_comm* comm);
 
 /* What travels from rank to rank. EXACT: gradients as the accumulators have them. BF16: f32 gradients

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "comm/mpi_module.h"
+#include "comm/nccl_module.h"
 #include "fp_mode.hpp"
 #include "module.hpp"
 #include "tensor.hpp"
@@ -33,6 +34,26 @@ Transport join_mpi(const ga_comm_config& config) {
           false,     true};
 }
 
+const ga_nccl_module& nccl_module() {
+  return *static_cast<const ga_nccl_module*>(open_module("nccl", GA_NCCL_ABI));
+}
+
+Transport join_nccl(const ga_comm_config& config) {
+  const ga_nccl_module& module = nccl_module();
+  char error[1024] = "no reason given";
+  ga_nccl_end end = {};
+  const int32_t status = module.join(&config, &end, error, sizeof error);
+  if (status != GA_OK) fail(status, "ga_comm_create: %s", error);
+  void* const user = end.table.user;
+  return {end.table,
+          end.rank,
+          end.ranks,
+          [leave = module.leave, user] { leave(user); },
+          false,
+          false,
+          [poll = module.poll, user] { return poll(user); }};
+}
+
 Transport join_table(const ga_comm_config& config) {
   if (!config.table) fail(GA_ERROR_INVALID_ARGUMENT, "table was NULL");
   const ga_comm_table& t = *config.table;
@@ -44,7 +65,7 @@ Transport join_table(const ga_comm_config& config) {
   require(t.all_gather, "all_gather");
   require(t.broadcast, "broadcast");
   check_choice("ga_comm_table.any_thread", t.any_thread, 1, "0 or 1");
-  check_choice("ga_comm_table.reserved", t.reserved, 0, "reserved");
+  check_choice("ga_comm_table.on_stream", t.on_stream, 1, "0 or 1");
   return {t, config.rank, config.ranks, {}, true, false};
 }
 
@@ -76,15 +97,33 @@ void check_comm_options(const ga_comm_options& o) {
 }
 
 std::shared_ptr<Comm> Comm::make(const ga_comm_config& c) {
-  check_choice("kind", c.kind, GA_COMM_TABLE, "ga_comm_kind");
+  check_choice("kind", c.kind, GA_COMM_NCCL, "ga_comm_kind");
   if (!(c.timeout > 0))
     fail(GA_ERROR_INVALID_ARGUMENT, "timeout was %g, expected a number of seconds > 0", c.timeout);
-  if (c.kind == GA_COMM_LOCAL) {
+  if (c.kind == GA_COMM_LOCAL || (c.kind == GA_COMM_NCCL && !c.nccl_comm)) {
     check_rank(c);
     if (!c.id) fail(GA_ERROR_INVALID_ARGUMENT, "id was NULL; ga_comm_unique_id makes one");
-    return std::make_shared<Comm>(join_local(c));
   }
-  return std::make_shared<Comm>(c.kind == GA_COMM_MPI ? join_mpi(c) : join_table(c));
+  switch (c.kind) {
+    case GA_COMM_LOCAL:
+      return std::make_shared<Comm>(join_local(c));
+    case GA_COMM_MPI:
+      return std::make_shared<Comm>(join_mpi(c));
+    case GA_COMM_NCCL:
+      return std::make_shared<Comm>(join_nccl(c));
+    default:
+      return std::make_shared<Comm>(join_table(c));
+  }
+}
+
+void make_unique_id(int32_t kind, void* out) {
+  if (kind == GA_COMM_LOCAL) return make_local_id(out);
+  if (kind != GA_COMM_NCCL)
+    fail(GA_ERROR_INVALID_ARGUMENT, "kind was %d, but only GA_COMM_LOCAL and GA_COMM_NCCL have ids",
+         kind);
+  char error[1024] = "no reason given";
+  const int32_t status = nccl_module().unique_id(out, error, sizeof error);
+  if (status != GA_OK) fail(status, "ga_comm_unique_id: %s", error);
 }
 
 template <class Call>

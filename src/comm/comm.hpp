@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A communicator: one rank's end of a transport that moves blocks between ranks. It adds nothing up.
-// Every transport is a ga_comm_table: of threads (local.cpp), of MPI (mpi.cpp, a side module), or of the
-// program.
+// Every transport is a ga_comm_table: of threads (local.cpp), of MPI or NCCL (mpi.cpp and nccl.cpp, side
+// modules), or of the program.
 #pragma once
 
 #include <atomic>
@@ -22,6 +22,7 @@ struct Transport {
   std::function<void()> close;  // may be empty
   bool of_program;              // the functions run in the program's floating-point mode
   bool writes_late;             // after a failure, it may still write to what it was to receive
+  std::function<int32_t()> poll = {};  // what has failed since, 0: nothing; may be empty
 };
 
 class Comm {
@@ -83,6 +84,9 @@ class Comm {
 ga_comm_config default_comm_config(int32_t kind);
 ga_comm_options default_comm_options();
 void check_comm_options(const ga_comm_options& options);
+
+// Fills out, GA_COMM_ID_SIZE bytes. Throws GA_ERROR_INVALID_ARGUMENT for a kind without ids.
+void make_unique_id(int32_t kind, void* out);
 
 // local.cpp
 void make_local_id(void* out);

@@ -258,9 +258,9 @@ FIELD(ga_comm_table, error_text, 48, 8, 24, 4);
 FIELD(ga_comm_table, all_reduce, 56, 8, 28, 4);
 FIELD(ga_comm_table, reduce_scatter, 64, 8, 32, 4);
 FIELD(ga_comm_table, any_thread, 72, 4, 36, 4);
-FIELD(ga_comm_table, reserved, 76, 4, 40, 4);
+FIELD(ga_comm_table, on_stream, 76, 4, 40, 4);
 
-SIZE(ga_comm_config, 48, 40);
+SIZE(ga_comm_config, 56, 48);
 FIELD(ga_comm_config, struct_size, 0, 8, 0, 4);
 FIELD(ga_comm_config, kind, 8, 4, 4, 4);
 FIELD(ga_comm_config, rank, 12, 4, 8, 4);
@@ -269,6 +269,7 @@ FIELD(ga_comm_config, mpi_comm, 20, 4, 16, 4);
 FIELD(ga_comm_config, timeout, 24, 8, 24, 8);
 FIELD(ga_comm_config, id, 32, 8, 32, 4);
 FIELD(ga_comm_config, table, 40, 8, 36, 4);
+FIELD(ga_comm_config, nccl_comm, 48, 8, 40, 4);
 
 SIZE(ga_comm_options, 40, 40);
 FIELD(ga_comm_options, struct_size, 0, 8, 0, 4);
@@ -408,6 +409,7 @@ VALUE(GA_STEP_SKIPPED_DISCARD, 6);
 VALUE(GA_COMM_LOCAL, 0);
 VALUE(GA_COMM_MPI, 1);
 VALUE(GA_COMM_TABLE, 2);
+VALUE(GA_COMM_NCCL, 3);
 VALUE(GA_COMM_ID_SIZE, 128);
 VALUE(GA_COMM_WIRE_EXACT, 0);
 VALUE(GA_COMM_WIRE_BF16, 1);
