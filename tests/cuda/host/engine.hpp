@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The base of the simulated CUDA (runtime.cpp, cublas.cpp): memory, and work in streams.
+// The base of the simulated CUDA (runtime.cpp, cublas.cpp, nccl.cpp): memory, and work in streams.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +31,9 @@ struct Work {
   Kind kind;
   int device;  // whose memory it may touch, or kEveryDevice; a fault is the stream's device's
   std::function<void()> run;
+  // Asked before the work runs, any number of times; false keeps the stream waiting for other streams, or
+  // for calls of other threads. May be empty.
+  std::function<bool()> ready = {};
 };
 
 // A point in a stream: after its first `index` works.
@@ -151,7 +154,10 @@ class Engine {
   cudaError_t enqueue(const std::shared_ptr<CUstream_st>& stream, Work work);
   cudaError_t enqueue(const std::shared_ptr<CUstream_st>& stream, std::shared_ptr<const Work> work,
                       std::vector<Mark> after);
+  // Waits until the stream has got there; the engine is locked once, and unlocked meanwhile where another
+  // thread has to act.
   void run(const Mark& upto);
+  bool advance(const Mark& upto);  // as far as possible; false if work on the way is not ready
   void run_device(int device);
   void run_everything();
   bool run_one(const Mark& upto);  // false if nothing was left to run
@@ -170,7 +176,8 @@ class Engine {
  private:
   Engine();
   void execute(const CUstream_st& stream, const Work& work);
-  void run_item(CUstream_st& stream);
+  bool run_item(CUstream_st& stream);
+  void advance_to_waiting();
 
   std::map<uintptr_t, Allocation> allocations_;
   int depth_ = 0;

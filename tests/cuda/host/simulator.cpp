@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -465,7 +466,7 @@ cudaError_t Engine::enqueue(const std::shared_ptr<CUstream_st>& stream,
     after.push_back(end_of(devices[stream->device].legacy));
   }
   stream->items.push_back({std::move(work), std::move(after)});
-  if (!config.deferred) run(end_of(stream));
+  if (!config.deferred) advance(end_of(stream));
   return cudaSuccess;
 }
 
@@ -492,22 +493,56 @@ void Engine::execute(const CUstream_st& stream, const Work& work) {
   work.run();
 }
 
-void Engine::run_item(CUstream_st& stream) {
+bool Engine::run_item(CUstream_st& stream) {
   const Item item = stream.items.front();
-  for (const Mark& mark : item.after) run(mark);
-  if (item.work != nullptr) execute(stream, *item.work);
+  for (const Mark& mark : item.after) {
+    if (!advance(mark)) return false;
+  }
+  if (item.work != nullptr) {
+    const bool faulty = devices[stream.device].fault != cudaSuccess;
+    if (item.work->ready && !faulty && !item.work->ready()) return false;
+    execute(stream, *item.work);
+  }
   stream.items.pop_front();
   ++stream.done;
+  return true;
 }
 
-void Engine::run(const Mark& upto) {
-  if (upto.stream == nullptr) return;
+bool Engine::advance(const Mark& upto) {
+  if (upto.stream == nullptr) return true;
   ++depth_;
-  while (upto.stream->done < upto.index) run_item(*upto.stream);
-  if (--depth_ > 0) return;
+  while (upto.stream->done < upto.index && run_item(*upto.stream)) {
+  }
+  const bool reached = upto.stream->done >= upto.index;
+  if (--depth_ > 0) return reached;
   close_all();
   if (upto.stream->destroyed && upto.stream->items.empty()) {
     streams.erase(std::remove(streams.begin(), streams.end(), upto.stream), streams.end());
+  }
+  return reached;
+}
+
+void Engine::run(const Mark& upto) {
+  while (!advance(upto)) {
+    advance_to_waiting();
+    if (advance(upto)) return;
+    mutex.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    mutex.lock();
+  }
+}
+
+// Runs every stream up to the first work that may wait for others, and that work if it is ready.
+void Engine::advance_to_waiting() {
+  const std::vector<std::shared_ptr<CUstream_st>> all = streams;
+  for (const auto& stream : all) {
+    int64_t index = stream->done;
+    for (const Item& item : stream->items) {
+      ++index;
+      if (item.work == nullptr || !item.work->ready) continue;
+      advance({stream, index});
+      break;
+    }
   }
 }
 
@@ -516,7 +551,7 @@ bool Engine::run_one(const Mark& upto) {
   for (const Mark& mark : upto.stream->items.front().after) {
     if (run_one(mark)) return true;
   }
-  run({upto.stream, upto.stream->done + 1});
+  if (!advance({upto.stream, upto.stream->done + 1})) advance_to_waiting();
   return true;
 }
 
