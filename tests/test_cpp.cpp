@@ -745,6 +745,11 @@ TEST(Cpp, ARankThatDoesNotCome) {
   EXPECT_THROW(gradaccum::Communicator::local({1, 2}, 0, 1), std::invalid_argument);
   EXPECT_THROW(gradaccum::Communicator::local(id, 0, 3), Error);
   EXPECT_THROW(gradaccum::Communicator::mpi(0), Error);  // no module, or no MPI_Init
+  EXPECT_THROW(gradaccum::Communicator::nccl({1, 2}, 0, 1), std::invalid_argument);
+  EXPECT_THROW(gradaccum::Communicator::nccl(id, 2, 2), Error);
+  int no_comm = 0;
+  EXPECT_THROW(gradaccum::Communicator::nccl(&no_comm), Error);  // no module, or no NCCL is loaded
+  EXPECT_THROW(gradaccum::Communicator::unique_id(GA_COMM_MPI), Error);
 }
 
 // What a rank has after two windows.

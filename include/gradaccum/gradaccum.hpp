@@ -321,22 +321,26 @@ class Communicator {
   }
   ~Communicator() { ga_comm_destroy(comm_); }
 
-  // What tells one set of local ranks from any other.
-  static Id unique_id() {
+  // What tells one set of ranks from any other: GA_COMM_LOCAL or GA_COMM_NCCL.
+  static Id unique_id(ga_comm_kind kind = GA_COMM_LOCAL) {
     Id id(GA_COMM_ID_SIZE);
-    check(ga_comm_unique_id(GA_COMM_LOCAL, id.data(), id.size()));
+    check(ga_comm_unique_id(kind, id.data(), id.size()));
     return id;
   }
   // As one of the threads of this process that have the same id.
   static Communicator local(const Id& id, std::int32_t rank, std::int32_t ranks,
                             double timeout = default_comm_config(GA_COMM_LOCAL).timeout) {
-    if (id.size() != GA_COMM_ID_SIZE)
-      throw std::invalid_argument("id has " + std::to_string(id.size()) +
-                                  " bytes, expected GA_COMM_ID_SIZE");
-    ga_comm_config config = default_comm_config(GA_COMM_LOCAL);
-    config.id = id.data();
-    config.rank = rank;
-    config.ranks = ranks;
+    return with_id(GA_COMM_LOCAL, id, rank, ranks, timeout);
+  }
+  // As one of the ranks with a GPU each that have the same id.
+  static Communicator nccl(const Id& id, std::int32_t rank, std::int32_t ranks,
+                           double timeout = default_comm_config(GA_COMM_NCCL).timeout) {
+    return with_id(GA_COMM_NCCL, id, rank, ranks, timeout);
+  }
+  // As a rank of a ncclComm_t of the program's, which must outlive the communicator.
+  static Communicator nccl(void* comm, double timeout = default_comm_config(GA_COMM_NCCL).timeout) {
+    ga_comm_config config = default_comm_config(GA_COMM_NCCL);
+    config.nccl_comm = comm;
     config.timeout = timeout;
     return Communicator(config);
   }
@@ -364,6 +368,19 @@ class Communicator {
   void abort() const { check(ga_comm_abort(get())); }
 
  private:
+  static Communicator with_id(ga_comm_kind kind, const Id& id, std::int32_t rank,
+                              std::int32_t ranks, double timeout) {
+    if (id.size() != GA_COMM_ID_SIZE)
+      throw std::invalid_argument("id has " + std::to_string(id.size()) +
+                                  " bytes, expected GA_COMM_ID_SIZE");
+    ga_comm_config config = default_comm_config(kind);
+    config.id = id.data();
+    config.rank = rank;
+    config.ranks = ranks;
+    config.timeout = timeout;
+    return Communicator(config);
+  }
+
   ga_comm* comm_ = nullptr;
 };
 

@@ -212,7 +212,8 @@ namespace GradAccum {
   internal enum CommunicatorKind {
     Local = Raw.GA_COMM_LOCAL,
     Mpi = Raw.GA_COMM_MPI,
-    Table = Raw.GA_COMM_TABLE  // by functions of a C program; not for C#
+    Table = Raw.GA_COMM_TABLE,  // by functions of a C program; not for C#
+    Nccl = Raw.GA_COMM_NCCL
   }
 
   /// <summary>What travels from rank to rank.</summary>

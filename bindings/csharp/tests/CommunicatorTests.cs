@@ -220,6 +220,10 @@ namespace GradAccum.Tests {
       Expect.Throws<GradAccumException>(() => Communicator.Local(id, 2, 2), "rank was 2");
       Expect.Throws<GradAccumException>(() => Communicator.Local(id, 0, 2, 0), "timeout was 0");
       Expect.Throws<GradAccumException>(() => Communicator.Mpi(0), "");  // no module, or no MPI_Init
+      Expect.Throws<ArgumentException>(() => Communicator.Nccl(new byte[3], 0, 1), "3 bytes");
+      Expect.Throws<GradAccumException>(() => Communicator.Nccl(id, 2, 2), "rank was 2");
+      Expect.Throws<ArgumentNullException>(() => Communicator.Nccl(IntPtr.Zero), "comm");
+      Expect.Throws<GradAccumException>(() => Communicator.Nccl((IntPtr)8), "");  // no module, or no NCCL is loaded
     }
   }
 }

@@ -230,3 +230,11 @@ def test_bad_arguments() -> None:
         ga.Communicator.local(id, 0, 2, timeout=0)
     with pytest.raises(ga.Error):  # no module, or no MPI_Init
         ga.Communicator.mpi(0)
+    with pytest.raises(ValueError, match="3 bytes"):
+        ga.Communicator.nccl(b"abc", 0, 1)
+    with pytest.raises(ga.Error, match="rank was 2"):
+        ga.Communicator.nccl(id, 2, 2)
+    with pytest.raises(ValueError, match="comm was 0"):
+        ga.Communicator.from_nccl(0)
+    with pytest.raises(ga.Error):  # no module, or no NCCL is loaded
+        ga.Communicator.from_nccl(8)

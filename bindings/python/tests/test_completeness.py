@@ -41,7 +41,7 @@ STRUCTS = {
     "ga_state_info": options.StateInfo, "ga_memory": options.Memory, "ga_build": options.Build,
     "ga_flat_entry": ga.FlatEntry,
     "ga_comm_options": options.CommunicatorOptions,
-    "ga_comm_config": None,  # the arguments of Communicator.local() and mpi()
+    "ga_comm_config": None,  # the arguments of Communicator.local(), mpi() and nccl()
     "ga_comm_table": None,  # for C programs
     "ga_accumulator": None,  # Accumulator has a Tensor: data, dtype, rows, columns, leading_dimension
 }  # fmt: skip

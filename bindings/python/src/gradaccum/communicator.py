@@ -14,7 +14,7 @@ from .errors import Error
 
 
 class Communicator:
-    """One rank of several that hold one window: threads of this process, or processes of an MPI program.
+    """One rank of several that hold one window: threads of this process, processes of an MPI program, or GPUs.
 
     Each rank has a context of its own, to which ``Context.set_communicator()`` gives the communicator. Any
     thread may call any method. A context keeps what it needs, also when the communicator is closed.
@@ -31,11 +31,23 @@ class Communicator:
         if getattr(self, "_address", 0):
             _raw.ga_comm_destroy(self._address)
 
-    @staticmethod
-    def new_id() -> bytes:
+    @classmethod
+    def new_id(cls) -> bytes:
         """What tells one set of local ranks from any other: one thread makes it and gives it to the others."""
+        return cls._new_id(CommKind.LOCAL)
+
+    @classmethod
+    def new_nccl_id(cls) -> bytes:
+        """As ``new_id()`` for ``nccl()``: for one communicator, on all machines.
+
+        The rank that makes it goes on living until all have joined.
+        """
+        return cls._new_id(CommKind.NCCL)
+
+    @staticmethod
+    def _new_id(kind: CommKind) -> bytes:
         buffer = ctypes.create_string_buffer(_raw.GA_COMM_ID_SIZE)
-        _raw.ga_comm_unique_id(int(CommKind.LOCAL), ctypes.addressof(buffer), _raw.GA_COMM_ID_SIZE)
+        _raw.ga_comm_unique_id(int(kind), ctypes.addressof(buffer), _raw.GA_COMM_ID_SIZE)
         return buffer.raw
 
     @classmethod
@@ -45,9 +57,35 @@ class Communicator:
         ``rank`` counts from 0 and ``ranks`` says how many there are. A call waits for other ranks for up to
         ``timeout`` seconds.
         """
+        return cls._with_id(CommKind.LOCAL, id, rank, ranks, timeout)
+
+    @classmethod
+    def nccl(cls, id: bytes, rank: int, ranks: int, *, timeout: float = 600) -> Self:
+        """Joins the ranks that have the same id of ``new_nccl_id()``, and waits for them.
+
+        The rank gets the calling thread's current CUDA device.
+        """
+        return cls._with_id(CommKind.NCCL, id, rank, ranks, timeout)
+
+    @classmethod
+    def from_nccl(cls, comm: int, *, timeout: float = 600) -> Self:
+        """Is a rank of a communicator of the program's: ``comm`` is the address that its ``ncclComm_t`` is.
+
+        It must live as long as this one. ``abort()``, and a failure that leaves this one of no further use,
+        end it with ``ncclCommAbort``.
+        """
+        if not comm:
+            raise ValueError("comm was 0")
+        config = _raw.ga_comm_config(int(CommKind.NCCL))
+        config.nccl_comm = comm
+        config.timeout = timeout
+        return cls(config)
+
+    @classmethod
+    def _with_id(cls, kind: CommKind, id: bytes, rank: int, ranks: int, timeout: float) -> Self:
         if len(id) != _raw.GA_COMM_ID_SIZE:
             raise ValueError(f"the id has {len(id)} bytes, expected {_raw.GA_COMM_ID_SIZE}")
-        config = _raw.ga_comm_config(int(CommKind.LOCAL))
+        config = _raw.ga_comm_config(int(kind))
         buffer = ctypes.create_string_buffer(id, len(id))
         config.id = ctypes.addressof(buffer)
         config.rank = rank

@@ -393,6 +393,8 @@ class CommKind(IntEnum):
     """Processes of an MPI program."""
     TABLE = 2
     """By functions of a C program; not for Python."""
+    NCCL = 3
+    """Threads or processes with a GPU each."""
 
 
 class CommWire(IntEnum):

@@ -7,8 +7,8 @@ import java.nio.ByteBuffer;
 import java.util.concurrent.locks.ReentrantReadWriteLock;
 
 /**
- * One rank of several that hold one window: threads of this process, or processes of an MPI program.
- * Each rank has a {@link Context} of its own, to which {@link Context#setCommunicator} gives the
+ * One rank of several that hold one window: threads of this process, processes of an MPI program, or
+ * GPUs. Each rank has a {@link Context} of its own, to which {@link Context#setCommunicator} gives the
  * communicator.
  *
  * <pre>{@code
@@ -33,7 +33,8 @@ public final class Communicator implements AutoCloseable {
     LOCAL(RawConstants.GA_COMM_LOCAL),
     MPI(RawConstants.GA_COMM_MPI),
     /** By functions of a C program; not for Java. */
-    TABLE(RawConstants.GA_COMM_TABLE);
+    TABLE(RawConstants.GA_COMM_TABLE),
+    NCCL(RawConstants.GA_COMM_NCCL);
 
     private final int value;
 
@@ -63,12 +64,14 @@ public final class Communicator implements AutoCloseable {
   // Closing waits for the calls that read the address.
   private final ReentrantReadWriteLock lock = new ReentrantReadWriteLock();
 
-  private Communicator(Kind kind, byte[] id, int rank, int ranks, int mpi, double timeout) {
+  private Communicator(
+      Kind kind, byte[] id, int rank, int ranks, int mpi, long nccl, double timeout) {
     try (ga_comm_config fields = new ga_comm_config(kind.value())) {
       fields.setTimeout(timeout);
       fields.setRank(rank);
       fields.setRanks(ranks);
       fields.setMpi_comm(mpi);
+      fields.setNccl_comm(nccl);
       ByteBuffer bytes = null;
       if (id != null) {
         if (id.length != RawConstants.GA_COMM_ID_SIZE) {
@@ -93,9 +96,24 @@ public final class Communicator implements AutoCloseable {
    * @return the id
    */
   public static byte[] newId() {
+    return newId(Kind.LOCAL);
+  }
+
+  /**
+   * As {@link #newId} for {@link #nccl(byte[], int, int, double)}: for one communicator, on all
+   * machines. The rank that makes it goes on living until all have joined.
+   *
+   * @return the id
+   * @throws GradAccumException {@link Status#UNSUPPORTED}: libgradaccum_nccl.so could not be loaded,
+   *     or there is no libnccl.so.2
+   */
+  public static byte[] newNcclId() {
+    return newId(Kind.NCCL);
+  }
+
+  private static byte[] newId(Kind kind) {
     ByteBuffer bytes = ByteBuffer.allocateDirect(RawConstants.GA_COMM_ID_SIZE);
-    Raw.ga_comm_unique_id(
-        Kind.LOCAL.value(), Raw.buffer_address(bytes), bytes.capacity());
+    Raw.ga_comm_unique_id(kind.value(), Raw.buffer_address(bytes), bytes.capacity());
     byte[] id = new byte[bytes.capacity()];
     bytes.get(id);
     return id;
@@ -124,7 +142,39 @@ public final class Communicator implements AutoCloseable {
    * @return the communicator
    */
   public static Communicator local(byte[] id, int rank, int ranks, double timeout) {
-    return new Communicator(Kind.LOCAL, id.clone(), rank, ranks, 0, timeout);
+    return new Communicator(Kind.LOCAL, id.clone(), rank, ranks, 0, 0, timeout);
+  }
+
+  /**
+   * Joins the ranks, with a GPU each, that have the same id, and waits for them. The rank gets the
+   * calling thread's current CUDA device.
+   *
+   * @param id of {@link #newNcclId}
+   * @param rank the number of this rank, from 0
+   * @param ranks how many there are
+   * @param timeout seconds that a call waits for other ranks; may be infinite
+   * @return the communicator
+   * @throws GradAccumException {@link Status#UNSUPPORTED}: libgradaccum_nccl.so could not be loaded,
+   *     or there is no libnccl.so.2
+   */
+  public static Communicator nccl(byte[] id, int rank, int ranks, double timeout) {
+    return new Communicator(Kind.NCCL, id.clone(), rank, ranks, 0, 0, timeout);
+  }
+
+  /**
+   * Is a rank of a communicator of the program's, which must live as long as this one. {@link
+   * #abort}, and a failure that leaves this one of no further use, end it with {@code
+   * ncclCommAbort}.
+   *
+   * @param comm the address that the program's {@code ncclComm_t} is
+   * @param timeout seconds that a call waits for other ranks; may be infinite
+   * @return the communicator
+   * @throws GradAccumException {@link Status#UNSUPPORTED}: libgradaccum_nccl.so could not be loaded,
+   *     or this process has not loaded libnccl.so.2
+   */
+  public static Communicator nccl(long comm, double timeout) {
+    if (comm == 0) throw new IllegalArgumentException("comm was 0");
+    return new Communicator(Kind.NCCL, null, 0, 0, 0, comm, timeout);
   }
 
   /**
@@ -138,7 +188,7 @@ public final class Communicator implements AutoCloseable {
    *     or the program runs another MPI
    */
   public static Communicator mpi(int comm, double timeout) {
-    return new Communicator(Kind.MPI, null, 0, 0, comm, timeout);
+    return new Communicator(Kind.MPI, null, 0, 0, comm, 0, timeout);
   }
 
   /** Begins a call that reads the address of C; every one ends with {@link #exit}. */

@@ -298,5 +298,9 @@ class CommunicatorTest {
     assertThrows(IllegalArgumentException.class, () -> Communicator.local(new byte[3], 0, 1));
     assertThrows(GradAccumException.class, () -> Communicator.local(id, 2, 2));
     assertThrows(GradAccumException.class, () -> Communicator.local(id, 0, 2, Double.NaN));
+    assertThrows(IllegalArgumentException.class, () -> Communicator.nccl(new byte[3], 0, 1, 1));
+    assertThrows(GradAccumException.class, () -> Communicator.nccl(id, 2, 2, 1));
+    assertThrows(IllegalArgumentException.class, () -> Communicator.nccl(0, 1));
+    assertThrows(GradAccumException.class, () -> Communicator.nccl(8, 1)); // no module, or no NCCL is loaded
   }
 }
