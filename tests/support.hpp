@@ -349,15 +349,19 @@ std::vector<T> even_gradients(const Layout& layout, uint64_t seed, uint64_t roun
 
 // Registers the tensors of a block.
 template <class T>
-void add_all(Context& ctx, ga_group group, const Layout& layout, std::vector<T>& block) {
+void add_all(Context& ctx, ga_group group, const Layout& layout, T* block) {
   for (size_t i = 0; i < layout.size(); ++i) {
     ga_param_options options;
     memset(&options, 0, sizeof options);
     options.struct_size = sizeof options;
     options.agc_axes = layout.agc_axes[i];
-    ctx.param(group, "p" + std::to_string(i), block.data() + layout.offsets[i], layout.shapes[i],
+    ctx.param(group, "p" + std::to_string(i), block + layout.offsets[i], layout.shapes[i],
               &options);
   }
+}
+template <class T>
+void add_all(Context& ctx, ga_group group, const Layout& layout, std::vector<T>& block) {
+  add_all(ctx, group, layout, block.data());
 }
 
 // One pointer per tensor.

@@ -1,0 +1,573 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Ranks with a simulated device each, over NCCL, or a library of its name (host/nccl.h). What transports of
+// the host's memory do with contexts on a device, the suites of ranks test once more (device.cpp).
+#include "../ranks.hpp"
+#include "device.hpp"
+#include "host/nccl.h"
+
+namespace ga::test {
+namespace {
+
+using namespace over_ranks;
+
+class CudaRanks : public testing::Test {
+ protected:
+  void SetUp() override { use(false); }
+  void TearDown() override {
+    ga_fake_nccl_reset();
+    sim::configure(sim::Config());
+    sim::reset();
+  }
+  // Work runs when somebody waits for it, or at once. Tensors are the test's, in the host's memory.
+  static void use(bool deferred) {
+    sim::Config c;
+    c.devices = 4;
+    c.deferred = deferred;
+    c.pageable_access = true;
+    c.protect = false;
+    sim::configure(c);
+  }
+};
+
+// Runs body(rank, comm, stream) as each of these ranks, in a thread of its own.
+void on_devices(int32_t ranks, const std::function<void(int32_t, ga_comm*, const Stream&)>& body,
+                double timeout = 60) {
+  unsigned char id[GA_COMM_ID_SIZE];
+  ASSERT_OK(ga_comm_unique_id(GA_COMM_NCCL, id, sizeof id));
+  std::vector<std::thread> threads;
+  for (int32_t r = 0; r < ranks; ++r)
+    threads.emplace_back([&, r] {
+      const Stream stream(r);
+      EXPECT_CUDA(cudaSetDevice(r));
+      ga_comm_config config = comm_config(GA_COMM_NCCL);
+      config.rank = r;
+      config.ranks = ranks;
+      config.timeout = timeout;
+      config.id = id;
+      const Comm comm(config);
+      body(r, comm, stream);
+    });
+  for (std::thread& t : threads) t.join();
+  EXPECT_EQ(ga_fake_nccl_communicators(), 0);
+}
+
+// Parameters of a rank, in memory of its device, which the host can reach here.
+class Parameters {
+ public:
+  explicit Parameters(const Block& start) : count_(start.size()) {
+    EXPECT_CUDA(cudaMalloc(reinterpret_cast<void**>(&data_), count_ * sizeof(float)));
+    std::copy(start.begin(), start.end(), data_);
+  }
+  explicit Parameters(size_t count) : Parameters(Block(count)) {}
+  ~Parameters() { EXPECT_CUDA(cudaFree(data_)); }
+  Parameters(const Parameters&) = delete;
+  Parameters& operator=(const Parameters&) = delete;
+  float* data() const { return data_; }
+  float operator[](size_t i) const { return data_[i]; }
+  Block get() const { return {data_, data_ + count_}; }
+
+ private:
+  const size_t count_;
+  float* data_ = nullptr;
+};
+
+ga_config on(const ga_config& config, const Stream& stream) {
+  ga_config c = config;
+  c.device = GA_DEVICE_CUDA;
+  c.device_ordinal = stream.device();
+  c.stream = static_cast<cudaStream_t>(stream);
+  return c;
+}
+
+// As over_ranks::run(), on devices.
+std::vector<Ended> run_on_devices(const Layout& l, const Options& s, const Shares& shares,
+                                  const Block& start) {
+  const auto ranks = static_cast<int32_t>(shares[0].size());
+  std::vector<Ended> ended(shares[0].size());
+  on_devices(ranks, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+    Ended& e = ended[static_cast<size_t>(r)];
+    const Parameters p(start);
+    Context ctx(on(s.config, stream));
+    add_all(ctx, ctx.group(s.optimizer), l, p.data());
+    ASSERT_OK(ga_context_set_clip(ctx, &s.clip));
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &s.options));
+    for (const auto& window : shares) {
+      contribute(ctx, l, window[static_cast<size_t>(r)]);
+      ASSERT_OK(ga_step(ctx, nullptr));
+      e.results.push_back(result_of(ctx));
+    }
+    e.parameters = p.get();
+  });
+  return ended;
+}
+
+// Parameters have the bits of ranks on the CPU. Results are alike on all ranks, and norms those of the CPU up
+// to the order in which doubles are added.
+void expect_like_the_cpu(const std::vector<Ended>& ended, const std::vector<Ended>& cpu) {
+  ASSERT_EQ(ended.size(), cpu.size());
+  for (size_t r = 0; r < ended.size(); ++r) {
+    SCOPED_TRACE("rank " + std::to_string(r));
+    expect_alike(ended[r], ended[0]);
+    EXPECT_TRUE(same_bits(ended[r].parameters, cpu[r].parameters));
+    ASSERT_EQ(ended[r].results.size(), cpu[r].results.size());
+    for (size_t w = 0; w < cpu[r].results.size(); ++w) {
+      const ga_step_result &a = ended[r].results[w], &b = cpu[r].results[w];
+      EXPECT_EQ(a.outcome, b.outcome);
+      EXPECT_EQ(a.micro_batches, b.micro_batches);
+      EXPECT_EQ(a.weight, b.weight);
+      EXPECT_EQ(a.steps, b.steps);
+      EXPECT_EQ(a.windows, b.windows);
+      EXPECT_NEAR(a.norm, b.norm, 1e-14 * b.norm);
+      EXPECT_NEAR(a.clip_factor, b.clip_factor, 1e-14);
+    }
+  }
+}
+
+// ---- The promise ----------------------------------------------------------------------------------
+
+struct Way {
+  const char* name;
+  std::function<void(Options&)> set;
+};
+
+class CudaRanksWays : public CudaRanks, public testing::WithParamInterface<Way> {};
+
+TEST_P(CudaRanksWays, HaveTheBitsOfTheCpu) {
+  const Layout l = layout();
+  Options s;
+  s.optimizer = optimizer(GA_OPTIMIZER_ADAMW);
+  s.clip = clip(GA_CLIP_GLOBAL, 0.5);
+  GetParam().set(s);
+  for (const int32_t ranks : {1, 2, 3, 4}) {
+    const Shares shares = make_shares(l, ranks, 4);
+    const Block start = parameters(l, 3);
+    const std::vector<Ended> cpu = run(l, s, shares, start);
+    for (const bool deferred : {false, true})
+      for (const bool shards : {false, true}) {
+        SCOPED_TRACE(std::to_string(ranks) + (deferred ? " deferred" : "") +
+                     (shards ? " sharded" : ""));
+        use(deferred);
+        s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+        expect_like_the_cpu(run_on_devices(l, s, shares, start), cpu);
+      }
+    s.options.shard = GA_SHARD_NONE;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, CudaRanksWays,
+    testing::Values(
+        Way{"plain", [](Options&) {}},
+        Way{"checked", [](Options& s) { s.config.nonfinite = GA_NONFINITE_DROP_MICRO; }},
+        Way{"clipped_micro",
+            [](Options& s) {
+              s.clip = clip(GA_CLIP_GLOBAL, 0.5);
+              s.clip.when = GA_CLIP_WHEN_MICRO;
+            }},
+        Way{"clamped",
+            [](Options& s) { s.clip = clip(GA_CLIP_GLOBAL, 0.5, GA_FLAVOR_TORCH, 0.01); }},
+        Way{"running_mean", [](Options& s) { s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN; }},
+        Way{"checked_running_mean",
+            [](Options& s) {
+              s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN;
+              s.config.nonfinite = GA_NONFINITE_DROP_MICRO;
+            }},
+        Way{"missing_zero", [](Options& s) { s.config.missing = GA_MISSING_ZERO; }},
+        Way{"bf16_on_the_wire", [](Options& s) { s.options.wire = GA_COMM_WIRE_BF16; }},
+        Way{"by_units", [](Options& s) { s.clip = clip(GA_CLIP_AGC, 0); }},
+        Way{"adafactor", [](Options& s) { s.optimizer = optimizer(GA_OPTIMIZER_ADAFACTOR); }}),
+    [](const auto& info) { return info.param.name; });
+
+// The norms of layers are those of whole tensors on a device, and of pieces on the CPU.
+TEST_F(CudaRanks, LayersAreThoseOfTheCpuToRounding) {
+  const Layout l = layout();
+  Options s;
+  s.optimizer = optimizer(GA_OPTIMIZER_LAMB);
+  const Shares shares = make_shares(l, 3, 4);
+  const Block start = parameters(l, 3);
+  const Ended alone = run_alone(l, s, shares, start);
+  const std::vector<Ended> whole = run_on_devices(l, s, shares, start);
+  s.options.shard = GA_SHARD_OPTIMIZER;
+  const std::vector<Ended> sharded = run_on_devices(l, s, shares, start);
+  expect_alike(whole, sharded);
+  EXPECT_LT(distance(l, whole[0].parameters, alone.parameters), 1e-6);
+}
+
+// NCCL adds in an order of its own.
+TEST_F(CudaRanks, TheTransportAdds) {
+  const Layout l = layout();
+  Options s;
+  s.optimizer = optimizer(GA_OPTIMIZER_ADAMW);
+  s.clip = clip(GA_CLIP_GLOBAL, 0.5);
+  s.options.adder = GA_COMM_ADDER_TRANSPORT;
+  for (const bool shards : {false, true}) {
+    s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+    const Shares shares = make_shares(l, 4, 4);
+    const Block start = parameters(l, 3);
+    const std::vector<Ended> ended = run_on_devices(l, s, shares, start);
+    expect_alike(ended);
+    EXPECT_LT(distance(l, ended[0].parameters, run_alone(l, s, shares, start).parameters), 1e-6);
+    EXPECT_GT(ga_fake_nccl_calls(shards ? "ncclReduceScatter" : "ncclAllReduce"), 0);
+  }
+}
+
+// ---- Waits and graphs -------------------------------------------------------------------------------
+
+// Once all ranks have agreed, a window waits neither for the device nor for other ranks' hosts.
+TEST_F(CudaRanks, TheHostWaitsForNothing) {
+  use(true);
+  const Layout l = layout();
+  for (const bool shards : {false, true}) {
+    std::atomic<int64_t> waits{0};
+    std::atomic<int> begun{0};
+    on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+      const Parameters p(parameters(l, 3));
+      const Block g = gradients(l, 5, static_cast<uint64_t>(r));
+      Context ctx(on(config(), stream));
+      add_all(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), l, p.data());
+      ga_comm_options o = comm_options();
+      o.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+      const auto window = [&] {
+        ASSERT_OK(ga_accumulate(ctx, pointers(l, g).data(), l.size(), 1, nullptr));
+        ga_step_result result = step(ctx);
+        EXPECT_EQ(result.outcome, GA_STEP_PENDING);
+      };
+      window();
+      ASSERT_OK(ga_synchronize(ctx));
+      for (++begun; begun < 2;) std::this_thread::yield();
+      const int64_t before = sim::counters().synchronizations;
+      for (int w = 0; w < 3; ++w) window();
+      waits += sim::counters().synchronizations - before;
+      for (++begun; begun < 4;) std::this_thread::yield();
+      EXPECT_EQ(result_of(ctx).steps, 4);
+    });
+    EXPECT_EQ(waits, 0);
+  }
+}
+
+// Windows of 2 micro-batches, the second and third of which are replays of a graph, and then one by calls.
+TEST_F(CudaRanks, AWindowInAGraph) {
+  const Layout l = layout();
+  std::vector<std::vector<Block>> ended(2, std::vector<Block>(3));
+  for (const bool captured : {false, true}) {
+    on_devices(3, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+      const Parameters p(parameters(l, 3));
+      std::vector<Block> g;
+      for (uint64_t k = 0; k < 2; ++k)
+        g.push_back(gradients(l, 5, 2 * static_cast<uint64_t>(r) + k));
+      Context ctx(on(config(), stream));
+      add_all(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), l, p.data());
+      const ga_clip c = clip(GA_CLIP_GLOBAL, 0.5);
+      ASSERT_OK(ga_context_set_clip(ctx, &c));
+      ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+      const auto window = [&](bool missing) {
+        for (const Block& one : g) {
+          auto list = pointers(l, one);
+          if (missing) list[static_cast<size_t>(r)] = nullptr;
+          ASSERT_OK(ga_accumulate(ctx, list.data(), list.size(), r + 1, nullptr));
+        }
+        ASSERT_OK(ga_step(ctx, nullptr));
+      };
+      window(false);
+      Graph graph;
+      if (captured) graph.capture(stream, [&] { window(true); });
+      for (int w = 0; w < 2; ++w) captured ? graph.replay(stream) : window(true);
+      window(false);
+      const ga_step_result result = result_of(ctx);
+      EXPECT_EQ(result.steps, 4);
+      EXPECT_EQ(result.micro_batches, 6);
+      ended[captured][static_cast<size_t>(r)] = p.get();
+    });
+    for (int r = 1; r < 3; ++r) EXPECT_TRUE(same_bits(ended[captured][r], ended[captured][0]));
+  }
+  EXPECT_TRUE(same_bits(ended[0][0], ended[1][0]));
+}
+
+// What a graph cannot hold is refused before anything has changed.
+TEST_F(CudaRanks, WhatAGraphCannotHold) {
+  on_devices(2, [&](int32_t, ga_comm* comm, const Stream& stream) {
+    const Parameters p(9);
+    std::vector<float> g(9, 1);
+    Context ctx(on(config(), stream));
+    const ga_group group = ctx.group(plain_sgd());
+    const ga_param id = ctx.param(group, "p", p.data(), 9);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    ctx.accumulate({g.data()});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    ASSERT_OK(ga_param_set_frozen(ctx, id, 1));
+    Graph graph;
+    graph.capture(stream, [&] {
+      expect_failure(ga_step(ctx, nullptr), "have to agree", GA_ERROR_INVALID_STATE);
+    });
+    ASSERT_OK(ga_param_set_frozen(ctx, id, 0));
+    ctx.accumulate({g.data()});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    EXPECT_EQ(result_of(ctx).steps, 2);
+    EXPECT_EQ(p[0], -2);
+  });
+}
+
+// ---- Outcomes of all ranks ----------------------------------------------------------------------------
+
+// The ranks' counts stay alike, also those of the rank that discards.
+TEST_F(CudaRanks, WhereOneDiscardsNoneSteps) {
+  on_devices(3, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+    const Parameters p(50000);
+    std::vector<float> g(50000, 1);
+    Context ctx(on(config(), stream));
+    ctx.param(ctx.group(plain_sgd()), "p", p.data(), 50000);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    for (const int32_t who : {1, 2}) {
+      ctx.accumulate({g.data()});
+      ASSERT_OK(r == who ? ga_discard(ctx) : ga_step(ctx, nullptr));
+      EXPECT_EQ(result_of(ctx).outcome, GA_STEP_SKIPPED_DISCARD);
+      EXPECT_EQ(result_of(ctx).skipped, who);
+      EXPECT_EQ(p[0], 0);
+    }
+    ctx.accumulate({g.data()});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    const ga_step_result result = result_of(ctx);
+    EXPECT_EQ(result.outcome, GA_STEP_APPLIED);
+    EXPECT_EQ(result.windows, 3);
+    EXPECT_EQ(p[0], -1);
+  });
+}
+
+// A window that ga_step has refused is discarded by all, and moves the loss scale of all.
+TEST_F(CudaRanks, ARefusedWindowIsDiscarded) {
+  on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+    ga_config c = config();
+    c.nonfinite = GA_NONFINITE_FAIL;
+    const Parameters p(3);
+    std::vector<float> g(3, r == 1 ? INFINITY : 1.0f);
+    Context ctx(on(c, stream));
+    ctx.param(ctx.group(plain_sgd()), "p", p.data(), 3);
+    ga_loss_scaler scaler;
+    ASSERT_OK(ga_loss_scaler_init(&scaler, sizeof scaler));
+    scaler.initial_scale = 8;
+    ASSERT_OK(ga_context_set_loss_scaler(ctx, &scaler));
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    ctx.accumulate({g.data()});
+    expect_failure(ga_step(ctx, nullptr), "infinite or NaN", GA_ERROR_NONFINITE);
+    ASSERT_OK(ga_discard(ctx));
+    double scale = 0;
+    ASSERT_OK(ga_loss_scale(ctx, &scale, nullptr));
+    EXPECT_EQ(scale, 4);
+    g.assign(3, 4);
+    ctx.accumulate({g.data()});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    EXPECT_EQ(result_of(ctx).steps, 1);
+    EXPECT_EQ(p[0], -1);
+  });
+}
+
+// Settings that differ are found on the device, and named by the next call that waits for all.
+TEST_F(CudaRanks, SettingsThatDiffer) {
+  on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+    const Parameters p(3);
+    std::vector<float> g(3, 1);
+    Context ctx(on(config(), stream));
+    const ga_group group = ctx.group(plain_sgd());
+    ctx.param(group, "p", p.data(), 3);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    ASSERT_OK(ga_group_set_weight_decay(ctx, group, r == 1 ? 0.5 : 0));
+    ctx.accumulate({g.data()});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    EXPECT_EQ(result_of(ctx).outcome, GA_STEP_SKIPPED_ERROR);
+    EXPECT_EQ(p[0], 0);
+    size_t size = 0;
+    expect_failure(ga_save_to_memory(ctx, nullptr, nullptr, 0, &size),
+                   "weight_decay is 0.5 on rank 1");
+    ASSERT_OK(ga_group_set_weight_decay(ctx, group, 0));
+    ctx.accumulate({g.data()});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    EXPECT_EQ(result_of(ctx).outcome, GA_STEP_APPLIED);
+  });
+}
+
+TEST_F(CudaRanks, AParameterThatIsFrozenOnAllRanks) {
+  on_devices(2, [&](int32_t, ga_comm* comm, const Stream& stream) {
+    const Parameters p(3), q(3);
+    std::vector<float> g(3, 1);
+    Context ctx(on(config(), stream));
+    const ga_group group = ctx.group(plain_sgd());
+    const ga_param id = ctx.param(group, "p", p.data(), 3);
+    ctx.param(group, "q", q.data(), 3);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    for (const int32_t frozen : {0, 1, 0}) {
+      ASSERT_OK(ga_param_set_frozen(ctx, id, frozen));
+      ctx.accumulate({g.data(), g.data()});
+      ASSERT_OK(ga_step(ctx, nullptr));
+    }
+    ASSERT_OK(ga_synchronize(ctx));
+    EXPECT_EQ(p[0], -2);
+    EXPECT_EQ(q[0], -3);
+  });
+}
+
+TEST_F(CudaRanks, AFileLoadsOnOtherDevices) {
+  const Layout l = layout();
+  std::vector<char> file;
+  std::vector<Block> ended(3);
+  const auto build_and = [&](ga_comm* comm, const Stream& stream, Block& block, auto&& body) {
+    const Parameters p(parameters(l, 3));
+    Context ctx(on(config(), stream));
+    add_all(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), l, p.data());
+    ga_comm_options o = comm_options();
+    o.shard = GA_SHARD_OPTIMIZER;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+    body(ctx);
+    block = p.get();
+  };
+  const auto window = [&](ga_context* ctx, int32_t r) {
+    const Block g = gradients(l, 5, static_cast<uint64_t>(r));
+    ASSERT_OK(ga_accumulate(ctx, pointers(l, g).data(), l.size(), 1, nullptr));
+    ASSERT_OK(ga_step(ctx, nullptr));
+    ASSERT_OK(ga_synchronize(ctx));
+  };
+  on_devices(3, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+    build_and(comm, stream, ended[static_cast<size_t>(r)], [&](ga_context* ctx) {
+      window(ctx, 0);
+      size_t size = 0;
+      ASSERT_OK(ga_save_to_memory(ctx, nullptr, nullptr, 0, &size));
+      std::vector<char> own(size);
+      ASSERT_OK(ga_save_to_memory(ctx, nullptr, own.data(), own.size(), &size));
+      if (r == 0) file = own;
+      window(ctx, 0);
+    });
+  });
+  on_devices(2, [&](int32_t, ga_comm* comm, const Stream& stream) {
+    Block block;
+    build_and(comm, stream, block, [&](ga_context* ctx) {
+      ASSERT_OK(ga_load_from_memory(ctx, file.data(), file.size(), nullptr));
+      window(ctx, 0);
+    });
+    EXPECT_LT(distance(l, block, ended[0]), 1e-6);
+  });
+}
+
+// ---- Failures -------------------------------------------------------------------------------------------
+
+// Every failure ends the context, and none of its calls waits for ever, ga_context_destroy included.
+struct Failure {
+  const char* name;
+  std::function<void()> begin;  // before the window
+  const char* words;
+};
+class CudaRanksFailures : public CudaRanks, public testing::WithParamInterface<Failure> {};
+
+TEST_P(CudaRanksFailures, EndTheContext) {
+  for (const bool deferred : {false, true}) {
+    use(deferred);
+    std::atomic<int> ready{0};
+    on_devices(
+        2,
+        [&](int32_t r, ga_comm* comm, const Stream& stream) {
+          const Parameters p(50000);
+          std::vector<float> g(50000, 1);
+          Context ctx(on(config(), stream));
+          ctx.param(ctx.group(plain_sgd()), "p", p.data(), 50000);
+          ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+          ctx.accumulate({g.data()});
+          ASSERT_OK(ga_step(ctx, nullptr));
+          ASSERT_OK(ga_synchronize(ctx));
+          ++ready;
+          while (ready < 2) std::this_thread::yield();
+          if (r == 0) GetParam().begin();
+          ++ready;
+          while (ready < 4) std::this_thread::yield();
+          ctx.accumulate({g.data()});
+          const ga_status stepped = ga_step(ctx, nullptr);
+          const ga_status status = stepped == GA_OK ? ga_synchronize(ctx) : stepped;
+          expect_failure(status, GetParam().words);
+          if (stepped == GA_OK)
+            expect_failure(
+                ga_accumulate(ctx, std::vector<const void*>{g.data()}.data(), 1, 1, nullptr),
+                GetParam().words);
+        },
+        0.3);
+    ga_fake_nccl_reset();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CudaRanksFailures,
+                         testing::Values(Failure{"a_collective_hangs", [] { ga_fake_nccl_hang(1); },
+                                                 "waited 0.3 s for the other ranks"},
+                                         Failure{"gradients_hang", [] { ga_fake_nccl_hang(3); },
+                                                 "waited 0.3 s for the other ranks"},
+                                         Failure{"an_error_comes_late",
+                                                 [] {
+                                                   ga_fake_nccl_async_error(0, ncclRemoteError);
+                                                   ga_fake_nccl_async_error(1, ncclRemoteError);
+                                                 },
+                                                 "NCCL returned 6"}),
+                         [](const auto& info) { return info.param.name; });
+
+// A call that NCCL refuses leaves the parameters, and the window is lost.
+TEST_F(CudaRanks, ACallThatNcclRefuses) {
+  on_devices(
+      1,
+      [&](int32_t, ga_comm* comm, const Stream& stream) {
+        const Parameters p(50000);
+        std::vector<float> g(50000, 1);
+        Context ctx(on(config(), stream));
+        ctx.param(ctx.group(plain_sgd()), "p", p.data(), 50000);
+        ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+        ctx.accumulate({g.data()});
+        ga_fake_nccl_fail("ncclGroupEnd", 1, ncclSystemError);
+        expect_failure(ga_step(ctx, nullptr), "gradients: NCCL returned 2");
+        EXPECT_EQ(p[0], 0);
+        ASSERT_OK(ga_discard(ctx));
+        ASSERT_OK(ga_context_set_comm(ctx, nullptr, nullptr));
+        ctx.accumulate({g.data()});
+        ASSERT_OK(ga_step(ctx, nullptr));
+        ASSERT_OK(ga_synchronize(ctx));
+        EXPECT_EQ(p[0], -1);
+      },
+      0.3);
+}
+
+TEST_F(CudaRanks, AbortFreesARankThatWaits) {
+  on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+    const Parameters p(3);
+    std::vector<float> g(3, 1);
+    Context ctx(on(config(), stream));
+    ctx.param(ctx.group(plain_sgd()), "p", p.data(), 3);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    if (r == 1) return;  // which the other waits for
+    std::thread other([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      EXPECT_OK(ga_comm_abort(comm));
+    });
+    ctx.accumulate({g.data()});
+    const ga_status stepped = ga_step(ctx, nullptr);
+    expect_failure(stepped == GA_OK ? ga_synchronize(ctx) : stepped, "ga_comm_abort was called");
+    other.join();
+  });
+}
+
+// ---- Refusals -----------------------------------------------------------------------------------------
+
+TEST_F(CudaRanks, WhatIsNotSupported) {
+  on_devices(1, [&](int32_t, ga_comm* comm, const Stream& stream) {
+    const Parameters p(12);
+    {
+      Context ctx;
+      expect_failure(ga_context_set_comm(ctx, comm, nullptr), "works on the CPU",
+                     GA_ERROR_UNSUPPORTED);
+    }
+    Context ctx(on(config(), stream));
+    ga_param_options o = options(GA_F32, GA_F32);
+    o.rows = GA_ROWS_LAZY;
+    ctx.param(ctx.group(plain_sgd()), "p", p.data(), ref::Shape{4, 3}, &o);
+    expect_failure(ga_context_set_comm(ctx, comm, nullptr), "GA_ROWS_LAZY", GA_ERROR_UNSUPPORTED);
+    ga_comm_options overlapped = comm_options();
+    overlapped.overlap = 1;
+    expect_failure(ga_context_set_comm(ctx, comm, &overlapped), "overlap", GA_ERROR_UNSUPPORTED);
+  });
+}
+
+}  // namespace
+}  // namespace ga::test
