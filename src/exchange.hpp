@@ -160,7 +160,11 @@ class Exchange {
   void agree_on(const char* what, Work&& work);
   void hand_out();
 
-  bool adds_there() const { return options_.adder == GA_COMM_ADDER_TRANSPORT; }
+  // Whether the transport adds up. Not maxima: MPI and NCCL lose a NaN that is among other numbers.
+  bool adds_there(bool maximum) const {
+    return options_.adder == GA_COMM_ADDER_TRANSPORT && !maximum;
+  }
+  bool adds_there(const Slice& slice) const { return adds_there(slice.op == GA_COMM_MAX); }
   Range summed_range(ga_param id) const;
   int32_t wire_of(const Param& p) const;
   Array summed(ga_param id) const;

@@ -35,7 +35,7 @@ Range Exchange::summed_range(ga_param id) const {
 // The dtype in which a gradient travels to where it is added.
 int32_t Exchange::wire_of(const Param& p) const {
   if (p.f64) return GA_F64;
-  if (p.pair || adds_there()) return GA_F32;
+  if (p.pair || adds_there(p.maximum)) return GA_F32;
   if (size_of(p.accumulator_dtype) == 2)
     return context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN ? int32_t{GA_F32}
                                                                        : p.accumulator_dtype;
@@ -59,7 +59,7 @@ void Exchange::reserve() {
     if (s.stride == 0) continue;  // as a whole, where it lies
     received = std::max(received, elements * size);
     if (s.packed) send = std::max(send, elements * size);
-    if (s.packed && s.gathered && !adds_there())
+    if (s.packed && s.gathered && !adds_there(s))
       added = std::max(added, elements * static_cast<size_t>(size_of(added_in(s.dtype))));
     const size_t segments = s.end - s.first;
     chunks = std::max(chunks, segments + static_cast<size_t>(chunk_count(s.block)));
@@ -114,8 +114,8 @@ void Exchange::make_slices(const std::function<bool(ga_param)>& which) {
           p.maximum != (op == GA_COMM_MAX) || !which(id))
         return Travel::kNot;
       const bool as_it_lies = wire == p.accumulator_dtype && !p.pair && !(running && !p.maximum);
-      if (!as_it_lies || (adds_there() && pieces)) return Travel::kPacked;
-      return adds_there() ? Travel::kAsAWhole : Travel::kInPlace;
+      if (!as_it_lies || (adds_there(p.maximum) && pieces)) return Travel::kPacked;
+      return adds_there(p.maximum) ? Travel::kAsAWhole : Travel::kInPlace;
     });
   };
   for (const int32_t wire : kFloats) {
@@ -158,7 +158,7 @@ void Exchange::hold_sums() {
 
 void Exchange::run(const Slice& slice) {
   moved_ = true;
-  if (adds_there()) return reduce(slice);
+  if (adds_there(slice)) return reduce(slice);
   const Segment& only = slices_.segments()[slice.first];
   const Array send = slice.packed ? Array{send_.data(), slice.dtype}
                                   : offset(accumulator_of(only.param), only.first);
@@ -348,7 +348,7 @@ void Exchange::measure_own() {
   for (size_t i = 0; i < touched_.size(); ++i) {
     const Param& p = context_.params_[i];
     if (!touched_[i] || p.held() != Held::kSummed) continue;
-    if (!adds_there() && !context_.tables_.param_inputs[i].clamped) continue;
+    if (!adds_there(p.maximum) && !context_.tables_.param_inputs[i].clamped) continue;
     const int64_t count = divisions_[i].range(rank(), p.count).count;
     if (count == 0) continue;
     measured_.push_back(static_cast<ga_param>(i));
@@ -382,7 +382,8 @@ void Exchange::measure_own() {
   for (size_t m = 0; m < measured_.size(); ++m) {
     const NormTask& task = norms_[m];
     ParamSums& sums = param_sums_[static_cast<size_t>(measured_[m])];
-    if (adds_there()) add_partials(task.partials, task.count, sums);
+    if (adds_there(context_.params_[measured_[m]].maximum))
+      add_partials(task.partials, task.count, sums);
     for (int64_t k = 0; task.gradient.numbers && k < chunk_count(task.count); ++k)
       sums.clamped += task.partials[k].second_squares;
   }

@@ -60,6 +60,9 @@ inline void on_ranks(int32_t ranks, const std::function<void(int32_t, ga_comm*)>
   for (std::thread& t : threads) t.join();
 }
 
+// Whether contexts are made on a device (device.cpp).
+inline bool on_device() { return std::getenv("GA_TEST_DEVICE") != nullptr; }
+
 // Expects a failure of every rank with this message.
 inline void expect_failure(ga_status status, const char* words,
                            ga_status expected = GA_ERROR_COMMUNICATION) {
@@ -257,9 +260,6 @@ inline void expect_alike(const std::vector<Ended>& ended, const std::vector<Ende
       expect_alike((*ranks)[r], ended[0]);
     }
 }
-
-// Whether contexts are made on a device (device.cpp).
-inline bool on_device() { return std::getenv("GA_TEST_DEVICE") != nullptr; }
 
 // Sharded or not, in the background or not: the bits are those of `ended`, which was neither.
 inline void expect_the_bits(const std::vector<Ended>& ended, const Layout& l, Options s,

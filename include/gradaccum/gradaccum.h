@@ -491,13 +491,14 @@ enum {
   GA_STEP_APPLIED = 0,
   GA_STEP_SKIPPED_EMPTY = 1,     /* no micro-batch, or the sum of the weights is 0 */
   GA_STEP_SKIPPED_NONFINITE = 2, /* an accumulated gradient is infinite or NaN */
-  GA_STEP_SKIPPED_ERROR = 3,     /* on a device: indices of ga_accumulate_rows were out of range;
-                                    the rows of that call were left out */
+  GA_STEP_SKIPPED_ERROR = 3,     /* on a device: indices of ga_accumulate_rows were out of range, and
+                                    the rows of that call were left out; or ranks have different
+                                    settings, see ga_context_set_comm */
   GA_STEP_PENDING = 4,           /* on a device: not known yet, see ga_step_result_get */
   GA_STEP_SKIPPED_WEIGHT = 5,    /* the sum of the weights is too small or too large to divide by,
                                     see docs/reference.md. Does not move a loss scaler by itself */
   GA_STEP_SKIPPED_DISCARD = 6    /* another rank has discarded the window, and so has this call; it
-                                    is not counted, see ga_context_set_comm */
+                                    is not counted, but over NCCL; see ga_context_set_comm */
 };
 
 struct ga_step_result {
@@ -1314,8 +1315,8 @@ typedef struct ga_comm_table {
   const char* (*error_text)(void* user, int32_t failure);
   /* Of GA_COMM_ADDER_TRANSPORT alone; else NULL. dtype: GA_F32 or GA_F64. Results have the same bits
      on all ranks. all_reduce: data, count elements, becomes the sum or the maximum of all ranks'.
-     reduce_scatter: recv becomes that of block `rank` of send, [ranks] blocks one behind the
-     other. */
+     reduce_scatter: recv becomes that of block `rank` of send, [ranks] blocks one behind the other.
+     The library asks for sums; it takes maxima itself, since MPI and NCCL lose a NaN in them. */
   int32_t (*all_reduce)(void* user, void* data, int64_t count, ga_dtype dtype, ga_comm_op op,
                         void* stream);
   int32_t (*reduce_scatter)(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype,
@@ -1389,7 +1390,7 @@ typedef int32_t ga_shard;
 enum { GA_SHARD_NONE = 0, GA_SHARD_OPTIMIZER = 1 };
 
 /* Who adds gradients up. LIBRARY: in the order of the ranks, with the same bits on every transport.
-   TRANSPORT: MPI or the program's table, in its own order; what travels is f32, or f64 for f64
+   TRANSPORT: MPI, NCCL or the program's table, in its own order; what travels is f32, or f64 for f64
    parameters. */
 typedef int32_t ga_comm_adder;
 enum { GA_COMM_ADDER_LIBRARY = 0, GA_COMM_ADDER_TRANSPORT = 1 };

@@ -212,6 +212,31 @@ TEST_F(CudaRanks, TheTransportAdds) {
   }
 }
 
+// NCCL's maximum of a NaN and a number is the number, so the library takes maxima.
+TEST_F(CudaRanks, MaximaThatAreNotNumbers) {
+  on_devices(3, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+    const Parameters p(2);
+    Context ctx(on(config(), stream));
+    ga_param_options o = options();
+    o.reduce = GA_REDUCE_MAX;
+    const ga_param id =
+        ctx.param(ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL)), "p", p.data(), ref::Shape{2}, &o);
+    ga_comm_options adds = comm_options();
+    adds.adder = GA_COMM_ADDER_TRANSPORT;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &adds));
+    for (const float bad : {-7.0f, NAN, -INFINITY}) {
+      const float g[] = {static_cast<float>(-1 - r), r == 1 ? bad : static_cast<float>(-2 - r)};
+      ctx.accumulate({g});
+      ASSERT_OK(ga_step(ctx, nullptr));
+      EXPECT_EQ(result_of(ctx).outcome,
+                std::isnan(bad) ? GA_STEP_SKIPPED_NONFINITE : GA_STEP_APPLIED);
+      if (!std::isnan(bad)) {
+        EXPECT_EQ(external_gradient(ctx, id, 2), (std::vector<double>{-1, -2}));
+      }
+    }
+  });
+}
+
 // ---- Waits and graphs -------------------------------------------------------------------------------
 
 // Once all ranks have agreed, a window waits neither for the device nor for other ranks' hosts.
