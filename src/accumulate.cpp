@@ -293,7 +293,7 @@ void Context::params_ready(Span<const ga_param> ids) {
 // Has the exchange begin of what is ready, if it may.
 void Context::release_ready() {
   if (any_ready_ && exchange_ && window_.state() == GA_WINDOW_FULL && !deferring())
-    exchange_->release_ready();
+    or_lose_window([&] { exchange_->release_ready(); });
 }
 
 void Context::accumulate_part(ga_param id, const void* gradient) {

@@ -48,7 +48,7 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
         GA_ERROR_UNSUPPORTED,
         "adder was GA_COMM_ADDER_TRANSPORT, but this communicator adds nothing up: MPI does, and a "
         "ga_comm_table with all_reduce and reduce_scatter");
-  if (overlaps() && comm_->any_thread()) {
+  if (overlaps() && !on_device() && comm_->any_thread()) {
     ga_config config = context.config_;
     config.num_threads = 1;
     config.parallel_for = nullptr;
@@ -70,6 +70,7 @@ Exchange::~Exchange() {
   background_.reset();
   if (comm_->on_stream()) {
     try {
+      if (begun_) context_.backend_->join_aside();
       context_.backend_->wait();  // while somebody watches
     } catch (const Error&) {      // the context has it
     }
@@ -457,7 +458,9 @@ void Exchange::agree() {
   if (!shards()) context_.prepare();
   if (options_.hand_out != 0) hand_out();
   check_state();
-  agreed_on_ = tensors_digest();
+  if (!on_device()) return;
+  agreed_on_ = shape_digest();
+  if (overlaps()) context_.backend_->aside([] {});  // makes the second stream
 }
 
 // Throws, on every rank, the first difference of parameters and state.

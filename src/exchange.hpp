@@ -201,6 +201,10 @@ class Exchange {
   void agree_on_tensors();
   void check_state();
   const uint64_t* send_brought();
+  uint64_t shape_digest() const;
+  bool is_ready(const Slice& slice) const;
+  void release_on_device();
+  void begin_on_device();
   void reduce(const Slice& slice);
   void unpack(const Slice& slice, const Array& all);
   void hold_sums();
@@ -224,7 +228,7 @@ class Exchange {
   size_t payload_words_ = 0;
 
   // On a device.
-  uint64_t agreed_on_ = 0;     // tensors_digest() when all ranks last agreed
+  uint64_t agreed_on_ = 0;     // shape_digest() when all ranks last agreed
   bool captured_ = false;      // a window is in some graph
   std::vector<char> brought_;  // by parameter: this rank has a gradient
   std::vector<uint64_t> brought_bits_;

@@ -25,12 +25,23 @@ void Exchange::check_tensors_of_device() const {
           "optimizer with GA_ROWS_LAZY would take for its own; GA_ROWS_DENSE is supported");
 }
 
+// A checksum of what decides how much is exchanged, which changes between windows alone.
+uint64_t Exchange::shape_digest() const {
+  uint64_t digest = context_.params_.size();
+  const auto add = [&](uint64_t x) { digest = (digest ^ x) * 0x100000001b3; };
+  for (const Param& p : context_.params_) add(p.frozen ? 0 : static_cast<uint64_t>(p.count) + 1);
+  const Table<BnInput>& layers = context_.batch_norms_.inputs();
+  for (size_t l = 0; l < layers.size(); ++l) add(static_cast<uint64_t>(layers[l].channels));
+  return digest;
+}
+
 bool Exchange::hold_all(bool discards) {
   comm_->check();
-  moved_ = false;
+  moved_ = begun_;
   Backend& backend = *context_.backend_;
   const bool due = options_.check_every > 0 && context_.windows_ % options_.check_every == 0;
-  const uint64_t digest = tensors_digest();
+  tensors_digest();  // throws where a device cannot have some
+  const uint64_t digest = shape_digest();
   if (backend.capturing()) {
     const auto refuse = [](const char* why) {
       fail(GA_ERROR_INVALID_STATE, "%s, which is not possible while the stream is being captured",
@@ -51,21 +62,14 @@ bool Exchange::hold_all(bool discards) {
   }
   if (due) check_state();
 
-  const size_t n = context_.prepared_;
-  touched_.assign(n, 0);
-  brought_.assign(n, 0);
-  for (size_t i = 0; i < n; ++i) {
-    Param& p = context_.params_[i];
-    touched_[i] = !p.frozen && p.owns;
-    if (touched_[i]) context_.make_dense(static_cast<ga_param>(i));
-    brought_[i] = touched_[i] && p.held() != Held::kNothing;
-  }
-  reserve_sums();
-  moved_ = true;
-  for (size_t i = 0; i < n; ++i) {
+  if (!begun_) begin_on_device();
+  begun_ = false;
+  for (size_t i = 0; i < touched_.size(); ++i) {
     if (!touched_[i]) continue;
     Param& p = context_.params_[i];
     const auto id = static_cast<ga_param>(i);
+    context_.make_dense(id);
+    brought_[i] = p.held() != Held::kNothing;
     p.hold(Held::kSummed);
     p.summed = summed_range(id).count > 0 ? summed(id).data : nullptr;
     p.stale = true;  // its partials are those of what this rank has brought
@@ -91,6 +95,35 @@ const uint64_t* Exchange::send_brought() {
   return static_cast<uint64_t*>(brought_there_.data());
 }
 
+// On a second stream, in the order that is the same on every rank; what is not ready yet, ga_step exchanges.
+void Exchange::release_on_device() {
+  if (!begun_) {
+    if (shape_digest() != agreed_on_) return;  // all ranks have to agree first, in ga_step
+    begin_on_device();
+    begun_ = true;
+  }
+  context_.backend_->aside([&] {
+    for (; released_ < slices_.list().size() && is_ready(slices_.list()[released_]); ++released_)
+      run(slices_.list()[released_]);
+  });
+}
+
+// Makes the slices of a window.
+void Exchange::begin_on_device() {
+  touched_.assign(context_.prepared_, 0);
+  brought_.assign(context_.prepared_, 0);
+  for (size_t i = 0; i < touched_.size(); ++i) {
+    const Param& p = context_.params_[i];
+    touched_[i] = !p.frozen && p.owns;
+  }
+  make_slices([&](ga_param id) {
+    const auto i = static_cast<size_t>(id);
+    return i < touched_.size() && touched_[i] != 0;
+  });
+  released_ = 0;
+  moved_ = true;
+}
+
 void Exchange::exchange_all(const WindowTotals& totals, Params measured) {
   Backend& backend = *context_.backend_;
   const auto ranks = static_cast<size_t>(comm_->ranks());
@@ -104,13 +137,17 @@ void Exchange::exchange_all(const WindowTotals& totals, Params measured) {
   double* const all = own + words;
 
   backend.sum_rank(totals, {settings_digest(), send_brought()}, own);
+  const auto run_rest = [&] {
+    for (; released_ < slices_.list().size(); ++released_) run(slices_.list()[released_]);
+  };
+  if (released_ > 0) {  // behind those that have gone before, with which they share buffers
+    backend.aside(run_rest);
+    backend.join_aside();
+  } else {
+    run_rest();
+  }
   comm_->all_gather_arrays("what each rank brings", own, all, words, words, GA_F64);
   backend.add_ranks(all, words, comm_->ranks());
-  make_slices([&](ga_param id) {
-    const auto i = static_cast<size_t>(id);
-    return i < touched_.size() && touched_[i] != 0;
-  });
-  for (const Slice& s : slices_.list()) run(s);
 
   norms_.clear();
   for (size_t m = 0; m < measured.size; ++m) {

@@ -211,8 +211,9 @@ Array Exchange::accumulator_of(ga_param id) const {
 // Whether this rank has a gradient, as far as the host knows: on a device, the kernels see to it where
 // micro-batches are checked.
 bool Exchange::brings(ga_param id) const {
-  return on_device() ? brought_[static_cast<size_t>(id)] != 0
-                     : context_.params_[id].held() != Held::kNothing;
+  const Held held = context_.params_[id].held();
+  if (on_device() && held == Held::kSummed) return brought_[static_cast<size_t>(id)] != 0;
+  return held != Held::kNothing;
 }
 const int64_t* Exchange::is_there(ga_param id) const {
   if (!on_device() || !context_.deferring()) return nullptr;
@@ -393,17 +394,22 @@ void Exchange::measure_own() {
 
 // Has the slices run whose parameters are ready, in their order, which is the same on every rank.
 void Exchange::release_ready() {
-  if (!background_ || has_failed()) return;
+  if (has_failed()) return;
+  if (on_device() && overlaps()) return release_on_device();
+  if (!background_) return;
   if (!begun_) begin_slices();
-  const auto is_ready = [&](const Slice& slice) {
-    for (size_t k = slice.first; k < slice.end; ++k)
-      if (!context_.params_[slices_.segments()[k].param].ready) return false;
-    return true;
-  };
   const size_t before = released_;
   const std::vector<Slice>& list = slices_.list();
   while (released_ < list.size() && is_ready(list[released_])) ++released_;
   if (released_ > before) background_->release(1 + released_);
+}
+
+bool Exchange::is_ready(const Slice& slice) const {
+  for (size_t k = slice.first; k < slice.end; ++k) {
+    const Param& p = context_.params_[slices_.segments()[k].param];
+    if (!p.ready || p.held() == Held::kRows) return false;
+  }
+  return true;
 }
 
 // Makes the slices of a window, of which nobody knows yet what other ranks bring: they are of all

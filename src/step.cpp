@@ -278,8 +278,11 @@ void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& option
          "ga_context_set_comm was called while a layer has statistics of the next window; "
          "ga_discard "
          "drops them");
-  if (comm && config_.device != GA_DEVICE_CPU && options.overlap)
-    fail(GA_ERROR_UNSUPPORTED, "a context on a device cannot have ga_comm_options.overlap yet");
+  if (comm && config_.device != GA_DEVICE_CPU && options.overlap && !comm->on_stream())
+    fail(GA_ERROR_UNSUPPORTED,
+         "ga_comm_options.overlap was 1, but by way of the host gradients of a device are "
+         "exchanged in "
+         "ga_step alone");
   const bool shards = options.shard == GA_SHARD_OPTIMIZER;
   if (prepared_ > 0 && (shards || this->shards()))
     fail(GA_ERROR_INVALID_STATE, "ga_context_set_comm was called %s; %s",

@@ -1293,7 +1293,7 @@ enum { GA_COMM_SUM = 0, GA_COMM_MAX = 1 };
    Functions return 0, or a number of their own for a failure, after which no other but abort and
    error_text is called. They keep their own time limit and run in the program's floating-point mode.
    Memory is the host's and stream is NULL, unless on_stream is 1: then memory is that of the context's
-   device, and the functions queue their work on stream, which is ga_config.stream, and return. */
+   device, and the functions queue their work on stream and return. */
 typedef struct ga_comm_table {
   size_t struct_size;
   void* user; /* passed to each function */
@@ -1452,23 +1452,24 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    replays are collective. Ranks then learn on the device that their settings differ
    (GA_STEP_SKIPPED_ERROR; the next call that waits for other ranks names the difference) or that one
    has called ga_discard, which counts as a skipped window; parameters and layers that are added,
-   frozen or changed otherwise have to be so on all ranks in the same window; and after a failure
-   only ga_context_destroy is legal.
+   frozen or removed have to be so on all ranks in the same window; and after a failure of what was
+   queued only ga_context_destroy is legal.
 
    GA_ERROR_UNSUPPORTED: GA_COMM_ADDER_TRANSPORT with LOCAL, or a table without the functions for it;
-   overlap with a layer in WINDOW mode; on a device, overlap and GA_ROWS_LAZY; a transport of devices
-   in a context on the CPU. GA_ERROR_INVALID_STATE: another context has comm, the window is not empty,
-   or it is too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not come. */
+   overlap with a layer in WINDOW mode; on a device, GA_ROWS_LAZY, and overlap with a transport of the
+   host's memory; a transport of devices in a context on the CPU. GA_ERROR_INVALID_STATE: another
+   context has comm, the window is not empty, or it is too late to shard. GA_ERROR_COMMUNICATION:
+   ranks differ, or did not come. */
 GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
                                      const ga_comm_options* options);
 
 /* Tells that nothing more comes to these parameters in this window; contributions to them are
    GA_ERROR_INVALID_STATE until it has ended. params: [count] ids; may be NULL if count is 0.
 
-   With ga_comm_options.overlap their gradients are exchanged by a thread of the library while the
-   program goes on: slice by slice, the newest parameters first, as soon as everything in a slice is
-   ready and the last micro-batch has begun (GA_MICRO_LAST, or the K-th). What has not been exchanged
-   by then, ga_step exchanges, with the same bits. Ranks need not call it alike. MPI must have been
+   With ga_comm_options.overlap their gradients are exchanged while the program goes on, by a thread
+   of the library, or on a device in a second stream: slice by slice, the newest parameters first, as
+   soon as everything in a slice is ready and the last micro-batch has begun (GA_MICRO_LAST, or the
+   K-th). What has not been exchanged by then, ga_step exchanges, with the same bits. Ranks need not call it alike. MPI must have been
    initialised with MPI_THREAD_MULTIPLE, else all is exchanged in ga_step. Without overlap, and under
    GA_NONFINITE_DROP_MICRO or GA_CLIP_WHEN_MICRO, ready parameters wait for ga_step.
 

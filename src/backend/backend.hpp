@@ -117,6 +117,10 @@ class Backend {
   // Runs work(stream), which queues work of a transport on the stream, with the device current. On a
   // device alone.
   virtual void with_stream(const std::function<void(void* stream)>& work) = 0;
+  // Runs work() with its kernels on a second stream, behind all that the stream has been given so far; then
+  // join_aside() has the stream wait for them. On a device alone.
+  virtual void aside(const std::function<void()>& work) = 0;
+  virtual void join_aside() = 0;
   // From now on a wait for the device calls watch(seconds since it began) again and again. What it throws
   // ends the wait, and every later call. Empty: none. On a device alone.
   virtual void set_watch(std::function<void(double seconds)> watch) = 0;

@@ -93,7 +93,10 @@ std::vector<Ended> run_on_devices(const Layout& l, const Options& s, const Share
     ASSERT_OK(ga_context_set_clip(ctx, &s.clip));
     ASSERT_OK(ga_context_set_comm(ctx, comm, &s.options));
     for (const auto& window : shares) {
-      contribute(ctx, l, window[static_cast<size_t>(r)]);
+      if (s.options.overlap)
+        contribute_ready(ctx, l, window[static_cast<size_t>(r)], r);
+      else
+        contribute(ctx, l, window[static_cast<size_t>(r)]);
       ASSERT_OK(ga_step(ctx, nullptr));
       e.results.push_back(result_of(ctx));
     }
@@ -144,14 +147,17 @@ TEST_P(CudaRanksWays, HaveTheBitsOfTheCpu) {
     const Block start = parameters(l, 3);
     const std::vector<Ended> cpu = run(l, s, shares, start);
     for (const bool deferred : {false, true})
-      for (const bool shards : {false, true}) {
-        SCOPED_TRACE(std::to_string(ranks) + (deferred ? " deferred" : "") +
-                     (shards ? " sharded" : ""));
-        use(deferred);
-        s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
-        expect_like_the_cpu(run_on_devices(l, s, shares, start), cpu);
-      }
+      for (const bool shards : {false, true})
+        for (const bool overlaps : {false, true}) {
+          SCOPED_TRACE(std::to_string(ranks) + (deferred ? " deferred" : "") +
+                       (shards ? " sharded" : "") + (overlaps ? " overlapped" : ""));
+          use(deferred);
+          s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+          s.options.overlap = overlaps;
+          expect_like_the_cpu(run_on_devices(l, s, shares, start), cpu);
+        }
     s.options.shard = GA_SHARD_NONE;
+    s.options.overlap = 0;
   }
 }
 
@@ -310,6 +316,55 @@ TEST_F(CudaRanks, AWindowInAGraph) {
   EXPECT_TRUE(same_bits(ended[0][0], ended[1][0]));
 }
 
+// Gradients that are ready are exchanged before ga_step is called, by calls and in a graph; one rank tells
+// that they are, the other does not.
+TEST_F(CudaRanks, ReadyGradientsTravelAtOnce) {
+  const Layout l = layout();
+  Block ended[3];
+  for (const int way : {0, 1, 2}) {  // without overlap, with it, in a graph
+    std::atomic<int> begun{0};
+    on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+      const Parameters p(parameters(l, 3));
+      const Block g = gradients(l, 5, static_cast<uint64_t>(r));
+      ga_config c = config();
+      c.accum_steps = 1;
+      Context ctx(on(c, stream));
+      add_all(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), l, p.data());
+      ga_comm_options o = comm_options();
+      o.overlap = way > 0;
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+      const auto window = [&] {
+        const auto list = pointers(l, g);
+        ASSERT_OK(ga_micro_begin(ctx, -1, r + 1, nullptr));
+        for (size_t i = list.size(); i-- > 0;) {
+          const auto id = static_cast<ga_param>(i);
+          ASSERT_OK(ga_accumulate_part(ctx, id, list[i]));
+          ASSERT_OK(ga_params_ready(ctx, &id, r == 0 ? 1 : 0));
+        }
+        ASSERT_OK(ga_micro_end(ctx));
+      };
+      window();
+      for (++begun; begun < 2;) std::this_thread::yield();
+      const int64_t calls = ga_fake_nccl_calls("ncclGroupEnd");
+      EXPECT_EQ(calls > 0, way > 0) << "of a rank whose gradients are ready";
+      for (++begun; begun < 4;) std::this_thread::yield();
+      ASSERT_OK(ga_step(ctx, nullptr));
+      Graph graph;
+      const auto all = [&] {
+        window();
+        ASSERT_OK(ga_step(ctx, nullptr));
+      };
+      if (way == 2) graph.capture(stream, all);
+      for (int w = 0; w < 2; ++w) way == 2 ? graph.replay(stream) : all();
+      EXPECT_EQ(result_of(ctx).steps, 3);
+      if (r == 0) ended[way] = p.get();
+    });
+    ga_fake_nccl_reset();
+  }
+  EXPECT_TRUE(same_bits(ended[0], ended[1]));
+  EXPECT_TRUE(same_bits(ended[0], ended[2]));
+}
+
 // What a graph cannot hold is refused before anything has changed.
 TEST_F(CudaRanks, WhatAGraphCannotHold) {
   on_devices(2, [&](int32_t, ga_comm* comm, const Stream& stream) {
@@ -342,10 +397,14 @@ TEST_F(CudaRanks, WhereOneDiscardsNoneSteps) {
     const Parameters p(50000);
     std::vector<float> g(50000, 1);
     Context ctx(on(config(), stream));
-    ctx.param(ctx.group(plain_sgd()), "p", p.data(), 50000);
-    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    const ga_param id = ctx.param(ctx.group(plain_sgd()), "p", p.data(), 50000);
+    ga_comm_options o = comm_options();
+    o.overlap = 1;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
     for (const int32_t who : {1, 2}) {
-      ctx.accumulate({g.data()});
+      const void* const list[] = {g.data()};
+      ASSERT_OK(ga_accumulate(ctx, list, 1, 1, MicroOptions(0, GA_MICRO_LAST)));
+      ASSERT_OK(ga_params_ready(ctx, &id, r == who ? 1 : 0));
       ASSERT_OK(r == who ? ga_discard(ctx) : ga_step(ctx, nullptr));
       EXPECT_EQ(result_of(ctx).outcome, GA_STEP_SKIPPED_DISCARD);
       EXPECT_EQ(result_of(ctx).skipped, who);
@@ -588,9 +647,6 @@ TEST_F(CudaRanks, WhatIsNotSupported) {
     o.rows = GA_ROWS_LAZY;
     ctx.param(ctx.group(plain_sgd()), "p", p.data(), ref::Shape{4, 3}, &o);
     expect_failure(ga_context_set_comm(ctx, comm, nullptr), "GA_ROWS_LAZY", GA_ERROR_UNSUPPORTED);
-    ga_comm_options overlapped = comm_options();
-    overlapped.overlap = 1;
-    expect_failure(ga_context_set_comm(ctx, comm, &overlapped), "overlap", GA_ERROR_UNSUPPORTED);
   });
 }
 

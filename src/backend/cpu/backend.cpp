@@ -114,6 +114,8 @@ class CpuBackend final : public Backend {
   void sum_pieces(double*) override { fail_device(); }
   void add_pieces(const double*, int32_t) override { fail_device(); }
   void set_watch(std::function<void(double)>) override { fail_device(); }
+  void aside(const std::function<void()>&) override { fail_device(); }
+  void join_aside() override { fail_device(); }
   void with_stream(const std::function<void(void*)>&) override { fail_device(); }
 
   void decide(const WindowTotals& totals, const StepSums& sums,

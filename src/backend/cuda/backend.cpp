@@ -169,6 +169,14 @@ class CudaBackend final : public Backend {
     runtime_.set_watch(std::move(watch));
   }
 
+  void aside(const std::function<void()>& work) override {
+    runtime_.call([&] { runtime_.aside(work); });
+  }
+
+  void join_aside() override {
+    runtime_.call([&] { runtime_.join_aside(); });
+  }
+
   void with_stream(const std::function<void(void* stream)>& work) override {
     traced("gradaccum exchange", [&] { work(queue().stream); });
   }

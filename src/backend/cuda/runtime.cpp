@@ -195,6 +195,9 @@ Runtime::~Runtime() {
     std::free(mirror.host);
     free_device(mirror.at);
   }
+  for (const cudaEvent_t event : {given_so_far_, done_})
+    if (event && cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();
+  if (second_ && cudaStreamDestroy(second_) != cudaSuccess) cudaGetLastError();
   for (void* data : kept_) free_device(data);
   free_device(queue_.counters);
   for (void* data : pinned_)
@@ -278,6 +281,33 @@ void Runtime::settle() noexcept {
   } catch (const Error& e) {
     fault_.emplace(e);
   }
+}
+
+// ---- A second stream ----------------------------------------------------------------------------
+
+void Runtime::aside(const std::function<void()>& work) {
+  if (!second_) {
+    require_no_capture("this call makes a stream (run one window before the capture)");
+    check(cudaStreamCreateWithFlags(&second_, cudaStreamNonBlocking), "a second stream");
+  }
+  for (cudaEvent_t* event : {&given_so_far_, &done_})
+    if (!*event) check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "an event");
+  const Queue& queue = this->queue();
+  check(cudaEventRecord(given_so_far_, queue.stream), "an event");
+  check(cudaStreamWaitEvent(second_, given_so_far_, 0), "a wait of a stream");
+  std::swap(queue_.stream, second_);
+  try {
+    work();
+  } catch (...) {
+    std::swap(queue_.stream, second_);
+    throw;
+  }
+  std::swap(queue_.stream, second_);
+}
+
+void Runtime::join_aside() {
+  check(cudaEventRecord(done_, second_), "an event");
+  check(cudaStreamWaitEvent(queue_.stream, done_, 0), "a wait of a stream");
 }
 
 // ---- Memory -------------------------------------------------------------------------------------

@@ -117,6 +117,8 @@ class Runtime {
   // Throws GA_ERROR_INVALID_STATE while the stream is captured. what: "this call waits"
   void require_no_capture(const char* what) const;
   void wait();
+  void aside(const std::function<void()>& work);  // see Backend
+  void join_aside();
   void set_watch(std::function<void(double seconds)> watch) { watch_ = std::move(watch); }
 
   void* allocate(size_t bytes);  // zeros; throws std::bad_alloc
@@ -156,6 +158,9 @@ class Runtime {
   int32_t ordinal_;
   const DriverContext context_;
   Queue queue_ = {};
+  // Of aside(), made by its first call. Both events are recorded anew each time.
+  cudaStream_t second_ = nullptr;
+  cudaEvent_t given_so_far_ = nullptr, done_ = nullptr;
   bool reads_pageable_ = false;
   unsigned long long capture_ = 0;
   bool captured_ = false;     // graphs may use what was allocated
