@@ -463,6 +463,11 @@ void Exchange::agree() {
   if (overlaps()) context_.backend_->aside([] {});  // makes the second stream
 }
 
+// Whether this window compares parameters and state.
+bool Exchange::is_check_due() const {
+  return options_.check_every > 0 && context_.windows_ % options_.check_every == 0;
+}
+
 // Throws, on every rank, the first difference of parameters and state.
 void Exchange::check_state() {
   const Items own = Checkpoint::state_items(context_);
@@ -529,7 +534,7 @@ bool Exchange::begin_step(WindowTotals& totals) {
     const RowSet* const set = context_.params_.tensor(i).set;
     payload.push_back(rows && set ? static_cast<uint64_t>(set->size) : held ? kDense : 0);
   }
-  const bool due = options_.check_every > 0 && context_.windows_ % options_.check_every == 0;
+  const bool due = is_check_due();
   Items state;
   if (due) {
     state = Checkpoint::state_items(context_);

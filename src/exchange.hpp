@@ -202,6 +202,7 @@ class Exchange {
   void check_state();
   const uint64_t* send_brought();
   uint64_t shape_digest() const;
+  bool is_check_due() const;
   bool is_ready(const Slice& slice) const;
   void release_on_device();
   void begin_on_device();

@@ -39,7 +39,7 @@ bool Exchange::hold_all(bool discards) {
   comm_->check();
   moved_ = begun_;
   Backend& backend = *context_.backend_;
-  const bool due = options_.check_every > 0 && context_.windows_ % options_.check_every == 0;
+  const bool due = is_check_due();
   tensors_digest();  // throws where a device cannot have some
   const uint64_t digest = shape_digest();
   if (backend.capturing()) {
@@ -98,7 +98,7 @@ const uint64_t* Exchange::send_brought() {
 // On a second stream, in the order that is the same on every rank; what is not ready yet, ga_step exchanges.
 void Exchange::release_on_device() {
   if (!begun_) {
-    if (shape_digest() != agreed_on_) return;  // all ranks have to agree first, in ga_step
+    if (is_check_due() || shape_digest() != agreed_on_) return;  // ga_step asks all ranks first
     begin_on_device();
     begun_ = true;
   }

@@ -1469,9 +1469,10 @@ GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
    With ga_comm_options.overlap their gradients are exchanged while the program goes on, by a thread
    of the library, or on a device in a second stream: slice by slice, the newest parameters first, as
    soon as everything in a slice is ready and the last micro-batch has begun (GA_MICRO_LAST, or the
-   K-th). What has not been exchanged by then, ga_step exchanges, with the same bits. Ranks need not call it alike. MPI must have been
-   initialised with MPI_THREAD_MULTIPLE, else all is exchanged in ga_step. Without overlap, and under
-   GA_NONFINITE_DROP_MICRO or GA_CLIP_WHEN_MICRO, ready parameters wait for ga_step.
+   K-th). What has not been exchanged by then, ga_step exchanges, with the same bits. Ranks need not
+   call it alike. MPI must have been initialised with MPI_THREAD_MULTIPLE, else all is exchanged in
+   ga_step. Without overlap, and under GA_NONFINITE_DROP_MICRO or GA_CLIP_WHEN_MICRO, ready parameters
+   wait for ga_step.
 
    GA_ERROR_INVALID_STATE: the window is invalid, or the accumulator of one is acquired. */
 GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count);
