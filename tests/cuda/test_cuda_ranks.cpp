@@ -180,6 +180,7 @@ INSTANTIATE_TEST_SUITE_P(
               s.config.nonfinite = GA_NONFINITE_DROP_MICRO;
             }},
         Way{"missing_zero", [](Options& s) { s.config.missing = GA_MISSING_ZERO; }},
+        Way{"compared", [](Options& s) { s.options.check_every = 2; }},
         Way{"bf16_on_the_wire", [](Options& s) { s.options.wire = GA_COMM_WIRE_BF16; }},
         Way{"by_units", [](Options& s) { s.clip = clip(GA_CLIP_AGC, 0); }},
         Way{"adafactor", [](Options& s) { s.optimizer = optimizer(GA_OPTIMIZER_ADAFACTOR); }}),
