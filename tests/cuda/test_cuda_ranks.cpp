@@ -279,7 +279,8 @@ TEST_F(CudaRanks, TheHostWaitsForNothing) {
   }
 }
 
-// Windows of 2 micro-batches, the second and third of which are replays of a graph, and then one by calls.
+// Windows of 2 micro-batches, by calls and by replays of a graph, in which one tensor has a gradient on some
+// ranks and another one on none.
 TEST_F(CudaRanks, AWindowInAGraph) {
   const Layout l = layout();
   std::vector<std::vector<Block>> ended(2, std::vector<Block>(3));
@@ -297,7 +298,7 @@ TEST_F(CudaRanks, AWindowInAGraph) {
       const auto window = [&](bool missing) {
         for (const Block& one : g) {
           auto list = pointers(l, one);
-          if (missing) list[static_cast<size_t>(r)] = nullptr;
+          if (missing) list[static_cast<size_t>(r)] = list[4] = nullptr;
           ASSERT_OK(ga_accumulate(ctx, list.data(), list.size(), r + 1, nullptr));
         }
         ASSERT_OK(ga_step(ctx, nullptr));
@@ -305,10 +306,13 @@ TEST_F(CudaRanks, AWindowInAGraph) {
       window(false);
       Graph graph;
       if (captured) graph.capture(stream, [&] { window(true); });
-      for (int w = 0; w < 2; ++w) captured ? graph.replay(stream) : window(true);
+      for (int w = 0; w < 2; ++w) {
+        window(false);
+        captured ? graph.replay(stream) : window(true);
+      }
       window(false);
       const ga_step_result result = result_of(ctx);
-      EXPECT_EQ(result.steps, 4);
+      EXPECT_EQ(result.steps, 6);
       EXPECT_EQ(result.micro_batches, 6);
       ended[captured][static_cast<size_t>(r)] = p.get();
     });
@@ -490,6 +494,60 @@ TEST_F(CudaRanks, AParameterThatIsFrozenOnAllRanks) {
     EXPECT_EQ(p[0], -2);
     EXPECT_EQ(q[0], -3);
   });
+}
+
+// The ranks freeze different parameters in the same window.
+TEST_F(CudaRanks, WhatRanksFreezeIsCompared) {
+  on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+    const Parameters p(3), q(70000);
+    std::vector<float> g(70000, 1);
+    Context ctx(on(config(), stream));
+    const ga_group group = ctx.group(plain_sgd());
+    const ga_param ids[] = {ctx.param(group, "p", p.data(), 3),
+                            ctx.param(group, "q", q.data(), 70000)};
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    ASSERT_OK(ga_param_set_frozen(ctx, ids[r], 1));
+    ctx.accumulate({g.data(), g.data()});
+    expect_failure(ga_step(ctx, nullptr),
+                   "of \"parameter.p\", frozen is 0 on rank 1, but 1 on rank 0");
+    ASSERT_OK(ga_discard(ctx));
+    ASSERT_OK(ga_param_set_frozen(ctx, ids[r], 0));
+    ctx.accumulate({g.data(), g.data()});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    EXPECT_EQ(result_of(ctx).steps, 1);
+    EXPECT_EQ(p[0], -1);
+    EXPECT_EQ(q[0], -1);
+  });
+}
+
+// What a rank had in its accumulators from an earlier window does not come back where it drops all it has.
+TEST_F(CudaRanks, ADroppedMicroBatchLeavesNothing) {
+  for (const int32_t accumulation : {GA_ACCUMULATE_PLAIN, GA_ACCUMULATE_RUNNING_MEAN})
+    on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+      constexpr int64_t kCounts[] = {300001, 3};  // one that travels as it lies, if it is a sum
+      const Parameters p(static_cast<size_t>(kCounts[0])), q(static_cast<size_t>(kCounts[1]));
+      std::vector<float> g(static_cast<size_t>(kCounts[0]), 1);
+      ga_config c = config();
+      c.nonfinite = GA_NONFINITE_DROP_MICRO;
+      c.accumulation = accumulation;
+      Context ctx(on(c, stream));
+      const ga_group group = ctx.group(plain_sgd());
+      ctx.param(group, "p", p.data(), kCounts[0]);
+      ctx.param(group, "q", q.data(), kCounts[1]);
+      ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+      for (const float weight : {1.0f, 2.0f}) {
+        const float bad = weight == 2 && r == 1 ? NAN : 1;
+        g[0] = bad;
+        const void* const list[] = {g.data(), g.data()};
+        ASSERT_OK(ga_accumulate(ctx, list, 2, weight, nullptr));
+        ASSERT_OK(ga_step(ctx, nullptr));
+        const ga_step_result result = result_of(ctx);
+        EXPECT_EQ(result.outcome, GA_STEP_APPLIED);
+        EXPECT_EQ(result.weight, 2);  // of two ranks, then of one
+      }
+      EXPECT_EQ(p.get(), Block(static_cast<size_t>(kCounts[0]), -2));
+      EXPECT_EQ(q.get(), Block(static_cast<size_t>(kCounts[1]), -2));
+    });
 }
 
 TEST_F(CudaRanks, AFileLoadsOnOtherDevices) {
