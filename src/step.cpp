@@ -215,6 +215,7 @@ void Context::discard() {
 // Other ranks may be in ga_step, and learn of it on their devices alone: so this rank makes the same
 // exchanges.
 void Context::discard_over_devices() {
+  check_device();
   if (exchange_->has_failed()) return;
   prepare();
   WindowTotals totals = window_totals();
