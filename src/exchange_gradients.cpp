@@ -208,15 +208,15 @@ Array Exchange::accumulator_of(ga_param id) const {
   return {p.accumulator, p.accumulator_dtype};
 }
 
-// Whether this rank has a gradient, as far as the host knows: on a device, the kernels see to it where
-// micro-batches are checked.
+// Whether this rank has a gradient. Where micro-batches are checked, the host of a device does not know: if
+// all are dropped, the kernels leave zeros, which is right for sums; of a maximum, is_there() tells kernels.
 bool Exchange::brings(ga_param id) const {
   const Held held = context_.params_[id].held();
   if (on_device() && held == Held::kSummed) return brought_[static_cast<size_t>(id)] != 0;
   return held != Held::kNothing;
 }
 const int64_t* Exchange::is_there(ga_param id) const {
-  if (!on_device() || !context_.deferring()) return nullptr;
+  if (!on_device() || !context_.deferring() || !context_.params_[id].maximum) return nullptr;
   return &context_.tables_.param_states.at(static_cast<size_t>(id))->contributed;
 }
 
@@ -264,10 +264,12 @@ void Exchange::pack(const Slice& slice, const Array& to) {
         source.format = kPair;
       }
       const auto i = static_cast<size_t>(s.param);
-      if (task.there)
-        task.gradient.numbers = &context_.tables_.plans.at(i)->gradient;  // see sum_rank()
-      else if (running && !p.maximum)
-        source.scale = context_.deferring() ? context_.param_state(i).held_weight : p.held_weight;
+      if (running && !p.maximum) {
+        if (on_device() && context_.deferring())
+          task.gradient.numbers = &context_.tables_.plans.at(i)->gradient;  // see sum_rank()
+        else
+          source.scale = context_.deferring() ? context_.param_state(i).held_weight : p.held_weight;
+      }
     }
     moves_.push_back(task);
   }

@@ -550,6 +550,34 @@ TEST_F(CudaRanks, ADroppedMicroBatchLeavesNothing) {
     });
 }
 
+// Nor zeros, which would be the largest number.
+TEST_F(CudaRanks, ADroppedMicroBatchHasNoMaximum) {
+  on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+    constexpr int64_t kCounts[] = {300001, 3};
+    const Parameters p(static_cast<size_t>(kCounts[0])), q(static_cast<size_t>(kCounts[1])), w(1);
+    std::vector<float> g(static_cast<size_t>(kCounts[0]), static_cast<float>(-2 + r));
+    ga_config c = config();
+    c.nonfinite = GA_NONFINITE_DROP_MICRO;
+    Context ctx(on(c, stream));
+    ga_param_options o = options();
+    o.reduce = GA_REDUCE_MAX;
+    const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL));
+    const ga_param ids[] = {ctx.param(group, "p", p.data(), ref::Shape{kCounts[0]}, &o),
+                            ctx.param(group, "q", q.data(), ref::Shape{kCounts[1]}, &o)};
+    ctx.param(ctx.group(plain_sgd()), "w", w.data(), 1);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    const float good = 1, bad = r == 1 ? NAN : 1;
+    for (const bool drops : {false, true}) {
+      ctx.accumulate({g.data(), g.data(), drops ? &bad : &good});
+      ASSERT_OK(ga_step(ctx, nullptr));
+      EXPECT_EQ(result_of(ctx).weight, drops ? 1 : 2);
+      for (size_t i = 0; i < 2; ++i)
+        EXPECT_EQ(external_gradient(ctx, ids[i], kCounts[i]),
+                  std::vector<double>(static_cast<size_t>(kCounts[i]), drops ? -2 : -1));
+    }
+  });
+}
+
 TEST_F(CudaRanks, AFileLoadsOnOtherDevices) {
   const Layout l = layout();
   std::vector<char> file;
