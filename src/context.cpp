@@ -359,6 +359,9 @@ void Context::check_options(const NewParam& e, int32_t dtype) const {
           : o.accumulator_dtype == GA_F64)
     refuse(f64 ? "accumulator_dtype was not f64, but its dtype is f64"
                : "accumulator_dtype was f64, which is for f64 parameters");
+  if (o.rows == GA_ROWS_LAZY && exchange_ && exchange_->on_device())
+    refuse(
+        "rows was GA_ROWS_LAZY, which a context on a device that has a communicator does not take");
   if (f64 && g.optimizer.state_dtype != 0)
     refuse("its dtype is f64, but its group has a state_dtype");
   if (f64 && ema_ && ema_->dtype == GA_BF16)

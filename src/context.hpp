@@ -199,6 +199,7 @@ class Context : BnContext {
   void settings_changed(bool tensors) final;
   Exchange* exchange() final { return exchange_.get(); }
   void tell_settings();
+  void tell_checksum();
   void tell_groups();
   void tell_scaler();
   void tell_scales(size_t param);

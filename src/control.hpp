@@ -71,6 +71,7 @@ struct Settings {
   uint64_t seed;
   ga_loss_scaler scaler;
   ga_ema ema;
+  uint64_t checksum;  // over ranks on a device: of all options that change numbers
 };
 
 struct GroupInput {
@@ -91,9 +92,8 @@ struct ParamInput {
   const Partial* partials;
   RowSet* rows;  // NULL: no row set
   int64_t count;
-  int64_t
-      measured;  // elements of the gradient that the partials are of: the first ones, or over ranks on a
-                 // device those of this rank's piece
+  // Elements of the gradient that the partials are of: all, or over ranks on a device this rank's piece.
+  int64_t measured_count;
   int64_t extent;  // shape[0]
   double weight;   // multiplies the accumulator, as the mean does
   double lr_scale, weight_decay_scale;
@@ -258,16 +258,12 @@ struct WindowTotals {
 // normalisation its Moments; all of it doubles, or as long as one.
 struct RankRecord {
   WindowSums sums;
-  uint64_t settings;  // a checksum, to be equal on all ranks
+  uint64_t settings;  // Settings::checksum, to be equal on all ranks
 };
 GA_HD int64_t record_words(int64_t params, int64_t channels) {
   return static_cast<int64_t>(sizeof(RankRecord) / sizeof(double)) + 2 * params + 3 * channels;
 }
 constexpr int64_t kPieceWords = 3;  // what sum_pieces() writes of a parameter
-struct RankInput {
-  uint64_t settings;
-  const uint64_t* brought;  // one bit for each parameter; read where micro-batches are not checked
-};
 
 // The tables and states of a context, at the addresses where the code of decide.hpp runs.
 struct ScalarTables {

@@ -72,8 +72,14 @@ void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   if (!shards()) return arrays_.copy(p, from, {out, dtype}, p.count);
   const int64_t size = dtype_info(from.format).size;
   auto* to = static_cast<char*>(out);
+  Buffer there;  // of a piece, on a device
   each_piece(id, from, p.count, [&](const void* piece, size_t bytes) {
     const int64_t count = static_cast<int64_t>(bytes) / size;
+    if (config_.device != GA_DEVICE_CPU) {
+      if (there.bytes() < bytes) there = Buffer(*backend_, bytes);
+      backend_->write(there.data(), piece, bytes);
+      piece = there.data();
+    }
     arrays_.copy(p, {const_cast<void*>(piece), from.format}, {to, dtype}, count);
     to += count * info.size;
   });

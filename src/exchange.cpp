@@ -59,8 +59,6 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
     });
   }
   comm_->take(on_device() ? context.backend_.get() : nullptr);
-  if (comm_->on_stream())
-    context.backend_->set_watch([comm = comm_.get()](double seconds) { comm->watch(seconds); });
   context.params_.sharded = shards();
   context.params_.whole_layers = on_device();
 }
@@ -74,15 +72,25 @@ Exchange::~Exchange() {
       context_.backend_->wait();  // while somebody watches
     } catch (const Error&) {      // the context has it
     }
-    context_.backend_->set_watch({});
+    watch(false);
   }
   comm_->give_back();
 }
 
+void Exchange::watch(bool on) {
+  if (on && comm_->on_stream()) {
+    context_.backend_->set_watch([comm = comm_.get()](double seconds) { comm->watch(seconds); });
+    watching_ = true;
+  } else if (watching_) {
+    context_.backend_->set_watch({});
+    watching_ = false;
+  }
+}
+
 int64_t Exchange::bytes() const {
   size_t bytes =
-      send_.bytes() + received_.bytes() + added_.bytes() + brought_there_.bytes() +
-      records_.bytes() + pieces_.bytes() + partials_there_.bytes() + pairs_there_.bytes() +
+      send_.bytes() + received_.bytes() + added_.bytes() + device_bits_.bytes() + records_.bytes() +
+      pieces_.bytes() + device_partials_.bytes() + device_pairs_.bytes() +
       (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t) +
       layer_numbers_.capacity() * sizeof(double);
   for (const Buffer& wide : wide_) bytes += wide.bytes();
@@ -98,7 +106,9 @@ Exchange::Header Exchange::header(Call call, const char* function) {
   h.name = call == kDiscard ? hash_of("ga_step") : hash_of(function);
   h.params = static_cast<int64_t>(context_.params_.size());
   h.open = !context_.window_.empty() || context_.batch_norms_.has_statistics();
-  if (call != kDiscard) h.settings = settings_digest();
+  if (call == kDiscard) return h;
+  check_tensors();
+  h.settings = settings_digest();
   return h;
 }
 
@@ -307,13 +317,18 @@ Exchange::Items Exchange::settings_items() const {
   return items;
 }
 
+// Throws if there is a parameter or a layer that this exchange cannot have.
+void Exchange::check_tensors() const {
+  const char* const layer = overlaps() ? context_.batch_norms_.name_of_windowed() : nullptr;
+  if (layer)
+    Subject{"layer", layer}.fail(GA_ERROR_UNSUPPORTED,
+                                 "in WINDOW mode it exchanges statistics within a window, which "
+                                 "ga_comm_options.overlap does not allow");
+  if (on_device()) check_tensors_of_device();
+}
+
 uint64_t Exchange::tensors_digest() {
   if (!tensors_known_) {
-    if (const char* const layer = overlaps() ? context_.batch_norms_.name_of_windowed() : nullptr)
-      Subject{"layer", layer}.fail(GA_ERROR_UNSUPPORTED,
-                                   "in WINDOW mode it exchanges statistics within a window, which "
-                                   "ga_comm_options.overlap does not allow");
-    if (on_device()) check_tensors_of_device();
     divide();
     tensors_ = hash_of(text_of(tensor_items()));
     tensors_known_ = true;

@@ -43,6 +43,8 @@ class Exchange {
   int32_t rank() const { return comm_->rank(); }
   int32_t ranks() const { return comm_->ranks(); }
   int64_t bytes() const;  // of its buffers
+  // Whether waits for a device look after what is exchanged. Of a context's exchanges one at a time may.
+  void watch(bool on);
   // Whether a transport may write to the context's arrays even after they are freed.
   bool may_write_late() const { return comm_->may_write_late(); }
   bool has_failed() const { return comm_->has_failed(); }
@@ -54,6 +56,9 @@ class Exchange {
     settings_known_ = false;
     tensors_known_ = tensors_known_ && !tensors;
   }
+
+  // A checksum of all that changes numbers.
+  uint64_t settings_digest();
 
   // The end of a window. begin_step() replaces the totals of this rank by those of all, and returns false
   // if another rank discards the window. add_gradients() follows if the weight is positive, then
@@ -149,8 +154,8 @@ class Exchange {
   const uint64_t* payload_of(int32_t rank) const;
   void check_calls(const char* function);
   void check_settings();
+  void check_tensors() const;
   void check_tensors_of_device() const;
-  uint64_t settings_digest();
   uint64_t tensors_digest();
   Items context_items() const;
   Items tensor_items() const;
@@ -187,7 +192,7 @@ class Exchange {
   }
   void run_moves();
   bool brings(ga_param id) const;
-  const int64_t* is_there(ga_param id) const;
+  const int64_t* contributed_to(ga_param id) const;
   void clear(const Slice& slice);
   void pack(const Slice& slice, const Array& to);
   void add_blocks(const Slice& slice);
@@ -229,13 +234,14 @@ class Exchange {
   size_t payload_words_ = 0;
 
   // On a device.
+  bool watching_ = false;
   uint64_t agreed_on_ = 0;     // shape_digest() when all ranks last agreed
   bool captured_ = false;      // a window is in some graph
   std::vector<char> brought_;  // by parameter: this rank has a gradient
   std::vector<uint64_t> brought_bits_;
-  Buffer brought_there_;                 // the same bits
-  Buffer records_, pieces_;              // this rank's, then those of all ranks
-  Buffer partials_there_, pairs_there_;  // of one slice
+  Buffer device_bits_;                     // the same bits
+  Buffer records_, pieces_;                // this rank's, then those of all ranks
+  Buffer device_partials_, device_pairs_;  // of one slice
 
   std::vector<double> layer_numbers_;  // this rank's numbers, then those of all ranks
   size_t own_numbers_ = 0;             // how many of them are this rank's

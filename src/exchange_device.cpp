@@ -40,7 +40,8 @@ bool Exchange::hold_all(bool discards) {
   moved_ = begun_;
   Backend& backend = *context_.backend_;
   const bool due = is_check_due();
-  tensors_digest();  // throws where a device cannot have some
+  if (!discards) check_tensors();
+  context_.tell_checksum();
   const uint64_t digest = shape_digest();
   if (backend.capturing()) {
     const auto refuse = [](const char* why) {
@@ -86,13 +87,13 @@ const uint64_t* Exchange::send_brought() {
     bits[i / 64] |= static_cast<uint64_t>(brought_[i] != 0) << (i % 64);
   const size_t bytes = bits.size() * sizeof(uint64_t);
   captured_ = captured_ || backend.capturing();
-  if (brought_there_.bytes() < bytes)
-    brought_there_ = Buffer(backend, bytes);
+  if (device_bits_.bytes() < bytes)
+    device_bits_ = Buffer(backend, bytes);
   else if (bits == brought_bits_ && !captured_)
-    return static_cast<uint64_t*>(brought_there_.data());
+    return static_cast<uint64_t*>(device_bits_.data());
   brought_bits_ = bits;
-  backend.write(brought_there_.data(), bits.data(), bytes);
-  return static_cast<uint64_t*>(brought_there_.data());
+  backend.write(device_bits_.data(), bits.data(), bytes);
+  return static_cast<uint64_t*>(device_bits_.data());
 }
 
 // On a second stream, in the order that is the same on every rank; what is not ready yet, ga_step exchanges.
@@ -136,7 +137,7 @@ void Exchange::exchange_all(const WindowTotals& totals, Params measured) {
   auto* const own = static_cast<double*>(records_.data());
   double* const all = own + words;
 
-  backend.sum_rank(totals, {settings_digest(), send_brought()}, own);
+  backend.sum_rank(totals, send_brought(), own);
   const auto run_rest = [&] {
     for (; released_ < slices_.list().size(); ++released_) run(slices_.list()[released_]);
   };

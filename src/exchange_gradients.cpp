@@ -72,8 +72,8 @@ void Exchange::reserve() {
   grow(send_, send);
   grow(added_, added);
   if (on_device()) {
-    grow(partials_there_, chunks * sizeof(Partial));
-    grow(pairs_there_, tasks * sizeof(Pair));
+    grow(device_partials_, chunks * sizeof(Partial));
+    grow(device_pairs_, tasks * sizeof(Pair));
   } else {
     partials_.resize(std::max(partials_.size(), chunks));
   }
@@ -209,13 +209,13 @@ Array Exchange::accumulator_of(ga_param id) const {
 }
 
 // Whether this rank has a gradient. Where micro-batches are checked, the host of a device does not know: if
-// all are dropped, the kernels leave zeros, which is right for sums; of a maximum, is_there() tells kernels.
+// all are dropped, the kernels leave zeros, which is right for sums; of a maximum, contributed_to() tells kernels.
 bool Exchange::brings(ga_param id) const {
   const Held held = context_.params_[id].held();
   if (on_device() && held == Held::kSummed) return brought_[static_cast<size_t>(id)] != 0;
   return held != Held::kNothing;
 }
-const int64_t* Exchange::is_there(ga_param id) const {
+const int64_t* Exchange::contributed_to(ga_param id) const {
   if (!on_device() || !context_.deferring() || !context_.params_[id].maximum) return nullptr;
   return &context_.tables_.param_states.at(static_cast<size_t>(id))->contributed;
 }
@@ -224,15 +224,15 @@ const int64_t* Exchange::is_there(ga_param id) const {
 void Exchange::clear(const Slice& slice) {
   const Segment& s = slices_.segments()[slice.first];
   const Param& p = context_.params_[s.param];
-  const int64_t* const there = is_there(s.param);
+  const int64_t* const contributed = contributed_to(s.param);
   const bool brought = brings(s.param);
-  if (brought && !there) return;
+  if (brought && !contributed) return;
   moves_.clear();
   for (int64_t q = 0; q < (slice.stride > 0 ? comm_->ranks() : 1); ++q) {
     const Array at = offset(accumulator_of(s.param), q * slice.stride + s.first);
     moves_.push_back(move(brought ? at : Array{nullptr, p.real()}, at, s.count));
     moves_.back().constant = of_none(p);
-    moves_.back().there = there;
+    moves_.back().contributed = contributed;
   }
   run_moves();
 }
@@ -250,7 +250,7 @@ void Exchange::pack(const Slice& slice, const Array& to) {
     task.target = offset(to, s.at);
     task.count = s.count;
     task.constant = of_none(p);
-    task.there = is_there(s.param);
+    task.contributed = contributed_to(s.param);
     if (brings(s.param)) {
       Source& source = task.gradient.source;
       source = {offset({p.accumulator, p.accumulator_dtype}, s.first).data, p.accumulator_dtype, 1,
@@ -259,7 +259,7 @@ void Exchange::pack(const Slice& slice, const Array& to) {
         const Tensor& t = context_.params_.tensor(s.param);
         pairs_.push_back({const_cast<void*>(source.data),
                           offset({t.low, p.accumulator_dtype}, s.first).data, p.accumulator_dtype});
-        source.data = on_device() ? static_cast<Pair*>(pairs_there_.data()) + pairs_.size() - 1
+        source.data = on_device() ? static_cast<Pair*>(device_pairs_.data()) + pairs_.size() - 1
                                   : &pairs_.back();
         source.format = kPair;
       }
@@ -274,7 +274,7 @@ void Exchange::pack(const Slice& slice, const Array& to) {
     moves_.push_back(task);
   }
   if (on_device() && !pairs_.empty())
-    context_.backend_->write(pairs_there_.data(), pairs_.data(), pairs_.size() * sizeof(Pair));
+    context_.backend_->write(device_pairs_.data(), pairs_.data(), pairs_.size() * sizeof(Pair));
   run_moves();
 }
 
@@ -312,7 +312,7 @@ void Exchange::add_blocks(const Slice& slice) {
   if (tasks_.empty()) return;
   size_t chunks = 0;
   Partial* const partials =
-      on_device() ? static_cast<Partial*>(partials_there_.data()) : partials_.data();
+      on_device() ? static_cast<Partial*>(device_partials_.data()) : partials_.data();
   for (AccumulateTask& task : tasks_) {
     task.partials = partials + chunks;
     chunks += static_cast<size_t>(chunk_count(task.count));
@@ -418,6 +418,7 @@ bool Exchange::is_ready(const Slice& slice) const {
 // parameters but those of which a gradient may be rows.
 void Exchange::begin_slices() {
   context_.prepare();
+  check_tensors();
   begun_with_ = tensors_digest();
   touched_.assign(context_.params_.size(), 0);
   for (size_t i = 0; i < touched_.size(); ++i)

@@ -218,6 +218,7 @@ void Context::discard_over_devices() {
   check_device();
   if (exchange_->has_failed()) return;
   prepare();
+  if (lists_due_) make_lists();
   WindowTotals totals = window_totals();
   totals.discards = totals.last = true;
   or_end([&] { exchange_->check_queued(); });
@@ -229,6 +230,10 @@ void Context::discard_over_devices() {
     flush();
     or_lose_window([&] { exchange_->exchange_all(totals, {}); });
     backend_->decide(totals, {}, {});
+    // Ranks in ga_step exchange what they update, of this window nothing, unless they have waited to learn it.
+    if (config_.nonfinite == GA_NONFINITE_FAIL) return;
+    update();
+    if (shards()) gather_updates();
   });
   ++windows_;
 }
@@ -299,11 +304,16 @@ void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& option
   };
   undivide(false);
   std::unique_ptr<Exchange> next;
+  if (exchange_ && exchange_->on_device()) backend_->wait();
+  if (exchange_) exchange_->watch(false);
   if (comm) {
     try {
       next = std::make_unique<Exchange>(*this, std::move(comm), options);
+      next->watch(true);
       next->agree();
     } catch (...) {
+      next.reset();
+      if (exchange_) exchange_->watch(true);
       undivide(this->shards());
       throw;
     }

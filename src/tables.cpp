@@ -36,7 +36,14 @@ void Context::tell_settings() {
   s.seed = config_.seed;
   s.scaler = scaler_;
   if (ema_) s.ema = *ema_;
+  tell_checksum();
   tables_.settings.flush(*backend_);
+}
+
+// Of the settings, to be compared over ranks by a device, replays of a graph included.
+void Context::tell_checksum() {
+  if (exchange_ && exchange_->on_device())
+    tables_.settings.set(0, &Settings::checksum, exchange_->settings_digest());
 }
 
 void Context::tell_groups() {
@@ -46,7 +53,9 @@ void Context::tell_groups() {
     tables_.group_inputs.edit(k) = {
         g.optimizer, {g.schedule, g.rates.at()}, params_.clip_of(g), g.own_clip};
   }
-  tables_.group_inputs.flush(*backend_);  // now, since only replays of a graph may follow
+  tell_checksum();
+  tables_.settings.flush(*backend_);  // now, since only replays of a graph may follow
+  tables_.group_inputs.flush(*backend_);
 }
 
 // Sets the loss scale and its counters to their initial values.
@@ -63,6 +72,8 @@ void Context::tell_scales(size_t i) {
   const Tensor& t = params_.tensor(i);
   tables_.param_inputs.set(i, &ParamInput::lr_scale, t.lr_scale);
   tables_.param_inputs.set(i, &ParamInput::weight_decay_scale, t.weight_decay_scale);
+  tell_checksum();
+  tables_.settings.flush(*backend_);
   tables_.param_inputs.flush(*backend_);  // now, since only replays of a graph may follow
 }
 
@@ -115,9 +126,9 @@ void Context::describe_input(size_t i) {
   in = {};
   in.partials = p.partials;
   in.rows = t.set;
-  in.count = in.measured = p.count;
+  in.count = in.measured_count = p.count;
   if (exchange_ && exchange_->on_device())
-    in.measured = exchange_->own_piece(static_cast<ga_param>(i)).count;
+    in.measured_count = exchange_->own_piece(static_cast<ga_param>(i)).count;
   in.extent = t.rows;
   in.weight = 1;
   in.lr_scale = t.lr_scale;

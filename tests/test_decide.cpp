@@ -50,7 +50,7 @@ struct Rank {
       ParamInput& p = param_inputs[i];
       p.partials = partials[i];
       p.rows = &rows;
-      p.count = kChunks * kChunk;
+      p.count = p.measured_count = kChunks * kChunk;
       p.weight = 1;
       p.group = i % kGroups;
       p.lazy = i == 3;

@@ -491,13 +491,13 @@ enum {
   GA_STEP_APPLIED = 0,
   GA_STEP_SKIPPED_EMPTY = 1,     /* no micro-batch, or the sum of the weights is 0 */
   GA_STEP_SKIPPED_NONFINITE = 2, /* an accumulated gradient is infinite or NaN */
-  GA_STEP_SKIPPED_ERROR = 3,     /* on a device: indices of ga_accumulate_rows were out of range, and
+  GA_STEP_SKIPPED_ERROR = 3,  /* on a device: indices of ga_accumulate_rows were out of range, and
                                     the rows of that call were left out; or ranks have different
                                     settings, see ga_context_set_comm */
-  GA_STEP_PENDING = 4,           /* on a device: not known yet, see ga_step_result_get */
-  GA_STEP_SKIPPED_WEIGHT = 5,    /* the sum of the weights is too small or too large to divide by,
+  GA_STEP_PENDING = 4,        /* on a device: not known yet, see ga_step_result_get */
+  GA_STEP_SKIPPED_WEIGHT = 5, /* the sum of the weights is too small or too large to divide by,
                                     see docs/reference.md. Does not move a loss scaler by itself */
-  GA_STEP_SKIPPED_DISCARD = 6    /* another rank has discarded the window, and so has this call; it
+  GA_STEP_SKIPPED_DISCARD = 6 /* another rank has discarded the window, and so has this call; it
                                     is not counted, but over NCCL; see ga_context_set_comm */
 };
 

@@ -107,10 +107,11 @@ class Backend {
   // ---- Scalars: see decide.hpp ----
 
   // Over ranks, on a device alone, for a decide() with totals.over_ranks; all arrays are on the device.
-  // Writes this rank's record of the window (RankRecord) to out; adds up those of all ranks, `words` from
+  // Writes this rank's record of the window (RankRecord) to out, where brought has one bit for each
+  // parameter, read where micro-batches are not checked; adds up those of all ranks, `words` from
   // one to the next. Writes what this rank has measured of its pieces, kPieceWords for each parameter; adds
   // up what all ranks have.
-  virtual void sum_rank(const WindowTotals& totals, const RankInput& input, double* out) = 0;
+  virtual void sum_rank(const WindowTotals& totals, const uint64_t* brought, double* out) = 0;
   virtual void add_ranks(const double* records, int64_t words, int32_t ranks) = 0;
   virtual void sum_pieces(double* out) = 0;
   virtual void add_pieces(const double* sums, int32_t ranks) = 0;
@@ -121,8 +122,8 @@ class Backend {
   // join_aside() has the stream wait for them. On a device alone.
   virtual void aside(const std::function<void()>& work) = 0;
   virtual void join_aside() = 0;
-  // From now on a wait for the device calls watch(seconds since it began) again and again. What it throws
-  // ends the wait, and every later call. Empty: none. On a device alone.
+  // From now on a wait for the device calls watch(seconds since it began, or since the last window that
+  // ended meanwhile) again and again. What it throws ends the wait, and every later call. Empty: none. On a device alone.
   virtual void set_watch(std::function<void(double seconds)> watch) = 0;
   // Ends a window: decides its outcome, norm and clip factors, advances clocks, folds Ops.
   // over_ranks: on the CPU alone.

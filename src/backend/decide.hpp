@@ -100,12 +100,15 @@ GA_HD void store_agc_factor(const UnitTask& task, int64_t unit) {
 // nor the place of a gradient. These sums are additive, so a communicator can reduce them over all
 // ranks between the two steps.
 
-// over_ranks: WindowTotals::over_ranks.
-GA_HD bool has_gradient(const ScalarTables& t, int64_t i, bool over_ranks) {
+GA_HD bool has_gradient(const ScalarTables& t, int64_t i) {
   const ParamInput& p = t.param_inputs[i];
   if (p.frozen || p.held == Held::kNothing) return false;
-  if (over_ranks) return t.param_states[i].sums.gradients != 0;
   return !t.settings->deferring || t.param_states[i].contributed != 0;
+}
+
+// After add_ranks().
+GA_HD bool some_rank_has_gradient(const ScalarTables& t, int64_t i) {
+  return !t.param_inputs[i].frozen && t.param_states[i].sums.gradients != 0;
 }
 
 // Whether a step updates a parameter or delivers its gradient. The maximum of nothing is not zero.
@@ -175,14 +178,14 @@ GA_DEVICE void sum_partials(Warp& warp, const ScalarTables& t, int64_t i, bool h
   const ParamInput& p = t.param_inputs[i];
   const bool rows = p.held == Held::kRows && !p.stale_rows;
   const bool measured = held && !p.unmeasured;
-  const int64_t n = !measured ? 0 : rows ? p.rows->size : chunk_count(p.measured);
+  const int64_t n = !measured ? 0 : rows ? p.rows->size : chunk_count(p.measured_count);
   const auto partial = [&](int64_t k) -> const Partial& {
     return rows ? p.rows->entries[k].partial : p.partials[k];
   };
   const double squares = warp.sum(n, [&](int64_t k) { return partial(k).sum_squares; });
   const double clamped =
       p.clamped && !rows ? warp.sum(n, [&](int64_t k) { return partial(k).second_squares; }) : 0;
-  const double noise = t.settings->noise && p.measured == p.count
+  const double noise = t.settings->noise && p.measured_count == p.count
                            ? warp.sum(n, [&](int64_t k) { return partial(k).noise; })
                            : 0;
   const bool nonfinite = warp.first(n, [&](int64_t k) { return partial(k).nonfinite != 0; }) >= 0;
@@ -192,7 +195,7 @@ GA_DEVICE void sum_partials(Warp& warp, const ScalarTables& t, int64_t i, bool h
 
 template <class Warp>
 GA_DEVICE void sum_param(Warp& warp, const ScalarTables& t, int64_t i) {
-  const bool held = has_gradient(t, i, false);
+  const bool held = has_gradient(t, i);
   sum_partials(warp, t, i, held, [&](double squares, double clamped, double noise, bool nonfinite) {
     ParamSums& sums = t.param_states[i].sums;
     sums.squares = squares;
@@ -237,19 +240,19 @@ GA_DEVICE void sum_window(Crew& crew, const ScalarTables& t, const WindowTotals&
 
 template <class Crew>
 GA_DEVICE void sum_rank(Crew& crew, const ScalarTables& t, const WindowTotals& w,
-                        const RankInput& in, double* out) {
+                        const uint64_t* brought_bits, double* out) {
   crew.once([&] {
     RankRecord& record = *reinterpret_cast<RankRecord*>(out);
     record.sums = brought_by(t, w);
     record.sums.unestimated = w.weighted > 0 && !w.noise_wanted;
     record.sums.discarded = w.discards;
-    record.settings = in.settings;
+    record.settings = t.settings->checksum;
   });
   double* const of_params = out + record_words(0, 0);
   crew.each_warp(t.params, [&](int64_t i, auto& warp) {
     const bool brought = !t.param_inputs[i].frozen &&
                          (t.settings->deferring ? t.param_states[i].contributed != 0
-                                                : (in.brought[i / 64] >> (i % 64) & 1) != 0);
+                                                : (brought_bits[i / 64] >> (i % 64) & 1) != 0);
     const Partial* const partials = t.param_inputs[i].partials;
     const int64_t n = brought && t.settings->noise ? chunk_count(t.param_inputs[i].count) : 0;
     const double noise = warp.sum(n, [&](int64_t k) { return partials[k].noise; });
@@ -315,7 +318,7 @@ GA_DEVICE void add_ranks(Crew& crew, const ScalarTables& t, const double* record
 template <class Crew>
 GA_DEVICE void sum_pieces(Crew& crew, const ScalarTables& t, double* out) {
   crew.each_warp(t.params, [&](int64_t i, auto& warp) {
-    const bool held = has_gradient(t, i, true);
+    const bool held = some_rank_has_gradient(t, i);
     sum_partials(warp, t, i, held, [&](double squares, double clamped, double, bool nonfinite) {
       double* const of_param = out + kPieceWords * i;
       of_param[0] = squares;

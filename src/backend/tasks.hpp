@@ -277,9 +277,11 @@ struct FinishTask {
   bool f64;
   Array target;
   int64_t count;
-  const int64_t* there;  // 0 there: no gradient; NULL: it is there if its source has data
+  const int64_t* contributed;  // ParamState::contributed, where only the device knows; else NULL
 
-  GA_HD bool has_gradient() const { return gradient.source.data && (!there || *there != 0); }
+  GA_HD bool has_gradient() const {
+    return gradient.source.data && (!contributed || *contributed != 0);
+  }
 };
 
 // target [m x n] <- [target +] scale / *divisor a b, row-major, in f32. divisor NULL: 1.

@@ -424,6 +424,32 @@ TEST_F(CudaRanks, WhereOneDiscardsNoneSteps) {
   });
 }
 
+// Where ranks exchange what they update too: the one that discards takes part.
+TEST_F(CudaRanks, WhereOneDiscardsNothingIsUpdated) {
+  for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_MUON})
+    for (const int32_t shard : {GA_SHARD_NONE, GA_SHARD_OPTIMIZER})
+      on_devices(
+          2,
+          [&](int32_t r, ga_comm* comm, const Stream& stream) {
+            const Parameters p(70000);
+            std::vector<float> g(70000, 1);
+            Context ctx(on(config(), stream));
+            ctx.param(ctx.group(optimizer(kind)), "p", p.data(), ref::Shape{700, 100});
+            ga_comm_options o = comm_options();
+            o.shard = shard;
+            ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+            for (const bool discards : {true, false, true}) {
+              const Block before = p.get();
+              ctx.accumulate({g.data()});
+              ASSERT_OK(discards && r == 1 ? ga_discard(ctx) : ga_step(ctx, nullptr));
+              EXPECT_EQ(result_of(ctx).outcome,
+                        discards ? GA_STEP_SKIPPED_DISCARD : GA_STEP_APPLIED);
+              EXPECT_EQ(p.get() == before, discards);
+            }
+          },
+          5);
+}
+
 // A window that ga_step has refused is discarded by all, and moves the loss scale of all.
 TEST_F(CudaRanks, ARefusedWindowIsDiscarded) {
   on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
@@ -493,6 +519,31 @@ TEST_F(CudaRanks, AParameterThatIsFrozenOnAllRanks) {
     ASSERT_OK(ga_synchronize(ctx));
     EXPECT_EQ(p[0], -2);
     EXPECT_EQ(q[0], -3);
+  });
+}
+
+// A graph has not the settings of its capture: one that has been changed on one rank is found in a replay.
+TEST_F(CudaRanks, ReplaysCompareSettings) {
+  on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+    const Parameters p(3);
+    std::vector<float> g(3, 1);
+    Context ctx(on(config(), stream));
+    const ga_group group = ctx.group(plain_sgd());
+    ctx.param(group, "p", p.data(), 3);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    const auto window = [&] {
+      ctx.accumulate({g.data()});
+      ASSERT_OK(ga_step(ctx, nullptr));
+    };
+    window();
+    Graph graph;
+    graph.capture(stream, window);
+    for (const bool differ : {true, false}) {
+      ASSERT_OK(ga_group_set_lr(ctx, group, differ && r == 1 ? 0.25 : 0.5));
+      graph.replay(stream);
+      EXPECT_EQ(result_of(ctx).outcome, differ ? GA_STEP_SKIPPED_ERROR : GA_STEP_APPLIED);
+      EXPECT_EQ(p[0], differ ? -1 : -1.5);
+    }
   });
 }
 
@@ -699,6 +750,101 @@ TEST_F(CudaRanks, ACallThatNcclRefuses) {
         EXPECT_EQ(p[0], -1);
       },
       0.3);
+}
+
+// Every call that waits looks after what is exchanged, also where another communicator has come in between.
+TEST_F(CudaRanks, NoCallWaitsForEver) {
+  enum Waits { kRejecting, kReading, kReplaced, kRefused };
+  for (const Waits how : {kRejecting, kReading, kReplaced, kRefused}) {
+    unsigned char id[GA_COMM_ID_SIZE];
+    ASSERT_OK(ga_comm_unique_id(GA_COMM_NCCL, id, sizeof id));
+    on_devices(
+        2,
+        [&](int32_t r, ga_comm* comm, const Stream& stream) {
+          const Parameters p(3);
+          std::vector<float> g(3, 1);
+          ga_config c = config();
+          c.nonfinite = how == kRejecting ? GA_NONFINITE_FAIL : GA_NONFINITE_SKIP_STEP;
+          Context ctx(on(c, stream));
+          const ga_param param =
+              ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 3);
+          ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+          ga_comm_config another = comm_config(GA_COMM_NCCL);
+          another.rank = r;
+          another.ranks = 2;
+          another.timeout = 0.3;
+          another.id = id;
+          const Comm second(another);
+          ga_comm_options o = comm_options();
+          o.wire = how == kRefused && r == 1 ? GA_COMM_WIRE_BF16 : GA_COMM_WIRE_EXACT;
+          if (how == kRefused) {
+            expect_failure(ga_context_set_comm(ctx, second, &o), "differ");
+          } else if (how == kReplaced) {
+            ASSERT_OK(ga_context_set_comm(ctx, second, &o));
+          }
+          ctx.accumulate({g.data()});
+          ASSERT_OK(ga_step(ctx, nullptr));
+          ASSERT_OK(ga_synchronize(ctx));
+          if (r == 1) return;  // the other rank comes alone
+          ctx.accumulate({g.data()});
+          const ga_status stepped = ga_step(ctx, nullptr);
+          EXPECT_EQ(stepped != GA_OK, how == kRejecting);
+          float state[3];
+          expect_failure(stepped != GA_OK  ? stepped
+                         : how == kReading ? ga_state_get(ctx, param, "exp_avg", state, GA_F32, 3)
+                                           : ga_synchronize(ctx),
+                         "waited 0.3 s for the other ranks");
+        },
+        0.3);
+    ga_fake_nccl_reset();
+  }
+}
+
+// Many windows that are queued take longer than the timeout, but none of them waits that long.
+TEST_F(CudaRanks, OnlyAWindowThatStandsStillIsLate) {
+  use(true);
+  on_devices(
+      2,
+      [&](int32_t, ga_comm* comm, const Stream& stream) {
+        const Parameters p(3);
+        std::vector<float> g(3, 1);
+        Context ctx(on(config(), stream));
+        ctx.param(ctx.group(plain_sgd()), "p", p.data(), 3);
+        ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+        for (int w = 0; w < 40; ++w) {
+          ctx.accumulate({g.data()});
+          EXPECT_CUDA(cudaLaunchHostFunc(
+              stream, [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); },
+              nullptr));
+          ASSERT_OK(ga_step(ctx, nullptr));
+        }
+        EXPECT_OK(ga_synchronize(ctx));
+        EXPECT_EQ(p[0], -40);
+      },
+      0.5);
+}
+
+TEST_F(CudaRanks, AveragesAreCopiedPieceByPiece) {
+  use(true);
+  on_devices(2, [&](int32_t, ga_comm* comm, const Stream& stream) {
+    constexpr size_t kCount = 700001;
+    const Parameters p(kCount), out(kCount);
+    std::vector<float> g(kCount);
+    for (size_t j = 0; j < kCount; ++j) g[j] = static_cast<float>(j % 1000);
+    Context ctx(on(config(), stream));
+    const ga_param id = ctx.param(ctx.group(plain_sgd()), "p", p.data(), int64_t{kCount});
+    ga_ema ema;
+    ASSERT_OK(ga_ema_init(&ema, sizeof ema));
+    ASSERT_OK(ga_context_set_ema(ctx, &ema));
+    ga_comm_options o = comm_options();
+    o.shard = GA_SHARD_OPTIMIZER;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+    ctx.accumulate({g.data()});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    ASSERT_OK(ga_ema_copy_to(ctx, id, out.data(), GA_F32));
+    ASSERT_OK(ga_synchronize(ctx));
+    EXPECT_EQ(out.get(), p.get());  // the first average is the parameter
+  });
 }
 
 TEST_F(CudaRanks, AbortFreesARankThatWaits) {

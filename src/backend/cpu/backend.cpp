@@ -109,7 +109,7 @@ class CpuBackend final : public Backend {
     tasks_ = tasks;
   }
 
-  void sum_rank(const WindowTotals&, const RankInput&, double*) override { fail_device(); }
+  void sum_rank(const WindowTotals&, const uint64_t*, double*) override { fail_device(); }
   void add_ranks(const double*, int64_t, int32_t) override { fail_device(); }
   void sum_pieces(double*) override { fail_device(); }
   void add_pieces(const double*, int32_t) override { fail_device(); }

@@ -303,7 +303,7 @@ GA_DEVICE void finish_chunk(Block& block, const FinishTask& task, int64_t chunk)
   const Writer<T> target(task.target, offset, kNearest, offset);
   const T constant = static_cast<T>(task.constant);
   const bool there = task.has_gradient();
-  if (there && task.there && task.gradient.source.data == task.target.data) return;
+  if (there && task.contributed && task.gradient.source.data == task.target.data) return;
   block.each([&](int thread) {
     GA_ROLLED
     for (int i = 4 * thread; i < count; i += 4 * kThreads) {

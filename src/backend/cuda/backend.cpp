@@ -67,6 +67,7 @@ class CudaBackend final : public Backend {
     if (bytes == 0) return;
     runtime_.call([&] {
       runtime_.require_no_capture("this call waits for the device");
+      if (runtime_.is_watched()) runtime_.wait();  // a copy to pageable memory would wait by itself
       runtime_.check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, runtime_.stream()),
                      "a copy from the device");
       runtime_.wait();
@@ -100,6 +101,7 @@ class CudaBackend final : public Backend {
     constexpr size_t kSmall = 65536;  // beyond, a copy and a wait take less time than many launches
     runtime_.call([&] {
       if (bytes <= kSmall || runtime_.capturing()) return runtime_.write(to, from, bytes);
+      if (runtime_.is_watched()) runtime_.wait();
       runtime_.check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, queue().stream),
                      "a copy to the device");
       runtime_.wait();
@@ -148,8 +150,8 @@ class CudaBackend final : public Backend {
 
   // ---- Scalars ----
 
-  void sum_rank(const WindowTotals& totals, const RankInput& input, double* out) override {
-    traced("gradaccum sum_rank", [&] { cuda::sum_rank(queue(), tables_, totals, input, out); });
+  void sum_rank(const WindowTotals& totals, const uint64_t* brought, double* out) override {
+    traced("gradaccum sum_rank", [&] { cuda::sum_rank(queue(), tables_, totals, brought, out); });
   }
 
   void add_ranks(const double* records, int64_t words, int32_t ranks) override {
@@ -166,7 +168,14 @@ class CudaBackend final : public Backend {
   }
 
   void set_watch(std::function<void(double seconds)> watch) override {
-    runtime_.set_watch(std::move(watch));
+    if (!watch) return runtime_.set_watch({});
+    // The seconds are those since the last window that has ended, for many may have been queued.
+    runtime_.set_watch([this, watch, last = int64_t{-1}, from = 0.0](double seconds) mutable {
+      const int64_t latest = results_.latest();
+      if (seconds < from || latest != last) from = seconds;
+      last = latest;
+      watch(seconds - from);
+    });
   }
 
   void aside(const std::function<void()>& work) override {

@@ -136,7 +136,7 @@ void decide(const Queue& queue, const ScalarTables& tables, const WindowTotals& 
             const FactorPieces& factors);
 void clear_window(const Queue& queue, const ScalarTables& tables);
 void sum_rank(const Queue& queue, const ScalarTables& tables, const WindowTotals& totals,
-              const RankInput& input, double* out);
+              const uint64_t* brought, double* out);
 void add_ranks(const Queue& queue, const ScalarTables& tables, const double* records, int64_t words,
                int32_t ranks);
 void sum_pieces(const Queue& queue, const ScalarTables& tables, double* out);

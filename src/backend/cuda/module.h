@@ -27,7 +27,8 @@ constexpr uint64_t cuda_layout() {
   return layout_of<Settings, GroupInput, GroupState, ParamInput, ParamState, ParamPlan, Control,
                    WindowTotals, Composites, AccumulateTask, RowsTask, NormTask, UnitTask,
                    UpdateTask, FinishTask, FactorTask, MatmulTask, OrthogonalizeTask, UnitPattern,
-                   MicroInput, MicroPlan, TaskTables, ScalarTables, RankRecord, RankInput, ga_step_result, ga_config>();
+                   MicroInput, MicroPlan, TaskTables, ScalarTables, RankRecord, ga_step_result,
+                   ga_config>();
 }
 
 struct CudaModule {

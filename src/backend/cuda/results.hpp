@@ -20,11 +20,11 @@ class Results {
   bool get(int64_t window, bool wait, ga_step_result& out);
   // See Backend::result_of.
   bool of_ticket(int64_t ticket, ga_step_result& out) const;
+  int64_t latest() const;  // window; 0: none
 
  private:
   static bool read(const RingSlot& slot, RingSlot& out);
   bool find(int64_t window, ga_step_result& out) const;
-  int64_t latest() const;
 
   Runtime& runtime_;
   RingSlot* slots_;  // as the host sees them

@@ -119,6 +119,7 @@ class Runtime {
   void wait();
   void aside(const std::function<void()>& work);  // see Backend
   void join_aside();
+  bool is_watched() const { return watch_ != nullptr; }
   void set_watch(std::function<void(double seconds)> watch) { watch_ = std::move(watch); }
 
   void* allocate(size_t bytes);  // zeros; throws std::bad_alloc

@@ -20,10 +20,12 @@ struct SumRank {
   static constexpr bool kWide = true;
   ScalarTables tables;
   WindowTotals totals;
-  RankInput input;
+  const uint64_t* brought;
   double* out;
 
-  GA_DEVICE void operator()(Block& block) const { ga::sum_rank(block, tables, totals, input, out); }
+  GA_DEVICE void operator()(Block& block) const {
+    ga::sum_rank(block, tables, totals, brought, out);
+  }
 };
 
 struct AddRanks {
@@ -168,8 +170,8 @@ void clear_window(const Queue& queue, const ScalarTables& tables) {
 }
 
 void sum_rank(const Queue& queue, const ScalarTables& tables, const WindowTotals& totals,
-              const RankInput& input, double* out) {
-  launch(SumRank{tables, totals, input, out}, 1, queue.stream);
+              const uint64_t* brought, double* out) {
+  launch(SumRank{tables, totals, brought, out}, 1, queue.stream);
 }
 
 void add_ranks(const Queue& queue, const ScalarTables& tables, const double* records, int64_t words,
