@@ -68,18 +68,18 @@ class Exchange {
   void add_sums();
   void discard();
   // The end of a window on a device, in which the host waits for nothing but a transport that needs it, and
-  // every rank exchanges the gradients of all parameters that are not frozen. hold_all() throws before
-  // anything has changed if it finds that ranks have different parameters, and returns false if it finds
-  // that a rank discards the window; else it says that the sums are there, where exchange_all() then puts
-  // them. measured: the parameters whose sums are measured.
-  // check_queued() throws if what earlier windows have queued has failed, which may have reached parameters.
+  // every rank exchanges the gradients of all parameters that are not frozen.
   bool on_device() const;
+  // Throws if what earlier windows have queued has failed, which may have reached parameters.
   void check_queued() {
     if (comm_->on_stream() && !has_failed()) comm_->watch(0);
   }
+  // Says of all gradients that their sums are there (Held::kSummed). Before anything has changed, throws if
+  // ranks turn out to have different parameters, and returns false if a rank turns out to discard the window.
   bool hold_all(bool discards);
+  // Puts the sums there. measured: the parameters whose sums are measured.
   void exchange_all(const WindowTotals& totals, Params measured);
-  Range own_piece(ga_param id) const;
+  Range own_piece(ga_param id) const;  // what this rank measures of a gradient
   // Whether something of the window has been exchanged: a failure leaves no gradients then.
   bool has_moved() const { return moved_; }
 

@@ -9,7 +9,6 @@
 
 namespace ga {
 
-// What this rank measures of a gradient.
 Range Exchange::own_piece(ga_param id) const {
   return divisions_[static_cast<size_t>(id)].range(rank(), context_.params_[id].count);
 }
