@@ -1329,13 +1329,14 @@ typedef struct ga_comm_table {
 typedef struct ga_comm_config {
   size_t struct_size;
   ga_comm_kind kind;
-  int32_t rank;     /* LOCAL, TABLE, NCCL: of this one, in [0, ranks) */
-  int32_t ranks;    /* LOCAL, TABLE, NCCL: how many there are; >= 1 */
-  int32_t mpi_comm; /* MPI: MPI_Comm_c2f of a communicator of the program's, which is
+  int32_t rank;               /* LOCAL, TABLE, NCCL: of this one, in [0, ranks) */
+  int32_t ranks;              /* LOCAL, TABLE, NCCL: how many there are; >= 1 */
+  int32_t mpi_comm;           /* MPI: MPI_Comm_c2f of a communicator of the program's, which is
                                  duplicated and stays its own */
-  double timeout;   /* LOCAL, MPI, NCCL: seconds that a call waits for other ranks, or for a
-                                 device on which no window ends; > 0, may be infinite; default 600 */
-  const void* id;   /* LOCAL, NCCL: [GA_COMM_ID_SIZE] bytes of ga_comm_unique_id, which
+  double timeout;             /* LOCAL, MPI, NCCL: seconds that a call waits for other ranks, or
+                                 for a device on which no window ends; > 0, may be infinite;
+                                 default 600 */
+  const void* id;             /* LOCAL, NCCL: [GA_COMM_ID_SIZE] bytes of ga_comm_unique_id, which
                                  are copied */
   const ga_comm_table* table; /* TABLE; copied */
   void* nccl_comm;            /* NCCL: a ncclComm_t of the program's, which stays its own and must
