@@ -249,11 +249,11 @@ struct WindowTotals {
   bool last;          // no settle_units() follows
   bool
       over_ranks;  // on a device: Control::sums and what ParamSums says of what was brought are there
-                   // already, see add_ranks() of decide.hpp
+                   // already, see ranks.hpp
   bool discards;  // this rank discards the window
 };
 
-// On a device, what a rank writes down about an ending window for the others (sum_rank() of decide.hpp): a
+// On a device, what a rank writes down about an ending window for the others (sum_rank() of ranks.hpp): a
 // RankRecord, for each parameter whether it has a gradient, and its noise, and for each channel of batch
 // normalisation its Moments; all of it doubles, or as long as one.
 struct RankRecord {

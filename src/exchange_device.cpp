@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The end of a window on a device. Its host knows neither what other ranks bring nor whether the window is
 // applied, and does not wait to learn it: every rank exchanges all gradients of all windows, zeros where it
-// has none, and the device decides by the ranks' records (sum_rank() of decide.hpp).
+// has none, and the device decides by the ranks' records (ranks.hpp).
 #include "context.hpp"
 #include "error.hpp"
 #include "exchange.hpp"

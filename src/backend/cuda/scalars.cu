@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block's work on the scalars of a window (decide.hpp), and bytes that travel as arguments.
+// One block's work on the scalars of a window (decide.hpp, ranks.hpp), and bytes that travel as arguments.
 #include <cstring>
 
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/loops.hpp"
 #include "backend/decide.hpp"
+#include "backend/ranks.hpp"
 
 namespace ga::cuda {
 namespace {
