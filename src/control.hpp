@@ -247,9 +247,8 @@ struct WindowTotals {
   int64_t weighted;   // number of micro-batches with a weight > 0
   bool noise_wanted;  // the window yields an estimate of the noise scale
   bool last;          // no settle_units() follows
-  bool
-      over_ranks;  // on a device: Control::sums and what ParamSums says of what was brought are there
-                   // already, see ranks.hpp
+  // On a device: Control::sums and what ParamSums says of what was brought are there already (ranks.hpp).
+  bool over_ranks;
   bool discards;  // this rank discards the window
 };
 
