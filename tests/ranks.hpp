@@ -146,14 +146,15 @@ struct Micro {
 // [window][rank][micro-batch]
 using Shares = std::vector<std::vector<std::vector<Micro>>>;
 
-// Shares of any size, none included. Tensor 0 has a gradient on rank 0 alone, tensor 3 never on it.
-inline Shares make_shares(const Layout& l, int32_t ranks, size_t windows) {
+// Shares of any size, none included. Tensor 0 has a gradient on rank 0 alone, tensor 3 never on it. In window
+// number w, rank r has (r + w + 1) % 4 micro-batches; first: the number of the first window.
+inline Shares make_shares(const Layout& l, int32_t ranks, size_t windows, size_t first = 0) {
   Shares shares(windows);
   uint64_t round = 0;
   for (size_t w = 0; w < windows; ++w)
     for (int32_t r = 0; r < ranks; ++r) {
       shares[w].emplace_back();
-      const size_t count = (static_cast<size_t>(r) + w + 1) % 4;
+      const size_t count = (static_cast<size_t>(r) + first + w + 1) % 4;
       for (size_t k = 0; k < count; ++k)
         shares[w].back().push_back({gradients(l, 5, round++),
                                     static_cast<double>(1 + (k + w) % 3),

@@ -24,7 +24,8 @@ TEST_P(RanksPromise, AnySharesAreOneBatch) {
   Options s;
   s.optimizer = named.optimizer;
   s.clip = clip(GA_CLIP_GLOBAL, 50);
-  const Shares shares = make_shares(l, ranks, 4);
+  // Rank 0 brings nothing to the first window. Two windows of four ranks take as long as three of two.
+  const Shares shares = make_shares(l, ranks, ranks == 4 ? 2 : 3, 3);
   const Block start = parameters(l, 3);
   Model model(l, {s.optimizer}, s.config, start);
   for (const auto& window : shares) {
@@ -55,16 +56,12 @@ std::vector<NamedOptimizer> optimizers() {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, RanksPromise,
-                         testing::Combine(testing::ValuesIn(optimizers()), testing::Values(2, 3)),
+                         testing::Combine(testing::ValuesIn(optimizers()),
+                                          testing::Values(1, 2, 3, 4)),
                          [](const auto& info) {
                            return identifier(std::get<0>(info.param).name) + "_" +
                                   std::to_string(std::get<1>(info.param));
                          });
-INSTANTIATE_TEST_SUITE_P(OneAndFour, RanksPromise,
-                         testing::Combine(testing::Values(NamedOptimizer{
-                                              "AdamW", optimizer(GA_OPTIMIZER_ADAMW)}),
-                                          testing::Values(1, 4)),
-                         [](const auto& info) { return std::to_string(std::get<1>(info.param)); });
 
 // ---- Ways to accumulate -------------------------------------------------------------------------
 
@@ -82,19 +79,22 @@ TEST_P(RanksWays, AreThoseOfOneContext) {
   s.optimizer.momentum = 0.9;
   s.optimizer.lr = 0.1;
   GetParam().set(s);
-  Shares shares = make_shares(l, 3, 4);
-  for (auto& window : shares)
-    for (auto& share : window)
-      for (Micro& m : share) m.gradients = even_gradients(l, 7, static_cast<uint64_t>(m.weight));
-  const Block start = parameters(l, 3);
-  const Ended alone = run_alone(l, s, shares, start);
-  const std::vector<Ended> ended = run(l, s, shares, start);
-  expect_the_bits(ended, l, s, shares, start);
-  EXPECT_LE(distance(l, ended[0].parameters, alone.parameters), GetParam().tolerance);
-  for (size_t w = 0; w < shares.size(); ++w) {
-    EXPECT_NEAR(ended[0].results[w].norm, alone.results[w].norm, 1e-5 * alone.results[w].norm);
-    EXPECT_NEAR(ended[0].results[w].clip_factor, alone.results[w].clip_factor, 1e-5);
-    EXPECT_EQ(ended[0].results[w].weight, alone.results[w].weight);
+  for (const int32_t ranks : {1, 2, 3, 4}) {
+    SCOPED_TRACE(std::to_string(ranks) + " ranks");
+    Shares shares = make_shares(l, ranks, 4);
+    for (auto& window : shares)
+      for (auto& share : window)
+        for (Micro& m : share) m.gradients = even_gradients(l, 7, static_cast<uint64_t>(m.weight));
+    const Block start = parameters(l, 3);
+    const Ended alone = run_alone(l, s, shares, start);
+    const std::vector<Ended> ended = run(l, s, shares, start);
+    expect_the_bits(ended, l, s, shares, start);
+    EXPECT_LE(distance(l, ended[0].parameters, alone.parameters), GetParam().tolerance);
+    for (size_t w = 0; w < shares.size(); ++w) {
+      EXPECT_NEAR(ended[0].results[w].norm, alone.results[w].norm, 1e-5 * alone.results[w].norm);
+      EXPECT_NEAR(ended[0].results[w].clip_factor, alone.results[w].clip_factor, 1e-5);
+      EXPECT_EQ(ended[0].results[w].weight, alone.results[w].weight);
+    }
   }
 }
 
@@ -249,13 +249,13 @@ struct Maximum {
   int32_t param, gradient, accumulator;
   std::function<void(Options&)> set;
 };
-class RanksMaxima : public testing::TestWithParam<Maximum> {};
+class RanksMaxima : public testing::TestWithParam<std::tuple<Maximum, int32_t>> {};
 
 // Two parameters, one that is exchanged where it lies and one that travels with others. In each window
 // some ranks bring nothing for one of them, once none does, and all numbers are negative, so that a zero
-// of theirs would be the maximum.
+// of theirs would be the maximum. One rank alone has what it brings, not what it had in an earlier window.
 TEST_P(RanksMaxima, AreOfTheRanksThatHaveSome) {
-  const Maximum& m = GetParam();
+  const auto& [m, ranks] = GetParam();
   Options s;
   s.clip = clip(GA_CLIP_GLOBAL, 0.5);
   m.set(s);
@@ -271,8 +271,10 @@ TEST_P(RanksMaxima, AreOfTheRanksThatHaveSome) {
     const int64_t at = 7 * j + 13 * r + 5 * k + 3 * w + static_cast<int64_t>(i);
     return -1 - static_cast<double>(at % (m.accumulator == GA_BF16 ? 61 : 1021)) / unit;
   };
-  std::vector<std::vector<double>> ended[3];
-  on_ranks(3, [&](int32_t r, ga_comm* comm) {
+  double weights = 0, squares = 0;
+  for (int32_t r = 0; r < ranks; ++r) weights += r + 1, squares += (r + 1) * (r + 1);
+  std::vector<std::vector<std::vector<double>>> ended(static_cast<size_t>(ranks));
+  on_ranks(ranks, [&, &m = m, ranks = ranks](int32_t r, ga_comm* comm) {
     Context ctx(s.config);
     const ga_group own = ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL)), sgd = ctx.group(plain_sgd());
     ga_param_options o = options(m.gradient, m.accumulator);
@@ -299,16 +301,16 @@ TEST_P(RanksMaxima, AreOfTheRanksThatHaveSome) {
       }
       const ga_step_result result = step(ctx);
       EXPECT_EQ(result.outcome, GA_STEP_APPLIED);
-      EXPECT_EQ(result.weight, 12);
-      const double mean = (1.0 + 4 + 9) / 6;  // of w: all that norm and clip are about
+      EXPECT_EQ(result.weight, 2 * weights);
+      const double mean = squares / weights;  // of w: all that norm and clip are about
       EXPECT_NEAR(result.norm, std::sqrt(5) * mean, 1e-5);
       EXPECT_NEAR(result.clip_factor, 0.5 / result.norm, 1e-6);
       for (const ga_param id : ids) {
-        const bool any = std::any_of(std::begin(brings[window][id]), std::end(brings[window][id]),
-                                     [](bool b) { return b; });
+        const bool* const of_ranks = brings[window][id];
+        const bool any = std::any_of(of_ranks, of_ranks + ranks, [](bool b) { return b; });
         const void* data = nullptr;
         if (any)
-          ended[r].push_back(external_gradient(ctx, id, counts[id]));
+          ended[static_cast<size_t>(r)].push_back(external_gradient(ctx, id, counts[id]));
         else
           EXPECT_EQ(ga_gradient(ctx, id, &data, nullptr, nullptr), GA_ERROR_INVALID_STATE);
       }
@@ -320,7 +322,7 @@ TEST_P(RanksMaxima, AreOfTheRanksThatHaveSome) {
     for (size_t i = 0; i < 2; ++i) {
       std::vector<double> want(static_cast<size_t>(counts[i]), -INFINITY);
       bool any = false;
-      for (int32_t r = 0; r < 3; ++r)
+      for (int32_t r = 0; r < ranks; ++r)
         for (int k = 0; brings[window][i][r] && k < 2; ++k, any = true)
           for (int64_t j = 0; j < counts[i]; ++j)
             want[static_cast<size_t>(j)] =
@@ -334,30 +336,34 @@ TEST_P(RanksMaxima, AreOfTheRanksThatHaveSome) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, RanksMaxima,
-    testing::Values(Maximum{"f32", GA_F32, GA_F32, GA_F32, [](Options&) {}},
-                    Maximum{"f64", GA_F64, GA_F64, GA_F64, [](Options&) {}},
-                    Maximum{"f16", GA_F16, GA_F16, GA_F16, [](Options&) {}},
-                    Maximum{"bf16", GA_F32, GA_F32, GA_BF16, [](Options&) {}},
-                    Maximum{"bf16_on_the_wire", GA_F32, GA_F32, GA_F32,
+const Maximum kMaxima[] = {{"f32", GA_F32, GA_F32, GA_F32, [](Options&) {}},
+                           {"f64", GA_F64, GA_F64, GA_F64, [](Options&) {}},
+                           {"f16", GA_F16, GA_F16, GA_F16, [](Options&) {}},
+                           {"bf16", GA_F32, GA_F32, GA_BF16, [](Options&) {}},
+                           {"bf16_on_the_wire", GA_F32, GA_F32, GA_F32,
                             [](Options& s) { s.options.wire = GA_COMM_WIRE_BF16; }},
-                    Maximum{"running_mean", GA_F32, GA_F32, GA_F16,
+                           {"running_mean", GA_F32, GA_F32, GA_F16,
                             [](Options& s) { s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN; }},
-                    Maximum{"compensated", GA_F32, GA_F32, GA_F16,
+                           {"compensated", GA_F32, GA_F32, GA_F16,
                             [](Options& s) { s.config.accumulation = GA_ACCUMULATE_COMPENSATED; }},
-                    Maximum{"checked", GA_F32, GA_F32, GA_F32,
+                           {"checked", GA_F32, GA_F32, GA_F32,
                             [](Options& s) { s.config.nonfinite = GA_NONFINITE_DROP_MICRO; }},
-                    Maximum{"checked_running_mean", GA_F32, GA_F32, GA_F32,
+                           {"checked_running_mean", GA_F32, GA_F32, GA_F32,
                             [](Options& s) {
                               s.config.nonfinite = GA_NONFINITE_DROP_MICRO;
                               s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN;
                             }},
-                    Maximum{"zeros_where_missing", GA_F32, GA_F32, GA_F32,
+                           {"zeros_where_missing", GA_F32, GA_F32, GA_F32,
                             [](Options& s) { s.config.missing = GA_MISSING_ZERO; }},
-                    Maximum{"live", GA_F32, GA_F32, GA_F32,
-                            [](Options& s) { s.config.gradient_life = GA_GRADIENTS_LIVE; }}),
-    [](const auto& info) { return info.param.name; });
+                           {"live", GA_F32, GA_F32, GA_F32,
+                            [](Options& s) { s.config.gradient_life = GA_GRADIENTS_LIVE; }}};
+
+INSTANTIATE_TEST_SUITE_P(All, RanksMaxima,
+                         testing::Combine(testing::ValuesIn(kMaxima), testing::Values(1, 2, 3)),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param).name) + "_" +
+                                  std::to_string(std::get<1>(info.param));
+                         });
 
 // On one rank of all, beside larger numbers on the others.
 TEST(Ranks, MaximaThatAreNotNumbers) {
