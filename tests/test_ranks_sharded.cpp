@@ -42,11 +42,12 @@ struct Mix {
   int32_t dtype, accumulator, state, average, rounding, master;
   int32_t kind = GA_OPTIMIZER_ADAMW;
 };
-class RanksShardedMix : public testing::TestWithParam<Mix> {};
+class RanksShardedMix : public testing::TestWithParam<std::tuple<Mix, int32_t>> {};
 
 // Three parameters: divided, whole on one rank, and a scalar.
 TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
-  const Mix& mix = GetParam();
+  const Mix& mix = std::get<0>(GetParam());
+  const int32_t ranks = std::get<1>(GetParam());
   constexpr int64_t kCounts[] = {150001, 513, 1};
   struct Outcome {
     std::vector<std::vector<uint16_t>> parameters;
@@ -55,8 +56,8 @@ TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
   };
   std::vector<Outcome> outcomes;
   for (const bool shard : {false, true}) {
-    std::vector<Outcome> of_ranks(3);
-    on_ranks(3, [&](int32_t r, ga_comm* comm) {
+    std::vector<Outcome> of_ranks(static_cast<size_t>(ranks));
+    on_ranks(ranks, [&](int32_t r, ga_comm* comm) {
       Outcome& out = of_ranks[static_cast<size_t>(r)];
       ga_config c = config();
       c.seed = 5;
@@ -113,7 +114,8 @@ TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
     outcomes.insert(outcomes.end(), of_ranks.begin(), of_ranks.end());
   }
   for (size_t k = 1; k < outcomes.size(); ++k) {
-    SCOPED_TRACE((k < 3 ? "whole, rank " : "sharded, rank ") + std::to_string(k % 3));
+    const size_t n = static_cast<size_t>(ranks);
+    SCOPED_TRACE((k < n ? "whole, rank " : "sharded, rank ") + std::to_string(k % n));
     EXPECT_EQ(outcomes[k].parameters, outcomes[0].parameters);
     EXPECT_EQ(outcomes[k].states, outcomes[0].states);
     EXPECT_EQ(outcomes[k].average, outcomes[0].average);
@@ -121,44 +123,54 @@ TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, RanksShardedMix,
-    testing::Values(
-        Mix{"masters", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32},
-        Mix{"by_chance", GA_BF16, GA_F32, GA_BF16, GA_BF16, GA_ROUND_STOCHASTIC, GA_MASTER_NONE},
-        Mix{"masters_by_chance", GA_BF16, GA_F32, GA_BF16, 0, GA_ROUND_STOCHASTIC, GA_MASTER_F32},
-        Mix{"narrow_accumulators", GA_BF16, GA_BF16, 0, GA_BF16, GA_ROUND_NEAREST, GA_MASTER_F32},
-        Mix{"lamb", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32, GA_OPTIMIZER_LAMB},
-        Mix{"lamb_narrow_accumulators", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
-            GA_OPTIMIZER_LAMB},
-        Mix{"lars_narrow_accumulators", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
-            GA_OPTIMIZER_LARS},
-        Mix{"adafactor", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
-            GA_OPTIMIZER_ADAFACTOR}),
-    [](const auto& info) { return info.param.name; });
+const Mix kMixes[] = {
+    {"masters", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32},
+    {"by_chance", GA_BF16, GA_F32, GA_BF16, GA_BF16, GA_ROUND_STOCHASTIC, GA_MASTER_NONE},
+    {"masters_by_chance", GA_BF16, GA_F32, GA_BF16, 0, GA_ROUND_STOCHASTIC, GA_MASTER_F32},
+    {"narrow_accumulators", GA_BF16, GA_BF16, 0, GA_BF16, GA_ROUND_NEAREST, GA_MASTER_F32},
+    {"lamb", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32, GA_OPTIMIZER_LAMB},
+    {"lamb_narrow_accumulators", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+     GA_OPTIMIZER_LAMB},
+    {"lars_narrow_accumulators", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+     GA_OPTIMIZER_LARS},
+    {"adafactor", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32, GA_OPTIMIZER_ADAFACTOR}};
+
+INSTANTIATE_TEST_SUITE_P(All, RanksShardedMix,
+                         testing::Combine(testing::ValuesIn(kMixes), testing::Values(1, 2, 3, 4)),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param).name) + "_" +
+                                  std::to_string(std::get<1>(info.param));
+                         });
 
 // ---- Optimizers that need a whole tensor -----------------------------------------------------------
 
 TEST(RanksSharded, Muon) {
   if (!has_onednn()) GTEST_SKIP() << "no oneDNN in this build";
   const Layout l = Layout::of({{40, 30}, {300, 256}, {7, 7}});
-  Options s;
-  s.optimizer = optimizer(GA_OPTIMIZER_MUON);
-  const Shares shares = make_shares(l, 3, 3);
-  const Block start = parameters(l, 3);
-  const std::vector<Ended> whole = run(l, s, shares, start);
-  s.options.shard = GA_SHARD_OPTIMIZER;
-  expect_alike(whole, run(l, s, shares, start));
+  for (const int32_t ranks : {1, 2, 3, 4}) {
+    SCOPED_TRACE(ranks);
+    Options s;
+    s.optimizer = optimizer(GA_OPTIMIZER_MUON);
+    const Shares shares = make_shares(l, ranks, 3);
+    const Block start = parameters(l, 3);
+    const std::vector<Ended> whole = run(l, s, shares, start);
+    s.options.shard = GA_SHARD_OPTIMIZER;
+    expect_alike(whole, run(l, s, shares, start));
+  }
 }
 
 // Tensors that are missing count as zeros, and an optimizer with norms moves them all the same.
 TEST(RanksSharded, Missing) {
   const Layout l = layout();
-  for (const int32_t accumulator : {GA_F32, GA_BF16}) {
+  constexpr int32_t kCases[][2] = {
+      // accumulator, ranks
+      {GA_F32, 1}, {GA_F32, 2}, {GA_F32, 4}, {GA_BF16, 1}, {GA_BF16, 2}, {GA_BF16, 3}};
+  for (const auto& [accumulator, ranks] : kCases) {
+    SCOPED_TRACE(std::to_string(accumulator) + ", " + std::to_string(ranks) + " ranks");
     std::vector<Block> ended;
     for (const bool shard : {false, true}) {
-      std::vector<Block> blocks(2, parameters(l, 3));
-      on_ranks(2, [&](int32_t r, ga_comm* comm) {
+      std::vector<Block> blocks(static_cast<size_t>(ranks), parameters(l, 3));
+      on_ranks(ranks, [&, accumulator = accumulator](int32_t r, ga_comm* comm) {
         ga_config c = config();
         c.missing = GA_MISSING_ZERO;
         Context ctx(c);
@@ -188,15 +200,20 @@ TEST(RanksSharded, Missing) {
 
 TEST(RanksSharded, Rows) {
   constexpr int64_t kRows = 900, kColumns = 101;  // large enough to be divided
+  constexpr int32_t kCases[][2] = {{GA_ROWS_LAZY, 1},  {GA_ROWS_LAZY, 3},  {GA_ROWS_LAZY, 4},
+                                   {GA_ROWS_DENSE, 1}, {GA_ROWS_DENSE, 2}, {GA_ROWS_DENSE, 3}};
   for (const int32_t kind : {GA_OPTIMIZER_ADAM, GA_OPTIMIZER_ADAGRAD, GA_OPTIMIZER_ROWWISE_ADAGRAD})
-    for (const int32_t rows : {GA_ROWS_LAZY, GA_ROWS_DENSE}) {
-      SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(rows));
+    for (const auto& [rows, ranks] : kCases) {
+      if (rows == GA_ROWS_LAZY && on_device()) continue;  // which exchanges all rows
+      SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(rows) + ", " +
+                   std::to_string(ranks) + " ranks");
       std::vector<std::vector<float>> ended;
       std::vector<std::map<std::string, std::string>> states;
       for (const bool shard : {false, true}) {
-        std::vector<std::vector<float>> tables(3, std::vector<float>(kRows * kColumns, 1));
-        std::vector<std::map<std::string, std::string>> of_ranks(3);
-        on_ranks(3, [&](int32_t r, ga_comm* comm) {
+        const auto n = static_cast<size_t>(ranks);
+        std::vector<std::vector<float>> tables(n, std::vector<float>(kRows * kColumns, 1));
+        std::vector<std::map<std::string, std::string>> of_ranks(n);
+        on_ranks(ranks, [&, rows = rows, ranks = ranks](int32_t r, ga_comm* comm) {
           Context ctx;
           ga_param_options o;
           ASSERT_OK(ga_param_options_init(&o, sizeof o));
@@ -209,14 +226,14 @@ TEST(RanksSharded, Rows) {
           for (int w = 0; w < 4; ++w) {
             Random random(static_cast<uint64_t>(10 * w + r));
             std::vector<int64_t> indices;
-            for (int k = 0; k < 7 * r; ++k) indices.push_back(random.below(kRows));
+            for (int k = 0; k < (7 * r + 5 * w) % 15; ++k) indices.push_back(random.below(kRows));
             std::vector<float> values(indices.size() * kColumns);
             for (float& x : values) x = static_cast<float>(random.signed_unit());
             ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
             ASSERT_OK(ga_accumulate_rows(ctx, 0, indices.data(), GA_I64,
                                          static_cast<int64_t>(indices.size()), values.data()));
             ASSERT_OK(ga_micro_end(ctx));
-            if (w == 2 && r == 1) {
+            if (w == 2 && r == ranks - 1) {
               const std::vector<float> all(kRows * kColumns, 0.5f);
               ctx.accumulate({all.data()});
             }
