@@ -884,5 +884,63 @@ TEST_F(CudaRanks, WhatIsNotSupported) {
   });
 }
 
+// Nor does a lazy parameter come later, alone or in a block. On the CPU it is legal.
+TEST_F(CudaRanks, ALazyParameterThatComesLater) {
+  const auto add = [](Context& ctx, float* data, int32_t rows) {
+    ga_param_options o = options(GA_F32, GA_F32);
+    o.rows = rows;
+    const int64_t shape[] = {4, 3};
+    return ga_param_add(ctx, 0, "e", data, GA_F32, 2, shape, &o, nullptr);
+  };
+  const auto expect_refusals = [&](Context& ctx, float* data) {
+    expect_failure(add(ctx, data, GA_ROWS_LAZY), "\"e\": rows was GA_ROWS_LAZY",
+                   GA_ERROR_UNSUPPORTED);
+    const ga_param_options dense = options(GA_F32, GA_F32);
+    ga_param_options lazy = dense;
+    lazy.rows = GA_ROWS_LAZY;
+    const int64_t shape[] = {2, 3};
+    ga_flat_entry entries[2] = {{sizeof *entries, "a", 0, 2, shape, 0, nullptr},
+                                {sizeof *entries, "b", 0, 2, shape, 6, &lazy}};
+    expect_failure(ga_params_add_flat(ctx, data, GA_F32, entries, 2, &dense, nullptr),
+                   "\"b\": rows was GA_ROWS_LAZY", GA_ERROR_UNSUPPORTED);
+    int32_t count = -1;
+    ASSERT_OK(ga_param_count(ctx, &count));
+    EXPECT_EQ(count, 1);
+  };
+  on_devices(1, [&](int32_t, ga_comm* comm, const Stream& stream) {
+    const Parameters p(3), e(12);
+    const float g[12] = {1, 1, 1};
+    Context ctx(on(config(), stream));
+    ctx.param(ctx.group(plain_sgd()), "p", p.data(), 3);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    expect_refusals(ctx, e.data());
+    ASSERT_OK(add(ctx, e.data(), GA_ROWS_DENSE));
+    ctx.accumulate({g, g});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    EXPECT_EQ(result_of(ctx).steps, 1);
+    EXPECT_EQ(e[0], -1);
+    // Nor without a communicator that it would be too late for.
+    ASSERT_OK(ga_param_remove(ctx, 1));
+    ASSERT_OK(ga_context_set_comm(ctx, nullptr, nullptr));
+    ASSERT_OK(add(ctx, e.data(), GA_ROWS_LAZY));
+    expect_failure(ga_context_set_comm(ctx, comm, nullptr), "GA_ROWS_LAZY", GA_ERROR_UNSUPPORTED);
+  });
+  on_ranks(1, [&](int32_t, ga_comm* comm) {  // by way of the host
+    const Stream stream(0);
+    const Parameters p(3), e(12);
+    Context ctx(on(config(), stream));
+    ctx.param(ctx.group(plain_sgd()), "p", p.data(), 3);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    expect_refusals(ctx, e.data());
+  });
+  on_ranks(1, [&](int32_t, ga_comm* comm) {
+    std::vector<float> p(3), e(12);
+    Context ctx;
+    ctx.param(ctx.group(plain_sgd()), "p", p.data(), 3);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    ASSERT_OK(add(ctx, e.data(), GA_ROWS_LAZY));
+  });
+}
+
 }  // namespace
 }  // namespace ga::test
