@@ -26,7 +26,10 @@ class Contributions : public Settings {
       wrong |= kArgument;
     } else if (weight > 0) {
       if (count > 0 && !gradients) return wrong | kArgument;
-      each(gradients, [&](ga_param id, const void* g) { wrong |= check_gradient(id, g); });
+      each(gradients, [&](ga_param id, const void* g) {
+        if (params_[static_cast<size_t>(id)].ready) wrong |= kState;
+        wrong |= check_gradient(id, g);
+      });
     }
     if (wrong) return wrong;
     const Micro micro = make_micro(weight, options);
@@ -34,6 +37,7 @@ class Contributions : public Settings {
     if (weight > 0)
       each(gradients, [&](ga_param id, const void* g) { list.push_back(whole(id, g, micro)); });
     if (!list.empty() && duplicate_masters()) return kState;
+    forget_delivered();
     micros_.push_back(micro);
     if (deferring()) {
       settle(size() - 1, list);
@@ -57,6 +61,7 @@ class Contributions : public Settings {
       if (micro.last && index + 1 < size()) wrong |= kArgument;
     }
     if (wrong) return wrong;
+    forget_delivered();
     added_ = index < size();
     adopted_.clear();
     if (index == size()) micros_.push_back(micro);
@@ -82,6 +87,7 @@ class Contributions : public Settings {
     const Statuses wrong = check_part(id);
     if (wrong) return wrong;
     const Param& p = params_[static_cast<size_t>(id)];
+    if (p.maximum) return kUnsupported;
     if (p.rows_option == GA_ROWS_NONE || (index_dtype != GA_I32 && index_dtype != GA_I64) ||
         count < 0)
       return kArgument;
@@ -110,6 +116,7 @@ class Contributions : public Settings {
   Statuses acquire(ga_param id, ga_accumulator* wanted, bool* handed) {
     Statuses wrong = check_part(id);
     if (deferring()) wrong |= kUnsupported;
+    if (has_param(id) && params_[static_cast<size_t>(id)].maximum) wrong |= kUnsupported;
     if (wrong) return wrong;
     Param& p = params_[static_cast<size_t>(id)];
     if (!ignored(p)) {
@@ -175,6 +182,21 @@ class Contributions : public Settings {
     return 0;
   }
 
+  // Without other ranks, all that it does is to refuse what comes later in the window.
+  Statuses params_ready(const ga_param* params, size_t count) {
+    if (count > 0 && !params) return kArgument;
+    Statuses wrong = 0;
+    for (size_t k = 0; k < count; ++k) {
+      if (!has_param(params[k]))
+        wrong |= kArgument;
+      else if (params_[static_cast<size_t>(params[k])].acquired)
+        wrong |= kState;
+    }
+    if (wrong) return wrong;
+    for (size_t k = 0; k < count; ++k) params_[static_cast<size_t>(params[k])].ready = true;
+    return 0;
+  }
+
   Statuses prepare() {
     if (duplicate_masters()) return kState;
     for (Param& p : params_) {
@@ -187,11 +209,12 @@ class Contributions : public Settings {
     return 0;
   }
 
-  // Of a parameter with GA_FLAVOR_TORCH. steps: the updates that it has had.
+  // steps: the updates that the parameter has had. An optimizer of the program's has no state.
   Statuses get_step(ga_param id, int64_t& steps) {
     Statuses wrong = if_not_empty();
     if (!has_param(id)) return wrong | kArgument;
     const Param& p = params_[static_cast<size_t>(id)];
+    if (p.external) wrong |= kArgument;
     if (p.frozen && !p.allocated) wrong |= kState;
     if (wrong) return wrong;
     if (duplicate_masters()) return kState;
@@ -225,12 +248,18 @@ class Contributions : public Settings {
     return times(scalar(by), ref::exact(g));
   }
 
+  // Of a maximum: unscaled, but not weighted.
+  Real unscaled(double g, const Micro& m) const {
+    if (!std::isfinite(g)) return {g / m.loss_scale, 0};
+    return times(scalar(1 / m.loss_scale), ref::exact(g));
+  }
+
   void read(Contribution& c, const void* data, int64_t count, const Micro& m) const {
     const Param& p = params_[static_cast<size_t>(c.param)];
     const ref::With arithmetic(p.arithmetic());
     for (int64_t i = 0; i < count; ++i) {
       const double g = load(data, p.dtype, i);
-      c.values.push_back(contribution(g, m));
+      c.values.push_back(p.maximum ? unscaled(g, m) : contribution(g, m));
       c.finite = c.finite && std::isfinite(g);
     }
   }
@@ -298,9 +327,11 @@ class Contributions : public Settings {
       return;
     }
     p.dense = true;
+    if (p.maximum) p.nonfinite = false;  // an infinity may have given way
     for (size_t i = 0; i < c.values.size(); ++i) {
-      p.sum[i] = first ? c.values[i] : plus(p.sum[i], c.values[i]);
-      p.nonfinite = p.nonfinite || std::isnan(p.sum[i].value);
+      Real& a = p.sum[i];
+      a = first ? c.values[i] : p.maximum ? larger(a, c.values[i]) : plus(a, c.values[i]);
+      p.nonfinite = p.nonfinite || !std::isfinite(a.value);
     }
     p.live_gradient = {};
     const bool lives = first && c.data && config_.gradient_life == GA_GRADIENTS_LIVE;

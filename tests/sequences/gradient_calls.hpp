@@ -207,8 +207,11 @@ class GradientCalls : public SettingCalls {
       SAY("%d: ga_accumulator_acquire(%d) with a wrong size", number_of(w), p);
       const ga_status got = ga_accumulator_acquire(w.ctx, p, &out);
       Statuses also = w.model->open() < 0 ? ga::model::kState : 0;
-      if (is_param(w, p) && w.model->params()[static_cast<size_t>(p)].acquired)
-        also |= ga::model::kState;
+      if (is_param(w, p)) {
+        const Param& param = w.model->params()[static_cast<size_t>(p)];
+        if (param.acquired || param.ready) also |= ga::model::kState;
+        if (param.maximum) also |= ga::model::kUnsupported;
+      }
       if (policy_ == GA_NONFINITE_DROP_MICRO) also |= ga::model::kUnsupported;
       check("ga_accumulator_acquire", ga::model::kArgument | also, got);
       return;
@@ -254,6 +257,20 @@ class GradientCalls : public SettingCalls {
     SAY("%d: ga_accumulator_release(%d) of %zu numbers", number_of(w), p, g.size());
     if (check("ga_accumulator_release", want, ga_accumulator_release(w.ctx, p)) && at < n)
       w.held.erase(w.held.begin() + static_cast<std::ptrdiff_t>(at));
+  }
+
+  void ready(World& w) {
+    ga_param list[3];
+    const auto count = static_cast<size_t>(1 + below(2)) - (chance(0.05) ? 1 : 0);
+    std::string described;
+    for (size_t k = 0; k < count; ++k) {
+      list[k] = any_param(w);
+      if (verbose_) described += " " + std::to_string(list[k]);
+    }
+    const ga_param* const given = chance(0.03) ? nullptr : list;
+    const Statuses want = w.model->params_ready(given, count);
+    SAY("%d: ga_params_ready(%zu:%s)", number_of(w), count, given ? described.c_str() : " NULL");
+    check("ga_params_ready", want, ga_params_ready(w.ctx, given, count));
   }
 
   void end(World& w) {

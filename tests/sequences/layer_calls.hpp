@@ -30,6 +30,7 @@ class LayerCalls : public StepCalls {
     for (size_t i = 0; i < w.model->params().size(); ++i) {
       const Param& p = w.model->params()[i];
       if (p.dtype != GA_F32 || p.count > 3 || p.count < 1 || chance(0.2)) continue;
+      if (p.maximum && !chance(0.03)) continue;
       if (chosen[0] < 0) {
         chosen[0] = static_cast<ga_param>(i);
         channels = p.count;

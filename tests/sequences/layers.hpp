@@ -21,9 +21,11 @@ class Layers : public Contributions {
     Statuses wrong = if_not_empty();
     if (channels < 1 || !(options.momentum >= 0 && options.momentum <= 1) || !(options.eps > 0))
       wrong |= kArgument;
-    for (const ga_param id : {gamma, beta})
+    for (const ga_param id : {gamma, beta}) {
       if (id != -1 && (!has_param(id) || params_[static_cast<size_t>(id)].count != channels))
         wrong |= kArgument;
+      if (has_param(id) && params_[static_cast<size_t>(id)].maximum) wrong |= kUnsupported;
+    }
     if (gamma >= 0 && gamma == beta) wrong |= kArgument;
     if (options.mode != GA_BN_MICRO && deferring()) wrong |= kUnsupported;
     if (wrong) return wrong;

@@ -38,18 +38,22 @@ class Model : public Layers {
       const bool moves_all = config_.missing == GA_MISSING_ZERO || ema_;
       if (moves_all && duplicate_masters()) return kState;
       if (moves_all) allocate_all();
-      bool nonfinite = false;
-      for (const Param& p : params_) nonfinite = nonfinite || (p.touched && p.nonfinite);
+      bool nonfinite = false, nonfinite_maximum = false;
+      for (const Param& p : params_) {
+        bool& of_kind = p.maximum ? nonfinite_maximum : nonfinite;
+        of_kind = of_kind || (p.touched && p.nonfinite);
+      }
       if (config_.reduce == GA_REDUCE_MEAN && out_of_weight_range(r.weight)) {
         r.outcome = GA_STEP_SKIPPED_WEIGHT;
         if (r.window_dropped > 0 && scaler_) scaler_->failed();
-      } else if (nonfinite && config_.nonfinite != GA_NONFINITE_IGNORE) {
+      } else if ((nonfinite || nonfinite_maximum) && config_.nonfinite != GA_NONFINITE_IGNORE) {
         if (config_.nonfinite == GA_NONFINITE_FAIL) {
           failed_ = true;
           return kNonfinite;
         }
         r.outcome = GA_STEP_SKIPPED_NONFINITE;
         r.norm = {NAN, 0};
+        if (!nonfinite) measure(reduced(r.weight), r);  // maxima are outside of the norm
         if (scaler_) scaler_->failed();
       } else {
         apply(r, nonfinite);
@@ -63,7 +67,10 @@ class Model : public Layers {
       }
     }
     ++windows_;
-    if (r.outcome != GA_STEP_APPLIED) ++skipped_;
+    if (r.outcome != GA_STEP_APPLIED) {
+      forget_delivered();
+      ++skipped_;
+    }
     dropped_ += r.window_dropped;
     r.windows = windows_;
     r.steps = steps_;
@@ -91,19 +98,32 @@ class Model : public Layers {
 
   void discard() {
     if (failed_ && scaler_) scaler_->failed();
+    forget_delivered();
     clear();
   }
 
+  // A load does not bring the gradients that were delivered.
+  void load_state() { forget_delivered(); }
+
+  // Whether ga_gradient returns Param::wanted.
+  Statuses gradient(ga_param id) const {
+    if (!has_param(id)) return kArgument;
+    const Param& p = params_[static_cast<size_t>(id)];
+    return !p.external ? kArgument : p.delivered ? 0 : kState;
+  }
+
  private:
-  // Whether the step updates the parameter.
+  // Whether the step updates the parameter, or delivers its gradient. The maximum of nothing is not
+  // zero.
   bool is_updated(const Param& p) const {
-    return !p.frozen && (p.touched || config_.missing == GA_MISSING_ZERO);
+    return !p.frozen && (p.touched || (config_.missing == GA_MISSING_ZERO && !p.maximum));
   }
 
   // Whether the sum of the weights is too small or too large to divide by.
   bool out_of_weight_range(double weight) const {
     bool wide = true;
-    for (const Param& p : params_) wide = wide && (!is_updated(p) || p.dtype == GA_F64);
+    for (const Param& p : params_)
+      wide = wide && (!is_updated(p) || p.dtype == GA_F64 || p.maximum);
     return !(weight >= (wide ? 0x1p-400 : 0x1p-126) && weight <= (wide ? 0x1p400 : 0x1p127));
   }
 
@@ -112,37 +132,56 @@ class Model : public Layers {
     return g.clip ? &*g.clip : clip_ ? &*clip_ : nullptr;
   }
 
-  void apply(StepResult& r, bool nonfinite) {
+  // The gradient of each parameter that is updated; of a maximum, none.
+  std::vector<std::vector<Real>> reduced(double weight) const {
     std::vector<std::vector<Real>> g(params_.size());
-    std::vector<Real> everything;
     for (size_t i = 0; i < params_.size(); ++i) {
       const Param& p = params_[i];
-      if (!is_updated(p)) continue;
+      if (!is_updated(p) || p.maximum) continue;
       g[i].assign(static_cast<size_t>(p.count), Real());
       if (!p.touched) continue;
       const ref::With arithmetic(p.arithmetic());
       for (size_t j = 0; j < g[i].size(); ++j)
-        g[i][j] =
-            config_.reduce == GA_REDUCE_MEAN ? times(p.sum[j], scalar(1 / r.weight)) : p.sum[j];
-      everything.insert(everything.end(), g[i].begin(), g[i].end());
+        g[i][j] = config_.reduce == GA_REDUCE_MEAN ? times(p.sum[j], scalar(1 / weight)) : p.sum[j];
     }
+    return g;
+  }
+
+  void measure(const std::vector<std::vector<Real>>& g, StepResult& r) const {
+    std::vector<Real> everything;
+    for (size_t i = 0; i < g.size(); ++i)
+      if (params_[i].touched) everything.insert(everything.end(), g[i].begin(), g[i].end());
     r.norm = ref::norm(everything);
-    r.norm_known = !nonfinite && squares_in_range(everything);
+    r.norm_known = squares_in_range(everything);
+  }
+
+  void apply(StepResult& r, bool nonfinite) {
+    std::vector<std::vector<Real>> g = reduced(r.weight);
+    measure(g, r);
+    r.norm_known = r.norm_known && !nonfinite;
     r.unmeasured = config_.nonfinite == GA_NONFINITE_IGNORE;
     r.out_of_range = clips_by_norm() && !r.norm_known;
     clip_all(g, r);
+    for (Param& p : params_)
+      if (p.external) p.unknown = false;  // what it was about is the gradient of an earlier window
     for (size_t i = 0; i < g.size(); ++i)
       if (params_[i].dtype != GA_F64)
         for (const Real& x : g[i])
           params_[i].unknown = params_[i].unknown || std::abs(x.value) > kLargest;
     if (nonfinite)
-      for (Param& p : params_) p.unknown = p.unknown || p.nonfinite || clips_by_norm();
+      for (Param& p : params_)
+        p.unknown = p.unknown || (!p.maximum && (p.nonfinite || clips_by_norm()));
     r.lr = groups_.empty() ? 0 : lr(0);
     const std::vector<double> rates = rates_now();
     ++steps_;
-    for (size_t i = 0; i < params_.size(); ++i)
-      if (is_updated(params_[i]))
-        update(params_[i], rates[static_cast<size_t>(params_[i].group)], std::move(g[i]));
+    for (size_t i = 0; i < params_.size(); ++i) {
+      Param& p = params_[i];
+      p.delivered = p.external && is_updated(p);
+      if (p.delivered)
+        deliver(p, std::move(g[i]));
+      else if (is_updated(p))
+        update(p, rates[static_cast<size_t>(p.group)], std::move(g[i]));
+    }
     for (Layer& layer : layers_) {
       for (int64_t k = 0; k < size(); ++k)
         if (micro(k).dropped) layer.micros.erase(k);
@@ -159,7 +198,7 @@ class Model : public Layers {
     };
     bool all = std::all_of(reduced.begin(), reduced.end(), good);
     for (const Param& p : params_)
-      if (p.touched) all = all && std::all_of(p.sum.begin(), p.sum.end(), good);
+      if (p.touched && !p.maximum) all = all && std::all_of(p.sum.begin(), p.sum.end(), good);
     return all;
   }
 
@@ -221,6 +260,13 @@ class Model : public Layers {
     }
   }
 
+  // What ga_gradient returns of a parameter of GA_OPTIMIZER_EXTERNAL.
+  void deliver(Param& p, std::vector<Real> g) {
+    p.wanted = p.maximum ? p.sum : std::move(g);
+    if (groups_[static_cast<size_t>(p.group)].optimizer.maximize && !p.maximum)
+      for (Real& x : p.wanted) x = -x;
+  }
+
   void update(Param& p, double rate, std::vector<Real> g) {
     const ref::With arithmetic(p.arithmetic());
     const bool lazy = p.rows_option == GA_ROWS_LAZY && !p.dense;
@@ -249,7 +295,7 @@ class Model : public Layers {
 
   void clear() {
     for (Param& p : params_) {
-      p.touched = p.dense = p.nonfinite = p.acquired = false;
+      p.touched = p.dense = p.nonfinite = p.acquired = p.ready = false;
       p.rows_seen.clear();
       p.live_gradient = {};
     }

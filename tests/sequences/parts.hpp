@@ -98,6 +98,13 @@ inline Real plus(const Real& a, const Real& b) {
   return bounded(sum);
 }
 
+// The larger of two contributions to a maximum. NaN stays; infinities are ordinary numbers.
+inline Real larger(const Real& a, const Real& b) {
+  if (std::isnan(a.value) || std::isnan(b.value)) return {NAN, 0};
+  if (std::isfinite(a.value) && std::isfinite(b.value)) return ref::max(a, b);
+  return a.value > b.value ? a : b;
+}
+
 inline Real times(const Real& a, const Real& b) {
   if (std::isnan(a.value) || std::isnan(b.value)) return {NAN, 0};
   Real product = a * b;
@@ -133,6 +140,8 @@ struct Param {
   int32_t dtype = GA_F32;
   int64_t count = 0, rows = 1, columns = 1, offset = 0;
   int32_t rows_option = GA_ROWS_NONE;
+  bool maximum = false;   // GA_REDUCE_MAX
+  bool external = false;  // its group has GA_OPTIMIZER_EXTERNAL
   bool has_master = false;
   bool frozen = false;
   bool removed = false;  // then it is frozen, too, and nothing is allocated
@@ -148,13 +157,14 @@ struct Param {
 
   // The open window.
   std::vector<Real> sum;
-  bool touched = false, dense = false, nonfinite = false, acquired = false;
+  bool touched = false, dense = false, nonfinite = false, acquired = false, ready = false;
   std::set<int64_t> rows_seen;
   Range live_gradient;  // GA_GRADIENTS_LIVE: the memory of the first gradient
 
   // The result of the last step.
   bool moved = false;
-  std::vector<Real> wanted;
+  bool delivered = false;    // ga_gradient returns `wanted`
+  std::vector<Real> wanted;  // the parameter, or its gradient if it is external
   std::vector<bool> written;
 
   Range range() const { return {data, count * size_of(dtype)}; }

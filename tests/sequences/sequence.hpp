@@ -68,6 +68,7 @@ class Sequence : public LayerCalls {
         {empty ? 3 : rare, &Sequence::save_and_load},
         {empty ? 2 : rare, &Sequence::ema_swap},
         {open ? 5 : rare, &Sequence::abort},
+        {open ? 3 : rare, &Sequence::ready},
         {rare, &Sequence::prepare},
         {2, &Sequence::set_scale},
         {2, &Sequence::set_optimizer},
@@ -83,6 +84,7 @@ class Sequence : public LayerCalls {
         {rare, &Sequence::add_group},
         {empty ? 2 : rare, &Sequence::add_params},
         {rare, &Sequence::ask_result},
+        {2, &Sequence::ask_gradient},
         {rare, &Sequence::refused},
     };
     int total = 0;

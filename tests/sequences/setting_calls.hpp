@@ -56,7 +56,6 @@ class SettingCalls : public Program {
     info.struct_size = 8;
     double number_out;
     int64_t steps;
-    const void* data;
     const auto kind = below(12);
     SAY("%d: a wrong call, number %d", number_of(w), static_cast<int>(kind));
     const auto call = [&] {
@@ -80,7 +79,7 @@ class SettingCalls : public Program {
         case 8:
           return ga_group_lr(w.ctx, 0, nullptr);
         case 9:
-          return ga_gradient(w.ctx, 0, &data, nullptr, nullptr);  // not of GA_OPTIMIZER_EXTERNAL
+          return ga_gradient(w.ctx, 0, nullptr, nullptr, nullptr);
         case 10:
           return ga_bn_running(w.ctx, 99, nullptr, nullptr, GA_F64, &steps);
         default:
@@ -103,7 +102,9 @@ class SettingCalls : public Program {
   }
 
   void add_group(World& w) {
-    ga_optimizer o = ga::test::optimizer(chance(0.4) ? GA_OPTIMIZER_ADAMW : GA_OPTIMIZER_SGD);
+    ga_optimizer o = ga::test::optimizer(chance(0.2)   ? GA_OPTIMIZER_EXTERNAL
+                                         : chance(0.5) ? GA_OPTIMIZER_ADAMW
+                                                       : GA_OPTIMIZER_SGD);
     o.lr = pick({1, 0.5, 0.125, 0.01});
     if (o.kind == GA_OPTIMIZER_SGD) {
       o.momentum = pick({0, 0, 0.5, 0.9});
@@ -126,6 +127,12 @@ class SettingCalls : public Program {
     SAY("%d: ga_group_add(kind %d, lr %g, momentum %g, decay %g)", number_of(w), given.kind,
         given.lr, given.momentum, given.weight_decay);
     check("ga_group_add", want, ga_group_add(w.ctx, &given, nullptr));
+  }
+
+  static bool is_external(const World& w, ga_group g) {
+    const auto& groups = w.model->groups();
+    return g >= 0 && static_cast<size_t>(g) < groups.size() &&
+           groups[static_cast<size_t>(g)].optimizer.kind == GA_OPTIMIZER_EXTERNAL;
   }
 
   // Returns memory for a parameter: new memory, or that of a parameter of the other context.
@@ -161,8 +168,10 @@ class SettingCalls : public Program {
     ga_flat_entry entries[2];
     int64_t offset = 0;
     const bool rows = chance(0.3);
+    bool external = true;
     for (size_t i = 0; i < count; ++i) {
       const auto g = id<ga_group>(w.model->groups().size());
+      external = external && is_external(w, g);
       shapes[i][0] = pick<int64_t>({1, 2, 3, 2, 4});
       shapes[i][1] = pick<int64_t>({1, 2, 3});
       const int32_t rank = rows || chance(0.3) ? 2 : 1;
@@ -180,6 +189,7 @@ class SettingCalls : public Program {
       }
       options.rows = lazy && chance(0.6) ? GA_ROWS_LAZY : GA_ROWS_DENSE;
     }
+    if (chance(external && !rows ? 0.7 : 0.02)) options.reduce = GA_REDUCE_MAX;
     if (dtype == GA_BF16 && chance(0.25)) options.master = GA_MASTER_NONE;
     void* data = place(w, dtype, offset * size_of(dtype));
     if (!data) return;
@@ -191,10 +201,9 @@ class SettingCalls : public Program {
     }
     Statuses want = w.model->add_params(data, dtype, entries, count, options);
     SAY("%d: ga_params_add_flat(%zu, first \"%s\" group %d dtype %d rows %d of %lld, rows option "
-        "%d, "
-        "master %d)",
+        "%d, master %d, reduce %d)",
         number_of(w), count, entries[0].name, entries[0].group, dtype, entries[0].rank,
-        static_cast<long long>(shapes[0][0]), options.rows, options.master);
+        static_cast<long long>(shapes[0][0]), options.rows, options.master, options.reduce);
     const ga_status got =
         count == 1 && chance(0.5)
             ? ga_param_add(w.ctx, entries[0].group, entries[0].name, data, dtype, entries[0].rank,
@@ -330,6 +339,8 @@ class SettingCalls : public Program {
       o.beta1 = pick({0.9, 0.85, 0.5});
       o.beta2 = pick({0.999, 0.9});
       if (chance(0.1)) o.kind = GA_OPTIMIZER_ADAM;
+    } else if (o.kind == GA_OPTIMIZER_EXTERNAL) {
+      if (chance(0.1)) o.kind = GA_OPTIMIZER_SGD;
     } else {
       if (o.momentum > 0) o.momentum = pick({0.9, 0.5, 0.25});
       if (chance(0.1)) o.momentum = o.momentum > 0 ? 0 : 0.5;

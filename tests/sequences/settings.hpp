@@ -115,7 +115,11 @@ class Settings {
       p.offset = e.offset;
       p.data = data ? static_cast<char*>(data) + e.offset * size_of(dtype) : nullptr;
       p.rows_option = options.rows;
-      p.has_master = dtype == GA_BF16 && options.master == GA_MASTER_F32;
+      p.maximum = options.reduce == GA_REDUCE_MAX;
+      p.external = has_group(e.group) &&
+                   groups_[static_cast<size_t>(e.group)].optimizer.kind == GA_OPTIMIZER_EXTERNAL;
+      if (p.maximum && (!p.external || p.rows_option != GA_ROWS_NONE)) wrong |= kUnsupported;
+      p.has_master = dtype == GA_BF16 && options.master == GA_MASTER_F32 && !p.external;
       p.elements.resize(static_cast<size_t>(p.count));
       if (p.count > 0) wrong |= check_param_data(p, p.data, -1);
       for (const Param& other : added)
@@ -322,6 +326,10 @@ class Settings {
   const Micro& open_micro() const { return micros_[static_cast<size_t>(open_)]; }
   // Whether contributions to the parameter are not read.
   bool ignored(const Param& p) const { return p.frozen || open_micro().weight == 0; }
+  // ga_gradient returns nothing any more.
+  void forget_delivered() {
+    for (Param& p : params_) p.delivered = false;
+  }
   // Whether another gradient may not overlap the first one.
   bool has_live_gradient(const Param& p) const { return !deferring() && !p.live_gradient.empty(); }
 
@@ -359,7 +367,8 @@ class Settings {
   Statuses check_part(ga_param id) const {
     Statuses wrong = open_ < 0 ? kState : 0;
     if (!has_param(id)) return wrong | kArgument;
-    if (params_[static_cast<size_t>(id)].acquired) wrong |= kState;
+    const Param& p = params_[static_cast<size_t>(id)];
+    if (p.acquired || p.ready) wrong |= kState;
     return wrong;
   }
 
