@@ -512,6 +512,39 @@ TEST(Ranks, TheNoiseScaleIsThatOfOneContext) {
   }
 }
 
+// A window of which one rank has no estimate, because a parameter got two gradients in one micro-batch there,
+// brings none to any rank.
+TEST(Ranks, AWindowThatOneRankHasNoNoiseScaleOf) {
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    ga_config c = config();
+    c.noise_scale = 1;
+    std::vector<float> p(40);
+    Context ctx(c);
+    ctx.param(ctx.group(plain_sgd()), "p", p.data(), 40);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    double trace = NAN;
+    for (const bool twice : {true, false, true}) {
+      const std::vector<float> g(40, static_cast<float>(r + (twice ? 3 : 1)));
+      ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
+      ASSERT_OK(ga_accumulate_part(ctx, 0, g.data()));
+      if (twice && r == 1) {
+        ASSERT_OK(ga_accumulate_part(ctx, 0, g.data()));
+      }
+      ASSERT_OK(ga_micro_end(ctx));
+      const ga_step_result result = step(ctx);
+      EXPECT_EQ(result.outcome, GA_STEP_APPLIED);
+      if (!twice) {
+        EXPECT_TRUE(std::isfinite(result.noise_trace));
+        trace = result.noise_trace;
+      } else if (std::isnan(trace)) {
+        EXPECT_TRUE(std::isnan(result.noise_trace));
+      } else {
+        EXPECT_EQ(result.noise_trace, trace);
+      }
+    }
+  });
+}
+
 TEST(Ranks, Muon) {
   if (!has_onednn()) GTEST_SKIP() << "no oneDNN in this build";
   const Layout l = Layout::of({{40, 30}, {16, 50}, {7, 7}});
@@ -1020,6 +1053,8 @@ TEST(Ranks, BadConfigurations) {
   c.ranks = 2;
   c.rank = 2;
   expect("rank was 2, but ranks is 2");
+  c.rank = -1;
+  expect("rank was -1, but ranks is 2");
   c.rank = 1;
   expect("id was NULL");
   unsigned char id[GA_COMM_ID_SIZE];
@@ -1046,6 +1081,14 @@ TEST(Ranks, BadConfigurations) {
   table.struct_size = sizeof table;
   c.table = &table;
   expect("ga_comm_table.all_to_all was NULL");
+  const OneRank one;
+  c.table = &one.table();
+  for (const int32_t rank : {-1, 1}) {
+    c.rank = rank;
+    expect("but ranks is 1");
+  }
+  c.rank = c.ranks = 0;
+  expect("ranks was 0");
 }
 
 TEST(Ranks, OneCommunicatorForOneContext) {

@@ -370,6 +370,39 @@ TEST_F(CudaRanks, ReadyGradientsTravelAtOnce) {
   EXPECT_TRUE(same_bits(ended[0], ended[2]));
 }
 
+// Gradients of some rows do not travel before ga_step has made them gradients of all rows, ready or not.
+TEST_F(CudaRanks, RowsThatAreReadyWaitForTheStep) {
+  for (const int64_t rows : {4, 50000})  // packed, and as they lie
+    on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+      const auto count = static_cast<size_t>(3 * rows);
+      const Parameters p(count);
+      const std::vector<float> g(count, 1);
+      Context ctx(on(config(), stream));
+      ga_param_options o = options();
+      o.rows = GA_ROWS_DENSE;
+      const ga_param id = ctx.param(ctx.group(plain_sgd()), "p", p.data(), ref::Shape{rows, 3}, &o);
+      ga_comm_options overlapped = comm_options();
+      overlapped.overlap = 1;
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &overlapped));
+      for (const bool whole : {true, false}) {
+        ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
+        if (whole) {
+          ASSERT_OK(ga_accumulate_part(ctx, id, g.data()));
+        } else {
+          const int32_t row = r;
+          ASSERT_OK(ga_accumulate_rows(ctx, id, &row, GA_I32, 1, g.data()));
+        }
+        ASSERT_OK(ga_params_ready(ctx, &id, 1));
+        ASSERT_OK(ga_micro_end(ctx));
+        ASSERT_OK(ga_step(ctx, nullptr));
+        EXPECT_EQ(result_of(ctx).outcome, GA_STEP_APPLIED);
+      }
+      Block want(count, -1);
+      std::fill(want.begin(), want.begin() + 6, -1.5f);
+      EXPECT_EQ(p.get(), want);
+    });
+}
+
 // What a graph cannot hold is refused before anything has changed.
 TEST_F(CudaRanks, WhatAGraphCannotHold) {
   on_devices(2, [&](int32_t, ga_comm* comm, const Stream& stream) {

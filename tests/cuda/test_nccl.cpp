@@ -659,6 +659,23 @@ TEST_P(NcclModule, AbortEndsTheProgramsCommunicator) {
 
 // ---- By the public API -----------------------------------------------------------------------------
 
+// Before NCCL is asked, which would wait for ranks that never come.
+TEST(NcclConfigurations, BadOnesAreRefused) {
+  const Id id;
+  const auto expect = [&](ga_comm_config c, const char* words) {
+    ga_comm* comm = nullptr;
+    EXPECT_EQ(ga_comm_create(&c, &comm), GA_ERROR_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(ga_last_error()).find(words), std::string::npos) << ga_last_error();
+    EXPECT_EQ(comm, nullptr);
+  };
+  expect(nccl_config(id, 0, 0), "ranks was 0");
+  expect(nccl_config(id, -1, 2), "rank was -1, but ranks is 2");
+  expect(nccl_config(id, 2, 2), "rank was 2, but ranks is 2");
+  ga_comm_config none = nccl_config(id, 0, 1);
+  none.id = nullptr;
+  expect(none, "id was NULL");
+}
+
 TEST_P(NcclModule, CommunicatorsOfTheApi) {
   unsigned char id[GA_COMM_ID_SIZE];
   ASSERT_OK(ga_comm_unique_id(GA_COMM_NCCL, id, sizeof id));
