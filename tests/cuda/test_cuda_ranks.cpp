@@ -483,6 +483,50 @@ TEST_F(CudaRanks, WhereOneDiscardsNothingIsUpdated) {
           5);
 }
 
+// The result of such a window has nothing of what the ranks had brought, and a micro-batch that one of them had
+// dropped moves no loss scale and is not counted.
+TEST_F(CudaRanks, ADiscardedWindowHasNoMicroBatches) {
+  on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+    ga_config c = config();
+    c.nonfinite = GA_NONFINITE_DROP_MICRO;
+    const Parameters p(3);
+    Context ctx(on(c, stream));
+    ctx.param(ctx.group(plain_sgd()), "p", p.data(), 3);
+    ga_loss_scaler scaler;
+    ASSERT_OK(ga_loss_scaler_init(&scaler, sizeof scaler));
+    scaler.initial_scale = 8;
+    scaler.growth_interval = 1;
+    ASSERT_OK(ga_context_set_loss_scaler(ctx, &scaler));
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    const std::vector<float> bad(3, NAN), good(3, 8);
+    ctx.accumulate({bad.data()});
+    ctx.accumulate({good.data()});
+    ASSERT_OK(r == 1 ? ga_discard(ctx) : ga_step(ctx, nullptr));
+    const ga_step_result discarded = result_of(ctx);
+    EXPECT_EQ(discarded.outcome, GA_STEP_SKIPPED_DISCARD);
+    EXPECT_EQ(discarded.micro_batches, 0);
+    EXPECT_EQ(discarded.weight, 0);
+    EXPECT_EQ(discarded.window_dropped, 0);
+    EXPECT_EQ(discarded.dropped_micros, 0u);
+    EXPECT_EQ(discarded.dropped, 0);
+    EXPECT_EQ(discarded.skipped, 1);
+    double scale = 0;
+    ASSERT_OK(ga_loss_scale(ctx, &scale, nullptr));
+    EXPECT_EQ(scale, 8);
+    ctx.accumulate({good.data()});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    const ga_step_result applied = result_of(ctx);
+    EXPECT_EQ(applied.outcome, GA_STEP_APPLIED);
+    EXPECT_EQ(applied.micro_batches, 2);
+    EXPECT_EQ(applied.weight, 2);
+    EXPECT_EQ(applied.dropped_micros, 0u);
+    EXPECT_EQ(applied.dropped, 0);
+    EXPECT_EQ(p[0], -1);
+    ASSERT_OK(ga_loss_scale(ctx, &scale, nullptr));
+    EXPECT_EQ(scale, 16);
+  });
+}
+
 // A window that ga_step has refused is discarded by all, and moves the loss scale of all.
 TEST_F(CudaRanks, ARefusedWindowIsDiscarded) {
   on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
