@@ -537,7 +537,7 @@ bool Exchange::begin_step(WindowTotals& totals) {
   own.sums.weighted = static_cast<double>(checked ? c.weighted : totals.weighted);
   own.sums.dropped = static_cast<double>(c.window_dropped);
   own.sums.failed = c.failed;
-  own.sums.unestimated = totals.weighted > 0 && !totals.noise_wanted;
+  own.sums.unestimated = !totals.noise_wanted;
   micro_batches_ = totals.micro_batches;
   std::vector<uint64_t> payload(words_for_bits(n));  // which parameters have a gradient
   for (size_t i = 0; i < n; ++i) {

@@ -513,36 +513,42 @@ TEST(Ranks, TheNoiseScaleIsThatOfOneContext) {
 }
 
 // A window of which one rank has no estimate, because a parameter got two gradients in one micro-batch there,
-// brings none to any rank.
+// brings none to any rank, also where that micro-batch is dropped.
 TEST(Ranks, AWindowThatOneRankHasNoNoiseScaleOf) {
-  on_ranks(2, [&](int32_t r, ga_comm* comm) {
-    ga_config c = config();
-    c.noise_scale = 1;
-    std::vector<float> p(40);
-    Context ctx(c);
-    ctx.param(ctx.group(plain_sgd()), "p", p.data(), 40);
-    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
-    double trace = NAN;
-    for (const bool twice : {true, false, true}) {
-      const std::vector<float> g(40, static_cast<float>(r + (twice ? 3 : 1)));
-      ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
-      ASSERT_OK(ga_accumulate_part(ctx, 0, g.data()));
-      if (twice && r == 1) {
-        ASSERT_OK(ga_accumulate_part(ctx, 0, g.data()));
+  for (const bool dropped : {false, true})
+    on_ranks(2, [&](int32_t r, ga_comm* comm) {
+      ga_config c = config();
+      c.noise_scale = 1;
+      if (dropped) c.nonfinite = GA_NONFINITE_DROP_MICRO;
+      std::vector<float> p(40);
+      Context ctx(c);
+      ctx.param(ctx.group(plain_sgd()), "p", p.data(), 40);
+      ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+      const std::vector<float> bad(40, NAN);
+      double trace = NAN;
+      for (const bool twice : {true, false, true}) {
+        for (int k = 0; k < 2 - r; ++k) {
+          const std::vector<float> g(40, static_cast<float>(r + k + (twice ? 3 : 1)));
+          ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
+          ASSERT_OK(ga_accumulate_part(ctx, 0, g.data()));
+          if (twice && r == 1) {
+            ASSERT_OK(ga_accumulate_part(ctx, 0, dropped ? bad.data() : g.data()));
+          }
+          ASSERT_OK(ga_micro_end(ctx));
+        }
+        const ga_step_result result = step(ctx);
+        EXPECT_EQ(result.outcome, GA_STEP_APPLIED);
+        EXPECT_EQ(result.weight, twice && dropped ? 2 : 3);
+        if (!twice) {
+          EXPECT_TRUE(std::isfinite(result.noise_trace));
+          trace = result.noise_trace;
+        } else if (std::isnan(trace)) {
+          EXPECT_TRUE(std::isnan(result.noise_trace));
+        } else {
+          EXPECT_EQ(result.noise_trace, trace);
+        }
       }
-      ASSERT_OK(ga_micro_end(ctx));
-      const ga_step_result result = step(ctx);
-      EXPECT_EQ(result.outcome, GA_STEP_APPLIED);
-      if (!twice) {
-        EXPECT_TRUE(std::isfinite(result.noise_trace));
-        trace = result.noise_trace;
-      } else if (std::isnan(trace)) {
-        EXPECT_TRUE(std::isnan(result.noise_trace));
-      } else {
-        EXPECT_EQ(result.noise_trace, trace);
-      }
-    }
-  });
+    });
 }
 
 TEST(Ranks, Muon) {

@@ -18,7 +18,6 @@ GA_DEVICE void sum_rank(Crew& crew, const ScalarTables& t, const WindowTotals& w
   crew.once([&] {
     RankRecord& record = *reinterpret_cast<RankRecord*>(out);
     record.sums = brought_by(t, w);
-    record.sums.unestimated = w.weighted > 0 && !w.noise_wanted;
     record.sums.discarded = w.discards;
     record.settings = t.settings->checksum;
   });
