@@ -192,6 +192,7 @@ class StepCalls : public GradientCalls {
     if (check("ga_load_from_memory", empty ? 0 : ga::model::kState,
               ga_load_from_memory(w.ctx, bytes.data(), size, nullptr)))
       w.model->load_state();
+    ask_gradient(w);
   }
 
   void ask_result(World& w) {
