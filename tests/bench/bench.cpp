@@ -680,6 +680,10 @@ void measure(const Options& options) {
     report.heading("Batch normalisation");
     batch_norm_figures(options, report);
   }
+  if (options.only.count("PEERS") != 0) {
+    report.heading("Peers: their time / the library's");
+    peer_figures(options, report, places[1]);
+  }
   report.heading("Offsets within a page, bits, overhead, matrix products");
   if (options.only.empty() ? !options.quick : options.wants("offsets"))
     offset_figures(options, report);

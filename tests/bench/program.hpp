@@ -44,6 +44,8 @@ inline Block make_block(int64_t n, int number, int threads) {
   return block;
 }
 
+constexpr double kLr = 1e-5, kMaxNorm = 1e-3;
+
 struct Setting {
   int threads = 1;
   int32_t life = GA_GRADIENTS_CONSUMED;
@@ -55,9 +57,11 @@ struct Setting {
   int32_t state_dtype = 0;
   int32_t noise_scale = 0;
   int32_t rows = GA_ROWS_NONE;
+  int32_t reduce = GA_REDUCE_MEAN;
 };
 
-// A context over the parameters in a block, with clipping by the global norm.
+// A context over the parameters in a block, with clipping by the global norm unless the setting says
+// otherwise.
 class Context {
  public:
   Context(const Layout& layout, void* parameters, const Setting& setting) {
@@ -66,12 +70,13 @@ class Context {
     config.num_threads = setting.threads;
     config.gradient_life = setting.life;
     config.noise_scale = setting.noise_scale;
+    config.reduce = setting.reduce;
     ga_context* made = nullptr;
     check(ga_context_create(&config, &made));
     ctx_.reset(made);
     ga_optimizer optimizer;
     check(ga_optimizer_init(&optimizer, sizeof optimizer, setting.optimizer, GA_FLAVOR_TORCH));
-    optimizer.lr = 1e-5;
+    optimizer.lr = kLr;
     optimizer.state_dtype = setting.state_dtype;
     optimizer.max_grad_norm = 0;
     ga_group group = 0;
@@ -80,7 +85,7 @@ class Context {
     check(ga_clip_init(&clip, sizeof clip));
     clip.scope = setting.scope;
     clip.agc_units = setting.units;
-    clip.max_norm = 1e-3;
+    clip.max_norm = kMaxNorm;
     check(ga_context_set_clip(made, &clip));
     ga_param_options options{};
     options.struct_size = sizeof options;
@@ -141,6 +146,8 @@ void variant_figures(const Options& options, Report& report, const Place& place)
 void state_figures(const Options& options, Report& report, const Place& place);
 // B1-B3.
 void batch_norm_figures(const Options& options, Report& report);
+// PEERS; `cached` is the place inside L2.
+void peer_figures(const Options& options, Report& report, const Place& cached);
 
 }  // namespace bench
 
