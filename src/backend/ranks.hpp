@@ -33,8 +33,7 @@ GA_DEVICE void sum_rank(Crew& crew, const ScalarTables& t, const WindowTotals& w
     of_params[2 * i] = brought;
     of_params[2 * i + 1] = noise;
     // As FinishTask reads what a mean of this rank's micro-batches comes to as a sum.
-    const bool mean =
-        t.settings->deferring && t.settings->running_mean && !t.param_inputs[i].maximum;
+    const bool mean = t.settings->deferring && t.settings->running_mean;
     t.plans[i].gradient = {mean ? t.param_states[i].held_weight : 1, HUGE_VAL, 1};
   });
   Moments* of_channels = reinterpret_cast<Moments*>(of_params + 2 * t.params);
