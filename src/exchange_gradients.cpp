@@ -295,7 +295,8 @@ void Exchange::add_blocks(const Slice& slice) {
     AccumulateTask task = {};
     task.target = target;
     task.count = s.count;
-    task.param = s.param;
+    // Launches that parameters share have tables, which the second stream has to leave alone.
+    task.param = on_device() ? -1 : s.param;
     tasks_.push_back(task);
     starts_.push_back(start);
   };

@@ -178,7 +178,8 @@ struct AccumulateTask {
   double keep;            // 0: target is not read; or kMaximum
   double noise;           // Partial::noise [+]= noise * sum of squares of the contribution
   const MicroPlan* plan;  // replaces keep, noise and the first source's scale unless NULL
-  ga_param param;  // -1: the task shares no launch, because its scale is another than that of most
+  ga_param param;  // -1: the task shares no launch, since its scale is another than that of most,
+                   // or since it may run on a second stream
   // The number of the window. Unless NULL, target is rounded stochastically with the key
   // random_key(seed, kAccumulate, *counter, contribution, param).
   const int64_t* counter;
