@@ -170,6 +170,7 @@ class Exchange {
     return options_.adder == GA_COMM_ADDER_TRANSPORT && !maximum;
   }
   bool adds_there(const Slice& slice) const { return adds_there(slice.op == GA_COMM_MAX); }
+  bool stays(ga_param id) const;
   Range summed_range(ga_param id) const;
   int32_t wire_of(const Param& p) const;
   Array summed(ga_param id) const;
@@ -224,7 +225,7 @@ class Exchange {
 
   Context& context_;
   const std::shared_ptr<Comm> comm_;
-  const ga_comm_options options_;
+  ga_comm_options options_;
   int64_t calls_ = 0;
   bool settings_known_ = false, tensors_known_ = false;
   uint64_t settings_ = 0, tensors_ = 0;

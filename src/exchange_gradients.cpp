@@ -25,11 +25,17 @@ int32_t added_in(int32_t wire) { return wire == GA_F64 ? GA_F64 : GA_F32; }
 
 // ---- Slices -------------------------------------------------------------------------------------
 
+// Whether the sum of a gradient stays where it is added, since nobody else updates the parameter.
+bool Exchange::stays(ga_param id) const {
+  const auto i = static_cast<size_t>(id);
+  return shards() && (keepers_[i] == Keeper::kPieces ||
+                      (keepers_[i] == Keeper::kOwner && divisions_[i].piece == 0));
+}
+
 // What this rank has of the sum of a gradient in the end.
 Range Exchange::summed_range(ga_param id) const {
   const Param& p = context_.params_[id];
-  return shards() && keepers_[static_cast<size_t>(id)] == Keeper::kPieces ? p.share
-                                                                          : Range{0, p.count};
+  return stays(id) ? p.share : Range{0, p.count};
 }
 
 // The dtype in which a gradient travels to where it is added.
@@ -108,13 +114,11 @@ void Exchange::make_slices(const std::function<bool(ga_param)>& which) {
   const auto add = [&](int32_t wire, bool gathered, int32_t op) {
     slices_.add(divisions_, counts_, wire, gathered, op, [&](ga_param id) {
       const Param& p = context_.params_[id];
-      const auto i = static_cast<size_t>(id);
-      const bool pieces = shards() && keepers_[i] == Keeper::kPieces;
-      if (p.count == 0 || wire_of(p) != wire || gathered == pieces ||
+      if (p.count == 0 || wire_of(p) != wire || gathered == stays(id) ||
           p.maximum != (op == GA_COMM_MAX) || !which(id))
         return Travel::kNot;
       const bool as_it_lies = wire == p.accumulator_dtype && !p.pair && !(running && !p.maximum);
-      if (!as_it_lies || (adds_there(p.maximum) && pieces)) return Travel::kPacked;
+      if (!as_it_lies || (adds_there(p.maximum) && stays(id))) return Travel::kPacked;
       return adds_there(p.maximum) ? Travel::kAsAWhole : Travel::kInPlace;
     });
   };

@@ -28,7 +28,8 @@ int64_t Exchange::piece_of(size_t i) const {
 }
 
 // Divides the parameters that are not divided yet: large ones among all ranks, small ones as a whole, to
-// whoever has least so far. The same on every rank, since all have added the same parameters.
+// whoever has least so far; likewise those whose state is whole on a rank, but for such a large one that
+// others would wait for its owner. The same on every rank, since all have added the same parameters.
 void Exchange::divide() {
   ParamList& params = context_.params_;
   const size_t known = divisions_.size();
@@ -45,6 +46,9 @@ void Exchange::divide() {
   if (known == 0)
     std::stable_sort(fresh.begin(), fresh.end(),
                      [&](size_t a, size_t b) { return params[a].count > params[b].count; });
+  int64_t owned = 0;  // elements of parameters whose state is whole on a rank
+  for (const size_t i : fresh)
+    if (params.keeper(i) == Keeper::kOwner) owned += params[i].count;
   divisions_.resize(params.size());
   counts_.resize(params.size());
   keepers_.resize(params.size());
@@ -54,7 +58,8 @@ void Exchange::divide() {
     Division& d = divisions_[i];
     counts_[i] = p.count;
     const Keeper keeper = keepers_[i] = params.keeper(i);
-    if (p.count * dtype_info(p.real()).size >= kDividedBytes) d.piece = piece_of(i);
+    const bool whole = keeper == Keeper::kOwner && p.count <= owned / (2 * comm_->ranks());
+    if (!whole && p.count * dtype_info(p.real()).size >= kDividedBytes) d.piece = piece_of(i);
     std::vector<int64_t>& load = d.piece == 0 ? small : kept;
     const auto least = std::min_element(load.begin(), load.end());
     d.owner = static_cast<int32_t>(least - load.begin());

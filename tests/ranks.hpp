@@ -89,10 +89,12 @@ class OneRank {
   int32_t move(const void* send, void* recv, int64_t count, int32_t dtype) {
     thread = std::this_thread::get_id();
     if (calls++ == fail_at) return 42;
-    const int64_t size = dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 ? 4 : 2;
-    bytes += count * size;
-    if (send != recv) memcpy(recv, send, static_cast<size_t>(count * size));
+    bytes += count * size_of(dtype);
+    if (send != recv) memcpy(recv, send, static_cast<size_t>(count * size_of(dtype)));
     return 0;
+  }
+  static int64_t size_of(ga_dtype dtype) {
+    return dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 ? 4 : 2;
   }
   static OneRank& of(void* user) { return *static_cast<OneRank*>(user); }
 
@@ -106,7 +108,10 @@ class OneRank {
                       ga_dtype dtype, void*) { return of(user).move(send, recv, count, dtype); };
     t.all_gather = [](void* user, const void* send, void* recv, int64_t, int64_t count,
                       ga_dtype dtype, void*) { return of(user).move(send, recv, count, dtype); };
-    t.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t, void*) { return 0; };
+    t.broadcast = [](void* user, void*, int64_t count, ga_dtype dtype, int32_t, void*) {
+      of(user).bytes += count * size_of(dtype);
+      return 0;
+    };
     t.error_text = [](void*, int32_t code) { return code == 42 ? "the cable is out" : "?"; };
     if (adder == kMoves) return t;
     t.all_reduce = [](void* user, void* data, int64_t count, ga_dtype dtype, ga_comm_op, void*) {

@@ -159,6 +159,25 @@ TEST(RanksSharded, Muon) {
   }
 }
 
+// Many large tensors, each of which travels to its owner alone, and one that is too large for that.
+TEST(RanksSharded, TensorsWithOwners) {
+  std::vector<ref::Shape> shapes(12, ref::Shape{260, 260});
+  shapes.push_back({600, 400});
+  const Layout l = Layout::of(shapes);
+  const Shares shares = make_shares(l, 3, 3);
+  const Block start = parameters(l, 3);
+  for (const int32_t kind : {GA_OPTIMIZER_ADAFACTOR, GA_OPTIMIZER_MUON, GA_OPTIMIZER_LAMB})
+    for (const int32_t accumulation : {GA_ACCUMULATE_PLAIN, GA_ACCUMULATE_RUNNING_MEAN}) {
+      SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(accumulation));
+      if (kind == GA_OPTIMIZER_MUON && !has_onednn()) continue;
+      Options s;
+      s.config.accumulation = accumulation;
+      s.optimizer = optimizer(kind);
+      s.clip = clip(GA_CLIP_GLOBAL, 0.5);
+      expect_the_bits(run(l, s, shares, start), l, s, shares, start);
+    }
+}
+
 // Tensors that are missing count as zeros, and an optimizer with norms moves them all the same.
 TEST(RanksSharded, Missing) {
   const Layout l = layout();
@@ -310,6 +329,31 @@ TEST(RanksSharded, EachRankHasItsPartOfTheState) {
                   0.01 * static_cast<double>(elements * bytes));
     }
     for (const ga_memory& m : of_ranks) EXPECT_GE(m.accumulators, 4 * elements);
+  }
+}
+
+// Gradients travel to where state is, and parameters back: no more than gradients and their sums do.
+TEST(RanksSharded, BytesOfTensorsWithOwners) {
+  constexpr size_t kTensors = 8;
+  constexpr int64_t kCount = 300 * 300;
+  for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_ADAFACTOR,
+                             GA_OPTIMIZER_ROWWISE_ADAGRAD, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_MUON}) {
+    if (kind == GA_OPTIMIZER_MUON && !has_onednn()) continue;
+    OneRank comm;
+    Context ctx;
+    std::vector<float> p(kTensors * kCount, 1), g(kCount, 1);
+    const ga_group group = ctx.group(optimizer(kind));
+    for (size_t i = 0; i < kTensors; ++i)
+      ctx.param(group, "p" + std::to_string(i), &p[i * kCount], ref::Shape{300, 300});
+    const ga_comm_options sharding = sharded();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+    for (int w = 0; w < 2; ++w) {
+      comm.bytes = 0;
+      ctx.accumulate(std::vector<const void*>(kTensors, g.data()));
+      step(ctx);
+    }
+    EXPECT_LE(comm.bytes, 1.02 * 2 * 4 * kTensors * kCount) << kind;
+    EXPECT_GE(comm.bytes, 2 * 4 * int64_t{kTensors} * kCount) << kind;
   }
 }
 
