@@ -43,7 +43,10 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
       options_(options),
       slices_(comm_->ranks()),
       adder_(context.backend_.get()) {
-  if (options.adder == GA_COMM_ADDER_TRANSPORT && !comm_->adds())
+  if (options_.adder == GA_COMM_ADDER_AUTO)
+    options_.adder = options_.wire == GA_COMM_WIRE_EXACT ? comm_->default_adder()
+                                                         : int32_t{GA_COMM_ADDER_LIBRARY};
+  if (options_.adder == GA_COMM_ADDER_TRANSPORT && !comm_->adds())
     fail(
         GA_ERROR_UNSUPPORTED,
         "adder was GA_COMM_ADDER_TRANSPORT, but this communicator adds nothing up: MPI does, and a "

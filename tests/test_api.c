@@ -596,7 +596,7 @@ static void several_ranks(void) {
   OK(ga_group_add(ctx, &sgd, NULL));
   OK(ga_param_add(ctx, 0, "p", p, GA_F32, 1, &two, NULL, NULL));
   OK(ga_comm_options_init(&options, sizeof options));
-  CHECK(options.shard == GA_SHARD_NONE && options.adder == GA_COMM_ADDER_LIBRARY);
+  CHECK(options.shard == GA_SHARD_NONE && options.adder == GA_COMM_ADDER_AUTO);
   CHECK(options.overlap == 0);
   options.shard = GA_SHARD_OPTIMIZER;
   options.overlap = 1;

@@ -920,7 +920,7 @@ TEST(BadArguments, OfCommOptions) {
          {"check_every", "-1"}},
         {"shard 2", set([](O o) { o.shard = 2; }), kInvalidArgument, {"shard", "2"}},
         {"shard -1", set([](O o) { o.shard = -1; }), kInvalidArgument, {"shard", "-1"}},
-        {"adder 2", set([](O o) { o.adder = 2; }), kInvalidArgument, {"adder", "2"}},
+        {"adder 3", set([](O o) { o.adder = 3; }), kInvalidArgument, {"adder", "3"}},
         {"adder of a transport that adds nothing",
          set([](O o) { o.adder = GA_COMM_ADDER_TRANSPORT; }),
          kUnsupported,

@@ -1390,11 +1390,13 @@ enum { GA_COMM_WIRE_EXACT = 0, GA_COMM_WIRE_BF16 = 1 };
 typedef int32_t ga_shard;
 enum { GA_SHARD_NONE = 0, GA_SHARD_OPTIMIZER = 1 };
 
-/* Who adds gradients up. LIBRARY: in the order of the ranks, with the same bits on every transport.
-   TRANSPORT: MPI, NCCL or the program's table, in its own order; what travels is f32, or f64 for f64
-   parameters. */
+/* Who adds gradients up. LIBRARY: in the order of the ranks, with the same bits on every transport;
+   every rank exchanges a piece with every other. TRANSPORT: MPI, NCCL or the program's table, in its
+   own order, which may be alike on all ranks and no more; what travels is f32, or f64 for f64
+   parameters. AUTO: TRANSPORT with GA_COMM_NCCL and GA_COMM_WIRE_EXACT, LIBRARY with all others.
+   Maxima are always taken by the library. */
 typedef int32_t ga_comm_adder;
-enum { GA_COMM_ADDER_LIBRARY = 0, GA_COMM_ADDER_TRANSPORT = 1 };
+enum { GA_COMM_ADDER_LIBRARY = 0, GA_COMM_ADDER_TRANSPORT = 1, GA_COMM_ADDER_AUTO = 2 };
 
 typedef struct ga_comm_options {
   size_t struct_size;
@@ -1404,7 +1406,7 @@ typedef struct ga_comm_options {
   int64_t check_every; /* every so many windows, ga_step compares parameters, and state that every
                            rank has, over the ranks, bit for bit; default 0: never */
   ga_shard shard;      /* default GA_SHARD_NONE */
-  ga_comm_adder adder; /* default GA_COMM_ADDER_LIBRARY */
+  ga_comm_adder adder; /* default GA_COMM_ADDER_AUTO */
   int32_t overlap;     /* 1: ga_params_ready has gradients exchanged while backward goes on; every
                           window exchanges all parameters then; default 0 */
   int32_t reserved;    /* 0 */

@@ -53,7 +53,8 @@ Transport join_nccl(const ga_comm_config& config) {
           false,
           false,
           [poll = module.poll, user] { return poll(user); },
-          config.timeout};
+          config.timeout,
+          GA_COMM_ADDER_TRANSPORT};
 }
 
 Transport join_table(const ga_comm_config& config) {
@@ -84,6 +85,7 @@ ga_comm_config default_comm_config(int32_t kind) {
 ga_comm_options default_comm_options() {
   ga_comm_options o = {};
   o.struct_size = sizeof o;
+  o.adder = GA_COMM_ADDER_AUTO;
   return o;
 }
 
@@ -91,7 +93,7 @@ void check_comm_options(const ga_comm_options& o) {
   check_choice("wire", o.wire, GA_COMM_WIRE_BF16, "ga_comm_wire");
   check_choice("hand_out", o.hand_out, 1, "0 or 1");
   check_choice("shard", o.shard, GA_SHARD_OPTIMIZER, "ga_shard");
-  check_choice("adder", o.adder, GA_COMM_ADDER_TRANSPORT, "ga_comm_adder");
+  check_choice("adder", o.adder, GA_COMM_ADDER_AUTO, "ga_comm_adder");
   check_choice("overlap", o.overlap, 1, "0 or 1");
   check_choice("ga_comm_options.reserved", o.reserved, 0, "reserved");
   if (o.check_every < 0)

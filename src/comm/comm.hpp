@@ -28,6 +28,7 @@ struct Transport {
   // may wait for other ranks.
   std::function<int32_t()> poll = {};
   double timeout = HUGE_VAL;
+  ga_comm_adder adder = GA_COMM_ADDER_LIBRARY;  // under GA_COMM_ADDER_AUTO and GA_COMM_WIRE_EXACT
 };
 
 class Comm {
@@ -62,6 +63,7 @@ class Comm {
   void abort() noexcept;
   bool may_write_late() const { return has_failed() && transport_.writes_late; }
   bool has_failed() const { return failed_.load(std::memory_order_acquire); }
+  ga_comm_adder default_adder() const { return transport_.adder; }
   bool adds() const { return transport_.table.all_reduce && transport_.table.reduce_scatter; }
   bool any_thread() const { return transport_.table.any_thread != 0; }
   // Throws the failure of a former call, if there was one.

@@ -141,6 +141,7 @@ TEST_P(CudaRanksWays, HaveTheBitsOfTheCpu) {
   Options s;
   s.optimizer = optimizer(GA_OPTIMIZER_ADAMW);
   s.clip = clip(GA_CLIP_GLOBAL, 0.5);
+  s.options.adder = GA_COMM_ADDER_LIBRARY;
   GetParam().set(s);
   for (const int32_t ranks : {1, 2, 3, 4}) {
     const Shares shares = make_shares(l, ranks, 4);
@@ -181,7 +182,11 @@ INSTANTIATE_TEST_SUITE_P(
             }},
         Way{"missing_zero", [](Options& s) { s.config.missing = GA_MISSING_ZERO; }},
         Way{"compared", [](Options& s) { s.options.check_every = 2; }},
-        Way{"bf16_on_the_wire", [](Options& s) { s.options.wire = GA_COMM_WIRE_BF16; }},
+        Way{"bf16_on_the_wire",
+            [](Options& s) {
+              s.options.wire = GA_COMM_WIRE_BF16;
+              s.options.adder = GA_COMM_ADDER_AUTO;  // which is the library then
+            }},
         Way{"by_units", [](Options& s) { s.clip = clip(GA_CLIP_AGC, 0); }},
         Way{"adafactor", [](Options& s) { s.optimizer = optimizer(GA_OPTIMIZER_ADAFACTOR); }}),
     [](const auto& info) { return info.param.name; });
@@ -201,22 +206,23 @@ TEST_F(CudaRanks, LayersAreThoseOfTheCpuToRounding) {
   EXPECT_LT(distance(l, whole[0].parameters, alone.parameters), 1e-6);
 }
 
-// NCCL adds in an order of its own.
+// NCCL adds in an order of its own, also where nobody has asked for it.
 TEST_F(CudaRanks, TheTransportAdds) {
   const Layout l = layout();
   Options s;
   s.optimizer = optimizer(GA_OPTIMIZER_ADAMW);
   s.clip = clip(GA_CLIP_GLOBAL, 0.5);
-  s.options.adder = GA_COMM_ADDER_TRANSPORT;
-  for (const bool shards : {false, true}) {
-    s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
-    const Shares shares = make_shares(l, 4, 4);
-    const Block start = parameters(l, 3);
-    const std::vector<Ended> ended = run_on_devices(l, s, shares, start);
-    expect_alike(ended);
-    EXPECT_LT(distance(l, ended[0].parameters, run_alone(l, s, shares, start).parameters), 1e-6);
-    EXPECT_GT(ga_fake_nccl_calls(shards ? "ncclReduceScatter" : "ncclAllReduce"), 0);
-  }
+  for (const int32_t adder : {GA_COMM_ADDER_TRANSPORT, GA_COMM_ADDER_AUTO})
+    for (const bool shards : {false, true}) {
+      s.options.adder = adder;
+      s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+      const Shares shares = make_shares(l, 4, 4);
+      const Block start = parameters(l, 3);
+      const std::vector<Ended> ended = run_on_devices(l, s, shares, start);
+      expect_alike(ended);
+      EXPECT_LT(distance(l, ended[0].parameters, run_alone(l, s, shares, start).parameters), 1e-6);
+      EXPECT_GT(ga_fake_nccl_calls(shards ? "ncclReduceScatter" : "ncclAllReduce"), 0);
+    }
 }
 
 // NCCL's maximum of a NaN and a number is the number, so the library takes maxima.
@@ -350,7 +356,7 @@ TEST_F(CudaRanks, ReadyGradientsTravelAtOnce) {
       };
       window();
       for (++begun; begun < 2;) std::this_thread::yield();
-      const int64_t calls = ga_fake_nccl_calls("ncclGroupEnd");
+      const int64_t calls = ga_fake_nccl_calls("ncclAllReduce");
       EXPECT_EQ(calls > 0, way > 0) << "of a rank whose gradients are ready";
       for (++begun; begun < 4;) std::this_thread::yield();
       ASSERT_OK(ga_step(ctx, nullptr));
@@ -816,7 +822,7 @@ TEST_F(CudaRanks, ACallThatNcclRefuses) {
         ctx.param(ctx.group(plain_sgd()), "p", p.data(), 50000);
         ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
         ctx.accumulate({g.data()});
-        ga_fake_nccl_fail("ncclGroupEnd", 1, ncclSystemError);
+        ga_fake_nccl_fail("ncclAllReduce", 1, ncclSystemError);
         expect_failure(ga_step(ctx, nullptr), "gradients: NCCL returned 2");
         EXPECT_EQ(p[0], 0);
         ASSERT_OK(ga_discard(ctx));

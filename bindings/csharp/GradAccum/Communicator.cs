@@ -210,7 +210,7 @@ namespace GradAccum {
       set { Native.shard = (int)value; }
     }
 
-    /// <summary>Who adds gradients up; default <see cref="GradAccum.Adder.Library"/>.</summary>
+    /// <summary>Who adds gradients up; default <see cref="GradAccum.Adder.Auto"/>.</summary>
     public Adder Adder {
       get { return (Adder)Native.adder; }
       set { Native.adder = (int)value; }

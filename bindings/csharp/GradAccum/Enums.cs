@@ -241,8 +241,10 @@ namespace GradAccum {
   public enum Adder {
     /// <summary>The library, in the order of the ranks, with the same bits on every transport.</summary>
     Library = Raw.GA_COMM_ADDER_LIBRARY,
-    /// <summary>MPI, in its own order. Local ranks have no such transport.</summary>
-    Transport = Raw.GA_COMM_ADDER_TRANSPORT
+    /// <summary>MPI or NCCL, in its own order. Local ranks have no such transport.</summary>
+    Transport = Raw.GA_COMM_ADDER_TRANSPORT,
+    /// <summary>NCCL, unless gradients travel as bf16; with others the library.</summary>
+    Auto = Raw.GA_COMM_ADDER_AUTO
   }
 
   /// <summary>Whether a matrix is used as stored or transposed.</summary>

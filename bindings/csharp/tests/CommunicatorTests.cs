@@ -131,7 +131,7 @@ namespace GradAccum.Tests {
       Expect.True(plain[0].Large[0] != 1, "the parameters have moved");
       OnTwoRanks((rank, comm) => {
         CommunicatorOptions options = new CommunicatorOptions {Shard = Shard.Optimizer, Overlap = true};
-        Expect.True(options.Shard == Shard.Optimizer && options.Overlap && options.Adder == Adder.Library, "options");
+        Expect.True(options.Shard == Shard.Optimizer && options.Overlap && options.Adder == Adder.Auto, "options");
         TrainInParts(divided[rank], rank, comm, options);
       });
       foreach (Ended ended in divided) {

@@ -423,4 +423,6 @@ class CommAdder(IntEnum):
     LIBRARY = 0
     """The library, in the order of the ranks, with the same bits on every transport."""
     TRANSPORT = 1
-    """MPI, in its own order. Local ranks have no such transport."""
+    """MPI or NCCL, in its own order. Local ranks have no such transport."""
+    AUTO = 2
+    """NCCL, unless gradients travel as bf16; with others the library."""

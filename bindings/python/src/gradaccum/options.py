@@ -348,7 +348,7 @@ class CommunicatorOptions(_Struct):
     """What each rank keeps of optimizer state, master weights and moving averages; default ``CommShard.NONE``.
     It is chosen before the library makes its arrays, and holds until the context is closed."""
     adder: CommAdder = _DEFAULT
-    """Who adds gradients up; default ``CommAdder.LIBRARY``."""
+    """Who adds gradients up; default ``CommAdder.AUTO``."""
     overlap: bool = _DEFAULT
     """Whether ``Context.ready()`` has gradients exchanged while backward goes on, by a thread of the library;
     every window exchanges all parameters then; default False."""

@@ -11,7 +11,7 @@ package org.gradaccum;
  *     every rank has, over the ranks; default 0: never
  * @param shard what each rank keeps of optimizer state, master weights and moving averages; default
  *     NONE
- * @param adder who adds gradients up; default LIBRARY
+ * @param adder who adds gradients up; default AUTO
  * @param overlap whether {@link Context#ready} has gradients exchanged while backward goes on, by a
  *     thread of the library; every window exchanges all parameters then; default false
  */
@@ -125,7 +125,7 @@ public record CommunicatorOptions(
     /**
      * Sets adder.
      *
-     * @param adder who adds gradients up; default LIBRARY
+     * @param adder who adds gradients up; default AUTO
      * @return this builder
      */
     public Builder adder(Adder adder) {
@@ -212,8 +212,10 @@ public record CommunicatorOptions(
   public enum Adder implements Numbered {
     /** The library, in the order of the ranks, with the same bits on every transport. */
     LIBRARY(RawConstants.GA_COMM_ADDER_LIBRARY),
-    /** MPI, in its own order. Local ranks have no such transport. */
-    TRANSPORT(RawConstants.GA_COMM_ADDER_TRANSPORT);
+    /** MPI or NCCL, in its own order. Local ranks have no such transport. */
+    TRANSPORT(RawConstants.GA_COMM_ADDER_TRANSPORT),
+    /** NCCL, unless gradients travel as bf16; with others the library. */
+    AUTO(RawConstants.GA_COMM_ADDER_AUTO);
 
     private final int value;
 

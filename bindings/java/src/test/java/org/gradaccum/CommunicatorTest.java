@@ -50,7 +50,7 @@ class CommunicatorTest {
               .handOut(true)
               .build();
       assertEquals(CommunicatorOptions.Shard.NONE, options.shard());
-      assertEquals(CommunicatorOptions.Adder.LIBRARY, options.adder());
+      assertEquals(CommunicatorOptions.Adder.AUTO, options.adder());
       context.setCommunicator(comm, options.toBuilder().build());
       if (!comes && rank == 1) {
         return values(p);
