@@ -459,6 +459,34 @@ void follow(const UpdateTask& task, int64_t offset, int64_t count) {
   (task.f64 ? follow_as<double> : follow_as<float>)(task, offset, count);
 }
 
+// How the loops over elements read a gradient: as a View does, but for a limit and a third factor, which few
+// views have, and which an earlier pass over the tile takes then.
+template <class T>
+class Scaled {
+ public:
+  GA_INLINE explicit Scaled(const GradientView& g) : view_(g) {
+    T* next = factors_;
+    for (const T factor : {view_.source_scale, view_.scale, view_.factor}) {
+      if (factor == 1) continue;
+      in_tile_ = next == factors_ + 2;
+      if (!in_tile_) *next++ = factor;
+    }
+    in_tile_ = in_tile_ || view_.limit != static_cast<T>(HUGE_VAL);
+    if (in_tile_) factors_[0] = factors_[1] = 1;
+  }
+  GA_INLINE T operator()(T x) const { return x * factors_[0] * factors_[1]; }
+
+  GA_INLINE bool in_tile() const { return in_tile_; }
+  void pass(const T* g, int64_t count, T* tile) const {
+    for (int64_t i = 0; i < count; ++i) tile[i] = view_(g[i]);
+  }
+
+ private:
+  const View<T> view_;
+  T factors_[2] = {1, 1};
+  bool in_tile_ = false;
+};
+
 template <class Op>
 constexpr int slots_of = Op::factored ? 1 : Op::slots;
 
@@ -468,15 +496,22 @@ struct UpdateTile {
   using T = typename Op::Real;
   static constexpr Pass kPass = kMeasuring ? Op::measuring : Op::updating;
   static constexpr int kSlots = kPass.reads_state || kPass.writes_state ? slots_of<Op> : 0;
+  const Scaled<T> scaled;
   alignas(64) T gradient_tile[kTile];
   const T* g;
   Place next_g;
   Stream<T> p;
   Stream<T> state[kSlots + 1];
 
+  GA_INLINE explicit UpdateTile(const UpdateTask& task) : scaled(task.gradient) {}
+
   GA_INLINE void open(const UpdateTask& task, int64_t offset, int64_t count) {
     g = kPass.gradient ? load<T>(task.gradient.source, task.first + offset, count, gradient_tile)
                        : nullptr;
+    if (kPass.gradient && scaled.in_tile()) {
+      scaled.pass(g, count, gradient_tile);
+      g = gradient_tile;
+    }
     if (kPass.gradient && g == gradient_tile)
       next_g = Place(task.gradient.source.format, task.gradient.source.data,
                      task.first + offset + kTile);
@@ -545,7 +580,7 @@ struct UpdateTile {
 };
 
 template <class Op>
-GA_INLINE void update_groups(const Op& op, const View<typename Op::Real>& view,
+GA_INLINE void update_groups(const Op& op, const Scaled<typename Op::Real>& scaled,
                              const typename Op::Real* g, typename Op::Real* p,
                              typename Op::Real* const* state, int64_t count) {
   using T = typename Op::Real;
@@ -557,7 +592,7 @@ GA_INLINE void update_groups(const Op& op, const View<typename Op::Real>& view,
     // clang-format on
     T s[Tile::kSlots + 1];
     for (int k = 0; k < Tile::kSlots; ++k) s[k] = state[k][i];
-    const T updated = op(p[i], pass.gradient ? view(g[i]) : T(0), s);
+    const T updated = op(p[i], pass.gradient ? scaled(g[i]) : T(0), s);
     if (pass.writes_state)
       for (int k = 0; k < Tile::kSlots; ++k) state[k][i] = s[k];
     p[i] = updated;
@@ -568,13 +603,12 @@ template <class Op>
 void update(const UpdateTask& task, int64_t offset, int64_t count) {
   using T = typename Op::Real;
   const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
-  const View<T> view(task.gradient);
-  UpdateTile<Op, false> tile;
+  UpdateTile<Op, false> tile(task);
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
     tile.open(task, offset + t, n);
     tile.each_block(task, n, [&](const T* g, T* p, T* const* state, int64_t, int64_t m) {
-      update_groups(op, view, g, p, state, m == kBlock ? kBlock : whole_groups(m));
+      update_groups(op, tile.scaled, g, p, state, m == kBlock ? kBlock : whole_groups(m));
     });
     tile.close_state(task, offset + t, n);
     const T* p = tile.p.data;
@@ -599,9 +633,8 @@ void measure(const UpdateTask& task, int64_t offset, int64_t count) {
   using Tile = UpdateTile<Op, true>;
   constexpr Pass pass = Op::measuring;
   const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
-  const View<T> view(task.gradient);
   ChunkSum<T> first_sum, second_sum;
-  Tile tile;
+  Tile tile(task);
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
     Lanes<T> first, second;
@@ -616,7 +649,7 @@ void measure(const UpdateTask& task, int64_t offset, int64_t count) {
         T s[Tile::kSlots + 1];
         T x[2] = {};
         for (int k = 0; k < Tile::kSlots; ++k) s[k] = state[k][i];
-        op.measure(p[i], pass.gradient ? view(g[i]) : T(0), s, x);
+        op.measure(p[i], pass.gradient ? tile.scaled(g[i]) : T(0), s, x);
         if (pass.writes_state)
           for (int k = 0; k < Tile::kSlots; ++k) state[k][i] = s[k];
         x0[i] = x[0];
