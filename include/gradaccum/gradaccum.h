@@ -1575,7 +1575,9 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *              and libgradaccum_mpi.so are looked for, in place of the library's own. GA_CPU_ISA:
  *              scalar, x86-64-v2, x86-64-v3 or x86-64-v4: the CPU kernels of new contexts, for
  *              tests; ga_context_create is GA_ERROR_UNSUPPORTED if the build or the processor lacks
- *              them. GA_VERBOSE: see ga_config.log. */
+ *              them. GA_CPU_PREFETCH: 1 or 0, read when the library is loaded: whether the CPU
+ *              kernels prefetch; by default where that was measured to be faster (not on AMD's).
+ *              GA_VERBOSE: see ga_config.log. */
 
 /* ---- Batch normalisation --------------------------------------------------------------------- */
 

@@ -212,7 +212,7 @@ GA_INLINE void each_stretch(const BnTask& task, int64_t first, int64_t last, int
 // Prefetches the group at that distance.
 template <bool kTwo, class T>
 GA_INLINE void fetch_group(int64_t ahead, const T* x, const T* dy) {
-  if (ahead == 0) return;
+  if (!prefetching || ahead == 0) return;
   __builtin_prefetch(x + ahead, 0, 3);
   if (sizeof(T) == 8) __builtin_prefetch(x + ahead + 8, 0, 3);
   if (!kTwo) return;

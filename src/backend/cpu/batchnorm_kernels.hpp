@@ -7,6 +7,8 @@
 
 namespace ga::cpu {
 
+extern const bool prefetching;  // whether kernels prefetch
+
 // What a pass needs of each channel: arrays of numbers of the type computed in, `columns` elements
 // apart, with an element for every column.
 //   statistics       shift, in double

@@ -15,7 +15,7 @@ template <class T>
 using Load = const T* (*)(const void* data, int64_t offset, int64_t count, T* tile);
 
 GA_INLINE void prefetch_ahead(const void* p) {
-  __builtin_prefetch(static_cast<const char*>(p) + 2048, 0, 3);
+  if (prefetching) __builtin_prefetch(static_cast<const char*>(p) + 2048, 0, 3);
 }
 
 template <class T, class Stored>
@@ -99,6 +99,7 @@ struct Place {
   // Fetches a block that starts `distance` elements after that element.
   template <int kWrite>
   GA_INLINE void prefetch_block(int64_t distance) const {
+    if (!prefetching) return;
     for (int64_t line = 0; line < kBlock * size; line += 64)
       __builtin_prefetch(at + distance * size + line, kWrite, 3);
   }

@@ -85,7 +85,28 @@ constexpr Isa levels[] = {{"scalar", always, kernels_scalar, batchnorm_kernels_s
 
 #endif
 
+// Prefetching instructions made AdamW and norms 12 to 15 % faster on memory with an Intel processor
+// (Sapphire Rapids), and all passes up to 30 % slower with one of AMD's (family 25, model 17).
+bool is_prefetching_faster() {
+#if defined(__x86_64__)
+  const Cpuid vendor(0, 0);
+  return vendor.ebx != 0x68747541 /* "AuthenticAMD" */ &&
+         vendor.ebx != 0x6f677948 /* "HygonGenuine" */;
+#else
+  return true;
+#endif
+}
+
+bool chooses_prefetching() {
+  const char* const wanted = std::getenv("GA_CPU_PREFETCH");
+  if (wanted && std::strcmp(wanted, "0") == 0) return false;
+  if (wanted && std::strcmp(wanted, "1") == 0) return true;
+  return is_prefetching_faster();
+}
+
 }  // namespace
+
+const bool prefetching = chooses_prefetching();
 
 const Isa& choose_isa() {
   const char* wanted = std::getenv("GA_CPU_ISA");
