@@ -55,6 +55,7 @@ void shape_figures(const Options& options, Report& report, const BatchNormShape&
   const BatchNormLayer scale(shape, GA_BN_MICRO, threads);
   for (float* data : {x, dy}) {
     check(ga_bn_forward(scale.get(), 0, data, samples, shape.positions, data));
+    check(ga_discard(scale.get()));
   }
   const BatchNormLayer window(shape, GA_BN_WINDOW, threads), micro(shape, GA_BN_MICRO, threads);
   const auto discard = [&] { check(ga_discard(window.get())); };
