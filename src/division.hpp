@@ -30,11 +30,24 @@ struct Range {
 struct Division {
   int64_t piece = 0;  // rank q has [q piece, (q + 1) piece), cut at the end; 0: the owner has all
   int32_t owner = 0;
+  // The owner measures the sums of a gradient, wherever they are added, so that their norm has the same bits
+  // whether they are added in pieces or, where the optimizer is sharded, by the owner.
+  bool measured_by_owner = false;
 
+  // What a rank adds up.
   Range range(int32_t rank, int64_t count) const {
-    if (piece == 0) return rank == owner ? Range{0, count} : Range{0, 0};
+    if (piece == 0) return of_owner(rank, count);
     const int64_t first = std::min(rank * piece, count);
     return {first, std::min(piece, count - first)};
+  }
+  // What it measures.
+  Range measured(int32_t rank, int64_t count) const {
+    return measured_by_owner ? of_owner(rank, count) : range(rank, count);
+  }
+
+ private:
+  Range of_owner(int32_t rank, int64_t count) const {
+    return rank == owner ? Range{0, count} : Range{0, 0};
   }
 };
 

@@ -171,6 +171,7 @@ class Exchange {
   }
   bool adds_there(const Slice& slice) const { return adds_there(slice.op == GA_COMM_MAX); }
   bool stays(ga_param id) const;
+  bool is_unmeasured(size_t param) const;
   Range summed_range(ga_param id) const;
   int32_t wire_of(const Param& p) const;
   Array summed(ga_param id) const;

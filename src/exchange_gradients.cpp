@@ -337,8 +337,10 @@ void Exchange::add_blocks(const Slice& slice) {
     adder_->accumulate({tasks_.data(), tasks_.size()});
   }
   if (on_device()) return;  // the sums are measured where they have been gathered
-  for (const AccumulateTask& task : tasks_)
-    add_partials(task.partials, task.count, param_sums_[static_cast<size_t>(task.param)]);
+  for (const AccumulateTask& task : tasks_) {
+    const auto i = static_cast<size_t>(task.param);
+    if (!is_unmeasured(i)) add_partials(task.partials, task.count, param_sums_[i]);
+  }
 }
 
 void Exchange::add_partials(const Partial* partials, int64_t count, ParamSums& sums) {
@@ -348,16 +350,21 @@ void Exchange::add_partials(const Partial* partials, int64_t count, ParamSums& s
   }
 }
 
-// What the adding has not measured of this rank's pieces: squares of gradients clipped by value, which
-// take the weight of the window; all squares of what the transport has added.
+// Whether measure_own() measures the sums of a gradient, in place of adding it up.
+bool Exchange::is_unmeasured(size_t i) const {
+  return adds_there(context_.params_[i].maximum) || divisions_[i].measured_by_owner;
+}
+
+// What the adding has not measured for this rank: squares of gradients clipped by value, which take the
+// weight of the window; all squares of what the transport has added, or of what owners measure.
 void Exchange::measure_own() {
   measured_.clear();
   size_t chunks = 0;
   for (size_t i = 0; i < touched_.size(); ++i) {
     const Param& p = context_.params_[i];
     if (!touched_[i] || p.held() != Held::kSummed) continue;
-    if (!adds_there(p.maximum) && !context_.tables_.param_inputs[i].clamped) continue;
-    const int64_t count = divisions_[i].range(rank(), p.count).count;
+    if (!is_unmeasured(i) && !context_.tables_.param_inputs[i].clamped) continue;
+    const int64_t count = divisions_[i].measured(rank(), p.count).count;
     if (count == 0) continue;
     measured_.push_back(static_cast<ga_param>(i));
     chunks += static_cast<size_t>(chunk_count(count));
@@ -372,7 +379,7 @@ void Exchange::measure_own() {
   for (const ga_param id : measured_) {
     const Param& p = context_.params_[id];
     const ParamInput& in = context_.tables_.param_inputs[static_cast<size_t>(id)];
-    const Range own = divisions_[static_cast<size_t>(id)].range(rank(), p.count);
+    const Range own = divisions_[static_cast<size_t>(id)].measured(rank(), p.count);
     NormTask task = {};
     task.gradient = identity({offset(summed(id), own.first).data, p.real(), 1, nullptr});
     task.f64 = p.f64;
@@ -389,9 +396,9 @@ void Exchange::measure_own() {
   context_.backend_->norm({norms_.data(), norms_.size()});
   for (size_t m = 0; m < measured_.size(); ++m) {
     const NormTask& task = norms_[m];
-    ParamSums& sums = param_sums_[static_cast<size_t>(measured_[m])];
-    if (adds_there(context_.params_[measured_[m]].maximum))
-      add_partials(task.partials, task.count, sums);
+    const auto i = static_cast<size_t>(measured_[m]);
+    ParamSums& sums = param_sums_[i];
+    if (is_unmeasured(i)) add_partials(task.partials, task.count, sums);
     for (int64_t k = 0; task.gradient.numbers && k < chunk_count(task.count); ++k)
       sums.clamped += task.partials[k].second_squares;
   }

@@ -28,8 +28,9 @@ int64_t Exchange::piece_of(size_t i) const {
 }
 
 // Divides the parameters that are not divided yet: large ones among all ranks, small ones as a whole, to
-// whoever has least so far; likewise those whose state is whole on a rank, but for such a large one that
-// others would wait for its owner. The same on every rank, since all have added the same parameters.
+// whoever has least so far. Where the optimizer is sharded, the sums of a large one whose state is whole on a
+// rank are wanted there alone, and added there too, unless it is so large that the others would wait. The
+// same on every rank, since all have added the same parameters.
 void Exchange::divide() {
   ParamList& params = context_.params_;
   const size_t known = divisions_.size();
@@ -41,7 +42,8 @@ void Exchange::divide() {
     if (i >= known) fresh.push_back(i);
     if (i >= known || params.tensor(i).removed) continue;
     const Division& d = divisions_[i];
-    (d.piece == 0 ? small : kept)[static_cast<size_t>(d.owner)] += params[i].count;
+    const bool whole = d.piece == 0 || d.measured_by_owner;
+    (whole ? small : kept)[static_cast<size_t>(d.owner)] += params[i].count;
   }
   if (known == 0)
     std::stable_sort(fresh.begin(), fresh.end(),
@@ -58,12 +60,15 @@ void Exchange::divide() {
     Division& d = divisions_[i];
     counts_[i] = p.count;
     const Keeper keeper = keepers_[i] = params.keeper(i);
-    const bool whole = keeper == Keeper::kOwner && p.count <= owned / (2 * comm_->ranks());
-    if (!whole && p.count * dtype_info(p.real()).size >= kDividedBytes) d.piece = piece_of(i);
-    std::vector<int64_t>& load = d.piece == 0 ? small : kept;
+    const bool large = p.count * dtype_info(p.real()).size >= kDividedBytes;
+    d.measured_by_owner =
+        large && keeper == Keeper::kOwner && p.count <= owned / (2 * comm_->ranks());
+    if (large && !(d.measured_by_owner && shards())) d.piece = piece_of(i);
+    const bool whole = !large || d.measured_by_owner;
+    std::vector<int64_t>& load = whole ? small : kept;
     const auto least = std::min_element(load.begin(), load.end());
     d.owner = static_cast<int32_t>(least - load.begin());
-    if (d.piece == 0 || keeper == Keeper::kOwner) *least += p.count;
+    if (whole || keeper == Keeper::kOwner) *least += p.count;
     if (!shards() && d.piece > 0 && params.is_layered(p)) {
       const int64_t chunks = chunk_count(d.piece) * comm_->ranks();
       layer_partials_[i].resize(static_cast<size_t>(chunks));

@@ -21,8 +21,7 @@ void Slices::add(const std::vector<Division>& divisions, const std::vector<int64
     if (how == Travel::kNot) continue;
     const Division& d = divisions[i];
     const int64_t count = counts[i];
-    if (count * size < kInPlaceBytes || (how == Travel::kInPlace && d.piece == 0))
-      how = Travel::kPacked;
+    if (count * size < kInPlaceBytes || d.piece == 0) how = Travel::kPacked;
     const auto add_slice = [&](int64_t first, int64_t block, int64_t stride) {
       segments_.push_back({id, first, block, 0, 0});
       slices_.push_back(

@@ -12,6 +12,15 @@ namespace ga::test {
 
 using namespace over_ranks;
 
+// Four windows as make_shares() gives them, with even_gradients().
+Shares make_even_shares(const Layout& l, int32_t ranks) {
+  Shares shares = make_shares(l, ranks, 4);
+  for (auto& window : shares)
+    for (auto& share : window)
+      for (Micro& m : share) m.gradients = even_gradients(l, 7, static_cast<uint64_t>(m.weight));
+  return shares;
+}
+
 namespace {
 
 // ---- The promise --------------------------------------------------------------------------------
@@ -81,10 +90,7 @@ TEST_P(RanksWays, AreThoseOfOneContext) {
   GetParam().set(s);
   for (const int32_t ranks : {1, 2, 3, 4}) {
     SCOPED_TRACE(std::to_string(ranks) + " ranks");
-    Shares shares = make_shares(l, ranks, 4);
-    for (auto& window : shares)
-      for (auto& share : window)
-        for (Micro& m : share) m.gradients = even_gradients(l, 7, static_cast<uint64_t>(m.weight));
+    const Shares shares = make_even_shares(l, ranks);
     const Block start = parameters(l, 3);
     const Ended alone = run_alone(l, s, shares, start);
     const std::vector<Ended> ended = run(l, s, shares, start);
@@ -497,10 +503,7 @@ TEST(Ranks, TheNoiseScaleIsThatOfOneContext) {
   const Layout l = layout();
   Options s;
   s.config.noise_scale = 1;
-  Shares shares = make_shares(l, 3, 4);
-  for (auto& window : shares)
-    for (auto& share : window)
-      for (Micro& m : share) m.gradients = even_gradients(l, 7, static_cast<uint64_t>(m.weight));
+  const Shares shares = make_even_shares(l, 3);
   const Block start = parameters(l, 3);
   const Ended alone = run_alone(l, s, shares, start);
   const std::vector<Ended> ended = run(l, s, shares, start);
@@ -557,13 +560,10 @@ TEST(Ranks, Muon) {
   Options s;
   s.optimizer = optimizer(GA_OPTIMIZER_MUON);
   const Block start = parameters(l, 3);
-  Shares shares = make_shares(l, 2, 3);
+  Shares shares = make_even_shares(l, 2);
   for (auto& window : shares)
     for (auto& share : window)
-      for (Micro& m : share) {
-        m.gradients = even_gradients(l, 7, static_cast<uint64_t>(m.weight));
-        m.missing.clear();
-      }
+      for (Micro& m : share) m.missing.clear();
   const Ended alone = run_alone(l, s, shares, start);
   const std::vector<Ended> ended = run(l, s, shares, start);
   expect_alike(ended);

@@ -1391,8 +1391,8 @@ typedef int32_t ga_shard;
 enum { GA_SHARD_NONE = 0, GA_SHARD_OPTIMIZER = 1 };
 
 /* Who adds gradients up. LIBRARY: in the order of the ranks, with the same bits on every transport;
-   every rank exchanges a piece with every other. TRANSPORT: MPI, NCCL or the program's table, in its
-   own order, which may be alike on all ranks and no more; what travels is f32, or f64 for f64
+   every rank exchanges a piece with every other. TRANSPORT: MPI, NCCL or the program's table, in an
+   order of its own, so that bits are those of the transport; what travels is f32, or f64 for f64
    parameters. AUTO: TRANSPORT with GA_COMM_NCCL and GA_COMM_WIRE_EXACT, LIBRARY with all others.
    Maxima are always taken by the library. */
 typedef int32_t ga_comm_adder;
@@ -1434,12 +1434,12 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    windows bit for bit; others with windows that are put together, or with none, up to rounding
    (docs/checkpoints.md).
 
-   Under GA_SHARD_OPTIMIZER parameters and results have the same bits as without. Large parameters
-   are cut into a piece for each rank. Small ones are whole on one rank, and so are those of an
-   optimizer that needs the whole tensor (ADAFACTOR, MUON, ROWWISE_ADAGRAD); parameters of an
-   EXTERNAL group or under GA_CLIP_AGC are whole on all. Sharding is chosen before the library makes
-   its arrays, and holds until ga_context_destroy: after a failure other contexts load a state that
-   was saved.
+   Under GA_SHARD_OPTIMIZER parameters and results have the same bits as without, where the library
+   adds. Large parameters are cut into a piece for each rank. Small ones are whole on one rank, and so
+   are those of an optimizer that needs the whole tensor (ADAFACTOR, MUON, ROWWISE_ADAGRAD; on a
+   device LAMB and LARS too); parameters of an EXTERNAL group or under GA_CLIP_AGC are whole on all.
+   Sharding is chosen before the library makes its arrays, and holds until ga_context_destroy: after a
+   failure other contexts load a state that was saved.
 
    A change of an option holds when every rank has made it: otherwise the next of these calls names
    the difference, and the window stays as it was. If other ranks fail or do not come in time, the

@@ -206,23 +206,36 @@ TEST_F(CudaRanks, LayersAreThoseOfTheCpuToRounding) {
   EXPECT_LT(distance(l, whole[0].parameters, alone.parameters), 1e-6);
 }
 
-// NCCL adds in an order of its own, also where nobody has asked for it.
+// NCCL adds in an order of its own, also where nobody has asked for it. LAMB's tensors are whole on a rank: many
+// large ones, one that is too large to travel to its owner alone, and small ones.
 TEST_F(CudaRanks, TheTransportAdds) {
-  const Layout l = layout();
-  Options s;
-  s.optimizer = optimizer(GA_OPTIMIZER_ADAMW);
-  s.clip = clip(GA_CLIP_GLOBAL, 0.5);
-  for (const int32_t adder : {GA_COMM_ADDER_TRANSPORT, GA_COMM_ADDER_AUTO})
-    for (const bool shards : {false, true}) {
-      s.options.adder = adder;
-      s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
-      const Shares shares = make_shares(l, 4, 4);
-      const Block start = parameters(l, 3);
-      const std::vector<Ended> ended = run_on_devices(l, s, shares, start);
-      expect_alike(ended);
-      EXPECT_LT(distance(l, ended[0].parameters, run_alone(l, s, shares, start).parameters), 1e-6);
-      EXPECT_GT(ga_fake_nccl_calls(shards ? "ncclReduceScatter" : "ncclAllReduce"), 0);
-    }
+  std::vector<ref::Shape> shapes(10, ref::Shape{260, 260});
+  shapes.insert(shapes.end(), {{600, 400}, {7}, {33, 5}});
+  const Layout layouts[] = {layout(), Layout::of(shapes)};
+  for (const auto& [kind, l] :
+       {std::pair(GA_OPTIMIZER_ADAMW, layouts[0]), {GA_OPTIMIZER_LAMB, layouts[1]}})
+    for (const int32_t adder : {GA_COMM_ADDER_TRANSPORT, GA_COMM_ADDER_AUTO, GA_COMM_ADDER_LIBRARY})
+      for (const bool shards : {false, true}) {
+        SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(adder) +
+                     (shards ? " sharded" : ""));
+        Options s;
+        s.optimizer = optimizer(kind);
+        s.clip = clip(GA_CLIP_GLOBAL, 0.5);
+        s.options.adder = adder;
+        s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+        const Shares shares = make_shares(l, 4, 4);
+        const Block start = parameters(l, 3);
+        ga_fake_nccl_reset();
+        const std::vector<Ended> ended = run_on_devices(l, s, shares, start);
+        EXPECT_EQ(ga_fake_nccl_calls(shards ? "ncclReduceScatter" : "ncclAllReduce") > 0,
+                  adder != GA_COMM_ADDER_LIBRARY);
+        expect_alike(ended);
+        const Ended alone = run_alone(l, s, shares, start);
+        EXPECT_LT(distance(l, ended[0].parameters, alone.parameters), 1e-6);
+        for (size_t w = 0; w < alone.results.size(); ++w)
+          EXPECT_NEAR(ended[0].results[w].norm, alone.results[w].norm,
+                      1e-6 * alone.results[w].norm);
+      }
 }
 
 // NCCL's maximum of a NaN and a number is the number, so the library takes maxima.
