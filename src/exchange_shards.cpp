@@ -42,8 +42,7 @@ void Exchange::divide() {
     if (i >= known) fresh.push_back(i);
     if (i >= known || params.tensor(i).removed) continue;
     const Division& d = divisions_[i];
-    const bool whole = d.piece == 0 || d.measured_by_owner;
-    (whole ? small : kept)[static_cast<size_t>(d.owner)] += params[i].count;
+    (d.piece == 0 ? small : kept)[static_cast<size_t>(d.owner)] += params[i].count;
   }
   if (known == 0)
     std::stable_sort(fresh.begin(), fresh.end(),
@@ -64,11 +63,10 @@ void Exchange::divide() {
     d.measured_by_owner =
         large && keeper == Keeper::kOwner && p.count <= owned / (2 * comm_->ranks());
     if (large && !(d.measured_by_owner && shards())) d.piece = piece_of(i);
-    const bool whole = !large || d.measured_by_owner;
-    std::vector<int64_t>& load = whole ? small : kept;
+    std::vector<int64_t>& load = d.piece == 0 ? small : kept;
     const auto least = std::min_element(load.begin(), load.end());
     d.owner = static_cast<int32_t>(least - load.begin());
-    if (whole || keeper == Keeper::kOwner) *least += p.count;
+    if (d.piece == 0 || keeper == Keeper::kOwner) *least += p.count;
     if (!shards() && d.piece > 0 && params.is_layered(p)) {
       const int64_t chunks = chunk_count(d.piece) * comm_->ranks();
       layer_partials_[i].resize(static_cast<size_t>(chunks));
