@@ -915,7 +915,8 @@ TEST(Rows, LazyStepsCostTheirRows) {
   EXPECT_GT(seconds[0] / seconds[1], 20) << seconds[0] << " s dense, " << seconds[1] << " s lazy";
 }
 
-// Accumulating rows costs only its rows, in a dense parameter too: no pass clears the accumulator.
+// Accumulating rows costs only its rows, in a dense parameter too: no pass clears the accumulator,
+// which would take a third of what the whole gradient takes, or more.
 TEST(Rows, AccumulatingCostsTheRows) {
 #if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "times mean nothing under a sanitizer";
@@ -946,7 +947,7 @@ TEST(Rows, AccumulatingCostsTheRows) {
     EXPECT_OK(ga_discard(ctx));
     if (t > 1) seconds[sparse] = std::min(seconds[sparse], taken.count());
   }
-  EXPECT_GT(seconds[0] / seconds[1], 20) << seconds[0] << " s whole, " << seconds[1] << " s rows";
+  EXPECT_GT(seconds[0] / seconds[1], 6) << seconds[0] << " s whole, " << seconds[1] << " s rows";
 }
 
 }  // namespace
