@@ -41,14 +41,16 @@ inline constexpr double kUnderflow64 = 0x1p-1070;
 inline constexpr double kOrder = 4;
 // For float64 parameters this file rounds as much as the library does: once more.
 inline constexpr double kOrder64 = kOrder + 1;
-// A norm is a sum of n squares in float64 in a fixed order of lanes, each lane of at most 2^16
+// A norm of float64 numbers is a sum of n squares in a fixed order of lanes, each lane of at most 2^16
 // terms of one sign, then pairwise over chunks: the error is at most (2^16 + 64) 2^-53 = 7.3e-12 of
 // the sum of squares, and half of that after the root. For few terms in any order, the error is
 // half of n 2^-53 plus the rounding of the root.
-inline constexpr double kNorm = 4e-12;
-inline double norm_error(size_t terms) {
-  return std::min(kNorm, static_cast<double>(terms + 4) * kHalfUlp64);
-}
+inline constexpr double kNorm64 = 4e-12;
+// A norm of float32 numbers adds at most 32 squares in float32, each of which is rounded itself, before
+// it goes on in float64: half of 32 * 2^-24 of the norm.
+inline constexpr double kNorm = 16 * kHalfUlp + kNorm64;
+// What is seen of float32 numbers that were not made to be rounded one way.
+inline constexpr double kUsualNorm = 1e-7;
 // Numbers that stay in float64 on the host (learning rates, factors) are results of at most 16
 // operations, each accurate to one float64 ulp (libm's pow and cos included).
 inline constexpr double kHost = 16 * 0x1p-52;
@@ -161,6 +163,14 @@ inline Real sign(const Real& a) {
 // The largest allowed distance of the library's result from x.
 inline double tolerance(const Real& x) { return arithmetic.order * x.error; }
 inline bool agrees(double got, const Real& x) { return std::abs(got - x.value) <= tolerance(x); }
+
+// The relative error of a norm of so many numbers, in the arithmetic of now.
+inline double norm_error(size_t terms) {
+  const double wide = std::min(kNorm64, static_cast<double>(terms + 4) * kHalfUlp64);
+  if (arithmetic.half_ulp == kHalfUlp64) return wide;
+  const auto of_lane = static_cast<double>(std::min<size_t>((terms + 31) / 32, 32));
+  return wide + of_lane * kHalfUlp / 2;
+}
 
 // The 2-norm of the errors of some numbers: |x + e| lies within |e| of |x|.
 inline double error_norm(const std::vector<Real>& list) {

@@ -266,35 +266,56 @@ double norm_of(const Block& g, int32_t life, int n = 1) {
   return r.norm;
 }
 
+double norm(const Block& g) {
+  long double squares = 0;
+  for (const float x : g) squares += static_cast<long double>(x) * static_cast<long double>(x);
+  return static_cast<double>(std::sqrt(squares));
+}
+
 class Norm : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Life, Norm, testing::Values(GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE));
 
 TEST_P(Norm, FourMillionEqualElements) {
-  const float x = 0.1f;
-  const Block g((1 << 22) + 5, x);
-  const double want = std::sqrt(static_cast<double>(g.size())) * x;
-  EXPECT_NEAR(norm_of(g, GetParam()), want, ref::kNorm * want);
+  for (const float x : {0.1f, 1e-22f}) {
+    const Block g((1 << 22) + 5, x);
+    const double want = std::sqrt(static_cast<double>(g.size())) * x;
+    EXPECT_NEAR(norm_of(g, GetParam()), want, ref::kUsualNorm * want);
+    EXPECT_NEAR(norm_of(g, GetParam(), 2), want, ref::kUsualNorm * want);
+  }
 }
 
 TEST_P(Norm, HugeTinyAndMixed) {
-  for (const float x : {3e38f, 1e25f, 1e-25f, 1e-38f, 1e-45f}) {
-    for (const size_t n : {size_t{1}, size_t{17}, size_t{70000}}) {
+  // Squares over- or underflow in float32 from 2^64 and below 2^-63, and vanish below 2^-75; their sum over
+  // 1024 elements is small enough for a second look below 2^-45.
+  for (const float x : {3e38f, 1e25f, 0x1.1p64f, 0x1.fp63f, 0x1p59f, 0x1p-39f, 0x1p-41f, 0x1p-44f,
+                        0x1p-46f, 0x1p-62f, 0x1p-65f, 0x1p-74f, 1e-25f, 1e-38f, 1e-45f}) {
+    for (const size_t n : {size_t{1}, size_t{17}, size_t{1023}, size_t{70000}}) {
       const Block g(n, x);
       const double want = std::sqrt(static_cast<double>(n)) * x;
-      EXPECT_NEAR(norm_of(g, GetParam()), want, ref::kNorm * want) << x << ", " << n;
+      EXPECT_NEAR(norm_of(g, GetParam()), want, ref::kUsualNorm * want) << x << ", " << n;
     }
   }
   Random random(1);
   Block g(200001);
-  long double squares = 0;
-  for (size_t i = 0; i < g.size(); ++i) {
-    g[i] = static_cast<float>(random.signed_unit() * std::pow(10.0, 60 * random.unit() - 30));
-    squares += static_cast<long double>(g[i]) * static_cast<long double>(g[i]);
-  }
-  const auto want = static_cast<double>(std::sqrt(squares));
-  EXPECT_NEAR(norm_of(g, GetParam()), want, ref::kNorm * want);
+  for (float& x : g)
+    x = static_cast<float>(random.signed_unit() * std::pow(10.0, 60 * random.unit() - 30));
+  EXPECT_NEAR(norm_of(g, GetParam()), norm(g), ref::kUsualNorm * norm(g));
+  // Elements whose squares vanish in float32, beside others that do not.
+  for (size_t i = 0; i < g.size(); ++i)
+    g[i] = i % 3000 < 1500 ? 1e-20f : i % 3000 == 2000 ? 1e-5f : 1e-24f;
+  EXPECT_NEAR(norm_of(g, GetParam()), norm(g), ref::kUsualNorm * norm(g));
   // Two equal micro-batches sum to 2 g and average to g exactly, so the norm must be that of g.
   EXPECT_EQ(norm_of(g, GetParam(), 2), norm_of(g, GetParam(), 1));
+}
+
+// One square of 1 in each lane of float32, then 31 that are each just too small to be added to it.
+TEST_P(Norm, WhatRoundsOneWay) {
+  for (const size_t n : {size_t{1024}, size_t{100 * 1024}}) {
+    Block g(n, 0x1.fffffep-13f);
+    for (size_t i = 0; i < n; ++i)
+      if (i % 1024 < 32) g[i] = 1;
+    EXPECT_NEAR(norm_of(g, GetParam()), norm(g), ref::kNorm * norm(g));
+  }
 }
 
 TEST_P(Norm, MissingGradientsHaveNone) {
@@ -376,8 +397,8 @@ TEST_P(Norm, OfWhatTheProgramWrote) {
     const double want = element * std::sqrt(static_cast<double>(n));
     ga_step_result r = run(order, 2);
     EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
-    EXPECT_NEAR(r.norm, want, ref::kNorm * want) << order;
-    EXPECT_NEAR(r.clip_factor, 1 / want, 2 * ref::kNorm / want) << order;
+    EXPECT_NEAR(r.norm, want, ref::kUsualNorm * want) << order;
+    EXPECT_NEAR(r.clip_factor, 1 / want, 2 * ref::kUsualNorm / want) << order;
     r = run(order, NAN);
     EXPECT_EQ(r.outcome, GA_STEP_SKIPPED_NONFINITE) << order;
   }

@@ -146,8 +146,8 @@ INSTANTIATE_TEST_SUITE_P(All, Optimizer, testing::Range<size_t>(0, good_optimize
                          optimizer_name);
 
 // Four of thirteen elements have almost no gradient. L2 decay moves them to 0, where they oscillate
-// with a sign that rounding decides.
-constexpr double kMostVague = 0.32;
+// with a sign that rounding decides. The norms of LARS make a few more uncertain.
+constexpr double kMostVague = 0.36;
 
 TEST_P(Optimizer, TwoHundredSteps) {
   follow<float>(optimizer_, tensors(), gradients<float>, 200, kMostVague);

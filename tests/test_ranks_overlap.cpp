@@ -315,8 +315,8 @@ TEST(RanksAdder, TheTableAdds) {
       }
     }
     EXPECT_TRUE(same_bits(block, alone)) << shard;
-    EXPECT_NEAR(results[1].norm, results[0].norm, 1e-9 * results[0].norm);
-    EXPECT_NEAR(results[1].clip_factor, results[0].clip_factor, 1e-9);
+    EXPECT_NEAR(results[1].norm, results[0].norm, 1e-7 * results[0].norm);
+    EXPECT_NEAR(results[1].clip_factor, results[0].clip_factor, 1e-7);
     EXPECT_EQ(comm.added, shard ? 3 : 3 * 2);  // one packed slice; the large one as it lies
   }
 }

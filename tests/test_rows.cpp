@@ -141,9 +141,9 @@ class Pair {
     EXPECT_EQ(a.outcome, b.outcome);
     EXPECT_EQ(a.weight, b.weight);
     if (std::isfinite(b.norm)) {
-      EXPECT_NEAR(a.norm, b.norm, ref::kNorm * b.norm);
+      EXPECT_NEAR(a.norm, b.norm, ref::kUsualNorm * b.norm);
     }
-    EXPECT_NEAR(a.clip_factor, b.clip_factor, 2 * ref::kNorm);
+    EXPECT_NEAR(a.clip_factor, b.clip_factor, 2 * ref::kUsualNorm);
     return a;
   }
 
@@ -874,7 +874,7 @@ TEST(Rows, LazyStepsTouchTheirRowsAlone) {
       EXPECT_OK(ga_micro_end(ctx));
       const ga_step_result r = step(ctx);
       EXPECT_EQ(r.outcome, GA_STEP_APPLIED);
-      EXPECT_NEAR(r.norm, 2 * std::sqrt(64000.0), ref::kNorm * 600);
+      EXPECT_NEAR(r.norm, 2 * std::sqrt(64000.0), ref::kUsualNorm * 600);
       EXPECT_LT(table[indices[999] * columns + 63], -0.5f);
       ASSERT_EQ(mprotect(map, bytes, PROT_READ | PROT_WRITE), 0);
     }

@@ -7,6 +7,7 @@
 // and keeps the upper bits of its payload.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 
 #include "hd.hpp"
@@ -119,16 +120,27 @@ GA_HD T maximum(T a, T b) {
 
 // ---- Order of sums ------------------------------------------------------------------------------
 
-// Sums of squares are in double: the square of a double is rounded before it is added, the square
-// of a float is exact. Element i of a tile of kTile elements is added to lane i mod kLanes, in
-// order of i. The lanes are then added by halves: lane l and lane l + 16, then 8, 4, 2 and 1 apart.
-// So are the totals of a chunk's tiles, with 0 for an absent tile.
+// Element i of a tile of kTile elements is squared and added to lane i mod kLanes, in order of i; the
+// square is rounded before. The lanes are then added by halves, in double: lane l and lane l + 16,
+// then 8, 4, 2 and 1 apart. So are the totals of a chunk's tiles, with 0 for an absent tile.
+//
+// The lanes of a tile of floats are floats first. A lane has at most kTile / kLanes = 32 terms, each
+// rounded as a square and in 31 sums at most, so the total is wrong by 32 * 2^-24 of itself, and a norm
+// by half of that, 0.96e-6; the errors of many lanes cancel, and 1e-8 is what is seen. This holds
+// unless squares overflow, which leaves a total that is not finite, or underflow: each of the 1024
+// squares is then wrong by 2^-150 (2^-126 where subnormals are flushed), together by less than 2^-36 of
+// a total of kSmallestTotal. Without such a total the lanes are added anew in double, where the square
+// of a float is exact and neither over- nor underflows.
 //
 // The tiles of a unit's run (below), or of the part of a run in a piece, start at the start of the
 // run or part; their totals are added one after the other.
 constexpr int kLanes = 32;
 constexpr int64_t kTile = 1024;
 constexpr int kTotals = 64;  // tiles of a chunk
+constexpr double kSmallestTotal = 0x1p-80;
+
+// Of the total of a tile whose lanes are floats.
+GA_HD bool is_trusted(double total) { return total >= kSmallestTotal && total <= DBL_MAX; }
 
 // Adds x by halves, x[i] + x[i + kCount / 2], until one number is left. Overwrites x.
 template <int kCount>

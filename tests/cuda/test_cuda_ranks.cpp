@@ -106,7 +106,7 @@ std::vector<Ended> run_on_devices(const Layout& l, const Options& s, const Share
 }
 
 // Parameters have the bits of ranks on the CPU. Results are alike on all ranks, and norms those of the CPU up
-// to the order in which doubles are added.
+// to the order in which squares are added.
 void expect_like_the_cpu(const std::vector<Ended>& ended, const std::vector<Ended>& cpu) {
   ASSERT_EQ(ended.size(), cpu.size());
   for (size_t r = 0; r < ended.size(); ++r) {
@@ -121,8 +121,8 @@ void expect_like_the_cpu(const std::vector<Ended>& ended, const std::vector<Ende
       EXPECT_EQ(a.weight, b.weight);
       EXPECT_EQ(a.steps, b.steps);
       EXPECT_EQ(a.windows, b.windows);
-      EXPECT_NEAR(a.norm, b.norm, 1e-14 * b.norm);
-      EXPECT_NEAR(a.clip_factor, b.clip_factor, 1e-14);
+      EXPECT_NEAR(a.norm, b.norm, ref::kUsualNorm * b.norm);
+      EXPECT_NEAR(a.clip_factor, b.clip_factor, ref::kUsualNorm);
     }
   }
 }

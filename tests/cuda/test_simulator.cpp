@@ -107,7 +107,7 @@ struct TileSums {
       }
       lanes[thread] = quad;
     });
-    block.octet_totals(lanes, totals);
+    block.octet_totals(lanes, [&](int octet, double total) { totals[octet] = total; });
     block.each_item(kThreads / 8, [&](int64_t i) { tiles[first + i] = totals[i]; });
     if (!block.last(arrived)) return;
     block.each_warp(1, [&](int64_t, Warp& warp) {

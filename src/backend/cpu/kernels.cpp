@@ -15,7 +15,9 @@
 #endif
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 means its own intrinsics
+// GCC 12 means its own intrinsics.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
 #include "backend/numbers.hpp"
@@ -64,32 +66,35 @@ GA_INLINE void pad_tile(T* tile, int64_t count) {
 
 // ---- Sums of squares ----------------------------------------------------------------------------
 
-struct LaneSums {
+// The lanes of a tile in double.
+struct WideLanes {
   static constexpr int kRegisters = kLanes / kWidth<double>;
   Doubles sum[kRegisters] = {};
 
+  // x holds the elements of lanes [lane, lane + kWidth).
+  GA_INLINE void add(int lane, Doubles x) { sum[lane / kWidth<double>] += x * x; }
+  GA_INLINE void add(int lane, Floats x) {
+    Doubles* const s = sum + lane / kWidth<double>;
+    s[0] = add_square(s[0], widen_low(x));
+    s[1] = add_square(s[1], widen_high(x));
+  }
+  GA_INLINE double total() const { return total_of<kRegisters>(sum); }
+  GA_INLINE double group_total() const { return total_of<kRegisters / 2>(sum); }
+};
+
+// The lanes of a tile in f32, if is_trusted() says so of their total.
+struct NarrowLanes {
+  static constexpr int kRegisters = kLanes / kWidth<float>;
+  Floats sum[kRegisters] = {};
+
+  GA_INLINE void add(int lane, Floats x) { sum[lane / kWidth<float>] += x * x; }
   GA_INLINE double total() const { return total_of<kRegisters>(sum); }
   // The total if only the lanes of the first group are used.
   GA_INLINE double group_total() const { return total_of<kRegisters / 2>(sum); }
 };
 
 template <class T>
-struct Lanes;
-
-template <>
-struct Lanes<float> : LaneSums {
-  // x holds the elements of lanes [lane, lane + kWidth).
-  GA_INLINE void add(int lane, Floats x) {
-    Doubles* const s = sum + lane / kWidth<double>;
-    s[0] = add_square(s[0], widen_low(x));
-    s[1] = add_square(s[1], widen_high(x));
-  }
-};
-
-template <>
-struct Lanes<double> : LaneSums {
-  GA_INLINE void add(int lane, Doubles x) { sum[lane / kWidth<double>] += x * x; }
-};
+using Lanes = std::conditional_t<std::is_same_v<T, float>, NarrowLanes, WideLanes>;
 
 // Runs body(i, lane) for each register of whole groups, from lane 0 on. Once this is unrolled,
 // lanes are constants, so their sums stay in registers.
@@ -102,30 +107,44 @@ GA_INLINE void each_register(int64_t count, Body&& body) {
   }
 }
 
-template <class T>
-GA_INLINE void add_groups(Lanes<T>& lanes, const T* x, int64_t count) {
+template <class Lanes, class T>
+GA_INLINE void add_groups(Lanes& lanes, const T* x, int64_t count) {
   each_register<T>(count, [&](int64_t i, int l) GA_INLINE_BODY { lanes.add(l, get(x + i)); });
 }
 
-template <class T>
-GA_INLINE Lanes<T> lanes_of(const T* tile, int64_t count) {
-  Lanes<T> lanes;
+// The total of a tile of f32 in double. element(i), i in [0, count): its elements.
+template <class Element>
+__attribute__((noinline)) double wide_total(int64_t count, Element&& element) {
+  alignas(64) float tile[kTile];
+  for (int64_t i = 0; i < count; ++i) tile[i] = element(i);
+  pad_tile(tile, count);
+  WideLanes lanes;
   add_groups(lanes, tile, whole_groups(count));
-  return lanes;
+  return lanes.total();
 }
 
 // The sum over a chunk, tile after tile.
 template <class T>
 class ChunkSum {
  public:
-  GA_INLINE double add_tile(const Lanes<T>& lanes) { return totals_[tiles_++] = lanes.total(); }
-  // element(i), i in [0, count): the elements of the tile, for finite().
+  // element(i), i in [0, count): the elements of the tile, which are looked at where the total alone does not do.
   template <class Element>
   GA_INLINE void add_tile(const Lanes<T>& lanes, int64_t count, Element&& element) {
-    const double total = add_tile(lanes);
-    if (std::is_same_v<T, double> && !is_finite(total))  // the squares may have overflowed
+    double total = lanes.total();
+    if constexpr (std::is_same_v<T, float>) {
+      if (!is_trusted(total)) total = wide_total(count, element);
+    } else if (!is_finite(total)) {  // the squares may have overflowed
       for (int64_t i = 0; i < count; ++i) finite_ = finite_ && is_finite(element(i));
+    }
+    totals_[tiles_++] = total;
   }
+  // tile: padded to whole groups.
+  GA_INLINE void add_tile(const T* tile, int64_t count) {
+    Lanes<T> lanes;
+    add_groups(lanes, tile, whole_groups(count));
+    add_tile(lanes, count, [&](int64_t i) { return tile[i]; });
+  }
+  GA_INLINE void add_wide_tile(const WideLanes& lanes) { totals_[tiles_++] = lanes.total(); }
 
   // To be called once, at the end.
   GA_INLINE double total() {
@@ -211,8 +230,12 @@ void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count)
                                                     contribution);
       end_a.copy_to(a + b, n - b);
     }
-    sums.add_tile(lanes, n, [&](int64_t i) { return a[i]; });
-    if (kNoise) contributions.add_tile(contribution);
+    // What was streamed past the caches is made again, not read.
+    sums.add_tile(lanes, n, [&](int64_t i) {
+      if (!kStream) return a[i];
+      return kSources == 2 ? g0[i] * scale0 + g1[i] * scale1 : g0[i] * scale0;
+    });
+    if (kNoise) contributions.add_tile(contribution, n, [&](int64_t i) { return g0[i] * scale0; });
   }
   if (kStream) stream_fence();
   store_partial(task, offset, sums, kNoise ? &contributions : nullptr);
@@ -239,13 +262,13 @@ void accumulate_packed(const AccumulateTask& task, int64_t offset, int64_t count
       for (int64_t i = 0; i < n; ++i) c[i] = s == 0 ? g[i] * scale : c[i] + g[i] * scale;
     }
     pad_tile(c, n);
-    if (task.noise != 0) contributions.add_tile(lanes_of(c, n));
+    if (task.noise != 0) contributions.add_tile(c, n);
     if (task.keep != 0)
       for (int64_t i = 0; i < n; ++i) c[i] = a[i] * keep + c[i];
     store<T>(task.target, offset + t, n, c, static_cast<uint64_t>(offset + t), rounding);
     a = load<T>({task.target.data, task.target.format, 1, nullptr}, offset + t, n, tile_a);
     std::memcpy(c, a, static_cast<size_t>(n) * sizeof(T));
-    sums.add_tile(lanes_of(c, n), n, [&](int64_t i) { return c[i]; });
+    sums.add_tile(c, n);
   }
   store_partial(task, offset, sums, &contributions);
 }
@@ -270,7 +293,7 @@ void accumulate_maximum(const AccumulateTask& task, int64_t offset, int64_t coun
     const T* const stored = load<T>(target, offset + t, n, tile1);
     std::memcpy(x, stored, static_cast<size_t>(n) * sizeof(T));
     pad_tile(x, n);
-    sums.add_tile(lanes_of(x, n), n, [&](int64_t i) { return x[i]; });
+    sums.add_tile(x, n);
   }
   store_partial(task, offset, sums, static_cast<ChunkSum<T>*>(nullptr));
 }
@@ -359,8 +382,11 @@ void norm_chunk(const NormTask& task, int64_t offset, int64_t count) {
     if (b < n)
       norm_groups<T, kLimited>(view, Padded<T>(g + b, n - b).data, whole_groups(n - b), raw,
                                limited);
-    raw_sum.add_tile(raw, n, [&](int64_t i) { return g[i] * view.source_scale; });
-    if (kLimited) limited_sum.add_tile(limited);
+    const auto element = [&](int64_t i) { return g[i] * view.source_scale; };
+    raw_sum.add_tile(raw, n, element);
+    if (kLimited)
+      limited_sum.add_tile(limited, n,
+                           [&](int64_t i) { return view.clamped(element(i) * view.scale); });
   }
   Partial& partial = task.partials[offset / kChunk];
   partial.sum_squares = raw_sum.total();
@@ -637,7 +663,7 @@ void measure(const UpdateTask& task, int64_t offset, int64_t count) {
   Tile tile(task);
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
-    Lanes<T> first, second;
+    WideLanes first, second;
     tile.open(task, offset + t, n);
     tile.each_block(task, n, [&](const T* g, const T* p, T* const* state, int64_t b, int64_t m) {
       alignas(64) T x0[kBlock], x1[kBlock];
@@ -662,8 +688,8 @@ void measure(const UpdateTask& task, int64_t offset, int64_t count) {
         std::memcpy(static_cast<T*>(task.emitted) + offset + t + b, x0,
                     static_cast<size_t>(m) * sizeof(T));
     });
-    first_sum.add_tile(first);
-    if (Op::norms == 2) second_sum.add_tile(second);
+    first_sum.add_wide_tile(first);
+    if (Op::norms == 2) second_sum.add_wide_tile(second);
     tile.close_state(task, offset + t, n);
   }
   const int64_t stretch = task.stretch(), before = offset / stretch;
@@ -700,21 +726,26 @@ GA_INLINE void add_squares(double* __restrict s, const T* __restrict x, int64_t 
 template <class T>
 GA_INLINE double tile_total(const T* x, int64_t count) {
   Lanes<T> lanes;
+  double total;
   if (count <= kGroup) {
     prefetch_block<0>(x + kAhead);
     add_groups(lanes, Padded<T>(x, count).data, kGroup);
-    return lanes.group_total();
+    total = lanes.group_total();
+  } else {
+    int64_t b = 0;
+    for (; b + kBlock <= count; b += kBlock) {
+      prefetch_block<0>(x + b + kAhead);
+      add_groups(lanes, x + b, kBlock);
+    }
+    if (b < count) {
+      prefetch_block<0>(x + b + kAhead);
+      add_groups(lanes, Padded<T>(x + b, count - b).data, whole_groups(count - b));
+    }
+    total = lanes.total();
   }
-  int64_t b = 0;
-  for (; b + kBlock <= count; b += kBlock) {
-    prefetch_block<0>(x + b + kAhead);
-    add_groups(lanes, x + b, kBlock);
-  }
-  if (b < count) {
-    prefetch_block<0>(x + b + kAhead);
-    add_groups(lanes, Padded<T>(x + b, count - b).data, whole_groups(count - b));
-  }
-  return lanes.total();
+  if constexpr (std::is_same_v<T, float>)
+    if (!is_trusted(total)) total = wide_total(count, [&](int64_t i) { return x[i]; });
+  return total;
 }
 
 // The sums of squares of one array over the units of a piece.

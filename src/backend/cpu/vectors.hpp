@@ -127,3 +127,12 @@ GA_INLINE double total_of(const Doubles* lanes) {
 #endif
   return two[0] + two[1];
 }
+template <int kRegisters>
+GA_INLINE double total_of(const Floats* lanes) {
+  Doubles wide[2 * kRegisters];
+  for (int r = 0; r < kRegisters; ++r) {
+    wide[2 * r] = widen_low(lanes[r]);
+    wide[2 * r + 1] = widen_high(lanes[r]);
+  }
+  return total_of<2 * kRegisters>(wide);
+}

@@ -92,14 +92,19 @@ GA_DEVICE SquaresOf<T, 1> add_any(T* a, Plain<T> of, PlainBase<T> base, int32_t 
   return squares;
 }
 
-// A dtype that the code is compiled for; 0: any.
-template <int32_t kFormat>
-using Known = std::integral_constant<int32_t, kFormat>;
+// The squares of what was stored, in double.
+template <class T>
+GA_APART SquaresOf<T, 1, double> squares_stored(const Array& target, int64_t first, int n, int q) {
+  SquaresOf<T, 1, double> squares;
+  const Reader<T> stored(target.data, target.format, first);
+  each_step(n, q, [&](int i, int count) { squares.of[0].add(stored(i, count), count); });
+  return squares;
+}
 
 // of and base begin at the parameter's first element.
 template <class T, bool kPair>
 GA_DEVICE void accumulate_plain_chunk(Block& block, const PlainTarget& target, int64_t chunk,
-                                      Plain<T> of, PlainBase<T> base, ChunkTotals<1>& sums) {
+                                      Plain<T> of, PlainBase<T> base, ChunkTotals<1>& shared) {
   const int64_t offset = chunk * kChunk;
   const int count = chunk_length(target.count, chunk);
   T* const a = static_cast<T*>(target.target) + offset;
@@ -111,9 +116,12 @@ GA_DEVICE void accumulate_plain_chunk(Block& block, const PlainTarget& target, i
     aligned = aligned && is_aligned(base.pair.gradient, format);
   }
   const auto each_tile = [&](auto known) {
-    sum_tiles<T, 1>(block, count, sums, [&](int first, int n, int q) {
-      if constexpr (decltype(known)::value != 0)
-        return add_plain<decltype(known)::value, kPair>(a, of, base, first, n, q);
+    constexpr int32_t kKnown = decltype(known)::value;
+    sum_tiles<T>(block, count, 1, shared, [&](int first, int n, int q, auto sum) {
+      if constexpr (!std::is_same_v<decltype(sum), T>)
+        return squares_stored<T>({target.target, target.format}, offset + first, n, q);
+      else if constexpr (kKnown != 0)
+        return add_plain<kKnown, kPair>(a, of, base, first, n, q);
       else
         return add_any<T, kPair>(a, of, base, format, first, n, q);
     });
@@ -128,7 +136,7 @@ GA_DEVICE void accumulate_plain_chunk(Block& block, const PlainTarget& target, i
     else
       each_tile(Known<GA_F16>());
   }
-  take_totals<T>(block, count, sums, [&](const double* total, bool finite) {
+  take_totals<T>(block, count, 1, shared, [&](const double* total, bool finite) {
     Partial& partial = target.partials[chunk];
     partial.sum_squares = total[0];
     if (kPair || !base.keep) partial.noise = 0;
@@ -216,6 +224,25 @@ struct Contribution {
     return squares;
   }
 
+  // The squares of what this has stored, and with noise of what it has added, in double.
+  GA_APART SquaresOf<T, 2, double> stored(int first, int n, int q) const {
+    const int64_t at = offset + first;
+    SquaresOf<T, 2, double> squares;
+    squares.of[0] = squares_stored<T>(target, at, n, q).of[0];
+    if (!noise) return squares;
+    const Reader<T> g0(source[0], at), g1(source[1], at);
+    each_step(n, q, [&](int i, int count) {
+      Four<T> x = g0(i, count);
+      for (T& c : x.x) c *= scale[0];
+      if (sources == 2) {
+        const Four<T> y = g1(i, count);
+        for (int l = 0; l < 4; ++l) x.x[l] += y.x[l] * scale[1];
+      }
+      squares.of[1].add(x, count);
+    });
+    return squares;
+  }
+
   // With kMaximum: the larger of target and source, or of two sources.
   GA_APART SquaresOf<T, 2> largest(int first, int n, int q) const {
     const int64_t at = offset + first;
@@ -239,7 +266,7 @@ struct Contribution {
 
 template <class T>
 GA_DEVICE void accumulate_chunk(Block& block, const AccumulateTask& task, int64_t chunk,
-                                ChunkTotals<2>& sums) {
+                                ChunkTotals<2>& shared) {
   const MicroPlan* const plan = task.plan;
   const double keep = plan ? plan->keep : task.keep, noise = plan ? plan->noise : task.noise;
   const int count = chunk_length(task.count, chunk);
@@ -259,10 +286,14 @@ GA_DEVICE void accumulate_chunk(Block& block, const AccumulateTask& task, int64_
                                      task.contribution, task.param)};
   add.offset = chunk * kChunk;
   const bool larger = keep == kMaximum;
-  sum_tiles<T, 2>(block, count, sums, [&](int first, int n, int q) {
-    return larger ? add.largest(first, n, q) : add(first, n, q);
+  const int sums = add.noise ? 2 : 1;
+  sum_tiles<T>(block, count, sums, shared, [&](int first, int n, int q, auto sum) {
+    if constexpr (std::is_same_v<decltype(sum), T>)
+      return larger ? add.largest(first, n, q) : add(first, n, q);
+    else
+      return add.stored(first, n, q);
   });
-  take_totals<T>(block, count, sums, [&](const double* total, bool finite) {
+  take_totals<T>(block, count, sums, shared, [&](const double* total, bool finite) {
     Partial& partial = task.partials[chunk];
     const double own = noise == 0 ? 0 : noise * total[1];
     partial.sum_squares = total[0];

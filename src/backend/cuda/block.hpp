@@ -236,17 +236,31 @@ class Block {
 #endif
   }
 
-  // totals[o] <- the sum of the 32 lanes of octet o, for o < kThreads / 8; totals is shared. Octet
-  // o has the threads from 8o to 8o + 7, its thread q the lanes from 4q to 4q + 3. The lanes are
+  // Whether f(thread) in any thread; the same in all threads. A barrier.
+  template <class F>
+  GA_DEVICE bool any(F f) {
+#ifdef __CUDACC__
+    return __syncthreads_or(f(static_cast<int>(threadIdx.x)) ? 1 : 0) != 0;
+#else
+    for (int thread = 0; thread < kThreads; ++thread) {
+      if (f(thread)) return true;
+    }
+    return false;
+#endif
+  }
+
+  // take(o, total) with the sum of the 32 lanes of octet o, for o < kThreads / 8, in one of its threads.
+  // Octet o has the threads from 8o to 8o + 7, its thread q the lanes from 4q to 4q + 3. The lanes are
   // added by the tree of distances 16, 8, 4, 2, 1.
-  GA_DEVICE void octet_totals(const PerThread<Quad>& lanes, double* totals) {
+  template <class F>
+  GA_DEVICE void octet_totals(const PerThread<Quad>& lanes, F take) {
 #ifdef __CUDACC__
     const int thread = static_cast<int>(threadIdx.x);
     Quad quad = lanes[thread];
     for (int distance = 4; distance > 0; distance /= 2) {
       for (double& lane : quad.lane) lane += __shfl_xor_sync(0xffffffffu, lane, distance);
     }
-    if (thread % 8 == 0) totals[thread / 8] = total(quad);
+    if (thread % 8 == 0) take(thread / 8, total(quad));
     __syncthreads();
 #else
     for (int octet = 0; octet < kThreads / 8; ++octet) {
@@ -257,7 +271,7 @@ class Block {
           for (int l = 0; l < 4; ++l) quads[q].lane[l] += quads[q + distance].lane[l];
         }
       }
-      totals[octet] = total(quads[0]);
+      take(octet, total(quads[0]));
     }
 #endif
   }

@@ -22,6 +22,10 @@ inline int64_t blocks_for(const Queue& queue, int64_t items) {
   return smaller(items, queue.blocks);
 }
 
+// A dtype that the code is compiled for; 0: any.
+template <int32_t kFormat>
+using Known = std::integral_constant<int32_t, kFormat>;
+
 // Elements of a chunk.
 GA_HD int chunk_length(int64_t count, int64_t chunk) {
   return static_cast<int>(smaller(kChunk, count - chunk * kChunk));
@@ -89,26 +93,24 @@ void launch_tasks(const Queue& queue, Span<const Task> tasks) {
 
 // ---- Sums of squares ----------------------------------------------------------------------------
 
-// A thread's share of a tile: four lanes, and whether all values in them are finite.
-template <class T>
+// A thread's share of a tile: four lanes, which are of type Sum, and whether all values in them are
+// finite, if these are doubles.
+template <class T, class Sum>
 struct Squares {
-  Quad quad = {};
+  Sum lanes[4] = {};
   bool finite = true;
 
   GA_DEVICE void add(int lane, T value) {
-    const double x = static_cast<double>(value);
-    if constexpr (std::is_same_v<T, float>) {
-      // The square is exact, so this rounds once, fused or not. The squares of finite floats cannot
-      // overflow a double, so their sum tells whether they are finite.
+    const Sum x = static_cast<Sum>(value);
 #ifdef __CUDACC__
-      quad.lane[lane] = __fma_rn(x, x, quad.lane[lane]);
-#else
-      quad.lane[lane] += x * x;
-#endif
-    } else {
-      quad.lane[lane] += x * x;
-      finite = finite && x * 0.0 == 0;
+    if constexpr (!std::is_same_v<
+                      T, Sum>) {  // the square is exact, so this rounds as the other way does
+      lanes[lane] = __fma_rn(x, x, lanes[lane]);
+      return;
     }
+#endif
+    lanes[lane] += x * x;
+    if constexpr (std::is_same_v<T, double>) finite = finite && x * 0.0 == 0;
   }
 
   GA_DEVICE void add(const Four<T>& four, int count) {
@@ -118,9 +120,9 @@ struct Squares {
   }
 };
 
-template <class T, int kSums>
+template <class T, int kSums, class Sum = T>
 struct SquaresOf {
-  Squares<T> of[kSums];
+  Squares<T, Sum> of[kSums];
 };
 
 // The totals of a chunk's tiles, shared by the threads of a block.
@@ -160,48 +162,77 @@ GA_DEVICE void each_step_ahead(int n, int q, Load load, Use use) {
 }
 constexpr int kStepsAhead = 2;
 
-// totals[k][t] <- sum k of the SquaresOf<T, kSums> that body(t, q) returns in thread q of the octet
-// which has tile t, for t < count. Ends with a barrier.
-template <class T, int kSums, int kMost, class Body>
-GA_DEVICE void sum_octets(Block& block, int count, double (&totals)[kSums][kMost], Body body) {
-  static_assert(kMost % kOctets == 0);
-  GA_ROLLED
-  for (int round = 0; round < count; round += kOctets) {
-    PerThread<Quad> lanes[kSums];
-    block.each([&](int thread) {
-      SquaresOf<T, kSums> squares;
-      const int t = round + thread / 8;
-      if (t < count) squares = body(t, thread % 8);
-      for (int k = 0; k < kSums; ++k) lanes[k][thread] = squares.of[k].quad;
+// One round of sum_octets(): the first pass, or kAnew the second.
+template <class T, class Sum, bool kAnew, int kSums, int kMost, class Body>
+GA_DEVICE void sum_round(Block& block, int round, int count, int sums,
+                         double (&totals)[kSums][kMost], Body body) {
+  // Whether sum k of an octet is none, or was taken in floats and can be trusted.
+  const auto is_done = [&](int k, int octet) {
+    return round + octet >= count || k >= sums || (kAnew && is_trusted(totals[k][round + octet]));
+  };
+  const auto is_left = [&](int octet) {
+    return !is_done(0, octet) || (kSums > 1 && !is_done(kSums - 1, octet));
+  };
+  if (kAnew && !block.any([&](int thread) { return is_left(thread / 8); })) return;
+  PerThread<Quad> lanes[kSums];
+  block.each([&](int thread) {
+    SquaresOf<T, kSums, Sum> squares;
+    if (is_left(thread / 8)) squares = body(round + thread / 8, thread % 8, Sum());
+    for (int k = 0; k < kSums; ++k) {
+      for (int l = 0; l < 4; ++l)
+        lanes[k][thread].lane[l] = static_cast<double>(squares.of[k].lanes[l]);
+    }
+  });
+  for (int k = 0; k < kSums; ++k) {
+    block.octet_totals(lanes[k], [&](int octet, double total) {
+      if (!is_done(k, octet)) totals[k][round + octet] = total;
     });
-    for (int k = 0; k < kSums; ++k) block.octet_totals(lanes[k], totals[k] + round);
   }
 }
 
-// sum_octets() over the tiles of a chunk of `count` elements: body(first, n, q) sums the n elements
-// from `first` on.
-template <class T, int kSums, class Body>
-GA_DEVICE void sum_tiles(Block& block, int count, ChunkTotals<kSums>& sums, Body body) {
-  if constexpr (std::is_same_v<T, double>) block.once([&] { sums.nonfinite = 0; });
-  sum_octets<T>(block, (count + kTile - 1) / kTile, sums.totals, [&](int tile, int q) {
-    const int first = tile * kTile, left = count - first;
-    const SquaresOf<T, kSums> squares = body(first, left < kTile ? left : kTile, q);
-    if (std::is_same_v<T, double> && !squares.of[0].finite) sums.nonfinite = 1;
-    return squares;
-  });
+// totals[k][t] <- sum k of the SquaresOf<T, kSums, Sum> that body(t, q, Sum()) returns in thread q of the
+// octet which has tile t, for t < count and k < sums. Tiles of floats whose total is not trusted get
+// body(t, q, double()) in a second pass, where the arrays that the first one has written are only read. Ends
+// with a barrier.
+template <class T, class Sum = T, int kSums, int kMost, class Body>
+GA_DEVICE void sum_octets(Block& block, int count, int sums, double (&totals)[kSums][kMost],
+                          Body body) {
+  static_assert(kMost % kOctets == 0);
+  static_assert(kSums <= 2);
+  GA_ROLLED
+  for (int round = 0; round < count; round += kOctets) {
+    sum_round<T, Sum, false>(block, round, count, sums, totals, body);
+    if constexpr (std::is_same_v<Sum, float>)
+      sum_round<T, double, true>(block, round, count, sums, totals, body);
+  }
 }
 
-// f(total, finite) in one thread after sum_tiles, where total[k] is sum k of the chunk. Ends with a
-// barrier.
+// sum_octets() over the tiles of a chunk of `count` elements: body(first, n, q, Sum()) sums the n
+// elements from `first` on.
+template <class T, class Sum = T, int kSums, class Body>
+GA_DEVICE void sum_tiles(Block& block, int count, int sums, ChunkTotals<kSums>& shared, Body body) {
+  if constexpr (std::is_same_v<T, double>) block.once([&] { shared.nonfinite = 0; });
+  sum_octets<T, Sum>(block, (count + kTile - 1) / kTile, sums, shared.totals,
+                     [&](int tile, int q, auto sum) {
+                       const int first = tile * kTile, left = count - first;
+                       const auto squares = body(first, left < kTile ? left : kTile, q, sum);
+                       if (std::is_same_v<T, double> && !squares.of[0].finite) shared.nonfinite = 1;
+                       return squares;
+                     });
+}
+
+// f(total, finite) in one thread after sum_tiles, where total[k] is sum k of the chunk, for k < sums. Ends
+// with a barrier.
 template <class T, int kSums, class F>
-GA_DEVICE void take_totals(Block& block, int count, const ChunkTotals<kSums>& sums, F f) {
+GA_DEVICE void take_totals(Block& block, int count, int sums, const ChunkTotals<kSums>& shared,
+                           F f) {
   const int tiles = (count + kTile - 1) / kTile;
   block.each_warp(1, [&](int64_t, const Warp& warp) {
-    double total[kSums];
-    for (int k = 0; k < kSums; ++k)
-      total[k] = warp.sum(tiles, [&](int64_t t) { return sums.totals[k][t]; });
+    double total[kSums] = {};
+    for (int k = 0; k < kSums && k < sums; ++k)
+      total[k] = warp.sum(tiles, [&](int64_t t) { return shared.totals[k][t]; });
     if (!warp.leader()) return;
-    const bool finite = std::is_same_v<T, float> ? is_finite(total[0]) : sums.nonfinite == 0;
+    const bool finite = std::is_same_v<T, float> ? is_finite(total[0]) : shared.nonfinite == 0;
     f(total, finite);
   });
 }

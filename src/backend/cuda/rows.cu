@@ -253,8 +253,9 @@ struct AddRows {
     call.set->entries[call.lists.entries[d]].partial = {sum_squares, 0, 0, finite ? 0 : 1};
   }
 
-  GA_DEVICE SquaresOf<T, 1> squares_of(const T* at, int n, int q) const {
-    SquaresOf<T, 1> squares;
+  template <class Sum>
+  GA_DEVICE SquaresOf<T, 1, Sum> squares_of(const T* at, int n, int q) const {
+    SquaresOf<T, 1, Sum> squares;
     const bool aligned = is_aligned(at, native<T>);
     each_step(n, q, [&](int i, int count) {
       squares.of[0].add(load_some<T, native<T>>(at, aligned, i, count), count);
@@ -265,9 +266,9 @@ struct AddRows {
   // The partials of rows of one tile each, with eight threads to a row.
   GA_DEVICE void take_rows(Block& block, int64_t d, int rows, RowTotals& shared) const {
     block.each_item(rows, [&](int64_t r) { shared.nonfinite[r] = 0; });
-    sum_octets<T>(block, rows, shared.sums.totals, [&](int r, int q) {
-      const SquaresOf<T, 1> squares =
-          squares_of(target + row_of(d + r) * columns, static_cast<int>(columns), q);
+    sum_octets<T>(block, rows, 1, shared.sums.totals, [&](int r, int q, auto sum) {
+      const auto squares =
+          squares_of<decltype(sum)>(target + row_of(d + r) * columns, static_cast<int>(columns), q);
       if (!squares.of[0].finite) shared.nonfinite[r] = 1;
       return squares;
     });
@@ -284,10 +285,10 @@ struct AddRows {
     const T* const row = target + row_of(d) * columns;
     for (int64_t chunk = 0; chunk < chunk_count(columns); ++chunk) {
       const int count = chunk_length(columns, chunk);
-      sum_tiles<T, 1>(block, count, shared.sums, [&](int first, int n, int q) {
-        return squares_of(row + chunk * kChunk + first, n, q);
+      sum_tiles<T>(block, count, 1, shared.sums, [&](int first, int n, int q, auto sum) {
+        return squares_of<decltype(sum)>(row + chunk * kChunk + first, n, q);
       });
-      take_totals<T>(block, count, shared.sums, [&](const double* total, bool finite) {
+      take_totals<T>(block, count, 1, shared.sums, [&](const double* total, bool finite) {
         shared.whole.sum_squares += total[0];
         if (!finite) shared.whole.nonfinite = 1;
       });

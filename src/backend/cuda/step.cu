@@ -11,9 +11,9 @@ namespace {
 
 // ---- Norms --------------------------------------------------------------------------------------
 
-template <class T>
+template <class T, class Sum>
 GA_DEVICE void add_norms(const View<T>& view, bool limited, const Four<T>& four, int count,
-                         SquaresOf<T, 2>& squares) {
+                         SquaresOf<T, 2, Sum>& squares) {
   for (int l = 0; l < 4; ++l) {
     if (l >= count) continue;
     const T x = four.x[l] * view.source_scale;
@@ -34,17 +34,18 @@ GA_DEVICE SquaresOf<T, 2> norms_of(const void* at, const View<T>& view, bool lim
   return squares;
 }
 
-template <class T>
-GA_APART SquaresOf<T, 2> norms_of_any(const Source& source, int64_t offset, View<T> view,
-                                      bool limited, int first, int n, int q) {
-  SquaresOf<T, 2> squares;
+template <class T, class Sum>
+GA_APART SquaresOf<T, 2, Sum> norms_of_any(const Source& source, int64_t offset, View<T> view,
+                                           bool limited, int first, int n, int q) {
+  SquaresOf<T, 2, Sum> squares;
   const Reader<T> g(source, offset + first);
   each_step(n, q, [&](int i, int m) { add_norms(view, limited, g(i, m), m, squares); });
   return squares;
 }
 
 template <class T>
-GA_DEVICE void norm_chunk(Block& block, const NormTask& task, int64_t chunk, ChunkTotals<2>& sums) {
+GA_DEVICE void norm_chunk(Block& block, const NormTask& task, int64_t chunk,
+                          ChunkTotals<2>& shared) {
   const int64_t offset = chunk * kChunk;
   const int count = chunk_length(task.count, chunk);
   const Source& source = task.gradient.source;
@@ -52,20 +53,24 @@ GA_DEVICE void norm_chunk(Block& block, const NormTask& task, int64_t chunk, Chu
   const bool limited = is_limited(task.gradient);
   const void* const at = advanced(source.data, source.format, offset);
   const bool whole = source.data && source.format <= GA_BF16 && is_aligned(at, source.format);
-  const auto each_tile = [&](auto norms) { sum_tiles<T, 2>(block, count, sums, norms); };
+  const int sums = limited ? 2 : 1;
+  const auto each_tile = [&](auto known) {
+    constexpr int32_t kKnown = decltype(known)::value;
+    sum_tiles<T>(block, count, sums, shared, [&](int first, int n, int q, auto sum) {
+      using Sum = decltype(sum);
+      if constexpr (kKnown != 0 && std::is_same_v<Sum, T>)
+        return norms_of<T, kKnown>(at, view, limited, first, n, q);
+      else
+        return norms_of_any<T, Sum>(source, offset, view, limited, first, n, q);
+    });
+  };
   if (whole && source.format == native<T>)
-    each_tile([&](int first, int n, int q) {
-      return norms_of<T, native<T>>(at, view, limited, first, n, q);
-    });
+    each_tile(Known<native<T>>());
   else if (whole && source.format == GA_BF16)
-    each_tile([&](int first, int n, int q) {
-      return norms_of<T, GA_BF16>(at, view, limited, first, n, q);
-    });
+    each_tile(Known<GA_BF16>());
   else
-    each_tile([&](int first, int n, int q) {
-      return norms_of_any<T>(source, offset, view, limited, first, n, q);
-    });
-  take_totals<T>(block, count, sums, [&](const double* total, bool finite) {
+    each_tile(Known<0>());
+  take_totals<T>(block, count, sums, shared, [&](const double* total, bool finite) {
     Partial& partial = task.partials[chunk];
     partial.sum_squares = total[0];
     if (limited) partial.second_squares = total[1];

@@ -157,10 +157,10 @@ GA_DEVICE void sum_kept(Block& block, const UnitTask& task, const Piece& piece,
 
 // The share of thread q of an octet in a tile of a run: sum 0 is of the gradient, sum 1 of the
 // parameter.
-template <class T>
-GA_APART SquaresOf<T, 2> tile_of_any(const UnitTask& task, const View<T>& view, int64_t element,
-                                     int n, int q) {
-  SquaresOf<T, 2> squares;
+template <class T, class Sum>
+GA_APART SquaresOf<T, 2, Sum> tile_of_any(const UnitTask& task, const View<T>& view,
+                                          int64_t element, int n, int q) {
+  SquaresOf<T, 2, Sum> squares;
   const Reader<T> gradient(task.gradient.source, element);
   const Reader<T> param(task.param.data, task.param.format, element);
   each_step(n, q, [&](int i, int count) {
@@ -199,16 +199,19 @@ GA_APART SquaresOf<T, 2> tile_of_native(const T* gradient, T scale, const T* par
   return squares;
 }
 
-template <class T>
-GA_DEVICE SquaresOf<T, 2> tile_squares(const UnitTask& task, const View<T>& view, int64_t element,
-                                       int n, int q) {
-  const Source& g = task.gradient.source;
-  if (!view.is_plain() || !g.data || g.format != native<T> ||
-      (task.param.data && task.param.format != native<T>))
-    return tile_of_any<T>(task, view, element, n, q);
-  const T* const param = static_cast<const T*>(task.param.data);
-  return tile_of_native<T>(static_cast<const T*>(g.data) + element, view.source_scale,
-                           param ? param + element : nullptr, n, q);
+template <class T, class Sum>
+GA_DEVICE SquaresOf<T, 2, Sum> tile_squares(const UnitTask& task, const View<T>& view,
+                                            int64_t element, int n, int q) {
+  if constexpr (std::is_same_v<Sum, T>) {
+    const Source& g = task.gradient.source;
+    if (view.is_plain() && g.data && g.format == native<T> &&
+        (!task.param.data || task.param.format == native<T>)) {
+      const T* const param = static_cast<const T*>(task.param.data);
+      return tile_of_native<T>(static_cast<const T*>(g.data) + element, view.source_scale,
+                               param ? param + element : nullptr, n, q);
+    }
+  }
+  return tile_of_any<T, Sum>(task, view, element, n, q);
 }
 
 // Totals of `count` tiles of runs: tile t of them is tile (first + t) % tiles of its run.
@@ -216,10 +219,12 @@ template <class T>
 GA_DEVICE void sum_run_tiles(Block& block, const UnitTask& task, const View<T>& view,
                              int64_t run_begin, int64_t length, int64_t tiles, int64_t first,
                              int count, PieceTotals& shared) {
-  sum_octets<T>(block, count, shared.totals, [&](int t, int q) {
+  const int sums = task.param.data ? 2 : 1;
+  sum_octets<T>(block, count, sums, shared.totals, [&](int t, int q, auto sum) {
     const int64_t run = quotient(first + t, tiles), tile = first + t - run * tiles;
     const int n = static_cast<int>(smaller(kTile, length - tile * kTile));
-    return tile_squares<T>(task, view, run_begin + run * length + tile * kTile, n, q);
+    return tile_squares<T, decltype(sum)>(task, view, run_begin + run * length + tile * kTile, n,
+                                          q);
   });
 }
 
@@ -255,7 +260,7 @@ GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece, 
         double g = 0, w = 0;
         for (int64_t t = j * tiles; t < (j + 1) * tiles; ++t) {
           g += shared.totals[0][t];
-          w += shared.totals[1][t];
+          if (piece.param_sums) w += shared.totals[1][t];
         }
         add(run + j, g, w);
       });
@@ -267,7 +272,7 @@ GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece, 
       const int count = static_cast<int>(smaller(kItems, tiles - tile));
       sum_run_tiles<T>(block, task, view, begin, length, tiles, run * tiles + tile, count, shared);
       block.once([&] {
-        for (int k = 0; k < 2; ++k) {
+        for (int k = 0; k < (piece.param_sums ? 2 : 1); ++k) {
           double sum = shared.run[k];
           for (int t = 0; t < count; ++t) sum += shared.totals[k][t];
           shared.run[k] = sum;

@@ -190,9 +190,10 @@ GA_APART void follow_any(const UpdateTask& task, const ParamPlan& plan, int64_t 
 // Measures a thread's share of the n elements of a tile; the arrays have its first element at
 // `first`.
 template <class Op, class Arrays, class T>
-GA_DEVICE SquaresOf<T, Op::norms> measure_tile(const Arrays& at, const Op& op, const View<T>& view,
-                                               int first, int n, int q) {
-  SquaresOf<T, Op::norms> squares;
+GA_DEVICE SquaresOf<T, Op::norms, double> measure_tile(const Arrays& at, const Op& op,
+                                                       const View<T>& view, int first, int n,
+                                                       int q) {
+  SquaresOf<T, Op::norms, double> squares;
   each_step(n, q, [&](int i, int count) {
     Four<T> g, p, s[Arrays::kSlots + 1], x[2];
     at.load(first + i, count, g, p, s);
@@ -205,9 +206,9 @@ GA_DEVICE SquaresOf<T, Op::norms> measure_tile(const Arrays& at, const Op& op, c
 }
 
 template <class Op>
-GA_APART SquaresOf<typename Op::Real, Op::norms> measure_any(const UpdateTask& task,
-                                                             const ParamPlan& plan, int64_t first,
-                                                             int n, int q) {
+GA_APART SquaresOf<typename Op::Real, Op::norms, double> measure_any(const UpdateTask& task,
+                                                                     const ParamPlan& plan,
+                                                                     int64_t first, int n, int q) {
   const AnyArrays<Op, true> at(task, plan, task.gradient.source, first);
   const View<typename Op::Real> view(task.gradient);
   return measure_tile(at, op_of<Op>(plan), view, 0, n, q);
@@ -417,13 +418,22 @@ struct Update {
     }
     const View<T> view = View<T>::of_units(unit.gradient);
     const int rows = static_cast<int>(smaller(int64_t{kOctets}, task.rows->size - r));
-    block.each_item(kOctets, [&](int64_t i) { sums[i] = 0; });
+    const bool kept =
+        unit.pattern->kept[unit.pattern->axes - 1];  // a row of one element: sum_kept()
+    block.each_item(kOctets, [&](int64_t i) {
+      const int64_t element = kept && i < rows ? task.rows->entries[r + i].row : 0;
+      const double x =
+          kept && i < rows
+              ? static_cast<double>(view.clamped(view.scaled(load_one<T>(source, element))))
+              : 0.0;
+      sums[i] = x * x;
+    });
     GA_ROLLED
-    for (int64_t tile = 0; tile < task.columns; tile += kTile) {
+    for (int64_t tile = 0; tile < task.columns && !kept; tile += kTile) {
       const int n = static_cast<int>(smaller(kTile, task.columns - tile));
-      sum_octets<T>(block, rows, totals, [&](int row, int q) {
+      sum_octets<T>(block, rows, 1, totals, [&](int row, int q, auto sum) {
         const int64_t first = task.rows->entries[r + row].row * task.columns + tile;
-        return tile_squares<T>(unit, view, first, n, q);
+        return tile_squares<T, decltype(sum)>(unit, view, first, n, q);
       });
       block.each_item(rows, [&](int64_t i) { sums[i] += totals[0][i]; });
     }
@@ -487,18 +497,18 @@ struct Measure {
       if (floats.open(task, offset)) {
         const Op op = op_of<Op>(plan);
         const View<float> view(task.gradient);
-        sum_tiles<T, Op::norms>(block, n, sums, [&](int first, int m, int q) {
+        sum_tiles<T, double>(block, n, Op::norms, sums, [&](int first, int m, int q, double) {
           return measure_tile(floats, op, view, first, m, q);
         });
         done = true;
       }
     }
     if (!done) {
-      sum_tiles<T, Op::norms>(block, n, sums, [&](int first, int m, int q) {
+      sum_tiles<T, double>(block, n, Op::norms, sums, [&](int first, int m, int q, double) {
         return measure_any<Op>(task, plan, offset + first, m, q);
       });
     }
-    take_totals<T>(block, n, sums, [&](const double* total, bool) {
+    take_totals<T>(block, n, Op::norms, sums, [&](const double* total, bool) {
       Partial& partial = task.partials[chunk];
       partial.sum_squares = total[0];
       partial.second_squares = Op::norms == 2 ? total[Op::norms - 1] : 0;
