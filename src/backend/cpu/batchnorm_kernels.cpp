@@ -212,7 +212,7 @@ GA_INLINE void each_stretch(const BnTask& task, int64_t first, int64_t last, int
 // Prefetches the group at that distance.
 template <bool kTwo, class T>
 GA_INLINE void fetch_group(int64_t ahead, const T* x, const T* dy) {
-  if (!prefetching || ahead == 0) return;
+  if (!bn_prefetching || ahead == 0) return;
   __builtin_prefetch(x + ahead, 0, 3);
   if (sizeof(T) == 8) __builtin_prefetch(x + ahead + 8, 0, 3);
   if (!kTwo) return;
@@ -345,10 +345,10 @@ void map_planes(const BnTask& task, int64_t first, int64_t last, int64_t begin, 
 
 // ---- Rows ---------------------------------------------------------------------------------------
 
-// kRows is 1 or 2; the sums are loaded and stored once for both rows.
+// The sums are loaded and stored once for all kRows rows.
 template <class T, class Action, int kRows>
-GA_INLINE void sum_row(const T* x, const T* dy, int64_t step, int64_t count, bool in_place,
-                       const BnNumbers& numbers, int64_t column, const BnSums& sums) {
+void sum_row(const T* x, const T* dy, int64_t step, int64_t count, bool in_place,
+             const BnNumbers& numbers, int64_t column, const BnSums& sums) {
   double* const s1 = sums.first + column;
   double* const s2 = sums.second + column;
   int64_t i = 0;
@@ -386,13 +386,16 @@ void sum_rows(const BnTask& task, int64_t begin, int64_t end, const BnNumbers& n
   alignas(64) T tile_x[kTile];
   alignas(64) T tile_dy[Action::kTwo ? kTile : 1];
   for (int64_t c = first; c < last; ++c) sums.first[c] = sums.second[c] = 0;
+  // Four rows took 0.75 of the time of two where they are 2048 wide, and 1.1 of it where they are 64 wide.
+  const int64_t together = width >= 512 ? 4 : 2;
   for (int64_t row = begin; row < end;) {
     const int64_t at = row * width;
-    if (in_place && row + 1 < end && at + 2 * width <= elements) {
+    if (in_place && row + together <= end && at + together * width <= elements) {
       const T* const x = static_cast<const T*>(task.x) + at + first;
       const T* const dy = Action::kTwo ? static_cast<const T*>(task.dy) + at + first : x;
-      sum_row<T, Action, 2>(x, dy, width, last - first, true, numbers, first, sums);
-      row += 2;
+      (together == 4 ? sum_row<T, Action, 4> : sum_row<T, Action, 2>)(x, dy, width, last - first,
+                                                                      true, numbers, first, sums);
+      row += together;
       continue;
     }
     const int64_t stop = smaller(last, elements - at);  // of an incomplete last row

@@ -7,7 +7,7 @@
 
 namespace ga::cpu {
 
-extern const bool prefetching;  // whether kernels prefetch
+extern const bool prefetching, bn_prefetching;  // whether kernels prefetch, and those of this file
 
 // What a pass needs of each channel: arrays of numbers of the type computed in, `columns` elements
 // apart, with an element for every column.
