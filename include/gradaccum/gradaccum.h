@@ -408,7 +408,8 @@ struct ga_config {
   int32_t device_ordinal;         /* which device of that kind; default 0 */
   int32_t reserved2;              /* 0 */
   void* stream;                   /* the cudaStream_t that all work is queued on; must outlive the
-                                     context; default NULL: the legacy default stream */
+                                     context; default NULL: the legacy default stream; not
+                                     cudaStreamPerThread, which is another in each thread */
   ga_allocate allocate;           /* for accumulators, optimizer state, master weights, EMA and
                                      whatever else the library keeps on a device; its tables and
                                      lists in host memory stay its own. GA_GRADIENTS_LIVE then

@@ -207,7 +207,11 @@ class Machine {
     }
     EXPECT_OK(ga_context_create(&c, &ctx_));
   }
-  ~Machine() { ga_context_destroy(ctx_); }
+  ~Machine() { destroy(); }
+  void destroy() {
+    ga_context_destroy(ctx_);
+    ctx_ = nullptr;
+  }
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
@@ -562,6 +566,7 @@ class OnDevice : public Base {
   }
   void TearDown() override {
 #ifdef GA_SIMULATED
+    EXPECT_EQ(sim::counters().late_loads, 0);
     EXPECT_EQ(sim::counters().device_bytes, 0);
     EXPECT_EQ(sim::counters().pinned_bytes, 0);
     sim::reset();

@@ -212,6 +212,22 @@ TEST_F(Errors, SwitchingThatFails) {
   thread.join();
 }
 
+// A context may be destroyed by a destructor of the program's that runs after the driver's: nothing is left to
+// give back then, and cuBLAS must not be called.
+TEST_F(Errors, DestroyedAfterTheDriver) {
+  Machine m(GA_DEVICE_CUDA);
+  const ga_param matrix =
+      m.add(m.group(optimizer(GA_OPTIMIZER_SGD)), numbers(GA_F32, 12, 1), {3, 4});
+  EXPECT_OK(ga_micro_begin(m, 0, 1, nullptr));
+  EXPECT_OK(ga_accumulate_matmul(m, matrix, 2, m.put(numbers(GA_F32, 6, 2)), 2, 0,
+                                 m.put(numbers(GA_F32, 8, 3)), 4, 0, GA_F32));
+  EXPECT_OK(ga_micro_end(m));
+  m.step();
+  configure([](sim::Config& c) { c.driver = cudaErrorCudartUnloading; });
+  m.destroy();
+  sim::reset();
+}
+
 // A device that this build has no code for.
 TEST_F(Errors, NoCodeForTheDevice) {
   sim::fail_call(2, cudaErrorNoKernelImageForDevice);
@@ -802,7 +818,7 @@ TEST_F(Errors, ContextsAreIndependent) {
   }
 }
 
-// Contexts on the legacy default stream and on the per-thread one.
+// Contexts on the legacy default stream, and none on the per-thread one, which is another in each thread.
 TEST_F(Errors, DefaultStreams) {
   const auto run = [](void* stream) {
     const Stream own;  // for the tensors
@@ -827,7 +843,40 @@ TEST_F(Errors, DefaultStreams) {
   const Stream stream;
   const Tensor expected = run(static_cast<cudaStream_t>(stream));
   EXPECT_TRUE(run(nullptr) == expected);
-  EXPECT_TRUE(run(cudaStreamPerThread) == expected);
+  EXPECT_TRUE(run(cudaStreamLegacy) == expected);
+  EXPECT_TRUE(refused(create(on_device(0, cudaStreamPerThread)), GA_ERROR_INVALID_ARGUMENT,
+                      {"cudaStreamPerThread", "another stream in each thread"}));
+}
+
+// An error that the program has left in its thread is no failure of the library's, and stays for the program.
+TEST_F(Errors, ErrorsOfTheProgramStayItsOwn) {
+  const auto left = [] { return cudaPeekAtLastError() == cudaErrorInvalidDevice; };
+  EXPECT_NE(cudaSetDevice(99), cudaSuccess);
+  {
+    Machine m(GA_DEVICE_CUDA);
+    EXPECT_TRUE(left()) << "create";
+    const ga_group group = m.group(optimizer(GA_OPTIMIZER_ADAMW));
+    ga_param_options o = options();
+    o.rows = GA_ROWS_LAZY;
+    const ga_param table = m.add(group, numbers(GA_F32, 120, 1), {12, 10}, o);
+    const ga_param dense = m.add(group, numbers(GA_F32, 50, 2));
+    Tensor indices(GA_F64, 3);
+    const int64_t rows[] = {4, 7, 4};
+    memcpy(indices.data(), rows, sizeof rows);
+    for (int w = 0; w < 2; ++w) {
+      EXPECT_OK(ga_micro_begin(m, 0, 1, nullptr));
+      EXPECT_OK(ga_accumulate_part(m, dense, m.put(numbers(GA_F32, 50, 3))));
+      EXPECT_OK(
+          ga_accumulate_rows(m, table, m.put(indices), GA_I64, 3, m.put(numbers(GA_F32, 30, 4))));
+      EXPECT_TRUE(left()) << "rows";
+      EXPECT_OK(ga_micro_end(m));
+      EXPECT_OK(ga_step(m, nullptr));
+      EXPECT_EQ(result_of(m).outcome, GA_STEP_APPLIED);
+      EXPECT_TRUE(left()) << "step";
+    }
+  }
+  EXPECT_TRUE(left()) << "destroy";
+  EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidDevice);
 }
 
 // No call changes the current device of its caller.

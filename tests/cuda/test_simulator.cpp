@@ -27,6 +27,7 @@ class Simulator : public ::testing::Test {
     config.deferred = deferred;
     config.protect = protect;
     sim::configure(config);
+    EXPECT_EQ(Loading::all(), cudaSuccess);
   }
 };
 
@@ -292,6 +293,30 @@ TEST_F(Simulator, WorkIsPutOffUntilSomethingWaits) {
   EXPECT_EQ(sim::counters().synchronizations, 1);
   EXPECT_OK(cudaFree(x));
   EXPECT_OK(cudaFreeHost(pinned));
+}
+
+TEST_F(Simulator, AFirstLaunchWaitsUnlessTheKernelIsLoaded) {
+  for (const bool loaded : {false, true}) {
+    sim::reset();
+    sim::Config config = sim::config();
+    config.deferred = true;
+    sim::configure(config);
+    if (loaded) {
+      EXPECT_OK(Loading::all());
+    }
+    const cudaStream_t s = stream();
+    int* x = device(std::vector<int>{1});
+    launch(Add{x, 1}, 1, s);
+    EXPECT_EQ(now(x), 1);
+    launch(Multiply{x, 10}, 1, s);
+    EXPECT_EQ(now(x), loaded ? 1 : 2);
+    launch(Multiply{x, 10}, 1, s);
+    EXPECT_EQ(now(x), loaded ? 1 : 2);
+    EXPECT_EQ(sim::counters().late_loads, loaded ? 0 : 2);
+    EXPECT_OK(cudaStreamSynchronize(s));
+    EXPECT_EQ(now(x), 200);
+    EXPECT_OK(cudaFree(x));
+  }
 }
 
 TEST_F(Simulator, PageableMemoryIsStagedOrWaitedFor) {

@@ -309,9 +309,40 @@ __global__ void __launch_bounds__(kThreadsOf<Kernel>, kResident<Kernel>)
 }
 #endif
 
+// CUDA loads a kernel at its first launch, which may then wait for the device: a deadlock where the device
+// waits for the host. So a context loads all kernels that this module launches when it is made.
+class Loading {
+ public:
+  using Load = cudaError_t (*)();
+  explicit Loading(Load load) : load_(load), next_(first_) { first_ = this; }
+  static cudaError_t all() {
+    cudaError_t error = cudaSuccess;
+    for (const Loading* l = first_; l && error == cudaSuccess; l = l->next_) error = l->load_();
+    return error;
+  }
+
+ private:
+  static inline const Loading* first_ = nullptr;
+  Load load_;
+  const Loading* next_;
+};
+
+template <class Kernel>
+cudaError_t load() {
+#ifdef __CUDACC__
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, run<Kernel>);
+#else
+  return sim::load(typeid(Kernel));
+#endif
+}
+template <class Kernel>
+const Loading loading(load<Kernel>);
+
 // Queues a copy of the kernel on the stream. Does nothing for 0 blocks.
 template <class Kernel>
 void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
+  static_cast<void>(&loading<Kernel>);
   static_assert(std::is_trivially_copyable_v<Kernel>, "a kernel is plain data");
   static_assert(sizeof(Kernel) <= kMostArguments, "a kernel's data travels as its arguments");
   if (blocks == 0) return;

@@ -40,6 +40,8 @@ struct ListPart {
   int64_t param_count;
 };
 
+cudaError_t load_kernels();  // all that this file launches; see Loading
+
 // ---- Accumulate, norm, finish ----
 
 // What the plain contributions to a parameter share. A contribution is plain if it makes no noise,

@@ -93,7 +93,8 @@ MatmulEngine::~MatmulEngine() {
   if (handle_) {
     const DeviceScope scope(runtime_.context());
     const RelaxedCapture relaxed;
-    cublas().destroy(handle_);
+    // At the end of a process the driver may be gone before the context, and its memory with it.
+    if (scope.error() == cudaSuccess) cublas().destroy(handle_);
   }
   runtime_.free(alpha_beta_);
   runtime_.free(workspace_);

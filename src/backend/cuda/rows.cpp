@@ -103,9 +103,9 @@ void Rows::accumulate(const RowsTask& task, Control* control) {
   const Queue& queue = runtime_.queue();
   const RowLists lists = this->lists(task.count);
   gather_rows(queue, task, lists, control);
-  cudaGetLastError();  // else CUB takes an error that the program has left for its own
   size_t storage_bytes = storage_bytes_;
-  runtime_.check(sort_rows(lists, task.rows, storage_bytes, queue.stream), "a sort");
+  runtime_.without_pending_error(
+      [&] { return sort_rows(lists, task.rows, storage_bytes, queue.stream); }, "a sort");
   accumulate_rows(queue, task, lists);
   if (!task.dense) {
     Known& known = sets_[task.set];

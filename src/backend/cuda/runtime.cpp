@@ -121,7 +121,7 @@ DeviceScope::~DeviceScope() {
 
 DriverContext::DriverContext(int ordinal, cudaStream_t stream) {
   const Driver& driver = Driver::get();
-  const bool own = stream && stream != cudaStreamLegacy && stream != cudaStreamPerThread;
+  const bool own = stream && stream != cudaStreamLegacy;
   if ((own ? driver.stream_context(stream, &context_) : driver.get_current(&context_)) != 0)
     context_ = nullptr;  // unknown
   int device = -1;
@@ -148,17 +148,22 @@ DriverContext::~DriverContext() {
 
 // ---- Calls --------------------------------------------------------------------------------------
 
-static int32_t checked(int32_t ordinal) {
-  const int32_t count = device_count();
+static int32_t checked_ordinal(const ga_config& config) {
+  const int32_t count = device_count(), ordinal = config.device_ordinal;
   if (ordinal < 0 || ordinal >= count)
     fail(GA_ERROR_INVALID_ARGUMENT, "device_ordinal was %d, but there are %d CUDA devices", ordinal,
          count);
+  if (static_cast<cudaStream_t>(config.stream) == cudaStreamPerThread)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "stream was cudaStreamPerThread, which is another stream in each thread, so that the "
+         "calls of two "
+         "threads would not be in order: make a stream, or pass NULL, the legacy default stream");
   return ordinal;
 }
 
 Runtime::Runtime(const ga_config& config)
     : allocator_(config),
-      ordinal_(checked(config.device_ordinal)),
+      ordinal_(checked_ordinal(config)),
       context_(ordinal_, static_cast<cudaStream_t>(config.stream)) {
   const int32_t ordinal = ordinal_;
   queue_.stream = static_cast<cudaStream_t>(config.stream);
@@ -173,10 +178,14 @@ Runtime::Runtime(const ga_config& config)
                     std::max(1, attribute(cudaDevAttrMaxThreadsPerMultiProcessor) / 256);
     const size_t bytes = kCounters * sizeof(unsigned);
     queue_.counters = static_cast<unsigned*>(allocate(bytes));
-    // The first kernel. It fails if this build has no code for the device.
     const unsigned zeros[kCounters] = {};
-    try {
+    try {  // fails if this build has no code for the device
+      const RelaxedCapture relaxed;
+      check(load_kernels(), "loading the kernels");
       cuda::upload(queue_, queue_.counters, zeros, bytes);
+    } catch (const std::bad_alloc&) {
+      free_device(queue_.counters);
+      throw;
     } catch (const Error& e) {
       free_device(queue_.counters);
       fail(GA_ERROR_UNSUPPORTED, "CUDA device %d, of compute capability %d.%d, cannot be used: %s",
@@ -249,6 +258,18 @@ void Runtime::require_no_capture(const char* what) const {
   if (capturing())
     fail(GA_ERROR_INVALID_STATE, "%s, which is not possible while the stream is being captured",
          what);
+}
+
+void Runtime::without_pending_error(const std::function<cudaError_t()>& calls,
+                                    const char* doing) const {
+  if (cudaPeekAtLastError() == cudaSuccess) return check(calls(), doing);
+  cudaError_t error = cudaSuccess;
+  std::thread thread([&] {
+    const DeviceScope scope(context_.get());
+    error = scope.error() == cudaSuccess ? calls() : scope.error();
+  });
+  thread.join();
+  check(error, doing);
 }
 
 void Runtime::wait() {

@@ -105,6 +105,9 @@ class Runtime {
   // Throws an error as std::bad_alloc, as GA_ERROR_INVALID_STATE if a capture does not allow the
   // operation, else as GA_ERROR_FAULT. doing: "a copy from the device"
   void check(cudaError_t error, const char* doing) const;
+  // check(calls(), doing), for a library that takes an error which the program has left in this thread for its
+  // own. No call could put the error back, so calls() runs in another thread then.
+  void without_pending_error(const std::function<cudaError_t()>& calls, const char* doing) const;
   // Where kernels are launched. Restores the tables that a captured graph may have overwritten.
   const Queue& queue();
   cudaStream_t stream() const { return queue_.stream; }

@@ -233,4 +233,6 @@ void scale(const Queue& queue, const float* from, double factor, const double* p
   launch(Scale{from, factor, plan_factor, to, count}, blocks_for(queue, blocks), queue.stream);
 }
 
+cudaError_t load_kernels() { return Loading::all(); }
+
 }  // namespace ga::cuda

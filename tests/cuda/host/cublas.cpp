@@ -2,6 +2,7 @@
 // The functions of cublas_v2.h.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -136,6 +137,7 @@ cublasStatus_t cublasCreate(cublasHandle_t* handle) {
 
 cublasStatus_t cublasDestroy(cublasHandle_t handle) {
   if (handle == nullptr) return CUBLAS_STATUS_NOT_INITIALIZED;
+  if (Engine::get().config.driver != cudaSuccess) std::abort();  // crashes without a driver
   delete handle;
   return cudaDeviceSynchronize() == cudaSuccess ? CUBLAS_STATUS_SUCCESS
                                                 : CUBLAS_STATUS_INTERNAL_ERROR;

@@ -22,6 +22,7 @@ enum cudaError {
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
   cudaErrorInitializationError = 3,
+  cudaErrorCudartUnloading = 4,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidMemcpyDirection = 21,
   cudaErrorInsufficientDriver = 35,
@@ -281,6 +282,9 @@ namespace ga::sim {
 // kernel.
 cudaError_t launch(const std::type_info& kernel, int64_t blocks,
                    std::function<void(int64_t index, int64_t count)> block, cudaStream_t stream);
+
+// Loads the kernel, as cudaFuncGetAttributes does.
+cudaError_t load(const std::type_info& kernel);
 
 // Queues the work of a library such as cuBLAS, which may touch the memory of the stream's device.
 cudaError_t library_call(const char* name, std::function<void()> work, cudaStream_t stream);

@@ -118,6 +118,7 @@ struct Device {
   CUctx_st primary;
   size_t bytes = 0;
   cudaError_t fault = cudaSuccess;
+  std::set<std::string> kernels;  // that are loaded
   std::shared_ptr<CUstream_st> legacy;
   std::map<std::thread::id, std::shared_ptr<CUstream_st>> per_thread;
 };

@@ -169,6 +169,7 @@ constexpr ErrorText kErrors[] = {
     {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
     {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
     {cudaErrorInitializationError, "cudaErrorInitializationError", "initialization error"},
+    {cudaErrorCudartUnloading, "cudaErrorCudartUnloading", "driver shutting down"},
     {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration",
      "invalid configuration argument"},
     {cudaErrorInvalidMemcpyDirection, "cudaErrorInvalidMemcpyDirection",
@@ -303,7 +304,7 @@ namespace {
 
 int get_current(CUctx_st** context) {
   *context = thread_state().context;
-  return cudaSuccess;
+  return Engine::get().config.driver;
 }
 
 int set_current(CUctx_st* context) {

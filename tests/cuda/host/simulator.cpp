@@ -636,12 +636,24 @@ cudaError_t launch(const std::type_info& kernel, int64_t blocks,
     if (error != cudaSuccess) return error;
     ++engine.counters.launches;
     ++engine.counters.by_kernel[type_name(kernel)];
+    if (engine.devices[stream->device].kernels.insert(kernel.name()).second) {
+      ++engine.counters.late_loads;
+      engine.run_device(stream->device);
+    }
     return engine.enqueue(stream, {Kind::kKernel, stream->device, [=, &engine] {
                                      for (int64_t i = 0; i < blocks; ++i) {
                                        block(engine.config.reverse_blocks ? blocks - 1 - i : i,
                                              blocks);
                                      }
                                    }});
+  });
+}
+
+cudaError_t load(const std::type_info& kernel) {
+  return call([&](Engine& engine) {
+    need_context();
+    engine.devices[current_device()].kernels.insert(kernel.name());
+    return cudaSuccess;
   });
 }
 
@@ -733,6 +745,7 @@ void reset() {
     device.fault = cudaSuccess;
     device.primary.exists = false;
     device.per_thread.clear();
+    device.kernels.clear();
     engine.streams.push_back(device.legacy);
   }
   engine.release_everything();

@@ -14,6 +14,8 @@
 //     microsecond per allocation and more for its pages.
 //   - Work runs when something waits for it (deferred), stream by stream, or at once.
 //   - Blocks run in order of their index, or in reverse order.
+//   - A kernel is loaded on a device by its first launch, which then waits for the device, unless it was
+//     loaded before.
 //   - A fault stays: from then on every call that needs the device returns it.
 //
 // Not simulated: threads that run at the same time (so races between lanes are not found), kernels
@@ -72,8 +74,9 @@ struct Counters {
   int64_t library_calls = 0;                 // of cuBLAS and CUB, which launch kernels of their own
   std::map<std::string, int64_t> by_library;
   int64_t graph_launches = 0;
-  int64_t executed = 0;  // kernels that ran, replays included
-  int64_t copies = 0;    // calls of cudaMemcpyAsync and cudaMemcpy
+  int64_t executed = 0;    // kernels that ran, replays included
+  int64_t late_loads = 0;  // launches of kernels that were not loaded, which wait for the device
+  int64_t copies = 0;      // calls of cudaMemcpyAsync and cudaMemcpy
   int64_t copied_bytes = 0;
   int64_t pageable_copies = 0;  // copies of memory that is not pinned, for which CUDA may wait
   int64_t fills = 0;

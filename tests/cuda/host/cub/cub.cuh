@@ -25,6 +25,7 @@ cudaError_t run(const char* name, void* storage, size_t& storage_bytes, size_t n
     return cudaSuccess;
   }
   if (storage_bytes < needed) return cudaErrorInvalidValue;
+  if (const cudaError_t left = cudaPeekAtLastError(); left != cudaSuccess) return left;
   return ga::sim::library_call(
       name,
       [=] {
