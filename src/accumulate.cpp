@@ -79,16 +79,20 @@ void Context::check_alive(ga_param id, const char* what, const void* data, int64
         what, data, p.adopted);
 }
 
-void Context::check_gradient(ga_param id, const void* gradient) {
+// Inlined, as add_task(), because a call takes longer than what they do for a small tensor.
+inline void Context::check_gradient(ga_param id, const void* gradient) {
   Param& p = params_[id];
-  const int32_t size = dtype_info(p.gradient_dtype).size;
-  if (gradient != p.checked && gradient != p.checked_before) {
-    check_values(id, "its gradient", gradient, p.count, size);
-    p.checked_before = p.checked;
-    p.checked = gradient;
-    checked_ = true;
-  }
-  check_alive(id, "its second gradient", gradient, p.count * size);
+  if (gradient != p.checked && gradient != p.checked_before) check_new_gradient(id, gradient);
+  if (p.held() == Held::kAdopted)
+    check_alive(id, "its second gradient", gradient, p.count * dtype_info(p.gradient_dtype).size);
+}
+
+void Context::check_new_gradient(ga_param id, const void* gradient) {
+  Param& p = params_[id];
+  check_values(id, "its gradient", gradient, p.count, dtype_info(p.gradient_dtype).size);
+  p.checked_before = p.checked;
+  p.checked = gradient;
+  checked_ = true;
 }
 
 Array Context::target_of(ga_param id) const {
@@ -100,7 +104,7 @@ Array Context::target_of(ga_param id) const {
 // Adds the task of a contribution that has been checked, and records what the parameter holds after
 // the pass: if the pass fails, the window is invalid and the record is not read any more. Returns
 // NULL if the gradient is adopted in place of a task.
-AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_adopt) {
+inline AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_adopt) {
   Param& p = params_[id];
   if (adopts_ && may_adopt && p.held() == Held::kNothing && p.fits_accumulator()) {
     p.hold(Held::kAdopted);
@@ -128,20 +132,25 @@ AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_ado
   *source = given;
   p.hold(Held::kStored);
   p.stale = false;  // the pass stores the partials too
-  if (plain_path_) return &task;
+  if (!plain_path_) refine(id, task, *source);
+  return &task;
+}
+
+// The rest of a task that does more than add.
+void Context::refine(ga_param id, AccumulateTask& task, Source& source) {
+  Param& p = params_[id];
   if (p.maximum) {
-    source->scale = unweighted();
+    source.scale = unweighted();
     if (task.keep != 0 || task.sources == 2) task.keep = kMaximum;
     task.param = -1;
-    return &task;
+    return;
   }
-
   task.target = target_of(id);
   if (config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN) {
     task.keep *= p.held_weight / micro_.window_weight;
     // Divided by the loss scale last, as on a device, where only the device knows it.
-    source->scale = micro_.weight / micro_.window_weight;
-    if (micro_.loss_scale != 0) source->scale /= micro_.loss_scale;
+    source.scale = micro_.weight / micro_.window_weight;
+    if (micro_.loss_scale != 0) source.scale /= micro_.loss_scale;
     p.held_weight = micro_.window_weight;
   }
   if (config_.accumulation == GA_ACCUMULATE_STOCHASTIC) {
@@ -156,7 +165,6 @@ AccumulateTask* Context::add_task(ga_param id, const Source& given, bool may_ado
       task.noise *= micro_.window_weight * micro_.window_weight;
   }
   count_contribution(p);
-  return &task;
 }
 
 // The scale of a contribution to a maximum, but for a loss scale that only the device knows.
@@ -189,13 +197,17 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
   contributions_.clear();
   if (micro.weight > 0) {
     const auto each = [&](auto&& body) {
-      for (size_t b = 0; b < count; ++b)
-        if (gradients[b])
-          for (ga_param id = blocks[b].first; id < blocks[b].first + blocks[b].count; ++id)
-            if (const Param& p = params_[id]; !p.frozen)
-              body(id, p,
-                   static_cast<const char*>(gradients[b]) +
-                       p.offset * dtype_info(p.gradient_dtype).size);
+      for (size_t b = 0; b < count; ++b) {
+        if (!gradients[b]) continue;
+        const Block block = blocks[b];
+        for (ga_param id = block.first; id < block.first + block.count; ++id) {
+          const Param& p = params_[id];
+          if (p.frozen) continue;
+          const char* gradient = static_cast<const char*>(gradients[b]);
+          if (p.offset != 0) gradient += p.offset * dtype_info(p.gradient_dtype).size;
+          body(id, p, gradient);
+        }
+      }
     };
     bool contributes = false;
     each([&](ga_param id, const Param& p, const void* gradient) {
@@ -209,9 +221,10 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
         defer({id, gradient, p.gradient_dtype, nullptr, 0, p.count, 0, 0});
       });
     } else {
-      each([&](ga_param id, const Param& p, const void*) {
-        if (p.held() == Held::kRows) make_dense(id);
-      });
+      if (rows_held_ > 0)
+        each([&](ga_param id, const Param& p, const void*) {
+          if (p.held() == Held::kRows) make_dense(id);
+        });
       set_micro(micro, window_.size(), window_.weight() + micro.weight);
       Source source = contribution(nullptr, GA_F32, micro);
       each([&](ga_param id, const Param& p, const void* gradient) {

@@ -233,6 +233,7 @@ class Context : BnContext {
   void release_ready();
   void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   void check_gradient(ga_param id, const void* gradient);
+  void check_new_gradient(ga_param id, const void* gradient);
   void forget_checks();
   void check_alive(ga_param id, const char* what, const void* data, int64_t bytes) const;
   void check_single(ga_param id) const;
@@ -240,6 +241,7 @@ class Context : BnContext {
                     int32_t size) const;
   Array target_of(ga_param id) const;
   AccumulateTask* add_task(ga_param id, const Source& source, bool may_adopt = true);
+  void refine(ga_param id, AccumulateTask& task, Source& source);
   void prepare_parts(Span<const Whole> parts, const char* what) final;
   void contribute(Span<const Whole> given, bool may_adopt) final;
   double unweighted() const;

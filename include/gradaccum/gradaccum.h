@@ -1578,8 +1578,8 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *              scalar, x86-64-v2, x86-64-v3 or x86-64-v4: the CPU kernels of new contexts, for
  *              tests; ga_context_create is GA_ERROR_UNSUPPORTED if the build or the processor lacks
  *              them. GA_CPU_PREFETCH: 1 or 0, read when the library is loaded: whether the CPU
- *              kernels prefetch; by default where that was measured to be faster: of AMD's, not up
- *              to family 25, but for batch normalisation.
+ *              kernels prefetch; by default where that was measured to be faster: not on AMD's,
+ *              but for batch normalisation.
  *              GA_VERBOSE: see ga_config.log. */
 
 /* ---- Batch normalisation --------------------------------------------------------------------- */

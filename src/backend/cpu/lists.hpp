@@ -53,15 +53,15 @@ class Lists {
   // of similar size: many small tensors make one item, and there are enough items for every thread.
   template <class Tasks, class Loop>
   void run(const Tasks& tasks, Loop loop, bool busy = false) {
-    run_cut(tasks, loop, busy, [this](size_t t, const auto& task) { cut(t, 0, task.count); });
+    run_cut(tasks, loop, busy, [](const auto& task, auto&& take) { take(0, task.count); });
   }
 
   // Runs loop(task, work) for updates whose chunks begin anew after every UpdateTask::stretch() elements.
   template <class Tasks, class Loop>
   void run_stretches(const Tasks& tasks, Loop loop) {
-    run_cut(tasks, loop, false, [this](size_t t, const UpdateTask& task) {
+    run_cut(tasks, loop, false, [](const UpdateTask& task, auto&& take) {
       for (int64_t at = 0; at < task.count; at += task.stretch())
-        cut(t, at, std::min(task.stretch(), task.count - at));
+        take(at, std::min(task.stretch(), task.count - at));
     });
   }
 
@@ -123,13 +123,28 @@ class Lists {
     return false;
   }
 
-  template <class Tasks, class Loop, class Cut>
-  void run_cut(const Tasks& tasks, Loop& loop, bool busy, Cut&& cut_task) {
+  // each_stretch(task, take) calls take(first, elements) for the parts of a task.
+  template <class Tasks, class Loop, class Stretches>
+  void run_cut(const Tasks& tasks, Loop& loop, bool busy, Stretches&& each_stretch) {
     int64_t total = 0;
     for (size_t t = 0; t < tasks.size(); ++t) total += tasks[t].count;
+    if (total <= kAlone || threads_.is_one()) {  // no list
+      for (size_t t = 0; t < tasks.size(); ++t) {
+        const auto& task = tasks[t];
+        if (!busy && idle(task)) continue;
+        each_stretch(task, [&](int64_t first, int64_t elements) {
+          for (int64_t offset = 0; offset < elements; offset += kChunk)
+            loop(task,
+                 Work{static_cast<int32_t>(t),
+                      static_cast<int32_t>(std::min(kChunk, elements - offset)), first + offset});
+        });
+      }
+      return;
+    }
     begin(total);
     for (size_t t = 0; t < tasks.size(); ++t)
-      if (busy || !idle(tasks[t])) cut_task(t, tasks[t]);
+      if (busy || !idle(tasks[t]))
+        each_stretch(tasks[t], [&](int64_t first, int64_t elements) { cut(t, first, elements); });
     run_items(tasks, total, loop);
   }
 

@@ -40,7 +40,7 @@ void Threads::reserve(int64_t items) {
 }
 
 void Threads::run_tasks(int64_t items, bool alone, ga_task body, void* data) {
-  if (alone || items == 1 || (count_ == 1 && !parallel_for_)) {
+  if (alone || items == 1 || is_one()) {
     for (int64_t i = 0; i < items; ++i) body(data, i);
   } else if (parallel_for_) {
     run_shared(items, body, data);

@@ -16,6 +16,7 @@ class Threads {
   explicit Threads(const ga_config& config);
 
   int count() const { return count_; }
+  bool is_one() const { return count_ == 1 && !parallel_for_; }
 
   // Makes room for loops of that many items.
   void reserve(int64_t items);
