@@ -415,6 +415,7 @@ TEST_F(CudaRanks, RowsThatAreReadyWaitForTheStep) {
         ASSERT_OK(ga_micro_end(ctx));
         ASSERT_OK(ga_step(ctx, nullptr));
         EXPECT_EQ(result_of(ctx).outcome, GA_STEP_APPLIED);
+        EXPECT_EQ(cudaPeekAtLastError(), cudaSuccess) << "the wait leaves no error";
       }
       Block want(count, -1);
       std::fill(want.begin(), want.begin() + 6, -1.5f);

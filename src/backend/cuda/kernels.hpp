@@ -40,7 +40,7 @@ struct ListPart {
   int64_t param_count;
 };
 
-cudaError_t load_kernels();  // all that this file launches; see Loading
+cudaError_t load_kernels();  // all that this module launches; see Loading
 
 // ---- Accumulate, norm, finish ----
 

@@ -65,7 +65,8 @@ size_t Rows::storage_for(int64_t count, int64_t rows) const {
   RowLists lists = {};
   lists.count = count;
   size_t bytes = 0;
-  runtime_.check(sort_rows(lists, rows, bytes, runtime_.stream()), "asking what a sort needs");
+  runtime_.without_pending_error([&] { return sort_rows(lists, rows, bytes, runtime_.stream()); },
+                                 "asking what a sort needs");
   return bytes;
 }
 

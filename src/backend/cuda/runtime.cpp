@@ -23,7 +23,8 @@ struct Version {
 // The numbers of the driver's errors are those of the runtime's.
 cudaError_t error_of(int result) { return static_cast<cudaError_t>(result); }
 
-// Functions of the driver for contexts, which the runtime can only choose by their device.
+// Functions of the driver: for contexts, which the runtime can only choose by their device; and to ask
+// whether a stream is done, since the runtime leaves «not ready» as an error in the program's thread.
 struct Driver {
   int (*get_current)(CUctx_st**);
   int (*set_current)(CUctx_st*);
@@ -31,6 +32,7 @@ struct Driver {
   int (*retain)(CUctx_st**, int device);
   int (*release)(int device);
   int (*stream_context)(cudaStream_t, CUctx_st**);
+  int (*query)(cudaStream_t);
 
   // Throws GA_ERROR_UNSUPPORTED. Callable where there is a device.
   static const Driver& get() {
@@ -42,6 +44,7 @@ struct Driver {
       find("cuDevicePrimaryCtxRetain", d.retain);
       find("cuDevicePrimaryCtxRelease", d.release);
       find("cuStreamGetCtx", d.stream_context);
+      find("cuStreamQuery", d.query);
       return d;
     }();
     return driver;
@@ -156,8 +159,8 @@ static int32_t checked_ordinal(const ga_config& config) {
   if (static_cast<cudaStream_t>(config.stream) == cudaStreamPerThread)
     fail(GA_ERROR_INVALID_ARGUMENT,
          "stream was cudaStreamPerThread, which is another stream in each thread, so that the "
-         "calls of two "
-         "threads would not be in order: make a stream, or pass NULL, the legacy default stream");
+         "calls of two threads would not be in order: make a stream, or pass NULL, the legacy "
+         "default stream");
   return ordinal;
 }
 
@@ -283,7 +286,7 @@ cudaError_t Runtime::wait_for_stream() {
   constexpr double kShort = 1e-3;  // so long, the thread is ready to go on at once
   const auto start = Clock::now();
   for (;;) {
-    const cudaError_t error = cudaStreamQuery(queue_.stream);
+    const cudaError_t error = error_of(Driver::get().query(queue_.stream));
     if (error != cudaErrorNotReady) return error;
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
     watch_(seconds);

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <list>
+#include <memory>
 #include <vector>
 
 #include "cublas_v2.h"
@@ -122,6 +124,12 @@ cublasStatus_t queue(cublasContext* handle, const Product& product, const void* 
   return error == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }
 
+// The handles that have been created and not yet destroyed.
+std::list<std::unique_ptr<cublasContext>>& handles() {
+  static std::list<std::unique_ptr<cublasContext>> list;
+  return list;
+}
+
 }  // namespace
 
 cublasStatus_t cublasCreate(cublasHandle_t* handle) {
@@ -131,14 +139,18 @@ cublasStatus_t cublasCreate(cublasHandle_t* handle) {
   void* memory = nullptr;  // cuBLAS' own memory, an allocation that can fail like any other
   if (cudaMalloc(&memory, 256) != cudaSuccess) return CUBLAS_STATUS_ALLOC_FAILED;
   Engine::get().release(static_cast<char*>(memory));
-  *handle = new cublasContext{current_device()};
+  handles().push_back(std::make_unique<cublasContext>(cublasContext{current_device()}));
+  *handle = handles().back().get();
   return CUBLAS_STATUS_SUCCESS;
 }
 
 cublasStatus_t cublasDestroy(cublasHandle_t handle) {
   if (handle == nullptr) return CUBLAS_STATUS_NOT_INITIALIZED;
   if (Engine::get().config.driver != cudaSuccess) std::abort();  // crashes without a driver
-  delete handle;
+  {
+    const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
+    handles().remove_if([&](const auto& known) { return known.get() == handle; });
+  }
   return cudaDeviceSynchronize() == cudaSuccess ? CUBLAS_STATUS_SUCCESS
                                                 : CUBLAS_STATUS_INTERNAL_ERROR;
 }

@@ -334,6 +334,13 @@ int retain(CUctx_st** context, int device) {
 // The runtime keeps it for itself.
 int release_primary(int) { return cudaSuccess; }
 
+// As cudaStreamQuery, but leaves no error in the thread.
+int stream_query(cudaStream_t handle) {
+  const cudaError_t before = thread_state().last_error, error = cudaStreamQuery(handle);
+  thread_state().last_error = before;
+  return error;
+}
+
 int stream_context(cudaStream_t handle, CUctx_st** context) {
   const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
   const Stream stream = Engine::get().stream(handle);
@@ -353,7 +360,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
       {"cuDeviceGet", reinterpret_cast<void*>(device_of)},
       {"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(retain)},
       {"cuDevicePrimaryCtxRelease", reinterpret_cast<void*>(release_primary)},
-      {"cuStreamGetCtx", reinterpret_cast<void*>(stream_context)}};
+      {"cuStreamGetCtx", reinterpret_cast<void*>(stream_context)},
+      {"cuStreamQuery", reinterpret_cast<void*>(stream_query)}};
   const auto found = functions.find(name);
   *function = found == functions.end() ? nullptr : found->second;
   if (result)

@@ -19,13 +19,14 @@ namespace detail {
 template <class Work>
 cudaError_t run(const char* name, void* storage, size_t& storage_bytes, size_t needed, Work work,
                 cudaStream_t stream) {
-  needed += 1;  // never 0, because a null pointer only asks for the size
+  if (const cudaError_t left = cudaGetLastError(); left != cudaSuccess)
+    return left;  // whoever left it
+  needed += 1;    // never 0, because a null pointer only asks for the size
   if (storage == nullptr) {
     storage_bytes = needed;
     return cudaSuccess;
   }
   if (storage_bytes < needed) return cudaErrorInvalidValue;
-  if (const cudaError_t left = cudaPeekAtLastError(); left != cudaSuccess) return left;
   return ga::sim::library_call(
       name,
       [=] {
