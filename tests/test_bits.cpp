@@ -254,6 +254,35 @@ TEST(Bits, OfManyChunks) {
   });
 }
 
+// Squares that underflow or overflow in float32, and zeros, so that tiles are summed in double.
+TEST(Bits, OfTinyAndHugeGradients) {
+  for (const double scale : {0x1p-45, 0x1p-50, 0x1p-70, 0x1p66}) {
+    for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+      expect_on_all_levels(std::string("scaled-") + (life == GA_GRADIENTS_LIVE ? "live-" : "") +
+                               std::to_string(std::ilogb(scale)),
+                           [&](Hash& hash) {
+                             ga_config c = config();
+                             c.gradient_life = life;
+                             c.noise_scale = life == GA_GRADIENTS_CONSUMED;
+                             Context ctx(c);
+                             Tensor p = random_tensor(GA_F32, 70001, 1);
+                             add(ctx, ctx.group(plain_sgd(0.1)), p);
+                             std::vector<Tensor> gs;
+                             for (uint64_t k = 0; k < 3; ++k) {
+                               gs.push_back(random_tensor(GA_F32, p.count(), 10 + k));
+                               for (int64_t i = 0; i < p.count(); ++i)
+                                 gs[k].set(i, i % 5000 < 4000 ? gs[k].get(i) * scale : 0);
+                             }
+                             accumulate(ctx, {&gs[0]}, 1);
+                             hash.add(step(ctx).norm);
+                             accumulate(ctx, {&gs[1]}, 1);
+                             accumulate(ctx, {&gs[2]}, 2);
+                             hash.add(step(ctx).norm);
+                           });
+    }
+  }
+}
+
 // ---- Results that depend on pow() ---------------------------------------------------------------
 
 TEST(Bits, OfSchedules) {

@@ -146,15 +146,15 @@ INSTANTIATE_TEST_SUITE_P(All, Optimizer, testing::Range<size_t>(0, good_optimize
                          optimizer_name);
 
 // Four of thirteen elements have almost no gradient. L2 decay moves them to 0, where they oscillate
-// with a sign that rounding decides. The norms of LARS make a few more uncertain.
-constexpr double kMostVague = 0.36;
+// with a sign that rounding decides. In float32, the norms of LARS make a few more uncertain.
+constexpr double kMostVague = 0.36, kMostVague64 = 0.32;
 
 TEST_P(Optimizer, TwoHundredSteps) {
   follow<float>(optimizer_, tensors(), gradients<float>, 200, kMostVague);
 }
 
 TEST_P(Optimizer, TwoHundredStepsInFloat64) {
-  follow<double>(optimizer_, tensors(), gradients<double>, 200, kMostVague);
+  follow<double>(optimizer_, tensors(), gradients<double>, 200, kMostVague64);
 }
 
 // Gradients of order 1, so that every element counts in norms and means.

@@ -784,6 +784,47 @@ TEST_F(Bits, OfChanges) {
   });
 }
 
+// Squares that underflow or overflow in f32, and zeros, so that tiles are summed in double: of accumulating
+// passes, of norms, and over units.
+TEST_F(Bits, OfTinyAndHugeGradients) {
+  for (const double scale : {0x1p45, 0x1p50, 0x1p70, 0x1p-66}) {
+    for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+      for (const int32_t scope : {GA_CLIP_GLOBAL, GA_CLIP_AGC}) {
+        ga_config c = config();
+        c.gradient_life = life;
+        c.noise_scale = life == GA_GRADIENTS_CONSUMED;
+        SCOPED_TRACE(testing::Message() << scale << " " << life << " " << scope);
+        expect_same(c, [&](Machine& m) {
+          ga_clip by = clip(scope, scope == GA_CLIP_GLOBAL ? 1e-3 : 0);
+          by.agc_units = GA_AGC_TORCH;
+          EXPECT_OK(ga_context_set_clip(m, &by));
+          const ga_group g = m.group(optimizer(GA_OPTIMIZER_ADAMW));
+          const std::vector<std::vector<int64_t>> shapes = {{17}, {40, 30}, {3, 2500}, {70000}};
+          for (size_t i = 0; i < shapes.size(); ++i) {
+            int64_t n = 1;
+            for (const int64_t extent : shapes[i]) n *= extent;
+            m.add(g, numbers(GA_F32, n, i), shapes[i]);
+          }
+          for (uint64_t w = 0; w < 2; ++w) {
+            for (uint64_t k = 0; k <= w; ++k) {
+              std::vector<const void*> list;
+              for (const auto& shape : shapes) {
+                int64_t n = 1;
+                for (const int64_t extent : shape) n *= extent;
+                Tensor t = numbers(GA_F32, n, 100 * w + 10 * k + list.size());
+                for (int64_t j = 0; j < n; ++j) t.set(j, j % 5000 < 4000 ? t.get(j) / scale : 0);
+                list.push_back(m.put(t));
+              }
+              m.accumulate(list, 1.5);
+            }
+            m.step();
+          }
+        });
+      }
+    }
+  }
+}
+
 TEST_F(Bits, OfNoiseScales) {
   for (const int32_t mode : {GA_ACCUMULATE_PLAIN, GA_ACCUMULATE_RUNNING_MEAN}) {
     for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {

@@ -116,7 +116,12 @@ GA_INLINE void add_groups(Lanes& lanes, const T* x, int64_t count) {
 template <class Element>
 __attribute__((noinline)) double wide_total(int64_t count, Element&& element) {
   alignas(64) float tile[kTile];
-  for (int64_t i = 0; i < count; ++i) tile[i] = element(i);
+  uint32_t any = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    tile[i] = element(i);
+    any |= bits_of(tile[i]);
+  }
+  if (any << 1 == 0) return 0;  // zeros, as in the gradient of an embedding
   pad_tile(tile, count);
   WideLanes lanes;
   add_groups(lanes, tile, whole_groups(count));
@@ -127,7 +132,8 @@ __attribute__((noinline)) double wide_total(int64_t count, Element&& element) {
 template <class T>
 class ChunkSum {
  public:
-  // element(i), i in [0, count): the elements of the tile, which are looked at where the total alone does not do.
+  // element(i), i in [0, count): the elements of the tile, for another look at them where the total
+  // alone does not suffice.
   template <class Element>
   GA_INLINE void add_tile(const Lanes<T>& lanes, int64_t count, Element&& element) {
     double total = lanes.total();

@@ -93,15 +93,17 @@ void launch_tasks(const Queue& queue, Span<const Task> tasks) {
 
 // ---- Sums of squares ----------------------------------------------------------------------------
 
-// A thread's share of a tile: four lanes, which are of type Sum, and whether all values in them are
-// finite, if these are doubles.
+// A thread's share of a tile: four lanes, which are of type Sum; whether all values in them are finite, if
+// these are doubles; and the bits of all values, if lanes are floats.
 template <class T, class Sum>
 struct Squares {
   Sum lanes[4] = {};
   bool finite = true;
+  uint32_t any = 0;
 
   GA_DEVICE void add(int lane, T value) {
     const Sum x = static_cast<Sum>(value);
+    if constexpr (std::is_same_v<Sum, float>) any |= bits_of(value);
 #ifdef __CUDACC__
     if constexpr (!std::is_same_v<
                       T, Sum>) {  // the square is exact, so this rounds as the other way does
@@ -111,6 +113,13 @@ struct Squares {
 #endif
     lanes[lane] += x * x;
     if constexpr (std::is_same_v<T, double>) finite = finite && x * 0.0 == 0;
+  }
+
+  // As a double. Where not all values are 0, the first lane is not either, though all squares may be: what makes
+  // it so is lost beside any other float.
+  GA_DEVICE double lane(int l) const {
+    const double sum = static_cast<double>(lanes[l]);
+    return l == 0 && sum == 0 && any << 1 != 0 ? 1e-300 : sum;
   }
 
   GA_DEVICE void add(const Four<T>& four, int count) {
@@ -168,7 +177,9 @@ GA_DEVICE void sum_round(Block& block, int round, int count, int sums,
                          double (&totals)[kSums][kMost], Body body) {
   // Whether sum k of an octet is none, or was taken in floats and can be trusted.
   const auto is_done = [&](int k, int octet) {
-    return round + octet >= count || k >= sums || (kAnew && is_trusted(totals[k][round + octet]));
+    if (round + octet >= count || k >= sums) return true;
+    const double total = totals[k][round + octet];
+    return kAnew && (is_trusted(total) || total == 0);
   };
   const auto is_left = [&](int octet) {
     return !is_done(0, octet) || (kSums > 1 && !is_done(kSums - 1, octet));
@@ -179,8 +190,7 @@ GA_DEVICE void sum_round(Block& block, int round, int count, int sums,
     SquaresOf<T, kSums, Sum> squares;
     if (is_left(thread / 8)) squares = body(round + thread / 8, thread % 8, Sum());
     for (int k = 0; k < kSums; ++k) {
-      for (int l = 0; l < 4; ++l)
-        lanes[k][thread].lane[l] = static_cast<double>(squares.of[k].lanes[l]);
+      for (int l = 0; l < 4; ++l) lanes[k][thread].lane[l] = squares.of[k].lane(l);
     }
   });
   for (int k = 0; k < kSums; ++k) {
