@@ -197,8 +197,15 @@ void Checkpoint::read_windows() {
       Fields(*file_->find(key), key.c_str()).get_fields(window.counts);
       check_counts(window.counts);
     }
+    int64_t rows = 0;
     for (size_t i = 0; i < params_.size(); ++i)
-      if (window.params[i].has(kHeldNumbers)) read_held(i, window.params[i]);
+      if (HeldIn& held = window.params[i]; held.has(kHeldNumbers)) {
+        read_held(i, held);
+        rows += static_cast<int64_t>(held.rows.size());
+      }
+    if (rows > window.counts.rows_held)
+      fail(GA_ERROR_FORMAT, "its window has %lld rows, but says that it has %lld",
+           static_cast<long long>(rows), static_cast<long long>(window.counts.rows_held));
     for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
       LayerWindowIn& in = window.layers[static_cast<size_t>(id)];
       if (in.has(kChannels)) read_layer_window(id, in);

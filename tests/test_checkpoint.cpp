@@ -920,6 +920,16 @@ TEST(Fit, NumbersThatContradictEachOtherAreRefused) {
   const std::string list = "w.grad_accum.rows";
   expect_refused(sparse, changed(changed(trained(rows), list, 0, 1), list, 1, 1), GA_ERROR_FORMAT,
                  {"a row twice"});
+  StateParts parts;
+  const Bytes with_rows = trained(rows);
+  ASSERT_TRUE(parts.read(with_rows.data(), with_rows.size()));
+  const size_t at = parts.text.find("rows_held=");
+  ASSERT_NE(at, parts.text.npos);
+  parts.text[at + 10] = '0';
+  parts.repair();
+  Bytes none;
+  parts.write(none);
+  expect_refused(sparse, none, GA_ERROR_FORMAT, {"rows, but says that it has 0"});
 }
 
 TEST(Fit, KIsFreeButNotBelowTheWindow) {
