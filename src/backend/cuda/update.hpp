@@ -418,14 +418,13 @@ struct Update {
     }
     const View<T> view = View<T>::of_units(unit.gradient);
     const int rows = static_cast<int>(smaller(int64_t{kOctets}, task.rows->size - r));
-    const bool kept =
-        unit.pattern->kept[unit.pattern->axes - 1];  // a row of one element: sum_kept()
+    // Rows of one element each are summed in double, as sum_kept() does.
+    const bool kept = unit.pattern->kept[unit.pattern->axes - 1];
     block.each_item(kOctets, [&](int64_t i) {
-      const int64_t element = kept && i < rows ? task.rows->entries[r + i].row : 0;
-      const double x =
-          kept && i < rows
-              ? static_cast<double>(view.clamped(view.scaled(load_one<T>(source, element))))
-              : 0.0;
+      double x = 0;
+      if (kept && i < rows)
+        x = static_cast<double>(
+            view.clamped(view.scaled(load_one<T>(source, task.rows->entries[r + i].row))));
       sums[i] = x * x;
     });
     GA_ROLLED
