@@ -514,7 +514,8 @@ struct ga_step_result {
                               GA_CLIP_WHEN_MICRO). NaN or infinite if the step was skipped for that,
                               0 if it was skipped as empty or for its weight. NaN if nothing
                               measured it: see ga_config.measure_norm. Wrong by less than 1e-6 of
-                              itself, and by 1e-8 usually; where all is in float64, by 4e-12 */
+                              itself, usually by 1e-8, by 3e-7 where all elements are alike;
+                              where all is in float64, by 4e-12 */
   double clip_factor;      /* the least factor of a clip by norm on the reduced gradient; else 1 */
   double lr;               /* of group 0 in this step; 0 if skipped */
   double loss_scale;       /* that ga_loss_scale returned in this window */
@@ -1578,8 +1579,8 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *              scalar, x86-64-v2, x86-64-v3 or x86-64-v4: the CPU kernels of new contexts, for
  *              tests; ga_context_create is GA_ERROR_UNSUPPORTED if the build or the processor lacks
  *              them. GA_CPU_PREFETCH: 1 or 0, read when the library is loaded: whether the CPU
- *              kernels prefetch; by default where that was measured to be faster: not on AMD's,
- *              but for batch normalisation.
+ *              kernels prefetch; by default where that was measured to be faster, so not on
+ *              AMD's; but for batch normalisation everywhere.
  *              GA_VERBOSE: see ga_config.log. */
 
 /* ---- Batch normalisation --------------------------------------------------------------------- */

@@ -125,12 +125,13 @@ GA_HD T maximum(T a, T b) {
 // then 8, 4, 2 and 1 apart. So are the totals of a chunk's tiles, with 0 for an absent tile.
 //
 // The lanes of a tile of floats are floats first. A lane has at most kTile / kLanes = 32 terms, each
-// rounded as a square and in 31 sums at most, so the total is wrong by 32 * 2^-24 of itself, and a norm
-// by half of that, 0.96e-6; the errors of many lanes cancel, and 1e-8 is what is seen. This holds
-// unless squares overflow, which leaves a total that is not finite, or underflow: each of the 1024
-// squares is then wrong by 2^-150 (2^-126 where subnormals are flushed), together by less than 2^-36 of
-// a total of kSmallestTotal. Without such a total the lanes are added anew in double, where the square
-// of a float is exact and neither over- nor underflows.
+// rounded as a square and in 31 sums at most, so the total is wrong by at most 32 * 2^-24 of itself,
+// and a norm by half of that, 0.96e-6; the errors of many lanes cancel, and 1e-8 is what is seen, or
+// 3e-7 where all elements are alike. This holds unless squares overflow, which leaves a total that is
+// not finite, or underflow: each of the 1024 squares is then wrong by 2^-150 (2^-126 where subnormals
+// are flushed), together by less than 2^-36 of a total of kSmallestTotal. Without such a total the
+// lanes are added anew in double, where the square of a float is exact and neither over- nor
+// underflows. The lanes of a measuring pass, and sums over units that are not runs, are doubles at once.
 //
 // The tiles of a unit's run (below), or of the part of a run in a piece, start at the start of the
 // run or part; their totals are added one after the other.
