@@ -88,6 +88,14 @@ struct NarrowLanes {
   Floats sum[kRegisters] = {};
 
   GA_INLINE void add(int lane, Floats x) { sum[lane / kWidth<float>] += x * x; }
+  // Adds the sums of the first group of `more` to those of the first or the second.
+  GA_INLINE void add_group(bool second, const NarrowLanes& more) {
+    constexpr int kHalf = kRegisters / 2;
+    for (int r = 0; r < kHalf; ++r) {
+      sum[r] += second ? Floats{} : more.sum[r];
+      sum[kHalf + r] += second ? more.sum[r] : Floats{};
+    }
+  }
   GA_INLINE double total() const { return total_of<kRegisters>(sum); }
   // The total if only the lanes of the first group are used.
   GA_INLINE double group_total() const { return total_of<kRegisters / 2>(sum); }
@@ -247,6 +255,36 @@ void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count)
   store_partial(task, offset, sums, kNoise ? &contributions : nullptr);
 }
 
+// As accumulate_chunk(), for a tensor of one tile: what a chunk of many needs would take longer than
+// the loop.
+template <int kSources, bool kKeep>
+GA_INLINE void accumulate_tile(const AccumulateTask& task) {
+  const int64_t count = task.count, whole = count & -kGroup;
+  const auto scale0 = static_cast<float>(task.source[0].scale);
+  const auto scale1 = kSources == 2 ? static_cast<float>(task.source[1].scale) : 0.0f;
+  const float* const g0 = static_cast<const float*>(task.source[0].data);
+  const float* const g1 = kSources == 2 ? static_cast<const float*>(task.source[1].data) : g0;
+  float* const a = static_cast<float*>(task.target.data);
+  NarrowLanes lanes, none;
+  accumulate_groups<float, kSources, kKeep, false>(scale0, scale1, a, g0, g1, whole, lanes, none);
+  if (whole < count) {
+    const int64_t rest = count - whole;
+    const Padded<float> end0(g0 + whole, rest), end1(g1 + whole, kSources == 2 ? rest : 0);
+    Padded<float> end_a(a + whole, kKeep ? rest : 0);
+    NarrowLanes end;
+    accumulate_groups<float, kSources, kKeep, false>(scale0, scale1, end_a.data, end0.data,
+                                                     end1.data, kGroup, end, none);
+    lanes.add_group(whole % kLanes != 0, end);
+    end_a.copy_to(a + whole, rest);
+  }
+  double total = lanes.total();
+  if (!is_trusted(total)) total = wide_total(count, [&](int64_t i) { return a[i]; });
+  Partial& p = *task.partials;
+  p.sum_squares = total;
+  if (!kKeep) p.noise = 0;
+  p.nonfinite = !is_finite(total);
+}
+
 // For accumulators that are not of the type computed in, or that are scaled (a running mean).
 template <class T>
 void accumulate_packed(const AccumulateTask& task, int64_t offset, int64_t count) {
@@ -319,7 +357,17 @@ void accumulate_as(const AccumulateTask& task, int64_t offset, int64_t count, bo
             : accumulate_chunk<T, 1, false, false, false>)(task, offset, count);
 }
 
+GA_INLINE bool is_plain(const Source& s) { return s.format == GA_F32 && s.data && !s.divisor; }
+
 void accumulate(const AccumulateTask& given, int64_t offset, int64_t count, bool stream) {
+  if (given.count <= kTile && given.target.format == GA_F32 && is_plain(given.source[0]) &&
+      !given.plan && given.noise == 0) {
+    if (given.keep == 1) return accumulate_tile<1, true>(given);
+    if (given.keep == 0 && !stream) {
+      if (given.sources == 1) return accumulate_tile<1, false>(given);
+      if (is_plain(given.source[1])) return accumulate_tile<2, false>(given);
+    }
+  }
   if (given.plan && !given.plan->active) return;
   AccumulateTask judged;
   if (given.plan) {
@@ -631,10 +679,52 @@ GA_INLINE void update_groups(const Op& op, const Scaled<typename Op::Real>& scal
   }
 }
 
+// As update(), for one tile of arrays of the type computed in, and nothing that follows the update:
+// what a chunk of many tiles needs would take longer than the loop. Returns whether it is one.
+template <class Op>
+GA_INLINE bool update_tile(const Op& op, const UpdateTask& task, int64_t offset, int64_t count) {
+  using T = typename Op::Real;
+  constexpr int kSlots = UpdateTile<Op, false>::kSlots;
+  const Source& source = task.gradient.source;
+  bool plain =
+      count <= kTile && task.param.format == native<T> && !task.copy.data && !task.average.data;
+  plain = plain && (!Op::updating.gradient || (source.format == native<T> && source.data));
+  for (int k = 0; k < kSlots; ++k) plain = plain && task.state[k].format == native<T>;
+  if (!plain) return false;
+  const Scaled<T> scaled(task.gradient);
+  if (scaled.in_tile()) return false;
+
+  const T* const g =
+      Op::updating.gradient ? static_cast<const T*>(source.data) + task.first + offset : nullptr;
+  T* const p = static_cast<T*>(task.param.data) + offset;
+  T* state[kSlots + 1];
+  for (int k = 0; k < kSlots; ++k) state[k] = static_cast<T*>(task.state[k].data) + offset;
+  const int64_t whole = count & -kGroup, rest = count - whole;
+  update_groups(op, scaled, g, p, state, whole);
+  if (rest == 0) return true;
+  const Padded<T> end_g(g + whole, g ? rest : 0);
+  Padded<T> end_p(p + whole, rest);
+  alignas(64) T ends[kSlots + 1][kGroup];
+  for (int k = 0; k < kSlots; ++k) {
+    const Padded<T> end(state[k] + whole, rest);
+    std::memcpy(ends[k], end.data, sizeof ends[k]);
+    state[k] += whole;
+  }
+  T* padded[kSlots + 1];
+  for (int k = 0; k < kSlots; ++k) padded[k] = ends[k];
+  update_groups(op, scaled, end_g.data, end_p.data, padded, kGroup);
+  for (int k = 0; k < kSlots; ++k)
+    if (Op::updating.writes_state)
+      std::memcpy(state[k], ends[k], static_cast<size_t>(rest) * sizeof(T));
+  end_p.copy_to(p + whole, rest);
+  return true;
+}
+
 template <class Op>
 void update(const UpdateTask& task, int64_t offset, int64_t count) {
   using T = typename Op::Real;
   const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
+  if (update_tile(op, task, offset, count)) return;
   UpdateTile<Op, false> tile(task);
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
@@ -715,17 +805,28 @@ constexpr auto measure_of = [] {
 
 // ---- Units --------------------------------------------------------------------------------------
 
-// s[j] += x[j]^2
-template <class T>
-GA_INLINE void add_squares(double* __restrict s, const T* __restrict x, int64_t count) {
+// s[j] += the squares of x[j] in kRows rows, `step` elements apart, in their order. The sums are loaded
+// and stored once for all rows.
+template <int kRows, class T>
+GA_INLINE void add_squares(double* __restrict s, const T* __restrict x, int64_t step,
+                           int64_t count) {
   int64_t j = 0;
   if constexpr (std::is_same_v<T, float>)
     for (; j + kWidth<float> <= count; j += kWidth<float>) {
-      const Floats f = get(x + j);
-      put(s + j, add_square(get(s + j), widen_low(f)));
-      put(s + j + kWidth<double>, add_square(get(s + j + kWidth<double>), widen_high(f)));
+      Doubles low = get(s + j), high = get(s + j + kWidth<double>);
+      for (int r = 0; r < kRows; ++r) {
+        const Floats f = get(x + r * step + j);
+        low = add_square(low, widen_low(f));
+        high = add_square(high, widen_high(f));
+      }
+      put(s + j, low);
+      put(s + j + kWidth<double>, high);
     }
-  for (; j < count; ++j) s[j] += static_cast<double>(x[j]) * static_cast<double>(x[j]);
+  for (; j < count; ++j)
+    for (int r = 0; r < kRows; ++r) {
+      const auto f = static_cast<double>(x[r * step + j]);
+      s[j] += f * f;
+    }
 }
 
 // The sum of squares over a tile of a run.
@@ -764,9 +865,14 @@ struct UnitSums {
       : sums(all ? all + (pattern.shared ? 0 : piece * pattern.units) : nullptr) {}
 
   GA_INLINE void add_kept(int64_t unit, const T* x, int64_t count) {
+    add_rows<1>(unit, x, 0, count);
+  }
+  // Adds rows of as many units, which are `step` elements apart.
+  template <int kRows>
+  GA_INLINE void add_rows(int64_t unit, const T* x, int64_t step, int64_t count) {
     for (int64_t b = 0; b < count; b += kBlock) {
-      prefetch_block<0>(x + b + kAhead);
-      add_squares(sums + unit + b, x + b, smaller(count - b, kBlock));
+      for (int r = 0; r < kRows; ++r) prefetch_block<0>(x + r * step + b + kAhead);
+      add_squares<kRows>(sums + unit + b, x + b, step, smaller(count - b, kBlock));
     }
   }
   // Adds a tile of a run; tiles are counted from the beginning of the run.
@@ -791,12 +897,26 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
   std::memset(gradient.sums + first_unit, 0, bytes);
   if (kParam) std::memset(param.sums + first_unit, 0, bytes);
 
-  UnitCursor at(pattern, begin);
+  int64_t t = begin;
+  if (pattern.axes == 2 && pattern.kept[1] && task.gradient.source.format == native<T> &&
+      view.is_identity() && (!kParam || task.param.format == native<T>)) {
+    // By columns of a matrix that needs no conversion.
+    constexpr int kRows = 4;
+    const int64_t columns = pattern.extent[1];
+    const T* const g = static_cast<const T*>(task.gradient.source.data);
+    const T* const p = static_cast<const T*>(task.param.data);
+    for (; g && t + kRows * columns <= end; t += kRows * columns) {
+      gradient.template add_rows<kRows>(0, g + t, columns, columns);
+      if (kParam) param.template add_rows<kRows>(0, p + t, columns, columns);
+    }
+  }
+
+  UnitCursor at(pattern, t);
   const bool kept = at.kept();
   int64_t run = 0;
   alignas(64) T tile_g[kTile];
   alignas(64) T tile_p[kTile];
-  for (int64_t t = begin; t < end;) {
+  while (t < end) {
     // A reduced run is cut at multiples of kTile from its beginning.
     const int64_t n =
         smaller(end - t, kept || at.left() + run <= kTile ? kTile : smaller(at.left(), kTile));

@@ -108,31 +108,38 @@ GA_INLINE Doubles add_square(Doubles sum, Doubles x) {
 #endif
 }
 
-// As add_halves(), of lanes in registers.
-template <int kRegisters>
-GA_INLINE double total_of(const Doubles* lanes) {
-  Doubles s[kRegisters];
-  for (int r = 0; r < kRegisters; ++r) s[r] = lanes[r];
-  for (int half = kRegisters / 2; half > 0; half /= 2)
-    for (int r = 0; r < half; ++r) s[r] += s[r + half];
+// at(0) + ... + at(kCount - 1), added as by add_halves().
+template <int kCount, class At>
+GA_INLINE Doubles halves_of(At&& at) {
+  if constexpr (kCount == 1)
+    return at(0);
+  else
+    return halves_of<kCount / 2>([&](int r) GA_INLINE_BODY { return at(r) + at(r + kCount / 2); });
+}
+
+GA_INLINE double total_of(Doubles lanes) {
 #if defined(__AVX512F__)
-  const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(s[0]), _mm512_extractf64x4_pd(s[0], 1));
+  const __m256d four =
+      _mm256_add_pd(_mm512_castpd512_pd256(lanes), _mm512_extractf64x4_pd(lanes, 1));
 #elif defined(__AVX__)
-  const __m256d four = s[0];
+  const __m256d four = lanes;
 #endif
 #if defined(__AVX__)
   const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
 #else
-  const Doubles two = s[0];
+  const Doubles two = lanes;
 #endif
   return two[0] + two[1];
 }
+
+// As add_halves(), of lanes in registers. (An array of them would be copied on the stack.)
+template <int kRegisters>
+GA_INLINE double total_of(const Doubles* lanes) {
+  return total_of(halves_of<kRegisters>([&](int r) GA_INLINE_BODY { return lanes[r]; }));
+}
 template <int kRegisters>
 GA_INLINE double total_of(const Floats* lanes) {
-  Doubles wide[2 * kRegisters];
-  for (int r = 0; r < kRegisters; ++r) {
-    wide[2 * r] = widen_low(lanes[r]);
-    wide[2 * r + 1] = widen_high(lanes[r]);
-  }
-  return total_of<2 * kRegisters>(wide);
+  return total_of(halves_of<2 * kRegisters>([&](int r) GA_INLINE_BODY {
+    return r % 2 == 0 ? widen_low(lanes[r / 2]) : widen_high(lanes[r / 2]);
+  }));
 }
