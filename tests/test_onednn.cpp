@@ -337,6 +337,18 @@ class Layer {
         ga_param_add(context_, group, "w", data_.data() + 1, GA_F32, 2, shape, nullptr, &param_));
   }
 
+  // Adds a parameter whose accumulator does not fit the caches, so that targets are in memory.
+  void fill_caches() {
+    int64_t bytes = int64_t{32} << 20;
+    for (const int name : {_SC_LEVEL2_CACHE_SIZE, _SC_LEVEL3_CACHE_SIZE, _SC_LEVEL4_CACHE_SIZE})
+      bytes = std::max<int64_t>(bytes, sysconf(name));
+    filling_.resize(static_cast<size_t>(bytes) / sizeof(float));
+    const int64_t count = static_cast<int64_t>(filling_.size());
+    const ga_group group = context_.group(optimizer(GA_OPTIMIZER_EXTERNAL));
+    EXPECT_OK(ga_param_add(context_, group, "filling", filling_.data(), GA_F32, 1, &count, nullptr,
+                           nullptr));
+  }
+
   // One micro-batch of one product.
   void micro(int64_t k, double weight, double loss_scale, uint64_t seed, bool transpose_a = true,
              bool transpose_b = false) {
@@ -409,7 +421,7 @@ class Layer {
   Context context_;
   ga_param param_ = -1;
   double weight_ = 0, loss_scale_ = 1, weights_ = 0;
-  std::vector<float> data_;
+  std::vector<float> data_, filling_;
   std::vector<Sum> sums_;
 };
 
@@ -432,6 +444,23 @@ TEST_F(AccumulateMatmul, AnyNumberOfThreads) {
       layer.micro(s[2], 1, 1, 1);
       layer.micro(s[2], 1, 1, 2, false, true);
       layer.check();
+      if (HasFatalFailure()) return;
+    }
+}
+
+// Where targets are in memory, products are computed in bands and added.
+TEST_F(AccumulateMatmul, TargetsBeyondTheCaches) {
+  const int64_t shapes[][3] = {{512, 784, 4}, {700, 1000, 64}, {2100, 300, 50}};
+  for (const auto& s : shapes)
+    for (const int32_t threads : {1, 3}) {
+      SCOPED_TRACE(testing::Message() << s[0] << " x " << s[1] << " threads " << threads);
+      Layer layer(s[0], s[1], with_threads(threads));
+      layer.fill_caches();
+      for (int window = 0; window < 2; ++window) {
+        layer.micro(s[2], 1, 1, 1);
+        layer.micro(s[2], 2, 16, 2, false, true);
+        layer.check();
+      }
       if (HasFatalFailure()) return;
     }
 }

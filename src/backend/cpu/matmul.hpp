@@ -29,7 +29,7 @@ class MatmulEngine {
   // Scales a matrix and converts it to f32, without gaps between its rows.
   void convert(const Kernels& kernels, Source from, int64_t rows, int64_t columns, int64_t stride,
                float* to);
-  void run_bands(const MatmulTask& task, const Kernels& kernels, bool stream);
+  void run_bands(const MatmulTask& task, const Kernels& kernels);
   void run_direct(const MatmulTask& task);
   // Throws unless error is NULL.
   void check_product(const MatmulTask& task, const char* error) const;
