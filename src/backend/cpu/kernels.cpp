@@ -88,14 +88,6 @@ struct NarrowLanes {
   Floats sum[kRegisters] = {};
 
   GA_INLINE void add(int lane, Floats x) { sum[lane / kWidth<float>] += x * x; }
-  // Adds the sums of the first group of `more` to those of the first or the second.
-  GA_INLINE void add_group(bool second, const NarrowLanes& more) {
-    constexpr int kHalf = kRegisters / 2;
-    for (int r = 0; r < kHalf; ++r) {
-      sum[r] += second ? Floats{} : more.sum[r];
-      sum[kHalf + r] += second ? more.sum[r] : Floats{};
-    }
-  }
   GA_INLINE double total() const { return total_of<kRegisters>(sum); }
   // The total if only the lanes of the first group are used.
   GA_INLINE double group_total() const { return total_of<kRegisters / 2>(sum); }
@@ -108,11 +100,11 @@ using Lanes = std::conditional_t<std::is_same_v<T, float>, NarrowLanes, WideLane
 // lanes are constants, so their sums stay in registers.
 template <class T, class Body>
 GA_INLINE void each_register(int64_t count, Body&& body) {
-  for (int64_t i = 0; i < count; i += kLanes) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int l = 0; l < kLanes; l += kWidth<T>) body(i + l, l);
+  if (i < count)
     for (int l = 0; l < kGroup; l += kWidth<T>) body(i + l, l);
-    if (i + kGroup < count)
-      for (int l = kGroup; l < kLanes; l += kWidth<T>) body(i + l, l);
-  }
 }
 
 template <class Lanes, class T>
@@ -259,7 +251,7 @@ void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count)
 // the loop.
 template <int kSources, bool kKeep>
 GA_INLINE void accumulate_tile(const AccumulateTask& task) {
-  const int64_t count = task.count, whole = count & -kGroup;
+  const int64_t count = task.count, whole = count % kGroup == 0 ? count : count & -kLanes;
   const auto scale0 = static_cast<float>(task.source[0].scale);
   const auto scale1 = kSources == 2 ? static_cast<float>(task.source[1].scale) : 0.0f;
   const float* const g0 = static_cast<const float*>(task.source[0].data);
@@ -271,10 +263,8 @@ GA_INLINE void accumulate_tile(const AccumulateTask& task) {
     const int64_t rest = count - whole;
     const Padded<float> end0(g0 + whole, rest), end1(g1 + whole, kSources == 2 ? rest : 0);
     Padded<float> end_a(a + whole, kKeep ? rest : 0);
-    NarrowLanes end;
     accumulate_groups<float, kSources, kKeep, false>(scale0, scale1, end_a.data, end0.data,
-                                                     end1.data, kGroup, end, none);
-    lanes.add_group(whole % kLanes != 0, end);
+                                                     end1.data, whole_groups(rest), lanes, none);
     end_a.copy_to(a + whole, rest);
   }
   double total = lanes.total();
