@@ -319,6 +319,107 @@ TEST_F(Simulator, AFirstLaunchWaitsUnlessTheKernelIsLoaded) {
   }
 }
 
+TEST_F(Simulator, EachContextLoadsItsOwnKernels) {
+  std::thread([] {
+    sim::set_current_context(sim::make_context(0));
+    EXPECT_OK(Loading::all());
+    const cudaStream_t s = stream();
+    int* x = device(std::vector<int>{1});
+    launch(Add{x, 1}, 1, s);
+    EXPECT_EQ(sim::counters().late_loads, 0);
+    sim::set_current_context(sim::make_context(0));
+    launch(Add{x, 1}, 1, stream());
+    EXPECT_EQ(sim::counters().late_loads, 1);
+  }).join();
+}
+
+TEST_F(Simulator, ALateLoadBreaksACapture) {
+  const cudaStream_t s = stream();
+  int* x = device(std::vector<int>{1});
+  cudaGraph_t graph;
+  EXPECT_OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
+  EXPECT_THROW(launch(Add{x, 1}, 1, s), Error);
+  EXPECT_EQ(cudaStreamEndCapture(s, &graph), cudaErrorStreamCaptureInvalidated);
+  launch(Add{x, 1}, 1, s);
+  EXPECT_OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
+  launch(Add{x, 1}, 1, s);
+  EXPECT_OK(cudaStreamEndCapture(s, &graph));
+  EXPECT_OK(cudaGraphDestroy(graph));
+  EXPECT_OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal));
+  cudaError_t error = cudaSuccess;  // of another thread, which is not capturing
+  std::thread([&] { error = Loading::all(); }).join();
+  EXPECT_EQ(error, cudaErrorStreamCaptureUnsupported);
+  EXPECT_EQ(cudaStreamEndCapture(s, &graph), cudaErrorStreamCaptureInvalidated);
+}
+
+// A thread of one context does not launch in a stream of another one, though both are of one device.
+TEST_F(Simulator, StreamsAndEventsAreOfAContext) {
+  std::thread([] {
+    EXPECT_OK(cudaSetDevice(0));
+    const cudaStream_t primary = stream();
+    cudaEvent_t event = nullptr;
+    EXPECT_OK(cudaEventCreate(&event));
+    int* x = device(std::vector<int>{1});
+    launch(Add{x, 1}, 1, primary);
+    EXPECT_OK(cudaEventRecord(event, primary));
+    sim::set_current_context(sim::make_context(0));
+    const cudaStream_t own = stream();
+    EXPECT_THROW(launch(Add{x, 1}, 1, primary), Error);
+    EXPECT_EQ(cudaEventRecord(event, own), cudaErrorInvalidResourceHandle);
+    EXPECT_EQ(cudaEventRecord(event, nullptr), cudaErrorInvalidResourceHandle);
+    EXPECT_OK(cudaEventRecord(event, primary));  // by the stream, not by the thread
+    EXPECT_OK(cudaStreamWaitEvent(own, event));
+    launch(Add{x, 1}, 1, own);
+    launch(Add{x, 1}, 1, nullptr);
+    EXPECT_EQ(now(x), 4);
+  }).join();
+}
+
+struct Large {
+  int* to;
+  char bytes[4096];
+  GA_DEVICE void operator()(Block& block) const {
+    block.once([&] { *to = bytes[4095]; });
+  }
+};
+
+TEST_F(Simulator, OlderDriversAndDevicesTakeFewArguments) {
+  int* x = device(std::vector<int>{1});
+  Large large = {x, {}};
+  large.bytes[4095] = 7;
+  const auto with = [&](int driver, int major) {
+    sim::Config config = sim::config();
+    config.driver_version = driver;
+    config.major = major;
+    sim::configure(config);
+  };
+  with(12010, 7);
+  launch(large, 1, nullptr);
+  EXPECT_EQ(now(x), 7);
+  for (const auto& [driver, major] : {std::pair(12000, 9), std::pair(13000, 6)}) {
+    with(driver, major);
+    EXPECT_THROW(launch(large, 1, nullptr), Error);
+    launch(Add{x, 1}, 1, nullptr);
+  }
+  EXPECT_EQ(now(x), 9);
+}
+
+TEST_F(Simulator, FunctionsOfTheDriverHaveAVersion) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSuccess;
+  const auto ask = [&](const char* name, unsigned version) {
+    EXPECT_OK(
+        cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &result));
+    return function != nullptr;
+  };
+  EXPECT_TRUE(ask("cuCtxGetCurrent", 13000));
+  EXPECT_EQ(result, cudaDriverEntryPointSuccess);
+  EXPECT_FALSE(ask("cuCtxGetCurrent", 13010));
+  EXPECT_EQ(result, cudaDriverEntryPointVersionNotSufficent);
+  EXPECT_FALSE(ask("cuNothing", 12000));
+  EXPECT_EQ(result, cudaDriverEntryPointSymbolNotFound);
+}
+
 TEST_F(Simulator, PageableMemoryIsStagedOrWaitedFor) {
   configure(true);
   const cudaStream_t s = stream();
@@ -442,6 +543,7 @@ TEST_F(Simulator, ThreadsWithStreamsOfTheirOwn) {
 // ---- Graphs ------------------------------------------------------------------------------------------
 
 TEST_F(Simulator, AGraphIsReplayedWithTheBytesOfThatTime) {
+  EXPECT_OK(Loading::all());
   const cudaStream_t s = stream();
   const std::vector<float> x(1024 * 64, 1.0f);
   const TileSums sums{device(x), device<double>(64), device(std::vector<double>{0.0}),
@@ -482,6 +584,7 @@ TEST_F(Simulator, AGraphIsReplayedWithTheBytesOfThatTime) {
 }
 
 TEST_F(Simulator, ACaptureSpreadsByEventsAndHasToBeJoined) {
+  EXPECT_OK(Loading::all());
   const cudaStream_t a = stream();
   const cudaStream_t b = stream();
   int* x = device(std::vector<int>{1});
@@ -664,6 +767,31 @@ TEST_F(Simulator, PointersSayWhatTheyAre) {
   EXPECT_EQ(cudaFree(x + 1), cudaErrorInvalidValue);
   EXPECT_EQ(cudaFreeHost(x), cudaErrorInvalidValue);
   EXPECT_OK(cudaFree(nullptr));
+}
+
+TEST_F(Simulator, RegisteredMemoryMayBeElsewhereOnTheDevice) {
+  std::vector<int> host(4);
+  EXPECT_OK(cudaHostRegister(host.data(), 16, cudaHostRegisterMapped));
+  for (const bool apart : {false, true}) {
+    sim::Config config = sim::config();
+    config.registered_apart = config.known_only = apart;
+    sim::configure(config);
+    cudaPointerAttributes attributes;
+    EXPECT_OK(cudaPointerGetAttributes(&attributes, &host[1]));
+    EXPECT_EQ(attributes.hostPointer, &host[1]);
+    EXPECT_EQ(attributes.devicePointer == &host[1], !apart);
+    int* there = nullptr;
+    EXPECT_OK(cudaHostGetDevicePointer(&there, &host[1], 0));
+    EXPECT_EQ(there, attributes.devicePointer);
+    EXPECT_EQ(cudaPointerGetAttributes(&attributes, &config),
+              apart ? cudaErrorInvalidValue : cudaSuccess);
+  }
+  const cudaStream_t s = stream();
+  EXPECT_OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal));
+  EXPECT_EQ(cudaHostUnregister(host.data()), cudaErrorStreamCaptureUnsupported);
+  cudaGraph_t graph;
+  EXPECT_EQ(cudaStreamEndCapture(s, &graph), cudaErrorStreamCaptureInvalidated);
+  EXPECT_OK(cudaHostUnregister(host.data()));
 }
 
 TEST_F(Simulator, PoolsGiveAndTakeInTheOrderOfTheStream) {

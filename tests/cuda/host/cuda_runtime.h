@@ -279,8 +279,8 @@ inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph
 namespace ga::sim {
 
 // Queues block(index, count) for each block of a grid. The counters list it under the name of
-// kernel.
-cudaError_t launch(const std::type_info& kernel, int64_t blocks,
+// kernel. bytes: of its arguments.
+cudaError_t launch(const std::type_info& kernel, size_t bytes, int64_t blocks,
                    std::function<void(int64_t index, int64_t count)> block, cudaStream_t stream);
 
 // Loads the kernel, as cudaFuncGetAttributes does.

@@ -18,6 +18,7 @@
 struct CUctx_st {
   int device = 0;
   bool exists = false;
+  std::set<std::string> kernels = {};  // that are loaded
 };
 
 namespace ga::sim {
@@ -118,7 +119,6 @@ struct Device {
   CUctx_st primary;
   size_t bytes = 0;
   cudaError_t fault = cudaSuccess;
-  std::set<std::string> kernels;  // that are loaded
   std::shared_ptr<CUstream_st> legacy;
   std::map<std::thread::id, std::shared_ptr<CUstream_st>> per_thread;
 };
@@ -139,7 +139,7 @@ class Engine {
   int64_t fail_call = 0;
   cudaError_t fail_call_error = cudaSuccess;
   int64_t fail_execution = 0;
-  bool fail_switch = false;
+  int64_t fail_switch = 0;
   std::vector<std::unique_ptr<CUctx_st>> contexts;  // of the program's own
 
   // Memory.
@@ -213,8 +213,8 @@ cudaError_t call(Body&& body, bool needs_context = true) {
   return error;
 }
 
-// Begins a call that queues work on a stream of the current device, or of any device.
-cudaError_t prepare(Engine& engine, cudaStream_t handle, bool current_device,
+// Begins a call that queues work on a stream of the current context, or of any one.
+cudaError_t prepare(Engine& engine, cudaStream_t handle, bool current_context,
                     std::shared_ptr<CUstream_st>* stream);
 
 }  // namespace ga::sim
@@ -226,13 +226,14 @@ struct CUstream_st {
   bool destroyed = false;
   std::deque<ga::sim::Item> items = {};
   int64_t done = 0;
-  CUctx_st* context = nullptr;  // that it was made in
+  CUctx_st* context =
+      nullptr;  // that it was made in; NULL for a legacy stream, which is every context's
 
   int64_t end() const { return done + static_cast<int64_t>(items.size()); }
 };
 
 struct CUevent_st {
-  int device;
+  CUctx_st* context;
   unsigned flags;
   ga::sim::Mark mark;  // without a stream if the event was never recorded
   std::shared_ptr<ga::sim::Capture> capture;

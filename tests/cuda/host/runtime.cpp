@@ -100,6 +100,13 @@ cudaError_t take(void** pointer, size_t size, Memory memory) {
   });
 }
 
+// The address of the byte on the device. Nothing is there if that is another one than the host's.
+void* seen_by_device(const Engine& engine, const Allocation& a, void* host) {
+  const bool apart = a.memory == Memory::kRegistered && engine.config.registered_apart;
+  return apart ? reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(host) ^ uintptr_t{1} << 46)
+               : host;
+}
+
 // Frees memory that was allocated as one of these kinds.
 cudaError_t release(Engine& engine, void* pointer, std::initializer_list<Memory> kinds) {
   if (pointer == nullptr) return cudaSuccess;
@@ -310,10 +317,8 @@ int get_current(CUctx_st** context) {
 int set_current(CUctx_st* context) {
   const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
   thread_state().context = context;
-  if (Engine::get().fail_switch) {
-    Engine::get().fail_switch = false;
-    return cudaErrorUnknown;
-  }
+  int64_t& fails = Engine::get().fail_switch;
+  if (fails > 0 && --fails == 0) return cudaErrorUnknown;
   return context ? Engine::get().devices[context->device].fault : cudaSuccess;
 }
 
@@ -351,7 +356,7 @@ int stream_context(cudaStream_t handle, CUctx_st** context) {
 
 }  // namespace
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
   const std::map<std::string, void*> functions = {
@@ -363,9 +368,12 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
       {"cuStreamGetCtx", reinterpret_cast<void*>(stream_context)},
       {"cuStreamQuery", reinterpret_cast<void*>(stream_query)}};
   const auto found = functions.find(name);
-  *function = found == functions.end() ? nullptr : found->second;
+  const bool old = static_cast<unsigned>(config().driver_version) < version;
+  *function = found == functions.end() || old ? nullptr : found->second;
   if (result)
-    *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    *result = *function ? cudaDriverEntryPointSuccess
+              : old     ? cudaDriverEntryPointVersionNotSufficent
+                        : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 
@@ -568,6 +576,7 @@ cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
 
 cudaError_t cudaHostUnregister(void* pointer) {
   return call([=](Engine& engine) {
+    if (engine.unsafe_call()) return cudaErrorStreamCaptureUnsupported;
     const cudaError_t error = release(engine, pointer, {Memory::kRegistered});
     return error == cudaSuccess ? error : cudaErrorHostMemoryNotRegistered;
   });
@@ -577,7 +586,7 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned flags) 
   return call([=](Engine& engine) {
     const Allocation* a = engine.find(host);
     if (flags != 0 || a == nullptr || a->memory == Memory::kDevice) return cudaErrorInvalidValue;
-    *device = host;
+    *device = seen_by_device(engine, *a, host);
     return cudaSuccess;
   });
 }
@@ -590,9 +599,9 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
         void* address = const_cast<void*>(pointer);
         *attributes = {cudaMemoryTypeUnregistered, cudaInvalidDeviceId, nullptr, address};
         const Allocation* a = engine.find(pointer);
-        if (a == nullptr) return cudaSuccess;
+        if (a == nullptr) return engine.config.known_only ? cudaErrorInvalidValue : cudaSuccess;
         attributes->device = a->device;
-        attributes->devicePointer = address;
+        attributes->devicePointer = seen_by_device(engine, *a, address);
         if (a->memory == Memory::kDevice) attributes->hostPointer = nullptr;
         attributes->type = a->memory == Memory::kManaged ? cudaMemoryTypeManaged
                            : is_device(a)                ? cudaMemoryTypeDevice
@@ -770,7 +779,7 @@ cudaError_t cudaEventCreate(cudaEvent_t* event) {
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   return call([=](Engine& engine) {
     if (event == nullptr) return cudaErrorInvalidValue;
-    *event = new CUevent_st{current(), flags, {}, nullptr, {}};
+    *event = new CUevent_st{thread_state().context, flags, {}, nullptr, {}};
     engine.events.insert(*event);
     return cudaSuccess;
   });
@@ -779,9 +788,9 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
   return call([=](Engine& engine) {
     const Stream stream = engine.stream(handle);
-    if (stream == nullptr || !known(engine, event) || event->device != stream->device) {
-      return cudaErrorInvalidResourceHandle;
-    }
+    if (stream == nullptr || !known(engine, event)) return cudaErrorInvalidResourceHandle;
+    const CUctx_st* context = stream->context ? stream->context : thread_state().context;
+    if (event->context != context) return cudaErrorInvalidResourceHandle;
     if (const std::shared_ptr<Capture> capture = engine.capture_of(stream.get())) {
       if (capture->invalid) return cudaErrorStreamCaptureInvalidated;
       event->capture = capture;
@@ -818,7 +827,7 @@ cudaError_t wait_or_ask(cudaEvent_t event, bool wait) {
       ++engine.counters.queries;
       busy = engine.run_one(event->mark);
     }
-    const cudaError_t fault = engine.devices[event->device].fault;
+    const cudaError_t fault = engine.devices[event->context->device].fault;
     return fault != cudaSuccess ? fault : busy ? cudaErrorNotReady : cudaSuccess;
   });
 }

@@ -409,6 +409,7 @@ std::shared_ptr<CUstream_st> Engine::stream(cudaStream_t handle) {
     std::shared_ptr<CUstream_st>& stream = device.per_thread[std::this_thread::get_id()];
     if (stream == nullptr) {
       stream = std::make_shared<CUstream_st>(CUstream_st{current_device(), cudaStreamDefault});
+      stream->context = thread_state().context;
       streams.push_back(stream);
     }
     return stream;
@@ -423,11 +424,11 @@ Mark Engine::end_of(const std::shared_ptr<CUstream_st>& stream) const {
   return {stream, stream->end()};
 }
 
-cudaError_t prepare(Engine& engine, cudaStream_t handle, bool current_device,
+cudaError_t prepare(Engine& engine, cudaStream_t handle, bool current_context,
                     std::shared_ptr<CUstream_st>* stream) {
   *stream = engine.stream(handle);
   if (*stream == nullptr) return cudaErrorInvalidResourceHandle;
-  if (current_device && (*stream)->device != ga::sim::current_device()) {
+  if (current_context && (*stream)->context && (*stream)->context != thread_state().context) {
     return cudaErrorInvalidResourceHandle;
   }
   if (engine.devices[(*stream)->device].fault != cudaSuccess) {
@@ -621,25 +622,31 @@ std::string type_name(const std::type_info& type) {
   return result;
 }
 
+constexpr size_t kMostArguments = 4096, kMostLargeArguments = 32764;  // bytes
+
 std::lock_guard<std::recursive_mutex> lock() {
   return std::lock_guard<std::recursive_mutex>(Engine::get().mutex);
 }
 
 }  // namespace
 
-cudaError_t launch(const std::type_info& kernel, int64_t blocks,
+cudaError_t launch(const std::type_info& kernel, size_t bytes, int64_t blocks,
                    std::function<void(int64_t, int64_t)> block, cudaStream_t handle) {
   return call([&](Engine& engine) {
     std::shared_ptr<CUstream_st> stream;
     if (blocks <= 0 || blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+    const bool large = engine.config.driver_version >= 12010 && engine.config.major >= 7;
+    if (bytes > (large ? kMostLargeArguments : kMostArguments)) return cudaErrorInvalidValue;
     const cudaError_t error = prepare(engine, handle, true, &stream);
     if (error != cudaSuccess) return error;
-    ++engine.counters.launches;
-    ++engine.counters.by_kernel[type_name(kernel)];
-    if (engine.devices[stream->device].kernels.insert(kernel.name()).second) {
+    if (thread_state().context->kernels.count(kernel.name()) == 0) {
+      if (engine.unsafe_call()) return cudaErrorStreamCaptureUnsupported;
+      thread_state().context->kernels.insert(kernel.name());
       ++engine.counters.late_loads;
       engine.run_device(stream->device);
     }
+    ++engine.counters.launches;
+    ++engine.counters.by_kernel[type_name(kernel)];
     return engine.enqueue(stream, {Kind::kKernel, stream->device, [=, &engine] {
                                      for (int64_t i = 0; i < blocks; ++i) {
                                        block(engine.config.reverse_blocks ? blocks - 1 - i : i,
@@ -652,7 +659,9 @@ cudaError_t launch(const std::type_info& kernel, int64_t blocks,
 cudaError_t load(const std::type_info& kernel) {
   return call([&](Engine& engine) {
     need_context();
-    engine.devices[current_device()].kernels.insert(kernel.name());
+    if (thread_state().context->kernels.count(kernel.name()) != 0) return cudaSuccess;
+    if (engine.unsafe_call()) return cudaErrorStreamCaptureUnsupported;
+    thread_state().context->kernels.insert(kernel.name());
     return cudaSuccess;
   });
 }
@@ -734,8 +743,7 @@ int64_t queued() {
 void reset() {
   const auto guard = lock();
   Engine& engine = Engine::get();
-  engine.fail_allocation = engine.fail_call = engine.fail_execution = 0;
-  engine.fail_switch = false;
+  engine.fail_allocation = engine.fail_call = engine.fail_execution = engine.fail_switch = 0;
   engine.run_everything();
   while (!engine.captures.empty()) engine.end_capture(*engine.captures.begin());
   for (CUevent_st* event : engine.events) delete event;
@@ -744,8 +752,8 @@ void reset() {
   for (Device& device : engine.devices) {
     device.fault = cudaSuccess;
     device.primary.exists = false;
+    device.primary.kernels.clear();
     device.per_thread.clear();
-    device.kernels.clear();
     engine.streams.push_back(device.legacy);
   }
   engine.release_everything();
@@ -758,7 +766,9 @@ void reset() {
 CUcontext make_context(int device) {
   const auto guard = lock();
   auto& contexts = Engine::get().contexts;
-  contexts.push_back(std::make_unique<CUctx_st>(CUctx_st{device, true}));
+  contexts.push_back(std::make_unique<CUctx_st>());
+  contexts.back()->device = device;
+  contexts.back()->exists = true;
   return contexts.back().get();
 }
 
@@ -771,9 +781,9 @@ CUcontext current_context() { return thread_state().context; }
 
 void set_current_context(CUcontext context) { thread_state().context = context; }
 
-void fail_switch() {
+void fail_switch(int64_t n) {
   const auto guard = lock();
-  Engine::get().fail_switch = true;
+  Engine::get().fail_switch = n;
 }
 
 namespace {

@@ -14,8 +14,10 @@
 //     microsecond per allocation and more for its pages.
 //   - Work runs when something waits for it (deferred), stream by stream, or at once.
 //   - Blocks run in order of their index, or in reverse order.
-//   - A kernel is loaded on a device by its first launch, which then waits for the device, unless it was
-//     loaded before.
+//   - A context loads a kernel at its first launch, which then waits for the device and breaks a capture,
+//     unless the kernel was loaded before.
+//   - Kernels, library calls and events need the context of their stream to be the thread's, and an older
+//     driver or device takes kernels with 4 KB of arguments only.
 //   - A fault stays: from then on every call that needs the device returns it.
 //
 // Not simulated: threads that run at the same time (so races between lanes are not found), kernels
@@ -34,13 +36,16 @@ namespace ga::sim {
 
 // The environment variable in brackets sets the initial value of a process.
 struct Config {
-  bool deferred = false;                // [GA_SIM_DEFERRED]
-  bool protect = true;                  // [GA_SIM_PROTECT]
-  bool reverse_blocks = false;          // [GA_SIM_REVERSE_BLOCKS]
-  bool pageable_access = false;         // [GA_SIM_PAGEABLE_ACCESS]
-  bool memory_pools = true;             // [GA_SIM_MEMORY_POOLS]
-  int devices = 2;                      // [GA_SIM_DEVICES], at most 8; 0 acts as driver = 100
-  int driver = cudaSuccess;             // [GA_SIM_DRIVER], error of every call, such as 35 or 100
+  bool deferred = false;         // [GA_SIM_DEFERRED]
+  bool protect = true;           // [GA_SIM_PROTECT]
+  bool reverse_blocks = false;   // [GA_SIM_REVERSE_BLOCKS]
+  bool pageable_access = false;  // [GA_SIM_PAGEABLE_ACCESS]
+  bool registered_apart =
+      false;                 // the device has registered memory at another address than the host
+  bool known_only = false;   // asking about an address that CUDA does not know is an error
+  bool memory_pools = true;  // [GA_SIM_MEMORY_POOLS]
+  int devices = 2;           // [GA_SIM_DEVICES], at most 8; 0 acts as driver = 100
+  int driver = cudaSuccess;  // [GA_SIM_DRIVER], error of every call, such as 35 or 100
   int driver_version = CUDART_VERSION;  // 0 with driver = 35
   int major = 9;                        // compute capability
   int minor = 0;
@@ -65,8 +70,8 @@ CUcontext make_context(int device);
 bool has_primary_context(int device);
 CUcontext current_context();  // of the calling thread; NULL: none
 void set_current_context(CUcontext context);
-// The next cuCtxSetCurrent switches and then fails.
-void fail_switch();
+// The n-th cuCtxSetCurrent from now on switches and then fails; 0: none.
+void fail_switch(int64_t n = 1);
 
 struct Counters {
   int64_t launches = 0;                      // calls that launch kernels, captured ones included
