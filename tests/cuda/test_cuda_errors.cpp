@@ -193,8 +193,49 @@ TEST_F(Errors, StreamsOfAContextOfTheDriver) {
     EXPECT_FALSE(sim::has_primary_context(0));
     EXPECT_FALSE(sim::has_primary_context(1));
     EXPECT_EQ(sim::current_context(), nullptr);
+    live(on_device(1, stream), [](const char* call) {
+      EXPECT_EQ(sim::current_context(), nullptr) << call;
+      EXPECT_EQ(sim::counters().late_loads, 0) << call;
+    });
   });
   thread.join();
+}
+
+// Neither does another driver context of the same device take the work of a default stream.
+TEST_F(Errors, DefaultStreamOfAContextOfTheDriver) {
+  sim::reset();
+  std::thread thread([] {
+    const CUcontext own = sim::make_context(1);
+    sim::set_current_context(own);
+    ga_context* ctx = nullptr;
+    const ga_config c = on_device(1);
+    ASSERT_OK(ga_context_create(&c, &ctx));
+    sim::set_current_context(nullptr);
+    EXPECT_FALSE(sim::has_primary_context(1));
+    ga_context_destroy(ctx);
+    EXPECT_FALSE(sim::has_primary_context(1));
+    EXPECT_EQ(sim::current_context(), nullptr);
+  });
+  thread.join();
+}
+
+// A program may make a context of the library while another stream is being captured: its kernels are loaded
+// without breaking the capture.
+TEST_F(Errors, MadeDuringACapture) {
+  for (const cudaStreamCaptureMode mode :
+       {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal}) {
+    sim::reset();
+    cudaStream_t captured = nullptr;
+    EXPECT_CUDA(cudaStreamCreateWithFlags(&captured, cudaStreamNonBlocking));
+    cudaStream_t own = nullptr;
+    EXPECT_CUDA(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
+    EXPECT_CUDA(cudaStreamBeginCapture(captured, mode));
+    EXPECT_OK(create(on_device(0, own)));
+    cudaGraph_t graph = nullptr;
+    EXPECT_CUDA(cudaStreamEndCapture(captured, &graph));
+    EXPECT_CUDA(cudaGraphDestroy(graph));
+    EXPECT_EQ(sim::counters().late_loads, 0);
+  }
 }
 
 TEST_F(Errors, SwitchingThatFails) {
@@ -207,6 +248,22 @@ TEST_F(Errors, SwitchingThatFails) {
     EXPECT_TRUE(refused(ga_step(ctx, nullptr), GA_ERROR_FAULT,
                         {"choosing the device", "cudaErrorUnknown"}));
     EXPECT_EQ(sim::current_context(), nullptr);
+    ga_context_destroy(ctx);
+  });
+  thread.join();
+}
+
+// The second switch of a call is the one back: the call has succeeded.
+TEST_F(Errors, SwitchingBackThatFails) {
+  sim::reset();
+  std::thread thread([] {
+    ga_context* ctx = nullptr;
+    const ga_config c = on_device(1);
+    ASSERT_OK(ga_context_create(&c, &ctx));
+    sim::fail_switch(2);
+    EXPECT_OK(ga_step(ctx, nullptr));
+    EXPECT_EQ(sim::current_context(), nullptr);
+    EXPECT_OK(ga_step(ctx, nullptr));
     ga_context_destroy(ctx);
   });
   thread.join();
@@ -274,7 +331,7 @@ TEST_F(Errors, ContextsOfTheParentAfterFork) {
 // An allocation of one kind of memory, in floats.
 class Memory {
  public:
-  enum Kind { kHost, kPinned, kManaged, kDevice, kOtherDevice };
+  enum Kind { kHost, kPinned, kRegistered, kManaged, kPool, kDevice, kOtherDevice };
   explicit Memory(Kind kind, size_t floats = 64) : kind_(kind) {
     const size_t bytes = 4 * floats;
     switch (kind) {
@@ -285,9 +342,17 @@ class Memory {
         EXPECT_CUDA(cudaMallocHost(&data_, bytes));
         memset(data_, 0, bytes);
         break;
+      case kRegistered:
+        data_ = calloc(floats, 4);
+        EXPECT_CUDA(cudaHostRegister(data_, bytes, cudaHostRegisterMapped));
+        break;
       case kManaged:
         EXPECT_CUDA(cudaMallocManaged(&data_, bytes));
         memset(data_, 0, bytes);
+        break;
+      case kPool:
+        EXPECT_CUDA(cudaMallocAsync(&data_, bytes, nullptr));
+        EXPECT_CUDA(cudaMemset(data_, 0, bytes));
         break;
       default:
         EXPECT_CUDA(cudaSetDevice(kind == kOtherDevice ? 1 : 0));
@@ -301,6 +366,8 @@ class Memory {
       free(data_);
     else if (kind_ == kPinned)
       cudaFreeHost(data_);
+    else if (kind_ == kRegistered)
+      cudaHostUnregister(data_), free(data_);
     else
       cudaFree(data_);
   }
@@ -383,7 +450,8 @@ TEST_F(Errors, MemoryThatTheDeviceCannotRead) {
 }
 
 TEST_F(Errors, MemoryThatTheDeviceReads) {
-  for (const Memory::Kind kind : {Memory::kPinned, Memory::kManaged, Memory::kDevice}) {
+  for (const Memory::Kind kind :
+       {Memory::kPinned, Memory::kRegistered, Memory::kManaged, Memory::kPool, Memory::kDevice}) {
     const Memory memory(kind);
     Places places;
     places.each(memory.data(),
@@ -393,6 +461,41 @@ TEST_F(Errors, MemoryThatTheDeviceReads) {
 }
 
 #ifdef GA_SIMULATED
+// Devices that cannot use the host's addresses of registered memory.
+TEST_F(Errors, RegisteredMemoryAtAnotherAddress) {
+  configure([](sim::Config& c) { c.registered_apart = true; });
+  const Memory memory(Memory::kRegistered);
+  {
+    Places places;
+    places.each(memory.data(), [](const char* what, ga_status status) {
+      EXPECT_TRUE(
+          refused(status, GA_ERROR_INVALID_ARGUMENT, {"pinned host memory", "another address"}))
+          << what;
+    });
+  }
+  configure([](sim::Config& c) { c.pageable_access = true; });
+  Places places;
+  places.each(memory.data(),
+              [](const char* what, ga_status status) { EXPECT_EQ(status, GA_OK) << what; });
+}
+
+// Drivers that answer with an error for memory that they do not know.
+TEST_F(Errors, MemoryThatTheDriverDoesNotKnow) {
+  configure([](sim::Config& c) { c.known_only = true; });
+  const Memory memory(Memory::kHost);
+  {
+    Places places;
+    places.each(memory.data(), [](const char* what, ga_status status) {
+      EXPECT_TRUE(refused(status, GA_ERROR_INVALID_ARGUMENT, {"is host memory"})) << what;
+      EXPECT_EQ(cudaGetLastError(), cudaSuccess) << what;
+    });
+  }
+  configure([](sim::Config& c) { c.pageable_access = true; });
+  Places places;
+  places.each(memory.data(),
+              [](const char* what, ga_status status) { EXPECT_EQ(status, GA_OK) << what; });
+}
+
 TEST_F(Errors, MemoryThatADeviceReadsThroughThePagesOfTheHost) {
   configure([](sim::Config& c) { c.pageable_access = true; });
   const Memory memory(Memory::kHost);
