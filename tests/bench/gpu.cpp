@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The figures G1, G2, G3 and G5 on a CUDA device. The yardstick of G1 is a device-to-device copy in
-// the same rounds; the targets are fractions of the copy's bytes per second. G4 is in
+// The figures G1, G2, G3, G5 and G6 on a CUDA device. The yardstick of G1 and G6 is a device-to-device
+// copy in the same rounds; the targets are fractions of the copy's bytes per second. G4 is in
 // torch_cuda.py. `run --gpu` in this folder builds and starts both.
 #include <cuda_runtime.h>
 #include <gradaccum/gradaccum.h>
@@ -165,17 +165,22 @@ struct Setting {
   int32_t optimizer = GA_OPTIMIZER_ADAMW;
   double momentum = 0;
   int32_t gradient_dtype = GA_F32;
+  int32_t dtype = GA_F32;  // of the parameters; or GA_BF16
+  ga_master master = GA_MASTER_F32;
+  int32_t state_dtype = 0;
+  ga_gradient_life gradient_life = GA_GRADIENTS_CONSUMED;
 };
 
-// A context over the f32 parameters in a block, with clipping by the global norm.
+// A context over the parameters in a block, with clipping by the global norm.
 class Context {
  public:
-  Context(const Layout& layout, float* parameters, const Stream& stream,
+  Context(const Layout& layout, void* parameters, const Stream& stream,
           const Setting& setting = {}) {
     ga_config config;
     check(ga_config_init(&config, sizeof config));
     config.device = GA_DEVICE_CUDA;
     config.stream = stream.get();
+    config.gradient_life = setting.gradient_life;
     ga_context* made = nullptr;
     check(ga_context_create(&config, &made));
     ctx_.reset(made);
@@ -184,6 +189,7 @@ class Context {
     optimizer.lr = 1e-5;
     optimizer.momentum = setting.momentum;
     optimizer.max_grad_norm = 0;
+    optimizer.state_dtype = setting.state_dtype;
     ga_group group = 0;
     check(ga_group_add(made, &optimizer, &group));
     ga_clip clip;
@@ -194,11 +200,14 @@ class Context {
     ga_param_options options{};
     options.struct_size = sizeof options;
     options.gradient_dtype = setting.gradient_dtype;
+    options.master = setting.master;
+    const size_t size = setting.dtype == GA_F32 ? 4 : 2;
     for (size_t k = 0; k < layout.shapes.size(); ++k) {
       const Shape& shape = layout.shapes[k];
-      check(ga_param_add(made, group, ("tensor" + std::to_string(k)).c_str(),
-                         parameters + layout.offsets[k], GA_F32, static_cast<int32_t>(shape.size()),
-                         shape.data(), &options, nullptr));
+      check(ga_param_add(
+          made, group, ("tensor" + std::to_string(k)).c_str(),
+          static_cast<char*>(parameters) + size * static_cast<size_t>(layout.offsets[k]),
+          setting.dtype, static_cast<int32_t>(shape.size()), shape.data(), &options, nullptr));
     }
   }
 
@@ -265,8 +274,8 @@ class Copy {
 
 struct Pass {
   const char* name;
-  size_t bytes;  // per parameter
-  double target;
+  size_t bytes;   // per parameter
+  double target;  // 0: none
   const char* text;
   std::function<void()> run, prepare;
 };
@@ -289,7 +298,8 @@ void pass_figures(const Options& options, Report& report, const Stream& stream, 
     const auto moved = static_cast<double>(n * pass.bytes);
     const auto copied = static_cast<double>(copy.moved(n * pass.bytes));
     const Times &base = t[2 * k], &mine = t[2 * k + 1];
-    report.figure(pass.name, (moved / copied) * (base / mine), Sense::kAtLeast, pass.target,
+    report.figure(pass.name, (moved / copied) * (base / mine),
+                  pass.target > 0 ? Sense::kAtLeast : Sense::kNone, pass.target,
                   format("%s: %zu bytes per parameter, %.3f ms, %.0f GB/s; copy %.0f GB/s",
                          pass.text, pass.bytes, 1e3 * median(mine), 1e-9 * moved / median(mine),
                          1e-9 * copied / median(base)));
@@ -670,6 +680,110 @@ void g5(const Options& options, Report& report) {
   }
 }
 
+// ---- G6: steps that are known to be slower --------------------------------------------------------
+
+// One element after aligned memory, as tensors of a flat block may be. (Gradients are the library's.)
+constexpr size_t kShift = 1;
+
+void g6(const Options& options, Report& report) {
+  const Layout layout = options.check   ? Layout({{17}, {300, 30}, {1000, 70}, {}})
+                        : options.quick ? gpt2(12)
+                                        : gpt2(24);
+  const auto n = static_cast<size_t>(layout.n);
+  const Stream stream = make_stream();
+  report.heading("G6: steps by other ways than aligned f32 arrays, relative to a copy's GB/s");
+  const Memory p(4 * (n + kShift)), g(4 * n), halves(2 * n), parameters(2 * n);
+  fill(p, 4, 1);
+  fill(g, 4, 2);
+  fill(halves, 2, 3);
+  fill(parameters, 2, 4);
+  const Copy copy(options, stream, 32 * n);
+  const Pointers gradients = layout.pointers(g.as());
+  const Pointers half_gradients = layout.pointers(halves.as<uint16_t>());
+  Setting live;
+  live.gradient_dtype = GA_BF16;
+  live.gradient_life = GA_GRADIENTS_LIVE;
+  Setting live_sgd = live, live_masters = live, bare, narrow_state;
+  live_sgd.optimizer = GA_OPTIMIZER_SGD;
+  live_masters.dtype = bare.dtype = bare.gradient_dtype = GA_BF16;
+  bare.master = GA_MASTER_NONE;
+  narrow_state.state_dtype = GA_BF16;
+  struct Step {
+    Pass pass;
+    Setting setting;
+    void* parameters;
+    const Pointers* gradients;
+  };
+  for (const Step& step :
+       {Step{{"G6_sgd_live_bf16", 12, 0, "SGD, norm of bf16 gradients that live", {}, {}},
+             live_sgd,
+             p.as(),
+             &half_gradients},
+        Step{{"G6_adamw_live_bf16",
+              28,
+              0,
+              "AdamW, f32 parameters, bf16 gradients that live",
+              {},
+              {}},
+             live,
+             p.as(),
+             &half_gradients},
+        Step{{"G6_adamw_masters_live_bf16",
+              30,
+              0,
+              "AdamW, master weights, bf16 gradients that live",
+              {},
+              {}},
+             live_masters,
+             parameters.as(),
+             &half_gradients},
+        Step{{"G6_adamw_misaligned",
+              28,
+              0,
+              "AdamW, f32 parameters 4 bytes after a multiple of 64",
+              {},
+              {}},
+             {},
+             p.as() + kShift,
+             &gradients},
+        Step{{"G6_adamw_bf16", 24, 0, "AdamW, bf16 parameters without master weights", {}, {}},
+             bare,
+             parameters.as(),
+             &half_gradients},
+        Step{{"G6_adamw_bf16_state", 20, 0, "AdamW, bf16 state", {}, {}},
+             narrow_state,
+             p.as(),
+             &gradients}}) {
+    Context context(layout, step.parameters, stream, step.setting);
+    Pass pass = step.pass;
+    pass.run = [&] { context.step(); };
+    pass.prepare = [&] { context.accumulate(*step.gradients); };
+    pass_figures(options, report, stream, copy, layout, {pass});
+    context.require_applied();
+  }
+
+  // So little data that the time is that of the decision, and of the Ops that LAMB folds between its passes.
+  const Layout small(std::vector<Shape>(400, Shape{options.check ? 40 : 1024}));
+  const Pointers small_gradients = small.pointers(g.as());
+  for (const auto& [name, optimizer] :
+       {std::pair("G6_decide", GA_OPTIMIZER_SGD), std::pair("G6_fold_layers", GA_OPTIMIZER_LAMB)}) {
+    Setting setting;
+    setting.optimizer = optimizer;
+    Context context(small, p.as(), stream, setting);
+    const std::vector<Times> t =
+        race_on(stream, options.rounds(),
+                {{[&] { context.step(); }, [&] { context.accumulate(small_gradients); }}});
+    context.require_applied();
+    Times microseconds = t[0];
+    for (double& time : microseconds) time *= 1e6;
+    if (options.check)
+      printf("%s: ran\n", name);
+    else
+      report.figure(name, microseconds, Sense::kNone, 0,
+                    "us of a step over 400 tensors of 1024 elements");
+  }
+}
+
 // ---- Main -------------------------------------------------------------------------------------------
 
 std::string machine() {
@@ -702,12 +816,13 @@ int measure(const Options& options) {
   if (options.wants("G2")) g2(options, report);
   if (options.wants("G3")) g3(options, report);
   if (options.wants("G5")) g5(options, report);
+  if (options.wants("G6")) g6(options, report);
   if (!options.check) report.write(options.json, text);
   return options.check && report.missed() > 0 ? 1 : 0;
 }
 
 constexpr char kUsage[] =
-    "usage: gradaccum_bench_gpu [--quick] [--check] [--only G1,G2,G3,G5] [--json FILE]\n"
+    "usage: gradaccum_bench_gpu [--quick] [--check] [--only G1,G2,G3,G5,G6] [--json FILE]\n"
     "  --quick  fewer rounds (7) and 124 M parameters instead of 209 M\n"
     "  --check  runs everything once, small and untimed; exits with 1 if a count or bit is wrong\n";
 
