@@ -41,7 +41,7 @@ GA_DEVICE SquaresOf<float, 1> add_plain(float* a, Plain<float> of, PlainBase<flo
       [&](int i, int count) {
         Loaded x;
         x.g = load_some<float, kFormat>(g, true, i, count);
-        x.a = x.g;
+        x.a = {};  // not x.g, which would wait for the gradient before the target is read
         if (kPair)
           x.a = load_some<float, kFormat>(pair, true, i, count);
         else if (base.keep)

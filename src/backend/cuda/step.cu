@@ -11,6 +11,12 @@ namespace {
 
 // ---- Norms --------------------------------------------------------------------------------------
 
+// How far norms_of() looks ahead: 64 bytes.
+template <int32_t kFormat>
+constexpr int kNormsAhead = kFormat == GA_F64   ? 2
+                            : kFormat == GA_F32 ? 4
+                                                : 8;
+
 template <class T, class Sum>
 GA_DEVICE void add_norms(const View<T>& view, bool limited, const Four<T>& four, int count,
                          SquaresOf<T, 2, Sum>& squares) {
@@ -23,14 +29,13 @@ GA_DEVICE void add_norms(const View<T>& view, bool limited, const Four<T>& four,
 }
 
 // at: an aligned address.
-template <class T, int32_t kFormat>
-GA_DEVICE SquaresOf<T, 2> norms_of(const void* at, const View<T>& view, bool limited, int first,
-                                   int n, int q) {
+template <class T, int32_t kFormat, bool kLimited>
+GA_DEVICE SquaresOf<T, 2> norms_of(const void* at, const View<T>& view, int first, int n, int q) {
   SquaresOf<T, 2> squares;
   at = advanced(at, kFormat, first);
-  each_step_ahead<kStepsAhead>(
+  each_step_ahead<kNormsAhead<kFormat>>(
       n, q, [&](int i, int m) { return load_some<T, kFormat>(at, true, i, m); },
-      [&](int, int m, const Four<T>& four) { add_norms(view, limited, four, m, squares); });
+      [&](int, int m, const Four<T>& four) { add_norms(view, kLimited, four, m, squares); });
   return squares;
 }
 
@@ -54,22 +59,30 @@ GA_DEVICE void norm_chunk(Block& block, const NormTask& task, int64_t chunk,
   const void* const at = advanced(source.data, source.format, offset);
   const bool whole = source.data && source.format <= GA_BF16 && is_aligned(at, source.format);
   const int sums = limited ? 2 : 1;
-  const auto each_tile = [&](auto known) {
+  // Few gradients are limited, and the limit takes most instructions.
+  const auto each_tile = [&](auto known, auto is_limited) {
     constexpr int32_t kKnown = decltype(known)::value;
+    constexpr bool kLimited = decltype(is_limited)::value;
     sum_tiles<T>(block, count, sums, shared, [&](int first, int n, int q, auto sum) {
       using Sum = decltype(sum);
       if constexpr (kKnown != 0 && std::is_same_v<Sum, T>)
-        return norms_of<T, kKnown>(at, view, limited, first, n, q);
+        return norms_of<T, kKnown, kLimited>(at, view, first, n, q);
       else
         return norms_of_any<T, Sum>(source, offset, view, limited, first, n, q);
     });
   };
+  const auto each_of = [&](auto known) {
+    if (limited)
+      each_tile(known, std::true_type());
+    else
+      each_tile(known, std::false_type());
+  };
   if (whole && source.format == native<T>)
-    each_tile(Known<native<T>>());
+    each_of(Known<native<T>>());
   else if (whole && source.format == GA_BF16)
-    each_tile(Known<GA_BF16>());
+    each_of(Known<GA_BF16>());
   else
-    each_tile(Known<0>());
+    each_tile(Known<0>(), std::true_type());
   take_totals<T>(block, count, sums, shared, [&](const double* total, bool finite) {
     Partial& partial = task.partials[chunk];
     partial.sum_squares = total[0];

@@ -217,12 +217,13 @@ GA_APART SquaresOf<typename Op::Real, Op::norms, double> measure_any(const Updat
 // ---- Arrays of floats ---------------------------------------------------------------------------
 
 // The addresses for an update whose arrays are all floats and aligned, from a chunk's first element
-// on. Only the rounded copy may have 16 bits, if it is rounded to nearest.
-template <class Op, bool kMeasuring>
+// on. Only the gradient may have another dtype, kGradient, and the rounded copy 16 bits, if it is rounded
+// to nearest.
+template <class Op, bool kMeasuring, int32_t kGradient = GA_F32>
 struct Floats {
   static constexpr Pass pass = pass_of<Op, kMeasuring>;
   static constexpr int kSlots = kSlotsOf<Op, kMeasuring>;
-  const float* gradient;
+  const void* gradient;
   float* param;
   float* state[kSlots + 1];
   void* copy;
@@ -239,8 +240,8 @@ struct Floats {
     bool good = true;
     if (pass.gradient) {
       const Source& g = task.gradient.source;
-      good = is_whole<GA_F32>(g.data, g.format, task.first + first);
-      gradient = static_cast<const float*>(g.data) + task.first + first;
+      good = is_whole<kGradient>(g.data, g.format, task.first + first);
+      gradient = advanced(g.data, kGradient, task.first + first);
     }
     if (pass.parameter) {
       good = good && fits(task.param, first);
@@ -271,7 +272,7 @@ struct Floats {
 
   GA_DEVICE void load(int i, int count, Four<float>& g, Four<float>& p, Four<float>* s) const {
     g = p = {};
-    if (pass.gradient) g = load_some<float, GA_F32>(gradient, true, i, count);
+    if (pass.gradient) g = load_some<float, kGradient>(gradient, true, i, count);
     if (pass.parameter) p = load_some<float, GA_F32>(param, true, i, count);
     for (int k = 0; k < kSlots; ++k) s[k] = load_some<float, GA_F32>(state[k], true, i, count);
   }
@@ -286,9 +287,9 @@ struct Floats {
   }
 };
 
-template <class Op>
-GA_DEVICE void update_floats(const Floats<Op, false>& at, const Op& op, const View<float>& view,
-                             float gain, int i) {
+template <class Op, int32_t kGradient>
+GA_DEVICE void update_floats(const Floats<Op, false, kGradient>& at, const Op& op,
+                             const View<float>& view, float gain, int i) {
   Four<float> g, p, s[Floats<Op, false>::kSlots + 1];
   at.load(i, 4, g, p, s);
   update_four(op, view, g, p, s);
@@ -357,24 +358,33 @@ struct Update {
     const int64_t first = chunk * kChunk;
     const int n = chunk_length(task.count, chunk);
     if constexpr (std::is_same_v<T, float>) {
-      Floats<Op, false> floats;
-      if (floats.open(task, first)) {
-        const Op op = op_of<Op>(plan);
-        const View<float> view(task.gradient);
-        const float gain = static_cast<float>(plan.average_gain);
-        const int whole = n / 4 * 4;
-        block.each([&](int thread) {
-          GA_ROLLED
-          for (int i = 4 * thread; i < whole; i += 4 * kThreads)
-            update_floats<Op>(floats, op, view, gain, i);
-          if (whole < n && thread == 0)
-            update_any<Op>(task, plan, false, first + whole, n - whole, 0, 4);
-        });
-        return;
+      if (update_aligned<GA_F32>(block, task, plan, first, n)) return;
+      if constexpr (Op::updating.gradient) {  // one that lives
+        if (update_aligned<GA_BF16>(block, task, plan, first, n)) return;
       }
     }
     block.each(
         [&](int thread) { update_any<Op>(task, plan, false, first, n, 4 * thread, 4 * kThreads); });
+  }
+
+  // Returns false, without an update, if the arrays are not Floats with such a gradient.
+  template <int32_t kGradient>
+  GA_DEVICE static bool update_aligned(Block& block, const UpdateTask& task, const ParamPlan& plan,
+                                       int64_t first, int n) {
+    Floats<Op, false, kGradient> floats;
+    if (!floats.open(task, first)) return false;
+    const Op op = op_of<Op>(plan);
+    const View<float> view(task.gradient);
+    const float gain = static_cast<float>(plan.average_gain);
+    const int whole = n / 4 * 4;
+    block.each([&](int thread) {
+      GA_ROLLED
+      for (int i = 4 * thread; i < whole; i += 4 * kThreads)
+        update_floats(floats, op, view, gain, i);
+      if (whole < n && thread == 0)
+        update_any<Op>(task, plan, false, first + whole, n - whole, 0, 4);
+    });
+    return true;
   }
 
   // A row has as many threads as it has work for, but at least eight.
@@ -492,15 +502,9 @@ struct Measure {
     const int n = chunk_length(task.count, chunk);
     bool done = false;
     if constexpr (std::is_same_v<T, float> && !Op::factored) {
-      Floats<Op, true> floats;
-      if (floats.open(task, offset)) {
-        const Op op = op_of<Op>(plan);
-        const View<float> view(task.gradient);
-        sum_tiles<T, double>(block, n, Op::norms, sums, [&](int first, int m, int q, double) {
-          return measure_tile(floats, op, view, first, m, q);
-        });
-        done = true;
-      }
+      done = measure_aligned<GA_F32>(block, task, plan, offset, n, sums);
+      if constexpr (Op::measuring.gradient)
+        done = done || measure_aligned<GA_BF16>(block, task, plan, offset, n, sums);
     }
     if (!done) {
       sum_tiles<T, double>(block, n, Op::norms, sums, [&](int first, int m, int q, double) {
@@ -512,6 +516,20 @@ struct Measure {
       partial.sum_squares = total[0];
       partial.second_squares = Op::norms == 2 ? total[Op::norms - 1] : 0;
     });
+  }
+
+  // Returns false, without sums, if the arrays are not Floats with such a gradient.
+  template <int32_t kGradient>
+  GA_DEVICE static bool measure_aligned(Block& block, const UpdateTask& task, const ParamPlan& plan,
+                                        int64_t offset, int n, ChunkTotals<Op::norms>& sums) {
+    Floats<Op, true, kGradient> floats;
+    if (!floats.open(task, offset)) return false;
+    const Op op = op_of<Op>(plan);
+    const View<float> view(task.gradient);
+    sum_tiles<T, double>(block, n, Op::norms, sums, [&](int first, int m, int q, double) {
+      return measure_tile(floats, op, view, first, m, q);
+    });
+    return true;
   }
 };
 
