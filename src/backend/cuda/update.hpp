@@ -77,6 +77,7 @@ struct AnyArrays {
   using T = typename Op::Real;
   static constexpr Pass pass = pass_of<Op, kMeasuring>;
   static constexpr int kSlots = kSlotsOf<Op, kMeasuring>;
+  static constexpr int kAhead = 1;
   const UpdateTask& task;
   const ParamPlan& plan;
   int64_t first;
@@ -194,14 +195,25 @@ GA_DEVICE SquaresOf<T, Op::norms, double> measure_tile(const Arrays& at, const O
                                                        const View<T>& view, int first, int n,
                                                        int q) {
   SquaresOf<T, Op::norms, double> squares;
-  each_step(n, q, [&](int i, int count) {
-    Four<T> g, p, s[Arrays::kSlots + 1], x[2];
-    at.load(first + i, count, g, p, s);
-    measure_four(op, view, g, p, s, x);
-    at.store_state(first + i, count, s);
+  struct Loaded {
+    Four<T> g, p, s[Arrays::kSlots + 1];
+  };
+  const auto load = [&](int i, int count) {
+    Loaded x;
+    at.load(first + i, count, x.g, x.p, x.s);
+    return x;
+  };
+  const auto use = [&](int i, int count, Loaded loaded) {
+    Four<T> x[2];
+    measure_four(op, view, loaded.g, loaded.p, loaded.s, x);
+    at.store_state(first + i, count, loaded.s);
     for (int k = 0; k < Op::norms; ++k) squares.of[k].add(x[k], count);
     if (Op::emits) at.emit(first + i, count, x[0]);
-  });
+  };
+  if constexpr (Arrays::kAhead > 1)
+    each_step_ahead<Arrays::kAhead>(n, q, load, use);
+  else
+    each_step(n, q, [&](int i, int count) { use(i, count, load(i, count)); });
   return squares;
 }
 
@@ -223,6 +235,8 @@ template <class Op, bool kMeasuring, int32_t kGradient = GA_F32>
 struct Floats {
   static constexpr Pass pass = pass_of<Op, kMeasuring>;
   static constexpr int kSlots = kSlotsOf<Op, kMeasuring>;
+  static constexpr int kArrays = (pass.gradient ? 1 : 0) + (pass.parameter ? 1 : 0) + kSlots;
+  static constexpr int kAhead = kArrays == 1 ? 4 : kArrays == 2 ? 2 : 1;  // 64 bytes of f32
   const void* gradient;
   float* param;
   float* state[kSlots + 1];
