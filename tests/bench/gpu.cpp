@@ -680,7 +680,7 @@ void g5(const Options& options, Report& report) {
   }
 }
 
-// ---- G6: steps that are known to be slower --------------------------------------------------------
+// ---- G6: steps over other arrays than f32 --------------------------------------------------------
 
 // One element after aligned memory, as tensors of a flat block may be. (Gradients are the library's.)
 constexpr size_t kShift = 1;
