@@ -33,17 +33,7 @@ template <int kBytes>
 GA_DEVICE void store_words(Words<kBytes>* to, const Words<kBytes>& from) {
   to = global(to);
 #ifdef __CUDACC__
-  // The compiler may split an assignment into smaller stores.
-  const auto& w = from.word;
-  if constexpr (kBytes == 16) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w[0]), "r"(w[1]),
-                 "r"(w[2]), "r"(w[3])
-                 : "memory");
-    return;
-  } else if constexpr (kBytes == 8) {
-    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(w[0]), "r"(w[1]) : "memory");
-    return;
-  }
+  if constexpr (kBytes >= 8) return store_global(to, from.word);
 #endif
   *to = from;
 }
@@ -52,11 +42,7 @@ GA_DEVICE void store_words(Words<kBytes>* to, const Words<kBytes>& from) {
 template <int32_t kFormat>
 GA_DEVICE float from_half(uint16_t h) {
 #ifdef __CUDA_ARCH__
-  if constexpr (kFormat == GA_F16) {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
-    return x;
-  }
+  if constexpr (kFormat == GA_F16) return widen_f16(h);
 #endif
   return Dtype<kFormat>::template widen<float>(h);
 }
@@ -64,15 +50,8 @@ GA_DEVICE float from_half(uint16_t h) {
 template <int32_t kFormat>
 GA_DEVICE uint16_t to_half(float x) {
 #ifdef __CUDA_ARCH__
-  if constexpr (kFormat == GA_F16) {
-    uint16_t h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
-    return h;
-  } else if constexpr (__CUDA_ARCH__ >= 800) {
-    uint16_t h;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
-    return h;
-  }
+  if constexpr (kFormat == GA_F16) return narrow_f16(x);
+  if constexpr (kFormat == GA_BF16 && __CUDA_ARCH__ >= 800) return narrow_bf16(x);
 #endif
   return Dtype<kFormat>::narrow(x);
 }

@@ -9,6 +9,9 @@
 
 #include "backend/backend.hpp"
 #include "backend/cuda/block.hpp"
+#ifdef __CUDACC__
+#include "backend/cuda/ptx.hpp"
+#endif
 #include "backend/decide.hpp"
 #include "backend/numbers.hpp"
 
@@ -75,8 +78,7 @@ struct Dtype<GA_F16> {
   GA_HD static T widen(uint16_t x) {
 #ifdef __CUDA_ARCH__
     // The instruction gives the same bits except in NaN.
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
+    const float f = widen_f16(x);
     return static_cast<T>((x & 0x7fff) > 0x7c00 ? from_f16(x) : f);
 #else
     return static_cast<T>(from_f16(x));
@@ -142,21 +144,7 @@ GA_DEVICE void store_whole(void* at, int i, const Four<T>& four) {
   Packed<Stored> packed;
   for (int l = 0; l < 4; ++l) packed.x[l] = D::template narrow<T>(four.x[l]);
 #ifdef __CUDACC__
-  // The compiler may split an assignment into smaller stores.
-  const auto& x = packed.x;
-  if constexpr (sizeof(Stored) == 2) {
-    asm volatile("st.global.v4.u16 [%0], {%1, %2, %3, %4};" ::"l"(to), "h"(x[0]), "h"(x[1]),
-                 "h"(x[2]), "h"(x[3])
-                 : "memory");
-  } else if constexpr (sizeof(Stored) == 4) {
-    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
-                 "f"(x[2]), "f"(x[3])
-                 : "memory");
-  } else {
-    asm volatile("st.global.v2.f64 [%0], {%1, %2};" ::"l"(to), "d"(x[0]), "d"(x[1]) : "memory");
-    asm volatile("st.global.v2.f64 [%0 + 16], {%1, %2};" ::"l"(to), "d"(x[2]), "d"(x[3])
-                 : "memory");
-  }
+  store_global(to, packed.x);
 #else
   *to = packed;
 #endif
