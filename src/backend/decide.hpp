@@ -581,6 +581,8 @@ GA_DEVICE void judge_window(Crew& crew, const ScalarTables& t, bool last) {
     count_window(t);
     estimate_noise(t);
   });
+  const bool clears =
+      !c.rejected || c.sums.discarded != 0;  // clear_window() changes what this reads
   crew.each_item(t.groups, [&](int64_t k) { plan_group(t, k); });
   const bool bounded = set.bounded >= 0;
   if (bounded) {
@@ -598,7 +600,7 @@ GA_DEVICE void judge_window(Crew& crew, const ScalarTables& t, bool last) {
         commit(channel, history_of(channel, layer), c.result.micro_batches, layer.momentum,
                layer.biased);
     });
-  if (!c.rejected || c.sums.discarded != 0) clear_window(crew, t);
+  if (clears) clear_window(crew, t);
 }
 
 // Computes UnitTask::totals.
