@@ -282,6 +282,9 @@ namespace ga::sim {
 // kernel. bytes: of its arguments.
 cudaError_t launch(const std::type_info& kernel, size_t bytes, int64_t blocks,
                    std::function<void(int64_t index, int64_t count)> block, cudaStream_t stream);
+// The same, where grid() runs all blocks.
+cudaError_t launch_grid(const std::type_info& kernel, size_t bytes, int64_t blocks,
+                        std::function<void()> grid, cudaStream_t stream);
 
 // Loads the kernel, as cudaFuncGetAttributes does.
 cudaError_t load(const std::type_info& kernel);

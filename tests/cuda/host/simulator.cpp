@@ -632,6 +632,17 @@ std::lock_guard<std::recursive_mutex> lock() {
 
 cudaError_t launch(const std::type_info& kernel, size_t bytes, int64_t blocks,
                    std::function<void(int64_t, int64_t)> block, cudaStream_t handle) {
+  return launch_grid(
+      kernel, bytes, blocks,
+      [blocks, block = std::move(block)] {
+        const bool reverse = Engine::get().config.reverse_blocks;
+        for (int64_t i = 0; i < blocks; ++i) block(reverse ? blocks - 1 - i : i, blocks);
+      },
+      handle);
+}
+
+cudaError_t launch_grid(const std::type_info& kernel, size_t bytes, int64_t blocks,
+                        std::function<void()> grid, cudaStream_t handle) {
   return call([&](Engine& engine) {
     std::shared_ptr<CUstream_st> stream;
     if (blocks <= 0 || blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
@@ -647,12 +658,7 @@ cudaError_t launch(const std::type_info& kernel, size_t bytes, int64_t blocks,
     }
     ++engine.counters.launches;
     ++engine.counters.by_kernel[type_name(kernel)];
-    return engine.enqueue(stream, {Kind::kKernel, stream->device, [=, &engine] {
-                                     for (int64_t i = 0; i < blocks; ++i) {
-                                       block(engine.config.reverse_blocks ? blocks - 1 - i : i,
-                                             blocks);
-                                     }
-                                   }});
+    return engine.enqueue(stream, {Kind::kKernel, stream->device, std::move(grid)});
   });
 }
 
