@@ -3,11 +3,13 @@
 #include <cublas_v2.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <cub/cub.cuh>
 #include <memory>
 #include <random>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -140,6 +142,42 @@ TEST_F(Simulator, TilesAreAddedInTheOrderThatIsFixed) {
     EXPECT_EQ(now(kernel.total), (reverse ? 2 : 1) * tree(lanes));  // each launch has added once
     EXPECT_EQ(now(kernel.arrived), 0u);
   }
+}
+
+// Which thread of which block runs when, in phases whose order is no business of a real kernel.
+struct Turns {
+  static constexpr int kPhases = 4;
+  int* count;
+  int* threads;
+
+  GA_DEVICE void operator()(Block& block) const {
+    for (int phase = 0; phase < kPhases; ++phase)
+      block.each([&](int thread) {
+        threads[(*count)++] = static_cast<int>(block.index()) * kThreads + thread;
+      });
+  }
+};
+
+TEST_F(Simulator, ThreadsAndBlocksRunInNoOrder) {
+  constexpr int kBlocks = 3, kPhases = kBlocks * Turns::kPhases;
+  const Turns kernel = {device(std::vector<int>{0}), device(std::vector<int>(kPhases * kThreads))};
+  launch(kernel, kBlocks, nullptr);
+  const std::vector<int> threads = now(kernel.threads, kPhases * kThreads);
+  int changes = 0, sorted = 0;
+  for (int phase = 0; phase < kPhases; ++phase) {
+    const auto begin = threads.begin() + phase * kThreads, end = begin + kThreads;
+    const int block = *begin / kThreads;
+    const std::set<int> all(begin, end);
+    EXPECT_EQ(all.size(), size_t{kThreads});
+    EXPECT_EQ(*all.begin(), block * kThreads);
+    EXPECT_EQ(*all.rbegin(), block * kThreads + kThreads - 1);
+    sorted += std::is_sorted(begin, end);
+    if (phase > 0) changes += block != *(begin - 1) / kThreads;
+  }
+  EXPECT_LT(sorted, kPhases);
+#ifndef GA_SANITIZED
+  EXPECT_GE(changes, kBlocks);
+#endif
 }
 
 struct WarpCalls {

@@ -175,7 +175,8 @@ class Block {
     f(static_cast<int>(threadIdx.x));
     __syncthreads();
 #else
-    for (int thread = 0; thread < kThreads; ++thread) f(thread);
+    sim::each_thread(kThreads, f);
+    sim::end_phase();
 #endif
   }
 
@@ -186,7 +187,10 @@ class Block {
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) f(i);
     __syncthreads();
 #else
-    for (int64_t i = 0; i < n; ++i) f(i);
+    sim::each_thread(n < kThreads ? n : kThreads, [&](int thread) {
+      for (int64_t i = thread; i < n; i += kThreads) f(i);
+    });
+    sim::end_phase();
 #endif
   }
 
@@ -198,7 +202,11 @@ class Block {
     for (int64_t i = threadIdx.x / kLanes; i < n; i += blockDim.x / kLanes) f(i, warp);
     __syncthreads();
 #else
-    for (int64_t i = 0; i < n; ++i) f(i, warp);
+    constexpr int64_t kWarps = kThreads / kLanes;
+    sim::each_thread(n < kWarps ? n : kWarps, [&](int w) {
+      for (int64_t i = w; i < n; i += kWarps) f(i, warp);
+    });
+    sim::end_phase();
 #endif
   }
 
@@ -210,6 +218,7 @@ class Block {
     __syncthreads();
 #else
     f();
+    sim::end_phase();
 #endif
   }
 
@@ -242,10 +251,10 @@ class Block {
 #ifdef __CUDACC__
     return __syncthreads_or(f(static_cast<int>(threadIdx.x)) ? 1 : 0) != 0;
 #else
-    for (int thread = 0; thread < kThreads; ++thread) {
-      if (f(thread)) return true;
-    }
-    return false;
+    bool any = false;
+    sim::each_thread(kThreads, [&](int thread) { any = f(thread) || any; });
+    sim::end_phase();
+    return any;
 #endif
   }
 
@@ -263,7 +272,7 @@ class Block {
     if (thread % 8 == 0) take(thread / 8, total(quad));
     __syncthreads();
 #else
-    for (int octet = 0; octet < kThreads / 8; ++octet) {
+    sim::each_thread(kThreads / 8, [&](int octet) {
       Quad quads[8];
       for (int q = 0; q < 8; ++q) quads[q] = lanes[8 * octet + q];
       for (int distance = 4; distance > 0; distance /= 2) {
@@ -272,7 +281,8 @@ class Block {
         }
       }
       take(octet, total(quads[0]));
-    }
+    });
+    sim::end_phase();
 #endif
   }
 

@@ -286,6 +286,23 @@ cudaError_t launch(const std::type_info& kernel, size_t bytes, int64_t blocks,
 cudaError_t launch_grid(const std::type_info& kernel, size_t bytes, int64_t blocks,
                         std::function<void()> grid, cudaStream_t stream);
 
+// f(thread) for the threads of a block that have something to do, [0, count), in an order of its own for each call
+// [GA_SIM_SEED].
+uint64_t draw();
+template <class F>
+void each_thread(int64_t count, F f) {
+  uint64_t mask = 1;
+  while (static_cast<int64_t>(mask) < count) mask *= 2;
+  const uint64_t random = draw(), factor = random >> 32 | 1;
+  --mask;
+  for (uint64_t k = 0; k <= mask; ++k) {
+    const auto thread = static_cast<int64_t>((k * factor + random) & mask);
+    if (thread < count) f(static_cast<int>(thread));
+  }
+}
+// The end of a phase, after which other blocks of the grid may go on first.
+void end_phase();
+
 // Loads the kernel, as cudaFuncGetAttributes does.
 cudaError_t load(const std::type_info& kernel);
 

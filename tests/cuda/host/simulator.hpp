@@ -13,14 +13,16 @@
 //     has guard pages (6.13; GA_SIM_GUARD_PAGES=0 pretends that it has none), and elsewhere about a
 //     microsecond per allocation and more for its pages.
 //   - Work runs when something waits for it (deferred), stream by stream, or at once.
-//   - Blocks run in order of their index, or in reverse order.
+//   - Some blocks run at a time, in order of their index or in reverse order: a phase of one, then a phase of
+//     another. The threads of a phase run in any order. Where the compiler can do so, shared memory is filled with
+//     a pattern at first. GA_SIM_SEED chooses the orders.
 //   - A context loads a kernel at its first launch, which then waits for the device and breaks a capture,
 //     unless the kernel was loaded before.
 //   - Kernels, library calls and events need the context of their stream to be the thread's, and an older
 //     driver or device takes kernels with 4 KB of arguments only.
 //   - A fault stays: from then on every call that needs the device returns it.
 //
-// Not simulated: threads that run at the same time (so races between lanes are not found), kernels
+// Not simulated: threads that run at the same time (executor/executor.hpp finds races between lanes), kernels
 // that read plain host memory while pageable_access is off, pools, priorities, timing.
 #pragma once
 
