@@ -443,6 +443,21 @@ TEST_P(ClipBits, OfEveryOptimizer) {
   }
 }
 
+// A unit with more tiles than a block holds the sums of.
+TEST_F(Bits, OfAUnitOfManyTiles) {
+  ga_clip c = clip(GA_CLIP_AGC, 0);
+  c.agc_factor = 0.1;
+  expect_same([&](Machine& m) {
+    EXPECT_OK(ga_context_set_clip(m, &c));
+    ga_param_options o = options();
+    o.agc_axes = 2;
+    Training t;
+    t.params = {{GA_F32, {1, 513 * 1024 + 5}, o}};
+    t.add(m, m.group(plain_sgd()));
+    t.windows(m, 1, 1);
+  });
+}
+
 // Live gradients, which lie at other addresses in every window; also with a loss scale that only
 // the device knows.
 TEST_P(ClipBits, OfLiveGradients) {

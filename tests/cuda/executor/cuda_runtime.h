@@ -8,6 +8,8 @@
 
 #define __shared__ static
 #define __noinline__
+#undef __forceinline__
+#define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __builtin_assume(condition) ga::sim::assume(condition)

@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "executor.hpp"
 
-#include <setjmp.h>
-#include <sys/mman.h>
-#include <ucontext.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -16,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../host/fibres.hpp"
 #include "races.hpp"
 
 namespace ga::sim {
@@ -70,8 +66,7 @@ bool left_out(const char* kind, const void* code) {
 
 enum class Doing { kReady, kBarrier, kWarp, kDone };
 
-struct Fibre {
-  jmp_buf context;
+struct Thread {
   Doing doing = Doing::kDone;
   bool voted = false;          // at a barrier
   const void* code = nullptr;  // where it waits
@@ -90,15 +85,15 @@ struct Meeting {
 struct Executor {
   Grid grid = {};
   const std::function<void()>* body = nullptr;
-  unsigned block = 0, thread = 0;
-  std::vector<Fibre> fibres;
+  unsigned block = 0;
+  std::vector<Thread> threads;
   std::vector<std::vector<Meeting>> warps;
   bool vote = false;  // of the last barrier
-  jmp_buf scheduler;
-  char* stacks = nullptr;
+  Fibres fibres{kMostThreads, kStack};
   std::mt19937_64 random;
 
   Executor() {
+    set_stacks(fibres.stacks(), kStack, kMostThreads);
     const char* seed = std::getenv("GA_EXECUTOR_SEED");
     random.seed(seed ? std::strtoull(seed, nullptr, 10) : 1);
   }
@@ -108,70 +103,23 @@ Executor& executor() {
   return *all;
 }
 
-[[gnu::noinline]] void swap_context(jmp_buf& from, jmp_buf& to) {
-  if (_setjmp(from) == 0) _longjmp(to, 1);
-}
-
-void yield() {
+void pause() {
   Executor& e = executor();
-  const unsigned thread = e.thread;
   leave_thread();
-  swap_context(e.fibres[thread].context, e.scheduler);
-  e.thread = thread;
-  enter_thread(thread);
-}
-
-ucontext_t starter;
-
-void run_fibre() {
-  Executor& e = executor();
-  const unsigned me = e.thread;
-  if (_setjmp(e.fibres[me].context) == 0) setcontext(&starter);
-  for (;;) {
-    e.thread = me;
-    enter_thread(me);
-    (*e.body)();
-    leave_thread();
-    e.fibres[me].doing = Doing::kDone;
-    swap_context(e.fibres[me].context, e.scheduler);
-  }
-}
-
-void make_fibres(Executor& e, unsigned count) {
-  if (!e.stacks) {
-    void* const stacks = mmap(nullptr, kMostThreads * kStack, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stacks == MAP_FAILED) std::abort();
-    e.stacks = static_cast<char*>(stacks);
-    e.fibres.reserve(kMostThreads);
-    set_stacks(e.stacks, kStack, kMostThreads);
-  }
-  while (e.fibres.size() < count) {
-    e.thread = static_cast<unsigned>(e.fibres.size());
-    e.fibres.emplace_back();
-    char* const stack = e.stacks + e.thread * kStack;
-    if (mprotect(stack, 4096, PROT_NONE) != 0) std::abort();
-    ucontext_t context;
-    getcontext(&context);
-    context.uc_stack.ss_sp = stack;
-    context.uc_stack.ss_size =
-        kStack - e.thread * 320 % 32768;  // so that stacks do not share the sets of a cache
-    context.uc_link = nullptr;
-    makecontext(&context, run_fibre, 0);
-    swapcontext(&starter, &context);
-  }
+  e.fibres.pause();
+  enter_thread(e.fibres.current());
 }
 
 // Nobody can go on: says who waits for what.
 [[noreturn]] void stuck(Executor& e) {
   unsigned counts[4] = {};
-  const Fibre* warp = nullptr;
-  const Fibre* barrier = nullptr;
+  const Thread* warp = nullptr;
+  const Thread* barrier = nullptr;
   for (unsigned t = 0; t < e.grid.threads; ++t) {
-    const Fibre& fibre = e.fibres[t];
-    ++counts[static_cast<int>(fibre.doing)];
-    if (fibre.doing == Doing::kWarp) warp = &fibre;
-    if (fibre.doing == Doing::kBarrier) barrier = &fibre;
+    const Thread& thread = e.threads[t];
+    ++counts[static_cast<int>(thread.doing)];
+    if (thread.doing == Doing::kWarp) warp = &thread;
+    if (thread.doing == Doing::kBarrier) barrier = &thread;
   }
   found_fatal(
       warp ? warp->code : barrier->code,
@@ -182,14 +130,20 @@ void make_fibres(Executor& e, unsigned count) {
 void run_block(Executor& e, unsigned block) {
   e.block = block;
   begin_block(block);
-  for (unsigned t = 0; t < e.grid.threads; ++t) e.fibres[t].doing = Doing::kReady;
+  for (unsigned t = 0; t < e.grid.threads; ++t) e.threads[t].doing = Doing::kReady;
   e.warps.assign((e.grid.threads + kLanes - 1) / kLanes, {});
   std::vector<unsigned> ready;
+  const std::function<void()> body = [&e] {
+    enter_thread(e.fibres.current());
+    (*e.body)();
+    leave_thread();
+    e.threads[e.fibres.current()].doing = Doing::kDone;
+  };
   for (;;) {
     ready.clear();
     unsigned done = 0, waiting = 0;
     for (unsigned t = 0; t < e.grid.threads; ++t) {
-      const Doing doing = e.fibres[t].doing;
+      const Doing doing = e.threads[t].doing;
       if (doing == Doing::kReady) ready.push_back(t);
       done += doing == Doing::kDone;
       waiting += doing == Doing::kBarrier;
@@ -199,16 +153,15 @@ void run_block(Executor& e, unsigned block) {
       if (waiting < e.grid.threads) stuck(e);
       e.vote = false;
       for (unsigned t = 0; t < e.grid.threads; ++t) {
-        e.vote = e.vote || e.fibres[t].voted;
-        e.fibres[t].doing = Doing::kReady;
+        e.vote = e.vote || e.threads[t].voted;
+        e.threads[t].doing = Doing::kReady;
       }
       pass_barrier();
       continue;
     }
     std::shuffle(ready.begin(), ready.end(), e.random);
     for (const unsigned t : ready) {
-      e.thread = t;
-      swap_context(e.scheduler, e.fibres[t].context);
+      e.fibres.run(t, body);
     }
   }
 }
@@ -220,10 +173,10 @@ void run_block(Executor& e, unsigned block) {
 template <class Give, class Take>
 auto meet(unsigned mask, bool votes, const void* code, Give give, Take take) {
   Executor& e = executor();
-  const unsigned lane = e.thread % kLanes, bit = 1u << lane;
+  const unsigned lane = e.fibres.current() % kLanes, bit = 1u << lane;
   if (!(mask & bit)) found(code, "lane %u is not in its mask %08x", lane, mask);
   mask |= bit;
-  std::vector<Meeting>& warp = e.warps[e.thread / kLanes];
+  std::vector<Meeting>& warp = e.warps[e.fibres.current() / kLanes];
   const auto mine = [&]() -> Meeting& {
     for (Meeting& m : warp) {
       if (m.mask == mask && m.votes == votes && !(m.left & bit) &&
@@ -236,15 +189,15 @@ auto meet(unsigned mask, bool votes, const void* code, Give give, Take take) {
   Meeting& meeting = mine();
   meeting.here |= bit;
   give(meeting, lane);
-  Fibre& me = e.fibres[e.thread];
+  Thread& me = e.threads[e.fibres.current()];
   if (meeting.here != mask) {
     me.doing = Doing::kWarp;
     me.code = code;
     me.mask = mask;
-    yield();
+    pause();
   } else {
     for (unsigned l = 0; l < kLanes; ++l) {
-      if (mask >> l & 1) e.fibres[e.thread / kLanes * kLanes + l].doing = Doing::kReady;
+      if (mask >> l & 1) e.threads[e.fibres.current() / kLanes * kLanes + l].doing = Doing::kReady;
     }
   }
   Meeting& met = mine();
@@ -258,7 +211,7 @@ auto meet(unsigned mask, bool votes, const void* code, Give give, Take take) {
 
 // ---- What kernels call -------------------------------------------------------------------------------
 
-Index thread_index() { return {executor().thread}; }
+Index thread_index() { return {executor().fibres.current()}; }
 Index block_index() { return {executor().block}; }
 Index block_size() { return {executor().grid.threads}; }
 Index grid_size() { return {executor().grid.blocks}; }
@@ -267,11 +220,11 @@ bool barrier(bool any) {
   const void* const code = __builtin_return_address(0);
   if (left_out("barrier", code)) return any;
   Executor& e = executor();
-  Fibre& me = e.fibres[e.thread];
+  Thread& me = e.threads[e.fibres.current()];
   me.doing = Doing::kBarrier;
   me.voted = any;
   me.code = code;
-  yield();
+  pause();
   return e.vote;
 }
 
@@ -281,7 +234,8 @@ void fence(bool system) {
 
 double shuffle_xor(unsigned mask, double x, int lanes) {
   const void* const code = __builtin_return_address(0);
-  const unsigned lane = executor().thread % kLanes, from = lane ^ static_cast<unsigned>(lanes);
+  const unsigned lane = executor().fibres.current() % kLanes,
+                 from = lane ^ static_cast<unsigned>(lanes);
   if (left_out("mask", code)) mask = 1u << lane;
   if (from >= kLanes || !(mask >> from & 1))
     found(code, "lane %u reads from lane %u, which is not in its mask %08x", lane, from, mask);
@@ -292,7 +246,7 @@ double shuffle_xor(unsigned mask, double x, int lanes) {
 
 unsigned ballot(unsigned mask, bool x) {
   const void* const code = __builtin_return_address(0);
-  if (left_out("mask", code)) mask = 1u << (executor().thread % kLanes);
+  if (left_out("mask", code)) mask = 1u << (executor().fibres.current() % kLanes);
   return meet(
       mask, true, code, [&](Meeting& m, unsigned l) { m.ballot |= x ? 1u << l : 0; },
       [&](Meeting& m) { return m.ballot; });
@@ -324,7 +278,7 @@ void execute(const Grid& grid, const std::function<void()>& thread) {
   if (grid.threads == 0 || grid.threads > kMostThreads) std::abort();
   e.grid = grid;
   e.body = &thread;
-  make_fibres(e, grid.threads);
+  e.threads.resize(kMostThreads);
   begin_grid(grid);
   std::vector<unsigned> order(grid.blocks);
   for (unsigned b = 0; b < grid.blocks; ++b) order[b] = b;
