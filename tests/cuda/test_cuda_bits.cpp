@@ -452,7 +452,7 @@ TEST_F(Bits, OfAUnitOfManyTiles) {
     ga_param_options o = options();
     o.agc_axes = 2;
     Training t;
-    t.params = {{GA_F32, {1, 513 * 1024 + 5}, o}};
+    t.params = {{GA_F32, {2, 512 * 1024 + 5}, o}};
     t.add(m, m.group(plain_sgd()));
     t.windows(m, 1, 1);
   });
@@ -892,6 +892,38 @@ TEST_F(Bits, OfNonfiniteGradients) {
   }
 }
 
+// What is not finite in doubles is a flag of its own, since their squares may overflow.
+TEST_F(Bits, OfNonfiniteDoubles) {
+  for (const double bad : {INFINITY, NAN}) {
+    expect_same([bad](Machine& m) {
+      const ga_group group = m.group(plain_sgd());
+      Training t;
+      t.params = {{GA_F64, {3000}, options()}};
+      t.add(m, group);
+      ga_param_options o = options();
+      o.rows = GA_ROWS_LAZY;
+      const ga_param table = m.add(group, numbers(GA_F64, 40 * 8, 7), {40, 8}, o);
+      for (uint64_t w = 0; w < 5; ++w) {
+        Tensor g = t.gradient(0, w), rows = numbers(GA_F64, 20 * 8, w);
+        for (const int64_t i : {17, 1500, 2999})
+          if (w == 1) g.set(i, bad);
+        for (const int64_t i : {3, 85})
+          if (w == 3) rows.set(i, bad);
+        Tensor indices(GA_F64, 20);
+        for (int64_t i = 0; i < 20; ++i) {
+          const int64_t row = 2 * i;
+          memcpy(indices.at(i), &row, sizeof row);
+        }
+        m.note("begin", ga_micro_begin(m, 0, 1, nullptr));
+        m.note("part", ga_accumulate_part(m, t.ids[0], m.put(g)));
+        m.note("rows", ga_accumulate_rows(m, table, m.put(indices), GA_I64, 20, m.put(rows)));
+        m.note("end", ga_micro_end(m));
+        m.step();
+      }
+    });
+  }
+}
+
 // ---- Rows ----------------------------------------------------------------------------------------
 
 struct Rows {
@@ -918,6 +950,22 @@ Tensor as_tensor(const std::vector<int64_t>& indices, int32_t index_dtype) {
       memcpy(t.at(static_cast<int64_t>(i)), &indices[i], 8);
   }
   return t;
+}
+
+// More contributions than the blocks of a launch take at a time.
+TEST_F(Bits, OfManyContributions) {
+  expect_same([](Machine& m) {
+    ga_param_options o = options();
+    o.rows = GA_ROWS_LAZY;
+    const ga_param table = m.add(m.group(plain_sgd()), numbers(GA_F32, 5000, 7), {5000, 1}, o);
+    constexpr int64_t kCount = 110000;
+    const Rows r = some_rows(GA_F32, 5000, 1, kCount, 1);
+    m.note("begin", ga_micro_begin(m, 0, 1, nullptr));
+    m.note("rows", ga_accumulate_rows(m, table, m.put(as_tensor(r.indices, GA_I32)), GA_I32, kCount,
+                                      m.put(r.values)));
+    m.note("end", ga_micro_end(m));
+    m.step();
+  });
 }
 
 class RowBits : public OnDevice<testing::TestWithParam<int32_t>> {};
