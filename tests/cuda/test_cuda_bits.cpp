@@ -443,19 +443,42 @@ TEST_P(ClipBits, OfEveryOptimizer) {
   }
 }
 
-// A unit with more tiles than a block holds the sums of.
-TEST_F(Bits, OfAUnitOfManyTiles) {
+// Units with more tiles than a block holds the sums of, one and two of them in a piece.
+TEST_F(Bits, OfUnitsOfManyTiles) {
   ga_clip c = clip(GA_CLIP_AGC, 0);
   c.agc_factor = 0.1;
   expect_same([&](Machine& m) {
     EXPECT_OK(ga_context_set_clip(m, &c));
-    ga_param_options o = options();
-    o.agc_axes = 2;
+    constexpr int64_t kLong = 512 * 1024 + 5;
     Training t;
-    t.params = {{GA_F32, {2, 512 * 1024 + 5}, o}};
+    t.params.clear();
+    for (const uint32_t axes : {2u, 5u}) {
+      ga_param_options o = options();
+      o.agc_axes = axes;
+      t.params.push_back({GA_F32, {2, kLong}, o});
+      if (axes == 5) t.params.back().shape = {2, 2, kLong};
+    }
     t.add(m, m.group(plain_sgd()));
-    t.windows(m, 1, 1);
+    m.accumulate(t.gradients(m, 0), 2.5);
+    m.step();
   });
+}
+
+// More parameters than a warp has lanes, and more units than the blocks of a launch take at a time.
+TEST_F(Bits, OfMoreParametersThanLanes) {
+  for (const int32_t kind : {GA_OPTIMIZER_SGD, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR}) {
+    for (const int32_t scope : {GA_CLIP_NONE, GA_CLIP_AGC}) {
+      expect_same([kind, scope](Machine& m) {
+        ga_clip c = clip(scope, 0);
+        c.agc_factor = 0.1;
+        EXPECT_OK(ga_context_set_clip(m, &c));
+        Training t;
+        t.params.assign(60, {GA_F32, {5, 7}, options()});
+        t.add(m, m.group(optimizer(kind)));
+        t.windows(m, 2, 1);
+      });
+    }
+  }
 }
 
 // Live gradients, which lie at other addresses in every window; also with a loss scale that only
@@ -890,6 +913,30 @@ TEST_F(Bits, OfNonfiniteGradients) {
       }
     }
   }
+}
+
+// Running means of micro-batches that are checked, with several contributions to a parameter.
+TEST_F(Bits, OfMeansThatAreChecked) {
+  ga_config c = config();
+  c.accumulation = GA_ACCUMULATE_RUNNING_MEAN;
+  c.nonfinite = GA_NONFINITE_DROP_MICRO;
+  expect_same(c, [](Machine& m) {
+    Training t;
+    t.params.assign(40, {GA_F32, {50}, options()});
+    t.add(m, m.group(plain_sgd()));
+    for (int64_t micro = 0; micro < 3; ++micro) {
+      m.note("begin", ga_micro_begin(m, micro, t.weight(static_cast<uint64_t>(micro)), nullptr));
+      for (uint64_t k = 0; k < 2; ++k) {
+        for (size_t i = 0; i < t.ids.size(); ++i) {
+          Tensor g = t.gradient(i, 2 * static_cast<uint64_t>(micro) + k);
+          if (micro == 1 && i == 7) g.set(3, NAN);
+          m.note("part", ga_accumulate_part(m, t.ids[i], m.put(g)));
+        }
+      }
+      m.note("end", ga_micro_end(m));
+    }
+    m.step();
+  });
 }
 
 // What is not finite in doubles is a flag of its own, since their squares may overflow.

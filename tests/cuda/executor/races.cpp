@@ -563,10 +563,17 @@ GA_ACCESSES(4)
 GA_ACCESSES(8)
 GA_ACCESSES(16)
 void __tsan_init() {}
-// Shared variables whose constructor is empty have a guard.
+// Only host code has these, but for the guards of shared variables whose constructor is empty.
 uint8_t __tsan_atomic8_load(const volatile uint8_t* p, int order) {
   return __atomic_load_n(p, order);
 }
+uint32_t __tsan_atomic32_fetch_add(volatile uint32_t* p, uint32_t x, int) {
+  return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);
+}
+uint32_t __tsan_atomic32_fetch_sub(volatile uint32_t* p, uint32_t x, int) {
+  return __atomic_fetch_sub(p, x, __ATOMIC_SEQ_CST);
+}
+void __tsan_vptr_update(void**, void*) {}
 void __tsan_read_range(const void* p, size_t size) {
   ga::sim::note_access(p, size, false, GA_HERE);
 }
