@@ -676,7 +676,8 @@ std::lock_guard<std::recursive_mutex> lock() {
 cudaError_t launch(const std::type_info& kernel, size_t bytes, int64_t blocks,
                    std::function<void(int64_t, int64_t)> block, cudaStream_t handle) {
   return launch_grid(
-      kernel, bytes, blocks, [blocks, block = std::move(block)] { run_grid(blocks, block); }, handle);
+      kernel, bytes, blocks, [blocks, block = std::move(block)] { run_grid(blocks, block); },
+      handle);
 }
 
 uint64_t draw() {
