@@ -113,12 +113,13 @@ struct Mix {
   int32_t averages = 0;
   int32_t life = GA_GRADIENTS_CONSUMED;
   int32_t scope = GA_CLIP_NONE;
+  int32_t units = GA_AGC_TORCH;
   double max_value = INFINITY;
 };
 
 // Together, the mixes cover every dtype, way to accumulate, way to round and scope of clipping.
 std::vector<Mix> mixes() {
-  std::vector<Mix> list(7);
+  std::vector<Mix> list(8);
   list[0].name = "f32";
   list[1].name = "f32-live-clipped-by-norm";
   list[1].life = GA_GRADIENTS_LIVE;
@@ -147,6 +148,9 @@ std::vector<Mix> mixes() {
   list[6].master = GA_MASTER_NONE;
   list[6].rounding = GA_ROUND_STOCHASTIC;
   list[6].max_value = 0.5;
+  list[7].name = "f32-clipped-by-columns";
+  list[7].scope = GA_CLIP_AGC;
+  list[7].units = GA_AGC_TF;
   return list;
 }
 
@@ -169,6 +173,7 @@ void run(ga_optimizer o, const Mix& mix, Hash& hash) {
   EXPECT_OK(ga_group_set_schedule(ctx, group, &cosine));
   ga_clip by = clip(mix.scope, 0.25, GA_FLAVOR_TORCH, mix.max_value);
   by.agc_factor = 0.5;
+  by.agc_units = mix.units;
   EXPECT_OK(ga_context_set_clip(ctx, &by));
   ga_ema ema;
   EXPECT_OK(ga_ema_init(&ema, sizeof ema));
