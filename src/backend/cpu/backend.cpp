@@ -228,7 +228,7 @@ class CpuBackend final : public Backend {
     const Listed<UpdateTask> tasks = {tasks_.updates, params};
     const int64_t total =
         lists_.cut_pieces(tasks, [&](size_t t) { return tasks_.units[params.data[t]].pattern; });
-    lists_.run_items(tasks, total, [this](const UpdateTask& task, const Work& w) {
+    lists_.run_items(tasks, total <= kAlone, [this](const UpdateTask& task, const Work& w) {
       const UnitTask& units = tasks_.units[&task - tasks_.updates];
       const UnitPattern& pattern = *units.pattern;
       const int64_t piece = w.offset, slab = pattern.slab();
@@ -359,7 +359,7 @@ class CpuBackend final : public Backend {
   template <class Tasks>
   void unit_norms(const Tasks& tasks) {
     const int64_t total = lists_.cut_pieces(tasks, [&](size_t t) { return tasks[t].pattern; });
-    lists_.run_items(tasks, total, [this](const UnitTask& task, const Work& w) {
+    lists_.run_items(tasks, total <= kAlone, [this](const UnitTask& task, const Work& w) {
       kernels_.unit_norms(task, w.offset);
     });
     for (size_t t = 0; t < tasks.size(); ++t) {

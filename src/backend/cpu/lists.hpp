@@ -12,8 +12,9 @@
 
 namespace ga::cpu {
 
-constexpr int64_t kAlone = 16384;        // elements for which a second thread does not pay
-constexpr int64_t kSmallestItem = 4096;  // elements, so that an item pays
+constexpr int64_t kAlone = 16384;             // elements for which a second thread does not pay
+constexpr double kElement = 0.1, kTask = 20;  // nanoseconds that one thread takes at least
+constexpr int64_t kSmallestItem = 4096;       // elements, so that an item pays
 
 // A chunk of a task.
 struct Work {
@@ -74,7 +75,7 @@ class Lists {
       const int64_t at = rows.data[r].row * task.columns - task.first;
       if (at >= 0 && at < task.count) cut(0, at, task.columns);
     }
-    run_items(Given<Task>{{&task, 1}}, total, loop);
+    run_items(Given<Task>{{&task, 1}}, total <= kAlone, loop);
   }
 
   // Cuts tasks into the pieces of their patterns; an item is one piece, or several of small
@@ -100,9 +101,9 @@ class Lists {
     return total;
   }
 
-  // Runs loop(task, work) for the items that were cut, of `total` elements together.
+  // Runs loop(task, work) for the items that were cut. alone: on the calling thread.
   template <class Tasks, class Loop>
-  void run_items(const Tasks& tasks, int64_t total, Loop loop) {
+  void run_items(const Tasks& tasks, bool alone, Loop loop) {
     if (items_.empty()) return;
     const int64_t items = static_cast<int64_t>(items_.size());
     items_.push_back(static_cast<int64_t>(work_.size()));
@@ -113,7 +114,7 @@ class Lists {
         loop(tasks[static_cast<size_t>(work.task)], work);
       }
     };
-    threads_.run(items, total <= kAlone, body);
+    threads_.run(items, alone, body);
   }
 
  private:
@@ -128,7 +129,9 @@ class Lists {
   void run_cut(const Tasks& tasks, Loop& loop, bool busy, Stretches&& each_stretch) {
     int64_t total = 0;
     for (size_t t = 0; t < tasks.size(); ++t) total += tasks[t].count;
-    if (total <= kAlone || threads_.is_one()) {  // no list
+    const double work =
+        kElement * static_cast<double>(total) + kTask * static_cast<double>(tasks.size());
+    if (!threads_.pay(work)) {  // no list
       for (size_t t = 0; t < tasks.size(); ++t) {
         const auto& task = tasks[t];
         if (!busy && idle(task)) continue;
@@ -145,7 +148,7 @@ class Lists {
     for (size_t t = 0; t < tasks.size(); ++t)
       if (busy || !idle(tasks[t]))
         each_stretch(tasks[t], [&](int64_t first, int64_t elements) { cut(t, first, elements); });
-    run_items(tasks, total, loop);
+    run_items(tasks, false, loop);
   }
 
   // Cuts elements into chunks, and these into items of similar size: begin() with the elements of all.

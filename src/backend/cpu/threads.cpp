@@ -2,7 +2,10 @@
 #include "backend/cpu/threads.hpp"
 
 #include <algorithm>
+#include <chrono>
+#include <cstdlib>
 #include <exception>
+#include <numeric>
 
 #include "error.hpp"
 #include "fork.hpp"
@@ -31,12 +34,42 @@ Threads::Threads(const ga_config& config)
       user_(config.parallel_for_user) {
   if (!parallel_for_ && !has_threads()) count_ = 1;
   if (!parallel_for_ && count_ > 1) ranges_.reset(new Range[static_cast<size_t>(count_)]);
+  if (const char* given = std::getenv("GA_CPU_HAND_OVER")) {
+    hand_over_.fill(std::atof(given));
+    due_ = INT64_MAX;
+  }
 }
 
 void Threads::reserve(int64_t items) {
   if (!parallel_for_ || items <= capacity_) return;
   taken_.reset(new std::atomic<unsigned char>[static_cast<size_t>(items)]);
   capacity_ = items;
+}
+
+bool Threads::pay(double nanoseconds) {
+  constexpr double kLeast = 800,
+                   kMost = 1e5;  // nanoseconds that are never worth a hand-over, and always
+  constexpr int64_t kSeldom = 256;
+  if (is_one()) return false;
+  const double saved = nanoseconds * (1 - 1.0 / std::max(count_, 2));
+  if (saved <= kLeast) return false;
+  if (parallel_for_ || saved > kMost) return true;
+  if (asked_++ == due_) {
+    measure();
+    due_ += std::min(asked_, kSeldom);
+  }
+  return saved > std::accumulate(hand_over_.begin(), hand_over_.end(), 0.0) /
+                     static_cast<double>(hand_over_.size());
+}
+
+// As the threads are found: one that sleeps is woken, as the next loop would wake it.
+void Threads::measure() {
+  const auto begin = std::chrono::steady_clock::now();
+  run_openmp(
+      count_, [](void*, int64_t) {}, nullptr);
+  const std::chrono::duration<double, std::nano> taken = std::chrono::steady_clock::now() - begin;
+  std::rotate(hand_over_.begin(), hand_over_.begin() + 1, hand_over_.end());
+  hand_over_.back() = taken.count();
 }
 
 void Threads::run_tasks(int64_t items, bool alone, ga_task body, void* data) {

@@ -3,7 +3,9 @@
 // calling thread alone.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 
@@ -17,6 +19,11 @@ class Threads {
 
   int count() const { return count_; }
   bool is_one() const { return count_ == 1 && !parallel_for_; }
+
+  // Whether a loop that takes one thread so many nanoseconds takes all of them less. Handing work to OpenMP's
+  // threads costs a microsecond where they spin, and tens of them where they have to be woken, so it is measured
+  // now and then; of the program's threads the former is assumed.
+  bool pay(double nanoseconds);
 
   // Makes room for loops of that many items.
   void reserve(int64_t items);
@@ -34,6 +41,7 @@ class Threads {
   void run_tasks(int64_t items, bool alone, ga_task body, void* data);
   void run_shared(int64_t items, ga_task body, void* data);
   void run_openmp(int64_t items, ga_task body, void* data);
+  void measure();
 
   // The items of a thread. A thread that has finished its own takes those of others, so that it
   // finds in its cache the chunks that it had in the last pass, and a delayed thread delays nobody.
@@ -48,6 +56,10 @@ class Threads {
   std::unique_ptr<Range[]> ranges_;
   std::unique_ptr<std::atomic<unsigned char>[]> taken_;  // by item: whether parallel_for_ ran it
   int64_t capacity_ = 0;
+  // The last hand-overs, in nanoseconds. Their mean counts: if other programs use the processors, few hand-overs
+  // take long, but then a thousand times as long. The first one makes the threads.
+  std::array<double, 3> hand_over_ = {HUGE_VAL, HUGE_VAL, HUGE_VAL};
+  int64_t asked_ = 0, due_ = 0;  // how often pay() asked, and when it measures
 };
 
 }  // namespace ga::cpu
