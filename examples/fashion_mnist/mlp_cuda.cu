@@ -98,7 +98,7 @@ void each(std::int64_t count, const Kernel& kernel) {
   check(cudaGetLastError());
 #else  // the simulated device of the tests
   check(ga::sim::launch(
-      typeid(Kernel), 1,
+      typeid(Kernel), sizeof(Kernel), 1,
       [count, kernel](std::int64_t, std::int64_t) {
         for (std::int64_t i = 0; i < count; ++i) kernel(i);
       },
