@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+// Updates parameters and state by an Op of src/ops. Included in the same way as vectors.hpp.
+#pragma once
+
+#include "backend/cpu/sums.hpp"
+
+// A tile of an array, in place or unpacked.
+template <class T>
+struct Stream {
+  alignas(64) T tile[kTile];
+  T* data;
+  bool in_place;
+  Place next;  // of the next tile
+
+  GA_INLINE void open(const Array& a, int64_t offset, int64_t count) {
+    in_place = a.format == native<T>;
+    if (in_place) {
+      data = static_cast<T*>(a.data) + offset;
+      return;
+    }
+    data = tile;
+    next = Place(a.format, a.data, offset + kTile);
+    load<T>({a.data, a.format, 1, nullptr}, offset, count, tile);
+    pad_tile(tile, count);
+  }
+
+  // Prefetches kAhead elements ahead of block b, or the same block of the next tile.
+  template <int kWrite>
+  GA_INLINE void prefetch(int64_t b) const {
+    if (in_place)
+      prefetch_block<kWrite>(data + b + kAhead);
+    else
+      next.template prefetch_block<kWrite>(b);
+  }
+};
+
+// Updates the EMA of a parameter.
+template <class T>
+GA_INLINE void move_average(const UpdateTask& task, int64_t offset, int64_t count, const T* p) {
+  const auto index = static_cast<uint64_t>(task.first + offset);
+  const T gain = static_cast<T>(task.plan->average_gain);
+  Stream<T> e;
+  e.open(task.average, offset, count);
+  T* const average = e.data;
+  // clang-format off
+  GA_INDEPENDENT  // the EMA does not overlap the parameter
+  for (int64_t i = 0; i < count; ++i) average[i] += gain * (p[i] - average[i]);
+  // clang-format on
+  if (!e.in_place)
+    store<T>(task.average, offset, count, average, index, {true, task.plan->state_key + kMaxSlots});
+}
+
+template <class T>
+void follow_as(const UpdateTask& task, int64_t offset, int64_t count) {
+  for (int64_t t = 0; t < count; t += kTile) {
+    const int64_t n = smaller(kTile, count - t);
+    Stream<T> p;
+    p.open(task.param, offset + t, n);
+    move_average<T>(task, offset + t, n, p.data);
+  }
+}
+
+void follow(const UpdateTask& task, int64_t offset, int64_t count) {
+  (task.f64 ? follow_as<double> : follow_as<float>)(task, offset, count);
+}
+
+// How the loops over elements read a gradient: as a View does, but for a limit and a third factor, which few
+// views have, and which an earlier pass over the tile takes then.
+template <class T>
+class Scaled {
+ public:
+  GA_INLINE explicit Scaled(const GradientView& g) : view_(g) {
+    T* next = factors_;
+    for (const T factor : {view_.source_scale, view_.scale, view_.factor}) {
+      if (factor == 1) continue;
+      in_tile_ = next == factors_ + 2;
+      if (!in_tile_) *next++ = factor;
+    }
+    in_tile_ = in_tile_ || view_.limit != static_cast<T>(HUGE_VAL);
+    if (in_tile_) factors_[0] = factors_[1] = 1;
+  }
+  GA_INLINE T operator()(T x) const { return x * factors_[0] * factors_[1]; }
+
+  GA_INLINE bool in_tile() const { return in_tile_; }
+  void pass(const T* g, int64_t count, T* tile) const {
+    for (int64_t i = 0; i < count; ++i) tile[i] = view_(g[i]);
+  }
+
+ private:
+  const View<T> view_;
+  T factors_[2] = {1, 1};
+  bool in_tile_ = false;
+};
+
+template <class Op>
+constexpr int slots_of = Op::factored ? 1 : Op::slots;
+
+// One tile of all arrays of an update.
+template <class Op, bool kMeasuring>
+struct UpdateTile {
+  using T = typename Op::Real;
+  static constexpr Pass kPass = kMeasuring ? Op::measuring : Op::updating;
+  static constexpr int kSlots = kPass.reads_state || kPass.writes_state ? slots_of<Op> : 0;
+  const Scaled<T> scaled;
+  alignas(64) T gradient_tile[kTile];
+  const T* g;
+  Place next_g;
+  Stream<T> p;
+  Stream<T> state[kSlots + 1];
+
+  GA_INLINE explicit UpdateTile(const UpdateTask& task) : scaled(task.gradient) {}
+
+  GA_INLINE void open(const UpdateTask& task, int64_t offset, int64_t count) {
+    g = kPass.gradient ? load<T>(task.gradient.source, task.first + offset, count, gradient_tile)
+                       : nullptr;
+    if (kPass.gradient && scaled.in_tile()) {
+      scaled.pass(g, count, gradient_tile);
+      g = gradient_tile;
+    }
+    if (kPass.gradient && g == gradient_tile)
+      next_g = Place(task.gradient.source.format, task.gradient.source.data,
+                     task.first + offset + kTile);
+    p.data = p.tile;
+    if (kPass.parameter) p.open(task.param, offset, count);
+    for (int k = 0; k < kSlots; ++k) state[k].open(task.state[k], offset, count);
+  }
+
+  GA_INLINE void prefetch(int64_t b) const {
+    if (kPass.gradient) {
+      if (g == gradient_tile)
+        next_g.template prefetch_block<0>(b);
+      else
+        prefetch_block<0>(g + b + kAhead);
+    }
+    if (kPass.parameter) p.template prefetch<!kMeasuring>(b);
+    for (int k = 0; k < kSlots; ++k) state[k].template prefetch<kPass.writes_state>(b);
+  }
+
+  // Runs body(g, p, state, b, n) over blocks at b of whole groups, of which n elements are not
+  // padding.
+  template <class Body>
+  GA_INLINE void each_block(const UpdateTask& task, int64_t count, Body&& body) {
+    int64_t b = 0;
+    for (; b + kBlock <= count; b += kBlock) {
+      prefetch(b);
+      T* s[kSlots + 1];
+      for (int k = 0; k < kSlots; ++k) s[k] = state[k].data + b;
+      body(kPass.gradient ? g + b : nullptr, p.data + b, s, b, kBlock);
+    }
+    const int64_t rest = count - b;
+    if (rest == 0) return;
+    const Padded<T> end_g(g + b, kPass.gradient ? rest : 0);
+    Padded<T> end_p(p.data + b, kPass.parameter ? rest : 0);
+    T* s[kSlots + 1];
+    if (task.padded_state) {
+      for (int k = 0; k < kSlots; ++k) s[k] = state[k].data + b;
+      body(end_g.data, end_p.data, s, b, rest);
+    } else {
+      alignas(64) T ends[(kSlots + 1) * kBlock];
+      for (int k = 0; k < kSlots; ++k) {
+        s[k] = ends + k * kBlock;
+        const Padded<T> end(state[k].data + b, rest);
+        std::memcpy(s[k], end.data, static_cast<size_t>(whole_groups(rest)) * sizeof(T));
+      }
+      body(end_g.data, end_p.data, s, b, rest);
+      if (kPass.writes_state)
+        for (int k = 0; k < kSlots; ++k)
+          std::memcpy(state[k].data + b, s[k], static_cast<size_t>(rest) * sizeof(T));
+    }
+    if (!kMeasuring) end_p.copy_to(p.data + b, rest);
+  }
+
+  GA_INLINE void close_state(const UpdateTask& task, int64_t offset, int64_t count) {
+    if (!kPass.writes_state || kSlots == 0 || state[0].in_place) return;
+    const auto index = static_cast<uint64_t>(task.first + offset);
+    for (int k = 0; k < kSlots; k += 2) {
+      const uint64_t key = task.plan->state_key + static_cast<uint64_t>(k);
+      if (k + 1 < kSlots)
+        store_bf16_pair<T>(task.state[k], task.state[k + 1], offset, count, state[k].data,
+                           state[k + 1].data, index, key);
+      else
+        store_bf16<T>(task.state[k].data, offset, count, state[k].data, index, {true, key});
+    }
+  }
+};
+
+template <class Op>
+GA_INLINE void update_groups(const Op& op, const Scaled<typename Op::Real>& scaled,
+                             const typename Op::Real* g, typename Op::Real* p,
+                             typename Op::Real* const* state, int64_t count) {
+  using T = typename Op::Real;
+  using Tile = UpdateTile<Op, false>;
+  constexpr Pass pass = Op::updating;
+  // clang-format off
+  GA_INDEPENDENT  // parameters, gradients and state do not overlap
+  for (int64_t i = 0; i < count; ++i) {
+    // clang-format on
+    T s[Tile::kSlots + 1];
+    for (int k = 0; k < Tile::kSlots; ++k) s[k] = state[k][i];
+    const T updated = op(p[i], pass.gradient ? scaled(g[i]) : T(0), s);
+    if (pass.writes_state)
+      for (int k = 0; k < Tile::kSlots; ++k) state[k][i] = s[k];
+    p[i] = updated;
+  }
+}
+
+// As update(), for one tile of arrays of the type computed in, and nothing that follows the update:
+// what a chunk of many tiles needs would take longer than the loop. Returns whether it is one.
+template <class Op>
+GA_INLINE bool update_tile(const Op& op, const UpdateTask& task, int64_t offset, int64_t count) {
+  using T = typename Op::Real;
+  constexpr int kSlots = UpdateTile<Op, false>::kSlots;
+  const Source& source = task.gradient.source;
+  bool plain =
+      count <= kTile && task.param.format == native<T> && !task.copy.data && !task.average.data;
+  plain = plain && (!Op::updating.gradient || (source.format == native<T> && source.data));
+  for (int k = 0; k < kSlots; ++k) plain = plain && task.state[k].format == native<T>;
+  if (!plain) return false;
+  const Scaled<T> scaled(task.gradient);
+  if (scaled.in_tile()) return false;
+
+  const T* const g =
+      Op::updating.gradient ? static_cast<const T*>(source.data) + task.first + offset : nullptr;
+  T* const p = static_cast<T*>(task.param.data) + offset;
+  T* state[kSlots + 1];
+  for (int k = 0; k < kSlots; ++k) state[k] = static_cast<T*>(task.state[k].data) + offset;
+  const int64_t whole = count & -kGroup, rest = count - whole;
+  update_groups(op, scaled, g, p, state, whole);
+  if (rest == 0) return true;
+  const Padded<T> end_g(g + whole, g ? rest : 0);
+  Padded<T> end_p(p + whole, rest);
+  alignas(64) T ends[kSlots + 1][kGroup];
+  for (int k = 0; k < kSlots; ++k) {
+    const Padded<T> end(state[k] + whole, rest);
+    std::memcpy(ends[k], end.data, sizeof ends[k]);
+    state[k] += whole;
+  }
+  T* padded[kSlots + 1];
+  for (int k = 0; k < kSlots; ++k) padded[k] = ends[k];
+  update_groups(op, scaled, end_g.data, end_p.data, padded, kGroup);
+  for (int k = 0; k < kSlots; ++k)
+    if (Op::updating.writes_state)
+      std::memcpy(state[k], ends[k], static_cast<size_t>(rest) * sizeof(T));
+  end_p.copy_to(p + whole, rest);
+  return true;
+}
+
+template <class Op>
+void update(const UpdateTask& task, int64_t offset, int64_t count) {
+  using T = typename Op::Real;
+  const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
+  if (update_tile(op, task, offset, count)) return;
+  UpdateTile<Op, false> tile(task);
+  for (int64_t t = 0; t < count; t += kTile) {
+    const int64_t n = smaller(kTile, count - t);
+    tile.open(task, offset + t, n);
+    tile.each_block(task, n, [&](const T* g, T* p, T* const* state, int64_t, int64_t m) {
+      update_groups(op, tile.scaled, g, p, state, m == kBlock ? kBlock : whole_groups(m));
+    });
+    tile.close_state(task, offset + t, n);
+    const T* p = tile.p.data;
+    const auto store_to = [&](const Array& a) {
+      store<T>(a, offset + t, n, p, static_cast<uint64_t>(task.first + offset + t),
+               {task.by_chance, task.plan->copy_key});
+    };
+    if (!tile.p.in_place) {
+      store_to(task.param);
+      if (task.average.data)  // which follows the parameter as stored
+        load<T>({task.param.data, task.param.format, 1, nullptr}, offset + t, n, tile.p.tile);
+    }
+    if (task.copy.data) store_to(task.copy);
+    if (task.average.data) move_average<T>(task, offset + t, n, p);
+  }
+}
+
+// The first pass of a layer-wise optimizer.
+template <class Op>
+void measure(const UpdateTask& task, int64_t offset, int64_t count) {
+  using T = typename Op::Real;
+  using Tile = UpdateTile<Op, true>;
+  constexpr Pass pass = Op::measuring;
+  const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
+  ChunkSum<T> first_sum, second_sum;
+  Tile tile(task);
+  for (int64_t t = 0; t < count; t += kTile) {
+    const int64_t n = smaller(kTile, count - t);
+    WideLanes first, second;
+    tile.open(task, offset + t, n);
+    tile.each_block(task, n, [&](const T* g, const T* p, T* const* state, int64_t b, int64_t m) {
+      alignas(64) T x0[kBlock], x1[kBlock];
+      const int64_t groups = m == kBlock ? kBlock : whole_groups(m);
+      // clang-format off
+      GA_INDEPENDENT
+      for (int64_t i = 0; i < groups; ++i) {
+        // clang-format on
+        T s[Tile::kSlots + 1];
+        T x[2] = {};
+        for (int k = 0; k < Tile::kSlots; ++k) s[k] = state[k][i];
+        op.measure(p[i], pass.gradient ? tile.scaled(g[i]) : T(0), s, x);
+        if (pass.writes_state)
+          for (int k = 0; k < Tile::kSlots; ++k) state[k][i] = s[k];
+        x0[i] = x[0];
+        if (Op::norms == 2) x1[i] = x[1];
+      }
+      for (int64_t i = m; i < groups; ++i) x0[i] = x1[i] = 0;
+      add_groups(first, x0, groups);
+      if (Op::norms == 2) add_groups(second, x1, groups);
+      if constexpr (Op::emits)
+        std::memcpy(static_cast<T*>(task.emitted) + offset + t + b, x0,
+                    static_cast<size_t>(m) * sizeof(T));
+    });
+    first_sum.add_wide_tile(first);
+    if (Op::norms == 2) second_sum.add_wide_tile(second);
+    tile.close_state(task, offset + t, n);
+  }
+  const int64_t stretch = task.stretch(), before = offset / stretch;
+  Partial& partial =
+      task.partials[before * chunk_count(stretch) + (offset - before * stretch) / kChunk];
+  partial.sum_squares = first_sum.total();
+  partial.second_squares = Op::norms == 2 ? second_sum.total() : 0;
+}
+
+template <class Op>
+constexpr auto measure_of = [] {
+  if constexpr (Op::norms > 0)
+    return measure<Op>;
+  else
+    return nullptr;
+}();
