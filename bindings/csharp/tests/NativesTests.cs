@@ -96,7 +96,7 @@ namespace GradAccum.Tests {
       using (Folder folder = new Folder()) {
         string mounted = folder.Path + "/noexec";
         Directory.CreateDirectory(mounted);
-        if (Run("mount", "-t tmpfs -o noexec,size=64m none " + mounted) != 0) {
+        if (Run("mount", "-t tmpfs -o noexec,size=256m none " + mounted) != 0) {
           throw new SkipException("no file system can be mounted");
         }
         try {
