@@ -1580,9 +1580,9 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *              tests; ga_context_create is GA_ERROR_UNSUPPORTED if the build or the processor lacks
  *              them. GA_CPU_PREFETCH: 1 or 0, read when the library is loaded: whether the CPU
  *              kernels prefetch; by default where that was measured to be faster, so not on
- *              AMD's; but for batch normalisation everywhere. GA_CPU_HAND_OVER: how many nanoseconds
- *              new contexts take it for to hand a loop to OpenMP's threads, which otherwise is
- *              measured now and then: shorter loops run on the calling thread alone.
+ *              AMD's; but for batch normalisation everywhere. GA_CPU_HAND_OVER: the time in
+ *              nanoseconds that new contexts assume for handing a loop to OpenMP's threads, in place
+ *              of measuring it; loops that would save less run on the calling thread alone.
  *              GA_VERBOSE: see ga_config.log. */
 
 /* ---- Batch normalisation --------------------------------------------------------------------- */

@@ -581,8 +581,8 @@ GA_DEVICE void judge_window(Crew& crew, const ScalarTables& t, bool last) {
     count_window(t);
     estimate_noise(t);
   });
-  const bool clears =
-      !c.rejected || c.sums.discarded != 0;  // clear_window() changes what this reads
+  // Asked before a thread may be in clear_window(), which changes what this reads.
+  const bool clears = !c.rejected || c.sums.discarded != 0;
   crew.each_item(t.groups, [&](int64_t k) { plan_group(t, k); });
   const bool bounded = set.bounded >= 0;
   if (bounded) {

@@ -47,8 +47,8 @@ void Threads::reserve(int64_t items) {
 }
 
 bool Threads::pay(double nanoseconds) {
-  constexpr double kLeast = 800,
-                   kMost = 1e5;  // nanoseconds that are never worth a hand-over, and always
+  constexpr double kLeast = 800;  // nanoseconds: to save less is never worth a hand-over,
+  constexpr double kMost = 1e5;   // and to save more always is
   constexpr int64_t kSeldom = 256;
   if (is_one()) return false;
   const double saved = nanoseconds * (1 - 1.0 / std::max(count_, 2));

@@ -34,7 +34,7 @@ GA_DEVICE void store_global(void* to, const double (&x)[4]) {
   asm volatile("st.global.v2.f64 [%0 + 16], {%1, %2};" ::"l"(to), "d"(x[2]), "d"(x[3]) : "memory");
 }
 
-// These conversions do not keep the payload of NaN.
+// Conversions to and from 16 bits. A NaN stays one, but loses what its lower bits hold.
 GA_DEVICE float widen_f16(uint16_t h) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));

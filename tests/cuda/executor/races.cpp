@@ -404,24 +404,26 @@ void find_module(State& s, const void* code) {
       &s);
 }
 
-}  // namespace
-
-void found(const void* code, const char* format, ...) {
+void report_as(const void* code, const char* format, va_list arguments) {
   char text[512];
-  va_list arguments;
-  va_start(arguments, format);
   std::vsnprintf(text, sizeof text, format, arguments);
-  va_end(arguments);
   report(code, text);
 }
 
-void found_fatal(const void* code, const char* format, ...) {
-  char text[512];
+}  // namespace
+
+void found(const void* code, const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  std::vsnprintf(text, sizeof text, format, arguments);
+  report_as(code, format, arguments);
   va_end(arguments);
-  report(code, text);
+}
+
+void found_fatal(const void* code, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  report_as(code, format, arguments);
+  va_end(arguments);
   std::fflush(nullptr);
   _exit(66);
 }

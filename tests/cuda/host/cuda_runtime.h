@@ -282,7 +282,7 @@ namespace ga::sim {
 // kernel. bytes: of its arguments.
 cudaError_t launch(const std::type_info& kernel, size_t bytes, int64_t blocks,
                    std::function<void(int64_t index, int64_t count)> block, cudaStream_t stream);
-// The same, where grid() runs all blocks.
+// Queues a grid that runs all its blocks itself, in one call of grid().
 cudaError_t launch_grid(const std::type_info& kernel, size_t bytes, int64_t blocks,
                         std::function<void()> grid, cudaStream_t stream);
 
