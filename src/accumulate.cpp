@@ -297,16 +297,22 @@ void Context::params_ready(Span<const ga_param> ids) {
            params_.name(ids.data[k]));
   if (exchange_ && exchange_->overlaps()) prepare();
   for (size_t k = 0; k < ids.size; ++k) {
-    params_[ids.data[k]].ready = true;
+    Param& p = params_[ids.data[k]];
+    if (eager_ && !p.ready) eager_->note(ids.data[k]);
+    p.ready = true;
     any_ready_ = true;
   }
   release_ready();
+  if (eager_) eager_->check_callbacks();
 }
 
-// Has the exchange begin of what is ready, if it may.
+// Has the exchange begin of what is ready, or the update, if it may.
 void Context::release_ready() {
-  if (any_ready_ && exchange_ && window_.state() == GA_WINDOW_FULL && !deferring())
+  if (!any_ready_ || window_.state() != GA_WINDOW_FULL || deferring()) return;
+  if (exchange_)
     or_lose_window([&] { exchange_->release_ready(); });
+  else if (eager_)
+    eager_->release();
 }
 
 void Context::accumulate_part(ga_param id, const void* gradient) {
@@ -701,7 +707,8 @@ void Context::micro_abort() {
   check_device();
   window_.check_part("ga_micro_abort");
   const int64_t index = window_.open_index();
-  if (added_ || batch_norms_.is_swept(index) || (exchange_ && exchange_->has_begun()))
+  if (added_ || batch_norms_.is_swept(index) || (exchange_ && exchange_->has_begun()) ||
+      (eager_ && eager_->has_begun()))
     fail(GA_ERROR_INVALID_STATE,
          "ga_micro_abort: the window already holds something of micro-batch %lld; only ga_discard "
          "takes that back, with the whole window",

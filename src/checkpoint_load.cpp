@@ -521,6 +521,7 @@ void Checkpoint::place_param(size_t i) {
   Param& p = c.params_[i];
   const ParamIn& in = params_[i];
   const bool new_master = in.has(kValues) || (in.listed && options_.parts != GA_STATE_PARAMETERS);
+  if (p.master) p.unrounded = true;  // as far as this rank knows
   if (p.master && in.has(kMaster))
     p.master_due = false;
   else if (new_master)

@@ -68,6 +68,7 @@ void Context::set_group_clip(ga_group id, const ga_clip* clip) {
 // context.
 void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   if (clip) check_clip(*clip);
+  check_not_in_place("a function that sets an option");
   const ga_clip next = clip ? *clip : default_clip();
   check_no_sweeps(next);
   if (next.when == GA_CLIP_WHEN_MICRO || clip_micro_)
@@ -91,6 +92,7 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
     throw;
   }
   choose_path();
+  if (eager_) eager_->look_again();
   tell_settings();
   tell_groups();
   for (size_t i = 0; i < prepared_; ++i) describe(i);

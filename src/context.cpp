@@ -93,6 +93,13 @@ void check_config(const ga_config& c) {
   if (!(c.noise_smoothing >= 0 && c.noise_smoothing < 1))
     fail(GA_ERROR_INVALID_ARGUMENT, "noise_smoothing was %g, expected a number in [0, 1)",
          c.noise_smoothing);
+  check_choice("eager", c.eager, 1, "0 or 1");
+  if (c.eager_threads < 0 || c.eager_threads > 4096)
+    fail(GA_ERROR_INVALID_ARGUMENT, "eager_threads was %d, expected 0 to 4096", c.eager_threads);
+  if (c.eager_bytes < 0)
+    fail(GA_ERROR_INVALID_ARGUMENT, "eager_bytes was %lld, expected >= 0", ll(c.eager_bytes));
+  if (c.eager && c.device != GA_DEVICE_CPU)
+    fail(GA_ERROR_UNSUPPORTED, "eager was 1, but updates ahead of ga_step are for the CPU alone");
   if (!std::isfinite(c.loss_scale) || c.loss_scale == 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "loss_scale was %g, expected a finite number other than 0",
          c.loss_scale);
@@ -104,6 +111,7 @@ Context::Context(const ga_config& config)
       backend_(config.device == GA_DEVICE_CUDA ? make_cuda_backend(config)
                                                : make_cpu_backend(config)) {
   window_.set_accum_steps(config.accum_steps);
+  if (config.eager) eager_ = std::make_unique<Eager>(*this);
   tables_ = tables_.grown(*backend_, ContextTables::kContext, 1);
   choose_path();
   tell_settings();
@@ -112,6 +120,7 @@ Context::Context(const ga_config& config)
 }
 
 Context::~Context() {
+  eager_.reset();  // its threads
   if (exchange_ && exchange_->may_write_late()) backend_->keep_memory();
   for (const Tensor& t : params_.tensors()) backend_->free_rows(t.set);
 }
@@ -122,6 +131,9 @@ Context::Use::Use(const Context& context, const char* function, bool changing) :
         GA_ERROR_INVALID_STATE,
         "the context was created before fork() by the parent of this process and cannot be used in "
         "the child; the child may create contexts of its own");
+  if (Eager::is_telling(context))
+    fail(GA_ERROR_INVALID_STATE, "%s was called by on_param_done, which must not use the context",
+         function);
   if (context.in_use_.exchange(true, std::memory_order_acquire))
     fail(GA_ERROR_INVALID_STATE,
          "the context is in another call; one thread may use it at a time, and the program's "
@@ -225,7 +237,7 @@ ga_group Context::add_group(const ga_optimizer& o) {
 void Context::set_lr(ga_group id, double lr) {
   Group& g = params_.group(id);
   check_rate("lr", lr);
-  check_device();
+  check_settable();
   g.optimizer.lr = lr;
   tell_groups();
 }
@@ -257,7 +269,7 @@ void Context::set_optimizer(ga_group id, ga_optimizer o) {
 // Gives a group other hyper-parameters, with which its parameters may need another Op.
 void Context::change_optimizer(ga_group id, const ga_optimizer& o) {
   Group& g = params_.group(id);
-  check_device();
+  check_settable();
   const bool same_steps = g.optimizer.ns_steps == o.ns_steps;  // which say where the result lies
   g.optimizer = o;
   const int before[] = {g.op[0], g.op[1]};
@@ -271,7 +283,7 @@ void Context::change_optimizer(ga_group id, const ga_optimizer& o) {
 
 void Context::set_schedule(ga_group id, const ga_schedule* schedule) {
   Group& g = params_.group(id);
-  check_device();
+  check_settable();
   ga_schedule next = {};
   Table<double> rates;
   if (schedule) {
@@ -371,8 +383,12 @@ void Context::check_options(const NewParam& e, int32_t dtype) const {
             "reduce was %d, expected GA_REDUCE_MAX, or 0 for that of the context "
             "(ga_config.reduce)",
             o.reduce);
-  if (o.reserved != 0)
-    of.fail(GA_ERROR_INVALID_ARGUMENT, "ga_param_options: reserved was %d, expected 0", o.reserved);
+  choice("write_early", o.write_early, 1, "0 or 1");
+  if (o.write_early && (dtype_info(dtype).size != 2 || o.master != GA_MASTER_F32 ||
+                        g.optimizer.kind == GA_OPTIMIZER_EXTERNAL))
+    refuse("write_early was 1, but the library keeps no master weights of it");
+  if (o.write_early && o.rounding != GA_ROUND_NEAREST)
+    refuse("write_early was 1, but it is not rounded to nearest");
   if (o.reduce == GA_REDUCE_MAX) {
     if (g.optimizer.kind != GA_OPTIMIZER_EXTERNAL)
       of.fail(GA_ERROR_UNSUPPORTED,
@@ -514,7 +530,7 @@ void Context::set_group_frozen(ga_group id, bool frozen) {
 void Context::set_scale(ga_param id, const char* name, double Tensor::*which, double scale) {
   params_.get(id);
   check_rate(name, scale);
-  check_device();
+  check_settable();
   params_.tensor(id).*which = scale;
   tell_scales(static_cast<size_t>(id));
 }
@@ -530,6 +546,7 @@ void Context::remove(ga_param id) {
   check_no_capture("ga_param_remove");
   params_.remove(id);
   if (p.count > 0) ranges_.remove(p.data);
+  if (eager_) eager_->forget(i);
   if (p.owns) arrays_.free(i);
   p.data = nullptr;
   if (i < prepared_) describe(i);
@@ -561,13 +578,15 @@ ga_memory Context::memory() const {
                            (sizeof(Contribution) + sizeof(MicroInput) + sizeof(NormTask)));
   m.rows += backend_->row_bytes();
   m.averages += static_cast<int64_t>(ema_kept_.bytes());
+  int64_t written = 0;
+  if (eager_) m.eager = eager_->bytes(written);
   if (exchange_) m.workspace += exchange_->bytes();
   m.batch_norm = batch_norms_.bytes();
   m.workspace += backend_->bn_bytes() + batch_norms_.inputs().bytes();
   for (const int64_t bytes : {m.accumulators, m.optimizer_state, m.workspace, m.masters, m.averages,
-                              m.rows, m.batch_norm})
+                              m.rows, m.batch_norm, m.eager})
     if (__builtin_add_overflow(m.total, bytes, &m.total)) m.total = INT64_MAX;
-  m.resident = m.total - planned;
+  m.resident = m.total - planned - (m.eager - written);
   return m;
 }
 
@@ -581,6 +600,7 @@ int64_t Context::bytes_of_lists(size_t params) const {
 // Called after the last check of a call that contributes, so that no other call leaves arrays behind.
 void Context::prepare() {
   make_arrays();
+  if (eager_) eager_->make_second_set();
   arrays_.fill_new();
 }
 
@@ -597,6 +617,11 @@ void Context::make_arrays() {
     for (auto* list : {&plain_, &pieces_, &layers_, &layers_over_ranks_, &norms_, &units_first_,
                        &factored_first_, &ids_[0], &ids_[1], &ids_[2], &noted_})
       list->reserve(n);
+    if (eager_) {
+      int64_t chunks = 0;
+      for (const Param& p : params_) chunks += chunk_count(p.count);
+      eager_->reserve(n, chunks);
+    }
     tables = tables_.grown(*backend_, ContextTables::kParam, n);
     arrays_.make();
   } catch (const std::bad_alloc&) {
@@ -608,6 +633,7 @@ void Context::make_arrays() {
   prepared_ = n;
   for (size_t i = 0; i < n; ++i) describe(i);  // the tables have moved
   lists_due_ = true;
+  if (eager_) eager_->look_again();
   set_tables();
   flush();
 }

@@ -11,7 +11,8 @@
 //   step.cpp        the end of a window
 //   clip.cpp        clipping
 //   update.cpp      the update of parameters and optimizer state
-// With a communicator, exchange.cpp has what the context does together with those of other ranks.
+// With a communicator, exchange.cpp has what the context does together with those of other ranks. eager.cpp
+// has updates ahead of ga_step.
 #pragma once
 
 #include <atomic>
@@ -23,6 +24,7 @@
 #include "arrays.hpp"
 #include "batchnorm.hpp"
 #include "comm/comm.hpp"
+#include "eager.hpp"
 #include "error.hpp"
 #include "fork.hpp"
 #include "fp_mode.hpp"
@@ -39,6 +41,7 @@ class Exchange;
 
 class Context : BnContext {
   friend Checkpoint;
+  friend Eager;
   friend Exchange;
 
  public:
@@ -101,6 +104,15 @@ class Context : BnContext {
   const BatchNorms& batch_norms() const { return batch_norms_; }
   // Throws if the backend can take no work now: after a fault, or because of a capture.
   void check_device() const { backend_->capturing(); }
+  // Throws if an option of an update may not change now.
+  void check_settable() const {
+    check_device();
+    check_not_in_place("a function that sets an option");
+  }
+  // Throws if parameters of this window have been updated in place.
+  void check_not_in_place(const char* what) const {
+    if (eager_) eager_->check_not_in_place(what);
+  }
 
   // state.cpp
   int32_t state_count(ga_param param) const;
@@ -218,6 +230,7 @@ class Context : BnContext {
   void tell_moved();
   void edit_params();
   void tell_params();
+  void tell_param(size_t param);
   void flush();
 
   // accumulate.cpp
@@ -265,9 +278,10 @@ class Context : BnContext {
 
   // step.cpp
   bool norm_wanted(ga_param id) const;
+  bool needs_norm(size_t param);
   StepSums step_sums();
   [[noreturn]] void fail_nonfinite(const Control& c) const;
-  WindowTotals window_totals();
+  WindowTotals window_totals() const;
   void empty_window();
   void discard_over_devices();
   void drop_window();
@@ -344,6 +358,7 @@ class Context : BnContext {
   bool delivered_ = false;              // some accumulator holds a gradient for the program
   bool rejected_ = false;               // ga_step has returned GA_ERROR_NONFINITE for this window
   std::unique_ptr<Exchange> exchange_;  // NULL: the context is alone
+  std::unique_ptr<Eager> eager_;        // NULL: all updates are made by ga_step
   uint64_t rank_key_ = 0;  // tells the random bits of accumulation apart from those of other ranks
 
   // Working lists, sized by prepare() so that no later call allocates.

@@ -57,6 +57,7 @@ bool Context::swaps_in_place(const Param& p) const {
 void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   const Param& p = params_.get(id);
   check_ema_kept("ga_ema_copy_to");
+  check_not_in_place("ga_ema_copy_to");
   const DtypeInfo info = dtype_info(dtype);
   if (!info.floating)
     fail(GA_ERROR_INVALID_ARGUMENT,

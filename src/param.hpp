@@ -47,6 +47,9 @@ struct Block {
   ga_param count;
 };
 
+// Whether the parameter was updated before its window was decided, and where the result is.
+enum class Ahead : unsigned char { kNot, kInPlace, kApart };
+
 // What the passes need of a parameter. A plain contribution needs the first cache line alone.
 struct alignas(64) Param {
   void* accumulator = nullptr;
@@ -90,7 +93,9 @@ struct alignas(64) Param {
   bool accumulator_written = false;  // by some window since it was allocated
   bool state_written = false;
   bool average_written = false;
+  Ahead ahead = Ahead::kNot;
   bool state_due = false;   // the state has yet to be filled with its initial value
+  bool unrounded = false;   // the parameter is not what the master weights round to
   bool master_due = false;  // the master weights have yet to be copied from the parameter
 
   Param() : f64(false), acquired(false), adopted_late(false), maximum(false) {}

@@ -179,6 +179,7 @@ void Context::set_state(ga_param id, const char* name, const void* data, int32_t
       backend_->write(arrays_.data(p, s.kind), from, static_cast<size_t>(part.count) * size);
     if (s.kind == kAverage) state.averaged = p.average_written = true;
     if (s.kind < kMaster) p.state_written = true;
+    if (s.kind == kMaster) p.unrounded = true;
   }
   if (s.kind < kMaster && s.kind != kStep && state.clock.step == 0) {
     state.clock.step = 1;

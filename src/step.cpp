@@ -52,24 +52,30 @@ bool Context::norm_wanted(ga_param id) const {
          params_.group_of(p).optimizer.kind == tables_.settings[0].bounded;
 }
 
+// Whether the norm of a parameter's gradient is to be taken in a pass of its own. If nobody wants it, the
+// tables say that it is not known.
+bool Context::needs_norm(size_t i) {
+  const Param& p = params_[i];
+  const bool checked = config_.nonfinite != GA_NONFINITE_IGNORE;
+  const bool measured = config_.measure_norm != 0 || config_.noise_scale != 0;
+  const bool unknown = p.held() == Held::kAdopted || p.stale;
+  const bool due = unknown || tables_.param_inputs[i].clamped;
+  const bool wanted =
+      due && (checked || (measured && !p.maximum) || norm_wanted(static_cast<ga_param>(i)));
+  tables_.param_inputs.set(i, &ParamInput::unmeasured, unknown && !wanted);
+  return wanted;
+}
+
 // The gradients that are read once more before the step is decided. Norms: of gradients that were
 // never stored, of accumulators last written by the program or by a matrix product, and of
 // gradients after clipping by value.
 StepSums Context::step_sums() {
   norms_.clear();
-  const bool checked = config_.nonfinite != GA_NONFINITE_IGNORE;
-  const bool measured = config_.measure_norm != 0 || config_.noise_scale != 0;
   for (size_t i = 0; i < prepared_; ++i) {
     Param& p = params_[i];
     const Held held = p.held();
-    const bool known = held == Held::kSummed && !p.stale;
-    if (p.frozen || held == Held::kNothing || known) continue;
-    const bool unknown = held == Held::kAdopted || p.stale;  // its norm
-    const bool due = unknown || tables_.param_inputs[i].clamped;
-    const bool wanted =
-        due && (checked || (measured && !p.maximum) || norm_wanted(static_cast<ga_param>(i)));
-    tables_.param_inputs.set(i, &ParamInput::unmeasured, unknown && !wanted);
-    if (!wanted) continue;
+    const bool known = (held == Held::kSummed && !p.stale) || p.ahead != Ahead::kNot;
+    if (p.frozen || held == Held::kNothing || known || !needs_norm(i)) continue;
     norms_.push_back(static_cast<ga_param>(i));
     p.stale = held == Held::kRows;  // the pass has not updated the partials of the rows
   }
@@ -77,6 +83,7 @@ StepSums Context::step_sums() {
 }
 
 void Context::empty_window() {
+  if (eager_) eager_->end_window();
   for (Param& p : params_) {
     const bool written =
         p.held() == Held::kStored || p.held() == Held::kRows || p.held() == Held::kSummed;
@@ -101,9 +108,9 @@ void Context::empty_window() {
   look_up_accum_steps();
 }
 
-WindowTotals Context::window_totals() {
+WindowTotals Context::window_totals() const {
   WindowTotals totals = {};
-  totals.ticket = ++tickets_;
+  totals.ticket = tickets_ + 1;
   totals.micro_batches = window_.size();
   totals.weight = window_.weight();
   totals.weighted = window_.weighted();
@@ -115,6 +122,7 @@ WindowTotals Context::window_totals() {
 ga_step_result Context::step() {
   check_device();
   window_.check_step();
+  if (eager_) eager_->join();
   if (config_.nonfinite == GA_NONFINITE_FAIL && backend_->capturing())
     fail(GA_ERROR_INVALID_STATE,
          "ga_step waits for its result under GA_NONFINITE_FAIL, which is not possible while the "
@@ -125,6 +133,7 @@ ga_step_result Context::step() {
   if ((window_.weight() > 0 && about_all) || exchange_) prepare();
   if (lists_due_) make_lists();
   WindowTotals totals = window_totals();
+  ++tickets_;
   OverRanks over_ranks;
   if (totals.over_ranks) or_end([&] { exchange_->check_queued(); });
   if (exchange_) {
@@ -163,7 +172,9 @@ ga_step_result Context::step() {
       rejected_ = true;
       fail_nonfinite(*known);
     }
-    if (may_apply && !(known && !known->go)) {
+    const bool goes = may_apply && !(known && !known->go);
+    if (eager_) eager_->settle(goes);
+    if (goes) {
       update();
       if (shards()) gather_updates();
       for (Param& p : params_) {
@@ -172,6 +183,7 @@ ga_step_result Context::step() {
         if (p.frozen || (p.held() == Held::kNothing && config_.missing == GA_MISSING_SKIP))
           continue;
         p.state_written = true;
+        p.unrounded = false;
         const int op = params_.op_of(p);
         p.accumulator_written = p.accumulator_written || op < 0 || op_info(op).emits;
         if (op < 0) p.delivered = delivered_ = true;
@@ -185,7 +197,9 @@ ga_step_result Context::step() {
     r.micro_batches = totals.micro_batches;
     r.weight = totals.weight;
   }
+  if (eager_) eager_->tell_done();
   empty_window();
+  if (eager_) eager_->check_callbacks();
   return r;
 }
 
@@ -205,6 +219,8 @@ void Context::fail_nonfinite(const Control& c) const {
 }
 
 void Context::discard() {
+  check_not_in_place("ga_discard");
+  if (eager_) eager_->discard();
   if (exchange_ && exchange_->on_device())
     discard_over_devices();
   else if (exchange_)
@@ -220,6 +236,7 @@ void Context::discard_over_devices() {
   prepare();
   if (lists_due_) make_lists();
   WindowTotals totals = window_totals();
+  ++tickets_;
   totals.discards = totals.last = true;
   or_end([&] { exchange_->check_queued(); });
   bool goes_on = false;

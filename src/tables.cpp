@@ -10,6 +10,7 @@ namespace ga {
 // ---- Options of the context and its groups --------------------------------------------------------
 
 void Context::settings_changed(bool tensors) {
+  if (eager_) eager_->recall();
   if (exchange_) exchange_->forget_settings(tensors);
 }
 
@@ -95,6 +96,7 @@ void Context::set_tables() {
                             tables_.updates.at(),        tables_.measures.at(),
                             tables_.units.at(),          tables_.factors.at()};
   backend_->set_tables(tables, tasks);
+  if (eager_) eager_->set_tables(tables, tasks);
 }
 
 // ---- What the tables have of a parameter --------------------------------------------------------
@@ -344,25 +346,27 @@ void Context::tell_moved() {
 
 // Writes what this window has brought to each parameter: in most cases the same as the window before.
 void Context::tell_params() {
-  const bool running = config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
-  for (size_t i = 0; i < prepared_; ++i) {
-    const Param& p = params_[i];
-    const ParamInput& in = tables_.param_inputs[i];
-    const Held held = p.held();
-    if (held == Held::kStored && in.held == held && !running) continue;
-    if (held == Held::kNothing && in.held == held) continue;
-    const bool stored = running && held == Held::kStored;
-    tables_.param_inputs.set(i, &ParamInput::weight, stored ? p.held_weight : 1.0);
-    tables_.param_inputs.set(i, &ParamInput::stale_rows, held == Held::kRows && p.stale);
-    const bool moved = held == Held::kAdopted && !(told_[i] == adopted_of(p));
-    if (in.held == held && !moved) continue;
-    if (moved && move_gradient(i)) continue;
-    tables_.param_inputs.set(i, &ParamInput::held, held);
-    set_gradient(i);
-  }
+  for (size_t i = 0; i < prepared_; ++i) tell_param(i);
   // A graph must send every entry: windows between two replays may change entries that this window found
   // unchanged.
   if (backend_->capturing()) edit_params();
+}
+
+void Context::tell_param(size_t i) {
+  const bool running = config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
+  const Param& p = params_[i];
+  const ParamInput& in = tables_.param_inputs[i];
+  const Held held = p.held();
+  if (held == Held::kStored && in.held == held && !running) return;
+  if (held == Held::kNothing && in.held == held) return;
+  const bool stored = running && held == Held::kStored;
+  tables_.param_inputs.set(i, &ParamInput::weight, stored ? p.held_weight : 1.0);
+  tables_.param_inputs.set(i, &ParamInput::stale_rows, held == Held::kRows && p.stale);
+  const bool moved = held == Held::kAdopted && !(told_[i] == adopted_of(p));
+  if (in.held == held && !moved) return;
+  if (moved && move_gradient(i)) return;
+  tables_.param_inputs.set(i, &ParamInput::held, held);
+  set_gradient(i);
 }
 
 void Context::edit_params() {

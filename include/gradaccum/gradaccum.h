@@ -382,6 +382,13 @@ typedef void (*ga_free)(void* user, void* data, size_t bytes, ga_device device, 
    (not those of work on a device). Must not use the context. */
 typedef void (*ga_log)(void* user, const char* line);
 
+/* Tells that a parameter which ga_params_ready has named is up to date, whether or not the step was
+   applied, and that its gradient is not read any more: once in a window that ga_step ends. Called by
+   ga_params_ready, on a thread of the library with ga_config.eager_threads, if the parameter was
+   updated in place, else by ga_step. Must not use the context (GA_ERROR_INVALID_STATE) and must not
+   throw. It runs in the program's floating-point mode, and leaves it as it was. */
+typedef void (*ga_param_done)(void* user, ga_param param);
+
 struct ga_config {
   size_t struct_size;
   ga_device device;               /* default GA_DEVICE_CPU */
@@ -419,6 +426,15 @@ struct ga_config {
   ga_log log;                     /* default NULL: none, or lines to stderr if the environment has
                                      GA_VERBOSE=1 when the context is created */
   void* log_user;                 /* passed to log */
+  int32_t eager;                  /* 1: ga_params_ready begins with the update; see there. On the
+                                     CPU; default 0 */
+  int32_t eager_threads;       /* threads of the library that do this while the program goes on, up
+                                     to 4096; they run on the processors that the thread which creates
+                                     the context may use. Default 0: the call does it */
+  int64_t eager_bytes;         /* most bytes for the second set of arrays that this may take;
+                                     default 0: as many as it takes */
+  ga_param_done on_param_done; /* default NULL: none */
+  void* on_param_done_user;    /* passed to on_param_done */
 };
 
 /* Writes the defaults. struct_size, here and in every _init function: the sizeof of the struct. */
@@ -529,6 +545,11 @@ struct ga_step_result {
   double noise_trace;      /* tr(S): the variance of one sample's gradient */
   double noise_signal;     /* |G|^2: of the gradient of the whole data. All three are smoothed */
   uint64_t dropped_micros; /* bit i: micro-batch i of this window was dropped; i < 64 */
+  int64_t eager;           /* with ga_config.eager: parameters that ga_params_ready has updated */
+  int64_t eager_waited;    /* those that waited for ga_step because there was no memory for a second
+                              set of their arrays */
+  int64_t eager_redone;    /* of these, those that ga_step updated once more, since the step was
+                              clipped or an option has changed */
 };
 
 /* Prepares *out to be filled. */
@@ -636,6 +657,37 @@ GA_API ga_status ga_micro_end(ga_context* ctx);
    acquired, the micro-batch was opened before, or a WINDOW sweep has its statistics; ga_discard
    drops the window. */
 GA_API ga_status ga_micro_abort(ga_context* ctx);
+
+/* Tells that nothing more comes to these parameters in this window; contributions to them are
+   GA_ERROR_INVALID_STATE until it has ended. Telling it again does nothing. params: [count] ids;
+   may be NULL if count is 0. Parameters and results of ga_step are the same as without this call,
+   bit for bit.
+
+   With ga_config.eager their update begins here, and not in ga_step, while the rest of backward has
+   yet to run: as soon as the last micro-batch has begun (GA_MICRO_LAST, or the K-th); what is ready
+   before then waits. The call returns when they are updated, or with ga_config.eager_threads at
+   once. With gradients that live (GA_GRADIENTS_LIVE) a window of one micro-batch is never
+   accumulated.
+   - Under GA_NONFINITE_IGNORE and without GA_CLIP_GLOBAL a parameter is updated in place. Its
+     gradient may go when the call returns, or with ga_config.eager_threads when
+     ga_config.on_param_done comes. From then on until ga_step, ga_discard and functions that set
+     options or read or save state are GA_ERROR_INVALID_STATE, and GA_ERROR_FAULT leaves the context
+     of no further use.
+   - Else the decision about the step is still to come. The update reads parameter and state, and
+     writes a second set of these arrays (ga_memory.eager); ga_step then exchanges the two sets and
+     writes the parameter. If it skips the window, it forgets what was written. If it clips by
+     GA_CLIP_GLOBAL, or options have changed, it updates the parameter anew from what there was
+     before (ga_step_result.eager_redone). Gradients that live do so until ga_step.
+   What cannot begin waits for ga_step: gradients of rows; parameters beyond ga_config.eager_bytes,
+   under GA_CLIP_AGC, or in a group of LAMB, LARS, ADAFACTOR, MUON, ROWWISE_ADAGRAD or EXTERNAL; and
+   all parameters under GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO, or with a communicator.
+
+   With a communicator, the exchange of gradients may begin here: see ga_context_set_comm.
+
+   GA_ERROR_INVALID_STATE: the window is invalid, or the accumulator of one is acquired.
+   GA_ERROR_FAULT: an update stopped half-way, and ga_step makes it anew, unless it was in place; or
+   on_param_done threw an exception. */
+GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count);
 
 /* ---- Programs that add up themselves --------------------------------------------------------- */
 
@@ -918,7 +970,10 @@ struct ga_param_options {
   uint32_t agc_axes;          /* bit d: a unit of GA_CLIP_AGC spans axis d; default 0: as
                                  ga_clip.agc_units says */
   ga_reduce reduce;           /* default 0: as ga_config.reduce says; or GA_REDUCE_MAX */
-  int32_t reserved;           /* 0 */
+  int32_t write_early; /* 1: with ga_config.eager, the parameter, which has 16 bits and master
+                                 weights and is rounded to nearest, may be written from
+                                 ga_params_ready on, and holds what ga_step leaves when that has
+                                 returned, so that no copy is made at the end; default 0 */
 };
 
 /* Writes the defaults. */
@@ -1249,6 +1304,7 @@ typedef struct ga_memory {
   int64_t batch_norm; /* statistics */
   int64_t resident;   /* of total, what is written so far; on a device, what is allocated. The rest
                          is planned, or memory that the system gives only when it is written */
+  int64_t eager;      /* with ga_config.eager: a second set of what updates write */
 } ga_memory;
 
 /* Prepares *out to be filled. */
@@ -1469,19 +1525,13 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
 GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
                                      const ga_comm_options* options);
 
-/* Tells that nothing more comes to these parameters in this window; contributions to them are
-   GA_ERROR_INVALID_STATE until it has ended. params: [count] ids; may be NULL if count is 0.
-
-   With ga_comm_options.overlap their gradients are exchanged while the program goes on, by a thread
-   of the library, or on a device in a second stream: slice by slice, the newest parameters first, as
-   soon as everything in a slice is ready and the last micro-batch has begun (GA_MICRO_LAST, or the
-   K-th). What has not been exchanged by then, ga_step exchanges, with the same bits. Ranks need not
-   call it alike. MPI must have been initialised with MPI_THREAD_MULTIPLE, else all is exchanged in
-   ga_step. Without overlap, and under GA_NONFINITE_DROP_MICRO or GA_CLIP_WHEN_MICRO, ready parameters
-   wait for ga_step.
-
-   GA_ERROR_INVALID_STATE: the window is invalid, or the accumulator of one is acquired. */
-GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count);
+/* In such a context, ga_params_ready has gradients exchanged while the program goes on, if
+   ga_comm_options.overlap is set: by a thread of the library, or on a device in a second stream,
+   slice by slice, the newest parameters first, as soon as everything in a slice is ready and the
+   last micro-batch has begun (GA_MICRO_LAST, or the K-th). What has not been exchanged by then,
+   ga_step exchanges, with the same bits. Ranks need not call it alike. MPI must have been
+   initialised with MPI_THREAD_MULTIPLE, else all is exchanged in ga_step; so it is under
+   GA_NONFINITE_DROP_MICRO and GA_CLIP_WHEN_MICRO. */
 
 /* ---- Build ----------------------------------------------------------------------------------- */
 

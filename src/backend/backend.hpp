@@ -129,6 +129,15 @@ class Backend {
   // over_ranks: on the CPU alone.
   virtual void decide(const WindowTotals& totals, const StepSums& sums,
                       const OverRanks& over_ranks) = 0;
+  // On the CPU alone, for parameters whose gradients are complete, when only the totals of the ending
+  // window and they are known: updates them as decide() and update() would if the step is applied and not
+  // clipped by a norm over several parameters. The last argument: those of them whose norms are taken too.
+  virtual void update_ahead(const WindowTotals&, Params, Params) {
+    fail(GA_ERROR_INTERNAL, "a device was to update parameters ahead of ga_step");
+  }
+  // After a decide() that applies the step: whether update_ahead() has computed what update() would for a
+  // parameter. If so, update() has nothing left to do for it.
+  virtual bool came_true(ga_param) { return false; }
   // Sets plans[i].view, through which norm() reads contribution inputs[i].
   virtual void open_micro(Span<const MicroInput> inputs, MicroPlan* plans) = 0;
   // After norm(): decides whether micro-batch number index is added, and sets the rest of plans[i].

@@ -603,6 +603,79 @@ GA_DEVICE void judge_window(Crew& crew, const ScalarTables& t, bool last) {
   if (clears) clear_window(crew, t);
 }
 
+// ---- Ahead of the decision ----------------------------------------------------------------------
+//
+// Plans parameters as judge_window() will if it applies the step and no norm over several parameters
+// clips it. t: copies of the control block and of the states of groups and parameters, since only the
+// plans are to change.
+
+template <class Crew>
+GA_DEVICE void foresee_window(Crew& crew, const ScalarTables& t, const WindowTotals& w) {
+  crew.once([&] {
+    Control& c = *t.control;
+    c.sums = brought_by(t, w);
+    c.mean = mean_of(*t.settings, c.sums.weight);
+    c.go = true;
+    ++c.steps;
+  });
+  crew.each_item(t.groups, [&](int64_t k) {
+    plan_group(t, k);
+    t.group_states[k].clip_factor = 1;
+  });
+}
+
+// To be called once for a parameter. Its own norm clips it, and has to be measured before.
+template <class Crew>
+GA_DEVICE void foresee_param(Crew& crew, const ScalarTables& t, int64_t i) {
+  crew.each_warp(1, [&](int64_t, auto& warp) { sum_param(warp, t, i); });
+  crew.once([&] {
+    reduce_param(t, i);
+    clip_param(t, i);
+    plan_param(crew, t, i);
+  });
+}
+
+// What the plan of a parameter with an element-wise Op follows from, but for options.
+struct Grounds {
+  bool go;
+  int32_t duty;
+  Numbers raw, gradient;
+  double lr, weight_decay, average_gain;
+  Clock clock;
+  uint64_t copy_key, state_key;
+};
+
+GA_HD Grounds grounds_of(const ScalarTables& t, int64_t i) {
+  const ParamPlan& plan = t.plans[i];
+  const StepInput in = step_input(t, i, false);
+  Grounds g = {};
+  g.go = t.control->go;
+  g.duty = plan.duty;
+  g.raw = plan.raw;
+  g.gradient = plan.gradient;
+  g.lr = in.lr;
+  g.weight_decay = in.weight_decay;
+  g.clock = in.clock;
+  if ((plan.duty & kFollow) != 0) g.average_gain = plan.average_gain;
+  if (t.param_inputs[i].by_chance) {
+    g.copy_key = plan.copy_key;
+    g.state_key = plan.state_key;
+  }
+  return g;
+}
+
+GA_HD bool same(const Numbers& a, const Numbers& b) {
+  return a.scale == b.scale && a.limit == b.limit && a.factor == b.factor;
+}
+
+// Whether two plans are the same, to the bit.
+GA_HD bool same(const Grounds& a, const Grounds& b) {
+  return a.go == b.go && a.duty == b.duty && same(a.raw, b.raw) && same(a.gradient, b.gradient) &&
+         a.lr == b.lr && a.weight_decay == b.weight_decay && a.average_gain == b.average_gain &&
+         a.clock.step == b.clock.step && a.clock.product == b.clock.product &&
+         a.copy_key == b.copy_key && a.state_key == b.state_key;
+}
+
 // Computes UnitTask::totals.
 template <class Warp>
 GA_DEVICE void total_units(const UnitTask& task, Warp& warp) {

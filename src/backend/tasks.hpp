@@ -246,6 +246,13 @@ struct FactorTask {
   int64_t row_count, column_count, matrices;
 };
 
+// Where an update writes that leaves what it reads as it is: arrays of the same formats. Those of f32 and f64
+// lie at multiples of 64 bytes.
+struct Targets {
+  Array param, state[kMaxSlots], copy, average;
+  bool stream;  // stores bypass the caches
+};
+
 // param, state <- op(param, gradient, state). The same pass writes copy and average.
 struct UpdateTask {
   const ParamPlan* plan;
@@ -267,6 +274,7 @@ struct UpdateTask {
   Partial* partials;            // measure: sum_squares of x[0], second_squares of x[1]
   int64_t cut;    // measure: after so many elements chunks begin anew; 0: nowhere, as on a device
   void* emitted;  // measure: x[0] if Op::emits, of the compute type
+  const Targets* targets;  // NULL: writes in place, as always on a device
 
   GA_HD int64_t stretch() const { return cut > 0 ? cut : count > 0 ? count : 1; }
 };

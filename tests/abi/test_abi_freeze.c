@@ -61,7 +61,7 @@ FIELD(ga_optimizer, alpha, 216, 8, 216, 8);
 FIELD(ga_optimizer, alpha_warmup, 224, 8, 224, 8);
 FIELD(ga_optimizer, beta3_warmup, 232, 8, 232, 8);
 
-SIZE(ga_config, 152, 120);
+SIZE(ga_config, 184, 144);
 FIELD(ga_config, struct_size, 0, 8, 0, 4);
 FIELD(ga_config, device, 8, 4, 4, 4);
 FIELD(ga_config, num_threads, 12, 4, 8, 4);
@@ -87,6 +87,11 @@ FIELD(ga_config, free, 120, 8, 104, 4);
 FIELD(ga_config, allocator_user, 128, 8, 108, 4);
 FIELD(ga_config, log, 136, 8, 112, 4);
 FIELD(ga_config, log_user, 144, 8, 116, 4);
+FIELD(ga_config, eager, 152, 4, 120, 4);
+FIELD(ga_config, eager_threads, 156, 4, 124, 4);
+FIELD(ga_config, eager_bytes, 160, 8, 128, 8);
+FIELD(ga_config, on_param_done, 168, 8, 136, 4);
+FIELD(ga_config, on_param_done_user, 176, 8, 140, 4);
 
 SIZE(ga_micro_options, 24, 24);
 FIELD(ga_micro_options, struct_size, 0, 8, 0, 4);
@@ -105,7 +110,7 @@ FIELD(ga_window_info, weight, 40, 8, 40, 8);
 FIELD(ga_window_info, windows, 48, 8, 48, 8);
 FIELD(ga_window_info, steps, 56, 8, 56, 8);
 
-SIZE(ga_step_result, 136, 136);
+SIZE(ga_step_result, 160, 160);
 FIELD(ga_step_result, struct_size, 0, 8, 0, 4);
 FIELD(ga_step_result, outcome, 8, 4, 4, 4);
 FIELD(ga_step_result, reserved, 12, 4, 8, 4);
@@ -124,6 +129,9 @@ FIELD(ga_step_result, noise_scale, 104, 8, 104, 8);
 FIELD(ga_step_result, noise_trace, 112, 8, 112, 8);
 FIELD(ga_step_result, noise_signal, 120, 8, 120, 8);
 FIELD(ga_step_result, dropped_micros, 128, 8, 128, 8);
+FIELD(ga_step_result, eager, 136, 8, 136, 8);
+FIELD(ga_step_result, eager_waited, 144, 8, 144, 8);
+FIELD(ga_step_result, eager_redone, 152, 8, 152, 8);
 
 SIZE(ga_accumulator, 64, 56);
 FIELD(ga_accumulator, struct_size, 0, 8, 0, 4);
@@ -188,7 +196,7 @@ FIELD(ga_param_options, rounding, 20, 4, 16, 4);
 FIELD(ga_param_options, rows, 24, 4, 20, 4);
 FIELD(ga_param_options, agc_axes, 28, 4, 24, 4);
 FIELD(ga_param_options, reduce, 32, 4, 28, 4);
-FIELD(ga_param_options, reserved, 36, 4, 32, 4);
+FIELD(ga_param_options, write_early, 36, 4, 32, 4);
 
 SIZE(ga_flat_entry, 48, 40);
 FIELD(ga_flat_entry, struct_size, 0, 8, 0, 4);
@@ -235,7 +243,7 @@ FIELD(ga_state_options, progress, 32, 8, 28, 4);
 FIELD(ga_state_options, progress_user, 40, 8, 32, 4);
 FIELD(ga_state_options, note, 48, 8, 36, 4);
 
-SIZE(ga_memory, 80, 80);
+SIZE(ga_memory, 88, 88);
 FIELD(ga_memory, struct_size, 0, 8, 0, 4);
 FIELD(ga_memory, accumulators, 8, 8, 8, 8);
 FIELD(ga_memory, optimizer_state, 16, 8, 16, 8);
@@ -246,6 +254,7 @@ FIELD(ga_memory, averages, 48, 8, 48, 8);
 FIELD(ga_memory, rows, 56, 8, 56, 8);
 FIELD(ga_memory, batch_norm, 64, 8, 64, 8);
 FIELD(ga_memory, resident, 72, 8, 72, 8);
+FIELD(ga_memory, eager, 80, 8, 80, 8);
 
 SIZE(ga_comm_table, 80, 44);
 FIELD(ga_comm_table, struct_size, 0, 8, 0, 4);

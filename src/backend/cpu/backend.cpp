@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend/allocator.hpp"
+#include "backend/cpu/ahead.hpp"
 #include "backend/cpu/batchnorm.hpp"
 #include "backend/cpu/crew.hpp"
 #include "backend/cpu/kernels.hpp"
@@ -97,7 +98,8 @@ class CpuBackend final : public Backend {
   bool capturing() override { return false; }
   void check_memory(const Subject&, const char*, const void*) override {}
 
-  void reserve(int64_t chunks, int64_t, int64_t accumulator_bytes) override {
+  void reserve(int64_t chunks, int64_t params, int64_t accumulator_bytes) override {
+    ahead_.reserve(static_cast<size_t>(params));
     // A factored second moment takes two sums of every tensor; the matrix engine copies in pieces
     // of a quarter of a chunk.
     lists_.reserve(2 * static_cast<size_t>(chunks));
@@ -133,16 +135,42 @@ class CpuBackend final : public Backend {
 
   void decide(const WindowTotals& totals, const StepSums& sums,
               const OverRanks& over_ranks) override {
-    for (size_t k = 0; k < sums.norms.size; ++k) {
-      const ga_param param = sums.norms.data[k];
-      if (tables_.param_inputs[param].clamped)
-        tables_.plans[param].raw = raw_numbers(tables_, mean_of(tables_, totals), param);
-    }
+    set_limits(totals, sums.norms);
     take_norms(Norms{*this, sums.norms});
     Crew crew;
     sum_window(crew, tables_, totals);
     if (over_ranks) over_ranks();
     judge_window(crew, tables_, totals.last);
+  }
+
+  // A norm that is measured in the same pass costs no reading of its own, but the plan cannot know it.
+  void update_ahead(const WindowTotals& totals, Params params, Params measured) override {
+    set_limits(totals, measured);
+    std::vector<ga_param>& before = norms_before_;
+    before.clear();
+    for (size_t k = 0; k < measured.size; ++k) {
+      const ga_param param = measured.data[k];
+      const ga_clip& clip = tables_.group_inputs[tables_.param_inputs[param].group].clip;
+      if (clip.scope == GA_CLIP_PER_TENSOR)
+        before.push_back(param);
+      else
+        ahead_.measured(param) = 1;
+    }
+    take_norms(Norms{*this, {before.data(), before.size()}});
+    ahead_.plan(tables_, totals, params);
+    lists_.run(Listed<UpdateTask>{tasks_.updates, params},
+               [this](const UpdateTask& task, const Work& w) {
+                 const auto param = static_cast<ga_param>(&task - tasks_.updates);
+                 if (ahead_.measured(param)) kernels_.norm(norm_of(param), w.offset, w.count);
+                 update_chunk(task, w.offset, w.count);
+               });
+    for (size_t k = 0; k < measured.size; ++k) ahead_.measured(measured.data[k]) = 0;
+  }
+
+  bool came_true(ga_param param) override {
+    if (!ahead_.came_true(tables_, param)) return false;
+    tables_.plans[param].duty = 0;
+    return true;
   }
 
   void settle_units(Params params, bool last) override {
@@ -325,11 +353,21 @@ class CpuBackend final : public Backend {
     const CpuBackend& self;
     Params params;
     size_t size() const { return params.size; }
-    NormTask operator[](size_t k) const {
-      const ga_param param = params.data[k];
-      return norm_task(self.tables_, self.tasks_, param, &self.tables_.plans[param].raw);
-    }
+    NormTask operator[](size_t k) const { return self.norm_of(params.data[k]); }
   };
+
+  NormTask norm_of(ga_param param) const {
+    return norm_task(tables_, tasks_, param, &tables_.plans[param].raw);
+  }
+
+  // Sets what norm tasks clip by value with.
+  void set_limits(const WindowTotals& totals, Params params) {
+    for (size_t k = 0; k < params.size; ++k) {
+      const ga_param param = params.data[k];
+      if (tables_.param_inputs[param].clamped)
+        tables_.plans[param].raw = raw_numbers(tables_, mean_of(tables_, totals), param);
+    }
+  }
 
   template <class Tasks>
   void take_norms(const Tasks& tasks) {
@@ -391,7 +429,9 @@ class CpuBackend final : public Backend {
   ScalarTables tables_ = {};
   TaskTables tasks_;
   Results results_;
+  Ahead ahead_;
   std::vector<UnitTask> unit_tasks_;
+  std::vector<ga_param> norms_before_;  // of update_ahead()
 };
 
 }  // namespace

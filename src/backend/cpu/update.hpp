@@ -12,15 +12,17 @@ struct Stream {
   bool in_place;
   Place next;  // of the next tile
 
-  GA_INLINE void open(const Array& a, int64_t offset, int64_t count) {
-    in_place = a.format == native<T>;
+  // apart: the array is not written.
+  GA_INLINE void open(const Array& a, int64_t offset, int64_t count, bool apart) {
+    in_place = a.format == native<T> && !apart;
     if (in_place) {
       data = static_cast<T*>(a.data) + offset;
       return;
     }
     data = tile;
     next = Place(a.format, a.data, offset + kTile);
-    load<T>({a.data, a.format, 1, nullptr}, offset, count, tile);
+    const T* const loaded = load<T>({a.data, a.format, 1, nullptr}, offset, count, tile);
+    if (loaded != tile) std::memcpy(tile, loaded, static_cast<size_t>(count) * sizeof(T));
     pad_tile(tile, count);
   }
 
@@ -34,20 +36,33 @@ struct Stream {
   }
 };
 
+// Writes a tile beside the array that it was read from.
+template <class T>
+GA_INLINE void put_apart(const Targets& targets, const Array& a, int64_t offset, int64_t count,
+                         const T* tile) {
+  T* const to = static_cast<T*>(a.data) + offset;
+  const int64_t whole = targets.stream ? count & -kBlock : 0;
+  for (int64_t b = 0; b < whole; b += kBlock) stream_block(to + b, tile + b);
+  std::memcpy(to + whole, tile + whole, static_cast<size_t>(count - whole) * sizeof(T));
+}
+
 // Updates the EMA of a parameter.
 template <class T>
 GA_INLINE void move_average(const UpdateTask& task, int64_t offset, int64_t count, const T* p) {
   const auto index = static_cast<uint64_t>(task.first + offset);
   const T gain = static_cast<T>(task.plan->average_gain);
+  const Array& target = task.targets ? task.targets->average : task.average;
   Stream<T> e;
-  e.open(task.average, offset, count);
+  e.open(task.average, offset, count, task.targets != nullptr);
   T* const average = e.data;
   // clang-format off
   GA_INDEPENDENT  // the EMA does not overlap the parameter
   for (int64_t i = 0; i < count; ++i) average[i] += gain * (p[i] - average[i]);
   // clang-format on
-  if (!e.in_place)
-    store<T>(task.average, offset, count, average, index, {true, task.plan->state_key + kMaxSlots});
+  if (task.average.format != native<T>)
+    store<T>(target, offset, count, average, index, {true, task.plan->state_key + kMaxSlots});
+  else if (task.targets)
+    put_apart<T>(*task.targets, target, offset, count, average);
 }
 
 template <class T>
@@ -55,7 +70,7 @@ void follow_as(const UpdateTask& task, int64_t offset, int64_t count) {
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
     Stream<T> p;
-    p.open(task.param, offset + t, n);
+    p.open(task.param, offset + t, n, task.targets != nullptr);
     move_average<T>(task, offset + t, n, p.data);
   }
 }
@@ -120,9 +135,10 @@ struct UpdateTile {
     if (kPass.gradient && g == gradient_tile)
       next_g = Place(task.gradient.source.format, task.gradient.source.data,
                      task.first + offset + kTile);
+    const bool apart = task.targets != nullptr;
     p.data = p.tile;
-    if (kPass.parameter) p.open(task.param, offset, count);
-    for (int k = 0; k < kSlots; ++k) state[k].open(task.state[k], offset, count);
+    if (kPass.parameter) p.open(task.param, offset, count, apart);
+    for (int k = 0; k < kSlots; ++k) state[k].open(task.state[k], offset, count, apart);
   }
 
   GA_INLINE void prefetch(int64_t b) const {
@@ -172,14 +188,20 @@ struct UpdateTile {
 
   GA_INLINE void close_state(const UpdateTask& task, int64_t offset, int64_t count) {
     if (!kPass.writes_state || kSlots == 0 || state[0].in_place) return;
+    const Array* const to = task.targets ? task.targets->state : task.state;
+    if (to[0].format == native<T>) {
+      for (int k = 0; k < kSlots; ++k)
+        put_apart<T>(*task.targets, to[k], offset, count, state[k].data);
+      return;
+    }
     const auto index = static_cast<uint64_t>(task.first + offset);
     for (int k = 0; k < kSlots; k += 2) {
       const uint64_t key = task.plan->state_key + static_cast<uint64_t>(k);
       if (k + 1 < kSlots)
-        store_bf16_pair<T>(task.state[k], task.state[k + 1], offset, count, state[k].data,
-                           state[k + 1].data, index, key);
+        store_bf16_pair<T>(to[k], to[k + 1], offset, count, state[k].data, state[k + 1].data, index,
+                           key);
       else
-        store_bf16<T>(task.state[k].data, offset, count, state[k].data, index, {true, key});
+        store_bf16<T>(to[k].data, offset, count, state[k].data, index, {true, key});
     }
   }
 };
@@ -211,8 +233,8 @@ GA_INLINE bool update_tile(const Op& op, const UpdateTask& task, int64_t offset,
   using T = typename Op::Real;
   constexpr int kSlots = UpdateTile<Op, false>::kSlots;
   const Source& source = task.gradient.source;
-  bool plain =
-      count <= kTile && task.param.format == native<T> && !task.copy.data && !task.average.data;
+  bool plain = count <= kTile && task.param.format == native<T> && !task.copy.data &&
+               !task.average.data && !task.targets;
   plain = plain && (!Op::updating.gradient || (source.format == native<T> && source.data));
   for (int k = 0; k < kSlots; ++k) plain = plain && task.state[k].format == native<T>;
   if (!plain) return false;
@@ -250,6 +272,9 @@ void update(const UpdateTask& task, int64_t offset, int64_t count) {
   using T = typename Op::Real;
   const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
   if (update_tile(op, task, offset, count)) return;
+  const Targets* const targets = task.targets;
+  const Array& param = targets ? targets->param : task.param;
+  const Array& copy = targets ? targets->copy : task.copy;
   UpdateTile<Op, false> tile(task);
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
@@ -263,14 +288,17 @@ void update(const UpdateTask& task, int64_t offset, int64_t count) {
       store<T>(a, offset + t, n, p, static_cast<uint64_t>(task.first + offset + t),
                {task.by_chance, task.plan->copy_key});
     };
-    if (!tile.p.in_place) {
-      store_to(task.param);
+    if (param.format != native<T>) {
+      store_to(param);
       if (task.average.data)  // which follows the parameter as stored
-        load<T>({task.param.data, task.param.format, 1, nullptr}, offset + t, n, tile.p.tile);
+        load<T>({param.data, param.format, 1, nullptr}, offset + t, n, tile.p.tile);
+    } else if (targets) {
+      put_apart<T>(*targets, param, offset + t, n, p);
     }
-    if (task.copy.data) store_to(task.copy);
+    if (copy.data) store_to(copy);
     if (task.average.data) move_average<T>(task, offset + t, n, p);
   }
+  if (targets && targets->stream) stream_fence();
 }
 
 // The first pass of a layer-wise optimizer.

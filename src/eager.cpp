@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "eager.hpp"
+
+#include "context.hpp"
+#include "error.hpp"
+#include "tensor.hpp"
+
+namespace ga {
+namespace {
+
+thread_local const Context* telling = nullptr;
+
+}  // namespace
+
+Eager::Eager(Context& context)
+    : context_(context),
+      second_set_(context.config_, *context.backend_, context.params_, context.arrays_,
+                  context.ranges_) {
+  ga_config config = context.config_;
+  if (config.eager_threads == 0) return;
+  config.num_threads = config.eager_threads;
+  config.parallel_for = nullptr;
+  backend_ = make_cpu_backend(config);
+  thread_ = std::make_unique<Background>([this](size_t item) {
+    const FpMode mode;
+    run(item, item + 1);
+  });
+}
+
+void Eager::reserve(size_t params, int64_t chunks) {
+  for (auto* list : {&waiting_, &ready_, &early_, &updated_, &measured_}) list->reserve(params);
+  begun_.reserve(params);
+  moves_.reserve(params);
+  if (backend_) backend_->reserve(chunks, static_cast<int64_t>(params), 0);
+}
+
+void Eager::make_second_set() {
+  second_set_.make([this](size_t i) { return needs_second_set(i); });
+}
+
+int64_t Eager::bytes(int64_t& written) const {
+  return second_set_.bytes([this](size_t i) { return needs_second_set(i); }, written);
+}
+
+// Whether a parameter's update is one pass, which reads nothing but the parameter's own gradient.
+bool Eager::may_go_ahead(size_t i) const {
+  const ParamList& params = context_.params_;
+  const Param& p = params[i];
+  const int op = params.op_of(p);
+  return op >= 0 && p.count > 0 && !p.frozen && !params.is_layered(p) && !op_info(op).factored &&
+         !op_info(op).row_state && !params.by_units(i);
+}
+
+// Whether all that ga_step will decide about the parameter is known before.
+bool Eager::is_settled(size_t i) const {
+  const ga_clip& clip = context_.params_.clip_of(context_.params_[i]);
+  return context_.config_.nonfinite == GA_NONFINITE_IGNORE &&
+         !(clip.scope == GA_CLIP_GLOBAL && clip.when == GA_CLIP_WHEN_STEP);
+}
+
+void Eager::release() {
+  Context& c = context_;
+  const double weight = c.window_.weight();
+  if (!(weight >= 0x1p-126 && weight <= 0x1p127)) return;  // ga_step may skip the window for it
+  make_second_set();
+  const size_t first = begun_.size();
+  for (const ga_param id : waiting_) {
+    const auto i = static_cast<size_t>(id);
+    Param& p = c.params_[i];
+    ready_.push_back(id);
+    const bool whole = p.held() == Held::kStored || p.held() == Held::kAdopted;
+    const bool early = c.params_.tensor(i).options.write_early != 0;
+    if (!whole || !may_go_ahead(i) || (early && p.unrounded)) continue;
+    const Targets* targets = nullptr;
+    if (!is_settled(i)) {
+      targets = second_set_.give(i);
+      if (!targets) {
+        ++waited_;
+        continue;
+      }
+      if (early) early_.push_back(id);
+    }
+    c.tell_param(i);
+    c.tables_.updates.edit(i).targets = targets;
+    p.ahead = targets ? Ahead::kApart : Ahead::kInPlace;
+    in_place_ = in_place_ || !targets;
+    begun_.push_back({id, c.needs_norm(i)});
+  }
+  waiting_.clear();
+  if (begun_.size() == first) return;
+  totals_ = c.window_totals();
+  if (thread_) return thread_->release(begun_.size());
+  try {
+    run(first, begun_.size());
+  } catch (const Error& e) {
+    for (size_t k = first; k < begun_.size(); ++k) {
+      const ga_param id = begun_[k].param;
+      if (c.params_[id].ahead == Ahead::kInPlace) c.broken_ = e;  // half updated
+      c.params_[id].ahead = Ahead::kNot;
+      c.tables_.updates.edit(static_cast<size_t>(id)).targets = nullptr;
+    }
+    begun_.resize(first);
+    throw;
+  }
+}
+
+// Updates those of begun_ from one to another.
+void Eager::run(size_t first, size_t end) {
+  updated_.clear();
+  measured_.clear();
+  for (size_t k = first; k < end; ++k) {
+    updated_.push_back(begun_[k].param);
+    if (begun_[k].measured) measured_.push_back(begun_[k].param);
+  }
+  Backend& backend = backend_ ? *backend_ : *context_.backend_;
+  backend.update_ahead(totals_, params_of(updated_), params_of(measured_));
+  for (const ga_param id : updated_)
+    if (context_.params_[id].ahead == Ahead::kInPlace) tell(id);
+}
+
+void Eager::check_not_in_place(const char* what) const {
+  if (in_place_)
+    fail(GA_ERROR_INVALID_STATE,
+         "%s was called after ga_params_ready had updated parameters of this window in place "
+         "(ga_config.eager); ga_step ends the window first",
+         what);
+}
+
+void Eager::join() {
+  if (!thread_ || begun_.empty()) return;
+  try {
+    thread_->finish();
+  } catch (const Error& e) {
+    if (in_place_) {
+      context_.broken_ = e;
+      throw;
+    }
+    redone_ += static_cast<int64_t>(begun_.size());
+    forget_begun();
+  }
+}
+
+void Eager::recall() {
+  if (begun_.empty() || in_place_) return;
+  join();
+  redone_ += static_cast<int64_t>(begun_.size());
+  forget_begun();
+}
+
+void Eager::forget_begun() {
+  for (const Begun& b : begun_) {
+    context_.params_[b.param].ahead = Ahead::kNot;
+    context_.tables_.updates.edit(static_cast<size_t>(b.param)).targets = nullptr;
+  }
+  count_ += static_cast<int64_t>(begun_.size());
+  begun_.clear();
+}
+
+void Eager::settle(bool applied) {
+  Context& c = context_;
+  Backend& backend = backend_ ? *backend_ : *c.backend_;
+  moves_.clear();
+  if (!applied) {
+    forget_begun();
+    restore_early();
+  }
+  for (const Begun& b : begun_) {
+    const auto i = static_cast<size_t>(b.param);
+    Param& p = c.params_[i];
+    UpdateTask& task = c.tables_.updates.edit(i);
+    task.targets = nullptr;
+    const bool came_true = backend.came_true(b.param);
+    if (p.ahead == Ahead::kInPlace) {
+      if (!came_true)
+        fail(GA_ERROR_FAULT,
+             "parameter \"%s\" was updated in place by ga_params_ready, but ga_step has decided "
+             "otherwise",
+             c.params_.name(b.param));
+    } else if (came_true) {
+      const Array next = second_set_.exchange(i, task);
+      if (next.data) add_move(p, next);
+    } else {
+      ++redone_;
+    }
+  }
+  c.backend_->finish(moves_.span());
+  ga_step_result& result = c.tables_.control.at()->result;
+  result.eager = count_ + static_cast<int64_t>(begun_.size());
+  result.eager_waited = waited_;
+  result.eager_redone = redone_;
+}
+
+void Eager::discard() {
+  join();
+  moves_.clear();
+  restore_early();
+  context_.backend_->finish(moves_.span());
+}
+
+// What was written early becomes what the master weights round to, as it was before.
+void Eager::restore_early() {
+  for (const ga_param id : early_) {
+    const Param& p = context_.params_[id];
+    add_move(p, {p.master, GA_F32});
+  }
+}
+
+void Eager::add_move(const Param& p, const Array& from) {
+  FinishTask& move = moves_.add();
+  move = {};
+  move.gradient = identity({from.data, from.format, 1, nullptr});
+  move.f64 = p.f64;
+  move.target = p.shared_data();
+  move.count = p.share.count;
+}
+
+void Eager::tell(ga_param id) noexcept {
+  const ga_config& config = context_.config_;
+  if (!config.on_param_done) return;
+  telling = &context_;
+  try {
+    const ProgramFpMode programs;
+    config.on_param_done(config.on_param_done_user, id);
+  } catch (...) {
+    threw_.store(true, std::memory_order_relaxed);
+  }
+  telling = nullptr;
+}
+
+bool Eager::is_telling(const Context& context) { return telling == &context; }
+
+void Eager::tell_done() {
+  if (!context_.config_.on_param_done) return;
+  for (const auto* list : {&ready_, &waiting_})
+    for (const ga_param id : *list)
+      if (context_.params_[id].ahead != Ahead::kInPlace) tell(id);
+}
+
+void Eager::check_callbacks() {
+  if (threw_.exchange(false, std::memory_order_relaxed))
+    fail(GA_ERROR_FAULT, "on_param_done threw an exception; nothing else is wrong");
+}
+
+void Eager::end_window() {
+  forget_begun();
+  ready_.clear();
+  waiting_.clear();
+  early_.clear();
+  in_place_ = false;
+  count_ = waited_ = redone_ = 0;
+}
+
+}  // namespace ga

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// Updates ahead of ga_step (ga_config.eager): of parameters to which nothing more comes, as soon as the
+// weight of the window is known. Where the step is bound to be applied, and no norm over several parameters
+// clips it, they are updated in place. Else a second set of arrays takes what is computed, and ga_step
+// exchanges the sets if its decision has come out as foreseen, and else computes the update from the first.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "background.hpp"
+#include "second_set.hpp"
+
+namespace ga {
+
+class Context;
+
+class Eager {
+ public:
+  explicit Eager(Context& context);
+
+  // Makes room for so many parameters with so many chunks, so that no later call allocates.
+  void reserve(size_t params, int64_t chunks);
+  void set_tables(const ScalarTables& tables, const TaskTables& tasks) {
+    if (backend_) backend_->set_tables(tables, tasks);
+  }
+  // Parameters, their arrays, or options that decide about the second set may have changed.
+  void look_again() { second_set_.look_again(); }
+  void make_second_set();
+  void forget(size_t param) { second_set_.forget(param); }  // which is removed
+  int64_t bytes(int64_t& written) const;                    // of the second set
+
+  // In a window:
+  void note(ga_param param) { waiting_.push_back(param); }  // it has become ready
+  void release();                                           // what was noted may be updated
+  bool has_begun() const { return !begun_.empty(); }
+  // For calls that would read or change what is updated in place, or what that was computed with.
+  void check_not_in_place(const char* what) const;
+  void join();    // waits for the library's threads
+  void recall();  // options change: has ga_step compute anew what was computed with those of before
+
+  // After the decision: if the step is applied, takes over what was computed as decided.
+  void settle(bool applied);
+  void discard();
+  // Calls on_param_done for what it was not called for yet.
+  void tell_done();
+  void end_window();
+  void check_callbacks();  // throws if one has thrown an exception
+  // Whether this thread runs on_param_done of that context.
+  static bool is_telling(const Context& context);
+
+ private:
+  struct Begun {
+    ga_param param;
+    bool measured;  // the norm is taken too
+  };
+
+  bool may_go_ahead(size_t param) const;
+  bool is_settled(size_t param) const;
+  bool needs_second_set(size_t param) const { return may_go_ahead(param) && !is_settled(param); }
+  void run(size_t first, size_t end);
+  void forget_begun();
+  void restore_early();
+  void add_move(const Param& p, const Array& from);
+  void tell(ga_param param) noexcept;
+
+  Context& context_;
+  SecondSet second_set_;
+  std::unique_ptr<Backend> backend_;  // of ga_config.eager_threads; NULL: the context's
+
+  std::vector<ga_param> waiting_, ready_;
+  std::vector<Begun> begun_;     // in this window
+  std::vector<ga_param> early_;  // of these, those that are written early
+  WindowTotals totals_ = {};
+  bool in_place_ = false;                        // some are updated in place
+  int64_t count_ = 0, waited_ = 0, redone_ = 0;  // see ga_step_result
+  std::atomic<bool> threw_{false};
+
+  // Working lists.
+  std::vector<ga_param> updated_, measured_;
+  TaskList<FinishTask> moves_;
+
+  std::unique_ptr<Background> thread_;  // with backend_; last: it uses the others
+};
+
+}  // namespace ga
