@@ -128,9 +128,8 @@ template <class F>
 void ParamArrays::each_units(size_t i, F&& f) const {
   const Param& p = params_[i];
   const Tensor& t = params_.tensor(i);
+  if (params_.needs_units(i)) f(Tensor::kClipUnits, units_of(t.shape, params_.units_axes(i)), true);
   if (p.share.count == 0) return;
-  if (params_.clip_of(p).scope == GA_CLIP_AGC)
-    f(Tensor::kClipUnits, units_of(t.shape, params_.units_axes(i)), true);
   const int op = params_.op_of(p);
   if (op >= 0 && op_info(op).row_state) {
     UnitPattern rows = units_of({t.rows, p.count / t.rows}, 2);
@@ -348,9 +347,9 @@ void ParamArrays::hand_over(New& fresh) {
 void ParamArrays::make_units() {
   std::vector<std::unique_ptr<Units>> made(params_.size());
   for (size_t i = 0; i < made.size(); ++i) {
-    if (!params_[i].owns || params_.clip_of(params_[i]).scope != GA_CLIP_AGC) continue;
+    if (!params_[i].owns || !params_.needs_units(i)) continue;
     const UnitPattern pattern = units_of(params_.tensor(i).shape, params_.units_axes(i));
-    if (params_[i].count > 0) made[i] = std::make_unique<Units>(backend_, pattern, true);
+    made[i] = std::make_unique<Units>(backend_, pattern, true);
   }
   for (size_t i = 0; i < made.size(); ++i)
     params_.tensor(i).units[Tensor::kClipUnits].swap(made[i]);

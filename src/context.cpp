@@ -594,7 +594,7 @@ ga_memory Context::memory() const {
 int64_t Context::bytes_of_lists(size_t params) const {
   const size_t words = config_.device == GA_DEVICE_CPU ? 0 : 3 * sizeof(Word);
   return static_cast<int64_t>(params * (sizeof(Param) + sizeof(Tensor) + sizeof(Source) +
-                                        sizeof(AccumulateTask) + 10 * sizeof(ga_param) + words));
+                                        sizeof(AccumulateTask) + 11 * sizeof(ga_param) + words));
 }
 
 // Called after the last check of a call that contributes, so that no other call leaves arrays behind.
@@ -615,7 +615,7 @@ void Context::make_arrays() {
     told_.resize(n);
     if (config_.device != GA_DEVICE_CPU) moved_.reserve(3 * n);
     for (auto* list : {&plain_, &pieces_, &layers_, &layers_over_ranks_, &norms_, &units_first_,
-                       &factored_first_, &ids_[0], &ids_[1], &ids_[2], &noted_})
+                       &factored_first_, &units_of_owner_, &ids_[0], &ids_[1], &ids_[2], &noted_})
       list->reserve(n);
     if (eager_) {
       int64_t chunks = 0;

@@ -367,17 +367,20 @@ class Context : BnContext {
   // Parameters by the passes of their update: one; one that also clips by units; several. Rebuilt when an
   // option changes.
   bool lists_due_ = true;
-  bool unit_lists_ = false;  // some parameter is clipped by units
+  bool unit_lists_ = false;         // some parameter is clipped by units
+  bool clipped_by_owners_ = false;  // on the CPU: some parameter is clipped by one rank for all
+  bool settles_units_ = false;      // settle_units() follows on the decision
   std::vector<ga_param> plain_, pieces_, layers_;
   std::vector<ga_param> layers_over_ranks_;  // whose norms are of pieces on several ranks
   std::vector<ga_param> ids_[3];             // of a batch of these
   std::vector<ga_param> norms_, units_first_, factored_first_;  // of StepSums
-  bool added_ = false;           // an accumulator has something of the open micro-batch
-  std::vector<ga_param> noted_;  // whose first gradient came with it and is adopted
-  int64_t rows_held_ = 0;        // rows contributed in this window, repeated ones included
-  bool maxima_ = false;          // a parameter with GA_REDUCE_MAX has been added
-  bool plain_path_ = true;       // contributions are only added
-  bool adopts_ = false;          // first contributions stay in the program's buffers
+  std::vector<ga_param> units_of_owner_;  // on a device: which this rank clips for all
+  bool added_ = false;                    // an accumulator has something of the open micro-batch
+  std::vector<ga_param> noted_;           // whose first gradient came with it and is adopted
+  int64_t rows_held_ = 0;                 // rows contributed in this window, repeated ones included
+  bool maxima_ = false;                   // a parameter with GA_REDUCE_MAX has been added
+  bool plain_path_ = true;                // contributions are only added
+  bool adopts_ = false;                   // first contributions stay in the program's buffers
   bool noise_repeated_ = false;
   struct {
     int64_t index;

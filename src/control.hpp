@@ -102,14 +102,16 @@ struct ParamInput {
   Held held;
   bool f64;
   bool frozen;
-  bool clamped;     // the partials also hold the squares of the gradient clipped by value
-  bool by_units;    // GA_CLIP_AGC clips the reduced gradient
-  bool lazy;        // only rows with a gradient are updated
-  bool average;     // the parameter has an EMA
-  bool by_chance;   // some array of the parameter is rounded stochastically
-  bool stale_rows;  // the norm comes from the partials, not from the row set
-  bool unmeasured;  // the partials do not match the gradient, and nobody reads its norm
-  bool maximum;     // GA_REDUCE_MAX
+  bool clamped;   // the partials also hold the squares of the gradient clipped by value
+  bool by_units;  // GA_CLIP_AGC clips the reduced gradient
+  bool
+      clipped_by_owner;  // ParamSums has what one rank's clip by units came to, before the decision
+  bool lazy;             // only rows with a gradient are updated
+  bool average;          // the parameter has an EMA
+  bool by_chance;        // some array of the parameter is rounded stochastically
+  bool stale_rows;       // the norm comes from the partials, not from the row set
+  bool unmeasured;       // the partials do not match the gradient, and nobody reads its norm
+  bool maximum;          // GA_REDUCE_MAX
 };
 
 // The sums over a window's gradients that a decision is made from: one WindowSums, and a ParamSums
@@ -139,6 +141,8 @@ struct ParamSums {
   double nonfinite;  // an element is infinite or NaN
   double gradients;  // the window brought a gradient
   double dense;      // the gradient fills the whole array, not only the rows of a row set
+  // Under ParamInput::clipped_by_owner: UnitTotals.
+  double unit_squares, unit_smallest;
 };
 
 struct ParamState {
@@ -262,7 +266,7 @@ struct RankRecord {
 GA_HD int64_t record_words(int64_t params, int64_t channels) {
   return static_cast<int64_t>(sizeof(RankRecord) / sizeof(double)) + 2 * params + 3 * channels;
 }
-constexpr int64_t kPieceWords = 3;  // what sum_pieces() writes of a parameter
+constexpr int64_t kPieceWords = 5;  // what sum_pieces() writes of a parameter
 
 // The tables and states of a context, at the addresses where the code of decide.hpp runs.
 struct ScalarTables {

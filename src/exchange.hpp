@@ -101,6 +101,9 @@ class Exchange {
   // Where norms over a layer are those of pieces.
   void describe_measure(ga_param id, UpdateTask& measure);
   void add_layer_norms();
+  // After the clip by units of those parameters whose owner alone makes it: gives every rank their norms
+  // and smallest factors.
+  void share_unit_totals();
   // Gives every rank what the others have changed of the parameters that are sharded.
   enum class Changed { kNothing, kRows, kElements };
   void gather_parameters(const std::function<Changed(ga_param)>& changed);

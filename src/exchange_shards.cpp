@@ -106,6 +106,28 @@ void Exchange::add_layer_norms() {
   }
 }
 
+void Exchange::share_unit_totals() {
+  struct Totals {
+    double squares, smallest;
+  };
+  std::vector<size_t> clipped;
+  for (size_t i = 0; i < context_.prepared_; ++i)
+    if (context_.params_.is_clipped_by_owner(i)) clipped.push_back(i);
+  std::vector<Totals> own(clipped.size()), all(static_cast<size_t>(comm_->ranks()) * own.size());
+  for (size_t k = 0; k < own.size(); ++k) {
+    const ParamState& s = *context_.tables_.param_states.at(clipped[k]);
+    own[k] = {s.sum_squares, s.smallest};
+  }
+  comm_->all_gather("norms of what is clipped by units", own.data(), all.data(),
+                    static_cast<int64_t>(2 * own.size()), GA_F64);
+  for (size_t k = 0; k < own.size(); ++k) {
+    const auto owner = static_cast<size_t>(divisions_[clipped[k]].owner);
+    ParamState& s = *context_.tables_.param_states.at(clipped[k]);
+    s.sum_squares = all[owner * own.size() + k].squares;
+    s.smallest = all[owner * own.size() + k].smallest;
+  }
+}
+
 void Exchange::check_division() {
   if (!shards()) return;
   if (context_.prepared_ == 0) {
@@ -113,14 +135,21 @@ void Exchange::check_division() {
     for (Param& p : context_.params_) p.share = {0, p.count};
     return;
   }
-  for (size_t i = 0; i < divisions_.size(); ++i)
-    if (context_.params_.keeper(i) != keepers_[i] && !context_.params_.tensor(i).removed)
+  const auto place = [](Keeper keeper) {
+    return keeper == Keeper::kAll     ? "whole on every rank"
+           : keeper == Keeper::kOwner ? "whole on one rank"
+                                      : "in parts on the ranks";
+  };
+  for (size_t i = 0; i < divisions_.size(); ++i) {
+    const Keeper next = context_.params_.keeper(i);
+    if (next != keepers_[i] && !context_.params_.tensor(i).removed)
       context_.params_.subject(i).fail(
           GA_ERROR_UNSUPPORTED,
-          "its state lies %s, so clipping by units (GA_CLIP_AGC) can be %s only before the library "
-          "makes its arrays",
-          keepers_[i] == Keeper::kAll ? "on every rank" : "in parts on the ranks",
-          keepers_[i] == Keeper::kAll ? "taken away" : "set");
+          "its state lies %s, but with this clipping by units (GA_CLIP_AGC), or without it, it "
+          "would "
+          "lie %s; that can be changed only before the library makes its arrays",
+          place(keepers_[i]), place(next));
+  }
 }
 
 // ---- Updated parameters ----------------------------------------------------------------------------

@@ -163,12 +163,30 @@ bool ParamList::has_master(Which w) const {
 }
 
 Keeper ParamList::keeper(Which w) const {
-  const int op = op_of((*this)[w]);
-  if (op < 0 || clip_of((*this)[w]).scope == GA_CLIP_AGC) return Keeper::kAll;
+  const Param& p = (*this)[w];
+  const int op = op_of(p);
+  if (op < 0) return Keeper::kAll;
+  const ga_clip& clip = clip_of(p);
+  const bool by_units = clip.scope == GA_CLIP_AGC;
+  if (by_units && clip.when == GA_CLIP_WHEN_MICRO) return Keeper::kAll;
   const OpInfo& info = op_info(op);
-  const bool whole =
-      info.factored || info.row_state || info.orthogonal || (whole_layers && info.norms > 0);
+  const bool whole = info.factored || info.row_state || info.orthogonal ||
+                     (whole_layers && info.norms > 0) ||
+                     (by_units && clip.when == GA_CLIP_WHEN_STEP);
   return whole ? Keeper::kOwner : Keeper::kPieces;
+}
+
+bool ParamList::needs_units(Which w) const {
+  const Param& p = (*this)[w];
+  const ga_clip& clip = clip_of(p);
+  const bool of_micros = clip.when == GA_CLIP_WHEN_MICRO;
+  return clip.scope == GA_CLIP_AGC && (of_micros ? p.count : p.share.count) > 0;
+}
+
+bool ParamList::is_clipped_by_owner(Which w) const {
+  const Param& p = (*this)[w];
+  const ga_clip& clip = clip_of(p);
+  return sharded && op_of(p) >= 0 && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_WHEN_STEP;
 }
 
 bool ParamList::is_layered(const Param& p) const {

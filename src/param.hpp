@@ -213,6 +213,11 @@ class ParamList {
     return p.maximum ? unclipped_ : clip_of(group_of(p));
   }
   bool clips_micro(const Param& p) const { return is_of_micros(clip_of(p)); }
+  // Whether this rank clips its gradients by units: contributions are clipped by whoever brings them, the
+  // gradient of a window by those who update the parameter.
+  bool needs_units(Which w) const;
+  // Whether the rank that keeps its state clips the gradient of a window by units, for all ranks.
+  bool is_clipped_by_owner(Which w) const;
   // The axes that the units of a parameter under GA_CLIP_AGC are reduced over.
   uint32_t units_axes(Which w) const;
   // Whether the reduced gradient is clipped by units.

@@ -151,7 +151,7 @@ ga_step_result Context::step() {
     over_ranks = [this] { or_lose_window([&] { exchange_->add_sums(); }); };
   }
   const bool may_apply = totals.over_ranks || totals.weight > 0;
-  totals.last = !may_apply || !unit_lists_;
+  totals.last = !may_apply || !settles_units_;
   forget_delivered();
 
   or_break([&] {

@@ -143,6 +143,7 @@ void Context::describe_input(size_t i) {
   in.clamped = params_.norm_after_value(p);
   in.maximum = p.maximum;
   in.by_units = params_.by_units(i);
+  in.clipped_by_owner = exchange_ && exchange_->on_device() && params_.is_clipped_by_owner(i);
   in.lazy = t.options.rows == GA_ROWS_LAZY;
   in.average = ema_ && p.owns && p.count > 0;
   in.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC ||

@@ -10,22 +10,24 @@
 namespace ga {
 
 void Context::make_lists() {
-  for (auto* list :
-       {&plain_, &pieces_, &layers_, &layers_over_ranks_, &units_first_, &factored_first_})
+  for (auto* list : {&plain_, &pieces_, &layers_, &layers_over_ranks_, &units_first_,
+                     &factored_first_, &units_of_owner_})
     list->clear();
-  unit_lists_ = false;
+  unit_lists_ = clipped_by_owners_ = false;
   const bool cut = !sums_first();
   const bool bounded =
       tables_.settings[0].bounded >= 0;  // such a norm is of all gradients as clipped
   for (size_t i = 0; i < prepared_; ++i) {
     const auto id = static_cast<ga_param>(i);
+    const bool by_owner = params_.is_clipped_by_owner(i);
+    clipped_by_owners_ = clipped_by_owners_ || (cut && by_owner);
     if (!params_[i].owns) continue;
     if (params_.is_layered_over_ranks(i)) layers_over_ranks_.push_back(id);
     if (params_.is_layered_over_ranks(i) || params_[i].share.count == 0) continue;
     const bool units = params_.by_units(id), factored = tables_.factors[i].row_pattern != nullptr;
     unit_lists_ = unit_lists_ || units;
     if (!cut && units)
-      units_first_.push_back(id);
+      (by_owner ? units_of_owner_ : units_first_).push_back(id);
     else if (!cut && factored)
       factored_first_.push_back(id);
     if (cut && params_.in_pieces(id) && !bounded)
@@ -35,6 +37,7 @@ void Context::make_lists() {
     else
       plain_.push_back(id);
   }
+  settles_units_ = clipped_by_owners_ || (cut ? unit_lists_ : !units_first_.empty());
   lists_due_ = false;
 }
 
@@ -42,7 +45,7 @@ void Context::make_lists() {
 // units, comes after the others.
 void Context::update() {
   backend_->update(params_of(plain_));
-  if (!pieces_.empty() || !layers_.empty()) update_layers();
+  if (!pieces_.empty() || !layers_.empty() || clipped_by_owners_) update_layers();
   if (layers_over_ranks_.empty()) return;
   const Params layers = params_of(layers_over_ranks_);
   or_end([&] { backend_->measure(layers, [this] { exchange_->add_layer_norms(); }); });
@@ -64,10 +67,15 @@ void Context::update_layers() {
   size_t last_unit = 0;  // behind it, none is clipped by units
   for (size_t k = 0; k < layers_.size() && !sums_first(); ++k)
     if (params_.by_units(layers_[k])) last_unit = k + 1;
-  if (bounded && last_unit > 0) {
+  const auto settle_owners = [&] {
+    or_end([&] { exchange_->share_unit_totals(); });
+    backend_->settle_units({nullptr, 0}, true);
+  };
+  if (bounded && (last_unit > 0 || clipped_by_owners_)) {
     const Params clipped = units_of(0, layers_.size());
     backend_->clip_units(clipped);
-    backend_->settle_units(clipped, true);
+    backend_->settle_units(clipped, !clipped_by_owners_);
+    if (clipped_by_owners_) settle_owners();
   }
   if (!pieces_.empty()) backend_->update_by_units(params_of(pieces_), last_unit == 0);
   for (size_t first = 0, end; first < layers_.size(); first = end) {
@@ -85,6 +93,7 @@ void Context::update_layers() {
     }
     update_batch({&layers_[first], end - first});
   }
+  if (!bounded && clipped_by_owners_) settle_owners();
 }
 
 void Context::update_batch(Params ids) {

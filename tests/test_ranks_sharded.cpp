@@ -41,6 +41,7 @@ struct Mix {
   const char* name;
   int32_t dtype, accumulator, state, average, rounding, master;
   int32_t kind = GA_OPTIMIZER_ADAMW;
+  int32_t by_units = -1;  // ga_clip.when
 };
 class RanksShardedMix : public testing::TestWithParam<std::tuple<Mix, int32_t>> {};
 
@@ -86,6 +87,11 @@ TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
         const int64_t shape[] = {kCounts[i]};
         ASSERT_OK(ga_param_add(ctx, group, std::string(1, static_cast<char>('a' + i)).c_str(),
                                out.parameters[i].data(), mix.dtype, 1, shape, &options, nullptr));
+      }
+      if (mix.by_units >= 0) {
+        ga_clip by_units = clip(GA_CLIP_AGC, 0);
+        by_units.when = mix.by_units;
+        ASSERT_OK(ga_context_set_clip(ctx, &by_units));
       }
       const ga_comm_options sharding = sharded(shard);
       ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
@@ -133,7 +139,13 @@ const Mix kMixes[] = {
      GA_OPTIMIZER_LAMB},
     {"lars_narrow_accumulators", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
      GA_OPTIMIZER_LARS},
-    {"adafactor", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32, GA_OPTIMIZER_ADAFACTOR}};
+    {"adafactor", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32, GA_OPTIMIZER_ADAFACTOR},
+    {"by_units", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32, GA_OPTIMIZER_ADAMW,
+     GA_CLIP_WHEN_STEP},
+    {"micro_batches_by_units", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+     GA_OPTIMIZER_ADAMW, GA_CLIP_WHEN_MICRO},
+    {"micro_batches_by_units_by_chance", GA_BF16, GA_F32, 0, 0, GA_ROUND_STOCHASTIC, GA_MASTER_NONE,
+     GA_OPTIMIZER_ADAMW, GA_CLIP_WHEN_MICRO}};
 
 INSTANTIATE_TEST_SUITE_P(All, RanksShardedMix,
                          testing::Combine(testing::ValuesIn(kMixes), testing::Values(1, 2, 3, 4)),
@@ -177,6 +189,38 @@ TEST(RanksSharded, TensorsWithOwners) {
       s.clip = clip(GA_CLIP_GLOBAL, 0.5, GA_FLAVOR_TORCH, clamps ? 0.01 : HUGE_VAL);
       expect_the_bits(run(l, s, shares, start), l, s, shares, start);
     }
+}
+
+// One rank clips a tensor by units and updates it; the smallest factor is in every rank's result, and the
+// norm over all of LAMB's gradients, which is one after that clip, in every rank's update.
+TEST(RanksSharded, ClippedByUnits) {
+  const Layout l = Layout::of({{300, 260}, {7}, {130, 600}, {33, 5}, {70001}, {260, 270}});
+  const Block start = parameters(l, 3);
+  for (const int32_t ranks : {2, 3})
+    for (const int32_t kind :
+         {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR})
+      for (const int32_t units : {GA_AGC_TF, GA_AGC_TORCH})
+        for (const int32_t when : {GA_CLIP_WHEN_STEP, GA_CLIP_WHEN_MICRO}) {
+          SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(units) + " " +
+                       std::to_string(when));
+          Options s;
+          s.optimizer = optimizer(kind);
+          if (kind == GA_OPTIMIZER_LAMB) s.optimizer.max_grad_norm = 0.1;
+          s.clip = clip(GA_CLIP_AGC, 0);
+          s.clip.agc_units = units;
+          s.clip.when = when;
+          const Shares shares = make_shares(l, ranks, 2, 1);
+          const std::vector<Ended> whole = run(l, s, shares, start);
+          expect_the_bits(whole, l, s, shares, start);
+          const Ended alone = run_alone(l, s, shares, start);
+          EXPECT_LT(distance(l, whole[0].parameters, alone.parameters), 1e-4);
+          for (size_t w = 0; w < shares.size(); ++w) {
+            EXPECT_NEAR(whole[0].results[w].clip_factor, alone.results[w].clip_factor, 1e-5);
+            if (when == GA_CLIP_WHEN_STEP) {
+              EXPECT_LT(whole[0].results[w].clip_factor, 0.5);
+            }
+          }
+        }
 }
 
 // Tensors that are missing count as zeros, and an optimizer with norms moves them all the same.
@@ -331,6 +375,36 @@ TEST(RanksSharded, EachRankHasItsPartOfTheState) {
     }
     for (const ga_memory& m : of_ranks) EXPECT_GE(m.accumulators, 4 * elements);
   }
+}
+
+TEST(RanksSharded, EachRankHasItsPartOfWhatIsClippedByUnits) {
+  for (const int32_t when : {GA_CLIP_WHEN_STEP})
+    on_ranks(4, [&](int32_t, ga_comm* comm) {
+      constexpr int64_t kTensors = 8, kCount = 300 * 300;
+      std::vector<float> p(kTensors * kCount, 1);
+      Context ctx;
+      ga_clip by_units = clip(GA_CLIP_AGC, 0);
+      by_units.when = when;
+      ASSERT_OK(ga_context_set_clip(ctx, &by_units));
+      const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+      for (int64_t i = 0; i < kTensors; ++i)
+        ctx.param(group, "p" + std::to_string(i), &p[static_cast<size_t>(i * kCount)],
+                  ref::Shape{300, 300});
+      const ga_comm_options sharding = sharded();
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+      ASSERT_OK(ga_prepare(ctx));
+      const double part = 8.0 * kTensors * kCount / 4;
+      EXPECT_NEAR(static_cast<double>(memory(ctx).optimizer_state), part, 0.01 * part);
+      // Another limit changes nothing of who has what; when it applies, and whether, does.
+      by_units.agc_factor = 0.5;
+      ASSERT_OK(ga_context_set_clip(ctx, &by_units));
+      if (when == GA_CLIP_WHEN_STEP) {
+        expect_failure(ga_context_set_clip(ctx, nullptr), "lies whole on one rank",
+                       GA_ERROR_UNSUPPORTED);
+      } else {
+        ASSERT_OK(ga_context_set_clip(ctx, nullptr));
+      }
+    });
 }
 
 // Gradients travel to where state is, and parameters back: no more than gradients and their sums do.
@@ -538,7 +612,8 @@ TEST(RanksSharded, IsChosenBeforeThereAreArrays) {
     ASSERT_OK(ga_context_set_clip(ctx, nullptr));
     ctx.accumulate({g.data()});
     step(ctx);
-    EXPECT_EQ(ga_context_set_clip(ctx, &by_units), GA_ERROR_UNSUPPORTED);
+    expect_failure(ga_context_set_clip(ctx, &by_units), "lies in parts on the ranks",
+                   GA_ERROR_UNSUPPORTED);
     EXPECT_EQ(ga_context_set_comm(ctx, nullptr, nullptr), GA_ERROR_INVALID_STATE);
     ctx.accumulate({g.data()});
     EXPECT_EQ(step(ctx).steps, 2);

@@ -412,6 +412,9 @@ GA_HD void clip_param(const ScalarTables& t, int64_t i) {
   if (clip.scope == GA_CLIP_PER_TENSOR && clip.when == GA_CLIP_WHEN_STEP)
     s.factor = clip_factor(clip, sqrt(s.sum_squares));
   s.smallest = s.factor;
+  if (!t.param_inputs[i].clipped_by_owner) return;
+  s.sum_squares = s.sums.unit_squares;
+  s.smallest = s.sums.unit_smallest < 1 ? s.sums.unit_smallest : 1;
 }
 
 // Calls f(channel, layer) for all channels of all layers with batch normalisation.

@@ -88,7 +88,7 @@ GA_DEVICE void add_ranks(Crew& crew, const ScalarTables& t, const double* record
 }
 
 template <class Crew>
-GA_DEVICE void sum_pieces(Crew& crew, const ScalarTables& t, double* out) {
+GA_DEVICE void sum_pieces(Crew& crew, const ScalarTables& t, const UnitTask* units, double* out) {
   crew.each_warp(t.params, [&](int64_t i, auto& warp) {
     const bool held = some_rank_has_gradient(t, i);
     sum_partials(warp, t, i, held, [&](double squares, double clamped, double, bool nonfinite) {
@@ -96,6 +96,9 @@ GA_DEVICE void sum_pieces(Crew& crew, const ScalarTables& t, double* out) {
       of_param[0] = squares;
       of_param[1] = clamped;
       of_param[2] = nonfinite;
+      const bool clips = t.param_inputs[i].clipped_by_owner && t.param_inputs[i].by_units;
+      of_param[3] = clips ? units[i].totals->squares : 0;
+      of_param[4] = clips ? units[i].totals->smallest : 0;
     });
   });
 }
@@ -112,6 +115,8 @@ GA_DEVICE void add_pieces(Crew& crew, const ScalarTables& t, const double* sums,
     s.squares = total[0];
     s.clamped = total[1];
     s.nonfinite = total[2];
+    s.unit_squares = total[3];
+    s.unit_smallest = total[4];
     s.dense = 1;
   });
 }

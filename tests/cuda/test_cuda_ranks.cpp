@@ -206,6 +206,82 @@ TEST_F(CudaRanks, LayersAreThoseOfTheCpuToRounding) {
   EXPECT_LT(distance(l, whole[0].parameters, alone.parameters), 1e-6);
 }
 
+// One rank clips a tensor by units and updates it; what the others need of that is there before the decision.
+// A norm over all gradients of LAMB is one after that clip.
+TEST_F(CudaRanks, ClippedByUnits) {
+  const Layout l = Layout::of({{300, 260}, {7}, {130, 600}, {33, 5}, {70001}, {260, 270}});
+  const Block start = parameters(l, 3);
+  for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR})
+    for (const int32_t units : {GA_AGC_TF, GA_AGC_TORCH})
+      for (const int32_t when : {GA_CLIP_WHEN_STEP, GA_CLIP_WHEN_MICRO}) {
+        SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(units) + " " +
+                     std::to_string(when));
+        Options s;
+        s.optimizer = optimizer(kind);
+        if (kind == GA_OPTIMIZER_LAMB) s.optimizer.max_grad_norm = 0.1;
+        s.clip = clip(GA_CLIP_AGC, 0);
+        s.clip.agc_units = units;
+        s.clip.when = when;
+        s.options.adder = GA_COMM_ADDER_LIBRARY;
+        const Shares shares = make_shares(l, 3, 2, 1);
+        const std::vector<Ended> whole = run_on_devices(l, s, shares, start);
+        if (when == GA_CLIP_WHEN_STEP) {
+          EXPECT_LT(whole[0].results[0].clip_factor, 0.5);
+        }
+        EXPECT_LT(distance(l, whole[0].parameters, run_alone(l, s, shares, start).parameters),
+                  1e-4);
+        s.options.shard = GA_SHARD_OPTIMIZER;
+        for (const bool deferred : {false, true}) {
+          use(deferred);
+          expect_alike(whole, run_on_devices(l, s, shares, start));
+        }
+        use(false);
+      }
+}
+
+// A gradient for the program, which every rank clips by itself, beside one that its owner clips for all.
+TEST_F(CudaRanks, ClippedByUnitsForTheProgram) {
+  std::vector<ga_step_result> results;
+  std::vector<std::vector<double>> gradients;
+  std::mutex lock;
+  for (const bool shards : {false, true})
+    on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+      const Parameters p(90600);
+      std::fill(p.data(), p.data() + 90600, 1.0f);
+      Context ctx(on(config(), stream));
+      ga_optimizer lamb = optimizer(GA_OPTIMIZER_LAMB);
+      lamb.max_grad_norm = 0.1;
+      ctx.param(ctx.group(lamb), "w", p.data(), ref::Shape{300, 300});
+      const ga_param own = ctx.param(ctx.group(optimizer(GA_OPTIMIZER_EXTERNAL)), "own",
+                                     p.data() + 90000, ref::Shape{20, 30});
+      const ga_clip c = clip(GA_CLIP_AGC, 0);
+      ASSERT_OK(ga_context_set_clip(ctx, &c));
+      ga_comm_options o = comm_options();
+      o.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+      o.adder = GA_COMM_ADDER_LIBRARY;
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+      std::vector<float> g(90600);
+      for (size_t j = 0; j < g.size(); ++j)
+        g[j] = static_cast<float>(j % 13) - static_cast<float>(4 + r);
+      for (int w = 0; w < 2; ++w) {
+        ctx.accumulate({g.data(), g.data() + 90000});
+        ASSERT_OK(ga_step(ctx, nullptr));
+        const ga_step_result result = result_of(ctx);
+        std::vector<double> all = external_gradient(ctx, own, 600);
+        for (size_t j = 0; j < 90000; ++j) all.push_back(p[j]);
+        const std::lock_guard<std::mutex> hold(lock);
+        if (w == 0) continue;
+        results.push_back(result);
+        gradients.push_back(all);
+      }
+    });
+  ASSERT_EQ(results.size(), 4u);
+  for (size_t k = 1; k < results.size(); ++k) {
+    EXPECT_EQ(memcmp(&results[k], &results[0], sizeof results[0]), 0) << k;
+    EXPECT_EQ(gradients[k], gradients[0]) << k;
+  }
+}
+
 // NCCL adds in an order of its own, also where nobody has asked for it. LAMB's tensors are whole on a rank: many
 // large ones, one that is too large to travel to its owner alone, and small ones.
 TEST_F(CudaRanks, TheTransportAdds) {

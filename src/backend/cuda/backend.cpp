@@ -160,7 +160,8 @@ class CudaBackend final : public Backend {
   }
 
   void sum_pieces(double* out) override {
-    traced("gradaccum sum_pieces", [&] { cuda::sum_pieces(queue(), tables_, out); });
+    traced("gradaccum sum_pieces",
+           [&] { cuda::sum_pieces(queue(), tables_, tasks_.units_at, out); });
   }
 
   void add_pieces(const double* sums, int32_t ranks) override {

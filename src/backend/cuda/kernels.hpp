@@ -141,7 +141,7 @@ void sum_rank(const Queue& queue, const ScalarTables& tables, const WindowTotals
               const uint64_t* brought, double* out);
 void add_ranks(const Queue& queue, const ScalarTables& tables, const double* records, int64_t words,
                int32_t ranks);
-void sum_pieces(const Queue& queue, const ScalarTables& tables, double* out);
+void sum_pieces(const Queue& queue, const ScalarTables& tables, const UnitTask* units, double* out);
 void add_pieces(const Queue& queue, const ScalarTables& tables, const double* sums, int32_t ranks);
 // The contributions of a micro-batch: at most kMostInputs from the host, which travel in the
 // arguments of the launch, or any number on the device.

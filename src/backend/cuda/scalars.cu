@@ -44,9 +44,10 @@ struct AddRanks {
 struct SumPieces {
   static constexpr bool kWide = true;
   ScalarTables tables;
+  const UnitTask* units;
   double* out;
 
-  GA_DEVICE void operator()(Block& block) const { ga::sum_pieces(block, tables, out); }
+  GA_DEVICE void operator()(Block& block) const { ga::sum_pieces(block, tables, units, out); }
 };
 
 struct AddPieces {
@@ -180,8 +181,9 @@ void add_ranks(const Queue& queue, const ScalarTables& tables, const double* rec
   launch(AddRanks{tables, records, words, ranks}, 1, queue.stream);
 }
 
-void sum_pieces(const Queue& queue, const ScalarTables& tables, double* out) {
-  launch(SumPieces{tables, out}, 1, queue.stream);
+void sum_pieces(const Queue& queue, const ScalarTables& tables, const UnitTask* units,
+                double* out) {
+  launch(SumPieces{tables, units, out}, 1, queue.stream);
 }
 
 void add_pieces(const Queue& queue, const ScalarTables& tables, const double* sums, int32_t ranks) {
