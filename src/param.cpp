@@ -168,7 +168,8 @@ Keeper ParamList::keeper(Which w) const {
   if (op < 0) return Keeper::kAll;
   const ga_clip& clip = clip_of(p);
   const bool by_units = clip.scope == GA_CLIP_AGC;
-  if (by_units && clip.when == GA_CLIP_WHEN_MICRO) return Keeper::kAll;
+  // Each rank clips its micro-batches by what the optimizer has, the master weights.
+  if (by_units && clip.when == GA_CLIP_WHEN_MICRO && has_master(w)) return Keeper::kAll;
   const OpInfo& info = op_info(op);
   const bool whole = info.factored || info.row_state || info.orthogonal ||
                      (whole_layers && info.norms > 0) ||

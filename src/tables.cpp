@@ -182,7 +182,7 @@ void Context::describe_units(size_t i) {
   const Param& p = params_[i];
   const Units& made = *params_.tensor(i).units[Tensor::kClipUnits];
   const ga_clip& clip = params_.clip_of(p);
-  const Array param = p.values();
+  const Array param = p.master ? Array{p.master, GA_F32} : Array{p.data, p.dtype};  // the whole
   UnitTask& units = tables_.units.edit(i);
   units.param = {param.data, param.format, 1, nullptr};
   units.f64 = p.f64;

@@ -378,7 +378,7 @@ TEST(RanksSharded, EachRankHasItsPartOfTheState) {
 }
 
 TEST(RanksSharded, EachRankHasItsPartOfWhatIsClippedByUnits) {
-  for (const int32_t when : {GA_CLIP_WHEN_STEP})
+  for (const int32_t when : {GA_CLIP_WHEN_STEP, GA_CLIP_WHEN_MICRO})
     on_ranks(4, [&](int32_t, ga_comm* comm) {
       constexpr int64_t kTensors = 8, kCount = 300 * 300;
       std::vector<float> p(kTensors * kCount, 1);
