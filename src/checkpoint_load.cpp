@@ -9,6 +9,7 @@
 
 #include "checkpoint.hpp"
 #include "error.hpp"
+#include "exchange.hpp"
 #include "names.hpp"
 #include "tensor.hpp"
 
@@ -70,6 +71,7 @@ void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
   if (options_.settings == GA_SETTINGS_TAKE && texts_.counted) take_settings();
   if (texts_.counted) {
     const Exchanged taken(*this);  // the windows are checked against these settings
+    if (taken_ && context_.exchange_) context_.exchange_->check_keepers();
     join_windows();
   }
   context_.backend_->wait();

@@ -98,6 +98,8 @@ class Exchange {
   void divide();
   // Clipping has changed: throws if arrays are divided in another way than they would be now.
   void check_division();
+  // Throws if with the settings of now parameters would be divided in another way.
+  void check_keepers() const;
   // Where norms over a layer are those of pieces.
   void describe_measure(ga_param id, UpdateTask& measure);
   void add_layer_norms();

@@ -135,6 +135,11 @@ void Exchange::check_division() {
     for (Param& p : context_.params_) p.share = {0, p.count};
     return;
   }
+  check_keepers();
+}
+
+void Exchange::check_keepers() const {
+  if (!shards()) return;
   const auto place = [](Keeper keeper) {
     return keeper == Keeper::kAll     ? "whole on every rank"
            : keeper == Keeper::kOwner ? "whole on one rank"

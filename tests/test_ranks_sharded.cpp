@@ -483,6 +483,40 @@ TEST(RanksSharded, FilesAreThoseOfWholeState) {
   }
 }
 
+// Settings that a file brings divide nothing anew: clipping by units is set before, or not at all.
+TEST(RanksSharded, FilesDivideNothingAnew) {
+  const Folder folder;
+  const ga_clip by_units = clip(GA_CLIP_AGC, 0);
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    const ga_comm_options sharding = sharded();
+    const std::vector<float> g(90000, static_cast<float>(r + 1));
+    ga_state_options take;
+    ASSERT_OK(ga_state_options_init(&take, sizeof take));
+    take.settings = GA_SETTINGS_TAKE;
+    enum Part { kSaves, kRefuses, kLoads };
+    for (const Part part : {kSaves, kRefuses, kLoads}) {
+      std::vector<float> p(90000, 1);
+      Context ctx;
+      ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), 90000);
+      if (part != kRefuses) {
+        ASSERT_OK(ga_context_set_clip(ctx, &by_units));
+      }
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+      const auto load = [&] { return ga_load(ctx, (folder / "state").c_str(), &take); };
+      if (part == kRefuses)
+        expect_failure(load(), "lies in parts on the ranks", GA_ERROR_UNSUPPORTED);
+      if (part == kLoads) {
+        ASSERT_OK(load());
+      }
+      ctx.accumulate({g.data()});
+      EXPECT_EQ(step(ctx).steps, part == kLoads ? 2 : 1);
+      if (part == kSaves) {
+        ASSERT_OK(ga_save(ctx, (folder / "state").c_str(), nullptr));
+      }
+    }
+  });
+}
+
 // The disk of rank 0 is full, or its program cancels, in the middle of what the ranks exchange.
 TEST(RanksSharded, ASaveThatFailsIsThatOfAll) {
   const Folder folder;
