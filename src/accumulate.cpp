@@ -276,7 +276,8 @@ Param& Context::part(ga_param id, const char* what) {
          "%s: the accumulator of parameter \"%s\" is acquired; ga_accumulator_release must be "
          "called first",
          what, params_.name(id));
-  if (p.ready) refuse_ready(id);
+  // As in ga_accumulate(), a call that brings nothing is legal.
+  if (p.ready && !p.frozen && window_.open_micro().weight > 0) refuse_ready(id);
   return p;
 }
 

@@ -156,6 +156,45 @@ TEST(RanksOverlap, WholeMicroBatchesAreRefusedToo) {
   EXPECT_EQ(pair.q[0], 1 - 0.25f);
 }
 
+// A call for what is ready is legal if it brings nothing: in a micro-batch of weight 0, or to a frozen
+// parameter.
+TEST(RanksOverlap, WhatBringsNothingIsNotRefused) {
+  for (const bool overlap : {false, true}) {
+    SCOPED_TRACE(overlap);
+    OneRank comm;
+    Pair pair;
+    Context ctx;
+    pair.add_to(ctx);
+    const ga_comm_options o = overlap ? overlapped() : comm_options();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+    ASSERT_OK(ga_param_set_frozen(ctx, 0, 1));
+    const auto bring = [&](ga_param id) {
+      pair.part(ctx, id);
+      ga_accumulator a;
+      ASSERT_OK(ga_accumulator_init(&a, sizeof a));
+      ASSERT_OK(ga_accumulator_acquire(ctx, id, &a));
+      EXPECT_EQ(a.data, nullptr);
+      ASSERT_OK(ga_accumulator_release(ctx, id));
+    };
+    const void* const list[] = {pair.g.data(), pair.g.data()};
+    ctx.accumulate({pair.g.data(), pair.g.data()});
+    pair.ready(ctx, 0);
+    pair.ready(ctx, 1);
+    ASSERT_OK(ga_accumulate(ctx, list, 2, 0, nullptr));
+    ASSERT_OK(ga_micro_begin(ctx, -1, 0, nullptr));
+    bring(0);
+    bring(1);
+    ASSERT_OK(ga_micro_end(ctx));
+    ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
+    bring(0);
+    expect_failure(ga_accumulate_part(ctx, 1, pair.g.data()), "\"q\"", GA_ERROR_INVALID_STATE);
+    ASSERT_OK(ga_micro_end(ctx));
+    EXPECT_EQ(step(ctx).weight, 2);
+    EXPECT_EQ(pair.q[5], 1 - 0.25f);
+    EXPECT_EQ(pair.p[5], 1);
+  }
+}
+
 TEST(RanksOverlap, WhereOneDiscardsNoneSteps) {
   on_ranks(3, [&](int32_t r, ga_comm* comm) {
     Pair pair;

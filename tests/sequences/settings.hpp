@@ -368,7 +368,7 @@ class Settings {
     Statuses wrong = open_ < 0 ? kState : 0;
     if (!has_param(id)) return wrong | kArgument;
     const Param& p = params_[static_cast<size_t>(id)];
-    if (p.acquired || p.ready) wrong |= kState;
+    if (p.acquired || (p.ready && (open_ < 0 || !ignored(p)))) wrong |= kState;
     return wrong;
   }
 
