@@ -314,6 +314,33 @@ TEST_F(CudaRanks, TheTransportAdds) {
       }
 }
 
+// Nothing but the result wants it: a pass would tell, which is made if it is asked for.
+TEST_F(CudaRanks, NormsThatNobodyReadsAreLeftOut) {
+  const Layout l = layout();
+  const Shares shares = make_shares(l, 3, 2);
+  const Block start = parameters(l, 3);
+  for (const bool shards : {false, true})
+    for (const bool measures : {false, true}) {
+      Options s;
+      s.config.nonfinite = GA_NONFINITE_IGNORE;
+      s.config.measure_norm = measures;
+      s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+      s.options.adder = GA_COMM_ADDER_LIBRARY;
+      const std::vector<Ended> ended = run_on_devices(l, s, shares, start);
+      expect_alike(ended);
+      const std::vector<Ended> cpu = run(l, s, shares, start);
+      EXPECT_TRUE(same_bits(ended[0].parameters, cpu[0].parameters));
+      for (size_t w = 0; w < shares.size(); ++w) {
+        const double norm = ended[0].results[w].norm, wanted = cpu[0].results[w].norm;
+        EXPECT_FALSE(std::isnan(wanted));
+        EXPECT_EQ(std::isnan(norm), !measures);
+        if (measures) {
+          EXPECT_NEAR(norm, wanted, ref::kUsualNorm * wanted);
+        }
+      }
+    }
+}
+
 // NCCL's maximum of a NaN and a number is the number, so the library takes maxima.
 TEST_F(CudaRanks, MaximaThatAreNotNumbers) {
   on_devices(3, [&](int32_t r, ga_comm* comm, const Stream& stream) {
