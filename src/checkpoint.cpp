@@ -421,9 +421,18 @@ Metadata Checkpoint::texts() {
   // Not Control::result, which may be that of a window that was rejected.
   ga_step_result last = {};
   if (control.windows > 0) backend.result(0, true, last);
+  if (!dropped_micros_.empty()) last.dropped_micros = dropped_micros_[0];
   result.add_fields(last);
   add("counters", counters.text());
   add("result", result.text());
+  if (std::any_of(dropped_micros_.begin(), dropped_micros_.end(),
+                  [](uint64_t d) { return d != 0; })) {
+    Fields of_ranks;
+    of_ranks.add("ranks", static_cast<int64_t>(dropped_micros_.size()));
+    for (size_t q = 0; q < dropped_micros_.size(); ++q)
+      of_ranks.add(("rank_" + std::to_string(q)).c_str(), dropped_micros_[q]);
+    add("dropped_micros", of_ranks.text());
+  }
   for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
     GroupState state;
     backend.read(&state, context_.tables_.group_states.at(k), sizeof state);

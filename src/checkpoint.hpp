@@ -236,6 +236,7 @@ class Checkpoint {
   std::vector<double> numbers(int64_t tensor) const;
   std::vector<int64_t> integers(int64_t tensor) const;
   void read_texts();
+  void read_dropped_micros(uint64_t& dropped) const;
   void read_param(size_t param);
   void read_layer(ga_bn layer);
   void take_settings();
@@ -287,7 +288,9 @@ class Checkpoint {
   bool with_shared_ = true;  // and the arrays of which each rank has a part
   std::vector<Saved> saved_;
   std::vector<WindowCounts> counts_;  // by rank, if gather() has found an open window
-  std::vector<int64_t> piece_;        // of what ranks hand to each other
+  std::vector<uint64_t>
+      dropped_micros_;          // of the last result, by rank; empty: the context is alone
+  std::vector<int64_t> piece_;  // of what ranks hand to each other
   std::unique_ptr<StateWriter> writer_;
 
   const ReadAt* read_ = nullptr;

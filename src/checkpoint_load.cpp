@@ -251,6 +251,7 @@ void Checkpoint::read_texts() {
   counters.get("host_windows", in.host_windows);
   Fields(text("result"), "result").get_fields(in.control.result);
   in.control.result.struct_size = sizeof in.control.result;
+  read_dropped_micros(in.control.result.dropped_micros);
   const Control& c = in.control;
   for (const int64_t count :
        {c.windows, c.steps, c.skipped, c.dropped, c.scaler.good_steps,
@@ -286,6 +287,19 @@ void Checkpoint::read_texts() {
     in.groups.push_back(of);
   }
   in.counted = true;
+}
+
+// Which micro-batches of its last window this rank has dropped. The result in the file is that of rank 0;
+// where other ranks saved it, that is all that is known.
+void Checkpoint::read_dropped_micros(uint64_t& dropped) const {
+  if (context_.rank() > 0) dropped = 0;
+  const std::string* const text = file_->find("dropped_micros");
+  if (!text) return;
+  const Fields of_ranks(*text, "dropped_micros");
+  int64_t ranks = 0;
+  of_ranks.get("ranks", ranks);
+  if (ranks == context_.ranks())
+    of_ranks.get(("rank_" + std::to_string(context_.rank())).c_str(), dropped);
 }
 
 // Reads the whole file: keeps the tensors of numbers that were claimed, and checks all checksums.

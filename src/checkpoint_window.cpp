@@ -33,6 +33,7 @@ struct Adding {
 
 void Checkpoint::gather(const Ready& ready) {
   Exchange* const exchange = context_.exchange_.get();
+  if (exchange && exchange->ranks() > 1) dropped_micros_ = exchange->dropped_micros();
   if (!exchange || !exchange->has_open_window() || options_.parts == GA_STATE_PARAMETERS) return;
   if (context_.rejected_)
     fail(GA_ERROR_INVALID_STATE,

@@ -169,9 +169,25 @@ void Exchange::begin_call(const char* what) {
         "%s was called while gradients are being exchanged, as ga_params_ready allowed; ga_step or "
         "ga_discard ends the window first",
         what);
-  gather_headers(header(kOther, what), {});
+  Header own = header(kOther, what);
+  own.dropped = own_dropped_micros();
+  gather_headers(own, {});
   check_calls(what);
   check_settings();
+}
+
+// Of the last window, for which a device is waited for, as for the headers that are gathered next.
+uint64_t Exchange::own_dropped_micros() const {
+  Backend& backend = *context_.backend_;
+  ga_step_result last = {};
+  if (!backend.capturing() && context_.control().windows > 0) backend.result(0, true, last);
+  return last.dropped_micros;
+}
+
+std::vector<uint64_t> Exchange::dropped_micros() const {
+  std::vector<uint64_t> of_ranks;
+  for (int32_t q = 0; q < comm_->ranks(); ++q) of_ranks.push_back(header_of(q).dropped);
+  return of_ranks;
 }
 
 bool Exchange::has_open_window() const {

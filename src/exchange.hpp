@@ -117,6 +117,8 @@ class Exchange {
   void vote(const char* what, const Error* failure);
   // In such a call: whether the window of any rank was not empty when it began.
   bool has_open_window() const;
+  // And ga_step_result.dropped_micros of the last window, by rank.
+  std::vector<uint64_t> dropped_micros() const;
   void check_empty(const char* what) const;  // throws, on every rank, if one was not
   // A text of each rank.
   std::vector<std::string> gather_texts(const char* what, std::string own);
@@ -145,8 +147,9 @@ class Exchange {
     uint64_t name;   // of the function: a hash
     uint64_t settings, state;
     int64_t params;
-    int64_t open;    // the window holds something
-    int64_t failed;  // begin_layer(): this rank cannot make the call
+    int64_t open;      // the window holds something
+    int64_t failed;    // begin_layer(): this rank cannot make the call
+    uint64_t dropped;  // begin_call(): dropped_micros of this rank's last result
     WindowSums sums;
   };
   static constexpr int64_t kHeaderWords = sizeof(Header) / sizeof(int64_t);
@@ -158,6 +161,7 @@ class Exchange {
   const Header& header_of(int32_t rank) const;
   const uint64_t* payload_of(int32_t rank) const;
   void check_calls(const char* function);
+  uint64_t own_dropped_micros() const;
   void check_settings();
   void check_tensors() const;
   void check_tensors_of_device() const;

@@ -636,6 +636,59 @@ TEST(RanksWindow, DroppedMicroBatchesHaveTheirNumbers) {
   EXPECT_EQ(alone.p[0], -(2 + 4 + 2 + 2 * 6) / 5.0f);
 }
 
+ga_step_result last_result(ga_context* ctx) {
+  ga_step_result r;
+  EXPECT_OK(ga_step_result_init(&r, sizeof r));
+  EXPECT_OK(ga_step_result_get(ctx, 0, 1, &r));
+  return r;
+}
+
+// A result that was loaded is that of the rank, where as many ranks load it as have saved it; else that of
+// rank 0, of whose micro-batches only rank 0 is told which were dropped.
+TEST(RanksWindow, ResultsHaveTheirOwnDroppedMicroBatches) {
+  const Folder folder;
+  ga_config c = config();
+  c.nonfinite = GA_NONFINITE_DROP_MICRO;
+  for (const bool shard : {false, true}) {
+    ga_comm_options o = comm_options();
+    o.shard = shard ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+    std::vector<ga_step_result> before(3);
+    on_ranks(3, [&](int32_t r, ga_comm* comm) {
+      Small s(c);
+      ASSERT_OK(ga_context_set_comm(s.ctx, comm, &o));
+      for (int32_t k = 0; k < 5; ++k) s.contribute(k == r + 1 ? NAN : 1);
+      step(s.ctx);
+      before[static_cast<size_t>(r)] = last_result(s.ctx);
+      EXPECT_EQ(before[static_cast<size_t>(r)].dropped_micros, 2u << r);
+      ASSERT_OK(ga_save(s.ctx, (folder / "state").c_str(), nullptr));
+      const std::string bytes = s.saved();
+      EXPECT_TRUE(bytes == contents(folder / "state"));
+    });
+    const auto loaded = [&](Small& s) {
+      EXPECT_OK(ga_load(s.ctx, (folder / "state").c_str(), nullptr));
+      return last_result(s.ctx);
+    };
+    for (const int32_t ranks : {2, 3})
+      on_ranks(ranks, [&](int32_t r, ga_comm* comm) {
+        Small s(c);
+        ASSERT_OK(ga_context_set_comm(s.ctx, comm, &o));
+        const ga_step_result after = loaded(s);
+        ga_step_result want = before[static_cast<size_t>(r)];
+        if (ranks == 2) want.dropped_micros = r == 0 ? 2 : 0;
+        EXPECT_EQ(memcmp(&after, &want, sizeof want), 0) << r << " of " << ranks;
+      });
+    Small alone(c);
+    EXPECT_EQ(loaded(alone).dropped_micros, 2u);
+    // As one context has saved it.
+    ASSERT_OK(ga_save(alone.ctx, (folder / "state").c_str(), nullptr));
+    on_ranks(2, [&](int32_t r, ga_comm* comm) {
+      Small s(c);
+      ASSERT_OK(ga_context_set_comm(s.ctx, comm, &o));
+      EXPECT_EQ(loaded(s).dropped_micros, r == 0 ? 2u : 0u);
+    });
+  }
+}
+
 // One rank has a gradient of all rows, one of some: their sum is measured, and leaves nothing behind.
 TEST(RanksWindow, RowsBesideAWholeGradient) {
   for (const int32_t whole : {0, 1, 2}) {  // the rank that has all rows; 2: none
