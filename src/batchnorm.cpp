@@ -841,6 +841,11 @@ const char* BatchNorms::name_of_windowed() const {
   return nullptr;
 }
 
+bool BatchNorms::awaits_sums() const {
+  return std::any_of(layers_.begin(), layers_.end(),
+                     [](const Layer& b) { return b.windowed() && !b.frozen && !b.sums_final; });
+}
+
 const char* BatchNorms::name_of_user(ga_param id) const {
   for (const Layer& b : layers_)
     if (b.gamma == id || b.beta == id) return b.name;

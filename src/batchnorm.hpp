@@ -107,7 +107,9 @@ class BatchNorms {
 
   // Whether a layer has statistics of this window, be they those of other ranks alone.
   bool has_statistics() const;
-  const char* name_of_windowed() const;         // of a layer in WINDOW mode; NULL if there is none
+  const char* name_of_windowed() const;  // of a layer in WINDOW mode; NULL if there is none
+  // Over ranks: whether a layer has yet to add up its backward sums, the last that it exchanges in a window.
+  bool awaits_sums() const;
   const char* name_of_user(ga_param id) const;  // of a layer that has this parameter, or NULL
   // Whether a layer in WINDOW mode has the statistics of a micro-batch, which cannot be taken back.
   bool is_swept(int64_t micro) const;

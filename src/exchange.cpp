@@ -336,13 +336,8 @@ Exchange::Items Exchange::settings_items() const {
   return items;
 }
 
-// Throws if there is a parameter or a layer that this exchange cannot have.
+// Throws if there is a parameter that this exchange cannot have.
 void Exchange::check_tensors() const {
-  const char* const layer = overlaps() ? context_.batch_norms_.name_of_windowed() : nullptr;
-  if (layer)
-    Subject{"layer", layer}.fail(GA_ERROR_UNSUPPORTED,
-                                 "in WINDOW mode it exchanges statistics within a window, which "
-                                 "ga_comm_options.overlap does not allow");
   if (on_device()) check_tensors_of_device();
 }
 

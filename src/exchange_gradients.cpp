@@ -408,7 +408,8 @@ void Exchange::measure_own() {
 
 // Has the slices run whose parameters are ready, in their order, which is the same on every rank.
 void Exchange::release_ready() {
-  if (has_failed()) return;
+  // What layers exchange comes first: all ranks make these calls together, so that all go on in one order.
+  if (has_failed() || context_.batch_norms_.awaits_sums()) return;
   if (on_device() && overlaps()) return release_on_device();
   if (!background_) return;
   if (!begun_) begin_slices();

@@ -4,6 +4,7 @@
 // batch of all samples gives, with the same bits where ranks compute the same, and the order of the
 // collective calls, their failures and what a failure leaves behind.
 #include <atomic>
+#include <chrono>
 #include <optional>
 #include <stdexcept>
 
@@ -28,10 +29,10 @@ class RankNet : public BnNet {
  public:
   explicit RankNet(ga_comm* comm, const ref::BnShape& shape = kShape,
                    const ga_bn_options& o = windowed(), const ga_config& c = config(),
-                   bool affine = true)
+                   bool affine = true, const ga_comm_options* comm_options = nullptr)
       : BnNet(shape, o, c, affine) {
     finalize_sums = true;
-    EXPECT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    EXPECT_OK(ga_context_set_comm(ctx, comm, comm_options));
   }
 
   ga_status finalize() { return ga_bn_finalize(ctx, bn); }
@@ -242,6 +243,89 @@ TEST(RanksBatchNorm, OneRankIsAContextAlone) {
   const std::vector<Ended> ended = run({kShape, windowed(), config(), true}, {{window}});
   EXPECT_TRUE(ended[0].outputs[0] == want);
   EXPECT_TRUE(ended[0].running[0] == Running(alone.ctx, alone.bn, 3));
+}
+
+// ---- While backward goes on ---------------------------------------------------------------------
+
+// Gradients travel in the background once no layer has anything to exchange any more, with the same results.
+// Ranks tell differently what is ready: one before its sums are those of all ranks, one after, one nothing.
+TEST(RanksBatchNorm, GradientsTravelBehindTheSums) {
+  ga_config c = config();
+  c.accum_steps = 2;
+  std::vector<BnWindow> shares;
+  for (uint64_t r = 0; r < 3; ++r) shares.push_back(bn_window(kShape, GA_F32, {2, 3}, r + 1));
+  std::vector<std::vector<BnOutput>> ended[2];
+  for (const bool overlap : {false, true}) {
+    if (overlap && on_device()) continue;
+    std::vector<std::vector<BnOutput>>& of_ranks = ended[overlap];
+    of_ranks.resize(shares.size());
+    ga_comm_options o = comm_options();
+    o.overlap = overlap;
+    on_ranks(3, [&](int32_t r, ga_comm* comm) {
+      RankNet net(comm, kShape, windowed(), c, true, &o);
+      const BnWindow& own = shares[static_cast<size_t>(r)];
+      const ga_param both[] = {net.gamma, net.beta};
+      const auto ready = [&](int32_t rank) {
+        if (r == rank) {
+          ASSERT_OK(ga_params_ready(net.ctx, both, 2));
+        }
+      };
+      for (int w = 0; w < 3; ++w) {
+        BnOutput out = bn_output(own);
+        net.take_all(own);
+        EXPECT_OK(net.finalize());
+        for (size_t k = 0; k < own.size(); ++k) net.forward(own[k], out.y[k]);
+        net.sum_all(own);
+        ready(0);
+        EXPECT_OK(net.sums_finalize());
+        ready(1);
+        for (size_t k = 0; k < own.size(); ++k)
+          net.in_micro(k, own[k], [&] { net.backward(own[k], out.dx[k]); });
+        EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+        out.dgamma = external_gradient(net.ctx, net.gamma, kShape.channels);
+        out.dbeta = external_gradient(net.ctx, net.beta, kShape.channels);
+        of_ranks[static_cast<size_t>(r)].push_back(out);
+      }
+    });
+  }
+  if (!on_device()) {
+    EXPECT_TRUE(ended[0] == ended[1]);
+  }
+}
+
+TEST(RanksBatchNorm, WhatIsReadyTravelsBehindTheSums) {
+  OneRank comm;
+  if (on_device())
+    GTEST_SKIP() << "gradients of a device do not travel by way of the host's thread";
+  ga_config c = config();
+  c.accum_steps = 1;
+  ga_comm_options o = comm_options();
+  o.overlap = 1;
+  RankNet net(comm, kShape, windowed(), c, true, &o);
+  const BnWindow window = bn_window(kShape, GA_F32, {4});
+  const ga_param both[] = {net.gamma, net.beta};
+  const ga_bn_options options = windowed();
+  ga_bn frozen = -1;  // by which nothing is exchanged
+  ASSERT_OK(ga_bn_add(net.ctx, "frozen", 3, -1, -1, &options, &frozen));
+  ASSERT_OK(ga_bn_set_frozen(net.ctx, frozen, 1));
+  for (int w = 0; w < 2; ++w) {
+    net.take_all(window);
+    EXPECT_OK(net.finalize());
+    net.sum_all(window);
+    const int begin = comm.calls;
+    ASSERT_OK(ga_params_ready(net.ctx, both, 2));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT_EQ(comm.calls, begin);
+    EXPECT_OK(net.sums_finalize());
+    EXPECT_EQ(comm.calls, begin + 2);
+    ASSERT_OK(ga_params_ready(net.ctx, nullptr, 0));
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    while (comm.calls < begin + 5 && std::chrono::steady_clock::now() < end)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_EQ(comm.calls, begin + 5);  // the agreement, and two for a slice
+    EXPECT_TRUE(refused(net.finalize(), kState, {"final already"}));
+    EXPECT_EQ(step(net.ctx).outcome, GA_STEP_APPLIED);
+  }
 }
 
 // ---- Ranks without data -------------------------------------------------------------------------

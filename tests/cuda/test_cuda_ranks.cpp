@@ -366,6 +366,68 @@ TEST_F(CudaRanks, MaximaThatAreNotNumbers) {
   });
 }
 
+// What a layer exchanges within a window comes before the gradients that travel meanwhile. Ranks tell
+// differently what is ready: before the sums of the layer are those of all ranks, behind that, not at all.
+TEST_F(CudaRanks, GradientsTravelBehindTheSumsOfALayer) {
+  constexpr int64_t kCount = 140000, kChannels = 3, kSamples = 8;
+  std::vector<Block> ended[2];
+  for (const bool overlap : {false, true}) {
+    ended[overlap].resize(3);
+    on_devices(3, [&](int32_t r, ga_comm* comm, const Stream& stream) {
+      const Parameters p(kCount + 2 * kChannels);
+      std::fill(p.data(), p.data() + kCount + 2 * kChannels, 1.0f);
+      ga_config c = config();
+      c.accum_steps = 1;
+      Context ctx(on(c, stream));
+      const ga_group group = ctx.group(plain_sgd(0.25));
+      const ga_param w = ctx.param(group, "w", p.data(), kCount);
+      const ga_param gamma = ctx.param(group, "gamma", p.data() + kCount, kChannels);
+      const ga_param beta = ctx.param(group, "beta", p.data() + kCount + kChannels, kChannels);
+      ga_bn_options layer;
+      ASSERT_OK(ga_bn_options_init(&layer, sizeof layer, GA_FLAVOR_TORCH));
+      layer.mode = GA_BN_WINDOW;
+      ga_bn bn = -1;
+      ASSERT_OK(ga_bn_add(ctx, "bn", kChannels, gamma, beta, &layer, &bn));
+      ga_comm_options o = comm_options();
+      o.overlap = overlap;
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+      Block x(kSamples * kChannels), dy(x.size()), g(kCount, static_cast<float>(r + 1));
+      for (size_t j = 0; j < x.size(); ++j) {
+        x[j] = static_cast<float>((7 * j + static_cast<size_t>(r)) % 11);
+        dy[j] = static_cast<float>((5 * j + static_cast<size_t>(r)) % 13) - 6;
+      }
+      const Parameters dx(x.size());
+      const ga_param all[] = {beta, gamma, w};
+      for (int k = 0; k < 3; ++k) {
+        ASSERT_OK(ga_bn_accumulate(ctx, bn, x.data(), kSamples, 1));
+        ASSERT_OK(ga_bn_finalize(ctx, bn));
+        ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+        ASSERT_OK(ga_accumulate_part(ctx, w, g.data()));
+        ASSERT_OK(ga_bn_backward_accumulate(ctx, bn, x.data(), dy.data(), kSamples, 1));
+        ASSERT_OK(ga_micro_end(ctx));
+        if (r == 0) {
+          ASSERT_OK(ga_params_ready(ctx, all, 3));
+        }
+        ASSERT_OK(ga_bn_backward_finalize(ctx, bn));
+        if (r == 1) {
+          ASSERT_OK(ga_params_ready(ctx, all, 3));
+        }
+        ASSERT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
+        ASSERT_OK(ga_bn_backward(ctx, bn, x.data(), dy.data(), kSamples, 1, dx.data()));
+        ASSERT_OK(ga_micro_end(ctx));
+        ASSERT_OK(ga_step(ctx, nullptr));
+        EXPECT_EQ(result_of(ctx).outcome, GA_STEP_APPLIED);
+      }
+      Block& end = ended[overlap][static_cast<size_t>(r)];
+      end = p.get();
+      EXPECT_EQ(end[0], 1 - 3 * 0.25f * 2);
+      const Block of_dx = dx.get();
+      end.insert(end.end(), of_dx.begin(), of_dx.end());
+    });
+  }
+  for (size_t r = 0; r < 3; ++r) EXPECT_TRUE(same_bits(ended[1][r], ended[0][r])) << r;
+}
+
 // ---- Waits and graphs -------------------------------------------------------------------------------
 
 // Once all ranks have agreed, a window waits neither for the device nor for other ranks' hosts.

@@ -890,8 +890,7 @@ public final class Context implements AutoCloseable {
    * @param options may be null
    * @throws GradAccumException {@link Status#COMMUNICATION}: ranks differ, or did not come; {@link
    *     Status#UNSUPPORTED}: a context on a device, {@link CommunicatorOptions.Adder#TRANSPORT}
-   *     with local ranks, or overlap with a layer in WINDOW mode; {@link Status#INVALID_STATE}: it
-   *     is too late to shard
+   *     with local ranks; {@link Status#INVALID_STATE}: it is too late to shard
    */
   public void setCommunicator(Communicator communicator, CommunicatorOptions options) {
     long c = enter();
