@@ -659,9 +659,9 @@ GA_API ga_status ga_micro_end(ga_context* ctx);
 GA_API ga_status ga_micro_abort(ga_context* ctx);
 
 /* Tells that nothing more comes to these parameters in this window; contributions to them are
-   GA_ERROR_INVALID_STATE until it has ended. Telling it again does nothing. params: [count] ids;
-   may be NULL if count is 0. Parameters and results of ga_step are the same as without this call,
-   bit for bit.
+   GA_ERROR_INVALID_STATE until it has ended, but for those that are ignored anyway (weight 0, frozen).
+   Telling it again does nothing. params: [count] ids; may be NULL if count is 0. Parameters and
+   results of ga_step are the same as without this call, bit for bit.
 
    With ga_config.eager their update begins here, and not in ga_step, while the rest of backward has
    yet to run: as soon as the last micro-batch has begun (GA_MICRO_LAST, or the K-th); what is ready
