@@ -1134,6 +1134,61 @@ TEST(Callables, Log) {
   }
 }
 
+// Windows whose parameters are updated as soon as they are ready, with a callable that hears of them.
+TEST(Callables, OnParamDone) {
+  for (const std::int32_t threads : {0, 1}) {
+    for (const ga_nonfinite nonfinite : {GA_NONFINITE_SKIP_STEP, GA_NONFINITE_IGNORE}) {
+      SCOPED_TRACE(threads);
+      SCOPED_TRACE(nonfinite);
+      const auto owner = std::make_shared<int>(0);
+      std::array<std::atomic<int>, 2> done = {};
+      Floats p(kLarge, 0), q{5}, g(kLarge, 1), h{2};
+      {
+        Config config = one_thread();
+        config.eager = 1;
+        config.eager_threads = threads;
+        config.nonfinite = nonfinite;
+        config.set_on_param_done([owner, &done](Param param) {
+          ++done[static_cast<std::size_t>(gradaccum::id(param))];
+        });
+        Context first(config);
+        Context context = std::move(first);
+        config = Config();
+        const Group group = context.add_group(sgd());
+        const Param large = context.add_param(group, "p", p.data(), {kLarge});
+        const Param small = context.add_param(group, "q", q.data(), {1});
+        const bool in_place = nonfinite == GA_NONFINITE_IGNORE;
+        EXPECT_EQ(context.memory().eager == 0, in_place);
+        for (int window = 1; window <= 3; ++window) {
+          ga_micro_options options = gradaccum::default_micro_options();
+          options.flags = GA_MICRO_LAST;
+          MicroBatch micro = context.micro_begin(-1, 1, &options);
+          micro.accumulate_part(small, h.data());
+          context.params_ready({small});
+          micro.accumulate_part(large, g.data());
+          context.params_ready({large});
+          if (in_place && threads == 0) {
+            EXPECT_EQ(p.back(), -window);
+            EXPECT_EQ(done[0], window);
+          }
+          micro.end();
+          const ga_step_result result = context.step();
+          EXPECT_EQ(result.eager, 2);
+          EXPECT_EQ(result.eager_waited, 0);
+          EXPECT_EQ(result.eager_redone, 0);
+          EXPECT_EQ(p, Floats(kLarge, static_cast<float>(-window)));
+          EXPECT_EQ(q, Floats{static_cast<float>(5 - 2 * window)});
+          EXPECT_EQ(done[0], window);
+          EXPECT_EQ(done[1], window);
+        }
+        EXPECT_EQ(status_of([&] { context.release(); }), GA_ERROR_INVALID_STATE);
+        EXPECT_EQ(owner.use_count(), 2);
+      }
+      EXPECT_EQ(owner.use_count(), 1);
+    }
+  }
+}
+
 // An allocator is set by the fields of C.
 TEST(Callables, AllocatorOfC) {
   Config config = one_thread();

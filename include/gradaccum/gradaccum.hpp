@@ -12,7 +12,7 @@
 //   Accumulator, EmaScope      what must be released or swapped back, in the same way.
 //   Group, Param, BatchNorm    ids, each of its own type.
 //   float*, ...    imply their dtype. DtypeOf adds types of the program's own, such as a bfloat16.
-//   Config         a ga_config whose parallel_for and log may be any callable.
+//   Config         a ga_config whose parallel_for, log and on_param_done may be any callable.
 //   Error          thrown by every call whose status is not GA_OK.
 //   default_...()  structs with struct_size and all defaults filled in.
 //
@@ -294,10 +294,22 @@ class Config : public ga_config {
     callables_.log = std::move(owned);
   }
 
+  // callable(Param param): see ga_param_done. With eager_threads it also runs on a thread of the
+  // library, which must not destroy the context.
+  template <typename Callable>
+  void set_on_param_done(Callable callable) {
+    auto owned = std::make_shared<Callable>(std::move(callable));
+    on_param_done = [](void* user, ga_param param) noexcept {
+      (*static_cast<Callable*>(user))(Param{param});
+    };
+    on_param_done_user = owned.get();
+    callables_.on_param_done = std::move(owned);
+  }
+
  private:
   friend class Context;
   struct Callables {
-    std::shared_ptr<void> parallel_for, log;
+    std::shared_ptr<void> parallel_for, log, on_param_done;
   };
   Callables callables_;
 };
@@ -577,7 +589,7 @@ class Context {
   // callables of its Config, which belong to this object.
   ga_context* release() {
     const Config::Callables& callables = context_.get_deleter().callables;
-    if (callables.parallel_for || callables.log) {
+    if (callables.parallel_for || callables.log || callables.on_param_done) {
       throw Error(GA_ERROR_INVALID_STATE,
                   "Context::release: the context calls a callable that belongs to this object");
     }
