@@ -90,7 +90,7 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %apply void* ADDRESS {
   void*, const void*, char* out,
   ga_context*, const ga_context*, ga_comm*, const ga_comm*,
-  ga_log, ga_progress, ga_write_fn, ga_read_fn
+  ga_log, ga_progress, ga_write_fn, ga_read_fn, ga_param_done
 };
 %apply void** OUT { ga_context** out, ga_comm** out, const void** out_device, const void** out_data };
 %apply int32_t* OUT { int32_t* out, int32_t* out_rank, int32_t* out_ranks, ga_group* out, ga_param* out, ga_bn* out, ga_dtype* out_dtype };

@@ -3,8 +3,11 @@
 %module(package="gradaccum") _raw
 
 %{
+#include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstdint>
+#include <thread>
 
 #include "gradaccum/gradaccum.h"
 #include "tensors.hpp"
@@ -23,6 +26,9 @@ class Released {
     PyEval_RestoreThread(state_);
     innermost = outer_;
   }
+
+  // Whether this thread has called the library.
+  static bool is_in_call() { return innermost != nullptr; }
 
   // Takes it back for a callback, which the library calls on the thread of its caller.
   class Back {
@@ -101,6 +107,37 @@ int32_t relay_write(void* user, int64_t offset, const void* data, size_t size) {
 
 int32_t relay_read(void* user, int64_t offset, void* data, size_t size) {
   return relay_memory(user, offset, data, size, PyBUF_WRITE);
+}
+
+// Callbacks on threads of the library, those included that wait for the interpreter's lock. None begins once
+// callbacks_ended is set, because a thread cannot take the lock of an interpreter that ends.
+std::atomic<int> library_callbacks{0};
+std::atomic<bool> callbacks_ended{false};
+
+// On a thread of the library: the callable that it calls.
+thread_local PyObject* running_callback = nullptr;
+
+void tell_param_done(PyObject* callable, ga_param param) {
+  const Ref result(PyObject_CallFunction(callable, "i", static_cast<int>(param)));
+  if (!result) PyErr_WriteUnraisable(callable);
+}
+
+void relay_param_done(void* user, ga_param param) {
+  PyObject* callable = static_cast<PyObject*>(user);
+  if (Released::is_in_call()) {
+    const Released::Back back;
+    tell_param_done(callable, param);
+    return;
+  }
+  ++library_callbacks;
+  if (!callbacks_ended) {
+    running_callback = callable;
+    const PyGILState_STATE state = PyGILState_Ensure();
+    tell_param_done(callable, param);
+    PyGILState_Release(state);
+    running_callback = nullptr;
+  }
+  --library_callbacks;
 }
 
 // ---- Errors -------------------------------------------------------------------------------------
@@ -378,11 +415,12 @@ static PyObject* export_tensor(PyObject* address, int dtype, PyObject* shape, in
 
 // The fields of a result in the order of gradaccum.StepResult.
 static PyObject* values_of(const ga_step_result* r) {
-  return Py_BuildValue("iLLLdddddLLLdddK", (int)r->outcome, (long long)r->windows,
+  return Py_BuildValue("iLLLdddddLLLdddKLLL", (int)r->outcome, (long long)r->windows,
                        (long long)r->steps, (long long)r->micro_batches, r->weight, r->norm,
                        r->clip_factor, r->lr, r->loss_scale, (long long)r->skipped,
                        (long long)r->dropped, (long long)r->window_dropped, r->noise_scale,
-                       r->noise_trace, r->noise_signal, (unsigned long long)r->dropped_micros);
+                       r->noise_trace, r->noise_signal, (unsigned long long)r->dropped_micros,
+                       (long long)r->eager, (long long)r->eager_waited, (long long)r->eager_redone);
 }
 %}
 
@@ -392,6 +430,20 @@ static PyObject* log_function() { return PyLong_FromVoidPtr((void*)relay_log); }
 static PyObject* progress_function() { return PyLong_FromVoidPtr((void*)relay_progress); }
 static PyObject* write_function() { return PyLong_FromVoidPtr((void*)relay_write); }
 static PyObject* read_function() { return PyLong_FromVoidPtr((void*)relay_read); }
+static PyObject* param_done_function() { return PyLong_FromVoidPtr((void*)relay_param_done); }
+
+// Whether this thread is one of the library that calls the callable.
+static bool runs_callback(PyObject* callable) { return running_callback == callable; }
+
+// Before the interpreter ends: has threads of the library call Python no more, and waits for those that do.
+static void end_callbacks() {
+  callbacks_ended = true;
+  const Released released;
+  while (library_callbacks > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+// In a child after fork(), which has none of these threads.
+static void forget_callbacks() { library_callbacks = 0; }
 %}
 
 %inline %{

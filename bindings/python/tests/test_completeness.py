@@ -28,7 +28,7 @@ NOT_CALLED = {
 NOT_FIELDS = {
     "struct_size", "reserved", "reserved2",  # the raw layer's
     "parallel_for", "parallel_for_user", "allocate", "free", "allocator_user",  # not wrapped: gradaccum.i
-    "log_user", "progress_user", "table_size",  # of log, progress and table
+    "log_user", "progress_user", "on_param_done_user", "table_size",  # of log, progress, on_param_done and table
     "rank",  # of shape
 }  # fmt: skip
 STRUCTS = {

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,30 +29,50 @@ from .tensor import ANY_INDEX, HOST, Tensor, TensorLike, Where, new_tensor
 class _Handle:
     """A context of C, which lives as long as the context or a view of its memory."""
 
-    __slots__ = ("__weakref__", "address", "log", "lent")
+    __slots__ = ("__weakref__", "address", "log", "lent", "lent_gradients", "tell")
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tell: Callable[[int], object] | None) -> None:
         self.address = 0
         self.log = config.log
+        self.tell = tell
         self.lent: dict[int, Any] = {}  # of each parameter, the loan of its memory
+        self.lent_gradients: list[Any] = []  # which threads of the library may still read
         struct = config._write()
         if self.log is not None:
             struct.log = _raw.log_function()
             struct.log_user = id(self.log)
+        if tell is not None:
+            struct.on_param_done = _raw.param_done_function()
+            struct.on_param_done_user = id(tell)
         self.address = _raw.ga_context_create(struct)
 
-    def __del__(self, destroy: Callable[[int], None] = _native.ga_context_destroy) -> None:
-        if self.address:
+    def __del__(
+        self,
+        destroy: Callable[[int], None] = _native.ga_context_destroy,
+        runs_callback: Callable[[object], bool] = _native.runs_callback,
+    ) -> None:
+        if self.address and runs_callback(self.tell):  # the context would wait for this thread, its own
+            threading.Thread(target=self._destroy, daemon=False).start()
+        elif self.address:
             destroy(self.address)
+
+    def _destroy(self) -> None:
+        _native.ga_context_destroy(self.address)
+
+
+# Threads of the library call on_param_done, but not while the interpreter ends, and not in a child.
+atexit.register(_native.end_callbacks)
+os.register_at_fork(after_in_child=_native.forget_callbacks)
 
 
 class _Guard:
     """Lets one thread at a time into a context."""
 
-    __slots__ = ("address", "lock", "process", "thread")
+    __slots__ = ("address", "lock", "process", "tell", "thread")
 
-    def __init__(self, address: int) -> None:
+    def __init__(self, address: int, tell: Callable[[int], object] | None) -> None:
         self.address = address
+        self.tell = tell
         self.lock = threading.Lock()
         self.thread = 0
         self.process = os.getpid()
@@ -69,8 +91,12 @@ class _Guard:
         self.thread = 0
         self.lock.release()
 
+    def is_in_callback(self) -> bool:
+        """Whether this thread runs a callback of the context."""
+        return self.thread == threading.get_ident() or _native.runs_callback(self.tell)
+
     def refuse(self) -> NoReturn:
-        if self.thread == threading.get_ident():
+        if self.is_in_callback():
             why = "a callback used the context whose call it was called from"
         elif not self.address:
             why = "the context is closed"
@@ -122,10 +148,13 @@ class _Kept:
         self.until_step.clear()
         self.first.clear()
 
+    def loans(self) -> list[Any]:
+        first = [loan for loan in self.first.values() if loan is not self._READ]
+        return [*first, *self.until_step, *self.until_end]
+
     def count(self) -> int:
         """How many loans are kept."""
-        first = sum(loan is not self._READ for loan in self.first.values())
-        return first + len(self.until_step) + len(self.until_end)
+        return len(self.loans())
 
 
 class _Slot:
@@ -181,14 +210,26 @@ class Context:
 
     def __init__(self, config: Config | None = None) -> None:
         config = Config() if config is None else config
-        self._handle: _Handle | None = _Handle(config)
-        self._guard = _Guard(self._handle.address)
+        tell = None if config.on_param_done is None else self._teller(config.on_param_done)
+        self._handle: _Handle | None = _Handle(config, tell)
+        self._guard = _Guard(self._handle.address, tell)
         self._where = Where(config.device, config.device_ordinal, config.stream)
         self._kept = _Kept(config)
         self._result = _raw.ga_step_result().this
         self._params: list[Param] = []
         self._slots: list[_Slot] = []
         self._expected: list[Any] = []
+
+    def _teller(self, listener: Callable[[Param], object]) -> Callable[[int], object]:
+        # The library outlives a context that is left to the collector, and does not keep it alive.
+        reference = weakref.ref(self)
+
+        def tell(id: int) -> None:
+            context = reference()
+            if context is not None:
+                listener(context._params[id])
+
+        return tell
 
     # ---- Life
 
@@ -198,10 +239,12 @@ class Context:
         Waits for a call of another thread. Memory that a view still shows is freed with the view.
         """
         guard = self._guard
-        if guard.thread == threading.get_ident():
+        if guard.is_in_callback():
             guard.refuse()
         guard.address = 0  # no call begins any more
         with guard.lock if guard.process == os.getpid() else contextlib.nullcontext():
+            if self._handle is not None:
+                self._handle.lent_gradients = self._kept.loans()  # if a view keeps the handle
             self._handle = None
             self._kept.window_ended()
 
@@ -371,9 +414,14 @@ class Context:
     def ready(self, *params: Param) -> None:
         """Tells that nothing more comes to these parameters in this window.
 
-        Contributions to them are refused until it has ended. With ``CommunicatorOptions.overlap`` their gradients
-        are exchanged by a thread of the library, as soon as the last micro-batch has begun, while the program goes
-        on; step() exchanges what is left, with the same bits. Ranks need not call it alike.
+        Contributions to them are refused until it has ended. With ``Config.eager`` their update begins as soon as
+        the last micro-batch has begun; step() makes those that are left, with the same bits. Parameters that are
+        updated in place (``Nonfinite.IGNORE``, and no ``ClipScope.GLOBAL``) leave no way but step(): to discard the
+        window, to set an option and to read or save state are refused.
+
+        With ``CommunicatorOptions.overlap`` their gradients are exchanged by a thread of the library, as soon as the
+        last micro-batch has begun, while the program goes on; step() exchanges what is left, with the same bits.
+        Ranks need not call it alike.
         """
         with self._guard as c:
             _raw.ga_params_ready(c, [self._own(param) for param in params])
@@ -895,7 +943,8 @@ class MicroBatch:
 
     As a context manager it begins the micro-batch and ends it. After an exception, it aborts the
     micro-batch; if something of it has been added already, it discards the window and says so in a note of
-    the exception.
+    the exception. A window with parameters that are updated in place (``Context.ready()``) cannot be discarded:
+    the micro-batch then stays open, and the note says that.
     """
 
     def __init__(self, context: Context, weight: float, index: int, options: MicroOptions | None) -> None:
@@ -923,8 +972,12 @@ class MicroBatch:
             try:
                 self.abort()
             except Error:
-                self.context.discard()
-                error.add_note("A part of the micro-batch had been added, so the window was discarded.")
+                note = "A part of the micro-batch had been added, so the window was discarded."
+                try:
+                    self.context.discard()
+                except Error as refusal:
+                    note = f"The micro-batch is still open, because the window could not be discarded: {refusal}"
+                error.add_note(note)
 
     def begin(self) -> None:
         """Opens the micro-batch."""

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import EnumType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from . import _raw
 from .enums import (
@@ -12,6 +12,9 @@ from .enums import (
     Device, Dtype, EmaKind, Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing, Nonfinite,
     OptimizerKind, Reduce, Rounding, Rows, ScheduleKind, Settings, StateParts, StepOutcome, WindowState,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    from .context import Param
 
 # In place of a field's value: the library's default, which the constructor puts there.
 _DEFAULT: Any = None
@@ -79,15 +82,15 @@ class Config(_Struct):
     """Configuration of a context.
 
     ``stream`` is the address of a ``cudaStream_t``. ``log`` is called with a line for each call; what
-    it raises goes to ``sys.unraisablehook``.
+    it raises goes to ``sys.unraisablehook``; so does what ``on_param_done`` raises.
     """
 
     _raw = "ga_config"
-    _not_fields = ("log",)
+    _not_fields = ("log", "on_param_done")
     _types = {
         "device": Device, "gradient_kind": GradientKind, "reduce": Reduce, "missing": Missing,
         "nonfinite": Nonfinite, "gradient_life": GradientLife, "accumulation": Accumulation,
-        "noise_scale": bool, "measure_norm": bool,
+        "noise_scale": bool, "measure_norm": bool, "eager": bool,
     }  # fmt: skip
 
     device: Device = _DEFAULT
@@ -124,8 +127,20 @@ class Config(_Struct):
     """Smoothing of the noise scale over steps, in [0, 1); default 0.9."""
     measure_norm: bool = _DEFAULT
     """Whether every result of a step has the norm, also where only an extra pass tells it; default False."""
+    eager: bool = _DEFAULT
+    """Whether ``Context.ready()`` begins with the update of parameters, in place of ``Context.step()``; on the
+    CPU; default False."""
+    eager_threads: int = _DEFAULT
+    """Threads of the library that make these updates while the program goes on; default 0: ``Context.ready()``
+    makes them."""
+    eager_bytes: int = _DEFAULT
+    """The most bytes for the second set of arrays that these updates may take; default 0: no limit."""
     log: Callable[[str], object] | None = None
     """Receives a line for each call, when it ends, on the thread of the call; it must not use the context."""
+    on_param_done: Callable[["Param"], object] | None = None
+    """Receives each parameter that ``Context.ready()`` has named, once in a window, when it is up to date and its
+    gradient is not read any more; it must not use the context. With ``eager_threads`` it is called on a thread of the
+    library if the parameter is updated in place, else on the thread of the call."""
 
 
 @dataclass(frozen=True)
@@ -361,7 +376,7 @@ class ParamOptions(_Struct):
     _raw = "ga_param_options"
     _types = {
         "gradient_dtype": Dtype, "accumulator_dtype": Dtype, "master": Master, "rounding": Rounding,
-        "rows": Rows, "reduce": lambda value: Reduce(value) if value else None,
+        "rows": Rows, "reduce": lambda value: Reduce(value) if value else None, "write_early": bool,
     }  # fmt: skip
 
     gradient_dtype: Dtype = _DEFAULT
@@ -379,6 +394,9 @@ class ParamOptions(_Struct):
     reduce: Reduce | None = None
     """``Reduce.MAX``: the parameter, of an external group, collects maxima in place of sums; default:
     ``Config.reduce`` holds for it."""
+    write_early: bool = _DEFAULT
+    """With ``Config.eager``: the parameter, which has 16 bits and master weights and is rounded to nearest, may be
+    written from ``Context.ready()`` on, so that ``Context.step()`` makes no copy; default False."""
 
     def __post_init__(self) -> None:
         if self.reduce is not None and self.reduce is not Reduce.MAX:
@@ -504,6 +522,12 @@ class StepResult(NamedTuple):
     """The squared norm of the gradient of the whole data."""
     dropped_micros: int
     """Bit i: micro-batch i of this window was dropped."""
+    eager: int
+    """Parameters that ``Context.ready()`` has updated, with ``Config.eager``."""
+    eager_waited: int
+    """Those that waited for the step, because there was no memory for a second set of their arrays."""
+    eager_redone: int
+    """Of ``eager``, those that the step updated once more, since it was clipped or an option has changed."""
 
     @property
     def applied(self) -> bool:
@@ -664,6 +688,8 @@ class Memory(_Result):
     """Statistics of batch normalisation."""
     resident: int
     """The part of the total that is written so far."""
+    eager: int
+    """A second set of what updates write, with ``Config.eager``."""
 
 
 @dataclass(frozen=True)
