@@ -104,7 +104,8 @@ struct Relay {
 // The largest buffer that Java has for memory of others is not much larger.
 constexpr size_t kLargestTransfer = size_t{1} << 30;
 
-// Calls of C come on the thread that has called C, which belongs to Java.
+// Calls of C come on the thread that has called C, which belongs to Java, but for those of
+// relay_param_done. Null on a thread that does not belong to Java.
 JNIEnv* env_of(const Relay& relay) {
   void* env = nullptr;
   relay.vm->GetEnv(&env, JNI_VERSION_10);
@@ -129,6 +130,44 @@ void relay_log(void* user, const char* line) {
   if (bytes != nullptr) env->CallVoidMethod(callback, relay.method, bytes);
   failed(env);
   env->DeleteLocalRef(bytes);
+  env->DeleteLocalRef(callback);
+}
+
+// Attaches a thread of the library to the JVM until the thread ends.
+class Attachment {
+ public:
+  Attachment() = default;
+  Attachment(const Attachment&) = delete;
+  Attachment& operator=(const Attachment&) = delete;
+  ~Attachment() {
+    if (vm_ != nullptr) vm_->DetachCurrentThread();
+  }
+
+  // Null if the JVM refuses. It does not wait for the thread when the program ends.
+  JNIEnv* attach(JavaVM* vm) {
+    char name[] = "gradaccum";
+    JavaVMAttachArgs arguments = {JNI_VERSION_10, name, nullptr};
+    void* env = nullptr;
+    if (vm->AttachCurrentThreadAsDaemon(&env, &arguments) != JNI_OK) return nullptr;
+    vm_ = vm;
+    return static_cast<JNIEnv*>(env);
+  }
+
+ private:
+  JavaVM* vm_ = nullptr;
+};
+
+thread_local Attachment attachment;
+
+void relay_param_done(void* user, ga_param param) {
+  const Relay& relay = *static_cast<Relay*>(user);
+  JNIEnv* env = env_of(relay);
+  if (env == nullptr) env = attachment.attach(relay.vm);
+  if (env == nullptr) return;
+  jobject callback = env->NewLocalRef(relay.callback);
+  if (callback == nullptr) return;
+  env->CallVoidMethod(callback, relay.method, static_cast<jint>(param));
+  failed(env);
   env->DeleteLocalRef(callback);
 }
 
@@ -337,6 +376,7 @@ static void relay_destroy(JNIEnv* env, void* address) {
 
 // The addresses of the C callbacks that take a relay.
 static void* log_function() { return reinterpret_cast<void*>(relay_log); }
+static void* param_done_function() { return reinterpret_cast<void*>(relay_param_done); }
 static void* progress_function() { return reinterpret_cast<void*>(relay_progress); }
 static void* write_function() { return reinterpret_cast<void*>(relay_write); }
 static void* read_function() { return reinterpret_cast<void*>(relay_read); }
@@ -366,7 +406,10 @@ static void* read_function() { return reinterpret_cast<void*>(relay_read); }
                             bits($self->noise_scale),
                             bits($self->noise_trace),
                             bits($self->noise_signal),
-                            static_cast<jlong>($self->dropped_micros)};
+                            static_cast<jlong>($self->dropped_micros),
+                            $self->eager,
+                            $self->eager_waited,
+                            $self->eager_redone};
     env->SetLongArrayRegion(out, 0, sizeof fields / sizeof *fields, fields);
   }
 }

@@ -24,9 +24,20 @@ import java.util.function.Consumer;
  * @param deviceOrdinal which device of that kind; default 0
  * @param stream the cudaStream_t that all work is queued on, which must outlive the context;
  *     default 0: the legacy default stream
+ * @param eager {@link Context#ready} begins with the update of parameters, in place of {@link
+ *     Context#step}; on the CPU; default false
+ * @param eagerThreads threads of the library that make these updates while the program goes on;
+ *     default 0: {@link Context#ready} makes them
+ * @param eagerBytes the most bytes for the second set of arrays that these updates may take;
+ *     default 0: no limit
  * @param log receives a line for each call that the context has taken up, on the thread of the
  *     call, when it ends; must not use the context; null, the default: none. What it throws comes
  *     out of the call, which has been made all the same
+ * @param onParamDone receives each parameter that {@link Context#ready} has named, once in a
+ *     window, when it is up to date and its gradient is not read any more; must not use the
+ *     context; null, the default: none. With eagerThreads it is called on a thread of the library
+ *     if the parameter is updated in place, else on the thread of the call. What it throws comes
+ *     out of that call, or of the next one on the context
  */
 public record Config(
     Device device,
@@ -45,7 +56,11 @@ public record Config(
     double noiseSmoothing,
     int deviceOrdinal,
     long stream,
-    Consumer<String> log) {
+    boolean eager,
+    int eagerThreads,
+    long eagerBytes,
+    Consumer<String> log,
+    Consumer<Param> onParamDone) {
 
   /**
    * Begins with the defaults.
@@ -81,7 +96,11 @@ public record Config(
     builder.noiseSmoothing = noiseSmoothing;
     builder.deviceOrdinal = deviceOrdinal;
     builder.stream = stream;
+    builder.eager = eager;
+    builder.eagerThreads = eagerThreads;
+    builder.eagerBytes = eagerBytes;
     builder.log = log;
+    builder.onParamDone = onParamDone;
     return builder;
   }
 
@@ -103,7 +122,11 @@ public record Config(
     builder.noiseSmoothing = from.getNoise_smoothing();
     builder.deviceOrdinal = from.getDevice_ordinal();
     builder.stream = from.getStream();
+    builder.eager = from.getEager() != 0;
+    builder.eagerThreads = from.getEager_threads();
+    builder.eagerBytes = from.getEager_bytes();
     builder.log = null;
+    builder.onParamDone = null;
     return builder;
   }
 
@@ -124,7 +147,10 @@ public record Config(
     to.setNoise_smoothing(noiseSmoothing);
     to.setDevice_ordinal(deviceOrdinal);
     to.setStream(stream);
-    // Context sets log: the address of a relay, which it owns.
+    to.setEager(eager ? 1 : 0);
+    to.setEager_threads(eagerThreads);
+    to.setEager_bytes(eagerBytes);
+    // Context sets log and on_param_done: each with a relay, which it owns.
   }
 
   /** Collects the values of a Config. */
@@ -145,7 +171,11 @@ public record Config(
     private double noiseSmoothing;
     private int deviceOrdinal;
     private long stream;
+    private boolean eager;
+    private int eagerThreads;
+    private long eagerBytes;
     private Consumer<String> log;
+    private Consumer<Param> onParamDone;
 
     private Builder() {}
 
@@ -329,6 +359,42 @@ public record Config(
     }
 
     /**
+     * Sets eager.
+     *
+     * @param eager {@link Context#ready} begins with the update of parameters, in place of {@link
+     *     Context#step}; on the CPU; default false
+     * @return this builder
+     */
+    public Builder eager(boolean eager) {
+      this.eager = eager;
+      return this;
+    }
+
+    /**
+     * Sets eagerThreads.
+     *
+     * @param eagerThreads threads of the library that make these updates while the program goes
+     *     on; default 0: {@link Context#ready} makes them
+     * @return this builder
+     */
+    public Builder eagerThreads(int eagerThreads) {
+      this.eagerThreads = eagerThreads;
+      return this;
+    }
+
+    /**
+     * Sets eagerBytes.
+     *
+     * @param eagerBytes the most bytes for the second set of arrays that these updates may take;
+     *     default 0: no limit
+     * @return this builder
+     */
+    public Builder eagerBytes(long eagerBytes) {
+      this.eagerBytes = eagerBytes;
+      return this;
+    }
+
+    /**
      * Sets log.
      *
      * @param log receives a line for each call that the context has taken up, on the thread of the
@@ -338,6 +404,21 @@ public record Config(
      */
     public Builder log(Consumer<String> log) {
       this.log = log;
+      return this;
+    }
+
+    /**
+     * Sets onParamDone.
+     *
+     * @param onParamDone receives each parameter that {@link Context#ready} has named, once in a
+     *     window, when it is up to date and its gradient is not read any more; must not use the
+     *     context; null, the default: none. With eagerThreads it is called on a thread of the
+     *     library if the parameter is updated in place, else on the thread of the call. What it
+     *     throws comes out of that call, or of the next one on the context
+     * @return this builder
+     */
+    public Builder onParamDone(Consumer<Param> onParamDone) {
+      this.onParamDone = onParamDone;
       return this;
     }
 
@@ -364,7 +445,11 @@ public record Config(
           noiseSmoothing,
           deviceOrdinal,
           stream,
-          log);
+          eager,
+          eagerThreads,
+          eagerBytes,
+          log,
+          onParamDone);
     }
   }
 

@@ -14,6 +14,7 @@ import java.util.ArrayList;
 import java.util.Collections;
 import java.util.List;
 import java.util.Objects;
+import java.util.function.Consumer;
 
 /**
  * Adds up the gradients of micro-batches and makes optimizer steps on parameters in the program's
@@ -56,7 +57,7 @@ public final class Context implements AutoCloseable {
   private final Handle handle;
   private final Cleaner.Cleanable cleanable;
   private final Callback log;
-  private final Kept kept;
+  private final Callback done;
   private final List<Param> params = new ArrayList<>();
   private final List<Slot> slots = new ArrayList<>();
   private final long[] result = new long[RESULT_FIELDS];
@@ -77,16 +78,25 @@ public final class Context implements AutoCloseable {
    */
   public Context(Config config) {
     log = config.log() == null ? null : Callback.ofLog(config.log());
-    handle = new Handle(config, log == null ? 0 : log.relay());
+    done = config.onParamDone() == null ? null : ofParamDone(config.onParamDone());
+    handle =
+        new Handle(config, log == null ? 0 : log.relay(), done == null ? 0 : done.relay());
     cleanable = CLEANER.register(this, handle);
-    kept = new Kept(config);
     Reference.reachabilityFence(log);
+    Reference.reachabilityFence(done);
+  }
+
+  private Callback ofParamDone(Consumer<Param> listener) {
+    return Callback.ofParamDone(id -> listener.accept(params.get(id)));
   }
 
   // ---- Calls
 
   /** Begins a call; every one ends with {@link #exit}. Returns the context of C. */
   long enter() {
+    if (done != null && done.isDoneOnThisThread()) {
+      throw new IllegalStateException("a callback used the context that it was called for");
+    }
     if (!handle.lock.tryLock()) {
       throw new IllegalStateException(
           "the context is in use by a call of another thread; one thread at a time uses a context");
@@ -108,6 +118,9 @@ public final class Context implements AutoCloseable {
     if (log != null) {
       log.rethrow();
     }
+    if (done != null) {
+      done.rethrow();
+    }
   }
 
   /**
@@ -116,6 +129,9 @@ public final class Context implements AutoCloseable {
    */
   @Override
   public void close() {
+    if (done != null && done.isDoneOnThisThread()) {
+      throw new IllegalStateException("a callback closed the context that it was called for");
+    }
     if (handle.lock.isHeldByCurrentThread()) {
       throw new IllegalStateException(
           "a callback closed the context whose call it was called from");
@@ -123,8 +139,6 @@ public final class Context implements AutoCloseable {
     handle.lock.lock();
     try {
       cleanable.clean();
-      params.forEach(Param::release);
-      kept.windowEnded();
     } finally {
       exit();
     }
@@ -146,7 +160,7 @@ public final class Context implements AutoCloseable {
   }
 
   Kept kept() {
-    return kept;
+    return handle.kept;
   }
 
   Slot slotOf(Param param) {
@@ -196,7 +210,7 @@ public final class Context implements AutoCloseable {
         Raw.ga_group_clip(c, id, fields);
         micro |= isOfMicros(fields);
       }
-      kept.clipsMicros(micro);
+      kept().clipsMicros(micro);
     }
   }
 
@@ -542,7 +556,7 @@ public final class Context implements AutoCloseable {
         if (gradients[slot] == null || skips(slot)) {
           to[slot] = 0;
         } else {
-          copies[slot] = kept.stage(slots, slot, gradients[slot]);
+          copies[slot] = kept().stage(slots, slot, gradients[slot]);
           to[slot] = slots.get(slot).addressOfFloats(copies[slot]);
         }
       }
@@ -555,7 +569,7 @@ public final class Context implements AutoCloseable {
   private void accumulate(
       long c, long[] to, Object[] gradients, double weight, MicroOptions options) {
     Raw.ga_accumulate(c, to, weight, micro(options));
-    kept.added(slots, gradients, weight);
+    kept().added(slots, gradients, weight);
     move();
   }
 
@@ -611,10 +625,15 @@ public final class Context implements AutoCloseable {
 
   /**
    * Tells that nothing more comes to these parameters in this window: contributions to them are
-   * refused until it has ended. With {@link CommunicatorOptions#overlap} their gradients are
-   * exchanged by a thread of the library, as soon as the last micro-batch has begun, while the
-   * program goes on; {@link #step} exchanges what is left, with the same bits. Ranks need not call
-   * it alike.
+   * refused until it has ended. With {@link Config#eager} their update begins as soon as the last
+   * micro-batch has begun; {@link #step} makes those that are left, with the same bits. Parameters
+   * that are updated in place ({@link Config.Nonfinite#IGNORE}, and no {@link Clip.Scope#GLOBAL})
+   * leave no way but {@link #step}: to discard the window, to set an option and to read or save
+   * state are refused.
+   *
+   * <p>With {@link CommunicatorOptions#overlap} their gradients are exchanged by a thread of the
+   * library, as soon as the last micro-batch has begun, while the program goes on; {@link #step}
+   * exchanges what is left, with the same bits. Ranks need not call it alike.
    *
    * @param params any number of the context's parameters
    * @throws GradAccumException {@link Status#INVALID_STATE}: the window is invalid, or the
@@ -657,7 +676,7 @@ public final class Context implements AutoCloseable {
     long c = enter();
     try {
       Raw.ga_step(c, handle.result);
-      kept.windowEnded();
+      kept().windowEnded();
       move();
       handle.result.copy(result);
       return StepResult.of(result);
@@ -703,7 +722,7 @@ public final class Context implements AutoCloseable {
     long c = enter();
     try {
       Raw.ga_discard(c);
-      kept.windowEnded();
+      kept().windowEnded();
       move();
     } finally {
       exit();
@@ -1089,7 +1108,7 @@ public final class Context implements AutoCloseable {
   }
 
   private void loaded(long c, StateOptions options) {
-    kept.windowEnded();
+    kept().windowEnded();
     if (options.settings() == StateOptions.Settings.TAKE) {
       clipsChanged(c);
     }

@@ -15,23 +15,32 @@ final class Handle implements Runnable {
   final ga_step_result result = new ga_step_result();
   final ga_micro_options micro = new ga_micro_options();
 
+  final Kept kept;
+
   /** The {@code ga_context}; 0 once it is destroyed. */
   long context;
 
   /** Whether the memory of the library is out of the reach of Java. */
   final boolean onDevice;
 
-  private final long relay;
+  private final long logRelay;
+  private final long doneRelay;
 
-  /** Creates the context. relay: of the log, or 0. */
-  Handle(Config config, long relay) {
-    this.relay = relay;
+  /** Creates the context. Relays: of the log and of parameters that are done, or 0. */
+  Handle(Config config, long logRelay, long doneRelay) {
+    this.kept = new Kept(config);
+    this.logRelay = logRelay;
+    this.doneRelay = doneRelay;
     this.onDevice = config.device() != Device.CPU;
     try (ga_config fields = new ga_config()) {
       config.write(fields);
-      if (relay != 0) {
+      if (logRelay != 0) {
         fields.setLog(Raw.log_function());
-        fields.setLog_user(relay);
+        fields.setLog_user(logRelay);
+      }
+      if (doneRelay != 0) {
+        fields.setOn_param_done(Raw.param_done_function());
+        fields.setOn_param_done_user(doneRelay);
       }
       long[] out = new long[1];
       Raw.ga_context_create(fields, out);
@@ -52,7 +61,9 @@ final class Handle implements Runnable {
   }
 
   private void free() {
-    Raw.relay_destroy(relay);
+    kept.closed();
+    Raw.relay_destroy(logRelay);
+    Raw.relay_destroy(doneRelay);
     result.close();
     micro.close();
   }

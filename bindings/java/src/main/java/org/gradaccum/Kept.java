@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 package org.gradaccum;
 
+import java.nio.Buffer;
 import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
 import java.util.ArrayList;
 import java.util.Arrays;
+import java.util.HashMap;
 import java.util.List;
+import java.util.Map;
 
 /**
- * Gradients in Java's hands. Keeps buffers reachable that the library reads after the call that
- * brought them, and copies arrays into buffers of its own.
+ * Memory in Java's hands. Keeps the buffers of parameters reachable, and those of gradients that
+ * the library reads after the call that brought them, and copies arrays into buffers of its own. It
+ * belongs to the {@link Handle}, since threads of the library may use the buffers until the context
+ * of C is destroyed, and nothing here leads to the {@link Context}.
  */
 final class Kept {
   /** In place of a first gradient: the library has read it, and the ones after it. */
@@ -21,6 +26,7 @@ final class Kept {
   /** Whether parts are read when the micro-batch ends. */
   private boolean late;
 
+  private final Map<Integer, Buffer> parameters = new HashMap<>();
   private Object[] first = {};
   private final List<Object> untilStep = new ArrayList<>();
   private final List<Object> untilEnd = new ArrayList<>();
@@ -41,6 +47,20 @@ final class Kept {
   }
 
   // ---- Keeping
+
+  void setParameter(int id, Buffer data) {
+    parameters.put(id, data);
+  }
+
+  void removeParameter(int id) {
+    parameters.remove(id);
+  }
+
+  /** After the context was destroyed. */
+  void closed() {
+    parameters.clear();
+    windowEnded();
+  }
 
   /** After a micro-batch of all gradients was added. */
   void added(List<Slot> slots, Object[] gradients, double weight) {

@@ -14,6 +14,7 @@ package org.gradaccum;
  * @param rows for {@link ParamOptions#rows}
  * @param batchNorm statistics of batch normalisation
  * @param resident of total, what is written so far; on a device, what is allocated
+ * @param eager with {@link Config#eager}: a second set of what updates write
  */
 public record MemoryUse(
     long accumulators,
@@ -24,7 +25,8 @@ public record MemoryUse(
     long averages,
     long rows,
     long batchNorm,
-    long resident) {
+    long resident,
+    long eager) {
 
   static MemoryUse read(ga_memory from) {
     return new MemoryUse(
@@ -36,6 +38,7 @@ public record MemoryUse(
         from.getAverages(),
         from.getRows(),
         from.getBatch_norm(),
-        from.getResident());
+        from.getResident(),
+        from.getEager());
   }
 }

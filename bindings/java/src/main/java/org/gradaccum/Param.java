@@ -14,17 +14,14 @@ public final class Param {
   // What never changes, as the library describes it.
   private final ParamInfo info;
 
-  /** Keeps the buffer of the parameter reachable as long as the library uses its memory. */
-  private Buffer data;
-
   private boolean removed;
 
   // Within a call of the context c.
   Param(Context context, long c, int id, Buffer data) {
     this.context = context;
     this.id = id;
-    this.data = data;
     this.info = describe(c);
+    context.kept().setParameter(id, data);
   }
 
   private ParamInfo describe(long c) {
@@ -131,7 +128,7 @@ public final class Param {
     long c = context.enter();
     try {
       Raw.ga_param_bind(c, id, data.address(info.dtype(), info.count(), true, "data", this));
-      this.data = data.buffer();
+      context.kept().setParameter(id, data.buffer());
     } finally {
       context.exit();
       Reference.reachabilityFence(data);
@@ -197,16 +194,11 @@ public final class Param {
     try {
       Raw.ga_param_remove(c, id);
       removed = true;
-      data = null;
+      context.kept().removeParameter(id);
       context.slotOf(this).update();
     } finally {
       context.exit();
     }
-  }
-
-  /** After the context was closed. */
-  void release() {
-    data = null;
   }
 
   /**

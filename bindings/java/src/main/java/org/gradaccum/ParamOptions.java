@@ -16,6 +16,9 @@ import java.util.Optional;
  * @param agcAxes bit d: a unit of AGC spans axis d; default 0: as {@link Clip#agcUnits} says
  * @param reduce MAX: the parameter, of an EXTERNAL group, collects maxima in place of sums; empty:
  *     {@link Config#reduce} holds for it
+ * @param writeEarly with {@link Config#eager}: the parameter, which has 16 bits and master weights
+ *     and is rounded to nearest, may be written from {@link Context#ready} on, so that {@link
+ *     Context#step} makes no copy; default false
  */
 public record ParamOptions(
     Optional<Dtype> gradientDtype,
@@ -24,7 +27,8 @@ public record ParamOptions(
     Rounding rounding,
     Rows rows,
     int agcAxes,
-    Optional<Config.Reduce> reduce) {
+    Optional<Config.Reduce> reduce,
+    boolean writeEarly) {
 
   /**
    * Begins with the defaults.
@@ -51,6 +55,7 @@ public record ParamOptions(
     builder.rows = rows;
     builder.agcAxes = agcAxes;
     builder.reduce = reduce;
+    builder.writeEarly = writeEarly;
     return builder;
   }
 
@@ -66,6 +71,7 @@ public record ParamOptions(
         from.getReduce() == 0
             ? Optional.empty()
             : Optional.of(Config.Reduce.of(from.getReduce()));
+    builder.writeEarly = from.getWrite_early() != 0;
     return builder;
   }
 
@@ -81,6 +87,7 @@ public record ParamOptions(
           "reduce was " + reduce.get() + ", expected MAX, or empty for that of the context");
     }
     to.setReduce(reduce.isPresent() ? reduce.get().value() : 0);
+    to.setWrite_early(writeEarly ? 1 : 0);
   }
 
   /** Collects the values of a ParamOptions. */
@@ -92,6 +99,7 @@ public record ParamOptions(
     private Rows rows;
     private int agcAxes;
     private Optional<Config.Reduce> reduce;
+    private boolean writeEarly;
 
     private Builder() {}
 
@@ -176,6 +184,19 @@ public record ParamOptions(
     }
 
     /**
+     * Sets writeEarly.
+     *
+     * @param writeEarly with {@link Config#eager}: the parameter, which has 16 bits and master
+     *     weights and is rounded to nearest, may be written from {@link Context#ready} on, so that
+     *     {@link Context#step} makes no copy; default false
+     * @return this builder
+     */
+    public Builder writeEarly(boolean writeEarly) {
+      this.writeEarly = writeEarly;
+      return this;
+    }
+
+    /**
      * Makes an immutable value of what was set.
      *
      * @return the value
@@ -188,7 +209,8 @@ public record ParamOptions(
           rounding,
           rows,
           agcAxes,
-          reduce);
+          reduce,
+          writeEarly);
     }
   }
 

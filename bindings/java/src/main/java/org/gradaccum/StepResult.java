@@ -22,6 +22,11 @@ package org.gradaccum;
  * @param noiseTrace the variance of one sample's gradient
  * @param noiseSignal the square of the norm of the gradient of the whole data
  * @param droppedMicros bit i: micro-batch i of this window was dropped; i &lt; 64
+ * @param eager with {@link Config#eager}: parameters that {@link Context#ready} has updated
+ * @param eagerWaited those that waited for the step, because there was no memory for a second set
+ *     of their arrays
+ * @param eagerRedone of eager, those that the step updated once more, since it was clipped or an
+ *     option has changed
  */
 public record StepResult(
     Outcome outcome,
@@ -39,7 +44,10 @@ public record StepResult(
     double noiseScale,
     double noiseTrace,
     double noiseSignal,
-    long droppedMicros) {
+    long droppedMicros,
+    long eager,
+    long eagerWaited,
+    long eagerRedone) {
 
   static StepResult read(ga_step_result from) {
     return new StepResult(
@@ -58,7 +66,10 @@ public record StepResult(
         from.getNoise_scale(),
         from.getNoise_trace(),
         from.getNoise_signal(),
-        from.getDropped_micros());
+        from.getDropped_micros(),
+        from.getEager(),
+        from.getEager_waited(),
+        from.getEager_redone());
   }
 
   /** As {@link #read}, from what {@code ga_step_result.copy} has copied. */
@@ -79,7 +90,10 @@ public record StepResult(
         Double.longBitsToDouble(fields[12]),
         Double.longBitsToDouble(fields[13]),
         Double.longBitsToDouble(fields[14]),
-        fields[15]);
+        fields[15],
+        fields[16],
+        fields[17],
+        fields[18]);
   }
 
   /**

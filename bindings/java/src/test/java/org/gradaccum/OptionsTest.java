@@ -19,7 +19,7 @@ import org.junit.jupiter.api.Test;
 class OptionsTest {
   // What is no number in C, and is tested where it is used.
   private static final Set<String> OTHERS =
-      Set.of("table", "log", "progress", "note", "newtonSchulz");
+      Set.of("table", "log", "onParamDone", "progress", "note", "newtonSchulz");
 
   /** Sets every component to a value of its own, and finds it in the field of that name. */
   private static void fieldsOf(Record record, Object builder, AutoCloseable struct)
