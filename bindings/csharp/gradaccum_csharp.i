@@ -228,6 +228,9 @@ static void write_fields(const ga_step_result& result, int64_t* integers, double
   *integers++ = result.dropped;
   *integers++ = result.window_dropped;
   *integers++ = static_cast<int64_t>(result.dropped_micros);
+  *integers++ = result.eager;
+  *integers++ = result.eager_waited;
+  *integers++ = result.eager_redone;
   *reals++ = result.weight;
   *reals++ = result.norm;
   *reals++ = result.clip_factor;

@@ -14,6 +14,9 @@ namespace GradAccum {
     private delegate void LogFunction(IntPtr user, IntPtr line);
 
     [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    private delegate void ParamDoneFunction(IntPtr user, int param);
+
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
     private delegate int ProgressFunction(IntPtr user, long done, long total);
 
     [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
@@ -21,11 +24,13 @@ namespace GradAccum {
 
     // C has their addresses for ever.
     private static readonly LogFunction log = OnLog;
+    private static readonly ParamDoneFunction paramDone = OnParamDone;
     private static readonly ProgressFunction progress = OnProgress;
     private static readonly TransferFunction write = OnWrite;
     private static readonly TransferFunction read = OnRead;
 
     internal static readonly IntPtr Log = Marshal.GetFunctionPointerForDelegate(log);
+    internal static readonly IntPtr ParamDone = Marshal.GetFunctionPointerForDelegate(paramDone);
     internal static readonly IntPtr Progress = Marshal.GetFunctionPointerForDelegate(progress);
     internal static readonly IntPtr Write = Marshal.GetFunctionPointerForDelegate(write);
     internal static readonly IntPtr Read = Marshal.GetFunctionPointerForDelegate(read);
@@ -33,6 +38,13 @@ namespace GradAccum {
     private static void OnLog(IntPtr user, IntPtr line) {
       Listener listener = (Listener)GCHandle.FromIntPtr(user).Target;
       listener.Guard.Callback(() => listener.Receive(Text.Decode(line)));
+    }
+
+    private static void OnParamDone(IntPtr user, int param) {
+      Listener listener = (Listener)GCHandle.FromIntPtr(user).Target;
+      Context context;
+      if (!listener.Context.TryGetTarget(out context)) return;
+      listener.Guard.DoneCallback(() => listener.ReceiveDone(new Param(context, param)));
     }
 
     private static int OnProgress(IntPtr user, long done, long total) {
@@ -53,14 +65,18 @@ namespace GradAccum {
     }
   }
 
-  /// <summary>What a context logs to. It does not know the context, which may be collected.</summary>
+  /// <summary>What a context calls. It does not keep the context alive, which may be collected.</summary>
   internal sealed class Listener {
     internal readonly Guard Guard;
+    internal readonly WeakReference<Context> Context;
     internal readonly Action<string> Receive;
+    internal readonly Action<Param> ReceiveDone;
 
-    internal Listener(Guard guard, Action<string> receive) {
+    internal Listener(Guard guard, Context context, Config config) {
       Guard = guard;
-      Receive = receive;
+      Context = new WeakReference<Context>(context);
+      Receive = config.Log;
+      ReceiveDone = config.OnParamDone;
     }
   }
 

@@ -61,21 +61,31 @@ namespace GradAccum {
         return new ContextHandle(created, default(GCHandle));
       }
       lock (config) {  // contexts in two threads may share it
-        if (config.Log == null) {
+        if (config.Log == null && config.OnParamDone == null) {
           Raw.ga_context_create(config.Native, out created);
           return new ContextHandle(created, default(GCHandle));
         }
-        GCHandle listener = GCHandle.Alloc(new Listener(guard, config.Log));
+        GCHandle listener = GCHandle.Alloc(new Listener(guard, this, config));
         ContextHandle made = null;
-        config.Native.log = Callbacks.Log;
-        config.Native.log_user = GCHandle.ToIntPtr(listener);
+        if (config.Log != null) {
+          config.Native.log = Callbacks.Log;
+          config.Native.log_user = GCHandle.ToIntPtr(listener);
+        }
+        if (config.OnParamDone != null) {
+          guard.ExpectDone();
+          config.Native.on_param_done = Callbacks.ParamDone;
+          config.Native.on_param_done_user = GCHandle.ToIntPtr(listener);
+        }
         guard.Enter();
         try {
           Raw.ga_context_create(config.Native, out created);
           made = new ContextHandle(created, listener);
+          if (config.OnParamDone != null && Type.GetType("Mono.Runtime") != null) made.EndWithProcess(guard);
         } finally {
           config.Native.log = IntPtr.Zero;
           config.Native.log_user = IntPtr.Zero;
+          config.Native.on_param_done = IntPtr.Zero;
+          config.Native.on_param_done_user = IntPtr.Zero;
           if (made == null) listener.Free();
           guard.Exit();
         }
@@ -293,9 +303,13 @@ namespace GradAccum {
 
     /// <summary>
     /// Tells that nothing more comes to these parameters in this window: contributions to them are refused until
-    /// it has ended. With <see cref="CommunicatorOptions.Overlap"/> their gradients are exchanged by a thread of
-    /// the library, as soon as the last micro-batch has begun, while the program goes on; <see cref="Step"/>
-    /// exchanges what is left, with the same bits. Ranks need not call it alike.
+    /// it has ended. With <see cref="Config.Eager"/> their update begins as soon as the last micro-batch has begun;
+    /// <see cref="Step"/> makes those that are left, with the same bits. Parameters that are updated in place
+    /// (<see cref="Nonfinite.Ignore"/>, and no <see cref="ClipScope.Global"/>) leave no way but <see cref="Step"/>: to
+    /// discard the window, to set an option and to read or save state are refused.
+    /// With <see cref="CommunicatorOptions.Overlap"/> their gradients are exchanged by a thread of the library, as
+    /// soon as the last micro-batch has begun, while the program goes on; <see cref="Step"/> exchanges what is left,
+    /// with the same bits. Ranks need not call it alike.
     /// </summary>
     /// <param name="parameters">Any number of the context's parameters.</param>
     public void Ready(params Param[] parameters) {

@@ -17,21 +17,31 @@ namespace GradAccum {
 
     private int state;
     private int callbackThread;  // the thread that runs code of the program within the call; 0: none
+    private int doneThread;      // the thread, maybe one of the library, that tells that a parameter is done; 0: none
+    private int callThread;      // if hasDone: the thread of the last call
+    private bool hasDone;        // whether the context tells that parameters are done
     private ExceptionDispatchInfo thrown;
 
     internal void Enter() {
       int before = Interlocked.CompareExchange(ref state, InCall, Free);
       if (before != Free) Refuse(before);
+      if (hasDone) Volatile.Write(ref callThread, Environment.CurrentManagedThreadId);
+    }
+
+    /// <summary>Before the first call on a context that tells that parameters are done.</summary>
+    internal void ExpectDone() {
+      hasDone = true;
     }
 
     internal void Exit() {
       if (Interlocked.CompareExchange(ref state, Free, InCall) != InCall) Volatile.Write(ref state, Closed);
-      if (thrown != null) Rethrow();
+      if (Volatile.Read(ref thrown) != null) Rethrow();
     }
 
     /// <summary>Returns true to the caller that is to destroy the context, once.</summary>
     internal bool Close() {
-      if (Volatile.Read(ref callbackThread) == Environment.CurrentManagedThreadId) {
+      int thread = Environment.CurrentManagedThreadId;
+      if (Volatile.Read(ref callbackThread) == thread || Volatile.Read(ref doneThread) == thread) {
         throw GradAccumException.State("a callback of a context must not close the context");
       }
       SpinWait wait = new SpinWait();
@@ -48,6 +58,11 @@ namespace GradAccum {
       }
     }
 
+    /// <summary>As Close(), unless a call runs.</summary>
+    internal bool TryClose() {
+      return Interlocked.CompareExchange(ref state, Closed, Free) == Free;
+    }
+
     internal bool IsClosed {
       get { return Volatile.Read(ref state) >= ClosingInCall; }
     }
@@ -56,16 +71,30 @@ namespace GradAccum {
     /// Runs code of the program within a call of C, which no exception may leave: it comes out of Exit().
     /// </summary>
     internal bool Callback(Action body) {
-      int before = callbackThread;
-      Volatile.Write(ref callbackThread, Environment.CurrentManagedThreadId);
+      return Run(ref callbackThread, body);
+    }
+
+    /// <summary>
+    /// The same for what may run on a thread of the library, beside a call: it comes out of Exit() of that call or
+    /// the next one.
+    /// </summary>
+    internal void DoneCallback(Action body) {
+      // Before the process ends, mono waits for every thread that is not in the background.
+      if (Volatile.Read(ref callThread) != Environment.CurrentManagedThreadId) Thread.CurrentThread.IsBackground = true;
+      Run(ref doneThread, body);
+    }
+
+    private bool Run(ref int thread, Action body) {
+      int before = thread;
+      Volatile.Write(ref thread, Environment.CurrentManagedThreadId);
       try {
         body();
         return true;
       } catch (Exception exception) {
-        if (thrown == null) thrown = ExceptionDispatchInfo.Capture(exception);
+        Interlocked.CompareExchange(ref thrown, ExceptionDispatchInfo.Capture(exception), null);
         return false;
       } finally {
-        Volatile.Write(ref callbackThread, before);
+        Volatile.Write(ref thread, before);
       }
     }
 
@@ -76,9 +105,8 @@ namespace GradAccum {
     }
 
     private void Rethrow() {
-      ExceptionDispatchInfo first = thrown;
-      thrown = null;
-      first.Throw();
+      ExceptionDispatchInfo first = Interlocked.Exchange(ref thrown, null);
+      if (first != null) first.Throw();
     }
   }
 
@@ -181,10 +209,24 @@ namespace GradAccum {
   internal sealed class ContextHandle : SafeHandle {
     internal readonly KeptMemory Kept = new KeptMemory();
     private GCHandle listener;
+    private EventHandler exit;
 
     internal ContextHandle(IntPtr context, GCHandle listener) : base(IntPtr.Zero, true) {
       SetHandle(context);
       this.listener = listener;
+    }
+
+    /// <summary>
+    /// Ends the context with the process, if the program has not done that. Mono waits for every thread that has
+    /// run managed code, and a thread of the library that has called a listener ends with its context.
+    /// </summary>
+    internal void EndWithProcess(Guard guard) {
+      WeakReference<ContextHandle> self = new WeakReference<ContextHandle>(this, true);
+      exit = (sender, arguments) => {
+        ContextHandle handle;
+        if (guard.TryClose() && self.TryGetTarget(out handle)) handle.Dispose();
+      };
+      AppDomain.CurrentDomain.ProcessExit += exit;
     }
 
     public override bool IsInvalid {
@@ -192,6 +234,7 @@ namespace GradAccum {
     }
 
     protected override bool ReleaseHandle() {
+      if (exit != null) AppDomain.CurrentDomain.ProcessExit -= exit;
       Raw.ga_context_destroy(handle);
       Kept.ReleaseAll();
       if (listener.IsAllocated) listener.Free();

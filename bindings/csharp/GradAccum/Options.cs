@@ -110,10 +110,44 @@ namespace GradAccum {
     }
 
     /// <summary>
+    /// Whether <see cref="Context.Ready"/> begins with the update of parameters, in place of
+    /// <see cref="Context.Step"/>; on the CPU; default false.
+    /// </summary>
+    public bool Eager {
+      get { return Native.eager != 0; }
+      set { Native.eager = value ? 1 : 0; }
+    }
+
+    /// <summary>
+    /// Threads of the library that make these updates while the program goes on; default 0:
+    /// <see cref="Context.Ready"/> makes them.
+    /// </summary>
+    public int EagerThreads {
+      get { return Native.eager_threads; }
+      set { Native.eager_threads = value; }
+    }
+
+    /// <summary>
+    /// The most bytes for the second set of arrays that these updates may take; default 0: no limit.
+    /// </summary>
+    public long EagerBytes {
+      get { return Native.eager_bytes; }
+      set { Native.eager_bytes = value; }
+    }
+
+    /// <summary>
     /// Receives a line for each call, when it ends, on the thread of the call; it must not use the context.
     /// What it throws comes out of the call. Default null: none.
     /// </summary>
     public Action<string> Log { get; set; }
+
+    /// <summary>
+    /// Receives each parameter that <see cref="Context.Ready"/> has named, once in a window, when it is up to date
+    /// and its gradient is not read any more; it must not use the context. With <see cref="EagerThreads"/> it is
+    /// called on a thread of the library if the parameter is updated in place, else on the thread of the call. What
+    /// it throws comes out of that call, or of the next one on the context. Default null: none.
+    /// </summary>
+    public Action<Param> OnParamDone { get; set; }
   }
 
   /// <summary>
@@ -618,6 +652,16 @@ namespace GradAccum {
         }
         Native.reduce = value == null ? 0 : (int)value;
       }
+    }
+
+    /// <summary>
+    /// With <see cref="Config.Eager"/>: the parameter, which has 16 bits and master weights and is rounded to nearest,
+    /// may be written from <see cref="Context.Ready"/> on, so that <see cref="Context.Step"/> makes no copy; default
+    /// false.
+    /// </summary>
+    public bool WriteEarly {
+      get { return Native.write_early != 0; }
+      set { Native.write_early = value ? 1 : 0; }
     }
   }
 

@@ -7,9 +7,10 @@ namespace GradAccum {
   [StructLayout(LayoutKind.Sequential)]
   public struct StepResult {
     // In the order in which the raw layer writes them.
-    internal const int Integers = 8;
+    internal const int Integers = 11;
     internal const int Reals = 8;
-    private readonly long outcome, windows, steps, microBatches, skipped, dropped, windowDropped, droppedMicros;
+    private readonly long outcome, windows, steps, microBatches, skipped, dropped, windowDropped, droppedMicros,
+                          eager, eagerWaited, eagerRedone;
     private readonly double weight, norm, clipFactor, lr, lossScale, noiseScale, noiseTrace, noiseSignal;
 
     /// <summary>Whether the step was applied, or why not.</summary>
@@ -50,6 +51,23 @@ namespace GradAccum {
     /// <summary>Bit i: micro-batch i of this window was dropped.</summary>
     public ulong DroppedMicros {
       get { return unchecked((ulong)droppedMicros); }
+    }
+
+    /// <summary>Parameters that <see cref="Context.Ready"/> has updated, with <see cref="Config.Eager"/>.</summary>
+    public long Eager {
+      get { return eager; }
+    }
+
+    /// <summary>Those that waited for the step, because there was no memory for a second set of their arrays.</summary>
+    public long EagerWaited {
+      get { return eagerWaited; }
+    }
+
+    /// <summary>
+    /// Of <see cref="Eager"/>, those that the step updated once more, since it was clipped or an option has changed.
+    /// </summary>
+    public long EagerRedone {
+      get { return eagerRedone; }
     }
 
     /// <summary>The sum of the weights of this window.</summary>
@@ -150,6 +168,7 @@ namespace GradAccum {
       Rows = native.rows;
       BatchNorm = native.batch_norm;
       Resident = native.resident;
+      Eager = native.eager;
     }
 
     /// <summary>Accumulators.</summary>
@@ -178,6 +197,9 @@ namespace GradAccum {
 
     /// <summary>The part of the total that is written so far.</summary>
     public long Resident { get; }
+
+    /// <summary>A second set of what updates write, with <see cref="Config.Eager"/>.</summary>
+    public long Eager { get; }
   }
 
   /// <summary>What the library was built with.</summary>

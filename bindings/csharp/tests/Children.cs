@@ -17,6 +17,9 @@ namespace GradAccum.Tests {
               if (path >= 0 && line.Contains("libgradaccum")) Console.WriteLine("loaded " + line.Substring(path));
             }
             return 0;
+          case "undisposed":
+            EagerTests.EndUndisposed();
+            return 0;
           default:
             Console.WriteLine("unknown child " + arguments[1]);
             return 2;
