@@ -382,6 +382,32 @@ TEST_F(Bits, OfAManyChunkTensor) {
   }
 }
 
+// The chunks of an update's last round are cut in parts: of 9 blocks, these leave 1, 2, 4, 5 and again 1 chunk for
+// it; where averages alone move, there are 12 blocks. What is rounded by chance depends on the place of an element.
+TEST_F(Bits, OfChunksInParts) {
+  const std::vector<ga_param_options> all = {options(), with(GA_MASTER_NONE, GA_ROUND_STOCHASTIC)};
+  for (const int64_t count : {7, 65536 + 16389, 4 * 65536 - 1, 5 * 65536, 9 * 65536 + 20003}) {
+    for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_EXTERNAL}) {
+      for (const size_t low : {0, 1}) {
+        ga_config c = config();
+        c.seed = 5;
+        expect_same(c, [&](Machine& m) {
+          ga_ema e;
+          EXPECT_OK(ga_ema_init(&e, sizeof e));
+          e.dtype = low ? GA_BF16 : 0;
+          e.decay = 0.9;
+          EXPECT_OK(ga_context_set_ema(m, &e));
+          Training t;
+          t.params = {{low ? GA_BF16 : GA_F32, {count}, all[low]}};
+          t.add(m, m.group(optimizer(kind)));
+          t.windows(m, 2, 1);
+          m.note_averages();
+        });
+      }
+    }
+  }
+}
+
 // ---- Clipping ------------------------------------------------------------------------------------
 
 struct NamedClip {

@@ -18,6 +18,7 @@ inline bool is_capture_error(cudaError_t error) {
 // The stream to launch on, and how many blocks keep the device busy.
 struct Queue {
   cudaStream_t stream;
+  int64_t multiprocessors;
   int64_t blocks;      // of a grid whose blocks each take several chunks
   unsigned* counters;  // kCounters zeros, for Block::last
 };

@@ -177,7 +177,8 @@ Runtime::Runtime(const ga_config& config)
       return value;
     };
     reads_pageable_ = attribute(cudaDevAttrPageableMemoryAccess) != 0;
-    queue_.blocks = int64_t{attribute(cudaDevAttrMultiProcessorCount)} *
+    queue_.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+    queue_.blocks = queue_.multiprocessors *
                     std::max(1, attribute(cudaDevAttrMaxThreadsPerMultiProcessor) / 256);
     const size_t bytes = kCounters * sizeof(unsigned);
     queue_.counters = static_cast<unsigned*>(allocate(bytes));

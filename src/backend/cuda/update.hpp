@@ -326,24 +326,48 @@ GA_DEVICE void update_floats(const Floats<Op, false, kGradient>& at, const Op& o
 
 // ---- Kernels ------------------------------------------------------------------------------------
 
-// f(task, plan, chunk) for the chunks of a block, of parameters with one of the duties.
+// The pieces of a list's chunks, in order: `whole` chunks, then each of the others in 1 << shift parts.
+struct Pieces {
+  int32_t whole, count;
+  int32_t shift;
+};
+
+// Of `chunks` chunks, where the device holds `held` blocks at a time. It starts a block when another one ends. If
+// less than half of these places have a chunk in the last round, the chunks of that round are cut to fill them,
+// since a few blocks do not keep the memory busy.
+inline Pieces pieces_of(int64_t chunks, int64_t held) {
+  constexpr int kMostShift = 3;
+  const auto last = static_cast<int32_t>(chunks % held);
+  Pieces pieces = {static_cast<int32_t>(chunks) - last, 0, 0};
+  while (pieces.shift < kMostShift && (2 * last) << pieces.shift <= held) ++pieces.shift;
+  pieces.count = pieces.whole + (last << pieces.shift);
+  return pieces;
+}
+
+// f(task, plan, first, n) for the pieces of a block, of parameters with one of the duties: n elements from `first`
+// on.
 template <class F>
-GA_DEVICE void each_chunk(const Block& block, const UpdateTask* tasks, const ListPart& list,
-                          int duties, F f) {
+GA_DEVICE void each_piece(const Block& block, const UpdateTask* tasks, const ListPart& list,
+                          const Pieces& pieces, int duties, F f) {
   GA_ROLLED
-  for (int64_t k = block.index(); k < list.chunk_count; k += block.count()) {
-    const ChunkRef at = list.chunks[k];
+  for (auto k = static_cast<int32_t>(block.index()); k < pieces.count;
+       k += static_cast<int32_t>(block.count())) {
+    const int32_t part = k < pieces.whole ? 0 : k - pieces.whole;
+    const int shift = k < pieces.whole ? 0 : pieces.shift;
+    const ChunkRef at = list.chunks[k < pieces.whole ? k : pieces.whole + (part >> shift)];
     const UpdateTask& task = tasks[at.item];
-    if ((task.plan->duty & duties) != 0) f(task, *task.plan, int64_t{at.chunk});
+    if ((task.plan->duty & duties) == 0) continue;
+    const auto size = static_cast<int32_t>(kChunk >> shift);
+    const int64_t first = at.chunk * kChunk + (part & ((1 << shift) - 1)) * size;
+    const int64_t n = smaller(int64_t{size}, task.count - first);
+    if (n > 0) f(task, *task.plan, first, static_cast<int>(n));
   }
 }
 
 template <class T>
-GA_DEVICE void follow_chunk(Block& block, const UpdateTask& task, const ParamPlan& plan,
-                            int64_t chunk) {
-  const int n = chunk_length(task.count, chunk);
-  block.each(
-      [&](int thread) { follow_any<T>(task, plan, chunk * kChunk, n, 4 * thread, 4 * kThreads); });
+GA_DEVICE void follow_piece(Block& block, const UpdateTask& task, const ParamPlan& plan,
+                            int64_t first, int n) {
+  block.each([&](int thread) { follow_any<T>(task, plan, first, n, 4 * thread, 4 * kThreads); });
 }
 
 // The update of all chunks of the list, or of the rows that the sets of its parameters have.
@@ -353,24 +377,23 @@ struct Update {
   static constexpr int kBlocks = 3;
   const UpdateTask* tasks;
   ListPart list;
+  Pieces pieces;
   bool rows;
 
   GA_DEVICE void operator()(Block& block) const {
     if (rows) return update_rows(block);
-    each_chunk(block, tasks, list, kUpdate | kFollow,
-               [&](const UpdateTask& task, const ParamPlan& plan, int64_t chunk) {
+    each_piece(block, tasks, list, pieces, kUpdate | kFollow,
+               [&](const UpdateTask& task, const ParamPlan& plan, int64_t first, int n) {
                  if ((plan.duty & kUpdate) != 0)
-                   update_chunk(block, task, plan, chunk);
+                   update_piece(block, task, plan, first, n);
                  else
-                   follow_chunk<T>(block, task, plan, chunk);
+                   follow_piece<T>(block, task, plan, first, n);
                });
   }
 
  private:
-  GA_DEVICE static void update_chunk(Block& block, const UpdateTask& task, const ParamPlan& plan,
-                                     int64_t chunk) {
-    const int64_t first = chunk * kChunk;
-    const int n = chunk_length(task.count, chunk);
+  GA_DEVICE static void update_piece(Block& block, const UpdateTask& task, const ParamPlan& plan,
+                                     int64_t first, int n) {
     if constexpr (std::is_same_v<T, float>) {
       if (update_aligned<GA_F32>(block, task, plan, first, n)) return;
       if constexpr (Op::updating.gradient) {  // one that lives
@@ -475,11 +498,12 @@ struct Follow {
   static constexpr int kBlocks = 4;
   const UpdateTask* tasks;
   ListPart list;
+  Pieces pieces;
 
   GA_DEVICE void operator()(Block& block) const {
-    each_chunk(block, tasks, list, kDeliver | kFollow,
-               [&](const UpdateTask& task, const ParamPlan& plan, int64_t chunk) {
-                 follow_chunk<T>(block, task, plan, chunk);
+    each_piece(block, tasks, list, pieces, kDeliver | kFollow,
+               [&](const UpdateTask& task, const ParamPlan& plan, int64_t first, int n) {
+                 follow_piece<T>(block, task, plan, first, n);
                });
   }
 };
@@ -502,10 +526,12 @@ struct Measure {
 
   GA_DEVICE void operator()(Block& block) const {
     GA_SHARED ChunkTotals<Op::norms> sums;
-    each_chunk(block, tasks, list, kUpdate,
-               [&](const UpdateTask& task, const ParamPlan& plan, int64_t chunk) {
-                 measure_chunk(block, task, plan, chunk, sums);
-               });
+    GA_ROLLED
+    for (int64_t k = block.index(); k < list.chunk_count; k += block.count()) {
+      const ChunkRef at = list.chunks[k];
+      const UpdateTask& task = tasks[at.item];
+      if ((task.plan->duty & kUpdate) != 0) measure_chunk(block, task, *task.plan, at.chunk, sums);
+    }
     if (block.last(counter)) fold_measured(block, tables, tasks, list);
   }
 
@@ -561,15 +587,30 @@ void with_op(TypeList<Op...>, int position, F f) {
   (void)((at++ == position ? (f(Tag<Op>()), true) : false) || ...);
 }
 
+// launch_as(pieces, blocks) for a Kernel over the pieces of a list.
+template <class Kernel, class F>
+void with_pieces(const Queue& queue, const ListPart& list, F launch_as) {
+  constexpr int64_t kRounds = 8;  // in more, blocks have several pieces and start less often
+  const int64_t held = Kernel::kBlocks * queue.multiprocessors;
+  const Pieces pieces = pieces_of(list.chunk_count, held);
+  launch_as(pieces, smaller(pieces.count, kRounds * held));
+}
+
 template <class T>
 void update(const Queue& queue, const UpdateTask* tasks, const ListPart& list) {
-  const int64_t blocks = blocks_for(queue, list.chunk_count);
-  if (list.op < 0) return launch(Follow<T>{tasks, list}, blocks, queue.stream);
+  if (list.op < 0) {
+    return with_pieces<Follow<T>>(queue, list, [&](const Pieces& pieces, int64_t blocks) {
+      launch(Follow<T>{tasks, list, pieces}, blocks, queue.stream);
+    });
+  }
   with_op(AllOps<T>(), list.op, [&](auto tag) {
-    using Op = typename decltype(tag)::type;
-    // Rows first: the pass over all chunks moves the averages of the new values.
-    if (list.param_count > 0) launch(Update<Op>{tasks, list, true}, queue.blocks, queue.stream);
-    launch(Update<Op>{tasks, list, false}, blocks, queue.stream);
+    using Kernel = Update<typename decltype(tag)::type>;
+    with_pieces<Kernel>(queue, list, [&](const Pieces& pieces, int64_t blocks) {
+      // Rows first: the pass over all chunks moves the averages of the new values.
+      if (list.param_count > 0)
+        launch(Kernel{tasks, list, pieces, true}, queue.blocks, queue.stream);
+      launch(Kernel{tasks, list, pieces, false}, blocks, queue.stream);
+    });
   });
 }
 
