@@ -147,17 +147,22 @@ void ParamArrays::each_units(size_t i, F&& f) const {
 // One kernel walks them all together with the parameter. Where the addresses of two streams are nearly
 // alike in their low 12 bits, a core takes the load of one for depending on the store to the other
 // (measured: half the speed), so the arrays of a large parameter lie 17 cache lines apart within a page,
-// counted from it.
+// counted from it. On a device they begin with a line of its caches, which are 128 bytes long.
 template <class F>
 void ParamArrays::place(size_t i, Layout& l, F&& f) const {
   constexpr size_t kLine = 64, kPage = 4096, kApart = 17 * kLine, kLarge = size_t{1} << 20;
+  constexpr size_t kDeviceLine = 128;
+  const bool on_device = config_.device != GA_DEVICE_CPU;
   const Param& p = params_[i];
   size_t apart = 0;
   for (const OwnedArray& a : of(i)) {
     size_t& end = l.bytes[static_cast<size_t>(a.kind)];
     size_t offset = end;
     apart += kApart;
-    if (a.bytes >= kLarge && a.kind != kPartials) {
+    const bool placed = a.kind != kPartials;  // partials lie side by side, see Layout::chunks()
+    if (placed && on_device && a.bytes >= kPage) {
+      offset = add_capped(offset, (kDeviceLine - offset % kDeviceLine) % kDeviceLine);
+    } else if (placed && !on_device && a.bytes >= kLarge) {
       const size_t wanted = reinterpret_cast<uintptr_t>(p.data) / kLine * kLine + apart;
       offset += (wanted - offset) % kPage;
     }

@@ -386,6 +386,23 @@ TEST_F(Launches, OfSmallCalls) {
   }
 }
 
+// A kernel's accesses to the library's arrays do not straddle lines of the device's caches.
+TEST_F(Launches, ArraysBeginWithALine) {
+  for (const int64_t count : {1035, 300005}) {
+    Many m(3, optimizer(GA_OPTIMIZER_ADAMW), config(), count, {GA_F32, GA_F64, GA_F32});
+    m.window();
+    EXPECT_OK(ga_micro_begin(m.ctx, -1, 1, nullptr));
+    for (ga_param i = 0; i < 3; ++i) {
+      ga_accumulator a = {};
+      a.struct_size = sizeof a;
+      EXPECT_OK(ga_accumulator_acquire(m.ctx, i, &a));
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(a.data) % 128, 0) << count << " elements, " << i;
+      EXPECT_OK(ga_accumulator_release(m.ctx, i));
+    }
+    EXPECT_OK(ga_micro_end(m.ctx));
+  }
+}
+
 // After a capture, tables that a replay may have overwritten are sent again in each window, without a
 // wait.
 TEST_F(Launches, OfWindowsBesideAGraph) {
