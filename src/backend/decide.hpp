@@ -5,6 +5,7 @@
 //     struct Crew {
 //       void each_item(int64_t n, F f);   // f(i) for i in [0, n), then a barrier
 //       void each_warp(int64_t n, F f);   // f(i, warp) for i in [0, n), then a barrier
+//       void each_octet(int64_t n, F f);  // as each_warp, for many items of few numbers each
 //       void once(F f);                   // f() in one thread, then a barrier
 //       bool recall(const ScalarTables&, int64_t i);  // for judge_window() alone, see below
 //     };
@@ -228,7 +229,7 @@ GA_DEVICE void sum_window(Crew& crew, const ScalarTables& t, const WindowTotals&
     if (!w.over_ranks) t.control->sums = brought_by(t, w);
   });
   if (!w.over_ranks)
-    crew.each_warp(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i); });
+    crew.each_octet(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i); });
 }
 
 // ---- The end of a window: decision --------------------------------------------------------------
@@ -255,7 +256,8 @@ GA_DEVICE void total_clip(Warp& warp, const ScalarTables& t, int64_t group, int6
   if (group >= 0 && !t.group_inputs[group].own_clip) return;
   const double x = warp.sum(n, [&](int64_t i) {
     const ga_group g = group_of(i);
-    return (group < 0 ? !t.group_inputs[g].own_clip : g == group) ? squares(i) : 0.0;
+    const double x = squares(i);
+    return (group < 0 ? !t.group_inputs[g].own_clip : g == group) ? x : 0.0;
   });
   if (warp.leader()) (group < 0 ? t.control->totals.shared : t.group_states[group].sum_squares) = x;
 }
@@ -267,7 +269,8 @@ GA_DEVICE void total_params(Crew& crew, const ScalarTables& t) {
   Control& c = *t.control;
   const auto total = [&](auto& warp, auto value) {
     return warp.sum(t.params, [&](int64_t i) {
-      return t.param_states[i].touched ? value(i, t.param_states[i]) : 0.0;
+      const double x = value(i, t.param_states[i]);  // read whether it counts or not, to wait once
+      return t.param_states[i].touched ? x : 0.0;
     });
   };
   crew.each_warp(t.groups + 5, [&](int64_t k, auto& warp) {
@@ -297,7 +300,8 @@ GA_DEVICE void total_params(Crew& crew, const ScalarTables& t) {
           [&](int64_t i) { return t.param_inputs[i].group; },
           [&](int64_t i) {
             const ParamState& s = t.param_states[i];
-            return s.touched ? s.sum_squares : 0.0;
+            const double x = s.sum_squares;
+            return s.touched ? x : 0.0;
           });
     }
   });
@@ -726,7 +730,7 @@ GA_DEVICE void settle_units(Crew& crew, const ScalarTables& t, const ga_param* i
 template <class Crew>
 GA_DEVICE void sum_layers(Crew& crew, const ScalarTables& t, const UpdateTask* measures,
                           const ga_param* ids, int64_t count) {
-  crew.each_warp(count, [&](int64_t k, auto& warp) {
+  crew.each_octet(count, [&](int64_t k, auto& warp) {
     const int64_t i = ids[k];
     if ((t.plans[i].duty & kUpdate) == 0) return;
     const UpdateTask& task = measures[i];
@@ -844,7 +848,7 @@ GA_DEVICE void open_micro(Crew& crew, const ScalarTables& t, const Contributions
 // Adds up the partials of each contribution.
 template <class Crew>
 GA_DEVICE void sum_micro(Crew& crew, const Contributions& m) {
-  crew.each_warp(m.count, [&](int64_t k, auto& warp) {
+  crew.each_octet(m.count, [&](int64_t k, auto& warp) {
     const MicroInput& in = m.inputs[k];
     MicroPlan& plan = m.plans[k];
     const bool clamped = is_finite(plan.view.limit);

@@ -22,7 +22,7 @@ GA_DEVICE void sum_rank(Crew& crew, const ScalarTables& t, const WindowTotals& w
     record.settings = t.settings->checksum;
   });
   double* const of_params = out + record_words(0, 0);
-  crew.each_warp(t.params, [&](int64_t i, auto& warp) {
+  crew.each_octet(t.params, [&](int64_t i, auto& warp) {
     const bool brought = !t.param_inputs[i].frozen &&
                          (t.settings->deferring ? t.param_states[i].contributed != 0
                                                 : (brought_bits[i / 64] >> (i % 64) & 1) != 0);
@@ -89,7 +89,7 @@ GA_DEVICE void add_ranks(Crew& crew, const ScalarTables& t, const double* record
 
 template <class Crew>
 GA_DEVICE void sum_pieces(Crew& crew, const ScalarTables& t, const UnitTask* units, double* out) {
-  crew.each_warp(t.params, [&](int64_t i, auto& warp) {
+  crew.each_octet(t.params, [&](int64_t i, auto& warp) {
     const bool held = some_rank_has_gradient(t, i);
     sum_partials(warp, t, i, held, [&](double squares, double clamped, double, bool nonfinite) {
       double* const of_param = out + kPieceWords * i;

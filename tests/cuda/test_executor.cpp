@@ -3,6 +3,8 @@
 // What the executor finds, and what it must not take for an error. Compiled as the kernels are.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "backend/cuda/block.hpp"
@@ -191,6 +193,66 @@ struct Some {
       __syncthreads();
   }
 };
+
+// Sums, least and first numbers of x by teams of both sizes.
+struct Teams {
+  const double* x;
+  const int64_t* n;
+  int64_t items;
+  double* found;  // three of each item
+
+  template <class Team>
+  GA_DEVICE void take(int64_t i, const Team& team, double* to) const {
+    const double sum = team.sum(n[i], [&](int64_t j) { return x[j]; });
+    const double least = team.smallest(n[i], [&](int64_t j) { return x[j]; });
+    const int64_t first = team.first(n[i], [&](int64_t j) { return x[j] < 0; });
+    if (!team.leader()) return;
+    to[3 * i] = sum;
+    to[3 * i + 1] = least;
+    to[3 * i + 2] = static_cast<double>(first);
+  }
+  GA_DEVICE void operator()(Block& block) const {
+    block.each_warp(items, [&](int64_t i, const Warp& warp) { take(i, warp, found); });
+    block.each_octet(items,
+                     [&](int64_t i, const Octet& octet) { take(i, octet, found + 3 * items); });
+  }
+};
+
+TEST_F(Executor, TeamsAddInOneOrder) {
+  std::vector<double> x(500);
+  for (size_t j = 0; j < x.size(); ++j) x[j] = std::exp(static_cast<double>(j * 7919 % 500) / 20);
+  x[301] = -1;
+  x[302] = -2;
+  std::vector<int64_t> n;
+  for (int64_t i = 0; i < 77; ++i) n.push_back(i < 70 ? i : 83 * (i - 70));
+  const auto items = static_cast<int64_t>(n.size());
+  auto* const numbers = device<double>(x.size());
+  auto* const counts = device<int64_t>(n.size());
+  auto* const found = device<double>(6 * n.size());
+  sim::poke(numbers, x.data(), x.size() * sizeof(double));
+  sim::poke(counts, n.data(), n.size() * sizeof(int64_t));
+  run(Teams{numbers, counts, items, found});
+  std::vector<double> got(6 * n.size());
+  sim::peek(got.data(), found, got.size() * sizeof(double));
+  for (size_t i = 0; i < n.size(); ++i) {
+    SCOPED_TRACE(n[i]);
+    double sums[32] = {}, least = HUGE_VAL;
+    int64_t first = -1;
+    for (int64_t j = 0; j < n[i]; ++j) {
+      const double value = x[static_cast<size_t>(j)];
+      sums[j % 32] += value;
+      least = std::min(least, value);
+      if (first < 0 && value < 0) first = j;
+    }
+    for (int distance = 16; distance > 0; distance /= 2)
+      for (int l = 0; l < distance; ++l) sums[l] += sums[l + distance];
+    for (const size_t team : {size_t{0}, n.size()}) {
+      EXPECT_EQ(got[3 * (team + i)], sums[0]);
+      EXPECT_EQ(got[3 * (team + i) + 1], least);
+      EXPECT_EQ(got[3 * (team + i) + 2], static_cast<double>(first));
+    }
+  }
+}
 
 TEST_F(Executor, AllThreadsMustCome) {
   run(Some{kThreads, false});

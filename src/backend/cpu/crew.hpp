@@ -48,6 +48,10 @@ class Crew {
     for (int64_t i = 0; i < n; ++i) f(i, warp);
   }
   template <class F>
+  void each_octet(int64_t n, F&& f) {
+    each_warp(n, f);
+  }
+  template <class F>
   void once(F&& f) {
     f();
   }

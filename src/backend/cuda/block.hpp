@@ -32,16 +32,22 @@
 #include "error.hpp"
 #include "hd.hpp"
 
+// GA_APART: a function that is not inlined. GA_ROLLED: a loop that is not unrolled, to save
+// registers.
 #ifdef __CUDACC__
 #define GA_SHARED __shared__
+#define GA_APART __device__ __noinline__
+#define GA_ROLLED _Pragma("unroll 1")
 #else
 #define GA_SHARED
+#define GA_APART __attribute__((noinline))
+#define GA_ROLLED
 #endif
 
 namespace ga::cuda {
 
 constexpr int kThreads = 256;  // of a block
-// Threads of a block that is a grid alone and uses only each_item, each_warp and once: it waits for
+// Threads of a block that is a grid alone and uses only each_item, each_warp, each_octet and once: it waits for
 // memory at each step, and more threads take fewer steps. Its kernel has kWide = true.
 constexpr int kWideThreads = 1024;
 constexpr int kLanes = 32;  // of a warp
@@ -72,18 +78,30 @@ class PerThread {
 #endif
 };
 
-// 32 lanes that share an item. Every lane takes part in each call and gets its result.
-class Warp {
+// kSize lanes of a warp that share an item: 32 where there are few items of many numbers, 8 where there are
+// many items of few. Every lane takes part in each call and gets its result, which does not depend on kSize.
+template <int kSize>
+class Team {
  public:
-  // Lane j mod 32 adds its f(j) in order of j; the lanes are then added by the tree of distances
-  // 16, 8, 4, 2, 1.
+  // Number j mod 32 of 32 sums adds its f(j) in order of j; the sums are then added by the tree of
+  // distances 16, 8, 4, 2, 1.
   template <class F>
   GA_DEVICE double sum(int64_t n, F f) const {
 #ifdef __CUDACC__
-    double total = 0.0;
-    for (int64_t j = lane(); j < n; j += kLanes) total += f(j);
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-      total += __shfl_xor_sync(kAll, total, distance);
+    constexpr int kSums = kLanes / kSize;  // of a lane, kSize apart
+    double sums[kSums] = {};
+    GA_ROLLED
+    for (int64_t j = lane(); j < n; j += kAhead * kSize) {
+      double x[kAhead];
+      for (int a = 0; a < kAhead; ++a) x[a] = j + a * kSize < n ? f(j + a * kSize) : 0.0;
+      for (int a = 0; a < kAhead; ++a) sums[a % kSums] += x[a];
+    }
+    for (int half = kSums / 2; half > 0; half /= 2) {
+      for (int s = 0; s < half; ++s) sums[s] += sums[s + half];
+    }
+    double total = sums[0];
+    for (int distance = kSize / 2; distance > 0; distance /= 2) {
+      total += __shfl_xor_sync(mask(), total, distance);
     }
     return total;
 #else
@@ -111,9 +129,14 @@ class Warp {
   GA_DEVICE double smallest(int64_t n, F f) const {
     double least = HUGE_VAL;
 #ifdef __CUDACC__
-    for (int64_t j = lane(); j < n; j += kLanes) least = smaller(f(j), least);
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-      least = smaller(__shfl_xor_sync(kAll, least, distance), least);
+    GA_ROLLED
+    for (int64_t j = lane(); j < n; j += kAhead * kSize) {
+      double x[kAhead];
+      for (int a = 0; a < kAhead; ++a) x[a] = j + a * kSize < n ? f(j + a * kSize) : HUGE_VAL;
+      for (int a = 0; a < kAhead; ++a) least = smaller(x[a], least);
+    }
+    for (int distance = kSize / 2; distance > 0; distance /= 2) {
+      least = smaller(__shfl_xor_sync(mask(), least, distance), least);
     }
 #else
     for (int64_t j = 0; j < n; ++j) least = smaller(f(j), least);
@@ -125,10 +148,17 @@ class Warp {
   template <class F>
   GA_DEVICE int64_t first(int64_t n, F f) const {
 #ifdef __CUDACC__
-    for (int64_t start = 0; start < n; start += kLanes) {
-      const int64_t j = start + lane();
-      const unsigned found = __ballot_sync(kAll, j < n && f(j));
-      if (found != 0) return start + __ffs(static_cast<int>(found)) - 1;
+    GA_ROLLED
+    for (int64_t start = 0; start < n; start += kAhead * kSize) {
+      bool is[kAhead];
+      for (int a = 0; a < kAhead; ++a) {
+        const int64_t j = start + a * kSize + lane();
+        is[a] = j < n && f(j);
+      }
+      for (int a = 0; a < kAhead; ++a) {
+        const unsigned found = __ballot_sync(mask(), is[a]) >> place();
+        if (found != 0) return start + a * kSize + __ffs(static_cast<int>(found)) - 1;
+      }
     }
 #else
     for (int64_t j = 0; j < n; ++j) {
@@ -151,11 +181,16 @@ class Warp {
   GA_DEVICE static double smaller(double a, double b) { return a < b ? a : b; }
 
 #ifdef __CUDACC__
-  static constexpr unsigned kAll = 0xffffffffu;
+  static constexpr int kAhead = 4;  // f(j) that a lane asks for before it uses the first
 
-  GA_DEVICE static int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
+  GA_DEVICE static int lane() { return static_cast<int>(threadIdx.x) % kSize; }
+  // Of the first lane in its warp.
+  GA_DEVICE static int place() { return static_cast<int>(threadIdx.x) % kLanes / kSize * kSize; }
+  GA_DEVICE static unsigned mask() { return 0xffffffffu >> (kLanes - kSize) << place(); }
 #endif
 };
+using Warp = Team<kLanes>;
+using Octet = Team<8>;
 
 class Block {
  public:
@@ -197,17 +232,13 @@ class Block {
   // f(i, warp) for i in [0, n), in all lanes of a warp, neighbours in neighbouring ones.
   template <class F>
   GA_DEVICE void each_warp(int64_t n, F f) {
-    Warp warp;
-#ifdef __CUDACC__
-    for (int64_t i = threadIdx.x / kLanes; i < n; i += blockDim.x / kLanes) f(i, warp);
-    __syncthreads();
-#else
-    constexpr int64_t kWarps = kThreads / kLanes;
-    sim::each_thread(n < kWarps ? n : kWarps, [&](int w) {
-      for (int64_t i = w; i < n; i += kWarps) f(i, warp);
-    });
-    sim::end_phase();
-#endif
+    each_team<kLanes>(n, f);
+  }
+
+  // f(i, octet) for i in [0, n), in 8 lanes, neighbours in neighbouring ones.
+  template <class F>
+  GA_DEVICE void each_octet(int64_t n, F f) {
+    each_team<8>(n, f);
   }
 
   // f() in one thread.
@@ -289,6 +320,21 @@ class Block {
  private:
   GA_DEVICE static double total(const Quad& quad) {
     return (quad.lane[0] + quad.lane[2]) + (quad.lane[1] + quad.lane[3]);
+  }
+
+  template <int kSize, class F>
+  GA_DEVICE void each_team(int64_t n, F f) {
+    Team<kSize> team;
+#ifdef __CUDACC__
+    for (int64_t i = threadIdx.x / kSize; i < n; i += blockDim.x / kSize) f(i, team);
+    __syncthreads();
+#else
+    constexpr int64_t kTeams = kThreads / kSize;
+    sim::each_thread(n < kTeams ? n : kTeams, [&](int first) {
+      for (int64_t i = first; i < n; i += kTeams) f(i, team);
+    });
+    sim::end_phase();
+#endif
   }
 
 #ifndef __CUDACC__

@@ -15,16 +15,6 @@
 #include "backend/decide.hpp"
 #include "backend/numbers.hpp"
 
-// GA_APART: a function that is not inlined. GA_ROLLED: a loop that is not unrolled, to save
-// registers.
-#ifdef __CUDACC__
-#define GA_APART __device__ __noinline__
-#define GA_ROLLED _Pragma("unroll 1")
-#else
-#define GA_APART __attribute__((noinline))
-#define GA_ROLLED
-#endif
-
 namespace ga::cuda {
 
 template <class T>
