@@ -362,7 +362,7 @@ struct Statistics {
                             double& squares) {
     const double d = static_cast<double>(x) - shift;
     sum += d;
-    squares += d * d;
+    squares = fma(d, d, squares);  // one operation on doubles less
   }
 
   GA_DEVICE static void finish(const BnTask& task, int64_t channel, double shift, double sum,
@@ -384,7 +384,7 @@ struct GradientSums {
   GA_DEVICE static void add(const Coefficient& c, Real x, Real dy, double& sum, double& products) {
     const double g = static_cast<double>(dy);
     sum += g;
-    products += g * static_cast<double>(Coefficient::deviation(x, c.high, c.low));
+    products = fma(g, static_cast<double>(Coefficient::deviation(x, c.high, c.low)), products);
   }
 
   GA_DEVICE static void finish(const BnTask& task, int64_t channel, const Coefficient&,
