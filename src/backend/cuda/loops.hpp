@@ -22,6 +22,20 @@ inline int64_t blocks_for(const Queue& queue, int64_t items) {
   return smaller(items, queue.blocks);
 }
 
+// The number of blocks that the device holds at a time.
+template <class Kernel>
+int64_t held_blocks(const Queue& queue) {
+  return Kernel::kBlocks * queue.multiprocessors;
+}
+
+// The number of blocks of a grid over chunks that take long: one for each, which the device starts when another one
+// ends. If there are very many chunks, a block has several.
+template <class Kernel>
+int64_t chunk_blocks(const Queue& queue, int64_t chunks) {
+  constexpr int64_t kRounds = 8;
+  return smaller(chunks, kRounds * held_blocks<Kernel>(queue));
+}
+
 // A dtype that the code is compiled for; 0: any.
 template <int32_t kFormat>
 using Known = std::integral_constant<int32_t, kFormat>;

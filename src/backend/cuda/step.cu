@@ -305,7 +305,9 @@ struct Decide {
 template <class Sums>
 void launch_decide(const Queue& queue, const Undecided& window, const Ring& ring, const Sums& sums,
                    int64_t items) {
-  launch(Decide<Sums>{window, ring, queue.counters, sums}, blocks_for(queue, items), queue.stream);
+  using Kernel = Decide<Sums>;
+  launch(Kernel{window, ring, queue.counters, sums}, chunk_blocks<Kernel>(queue, items),
+         queue.stream);
 }
 
 }  // namespace

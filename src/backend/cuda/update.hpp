@@ -590,10 +590,8 @@ void with_op(TypeList<Op...>, int position, F f) {
 // launch_as(pieces, blocks) for a Kernel over the pieces of a list.
 template <class Kernel, class F>
 void with_pieces(const Queue& queue, const ListPart& list, F launch_as) {
-  constexpr int64_t kRounds = 8;  // in more, blocks have several pieces and start less often
-  const int64_t held = Kernel::kBlocks * queue.multiprocessors;
-  const Pieces pieces = pieces_of(list.chunk_count, held);
-  launch_as(pieces, smaller(pieces.count, kRounds * held));
+  const Pieces pieces = pieces_of(list.chunk_count, held_blocks<Kernel>(queue));
+  launch_as(pieces, chunk_blocks<Kernel>(queue, pieces.count));
 }
 
 template <class T>
@@ -617,12 +615,14 @@ void update(const Queue& queue, const UpdateTask* tasks, const ListPart& list) {
 template <class T>
 void measure(const Queue& queue, const UpdateTask* tasks, const ListPart& list,
              const ScalarTables& tables) {
-  const int64_t blocks =
-      list.chunk_count > 0 ? blocks_for(queue, list.chunk_count) : (list.param_count > 0 ? 1 : 0);
   with_op(AllOps<T>(), list.op, [&](auto tag) {
     using Op = typename decltype(tag)::type;
-    if constexpr (Op::norms > 0)
-      launch(Measure<Op>{tasks, list, tables, queue.counters}, blocks, queue.stream);
+    if constexpr (Op::norms > 0) {
+      using Kernel = Measure<Op>;
+      const int64_t blocks = list.chunk_count > 0 ? chunk_blocks<Kernel>(queue, list.chunk_count)
+                                                  : (list.param_count > 0 ? 1 : 0);
+      launch(Kernel{tasks, list, tables, queue.counters}, blocks, queue.stream);
+    }
   });
 }
 
