@@ -40,16 +40,6 @@ class Background {
     const std::lock_guard<std::mutex> lock(mutex_);
     return running_;
   }
-  // Waits for all that has been released, and begins anew. Throws what an item has thrown, after which no
-  // other has run.
-  void finish() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return !running_ && (next_ >= end_ || failure_); });
-    next_ = end_ = 0;
-    const std::exception_ptr failure = failure_;
-    failure_ = nullptr;
-    if (failure) std::rethrow_exception(failure);
-  }
   // Waits for the item that runs, and begins anew: nothing is released. Returns how many items have run;
   // throws what the last of them has thrown.
   size_t stop() {

@@ -137,7 +137,7 @@ Context::Use::Use(const Context& context, const char* function, bool changing) :
   if (context.in_use_.exchange(true, std::memory_order_acquire))
     fail(GA_ERROR_INVALID_STATE,
          "the context is in another call; one thread may use it at a time, and the program's "
-         "callbacks (parallel_for, allocate, free, log) must not use it");
+         "callbacks (parallel_for, allocate, free, log, on_param_done) must not use it");
   if (context.broken_) {
     context.in_use_.store(false, std::memory_order_release);
     throw *context.broken_;
@@ -593,19 +593,24 @@ ga_memory Context::memory() const {
 // Bytes of the working lists for so many parameters, and of what the host knows of them.
 int64_t Context::bytes_of_lists(size_t params) const {
   const size_t words = config_.device == GA_DEVICE_CPU ? 0 : 3 * sizeof(Word);
-  return static_cast<int64_t>(params * (sizeof(Param) + sizeof(Tensor) + sizeof(Source) +
+  const int64_t ahead = eager_ ? eager_->list_bytes(params) : 0;
+  return ahead +
+         static_cast<int64_t>(params * (sizeof(Param) + sizeof(Tensor) + sizeof(Source) +
                                         sizeof(AccumulateTask) + 11 * sizeof(ga_param) + words));
 }
 
 // Called after the last check of a call that contributes, so that no other call leaves arrays behind.
 void Context::prepare() {
   make_arrays();
-  if (eager_) eager_->make_second_set();
   arrays_.fill_new();
 }
 
 void Context::make_arrays() {
-  if (!arrays_.lacking()) return;
+  if (arrays_.lacking()) make_lacking();
+  if (eager_) eager_->make_second_set();
+}
+
+void Context::make_lacking() {
   check_device();
   if (exchange_) exchange_->divide();
   const size_t n = params_.size();

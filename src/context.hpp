@@ -191,6 +191,7 @@ class Context : BnContext {
   void check_options(const NewParam& e, int32_t dtype) const;
   int64_t bytes_of_lists(size_t params) const;
   void prepare();
+  void make_lacking();
 
   // state.cpp
   std::vector<StateArray> states_of(size_t param) const;

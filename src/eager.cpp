@@ -42,6 +42,13 @@ int64_t Eager::bytes(int64_t& written) const {
   return second_set_.bytes([this](size_t i) { return needs_second_set(i); }, written);
 }
 
+int64_t Eager::list_bytes(size_t params) const {
+  const Backend& backend = backend_ ? *backend_ : *context_.backend_;
+  return static_cast<int64_t>(params *
+                              (5 * sizeof(ga_param) + sizeof(Begun) + sizeof(FinishTask))) +
+         backend.ahead_bytes(params);
+}
+
 // Whether a parameter's update is one pass, which reads nothing but the parameter's own gradient.
 bool Eager::may_go_ahead(size_t i) const {
   const ParamList& params = context_.params_;
@@ -93,14 +100,10 @@ void Eager::release() {
   try {
     run(first, begun_.size());
   } catch (const Error& e) {
-    for (size_t k = first; k < begun_.size(); ++k) {
-      const ga_param id = begun_[k].param;
-      if (c.params_[id].ahead == Ahead::kInPlace) c.broken_ = e;  // half updated
-      c.params_[id].ahead = Ahead::kNot;
-      c.tables_.updates.edit(static_cast<size_t>(id)).targets = nullptr;
-    }
-    begun_.resize(first);
-    throw;
+    for (size_t k = first; k < begun_.size(); ++k)
+      if (c.params_[begun_[k].param].ahead == Ahead::kInPlace) c.broken_ = e;  // half updated
+    if (c.broken_) throw;
+    forget_begun(first);  // ga_step does it anew
   }
 }
 
@@ -129,39 +132,41 @@ void Eager::check_not_in_place(const char* what) const {
 void Eager::join() {
   if (!thread_ || begun_.empty()) return;
   try {
-    thread_->finish();
+    forget_begun(thread_->stop());
   } catch (const Error& e) {
     if (in_place_) {
       context_.broken_ = e;
       throw;
     }
-    redone_ += static_cast<int64_t>(begun_.size());
-    forget_begun();
+    forget_begun(0);
   }
 }
 
 void Eager::recall() {
   if (begun_.empty() || in_place_) return;
   join();
+  count_ += static_cast<int64_t>(begun_.size());
   redone_ += static_cast<int64_t>(begun_.size());
-  forget_begun();
+  forget_begun(0);
 }
 
-void Eager::forget_begun() {
-  for (const Begun& b : begun_) {
-    context_.params_[b.param].ahead = Ahead::kNot;
-    context_.tables_.updates.edit(static_cast<size_t>(b.param)).targets = nullptr;
+// From the one with this number on.
+void Eager::forget_begun(size_t first) {
+  for (size_t k = first; k < begun_.size(); ++k) {
+    const ga_param id = begun_[k].param;
+    context_.params_[id].ahead = Ahead::kNot;
+    context_.tables_.updates.edit(static_cast<size_t>(id)).targets = nullptr;
   }
-  count_ += static_cast<int64_t>(begun_.size());
-  begun_.clear();
+  begun_.resize(first);
 }
 
 void Eager::settle(bool applied) {
   Context& c = context_;
   Backend& backend = backend_ ? *backend_ : *c.backend_;
   moves_.clear();
+  count_ += static_cast<int64_t>(begun_.size());
   if (!applied) {
-    forget_begun();
+    forget_begun(0);
     restore_early();
   }
   for (const Begun& b : begun_) {
@@ -185,7 +190,7 @@ void Eager::settle(bool applied) {
   }
   c.backend_->finish(moves_.span());
   ga_step_result& result = c.tables_.control.at()->result;
-  result.eager = count_ + static_cast<int64_t>(begun_.size());
+  result.eager = count_;
   result.eager_waited = waited_;
   result.eager_redone = redone_;
 }
@@ -242,7 +247,7 @@ void Eager::check_callbacks() {
 }
 
 void Eager::end_window() {
-  forget_begun();
+  forget_begun(0);
   ready_.clear();
   waiting_.clear();
   early_.clear();

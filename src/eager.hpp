@@ -31,6 +31,7 @@ class Eager {
   void make_second_set();
   void forget(size_t param) { second_set_.forget(param); }  // which is removed
   int64_t bytes(int64_t& written) const;                    // of the second set
+  int64_t list_bytes(size_t params) const;
 
   // In a window:
   void note(ga_param param) { waiting_.push_back(param); }  // it has become ready
@@ -38,7 +39,9 @@ class Eager {
   bool has_begun() const { return !begun_.empty(); }
   // For calls that would read or change what is updated in place, or what that was computed with.
   void check_not_in_place(const char* what) const;
-  void join();    // waits for the library's threads
+  // Waits for the parameter that the library's threads update. Those behind it are left to ga_step, for
+  // which all threads of the context work.
+  void join();
   void recall();  // options change: has ga_step compute anew what was computed with those of before
 
   // After the decision: if the step is applied, takes over what was computed as decided.
@@ -61,7 +64,7 @@ class Eager {
   bool is_settled(size_t param) const;
   bool needs_second_set(size_t param) const { return may_go_ahead(param) && !is_settled(param); }
   void run(size_t first, size_t end);
-  void forget_begun();
+  void forget_begun(size_t first);
   void restore_early();
   void add_move(const Param& p, const Array& from);
   void tell(ga_param param) noexcept;

@@ -1476,9 +1476,12 @@ TEST(Text, EveryFieldOfAStructIsWritten) {
       0u);
   EXPECT_EQ(forgotten<ga_param_options>({LEFT_OUT(ga_param_options, gradient_dtype),
                                          LEFT_OUT(ga_param_options, accumulator_dtype),
-                                         LEFT_OUT(ga_param_options, reserved)}),
+                                         LEFT_OUT(ga_param_options, write_early)}),
             0u);
-  EXPECT_EQ(forgotten<ga_step_result>({LEFT_OUT(ga_step_result, reserved)}), 0u);
+  EXPECT_EQ(forgotten<ga_step_result>(
+                {LEFT_OUT(ga_step_result, reserved), LEFT_OUT(ga_step_result, eager),
+                 LEFT_OUT(ga_step_result, eager_waited), LEFT_OUT(ga_step_result, eager_redone)}),
+            0u);
 }
 
 TEST(Text, NumbersComeBackToTheLastBit) {

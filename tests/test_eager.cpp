@@ -246,9 +246,10 @@ TEST_P(EagerBits, AreThoseOfTheStep) {
     EXPECT_EQ(ahead.eager, 0);
     return;
   }
+  if (setup.name.find("LibraryThreads") == 0)
+    return;  // ga_step takes what they have not begun with
   EXPECT_GT(ahead.eager, 0);
-  const bool clips = setup.name == "Clipped" || setup.name == "IgnoredAndClipped" ||
-                     setup.name == "LibraryThreadsClipped";
+  const bool clips = setup.name == "Clipped" || setup.name == "IgnoredAndClipped";
   EXPECT_EQ(ahead.redone > 0, clips) << ahead.redone;
   EXPECT_EQ(ahead.waited > 0, setup.name == "LittleMemory") << ahead.waited;
 }
@@ -479,6 +480,8 @@ TEST(Eager, ParametersMayComeAndGo) {
 TEST(Eager, MemoryIsToldBeforeItIsTaken) {
   Small s(eager_config());
   const ga_memory before = memory(s.ctx);
+  ASSERT_OK(ga_prepare(s.ctx));
+  EXPECT_EQ(memory(s.ctx).eager, before.eager);
   EXPECT_GE(before.eager, 2 * 2 * kCount * 4);  // parameter and momentum of two parameters
   EXPECT_LE(before.eager, 2 * 2 * kCount * 4 + 4 * 256);
   for (int t = 0; t < 3; ++t) {
@@ -554,13 +557,32 @@ TEST(Eager, WithoutMemoryForTheSecondSetUpdatesWait) {
   EXPECT_EQ(last, 1);
 }
 
+TEST(Eager, TheSecondSetIsMadeByPrepare) {
+  Allocator allocator;
+  ga_config c = eager_config();
+  c.allocate = Allocator::allocate;
+  c.free = Allocator::free;
+  c.allocator_user = &allocator;
+  Small s(c);
+  ASSERT_OK(ga_prepare(s.ctx));
+  allocator.left = 0;
+  for (int t = 0; t < 3; ++t) {
+    s.begin();
+    for (const ga_param id : {0, 1}) {
+      s.part(id);
+      s.ready(id);
+    }
+    EXPECT_EQ(s.end().eager, 2);
+  }
+}
+
 void failing(void* user, int64_t count, ga_task task, void* data) {
   const int loop = ++*static_cast<int*>(user);
   for (int64_t i = 0; i < count; ++i)
     if (loop >= 0 || i > 0) task(data, i);
 }
 
-TEST(Eager, AFaultIsTold) {
+TEST(Eager, AfterAFaultTheStepUpdatesAnew) {
   for (const bool in_place : {false, true}) {
     constexpr int64_t kMany = 1 << 18;
     int loop = 0;
@@ -574,7 +596,7 @@ TEST(Eager, AFaultIsTold) {
     ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
     ASSERT_OK(ga_accumulate_part(ctx, 0, g.data()));
     loop = -100;  // from here on a task is left out
-    EXPECT_EQ(ready(ctx, 0), GA_ERROR_FAULT);
+    EXPECT_EQ(ready(ctx, 0), in_place ? GA_ERROR_FAULT : GA_OK);
     loop = 0;
     if (in_place) {
       EXPECT_EQ(ga_micro_end(ctx), GA_ERROR_FAULT);
@@ -725,7 +747,7 @@ TEST(Eager, ThreadsOfTheLibraryWorkWhileTheProgramGoesOn) {
     s.part(0);
     s.ready(0);
     const ga_step_result r = s.end();
-    EXPECT_EQ(r.eager, 2);
+    EXPECT_GE(r.eager, 1);
     EXPECT_EQ(s.data[0][5], s.data[1][5]);
     EXPECT_EQ(listener.count, 2 * t + 2);
   }
@@ -733,7 +755,7 @@ TEST(Eager, ThreadsOfTheLibraryWorkWhileTheProgramGoesOn) {
   for (const ga_status status : listener.calls) EXPECT_EQ(status, GA_ERROR_INVALID_STATE);
 }
 
-TEST(Eager, CallsThatEndAWindowWaitForThreads) {
+TEST(Eager, OtherCallsWaitForThreads) {
   constexpr int64_t kMany = 3 << 20;
   for (const char* call : {"discard", "lr", "save", "destroy", "step"}) {
     SCOPED_TRACE(call);
@@ -760,8 +782,8 @@ TEST(Eager, CallsThatEndAWindowWaitForThreads) {
       }
       if (what != "discard" && what != "destroy") {
         const ga_step_result r = step(ctx);
-        EXPECT_EQ(r.eager, 1);
-        EXPECT_EQ(r.eager_redone, what == "lr");
+        EXPECT_LE(r.eager, 1);
+        EXPECT_EQ(r.eager_redone, what == "lr" ? r.eager : 0);
         EXPECT_NEAR(p[kMany - 1], 8 - (what == "lr" ? 0.25 : 0.001) * (1 + 8 * 0.01), 1e-4);
         continue;
       }

@@ -696,9 +696,6 @@ TEST(Maxima, AreForSingleParametersOfTheProgramsOwnOptimizers) {
     EXPECT_TRUE(refused(try_with(own, o), GA_ERROR_INVALID_ARGUMENT,
                         {"\"p\"", "reduce was " + std::to_string(reduce), "ga_config.reduce"}));
   }
-  o = maximum();
-  o.reserved = 1;
-  EXPECT_TRUE(refused(try_with(own, o), GA_ERROR_INVALID_ARGUMENT, {"\"p\"", "reserved was 1"}));
   EXPECT_OK(try_with(own, maximum()));
 }
 

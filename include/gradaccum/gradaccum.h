@@ -383,10 +383,11 @@ typedef void (*ga_free)(void* user, void* data, size_t bytes, ga_device device, 
 typedef void (*ga_log)(void* user, const char* line);
 
 /* Tells that a parameter which ga_params_ready has named is up to date, whether or not the step was
-   applied, and that its gradient is not read any more: once in a window that ga_step ends. Called by
-   ga_params_ready, on a thread of the library with ga_config.eager_threads, if the parameter was
-   updated in place, else by ga_step. Must not use the context (GA_ERROR_INVALID_STATE) and must not
-   throw. It runs in the program's floating-point mode, and leaves it as it was. */
+   applied, and that its gradient is not read any more: once in a window that ga_step ends. If the
+   parameter was updated in place, it is called by ga_params_ready, or by the call that begins the
+   last micro-batch, or on a thread of the library with ga_config.eager_threads; else by ga_step.
+   Must not use the context (GA_ERROR_INVALID_STATE) and must not throw. It runs in the program's
+   floating-point mode, and leaves it as it was. */
 typedef void (*ga_param_done)(void* user, ga_param param);
 
 struct ga_config {
@@ -685,7 +686,7 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
    With a communicator, the exchange of gradients may begin here: see ga_context_set_comm.
 
    GA_ERROR_INVALID_STATE: the window is invalid, or the accumulator of one is acquired.
-   GA_ERROR_FAULT: an update stopped half-way, and ga_step makes it anew, unless it was in place; or
+   GA_ERROR_FAULT: an update in place stopped half-way (any other, ga_step makes anew); or
    on_param_done threw an exception. */
 GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count);
 

@@ -676,6 +676,10 @@ void measure(const Options& options) {
     report.heading("State on disk");
     state_figures(options, report, places[0]);
   }
+  if (options.wants("E")) {
+    report.heading("Updates ahead of the step");
+    eager_figures(options, report);
+  }
   if (options.wants("B")) {
     report.heading("Batch normalisation");
     batch_norm_figures(options, report);

@@ -144,6 +144,8 @@ inline double rate(int passes_over, const Layout& layout, const Times& seconds) 
 void variant_figures(const Options& options, Report& report, const Place& place);
 // S1-S3.
 void state_figures(const Options& options, Report& report, const Place& place);
+// E1-E4.
+void eager_figures(const Options& options, Report& report);
 // B1-B3.
 void batch_norm_figures(const Options& options, Report& report);
 // PEERS; `cached` is the place inside L2.

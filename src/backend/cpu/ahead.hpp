@@ -3,6 +3,7 @@
 // by then, and whether the decision has come to the same.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "backend/cpu/crew.hpp"
@@ -17,6 +18,10 @@ class Ahead {
     states_.resize(params);
     grounds_.resize(params);
     measured_.resize(params);
+  }
+
+  static int64_t bytes(size_t params) {
+    return static_cast<int64_t>(params * (sizeof(ParamState) + sizeof(Grounds) + sizeof(char)));
   }
 
   // Writes the plans of these parameters.

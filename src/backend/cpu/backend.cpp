@@ -99,7 +99,7 @@ class CpuBackend final : public Backend {
   void check_memory(const Subject&, const char*, const void*) override {}
 
   void reserve(int64_t chunks, int64_t params, int64_t accumulator_bytes) override {
-    ahead_.reserve(static_cast<size_t>(params));
+    if (eager_) ahead_.reserve(static_cast<size_t>(params));
     // A factored second moment takes two sums of every tensor; the matrix engine copies in pieces
     // of a quarter of a chunk.
     lists_.reserve(2 * static_cast<size_t>(chunks));
@@ -118,6 +118,7 @@ class CpuBackend final : public Backend {
   }
 
   int64_t row_bytes() const override { return rows_.entry_bytes(); }
+  int64_t ahead_bytes(size_t params) const override { return eager_ ? Ahead::bytes(params) : 0; }
 
   void set_tables(const ScalarTables& tables, const TaskTables& tasks) override {
     tables_ = tables;
@@ -332,6 +333,7 @@ class CpuBackend final : public Backend {
 
   CpuBackend(const ga_config& config, const Isa& isa)
       : allocator_(config),
+        eager_(config.eager != 0),
         kernels_(isa.kernels()),
         threads_(config),
         cache_(last_level_cache()),
@@ -417,6 +419,7 @@ class CpuBackend final : public Backend {
 
   const Allocator allocator_;
   std::map<void*, void*> given_;  // a large block, and the program's address of it
+  const bool eager_;
   const Kernels& kernels_;
   Threads threads_;
   Lists lists_{threads_};

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// E: updates ahead of ga_step. E1, a window of one gradient that is updated in place, against one that is
+// accumulated. E2 to E4, what is left to do after the last gradient, when layers come one after the other from
+// a backward pass that keeps one processor busy for as long as the step takes: over the same step without
+// ga_config.eager.
+#include "program.hpp"
+
+namespace bench {
+namespace {
+
+struct Way {
+  int32_t dtype = GA_F32;
+  bool eager = false;
+  int eager_threads = 0;
+  int32_t nonfinite = GA_NONFINITE_SKIP_STEP;
+  int32_t life = GA_GRADIENTS_LIVE;
+  double max_norm = 0;  // 0: no clip
+};
+
+class Layers {
+ public:
+  Layers(const Layout& layout, void* parameters, int threads, const Way& way)
+      : layout_(layout), way_(way) {
+    ga_config config;
+    check(ga_config_init(&config, sizeof config));
+    config.num_threads = threads;
+    config.gradient_life = way.life;
+    config.nonfinite = way.nonfinite;
+    config.eager = way.eager;
+    config.eager_threads = way.eager_threads;
+    check(ga_context_create(&config, &ctx_));
+    ga_optimizer optimizer;
+    check(ga_optimizer_init(&optimizer, sizeof optimizer, GA_OPTIMIZER_ADAMW, GA_FLAVOR_TORCH));
+    optimizer.lr = kLr;
+    check(ga_group_add(ctx_, &optimizer, nullptr));
+    if (way.max_norm > 0) {
+      ga_clip clip;
+      check(ga_clip_init(&clip, sizeof clip));
+      clip.scope = GA_CLIP_GLOBAL;
+      clip.max_norm = way.max_norm;
+      check(ga_context_set_clip(ctx_, &clip));
+    }
+    ga_param_options options;
+    check(ga_param_options_init(&options, sizeof options));
+    options.write_early = way.dtype == GA_BF16;
+    size_ = way.dtype == GA_F32 ? 4 : 2;
+    for (size_t k = 0; k < layout.shapes.size(); ++k)
+      check(ga_param_add(ctx_, 0, ("layer" + std::to_string(k)).c_str(),
+                         static_cast<char*>(parameters) + layout.offsets[k] * size_, way.dtype, 2,
+                         layout.shapes[k].data(), &options, nullptr));
+  }
+  ~Layers() { ga_context_destroy(ctx_); }
+  Layers(const Layers&) = delete;
+  Layers& operator=(const Layers&) = delete;
+
+  // A window whose gradients come evenly within so many seconds, which the calling thread computes.
+  // Returns the seconds from the last gradient to the end of the step.
+  double window(const void* gradients, double seconds) {
+    ga_micro_options options;
+    check(ga_micro_options_init(&options, sizeof options));
+    options.flags = GA_MICRO_LAST;
+    check(ga_micro_begin(ctx_, -1, 1, &options));
+    const double start = now();
+    const size_t layers = layout_.shapes.size();
+    double last = start;
+    for (size_t k = layers; k-- > 0;) {
+      while (now() <
+             start + seconds * static_cast<double>(layers - k) / static_cast<double>(layers))
+        ;
+      last = now();
+      const auto id = static_cast<ga_param>(k);
+      check(ga_accumulate_part(ctx_, id,
+                               static_cast<const char*>(gradients) + layout_.offsets[k] * size_));
+      if (way_.eager) check(ga_params_ready(ctx_, &id, 1));
+    }
+    check(ga_micro_end(ctx_));
+    ga_step_result result;
+    result.struct_size = sizeof result;
+    check(ga_step(ctx_, &result));
+    if (result.outcome != GA_STEP_APPLIED) throw std::runtime_error("a step was skipped");
+    redone += result.eager_redone;
+    ahead += result.eager;
+    return now() - last;
+  }
+
+  int64_t ahead = 0, redone = 0;
+
+ private:
+  const Layout& layout_;
+  const Way way_;
+  ga_context* ctx_ = nullptr;
+  int64_t size_;
+};
+
+void in_place(const Options& options, Report& report, const Layout& layout) {
+  const int threads = options.threads;
+  const Block p = make_block(layout.n, 0, threads), q = make_block(layout.n, 0, threads),
+              g = make_block(layout.n, 1, threads);
+  Way way;
+  way.nonfinite = GA_NONFINITE_IGNORE;
+  way.life = GA_GRADIENTS_CONSUMED;
+  Layers consumed(layout, p.get(), threads, way);
+  way.life = GA_GRADIENTS_LIVE;
+  way.eager = true;
+  Layers eager(layout, q.get(), threads, way);
+  const std::vector<Times> t =
+      race(options.rounds(), 1,
+           {{[&] { consumed.window(g.get(), 0); }, {}}, {[&] { eager.window(g.get(), 0); }, {}}});
+  report.figure("E1", t[0] / t[1], Sense::kAtLeast, 1.25,
+                format("a window of one gradient, in place %.1f ms, accumulated %.1f ms",
+                       1e3 * median(t[1]), 1e3 * median(t[0])));
+}
+
+void hidden(const Options& options, Report& report, const Layout& layout, const char* id,
+            int32_t dtype, double max_norm, double most, const char* what) {
+  const int threads = options.threads;
+  const Block p = make_block(layout.n, 0, threads), q = make_block(layout.n, 0, threads),
+              g = make_block(layout.n, 1, threads);
+  if (dtype == GA_BF16)
+    for (float* block : {p.get(), q.get(), g.get()}) std::fill_n(block, layout.n, 0x1.0101p-10f);
+  Way way;
+  way.dtype = dtype;
+  way.max_norm = max_norm;
+  Layers plain(layout, p.get(), threads, way);
+  way.eager = true;
+  way.eager_threads = 1;
+  Layers eager(layout, q.get(), threads, way);
+  Times whole, left;
+  for (int round = -2; round < options.rounds(); ++round) {
+    const double step = plain.window(g.get(), 0);
+    const double rest = eager.window(g.get(), step);
+    if (round < 0) continue;
+    whole.push_back(step);
+    left.push_back(rest);
+  }
+  const double windows = options.rounds() + 2, layers = static_cast<double>(layout.shapes.size());
+  report.figure(
+      id, left / whole, Sense::kAtMost, most,
+      format("%s: %.1f ms after the last gradient, %.1f ms without; of %.0f layers %.1f ahead, "
+             "%.1f of them redone",
+             what, 1e3 * median(left), 1e3 * median(whole), layers,
+             static_cast<double>(eager.ahead) / windows,
+             static_cast<double>(eager.redone) / windows));
+}
+
+}  // namespace
+
+void eager_figures(const Options& options, Report& report) {
+  const Layout layout(std::vector<Shape>(24, Shape{2048, options.quick ? 1024 : 2048}));
+  in_place(options, report, layout);
+  hidden(options, report, layout, "E2", GA_BF16, 1e9, 0.15,
+         "bf16 with master weights, not clipped");
+  hidden(options, report, layout, "E3", GA_F32, 1e9, 0.45, "f32, not clipped");
+  hidden(options, report, layout, "E4", GA_BF16, kMaxNorm, 1.15,
+         "bf16 with master weights, clipped");
+}
+
+}  // namespace bench
