@@ -158,6 +158,8 @@ struct ParamState {
   bool averaged;           // the EMA has its first value
 };
 
+struct Targets;
+
 // What a step does to a parameter, as bit flags.
 enum Duty : int32_t {
   kUpdate = 1,      // runs the Op
@@ -175,6 +177,7 @@ struct ParamPlan {
   uint64_t copy_key, state_key;
   double factor_gain, factor_floor;  // Backend::update_factored
   double orthogonal_scale;           // Backend::orthogonalize
+  const Targets* targets;            // of an update; NULL: in place, as always on a device
   OpBytes folded;
 };
 

@@ -88,7 +88,7 @@ void Eager::release() {
       if (early) early_.push_back(id);
     }
     c.tell_param(i);
-    c.tables_.updates.edit(i).targets = targets;
+    c.tables_.plans.at(i)->targets = targets;
     p.ahead = targets ? Ahead::kApart : Ahead::kInPlace;
     in_place_ = in_place_ || !targets;
     begun_.push_back({id, c.needs_norm(i)});
@@ -155,7 +155,7 @@ void Eager::forget_begun(size_t first) {
   for (size_t k = first; k < begun_.size(); ++k) {
     const ga_param id = begun_[k].param;
     context_.params_[id].ahead = Ahead::kNot;
-    context_.tables_.updates.edit(static_cast<size_t>(id)).targets = nullptr;
+    context_.tables_.plans.at(static_cast<size_t>(id))->targets = nullptr;
   }
   begun_.resize(first);
 }
@@ -172,8 +172,7 @@ void Eager::settle(bool applied) {
   for (const Begun& b : begun_) {
     const auto i = static_cast<size_t>(b.param);
     Param& p = c.params_[i];
-    UpdateTask& task = c.tables_.updates.edit(i);
-    task.targets = nullptr;
+    c.tables_.plans.at(i)->targets = nullptr;
     const bool came_true = backend.came_true(b.param);
     if (p.ahead == Ahead::kInPlace) {
       if (!came_true)
@@ -182,7 +181,7 @@ void Eager::settle(bool applied) {
              "otherwise",
              c.params_.name(b.param));
     } else if (came_true) {
-      const Array next = second_set_.exchange(i, task);
+      const Array next = second_set_.exchange(i, c.tables_.updates.edit(i));
       if (next.data) add_move(p, next);
     } else {
       ++redone_;

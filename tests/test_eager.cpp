@@ -397,6 +397,36 @@ TEST(Eager, AChangeOfOptionsHasTheStepComputeAnew) {
   EXPECT_EQ(s.data[1][5], 8 - 0.5f);
 }
 
+TEST(Eager, AChangeOfTheOptimizerHasTheStepComputeAnew) {
+  Small s(eager_config()), plain(config());
+  for (Small* x : {&s, &plain}) {
+    for (int t = 0; t < 3; ++t) {
+      x->begin();
+      for (const ga_param id : {0, 1}) {
+        x->part(id);
+        x->ready(id);
+      }
+      ga_optimizer o = plain_sgd();
+      o.momentum = 0.25 * (1 + t % 2);
+      EXPECT_OK(ga_group_set_optimizer(x->ctx, 0, &o));
+      EXPECT_EQ(x->end().eager_redone, x == &s ? 2 : 0);
+    }
+  }
+  EXPECT_TRUE(same_bits(s.data[0], plain.data[0]));
+}
+
+TEST(Eager, NothingBeginsInAWindowThatItsWeightMayEnd) {
+  Small s(ignoring());
+  ASSERT_OK(ga_micro_begin(s.ctx, -1, 1e-40, MicroOptions(0, GA_MICRO_LAST)));
+  s.part(0);
+  s.ready(0);
+  EXPECT_EQ(s.data[0][5], 8);
+  const ga_step_result r = s.end();
+  EXPECT_EQ(r.outcome, GA_STEP_SKIPPED_WEIGHT);
+  EXPECT_EQ(r.eager, 0);
+  EXPECT_EQ(s.data[0][5], 8);
+}
+
 TEST(Eager, ADiscardForgetsWhatWasComputed) {
   for (const int life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
     ga_config c = eager_config();

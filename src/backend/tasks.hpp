@@ -274,7 +274,6 @@ struct UpdateTask {
   Partial* partials;            // measure: sum_squares of x[0], second_squares of x[1]
   int64_t cut;    // measure: after so many elements chunks begin anew; 0: nowhere, as on a device
   void* emitted;  // measure: x[0] if Op::emits, of the compute type
-  const Targets* targets;  // NULL: writes in place, as always on a device
 
   GA_HD int64_t stretch() const { return cut > 0 ? cut : count > 0 ? count : 1; }
 };

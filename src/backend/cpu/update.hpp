@@ -52,16 +52,17 @@ template <class T>
 GA_INLINE void move_average(const UpdateTask& task, int64_t offset, int64_t count, const T* p) {
   const auto index = static_cast<uint64_t>(task.first + offset);
   const T gain = static_cast<T>(task.plan->average_gain);
-  const Array* const target = task.targets ? &task.targets->average : &task.average;
+  const Targets* const targets = task.plan->targets;
+  const Array* const target = targets ? &targets->average : &task.average;
   Stream<T> e;
-  e.open(task.average, task.targets ? target : nullptr, offset, count);
+  e.open(task.average, targets ? target : nullptr, offset, count);
   if (e.out) {
     alignas(64) T block[kBlock];
     for (int64_t b = 0; b < count; b += kBlock) {
       const int64_t n = smaller(kBlock, count - b);
       prefetch_block<0>(e.data + b + kAhead);
       for (int64_t i = 0; i < n; ++i) block[i] = e.data[b + i] + gain * (p[b + i] - e.data[b + i]);
-      put_apart(task.targets->stream, e.out + b, block, n);
+      put_apart(targets->stream, e.out + b, block, n);
     }
     return;
   }
@@ -126,13 +127,15 @@ struct UpdateTile {
   static constexpr Pass kPass = kMeasuring ? Op::measuring : Op::updating;
   static constexpr int kSlots = kPass.reads_state || kPass.writes_state ? slots_of<Op> : 0;
   const Scaled<T> scaled;
+  const Targets* const targets;  // NULL: in place
   alignas(64) T gradient_tile[kTile];
   const T* g;
   Place next_g;
   Stream<T> p;
   Stream<T> state[kSlots + 1];
 
-  GA_INLINE explicit UpdateTile(const UpdateTask& task) : scaled(task.gradient) {}
+  GA_INLINE explicit UpdateTile(const UpdateTask& task)
+      : scaled(task.gradient), targets(kMeasuring ? nullptr : task.plan->targets) {}
 
   GA_INLINE void open(const UpdateTask& task, int64_t offset, int64_t count) {
     g = kPass.gradient ? load<T>(task.gradient.source, task.first + offset, count, gradient_tile)
@@ -144,12 +147,11 @@ struct UpdateTile {
     if (kPass.gradient && g == gradient_tile)
       next_g = Place(task.gradient.source.format, task.gradient.source.data,
                      task.first + offset + kTile);
-    const Targets* const to = kMeasuring ? nullptr : task.targets;
     p.data = p.tile;
     p.out = nullptr;
-    if (kPass.parameter) p.open(task.param, to ? &to->param : nullptr, offset, count);
+    if (kPass.parameter) p.open(task.param, targets ? &targets->param : nullptr, offset, count);
     for (int k = 0; k < kSlots; ++k)
-      state[k].open(task.state[k], to ? &to->state[k] : nullptr, offset, count);
+      state[k].open(task.state[k], targets ? &targets->state[k] : nullptr, offset, count);
   }
 
   GA_INLINE void prefetch(int64_t b) const {
@@ -172,16 +174,16 @@ struct UpdateTile {
       prefetch(b);
       T* s[kSlots + 1];
       for (int k = 0; k < kSlots; ++k) s[k] = state[k].data + b;
-      T* const q = begin_apart(task, b, s);
+      T* const q = begin_apart(b, s);
       body(kPass.gradient ? g + b : nullptr, q, s, b, kBlock);
-      end_apart(task, b, s);
+      end_apart(b, s);
     }
     const int64_t rest = count - b;
     if (rest == 0) return;
     const Padded<T> end_g(g + b, kPass.gradient ? rest : 0);
     Padded<T> end_p(p.data + b, kPass.parameter ? rest : 0);
     T* s[kSlots + 1];
-    if (task.padded_state && !(!kMeasuring && task.targets)) {
+    if (task.padded_state && !targets) {
       for (int k = 0; k < kSlots; ++k) s[k] = state[k].data + b;
       body(end_g.data, end_p.data, s, b, rest);
     } else {
@@ -207,22 +209,22 @@ struct UpdateTile {
 
   // Where the block at b is computed if what it was read from is not written, else in place. s: that of the
   // state.
-  GA_INLINE T* begin_apart(const UpdateTask& task, int64_t b, T** s) {
-    if (kMeasuring || !task.targets) return p.data + b;
+  GA_INLINE T* begin_apart(int64_t b, T** s) {
+    if (!targets) return p.data + b;
     for (int k = 0; k < kSlots; ++k)
       if (state[k].out) s[k] = copy_block(state[k].tile, s[k]);
     return p.out ? copy_block(p.tile + b, p.data + b) : p.data + b;
   }
-  GA_INLINE void end_apart(const UpdateTask& task, int64_t b, T* const* s) const {
-    if (kMeasuring || !task.targets) return;
+  GA_INLINE void end_apart(int64_t b, T* const* s) const {
+    if (!targets) return;
     for (int k = 0; k < kSlots; ++k)
-      if (state[k].out) put_apart<T>(task.targets->stream, state[k].out + b, s[k], kBlock);
-    if (p.out) put_apart<T>(task.targets->stream, p.out + b, p.tile + b, kBlock);
+      if (state[k].out) put_apart<T>(targets->stream, state[k].out + b, s[k], kBlock);
+    if (p.out) put_apart<T>(targets->stream, p.out + b, p.tile + b, kBlock);
   }
 
   GA_INLINE void close_state(const UpdateTask& task, int64_t offset, int64_t count) {
     if (!kPass.writes_state || kSlots == 0 || state[0].in_place) return;
-    const Array* const to = task.targets ? task.targets->state : task.state;
+    const Array* const to = targets ? targets->state : task.state;
     const auto index = static_cast<uint64_t>(task.first + offset);
     for (int k = 0; k < kSlots; k += 2) {
       const uint64_t key = task.plan->state_key + static_cast<uint64_t>(k);
@@ -263,7 +265,7 @@ GA_INLINE bool update_tile(const Op& op, const UpdateTask& task, int64_t offset,
   constexpr int kSlots = UpdateTile<Op, false>::kSlots;
   const Source& source = task.gradient.source;
   bool plain = count <= kTile && task.param.format == native<T> && !task.copy.data &&
-               !task.average.data && !task.targets;
+               !task.average.data && !task.plan->targets;
   plain = plain && (!Op::updating.gradient || (source.format == native<T> && source.data));
   for (int k = 0; k < kSlots; ++k) plain = plain && task.state[k].format == native<T>;
   if (!plain) return false;
@@ -301,7 +303,7 @@ void update(const UpdateTask& task, int64_t offset, int64_t count) {
   using T = typename Op::Real;
   const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
   if (update_tile(op, task, offset, count)) return;
-  const Targets* const targets = task.targets;
+  const Targets* const targets = task.plan->targets;
   const Array& param = targets ? targets->param : task.param;
   const Array& copy = targets ? targets->copy : task.copy;
   UpdateTile<Op, false> tile(task);
