@@ -58,12 +58,26 @@ void SecondSet::grow(size_t bytes) {
     pools_.reserve(pools_.size() + 1);
     Pool pool;
     pool.memory = Buffer(backend_, bytes);
+    write(pool.memory);
     pools_.push_back(std::move(pool));
   } catch (const std::bad_alloc&) {
     return;
   }
   ranges_.add(pools_.back().memory.data(), bytes);
   allocated_ += bytes;
+}
+
+// Has the system give the memory now: the threads that update ahead have no time for it. (Measured on a virtual
+// machine: for twenty windows, pages that were given one by one hid no part of the step.)
+void SecondSet::write(const Buffer& memory) {
+  const auto size = static_cast<int64_t>(memory.bytes() / sizeof(float));
+  const int64_t most = std::max<int64_t>(arrays_.chunks(), 1) * kChunk;  // that a call may have
+  for (int64_t at = 0; at < size; at += most) {
+    FinishTask task = {};
+    task.target = {static_cast<float*>(memory.data()) + at, GA_F32};
+    task.count = std::min(most, size - at);
+    backend_.finish({&task, 1});
+  }
 }
 
 bool SecondSet::writes_early(size_t i) const { return params_.tensor(i).options.write_early != 0; }
@@ -82,7 +96,6 @@ bool SecondSet::place(size_t i) {
     Pool& pool = pools_[k];
     if (pool.memory.bytes() - pool.taken < bytes) continue;
     Set& set = sets_[i];
-    const size_t beginning = pool.taken;
     size_t apart = arrays_.of(i).size * kApart;
     each(i, set.targets, [&](Array& array, size_t size) {
       char* const base = static_cast<char*>(pool.memory.data());
@@ -99,7 +112,6 @@ bool SecondSet::place(size_t i) {
     set.targets.stream = static_cast<int64_t>(allocated_) > backend_.cache_bytes() / 2;
     set.pool = k + 1;
     ++pool.users;
-    given_ += pool.taken - beginning;
     return true;
   }
   return false;
@@ -129,7 +141,6 @@ void SecondSet::forget(size_t i) {
   Pool& pool = pools_[sets_[i].pool - 1];
   sets_[i] = Set();
   if (--pool.users > 0) return;
-  given_ -= std::min(given_, pool.taken);
   pool.taken = 0;
 }
 

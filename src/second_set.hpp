@@ -23,11 +23,11 @@ class SecondSet {
   template <class Wanted>
   void make(Wanted&& wanted) {
     if (!due_) return;
-    due_ = false;
     size_t bytes = 0;
     for (size_t i = 0; i < params_.size(); ++i)
       if (params_[i].owns && wanted(i) && !has(i)) bytes += bytes_of(i);
     grow(bytes);
+    due_ = false;
   }
   // The arrays of a parameter, given to it now if there is room; else NULL.
   const Targets* give(size_t param);
@@ -36,14 +36,15 @@ class SecondSet {
   Array exchange(size_t param, UpdateTask& task);
   void forget(size_t param);  // which is removed
 
-  // Bytes for the parameters that `wanted` names; `written`: those that have been given.
+  // Bytes for the parameters that `wanted` names; `written`: those that are there.
   template <class Wanted>
   int64_t bytes(Wanted&& wanted, int64_t& written) const {
     size_t more = 0;
     for (size_t i = 0; i < params_.size(); ++i)
       if ((params_[i].owns || !params_[i].frozen) && wanted(i) && !has(i)) more += bytes_of(i);
-    written = static_cast<int64_t>(given_);
-    const size_t unused = allocated_ - given_;
+    written = static_cast<int64_t>(allocated_);
+    size_t unused = 0;
+    for (const Pool& pool : pools_) unused += pool.memory.bytes() - pool.taken;
     return static_cast<int64_t>(allocated_ + within_limit(more > unused ? more - unused : 0));
   }
 
@@ -66,6 +67,7 @@ class SecondSet {
   size_t bytes_of(size_t param) const;
   size_t within_limit(size_t more) const;
   void grow(size_t bytes);
+  void write(const Buffer& memory);
 
   const ga_config& config_;
   Backend& backend_;
@@ -74,7 +76,7 @@ class SecondSet {
   MemoryRanges& ranges_;
   std::vector<Set> sets_;  // by parameter
   std::vector<Pool> pools_;
-  size_t allocated_ = 0, given_ = 0;  // bytes
+  size_t allocated_ = 0;  // bytes
   bool due_ = true;
 };
 

@@ -382,6 +382,21 @@ TEST(Eager, WhatIsUpdatedInPlaceIsThereToStay) {
   EXPECT_OK(ga_save_to_memory(s.ctx, nullptr, bytes.data(), bytes.size(), &size));
 }
 
+TEST(Eager, AMicroBatchThatHasBegunToBeUpdatedIsNotDropped) {
+  for (ga_config c : {eager_config(), ignoring()}) {
+    c.gradient_life = GA_GRADIENTS_LIVE;
+    Small s(c);
+    s.begin();
+    s.part(0);
+    s.ready(0);
+    EXPECT_EQ(ga_micro_abort(s.ctx), GA_ERROR_INVALID_STATE);
+    s.part(1);
+    EXPECT_EQ(s.end().eager, 1);
+    EXPECT_EQ(s.data[0][5], 7);
+    EXPECT_EQ(s.data[1][5], 7);
+  }
+}
+
 TEST(Eager, AChangeOfOptionsHasTheStepComputeAnew) {
   Small s(eager_config());
   s.begin();
@@ -524,7 +539,6 @@ TEST(Eager, MemoryIsToldBeforeItIsTaken) {
     EXPECT_EQ(m.eager, before.eager);
     EXPECT_EQ(m.total, before.total);
   }
-  EXPECT_LE(memory(s.ctx).resident, memory(s.ctx).total - 2 * kCount * 4);  // q was never begun
 }
 
 TEST(Eager, WhatIsBeyondTheLimitWaits) {
@@ -679,7 +693,9 @@ struct Listener {
     auto& self = *static_cast<Listener*>(user);
     self.done.push_back(param);
     self.threads.push_back(std::this_thread::get_id());
-    if (self.ctx) self.calls.push_back(ga_group_set_lr(self.ctx, 0, 0.5));
+    ga_window_info info;
+    info.struct_size = sizeof info;
+    if (self.ctx) self.calls.push_back(ga_window(self.ctx, &info));
     ++self.count;
     if (self.throws) throw 1;
   }
@@ -791,6 +807,7 @@ TEST(Eager, OtherCallsWaitForThreads) {
     SCOPED_TRACE(call);
     ga_config c = eager_config();
     c.eager_threads = 1;
+    c.gradient_life = GA_GRADIENTS_LIVE;
     Block p(kMany, 8);
     const Block g(kMany, 1);
     {
