@@ -51,9 +51,9 @@ std::pair<double, double> loss_range(const std::vector<double>& losses, std::siz
   return high > 0 ? std::make_pair(0.8 * low, 1.25 * high) : std::make_pair(0.1, 1.0);
 }
 
-void draw_picture(const std::string& folder, const std::string& name) {
+void draw_picture(const std::string& folder, const std::string& name, const char* numbers) {
   const std::string base = (std::filesystem::path(folder) / name).string();
-  std::printf("\nlosses:  %s.csv\n", base.c_str());
+  std::printf("\n%-8s %s.csv\n", (std::string(numbers) + ":").c_str(), base.c_str());
   std::fflush(stdout);
   if (run_gnuplot(folder, name + ".gp")) {
     std::printf("picture: %s.svg\n", base.c_str());

@@ -13,4 +13,6 @@ double largest_difference(const std::vector<float>& a, const std::vector<float>&
 std::pair<double, double> loss_range(const std::vector<double>& losses, std::size_t bin);
 
 // Runs gnuplot to make NAME.svg from NAME.gp and NAME.csv in the folder; prints their paths.
-void draw_picture(const std::string& folder, const std::string& name);
+// numbers: what the CSV holds.
+void draw_picture(const std::string& folder, const std::string& name,
+                  const char* numbers = "losses");
