@@ -117,6 +117,21 @@ def test_the_tail_is_flushed(task: Task) -> None:
     close(nets[0], nets[1], 1e-12)
 
 
+def test_last_ends_a_window_that_is_not_full(task: Task) -> None:
+    want = train(task, adamw)
+    for steps in (None, 4):
+        net = task.net()
+        optimizer = gt.AdamW(net.parameters(), lr=0.01, accum_steps=steps)
+        for step in range(8):
+            for loss, size in task.parts(net, step):
+                optimizer.backward(loss, weight=size, last=size == 1)
+            assert optimizer.context.window.state == ga.WindowState.FULL
+            with pytest.raises(ga.Error):
+                optimizer.backward(task.whole(net, step))
+            optimizer.step()
+        close(want, net, 1e-12)
+
+
 def test_step_without_gradients_does_nothing(task: Task) -> None:
     net = task.net()
     optimizer = gt.AdamW(net.parameters(), lr=0.01)

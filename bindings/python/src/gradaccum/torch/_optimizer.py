@@ -21,7 +21,8 @@ from torch.utils.dlpack import from_dlpack
 
 from .. import (
     BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler,
-    MicroBatch, MicroOptions, Param, ParamOptions, Rows, Settings, StateOptions, StateParts, StepResult,
+    MicroBatch, MicroFlags, MicroOptions, Param, ParamOptions, Rows, Settings, StateOptions, StateParts, StepResult,
+    WindowState,
 )  # fmt: skip
 from .. import _native
 from . import _state_file as state_file
@@ -270,8 +271,10 @@ class Optimizer(torch.optim.Optimizer):
     # ---- Micro-batches
 
     @contextlib.contextmanager
-    def micro_batch(self, weight: float = 1.0) -> Iterator[None]:
+    def micro_batch(self, weight: float = 1.0, *, last: bool = False) -> Iterator[None]:
         """A micro-batch whose gradients go to the window as backward makes them, and are freed at once.
+
+        last: it ends the window, also one that is not full.
 
         An exception drops the micro-batch; if some of it is in the window already, it drops the window and
         says so in a note. Under ddp=, gradients are taken at the end, after the reduction.
@@ -284,7 +287,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         if self._ddp is not None:
             yield
-            self.accumulate(weight)
+            self._take(weight, None, last)
             return
         if _autograd_is_compiled():
             raise RuntimeError(
@@ -296,7 +299,7 @@ class Optimizer(torch.optim.Optimizer):
             if slot.hook is None and slot.tensor.requires_grad:
                 register: Any = slot.tensor.register_post_accumulate_grad_hook
                 slot.hook = register(_hook(self, slot))
-        with self.context.micro_batch(weight) as micro:
+        with self.context.micro_batch(weight, options=_options(last)) as micro:
             self._open = micro
             try:
                 yield
@@ -315,9 +318,12 @@ class Optimizer(torch.optim.Optimizer):
                 held, self._held = self._held, []
         del held
 
-    def backward(self, loss: Tensor, weight: float = 1.0, **options: Any) -> None:
-        """``loss.backward(**options)`` as a micro-batch. A loss_scaler's scale is applied."""
-        with self.micro_batch(weight):
+    def backward(self, loss: Tensor, weight: float = 1.0, *, last: bool = False, **options: Any) -> None:
+        """``loss.backward(**options)`` as a micro-batch. A loss_scaler's scale is applied.
+
+        last: it ends the window, also one that is not full.
+        """
+        with self.micro_batch(weight, last=last):
             self.scale_loss(loss).backward(**options)  # type: ignore[no-untyped-call]
 
     def accumulate(self, weight: float = 1.0) -> None:
@@ -371,11 +377,11 @@ class Optimizer(torch.optim.Optimizer):
         master = master.to(slot.tensor.dtype)
         return torch.equal(master, self._flat(slot.tensor, slot).reshape(master.shape))
 
-    def _take(self, weight: float, loss_scale: float | None) -> None:
+    def _take(self, weight: float, loss_scale: float | None, last: bool = False) -> None:
         """Adds what is in ``.grad`` as a micro-batch."""
         if self._open is not None:
             raise RuntimeError("a micro-batch is open: its gradients are taken by backward")
-        options = None if loss_scale is None else MicroOptions(loss_scale=loss_scale)
+        options = _options(last, loss_scale)
         self._begin()
         self._tell_statistics()
         gradients = list(map(_GRAD, self._tensors))
@@ -443,8 +449,10 @@ class Optimizer(torch.optim.Optimizer):
                 "a GradScaler must see the gradients that it has scaled in .grad, but they were accumulated "
                 "before: give the optimizer a loss_scaler= in its place, and use opt.scale_loss(loss)"
             )
-        held = self.context.window.micro_batches
-        if held > 0 and (self.accum_steps is None or held >= self.accum_steps):
+        window = self.context.window
+        held = window.micro_batches
+        full = window.state == WindowState.FULL or self.accum_steps is None or held >= self.accum_steps
+        if held > 0 and full:
             self._apply()
 
     def flush(self) -> bool:
@@ -816,6 +824,13 @@ def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
         tensor.grad = None
 
     return take
+
+
+def _options(last: bool, loss_scale: float | None = None) -> MicroOptions | None:
+    if not last and loss_scale is None:
+        return None
+    options = MicroOptions(flags=MicroFlags.LAST if last else MicroFlags.NONE)
+    return options if loss_scale is None else dataclasses.replace(options, loss_scale=loss_scale)
 
 
 def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> Tensor:
