@@ -21,8 +21,8 @@ from torch.utils.dlpack import from_dlpack
 
 from .. import (
     BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler,
-    MicroBatch, MicroFlags, MicroOptions, Param, ParamOptions, Rows, Settings, StateOptions, StateParts, StepResult,
-    WindowState,
+    MicroBatch, MicroFlags, MicroOptions, Nonfinite, Param, ParamOptions, Rows, Settings, StateOptions,
+    StateParts, StepResult, WindowState,
 )  # fmt: skip
 from .. import _native
 from . import _state_file as state_file
@@ -51,6 +51,8 @@ class WindowOptions(TypedDict, total=False):
     """Policies of the window; its device, stream and accum_steps are set by the optimizer."""
     param_options: ParamOptions | None
     """Options of all parameters."""
+    eager: bool
+    """Updates parameters while the last backward of a window runs; default False. See Optimizer."""
     ddp: torch.nn.Module | None
     """The DistributedDataParallel that reduces every backward."""
     distributed: bool
@@ -61,8 +63,8 @@ class _Slot:
     """A parameter of torch, and that of the library with the same memory."""
 
     __slots__ = (
-        "address", "dtype", "has_master", "hook", "own", "place", "rows", "shape", "stride", "tensor", "touched",
-        "version",
+        "address", "dtype", "gradients", "has_master", "hook", "is_whole", "own", "place", "rows", "shape", "stride",
+        "tensor", "touched", "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, own: Param, rows: bool) -> None:
@@ -76,6 +78,8 @@ class _Slot:
         self.address = tensor.data_ptr()
         self.version = tensor._version
         self.touched = False  # whether it has a gradient in this window
+        self.gradients = 0  # that the open micro-batch has given it
+        self.is_whole: bool | None = None  # whether a micro-batch gives it one gradient; None: not known yet
         self.has_master = any(info.name == "master" for info in own.states)
         self.hook: Any = None
 
@@ -105,6 +109,13 @@ class Optimizer(torch.optim.Optimizer):
     sparse gradients.
     ddp: the DistributedDataParallel that reduces every backward. distributed: False allows several processes
     that do not train one model together.
+
+    eager: the same as ``Config(eager=True)``. On the CPU, in the first of the three ways, a parameter is updated
+    while the backward of the window's last micro-batch is still running, and ``step`` makes the updates that are
+    left, with the same bits. The last micro-batch is the one that fills accum_steps, or that of
+    ``opt.backward(loss, last=True)``. A parameter waits for ``step`` until an earlier micro-batch has given it its
+    gradient in one piece. One that gets several pieces always waits, since no hook can tell the last piece: if a
+    micro-batch has several backwards, or reentrant checkpoints share the parameter.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler sets grad_scale and found_inf for step()
@@ -123,6 +134,7 @@ class Optimizer(torch.optim.Optimizer):
         param_options: ParamOptions | None = None,
         ddp: torch.nn.Module | None = None,
         distributed: bool = True,
+        eager: bool = False,
     ) -> None:
         if accum_steps is not None and accum_steps < 1:
             raise ValueError(f"accum_steps was {accum_steps}, expected at least 1, or None")
@@ -145,6 +157,7 @@ class Optimizer(torch.optim.Optimizer):
         self._groups: list[Group] = []
         self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
         self._open: MicroBatch | None = None
+        self._tells_ready = False  # whether the library hears of gradients that are complete
         self._held: list[Tensor] = []  # gradients that are read when the micro-batch ends
         self._all_touched = False  # whether all parameters have gradients in this window
         self._layers: dict[torch.nn.Module, BatchNorm] = {}  # by convert_batchnorm
@@ -170,7 +183,15 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 "gradient_life was LIVE, but gradients of torch are freed as soon as they are taken"
             )
-        changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps}
+        self._eager = eager or config.eager
+        if self._eager and ddp is not None:
+            raise ValueError(
+                "eager was True, but under ddp= gradients are not complete until the end of backward, which reduces "
+                "them: nothing is left to overlap"
+            )
+        # Whether parameters may be written before step().
+        self._writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early
+        changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps, "eager": self._eager}
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             changes.update(device=Device.CUDA, device_ordinal=stream.device_index, stream=stream.cuda_stream)
@@ -277,7 +298,9 @@ class Optimizer(torch.optim.Optimizer):
         last: it ends the window, also one that is not full.
 
         An exception drops the micro-batch; if some of it is in the window already, it drops the window and
-        says so in a note. Under ddp=, gradients are taken at the end, after the reduction.
+        says so in a note. If eager has updated parameters in place by then, the window cannot be dropped: a note
+        says so, and ``step`` ends it with the gradients that it has. Under ddp=, gradients are taken at the end,
+        after the reduction.
         """
         if self._open is not None:
             raise RuntimeError("a micro-batch is open already")
@@ -295,28 +318,69 @@ class Optimizer(torch.optim.Optimizer):
                 "accumulate() instead"
             )
         self._begin()
+        self._tells_ready = self._eager and (last or self._is_last())
+        if self._tells_ready:
+            self._push()  # updates begin before step()
         for slot in self._slots:
             if slot.hook is None and slot.tensor.requires_grad:
                 register: Any = slot.tensor.register_post_accumulate_grad_hook
                 slot.hook = register(_hook(self, slot))
-        with self.context.micro_batch(weight, options=_options(last)) as micro:
-            self._open = micro
-            try:
-                yield
-                for slot in self._slots:  # of parameters that had no hook when it was opened
-                    if slot.tensor.grad is not None:
-                        self._held.append(_add(micro, slot, slot.tensor.grad))
-                        slot.tensor.grad = None
-                self._tell_statistics()
-            except BaseException:
-                for tensor in self._tensors:
-                    tensor.grad = None
-                self._seen.clear()
-                raise
-            finally:
-                self._open = None
-                held, self._held = self._held, []
+        micro = self.context.micro_batch(weight, options=_options(last))
+        try:
+            with micro:
+                self._open = micro
+                try:
+                    yield
+                    for slot in self._slots:  # of parameters that had no hook when it was opened
+                        if slot.tensor.grad is not None:
+                            self._held.append(_add(micro, slot, slot.tensor.grad))
+                            slot.tensor.grad = None
+                    self._tell_statistics()
+                    self._learn()
+                except BaseException:
+                    for tensor in self._tensors:
+                        tensor.grad = None
+                    self._seen.clear()
+                    raise
+                finally:
+                    self._open = None
+                    held, self._held = self._held, []
+                    for slot in self._slots:
+                        slot.gradients = 0
+        except BaseException as error:
+            # A micro-batch stays open if it cannot be dropped, since parameters were updated in place.
+            if self._tells_ready and not self.context.closed and self.context.window.open_micro >= 0:
+                micro.end()
+                error.add_note("The micro-batch was ended as it was: step() ends the window.")
+            raise
         del held
+
+    def _is_last(self) -> bool:
+        """Whether the next micro-batch fills the window."""
+        return self.accum_steps is not None and self.context.window.micro_batches + 1 >= self.accum_steps
+
+    def _count_gradient(self, slot: _Slot) -> None:
+        """Counts a gradient that backward gives to the open micro-batch, before it is added."""
+        slot.gradients += 1
+        if slot.gradients > 1:
+            if slot.is_whole:  # the loop has changed, so the others may get several gradients too
+                for other in self._slots:
+                    other.is_whole = None
+            slot.is_whole = False
+
+    def _tell_ready(self, slot: _Slot) -> None:
+        """Has the update of a parameter begin after its gradient was added, if no other gradient follows."""
+        if not (self._tells_ready and slot.is_whole):
+            return
+        self.context.ready(slot.own)
+        if self._writes_ahead:  # backward may still read it
+            self._parameters_moved([slot])
+
+    def _learn(self) -> None:
+        """At the end of a micro-batch: remembers which parameters have got one gradient."""
+        for slot in self._slots:
+            if slot.gradients == 1 and slot.is_whole is None:
+                slot.is_whole = True
 
     def backward(self, loss: Tensor, weight: float = 1.0, *, last: bool = False, **options: Any) -> None:
         """``loss.backward(**options)`` as a micro-batch. A loss_scaler's scale is applied.
@@ -818,10 +882,12 @@ def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
         owner = this()
         if owner is None or owner._open is None or tensor.grad is None:
             return
+        owner._count_gradient(slot)
         gradient = _add(owner._open, slot, tensor.grad)
         if owner.context._kept.late:
             owner._held.append(gradient)
         tensor.grad = None
+        owner._tell_ready(slot)
 
     return take
 
