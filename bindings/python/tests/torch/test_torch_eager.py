@@ -2,6 +2,9 @@
 """Updates while backward runs: the bits of the step, what goes ahead and what waits, refusals."""
 
 import math
+import os
+import pathlib
+import re
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -291,3 +294,11 @@ def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ga.Error, match="for the CPU alone") as error:
         gt.AdamW(net.parameters(), eager=True)
     assert error.value.status == ga.Status.UNSUPPORTED
+
+
+def test_the_guide_offloads_a_model() -> None:
+    path = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "python.md"
+    (block,) = re.findall(r"<!-- test: offload -->\n```python\n(.*?)```", path.read_text(), re.S)
+    names: dict[str, Any] = {}
+    exec(compile(block, str(path), "exec"), names)
+    assert names["optimizer"].result.eager == 4
