@@ -65,6 +65,11 @@ bool Eager::is_settled(size_t i) const {
          !(clip.scope == GA_CLIP_GLOBAL && clip.when == GA_CLIP_WHEN_STEP);
 }
 
+// Not for parameters in double, which wait for ga_step: kernels for them would be as large again.
+bool Eager::needs_second_set(size_t i) const {
+  return may_go_ahead(i) && !is_settled(i) && !context_.params_[i].f64;
+}
+
 void Eager::release() {
   Context& c = context_;
   const double weight = c.window_.weight();
@@ -80,6 +85,7 @@ void Eager::release() {
     if (!whole || !may_go_ahead(i) || (early && p.unrounded)) continue;
     const Targets* targets = nullptr;
     if (!is_settled(i)) {
+      if (!needs_second_set(i)) continue;
       targets = second_set_.give(i);
       if (!targets) {
         ++waited_;

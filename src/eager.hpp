@@ -62,7 +62,7 @@ class Eager {
 
   bool may_go_ahead(size_t param) const;
   bool is_settled(size_t param) const;
-  bool needs_second_set(size_t param) const { return may_go_ahead(param) && !is_settled(param); }
+  bool needs_second_set(size_t param) const;
   void run(size_t first, size_t end);
   void forget_begun(size_t first);
   void restore_early();

@@ -248,6 +248,10 @@ TEST_P(EagerBits, AreThoseOfTheStep) {
   }
   if (setup.name.find("LibraryThreads") == 0)
     return;  // ga_step takes what they have not begun with
+  if (kind.dtype == GA_F64 && setup.name.find("InPlace") != 0) {
+    EXPECT_EQ(ahead.eager, 0);  // they wait
+    return;
+  }
   EXPECT_GT(ahead.eager, 0);
   const bool clips = setup.name == "Clipped" || setup.name == "IgnoredAndClipped";
   EXPECT_EQ(ahead.redone > 0, clips) << ahead.redone;
