@@ -681,7 +681,8 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
      before (ga_step_result.eager_redone). Gradients that live do so until ga_step.
    What cannot begin waits for ga_step: gradients of rows; f64 parameters that are not updated in
    place; parameters beyond ga_config.eager_bytes, under GA_CLIP_AGC, or in a group of LAMB, LARS,
-   ADAFACTOR, MUON, ROWWISE_ADAGRAD or EXTERNAL; and all parameters under GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO, or with a communicator.
+   ADAFACTOR, MUON, ROWWISE_ADAGRAD or EXTERNAL; and all parameters under GA_NONFINITE_DROP_MICRO,
+   GA_CLIP_WHEN_MICRO, or with a communicator.
 
    With a communicator, the exchange of gradients may begin here: see ga_context_set_comm.
 
