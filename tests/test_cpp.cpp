@@ -1173,7 +1173,11 @@ TEST(Callables, OnParamDone) {
           }
           micro.end();
           const ga_step_result result = context.step();
-          EXPECT_EQ(result.eager, 2);
+          if (threads == 0) {
+            EXPECT_EQ(result.eager, 2);
+          }
+          EXPECT_LE(result.eager,
+                    2);  // the step makes the updates that a thread has not begun with
           EXPECT_EQ(result.eager_waited, 0);
           EXPECT_EQ(result.eager_redone, 0);
           EXPECT_EQ(p, Floats(kLarge, static_cast<float>(-window)));

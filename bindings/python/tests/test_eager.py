@@ -66,12 +66,14 @@ def test_parameters_are_those_of_the_step(
         result = plain.window()
         assert (result.eager, result.eager_waited, result.eager_redone) == (0, 0, 0)
         result = eager.window()
-        assert (result.eager, result.eager_waited, result.eager_redone) == (2, 0, 0)
+        assert (result.eager_waited, result.eager_redone) == (0, 0)
+        # The step makes the updates that a thread has not begun with.
+        assert result.eager == 2 if threads == 0 else result.eager <= 2
         for ours, theirs in zip(eager.data, plain.data, strict=True):
             np.testing.assert_array_equal(ours, theirs)
         assert {param for param, _ in told} == set(eager.params) and len(told) == 2
         own = threading.get_ident()
-        assert all((thread == own) == (not in_place or threads == 0) for _, thread in told)
+        assert all(thread == own or (in_place and threads > 0) for _, thread in told)
         told.clear()
     assert eager.context.save_bytes() == plain.context.save_bytes()
 

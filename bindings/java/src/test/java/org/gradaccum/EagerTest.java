@@ -98,14 +98,16 @@ class EagerTest {
               done.clear();
               on.clear();
               StepResult result = eager.window(number);
-              assertEquals(2, result.eager());
+              // The step makes the updates that a thread has not begun with.
+              assertTrue(threads == 0 ? result.eager() == 2 : result.eager() <= 2);
               assertEquals(0, result.eagerWaited());
               assertEquals(0, result.eagerRedone());
               assertEquals(List.of(eager.params.get(1), eager.params.get(0)), done);
               boolean own = !inPlace || threads == 0;
               for (Thread thread : on) {
-                assertEquals(own, thread == Thread.currentThread());
-                assertTrue(own || (thread.isDaemon() && thread.getName().equals("gradaccum")));
+                assertTrue(
+                    thread == Thread.currentThread()
+                        || (!own && thread.isDaemon() && thread.getName().equals("gradaccum")));
               }
               for (int i = 0; i < 2; ++i) {
                 assertArrayEquals(
