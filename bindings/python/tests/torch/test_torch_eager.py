@@ -211,7 +211,8 @@ def test_autograd_notices_what_is_written_in_place(task: Task) -> None:
     assert optimizer.result.eager == 4
 
 
-def test_a_window_that_is_not_full_has_a_last_micro_batch(task: Task) -> None:
+def test_a_window_that_is_not_full_has_a_last_micro_batch() -> None:
+    task = Task(torch.float32)
     for steps in (None, 4):
         net = task.net()
         optimizer = gt.AdamW(net.parameters(), lr=0.01, accum_steps=steps, eager=True)
@@ -222,8 +223,9 @@ def test_a_window_that_is_not_full_has_a_last_micro_batch(task: Task) -> None:
         assert (optimizer.result.weight, optimizer.result.eager) == (8, 4)
 
 
-def test_hyper_parameters_are_those_of_the_step(task: Task) -> None:
+def test_hyper_parameters_are_those_of_the_step() -> None:
     """A rate that is written between backward and step() is taken; in place, it is too late and refused."""
+    task = Task(torch.float32)
     got = []
     for eager in (False, True):
         net = task.net()
