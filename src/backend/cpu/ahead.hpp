@@ -11,6 +11,47 @@
 
 namespace ga::cpu {
 
+// What the plan of a parameter with an element-wise Op follows from, but for options.
+struct Grounds {
+  bool go;
+  int32_t duty;
+  Numbers raw, gradient;
+  double lr, weight_decay, average_gain;
+  Clock clock;
+  uint64_t copy_key, state_key;
+};
+
+inline Grounds grounds_of(const ScalarTables& t, int64_t i) {
+  const ParamPlan& plan = t.plans[i];
+  const StepInput in = step_input(t, i, false);
+  Grounds g = {};
+  g.go = t.control->go;
+  g.duty = plan.duty;
+  g.raw = plan.raw;
+  g.gradient = plan.gradient;
+  g.lr = in.lr;
+  g.weight_decay = in.weight_decay;
+  g.clock = in.clock;
+  if ((plan.duty & kFollow) != 0) g.average_gain = plan.average_gain;
+  if (t.param_inputs[i].by_chance) {
+    g.copy_key = plan.copy_key;
+    g.state_key = plan.state_key;
+  }
+  return g;
+}
+
+inline bool same(const Numbers& a, const Numbers& b) {
+  return a.scale == b.scale && a.limit == b.limit && a.factor == b.factor;
+}
+
+// Whether two plans are the same, to the bit.
+inline bool same(const Grounds& a, const Grounds& b) {
+  return a.go == b.go && a.duty == b.duty && same(a.raw, b.raw) && same(a.gradient, b.gradient) &&
+         a.lr == b.lr && a.weight_decay == b.weight_decay && a.average_gain == b.average_gain &&
+         a.clock.step == b.clock.step && a.clock.product == b.clock.product &&
+         a.copy_key == b.copy_key && a.state_key == b.state_key;
+}
+
 class Ahead {
  public:
   void reserve(size_t params) {
@@ -24,7 +65,7 @@ class Ahead {
     return static_cast<int64_t>(params * (sizeof(ParamState) + sizeof(Grounds) + sizeof(char)));
   }
 
-  // Writes the plans of these parameters.
+  // Writes the plans of these parameters. A parameter's own norm clips it, and has to be measured before.
   void plan(const ScalarTables& tables, const WindowTotals& totals, Params params) {
     control_ = *tables.control;
     groups_.assign(tables.group_states, tables.group_states + tables.groups);
@@ -32,13 +73,18 @@ class Ahead {
     copies.control = &control_;
     copies.group_states = groups_.data();
     copies.param_states = states_.data();
+    foresee(copies, totals);
     Crew crew;
-    foresee_window(crew, copies, totals);
     for (size_t k = 0; k < params.size; ++k) {
-      const auto i = static_cast<size_t>(params.data[k]);
+      const int64_t id = params.data[k];
+      const auto i = static_cast<size_t>(id);
       states_[i] = tables.param_states[i];
-      foresee_param(crew, copies, params.data[k]);
-      grounds_[i] = grounds_of(copies, params.data[k]);
+      Warp warp;
+      sum_param(warp, copies, id);
+      reduce_param(copies, id);
+      clip_param(copies, id);
+      plan_param(crew, copies, id);
+      grounds_[i] = grounds_of(copies, id);
     }
   }
 
@@ -50,6 +96,20 @@ class Ahead {
   char& measured(ga_param param) { return measured_[static_cast<size_t>(param)]; }
 
  private:
+  // As judge_window() will if it applies the step, and no norm over several parameters clips it. t has copies
+  // of the control block and of the states of groups and parameters, since only the plans are to change.
+  static void foresee(const ScalarTables& t, const WindowTotals& totals) {
+    Control& c = *t.control;
+    c.sums = brought_by(t, totals);
+    c.mean = mean_of(*t.settings, c.sums.weight);
+    c.go = true;
+    ++c.steps;
+    for (int64_t k = 0; k < t.groups; ++k) {
+      plan_group(t, k);
+      t.group_states[k].clip_factor = 1;
+    }
+  }
+
   Control control_ = {};
   std::vector<GroupState> groups_;
   std::vector<ParamState> states_;  // by parameter, as the next two
