@@ -92,8 +92,6 @@ int64_t Checkpoint::Saved::bytes() const {
 }
 
 void Checkpoint::save(const WriteAt& write, const Ready& ready) {
-  context_.check_not_in_place(what_);
-  if (context_.eager_) context_.eager_->join();
   store_live_gradients();
   StateWriter& file = writer();
   total_ = file.data_bytes();

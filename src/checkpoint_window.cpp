@@ -32,6 +32,8 @@ struct Adding {
 // ---- Saving -------------------------------------------------------------------------------------
 
 void Checkpoint::gather(const Ready& ready) {
+  context_.check_not_in_place(what_);
+  if (context_.eager_) context_.eager_->join();  // before anything is read
   Exchange* const exchange = context_.exchange_.get();
   if (exchange && exchange->ranks() > 1) dropped_micros_ = exchange->dropped_micros();
   if (!exchange || !exchange->has_open_window() || options_.parts == GA_STATE_PARAMETERS) return;
