@@ -7,10 +7,13 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -154,6 +157,19 @@ class Context {
  private:
   ga_context* ctx_ = nullptr;
 };
+
+// ---- Threads -------------------------------------------------------------------------------------
+
+// Whether the condition, of another thread's doing, comes true within half a minute.
+inline bool comes_true(const std::function<bool()>& condition) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!condition())
+    if (std::chrono::steady_clock::now() > end)
+      return false;
+    else
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return true;
+}
 
 // ---- Instruction set levels ---------------------------------------------------------------------
 

@@ -772,16 +772,6 @@ TEST(Eager, AnExceptionOfACallbackIsAFault) {
 
 // ---- Threads of the library ---------------------------------------------------------------------
 
-bool comes_true(const std::function<bool()>& condition) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-  while (!condition())
-    if (std::chrono::steady_clock::now() > end)
-      return false;
-    else
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  return true;
-}
-
 TEST(Eager, ThreadsOfTheLibraryWorkWhileTheProgramGoesOn) {
   Listener listener;
   ga_config c = listener.config(ignoring());

@@ -20,16 +20,6 @@ ga_comm_options overlapped() {
   return o;
 }
 
-bool comes_true(const std::function<bool()>& condition) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-  while (!condition())
-    if (std::chrono::steady_clock::now() > end)
-      return false;
-    else
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  return true;
-}
-
 // Two parameters of 140000 elements, which travel in a slice each, and their gradients.
 struct Pair {
   std::vector<float> p = std::vector<float>(140000, 1), q = p;

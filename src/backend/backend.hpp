@@ -101,7 +101,7 @@ class Backend {
   // Bytes of the backend's own tables for that many chunks and of its other buffers.
   virtual int64_t table_bytes(int64_t chunks) const = 0;
   virtual int64_t row_bytes() const = 0;  // entries of row sets
-  // Of what update_ahead() keeps of so many parameters.
+  // Bytes of the plans that update_ahead() keeps for so many parameters.
   virtual int64_t ahead_bytes(size_t) const { return 0; }
 
   virtual void set_tables(const ScalarTables& tables, const TaskTables& tasks) = 0;

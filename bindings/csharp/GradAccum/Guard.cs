@@ -75,8 +75,8 @@ namespace GradAccum {
     }
 
     /// <summary>
-    /// The same for what may run on a thread of the library, beside a call: it comes out of Exit() of that call or
-    /// the next one.
+    /// As Callback(), but the callback may also come from a thread of the library. What it throws there comes out of
+    /// Exit() of the call that runs meanwhile, or of the next one.
     /// </summary>
     internal void DoneCallback(Action body) {
       // Before the process ends, mono waits for every thread that is not in the background.

@@ -352,7 +352,7 @@ template <class Op>
 template <class Op>
 void update(const UpdateTask& task, int64_t offset, int64_t count) {
   const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
-  // Those that go ahead of ga_step: see Eager::may_go_ahead() and needs_second_set().
+  // Only these Ops are ever updated into a second set (Eager::may_go_ahead() and needs_second_set()).
   if constexpr (Op::norms == 0 && !Op::factored && !Op::row_state &&
                 std::is_same_v<typename Op::Real, float>)
     if (task.plan->targets) return update_apart(op, task, offset, count);
