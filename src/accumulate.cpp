@@ -193,9 +193,14 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
   if (count > 0 && !gradients && micro.weight > 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "gradients was NULL");
   window_.reserve_one();
-  accumulate_tasks_.clear();
   contributions_.clear();
-  if (micro.weight > 0) {
+  const bool again = repeats(gradients, count) && micro.weight > 0;
+  listed_by_ = 0;
+  bool listed = false;
+  if (again) {
+    change_tasks(contribution(nullptr, GA_F32, micro));
+    listed = true;
+  } else if (accumulate_tasks_.clear(); micro.weight > 0) {
     const auto each = [&](auto&& body) {
       for (size_t b = 0; b < count; ++b) {
         if (!gradients[b]) continue;
@@ -227,11 +232,15 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
         });
       set_micro(micro, window_.size(), window_.weight() + micro.weight);
       Source source = contribution(nullptr, GA_F32, micro);
+      listed = plain_path_ && count <= listed_.capacity();
       each([&](ga_param id, const Param& p, const void* gradient) {
         source.data = gradient;
         source.format = p.gradient_dtype;
-        if (!add_task(id, source)) move_gradient(static_cast<size_t>(id));
+        if (add_task(id, source)) return;
+        move_gradient(static_cast<size_t>(id));
+        listed = false;
       });
+      if (listed) listed_.assign(gradients, gradients + count);
     }
   }
   forget_delivered();
@@ -242,7 +251,29 @@ void Context::accumulate(const void* const* gradients, size_t count, double weig
     });
   window_.add(micro);
   backend_->set_window_open(true);
+  if (listed) listed_by_ = calls_;
   if (deferring() && micro.weight > 0) settle(window_.size() - 1);
+}
+
+// Whether ga_accumulate gets the arrays that it got in the call before, with at most a ga_step between them.
+// Then nothing is to be checked again, and the list has the tasks that it needs.
+bool Context::repeats(const void* const* gradients, size_t count) const {
+  return listed_by_ > 0 && listed_by_ + 1 == calls_ &&
+         std::equal(gradients, gradients + count, listed_.begin(), listed_.end());
+}
+
+// Makes the listed tasks, each of which has written its accumulator, add the same arrays once more; or
+// begin with them, in a new window.
+void Context::change_tasks(const Source& like) {
+  const bool first = window_.empty();
+  for (AccumulateTask& task : accumulate_tasks_) {
+    if (task.sources == 2) task.source[0] = task.source[1];
+    task.sources = 1;
+    task.keep = first ? 0 : 1;
+    task.source[0].scale = like.scale;
+    task.source[0].divisor = like.divisor;
+    if (first) params_[task.param].hold(Held::kStored);
+  }
 }
 
 void Context::micro_begin(int64_t index, double weight, const ga_micro_options& options) {

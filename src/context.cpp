@@ -150,6 +150,7 @@ Context::Use::Use(const Context& context, const char* function, bool changing) :
         "that back",
         function);
   }
+  context.calls_ += changing;
 }
 
 // For calls that read or write the state of a device at once, and not in the order of a graph.
@@ -594,9 +595,9 @@ ga_memory Context::memory() const {
 int64_t Context::bytes_of_lists(size_t params) const {
   const size_t words = config_.device == GA_DEVICE_CPU ? 0 : 3 * sizeof(Word);
   const int64_t ahead = eager_ ? eager_->list_bytes(params) : 0;
-  return ahead +
-         static_cast<int64_t>(params * (sizeof(Param) + sizeof(Tensor) + sizeof(Source) +
-                                        sizeof(AccumulateTask) + 11 * sizeof(ga_param) + words));
+  return ahead + static_cast<int64_t>(params * (sizeof(Param) + sizeof(Tensor) + sizeof(Source) +
+                                                sizeof(AccumulateTask) + sizeof(void*) +
+                                                11 * sizeof(ga_param) + words));
 }
 
 // Called after the last check of a call that contributes, so that no other call leaves arrays behind.
@@ -617,6 +618,7 @@ void Context::make_lacking() {
   ContextTables tables;
   try {
     accumulate_tasks_.reserve(n);
+    listed_.reserve(n);
     told_.resize(n);
     if (config_.device != GA_DEVICE_CPU) moved_.reserve(3 * n);
     for (auto* list : {&plain_, &pieces_, &layers_, &layers_over_ranks_, &norms_, &units_first_,

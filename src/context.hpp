@@ -256,6 +256,8 @@ class Context : BnContext {
   Array target_of(ga_param id) const;
   AccumulateTask* add_task(ga_param id, const Source& source, bool may_adopt = true);
   void refine(ga_param id, AccumulateTask& task, Source& source);
+  bool repeats(const void* const* gradients, size_t count) const;
+  void change_tasks(const Source& like);
   void prepare_parts(Span<const Whole> parts, const char* what) final;
   void contribute(Span<const Whole> given, bool may_adopt) final;
   double unweighted() const;
@@ -327,6 +329,7 @@ class Context : BnContext {
   std::unique_ptr<Log> log_;
   std::unique_ptr<Backend> backend_;
   mutable std::atomic<bool> in_use_{false};
+  mutable uint64_t calls_ = 0;  // that may have changed something
   const uint32_t generation_ = process_generation();
   std::optional<Error> broken_;  // why only destroy is legal
 
@@ -364,6 +367,8 @@ class Context : BnContext {
 
   // Working lists, sized by prepare() so that no later call allocates.
   TaskList<AccumulateTask> accumulate_tasks_;
+  std::vector<const void*> listed_;  // the gradients of the ga_accumulate whose tasks the list has
+  uint64_t listed_by_ = 0;  // calls_ when it, or the ga_step after it, ended; 0: it has others
   TaskList<NormTask> norm_tasks_;
   // Parameters by the passes of their update: one; one that also clips by units; several. Rebuilt when an
   // option changes.

@@ -199,6 +199,7 @@ ga_step_result Context::step() {
   }
   if (eager_) eager_->tell_done();
   empty_window();
+  if (listed_by_ + 1 == calls_) listed_by_ = calls_;
   if (eager_) eager_->check_callbacks();
   return r;
 }

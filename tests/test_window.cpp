@@ -1827,6 +1827,112 @@ TEST(Window, AccumulatingDoesNotCostTheWindow) {
   EXPECT_EQ(p, -1);
 }
 
+// A ga_accumulate that gets the arrays of the call before is a short one. It has to do what a call with
+// other arrays of the same values does, whatever came between them.
+class Repeats : public testing::TestWithParam<int> {
+ public:
+  // What can change how a gradient is added.
+  static constexpr const char* kNames[] = {"Consumed",    "Live",      "LiveMissingZero",
+                                           "RunningMean", "DropMicro", "NoiseScale"};
+  static ga_config config_of(int kind) {
+    ga_config c = config();
+    c.gradient_life = kind == 1 || kind == 2 ? GA_GRADIENTS_LIVE : GA_GRADIENTS_CONSUMED;
+    c.accumulation = kind == 3 ? GA_ACCUMULATE_RUNNING_MEAN : GA_ACCUMULATE_PLAIN;
+    c.nonfinite = kind == 4 ? GA_NONFINITE_DROP_MICRO : GA_NONFINITE_SKIP_STEP;
+    c.missing = kind == 2 ? GA_MISSING_ZERO : GA_MISSING_SKIP;
+    c.noise_scale = kind == 5;
+    return c;
+  }
+};
+
+TEST_P(Repeats, AreLikeOtherArrays) {
+  constexpr int kSets = 28, kFirst = 4;
+  const Layout layout({1, 40, 3000});
+  const ga_config c = config_of(GetParam());
+  struct Run {
+    const Layout& layout;
+    Context ctx;
+    Block p;
+    std::vector<Block> g;  // the first ones alike, and the others
+    std::vector<ga_param> ids;
+    Run(const Layout& with, const ga_config& cfg)
+        : layout(with), ctx(cfg), p(parameters(with, 1)), g(kSets, gradients(with, 2, 3)) {
+      std::fill_n(g.begin(), kFirst, gradients(with, 2, 4));
+      const ga_group adamw = ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+      for (size_t i = 0; i < with.size(); ++i)
+        ids.push_back(ctx.param(adamw, "p" + std::to_string(i), at(p, i), with.counts[i]));
+    }
+    float* at(Block& block, size_t i) { return block.data() + layout.offsets[i]; }
+    ga_status accumulate(int set, int absent, double weight, const ga_micro_options* o) {
+      std::vector<const void*> list;
+      for (size_t i = 0; i < layout.size(); ++i)
+        list.push_back(static_cast<int>(i) == absent ? nullptr
+                                                     : at(g[static_cast<size_t>(set)], i));
+      return ga_accumulate(ctx, list.data(), list.size(), weight, o);
+    }
+  };
+  Run same(layout, c), other(layout, c);
+  Random random(static_cast<uint64_t>(7 + GetParam()));
+  int calls = 0, micros = 0, absent = -1, windows = 0;
+  double weight = 1;
+  for (int k = 0; k < 3000; ++k) {
+    const auto both = [&](auto&& call) {
+      const ga_status one = call(same), two = call(other);
+      ASSERT_EQ(one, two) << ga_last_error();
+    };
+    const int64_t what = random.below(24);
+    const int fresh = kFirst + 1 + calls % (kSets - kFirst - 1);  // not in this window yet
+    if (what < 14 && micros < 22) {
+      if (random.below(6) == 0) weight = static_cast<double>(random.below(4));
+      if (random.below(10) == 0) absent = static_cast<int>(random.below(4)) - 1;
+      const MicroOptions scaled(random.below(8) == 0 ? 4 : 0);
+      // A first gradient that lives until the window ends cannot be given twice.
+      const bool first = c.gradient_life == GA_GRADIENTS_LIVE && micros == 0;
+      if (weight == 0) same.at(same.g[kFirst], 0)[0] = NAN;  // not read
+      if (same.accumulate(first ? 0 : kFirst, absent, weight, scaled) != GA_OK) {
+        ASSERT_EQ(c.gradient_life, GA_GRADIENTS_LIVE) << ga_last_error();
+        ASSERT_OK(same.accumulate(fresh, absent, weight, scaled));
+      }
+      same.g[kFirst] = same.g[kSets - 1];
+      ASSERT_OK(other.accumulate(first ? calls % kFirst : fresh, absent, weight, scaled));
+      ++calls;
+      ++micros;
+    } else if (what < 19) {
+      const ga_step_result a = step(same.ctx), b = step(other.ctx);
+      EXPECT_EQ(memcmp(&a, &b, sizeof a), 0) << k;
+      ASSERT_TRUE(same_bits(same.p, other.p)) << k;
+      windows += a.outcome == GA_STEP_APPLIED;
+      micros = 0;
+    } else if (what == 19) {
+      const auto id = static_cast<ga_param>(random.below(3));
+      const auto frozen = static_cast<int32_t>(random.below(2));
+      both([&](Run& r) { return ga_param_set_frozen(r.ctx, id, frozen); });
+    } else if (what == 20) {
+      const ga_clip limit = clip(GA_CLIP_GLOBAL, random.below(2) == 0 ? 0.1 : 1e6);
+      both([&](Run& r) { return ga_context_set_clip(r.ctx, &limit); });
+    } else if (what == 21) {
+      both([&](Run& r) { return ga_discard(r.ctx); });
+      micros = 0;
+    } else if (what == 22 && micros < 22) {
+      both([&](Run& r) {
+        const float* const g = r.at(r.g[static_cast<size_t>(fresh)], 1);
+        EXPECT_OK(ga_micro_begin(r.ctx, -1, 2, nullptr));
+        EXPECT_OK(ga_accumulate_part(r.ctx, r.ids[1], g));
+        return ga_micro_end(r.ctx);
+      });
+      ++calls;
+      ++micros;
+    } else {
+      window(same.ctx);  // which only asks
+    }
+  }
+  EXPECT_GT(windows, 100);
+  EXPECT_TRUE(gaps_untouched(layout, same.p));
+}
+INSTANTIATE_TEST_SUITE_P(Window, Repeats, testing::Range(0, 6), [](const auto& param) {
+  return std::string(Repeats::kNames[param.param]);
+});
+
 // An overflow in one window must not be found in the next, whoever writes the accumulator first,
 // and not even in the padding after its last element.
 TEST(Window, NothingOfAnOverflowSurvives) {

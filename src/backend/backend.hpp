@@ -38,6 +38,8 @@ class TaskList {
   void clear() { size_ = 0; }
   Task& add() { return tasks_[size_++]; }  // holds what a former list left there
   Span<const Task> span() const { return {tasks_.data(), size_}; }
+  Task* begin() { return tasks_.data(); }
+  Task* end() { return tasks_.data() + size_; }
 
  private:
   std::vector<Task> tasks_;
