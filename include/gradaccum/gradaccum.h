@@ -1634,8 +1634,9 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *              them. GA_CPU_PREFETCH: 1 or 0, read when the library is loaded: whether the CPU
  *              kernels prefetch; by default where that was measured to be faster, so not on
  *              AMD's; but for batch normalisation everywhere. GA_CPU_HAND_OVER: the time in
- *              nanoseconds that new contexts assume for handing a loop to OpenMP's threads, in place
- *              of measuring it; loops that would save less run on the calling thread alone.
+ *              nanoseconds that new contexts assume for handing a pass to several threads; passes
+ *              that would save less run on the calling thread alone. By default passes are tried
+ *              both ways now and then.
  *              GA_VERBOSE: see ga_config.log. */
 
 /* ---- Batch normalisation --------------------------------------------------------------------- */

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "backend/backend.hpp"
@@ -54,13 +55,14 @@ class Lists {
   // of similar size: many small tensors make one item, and there are enough items for every thread.
   template <class Tasks, class Loop>
   void run(const Tasks& tasks, Loop loop, bool busy = false) {
-    run_cut(tasks, loop, busy, [](const auto& task, auto&& take) { take(0, task.count); });
+    run_cut(kind_of(tasks), tasks, loop, busy,
+            [](const auto& task, auto&& take) { take(0, task.count); });
   }
 
   // Runs loop(task, work) for updates whose chunks begin anew after every UpdateTask::stretch() elements.
   template <class Tasks, class Loop>
   void run_stretches(const Tasks& tasks, Loop loop) {
-    run_cut(tasks, loop, false, [](const UpdateTask& task, auto&& take) {
+    run_cut(kMeasure, tasks, loop, false, [](const UpdateTask& task, auto&& take) {
       for (int64_t at = 0; at < task.count; at += task.stretch())
         take(at, std::min(task.stretch(), task.count - at));
     });
@@ -118,6 +120,16 @@ class Lists {
   }
 
  private:
+  // Of passes, for their trial.
+  enum Kind { kAccumulate, kUpdateAll, kMeasure, kOther };
+  template <class Tasks>
+  static int kind_of(const Tasks& tasks) {
+    using Task = std::decay_t<decltype(tasks[0])>;
+    return std::is_same_v<Task, AccumulateTask> ? kAccumulate
+           : std::is_same_v<Task, UpdateTask>   ? kUpdateAll
+                                                : kOther;
+  }
+
   static bool idle(const UpdateTask& task) { return (task.plan->duty & ~kUpdateRows) == 0; }
   template <class Task>
   static bool idle(const Task&) {
@@ -126,29 +138,26 @@ class Lists {
 
   // each_stretch(task, take) calls take(first, elements) for the parts of a task.
   template <class Tasks, class Loop, class Stretches>
-  void run_cut(const Tasks& tasks, Loop& loop, bool busy, Stretches&& each_stretch) {
+  void run_cut(int kind, const Tasks& tasks, Loop& loop, bool busy, Stretches&& each_stretch) {
     int64_t total = 0;
     for (size_t t = 0; t < tasks.size(); ++t) total += tasks[t].count;
     const double work =
         kElement * static_cast<double>(total) + kTask * static_cast<double>(tasks.size());
-    if (!threads_.pay(work)) {  // no list
+    threads_.run_pass(kind, work, [&](bool together) {
+      if (together) begin(total);
       for (size_t t = 0; t < tasks.size(); ++t) {
         const auto& task = tasks[t];
         if (!busy && idle(task)) continue;
         each_stretch(task, [&](int64_t first, int64_t elements) {
-          for (int64_t offset = 0; offset < elements; offset += kChunk)
+          if (together) return cut(t, first, elements);
+          for (int64_t offset = 0; offset < elements; offset += kChunk)  // no list
             loop(task,
                  Work{static_cast<int32_t>(t),
                       static_cast<int32_t>(std::min(kChunk, elements - offset)), first + offset});
         });
       }
-      return;
-    }
-    begin(total);
-    for (size_t t = 0; t < tasks.size(); ++t)
-      if (busy || !idle(tasks[t]))
-        each_stretch(tasks[t], [&](int64_t first, int64_t elements) { cut(t, first, elements); });
-    run_items(tasks, false, loop);
+      if (together) run_items(tasks, false, loop);
+    });
   }
 
   // Cuts elements into chunks, and these into items of similar size: begin() with the elements of all.

@@ -2,10 +2,9 @@
 #include "backend/cpu/threads.hpp"
 
 #include <algorithm>
-#include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <exception>
-#include <numeric>
 
 #include "error.hpp"
 #include "fork.hpp"
@@ -34,10 +33,8 @@ Threads::Threads(const ga_config& config)
       user_(config.parallel_for_user) {
   if (!parallel_for_ && !has_threads()) count_ = 1;
   if (!parallel_for_ && count_ > 1) ranges_.reset(new Range[static_cast<size_t>(count_)]);
-  if (const char* given = std::getenv("GA_CPU_HAND_OVER")) {
-    hand_over_.fill(std::atof(given));
-    due_ = INT64_MAX;
-  }
+  if (const char* given = std::getenv("GA_CPU_HAND_OVER"))
+    hand_over_ = std::max(std::atof(given), 0.0);
 }
 
 void Threads::reserve(int64_t items) {
@@ -46,30 +43,15 @@ void Threads::reserve(int64_t items) {
   capacity_ = items;
 }
 
-bool Threads::pay(double nanoseconds) {
+// The trial of passes of that size; NULL where it is plain whether they go together.
+Trial* Threads::find_trial(double nanoseconds, bool& together) {
   constexpr double kLeast = 800;  // nanoseconds: to save less is never worth a hand-over,
   constexpr double kMost = 1e5;   // and to save more always is
-  constexpr int64_t kSeldom = 256;
-  if (is_one()) return false;
+  if (is_one()) return nullptr;
   const double saved = nanoseconds * (1 - 1.0 / std::max(count_, 2));
-  if (saved <= kLeast) return false;
-  if (parallel_for_ || saved > kMost) return true;
-  if (asked_++ == due_) {
-    measure();
-    due_ += std::min(asked_, kSeldom);
-  }
-  return saved > std::accumulate(hand_over_.begin(), hand_over_.end(), 0.0) /
-                     static_cast<double>(hand_over_.size());
-}
-
-// As the threads are found: one that sleeps is woken, as the next loop would wake it.
-void Threads::measure() {
-  const auto begin = std::chrono::steady_clock::now();
-  run_openmp(
-      count_, [](void*, int64_t) {}, nullptr);
-  const std::chrono::duration<double, std::nano> taken = std::chrono::steady_clock::now() - begin;
-  std::rotate(hand_over_.begin(), hand_over_.begin() + 1, hand_over_.end());
-  hand_over_.back() = taken.count();
+  together = saved > std::clamp(hand_over_, kLeast, kMost);
+  if (hand_over_ >= 0 || saved <= kLeast || saved > kMost) return nullptr;
+  return &trials_[static_cast<size_t>(std::ilogb(saved / kLeast))];
 }
 
 void Threads::run_tasks(int64_t items, bool alone, ga_task body, void* data) {

@@ -5,10 +5,11 @@
 
 #include <array>
 #include <atomic>
-#include <cmath>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 
+#include "backend/cpu/trial.hpp"
 #include "gradaccum/gradaccum.h"
 
 namespace ga::cpu {
@@ -20,10 +21,18 @@ class Threads {
   int count() const { return count_; }
   bool is_one() const { return count_ == 1 && !parallel_for_; }
 
-  // Whether a loop that takes one thread so many nanoseconds takes all of them less. Handing work to OpenMP's
-  // threads costs a microsecond where they spin, and tens of them where they have to be woken, so it is measured
-  // now and then; of the program's threads the former is assumed.
-  bool pay(double nanoseconds);
+  // Runs pass(together), a pass of some kind that takes one thread about so many nanoseconds: on all threads,
+  // together, if they take less than one.
+  template <class Pass>
+  void run_pass(int kind, double nanoseconds, Pass&& pass) {
+    bool together = false;
+    Trial* const trial = find_trial(nanoseconds, together);
+    if (!trial) return pass(together);
+    const auto begin = std::chrono::steady_clock::now();
+    pass(trial->next());
+    const std::chrono::duration<double, std::nano> taken = std::chrono::steady_clock::now() - begin;
+    trial->took(kind, taken.count());
+  }
 
   // Makes room for loops of that many items.
   void reserve(int64_t items);
@@ -41,7 +50,7 @@ class Threads {
   void run_tasks(int64_t items, bool alone, ga_task body, void* data);
   void run_shared(int64_t items, ga_task body, void* data);
   void run_openmp(int64_t items, ga_task body, void* data);
-  void measure();
+  Trial* find_trial(double nanoseconds, bool& together);
 
   // The items of a thread. A thread that has finished its own takes those of others, so that it
   // finds in its cache the chunks that it had in the last pass, and a delayed thread delays nobody.
@@ -56,10 +65,8 @@ class Threads {
   std::unique_ptr<Range[]> ranges_;
   std::unique_ptr<std::atomic<unsigned char>[]> taken_;  // by item: whether parallel_for_ ran it
   int64_t capacity_ = 0;
-  // The last hand-overs, in nanoseconds. Their mean counts: if other programs use the processors, few hand-overs
-  // take long, but then a thousand times as long. The first one makes the threads.
-  std::array<double, 3> hand_over_ = {HUGE_VAL, HUGE_VAL, HUGE_VAL};
-  int64_t asked_ = 0, due_ = 0;  // how often pay() asked, and when it measures
+  double hand_over_ = -1;        // nanoseconds, from the environment; negative: it does not tell
+  std::array<Trial, 8> trials_;  // by the size of passes
 };
 
 }  // namespace ga::cpu
