@@ -341,10 +341,12 @@ void Context::params_ready(Span<const ga_param> ids) {
 // Has the exchange begin of what is ready, or the update, if it may.
 void Context::release_ready() {
   if (!any_ready_ || window_.state() != GA_WINDOW_FULL || deferring()) return;
-  if (exchange_)
+  if (exchange_) {
     or_lose_window([&] { exchange_->release_ready(); });
-  else if (eager_)
+    if (eager_) eager_->run_arrived();
+  } else if (eager_) {
     eager_->release();
+  }
 }
 
 void Context::accumulate_part(ga_param id, const void* gradient) {

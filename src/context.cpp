@@ -120,8 +120,9 @@ Context::Context(const ga_config& config)
 }
 
 Context::~Context() {
-  eager_.reset();  // its threads
   if (exchange_ && exchange_->may_write_late()) backend_->keep_memory();
+  exchange_.reset();  // its thread, which gives work to those of eager_
+  eager_.reset();
   for (const Tensor& t : params_.tensors()) backend_->free_rows(t.set);
 }
 

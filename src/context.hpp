@@ -232,6 +232,7 @@ class Context : BnContext {
   void edit_params();
   void tell_params();
   void tell_param(size_t param);
+  void tell_sum(size_t param, const Array& sum);
   void flush();
 
   // accumulate.cpp

@@ -1,14 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "eager.hpp"
 
+#include <algorithm>
+
 #include "context.hpp"
 #include "error.hpp"
+#include "exchange.hpp"
 #include "tensor.hpp"
 
 namespace ga {
 namespace {
 
 thread_local const Context* telling = nullptr;
+
+// Else ga_step may skip the window for its weight.
+bool is_usual(double weight) { return weight >= 0x1p-126 && weight <= 0x1p127; }
 
 }  // namespace
 
@@ -28,6 +34,7 @@ Eager::Eager(Context& context)
 }
 
 void Eager::reserve(size_t params, int64_t chunks) {
+  join();
   for (auto* list : {&waiting_, &ready_, &early_, &updated_, &measured_}) list->reserve(params);
   begun_.reserve(params);
   moves_.reserve(params);
@@ -54,14 +61,15 @@ bool Eager::may_go_ahead(size_t i) const {
   const ParamList& params = context_.params_;
   const Param& p = params[i];
   const int op = params.op_of(p);
-  return op >= 0 && p.count > 0 && !p.frozen && !params.is_layered(p) && !op_info(op).factored &&
-         !op_info(op).row_state && !params.by_units(i);
+  if (context_.exchange_ && !context_.exchange_->is_early(i)) return false;
+  return op >= 0 && p.share.count > 0 && !p.frozen && !params.is_layered(p) &&
+         !op_info(op).factored && !op_info(op).row_state && !params.by_units(i);
 }
 
 // Whether all that ga_step will decide about the parameter is known before.
 bool Eager::is_settled(size_t i) const {
   const ga_clip& clip = context_.params_.clip_of(context_.params_[i]);
-  return context_.config_.nonfinite == GA_NONFINITE_IGNORE &&
+  return !context_.exchange_ && context_.config_.nonfinite == GA_NONFINITE_IGNORE &&
          !(clip.scope == GA_CLIP_GLOBAL && clip.when == GA_CLIP_WHEN_STEP);
 }
 
@@ -72,32 +80,13 @@ bool Eager::needs_second_set(size_t i) const {
 
 void Eager::release() {
   Context& c = context_;
-  const double weight = c.window_.weight();
-  if (!(weight >= 0x1p-126 && weight <= 0x1p127)) return;  // ga_step may skip the window for it
+  if (!is_usual(c.window_.weight())) return;
   make_second_set();
   const size_t first = begun_.size();
   for (const ga_param id : waiting_) {
-    const auto i = static_cast<size_t>(id);
-    Param& p = c.params_[i];
     ready_.push_back(id);
-    const bool whole = p.held() == Held::kStored || p.held() == Held::kAdopted;
-    const bool early = c.params_.tensor(i).options.write_early != 0;
-    if (!whole || !may_go_ahead(i) || (early && p.unrounded)) continue;
-    const Targets* targets = nullptr;
-    if (!is_settled(i)) {
-      if (!needs_second_set(i)) continue;
-      targets = second_set_.give(i);
-      if (!targets) {
-        ++waited_;
-        continue;
-      }
-      if (early) early_.push_back(id);
-    }
-    c.tell_param(i);
-    c.tables_.plans.at(i)->targets = targets;
-    p.ahead = targets ? Ahead::kApart : Ahead::kInPlace;
-    in_place_ = in_place_ || !targets;
-    begun_.push_back({id, c.needs_norm(i)});
+    const Held held = c.params_[id].held();
+    if (held == Held::kStored || held == Held::kAdopted) begin(id, nullptr);
   }
   waiting_.clear();
   if (begun_.size() == first) return;
@@ -105,11 +94,81 @@ void Eager::release() {
   if (thread_) return thread_->release(begun_.size());
   try {
     run(first, begun_.size());
+    done_ = begun_.size();
   } catch (const Error& e) {
     for (size_t k = first; k < begun_.size(); ++k)
       if (c.params_[begun_[k].param].ahead == Ahead::kInPlace) c.broken_ = e;  // half updated
     if (c.broken_) throw;
     forget_begun(first);  // ga_step does it anew
+  }
+}
+
+// Has the update of a parameter begin, if it may. sum: over the ranks; NULL: it reads the gradient that the
+// parameter holds.
+void Eager::begin(ga_param id, const Array* sum) {
+  Context& c = context_;
+  const auto i = static_cast<size_t>(id);
+  Param& p = c.params_[i];
+  const bool early = c.params_.tensor(i).options.write_early != 0;
+  if (!may_go_ahead(i) || (early && p.unrounded)) return;
+  if (early && sum && c.exchange_->is_check_due()) return;  // ranks compare it first
+  const Targets* targets = nullptr;
+  if (!is_settled(i)) {
+    if (!needs_second_set(i)) return;
+    targets = second_set_.give(i);
+    if (!targets) {
+      ++waited_;
+      return;
+    }
+    if (early) early_.push_back(id);
+  }
+  if (sum)
+    c.tell_sum(i, *sum);
+  else
+    c.tell_param(i);
+  c.tables_.plans.at(i)->targets = targets;
+  p.ahead = targets ? Ahead::kApart : Ahead::kInPlace;
+  in_place_ = in_place_ || !targets;
+  begun_.push_back({id, !sum && c.needs_norm(i)});
+}
+
+void Eager::open() {
+  forget_begun(0);
+  totals_ = context_.window_totals();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  open_ = true;
+  arrived_ = 0;
+}
+
+void Eager::close() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  open_ = false;
+}
+
+void Eager::await(ga_param id, const Array& sum) {
+  if (open_ && context_.params_[id].held() == Held::kStored) begin(id, &sum);
+}
+
+void Eager::arrived(size_t end) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!open_ || !is_usual(totals_.weight)) return;
+  arrived_ = end;
+  if (thread_) thread_->release(end);
+}
+
+void Eager::run_arrived() {
+  size_t end = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (open_) end = arrived_;
+  }
+  if (thread_ || end <= done_) return;
+  try {
+    run(done_, end);
+    done_ = end;
+  } catch (const Error&) {
+    close();
+    forget_begun(done_);  // ga_step does it anew
   }
 }
 
@@ -136,7 +195,9 @@ void Eager::check_not_in_place(const char* what) const {
 }
 
 void Eager::join() {
-  if (!thread_ || begun_.empty()) return;
+  close();
+  if (begun_.empty()) return;
+  if (!thread_) return forget_begun(done_);
   try {
     forget_begun(thread_->stop());
   } catch (const Error& e) {
@@ -164,6 +225,7 @@ void Eager::forget_begun(size_t first) {
     context_.tables_.plans.at(static_cast<size_t>(id))->targets = nullptr;
   }
   begun_.resize(first);
+  done_ = std::min(done_, first);
 }
 
 void Eager::settle(bool applied) {
@@ -202,9 +264,11 @@ void Eager::settle(bool applied) {
 
 void Eager::discard() {
   join();
+  forget_begun(0);
   moves_.clear();
   restore_early();
   context_.backend_->finish(moves_.span());
+  early_.clear();
 }
 
 // What was written early becomes what the master weights round to, as it was before.

@@ -3,11 +3,15 @@
 // weight of the window is known. Where the step is bound to be applied, and no norm over several parameters
 // clips it, they are updated in place. Else a second set of arrays takes what is computed, and ga_step
 // exchanges the sets if its decision has come out as foreseen, and else computes the update from the first.
+//
+// Where gradients are exchanged in the background, a parameter is updated once its sum over the ranks is there,
+// and never in place, since another rank may end the window otherwise.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "background.hpp"
@@ -36,11 +40,20 @@ class Eager {
   // In a window:
   void note(ga_param param) { waiting_.push_back(param); }  // it has become ready
   void release();                                           // what was noted may be updated
+  // Where gradients are exchanged in the background, in place of release():
+  void open();                                    // the exchange begins
+  void await(ga_param param, const Array& sum);   // in the order in which the sums will be there
+  size_t begun() const { return begun_.size(); }  // how many of these will be updated
+  // From the thread that exchanges: the weight of the window over all ranks, once; then, that the sums of so
+  // many begun are there.
+  void agreed(double weight) { totals_.weight = weight; }
+  void arrived(size_t end);
+  void run_arrived();  // updates these, where no thread of the library does
   bool has_begun() const { return !begun_.empty(); }
   // For calls that would read or change what is updated in place, or what that was computed with.
   void check_not_in_place(const char* what) const;
   // Waits for the parameter that the library's threads update. Those behind it are left to ga_step, for
-  // which all threads of the context work.
+  // which all threads of the context work; after an exchange has begun, all others too.
   void join();
   void recall();  // options change: has ga_step compute anew what was computed with those of before
 
@@ -63,7 +76,9 @@ class Eager {
   bool may_go_ahead(size_t param) const;
   bool is_settled(size_t param) const;
   bool needs_second_set(size_t param) const;
+  void begin(ga_param id, const Array* sum);
   void run(size_t first, size_t end);
+  void close();
   void forget_begun(size_t first);
   void restore_early();
   void add_move(const Param& p, const Array& from);
@@ -75,11 +90,16 @@ class Eager {
 
   std::vector<ga_param> waiting_, ready_;
   std::vector<Begun> begun_;     // in this window
+  size_t done_ = 0;              // without threads of the library: how many of these are updated
   std::vector<ga_param> early_;  // of these, those that are written early
   WindowTotals totals_ = {};
   bool in_place_ = false;                        // some are updated in place
   int64_t count_ = 0, waited_ = 0, redone_ = 0;  // see ga_step_result
   std::atomic<bool> threw_{false};
+
+  std::mutex mutex_;  // of the next two, which the thread that exchanges reads and writes
+  bool open_ = false;
+  size_t arrived_ = 0;
 
   // Working lists.
   std::vector<ga_param> updated_, measured_;

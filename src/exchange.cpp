@@ -471,10 +471,15 @@ void Exchange::agree_on_tensors() {
   h.number = calls_;
   h.name = hash_of("ga_step");
   h.settings = begun_with_;
+  h.sums.weight = begun_weight_;
   gather_headers(h, {});
   check_calls("ga_step");
   for (int32_t q = 1; q < comm_->ranks(); ++q)
     if (header_of(q).settings != header_of(0).settings) explain("the settings", tensor_items());
+  if (!context_.eager_) return;
+  WindowSums sums = {};
+  for (int32_t q = 0; q < comm_->ranks(); ++q) add(sums, header_of(q).sums);
+  context_.eager_->agreed(sums.weight);
 }
 
 // ---- ga_context_set_comm ------------------------------------------------------------------------
@@ -484,7 +489,11 @@ void Exchange::agree() {
   gather_headers(header(kSetComm, "ga_context_set_comm"), {});
   check_calls("ga_context_set_comm");
   check_settings();
-  if (!shards()) context_.prepare();
+  if (!shards()) {
+    // Not what updates ahead take: they depend on the exchange, which the context has yet to get.
+    if (context_.arrays_.lacking()) context_.make_lacking();
+    context_.arrays_.fill_new();
+  }
   if (options_.hand_out != 0) hand_out();
   check_state();
   if (!on_device()) return;
@@ -492,7 +501,6 @@ void Exchange::agree() {
   if (overlaps()) context_.backend_->aside([] {});  // makes the second stream
 }
 
-// Whether this window compares parameters and state.
 bool Exchange::is_check_due() const {
   return options_.check_every > 0 && context_.windows_ % options_.check_every == 0;
 }

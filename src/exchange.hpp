@@ -87,6 +87,9 @@ class Exchange {
   bool overlaps() const { return options_.overlap != 0; }
   void release_ready();
   bool has_begun() const { return begun_; }
+  // Whether the gradient of a parameter may be summed before ga_step.
+  bool is_early(size_t param) const { return background_ && !has_rows(param); }
+  bool is_check_due() const;  // whether this window compares parameters and state
   // Products of matrices have bits of their own on each processor, so one rank makes the update of a
   // matrix and hands it to the others.
   int32_t maker(ga_param id) const { return divisions_[static_cast<size_t>(id)].owner; }
@@ -218,8 +221,8 @@ class Exchange {
   void check_state();
   const uint64_t* send_brought();
   uint64_t shape_digest() const;
-  bool is_check_due() const;
   bool is_ready(const Slice& slice) const;
+  void await(size_t item);
   void release_on_device();
   void begin_on_device();
   void reduce(const Slice& slice);
@@ -271,7 +274,11 @@ class Exchange {
   // Nothing here is touched by two threads at a time: what runs has been released, and stops first.
   bool begun_ = false;
   uint64_t begun_with_ = 0;  // tensors_digest()
+  double begun_weight_ = 0;  // of this rank, which adds no more micro-batches
   size_t released_ = 0;
+  // With ga_config.eager: the last item with a part of each parameter, and how many parameters Eager has begun
+  // with whose sums are there when an item has run.
+  std::vector<size_t> last_items_, begun_by_;
   std::unique_ptr<Backend> own_backend_;    // one thread, for what runs in the background
   Backend* adder_;                          // which runs the kernels of the slices now
   std::unique_ptr<Background> background_;  // NULL: the transport allows no other thread

@@ -415,7 +415,8 @@ void Exchange::release_ready() {
   if (!begun_) begin_slices();
   const size_t before = released_;
   const std::vector<Slice>& list = slices_.list();
-  while (released_ < list.size() && is_ready(list[released_])) ++released_;
+  for (; released_ < list.size() && is_ready(list[released_]); ++released_)
+    if (context_.eager_) await(1 + released_);
   if (released_ > before) background_->release(1 + released_);
 }
 
@@ -425,6 +426,19 @@ bool Exchange::is_ready(const Slice& slice) const {
     if (!p.ready || p.held() == Held::kRows) return false;
   }
   return true;
+}
+
+// Has the parameters updated that are summed when this item has run.
+void Exchange::await(size_t item) {
+  const Slice& slice = slices_.list()[item - 1];
+  for (size_t k = slice.first; k < slice.end; ++k) {
+    const ga_param id = slices_.segments()[k].param;
+    size_t& last = last_items_[static_cast<size_t>(id)];
+    if (last != item) continue;
+    last = 0;  // it may have further segments in the slice
+    context_.eager_->await(id, summed(id));
+  }
+  begun_by_[item] = context_.eager_->begun();
 }
 
 // Makes the slices of a window, of which nobody knows yet what other ranks bring: they are of all
@@ -440,6 +454,17 @@ void Exchange::begin_slices() {
   param_sums_.assign(touched_.size(), ParamSums());
   if (own_backend_)
     own_backend_->reserve(static_cast<int64_t>(partials_.size() + tasks_.capacity()), 0, 0);
+  begun_weight_ = context_.window_.weight();
+  if (context_.eager_) {
+    last_items_.assign(touched_.size(), 0);
+    begun_by_.assign(1 + slices_.list().size(), 0);
+    for (size_t item = 1; item < begun_by_.size(); ++item) {
+      const Slice& slice = slices_.list()[item - 1];
+      for (size_t k = slice.first; k < slice.end; ++k)
+        last_items_[static_cast<size_t>(slices_.segments()[k].param)] = item;
+    }
+    context_.eager_->open();
+  }
   moved_ = false;
   begun_ = true;
   released_ = 0;
@@ -453,6 +478,7 @@ void Exchange::run_item(size_t item) {
     agree_on_tensors();
   else
     run(slices_.list()[item - 1]);
+  if (context_.eager_ && begun_by_[item] > 0) context_.eager_->arrived(begun_by_[item]);
 }
 
 // Runs what has not run in the background.

@@ -122,7 +122,6 @@ WindowTotals Context::window_totals() const {
 ga_step_result Context::step() {
   check_device();
   window_.check_step();
-  if (eager_) eager_->join();
   if (config_.nonfinite == GA_NONFINITE_FAIL && backend_->capturing())
     fail(GA_ERROR_INVALID_STATE,
          "ga_step waits for its result under GA_NONFINITE_FAIL, which is not possible while the "
@@ -142,7 +141,12 @@ ga_step_result Context::step() {
       goes_on = totals.over_ranks ? exchange_->hold_all(false) : exchange_->begin_step(totals);
     });
     if (!goes_on) {
+      if (eager_) {
+        eager_->discard();
+        eager_->tell_done();
+      }
       drop_window();
+      if (eager_) eager_->check_callbacks();
       return discarded();
     }
   }
@@ -150,6 +154,7 @@ ga_step_result Context::step() {
     or_lose_window([&] { exchange_->add_gradients(); });
     over_ranks = [this] { or_lose_window([&] { exchange_->add_sums(); }); };
   }
+  if (eager_) eager_->join();
   const bool may_apply = totals.over_ranks || totals.weight > 0;
   totals.last = !may_apply || !settles_units_;
   forget_delivered();
@@ -262,6 +267,7 @@ void Context::or_lose_window(const std::function<void()>& exchange) {
   } catch (...) {
     if (exchange_->may_write_late()) backend_->keep_memory();
     if (exchange_->has_moved()) window_.invalidate();
+    if (eager_) eager_->discard();
     throw;
   }
 }
@@ -341,6 +347,7 @@ void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& option
   for (size_t i = 0; i < prepared_; ++i) describe(i);  // norms over layers are cut in another way
   rank_key_ = exchange_ ? static_cast<uint64_t>(exchange_->rank()) * 0x9e3779b97f4a7c15 : 0;
   choose_path();
+  if (eager_) eager_->look_again();
 }
 
 void Context::on_all_ranks(const char* what, bool alone,

@@ -370,6 +370,16 @@ void Context::tell_param(size_t i) {
   set_gradient(i);
 }
 
+// The same ahead of ga_step, of a gradient whose sum over the ranks is to be there when it is read.
+void Context::tell_sum(size_t i, const Array& sum) {
+  tables_.param_inputs.set(i, &ParamInput::weight, 1.0);
+  tables_.param_inputs.set(i, &ParamInput::stale_rows, false);
+  tables_.param_inputs.set(i, &ParamInput::held, Held::kSummed);
+  each_source(i, [&](auto& table, auto source_in) {
+    source_in(table.edit(i)) = {sum.data, sum.format, 1, nullptr};
+  });
+}
+
 void Context::edit_params() {
   tables_.edit_params(!layers_.empty() || !factored_first_.empty() || unit_lists_);
 }

@@ -149,6 +149,7 @@ void Context::gather_updates() {
     const Param& p = params_[i];
     if (config_.device != GA_DEVICE_CPU)  // no rank's host knows whether it is updated
       return i < prepared_ && p.owns && !p.frozen ? Changed::kElements : Changed::kNothing;
+    if (p.ahead != Ahead::kNot) return Changed::kElements;  // and maybe no duty is left
     const int32_t duty = i < prepared_ && params_[i].owns ? tables_.plans.at(i)->duty : 0;
     return duty & kUpdateRows ? Changed::kRows
            : duty & kUpdate   ? Changed::kElements

@@ -79,8 +79,14 @@ class Ahead {
       const int64_t id = params.data[k];
       const auto i = static_cast<size_t>(id);
       states_[i] = tables.param_states[i];
-      Warp warp;
-      sum_param(warp, copies, id);
+      if (tables.param_inputs[i].held == Held::kSummed) {
+        // Norms over ranks are not known yet, and foreseen to clip nothing.
+        states_[i].sums = {};
+        states_[i].sums.gradients = states_[i].sums.dense = 1;
+      } else {
+        Warp warp;
+        sum_param(warp, copies, id);
+      }
       reduce_param(copies, id);
       clip_param(copies, id);
       plan_param(crew, copies, id);
