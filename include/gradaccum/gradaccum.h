@@ -546,7 +546,8 @@ struct ga_step_result {
   double noise_trace;      /* tr(S): the variance of one sample's gradient */
   double noise_signal;     /* |G|^2: of the gradient of the whole data. All three are smoothed */
   uint64_t dropped_micros; /* bit i: micro-batch i of this window was dropped; i < 64 */
-  int64_t eager;           /* with ga_config.eager: parameters that ga_params_ready has updated */
+  int64_t eager;           /* with ga_config.eager: parameters that were updated before ga_step; as
+                              the next two, of this rank alone */
   int64_t eager_waited;    /* those that waited for ga_step because there was no memory for a second
                               set of their arrays */
   int64_t eager_redone;    /* of these, those that ga_step updated once more, since the step was
@@ -682,9 +683,13 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
    What cannot begin waits for ga_step: gradients of rows; f64 parameters that are not updated in
    place; parameters beyond ga_config.eager_bytes, under GA_CLIP_AGC, or in a group of LAMB, LARS,
    ADAFACTOR, MUON, ROWWISE_ADAGRAD or EXTERNAL; and all parameters under GA_NONFINITE_DROP_MICRO,
-   GA_CLIP_WHEN_MICRO, or with a communicator.
+   GA_CLIP_WHEN_MICRO, or with a communicator without ga_comm_options.overlap.
 
-   With a communicator, the exchange of gradients may begin here: see ga_context_set_comm.
+   With a communicator, the exchange of gradients may begin here: see ga_context_set_comm. With
+   ga_config.eager an update then begins when the sum over the ranks is there, never in place, on
+   the threads of ga_config.eager_threads; without these, this call and ga_micro_begin update what
+   has been summed by then. What GA_CLIP_PER_TENSOR clips is updated anew too. If the exchange
+   fails, parameters and state are as they were.
 
    GA_ERROR_INVALID_STATE: the window is invalid, or the accumulator of one is acquired.
    GA_ERROR_FAULT: an update in place stopped half-way (any other, ga_step makes anew); or
@@ -1534,7 +1539,8 @@ GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
    last micro-batch has begun (GA_MICRO_LAST, or the K-th). What has not been exchanged by then,
    ga_step exchanges, with the same bits. Ranks need not call it alike. MPI must have been
    initialised with MPI_THREAD_MULTIPLE, else all is exchanged in ga_step; so it is under
-   GA_NONFINITE_DROP_MICRO and GA_CLIP_WHEN_MICRO. */
+   GA_NONFINITE_DROP_MICRO and GA_CLIP_WHEN_MICRO. With ga_config.eager, which ranks need not set
+   alike, parameters are updated as their gradients are summed. */
 
 /* ---- Build ----------------------------------------------------------------------------------- */
 
