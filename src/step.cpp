@@ -122,6 +122,7 @@ WindowTotals Context::window_totals() const {
 ga_step_result Context::step() {
   check_device();
   window_.check_step();
+  if (eager_ && !exchange_) eager_->join();
   if (config_.nonfinite == GA_NONFINITE_FAIL && backend_->capturing())
     fail(GA_ERROR_INVALID_STATE,
          "ga_step waits for its result under GA_NONFINITE_FAIL, which is not possible while the "
@@ -154,7 +155,7 @@ ga_step_result Context::step() {
     or_lose_window([&] { exchange_->add_gradients(); });
     over_ranks = [this] { or_lose_window([&] { exchange_->add_sums(); }); };
   }
-  if (eager_) eager_->join();
+  if (eager_ && exchange_) eager_->join();  // it goes on while ranks exchange the rest
   const bool may_apply = totals.over_ranks || totals.weight > 0;
   totals.last = !may_apply || !settles_units_;
   forget_delivered();
@@ -204,7 +205,7 @@ ga_step_result Context::step() {
   }
   if (eager_) eager_->tell_done();
   empty_window();
-  if (listed_by_ + 1 == calls_) listed_by_ = calls_;
+  if (listed_by_ + 1 == calls_ && !adopts_) listed_by_ = calls_;
   if (eager_) eager_->check_callbacks();
   return r;
 }
