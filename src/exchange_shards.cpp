@@ -82,7 +82,9 @@ void Exchange::describe_measure(ga_param id, UpdateTask& measure) {
   const auto i = static_cast<size_t>(id);
   if (on_device() || keepers_[i] != Keeper::kPieces || divisions_[i].piece == 0) return;
   measure.cut = divisions_[i].piece;
-  if (!shards()) measure.partials = layer_partials_[i].data();
+  if (shards()) return;
+  measure.partials = layer_partials_[i].data();
+  measure.padded_state = false;  // where one piece ends, another begins
 }
 
 void Exchange::add_layer_norms() {

@@ -263,12 +263,14 @@ TEST(RanksSharded, Missing) {
 }
 
 TEST(RanksSharded, Rows) {
-  constexpr int64_t kRows = 900, kColumns = 101;  // large enough to be divided
+  constexpr int64_t kRows = 901, kColumns = 101;  // large enough to be divided
   constexpr int32_t kCases[][2] = {{GA_ROWS_LAZY, 1},  {GA_ROWS_LAZY, 3},  {GA_ROWS_LAZY, 4},
                                    {GA_ROWS_DENSE, 1}, {GA_ROWS_DENSE, 2}, {GA_ROWS_DENSE, 3}};
-  for (const int32_t kind : {GA_OPTIMIZER_ADAM, GA_OPTIMIZER_ADAGRAD, GA_OPTIMIZER_ROWWISE_ADAGRAD})
+  for (const int32_t kind :
+       {GA_OPTIMIZER_ADAM, GA_OPTIMIZER_ADAGRAD, GA_OPTIMIZER_ROWWISE_ADAGRAD, GA_OPTIMIZER_LAMB})
     for (const auto& [rows, ranks] : kCases) {
       if (rows == GA_ROWS_LAZY && on_device()) continue;  // which exchanges all rows
+      if (rows == GA_ROWS_LAZY && kind == GA_OPTIMIZER_LAMB) continue;
       SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(rows) + ", " +
                    std::to_string(ranks) + " ranks");
       std::vector<std::vector<float>> ended;
@@ -310,7 +312,7 @@ TEST(RanksSharded, Rows) {
       }
       for (size_t k = 1; k < ended.size(); ++k) {
         EXPECT_TRUE(same_bits(ended[k], ended[0])) << k;
-        EXPECT_EQ(states[k], states[0]) << k;
+        EXPECT_TRUE(states[k] == states[0]) << k;
       }
     }
 }
