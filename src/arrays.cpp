@@ -84,8 +84,9 @@ OwnedArrays ParamArrays::of(size_t i, const Range& share) const {
     numbers(kState + 1, names[1], p.real(), m.count * m.columns);
     numbers(kState + 2, nullptr, p.real(), m.count);  // OuterProduct::scales
   } else if (op >= 0 && op_info(op).row_state) {
-    add(kState, op_info(op).slot_names.of[0], p.real(), t.rows,
-        static_cast<size_t>(t.rows) * size_of(p.real()), g.info->initial(g.optimizer, 0));
+    const int64_t rows = share.count / (p.count / t.rows);
+    add(kState, op_info(op).slot_names.of[0], p.real(), rows,
+        static_cast<size_t>(rows) * size_of(p.real()), g.info->initial(g.optimizer, 0));
   } else if (op >= 0) {
     const int32_t format = state_of(p, 0).format;
     // Kernels that compute in double go by groups of two cache lines.
@@ -128,14 +129,10 @@ template <class F>
 void ParamArrays::each_units(size_t i, F&& f) const {
   const Param& p = params_[i];
   const Tensor& t = params_.tensor(i);
-  if (params_.needs_units(i)) f(Tensor::kClipUnits, units_of(t.shape, params_.units_axes(i)), true);
+  if (params_.needs_units(i)) f(Tensor::kClipUnits, params_.clip_units(i), true);
   if (p.share.count == 0) return;
   const int op = params_.op_of(p);
-  if (op >= 0 && op_info(op).row_state) {
-    UnitPattern rows = units_of({t.rows, p.count / t.rows}, 2);
-    if (t.rows == 1) rows.pieces = 1;  // a row is summed as a whole, also when it is updated lazily
-    f(Tensor::kFactorRows, rows, false);
-  }
+  if (op >= 0 && op_info(op).row_state) f(Tensor::kFactorRows, params_.state_rows(i), false);
   if (op < 0 || !op_info(op).factored) return;
   const Matrices m = matrices_of(t);
   const std::vector<int64_t> shape = {m.count, m.rows, m.columns};
@@ -353,8 +350,7 @@ void ParamArrays::make_units() {
   std::vector<std::unique_ptr<Units>> made(params_.size());
   for (size_t i = 0; i < made.size(); ++i) {
     if (!params_[i].owns || !params_.needs_units(i)) continue;
-    const UnitPattern pattern = units_of(params_.tensor(i).shape, params_.units_axes(i));
-    made[i] = std::make_unique<Units>(backend_, pattern, true);
+    made[i] = std::make_unique<Units>(backend_, params_.clip_units(i), true);
   }
   for (size_t i = 0; i < made.size(); ++i)
     params_.tensor(i).units[Tensor::kClipUnits].swap(made[i]);

@@ -68,7 +68,12 @@ class ParamArrays {
   // The elements that this rank has of an array of state with `count` elements.
   static Range part_of(const Param& p, int64_t count) {
     if (p.share.count == p.count) return {0, count};
-    return p.share.count == 0 ? Range{0, 0} : p.share;
+    return p.share.count == 0 ? Range{0, 0} : part_of(p, count, p.share);
+  }
+  // The same of another rank, whose share is a piece: one element for each of the parameter, or for each row.
+  static Range part_of(const Param& p, int64_t count, const Range& share) {
+    const int64_t each = p.count / count;
+    return {share.first / each, share.count / each};
   }
   bool is_compensated(const Param& p) const;  // whether its accumulator is a pair
   Array state_of(const Param& p, int slot) const;

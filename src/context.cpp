@@ -623,7 +623,7 @@ void Context::make_lacking() {
     told_.resize(n);
     if (config_.device != GA_DEVICE_CPU) moved_.reserve(3 * n);
     for (auto* list : {&plain_, &pieces_, &layers_, &layers_over_ranks_, &norms_, &units_first_,
-                       &factored_first_, &units_of_owner_, &ids_[0], &ids_[1], &ids_[2], &noted_})
+                       &factored_first_, &units_of_share_, &ids_[0], &ids_[1], &ids_[2], &noted_})
       list->reserve(n);
     if (eager_) {
       int64_t chunks = 0;

@@ -374,14 +374,14 @@ class Context : BnContext {
   // Parameters by the passes of their update: one; one that also clips by units; several. Rebuilt when an
   // option changes.
   bool lists_due_ = true;
-  bool unit_lists_ = false;         // some parameter is clipped by units
-  bool clipped_by_owners_ = false;  // on the CPU: some parameter is clipped by one rank for all
-  bool settles_units_ = false;      // settle_units() follows on the decision
+  bool unit_lists_ = false;        // some parameter is clipped by units
+  bool clipped_in_parts_ = false;  // on the CPU: each rank clips its part of some parameter
+  bool settles_units_ = false;     // settle_units() follows on the decision
   std::vector<ga_param> plain_, pieces_, layers_;
   std::vector<ga_param> layers_over_ranks_;  // whose norms are of pieces on several ranks
   std::vector<ga_param> ids_[3];             // of a batch of these
   std::vector<ga_param> norms_, units_first_, factored_first_;  // of StepSums
-  std::vector<ga_param> units_of_owner_;  // on a device: which this rank clips for all
+  std::vector<ga_param> units_of_share_;  // on a device: which this rank clips a part of, for all
   bool added_ = false;                    // an accumulator has something of the open micro-batch
   std::vector<ga_param> noted_;           // whose first gradient came with it and is adopted
   int64_t rows_held_ = 0;                 // rows contributed in this window, repeated ones included

@@ -104,14 +104,14 @@ struct ParamInput {
   bool frozen;
   bool clamped;   // the partials also hold the squares of the gradient clipped by value
   bool by_units;  // GA_CLIP_AGC clips the reduced gradient
-  bool
-      clipped_by_owner;  // ParamSums has what one rank's clip by units came to, before the decision
-  bool lazy;             // only rows with a gradient are updated
-  bool average;          // the parameter has an EMA
-  bool by_chance;        // some array of the parameter is rounded stochastically
-  bool stale_rows;       // the norm comes from the partials, not from the row set
-  bool unmeasured;       // the partials do not match the gradient, and nobody reads its norm
-  bool maximum;          // GA_REDUCE_MAX
+  // Before the decision, ParamSums has what the clip by units came to, of which each rank makes a part.
+  bool clipped_in_parts;
+  bool lazy;        // only rows with a gradient are updated
+  bool average;     // the parameter has an EMA
+  bool by_chance;   // some array of the parameter is rounded stochastically
+  bool stale_rows;  // the norm comes from the partials, not from the row set
+  bool unmeasured;  // the partials do not match the gradient, and nobody reads its norm
+  bool maximum;     // GA_REDUCE_MAX
 };
 
 // The sums over a window's gradients that a decision is made from: one WindowSums, and a ParamSums
@@ -141,7 +141,7 @@ struct ParamSums {
   double nonfinite;  // an element is infinite or NaN
   double gradients;  // the window brought a gradient
   double dense;      // the gradient fills the whole array, not only the rows of a row set
-  // Under ParamInput::clipped_by_owner: UnitTotals.
+  // Under ParamInput::clipped_in_parts: UnitTotals, of all ranks.
   double unit_squares, unit_smallest;
 };
 

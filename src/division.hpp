@@ -30,24 +30,23 @@ struct Range {
 struct Division {
   int64_t piece = 0;  // rank q has [q piece, (q + 1) piece), cut at the end; 0: the owner has all
   int32_t owner = 0;
-  // The owner measures the sums of a gradient, wherever they are added, so that their norm has the same bits
-  // whether they are added in pieces or, where the optimizer is sharded, by the owner.
-  bool measured_by_owner = false;
+  // The pieces that ranks take norms of: those they have where the optimizer is sharded, so that norms have
+  // the same bits where it is not.
+  int64_t measured_piece = 0;
+  // These are not the pieces that ranks add up where the optimizer is not sharded: so in either case the sums
+  // of a gradient are measured after they have been added.
+  bool measured_apart = false;
 
   // What a rank adds up.
-  Range range(int32_t rank, int64_t count) const {
-    if (piece == 0) return of_owner(rank, count);
-    const int64_t first = std::min(rank * piece, count);
-    return {first, std::min(piece, count - first)};
-  }
+  Range range(int32_t rank, int64_t count) const { return of(piece, rank, count); }
   // What it measures.
-  Range measured(int32_t rank, int64_t count) const {
-    return measured_by_owner ? of_owner(rank, count) : range(rank, count);
-  }
+  Range measured(int32_t rank, int64_t count) const { return of(measured_piece, rank, count); }
 
  private:
-  Range of_owner(int32_t rank, int64_t count) const {
-    return rank == owner ? Range{0, count} : Range{0, 0};
+  Range of(int64_t size, int32_t rank, int64_t count) const {
+    if (size == 0) return rank == owner ? Range{0, count} : Range{0, 0};
+    const int64_t first = std::min(rank * size, count);
+    return {first, std::min(size, count - first)};
   }
 };
 

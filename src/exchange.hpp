@@ -103,11 +103,12 @@ class Exchange {
   void check_division();
   // Throws if with the settings of now parameters would be divided in another way.
   void check_keepers() const;
-  // Where norms over a layer are those of pieces.
+  // Where norms over a layer, or over its clipped units, are those of pieces.
   void describe_measure(ga_param id, UpdateTask& measure);
+  void describe_units(ga_param id, const UnitPattern& pattern, UnitTask& units) const;
   void add_layer_norms();
-  // After the clip by units of those parameters whose owner alone makes it: gives every rank their norms
-  // and smallest factors.
+  // After the clip by units of which each rank has made a part: gives every rank the norms and the smallest
+  // factors of all parts.
   void share_unit_totals();
   // Gives every rank what the others have changed of the parameters that are sharded.
   enum class Changed { kNothing, kRows, kElements };
@@ -229,7 +230,7 @@ class Exchange {
   void unpack(const Slice& slice, const Array& all);
   void hold_sums();
   void measure_own();
-  int64_t piece_of(size_t param) const;
+  int64_t piece_of(size_t param, int64_t grain) const;
   bool has_rows(size_t param) const;
   void gather_rows();
   void gather_rows_of(ga_param id, const uint64_t* counts);

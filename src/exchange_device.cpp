@@ -166,7 +166,7 @@ void Exchange::exchange_all(const WindowTotals& totals, Params measured) {
     norms_.push_back(task);
   }
   backend.norm({norms_.data(), norms_.size()});
-  backend.clip_units(params_of(context_.units_of_owner_));
+  backend.clip_units(params_of(context_.units_of_share_));
   const int64_t numbers = kPieceWords * static_cast<int64_t>(context_.prepared_);
   if (numbers == 0) return;
   const size_t size = (ranks + 1) * static_cast<size_t>(numbers) * sizeof(double);

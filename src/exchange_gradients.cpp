@@ -352,11 +352,11 @@ void Exchange::add_partials(const Partial* partials, int64_t count, ParamSums& s
 
 // Whether measure_own() measures the sums of a gradient, in place of adding it up.
 bool Exchange::is_unmeasured(size_t i) const {
-  return adds_there(context_.params_[i].maximum) || divisions_[i].measured_by_owner;
+  return adds_there(context_.params_[i].maximum) || divisions_[i].measured_apart;
 }
 
 // What the adding has not measured for this rank: squares of gradients clipped by value, which take the
-// weight of the window; all squares of what the transport has added, or of what owners measure.
+// weight of the window; all squares of what the transport has added, or of other pieces.
 void Exchange::measure_own() {
   measured_.clear();
   size_t chunks = 0;

@@ -19,12 +19,11 @@ constexpr int64_t kRowBytes = int64_t{8} << 20;        // of an exchange
 
 // ---- Division -----------------------------------------------------------------------------------
 
-// The pieces of a large parameter: whole cache lines, or whole rows of one whose gradients may be rows.
-int64_t Exchange::piece_of(size_t i) const {
-  const Param& p = context_.params_[i];
-  const int64_t unit = has_rows(i) ? p.count / context_.params_.tensor(i).rows : 16;
-  const int64_t units = (p.count + unit - 1) / unit, ranks = comm_->ranks();
-  return (units + ranks - 1) / ranks * unit;
+// The elements of a rank's piece of a large parameter: a multiple of `grain`.
+int64_t Exchange::piece_of(size_t i, int64_t grain) const {
+  const int64_t count = context_.params_[i].count, ranks = comm_->ranks();
+  const int64_t grains = (count + grain - 1) / grain;
+  return (grains + ranks - 1) / ranks * grain;
 }
 
 // Divides the parameters that are not divided yet: large ones among all ranks, small ones as a whole, to
@@ -60,15 +59,21 @@ void Exchange::divide() {
     counts_[i] = p.count;
     const Keeper keeper = keepers_[i] = params.keeper(i);
     const bool large = p.count * dtype_info(p.real()).size >= kDividedBytes;
-    d.measured_by_owner =
-        large && keeper == Keeper::kOwner && p.count <= owned / (2 * comm_->ranks());
-    if (large && !(d.measured_by_owner && shards())) d.piece = piece_of(i);
+    if (large) {
+      constexpr int64_t kLine = 16;
+      const bool by_owner = keeper == Keeper::kOwner && p.count <= owned / (2 * comm_->ranks());
+      const int64_t grain = params.grain(i);
+      const int64_t added = piece_of(i, has_rows(i) ? grain : kLine);
+      d.measured_piece = by_owner ? 0 : piece_of(i, grain);
+      d.measured_apart = d.measured_piece != added;
+      d.piece = shards() ? d.measured_piece : added;
+    }
     std::vector<int64_t>& load = d.piece == 0 ? small : kept;
     const auto least = std::min_element(load.begin(), load.end());
     d.owner = static_cast<int32_t>(least - load.begin());
     if (d.piece == 0 || keeper == Keeper::kOwner) *least += p.count;
-    if (!shards() && d.piece > 0 && params.is_layered(p)) {
-      const int64_t chunks = chunk_count(d.piece) * comm_->ranks();
+    if (!shards() && d.measured_piece > 0 && params.is_layered(p)) {
+      const int64_t chunks = chunk_count(d.measured_piece) * comm_->ranks();
       layer_partials_[i].resize(static_cast<size_t>(chunks));
     }
     if (!shards()) continue;
@@ -80,11 +85,18 @@ void Exchange::divide() {
 // Norms over a layer are added up over the ranks' pieces, sharded or not, so that they have the same bits.
 void Exchange::describe_measure(ga_param id, UpdateTask& measure) {
   const auto i = static_cast<size_t>(id);
-  if (on_device() || keepers_[i] != Keeper::kPieces || divisions_[i].piece == 0) return;
-  measure.cut = divisions_[i].piece;
+  if (on_device() || keepers_[i] != Keeper::kPieces || divisions_[i].measured_piece == 0) return;
+  measure.cut = divisions_[i].measured_piece;
   if (shards()) return;
   measure.partials = layer_partials_[i].data();
   measure.padded_state = false;  // where one piece ends, another begins
+}
+
+void Exchange::describe_units(ga_param id, const UnitPattern& pattern, UnitTask& units) const {
+  const auto i = static_cast<size_t>(id);
+  const int64_t piece = divisions_[i].measured_piece;
+  if (shards() || keepers_[i] != Keeper::kPieces || piece % pattern.slab() != 0) return;
+  units.cut = piece / pattern.slab() * pattern.unit_stride[0];
 }
 
 void Exchange::add_layer_norms() {
@@ -114,19 +126,26 @@ void Exchange::share_unit_totals() {
   };
   std::vector<size_t> clipped;
   for (size_t i = 0; i < context_.prepared_; ++i)
-    if (context_.params_.is_clipped_by_owner(i)) clipped.push_back(i);
+    if (context_.params_.is_clipped_in_parts(i) && context_.tables_.param_states.at(i)->touched)
+      clipped.push_back(i);
   std::vector<Totals> own(clipped.size()), all(static_cast<size_t>(comm_->ranks()) * own.size());
   for (size_t k = 0; k < own.size(); ++k) {
     const ParamState& s = *context_.tables_.param_states.at(clipped[k]);
-    own[k] = {s.sum_squares, s.smallest};
+    const bool clips = context_.params_.by_units(clipped[k]);  // some unit of it
+    own[k] = clips ? Totals{s.sum_squares, s.smallest} : Totals{0, 1};
   }
+  if (own.empty()) return;
   comm_->all_gather("norms of what is clipped by units", own.data(), all.data(),
                     static_cast<int64_t>(2 * own.size()), GA_F64);
   for (size_t k = 0; k < own.size(); ++k) {
-    const auto owner = static_cast<size_t>(divisions_[clipped[k]].owner);
+    Totals total = {0, 1};
+    for (size_t at = k; at < all.size(); at += own.size()) {
+      total.squares += all[at].squares;
+      total.smallest = std::min(total.smallest, all[at].smallest);
+    }
     ParamState& s = *context_.tables_.param_states.at(clipped[k]);
-    s.sum_squares = all[owner * own.size() + k].squares;
-    s.smallest = all[owner * own.size() + k].smallest;
+    s.sum_squares = total.squares;
+    s.smallest = total.smallest;
   }
 }
 
@@ -147,15 +166,19 @@ void Exchange::check_keepers() const {
            : keeper == Keeper::kOwner ? "whole on one rank"
                                       : "in parts on the ranks";
   };
+  const ParamList& params = context_.params_;
   for (size_t i = 0; i < divisions_.size(); ++i) {
-    const Keeper next = context_.params_.keeper(i);
-    if (next != keepers_[i] && !context_.params_.tensor(i).removed)
-      context_.params_.subject(i).fail(
+    if (params.tensor(i).removed) continue;
+    const Keeper next = params.keeper(i);
+    const int64_t piece = divisions_[i].piece;
+    const bool recut = next == Keeper::kPieces && next == keepers_[i] && piece > 0 &&
+                       piece != piece_of(i, params.grain(i));
+    if (next != keepers_[i] || recut)
+      params.subject(i).fail(
           GA_ERROR_UNSUPPORTED,
           "its state lies %s, but with this clipping by units (GA_CLIP_AGC), or without it, it "
-          "would "
-          "lie %s; that can be changed only before the library makes its arrays",
-          place(keepers_[i]), place(next));
+          "would lie %s; that can be changed only before the library makes its arrays",
+          place(keepers_[i]), recut ? "in other parts" : place(next));
   }
 }
 
@@ -280,7 +303,9 @@ void Exchange::each_piece(ga_param id, const Array& own, int64_t count, const Ta
   };
   const Division& d = divisions_[static_cast<size_t>(id)];
   if (context_.params_.keeper(id) == Keeper::kOwner) return from(d.owner, count);
-  for (int32_t q = 0; q < comm_->ranks(); ++q) from(q, d.range(q, count).count);
+  const Param& p = context_.params_[id];
+  for (int32_t q = 0; q < comm_->ranks(); ++q)
+    from(q, ParamArrays::part_of(p, count, d.range(q, p.count)).count);
 }
 
 }  // namespace ga

@@ -171,10 +171,24 @@ Keeper ParamList::keeper(Which w) const {
   // Each rank clips its micro-batches by what the optimizer has, the master weights.
   if (by_units && clip.when == GA_CLIP_WHEN_MICRO && has_master(w)) return Keeper::kAll;
   const OpInfo& info = op_info(op);
-  const bool whole = info.factored || info.row_state || info.orthogonal ||
-                     (whole_layers && info.norms > 0) ||
-                     (by_units && clip.when == GA_CLIP_WHEN_STEP);
+  const Tensor& t = tensor(w);
+  const bool whole =
+      info.factored || info.orthogonal || (whole_layers && info.norms > 0) ||
+      (info.row_state && t.rows == 1) ||
+      (by_units && clip.when == GA_CLIP_WHEN_STEP && !units_of(t.shape, units_axes(w)).shared);
   return whole ? Keeper::kOwner : Keeper::kPieces;
+}
+
+int64_t ParamList::grain(Which w) const {
+  constexpr int64_t kLine = 16;
+  const Param& p = (*this)[w];
+  const Tensor& t = tensor(w);
+  if (t.options.rows != GA_ROWS_NONE) return p.count / t.rows;
+  if (keeper(w) != Keeper::kPieces || op_of(p) < 0) return kLine;
+  if (op_info(op_of(p)).row_state) return p.count / t.rows;
+  const ga_clip& clip = clip_of(p);
+  if (clip.scope != GA_CLIP_AGC || clip.when != GA_CLIP_WHEN_STEP) return kLine;
+  return units_of(t.shape, units_axes(w)).slab();
 }
 
 bool ParamList::needs_units(Which w) const {
@@ -184,10 +198,24 @@ bool ParamList::needs_units(Which w) const {
   return clip.scope == GA_CLIP_AGC && (of_micros ? p.count : p.share.count) > 0;
 }
 
-bool ParamList::is_clipped_by_owner(Which w) const {
+bool ParamList::is_clipped_in_parts(Which w) const {
   const Param& p = (*this)[w];
   const ga_clip& clip = clip_of(p);
   return sharded && op_of(p) >= 0 && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_WHEN_STEP;
+}
+
+UnitPattern ParamList::clip_units(Which w) const {
+  const UnitPattern whole = units_of(tensor(w).shape, units_axes(w));
+  const Range& share = (*this)[w].share;
+  return is_clipped_in_parts(w) ? part_of(whole, share.first, share.count) : whole;
+}
+
+UnitPattern ParamList::state_rows(Which w) const {
+  const Param& p = (*this)[w];
+  const int64_t rows = tensor(w).rows;
+  UnitPattern pattern = part_of(units_of({rows, p.count / rows}, 2), p.share.first, p.share.count);
+  if (rows == 1) pattern.pieces = 1;  // a row is summed as a whole, also when it is updated lazily
+  return pattern;
 }
 
 bool ParamList::is_layered(const Param& p) const {

@@ -111,8 +111,8 @@ struct alignas(64) Param {
 };
 
 // Which rank keeps the state of a parameter where the optimizer is sharded: each that of a piece, if an
-// element is updated by itself and by norms over the parameter; one rank, where an update needs the whole;
-// every rank all of it.
+// element is updated by itself, by norms over the parameter and by sums over rows or units, none of which
+// lies in two pieces; one rank, where an update needs the whole; every rank all of it.
 enum class Keeper { kPieces, kOwner, kAll };
 
 inline UnitPattern units_of(const std::vector<int64_t>& shape, uint32_t reduced) {
@@ -201,6 +201,9 @@ class ParamList {
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
   bool has_master(Which w) const;
   Keeper keeper(Which w) const;
+  // Elements of which each piece has a whole number: under Keeper::kPieces those of a row or of the units with
+  // an outermost index, where there are any, else a cache line.
+  int64_t grain(Which w) const;
   // Whether its update takes norms over the parameter first.
   bool is_layered(const Param& p) const;
   // Whether these norms are of pieces on several ranks.
@@ -216,8 +219,11 @@ class ParamList {
   // Whether this rank clips its gradients by units: contributions are clipped by whoever brings them, the
   // gradient of a window by those who update the parameter.
   bool needs_units(Which w) const;
-  // Whether the rank that keeps its state clips the gradient of a window by units, for all ranks.
-  bool is_clipped_by_owner(Which w) const;
+  // Whether the ranks that keep its state clip the gradient of a window by units, each those that it keeps.
+  bool is_clipped_in_parts(Which w) const;
+  // The units under GA_CLIP_AGC that this rank clips, and the rows of state that it keeps.
+  UnitPattern clip_units(Which w) const;
+  UnitPattern state_rows(Which w) const;
   // The axes that the units of a parameter under GA_CLIP_AGC are reduced over.
   uint32_t units_axes(Which w) const;
   // Whether the reduced gradient is clipped by units.

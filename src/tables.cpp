@@ -143,7 +143,7 @@ void Context::describe_input(size_t i) {
   in.clamped = params_.norm_after_value(p);
   in.maximum = p.maximum;
   in.by_units = params_.by_units(i);
-  in.clipped_by_owner = exchange_ && exchange_->on_device() && params_.is_clipped_by_owner(i);
+  in.clipped_in_parts = exchange_ && exchange_->on_device() && params_.is_clipped_in_parts(i);
   in.lazy = t.options.rows == GA_ROWS_LAZY;
   in.average = ema_ && p.owns && p.count > 0;
   in.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC ||
@@ -182,7 +182,7 @@ void Context::describe_units(size_t i) {
   const Param& p = params_[i];
   const Units& made = *params_.tensor(i).units[Tensor::kClipUnits];
   const ga_clip& clip = params_.clip_of(p);
-  const Array param = p.master ? Array{p.master, GA_F32} : Array{p.data, p.dtype};  // the whole
+  const Array param = whole_of(p.values(), p.share.first);
   UnitTask& units = tables_.units.edit(i);
   units.param = {param.data, param.format, 1, nullptr};
   units.f64 = p.f64;
@@ -191,6 +191,7 @@ void Context::describe_units(size_t i) {
   units.param_sums = made.param;
   units.factors = made.factors;
   units.totals = made.totals;
+  if (exchange_) exchange_->describe_units(static_cast<ga_param>(i), made.pattern[0], units);
   units.factor = clip.agc_factor;
   units.eps = clip.agc_eps;
 }
@@ -204,7 +205,8 @@ void Context::describe_factored(size_t i) {
   update.state[0] = {&tables_.composites.at(i)->outer, kOuter};
   if (p.share.count == 0) return;
   const Units& rows = *t.units[Tensor::kFactorRows];
-  const Matrices m = by_rows ? Matrices{t.rows, p.count / t.rows, 1} : matrices_of(t);
+  const int64_t columns = p.count / t.rows;
+  const Matrices m = by_rows ? Matrices{p.share.count / columns, columns, 1} : matrices_of(t);
   FactorTask& factor = tables_.factors.edit(i);
   factor.plan = tables_.plans.at(i);
   factor.row_pattern = rows.pattern.at();

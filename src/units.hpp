@@ -12,7 +12,8 @@ namespace ga {
 
 // Neighbouring axes of one kind are merged and axes of size 1 left out, so kept and reduced axes
 // alternate. The tensor is cut into pieces along its outermost axis. If that is kept, pieces have
-// no unit in common and share one array of sums, else each piece has its own array.
+// no unit in common and share one array of sums, else each piece has its own array. A pattern may be
+// of a part of a tensor: then all its numbers are of the part, which begins at element `first`.
 struct UnitPattern {
   static constexpr int kMaxAxes = 32;
   int axes = 0;
@@ -23,6 +24,7 @@ struct UnitPattern {
   int64_t units = 0;
   int64_t pieces = 0;
   bool shared = false;  // one array of sums for all pieces
+  int64_t first = 0;    // of a part of a tensor: where it begins
 
   GA_HD int64_t sums() const { return shared ? units : units * pieces; }
   // The outermost indices of a piece: [begin, end)
@@ -34,5 +36,7 @@ struct UnitPattern {
 
 // reduced: bit d is for axis d; bit 31 also for all later axes.
 UnitPattern make_units(int32_t rank, const int64_t* shape, uint32_t reduced);
+// The part of a shared pattern that has `count` elements from `first` on: whole outermost indices.
+UnitPattern part_of(UnitPattern pattern, int64_t first, int64_t count);
 
 }  // namespace ga

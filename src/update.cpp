@@ -11,23 +11,23 @@ namespace ga {
 
 void Context::make_lists() {
   for (auto* list : {&plain_, &pieces_, &layers_, &layers_over_ranks_, &units_first_,
-                     &factored_first_, &units_of_owner_})
+                     &factored_first_, &units_of_share_})
     list->clear();
-  unit_lists_ = clipped_by_owners_ = false;
+  unit_lists_ = clipped_in_parts_ = false;
   const bool cut = !sums_first();
   const bool bounded =
       tables_.settings[0].bounded >= 0;  // such a norm is of all gradients as clipped
   for (size_t i = 0; i < prepared_; ++i) {
     const auto id = static_cast<ga_param>(i);
-    const bool by_owner = params_.is_clipped_by_owner(i);
-    clipped_by_owners_ = clipped_by_owners_ || (cut && by_owner);
+    const bool in_parts = params_.is_clipped_in_parts(i);
+    clipped_in_parts_ = clipped_in_parts_ || (cut && in_parts);
     if (!params_[i].owns) continue;
     if (params_.is_layered_over_ranks(i)) layers_over_ranks_.push_back(id);
     if (params_.is_layered_over_ranks(i) || params_[i].share.count == 0) continue;
     const bool units = params_.by_units(id), factored = tables_.factors[i].row_pattern != nullptr;
     unit_lists_ = unit_lists_ || units;
     if (!cut && units)
-      (by_owner ? units_of_owner_ : units_first_).push_back(id);
+      (in_parts ? units_of_share_ : units_first_).push_back(id);
     else if (!cut && factored)
       factored_first_.push_back(id);
     if (cut && params_.in_pieces(id) && !bounded)
@@ -37,7 +37,7 @@ void Context::make_lists() {
     else
       plain_.push_back(id);
   }
-  settles_units_ = clipped_by_owners_ || (cut ? unit_lists_ : !units_first_.empty());
+  settles_units_ = clipped_in_parts_ || (cut ? unit_lists_ : !units_first_.empty());
   lists_due_ = false;
 }
 
@@ -45,7 +45,7 @@ void Context::make_lists() {
 // units, comes after the others.
 void Context::update() {
   backend_->update(params_of(plain_));
-  if (!pieces_.empty() || !layers_.empty() || clipped_by_owners_) update_layers();
+  if (!pieces_.empty() || !layers_.empty() || clipped_in_parts_) update_layers();
   if (layers_over_ranks_.empty()) return;
   const Params layers = params_of(layers_over_ranks_);
   or_end([&] { backend_->measure(layers, [this] { exchange_->add_layer_norms(); }); });
@@ -56,26 +56,29 @@ void Context::update() {
 // for their norms, then the update. So many at a time as the last cache holds, where the later passes
 // then find them.
 void Context::update_layers() {
-  const auto units_of = [&](size_t first, size_t end) {
+  // Clips those of list[first, end) that are clipped by units.
+  const auto clip_units = [&](const std::vector<ga_param>& list, size_t first, size_t end,
+                              bool last) {
     ids_[0].clear();
     for (size_t k = first; k < end; ++k)
-      if (params_.by_units(layers_[k])) ids_[0].push_back(layers_[k]);
-    return params_of(ids_[0]);
+      if (params_.by_units(list[k])) ids_[0].push_back(list[k]);
+    backend_->clip_units(params_of(ids_[0]));
+    backend_->settle_units(params_of(ids_[0]), last);
   };
   // A norm over groups is of gradients that have been clipped by units.
   const bool bounded = tables_.settings[0].bounded >= 0;
   size_t last_unit = 0;  // behind it, none is clipped by units
   for (size_t k = 0; k < layers_.size() && !sums_first(); ++k)
     if (params_.by_units(layers_[k])) last_unit = k + 1;
-  const auto settle_owners = [&] {
+  // Those of layer-wise optimizers whose norms are added up over the ranks are updated after all others.
+  const auto settle_parts = [&] {
+    clip_units(layers_over_ranks_, 0, layers_over_ranks_.size(), false);
     or_end([&] { exchange_->share_unit_totals(); });
     backend_->settle_units({nullptr, 0}, true);
   };
-  if (bounded && (last_unit > 0 || clipped_by_owners_)) {
-    const Params clipped = units_of(0, layers_.size());
-    backend_->clip_units(clipped);
-    backend_->settle_units(clipped, !clipped_by_owners_);
-    if (clipped_by_owners_) settle_owners();
+  if (bounded && (last_unit > 0 || clipped_in_parts_)) {
+    clip_units(layers_, 0, layers_.size(), !clipped_in_parts_);
+    if (clipped_in_parts_) settle_parts();
   }
   if (!pieces_.empty()) backend_->update_by_units(params_of(pieces_), last_unit == 0);
   for (size_t first = 0, end; first < layers_.size(); first = end) {
@@ -86,14 +89,10 @@ void Context::update_layers() {
       bytes += p.count * kStreams * (p.f64 ? 8 : 4);
       if (end > first && backend_->passes_are_cut() && bytes > backend_->cache_bytes() / 2) break;
     }
-    if (!bounded && first < last_unit) {
-      const Params clipped = units_of(first, end);
-      backend_->clip_units(clipped);
-      backend_->settle_units(clipped, end >= last_unit);
-    }
+    if (!bounded && first < last_unit) clip_units(layers_, first, end, end >= last_unit);
     update_batch({&layers_[first], end - first});
   }
-  if (!bounded && clipped_by_owners_) settle_owners();
+  if (!bounded && clipped_in_parts_) settle_parts();
 }
 
 void Context::update_batch(Params ids) {

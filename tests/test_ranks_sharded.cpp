@@ -42,6 +42,7 @@ struct Mix {
   int32_t dtype, accumulator, state, average, rounding, master;
   int32_t kind = GA_OPTIMIZER_ADAMW;
   int32_t by_units = -1;  // ga_clip.when
+  bool by_rows = false;   // units are rows, of a matrix
 };
 class RanksShardedMix : public testing::TestWithParam<std::tuple<Mix, int32_t>> {};
 
@@ -49,7 +50,11 @@ class RanksShardedMix : public testing::TestWithParam<std::tuple<Mix, int32_t>> 
 TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
   const Mix& mix = std::get<0>(GetParam());
   const int32_t ranks = std::get<1>(GetParam());
-  constexpr int64_t kCounts[] = {150001, 513, 1};
+  const std::vector<ref::Shape> shapes = mix.by_rows
+                                             ? std::vector<ref::Shape>{{331, 453}, {27, 19}, {1}}
+                                             : std::vector<ref::Shape>{{150001}, {513}, {1}};
+  std::vector<int64_t> counts;
+  for (const ref::Shape& s : shapes) counts.push_back(s[0] * (s.size() > 1 ? s[1] : 1));
   struct Outcome {
     std::vector<std::vector<uint16_t>> parameters;
     std::vector<std::map<std::string, std::string>> states;
@@ -78,19 +83,20 @@ TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
       options.rounding = mix.rounding;
       options.master = mix.master;
       Random random(9);
-      for (const int64_t count : kCounts) {
+      for (const int64_t count : counts) {
         out.parameters.emplace_back(static_cast<size_t>(count));
         for (uint16_t& x : out.parameters.back())
           x = static_cast<uint16_t>(0x3f80 - random.below(64));  // about 1 in bf16
       }
-      for (size_t i = 0; i < 3; ++i) {
-        const int64_t shape[] = {kCounts[i]};
+      for (size_t i = 0; i < 3; ++i)
         ASSERT_OK(ga_param_add(ctx, group, std::string(1, static_cast<char>('a' + i)).c_str(),
-                               out.parameters[i].data(), mix.dtype, 1, shape, &options, nullptr));
-      }
+                               out.parameters[i].data(), mix.dtype,
+                               static_cast<int32_t>(shapes[i].size()), shapes[i].data(), &options,
+                               nullptr));
       if (mix.by_units >= 0) {
         ga_clip by_units = clip(GA_CLIP_AGC, 0);
         by_units.when = mix.by_units;
+        if (mix.by_rows) by_units.agc_units = GA_AGC_TORCH;
         ASSERT_OK(ga_context_set_clip(ctx, &by_units));
       }
       const ga_comm_options sharding = sharded(shard);
@@ -98,7 +104,7 @@ TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
       for (int w = 0; w < 3; ++w) {
         std::vector<std::vector<uint16_t>> g;
         Random of_rank(static_cast<uint64_t>(10 * w + r));
-        for (const int64_t count : kCounts) {
+        for (const int64_t count : counts) {
           g.emplace_back(static_cast<size_t>(count));
           for (uint16_t& x : g.back())
             x = static_cast<uint16_t>((of_rank.below(2) << 15) + 0x3f00 + of_rank.below(128));
@@ -107,12 +113,12 @@ TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
         EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
       }
       for (ga_param id = 0; id < 3; ++id) out.states.push_back(state_of(ctx, id));
-      out.average.resize(kCounts[0]);
+      out.average.resize(static_cast<size_t>(counts[0]));
       ASSERT_OK(ga_ema_copy_to(ctx, 0, out.average.data(), GA_F32));
       const auto parameters = out.parameters;
       ASSERT_OK(ga_ema_swap(ctx, 1));
       EXPECT_NE(out.parameters[0], parameters[0]);
-      out.swapped.resize(kCounts[0]);
+      out.swapped.resize(out.average.size());
       for (size_t j = 0; j < out.swapped.size(); ++j) out.swapped[j] = out.parameters[0][j];
       ASSERT_OK(ga_ema_swap(ctx, 0));
       EXPECT_EQ(out.parameters, parameters);
@@ -145,7 +151,17 @@ const Mix kMixes[] = {
     {"micro_batches_by_units", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
      GA_OPTIMIZER_ADAMW, GA_CLIP_WHEN_MICRO},
     {"micro_batches_by_units_by_chance", GA_BF16, GA_F32, 0, 0, GA_ROUND_STOCHASTIC, GA_MASTER_NONE,
-     GA_OPTIMIZER_ADAMW, GA_CLIP_WHEN_MICRO}};
+     GA_OPTIMIZER_ADAMW, GA_CLIP_WHEN_MICRO},
+    {"by_rows", GA_BF16, GA_F32, GA_BF16, 0, GA_ROUND_STOCHASTIC, GA_MASTER_F32, GA_OPTIMIZER_ADAMW,
+     GA_CLIP_WHEN_STEP, true},
+    {"by_rows_narrow_accumulators", GA_BF16, GA_BF16, GA_BF16, GA_BF16, GA_ROUND_STOCHASTIC,
+     GA_MASTER_NONE, GA_OPTIMIZER_ADAMW, GA_CLIP_WHEN_STEP, true},
+    {"lamb_by_rows", GA_BF16, GA_BF16, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32, GA_OPTIMIZER_LAMB,
+     GA_CLIP_WHEN_STEP, true},
+    {"state_by_rows", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+     GA_OPTIMIZER_ROWWISE_ADAGRAD, -1, true},
+    {"state_by_rows_by_rows", GA_BF16, GA_BF16, 0, GA_BF16, GA_ROUND_STOCHASTIC, GA_MASTER_NONE,
+     GA_OPTIMIZER_ROWWISE_ADAGRAD, GA_CLIP_WHEN_STEP, true}};
 
 INSTANTIATE_TEST_SUITE_P(All, RanksShardedMix,
                          testing::Combine(testing::ValuesIn(kMixes), testing::Values(1, 2, 3, 4)),
@@ -191,36 +207,53 @@ TEST(RanksSharded, TensorsWithOwners) {
     }
 }
 
-// One rank clips a tensor by units and updates it; the smallest factor is in every rank's result, and the
-// norm over all of LAMB's gradients, which is one after that clip, in every rank's update.
+// A tensor is clipped by units by the rank that keeps it, or by each rank that keeps whole units of it; the
+// smallest factor is in every rank's result. Norms of gradients after that clip, of each tensor (LARS) and of
+// all (LAMB), are in every rank's update. One tensor has fewer rows than there are ranks.
 TEST(RanksSharded, ClippedByUnits) {
-  const Layout l = Layout::of({{300, 260}, {7}, {130, 600}, {33, 5}, {70001}, {260, 270}});
+  const Layout l =
+      Layout::of({{301, 260}, {7}, {130, 600}, {33, 5}, {70001}, {3, 30000}, {5, 53, 300}});
   const Block start = parameters(l, 3);
-  for (const int32_t ranks : {2, 3})
-    for (const int32_t kind :
-         {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR})
-      for (const int32_t units : {GA_AGC_TF, GA_AGC_TORCH})
-        for (const int32_t when : {GA_CLIP_WHEN_STEP, GA_CLIP_WHEN_MICRO}) {
-          SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(units) + " " +
-                       std::to_string(when));
-          Options s;
-          s.optimizer = optimizer(kind);
-          if (kind == GA_OPTIMIZER_LAMB) s.optimizer.max_grad_norm = 0.1;
-          s.clip = clip(GA_CLIP_AGC, 0);
-          s.clip.agc_units = units;
-          s.clip.when = when;
-          const Shares shares = make_shares(l, ranks, 2, 1);
-          const std::vector<Ended> whole = run(l, s, shares, start);
-          expect_the_bits(whole, l, s, shares, start);
-          const Ended alone = run_alone(l, s, shares, start);
-          EXPECT_LT(distance(l, whole[0].parameters, alone.parameters), 1e-4);
-          for (size_t w = 0; w < shares.size(); ++w) {
-            EXPECT_NEAR(whole[0].results[w].clip_factor, alone.results[w].clip_factor, 1e-5);
-            if (when == GA_CLIP_WHEN_STEP) {
-              EXPECT_LT(whole[0].results[w].clip_factor, 0.5);
-            }
+  struct Case {
+    int32_t kind, ranks;
+    double bound = 0;
+  };
+  constexpr Case kCases[] = {{GA_OPTIMIZER_SGD, 2},
+                             {GA_OPTIMIZER_SGD, 4},
+                             {GA_OPTIMIZER_ADAMW, 2},
+                             {GA_OPTIMIZER_ADAMW, 3},
+                             {GA_OPTIMIZER_LAMB, 2, 0.1},
+                             {GA_OPTIMIZER_LAMB, 3},
+                             {GA_OPTIMIZER_LAMB, 4, 0.1},
+                             {GA_OPTIMIZER_LARS, 3},
+                             {GA_OPTIMIZER_LARS, 4},
+                             {GA_OPTIMIZER_ADAFACTOR, 2},
+                             {GA_OPTIMIZER_ADAFACTOR, 3},
+                             {GA_OPTIMIZER_ROWWISE_ADAGRAD, 3},
+                             {GA_OPTIMIZER_ROWWISE_ADAGRAD, 4}};
+  for (const auto& [kind, ranks, bound] : kCases)
+    for (const int32_t units : {GA_AGC_TF, GA_AGC_TORCH})
+      for (const int32_t when : {GA_CLIP_WHEN_STEP, GA_CLIP_WHEN_MICRO}) {
+        SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(units) + " " +
+                     std::to_string(when) + ", " + std::to_string(ranks) + " ranks");
+        Options s;
+        s.optimizer = optimizer(kind);
+        if (bound > 0) s.optimizer.max_grad_norm = bound;
+        s.clip = clip(GA_CLIP_AGC, 0);
+        s.clip.agc_units = units;
+        s.clip.when = when;
+        const Shares shares = make_shares(l, ranks, 2, 1);
+        const std::vector<Ended> whole = run(l, s, shares, start);
+        expect_the_bits(whole, l, s, shares, start);
+        const Ended alone = run_alone(l, s, shares, start);
+        EXPECT_LT(distance(l, whole[0].parameters, alone.parameters), 1e-4);
+        for (size_t w = 0; w < shares.size(); ++w) {
+          EXPECT_NEAR(whole[0].results[w].clip_factor, alone.results[w].clip_factor, 1e-5);
+          if (when == GA_CLIP_WHEN_STEP) {
+            EXPECT_LT(whole[0].results[w].clip_factor, 0.5);
           }
         }
+      }
 }
 
 // Tensors that are missing count as zeros, and an optimizer with norms moves them all the same.
@@ -264,23 +297,35 @@ TEST(RanksSharded, Missing) {
 
 TEST(RanksSharded, Rows) {
   constexpr int64_t kRows = 901, kColumns = 101;  // large enough to be divided
-  constexpr int32_t kCases[][2] = {{GA_ROWS_LAZY, 1},  {GA_ROWS_LAZY, 3},  {GA_ROWS_LAZY, 4},
-                                   {GA_ROWS_DENSE, 1}, {GA_ROWS_DENSE, 2}, {GA_ROWS_DENSE, 3}};
+  struct Case {
+    int32_t rows, ranks;
+    bool clipped = false;  // by units, which are rows
+  };
+  constexpr Case kCases[] = {
+      {GA_ROWS_LAZY, 1},       {GA_ROWS_LAZY, 3},        {GA_ROWS_LAZY, 4},
+      {GA_ROWS_LAZY, 3, true}, {GA_ROWS_DENSE, 1},       {GA_ROWS_DENSE, 2},
+      {GA_ROWS_DENSE, 3},      {GA_ROWS_DENSE, 2, true}, {GA_ROWS_DENSE, 4, true}};
   for (const int32_t kind :
        {GA_OPTIMIZER_ADAM, GA_OPTIMIZER_ADAGRAD, GA_OPTIMIZER_ROWWISE_ADAGRAD, GA_OPTIMIZER_LAMB})
-    for (const auto& [rows, ranks] : kCases) {
+    for (const auto& [rows, ranks, clipped] : kCases) {
       if (rows == GA_ROWS_LAZY && on_device()) continue;  // which exchanges all rows
       if (rows == GA_ROWS_LAZY && kind == GA_OPTIMIZER_LAMB) continue;
       SCOPED_TRACE(std::to_string(kind) + " " + std::to_string(rows) + ", " +
-                   std::to_string(ranks) + " ranks");
+                   std::to_string(ranks) + " ranks" + (clipped ? ", clipped" : ""));
       std::vector<std::vector<float>> ended;
       std::vector<std::map<std::string, std::string>> states;
       for (const bool shard : {false, true}) {
         const auto n = static_cast<size_t>(ranks);
         std::vector<std::vector<float>> tables(n, std::vector<float>(kRows * kColumns, 1));
         std::vector<std::map<std::string, std::string>> of_ranks(n);
-        on_ranks(ranks, [&, rows = rows, ranks = ranks](int32_t r, ga_comm* comm) {
+        on_ranks(ranks, [&, rows = rows, ranks = ranks, clipped = clipped](int32_t r,
+                                                                           ga_comm* comm) {
           Context ctx;
+          ga_clip by_rows = clip(GA_CLIP_AGC, 0);
+          by_rows.agc_units = GA_AGC_TORCH;
+          if (clipped) {
+            ASSERT_OK(ga_context_set_clip(ctx, &by_rows));
+          }
           ga_param_options o;
           ASSERT_OK(ga_param_options_init(&o, sizeof o));
           o.rows = rows;
@@ -409,6 +454,44 @@ TEST(RanksSharded, EachRankHasItsPartOfWhatIsClippedByUnits) {
     });
 }
 
+// A tensor whose units are rows, or whose state is by rows, is cut between rows: a rank never has more than the
+// rows that do not divide evenly, and no rank has the whole.
+TEST(RanksSharded, EachRankHasItsRows) {
+  constexpr int64_t kColumns = 30000;
+  for (const bool clipped : {true, false})
+    for (const int64_t rows : {3, 10, 11})
+      for (const int32_t ranks : {2, 3, 4}) {
+        SCOPED_TRACE(std::to_string(rows) + " rows, " + std::to_string(ranks) + " ranks" +
+                     (clipped ? ", clipped" : ""));
+        on_ranks(ranks, [&](int32_t r, ga_comm* comm) {
+          std::vector<uint16_t> p(static_cast<size_t>(rows * kColumns));
+          Context ctx;
+          ga_ema ema;
+          ASSERT_OK(ga_ema_init(&ema, sizeof ema));
+          ASSERT_OK(ga_context_set_ema(ctx, &ema));
+          ga_clip by_rows = clip(GA_CLIP_AGC, 0);
+          by_rows.agc_units = GA_AGC_TORCH;
+          if (clipped) {
+            ASSERT_OK(ga_context_set_clip(ctx, &by_rows));
+          }
+          const int64_t shape[] = {rows, kColumns};
+          const ga_group group =
+              ctx.group(optimizer(clipped ? GA_OPTIMIZER_ADAMW : GA_OPTIMIZER_ROWWISE_ADAGRAD));
+          ASSERT_OK(ga_param_add(ctx, group, "p", p.data(), GA_BF16, 2, shape, nullptr, nullptr));
+          const ga_comm_options sharding = sharded();
+          ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+          ASSERT_OK(ga_prepare(ctx));
+          const int64_t most = (rows + ranks - 1) / ranks;
+          const int64_t own = std::clamp<int64_t>(rows - r * most, 0, most);
+          const ga_memory m = memory(ctx);
+          const auto lines = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
+          EXPECT_EQ(m.masters, lines(own * kColumns * 4));
+          EXPECT_EQ(m.averages, lines(own * kColumns * 4));
+          EXPECT_EQ(m.optimizer_state, clipped ? 2 * lines(own * kColumns * 4) : lines(own * 4));
+        });
+      }
+}
+
 // Gradients travel to where state is, and parameters back: no more than gradients and their sums do.
 TEST(RanksSharded, BytesOfTensorsWithOwners) {
   constexpr size_t kTensors = 8;
@@ -438,13 +521,20 @@ TEST(RanksSharded, BytesOfTensorsWithOwners) {
 
 TEST(RanksSharded, FilesAreThoseOfWholeState) {
   const Folder folder;
-  const Layout l = layout();
+  const Layout l = Layout::of({{7}, {140001}, {33, 5}, {331, 263}, {1}, {3, 4, 5}});
   const Block start = parameters(l, 3);
   const Shares shares = make_shares(l, 3, 6);
-  for (const int32_t kind : {GA_OPTIMIZER_ADAM, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_ADAFACTOR}) {
+  enum { kAdamByRows = -1 };
+  for (const int32_t kind :
+       {int32_t{GA_OPTIMIZER_ADAM}, int32_t{GA_OPTIMIZER_LAMB}, int32_t{GA_OPTIMIZER_ADAFACTOR},
+        int32_t{GA_OPTIMIZER_ROWWISE_ADAGRAD}, int32_t{kAdamByRows}}) {
     SCOPED_TRACE(kind);
     Options s;
-    s.optimizer = optimizer(kind);
+    s.optimizer = optimizer(kind == kAdamByRows ? GA_OPTIMIZER_ADAM : kind);
+    if (kind == kAdamByRows) {
+      s.clip = clip(GA_CLIP_AGC, 0);
+      s.clip.agc_units = GA_AGC_TORCH;
+    }
     const std::vector<Ended> whole = run(l, s, shares, start);
     const auto part = [&](int32_t ranks, bool shard, size_t begin, size_t end,
                           const std::string& load, const std::string& save) {
@@ -626,6 +716,26 @@ TEST(RanksSharded, StateIsSetByName) {
   });
 }
 
+TEST(RanksSharded, StateByRowsIsSetByName) {
+  on_ranks(3, [&](int32_t, ga_comm* comm) {
+    std::vector<float> p(401 * 300, 1), g(p.size(), 2), sums(401), back(401);
+    for (size_t j = 0; j < sums.size(); ++j) sums[j] = static_cast<float>(j);
+    Context ctx;
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ROWWISE_ADAGRAD)), "p", p.data(),
+              ref::Shape{401, 300});
+    const ga_comm_options sharding = sharded();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+    ASSERT_OK(ga_state_set(ctx, 0, "sum", sums.data(), GA_F32, 401));
+    ASSERT_OK(ga_state_get(ctx, 0, "sum", back.data(), GA_F32, 401));
+    EXPECT_EQ(back, sums);
+    ctx.accumulate({g.data()});
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    ASSERT_OK(ga_state_get(ctx, 0, "sum", back.data(), GA_F32, 401));
+    for (float& x : sums) x += 4;
+    EXPECT_EQ(back, sums);
+  });
+}
+
 // ---- What is refused ---------------------------------------------------------------------------------
 
 TEST(RanksSharded, IsChosenBeforeThereAreArrays) {
@@ -651,6 +761,22 @@ TEST(RanksSharded, IsChosenBeforeThereAreArrays) {
     expect_failure(ga_context_set_clip(ctx, &by_units), "lies in parts on the ranks",
                    GA_ERROR_UNSUPPORTED);
     EXPECT_EQ(ga_context_set_comm(ctx, nullptr, nullptr), GA_ERROR_INVALID_STATE);
+    ctx.accumulate({g.data()});
+    EXPECT_EQ(step(ctx).steps, 2);
+  });
+  // Units that would be cut.
+  on_ranks(2, [&](int32_t, ga_comm* comm) {
+    std::vector<float> p(301 * 300, 1), g(p.size(), 1);
+    Context ctx;
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAM)), "p", p.data(), ref::Shape{301, 300});
+    const ga_comm_options sharding = sharded();
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+    ga_clip by_rows = clip(GA_CLIP_AGC, 1);
+    by_rows.agc_units = GA_AGC_TORCH;
+    ctx.accumulate({g.data()});
+    step(ctx);
+    expect_failure(ga_context_set_clip(ctx, &by_rows), "it would lie in other parts",
+                   GA_ERROR_UNSUPPORTED);
     ctx.accumulate({g.data()});
     EXPECT_EQ(step(ctx).steps, 2);
   });

@@ -416,7 +416,7 @@ GA_HD void clip_param(const ScalarTables& t, int64_t i) {
   if (clip.scope == GA_CLIP_PER_TENSOR && clip.when == GA_CLIP_WHEN_STEP)
     s.factor = clip_factor(clip, sqrt(s.sum_squares));
   s.smallest = s.factor;
-  if (!t.param_inputs[i].clipped_by_owner) return;
+  if (!t.param_inputs[i].clipped_in_parts) return;
   s.sum_squares = s.sums.unit_squares;
   s.smallest = s.sums.unit_smallest < 1 ? s.sums.unit_smallest : 1;
 }
@@ -613,11 +613,13 @@ GA_DEVICE void judge_window(Crew& crew, const ScalarTables& t, bool last) {
 // Computes UnitTask::totals.
 template <class Warp>
 GA_DEVICE void total_units(const UnitTask& task, Warp& warp) {
-  const int64_t n = task.pattern->units;
-  const double squares = warp.sum(n, [&](int64_t u) {
-    const double factor = agc_factor(task, u);
-    return task.sums[u] * factor * factor;
-  });
+  const int64_t n = task.pattern->units, cut = task.cut > 0 ? task.cut : n;
+  double squares = 0;
+  for (int64_t first = 0; first < n; first += cut)
+    squares += warp.sum(n - first < cut ? n - first : cut, [&](int64_t k) {
+      const double factor = agc_factor(task, first + k);
+      return task.sums[first + k] * factor * factor;
+    });
   const double least = warp.smallest(n, [&](int64_t u) { return agc_factor(task, u); });
   if (warp.leader()) *task.totals = {squares, least};
 }

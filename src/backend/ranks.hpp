@@ -96,9 +96,9 @@ GA_DEVICE void sum_pieces(Crew& crew, const ScalarTables& t, const UnitTask* uni
       of_param[0] = squares;
       of_param[1] = clamped;
       of_param[2] = nonfinite;
-      const bool clips = t.param_inputs[i].clipped_by_owner && t.param_inputs[i].by_units;
+      const bool clips = t.param_inputs[i].clipped_in_parts && t.param_inputs[i].by_units;
       of_param[3] = clips ? units[i].totals->squares : 0;
-      of_param[4] = clips ? units[i].totals->smallest : 0;
+      of_param[4] = clips ? units[i].totals->smallest : 1;
     });
   });
 }
@@ -107,16 +107,19 @@ GA_DEVICE void sum_pieces(Crew& crew, const ScalarTables& t, const UnitTask* uni
 template <class Crew>
 GA_DEVICE void add_pieces(Crew& crew, const ScalarTables& t, const double* sums, int32_t ranks) {
   crew.each_item(t.params, [&](int64_t i) {
-    double total[kPieceWords] = {};
-    for (int32_t q = 0; q < ranks; ++q)
-      for (int64_t k = 0; k < kPieceWords; ++k)
-        total[k] += sums[kPieceWords * (q * t.params + i) + k];
+    double total[kPieceWords - 1] = {};
+    double smallest = 1;
+    for (int32_t q = 0; q < ranks; ++q) {
+      const double* const of_rank = sums + kPieceWords * (q * t.params + i);
+      for (int64_t k = 0; k < kPieceWords - 1; ++k) total[k] += of_rank[k];
+      if (of_rank[kPieceWords - 1] < smallest) smallest = of_rank[kPieceWords - 1];
+    }
     ParamSums& s = t.param_states[i].sums;
     s.squares = total[0];
     s.clamped = total[1];
     s.nonfinite = total[2];
     s.unit_squares = total[3];
-    s.unit_smallest = total[4];
+    s.unit_smallest = smallest;
     s.dense = 1;
   });
 }

@@ -226,6 +226,7 @@ struct UnitTask {
   double* param_sums;
   void* factors;  // of the compute type
   UnitTotals* totals;
+  int64_t cut;         // totals: after so many units sums begin anew; 0: nowhere
   double factor, eps;  // ga_clip.agc_factor, agc_eps
 };
 

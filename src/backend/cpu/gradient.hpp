@@ -15,7 +15,7 @@ const T* load_clipped(const void* data, int64_t offset, int64_t count, T* tile) 
     g = tile;
   }
   if (!c.pattern) return tile;
-  UnitCursor at(*c.pattern, offset);
+  UnitCursor at(*c.pattern, offset - c.pattern->first);
   for (int64_t i = 0; i < count;) {
     const int64_t n = smaller(smaller(at.left(), count - i), kBlock);
     const T* const factors = static_cast<const T*>(c.factors) + at.unit();

@@ -87,6 +87,7 @@ template <class T, bool kParam>
 void unit_norms_of(const UnitTask& task, int64_t piece) {
   const UnitPattern& pattern = *task.pattern;
   const auto view = View<T>::of_units(task.gradient);
+  const int64_t from = pattern.first;  // where element 0 of the pattern is
   const int64_t begin = pattern.begin(piece) * pattern.slab();
   const int64_t end = pattern.begin(piece + 1) * pattern.slab();
   const int64_t first_unit = pattern.shared ? pattern.first_unit(piece) : 0;
@@ -119,8 +120,8 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
     // A reduced run is cut at multiples of kTile from its beginning.
     const int64_t n =
         smaller(end - t, kept || at.left() + run <= kTile ? kTile : smaller(at.left(), kTile));
-    const T* g = load<T>(task.gradient.source, t, n, tile_g);
-    const T* const p = kParam ? load<T>(task.param, t, n, tile_p) : nullptr;
+    const T* g = load<T>(task.gradient.source, from + t, n, tile_g);
+    const T* const p = kParam ? load<T>(task.param, from + t, n, tile_p) : nullptr;
     if (!view.is_identity()) {
       for (int64_t i = 0; i < n; ++i) tile_g[i] = view.clamped(view.scaled(g[i]));
       g = tile_g;

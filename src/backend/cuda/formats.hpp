@@ -272,7 +272,7 @@ GA_APART Four<T> load_packed(const void* data, int32_t format, int64_t first, in
   if (!c.pattern) return four;
   const T* const factors = static_cast<const T*>(c.factors);
   for (int l = 0; l < count;) {
-    const UnitPlace at(*c.pattern, first + i + l);
+    const UnitPlace at(*c.pattern, first + i + l - c.pattern->first);
     for (int64_t k = 0; l < count && k < at.left; ++l, ++k)
       four.x[l] *= factors[at.unit + k * at.step];
   }

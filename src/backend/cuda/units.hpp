@@ -51,7 +51,8 @@ struct UnitElements {
   int64_t inner, step;  // along the innermost reduced axis: the number and distance of elements
   int64_t outer;        // combinations of the other reduced axes' indices
 
-  GA_DEVICE UnitElements(const Piece& piece, int64_t unit) : first(0), inner(1), step(0), outer(1) {
+  GA_DEVICE UnitElements(const Piece& piece, int64_t unit)
+      : first(piece.pattern.first), inner(1), step(0), outer(1) {
     const UnitPattern& p = piece.pattern;
     const int last = p.axes - 1;
     int64_t stride = 1;
@@ -254,7 +255,7 @@ GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece, 
     if (tiles <= kItems) {
       const int64_t left = apart - (run - quotient(run, apart) * apart);
       const int64_t count = smaller(smaller(left, runs - run), kItems / tiles);
-      sum_run_tiles<T>(block, task, view, begin, length, tiles, run * tiles,
+      sum_run_tiles<T>(block, task, view, p.first + begin, length, tiles, run * tiles,
                        static_cast<int>(count * tiles), shared);
       block.each_item(count, [&](int64_t j) {
         double g = 0, w = 0;
@@ -270,7 +271,8 @@ GA_DEVICE void sum_runs(Block& block, const UnitTask& task, const Piece& piece, 
     block.once([&] { shared.run[0] = shared.run[1] = 0; });
     for (int64_t tile = 0; tile < tiles; tile += kItems) {
       const int count = static_cast<int>(smaller(kItems, tiles - tile));
-      sum_run_tiles<T>(block, task, view, begin, length, tiles, run * tiles + tile, count, shared);
+      sum_run_tiles<T>(block, task, view, p.first + begin, length, tiles, run * tiles + tile, count,
+                       shared);
       block.once([&] {
         for (int k = 0; k < (piece.param_sums ? 2 : 1); ++k) {
           double sum = shared.run[k];
