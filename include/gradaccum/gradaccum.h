@@ -1501,11 +1501,11 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    (docs/checkpoints.md).
 
    Under GA_SHARD_OPTIMIZER parameters and results have the same bits as without, where the library
-   adds. Large parameters are cut into a piece for each rank. Small ones are whole on one rank, and so
-   are those of an optimizer that needs the whole tensor (ADAFACTOR, MUON, ROWWISE_ADAGRAD; on a
-   device LAMB and LARS too) and those that ga_step clips by units (GA_CLIP_AGC). Parameters of an
-   EXTERNAL group are whole on all, and so are those whose micro-batches GA_CLIP_AGC clips by master
-   weights.
+   adds. Large parameters are cut into a piece for each rank, between rows (ROWWISE_ADAGRAD) or units
+   that ga_step clips by (GA_CLIP_AGC). Small ones are whole on one rank, and so are those of an
+   optimizer that needs the whole tensor (ADAFACTOR, MUON; on a device LAMB and LARS too) and those
+   whose units span axis 0. Parameters of an EXTERNAL group are whole on all, and so are those whose
+   micro-batches GA_CLIP_AGC clips by master weights.
    Sharding is chosen before the library makes its arrays, and holds until ga_context_destroy: after a
    failure other contexts load a state that was saved.
 
