@@ -89,6 +89,8 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   } catch (...) {
     slot = before;
     if (own) *own = before_own;
+    if (exchange_) exchange_->check_division();
+    for (size_t i = 0; i < prepared_; ++i) describe(i);
     throw;
   }
   choose_path();

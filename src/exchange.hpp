@@ -99,7 +99,8 @@ class Exchange {
   bool shards() const { return options_.shard == GA_SHARD_OPTIMIZER; }
   // Decides which rank has what of parameters that are new; before they get arrays.
   void divide();
-  // Clipping has changed: throws if arrays are divided in another way than they would be now.
+  // Clipping has changed: divides anew, or throws if arrays are divided in another way than they would be now.
+  // What is not sharded is divided anew before the first window alone, since sharded arrays may have been then.
   void check_division();
   // Throws if with the settings of now parameters would be divided in another way.
   void check_keepers() const;

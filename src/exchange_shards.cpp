@@ -150,13 +150,13 @@ void Exchange::share_unit_totals() {
 }
 
 void Exchange::check_division() {
-  if (!shards()) return;
-  if (context_.prepared_ == 0) {
-    divisions_.clear();
-    for (Param& p : context_.params_) p.share = {0, p.count};
-    return;
-  }
-  check_keepers();
+  const bool arrays = context_.prepared_ > 0;
+  if (arrays && shards()) return check_keepers();
+  if (arrays && (context_.windows_ > 0 || !context_.window_.empty())) return;
+  divisions_.clear();
+  tensors_known_ = false;
+  for (Param& p : context_.params_) p.share = {0, p.count};
+  if (arrays) divide();
 }
 
 void Exchange::check_keepers() const {

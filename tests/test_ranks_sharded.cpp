@@ -239,6 +239,7 @@ TEST(RanksSharded, ClippedByUnits) {
         Options s;
         s.optimizer = optimizer(kind);
         if (bound > 0) s.optimizer.max_grad_norm = bound;
+        if (kind == GA_OPTIMIZER_LARS) s.optimizer.weight_decay = 0.01;  // else it takes no norms
         s.clip = clip(GA_CLIP_AGC, 0);
         s.clip.agc_units = units;
         s.clip.when = when;
@@ -254,6 +255,88 @@ TEST(RanksSharded, ClippedByUnits) {
           }
         }
       }
+}
+
+// Units of any axes, of which the outermost are kept: pieces end between indices of all of these together, also
+// behind an axis of length 1. The clip is set after the communicator is. In f64, the reference is alone.
+TEST(RanksSharded, ClippedByUnitsOfChosenAxes) {
+  struct Of {
+    ref::Shape shape;
+    uint32_t reduced;
+  };
+  const Of kinds[] = {
+      {{5, 53, 300}, 4}, {{5, 53, 300}, 2}, {{1, 301, 260}, 4}, {{37, 8, 17, 15}, 10}};
+  constexpr size_t kTensors = 4;
+  for (const int32_t ranks : {2, 3, 4})
+    for (const int32_t kind : {GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADAM, GA_OPTIMIZER_LARS}) {
+      SCOPED_TRACE(std::to_string(kind) + ", " + std::to_string(ranks) + " ranks");
+      struct Outcome {
+        std::vector<double> parameters[kTensors];
+        std::vector<ga_step_result> results;
+      };
+      const auto body = [&](Outcome& out, int32_t first, int32_t end, ga_comm* comm, bool shard) {
+        Context ctx;
+        ga_optimizer o = optimizer(kind);
+        o.weight_decay = 0.01;  // LARS takes norms
+        const ga_group group = ctx.group(o);
+        ga_param_options options;
+        ASSERT_OK(ga_param_options_init(&options, sizeof options));
+        Random random(4);
+        for (size_t i = 0; i < kTensors; ++i) {
+          int64_t count = 1;
+          for (const int64_t d : kinds[i].shape) count *= d;
+          for (int64_t j = 0; j < count; ++j) out.parameters[i].push_back(random.signed_unit());
+          options.agc_axes = kinds[i].reduced;
+          ASSERT_OK(ga_param_add(ctx, group, std::to_string(i).c_str(), out.parameters[i].data(),
+                                 GA_F64, static_cast<int32_t>(kinds[i].shape.size()),
+                                 kinds[i].shape.data(), &options, nullptr));
+        }
+        if (comm) {
+          const ga_comm_options sharding = sharded(shard);
+          ASSERT_OK(ga_context_set_comm(ctx, comm, &sharding));
+        }
+        const ga_clip by_units = clip(GA_CLIP_AGC, 0);
+        ASSERT_OK(ga_context_set_clip(ctx, &by_units));
+        for (int w = 0; w < 2; ++w) {
+          for (int32_t r = first; r < end; ++r) {
+            Random of_rank(static_cast<uint64_t>(10 * w + r));
+            std::vector<double> g[kTensors];
+            std::vector<const void*> list;
+            for (size_t i = 0; i < kTensors; ++i) {
+              for (size_t j = 0; j < out.parameters[i].size(); ++j)
+                g[i].push_back(of_rank.signed_unit() * (j % 97 == 0 ? 100 : 1));
+              list.push_back(g[i].data());
+            }
+            ctx.accumulate(list, 1 + r % 2);
+          }
+          out.results.push_back(step(ctx));
+        }
+      };
+      Outcome alone;
+      body(alone, 0, ranks, nullptr, false);
+      std::vector<Outcome> ended;
+      for (const bool shard : {false, true}) {
+        std::vector<Outcome> of_ranks(static_cast<size_t>(ranks));
+        on_ranks(ranks, [&](int32_t r, ga_comm* comm) {
+          body(of_ranks[static_cast<size_t>(r)], r, r + 1, comm, shard);
+        });
+        ended.insert(ended.end(), of_ranks.begin(), of_ranks.end());
+      }
+      for (size_t k = 0; k < ended.size(); ++k) {
+        SCOPED_TRACE(k);
+        for (size_t i = 0; i < kTensors; ++i) {
+          EXPECT_TRUE(ended[k].parameters[i] == ended[0].parameters[i]) << i;
+          for (size_t j = 0; j < alone.parameters[i].size(); ++j)
+            ASSERT_NEAR(ended[k].parameters[i][j], alone.parameters[i][j], 1e-9) << i << " " << j;
+        }
+        for (size_t w = 0; w < 2; ++w) {
+          EXPECT_EQ(ended[k].results[w].norm, ended[0].results[w].norm);
+          EXPECT_EQ(ended[k].results[w].clip_factor, ended[0].results[w].clip_factor);
+          EXPECT_NEAR(ended[k].results[w].clip_factor, alone.results[w].clip_factor, 1e-9);
+          EXPECT_LT(alone.results[w].clip_factor, 0.5);
+        }
+      }
+    }
 }
 
 // Tensors that are missing count as zeros, and an optimizer with norms moves them all the same.
