@@ -63,7 +63,8 @@ GA_INTRINSIC unsigned atomicInc(unsigned* at, unsigned most) {
 }
 GA_INTRINSIC int __ffs(int x) { return __builtin_ffs(x); }
 GA_INTRINSIC double __fma_rn(double x, double y, double z) { return __builtin_fma(x, y, z); }
+// And whether the address is aligned, which a device demands of every access.
 template <class T>
 GA_INTRINSIC bool __isGlobal(const T* p) {
-  return ga::sim::is_global(p);
+  return ga::sim::is_global(p) && reinterpret_cast<uintptr_t>(p) % alignof(T) == 0;
 }
