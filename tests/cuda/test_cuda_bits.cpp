@@ -292,6 +292,80 @@ TEST_F(Bits, OfAFlatBlock) {
   });
 }
 
+// Parameters and state of bf16, and arrays at any address: every format with every other one, where the threads of a
+// block take whole rounds and where elements are left over.
+void train_mixed(Machine& m, const ga_optimizer& o, const std::vector<int64_t>& counts) {
+  const int32_t none = GA_MASTER_NONE, f32 = GA_MASTER_F32;
+  const int32_t near = GA_ROUND_NEAREST, chance = GA_ROUND_STOCHASTIC;
+  const std::vector<Kind> kinds = {{"f32", GA_F32, options()},
+                                   {"f32 of bf16", GA_F32, options(GA_BF16)},
+                                   {"bf16", GA_BF16, with(none, near)},
+                                   {"bf16 by chance", GA_BF16, with(none, chance)},
+                                   {"bf16, master", GA_BF16, with(f32, near)},
+                                   {"bf16, master, by chance", GA_BF16, with(f32, chance)}};
+  std::vector<ga_optimizer> optimizers(2, o);
+  optimizers[1].state_dtype = GA_BF16;
+  if (o.kind == GA_OPTIMIZER_SGD && o.momentum == 0) optimizers.pop_back();
+  std::vector<Spec> list;
+  for (const ga_optimizer& of : optimizers) {
+    const ga_group group = m.group(of);
+    for (const Kind& kind : kinds) {
+      for (const int64_t shift : {0, 1}) {
+        for (const int64_t count : counts) {
+          list.push_back({kind, {count}});
+          m.add(group, numbers(kind.dtype, count, list.size()), {count}, kind.options, shift);
+        }
+      }
+    }
+  }
+  uint64_t seed = 1000;
+  for (const int micros : {2, 1}) {  // accumulated; one that lives
+    for (int micro = 0; micro < micros; ++micro) {
+      std::vector<const void*> gradients;
+      for (size_t i = 0; i < list.size(); ++i, ++seed)
+        gradients.push_back(m.put(numbers(gradient_dtype(list[i].kind), list[i].count(), seed),
+                                  static_cast<int64_t>(i / 2 % 2)));
+      m.accumulate(gradients);
+    }
+    m.step();
+  }
+}
+
+ga_config mixed_config() {
+  ga_config c = config();
+  c.seed = 77;
+  c.gradient_life = GA_GRADIENTS_LIVE;
+  return c;
+}
+
+TEST_F(Bits, OfMixedArrays) {
+  std::vector<ga_optimizer> optimizers = {plain_sgd(), plain_sgd()};
+  optimizers[1].momentum = 0.9;
+  for (const int32_t kind :
+       {GA_OPTIMIZER_ADAM, GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_RMSPROP, GA_OPTIMIZER_LION})
+    optimizers.push_back(optimizer(kind));
+  for (const ga_optimizer& o : optimizers) {
+    SCOPED_TRACE(testing::Message() << o.kind << ' ' << o.momentum);
+    expect_same(mixed_config(), [&](Machine& m) {
+      train_mixed(m, o, {2048, 2 * 2048 + 13, 65536 + 2048 + 3});
+    });
+  }
+}
+
+TEST_F(Bits, OfEmasOfMixedArrays) {
+  for (const int32_t dtype : {0, int32_t{GA_BF16}}) {
+    expect_same(mixed_config(), [&](Machine& m) {
+      ga_ema e;
+      EXPECT_OK(ga_ema_init(&e, sizeof e));
+      e.dtype = dtype;
+      e.decay = 0.9;
+      EXPECT_OK(ga_context_set_ema(m, &e));
+      train_mixed(m, plain_sgd(), {2048 + 5});
+      m.note_averages();
+    });
+  }
+}
+
 // More gradients, contributions and other list entries than one launch takes.
 TEST_F(Bits, OfManyParameters) {
   std::vector<int64_t> counts;

@@ -134,6 +134,40 @@ TEST_F(Launches, OfAccumulateBesideAMaximum) {
   }
 }
 
+// Parameters with arrays of bf16, or arrays that are not aligned, have an update of their own, but not if they are small,
+// nor with LAMB.
+TEST_F(Launches, OfMixedArrays) {
+  const auto steps = [](Many& m) {
+    m.window();
+    m.accumulate();
+    const sim::Counters c = count([&] { EXPECT_OK(ga_step(m.ctx, nullptr)); });
+    expect_quiet(c);
+    return c.launches;
+  };
+  struct {
+    int32_t kind;
+    int64_t count, one, both;  // one, both: launches
+  } const cases[] = {{GA_OPTIMIZER_ADAMW, 2050, 2, 3},
+                     {GA_OPTIMIZER_ADAMW, 2046, 2, 2},
+                     {GA_OPTIMIZER_LAMB, 2050, 3, 3}};
+  for (const auto& k : cases) {
+    SCOPED_TRACE(testing::Message() << k.kind << ", " << k.count);
+    ga_param_options bf16 = {};
+    bf16.master = GA_MASTER_NONE;
+    Many low(3, optimizer(k.kind), config(), k.count, {GA_BF16}, bf16),
+        both(3, optimizer(k.kind), config(), k.count, {GA_BF16, GA_F32}, bf16),
+        high(3, optimizer(k.kind), config(), k.count);
+    EXPECT_EQ(steps(low), k.one);
+    EXPECT_EQ(steps(both), k.both);
+    EXPECT_EQ(steps(high), k.one);
+    for (int64_t i = 0; i < 3; ++i) {
+      EXPECT_OK(ga_param_bind(high.ctx, static_cast<ga_param>(i),
+                              static_cast<char*>(high.at(*high.params, i)) + 4));
+      EXPECT_EQ(steps(high), i < 2 ? k.both : k.one);
+    }
+  }
+}
+
 struct Case {
   const char* name;
   ga_optimizer optimizer;

@@ -264,8 +264,11 @@ class CudaBackend final : public Backend {
     traced("gradaccum update", [&] {
       const auto parts = lists_.get(ListKind::kUpdate, params);
       for (size_t k = 0; k < parts.size; ++k) {
-        const auto launch = parts.data[k].f64 ? cuda::update<double> : cuda::update<float>;
-        launch(queue(), tasks_.updates_at, parts.data[k]);
+        const ListPart& part = parts.data[k];
+        const auto launch = part.mixed ? cuda::update_mixed
+                            : part.f64 ? cuda::update<double>
+                                       : cuda::update<float>;
+        launch(queue(), tasks_.updates_at, part);
       }
     });
   }

@@ -29,10 +29,12 @@ struct ChunkRef {
   int32_t item, chunk;
 };
 
-// The chunks of a list of parameters which have the same Op and compute in the same type.
+// The chunks of a list of parameters which have the same Op, compute in the same type and are updated by the same
+// kernel.
 struct ListPart {
   int op;  // position in AllOps; -1: none
   bool f64;
+  bool mixed;              // for update_mixed()
   const ChunkRef* chunks;  // for UnitTask the pieces of patterns, for FactorTask those of rows
   int64_t chunk_count;
   const ChunkRef* columns;  // for FactorTask: the pieces of columns
@@ -83,6 +85,10 @@ void finish(const Queue& queue, Span<const FinishTask> tasks);
 // The update of the parameters of a list that compute in T, which is float or double.
 template <class T>
 void update(const Queue& queue, const UpdateTask* tasks, const ListPart& list);
+// Of a list of parameters with arrays of bf16, or arrays that are not aligned. Small ones do not need it.
+void update_mixed(const Queue& queue, const UpdateTask* tasks, const ListPart& list);
+// Whether a parameter, whose task is the host's, belongs to such a list.
+bool is_mixed(const UpdateTask& task);
 // The first pass of a layer-wise Op; afterwards the Ops are folded anew (fold_layers).
 template <class T>
 void measure(const Queue& queue, const UpdateTask* tasks, const ListPart& list,

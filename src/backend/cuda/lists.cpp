@@ -127,14 +127,25 @@ int64_t ParamLists::pieces_of(const UnitPattern* pattern) const {
 
 ParamLists::Mark ParamLists::mark_of(ListKind kind, ga_param param) const {
   const auto i = static_cast<size_t>(param);
-  if (kind == ListKind::kNorm) return {chunk_count(tasks_.updates[i].count), 0, -1, false, false};
-  if (kind == ListKind::kUnits) return {pieces_of(tasks_.units[i].pattern), 0, -1, false, false};
-  if (kind == ListKind::kFactor)
-    return {pieces_of(tasks_.factored[i].row_pattern), pieces_of(tasks_.factored[i].column_pattern),
-            -1, false, false};
-  const bool update = kind == ListKind::kUpdate;
-  const UpdateTask& task = update ? tasks_.updates[i] : tasks_.measures[i];
-  return {chunk_count(task.count), 0, task.op, task.f64, update && task.rows != nullptr};
+  Mark mark = {};
+  mark.op = -1;
+  if (kind == ListKind::kNorm) {
+    mark.refs = chunk_count(tasks_.updates[i].count);
+  } else if (kind == ListKind::kUnits) {
+    mark.refs = pieces_of(tasks_.units[i].pattern);
+  } else if (kind == ListKind::kFactor) {
+    mark.refs = pieces_of(tasks_.factored[i].row_pattern);
+    mark.columns = pieces_of(tasks_.factored[i].column_pattern);
+  } else {
+    const bool update = kind == ListKind::kUpdate;
+    const UpdateTask& task = update ? tasks_.updates[i] : tasks_.measures[i];
+    mark.refs = chunk_count(task.count);
+    mark.op = task.op;
+    mark.f64 = task.f64;
+    mark.rows = update && task.rows;
+    mark.mixed = update && is_mixed(task);
+  }
+  return mark;
 }
 
 bool ParamLists::is_right(List& list) const {
@@ -169,13 +180,13 @@ void ParamLists::make(List& list, ListKind kind, Params params) {
     const Mark mark = mark_of(kind, param);
     refs += static_cast<size_t>(mark.refs + mark.columns);
     list.marks.push_back(mark);
-    const bool known = std::any_of(list.parts.begin(), list.parts.end(), [&](const ListPart& p) {
-      return p.op == mark.op && p.f64 == mark.f64;
-    });
+    const bool known = std::any_of(list.parts.begin(), list.parts.end(),
+                                   [&](const ListPart& p) { return mark.is_of(p); });
     if (mark.refs + mark.columns == 0 || known) continue;
     ListPart part = {};
     part.op = mark.op;
     part.f64 = mark.f64;
+    part.mixed = mark.mixed;
     list.parts.push_back(part);
   }
   const Buffer& buffer = list.buffer;
@@ -187,7 +198,7 @@ void ParamLists::make(List& list, ListKind kind, Params params) {
     const size_t first = ref;
     for (size_t k = 0; k < list.params.size(); ++k) {
       const Mark& mark = list.marks[k];
-      if (mark.op != part.op || mark.f64 != part.f64) continue;
+      if (!mark.is_of(part)) continue;
       for (int64_t c = 0; c < mark.*count; ++c)
         host[ref++] = {static_cast<int32_t>(list.params[k]), static_cast<int32_t>(c)};
     }
@@ -200,7 +211,7 @@ void ParamLists::make(List& list, ListKind kind, Params params) {
     const size_t first = id;
     for (size_t k = 0; k < list.params.size(); ++k) {
       const Mark& mark = list.marks[k];
-      if (mark.op != part.op || mark.f64 != part.f64 || mark.refs == 0) continue;
+      if (!mark.is_of(part) || mark.refs == 0) continue;
       if (kind == ListKind::kUpdate && !mark.rows) continue;
       buffer.host<ga_param>(ids_offset)[id++] = list.params[k];
     }
@@ -222,6 +233,7 @@ bool ParamLists::get_one(ListKind kind, ga_param param) {
   one_ = {};
   one_.op = mark.op;
   one_.f64 = mark.f64;
+  one_.mixed = mark.mixed;
   one_.chunks = chunks_.at() + first;
   one_.chunk_count = mark.refs;
   one_.params = chunks_.ids() + param;

@@ -158,19 +158,25 @@ GA_APART void update_any(const UpdateTask& task, const ParamPlan& plan, bool row
   }
 }
 
+// A thread's share of the averages of the elements [first, first + count) of a parameter, as in update_any().
+template <class T>
+GA_DEVICE void move_average(const UpdateTask& task, const ParamPlan& plan, int64_t first, int count,
+                            int from, int step) {
+  const Reader<T> param(task.param, first);
+  GA_ROLLED
+  for (int i = from; i < count; i += step) {
+    const int m = count - i < 4 ? count - i : 4;
+    follow<T>(task, plan, false, true, first, i, m, param(i, m));
+  }
+}
+
 // What a step does to a parameter that no Op moves: its average follows it, and its gradient goes
 // to the program.
 template <class T>
 GA_APART void follow_any(const UpdateTask& task, const ParamPlan& plan, int64_t first, int count,
                          int from, int step) {
-  if ((plan.duty & kFollow) != 0 && task.average.data) {
-    const Reader<T> param(task.param, first);
-    GA_ROLLED
-    for (int i = from; i < count; i += step) {
-      const int m = count - i < 4 ? count - i : 4;
-      follow<T>(task, plan, false, true, first, i, m, param(i, m));
-    }
-  }
+  if ((plan.duty & kFollow) != 0 && task.average.data)
+    move_average<T>(task, plan, first, count, from, step);
   if ((plan.duty & kDeliver) != 0 && task.delivered.data) {
     const View<T> view(task.gradient);
     const Reader<T> gradient(task.gradient.source, task.first + first);
