@@ -29,29 +29,33 @@ std::unique_ptr<Log> Log::of(const ga_config& config) {
   return std::unique_ptr<Log>(new Log(config));
 }
 
+thread_local Log::Line* Log::Line::innermost = nullptr;
+
 // Cuts what does not fit, and keeps the parts of a line apart whatever the text.
-void Log::append(const char* text) noexcept {
-  for (; *text && length_ + 1 < sizeof notes_; ++text) {
+void Log::Line::append(const char* text) noexcept {
+  for (; *text && length_ + 1 < sizeof text_; ++text) {
     const auto c = static_cast<unsigned char>(*text);
-    notes_[length_++] = c == ',' ? ';' : c < ' ' ? '?' : *text;
+    text_[length_++] = c == ',' ? ';' : c < ' ' ? '?' : *text;
   }
-  notes_[length_] = '\0';
+  text_[length_] = '\0';
 }
 
 void Log::note(const char* key, const char* value) noexcept {
-  if (length_ > 0) append(" ");
-  append(key);
-  append(":");
-  append(value ? value : "NULL");
+  Line& line = *Line::innermost;
+  if (!line.empty()) line.append(" ");
+  line.append(key);
+  line.append(":");
+  line.append(value ? value : "NULL");
 }
 
 void Log::note(const char* key, double value) noexcept {
   note(key, Text(value, std::chars_format::general, 9).text);
 }
 
-void Log::write(const char* function, ga_status status, double milliseconds) noexcept {
+void Log::write(const Line& of, const char* function, ga_status status,
+                double milliseconds) noexcept {
   char line[768];
-  std::snprintf(line, sizeof line, "gradaccum,%s,%s,%s,%s,%s", device_, function, notes_,
+  std::snprintf(line, sizeof line, "gradaccum,%s,%s,%s,%s,%s", device_, function, of.text(),
                 ga_status_name(status), Text(milliseconds, std::chars_format::fixed, 3).text);
   const ProgramFpMode programs;
   if (!log_) {

@@ -22,12 +22,11 @@ class Log {
   template <class Body>
   ga_status call(const char* function, Body&& body,
                  Time start = std::chrono::steady_clock::now()) noexcept {
-    length_ = 0;
-    notes_[0] = '\0';
+    Line line;
     const ga_status status = guard(body);
     const std::chrono::duration<double, std::milli> taken =
         std::chrono::steady_clock::now() - start;
-    write(function, status, taken.count());
+    write(line, function, status, taken.count());
     return status;
   }
 
@@ -40,14 +39,33 @@ class Log {
       : log_(config.log),
         user_(config.log_user),
         device_(config.device == GA_DEVICE_CUDA ? "cuda" : "cpu") {}
-  void write(const char* function, ga_status status, double milliseconds) noexcept;
-  void append(const char* text) noexcept;
+
+  // What a call notes, on the stack of its thread: calls of several threads may run at once, and a callback of
+  // the program may call another context.
+  class Line {
+   public:
+    Line() : outer_(innermost) { innermost = this; }
+    ~Line() { innermost = outer_; }
+    Line(const Line&) = delete;
+    Line& operator=(const Line&) = delete;
+    void append(const char* text) noexcept;
+    const char* text() const { return text_; }
+    bool empty() const { return length_ == 0; }
+
+    static thread_local Line* innermost;
+
+   private:
+    Line* const outer_;
+    char text_[512] = "";
+    size_t length_ = 0;
+  };
+
+  void write(const Line& line, const char* function, ga_status status,
+             double milliseconds) noexcept;
 
   ga_log log_;  // NULL: stderr
   void* user_;
   const char* device_;
-  char notes_[512] = "";
-  size_t length_ = 0;
 };
 
 }  // namespace ga
