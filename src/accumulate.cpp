@@ -293,7 +293,7 @@ void Context::micro_begin(int64_t index, double weight, const ga_micro_options& 
   contributions_.clear();
   noted_.clear();
   forget_delivered();
-  release_ready();
+  release_ready(Callers::Lock());  // no other call runs
 }
 
 // The parameter of a call that contributes to the open micro-batch; throws if the call is not legal
@@ -302,14 +302,22 @@ Param& Context::part(ga_param id, const char* what) {
   check_device();
   window_.check_part(what);
   Param& p = params_.get(id);
-  if (p.acquired)
-    fail(GA_ERROR_INVALID_STATE,
-         "%s: the accumulator of parameter \"%s\" is acquired; ga_accumulator_release must be "
-         "called first",
-         what, params_.name(id));
+  if (p.acquired || p.busy) refuse_taken(id, what);
   // As in ga_accumulate(), a call that brings nothing is legal.
   if (p.ready && !p.frozen && window_.open_micro().weight > 0) refuse_ready(id);
   return p;
+}
+
+void Context::refuse_taken(ga_param id, const char* what) const {
+  if (params_[id].busy)
+    fail(GA_ERROR_INVALID_STATE,
+         "%s: another thread adds a gradient to parameter \"%s\" at the same time; calls that "
+         "overlap must be for different parameters",
+         what, params_.name(id));
+  fail(GA_ERROR_INVALID_STATE,
+       "%s: the accumulator of parameter \"%s\" is acquired; ga_accumulator_release must be called "
+       "first",
+       what, params_.name(id));
 }
 
 void Context::refuse_ready(ga_param id) const {
@@ -319,14 +327,13 @@ void Context::refuse_ready(ga_param id) const {
 }
 
 void Context::params_ready(Span<const ga_param> ids) {
+  Callers::Lock lock = lock_callers();
   check_device();
   window_.check_valid();
-  for (size_t k = 0; k < ids.size; ++k)
-    if (params_.get(ids.data[k]).acquired)
-      fail(GA_ERROR_INVALID_STATE,
-           "ga_params_ready: the accumulator of parameter \"%s\" is acquired; "
-           "ga_accumulator_release must be called first",
-           params_.name(ids.data[k]));
+  for (size_t k = 0; k < ids.size; ++k) {
+    const Param& p = params_.get(ids.data[k]);
+    if (p.acquired || p.busy) refuse_taken(ids.data[k], "ga_params_ready");
+  }
   if (exchange_ && exchange_->overlaps()) prepare();
   for (size_t k = 0; k < ids.size; ++k) {
     Param& p = params_[ids.data[k]];
@@ -334,32 +341,45 @@ void Context::params_ready(Span<const ga_param> ids) {
     p.ready = true;
     any_ready_ = true;
   }
-  release_ready();
+  release_ready(std::move(lock));
   if (eager_) eager_->check_callbacks();
 }
 
 // Has the exchange begin of what is ready, or the update, if it may.
-void Context::release_ready() {
+void Context::release_ready(Callers::Lock lock) {
   if (!any_ready_ || window_.state() != GA_WINDOW_FULL || deferring()) return;
   if (exchange_) {
     or_lose_window([&] { exchange_->release_ready(); });
     if (eager_) eager_->run_arrived();
   } else if (eager_) {
-    eager_->release();
+    eager_->release(lock);
   }
 }
 
-void Context::accumulate_part(ga_param id, const void* gradient) {
+// Checks a contribution, before the first of which arrays are made. Returns false if it is not read.
+inline bool Context::take_part(ga_param id, const void* gradient) {
   Param& p = part(id, "ga_accumulate_part");
-  const Micro& micro = window_.open_micro();
-  if (micro.weight == 0 || p.frozen) return;
+  if (window_.open_micro().weight == 0 || p.frozen) return false;
   if (!gradient && p.count > 0)
     params_.subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "its gradient was NULL");
   check_gradient(id, gradient);
   check_single(id);
   prepare();
-  const Whole whole = {id, gradient, p.gradient_dtype};
-  contribute({&whole, 1}, true);
+  return true;
+}
+
+void Context::accumulate_part(ga_param id, const void* gradient) {
+  if (callers_) return accumulate_among_callers(id, gradient);
+  if (!take_part(id, gradient)) return;
+  const Whole whole = {id, gradient, params_[id].gradient_dtype};
+  add({&whole, 1}, true, nullptr);
+}
+
+void Context::accumulate_among_callers(ga_param id, const void* gradient) {
+  Callers::Lock lock = callers_->lock();
+  if (!take_part(id, gradient)) return;
+  const Whole whole = {id, gradient, params_[id].gradient_dtype};
+  add({&whole, 1}, true, &lock);
 }
 
 // Checks that the parameter has no contribution in the open micro-batch yet, if only one is
@@ -385,8 +405,12 @@ void Context::prepare_parts(Span<const Whole> parts, const char* what) {
 }
 
 void Context::contribute(Span<const Whole> given, bool may_adopt) {
+  if (window_.open_micro().weight > 0) add(given, may_adopt, nullptr);
+}
+
+// lock: NULL, or what the pass over one contribution lets go of.
+void Context::add(Span<const Whole> given, bool may_adopt, Callers::Lock* lock) {
   const Micro& micro = window_.open_micro();
-  if (micro.weight == 0) return;
   accumulate_tasks_.clear();
   set_micro(micro, window_.open_index(), window_.weight());
   for (size_t k = 0; k < given.size; ++k) {
@@ -401,7 +425,24 @@ void Context::contribute(Span<const Whole> given, bool may_adopt) {
     if (!add_task(g.param, contribution(g.gradient, g.format, micro), may_adopt))
       noted_.push_back(g.param);
   }
+  if (lock) return add_apart(params_[given.data[0].param], *lock);
   window_.or_invalidate([&] { backend_->accumulate(accumulate_tasks_.span()); });
+}
+
+// Makes the pass of the one task that has been listed, if there is one, beside those of other threads.
+void Context::add_apart(Param& p, Callers::Lock& lock) {
+  if (accumulate_tasks_.span().size == 0) return;
+  const AccumulateTask task = accumulate_tasks_.span().data[0];  // the next caller uses the list
+  struct Busy {
+    Param& p;
+    explicit Busy(Param& p) : p(p) { p.busy = true; }
+    ~Busy() { p.busy = false; }
+  };
+  window_.or_invalidate([&] {
+    const Busy busy(p);
+    const Apart apart(lock);
+    backend_->accumulate({&task, 1});
+  });
 }
 
 // Copies an adopted gradient into the accumulator, before something other than add_task adds to it.

@@ -182,12 +182,12 @@ void give(Id* out, Id id) {
 }
 
 // Runs body() as a call of that function on ctx. changing: whether it does more than ask.
-template <class Body>
+template <class Use, class Body>
 ga_status call(const ga_context* ctx, bool changing, const char* function, Body& body) {
   ga_status status = GA_OK;
   const ga_status refused = guard([&] {
     require(ctx, "ctx");
-    const Context::Use use(*ctx, function, changing);
+    const Use use(*ctx, function, changing);
     if (ga::Log* const log = ctx->log())
       status = log->call(function, body);
     else
@@ -199,13 +199,20 @@ ga_status call(const ga_context* ctx, bool changing, const char* function, Body&
 // function: the name of the caller, an exported function.
 template <class Body>
 ga_status on(ga_context* ctx, Body&& body, const char* function = __builtin_FUNCTION()) {
-  return call(ctx, true, function, body);
+  return call<Context::Use>(ctx, true, function, body);
+}
+
+// As on(), for the functions that several threads may call at once with ga_config.eager.
+template <class Body>
+ga_status contribute(ga_context* ctx, Body&& body, const char* function = __builtin_FUNCTION()) {
+  if (ctx && ctx->callers()) return call<Context::SharedUse>(ctx, true, function, body);
+  return call<Context::Use>(ctx, true, function, body);
 }
 
 // As on(), for functions that only ask: they are legal while parameters and EMA are exchanged.
 template <class Body>
 ga_status ask(const ga_context* ctx, Body&& body, const char* function = __builtin_FUNCTION()) {
-  return call(ctx, false, function, body);
+  return call<Context::Use>(ctx, false, function, body);
 }
 
 ga_state_options read_state_options(const ga_state_options* options) {
@@ -858,7 +865,7 @@ ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight,
 }
 
 ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void* gradient) {
-  return on(ctx, [&] {
+  return contribute(ctx, [&] {
     ctx->note("param", param);
     ctx->accumulate_part(param, gradient);
   });
@@ -907,7 +914,7 @@ ga_status ga_micro_end(ga_context* ctx) {
 }
 
 ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count) {
-  return on(ctx, [&] {
+  return contribute(ctx, [&] {
     ctx->note("count", static_cast<double>(count));
     if (count > 0) require(params, "params");
     ctx->params_ready({params, count});

@@ -109,7 +109,8 @@ Context::Context(const ga_config& config)
     : config_(config),
       log_(Log::of(config)),
       backend_(config.device == GA_DEVICE_CUDA ? make_cuda_backend(config)
-                                               : make_cpu_backend(config)) {
+                                               : make_cpu_backend(config)),
+      callers_(config.eager ? new Callers : nullptr) {
   window_.set_accum_steps(config.accum_steps);
   if (config.eager) eager_ = std::make_unique<Eager>(*this);
   tables_ = tables_.grown(*backend_, ContextTables::kContext, 1);
@@ -126,32 +127,71 @@ Context::~Context() {
   for (const Tensor& t : params_.tensors()) backend_->free_rows(t.set);
 }
 
-Context::Use::Use(const Context& context, const char* function, bool changing) : context_(context) {
-  if (context.is_of_parent())
+// Throws where no thread, or not this one, can use the context.
+inline void Context::check_thread(const char* function) const {
+  if (is_of_parent())
     fail(
         GA_ERROR_INVALID_STATE,
         "the context was created before fork() by the parent of this process and cannot be used in "
         "the child; the child may create contexts of its own");
-  if (Eager::is_telling(context))
+  if (Eager::is_telling(*this))
     fail(GA_ERROR_INVALID_STATE, "%s was called by on_param_done, which must not use the context",
          function);
-  if (context.in_use_.exchange(true, std::memory_order_acquire))
-    fail(GA_ERROR_INVALID_STATE,
-         "the context is in another call; one thread may use it at a time, and the program's "
-         "callbacks (parallel_for, allocate, free, log, on_param_done) must not use it");
+}
+
+Context::Use::Use(const Context& context, const char* function, bool changing) : context_(context) {
+  context.check_thread(function);
+  if (context.in_use_.exchange(true, std::memory_order_acquire)) fail_in_use();
   if (context.broken_) {
     context.in_use_.store(false, std::memory_order_release);
     throw *context.broken_;
   }
   if (changing && context.ema_swapped_) {
     context.in_use_.store(false, std::memory_order_release);
-    fail(
-        GA_ERROR_INVALID_STATE,
-        "%s was called while the parameters and their EMA are exchanged; ga_ema_swap(ctx, 0) takes "
-        "that back",
-        function);
+    fail_swapped(function);
   }
   context.calls_ += changing;
+}
+
+thread_local const Context::SharedUse* Context::SharedUse::innermost_ = nullptr;
+
+Context::SharedUse::SharedUse(const Context& context, const char* function, bool changing)
+    : context_(context), outer_(innermost_) {
+  context.check_thread(function);
+  // A callback of a call may run on the thread of the call, which then would wait for itself.
+  for (const SharedUse* use = outer_; use; use = use->outer_)
+    if (&use->context_ == &context) fail_in_use();
+  const Callers::Lock lock = context.callers_->lock();
+  if (!context.callers_->enter(context.in_use_)) fail_in_use();
+  if (context.broken_) {
+    context.callers_->leave(context.in_use_);
+    throw *context.broken_;
+  }
+  if (changing && context.ema_swapped_) {
+    context.callers_->leave(context.in_use_);
+    fail_swapped(function);
+  }
+  context.calls_ += changing;
+  innermost_ = this;
+}
+
+Context::SharedUse::~SharedUse() {
+  innermost_ = outer_;
+  const Callers::Lock lock = context_.callers_->lock();
+  context_.callers_->leave(context_.in_use_);
+}
+
+void Context::fail_in_use() {
+  fail(GA_ERROR_INVALID_STATE,
+       "the context is in another call; one thread may use it at a time, and the program's "
+       "callbacks (parallel_for, allocate, free, log, on_param_done) must not use it");
+}
+
+void Context::fail_swapped(const char* function) {
+  fail(GA_ERROR_INVALID_STATE,
+       "%s was called while the parameters and their EMA are exchanged; ga_ema_swap(ctx, 0) takes "
+       "that back",
+       function);
 }
 
 // For calls that read or write the state of a device at once, and not in the order of a graph.

@@ -23,6 +23,7 @@
 
 #include "arrays.hpp"
 #include "batchnorm.hpp"
+#include "callers.hpp"
 #include "comm/comm.hpp"
 #include "eager.hpp"
 #include "error.hpp"
@@ -65,6 +66,23 @@ class Context : BnContext {
     const FpMode mode_;
     const Context& context_;
   };
+
+  // The same for ga_accumulate_part and ga_params_ready where callers() has several threads in them.
+  class SharedUse {
+   public:
+    SharedUse(const Context& context, const char* function, bool changing);
+    ~SharedUse();
+    SharedUse(const SharedUse&) = delete;
+    SharedUse& operator=(const SharedUse&) = delete;
+
+   private:
+    static thread_local const SharedUse* innermost_;  // of this thread's
+
+    const FpMode mode_;
+    const Context& context_;
+    const SharedUse* outer_;
+  };
+  const Callers* callers() const { return callers_.get(); }  // NULL: one thread at a time
 
   Log* log() const { return log_.get(); }  // NULL: none
   template <class Value>
@@ -176,6 +194,9 @@ class Context : BnContext {
   };
 
   // context.cpp
+  void check_thread(const char* function) const;
+  [[noreturn]] static void fail_in_use();
+  [[noreturn]] static void fail_swapped(const char* function);
   void check_no_capture(const char* what) const;
   void update_accum_steps();
   void look_up_accum_steps();
@@ -243,9 +264,11 @@ class Context : BnContext {
   void set_micro(const Micro& micro, int64_t index, double window_weight) {
     micro_ = {index, micro.weight, micro.loss_scale, window_weight};
   }
+  Callers::Lock lock_callers() const { return callers_ ? callers_->lock() : Callers::Lock(); }
   Param& part(ga_param id, const char* what);
+  [[noreturn]] void refuse_taken(ga_param id, const char* what) const;
   [[noreturn]] void refuse_ready(ga_param id) const;
-  void release_ready();
+  void release_ready(Callers::Lock lock);
   void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   void check_gradient(ga_param id, const void* gradient);
   void check_new_gradient(ga_param id, const void* gradient);
@@ -261,6 +284,10 @@ class Context : BnContext {
   void change_tasks(const Source& like);
   void prepare_parts(Span<const Whole> parts, const char* what) final;
   void contribute(Span<const Whole> given, bool may_adopt) final;
+  void add(Span<const Whole> given, bool may_adopt, Callers::Lock* lock);
+  bool take_part(ga_param id, const void* gradient);
+  void accumulate_among_callers(ga_param id, const void* gradient);
+  void add_apart(Param& p, Callers::Lock& lock);
   double unweighted() const;
   void count_contribution(Param& p);
   void store_adopted(ga_param id);
@@ -330,7 +357,8 @@ class Context : BnContext {
   std::unique_ptr<Log> log_;
   std::unique_ptr<Backend> backend_;
   mutable std::atomic<bool> in_use_{false};
-  mutable uint64_t calls_ = 0;  // that may have changed something
+  mutable uint64_t calls_ = 0;              // that may have changed something
+  const std::unique_ptr<Callers> callers_;  // NULL: one thread at a time, in any call
   const uint32_t generation_ = process_generation();
   std::optional<Error> broken_;  // why only destroy is legal
 

@@ -29,13 +29,13 @@ Eager::Eager(Context& context)
   backend_ = make_cpu_backend(config);
   thread_ = std::make_unique<Background>([this](size_t item) {
     const FpMode mode;
-    run(item, item + 1);
+    run({&begun_[item], 1});
   });
 }
 
 void Eager::reserve(size_t params, int64_t chunks) {
   join();
-  for (auto* list : {&waiting_, &ready_, &early_, &updated_, &measured_}) list->reserve(params);
+  for (auto* list : {&waiting_, &ready_, &early_}) list->reserve(params);
   begun_.reserve(params);
   moves_.reserve(params);
   if (backend_) backend_->reserve(chunks, static_cast<int64_t>(params), 0);
@@ -52,7 +52,7 @@ int64_t Eager::bytes(int64_t& written) const {
 int64_t Eager::list_bytes(size_t params) const {
   const Backend& backend = backend_ ? *backend_ : *context_.backend_;
   return static_cast<int64_t>(params *
-                              (5 * sizeof(ga_param) + sizeof(Begun) + sizeof(FinishTask))) +
+                              (3 * sizeof(ga_param) + sizeof(ReadyParam) + sizeof(FinishTask))) +
          backend.ahead_bytes(params);
 }
 
@@ -78,7 +78,7 @@ bool Eager::needs_second_set(size_t i) const {
   return may_go_ahead(i) && !is_settled(i) && !context_.params_[i].f64;
 }
 
-void Eager::release() {
+void Eager::release(Callers::Lock& lock) {
   Context& c = context_;
   if (!is_usual(c.window_.weight())) return;
   make_second_set();
@@ -89,17 +89,23 @@ void Eager::release() {
     if (held == Held::kStored || held == Held::kAdopted) begin(id, nullptr);
   }
   waiting_.clear();
-  if (begun_.size() == first) return;
-  totals_ = c.window_totals();
+  const Span<const ReadyParam> begun = {begun_.data() + first, begun_.size() - first};
+  if (begun.size == 0) return;
+  if (first == 0) totals_ = c.window_totals();  // which the threads read that work already
   if (thread_) return thread_->release(begun_.size());
+  done_ = begun_.size();
   try {
-    run(first, begun_.size());
-    done_ = begun_.size();
+    const Apart apart(lock);
+    run(begun);
   } catch (const Error& e) {
-    for (size_t k = first; k < begun_.size(); ++k)
-      if (c.params_[begun_[k].param].ahead == Ahead::kInPlace) c.broken_ = e;  // half updated
-    if (c.broken_) throw;
-    forget_begun(first);  // ga_step does it anew
+    bool in_place = false;
+    for (size_t k = 0; k < begun.size; ++k)
+      in_place = in_place || c.params_[begun.data[k].param].ahead == Ahead::kInPlace;
+    if (in_place) {  // half updated
+      c.broken_ = e;
+      throw;
+    }
+    for (size_t k = 0; k < begun.size; ++k) forget(begun.data[k]);  // ga_step does it anew
   }
 }
 
@@ -164,7 +170,7 @@ void Eager::run_arrived() {
   }
   if (thread_ || end <= done_) return;
   try {
-    run(done_, end);
+    run({begun_.data() + done_, end - done_});
     done_ = end;
   } catch (const Error&) {
     close();
@@ -172,18 +178,11 @@ void Eager::run_arrived() {
   }
 }
 
-// Updates those of begun_ from one to another.
-void Eager::run(size_t first, size_t end) {
-  updated_.clear();
-  measured_.clear();
-  for (size_t k = first; k < end; ++k) {
-    updated_.push_back(begun_[k].param);
-    if (begun_[k].measured) measured_.push_back(begun_[k].param);
-  }
+void Eager::run(Span<const ReadyParam> params) {
   Backend& backend = backend_ ? *backend_ : *context_.backend_;
-  backend.update_ahead(totals_, params_of(updated_), params_of(measured_));
-  for (const ga_param id : updated_)
-    if (context_.params_[id].ahead == Ahead::kInPlace) tell(id);
+  backend.update_ahead(totals_, params);
+  for (size_t k = 0; k < params.size; ++k)
+    if (context_.params_[params.data[k].param].ahead == Ahead::kInPlace) tell(params.data[k].param);
 }
 
 void Eager::check_not_in_place(const char* what) const {
@@ -194,8 +193,19 @@ void Eager::check_not_in_place(const char* what) const {
          what);
 }
 
+bool Eager::has_failed(const ReadyParam& begun) const {
+  return context_.params_[begun.param].ahead == Ahead::kNot;
+}
+
+bool Eager::has_begun() const {
+  return !std::all_of(begun_.begin(), begun_.end(), [this](auto& b) { return has_failed(b); });
+}
+
 void Eager::join() {
   close();
+  const auto failed = [this](auto& b) { return has_failed(b); };
+  begun_.erase(std::remove_if(begun_.begin(), begun_.end(), failed), begun_.end());
+  done_ = std::min(done_, begun_.size());
   if (begun_.empty()) return;
   if (!thread_) return forget_begun(done_);
   try {
@@ -217,13 +227,14 @@ void Eager::recall() {
   forget_begun(0);
 }
 
+void Eager::forget(const ReadyParam& begun) {
+  context_.params_[begun.param].ahead = Ahead::kNot;
+  context_.tables_.plans.at(static_cast<size_t>(begun.param))->targets = nullptr;
+}
+
 // From the one with this number on.
 void Eager::forget_begun(size_t first) {
-  for (size_t k = first; k < begun_.size(); ++k) {
-    const ga_param id = begun_[k].param;
-    context_.params_[id].ahead = Ahead::kNot;
-    context_.tables_.plans.at(static_cast<size_t>(id))->targets = nullptr;
-  }
+  for (size_t k = first; k < begun_.size(); ++k) forget(begun_[k]);
   begun_.resize(first);
   done_ = std::min(done_, first);
 }
@@ -237,7 +248,7 @@ void Eager::settle(bool applied) {
     forget_begun(0);
     restore_early();
   }
-  for (const Begun& b : begun_) {
+  for (const ReadyParam& b : begun_) {
     const auto i = static_cast<size_t>(b.param);
     Param& p = c.params_[i];
     c.tables_.plans.at(i)->targets = nullptr;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "background.hpp"
+#include "callers.hpp"
 #include "second_set.hpp"
 
 namespace ga {
@@ -39,7 +40,8 @@ class Eager {
 
   // In a window:
   void note(ga_param param) { waiting_.push_back(param); }  // it has become ready
-  void release();                                           // what was noted may be updated
+  void release(
+      Callers::Lock& lock);  // what was noted may be updated; lets go of the lock meanwhile
   // Where gradients are exchanged in the background, in place of release():
   void open();                                    // the exchange begins
   void await(ga_param param, const Array& sum);   // in the order in which the sums will be there
@@ -49,7 +51,7 @@ class Eager {
   void agreed(double weight) { totals_.weight = weight; }
   void arrived(size_t end);
   void run_arrived();  // updates these, where no thread of the library does
-  bool has_begun() const { return !begun_.empty(); }
+  bool has_begun() const;
   // For calls that would read or change what is updated in place, or what that was computed with.
   void check_not_in_place(const char* what) const;
   // Waits for the parameter that the library's threads update. Those behind it are left to ga_step, for
@@ -68,17 +70,14 @@ class Eager {
   static bool is_telling(const Context& context);
 
  private:
-  struct Begun {
-    ga_param param;
-    bool measured;  // the norm is taken too
-  };
-
   bool may_go_ahead(size_t param) const;
   bool is_settled(size_t param) const;
   bool needs_second_set(size_t param) const;
   void begin(ga_param id, const Array* sum);
-  void run(size_t first, size_t end);
+  void run(Span<const ReadyParam> params);
   void close();
+  bool has_failed(const ReadyParam& begun) const;
+  void forget(const ReadyParam& begun);
   void forget_begun(size_t first);
   void restore_early();
   void add_move(const Param& p, const Array& from);
@@ -89,9 +88,9 @@ class Eager {
   std::unique_ptr<Backend> backend_;  // of ga_config.eager_threads; NULL: the context's
 
   std::vector<ga_param> waiting_, ready_;
-  std::vector<Begun> begun_;     // in this window
-  size_t done_ = 0;              // without threads of the library: how many of these are updated
-  std::vector<ga_param> early_;  // of these, those that are written early
+  std::vector<ReadyParam> begun_;  // in this window; of these, Ahead::kNot: an update that failed
+  size_t done_ = 0;                // without threads of the library: how many of these are updated
+  std::vector<ga_param> early_;    // of these, those that are written early
   WindowTotals totals_ = {};
   bool in_place_ = false;                        // some are updated in place
   int64_t count_ = 0, waited_ = 0, redone_ = 0;  // see ga_step_result
@@ -101,8 +100,7 @@ class Eager {
   bool open_ = false;
   size_t arrived_ = 0;
 
-  // Working lists.
-  std::vector<ga_param> updated_, measured_;
+  // Working list.
   TaskList<FinishTask> moves_;
 
   std::unique_ptr<Background> thread_;  // with backend_; last: it uses the others

@@ -67,6 +67,7 @@ struct alignas(64) Param {
   bool acquired : 1;
   bool adopted_late : 1;  // adopted_scale still lacks the loss scale, which only the device knows
   bool maximum : 1;       // GA_REDUCE_MAX
+  bool busy : 1;          // a call adds to it, while calls of other threads may run
   bool frozen = false;
   bool stale = false;  // someone wrote the accumulator without its partials
   bool ready = false;  // nothing more comes to it in this window
@@ -98,7 +99,7 @@ struct alignas(64) Param {
   bool unrounded = false;   // the parameter is not what the master weights round to
   bool master_due = false;  // the master weights have yet to be copied from the parameter
 
-  Param() : f64(false), acquired(false), adopted_late(false), maximum(false) {}
+  Param() : f64(false), acquired(false), adopted_late(false), maximum(false), busy(false) {}
   Held held() const { return static_cast<Held>(held_as); }
   void hold(Held h) { held_as = static_cast<unsigned char>(h); }
   int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation

@@ -933,11 +933,12 @@ class Context {
     params_ready(params.begin(), params.size());
   }
   // An array of Param may not be read as an array of ga_param, so the ids are first copied, into an
-  // array of this object that is used again.
+  // array of the thread that is used again.
   void params_ready(const Param* params, std::size_t count) {
-    ready_.clear();
-    for (std::size_t k = 0; k < count; ++k) ready_.push_back(id(params[k]));
-    check(ga_params_ready(get(), ready_.data(), count));
+    static thread_local std::vector<ga_param> ids;
+    ids.clear();
+    for (std::size_t k = 0; k < count; ++k) ids.push_back(id(params[k]));
+    check(ga_params_ready(get(), ids.data(), count));
   }
 
   // -- Step
@@ -1053,7 +1054,6 @@ class Context {
 
   std::unique_ptr<ga_context, Destroy> context_;
   std::vector<const void*> gradients_;  // see accumulate()
-  std::vector<ga_param> ready_;         // see params_ready()
 };
 
 }  // namespace gradaccum

@@ -19,6 +19,12 @@ namespace ga {
 
 using Params = Span<const ga_param>;
 
+// A parameter for update_ahead(). measured: the norm of its gradient is taken too.
+struct ReadyParam {
+  ga_param param;
+  bool measured;
+};
+
 // The parameters whose gradients are read for sums before a window is decided.
 struct StepSums {
   Params norms;  // those without partials from the accumulating passes (norm_task)
@@ -135,8 +141,9 @@ class Backend {
                       const OverRanks& over_ranks) = 0;
   // On the CPU alone, for parameters whose gradients are complete, when only the totals of the ending
   // window and they are known: updates them as decide() and update() would if the step is applied and not
-  // clipped by a norm over several parameters. The last argument: those of them whose norms are taken too.
-  virtual void update_ahead(const WindowTotals&, Params, Params) {
+  // clipped by a norm over several parameters. With ga_config.eager, several threads may be in this call and in
+  // accumulate() at once, for different parameters.
+  virtual void update_ahead(const WindowTotals&, Span<const ReadyParam>) {
     fail(GA_ERROR_INTERNAL, "a device was to update parameters ahead of ga_step");
   }
   // After a decide() that applies the step: whether update_ahead() has computed what update() would for a

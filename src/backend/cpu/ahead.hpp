@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #include "backend/cpu/crew.hpp"
@@ -58,15 +59,15 @@ class Ahead {
     if (params <= states_.size()) return;
     states_.resize(params);
     grounds_.resize(params);
-    measured_.resize(params);
   }
 
   static int64_t bytes(size_t params) {
-    return static_cast<int64_t>(params * (sizeof(ParamState) + sizeof(Grounds) + sizeof(char)));
+    return static_cast<int64_t>(params * (sizeof(ParamState) + sizeof(Grounds)));
   }
 
   // Writes the plans of these parameters. A parameter's own norm clips it, and has to be measured before.
-  void plan(const ScalarTables& tables, const WindowTotals& totals, Params params) {
+  void plan(const ScalarTables& tables, const WindowTotals& totals, Span<const ReadyParam> params) {
+    const std::lock_guard<std::mutex> lock(mutex_);
     control_ = *tables.control;
     groups_.assign(tables.group_states, tables.group_states + tables.groups);
     ScalarTables copies = tables;
@@ -76,7 +77,7 @@ class Ahead {
     foresee(copies, totals);
     Crew crew;
     for (size_t k = 0; k < params.size; ++k) {
-      const int64_t id = params.data[k];
+      const int64_t id = params.data[k].param;
       const auto i = static_cast<size_t>(id);
       states_[i] = tables.param_states[i];
       if (tables.param_inputs[i].held == Held::kSummed) {
@@ -98,9 +99,6 @@ class Ahead {
     return same(grounds_[static_cast<size_t>(param)], grounds_of(tables, param));
   }
 
-  // Whether the norm of a parameter is taken in the pass that updates it.
-  char& measured(ga_param param) { return measured_[static_cast<size_t>(param)]; }
-
  private:
   // As judge_window() will if it applies the step, and no norm over several parameters clips it. t has copies
   // of the control block and of the states of groups and parameters, since only the plans are to change.
@@ -116,11 +114,11 @@ class Ahead {
     }
   }
 
+  std::mutex mutex_;  // of plan(), which several threads may call
   Control control_ = {};
   std::vector<GroupState> groups_;
-  std::vector<ParamState> states_;  // by parameter, as the next two
+  std::vector<ParamState> states_;  // by parameter, as the next one
   std::vector<Grounds> grounds_;
-  std::vector<char> measured_;
 };
 
 }  // namespace ga::cpu

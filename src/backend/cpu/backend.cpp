@@ -136,7 +136,7 @@ class CpuBackend final : public Backend {
 
   void decide(const WindowTotals& totals, const StepSums& sums,
               const OverRanks& over_ranks) override {
-    set_limits(totals, sums.norms);
+    for (size_t k = 0; k < sums.norms.size; ++k) set_limit(totals, sums.norms.data[k]);
     take_norms(Norms{*this, sums.norms});
     Crew crew;
     sum_window(crew, tables_, totals);
@@ -145,27 +145,17 @@ class CpuBackend final : public Backend {
   }
 
   // A norm that is measured in the same pass costs no reading of its own, but the plan cannot know it.
-  void update_ahead(const WindowTotals& totals, Params params, Params measured) override {
-    set_limits(totals, measured);
-    std::vector<ga_param>& before = norms_before_;
-    before.clear();
-    for (size_t k = 0; k < measured.size; ++k) {
-      const ga_param param = measured.data[k];
-      const ga_clip& clip = tables_.group_inputs[tables_.param_inputs[param].group].clip;
-      if (clip.scope == GA_CLIP_PER_TENSOR)
-        before.push_back(param);
-      else
-        ahead_.measured(param) = 1;
-    }
-    take_norms(Norms{*this, {before.data(), before.size()}});
+  void update_ahead(const WindowTotals& totals, Span<const ReadyParam> params) override {
+    for (size_t k = 0; k < params.size; ++k)
+      if (params.data[k].measured) set_limit(totals, params.data[k].param);
+    take_norms(NormsBefore{*this, params});
     ahead_.plan(tables_, totals, params);
-    lists_.run(Listed<UpdateTask>{tasks_.updates, params},
-               [this](const UpdateTask& task, const Work& w) {
-                 const auto param = static_cast<ga_param>(&task - tasks_.updates);
-                 if (ahead_.measured(param)) kernels_.norm(norm_of(param), w.offset, w.count);
-                 update_chunk(task, w.offset, w.count);
-               });
-    for (size_t k = 0; k < measured.size; ++k) ahead_.measured(measured.data[k]) = 0;
+    lists_.run(ReadyUpdates{tasks_.updates, params}, [&](const UpdateTask& task, const Work& w) {
+      const ReadyParam& ready = params.data[w.task];
+      if (ready.measured && !clips_itself(ready.param))
+        kernels_.norm(norm_of(ready.param), w.offset, w.count);
+      update_chunk(task, w.offset, w.count);
+    });
   }
 
   bool came_true(ga_param param) override {
@@ -358,17 +348,39 @@ class CpuBackend final : public Backend {
     NormTask operator[](size_t k) const { return self.norm_of(params.data[k]); }
   };
 
+  // The same of parameters that their own norms clip; nothing for others.
+  struct NormsBefore {
+    const CpuBackend& self;
+    Span<const ReadyParam> params;
+    size_t size() const { return params.size; }
+    NormTask operator[](size_t k) const {
+      const ReadyParam& ready = params.data[k];
+      if (!ready.measured || !self.clips_itself(ready.param)) return {};
+      return self.norm_of(ready.param);
+    }
+  };
+
+  struct ReadyUpdates {
+    const UpdateTask* table;
+    Span<const ReadyParam> params;
+    size_t size() const { return params.size; }
+    const UpdateTask& operator[](size_t k) const { return table[params.data[k].param]; }
+  };
+
+  // Whether the norm of a parameter clips the parameter alone.
+  bool clips_itself(ga_param param) const {
+    const ga_group group = tables_.param_inputs[param].group;
+    return tables_.group_inputs[group].clip.scope == GA_CLIP_PER_TENSOR;
+  }
+
   NormTask norm_of(ga_param param) const {
     return norm_task(tables_, tasks_, param, &tables_.plans[param].raw);
   }
 
-  // Sets what norm tasks clip by value with.
-  void set_limits(const WindowTotals& totals, Params params) {
-    for (size_t k = 0; k < params.size; ++k) {
-      const ga_param param = params.data[k];
-      if (tables_.param_inputs[param].clamped)
-        tables_.plans[param].raw = raw_numbers(tables_, mean_of(tables_, totals), param);
-    }
+  // Sets what a norm task clips by value with.
+  void set_limit(const WindowTotals& totals, ga_param param) {
+    if (tables_.param_inputs[param].clamped)
+      tables_.plans[param].raw = raw_numbers(tables_, mean_of(tables_, totals), param);
   }
 
   template <class Tasks>
@@ -422,7 +434,7 @@ class CpuBackend final : public Backend {
   const bool eager_;
   const Kernels& kernels_;
   Threads threads_;
-  Lists lists_{threads_};
+  Lists lists_{threads_, eager_};
   Rows rows_{kernels_, threads_, lists_};
   MatmulEngine matmul_{threads_};
   int64_t cache_;
@@ -434,7 +446,6 @@ class CpuBackend final : public Backend {
   Results results_;
   Ahead ahead_;
   std::vector<UnitTask> unit_tasks_;
-  std::vector<ga_param> norms_before_;  // of update_ahead()
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <type_traits>
 #include <vector>
@@ -42,7 +43,8 @@ struct Given {
 
 class Lists {
  public:
-  explicit Lists(Threads& threads) : threads_(threads) {}
+  // shared: several threads may be in run() at once. One of them has the crew, and the others work alone.
+  Lists(Threads& threads, bool shared) : threads_(threads), shared_(shared) {}
 
   // Makes room for so many chunks.
   void reserve(size_t chunks) {
@@ -55,8 +57,8 @@ class Lists {
   // of similar size: many small tensors make one item, and there are enough items for every thread.
   template <class Tasks, class Loop>
   void run(const Tasks& tasks, Loop loop, bool busy = false) {
-    run_cut(kind_of(tasks), tasks, loop, busy,
-            [](const auto& task, auto&& take) { take(0, task.count); });
+    if (shared_) return run_shared(tasks, loop, busy);
+    run_cut(kind_of(tasks), tasks, loop, busy, whole);
   }
 
   // Runs loop(task, work) for updates whose chunks begin anew after every UpdateTask::stretch() elements.
@@ -130,15 +132,35 @@ class Lists {
                                                 : kOther;
   }
 
+  // Whoever finds the flag clear has it until the end of the scope.
+  class Turn {
+   public:
+    explicit Turn(std::atomic_flag& taken)
+        : taken_(taken), is_mine_(!taken.test_and_set(std::memory_order_acquire)) {}
+    ~Turn() {
+      if (is_mine_) taken_.clear(std::memory_order_release);
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+    bool is_mine() const { return is_mine_; }
+
+   private:
+    std::atomic_flag& taken_;
+    const bool is_mine_;
+  };
+
   static bool idle(const UpdateTask& task) { return (task.plan->duty & ~kUpdateRows) == 0; }
   template <class Task>
   static bool idle(const Task&) {
     return false;
   }
 
+  static constexpr auto whole = [](const auto& task, auto&& take) { take(0, task.count); };
+
   // each_stretch(task, take) calls take(first, elements) for the parts of a task.
   template <class Tasks, class Loop, class Stretches>
-  void run_cut(int kind, const Tasks& tasks, Loop& loop, bool busy, Stretches&& each_stretch) {
+  [[gnu::always_inline]] void run_cut(int kind, const Tasks& tasks, Loop& loop, bool busy,
+                                      Stretches&& each_stretch) {
     int64_t total = 0;
     for (size_t t = 0; t < tasks.size(); ++t) total += tasks[t].count;
     const double work =
@@ -158,6 +180,20 @@ class Lists {
       }
       if (together) run_items(tasks, false, loop);
     });
+  }
+
+  // Apart, so that the compiler inlines the rest where there is but one thread at a time.
+  template <class Tasks, class Loop>
+  [[gnu::noinline]] void run_shared(const Tasks& tasks, Loop& loop, bool busy) {
+    const Turn turn(taken_);
+    if (turn.is_mine()) return run_cut(kind_of(tasks), tasks, loop, busy, whole);
+    for (size_t t = 0; t < tasks.size(); ++t) {
+      const auto& task = tasks[t];
+      if (!busy && idle(task)) continue;
+      for (int64_t offset = 0; offset < task.count; offset += kChunk)
+        loop(task, Work{static_cast<int32_t>(t),
+                        static_cast<int32_t>(std::min(kChunk, task.count - offset)), offset});
+    }
   }
 
   // Cuts elements into chunks, and these into items of similar size: begin() with the elements of all.
@@ -189,6 +225,8 @@ class Lists {
   }
 
   Threads& threads_;
+  const bool shared_;
+  std::atomic_flag taken_ = ATOMIC_FLAG_INIT;
   std::vector<Work> work_;
   std::vector<int64_t> items_;
   int64_t item_, begun_, item_end_;  // of begin() and cut()
