@@ -62,12 +62,13 @@ constexpr Kind kKinds[] = {{GA_F32, GA_F32, GA_MASTER_F32, GA_ROUND_NEAREST},
                            {GA_BF16, GA_BF16, GA_MASTER_NONE, GA_ROUND_STOCHASTIC}};
 
 // A window ends with a micro-batch layer by layer, the last parameter first. Every fourth parameter becomes
-// ready before that, one never. In window 3 the last gradient that comes has a NaN.
+// ready before that, one never. In window 3 the last gradient that comes has a NaN. With several threads all
+// micro-batches come layer by layer, from all threads at once.
 class Training {
  public:
   Training(const Way& setup, const std::vector<NamedOptimizer>& optimizers, const Kind& kind,
-           bool eager)
-      : eager_(eager), micro_batches_(setup.micro_batches) {
+           bool eager, int threads = 1)
+      : eager_(eager), micro_batches_(setup.micro_batches), threads_(threads) {
     ga_config c = config();
     setup.configure(c);
     c.eager = eager;
@@ -127,6 +128,12 @@ class Training {
     const auto seed = static_cast<uint64_t>(t * 10);
     const auto n = static_cast<ga_param>(params_.size());
     for (int m = 0; m + 1 < micro_batches_; ++m) {
+      if (threads_ > 1) {
+        EXPECT_OK(ga_micro_begin(ctx_, -1, 1 + 0.5 * m, nullptr));
+        parts_by_threads(
+            seed + static_cast<uint64_t>(m), [](ga_param) { return true; }, false);
+        continue;
+      }
       std::vector<const void*> all;
       for (size_t i = 0; i < params_.size(); ++i)
         all.push_back(gradient(i, seed + static_cast<uint64_t>(m)).data());
@@ -138,11 +145,11 @@ class Training {
       EXPECT_OK(ready(ctx_, id));
     }
     EXPECT_OK(ga_micro_begin(ctx_, -1, 0.75, MicroOptions(0, GA_MICRO_LAST)));
+    const auto comes = [=](ga_param id) { return !(before && id % 4 == 0); };
+    if (threads_ > 1) return parts_by_threads(seed + 9, comes, true, t == 3);
     for (ga_param id = n; id-- > 0;) {
-      if (before && id % 4 == 0) continue;
-      Tensor g = gradient(static_cast<size_t>(id), seed + 9);
-      if (t == 3 && id == 1) g.set(g.count() - 1, NAN);
-      kept_.push_back(std::make_unique<Tensor>(g));
+      if (!comes(id)) continue;
+      kept_.push_back(std::make_unique<Tensor>(last_gradient(id, seed + 9, t == 3)));
       const void* const data = kept_.back()->data();
       EXPECT_OK(ga_accumulate_part(ctx_, id, data));
       if (eager_ && id != 2) {
@@ -153,8 +160,39 @@ class Training {
     EXPECT_OK(ga_micro_end(ctx_));
   }
 
+  Tensor last_gradient(ga_param id, uint64_t seed, bool bad) {
+    Tensor g = gradient(static_cast<size_t>(id), seed);
+    if (bad && id == 1) g.set(g.count() - 1, NAN);
+    return g;
+  }
+  // The gradients of the open micro-batch, and its end.
+  void parts_by_threads(uint64_t seed, const std::function<bool(ga_param)>& comes, bool last,
+                        bool bad = false) {
+    std::vector<std::pair<ga_param, const void*>> parts;
+    for (auto id = static_cast<ga_param>(params_.size()); id-- > 0;) {
+      if (!comes(id)) continue;
+      kept_.push_back(std::make_unique<Tensor>(last_gradient(id, seed, bad)));
+      parts.emplace_back(id, kept_.back()->data());
+    }
+    std::vector<std::thread> all;
+    for (int thread = 0; thread < threads_; ++thread)
+      all.emplace_back([&, thread] {
+        for (auto k = static_cast<size_t>(thread); k < parts.size();
+             k += static_cast<size_t>(threads_)) {
+          const auto [id, data] = parts[k];
+          EXPECT_OK(ga_accumulate_part(ctx_, id, data));
+          if (last && id != 2) {
+            EXPECT_OK(ready(ctx_, id));
+          }
+        }
+      });
+    for (std::thread& thread : all) thread.join();
+    EXPECT_OK(ga_micro_end(ctx_));
+    if (!live_) kept_.clear();
+  }
+
   const bool eager_;
-  const int micro_batches_;
+  const int micro_batches_, threads_;
   bool live_;  // gradients are read until the window ends
   int32_t gradient_dtype_;
   ga_context* ctx_ = nullptr;
@@ -241,6 +279,8 @@ TEST_P(EagerBits, AreThoseOfTheStep) {
   const Trace plain = Training(setup, optimizers, kind, false).windows(kWindows);
   const Trace ahead = Training(setup, optimizers, kind, true).windows(kWindows);
   ahead.expect_same(plain);
+  const Trace shared = Training(setup, optimizers, kind, true, 3).windows(kWindows);
+  shared.expect_same(plain);
   EXPECT_EQ(plain.eager, 0);
   if (setup.name == "DroppingMicros") {
     EXPECT_EQ(ahead.eager, 0);
@@ -248,6 +288,7 @@ TEST_P(EagerBits, AreThoseOfTheStep) {
   }
   if (setup.name.find("LibraryThreads") == 0)
     return;  // ga_step takes what they have not begun with
+  EXPECT_EQ(shared.eager + shared.waited, ahead.eager + ahead.waited);
   if (kind.dtype == GA_F64 && setup.name.find("InPlace") != 0) {
     EXPECT_EQ(ahead.eager, 0);  // they wait
     return;
