@@ -60,7 +60,8 @@
  *              use until ga_context_destroy. Pointers that the library returns stay its own.
  *   Tensors    Dense, row-major, at any address that is a multiple of the element size.
  *   Structs    An _init function fills a struct with defaults; then the program sets fields.
- *   Threads    One thread at a time uses a context. Different contexts are independent.
+ *   Threads    One thread at a time uses a context, but see ga_params_ready. Different contexts are
+ *              independent.
  *
  * examples/minimal.c is a complete program; cc minimal.c $(pkg-config --cflags --libs gradaccum)
  */
@@ -591,7 +592,8 @@ GA_API ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wai
 GA_API ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight,
                                 const ga_micro_options* options);
 
-/* Adds a gradient [the parameter's shape] to one parameter. */
+/* Adds a gradient [the parameter's shape] to one parameter. With ga_config.eager, several threads may
+   do so at once for different parameters: see ga_params_ready. */
 GA_API ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void* gradient);
 
 /* Adds a gradient that has only some rows: values[i] to row indices[i] of the parameter, a row
@@ -685,13 +687,30 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
    ADAFACTOR, MUON, ROWWISE_ADAGRAD or EXTERNAL; and all parameters under GA_NONFINITE_DROP_MICRO,
    GA_CLIP_WHEN_MICRO, or with a communicator without ga_comm_options.overlap.
 
+   With ga_config.eager, several threads may be in ga_accumulate_part and ga_params_ready at once, so
+   that gradients are added, and parameters updated, as they arrive from several places.
+   - Such calls must be for different parameters. A call for a parameter that another thread adds to
+     at that moment is GA_ERROR_INVALID_STATE.
+   - No other function may overlap with them. It is GA_ERROR_INVALID_STATE until they have returned,
+     ga_micro_end and ga_step included, and so are they while it runs.
+   - Their passes over the data run at the same time: one has the threads of the context
+     (num_threads, parallel_for), the others their own. What keeps the others waiting is the first
+     contribution after parameters were added or bound, which may allocate and fill arrays, and, with
+     a communicator and without ga_config.eager_threads, an update.
+   - ga_config.log is called on the threads of the calls, and on_param_done may be: on several at
+     once. An exception in on_param_done may come out of any of the calls.
+   - Results have the bits that the same calls from one thread give. What adds up in the order of the
+     calls is the program's to order: two gradients for one parameter, and under GA_CLIP_WHEN_MICRO
+     the norm of a micro-batch.
+
    With a communicator, the exchange of gradients may begin here: see ga_context_set_comm. With
    ga_config.eager an update then begins when the sum over the ranks is there, never in place, on
    the threads of ga_config.eager_threads; without these, this call and ga_micro_begin update what
    has been summed by then. What GA_CLIP_PER_TENSOR clips is updated anew too. If the exchange
    fails, parameters and state are as they were.
 
-   GA_ERROR_INVALID_STATE: the window is invalid, or the accumulator of one is acquired.
+   GA_ERROR_INVALID_STATE: the window is invalid, the accumulator of one is acquired, or another
+   thread adds to one.
    GA_ERROR_FAULT: an update in place stopped half-way (any other, ga_step makes anew); or
    on_param_done threw an exception. */
 GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count);
@@ -1612,7 +1631,8 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *
  * Threads      One thread at a time uses a context: a call while another one runs on the same
  *              context is GA_ERROR_INVALID_STATE and changes nothing. (ga_context_destroy cannot
- *              tell, so no other call may be running.) A context may move between threads, under a
+ *              tell, so no other call may be running.) With ga_config.eager, calls of
+ *              ga_accumulate_part and ga_params_ready may overlap: see the latter. A context may move between threads, under a
  *              lock of the program's: no call depends on the thread of another, but ga_last_error()
  *              is that of the thread whose call failed. Different contexts are independent.
  *              Callbacks (ga_parallel_for, ga_allocate, ga_free, ga_log, ga_progress, ga_write_fn,

@@ -295,7 +295,7 @@ class Config : public ga_config {
   }
 
   // callable(Param param): see ga_param_done. With eager_threads it also runs on a thread of the
-  // library, which must not destroy the context.
+  // library, which must not destroy the context; it may run on several threads at once.
   template <typename Callable>
   void set_on_param_done(Callable callable) {
     auto owned = std::make_shared<Callable>(std::move(callable));
@@ -490,6 +490,7 @@ class [[nodiscard]] MicroBatch {
     throw error;
   }
 
+  // With eager, several threads may do this at once: see ga_params_ready.
   void accumulate_part(Param param, const void* gradient) {
     check(ga_accumulate_part(scope_.get(), id(param), gradient));
   }
@@ -924,7 +925,8 @@ class Context {
     return MicroBatch(get());
   }
 
-  // params: a vector, an array, a span, ... of Param. A micro-batch may be open.
+  // params: a vector, an array, a span, ... of Param. A micro-batch may be open. With eager, several
+  // threads may do this at once.
   template <typename Params, typename = decltype(std::data(std::declval<const Params&>()))>
   void params_ready(const Params& params) {
     params_ready(std::data(params), std::size(params));

@@ -7,7 +7,7 @@ using System.Runtime.InteropServices;
 namespace GradAccum {
   /// <summary>
   /// Groups, parameters and a window of micro-batches. One thread at a time uses a context; a call while
-  /// another one runs is refused. Different contexts are independent.
+  /// another one runs is refused, with <see cref="Config.Eager"/> too. Different contexts are independent.
   /// </summary>
   /// <example>
   /// <code>

@@ -21,8 +21,8 @@ What holds for all calls is said here once:
   ``ValueError`` before the library is called.
 - Tensors are used in place: the program owns them, and the package refers to a parameter's tensor until ``bind``,
   ``remove`` or ``close``, and to everything else for the call unless the function says more.
-- One thread at a time uses a context; a second one gets an ``Error``. The lock of the interpreter is released during
-  each call. Contexts are independent of each other.
+- One thread at a time uses a context; a second one gets an ``Error``, with ``Config.eager`` too. The lock of the
+  interpreter is released during each call. Contexts are independent of each other.
 - Learning rates, norms and scales are plain numbers; sizes are in elements unless the function says bytes.
 """
 

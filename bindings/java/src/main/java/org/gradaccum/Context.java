@@ -42,8 +42,8 @@ import java.util.function.Consumer;
  * address is the program's to keep valid for as long.
  *
  * <p>Threads: one thread at a time uses a context. A call while another one runs is an {@link
- * IllegalStateException} and changes nothing, but {@link #close}, which waits. A context may move
- * between threads. Different contexts are independent.
+ * IllegalStateException} and changes nothing, with {@link Config#eager} too, but {@link #close},
+ * which waits. A context may move between threads. Different contexts are independent.
  *
  * <p>Every method throws a {@link GradAccumException} if the library refuses the call, an {@link
  * IllegalArgumentException} for memory of the wrong kind or length, and an {@link
