@@ -1632,9 +1632,10 @@ GA_API ga_status ga_build_describe(ga_build* out);
  * Threads      One thread at a time uses a context: a call while another one runs on the same
  *              context is GA_ERROR_INVALID_STATE and changes nothing. (ga_context_destroy cannot
  *              tell, so no other call may be running.) With ga_config.eager, calls of
- *              ga_accumulate_part and ga_params_ready may overlap: see the latter. A context may move between threads, under a
- *              lock of the program's: no call depends on the thread of another, but ga_last_error()
- *              is that of the thread whose call failed. Different contexts are independent.
+ *              ga_accumulate_part and ga_params_ready may overlap: see the latter. A context may move
+ *              between threads, under a lock of the program's: no call depends on the thread of
+ *              another, but ga_last_error() is that of the thread whose call failed. Different
+ *              contexts are independent.
  *              Callbacks (ga_parallel_for, ga_allocate, ga_free, ga_log, ga_progress, ga_write_fn,
  *              ga_read_fn) must not use their context.
  *
