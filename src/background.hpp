@@ -35,9 +35,10 @@ class Background {
     }
     changed_.notify_all();
   }
-  std::thread::id id() const { return thread_.get_id(); }
-  bool is_running() {
+  // No other item runs. Returns whether one still does.
+  bool close() {
     const std::lock_guard<std::mutex> lock(mutex_);
+    end_ = 0;
     return running_;
   }
   // Waits for the item that runs, and begins anew: nothing is released. Returns how many items have run;

@@ -58,7 +58,7 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
     own_backend_ = make_cpu_backend(config);
     background_ = std::make_unique<Background>([this](size_t item) {
       const FpMode mode;
-      run_item(item);
+      run_item(item, *own_backend_);
     });
   }
   comm_->take(on_device() ? context.backend_.get() : nullptr);
@@ -67,7 +67,7 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
 }
 
 Exchange::~Exchange() {
-  if (background_ && background_->is_running()) comm_->abort();
+  if (background_ && background_->close()) comm_->abort();
   background_.reset();
   if (comm_->on_stream()) {
     try {

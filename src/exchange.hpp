@@ -217,7 +217,7 @@ class Exchange {
   void make_slices(const std::function<bool(ga_param)>& which);
   void run(const Slice& slice);
   void begin_slices();
-  void run_item(size_t item);
+  void run_item(size_t item, Backend& adder);
   void finish_slices();
   void agree_on_tensors();
   void check_state();

@@ -470,10 +470,9 @@ void Exchange::begin_slices() {
   released_ = 0;
 }
 
-// On one thread or the other.
-void Exchange::run_item(size_t item) {
-  adder_ = context_.backend_.get();
-  if (own_backend_ && std::this_thread::get_id() == background_->id()) adder_ = own_backend_.get();
+// On one thread or the other, each with a backend of its own.
+void Exchange::run_item(size_t item, Backend& adder) {
+  adder_ = &adder;
   if (item == 0)
     agree_on_tensors();
   else
@@ -486,7 +485,7 @@ void Exchange::finish_slices() {
   if (!begun_) begin_slices();
   begun_ = false;
   size_t item = background_ ? background_->stop() : 0;
-  for (; item < 1 + slices_.list().size(); ++item) run_item(item);
+  for (; item < 1 + slices_.list().size(); ++item) run_item(item, *context_.backend_);
   adder_ = context_.backend_.get();
 }
 

@@ -74,8 +74,12 @@ class Group {
     const int64_t call = ++me.arrived;
     changed_.notify_all();
     const auto deadline = Clock::now() + limit(timeout);
-    if (const int32_t failure = wait(lock, deadline, timeout, rank, call, &Member::arrived))
+    int32_t failure = wait(lock, deadline, timeout, rank, call, &Member::arrived);
+    if (failure == kNone) failure = failure_;  // a rank that found it has gone, with what it showed
+    if (failure != kNone) {
+      changed_.wait(lock, [&] { return copying_ == 0; });
       return failure;
+    }
     for (const Member& m : members_)
       if (!m.shown.matches(shown)) {
         end(kDifferent, "ranks exchange different things: they call in different orders");
@@ -88,7 +92,7 @@ class Group {
     --copying_;
     me.done = call;
     changed_.notify_all();
-    const int32_t failure = wait(lock, deadline, timeout, rank, call, &Member::done);
+    failure = wait(lock, deadline, timeout, rank, call, &Member::done);
     // Another rank may still read what this one shows.
     changed_.wait(lock, [&] { return copying_ == 0 || failure == kNone; });
     return failure;
