@@ -375,6 +375,8 @@ void Context::accumulate_part(ga_param id, const void* gradient) {
   add({&whole, 1}, true, nullptr);
 }
 
+// Apart: a lock in the function above, taken or not, would cost small parts a nanosecond (3 % of one with 16
+// elements).
 void Context::accumulate_among_callers(ga_param id, const void* gradient) {
   Callers::Lock lock = callers_->lock();
   if (!take_part(id, gradient)) return;

@@ -70,7 +70,8 @@ class ParamArrays {
     if (p.share.count == p.count) return {0, count};
     return p.share.count == 0 ? Range{0, 0} : part_of(p, count, p.share);
   }
-  // The same of another rank, whose share is a piece: one element for each of the parameter, or for each row.
+  // The elements that a rank with that share of the parameter has of such an array, which has one element for each
+  // of the parameter, or one for each row.
   static Range part_of(const Param& p, int64_t count, const Range& share) {
     const int64_t each = p.count / count;
     return {share.first / each, share.count / each};

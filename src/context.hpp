@@ -67,7 +67,8 @@ class Context : BnContext {
     const Context& context_;
   };
 
-  // The same for ga_accumulate_part and ga_params_ready where callers() has several threads in them.
+  // A call of ga_accumulate_part or ga_params_ready, beside which other threads may make such calls
+  // (ga_config.eager).
   class SharedUse {
    public:
     SharedUse(const Context& context, const char* function, bool changing);

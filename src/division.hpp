@@ -33,8 +33,8 @@ struct Division {
   // The pieces that ranks take norms of: those they have where the optimizer is sharded, so that norms have
   // the same bits where it is not.
   int64_t measured_piece = 0;
-  // These are not the pieces that ranks add up where the optimizer is not sharded: so in either case the sums
-  // of a gradient are measured after they have been added.
+  // Where the optimizer is not sharded, ranks add up other pieces than they take norms of. Then norms are a pass of
+  // their own behind the addition, sharded or not.
   bool measured_apart = false;
 
   // What a rank adds up.

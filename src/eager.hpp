@@ -40,8 +40,8 @@ class Eager {
 
   // In a window:
   void note(ga_param param) { waiting_.push_back(param); }  // it has become ready
-  void release(
-      Callers::Lock& lock);  // what was noted may be updated; lets go of the lock meanwhile
+  // What was noted may be updated. Lets go of the lock while it is.
+  void release(Callers::Lock& lock);
   // Where gradients are exchanged in the background, in place of release():
   void open();                                    // the exchange begins
   void await(ga_param param, const Array& sum);   // in the order in which the sums will be there

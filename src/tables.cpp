@@ -372,7 +372,8 @@ void Context::tell_param(size_t i) {
   set_gradient(i);
 }
 
-// The same ahead of ga_step, of a gradient whose sum over the ranks is to be there when it is read.
+// Has the tables of a parameter that is updated ahead of ga_step read the sum of its gradients over the ranks, which
+// need not be there yet.
 void Context::tell_sum(size_t i, const Array& sum) {
   tables_.param_inputs.set(i, &ParamInput::weight, 1.0);
   tables_.param_inputs.set(i, &ParamInput::stale_rows, false);

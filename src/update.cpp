@@ -70,7 +70,8 @@ void Context::update_layers() {
   size_t last_unit = 0;  // behind it, none is clipped by units
   for (size_t k = 0; k < layers_.size() && !sums_first(); ++k)
     if (params_.by_units(layers_[k])) last_unit = k + 1;
-  // Those of layer-wise optimizers whose norms are added up over the ranks are updated after all others.
+  // Parameters whose layer norms are added up over the ranks are updated last of all, but clipped here, since the
+  // ranks exchange the totals of all units at once.
   const auto settle_parts = [&] {
     clip_units(layers_over_ranks_, 0, layers_over_ranks_.size(), false);
     or_end([&] { exchange_->share_unit_totals(); });

@@ -348,7 +348,8 @@ class CpuBackend final : public Backend {
     NormTask operator[](size_t k) const { return self.norm_of(params.data[k]); }
   };
 
-  // The same of parameters that their own norms clip; nothing for others.
+  // The norm tasks of update_ahead() that have to run before it plans: a parameter has one if its own norm clips
+  // it, and else a task without elements.
   struct NormsBefore {
     const CpuBackend& self;
     Span<const ReadyParam> params;
