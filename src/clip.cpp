@@ -75,6 +75,7 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
     window_.check_empty("a change of the clipping of micro-batches (GA_CLIP_WHEN_MICRO)");
   const ga_clip before = slot;
   const bool before_own = own && *own;
+  std::optional<Exchange::Parts> parts_before;
   slot = next;
   if (own) *own = clip != nullptr;
   try {
@@ -84,12 +85,12 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
         params_.units_axes(i);
     const bool units = before.scope == GA_CLIP_AGC || next.scope == GA_CLIP_AGC ||
                        params_.clip.scope == GA_CLIP_AGC;  // which a group may have had, or gets
-    if (exchange_) exchange_->check_division();
+    if (exchange_) parts_before = exchange_->check_division();
     if (prepared_ > 0 && units) arrays_.make_units();
   } catch (...) {
     slot = before;
     if (own) *own = before_own;
-    if (exchange_) exchange_->check_division();
+    if (parts_before) exchange_->take_parts(std::move(*parts_before));
     for (size_t i = 0; i < prepared_; ++i) describe(i);
     throw;
   }

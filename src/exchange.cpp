@@ -313,8 +313,8 @@ Exchange::Items Exchange::tensor_items() const {
     f.add("rank", static_cast<int64_t>(t.shape.size()));
     for (size_t d = 0; d < t.shape.size(); ++d)
       f.add(("dimension_" + std::to_string(d)).c_str(), t.shape[d]);
-    f.add("piece", divisions_[i].piece);
-    f.add("owner", divisions_[i].owner);
+    f.add("piece", parts_.divisions[i].piece);
+    f.add("owner", parts_.divisions[i].owner);
     items.emplace_back("parameter " + std::string(t.name), f.text());
   }
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -92,16 +93,25 @@ class Exchange {
   bool is_check_due() const;  // whether this window compares parameters and state
   // Products of matrices have bits of their own on each processor, so one rank makes the update of a
   // matrix and hands it to the others.
-  int32_t maker(ga_param id) const { return divisions_[static_cast<size_t>(id)].owner; }
+  int32_t maker(ga_param id) const { return parts_.divisions[static_cast<size_t>(id)].owner; }
   void hand_round(float* data, int64_t count, ga_param id);
 
   // Whether each rank keeps state of a part of the parameters alone, GA_SHARD_OPTIMIZER.
   bool shards() const { return options_.shard == GA_SHARD_OPTIMIZER; }
-  // Decides which rank has what of parameters that are new; before they get arrays.
+  // Which rank has what of each parameter.
+  struct Parts {
+    std::vector<Division> divisions;
+    std::vector<int64_t> counts;                       // elements
+    std::vector<Keeper> keepers;                       // when it was divided
+    std::vector<std::vector<Partial>> layer_partials;  // where the state is not sharded
+  };
+  // Decides about parameters that are new; before they get arrays.
   void divide();
   // Clipping has changed: divides anew, or throws if arrays are divided in another way than they would be now.
   // What is not sharded is divided anew before the first window alone, since sharded arrays may have been then.
-  void check_division();
+  // Returns what was before, if that is not what is now.
+  std::optional<Parts> check_division();
+  void take_parts(Parts parts) noexcept;
   // Throws if with the settings of now parameters would be divided in another way.
   void check_keepers() const;
   // Where norms over a layer, or over its clipped units, are those of pieces.
@@ -232,6 +242,7 @@ class Exchange {
   void hold_sums();
   void measure_own();
   int64_t piece_of(size_t param, int64_t grain) const;
+  Parts divided(Parts parts) const;
   bool has_rows(size_t param) const;
   void gather_rows();
   void gather_rows_of(ga_param id, const uint64_t* counts);
@@ -285,12 +296,9 @@ class Exchange {
   Backend* adder_;                          // which runs the kernels of the slices now
   std::unique_ptr<Background> background_;  // NULL: the transport allows no other thread
 
-  std::vector<Division> divisions_;                   // by parameter
-  std::vector<int64_t> counts_;                       // likewise: elements
-  std::vector<Keeper> keepers_;                       // likewise, when it was divided
-  std::vector<std::vector<Partial>> layer_partials_;  // likewise; where the state is not sharded
-  Buffer send_, received_, added_;                    // of one slice
-  std::vector<Buffer> wide_;  // by parameter: sums in f32 of a 16-bit accumulator
+  Parts parts_;
+  Buffer send_, received_, added_;  // of one slice
+  std::vector<Buffer> wide_;        // by parameter: sums in f32 of a 16-bit accumulator
   std::vector<Partial> partials_;
   std::vector<AccumulateTask> tasks_;
   std::vector<int64_t> starts_;  // of the tasks in the block

@@ -10,7 +10,7 @@
 namespace ga {
 
 Range Exchange::own_piece(ga_param id) const {
-  return divisions_[static_cast<size_t>(id)].measured(rank(), context_.params_[id].count);
+  return parts_.divisions[static_cast<size_t>(id)].measured(rank(), context_.params_[id].count);
 }
 
 bool Exchange::on_device() const { return context_.config_.device != GA_DEVICE_CPU; }

@@ -28,8 +28,8 @@ int32_t added_in(int32_t wire) { return wire == GA_F64 ? GA_F64 : GA_F32; }
 // Whether the sum of a gradient stays where it is added, since nobody else updates the parameter.
 bool Exchange::stays(ga_param id) const {
   const auto i = static_cast<size_t>(id);
-  return shards() && (keepers_[i] == Keeper::kPieces ||
-                      (keepers_[i] == Keeper::kOwner && divisions_[i].piece == 0));
+  return shards() && (parts_.keepers[i] == Keeper::kPieces ||
+                      (parts_.keepers[i] == Keeper::kOwner && parts_.divisions[i].piece == 0));
 }
 
 // What this rank has of the sum of a gradient in the end.
@@ -112,7 +112,7 @@ void Exchange::make_slices(const std::function<bool(ga_param)>& which) {
   slices_.clear();
   const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   const auto add = [&](int32_t wire, bool gathered, int32_t op) {
-    slices_.add(divisions_, counts_, wire, gathered, op, [&](ga_param id) {
+    slices_.add(parts_.divisions, parts_.counts, wire, gathered, op, [&](ga_param id) {
       const Param& p = context_.params_[id];
       if (p.count == 0 || wire_of(p) != wire || gathered == stays(id) ||
           p.maximum != (op == GA_COMM_MAX) || !which(id))
@@ -352,7 +352,7 @@ void Exchange::add_partials(const Partial* partials, int64_t count, ParamSums& s
 
 // Whether measure_own() measures the sums of a gradient, in place of adding it up.
 bool Exchange::is_unmeasured(size_t i) const {
-  return adds_there(context_.params_[i].maximum) || divisions_[i].measured_apart;
+  return adds_there(context_.params_[i].maximum) || parts_.divisions[i].measured_apart;
 }
 
 // What the adding has not measured for this rank: squares of gradients clipped by value, which take the
@@ -364,7 +364,7 @@ void Exchange::measure_own() {
     const Param& p = context_.params_[i];
     if (!touched_[i] || p.held() != Held::kSummed) continue;
     if (!is_unmeasured(i) && !context_.tables_.param_inputs[i].clamped) continue;
-    const int64_t count = divisions_[i].measured(rank(), p.count).count;
+    const int64_t count = parts_.divisions[i].measured(rank(), p.count).count;
     if (count == 0) continue;
     measured_.push_back(static_cast<ga_param>(i));
     chunks += static_cast<size_t>(chunk_count(count));
@@ -379,7 +379,7 @@ void Exchange::measure_own() {
   for (const ga_param id : measured_) {
     const Param& p = context_.params_[id];
     const ParamInput& in = context_.tables_.param_inputs[static_cast<size_t>(id)];
-    const Range own = divisions_[static_cast<size_t>(id)].measured(rank(), p.count);
+    const Range own = parts_.divisions[static_cast<size_t>(id)].measured(rank(), p.count);
     NormTask task = {};
     task.gradient = identity({offset(summed(id), own.first).data, p.real(), 1, nullptr});
     task.f64 = p.f64;

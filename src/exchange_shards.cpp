@@ -26,21 +26,28 @@ int64_t Exchange::piece_of(size_t i, int64_t grain) const {
   return (grains + ranks - 1) / ranks * grain;
 }
 
-// Divides the parameters that are not divided yet: large ones among all ranks, small ones as a whole, to
-// whoever has least so far. Where the optimizer is sharded, the sums of a large one whose state is whole on a
-// rank are wanted there alone, and added there too, unless it is so large that the others would wait. The
-// same on every rank, since all have added the same parameters.
 void Exchange::divide() {
-  ParamList& params = context_.params_;
-  const size_t known = divisions_.size();
-  if (known == params.size()) return;
+  if (parts_.divisions.size() == context_.params_.size()) return;
+  Parts next = divided(parts_);
+  auto& partials = parts_.layer_partials;  // to which tasks point
+  std::swap_ranges(partials.begin(), partials.end(), next.layer_partials.begin());
+  take_parts(std::move(next));
+}
+
+// Divides the parameters beyond these parts: large ones among all ranks, small ones as a whole, to whoever has
+// least so far. Where the optimizer is sharded, the sums of a large one whose state is whole on a rank are
+// wanted there alone, and added there too, unless it is so large that the others would wait. The same on every
+// rank, since all have added the same parameters.
+Exchange::Parts Exchange::divided(Parts parts) const {
+  const ParamList& params = context_.params_;
+  const size_t known = parts.divisions.size();
   const auto ranks = static_cast<size_t>(comm_->ranks());
   std::vector<int64_t> small(ranks), kept(ranks);  // elements of each rank
   std::vector<size_t> fresh;
   for (size_t i = 0; i < params.size(); ++i) {
     if (i >= known) fresh.push_back(i);
     if (i >= known || params.tensor(i).removed) continue;
-    const Division& d = divisions_[i];
+    const Division& d = parts.divisions[i];
     (d.piece == 0 ? small : kept)[static_cast<size_t>(d.owner)] += params[i].count;
   }
   if (known == 0)
@@ -49,15 +56,15 @@ void Exchange::divide() {
   int64_t owned = 0;  // elements of parameters whose state is whole on a rank
   for (const size_t i : fresh)
     if (params.keeper(i) == Keeper::kOwner) owned += params[i].count;
-  divisions_.resize(params.size());
-  counts_.resize(params.size());
-  keepers_.resize(params.size());
-  layer_partials_.resize(params.size());
+  parts.divisions.resize(params.size());
+  parts.counts.resize(params.size());
+  parts.keepers.resize(params.size());
+  parts.layer_partials.resize(params.size());
   for (const size_t i : fresh) {
-    Param& p = params[i];
-    Division& d = divisions_[i];
-    counts_[i] = p.count;
-    const Keeper keeper = keepers_[i] = params.keeper(i);
+    const Param& p = params[i];
+    Division& d = parts.divisions[i];
+    parts.counts[i] = p.count;
+    const Keeper keeper = parts.keepers[i] = params.keeper(i);
     const bool large = p.count * dtype_info(p.real()).size >= kDividedBytes;
     if (large) {
       constexpr int64_t kLine = 16;
@@ -74,28 +81,41 @@ void Exchange::divide() {
     if (d.piece == 0 || keeper == Keeper::kOwner) *least += p.count;
     if (!shards() && d.measured_piece > 0 && params.is_layered(p)) {
       const int64_t chunks = chunk_count(d.measured_piece) * comm_->ranks();
-      layer_partials_[i].resize(static_cast<size_t>(chunks));
+      parts.layer_partials[i].resize(static_cast<size_t>(chunks));
     }
-    if (!shards()) continue;
-    if (keeper == Keeper::kPieces) p.share = d.range(rank(), p.count);
-    if (keeper == Keeper::kOwner && d.owner != rank()) p.share = {0, 0};
+  }
+  return parts;
+}
+
+void Exchange::take_parts(Parts parts) noexcept {
+  tensors_known_ = false;
+  parts_ = std::move(parts);
+  for (size_t i = 0; i < context_.params_.size(); ++i) {
+    Param& p = context_.params_[i];
+    p.share = {0, p.count};
+    if (!shards() || i >= parts_.divisions.size()) continue;
+    const Division& d = parts_.divisions[i];
+    if (parts_.keepers[i] == Keeper::kPieces) p.share = d.range(rank(), p.count);
+    if (parts_.keepers[i] == Keeper::kOwner && d.owner != rank()) p.share = {0, 0};
   }
 }
 
 // Norms over a layer are added up over the ranks' pieces, sharded or not, so that they have the same bits.
 void Exchange::describe_measure(ga_param id, UpdateTask& measure) {
   const auto i = static_cast<size_t>(id);
-  if (on_device() || keepers_[i] != Keeper::kPieces || divisions_[i].measured_piece == 0) return;
-  measure.cut = divisions_[i].measured_piece;
+  if (on_device() || parts_.keepers[i] != Keeper::kPieces ||
+      parts_.divisions[i].measured_piece == 0)
+    return;
+  measure.cut = parts_.divisions[i].measured_piece;
   if (shards()) return;
-  measure.partials = layer_partials_[i].data();
+  measure.partials = parts_.layer_partials[i].data();
   measure.padded_state = false;  // where one piece ends, another begins
 }
 
 void Exchange::describe_units(ga_param id, const UnitPattern& pattern, UnitTask& units) const {
   const auto i = static_cast<size_t>(id);
-  const int64_t piece = divisions_[i].measured_piece;
-  if (shards() || keepers_[i] != Keeper::kPieces || piece % pattern.slab() != 0) return;
+  const int64_t piece = parts_.divisions[i].measured_piece;
+  if (shards() || parts_.keepers[i] != Keeper::kPieces || piece % pattern.slab() != 0) return;
   units.cut = piece / pattern.slab() * pattern.unit_stride[0];
 }
 
@@ -103,8 +123,8 @@ void Exchange::add_layer_norms() {
   const auto ranks = static_cast<size_t>(comm_->ranks());
   std::vector<ParamState*> layers;
   std::vector<double> own;
-  for (size_t i = 0; i < divisions_.size(); ++i) {
-    if (divisions_[i].piece == 0 || !context_.params_.is_layered_over_ranks(i)) continue;
+  for (size_t i = 0; i < parts_.divisions.size(); ++i) {
+    if (parts_.divisions[i].piece == 0 || !context_.params_.is_layered_over_ranks(i)) continue;
     if ((context_.tables_.plans.at(i)->duty & kUpdate) == 0) continue;
     layers.push_back(context_.tables_.param_states.at(i));
     for (const double squares : layers.back()->norm_squares) own.push_back(squares);
@@ -149,14 +169,17 @@ void Exchange::share_unit_totals() {
   }
 }
 
-void Exchange::check_division() {
+std::optional<Exchange::Parts> Exchange::check_division() {
   const bool arrays = context_.prepared_ > 0;
-  if (arrays && shards()) return check_keepers();
-  if (arrays && (context_.windows_ > 0 || !context_.window_.empty())) return;
-  divisions_.clear();
-  tensors_known_ = false;
-  for (Param& p : context_.params_) p.share = {0, p.count};
-  if (arrays) divide();
+  if (arrays && shards()) {
+    check_keepers();
+    return {};
+  }
+  if (arrays && (context_.windows_ > 0 || !context_.window_.empty())) return {};
+  Parts next = arrays ? divided({}) : Parts();
+  std::optional<Parts> before = std::move(parts_);
+  take_parts(std::move(next));
+  return before;
 }
 
 void Exchange::check_keepers() const {
@@ -167,18 +190,18 @@ void Exchange::check_keepers() const {
                                       : "in parts on the ranks";
   };
   const ParamList& params = context_.params_;
-  for (size_t i = 0; i < divisions_.size(); ++i) {
+  for (size_t i = 0; i < parts_.divisions.size(); ++i) {
     if (params.tensor(i).removed) continue;
     const Keeper next = params.keeper(i);
-    const int64_t piece = divisions_[i].piece;
-    const bool recut = next == Keeper::kPieces && next == keepers_[i] && piece > 0 &&
+    const int64_t piece = parts_.divisions[i].piece;
+    const bool recut = next == Keeper::kPieces && next == parts_.keepers[i] && piece > 0 &&
                        piece != piece_of(i, params.grain(i));
-    if (next != keepers_[i] || recut)
+    if (next != parts_.keepers[i] || recut)
       params.subject(i).fail(
           GA_ERROR_UNSUPPORTED,
           "its state lies %s, but with this clipping by units (GA_CLIP_AGC), or without it, it "
           "would lie %s; that can be changed only before the library makes its arrays",
-          place(keepers_[i]), recut ? "in other parts" : place(next));
+          place(parts_.keepers[i]), recut ? "in other parts" : place(next));
   }
 }
 
@@ -188,11 +211,11 @@ void Exchange::check_keepers() const {
 void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed) {
   slices_.clear();
   const auto is_sliced = [&](ga_param id) {
-    return divisions_[static_cast<size_t>(id)].piece == 0 ||
+    return parts_.divisions[static_cast<size_t>(id)].piece == 0 ||
            context_.params_.keeper(id) == Keeper::kPieces;
   };
   for (const int32_t dtype : kFloats)
-    slices_.add(divisions_, counts_, dtype, true, GA_COMM_SUM, [&](ga_param id) {
+    slices_.add(parts_.divisions, parts_.counts, dtype, true, GA_COMM_SUM, [&](ga_param id) {
       const Param& p = context_.params_[id];
       if (p.dtype != dtype || p.count == 0 || context_.params_.keeper(id) == Keeper::kAll ||
           !is_sliced(id) || changed(id) != Changed::kElements)
@@ -201,7 +224,7 @@ void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed
     });
   reserve();
   for (const Slice& s : slices_.list()) gather(s);
-  for (size_t i = 0; i < divisions_.size(); ++i) {
+  for (size_t i = 0; i < parts_.divisions.size(); ++i) {
     const auto id = static_cast<ga_param>(i);
     const Param& p = context_.params_[id];
     if (p.count == 0 || context_.params_.keeper(id) == Keeper::kAll) continue;
@@ -209,7 +232,8 @@ void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed
     if (what == Changed::kRows)
       hand_out_rows(id);
     else if (what == Changed::kElements && !is_sliced(id))
-      comm_->broadcast_array("updated parameters", p.data, p.count, p.dtype, divisions_[i].owner);
+      comm_->broadcast_array("updated parameters", p.data, p.count, p.dtype,
+                             parts_.divisions[i].owner);
   }
 }
 
@@ -249,7 +273,7 @@ void Exchange::gather(const Slice& slice) {
 void Exchange::hand_out_rows(ga_param id) {
   const Param& p = context_.params_[id];
   const Tensor& t = context_.params_.tensor(id);
-  const Division& d = divisions_[static_cast<size_t>(id)];
+  const Division& d = parts_.divisions[static_cast<size_t>(id)];
   const bool pieces = d.piece > 0 && context_.params_.keeper(id) == Keeper::kPieces;
   const int64_t columns = p.count / t.rows;
   const auto row_bytes = static_cast<size_t>(columns * dtype_info(p.dtype).size);
@@ -301,7 +325,7 @@ void Exchange::each_piece(ga_param id, const Array& own, int64_t count, const Ta
       take(piece.data(), bytes);
     }
   };
-  const Division& d = divisions_[static_cast<size_t>(id)];
+  const Division& d = parts_.divisions[static_cast<size_t>(id)];
   if (context_.params_.keeper(id) == Keeper::kOwner) return from(d.owner, count);
   const Param& p = context_.params_[id];
   for (int32_t q = 0; q < comm_->ranks(); ++q)

@@ -18,6 +18,7 @@
 #include <set>
 
 #include "files.hpp"
+#include "ranks.hpp"
 #include "small_run.hpp"
 #include "state_parts.hpp"
 
@@ -1227,6 +1228,85 @@ TEST(Memory, ANoteAtEveryPoint) {
           text[0] = '\0';
         });
     EXPECT_GT(failures, 20);
+  }
+}
+
+// ---- Several ranks ------------------------------------------------------------------------------
+
+// Layers that ranks have in pieces, and what becomes of them in a window: clipped by units, or not.
+struct Pieces {
+  Pieces() {
+    std::fill_n(g.begin(), kRows, 100.0f);  // one row is clipped more than others
+    ga_optimizer lars = optimizer(GA_OPTIMIZER_LARS);
+    lars.weight_decay = 0.01;
+    group = ctx.group(lars);
+    add(0);
+    const ga_comm_options options = comm_options();
+    EXPECT_OK(ga_context_set_comm(ctx, comm, &options));
+    EXPECT_OK(ga_prepare(ctx));
+  }
+  void add(size_t i) {
+    EXPECT_EQ(ctx.param(group, std::to_string(i), p[i].data(), ref::Shape{kRows, kRows}),
+              static_cast<ga_param>(i));
+  }
+  ga_status clip_by_units() {
+    const ga_clip by_units = clip(GA_CLIP_AGC, 0);
+    return ga_context_set_clip(ctx, &by_units);
+  }
+  // One for each parameter that has been added.
+  void window(size_t params) {
+    ctx.accumulate(std::vector<const void*>(params, g.data()));
+    step(ctx);
+  }
+
+  static constexpr int64_t kRows = 300;
+  OneRank comm;
+  Context ctx;
+  ga_group group;
+  Block p[2] = {Block(kRows * kRows, 0.5f), Block(kRows*kRows, -0.25f)}, g = p[0];
+};
+
+TEST(Memory, PiecesAtEveryPoint) {
+  Pieces unclipped, clipped, both;
+  unclipped.window(1);
+  EXPECT_OK(clipped.clip_by_units());
+  clipped.window(1);
+  both.add(1);
+  both.window(2);
+  EXPECT_NE(unclipped.p[0], clipped.p[0]);
+  for (const bool once : {true, false}) {
+    std::optional<Pieces> t(std::in_place);
+    int64_t failures = at_every_allocation(
+        once, [&] { return t->clip_by_units(); },
+        [&] {
+          t->window(1);
+          ASSERT_EQ(t->p[0], unclipped.p[0]);
+          t.emplace();
+        },
+        [&] {
+          t->window(1);
+          ASSERT_EQ(t->p[0], clipped.p[0]);
+          t.emplace();
+        });
+    EXPECT_GT(failures, 5);
+    const auto with_another = [&] {
+      t.emplace();
+      t->add(1);
+    };
+    with_another();
+    failures = at_every_allocation(
+        once, [&] { return ga_prepare(t->ctx); },
+        [&] {
+          t->window(2);
+          ASSERT_TRUE(t->p[0] == both.p[0] && t->p[1] == both.p[1]);
+          with_another();
+        },
+        [&] {
+          t->window(2);
+          ASSERT_TRUE(t->p[0] == both.p[0] && t->p[1] == both.p[1]);
+          with_another();
+        });
+    EXPECT_GT(failures, 5);
   }
 }
 
