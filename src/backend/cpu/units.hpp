@@ -66,11 +66,12 @@ struct UnitSums {
   GA_INLINE void add_kept(int64_t unit, const T* x, int64_t count) {
     add_rows<1>(unit, x, 0, count);
   }
-  // Adds rows of as many units, which are `step` elements apart.
+  // Adds rows of as many units, which are `step` elements apart. Meanwhile the next rows come.
   template <int kRows>
   GA_INLINE void add_rows(int64_t unit, const T* x, int64_t step, int64_t count) {
+    const T* const next = x + (kRows > 1 ? kRows * step : kAhead);
     for (int64_t b = 0; b < count; b += kBlock) {
-      for (int r = 0; r < kRows; ++r) prefetch_block<0>(x + r * step + b + kAhead);
+      for (int r = 0; r < kRows; ++r) prefetch_block<0>(next + r * step + b);
       add_squares<kRows>(sums + unit + b, x + b, step, smaller(count - b, kBlock));
     }
   }
@@ -101,7 +102,7 @@ void unit_norms_of(const UnitTask& task, int64_t piece) {
   if (pattern.axes == 2 && pattern.kept[1] && task.gradient.source.format == native<T> &&
       view.is_identity() && (!kParam || task.param.format == native<T>)) {
     // By columns of a matrix that needs no conversion.
-    constexpr int kRows = 4;
+    constexpr int kRows = 8;
     const int64_t columns = pattern.extent[1];
     const T* const g = static_cast<const T*>(task.gradient.source.data);
     const T* const p = static_cast<const T*>(task.param.data);
