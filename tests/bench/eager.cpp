@@ -3,7 +3,11 @@
 // E: updates ahead of ga_step. E1, a window of one gradient that is updated in place, against one that is
 // accumulated. E2 to E4, what is left to do after the last gradient, when layers come one after the other from
 // a backward pass that keeps one processor busy for as long as the step takes: over the same step without
-// ga_config.eager.
+// ga_config.eager. E5, the same for one of eight ranks on a network of a given speed, with overlap, and with eager
+// as well.
+#include <cstring>
+#include <thread>
+
 #include "program.hpp"
 
 namespace bench {
@@ -16,6 +20,8 @@ struct Way {
   int32_t nonfinite = GA_NONFINITE_SKIP_STEP;
   int32_t life = GA_GRADIENTS_LIVE;
   double max_norm = 0;  // 0: no clip
+  ga_comm* comm = nullptr;
+  bool overlap = false;
 };
 
 class Layers {
@@ -49,6 +55,11 @@ class Layers {
       check(ga_param_add(ctx_, 0, ("layer" + std::to_string(k)).c_str(),
                          static_cast<char*>(parameters) + layout.offsets[k] * size_, way.dtype, 2,
                          layout.shapes[k].data(), &options, nullptr));
+    if (!way.comm) return;
+    ga_comm_options over;
+    check(ga_comm_options_init(&over, sizeof over));
+    over.overlap = way.overlap;
+    check(ga_context_set_comm(ctx_, way.comm, &over));
   }
   ~Layers() { ga_context_destroy(ctx_); }
   Layers(const Layers&) = delete;
@@ -72,7 +83,7 @@ class Layers {
       const auto id = static_cast<ga_param>(k);
       check(ga_accumulate_part(ctx_, id,
                                static_cast<const char*>(gradients) + layout_.offsets[k] * size_));
-      if (way_.eager) check(ga_params_ready(ctx_, &id, 1));
+      if (way_.eager || way_.overlap) check(ga_params_ready(ctx_, &id, 1));
     }
     check(ga_micro_end(ctx_));
     ga_step_result result;
@@ -146,6 +157,93 @@ void hidden(const Options& options, Report& report, const Layout& layout, const 
              static_cast<double>(eager.redone) / windows));
 }
 
+// One of several ranks, whose network takes as long as the bytes say that it sends to the others, and no
+// processor. What comes from them is what they would send if they had the same gradients.
+class Network {
+ public:
+  static constexpr int64_t kRanks = 8;
+
+  explicit Network(double bytes_per_second) : rate_(bytes_per_second) {
+    table_.struct_size = sizeof table_;
+    table_.user = this;
+    table_.any_thread = 1;
+    table_.all_to_all = [](void* user, const void* send, int64_t, void* recv, int64_t count,
+                           ga_dtype dtype,
+                           void*) { return of(user).move(send, recv, count, count, dtype); };
+    table_.all_gather = [](void* user, const void* send, void* recv, int64_t stride, int64_t count,
+                           ga_dtype dtype,
+                           void*) { return of(user).move(send, recv, stride, count, dtype); };
+    table_.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t, void*) { return 0; };
+    ga_comm_config config;
+    check(ga_comm_config_init(&config, sizeof config, GA_COMM_TABLE));
+    config.ranks = kRanks;
+    config.table = &table_;
+    check(ga_comm_create(&config, &comm_));
+  }
+  ~Network() { ga_comm_destroy(comm_); }
+  Network(const Network&) = delete;
+  Network& operator=(const Network&) = delete;
+  operator ga_comm*() const { return comm_; }
+
+ private:
+  static Network& of(void* user) { return *static_cast<Network*>(user); }
+  // Of this rank's blocks the first is its own, since it is rank 0.
+  int32_t move(const void* send, void* recv, int64_t stride, int64_t count, ga_dtype dtype) {
+    const auto end = std::chrono::steady_clock::now();
+    const int64_t size = dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 ? 4 : 2;
+    const auto bytes = static_cast<size_t>(count * size);
+    for (int64_t q = 0; q < kRanks; ++q) {
+      char* const to = static_cast<char*>(recv) + q * stride * size;
+      if (to != send) std::memcpy(to, send, bytes);
+    }
+    const std::chrono::duration<double> takes(static_cast<double>((kRanks - 1) * count * size) /
+                                              rate_);
+    std::this_thread::sleep_until(
+        end + std::chrono::duration_cast<std::chrono::steady_clock::duration>(takes));
+    return 0;
+  }
+
+  const double rate_;
+  ga_comm_table table_ = {};
+  ga_comm* comm_ = nullptr;
+};
+
+// The backward pass takes as long as the step does that begins with all of the exchange.
+void over_a_network(const Options& options, Report& report, const Layout& layout, const char* id,
+                    double bytes_per_second, const char* what) {
+  constexpr int kWays = 3;
+  const Block g = make_block(layout.n, 1, options.threads);
+  std::vector<Block> p;
+  std::vector<std::unique_ptr<Network>> networks;
+  std::vector<std::unique_ptr<Layers>> ways;
+  for (int k = 0; k < kWays; ++k) {
+    p.push_back(make_block(layout.n, 0, options.threads));
+    networks.push_back(std::make_unique<Network>(bytes_per_second));
+    Way way;
+    way.comm = *networks.back();
+    way.overlap = k > 0;
+    way.eager = k == 2;
+    way.eager_threads = 1;
+    ways.push_back(std::make_unique<Layers>(layout, p.back().get(), options.threads, way));
+  }
+  Times left[kWays];
+  for (int round = -2; round < options.rounds(); ++round) {
+    const double step = ways[0]->window(g.get(), 0);
+    if (round >= 0) left[0].push_back(step);
+    for (int k = 1; k < kWays; ++k) {
+      const double rest = ways[k]->window(g.get(), step);
+      if (round >= 0) left[k].push_back(rest);
+    }
+  }
+  for (int k = 1; k < kWays; ++k)
+    report.figure(
+        format("%s_%s", id, k == 1 ? "overlap" : "eager"), left[k] / left[0], Sense::kNone, 0,
+        format("%s: %.1f ms after the last gradient, %.1f ms if all is done then; %.1f "
+               "of %zu layers ahead",
+               what, 1e3 * median(left[k]), 1e3 * median(left[0]),
+               static_cast<double>(ways[k]->ahead) / (options.rounds() + 2), layout.shapes.size()));
+}
+
 }  // namespace
 
 void eager_figures(const Options& options, Report& report) {
@@ -162,6 +260,8 @@ void eager_figures(const Options& options, Report& report) {
     hidden(options, report, layout, id("E4").c_str(), GA_BF16, kMaxNorm, slower, 1.15,
            "bf16 with master weights, clipped");
   }
+  over_a_network(options, report, layout, "E5_1GB", 1.25e9, "f32, 8 ranks, 1.25 GB/s");
+  over_a_network(options, report, layout, "E5_10GB", 12.5e9, "f32, 8 ranks, 12.5 GB/s");
 }
 
 }  // namespace bench
