@@ -7,7 +7,9 @@
 #ifdef __CUDACC__
 #define GA_HD __host__ __device__ __forceinline__
 #define GA_DEVICE __device__ __forceinline__  // runs where the arrays live
+#define GA_COLD GA_DEVICE                     // a part that the host's loops mostly skip
 #else
 #define GA_HD __attribute__((always_inline)) inline
 #define GA_DEVICE GA_HD
+#define GA_COLD __attribute__((noinline)) inline
 #endif

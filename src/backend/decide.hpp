@@ -7,7 +7,7 @@
 //       void each_warp(int64_t n, F f);   // f(i, warp) for i in [0, n), then a barrier
 //       void each_octet(int64_t n, F f);  // as each_warp, for many items of few numbers each
 //       void once(F f);                   // f() in one thread, then a barrier
-//       bool recall(const ScalarTables&, int64_t i);  // for judge_window() alone, see below
+//       bool recall(const ScalarTables&, int64_t i);  // for plan_param() alone, see below
 //     };
 //     struct Warp {
 //       double sum(int64_t n, F f);       // the sum of f(j), in 32 lanes, in a fixed order
@@ -19,7 +19,7 @@
 // All threads of a Crew call each function. f(i) runs for several i at a time, none of which may
 // depend on another; f(j) of a Warp has no side effect and may run more than once for a j. recall()
 // is called for each updated parameter and may always return false. True means that recall() has
-// copied plans[i].folded from a parameter whose Op, never a layer-wise one, folds to equal bytes.
+// taken what plan_anew() would compute from a parameter for which it comes to equal bytes.
 //
 // The order of sums, and so their bits, does not depend on the Crew.
 #pragma once
@@ -534,6 +534,26 @@ GA_HD void plan_gradient(const ScalarTables& t, int64_t i) {
   plan.factor = factor;
 }
 
+// What plan_param() computes unless recall() has taken it from another parameter.
+GA_COLD void plan_anew(const ScalarTables& t, int64_t i) {
+  const ParamInput& p = t.param_inputs[i];
+  const ga_optimizer& o = t.group_inputs[p.group].optimizer;
+  Clock& clock = t.param_states[i].clock;
+  ParamPlan& plan = t.plans[i];
+  advance_clock(o, clock);
+  plan.raw = raw_numbers(t, t.control->mean, i);
+  plan_gradient(t, i);
+  if (p.op < 0) {
+    if (p.maximum) plan.raw = plan.gradient = {1, HUGE_VAL, 1};
+    return;
+  }
+  ByKind<Optimizers>::call(o.kind, [&](auto optimizer) {
+    plan.factor_gain = optimizer.factor_gain(o, clock);
+    plan.factor_floor = optimizer.factor_floor(o);
+  });
+  fold(t, i, false);
+}
+
 // Sets the plan of a parameter.
 template <class Crew>
 GA_DEVICE void plan_param(Crew& crew, const ScalarTables& t, int64_t i) {
@@ -557,22 +577,9 @@ GA_DEVICE void plan_param(Crew& crew, const ScalarTables& t, int64_t i) {
     plan.state_key = random_key(seed, Purpose::kState, c.steps - 1, 0, i);
   }
   if (!s.touched) return;
-  const ga_optimizer& o = t.group_inputs[p.group].optimizer;
-  advance_clock(o, s.clock);
-  plan.raw = raw_numbers(t, c.mean, i);
-  plan_gradient(t, i);
-  if (p.op < 0) {
-    plan.duty |= kDeliver;
-    if (p.maximum) plan.raw = plan.gradient = {1, HUGE_VAL, 1};
-    return;
-  }
-  plan.duty |= p.lazy && s.sums.dense == 0 ? kUpdateRows : kUpdate;
-  if (crew.recall(t, i)) return;
-  ByKind<Optimizers>::call(o.kind, [&](auto optimizer) {
-    plan.factor_gain = optimizer.factor_gain(o, s.clock);
-    plan.factor_floor = optimizer.factor_floor(o);
-  });
-  fold(t, i, false);
+  const bool rows = p.lazy && s.sums.dense == 0;
+  plan.duty |= p.op < 0 ? kDeliver : rows ? kUpdateRows : kUpdate;
+  if (!crew.recall(t, i)) plan_anew(t, i);
 }
 
 // Decides the step. last: no settle_units() follows.

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs decide.hpp on the CPU, on one thread.
+// Runs decide.hpp on the CPU, on one thread. A Crew serves one step.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 
+#include "backend/decide.hpp"
 #include "backend/numbers.hpp"
-#include "control.hpp"
 #include "optimizer.hpp"
 
 namespace ga::cpu {
@@ -55,25 +55,40 @@ class Crew {
   void once(F&& f) {
     f();
   }
-  // Parameters of a group have mostly been updated together, and then share the folded Op of the
-  // last.
+  // Parameters of a group have mostly been updated together, and then share the plan of the last one that
+  // was planned by itself. Its Op is not layer-wise: what is left out below is not read.
   bool recall(const ScalarTables& t, int64_t i) {
     const ParamInput& p = t.param_inputs[i];
-    const int64_t last = last_;
-    last_ = i;
-    if (last < 0 || op_info(p.op).norms > 0) return false;
-    const ParamInput& q = t.param_inputs[last];
-    const Clock &a = t.param_states[i].clock, &b = t.param_states[last].clock;
-    if (p.group != q.group || p.op != q.op || p.f64 != q.f64 || a.step != b.step ||
-        a.product != b.product || p.lr_scale != q.lr_scale ||
-        p.weight_decay_scale != q.weight_decay_scale)
-      return false;
-    t.plans[i].folded = t.plans[last].folded;
-    return true;
+    ParamState& s = t.param_states[i];
+    if (is_alike(t, i)) {
+      const ParamPlan& from = t.plans[last_];
+      ParamPlan& plan = t.plans[i];
+      s.clock = t.param_states[last_].clock;
+      plan.raw = from.raw;
+      plan.gradient = from.gradient;
+      plan.factor = from.factor;
+      plan.folded = from.folded;
+      return true;
+    }
+    last_ = p.op >= 0 && op_info(p.op).norms == 0 ? i : -1;
+    before_ = s.clock;
+    return false;
   }
 
  private:
+  // Whether all that recall() copies follows from the same for both parameters.
+  bool is_alike(const ScalarTables& t, int64_t i) const {
+    if (last_ < 0) return false;
+    const ParamInput &p = t.param_inputs[i], &q = t.param_inputs[last_];
+    const ParamState& s = t.param_states[i];
+    return p.group == q.group && p.op == q.op && p.f64 == q.f64 && p.by_units == q.by_units &&
+           p.lr_scale == q.lr_scale && p.weight_decay_scale == q.weight_decay_scale &&
+           weight_of(t, i) == weight_of(t, last_) && s.factor == t.param_states[last_].factor &&
+           s.clock.step == before_.step && s.clock.product == before_.product;
+  }
+
   int64_t last_ = -1;
+  Clock before_ = {};  // the clock of that parameter before this step
 };
 
 }  // namespace ga::cpu
