@@ -18,7 +18,8 @@ struct Warp {
     if (n == 0) return 0;
     if (n == 1) return f(int64_t{0});
     double lanes[kLanes] = {};
-    for (int64_t j = 0; j < n; ++j) lanes[j % kLanes] += f(j);
+    for (int64_t j = 0; j < n; j += kLanes)
+      for (int64_t l = 0; l < std::min<int64_t>(kLanes, n - j); ++l) lanes[l] += f(j + l);
     return add_halves<kLanes>(lanes);
   }
   template <class F>
