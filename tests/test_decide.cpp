@@ -327,5 +327,93 @@ TEST_F(Ranks, NormsOfALayer) {
   expect_same(second, whole);
 }
 
+// ---- Plans taken from a neighbour -----------------------------------------------------------------
+
+// Plans every parameter by itself.
+struct Anew : cpu::Crew {
+  bool recall(const ScalarTables&, int64_t) { return false; }
+};
+
+// Two steps, with a crew each, of four parameters of one group, of which change() makes the second differ.
+template <class Crew>
+std::unique_ptr<Rank> two_steps(const std::function<void(Rank&)>& change) {
+  auto rank = std::make_unique<Rank>();
+  Rank& r = *rank;
+  r.settings.noise = r.settings.scaled = false;
+  r.group_inputs[1].own_clip = false;
+  r.group_inputs[1].optimizer.lr = 0.5;
+  for (int i = 0; i < kParams; ++i) {
+    ParamInput& p = r.param_inputs[i];
+    p.group = 0;
+    p.lazy = false;
+    p.lr_scale = p.weight_decay_scale = 1;
+    r.param_states[i].held_weight = 2;
+    r.param_states[i].contributed = 1;
+    r.hold(i, 0, i == 1 ? 3 : 2);
+  }
+  r.count(8, 3, 0);
+  change(r);
+  for (int step = 0; step < 2; ++step) {
+    Crew crew;
+    for (ParamState& s : r.param_states) s.contributed = 1;
+    r.control.weight = 8;
+    sum_window(crew, r.tables(), r.totals);
+    judge_window(crew, r.tables(), true);
+    EXPECT_TRUE(r.control.go);
+  }
+  return rank;
+}
+
+TEST(Plans, NeighboursDifferInAnything) {
+  const auto op_of = [](int32_t kind) {
+    return optimizer_info(kind, GA_FLAVOR_TORCH).op(optimizer(kind), true);
+  };
+  const std::pair<const char*, std::function<void(Rank&)>> changes[] = {
+      {"group", [](Rank& r) { r.param_inputs[1].group = 1; }},
+      {"op", [&](Rank& r) { r.param_inputs[1].op = op_of(GA_OPTIMIZER_LION); }},
+      {"f64", [](Rank& r) { r.param_inputs[1].f64 = true; }},
+      {"by_units", [](Rank& r) { r.param_inputs[1].by_units = true; }},
+      {"lr_scale", [](Rank& r) { r.param_inputs[1].lr_scale = 0.5; }},
+      {"weight_decay_scale", [](Rank& r) { r.param_inputs[1].weight_decay_scale = 0.5; }},
+      {"weight", [](Rank& r) { r.param_inputs[1].weight = 0.5; }},
+      {"held_weight",
+       [](Rank& r) {
+         r.settings.deferring = r.settings.running_mean = true;
+         r.param_states[1].held_weight = 0.5;
+       }},
+      {"factor", [](Rank& r) { r.group_inputs[0].clip = clip(GA_CLIP_PER_TENSOR, 0.125); }},
+      {"step", [](Rank& r) { r.param_states[1].clock.step = 5; }},
+      {"product",
+       [&](Rank& r) {
+         r.group_inputs[0].optimizer = optimizer(GA_OPTIMIZER_NADAM);
+         for (ParamInput& p : r.param_inputs) p.op = op_of(GA_OPTIMIZER_NADAM);
+         for (ParamState& s : r.param_states) s.clock = {3, 0.75};
+         r.param_states[1].clock.product = 0.5;
+       }},
+      {"shape, in a layer-wise Op",
+       [&](Rank& r) {
+         r.group_inputs[0].optimizer = optimizer(GA_OPTIMIZER_MUON);
+         for (ParamInput& p : r.param_inputs) p.op = op_of(GA_OPTIMIZER_MUON), p.extent = 1024;
+         r.param_inputs[1].extent = 4096;
+       }},
+      {"maximum",
+       [](Rank& r) {
+         r.group_inputs[0].optimizer = optimizer(GA_OPTIMIZER_EXTERNAL);
+         for (ParamInput& p : r.param_inputs) p.op = -1;
+         r.param_inputs[1].maximum = true;
+       }},
+  };
+  for (const auto& [what, change] : changes) {
+    SCOPED_TRACE(what);
+    const auto taken = two_steps<cpu::Crew>(change), anew = two_steps<Anew>(change);
+    for (int i = 0; i < kParams; ++i) {
+      EXPECT_TRUE(same(taken->plans[i], anew->plans[i])) << "parameter " << i;
+      EXPECT_TRUE(same(taken->param_states[i].clock, anew->param_states[i].clock));
+    }
+    EXPECT_FALSE(same(anew->plans[1], anew->plans[0]));
+    EXPECT_TRUE(same(anew->plans[3], anew->plans[2]));
+  }
+}
+
 }  // namespace
 }  // namespace ga
