@@ -252,7 +252,6 @@ class Context : BnContext {
   bool move_gradient(size_t param);
   void tell_moved();
   void edit_params();
-  void tell_params();
   void tell_param(size_t param);
   void tell_sum(size_t param, const Array& sum);
   void flush();
@@ -311,7 +310,8 @@ class Context : BnContext {
   // step.cpp
   bool norm_wanted(ga_param id) const;
   bool needs_norm(size_t param);
-  StepSums step_sums();
+  bool is_told(size_t param) const;
+  StepSums tell_window(bool discards);
   [[noreturn]] void fail_nonfinite(const Control& c) const;
   WindowTotals window_totals() const;
   void empty_window();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The end of a window: reduce, check, clip, update, in this order. Norms are sums of the partials
 // that the accumulating passes left; only gradients without partials take a pass of their own (see
-// step_sums). The backend makes the decisions (decide.hpp), and no function here waits for them.
+// tell_window). The backend makes the decisions (decide.hpp), and no function here waits for them.
 #include <cmath>
 
 #include "context.hpp"
@@ -66,19 +66,36 @@ bool Context::needs_norm(size_t i) {
   return wanted;
 }
 
-// The gradients that are read once more before the step is decided. Norms: of gradients that were
-// never stored, of accumulators last written by the program or by a matrix product, and of
+// Whether the tables have what this window has brought to a parameter, in most cases the same as the window
+// before: a stored gradient whose norm is known.
+inline bool Context::is_told(size_t i) const {
+  const Param& p = params_[i];
+  const ParamInput& in = tables_.param_inputs[i];
+  return p.held() == Held::kStored && in.held == Held::kStored && !p.stale && !in.clamped &&
+         !in.unmeasured && config_.accumulation != GA_ACCUMULATE_RUNNING_MEAN;
+}
+
+// Writes what this window has brought to each parameter into the tables. Returns the gradients that are
+// read once more before the step is decided, none if the window is discarded. Norms: of gradients that
+// were never stored, of accumulators last written by the program or by a matrix product, and of
 // gradients after clipping by value.
-StepSums Context::step_sums() {
+StepSums Context::tell_window(bool discards) {
   norms_.clear();
   for (size_t i = 0; i < prepared_; ++i) {
+    if (is_told(i)) continue;
     Param& p = params_[i];
     const Held held = p.held();
     const bool known = (held == Held::kSummed && !p.stale) || p.ahead != Ahead::kNot;
-    if (p.frozen || held == Held::kNothing || known || !needs_norm(i)) continue;
-    norms_.push_back(static_cast<ga_param>(i));
-    p.stale = held == Held::kRows;  // the pass has not updated the partials of the rows
+    if (!discards && !p.frozen && held != Held::kNothing && !known && needs_norm(i)) {
+      norms_.push_back(static_cast<ga_param>(i));
+      p.stale = held == Held::kRows;  // the pass has not updated the partials of the rows
+    }
+    tell_param(i);
   }
+  // A graph must send every entry: windows between two replays may change entries that this window found
+  // unchanged.
+  if (backend_->capturing()) edit_params();
+  if (discards) return {};
   return {params_of(norms_), params_of(units_first_), params_of(factored_first_)};
 }
 
@@ -162,10 +179,7 @@ ga_step_result Context::step() {
 
   or_break([&] {
     StepSums sums = {};
-    if (may_apply) {
-      sums = step_sums();
-      tell_params();
-    }
+    if (may_apply) sums = tell_window(false);
     flush();
     if (totals.over_ranks) {
       or_lose_window([&] { exchange_->exchange_all(totals, sums.norms); });
@@ -250,7 +264,7 @@ void Context::discard_over_devices() {
   or_lose_window([&] { goes_on = exchange_->hold_all(true); });
   if (!goes_on) return;
   or_break([&] {
-    tell_params();
+    tell_window(true);
     flush();
     or_lose_window([&] { exchange_->exchange_all(totals, {}); });
     backend_->decide(totals, {}, {});

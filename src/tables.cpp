@@ -347,21 +347,13 @@ void Context::tell_moved() {
   moved_.clear();
 }
 
-// Writes what this window has brought to each parameter: in most cases the same as the window before.
-void Context::tell_params() {
-  for (size_t i = 0; i < prepared_; ++i) tell_param(i);
-  // A graph must send every entry: windows between two replays may change entries that this window found
-  // unchanged.
-  if (backend_->capturing()) edit_params();
-}
-
+// Writes what this window has brought to a parameter.
 void Context::tell_param(size_t i) {
   const bool running = config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   const Param& p = params_[i];
   const ParamInput& in = tables_.param_inputs[i];
   const Held held = p.held();
-  if (held == Held::kStored && in.held == held && !running) return;
-  if (held == Held::kNothing && in.held == held) return;
+  if (in.held == held && (held == Held::kNothing || (held == Held::kStored && !running))) return;
   const bool stored = running && held == Held::kStored;
   tables_.param_inputs.set(i, &ParamInput::weight, stored ? p.held_weight : 1.0);
   tables_.param_inputs.set(i, &ParamInput::stale_rows, held == Held::kRows && p.stale);

@@ -9,7 +9,7 @@
 //   GroupState  each group     decide.hpp; the host, when a group is added    decide.hpp
 //                              or the steps are set
 //   ParamInput  each param.    the host: describe() when an option or an      decide.hpp
-//                              array changes, tell_params() in ga_step
+//                              array changes, tell_window() in ga_step
 //   ParamState  each param.    decide.hpp, per micro-batch or per step; the   decide.hpp, the host
 //                              host, between windows (state.cpp)
 //   ParamPlan   each param.    decide.hpp, per step                           the kernels
