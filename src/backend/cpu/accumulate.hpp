@@ -84,7 +84,7 @@ void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count)
 // the loop.
 template <int kSources, bool kKeep>
 GA_INLINE void accumulate_tile(const AccumulateTask& task) {
-  const int64_t count = task.count, whole = count % kGroup == 0 ? count : count & -kLanes;
+  const int64_t count = task.count, whole = before_end(count);
   const auto scale0 = static_cast<float>(task.source[0].scale);
   const auto scale1 = kSources == 2 ? static_cast<float>(task.source[1].scale) : 0.0f;
   const float* const g0 = static_cast<const float*>(task.source[0].data);

@@ -69,8 +69,28 @@ void norm_chunk(const NormTask& task, int64_t offset, int64_t count) {
   if (kLimited) partial.second_squares = limited_sum.total();
 }
 
+// As norm_chunk(), for a tensor of one tile: see accumulate_tile().
+GA_INLINE void norm_tile(const NormTask& task) {
+  const View<float> view(task.gradient);
+  const int64_t count = task.count, whole = before_end(count);
+  const float* const g = static_cast<const float*>(task.gradient.source.data);
+  NarrowLanes lanes, none;
+  norm_groups<float, false>(view, g, whole, lanes, none);
+  if (whole < count)
+    norm_groups<float, false>(view, Padded<float>(g + whole, count - whole).data,
+                              whole_groups(count - whole), lanes, none);
+  double total = lanes.total();
+  if (!is_trusted(total))
+    total = wide_total(count, [&](int64_t i) { return g[i] * view.source_scale; });
+  task.partials->sum_squares = total;
+  task.partials->nonfinite = !is_finite(total);
+}
+
 void norm(const NormTask& task, int64_t offset, int64_t count) {
   const bool limited = is_limited(task.gradient);
+  const Source& source = task.gradient.source;
+  if (task.count <= kTile && source.format == GA_F32 && source.data && !task.f64 && !limited)
+    return norm_tile(task);
   if (task.f64)
     (limited ? norm_chunk<double, true> : norm_chunk<double, false>)(task, offset, count);
   else

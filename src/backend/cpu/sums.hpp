@@ -32,6 +32,11 @@ struct Padded {
   }
 };
 
+// The elements of a tile before those that are to be padded, which begin in lane 0.
+GA_INLINE int64_t before_end(int64_t count) {
+  return count % kGroup == 0 ? count : count & -kLanes;
+}
+
 GA_INLINE int64_t whole_groups(int64_t count) { return (count + kGroup - 1) / kGroup * kGroup; }
 
 // Zeros a tile from element `count` to the end of the group.
