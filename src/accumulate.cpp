@@ -37,11 +37,6 @@ Source Context::contribution(const void* data, int32_t dtype, const Micro& m) co
   return {data, dtype, weight / m.loss_scale, nullptr};
 }
 
-Source Context::adopted_of(const Param& p) const {
-  return {p.adopted, p.gradient_dtype, p.adopted_scale,
-          p.adopted_late ? &tables_.control.at()->scaler.scale : nullptr};
-}
-
 // Refuses a call under the options that need every gradient as a whole and unchanged, and for maxima.
 // adds_elsewhere: a matrix product or the program writes the accumulator.
 void Context::refuse(ga_param id, const char* what, bool adds_elsewhere) const {

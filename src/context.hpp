@@ -260,7 +260,10 @@ class Context : BnContext {
   Micro make_micro(double weight, const ga_micro_options& options) const;
   bool late_scale() const { return scaled_ && config_.device != GA_DEVICE_CPU; }
   Source contribution(const void* data, int32_t dtype, const Micro& micro) const final;
-  Source adopted_of(const Param& p) const;
+  Source adopted_of(const Param& p) const {
+    return {p.adopted, p.gradient_dtype, p.adopted_scale,
+            p.adopted_late ? &tables_.control.at()->scaler.scale : nullptr};
+  }
   void set_micro(const Micro& micro, int64_t index, double window_weight) {
     micro_ = {index, micro.weight, micro.loss_scale, window_weight};
   }

@@ -315,12 +315,12 @@ void Context::set_gradient(size_t i) {
 // Like set_gradient(), if only the address of an adopted gradient is new: then only the words with the
 // address go to a device, not the tables. Returns false if more is new.
 bool Context::move_gradient(size_t i) {
+  if (config_.device == GA_DEVICE_CPU || tables_.param_inputs[i].held != Held::kAdopted)
+    return false;
   const Source source = adopted_of(params_[i]);
   Source known = told_[i];
   known.data = source.data;
-  if (config_.device == GA_DEVICE_CPU || tables_.param_inputs[i].held != Held::kAdopted ||
-      !(known == source))
-    return false;
+  if (!(known == source)) return false;
   if (told_[i].data == source.data) return true;
   told_[i] = source;
   each_source(i, [&](auto& table, auto source_in) {
@@ -353,12 +353,13 @@ void Context::tell_param(size_t i) {
   const Param& p = params_[i];
   const ParamInput& in = tables_.param_inputs[i];
   const Held held = p.held();
-  if (in.held == held && (held == Held::kNothing || (held == Held::kStored && !running))) return;
-  const bool stored = running && held == Held::kStored;
-  tables_.param_inputs.set(i, &ParamInput::weight, stored ? p.held_weight : 1.0);
-  tables_.param_inputs.set(i, &ParamInput::stale_rows, held == Held::kRows && p.stale);
+  const bool weighed = running && held == Held::kStored;
   const bool moved = held == Held::kAdopted && !(told_[i] == adopted_of(p));
-  if (in.held == held && !moved) return;
+  const bool elsewhere = in.held != held || moved;
+  if (!elsewhere && !weighed && held != Held::kRows) return;
+  tables_.param_inputs.set(i, &ParamInput::weight, weighed ? p.held_weight : 1.0);
+  tables_.param_inputs.set(i, &ParamInput::stale_rows, held == Held::kRows && p.stale);
+  if (!elsewhere) return;
   if (moved && move_gradient(i)) return;
   tables_.param_inputs.set(i, &ParamInput::held, held);
   set_gradient(i);
