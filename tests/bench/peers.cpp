@@ -167,6 +167,7 @@ struct Row {
   int threads;
   bool small;     // many short rounds, for a window that others on the machine interrupt easily
   double target;  // 0 for none
+  bool checks = true;  // the library checks that gradients are finite
 };
 
 // The peer against the library, whose gradients live until the step as the peer's do. The text has
@@ -182,6 +183,7 @@ void window_figure(const Options& options, Report& report, const Layout& layout,
   setting.threads = row.threads;
   setting.scope = row.clips ? GA_CLIP_GLOBAL : GA_CLIP_NONE;
   setting.reduce = GA_REDUCE_SUM;
+  if (!row.checks) setting.nonfinite = GA_NONFINITE_IGNORE;
   Context consumed(layout, p[2].get(), setting);
   setting.life = GA_GRADIENTS_LIVE;
   Context live(layout, p[1].get(), setting);
@@ -212,9 +214,10 @@ void window_figure(const Options& options, Report& report, const Layout& layout,
       race(options.rounds() * (row.small ? 7 : 1), row.small ? 40 : 1,
            {{[&] { peer->window(row.micros); }, {}}, {window(live), {}}, {window(consumed), {}}});
   report.figure(row.id, t[0] / t[1], row.target > 0 ? Sense::kAtLeast : Sense::kNone, row.target,
-                format("%s %.4g ms / %.4g ms, N = %d, %s, threads: %d, consumed: %.3f",
+                format("%s %.4g ms / %.4g ms, N = %d, %s%s, threads: %d, consumed: %.3f",
                        row.peer.c_str(), 1e3 * median(t[0]), 1e3 * median(t[1]), row.micros,
-                       row.clips ? "clipped" : "not clipped", row.threads, median(t[0] / t[2])));
+                       row.clips ? "clipped" : "not clipped", row.checks ? "" : ", not checked",
+                       row.threads, median(t[0] / t[2])));
 }
 
 void plain_windows(const Options& options, Report& report) {
@@ -246,17 +249,19 @@ void plain_windows(const Options& options, Report& report) {
 void model_windows(const Options& options, Report& report) {
   const Layout layout = gpt2(options.quick ? 3 : 12);
   const Layout flat(std::vector<Shape>{Shape{layout.n}});  // llm.c keeps its parameters so
-  for (const bool clips : {false, true}) {
-    for (const int micros : {1, 4}) {
-      window_figure(options, report, layout,
-                    {format("PEERS_llmc_n%d%s", micros, clips ? "_clip" : ""), "llm.c's update",
-                     micros, clips, 1, false, micros == 1 && !clips ? 1.0 : 0},
-                    [&](const Arrays& arrays) {
-                      return std::make_unique<Plain>(flat, arrays, plain_ofast,
-                                                     plain_ofast.llmc_update, clips);
-                    });
-    }
-  }
+  const auto against_llmc = [&](const char* id, int micros, bool clips, bool checks,
+                                double target) {
+    window_figure(
+        options, report, layout, {id, "llm.c's update", micros, clips, 1, false, target, checks},
+        [&](const Arrays& arrays) {
+          return std::make_unique<Plain>(flat, arrays, plain_ofast, plain_ofast.llmc_update, clips);
+        });
+  };
+  against_llmc("PEERS_llmc_n1", 1, false, true, 1.0);
+  against_llmc("PEERS_llmc_n1_unchecked", 1, false, false, 0);  // as llm.c, which checks nothing
+  against_llmc("PEERS_llmc_n4", 4, false, true, 0);
+  against_llmc("PEERS_llmc_n1_clip", 1, true, true, 0);
+  against_llmc("PEERS_llmc_n4_clip", 4, true, true, 0);
 #ifdef GA_BENCH_GGML
   for (const int micros : {1, 4}) {
     window_figure(options, report, layout,

@@ -58,6 +58,7 @@ struct Setting {
   int32_t noise_scale = 0;
   int32_t rows = GA_ROWS_NONE;
   int32_t reduce = GA_REDUCE_MEAN;
+  int32_t nonfinite = GA_NONFINITE_SKIP_STEP;
 };
 
 // A context over the parameters in a block, with clipping by the global norm unless the setting says
@@ -71,6 +72,7 @@ class Context {
     config.gradient_life = setting.life;
     config.noise_scale = setting.noise_scale;
     config.reduce = setting.reduce;
+    config.nonfinite = setting.nonfinite;
     ga_context* made = nullptr;
     check(ga_context_create(&config, &made));
     ctx_.reset(made);
