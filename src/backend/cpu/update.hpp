@@ -160,7 +160,8 @@ struct UpdateTile {
                      task.first + offset + kTile);
     p.data = p.tile;
     p.out = nullptr;
-    if (kPass.parameter) p.open(task.param, kApart ? &targets->param : nullptr, offset, count);
+    if (kPass.parameter)
+      p.open(task.param, kApart && !kMeasuring ? &targets->param : nullptr, offset, count);
     for (int k = 0; k < kSlots; ++k)
       state[k].open(task.state[k], kApart ? &targets->state[k] : nullptr, offset, count);
   }
@@ -210,7 +211,8 @@ struct UpdateTile {
     if (!kMeasuring) end_p.copy_to(p.data + b, rest);
   }
 
-  // As each_block(), where the arrays are not written: body() works on copies of their blocks.
+  // As each_block(), where the arrays are not written: body() works on copies of the blocks of those that it
+  // changes, and of the last elements of any.
   template <class Body>
   GA_INLINE void each_block_apart(int64_t count, Body&& body) {
     alignas(64) T blocks[(kSlots + 1) * kBlock];
@@ -221,7 +223,8 @@ struct UpdateTile {
       for (int k = 0; k < kSlots; ++k)
         s[k] = state[k].out ? read_apart(state[k].data + b, n, blocks + k * kBlock)
                             : state[k].data + b;
-      T* const q = p.out ? read_apart(p.data + b, n, p.tile + b) : p.data + b;
+      const bool unpadded = kMeasuring && p.in_place && n < kBlock;
+      T* const q = p.out || unpadded ? read_apart(p.data + b, n, p.tile + b) : p.data + b;
       T* const end_g = blocks + kSlots * kBlock;
       const bool end = kPass.gradient && n < kBlock;
       body(end ? read_apart(g + b, n, end_g) : g + b, q, s, b, n);
@@ -307,12 +310,36 @@ GA_INLINE bool update_tile(const Op& op, const UpdateTask& task, int64_t offset,
   return true;
 }
 
-template <class Op, bool kApart>
-GA_INLINE void update_tiles(const Op& op, const UpdateTask& task, int64_t offset, int64_t count) {
-  using T = typename Op::Real;
+// Ends the update of a tile, whose parameter is p now: stores it, its copy, and moves the average.
+template <class T, bool kApart>
+GA_INLINE void store_param(const UpdateTask& task, Stream<T>& s, int64_t offset, int64_t count) {
   const Targets* const targets = kApart ? task.plan->targets : nullptr;
   const Array& param = kApart ? targets->param : task.param;
   const Array& copy = kApart ? targets->copy : task.copy;
+  const T* p = kApart && s.out ? s.tile : s.data;
+  const auto store_to = [&](const Array& a) {
+    store<T>(a, offset, count, p, static_cast<uint64_t>(task.first + offset),
+             {task.by_chance, task.plan->copy_key});
+  };
+  if (!s.in_place) {
+    store_to(param);
+    if (task.average.data)  // which follows the parameter as stored
+      load<T>({param.data, param.format, 1, nullptr}, offset, count, s.tile);
+  }
+  if (copy.data) store_to(copy);
+  if (task.average.data) move_average<T, kApart>(task, offset, count, p);
+}
+
+// As read_apart(), for every Op.
+template <class T>
+[[gnu::noinline]] void store_param_apart(const UpdateTask& task, Stream<T>& s, int64_t offset,
+                                         int64_t count) {
+  store_param<T, true>(task, s, offset, count);
+}
+
+template <class Op, bool kApart>
+GA_INLINE void update_tiles(const Op& op, const UpdateTask& task, int64_t offset, int64_t count) {
+  using T = typename Op::Real;
   UpdateTile<Op, false, kApart> tile(task);
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
@@ -326,21 +353,18 @@ GA_INLINE void update_tiles(const Op& op, const UpdateTask& task, int64_t offset
         update_groups(op, tile.scaled, g, p, state, m == kBlock ? kBlock : whole_groups(m));
       });
     tile.close_state(task, offset + t, n);
-    const T* p = kApart && tile.p.out ? tile.p.tile : tile.p.data;  // as it is now
-    const auto store_to = [&](const Array& a) {
-      store<T>(a, offset + t, n, p, static_cast<uint64_t>(task.first + offset + t),
-               {task.by_chance, task.plan->copy_key});
-    };
-    if (!tile.p.in_place) {
-      store_to(param);
-      if (task.average.data)  // which follows the parameter as stored
-        load<T>({param.data, param.format, 1, nullptr}, offset + t, n, tile.p.tile);
-    }
-    if (copy.data) store_to(copy);
-    if (task.average.data) move_average<T, kApart>(task, offset + t, n, p);
+    if constexpr (kApart)
+      store_param_apart<T>(task, tile.p, offset + t, n);
+    else
+      store_param<T, false>(task, tile.p, offset + t, n);
   }
-  if (kApart && targets->stream) stream_fence();
+  if constexpr (kApart)
+    if (tile.targets->stream) stream_fence();
 }
+
+// Whether a pass of an Op is ever written to a second set (Eager::may_go_ahead() and needs_second_set()).
+template <class Op>
+constexpr bool goes_apart = !Op::orthogonal && std::is_same_v<typename Op::Real, float>;
 
 // Apart, so that it costs the update in place nothing.
 template <class Op>
@@ -352,27 +376,23 @@ template <class Op>
 template <class Op>
 void update(const UpdateTask& task, int64_t offset, int64_t count) {
   const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
-  // Only these Ops are ever updated into a second set (Eager::may_go_ahead() and needs_second_set()).
-  if constexpr (Op::norms == 0 && !Op::factored && !Op::row_state &&
-                std::is_same_v<typename Op::Real, float>)
+  if constexpr (goes_apart<Op>)
     if (task.plan->targets) return update_apart(op, task, offset, count);
   if (!update_tile(op, task, offset, count)) update_tiles<Op, false>(op, task, offset, count);
 }
 
-// The first pass of a layer-wise optimizer.
-template <class Op>
-void measure(const UpdateTask& task, int64_t offset, int64_t count) {
+template <class Op, bool kApart>
+GA_INLINE void measure_tiles(const UpdateTask& task, int64_t offset, int64_t count) {
   using T = typename Op::Real;
-  using Tile = UpdateTile<Op, true>;
-  constexpr Pass pass = Op::measuring;
   const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
+  using Tile = UpdateTile<Op, true, kApart>;
+  constexpr Pass pass = Op::measuring;
   ChunkSum<T> first_sum, second_sum;
   Tile tile(task);
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
     WideLanes first, second;
-    tile.open(task, offset + t, n);
-    tile.each_block(task, n, [&](const T* g, const T* p, T* const* state, int64_t b, int64_t m) {
+    const auto block = [&](const T* g, const T* p, T* const* state, int64_t b, int64_t m) {
       alignas(64) T x0[kBlock], x1[kBlock];
       const int64_t groups = m == kBlock ? kBlock : whole_groups(m);
       // clang-format off
@@ -394,16 +414,36 @@ void measure(const UpdateTask& task, int64_t offset, int64_t count) {
       if constexpr (Op::emits)
         std::memcpy(static_cast<T*>(task.emitted) + offset + t + b, x0,
                     static_cast<size_t>(m) * sizeof(T));
-    });
+    };
+    tile.open(task, offset + t, n);
+    if constexpr (kApart)
+      tile.each_block_apart(n, block);
+    else
+      tile.each_block(task, n, block);
     first_sum.add_wide_tile(first);
     if (Op::norms == 2) second_sum.add_wide_tile(second);
     tile.close_state(task, offset + t, n);
   }
+  if constexpr (kApart)
+    if (tile.targets->stream) stream_fence();
   const int64_t stretch = task.stretch(), before = offset / stretch;
   Partial& partial =
       task.partials[before * chunk_count(stretch) + (offset - before * stretch) / kChunk];
   partial.sum_squares = first_sum.total();
   partial.second_squares = Op::norms == 2 ? second_sum.total() : 0;
+}
+
+template <class Op>
+[[gnu::noinline]] void measure_apart(const UpdateTask& task, int64_t offset, int64_t count) {
+  measure_tiles<Op, true>(task, offset, count);
+}
+
+// The first pass of a layer-wise optimizer.
+template <class Op>
+void measure(const UpdateTask& task, int64_t offset, int64_t count) {
+  if constexpr (goes_apart<Op> && Op::measuring.writes_state)
+    if (task.plan->targets) return measure_apart<Op>(task, offset, count);
+  measure_tiles<Op, false>(task, offset, count);
 }
 
 template <class Op>
