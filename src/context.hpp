@@ -244,6 +244,7 @@ class Context : BnContext {
   void describe_units(size_t param);
   void describe_factored(size_t param);
   void describe_layered(size_t param);
+  void set_arrays(size_t param);
   void describe_views(size_t param);
   Source source_of(ga_param id) const;
   template <class F>

@@ -260,7 +260,8 @@ void Eager::settle(bool applied) {
              "otherwise",
              c.params_.name(b.param));
     } else if (came_true) {
-      const Array next = second_set_.exchange(i, c.tables_.updates.edit(i));
+      const Array next = second_set_.exchange(i);
+      c.set_arrays(i);
       if (next.data) add_move(p, next);
     } else {
       ++redone_;

@@ -117,22 +117,13 @@ bool SecondSet::place(size_t i) {
   return false;
 }
 
-Array SecondSet::exchange(size_t i, UpdateTask& task) {
+Array SecondSet::exchange(size_t i) {
   Param& p = params_[i];
   Targets& t = sets_[i].targets;
-  for (int k = 0; k < kMaxSlots; ++k) {
-    if (!t.state[k].data) continue;
-    std::swap(p.state[k], t.state[k].data);
-    task.state[k].data = p.state[k];
-  }
-  if (p.master) {
-    std::swap(p.master, t.param.data);
-    task.param.data = p.master;
-  }
-  if (t.average.data) {
-    std::swap(p.average, t.average.data);
-    task.average.data = p.average;
-  }
+  for (int k = 0; k < kMaxSlots; ++k)
+    if (t.state[k].data) std::swap(p.state[k], t.state[k].data);
+  if (p.master) std::swap(p.master, t.param.data);
+  if (t.average.data) std::swap(p.average, t.average.data);
   return !p.master ? t.param : writes_early(i) ? Array{nullptr, p.dtype} : t.copy;
 }
 

@@ -31,9 +31,9 @@ class SecondSet {
   }
   // The arrays of a parameter, given to it now if there is room; else NULL.
   const Targets* give(size_t param);
-  // Makes what was written the parameter's state. Returns what the parameter itself is to become; without
-  // data: it is that already.
-  Array exchange(size_t param, UpdateTask& task);
+  // Makes what was written the parameter's state; Context::set_arrays() is to follow. Returns what the parameter
+  // itself is to become; without data: it is that already.
+  Array exchange(size_t param);
   void forget(size_t param);  // which is removed
 
   // Bytes for the parameters that `wanted` names; `written`: those that are there.
@@ -59,7 +59,7 @@ class SecondSet {
   };
 
   bool has(size_t i) const { return i < sets_.size() && sets_[i].pool != 0; }
-  // f(array, kind, bytes) for each array of the second set; kind: ArrayKind, or -1 for the parameter itself.
+  // f(array, bytes) for each array of the second set.
   template <class F>
   void each(size_t param, Targets& targets, F&& f) const;
   bool writes_early(size_t param) const;

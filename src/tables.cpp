@@ -114,6 +114,7 @@ void Context::describe(size_t i) {
   if (params_.tensor(i).units[Tensor::kClipUnits]) describe_units(i);
   const int op = params_.op_of(params_[i]);
   if (op >= 0 && (op_info(op).factored || op_info(op).row_state)) describe_factored(i);
+  set_arrays(i);
   tables_.measures.edit(i) = tables_.updates[i];
   if (params_.is_layered(params_[i])) describe_layered(i);
   describe_views(i);
@@ -165,12 +166,8 @@ void Context::describe_update(size_t i) {
   update.count = p.share.count;
   update.op = op;
   update.f64 = p.f64;
-  update.param = p.values();
   if (p.master) update.copy = p.shared_data();
-  update.average = arrays_.average_of(p);
   update.delivered = {op < 0 ? p.accumulator : nullptr, p.accumulator_dtype};
-  for (int k = 0; k < (op < 0 ? 0 : op_info(op).slots); ++k)
-    update.state[k] = arrays_.state_of(p, k);
   update.padded_state = !params_.in_pieces(i);  // a piece may end where another begins
   update.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC;
   update.rows = t.options.rows == GA_ROWS_LAZY ? t.set : nullptr;
@@ -182,9 +179,7 @@ void Context::describe_units(size_t i) {
   const Param& p = params_[i];
   const Units& made = *params_.tensor(i).units[Tensor::kClipUnits];
   const ga_clip& clip = params_.clip_of(p);
-  const Array param = whole_of(p.values(), p.share.first);
   UnitTask& units = tables_.units.edit(i);
-  units.param = {param.data, param.format, 1, nullptr};
   units.f64 = p.f64;
   units.pattern = made.pattern.at();
   units.sums = made.gradient;
@@ -212,7 +207,6 @@ void Context::describe_factored(size_t i) {
   factor.row_pattern = rows.pattern.at();
   factor.row_sums = rows.gradient;
   factor.f64 = p.f64;
-  factor.rows = p.state[0];
   factor.row_count = m.rows;
   factor.column_count = m.columns;
   factor.matrices = m.count;
@@ -222,11 +216,36 @@ void Context::describe_factored(size_t i) {
     const Units& columns = *t.units[Tensor::kFactorColumns];
     factor.column_pattern = columns.pattern.at();
     factor.column_sums = columns.gradient;
-    factor.columns = p.state[1];
-    factor.scales = p.state[2];
   }
-  tables_.composites.edit(i).outer = {factor.rows, factor.columns, factor.scales, m.rows,
-                                      m.columns};
+}
+
+// Where the arrays lie that an update reads and writes.
+void Context::set_arrays(size_t i) {
+  const Param& p = params_[i];
+  const int op = params_.op_of(p);
+  UpdateTask& update = tables_.updates.edit(i);
+  update.param = p.values();
+  update.average = arrays_.average_of(p);
+  if (tables_.factors[i].row_pattern) {
+    FactorTask& factor = tables_.factors.edit(i);
+    factor.rows = p.state[0];
+    if (factor.column_pattern) {
+      factor.columns = p.state[1];
+      factor.scales = p.state[2];
+    }
+    tables_.composites.edit(i).outer = {factor.rows, factor.columns, factor.scales,
+                                        factor.row_count, factor.column_count};
+  } else if (op >= 0 && update.state[0].format != kOuter) {
+    for (int k = 0; k < op_info(op).slots; ++k) update.state[k] = arrays_.state_of(p, k);
+  }
+  if (params_.is_layered(p)) {
+    UpdateTask& measure = tables_.measures.edit(i);
+    measure.param = update.param;
+    std::copy_n(update.state, kMaxSlots, measure.state);
+  }
+  if (!params_.tensor(i).units[Tensor::kClipUnits]) return;
+  const Array param = whole_of(update.param, p.share.first);
+  tables_.units.edit(i).param = {param.data, param.format, 1, nullptr};
 }
 
 // The passes of a layer-wise Op: what it emits and where, and what its second pass reads in place of the
