@@ -245,9 +245,8 @@ class CpuBackend final : public Backend {
 
   void update_by_units(Params params, bool last) override {
     const Listed<UpdateTask> tasks = {tasks_.updates, params};
-    const int64_t total =
-        lists_.cut_pieces(tasks, [&](size_t t) { return tasks_.units[params.data[t]].pattern; });
-    lists_.run_items(tasks, total <= kAlone, [this](const UpdateTask& task, const Work& w) {
+    const auto pattern_of = [&](size_t t) { return tasks_.units[params.data[t]].pattern; };
+    lists_.run_pieces(tasks, pattern_of, [this](const UpdateTask& task, const Work& w) {
       const UnitTask& units = tasks_.units[&task - tasks_.updates];
       const UnitPattern& pattern = *units.pattern;
       const int64_t piece = w.offset, slab = pattern.slab();
@@ -411,8 +410,8 @@ class CpuBackend final : public Backend {
   // pieces.
   template <class Tasks>
   void unit_norms(const Tasks& tasks) {
-    const int64_t total = lists_.cut_pieces(tasks, [&](size_t t) { return tasks[t].pattern; });
-    lists_.run_items(tasks, total <= kAlone, [this](const UnitTask& task, const Work& w) {
+    const auto pattern_of = [&](size_t t) { return tasks[t].pattern; };
+    lists_.run_pieces(tasks, pattern_of, [this](const UnitTask& task, const Work& w) {
       kernels_.unit_norms(task, w.offset);
     });
     for (size_t t = 0; t < tasks.size(); ++t) {

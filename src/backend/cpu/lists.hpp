@@ -57,14 +57,13 @@ class Lists {
   // of similar size: many small tensors make one item, and there are enough items for every thread.
   template <class Tasks, class Loop>
   void run(const Tasks& tasks, Loop loop, bool busy = false) {
-    if (shared_) return run_shared(tasks, loop, busy);
-    run_cut(kind_of(tasks), tasks, loop, busy, whole);
+    run_all(kind_of(tasks), tasks, loop, busy, whole);
   }
 
   // Runs loop(task, work) for updates whose chunks begin anew after every UpdateTask::stretch() elements.
   template <class Tasks, class Loop>
   void run_stretches(const Tasks& tasks, Loop loop) {
-    run_cut(kMeasure, tasks, loop, false, [](const UpdateTask& task, auto&& take) {
+    run_all(kMeasure, tasks, loop, false, [](const UpdateTask& task, auto&& take) {
       for (int64_t at = 0; at < task.count; at += task.stretch())
         take(at, std::min(task.stretch(), task.count - at));
     });
@@ -82,8 +81,22 @@ class Lists {
     run_items(Given<Task>{{&task, 1}}, total <= kAlone, loop);
   }
 
-  // Cuts tasks into the pieces of their patterns; an item is one piece, or several of small
-  // tensors. Returns the number of elements.
+  // Runs loop(task, work) for the pieces of the patterns of tasks; work.offset is the number of a piece. An item
+  // is one piece, or several of small tensors.
+  template <class Tasks, class PatternOf, class Loop>
+  void run_pieces(const Tasks& tasks, PatternOf pattern_of, Loop loop) {
+    const Turn turn(taken_);
+    if (turn.is_mine()) {
+      const int64_t total = cut_pieces(tasks, pattern_of);
+      return run_items(tasks, total <= kAlone, loop);
+    }
+    for (size_t t = 0; t < tasks.size(); ++t)
+      for (int64_t piece = 0; piece < pattern_of(t)->pieces; ++piece)
+        loop(tasks[t], Work{static_cast<int32_t>(t), 0, piece});
+  }
+
+ private:
+  // Returns the number of elements.
   template <class Tasks, class PatternOf>
   int64_t cut_pieces(const Tasks& tasks, PatternOf pattern_of) {
     work_.clear();
@@ -121,7 +134,6 @@ class Lists {
     threads_.run(items, alone, body);
   }
 
- private:
   // Of passes, for their trial.
   enum Kind { kAccumulate, kUpdateAll, kMeasure, kOther };
   template <class Tasks>
@@ -159,6 +171,13 @@ class Lists {
 
   // each_stretch(task, take) calls take(first, elements) for the parts of a task.
   template <class Tasks, class Loop, class Stretches>
+  [[gnu::always_inline]] void run_all(int kind, const Tasks& tasks, Loop& loop, bool busy,
+                                      Stretches&& each_stretch) {
+    if (shared_) return run_shared(kind, tasks, loop, busy, each_stretch);
+    run_cut(kind, tasks, loop, busy, each_stretch);
+  }
+
+  template <class Tasks, class Loop, class Stretches>
   [[gnu::always_inline]] void run_cut(int kind, const Tasks& tasks, Loop& loop, bool busy,
                                       Stretches&& each_stretch) {
     int64_t total = 0;
@@ -183,16 +202,20 @@ class Lists {
   }
 
   // Apart, so that the compiler inlines the rest where there is but one thread at a time.
-  template <class Tasks, class Loop>
-  [[gnu::noinline]] void run_shared(const Tasks& tasks, Loop& loop, bool busy) {
+  template <class Tasks, class Loop, class Stretches>
+  [[gnu::noinline]] void run_shared(int kind, const Tasks& tasks, Loop& loop, bool busy,
+                                    Stretches& each_stretch) {
     const Turn turn(taken_);
-    if (turn.is_mine()) return run_cut(kind_of(tasks), tasks, loop, busy, whole);
+    if (turn.is_mine()) return run_cut(kind, tasks, loop, busy, each_stretch);
     for (size_t t = 0; t < tasks.size(); ++t) {
       const auto& task = tasks[t];
       if (!busy && idle(task)) continue;
-      for (int64_t offset = 0; offset < task.count; offset += kChunk)
-        loop(task, Work{static_cast<int32_t>(t),
-                        static_cast<int32_t>(std::min(kChunk, task.count - offset)), offset});
+      each_stretch(task, [&](int64_t first, int64_t elements) {
+        for (int64_t offset = 0; offset < elements; offset += kChunk)
+          loop(task,
+               Work{static_cast<int32_t>(t),
+                    static_cast<int32_t>(std::min(kChunk, elements - offset)), first + offset});
+      });
     }
   }
 
