@@ -105,7 +105,9 @@ OwnedArrays ParamArrays::of(size_t i, const Range& share) const {
     add(kRowSlots, nullptr, 0, t.rows, static_cast<size_t>(t.rows) * sizeof(uint32_t));
     add(kRowSet, nullptr, 0, 1, sizeof(RowSet));
   }
-  const int64_t chunks = chunk_count(p.count);
+  int64_t chunks = chunk_count(p.count);
+  // The norms of a first pass ahead of ga_step leave those of the gradient alone.
+  if (config_.eager && op >= 0 && op_info(op).norms > 0) chunks *= 2;
   add(kPartials, nullptr, 0, chunks, static_cast<size_t>(chunks) * sizeof(Partial));
   return arrays;
 }

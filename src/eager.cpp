@@ -56,21 +56,38 @@ int64_t Eager::list_bytes(size_t params) const {
          backend.ahead_bytes(params);
 }
 
-// Whether a parameter's update is one pass, which reads nothing but the parameter's own gradient.
+// Whether a parameter's update reads nothing but the parameter's own gradient, and runs on any thread.
 bool Eager::may_go_ahead(size_t i) const {
   const ParamList& params = context_.params_;
   const Param& p = params[i];
   const int op = params.op_of(p);
-  if (context_.exchange_ && !context_.exchange_->is_early(i)) return false;
-  return op >= 0 && p.share.count > 0 && !p.frozen && !params.is_layered(p) &&
-         !op_info(op).factored && !op_info(op).row_state && !params.by_units(i);
+  if (op < 0 || p.share.count == 0 || p.frozen) return false;
+  const OpInfo& info = op_info(op);
+  if (info.orthogonal) return false;  // products of matrices take all threads of the context
+  // In place, what a first pass emits takes the place of the gradient, or scratch that all parameters share.
+  if (info.emits && is_settled(i) && !p.fits_accumulator()) return false;
+  // max_grad_norm is for the norm of gradients clipped by units, which ga_step has after it has decided.
+  if (params.is_bounded(p) && params.clips_units()) return false;
+  if (!context_.exchange_) return true;
+  // Norms of pieces on several ranks are added up in ga_step, which also knows those of summed gradients.
+  return context_.exchange_->is_early(i) && !info.reads_gradient_norm &&
+         !params.is_layered_over_ranks(i) && !params.is_clipped_in_parts(i);
+}
+
+// Whether a parameter's update takes passes over its units, rows and columns, or the parameter first.
+bool Eager::is_in_passes(size_t i) const {
+  const ParamList& params = context_.params_;
+  const OpInfo& op = op_info(params.op_of(params[i]));
+  return op.norms > 0 || op.factored || op.row_state || params.by_units(i);
 }
 
 // Whether all that ga_step will decide about the parameter is known before.
 bool Eager::is_settled(size_t i) const {
-  const ga_clip& clip = context_.params_.clip_of(context_.params_[i]);
+  const ParamList& params = context_.params_;
+  const Param& p = params[i];
+  const ga_clip& clip = params.clip_of(p);
   return !context_.exchange_ && context_.config_.nonfinite == GA_NONFINITE_IGNORE &&
-         !(clip.scope == GA_CLIP_GLOBAL && clip.when == GA_CLIP_WHEN_STEP);
+         !(clip.scope == GA_CLIP_GLOBAL && clip.when == GA_CLIP_WHEN_STEP) && !params.is_bounded(p);
 }
 
 // Not for parameters in double, which wait for ga_step: kernels for them would be as large again.
@@ -135,7 +152,7 @@ void Eager::begin(ga_param id, const Array* sum) {
   c.tables_.plans.at(i)->targets = targets;
   p.ahead = targets ? Ahead::kApart : Ahead::kInPlace;
   in_place_ = in_place_ || !targets;
-  begun_.push_back({id, !sum && c.needs_norm(i)});
+  begun_.push_back({id, !sum && c.needs_norm(i), is_in_passes(i)});
 }
 
 void Eager::open() {

@@ -71,6 +71,7 @@ class Eager {
 
  private:
   bool may_go_ahead(size_t param) const;
+  bool is_in_passes(size_t param) const;
   bool is_settled(size_t param) const;
   bool needs_second_set(size_t param) const;
   void begin(ga_param id, const Array* sum);

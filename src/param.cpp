@@ -241,6 +241,13 @@ bool ParamList::by_units(Which w) const {
          tensor(w).units[Tensor::kClipUnits];
 }
 
+bool ParamList::clips_units() const {
+  return std::any_of(groups.begin(), groups.end(), [this](const Group& g) {
+    const ga_clip& c = clip_of(g);
+    return c.scope == GA_CLIP_AGC && c.when == GA_CLIP_WHEN_STEP;
+  });
+}
+
 bool ParamList::in_pieces(Which w) const {
   const Tensor& t = tensor(w);
   const int op = op_of((*this)[w]);

@@ -207,6 +207,11 @@ class ParamList {
   int64_t grain(Which w) const;
   // Whether its update takes norms over the parameter first.
   bool is_layered(const Param& p) const;
+  // Whether a norm over all parameters of its optimizer clips its gradient (ga_optimizer.max_grad_norm).
+  bool is_bounded(const Param& p) const {
+    const Group& g = group_of(p);
+    return g.info->limits_norm && g.optimizer.max_grad_norm > 0;
+  }
   // Whether these norms are of pieces on several ranks.
   bool is_layered_over_ranks(Which w) const {
     return sharded && is_layered((*this)[w]) && keeper(w) == Keeper::kPieces;
@@ -229,6 +234,8 @@ class ParamList {
   uint32_t units_axes(Which w) const;
   // Whether the reduced gradient is clipped by units.
   bool by_units(Which w) const;
+  // Whether some group's reduced gradients are.
+  bool clips_units() const;
   // Whether it can be clipped by units and updated in one pass, piece by piece.
   bool in_pieces(Which w) const;
   // Whether a norm of the gradient after clipping by value is needed, which accumulating passes do not

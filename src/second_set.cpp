@@ -15,23 +15,27 @@ constexpr size_t kApart = 17 * kLine, kLarge = size_t{1} << 20;
 
 }  // namespace
 
-// Master weights or the parameter, state, the rounded copy of the master weights, the average.
+// Master weights or the parameter, state, the rounded copy of the master weights, the average, and what a first
+// pass emits, which else takes the place of the parameter.
 template <class F>
 void SecondSet::each(size_t i, Targets& targets, F&& f) const {
   const Param& p = params_[i];
-  const auto place = [&](Array& array, int32_t format) {
+  const auto place = [&](Array& array, int32_t format, int64_t count) {
     const auto size = static_cast<size_t>(dtype_info(format).size);
     array.format = format;
-    f(array, (static_cast<size_t>(p.share.count) * size + 2 * kLine - 1) / kLine * kLine);
+    f(array, (static_cast<size_t>(count) * size + 2 * kLine - 1) / kLine * kLine);
   };
   const bool master = params_.has_master(i);
-  place(targets.param, master ? int32_t{GA_F32} : p.dtype);
-  if (master && !writes_early(i)) place(targets.copy, p.dtype);
+  place(targets.param, master ? int32_t{GA_F32} : p.dtype, p.share.count);
+  if (master && !writes_early(i)) place(targets.copy, p.dtype, p.share.count);
   const OwnedArrays arrays = arrays_.of(i);
   for (const OwnedArray& a : arrays) {
-    if (a.kind >= kState && a.kind < kMaster) place(targets.state[a.kind - kState], a.format);
-    if (a.kind == kAverage) place(targets.average, a.format);
+    if (a.kind >= kState && a.kind < kMaster)
+      place(targets.state[a.kind - kState], a.format, a.count);
+    if (a.kind == kAverage) place(targets.average, a.format, a.count);
   }
+  if (op_info(params_.op_of(p)).emits && targets.param.format != GA_F32)
+    place(targets.emitted, GA_F32, p.share.count);
 }
 
 size_t SecondSet::bytes_of(size_t i) const {
@@ -86,6 +90,7 @@ const Targets* SecondSet::give(size_t i) {
   if (!has(i) && !place(i)) return nullptr;
   Targets& targets = sets_[i].targets;
   if (writes_early(i)) targets.copy = params_[i].shared_data();
+  if (targets.param.format == GA_F32) targets.emitted = targets.param;
   return &targets;
 }
 

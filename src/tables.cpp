@@ -259,6 +259,7 @@ void Context::describe_layered(size_t i) {
                      : p.fits_accumulator() ? offset({p.accumulator, p.real()}, p.share.first)
                                             : Array{arrays_.scratch(), p.real()};
   if (info.emits) measure.emitted = room.data;
+  if (eager_) measure.partials = p.partials + chunk_count(p.count);  // of the gradient: the first
   if (exchange_) exchange_->describe_measure(static_cast<ga_param>(i), measure);
   const void* made = whole_of(room, p.share.first).data;
   if (info.orthogonal && p.share.count > 0)

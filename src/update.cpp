@@ -56,14 +56,23 @@ void Context::update() {
 // for their norms, then the update. So many at a time as the last cache holds, where the later passes
 // then find them.
 void Context::update_layers() {
-  // Clips those of list[first, end) that are clipped by units.
+  // Clips those of list[first, end) that are clipped by units. The sums of those that were updated ahead stand.
   const auto clip_units = [&](const std::vector<ga_param>& list, size_t first, size_t end,
                               bool last) {
-    ids_[0].clear();
-    for (size_t k = first; k < end; ++k)
-      if (params_.by_units(list[k])) ids_[0].push_back(list[k]);
-    backend_->clip_units(params_of(ids_[0]));
-    backend_->settle_units(params_of(ids_[0]), last);
+    std::vector<ga_param>& all = ids_[0];
+    std::vector<ga_param>& due = ids_[1];
+    all.clear();
+    due.clear();
+    for (size_t k = first; k < end; ++k) {
+      const ga_param id = list[k];
+      if (!params_.by_units(id)) continue;
+      all.push_back(id);
+      const bool made =
+          params_[id].ahead != Ahead::kNot && tables_.plans.at(static_cast<size_t>(id))->duty == 0;
+      if (!made) due.push_back(id);
+    }
+    backend_->clip_units(params_of(due));
+    backend_->settle_units(params_of(all), last);
   };
   // A norm over groups is of gradients that have been clipped by units.
   const bool bounded = tables_.settings[0].bounded >= 0;

@@ -235,7 +235,13 @@ int64_t count_of(size_t i) {
 class Rounds {
  public:
   Rounds(const ga_config& c, int threads, double max_norm) : ctx_(c), threads_(threads) {
-    const ga_group group = ctx_.group(optimizer(GA_OPTIMIZER_ADAMW));
+    std::vector<ga_group> groups;
+    for (const int32_t kind :
+         {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB, GA_OPTIMIZER_LARS, GA_OPTIMIZER_ADAFACTOR,
+          GA_OPTIMIZER_ROWWISE_ADAGRAD, GA_OPTIMIZER_ADAMW})
+      groups.push_back(ctx_.group(without_limit(optimizer(kind))));
+    const ga_clip units = clip(GA_CLIP_AGC, 0);
+    EXPECT_OK(ga_group_set_clip(ctx_, groups.back(), &units));
     if (max_norm > 0) {
       const ga_clip norm = clip(GA_CLIP_GLOBAL, max_norm);
       EXPECT_OK(ga_context_set_clip(ctx_, &norm));
@@ -243,8 +249,9 @@ class Rounds {
     params_.reserve(kParams);
     for (size_t i = 0; i < kParams; ++i) {
       params_.push_back(random_tensor(GA_F32, count_of(i), 1 + i));
-      ctx_.param(group, "p" + std::to_string(i), static_cast<float*>(params_[i].data()),
-                 {count_of(i)});
+      const int64_t rows = count_of(i) % 5 == 0 ? 5 : count_of(i) % 17 == 0 ? 17 : 1;
+      ctx_.param(groups[i / 6 % groups.size()], "p" + std::to_string(i),
+                 static_cast<float*>(params_[i].data()), {rows, count_of(i) / rows});
       for (uint64_t k = 0; k < 3; ++k)
         gradients_[k].push_back(random_tensor(GA_F32, count_of(i), 1000 * (k + 1) + i));
     }
@@ -271,6 +278,11 @@ class Rounds {
   ga_context* context() const { return ctx_; }
 
  private:
+  // Which would have LAMB wait for the step while units are clipped.
+  static ga_optimizer without_limit(ga_optimizer o) {
+    o.max_grad_norm = 0;
+    return o;
+  }
   void parts(int thread, bool last) {
     for (int i = thread; i < kParams; i += threads_) {
       const auto k = static_cast<size_t>(i);

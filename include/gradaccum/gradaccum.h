@@ -672,20 +672,22 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
    before then waits. The call returns when they are updated, or with ga_config.eager_threads at
    once. With gradients that live (GA_GRADIENTS_LIVE) a window of one micro-batch is never
    accumulated.
-   - Under GA_NONFINITE_IGNORE and without GA_CLIP_GLOBAL a parameter is updated in place. Its
-     gradient may go when the call returns, or with ga_config.eager_threads when
-     ga_config.on_param_done comes. From then on until ga_step, ga_discard and functions that set
+   - Under GA_NONFINITE_IGNORE, without GA_CLIP_GLOBAL and the max_grad_norm of LAMB, a parameter is
+     updated in place. Its gradient may go when the call returns, or with ga_config.eager_threads
+     when ga_config.on_param_done comes. From then on until ga_step, ga_discard and functions that set
      options or read or save state are GA_ERROR_INVALID_STATE, and GA_ERROR_FAULT leaves the context
      of no further use.
    - Else the decision about the step is still to come. The update reads parameter and state, and
      writes a second set of these arrays (ga_memory.eager); ga_step then exchanges the two sets and
      writes the parameter. If it skips the window, it forgets what was written. If it clips by
-     GA_CLIP_GLOBAL, or options have changed, it updates the parameter anew from what there was
-     before (ga_step_result.eager_redone). Gradients that live do so until ga_step.
+     GA_CLIP_GLOBAL or max_grad_norm, or options have changed, it updates the parameter anew from
+     what there was before (ga_step_result.eager_redone). Gradients that live do so until ga_step.
    What cannot begin waits for ga_step: gradients of rows; f64 parameters that are not updated in
-   place; parameters beyond ga_config.eager_bytes, under GA_CLIP_AGC, or in a group of LAMB, LARS,
-   ADAFACTOR, MUON, ROWWISE_ADAGRAD or EXTERNAL; and all parameters under GA_NONFINITE_DROP_MICRO,
-   GA_CLIP_WHEN_MICRO, or with a communicator without ga_comm_options.overlap.
+   place; parameters beyond ga_config.eager_bytes; those of MUON and EXTERNAL; those of LAMB with
+   max_grad_norm while some group has GA_CLIP_AGC; in place, those of LAMB and ADAFACTOR whose
+   accumulator has another dtype than the computation; and all parameters under
+   GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO, or with a communicator without
+   ga_comm_options.overlap.
 
    With ga_config.eager, several threads may be in ga_accumulate_part and ga_params_ready at once, so
    that gradients are added, and parameters updated, as they arrive from several places.
@@ -706,8 +708,10 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
    With a communicator, the exchange of gradients may begin here: see ga_context_set_comm. With
    ga_config.eager an update then begins when the sum over the ranks is there, never in place, on
    the threads of ga_config.eager_threads; without these, this call and ga_micro_begin update what
-   has been summed by then. What GA_CLIP_PER_TENSOR clips is updated anew too. If the exchange
-   fails, parameters and state are as they were.
+   has been summed by then. What GA_CLIP_PER_TENSOR clips is updated anew too. Parameters in a group
+   of LARS wait for ga_step, and so do, where the optimizer is sharded, those under GA_CLIP_AGC and
+   those of LAMB and ADAFACTOR that several ranks keep pieces of. If the exchange fails, parameters
+   and state are as they were.
 
    GA_ERROR_INVALID_STATE: the window is invalid, the accumulator of one is acquired, or another
    thread adds to one.

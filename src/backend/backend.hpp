@@ -19,10 +19,11 @@ namespace ga {
 
 using Params = Span<const ga_param>;
 
-// A parameter for update_ahead(). measured: the norm of its gradient is taken too.
+// A parameter for update_ahead().
 struct ReadyParam {
   ga_param param;
-  bool measured;
+  bool measured;   // the norm of its gradient is taken too
+  bool in_passes;  // its update takes passes over units, rows and columns, or the parameter first
 };
 
 // The parameters whose gradients are read for sums before a window is decided.

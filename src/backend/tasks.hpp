@@ -251,7 +251,8 @@ struct FactorTask {
 // lie at multiples of 64 bytes.
 struct Targets {
   Array param, state[kMaxSlots], copy, average;
-  bool stream;  // stores bypass the caches
+  Array emitted;  // of a first pass, of the compute type; may be that of param
+  bool stream;    // stores bypass the caches
 };
 
 // param, state <- op(param, gradient, state). The same pass writes copy and average.

@@ -12,12 +12,13 @@
 
 namespace ga::cpu {
 
-// What the plan of a parameter with an element-wise Op follows from, but for options.
+// What the plan of a parameter follows from, but for options. Factors of units, and norms of first passes, follow
+// from the same and from parameter and gradient.
 struct Grounds {
   bool go;
   int32_t duty;
-  Numbers raw, gradient;
-  double lr, weight_decay, average_gain;
+  Numbers raw;
+  double factor, lr, weight_decay, average_gain;
   Clock clock;
   uint64_t copy_key, state_key;
 };
@@ -29,7 +30,7 @@ inline Grounds grounds_of(const ScalarTables& t, int64_t i) {
   g.go = t.control->go;
   g.duty = plan.duty;
   g.raw = plan.raw;
-  g.gradient = plan.gradient;
+  g.factor = plan.factor;
   g.lr = in.lr;
   g.weight_decay = in.weight_decay;
   g.clock = in.clock;
@@ -47,7 +48,7 @@ inline bool same(const Numbers& a, const Numbers& b) {
 
 // Whether two plans are the same, to the bit.
 inline bool same(const Grounds& a, const Grounds& b) {
-  return a.go == b.go && a.duty == b.duty && same(a.raw, b.raw) && same(a.gradient, b.gradient) &&
+  return a.go == b.go && a.duty == b.duty && same(a.raw, b.raw) && a.factor == b.factor &&
          a.lr == b.lr && a.weight_decay == b.weight_decay && a.average_gain == b.average_gain &&
          a.clock.step == b.clock.step && a.clock.product == b.clock.product &&
          a.copy_key == b.copy_key && a.state_key == b.state_key;
@@ -70,10 +71,7 @@ class Ahead {
     const std::lock_guard<std::mutex> lock(mutex_);
     control_ = *tables.control;
     groups_.assign(tables.group_states, tables.group_states + tables.groups);
-    ScalarTables copies = tables;
-    copies.control = &control_;
-    copies.group_states = groups_.data();
-    copies.param_states = states_.data();
+    const ScalarTables copies = copies_of(tables);
     foresee(copies, totals);
     Crew crew;
     for (size_t k = 0; k < params.size; ++k) {
@@ -95,13 +93,39 @@ class Ahead {
     }
   }
 
+  // After the pass over the units of a parameter: for an Op that reads the norm of the gradient.
+  void settle_units(const ScalarTables& tables, const UnitTask* units, ga_param param) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const ScalarTables copies = copies_of(tables);
+    Crew crew;
+    sum_units(crew, copies, units, &param, 1);
+  }
+
+  // After the first pass of a layer-wise Op.
+  void settle_layer(const ScalarTables& tables, const UpdateTask* measures, ga_param param) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const ScalarTables copies = copies_of(tables);
+    Crew crew;
+    sum_layers(crew, copies, measures, &param, 1);
+    fold_layers(crew, copies, &param, 1);
+  }
+
   bool came_true(const ScalarTables& tables, ga_param param) const {
     return same(grounds_[static_cast<size_t>(param)], grounds_of(tables, param));
   }
 
  private:
-  // As judge_window() will if it applies the step, and no norm over several parameters clips it. t has copies
-  // of the control block and of the states of groups and parameters, since only the plans are to change.
+  // With copies of the control block and of the states of groups and parameters, since only the plans are to
+  // change.
+  ScalarTables copies_of(const ScalarTables& tables) {
+    ScalarTables copies = tables;
+    copies.control = &control_;
+    copies.group_states = groups_.data();
+    copies.param_states = states_.data();
+    return copies;
+  }
+
+  // As judge_window() will if it applies the step, and no norm over several parameters clips it.
   static void foresee(const ScalarTables& t, const WindowTotals& totals) {
     Control& c = *t.control;
     c.sums = brought_by(t, totals);
@@ -114,7 +138,7 @@ class Ahead {
     }
   }
 
-  std::mutex mutex_;  // of plan(), which several threads may call
+  std::mutex mutex_;  // several threads may plan
   Control control_ = {};
   std::vector<GroupState> groups_;
   std::vector<ParamState> states_;  // by parameter, as the next one

@@ -144,7 +144,8 @@ class CpuBackend final : public Backend {
     judge_window(crew, tables_, totals.last);
   }
 
-  // A norm that is measured in the same pass costs no reading of its own, but the plan cannot know it.
+  // A norm that is measured in the same pass as the update costs no reading of its own, but the plan cannot know
+  // it.
   void update_ahead(const WindowTotals& totals, Span<const ReadyParam> params) override {
     for (size_t k = 0; k < params.size; ++k)
       if (params.data[k].measured) set_limit(totals, params.data[k].param);
@@ -152,10 +153,13 @@ class CpuBackend final : public Backend {
     ahead_.plan(tables_, totals, params);
     lists_.run(ReadyUpdates{tasks_.updates, params}, [&](const UpdateTask& task, const Work& w) {
       const ReadyParam& ready = params.data[w.task];
+      if (ready.in_passes) return;
       if (ready.measured && !clips_itself(ready.param))
         kernels_.norm(norm_of(ready.param), w.offset, w.count);
       update_chunk(task, w.offset, w.count);
     });
+    for (size_t k = 0; k < params.size; ++k)
+      if (params.data[k].in_passes) update_in_passes(params.data[k].param);
   }
 
   bool came_true(ga_param param) override {
@@ -221,11 +225,7 @@ class CpuBackend final : public Backend {
   void norm(Span<const NormTask> tasks) override { take_norms(Given<NormTask>{tasks}); }
 
   void measure(Params params, const OverRanks& over_ranks) override {
-    lists_.run_stretches(Listed<UpdateTask>{tasks_.measures, params},
-                         [this](const UpdateTask& task, const Work& w) {
-                           if ((task.plan->duty & kUpdate) != 0)
-                             kernels_.measure[task.f64][task.op](task, w.offset, w.count);
-                         });
+    measure_layers(Listed<UpdateTask>{tasks_.measures, params});
     Crew crew;
     const auto count = static_cast<int64_t>(params.size);
     sum_layers(crew, tables_, tasks_.measures, params.data, count);
@@ -266,10 +266,7 @@ class CpuBackend final : public Backend {
   }
 
   void clip_units(Params params) override {
-    const Listed<UnitTask> tasks = {tasks_.units, params};
-    unit_norms(tasks);
-    for (size_t t = 0; t < tasks.size(); ++t)
-      for (int64_t u = 0; u < tasks[t].pattern->units; ++u) store_agc_factor(tasks[t], u);
+    compute_factors(Listed<UnitTask>{tasks_.units, params});
   }
 
   void update_factored(Params params) override {
@@ -348,14 +345,14 @@ class CpuBackend final : public Backend {
   };
 
   // The norm tasks of update_ahead() that have to run before it plans: a parameter has one if its own norm clips
-  // it, and else a task without elements.
+  // it, or if its update takes several passes, and else a task without elements.
   struct NormsBefore {
     const CpuBackend& self;
     Span<const ReadyParam> params;
     size_t size() const { return params.size; }
     NormTask operator[](size_t k) const {
       const ReadyParam& ready = params.data[k];
-      if (!ready.measured || !self.clips_itself(ready.param)) return {};
+      if (!ready.measured || !(ready.in_passes || self.clips_itself(ready.param))) return {};
       return self.norm_of(ready.param);
     }
   };
@@ -390,6 +387,42 @@ class CpuBackend final : public Backend {
     });
   }
 
+  // An update ahead that needs sums over units, over rows and columns, or over the parameter first. To write a
+  // second set, its passes run copies of the tasks; what a first pass emits goes there too, since the gradient may
+  // be needed again.
+  void update_in_passes(ga_param id) {
+    const Targets* const targets = tables_.plans[id].targets;
+    UpdateTask update = tasks_.updates[id], measure = tasks_.measures[id];
+    if (tables_.param_inputs[id].by_units) {
+      const UnitTask& units = tasks_.units[id];
+      compute_factors(Given<UnitTask>{{&units, 1}});
+      if (op_info(update.op).reads_gradient_norm) {
+        Warp warp;
+        total_units(units, warp);
+        ahead_.settle_units(tables_, tasks_.units, id);
+      }
+    }
+    OuterProduct outer;
+    if (tasks_.factored[id].row_pattern) {
+      FactorTask factor = tasks_.factored[id];
+      if (targets) {
+        factor = factor_apart(factor, *targets);
+        outer = {factor.rows, factor.columns, factor.scales, factor.row_count, factor.column_count};
+        update.state[0].data = measure.state[0].data = &outer;
+      }
+      update_factor(factor);
+    }
+    if (op_info(update.op).norms > 0) {
+      if (targets && measure.emitted)
+        update.gradient.source.data = measure.emitted = targets->emitted.data;
+      measure_layers(Given<UpdateTask>{{&measure, 1}});
+      ahead_.settle_layer(tables_, tasks_.measures, id);
+    }
+    lists_.run(Given<UpdateTask>{{&update, 1}}, [this](const UpdateTask& task, const Work& w) {
+      update_chunk(task, w.offset, w.count);
+    });
+  }
+
   // Updates a chunk, after delivering its gradient or without an update, as the plan's duty says.
   void update_chunk(const UpdateTask& task, int64_t offset, int64_t count) const {
     const int32_t duty = task.plan->duty;
@@ -406,6 +439,21 @@ class CpuBackend final : public Backend {
       kernels_.follow(task, offset, count);
   }
 
+  template <class Tasks>
+  void measure_layers(const Tasks& tasks) {
+    lists_.run_stretches(tasks, [this](const UpdateTask& task, const Work& w) {
+      if ((task.plan->duty & kUpdate) != 0)
+        kernels_.measure[task.f64][task.op](task, w.offset, w.count);
+    });
+  }
+
+  template <class Tasks>
+  void compute_factors(const Tasks& tasks) {
+    unit_norms(tasks);
+    for (size_t t = 0; t < tasks.size(); ++t)
+      for (int64_t u = 0; u < tasks[t].pattern->units; ++u) store_agc_factor(tasks[t], u);
+  }
+
   // Sums over units; the sums of all pieces are added to those of the first, in the order of the
   // pieces.
   template <class Tasks>
@@ -419,6 +467,28 @@ class CpuBackend final : public Backend {
       add_pieces(*task.pattern, task.sums);
       if (task.param.data) add_pieces(*task.pattern, task.param_sums);
     }
+  }
+
+  void update_factor(const FactorTask& task) {
+    UnitTask sums[] = {sums_of(task, true), {}};
+    if (task.columns) sums[1] = sums_of(task, false);
+    unit_norms(Given<UnitTask>{{sums, task.columns ? size_t{2} : size_t{1}}});
+    Crew crew;
+    blend(crew, task);
+  }
+
+  // The task for a second set, which gets the state as it is. The state is of f32.
+  static FactorTask factor_apart(FactorTask task, const Targets& targets) {
+    const auto move = [&](void*& from, int slot, int64_t count) {
+      void* const to = targets.state[slot].data;
+      std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+      from = to;
+    };
+    move(task.rows, 0, task.matrices * task.row_count);
+    if (!task.columns) return task;
+    move(task.columns, 1, task.matrices * task.column_count);
+    task.scales = targets.state[2].data;
+    return task;
   }
 
   static void add_pieces(const UnitPattern& pattern, double* sums) {
