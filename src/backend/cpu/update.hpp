@@ -37,12 +37,11 @@ struct Stream {
   }
 };
 
-// Copies a block that is not written where it lies, padded to whole groups, and writes it elsewhere: past the
-// caches block by block, since tile by tile took 1.5 times as long on one core. Every Op calls these, which
-// would be large if each had them inlined.
+// Copies the last elements of an array that is not written where it lies, padded to whole groups; and writes a
+// block elsewhere: past the caches block by block, since tile by tile took 1.5 times as long on one core. Every Op
+// calls these, which would be large if each had them inlined.
 template <class T>
-[[gnu::noinline]] T* read_apart(const T* from, int64_t count, T* block) {
-  if (count == kBlock) return copy_block(block, from);
+[[gnu::noinline]] T* pad_apart(const T* from, int64_t count, T* block) {
   const Padded<T> end(from, count);
   std::memcpy(block, end.data, static_cast<size_t>(whole_groups(count)) * sizeof(T));
   return block;
@@ -173,8 +172,8 @@ struct UpdateTile {
       else
         prefetch_block<0>(g + b + kAhead);
     }
-    if (kPass.parameter) p.template prefetch<!kMeasuring>(b);
-    for (int k = 0; k < kSlots; ++k) state[k].template prefetch<kPass.writes_state>(b);
+    if (kPass.parameter) p.template prefetch<!kMeasuring && !kApart>(b);
+    for (int k = 0; k < kSlots; ++k) state[k].template prefetch<kPass.writes_state && !kApart>(b);
   }
 
   // Runs body(g, p, state, b, n) over blocks at b of whole groups, of which n elements are not
@@ -211,26 +210,30 @@ struct UpdateTile {
     if (!kMeasuring) end_p.copy_to(p.data + b, rest);
   }
 
-  // As each_block(), where the arrays are not written: body() works on copies of the blocks of those that it
-  // changes, and of the last elements of any.
+  // As each_block(), where arrays are written elsewhere. Runs body(g, p, state, new_p, new_state, b, n), where what
+  // is new is a block that is written then, or is where it was, in a tile.
   template <class Body>
   GA_INLINE void each_block_apart(int64_t count, Body&& body) {
     alignas(64) T blocks[(kSlots + 1) * kBlock];
     for (int64_t b = 0; b < count; b += kBlock) {
       const int64_t n = smaller(kBlock, count - b);
+      const bool end = n < kBlock;
       prefetch(b);
-      T* s[kSlots + 1];
-      for (int k = 0; k < kSlots; ++k)
-        s[k] = state[k].out ? read_apart(state[k].data + b, n, blocks + k * kBlock)
-                            : state[k].data + b;
-      const bool unpadded = kMeasuring && p.in_place && n < kBlock;
-      T* const q = p.out || unpadded ? read_apart(p.data + b, n, p.tile + b) : p.data + b;
+      T *s[kSlots + 1], *new_s[kSlots + 1];
+      for (int k = 0; k < kSlots; ++k) {
+        s[k] = new_s[k] = state[k].data + b;
+        if (!state[k].out) continue;
+        new_s[k] = blocks + k * kBlock;
+        if (end) s[k] = pad_apart(s[k], n, new_s[k]);
+      }
+      T *q = p.data + b, *new_q = q;
+      if (p.out) new_q = p.tile + b;
+      if (kPass.parameter && end && p.in_place) q = new_q = pad_apart(q, n, p.tile + b);
       T* const end_g = blocks + kSlots * kBlock;
-      const bool end = kPass.gradient && n < kBlock;
-      body(end ? read_apart(g + b, n, end_g) : g + b, q, s, b, n);
+      body(kPass.gradient && end ? pad_apart(g + b, n, end_g) : g + b, q, s, new_q, new_s, b, n);
       for (int k = 0; k < kSlots; ++k)
-        if (state[k].out) write_apart<T>(targets->stream, state[k].out + b, s[k], n);
-      if (p.out) write_apart<T>(targets->stream, p.out + b, q, n);
+        if (state[k].out) write_apart<T>(targets->stream, state[k].out + b, new_s[k], n);
+      if (p.out) write_apart<T>(targets->stream, p.out + b, new_q, n);
     }
   }
 
@@ -249,10 +252,12 @@ struct UpdateTile {
   }
 };
 
+// new_p, new_state: p and state, or what lies elsewhere.
 template <class Op>
 GA_INLINE void update_groups(const Op& op, const Scaled<typename Op::Real>& scaled,
-                             const typename Op::Real* g, typename Op::Real* p,
-                             typename Op::Real* const* state, int64_t count) {
+                             const typename Op::Real* g, const typename Op::Real* p,
+                             typename Op::Real* const* state, typename Op::Real* new_p,
+                             typename Op::Real* const* new_state, int64_t count) {
   using T = typename Op::Real;
   using Tile = UpdateTile<Op, false>;
   constexpr Pass pass = Op::updating;
@@ -264,8 +269,8 @@ GA_INLINE void update_groups(const Op& op, const Scaled<typename Op::Real>& scal
     for (int k = 0; k < Tile::kSlots; ++k) s[k] = state[k][i];
     const T updated = op(p[i], pass.gradient ? scaled(g[i]) : T(0), s);
     if (pass.writes_state)
-      for (int k = 0; k < Tile::kSlots; ++k) state[k][i] = s[k];
-    p[i] = updated;
+      for (int k = 0; k < Tile::kSlots; ++k) new_state[k][i] = s[k];
+    new_p[i] = updated;
   }
 }
 
@@ -290,7 +295,7 @@ GA_INLINE bool update_tile(const Op& op, const UpdateTask& task, int64_t offset,
   T* state[kSlots + 1];
   for (int k = 0; k < kSlots; ++k) state[k] = static_cast<T*>(task.state[k].data) + offset;
   const int64_t whole = count & -kGroup, rest = count - whole;
-  update_groups(op, scaled, g, p, state, whole);
+  update_groups(op, scaled, g, p, state, p, state, whole);
   if (rest == 0) return true;
   const Padded<T> end_g(g + whole, g ? rest : 0);
   Padded<T> end_p(p + whole, rest);
@@ -302,7 +307,7 @@ GA_INLINE bool update_tile(const Op& op, const UpdateTask& task, int64_t offset,
   }
   T* padded[kSlots + 1];
   for (int k = 0; k < kSlots; ++k) padded[k] = ends[k];
-  update_groups(op, scaled, end_g.data, end_p.data, padded, kGroup);
+  update_groups(op, scaled, end_g.data, end_p.data, padded, end_p.data, padded, kGroup);
   for (int k = 0; k < kSlots; ++k)
     if (Op::updating.writes_state)
       std::memcpy(state[k], ends[k], static_cast<size_t>(rest) * sizeof(T));
@@ -330,7 +335,7 @@ GA_INLINE void store_param(const UpdateTask& task, Stream<T>& s, int64_t offset,
   if (task.average.data) move_average<T, kApart>(task, offset, count, p);
 }
 
-// As read_apart(), for every Op.
+// As pad_apart(), for every Op.
 template <class T>
 [[gnu::noinline]] void store_param_apart(const UpdateTask& task, Stream<T>& s, int64_t offset,
                                          int64_t count) {
@@ -345,12 +350,15 @@ GA_INLINE void update_tiles(const Op& op, const UpdateTask& task, int64_t offset
     const int64_t n = smaller(kTile, count - t);
     tile.open(task, offset + t, n);
     if constexpr (kApart)
-      tile.each_block_apart(n, [&](const T* g, T* p, T* const* state, int64_t, int64_t m) {
-        update_groups(op, tile.scaled, g, p, state, whole_groups(m));
+      tile.each_block_apart(n, [&](const T* g, const T* p, T* const* state, T* new_p,
+                                   T* const* new_state, int64_t, int64_t m) {
+        const int64_t groups = m == kBlock ? kBlock : whole_groups(m);
+        update_groups(op, tile.scaled, g, p, state, new_p, new_state, groups);
       });
     else
       tile.each_block(task, n, [&](const T* g, T* p, T* const* state, int64_t, int64_t m) {
-        update_groups(op, tile.scaled, g, p, state, m == kBlock ? kBlock : whole_groups(m));
+        update_groups(op, tile.scaled, g, p, state, p, state,
+                      m == kBlock ? kBlock : whole_groups(m));
       });
     tile.close_state(task, offset + t, n);
     if constexpr (kApart)
@@ -392,7 +400,8 @@ GA_INLINE void measure_tiles(const UpdateTask& task, int64_t offset, int64_t cou
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
     WideLanes first, second;
-    const auto block = [&](const T* g, const T* p, T* const* state, int64_t b, int64_t m) {
+    const auto block = [&](const T* g, const T* p, T* const* state, T* const* new_state, int64_t b,
+                           int64_t m) {
       alignas(64) T x0[kBlock], x1[kBlock];
       const int64_t groups = m == kBlock ? kBlock : whole_groups(m);
       // clang-format off
@@ -404,7 +413,7 @@ GA_INLINE void measure_tiles(const UpdateTask& task, int64_t offset, int64_t cou
         for (int k = 0; k < Tile::kSlots; ++k) s[k] = state[k][i];
         op.measure(p[i], pass.gradient ? tile.scaled(g[i]) : T(0), s, x);
         if (pass.writes_state)
-          for (int k = 0; k < Tile::kSlots; ++k) state[k][i] = s[k];
+          for (int k = 0; k < Tile::kSlots; ++k) new_state[k][i] = s[k];
         x0[i] = x[0];
         if (Op::norms == 2) x1[i] = x[1];
       }
@@ -417,9 +426,12 @@ GA_INLINE void measure_tiles(const UpdateTask& task, int64_t offset, int64_t cou
     };
     tile.open(task, offset + t, n);
     if constexpr (kApart)
-      tile.each_block_apart(n, block);
+      tile.each_block_apart(n, [&](const T* g, const T* p, T* const* state, T*, T* const* new_state,
+                                   int64_t b, int64_t m) { block(g, p, state, new_state, b, m); });
     else
-      tile.each_block(task, n, block);
+      tile.each_block(task, n, [&](const T* g, const T* p, T* const* state, int64_t b, int64_t m) {
+        block(g, p, state, state, b, m);
+      });
     first_sum.add_wide_tile(first);
     if (Op::norms == 2) second_sum.add_wide_tile(second);
     tile.close_state(task, offset + t, n);
