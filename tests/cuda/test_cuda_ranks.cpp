@@ -2,83 +2,12 @@
 //
 // Ranks with a simulated device each, over NCCL, or a library of its name (host/nccl.h). What transports of
 // the host's memory do with contexts on a device, the suites of ranks test once more (device.cpp).
-#include "../ranks.hpp"
-#include "device.hpp"
-#include "host/nccl.h"
+#include "device_ranks.hpp"
 
 namespace ga::test {
 namespace {
 
 using namespace over_ranks;
-
-class CudaRanks : public testing::Test {
- protected:
-  void SetUp() override { use(false); }
-  void TearDown() override {
-    ga_fake_nccl_reset();
-    sim::configure(sim::Config());
-    sim::reset();
-  }
-  // Work runs when somebody waits for it, or at once. Tensors are the test's, in the host's memory.
-  static void use(bool deferred) {
-    sim::Config c;
-    c.devices = 4;
-    c.deferred = deferred;
-    c.pageable_access = true;
-    c.protect = false;
-    sim::configure(c);
-  }
-};
-
-// Runs body(rank, comm, stream) as each of these ranks, in a thread of its own.
-void on_devices(int32_t ranks, const std::function<void(int32_t, ga_comm*, const Stream&)>& body,
-                double timeout = 60) {
-  unsigned char id[GA_COMM_ID_SIZE];
-  ASSERT_OK(ga_comm_unique_id(GA_COMM_NCCL, id, sizeof id));
-  std::vector<std::thread> threads;
-  for (int32_t r = 0; r < ranks; ++r)
-    threads.emplace_back([&, r] {
-      const Stream stream(r);
-      EXPECT_CUDA(cudaSetDevice(r));
-      ga_comm_config config = comm_config(GA_COMM_NCCL);
-      config.rank = r;
-      config.ranks = ranks;
-      config.timeout = timeout;
-      config.id = id;
-      const Comm comm(config);
-      body(r, comm, stream);
-    });
-  for (std::thread& t : threads) t.join();
-  EXPECT_EQ(ga_fake_nccl_communicators(), 0);
-}
-
-// Parameters of a rank, in memory of its device, which the host can reach here.
-class Parameters {
- public:
-  explicit Parameters(const Block& start) : count_(start.size()) {
-    EXPECT_CUDA(cudaMalloc(reinterpret_cast<void**>(&data_), count_ * sizeof(float)));
-    std::copy(start.begin(), start.end(), data_);
-  }
-  explicit Parameters(size_t count) : Parameters(Block(count)) {}
-  ~Parameters() { EXPECT_CUDA(cudaFree(data_)); }
-  Parameters(const Parameters&) = delete;
-  Parameters& operator=(const Parameters&) = delete;
-  float* data() const { return data_; }
-  float operator[](size_t i) const { return data_[i]; }
-  Block get() const { return {data_, data_ + count_}; }
-
- private:
-  const size_t count_;
-  float* data_ = nullptr;
-};
-
-ga_config on(const ga_config& config, const Stream& stream) {
-  ga_config c = config;
-  c.device = GA_DEVICE_CUDA;
-  c.device_ordinal = stream.device();
-  c.stream = static_cast<cudaStream_t>(stream);
-  return c;
-}
 
 // As over_ranks::run(), on devices.
 std::vector<Ended> run_on_devices(const Layout& l, const Options& s, const Shares& shares,
