@@ -121,7 +121,7 @@ struct WindowSums {
   double micro_batches;  // number of micro-batches
   double weighted;       // number with a weight > 0
   double dropped;        // number not added
-  double failed;         // on a device, a row index was out of range
+  double failed;         // Control::failed, on a device
   double unestimated;    // the window has no estimate of the noise scale
   double discarded;      // the rank discards the window
 };
@@ -217,7 +217,8 @@ struct Control {
   uint64_t dropped_micros;  // ga_step_result.dropped_micros
   bool micro_finite;        // the last micro-batch was finite
   bool rejected;            // ga_step returned GA_ERROR_NONFINITE: ga_discard lowers the loss scale
-  bool failed;              // a row index was out of range, with or without deferring
+  // With or without deferring: a row index was out of range, or ranks have ended different sweeps.
+  bool failed;
 
   // Of the ending window, over all parameters.
   WindowSums sums;

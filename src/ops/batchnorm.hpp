@@ -104,6 +104,65 @@ GA_HD void finalize(BnChannel& c, const Moments& m, double eps) {
 }
 GA_HD void finalize(BnChannel& c, double eps) { finalize(c, c.window, eps); }
 
+// The end of a sweep of WINDOW mode over several ranks, each of which writes a record for the others: the
+// number of the end, and for each channel count, mean and M2 of the first sweep, or the backward sums.
+struct BnSweepEnd {
+  int32_t layer;  // -1: none, because the rank ends its window without the call
+  bool backward;
+
+  GA_HD double number() const { return 2.0 * layer + backward; }
+  GA_HD int64_t width() const { return backward ? 2 : 3; }
+  GA_HD int64_t words(int64_t channels) const { return 1 + channels * width(); }
+
+  GA_HD void write(const BnChannel& channel, int64_t index, double* record) const {
+    double* const out = record + words(index);
+    if (backward) {
+      out[0] = channel.dbeta;
+      out[1] = channel.dgamma;
+    } else {
+      out[0] = channel.window.count;
+      out[1] = channel.window.mean;
+      out[2] = channel.window.m2;
+    }
+  }
+};
+
+// The records of all ranks, `words` from one to the next.
+struct BnRecords {
+  const double* data;
+  int64_t words;
+  int32_t ranks;
+
+  // Whether the ranks have ended different sweeps.
+  GA_HD bool differ() const {
+    for (int32_t q = 1; q < ranks; ++q)
+      if (data[q * words] != data[0]) return true;
+    return false;
+  }
+
+  // Merges the ranks' numbers of a channel, in the order of the ranks.
+  GA_HD void merge_into(BnChannel& channel, int64_t index, const BnSweepEnd& end,
+                        double eps) const {
+    const double* numbers = data + end.words(index);
+    Moments merged = {0, 0, 0};
+    double dbeta = 0, dgamma = 0;
+    for (int32_t q = 0; q < ranks; ++q, numbers += words) {
+      if (end.backward) {
+        dbeta += numbers[0];
+        dgamma += numbers[1];
+      } else {
+        merged = merge(merged, {numbers[0], numbers[1], numbers[2]});
+      }
+    }
+    if (end.backward) {
+      channel.dbeta = dbeta;
+      channel.dgamma = dgamma;
+    } else {
+      finalize(channel, merged, eps);
+    }
+  }
+};
+
 // Ends a window of that many micro-batches: updates the running statistics. Entries from
 // micro_batches on belong to a micro-batch that was never opened and do not count.
 GA_HD void commit(BnChannel& c, const BnHistory& history, int64_t micro_batches, double momentum,

@@ -306,6 +306,13 @@ class CpuBackend final : public Backend {
   void bn_statistics(const BnTask& task) override { batchnorm_.statistics(task); }
   void bn_take(const BnTask& task, const BnGiven& given) override { batchnorm_.take(task, given); }
   void bn_finalize(const BnTask& task) override { batchnorm_.finalize(task); }
+  void bn_write_record(const BnTask& task, const BnSweepEnd& end, double* record) override {
+    batchnorm_.write_record(task, end, record);
+  }
+  void bn_merge_records(const BnTask& task, const BnSweepEnd& end,
+                        const BnRecords& records) override {
+    batchnorm_.merge_records(task, end, records);
+  }
   void bn_forward(const BnTask& task, bool taking) override { batchnorm_.forward(task, taking); }
   void bn_backward_sums(const BnTask& task) override { batchnorm_.backward_sums(task); }
   void bn_backward(const BnTask& task, bool summing) override {

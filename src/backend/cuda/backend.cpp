@@ -352,6 +352,15 @@ class CudaBackend final : public Backend {
     runtime_.call([&] { cuda::bn_finalize(queue(), task); });
   }
 
+  void bn_write_record(const BnTask& task, const BnSweepEnd& end, double* record) override {
+    runtime_.call([&] { cuda::bn_write_record(queue(), task, end, record); });
+  }
+
+  void bn_merge_records(const BnTask& task, const BnSweepEnd& end,
+                        const BnRecords& records) override {
+    runtime_.call([&] { cuda::bn_merge_records(queue(), task, end, records, tables_.control); });
+  }
+
   void bn_forward(const BnTask& task, bool taking) override {
     traced("gradaccum bn_forward", [&] {
       if (taking) cuda::bn_statistics(queue(), task, bn_);

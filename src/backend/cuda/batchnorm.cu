@@ -511,6 +511,35 @@ struct Finalize {
   }
 };
 
+struct WriteRecord {
+  BnTask task;
+  BnSweepEnd end;
+  double* record;
+
+  GA_DEVICE void operator()(Block& block) const {
+    block.each([&](int thread) {
+      const int64_t c = block.index() * kThreads + thread;
+      if (c == 0) record[0] = end.number();
+      if (c < task.channels) end.write(task.state[c], c, record);
+    });
+  }
+};
+
+struct MergeRecords {
+  BnTask task;
+  BnSweepEnd end;
+  BnRecords records;
+  Control* control;
+
+  GA_DEVICE void operator()(Block& block) const {
+    block.each([&](int thread) {
+      const int64_t c = block.index() * kThreads + thread;
+      if (c == 0 && records.differ()) control->failed = true;
+      if (c < task.channels) records.merge_into(task.state[c], c, end, task.eps);
+    });
+  }
+};
+
 int64_t channel_blocks(const BnTask& task) { return (task.channels + kThreads - 1) / kThreads; }
 
 // ---- Launches -----------------------------------------------------------------------------------
@@ -659,6 +688,17 @@ void bn_take(const Queue& queue, const BnTask& task, const BnGiven& given) {
 
 void bn_finalize(const Queue& queue, const BnTask& task) {
   launch(Finalize{task}, channel_blocks(task), queue.stream);
+}
+
+// One block at least, for the number of the record.
+void bn_write_record(const Queue& queue, const BnTask& task, const BnSweepEnd& end,
+                     double* record) {
+  launch(WriteRecord{task, end, record}, task.channels / kThreads + 1, queue.stream);
+}
+
+void bn_merge_records(const Queue& queue, const BnTask& task, const BnSweepEnd& end,
+                      const BnRecords& records, Control* control) {
+  launch(MergeRecords{task, end, records, control}, task.channels / kThreads + 1, queue.stream);
 }
 
 }  // namespace ga::cuda
