@@ -470,57 +470,16 @@ void BatchNorms::finalize(ga_bn id) {
   if (alone && b.taken.empty())
     of.fail(GA_ERROR_INVALID_STATE, "it has no statistics; ga_bn_accumulate brings them");
   if (b.final) of.fail(GA_ERROR_INVALID_STATE, "its statistics are final already");
+  const BnTask task = task_of(b, 0, 0);
+  const auto make_room = [&] { b.summed.reserve(b.taken.size()); };
   if (alone) {
-    b.summed.reserve(b.taken.size());
-    const BnTask task = task_of(b, 0, 0);
+    make_room();
     window_.or_invalidate([&] { backend_.bn_finalize(task); });
   } else {
-    finalize_over_ranks(b);
+    context_.exchange()->end_sweep(of, task, {id, false}, b.seen(), make_room);
   }
   b.final = true;
   b.forwarded = b.sums = 0;
-}
-
-void BatchNorms::finalize_over_ranks(Layer& b) {
-  std::vector<BnChannel> state;
-  const auto moments_of = [](const BnChannel& c) { return c.window; };
-  const Moments* const all =
-      gather<Moments>(b, "ga_bn_finalize", "statistics of batch normalisation", state, moments_of,
-                      [&] { b.summed.reserve(b.taken.size()); });
-  const auto ranks = static_cast<size_t>(context_.exchange()->ranks());
-  for (size_t c = 0; c < state.size(); ++c) {
-    Moments merged = {};
-    for (size_t q = 0; q < ranks; ++q) merged = merge(merged, all[q * state.size() + c]);
-    ga::finalize(state[c], merged, b.options.eps);
-  }
-  write(b, state);
-}
-
-// Gathers of(channel) of every rank, [ranks, channels], in a call of `function` that all ranks make, and
-// reads this rank's channels to `state`. Numbers are merged in the order of the ranks, so that all have
-// the same bits. If check() throws on one rank, the call fails on every rank; a failed call has changed
-// nothing.
-template <class T, class Of>
-const T* BatchNorms::gather(const Layer& b, const char* function, const char* what,
-                            std::vector<BnChannel>& state, Of&& of,
-                            const std::function<void()>& check) {
-  Exchange& exchange = *context_.exchange();
-  constexpr size_t kNumbers = sizeof(T) / sizeof(double);
-  const auto ready = [&] {
-    window_.check_valid();
-    check();
-    state = read(b);
-  };
-  const auto n = static_cast<size_t>(b.channels);
-  auto* const own = reinterpret_cast<T*>(
-      exchange.begin_layer(b.subject(function), b.seen(), n * kNumbers, ready));
-  for (size_t c = 0; c < n; ++c) own[c] = of(state[c]);
-  return reinterpret_cast<const T*>(exchange.gather_numbers(what));
-}
-
-void BatchNorms::write(Layer& b, const std::vector<BnChannel>& state) {
-  window_.or_invalidate(
-      [&] { backend_.write(b.state, state.data(), state.size() * sizeof(BnChannel)); });
 }
 
 void BatchNorms::forward(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y) {
@@ -657,22 +616,8 @@ void BatchNorms::backward_finalize(ga_bn id) {
   if (b.sums_final) of.fail(GA_ERROR_INVALID_STATE, "its sums are those of all ranks already");
   if (alone) return b.check_sums(what);
   // Those in b.dgamma and b.dbeta stay this rank's: they are gradients, which ga_step adds up.
-  struct Sums {
-    double dbeta, dgamma;
-  };
-  std::vector<BnChannel> state;
-  const auto sums_of = [](const BnChannel& c) { return Sums{c.dbeta, c.dgamma}; };
-  const Sums* const all = gather<Sums>(b, what, "backward sums of batch normalisation", state,
-                                       sums_of, [&] { b.check_sums(what); });
-  const auto ranks = static_cast<size_t>(context_.exchange()->ranks());
-  for (size_t c = 0; c < state.size(); ++c) {
-    state[c].dbeta = state[c].dgamma = 0;
-    for (size_t q = 0; q < ranks; ++q) {
-      state[c].dbeta += all[q * state.size() + c].dbeta;
-      state[c].dgamma += all[q * state.size() + c].dgamma;
-    }
-  }
-  write(b, state);
+  context_.exchange()->end_sweep(of, task_of(b, 0, 0), {id, true}, b.seen(),
+                                 [&] { b.check_sums(what); });
   b.sums_final = true;
 }
 
@@ -844,6 +789,16 @@ const char* BatchNorms::name_of_windowed() const {
 bool BatchNorms::awaits_sums() const {
   return std::any_of(layers_.begin(), layers_.end(),
                      [](const Layer& b) { return b.windowed() && !b.frozen && !b.sums_final; });
+}
+
+int64_t BatchNorms::end_sweeps() {
+  int64_t left = 0;
+  for (Layer& b : layers_) {
+    if (!b.windowed() || b.frozen) continue;
+    left += !b.final + !b.sums_final;
+    b.final = b.sums_final = true;
+  }
+  return left;
 }
 
 const char* BatchNorms::name_of_user(ga_param id) const {

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
@@ -110,6 +109,8 @@ class BatchNorms {
   const char* name_of_windowed() const;  // of a layer in WINDOW mode; NULL if there is none
   // Over ranks: whether a layer has yet to add up its backward sums, the last that it exchanges in a window.
   bool awaits_sums() const;
+  // Over ranks: takes the sweeps of this window as ended that a layer has yet to end, and returns their number.
+  int64_t end_sweeps();
   const char* name_of_user(ga_param id) const;  // of a layer that has this parameter, or NULL
   // Whether a layer in WINDOW mode has the statistics of a micro-batch, which cannot be taken back.
   bool is_swept(int64_t micro) const;
@@ -146,11 +147,6 @@ class BatchNorms {
             Work&& work);
   BnTask backward_task(const Layer& b, const char* what, const void* x, const void* dy,
                        int64_t samples, int64_t positions) const;
-  void finalize_over_ranks(Layer& b);
-  template <class T, class Of>
-  const T* gather(const Layer& b, const char* function, const char* what,
-                  std::vector<BnChannel>& state, Of&& of, const std::function<void()>& check);
-  void write(Layer& b, const std::vector<BnChannel>& state);
   bool is_summed(Layer& b);
   void add_sums(Layer& b);
   std::vector<BnChannel> read(const Layer& b) const;

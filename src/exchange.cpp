@@ -94,8 +94,7 @@ int64_t Exchange::bytes() const {
   size_t bytes =
       send_.bytes() + received_.bytes() + added_.bytes() + device_bits_.bytes() + records_.bytes() +
       pieces_.bytes() + device_partials_.bytes() + device_pairs_.bytes() +
-      (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t) +
-      layer_numbers_.capacity() * sizeof(double);
+      (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t);
   for (const Buffer& wide : wide_) bytes += wide.bytes();
   return static_cast<int64_t>(bytes);
 }
@@ -241,13 +240,32 @@ void Exchange::agree_on(const char* what, Work&& work) {
   if (failure) throw *failure;
 }
 
-double* Exchange::begin_layer(const Subject& of, int64_t micro_batches, size_t numbers,
-                              const std::function<void()>& ready) {
+void Exchange::end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd& end,
+                         int64_t micro_batches, const std::function<void()>& ready) {
   comm_->check();
+  const bool queues = comm_->on_stream();
+  const int64_t words = queues ? longest_record() : end.words(task.channels);
+  const auto all_ready = [&] {
+    context_.window_.check_valid();
+    ready();
+    room_for_records(words);
+  };
+  check_capturing("statistics");
+  if (const uint64_t digest = shape_digest(); !queues || digest != agreed_on_) {
+    agree_on_sweep(of, micro_batches, all_ready);
+    agreed_on_ = digest;
+  } else {
+    all_ready();
+  }
+  exchange_records(task, end, words);
+}
+
+// Asks all ranks what they are about to do; see end_sweep().
+void Exchange::agree_on_sweep(const Subject& of, int64_t micro_batches,
+                              const std::function<void()>& ready) {
   const std::string what = std::string(of.function) + " of layer \"" + of.name + "\"";
   std::optional<Error> failure;
   try {
-    layer_numbers_.resize((static_cast<size_t>(comm_->ranks()) + 1) * numbers);
     ready();
   } catch (const Error& e) {
     failure = e;
@@ -268,17 +286,30 @@ double* Exchange::begin_layer(const Subject& of, int64_t micro_batches, size_t n
   }
   if (failed) vote(what.c_str(), failure ? &*failure : nullptr);
   if (failure) throw *failure;
-  if (!(all > 0))
+  if (!comm_->on_stream() && !(all > 0))
     of.fail(GA_ERROR_INVALID_STATE,
             "it has no statistics on any rank; ga_bn_accumulate brings them");
-  own_numbers_ = numbers;
-  return layer_numbers_.data();
 }
 
-const double* Exchange::gather_numbers(const char* what) {
-  double* const all = layer_numbers_.data() + own_numbers_;
-  comm_->all_gather(what, layer_numbers_.data(), all, static_cast<int64_t>(own_numbers_), GA_F64);
-  return all;
+// For this rank's record and those of all ranks, of so many words each.
+double* Exchange::room_for_records(int64_t words) {
+  const size_t bytes =
+      (static_cast<size_t>(comm_->ranks()) + 1) * static_cast<size_t>(words) * sizeof(double);
+  if (records_.bytes() < bytes) records_ = Buffer(*context_.backend_, bytes);
+  return static_cast<double*>(records_.data());
+}
+
+void Exchange::exchange_records(const BnTask& task, const BnSweepEnd& end, int64_t words) {
+  Backend& backend = *context_.backend_;
+  double* const own = room_for_records(words);
+  double* const all = own + words;
+  backend.bn_write_record(task, end, own);
+  comm_->all_gather_arrays(
+      end.backward ? "backward sums of batch normalisation" : "statistics of batch normalisation",
+      own, all, words, words, GA_F64);
+  context_.window_.or_invalidate([&] {
+    backend.bn_merge_records(task, end, {all, words, comm_->ranks()});
+  });
 }
 
 // ---- Settings -----------------------------------------------------------------------------------

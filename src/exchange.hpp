@@ -75,7 +75,7 @@ class Exchange {
   void check_queued() {
     if (comm_->on_stream() && !has_failed()) comm_->watch(0);
   }
-  // Says of all gradients that their sums are there (Held::kSummed). Before anything has changed, throws if
+  // Says of all gradients that their sums are there (Held::kSummed). Before any gradient has moved, throws if
   // ranks turn out to have different parameters, and returns false if a rank turns out to discard the window.
   bool hold_all(bool discards);
   // Puts the sums there. measured: the parameters whose sums are measured.
@@ -142,13 +142,13 @@ class Exchange {
   void hand_round_bytes(int32_t q, int64_t bytes, std::vector<int64_t>& piece,
                         const std::function<void(const TakePiece&)>& read, const TakePiece& take);
 
-  // A call about a layer that has one window over all ranks (GA_BN_WINDOW). of: the layer and the
-  // function that was called. begin_layer() throws on every rank, before anything is exchanged, unless
-  // all make that call, ready() throws on none of them, and some have micro-batches of the layer. It
-  // returns room for this rank's numbers; gather_numbers(), those of all ranks: [ranks, numbers].
-  double* begin_layer(const Subject& of, int64_t micro_batches, size_t numbers,
-                      const std::function<void()>& ready);
-  const double* gather_numbers(const char* what);
+  // The end of a sweep of a layer that has one window over all ranks (GA_BN_WINDOW): merges the records of
+  // all ranks. of: the layer and the function that was called. Where the hosts meet, throws on every rank,
+  // before anything is exchanged, unless all make that call, ready() throws on none of them, and some have
+  // micro-batches of the layer. Where the transport works on a stream, the host waits for nothing, and what
+  // ready() throws is this rank's failure alone: it has not exchanged anything yet.
+  void end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd& end,
+                 int64_t micro_batches, const std::function<void()>& ready);
 
  private:
   static constexpr uint64_t kDense = ~uint64_t{0};  // in place of a number of rows
@@ -163,7 +163,7 @@ class Exchange {
     uint64_t settings, state;
     int64_t params;
     int64_t open;      // the window holds something
-    int64_t failed;    // begin_layer(): this rank cannot make the call
+    int64_t failed;    // end_sweep(): this rank cannot make the call
     uint64_t dropped;  // begin_call(): dropped_micros of this rank's last result
     WindowSums sums;
   };
@@ -231,6 +231,12 @@ class Exchange {
   void finish_slices();
   void agree_on_tensors();
   void check_state();
+  void agree_on_sweep(const Subject& of, int64_t micro_batches, const std::function<void()>& ready);
+  double* room_for_records(int64_t words);
+  void exchange_records(const BnTask& task, const BnSweepEnd& end, int64_t words);
+  void end_open_sweeps();
+  int64_t longest_record() const;
+  void check_capturing(const char* what) const;
   const uint64_t* send_brought();
   uint64_t shape_digest() const;
   bool is_ready(const Slice& slice) const;
@@ -260,6 +266,9 @@ class Exchange {
   std::vector<uint64_t> payloads_;  // of all ranks, where they do not fit behind the header
   size_t payload_words_ = 0;
 
+  // This rank's record, then those of all ranks: of the end of a sweep, or on a device of a window.
+  Buffer records_;
+
   // On a device.
   bool watching_ = false;
   uint64_t agreed_on_ = 0;     // shape_digest() when all ranks last agreed
@@ -267,11 +276,8 @@ class Exchange {
   std::vector<char> brought_;  // by parameter: this rank has a gradient
   std::vector<uint64_t> brought_bits_;
   Buffer device_bits_;                     // the same bits
-  Buffer records_, pieces_;                // this rank's, then those of all ranks
+  Buffer pieces_;                          // this rank's, then those of all ranks
   Buffer device_partials_, device_pairs_;  // of one slice
-
-  std::vector<double> layer_numbers_;  // this rank's numbers, then those of all ranks
-  size_t own_numbers_ = 0;             // how many of them are this rank's
 
   // Of the ending window.
   WindowSums sums_ = {};

@@ -2,12 +2,22 @@
 // The end of a window on a device. Its host knows neither what other ranks bring nor whether the window is
 // applied, and does not wait to learn it: every rank exchanges all gradients of all windows, zeros where it
 // has none, and the device decides by the ranks' records (ranks.hpp).
+#include <algorithm>
+#include <string>
+
 #include "context.hpp"
 #include "error.hpp"
 #include "exchange.hpp"
 #include "tensor.hpp"
 
 namespace ga {
+namespace {
+
+[[noreturn]] void refuse_capture(const char* why) {
+  fail(GA_ERROR_INVALID_STATE, "%s, which is not possible while the stream is being captured", why);
+}
+
+}  // namespace
 
 Range Exchange::own_piece(ga_param id) const {
   return parts_.divisions[static_cast<size_t>(id)].measured(rank(), context_.params_[id].count);
@@ -30,27 +40,47 @@ uint64_t Exchange::shape_digest() const {
   const auto add = [&](uint64_t x) { digest = (digest ^ x) * 0x100000001b3; };
   for (const Param& p : context_.params_) add(p.frozen ? 0 : static_cast<uint64_t>(p.count) + 1);
   const Table<BnInput>& layers = context_.batch_norms_.inputs();
-  for (size_t l = 0; l < layers.size(); ++l) add(static_cast<uint64_t>(layers[l].channels));
+  for (size_t l = 0; l < layers.size(); ++l)
+    add(2 * static_cast<uint64_t>(layers[l].channels) + layers[l].frozen);
   return digest;
+}
+
+// Throws if the hosts would have to meet while the stream is being captured.
+void Exchange::check_capturing(const char* what) const {
+  if (!context_.backend_->capturing()) return;
+  if (!comm_->on_stream())
+    refuse_capture((std::string(what) + " are exchanged by way of the host").c_str());
+  if (shape_digest() != agreed_on_)
+    refuse_capture("the ranks have to agree on parameters or layers that have changed");
+}
+
+int64_t Exchange::longest_record() const {
+  int64_t most = 0;
+  const Table<BnInput>& layers = context_.batch_norms_.inputs();
+  for (size_t l = 0; l < layers.size(); ++l) most = std::max(most, layers[l].channels);
+  return BnSweepEnd{0, false}.words(most);
+}
+
+// Where the hosts do not meet, a rank cannot know that another one has left out the end of a sweep, or
+// discards the window. So each window takes two exchanges for every layer that is not frozen, all of the same
+// length. A rank that has made fewer makes the others here: they meet those of the other ranks, whose devices
+// see that the records do not fit, and fail the window.
+void Exchange::end_open_sweeps() {
+  if (!comm_->on_stream()) return;
+  for (int64_t left = context_.batch_norms_.end_sweeps(); left > 0; --left)
+    exchange_records({}, {-1, false}, longest_record());
 }
 
 bool Exchange::hold_all(bool discards) {
   comm_->check();
   moved_ = begun_;
-  Backend& backend = *context_.backend_;
   const bool due = is_check_due();
   if (!discards) check_tensors();
   context_.tell_checksum();
   const uint64_t digest = shape_digest();
-  if (backend.capturing()) {
-    const auto refuse = [](const char* why) {
-      fail(GA_ERROR_INVALID_STATE, "%s, which is not possible while the stream is being captured",
-           why);
-    };
-    if (!comm_->on_stream()) refuse("gradients are exchanged by way of the host");
-    if (due) refuse("the ranks compare parameters and state (ga_comm_options.check_every)");
-    if (digest != agreed_on_) refuse("the ranks have to agree on parameters that have changed");
-  }
+  check_capturing("gradients");
+  if (due && context_.backend_->capturing())
+    refuse_capture("the ranks compare parameters and state (ga_comm_options.check_every)");
   // Over a transport that makes the host wait, the ranks ask each other every time, before anything moves.
   if (digest != agreed_on_ || !comm_->on_stream()) {
     gather_headers(header(discards ? kDiscard : kBegin, "ga_step"), {});
@@ -60,6 +90,7 @@ bool Exchange::hold_all(bool discards) {
     check_settings();
     agreed_on_ = digest;
   }
+  end_open_sweeps();
   if (due) check_state();
 
   if (!begun_) begin_on_device();
@@ -131,9 +162,7 @@ void Exchange::exchange_all(const WindowTotals& totals, Params measured) {
   const Table<BnInput>& layers = context_.batch_norms_.inputs();
   for (size_t l = 0; l < layers.size(); ++l) channels += layers[l].channels;
   const int64_t words = record_words(static_cast<int64_t>(context_.prepared_), channels);
-  const size_t bytes = (ranks + 1) * static_cast<size_t>(words) * sizeof(double);
-  if (records_.bytes() < bytes) records_ = Buffer(backend, bytes);
-  auto* const own = static_cast<double*>(records_.data());
+  double* const own = room_for_records(words);
   double* const all = own + words;
 
   backend.sum_rank(totals, send_brought(), own);

@@ -512,7 +512,8 @@ enum {
   GA_STEP_SKIPPED_NONFINITE = 2, /* an accumulated gradient is infinite or NaN */
   GA_STEP_SKIPPED_ERROR = 3,  /* on a device: indices of ga_accumulate_rows were out of range, and
                                     the rows of that call were left out; or ranks have different
-                                    settings, see ga_context_set_comm */
+                                    settings, or have ended different sweeps of batch normalisation,
+                                    see ga_context_set_comm */
   GA_STEP_PENDING = 4,        /* on a device: not known yet, see ga_step_result_get */
   GA_STEP_SKIPPED_WEIGHT = 5, /* the sum of the weights is too small or too large to divide by,
                                     see docs/reference.md. Does not move a loss scaler by itself */
@@ -1544,10 +1545,11 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    all parameters that are not frozen, those of rows as all rows. Where the transport is one of the
    device (on_stream), the host waits for nothing, and windows can be captured in graphs, whose
    replays are collective. Ranks then learn on the device that their settings differ
-   (GA_STEP_SKIPPED_ERROR; the next call that waits for other ranks names the difference) or that one
-   has called ga_discard, which counts as a skipped window; parameters and layers that are added,
-   frozen or removed have to be so on all ranks in the same window; and after a failure of what was
-   queued only ga_context_destroy is legal.
+   (GA_STEP_SKIPPED_ERROR; the next call that waits for other ranks names the difference), that they
+   have called ga_bn_finalize and ga_bn_backward_finalize for other layers, or in another order
+   (GA_STEP_SKIPPED_ERROR too), or that one has called ga_discard, which counts as a skipped window;
+   parameters and layers that are added, frozen or removed have to be so on all ranks in the same
+   window; and after a failure of what was queued only ga_context_destroy is legal.
 
    GA_ERROR_UNSUPPORTED: GA_COMM_ADDER_TRANSPORT with LOCAL, or a table without the functions for it;
    on a device, GA_ROWS_LAZY, and overlap with a transport of the host's memory; a transport of
@@ -1796,9 +1798,12 @@ GA_API ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count
 
 /* Ends the first sweep of a layer in WINDOW mode. With a communicator (ga_context_set_comm) the call
    is collective, and the layer normalises by the statistics of all ranks, some of which may have no
-   micro-batches. If the call fails on one rank it fails on all of them, and the statistics are as
-   they were. GA_ERROR_INVALID_STATE: nothing was accumulated (with a communicator: on any rank), it
-   is final already, or the layer is in another mode. */
+   micro-batches. On a device it waits, unless the transport is one of the device (on_stream). If the
+   call fails on one rank it fails on all of them, and the statistics are as they were; over a
+   transport of the device it fails on that rank alone, which makes the call again or ends the window,
+   while the devices of the others wait. GA_ERROR_INVALID_STATE: nothing was accumulated (with a
+   communicator: on any rank; over a transport of the device the statistics then have count 0), it is
+   final already, or the layer is in another mode. */
 GA_API ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn);
 
 /* Normalises x of a micro-batch to y. MICRO, CUMULATIVE: takes the statistics of x first, unless
@@ -1815,8 +1820,8 @@ GA_API ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void
                                            int64_t samples, int64_t positions);
 
 /* Ends the sweep of ga_bn_backward_accumulate of a layer in WINDOW mode. With a communicator the
-   call is required before ga_bn_backward and is collective, as ga_bn_finalize is: it adds up over
-   all ranks, also those without micro-batches, the sums that dx needs. The gradients of gamma and
+   call is required before ga_bn_backward and is collective, waits and fails as ga_bn_finalize does: it
+   adds up over all ranks, also those without micro-batches, the sums that dx needs. The gradients of gamma and
    beta stay the rank's own, and are added up by ga_step. Without a communicator the call may be left
    out: it checks that no sums are missing, and changes nothing. GA_ERROR_INVALID_STATE: sums of some
    micro-batch of this rank are missing, ga_bn_finalize has not been called, the sums are those of

@@ -198,7 +198,7 @@ namespace GradAccum {
     SkippedEmpty = Raw.GA_STEP_SKIPPED_EMPTY,
     /// <summary>An accumulated gradient is infinite or NaN.</summary>
     SkippedNonfinite = Raw.GA_STEP_SKIPPED_NONFINITE,
-    /// <summary>On a device: indices of rows were out of range.</summary>
+    /// <summary>On a device: indices of rows were out of range, or ranks did not agree.</summary>
     SkippedError = Raw.GA_STEP_SKIPPED_ERROR,
     /// <summary>On a device: the outcome is not known yet.</summary>
     Pending = Raw.GA_STEP_PENDING,

@@ -230,7 +230,7 @@ class StepOutcome(IntEnum):
     SKIPPED_NONFINITE = 2
     """An accumulated gradient is infinite or NaN."""
     SKIPPED_ERROR = 3
-    """On a device: indices of rows were out of range."""
+    """On a device: indices of rows were out of range, or ranks did not agree."""
     PENDING = 4
     """On a device: the outcome is not known yet."""
     SKIPPED_WEIGHT = 5

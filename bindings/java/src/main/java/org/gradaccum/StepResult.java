@@ -113,7 +113,7 @@ public record StepResult(
     SKIPPED_EMPTY(RawConstants.GA_STEP_SKIPPED_EMPTY),
     /** An accumulated gradient is infinite or NaN. */
     SKIPPED_NONFINITE(RawConstants.GA_STEP_SKIPPED_NONFINITE),
-    /** On a device: indices of rows were out of range. */
+    /** On a device: indices of rows were out of range, or ranks did not agree. */
     SKIPPED_ERROR(RawConstants.GA_STEP_SKIPPED_ERROR),
     /** On a device: not known yet, see {@link Context#stepResult}. */
     PENDING(RawConstants.GA_STEP_PENDING),
