@@ -245,6 +245,23 @@ TEST(RanksBatchNorm, OneRankIsAContextAlone) {
   EXPECT_TRUE(ended[0].running[0] == Running(alone.ctx, alone.bn, 3));
 }
 
+// Ranks merge their statistics and sums as a context alone merges those of its micro-batches: in order.
+TEST(RanksBatchNorm, AMicroBatchOnEachRankHasTheBitsOfAContextAlone) {
+  const ref::BnShape shape{33, 5, GA_BN_CHANNELS_FIRST};
+  for (const int32_t dtype : {GA_F32, GA_F64}) {
+    const BnWindow window = bn_window(shape, dtype, {3, 7, 1, 4});
+    BnNet alone(shape, windowed(dtype));
+    const BnOutput want = alone.step(window);
+    const std::vector<Ended> ended =
+        run({shape, windowed(dtype), config(), true}, {shares_of(window, {1, 1, 1, 1})});
+    for (size_t r = 0; r < ended.size(); ++r) {
+      EXPECT_TRUE(ended[r].outputs[0].y[0] == want.y[r]) << r;
+      EXPECT_TRUE(ended[r].outputs[0].dx[0] == want.dx[r]) << r;
+      EXPECT_TRUE(ended[r].running[0] == Running(alone.ctx, alone.bn, shape.channels)) << r;
+    }
+  }
+}
+
 // ---- While backward goes on ---------------------------------------------------------------------
 
 // Gradients travel in the background once no layer has anything to exchange any more, with the same results.

@@ -87,6 +87,7 @@ class Net {
   ga_step_outcome outcome() { return result_of(ctx).outcome; }
 
   Block parameters() const { return p_.get(); }
+  float& first() { return p_.data()[0]; }
   // All that the rank has computed.
   Block computed() {
     EXPECT_OK(ga_synchronize(ctx));
@@ -449,6 +450,32 @@ TEST_F(CudaRanksBatchNorm, LayersThatAreFrozen) {
       EXPECT_EQ(moved, bn == 0 ? 0 : 2);
     }
   });
+}
+
+// A step that fails since parameters differ can be made again, also by a rank that has left out its sweeps.
+TEST_F(CudaRanksBatchNorm, AStepThatIsMadeAgain) {
+  on_devices(
+      2,
+      [&](int32_t r, ga_comm* comm, const Stream& stream) {
+        ga_comm_options o = comm_options();
+        o.check_every = 1;
+        Net net(comm, stream, r, 1, config(), &o);
+        net.window();
+        ASSERT_OK(ga_synchronize(net.ctx));
+        const float before = net.first();
+        if (r == 1)
+          net.first() = 7;
+        else
+          net.sweeps();
+        for (int tries = 0; tries < 2; ++tries)
+          expect_failure(ga_step(net.ctx, nullptr), "the values of \"layer0.gamma\"");
+        if (r == 1) net.first() = before;
+        ASSERT_OK(ga_step(net.ctx, nullptr));
+        EXPECT_EQ(net.outcome(), GA_STEP_SKIPPED_ERROR);
+        net.window();
+        EXPECT_EQ(net.outcome(), GA_STEP_APPLIED);
+      },
+      5);
 }
 
 // ---- Failures -----------------------------------------------------------------------------------------
