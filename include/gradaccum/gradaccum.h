@@ -1820,12 +1820,12 @@ GA_API ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void
                                            int64_t samples, int64_t positions);
 
 /* Ends the sweep of ga_bn_backward_accumulate of a layer in WINDOW mode. With a communicator the
-   call is required before ga_bn_backward and is collective, waits and fails as ga_bn_finalize does: it
-   adds up over all ranks, also those without micro-batches, the sums that dx needs. The gradients of gamma and
-   beta stay the rank's own, and are added up by ga_step. Without a communicator the call may be left
-   out: it checks that no sums are missing, and changes nothing. GA_ERROR_INVALID_STATE: sums of some
-   micro-batch of this rank are missing, ga_bn_finalize has not been called, the sums are those of
-   all ranks already, or the layer is in another mode. */
+   call is required before ga_bn_backward and is collective, waits and fails as ga_bn_finalize does:
+   it adds up over all ranks, also those without micro-batches, the sums that dx needs. The gradients
+   of gamma and beta stay the rank's own, and are added up by ga_step. Without a communicator the call
+   may be left out: it checks that no sums are missing, and changes nothing. GA_ERROR_INVALID_STATE:
+   sums of some micro-batch of this rank are missing, ga_bn_finalize has not been called, the sums are
+   those of all ranks already, or the layer is in another mode. */
 GA_API ga_status ga_bn_backward_finalize(ga_context* ctx, ga_bn bn);
 
 /* Writes dx of the open micro-batch; zeros if its weight is 0. GA_ERROR_INVALID_STATE: the layer's
