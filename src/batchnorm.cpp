@@ -85,6 +85,7 @@ struct BatchNorms::Layer {
   int64_t sums_of = -1;             // the micro-batch whose backward sums BnChannel holds
   bool final = false;               // WINDOW: ga_bn_finalize has ended the first sweep
   bool sums_final = false;          // WINDOW: the backward sums are those of all ranks
+  bool closed = false;              // WINDOW: ga_step has made the exchanges that its sweeps lacked
   int64_t forwarded = 0, sums = 0;  // micro-batches of the forward sweep, and of the backward sums
 
   bool windowed() const { return options.mode == GA_BN_WINDOW; }
@@ -95,6 +96,13 @@ struct BatchNorms::Layer {
   Span<const Whole> gradients() const { return {gradient, gradient_count}; }
   bool in_window() const { return seen() > 0 || final; }
   Subject subject(const char* function = nullptr) const { return {"layer", name, function}; }
+
+  void check_not_closed(const Subject& of) const {
+    if (closed)
+      of.fail(GA_ERROR_INVALID_STATE,
+              "ga_step or ga_discard has told the other ranks that this one leaves the call out, "
+              "and has to be called again");
+  }
 
   void require_unused(const char* what) const {
     if (in_window())
@@ -470,6 +478,7 @@ void BatchNorms::finalize(ga_bn id) {
   if (alone && b.taken.empty())
     of.fail(GA_ERROR_INVALID_STATE, "it has no statistics; ga_bn_accumulate brings them");
   if (b.final) of.fail(GA_ERROR_INVALID_STATE, "its statistics are final already");
+  b.check_not_closed(of);
   const BnTask task = task_of(b, 0, 0);
   const auto make_room = [&] { b.summed.reserve(b.taken.size()); };
   if (alone) {
@@ -612,6 +621,7 @@ void BatchNorms::backward_finalize(ga_bn id) {
   if (alone || b.frozen) window_.check_valid();
   if (!b.windowed()) of.fail(GA_ERROR_INVALID_STATE, "it is not in WINDOW mode");
   if (b.frozen) return;
+  b.check_not_closed(of);
   if (!b.final) of.fail(GA_ERROR_INVALID_STATE, "ga_bn_finalize must be called first");
   if (b.sums_final) of.fail(GA_ERROR_INVALID_STATE, "its sums are those of all ranks already");
   if (alone) return b.check_sums(what);
@@ -787,16 +797,17 @@ const char* BatchNorms::name_of_windowed() const {
 }
 
 bool BatchNorms::awaits_sums() const {
-  return std::any_of(layers_.begin(), layers_.end(),
-                     [](const Layer& b) { return b.windowed() && !b.frozen && !b.sums_final; });
+  return std::any_of(layers_.begin(), layers_.end(), [](const Layer& b) {
+    return b.windowed() && !b.frozen && !b.sums_final && !b.closed;
+  });
 }
 
-int64_t BatchNorms::end_sweeps() {
+int64_t BatchNorms::close_sweeps() {
   int64_t left = 0;
   for (Layer& b : layers_) {
-    if (!b.windowed() || b.frozen) continue;
+    if (!b.windowed() || b.frozen || b.closed) continue;
     left += !b.final + !b.sums_final;
-    b.final = b.sums_final = true;
+    b.closed = true;
   }
   return left;
 }
@@ -838,7 +849,7 @@ void BatchNorms::end_window() {
   for (Layer& b : layers_) {
     b.index = b.sums_of = -1;
     b.forwarded = b.sums = 0;
-    b.final = b.sums_final = false;
+    b.final = b.sums_final = b.closed = false;
     b.taken.clear();
     b.summed.clear();
   }

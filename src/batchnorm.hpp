@@ -109,8 +109,8 @@ class BatchNorms {
   const char* name_of_windowed() const;  // of a layer in WINDOW mode; NULL if there is none
   // Over ranks: whether a layer has yet to add up its backward sums, the last that it exchanges in a window.
   bool awaits_sums() const;
-  // Over ranks: takes the sweeps of this window as ended that a layer has yet to end, and returns their number.
-  int64_t end_sweeps();
+  // Over ranks: how many sweeps of this window have yet to be ended. From now on no call ends one.
+  int64_t close_sweeps();
   const char* name_of_user(ga_param id) const;  // of a layer that has this parameter, or NULL
   // Whether a layer in WINDOW mode has the statistics of a micro-batch, which cannot be taken back.
   bool is_swept(int64_t micro) const;

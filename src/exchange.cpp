@@ -246,11 +246,12 @@ void Exchange::end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd
   const bool queues = comm_->on_stream();
   const int64_t words = queues ? longest_record() : end.words(task.channels);
   const auto all_ready = [&] {
+    if (!queues) check_capturing("statistics");
     context_.window_.check_valid();
     ready();
     room_for_records(words);
   };
-  check_capturing("statistics");
+  if (queues) check_capturing("statistics");
   if (const uint64_t digest = shape_digest(); !queues || digest != agreed_on_) {
     agree_on_sweep(of, micro_batches, all_ready);
     agreed_on_ = digest;

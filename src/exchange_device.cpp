@@ -67,8 +67,10 @@ int64_t Exchange::longest_record() const {
 // see that the records do not fit, and fail the window.
 void Exchange::end_open_sweeps() {
   if (!comm_->on_stream()) return;
-  for (int64_t left = context_.batch_norms_.end_sweeps(); left > 0; --left)
-    exchange_records({}, {-1, false}, longest_record());
+  const int64_t words = longest_record();
+  room_for_records(words);  // which may fail, and then can be tried again
+  for (int64_t left = context_.batch_norms_.close_sweeps(); left > 0; --left)
+    exchange_records({}, {-1, false}, words);
 }
 
 bool Exchange::hold_all(bool discards) {

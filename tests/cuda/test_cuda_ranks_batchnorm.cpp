@@ -469,6 +469,7 @@ TEST_F(CudaRanksBatchNorm, AStepThatIsMadeAgain) {
           net.sweeps();
         for (int tries = 0; tries < 2; ++tries)
           expect_failure(ga_step(net.ctx, nullptr), "the values of \"layer0.gamma\"");
+        if (r == 1) expect_failure(net.finalize(0), "leaves the call out", GA_ERROR_INVALID_STATE);
         if (r == 1) net.first() = before;
         ASSERT_OK(ga_step(net.ctx, nullptr));
         EXPECT_EQ(net.outcome(), GA_STEP_SKIPPED_ERROR);
