@@ -90,9 +90,11 @@ class Lists {
       const int64_t total = cut_pieces(tasks, pattern_of);
       return run_items(tasks, total <= kAlone, loop);
     }
-    for (size_t t = 0; t < tasks.size(); ++t)
+    for (size_t t = 0; t < tasks.size(); ++t) {
+      if (idle(tasks[t])) continue;
       for (int64_t piece = 0; piece < pattern_of(t)->pieces; ++piece)
         loop(tasks[t], Work{static_cast<int32_t>(t), 0, piece});
+    }
   }
 
  private:
