@@ -66,7 +66,7 @@ bool Eager::may_go_ahead(size_t i) const {
   if (info.orthogonal) return false;  // products of matrices take all threads of the context
   // In place, what a first pass emits takes the place of the gradient, or scratch that all parameters share.
   if (info.emits && is_settled(i) && !p.fits_accumulator()) return false;
-  // max_grad_norm is for the norm of gradients clipped by units, which ga_step has after it has decided.
+  // max_grad_norm limits the norm after clipping by units, which is known only after ga_step has decided.
   if (params.is_bounded(p) && params.clips_units()) return false;
   if (!context_.exchange_) return true;
   // Norms of pieces on several ranks are added up in ga_step, which also knows those of summed gradients.

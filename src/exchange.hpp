@@ -109,7 +109,7 @@ class Exchange {
   void divide();
   // Clipping has changed: divides anew, or throws if arrays are divided in another way than they would be now.
   // What is not sharded is divided anew before the first window alone, since sharded arrays may have been then.
-  // Returns what was before, if that is not what is now.
+  // Returns the division that was before if it has changed.
   std::optional<Parts> check_division();
   void take_parts(Parts parts) noexcept;
   // Throws if with the settings of now parameters would be divided in another way.

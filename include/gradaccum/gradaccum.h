@@ -673,11 +673,11 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
    before then waits. The call returns when they are updated, or with ga_config.eager_threads at
    once. With gradients that live (GA_GRADIENTS_LIVE) a window of one micro-batch is never
    accumulated.
-   - Under GA_NONFINITE_IGNORE, without GA_CLIP_GLOBAL and the max_grad_norm of LAMB, a parameter is
+   - Under GA_NONFINITE_IGNORE, with neither GA_CLIP_GLOBAL nor LAMB's max_grad_norm, a parameter is
      updated in place. Its gradient may go when the call returns, or with ga_config.eager_threads
-     when ga_config.on_param_done comes. From then on until ga_step, ga_discard and functions that set
-     options or read or save state are GA_ERROR_INVALID_STATE, and GA_ERROR_FAULT leaves the context
-     of no further use.
+     when ga_config.on_param_done comes. From then on until ga_step, ga_discard and functions that
+     set options or read or save state are GA_ERROR_INVALID_STATE, and GA_ERROR_FAULT leaves the
+     context of no further use.
    - Else the decision about the step is still to come. The update reads parameter and state, and
      writes a second set of these arrays (ga_memory.eager); ga_step then exchanges the two sets and
      writes the parameter. If it skips the window, it forgets what was written. If it clips by
@@ -710,9 +710,9 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
    ga_config.eager an update then begins when the sum over the ranks is there, never in place, on
    the threads of ga_config.eager_threads; without these, this call and ga_micro_begin update what
    has been summed by then. What GA_CLIP_PER_TENSOR clips is updated anew too. Parameters in a group
-   of LARS wait for ga_step, and so do, where the optimizer is sharded, those under GA_CLIP_AGC and
-   those of LAMB and ADAFACTOR that several ranks keep pieces of. If the exchange fails, parameters
-   and state are as they were.
+   of LARS wait for ga_step, and so do, where the optimizer is sharded, those under GA_CLIP_AGC,
+   those of LAMB, and vectors of ADAFACTOR. If the exchange fails, parameters and state are as they
+   were.
 
    GA_ERROR_INVALID_STATE: the window is invalid, the accumulator of one is acquired, or another
    thread adds to one.
@@ -1549,7 +1549,8 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    have called ga_bn_finalize and ga_bn_backward_finalize for other layers, or in another order
    (GA_STEP_SKIPPED_ERROR too), or that one has called ga_discard, which counts as a skipped window;
    parameters and layers that are added, frozen or removed have to be so on all ranks in the same
-   window; and after a failure of what was queued only ga_context_destroy is legal.
+   window, before the first ga_bn_finalize in it, and the next call that exchanges something waits
+   then; and after a failure of what was queued only ga_context_destroy is legal.
 
    GA_ERROR_UNSUPPORTED: GA_COMM_ADDER_TRANSPORT with LOCAL, or a table without the functions for it;
    on a device, GA_ROWS_LAZY, and overlap with a transport of the host's memory; a transport of
@@ -1798,12 +1799,12 @@ GA_API ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count
 
 /* Ends the first sweep of a layer in WINDOW mode. With a communicator (ga_context_set_comm) the call
    is collective, and the layer normalises by the statistics of all ranks, some of which may have no
-   micro-batches. On a device it waits, unless the transport is one of the device (on_stream). If the
-   call fails on one rank it fails on all of them, and the statistics are as they were; over a
-   transport of the device it fails on that rank alone, which makes the call again or ends the window,
-   while the devices of the others wait. GA_ERROR_INVALID_STATE: nothing was accumulated (with a
-   communicator: on any rank; over a transport of the device the statistics then have count 0), it is
-   final already, or the layer is in another mode. */
+   micro-batches. If the call fails on one rank it fails on all of them, and the statistics are as
+   they were. On a device it waits. Over a transport of the device (on_stream) it waits only where
+   ga_step would, see ga_context_set_comm, and fails on that rank alone, which makes the call again
+   or ends the window, while the devices of the others wait. GA_ERROR_INVALID_STATE: nothing was
+   accumulated (with a communicator: on any rank; over a transport of the device the statistics then
+   have count 0), it is final already, or the layer is in another mode. */
 GA_API ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn);
 
 /* Normalises x of a micro-batch to y. MICRO, CUMULATIVE: takes the statistics of x first, unless

@@ -210,7 +210,7 @@ class Backend {
   virtual void bn_take(const BnTask& task, const BnGiven& given) = 0;
   virtual void bn_finalize(const BnTask& task) = 0;
   // Over ranks, in place of bn_finalize and for the backward sums: writes this rank's record; merges those
-  // of all ranks. A device fails the window if they are of different sweeps. No channels: does no more.
+  // of all ranks. A device fails the window if they are of different sweeps. Without channels that is all.
   virtual void bn_write_record(const BnTask& task, const BnSweepEnd& end, double* record) = 0;
   virtual void bn_merge_records(const BnTask& task, const BnSweepEnd& end,
                                 const BnRecords& records) = 0;

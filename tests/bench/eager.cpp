@@ -189,7 +189,7 @@ class Network {
   static Network& of(void* user) { return *static_cast<Network*>(user); }
   // Of this rank's blocks the first is its own, since it is rank 0.
   int32_t move(const void* send, void* recv, int64_t stride, int64_t count, ga_dtype dtype) {
-    const auto end = std::chrono::steady_clock::now();
+    const auto begin = std::chrono::steady_clock::now();
     const int64_t size = dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 ? 4 : 2;
     const auto bytes = static_cast<size_t>(count * size);
     for (int64_t q = 0; q < kRanks; ++q) {
@@ -199,7 +199,7 @@ class Network {
     const std::chrono::duration<double> takes(static_cast<double>((kRanks - 1) * count * size) /
                                               rate_);
     std::this_thread::sleep_until(
-        end + std::chrono::duration_cast<std::chrono::steady_clock::duration>(takes));
+        begin + std::chrono::duration_cast<std::chrono::steady_clock::duration>(takes));
     return 0;
   }
 

@@ -66,7 +66,7 @@ struct UnitSums {
   GA_INLINE void add_kept(int64_t unit, const T* x, int64_t count) {
     add_rows<1>(unit, x, 0, count);
   }
-  // Adds rows of as many units, which are `step` elements apart. Meanwhile the next rows come.
+  // Adds rows of as many units, which are `step` elements apart. Prefetches the rows behind them.
   template <int kRows>
   GA_INLINE void add_rows(int64_t unit, const T* x, int64_t step, int64_t count) {
     const T* const next = x + (kRows > 1 ? kRows * step : kAhead);

@@ -210,8 +210,8 @@ struct UpdateTile {
     if (!kMeasuring) end_p.copy_to(p.data + b, rest);
   }
 
-  // As each_block(), where arrays are written elsewhere. Runs body(g, p, state, new_p, new_state, b, n), where what
-  // is new is a block that is written then, or is where it was, in a tile.
+  // As each_block(), where arrays are written elsewhere. Runs body(g, p, state, new_p, new_state, b, n): new_p and
+  // new_state are blocks that are then written to the targets, or the tile itself.
   template <class Body>
   GA_INLINE void each_block_apart(int64_t count, Body&& body) {
     alignas(64) T blocks[(kSlots + 1) * kBlock];
@@ -335,7 +335,7 @@ GA_INLINE void store_param(const UpdateTask& task, Stream<T>& s, int64_t offset,
   if (task.average.data) move_average<T, kApart>(task, offset, count, p);
 }
 
-// As pad_apart(), for every Op.
+// Not inlined, for the same reason as pad_apart().
 template <class T>
 [[gnu::noinline]] void store_param_apart(const UpdateTask& task, Stream<T>& s, int64_t offset,
                                          int64_t count) {
