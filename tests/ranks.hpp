@@ -41,23 +41,31 @@ inline ga_comm_options comm_options() {
   return o;
 }
 
-// Runs body(rank, comm) as each of these ranks, in a thread of its own.
-inline void on_ranks(int32_t ranks, const std::function<void(int32_t, ga_comm*)>& body,
-                     double timeout = 60) {
+// Runs body(config of the rank) for each of these ranks, in a thread of its own.
+inline void each_rank(int32_t kind, int32_t ranks, double timeout,
+                      const std::function<void(const ga_comm_config&)>& body) {
   unsigned char id[GA_COMM_ID_SIZE];
-  EXPECT_OK(ga_comm_unique_id(GA_COMM_LOCAL, id, sizeof id));
+  EXPECT_OK(ga_comm_unique_id(kind, id, sizeof id));
   std::vector<std::thread> threads;
   for (int32_t r = 0; r < ranks; ++r)
     threads.emplace_back([&, r] {
-      ga_comm_config config = comm_config(GA_COMM_LOCAL);
+      ga_comm_config config = comm_config(kind);
       config.rank = r;
       config.ranks = ranks;
       config.timeout = timeout;
       config.id = id;
-      const Comm comm(config);
-      body(r, comm);
+      body(config);
     });
   for (std::thread& t : threads) t.join();
+}
+
+// Runs body(rank, comm) as each of these ranks.
+inline void on_ranks(int32_t ranks, const std::function<void(int32_t, ga_comm*)>& body,
+                     double timeout = 60) {
+  each_rank(GA_COMM_LOCAL, ranks, timeout, [&](const ga_comm_config& config) {
+    const Comm comm(config);
+    body(config.rank, comm);
+  });
 }
 
 // Whether contexts are made on a device (device.cpp).

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <thread>
-#include <vector>
 
 #include "../ranks.hpp"
 #include "device.hpp"
@@ -33,26 +31,16 @@ class CudaRanks : public testing::Test {
   }
 };
 
-// Runs body(rank, comm, stream) as each of these ranks, in a thread of its own.
+// Runs body(rank, comm, stream) as each of these ranks.
 inline void on_devices(int32_t ranks,
                        const std::function<void(int32_t, ga_comm*, const Stream&)>& body,
                        double timeout = 60) {
-  unsigned char id[GA_COMM_ID_SIZE];
-  ASSERT_OK(ga_comm_unique_id(GA_COMM_NCCL, id, sizeof id));
-  std::vector<std::thread> threads;
-  for (int32_t r = 0; r < ranks; ++r)
-    threads.emplace_back([&, r] {
-      const Stream stream(r);
-      EXPECT_CUDA(cudaSetDevice(r));
-      ga_comm_config config = comm_config(GA_COMM_NCCL);
-      config.rank = r;
-      config.ranks = ranks;
-      config.timeout = timeout;
-      config.id = id;
-      const Comm comm(config);
-      body(r, comm, stream);
-    });
-  for (std::thread& t : threads) t.join();
+  each_rank(GA_COMM_NCCL, ranks, timeout, [&](const ga_comm_config& config) {
+    const Stream stream(config.rank);
+    EXPECT_CUDA(cudaSetDevice(config.rank));
+    const Comm comm(config);
+    body(config.rank, comm, stream);
+  });
   EXPECT_EQ(ga_fake_nccl_communicators(), 0);
 }
 
