@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every exported function: checks its pointers, calls the context inside guard(). No logic.
+// Every exported function: checks its pointers and the structs it is given, and calls the context, or the
+// part of the library that does the work, inside guard().
 #include <algorithm>
 #include <chrono>
 #include <cstddef>

@@ -1643,8 +1643,8 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *              between threads, under a lock of the program's: no call depends on the thread of
  *              another, but ga_last_error() is that of the thread whose call failed. Different
  *              contexts are independent.
- *              Callbacks (ga_parallel_for, ga_allocate, ga_free, ga_log, ga_progress, ga_write_fn,
- *              ga_read_fn) must not use their context.
+ *              Callbacks (ga_parallel_for, ga_allocate, ga_free, ga_log, ga_param_done, ga_progress,
+ *              ga_write_fn, ga_read_fn) must not use their context.
  *
  * Processes    After fork() the contexts of the parent are of no use in the child: every call on
  *              one is GA_ERROR_INVALID_STATE, and ga_context_destroy returns and frees nothing. The
@@ -1661,8 +1661,8 @@ GA_API ga_status ga_build_describe(ga_build* out);
  * Same bits    On one machine, results have the same bits for any number of threads and any CPU
  *              kernels; matrix products, and so MUON, excepted. Devices: docs/cuda.md.
  *
- * Environment  GA_MODULE_PATH: the only folder in which libgradaccum_onednn.so, libgradaccum_cuda.so
- *              and libgradaccum_mpi.so are looked for, in place of the library's own. GA_CPU_ISA:
+ * Environment  GA_MODULE_PATH: the only folder in which libgradaccum_onednn.so, libgradaccum_cuda.so,
+ *              libgradaccum_mpi.so and libgradaccum_nccl.so are looked for, in place of the library's own. GA_CPU_ISA:
  *              scalar, x86-64-v2, x86-64-v3 or x86-64-v4: the CPU kernels of new contexts, for
  *              tests; ga_context_create is GA_ERROR_UNSUPPORTED if the build or the processor lacks
  *              them. GA_CPU_PREFETCH: 1 or 0, read when the library is loaded: whether the CPU

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A communicator: one rank's end of a transport that moves blocks between ranks. It adds nothing up.
+// A communicator: one rank's end of a transport that moves blocks between ranks, and adds them up if the
+// transport can (adds()).
 // Every transport is a ga_comm_table: of threads (local.cpp), of MPI or NCCL (mpi.cpp and nccl.cpp, side
 // modules), or of the program.
 #pragma once

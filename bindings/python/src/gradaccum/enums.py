@@ -28,7 +28,7 @@ class Status(IntEnum):
     FORMAT = 10
     """A file or buffer is not a state of this library, or is damaged."""
     COMMUNICATION = 11
-    """Reserved: no call returns it yet."""
+    """Other ranks did not take part, failed, or differ from this one."""
     CANCELLED = 12
     """A callback of the program has asked to stop."""
 
