@@ -124,6 +124,7 @@ Window run_window(ga_context* ctx, const Model& model, const Way& way,
   window.end = now() - start;
   if (result.outcome != GA_STEP_APPLIED) throw std::runtime_error("a step was skipped");
   window.norm = result.norm;
+  window.tensors = static_cast<std::int64_t>(model.tensors().size());
   window.ahead = result.eager;
   window.redone = result.eager_redone;
   for (const Layer& layer : model.layers()) {

@@ -20,7 +20,7 @@ struct Window {
   std::vector<double> arrived, done;  // of each layer: its gradient, all of its parameters
   double last = 0, end = 0;           // the last gradient has arrived; ga_step has returned
   double loss = 0, norm = 0;
-  std::int64_t ahead = 0, redone = 0;  // parameters
+  std::int64_t tensors = 0, ahead = 0, redone = 0;  // parameters: all, before ga_step, twice
 
   double left() const { return end - last; }
 };
