@@ -45,7 +45,12 @@ double loss_difference(const std::vector<Run>& runs, const Run& run, std::size_t
 
 void print_comparison(const std::vector<Run>& runs) {
   const Run& full = runs.front();
-  std::printf("\n");
+  std::printf(
+      "\n  one batch   normalised by the statistics of the whole batch\n"
+      "  MICRO       each micro-batch by its own statistics, as in most frameworks\n"
+      "  CUMULATIVE  each micro-batch by the statistics of those up to it\n"
+      "  WINDOW      all micro-batches by the statistics of all of them: exactly the whole batch;\n"
+      "              each layer visits all micro-batches before the next layer begins\n\n");
   print_row("", runs, [](const Run& run) { return run.setup.name; });
   print_row("samples per micro-batch", runs,
             [](const Run& run) { return std::to_string(run.setup.micro); });

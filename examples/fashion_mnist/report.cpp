@@ -61,6 +61,19 @@ void print_comparison(const std::vector<Run>& runs) {
   if (any(&Summary::average_bytes)) memory("  libgradaccum: EMA", &Summary::average_bytes);
   memory("  libgradaccum: workspace", &Summary::workspace_bytes);
 
+  const Cut& accumulated = runs[1].cut;
+  if (accumulated.micro < accumulated.batch) {
+    std::printf(
+        "\n  Every micro-batch multiplies with all weights, so %s reads them %lld times as often "
+        "as %s\n"
+        "  does, for the same samples: hence fewer samples a second. GA_VERBOSE=1 shows the time "
+        "of each\n"
+        "  call of the library.\n",
+        accumulated.name().c_str(),
+        static_cast<long long>((accumulated.batch + accumulated.micro - 1) / accumulated.micro),
+        runs[0].cut.name().c_str());
+  }
+
   std::printf("\n  largest difference of any parameter from the run with whole batches\n");
   for (const auto& [step, values] : runs[0].parameters) {
     std::printf("  after step %-37lld", static_cast<long long>(step));
