@@ -6,10 +6,11 @@ and torch, in the host's memory. The names and arguments of GradientAccumulator 
 """
 
 from ._batch_norm import AccumBatchNormalization, BatchNormalization, replace_batchnorm_layers
+from ._capture import divided_by
 from ._model import GradientAccumulateModel, StepResults, wrap
 from ._optimizer import GradientAccumulateOptimizer
 
 __all__ = [
     "AccumBatchNormalization", "BatchNormalization", "GradientAccumulateModel", "GradientAccumulateOptimizer",
-    "StepResults", "replace_batchnorm_layers", "wrap",
+    "StepResults", "divided_by", "replace_batchnorm_layers", "wrap",
 ]  # fmt: skip

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from .. import (
 from .. import _state_file as files
 from . import _kinds
 from ._backends import Shared, Variables, backend
-from ._capture import Capture, packed_size
+from ._capture import Capture
 from ._private import keras
 
 # Parameters are named by their place, since paths of Keras differ from one instance of a model to another.
@@ -58,8 +59,8 @@ class Accumulation:
         self.variables: list[Any] = []
         self.layers: list[Any] = []  # of batch normalisation
         self.summed = False  # whether losses are sums over the batch
-        self.first: Any = None  # 1 in the first micro-batch of a window, else 0, where losses are sums
-        self.report: Any = None  # what the graph of JAX hands out
+        self.first: Any = None  # 1 in the first micro-batch of a window, else 0, where graphs read variables
+        self._said: set[str] = set()  # what a warning has said
         self.trace = Capture()  # of the last step, or the last trace of one
         self.result: StepResult | None = None
         self.context: Context | None = None
@@ -83,8 +84,14 @@ class Accumulation:
 
     def set_summed(self, summed: bool) -> None:
         """Tells whether losses are sums over the batch."""
+        if self.context is not None and summed != self.summed:
+            raise ValueError(
+                "the optimizer has trained with losses that are "
+                f"{'means' if summed else 'sums'} over the batch, and these are {'sums' if summed else 'means'}: call "
+                "compile() with a new optimizer"
+            )
         self.summed = summed
-        if summed and self.first is None:
+        if summed and self.first is None and keras.backend.backend() != "jax":
             self.first = keras.Variable(1.0, dtype="float32", trainable=False, name="first_of_window")
             self._set_empty(self.is_empty)
 
@@ -149,28 +156,46 @@ class Accumulation:
             )
 
     def traced(self, got: Capture) -> None:
-        """Sees what a step hands out, when it was run or compiled."""
+        """Sees what a step hands out, when it was run or compiled. ValueError: its losses have no common weight."""
         if got.gradients is not None:
-            if got.reductions == {"sum", "mean"}:
+            if self.scaler is not None and not got.is_scaled:
+                raise ValueError(
+                    "train_step() did not call self.optimizer.scale_loss(loss), but the optimizer has a loss scale"
+                )
+            kinds = {"sum" if kind == "none" and self.summed else kind for kind in got.reductions}
+            if {"sum", "mean"} <= kinds:
                 raise ValueError(
                     "some losses are sums over the batch and others means, so micro-batches have no common weight"
                 )
-            if (got.reductions == {"sum"}) != self.summed and got.reductions:
+            if "sum" in kinds and not self.summed:
                 raise ValueError(
-                    "the reduction of the loss has changed since compile(): call compile() again"
+                    'train_step() called a loss with reduction="sum", which compile() was not given: call compile() '
+                    "with it, or, if train_step() divides the sum by a number of the micro-batch, call the loss with "
+                    'reduction="none" and divide by gradaccum.keras.divided_by(number)'
                 )
+            if self.summed and "sum" not in kinds:
+                raise ValueError(
+                    "compile() was given losses that are sums over the batch, and train_step() trains by others: "
+                    "call compile() without them"
+                )
+        elif self.variables:
+            self._warn(
+                "train_step() gave self.optimizer no gradients, so nothing is accumulated: it calls apply() or "
+                "apply_gradients() of self.optimizer, or on JAX its stateless_apply()"
+            )
         self.trace = got
 
-    def make_report(self) -> None:
-        """Makes the variable by which the graph of JAX hands out divisors and statistics."""
-        size = packed_size(self.layers)
-        if self.report is None or self.report.shape[0] != size:
-            self.report = keras.Variable(keras.ops.zeros((size,)), trainable=False, name="accumulation")
+    def warn_of_loss(self) -> None:
+        """Before the window is given up."""
+        if not self.is_empty:
+            self._warn(
+                "compile() was given another optimizer, and the open window of the former one is lost: call flush() or "
+                "discard() before"
+            )
 
-    def before(self, metrics: list[Any]) -> None:
-        """Tells the graph of JAX, by its metrics, whether a window begins."""
-        if self.first is not None:
-            metrics[-2] = keras.ops.convert_to_tensor(1.0 if self.is_empty else 0.0, dtype="float32")
+    def weights(self, got: Capture) -> list[Any]:
+        """The divisors of the losses of a micro-batch; none without gradients."""
+        return [] if got.gradients is None else got.weights()
 
     # ---- Micro-batches
 
@@ -219,7 +244,8 @@ class Accumulation:
                     raise ValueError(
                         "the losses of the model are means over different numbers of elements, whose ratio "
                         f"changes from micro-batch to micro-batch ({ratio:.6g}, then {divisor / first:.6g}): they "
-                        "have no common weight"
+                        'have no common weight; with reduction="sum" and sample weights that are divided by the '
+                        "numbers of a whole window they have, see docs/keras.md"
                     )
         return first
 
@@ -274,7 +300,7 @@ class Accumulation:
 
     def _set_empty(self, empty: bool) -> None:
         self.is_empty = empty
-        if self.first is not None and keras.backend.backend() != "jax":
+        if self.first is not None:
             self.first.assign(1.0 if empty else 0.0)
 
     # ---- Steps
@@ -291,10 +317,25 @@ class Accumulation:
         result = self.result = context.step()
         if result.applied:
             self._hand_over(context, values)
+        elif self.scaler is None:
+            self._warn("a window was skipped, because its gradient was not finite: see model.step_result")
+        else:
+            self._warn(
+                f"a window was skipped, because its gradient was not finite with the loss scale {result.loss_scale:g}; "
+                "micro-batches, whose gradients are larger than those of a whole batch, can overflow where it does "
+                "not: with a smaller LossScaleOptimizer(initial_scale=) no window is lost"
+            )
         if self.scale is not None:
             values.write([self.scale], [np.float32(context.loss_scale)])
         self._set_empty(True)
         return result
+
+    def _warn(self, text: str) -> None:
+        """Warns once of each thing."""
+        about = text[:30]
+        if about not in self._said:
+            self._said.add(about)
+            warnings.warn(text, stacklevel=2)
 
     def _hand_over(self, context: Context, values: Variables) -> None:
         on = backend()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import Dtype, Tensor
-from ._capture import Capture, capture, unpack
+from ._capture import Capture, capture
 from ._private import keras
 
 _DTYPES = {"float32": Dtype.F32, "float64": Dtype.F64, "float16": Dtype.F16, "bfloat16": Dtype.BF16}
@@ -150,7 +150,7 @@ class _Torch:
         own = model._accumulation
 
         def run(data: Any) -> Any:
-            with capture() as got:
+            with capture(data, own.first) as got:
                 logs = model.train_step(data)
             return logs, got
 
@@ -161,7 +161,7 @@ class _Torch:
             logs, got = run(data[0])
             own.traced(got)
             if got.gradients is not None:
-                weights = [float(weight) for weight in got.weights()]
+                weights = [float(weight) for weight in own.weights(got)]
                 own.add(got.variables, got.gradients, weights, got.statistics, Variables())
             return logs
 
@@ -222,11 +222,11 @@ class _TensorFlow:
         # each layer that has statistics three, and of each variable that has a gradient one.
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def run(data: Any) -> Any:
-            with capture() as got:
+            with capture(data, own.first) as got:
                 logs = model.train_step(data)
             own.traced(got)
             names[:] = logs or ()
-            flat = [logs[name] for name in names] + got.weights()
+            flat = [logs[name] for name in names] + own.weights(got)
             for layer in own.layers:
                 flat += got.statistics.get(layer, ())
             flat += [tf.convert_to_tensor(g) for g in got.gradients or () if g is not None]
@@ -250,7 +250,7 @@ class _TensorFlow:
                 out = iter(run(next(iterator)))
             got = own.trace
             logs = {name: next(out) for name in names}
-            weights = [next(out) for _ in got.weights()]
+            weights = [next(out) for _ in own.weights(got)]
             seen = {
                 layer: (next(out), next(out), next(out)) for layer in own.layers if layer in got.statistics
             }
@@ -328,42 +328,61 @@ class _Jax:
 
     def train_function(self, model: Any) -> Callable[..., Any]:
         accumulation = model._accumulation
-        accumulation.make_report()
+        layers = accumulation.layers
         # Statistics that only an applied step moves go in and do not come out, so that they stay the same.
         places = {id(v): index for index, v in enumerate(model.non_trainable_variables)}
-        kept = {places[id(v)] for layer in accumulation.layers for v in layer.moving() if id(v) in places}
+        kept = {places[id(v)] for layer in layers for v in layer.moving() if id(v) in places}
 
-        def run(trainable: Any, moving: Any, others: Any, own: Any, metrics: Any, data: Any) -> Any:
+        def run(trainable: Any, moving: Any, others: Any, own: Any, metrics: Any, first: Any, data: Any) -> Any:
             non_trainable = list(others)
             for index, value in moving.items():
                 non_trainable[index] = value
-            with capture() as got:
+            with capture(data, first) as got:
                 logs, state = model.train_step((trainable, non_trainable, own, metrics), data)
             if got.variables is None:  # stateless_apply() knows no more than their order
                 got.variables = list(model.trainable_variables)
             accumulation.traced(got)
             non_trainable = [None if i in kept else value for i, value in enumerate(state[1])]
-            return logs, got.gradients, non_trainable, state[3]
+            seen = [got.statistics.get(layer) for layer in layers]
+            return logs, got.gradients, non_trainable, state[3], accumulation.weights(got), seen
 
         if not model.run_eagerly and model.jit_compile:
             run = self.jax.jit(run, donate_argnums=(2, 4))
 
-        def function(state: Any, iterator: Any) -> Any:
+        def step(state: list[Any], data: Any) -> Any:
             trainable, non_trainable, own, metrics = state
             moving = {index: non_trainable[index] for index in kept}
             others = [None if index in kept else value for index, value in enumerate(non_trainable)]
-            accumulation.before(metrics)
-            logs, gradients, others, metrics = run(trainable, moving, others, own, metrics, next(iterator))
+            first = np.float32(accumulation.is_empty)
+            try:
+                out = run(trainable, moving, others, own, metrics, first, data)
+            except self.jax.errors.UnexpectedTracerError as error:
+                raise ValueError(
+                    "train_step() computes a loss or a layer of batch normalisation within a transformation of JAX, "
+                    "jax.jit or jax.checkpoint for instance, out of which its divisor or statistics cannot be handed"
+                ) from error
+            logs, gradients, others, state[3], weights, seen = out
             for index, value in moving.items():
                 others[index] = value
-            parts = [list(trainable), others, list(own), metrics]
-            found = _JaxState(self.jax, accumulation.places, parts)
-            report = np.asarray(metrics[-1])
-            divisors, statistics = unpack(report, accumulation.layers)
+            state[1] = others
             if gradients is not None:
-                weights = divisors[: len(accumulation.trace.weights())]
-                accumulation.add(accumulation.trace.variables, gradients, weights, statistics, found)
-            return logs, tuple(parts)
+                statistics = {layer: one for layer, one in zip(layers, seen, strict=True) if one is not None}
+                found = _JaxState(self.jax, accumulation.places, state)
+                accumulation.add(
+                    accumulation.trace.variables, gradients, [float(one) for one in weights], statistics, found
+                )
+            return logs
+
+        def function(state: Any, iterator: Any) -> Any:
+            data = next(iterator)
+            parts = [list(part) for part in state]
+            try:
+                return step(parts, data), tuple(parts)
+            except BaseException:  # fit() has taken the values out of the variables
+                names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+                model._jax_state = dict(zip(names, parts, strict=True))
+                model.jax_state_sync()
+                raise
 
         return function
 

@@ -6,27 +6,31 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from ._private import keras, loss_module
-
-MOST_LOSSES: Final = 16
-_SPLIT: Final = 4096.0  # numbers are handed out in two parts, since f32 holds integers up to 2^24 alone
 
 
 class Capture:
     """What one run of ``train_step`` hands out: tensors of its graph.
 
     gradients, variables: the arguments of the optimizer. divisors: of each loss, what its sum was divided by.
-    statistics: of each layer of batch normalisation, the count, the mean and the variance of its inputs.
+    reductions: of the losses that were called. statistics: of each layer of batch normalisation, the count, the
+    mean and the variance of its inputs.
+
+    data: what train_step() is given. first: 1 in the first micro-batch of a window, else 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, data: Any = None, first: Any = None) -> None:
+        self.first = first
+        self.samples = _samples(data)
+        self.is_told = False  # by divided_by()
+        self.adds_losses = False  # of activations, by add_loss()
+        self.is_scaled = False  # by the loss scale
         self.gradients: list[Any] | None = None
         self.variables: list[Any] | None = None
         self.divisors: list[Any] = []
         self.reductions: set[str] = set()
-        self.samples: Any = None
         self.statistics: dict[Any, tuple[Any, Any, Any]] = {}
 
     def applied(self, gradients: Any, variables: Any) -> None:
@@ -40,12 +44,12 @@ class Capture:
         """Notes the divisor of a loss: what Keras is about to divide the sum of values by."""
         ops = keras.ops
         if reduction in (None, "none", "sum"):
-            self.reductions.add("sum")
+            self.reductions.add("sum" if reduction == "sum" else "none")
             return
         self.reductions.add("mean")
         values = ops.convert_to_tensor(values)
         if tuple(values.shape) in ((), (0,)):
-            return  # a loss that is one number already: a mean over the samples
+            return  # a loss that is one number already
         count = _count(values)
         if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
             weights = loss_module.apply_mask(
@@ -53,17 +57,27 @@ class Capture:
                 None if mask is None else ops.convert_to_tensor(mask, dtype=values.dtype),
                 dtype=values.dtype, reduction=reduction,
             )  # fmt: skip
-            self.divisors.append(ops.sum(ops.cast(weights, "float32")))
+            self._divided(ops.sum(ops.cast(weights, "float32")))
         elif mask is not None:
             valid = ops.sum(ops.cast(mask, "float32"))
-            self.divisors.append(valid * (count / _count(mask)))
+            self._divided(valid * (count / _count(mask)))
         else:
-            self.divisors.append(count)
-        if len(self.divisors) > MOST_LOSSES:
-            raise ValueError(f"a model has at most {MOST_LOSSES} losses here")
+            self._divided(count)
+
+    def told(self, divisor: Any) -> None:
+        """Notes what the program says that it divides a loss by."""
+        self.is_told = True
+        self._divided(keras.ops.cast(divisor, "float32"))
+
+    # JAX lets nothing out of the function whose gradient is taken but what has no gradient.
+    def _divided(self, divisor: Any) -> None:
+        self.divisors.append(
+            divisor if isinstance(divisor, float) else keras.ops.stop_gradient(divisor)
+        )
 
     def normalised(self, layer: Any, count: Any, mean: Any, variance: Any) -> None:
         """Notes the statistics of an input of a layer, which may be called several times."""
+        mean, variance = keras.ops.stop_gradient(mean), keras.ops.stop_gradient(variance)
         if layer in self.statistics:
             n, old, spread = self.statistics[layer]
             total = n + count
@@ -75,47 +89,42 @@ class Capture:
         self.statistics[layer] = (count, mean, variance)
 
     def weights(self) -> list[Any]:
-        """The divisors; of losses that are one number or none, the count of samples."""
-        return self.divisors or [self.samples]
-
-    def packed(self, layers: list[Any]) -> Any:
-        """Divisors and statistics in one vector, for a graph that hands out variables alone."""
-        ops = keras.ops
-        real = keras.config.floatx()
-        parts = []
-        weights = self.weights()
-        for divisor in weights:
-            parts += [_parts(divisor)]
-        parts.append(ops.zeros((2 * (MOST_LOSSES - len(weights)),), real))
-        for layer in layers:
-            channels = layer.moving_mean.shape[0]
-            if layer in self.statistics:
-                count, mean, variance = self.statistics[layer]
-                parts += [_parts(count), ops.cast(mean, real), ops.cast(variance, real)]
-            else:
-                parts.append(ops.zeros((2 + 2 * channels,), real))
-        return ops.concatenate(parts)
+        """The divisors. The count of samples stands for losses whose mean the program has made itself."""
+        own = self.adds_losses or "none" in self.reductions
+        if self.divisors and (self.is_told or not own):
+            return self.divisors
+        if self.samples is None:
+            raise ValueError(
+                "train_step() was given no array with a dimension of samples, so the weight of the micro-batch is not "
+                "known: divide the loss by gradaccum.keras.divided_by(count)"
+            )
+        return [*self.divisors, self.samples]
 
 
-def packed_size(layers: list[Any]) -> int:
-    """How many elements packed() has."""
-    return 2 * MOST_LOSSES + sum(2 + 2 * int(layer.moving_mean.shape[0]) for layer in layers)
+def divided_by(count: Any) -> Any:
+    """Tells a wrapped model what a loss that the program reduces itself is divided by, and returns it.
+
+    ``loss = ops.sum(values * mask) / divided_by(ops.sum(mask))``, in a loss function, ``compute_loss()`` or
+    ``train_step()``: the weight of the micro-batch, which would be its number of samples without. count: a number or
+    a tensor of one element.
+    """
+    capture = current()
+    if capture is not None:
+        capture.told(count)
+    return count
 
 
-def unpack(vector: Any, layers: list[Any]) -> tuple[list[float], dict[Any, tuple[float, Any, Any]]]:
-    """What packed() has put into a vector, which is one of numpy by now."""
-    pairs = vector[: 2 * MOST_LOSSES].astype("float64").reshape(-1, 2)
-    divisors = [float(high * _SPLIT + low) for high, low in pairs]
-    statistics = {}
-    at = 2 * MOST_LOSSES
-    for layer in layers:
-        channels = int(layer.moving_mean.shape[0])
-        count = float(vector[at]) * _SPLIT + float(vector[at + 1])
-        mean = vector[at + 2 : at + 2 + channels]
-        at += 2 + 2 * channels
-        if count:
-            statistics[layer] = (count, mean, vector[at - channels : at])
-    return divisors, statistics
+def _samples(data: Any) -> Any:
+    """The first dimension of x: a number where the shape is known, else a tensor of f32; None: there is none."""
+    try:
+        x = keras.utils.unpack_x_y_sample_weight(data)[0]
+    except ValueError:  # a tuple of the program's own
+        x = data
+    for one in keras.tree.flatten(x):
+        if len(getattr(one, "shape", ())):
+            samples = keras.ops.shape(one)[0]
+            return float(samples) if isinstance(samples, int) else keras.ops.cast(samples, "float32")
+    return None
 
 
 def _count(values: Any) -> Any:
@@ -126,16 +135,6 @@ def _count(values: Any) -> Any:
             dimension if isinstance(dimension, int) else keras.ops.cast(dimension, "float32")
         )
     return float(product) if isinstance(product, int) else product
-
-
-def _parts(number: Any) -> Any:
-    ops = keras.ops
-    if isinstance(number, (int, float)):
-        high = float(number // _SPLIT)
-        return ops.convert_to_tensor([high, number - high * _SPLIT], dtype=keras.config.floatx())
-    number = ops.cast(number, keras.config.floatx())
-    high = ops.floor(number / _SPLIT)
-    return ops.stack([high, number - high * _SPLIT])
 
 
 class _Captures(threading.local):
@@ -151,9 +150,9 @@ def current() -> Capture | None:
 
 
 @contextlib.contextmanager
-def capture() -> Iterator[Capture]:
+def capture(data: Any, first: Any) -> Iterator[Capture]:
     """Within it, optimizers, losses and layers of batch normalisation hand out what they do."""
-    outer, _captures.current = _captures.current, Capture()
+    outer, _captures.current = _captures.current, Capture(data, first)
     try:
         yield _captures.current
     finally:

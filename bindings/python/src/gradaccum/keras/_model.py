@@ -157,49 +157,25 @@ class _Accumulating:
 
     # ---- Hooks of train_step()
 
-    def compute_loss(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-        base: Any = super()
-        capture = current()
-        if capture is None:
-            return base.compute_loss(x, *args, **kwargs)
-        first = next((one for one in keras.tree.flatten(x) if one is not None), None)
-        if first is not None:
-            samples = keras.ops.shape(first)[0]
-            capture.samples = (
-                float(samples) if isinstance(samples, int) else keras.ops.cast(samples, "float32")
-            )
-        loss = base.compute_loss(x, *args, **kwargs)
-        report = self._accumulation.report
-        if report is not None:
-            report.assign(capture.packed(self._accumulation.layers))
-        return loss
-
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         """Where losses are sums over the batch, regularisers count in the first micro-batch of a window."""
         base: Any = super()
         loss = base._aggregate_additional_loss(loss)
-        if current() is None or self._accumulation.first is None:
+        capture = current()
+        if capture is None:
             return loss
         model: Any = self
         regularised = sum(variable.regularizer is not None for variable in model.trainable_variables)
-        if len(model.losses) > regularised:
+        adds_losses = len(model.losses) > regularised
+        if not self._accumulation.summed:
+            capture.adds_losses = adds_losses
+            return loss
+        if adds_losses:
             raise ValueError(
                 "the model adds losses of its activations by add_loss(), and its loss is a sum over the batch: "
                 "whether they are sums, too, is not known"
             )
-        return loss * keras.ops.cast(self._accumulation.first, loss.dtype)
-
-    @property
-    def metrics_variables(self) -> list[Any]:
-        """On JAX the state of a step has these, and with them what the graph hands out."""
-        base: Any = super()
-        variables: list[Any] = list(base.metrics_variables)
-        optimizer = getattr(self, "optimizer", None)
-        if isinstance(optimizer, GradientAccumulateOptimizer) and optimizer.accumulation.report is not None:
-            if optimizer.accumulation.first is not None:
-                variables.append(optimizer.accumulation.first)
-            variables.append(optimizer.accumulation.report)
-        return variables
+        return loss * keras.ops.cast(capture.first, loss.dtype)
 
 
 class GradientAccumulateModel(_Accumulating, keras.Model):  # type: ignore[misc]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,6 +15,10 @@ from ._capture import current
 from ._private import KerasSaveable, keras
 
 _PACKAGE = "gradaccum"
+NOT_WRAPPED: Final = (
+    "the model is not wrapped, so the optimizer sees no weights of micro-batches and no ends of epochs: train the "
+    "model by gradaccum.keras.wrap(model)"
+)
 
 
 # A LossScaleOptimizer by its class, because compile() would put another one around it under mixed_float16.
@@ -96,6 +100,9 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
     def scale_loss(self, loss: Any) -> Any:
         """The loss times the loss scale; the loss itself without one."""
         own = self.accumulation
+        capture = current()
+        if capture is not None:
+            capture.is_scaled = True
         if own.scale is not None:
             return keras.ops.multiply(loss, keras.ops.cast(own.scale, loss.dtype))
         factor = own.optimizer.loss_scale_factor
@@ -120,9 +127,7 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
         """Hands gradients out of the graph of JAX. RuntimeError: the model is not wrapped."""
         capture = current()
         if capture is None:
-            raise RuntimeError(
-                "a step of the library lies outside of graphs: train the model by gradaccum.keras.wrap(model)"
-            )
+            raise RuntimeError(NOT_WRAPPED)
         capture.applied(grads, None)
         return trainable_variables, optimizer_variables
 
@@ -209,8 +214,8 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
             "optimizer": keras.saving.serialize_keras_object(own.scaler or own.optimizer),
             "accum_steps": sorted(steps.items()) if isinstance(steps, dict) else steps,
             "reduction": own.reduction,
-            "clip": _as_numbers(own.own_clip),
-            "config": _as_numbers(own.config),
+            "clip": as_numbers(own.own_clip),
+            "config": as_numbers(own.config),
         }
 
     @classmethod
@@ -225,7 +230,7 @@ class GradientAccumulateOptimizer(keras.optimizers.LossScaleOptimizer):  # type:
         return cls(
             optimizer,
             {int(step): int(k) for step, k in steps} if isinstance(steps, (list, tuple)) else steps,
-            clip=_of_numbers(Clip, clip), config=_of_numbers(Config, own), **config,
+            clip=of_numbers(Clip, clip), config=of_numbers(Config, own), **config,
         )  # fmt: skip
 
 
@@ -253,7 +258,8 @@ class _Rest(KerasSaveable):  # type: ignore[misc]
             self.accumulation.load(None, head, rest, is_empty=not int(np.asarray(store["2"])))
 
 
-def _as_numbers(options: Clip | Config | None) -> dict[str, Any] | None:
+def as_numbers(options: Clip | Config | None) -> dict[str, Any] | None:
+    """Options of the library, for saving."""
     if options is None:
         return None
     return {
@@ -264,7 +270,8 @@ def _as_numbers(options: Clip | Config | None) -> dict[str, Any] | None:
     }
 
 
-def _of_numbers(kind: Any, numbers: dict[str, Any] | None) -> Any:
+def of_numbers(kind: Any, numbers: dict[str, Any] | None) -> Any:
+    """The options that as_numbers() was given."""
     if numbers is None:
         return None
     return kind(**{name: kind._from_c(name, value) for name, value in numbers.items()})
