@@ -25,7 +25,7 @@ def test_arguments(task: Task) -> None:
         gk.wrap(gk.wrap(task.model(), 2), 2)
     with pytest.raises(TypeError, match="accum_step"):
         gk.wrap(task.model(), accum_step=2)
-    with pytest.raises(ValueError, match="unknown"):
+    with pytest.raises(TypeError, match="unknown"):
         gk.GradientAccumulateModel(accum_steps=2, inputs=keras.Input((3,)), unknown=1)
     with pytest.raises(ValueError, match="experimental_distributed_support"):
         gk.wrap(task.model(), 2, experimental_distributed_support=True)

@@ -20,6 +20,11 @@ class BatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, accum_steps: Any = None, **kwargs: Any) -> None:
+        if args and (isinstance(args[0], bool) or args[0] > 0):
+            raise TypeError(
+                f"{args[0]!r} was given by position, which is accum_steps in GradientAccumulator and axis in Keras: "
+                "give it by name"
+            )
         super().__init__(*args, **kwargs)
         _check(self)
 

@@ -6,42 +6,20 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from .. import Clip, ClipScope, Config, StepResult
-from ._accumulation import Accumulation, checked_steps
+from .. import Clip, Config, StepResult
+from ._accumulation import Accumulation
 from ._backends import Variables, backend
 from ._batch_norm import BatchNormalization
 from ._capture import current
 from ._optimizer import GradientAccumulateOptimizer
-from ._private import KerasSaveable, keras
+from ._options import Options, named, split
+from ._private import KerasSaveable, keras, registered
 
 
-class _Options:
-    """What a model was wrapped with, and its window once it is compiled. Not a part of what Keras saves."""
-
-    def __init__(
-        self, accum_steps: int | dict[int, int], reduction: str, clip: Clip | None, config: Config | None,
-        keep_window: bool, step_logs: bool,
-    ) -> None:  # fmt: skip
-        self.accum_steps = checked_steps(accum_steps)
-        self.reduction = reduction
-        self.clip = clip
-        self.config = config
-        self.keep_window = keep_window
-        self.step_logs = step_logs
-
-    def optimizer(self, optimizer: Any) -> Any:
-        """A GradientAccumulateOptimizer over what compile() was given."""
-        if isinstance(optimizer, GradientAccumulateOptimizer):
-            return optimizer
-        return GradientAccumulateOptimizer(
-            optimizer, self.accum_steps, self.reduction, clip=self.clip, config=self.config
-        )
-
-
-class _Accumulating:
+class Accumulating:
     """What a model gains by wrap()."""
 
-    _options: _Options
+    _options: Options
     optimizer: Any
     built: bool
     dtype_policy: Any
@@ -68,6 +46,7 @@ class _Accumulating:
                 f"steps_per_execution was {executions}, expected 1: the window lies between executions"
             )
         _check_alone(self)
+        former = getattr(self, "optimizer", None)
         optimizer = call.get("optimizer", "rmsprop")
         if optimizer is not None:
             optimizer = keras.optimizers.get(optimizer)
@@ -77,7 +56,9 @@ class _Accumulating:
                 and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
             ):
                 optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-            optimizer = self._options.optimizer(optimizer)
+            optimizer = self._options.optimizer(optimizer, former)
+        if isinstance(former, GradientAccumulateOptimizer) and former is not optimizer:
+            former.accumulation.warn_of_loss()
         call.set("optimizer", optimizer)
         if call.takes("auto_scale_loss"):
             call.set("auto_scale_loss", False)
@@ -92,7 +73,7 @@ class _Accumulating:
         """For loading, as in Keras, which calls no compile() that it does not know."""
         base: Any = super()
         own: Any = type(self).compile
-        if own is not _Accumulating.compile or base.compile.__func__ is not keras.Model.compile:
+        if own is not Accumulating.compile or base.compile.__func__ is not keras.Model.compile:
             base.compile_from_config(config)
             return
         self.compile(**keras.saving.deserialize_keras_object(config))
@@ -178,7 +159,7 @@ class _Accumulating:
         return loss * keras.ops.cast(capture.first, loss.dtype)
 
 
-class GradientAccumulateModel(_Accumulating, keras.Model):  # type: ignore[misc]
+class GradientAccumulateModel(Accumulating, keras.Model):  # type: ignore[misc]
     """A model that trains by windows, by the name and the arguments that it has in GradientAccumulator.
 
     ``GradientAccumulateModel(accum_steps=4, inputs=..., outputs=...)`` is ``wrap(keras.Model(inputs, outputs))``;
@@ -189,18 +170,21 @@ class GradientAccumulateModel(_Accumulating, keras.Model):  # type: ignore[misc]
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is not GradientAccumulateModel:
+        if cls is not GradientAccumulateModel or not (args or kwargs):  # Keras asks without for a subclass
             return super().__new__(cls)
-        own, rest = _split_options(kwargs)
-        if args:  # accum_steps may come first
-            own["accum_steps"], args = args[0], args[1:]
-        return wrap(keras.Model(*args, **rest), **own)
+        own, rest, of_keras = split(args, kwargs)
+        return wrap(keras.Model(*rest, **of_keras), **own)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        own, rest = _split_options(kwargs)
-        options = _options_of(**own)
-        super().__init__(*args, **rest)
+        own, rest, of_keras = split(args, kwargs)
+        options = Options(**own)
+        super().__init__(*rest, **of_keras)
         object.__setattr__(self, "_options", options)
+
+    def get_config(self) -> dict[str, Any]:
+        """As in Keras, with the options that the constructor takes."""
+        config: dict[str, Any] = super().get_config()
+        return {**self._options.saved(type(self).__init__), **config}
 
 
 def wrap(
@@ -217,6 +201,7 @@ def wrap(
     step_logs: bool = False,
     mixed_precision: bool = False,
     experimental_distributed_support: bool = False,
+    **others: Any,
 ) -> Any:
     """Makes a model train by windows: ``compile()`` and ``fit()`` stay as they are. Returns the same model.
 
@@ -226,24 +211,27 @@ def wrap(
     use_agc, clip_factor, eps: adaptive gradient clipping of the window's gradient. clip: any other clipping that
     the optimizer has no words for. config: of the library's context.
     keep_window: whether a window stays open when fit() ends early. step_logs: adds StepResults to the logs.
-    mixed_precision: has no effect, since the dtype policy of Keras decides.
+    mixed_precision: has no effect, since the dtype policy of Keras decides. Other spellings of GradientAccumulator,
+    ``agc`` and ``n_gradients``, are taken; any other name is a TypeError.
 
     A model that is compiled goes on with the state of its optimizer.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"the model was {model!r}, expected a keras.Model")
-    if isinstance(model, _Accumulating):
+    if isinstance(model, Accumulating):
         raise ValueError("the model is wrapped already")
+    given = named({} if accum_steps is None else {"accum_steps": accum_steps}, others, "wrap()")
     compiled = getattr(model, "optimizer", None)
-    if accum_steps is None:
+    if "accum_steps" not in given:
         if not isinstance(compiled, GradientAccumulateOptimizer):
             raise ValueError(
                 "accum_steps is missing: the model is not compiled with a GradientAccumulateOptimizer"
             )
-        accum_steps = compiled.accumulation.accum_steps
-    options = _options_of(
-        accum_steps, reduction=reduction, use_agc=use_agc, clip_factor=clip_factor, eps=eps, clip=clip, config=config,
-        keep_window=keep_window, step_logs=step_logs, mixed_precision=mixed_precision,
+        given["accum_steps"] = compiled.accumulation.accum_steps
+    agc = given.pop("use_agc", False)
+    options = Options(
+        **given, use_agc=use_agc or agc, reduction=reduction, clip_factor=clip_factor, eps=eps, clip=clip,
+        config=config, keep_window=keep_window, step_logs=step_logs, mixed_precision=mixed_precision,
         experimental_distributed_support=experimental_distributed_support,
     )  # fmt: skip
     if compiled is not None:
@@ -251,11 +239,15 @@ def wrap(
         if model.steps_per_execution != 1:
             raise ValueError(f"steps_per_execution was {model.steps_per_execution}, expected 1")
         own = options.optimizer(compiled)
-    # A class of the same name, so that Keras saves the model as what it was.
+    # A class of the same name, so that Keras saves the model as what it was. What Keras makes by this class has its
+    # options.
     of = type(model)
-    names = {"__module__": of.__module__, "__qualname__": of.__qualname__, "__init__": of.__init__}
-    model.__class__ = type(of.__name__, (_Accumulating, of), names)
-    object.__setattr__(model, "_options", options)
+    names = {
+        "__module__": of.__module__, "__qualname__": of.__qualname__, "__init__": of.__init__, "_options": options,
+    }  # fmt: skip
+    model.__class__ = type(of.__name__, (Accumulating, of), names)
+    if of in registered:
+        registered[type(model)] = registered[of]
     if compiled is not None:
         if own is not compiled and compiled.built:
             store: dict[str, Any] = {}
@@ -271,30 +263,7 @@ def wrap(
 
 def _unpickled(file: Any, options: dict[str, Any]) -> Any:
     model = KerasSaveable._unpickle_model(file)
-    return model if isinstance(model, _Accumulating) else wrap(model, **options)
-
-
-def _split_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    names = [name for name in inspect.signature(wrap).parameters if name != "model"]
-    return (
-        {name: value for name, value in kwargs.items() if name in names},
-        {name: value for name, value in kwargs.items() if name not in names},
-    )
-
-
-def _options_of(
-    accum_steps: int | dict[int, int] = 1, *, reduction: str = "MEAN", use_agc: bool = False,
-    clip_factor: float = 0.01, eps: float = 1e-3, clip: Clip | None = None, config: Config | None = None,
-    keep_window: bool = False, step_logs: bool = False, mixed_precision: bool = False,
-    experimental_distributed_support: bool = False,
-) -> _Options:  # fmt: skip
-    if experimental_distributed_support:
-        raise ValueError("experimental_distributed_support was True, but one process trains a model here")
-    if use_agc:
-        if clip is not None:
-            raise ValueError("use_agc was True and clip was given: adaptive gradient clipping is a clip")
-        clip = Clip(scope=ClipScope.AGC, agc_factor=clip_factor, agc_eps=eps)
-    return _Options(accum_steps, reduction, clip, config, keep_window, step_logs)
+    return model if isinstance(model, Accumulating) else wrap(model, **options)
 
 
 class _Call:
@@ -347,10 +316,14 @@ def _check_alone(model: Any) -> None:
     strategy = getattr(model, "distribute_strategy", None)
     if strategy is not None and strategy.num_replicas_in_sync > 1:
         raise ValueError(
-            "the model was made under a tf.distribute strategy of several replicas: one is supported"
+            "the model was made under a tf.distribute strategy of several replicas, and one is supported: let each "
+            "replica be a process, a rank, see «What is not there» in docs/keras.md"
         )
     if keras.distribution.distribution() is not None:
-        raise ValueError("a keras.distribution is set: one device is supported")
+        raise ValueError(
+            "a keras.distribution is set, and one device is supported: let each device have a process, a rank, see "
+            "«What is not there» in docs/keras.md"
+        )
 
 
 class _Windows(keras.callbacks.Callback):  # type: ignore[misc]

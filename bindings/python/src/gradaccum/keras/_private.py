@@ -19,6 +19,10 @@ if ".".join(keras.__version__.split(".")[:2]) not in TRIED:
 
 # Every loss ends in reduce_weighted_values(), and masks its weights by apply_mask().
 loss_module: Any = importlib.import_module("keras.src.losses.loss")
+# clone_model() makes its clones by two functions of this module.
+cloning: Any = importlib.import_module("keras.src.models.cloning")
+# The registered names of classes, by which files have them.
+registered: Any = importlib.import_module("keras.src.saving.object_registration").GLOBAL_CUSTOM_NAMES
 # What saving looks for in an optimizer: its attributes of this class. Makes a model of a pickle, too.
 KerasSaveable: Any = importlib.import_module("keras.src.saving.keras_saveable").KerasSaveable
 
