@@ -7,6 +7,7 @@ and torch, in the host's memory. The names and arguments of GradientAccumulator 
 
 from typing import Any
 
+from . import _clones  # noqa: F401: changes what Keras makes of a wrapped model
 from ._agc import unitwise_norm
 from ._batch_norm import AccumBatchNormalization, BatchNormalization, replace_batchnorm_layers
 from ._capture import divided_by
