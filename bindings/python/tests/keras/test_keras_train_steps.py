@@ -267,10 +267,13 @@ def test_sums_that_compile_does_not_know(task: Task) -> None:
 
 def test_a_loss_scale_that_is_not_used(task: Task) -> None:
     """The gradients would be divided by a scale that the loss was not multiplied by."""
-    model = gk.wrap(made(Guided), 4)
-    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    with pytest.raises(ValueError, match="scale_loss"):
-        model.train_on_batch(task.x[:3], task.y[:3])
+    for optimizer in (
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), keras.optimizers.SGD(0.1, loss_scale_factor=8.0)
+    ):  # fmt: skip
+        model = gk.wrap(made(Guided), 4)
+        model.compile(optimizer, "mse")
+        with pytest.raises(ValueError, match="scale_loss"):
+            model.train_on_batch(task.x[:3], task.y[:3])
 
 
 @pytest.mark.only("jax")

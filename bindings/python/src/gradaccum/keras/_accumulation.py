@@ -158,7 +158,7 @@ class Accumulation:
     def traced(self, got: Capture) -> None:
         """Sees what a step hands out, when it was run or compiled. ValueError: its losses have no common weight."""
         if got.gradients is not None:
-            if self.scaler is not None and not got.is_scaled:
+            if (self.scaler is not None or self.optimizer.loss_scale_factor) and not got.is_scaled:
                 raise ValueError(
                     "train_step() did not call self.optimizer.scale_loss(loss), but the optimizer has a loss scale"
                 )

@@ -121,7 +121,8 @@ def _samples(data: Any) -> Any:
     except ValueError:  # a tuple of the program's own
         x = data
     for one in keras.tree.flatten(x):
-        if len(getattr(one, "shape", ())):
+        shape = getattr(one, "shape", ())
+        if getattr(shape, "rank", len(shape) if isinstance(shape, tuple) else None):  # TensorFlow's may be unknown
             samples = keras.ops.shape(one)[0]
             return float(samples) if isinstance(samples, int) else keras.ops.cast(samples, "float32")
     return None
