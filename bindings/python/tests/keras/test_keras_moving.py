@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import subprocess
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,7 +144,7 @@ def error(found: dict[str, Any], before: dict[str, Any], want: dict[str, Any]) -
 
 @pytest.mark.parametrize("name", [*BLOCKS, "keras"])
 def test_a_block_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert error(run(name, monkeypatch), *exact(name)) < (2e-2 if name == "mixed" else 2e-5)
+    assert error(run(name, monkeypatch), *exact(name)) < (1e-3 if name == "mixed" else 2e-5)
 
 
 def test_every_block_is_run() -> None:
@@ -240,6 +241,27 @@ def test_what_counts_micro_batches_in_keras(case: str, options: dict[str, Any], 
     theirs, _ = by_keras(sizes, learning_rate=rate(), **options)
     assert error(trained(True)[1], before, want) < 1e-5
     assert least < error(theirs, before, want) < least + 0.01
+
+
+@pytest.mark.parametrize("scale, least, most", [(2.0**15, 0.1, 0.5), (2.0**8, 0.0, 1e-3)])
+def test_gradients_of_micro_batches_that_overflow(scale: float, least: float, most: float) -> None:
+    """Under mixed_float16 with images 2.75 times as bright: those of whole batches do not, with either scale."""
+    keras.config.set_dtype_policy("mixed_float16")
+    found, steps = [], []
+    for size in (64, 64 // K):
+        model = networks.cnn(keras, DATA)
+        before = networks.weights(model)
+        model = model if size == 64 else gk.wrap(model, K)
+        adam = keras.optimizers.Adam(1e-3, epsilon=1e-4)
+        model.compile(keras.optimizers.LossScaleOptimizer(adam, initial_scale=scale), LOSS)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model.fit(2.75 * DATA["images"], DATA["labels"], batch_size=size, epochs=2, shuffle=False, verbose=0)
+        found.append(networks.weights(model))
+        steps.append(int(adam.iterations))
+    assert least <= error(found[1], before, found[0]) < most
+    skipped = ["a window was skipped" in str(one.message) for one in seen]
+    assert steps == [6, 6 - sum(skipped)] and sum(skipped) == (least > 0)
 
 
 def test_the_loss_scale_counts_micro_batches_in_keras() -> None:
