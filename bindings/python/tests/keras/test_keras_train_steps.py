@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with a train_step() of their own, as in Keras' guides: each equals one batch by plain Keras."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -274,6 +275,34 @@ def test_a_loss_scale_that_is_not_used(task: Task) -> None:
         model.compile(optimizer, "mse")
         with pytest.raises(ValueError, match="scale_loss"):
             model.train_on_batch(task.x[:3], task.y[:3])
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_masked_mean_in_a_loss_function(task: Task, told: bool) -> None:
+    """As in many programs that train on sequences: its divisor is said, or asked for."""
+    y = np.random.default_rng(4).integers(0, 5, size=(12, 6))
+    task.x = np.random.default_rng(3).normal(size=(12, 6, 2))
+
+    def loss(labels: Any, y_pred: Any) -> Any:
+        losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")(labels, y_pred)
+        mask = ops.cast(ops.not_equal(labels, 0), losses.dtype)
+        count = ops.sum(mask)
+        return ops.sum(losses * mask) / (gk.divided_by(count) if told else count)
+
+    def make() -> Any:
+        keras.utils.set_random_seed(3)
+        return keras.Sequential([keras.Input((6, 2)), keras.layers.Dense(5)])
+
+    task.y = y
+    reference, model = both(make, loss=loss)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if told:
+            compare(task, reference, model)
+        else:
+            model.train_on_batch(task.x[:3], task.y[:3])
+            model.train_on_batch(task.x[3:6], task.y[3:6])
+    assert sum("divided_by" in str(one.message) for one in seen) == (not told)
 
 
 @pytest.mark.only("jax")

@@ -178,6 +178,12 @@ class Accumulation:
                     "compile() was given losses that are sums over the batch, and train_step() trains by others: "
                     "call compile() without them"
                 )
+            if got.has_elements and not (got.is_told or self.summed):
+                self._warn(
+                    'a loss with reduction="none" has several elements a sample, and what the program divides it by is '
+                    "not seen: the weight of a micro-batch is its number of samples; if the divisor is another number, "
+                    "that of unmasked elements for instance, write / gradaccum.keras.divided_by(number)"
+                )
         elif self.variables:
             self._warn(
                 "train_step() gave self.optimizer no gradients, so nothing is accumulated: it calls apply() or "

@@ -26,6 +26,7 @@ class Capture:
         self.samples = _samples(data)
         self.is_told = False  # by divided_by()
         self.adds_losses = False  # of activations, by add_loss()
+        self.has_elements = False  # of samples, in a loss that the program reduces
         self.is_scaled = False  # by the loss scale
         self.gradients: list[Any] | None = None
         self.variables: list[Any] | None = None
@@ -43,11 +44,12 @@ class Capture:
     def reduced(self, values: Any, sample_weight: Any, mask: Any, reduction: str | None) -> None:
         """Notes the divisor of a loss: what Keras is about to divide the sum of values by."""
         ops = keras.ops
+        values = ops.convert_to_tensor(values)
         if reduction in (None, "none", "sum"):
             self.reductions.add("sum" if reduction == "sum" else "none")
+            self.has_elements |= reduction != "sum" and len(values.shape) > 1
             return
         self.reductions.add("mean")
-        values = ops.convert_to_tensor(values)
         if tuple(values.shape) in ((), (0,)):
             return  # a loss that is one number already
         count = _count(values)
