@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .. import BatchNormOptions
-from ._optimizer import Optimizer, _Forward, _versions
+from ._hooks import Told
+from ._optimizer import Optimizer, _versions
 
 _LAYERS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
@@ -53,7 +54,7 @@ def _convert(name: str, module: Any, optimizer: Optimizer) -> None:
     module.register_forward_hook(_Statistics(optimizer))
 
 
-class _Statistics(_Forward):
+class _Statistics(Told[Optimizer]):
     """A hook that shows the optimizer what a layer has normalised in training."""
 
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any = None) -> None:

@@ -26,12 +26,15 @@ from .. import (
 )  # fmt: skip
 from .. import _native
 from . import _state_file as state_file
+from ._ddp import Alone, Call, Statistics, joined, ranks_of
 from ._kinds import Kind
 
 _DTYPES = {
     torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
 }  # fmt: skip
 _KEY = "gradaccum"  # of a state dictionary: all that the library keeps
+# Of Config, what may differ between ranks.
+_OF_ONE_RANK = {"device_ordinal", "stream", "num_threads", "log", "on_param_done"}
 # Of an implementation, which torch's own optimizers look for in a group that they load.
 _CHOICES = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
@@ -138,17 +141,11 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         if accum_steps is not None and accum_steps < 1:
             raise ValueError(f"accum_steps was {accum_steps}, expected at least 1, or None")
-        world = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if world and torch.distributed.get_world_size() > 1 and ddp is None and distributed:
-            raise RuntimeError(
-                "there are several processes, whose gradients this optimizer does not reduce: pass ddp= the "
-                "DistributedDataParallel, or distributed=False for processes that train apart"
-            )
         self._kind = kind
         self._context: Context | None = None
         self._clips_by_unit = clip is not None and clip.scope == ClipScope.AGC
         self._param_options = ParamOptions() if param_options is None else param_options
-        self._ddp = ddp
+        self._ranks = Alone()
         self._slots: list[_Slot] = []
         self._tensors: list[Tensor] = []  # of the slots; all contiguous: _dense
         self._dtypes: list[torch.dtype] = []
@@ -162,11 +159,10 @@ class Optimizer(torch.optim.Optimizer):
         self._all_touched = False  # whether all parameters have gradients in this window
         self._layers: dict[torch.nn.Module, BatchNorm] = {}  # by convert_batchnorm
         self._layer_versions: dict[torch.nn.Module, tuple[int, ...]] = {}  # of the buffers
-        self._seen: dict[torch.nn.Module, tuple[int, Tensor, Tensor]] = {}  # count, mean, M2 since the last
+        self._seen: dict[torch.nn.Module, Statistics] = {}  # since the last micro-batch
         self._masters: dict[str, Tensor] = {}  # of a window that was loaded, by the parameter's name
         self._rates: list[float] = []  # at the start of the window
         self._warned = False
-        self._unreduced = False  # whether a forward of ddp ran inside no_sync()
         self._wrapped: weakref.ref[torch.optim.Optimizer] | None = None  # whose schedulers look at it
         self.accum_steps = accum_steps
         self.result: StepResult | None = None
@@ -205,10 +201,18 @@ class Optimizer(torch.optim.Optimizer):
         if ema is not None:
             self._context.set_ema(ema)
         self._scales = loss_scaler is not None
+        self._ranks = ranks_of(ddp, distributed, self._context, config, self._param_options)
         for group in self.param_groups:
             self._register(group)
-        if ddp is not None:
-            ddp.register_forward_pre_hook(_Forward(self))
+        self._ranks.agree(
+            Call.CREATE,
+            {
+                **{key: value for key, value in vars(config).items() if key not in _OF_ONE_RANK},
+                "kind": kind, "accum_steps": accum_steps, "clip": clip, "loss_scaler": loss_scaler, "ema": ema,
+                "param_options": param_options,
+                "params": [(slot.own.name, tuple(slot.shape), slot.dtype) for slot in self._slots],
+            },
+        )  # fmt: skip
 
     # ---- Parameters
 
@@ -244,6 +248,7 @@ class Optimizer(torch.optim.Optimizer):
             for tensor, view, name in zip(group["params"], views, names, strict=True):
                 own = self.context.add_param(own_group, name, view, options=options)
                 added.append(_Slot(tensor, own, rows != Rows.NONE))
+            self._ranks.track((slot.own.name, slot.tensor) for slot in added)
         except BaseException:
             for slot in added:
                 slot.own.remove()
@@ -308,8 +313,9 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "a parameter has a .grad of an earlier backward: call zero_grad() or accumulate() first"
             )
-        if self._ddp is not None:
-            yield
+        if self._ranks.reduces:
+            with self._ranks.micro_batch(weight):
+                yield
             self._take(weight, None, last)
             return
         if _autograd_is_compiled():
@@ -400,12 +406,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         """Before a micro-batch: at the start of a window, sees whether parameters have moved or changed."""
-        if self._unreduced:
-            self._unreduced = False
-            raise RuntimeError(
-                "gradients of a backward inside no_sync() are not reduced: leave no_sync() out, since every "
-                "micro-batch must be reduced before it is accumulated"
-            )
+        self._ranks.begin()
         if self.context.window.micro_batches == 0:
             self._look_at_parameters(may_move=True)
             self._look_at_layers()
@@ -445,8 +446,10 @@ class Optimizer(torch.optim.Optimizer):
         """Adds what is in ``.grad`` as a micro-batch."""
         if self._open is not None:
             raise RuntimeError("a micro-batch is open: its gradients are taken by backward")
-        options = _options(last, loss_scale)
         self._begin()
+        weight, loss_scale = self._ranks.take(weight, loss_scale)
+        options = _options(last, loss_scale)
+        self._seen = self._ranks.merge(self._seen, self._layers)
         self._tell_statistics()
         gradients = list(map(_GRAD, self._tensors))
         if self._are_plain(gradients):
@@ -523,6 +526,7 @@ class Optimizer(torch.optim.Optimizer):
         """Ends a window that is not full, as at the end of an epoch. Returns whether there was one."""
         if self._open is not None:
             raise RuntimeError("flush() was called in an open micro-batch")
+        self._ranks.agree(Call.FLUSH, {})
         if self.context.window.micro_batches == 0:
             return False
         self._apply()
@@ -544,6 +548,7 @@ class Optimizer(torch.optim.Optimizer):
                     stacklevel=3,
                 )
         self._push()
+        self._ranks.agree(Call.STEP, self._values())
         self.result = self.context.step()
         if self.result.applied:
             self._parameters_moved([slot for slot in self._slots if slot.touched or self._all_touched])
@@ -589,15 +594,9 @@ class Optimizer(torch.optim.Optimizer):
         """Adds the statistics of an input to those that the layer has seen for the next micro-batch."""
         axes = [axis for axis in range(x.dim()) if axis != 1]
         count = x.numel() // x.shape[1]
-        variance, mean = torch.var_mean(x.detach().double(), axes, correction=0)
-        m2 = variance * count
-        if layer in self._seen:
-            n, old, old_m2 = self._seen[layer]
-            delta = mean - old
-            mean = old + delta * (count / (n + count))
-            m2 = old_m2 + m2 + delta.square() * (n * count / (n + count))
-            count += n
-        self._seen[layer] = (count, mean, m2)
+        if count > 0:
+            variance, mean = torch.var_mean(x.detach().double(), axes, correction=0)
+            self._seen[layer] = joined(self._seen.get(layer), (count, mean, variance * count))
 
     def _tell_statistics(self) -> None:
         """Gives the library the statistics of the micro-batch that is open, or the next."""
@@ -623,6 +622,13 @@ class Optimizer(torch.optim.Optimizer):
             if values != self._known[i]:
                 self._groups[i].optimizer = self._kind.settings(group)
                 self._known[i] = values
+
+    def _values(self) -> dict[str, Any]:
+        """What a step is made with."""
+        values = {"steps": self.context.window.steps, "loss_scale": self.context.loss_scale}
+        for i, known in enumerate(self._known):
+            values.update(zip((f"{key} of group {i}" for key in self._kind.keys), known, strict=True))
+        return values
 
     @property
     def noise_scale(self) -> float:
@@ -854,25 +860,6 @@ def _autograd_is_compiled() -> bool:
 def _versions(module: Any) -> tuple[int, ...]:
     buffers = (module.running_mean, module.running_var, module.num_batches_tracked)
     return tuple(number for buffer in buffers for number in (id(buffer), buffer._version))
-
-
-class _Forward:
-    """A hook of a module that tells an optimizer, as long as there is one. A copy of it tells nobody."""
-
-    def __init__(self, optimizer: Optimizer | None) -> None:
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
-
-    def owner(self) -> Optimizer | None:
-        return None if self._optimizer is None else self._optimizer()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None,)
-
-    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any = None) -> None:
-        """Of DistributedDataParallel, which decides in forward whether backward reduces."""
-        owner = self.owner()
-        if owner is not None and torch.is_grad_enabled() and not module.require_backward_grad_sync:
-            owner._unreduced = True
 
 
 def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
