@@ -265,3 +265,133 @@ def test_noise_scale_is_that_of_whole_micro_batches(found: list[dict[str, Any]])
     for rank in found:
         assert rank["adamw"]["noise"] == found[0]["adamw"]["noise"]
         assert rank["adamw"]["noise"] == pytest.approx(optimizer.noise_scale, rel=1e-9)
+
+
+# ---- Statistics, rows, unused branches, hooks of one's own, GradScaler
+
+
+class Normalised(torch.nn.Module):
+    """Its first layer normalises the samples themselves, whose statistics do not depend on parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(5, dtype=torch.float64, momentum=0.25)
+        torch.manual_seed(3)
+        self.out = torch.nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.norm(x))
+
+
+SHARES = {2: ((4, 2), (0, 2)), 3: ((2, 2, 0), (2, 0, 2))}  # none of one sample, which has no variance
+
+
+def statistics(rank: int, count: int) -> Any:
+    task, net = Task(), Normalised()
+    model = DistributedDataParallel(net)
+    optimizer = gt.SGD(net.parameters(), lr=0.1, ddp=model)
+    assert gt.convert_batchnorm(net, optimizer) == 1
+    for step in range(STEPS):
+        at = 0
+        for counts in SHARES[count]:
+            share = ranks.mine(rank, counts)
+            part = slice(at + share.start, at + share.stop)
+            x, y = task.x[step][part], task.y[step][part]
+            if not len(x):
+                x, y = torch.full((2, 5), 1e3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64)
+            optimizer.backward((model(x) - y).square().mean(), weight=counts[rank])
+            at += sum(counts)
+        optimizer.step()
+    return {key: value.clone() for key, value in net.state_dict().items()}
+
+
+class Branches(torch.nn.Module):
+    """An embedding with gradients of rows, and a branch that not every rank takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = torch.nn.Embedding(8, 4, sparse=True, dtype=torch.float64)
+        self.left = torch.nn.Linear(4, 3, dtype=torch.float64)
+        self.right = torch.nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, rows: Tensor, left: bool) -> Any:
+        return (self.left if left else self.right)(self.table(rows))
+
+
+ROWS = torch.tensor([[0, 1, 2, 2, 5], [3, 1, 7, 0, 6]])
+
+
+def branches(rank: int, count: int) -> Any:
+    """Rank 0 has four samples in the left branch, the others one in the right one, and the third none."""
+    net = Branches()
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    groups = [
+        {"params": net.table.parameters(), "rows": ga.Rows.LAZY},
+        {"params": [*net.left.parameters(), *net.right.parameters()]},
+    ]
+    optimizer = gt.SGD(groups, lr=0.1, ddp=model)
+    for rows in ROWS:
+        mine = rows[:4] if rank == 0 else rows[4:] if rank == 1 else rows[:0]
+        out = model(mine, rank == 0)
+        optimizer.backward(out.square().sum() / len(mine), weight=len(mine))  # of none, 0 / 0
+        optimizer.step()
+    return dict(net.state_dict())
+
+
+def scaler_of_torch(rank: int, count: int) -> Any:
+    """An unchanged loop with a GradScaler, in which one rank overflows once: no rank makes this step."""
+    task = Task()
+    net, model = start(task)
+    optimizer = gt.SGD(net.parameters(), lr=0.1, ddp=model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        loss = task.loss(model, task.x[step][rank : rank + 2], task.y[step][rank : rank + 2])
+        scaler.scale(loss * (float("inf") if step == 1 and rank == 1 else 1)).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+    return {"steps": torch.tensor(optimizer.context.window.steps), **net.state_dict()}
+
+
+OTHERS: list[Case] = [statistics, branches, scaler_of_torch]
+
+
+def all_others(rank: int, count: int) -> dict[str, Any]:
+    return {case.__name__: case(rank, count) for case in OTHERS}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks.run(tmp_path_factory.mktemp("others"), request.param, all_others, request.param)
+
+
+def test_replicas_have_equal_bits(others: list[dict[str, Any]]) -> None:
+    for name, values in others[0].items():
+        for key, value in values.items():
+            for rank in others[1:]:
+                assert torch.equal(rank[name][key], value), f"{name}: {key}"
+    assert int(others[0]["scaler_of_torch"]["steps"]) == 2
+
+
+def test_running_statistics_are_those_of_all_ranks(others: list[dict[str, Any]]) -> None:
+    task = Task()
+    running, spread = torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    for step in range(STEPS):
+        running = 0.75 * running + 0.25 * task.x[step].mean(0)
+        spread = 0.75 * spread + 0.25 * task.x[step].var(0)
+    for rank in others:
+        assert torch.allclose(rank["statistics"]["norm.running_mean"], running, rtol=1e-13, atol=1e-13)
+        assert torch.allclose(rank["statistics"]["norm.running_var"], spread, rtol=1e-13, atol=1e-13)
+
+
+def test_rows_and_branches(others: list[dict[str, Any]]) -> None:
+    net = Branches()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for rows in ROWS:
+        optimizer.zero_grad()
+        out = torch.cat([net(rows[:4], True), net(rows[4:], False)])
+        (out.square().sum() / 5).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for rank in others:
+        for key, value in net.state_dict().items():
+            assert torch.allclose(rank["branches"][key], value, rtol=1e-12, atol=1e-12), key

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks under DistributedDataParallel must do alike: whatever differs is an error on each of them, by name."""
 
+import datetime
+import os
 import pathlib
 import re
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import gradaccum as ga
@@ -168,6 +171,20 @@ def no_reduction(rank: int) -> None:
     loop.optimizer.backward(loop.loss(), weight=8)
 
 
+def other_hook(rank: int) -> None:
+    """A hook that adds up, in place of the mean."""
+
+    def add(_: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        distributed: Any = torch.distributed
+        return distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    loop = Loop()
+    loop.model.register_comm_hook(None, add)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loop.optimizer.backward(loop.loss(), weight=8)
+
+
 def no_ddp(rank: int) -> None:
     gt.SGD(Task().net().parameters(), lr=0.1, ddp=Task().net())
 
@@ -202,6 +219,7 @@ REFUSED: dict[Callable[[int], None], tuple[type[Exception], str]] = {
     outside: (ValueError, 'parameter "param4" is not reduced by ddp'),
     frozen_before: (ValueError, 'parameter "param0" is not reduced by ddp: .* had requires_grad=False'),
     no_reduction: (RuntimeError, "the communication hook noop_hook of ddp does not give the mean over all ranks"),
+    other_hook: (UserWarning, "the communication hook add of ddp must give every rank the mean of the ranks' gradients"),
     no_ddp: (TypeError, "ddp was a Sequential, expected a DistributedDataParallel"),
     maxima: (ValueError, r"param_options\.reduce was MAX, but ddp gives the mean"),
 }  # fmt: skip
@@ -229,3 +247,33 @@ def test_it_is_an_error_on_each_rank(case: Callable[[int], None], refused: list[
         assert case.__name__ in rank, "nothing was raised"
         assert rank[case.__name__][0] is kind, rank[case.__name__]
         assert re.search(text, rank[case.__name__][1]), rank[case.__name__][1]
+
+
+def silent(rank: int, folder: str, ends: bool) -> None:
+    """One rank ends after a step, or lives on without another one."""
+    torch.set_num_threads(1)
+    distributed: Any = torch.distributed
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=8)
+    )
+    loop = Loop()
+    loop.optimizer.backward(loop.loss(), weight=8)
+    loop.optimizer.step()
+    if rank == 1 and ends:
+        os._exit(0)
+    if rank == 1:
+        while not pathlib.Path(folder, "error").exists():
+            time.sleep(0.1)
+        os._exit(0)
+    try:
+        loop.optimizer.backward(loop.loss(), weight=8)
+    except RuntimeError as error:
+        pathlib.Path(folder, "error").write_text(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_rank_that_does_not_come_is_an_error(ends: bool, tmp_path: pathlib.Path) -> None:
+    start: Any = torch.multiprocessing.spawn
+    start(silent, args=(str(tmp_path), ends), nprocs=2)
+    assert "a rank of ddp did not come to the same" in (tmp_path / "error").read_text()

@@ -110,7 +110,10 @@ class Optimizer(torch.optim.Optimizer):
     config: policies of the window; its device, stream and accum_steps are set here.
     param_options: of all parameters. A group may have the key ``rows``: ``gradaccum.Rows`` of embeddings with
     sparse gradients.
-    ddp: the DistributedDataParallel that reduces every backward. distributed: False allows several processes
+    ddp: the DistributedDataParallel that reduces every backward. The weight of a micro-batch is then that of this
+    rank's samples alone, 0 if it has none, and the ranks' micro-batches together are one, of all their weights. All
+    ranks make the same calls: what differs is an error on each of them. ``accumulate`` and ``step`` learn the weight
+    after the reduction, and raise unless all ranks give the same one. distributed: False allows several processes
     that do not train one model together.
 
     eager: the same as ``Config(eager=True)``. On the CPU, in the first of the three ways, a parameter is updated
@@ -305,7 +308,7 @@ class Optimizer(torch.optim.Optimizer):
         An exception drops the micro-batch; if some of it is in the window already, it drops the window and
         says so in a note. If eager has updated parameters in place by then, the window cannot be dropped: a note
         says so, and ``step`` ends it with the gradients that it has. Under ddp=, gradients are taken at the end,
-        after the reduction.
+        after the reduction, and each backward follows a forward of its own.
         """
         if self._open is not None:
             raise RuntimeError("a micro-batch is open already")
@@ -523,7 +526,10 @@ class Optimizer(torch.optim.Optimizer):
             self._apply()
 
     def flush(self) -> bool:
-        """Ends a window that is not full, as at the end of an epoch. Returns whether there was one."""
+        """Ends a window that is not full, as at the end of an epoch. Returns whether there was one.
+
+        Under ddp=, all ranks call it, also those that have no window.
+        """
         if self._open is not None:
             raise RuntimeError("flush() was called in an open micro-batch")
         self._ranks.agree(Call.FLUSH, {})
