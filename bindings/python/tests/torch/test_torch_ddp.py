@@ -13,6 +13,7 @@ from conftest import Task, train
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 STEPS = 4
 WINDOWS = {2: ((4, 1), (1, 2)), 3: ((3, 1, 0), (1, 2, 1))}  # samples of each rank in the micro-batches of a window
@@ -152,6 +153,25 @@ def small_buckets(rank: int, count: int) -> Any:
     return loop(Task(), rank, count, by_micro_batch, ddp={"bucket_cap_mb": 0.0001})
 
 
+class Checkpointed(torch.nn.Sequential):
+    """Each layer is a backward within the backward."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.requires_grad_()
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+class CheckpointedTask(Task):
+    def net(self) -> torch.nn.Sequential:
+        return Checkpointed(*super().net())
+
+
+def checkpoints(rank: int, count: int) -> Any:
+    return loop(CheckpointedTask(), rank, count, by_two_losses)
+
+
 def tails(rank: int, count: int) -> Any:
     """Windows of four micro-batches, of which the last has two."""
     task = Task()
@@ -225,7 +245,7 @@ EXACT: dict[str, tuple[Case, float]] = {
     case.__name__: (case, 1e-12)
     for case in (
         backwards, adamw, micro_batches, two_losses, scaled, clipped, drop_micro, sums, sums_from_grad, bucket_view,
-        static_graph, find_unused, small_buckets, tails,
+        static_graph, find_unused, small_buckets, checkpoints, tails,
     )
 }  # fmt: skip
 EXACT |= {"f16": (f16, 2**-9), "bf16": (bf16, 2**-6), "compressed": (compressed, 2**-6)}

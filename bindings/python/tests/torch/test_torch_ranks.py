@@ -144,6 +144,14 @@ def two_forwards(rank: int) -> None:
             loss.backward()
 
 
+def retained(rank: int) -> None:
+    loop = Loop()
+    loss = loop.loss()
+    with loop.optimizer.micro_batch(weight=8):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
 def join(rank: int) -> None:
     loop = Loop()
     with loop.model.join():
@@ -189,10 +197,6 @@ def no_ddp(rank: int) -> None:
     gt.SGD(Task().net().parameters(), lr=0.1, ddp=Task().net())
 
 
-def maxima(rank: int) -> None:
-    Loop(param_options=ga.ParamOptions(reduce=ga.Reduce.MAX))
-
-
 REFUSED: dict[Callable[[int], None], tuple[type[Exception], str]] = {
     tails: (
         RuntimeError,
@@ -215,13 +219,13 @@ REFUSED: dict[Callable[[int], None], tuple[type[Exception], str]] = {
     no_sync: (RuntimeError, r"gradients of a backward inside no_sync\(\) are not reduced"),
     of_the_module: (RuntimeError, "gradients of a backward were not reduced: each backward needs a forward of ddp"),
     two_forwards: (RuntimeError, "gradients of a backward were not reduced: each backward needs a forward of ddp"),
+    retained: (RuntimeError, "gradients of a backward were not reduced: each backward needs a forward of ddp"),
     join: (RuntimeError, r"ddp\.join\(\) was entered: a rank that has no samples left"),
     outside: (ValueError, 'parameter "param4" is not reduced by ddp'),
     frozen_before: (ValueError, 'parameter "param0" is not reduced by ddp: .* had requires_grad=False'),
     no_reduction: (RuntimeError, "the communication hook noop_hook of ddp does not give the mean over all ranks"),
     other_hook: (UserWarning, "the communication hook add of ddp must give every rank the mean of the ranks' gradients"),
     no_ddp: (TypeError, "ddp was a Sequential, expected a DistributedDataParallel"),
-    maxima: (ValueError, r"param_options\.reduce was MAX, but ddp gives the mean"),
 }  # fmt: skip
 
 

@@ -15,18 +15,22 @@ import enum
 import math
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .. import Config, Context, GradientKind, ParamOptions, Reduce
+from .. import Config, Context, GradientKind
 from ._hooks import Told
 
 Statistics = tuple[int, Tensor, Tensor]
 """Of what a layer of batch normalisation has seen: the count, the mean and M2 of each channel."""
 
+Values = Callable[[], Mapping[str, Any]]
+"""What must be the same on all ranks, by name."""
+
+_NONE: Mapping[str, Any] = {}
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _MEANS = {  # hooks of torch that give the mean over the ranks, up to their rounding
     "allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "fp16_compress_wrapper_hook",
@@ -54,7 +58,7 @@ class Alone:
         """The statistics of the micro-batch that was taken."""
         return seen
 
-    def agree(self, call: Call, values: Mapping[str, Any]) -> None:
+    def agree(self, call: Call, values: Values | None = None) -> None:
         """A call that all ranks must make together, with the same values."""
 
     @contextlib.contextmanager
@@ -80,13 +84,9 @@ _WORDS = (
 )  # fmt: skip
 
 
-def ranks_of(
-    ddp: torch.nn.Module | None, distributed: bool, context: Context, config: Config, options: ParamOptions
-) -> Alone:
+def ranks_of(ddp: torch.nn.Module | None, distributed: bool, context: Context, config: Config) -> Alone:
     """The processes that train together with this one, whose context that is."""
     if ddp is not None:
-        if options.reduce == Reduce.MAX:
-            raise ValueError("param_options.reduce was MAX, but ddp gives the mean over the ranks")
         return Ranks(ddp, context, config)
     world = torch.distributed.is_available() and torch.distributed.is_initialized()
     if world and torch.distributed.get_world_size() > 1 and distributed:
@@ -127,9 +127,10 @@ class Ranks(Alone):
             self._reduced = {id(parameter) for parameter in named.values() if parameter.requires_grad}
         self._tracked: list[Tensor] = []
         self._waiting: list[tuple[str, Tensor]] = []  # without requires_grad, so that they have no hook yet
-        self._hook = _Gradient(self)
         self._is_ready = False  # whether a forward has made DDP ready to reduce the next backward
-        self._backward = -1  # the backward that DDP reduces
+        self._reduces = False  # whether a backward of this micro-batch is reduced
+        self._backwards: set[int] = set()  # the last one that is reduced, and those that it runs within itself
+        self._given: set[int] = set()  # the parameters to which it has given gradients
         self._fault: str | None = None  # why gradients in .grad are not those of all ranks
         self._weight: float | None = None  # of the micro_batch() that is open
         self._weights: Sequence[float] | None = None  # of all ranks, in the micro-batch that is open
@@ -139,17 +140,19 @@ class Ranks(Alone):
         module.register_forward_pre_hook(_Forward(self))
 
     def track(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        named = list(named)
         for name, tensor in named:
-            if not tensor.requires_grad:
-                self._waiting.append((name, tensor))
-            elif id(tensor) not in self._reduced:
+            if tensor.requires_grad and id(tensor) not in self._reduced:
                 raise ValueError(
                     f'parameter "{name}" is not reduced by ddp: it is not in the module, is ignored, or had '
                     "requires_grad=False when the DistributedDataParallel was made"
                 )
-            else:
-                tensor.register_hook(self._hook)  # type: ignore[no-untyped-call]
+        for name, tensor in named:
+            if tensor.requires_grad:
+                tensor.register_hook(_Gradient(self, len(self._tracked)))  # type: ignore[no-untyped-call]
                 self._tracked.append(tensor)
+            else:
+                self._waiting.append((name, tensor))
 
     # ---- Hooks
 
@@ -166,8 +169,10 @@ class Ranks(Alone):
             self._meet(Call.FORWARD, None)  # DDP communicates in this forward
         if len(self._ddp._comm_hooks) != self._hooks:
             self._check_hooks()
-        waiting, self._waiting = self._waiting, []
-        self.track(waiting)
+        unfrozen = [named for named in self._waiting if named[1].requires_grad]
+        if unfrozen:
+            self.track(unfrozen)
+            self._waiting = [named for named in self._waiting if not named[1].requires_grad]
         if all(tensor.grad is None for tensor in self._tracked):  # zero_grad() was called
             self._fault = None
         self._is_ready = self._ddp.require_backward_grad_sync
@@ -190,22 +195,26 @@ class Ranks(Alone):
             elif name not in _MEANS:
                 raise RuntimeError(f"the communication hook {name} of ddp does not give the mean over all ranks")
 
-    def reached(self, gradient: Tensor) -> Tensor | None:
+    def reached(self, parameter: int, gradient: Tensor) -> Tensor | None:
         """Before a gradient of this rank is added to .grad, and reduced. Returns what takes its place."""
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            if not self._is_ready:
-                self._fault = self._fault or (
-                    "gradients of a backward were not reduced: each backward needs a forward of ddp itself before "
-                    "it, not of its module, and no other backward between them"
-                )
-                return None
-            self._is_ready = False
-            self._backward = backward
+        if self._is_ready:
+            self._is_ready, self._reduces = False, True
+            self._backwards.clear()
+            self._given.clear()
             weights = self._meet(Call.BACKWARD, self._weight)
             if self._weight is not None:
                 self._weights = weights
                 self._share = self._share_of(self._weight, max(weights))
+        elif not self._reduces or (backward not in self._backwards and parameter in self._given):
+            # A checkpoint runs backwards within a backward: they give gradients to other parameters than it.
+            self._fault = self._fault or (
+                "gradients of a backward were not reduced: each backward needs a forward of ddp itself before it, not "
+                "of its module, and no other backward between them"
+            )
+            return None
+        self._backwards.add(backward)
+        self._given.add(parameter)
         if self._share == 1:
             return None
         return gradient * self._share if self._share else torch.zeros_like(gradient)
@@ -224,13 +233,14 @@ class Ranks(Alone):
         try:
             yield
         except BaseException:
-            self._weights = None
+            self._weights, self._reduces = None, False
             raise
         finally:
             self._weight, self._share = None, 1.0
 
     def begin(self) -> None:
         fault, self._fault = self._fault, None
+        self._reduces = False
         if fault is not None:
             raise RuntimeError(fault)
 
@@ -275,12 +285,11 @@ class Ranks(Alone):
                     merged[layer] = joined(merged.get(layer), (count, mean, m2))
         return merged
 
-    def agree(self, call: Call, values: Mapping[str, Any]) -> None:
-        self._meet(call, None, values)
+    def agree(self, call: Call, values: Values | None = None) -> None:
+        self._meet(call, None, {} if values is None else values())
 
-    def _meet(self, call: Call, weight: float | None, values: Mapping[str, Any] | None = None) -> list[float]:
+    def _meet(self, call: Call, weight: float | None, values: Mapping[str, Any] = _NONE) -> list[float]:
         """Tells the others what this rank does, and the weight if it is known. Returns the weights of all."""
-        values = values or {}
         digest = zlib.crc32(repr(sorted(values.items())).encode())
         place = [call, self._context.window.micro_batches, weight is not None]
         own = torch.tensor([*place, digest, weight or 0.0], dtype=torch.float64)
@@ -360,9 +369,13 @@ def _timeout(module: Any) -> Any:
 
 
 class _Gradient(Told["Ranks"]):
+    def __init__(self, ranks: Ranks | None, parameter: int = 0) -> None:
+        super().__init__(ranks)
+        self._parameter = parameter
+
     def __call__(self, gradient: Tensor) -> Tensor | None:
         owner = self.owner()
-        return None if owner is None else owner.reached(gradient)
+        return None if owner is None else owner.reached(self._parameter, gradient)
 
 
 class _Forward(Told["Ranks"]):

@@ -204,18 +204,15 @@ class Optimizer(torch.optim.Optimizer):
         if ema is not None:
             self._context.set_ema(ema)
         self._scales = loss_scaler is not None
-        self._ranks = ranks_of(ddp, distributed, self._context, config, self._param_options)
+        self._ranks = ranks_of(ddp, distributed, self._context, config)
         for group in self.param_groups:
             self._register(group)
-        self._ranks.agree(
-            Call.CREATE,
-            {
-                **{key: value for key, value in vars(config).items() if key not in _OF_ONE_RANK},
-                "kind": kind, "accum_steps": accum_steps, "clip": clip, "loss_scaler": loss_scaler, "ema": ema,
-                "param_options": param_options,
-                "params": [(slot.own.name, tuple(slot.shape), slot.dtype) for slot in self._slots],
-            },
-        )  # fmt: skip
+        self._ranks.agree(Call.CREATE, lambda: {
+            **{key: value for key, value in vars(config).items() if key not in _OF_ONE_RANK},
+            "kind": kind, "accum_steps": accum_steps, "clip": clip, "loss_scaler": loss_scaler, "ema": ema,
+            "param_options": param_options,
+            "params": [(slot.own.name, tuple(slot.shape), slot.dtype) for slot in self._slots],
+        })  # fmt: skip
 
     # ---- Parameters
 
@@ -532,7 +529,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._open is not None:
             raise RuntimeError("flush() was called in an open micro-batch")
-        self._ranks.agree(Call.FLUSH, {})
+        self._ranks.agree(Call.FLUSH)
         if self.context.window.micro_batches == 0:
             return False
         self._apply()
@@ -554,7 +551,7 @@ class Optimizer(torch.optim.Optimizer):
                     stacklevel=3,
                 )
         self._push()
-        self._ranks.agree(Call.STEP, self._values())
+        self._ranks.agree(Call.STEP, self._values)
         self.result = self.context.step()
         if self.result.applied:
             self._parameters_moved([slot for slot in self._slots if slot.touched or self._all_touched])
@@ -631,7 +628,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _values(self) -> dict[str, Any]:
         """What a step is made with."""
-        values = {"steps": self.context.window.steps, "loss_scale": self.context.loss_scale}
+        values: dict[str, Any] = {"windows": self.context.window.windows}
+        if self._scales:
+            values["loss_scale"] = self.context.loss_scale
         for i, known in enumerate(self._known):
             values.update(zip((f"{key} of group {i}" for key in self._kind.keys), known, strict=True))
         return values
