@@ -234,7 +234,8 @@ def reference(name: str) -> dict[str, Tensor]:
         optimizer = torch.optim.SGD(net.parameters(), **KEEP)
         for batch in (slice(0, 2), slice(2, 3)):
             optimizer.zero_grad()
-            task.loss(net, task.x[batch].flatten(0, 1), task.y[batch].flatten(0, 1)).backward()  # type: ignore[no-untyped-call]
+            loss = task.loss(net, task.x[batch].flatten(0, 1), task.y[batch].flatten(0, 1))
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         return net.state_dict()
     return whole(lambda params: torch.optim.SGD(params, **KEEP), 0.1 if name == "clipped" else None)
@@ -367,7 +368,8 @@ def scaler_of_torch(rank: int, count: int) -> Any:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(3):
         loss = task.loss(model, task.x[step][rank : rank + 2], task.y[step][rank : rank + 2])
-        scaler.scale(loss * (float("inf") if step == 1 and rank == 1 else 1)).backward()  # type: ignore[no-untyped-call]
+        loss = loss * (float("inf") if step == 1 and rank == 1 else 1)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
     return {"steps": torch.tensor(optimizer.context.window.steps), **net.state_dict()}

@@ -208,7 +208,7 @@ REFUSED: dict[Callable[[int], None], tuple[type[Exception], str]] = {
     fewer: (RuntimeError, "rank 0 was in backward .* micro-batch 3 .*; rank 1 ended a window after 2 micro-batches"),
     fewer_from_grad: (RuntimeError, "rank 0 was in backward for micro-batch 3 .*; rank 1 ended a window after 2"),
     other_window: (RuntimeError, "rank 0 ended a window after 1 micro-batches; rank 1 was in forward"),
-    discarded: (RuntimeError, "rank 0 was in forward for micro-batch 1 of its window; rank 1 was in forward for micro-batch 2 of its window"),
+    discarded: (RuntimeError, "rank 0 was in forward for micro-batch 1 .*; rank 1 was in forward for micro-batch 2 of"),
     uneven_from_grad: (ValueError, r"the ranks gave the weights 4, 1 to accumulate\(\), but ddp has averaged"),
     negative: (ValueError, "the ranks gave the weights 1, -1, expected finite numbers >= 0"),
     not_a_number: (ValueError, "the ranks gave the weights 1, nan, expected finite numbers >= 0"),
@@ -224,7 +224,7 @@ REFUSED: dict[Callable[[int], None], tuple[type[Exception], str]] = {
     outside: (ValueError, 'parameter "param4" is not reduced by ddp'),
     frozen_before: (ValueError, 'parameter "param0" is not reduced by ddp: .* had requires_grad=False'),
     no_reduction: (RuntimeError, "the communication hook noop_hook of ddp does not give the mean over all ranks"),
-    other_hook: (UserWarning, "the communication hook add of ddp must give every rank the mean of the ranks' gradients"),
+    other_hook: (UserWarning, "the communication hook add of ddp must give every rank the mean of the ranks'"),
     no_ddp: (TypeError, "ddp was a Sequential, expected a DistributedDataParallel"),
 }  # fmt: skip
 
