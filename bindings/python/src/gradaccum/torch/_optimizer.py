@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import (
-    BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler,
+    Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler,
     MicroBatch, MicroFlags, MicroOptions, Nonfinite, Param, ParamOptions, Rows, Settings, StateOptions,
     StateParts, StepResult, WindowState,
 )  # fmt: skip
 from .. import _native
 from . import _state_file as state_file
 from ._kinds import Kind
+from ._layers import Layers
 
 _DTYPES = {
     torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
@@ -160,9 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         self._tells_ready = False  # whether the library hears of gradients that are complete
         self._held: list[Tensor] = []  # gradients that are read when the micro-batch ends
         self._all_touched = False  # whether all parameters have gradients in this window
-        self._layers: dict[torch.nn.Module, BatchNorm] = {}  # by convert_batchnorm
-        self._layer_versions: dict[torch.nn.Module, tuple[int, ...]] = {}  # of the buffers
-        self._seen: dict[torch.nn.Module, tuple[int, Tensor, Tensor]] = {}  # count, mean, M2 since the last
+        self._layers = Layers()  # by convert_batchnorm
         self._masters: dict[str, Tensor] = {}  # of a window that was loaded, by the parameter's name
         self._rates: list[float] = []  # at the start of the window
         self._warned = False
@@ -335,12 +334,12 @@ class Optimizer(torch.optim.Optimizer):
                         if slot.tensor.grad is not None:
                             self._held.append(_add(micro, slot, slot.tensor.grad))
                             slot.tensor.grad = None
-                    self._tell_statistics()
+                    self._layers.tell()
                     self._learn()
                 except BaseException:
                     for tensor in self._tensors:
                         tensor.grad = None
-                    self._seen.clear()
+                    self._layers.drop()
                     raise
                 finally:
                     self._open = None
@@ -408,7 +407,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         if self.context.window.micro_batches == 0:
             self._look_at_parameters(may_move=True)
-            self._look_at_layers()
+            self._layers.look()
             self._rates = [float(group["lr"]) for group in self.param_groups]
 
     def _look_at_parameters(self, *, may_move: bool) -> None:
@@ -447,7 +446,7 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError("a micro-batch is open: its gradients are taken by backward")
         options = _options(last, loss_scale)
         self._begin()
-        self._tell_statistics()
+        self._layers.tell()
         gradients = list(map(_GRAD, self._tensors))
         if self._are_plain(gradients):
             self.context.accumulate(list(map(_ADDRESS, gradients)), weight, options)
@@ -544,10 +543,11 @@ class Optimizer(torch.optim.Optimizer):
                     stacklevel=3,
                 )
         self._push()
+        written = self._layers.written()
         self.result = self.context.step()
         if self.result.applied:
             self._parameters_moved([slot for slot in self._slots if slot.touched or self._all_touched])
-            self._publish()
+            self._layers.publish(written)
         self._window_ended()
         # What a scheduler looks at, to warn if it is stepped first.
         self._opt_called = True
@@ -557,7 +557,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _window_ended(self) -> None:
         self._masters.clear()
-        self._seen.clear()
+        self._layers.drop()
         self._all_touched = False
         for slot in self._slots:
             slot.touched = False
@@ -567,54 +567,6 @@ class Optimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version([slot.tensor for slot in slots])
         for slot in slots:
             slot.version = slot.tensor._version
-
-    # ---- Batch normalisation: convert_batchnorm
-
-    def _look_at_layers(self) -> None:
-        """At the start of a window: takes running statistics that the program has written."""
-        for layer, own in self._layers.items():
-            module = cast(Any, layer)
-            if module.momentum != own.info.momentum:
-                raise RuntimeError(
-                    f'the momentum of layer "{own.name}" has changed since convert_batchnorm()'
-                )
-            if _versions(module) != self._layer_versions[layer]:
-                own.set_running(
-                    module.running_mean.detach().cpu().double(), module.running_var.detach().cpu().double(),
-                    int(module.num_batches_tracked),
-                )  # fmt: skip
-                self._layer_versions[layer] = _versions(module)
-
-    def _saw(self, layer: torch.nn.Module, x: Tensor) -> None:
-        """Adds the statistics of an input to those that the layer has seen for the next micro-batch."""
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        count = x.numel() // x.shape[1]
-        variance, mean = torch.var_mean(x.detach().double(), axes, correction=0)
-        m2 = variance * count
-        if layer in self._seen:
-            n, old, old_m2 = self._seen[layer]
-            delta = mean - old
-            mean = old + delta * (count / (n + count))
-            m2 = old_m2 + m2 + delta.square() * (n * count / (n + count))
-            count += n
-        self._seen[layer] = (count, mean, m2)
-
-    def _tell_statistics(self) -> None:
-        """Gives the library the statistics of the micro-batch that is open, or the next."""
-        for layer, (count, mean, m2) in self._seen.items():
-            self._layers[layer].accumulate_stats(count, mean, m2, BnSpread.M2)
-        self._seen.clear()
-
-    def _publish(self) -> None:
-        """Copies the running statistics of the library to the buffers of torch."""
-        for layer, own in self._layers.items():
-            module = cast(Any, layer)
-            mean, variance, steps = own.running()
-            with torch.no_grad():
-                module.running_mean.copy_(from_dlpack(mean))
-                module.running_var.copy_(from_dlpack(variance))
-                module.num_batches_tracked.fill_(steps)
-            self._layer_versions[layer] = _versions(module)
 
     def _push(self) -> None:
         """Passes on what was written to param_groups."""
@@ -717,7 +669,7 @@ class Optimizer(torch.optim.Optimizer):
                     for key, array in arrays.items()
                     if key.endswith(".master")
                 }
-                self._publish()
+                self._layers.publish()
                 self._rates = [float(group["lr"]) for group in groups]
                 self._all_touched = True
             else:
@@ -786,7 +738,7 @@ class Optimizer(torch.optim.Optimizer):
         self._parameters_moved(self._slots)
         self._rates = [float(group["lr"]) for group in self.param_groups]
         self._all_touched = True
-        self._publish()
+        self._layers.publish()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -849,11 +801,6 @@ def _autograd_is_compiled() -> bool:
     return bool(
         getattr(state, "compiled_autograd_enabled", False) or getattr(config, "compiled_autograd", False)
     )
-
-
-def _versions(module: Any) -> tuple[int, ...]:
-    buffers = (module.running_mean, module.running_var, module.num_batches_tracked)
-    return tuple(number for buffer in buffers for number in (id(buffer), buffer._version))
 
 
 class _Forward:
