@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import BatchNorm, BnSpread
+from ._habits import warn
 
 
 @dataclass
@@ -107,11 +107,10 @@ class Layers:
                     layer.num_batches_tracked.add_(1)
         self._seen.clear()
         self._are_away = True
-        warnings.warn(
+        warn(
             f"the parameters were written after a forward in training that no micro-batch of the optimizer of "
             f"convert_batchnorm() took, as if another optimizer trained them: the running statistics of {names} "
-            "move with each forward, as torch moves them, until that optimizer takes a micro-batch",
-            stacklevel=7,
+            "move with each forward, as torch moves them, until that optimizer takes a micro-batch"
         )
 
     # ---- Windows

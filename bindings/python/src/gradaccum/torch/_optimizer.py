@@ -8,11 +8,10 @@ import ctypes
 import dataclasses
 import os
 import sys
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, BinaryIO, NoReturn, TypedDict, cast
 
 import torch
@@ -26,8 +25,10 @@ from .. import (
 )  # fmt: skip
 from .. import _native
 from . import _state_file as state_file
+from ._habits import Habits, warn
 from ._kinds import Kind
 from ._layers import Layers
+from ._state import State, refuse
 
 _DTYPES = {
     torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
@@ -156,6 +157,7 @@ class Optimizer(torch.optim.Optimizer):
         self._counts: list[int] = []
         self._dense = True
         self._groups: list[Group] = []
+        self._sizes: list[int] = []  # parameters in each group
         self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
         self._open: MicroBatch | None = None
         self._tells_ready = False  # whether the library hears of gradients that are complete
@@ -167,7 +169,11 @@ class Optimizer(torch.optim.Optimizer):
         self._warned = False
         self._unreduced = False  # whether a forward of ddp ran inside no_sync()
         self._wrapped: weakref.ref[torch.optim.Optimizer] | None = None  # whose schedulers look at it
-        self.accum_steps = accum_steps
+        self._accum_steps = accum_steps
+        self._habits = Habits(accum_steps)
+        self._is_weighed = False  # whether a micro-batch of this window has another weight than 1
+        self._no_state = State()
+        self._packed_state: defaultdict[Tensor, Any] | None = None  # while torch packs a state dictionary
         self.result: StepResult | None = None
         if self._param_options.gradient_dtype not in (0, None):
             raise ValueError(
@@ -209,7 +215,20 @@ class Optimizer(torch.optim.Optimizer):
         if ddp is not None:
             ddp.register_forward_pre_hook(_Forward(self))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning's wrapper takes the class of an optimizer without its attributes, and has this one besides.
+        wrapped = self.__dict__.get("_optimizer")
+        if wrapped is None or name in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(wrapped, name, value)
+
     # ---- Parameters
+
+    @property
+    def accum_steps(self) -> int | None:
+        """Micro-batches in a window; None: as many as come before ``step``. ``last=True`` and ``flush`` end one sooner."""
+        return self._accum_steps
 
     @property
     def context(self) -> Context:
@@ -219,6 +238,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does. Between windows."""
+        if self._context is not None:
+            self._look_at_groups()
         super().add_param_group(param_group)
         if self._context is not None:
             try:
@@ -251,7 +272,28 @@ class Optimizer(torch.optim.Optimizer):
         self._slots += added
         self._index()
         self._groups.append(own_group)
+        self._sizes.append(len(views))
         self._known.append(self._kind.values(group))
+
+    def _look_at_groups(self) -> None:
+        """Raises if the program has taken groups away, or put other parameters into one."""
+        if len(self.param_groups) != len(self._groups):
+            raise RuntimeError(
+                f"param_groups has {len(self.param_groups)} groups, but the optimizer has {len(self._groups)}: groups "
+                "cannot be taken away, and add_param_group() adds one; for other parameters make a new optimizer"
+            )
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        if len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors)):
+            return
+        at = 0
+        for i, (group, size) in enumerate(zip(self.param_groups, self._sizes, strict=True)):
+            if len(group["params"]) != size or not all(map(is_, group["params"], self._tensors[at:])):
+                raise RuntimeError(
+                    f'the list "params" of group {i} was changed, but the optimizer has the parameters that the group '
+                    "was made of: add_param_group() adds others, requires_grad_(False) freezes one, and for the rest "
+                    "make a new optimizer"
+                )
+            at += size
 
     def _index(self) -> None:
         self._tensors = [slot.tensor for slot in self._slots]
@@ -316,7 +358,7 @@ class Optimizer(torch.optim.Optimizer):
                 "compiled autograd would trace the hooks that take gradients: call loss.backward() and then "
                 "accumulate() instead"
             )
-        self._begin()
+        self._begin(weight)
         self._tells_ready = self._eager and (last or self._is_last())
         if self._tells_ready:
             self._push()  # updates begin before step()
@@ -384,20 +426,23 @@ class Optimizer(torch.optim.Optimizer):
     def backward(self, loss: Tensor, weight: float = 1.0, *, last: bool = False, **options: Any) -> None:
         """``loss.backward(**options)`` as a micro-batch. A loss_scaler's scale is applied.
 
-        last: it ends the window, also one that is not full.
+        The losses of a window are averaged, each by its weight: terms of one micro-batch's loss are to be added
+        before. last: it ends the window, also one that is not full.
         """
+        self._habits.sees_loss(loss, weight)
         with self.micro_batch(weight, last=last):
             self.scale_loss(loss).backward(**options)  # type: ignore[no-untyped-call]
 
     def accumulate(self, weight: float = 1.0) -> None:
         """Takes the gradients of a micro-batch from ``.grad``, which becomes None."""
+        self._habits.sees_accelerate(True)
         self._take(weight, None)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale of loss_scaler; the loss itself without one."""
         return loss * self.context.loss_scale if self._scales else loss
 
-    def _begin(self) -> None:
+    def _begin(self, weight: float) -> None:
         """Before a micro-batch: at the start of a window, sees whether parameters have moved or changed."""
         if self._unreduced:
             self._unreduced = False
@@ -405,7 +450,11 @@ class Optimizer(torch.optim.Optimizer):
                 "gradients of a backward inside no_sync() are not reduced: leave no_sync() out, since every "
                 "micro-batch must be reduced before it is accumulated"
             )
-        if self.context.window.micro_batches == 0:
+        is_first = self.context.window.micro_batches == 0
+        self._habits.begins(is_first)
+        self._is_weighed = self._is_weighed or weight != 1
+        if is_first:
+            self._look_at_groups()
             self._look_at_parameters(may_move=True)
             self._layers.look()
             self._rates = [float(group["lr"]) for group in self.param_groups]
@@ -445,7 +494,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._open is not None:
             raise RuntimeError("a micro-batch is open: its gradients are taken by backward")
         options = _options(last, loss_scale)
-        self._begin()
+        self._begin(weight)
+        self._habits.gathers(self._tensors)
         self._layers.tell()
         gradients = list(map(_GRAD, self._tensors))
         if self._are_plain(gradients):
@@ -492,6 +542,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            self._habits.sees_closure(closure, self.context.window.micro_batches > 0)
         if self._open is not None:
             raise RuntimeError("step() was called in an open micro-batch")
         # A GradScaler takes them back by itself only if step() returns.
@@ -505,7 +556,14 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, scale: float | None) -> None:
-        if any(tensor.grad is not None for tensor in self._tensors):
+        took = any(tensor.grad is not None for tensor in self._tensors)
+        if took:
+            if self._is_weighed:
+                raise RuntimeError(
+                    "step() found gradients in .grad, to which it would give the weight 1 in a window whose "
+                    "micro-batches have others: call accumulate(weight=...) after that backward"
+                )
+            self._habits.sees_accelerate(False)
             self._take(1.0, scale)
         elif scale is not None:
             raise RuntimeError(
@@ -517,6 +575,8 @@ class Optimizer(torch.optim.Optimizer):
         full = window.state == WindowState.FULL or self.accum_steps is None or held >= self.accum_steps
         if held > 0 and full:
             self._apply()
+        else:
+            self._habits.steps(took, self._tensors)
 
     def flush(self) -> bool:
         """Ends a window that is not full, as at the end of an epoch. Returns whether there was one."""
@@ -526,6 +586,21 @@ class Optimizer(torch.optim.Optimizer):
             return False
         self._apply()
         return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears ``.grad``, as torch does. The window is not there: ``discard`` drops it.
+
+        Between micro-batches of an open window it does nothing, and raises if it comes after some and not after
+        others, without a ``step``.
+        """
+        if self._open is not None and any(slot.gradients for slot in self._slots):
+            raise RuntimeError(
+                "zero_grad() was called in a micro-batch after its backward, but drops nothing of it: an exception "
+                "drops the micro-batch, and discard() the window"
+            )
+        if self._open is None and self._context is not None and self._context.window.micro_batches > 0:
+            self._habits.zeroes(any(tensor.grad is not None for tensor in self._tensors))
+        super().zero_grad(set_to_none)
 
     def discard(self) -> None:
         """Drops the window."""
@@ -537,12 +612,12 @@ class Optimizer(torch.optim.Optimizer):
         if not self._warned and self.context.window.micro_batches > 1:
             if self._rates != [float(group["lr"]) for group in self.param_groups]:
                 self._warned = True
-                warnings.warn(
+                warn(
                     "a learning rate changed while a window was open: a scheduler counts steps, not "
-                    "micro-batches, so call scheduler.step() after a step that was applied (opt.result)",
-                    stacklevel=3,
+                    "micro-batches, so call scheduler.step() after a step that was applied (opt.result)"
                 )
         self._push()
+        self._habits.applies(self.context.window.micro_batches)
         written = self._layers.written()
         self.result = self.context.step()
         if self.result.applied:
@@ -558,6 +633,8 @@ class Optimizer(torch.optim.Optimizer):
     def _window_ended(self) -> None:
         self._masters.clear()
         self._layers.drop()
+        self._habits.window_ended()
+        self._is_weighed = False
         self._all_touched = False
         for slot in self._slots:
             slot.touched = False
@@ -570,6 +647,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _push(self) -> None:
         """Passes on what was written to param_groups."""
+        self._look_at_groups()
         for i, group in enumerate(self.param_groups):
             values = self._kind.values(group)
             if values != self._known[i]:
@@ -582,6 +660,16 @@ class Optimizer(torch.optim.Optimizer):
         return float("nan") if self.result is None else self.result.noise_scale
 
     # ---- State
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Empty: the library keeps the state. What would change it here raises; ``state_dict`` has it."""
+        return self._no_state if self._packed_state is None else self._packed_state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._context is not None and value is not self._no_state:
+            refuse("an assignment to optimizer.state")
 
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's words, which torch's own optimizer loads.
@@ -609,11 +697,11 @@ class Optimizer(torch.optim.Optimizer):
                 if array.numel() == slot.tensor.numel():
                     array = array.as_strided(slot.tensor.shape, slot.stride)
                 state[slot.tensor][name] = array
-        kept, self.state = self.state, state
+        self._packed_state = state
         try:
             packed = super().state_dict()
         finally:
-            self.state = kept
+            self._packed_state = None
         packed[_KEY] = {"header": header, "arrays": arrays}
         return packed
 
@@ -670,8 +758,7 @@ class Optimizer(torch.optim.Optimizer):
                     if key.endswith(".master")
                 }
                 self._layers.publish()
-                self._rates = [float(group["lr"]) for group in groups]
-                self._all_touched = True
+                self._window_loaded()
             else:
                 self._push()
                 self._load_from_torch(state)
@@ -736,9 +823,14 @@ class Optimizer(torch.optim.Optimizer):
         self._push()
         self.context.load(source, dataclasses.replace(options or StateOptions(), settings=Settings.KEEP))
         self._parameters_moved(self._slots)
+        self._layers.publish()
+        self._window_loaded()
+
+    def _window_loaded(self) -> None:
+        window = self.context.window
+        self._is_weighed = window.weight != window.micro_batches
         self._rates = [float(group["lr"]) for group in self.param_groups]
         self._all_touched = True
-        self._layers.publish()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
