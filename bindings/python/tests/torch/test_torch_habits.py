@@ -218,6 +218,8 @@ def test_a_loss_divided_by_k_is_said(task: Task, how: str, steps: int | None) ->
             for loss, _ in task.parts(net, step, (2, 2, 2, 2)):
                 optimizer.backward(DIVIDED[how](loss))
             optimizer.step()
+            optimizer.backward(task.whole(net, step) / 4)  # of a window that comes to nothing
+            optimizer.discard()
 
     (message,) = said(windows)
     assert "the loss was divided by 4 before backward" in message
@@ -268,6 +270,31 @@ def test_stepping_every_k_beside_accum_steps_is_said(task: Task) -> None:
     (message,) = said(loop)
     assert "16 for one update" in message
     assert optimizer.context.window.steps == 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_backward_that_reaches_no_parameter_is_said(task: Task) -> None:
+    net = task.net()
+    optimizer = gt.SGD(net.parameters(), lr=0.1)
+    optimizer.backward(task.whole(net, 0))
+    optimizer.discard()
+    net.load_state_dict(task.net().state_dict(), assign=True)
+
+    def loop() -> None:
+        for step in range(2):
+            optimizer.backward(task.whole(net, step))
+            optimizer.step()
+
+    (message,) = said(loop)
+    assert "no gradient to any parameter" in message
+    net = task.net().requires_grad_(False)
+    net[2].weight.requires_grad_(True)
+    optimizer = gt.SGD(net.parameters(), lr=0.1)
+    optimizer.backward(task.whole(net, 0))
+    net[2].requires_grad_(False)
+    net[0].bias.requires_grad_(True)
+    optimizer.backward(task.whole(net, 0))
+    optimizer.step()
 
 
 # ---- Loops that are right

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_CALLERS = ("gradaccum.torch", "torch.", "lightning.", "pytorch_lightning.", "accelerate.")
 _ROUNDING = 1e-6  # of 1/K in the dtype of a loss
 
 
 def warn(text: str) -> None:
-    """A warning of the line that has called this package, through torch or not."""
+    """A warning of the line that has called this package, through a framework or not."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -25,7 +26,7 @@ def warn(text: str) -> None:
 
 
 def _is_inside(module: str) -> bool:
-    return module.startswith(("gradaccum.torch", "torch.")) or module == "contextlib"
+    return module.startswith(_CALLERS) or module == "contextlib"
 
 
 class Habits:
@@ -73,7 +74,6 @@ class Habits:
         """A micro-batch begins. Raises if zero_grad() was meant to drop earlier ones of its window."""
         if is_first:
             self._after_zero_grad = self._at_once = 0
-            self._divisors.clear()
         elif not self._stepped:
             if self._zeroed:
                 self._after_zero_grad += 1
@@ -89,10 +89,11 @@ class Habits:
         self._after_zero_grad = self._at_once = 0
         self._stepped, self._zeroed = True, False
         self._idle = 0
+        self._divisors.clear()
 
     def gathers(self, parameters: list[Tensor]) -> None:
         """Gradients are taken from .grad: sees of how many backwards, once a hook counts them."""
-        if self._steps < 4:  # 2 or 3 backwards may be those of several losses
+        if self._steps < 4 or self._said & {"trainer", "accelerate"}:  # 2 or 3 may be those of several losses
             return
         if not self._counts:
             first = next((p for p in parameters if p.grad is not None and p.requires_grad), None)
@@ -124,6 +125,15 @@ class Habits:
                 )
         self._stepped = True
 
+    def unscales(self) -> None:
+        """A GradScaler has called unscale_() before step(), which is for clipping by hand."""
+        if self._steps > 1:
+            self._say(
+                "unscales",
+                "GradScaler.unscale_() was called before step(): what clips gradients in .grad then clips each "
+                f"micro-batch, of {self._steps} in a window; the optimizer's clip= clips the window",
+            )
+
     # ---- The loss
 
     def sees_loss(self, loss: Tensor, weight: float | None = None) -> None:
@@ -142,14 +152,21 @@ class Habits:
         if self._at_once or self._after_zero_grad:
             self._zeroes = self._at_once == 0
         if micro_batches > 1 and self._divisors == {float(micro_batches)}:
-            self._say_divided(float(micro_batches), f"the {micro_batches} micro-batches of the window")
-        self._divisors.clear()
+            self._say_divided(float(micro_batches), f"{micro_batches} in this one")
 
     def _say_divided(self, divisor: float, what: str) -> None:
         self._say(
             "divides",
-            f"the loss was divided by {divisor:g} before backward, but {what} are averaged here already: the gradient "
-            f"is {divisor:g} times too small if that is meant; give the loss as it is",
+            f"the loss was divided by {divisor:g} before backward, but a window is the mean of its micro-batches "
+            f"already ({what}): give the loss as it is, unless the division belongs to it",
+        )
+
+    def reaches_nothing(self) -> None:
+        """The backward of a loss gave no parameter a gradient."""
+        self._say(
+            "reaches nothing",
+            "backward() gave no gradient to any parameter of the optimizer, which has those that the model had when it "
+            "was made: load_state_dict(assign=True) and to_empty() replace them",
         )
 
     # ---- Frameworks
@@ -165,16 +182,16 @@ class Habits:
         if clip and getattr(closure.args[0], "automatic_optimization", False):
             self._say(
                 "clips",
-                f"Trainer(gradient_clip_val={clip}) clips each micro-batch, or nothing if its gradient was accumulated "
-                "before; give the optimizer clip=gradaccum.Clip(scope=gradaccum.ClipScope.GLOBAL, "
+                f"Trainer(gradient_clip_val={clip}) clips each micro-batch, or nothing if its gradient was "
+                "accumulated before; give the optimizer clip=gradaccum.Clip(scope=gradaccum.ClipScope.GLOBAL, "
                 f"max_norm={clip}), which clips the window",
             )
         batches = getattr(trainer, "accumulate_grad_batches", 1)
         if isinstance(batches, int) and batches > 1:
             self._say(
                 "trainer",
-                f"Trainer(accumulate_grad_batches={batches}) divides each loss and adds up {batches} backwards, beside "
-                "the window of the optimizer, which averages micro-batches: leave it at 1",
+                f"Trainer(accumulate_grad_batches={batches}) divides each loss and adds up {batches} backwards, "
+                "beside the window of the optimizer, which averages micro-batches: leave it at 1",
             )
 
     def sees_accelerate(self, explicit: bool) -> None:
@@ -188,8 +205,8 @@ class Habits:
         if isinstance(batches, int) and batches > 1:
             self._say(
                 "accelerate",
-                f"Accelerator(gradient_accumulation_steps={batches}) divides each loss by {batches}, beside the window "
-                "of the optimizer, which averages micro-batches: leave it at 1",
+                f"Accelerator(gradient_accumulation_steps={batches}) divides each loss by {batches}, beside the "
+                "window of the optimizer, which averages micro-batches: leave it at 1",
             )
 
 

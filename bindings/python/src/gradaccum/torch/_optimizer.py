@@ -171,7 +171,8 @@ class Optimizer(torch.optim.Optimizer):
         self._wrapped: weakref.ref[torch.optim.Optimizer] | None = None  # whose schedulers look at it
         self._accum_steps = accum_steps
         self._habits = Habits(accum_steps)
-        self._is_weighed = False  # whether a micro-batch of this window has another weight than 1
+        self._reached = True  # whether a parameter has had a gradient in this window
+        self._is_explicit = False  # whether a micro-batch of this window came otherwise than by step()
         self._no_state = State()
         self._packed_state: defaultdict[Tensor, Any] | None = None  # while torch packs a state dictionary
         self.result: StepResult | None = None
@@ -227,7 +228,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def accum_steps(self) -> int | None:
-        """Micro-batches in a window; None: as many as come before ``step``. ``last=True`` and ``flush`` end one sooner."""
+        """Micro-batches in a window; None: as many as come before ``step``. ``last`` and ``flush`` end one sooner."""
         return self._accum_steps
 
     @property
@@ -343,6 +344,7 @@ class Optimizer(torch.optim.Optimizer):
         says so, and ``step`` ends it with the gradients that it has. Under ddp=, gradients are taken at the end,
         after the reduction.
         """
+        weight = float(weight)  # which a program may have as a tensor
         if self._open is not None:
             raise RuntimeError("a micro-batch is open already")
         if any(tensor.grad is not None for tensor in self._tensors):
@@ -358,7 +360,7 @@ class Optimizer(torch.optim.Optimizer):
                 "compiled autograd would trace the hooks that take gradients: call loss.backward() and then "
                 "accumulate() instead"
             )
-        self._begin(weight)
+        self._begin()
         self._tells_ready = self._eager and (last or self._is_last())
         if self._tells_ready:
             self._push()  # updates begin before step()
@@ -419,6 +421,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _learn(self) -> None:
         """At the end of a micro-batch: remembers which parameters have got one gradient."""
+        self._reached = any(slot.touched for slot in self._slots)
         for slot in self._slots:
             if slot.gradients == 1 and slot.is_whole is None:
                 slot.is_whole = True
@@ -432,6 +435,8 @@ class Optimizer(torch.optim.Optimizer):
         self._habits.sees_loss(loss, weight)
         with self.micro_batch(weight, last=last):
             self.scale_loss(loss).backward(**options)  # type: ignore[no-untyped-call]
+        if not self._reached:
+            self._habits.reaches_nothing()
 
     def accumulate(self, weight: float = 1.0) -> None:
         """Takes the gradients of a micro-batch from ``.grad``, which becomes None."""
@@ -442,7 +447,7 @@ class Optimizer(torch.optim.Optimizer):
         """The loss times the scale of loss_scaler; the loss itself without one."""
         return loss * self.context.loss_scale if self._scales else loss
 
-    def _begin(self, weight: float) -> None:
+    def _begin(self, *, counted: bool = False) -> None:
         """Before a micro-batch: at the start of a window, sees whether parameters have moved or changed."""
         if self._unreduced:
             self._unreduced = False
@@ -452,7 +457,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         is_first = self.context.window.micro_batches == 0
         self._habits.begins(is_first)
-        self._is_weighed = self._is_weighed or weight != 1
+        self._is_explicit = self._is_explicit or not counted
         if is_first:
             self._look_at_groups()
             self._look_at_parameters(may_move=True)
@@ -489,12 +494,15 @@ class Optimizer(torch.optim.Optimizer):
         master = master.to(slot.tensor.dtype)
         return torch.equal(master, self._flat(slot.tensor, slot).reshape(master.shape))
 
-    def _take(self, weight: float, loss_scale: float | None, last: bool = False) -> None:
+    def _take(
+        self, weight: float, loss_scale: float | None, last: bool = False, *, counted: bool = False
+    ) -> None:
         """Adds what is in ``.grad`` as a micro-batch."""
         if self._open is not None:
             raise RuntimeError("a micro-batch is open: its gradients are taken by backward")
+        weight = float(weight)
         options = _options(last, loss_scale)
-        self._begin(weight)
+        self._begin(counted=counted)
         self._habits.gathers(self._tensors)
         self._layers.tell()
         gradients = list(map(_GRAD, self._tensors))
@@ -547,6 +555,8 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError("step() was called in an open micro-batch")
         # A GradScaler takes them back by itself only if step() returns.
         scale = self.__dict__.get("grad_scale")
+        if scale is None and "found_inf" in self.__dict__:
+            self._habits.unscales()
         try:
             self._step(None if scale is None else float(scale))
         except BaseException:
@@ -558,13 +568,14 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, scale: float | None) -> None:
         took = any(tensor.grad is not None for tensor in self._tensors)
         if took:
-            if self._is_weighed:
+            if self._is_explicit:
                 raise RuntimeError(
-                    "step() found gradients in .grad, to which it would give the weight 1 in a window whose "
-                    "micro-batches have others: call accumulate(weight=...) after that backward"
+                    "step() found gradients in .grad, in a window whose micro-batches came by backward() or "
+                    "accumulate(): zero_grad() drops them if they are of another loss, and accumulate(weight=...) "
+                    "after that backward takes them"
                 )
             self._habits.sees_accelerate(False)
-            self._take(1.0, scale)
+            self._take(1.0, scale, counted=True)
         elif scale is not None:
             raise RuntimeError(
                 "a GradScaler must see the gradients that it has scaled in .grad, but they were accumulated "
@@ -577,6 +588,8 @@ class Optimizer(torch.optim.Optimizer):
             self._apply()
         else:
             self._habits.steps(took, self._tensors)
+            if self.result is None:
+                self._opt_called = False  # a scheduler that is stepped now is stepped first, and says so
 
     def flush(self) -> bool:
         """Ends a window that is not full, as at the end of an epoch. Returns whether there was one."""
@@ -634,7 +647,7 @@ class Optimizer(torch.optim.Optimizer):
         self._masters.clear()
         self._layers.drop()
         self._habits.window_ended()
-        self._is_weighed = False
+        self._is_explicit = False
         self._all_touched = False
         for slot in self._slots:
             slot.touched = False
@@ -828,7 +841,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _window_loaded(self) -> None:
         window = self.context.window
-        self._is_weighed = window.weight != window.micro_batches
+        self._is_explicit = window.weight != window.micro_batches
         self._rates = [float(group["lr"]) for group in self.param_groups]
         self._all_touched = True
 
