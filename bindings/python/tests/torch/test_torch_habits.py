@@ -297,6 +297,55 @@ def test_a_backward_that_reaches_no_parameter_is_said(task: Task) -> None:
     optimizer.step()
 
 
+def test_a_second_accumulate_is_said() -> None:
+    p = parameter(1)
+    optimizer = gt.SGD([p], lr=1.0)
+    p.sum().backward()  # type: ignore[no-untyped-call]
+    assert not said(lambda: optimizer.accumulate(weight=0))
+    (message,) = said(lambda: [optimizer.accumulate(weight=3) for _ in range(2)])
+    assert "a micro-batch of weight 3 gave no gradient" in message
+
+
+def test_a_loss_that_is_not_scaled_is_said() -> None:
+    for way in ("micro_batch", "accumulate", "step", "backward", "scale_loss"):
+        p = parameter(1)
+        optimizer = gt.SGD([p], lr=1.0, loss_scaler=ga.LossScaler(initial_scale=8.0))
+
+        def loop(p: Any = p, optimizer: Any = optimizer, way: str = way) -> None:
+            for _ in range(2):
+                if way == "micro_batch":
+                    with optimizer.micro_batch():
+                        p.sum().backward()
+                elif way == "backward":
+                    optimizer.backward(p.sum())
+                elif way == "scale_loss":
+                    optimizer.scale_loss(p.sum()).backward()
+                else:
+                    p.sum().backward()
+                    if way == "accumulate":
+                        optimizer.accumulate()
+                optimizer.step()
+
+        found = said(loop)
+        if way in ("backward", "scale_loss"):
+            assert not found
+            assert p.item() == -1
+        else:
+            assert len(found) == 1 and "scale_loss() was not called" in found[0]
+            assert p.item() == 1 - 2 / 8
+
+
+def test_two_optimizers_cannot_take_one_gradient() -> None:
+    p = parameter(1)
+    one, other = gt.SGD([p], lr=1.0), gt.SGD([p], lr=1.0)
+    with pytest.raises(RuntimeError, match="has taken it"), one.micro_batch(), other.micro_batch():
+        p.sum().backward()  # type: ignore[no-untyped-call]
+    for optimizer in (one, other):
+        optimizer.backward(p.sum())
+        optimizer.step()
+    assert p.item() == -1
+
+
 # ---- Loops that are right
 
 K = 4

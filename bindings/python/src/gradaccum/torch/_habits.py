@@ -161,12 +161,23 @@ class Habits:
             f"already ({what}): give the loss as it is, unless the division belongs to it",
         )
 
-    def reaches_nothing(self) -> None:
-        """The backward of a loss gave no parameter a gradient."""
+    def reaches_nothing(self, weight: float) -> None:
+        """A micro-batch ends in which no parameter had a gradient."""
+        if weight > 0:
+            self._say(
+                "reaches nothing",
+                f"a micro-batch of weight {weight:g} gave no gradient to any parameter of the optimizer, and counts as a "
+                "gradient of zero. Its parameters are those that the model had when it was made, which "
+                "load_state_dict(assign=True) and to_empty() replace; accumulate() leaves nothing in .grad for a second "
+                "call",
+            )
+
+    def scales_nothing(self) -> None:
+        """A micro-batch ends whose loss did not go through scale_loss(), though there is a loss_scaler."""
         self._say(
-            "reaches nothing",
-            "backward() gave no gradient to any parameter of the optimizer, which has those that the model had when it "
-            "was made: load_state_dict(assign=True) and to_empty() replace them",
+            "scales nothing",
+            "the optimizer has a loss_scaler, and divides gradients by its scale, but scale_loss() was not called for "
+            "this micro-batch: call optimizer.scale_loss(loss).backward(), or optimizer.backward(loss)",
         )
 
     # ---- Frameworks

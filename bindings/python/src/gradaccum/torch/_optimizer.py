@@ -171,7 +171,7 @@ class Optimizer(torch.optim.Optimizer):
         self._wrapped: weakref.ref[torch.optim.Optimizer] | None = None  # whose schedulers look at it
         self._accum_steps = accum_steps
         self._habits = Habits(accum_steps)
-        self._reached = True  # whether a parameter has had a gradient in this window
+        self._is_scaled = False  # whether scale_loss() was called since the last micro-batch
         self._is_explicit = False  # whether a micro-batch of this window came otherwise than by step()
         self._no_state = State()
         self._packed_state: defaultdict[Tensor, Any] | None = None  # while torch packs a state dictionary
@@ -379,7 +379,7 @@ class Optimizer(torch.optim.Optimizer):
                             self._held.append(_add(micro, slot, slot.tensor.grad))
                             slot.tensor.grad = None
                     self._layers.tell()
-                    self._learn()
+                    self._learn(weight)
                 except BaseException:
                     for tensor in self._tensors:
                         tensor.grad = None
@@ -419,12 +419,20 @@ class Optimizer(torch.optim.Optimizer):
         if self._writes_ahead:  # backward may still read it
             self._parameters_moved([slot])
 
-    def _learn(self) -> None:
+    def _learn(self, weight: float) -> None:
         """At the end of a micro-batch: remembers which parameters have got one gradient."""
-        self._reached = any(slot.touched for slot in self._slots)
+        self._took(weight, bool(self._held) or any(slot.gradients for slot in self._slots))
         for slot in self._slots:
             if slot.gradients == 1 and slot.is_whole is None:
                 slot.is_whole = True
+
+    def _took(self, weight: float, any_gradient: bool, is_scaled: bool = False) -> None:
+        """At the end of a micro-batch: says what its gradients show of the loop."""
+        if not any_gradient:
+            self._habits.reaches_nothing(weight)
+        elif self._scales and not (self._is_scaled or is_scaled):
+            self._habits.scales_nothing()
+        self._is_scaled = False
 
     def backward(self, loss: Tensor, weight: float = 1.0, *, last: bool = False, **options: Any) -> None:
         """``loss.backward(**options)`` as a micro-batch. A loss_scaler's scale is applied.
@@ -435,8 +443,6 @@ class Optimizer(torch.optim.Optimizer):
         self._habits.sees_loss(loss, weight)
         with self.micro_batch(weight, last=last):
             self.scale_loss(loss).backward(**options)  # type: ignore[no-untyped-call]
-        if not self._reached:
-            self._habits.reaches_nothing()
 
     def accumulate(self, weight: float = 1.0) -> None:
         """Takes the gradients of a micro-batch from ``.grad``, which becomes None."""
@@ -445,6 +451,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale of loss_scaler; the loss itself without one."""
+        self._is_scaled = True
         return loss * self.context.loss_scale if self._scales else loss
 
     def _begin(self, *, counted: bool = False) -> None:
@@ -524,6 +531,7 @@ class Optimizer(torch.optim.Optimizer):
                     gradient if gradient is None else _add(micro, slot, gradient)
                     for gradient, slot in zip(gradients, self._slots, strict=True)
                 ]
+        self._took(weight, any(gradient is not None for gradient in gradients), loss_scale is not None)
         for tensor in self._tensors:
             tensor.grad = None
 
@@ -932,8 +940,13 @@ def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
 
     def take(tensor: Tensor) -> None:
         owner = this()
-        if owner is None or owner._open is None or tensor.grad is None:
+        if owner is None or owner._open is None:
             return
+        if tensor.grad is None:
+            raise RuntimeError(
+                f'the gradient of parameter "{slot.own.name}" is gone from .grad, where another hook, or an open '
+                "micro-batch of another optimizer, has taken it"
+            )
         owner._count_gradient(slot)
         gradient = _add(owner._open, slot, tensor.grad)
         if owner.context._kept.late:
