@@ -245,3 +245,26 @@ def test_a_forward_that_raises_leaves_the_layer_as_it_was() -> None:
     layer.track_running_stats = False  # by the program
     layer(torch.ones(4, 3))
     assert not layer.track_running_stats
+
+
+def test_a_compiled_model() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU()).double()
+    twin = copy.deepcopy(net)
+    optimizer = gt.SGD(net.parameters(), lr=0.0)
+    gt.convert_batchnorm(net, optimizer)
+    fast: Any = torch.compile(net, backend="aot_eager")
+    for _ in range(3):
+        twin(x := torch.randn(12, 5).double())
+        for part in x.split(4):
+            optimizer.backward(fast(part).mean(), weight=4)
+        optimizer.step()
+        alike(net[1], twin[1])  # type: ignore[arg-type]
+    for model in (fast, twin):
+        update_bn([x, x + 1], model)
+    alike(net[1], twin[1])  # type: ignore[arg-type]
+    del optimizer
+    gc.collect()
+    for model in (fast, twin):
+        model(x)
+    alike(net[1], twin[1])  # type: ignore[arg-type]

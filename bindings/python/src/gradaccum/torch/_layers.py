@@ -128,11 +128,19 @@ class Layers:
 
     def tell(self) -> None:
         """Gives the library the statistics of the micro-batch that is open, or the next."""
-        for module, seen in self._seen.items():
-            if seen.versions == _versions(module):  # else: what was written since then stands for them
-                self._own[module].accumulate_stats(seen.count, seen.mean, seen.m2, BnSpread.M2)
+        for module, (count, mean, m2) in self._take().items():
+            self._own[module].accumulate_stats(count, mean, m2, BnSpread.M2)
+
+    def _take(self) -> dict[torch.nn.Module, tuple[int, Tensor, Tensor]]:
+        """The count, mean and M2 of what each layer has seen, which begins anew."""
+        taken = {
+            module: (seen.count, seen.mean, seen.m2)
+            for module, seen in self._seen.items()
+            if seen.versions == _versions(module)  # else: what was written since then stands for them
+        }
         self._seen.clear()
         self._are_away = False
+        return taken
 
     def drop(self) -> None:
         """Forgets what the layers have seen."""
