@@ -268,3 +268,24 @@ def test_a_compiled_model() -> None:
     for model in (fast, twin):
         model(x)
     alike(net[1], twin[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_layer_after_an_update_ahead(reentrant: bool) -> None:
+    """The last layer is updated before the first one is computed again."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 4)).double()
+    twin = copy.deepcopy(net)
+    options = ga.Config(eager=True, nonfinite=ga.Nonfinite.IGNORE)
+    optimizer = gt.SGD(net.parameters(), lr=0.0, accum_steps=2, config=options)
+    gt.convert_batchnorm(net, optimizer)
+    for _ in range(3):
+        twin(x := torch.randn(12, 5).double())
+        for part in x.split(6):
+            part.requires_grad_()
+            out: Any = checkpoint(net[:1], part, use_reentrant=reentrant)
+            optimizer.backward(net[1](out).sum(), weight=6)
+        assert optimizer.context.window.state == ga.WindowState.FULL
+        optimizer.step()
+        alike(net[0], twin[0])  # type: ignore[arg-type]

@@ -129,6 +129,19 @@ def test_accum_steps_cannot_be_changed() -> None:
     assert optimizer.accum_steps == 4
 
 
+def test_an_optimizer_that_was_taken_over_is_no_more() -> None:
+    p = parameter(1)
+    theirs = torch.optim.SGD([p], lr=1.0, momentum=0.9)
+    optimizer = gt.wrap(theirs)
+    p.sum().backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match=r"call that of what wrap\(\) returned"):
+        theirs.step()
+    with pytest.raises(ValueError, match="taken over by wrap"):
+        gt.wrap(theirs)
+    optimizer.step()
+    assert p.item() == 0
+
+
 # ---- zero_grad()
 
 

@@ -145,6 +145,26 @@ def counting(way: str = "accumulate", **options: Any) -> Any:
     return net
 
 
+def written_rates(ours: bool) -> Any:
+    """nanoGPT's and timm's: the program writes each rate itself, and keeps an average of the weights."""
+    net = network()
+    optimizer = (gt if ours else torch.optim).AdamW(net.parameters(), lr=0.0, weight_decay=0.1)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step, ((x, y), batch) in enumerate(zip(WHOLE, MICRO, strict=True)):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE / (1 + step)
+        for part, target in batch if ours else [(x, y)]:
+            loss = loss_of(net, part, target)
+            if ours:
+                optimizer.backward(loss, weight=len(part))
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        average.update_parameters(net)
+    return average.module
+
+
 def every_k() -> Any:
     """K backwards before each step, beside accum_steps."""
     net = network()
@@ -345,6 +365,8 @@ ROWS = [
     Row("loss_scaler and clip", functools.partial(scaler, "ours"), clipped),
     Row("GradScaler after accumulate", functools.partial(scaler, "accumulate"), raises="loss_scaler="),
     Row("GradScaler, unscale_ and clip_grad_norm_", functools.partial(scaler, "unscale"), warns="unscale_", apart=0.01),
+    Row("written rates, weight decay and an average", functools.partial(written_rates, True),
+        functools.partial(written_rates, False)),
     Row("closures", closure),
     Row("torch.compile (dynamo)", functools.partial(compiled, "eager")),
     Row("torch.compile (AOTAutograd)", functools.partial(compiled, "aot_eager")),
@@ -732,6 +754,11 @@ def fitted(way: str, options: Any, batches: Any = None, scheduler: Any = None, *
         )  # fmt: skip
         fit.fit(module, torch.utils.data.DataLoader(flat, batch_size=None))
     return module.net
+
+
+def test_the_steps_of_a_trainer_are_batches() -> None:
+    loop = functools.partial(fitted, "weights", {"accum_steps": K}, max_epochs=None, max_steps=2 * K)
+    test_a_loop(Row("max_steps", loop, functools.partial(whole, batches=WHOLE[:2])))
 
 
 @pytest.mark.parametrize("way", ["weights", "manual", "manual backward"])

@@ -63,6 +63,10 @@ def _convert(name: str, module: Any, optimizer: Optimizer) -> None:
     module.register_forward_hook(hooks.after, always_call=True)
 
 
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 class _Hooks:
     """Hooks of a layer that show the optimizer what it has normalised in training. A copy shows nobody."""
 
@@ -83,7 +87,7 @@ class _Hooks:
         optimizer = self.owner()
         if optimizer is None or not (module.training and module.track_running_stats):
             return
-        if optimizer._layers.takes(module, optimizer._tensors):
+        if optimizer._layers.takes(module, None if _is_in_backward() else optimizer._tensors):
             module.track_running_stats = False
             self._hides = True
 
@@ -94,5 +98,5 @@ class _Hooks:
         self._hides = False
         optimizer = self.owner()
         # There is no output if forward has raised. A recomputation in backward sees the same input again.
-        if optimizer is not None and output is not None and torch._C._current_graph_task_id() == -1:
+        if optimizer is not None and output is not None and not _is_in_backward():
             optimizer._layers.saw(module, inputs[0])

@@ -166,10 +166,10 @@ class Habits:
         if weight > 0:
             self._say(
                 "reaches nothing",
-                f"a micro-batch of weight {weight:g} gave no gradient to any parameter of the optimizer, and counts as a "
-                "gradient of zero. Its parameters are those that the model had when it was made, which "
-                "load_state_dict(assign=True) and to_empty() replace; accumulate() leaves nothing in .grad for a second "
-                "call",
+                f"a micro-batch of weight {weight:g} gave no gradient to any parameter of the optimizer, and counts as "
+                "a gradient of zero. Its parameters are those that the model had when it was made, which "
+                "load_state_dict(assign=True) and to_empty() replace; accumulate() leaves nothing in .grad for a "
+                "second call",
             )
 
     def scales_nothing(self) -> None:

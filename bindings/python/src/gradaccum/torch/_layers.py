@@ -61,14 +61,17 @@ class Layers:
 
     # ---- Training
 
-    def takes(self, module: torch.nn.Module, parameters: Iterable[Tensor]) -> bool:
+    def takes(self, module: torch.nn.Module, parameters: Iterable[Tensor] | None) -> bool:
         """Whether the optimizer moves the statistics of the layer, which is about to be called in training.
 
         It does not if momentum is None, as in torch.optim.swa_utils.update_bn, nor if something else trains the
-        parameters: then the statistics move with each forward, as in torch.
+        parameters: then the statistics move with each forward, as in torch. parameters is None if backward calls the
+        layer again, when updates ahead of the step may have written them.
         """
         if module not in self._own or cast(Any, module).momentum is None:
             return False
+        if parameters is None:
+            return not self._are_away
         seen = self._seen.get(module)
         if seen is not None and seen.versions != _versions(module):  # a model was loaded
             self._seen.clear()
