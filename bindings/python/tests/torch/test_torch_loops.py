@@ -462,6 +462,12 @@ def test_a_scheduler(name: str) -> None:
     assert any("schedul" in str(entry.message) for entry in found)
 
 
+def test_a_scheduler_whose_rates_change_between_windows() -> None:
+    """Stepped with each micro-batch, it counts K times too fast, and no rate changes within a window."""
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        scheduled(lambda o: lr_scheduler.StepLR(o, K, 0.5), True)
+
+
 # ---- Averages
 
 
