@@ -200,6 +200,16 @@ def test_gradients_of_another_weight_are_not_taken_by_step(task: Task) -> None:
     close(net, train(task, lambda p: torch.optim.SGD(p, lr=0.1), steps=1), 1e-12)
 
 
+def test_a_micro_batch_that_failed_is_none_of_the_window(task: Task) -> None:
+    net = task.net()
+    optimizer = gt.SGD(net.parameters(), lr=0.1, accum_steps=1)
+    with pytest.raises(ga.Error, match="weight"):
+        optimizer.backward(task.whole(net, 0), weight=-1)
+    task.whole(net, 0).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    close(net, train(task, lambda p: torch.optim.SGD(p, lr=0.1), steps=1), 1e-12)
+
+
 # ---- Warnings
 
 

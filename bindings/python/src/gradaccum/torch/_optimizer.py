@@ -464,7 +464,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         is_first = self.context.window.micro_batches == 0
         self._habits.begins(is_first)
-        self._is_explicit = self._is_explicit or not counted
+        self._is_explicit = not counted or (self._is_explicit and not is_first)
         if is_first:
             self._look_at_groups()
             self._look_at_parameters(may_move=True)
@@ -576,7 +576,7 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, scale: float | None) -> None:
         took = any(tensor.grad is not None for tensor in self._tensors)
         if took:
-            if self._is_explicit:
+            if self._is_explicit and self.context.window.micro_batches > 0:
                 raise RuntimeError(
                     "step() found gradients in .grad, in a window whose micro-batches came by backward() or "
                     "accumulate(): zero_grad() drops them if they are of another loss, and accumulate(weight=...) "
