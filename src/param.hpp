@@ -12,7 +12,7 @@
 #include "division.hpp"
 #include "error.hpp"
 #include "optimizer.hpp"
-#include "tables.hpp"
+#include "table.hpp"
 
 namespace ga {
 
