@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "backend/cpu/kernels.hpp"
+#include "callback.hpp"
 #include "checkpoint.hpp"
 #include "context.hpp"
 #include "disk.hpp"
@@ -246,19 +247,21 @@ void check_capacity(size_t capacity, size_t size, const char* what) {
          size);
 }
 
-// The functions of a program that stores state itself, which run in the program's floating-point mode.
+// The functions of a program that stores state itself.
 ga::WriteAt write_by(ga_write_fn write, void* user) {
   return [=](int64_t offset, const void* data, size_t size) {
-    const ga::ProgramFpMode programs;
-    if (const int32_t result = write(user, offset, data, size))
+    const int32_t result =
+        ga::call_program("write function", [&] { return write(user, offset, data, size); });
+    if (result != 0)
       fail(GA_ERROR_IO, "write returned %d for %zu bytes at offset %lld", result, size,
            static_cast<long long>(offset));
   };
 }
 ga::ReadAt read_by(ga_read_fn read, void* user) {
   return [=](int64_t offset, void* data, size_t size) {
-    const ga::ProgramFpMode programs;
-    if (const int32_t result = read(user, offset, data, size))
+    const int32_t result =
+        ga::call_program("read function", [&] { return read(user, offset, data, size); });
+    if (result != 0)
       fail(GA_ERROR_IO, "read returned %d for %zu bytes at offset %lld", result, size,
            static_cast<long long>(offset));
   };

@@ -92,8 +92,6 @@ void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
     tell_all();
   } catch (const std::exception& e) {
     fail_halfway(e.what());
-  } catch (...) {  // of a callback in C++
-    fail_halfway("an unknown exception was thrown");
   }
 }
 

@@ -388,10 +388,6 @@ void Context::on_all_ranks(const char* what, bool alone,
     const Error error(GA_ERROR_INTERNAL, e.what());
     if (!given_up) exchange_->vote(what, &error);
     throw;
-  } catch (...) {  // of a callback in C++
-    const Error error(GA_ERROR_INTERNAL, "an unknown exception was thrown");
-    if (!given_up) exchange_->vote(what, &error);
-    throw;
   }
   ready();
 }

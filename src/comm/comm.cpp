@@ -6,9 +6,9 @@
 #include <cstring>
 
 #include "backend/backend.hpp"
+#include "callback.hpp"
 #include "comm/mpi_module.h"
 #include "comm/nccl_module.h"
-#include "fp_mode.hpp"
 #include "module.hpp"
 #include "tensor.hpp"
 
@@ -135,12 +135,14 @@ template <class Call>
 void Comm::run(const char* what, Call&& call) {
   check();
   int32_t result = -1;
+  std::string thrown;  // by a function of the program
+  const auto transfer = [&](void* stream) { result = call(transport_.table, stream); };
   const auto run_here = [&](void* stream) {
-    if (transport_.of_program) {
-      const ProgramFpMode programs;
-      result = call(transport_.table, stream);
-    } else {
-      result = call(transport_.table, stream);
+    if (!transport_.of_program) return transfer(stream);
+    try {
+      call_program("ga_comm_table", [&] { transfer(stream); });
+    } catch (const Error& e) {
+      thrown = e.what();
     }
   };
   if (!aborted_.load()) {
@@ -149,17 +151,20 @@ void Comm::run(const char* what, Call&& call) {
     else
       run_here(nullptr);
   }
-  if (result != 0) fail_with("in the exchange of ", what, result);
+  if (result != 0) fail_with("in the exchange of ", what, result, thrown);
 }
 
-void Comm::fail_with(const char* where, const char* what, int32_t result) {
+void Comm::fail_with(const char* where, const char* what, int32_t result,
+                     const std::string& thrown) {
   const ga_comm_table& t = transport_.table;
-  const char* const text = aborted_.load() ? "ga_comm_abort was called"
-                           : t.error_text  ? t.error_text(t.user, result)
-                                           : nullptr;
+  const char* const text = aborted_.load()   ? "ga_comm_abort was called"
+                           : !thrown.empty() ? thrown.c_str()
+                           : t.error_text    ? t.error_text(t.user, result)
+                                             : nullptr;
   char message[640];
   char code[32] = "";
-  if (transport_.of_program && !aborted_.load()) std::snprintf(code, sizeof code, " (%d)", result);
+  if (transport_.of_program && !aborted_.load() && thrown.empty())
+    std::snprintf(code, sizeof code, " (%d)", result);
   std::snprintf(message, sizeof message, "rank %d of %d failed %s%s: %s%s", rank(), ranks(), where,
                 what, text ? text : "the table gave no reason", code);
   failure_.emplace(GA_ERROR_COMMUNICATION, message);

@@ -95,7 +95,8 @@ class Comm {
   };
   template <class Call>
   void run(const char* what, Call&& call);
-  [[noreturn]] void fail_with(const char* where, const char* what, int32_t result);
+  [[noreturn]] void fail_with(const char* where, const char* what, int32_t result,
+                              const std::string& thrown = "");
   template <class Call>
   void run_on(const char* what, const Blocks& send, const Blocks& recv, int64_t stride,
               int64_t count, Call&& call);
