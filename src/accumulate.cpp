@@ -324,7 +324,7 @@ void Context::refuse_ready(ga_param id) const {
 void Context::params_ready(Span<const ga_param> ids) {
   Callers::Lock lock = lock_callers();
   check_device();
-  window_.check_valid();
+  window_.check_takes_more();
   for (size_t k = 0; k < ids.size; ++k) {
     const Param& p = params_.get(ids.data[k]);
     if (p.acquired || p.busy) refuse_taken(ids.data[k], "ga_params_ready");

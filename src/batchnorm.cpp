@@ -347,7 +347,7 @@ BnTask BatchNorms::task_of(const Layer& b, int64_t samples, int64_t positions) c
 // The index of the micro-batch that a call of the forward pass works on. next: the next one of a
 // sweep in WINDOW mode.
 int64_t BatchNorms::index_of(const Layer& b, int64_t next) const {
-  window_.check_valid();
+  window_.check_takes_more();
   if (window_.open_index() >= 0) return window_.open_index();
   if (!b.windowed()) {
     window_.check_whole();

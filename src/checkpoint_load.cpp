@@ -591,8 +591,8 @@ void Checkpoint::place_counters() {
   c.steps_set_after_ = control.windows;
   c.rows_held_ = texts_.window.rows_held;
   c.noise_repeated_ = texts_.window.noise_repeated;
-  c.rejected_ = control.rejected;
   c.window_.restore(std::move(texts_.micros));
+  if (control.rejected) c.window_.reject();
 }
 
 // Writes the tables anew.

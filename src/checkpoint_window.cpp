@@ -37,7 +37,7 @@ void Checkpoint::gather(const Ready& ready) {
   Exchange* const exchange = context_.exchange_.get();
   if (exchange && exchange->ranks() > 1) dropped_micros_ = exchange->dropped_micros();
   if (!exchange || !exchange->has_open_window() || options_.parts == GA_STATE_PARAMETERS) return;
-  if (context_.rejected_)
+  if (context_.window_.rejected())
     fail(GA_ERROR_INVALID_STATE,
          "%s: ga_step has returned GA_ERROR_NONFINITE for the window, whose gradients are added up "
          "over the ranks by now; ga_discard must be called first",

@@ -394,7 +394,6 @@ class Context : BnContext {
   int64_t tickets_ = 0;
   bool any_ready_ = false;              // ga_params_ready was called in this window
   bool delivered_ = false;              // some accumulator holds a gradient for the program
-  bool rejected_ = false;               // ga_step has returned GA_ERROR_NONFINITE for this window
   std::unique_ptr<Exchange> exchange_;  // NULL: the context is alone
   std::unique_ptr<Eager> eager_;        // NULL: all updates are made by ga_step
   uint64_t rank_key_ = 0;  // tells the random bits of accumulation apart from those of other ranks

@@ -117,7 +117,7 @@ void Context::empty_window() {
     for (const Tensor& t : params_.tensors())
       if (t.set) backend_->clear_rows({&t.set, 1});
   rows_held_ = 0;
-  noise_repeated_ = rejected_ = any_ready_ = false;
+  noise_repeated_ = any_ready_ = false;
   contributions_.clear();
   batch_norms_.end_window();
   window_.clear();
@@ -189,7 +189,7 @@ ga_step_result Context::step() {
     const bool fails = config_.nonfinite == GA_NONFINITE_FAIL;
     const Control* const known = fails ? &control() : backend_->known();
     if (fails && known->result.outcome == GA_STEP_SKIPPED_NONFINITE) {
-      rejected_ = true;
+      window_.reject();
       fail_nonfinite(*known);
     }
     const bool goes = may_apply && !(known && !known->go);
@@ -305,7 +305,8 @@ ga_step_result Context::discarded() const {
 void Context::drop_window() {
   forget_delivered();
   const bool invalid = window_.state() == GA_WINDOW_INVALID;  // statistics may be half changed
-  if (deferring() || rows_held_ > 0 || batch_norms_.has_statistics() || rejected_ || invalid)
+  if (deferring() || rows_held_ > 0 || batch_norms_.has_statistics() || window_.rejected() ||
+      invalid)
     backend_->clear_window();
   empty_window();
 }

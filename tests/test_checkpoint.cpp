@@ -514,6 +514,40 @@ TEST(Resume, AScheduleOfKGoesOn) {
 }
 
 // Results of windows that the loaded state knows nothing of are gone.
+// What ga_step has rejected stays rejected.
+TEST(Resume, ARejectedWindowTakesNothing) {
+  Plan plan;
+  plan.config.nonfinite = GA_NONFINITE_FAIL;
+  Net net(plan), other(plan);
+  const float nan[64] = {NAN};
+  const void* gradients[] = {nan, nan};
+  ASSERT_LE(net.data.size(), 2u);
+  ASSERT_OK(ga_accumulate(net.ctx, gradients, net.data.size(), 1, nullptr));
+  EXPECT_EQ(ga_step(net.ctx, nullptr), GA_ERROR_NONFINITE);
+  EXPECT_OK(load(other.ctx, saved(net.ctx)));
+  for (ga_context* ctx : {net.ctx, other.ctx}) {
+    EXPECT_TRUE(refused(ga_accumulate(ctx, gradients, net.data.size(), 1, nullptr),
+                        GA_ERROR_INVALID_STATE, {"GA_ERROR_NONFINITE", "ga_discard"}));
+    EXPECT_EQ(ga_step(ctx, nullptr), GA_ERROR_NONFINITE);
+    EXPECT_OK(ga_discard(ctx));
+    EXPECT_OK(ga_accumulate(ctx, gradients, net.data.size(), 0, nullptr));
+  }
+}
+
+// A load brings the last result alone.
+TEST(Resume, EarlierResultsAreNotKept) {
+  Net net, other;
+  net.train();
+  EXPECT_OK(load(other.ctx, saved(net.ctx)));
+  ga_step_result r;
+  EXPECT_OK(ga_step_result_init(&r, sizeof r));
+  EXPECT_OK(ga_step_result_get(other.ctx, 2, 1, &r));
+  EXPECT_TRUE(refused(ga_step_result_get(other.ctx, 1, 1, &r), GA_ERROR_INVALID_ARGUMENT,
+                      {"result of window 1 is not kept", "a load"}));
+  EXPECT_TRUE(refused(ga_step_result_get(other.ctx, 3, 1, &r), GA_ERROR_INVALID_ARGUMENT,
+                      {"no result of window 3", "is 2"}));
+}
+
 TEST(Resume, ResultsOfAnotherPastAreForgotten) {
   Net net, other;
   for (uint64_t k = 0; k < 3; ++k) net.accumulate(k), net.step();
