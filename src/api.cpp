@@ -362,7 +362,7 @@ ga_status ga_context_create(const ga_config* config, ga_context** out) {
 }
 
 void ga_context_destroy(ga_context* ctx) {
-  if (ctx && !ctx->is_of_parent()) delete ctx;
+  if (ctx && ctx->is_of_this_process()) delete ctx;
 }
 
 ga_status ga_device_count(ga_device device, int32_t* out) {

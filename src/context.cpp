@@ -125,18 +125,25 @@ Context::~Context() {
   exchange_.reset();  // its thread, which gives work to those of eager_
   eager_.reset();
   for (const Tensor& t : params_.tensors()) backend_->free_rows(t.set);
+  mark_.store(0, std::memory_order_relaxed);
 }
 
 // Throws where no thread, or not this one, can use the context.
 inline void Context::check_thread(const char* function) const {
-  if (is_of_parent())
-    fail(
-        GA_ERROR_INVALID_STATE,
-        "the context was created before fork() by the parent of this process and cannot be used in "
-        "the child; the child may create contexts of its own");
+  if (!is_of_this_process()) fail_foreign();
   if (Eager::is_telling(*this))
     fail(GA_ERROR_INVALID_STATE, "%s was called by on_param_done, which must not use the context",
          function);
+}
+
+void Context::fail_foreign() const {
+  if (mark_.load(std::memory_order_relaxed) >> 32 != kMark >> 32)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "ctx, %p, is not a context: it has been destroyed, or never was one",
+         static_cast<const void*>(this));
+  fail(GA_ERROR_INVALID_STATE,
+       "the context was created before fork() by the parent of this process and cannot be used in "
+       "the child; the child may create contexts of its own");
 }
 
 Context::Use::Use(const Context& context, const char* function, bool changing) : context_(context) {

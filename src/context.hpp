@@ -49,8 +49,11 @@ class Context : BnContext {
   explicit Context(const ga_config& config);
   ~Context();
 
-  // Whether the parent of this process made it (see fork.hpp).
-  bool is_of_parent() const { return generation_ != process_generation(); }
+  // Whether this is a context that has not been destroyed, and that this process made, not its parent (see
+  // fork.hpp).
+  bool is_of_this_process() const {
+    return mark_.load(std::memory_order_relaxed) == kMark + process_generation();
+  }
 
   // Held during a call, which computes in the library's floating-point mode. Throws if the context
   // belongs to the parent process, is in another call, or has failed for good. changing: throws, too,
@@ -196,6 +199,7 @@ class Context : BnContext {
 
   // context.cpp
   void check_thread(const char* function) const;
+  [[noreturn]] void fail_foreign() const;
   [[noreturn]] static void fail_in_use();
   [[noreturn]] static void fail_swapped(const char* function);
   void check_no_capture(const char* what) const;
@@ -364,8 +368,9 @@ class Context : BnContext {
   mutable std::atomic<bool> in_use_{false};
   mutable uint64_t calls_ = 0;              // that may have changed something
   const std::unique_ptr<Callers> callers_;  // NULL: one thread at a time, in any call
-  const uint32_t generation_ = process_generation();
-  std::optional<Error> broken_;  // why only destroy is legal
+  static constexpr uint64_t kMark = uint64_t{0x6743'7458} << 32;
+  std::atomic<uint64_t> mark_{kMark + process_generation()};  // 0 once it is destroyed
+  std::optional<Error> broken_;                               // why only destroy is legal
 
   ParamList params_;
   MemoryRanges ranges_{config_, *backend_, params_};
