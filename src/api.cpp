@@ -13,6 +13,7 @@
 #include "checkpoint.hpp"
 #include "context.hpp"
 #include "disk.hpp"
+#include "environment.hpp"
 #include "error.hpp"
 #include "optimizer.hpp"
 #include "schedule.hpp"
@@ -356,7 +357,16 @@ ga_status ga_context_create(const ga_config* config, ga_context** out) {
     auto context = std::make_unique<ga_context>(c);
     if (ga::Log* const log = context->log())
       log->call(
-          "ga_context_create", [&] { log->note("build", ga_build_info()); }, start);
+          "ga_context_create",
+          [&] {
+            log->note("build", ga_build_info());
+            ga::each_ignored_variable([&](const char* name, const char* value,
+                                          const char* expected) {
+              log->note("ignored",
+                        (std::string(name) + "=" + value + " (expected " + expected + ")").c_str());
+            });
+          },
+          start);
     *out = context.release();
   });
 }

@@ -185,6 +185,32 @@ std::vector<std::string> parts(const std::string& line) {
   return list;
 }
 
+// Variables with a value that means nothing.
+TEST(LogLines, TellOfVariablesThatAreIgnored) {
+  const auto creation = [] {
+    Lines lines;
+    const Context ctx(lines.config());
+    return lines.list.at(0);
+  };
+  const struct {
+    const char *name, *wrong, *right;
+  } variables[] = {{"GA_CPU_PREFETCH", "abc", "1"},
+                   {"GA_CPU_HAND_OVER", "-3", "2e4"},
+                   {"GA_CPU_HAND_OVER", "5ms", "0"},
+                   {"GA_VERBOSE", "yes", "0"}};
+  for (const auto& v : variables) {
+    const char* const given = getenv(v.name);
+    const std::string before = given ? given : "";
+    setenv(v.name, v.wrong, 1);
+    EXPECT_NE(creation().find(std::string(v.name) + "=" + v.wrong + " (expected"),
+              std::string::npos)
+        << creation();
+    setenv(v.name, v.right, 1);
+    EXPECT_EQ(creation().find("expected"), std::string::npos) << creation();
+    given ? setenv(v.name, before.c_str(), 1) : unsetenv(v.name);
+  }
+}
+
 TEST(LogLines, OneForEachCall) {
   Lines lines;
   float p = 1;

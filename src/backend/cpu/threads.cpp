@@ -34,8 +34,7 @@ Threads::Threads(const ga_config& config)
       user_(config.parallel_for_user) {
   if (!parallel_for_ && !has_threads()) count_ = 1;
   if (!parallel_for_ && count_ > 1) ranges_.reset(new Range[static_cast<size_t>(count_)]);
-  if (const char* given = std::getenv("GA_CPU_HAND_OVER"))
-    hand_over_ = std::max(std::atof(given), 0.0);
+  hand_over_ = number_variable("GA_CPU_HAND_OVER").value_or(-1);
 }
 
 void Threads::reserve(int64_t items) {
