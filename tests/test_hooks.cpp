@@ -133,6 +133,19 @@ TEST(Allocator, FailsAtEveryPoint) {
   }
 }
 
+// The message tells the program's allocator from memory that the library lacks.
+TEST(Allocator, ItsFailureIsNamed) {
+  for (const bool throws : {false, true}) {
+    Pool pool;
+    pool.throws = throws;
+    pool.fail_from = 0;
+    const ga_config c = pool.config();
+    ga_context* ctx = nullptr;
+    EXPECT_TRUE(refused(ga_context_create(&c, &ctx), GA_ERROR_OUT_OF_MEMORY,
+                        {"ga_config.allocate", throws ? "threw an exception" : "returned NULL"}));
+  }
+}
+
 TEST(Allocator, WrongOnes) {
   Pool pool;
   ga_config c = pool.config();

@@ -30,8 +30,9 @@ class Allocator {
       const ProgramFpMode programs;
       data = allocate_(user_, bytes, device_, stream_);
     } catch (...) {
+      throw AllocatorFailed("threw an exception", bytes);
     }
-    if (!data) throw std::bad_alloc();
+    if (!data) throw AllocatorFailed("returned NULL", bytes);
     if (reinterpret_cast<uintptr_t>(data) % kAlign == 0) return data;
     free(data, bytes);
     fail(GA_ERROR_INVALID_ARGUMENT,
