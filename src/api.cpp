@@ -268,6 +268,17 @@ ga::ReadAt read_by(ga_read_fn read, void* user) {
   };
 }
 
+// Runs load(), and names the file in the message where it is damaged or no state.
+template <class Load>
+void naming_file(const char* function, const char* path, Load&& load) {
+  try {
+    load();
+  } catch (const ga::Error& e) {
+    if (e.status() != GA_ERROR_FORMAT) throw;
+    ga::Subject{"file", ga::shown(path).c_str(), function}.fail(GA_ERROR_FORMAT, "%s", e.what());
+  }
+}
+
 void note_shape(const Context* ctx, ga_bn bn, int64_t samples, int64_t positions) {
   ctx->note("bn", bn);
   ctx->note("samples", static_cast<double>(samples));
@@ -496,9 +507,11 @@ ga_status ga_load(ga_context* ctx, const char* path, const ga_state_options* opt
       Checkpoint checkpoint(*ctx, o, "ga_load");
       checkpoint.check_load();
       const ga::FileReader file(path);
-      checkpoint.load(
-          file.size(),
-          [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, ready);
+      naming_file("ga_load", path, [&] {
+        checkpoint.load(
+            file.size(),
+            [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, ready);
+      });
     });
   });
 }
@@ -550,9 +563,12 @@ ga_status ga_state_note(const char* path, char* out, size_t capacity, size_t* ou
     require(out_size, "out_size");
     const ga::FileReader file(path);
     std::string note;
-    const bool found = ga::read_note(
-        file.size(),
-        [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, note);
+    bool found = false;
+    naming_file("ga_state_note", path, [&] {
+      found = ga::read_note(
+          file.size(),
+          [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, note);
+    });
     *out_size = found ? note.size() + 1 : 0;
     if (!found || (!out && capacity == 0)) return;
     require(out, "out");

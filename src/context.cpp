@@ -469,7 +469,7 @@ void Context::check_options(const NewParam& e, int32_t dtype) const {
 
 ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> entries) {
   const size_t count = entries.size;
-  window_.check_empty("adding a parameter");
+  window_.check_empty("a function that adds parameters");
   if (count > static_cast<size_t>(INT32_MAX) - params_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "the context would have more than %d parameters", INT32_MAX);
   const size_t old_params = params_.size();

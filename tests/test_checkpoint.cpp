@@ -16,6 +16,7 @@
 #include "batchnorm.hpp"
 #include "error.hpp"
 #include "fields.hpp"
+#include "files.hpp"
 #include "pairs.hpp"
 #include "state_parts.hpp"
 
@@ -620,6 +621,30 @@ TEST(Fit, NamesShapesAndDtypesAreListed) {
     net.accumulate(1);
     expect_refused(net, bytes, GA_ERROR_INVALID_STATE, {"within a window"});
   }
+}
+
+// The first problem is told even if it is too long to be told whole.
+TEST(Fit, ALongNameIsCut) {
+  Plan of_long;
+  of_long.names.emplace_back(900, 'n');
+  Net net;
+  expect_refused(net, trained(of_long), GA_ERROR_INVALID_ARGUMENT, {"\"nnnnnnnn", "..."});
+}
+
+// A damaged file is named, also where only its note is read.
+TEST(Fit, ADamagedFileIsNamed) {
+  const Folder folder;
+  const std::string path = folder / "damaged.safetensors";
+  Bytes bytes = trained();
+  bytes[9] ^= 1;
+  std::ofstream(path, std::ios::binary)
+      .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  Net net;
+  EXPECT_TRUE(refused(ga_load(net.ctx, path.c_str(), nullptr), GA_ERROR_FORMAT,
+                      {"ga_load: file \"" + path + "\": "}));
+  size_t size = 0;
+  EXPECT_TRUE(refused(ga_state_note(path.c_str(), nullptr, 0, &size), GA_ERROR_FORMAT,
+                      {"ga_state_note: file \"" + path + "\": "}));
 }
 
 TEST(Fit, WhatOneSideLacksIsAllowedOnRequest) {
