@@ -287,6 +287,9 @@ void note_shape(const Context* ctx, ga_bn bn, int64_t samples, int64_t positions
 
 }  // namespace
 
+#ifndef GA_MODULES  // that were built with the library
+#define GA_MODULES "none"
+#endif
 #define GA_STRING_(x) #x
 #define GA_STRING(x) GA_STRING_(x)
 #ifdef __clang__
@@ -310,7 +313,7 @@ const char* ga_build_info(void) {
 #else
                         "one, or the program's own"
 #endif
-                            "; modules: onednn, cuda";
+                            "; modules: " GA_MODULES;
 }
 
 const char* ga_status_name(ga_status status) {
