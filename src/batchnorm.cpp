@@ -723,6 +723,11 @@ void BatchNorms::statistics(ga_bn id, void* mean, void* variance, int32_t dtype,
             b.frozen ? "it is frozen and normalises by its running statistics"
                      : "it has no statistics in this window");
   const std::vector<BnChannel> state = read(b);
+  if (state[0].count == 0 && b.index >= 0 && b.has(b.index) && b.taken_of(b.index).count > 0)
+    of.fail(GA_ERROR_INVALID_STATE,
+            "micro-batch %lld, whose statistics it uses, had an infinite or NaN gradient and was "
+            "dropped",
+            ll(b.index));
   copy_out(state, &BnChannel::mean, mean, dtype);
   copy_out(state, &BnChannel::variance, variance, dtype);
   if (count) *count = static_cast<int64_t>(state[0].count);
