@@ -1313,6 +1313,60 @@ TEST(Callbacks, ASecondReadingOfOtherBytesIsNoticed) {
   EXPECT_EQ(ga_step(net.ctx, nullptr), GA_ERROR_FAULT);
 }
 
+// ---- Headers beyond what safetensors allows ------------------------------------------------------
+
+// Long names make a header of more than 100 MB of few parameters.
+Plan of_long_names() {
+  Plan plan;
+  plan.optimizer = optimizer(GA_OPTIMIZER_SGD);
+  plan.optimizer.momentum = 0.9;
+  plan.shape = {};
+  plan.names.clear();
+  for (int i = 0; i < 8000; ++i) plan.names.push_back(std::to_string(i) + std::string(4000, 'n'));
+  return plan;
+}
+
+TEST(LargeHeaders, AreTensorsOfAFileOfFormat2) {
+  const Plan plan = of_long_names();
+  Net net(plan);
+  net.train();
+  const Bytes bytes = saved(net.ctx);
+  {
+    // What other readers see, those of earlier versions of this library among them.
+    uint64_t length = 0;
+    memcpy(&length, bytes.data(), sizeof length);
+    ASSERT_LT(length, 1000u);
+    const safetensors::Header header = safetensors::parse(
+        {bytes.data() + 8, length}, static_cast<int64_t>(bytes.size() - 8 - length));
+    ASSERT_EQ(header.tensors.size(), 2u);
+    EXPECT_EQ(header.tensors[0].name, "gradaccum.data");
+    EXPECT_EQ(header.tensors[1].name, "gradaccum.index");
+    EXPECT_GT(header.tensors[1].end - header.tensors[1].begin, safetensors::kMostHeader);
+    EXPECT_EQ(header.metadata[0].first, "gradaccum.format");
+    EXPECT_EQ(header.metadata[0].second, "2 xxh3");
+  }
+  Net other(plan);
+  ASSERT_OK(load(other.ctx, bytes));
+  EXPECT_EQ(saved(other.ctx), bytes);
+  for (Net* n : {&net, &other}) {
+    n->accumulate(10);
+    n->step();
+  }
+  EXPECT_EQ(other.values(), net.values());
+
+  const ga_window_info before = window(other.ctx);
+  for (const size_t at :
+       {size_t{20}, size_t{100}, size_t{400}, bytes.size() / 2, bytes.size() - 100}) {
+    Bytes damaged = bytes;
+    damaged[at] ^= 1;
+    EXPECT_EQ(load(other.ctx, damaged), GA_ERROR_FORMAT) << at << ": " << ga_last_error();
+  }
+  const Bytes cut(bytes.begin(), bytes.end() - 1);
+  EXPECT_EQ(load(other.ctx, cut), GA_ERROR_FORMAT);
+  const ga_window_info after = window(other.ctx);
+  EXPECT_TRUE(same_window(before, after));
+}
+
 // ---- Damage -------------------------------------------------------------------------------------
 
 class Damage : public testing::TestWithParam<bool> {};
