@@ -401,6 +401,10 @@ ga_status ga_synchronize(ga_context* ctx) {
   return ask(ctx, [&] { ctx->synchronize(); });
 }
 
+ga_status ga_context_set_stream(ga_context* ctx, void* stream) {
+  return ask(ctx, [&] { ctx->set_stream(stream); });
+}
+
 ga_status ga_memory_init(ga_memory* out, size_t struct_size) {
   return init_zeros(out, struct_size, "ga_memory");
 }

@@ -208,6 +208,14 @@ void Context::check_no_capture(const char* what) const {
          "%s waits for the device, which is not possible while the stream is being captured", what);
 }
 
+void Context::set_stream(void* stream) {
+  if (config_.device == GA_DEVICE_CPU)
+    fail(GA_ERROR_UNSUPPORTED, "stream was %p, but the context is on the CPU, which has no streams",
+         stream);
+  backend_->set_stream(stream);
+  config_.stream = stream;
+}
+
 // ---- Window length ------------------------------------------------------------------------------
 
 // If K depends on a step that may still be running, K is found when the next window opens.

@@ -121,6 +121,7 @@ class Context : BnContext {
   // Gives every parameter that is not frozen its arrays, if it has none yet.
   void make_arrays();
   void synchronize() { backend_->wait(); }
+  void set_stream(void* stream);
   const ParamList& params() const { return params_; }
   BatchNorms& batch_norms() { return batch_norms_; }
   const BatchNorms& batch_norms() const { return batch_norms_; }

@@ -759,6 +759,10 @@ TEST(BadArguments, OfTheRest) {
        [](Bench&) { return ga_synchronize(nullptr); },
        kInvalidArgument,
        {"ctx"}},
+      {"set stream, no context",
+       [](Bench&) { return ga_context_set_stream(nullptr, nullptr); },
+       kInvalidArgument,
+       {"ctx"}},
       {"gradient, no context",
        [](Bench&) {
          const void* data;

@@ -417,8 +417,9 @@ struct ga_config {
   int32_t device_ordinal;         /* which device of that kind; default 0 */
   int32_t reserved2;              /* 0 */
   void* stream;                   /* the cudaStream_t that all work is queued on; must outlive the
-                                     context; default NULL: the legacy default stream; not
-                                     cudaStreamPerThread, which is another in each thread */
+                                     context, unless ga_context_set_stream replaces it; default
+                                     NULL: the legacy default stream; not cudaStreamPerThread,
+                                     which is another in each thread */
   ga_allocate allocate;           /* for accumulators, optimizer state, master weights, EMA and
                                      whatever else the library keeps on a device; its tables and
                                      lists in host memory stay its own. GA_GRADIENTS_LIVE then
@@ -947,8 +948,9 @@ GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_d
 /* on 1: exchanges parameters and EMA, to evaluate with the EMA; 0: takes that back, to the last
    bit. A parameter of another dtype than its EMA is set to the EMA, rounded, and a copy is kept
    meanwhile (ga_memory.averages). A second call with the same value does nothing. While exchanged,
-   only queries, ga_bn_infer, ga_synchronize and ga_context_destroy, which leaves parameters as they
-   are, are legal; the rest is GA_ERROR_INVALID_STATE. Between windows. Waits.
+   only queries, ga_bn_infer, ga_synchronize, ga_context_set_stream and ga_context_destroy, which
+   leaves parameters as they are, are legal; the rest is GA_ERROR_INVALID_STATE. Between windows.
+   Waits.
    GA_ERROR_INVALID_STATE: there is no EMA. */
 GA_API ga_status ga_ema_swap(ga_context* ctx, int32_t on);
 
@@ -1304,7 +1306,8 @@ GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** out_d
    indices and matrices are then in its memory and are never copied. Calls queue their work on
    ga_config.stream and return, so ga_step may not know its outcome yet (GA_STEP_PENDING). Order
    work of other streams against that one: what writes gradients before, what reads parameters
-   after. docs/cuda.md says which calls wait, and how a window is captured in a CUDA graph. */
+   after; or give the context the stream of that work (ga_context_set_stream). docs/cuda.md says
+   which calls wait, and how a window is captured in a CUDA graph. */
 
 /* *out: devices of that kind that contexts can be made on; 1 for GA_DEVICE_CPU. 0 is an answer, not
    an error: ga_last_error() then says why, as ga_context_create would (no module, no driver or one
@@ -1314,6 +1317,17 @@ GA_API ga_status ga_device_count(ga_device device, int32_t* out);
 /* Waits until all work of the context is done. GA_ERROR_FAULT: some of it failed on the device;
    every later call returns this again. */
 GA_API ga_status ga_synchronize(ga_context* ctx);
+
+/* Replaces the stream of the context (ga_config.stream): later calls queue their work on this one,
+   behind everything that the context has queued so far, and pass it to ga_allocate and ga_free. Also
+   legal within a window. Does not wait. stream: a cudaStream_t of the same device and driver context
+   as the stream that it replaces, which is not used any more and may be destroyed; NULL: the legacy
+   default stream; not cudaStreamPerThread. Work that the program has queued on other streams stays
+   the program's to order. GA_ERROR_INVALID_STATE: one of the two streams is being captured, and the
+   other does not belong to that capture. If only the new stream is being captured, the call succeeds
+   where the device has finished everything that the context has queued. After an error the context
+   keeps its stream, and the window is as it was. GA_ERROR_UNSUPPORTED: the context is on the CPU. */
+GA_API ga_status ga_context_set_stream(ga_context* ctx, void* stream);
 
 /* ---- Memory ---------------------------------------------------------------------------------- */
 

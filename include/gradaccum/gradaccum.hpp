@@ -615,6 +615,8 @@ class Context {
 
   void synchronize() { check(ga_synchronize(get())); }
 
+  void set_stream(void* stream) { check(ga_context_set_stream(get(), stream)); }
+
   ga_memory memory() const {
     auto memory = detail::defaults<ga_memory>(ga_memory_init);
     check(ga_context_memory(get(), &memory));

@@ -21,6 +21,7 @@ class Allocator {
         stream_(c.stream) {}
 
   bool is_set() const { return allocate_ != nullptr; }
+  void set_stream(void* stream) noexcept { stream_ = stream; }
 
   // Memory that is not zeroed; throws std::bad_alloc, also if the program's function has thrown.
   void* allocate(size_t bytes) const {

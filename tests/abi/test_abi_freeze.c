@@ -614,6 +614,7 @@ FUNCTION(ga_group_optimizer, ga_status (*)(const ga_context*, ga_group, ga_optim
 FUNCTION(ga_gradient, ga_status (*)(ga_context*, ga_param, const void**, ga_dtype*, int64_t*));
 FUNCTION(ga_device_count, ga_status (*)(ga_device, int32_t*));
 FUNCTION(ga_synchronize, ga_status (*)(ga_context*));
+FUNCTION(ga_context_set_stream, ga_status (*)(ga_context*, void*));
 FUNCTION(ga_memory_init, ga_status (*)(ga_memory*, size_t));
 FUNCTION(ga_context_memory, ga_status (*)(const ga_context*, ga_memory*));
 FUNCTION(ga_version, int32_t (*)(void));
