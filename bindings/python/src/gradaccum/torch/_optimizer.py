@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import (
-    BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler,
+    BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Dtype, Ema, GradientLife, Group, LossScaler,
     MicroBatch, MicroFlags, MicroOptions, Nonfinite, Param, ParamOptions, Rows, Settings, StateOptions,
     StateParts, StepResult, WindowState,
 )  # fmt: skip
 from .. import _native
 from . import _state_file as state_file
 from ._kinds import Kind
+from ._streams import streams_of
 
 _DTYPES = {
     torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
@@ -192,10 +193,9 @@ class Optimizer(torch.optim.Optimizer):
         # Whether parameters may be written before step().
         self._writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early
         changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps, "eager": self._eager}
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            changes.update(device=Device.CUDA, device_ordinal=stream.device_index, stream=stream.cuda_stream)
-        elif config.num_threads == 0:
+        self._streams = streams_of(self._device)
+        changes.update(self._streams.config())
+        if self._device.type == "cpu" and config.num_threads == 0:
             changes["num_threads"] = 1 if _has_own_openmp() else torch.get_num_threads()
         self._context = Context(dataclasses.replace(config, **changes))
         if clip is not None:
@@ -214,8 +214,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def context(self) -> Context:
-        """The context of the library."""
+        """The context of the library, whose work goes to torch's current stream from now on."""
         assert self._context is not None
+        self._streams.follow(self._context)
         return self._context
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -331,9 +332,10 @@ class Optimizer(torch.optim.Optimizer):
                 self._open = micro
                 try:
                     yield
+                    _ = self.context  # back from the streams of the hooks
                     for slot in self._slots:  # of parameters that had no hook when it was opened
                         if slot.tensor.grad is not None:
-                            self._held.append(_add(micro, slot, slot.tensor.grad))
+                            self._held += [slot.tensor.grad, *_add(micro, slot, slot.tensor.grad)]
                             slot.tensor.grad = None
                     self._tell_statistics()
                     self._learn()
@@ -345,6 +347,7 @@ class Optimizer(torch.optim.Optimizer):
                 finally:
                     self._open = None
                     held, self._held = self._held, []
+                    self._streams.keep(held)
                     for slot in self._slots:
                         slot.gradients = 0
         except BaseException as error:
@@ -449,11 +452,11 @@ class Optimizer(torch.optim.Optimizer):
         self._begin()
         self._tell_statistics()
         gradients = list(map(_GRAD, self._tensors))
+        alive: list[Tensor] = []
         if self._are_plain(gradients):
             self.context.accumulate(list(map(_ADDRESS, gradients)), weight, options)
             self._all_touched = True
         elif not any(map(_is_sparse, gradients)):
-            alive = []
             addresses: list[int | None] = [None] * self.context.slot_count
             for gradient, slot in zip(gradients, self._slots, strict=True):
                 if gradient is not None:
@@ -463,10 +466,10 @@ class Optimizer(torch.optim.Optimizer):
             self.context.accumulate(addresses, weight, options)
         else:
             with self.context.micro_batch(weight, options=options) as micro:
-                alive = [
-                    gradient if gradient is None else _add(micro, slot, gradient)
-                    for gradient, slot in zip(gradients, self._slots, strict=True)
-                ]
+                for gradient, slot in zip(gradients, self._slots, strict=True):
+                    if gradient is not None:
+                        alive += _add(micro, slot, gradient)
+        self._streams.keep(gradients)
         for tensor in self._tensors:
             tensor.grad = None
 
@@ -603,6 +606,7 @@ class Optimizer(torch.optim.Optimizer):
         """Gives the library the statistics of the micro-batch that is open, or the next."""
         for layer, (count, mean, m2) in self._seen.items():
             self._layers[layer].accumulate_stats(count, mean, m2, BnSpread.M2)
+            self._streams.keep([mean, m2])
         self._seen.clear()
 
     def _publish(self) -> None:
@@ -883,9 +887,11 @@ def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
         if owner is None or owner._open is None or tensor.grad is None:
             return
         owner._count_gradient(slot)
-        gradient = _add(owner._open, slot, tensor.grad)
-        if owner.context._kept.late:
-            owner._held.append(gradient)
+        context = owner.context  # on the stream of this node of backward
+        alive = _add(owner._open, slot, tensor.grad)
+        if context._kept.late:
+            owner._held += alive
+        owner._streams.keep([tensor.grad])
         tensor.grad = None
         owner._tell_ready(slot)
 
@@ -899,7 +905,7 @@ def _options(last: bool, loss_scale: float | None = None) -> MicroOptions | None
     return options if loss_scale is None else dataclasses.replace(options, loss_scale=loss_scale)
 
 
-def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> Tensor:
+def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> list[Tensor]:
     """Adds a gradient to the open micro-batch. Returns what is to live until its end."""
     gradient = gradient.detach()
     slot.touched = True
@@ -911,15 +917,16 @@ def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> Tensor:
             )
         if gradient.sparse_dim() != 1:
             raise ValueError(f'the gradient of parameter "{slot.own.name}" is sparse in more than its rows')
-        indices, values = gradient._indices()[0], gradient._values()
-        micro.accumulate_rows(slot.own, indices.contiguous(), values.to(slot.tensor.dtype).contiguous())
-        return gradient
+        indices = gradient._indices()[0].contiguous()
+        values = gradient._values().to(slot.tensor.dtype).contiguous()
+        micro.accumulate_rows(slot.own, indices, values)
+        return [indices, values]
     if gradient.layout is not torch.strided:
         raise ValueError(f'the gradient of parameter "{slot.own.name}" has the layout {gradient.layout}')
     if not _fits(gradient, slot):
         gradient = _like(gradient, slot)
     micro.accumulate(slot.own, gradient.data_ptr())
-    return gradient
+    return [gradient]
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:
