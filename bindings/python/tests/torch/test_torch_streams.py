@@ -240,6 +240,42 @@ def test_a_capture_that_cannot_be_joined(task: Task, device: Device) -> None:
     assert optimizer.context.window.micro_batches == 2
 
 
+def test_a_step_that_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a step returns before its outcome is known: parameters have moved, and statistics wait for it."""
+    step, nets, asked = ga.Context.step, [], 0
+    for pending in (False, True):
+        torch.manual_seed(5)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        optimizer = gt.SGD(net.parameters(), lr=0.1)
+        gt.convert_batchnorm(net, optimizer)
+        if pending:
+            known = ga.Context.step_result
+            monkeypatch.setattr(
+                ga.Context, "step", lambda own: step(own)._replace(outcome=ga.StepOutcome.PENDING)
+            )
+            monkeypatch.setattr(ga.Context, "step_result", lambda own: asks.append(1) or known(own))
+        asks: list[int] = []
+        versions = [p._version for p in net.parameters()]
+        for x in torch.randn(4, 6, 3).unbind():
+            optimizer.backward(net(x).square().sum())
+            optimizer.step()
+            assert optimizer.result is not None and optimizer.result.applied
+        assert all(p._version > old for p, old in zip(net.parameters(), versions, strict=True))
+        asked += len(asks)
+        nets.append(net)
+    assert asked == 4
+    for name, mine in nets[0].state_dict().items():
+        assert torch.equal(mine, nets[1].state_dict()[name]), name
+    # Without such layers, nothing waits.
+    p = torch.nn.Parameter(torch.zeros(3))
+    alone = gt.SGD([p], lr=0.1)
+    alone.backward(p.sum())
+    version = p._version
+    alone.step()
+    assert alone.result is not None and alone.result.outcome == ga.StepOutcome.PENDING
+    assert p._version > version and len(asks) == 4
+
+
 def test_the_cpu_asks_for_no_stream(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("asked"))
     net = task.net()

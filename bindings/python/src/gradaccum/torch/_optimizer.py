@@ -22,7 +22,7 @@ from torch.utils.dlpack import from_dlpack
 from .. import (
     BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Dtype, Ema, GradientLife, Group, LossScaler,
     MicroBatch, MicroFlags, MicroOptions, Nonfinite, Param, ParamOptions, Rows, Settings, StateOptions,
-    StateParts, StepResult, WindowState,
+    StateParts, StepOutcome, StepResult, WindowState,
 )  # fmt: skip
 from .. import _native
 from . import _state_file as state_file
@@ -548,8 +548,12 @@ class Optimizer(torch.optim.Optimizer):
                 )
         self._push()
         self.result = self.context.step()
-        if self.result.applied:
+        pending = self.result.outcome == StepOutcome.PENDING  # on a GPU
+        if pending and self._layers:  # their statistics go to buffers of torch if it was applied
+            self.result = self.context.step_result()
+        if pending or self.result.applied:
             self._parameters_moved([slot for slot in self._slots if slot.touched or self._all_touched])
+        if self.result.applied:
             self._publish()
         self._window_ended()
         # What a scheduler looks at, to warn if it is stepped first.
