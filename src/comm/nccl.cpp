@@ -424,9 +424,12 @@ ga_status join(const ga_comm_config* config, ga_nccl_end* out, char* error, size
 void leave(void* user) {
   const std::unique_ptr<End> end(static_cast<End*>(user));
   if (end->of_program) return;
-  // Finalizing first leaves nothing for which ncclCommDestroy would wait.
-  const int32_t code =
-      run(end.get(), [](const Nccl& nccl, NcclComm* comm) { return nccl.comm_finalize(comm); });
+  // Finalizing first leaves nothing for which ncclCommDestroy would wait. It may succeed at once, and the state of
+  // the communicator is ncclInProgress until it has ended.
+  const int32_t code = run(end.get(), [](const Nccl& nccl, NcclComm* comm) {
+    const int begun = nccl.comm_finalize(comm);
+    return begun == kSuccess ? kInProgress : begun;
+  });
   if (code == 0) end->nccl->comm_destroy(end->comm.load());
 }
 
