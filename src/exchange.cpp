@@ -61,7 +61,7 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
       run_item(item, *own_backend_);
     });
   }
-  comm_->take(on_device() ? context.backend_.get() : nullptr);
+  comm_->take(on_device() ? context.backend_.get() : nullptr, context.config_.device_ordinal);
   context.params_.sharded = shards();
   context.params_.whole_layers = on_device();
 }

@@ -1568,8 +1568,9 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
 
    GA_ERROR_UNSUPPORTED: GA_COMM_ADDER_TRANSPORT with LOCAL, or a table without the functions for it;
    on a device, GA_ROWS_LAZY, and overlap with a transport of the host's memory; a transport of
-   devices in a context on the CPU. GA_ERROR_INVALID_STATE: another context has comm, the window is
-   not empty, or it is too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not come. */
+   devices in a context on the CPU. GA_ERROR_INVALID_ARGUMENT: an NCCL communicator is of another
+   CUDA device. GA_ERROR_INVALID_STATE: another context has comm, the window is not empty, or it is
+   too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not come. */
 GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
                                      const ga_comm_options* options);
 

@@ -54,7 +54,8 @@ Transport join_nccl(const ga_comm_config& config) {
           false,
           [poll = module.poll, user] { return poll(user); },
           config.timeout,
-          GA_COMM_ADDER_TRANSPORT};
+          GA_COMM_ADDER_TRANSPORT,
+          end.device};
 }
 
 Transport join_table(const ga_comm_config& config) {
@@ -338,12 +339,18 @@ void Comm::abort() noexcept {
   if (transport_.table.abort) transport_.table.abort(transport_.table.user);
 }
 
-void Comm::take(Backend* device) {
+void Comm::take(Backend* device, int32_t ordinal) {
   if (on_stream() && !device)
     fail(GA_ERROR_UNSUPPORTED,
          "the communicator is one of devices (ga_comm_table.on_stream, or NCCL), but the context "
          "works "
          "on the CPU");
+  if (device && transport_.device >= 0 && transport_.device != ordinal)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "the communicator is of CUDA device %d, but the context's device_ordinal was %d: make the "
+         "context's device current (cudaSetDevice) before ga_comm_create, or before NCCL makes the "
+         "program's communicator",
+         transport_.device, ordinal);
   if (taken_.exchange(true))
     fail(GA_ERROR_INVALID_STATE,
          "another context has this communicator: each rank needs one of its own");

@@ -30,6 +30,7 @@ struct Transport {
   std::function<int32_t()> poll = {};
   double timeout = HUGE_VAL;
   ga_comm_adder adder = GA_COMM_ADDER_LIBRARY;  // under GA_COMM_ADDER_AUTO and GA_COMM_WIRE_EXACT
+  int32_t device = -1;  // the CUDA device whose memory it moves; -1: not known, or of the host
 };
 
 class Comm {
@@ -74,8 +75,9 @@ class Comm {
 
   // A context uses a communicator alone. take() throws GA_ERROR_INVALID_STATE if another one has it.
   // device: the backend of a context on a device, whose arrays a transport of the host's memory gets by way
-  // of the host, with a wait, and whose stream the others queue their work on; NULL: the CPU.
-  void take(Backend* device);
+  // of the host, with a wait, and whose stream the others queue their work on; NULL: the CPU. ordinal: which
+  // device of its kind.
+  void take(Backend* device, int32_t ordinal);
   void give_back() noexcept {
     on_device_ = Buffer();
     device_ = nullptr;

@@ -516,6 +516,13 @@ ncclResult_t ncclCommUserRank(ncclComm_t comm, int* rank) {
   return ncclSuccess;
 }
 
+ncclResult_t ncclCommCuDevice(ncclComm_t comm, int* device) {
+  const Lock lock(mutex());
+  if (const ncclResult_t failed = begin("ncclCommCuDevice", comm)) return failed;
+  *device = alive(comm)->device;
+  return ncclSuccess;
+}
+
 const char* ncclGetErrorString(ncclResult_t result) {
   constexpr const char* texts[] = {"no error",
                                    "unhandled cuda error",
