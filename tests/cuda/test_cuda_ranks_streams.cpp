@@ -128,6 +128,73 @@ TEST_F(CudaRanks, ACaptureBesideTheSecondStream) {
   });
 }
 
+int priority_of(cudaStream_t stream) {
+  int (*ask)(cudaStream_t, int*) = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  EXPECT_CUDA(cudaGetDriverEntryPointByVersion(
+      "cuStreamGetPriority", reinterpret_cast<void**>(&ask), 12000, cudaEnableDefault, &found));
+  int priority = 99;
+  EXPECT_CUDA(ask(stream, &priority));
+  return priority;
+}
+
+// The second stream is as urgent as the one that it serves. A transport of the program's sees both.
+TEST_F(CudaRanks, PriorityOfTheSecondStream) {
+  for (const int priority : {0, -3}) {
+    cudaStream_t stream = nullptr;
+    EXPECT_CUDA(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
+    std::map<void*, int> seen;
+    ga_comm_table table = {};
+    table.struct_size = sizeof table;
+    table.user = &seen;
+    table.on_stream = 1;
+    const auto copy = [](void* user, const void* from, void* to, int64_t count, ga_dtype dtype,
+                         void* on) {
+      auto* const at = static_cast<cudaStream_t>(on);
+      (*static_cast<std::map<void*, int>*>(user))[on] = priority_of(at);
+      const size_t bytes = static_cast<size_t>(count) * format(dtype).size;
+      return int32_t{cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, at)};
+    };
+    static const auto copies = copy;
+    table.all_to_all = [](void* user, const void* from, int64_t, void* to, int64_t count,
+                          ga_dtype dtype,
+                          void* on) { return copies(user, from, to, count, dtype, on); };
+    table.all_gather = [](void* user, const void* from, void* to, int64_t, int64_t count,
+                          ga_dtype dtype,
+                          void* on) { return copies(user, from, to, count, dtype, on); };
+    table.broadcast = [](void*, void*, int64_t, ga_dtype, int32_t, void*) { return int32_t{0}; };
+    ga_comm_config of_table;
+    EXPECT_OK(ga_comm_config_init(&of_table, sizeof of_table, GA_COMM_TABLE));
+    of_table.ranks = 1;
+    of_table.table = &table;
+    {
+      const Parameters p(900);
+      const std::vector<float> g(900, 1);
+      const Comm comm(of_table);
+      ga_config c = config();
+      c.device = GA_DEVICE_CUDA;
+      c.stream = stream;
+      Context ctx(c);
+      const ga_param id = ctx.param(ctx.group(plain_sgd()), "p", p.data(), 900);
+      ga_comm_options o = comm_options();
+      o.overlap = 1;
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+      for (int w = 0; w < 2; ++w) {
+        ASSERT_OK(ga_micro_begin(ctx, -1, 1, MicroOptions(0, GA_MICRO_LAST)));
+        ASSERT_OK(ga_accumulate_part(ctx, id, g.data()));
+        ASSERT_OK(ga_params_ready(ctx, &id, 1));
+        ASSERT_OK(ga_micro_end(ctx));
+        ASSERT_OK(ga_step(ctx, nullptr));
+      }
+      EXPECT_EQ(result_of(ctx).steps, 2);
+      EXPECT_EQ(p[0], -2);
+    }
+    EXPECT_EQ(seen.size(), 2u);
+    for (const auto& [on, found] : seen) EXPECT_EQ(found, priority) << on;
+    EXPECT_CUDA(cudaStreamDestroy(stream));
+  }
+}
+
 // A window in a graph of a stream that is not the one before it.
 TEST_F(CudaRanks, AGraphOfAnotherStream) {
   const Layout l = layout();

@@ -24,7 +24,7 @@ struct Version {
 cudaError_t error_of(int result) { return static_cast<cudaError_t>(result); }
 
 // Functions of the driver: for contexts, which the runtime can only choose by their device; and to ask
-// whether a stream is done, since the runtime leaves «not ready» as an error in the program's thread.
+// about a stream, since the runtime leaves «not ready» as an error in the program's thread.
 struct Driver {
   int (*get_current)(CUctx_st**);
   int (*set_current)(CUctx_st*);
@@ -33,6 +33,7 @@ struct Driver {
   int (*release)(int device);
   int (*stream_context)(cudaStream_t, CUctx_st**);
   int (*query)(cudaStream_t);
+  int (*priority)(cudaStream_t, int* priority);
 
   // Throws GA_ERROR_UNSUPPORTED. Callable where there is a device.
   static const Driver& get() {
@@ -45,6 +46,7 @@ struct Driver {
       find("cuDevicePrimaryCtxRelease", d.release);
       find("cuStreamGetCtx", d.stream_context);
       find("cuStreamQuery", d.query);
+      find("cuStreamGetPriority", d.priority);
       return d;
     }();
     return driver;
@@ -393,7 +395,10 @@ void Runtime::order_behind_work(cudaStream_t stream) {
 void Runtime::aside(const std::function<void()>& work) {
   if (!second_) {
     require_no_capture("this call makes a stream (run one window before the capture)");
-    check(cudaStreamCreateWithFlags(&second_, cudaStreamNonBlocking), "a second stream");
+    int priority = 0;
+    check(error_of(Driver::get().priority(queue_.stream, &priority)), "asking for a priority");
+    check(cudaStreamCreateWithPriority(&second_, cudaStreamNonBlocking, priority),
+          "a second stream");
   }
   if (!done_) check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "an event");
   queue();  // restores tables before the second stream reads them

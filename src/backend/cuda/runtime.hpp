@@ -168,7 +168,8 @@ class Runtime {
   int32_t ordinal_;
   const DriverContext context_;
   Queue queue_ = {};
-  cudaStream_t second_ = nullptr;  // of aside(), made by its first call
+  // Of aside(), made by its first call with the priority that the stream has then.
+  cudaStream_t second_ = nullptr;
   // Made when they are first needed, and recorded anew each time.
   cudaEvent_t given_so_far_ = nullptr, done_ = nullptr;
   bool reads_pageable_ = false;
