@@ -25,7 +25,7 @@ namespace GradAccum {
       set { Native.device_ordinal = value; }
     }
 
-    /// <summary>The CUDA stream that all work is queued on, which must outlive the context; default 0: the legacy default stream.</summary>
+    /// <summary>The CUDA stream that all work is queued on, which must outlive the context, unless Context.SetStream replaces it; default 0: the legacy default stream.</summary>
     public IntPtr Stream {
       get { return Native.stream; }
       set { Native.stream = value; }

@@ -98,8 +98,8 @@ class Config(_Struct):
     device_ordinal: int = _DEFAULT
     """Which device of that kind; default 0."""
     stream: int = _DEFAULT
-    """The CUDA stream that all work is queued on, which must outlive the context; default 0: the legacy
-    default stream.
+    """The CUDA stream that all work is queued on, which must outlive the context, unless
+    ``Context.set_stream`` replaces it; default 0: the legacy default stream.
     """
     num_threads: int = _DEFAULT
     """Threads of the CPU kernels; default 0: as many as OpenMP would use."""
