@@ -30,6 +30,8 @@
  *   }
  *   ga_context_destroy(ctx);
  *
+ * The library is for Linux with glibc, on x86-64 and AArch64.
+ *
  * THE PROMISE. N micro-batches give what one batch of all their samples would have given, to
  * rounding.
  *
@@ -1216,6 +1218,8 @@ GA_API ga_status ga_state_options_init(ga_state_options* out, size_t struct_size
 /* Saves to a file, as a whole or not at all: whatever happens, path is the old file or the new one,
    whole and on the disk when the call returns. (It is written beside it, then renamed; a link stays,
    and its target is replaced. What a killed save has left there, the next save to path removes.)
+   A loop of its own count of micro-batches saves behind the test that ends the window, not in front
+   of it, and takes the count from ga_window after a load: docs/checkpoints.md has the loop.
    options may be NULL. GA_ERROR_IO: the message has the reason of the system.
    GA_ERROR_CANCELLED. */
 GA_API ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* options);
@@ -1634,6 +1638,9 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *                        may be half updated, only ga_context_destroy is legal, and all other calls
  *                        return this status again.
  *                        From a load: the second reading failed, and the same holds.
+ *                        Also, if a function of the program threw an exception (progress, write,
+ *                        read; the message names it): the call has changed nothing, but for a load
+ *                        in its second reading.
  *
  * The message names the parameters and values involved. A call that finds no device to count
  * (ga_device_count) leaves a message too. */
