@@ -801,6 +801,46 @@ TEST(Fit, SettingsAreNamedAsPeopleReadThem) {
        "lr is 0.001 in the file, but 0.25 here", "weight_decay is 0.01 in the file, but 0.1 here"});
 }
 
+// ADOPT's exponent came after the first files: a file without it means 1/4, and one of 1/4 is
+// written without it, as it always was.
+TEST(Fit, AnExponentThatAFileLacksIsOneQuarter) {
+  Plan quarter, timm;
+  for (Plan* plan : {&quarter, &timm})
+    ASSERT_OK(ga_optimizer_init(&plan->optimizer, sizeof plan->optimizer, GA_OPTIMIZER_ADOPT,
+                                GA_FLAVOR_TORCH));
+  timm.optimizer.clip_exponent = 0.333;
+  const auto file_of = [](const Plan& plan) {
+    Net net(plan);
+    for (uint64_t k = 0; k < 3; ++k) net.accumulate(k), net.step();
+    return saved(net.ctx);
+  };
+  const auto names = [](const Bytes& file) {
+    return std::string(file.begin(), file.end()).find("clip_exponent") != std::string::npos;
+  };
+  const Bytes old = file_of(quarter), later = file_of(timm);
+  EXPECT_FALSE(names(old));
+  EXPECT_TRUE(names(later));
+  Net of_quarter(quarter), of_timm(timm);
+  expect_refused(of_timm, old, GA_ERROR_INVALID_ARGUMENT,
+                 {"group.0: clip_exponent is 0.25 in the file, but 0.333 here"});
+  expect_refused(of_quarter, later, GA_ERROR_INVALID_ARGUMENT,
+                 {"group.0: clip_exponent is 0.333 in the file, but 0.25 here"});
+  EXPECT_OK(load(of_quarter.ctx, old));
+  EXPECT_OK(load(of_timm.ctx, later));
+  EXPECT_EQ(saved(of_timm.ctx), later);
+  ga_state_options take = state_options();
+  take.settings = GA_SETTINGS_TAKE;
+  for (const bool back : {false, true}) {
+    Net net(back ? timm : quarter), same(back ? quarter : timm);
+    EXPECT_OK(load(net.ctx, back ? old : later, &take));
+    EXPECT_OK(load(same.ctx, back ? old : later));
+    for (uint64_t k = 3; k < 6; ++k)
+      for (Net* n : {&net, &same}) n->accumulate(k), n->step();
+    EXPECT_EQ(net.values(), same.values());
+    EXPECT_EQ(saved(net.ctx), saved(same.ctx));
+  }
+}
+
 // A parameter that was trained and then frozen has state, also in a context where it is frozen from
 // the start.
 TEST(Fit, AFrozenParameterGetsItsState) {
@@ -1590,7 +1630,7 @@ size_t forgotten(std::vector<std::pair<size_t, size_t>> left_out) {
   Struct s = {};
   std::vector<char> seen(sizeof s);
   left_out.emplace_back(0, sizeof s.struct_size);
-  each_field(s, [&](const char*, auto& field) {
+  each_field(s, [&](const char*, auto& field, auto...) {
     const auto at = reinterpret_cast<const char*>(&field) - reinterpret_cast<const char*>(&s);
     left_out.emplace_back(static_cast<size_t>(at), sizeof field);
   });

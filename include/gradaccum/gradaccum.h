@@ -213,6 +213,7 @@ typedef struct ga_optimizer {
   double alpha;               /* ADEMAMIX: weight of the slow moving average; >= 0 */
   int64_t alpha_warmup;       /* ADEMAMIX: steps until alpha has grown from 0; >= 0 */
   int64_t beta3_warmup;       /* ADEMAMIX: steps until beta3 has grown from beta1; >= 0 */
+  double clip_exponent;       /* ADOPT: step t clips to (t - 1)^clip_exponent; >= 0 */
 } ga_optimizer;
 
 /* Fills *out with that framework's defaults for that optimizer. struct_size: sizeof(ga_optimizer).

@@ -25,7 +25,7 @@
 
 /* ---- Structs: size, then each field with its offset and its size ---- */
 
-SIZE(ga_optimizer, 240, 240);
+SIZE(ga_optimizer, 248, 248);
 FIELD(ga_optimizer, struct_size, 0, 8, 0, 4);
 FIELD(ga_optimizer, kind, 8, 4, 4, 4);
 FIELD(ga_optimizer, flavor, 12, 4, 8, 4);
@@ -60,6 +60,7 @@ FIELD(ga_optimizer, beta3, 208, 8, 208, 8);
 FIELD(ga_optimizer, alpha, 216, 8, 216, 8);
 FIELD(ga_optimizer, alpha_warmup, 224, 8, 224, 8);
 FIELD(ga_optimizer, beta3_warmup, 232, 8, 232, 8);
+FIELD(ga_optimizer, clip_exponent, 240, 8, 240, 8);
 
 SIZE(ga_config, 184, 144);
 FIELD(ga_config, struct_size, 0, 8, 0, 4);

@@ -353,6 +353,12 @@ namespace GradAccum {
       set { Native.beta3_warmup = value; }
     }
 
+    /// <summary>ADOPT: step t clips to (t - 1)^ClipExponent; not negative.</summary>
+    public double ClipExponent {
+      get { return Native.clip_exponent; }
+      set { Native.clip_exponent = value; }
+    }
+
     /// <summary>Muon: the three coefficients of a Newton-Schulz iteration.</summary>
     public double[] NewtonSchulzCoefficients {
       get { return new[] {Native.ns_coefficient(0), Native.ns_coefficient(1), Native.ns_coefficient(2)}; }

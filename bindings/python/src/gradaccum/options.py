@@ -220,6 +220,8 @@ class Optimizer(_Struct):
     """AdEMAMix: steps until alpha has grown from 0."""
     beta3_warmup: int = _DEFAULT
     """AdEMAMix: steps until beta3 has grown from beta1."""
+    clip_exponent: float = _DEFAULT
+    """ADOPT: step t clips to (t - 1)^clip_exponent; not negative."""
 
     def __post_init__(self) -> None:
         if self.ns_coefficients is None:
