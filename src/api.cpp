@@ -136,6 +136,12 @@ ga_micro_options read_micro(const ga_micro_options* options) {
   return o;
 }
 
+ga_param_options read_param_options(const ga_param_options* options) {
+  const auto o = read_struct(options, zeros<ga_param_options>(), "ga_param_options");
+  check_reserved("ga_param_options", o.reserved);
+  return o;
+}
+
 ga_flat_entry default_flat_entry() {
   auto e = zeros<ga_flat_entry>();
   e.group = -1;
@@ -708,9 +714,7 @@ ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* 
     ctx->note("name", name);
     ctx->note("group", group);
     ctx->note("dtype", dtype);
-    const ga::NewParam entry = {
-        name,  group, rank,
-        shape, 0,     read_struct(options, zeros<ga_param_options>(), "ga_param_options")};
+    const ga::NewParam entry = {name, group, rank, shape, 0, read_param_options(options)};
     give(out, ctx->add_params(data, dtype, {&entry, 1}));
   });
 }
@@ -723,15 +727,13 @@ ga_status ga_params_add_flat(ga_context* ctx, void* data, ga_dtype dtype,
                              const ga_flat_entry* entries, size_t count,
                              const ga_param_options* options, ga_param* out) {
   return on(ctx, [&] {
-    const auto common = read_struct(options, zeros<ga_param_options>(), "ga_param_options");
+    const auto common = read_param_options(options);
     if (count > 0) require(entries, "entries");
     std::vector<ga::NewParam> list;
     for (size_t i = 0; i < count; ++i) {
       const ga_flat_entry e = read_entry(entries, i);
       list.push_back({e.name, e.group, e.rank, e.shape, e.offset,
-                      e.options
-                          ? read_struct(e.options, zeros<ga_param_options>(), "ga_param_options")
-                          : common});
+                      e.options ? read_param_options(e.options) : common});
     }
     give(out, ctx->add_params(data, dtype, {list.data(), list.size()}));
   });

@@ -446,6 +446,11 @@ void Context::check_options(const NewParam& e, int32_t dtype) const {
     refuse("write_early was 1, but the library keeps no master weights of it");
   if (o.write_early && o.rounding != GA_ROUND_NEAREST)
     refuse("write_early was 1, but it is not rounded to nearest");
+  choice("follow_data", o.follow_data, 1, "0 or 1");
+  if (o.follow_data && o.rounding != GA_ROUND_NEAREST && o.master == GA_MASTER_F32)
+    refuse(
+        "follow_data was 1, but it is rounded stochastically, so that what the program has written "
+        "looks like what was rounded; ga_param_changed tells of it");
   if (o.reduce == GA_REDUCE_MAX) {
     if (g.optimizer.kind != GA_OPTIMIZER_EXTERNAL)
       of.fail(GA_ERROR_UNSUPPORTED,

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -227,6 +228,8 @@ class Context : BnContext {
   void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take);
   void begin_piece(ga_param id, const char* what, const char* name);
   ParamState param_state(size_t param) const;
+  void follow_data(ga_param id);
+  void write_copies(const std::function<bool(ga_param)>& written);
   std::vector<ParamState> param_states() const;
   void set_param_state(size_t param, const ParamState& state);
 

@@ -347,6 +347,7 @@ Exchange::Items Exchange::tensor_items() const {
       f.add(("dimension_" + std::to_string(d)).c_str(), t.shape[d]);
     f.add("piece", parts_.divisions[i].piece);
     f.add("owner", parts_.divisions[i].owner);
+    f.add("follow_data", t.options.follow_data);
     items.emplace_back("parameter " + std::string(t.name), f.text());
   }
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {

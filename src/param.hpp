@@ -201,6 +201,8 @@ class ParamList {
   const Group& group_of(const Param& p) const { return groups[static_cast<size_t>(p.group)]; }
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
   bool has_master(Which w) const;
+  // Whether its master weights follow what the program writes to it.
+  bool follows(Which w) const { return tensor(w).options.follow_data != 0 && has_master(w); }
   Keeper keeper(Which w) const;
   // Elements of which each piece has a whole number: under Keeper::kPieces those of a row or of the units with
   // an outermost index, where there are any, else a cache line.

@@ -1651,10 +1651,12 @@ TEST(Text, EveryFieldOfAStructIsWritten) {
   EXPECT_EQ(
       forgotten<ga_bn_options>({LEFT_OUT(ga_bn_options, layout), LEFT_OUT(ga_bn_options, dtype)}),
       0u);
-  EXPECT_EQ(forgotten<ga_param_options>({LEFT_OUT(ga_param_options, gradient_dtype),
-                                         LEFT_OUT(ga_param_options, accumulator_dtype),
-                                         LEFT_OUT(ga_param_options, write_early)}),
-            0u);
+  EXPECT_EQ(
+      forgotten<ga_param_options>(
+          {LEFT_OUT(ga_param_options, gradient_dtype),
+           LEFT_OUT(ga_param_options, accumulator_dtype), LEFT_OUT(ga_param_options, write_early),
+           LEFT_OUT(ga_param_options, follow_data), LEFT_OUT(ga_param_options, reserved)}),
+      0u);
   EXPECT_EQ(forgotten<ga_step_result>(
                 {LEFT_OUT(ga_step_result, reserved), LEFT_OUT(ga_step_result, eager),
                  LEFT_OUT(ga_step_result, eager_waited), LEFT_OUT(ga_step_result, eager_redone)}),

@@ -1010,6 +1010,13 @@ struct ga_param_options {
                                  weights and is rounded to nearest, may be written from
                                  ga_params_ready on, and holds what ga_step leaves when that has
                                  returned, so that no copy is made at the end; default 0 */
+  int32_t follow_data; /* 1: master weights follow what the program writes to the parameter: an
+                                 element that is not what its master weight rounds to is taken as
+                                 the new master weight by the next call that reads that, so that
+                                 ga_param_changed is needless. Not with GA_ROUND_STOCHASTIC; without
+                                 master weights, nothing needs to be told either way. Default 0:
+                                 the parameter may be freed or used otherwise between steps */
+  int32_t reserved;    /* 0 */
 };
 
 /* Writes the defaults. */
@@ -1075,13 +1082,15 @@ GA_API ga_status ga_slot_count(const ga_context* ctx, size_t* out);
 /* *out: which of these pointers is a parameter's; parameters of a flat block share one. */
 GA_API ga_status ga_param_slot(const ga_context* ctx, ga_param param, size_t* out);
 
-/* Tells that the parameter has moved: data holds its values now. Master weights stay. Between
+/* Tells that the parameter has moved: data holds its values now. Master weights stay, but under
+   ga_param_options.follow_data elements that differ count as written by the program. Between
    windows. */
 GA_API ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data);
 
 /* Tells that the program has written a parameter that has master weights: the next contribution
-   takes them from it anew. Before the first contribution, which makes the master weights, and for
-   parameters without them, nothing needs to be told. Between windows. */
+   takes them from it anew, all of them. Before the first contribution, which makes the master
+   weights, for parameters without them, and under ga_param_options.follow_data, which sees what was
+   written, nothing needs to be told. Between windows. */
 GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
 
 /* frozen 1: freezes a parameter: it is not updated, and its gradients, which may be NULL, are not

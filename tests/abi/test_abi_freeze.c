@@ -188,7 +188,7 @@ FIELD(ga_ema, dtype, 12, 4, 8, 4);
 FIELD(ga_ema, decay, 16, 8, 16, 8);
 FIELD(ga_ema, gamma, 24, 8, 24, 8);
 
-SIZE(ga_param_options, 40, 36);
+SIZE(ga_param_options, 48, 44);
 FIELD(ga_param_options, struct_size, 0, 8, 0, 4);
 FIELD(ga_param_options, gradient_dtype, 8, 4, 4, 4);
 FIELD(ga_param_options, accumulator_dtype, 12, 4, 8, 4);
@@ -198,6 +198,8 @@ FIELD(ga_param_options, rows, 24, 4, 20, 4);
 FIELD(ga_param_options, agc_axes, 28, 4, 24, 4);
 FIELD(ga_param_options, reduce, 32, 4, 28, 4);
 FIELD(ga_param_options, write_early, 36, 4, 32, 4);
+FIELD(ga_param_options, follow_data, 40, 4, 36, 4);
+FIELD(ga_param_options, reserved, 44, 4, 40, 4);
 
 SIZE(ga_flat_entry, 48, 40);
 FIELD(ga_flat_entry, struct_size, 0, 8, 0, 4);

@@ -669,6 +669,15 @@ namespace GradAccum {
       get { return Native.write_early != 0; }
       set { Native.write_early = value ? 1 : 0; }
     }
+
+    /// <summary>
+    /// Master weights follow what the program writes to the parameter, element by element, so that
+    /// <see cref="Param.Changed"/> is needless; not with <see cref="GradAccum.Rounding.Stochastic"/>; default false.
+    /// </summary>
+    public bool FollowData {
+      get { return Native.follow_data != 0; }
+      set { Native.follow_data = value ? 1 : 0; }
+    }
   }
 
   /// <summary>

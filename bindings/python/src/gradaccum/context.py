@@ -822,7 +822,10 @@ class Param:
             context._lent()[self.id] = loan
 
     def changed(self) -> None:
-        """Tells that the program has written the parameter: its master weights are taken anew."""
+        """Tells that the program has written the parameter: its master weights are taken anew.
+
+        Needless without master weights, and with ``ParamOptions(follow_data=True)``.
+        """
         with self.context._guard as c:
             _raw.ga_param_changed(c, self.id)
 

@@ -379,6 +379,7 @@ class ParamOptions(_Struct):
     _types = {
         "gradient_dtype": Dtype, "accumulator_dtype": Dtype, "master": Master, "rounding": Rounding,
         "rows": Rows, "reduce": lambda value: Reduce(value) if value else None, "write_early": bool,
+        "follow_data": bool,
     }  # fmt: skip
 
     gradient_dtype: Dtype = _DEFAULT
@@ -399,6 +400,9 @@ class ParamOptions(_Struct):
     write_early: bool = _DEFAULT
     """With ``Config.eager``: the parameter, which has 16 bits and master weights and is rounded to nearest, may be
     written from ``Context.ready()`` on, so that ``Context.step()`` makes no copy; default False."""
+    follow_data: bool = _DEFAULT
+    """Master weights follow what the program writes to the parameter, element by element, so that
+    ``Param.changed()`` is needless; not with ``Rounding.STOCHASTIC``; default False."""
 
     def __post_init__(self) -> None:
         if self.reduce is not None and self.reduce is not Reduce.MAX:
