@@ -21,8 +21,8 @@ from torch.utils.dlpack import from_dlpack
 
 from .. import (
     BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Dtype, Ema, GradientLife, Group, LossScaler,
-    MicroBatch, MicroFlags, MicroOptions, Nonfinite, Param, ParamOptions, Rows, Settings, StateOptions,
-    StateParts, StepOutcome, StepResult, WindowState,
+    MicroBatch, MicroFlags, MicroOptions, Nonfinite, Param, ParamOptions, Rounding, Rows, Settings,
+    StateOptions, StateParts, StepOutcome, StepResult, WindowState,
 )  # fmt: skip
 from .. import _native
 from . import _state_file as state_file
@@ -64,11 +64,11 @@ class _Slot:
     """A parameter of torch, and that of the library with the same memory."""
 
     __slots__ = (
-        "address", "dtype", "gradients", "has_master", "hook", "is_whole", "own", "place", "rows", "shape", "stride",
-        "tensor", "touched", "version",
+        "address", "dtype", "gradients", "hook", "is_whole", "own", "place", "rows", "shape", "stride",
+        "tensor", "tells", "touched", "version",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, own: Param, rows: bool) -> None:
+    def __init__(self, tensor: Tensor, own: Param, rows: bool, follows: bool) -> None:
         self.tensor = tensor
         self.own = own
         self.rows = rows
@@ -81,7 +81,8 @@ class _Slot:
         self.touched = False  # whether it has a gradient in this window
         self.gradients = 0  # that the open micro-batch has given it
         self.is_whole: bool | None = None  # whether a micro-batch gives it one gradient; None: not known yet
-        self.has_master = any(info.name == "master" for info in own.states)
+        # Whether the library has to be told if the program writes the parameter.
+        self.tells = not follows and any(info.name == "master" for info in own.states)
         self.hook: Any = None
 
 
@@ -148,7 +149,12 @@ class Optimizer(torch.optim.Optimizer):
         self._kind = kind
         self._context: Context | None = None
         self._clips_by_unit = clip is not None and clip.scope == ClipScope.AGC
-        self._param_options = ParamOptions() if param_options is None else param_options
+        param_options = ParamOptions() if param_options is None else param_options
+        # What the program writes to a parameter, by .data too, goes into its master weights. Where these are rounded
+        # stochastically, that cannot be seen in the numbers, and the parameter's version has to tell it.
+        self._param_options = dataclasses.replace(
+            param_options, follow_data=param_options.rounding == Rounding.NEAREST
+        )
         self._ddp = ddp
         self._slots: list[_Slot] = []
         self._tensors: list[Tensor] = []  # of the slots; all contiguous: _dense
@@ -244,7 +250,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for tensor, view, name in zip(group["params"], views, names, strict=True):
                 own = self.context.add_param(own_group, name, view, options=options)
-                added.append(_Slot(tensor, own, rows != Rows.NONE))
+                added.append(_Slot(tensor, own, rows != Rows.NONE, options.follow_data))
         except BaseException:
             for slot in added:
                 slot.own.remove()
@@ -428,7 +434,7 @@ class Optimizer(torch.optim.Optimizer):
                 slot.own.bind(self._view(tensor, {}))
                 slot.address = tensor.data_ptr()
             if tensor._version != slot.version:
-                if slot.has_master and not self._is_rounded_master(slot):
+                if slot.tells and not self._is_rounded_master(slot):
                     if not may_move:
                         raise RuntimeError(f'parameter "{slot.own.name}" was written while a window was open')
                     slot.own.changed()
@@ -725,6 +731,8 @@ class Optimizer(torch.optim.Optimizer):
                     for key, array in arrays.items()
                     if key.endswith(".master")
                 }
+                # The library has written what these round to.
+                self._parameters_moved([slot for slot in self._slots if slot.tensor.element_size() == 2])
                 self._publish()
                 self._rates = [float(group["lr"]) for group in groups]
                 self._all_touched = True
