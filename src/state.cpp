@@ -195,7 +195,8 @@ void Context::follow_data(ga_param id) {
   const auto i = static_cast<size_t>(id);
   const Param& p = params_[id];
   if (!p.master || !params_.follows(id) || p.master_due || p.share.count == 0) return;
-  if (eager_ && eager_->is_written_early(id)) return;  // its update has done so
+  // An update that has begun does so, and writes the parameter early maybe.
+  if (eager_ && (p.ahead != Ahead::kNot || eager_->is_written_early(id))) return;
   flush();
   const Array followed = {&tables_.composites.at(i)->followed, kFollowed};
   arrays_.copy(p, followed, {p.master, GA_F32}, p.share.count);

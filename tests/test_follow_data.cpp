@@ -312,6 +312,39 @@ TEST(FollowDataOption, InFloat64) {
 
 const Way kPlain = {"plain"};
 
+// On a device, the threads that update such a parameter are not those that compare it.
+TEST(FollowDataOption, BesideStateOfBf16) {
+  Halves p(4100, 0x3f80), q = p;
+  const Halves g(p.size(), 0x3f00);
+  ga_optimizer o = optimizer(GA_OPTIMIZER_SGD);
+  o.momentum = 0.5;
+  o.state_dtype = GA_BF16;
+  const auto count = static_cast<int64_t>(p.size());
+  Context following, reference;
+  for (Context* ctx : {&following, &reference}) {
+    ctx->group(o);
+    ga_param_options options;
+    ASSERT_OK(ga_param_options_init(&options, sizeof options));
+    options.follow_data = ctx == &following;
+    ASSERT_OK(ga_param_add(*ctx, 0, "p", (ctx == &following ? p : q).data(), GA_BF16, 1, &count,
+                           &options, nullptr));
+    ctx->accumulate({g.data()});
+    step(*ctx);
+  }
+  std::vector<float> master(p.size());
+  ASSERT_OK(ga_state_get(reference, 0, "master", master.data(), GA_F32, count));
+  for (size_t k = 0; k < p.size(); k += 3) {
+    p[k] = q[k] = static_cast<uint16_t>(0x4000 + k % 64);
+    master[k] = static_cast<float>(decode(p[k], GA_BF16));
+  }
+  ASSERT_OK(ga_state_set(reference, 0, "master", master.data(), GA_F32, count));
+  for (Context* ctx : {&following, &reference}) {
+    ctx->accumulate({g.data()});
+    step(*ctx);
+  }
+  EXPECT_EQ(p, q);
+}
+
 ga_optimizer adamw() {
   ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
   o.lr = 0.05;

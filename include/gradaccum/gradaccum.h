@@ -1013,7 +1013,9 @@ struct ga_param_options {
   int32_t follow_data; /* 1: master weights follow what the program writes to the parameter: an
                                  element that is not what its master weight rounds to is taken as
                                  the new master weight by the next call that reads that, so that
-                                 ga_param_changed is needless. Not with GA_ROUND_STOCHASTIC; without
+                                 ga_param_changed is needless. What ga_load and ga_state_set put into
+                                 master weights is rounded into the parameter in the same call. Not
+                                 with GA_ROUND_STOCHASTIC; without
                                  master weights, nothing needs to be told either way. Default 0:
                                  the parameter may be freed or used otherwise between steps */
   int32_t reserved;    /* 0 */
