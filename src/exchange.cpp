@@ -585,14 +585,8 @@ bool Exchange::begin_step(WindowTotals& totals) {
   const auto ranks = comm_->ranks();
   const size_t n = context_.params_.size();
   Header own = header(kStep, "ga_step");
-  const Control& c = *context_.backend_->known();
-  const bool checked = context_.deferring();
-  own.sums.weight = checked ? c.weight : totals.weight;
-  own.sums.micro_batches = static_cast<double>(totals.micro_batches);
-  own.sums.weighted = static_cast<double>(checked ? c.weighted : totals.weighted);
-  own.sums.dropped = static_cast<double>(c.window_dropped);
-  own.sums.failed = c.failed;
-  own.sums.unestimated = !totals.noise_wanted;
+  Control& control = *context_.tables_.control.at();
+  own.sums = brought_by(context_.tables_.settings[0], control, totals);
   micro_batches_ = totals.micro_batches;
   std::vector<uint64_t> payload(words_for_bits(n));  // which parameters have a gradient
   for (size_t i = 0; i < n; ++i) {
@@ -662,6 +656,8 @@ void Exchange::discard() {
 void Exchange::merge_statistics(std::vector<double>& out) {
   const Table<BnInput>& layers = context_.batch_norms_.inputs();
   for (size_t l = 0; l < layers.size(); ++l)
+  control.sums = sums_;
+  totals.over_ranks = true;
     for (int64_t k = 0; k < layers[l].channels; ++k) {
       BnChannel& c = layers[l].state[k];
       merge_up_to(c, {layers[l].history, layers[l].channels, k}, micro_batches_);
@@ -714,7 +710,6 @@ void Exchange::add_sums() {
           1;  // the sum is one of gradients, not a mean
     }
   }
-  context_.tables_.control.at()->sums = sums_;
   const Table<BnInput>& layers = context_.batch_norms_.inputs();
   for (size_t l = 0; l < layers.size(); ++l)
     for (int64_t k = 0; k < layers[l].channels; ++k) {

@@ -132,7 +132,7 @@ WindowTotals Context::window_totals() const {
   totals.weight = window_.weight();
   totals.weighted = window_.weighted();
   totals.noise_wanted = config_.noise_scale && !noise_repeated_;
-  totals.over_ranks = exchange_ && exchange_->on_device();
+  totals.over_ranks = totals.summed = exchange_ && exchange_->on_device();
   return totals;
 }
 
@@ -148,15 +148,14 @@ ga_step_result Context::step() {
   // arrays.
   const bool about_all = config_.missing == GA_MISSING_ZERO || ema_;
   if ((window_.weight() > 0 && about_all) || exchange_) prepare();
-  if (lists_due_) make_lists();
   WindowTotals totals = window_totals();
   ++tickets_;
   OverRanks over_ranks;
-  if (totals.over_ranks) or_end([&] { exchange_->check_queued(); });
+  if (totals.summed) or_end([&] { exchange_->check_queued(); });
   if (exchange_) {
     bool goes_on = false;
     or_lose_window([&] {
-      goes_on = totals.over_ranks ? exchange_->hold_all(false) : exchange_->begin_step(totals);
+      goes_on = totals.summed ? exchange_->hold_all(false) : exchange_->begin_step(totals);
     });
     if (!goes_on) {
       if (eager_) {
@@ -168,12 +167,13 @@ ga_step_result Context::step() {
       return discarded();
     }
   }
-  if (exchange_ && !totals.over_ranks) {
+  if (lists_due_) make_lists();
+  if (exchange_ && !totals.summed) {
     or_lose_window([&] { exchange_->add_gradients(); });
     over_ranks = [this] { or_lose_window([&] { exchange_->add_sums(); }); };
   }
   if (eager_ && exchange_) eager_->join();  // it goes on while ranks exchange the rest
-  const bool may_apply = totals.over_ranks || totals.weight > 0;
+  const bool may_apply = totals.summed || totals.weight > 0;
   totals.last = !may_apply || !settles_units_;
   forget_delivered();
 
@@ -181,7 +181,7 @@ ga_step_result Context::step() {
     StepSums sums = {};
     if (may_apply) sums = tell_window(false);
     flush();
-    if (totals.over_ranks) {
+    if (totals.summed) {
       or_lose_window([&] { exchange_->exchange_all(totals, sums.norms); });
       sums.norms = {};
     }
