@@ -18,6 +18,14 @@ ga_param_options param_options(int32_t rows) {
   return o;
 }
 
+std::vector<char> saved(ga_context* ctx) {
+  size_t size = 0;
+  EXPECT_OK(ga_save_to_memory(ctx, nullptr, nullptr, 0, &size));
+  std::vector<char> file(size);
+  EXPECT_OK(ga_save_to_memory(ctx, nullptr, file.data(), size, &size));
+  return file;
+}
+
 // ---- The weight of a window ---------------------------------------------------------------------
 
 class RanksShared : public testing::TestWithParam<int32_t> {};
@@ -53,6 +61,26 @@ INSTANTIATE_TEST_SUITE_P(Clips, RanksShared, testing::Values(GA_CLIP_GLOBAL, GA_
                          [](const auto& info) {
                            return info.param == GA_CLIP_GLOBAL ? "Global" : "PerTensor";
                          });
+
+// ---- Files ----------------------------------------------------------------------------------------
+
+// Rank 0's last micro-batch was dropped, rank 1's was not.
+TEST(RanksFiles, HaveTheSameBytesAfterADroppedMicroBatch) {
+  std::vector<char> files[2];
+  float parameters[2][2] = {};
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    ga_config c = config();
+    c.nonfinite = GA_NONFINITE_DROP_MICRO;
+    Context ctx(c);
+    ctx.param(ctx.group(plain_sgd()), "p", parameters[r], 2);
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    const float gradient[] = {1, r == 0 ? NAN : 1};
+    ctx.accumulate({gradient});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    files[r] = saved(ctx);
+  });
+  EXPECT_EQ(files[0], files[1]);
+}
 
 }  // namespace
 }  // namespace ga::test

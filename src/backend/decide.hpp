@@ -432,7 +432,7 @@ GA_DEVICE void clear_window(Crew& crew, const ScalarTables& t) {
     c.weight = 0;
     c.weighted = c.window_dropped = 0;
     c.dropped_micros = 0;
-    c.failed = false;
+    c.micro_finite = c.failed = false;
   });
   if (t.settings->deferring)
     crew.each_item(t.params, [&](int64_t i) { t.param_states[i].contributed = 0; });
