@@ -667,6 +667,12 @@ void Context::prepare() {
   arrays_.fill_new();
 }
 
+// Not what updates ahead take, which depend on an exchange that the context may have yet to get.
+void Context::make_own() {
+  if (arrays_.lacking()) make_lacking();
+  arrays_.fill_new();
+}
+
 void Context::make_arrays() {
   if (arrays_.lacking()) make_lacking();
   if (eager_) eager_->make_second_set();

@@ -220,6 +220,7 @@ class Context : BnContext {
   int64_t bytes_of_lists(size_t params) const;
   void prepare();
   void make_lacking();
+  void make_own();
 
   // state.cpp
   std::vector<StateArray> states_of(size_t param) const;

@@ -91,6 +91,7 @@ struct alignas(64) Param {
   bool pending = false;    // in the list of tasks
   bool pair = false;       // the accumulator consists of two 16-bit arrays
   bool owns = false;       // the arrays of the parameter exist
+  bool wanted = false;     // they are to exist although it is frozen, since another rank has them
   bool accumulator_written = false;  // by some window since it was allocated
   bool state_written = false;
   bool average_written = false;
@@ -104,7 +105,7 @@ struct alignas(64) Param {
   void hold(Held h) { held_as = static_cast<unsigned char>(h); }
   int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
   bool fits_accumulator() const { return accumulator_dtype == real(); }
-  bool lacks_arrays() const { return !owns && !frozen; }
+  bool lacks_arrays() const { return !owns && (!frozen || wanted); }
   Array shared_data() const;  // of the parameter itself: its share
   Array values() const { return master ? Array{master, GA_F32} : shared_data(); }
   // The same while the master weights have yet to be copied from the parameter.

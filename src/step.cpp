@@ -255,7 +255,6 @@ void Context::discard_over_devices() {
   check_device();
   if (exchange_->has_failed()) return;
   prepare();
-  if (lists_due_) make_lists();
   WindowTotals totals = window_totals();
   ++tickets_;
   totals.discards = totals.last = true;
@@ -263,6 +262,7 @@ void Context::discard_over_devices() {
   bool goes_on = false;
   or_lose_window([&] { goes_on = exchange_->hold_all(true); });
   if (!goes_on) return;
+  if (lists_due_) make_lists();
   or_break([&] {
     tell_window(true);
     flush();

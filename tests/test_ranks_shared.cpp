@@ -62,6 +62,99 @@ INSTANTIATE_TEST_SUITE_P(Clips, RanksShared, testing::Values(GA_CLIP_GLOBAL, GA_
                            return info.param == GA_CLIP_GLOBAL ? "Global" : "PerTensor";
                          });
 
+// ---- Arrays that one rank alone has made ----------------------------------------------------------
+
+// Before its parameter "one" is frozen, rank 1 alone makes arrays, in a window that all ranks discard. Then
+// f(rank, context) runs.
+void with_arrays_on_one_rank(int32_t shard, int64_t check_every,
+                             const std::function<void(int32_t, ga_context*)>& f) {
+  float parameters[2][2][3] = {{{1, 2, 3}, {4, 5, 6}}, {{1, 2, 3}, {4, 5, 6}}};
+  on_ranks(
+      2,
+      [&](int32_t r, ga_comm* comm) {
+        Context ctx;
+        ga_ema ema;
+        ASSERT_OK(ga_ema_init(&ema, sizeof ema));
+        ASSERT_OK(ga_context_set_ema(ctx, &ema));
+        const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+        ctx.param(group, "zero", parameters[r][0], 3);
+        ga_comm_options o = comm_options();
+        o.shard = shard;
+        o.check_every = check_every;
+        ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+        const ga_param one = ctx.param(group, "one", parameters[r][1], 3);
+        const float gradient[] = {1, 1, 1};
+        if (r == 1) ctx.accumulate({gradient, gradient});
+        ASSERT_OK(ga_discard(ctx));
+        ASSERT_OK(ga_param_set_frozen(ctx, one, 1));
+        f(r, ctx);
+      },
+      20);
+  EXPECT_EQ(memcmp(parameters[0], parameters[1], sizeof parameters[0]), 0);
+}
+
+class RanksArrays : public testing::TestWithParam<int32_t> {};
+
+TEST_P(RanksArrays, AreThereForWhatIsCompared) {
+  with_arrays_on_one_rank(GetParam(), 1, [&](int32_t, ga_context* ctx) {
+    const float gradient[] = {1, 2, 3};
+    const void* const list[] = {gradient, nullptr};
+    for (int k = 0; k < 2; ++k) {
+      ASSERT_OK(ga_accumulate(ctx, list, 2, 1, nullptr));
+      ASSERT_OK(ga_step(ctx, nullptr));
+    }
+    ASSERT_OK(ga_param_set_frozen(ctx, 1, 0));
+    ASSERT_OK(ga_accumulate(ctx, list, 2, 1, nullptr));
+    ASSERT_OK(ga_step(ctx, nullptr));
+  });
+}
+
+TEST_P(RanksArrays, AreThereForWhatIsSaved) {
+  std::vector<char> files[2];
+  with_arrays_on_one_rank(GetParam(), 0, [&](int32_t r, ga_context* ctx) {
+    files[r] = saved(ctx);
+    ASSERT_OK(ga_load_from_memory(ctx, files[r].data(), files[r].size(), nullptr));
+  });
+  EXPECT_EQ(files[0], files[1]);
+}
+
+TEST_P(RanksArrays, AreThereForStateByName) {
+  with_arrays_on_one_rank(GetParam(), 0, [&](int32_t, ga_context* ctx) {
+    float state[3] = {9, 9, 9}, average[3] = {};
+    ASSERT_OK(ga_step(ctx, nullptr));  // collective also where the optimizer is not sharded
+    ASSERT_OK(ga_state_get(ctx, 0, "exp_avg", state, GA_F32, 3));
+    EXPECT_EQ(state[0], 0);
+    ASSERT_OK(ga_state_get(ctx, 1, "exp_avg", state, GA_F32, 3));
+    EXPECT_EQ(state[0], 0);
+    ASSERT_OK(ga_ema_copy_to(ctx, 1, average, GA_F32));
+    EXPECT_EQ(average[0], 4);
+  });
+}
+
+// The EMA of a frozen parameter begins with its arrays, in the same step on every rank.
+TEST_P(RanksArrays, BeginTheAverageTogether) {
+  float averages[2][3] = {};
+  with_arrays_on_one_rank(GetParam(), 0, [&](int32_t r, ga_context* ctx) {
+    const float gradient[] = {1, 2, 3};
+    const void* const first[] = {gradient, nullptr};
+    const void* const both[] = {gradient, gradient};
+    ASSERT_OK(ga_accumulate(ctx, first, 2, 1, nullptr));
+    ASSERT_OK(ga_step(ctx, nullptr));
+    ASSERT_OK(ga_param_set_frozen(ctx, 1, 0));
+    ASSERT_OK(ga_group_set_lr(ctx, 0, 1));
+    ASSERT_OK(ga_accumulate(ctx, both, 2, 1, nullptr));
+    ASSERT_OK(ga_step(ctx, nullptr));
+    ASSERT_OK(ga_ema_copy_to(ctx, 1, averages[r], GA_F32));
+  });
+  EXPECT_EQ(memcmp(averages[0], averages[1], sizeof averages[0]), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Shards, RanksArrays,
+                         testing::Values(GA_SHARD_NONE, GA_SHARD_OPTIMIZER),
+                         [](const auto& info) {
+                           return info.param == GA_SHARD_NONE ? "Whole" : "Sharded";
+                         });
+
 // ---- Files ----------------------------------------------------------------------------------------
 
 // Rank 0's last micro-batch was dropped, rank 1's was not.
