@@ -149,8 +149,7 @@ TEST_P(RanksArrays, BeginTheAverageTogether) {
   EXPECT_EQ(memcmp(averages[0], averages[1], sizeof averages[0]), 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Shards, RanksArrays,
-                         testing::Values(GA_SHARD_NONE, GA_SHARD_OPTIMIZER),
+INSTANTIATE_TEST_SUITE_P(Shards, RanksArrays, testing::Values(GA_SHARD_NONE, GA_SHARD_OPTIMIZER),
                          [](const auto& info) {
                            return info.param == GA_SHARD_NONE ? "Whole" : "Sharded";
                          });

@@ -216,8 +216,7 @@ GA_DEVICE void sum_window(Crew& crew, const ScalarTables& t, const WindowTotals&
     t.control->ticket = w.ticket;
     t.control->sums = brought(t, w);
   });
-  if (!w.summed)
-    crew.each_octet(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i); });
+  if (!w.summed) crew.each_octet(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i); });
 }
 
 // ---- The end of a window: decision --------------------------------------------------------------
