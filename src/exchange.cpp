@@ -549,7 +549,9 @@ void Exchange::agree_on_tensors() {
 
 void Exchange::agree() {
   comm_->check();
-  gather_headers(header(kSetComm, "ga_context_set_comm"), {});
+  const Header own = header(kSetComm, "ga_context_set_comm");
+  comm_->attend();
+  gather_headers(own, {});
   check_calls("ga_context_set_comm");
   check_settings();
   if (!shards()) context_.make_own();

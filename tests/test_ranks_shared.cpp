@@ -4,7 +4,9 @@
 // compare, and the bytes that they save. Values are computed here by hand.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
+#include <memory>
 
 #include "ranks.hpp"
 
@@ -172,6 +174,124 @@ TEST(RanksFiles, HaveTheSameBytesAfterADroppedMicroBatch) {
     files[r] = saved(ctx);
   });
   EXPECT_EQ(files[0], files[1]);
+}
+
+// ---- Ranks that leave ------------------------------------------------------------------------------
+
+// A context with one parameter.
+class Small {
+ public:
+  Small() { ctx_.param(ctx_.group(plain_sgd()), "p", &p_, 1); }
+  operator ga_context*() const { return ctx_; }
+  void join(ga_comm* comm) { ASSERT_OK(ga_context_set_comm(ctx_, comm, nullptr)); }
+
+ private:
+  float p_ = 1;
+  Context ctx_;
+};
+
+// Runs body(rank, comm) on ranks that would wait ten minutes, and expects them to end within seconds.
+void on_patient_ranks(int32_t ranks, const std::function<void(int32_t, ga_comm*)>& body) {
+  const auto begin = std::chrono::steady_clock::now();
+  on_ranks(ranks, body, 600);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
+}
+
+TEST(RanksLeave, AContextThatIsDestroyedIsNotWaitedFor) {
+  std::atomic<int> failed{0};
+  on_patient_ranks(3, [&](int32_t r, ga_comm* comm) {
+    auto ctx = std::make_unique<Small>();
+    ctx->join(comm);
+    step(*ctx);
+    if (r == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // the others wait by then
+      ctx.reset();
+      EXPECT_TRUE(comes_true([&] { return failed == 2; }));  // and its ga_comm lives on
+      return;
+    }
+    expect_failure(ga_step(*ctx, nullptr),
+                   "rank 1 has left: its context was destroyed or given another communicator");
+    expect_failure(ga_step(*ctx, nullptr), "rank 1 has left");  // and so do later calls
+    ++failed;
+  });
+}
+
+TEST(RanksLeave, AContextThatGoesOnAloneIsNotWaitedFor) {
+  std::atomic<bool> failed{false};
+  on_patient_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Small ctx;
+    ctx.join(comm);
+    if (r == 1) {
+      ASSERT_OK(ga_context_set_comm(ctx, nullptr, nullptr));
+      step(ctx);
+      EXPECT_TRUE(comes_true([&] { return failed.load(); }));
+      return;
+    }
+    expect_failure(ga_step(ctx, nullptr), "rank 1 has left");
+    failed = true;
+  });
+}
+
+TEST(RanksLeave, ARankThatLeavesAltogetherIsNotWaitedFor) {
+  on_patient_ranks(2, [&](int32_t r, ga_comm* comm) {
+    if (r == 1) return;
+    Small ctx;
+    expect_failure(ga_context_set_comm(ctx, comm, nullptr),
+                   "rank 1 has left: its ga_comm and its context were destroyed");
+  });
+}
+
+TEST(RanksLeave, AnAbortNamesItsRank) {
+  on_patient_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Small ctx;
+    ctx.join(comm);
+    if (r == 1) {
+      EXPECT_OK(ga_comm_abort(comm));
+      return;
+    }
+    expect_failure(ga_step(ctx, nullptr), "ga_comm_abort was called on rank 1");
+  });
+}
+
+// Ranks that have no more to do leave one by one, and none of them fails.
+TEST(RanksLeave, InAnyOrderAfterTheLastCall) {
+  for (int round = 0; round < 50; ++round)
+    on_patient_ranks(3, [&](int32_t r, ga_comm* comm) {
+      Small ctx;
+      ctx.join(comm);
+      step(ctx);
+      if (r == round % 3) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      ga_context_set_comm(ctx, nullptr, nullptr);
+    });
+}
+
+// The next context over the same ga_comm is waited for, although the one before was destroyed.
+TEST(RanksLeave, AContextMayFollowAnother) {
+  for (int round = 0; round < 50; ++round)
+    on_patient_ranks(3, [&](int32_t r, ga_comm* comm) {
+      for (int k = 0; k < 4; ++k) {
+        Small ctx;
+        if ((r + k + round) % 3 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        ctx.join(comm);
+        step(ctx);
+      }
+    });
+}
+
+// A rank that joins late, or whose first attempt is refused before it has exchanged anything.
+TEST(RanksLeave, AContextThatComesLateIsWaitedFor) {
+  on_patient_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Small ctx;
+    if (r == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      ga_comm_options adds = comm_options();
+      adds.adder = GA_COMM_ADDER_TRANSPORT;
+      EXPECT_EQ(ga_context_set_comm(ctx, comm, &adds), GA_ERROR_UNSUPPORTED);
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+    ctx.join(comm);
+    step(ctx);
+  });
 }
 
 }  // namespace

@@ -357,4 +357,12 @@ void Comm::take(Backend* device, int32_t ordinal) {
   device_ = device;
 }
 
+void Comm::give_back() noexcept {
+  if (attended_ && transport_.attend) transport_.attend(false);
+  attended_ = false;
+  on_device_ = Buffer();
+  device_ = nullptr;
+  taken_.store(false);
+}
+
 }  // namespace ga
