@@ -861,7 +861,9 @@ GA_API ga_status ga_clip_init(ga_clip* out, size_t struct_size);
 
 /* Sets the clipping of the context; NULL removes it. Between windows if it is or becomes
    GA_CLIP_WHEN_MICRO. GA_ERROR_UNSUPPORTED: GA_AGC_NFNETS and a parameter of rank 5 or more without
-   agc_axes; GA_CLIP_WHEN_MICRO and a batch-normalisation layer in WINDOW mode. */
+   agc_axes; GA_CLIP_WHEN_MICRO and a batch-normalisation layer in WINDOW mode; under
+   GA_SHARD_OPTIMIZER, once the library has made its arrays, a GA_CLIP_AGC that comes, goes or has other
+   units, where the state of some parameter would then lie on other ranks. */
 GA_API ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip);
 
 /* Gives a group a clip of its own, with its own norm, in place of the context's; NULL: the
