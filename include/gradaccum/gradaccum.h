@@ -1491,16 +1491,16 @@ GA_API ga_status ga_comm_create(const ga_comm_config* config, ga_comm** out);
 GA_API ga_status ga_comm_size(const ga_comm* comm, int32_t* out_rank, int32_t* out_ranks);
 
 /* Has calls that wait for other ranks on comm fail with GA_ERROR_COMMUNICATION now, and all later
-   ones at once; LOCAL: on every rank. NCCL: also ends what is queued on streams, by ncclCommAbort.
-   From any thread, the others being in a call. */
+   ones at once; LOCAL and MPI: on every rank. NCCL: also ends what is queued on streams, by
+   ncclCommAbort. From any thread, the others being in a call. */
 GA_API ga_status ga_comm_abort(ga_comm* comm);
 
-/* Leaves. A context that uses comm keeps it until ga_context_destroy or ga_context_set_comm. LOCAL: when
-   that context is gone, calls of other ranks that wait for it, and later ones, fail at once with
-   GA_ERROR_COMMUNICATION and name the rank; ranks that make no more calls notice nothing, and comm may
-   get another context on every rank. A thread that ends without that is waited for, until
-   ga_comm_config.timeout, since another thread may go on with its context. NULL is legal. MPI: before MPI_Finalize. NCCL: waits for what is
-   queued on streams. */
+/* Leaves. A context that uses comm keeps it until ga_context_destroy or ga_context_set_comm. LOCAL and
+   MPI: when that context is gone, calls of other ranks that wait for it, and later ones, fail at once
+   with GA_ERROR_COMMUNICATION and name the rank; ranks that make no more calls notice nothing, and comm
+   may get another context on every rank. A thread that ends without that is waited for, until
+   ga_comm_config.timeout, since another thread may go on with its context. NULL is legal.
+   MPI: before MPI_Finalize. NCCL: waits for what is queued on streams. */
 GA_API void ga_comm_destroy(ga_comm* comm);
 
 /* What travels from rank to rank. EXACT: gradients as the accumulators have them. BF16: f32 gradients

@@ -30,9 +30,11 @@ Transport join_mpi(const ga_comm_config& config) {
   ga_mpi_end end = {};
   const int32_t status = module.join(config.mpi_comm, config.timeout, &end, error, sizeof error);
   if (status != GA_OK) fail(status, "ga_comm_create: %s", error);
-  return {end.table, end.rank,
-          end.ranks, [leave = module.leave, user = end.table.user] { leave(user); },
-          false,     true};
+  void* const user = end.table.user;
+  const auto leave = [leave = module.leave, user] { leave(user); };
+  Transport transport = {end.table, end.rank, end.ranks, leave, false, true};
+  transport.attend = [attend = module.attend, user](bool comes) { attend(user, comes); };
+  return transport;
 }
 
 const ga_nccl_module& nccl_module() {
