@@ -156,6 +156,51 @@ INSTANTIATE_TEST_SUITE_P(Shards, RanksArrays, testing::Values(GA_SHARD_NONE, GA_
                            return info.param == GA_SHARD_NONE ? "Whole" : "Sharded";
                          });
 
+// ---- Parameters that ranks divide at different times ----------------------------------------------
+
+// Rank 1 alone divides some parameters before others are added, as its first contribution needs. One of them is
+// removed before rank 0 has divided it.
+TEST_P(RanksArrays, AreDividedAlikeWhateverCameFirst) {
+  const int64_t large = 70001;
+  std::vector<std::vector<float>> of_ranks[2];
+  on_ranks(
+      2,
+      [&](int32_t r, ga_comm* comm) {
+        Context ctx;
+        const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAM));
+        const ga_group factored = ctx.group(optimizer(GA_OPTIMIZER_ADAFACTOR));
+        ga_comm_options o = comm_options();
+        o.shard = GetParam();
+        std::vector<std::vector<float>>& values = of_ranks[r];
+        values.assign(9, std::vector<float>(large, 1));
+        const std::vector<float> gradient(large, 1);
+        std::vector<const void*> list;
+        const auto add = [&](int64_t count, ga_group to) {
+          const size_t k = list.size();
+          ctx.param(to, "p" + std::to_string(k), values[k].data(), count);
+          list.push_back(gradient.data());
+        };
+        add(3, group);
+        ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+        for (int k = 0; k < 2; ++k) {
+          add(large, group);
+          add(5, group);
+          add(large, factored);
+          add(k == 0 ? 20000 : 7, factored);
+          if (r == 1) ctx.accumulate(list);
+          ASSERT_OK(ga_discard(ctx));
+          if (k == 0) {
+            ASSERT_OK(ga_param_remove(ctx, 2));
+          }
+          list[2] = nullptr;
+        }
+        ctx.accumulate(list);
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+      },
+      20);
+  EXPECT_EQ(of_ranks[0], of_ranks[1]);
+}
+
 // ---- Files ----------------------------------------------------------------------------------------
 
 // Rank 0's last micro-batch was dropped, rank 1's was not.
