@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 from .. import BatchNorm, BnSpread
 from ._habits import warn
+from ._streams import Streams
 
 
 @dataclass
@@ -129,10 +130,11 @@ class Layers:
             if _versions(module) != self._versions[module]:
                 self._set_running(module)
 
-    def tell(self) -> None:
+    def tell(self, streams: Streams) -> None:
         """Gives the library the statistics of the micro-batch that is open, or the next."""
         for module, (count, mean, m2) in self._take().items():
             self._own[module].accumulate_stats(count, mean, m2, BnSpread.M2)
+            streams.keep([mean, m2])
 
     def _take(self) -> dict[torch.nn.Module, tuple[int, Tensor, Tensor]]:
         """The count, mean and M2 of what each layer has seen, which begins anew."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import (
-    Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler,
-    MicroBatch, MicroFlags, MicroOptions, Nonfinite, Param, ParamOptions, Rows, Settings, StateOptions,
-    StateParts, StepResult, WindowState,
+    Clip, ClipScope, Config, Context, Dtype, Ema, GradientLife, Group, LossScaler,
+    MicroBatch, MicroFlags, MicroOptions, Nonfinite, Param, ParamOptions, Rounding, Rows, Settings,
+    StateOptions, StateParts, StepOutcome, StepResult, WindowState,
 )  # fmt: skip
 from .. import _native
 from . import _state_file as state_file
@@ -29,6 +29,7 @@ from ._habits import Habits, warn
 from ._kinds import Kind
 from ._layers import Layers
 from ._state import State, refuse
+from ._streams import streams_of
 
 _DTYPES = {
     torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
@@ -65,11 +66,11 @@ class _Slot:
     """A parameter of torch, and that of the library with the same memory."""
 
     __slots__ = (
-        "address", "dtype", "gradients", "has_master", "hook", "is_whole", "own", "place", "rows", "shape", "stride",
-        "tensor", "touched", "version",
+        "address", "dtype", "gradients", "hook", "is_whole", "own", "place", "rows", "shape", "stride",
+        "tensor", "tells", "touched", "version",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, own: Param, rows: bool) -> None:
+    def __init__(self, tensor: Tensor, own: Param, rows: bool, follows: bool) -> None:
         self.tensor = tensor
         self.own = own
         self.rows = rows
@@ -82,7 +83,8 @@ class _Slot:
         self.touched = False  # whether it has a gradient in this window
         self.gradients = 0  # that the open micro-batch has given it
         self.is_whole: bool | None = None  # whether a micro-batch gives it one gradient; None: not known yet
-        self.has_master = any(info.name == "master" for info in own.states)
+        # Whether the library has to be told if the program writes the parameter.
+        self.tells = not follows and any(info.name == "master" for info in own.states)
         self.hook: Any = None
 
 
@@ -149,7 +151,12 @@ class Optimizer(torch.optim.Optimizer):
         self._kind = kind
         self._context: Context | None = None
         self._clips_by_unit = clip is not None and clip.scope == ClipScope.AGC
-        self._param_options = ParamOptions() if param_options is None else param_options
+        param_options = ParamOptions() if param_options is None else param_options
+        # What the program writes to a parameter, by .data too, goes into its master weights. Where these are rounded
+        # stochastically, that cannot be seen in the numbers, and the parameter's version has to tell it.
+        self._param_options = dataclasses.replace(
+            param_options, follow_data=param_options.rounding == Rounding.NEAREST
+        )
         self._ddp = ddp
         self._slots: list[_Slot] = []
         self._tensors: list[Tensor] = []  # of the slots; all contiguous: _dense
@@ -198,10 +205,9 @@ class Optimizer(torch.optim.Optimizer):
         # Whether parameters may be written before step().
         self._writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early
         changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps, "eager": self._eager}
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            changes.update(device=Device.CUDA, device_ordinal=stream.device_index, stream=stream.cuda_stream)
-        elif config.num_threads == 0:
+        self._streams = streams_of(self._device)
+        changes.update(self._streams.config())
+        if self._device.type == "cpu" and config.num_threads == 0:
             changes["num_threads"] = 1 if _has_own_openmp() else torch.get_num_threads()
         self._context = Context(dataclasses.replace(config, **changes))
         if clip is not None:
@@ -233,8 +239,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def context(self) -> Context:
-        """The context of the library."""
+        """The context of the library, whose work goes to torch's current stream from now on."""
         assert self._context is not None
+        self._streams.follow(self._context)
         return self._context
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -264,7 +271,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for tensor, view, name in zip(group["params"], views, names, strict=True):
                 own = self.context.add_param(own_group, name, view, options=options)
-                added.append(_Slot(tensor, own, rows != Rows.NONE))
+                added.append(_Slot(tensor, own, rows != Rows.NONE, options.follow_data))
         except BaseException:
             for slot in added:
                 slot.own.remove()
@@ -374,11 +381,12 @@ class Optimizer(torch.optim.Optimizer):
                 self._open = micro
                 try:
                     yield
+                    _ = self.context  # back from the streams of the hooks
                     for slot in self._slots:  # of parameters that had no hook when it was opened
                         if slot.tensor.grad is not None:
-                            self._held.append(_add(micro, slot, slot.tensor.grad))
+                            self._held += [slot.tensor.grad, *_add(micro, slot, slot.tensor.grad)]
                             slot.tensor.grad = None
-                    self._layers.tell()
+                    self._layers.tell(self._streams)
                     self._learn(weight)
                 except BaseException:
                     for tensor in self._tensors:
@@ -388,6 +396,7 @@ class Optimizer(torch.optim.Optimizer):
                 finally:
                     self._open = None
                     held, self._held = self._held, []
+                    self._streams.keep(held)
                     for slot in self._slots:
                         slot.gradients = 0
         except BaseException as error:
@@ -485,7 +494,7 @@ class Optimizer(torch.optim.Optimizer):
                 slot.own.bind(self._view(tensor, {}))
                 slot.address = tensor.data_ptr()
             if tensor._version != slot.version:
-                if slot.has_master and not self._is_rounded_master(slot):
+                if slot.tells and not self._is_rounded_master(slot):
                     if not may_move:
                         raise RuntimeError(f'parameter "{slot.own.name}" was written while a window was open')
                     slot.own.changed()
@@ -511,13 +520,13 @@ class Optimizer(torch.optim.Optimizer):
         options = _options(last, loss_scale)
         self._begin(counted=counted)
         self._habits.gathers(self._tensors)
-        self._layers.tell()
+        self._layers.tell(self._streams)
         gradients = list(map(_GRAD, self._tensors))
+        alive: list[Tensor] = []
         if self._are_plain(gradients):
             self.context.accumulate(list(map(_ADDRESS, gradients)), weight, options)
             self._all_touched = True
         elif not any(map(_is_sparse, gradients)):
-            alive = []
             addresses: list[int | None] = [None] * self.context.slot_count
             for gradient, slot in zip(gradients, self._slots, strict=True):
                 if gradient is not None:
@@ -527,10 +536,10 @@ class Optimizer(torch.optim.Optimizer):
             self.context.accumulate(addresses, weight, options)
         else:
             with self.context.micro_batch(weight, options=options) as micro:
-                alive = [
-                    gradient if gradient is None else _add(micro, slot, gradient)
-                    for gradient, slot in zip(gradients, self._slots, strict=True)
-                ]
+                for gradient, slot in zip(gradients, self._slots, strict=True):
+                    if gradient is not None:
+                        alive += _add(micro, slot, gradient)
+        self._streams.keep(gradients)
         self._took(weight, any(gradient is not None for gradient in gradients), loss_scale is not None)
         for tensor in self._tensors:
             tensor.grad = None
@@ -641,8 +650,12 @@ class Optimizer(torch.optim.Optimizer):
         self._habits.applies(self.context.window.micro_batches)
         written = self._layers.written()
         self.result = self.context.step()
-        if self.result.applied:
+        pending = self.result.outcome == StepOutcome.PENDING  # on a GPU
+        if pending and self._layers:  # their statistics go to buffers of torch if it was applied
+            self.result = self.context.step_result()
+        if pending or self.result.applied:
             self._parameters_moved([slot for slot in self._slots if slot.touched or self._all_touched])
+        if self.result.applied:
             self._layers.publish(written)
         self._window_ended()
         # What a scheduler looks at, to warn if it is stepped first.
@@ -778,6 +791,8 @@ class Optimizer(torch.optim.Optimizer):
                     for key, array in arrays.items()
                     if key.endswith(".master")
                 }
+                # The library has written what these round to.
+                self._parameters_moved([slot for slot in self._slots if slot.tensor.element_size() == 2])
                 self._layers.publish()
                 self._window_loaded()
             else:
@@ -948,9 +963,11 @@ def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
                 "micro-batch of another optimizer, has taken it"
             )
         owner._count_gradient(slot)
-        gradient = _add(owner._open, slot, tensor.grad)
-        if owner.context._kept.late:
-            owner._held.append(gradient)
+        context = owner.context  # on the stream of this node of backward
+        alive = _add(owner._open, slot, tensor.grad)
+        if context._kept.late:
+            owner._held += alive
+        owner._streams.keep([tensor.grad])
         tensor.grad = None
         owner._tell_ready(slot)
 
@@ -964,7 +981,7 @@ def _options(last: bool, loss_scale: float | None = None) -> MicroOptions | None
     return options if loss_scale is None else dataclasses.replace(options, loss_scale=loss_scale)
 
 
-def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> Tensor:
+def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> list[Tensor]:
     """Adds a gradient to the open micro-batch. Returns what is to live until its end."""
     gradient = gradient.detach()
     slot.touched = True
@@ -976,15 +993,16 @@ def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> Tensor:
             )
         if gradient.sparse_dim() != 1:
             raise ValueError(f'the gradient of parameter "{slot.own.name}" is sparse in more than its rows')
-        indices, values = gradient._indices()[0], gradient._values()
-        micro.accumulate_rows(slot.own, indices.contiguous(), values.to(slot.tensor.dtype).contiguous())
-        return gradient
+        indices = gradient._indices()[0].contiguous()
+        values = gradient._values().to(slot.tensor.dtype).contiguous()
+        micro.accumulate_rows(slot.own, indices, values)
+        return [indices, values]
     if gradient.layout is not torch.strided:
         raise ValueError(f'the gradient of parameter "{slot.own.name}" has the layout {gradient.layout}')
     if not _fits(gradient, slot):
         gradient = _like(gradient, slot)
     micro.accumulate(slot.own, gradient.data_ptr())
-    return gradient
+    return [gradient]
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:
