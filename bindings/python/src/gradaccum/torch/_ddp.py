@@ -43,6 +43,8 @@ class Alone:
     """A process that trains by itself: nothing is reduced. What Ranks does for several processes."""
 
     reduces = False
+    count = 1
+    """Of the ranks."""
 
     def track(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Parameters have been added."""
@@ -111,7 +113,7 @@ class Ranks(Alone):
         self._sums = config.gradient_kind == GradientKind.SUM
         distributed: Any = torch.distributed
         members = distributed.get_process_group_ranks(module.process_group)
-        self._ranks = len(members)
+        self.count = len(members)
         self._group = distributed.new_group(
             members, backend="gloo", timeout=_timeout(module), use_local_synchronization=True
         )
@@ -259,9 +261,9 @@ class Ranks(Alone):
         # undoes a loss scale.
         most = max(weights)
         if self._sums:
-            divisor = 1 / self._ranks
+            divisor = 1 / self.count
         else:
-            divisor = math.fsum(own / most for own in weights) / self._ranks if most > 0 else 1.0
+            divisor = math.fsum(own / most for own in weights) / self.count if most > 0 else 1.0
         if divisor != 1:
             loss_scale = (self._context.loss_scale if loss_scale is None else loss_scale) * divisor
         return math.fsum(weights), loss_scale
@@ -312,7 +314,7 @@ class Ranks(Alone):
 
     def _name_value(self, own: Mapping[str, Any]) -> NoReturn:
         distributed: Any = torch.distributed
-        found: list[Any] = [None] * self._ranks
+        found: list[Any] = [None] * self.count
         distributed.all_gather_object(found, {key: repr(value) for key, value in own.items()}, group=self._group)
         for rank, values in enumerate(found):
             for key in sorted({*found[0], *values}):
@@ -325,7 +327,7 @@ class Ranks(Alone):
 
     def _gather(self, own: Tensor) -> list[Tensor]:
         distributed: Any = torch.distributed
-        found = [torch.empty_like(own) for _ in range(self._ranks)]
+        found = [torch.empty_like(own) for _ in range(self.count)]
         try:
             distributed.all_gather(found, own, group=self._group)
         except Exception as error:
