@@ -324,7 +324,7 @@ void Context::refuse_ready(ga_param id) const {
 void Context::params_ready(Span<const ga_param> ids) {
   Callers::Lock lock = lock_callers();
   check_device();
-  window_.check_valid();
+  window_.check_takes_more();
   for (size_t k = 0; k < ids.size; ++k) {
     const Param& p = params_.get(ids.data[k]);
     if (p.acquired || p.busy) refuse_taken(ids.data[k], "ga_params_ready");
@@ -779,11 +779,14 @@ void Context::micro_abort() {
   check_device();
   window_.check_part("ga_micro_abort");
   const int64_t index = window_.open_index();
-  if (added_ || batch_norms_.is_swept(index) || (exchange_ && exchange_->has_begun()) ||
-      (eager_ && eager_->has_begun()))
+  const bool travels = (exchange_ && exchange_->has_begun()) || (eager_ && eager_->has_begun());
+  if (added_ || travels || batch_norms_.is_swept(index))
     fail(GA_ERROR_INVALID_STATE,
-         "ga_micro_abort: the window already holds something of micro-batch %lld; only ga_discard "
-         "takes that back, with the whole window",
+         "ga_micro_abort: %s micro-batch %lld; only ga_discard takes that back, with the whole "
+         "window",
+         added_    ? "the window already holds something of"
+         : travels ? "ga_params_ready has been called in"
+                   : "a layer in WINDOW mode has the statistics of",
          ll(index));
   batch_norms_.forget(index);
   for (const Contribution& c : contributions_) rows_held_ -= c.rows;

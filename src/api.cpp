@@ -9,9 +9,11 @@
 #include <memory>
 
 #include "backend/cpu/kernels.hpp"
+#include "callback.hpp"
 #include "checkpoint.hpp"
 #include "context.hpp"
 #include "disk.hpp"
+#include "environment.hpp"
 #include "error.hpp"
 #include "optimizer.hpp"
 #include "schedule.hpp"
@@ -134,6 +136,12 @@ ga_micro_options read_micro(const ga_micro_options* options) {
   return o;
 }
 
+ga_param_options read_param_options(const ga_param_options* options) {
+  const auto o = read_struct(options, zeros<ga_param_options>(), "ga_param_options");
+  check_reserved("ga_param_options", o.reserved);
+  return o;
+}
+
 ga_flat_entry default_flat_entry() {
   auto e = zeros<ga_flat_entry>();
   e.group = -1;
@@ -246,22 +254,35 @@ void check_capacity(size_t capacity, size_t size, const char* what) {
          size);
 }
 
-// The functions of a program that stores state itself, which run in the program's floating-point mode.
+// The functions of a program that stores state itself.
 ga::WriteAt write_by(ga_write_fn write, void* user) {
   return [=](int64_t offset, const void* data, size_t size) {
-    const ga::ProgramFpMode programs;
-    if (const int32_t result = write(user, offset, data, size))
+    const int32_t result =
+        ga::call_program("write function", [&] { return write(user, offset, data, size); });
+    if (result != 0)
       fail(GA_ERROR_IO, "write returned %d for %zu bytes at offset %lld", result, size,
            static_cast<long long>(offset));
   };
 }
 ga::ReadAt read_by(ga_read_fn read, void* user) {
   return [=](int64_t offset, void* data, size_t size) {
-    const ga::ProgramFpMode programs;
-    if (const int32_t result = read(user, offset, data, size))
+    const int32_t result =
+        ga::call_program("read function", [&] { return read(user, offset, data, size); });
+    if (result != 0)
       fail(GA_ERROR_IO, "read returned %d for %zu bytes at offset %lld", result, size,
            static_cast<long long>(offset));
   };
+}
+
+// Runs load(), and names the file in the message where it is damaged or no state.
+template <class Load>
+void naming_file(const char* function, const char* path, Load&& load) {
+  try {
+    load();
+  } catch (const ga::Error& e) {
+    if (e.status() != GA_ERROR_FORMAT) throw;
+    ga::Subject{"file", ga::shown(path).c_str(), function}.fail(GA_ERROR_FORMAT, "%s", e.what());
+  }
 }
 
 void note_shape(const Context* ctx, ga_bn bn, int64_t samples, int64_t positions) {
@@ -272,6 +293,9 @@ void note_shape(const Context* ctx, ga_bn bn, int64_t samples, int64_t positions
 
 }  // namespace
 
+#ifndef GA_MODULES  // that were built with the library
+#define GA_MODULES "none"
+#endif
 #define GA_STRING_(x) #x
 #define GA_STRING(x) GA_STRING_(x)
 #ifdef __clang__
@@ -295,7 +319,7 @@ const char* ga_build_info(void) {
 #else
                         "one, or the program's own"
 #endif
-                            "; modules: onednn, cuda";
+                            "; modules: " GA_MODULES;
 }
 
 const char* ga_status_name(ga_status status) {
@@ -353,13 +377,22 @@ ga_status ga_context_create(const ga_config* config, ga_context** out) {
     auto context = std::make_unique<ga_context>(c);
     if (ga::Log* const log = context->log())
       log->call(
-          "ga_context_create", [&] { log->note("build", ga_build_info()); }, start);
+          "ga_context_create",
+          [&] {
+            log->note("build", ga_build_info());
+            ga::each_ignored_variable([&](const char* name, const char* value,
+                                          const char* expected) {
+              log->note("ignored",
+                        (std::string(name) + "=" + value + " (expected " + expected + ")").c_str());
+            });
+          },
+          start);
     *out = context.release();
   });
 }
 
 void ga_context_destroy(ga_context* ctx) {
-  if (ctx && !ctx->is_of_parent()) delete ctx;
+  if (ctx && ctx->is_of_this_process()) delete ctx;
 }
 
 ga_status ga_device_count(ga_device device, int32_t* out) {
@@ -372,6 +405,10 @@ ga_status ga_device_count(ga_device device, int32_t* out) {
 
 ga_status ga_synchronize(ga_context* ctx) {
   return ask(ctx, [&] { ctx->synchronize(); });
+}
+
+ga_status ga_context_set_stream(ga_context* ctx, void* stream) {
+  return ask(ctx, [&] { ctx->set_stream(stream); });
 }
 
 ga_status ga_memory_init(ga_memory* out, size_t struct_size) {
@@ -483,9 +520,11 @@ ga_status ga_load(ga_context* ctx, const char* path, const ga_state_options* opt
       Checkpoint checkpoint(*ctx, o, "ga_load");
       checkpoint.check_load();
       const ga::FileReader file(path);
-      checkpoint.load(
-          file.size(),
-          [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, ready);
+      naming_file("ga_load", path, [&] {
+        checkpoint.load(
+            file.size(),
+            [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, ready);
+      });
     });
   });
 }
@@ -537,9 +576,12 @@ ga_status ga_state_note(const char* path, char* out, size_t capacity, size_t* ou
     require(out_size, "out_size");
     const ga::FileReader file(path);
     std::string note;
-    const bool found = ga::read_note(
-        file.size(),
-        [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, note);
+    bool found = false;
+    naming_file("ga_state_note", path, [&] {
+      found = ga::read_note(
+          file.size(),
+          [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, note);
+    });
     *out_size = found ? note.size() + 1 : 0;
     if (!found || (!out && capacity == 0)) return;
     require(out, "out");
@@ -672,9 +714,7 @@ ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* 
     ctx->note("name", name);
     ctx->note("group", group);
     ctx->note("dtype", dtype);
-    const ga::NewParam entry = {
-        name,  group, rank,
-        shape, 0,     read_struct(options, zeros<ga_param_options>(), "ga_param_options")};
+    const ga::NewParam entry = {name, group, rank, shape, 0, read_param_options(options)};
     give(out, ctx->add_params(data, dtype, {&entry, 1}));
   });
 }
@@ -687,15 +727,13 @@ ga_status ga_params_add_flat(ga_context* ctx, void* data, ga_dtype dtype,
                              const ga_flat_entry* entries, size_t count,
                              const ga_param_options* options, ga_param* out) {
   return on(ctx, [&] {
-    const auto common = read_struct(options, zeros<ga_param_options>(), "ga_param_options");
+    const auto common = read_param_options(options);
     if (count > 0) require(entries, "entries");
     std::vector<ga::NewParam> list;
     for (size_t i = 0; i < count; ++i) {
       const ga_flat_entry e = read_entry(entries, i);
       list.push_back({e.name, e.group, e.rank, e.shape, e.offset,
-                      e.options
-                          ? read_struct(e.options, zeros<ga_param_options>(), "ga_param_options")
-                          : common});
+                      e.options ? read_param_options(e.options) : common});
     }
     give(out, ctx->add_params(data, dtype, {list.data(), list.size()}));
   });

@@ -347,7 +347,7 @@ BnTask BatchNorms::task_of(const Layer& b, int64_t samples, int64_t positions) c
 // The index of the micro-batch that a call of the forward pass works on. next: the next one of a
 // sweep in WINDOW mode.
 int64_t BatchNorms::index_of(const Layer& b, int64_t next) const {
-  window_.check_valid();
+  window_.check_takes_more();
   if (window_.open_index() >= 0) return window_.open_index();
   if (!b.windowed()) {
     window_.check_whole();
@@ -723,6 +723,11 @@ void BatchNorms::statistics(ga_bn id, void* mean, void* variance, int32_t dtype,
             b.frozen ? "it is frozen and normalises by its running statistics"
                      : "it has no statistics in this window");
   const std::vector<BnChannel> state = read(b);
+  if (state[0].count == 0 && b.index >= 0 && b.has(b.index) && b.taken_of(b.index).count > 0)
+    of.fail(GA_ERROR_INVALID_STATE,
+            "micro-batch %lld, whose statistics it uses, had an infinite or NaN gradient and was "
+            "dropped",
+            ll(b.index));
   copy_out(state, &BnChannel::mean, mean, dtype);
   copy_out(state, &BnChannel::variance, variance, dtype);
   if (count) *count = static_cast<int64_t>(state[0].count);

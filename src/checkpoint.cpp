@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "callback.hpp"
 #include "error.hpp"
 #include "exchange.hpp"
-#include "fp_mode.hpp"
 #include "tensor.hpp"
 
 namespace ga {
@@ -64,8 +64,10 @@ std::vector<Checkpoint::NamedArray> Checkpoint::arrays_of(size_t i) const {
 void Checkpoint::report(int64_t bytes, bool may_cancel) {
   done_ += bytes;
   if (!options_.progress) return;
-  const ProgramFpMode programs;
-  if (options_.progress(options_.progress_user, done_, total_) != 0 && may_cancel)
+  const int32_t result = call_program("progress function", [&] {
+    return options_.progress(options_.progress_user, done_, total_);
+  });
+  if (result != 0 && may_cancel)
     fail(GA_ERROR_CANCELLED, "%s was cancelled by the progress callback after %lld of %lld bytes",
          what_, ll(done_), ll(total_));
 }

@@ -28,9 +28,12 @@ namespace ga {
 class Problems {
  public:
   void add(const std::string& text) {
+    constexpr size_t kMost = 700;
     ++count_;
-    if (text_.size() + text.size() < 700)
-      text_ += (text_.empty() ? "" : "; ") + text;
+    if (text_.empty())  // cut if need be, so that there is something to read
+      text_ = text.size() < kMost ? text : text.substr(0, kMost) + "...";
+    else if (text_.size() + text.size() < kMost)
+      text_ += "; " + text;
     else
       ++left_out_;
   }

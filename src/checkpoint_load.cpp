@@ -90,10 +90,12 @@ void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
     place_arrays();
     place_numbers();
     tell_all();
+    context_.write_copies([this](ga_param id) {
+      const auto i = static_cast<size_t>(id);
+      return i < params_.size() && params_[i].has(kMaster);
+    });
   } catch (const std::exception& e) {
     fail_halfway(e.what());
-  } catch (...) {  // of a callback in C++
-    fail_halfway("an unknown exception was thrown");
   }
 }
 
@@ -537,7 +539,7 @@ void Checkpoint::place_param(size_t i) {
   Param& p = c.params_[i];
   const ParamIn& in = params_[i];
   const bool new_master = in.has(kValues) || (in.listed && options_.parts != GA_STATE_PARAMETERS);
-  if (p.master) p.unrounded = true;  // as far as this rank knows
+  if (p.master) p.unrounded = !c.params_.follows(i);  // as far as this rank knows
   if (p.master && in.has(kMaster))
     p.master_due = false;
   else if (new_master)
@@ -593,8 +595,8 @@ void Checkpoint::place_counters() {
   c.steps_set_after_ = control.windows;
   c.rows_held_ = texts_.window.rows_held;
   c.noise_repeated_ = texts_.window.noise_repeated;
-  c.rejected_ = control.rejected;
   c.window_.restore(std::move(texts_.micros));
+  if (control.rejected) c.window_.reject();
 }
 
 // Writes the tables anew.

@@ -34,10 +34,12 @@ struct Adding {
 void Checkpoint::gather(const Ready& ready) {
   context_.check_not_in_place(what_);
   if (context_.eager_) context_.eager_->join();  // before anything is read
+  for (size_t i = 0; i < context_.params_.size() && options_.parts != GA_STATE_PARAMETERS; ++i)
+    context_.follow_data(static_cast<ga_param>(i));
   Exchange* const exchange = context_.exchange_.get();
   if (exchange && exchange->ranks() > 1) dropped_micros_ = exchange->dropped_micros();
   if (!exchange || !exchange->has_open_window() || options_.parts == GA_STATE_PARAMETERS) return;
-  if (context_.rejected_)
+  if (context_.window_.rejected())
     fail(GA_ERROR_INVALID_STATE,
          "%s: ga_step has returned GA_ERROR_NONFINITE for the window, whose gradients are added up "
          "over the ranks by now; ga_discard must be called first",

@@ -72,7 +72,8 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   const ga_clip next = clip ? *clip : default_clip();
   check_no_sweeps(next);
   if (next.when == GA_CLIP_WHEN_MICRO || clip_micro_)
-    window_.check_empty("a change of the clipping of micro-batches (GA_CLIP_WHEN_MICRO)");
+    window_.check_empty(
+        "a function that changes the clipping of micro-batches (GA_CLIP_WHEN_MICRO)");
   const ga_clip before = slot;
   const bool before_own = own && *own;
   std::optional<Exchange::Parts> parts_before;
@@ -80,8 +81,7 @@ void Context::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   if (own) *own = clip != nullptr;
   try {
     for (size_t i = 0; i < params_.size(); ++i)
-      if (!params_[i].owns && !params_.tensor(i).removed &&
-          params_.clip_of(params_[i]).scope == GA_CLIP_AGC)
+      if (!params_.tensor(i).removed && params_.clip_of(params_[i]).scope == GA_CLIP_AGC)
         params_.units_axes(i);
     const bool units = before.scope == GA_CLIP_AGC || next.scope == GA_CLIP_AGC ||
                        params_.clip.scope == GA_CLIP_AGC;  // which a group may have had, or gets

@@ -125,18 +125,25 @@ Context::~Context() {
   exchange_.reset();  // its thread, which gives work to those of eager_
   eager_.reset();
   for (const Tensor& t : params_.tensors()) backend_->free_rows(t.set);
+  mark_.store(0, std::memory_order_relaxed);
 }
 
 // Throws where no thread, or not this one, can use the context.
 inline void Context::check_thread(const char* function) const {
-  if (is_of_parent())
-    fail(
-        GA_ERROR_INVALID_STATE,
-        "the context was created before fork() by the parent of this process and cannot be used in "
-        "the child; the child may create contexts of its own");
+  if (!is_of_this_process()) fail_foreign();
   if (Eager::is_telling(*this))
     fail(GA_ERROR_INVALID_STATE, "%s was called by on_param_done, which must not use the context",
          function);
+}
+
+void Context::fail_foreign() const {
+  if (mark_.load(std::memory_order_relaxed) >> 32 != kMark >> 32)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "ctx, %p, is not a context: it has been destroyed, or never was one",
+         static_cast<const void*>(this));
+  fail(GA_ERROR_INVALID_STATE,
+       "the context was created before fork() by the parent of this process and cannot be used in "
+       "the child; the child may create contexts of its own");
 }
 
 Context::Use::Use(const Context& context, const char* function, bool changing) : context_(context) {
@@ -199,6 +206,14 @@ void Context::check_no_capture(const char* what) const {
   if (backend_->capturing())
     fail(GA_ERROR_INVALID_STATE,
          "%s waits for the device, which is not possible while the stream is being captured", what);
+}
+
+void Context::set_stream(void* stream) {
+  if (config_.device == GA_DEVICE_CPU)
+    fail(GA_ERROR_UNSUPPORTED, "stream was %p, but the context is on the CPU, which has no streams",
+         stream);
+  backend_->set_stream(stream);
+  config_.stream = stream;
 }
 
 // ---- Window length ------------------------------------------------------------------------------
@@ -431,6 +446,11 @@ void Context::check_options(const NewParam& e, int32_t dtype) const {
     refuse("write_early was 1, but the library keeps no master weights of it");
   if (o.write_early && o.rounding != GA_ROUND_NEAREST)
     refuse("write_early was 1, but it is not rounded to nearest");
+  choice("follow_data", o.follow_data, 1, "0 or 1");
+  if (o.follow_data && o.rounding != GA_ROUND_NEAREST && o.master == GA_MASTER_F32)
+    refuse(
+        "follow_data was 1, but it is rounded stochastically, so that what the program has written "
+        "looks like what was rounded; ga_param_changed tells of it");
   if (o.reduce == GA_REDUCE_MAX) {
     if (g.optimizer.kind != GA_OPTIMIZER_EXTERNAL)
       of.fail(GA_ERROR_UNSUPPORTED,
@@ -462,7 +482,7 @@ void Context::check_options(const NewParam& e, int32_t dtype) const {
 
 ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> entries) {
   const size_t count = entries.size;
-  window_.check_empty("adding a parameter");
+  window_.check_empty("a function that adds parameters");
   if (count > static_cast<size_t>(INT32_MAX) - params_.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "the context would have more than %d parameters", INT32_MAX);
   const size_t old_params = params_.size();
@@ -644,6 +664,12 @@ int64_t Context::bytes_of_lists(size_t params) const {
 // Called after the last check of a call that contributes, so that no other call leaves arrays behind.
 void Context::prepare() {
   make_arrays();
+  arrays_.fill_new();
+}
+
+// Not what updates ahead take, which depend on an exchange that the context may have yet to get.
+void Context::make_own() {
+  if (arrays_.lacking()) make_lacking();
   arrays_.fill_new();
 }
 

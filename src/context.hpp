@@ -16,6 +16,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -49,8 +50,11 @@ class Context : BnContext {
   explicit Context(const ga_config& config);
   ~Context();
 
-  // Whether the parent of this process made it (see fork.hpp).
-  bool is_of_parent() const { return generation_ != process_generation(); }
+  // Whether this is a context that has not been destroyed, and that this process made, not its parent (see
+  // fork.hpp).
+  bool is_of_this_process() const {
+    return mark_.load(std::memory_order_relaxed) == kMark + process_generation();
+  }
 
   // Held during a call, which computes in the library's floating-point mode. Throws if the context
   // belongs to the parent process, is in another call, or has failed for good. changing: throws, too,
@@ -118,6 +122,7 @@ class Context : BnContext {
   // Gives every parameter that is not frozen its arrays, if it has none yet.
   void make_arrays();
   void synchronize() { backend_->wait(); }
+  void set_stream(void* stream);
   const ParamList& params() const { return params_; }
   BatchNorms& batch_norms() { return batch_norms_; }
   const BatchNorms& batch_norms() const { return batch_norms_; }
@@ -196,6 +201,7 @@ class Context : BnContext {
 
   // context.cpp
   void check_thread(const char* function) const;
+  [[noreturn]] void fail_foreign() const;
   [[noreturn]] static void fail_in_use();
   [[noreturn]] static void fail_swapped(const char* function);
   void check_no_capture(const char* what) const;
@@ -214,6 +220,7 @@ class Context : BnContext {
   int64_t bytes_of_lists(size_t params) const;
   void prepare();
   void make_lacking();
+  void make_own();
 
   // state.cpp
   std::vector<StateArray> states_of(size_t param) const;
@@ -222,6 +229,8 @@ class Context : BnContext {
   void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take);
   void begin_piece(ga_param id, const char* what, const char* name);
   ParamState param_state(size_t param) const;
+  void follow_data(ga_param id);
+  void write_copies(const std::function<bool(ga_param)>& written);
   std::vector<ParamState> param_states() const;
   void set_param_state(size_t param, const ParamState& state);
 
@@ -364,8 +373,9 @@ class Context : BnContext {
   mutable std::atomic<bool> in_use_{false};
   mutable uint64_t calls_ = 0;              // that may have changed something
   const std::unique_ptr<Callers> callers_;  // NULL: one thread at a time, in any call
-  const uint32_t generation_ = process_generation();
-  std::optional<Error> broken_;  // why only destroy is legal
+  static constexpr uint64_t kMark = uint64_t{0x6743'7458} << 32;
+  std::atomic<uint64_t> mark_{kMark + process_generation()};  // 0 once it is destroyed
+  std::optional<Error> broken_;                               // why only destroy is legal
 
   ParamList params_;
   MemoryRanges ranges_{config_, *backend_, params_};
@@ -394,7 +404,6 @@ class Context : BnContext {
   int64_t tickets_ = 0;
   bool any_ready_ = false;              // ga_params_ready was called in this window
   bool delivered_ = false;              // some accumulator holds a gradient for the program
-  bool rejected_ = false;               // ga_step has returned GA_ERROR_NONFINITE for this window
   std::unique_ptr<Exchange> exchange_;  // NULL: the context is alone
   std::unique_ptr<Eager> eager_;        // NULL: all updates are made by ga_step
   uint64_t rank_key_ = 0;  // tells the random bits of accumulation apart from those of other ranks

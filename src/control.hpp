@@ -251,14 +251,27 @@ struct WindowCounts {
 struct WindowTotals {
   int64_t ticket;  // unique to the call
   int64_t micro_batches;
-  double weight;      // as the next one, only where micro-batches were not checked
+  double weight;      // as the next one, not of this rank where it has checked its micro-batches
   int64_t weighted;   // number of micro-batches with a weight > 0
   bool noise_wanted;  // the window yields an estimate of the noise scale
   bool last;          // no settle_units() follows
-  // On a device: Control::sums and what ParamSums says of what was brought are there already (ranks.hpp).
-  bool over_ranks;
+  bool over_ranks;    // Control::sums has what all ranks bring already
+  // On a device over ranks, ParamSums are there already too (ranks.hpp).
+  bool summed;
   bool discards;  // this rank discards the window
 };
+
+// What this rank brings to the window, as far as it knows.
+GA_HD WindowSums brought_by(const Settings& set, const Control& c, const WindowTotals& w) {
+  WindowSums sums = {};
+  sums.weight = set.deferring ? c.weight : w.weight;
+  sums.micro_batches = static_cast<double>(w.micro_batches);
+  sums.weighted = static_cast<double>(set.deferring ? c.weighted : w.weighted);
+  sums.dropped = static_cast<double>(c.window_dropped);  // 0 if nothing is checked
+  sums.failed = c.failed;
+  sums.unestimated = !w.noise_wanted;
+  return sums;
+}
 
 // On a device, what a rank writes down about an ending window for the others (sum_rank() of ranks.hpp): a
 // RankRecord, for each parameter whether it has a gradient, and its noise, and for each channel of batch

@@ -36,16 +36,6 @@ auto retry(Call&& call) {
   }
 }
 
-// The end of a path, which says more than its beginning, short enough to leave room for the
-// message.
-std::string shown(const std::string& path) {
-  constexpr size_t kMost = 600;
-  if (path.size() <= kMost) return path;
-  size_t from = path.size() - kMost;
-  while (from < path.size() && (path[from] & 0xC0) == 0x80) ++from;  // at a UTF-8 character
-  return "..." + path.substr(from);
-}
-
 [[noreturn]] void fail_io(const std::string& path, const char* what) {
   Subject{"file", shown(path).c_str()}.fail(GA_ERROR_IO, "%s", what);
 }
@@ -103,6 +93,14 @@ Named is_named(int folder, const char* name, int fd) {
 }
 
 }  // namespace
+
+std::string shown(const std::string& path) {
+  constexpr size_t kMost = 600;
+  if (path.size() <= kMost) return path;
+  size_t from = path.size() - kMost;
+  while (from < path.size() && (path[from] & 0xC0) == 0x80) ++from;  // at a UTF-8 character
+  return "..." + path.substr(from);
+}
 
 void Descriptor::reset(int fd) noexcept {
   if (fd_ >= 0) {

@@ -15,6 +15,9 @@ struct stat;
 
 namespace ga {
 
+// A path for a message: its end, which says more than its beginning, if it is long.
+std::string shown(const std::string& path);
+
 // Owns a file descriptor. Closing it keeps errno.
 class Descriptor {
  public:

@@ -264,6 +264,11 @@ void Eager::settle(bool applied) {
   if (!applied) {
     forget_begun(0);
     restore_early();
+  } else {
+    // What was written early in vain would look as if the program had written it.
+    for (const ga_param id : early_)
+      if (c.params_[id].ahead == Ahead::kNot && c.params_.follows(id))
+        add_move(c.params_[id], {c.params_[id].master, GA_F32});
   }
   for (const ReadyParam& b : begun_) {
     const auto i = static_cast<size_t>(b.param);
@@ -282,6 +287,7 @@ void Eager::settle(bool applied) {
       if (next.data) add_move(p, next);
     } else {
       ++redone_;
+      if (is_written_early(b.param) && c.params_.follows(i)) add_move(p, {p.master, GA_F32});
     }
   }
   c.backend_->finish(moves_.span());

@@ -8,6 +8,7 @@
 // and never in place, since another rank may end the window otherwise.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -66,6 +67,10 @@ class Eager {
   void tell_done();
   void end_window();
   void check_callbacks();  // throws if one has thrown an exception
+  // Whether the parameter may hold what an update ahead has made of it.
+  bool is_written_early(ga_param id) const {
+    return std::find(early_.begin(), early_.end(), id) != early_.end();
+  }
   // Whether this thread runs on_param_done of that context.
   static bool is_telling(const Context& context);
 

@@ -66,6 +66,7 @@ void Context::ema_copy_to(ga_param id, void* out, int32_t dtype) {
   if (!out) fail(GA_ERROR_INVALID_ARGUMENT, "ga_ema_copy_to: out was NULL");
   check_values(id, "out", out, p.count, info.size);
   begin_piece(id, "ga_ema_copy_to", "ema");
+  if (!ema_swapped_) follow_data(id);
   const bool averaged = param_state(static_cast<size_t>(id)).averaged;
   const bool elsewhere = averaged && ema_swapped_ && swaps_in_place(p);
   const Array from = elsewhere ? p.shared_data() : averaged ? arrays_.average_of(p) : p.current();

@@ -27,6 +27,11 @@ Error::Error(ga_status status, std::string_view text) noexcept : status_(status)
   text_[n] = '\0';
 }
 
+AllocatorFailed::AllocatorFailed(const char* what, size_t bytes) noexcept {
+  std::snprintf(text_, sizeof text_,
+                "ga_config.allocate, the program's allocator, %s for %zu bytes", what, bytes);
+}
+
 void fail(ga_status status, const char* format, ...) {
   char text[1024];
   va_list args;

@@ -3,6 +3,7 @@
 // boundary.
 #pragma once
 
+#include <cstddef>
 #include <exception>
 #include <new>
 #include <string_view>
@@ -20,6 +21,16 @@ class Error : public std::exception {
  private:
   ga_status status_;
   char text_[1024];  // no allocation, because the error may be that memory ran out
+};
+
+// Memory that the program's allocator has not given.
+class AllocatorFailed : public std::bad_alloc {
+ public:
+  AllocatorFailed(const char* what, size_t bytes) noexcept;
+  const char* what() const noexcept override { return text_; }
+
+ private:
+  char text_[128];
 };
 
 // Throws Error with a printf-formatted message.
@@ -57,6 +68,8 @@ ga_status guard(Body&& body) noexcept {
     return GA_OK;
   } catch (const Error& e) {
     return set_last_error(e.status(), e.what());
+  } catch (const AllocatorFailed& e) {
+    return set_last_error(GA_ERROR_OUT_OF_MEMORY, e.what());
   } catch (const std::bad_alloc&) {
     return set_last_error(GA_ERROR_OUT_OF_MEMORY, "memory for the library's own tables ran out");
   } catch (const std::exception& e) {

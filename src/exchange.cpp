@@ -61,7 +61,7 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
       run_item(item, *own_backend_);
     });
   }
-  comm_->take(on_device() ? context.backend_.get() : nullptr);
+  comm_->take(on_device() ? context.backend_.get() : nullptr, context.config_.device_ordinal);
   context.params_.sharded = shards();
   context.params_.whole_layers = on_device();
 }
@@ -106,6 +106,7 @@ Exchange::Header Exchange::header(Call call, const char* function) {
   h.call = call;
   h.number = calls_;
   h.name = call == kDiscard ? hash_of("ga_step") : hash_of(function);
+  h.arrays = arrays_digest();
   h.params = static_cast<int64_t>(context_.params_.size());
   h.open = !context_.window_.empty() || context_.batch_norms_.has_statistics();
   if (call == kDiscard) return h;
@@ -173,6 +174,7 @@ void Exchange::begin_call(const char* what) {
   gather_headers(own, {});
   check_calls(what);
   check_settings();
+  share_arrays(what);
 }
 
 // Of the last window, for which a device is waited for, as for the headers that are gathered next.
@@ -347,6 +349,7 @@ Exchange::Items Exchange::tensor_items() const {
       f.add(("dimension_" + std::to_string(d)).c_str(), t.shape[d]);
     f.add("piece", parts_.divisions[i].piece);
     f.add("owner", parts_.divisions[i].owner);
+    f.add("follow_data", t.options.follow_data);
     items.emplace_back("parameter " + std::string(t.name), f.text());
   }
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
@@ -394,6 +397,34 @@ uint64_t Exchange::settings_digest() {
 void Exchange::check_settings() {
   for (int32_t q = 1; q < comm_->ranks(); ++q)
     if (header_of(q).settings != header_of(0).settings) explain("the settings", settings_items());
+}
+
+uint64_t Exchange::arrays_digest() const {
+  uint64_t digest = context_.params_.size();
+  for (const Param& p : context_.params_) digest = (digest ^ p.owns) * 0x100000001b3;
+  return digest;
+}
+
+// A parameter has arrays on all ranks or on none, for state that is there is compared, saved and averaged. A rank
+// may have made them alone, in ga_prepare or for a window that was discarded, before the parameter was frozen.
+void Exchange::share_arrays(const char* what) {
+  bool same = true;
+  for (int32_t q = 1; q < comm_->ranks(); ++q)
+    same = same && header_of(q).arrays == header_of(0).arrays;
+  if (same) return;
+  const size_t n = context_.params_.size(), words = words_for_bits(n);
+  std::vector<uint64_t> own(words), all(static_cast<size_t>(comm_->ranks()) * words);
+  for (size_t i = 0; i < n; ++i)
+    if (context_.params_[i].owns) set_bit(own.data(), i);
+  comm_->all_gather("which parameters have arrays", own.data(), all.data(),
+                    static_cast<int64_t>(words), GA_I64);
+  for (size_t k = 0; k < all.size(); ++k) own[k % words] |= all[k];
+  for (size_t i = 0; i < n; ++i) {
+    Param& p = context_.params_[i];
+    p.wanted = p.wanted || bit(own.data(), i);
+    context_.arrays_.look_for(p);
+  }
+  agree_on(what, [&] { context_.make_own(); });
 }
 
 std::vector<std::string> Exchange::gather_texts(const char* what, std::string own) {
@@ -518,14 +549,13 @@ void Exchange::agree_on_tensors() {
 
 void Exchange::agree() {
   comm_->check();
-  gather_headers(header(kSetComm, "ga_context_set_comm"), {});
+  const Header own = header(kSetComm, "ga_context_set_comm");
+  comm_->attend();
+  gather_headers(own, {});
   check_calls("ga_context_set_comm");
   check_settings();
-  if (!shards()) {
-    // Not what updates ahead take: they depend on the exchange, which the context has yet to get.
-    if (context_.arrays_.lacking()) context_.make_lacking();
-    context_.arrays_.fill_new();
-  }
+  if (!shards()) context_.make_own();
+  share_arrays("ga_context_set_comm");
   if (options_.hand_out != 0) hand_out();
   check_state();
   if (!on_device()) return;
@@ -584,14 +614,8 @@ bool Exchange::begin_step(WindowTotals& totals) {
   const auto ranks = comm_->ranks();
   const size_t n = context_.params_.size();
   Header own = header(kStep, "ga_step");
-  const Control& c = *context_.backend_->known();
-  const bool checked = context_.deferring();
-  own.sums.weight = checked ? c.weight : totals.weight;
-  own.sums.micro_batches = static_cast<double>(totals.micro_batches);
-  own.sums.weighted = static_cast<double>(checked ? c.weighted : totals.weighted);
-  own.sums.dropped = static_cast<double>(c.window_dropped);
-  own.sums.failed = c.failed;
-  own.sums.unestimated = !totals.noise_wanted;
+  Control& control = *context_.tables_.control.at();
+  own.sums = brought_by(context_.tables_.settings[0], control, totals);
   micro_batches_ = totals.micro_batches;
   std::vector<uint64_t> payload(words_for_bits(n));  // which parameters have a gradient
   for (size_t i = 0; i < n; ++i) {
@@ -603,20 +627,14 @@ bool Exchange::begin_step(WindowTotals& totals) {
     const RowSet* const set = context_.params_.tensor(i).set;
     payload.push_back(rows && set ? static_cast<uint64_t>(set->size) : held ? kDense : 0);
   }
-  const bool due = is_check_due();
-  Items state;
-  if (due) {
-    state = Checkpoint::state_items(context_);
-    own.state = hash_of(text_of(state));
-  }
   payloads_.clear();
   gather_headers(own, payload);
   check_calls("ga_step");
   for (int32_t q = 0; q < ranks; ++q)
     if (header_of(q).call == kDiscard) return false;
   check_settings();
-  for (int32_t q = 1; due && q < ranks; ++q)
-    if (header_of(q).state != header_of(0).state) explain("parameters and state", state);
+  share_arrays("ga_step");
+  if (is_check_due()) check_state();
 
   sums_ = {};
   for (int32_t q = 0; q < ranks; ++q) add(sums_, header_of(q).sums);
@@ -640,6 +658,8 @@ bool Exchange::begin_step(WindowTotals& totals) {
     payloads_.clear();
   }
   exchanged_ = sums_.weight > 0 && sums_.failed == 0;
+  control.sums = sums_;
+  totals.over_ranks = true;
   totals.micro_batches = static_cast<int64_t>(sums_.micro_batches);
   totals.weight = sums_.weight;
   totals.weighted = static_cast<int64_t>(sums_.weighted);
@@ -713,7 +733,6 @@ void Exchange::add_sums() {
           1;  // the sum is one of gradients, not a mean
     }
   }
-  context_.tables_.control.at()->sums = sums_;
   const Table<BnInput>& layers = context_.batch_norms_.inputs();
   for (size_t l = 0; l < layers.size(); ++l)
     for (int64_t k = 0; k < layers[l].channels; ++k) {

@@ -160,7 +160,8 @@ class Exchange {
     int64_t call;
     int64_t number;  // of the call
     uint64_t name;   // of the function: a hash
-    uint64_t settings, state;
+    uint64_t settings;
+    uint64_t arrays;  // arrays_digest()
     int64_t params;
     int64_t open;      // the window holds something
     int64_t failed;    // end_sweep(): this rank cannot make the call
@@ -178,6 +179,8 @@ class Exchange {
   void check_calls(const char* function);
   uint64_t own_dropped_micros() const;
   void check_settings();
+  uint64_t arrays_digest() const;
+  void share_arrays(const char* what);
   void check_tensors() const;
   void check_tensors_of_device() const;
   uint64_t tensors_digest();

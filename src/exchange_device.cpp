@@ -90,6 +90,7 @@ bool Exchange::hold_all(bool discards) {
     for (int32_t q = 0; q < comm_->ranks(); ++q)
       if (header_of(q).call == kDiscard) return false;
     check_settings();
+    share_arrays("ga_step");
     agreed_on_ = digest;
   }
   end_open_sweeps();

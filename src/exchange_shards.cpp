@@ -37,25 +37,34 @@ void Exchange::divide() {
 // Divides the parameters beyond these parts: large ones among all ranks, small ones as a whole, to whoever has
 // least so far. Where the optimizer is sharded, the sums of a large one whose state is whole on a rank are
 // wanted there alone, and added there too, unless it is so large that the others would wait. The same on every
-// rank, since all have added the same parameters.
+// rank, since all have added the same parameters: how one that is new is divided follows from those before it,
+// also if they are removed by now, for one rank may divide one by one what another divides at a time.
 Exchange::Parts Exchange::divided(Parts parts) const {
   const ParamList& params = context_.params_;
   const size_t known = parts.divisions.size();
   const auto ranks = static_cast<size_t>(comm_->ranks());
   std::vector<int64_t> small(ranks), kept(ranks);  // elements of each rank
-  std::vector<size_t> fresh;
-  for (size_t i = 0; i < params.size(); ++i) {
-    if (i >= known) fresh.push_back(i);
-    if (i >= known || params.tensor(i).removed) continue;
+  int64_t owned = 0;  // elements of parameters whose state is whole on a rank
+  const auto load_of = [&](const Division& d) -> std::vector<int64_t>& {
+    return d.piece == 0 ? small : kept;
+  };
+  const auto add_load = [&](size_t i) {
     const Division& d = parts.divisions[i];
-    (d.piece == 0 ? small : kept)[static_cast<size_t>(d.owner)] += params[i].count;
+    if (d.piece == 0 || parts.keepers[i] == Keeper::kOwner)
+      load_of(d)[static_cast<size_t>(d.owner)] += parts.counts[i];
+  };
+  for (size_t i = 0; i < known; ++i) {
+    add_load(i);
+    if (parts.keepers[i] == Keeper::kOwner) owned += parts.counts[i];
+  }
+  std::vector<size_t> fresh;
+  for (size_t i = known; i < params.size(); ++i) {
+    fresh.push_back(i);
+    if (known == 0 && params.keeper(i) == Keeper::kOwner) owned += params[i].count;
   }
   if (known == 0)
     std::stable_sort(fresh.begin(), fresh.end(),
                      [&](size_t a, size_t b) { return params[a].count > params[b].count; });
-  int64_t owned = 0;  // elements of parameters whose state is whole on a rank
-  for (const size_t i : fresh)
-    if (params.keeper(i) == Keeper::kOwner) owned += params[i].count;
   parts.divisions.resize(params.size());
   parts.counts.resize(params.size());
   parts.keepers.resize(params.size());
@@ -65,6 +74,7 @@ Exchange::Parts Exchange::divided(Parts parts) const {
     Division& d = parts.divisions[i];
     parts.counts[i] = p.count;
     const Keeper keeper = parts.keepers[i] = params.keeper(i);
+    if (known > 0 && keeper == Keeper::kOwner) owned += p.count;
     const bool large = p.count * dtype_info(p.real()).size >= kDividedBytes;
     if (large) {
       constexpr int64_t kLine = 16;
@@ -75,10 +85,9 @@ Exchange::Parts Exchange::divided(Parts parts) const {
       d.measured_apart = d.measured_piece != added;
       d.piece = shards() ? d.measured_piece : added;
     }
-    std::vector<int64_t>& load = d.piece == 0 ? small : kept;
-    const auto least = std::min_element(load.begin(), load.end());
-    d.owner = static_cast<int32_t>(least - load.begin());
-    if (d.piece == 0 || keeper == Keeper::kOwner) *least += p.count;
+    const std::vector<int64_t>& load = load_of(d);
+    d.owner = static_cast<int32_t>(std::min_element(load.begin(), load.end()) - load.begin());
+    add_load(i);
     if (!shards() && d.measured_piece > 0 && params.is_layered(p)) {
       const int64_t chunks = chunk_count(d.measured_piece) * comm_->ranks();
       parts.layer_partials[i].resize(static_cast<size_t>(chunks));

@@ -86,8 +86,8 @@ std::string Fields::text() const {
   return text;
 }
 
-const std::string* Fields::find(std::string_view name) const {
-  for (const auto& field : list_)
+const std::string* Fields::find(const List& list, std::string_view name) {
+  for (const auto& field : list)
     if (field.first == name) return &field.second;
   return nullptr;
 }

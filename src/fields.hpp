@@ -15,7 +15,10 @@
 namespace ga {
 
 // f(name, field) for every field of a struct that the program fills, but struct_size, reserved ones,
-// pointers and sizes of arrays; and for the numbers of a struct of ours that are to be kept.
+// pointers and sizes of arrays; and for the numbers of a struct of ours that are to be kept. For a
+// field that files had not from the beginning f(name, field, implied): a text without it means
+// `implied`, and a text is written without it where it has this value, so that older versions of the
+// library read the file.
 template <class Struct, class F>
 void each_field(Struct& s, F&& f) {
   using T = std::remove_const_t<Struct>;
@@ -32,6 +35,7 @@ void each_field(Struct& s, F&& f) {
     f("ns_steps", s.ns_steps), f("adjust_lr", s.adjust_lr), f("centered", s.centered);
     f("decoupled", s.decoupled), f("always_adapt", s.always_adapt), f("beta3", s.beta3);
     f("alpha", s.alpha), f("alpha_warmup", s.alpha_warmup), f("beta3_warmup", s.beta3_warmup);
+    f("clip_exponent", s.clip_exponent, s.kind == GA_OPTIMIZER_ADOPT ? 0.25 : 0.0);
   } else if constexpr (std::is_same_v<T, ga_schedule>) {
     f("kind", s.kind), f("warmup_steps", s.warmup_steps), f("total_steps", s.total_steps);
     f("end_factor", s.end_factor), f("power", s.power), f("gamma", s.gamma);
@@ -84,6 +88,8 @@ void each_field(Struct& s, F&& f) {
 
 // Numbers by name, in the order in which they were written.
 class Fields {
+  using List = std::vector<std::pair<std::string, std::string>>;
+
  public:
   Fields() = default;
   // Throws GA_ERROR_FORMAT if the text is not of this form. what: the text's name, for the message.
@@ -98,7 +104,10 @@ class Fields {
   }
   template <class Struct>
   void add_fields(const Struct& s) {
-    each_field(s, [&](const char* name, auto value) { add(name, value); });
+    each_field(s, [&](const char* name, auto value, auto... implied) {
+      (implied_.emplace_back(name, written(implied)), ...);
+      if (!((value == implied) || ...)) add(name, value);
+    });
   }
   // Throws GA_ERROR_FORMAT unless the number is there and fits T.
   template <class T>
@@ -108,20 +117,31 @@ class Fields {
   }
   template <class Struct>
   void get_fields(Struct& s) const {
-    each_field(s, [&](const char* name, auto& value) { get(name, value); });
+    each_field(s, [&](const char* name, auto& value, auto... implied) {
+      ((value = implied), ...);
+      if (sizeof...(implied) == 0 || has(name)) get(name, value);
+    });
   }
 
   // f(name, theirs, ours) for each number of `theirs` that differs from the one of that name here,
-  // or that is not here (ours: NULL).
+  // or that is not here (ours: NULL). What is implied here is implied there.
   template <class F>
   void each_difference(const Fields& theirs, F&& f) const {
     for (const auto& [name, text] : theirs.list_)
-      if (const std::string* const mine = find(name); !mine || *mine != text)
+      if (const std::string* const mine = find_or_implied(name); !mine || *mine != text)
         f(name.c_str(), text.c_str(), mine ? mine->c_str() : nullptr);
+    for (const auto& [name, implied] : implied_)
+      if (const std::string* const mine = find(name); mine && !theirs.has(name))
+        f(name.c_str(), implied.c_str(), mine->c_str());
   }
 
  private:
-  const std::string* find(std::string_view name) const;
+  static const std::string* find(const List& list, std::string_view name);
+  const std::string* find(std::string_view name) const { return find(list_, name); }
+  const std::string* find_or_implied(std::string_view name) const {
+    const std::string* const mine = find(name);
+    return mine ? mine : find(implied_, name);
+  }
   [[noreturn]] void fail_field(const char* name) const;
 
   static std::string written(double value);
@@ -138,7 +158,8 @@ class Fields {
   static bool read(const std::string& text, bool& value);
 
   const char* what_ = "";
-  std::vector<std::pair<std::string, std::string>> list_;
+  List list_;
+  List implied_;  // the values of fields that the text may lack
 };
 
 }  // namespace ga

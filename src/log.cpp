@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "environment.hpp"
 #include "fp_mode.hpp"
 
 namespace ga {
@@ -24,8 +25,7 @@ struct Text {
 }  // namespace
 
 std::unique_ptr<Log> Log::of(const ga_config& config) {
-  const char* const verbose = std::getenv("GA_VERBOSE");
-  if (!config.log && !(verbose && std::strcmp(verbose, "1") == 0)) return nullptr;
+  if (!config.log && !flag_variable("GA_VERBOSE").value_or(false)) return nullptr;
   return std::unique_ptr<Log>(new Log(config));
 }
 

@@ -12,7 +12,7 @@
 #include "division.hpp"
 #include "error.hpp"
 #include "optimizer.hpp"
-#include "tables.hpp"
+#include "table.hpp"
 
 namespace ga {
 
@@ -91,6 +91,7 @@ struct alignas(64) Param {
   bool pending = false;    // in the list of tasks
   bool pair = false;       // the accumulator consists of two 16-bit arrays
   bool owns = false;       // the arrays of the parameter exist
+  bool wanted = false;     // they are to exist although it is frozen, since another rank has them
   bool accumulator_written = false;  // by some window since it was allocated
   bool state_written = false;
   bool average_written = false;
@@ -104,7 +105,7 @@ struct alignas(64) Param {
   void hold(Held h) { held_as = static_cast<unsigned char>(h); }
   int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
   bool fits_accumulator() const { return accumulator_dtype == real(); }
-  bool lacks_arrays() const { return !owns && !frozen; }
+  bool lacks_arrays() const { return !owns && (!frozen || wanted); }
   Array shared_data() const;  // of the parameter itself: its share
   Array values() const { return master ? Array{master, GA_F32} : shared_data(); }
   // The same while the master weights have yet to be copied from the parameter.
@@ -201,6 +202,8 @@ class ParamList {
   const Group& group_of(const Param& p) const { return groups[static_cast<size_t>(p.group)]; }
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
   bool has_master(Which w) const;
+  // Whether its master weights follow what the program writes to it.
+  bool follows(Which w) const { return tensor(w).options.follow_data != 0 && has_master(w); }
   Keeper keeper(Which w) const;
   // Elements of which each piece has a whole number: under Keeper::kPieces those of a row or of the units with
   // an outermost index, where there are any, else a cache line.

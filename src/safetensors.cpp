@@ -62,9 +62,9 @@ void check_unique(ga_status status, const Header& header) {
   check_unique(status, "tensor", header.tensors);
 }
 
-void check_length(ga_status status, size_t bytes) {
-  if (bytes > kMostHeader)
-    fail(status, "the header had %zu bytes, expected at most %lld", bytes, ll(kMostHeader));
+void check_length(ga_status status, size_t bytes, int64_t most) {
+  if (bytes > static_cast<size_t>(most))
+    fail(status, "the header had %zu bytes, expected at most %lld", bytes, ll(most));
 }
 
 void check_name_length(ga_status status, const std::string& name) {
@@ -297,8 +297,8 @@ class Reader {
   int offsets_ = 0;  // the numbers in data_offsets so far
 };
 
-void check_text(std::string_view text) {
-  check_length(GA_ERROR_FORMAT, text.size());
+void check_text(std::string_view text, int64_t most) {
+  check_length(GA_ERROR_FORMAT, text.size(), most);
   if (text.empty() || text.front() != '{')
     fail(GA_ERROR_FORMAT, "the header did not begin with '{'");
   if (text[text.find_last_not_of(' ')] != '}')
@@ -370,7 +370,7 @@ bool is_utf8(std::string_view text) {
   return true;
 }
 
-std::string write(const Header& header) {
+std::string write(const Header& header, int64_t most) {
   check_writable(header);
   std::string text(kLengthBytes, '\0');
   text += '{';
@@ -404,13 +404,13 @@ std::string write(const Header& header) {
   text += '}';
   text.append((kAlignment - text.size() % kAlignment) % kAlignment, ' ');
   const size_t length = text.size() - kLengthBytes;
-  check_length(GA_ERROR_UNSUPPORTED, length);
+  check_length(GA_ERROR_UNSUPPORTED, length, most);
   for (size_t i = 0; i < kLengthBytes; ++i) text[i] = static_cast<char>(length >> 8 * i);
   return text;
 }
 
-Header parse(std::string_view text, int64_t data_bytes) {
-  check_text(text);
+Header parse(std::string_view text, int64_t data_bytes, int64_t most) {
+  check_text(text, most);
   Reader reader;
   nlohmann::json::sax_parse(text.begin(), text.end(), &reader);
   check_unique(GA_ERROR_FORMAT, reader.header);

@@ -45,8 +45,9 @@ bool is_utf8(std::string_view text);
 // The first bytes of a file, up to the data: the length and the JSON text, which has the metadata
 // first, then the tensors, in the order given. Spaces at its end align the data to kAlignment,
 // because state is read in place; the format asks for a multiple of 8. The ranges of the tensors
-// must tile the data. Throws GA_ERROR_UNSUPPORTED for names and sizes that parse() would refuse.
-std::string write(const Header& header);
+// must tile the data. most: of the bytes of the JSON text. Throws GA_ERROR_UNSUPPORTED for names and sizes
+// that parse() would refuse.
+std::string write(const Header& header, int64_t most = kMostHeader);
 
 // Reads a JSON text, of which nothing is trusted. data_bytes is the number of bytes behind the text
 // in the file. Throws GA_ERROR_FORMAT with what is wrong and where. Takes up to 12 bytes of memory
@@ -55,6 +56,6 @@ std::string write(const Header& header);
 // Stricter than the reference reader: an entry has no fields but the three of the format, no key
 // occurs twice, and no control characters, such as line breaks, stand between the tokens. More
 // liberal: a dtype may be unknown, and the size of its tensors is then not checked.
-Header parse(std::string_view text, int64_t data_bytes);
+Header parse(std::string_view text, int64_t data_bytes, int64_t most = kMostHeader);
 
 }  // namespace ga::safetensors

@@ -108,6 +108,7 @@ void Context::get_state(ga_param id, const char* name, void* out, int32_t dtype,
   if (!out && count > 0) params_.subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "out was NULL");
   begin_piece(id, "ga_state_get", name);
   prepare();
+  if (s.kind == kMaster || s.kind == kAverage) follow_data(id);
   const ParamState state = param_state(i);
   if (s.kind == kStep) {
     std::memcpy(out, &state.clock.step, sizeof state.clock.step);
@@ -179,13 +180,48 @@ void Context::set_state(ga_param id, const char* name, const void* data, int32_t
       backend_->write(arrays_.data(p, s.kind), from, static_cast<size_t>(part.count) * size);
     if (s.kind == kAverage) state.averaged = p.average_written = true;
     if (s.kind < kMaster) p.state_written = true;
-    if (s.kind == kMaster) p.unrounded = true;
+    if (s.kind == kMaster) p.unrounded = !params_.follows(id);
   }
   if (s.kind < kMaster && s.kind != kStep && state.clock.step == 0) {
     state.clock.step = 1;
     if (s.kind != kProduct) state.clock.product = 1;
   }
   set_param_state(i, state);
+  if (s.kind == kMaster) write_copies([&](ga_param other) { return other == id; });
+}
+
+// Has the master weights be what the program has written to the parameter since, if they follow it.
+void Context::follow_data(ga_param id) {
+  const auto i = static_cast<size_t>(id);
+  const Param& p = params_[id];
+  if (!p.master || !params_.follows(id) || p.master_due || p.share.count == 0) return;
+  // An update that has begun does so, and writes the parameter early maybe.
+  if (eager_ && (p.ahead != Ahead::kNot || eager_->is_written_early(id))) return;
+  flush();
+  const Array followed = {&tables_.composites.at(i)->followed, kFollowed};
+  arrays_.copy(p, followed, {p.master, GA_F32}, p.share.count);
+}
+
+// Rounds those parameters from the master weights that the library has written, if these follow the program: what
+// the parameters held before would look as if the program had written it since. All ranks call it, where the
+// optimizer is sharded.
+void Context::write_copies(const std::function<bool(ga_param)>& written) {
+  const auto is_due = [&](ga_param id) { return params_.follows(id) && written(id); };
+  bool any = false;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const auto id = static_cast<ga_param>(i);
+    if (!is_due(id)) continue;
+    const Param& p = params_[id];
+    any = true;
+    if (p.master && p.share.count > 0)
+      or_break([&] { arrays_.copy(p, {p.master, GA_F32}, p.shared_data(), p.share.count); });
+  }
+  if (!any || !shards()) return;
+  or_end([&] {
+    exchange_->gather_parameters([&](ga_param id) {
+      return is_due(id) ? Exchange::Changed::kElements : Exchange::Changed::kNothing;
+    });
+  });
 }
 
 void Context::reset_state(ga_param id) {

@@ -19,10 +19,15 @@ using safetensors::Tensor;
 
 constexpr char kFormat[] = "gradaccum.format", kHeaderSum[] = "gradaccum.header",
                kSums[] = "gradaccum.xxh3";
-constexpr std::string_view kMark = "1 xxh3", kMarkOfOthers = "1 unchecked";
+constexpr std::string_view kMark = "1 xxh3", kMarkOfOthers = "1 unchecked", kMarkOfTwo = "2 xxh3";
 // What the text of our files begins with: the digits of the header's checksum follow.
 constexpr std::string_view kBegin =
     "{\"__metadata__\":{\"gradaccum.format\":\"1 xxh3\",\"gradaccum.header\":\"";
+constexpr std::string_view kBeginOfTwo =
+    "{\"__metadata__\":{\"gradaccum.format\":\"2 xxh3\",\"gradaccum.header\":\"";
+static_assert(kBegin.size() == kBeginOfTwo.size());
+constexpr char kData[] = "gradaccum.data", kIndex[] = "gradaccum.index";  // of format 2
+constexpr int64_t kMostIndex = INT32_MAX;                                 // bytes
 constexpr size_t kDigits = 16;
 // Pieces of less bytes are gathered, or read ahead, up to this number of bytes.
 constexpr size_t kGathered = size_t{64} << 10;
@@ -37,11 +42,30 @@ std::string digits_of(uint64_t sum) {
 // The checksum of a header, as if its own digits were zeros.
 uint64_t sum_of_header(std::string_view text) {
   Checksum sum;
-  sum.add(text.data(), kBegin.size());
+  sum.add(text.data(), kBegin.size());  // of either format
   sum.add(kNoDigits.data(), kDigits);
   const std::string_view rest = text.substr(kBegin.size() + kDigits);
   sum.add(rest.data(), rest.size());
   return sum.value();
+}
+
+bool is_header_of_ours(std::string_view text) {
+  return text.size() >= kBegin.size() + kDigits &&
+         text.substr(kBegin.size(), kDigits) == digits_of(sum_of_header(text));
+}
+
+// Writes the checksum into a header whose digits are zeros.
+void sign(std::string& text) {
+  const std::string digits = digits_of(sum_of_header(std::string_view(text).substr(kLengthBytes)));
+  text.replace(kLengthBytes + kBegin.size(), kDigits, digits);
+}
+
+// The header of a file of format 2.
+std::string header_of_two(int64_t data_bytes, int64_t index_bytes) {
+  return safetensors::write(
+      {{{kFormat, std::string(kMarkOfTwo)}, {kHeaderSum, kNoDigits}},
+       {{kData, "U8", {data_bytes}, 0, data_bytes},
+        {kIndex, "U8", {index_bytes}, data_bytes, data_bytes + index_bytes}}});
 }
 
 uint64_t length_in(const unsigned char (&bytes)[kLengthBytes]) {
@@ -79,13 +103,12 @@ StateWriter::StateWriter(Metadata metadata, std::vector<Tensor> tensors) {
     t.begin = data_bytes_;
     t.end = data_bytes_ += bytes;
   }
-  const std::string text = this->text();
-  data_begin_ = static_cast<int64_t>(text.size());
-  if (data_begin_ - kLengthBytes > safetensors::kMostHeader)
-    fail(GA_ERROR_UNSUPPORTED,
-         "the header of the state would have %lld bytes, but the format allows %lld; shorter names "
-         "or fewer parameters make a shorter one",
-         static_cast<long long>(data_begin_), static_cast<long long>(safetensors::kMostHeader));
+  auto size = static_cast<int64_t>(text().size());
+  if (size - kLengthBytes > safetensors::kMostHeader) {
+    index_bytes_ = size - kLengthBytes;
+    size = static_cast<int64_t>(header_of_two(data_bytes_, index_bytes_).size());
+  }
+  data_begin_ = size;
 }
 
 std::string StateWriter::text() const {
@@ -93,7 +116,7 @@ std::string StateWriter::text() const {
   std::string& sums = header.metadata[2].second;
   sums.reserve(sums_.size() * (kDigits + 1));
   for (const uint64_t sum : sums_) sums += (sums.empty() ? "" : " ") + digits_of(sum);
-  return safetensors::write(header);
+  return safetensors::write(header, kMostIndex);
 }
 
 void StateWriter::put(const WriteAt& write, const void* data, size_t size) {
@@ -132,8 +155,12 @@ void StateWriter::flush(const WriteAt& write) {
 void StateWriter::finish(const WriteAt& write) {
   flush(write);
   std::string text = this->text();
-  const std::string digits = digits_of(sum_of_header(std::string_view(text).substr(kLengthBytes)));
-  text.replace(kLengthBytes + kBegin.size(), kDigits, digits);
+  sign(text);
+  if (index_bytes_ > 0) {
+    write(data_begin_ + data_bytes_, text.data() + kLengthBytes, static_cast<size_t>(index_bytes_));
+    text = header_of_two(data_bytes_, index_bytes_);
+    sign(text);
+  }
   write(0, text.data(), text.size());
 }
 
@@ -155,11 +182,16 @@ StateReader::StateReader(int64_t size, const ReadAt& read, bool unmarked) {
   if (length > 0) read(kLengthBytes, text.data(), text.size());
   data_begin_ = kLengthBytes + static_cast<int64_t>(length);
   data_bytes_ = size - data_begin_;
-  ours_ = begins_with(text, kBegin);
-  if (ours_ && (text.size() < kBegin.size() + kDigits ||
-                text.substr(kBegin.size(), kDigits) != digits_of(sum_of_header(text))))
+  const bool of_two = begins_with(text, kBeginOfTwo);
+  ours_ = of_two || begins_with(text, kBegin);
+  if (ours_ && !is_header_of_ours(text))
     fail(GA_ERROR_FORMAT, "its header is damaged: it does not match its checksum");
   header_ = safetensors::parse(text, data_bytes_);
+  if (of_two) {
+    const std::string index = read_index(read);
+    data_bytes_ = header_.tensors[0].end;
+    header_ = safetensors::parse(index, data_bytes_, kMostIndex);
+  }
   for (const auto& [key, value] : header_.metadata)
     if (begins_with(key, kOurs)) keys_[std::string_view(key).substr(kOurs.size())] = &value;
   check_mark(unmarked);
@@ -169,22 +201,42 @@ StateReader::StateReader(int64_t size, const ReadAt& read, bool unmarked) {
   ahead_.reserve(kGathered);  // so that no reading allocates
 }
 
+// The header of format 1 in a file of format 2, whose own header_ is.
+std::string StateReader::read_index(const ReadAt& read) const {
+  const auto is = [&](size_t k, const char* name) {
+    return tensors().size() == 2 && tensors()[k].name == name && tensors()[k].dtype == "U8";
+  };
+  if (!is(0, kData) || !is(1, kIndex))
+    fail(GA_ERROR_FORMAT, "its format is \"%s\", but its tensors are not %s and %s",
+         kMarkOfTwo.data(), kData, kIndex);
+  const Tensor& index = tensors()[1];
+  const int64_t bytes = index.end - index.begin;
+  if (bytes > kMostIndex)
+    fail(GA_ERROR_FORMAT, "its index had %lld bytes, expected at most %lld", ll(bytes),
+         ll(kMostIndex));
+  std::string text(static_cast<size_t>(bytes), ' ');
+  if (bytes > 0) read(data_begin_ + index.begin, text.data(), text.size());
+  if (!begins_with(text, kBegin) || !is_header_of_ours(text))
+    fail(GA_ERROR_FORMAT, "its index is damaged: it does not match its checksum");
+  return text;
+}
+
 // Every key of ours begins with kOurs, and there are several, so that no change of one bit makes a file
 // of ours one without a mark.
 void StateReader::check_mark(bool unmarked) {
   const std::string* const mark = find("format");
   if (ours_ || (mark && *mark == kMarkOfOthers)) return;
   if (mark) {
-    if (*mark == kMark)
+    if (*mark == kMark || *mark == kMarkOfTwo)
       fail(GA_ERROR_FORMAT,
            "its mark gradaccum.format says \"%s\", but it was not written by this library, or is "
            "damaged; other programs write \"%s\"",
-           kMark.data(), kMarkOfOthers.data());
+           mark->c_str(), kMarkOfOthers.data());
     fail(GA_ERROR_FORMAT,
-         "its format is \"%.40s\", but this version of the library reads format 1 (\"%s\", or "
-         "\"%s\" "
-         "of other programs)",
-         mark->c_str(), kMark.data(), kMarkOfOthers.data());
+         "its format is \"%.40s\", but this version of the library reads the formats 1 and 2 "
+         "(\"%s\", "
+         "\"%s\", or \"%s\" of other programs)",
+         mark->c_str(), kMark.data(), kMarkOfTwo.data(), kMarkOfOthers.data());
   }
   if (!keys_.empty())
     fail(GA_ERROR_FORMAT, "it is damaged: it has settings of this library, but no format mark");

@@ -5,6 +5,10 @@
 //
 // The metadata of our files begins with the mark and the header's own checksum, so both lie at fixed
 // places. A file of another program has no checksums and says so by another mark.
+//
+// A header of more than 100 MB is beyond what safetensors allows, as of some 190,000 parameters with AdamW's
+// state. Such a file has format 2: its own header names two tensors of bytes, gradaccum.data, which has the data
+// of a file of format 1, and behind it gradaccum.index, which has its header.
 #pragma once
 
 #include <cstddef>
@@ -57,7 +61,7 @@ class StateWriter {
   // which their bytes will come.
   StateWriter(Metadata metadata, std::vector<safetensors::Tensor> tensors);
 
-  int64_t file_bytes() const { return data_begin_ + data_bytes_; }
+  int64_t file_bytes() const { return data_begin_ + data_bytes_ + index_bytes_; }
   int64_t data_bytes() const { return data_bytes_; }
   // Writes the next bytes of the data. Small pieces are gathered first.
   void put(const WriteAt& write, const void* data, size_t size);
@@ -75,6 +79,7 @@ class StateWriter {
   size_t tensor_ = 0;           // whose bytes come next
   int64_t done_ = 0;            // bytes of the data
   int64_t data_begin_ = 0, data_bytes_ = 0;
+  int64_t index_bytes_ = 0;  // 0: format 1
 };
 
 class StateReader {
@@ -99,6 +104,7 @@ class StateReader {
 
  private:
   void check_mark(bool unmarked);
+  std::string read_index(const ReadAt& read) const;
   void take_sums();
   void read_small(const ReadAt& read, int64_t at, void* to, size_t size);
 

@@ -117,7 +117,7 @@ void Context::empty_window() {
     for (const Tensor& t : params_.tensors())
       if (t.set) backend_->clear_rows({&t.set, 1});
   rows_held_ = 0;
-  noise_repeated_ = rejected_ = any_ready_ = false;
+  noise_repeated_ = any_ready_ = false;
   contributions_.clear();
   batch_norms_.end_window();
   window_.clear();
@@ -132,7 +132,7 @@ WindowTotals Context::window_totals() const {
   totals.weight = window_.weight();
   totals.weighted = window_.weighted();
   totals.noise_wanted = config_.noise_scale && !noise_repeated_;
-  totals.over_ranks = exchange_ && exchange_->on_device();
+  totals.over_ranks = totals.summed = exchange_ && exchange_->on_device();
   return totals;
 }
 
@@ -148,15 +148,14 @@ ga_step_result Context::step() {
   // arrays.
   const bool about_all = config_.missing == GA_MISSING_ZERO || ema_;
   if ((window_.weight() > 0 && about_all) || exchange_) prepare();
-  if (lists_due_) make_lists();
   WindowTotals totals = window_totals();
   ++tickets_;
   OverRanks over_ranks;
-  if (totals.over_ranks) or_end([&] { exchange_->check_queued(); });
+  if (totals.summed) or_end([&] { exchange_->check_queued(); });
   if (exchange_) {
     bool goes_on = false;
     or_lose_window([&] {
-      goes_on = totals.over_ranks ? exchange_->hold_all(false) : exchange_->begin_step(totals);
+      goes_on = totals.summed ? exchange_->hold_all(false) : exchange_->begin_step(totals);
     });
     if (!goes_on) {
       if (eager_) {
@@ -168,12 +167,13 @@ ga_step_result Context::step() {
       return discarded();
     }
   }
-  if (exchange_ && !totals.over_ranks) {
+  if (lists_due_) make_lists();
+  if (exchange_ && !totals.summed) {
     or_lose_window([&] { exchange_->add_gradients(); });
     over_ranks = [this] { or_lose_window([&] { exchange_->add_sums(); }); };
   }
   if (eager_ && exchange_) eager_->join();  // it goes on while ranks exchange the rest
-  const bool may_apply = totals.over_ranks || totals.weight > 0;
+  const bool may_apply = totals.summed || totals.weight > 0;
   totals.last = !may_apply || !settles_units_;
   forget_delivered();
 
@@ -181,7 +181,7 @@ ga_step_result Context::step() {
     StepSums sums = {};
     if (may_apply) sums = tell_window(false);
     flush();
-    if (totals.over_ranks) {
+    if (totals.summed) {
       or_lose_window([&] { exchange_->exchange_all(totals, sums.norms); });
       sums.norms = {};
     }
@@ -189,7 +189,7 @@ ga_step_result Context::step() {
     const bool fails = config_.nonfinite == GA_NONFINITE_FAIL;
     const Control* const known = fails ? &control() : backend_->known();
     if (fails && known->result.outcome == GA_STEP_SKIPPED_NONFINITE) {
-      rejected_ = true;
+      window_.reject();
       fail_nonfinite(*known);
     }
     const bool goes = may_apply && !(known && !known->go);
@@ -255,7 +255,6 @@ void Context::discard_over_devices() {
   check_device();
   if (exchange_->has_failed()) return;
   prepare();
-  if (lists_due_) make_lists();
   WindowTotals totals = window_totals();
   ++tickets_;
   totals.discards = totals.last = true;
@@ -263,6 +262,7 @@ void Context::discard_over_devices() {
   bool goes_on = false;
   or_lose_window([&] { goes_on = exchange_->hold_all(true); });
   if (!goes_on) return;
+  if (lists_due_) make_lists();
   or_break([&] {
     tell_window(true);
     flush();
@@ -305,7 +305,8 @@ ga_step_result Context::discarded() const {
 void Context::drop_window() {
   forget_delivered();
   const bool invalid = window_.state() == GA_WINDOW_INVALID;  // statistics may be half changed
-  if (deferring() || rows_held_ > 0 || batch_norms_.has_statistics() || rejected_ || invalid)
+  if (deferring() || rows_held_ > 0 || batch_norms_.has_statistics() || window_.rejected() ||
+      invalid)
     backend_->clear_window();
   empty_window();
 }
@@ -386,10 +387,6 @@ void Context::on_all_ranks(const char* what, bool alone,
     throw;
   } catch (const std::exception& e) {
     const Error error(GA_ERROR_INTERNAL, e.what());
-    if (!given_up) exchange_->vote(what, &error);
-    throw;
-  } catch (...) {  // of a callback in C++
-    const Error error(GA_ERROR_INTERNAL, "an unknown exception was thrown");
     if (!given_up) exchange_->vote(what, &error);
     throw;
   }

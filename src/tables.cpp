@@ -167,6 +167,7 @@ void Context::describe_update(size_t i) {
   update.op = op;
   update.f64 = p.f64;
   if (p.master) update.copy = p.shared_data();
+  update.follows = p.master && params_.follows(i);
   update.delivered = {op < 0 ? p.accumulator : nullptr, p.accumulator_dtype};
   update.padded_state = !params_.in_pieces(i);  // a piece may end where another begins
   update.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC;
@@ -225,6 +226,11 @@ void Context::set_arrays(size_t i) {
   const int op = params_.op_of(p);
   UpdateTask& update = tables_.updates.edit(i);
   update.param = p.values();
+  if (update.follows) {
+    Composites& composites = tables_.composites.edit(i);
+    composites.followed = {update.param.data, update.copy.data, p.dtype};
+    composites.followed_whole = {whole_of(update.param, p.share.first).data, p.data, p.dtype};
+  }
   update.average = arrays_.average_of(p);
   if (tables_.factors[i].row_pattern) {
     FactorTask& factor = tables_.factors.edit(i);
@@ -244,6 +250,11 @@ void Context::set_arrays(size_t i) {
     std::copy_n(update.state, kMaxSlots, measure.state);
   }
   if (!params_.tensor(i).units[Tensor::kClipUnits]) return;
+  if (update.follows) {
+    tables_.units.edit(i).param = {&tables_.composites.at(i)->followed_whole, kFollowed, 1,
+                                   nullptr};
+    return;
+  }
   const Array param = whole_of(update.param, p.share.first);
   tables_.units.edit(i).param = {param.data, param.format, 1, nullptr};
 }

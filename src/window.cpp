@@ -37,6 +37,14 @@ void Window::check_valid() const {
          "legal");
 }
 
+void Window::check_takes_more() const {
+  check_valid();
+  if (rejected_)
+    fail(GA_ERROR_INVALID_STATE,
+         "the window has an infinite or NaN gradient, for which ga_step has returned "
+         "GA_ERROR_NONFINITE; ga_discard must be called next");
+}
+
 void Window::check_closed(const char* what) const {
   check_valid();
   if (open_ >= 0)
@@ -47,6 +55,7 @@ void Window::check_closed(const char* what) const {
 
 void Window::check_whole() const {
   check_closed("a function that adds a whole micro-batch");
+  check_takes_more();
   if (state() == GA_WINDOW_FULL)
     fail(GA_ERROR_WINDOW_FULL,
          "the window is full: it holds %lld micro-batches%s; ga_step must be called next",
@@ -55,6 +64,7 @@ void Window::check_whole() const {
 
 void Window::begin(int64_t index, const Micro& micro) {
   check_closed("ga_micro_begin");
+  check_takes_more();
   if (index < 0 || index > size())
     fail(GA_ERROR_INVALID_ARGUMENT,
          "micro-batch index was %lld, but the window holds %lld: expected -1 to %lld", ll(index),
@@ -130,7 +140,7 @@ void Window::clear() {
   weight_ = weight_before_last_ = 0;
   weighted_ = 0;
   open_ = -1;
-  invalid_ = false;
+  invalid_ = rejected_ = false;
 }
 
 }  // namespace ga

@@ -41,6 +41,7 @@ class Window {
   // and changes nothing, if the call is not legal. what: the function that was called, or the change
   // that was wanted.
   void check_valid() const;
+  void check_takes_more() const;                  // that ga_step has not rejected the window
   void check_whole() const;                       // that a whole micro-batch may be added
   void begin(int64_t index, const Micro& micro);  // opens a micro-batch, or resumes it
   void check_part(const char* what) const;        // that a micro-batch is open
@@ -60,6 +61,9 @@ class Window {
   void clear();
   // Parts of the accumulators are unknown: only ga_discard is legal.
   void invalidate() { invalid_ = true; }
+  // ga_step has returned GA_ERROR_NONFINITE for this window.
+  void reject() { rejected_ = true; }
+  bool rejected() const { return rejected_; }
   void restore(std::vector<Micro> micros);  // makes an empty window one of these micro-batches
 
   // Runs a pass that changes accumulators. If the pass fails half-way, the window becomes invalid:
@@ -82,7 +86,7 @@ class Window {
   int64_t accum_steps_ = 0;
   double weight_ = 0, weight_before_last_ = 0;
   int64_t weighted_ = 0;
-  bool invalid_ = false;
+  bool invalid_ = false, rejected_ = false;
 };
 
 }  // namespace ga

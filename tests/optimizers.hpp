@@ -124,6 +124,7 @@ inline Field beta2_decay(double x) { return {"beta2_decay", &ga_optimizer::beta2
 inline Field threshold(double x) { return {"clip_threshold", &ga_optimizer::clip_threshold, x}; }
 inline Field ns_steps(int32_t x) { return {"ns_steps", &ga_optimizer::ns_steps, x}; }
 inline Field beta3(double x) { return {"beta3", &ga_optimizer::beta3, x}; }
+inline Field clip_exponent(double x) { return {"clip_exponent", &ga_optimizer::clip_exponent, x}; }
 inline Field alpha(double x) { return {"alpha", &ga_optimizer::alpha, x}; }
 
 inline Row sgd() {
@@ -434,7 +435,7 @@ inline Row muon() {
 inline Row adopt() {
   Row r = {GA_OPTIMIZER_ADOPT, "ADOPT", "adopt"};
   r.state = [](Const, bool) { return "exp_avg exp_avg_sq"; };
-  r.add_defaults(torch, {lr(1e-3), beta1(0.9), beta2(0.9999), eps(1e-6)});
+  r.add_defaults(torch, {lr(1e-3), beta1(0.9), beta2(0.9999), eps(1e-6), clip_exponent(0.25)});
   r.add("Adopt", torch, 1e-2, [](O) {});
   r.add("AdoptDecay", torch, 1e-2,
         [](O o) { o.beta2 = 0.9, o.weight_decay = 0.1, o.maximize = 1; });
@@ -442,6 +443,8 @@ inline Row adopt() {
         [](O o) { o.eps = 1e-2, o.decoupled = 1, o.weight_decay = 0.1; });
   r.refuses(torch, {"ADOPT", "beta2", "1"}, [](O o) { o.beta2 = 1; });
   r.refuses(torch, {"ADOPT", "decoupled", "2"}, [](O o) { o.decoupled = 2; });
+  r.refuses(torch, {"ADOPT", "clip_exponent", "-0.25"}, [](O o) { o.clip_exponent = -0.25; });
+  r.refuses(torch, {"ADOPT", "clip_exponent", "inf"}, [](O o) { o.clip_exponent = INFINITY; });
   return r;
 }
 

@@ -471,7 +471,7 @@ inline void adopt(const ga_optimizer& o, double lr, int64_t t, const Real& g, El
     return;
   }
   const Real ratio = g / max(sqrt(e.v), scalar(o.eps));
-  e.m = average(o.beta1, e.m, clamp(ratio, std::pow(static_cast<double>(t - 1), 0.25)));
+  e.m = average(o.beta1, e.m, clamp(ratio, std::pow(static_cast<double>(t - 1), o.clip_exponent)));
   e.p = e.p - scalar(lr) * e.m;
   e.v = average(o.beta2, e.v, g * g);
 }

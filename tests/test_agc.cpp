@@ -975,6 +975,13 @@ TEST(Agc, NfnetsOfRankFiveIsRefused) {
     EXPECT_OK(ga_context_set_clip(ctx, &nfnets)) << "its group has another clipping";
   }
   {
+    Context ctx;  // a parameter without elements, whose arrays exist
+    ctx.group(plain_sgd());
+    EXPECT_OK(try_add(ctx, 0, "empty", nullptr, GA_F32, {2, 0, 2, 2, 2}, options()));
+    EXPECT_OK(ga_prepare(ctx));
+    EXPECT_TRUE(refused(ga_context_set_clip(ctx, &nfnets), GA_ERROR_UNSUPPORTED, {"\"empty\""}));
+  }
+  {
     Context ctx;  // the clipping first
     ctx.group(plain_sgd());
     EXPECT_OK(ga_context_set_clip(ctx, &nfnets));

@@ -759,6 +759,10 @@ TEST(BadArguments, OfTheRest) {
        [](Bench&) { return ga_synchronize(nullptr); },
        kInvalidArgument,
        {"ctx"}},
+      {"set stream, no context",
+       [](Bench&) { return ga_context_set_stream(nullptr, nullptr); },
+       kInvalidArgument,
+       {"ctx"}},
       {"gradient, no context",
        [](Bench&) {
          const void* data;
@@ -975,6 +979,46 @@ TEST(BadArguments, OfCommTable) {
       EXPECT_NE(text.find(word), std::string::npos) << '"' << text << "\" lacks " << word;
     }
   }
+}
+
+// Memory that holds no context, be it that the context was destroyed or that there never was one.
+TEST(BadArguments, NotAContext) {
+  alignas(64) static char memory[1 << 14] = {};
+  for (const int fill : {0, 0x5a}) {
+    memset(memory, fill, sizeof memory);
+    auto* const ctx = reinterpret_cast<ga_context*>(memory);
+    EXPECT_EQ(ga_step(ctx, nullptr), kInvalidArgument);
+    EXPECT_NE(std::string(ga_last_error()).find("is not a context"), std::string::npos)
+        << ga_last_error();
+    ga_context_destroy(ctx);
+    EXPECT_EQ(std::count(memory, memory + sizeof memory, fill),
+              static_cast<std::ptrdiff_t>(sizeof memory));
+  }
+}
+
+// What a table's function throws costs the communicator, as a failure that it returns does.
+TEST(BadArguments, ATableThatThrows) {
+  const OneRank one;
+  ga_comm_table table = one.table();
+  table.all_gather = [](void*, const void*, void*, int64_t, int64_t, ga_dtype, void*) -> int32_t {
+    throw std::runtime_error("the cable is out");
+  };
+  ga_comm_config c = comm_config(GA_COMM_TABLE);
+  c.ranks = 1;
+  c.table = &table;
+  ga_comm* comm = nullptr;
+  ASSERT_OK(ga_comm_create(&c, &comm));
+  {
+    Context ctx;
+    float p = 0;
+    ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+    EXPECT_EQ(ga_context_set_comm(ctx, comm, nullptr), GA_ERROR_COMMUNICATION);
+    EXPECT_NE(
+        std::string(ga_last_error()).find("ga_comm_table threw an exception: the cable is out"),
+        std::string::npos)
+        << ga_last_error();
+  }
+  ga_comm_destroy(comm);
 }
 
 // A reserved field must be 0, because a later version may give it a meaning.

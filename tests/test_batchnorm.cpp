@@ -1035,6 +1035,37 @@ TEST(BatchNormRunning, OnlyAppliedStepsMoveThem) {
   }
 }
 
+// Nothing normalises by the statistics of a micro-batch that was dropped.
+TEST(BatchNorm, NoStatisticsOfADroppedMicroBatch) {
+  ga_config c = config();
+  c.nonfinite = GA_NONFINITE_DROP_MICRO;
+  Context ctx(c);
+  float p = 0;
+  ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+  ga_bn bn = -1;
+  const ga_bn_options o = bn_options(GA_BN_MICRO);
+  ASSERT_OK(ga_bn_add(ctx, "bn", 2, -1, -1, &o, &bn));
+  const Tensor x = random_tensor(GA_F32, 8, 1);
+  Tensor y(GA_F32, 8);
+  double mean[2];
+  int64_t count = 0;
+  for (const float g : {1.0f, NAN, 1.0f}) {
+    ASSERT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
+    ASSERT_OK(ga_bn_forward(ctx, bn, x.data(), 4, 1, y.data()));
+    ASSERT_OK(ga_accumulate_part(ctx, 0, &g));
+    ASSERT_OK(ga_bn_statistics(ctx, bn, mean, nullptr, GA_F64, &count)) << "not dropped yet";
+    ASSERT_OK(ga_micro_end(ctx));
+    const ga_status status = ga_bn_statistics(ctx, bn, mean, nullptr, GA_F64, &count);
+    if (std::isnan(g)) {
+      EXPECT_TRUE(refused(status, GA_ERROR_INVALID_STATE, {"\"bn\"", "micro-batch 1", "dropped"}));
+    } else {
+      EXPECT_OK(status);
+      EXPECT_EQ(count, 4);
+    }
+  }
+  EXPECT_EQ(step(ctx).window_dropped, 1);
+}
+
 // The running statistics leave out a dropped micro-batch with its x.
 TEST(BatchNormRunning, DroppedMicroBatchesAreLeftOut) {
   ga_config c = config();

@@ -90,6 +90,7 @@ void expect_all_refused(ga_context* ctx) {
   accumulator.struct_size = sizeof accumulator;
   const Calls calls = {
       {"ga_synchronize", [&] { return ga_synchronize(ctx); }},
+      {"ga_context_set_stream", [&] { return ga_context_set_stream(ctx, nullptr); }},
       {"ga_context_memory", [&] { return ga_context_memory(ctx, &memory); }},
       {"ga_context_set_accum_steps", [&] { return ga_context_set_accum_steps(ctx, 2); }},
       {"ga_context_set_accum_schedule",

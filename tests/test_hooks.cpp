@@ -133,6 +133,19 @@ TEST(Allocator, FailsAtEveryPoint) {
   }
 }
 
+// The message tells the program's allocator from memory that the library lacks.
+TEST(Allocator, ItsFailureIsNamed) {
+  for (const bool throws : {false, true}) {
+    Pool pool;
+    pool.throws = throws;
+    pool.fail_from = 0;
+    const ga_config c = pool.config();
+    ga_context* ctx = nullptr;
+    EXPECT_TRUE(refused(ga_context_create(&c, &ctx), GA_ERROR_OUT_OF_MEMORY,
+                        {"ga_config.allocate", throws ? "threw an exception" : "returned NULL"}));
+  }
+}
+
 TEST(Allocator, WrongOnes) {
   Pool pool;
   ga_config c = pool.config();
@@ -183,6 +196,32 @@ std::vector<std::string> parts(const std::string& line) {
       list.back() += c;
   }
   return list;
+}
+
+// Variables with a value that means nothing.
+TEST(LogLines, TellOfVariablesThatAreIgnored) {
+  const auto creation = [] {
+    Lines lines;
+    const Context ctx(lines.config());
+    return lines.list.at(0);
+  };
+  const struct {
+    const char *name, *wrong, *right;
+  } variables[] = {{"GA_CPU_PREFETCH", "abc", "1"},
+                   {"GA_CPU_HAND_OVER", "-3", "2e4"},
+                   {"GA_CPU_HAND_OVER", "5ms", "0"},
+                   {"GA_VERBOSE", "yes", "0"}};
+  for (const auto& v : variables) {
+    const char* const given = getenv(v.name);
+    const std::string before = given ? given : "";
+    setenv(v.name, v.wrong, 1);
+    EXPECT_NE(creation().find(std::string(v.name) + "=" + v.wrong + " (expected"),
+              std::string::npos)
+        << creation();
+    setenv(v.name, v.right, 1);
+    EXPECT_EQ(creation().find("expected"), std::string::npos) << creation();
+    given ? setenv(v.name, before.c_str(), 1) : unsetenv(v.name);
+  }
 }
 
 TEST(LogLines, OneForEachCall) {

@@ -200,6 +200,59 @@ TEST(Mpi, NoCommunicator) {
   EXPECT_EQ(comm, nullptr);
 }
 
+// Contexts follow one another over a communicator, and communicators one another, while ranks leave at different
+// moments: nobody takes a farewell for one of now.
+TEST(Mpi, RanksLeaveInAnyOrderAfterTheLastCall) {
+  const int32_t rank = world(MPI_Comm_rank), ranks = world(MPI_Comm_size);
+  for (int32_t round = 0; round < 20; ++round) {
+    const Comm comm(world_config());
+    for (int32_t k = 0; k < 2; ++k) {
+      Context ctx;
+      float p = 1;
+      ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
+      if ((round + k) % ranks == rank) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+      const float g = 1;
+      ctx.accumulate({&g});
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    }
+  }
+}
+
+// What ranks see of one that has left, or aborted, which they would wait a minute for.
+void expect_at_once(bool aborts, const char* words) {
+  const int32_t rank = world(MPI_Comm_rank);
+  const Comm comm(world_config());
+  auto ctx = std::make_unique<Context>();
+  float p = 1;
+  ctx->param(ctx->group(plain_sgd()), "p", &p, 1);
+  ASSERT_OK(ga_context_set_comm(*ctx, comm, nullptr));
+  step(*ctx);
+  MPI_Barrier(MPI_COMM_WORLD);
+  const auto begin = std::chrono::steady_clock::now();
+  if (rank == 1 && aborts) {
+    EXPECT_OK(ga_comm_abort(comm));
+    expect_failure(ga_step(*ctx, nullptr), "ga_comm_abort was called");
+    ctx.reset();  // with fewer threads, only now the others learn of it
+  } else if (rank == 1) {
+    ctx.reset();
+  } else {
+    expect_failure(ga_step(*ctx, nullptr), words);
+    expect_failure(ga_step(*ctx, nullptr), words);
+  }
+  MPI_Barrier(MPI_COMM_WORLD);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
+}
+
+TEST(Mpi, ZyAContextThatIsDestroyedIsNotWaitedFor) {
+  expect_at_once(false, "rank 1 has left: its context was destroyed or given another communicator");
+}
+
+TEST(Mpi, ZzAnAbortIsToldToTheOthers) {
+  const bool funneled = getenv("GA_TEST_MPI_FUNNELED") != nullptr;
+  expect_at_once(true, funneled ? "rank 1 has left" : "ga_comm_abort was called on rank 1");
+}
+
 // Last, for MPI keeps what a rank that comes too late still sends.
 TEST(Mpi, ZzzAStalledRankIsATimeout) {
   const int32_t rank = world(MPI_Comm_rank);

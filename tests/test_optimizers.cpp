@@ -850,6 +850,7 @@ TEST(Defaults, OfEachFramework) {
                                   {"decoupled", &O::decoupled, 0},
                                   {"always_adapt", &O::always_adapt, 0},
                                   {"adjust_lr", &O::adjust_lr, 0},
+                                  {"clip_exponent", &O::clip_exponent, 0.0},
                                   {"reserved", &O::reserved, 0}};
   for (const OptimizerRow& row : optimizer_rows()) {
     for (const OptimizerRow::Defaults& defaults : row.defaults) {
@@ -876,6 +877,75 @@ TEST(Defaults, OfEachFramework) {
       EXPECT_EQ(ctx.group(o), 0);
     }
   }
+}
+
+// timm's Adopt, from its definition, for one number in float64. decay: decoupled.
+std::vector<double> timms_adopt(double p, const std::vector<double>& gradients, double lr,
+                                double beta1, double beta2, double eps, double decay,
+                                double clip_exp) {
+  std::vector<double> path;
+  double m = 0, v = 0;
+  for (size_t step = 0; step < gradients.size(); ++step) {
+    const double g = gradients[step];
+    if (step == 0) {
+      v = g * g;
+    } else {
+      const double clip_value = std::pow(static_cast<double>(step), clip_exp);
+      const double normed = g / std::max(std::sqrt(v), eps);
+      p *= 1 - lr * decay;
+      m = beta1 * m + (1 - beta1) * std::min(std::max(normed, -clip_value), clip_value);
+      p -= lr * m;
+      v = beta2 * v + (1 - beta2) * g * g;
+    }
+    path.push_back(p);
+  }
+  return path;
+}
+
+TEST(Adopt, ClipExponentIsThatOfTimm) {
+  // The first gradient is small: all others are clipped.
+  const std::vector<double> gradients = {1e-3, 2, -0.5, 3, 1, 4, 0.25, 1, -2, 5, 2, 1};
+  double at_quarter = 0;
+  for (const double exponent : {0.25, 0.333, 0.0, 1.5}) {
+    SCOPED_TRACE(exponent);
+    ga_optimizer o = optimizer(GA_OPTIMIZER_ADOPT);
+    o.lr = 0.125;
+    o.beta2 = 0.99;
+    o.decoupled = 1;
+    o.weight_decay = 0.1;
+    o.clip_exponent = exponent;
+    double p = 2;
+    Context ctx;
+    ctx.param(ctx.group(o), "p", &p, ref::Shape{1});
+    const std::vector<double> want =
+        timms_adopt(p, gradients, o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, exponent);
+    for (size_t t = 0; t < gradients.size(); ++t) {
+      ctx.accumulate({&gradients[t]});
+      step(ctx);
+      EXPECT_NEAR(p, want[t], 1e-14) << t;
+    }
+    if (exponent == 0.25)
+      at_quarter = p;
+    else
+      EXPECT_GT(std::abs(p - at_quarter), 1e-2) << "the exponent made no difference";
+  }
+}
+
+// Programs that were compiled without the field, and those that leave it as it is.
+TEST(Adopt, AnOlderStructMeansOneQuarter) {
+  const Block start = {2, -1};
+  const std::vector<Block> gradients = {{1e-3f, 1}, {2, 1}, {1, -3}, {3, 2}};
+  ga_optimizer o = optimizer(GA_OPTIMIZER_ADOPT);
+  EXPECT_EQ(o.clip_exponent, 0.25);
+  const Block want = after(o, start, gradients);
+  ga_optimizer older;
+  memset(&older, 0x55, sizeof older);
+  ASSERT_OK(ga_optimizer_init(&older, offsetof(ga_optimizer, clip_exponent), GA_OPTIMIZER_ADOPT,
+                              GA_FLAVOR_TORCH));
+  EXPECT_NE(older.clip_exponent, 0.25) << "written behind the caller's struct";
+  EXPECT_TRUE(same_bits(after(older, start, gradients), want));
+  o.clip_exponent = 0.333;
+  EXPECT_FALSE(same_bits(after(o, start, gradients), want));
 }
 
 TEST(Muon, DefaultCoefficients) {

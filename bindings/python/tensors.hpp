@@ -79,7 +79,7 @@ struct Exchange {
 class Ref {
  public:
   explicit Ref(PyObject* object) : object_(object) {}
-  Ref(const Ref&) = delete;
+  Ref(const Ref& other) : object_(other.object_) { Py_XINCREF(object_); }
   Ref& operator=(const Ref&) = delete;
   ~Ref() { Py_XDECREF(object_); }
   PyObject* get() const { return object_; }
@@ -127,7 +127,7 @@ struct Expected {
   bool dense;
   int32_t device;  // of DLPack: kCpu or kCuda
   int32_t ordinal;
-  std::string stream;  // of a context on a device, as DLPack counts it
+  Ref stream;  // of a context on a device, as DLPack counts it: a list, whose only item may change
 };
 
 constexpr char kExpected[] = "gradaccum.expected";
@@ -428,11 +428,11 @@ PyObject* call_dlpack(PyObject* method, const Expected& expected) {
     return PyObject_Call(method, name.no_arguments, name.plain);
   }
   // The producer makes the stream of the context wait for its own.
-  const Ref stream(PyLong_FromString(expected.stream.c_str(), nullptr, 10));
-  if (!stream) return nullptr;
+  PyObject* stream = PyList_GetItem(expected.stream.get(), 0);  // borrowed
+  if (stream == nullptr) return nullptr;
   for (PyObject* options : {name.versioned, name.plain}) {
     const Ref keywords(PyDict_Copy(options));
-    if (!keywords || PyDict_SetItem(keywords.get(), name.stream, stream.get()) != 0) return nullptr;
+    if (!keywords || PyDict_SetItem(keywords.get(), name.stream, stream) != 0) return nullptr;
     PyObject* capsule = PyObject_Call(method, name.no_arguments, keywords.get());
     if (capsule != nullptr || PyErr_ExceptionMatches(PyExc_TypeError) == 0) return capsule;
     if (options == name.versioned) PyErr_Clear();

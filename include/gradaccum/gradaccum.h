@@ -30,6 +30,8 @@
  *   }
  *   ga_context_destroy(ctx);
  *
+ * The library is for Linux with glibc, on x86-64 and AArch64.
+ *
  * THE PROMISE. N micro-batches give what one batch of all their samples would have given, to
  * rounding.
  *
@@ -211,6 +213,7 @@ typedef struct ga_optimizer {
   double alpha;               /* ADEMAMIX: weight of the slow moving average; >= 0 */
   int64_t alpha_warmup;       /* ADEMAMIX: steps until alpha has grown from 0; >= 0 */
   int64_t beta3_warmup;       /* ADEMAMIX: steps until beta3 has grown from beta1; >= 0 */
+  double clip_exponent;       /* ADOPT: step t clips to (t - 1)^clip_exponent; >= 0 */
 } ga_optimizer;
 
 /* Fills *out with that framework's defaults for that optimizer. struct_size: sizeof(ga_optimizer).
@@ -417,8 +420,9 @@ struct ga_config {
   int32_t device_ordinal;         /* which device of that kind; default 0 */
   int32_t reserved2;              /* 0 */
   void* stream;                   /* the cudaStream_t that all work is queued on; must outlive the
-                                     context; default NULL: the legacy default stream; not
-                                     cudaStreamPerThread, which is another in each thread */
+                                     context, unless ga_context_set_stream replaces it; default
+                                     NULL: the legacy default stream; not cudaStreamPerThread,
+                                     which is another in each thread */
   ga_allocate allocate;           /* for accumulators, optimizer state, master weights, EMA and
                                      whatever else the library keeps on a device; its tables and
                                      lists in host memory stay its own. GA_GRADIENTS_LIVE then
@@ -857,7 +861,9 @@ GA_API ga_status ga_clip_init(ga_clip* out, size_t struct_size);
 
 /* Sets the clipping of the context; NULL removes it. Between windows if it is or becomes
    GA_CLIP_WHEN_MICRO. GA_ERROR_UNSUPPORTED: GA_AGC_NFNETS and a parameter of rank 5 or more without
-   agc_axes; GA_CLIP_WHEN_MICRO and a batch-normalisation layer in WINDOW mode. */
+   agc_axes; GA_CLIP_WHEN_MICRO and a batch-normalisation layer in WINDOW mode; under
+   GA_SHARD_OPTIMIZER, once the library has made its arrays, a GA_CLIP_AGC that comes, goes or has other
+   units, where the state of some parameter would then lie on other ranks. */
 GA_API ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip);
 
 /* Gives a group a clip of its own, with its own norm, in place of the context's; NULL: the
@@ -947,8 +953,9 @@ GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_d
 /* on 1: exchanges parameters and EMA, to evaluate with the EMA; 0: takes that back, to the last
    bit. A parameter of another dtype than its EMA is set to the EMA, rounded, and a copy is kept
    meanwhile (ga_memory.averages). A second call with the same value does nothing. While exchanged,
-   only queries, ga_bn_infer, ga_synchronize and ga_context_destroy, which leaves parameters as they
-   are, are legal; the rest is GA_ERROR_INVALID_STATE. Between windows. Waits.
+   only queries, ga_bn_infer, ga_synchronize, ga_context_set_stream and ga_context_destroy, which
+   leaves parameters as they are, are legal; the rest is GA_ERROR_INVALID_STATE. Between windows.
+   Waits.
    GA_ERROR_INVALID_STATE: there is no EMA. */
 GA_API ga_status ga_ema_swap(ga_context* ctx, int32_t on);
 
@@ -1005,6 +1012,15 @@ struct ga_param_options {
                                  weights and is rounded to nearest, may be written from
                                  ga_params_ready on, and holds what ga_step leaves when that has
                                  returned, so that no copy is made at the end; default 0 */
+  int32_t follow_data; /* 1: master weights follow what the program writes to the parameter: an
+                                 element that is not what its master weight rounds to is taken as
+                                 the new master weight by the next call that reads that, so that
+                                 ga_param_changed is needless. What ga_load and ga_state_set put into
+                                 master weights is rounded into the parameter in the same call. Not
+                                 with GA_ROUND_STOCHASTIC; without
+                                 master weights, nothing needs to be told either way. Default 0:
+                                 the parameter may be freed or used otherwise between steps */
+  int32_t reserved;    /* 0 */
 };
 
 /* Writes the defaults. */
@@ -1070,13 +1086,15 @@ GA_API ga_status ga_slot_count(const ga_context* ctx, size_t* out);
 /* *out: which of these pointers is a parameter's; parameters of a flat block share one. */
 GA_API ga_status ga_param_slot(const ga_context* ctx, ga_param param, size_t* out);
 
-/* Tells that the parameter has moved: data holds its values now. Master weights stay. Between
+/* Tells that the parameter has moved: data holds its values now. Master weights stay, but under
+   ga_param_options.follow_data elements that differ count as written by the program. Between
    windows. */
 GA_API ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data);
 
 /* Tells that the program has written a parameter that has master weights: the next contribution
-   takes them from it anew. Before the first contribution, which makes the master weights, and for
-   parameters without them, nothing needs to be told. Between windows. */
+   takes them from it anew, all of them. Before the first contribution, which makes the master
+   weights, for parameters without them, and under ga_param_options.follow_data, which sees what was
+   written, nothing needs to be told. Between windows. */
 GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
 
 /* frozen 1: freezes a parameter: it is not updated, and its gradients, which may be NULL, are not
@@ -1214,6 +1232,8 @@ GA_API ga_status ga_state_options_init(ga_state_options* out, size_t struct_size
 /* Saves to a file, as a whole or not at all: whatever happens, path is the old file or the new one,
    whole and on the disk when the call returns. (It is written beside it, then renamed; a link stays,
    and its target is replaced. What a killed save has left there, the next save to path removes.)
+   A loop of its own count of micro-batches saves behind the test that ends the window, not in front
+   of it, and takes the count from ga_window after a load: docs/checkpoints.md has the loop.
    options may be NULL. GA_ERROR_IO: the message has the reason of the system.
    GA_ERROR_CANCELLED. */
 GA_API ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* options);
@@ -1304,7 +1324,8 @@ GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** out_d
    indices and matrices are then in its memory and are never copied. Calls queue their work on
    ga_config.stream and return, so ga_step may not know its outcome yet (GA_STEP_PENDING). Order
    work of other streams against that one: what writes gradients before, what reads parameters
-   after. docs/cuda.md says which calls wait, and how a window is captured in a CUDA graph. */
+   after; or give the context the stream of that work (ga_context_set_stream). docs/cuda.md says
+   which calls wait, and how a window is captured in a CUDA graph. */
 
 /* *out: devices of that kind that contexts can be made on; 1 for GA_DEVICE_CPU. 0 is an answer, not
    an error: ga_last_error() then says why, as ga_context_create would (no module, no driver or one
@@ -1314,6 +1335,17 @@ GA_API ga_status ga_device_count(ga_device device, int32_t* out);
 /* Waits until all work of the context is done. GA_ERROR_FAULT: some of it failed on the device;
    every later call returns this again. */
 GA_API ga_status ga_synchronize(ga_context* ctx);
+
+/* Replaces the stream of the context (ga_config.stream): later calls queue their work on this one,
+   behind everything that the context has queued so far, and pass it to ga_allocate and ga_free. Also
+   legal within a window. Does not wait. stream: a cudaStream_t of the same device and driver context
+   as the stream that it replaces, which is not used any more and may be destroyed; NULL: the legacy
+   default stream; not cudaStreamPerThread. Work that the program has queued on other streams stays
+   the program's to order. GA_ERROR_INVALID_STATE: one of the two streams is being captured, and the
+   other does not belong to that capture. If only the new stream is being captured, the call succeeds
+   where the device has finished everything that the context has queued. After an error the context
+   keeps its stream, and the window is as it was. GA_ERROR_UNSUPPORTED: the context is on the CPU. */
+GA_API ga_status ga_context_set_stream(ga_context* ctx, void* stream);
 
 /* ---- Memory ---------------------------------------------------------------------------------- */
 
@@ -1459,13 +1491,16 @@ GA_API ga_status ga_comm_create(const ga_comm_config* config, ga_comm** out);
 GA_API ga_status ga_comm_size(const ga_comm* comm, int32_t* out_rank, int32_t* out_ranks);
 
 /* Has calls that wait for other ranks on comm fail with GA_ERROR_COMMUNICATION now, and all later
-   ones at once; LOCAL: on every rank. NCCL: also ends what is queued on streams, by ncclCommAbort.
-   From any thread, the others being in a call. */
+   ones at once; LOCAL and MPI: on every rank. NCCL: also ends what is queued on streams, by
+   ncclCommAbort. From any thread, the others being in a call. */
 GA_API ga_status ga_comm_abort(ga_comm* comm);
 
-/* Leaves. Contexts that use comm keep it until ga_context_destroy or ga_context_set_comm; then ranks
-   that wait for this one fail. NULL is legal. MPI: before MPI_Finalize. NCCL: waits for what is
-   queued on streams. */
+/* Leaves. A context that uses comm keeps it until ga_context_destroy or ga_context_set_comm. LOCAL and
+   MPI: when that context is gone, calls of other ranks that wait for it, and later ones, fail at once
+   with GA_ERROR_COMMUNICATION and name the rank; ranks that make no more calls notice nothing, and comm
+   may get another context on every rank. A thread that ends without that is waited for, until
+   ga_comm_config.timeout, since another thread may go on with its context. NULL is legal.
+   MPI: before MPI_Finalize. NCCL: waits for what is queued on streams. */
 GA_API void ga_comm_destroy(ga_comm* comm);
 
 /* What travels from rank to rank. EXACT: gradients as the accumulators have them. BF16: f32 gradients
@@ -1554,8 +1589,9 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
 
    GA_ERROR_UNSUPPORTED: GA_COMM_ADDER_TRANSPORT with LOCAL, or a table without the functions for it;
    on a device, GA_ROWS_LAZY, and overlap with a transport of the host's memory; a transport of
-   devices in a context on the CPU. GA_ERROR_INVALID_STATE: another context has comm, the window is
-   not empty, or it is too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not come. */
+   devices in a context on the CPU. GA_ERROR_INVALID_ARGUMENT: an NCCL communicator is of another
+   CUDA device. GA_ERROR_INVALID_STATE: another context has comm, the window is not empty, or it is
+   too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not come. */
 GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
                                      const ga_comm_options* options);
 
@@ -1619,6 +1655,9 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *                        may be half updated, only ga_context_destroy is legal, and all other calls
  *                        return this status again.
  *                        From a load: the second reading failed, and the same holds.
+ *                        Also, if a function of the program threw an exception (progress, write,
+ *                        read; the message names it): the call has changed nothing, but for a load
+ *                        in its second reading.
  *
  * The message names the parameters and values involved. A call that finds no device to count
  * (ga_device_count) leaves a message too. */

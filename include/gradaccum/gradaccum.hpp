@@ -149,6 +149,19 @@ T defaults(Init init, Arguments... arguments) {
   return filled;
 }
 
+// What a function takes that stores state: a ga_state_options, or nothing for the defaults.
+class StateOptions {
+ public:
+  StateOptions() = default;
+  StateOptions(const ga_state_options& options) : options_(&options) {}
+  // Deprecated, for programs that pass a pointer.
+  StateOptions(const ga_state_options* options) : options_(options) {}
+  operator const ga_state_options*() const { return options_; }
+
+ private:
+  const ga_state_options* options_ = nullptr;
+};
+
 // Carries an exception of a callable past the C function that has called it.
 class Relay {
  public:
@@ -602,6 +615,8 @@ class Context {
 
   void synchronize() { check(ga_synchronize(get())); }
 
+  void set_stream(void* stream) { check(ga_context_set_stream(get(), stream)); }
+
   ga_memory memory() const {
     auto memory = detail::defaults<ga_memory>(ga_memory_init);
     check(ga_context_memory(get(), &memory));
@@ -835,13 +850,13 @@ class Context {
 
   // -- State on disk
 
-  void save(const std::string& path, const ga_state_options* options = nullptr) {
+  void save(const std::string& path, detail::StateOptions options = {}) {
     check(ga_save(get(), path.c_str(), options));
   }
-  void load(const std::string& path, const ga_state_options* options = nullptr) {
+  void load(const std::string& path, detail::StateOptions options = {}) {
     check(ga_load(get(), path.c_str(), options));
   }
-  std::vector<char> save_to_memory(const ga_state_options* options = nullptr) {
+  std::vector<char> save_to_memory(detail::StateOptions options = {}) {
     std::size_t size = 0;
     check(ga_save_to_memory(get(), options, nullptr, 0, &size));
     std::vector<char> bytes(size);
@@ -850,14 +865,14 @@ class Context {
   }
   // bytes: a vector, an array, a span, ... of objects of one byte.
   template <typename Bytes>
-  void load_from_memory(const Bytes& bytes, const ga_state_options* options = nullptr) {
+  void load_from_memory(const Bytes& bytes, detail::StateOptions options = {}) {
     static_assert(sizeof(*std::data(bytes)) == 1, "the elements of bytes are bytes");
     check(ga_load_from_memory(get(), std::data(bytes), std::size(bytes), options));
   }
   // write(std::int64_t offset, const void* data, std::size_t size) and read(std::int64_t offset,
   // void* data, std::size_t size) report failures by exceptions, which reach the caller.
   template <typename Write>
-  void state_write(Write&& write, const ga_state_options* options = nullptr) {
+  void state_write(Write&& write, detail::StateOptions options = {}) {
     detail::Relay relay;
     auto call = [&](std::int64_t offset, const void* data, std::size_t size) {
       return relay.run([&] { write(offset, data, size); });
@@ -873,7 +888,7 @@ class Context {
     check(status);
   }
   template <typename Read>
-  void state_read(Read&& read, std::int64_t size, const ga_state_options* options = nullptr) {
+  void state_read(Read&& read, std::int64_t size, detail::StateOptions options = {}) {
     detail::Relay relay;
     auto call = [&](std::int64_t offset, void* data, std::size_t bytes) {
       return relay.run([&] { read(offset, data, bytes); });

@@ -21,6 +21,7 @@ class Allocator {
         stream_(c.stream) {}
 
   bool is_set() const { return allocate_ != nullptr; }
+  void set_stream(void* stream) noexcept { stream_ = stream; }
 
   // Memory that is not zeroed; throws std::bad_alloc, also if the program's function has thrown.
   void* allocate(size_t bytes) const {
@@ -30,8 +31,9 @@ class Allocator {
       const ProgramFpMode programs;
       data = allocate_(user_, bytes, device_, stream_);
     } catch (...) {
+      throw AllocatorFailed("threw an exception", bytes);
     }
-    if (!data) throw std::bad_alloc();
+    if (!data) throw AllocatorFailed("returned NULL", bytes);
     if (reinterpret_cast<uintptr_t>(data) % kAlign == 0) return data;
     free(data, bytes);
     fail(GA_ERROR_INVALID_ARGUMENT,

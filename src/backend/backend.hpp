@@ -126,6 +126,9 @@ class Backend {
   virtual void add_ranks(const double* records, int64_t words, int32_t ranks) = 0;
   virtual void sum_pieces(double* out) = 0;
   virtual void add_pieces(const double* sums, int32_t ranks) = 0;
+  // From now on work is queued on that stream, a cudaStream_t, behind what the one before it has been given.
+  // What it throws leaves everything as it was. On a device alone.
+  virtual void set_stream(void* stream) = 0;
   // Runs work(stream), which queues work of a transport on the stream, with the device current. On a
   // device alone.
   virtual void with_stream(const std::function<void(void* stream)>& work) = 0;

@@ -101,6 +101,11 @@ GA_HD void store_agc_factor(const UnitTask& task, int64_t unit) {
 // nor the place of a gradient. These sums are additive, so a communicator can reduce them over all
 // ranks between the two steps.
 
+// What all ranks bring to the window.
+GA_HD WindowSums brought(const ScalarTables& t, const WindowTotals& w) {
+  return w.over_ranks ? t.control->sums : brought_by(*t.settings, *t.control, w);
+}
+
 GA_HD bool has_gradient(const ScalarTables& t, int64_t i) {
   const ParamInput& p = t.param_inputs[i];
   if (p.frozen || p.held == Held::kNothing) return false;
@@ -135,10 +140,7 @@ GA_HD double mean_of(const Settings& set, double weight) {
 
 // The mean as known before the decision, for norms.
 GA_HD double mean_of(const ScalarTables& t, const WindowTotals& w) {
-  const bool deferring = t.settings->deferring;
-  return mean_of(*t.settings, w.over_ranks ? t.control->sums.weight
-                              : deferring  ? t.control->weight
-                                           : w.weight);
+  return mean_of(*t.settings, brought(t, w).weight);
 }
 
 // ParamPlan::raw.
@@ -208,28 +210,13 @@ GA_DEVICE void sum_param(Warp& warp, const ScalarTables& t, int64_t i) {
   });
 }
 
-// What this rank brings to the window, as far as it knows.
-GA_HD WindowSums brought_by(const ScalarTables& t, const WindowTotals& w) {
-  const Control& c = *t.control;
-  const bool checked = t.settings->deferring;
-  WindowSums sums = {};
-  sums.weight = checked ? c.weight : w.weight;
-  sums.micro_batches = static_cast<double>(w.micro_batches);
-  sums.weighted = static_cast<double>(checked ? c.weighted : w.weighted);
-  sums.dropped = static_cast<double>(c.window_dropped);  // 0 if nothing is checked
-  sums.failed = c.failed;
-  sums.unestimated = !w.noise_wanted;
-  return sums;
-}
-
 template <class Crew>
 GA_DEVICE void sum_window(Crew& crew, const ScalarTables& t, const WindowTotals& w) {
   crew.once([&] {
     t.control->ticket = w.ticket;
-    if (!w.over_ranks) t.control->sums = brought_by(t, w);
+    t.control->sums = brought(t, w);
   });
-  if (!w.over_ranks)
-    crew.each_octet(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i); });
+  if (!w.summed) crew.each_octet(t.params, [&](int64_t i, auto& warp) { sum_param(warp, t, i); });
 }
 
 // ---- The end of a window: decision --------------------------------------------------------------
@@ -444,7 +431,7 @@ GA_DEVICE void clear_window(Crew& crew, const ScalarTables& t) {
     c.weight = 0;
     c.weighted = c.window_dropped = 0;
     c.dropped_micros = 0;
-    c.failed = false;
+    c.micro_finite = c.failed = false;
   });
   if (t.settings->deferring)
     crew.each_item(t.params, [&](int64_t i) { t.param_states[i].contributed = 0; });

@@ -17,7 +17,7 @@ GA_DEVICE void sum_rank(Crew& crew, const ScalarTables& t, const WindowTotals& w
                         const uint64_t* brought_bits, double* out) {
   crew.once([&] {
     RankRecord& record = *reinterpret_cast<RankRecord*>(out);
-    record.sums = brought_by(t, w);
+    record.sums = brought_by(*t.settings, *t.control, w);
     record.sums.discarded = w.discards;
     record.settings = t.settings->checksum;
   });

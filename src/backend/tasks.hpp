@@ -22,10 +22,11 @@ GA_HD constexpr int64_t chunk_count(int64_t elements) { return (elements + kChun
 
 // Further values of Array::format beside ga_dtype. Their data is a descriptor.
 enum Format : int32_t {
-  kPair = 8,     // Pair
-  kSparse = 9,   // SparseRows
-  kOuter = 10,   // OuterProduct
-  kClipped = 11  // ClippedGradient
+  kPair = 8,      // Pair
+  kSparse = 9,    // SparseRows
+  kOuter = 10,    // OuterProduct
+  kClipped = 11,  // ClippedGradient
+  kFollowed = 12  // FollowedMaster
 };
 
 struct Array {
@@ -156,10 +157,20 @@ struct ClippedGradient {
   const void* factors;         // as UnitTask::factors
 };
 
+// Master weights and the 16-bit parameter that is rounded from them, to be read. An element that the program
+// has written is not what its master weight rounds to, to the bit; it takes the place of the latter.
+struct FollowedMaster {
+  const void* master;  // f32
+  const void* copy;
+  int32_t dtype;  // of the copy
+};
+
 // The composite formats of one parameter.
 struct Composites {
-  Pair pair;          // a compensated accumulator
-  SparseRows sparse;  // the accumulator and its row set
+  FollowedMaster followed;        // from its share on
+  FollowedMaster followed_whole;  // from the parameter's first element on; the share alone exists
+  Pair pair;                      // a compensated accumulator
+  SparseRows sparse;              // the accumulator and its row set
   ClippedGradient clipped;
   OuterProduct outer;  // a factored second moment, or a state by rows
 };
@@ -264,6 +275,9 @@ struct UpdateTask {
   bool f64;           // computed in double
   bool padded_state;  // the state arrays are padded to a whole cache line
   bool by_chance;     // round param and copy stochastically, as state and average always are
+  // Before param is read, its elements that do not round to those of copy become the latter (FollowedMaster). This
+  // holds whether or not the update is taken back: param then rounds to what the program has written.
+  bool follows;
   Array param;
   Array state[kMaxSlots];
   Array copy;          // the 16-bit parameter, if param is the master weights; data NULL: none

@@ -6,9 +6,9 @@
 #include <cstring>
 
 #include "backend/backend.hpp"
+#include "callback.hpp"
 #include "comm/mpi_module.h"
 #include "comm/nccl_module.h"
-#include "fp_mode.hpp"
 #include "module.hpp"
 #include "tensor.hpp"
 
@@ -30,9 +30,11 @@ Transport join_mpi(const ga_comm_config& config) {
   ga_mpi_end end = {};
   const int32_t status = module.join(config.mpi_comm, config.timeout, &end, error, sizeof error);
   if (status != GA_OK) fail(status, "ga_comm_create: %s", error);
-  return {end.table, end.rank,
-          end.ranks, [leave = module.leave, user = end.table.user] { leave(user); },
-          false,     true};
+  void* const user = end.table.user;
+  const auto leave = [leave = module.leave, user] { leave(user); };
+  Transport transport = {end.table, end.rank, end.ranks, leave, false, true};
+  transport.attend = [attend = module.attend, user](bool comes) { attend(user, comes); };
+  return transport;
 }
 
 const ga_nccl_module& nccl_module() {
@@ -54,7 +56,8 @@ Transport join_nccl(const ga_comm_config& config) {
           false,
           [poll = module.poll, user] { return poll(user); },
           config.timeout,
-          GA_COMM_ADDER_TRANSPORT};
+          GA_COMM_ADDER_TRANSPORT,
+          end.device};
 }
 
 Transport join_table(const ga_comm_config& config) {
@@ -135,12 +138,14 @@ template <class Call>
 void Comm::run(const char* what, Call&& call) {
   check();
   int32_t result = -1;
+  std::string thrown;  // by a function of the program
+  const auto transfer = [&](void* stream) { result = call(transport_.table, stream); };
   const auto run_here = [&](void* stream) {
-    if (transport_.of_program) {
-      const ProgramFpMode programs;
-      result = call(transport_.table, stream);
-    } else {
-      result = call(transport_.table, stream);
+    if (!transport_.of_program) return transfer(stream);
+    try {
+      call_program("ga_comm_table", [&] { transfer(stream); });
+    } catch (const Error& e) {
+      thrown = e.what();
     }
   };
   if (!aborted_.load()) {
@@ -149,17 +154,20 @@ void Comm::run(const char* what, Call&& call) {
     else
       run_here(nullptr);
   }
-  if (result != 0) fail_with("in the exchange of ", what, result);
+  if (result != 0) fail_with("in the exchange of ", what, result, thrown);
 }
 
-void Comm::fail_with(const char* where, const char* what, int32_t result) {
+void Comm::fail_with(const char* where, const char* what, int32_t result,
+                     const std::string& thrown) {
   const ga_comm_table& t = transport_.table;
-  const char* const text = aborted_.load() ? "ga_comm_abort was called"
-                           : t.error_text  ? t.error_text(t.user, result)
-                                           : nullptr;
+  const char* const text = aborted_.load()   ? "ga_comm_abort was called"
+                           : !thrown.empty() ? thrown.c_str()
+                           : t.error_text    ? t.error_text(t.user, result)
+                                             : nullptr;
   char message[640];
   char code[32] = "";
-  if (transport_.of_program && !aborted_.load()) std::snprintf(code, sizeof code, " (%d)", result);
+  if (transport_.of_program && !aborted_.load() && thrown.empty())
+    std::snprintf(code, sizeof code, " (%d)", result);
   std::snprintf(message, sizeof message, "rank %d of %d failed %s%s: %s%s", rank(), ranks(), where,
                 what, text ? text : "the table gave no reason", code);
   failure_.emplace(GA_ERROR_COMMUNICATION, message);
@@ -333,16 +341,30 @@ void Comm::abort() noexcept {
   if (transport_.table.abort) transport_.table.abort(transport_.table.user);
 }
 
-void Comm::take(Backend* device) {
+void Comm::take(Backend* device, int32_t ordinal) {
   if (on_stream() && !device)
     fail(GA_ERROR_UNSUPPORTED,
          "the communicator is one of devices (ga_comm_table.on_stream, or NCCL), but the context "
          "works "
          "on the CPU");
+  if (device && transport_.device >= 0 && transport_.device != ordinal)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "the communicator is of CUDA device %d, but the context's device_ordinal was %d: make the "
+         "context's device current (cudaSetDevice) before ga_comm_create, or before NCCL makes the "
+         "program's communicator",
+         transport_.device, ordinal);
   if (taken_.exchange(true))
     fail(GA_ERROR_INVALID_STATE,
          "another context has this communicator: each rank needs one of its own");
   device_ = device;
+}
+
+void Comm::give_back() noexcept {
+  if (attended_ && transport_.attend) transport_.attend(false);
+  attended_ = false;
+  on_device_ = Buffer();
+  device_ = nullptr;
+  taken_.store(false);
 }
 
 }  // namespace ga

@@ -30,6 +30,10 @@ struct Transport {
   std::function<int32_t()> poll = {};
   double timeout = HUGE_VAL;
   ga_comm_adder adder = GA_COMM_ADDER_LIBRARY;  // under GA_COMM_ADDER_AUTO and GA_COMM_WIRE_EXACT
+  int32_t device = -1;  // the CUDA device whose memory it moves; -1: not known, or of the host
+  // A context is about to make its first call (true), or makes no more (false), which the others may learn at
+  // once. Every rank's contexts come in the same order. May be empty.
+  std::function<void(bool)> attend = {};
 };
 
 class Comm {
@@ -74,12 +78,14 @@ class Comm {
 
   // A context uses a communicator alone. take() throws GA_ERROR_INVALID_STATE if another one has it.
   // device: the backend of a context on a device, whose arrays a transport of the host's memory gets by way
-  // of the host, with a wait, and whose stream the others queue their work on; NULL: the CPU.
-  void take(Backend* device);
-  void give_back() noexcept {
-    on_device_ = Buffer();
-    device_ = nullptr;
-    taken_.store(false);
+  // of the host, with a wait, and whose stream the others queue their work on; NULL: the CPU. ordinal: which
+  // device of its kind.
+  void take(Backend* device, int32_t ordinal);
+  void give_back() noexcept;
+  // Of the context that has it, before its first call.
+  void attend() {
+    if (transport_.attend) transport_.attend(true);
+    attended_ = true;
   }
   // During a wait for work that the functions have queued: throws if it has failed, ga_comm_abort was called,
   // or the wait takes too long, in which case it ends the work of all ranks that wait.
@@ -95,7 +101,8 @@ class Comm {
   };
   template <class Call>
   void run(const char* what, Call&& call);
-  [[noreturn]] void fail_with(const char* where, const char* what, int32_t result);
+  [[noreturn]] void fail_with(const char* where, const char* what, int32_t result,
+                              const std::string& thrown = "");
   template <class Call>
   void run_on(const char* what, const Blocks& send, const Blocks& recv, int64_t stride,
               int64_t count, Call&& call);
@@ -112,6 +119,7 @@ class Comm {
   Backend* device_ = nullptr;
   Buffer on_device_;  // what the host's memory travels in where the transport is one of a device
   std::atomic<bool> aborted_{false}, taken_{false};
+  bool attended_ = false;
 };
 
 ga_comm_config default_comm_config(int32_t kind);

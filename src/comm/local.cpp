@@ -59,9 +59,17 @@ class Group {
     changed_.notify_all();
   }
 
-  void abort() {
+  void attend(int32_t rank, bool comes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    end(kAborted, "ga_comm_abort was called");
+    Member& m = members_[static_cast<size_t>(rank)];
+    m.attends = comes;
+    m.contexts += comes;
+    changed_.notify_all();
+  }
+
+  void abort(int32_t rank) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    end(kAborted, "ga_comm_abort was called on rank " + std::to_string(rank));
   }
 
   // Makes a call as that rank; copy(shown by all ranks) runs while all buffers stay in place.
@@ -105,6 +113,8 @@ class Group {
 
   struct Member {
     bool joined = false, left = false;
+    bool attends = false;           // its newest context makes calls
+    int64_t contexts = 0;           // that have come so far
     int64_t arrived = 0, done = 0;  // number of the last call in which it has come so far
     Shown shown = {};
   };
@@ -128,18 +138,28 @@ class Group {
   int32_t wait(std::unique_lock<std::mutex>& lock, Clock::time_point deadline, double timeout,
                int32_t rank, int64_t call, int64_t Member::*stage) {
     const auto behind = [&](const Member& m) { return m.*stage < call; };
+    const int64_t contexts = members_[static_cast<size_t>(rank)].contexts;
+    // Whether the context is gone that was to make the call. A rank that has had fewer may still bring it.
+    const auto gone = [&](const Member& m) {
+      return m.contexts > contexts || (m.contexts == contexts && !m.attends);
+    };
     for (;;) {
-      std::string missing;
-      bool left = false;
+      std::string missing, left;
+      bool destroyed = true;
       for (size_t q = 0; q < members_.size(); ++q) {
-        if (!behind(members_[q])) continue;
+        const Member& m = members_[q];
+        if (!behind(m)) continue;
         missing += (missing.empty() ? "" : ", ") + std::to_string(q);
-        left = left || members_[q].left;
+        if (!m.left && !gone(m)) continue;
+        left += (left.empty() ? "" : ", ") + std::to_string(q);
+        destroyed = destroyed && m.left;
       }
       if (missing.empty()) return kNone;
       if (failure_ != kNone) return failure_;
-      if (left) {
-        end(kLeft, "rank " + missing + " has left");
+      if (!left.empty()) {
+        end(kLeft, "rank " + left + " has left: its " +
+                       (destroyed ? "ga_comm and its context were destroyed"
+                                  : "context was destroyed or given another communicator"));
         return kLeft;
       }
       if (changed_.wait_until(lock, deadline) != std::cv_status::timeout) continue;
@@ -222,7 +242,10 @@ int32_t broadcast(void* user, void* data, int64_t count, int32_t dtype, int32_t 
              });
 }
 
-void abort(void* user) { static_cast<End*>(user)->group->abort(); }
+void abort(void* user) {
+  End& end = *static_cast<End*>(user);
+  end.group->abort(end.rank);
+}
 
 const char* error_text(void* user, int32_t) {
   End& end = *static_cast<End*>(user);
@@ -261,15 +284,17 @@ Transport join_local(const ga_comm_config& config) {
   auto* const end = new End{std::move(group), config.rank, config.timeout, {}};
   ga_comm_table table = {sizeof table, end,     all_to_all, all_gather, broadcast, abort,
                          error_text,   nullptr, nullptr,    1,          0};
-  return {table,
-          config.rank,
-          config.ranks,
-          [end] {
-            end->group->leave(end->rank);
-            delete end;
-          },
-          false,
-          false};
+  Transport transport = {table,
+                         config.rank,
+                         config.ranks,
+                         [end] {
+                           end->group->leave(end->rank);
+                           delete end;
+                         },
+                         false,
+                         false};
+  transport.attend = [end](bool comes) { end->group->attend(end->rank, comes); };
+  return transport;
 }
 
 }  // namespace ga

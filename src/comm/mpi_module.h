@@ -9,7 +9,7 @@
 #include "gradaccum/gradaccum.h"
 
 /* Goes up with every change of the table. */
-#define GA_MPI_ABI 2
+#define GA_MPI_ABI 3
 
 typedef struct ga_mpi_end {
   ga_comm_table table;
@@ -22,6 +22,8 @@ typedef struct ga_mpi_module {
      the other ranks. On failure returns a status, and writes a sentence to error. */
   ga_status (*join)(int32_t comm, double timeout, ga_mpi_end* out, char* error, size_t error_size);
   void (*leave)(void* user); /* table.user */
+  /* A context is about to make its first call, 1, or makes no more, 0; see Transport::attend. */
+  void (*attend)(void* user, int32_t comes);
 } ga_mpi_module;
 
 #endif

@@ -53,6 +53,7 @@ struct Nccl {
   int (*comm_init_rank_config)(NcclComm** out, int ranks, UniqueId id, int rank, Config* config);
   int (*comm_count)(const NcclComm* comm, int* ranks);
   int (*comm_user_rank)(const NcclComm* comm, int* rank);
+  int (*comm_cu_device)(const NcclComm* comm, int* device);
   int (*comm_get_async_error)(NcclComm* comm, int* result);
   int (*comm_finalize)(NcclComm* comm);
   int (*comm_destroy)(NcclComm* comm);
@@ -104,6 +105,7 @@ ga_status find_functions(void* library, Nccl* out, const Refusal& refuse) {
   find("ncclCommInitRankConfig", n.comm_init_rank_config);
   find("ncclCommCount", n.comm_count);
   find("ncclCommUserRank", n.comm_user_rank);
+  find("ncclCommCuDevice", n.comm_cu_device);
   find("ncclCommGetAsyncError", n.comm_get_async_error);
   find("ncclCommFinalize", n.comm_finalize);
   find("ncclCommDestroy", n.comm_destroy);
@@ -157,7 +159,7 @@ constexpr int32_t kLate = -1, kAborted = -2;  // besides the results of NCCL
 struct End {
   const Nccl* nccl = nullptr;
   bool of_program = false;
-  int rank = 0, ranks = 0;
+  int rank = 0, ranks = 0, device = -1;
   double timeout = 0;
   std::mutex mutex;                      // held while a function of NCCL uses comm
   std::atomic<NcclComm*> comm{nullptr};  // NULL after ncclCommAbort
@@ -385,6 +387,7 @@ int32_t connect(End& end, const ga_comm_config& config) {
   code = settle(end, lock, code);
   if (code == kSuccess && end.of_program) code = nccl.comm_count(comm, &end.ranks);
   if (code == kSuccess && end.of_program) code = nccl.comm_user_rank(comm, &end.rank);
+  if (code == kSuccess) code = nccl.comm_cu_device(comm, &end.device);
   if (code == kSuccess) return 0;
   if (!end.of_program && comm) return fail(end, code);
   // Nothing to end: there is no communicator, or it stays the program's.
@@ -417,6 +420,7 @@ ga_status join(const ga_comm_config* config, ga_nccl_end* out, char* error, size
                 1};
   out->rank = end->rank;
   out->ranks = end->ranks;
+  out->device = end->device;
   end.release();
   return GA_OK;
 }
@@ -424,9 +428,12 @@ ga_status join(const ga_comm_config* config, ga_nccl_end* out, char* error, size
 void leave(void* user) {
   const std::unique_ptr<End> end(static_cast<End*>(user));
   if (end->of_program) return;
-  // Finalizing first leaves nothing for which ncclCommDestroy would wait.
-  const int32_t code =
-      run(end.get(), [](const Nccl& nccl, NcclComm* comm) { return nccl.comm_finalize(comm); });
+  // Finalizing first leaves nothing for which ncclCommDestroy would wait. It may succeed at once, and the state of
+  // the communicator is ncclInProgress until it has ended.
+  const int32_t code = run(end.get(), [](const Nccl& nccl, NcclComm* comm) {
+    const int begun = nccl.comm_finalize(comm);
+    return begun == kSuccess ? kInProgress : begun;
+  });
   if (code == 0) end->nccl->comm_destroy(end->comm.load());
 }
 

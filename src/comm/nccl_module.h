@@ -9,11 +9,12 @@
 #include "gradaccum/gradaccum.h"
 
 /* Goes up with every change of the table. */
-#define GA_NCCL_ABI 1
+#define GA_NCCL_ABI 2
 
 typedef struct ga_nccl_end {
   ga_comm_table table; /* its functions queue their work on stream and return */
   int32_t rank, ranks;
+  int32_t device; /* whose memory it moves, as CUDA counts them in this process */
 } ga_nccl_end;
 
 typedef struct ga_nccl_module {

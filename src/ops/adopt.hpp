@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// ADOPT (Taniguchi et al. 2024, algorithm 2), as timm's Adopt with clip_exp 1/4:
+// ADOPT (Taniguchi et al. 2024, algorithm 2), as timm's Adopt with clip_exp c, 1/4 in the paper:
 //
 //   t = 1:  v <- g^2
-//   else    m <- beta1 m + (1 - beta1) clip(g / max(sqrt(v), eps), (t - 1)^(1/4))
+//   else    m <- beta1 m + (1 - beta1) clip(g / max(sqrt(v), eps), (t - 1)^c)
 //           p <- keep p - lr m
 //           v <- beta2 v + (1 - beta2) g^2
 //
-// with clip(x, c) = min(max(x, -c), c); m is updated with the v of the step before. Decay is L2, or
+// with clip(x, b) = min(max(x, -b), b); m is updated with the v of the step before. Decay is L2, or
 // keep = 1 - lr wd if decoupled.
 #pragma once
 
 #include "ops/decay.hpp"
 
 namespace ga {
+
+constexpr double kClipExponent = 0.25;
 
 // Folded scalars make the first step a step like the others: gain1, lr and beta2 are 0, gain2 is 1.
 template <class T>
@@ -31,7 +33,10 @@ struct AdoptOp : ElementWise {
     beta2 = T(first ? 0 : o.beta2);
     gain2 = T(first ? 1 : 1 - o.beta2);
     eps = T(first ? 1 : o.eps);
-    clip = T(square_root(square_root(static_cast<double>(in.clock.step - 1))));
+    const auto before = static_cast<double>(in.clock.step - 1);
+    // The roots have the same bits on every platform, which pow() has not.
+    clip = T(o.clip_exponent == kClipExponent ? square_root(square_root(before))
+                                              : pow(before, o.clip_exponent));
     lr = T(first ? 0 : in.lr);
   }
 
@@ -56,6 +61,11 @@ struct Adopt : OptimizerBase {
     o.beta1 = 0.9;
     o.beta2 = 0.9999;
     o.eps = 1e-6;
+    o.clip_exponent = kClipExponent;
+  }
+
+  static void check(const ga_optimizer& o) {
+    check_range(name, "clip_exponent", o.clip_exponent, 0, HUGE_VAL);
   }
 };
 

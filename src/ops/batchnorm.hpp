@@ -91,9 +91,12 @@ GA_HD void take(BnChannel& c, const BnHistory& history, int64_t index, const Mom
   normalise_by(c, mode == GA_BN_MICRO ? m : merge(c.window, m), eps);
 }
 
-// Removes the statistics of micro-batch `index` from the window.
+// Removes the statistics of micro-batch `index` from the window. A layer that normalises by them, as the
+// newest, has none any more.
 GA_HD void drop(BnChannel& c, const BnHistory& history, int64_t index) {
-  if (index < c.taken) history[index] = {0, 0, 0};
+  if (index >= c.taken) return;
+  history[index] = {0, 0, 0};
+  if (index + 1 == c.taken) c.count = 0;
 }
 
 // Ends the first sweep of WINDOW mode. m: the statistics of all ranks, of which c.window keeps this

@@ -25,7 +25,7 @@
 
 /* ---- Structs: size, then each field with its offset and its size ---- */
 
-SIZE(ga_optimizer, 240, 240);
+SIZE(ga_optimizer, 248, 248);
 FIELD(ga_optimizer, struct_size, 0, 8, 0, 4);
 FIELD(ga_optimizer, kind, 8, 4, 4, 4);
 FIELD(ga_optimizer, flavor, 12, 4, 8, 4);
@@ -60,6 +60,7 @@ FIELD(ga_optimizer, beta3, 208, 8, 208, 8);
 FIELD(ga_optimizer, alpha, 216, 8, 216, 8);
 FIELD(ga_optimizer, alpha_warmup, 224, 8, 224, 8);
 FIELD(ga_optimizer, beta3_warmup, 232, 8, 232, 8);
+FIELD(ga_optimizer, clip_exponent, 240, 8, 240, 8);
 
 SIZE(ga_config, 184, 144);
 FIELD(ga_config, struct_size, 0, 8, 0, 4);
@@ -187,7 +188,7 @@ FIELD(ga_ema, dtype, 12, 4, 8, 4);
 FIELD(ga_ema, decay, 16, 8, 16, 8);
 FIELD(ga_ema, gamma, 24, 8, 24, 8);
 
-SIZE(ga_param_options, 40, 36);
+SIZE(ga_param_options, 48, 44);
 FIELD(ga_param_options, struct_size, 0, 8, 0, 4);
 FIELD(ga_param_options, gradient_dtype, 8, 4, 4, 4);
 FIELD(ga_param_options, accumulator_dtype, 12, 4, 8, 4);
@@ -197,6 +198,8 @@ FIELD(ga_param_options, rows, 24, 4, 20, 4);
 FIELD(ga_param_options, agc_axes, 28, 4, 24, 4);
 FIELD(ga_param_options, reduce, 32, 4, 28, 4);
 FIELD(ga_param_options, write_early, 36, 4, 32, 4);
+FIELD(ga_param_options, follow_data, 40, 4, 36, 4);
+FIELD(ga_param_options, reserved, 44, 4, 40, 4);
 
 SIZE(ga_flat_entry, 48, 40);
 FIELD(ga_flat_entry, struct_size, 0, 8, 0, 4);
@@ -614,6 +617,7 @@ FUNCTION(ga_group_optimizer, ga_status (*)(const ga_context*, ga_group, ga_optim
 FUNCTION(ga_gradient, ga_status (*)(ga_context*, ga_param, const void**, ga_dtype*, int64_t*));
 FUNCTION(ga_device_count, ga_status (*)(ga_device, int32_t*));
 FUNCTION(ga_synchronize, ga_status (*)(ga_context*));
+FUNCTION(ga_context_set_stream, ga_status (*)(ga_context*, void*));
 FUNCTION(ga_memory_init, ga_status (*)(ga_memory*, size_t));
 FUNCTION(ga_context_memory, ga_status (*)(const ga_context*, ga_memory*));
 FUNCTION(ga_version, int32_t (*)(void));

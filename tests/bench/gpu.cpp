@@ -423,8 +423,11 @@ Function driver_function(const char* name) {
 std::string name_of(cudaGraphNode_t node) {
   static const auto params_of =
       driver_function<decltype(&cuGraphKernelNodeGetParams)>("cuGraphKernelNodeGetParams_v2");
-  static const auto function_name = driver_function<decltype(&cuFuncGetName)>("cuFuncGetName");
-  static const auto kernel_name = driver_function<decltype(&cuKernelGetName)>("cuKernelGetName");
+  // The headers have these two from CUDA 12.3 on.
+  static const auto function_name =
+      driver_function<CUresult (*)(const char**, CUfunction)>("cuFuncGetName");
+  static const auto kernel_name =
+      driver_function<CUresult (*)(const char**, CUkernel)>("cuKernelGetName");
   CUDA_KERNEL_NODE_PARAMS params{};
   const char* name = nullptr;
   if (params_of && params_of(node, &params) == CUDA_SUCCESS) {

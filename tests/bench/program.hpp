@@ -59,6 +59,7 @@ struct Setting {
   int32_t rows = GA_ROWS_NONE;
   int32_t reduce = GA_REDUCE_MEAN;
   int32_t nonfinite = GA_NONFINITE_SKIP_STEP;
+  int32_t follow_data = 0;
 };
 
 // A context over the parameters in a block, with clipping by the global norm unless the setting says
@@ -93,6 +94,7 @@ class Context {
     options.struct_size = sizeof options;
     options.gradient_dtype = setting.gradient_dtype;
     options.rows = setting.rows;
+    options.follow_data = setting.follow_data;
     const int64_t size = setting.dtype == GA_F32 ? 4 : 2;
     for (size_t k = 0; k < layout.shapes.size(); ++k) {
       const Shape& shape = layout.shapes[k];

@@ -50,6 +50,29 @@ void accumulate_16(const Options& options, Report& report, const Place& place) {
   }
 }
 
+// Master weights that follow what the program writes to their parameters, against those that do not.
+void steps_that_follow(const Options& options, Report& report, const Place& place) {
+  const int64_t n = place.layout.n;
+  const Block p = make_block(n, 0, options.threads), q = make_block(n, 0, options.threads),
+              g = make_block(n, 1, options.threads);
+  const Pointers gradients = place.layout.pointers(g.get());
+  for (const auto& [name, dtype] : {std::pair{"bf16", GA_BF16}, {"f16", GA_F16}}) {
+    Setting setting;
+    setting.threads = options.threads;
+    setting.dtype = dtype;
+    Context plain(place.layout, halves(p, n), setting);
+    setting.follow_data = 1;
+    Context following(place.layout, halves(q, n), setting);
+    const std::vector<Times> t =
+        race(options.rounds(), place.times,
+             {{[&] { plain.step(); }, [&] { plain.accumulate(gradients); }},
+              {[&] { following.step(); }, [&] { following.accumulate(gradients); }}});
+    report.figure(format("step_%s_follow_data", name), t[1] / t[0], Sense::kNone, 0,
+                  format("AdamW with %s parameters and follow_data %.1f, without %.1f GB/s", name,
+                         rate_of(30, place.layout, t[1]), rate_of(30, place.layout, t[0])));
+  }
+}
+
 void steps_16(const Options& options, Report& report, const Place& place) {
   const int threads = options.threads;
   const int64_t n = place.layout.n;
@@ -261,6 +284,7 @@ void rows(const Options& options, Report& report) {
 void variant_figures(const Options& options, Report& report, const Place& place) {
   if (options.wants("C1")) accumulate_16(options, report, place);
   if (options.wants("C3")) steps_16(options, report, place);
+  if (options.wants("FOLLOW")) steps_that_follow(options, report, place);
   if (options.wants("C6")) windows_16(options, report, place);
   if (options.wants("LAMB") || options.wants("AGC") || options.wants("ADAFACTOR"))
     layers(options, report, place);

@@ -557,7 +557,9 @@ class Scenario {
       if (!add(i, i)) return false;
     for (int w = 0; w < 2; ++w)
       if (!window()) return false;
-    // A parameter that is added late, for which all tables grow.
+    // A parameter that is added late, for which all tables grow, on another stream.
+    if (!make([&] { return ga_context_set_stream(ctx_, static_cast<cudaStream_t>(other_)); }))
+      return false;
     if (!add(3, 0) || !window()) return false;
     for (int i = 0; i < 4; ++i)
       if (!make([&] { return ga_ema_copy_to(ctx_, i, gradients_[0]->data(), GA_F32); }))
@@ -603,6 +605,7 @@ class Scenario {
     r.struct_size = sizeof r;
     EXPECT_TRUE(faulty(ga_synchronize(ctx_)));
     EXPECT_TRUE(faulty(ga_step_result_get(ctx_, 0, 1, &r)));
+    EXPECT_TRUE(faulty(ga_context_set_stream(ctx_, nullptr)));
     if (added_ > 0) {
       const void* const list[] = {gradients_[0]->data(), nullptr, nullptr, nullptr};
       EXPECT_TRUE(faulty(ga_group_lr(ctx_, 0, &number)));
@@ -659,7 +662,7 @@ class Scenario {
   }
 
   std::function<bool(ga_status)> on_failure_;
-  Stream stream_;
+  Stream stream_, other_;
   std::vector<std::unique_ptr<DeviceTensor>> params_, gradients_;
   std::unique_ptr<DeviceTensor> indices_;
   ga_context* ctx_ = nullptr;

@@ -1075,6 +1075,28 @@ TEST_F(CudaRanks, WhatIsNotSupported) {
   });
 }
 
+// NCCL takes the device that is current when the rank joins, which need not be the context's.
+TEST_F(CudaRanks, OfAnotherDevice) {
+  on_devices(1, [&](int32_t, ga_comm* comm, const Stream&) {
+    EXPECT_CUDA(cudaSetDevice(1));
+    const Parameters p(3);
+    EXPECT_CUDA(cudaSetDevice(0));
+    const Stream stream(1);
+    Context ctx(on(config(), stream));
+    ctx.param(ctx.group(plain_sgd()), "p", p.data(), 3);
+    for (const char* words : {"CUDA device 0", "device_ordinal was 1"})
+      expect_failure(ga_context_set_comm(ctx, comm, nullptr), words, GA_ERROR_INVALID_ARGUMENT);
+    const float g[] = {1, 1, 1};
+    ctx.accumulate({g});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    EXPECT_EQ(result_of(ctx).outcome, GA_STEP_APPLIED);
+    EXPECT_EQ(p.get(), Block(3, -1));
+    const Stream own(0);
+    Context right(on(config(), own));  // the communicator is still free
+    ASSERT_OK(ga_context_set_comm(right, comm, nullptr));
+  });
+}
+
 // Nor does a lazy parameter come later, alone or in a block. On the CPU it is legal.
 TEST_F(CudaRanks, ALazyParameterThatComesLater) {
   const auto add = [](Context& ctx, float* data, int32_t rows) {

@@ -120,6 +120,7 @@ void on_ranks(int32_t ranks, Body&& body, double timeout = 60) {
     ASSERT_EQ(rank.status, GA_OK) << rank.error;
     EXPECT_EQ(rank.end.rank, r);
     EXPECT_EQ(rank.end.ranks, ranks);
+    EXPECT_EQ(rank.end.device, r);
     body(rank);
   });
   EXPECT_EQ(ga_fake_nccl_communicators(), 0);
@@ -597,6 +598,7 @@ TEST_P(NcclModule, TheProgramsCommunicatorStaysItsOwn) {
         ASSERT_EQ(rank.status, GA_OK) << rank.error;
         EXPECT_EQ(rank.end.rank, r);
         EXPECT_EQ(rank.end.ranks, 3);
+        EXPECT_EQ(rank.end.device, r);
         const Memory data(as_bytes(std::vector<float>{1}));
         EXPECT_EQ(rank.table().all_reduce(rank.table().user, data.at(), 1, GA_F32, GA_COMM_SUM,
                                           rank.stream),
@@ -635,7 +637,7 @@ TEST_P(NcclModule, TheProgramsCommunicatorHasFailed) {
     expect_words(rank.error, "waited 0.1 s for the other ranks");
   }
   ga_fake_nccl_async_error(0, ncclSuccess);
-  for (const char* function : {"ncclCommCount", "ncclCommUserRank"}) {
+  for (const char* function : {"ncclCommCount", "ncclCommUserRank", "ncclCommCuDevice"}) {
     ga_fake_nccl_fail(function, 1, ncclInternalError);
     const Rank rank(config);
     EXPECT_EQ(rank.status, GA_ERROR_COMMUNICATION);

@@ -20,7 +20,7 @@ class Contributions : public Settings {
   Statuses accumulate(const void* const* gradients, size_t count, double weight,
                       const ga_micro_options& options) {
     Statuses wrong = check_micro(weight, options);
-    if (open_ >= 0) wrong |= kState;
+    if (open_ >= 0 || failed_) wrong |= kState;
     if (full()) wrong |= kFull;
     if (count != blocks_.size()) {
       wrong |= kArgument;
@@ -50,7 +50,7 @@ class Contributions : public Settings {
   Statuses micro_begin(int64_t index, double weight, const ga_micro_options& options) {
     Statuses wrong = check_micro(weight, options);
     if (index == -1) index = size();
-    if (open_ >= 0) wrong |= kState;
+    if (open_ >= 0 || failed_) wrong |= kState;
     if (index < 0 || index > size()) wrong |= kArgument;
     if (index == size() && full()) wrong |= kFull;
     const Micro micro = make_micro(weight, options);
@@ -185,7 +185,7 @@ class Contributions : public Settings {
   // Without other ranks, all that it does is to refuse what comes later in the window.
   Statuses params_ready(const ga_param* params, size_t count) {
     if (count > 0 && !params) return kArgument;
-    Statuses wrong = 0;
+    Statuses wrong = failed_ ? kState : 0;
     for (size_t k = 0; k < count; ++k) {
       if (!has_param(params[k]))
         wrong |= kArgument;

@@ -227,7 +227,7 @@ class Layers : public Contributions {
   }
 
   Statuses check_statistics(ga_bn bn, int64_t samples, int64_t positions) const {
-    Statuses wrong = open_ < 0 && full() ? kFull : 0;
+    Statuses wrong = (open_ < 0 && full() ? kFull : 0) | (failed_ ? kState : 0);
     if (!has_layer(bn) || samples < 0 || positions < 0) wrong |= kArgument;
     return wrong;
   }

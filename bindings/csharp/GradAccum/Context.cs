@@ -776,6 +776,22 @@ namespace GradAccum {
       using (Call call = Begin()) Raw.ga_synchronize(call.Context);
     }
 
+    /// <summary>
+    /// Gives the context another stream in place of that of its Config: later work is queued there, behind all that was
+    /// queued before. Waits for nothing; also legal within a window.
+    /// </summary>
+    /// <param name="stream">
+    /// The program's cudaStream_t, of the device and driver context of the stream before it; zero: the legacy default
+    /// stream.
+    /// </param>
+    /// <exception cref="GradAccumException">
+    /// InvalidState: one of the two streams is being captured, and the other is no part of that capture. Unsupported:
+    /// the context is on the CPU.
+    /// </exception>
+    public void SetStream(IntPtr stream) {
+      using (Call call = Begin()) Raw.ga_context_set_stream(call.Context, stream);
+    }
+
     // ---- What the other classes need ----------------------------------------------------------------
 
     internal KeptMemory Kept {

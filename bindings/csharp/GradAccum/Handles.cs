@@ -179,7 +179,10 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>Tells that the program has written a parameter that has master weights. Between windows.</summary>
+    /// <summary>
+    /// Tells that the program has written a parameter that has master weights; needless with
+    /// <see cref="ParamOptions.FollowData"/>. Between windows.
+    /// </summary>
     public void Changed() {
       using (Call call = Context.Begin()) Raw.ga_param_changed(call.Context, Id);
     }

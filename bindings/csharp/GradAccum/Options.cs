@@ -25,7 +25,7 @@ namespace GradAccum {
       set { Native.device_ordinal = value; }
     }
 
-    /// <summary>The CUDA stream that all work is queued on, which must outlive the context; default 0: the legacy default stream.</summary>
+    /// <summary>The CUDA stream that all work is queued on, which must outlive the context, unless Context.SetStream replaces it; default 0: the legacy default stream.</summary>
     public IntPtr Stream {
       get { return Native.stream; }
       set { Native.stream = value; }
@@ -353,6 +353,12 @@ namespace GradAccum {
       set { Native.beta3_warmup = value; }
     }
 
+    /// <summary>ADOPT: step t clips to (t - 1)^ClipExponent; not negative.</summary>
+    public double ClipExponent {
+      get { return Native.clip_exponent; }
+      set { Native.clip_exponent = value; }
+    }
+
     /// <summary>Muon: the three coefficients of a Newton-Schulz iteration.</summary>
     public double[] NewtonSchulzCoefficients {
       get { return new[] {Native.ns_coefficient(0), Native.ns_coefficient(1), Native.ns_coefficient(2)}; }
@@ -662,6 +668,15 @@ namespace GradAccum {
     public bool WriteEarly {
       get { return Native.write_early != 0; }
       set { Native.write_early = value ? 1 : 0; }
+    }
+
+    /// <summary>
+    /// Master weights follow what the program writes to the parameter, element by element, so that
+    /// <see cref="Param.Changed"/> is needless; not with <see cref="GradAccum.Rounding.Stochastic"/>; default false.
+    /// </summary>
+    public bool FollowData {
+      get { return Native.follow_data != 0; }
+      set { Native.follow_data = value ? 1 : 0; }
     }
   }
 

@@ -564,6 +564,7 @@ namespace GradAccum.Tests {
       if (Library.DeviceCount(Device.Cuda, out reason) == 0) Expect.True(reason.Length > 0, "why there is no device");
       using (Context context = WithOne(new float[1])) {
         context.Synchronize();
+        Expect.Fails(Status.Unsupported, () => context.SetStream(IntPtr.Zero), "on the CPU");
         Expect.True(context.Memory.Total > 0, "memory");
         Expect.Equal(1, context.ParamCount);
       }

@@ -313,3 +313,9 @@ def test_the_build_is_described() -> None:
         with pytest.raises(ga.Error) as error:
             ga.Context(ga.Config(device=ga.Device.CUDA))
         assert error.value.status is ga.Status.UNSUPPORTED
+
+
+def test_a_cpu_has_no_streams(net: Net) -> None:
+    with pytest.raises(ga.Error, match="on the CPU") as error:
+        net.context.set_stream(0)
+    assert error.value.status is ga.Status.UNSUPPORTED

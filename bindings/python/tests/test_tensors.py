@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import Net
+from gradaccum import _native
+from gradaccum.tensor import Where
 
 
 def one(data: Any, **options: Any) -> tuple[ga.Context, ga.Param]:
@@ -89,6 +91,17 @@ class Exporter:
         self.managed = managed
         name = b"dltensor_versioned" if self.versioned else b"dltensor"
         return new_capsule(ctypes.addressof(managed), name, None)
+
+
+def test_tensors_of_a_device_come_to_the_stream_of_the_time() -> None:
+    where = Where(ga.Device.CUDA, 3, 0)
+    before = where.expect("a tensor")  # as a context keeps it for a parameter
+    for stream, asked in ((0, 1), (77, 77), (5, 5), (0, 1)):  # DLPack's 1 is the legacy default stream
+        where.set_stream(stream)
+        for expected in (before, where.expect("a tensor")):
+            exporter = Exporter(device=(2, 3))
+            assert _native.borrow(exporter, expected) is not None
+            assert exporter.asked == [{"max_version": (1, 0), "stream": asked}]
 
 
 def test_every_dtype_is_taken_in_place() -> None:

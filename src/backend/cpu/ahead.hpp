@@ -128,7 +128,7 @@ class Ahead {
   // As judge_window() will if it applies the step, and no norm over several parameters clips it.
   static void foresee(const ScalarTables& t, const WindowTotals& totals) {
     Control& c = *t.control;
-    c.sums = brought_by(t, totals);
+    c.sums = brought_by(*t.settings, c, totals);
     c.mean = mean_of(*t.settings, c.sums.weight);
     c.go = true;
     ++c.steps;

@@ -132,6 +132,7 @@ class CpuBackend final : public Backend {
   void set_watch(std::function<void(double)>) override { fail_device(); }
   void aside(const std::function<void()>&) override { fail_device(); }
   void join_aside() override { fail_device(); }
+  void set_stream(void*) override { fail_device(); }
   void with_stream(const std::function<void(void*)>&) override { fail_device(); }
 
   void decide(const WindowTotals& totals, const StepSums& sums,

@@ -156,6 +156,8 @@ const T* load_outer(const void* data, int64_t offset, int64_t count, T* tile) {
 
 template <class T>
 const T* load_clipped(const void* data, int64_t offset, int64_t count, T* tile);
+template <class T>
+const T* load_followed(const void* data, int64_t offset, int64_t count, T* tile);
 
 template <class T>
 struct Loads {
@@ -171,7 +173,8 @@ struct Loads {
                                       load_pair<T>,
                                       load_sparse<T>,
                                       load_outer<T>,
-                                      load_clipped<T>};
+                                      load_clipped<T>,
+                                      load_followed<T>};
 };
 
 template <class T>
@@ -299,4 +302,37 @@ template <class T>
 void store(const Array& a, int64_t offset, int64_t count, const T* tile, uint64_t index,
            const Rounding& rounding) {
   Stores<T>::table[a.format](a.data, offset, count, tile, index, rounding);
+}
+
+// ---- Master weights that follow the program ------------------------------------------------------
+
+// Has the master weights of a tile be those of a parameter that the program may have written (FollowedMaster), and
+// returns whether it has.
+[[gnu::noinline]] bool follow_tile(const Array& copy, int64_t offset, int64_t count,
+                                   float* masters) {
+  alignas(64) uint16_t rounded[kTile];
+  store<float>({rounded, copy.format}, 0, count, masters, 0, {false, 0});
+  const uint16_t* const x = static_cast<const uint16_t*>(copy.data) + offset;
+  if (std::memcmp(rounded, x, static_cast<size_t>(count) * sizeof *x) == 0) return false;
+  const bool bf16 = copy.format == GA_BF16;
+  for (int64_t i = 0; i < count; ++i)
+    if (rounded[i] != x[i]) masters[i] = bf16 ? from_bf16(x[i]) : from_f16(x[i]);
+  return true;
+}
+
+// UpdateTask::follows, for a tile.
+GA_INLINE void follow_data(const UpdateTask& task, int64_t offset, int64_t count) {
+  if (task.follows)
+    follow_tile(task.copy, offset, count, static_cast<float*>(task.param.data) + offset);
+}
+
+template <class T>
+const T* load_followed(const void* data, int64_t offset, int64_t count, T* tile) {
+  const FollowedMaster& m = *static_cast<const FollowedMaster*>(data);
+  alignas(64) float masters[kTile];
+  std::memcpy(masters, static_cast<const float*>(m.master) + offset,
+              static_cast<size_t>(count) * sizeof(float));
+  follow_tile({const_cast<void*>(m.copy), m.dtype}, offset, count, masters);
+  for (int64_t i = 0; i < count; ++i) tile[i] = static_cast<T>(masters[i]);
+  return tile;
 }

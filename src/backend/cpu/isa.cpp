@@ -10,6 +10,7 @@
 #endif
 
 #include "backend/cpu/kernels.hpp"
+#include "environment.hpp"
 #include "error.hpp"
 
 namespace ga::cpu {
@@ -98,10 +99,7 @@ bool is_prefetching_faster() {
 }
 
 bool chooses_prefetching(bool unless_told) {
-  const char* const wanted = std::getenv("GA_CPU_PREFETCH");
-  if (wanted && std::strcmp(wanted, "0") == 0) return false;
-  if (wanted && std::strcmp(wanted, "1") == 0) return true;
-  return unless_told;
+  return flag_variable("GA_CPU_PREFETCH").value_or(unless_told);
 }
 
 }  // namespace

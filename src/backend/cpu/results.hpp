@@ -2,7 +2,7 @@
 // The results of the last windows.
 #pragma once
 
-#include "error.hpp"
+#include "backend/results.hpp"
 
 namespace ga::cpu {
 
@@ -14,10 +14,7 @@ class Results {
   const ga_step_result& get(int64_t window, int64_t windows) const {
     const int64_t wanted = window == 0 ? windows : window;
     if (wanted < 1 || wanted > windows || kept_[wanted % kKept].windows != wanted)
-      fail(GA_ERROR_INVALID_ARGUMENT,
-           "the result of window %lld was asked for, but only those of the last %d windows up to "
-           "%lld are kept",
-           ll(window), kKept, ll(windows));
+      fail_unknown_result(window, windows, kKept);
     return kept_[wanted % kKept];
   }
 

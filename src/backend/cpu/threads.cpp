@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <exception>
 
+#include "callback.hpp"
+#include "environment.hpp"
 #include "error.hpp"
 #include "fork.hpp"
 #include "fp_mode.hpp"
@@ -33,8 +34,7 @@ Threads::Threads(const ga_config& config)
       user_(config.parallel_for_user) {
   if (!parallel_for_ && !has_threads()) count_ = 1;
   if (!parallel_for_ && count_ > 1) ranges_.reset(new Range[static_cast<size_t>(count_)]);
-  if (const char* given = std::getenv("GA_CPU_HAND_OVER"))
-    hand_over_ = std::max(std::atof(given), 0.0);
+  hand_over_ = number_variable("GA_CPU_HAND_OVER").value_or(-1);
 }
 
 void Threads::reserve(int64_t items) {
@@ -111,14 +111,7 @@ void Threads::run_shared(int64_t items, ga_task body, void* data) {
     j.body(j.data, i);
     j.done.fetch_add(1, std::memory_order_release);
   };
-  try {
-    const ProgramFpMode programs;
-    parallel_for_(user_, items, once, &job);
-  } catch (const std::exception& e) {
-    fail(GA_ERROR_FAULT, "the program's parallel_for threw an exception: %s", e.what());
-  } catch (...) {
-    fail(GA_ERROR_FAULT, "the program's parallel_for threw an exception");
-  }
+  call_program("parallel_for", [&] { parallel_for_(user_, items, once, &job); });
   const int64_t done = job.done.load(std::memory_order_acquire);
   if (done != items || job.wrong.load(std::memory_order_relaxed))
     fail(GA_ERROR_FAULT,

@@ -88,6 +88,7 @@ template <class T>
 void follow_as(const UpdateTask& task, int64_t offset, int64_t count) {
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
+    follow_data(task, offset + t, n);
     Stream<T> p;
     p.open(task.param, nullptr, offset + t, n);
     move_average<T, false>(task, offset + t, n, p.data);
@@ -348,6 +349,7 @@ GA_INLINE void update_tiles(const Op& op, const UpdateTask& task, int64_t offset
   UpdateTile<Op, false, kApart> tile(task);
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
+    follow_data(task, offset + t, n);
     tile.open(task, offset + t, n);
     if constexpr (kApart)
       tile.each_block_apart(n, [&](const T* g, const T* p, T* const* state, T* new_p,
@@ -424,6 +426,7 @@ GA_INLINE void measure_tiles(const UpdateTask& task, int64_t offset, int64_t cou
         std::memcpy(static_cast<T*>(task.emitted) + offset + t + b, x0,
                     static_cast<size_t>(m) * sizeof(T));
     };
+    if (Op::measuring.parameter) follow_data(task, offset + t, n);
     tile.open(task, offset + t, n);
     if constexpr (kApart)
       tile.each_block_apart(n, [&](const T* g, const T* p, T* const* state, T*, T* const* new_state,

@@ -187,6 +187,10 @@ class CudaBackend final : public Backend {
     runtime_.call([&] { runtime_.join_aside(); });
   }
 
+  void set_stream(void* stream) override {
+    runtime_.call([&] { runtime_.set_stream(static_cast<cudaStream_t>(stream)); });
+  }
+
   void with_stream(const std::function<void(void* stream)>& work) override {
     traced("gradaccum exchange", [&] { work(queue().stream); });
   }

@@ -205,8 +205,8 @@ struct UnitPlace {
 
 // ---- Reading ------------------------------------------------------------------------------------
 
-// Elements [first + i, first + i + count) of an array that is plain, a pair or rows. data: where
-// element 0 is.
+// Elements [first + i, first + i + count) of an array that is plain, a pair, rows, or master weights that follow
+// the program. data: where element 0 is.
 template <class T>
 GA_APART Four<T> load_stored(const void* data, int32_t format, int64_t first, int i, int count) {
   if (!data) return {};
@@ -236,6 +236,14 @@ GA_APART Four<T> load_stored(const void* data, int32_t format, int64_t first, in
         if (held) four.x[l] = from[l];
       }
     }
+  } else if (format == kFollowed) {
+    const FollowedMaster& m = *static_cast<const FollowedMaster*>(data);
+    const bool bf16 = m.dtype == GA_BF16;
+    const auto* const master = static_cast<const float*>(m.master) + first + i;
+    const auto* const copy = static_cast<const uint16_t*>(m.copy) + first + i;
+    for (int l = 0; l < 4 && l < count; ++l)
+      four.x[l] =
+          static_cast<T>(to_16(master[l], bf16) == copy[l] ? master[l] : from_16(copy[l], bf16));
   }
   return four;
 }

@@ -9,8 +9,8 @@
 
 namespace ga {
 
-// Goes up with every change of CudaModule.
-constexpr int32_t kCudaAbi = 3;
+// Goes up with every change of CudaModule or of the functions of Backend.
+constexpr int32_t kCudaAbi = 4;
 
 // A hash that tells different layouts of the shared types apart, as far as their sizes differ.
 template <class... Type>
@@ -38,7 +38,7 @@ struct CudaModule {
 
   // Both throw Error. device_count: GA_ERROR_UNSUPPORTED with the reason if there is no device.
   int32_t (*device_count)();
-  // The program's stream must outlive the backend.
+  // The program's stream must outlive the backend, or be replaced by another (Backend::set_stream).
   Backend* (*make)(const ga_config& config);
   // As CUDA has them: 1000 * major + 10 * minor; 0: there is no driver.
   void (*versions)(int32_t& runtime, int32_t& driver);

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "backend/results.hpp"
+
 namespace ga::cuda {
 
 constexpr int64_t kSlots = 64;
@@ -58,9 +60,7 @@ bool Results::of_ticket(int64_t ticket, ga_step_result& out) const {
 }
 
 bool Results::get(int64_t window, bool wait, ga_step_result& out) {
-  if (window < 0)
-    fail(GA_ERROR_INVALID_ARGUMENT, "window was %lld, expected the number of a window, or 0",
-         static_cast<long long>(window));
+  if (window < 0) fail_unknown_result(window, latest(), kSlots);
   // Only a wait tells which window is the last one.
   if (!(window == 0 && wait) && find(window, out)) return true;
   if (wait) {
@@ -68,15 +68,7 @@ bool Results::get(int64_t window, bool wait, ga_step_result& out) {
     if (find(window, out)) return true;
   }
   const int64_t last = latest();
-  if (window > 0 && last >= window + kSlots)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "the result of window %lld is not kept any more: the last is %lld, of %lld that are kept",
-         static_cast<long long>(window), static_cast<long long>(last),
-         static_cast<long long>(kSlots));
-  if (wait)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "there is no result of window %lld: the last one that was stepped is %lld",
-         static_cast<long long>(window), static_cast<long long>(last));
+  if (wait || (window > 0 && last >= window + kSlots)) fail_unknown_result(window, last, kSlots);
   return false;
 }
 

@@ -24,7 +24,7 @@ struct Version {
 cudaError_t error_of(int result) { return static_cast<cudaError_t>(result); }
 
 // Functions of the driver: for contexts, which the runtime can only choose by their device; and to ask
-// whether a stream is done, since the runtime leaves «not ready» as an error in the program's thread.
+// about a stream, since the runtime leaves «not ready» as an error in the program's thread.
 struct Driver {
   int (*get_current)(CUctx_st**);
   int (*set_current)(CUctx_st*);
@@ -33,6 +33,7 @@ struct Driver {
   int (*release)(int device);
   int (*stream_context)(cudaStream_t, CUctx_st**);
   int (*query)(cudaStream_t);
+  int (*priority)(cudaStream_t, int* priority);
 
   // Throws GA_ERROR_UNSUPPORTED. Callable where there is a device.
   static const Driver& get() {
@@ -45,6 +46,7 @@ struct Driver {
       find("cuDevicePrimaryCtxRelease", d.release);
       find("cuStreamGetCtx", d.stream_context);
       find("cuStreamQuery", d.query);
+      find("cuStreamGetPriority", d.priority);
       return d;
     }();
     return driver;
@@ -67,6 +69,17 @@ struct Driver {
     function = reinterpret_cast<Function>(found);
   }
 };
+
+// Whether the program has made the stream. The legacy default stream has two names.
+bool is_own(cudaStream_t stream) { return stream && stream != cudaStreamLegacy; }
+
+void check_kind(cudaStream_t stream) {
+  if (stream == cudaStreamPerThread)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "stream was cudaStreamPerThread, which is another stream in each thread, so that the "
+         "calls of two threads would not be in order: make a stream, or pass NULL, the legacy "
+         "default stream");
+}
 
 }  // namespace
 
@@ -124,7 +137,7 @@ DeviceScope::~DeviceScope() {
 
 DriverContext::DriverContext(int ordinal, cudaStream_t stream) {
   const Driver& driver = Driver::get();
-  const bool own = stream && stream != cudaStreamLegacy;
+  const bool own = is_own(stream);
   if ((own ? driver.stream_context(stream, &context_) : driver.get_current(&context_)) != 0)
     context_ = nullptr;  // unknown
   int device = -1;
@@ -145,6 +158,26 @@ DriverContext::DriverContext(int ordinal, cudaStream_t stream) {
   kept_device_ = device;
 }
 
+void DriverContext::check(cudaStream_t stream) const {
+  if (!is_own(stream)) return;
+  CUctx_st* context = nullptr;
+  if (Driver::get().stream_context(stream, &context) != 0 || !context)
+    fail(GA_ERROR_INVALID_ARGUMENT, "stream was %p, which is no stream of CUDA",
+         static_cast<void*>(stream));
+  if (context == context_) return;
+  int device = -1, own = -1;
+  if (cudaGetDevice(&own) != cudaSuccess) cudaGetLastError();
+  {
+    const DeviceScope scope(context);
+    if (scope.error() == cudaSuccess && cudaGetDevice(&device) != cudaSuccess) cudaGetLastError();
+  }
+  if (device != own)
+    fail(GA_ERROR_INVALID_ARGUMENT, "stream is of CUDA device %d, but the context is of device %d",
+         device, own);
+  fail(GA_ERROR_INVALID_ARGUMENT,
+       "stream is of another driver context of CUDA device %d than the context's arrays", own);
+}
+
 DriverContext::~DriverContext() {
   if (kept_device_ >= 0) Driver::get().release(kept_device_);
 }
@@ -156,11 +189,7 @@ static int32_t checked_ordinal(const ga_config& config) {
   if (ordinal < 0 || ordinal >= count)
     fail(GA_ERROR_INVALID_ARGUMENT, "device_ordinal was %d, but there are %d CUDA devices", ordinal,
          count);
-  if (static_cast<cudaStream_t>(config.stream) == cudaStreamPerThread)
-    fail(GA_ERROR_INVALID_ARGUMENT,
-         "stream was cudaStreamPerThread, which is another stream in each thread, so that the "
-         "calls of two threads would not be in order: make a stream, or pass NULL, the legacy "
-         "default stream");
+  check_kind(static_cast<cudaStream_t>(config.stream));
   return ordinal;
 }
 
@@ -219,22 +248,30 @@ Runtime::~Runtime() {
 
 void Runtime::enter(cudaError_t device_error) {
   check(device_error, "choosing the device");
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  const cudaError_t error = cudaStreamGetCaptureInfo(queue_.stream, &status, &id);
-  if (error == cudaErrorStreamCaptureImplicit) {
-    cudaGetLastError();
-    fail(GA_ERROR_INVALID_STATE,
-         "a stream of the program is being captured, and the context works on the default stream, "
-         "which nothing can be given to then: give it a stream of its own (ga_config.stream)");
-  }
-  check(error, "asking whether the stream is being captured");
-  if (status == cudaStreamCaptureStatusInvalidated)
-    fail(GA_ERROR_INVALID_STATE, "the capture of the context's stream is broken: end it first");
-  const unsigned long long capture = status == cudaStreamCaptureStatusActive ? id + 1 : 0;
+  const unsigned long long capture =
+      capture_of(queue_.stream, "the context works on", "the context's stream");
   restored_ = restored_ && window_open_ && capture == capture_;
   capture_ = capture;
   captured_ = captured_ || capturing();
+}
+
+// The capture of a stream, as capture(). subject, name: what messages call the stream.
+unsigned long long Runtime::capture_of(cudaStream_t stream, const char* subject,
+                                       const char* name) const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &id);
+  if (error == cudaErrorStreamCaptureImplicit) {
+    cudaGetLastError();
+    fail(GA_ERROR_INVALID_STATE,
+         "a stream of the program is being captured, and %s the default stream, "
+         "which nothing can be given to then: give it a stream of its own (ga_config.stream)",
+         subject);
+  }
+  check(error, "asking whether the stream is being captured");
+  if (status == cudaStreamCaptureStatusInvalidated)
+    fail(GA_ERROR_INVALID_STATE, "the capture of %s is broken: end it first", name);
+  return status == cudaStreamCaptureStatusActive ? id + 1 : 0;
 }
 
 void Runtime::check(cudaError_t error, const char* doing) const {
@@ -308,18 +345,64 @@ void Runtime::settle() noexcept {
   }
 }
 
-// ---- A second stream ----------------------------------------------------------------------------
+// ---- Streams ------------------------------------------------------------------------------------
+
+void Runtime::set_stream(cudaStream_t stream) {
+  check_kind(stream);
+  context_.check(stream);
+  if (stream == queue_.stream || (!is_own(stream) && !is_own(queue_.stream))) return;
+  const unsigned long long capture = capture_of(stream, "stream was", "stream");
+  if (capture == capture_) {
+    order_behind_work(stream);
+  } else if (capturing() && capture != 0) {
+    fail(GA_ERROR_INVALID_STATE,
+         "stream is being captured into another graph than the context's stream, which no graph "
+         "can wait for: end one of the captures first");
+  } else if (capturing()) {
+    fail(GA_ERROR_INVALID_STATE,
+         "the context's stream is being captured, and stream is no part of that capture: end the "
+         "capture first, or have stream wait for an event of the context's stream");
+  } else if (!is_idle()) {
+    fail(GA_ERROR_INVALID_STATE,
+         "stream is being captured, and the context's stream still has work from before the "
+         "capture, which a graph cannot wait for: call ga_context_set_stream, or wait "
+         "(ga_synchronize), before the capture begins");
+  }
+  queue_.stream = stream;
+  allocator_.set_stream(stream);
+}
+
+// Whether the device is done with all that the context has queued.
+bool Runtime::is_idle() const {
+  const RelaxedCapture relaxed;
+  const auto is_done = [&](cudaStream_t stream) {
+    const cudaError_t error = error_of(Driver::get().query(stream));
+    if (error == cudaErrorNotReady) return false;
+    check(error, "asking whether the stream is done");
+    return true;
+  };
+  return is_done(queue_.stream) && (!second_ || is_done(second_));
+}
+
+// Has a stream wait for all that the context's stream has been given so far.
+void Runtime::order_behind_work(cudaStream_t stream) {
+  if (!given_so_far_)
+    check(cudaEventCreateWithFlags(&given_so_far_, cudaEventDisableTiming), "an event");
+  check(cudaEventRecord(given_so_far_, queue_.stream), "an event");
+  check(cudaStreamWaitEvent(stream, given_so_far_, 0), "a wait of a stream");
+}
 
 void Runtime::aside(const std::function<void()>& work) {
   if (!second_) {
     require_no_capture("this call makes a stream (run one window before the capture)");
-    check(cudaStreamCreateWithFlags(&second_, cudaStreamNonBlocking), "a second stream");
+    int priority = 0;
+    check(error_of(Driver::get().priority(queue_.stream, &priority)), "asking for a priority");
+    check(cudaStreamCreateWithPriority(&second_, cudaStreamNonBlocking, priority),
+          "a second stream");
   }
-  for (cudaEvent_t* event : {&given_so_far_, &done_})
-    if (!*event) check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "an event");
-  const Queue& queue = this->queue();
-  check(cudaEventRecord(given_so_far_, queue.stream), "an event");
-  check(cudaStreamWaitEvent(second_, given_so_far_, 0), "a wait of a stream");
+  if (!done_) check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "an event");
+  queue();  // restores tables before the second stream reads them
+  order_behind_work(second_);
   std::swap(queue_.stream, second_);
   try {
     work();

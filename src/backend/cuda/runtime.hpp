@@ -38,6 +38,8 @@ class DriverContext {
   DriverContext(const DriverContext&) = delete;
   DriverContext& operator=(const DriverContext&) = delete;
   CUctx_st* get() const { return context_; }
+  // Throws GA_ERROR_INVALID_ARGUMENT if another stream is of another context. This one is current.
+  void check(cudaStream_t stream) const;
 
  private:
   CUctx_st* context_ = nullptr;
@@ -117,6 +119,7 @@ class Runtime {
   // The capture that goes on, which has a number of its own; 0: none.
   unsigned long long capture() const { return capture_; }
   void set_window_open(bool open) noexcept { window_open_ = open; }
+  void set_stream(cudaStream_t stream);  // see Backend
   // Throws GA_ERROR_INVALID_STATE while the stream is captured. what: "this call waits"
   void require_no_capture(const char* what) const;
   void wait();
@@ -151,19 +154,23 @@ class Runtime {
   };
 
   void enter(cudaError_t device_error);
+  unsigned long long capture_of(cudaStream_t stream, const char* subject, const char* name) const;
+  bool is_idle() const;
+  void order_behind_work(cudaStream_t stream);
   cudaError_t wait_for_stream();
   void settle() noexcept;
   void record(const Mirror& mirror, size_t begin, size_t end);
   void* allocate_device(size_t bytes);
   void free_device(void* data) noexcept;
 
-  const Allocator allocator_;
+  Allocator allocator_;
   std::map<void*, size_t> given_;  // by the program's allocator
   int32_t ordinal_;
   const DriverContext context_;
   Queue queue_ = {};
-  // Of aside(), made by its first call. Both events are recorded anew each time.
+  // Of aside(), made by its first call with the priority that the stream has then.
   cudaStream_t second_ = nullptr;
+  // Made when they are first needed, and recorded anew each time.
   cudaEvent_t given_so_far_ = nullptr, done_ = nullptr;
   bool reads_pageable_ = false;
   unsigned long long capture_ = 0;

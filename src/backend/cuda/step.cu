@@ -241,7 +241,7 @@ struct AllSums : NormSums {
       const bool unit = k < units.chunk_count;
       const int64_t f = k - units.chunk_count;
       const ChunkRef at = unit ? units.chunks[k] : factors.piece(f);
-      const bool gradient = window.totals.over_ranks
+      const bool gradient = window.totals.summed
                                 ? some_rank_has_gradient(window.tables, at.item)
                                 : has_gradient(window.tables, at.item);
       if (!is_touched(window.tables, at.item, gradient)) continue;

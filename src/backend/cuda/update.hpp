@@ -71,6 +71,23 @@ GA_APART void follow(const UpdateTask& task, const ParamPlan& plan, bool copied,
   Writer<T>(task.average, first, {true, plan.state_key + kMaxSlots}, index)(i, count, e);
 }
 
+// UpdateTask::follows, for a thread's share of the elements [first, first + count), as in update_any().
+GA_APART inline void follow_data(const UpdateTask& task, int64_t first, int count, int from,
+                                 int step) {
+  const bool bf16 = task.copy.format == GA_BF16;
+  float* const masters = global(static_cast<float*>(task.param.data) + first);
+  const uint16_t* const copy = global(static_cast<const uint16_t*>(task.copy.data) + first);
+  GA_ROLLED
+  for (int i = from; i < count; i += step)
+    for (int l = i; l < i + 4 && l < count; ++l)
+      if (to_16(masters[l], bf16) != copy[l]) masters[l] = from_16(copy[l], bf16);
+}
+
+GA_DEVICE void follow_data(Block& block, const UpdateTask& task, int64_t first, int count) {
+  if (!task.follows) return;
+  block.each([&](int thread) { follow_data(task, first, count, 4 * thread, 4 * kThreads); });
+}
+
 // The arrays of an update from element `first` of the parameter on. source: the gradient's.
 template <class Op, bool kMeasuring>
 struct AnyArrays {
@@ -373,6 +390,7 @@ GA_DEVICE void each_piece(const Block& block, const UpdateTask* tasks, const Lis
 template <class T>
 GA_DEVICE void follow_piece(Block& block, const UpdateTask& task, const ParamPlan& plan,
                             int64_t first, int n) {
+  if (task.average.data) follow_data(block, task, first, n);
   block.each([&](int thread) { follow_any<T>(task, plan, first, n, 4 * thread, 4 * kThreads); });
 }
 
@@ -400,6 +418,7 @@ struct Update {
  private:
   GA_DEVICE static void update_piece(Block& block, const UpdateTask& task, const ParamPlan& plan,
                                      int64_t first, int n) {
+    follow_data(block, task, first, n);
     if constexpr (std::is_same_v<T, float>) {
       if (update_aligned<GA_F32>(block, task, plan, first, n)) return;
       if constexpr (Op::updating.gradient) {  // one that lives
@@ -449,6 +468,7 @@ struct Update {
             const int64_t row = task.rows->entries[entry].row * task.columns;
             for (int64_t column = 0; column < task.columns; column += kChunk) {
               const int n = static_cast<int>(smaller(kChunk, task.columns - column));
+              if (task.follows) follow_data(task, row + column, n, 4 * (thread % group), 4 * group);
               update_any<Op>(task, plan, true, row + column, n, 4 * (thread % group), 4 * group);
             }
           });
@@ -546,6 +566,7 @@ struct Measure {
                                       int64_t chunk, ChunkTotals<Op::norms>& sums) {
     const int64_t offset = chunk * kChunk;
     const int n = chunk_length(task.count, chunk);
+    if (Op::measuring.parameter) follow_data(block, task, offset, n);
     bool done = false;
     if constexpr (std::is_same_v<T, float> && !Op::factored) {
       done = measure_aligned<GA_F32>(block, task, plan, offset, n, sums);

@@ -198,6 +198,7 @@ struct UpdateMixed {
  private:
   GA_DEVICE static void update_piece(Block& block, const UpdateTask& task, const ParamPlan& plan,
                                      int64_t first, int n) {
+    follow_data(block, task, first, n);
     const int done = update_fitting(block, task, plan, first, n);
     block.each([&](int thread) {
       update_any<Op>(task, plan, false, first + done, n - done, 4 * thread, 4 * kThreads);

@@ -227,7 +227,8 @@ struct CUstream_st {
   std::deque<ga::sim::Item> items = {};
   int64_t done = 0;
   CUctx_st* context =
-      nullptr;  // that it was made in; NULL for a legacy stream, which is every context's
+      nullptr;       // that it was made in; NULL for a legacy stream, which is every context's
+  int priority = 0;  // is told, and orders nothing
 
   int64_t end() const { return done + static_cast<int64_t>(items.size()); }
 };

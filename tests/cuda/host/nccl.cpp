@@ -456,15 +456,16 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id
   return join("ncclCommInitRankConfig", comm, ranks, id, rank, config->blocking != 0);
 }
 
+// That of a non-blocking communicator succeeds at once: its state tells when it has ended.
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   const Lock lock(mutex());
   if (const ncclResult_t failed = begin("ncclCommFinalize", comm)) return failed;
   const std::shared_ptr<ncclComm> c = alive(comm);
   if (c->finalized) return refuse(ncclInvalidArgument, "finalized twice");
   c->finalized = true;
-  const ncclResult_t result = carry_out(*c, [] {});
+  carry_out(*c, [] {});
   if (c->blocking) Engine::get().run(c->last);
-  return has_work(*c) ? ncclInProgress : result;
+  return ncclSuccess;
 }
 
 // As NCCL, waits for the work of a communicator that was not finalized.
@@ -512,6 +513,13 @@ ncclResult_t ncclCommUserRank(ncclComm_t comm, int* rank) {
   const Lock lock(mutex());
   if (const ncclResult_t failed = begin("ncclCommUserRank", comm)) return failed;
   *rank = alive(comm)->rank;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommCuDevice(ncclComm_t comm, int* device) {
+  const Lock lock(mutex());
+  if (const ncclResult_t failed = begin("ncclCommCuDevice", comm)) return failed;
+  *device = alive(comm)->device;
   return ncclSuccess;
 }
 

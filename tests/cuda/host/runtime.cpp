@@ -118,11 +118,12 @@ cudaError_t release(Engine& engine, void* pointer, std::initializer_list<Memory>
   return engine.release(a->begin);
 }
 
-cudaError_t create_stream(cudaStream_t* out, unsigned flags) {
+cudaError_t create_stream(cudaStream_t* out, unsigned flags, int priority = 0) {
   return call([=](Engine& engine) {
     if (out == nullptr || flags > cudaStreamNonBlocking) return cudaErrorInvalidValue;
     engine.streams.push_back(std::make_shared<CUstream_st>(CUstream_st{current(), flags}));
     engine.streams.back()->context = thread_state().context;
+    engine.streams.back()->priority = priority;
     *out = engine.streams.back().get();
     return cudaSuccess;
   });
@@ -354,6 +355,14 @@ int stream_context(cudaStream_t handle, CUctx_st** context) {
   return cudaSuccess;
 }
 
+int stream_priority(cudaStream_t handle, int* priority) {
+  const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
+  const Stream stream = Engine::get().stream(handle);
+  if (stream == nullptr) return cudaErrorInvalidResourceHandle;
+  *priority = stream->priority;
+  return cudaSuccess;
+}
+
 }  // namespace
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
@@ -366,6 +375,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
       {"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(retain)},
       {"cuDevicePrimaryCtxRelease", reinterpret_cast<void*>(release_primary)},
       {"cuStreamGetCtx", reinterpret_cast<void*>(stream_context)},
+      {"cuStreamGetPriority", reinterpret_cast<void*>(stream_priority)},
       {"cuStreamQuery", reinterpret_cast<void*>(stream_query)}};
   const auto found = functions.find(name);
   const bool old = static_cast<unsigned>(config().driver_version) < version;
@@ -662,8 +672,8 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return create_stream(stream, flags);
 }
 
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
-  return create_stream(stream, flags);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+  return create_stream(stream, flags, priority);
 }
 
 // Work in the stream still runs, as on a real device.

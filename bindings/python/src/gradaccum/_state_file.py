@@ -21,6 +21,11 @@ def split(data: bytearray) -> tuple[bytes, dict[str, tuple[str, list[int], memor
     """The header of a file, and the dtype, the shape and the memory of its arrays."""
     start = 8 + int.from_bytes(data[:8], "little")
     header = bytes(data[:start])
+    if "gradaccum.index" in entries(header):
+        raise RuntimeError(
+            "there are more parameters than a safetensors header can list (100 MB), so their state cannot be taken "
+            "apart into arrays; save() and load() of the context store it in a file"
+        )
     arrays = {}
     view = memoryview(data)
     for name, entry in entries(header).items():

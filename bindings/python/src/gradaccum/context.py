@@ -670,6 +670,18 @@ class Context:
         with self._guard as c:
             _raw.ga_synchronize(c)
 
+    def set_stream(self, stream: int) -> None:
+        """Gives the context another stream in place of ``Config.stream``: later work is queued there.
+
+        It runs behind all that was queued before. Waits for nothing; also legal within a window.
+        stream: the address that the program's ``cudaStream_t`` is, of the device and driver context of the
+        stream before it; 0: the legacy default stream. Error INVALID_STATE: one of the two streams is being
+        captured, and the other is no part of that capture; the context then keeps its stream.
+        """
+        with self._guard as c:
+            _raw.ga_context_set_stream(c, stream)
+            self._where.set_stream(stream)
+
 
 class Group:
     """Parameters that share an optimizer. Made by Context.add_group()."""
@@ -810,7 +822,10 @@ class Param:
             context._lent()[self.id] = loan
 
     def changed(self) -> None:
-        """Tells that the program has written the parameter: its master weights are taken anew."""
+        """Tells that the program has written the parameter: its master weights are taken anew.
+
+        Needless without master weights, and with ``ParamOptions(follow_data=True)``.
+        """
         with self.context._guard as c:
             _raw.ga_param_changed(c, self.id)
 

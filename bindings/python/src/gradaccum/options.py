@@ -98,8 +98,8 @@ class Config(_Struct):
     device_ordinal: int = _DEFAULT
     """Which device of that kind; default 0."""
     stream: int = _DEFAULT
-    """The CUDA stream that all work is queued on, which must outlive the context; default 0: the legacy
-    default stream.
+    """The CUDA stream that all work is queued on, which must outlive the context, unless
+    ``Context.set_stream`` replaces it; default 0: the legacy default stream.
     """
     num_threads: int = _DEFAULT
     """Threads of the CPU kernels; default 0: as many as OpenMP would use."""
@@ -220,6 +220,8 @@ class Optimizer(_Struct):
     """AdEMAMix: steps until alpha has grown from 0."""
     beta3_warmup: int = _DEFAULT
     """AdEMAMix: steps until beta3 has grown from beta1."""
+    clip_exponent: float = _DEFAULT
+    """ADOPT: step t clips to (t - 1)^clip_exponent; not negative."""
 
     def __post_init__(self) -> None:
         if self.ns_coefficients is None:
@@ -377,6 +379,7 @@ class ParamOptions(_Struct):
     _types = {
         "gradient_dtype": Dtype, "accumulator_dtype": Dtype, "master": Master, "rounding": Rounding,
         "rows": Rows, "reduce": lambda value: Reduce(value) if value else None, "write_early": bool,
+        "follow_data": bool,
     }  # fmt: skip
 
     gradient_dtype: Dtype = _DEFAULT
@@ -397,6 +400,9 @@ class ParamOptions(_Struct):
     write_early: bool = _DEFAULT
     """With ``Config.eager``: the parameter, which has 16 bits and master weights and is rounded to nearest, may be
     written from ``Context.ready()`` on, so that ``Context.step()`` makes no copy; default False."""
+    follow_data: bool = _DEFAULT
+    """Master weights follow what the program writes to the parameter, element by element, so that
+    ``Param.changed()`` is needless; not with ``Rounding.STOCHASTIC``; default False."""
 
     def __post_init__(self) -> None:
         if self.reduce is not None and self.reduce is not Reduce.MAX:

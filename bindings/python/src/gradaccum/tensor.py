@@ -98,12 +98,18 @@ class Tensor:
 class Where:
     """Where the tensors of a context are, and how they are borrowed."""
 
-    __slots__ = ("_place", "device", "ordinal")
+    __slots__ = ("_place", "_stream", "device", "ordinal")
 
     def __init__(self, device: Device, ordinal: int, stream: int) -> None:
         self.device = device
         self.ordinal = ordinal
-        self._place = (_DLPACK_DEVICES[device], ordinal, stream or 1)  # DLPack's 1: the legacy stream
+        self._stream = [0]  # shared with everything that is expected
+        self._place = (_DLPACK_DEVICES[device], ordinal, self._stream)
+        self.set_stream(stream)
+
+    def set_stream(self, stream: int) -> None:
+        """Has the tensors that are borrowed from now on come to another stream."""
+        self._stream[0] = stream or 1  # DLPack's 1: the legacy stream
 
     def expect(
         self,
@@ -135,7 +141,7 @@ def new_tensor(shape: Sequence[int], count: int, dtype: Dtype) -> Tensor:
 
 
 _OF_BITS = {
-    dtype: _raw.expect("memory", bits, None, 0, True, True, 1, 0, 0)
+    dtype: _raw.expect("memory", bits, None, 0, True, True, 1, 0, [0])
     for dtype, bits in (
         (Dtype.F32, Dtype.I32), (Dtype.F64, Dtype.I64), (Dtype.F16, Dtype.F16),
         (Dtype.BF16, Dtype.BF16), (Dtype.I32, Dtype.I32), (Dtype.I64, Dtype.I64),

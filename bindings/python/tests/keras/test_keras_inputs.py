@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input and interruptions: a message, and nothing is lost or half-changed."""
 
+import importlib
 from typing import Any
 
 import gradaccum
@@ -42,6 +43,21 @@ def test_arguments(task: Task) -> None:
     with pytest.raises(ValueError, match="LIVE"):
         config = gradaccum.Config(gradient_life=gradaccum.GradientLife.LIVE)
         gk.GradientAccumulateOptimizer("sgd", 2, config=config)
+
+
+@pytest.mark.only("torch")
+def test_several_processes_of_torch_raise(task: Task) -> None:
+    """Nothing reduces the gradients of fit(), so that each process would train a model of its own."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # a group without other processes
+
+    distributed: Any = importlib.import_module("torch.distributed")
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(ValueError, match="several processes of torch.distributed"):
+            gk.wrap(task.model(), 2).compile("sgd", "mse")
+    finally:
+        distributed.destroy_process_group()
+    gk.wrap(task.model(), 2).compile("sgd", "mse")
 
 
 def test_a_model_that_is_not_compiled(task: Task) -> None:

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What programs do to models, optimizers and state in between: right as in torch, or refused in words."""
 
-import copy
-import gc
 import io
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +10,6 @@ import gradaccum.torch as gt
 import pytest
 import torch
 from conftest import Task, close, train
-from torch.utils.checkpoint import checkpoint
 
 
 def parameter(*values: float) -> torch.nn.Parameter:
@@ -215,95 +211,6 @@ def test_a_state_under_other_names_is_refused_in_words() -> None:
     named.step()
     with pytest.raises(ValueError, match="names"):
         plain.load_state_dict(named.state_dict())
-
-
-# ---- Batch normalisation
-
-
-def converted() -> tuple[torch.nn.BatchNorm1d, gt.Optimizer, torch.nn.BatchNorm1d]:
-    layer, twin = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
-    optimizer = gt.SGD(layer.parameters(), lr=0.0)
-    assert gt.convert_batchnorm(layer, optimizer) == 1
-    return layer, optimizer, twin
-
-
-def alike(layer: torch.nn.BatchNorm1d, twin: torch.nn.BatchNorm1d) -> None:
-    for a, b in zip(layer.buffers(), twin.buffers(), strict=True):
-        assert torch.allclose(a, b, atol=1e-6)
-
-
-def test_copies_of_a_converted_model() -> None:
-    layer, optimizer, twin = converted()
-    twin(x := torch.randn(8, 3) * 3 + 1)
-    optimizer.backward(layer(x).sum())
-    optimizer.step()
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
-        other.eval()
-        assert torch.allclose(other(x), twin.eval()(x), atol=1e-6)
-        other.train()
-        other(x * 100)  # known to nobody
-    optimizer.backward(layer(x).sum())
-    optimizer.step()
-    twin.train()(x)
-    alike(layer, twin)
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None
-    layer(x)
-
-
-def test_several_forwards_in_a_micro_batch() -> None:
-    layer, optimizer, twin = converted()
-    x, y = torch.randn(8, 3), torch.randn(5, 3) * 4 + 2
-    twin(torch.cat([x, y]))
-    losses = [layer(x).sum(), layer(y).sum()]
-    with pytest.raises(ValueError, match="more than 1 value"):
-        layer(x[:1])
-    for loss in losses:
-        optimizer.backward(loss)
-    optimizer.step()
-    alike(layer, twin)
-    twin(torch.cat([x, y]))
-    optimizer.backward(layer(x).sum() + layer(y).sum())
-    optimizer.step()
-    alike(layer, twin)
-
-
-def test_statistics_that_are_loaded_later_count() -> None:
-    layer, optimizer, twin = converted()
-    for other in (layer, twin):
-        other.load_state_dict({**other.state_dict(), "running_mean": torch.full((3,), 50.0)})
-    twin(x := torch.randn(8, 3))
-    optimizer.backward(layer(x).sum())
-    optimizer.step()
-    alike(layer, twin)
-    layer.momentum = 0.5
-    with pytest.raises(RuntimeError, match="momentum"):
-        optimizer.backward(layer(x).sum())
-
-
-def test_layers_that_cannot_be_converted_leave_the_others() -> None:
-    net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3, momentum=None))
-    with pytest.raises(ValueError, match="momentum None"):
-        gt.convert_batchnorm(net, optimizer := gt.SGD(net.parameters()))
-    assert not optimizer._layers
-    with pytest.raises(ValueError, match="SyncBatchNorm"):
-        gt.convert_batchnorm(torch.nn.SyncBatchNorm(3), optimizer)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputed_layer_counts_once(reentrant: bool) -> None:
-    layer, optimizer, twin = converted()
-    x = torch.randn(4, 3, requires_grad=True)
-    twin(x)
-    out: Any = checkpoint(layer, x, use_reentrant=reentrant)
-    optimizer.backward(out.sum())
-    optimizer.step()
-    alike(layer, twin)
 
 
 def test_compiled_autograd(task: Task) -> None:

@@ -133,6 +133,32 @@ def test_the_others_step(name: str) -> None:
     assert float((next(nets[0].parameters()) - next(task.net().parameters())).abs().max()) > 1e-6
 
 
+def test_adopt_takes_the_exponent_of_its_clip() -> None:
+    """timm's Adopt, from its definition; a state dictionary without the exponent means 1/4."""
+    gradients = (1e-3, 2.0, -0.5, 3.0, 1.0, 4.0)
+    for exponent in (0.25, 0.333):
+        parameter = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        optimizer = gt.Adopt([parameter], lr=0.125, clip_exponent=exponent)
+        p, m, v = 2.0, 0.0, 0.0
+        for step, g in enumerate(gradients):
+            parameter.grad = torch.tensor(g, dtype=torch.float64)
+            optimizer.accumulate()
+            optimizer.step()
+            if step > 0:
+                bound = step**exponent
+                m = 0.9 * m + 0.1 * min(max(g / max(v**0.5, 1e-6), -bound), bound)
+                p -= 0.125 * m
+                v = 0.9999 * v + 0.0001 * g * g
+            else:
+                v = g * g
+            assert abs(float(parameter) - p) < 1e-14
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["clip_exponent"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["clip_exponent"] == 0.25
+
+
 def test_sparse_adam() -> None:
     for window in (1, 2):
         tables = []

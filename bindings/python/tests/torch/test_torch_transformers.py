@@ -8,6 +8,7 @@ import os
 import pathlib
 from typing import Any
 
+import gradaccum.torch as gt
 import pytest
 import torch
 
@@ -63,16 +64,19 @@ class Plain(torch.nn.Module):
 def arguments(size: int, steps: int, folder: pathlib.Path, **more: Any) -> Any:
     return transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=size, gradient_accumulation_steps=steps,
-        num_train_epochs=1, use_cpu=True, report_to=[], lr_scheduler_type="constant", max_grad_norm=0,
+        num_train_epochs=1, use_cpu=True, report_to=[], lr_scheduler_type="constant",
         logging_steps=1, disable_tqdm=True, train_sampling_strategy="sequential",
-        **{"save_strategy": "no", **more},
+        **{"save_strategy": "no", "max_grad_norm": 0, **more},
     )  # fmt: skip
 
 
-def theirs(net: torch.nn.Module, size: int, steps: int, folder: pathlib.Path) -> Any:
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+def theirs(
+    net: torch.nn.Module, size: int, steps: int, folder: pathlib.Path, optimizer: Any = None, **more: Any
+) -> Any:
+    if optimizer is None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
     trainer = transformers.Trainer(
-        net, arguments(size, steps, folder), train_dataset=dataset(net), optimizers=(optimizer, None)
+        net, arguments(size, steps, folder, **more), train_dataset=dataset(net), optimizers=(optimizer, None)
     )
     trainer.train()
     return trainer
@@ -81,7 +85,7 @@ def theirs(net: torch.nn.Module, size: int, steps: int, folder: pathlib.Path) ->
 def ours(net: torch.nn.Module, given: Any, weight: str = TOKENS, optimizer: str = f"SGD(lr={RATE})") -> Any:
     """Runs the block of the guide, with this weight and this optimizer, and returns the Trainer."""
     code = blocks()["transformers"]
-    name, options = optimizer.rstrip(")").split("(")
+    name, options = optimizer.removesuffix(")").split("(", 1)
     for old, new in (
         (TOKENS, weight),
         ("gt.AdamW(net.parameters(), lr=1e-2)", f"gt.{name}(net.parameters(), {options})"),
@@ -143,3 +147,36 @@ def test_a_checkpoint_of_the_trainer(tmp_path: pathlib.Path) -> None:
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.state.global_step == 3
     assert off(net, want) == 0
+
+
+@pytest.mark.parametrize("make", [language_model, classifier])  # the Trainer asks for model.config
+def test_label_smoothing_and_clipping(make: Any, tmp_path: pathlib.Path) -> None:
+    want, net = make(), make()
+    more = {"label_smoothing_factor": 0.1, "max_grad_norm": 0.2}
+    theirs(want, 2 * K, 1, tmp_path, **more)
+    clip = "clip=__import__('gradaccum').Clip(scope=__import__('gradaccum').ClipScope.GLOBAL, max_norm=0.2)"
+    ours(
+        net, arguments(2, K, tmp_path, **more),  # max_grad_norm finds no gradient to clip
+        weight=TOKENS if make is language_model else 'len(inputs["labels"])',
+        optimizer=f"SGD(lr={RATE}, {clip})",
+    )  # fmt: skip
+    assert off(net, want) < (1e-6 if make is language_model else 1e-12)
+    assert off(net, make()) > 1e-4
+
+
+@pytest.mark.filterwarnings("error::UserWarning:gradaccum")
+@pytest.mark.parametrize("make", [language_model, classifier, Plain])
+def test_only_the_optimizer_is_changed(make: Any, tmp_path: pathlib.Path) -> None:
+    """Then gradients add up in .grad, and all is as the Trainer does it."""
+    want, net = make(), make()
+    theirs(want, 2, K, tmp_path, max_grad_norm=0.2)
+    theirs(net, 2, K, tmp_path, gt.SGD(net.parameters(), lr=RATE), max_grad_norm=0.2)
+    assert off(net, want) < (1e-6 if make is language_model else 1e-12)
+
+
+def test_accum_steps_beside_those_of_the_trainer_is_said(tmp_path: pathlib.Path) -> None:
+    net = classifier()
+    with pytest.warns(UserWarning, match="16 for one update"):
+        theirs(
+            net, 1, K, tmp_path, gt.SGD(net.parameters(), lr=RATE, accum_steps=K), max_grad_norm=0.2
+        )

@@ -8,6 +8,7 @@ import math
 import pathlib
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import gradaccum as ga
@@ -240,6 +241,40 @@ def test_written_parameters_and_moved_ones() -> None:
     net[0].weight.data = net[0].weight.data.clone()
     with pytest.raises(RuntimeError, match="moved"):
         optimizer.step()
+
+
+WRITES: dict[str, Callable[[torch.nn.Parameter], Any]] = {
+    "clamp": lambda p: p.data.clamp_(-0.5, 0.5),
+    "mul": lambda p: p.data.mul_(0.5),
+    "add": lambda p: p.data.add_(1),
+    "replaced": lambda p: setattr(p, "data", p.data.roll(1)),
+    "copied": lambda p: p.data.copy_(p.data.flip(0)),
+    "one_number": lambda p: p.data.view(torch.int16)[3:5].bitwise_xor_(1),  # to the next one
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", WRITES)
+def test_data_that_the_program_writes(dtype: torch.dtype, way: str) -> None:
+    """Elements that were written are what the next step moves; the others keep what masters know of them."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(70).to(dtype))
+    optimizer = gt.SGD([parameter], lr=2**-10)
+    master = parameter.detach().float()
+    for step in range(12):
+        if step % 4 == 3:
+            before = parameter.detach().clone()
+            WRITES[way](parameter)
+            written = parameter.detach().view(torch.int16) != before.view(torch.int16)
+            assert bool(written.any())
+            master = torch.where(written, parameter.detach().float(), master)
+        for sign in (1, 3):
+            parameter.grad = (sign * torch.randn(70)).to(dtype)
+            gradient = parameter.grad.float() if sign == 1 else (gradient + parameter.grad.float()) / 2
+            optimizer.accumulate()
+        optimizer.step()
+        master = master - 2**-10 * gradient
+        assert torch.equal(parameter.detach(), master.to(dtype))
 
 
 def test_steps_move_versions(task: Task) -> None:

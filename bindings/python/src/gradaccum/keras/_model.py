@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 from .. import Clip, Config, StepResult
@@ -324,6 +325,19 @@ def _check_alone(model: Any) -> None:
             "a keras.distribution is set, and one device is supported: let each device have a process, a rank, see "
             "«What is not there» in docs/keras.md"
         )
+    if _torch_processes() > 1:
+        raise ValueError(
+            "there are several processes of torch.distributed, whose gradients nothing would reduce: one is supported; "
+            "gradaccum.torch takes a DistributedDataParallel, ddp="
+        )
+
+
+def _torch_processes() -> int:
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or keras.backend.backend() != "torch":
+        return 1
+    alone = not (distributed.is_available() and distributed.is_initialized())
+    return 1 if alone else int(distributed.get_world_size())
 
 
 class _Windows(keras.callbacks.Callback):  # type: ignore[misc]

@@ -479,7 +479,7 @@ class Lars(Optimizer):
 
 
 class Adopt(Optimizer):
-    """ADOPT (Taniguchi et al. 2024)."""
+    """ADOPT (Taniguchi et al. 2024). clip_exponent: timm's clip_exp, whose default there is 0.333."""
 
     def __init__(
         self,
@@ -490,6 +490,7 @@ class Adopt(Optimizer):
         weight_decay: _Number = 0,
         decoupled: bool = False,
         *,
+        clip_exponent: float = 0.25,
         maximize: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
@@ -499,9 +500,15 @@ class Adopt(Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "decoupled": decoupled,
+            "clip_exponent": clip_exponent,
             "maximize": maximize,
         }
         super().__init__(params, _kinds.ADOPT, defaults, **window)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # of a state dictionary from before the option
+            group.setdefault("clip_exponent", 0.25)
 
 
 class AdEMAMix(Optimizer):

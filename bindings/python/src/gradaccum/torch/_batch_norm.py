@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
 from .. import BatchNormOptions
-from ._optimizer import Optimizer, _Forward, _versions
+from ._optimizer import Optimizer
 
 _LAYERS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
@@ -19,8 +20,13 @@ def convert_batchnorm(model: torch.nn.Module, optimizer: Optimizer) -> int:
     The layers of batch normalisation stay the same modules, with their buffers and weights, and normalise
     each micro-batch by its own statistics, as before. Their running statistics are those of a batch as large
     as the window: of everything that the layer has seen in training since the last step. A window that is
-    skipped or discarded moves nothing. A copy of the model keeps the statistics that it has. Returns how many
+    skipped or discarded moves nothing. A layer belongs to the optimizer of the last call. Returns how many
     layers there are. Between windows.
+
+    Layers are torch's own, whose statistics move with each forward, in a copy of the model, once the optimizer is
+    gone, and while momentum is None, so that ``torch.optim.swa_utils.update_bn`` works. If another optimizer trains
+    the parameters while this one is kept, a warning names the layers, which are torch's own until this one takes
+    a micro-batch.
     """
     layers = []
     for name, module in model.named_modules():
@@ -43,22 +49,54 @@ def _convert(name: str, module: Any, optimizer: Optimizer) -> None:
     layer = optimizer.context.add_batch_norm(
         name, module.num_features, options=BatchNormOptions(momentum=module.momentum, eps=module.eps)
     )
-    layer.set_running(
-        module.running_mean.detach().cpu().double(), module.running_var.detach().cpu().double(),
-        int(module.num_batches_tracked),
-    )  # fmt: skip
-    optimizer._layers[module] = layer
-    optimizer._layer_versions[module] = _versions(module)
-    module.track_running_stats = False  # training moves the buffers no more; evaluation still reads them
-    module.register_forward_hook(_Statistics(optimizer))
+    optimizer._layers.add(module, layer)
+    for hook in module._forward_hooks.values():
+        hooks = getattr(hook, "__self__", None)
+        if isinstance(hooks, _Hooks):  # of an earlier optimizer
+            old = hooks.owner()
+            if old is not None:
+                old._layers.forget(module)
+            hooks.set_owner(optimizer)
+            return
+    hooks = _Hooks(optimizer)
+    module.register_forward_pre_hook(hooks.before)
+    module.register_forward_hook(hooks.after, always_call=True)
 
 
-class _Statistics(_Forward):
-    """A hook that shows the optimizer what a layer has normalised in training."""
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
-    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any = None) -> None:
+
+class _Hooks:
+    """Hooks of a layer that show the optimizer what it has normalised in training. A copy shows nobody."""
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._hides = False  # whether torch is kept from moving the statistics in this forward
+        self.set_owner(optimizer)
+
+    def set_owner(self, optimizer: Optimizer | None) -> None:
+        self._owner = None if optimizer is None else weakref.ref(optimizer)
+
+    def owner(self) -> Optimizer | None:
+        return None if self._owner is None else self._owner()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (None,)
+
+    def before(self, module: Any, inputs: Any) -> None:
         optimizer = self.owner()
-        # A recomputation in backward sees the same input again; a copy of the module is not known.
-        if optimizer is not None and module.training and module in optimizer._layers:
-            if torch._C._current_graph_task_id() == -1:
-                optimizer._saw(module, inputs[0])
+        if optimizer is None or not (module.training and module.track_running_stats):
+            return
+        if optimizer._layers.takes(module, None if _is_in_backward() else optimizer._tensors):
+            module.track_running_stats = False
+            self._hides = True
+
+    def after(self, module: Any, inputs: Any, output: Any) -> None:
+        if not self._hides:
+            return
+        module.track_running_stats = True
+        self._hides = False
+        optimizer = self.owner()
+        # There is no output if forward has raised. A recomputation in backward sees the same input again.
+        if optimizer is not None and output is not None and not _is_in_backward():
+            optimizer._layers.saw(module, inputs[0])

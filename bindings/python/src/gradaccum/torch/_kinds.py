@@ -130,7 +130,7 @@ LARS = Kind(
     ("lr", "momentum", "dampening", "weight_decay", "nesterov", "trust_coefficient", "eps", "always_adapt",
      "maximize"),
 )  # fmt: skip
-ADOPT = Kind(OptimizerKind.ADOPT, (*_MOMENTS, "decoupled"))
+ADOPT = Kind(OptimizerKind.ADOPT, (*_MOMENTS, "decoupled", "clip_exponent"))
 ADEMAMIX = Kind(OptimizerKind.ADEMAMIX, (*_MOMENTS, "alpha", "alpha_warmup", "beta3_warmup"))
 ROWWISE_ADAGRAD = Kind(
     OptimizerKind.ROWWISE_ADAGRAD, ("lr", "weight_decay", "initial_accumulator_value", "eps", "maximize"),

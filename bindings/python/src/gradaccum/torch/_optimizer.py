@@ -8,11 +8,10 @@ import ctypes
 import dataclasses
 import os
 import sys
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, BinaryIO, NoReturn, TypedDict, cast
 
 import torch
@@ -20,18 +19,25 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import (
-    BatchNorm, BnSpread, Clip, ClipScope, Config, Context, Device, Dtype, Ema, GradientLife, Group, LossScaler,
-    MicroBatch, MicroFlags, MicroOptions, Nonfinite, Param, ParamOptions, Rows, Settings, StateOptions,
-    StateParts, StepResult, WindowState,
+    Clip, ClipScope, Config, Context, Dtype, Ema, GradientLife, Group, LossScaler,
+    MicroBatch, MicroFlags, MicroOptions, Nonfinite, Param, ParamOptions, Rounding, Rows, Settings,
+    StateOptions, StateParts, StepOutcome, StepResult, WindowState,
 )  # fmt: skip
 from .. import _native
 from . import _state_file as state_file
+from ._ddp import Alone, Call, ranks_of
+from ._habits import Habits, warn
 from ._kinds import Kind
+from ._layers import Layers
+from ._state import State, refuse
+from ._streams import streams_of
 
 _DTYPES = {
     torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
 }  # fmt: skip
 _KEY = "gradaccum"  # of a state dictionary: all that the library keeps
+# Of Config, what may differ between ranks.
+_OF_ONE_RANK = {"device_ordinal", "stream", "num_threads", "log", "on_param_done"}
 # Of an implementation, which torch's own optimizers look for in a group that they load.
 _CHOICES = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
@@ -63,11 +69,11 @@ class _Slot:
     """A parameter of torch, and that of the library with the same memory."""
 
     __slots__ = (
-        "address", "dtype", "gradients", "has_master", "hook", "is_whole", "own", "place", "rows", "shape", "stride",
-        "tensor", "touched", "version",
+        "address", "dtype", "gradients", "hook", "is_whole", "own", "place", "rows", "shape", "stride",
+        "tensor", "tells", "touched", "version",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, own: Param, rows: bool) -> None:
+    def __init__(self, tensor: Tensor, own: Param, rows: bool, follows: bool) -> None:
         self.tensor = tensor
         self.own = own
         self.rows = rows
@@ -80,7 +86,8 @@ class _Slot:
         self.touched = False  # whether it has a gradient in this window
         self.gradients = 0  # that the open micro-batch has given it
         self.is_whole: bool | None = None  # whether a micro-batch gives it one gradient; None: not known yet
-        self.has_master = any(info.name == "master" for info in own.states)
+        # Whether the library has to be told if the program writes the parameter.
+        self.tells = not follows and any(info.name == "master" for info in own.states)
         self.hook: Any = None
 
 
@@ -107,7 +114,10 @@ class Optimizer(torch.optim.Optimizer):
     config: policies of the window; its device, stream and accum_steps are set here.
     param_options: of all parameters. A group may have the key ``rows``: ``gradaccum.Rows`` of embeddings with
     sparse gradients.
-    ddp: the DistributedDataParallel that reduces every backward. distributed: False allows several processes
+    ddp: the DistributedDataParallel that reduces every backward. The weight of a micro-batch is then that of this
+    rank's samples alone, 0 if it has none, and the ranks' micro-batches together are one, of all their weights. All
+    ranks make the same calls: what differs is an error on each of them. ``accumulate`` and ``step`` learn the weight
+    after the reduction, and raise unless all ranks give the same one. distributed: False allows several processes
     that do not train one model together.
 
     eager: the same as ``Config(eager=True)``. On the CPU, in the first of the three ways, a parameter is updated
@@ -138,37 +148,39 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         if accum_steps is not None and accum_steps < 1:
             raise ValueError(f"accum_steps was {accum_steps}, expected at least 1, or None")
-        world = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if world and torch.distributed.get_world_size() > 1 and ddp is None and distributed:
-            raise RuntimeError(
-                "there are several processes, whose gradients this optimizer does not reduce: pass ddp= the "
-                "DistributedDataParallel, or distributed=False for processes that train apart"
-            )
         self._kind = kind
         self._context: Context | None = None
         self._clips_by_unit = clip is not None and clip.scope == ClipScope.AGC
-        self._param_options = ParamOptions() if param_options is None else param_options
-        self._ddp = ddp
+        param_options = ParamOptions() if param_options is None else param_options
+        # What the program writes to a parameter, by .data too, goes into its master weights. Where these are rounded
+        # stochastically, that cannot be seen in the numbers, and the parameter's version has to tell it.
+        self._param_options = dataclasses.replace(
+            param_options, follow_data=param_options.rounding == Rounding.NEAREST
+        )
+        self._ranks = Alone()
         self._slots: list[_Slot] = []
         self._tensors: list[Tensor] = []  # of the slots; all contiguous: _dense
         self._dtypes: list[torch.dtype] = []
         self._counts: list[int] = []
         self._dense = True
         self._groups: list[Group] = []
+        self._sizes: list[int] = []  # parameters in each group
         self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
         self._open: MicroBatch | None = None
         self._tells_ready = False  # whether the library hears of gradients that are complete
         self._held: list[Tensor] = []  # gradients that are read when the micro-batch ends
         self._all_touched = False  # whether all parameters have gradients in this window
-        self._layers: dict[torch.nn.Module, BatchNorm] = {}  # by convert_batchnorm
-        self._layer_versions: dict[torch.nn.Module, tuple[int, ...]] = {}  # of the buffers
-        self._seen: dict[torch.nn.Module, tuple[int, Tensor, Tensor]] = {}  # count, mean, M2 since the last
+        self._layers = Layers()  # by convert_batchnorm
         self._masters: dict[str, Tensor] = {}  # of a window that was loaded, by the parameter's name
         self._rates: list[float] = []  # at the start of the window
         self._warned = False
-        self._unreduced = False  # whether a forward of ddp ran inside no_sync()
         self._wrapped: weakref.ref[torch.optim.Optimizer] | None = None  # whose schedulers look at it
-        self.accum_steps = accum_steps
+        self._accum_steps = accum_steps
+        self._habits = Habits(accum_steps)
+        self._is_scaled = False  # whether scale_loss() was called since the last micro-batch
+        self._is_explicit = False  # whether a micro-batch of this window came otherwise than by step()
+        self._no_state = State()
+        self._packed_state: defaultdict[Tensor, Any] | None = None  # while torch packs a state dictionary
         self.result: StepResult | None = None
         if self._param_options.gradient_dtype not in (0, None):
             raise ValueError(
@@ -192,10 +204,9 @@ class Optimizer(torch.optim.Optimizer):
         # Whether parameters may be written before step().
         self._writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early
         changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps, "eager": self._eager}
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            changes.update(device=Device.CUDA, device_ordinal=stream.device_index, stream=stream.cuda_stream)
-        elif config.num_threads == 0:
+        self._streams = streams_of(self._device)
+        changes.update(self._streams.config())
+        if self._device.type == "cpu" and config.num_threads == 0:
             changes["num_threads"] = 1 if _has_own_openmp() else torch.get_num_threads()
         self._context = Context(dataclasses.replace(config, **changes))
         if clip is not None:
@@ -205,21 +216,42 @@ class Optimizer(torch.optim.Optimizer):
         if ema is not None:
             self._context.set_ema(ema)
         self._scales = loss_scaler is not None
+        self._ranks = ranks_of(ddp, distributed, self._context, config)
         for group in self.param_groups:
             self._register(group)
-        if ddp is not None:
-            ddp.register_forward_pre_hook(_Forward(self))
+        self._ranks.agree(Call.CREATE, lambda: {
+            **{key: value for key, value in vars(config).items() if key not in _OF_ONE_RANK},
+            "kind": kind, "accum_steps": accum_steps, "clip": clip, "loss_scaler": loss_scaler, "ema": ema,
+            "param_options": param_options,
+            "params": [(slot.own.name, tuple(slot.shape), slot.dtype) for slot in self._slots],
+        })  # fmt: skip
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning's wrapper takes the class of an optimizer without its attributes, and has this one besides.
+        wrapped = self.__dict__.get("_optimizer")
+        if wrapped is None or name in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(wrapped, name, value)
 
     # ---- Parameters
 
     @property
+    def accum_steps(self) -> int | None:
+        """Micro-batches in a window; None: as many as come before ``step``. ``last`` and ``flush`` end one sooner."""
+        return self._accum_steps
+
+    @property
     def context(self) -> Context:
-        """The context of the library."""
+        """The context of the library, whose work goes to torch's current stream from now on."""
         assert self._context is not None
+        self._streams.follow(self._context)
         return self._context
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does. Between windows."""
+        if self._context is not None:
+            self._look_at_groups()
         super().add_param_group(param_group)
         if self._context is not None:
             try:
@@ -243,7 +275,8 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for tensor, view, name in zip(group["params"], views, names, strict=True):
                 own = self.context.add_param(own_group, name, view, options=options)
-                added.append(_Slot(tensor, own, rows != Rows.NONE))
+                added.append(_Slot(tensor, own, rows != Rows.NONE, options.follow_data))
+            self._ranks.track((slot.own.name, slot.tensor) for slot in added)
         except BaseException:
             for slot in added:
                 slot.own.remove()
@@ -252,7 +285,28 @@ class Optimizer(torch.optim.Optimizer):
         self._slots += added
         self._index()
         self._groups.append(own_group)
+        self._sizes.append(len(views))
         self._known.append(self._kind.values(group))
+
+    def _look_at_groups(self) -> None:
+        """Raises if the program has taken groups away, or put other parameters into one."""
+        if len(self.param_groups) != len(self._groups):
+            raise RuntimeError(
+                f"param_groups has {len(self.param_groups)} groups, but the optimizer has {len(self._groups)}: groups "
+                "cannot be taken away, and add_param_group() adds one; for other parameters make a new optimizer"
+            )
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        if len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors)):
+            return
+        at = 0
+        for i, (group, size) in enumerate(zip(self.param_groups, self._sizes, strict=True)):
+            if len(group["params"]) != size or not all(map(is_, group["params"], self._tensors[at:])):
+                raise RuntimeError(
+                    f'the list "params" of group {i} was changed, but the optimizer has the parameters that the group '
+                    "was made of: add_param_group() adds others, requires_grad_(False) freezes one, and for the rest "
+                    "make a new optimizer"
+                )
+            at += size
 
     def _index(self) -> None:
         self._tensors = [slot.tensor for slot in self._slots]
@@ -300,16 +354,18 @@ class Optimizer(torch.optim.Optimizer):
         An exception drops the micro-batch; if some of it is in the window already, it drops the window and
         says so in a note. If eager has updated parameters in place by then, the window cannot be dropped: a note
         says so, and ``step`` ends it with the gradients that it has. Under ddp=, gradients are taken at the end,
-        after the reduction.
+        after the reduction, and each backward follows a forward of its own.
         """
+        weight = float(weight)  # which a program may have as a tensor
         if self._open is not None:
             raise RuntimeError("a micro-batch is open already")
         if any(tensor.grad is not None for tensor in self._tensors):
             raise RuntimeError(
                 "a parameter has a .grad of an earlier backward: call zero_grad() or accumulate() first"
             )
-        if self._ddp is not None:
-            yield
+        if self._ranks.reduces:
+            with self._ranks.micro_batch(weight):
+                yield
             self._take(weight, None, last)
             return
         if _autograd_is_compiled():
@@ -331,20 +387,22 @@ class Optimizer(torch.optim.Optimizer):
                 self._open = micro
                 try:
                     yield
+                    _ = self.context  # back from the streams of the hooks
                     for slot in self._slots:  # of parameters that had no hook when it was opened
                         if slot.tensor.grad is not None:
-                            self._held.append(_add(micro, slot, slot.tensor.grad))
+                            self._held += [slot.tensor.grad, *_add(micro, slot, slot.tensor.grad)]
                             slot.tensor.grad = None
-                    self._tell_statistics()
-                    self._learn()
+                    self._layers.tell(self._streams, self._ranks)
+                    self._learn(weight)
                 except BaseException:
                     for tensor in self._tensors:
                         tensor.grad = None
-                    self._seen.clear()
+                    self._layers.drop()
                     raise
                 finally:
                     self._open = None
                     held, self._held = self._held, []
+                    self._streams.keep(held)
                     for slot in self._slots:
                         slot.gradients = 0
         except BaseException as error:
@@ -376,39 +434,51 @@ class Optimizer(torch.optim.Optimizer):
         if self._writes_ahead:  # backward may still read it
             self._parameters_moved([slot])
 
-    def _learn(self) -> None:
+    def _learn(self, weight: float) -> None:
         """At the end of a micro-batch: remembers which parameters have got one gradient."""
+        self._took(weight, bool(self._held) or any(slot.gradients for slot in self._slots))
         for slot in self._slots:
             if slot.gradients == 1 and slot.is_whole is None:
                 slot.is_whole = True
 
+    def _took(self, weight: float, any_gradient: bool, is_scaled: bool = False) -> None:
+        """At the end of a micro-batch: says what its gradients show of the loop."""
+        if not any_gradient:
+            self._habits.reaches_nothing(weight)
+        elif self._scales and not (self._is_scaled or is_scaled):
+            self._habits.scales_nothing()
+        self._is_scaled = False
+
     def backward(self, loss: Tensor, weight: float = 1.0, *, last: bool = False, **options: Any) -> None:
         """``loss.backward(**options)`` as a micro-batch. A loss_scaler's scale is applied.
 
-        last: it ends the window, also one that is not full.
+        The losses of a window are averaged, each by its weight: terms of one micro-batch's loss are to be added
+        before. last: it ends the window, also one that is not full.
         """
+        self._habits.sees_loss(loss, weight)
         with self.micro_batch(weight, last=last):
             self.scale_loss(loss).backward(**options)  # type: ignore[no-untyped-call]
 
     def accumulate(self, weight: float = 1.0) -> None:
         """Takes the gradients of a micro-batch from ``.grad``, which becomes None."""
+        self._habits.sees_accelerate(True)
         self._take(weight, None)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale of loss_scaler; the loss itself without one."""
+        self._is_scaled = True
         return loss * self.context.loss_scale if self._scales else loss
 
-    def _begin(self) -> None:
+    def _begin(self, *, counted: bool = False) -> None:
         """Before a micro-batch: at the start of a window, sees whether parameters have moved or changed."""
-        if self._unreduced:
-            self._unreduced = False
-            raise RuntimeError(
-                "gradients of a backward inside no_sync() are not reduced: leave no_sync() out, since every "
-                "micro-batch must be reduced before it is accumulated"
-            )
-        if self.context.window.micro_batches == 0:
+        self._ranks.begin()
+        is_first = self.context.window.micro_batches == 0
+        self._habits.begins(is_first)
+        self._is_explicit = not counted or (self._is_explicit and not is_first)
+        if is_first:
+            self._look_at_groups()
             self._look_at_parameters(may_move=True)
-            self._look_at_layers()
+            self._layers.look()
             self._rates = [float(group["lr"]) for group in self.param_groups]
 
     def _look_at_parameters(self, *, may_move: bool) -> None:
@@ -425,7 +495,7 @@ class Optimizer(torch.optim.Optimizer):
                 slot.own.bind(self._view(tensor, {}))
                 slot.address = tensor.data_ptr()
             if tensor._version != slot.version:
-                if slot.has_master and not self._is_rounded_master(slot):
+                if slot.tells and not self._is_rounded_master(slot):
                     if not may_move:
                         raise RuntimeError(f'parameter "{slot.own.name}" was written while a window was open')
                     slot.own.changed()
@@ -441,19 +511,25 @@ class Optimizer(torch.optim.Optimizer):
         master = master.to(slot.tensor.dtype)
         return torch.equal(master, self._flat(slot.tensor, slot).reshape(master.shape))
 
-    def _take(self, weight: float, loss_scale: float | None, last: bool = False) -> None:
+    def _take(
+        self, weight: float, loss_scale: float | None, last: bool = False, *, counted: bool = False
+    ) -> None:
         """Adds what is in ``.grad`` as a micro-batch."""
         if self._open is not None:
             raise RuntimeError("a micro-batch is open: its gradients are taken by backward")
+        weight = float(weight)
+        is_scaled = loss_scale is not None
+        self._begin(counted=counted)
+        self._habits.gathers(self._tensors)
+        weight, loss_scale = self._ranks.take(weight, loss_scale)
         options = _options(last, loss_scale)
-        self._begin()
-        self._tell_statistics()
+        self._layers.tell(self._streams, self._ranks)
         gradients = list(map(_GRAD, self._tensors))
+        alive: list[Tensor] = []
         if self._are_plain(gradients):
             self.context.accumulate(list(map(_ADDRESS, gradients)), weight, options)
             self._all_touched = True
         elif not any(map(_is_sparse, gradients)):
-            alive = []
             addresses: list[int | None] = [None] * self.context.slot_count
             for gradient, slot in zip(gradients, self._slots, strict=True):
                 if gradient is not None:
@@ -463,10 +539,11 @@ class Optimizer(torch.optim.Optimizer):
             self.context.accumulate(addresses, weight, options)
         else:
             with self.context.micro_batch(weight, options=options) as micro:
-                alive = [
-                    gradient if gradient is None else _add(micro, slot, gradient)
-                    for gradient, slot in zip(gradients, self._slots, strict=True)
-                ]
+                for gradient, slot in zip(gradients, self._slots, strict=True):
+                    if gradient is not None:
+                        alive += _add(micro, slot, gradient)
+        self._streams.keep(gradients)
+        self._took(weight, any(gradient is not None for gradient in gradients), is_scaled)
         for tensor in self._tensors:
             tensor.grad = None
 
@@ -493,10 +570,13 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            self._habits.sees_closure(closure, self.context.window.micro_batches > 0)
         if self._open is not None:
             raise RuntimeError("step() was called in an open micro-batch")
         # A GradScaler takes them back by itself only if step() returns.
         scale = self.__dict__.get("grad_scale")
+        if scale is None and "found_inf" in self.__dict__:
+            self._habits.unscales()
         try:
             self._step(None if scale is None else float(scale))
         except BaseException:
@@ -506,8 +586,16 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, scale: float | None) -> None:
-        if any(tensor.grad is not None for tensor in self._tensors):
-            self._take(1.0, scale)
+        took = any(tensor.grad is not None for tensor in self._tensors)
+        if took:
+            if self._is_explicit and self.context.window.micro_batches > 0:
+                raise RuntimeError(
+                    "step() found gradients in .grad, in a window whose micro-batches came by backward() or "
+                    "accumulate(): zero_grad() drops them if they are of another loss, and accumulate(weight=...) "
+                    "after that backward takes them"
+                )
+            self._habits.sees_accelerate(False)
+            self._take(1.0, scale, counted=True)
         elif scale is not None:
             raise RuntimeError(
                 "a GradScaler must see the gradients that it has scaled in .grad, but they were accumulated "
@@ -518,15 +606,38 @@ class Optimizer(torch.optim.Optimizer):
         full = window.state == WindowState.FULL or self.accum_steps is None or held >= self.accum_steps
         if held > 0 and full:
             self._apply()
+        else:
+            self._habits.steps(took, self._tensors)
+            if self.result is None:
+                self._opt_called = False  # a scheduler that is stepped now is stepped first, and says so
 
     def flush(self) -> bool:
-        """Ends a window that is not full, as at the end of an epoch. Returns whether there was one."""
+        """Ends a window that is not full, as at the end of an epoch. Returns whether there was one.
+
+        Under ddp=, all ranks call it, also those that have no window.
+        """
         if self._open is not None:
             raise RuntimeError("flush() was called in an open micro-batch")
+        self._ranks.agree(Call.FLUSH)
         if self.context.window.micro_batches == 0:
             return False
         self._apply()
         return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears ``.grad``, as torch does. The window is not there: ``discard`` drops it.
+
+        Between micro-batches of an open window it does nothing, and raises if it comes after some and not after
+        others, without a ``step``.
+        """
+        if self._open is not None and any(slot.gradients for slot in self._slots):
+            raise RuntimeError(
+                "zero_grad() was called in a micro-batch after its backward, but drops nothing of it: an exception "
+                "drops the micro-batch, and discard() the window"
+            )
+        if self._open is None and self._context is not None and self._context.window.micro_batches > 0:
+            self._habits.zeroes(any(tensor.grad is not None for tensor in self._tensors))
+        super().zero_grad(set_to_none)
 
     def discard(self) -> None:
         """Drops the window."""
@@ -538,16 +649,22 @@ class Optimizer(torch.optim.Optimizer):
         if not self._warned and self.context.window.micro_batches > 1:
             if self._rates != [float(group["lr"]) for group in self.param_groups]:
                 self._warned = True
-                warnings.warn(
+                warn(
                     "a learning rate changed while a window was open: a scheduler counts steps, not "
-                    "micro-batches, so call scheduler.step() after a step that was applied (opt.result)",
-                    stacklevel=3,
+                    "micro-batches, so call scheduler.step() after a step that was applied (opt.result)"
                 )
         self._push()
+        self._ranks.agree(Call.STEP, self._values)
+        self._habits.applies(self.context.window.micro_batches)
+        written = self._layers.written()
         self.result = self.context.step()
-        if self.result.applied:
+        pending = self.result.outcome == StepOutcome.PENDING  # on a GPU
+        if pending and self._layers:  # their statistics go to buffers of torch if it was applied
+            self.result = self.context.step_result()
+        if pending or self.result.applied:
             self._parameters_moved([slot for slot in self._slots if slot.touched or self._all_touched])
-            self._publish()
+        if self.result.applied:
+            self._layers.publish(written)
         self._window_ended()
         # What a scheduler looks at, to warn if it is stepped first.
         self._opt_called = True
@@ -557,7 +674,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _window_ended(self) -> None:
         self._masters.clear()
-        self._seen.clear()
+        self._layers.drop()
+        self._habits.window_ended()
+        self._is_explicit = False
         self._all_touched = False
         for slot in self._slots:
             slot.touched = False
@@ -568,61 +687,23 @@ class Optimizer(torch.optim.Optimizer):
         for slot in slots:
             slot.version = slot.tensor._version
 
-    # ---- Batch normalisation: convert_batchnorm
-
-    def _look_at_layers(self) -> None:
-        """At the start of a window: takes running statistics that the program has written."""
-        for layer, own in self._layers.items():
-            module = cast(Any, layer)
-            if module.momentum != own.info.momentum:
-                raise RuntimeError(
-                    f'the momentum of layer "{own.name}" has changed since convert_batchnorm()'
-                )
-            if _versions(module) != self._layer_versions[layer]:
-                own.set_running(
-                    module.running_mean.detach().cpu().double(), module.running_var.detach().cpu().double(),
-                    int(module.num_batches_tracked),
-                )  # fmt: skip
-                self._layer_versions[layer] = _versions(module)
-
-    def _saw(self, layer: torch.nn.Module, x: Tensor) -> None:
-        """Adds the statistics of an input to those that the layer has seen for the next micro-batch."""
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        count = x.numel() // x.shape[1]
-        variance, mean = torch.var_mean(x.detach().double(), axes, correction=0)
-        m2 = variance * count
-        if layer in self._seen:
-            n, old, old_m2 = self._seen[layer]
-            delta = mean - old
-            mean = old + delta * (count / (n + count))
-            m2 = old_m2 + m2 + delta.square() * (n * count / (n + count))
-            count += n
-        self._seen[layer] = (count, mean, m2)
-
-    def _tell_statistics(self) -> None:
-        """Gives the library the statistics of the micro-batch that is open, or the next."""
-        for layer, (count, mean, m2) in self._seen.items():
-            self._layers[layer].accumulate_stats(count, mean, m2, BnSpread.M2)
-        self._seen.clear()
-
-    def _publish(self) -> None:
-        """Copies the running statistics of the library to the buffers of torch."""
-        for layer, own in self._layers.items():
-            module = cast(Any, layer)
-            mean, variance, steps = own.running()
-            with torch.no_grad():
-                module.running_mean.copy_(from_dlpack(mean))
-                module.running_var.copy_(from_dlpack(variance))
-                module.num_batches_tracked.fill_(steps)
-            self._layer_versions[layer] = _versions(module)
-
     def _push(self) -> None:
         """Passes on what was written to param_groups."""
+        self._look_at_groups()
         for i, group in enumerate(self.param_groups):
             values = self._kind.values(group)
             if values != self._known[i]:
                 self._groups[i].optimizer = self._kind.settings(group)
                 self._known[i] = values
+
+    def _values(self) -> dict[str, Any]:
+        """What a step is made with."""
+        values: dict[str, Any] = {"windows": self.context.window.windows}
+        if self._scales:
+            values["loss_scale"] = self.context.loss_scale
+        for i, known in enumerate(self._known):
+            values.update(zip((f"{key} of group {i}" for key in self._kind.keys), known, strict=True))
+        return values
 
     @property
     def noise_scale(self) -> float:
@@ -630,6 +711,16 @@ class Optimizer(torch.optim.Optimizer):
         return float("nan") if self.result is None else self.result.noise_scale
 
     # ---- State
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Empty: the library keeps the state. What would change it here raises; ``state_dict`` has it."""
+        return self._no_state if self._packed_state is None else self._packed_state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._context is not None and value is not self._no_state:
+            refuse("an assignment to optimizer.state")
 
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's words, which torch's own optimizer loads.
@@ -657,11 +748,11 @@ class Optimizer(torch.optim.Optimizer):
                 if array.numel() == slot.tensor.numel():
                     array = array.as_strided(slot.tensor.shape, slot.stride)
                 state[slot.tensor][name] = array
-        kept, self.state = self.state, state
+        self._packed_state = state
         try:
             packed = super().state_dict()
         finally:
-            self.state = kept
+            self._packed_state = None
         packed[_KEY] = {"header": header, "arrays": arrays}
         return packed
 
@@ -717,9 +808,10 @@ class Optimizer(torch.optim.Optimizer):
                     for key, array in arrays.items()
                     if key.endswith(".master")
                 }
-                self._publish()
-                self._rates = [float(group["lr"]) for group in groups]
-                self._all_touched = True
+                # The library has written what these round to.
+                self._parameters_moved([slot for slot in self._slots if slot.tensor.element_size() == 2])
+                self._layers.publish()
+                self._window_loaded()
             else:
                 self._push()
                 self._load_from_torch(state)
@@ -784,9 +876,14 @@ class Optimizer(torch.optim.Optimizer):
         self._push()
         self.context.load(source, dataclasses.replace(options or StateOptions(), settings=Settings.KEEP))
         self._parameters_moved(self._slots)
+        self._layers.publish()
+        self._window_loaded()
+
+    def _window_loaded(self) -> None:
+        window = self.context.window
+        self._is_explicit = window.weight != window.micro_batches * self._ranks.count
         self._rates = [float(group["lr"]) for group in self.param_groups]
         self._all_touched = True
-        self._publish()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -851,28 +948,6 @@ def _autograd_is_compiled() -> bool:
     )
 
 
-def _versions(module: Any) -> tuple[int, ...]:
-    buffers = (module.running_mean, module.running_var, module.num_batches_tracked)
-    return tuple(number for buffer in buffers for number in (id(buffer), buffer._version))
-
-
-class _Forward:
-    """A hook of a module that tells an optimizer, as long as there is one. A copy of it tells nobody."""
-
-    def __init__(self, optimizer: Optimizer | None) -> None:
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
-
-    def owner(self) -> Optimizer | None:
-        return None if self._optimizer is None else self._optimizer()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None,)
-
-    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any = None) -> None:
-        """Of DistributedDataParallel, which decides in forward whether backward reduces."""
-        owner = self.owner()
-        if owner is not None and torch.is_grad_enabled() and not module.require_backward_grad_sync:
-            owner._unreduced = True
 
 
 def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
@@ -880,12 +955,19 @@ def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
 
     def take(tensor: Tensor) -> None:
         owner = this()
-        if owner is None or owner._open is None or tensor.grad is None:
+        if owner is None or owner._open is None:
             return
+        if tensor.grad is None:
+            raise RuntimeError(
+                f'the gradient of parameter "{slot.own.name}" is gone from .grad, where another hook, or an open '
+                "micro-batch of another optimizer, has taken it"
+            )
         owner._count_gradient(slot)
-        gradient = _add(owner._open, slot, tensor.grad)
-        if owner.context._kept.late:
-            owner._held.append(gradient)
+        context = owner.context  # on the stream of this node of backward
+        alive = _add(owner._open, slot, tensor.grad)
+        if context._kept.late:
+            owner._held += alive
+        owner._streams.keep([tensor.grad])
         tensor.grad = None
         owner._tell_ready(slot)
 
@@ -899,7 +981,7 @@ def _options(last: bool, loss_scale: float | None = None) -> MicroOptions | None
     return options if loss_scale is None else dataclasses.replace(options, loss_scale=loss_scale)
 
 
-def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> Tensor:
+def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> list[Tensor]:
     """Adds a gradient to the open micro-batch. Returns what is to live until its end."""
     gradient = gradient.detach()
     slot.touched = True
@@ -911,15 +993,16 @@ def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> Tensor:
             )
         if gradient.sparse_dim() != 1:
             raise ValueError(f'the gradient of parameter "{slot.own.name}" is sparse in more than its rows')
-        indices, values = gradient._indices()[0], gradient._values()
-        micro.accumulate_rows(slot.own, indices.contiguous(), values.to(slot.tensor.dtype).contiguous())
-        return gradient
+        indices = gradient._indices()[0].contiguous()
+        values = gradient._values().to(slot.tensor.dtype).contiguous()
+        micro.accumulate_rows(slot.own, indices, values)
+        return [indices, values]
     if gradient.layout is not torch.strided:
         raise ValueError(f'the gradient of parameter "{slot.own.name}" has the layout {gradient.layout}')
     if not _fits(gradient, slot):
         gradient = _like(gradient, slot)
     micro.accumulate(slot.own, gradient.data_ptr())
-    return gradient
+    return [gradient]
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:

@@ -22,8 +22,8 @@ import java.util.function.Consumer;
  *     pass would tell
  * @param noiseSmoothing of the noise scale over steps; [0, 1); default 0.9
  * @param deviceOrdinal which device of that kind; default 0
- * @param stream the cudaStream_t that all work is queued on, which must outlive the context;
- *     default 0: the legacy default stream
+ * @param stream the cudaStream_t that all work is queued on, which must outlive the context,
+ *     unless {@link Context#setStream} replaces it; default 0: the legacy default stream
  * @param eager {@link Context#ready} begins with the update of parameters, in place of {@link
  *     Context#step}; on the CPU; default false
  * @param eagerThreads threads of the library that make these updates while the program goes on;
@@ -349,8 +349,8 @@ public record Config(
     /**
      * Sets stream.
      *
-     * @param stream the cudaStream_t that all work is queued on, which must outlive the context;
-     *     default 0: the legacy default stream
+     * @param stream the cudaStream_t that all work is queued on, which must outlive the context,
+     *     unless {@link Context#setStream} replaces it; default 0: the legacy default stream
      * @return this builder
      */
     public Builder stream(long stream) {

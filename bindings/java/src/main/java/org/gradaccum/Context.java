@@ -1288,6 +1288,24 @@ public final class Context implements AutoCloseable {
   }
 
   /**
+   * Gives the context another stream in place of that of its {@link Config}: later work is queued there, behind all
+   * that was queued before. Waits for nothing; also legal within a window.
+   *
+   * @param stream the address that the program's {@code cudaStream_t} is, of the device and driver context of the
+   *     stream before it; 0: the legacy default stream
+   * @throws GradAccumException {@link Status#INVALID_STATE}: one of the two streams is being captured, and the other
+   *     is no part of that capture; {@link Status#UNSUPPORTED}: the context is on the CPU
+   */
+  public void setStream(long stream) {
+    long c = enter();
+    try {
+      Raw.ga_context_set_stream(c, stream);
+    } finally {
+      exit();
+    }
+  }
+
+  /**
    * Waits until all work of the context is done.
    *
    * @throws GradAccumException {@link Status#FAULT}: some of it failed on the device

@@ -40,6 +40,7 @@ import java.util.Optional;
  * @param alpha ADEMAMIX: weight of the slow moving average; &gt;= 0
  * @param alphaWarmup ADEMAMIX: steps until alpha has grown from 0; &gt;= 0
  * @param beta3Warmup ADEMAMIX: steps until beta3 has grown from beta1; &gt;= 0
+ * @param clipExponent ADOPT: step t clips to (t - 1)^clipExponent; &gt;= 0
  */
 public record Optimizer(
     Kind kind,
@@ -73,7 +74,8 @@ public record Optimizer(
     double beta3,
     double alpha,
     long alphaWarmup,
-    long beta3Warmup) {
+    long beta3Warmup,
+    double clipExponent) {
 
   /**
    * Begins with PyTorch's defaults of an optimizer.
@@ -138,6 +140,7 @@ public record Optimizer(
     builder.alpha = alpha;
     builder.alphaWarmup = alphaWarmup;
     builder.beta3Warmup = beta3Warmup;
+    builder.clipExponent = clipExponent;
     return builder;
   }
 
@@ -175,6 +178,7 @@ public record Optimizer(
     builder.alpha = from.getAlpha();
     builder.alphaWarmup = from.getAlpha_warmup();
     builder.beta3Warmup = from.getBeta3_warmup();
+    builder.clipExponent = from.getClip_exponent();
     return builder;
   }
 
@@ -211,6 +215,7 @@ public record Optimizer(
     to.setAlpha(alpha);
     to.setAlpha_warmup(alphaWarmup);
     to.setBeta3_warmup(beta3Warmup);
+    to.setClip_exponent(clipExponent);
   }
 
   /** Collects the values of an Optimizer. */
@@ -247,6 +252,7 @@ public record Optimizer(
     private double alpha;
     private long alphaWarmup;
     private long beta3Warmup;
+    private double clipExponent;
 
     private Builder() {}
 
@@ -604,6 +610,17 @@ public record Optimizer(
     }
 
     /**
+     * Sets clipExponent.
+     *
+     * @param clipExponent ADOPT: step t clips to (t - 1)^clipExponent; &gt;= 0
+     * @return this builder
+     */
+    public Builder clipExponent(double clipExponent) {
+      this.clipExponent = clipExponent;
+      return this;
+    }
+
+    /**
      * Makes an immutable value of what was set.
      *
      * @return the value
@@ -641,7 +658,8 @@ public record Optimizer(
           beta3,
           alpha,
           alphaWarmup,
-          beta3Warmup);
+          beta3Warmup,
+          clipExponent);
     }
   }
 

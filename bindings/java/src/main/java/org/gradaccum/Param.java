@@ -135,7 +135,10 @@ public final class Param {
     }
   }
 
-  /** Tells that the program has written a parameter that has master weights. Between windows. */
+  /**
+   * Tells that the program has written a parameter that has master weights; needless with {@link
+   * ParamOptions#followData}. Between windows.
+   */
   public void changed() {
     long c = context.enter();
     try {

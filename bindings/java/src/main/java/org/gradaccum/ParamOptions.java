@@ -19,6 +19,8 @@ import java.util.Optional;
  * @param writeEarly with {@link Config#eager}: the parameter, which has 16 bits and master weights
  *     and is rounded to nearest, may be written from {@link Context#ready} on, so that {@link
  *     Context#step} makes no copy; default false
+ * @param followData master weights follow what the program writes to the parameter, element by
+ *     element, so that {@link Param#changed} is needless; not with STOCHASTIC; default false
  */
 public record ParamOptions(
     Optional<Dtype> gradientDtype,
@@ -28,7 +30,8 @@ public record ParamOptions(
     Rows rows,
     int agcAxes,
     Optional<Config.Reduce> reduce,
-    boolean writeEarly) {
+    boolean writeEarly,
+    boolean followData) {
 
   /**
    * Begins with the defaults.
@@ -56,6 +59,7 @@ public record ParamOptions(
     builder.agcAxes = agcAxes;
     builder.reduce = reduce;
     builder.writeEarly = writeEarly;
+    builder.followData = followData;
     return builder;
   }
 
@@ -72,6 +76,7 @@ public record ParamOptions(
             ? Optional.empty()
             : Optional.of(Config.Reduce.of(from.getReduce()));
     builder.writeEarly = from.getWrite_early() != 0;
+    builder.followData = from.getFollow_data() != 0;
     return builder;
   }
 
@@ -88,6 +93,7 @@ public record ParamOptions(
     }
     to.setReduce(reduce.isPresent() ? reduce.get().value() : 0);
     to.setWrite_early(writeEarly ? 1 : 0);
+    to.setFollow_data(followData ? 1 : 0);
   }
 
   /** Collects the values of a ParamOptions. */
@@ -100,6 +106,7 @@ public record ParamOptions(
     private int agcAxes;
     private Optional<Config.Reduce> reduce;
     private boolean writeEarly;
+    private boolean followData;
 
     private Builder() {}
 
@@ -197,6 +204,18 @@ public record ParamOptions(
     }
 
     /**
+     * Sets followData.
+     *
+     * @param followData master weights follow what the program writes to the parameter, element by
+     *     element, so that {@link Param#changed} is needless; not with STOCHASTIC; default false
+     * @return this builder
+     */
+    public Builder followData(boolean followData) {
+      this.followData = followData;
+      return this;
+    }
+
+    /**
      * Makes an immutable value of what was set.
      *
      * @return the value
@@ -210,7 +229,8 @@ public record ParamOptions(
           rows,
           agcAxes,
           reduce,
-          writeEarly);
+          writeEarly,
+          followData);
     }
   }
 

@@ -472,6 +472,9 @@ class WindowTest {
               context.addGroup(Optimizer.builder(Optimizer.Kind.ADAM).build()), "w", floats(1), 1);
       context.prepare();
       context.synchronize();
+      GradAccumException onCpu =
+          assertThrows(GradAccumException.class, () -> context.setStream(0));
+      assertEquals(Status.UNSUPPORTED, onCpu.status());
       assertTrue(context.memory().optimizerState() > 0);
       context.accumulate(1, floats(1));
       context.step();

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes that train one model under DistributedDataParallel.
+
+DistributedDataParallel (DDP) gives every rank the mean of the ranks' gradients. The gradient of one batch is the
+mean weighted by samples, so each rank's gradient is multiplied by its share of the weights before DDP reduces it, in a
+hook of each parameter. The ranks tell each other their weights when the first gradient of a backward is ready, which
+is before DDP reduces anything: a rank that does something else by then is an error on all of them, and not a
+reduction that waits for ever. The weights travel between the hosts, over a group of gloo; no device waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .. import Config, Context, GradientKind
+from ._hooks import Told
+
+Statistics = tuple[int, Tensor, Tensor]
+"""Of what a layer of batch normalisation has seen: the count, the mean and M2 of each channel."""
+
+Values = Callable[[], Mapping[str, Any]]
+"""What must be the same on all ranks, by name."""
+
+_NONE: Mapping[str, Any] = {}
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+_MEANS = {  # hooks of torch that give the mean over the ranks, up to their rounding
+    "allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "fp16_compress_wrapper_hook",
+    "bf16_compress_wrapper_hook", "powerSGD_hook", "batched_powerSGD_hook", "quantization_pertensor_hook",
+    "quantization_perchannel_hook",
+}  # fmt: skip
+
+
+class Alone:
+    """A process that trains by itself: nothing is reduced. What Ranks does for several processes."""
+
+    reduces = False
+    count = 1
+    """Of the ranks."""
+
+    def track(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Parameters have been added."""
+
+    def begin(self) -> None:
+        """A micro-batch is about to be taken."""
+
+    def take(self, weight: float, loss_scale: float | None) -> tuple[float, float | None]:
+        """The weight and the loss scale that the library is told for the gradients of a micro-batch in .grad."""
+        return weight, loss_scale
+
+    def merge(self, seen: dict[Any, Statistics], layers: Iterable[Any]) -> dict[Any, Statistics]:
+        """The statistics of the micro-batch that was taken."""
+        return seen
+
+    def agree(self, call: Call, values: Values | None = None) -> None:
+        """A call that all ranks must make together, with the same values."""
+
+    @contextlib.contextmanager
+    def micro_batch(self, weight: float) -> Iterator[None]:
+        """Backwards of which the weight is known before."""
+        yield
+
+
+class Call(enum.IntEnum):
+    """What a rank does when it meets the others."""
+
+    CREATE = 0
+    FORWARD = 1
+    BACKWARD = 2
+    ACCUMULATE = 3
+    STEP = 4
+    FLUSH = 5
+
+
+_WORDS = (
+    "made an optimizer", "was in forward", "was in backward", "called accumulate() or step()", "ended a window",
+    "called flush()",
+)  # fmt: skip
+
+
+def ranks_of(ddp: torch.nn.Module | None, distributed: bool, context: Context, config: Config) -> Alone:
+    """The processes that train together with this one, whose context that is."""
+    if ddp is not None:
+        return Ranks(ddp, context, config)
+    world = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if world and torch.distributed.get_world_size() > 1 and distributed:
+        raise RuntimeError(
+            "there are several processes, whose gradients this optimizer does not reduce: pass ddp= the "
+            "DistributedDataParallel, or distributed=False for processes that train apart"
+        )
+    return Alone()
+
+
+class Ranks(Alone):
+    """The processes of a DistributedDataParallel."""
+
+    reduces = True
+
+    def __init__(self, ddp: torch.nn.Module, context: Context, config: Config) -> None:
+        module: Any = getattr(ddp, "_orig_mod", ddp)  # of torch.compile
+        if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise TypeError(f"ddp was a {type(ddp).__name__}, expected a DistributedDataParallel")
+        self._ddp: Any = module
+        self._context = context
+        self._sums = config.gradient_kind == GradientKind.SUM
+        distributed: Any = torch.distributed
+        members = distributed.get_process_group_ranks(module.process_group)
+        self.count = len(members)
+        self._group = distributed.new_group(
+            members, backend="gloo", timeout=_timeout(module), use_local_synchronization=True
+        )
+        named = {
+            name: parameter for name, parameter in module.module.named_parameters()
+            if name not in module.parameters_to_ignore
+        }  # fmt: skip
+        self._reduced = {id(parameter) for parameter in named.values()}
+        logged = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        trained = sum(parameter.requires_grad for parameter in named.values())
+        if trained == logged.get("num_parameter_tensors"):
+            # DDP reduces those that had requires_grad when it was made; these are the same.
+            self._reduced = {id(parameter) for parameter in named.values() if parameter.requires_grad}
+        self._tracked: list[Tensor] = []
+        self._waiting: list[tuple[str, Tensor]] = []  # without requires_grad, so that they have no hook yet
+        self._is_ready = False  # whether a forward has made DDP ready to reduce the next backward
+        self._reduces = False  # whether a backward of this micro-batch is reduced
+        self._backwards: set[int] = set()  # the last one that is reduced, and those that it runs within itself
+        self._given: set[int] = set()  # the parameters to which it has given gradients
+        self._fault: str | None = None  # why gradients in .grad are not those of all ranks
+        self._weight: float | None = None  # of the micro_batch() that is open
+        self._weights: Sequence[float] | None = None  # of all ranks, in the micro-batch that is open
+        self._last: Sequence[float] = ()  # of the micro-batch that was taken
+        self._share = 1.0  # what a gradient of this rank is multiplied by
+        self._hooks = 0  # of communication, that were checked
+        module.register_forward_pre_hook(_Forward(self))
+
+    def track(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        named = list(named)
+        for name, tensor in named:
+            if tensor.requires_grad and id(tensor) not in self._reduced:
+                raise ValueError(
+                    f'parameter "{name}" is not reduced by ddp: it is not in the module, is ignored, or had '
+                    "requires_grad=False when the DistributedDataParallel was made"
+                )
+        for name, tensor in named:
+            if tensor.requires_grad:
+                tensor.register_hook(_Gradient(self, len(self._tracked)))  # type: ignore[no-untyped-call]
+                self._tracked.append(tensor)
+            else:
+                self._waiting.append((name, tensor))
+
+    # ---- Hooks
+
+    def forward(self) -> None:
+        """Before a forward of DDP, which decides there whether the backward is reduced."""
+        if not torch.is_grad_enabled():
+            return
+        if self._ddp._join_config.enable:
+            raise RuntimeError(
+                "ddp.join() was entered: a rank that has no samples left gives empty micro-batches the weight 0, "
+                "since every rank must take part in every micro-batch"
+            )
+        if self._ddp.will_sync_module_buffers() or not getattr(self._ddp, "_has_rebuilt_buckets", False):
+            self._meet(Call.FORWARD, None)  # DDP communicates in this forward
+        if len(self._ddp._comm_hooks) != self._hooks:
+            self._check_hooks()
+        unfrozen = [named for named in self._waiting if named[1].requires_grad]
+        if unfrozen:
+            self.track(unfrozen)
+            self._waiting = [named for named in self._waiting if not named[1].requires_grad]
+        if all(tensor.grad is None for tensor in self._tracked):  # zero_grad() was called
+            self._fault = None
+        self._is_ready = self._ddp.require_backward_grad_sync
+        if not self._is_ready:
+            self._fault = (
+                "gradients of a backward inside no_sync() are not reduced: leave no_sync() out, since every "
+                "micro-batch must be reduced before it is accumulated"
+            )
+
+    def _check_hooks(self) -> None:
+        self._hooks = len(self._ddp._comm_hooks)
+        for hook, _ in self._ddp._comm_hooks:
+            name = getattr(hook, "__name__", type(hook).__name__)
+            if not getattr(hook, "__module__", "").startswith(_HOOKS):
+                warnings.warn(
+                    f"the communication hook {name} of ddp must give every rank the mean of the ranks' gradients, "
+                    "which is not checked",
+                    stacklevel=4,
+                )
+            elif name not in _MEANS:
+                raise RuntimeError(f"the communication hook {name} of ddp does not give the mean over all ranks")
+
+    def reached(self, parameter: int, gradient: Tensor) -> Tensor | None:
+        """Before a gradient of this rank is added to .grad, and reduced. Returns what takes its place."""
+        backward = torch._C._current_graph_task_id()
+        if self._is_ready:
+            self._is_ready, self._reduces = False, True
+            self._backwards.clear()
+            self._given.clear()
+            weights = self._meet(Call.BACKWARD, self._weight)
+            if self._weight is not None:
+                self._weights = weights
+                self._share = self._share_of(self._weight, max(weights))
+        elif not self._reduces or (backward not in self._backwards and parameter in self._given):
+            # A checkpoint runs backwards within a backward: they give gradients to other parameters than it.
+            self._fault = self._fault or (
+                "gradients of a backward were not reduced: each backward needs a forward of ddp itself before it, not "
+                "of its module, and no other backward between them"
+            )
+            return None
+        self._backwards.add(backward)
+        self._given.add(parameter)
+        if self._share == 1:
+            return None
+        return gradient * self._share if self._share else torch.zeros_like(gradient)
+
+    def _share_of(self, weight: float, most: float) -> float:
+        """What the gradients of a rank are multiplied by: at most 1, so that 16 bits do not overflow."""
+        if most == 0 or (self._sums and weight > 0):
+            return 1.0
+        return weight / most
+
+    # ---- Micro-batches and steps
+
+    @contextlib.contextmanager
+    def micro_batch(self, weight: float) -> Iterator[None]:
+        self._weight, self._weights, self._share = float(weight), None, 1.0
+        try:
+            yield
+        except BaseException:
+            self._weights, self._reduces = None, False
+            raise
+        finally:
+            self._weight, self._share = None, 1.0
+
+    def begin(self) -> None:
+        fault, self._fault = self._fault, None
+        self._reduces = False
+        if fault is not None:
+            raise RuntimeError(fault)
+
+    def take(self, weight: float, loss_scale: float | None) -> tuple[float, float | None]:
+        weights, self._weights = self._weights, None
+        if weights is None:  # the backward did not know them
+            weights = self._meet(Call.ACCUMULATE, float(weight))
+            if not self._sums and max(weights) != min(weights):
+                raise ValueError(
+                    f"the ranks gave the weights {_listed(weights)} to accumulate(), but ddp has averaged their "
+                    "gradients as if the weights were equal: use opt.backward(loss, weight=...) or "
+                    "opt.micro_batch(weight=...), which know the weight before"
+                )
+        self._last = weights
+        # DDP has divided by the number of ranks, and reached() by the largest weight: the library undoes both, as it
+        # undoes a loss scale.
+        most = max(weights)
+        if self._sums:
+            divisor = 1 / self.count
+        else:
+            divisor = math.fsum(own / most for own in weights) / self.count if most > 0 else 1.0
+        if divisor != 1:
+            loss_scale = (self._context.loss_scale if loss_scale is None else loss_scale) * divisor
+        return math.fsum(weights), loss_scale
+
+    def merge(self, seen: dict[Any, Statistics], layers: Iterable[Any]) -> dict[Any, Statistics]:
+        merged: dict[Any, Statistics] = {}
+        layers = list(layers)
+        if not layers:
+            return merged
+        parts = []
+        for layer in layers:
+            zero = torch.zeros(layer.num_features, dtype=torch.float64)
+            count, mean, m2 = seen.get(layer, (0, zero, zero))
+            parts += [torch.tensor([count], dtype=torch.float64), mean.cpu(), m2.cpu()]
+        sizes = [len(part) for part in parts]
+        for weight, found in zip(self._last, self._gather(torch.cat(parts)), strict=True):
+            split = torch.split(found, sizes)
+            for i, layer in enumerate(layers):
+                count, mean, m2 = int(split[3 * i][0]), split[3 * i + 1], split[3 * i + 2]
+                if weight > 0 and count > 0:
+                    merged[layer] = joined(merged.get(layer), (count, mean, m2))
+        return merged
+
+    def agree(self, call: Call, values: Values | None = None) -> None:
+        self._meet(call, None, {} if values is None else values())
+
+    def _meet(self, call: Call, weight: float | None, values: Mapping[str, Any] = _NONE) -> list[float]:
+        """Tells the others what this rank does, and the weight if it is known. Returns the weights of all."""
+        digest = zlib.crc32(repr(sorted(values.items())).encode())
+        place = [call, self._context.window.micro_batches, weight is not None]
+        own = torch.tensor([*place, digest, weight or 0.0], dtype=torch.float64)
+        rows = [row.tolist() for row in self._gather(own)]
+        if any(row[:3] != rows[0][:3] for row in rows):
+            self._differ(rows)
+        if any(row[3] != rows[0][3] for row in rows):
+            self._name_value(values)
+        weights = [row[4] for row in rows]
+        if not all(0 <= own < math.inf for own in weights):
+            raise ValueError(f"the ranks gave the weights {_listed(weights)}, expected finite numbers >= 0")
+        return weights
+
+    def _differ(self, rows: Sequence[Sequence[float]]) -> NoReturn:
+        found = [f"rank {rank} {_place(row)}" for rank, row in enumerate(rows)]
+        raise RuntimeError(
+            f"the ranks of ddp went apart: {'; '.join(found)}. Every rank must bring as many micro-batches to a "
+            "window, in the same calls; one that has no samples left gives an empty one the weight 0"
+        )
+
+    def _name_value(self, own: Mapping[str, Any]) -> NoReturn:
+        distributed: Any = torch.distributed
+        found: list[Any] = [None] * self.count
+        distributed.all_gather_object(found, {key: repr(value) for key, value in own.items()}, group=self._group)
+        for rank, values in enumerate(found):
+            for key in sorted({*found[0], *values}):
+                if values.get(key) != found[0].get(key):
+                    raise RuntimeError(
+                        f"{key} was {found[0].get(key)} on rank 0 and {values.get(key)} on rank {rank}: replicas "
+                        "would go apart"
+                    )
+        raise AssertionError("two digests differed, but no value does")
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        distributed: Any = torch.distributed
+        found = [torch.empty_like(own) for _ in range(self.count)]
+        try:
+            distributed.all_gather(found, own, group=self._group)
+        except Exception as error:
+            raise RuntimeError(
+                "a rank of ddp did not come to the same backward, step() or flush() as this one, or has ended: "
+                f"{error}"
+            ) from error
+        return found
+
+
+def joined(a: Statistics | None, b: Statistics) -> Statistics:
+    """The statistics of two parts (Chan, Golub and LeVeque 1979)."""
+    if a is None:
+        return b
+    n, mean, m2 = a
+    count, other, other_m2 = b
+    delta = other - mean
+    total = n + count
+    return total, mean + delta * (count / total), m2 + other_m2 + delta.square() * (n * count / total)
+
+
+def _place(row: Sequence[float]) -> str:
+    """What a rank did, and where in a window."""
+    call, held, is_weighted = Call(int(row[0])), int(row[1]), bool(row[2])
+    if call in (Call.STEP, Call.FLUSH):
+        return f"{_WORDS[call]} after {held} micro-batches"
+    inside = " inside micro_batch()" if call == Call.BACKWARD and is_weighted else ""
+    return f"{_WORDS[call]}{inside} for micro-batch {held + 1} of its window"
+
+
+def _listed(weights: Sequence[float]) -> str:
+    return ", ".join(f"{weight:g}" for weight in weights)
+
+
+def _timeout(module: Any) -> Any:
+    """That of the group in which DDP reduces; None, the default of gloo, if it does not tell."""
+    try:
+        return module.process_group._get_backend(module.device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+class _Gradient(Told["Ranks"]):
+    def __init__(self, ranks: Ranks | None, parameter: int = 0) -> None:
+        super().__init__(ranks)
+        self._parameter = parameter
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        owner = self.owner()
+        return None if owner is None else owner.reached(self._parameter, gradient)
+
+
+class _Forward(Told["Ranks"]):
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner.forward()

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes over gloo, each of which runs a function as a rank."""
+
+import importlib
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _rank(rank: int, ranks: int, folder: str, module: str, name: str, arguments: tuple[Any, ...]) -> None:
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    torch.set_num_threads(1)
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    found = getattr(importlib.import_module(module), name)(rank, *arguments)
+    torch.save(found, f"{folder}/{rank}.pt")
+    distributed.barrier()  # a rank that ends must not be what another one sees
+    distributed.destroy_process_group()
+
+
+def run(folder: pathlib.Path, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What the function returns on each rank; it is called with the rank, and the arguments."""
+    start: Any = torch.multiprocessing.spawn
+    start(
+        _rank, args=(ranks, str(folder), function.__module__, function.__name__, arguments), nprocs=ranks
+    )
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def mine(rank: int, counts: tuple[int, ...]) -> slice:
+    """A rank's part of the samples of a micro-batch, of which each rank has so many."""
+    at = sum(counts[:rank])
+    return slice(at, at + counts[rank])
