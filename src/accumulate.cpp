@@ -152,6 +152,7 @@ void Context::refine(ga_param id, AccumulateTask& task, Source& source) {
     task.counter = &tables_.control.at()->windows;
     task.seed = config_.seed ^ rank_key_;
     task.contribution = p.contributions;
+    task.key = params_.tensor(id).key;
   }
   if (config_.noise_scale) {
     // With c = b g of a micro-batch of weight b: b |g|^2 = |c|^2 / b, see noise_scale.hpp.

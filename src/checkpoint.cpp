@@ -449,6 +449,15 @@ Metadata Checkpoint::texts() {
     f.add_fields(counts_[q]);
     add("rank." + std::to_string(q) + ".window", f.text());
   }
+  const ParamList& params = context_.params_;
+  const auto& tensors = params.tensors();
+  const auto there =
+      std::count_if(tensors.begin(), tensors.end(), [](const Tensor& t) { return !t.removed; });
+  if (there != params.next_key()) {  // some were removed
+    Fields keys;
+    keys.add("next", params.next_key());
+    add("keys", keys.text());
+  }
   for (const auto& [key, fields] : settings()) add(key, fields.text());
   return list;
 }

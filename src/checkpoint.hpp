@@ -235,6 +235,7 @@ class Checkpoint {
                     const std::vector<int64_t>& shape, Problems& problems) const;
   void compare_settings() const;
   bool may_be_taken(std::string_view key, std::string_view field) const;
+  void read_keys();
   void read_all();
   std::vector<double> numbers(int64_t tensor) const;
   std::vector<int64_t> integers(int64_t tensor) const;
@@ -279,6 +280,7 @@ class Checkpoint {
   [[noreturn]] void fail_halfway(const char* why);
   void tell_all();
   void list_regions();
+  void place_keys();
   void place_arrays();
   void place_numbers();
   void place_param(size_t param);
@@ -309,6 +311,8 @@ class Checkpoint {
   std::vector<WindowIn> windows_;                // those that this rank takes
   std::vector<Joined> joined_;                   // by parameter
   TextsIn texts_;
+  std::vector<int32_t> keys_;  // by parameter, as Tensor::key; empty: they stay
+  int32_t next_key_ = 0;
   std::unique_ptr<Taken> taken_;  // under GA_SETTINGS_TAKE; after exchange(), what was before
   // To be filled: with which part of which tensor, in bytes.
   struct From {

@@ -65,6 +65,7 @@ void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
   find_tensors();
   if (options_.parts != GA_STATE_PARAMETERS) {
     compare_settings();
+    read_keys();
     read_texts();
   }
   read_all();
@@ -87,6 +88,7 @@ void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
     throw;
   }
   try {
+    place_keys();
     place_arrays();
     place_numbers();
     tell_all();
@@ -488,6 +490,12 @@ void Checkpoint::list_regions() {
     for (int kind = kState; kind <= kAverage; ++kind)
       if (in.has(kind)) add(in.at(kind), context_.arrays_.data(p, kind), &p);
   }
+}
+
+void Checkpoint::place_keys() {
+  ParamList& params = context_.params_;
+  for (size_t i = 0; i < keys_.size(); ++i) params.tensor(i).key = keys_[i];
+  if (!keys_.empty()) params.set_next_key(next_key_);
 }
 
 void Checkpoint::place_arrays() {

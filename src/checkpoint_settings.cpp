@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The settings of a context in a file of state: written, compared, and taken from it.
+#include <algorithm>
 #include <charconv>
+#include <climits>
 #include <cmath>
 #include <cstring>
 #include <iterator>
 
 #include "checkpoint.hpp"
+#include "error.hpp"
 #include "tensor.hpp"
 
 namespace ga {
@@ -29,7 +32,7 @@ std::string Checkpoint::readable(const char* number) {
   return std::string(text, end);
 }
 
-// Whether some array of the parameter is rounded by keys that depend on its id.
+// Whether some array of the parameter is rounded by keys that depend on its number (Tensor::key).
 bool Checkpoint::is_by_chance(size_t i) const {
   const Param& p = context_.params_[i];
   const bool average = context_.ema_ && context_.arrays_.average_of(p).format == GA_BF16;
@@ -51,7 +54,7 @@ Fields Checkpoint::param_settings(size_t i) const {
   f.add("lr_scale", t.lr_scale);
   f.add("weight_decay_scale", t.weight_decay_scale);
   f.add("frozen", p.frozen);
-  if (is_by_chance(i)) f.add("index", static_cast<int64_t>(i));
+  if (is_by_chance(i)) f.add("index", t.key);
   return f;
 }
 
@@ -165,8 +168,8 @@ void Checkpoint::compare_settings() const {
     fields.each_difference(
         Fields(*text, key.c_str()),
         [&, &key = key](const char* field, const char* theirs, const char* here) {
-          const bool always = std::strcmp(field, "index") == 0;
-          if ((keeps || (takes && may_be_taken(key, field))) && !always) return;
+          if (keeps || (takes && may_be_taken(key, field))) return;
+          if (begins_with(key, "parameter.") && std::strcmp(field, "index") == 0 && here) return;
           const bool kind = std::strcmp(field, "kind") == 0 && is_optimizer(key);
           const auto text_of = [&](const char* number) {
             return kind ? optimizer_name(number) : readable(number);
@@ -186,6 +189,48 @@ void Checkpoint::compare_settings() const {
       problems.add("the context has no " + std::string(key));
   }
   problems.fail_if_any("the settings in the file are not those of the context");
+}
+
+// Which key each parameter is to have: that in the file, so that a run goes on with its random bits whatever
+// was added and removed before it was saved. One of which the file has none gets another if its own is given
+// away.
+void Checkpoint::read_keys() {
+  constexpr int64_t kLargest = INT32_MAX - 1;
+  const ParamList& params = context_.params_;
+  keys_.clear();
+  next_key_ = params.next_key();
+  if (const std::string* const text = file_->find("keys")) {
+    int64_t next = 0;
+    Fields(*text, "keys").get("next", next);
+    next_key_ = std::max(
+        next_key_, static_cast<int32_t>(whole(static_cast<double>(next), 0, kLargest, "next")));
+  }
+  std::vector<std::pair<int32_t, size_t>> known;
+  std::vector<char> is_known(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    keys_.push_back(params.tensor(i).key);
+    if (params.tensor(i).removed || !is_by_chance(i)) continue;
+    const std::string* const text = file_->find("parameter." + std::string(params.name(i)));
+    if (!text) continue;
+    const Fields f(*text, params.name(i));
+    if (!f.has("index")) continue;
+    int64_t key = 0;
+    f.get("index", key);
+    keys_[i] = static_cast<int32_t>(whole(static_cast<double>(key), 0, kLargest, "index"));
+    known.emplace_back(keys_[i], i);
+    is_known[i] = true;
+    next_key_ = std::max(next_key_, keys_[i] + 1);
+  }
+  std::sort(known.begin(), known.end());
+  const auto of_key = [](const auto& a, const auto& b) { return a.first < b.first; };
+  for (size_t k = 1; k < known.size(); ++k)
+    if (known[k].first == known[k - 1].first)
+      fail(GA_ERROR_FORMAT, "\"%.200s\" and \"%.200s\" have the same index, %d",
+           params.name(known[k - 1].second), params.name(known[k].second), known[k].first);
+  for (size_t i = 0; i < params.size(); ++i)
+    if (!is_known[i] && !params.tensor(i).removed &&
+        std::binary_search(known.begin(), known.end(), std::pair(keys_[i], i), of_key))
+      keys_[i] = next_key_++;
 }
 
 // ---- Taking --------------------------------------------------------------------------------------

@@ -605,6 +605,7 @@ void Checkpoint::place_dense(size_t i) {
       task.counter = &by->windows;
       task.seed = c.config_.seed ^ c.rank_key_;
       task.contribution = j.contributions - static_cast<int64_t>(k);
+      task.key = c.params_.tensor(id).key;
     }
     c.backend_->accumulate({&task, 1});
     c.backend_->wait();

@@ -97,6 +97,7 @@ struct ParamInput {
   int64_t extent;  // shape[0]
   double weight;   // multiplies the accumulator, as the mean does
   double lr_scale, weight_decay_scale;
+  int32_t key;  // see Tensor::key
   ga_group group;
   int32_t op;  // position in AllOps; -1: no Op
   Held held;

@@ -118,6 +118,7 @@ ga_param ParamList::add(const NewParam& e, void* data, int32_t dtype, int64_t co
   t.options = options;
   t.rows = e.rank > 0 ? e.shape[0] : 1;
   t.name = names_.emplace(e.name, static_cast<ga_param>(size())).first->first.c_str();
+  t.key = next_key_++;
   tensors_.push_back(std::move(t));
   Param p = {};
   p.data = data;
@@ -144,6 +145,7 @@ void ParamList::add_block(ga_param first) {
 void ParamList::drop_from(size_t first) {
   for (size_t i = first; i < size(); ++i)
     names_.erase(names_.find(tensors_[i].name));  // allocates nothing
+  next_key_ -= static_cast<int32_t>(size() - first);
   params_.resize(first, Param{});
   tensors_.erase(tensors_.begin() + static_cast<std::ptrdiff_t>(first), tensors_.end());
 }

@@ -143,6 +143,7 @@ struct Tensor {
   int64_t rows;  // shape[0]
   double lr_scale = 1, weight_decay_scale = 1;
   bool removed = false;
+  int32_t key = 0;        // its number in the keys of random bits, which no other has or had
   size_t made_by = 0;     // of the calls that made arrays, the one that made its own
   void* low = nullptr;    // of a compensated accumulator
   RowSet* set = nullptr;  // with ga_param_options.rows
@@ -198,6 +199,8 @@ class ParamList {
   void add_block(ga_param first);  // of all parameters from this one on
   void drop_from(size_t first);    // takes back what was added since
   void remove(ga_param id);
+  int32_t next_key() const { return next_key_; }  // larger than all keys that there are or were
+  void set_next_key(int32_t key) { next_key_ = key; }
 
   const Group& group_of(const Param& p) const { return groups[static_cast<size_t>(p.group)]; }
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
@@ -252,6 +255,7 @@ class ParamList {
   const ga_clip unclipped_ = default_clip();
   using Names = std::map<std::string, ga_param, std::less<>>;
   Names names_;
+  int32_t next_key_ = 0;
   std::vector<Names::node_type> removed_names_;
 };
 

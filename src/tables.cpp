@@ -136,6 +136,7 @@ void Context::describe_input(size_t i) {
   in.weight = 1;
   in.lr_scale = t.lr_scale;
   in.weight_decay_scale = t.weight_decay_scale;
+  in.key = t.key;
   in.group = p.group;
   in.op = params_.op_of(p);
   in.held = p.held();

@@ -1201,8 +1201,9 @@ enum { GA_STATE_ALL = 0, GA_STATE_LIBRARY = 1, GA_STATE_PARAMETERS = 2 };
    once: ga_config, EMA, options of parameters and layers.
    COMPARE   If one differs that changes numbers, the load fails and lists what differs.
    TAKE      Takes the former from the file, and compares the latter.
-   KEEP      Keeps those of the context. (The order of parameters that are rounded stochastically,
-             and what an open window depends on, are compared always.) */
+   KEEP      Keeps those of the context. (What an open window depends on is compared always.)
+   The random bits of parameters that are rounded stochastically always go on as in the file: they
+   belong to the names, whatever the order of parameters, and whatever was removed before. */
 typedef int32_t ga_state_settings;
 enum { GA_SETTINGS_COMPARE = 0, GA_SETTINGS_TAKE = 1, GA_SETTINGS_KEEP = 2 };
 

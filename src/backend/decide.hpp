@@ -560,8 +560,8 @@ GA_DEVICE void plan_param(Crew& crew, const ScalarTables& t, int64_t i) {
   }
   if (p.by_chance) {
     const uint64_t seed = t.settings->seed;
-    plan.copy_key = random_key(seed, Purpose::kCopy, c.steps - 1, 0, i);
-    plan.state_key = random_key(seed, Purpose::kState, c.steps - 1, 0, i);
+    plan.copy_key = random_key(seed, Purpose::kCopy, c.steps - 1, 0, p.key);
+    plan.state_key = random_key(seed, Purpose::kState, c.steps - 1, 0, p.key);
   }
   if (!s.touched) return;
   const bool rows = p.lazy && s.sums.dense == 0;

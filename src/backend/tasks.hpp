@@ -191,8 +191,9 @@ struct AccumulateTask {
   const MicroPlan* plan;  // replaces keep, noise and the first source's scale unless NULL
   ga_param param;  // -1: the task shares no launch, since its scale is another than that of most,
                    // or since it may run on a second stream
+  int32_t key;     // of the parameter, see Tensor::key
   // The number of the window. Unless NULL, target is rounded stochastically with the key
-  // random_key(seed, kAccumulate, *counter, contribution, param).
+  // random_key(seed, kAccumulate, *counter, contribution, key).
   const int64_t* counter;
   uint64_t seed;
   int64_t contribution;

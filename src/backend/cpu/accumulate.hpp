@@ -114,7 +114,7 @@ void accumulate_packed(const AccumulateTask& task, int64_t offset, int64_t count
   const T keep = static_cast<T>(task.keep);
   const Rounding rounding =
       task.counter ? Rounding{true, random_key(task.seed, Purpose::kAccumulate, *task.counter,
-                                               task.contribution, task.param)}
+                                               task.contribution, task.key)}
                    : Rounding{false, 0};
   ChunkSum<T> sums, contributions;
   alignas(64) T tile_a[kTile];

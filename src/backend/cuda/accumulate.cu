@@ -283,7 +283,7 @@ GA_DEVICE void accumulate_chunk(Block& block, const AccumulateTask& task, int64_
   add.rounding = kNearest;
   if (task.counter)
     add.rounding = {true, random_key(task.seed, Purpose::kAccumulate, *task.counter,
-                                     task.contribution, task.param)};
+                                     task.contribution, task.key)};
   add.offset = chunk * kChunk;
   const bool larger = keep == kMaximum;
   const int sums = add.noise ? 2 : 1;
