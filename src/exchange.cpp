@@ -24,6 +24,23 @@ uint64_t hash_of(const std::string& text) {
   return sum.value();
 }
 
+// The owner of an item, for a message: parameter "w" of both "parameter w" (what it is) and "parameter.w" (its
+// settings). other: the key in the same place on another rank. Items of what parameters are come first, so
+// where only one of two is of that, the other rank's list of them has ended.
+std::string text_of_item(std::string_view key, std::string_view other) {
+  const auto owner_in = [](std::string_view k, char separator) {
+    for (const std::string_view kind : {"parameter", "layer"})
+      if (begins_with(k, kind) && k.size() > kind.size() && k[kind.size()] == separator)
+        return kind;
+    return std::string_view();
+  };
+  const std::string_view owner = owner_in(key, ' ');
+  if (key.empty() || (owner.empty() && !owner_in(other, ' ').empty())) return "none";
+  const std::string_view kind = owner.empty() ? owner_in(key, '.') : owner;
+  if (kind.empty()) return '"' + std::string(key) + '"';
+  return std::string(kind) + " \"" + std::string(key.substr(kind.size() + 1)) + '"';
+}
+
 // A line for each key and one for its text.
 std::string text_of(const std::vector<std::pair<std::string, std::string>>& items) {
   std::string text;
@@ -502,11 +519,11 @@ void Exchange::explain(const char* what, const Items& own) {
     const Items theirs = items_of(q);
     for (size_t k = 0; k < std::max(first.size(), theirs.size()); ++k) {
       if (k < first.size() && k < theirs.size() && first[k] == theirs[k]) continue;
-      const char* const key = k < theirs.size() ? theirs[k].first.c_str() : "nothing";
-      const char* const here = k < first.size() ? first[k].first.c_str() : "nothing";
-      if (k >= first.size() || k >= theirs.size() || first[k].first != theirs[k].first)
-        fail(GA_ERROR_COMMUNICATION,
-             "%s differ: rank %zu has \"%.200s\" where rank 0 has \"%.200s\"", what, q, key, here);
+      const char* const key = k < theirs.size() ? theirs[k].first.c_str() : "";
+      const char* const here = k < first.size() ? first[k].first.c_str() : "";
+      if (std::strcmp(key, here) != 0)
+        fail(GA_ERROR_COMMUNICATION, "%s differ: rank %zu has %.200s where rank 0 has %.200s", what,
+             q, text_of_item(key, here).c_str(), text_of_item(here, key).c_str());
       Fields(first[k].second, key)
           .each_difference(Fields(theirs[k].second, key), [&](const char* field, const char* other,
                                                               const char* ours) {

@@ -897,6 +897,19 @@ TEST(Keras, ClipsBeforeTheSumOverReplicas) {
 
 // ---- Agreement ----------------------------------------------------------------------------------
 
+// A parameter that one rank lacks is named, not the one that stands in its place.
+TEST(Ranks, AParameterThatARankLacksIsNamed) {
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Context ctx;
+    float p = 1, d = 1;
+    const ga_group group = ctx.group(plain_sgd());
+    ctx.param(group, "w", &p, 1);
+    if (r == 0) ctx.param(group, "d", &d, 1);
+    expect_failure(ga_context_set_comm(ctx, comm, nullptr),
+                   "rank 1 has none where rank 0 has parameter \"d\"");
+  });
+}
+
 TEST(Ranks, TheFirstDifferenceIsNamed) {
   struct Case {
     const char* words;
