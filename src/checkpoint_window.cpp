@@ -62,8 +62,8 @@ void Checkpoint::gather(const Ready& ready) {
         {s.name, dtype_info(s.dtype).file_name, s.shape, bytes, bytes + s.bytes()});
     bytes += s.bytes();
   }
-  const std::string text =
-      std::to_string(bytes) + safetensors::write(header).substr(safetensors::kLengthBytes);
+  const std::string text = std::to_string(bytes) +
+                           safetensors::write(header, kMostIndex).substr(safetensors::kLengthBytes);
   piece_.resize((size_t{1} << 20) / sizeof(int64_t));
   ready();
   const std::vector<std::string> texts = exchange->gather_texts("what each window has", text);
@@ -71,7 +71,7 @@ void Checkpoint::gather(const Ready& ready) {
     const auto rank = static_cast<int32_t>(q);
     const std::string_view all = texts[q], begin = all.substr(0, all.find('{'));
     std::from_chars(begin.data(), begin.data() + begin.size(), bytes);
-    header = safetensors::parse(all.substr(begin.size()), bytes);
+    header = safetensors::parse(all.substr(begin.size()), bytes, kMostIndex);
     Fields(header.metadata[0].second, "window").get_fields(counts_.emplace_back());
     for (size_t k = 0; k < header.tensors.size(); ++k) {
       const safetensors::Tensor& t = header.tensors[k];

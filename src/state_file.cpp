@@ -27,7 +27,6 @@ constexpr std::string_view kBeginOfTwo =
     "{\"__metadata__\":{\"gradaccum.format\":\"2 xxh3\",\"gradaccum.header\":\"";
 static_assert(kBegin.size() == kBeginOfTwo.size());
 constexpr char kData[] = "gradaccum.data", kIndex[] = "gradaccum.index";  // of format 2
-constexpr int64_t kMostIndex = INT32_MAX;                                 // bytes
 constexpr size_t kDigits = 16;
 // Pieces of less bytes are gathered, or read ahead, up to this number of bytes.
 constexpr size_t kGathered = size_t{64} << 10;

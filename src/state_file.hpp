@@ -32,6 +32,8 @@ constexpr std::string_view kOurs = "gradaccum.";
 // name that it has of rank 0's.
 constexpr std::string_view kOfRank = "gradaccum.rank.";
 
+constexpr int64_t kMostIndex = INT32_MAX;  // bytes of a header of format 2
+
 inline bool begins_with(std::string_view text, std::string_view begin) {
   return text.substr(0, begin.size()) == begin;
 }

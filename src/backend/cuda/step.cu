@@ -241,9 +241,8 @@ struct AllSums : NormSums {
       const bool unit = k < units.chunk_count;
       const int64_t f = k - units.chunk_count;
       const ChunkRef at = unit ? units.chunks[k] : factors.piece(f);
-      const bool gradient = window.totals.summed
-                                ? some_rank_has_gradient(window.tables, at.item)
-                                : has_gradient(window.tables, at.item);
+      const bool gradient = window.totals.summed ? some_rank_has_gradient(window.tables, at.item)
+                                                 : has_gradient(window.tables, at.item);
       if (!is_touched(window.tables, at.item, gradient)) continue;
       const ParamInput& input = window.tables.param_inputs[at.item];
       if (!unit && input.lazy && !is_dense(input)) continue;  // Update sums these rows
