@@ -120,6 +120,7 @@ def test_nothing_else_is_needed(files: pathlib.Path, name: str) -> None:
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
     assert needed - SYSTEM <= set(NATIVE)  # neither libstdc++ nor libgcc_s, cuBLAS or NCCL
     assert re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", dynamic) == ["$ORIGIN"]
+    assert re.search(r"\(FLAGS_1\).*NODELETE", dynamic)  # threads of OpenMP outlive a dlclose()
 
 
 def test_it_trains_where_there_is_nothing_else(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
