@@ -17,9 +17,8 @@ namespace ga {
          "there is no result of window %lld: the last one that was stepped is %lld", ll(window),
          ll(last));
   fail(GA_ERROR_INVALID_ARGUMENT,
-       "the result of window %lld is not kept: the last window is %lld; the results of the last "
-       "%lld "
-       "are kept, and a load brings that of its last window alone",
+       "the result of window %lld is not kept any more: the last window is %lld, of %lld that are "
+       "kept; a load brings the result of its last window alone",
        ll(window), ll(last), ll(kept));
 }
 
