@@ -662,7 +662,10 @@ void Context::add_contributions(const Micro& micro) {
     if (clip_micro_ && params_.clips_micro(p))
       source = {&tables_.composites.at(static_cast<size_t>(c.param))->clipped, kClipped, 1,
                 nullptr};
+    const bool stale = p.stale;
     add_task(c.param, source)->plan = micro_plans_.at(k);
+    // A device may have dropped the micro-batch: then the pass stores no partials.
+    if (!backend_->known() && config_.nonfinite == GA_NONFINITE_DROP_MICRO) p.stale = stale;
     p.pending = true;
   }
   run();
