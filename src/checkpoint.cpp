@@ -355,6 +355,7 @@ std::vector<std::pair<std::string, std::string>> Checkpoint::state_items(Context
   whole.struct_size = sizeof whole;
   Checkpoint checkpoint(context, whole, "ga_step");
   checkpoint.with_window_ = checkpoint.with_shared_ = false;
+  context.follow_data();
   checkpoint.collect();
   std::vector<std::pair<std::string, std::string>> items;
   Checksum sum;
@@ -367,6 +368,11 @@ std::vector<std::pair<std::string, std::string>> Checkpoint::state_items(Context
     f.add("xxh3", sum.value());
     items.emplace_back(s.name, f.text());
   }
+  Fields keys;
+  for (size_t i = 0; i < context.params_.size(); ++i)
+    if (!context.params_.tensor(i).removed && checkpoint.is_by_chance(i))
+      keys.add(("parameter_" + std::to_string(i)).c_str(), context.params_.tensor(i).key);
+  items.emplace_back("keys of random bits", keys.text());
   Control control = context.control();
   put_counts(WindowCounts(), control);
   Fields counters;

@@ -73,7 +73,7 @@ class Checkpoint {
   using Settings = std::vector<std::pair<std::string, Fields>>;
   Settings settings() const;             // both of the next two
   Settings settings_of_context() const;  // and of its groups
-  Settings settings_of_tensors() const;
+  Settings settings_of_tensors(bool with_keys = true) const;
   static std::string readable(const char* number);  // a number of a Fields for people
   // Texts that tell whether two contexts have the same parameters and state, whatever their open windows
   // hold: by name of each tensor its checksum, and the counters.
@@ -196,7 +196,7 @@ class Checkpoint {
   };
   std::vector<NamedArray> arrays_of(size_t param) const;
   bool is_by_chance(size_t param) const;
-  Fields param_settings(size_t param) const;
+  Fields param_settings(size_t param, bool with_key) const;
   Fields window_settings() const;
   void report(int64_t bytes, bool may_cancel);
   bool shards() const;  // each rank has a part of the state

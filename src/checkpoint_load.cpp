@@ -92,10 +92,12 @@ void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
     place_arrays();
     place_numbers();
     tell_all();
-    context_.write_copies([this](ga_param id) {
-      const auto i = static_cast<size_t>(id);
-      return i < params_.size() && params_[i].has(kMaster);
-    });
+    context_.write_copies(
+        [this](ga_param id) {
+          const auto i = static_cast<size_t>(id);
+          return i < params_.size() && params_[i].has(kMaster);
+        },
+        ready);
   } catch (const std::exception& e) {
     fail_halfway(e.what());
   }

@@ -2,7 +2,6 @@
 // The settings of a context in a file of state: written, compared, and taken from it.
 #include <algorithm>
 #include <charconv>
-#include <climits>
 #include <cmath>
 #include <cstring>
 #include <iterator>
@@ -42,7 +41,7 @@ bool Checkpoint::is_by_chance(size_t i) const {
           dtype_info(p.accumulator_dtype).size == 2);
 }
 
-Fields Checkpoint::param_settings(size_t i) const {
+Fields Checkpoint::param_settings(size_t i, bool with_key) const {
   const Param& p = context_.params_[i];
   const Tensor& t = context_.params_.tensor(i);
   ga_param_options options = t.options;
@@ -54,7 +53,7 @@ Fields Checkpoint::param_settings(size_t i) const {
   f.add("lr_scale", t.lr_scale);
   f.add("weight_decay_scale", t.weight_decay_scale);
   f.add("frozen", p.frozen);
-  if (is_by_chance(i)) f.add("index", t.key);
+  if (with_key && is_by_chance(i)) f.add("index", t.key);
   return f;
 }
 
@@ -105,12 +104,12 @@ Checkpoint::Settings Checkpoint::settings_of_context() const {
   return list;
 }
 
-Checkpoint::Settings Checkpoint::settings_of_tensors() const {
+Checkpoint::Settings Checkpoint::settings_of_tensors(bool with_keys) const {
   Settings list;
   for (size_t i = 0; i < context_.params_.size(); ++i)
     if (!context_.params_.tensor(i).removed)
       list.emplace_back("parameter." + std::string(context_.params_.tensor(i).name),
-                        param_settings(i));
+                        param_settings(i, with_keys));
   for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
     const ga_bn_info layer = context_.batch_norms_.info(id);
     Fields f;

@@ -34,8 +34,7 @@ struct Adding {
 void Checkpoint::gather(const Ready& ready) {
   context_.check_not_in_place(what_);
   if (context_.eager_) context_.eager_->join();  // before anything is read
-  for (size_t i = 0; i < context_.params_.size() && options_.parts != GA_STATE_PARAMETERS; ++i)
-    context_.follow_data(static_cast<ga_param>(i));
+  if (options_.parts != GA_STATE_PARAMETERS) context_.follow_data();
   Exchange* const exchange = context_.exchange_.get();
   if (exchange && exchange->ranks() > 1) dropped_micros_ = exchange->dropped_micros();
   if (!exchange || !exchange->has_open_window() || options_.parts == GA_STATE_PARAMETERS) return;

@@ -230,7 +230,8 @@ class Context : BnContext {
   void begin_piece(ga_param id, const char* what, const char* name);
   ParamState param_state(size_t param) const;
   void follow_data(ga_param id);
-  void write_copies(const std::function<bool(ga_param)>& written);
+  void follow_data();  // of all parameters
+  void write_copies(const std::function<bool(ga_param)>& written, const Ready& ready = {});
   std::vector<ParamState> param_states() const;
   void set_param_state(size_t param, const ParamState& state);
 

@@ -47,7 +47,7 @@ struct alignas(16) OpBytes {
 };
 
 // Where the gradient of a parameter lies during a window.
-enum class Held : int32_t {
+enum class Held : uint8_t {
   kNothing,  // no contribution yet
   kAdopted,  // in the program's buffer, GA_GRADIENTS_LIVE
   kStored,   // in the accumulator

@@ -134,7 +134,8 @@ void Eager::begin(ga_param id, const Array* sum) {
   Param& p = c.params_[i];
   const bool early = c.params_.tensor(i).options.write_early != 0;
   if (!may_go_ahead(i) || (early && p.unrounded)) return;
-  if (early && sum && c.exchange_->is_check_due()) return;  // ranks compare it first
+  // Ranks compare the parameter and its master weights first.
+  if ((early || c.params_.follows(i)) && sum && c.exchange_->is_check_due()) return;
   const Targets* targets = nullptr;
   if (!is_settled(i)) {
     if (!needs_second_set(i)) return;

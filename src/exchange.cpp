@@ -125,6 +125,7 @@ Exchange::Header Exchange::header(Call call, const char* function) {
   h.name = call == kDiscard ? hash_of("ga_step") : hash_of(function);
   h.arrays = arrays_digest();
   h.params = static_cast<int64_t>(context_.params_.size());
+  h.next_key = context_.params_.next_key();
   h.open = !context_.window_.empty() || context_.batch_norms_.has_statistics();
   if (call == kDiscard) return h;
   check_tensors();
@@ -377,7 +378,8 @@ Exchange::Items Exchange::tensor_items() const {
     f.add("beta", layer.beta);
     items.emplace_back("layer " + std::string(layer.name), f.text());
   }
-  for (const auto& [key, fields] : Checkpoint(context_).settings_of_tensors())
+  // The keys of random bits are state, which rank 0 may have yet to hand out (Checkpoint::state_items).
+  for (const auto& [key, fields] : Checkpoint(context_).settings_of_tensors(false))
     items.emplace_back(key, fields.text());
   return items;
 }
@@ -571,6 +573,10 @@ void Exchange::agree() {
   gather_headers(own, {});
   check_calls("ga_context_set_comm");
   check_settings();
+  for (int32_t q = 0; q < comm_->ranks();
+       ++q)  // so that parameters to come get the same on all ranks
+    context_.params_.set_next_key(
+        std::max(context_.params_.next_key(), static_cast<int32_t>(header_of(q).next_key)));
   if (!shards()) context_.make_own();
   share_arrays("ga_context_set_comm");
   if (options_.hand_out != 0) hand_out();
@@ -604,6 +610,7 @@ void Exchange::hand_out() {
   const auto words = [&] { return (static_cast<size_t>(size) + 7) / 8; };
   agree_on(what, [&] {
     if (rank() != 0) return;
+    context_.follow_data();
     Checkpoint checkpoint(context_, whole, what);
     size = checkpoint.file_bytes();
     bytes.resize(words());

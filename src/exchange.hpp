@@ -163,6 +163,7 @@ class Exchange {
     uint64_t settings;
     uint64_t arrays;  // arrays_digest()
     int64_t params;
+    int64_t next_key;  // of random bits: ParamList::next_key()
     int64_t open;      // the window holds something
     int64_t failed;    // end_sweep(): this rank cannot make the call
     uint64_t dropped;  // begin_call(): dropped_micros of this rank's last result

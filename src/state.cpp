@@ -202,10 +202,14 @@ void Context::follow_data(ga_param id) {
   arrays_.copy(p, followed, {p.master, GA_F32}, p.share.count);
 }
 
+void Context::follow_data() {
+  for (size_t i = 0; i < params_.size(); ++i) follow_data(static_cast<ga_param>(i));
+}
+
 // Rounds those parameters from the master weights that the library has written, if these follow the program: what
 // the parameters held before would look as if the program had written it since. All ranks call it, where the
-// optimizer is sharded.
-void Context::write_copies(const std::function<bool(ga_param)>& written) {
+// optimizer is sharded. ready: throws on every rank if it was not called on all, before parameters are gathered.
+void Context::write_copies(const std::function<bool(ga_param)>& written, const Ready& ready) {
   const auto is_due = [&](ga_param id) { return params_.follows(id) && written(id); };
   bool any = false;
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -218,6 +222,7 @@ void Context::write_copies(const std::function<bool(ga_param)>& written) {
   }
   if (!any || !shards()) return;
   or_end([&] {
+    if (ready) ready();
     exchange_->gather_parameters([&](ga_param id) {
       return is_due(id) ? Exchange::Changed::kElements : Exchange::Changed::kNothing;
     });

@@ -234,6 +234,7 @@ static void life_cycle(void) {
   config.parallel_for_user = &loops;
   OK(ga_context_create(&config, &ctx));
   OK(ga_synchronize(ctx));
+  CHECK(ga_context_set_stream(ctx, NULL) == GA_ERROR_UNSUPPORTED);
 
   OK(ga_optimizer_init(&sgd, sizeof sgd, GA_OPTIMIZER_SGD, GA_FLAVOR_TORCH));
   sgd.lr = 1;

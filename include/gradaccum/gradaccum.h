@@ -1017,9 +1017,9 @@ struct ga_param_options {
                                  the new master weight by the next call that reads that, so that
                                  ga_param_changed is needless. What ga_load and ga_state_set put into
                                  master weights is rounded into the parameter in the same call. Not
-                                 with GA_ROUND_STOCHASTIC; without
-                                 master weights, nothing needs to be told either way. Default 0:
-                                 the parameter may be freed or used otherwise between steps */
+                                 with GA_ROUND_STOCHASTIC; without master weights, nothing needs to
+                                 be told either way. Default 0: the parameter may be freed or used
+                                 otherwise between steps */
   int32_t reserved;    /* 0 */
 };
 
@@ -1702,7 +1702,8 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *              kernels; matrix products, and so MUON, excepted. Devices: docs/cuda.md.
  *
  * Environment  GA_MODULE_PATH: the only folder in which libgradaccum_onednn.so, libgradaccum_cuda.so,
- *              libgradaccum_mpi.so and libgradaccum_nccl.so are looked for, in place of the library's own. GA_CPU_ISA:
+ *              libgradaccum_mpi.so and libgradaccum_nccl.so are looked for, in place of the library's
+ *              own. GA_CPU_ISA:
  *              scalar, x86-64-v2, x86-64-v3 or x86-64-v4: the CPU kernels of new contexts, for
  *              tests; ga_context_create is GA_ERROR_UNSUPPORTED if the build or the processor lacks
  *              them. GA_CPU_PREFETCH: 1 or 0, read when the library is loaded: whether the CPU

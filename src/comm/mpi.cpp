@@ -50,8 +50,8 @@ struct End {
   double timeout = 0;
   std::atomic<bool> aborted{false};
   bool failed = false;
-  int64_t contexts = 0, done = 0;
-  bool any_thread = false;  // may call MPI
+  std::atomic<int64_t> contexts{0}, done{0};  // read by ga_comm_abort on another thread
+  bool any_thread = false;                    // may call MPI
   std::atomic<std::thread::id> caller{std::this_thread::get_id()};
   std::mutex mutex;      // of what follows
   std::list<Sent> sent;  // where they stay, for MPI reads them
@@ -74,7 +74,7 @@ void say(End& end, Why why) {
   end.told_of_abort = end.told_of_abort || why == kAborts;
   for (int q = 0; q < end.ranks; ++q) {
     if (q == end.rank) continue;
-    end.sent.push_back({{why, end.contexts, end.done}, MPI_REQUEST_NULL});
+    end.sent.push_back({{why, end.contexts.load(), end.done.load()}, MPI_REQUEST_NULL});
     Sent& s = end.sent.back();
     MPI_Isend(&s.farewell, kNumbers, MPI_INT64_T, q, kTag, end.comm, &s.request);
     int done = 0;
@@ -254,7 +254,8 @@ int32_t reduce_scatter(void* user, const void* send, void* recv, int64_t count, 
 void abort(void* user) {
   End& end = *static_cast<End*>(user);
   end.aborted.store(true);
-  if (end.any_thread) say(end, kAborts);  // else the thread that waits does, or a farewell follows
+  say(end,
+      kAborts);  // where this thread may call MPI; else the one that waits does, or a farewell follows
 }
 
 void attend(void* user, int32_t comes) {

@@ -129,13 +129,20 @@ void MatmulEngine::open() {
     fail(GA_ERROR_UNSUPPORTED, "cuBLAS cannot be used on CUDA device %d: %s", runtime_.ordinal(),
          functions.status_string(status));
   }
-  // In this order, because the choice of a stream resets the workspace.
-  cublasStatus_t status = functions.set_stream(handle, runtime_.stream());
-  if (status == CUBLAS_STATUS_SUCCESS)
-    status = functions.set_workspace(handle, workspace_, kWorkspace);
+  const cublasStatus_t status = choose_stream(handle);
   if (status != CUBLAS_STATUS_SUCCESS) functions.destroy(handle);
   check(status, "setting up products");
   handle_ = handle;
+}
+
+// Has products run on the stream that the context has now (Backend::set_stream).
+cublasStatus_t MatmulEngine::choose_stream(cublasHandle_t handle) {
+  // In this order, because the choice of a stream resets the workspace.
+  cublasStatus_t status = cublas().set_stream(handle, runtime_.stream());
+  if (status == CUBLAS_STATUS_SUCCESS)
+    status = cublas().set_workspace(handle, workspace_, kWorkspace);
+  if (status == CUBLAS_STATUS_SUCCESS) stream_ = runtime_.stream();
+  return status;
 }
 
 // A row-major matrix is the transpose of a column-major one, so C' = B' A'. In the default math
@@ -154,6 +161,7 @@ void MatmulEngine::multiply(const MatmulTask& t) {
   }
   const auto alpha = static_cast<float>(t.scale);
   const float beta = t.keep ? 1 : 0;
+  if (stream_ != queue.stream) check(choose_stream(handle_), "choosing the stream of products");
   const bool known = t.divisor == nullptr;  // else only the device knows the scale
   if (!known) scale_alpha(queue, t.scale, t.divisor, beta, alpha_beta_);
   check(cublas().set_pointer_mode(handle_,

@@ -25,9 +25,11 @@ class MatmulEngine {
 
  private:
   void check(cublasStatus_t status, const char* doing) const;
+  cublasStatus_t choose_stream(cublasHandle_t handle);
 
   Runtime& runtime_;
   cublasHandle_t handle_ = nullptr;
+  cudaStream_t stream_ = nullptr;  // of the handle
   void* workspace_ = nullptr;
   float* alpha_beta_ = nullptr;  // for a product whose scale only the device knows
 };

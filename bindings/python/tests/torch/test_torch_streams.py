@@ -211,7 +211,7 @@ def test_statistics_of_batch_normalisation_are_kept(device: Device) -> None:
     device.serve(optimizer)
     with device.on(4):
         out = net(torch.randn(6, 3)).square().sum()
-        seen = {t.data_ptr() for _, mean, m2 in optimizer._seen.values() for t in (mean, m2)}
+        seen = {t.data_ptr() for of in optimizer._layers._seen.values() for t in (of.mean, of.m2)}
         assert len(seen) == 2
         optimizer.backward(out)
     with device.on(5):

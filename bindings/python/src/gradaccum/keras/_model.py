@@ -22,10 +22,15 @@ class Accumulating:
 
     _options: Options
     optimizer: Any
+    """As in Keras."""
     built: bool
+    """As in Keras."""
     dtype_policy: Any
+    """As in Keras."""
     trainable_variables: Any
+    """As in Keras."""
     train_function: Any
+    """As in Keras."""
     _flatten_layers: Any
 
     @property
@@ -82,6 +87,7 @@ class Accumulating:
             self.optimizer.build(self.trainable_variables)
 
     def make_train_function(self, force: bool = False) -> Any:
+        """Makes the function that `fit` calls for each micro-batch, as Keras' own models do."""
         if self.built and self.optimizer is not None:
             self.optimizer.begin(self.trainable_variables)
         if self.train_function is None or force:

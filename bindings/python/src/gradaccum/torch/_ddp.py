@@ -43,6 +43,7 @@ class Alone:
     """A process that trains by itself: nothing is reduced. What Ranks does for several processes."""
 
     reduces = False
+    """Whether gradients are reduced over several processes."""
     count = 1
     """Of the ranks."""
 
@@ -73,11 +74,17 @@ class Call(enum.IntEnum):
     """What a rank does when it meets the others."""
 
     CREATE = 0
+    """Makes an optimizer."""
     FORWARD = 1
+    """Is in a forward in which DistributedDataParallel communicates."""
     BACKWARD = 2
+    """Is in backward, before the first gradient is reduced."""
     ACCUMULATE = 3
+    """Takes gradients from ``.grad``."""
     STEP = 4
+    """Ends a window."""
     FLUSH = 5
+    """Ends a window that may not be full, or that is empty."""
 
 
 _WORDS = (
@@ -103,6 +110,7 @@ class Ranks(Alone):
     """The processes of a DistributedDataParallel."""
 
     reduces = True
+    """Gradients are reduced."""
 
     def __init__(self, ddp: torch.nn.Module, context: Context, config: Config) -> None:
         module: Any = getattr(ddp, "_orig_mod", ddp)  # of torch.compile
@@ -142,6 +150,7 @@ class Ranks(Alone):
         module.register_forward_pre_hook(_Forward(self))
 
     def track(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Parameters have been added: their gradients are weighed before they are reduced."""
         named = list(named)
         for name, tensor in named:
             if tensor.requires_grad and id(tensor) not in self._reduced:
@@ -205,8 +214,8 @@ class Ranks(Alone):
             self._backwards.clear()
             self._given.clear()
             weights = self._meet(Call.BACKWARD, self._weight)
+            self._weights = None if self._weight is None else weights
             if self._weight is not None:
-                self._weights = weights
                 self._share = self._share_of(self._weight, max(weights))
         elif not self._reduces or (backward not in self._backwards and parameter in self._given):
             # A checkpoint runs backwards within a backward: they give gradients to other parameters than it.
@@ -231,6 +240,7 @@ class Ranks(Alone):
 
     @contextlib.contextmanager
     def micro_batch(self, weight: float) -> Iterator[None]:
+        """Backwards of which the weight of this rank is known before."""
         self._weight, self._weights, self._share = float(weight), None, 1.0
         try:
             yield
@@ -241,12 +251,14 @@ class Ranks(Alone):
             self._weight, self._share = None, 1.0
 
     def begin(self) -> None:
-        fault, self._fault = self._fault, None
+        """A micro-batch is about to be taken: raises if something of it was not reduced."""
         self._reduces = False
-        if fault is not None:
-            raise RuntimeError(fault)
+        if self._fault is not None:  # until a forward finds that the gradients are gone from .grad
+            self._weights = None
+            raise RuntimeError(self._fault)
 
     def take(self, weight: float, loss_scale: float | None) -> tuple[float, float | None]:
+        """The weight over all ranks, and the loss scale that undoes what the reduction has divided by."""
         weights, self._weights = self._weights, None
         if weights is None:  # the backward did not know them
             weights = self._meet(Call.ACCUMULATE, float(weight))
@@ -269,6 +281,7 @@ class Ranks(Alone):
         return math.fsum(weights), loss_scale
 
     def merge(self, seen: dict[Any, Statistics], layers: Iterable[Any]) -> dict[Any, Statistics]:
+        """The statistics of the micro-batch of all ranks."""
         merged: dict[Any, Statistics] = {}
         layers = list(layers)
         if not layers:
@@ -285,9 +298,13 @@ class Ranks(Alone):
                 count, mean, m2 = int(split[3 * i][0]), split[3 * i + 1], split[3 * i + 2]
                 if weight > 0 and count > 0:
                     merged[layer] = joined(merged.get(layer), (count, mean, m2))
-        return merged
+        return {  # back to the device of the layer, whose context takes no other
+            layer: (count, mean.to(layer.running_mean.device), m2.to(layer.running_mean.device))
+            for layer, (count, mean, m2) in merged.items()
+        }
 
     def agree(self, call: Call, values: Values | None = None) -> None:
+        """Raises on every rank if some rank makes another call, or with other values."""
         self._meet(call, None, {} if values is None else values())
 
     def _meet(self, call: Call, weight: float | None, values: Mapping[str, Any] = _NONE) -> list[float]:

@@ -16,6 +16,7 @@ class Told(Generic[Owner]):
         self._owner = None if owner is None else weakref.ref(owner)
 
     def owner(self) -> Owner | None:
+        """The object, if it is there still."""
         return None if self._owner is None else self._owner()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -201,6 +201,7 @@ class Optimizer(torch.optim.Optimizer):
                 "eager was True, but under ddp= gradients are not complete until the end of backward, which reduces "
                 "them: nothing is left to overlap"
             )
+        self._drops = config.nonfinite == Nonfinite.DROP_MICRO
         # Whether parameters may be written before step().
         self._writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early
         changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps, "eager": self._eager}
@@ -364,9 +365,15 @@ class Optimizer(torch.optim.Optimizer):
                 "a parameter has a .grad of an earlier backward: call zero_grad() or accumulate() first"
             )
         if self._ranks.reduces:
-            with self._ranks.micro_batch(weight):
-                yield
-            self._take(weight, None, last)
+            try:
+                with self._ranks.micro_batch(weight):
+                    yield
+                self._take(weight, None, last)
+            except BaseException:
+                for tensor in self._tensors:
+                    tensor.grad = None
+                self._layers.drop()
+                raise
             return
         if _autograd_is_compiled():
             raise RuntimeError(
@@ -635,7 +642,7 @@ class Optimizer(torch.optim.Optimizer):
                 "zero_grad() was called in a micro-batch after its backward, but drops nothing of it: an exception "
                 "drops the micro-batch, and discard() the window"
             )
-        if self._open is None and self._context is not None and self._context.window.micro_batches > 0:
+        if self._open is None and self._context is not None and self.context.window.micro_batches > 0:
             self._habits.zeroes(any(tensor.grad is not None for tensor in self._tensors))
         super().zero_grad(set_to_none)
 
@@ -881,7 +888,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _window_loaded(self) -> None:
         window = self.context.window
-        self._is_explicit = window.weight != window.micro_batches * self._ranks.count
+        counted = window.weight / self._ranks.count  # of weight 1; dropped micro-batches have added nothing
+        self._is_explicit = counted != window.micro_batches and not (
+            self._drops and counted < window.micro_batches and counted.is_integer()
+        )
         self._rates = [float(group["lr"]) for group in self.param_groups]
         self._all_touched = True
 
@@ -946,8 +956,6 @@ def _autograd_is_compiled() -> bool:
     return bool(
         getattr(state, "compiled_autograd_enabled", False) or getattr(config, "compiled_autograd", False)
     )
-
-
 
 
 def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
