@@ -182,7 +182,7 @@ void scribble(Halves& x, int round) {
   }
 }
 
-// The same with the reference: sets the master weights of those elements.
+// Writes the same elements and tells the library their master weights, as a program without follow_data would.
 void scribble_and_tell(Net& net, size_t i, int32_t dtype, int round) {
   std::vector<float> master = net.master(i);
   const Halves before = net.data[i];
