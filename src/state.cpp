@@ -198,7 +198,7 @@ void Context::follow_data(ga_param id) {
   // An update that has begun does so, and writes the parameter early maybe.
   if (eager_ && (p.ahead != Ahead::kNot || eager_->is_written_early(id))) return;
   flush();
-  const Array followed = {&tables_.composites.at(i)->followed, kFollowed};
+  const Array followed = {tables_.updates.at(i), kFollowed};
   arrays_.copy(p, followed, {p.master, GA_F32}, p.share.count);
 }
 

@@ -227,11 +227,6 @@ void Context::set_arrays(size_t i) {
   const int op = params_.op_of(p);
   UpdateTask& update = tables_.updates.edit(i);
   update.param = p.values();
-  if (update.follows) {
-    Composites& composites = tables_.composites.edit(i);
-    composites.followed = {update.param.data, update.copy.data, p.dtype};
-    composites.followed_whole = {whole_of(update.param, p.share.first).data, p.data, p.dtype};
-  }
   update.average = arrays_.average_of(p);
   if (tables_.factors[i].row_pattern) {
     FactorTask& factor = tables_.factors.edit(i);
@@ -252,8 +247,7 @@ void Context::set_arrays(size_t i) {
   }
   if (!params_.tensor(i).units[Tensor::kClipUnits]) return;
   if (update.follows) {
-    tables_.units.edit(i).param = {&tables_.composites.at(i)->followed_whole, kFollowed, 1,
-                                   nullptr};
+    tables_.units.edit(i).param = {tables_.updates.at(i), kFollowedWhole, 1, nullptr};
     return;
   }
   const Array param = whole_of(update.param, p.share.first);

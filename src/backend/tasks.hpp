@@ -26,7 +26,10 @@ enum Format : int32_t {
   kSparse = 9,    // SparseRows
   kOuter = 10,    // OuterProduct
   kClipped = 11,  // ClippedGradient
-  kFollowed = 12  // FollowedMaster
+  // The UpdateTask of a parameter that follows, to be read as its master weights, with each element that the
+  // program has written since, and so is not what its master weight rounds to, in the place of the latter.
+  kFollowed = 12,      // from its share on
+  kFollowedWhole = 13  // from the parameter's first element on; the share alone exists
 };
 
 struct Array {
@@ -157,20 +160,10 @@ struct ClippedGradient {
   const void* factors;         // as UnitTask::factors
 };
 
-// Master weights and the 16-bit parameter that is rounded from them, to be read. An element that the program
-// has written is not what its master weight rounds to, to the bit; it takes the place of the latter.
-struct FollowedMaster {
-  const void* master;  // f32
-  const void* copy;
-  int32_t dtype;  // of the copy
-};
-
 // The composite formats of one parameter.
 struct Composites {
-  FollowedMaster followed;        // from its share on
-  FollowedMaster followed_whole;  // from the parameter's first element on; the share alone exists
-  Pair pair;                      // a compensated accumulator
-  SparseRows sparse;              // the accumulator and its row set
+  Pair pair;          // a compensated accumulator
+  SparseRows sparse;  // the accumulator and its row set
   ClippedGradient clipped;
   OuterProduct outer;  // a factored second moment, or a state by rows
 };
@@ -276,7 +269,7 @@ struct UpdateTask {
   bool f64;           // computed in double
   bool padded_state;  // the state arrays are padded to a whole cache line
   bool by_chance;     // round param and copy stochastically, as state and average always are
-  // Before param is read, its elements that do not round to those of copy become the latter (FollowedMaster). This
+  // Before param is read, its elements that do not round to those of copy become the latter (kFollowed). This
   // holds whether or not the update is taken back: param then rounds to what the program has written.
   bool follows;
   Array param;

@@ -158,6 +158,8 @@ template <class T>
 const T* load_clipped(const void* data, int64_t offset, int64_t count, T* tile);
 template <class T>
 const T* load_followed(const void* data, int64_t offset, int64_t count, T* tile);
+template <class T>
+const T* load_followed_whole(const void* data, int64_t offset, int64_t count, T* tile);
 
 template <class T>
 struct Loads {
@@ -174,7 +176,8 @@ struct Loads {
                                       load_sparse<T>,
                                       load_outer<T>,
                                       load_clipped<T>,
-                                      load_followed<T>};
+                                      load_followed<T>,
+                                      load_followed_whole<T>};
 };
 
 template <class T>
@@ -306,7 +309,7 @@ void store(const Array& a, int64_t offset, int64_t count, const T* tile, uint64_
 
 // ---- Master weights that follow the program ------------------------------------------------------
 
-// Has the master weights of a tile be those of a parameter that the program may have written (FollowedMaster), and
+// Has the master weights of a tile be those of a parameter that the program may have written (kFollowed), and
 // returns whether it has.
 [[gnu::noinline]] bool follow_tile(const Array& copy, int64_t offset, int64_t count,
                                    float* masters) {
@@ -328,11 +331,15 @@ GA_INLINE void follow_data(const UpdateTask& task, int64_t offset, int64_t count
 
 template <class T>
 const T* load_followed(const void* data, int64_t offset, int64_t count, T* tile) {
-  const FollowedMaster& m = *static_cast<const FollowedMaster*>(data);
+  const UpdateTask& update = *static_cast<const UpdateTask*>(data);
   alignas(64) float masters[kTile];
-  std::memcpy(masters, static_cast<const float*>(m.master) + offset,
+  std::memcpy(masters, static_cast<const float*>(update.param.data) + offset,
               static_cast<size_t>(count) * sizeof(float));
-  follow_tile({const_cast<void*>(m.copy), m.dtype}, offset, count, masters);
+  follow_tile(update.copy, offset, count, masters);
   for (int64_t i = 0; i < count; ++i) tile[i] = static_cast<T>(masters[i]);
   return tile;
+}
+template <class T>
+const T* load_followed_whole(const void* data, int64_t offset, int64_t count, T* tile) {
+  return load_followed<T>(data, offset - static_cast<const UpdateTask*>(data)->first, count, tile);
 }

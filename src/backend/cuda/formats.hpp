@@ -236,11 +236,12 @@ GA_APART Four<T> load_stored(const void* data, int32_t format, int64_t first, in
         if (held) four.x[l] = from[l];
       }
     }
-  } else if (format == kFollowed) {
-    const FollowedMaster& m = *static_cast<const FollowedMaster*>(data);
-    const bool bf16 = m.dtype == GA_BF16;
-    const auto* const master = static_cast<const float*>(m.master) + first + i;
-    const auto* const copy = static_cast<const uint16_t*>(m.copy) + first + i;
+  } else if (format == kFollowed || format == kFollowedWhole) {
+    const UpdateTask& u = *static_cast<const UpdateTask*>(data);
+    const bool bf16 = u.copy.format == GA_BF16;
+    const int64_t at = first + i - (format == kFollowedWhole ? u.first : 0);
+    const auto* const master = static_cast<const float*>(u.param.data) + at;
+    const auto* const copy = static_cast<const uint16_t*>(u.copy.data) + at;
     for (int l = 0; l < 4 && l < count; ++l)
       four.x[l] =
           static_cast<T>(to_16(master[l], bf16) == copy[l] ? master[l] : from_16(copy[l], bf16));
