@@ -78,7 +78,8 @@ class Net {
     options.write_early = way.early && follows;
     for (size_t i = 0; i < 3; ++i) {
       const int64_t shape[] = {kRows[i], kColumns[i]};
-      options.agc_axes = way.shard && i == 0 ? 2 : 0;  // units are rows, and pieces end between them
+      options.agc_axes =
+          way.shard && i == 0 ? 2 : 0;  // units are rows, and pieces end between them
       Tensor start = random_tensor(way.dtype, shape[0] * shape[1], 40 + i);
       data.emplace_back(static_cast<size_t>(start.count()));
       memcpy(data[i].data(), start.data(), data[i].size() * 2);
