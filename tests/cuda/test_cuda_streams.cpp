@@ -114,6 +114,49 @@ TEST_F(Streams, TheOneBeforeIsDestroyed) {
   });
 }
 
+// Products of cuBLAS in the first window open its handle, and those in the second are on another stream.
+std::vector<float> multiplied(int32_t kind, bool turning) {
+  Machine m(GA_DEVICE_CUDA);
+  const ga_param id = m.add(m.group(optimizer(kind)), numbers(GA_F32, 20, 3), {4, 5}, options(), 0);
+  auto before = std::make_unique<Stream>();
+  Stream after;
+  if (turning) {
+    EXPECT_OK(ga_context_set_stream(m, raw(*before)));
+  }
+  for (uint64_t w = 0; w < 2; ++w) {
+    const void* const a = m.put(numbers(GA_F32, 12, 4 + w));
+    const void* const b = m.put(numbers(GA_F32, 15, 15 + w));
+    const std::vector<const void*> whole = {m.put(numbers(GA_F32, 20, 7 + w))};
+    m.stream().wait();
+    if (turning && w == 1) {
+      EXPECT_OK(ga_context_set_stream(m, raw(after)));
+      before.reset();
+    }
+    if (kind == GA_OPTIMIZER_MUON) {
+      m.accumulate(whole, 1);
+    } else {
+      EXPECT_OK(ga_micro_begin(m, -1, 1, nullptr));
+      EXPECT_OK(
+          ga_accumulate_matmul(m, id, 3, a, 3, GA_NO_TRANSPOSE, b, 5, GA_NO_TRANSPOSE, GA_F32));
+      EXPECT_OK(ga_micro_end(m));
+    }
+    EXPECT_OK(ga_step(m, nullptr));
+  }
+  if (turning) {
+    EXPECT_OK(ga_context_set_stream(m, raw(m.stream())));
+  }
+  EXPECT_OK(ga_synchronize(m));
+  const Tensor value = m.value(id);
+  std::vector<float> values(20);
+  memcpy(values.data(), value.data(), sizeof(float) * values.size());
+  return values;
+}
+
+TEST_F(Streams, OfProducts) {
+  for (const int32_t kind : {GA_OPTIMIZER_SGD, GA_OPTIMIZER_MUON})
+    EXPECT_EQ(multiplied(kind, true), multiplied(kind, false)) << kind;
+}
+
 // The results of windows on a stream before, with and without waiting.
 TEST_F(Streams, ResultsOfTheOneBefore) {
   Machine m(GA_DEVICE_CUDA);
