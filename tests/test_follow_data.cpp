@@ -388,8 +388,8 @@ TEST(FollowDataOption, IsSeenByWhoAsksForStateAndBySaves) {
 // A file of the library's state alone: the parameters become what its master weights round to, at once.
 TEST(FollowDataOption, ALoadOfMasterWeightsWritesTheParameter) {
   for (const int32_t ranks : {1, 2}) {
-    const Way way = {"sharded", GA_F16, -1, false, false, ranks, ranks > 1};
-    Net whole({"whole", GA_F16}, adamw(), false);
+    const Way way = {"sharded", GA_F16, -1, false, false, ranks, true};
+    Net whole(way, adamw(), false);
     for (int w = 0; w < 3; ++w) whole.window(w);
     ga_state_options library;
     ASSERT_OK(ga_state_options_init(&library, sizeof library));

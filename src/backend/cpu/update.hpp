@@ -2,6 +2,7 @@
 // Updates parameters and state by an Op of src/ops. Included in the same way as vectors.hpp.
 #pragma once
 
+#include "backend/cpu/follow.hpp"
 #include "backend/cpu/sums.hpp"
 
 // A tile of an array, in place or unpacked.
