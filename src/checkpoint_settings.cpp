@@ -194,7 +194,7 @@ void Checkpoint::compare_settings() const {
 // was added and removed before it was saved. One of which the file has none gets another if its own is given
 // away.
 void Checkpoint::read_keys() {
-  constexpr int64_t kLargest = INT32_MAX - 1;
+  constexpr int64_t kLargest = 1 << 30;  // with room for parameters to come
   const ParamList& params = context_.params_;
   keys_.clear();
   next_key_ = params.next_key();

@@ -638,8 +638,7 @@ bool Exchange::begin_step(WindowTotals& totals) {
   const auto ranks = comm_->ranks();
   const size_t n = context_.params_.size();
   Header own = header(kStep, "ga_step");
-  Control& control = *context_.tables_.control.at();
-  own.sums = brought_by(context_.tables_.settings[0], control, totals);
+  own.sums = brought_by(context_.tables_.settings[0], *context_.tables_.control.at(), totals);
   micro_batches_ = totals.micro_batches;
   std::vector<uint64_t> payload(words_for_bits(n));  // which parameters have a gradient
   for (size_t i = 0; i < n; ++i) {
@@ -682,7 +681,6 @@ bool Exchange::begin_step(WindowTotals& totals) {
     payloads_.clear();
   }
   exchanged_ = sums_.weight > 0 && sums_.failed == 0;
-  control.sums = sums_;
   totals.over_ranks = true;
   totals.micro_batches = static_cast<int64_t>(sums_.micro_batches);
   totals.weight = sums_.weight;

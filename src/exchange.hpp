@@ -65,6 +65,7 @@ class Exchange {
   // if another rank discards the window. add_gradients() follows if the weight is positive, then
   // add_sums(), between the sums and the judgement of the backend.
   bool begin_step(WindowTotals& totals);
+  const WindowSums& sums() const { return sums_; }  // of all ranks
   void add_gradients();
   void add_sums();
   void discard();

@@ -170,9 +170,10 @@ ga_step_result Context::step() {
   if (lists_due_) make_lists();
   if (exchange_ && !totals.summed) {
     or_lose_window([&] { exchange_->add_gradients(); });
+    if (eager_) eager_->join();  // it goes on while ranks exchange the rest, and reads the control block
+    tables_.control.at()->sums = exchange_->sums();
     over_ranks = [this] { or_lose_window([&] { exchange_->add_sums(); }); };
   }
-  if (eager_ && exchange_) eager_->join();  // it goes on while ranks exchange the rest
   const bool may_apply = totals.summed || totals.weight > 0;
   totals.last = !may_apply || !settles_units_;
   forget_delivered();

@@ -983,6 +983,9 @@ TEST(BadArguments, OfCommTable) {
 
 // Memory that holds no context, be it that the context was destroyed or that there never was one.
 TEST(BadArguments, NotAContext) {
+#if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "the sanitizer of undefined behaviour ends the call before the library sees it";
+#endif
   alignas(64) static char memory[1 << 14] = {};
   for (const int fill : {0, 0x5a}) {
     memset(memory, fill, sizeof memory);
