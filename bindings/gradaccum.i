@@ -21,7 +21,7 @@
 //   (const void* const* ARRAY, size_t COUNT), (int32_t COUNT, const int64_t* ARRAY),
 //   (const double* ARRAY, int64_t COUNT)   an array and its length
 //
-// and a macro of C: GA_RAISE(status, null), which raises the same exception and returns null.
+// and a macro of C: GA_RAISE(status, null), with which constructors raise the same exception and return null.
 //
 // What is not wrapped, and why:
 //
@@ -69,15 +69,16 @@ T* new_struct(ga_status (*init)(T*, size_t, Arguments...), Arguments... argument
 
 // Makes *field point to a copy of count elements, in place of its former copy. NULL: to nothing.
 template <typename T>
-void replace_copy(const T** field, const T* values, size_t count) {
+ga_status replace_copy(const T** field, const T* values, size_t count) {
   T* copy = nullptr;
   if (values != nullptr) {
     copy = static_cast<T*>(std::malloc(count * sizeof(T) + 1));  // never of 0 bytes
-    if (copy == nullptr) throw Failure{GA_ERROR_OUT_OF_MEMORY};
+    if (copy == nullptr) return GA_ERROR_OUT_OF_MEMORY;
     if (count > 0) std::memcpy(copy, values, count * sizeof(T));
   }
   std::free(const_cast<T*>(*field));
   *field = copy;
+  return GA_OK;
 }
 
 size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(text) + 1 : 0; }
@@ -136,7 +137,7 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 #define GA_NULL $null
 #endif
 
-// A function that may throw a Failure.
+// A constructor, which may throw a Failure.
 %define %ga_throws(FUNCTION)
 %exception FUNCTION {
   try {
@@ -176,12 +177,8 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %ga_struct(ga_comm_options, (), ga_comm_options_init)
 
 %ga_throws(ga_schedule::ga_schedule)
-%ga_throws(ga_schedule::set_table)
 %ga_throws(ga_flat_entry::ga_flat_entry)
-%ga_throws(ga_flat_entry::set_name)
-%ga_throws(ga_flat_entry::set_shape)
 %ga_throws(ga_state_options::ga_state_options)
-%ga_throws(ga_state_options::set_note)
 
 %extend ga_schedule {
   ga_schedule(ga_schedule_kind kind) { return new_struct(ga_schedule_init, kind); }
@@ -189,9 +186,11 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
     std::free(const_cast<double*>($self->table));
     std::free($self);
   }
-  void set_table(const double* table, int64_t table_size) {
-    replace_copy(&$self->table, table, static_cast<size_t>(table_size));
-    $self->table_size = table_size;
+  ga_status set_table(const double* table, int64_t table_size) {
+    const ga_status status =
+        replace_copy(&$self->table, table, static_cast<size_t>(table_size));
+    if (status == GA_OK) $self->table_size = table_size;
+    return status;
   }
 }
 
@@ -203,10 +202,13 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
     std::free(const_cast<int64_t*>($self->shape));
     std::free($self);
   }
-  void set_name(const char* name) { replace_copy(&$self->name, name, size_of_text(name)); }
-  void set_shape(int32_t rank, const int64_t* shape) {
-    replace_copy(&$self->shape, shape, static_cast<size_t>(rank));
-    $self->rank = rank;
+  ga_status set_name(const char* name) {
+    return replace_copy(&$self->name, name, size_of_text(name));
+  }
+  ga_status set_shape(int32_t rank, const int64_t* shape) {
+    const ga_status status = replace_copy(&$self->shape, shape, static_cast<size_t>(rank));
+    if (status == GA_OK) $self->rank = rank;
+    return status;
   }
 }
 
@@ -216,7 +218,9 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
     std::free(const_cast<char*>($self->note));
     std::free($self);
   }
-  void set_note(const char* note) { replace_copy(&$self->note, note, size_of_text(note)); }
+  ga_status set_note(const char* note) {
+    return replace_copy(&$self->note, note, size_of_text(note));
+  }
 }
 
 %extend ga_optimizer {

@@ -16,58 +16,38 @@
 
 // SWIG's own helpers for exceptions and strings are left out, by SWIG_CSHARP_NO_EXCEPTION_HELPER,
 // SWIG_CSHARP_NO_STRING_HELPER and SWIG_CSHARP_NO_IMCLASS_STATIC_CONSTRUCTOR: they would call native
-// code before it is loaded. An exception is made by managed code, which the native code calls while the
-// failed call is still on the stack, and every wrapper that can fail throws it as soon as the native
-// function has returned (canthrow).
+// code before it is loaded, and they register functions of managed code in variables of the process.
+// Each AppDomain and each AssemblyLoadContext would overwrite those of the others, and leave addresses
+// behind when it is unloaded. So native code knows no function of managed code but those that are
+// passed with a context or a call. A wrapper returns the status, and managed code throws.
 %insert(runtime) %{
 #include <cstdint>
 
 #include "gradaccum/gradaccum.h"
 
-typedef void(SWIGSTDCALL* GaRaise)(int32_t status, const char* message);
-static GaRaise ga_raise = nullptr;
+// Why the last constructor on this thread has returned NULL.
+static thread_local int32_t ga_failure = GA_OK;
 
-extern "C" SWIGEXPORT void SWIGSTDCALL GaRegisterRaise(GaRaise raise) { ga_raise = raise; }
+extern "C" SWIGEXPORT int32_t SWIGSTDCALL GaFailure() { return ga_failure; }
 
-#define GA_RAISE(status, null)         \
-  do {                                 \
-    ga_raise(status, ga_last_error()); \
-    return null;                       \
+#define GA_RAISE(status, null) \
+  do {                         \
+    ga_failure = status;       \
+    return null;               \
   } while (0)
 %}
 
 %pragma(csharp) imclasscode=%{
-  internal static class SWIGPendingException {
-    [global::System.ThreadStatic]
-    private static global::System.Exception pending;
-
-    internal static bool Pending { get { return pending != null; } }
-
-    internal static void Set(global::System.Exception exception) { pending = exception; }
-
-    internal static global::System.Exception Retrieve() {
-      global::System.Exception exception = pending;
-      pending = null;
-      return exception;
-    }
-  }
-
-  [global::System.Runtime.InteropServices.UnmanagedFunctionPointer(
-      global::System.Runtime.InteropServices.CallingConvention.Cdecl)]
-  private delegate void RaiseDelegate(int status, global::System.IntPtr message);
-
   [global::System.Runtime.InteropServices.DllImport("$dllimport")]
-  private static extern void GaRegisterRaise(RaiseDelegate raise);
-
-  // Native code keeps its address.
-  private static readonly RaiseDelegate raise = Raise;
-
-  private static void Raise(int status, global::System.IntPtr message) {
-    SWIGPendingException.Set(new GradAccumException((Status)status, Text.Decode(message)));
-  }
+  internal static extern int GaFailure();
 
   static $imclassname() {
-    if (Natives.TryLoad()) GaRegisterRaise(raise);
+    Natives.TryLoad();
+  }
+%}
+
+%typemap(csconstruct, excode="
+    if (swigCPtr.Handle == global::System.IntPtr.Zero) throw GradAccumException.Of($imclassname.GaFailure());") SWIGTYPE %{: this($imcall, true) {$excode
   }
 %}
 
@@ -134,15 +114,14 @@ extern "C" SWIGEXPORT void SWIGSTDCALL GaRegisterRaise(GaRaise raise) { ga_raise
 
 // ---- Status -------------------------------------------------------------------------------------
 
-%typemap(ctype, out="void") ga_status "int32_t"
-%typemap(imtype, out="void") ga_status "int"
+%typemap(ctype) ga_status "int32_t"
+%typemap(imtype) ga_status "int"
 %typemap(cstype, out="void") ga_status "int"
-%typemap(csout, excode=SWIGEXCODE) ga_status {
-    $imcall;$excode
+%typemap(csout) ga_status {
+    int status = $imcall;
+    if (status != 0) throw GradAccumException.Of(status);
   }
-%typemap(out, canthrow=1, null="") ga_status %{
-  if ($1 != GA_OK) GA_RAISE($1, $null);
-%}
+%typemap(out, null="GA_ERROR_INTERNAL") ga_status "$result = $1;"
 
 // ---- Out parameters and arrays ------------------------------------------------------------------
 
@@ -198,11 +177,11 @@ GA_CSHARP_OUT(double, double)
 %typemap(imtype) const ga_micro_options* options "double jloss_scale, uint"
 %typemap(cstype) const ga_micro_options* options "double loss_scale, uint"
 %typemap(csin) const ga_micro_options* options "loss_scale, $csinput"
-%typemap(in, canthrow=1) const ga_micro_options* options (ga_micro_options micro) %{
+%typemap(in) const ga_micro_options* options (ga_micro_options micro) %{
   $1 = nullptr;
   if (jloss_scale != 0 || $input != 0) {
     const ga_status status = ga_micro_options_init(&micro, sizeof micro);
-    if (status != GA_OK) GA_RAISE(status, $null);
+    if (status != GA_OK) return status;
     micro.loss_scale = jloss_scale;
     micro.flags = $input;
     $1 = &micro;

@@ -432,6 +432,10 @@ static PyObject* param_done_function() { return PyLong_FromVoidPtr((void*)relay_
 // Whether this thread is one of the library that calls the callable.
 static bool runs_callback(PyObject* callable) { return running_callback == callable; }
 
+// An interpreter may be started again after one that has ended: this module stays in memory, and what it knows
+// of the former one goes.
+static void begin_callbacks() { callbacks_ended = false; }
+
 // Before the interpreter ends: has threads of the library call Python no more, and waits for those that do.
 static void end_callbacks() {
   callbacks_ended = true;

@@ -80,7 +80,7 @@ namespace GradAccum {
         try {
           Raw.ga_context_create(config.Native, out created);
           made = new ContextHandle(created, listener);
-          if (config.OnParamDone != null && Type.GetType("Mono.Runtime") != null) made.EndWithProcess(guard);
+          if (config.OnParamDone != null && Type.GetType("Mono.Runtime") != null) made.EndWithDomain(guard);
         } finally {
           config.Native.log = IntPtr.Zero;
           config.Native.log_user = IntPtr.Zero;

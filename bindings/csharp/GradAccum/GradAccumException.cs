@@ -6,7 +6,7 @@ namespace GradAccum {
   /// A failure of the library. The message is the library's, with the names and values involved.
   /// </summary>
   public sealed class GradAccumException : Exception {
-    internal GradAccumException(Status status, string message)
+    private GradAccumException(Status status, string message)
         : base(Raw.ga_status_name((int)status) + ": " + message) {
       Status = status;
     }
@@ -14,6 +14,11 @@ namespace GradAccum {
     // For failures that are found before the library is called, or without it.
     private GradAccumException(string message, Status status) : base(message) {
       Status = status;
+    }
+
+    /// <summary>The failure of the call that this thread has just made.</summary>
+    internal static GradAccumException Of(int status) {
+      return new GradAccumException((Status)status, Raw.ga_last_error());
     }
 
     internal static GradAccumException Invalid(string message) {

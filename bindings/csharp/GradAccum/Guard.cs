@@ -217,16 +217,18 @@ namespace GradAccum {
     }
 
     /// <summary>
-    /// Ends the context with the process, if the program has not done that. Mono waits for every thread that has
-    /// run managed code, and a thread of the library that has called a listener ends with its context.
+    /// Ends the context with the process or its AppDomain, if the program has not done that. Mono waits for every
+    /// thread that has run managed code, and a thread of the library that has called a listener ends with its
+    /// context.
     /// </summary>
-    internal void EndWithProcess(Guard guard) {
+    internal void EndWithDomain(Guard guard) {
       WeakReference<ContextHandle> self = new WeakReference<ContextHandle>(this, true);
       exit = (sender, arguments) => {
         ContextHandle handle;
         if (guard.TryClose() && self.TryGetTarget(out handle)) handle.Dispose();
       };
       AppDomain.CurrentDomain.ProcessExit += exit;
+      AppDomain.CurrentDomain.DomainUnload += exit;
     }
 
     public override bool IsInvalid {
@@ -234,7 +236,10 @@ namespace GradAccum {
     }
 
     protected override bool ReleaseHandle() {
-      if (exit != null) AppDomain.CurrentDomain.ProcessExit -= exit;
+      if (exit != null) {
+        AppDomain.CurrentDomain.ProcessExit -= exit;
+        AppDomain.CurrentDomain.DomainUnload -= exit;
+      }
       Raw.ga_context_destroy(handle);
       Kept.ReleaseAll();
       if (listener.IsAllocated) listener.Free();

@@ -20,6 +20,9 @@ namespace GradAccum.Tests {
           case "undisposed":
             EagerTests.EndUndisposed();
             return 0;
+          case "domains":
+            DomainTests.UnloadDomains(arguments[2], int.Parse(arguments[3]));
+            return 0;
           default:
             Console.WriteLine("unknown child " + arguments[1]);
             return 2;

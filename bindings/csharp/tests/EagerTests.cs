@@ -198,12 +198,18 @@ namespace GradAccum.Tests {
 
     private static Context undisposed;
 
-    /// <summary>Ends the process while the context has a thread that has called the listener.</summary>
-    internal static void EndUndisposed() {
+    /// <summary>A context with a thread that has called the listener.</summary>
+    internal static Context Trained() {
       ManualResetEvent called = new ManualResetEvent(false);
-      undisposed = InPlace(1, param => called.Set(), new float[1]);
-      Train(undisposed, called);
-      Console.WriteLine("trained");
+      Context context = InPlace(1, param => called.Set(), new float[1]);
+      Train(context, called);
+      return context;
+    }
+
+    /// <summary>Ends the process while the context has such a thread.</summary>
+    internal static void EndUndisposed() {
+      undisposed = Trained();
+      if (undisposed.Window.Windows == 1) Console.WriteLine("trained");
     }
 
     public void AProgramEndsWithoutDisposing() {

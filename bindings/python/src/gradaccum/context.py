@@ -61,6 +61,7 @@ class _Handle:
 
 
 # Threads of the library call on_param_done, but not while the interpreter ends, and not in a child.
+_native.begin_callbacks()
 atexit.register(_native.end_callbacks)
 os.register_at_fork(after_in_child=_native.forget_callbacks)
 
