@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# What `cmake --install` copies, and the packages for CMake and pkg-config.
+
+# Print one line at the end instead of one per file: install_manifest.txt in the build folder lists them.
+if(PROJECT_IS_TOP_LEVEL AND NOT DEFINED CMAKE_INSTALL_MESSAGE)
+  set(CMAKE_INSTALL_MESSAGE NEVER)
+endif()
+
+install(TARGETS gradaccum gradaccum_static EXPORT gradaccumTargets
+        LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+if(modules)
+  install(TARGETS ${modules} LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+endif()
+install(DIRECTORY include/gradaccum DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
+        FILES_MATCHING PATTERN "*.h" PATTERN "*.hpp")
+
+set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/gradaccum")
+install(EXPORT gradaccumTargets NAMESPACE gradaccum:: DESTINATION "${package_dir}")
+configure_package_config_file(pkgconfig/gradaccumConfig.cmake.in gradaccumConfig.cmake
+                              INSTALL_DESTINATION "${package_dir}")
+set(compatibility SameMajorVersion)
+if(PROJECT_VERSION_MAJOR EQUAL 0)  # a minor release may still change the ABI
+  set(compatibility SameMinorVersion)
+endif()
+write_basic_package_version_file(gradaccumConfigVersion.cmake COMPATIBILITY ${compatibility})
+install(FILES "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake"
+              "${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake" DESTINATION "${package_dir}")
+
+# Paths in the .pc file are relative to the file, so that an installed tree can be moved.
+set(pc_dir "${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig")
+file(RELATIVE_PATH pc_prefix "${pc_dir}" "${CMAKE_INSTALL_PREFIX}")
+file(RELATIVE_PATH pc_libdir "${pc_dir}" "${CMAKE_INSTALL_FULL_LIBDIR}")
+file(RELATIVE_PATH pc_includedir "${pc_dir}" "${CMAKE_INSTALL_FULL_INCLUDEDIR}")
+foreach(path IN ITEMS pc_prefix pc_libdir pc_includedir)
+  string(REGEX REPLACE "/$" "" ${path} "${${path}}")
+endforeach()
+list(TRANSFORM static_libraries REPLACE "^([^/].*)" "-l\\1" OUTPUT_VARIABLE pc_libs_private)
+string(REPLACE "LINKER:" "-Wl," pc_stay_loaded "${stay_loaded}")
+list(JOIN pc_libs_private " " pc_libs_private)
+configure_file(pkgconfig/gradaccum.pc.in gradaccum.pc @ONLY)
+install(FILES "${PROJECT_BINARY_DIR}/gradaccum.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
+
+if(PROJECT_IS_TOP_LEVEL)
+  install(CODE "message(STATUS \"Installed gradaccum ${PROJECT_VERSION} to \$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}; \"
+                                \"its files are listed in ${CMAKE_BINARY_DIR}/install_manifest.txt\")")
+endif()
