@@ -66,7 +66,17 @@ public record Clip(
     return builder;
   }
 
+  /** Refuses null, in a builder and where a record is used that was made without one. */
+  private Clip checked() {
+    Check.notNull(scope, "scope");
+    Check.notNull(flavor, "flavor");
+    Check.notNull(agcUnits, "agcUnits");
+    Check.notNull(when, "when");
+    return this;
+  }
+
   void write(ga_clip to) {
+    checked();
     to.setScope(scope.value());
     to.setFlavor(flavor.value());
     to.setMax_norm(maxNorm);
@@ -193,7 +203,7 @@ public record Clip(
           agcFactor,
           agcEps,
           agcUnits,
-          when);
+          when).checked();
     }
   }
 
