@@ -143,7 +143,7 @@ final class SameBits {
       Group group =
           context.addGroup(
               Optimizer.builder(Optimizer.Kind.ADAMW).lr(1.0 / 512).build());
-      context.setClip(Clip.builder().scope(Clip.Scope.GLOBAL).maxNorm(1).build());
+      context.setClip(Clip.builder(Clip.Scope.GLOBAL).maxNorm(1).build());
       context.addParam(group, "fc1.weight", w1.values, HIDDEN, PIXELS);
       context.addParam(group, "fc1.bias", b1.values, HIDDEN);
       context.addParam(group, "fc2.weight", w2.values, CLASSES, HIDDEN);

@@ -110,6 +110,7 @@ public final class Accumulator {
    * @param out a direct buffer, filled from its position to its limit, which do not move
    */
   public void get(long from, Buffer out) {
+    Check.notNull(out, "out");
     context.enter();
     try {
       Memory.read(at(from, out), Tensor.of(out), dtype, Memory.elements(out, dtype), "out");
@@ -127,6 +128,7 @@ public final class Accumulator {
    *     move
    */
   public void put(long from, Buffer values) {
+    Check.notNull(values, "values");
     context.enter();
     try {
       Memory.write(

@@ -85,6 +85,7 @@ public final class BatchNorm {
   }
 
   long address(Tensor tensor, long samples, long positions, boolean written, String role) {
+    Check.notNull(tensor, role);
     long count = Tensor.elements(role, this, samples, channels, positions);
     return tensor.address(dtype, count, written, role, this);
   }
@@ -112,7 +113,7 @@ public final class BatchNorm {
    * @param positions positions in x
    */
   public void accumulate(Buffer x, long samples, long positions) {
-    accumulate(Tensor.of(x), samples, positions);
+    accumulate(Tensor.of("x", x), samples, positions);
   }
 
   /**
@@ -141,7 +142,7 @@ public final class BatchNorm {
    * @param kind what spread is
    */
   public void accumulateStats(long count, Buffer mean, Buffer spread, Spread kind) {
-    accumulateStats(count, Tensor.of(mean), Tensor.of(spread), kind);
+    accumulateStats(count, Tensor.of("mean", mean), Tensor.of("spread", spread), kind);
   }
 
   /**
@@ -153,6 +154,9 @@ public final class BatchNorm {
    * @param kind what spread is
    */
   public void accumulateStats(long count, Tensor mean, Tensor spread, Spread kind) {
+    Check.notNull(mean, "mean");
+    Check.notNull(spread, "spread");
+    Check.notNull(kind, "kind");
     long c = context.enter();
     try {
       Dtype of = mean.dtype("mean");
@@ -209,7 +213,7 @@ public final class BatchNorm {
    * @param y the output; may be x
    */
   public void forward(Buffer x, long samples, long positions, Buffer y) {
-    forward(Tensor.of(x), samples, positions, Tensor.of(y));
+    forward(Tensor.of("x", x), samples, positions, Tensor.of("y", y));
   }
 
   /**
@@ -246,7 +250,7 @@ public final class BatchNorm {
    * @param y the output; may be x
    */
   public void infer(Buffer x, long samples, long positions, Buffer y) {
-    infer(Tensor.of(x), samples, positions, Tensor.of(y));
+    infer(Tensor.of("x", x), samples, positions, Tensor.of("y", y));
   }
 
   /**
@@ -282,7 +286,7 @@ public final class BatchNorm {
    * @return how often they have moved
    */
   public long running(Buffer mean, Buffer variance) {
-    return running(Tensor.of(mean), Tensor.of(variance));
+    return running(Tensor.of("mean", mean), Tensor.of("variance", variance));
   }
 
   /**
@@ -304,7 +308,7 @@ public final class BatchNorm {
    * @param steps how often they have moved; &gt;= 0
    */
   public void setRunning(Buffer mean, Buffer variance, long steps) {
-    setRunning(Tensor.of(mean), Tensor.of(variance), steps);
+    setRunning(Tensor.of("mean", mean), Tensor.of("variance", variance), steps);
   }
 
   /**
@@ -315,6 +319,8 @@ public final class BatchNorm {
    * @param steps how often they have moved; &gt;= 0
    */
   public void setRunning(Tensor mean, Tensor variance, long steps) {
+    Check.notNull(mean, "mean");
+    Check.notNull(variance, "variance");
     long c = context.enter();
     try {
       Dtype of = mean.dtype("mean");
@@ -340,7 +346,7 @@ public final class BatchNorm {
    * @return the elements of a channel that they are of
    */
   public long statistics(Buffer mean, Buffer variance) {
-    return statistics(Tensor.of(mean), Tensor.of(variance));
+    return statistics(Tensor.of("mean", mean), Tensor.of("variance", variance));
   }
 
   /**
@@ -360,6 +366,8 @@ public final class BatchNorm {
   }
 
   private long query(Query query, Tensor mean, Tensor variance) {
+    Check.notNull(mean, "mean");
+    Check.notNull(variance, "variance");
     long c = context.enter();
     try {
       Dtype of = mean.dtype("mean");

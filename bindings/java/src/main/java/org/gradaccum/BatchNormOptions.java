@@ -27,7 +27,7 @@ public record BatchNormOptions(
    * @return the builder
    */
   public static Builder builder(Flavor flavor) {
-    try (ga_bn_options defaults = new ga_bn_options(flavor.value())) {
+    try (ga_bn_options defaults = new ga_bn_options(Check.notNull(flavor, "flavor").value())) {
       return read(defaults);
     }
   }
@@ -59,7 +59,16 @@ public record BatchNormOptions(
     return builder;
   }
 
+  /** Refuses null, in a builder and where a record is used that was made without one. */
+  private BatchNormOptions checked() {
+    Check.notNull(mode, "mode");
+    Check.notNull(layout, "layout");
+    Check.notNull(dtype, "dtype");
+    return this;
+  }
+
   void write(ga_bn_options to) {
+    checked();
     to.setMode(mode.value());
     to.setLayout(layout.value());
     to.setDtype(dtype.value());
@@ -158,7 +167,7 @@ public record BatchNormOptions(
           dtype,
           biased,
           momentum,
-          eps);
+          eps).checked();
     }
   }
 

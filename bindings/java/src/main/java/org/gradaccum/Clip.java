@@ -36,6 +36,16 @@ public record Clip(
   }
 
   /**
+   * Begins with the defaults and a scope.
+   *
+   * @param scope whose norm
+   * @return the builder
+   */
+  public static Builder builder(Scope scope) {
+    return builder().scope(Check.notNull(scope, "scope"));
+  }
+
+  /**
    * Makes a builder that begins with these values.
    *
    * @return the builder
@@ -66,7 +76,17 @@ public record Clip(
     return builder;
   }
 
+  /** Refuses null, in a builder and where a record is used that was made without one. */
+  private Clip checked() {
+    Check.notNull(scope, "scope");
+    Check.notNull(flavor, "flavor");
+    Check.notNull(agcUnits, "agcUnits");
+    Check.notNull(when, "when");
+    return this;
+  }
+
   void write(ga_clip to) {
+    checked();
     to.setScope(scope.value());
     to.setFlavor(flavor.value());
     to.setMax_norm(maxNorm);
@@ -193,7 +213,7 @@ public record Clip(
           agcFactor,
           agcEps,
           agcUnits,
-          when);
+          when).checked();
     }
   }
 

@@ -142,6 +142,7 @@ public final class Communicator implements AutoCloseable {
    * @return the communicator
    */
   public static Communicator local(byte[] id, int rank, int ranks, double timeout) {
+    Check.notNull(id, "id");
     return new Communicator(Kind.LOCAL, id.clone(), rank, ranks, 0, 0, timeout);
   }
 
@@ -158,6 +159,7 @@ public final class Communicator implements AutoCloseable {
    *     or there is no libnccl.so.2
    */
   public static Communicator nccl(byte[] id, int rank, int ranks, double timeout) {
+    Check.notNull(id, "id");
     return new Communicator(Kind.NCCL, id.clone(), rank, ranks, 0, 0, timeout);
   }
 

@@ -56,7 +56,16 @@ public record CommunicatorOptions(
     return builder;
   }
 
+  /** Refuses null, in a builder and where a record is used that was made without one. */
+  private CommunicatorOptions checked() {
+    Check.notNull(wire, "wire");
+    Check.notNull(shard, "shard");
+    Check.notNull(adder, "adder");
+    return this;
+  }
+
   void write(ga_comm_options to) {
+    checked();
     to.setWire(wire.value());
     to.setHand_out(handOut ? 1 : 0);
     to.setCheck_every(checkEvery);
@@ -150,7 +159,7 @@ public record CommunicatorOptions(
      * @return the value
      */
     public CommunicatorOptions build() {
-      return new CommunicatorOptions(wire, handOut, checkEvery, shard, adder, overlap);
+      return new CommunicatorOptions(wire, handOut, checkEvery, shard, adder, overlap).checked();
     }
   }
 

@@ -130,7 +130,20 @@ public record Config(
     return builder;
   }
 
+  /** Refuses null, in a builder and where a record is used that was made without one. */
+  private Config checked() {
+    Check.notNull(device, "device");
+    Check.notNull(gradientKind, "gradientKind");
+    Check.notNull(reduce, "reduce");
+    Check.notNull(missing, "missing");
+    Check.notNull(nonfinite, "nonfinite");
+    Check.notNull(gradientLife, "gradientLife");
+    Check.notNull(accumulation, "accumulation");
+    return this;
+  }
+
   void write(ga_config to) {
+    checked();
     to.setDevice(device.value());
     to.setNum_threads(numThreads);
     to.setAccum_steps(accumSteps);
@@ -449,7 +462,7 @@ public record Config(
           eagerThreads,
           eagerBytes,
           log,
-          onParamDone);
+          onParamDone).checked();
     }
   }
 

@@ -11,9 +11,9 @@ import java.nio.channels.SeekableByteChannel;
 import java.nio.channels.WritableByteChannel;
 import java.nio.file.Path;
 import java.util.ArrayList;
+import java.util.Arrays;
 import java.util.Collections;
 import java.util.List;
-import java.util.Objects;
 import java.util.function.Consumer;
 
 /**
@@ -46,9 +46,10 @@ import java.util.function.Consumer;
  * which waits. A context may move between threads. Different contexts are independent.
  *
  * <p>Every method throws a {@link GradAccumException} if the library refuses the call, an {@link
- * IllegalArgumentException} for memory of the wrong kind or length, and an {@link
- * IllegalStateException} once the context is closed. A call that fails has changed nothing, unless
- * the status is {@link Status#FAULT}.
+ * IllegalArgumentException} for memory of the wrong kind or length, an {@link
+ * IllegalStateException} once the context is closed, and a {@link NullPointerException} that names
+ * the parameter for null where it is not said to be legal. A call that fails has changed nothing,
+ * unless the status is {@link Status#FAULT}.
  */
 public final class Context implements AutoCloseable {
   private static final Cleaner CLEANER = Cleaner.create();
@@ -77,6 +78,7 @@ public final class Context implements AutoCloseable {
    *     says why
    */
   public Context(Config config) {
+    Check.notNull(config, "config");
     log = config.log() == null ? null : Callback.ofLog(config.log());
     done = config.onParamDone() == null ? null : ofParamDone(config.onParamDone());
     handle =
@@ -153,7 +155,19 @@ public final class Context implements AutoCloseable {
     }
   }
 
-  void checkOwn(Context other, Object what) {
+  void checkOwn(Group group) {
+    checkOwn(group.context(), group);
+  }
+
+  void checkOwn(Param param) {
+    checkOwn(param.context(), param);
+  }
+
+  void checkOwn(BatchNorm layer) {
+    checkOwn(layer.context(), layer);
+  }
+
+  private void checkOwn(Context other, Object what) {
     if (other != this) {
       throw new IllegalArgumentException(what + " belongs to another context");
     }
@@ -229,6 +243,7 @@ public final class Context implements AutoCloseable {
    *     library for matrix products
    */
   public Group addGroup(Optimizer optimizer) {
+    Check.notNull(optimizer, "optimizer");
     long c = enter();
     try (ga_optimizer fields = new ga_optimizer(0, 0)) {
       optimizer.write(fields);
@@ -269,7 +284,7 @@ public final class Context implements AutoCloseable {
    * @return the parameter
    */
   public Param addParam(Group group, String name, Buffer data, long... shape) {
-    return addParam(group, name, Tensor.of(data), null, shape);
+    return addParam(group, name, Tensor.of("data", data), null, shape);
   }
 
   /**
@@ -286,7 +301,10 @@ public final class Context implements AutoCloseable {
    */
   public Param addParam(
       Group group, String name, Tensor data, ParamOptions options, long... shape) {
-    checkOwn(group.context(), group);
+    checkOwn(Check.notNull(group, "group"));
+    Check.notNull(name, "name");
+    Check.notNull(data, "data");
+    Check.notNull(shape, "shape");
     long c = enter();
     try (ga_param_options fields = options == null ? null : new ga_param_options()) {
       if (options != null) {
@@ -317,7 +335,7 @@ public final class Context implements AutoCloseable {
    * @return the parameters
    */
   public List<Param> addFlat(Buffer data, List<FlatEntry> entries) {
-    return addFlat(Tensor.of(data), null, entries);
+    return addFlat(Tensor.of("data", data), null, entries);
   }
 
   /**
@@ -330,6 +348,8 @@ public final class Context implements AutoCloseable {
    * @return the parameters
    */
   public List<Param> addFlat(Tensor data, ParamOptions options, List<FlatEntry> entries) {
+    Check.notNull(data, "data");
+    Check.notNull(entries, "entries");
     long c = enter();
     List<AutoCloseable> structs = new ArrayList<>();
     try {
@@ -337,8 +357,8 @@ public final class Context implements AutoCloseable {
       long end = 0;
       long[] proxies = new long[entries.size()];
       for (int i = 0; i < proxies.length; ++i) {
-        FlatEntry entry = entries.get(i);
-        checkOwn(entry.group().context(), entry.group());
+        FlatEntry entry = Check.notNull(entries.get(i), "entries", i);
+        checkOwn(entry.group());
         ga_flat_entry fields = new ga_flat_entry();
         structs.add(fields);
         proxies[i] = ga_flat_entry.getCPtr(fields);
@@ -417,6 +437,7 @@ public final class Context implements AutoCloseable {
    * @throws GradAccumException {@link Status#INVALID_ARGUMENT}: there is none
    */
   public Param findParam(String name) {
+    Check.notNull(name, "name");
     long c = enter();
     try {
       int[] id = new int[1];
@@ -467,6 +488,7 @@ public final class Context implements AutoCloseable {
    *     in this micro-batch
    */
   public void accumulate(MicroOptions options, double weight, Buffer... gradients) {
+    Check.notNull(gradients, "gradients");
     long c = enter();
     try {
       long[] to = addresses(gradients.length);
@@ -489,6 +511,7 @@ public final class Context implements AutoCloseable {
    *     in this micro-batch
    */
   public void accumulate(double weight, List<? extends Buffer> gradients) {
+    Check.notNull(gradients, "gradients");
     accumulate(null, weight, gradients.toArray(new Buffer[0]));
   }
 
@@ -512,6 +535,7 @@ public final class Context implements AutoCloseable {
    *     in this micro-batch
    */
   public void accumulate(MicroOptions options, double weight, Tensor... gradients) {
+    Check.notNull(gradients, "gradients");
     long c = enter();
     try {
       long[] to = addresses(gradients.length);
@@ -548,6 +572,7 @@ public final class Context implements AutoCloseable {
    *     gradients are F32; null: none in this micro-batch
    */
   public void accumulate(MicroOptions options, double weight, float[]... gradients) {
+    Check.notNull(gradients, "gradients");
     long c = enter();
     try {
       long[] to = addresses(gradients.length);
@@ -640,7 +665,7 @@ public final class Context implements AutoCloseable {
    *     accumulator of one is acquired
    */
   public void ready(Param... params) {
-    ready(List.of(params));
+    ready(Arrays.asList(Check.notNull(params, "params")));
   }
 
   /**
@@ -650,12 +675,13 @@ public final class Context implements AutoCloseable {
    * @param params any number of the context's parameters
    */
   public void ready(List<Param> params) {
+    Check.notNull(params, "params");
     long c = enter();
     try {
       long[] ids = new long[params.size()];
       for (int i = 0; i < ids.length; ++i) {
-        Param param = params.get(i);
-        checkOwn(param.context(), param);
+        Param param = Check.notNull(params.get(i), "params", i);
+        checkOwn(param);
         ids[i] = param.id();
       }
       Raw.ga_params_ready(c, ids);
@@ -751,6 +777,8 @@ public final class Context implements AutoCloseable {
    * @param accumSteps as many; 0: any number of micro-batches
    */
   public void setAccumSchedule(long[] fromSteps, long[] accumSteps) {
+    Check.notNull(fromSteps, "fromSteps");
+    Check.notNull(accumSteps, "accumSteps");
     if (fromSteps.length != accumSteps.length) {
       throw new IllegalArgumentException(
           "there are "
@@ -789,6 +817,7 @@ public final class Context implements AutoCloseable {
    * @param clip the clip
    */
   public void setClip(Clip clip) {
+    Check.notNull(clip, "clip");
     long c = enter();
     try (ga_clip fields = new ga_clip()) {
       clip.write(fields);
@@ -831,6 +860,7 @@ public final class Context implements AutoCloseable {
    * @param scaler how the scale moves
    */
   public void setLossScaler(LossScaler scaler) {
+    Check.notNull(scaler, "scaler");
     long c = enter();
     try (ga_loss_scaler fields = new ga_loss_scaler()) {
       scaler.write(fields);
@@ -889,6 +919,7 @@ public final class Context implements AutoCloseable {
    * @param ema the average
    */
   public void setEma(Ema ema) {
+    Check.notNull(ema, "ema");
     long c = enter();
     try (ga_ema fields = new ga_ema()) {
       ema.write(fields);
@@ -996,9 +1027,11 @@ public final class Context implements AutoCloseable {
    */
   public BatchNorm addBatchNorm(
       String name, long channels, Param gamma, Param beta, BatchNormOptions options) {
+    Check.notNull(name, "name");
+    Check.notNull(options, "options");
     for (Param param : new Param[] {gamma, beta}) {
       if (param != null) {
-        checkOwn(param.context(), param);
+        checkOwn(param);
       }
     }
     long c = enter();
@@ -1043,6 +1076,7 @@ public final class Context implements AutoCloseable {
    * @throws GradAccumException {@link Status#INVALID_ARGUMENT}: there is none
    */
   public BatchNorm findBatchNorm(String name) {
+    Check.notNull(name, "name");
     long c = enter();
     try {
       int[] id = new int[1];
@@ -1072,6 +1106,8 @@ public final class Context implements AutoCloseable {
    * @throws GradAccumException {@link Status#IO}: the message has the reason of the system
    */
   public void save(Path path, StateOptions options) {
+    Check.notNull(path, "path");
+    Check.notNull(options, "options");
     long c = enter();
     try (State state = new State(options)) {
       state.call(fields -> Raw.ga_save(c, path.toString(), fields));
@@ -1098,6 +1134,8 @@ public final class Context implements AutoCloseable {
    *     context has; {@link Status#FORMAT}: the file is damaged; {@link Status#IO}
    */
   public void load(Path path, StateOptions options) {
+    Check.notNull(path, "path");
+    Check.notNull(options, "options");
     long c = enter();
     try (State state = new State(options)) {
       state.call(fields -> Raw.ga_load(c, path.toString(), fields));
@@ -1122,6 +1160,7 @@ public final class Context implements AutoCloseable {
    * @return a direct buffer with the bytes
    */
   public ByteBuffer saveToBuffer(StateOptions options) {
+    Check.notNull(options, "options");
     long c = enter();
     try (State state = new State(options)) {
       long[] size = new long[1];
@@ -1146,6 +1185,8 @@ public final class Context implements AutoCloseable {
    * @param options what is loaded, and what about settings that differ
    */
   public void load(ByteBuffer bytes, StateOptions options) {
+    Check.notNull(bytes, "bytes");
+    Check.notNull(options, "options");
     if (!bytes.isDirect()) {
       throw Tensor.refuse(
           "bytes", null, "the ByteBuffer is on the heap of Java, expected a direct buffer");
@@ -1170,6 +1211,8 @@ public final class Context implements AutoCloseable {
    * @throws IOException that the channel has thrown
    */
   public void save(SeekableByteChannel channel, StateOptions options) throws IOException {
+    Check.notNull(channel, "channel");
+    Check.notNull(options, "options");
     long start = channel.position();
     write(
         options,
@@ -1188,6 +1231,8 @@ public final class Context implements AutoCloseable {
    * @throws IOException that the stream has thrown
    */
   public void save(OutputStream stream, StateOptions options) throws IOException {
+    Check.notNull(stream, "stream");
+    Check.notNull(options, "options");
     Header header = new Header();
     write(options, header::take);
     byte[] piece = new byte[1 << 16];
@@ -1239,6 +1284,8 @@ public final class Context implements AutoCloseable {
    * @throws IOException that the channel has thrown
    */
   public void load(SeekableByteChannel channel, StateOptions options) throws IOException {
+    Check.notNull(channel, "channel");
+    Check.notNull(options, "options");
     long start = channel.position();
     long size = channel.size() - start;
     long c = enter();

@@ -52,7 +52,15 @@ public record Ema(
     return builder;
   }
 
+  /** Refuses null, in a builder and where a record is used that was made without one. */
+  private Ema checked() {
+    Check.notNull(kind, "kind");
+    Check.notNull(dtype, "dtype");
+    return this;
+  }
+
   void write(ga_ema to) {
+    checked();
     to.setKind(kind.value());
     to.setDtype(Dtype.value(dtype));
     to.setDecay(decay);
@@ -123,7 +131,7 @@ public record Ema(
           kind,
           dtype,
           decay,
-          gamma);
+          gamma).checked();
     }
   }
 

@@ -50,7 +50,7 @@ public final class Gradient {
    * @param out a direct buffer, filled from its position to its limit, which do not move
    */
   public void copyTo(long from, Buffer out) {
-    copyTo(from, Tensor.of(out));
+    copyTo(from, Tensor.of("out", out));
   }
 
   /**
@@ -60,6 +60,7 @@ public final class Gradient {
    * @param out filled whole
    */
   public void copyTo(long from, Tensor out) {
+    Check.notNull(out, "out");
     context.enter();
     try {
       context.checkMoves(moves, "gradient");

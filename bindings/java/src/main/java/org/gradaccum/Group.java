@@ -50,6 +50,7 @@ public final class Group {
    * @param optimizer the new hyper-parameters
    */
   public void setOptimizer(Optimizer optimizer) {
+    Check.notNull(optimizer, "optimizer");
     long c = context.enter();
     try (ga_optimizer fields = new ga_optimizer(0, 0)) {
       optimizer.write(fields);
@@ -139,8 +140,9 @@ public final class Group {
    * @param schedule the schedule
    */
   public void setSchedule(Schedule schedule) {
+    Check.notNull(schedule, "schedule");
     long c = context.enter();
-    try (ga_schedule fields = new ga_schedule(schedule.kind().value())) {
+    try (ga_schedule fields = new ga_schedule(0)) {
       schedule.write(fields);
       Raw.ga_group_set_schedule(c, id, fields);
     } finally {
@@ -164,6 +166,7 @@ public final class Group {
    * @param clip the clip
    */
   public void setClip(Clip clip) {
+    Check.notNull(clip, "clip");
     long c = context.enter();
     try (ga_clip fields = new ga_clip()) {
       clip.write(fields);

@@ -65,7 +65,7 @@ public final class Library {
    */
   public static Devices devices(Device device) {
     int[] count = new int[1];
-    Raw.ga_device_count(device.value(), count);
+    Raw.ga_device_count(Check.notNull(device, "device").value(), count);
     return new Devices(count[0], count[0] == 0 ? Raw.ga_last_error() : "");
   }
 
@@ -77,6 +77,7 @@ public final class Library {
    * @throws GradAccumException {@link Status#IO} or {@link Status#FORMAT}: there is no such file
    */
   public static String stateNote(Path path) {
+    Check.notNull(path, "path");
     long[] size = new long[1];
     Raw.ga_state_note(path.toString(), 0, 0, size);
     if (size[0] == 0) {

@@ -45,7 +45,7 @@ public final class MicroBatch implements AutoCloseable {
   }
 
   private long enter(Param param) {
-    context.checkOwn(param.context(), param);
+    context.checkOwn(Check.notNull(param, "param"));
     return enter();
   }
 
@@ -57,13 +57,11 @@ public final class MicroBatch implements AutoCloseable {
    *     and {@link Clip.When#MICRO} it is read by {@link #end}, and the context keeps it reachable
    */
   public void accumulate(Param param, Buffer gradient) {
+    Check.notNull(gradient, "gradient");
     long c = enter(param);
     try {
       long address =
-          gradient == null
-              ? 0
-              : Tensor.address(
-                  gradient, param.gradientDtype(), param.count(), false, "gradient", param);
+          Tensor.address(gradient, param.gradientDtype(), param.count(), false, "gradient", param);
       Raw.ga_accumulate_part(c, param.id(), address);
       added(param, gradient);
     } finally {
@@ -79,6 +77,7 @@ public final class MicroBatch implements AutoCloseable {
    * @param gradient as many elements
    */
   public void accumulate(Param param, Tensor gradient) {
+    Check.notNull(gradient, "gradient");
     long c = enter(param);
     try {
       long address =
@@ -98,6 +97,7 @@ public final class MicroBatch implements AutoCloseable {
    * @param gradient as many elements
    */
   public void accumulate(Param param, float[] gradient) {
+    Check.notNull(gradient, "gradient");
     long c = enter(param);
     try {
       if (param.gradientDtype() != Dtype.F32) {
@@ -128,7 +128,7 @@ public final class MicroBatch implements AutoCloseable {
    * @param values a direct buffer: a row for each index
    */
   public void accumulateRows(Param param, Buffer indices, Buffer values) {
-    accumulateRows(param, Tensor.of(indices), Tensor.of(values));
+    accumulateRows(param, Tensor.of("indices", indices), Tensor.of("values", values));
   }
 
   /**
@@ -139,6 +139,8 @@ public final class MicroBatch implements AutoCloseable {
    * @param values a row for each index
    */
   public void accumulateRows(Param param, Tensor indices, Tensor values) {
+    Check.notNull(indices, "indices");
+    Check.notNull(values, "values");
     long c = enter(param);
     try {
       Dtype dtype = indices.dtype("indices");
@@ -191,7 +193,8 @@ public final class MicroBatch implements AutoCloseable {
       Buffer b,
       long ldb,
       Transpose transposeB) {
-    accumulateMatmul(param, k, Tensor.of(a), lda, transposeA, Tensor.of(b), ldb, transposeB);
+    accumulateMatmul(
+        param, k, Tensor.of("a", a), lda, transposeA, Tensor.of("b", b), ldb, transposeB);
   }
 
   /**
@@ -215,6 +218,10 @@ public final class MicroBatch implements AutoCloseable {
       Tensor b,
       long ldb,
       Transpose transposeB) {
+    Check.notNull(a, "a");
+    Check.notNull(transposeA, "transposeA");
+    Check.notNull(b, "b");
+    Check.notNull(transposeB, "transposeB");
     long c = enter(param);
     try {
       Dtype dtype = a.dtype("a");
@@ -293,7 +300,7 @@ public final class MicroBatch implements AutoCloseable {
    */
   public void backwardAccumulate(
       BatchNorm layer, Buffer x, Buffer dy, long samples, long positions) {
-    backwardAccumulate(layer, Tensor.of(x), Tensor.of(dy), samples, positions);
+    backwardAccumulate(layer, Tensor.of("x", x), Tensor.of("dy", dy), samples, positions);
   }
 
   /**
@@ -307,7 +314,7 @@ public final class MicroBatch implements AutoCloseable {
    */
   public void backwardAccumulate(
       BatchNorm layer, Tensor x, Tensor dy, long samples, long positions) {
-    context.checkOwn(layer.context(), layer);
+    context.checkOwn(Check.notNull(layer, "layer"));
     long c = enter();
     try {
       Raw.ga_bn_backward_accumulate(
@@ -336,7 +343,8 @@ public final class MicroBatch implements AutoCloseable {
    */
   public void backward(
       BatchNorm layer, Buffer x, Buffer dy, long samples, long positions, Buffer dx) {
-    backward(layer, Tensor.of(x), Tensor.of(dy), samples, positions, Tensor.of(dx));
+    backward(
+        layer, Tensor.of("x", x), Tensor.of("dy", dy), samples, positions, Tensor.of("dx", dx));
   }
 
   /**
@@ -351,7 +359,7 @@ public final class MicroBatch implements AutoCloseable {
    */
   public void backward(
       BatchNorm layer, Tensor x, Tensor dy, long samples, long positions, Tensor dx) {
-    context.checkOwn(layer.context(), layer);
+    context.checkOwn(Check.notNull(layer, "layer"));
     long c = enter();
     try {
       Raw.ga_bn_backward(

@@ -96,6 +96,8 @@ public record Optimizer(
    * @throws GradAccumException {@link Status#UNSUPPORTED}: the optimizer has no such flavor
    */
   public static Builder builder(Kind kind, Flavor flavor) {
+    Check.notNull(kind, "kind");
+    Check.notNull(flavor, "flavor");
     try (ga_optimizer defaults = new ga_optimizer(kind.value(), flavor.value())) {
       return read(defaults);
     }
@@ -182,7 +184,18 @@ public record Optimizer(
     return builder;
   }
 
+  /** Refuses null, in a builder and where a record is used that was made without one. */
+  private Optimizer checked() {
+    Check.notNull(kind, "kind");
+    Check.notNull(flavor, "flavor");
+    Check.notNull(stateDtype, "stateDtype");
+    Check.notNull(newtonSchulz, "newtonSchulz");
+    Check.notNull(adjustLr, "adjustLr");
+    return this;
+  }
+
   void write(ga_optimizer to) {
+    checked();
     to.setKind(kind.value());
     to.setFlavor(flavor.value());
     to.setLr(lr);
@@ -659,7 +672,7 @@ public record Optimizer(
           alpha,
           alphaWarmup,
           beta3Warmup,
-          clipExponent);
+          clipExponent).checked();
     }
   }
 

@@ -116,7 +116,7 @@ public final class Param {
    *     or the context is closed
    */
   public void bind(Buffer data) {
-    bind(Tensor.of(data));
+    bind(Tensor.of("data", data));
   }
 
   /**
@@ -125,6 +125,7 @@ public final class Param {
    * @param data as many elements
    */
   public void bind(Tensor data) {
+    Check.notNull(data, "data");
     long c = context.enter();
     try {
       Raw.ga_param_bind(c, id, data.address(info.dtype(), info.count(), true, "data", this));
@@ -240,7 +241,7 @@ public final class Param {
    * @param out a direct buffer of as many elements as {@link #state} says
    */
   public void getState(String name, Buffer out) {
-    getState(name, Tensor.of(out));
+    getState(name, Tensor.of("out", out));
   }
 
   /**
@@ -251,6 +252,8 @@ public final class Param {
    * @param out as many elements as {@link #state} says, in the host's memory
    */
   public void getState(String name, Tensor out) {
+    Check.notNull(name, "name");
+    Check.notNull(out, "out");
     long c = context.enter();
     try {
       StateInfo array = find(c, name);
@@ -273,7 +276,7 @@ public final class Param {
    * @param data a direct buffer of as many elements as {@link #state} says
    */
   public void setState(String name, Buffer data) {
-    setState(name, Tensor.of(data));
+    setState(name, Tensor.of("data", data));
   }
 
   /**
@@ -284,6 +287,8 @@ public final class Param {
    * @param data as many elements as {@link #state} says, in the host's memory
    */
   public void setState(String name, Tensor data) {
+    Check.notNull(name, "name");
+    Check.notNull(data, "data");
     long c = context.enter();
     try {
       StateInfo array = find(c, name);
@@ -323,7 +328,7 @@ public final class Param {
    * @param out a direct buffer of as many elements
    */
   public void copyEmaTo(Buffer out) {
-    copyEmaTo(Tensor.of(out));
+    copyEmaTo(Tensor.of("out", out));
   }
 
   /**
@@ -333,6 +338,7 @@ public final class Param {
    * @param out as many elements
    */
   public void copyEmaTo(Tensor out) {
+    Check.notNull(out, "out");
     long c = context.enter();
     try {
       Dtype dtype = out.dtype("out");

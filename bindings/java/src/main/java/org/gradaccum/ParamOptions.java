@@ -80,7 +80,19 @@ public record ParamOptions(
     return builder;
   }
 
+  /** Refuses null, in a builder and where a record is used that was made without one. */
+  private ParamOptions checked() {
+    Check.notNull(gradientDtype, "gradientDtype");
+    Check.notNull(accumulatorDtype, "accumulatorDtype");
+    Check.notNull(master, "master");
+    Check.notNull(rounding, "rounding");
+    Check.notNull(rows, "rows");
+    Check.notNull(reduce, "reduce");
+    return this;
+  }
+
   void write(ga_param_options to) {
+    checked();
     to.setGradient_dtype(Dtype.value(gradientDtype));
     to.setAccumulator_dtype(Dtype.value(accumulatorDtype));
     to.setMaster(master.value());
@@ -230,7 +242,7 @@ public record ParamOptions(
           agcAxes,
           reduce,
           writeEarly,
-          followData);
+          followData).checked();
     }
   }
 

@@ -35,7 +35,7 @@ public record Schedule(
    * @return the builder
    */
   public static Builder builder(Kind kind) {
-    try (ga_schedule defaults = new ga_schedule(kind.value())) {
+    try (ga_schedule defaults = new ga_schedule(Check.notNull(kind, "kind").value())) {
       return read(defaults);
     }
   }
@@ -73,7 +73,15 @@ public record Schedule(
     return builder;
   }
 
+  /** Refuses null, in a builder and where a record is used that was made without one. */
+  private Schedule checked() {
+    Check.notNull(kind, "kind");
+    Check.notNull(table, "table");
+    return this;
+  }
+
   void write(ga_schedule to) {
+    checked();
     to.setKind(kind.value());
     to.setWarmup_steps(warmupSteps);
     to.setTotal_steps(totalSteps);
@@ -184,7 +192,7 @@ public record Schedule(
      * @return this builder
      */
     public Builder table(double[] table) {
-      this.table = table.clone();
+      this.table = Check.notNull(table, "table").clone();
       return this;
     }
 
@@ -214,7 +222,7 @@ public record Schedule(
           gamma,
           stepSize,
           table,
-          firstStep);
+          firstStep).checked();
     }
   }
 

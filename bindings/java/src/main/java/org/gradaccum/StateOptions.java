@@ -62,7 +62,15 @@ public record StateOptions(
     return builder;
   }
 
+  /** Refuses null, in a builder and where a record is used that was made without one. */
+  private StateOptions checked() {
+    Check.notNull(parts, "parts");
+    Check.notNull(settings, "settings");
+    return this;
+  }
+
   void write(ga_state_options to) {
+    checked();
     to.setParts(parts.value());
     to.setSettings(settings.value());
     to.setAllow_missing(allowMissing ? 1 : 0);
@@ -175,7 +183,7 @@ public record StateOptions(
           allowExtra,
           unmarked,
           progress,
-          note);
+          note).checked();
     }
   }
 

@@ -9,7 +9,6 @@ import java.nio.FloatBuffer;
 import java.nio.IntBuffer;
 import java.nio.LongBuffer;
 import java.nio.ShortBuffer;
-import java.util.Objects;
 
 /**
  * Memory of the program that the library reads or writes in place: the elements of a direct buffer
@@ -41,7 +40,12 @@ public final class Tensor {
    * @return the tensor
    */
   public static Tensor of(Buffer buffer) {
-    return new Tensor(Objects.requireNonNull(buffer, "buffer"), 0, 0, null);
+    return of("buffer", buffer);
+  }
+
+  /** As above, where a parameter of this name is the buffer. */
+  static Tensor of(String role, Buffer buffer) {
+    return new Tensor(Check.notNull(buffer, role), 0, 0, null);
   }
 
   /**
@@ -53,7 +57,7 @@ public final class Tensor {
    */
   public static Tensor of(Buffer buffer, Dtype dtype) {
     return new Tensor(
-        Objects.requireNonNull(buffer, "buffer"), 0, 0, Objects.requireNonNull(dtype, "dtype"));
+        Check.notNull(buffer, "buffer"), 0, 0, Check.notNull(dtype, "dtype"));
   }
 
   /**
@@ -71,7 +75,7 @@ public final class Tensor {
     if (address == 0 && bytes > 0) {
       throw new IllegalArgumentException("address was 0, but it has " + bytes + " bytes");
     }
-    return new Tensor(null, address, bytes, Objects.requireNonNull(dtype, "dtype"));
+    return new Tensor(null, address, bytes, Check.notNull(dtype, "dtype"));
   }
 
   /** What the caller has to keep reachable: the buffer, or nothing. */

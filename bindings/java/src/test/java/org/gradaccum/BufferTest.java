@@ -327,7 +327,6 @@ class BufferTest {
     assertThrows(
         IllegalArgumentException.class, () -> context.addParam(group, "\ud83d", floats(1), 1));
     assertThrows(GradAccumException.class, () -> context.addParam(group, "", floats(1), 1));
-    assertThrows(GradAccumException.class, () -> context.addParam(group, null, floats(1), 1));
   }
 
   @Test

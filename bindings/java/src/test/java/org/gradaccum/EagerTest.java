@@ -129,7 +129,7 @@ class EagerTest {
       assertEquals(1, result.eagerWaited());
       long bytes = little.context.memory().eager();
       assertTrue(bytes > 0 && bytes <= 1 << 10, bytes + " bytes");
-      clipped.context.setClip(Clip.builder().scope(Clip.Scope.GLOBAL).maxNorm(0.5).build());
+      clipped.context.setClip(Clip.builder(Clip.Scope.GLOBAL).maxNorm(0.5).build());
       result = clipped.window(1);
       assertTrue(result.clipFactor() < 1);
       assertEquals(2, result.eager());

@@ -156,8 +156,7 @@ class KeptTest {
         Param param = context.addParam(group, "w", w, 1);
         if (clips) {
           group.setClip(
-              Clip.builder()
-                  .scope(Clip.Scope.GLOBAL)
+              Clip.builder(Clip.Scope.GLOBAL)
                   .maxNorm(100)
                   .when(Clip.When.MICRO)
                   .build());
@@ -189,7 +188,7 @@ class KeptTest {
     Context context = new Context();
     Group group = context.addGroup(sgd(1));
     context.addParam(group, "w", floats(1), 1);
-    Clip clip = Clip.builder().scope(Clip.Scope.GLOBAL).maxNorm(1).when(when).build();
+    Clip clip = Clip.builder(Clip.Scope.GLOBAL).maxNorm(1).when(when).build();
     if (ofGroup) {
       group.setClip(clip);
     } else {

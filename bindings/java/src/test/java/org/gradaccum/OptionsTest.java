@@ -170,6 +170,8 @@ class OptionsTest {
     assertEquals(1e-8, adam.eps());
     assertEquals(1e-7, Optimizer.builder(Optimizer.Kind.ADAM, Flavor.KERAS).build().eps());
     assertEquals(Double.POSITIVE_INFINITY, Clip.builder().build().maxValue());
+    assertEquals(
+        Clip.builder().scope(Clip.Scope.AGC).build(), Clip.builder(Clip.Scope.AGC).build());
     assertEquals(Config.Nonfinite.SKIP_STEP, Config.builder().build().nonfinite());
     GradAccumException e =
         assertThrows(
@@ -198,7 +200,7 @@ class OptionsTest {
           () -> group.setSchedule(Schedule.builder(Schedule.Kind.TABLE).build()));
       assertThrows(
           GradAccumException.class,
-          () -> context.setClip(Clip.builder().scope(Clip.Scope.GLOBAL).build()));
+          () -> context.setClip(Clip.builder(Clip.Scope.GLOBAL).build()));
       assertThrows(
           NullPointerException.class,
           () -> context.addGroup(Optimizer.builder(Optimizer.Kind.SGD).kind(null).build()));

@@ -351,7 +351,7 @@ class WindowTest {
       Group group = context.addGroup(sgd(1));
       Param param = context.addParam(group, "w", w, 2);
       context.setEma(Ema.builder().decay(0.5).build());
-      context.setClip(Clip.builder().scope(Clip.Scope.GLOBAL).maxNorm(1).build());
+      context.setClip(Clip.builder(Clip.Scope.GLOBAL).maxNorm(1).build());
       context.setLossScaler(LossScaler.builder().initialScale(4).build());
       assertEquals(4, context.lossScale());
       assertThrows(GradAccumException.class, context::deviceLossScale);
@@ -384,15 +384,13 @@ class WindowTest {
   void clipsAreReadBack() {
     Clip none = Clip.builder().build();
     Clip clip =
-        Clip.builder()
-            .scope(Clip.Scope.GLOBAL)
+        Clip.builder(Clip.Scope.GLOBAL)
             .maxNorm(2)
             .flavor(Flavor.KERAS)
             .when(Clip.When.MICRO)
             .build();
     Clip own =
-        Clip.builder()
-            .scope(Clip.Scope.AGC)
+        Clip.builder(Clip.Scope.AGC)
             .maxValue(0.5)
             .agcFactor(0.25)
             .agcEps(0.125)
