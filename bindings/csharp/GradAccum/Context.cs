@@ -315,7 +315,10 @@ namespace GradAccum {
     public void Ready(params Param[] parameters) {
       if (parameters == null) throw new ArgumentNullException("parameters");
       IntPtr[] ids = new IntPtr[parameters.Length];
-      for (int i = 0; i < ids.Length; ++i) ids[i] = (IntPtr)Id(parameters[i]);
+      for (int i = 0; i < ids.Length; ++i) {
+        if (parameters[i] == null) throw new ArgumentNullException("parameters[" + i + "]");
+        ids[i] = (IntPtr)Id(parameters[i]);
+      }
       using (Call call = Begin()) Raw.ga_params_ready(call.Context, ids);
     }
 
