@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "child.hpp"
-#include "disk.hpp"
-#include "error.hpp"
+#include "core/error.hpp"
+#include "files/disk.hpp"
 
 namespace ga::test {
 

@@ -2,7 +2,7 @@
 // Compares headers of safetensors files.
 #pragma once
 
-#include "safetensors.hpp"
+#include "files/safetensors.hpp"
 
 namespace ga::test {
 

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "error.hpp"
-#include "safetensors.hpp"
-#include "state_file.hpp"
+#include "core/error.hpp"
+#include "files/safetensors.hpp"
+#include "files/state_file.hpp"
 
 namespace ga::test {
 

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "error.hpp"
+#include "core/error.hpp"
 #include "ranks.hpp"
 #include "support.hpp"
 

@@ -14,9 +14,9 @@
 #include <thread>
 
 #include "batchnorm.hpp"
-#include "error.hpp"
-#include "fields.hpp"
+#include "core/error.hpp"
 #include "files.hpp"
+#include "files/fields.hpp"
 #include "pairs.hpp"
 #include "state_parts.hpp"
 

@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "backend/cpu/matmul_module.h"
-#include "error.hpp"
+#include "core/error.hpp"
+#include "core/module.hpp"
 #include "formats.hpp"
-#include "module.hpp"
 
 namespace ga::test {
 namespace {

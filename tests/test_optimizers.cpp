@@ -6,8 +6,8 @@
 #include <set>
 #include <sstream>
 
+#include "numbers/optimizer.hpp"
 #include "ops/all.hpp"
-#include "optimizer.hpp"
 #include "support.hpp"
 
 namespace ga::test {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The header of a safetensors file (src/safetensors.hpp): what write() writes, parse() reads, and
+// The header of a safetensors file (src/files/safetensors.hpp): what write() writes, parse() reads, and
 // what parse() refuses. tests/oracle/safetensors_oracle.py compares both with the reference
 // implementation.
 #include <gtest/gtest.h>
@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <random>
 
-#include "error.hpp"
-#include "safetensors.hpp"
+#include "core/error.hpp"
+#include "files/safetensors.hpp"
 #include "same_header.hpp"
 
 namespace ga::safetensors {

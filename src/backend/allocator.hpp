@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <new>
 
-#include "error.hpp"
-#include "fp_mode.hpp"
+#include "core/error.hpp"
+#include "core/fp_mode.hpp"
 
 namespace ga {
 

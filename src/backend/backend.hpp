@@ -11,9 +11,8 @@
 #include <vector>
 
 #include "backend/tasks.hpp"
-#include "error.hpp"
-#include "optimizer.hpp"
-#include "window.hpp"
+#include "core/error.hpp"
+#include "numbers/optimizer.hpp"
 
 namespace ga {
 

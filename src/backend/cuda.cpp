@@ -2,8 +2,8 @@
 // Contexts on CUDA devices, by the side module libgradaccum_cuda.so. This library itself does not
 // need CUDA.
 #include "backend/cuda/module.h"
-#include "error.hpp"
-#include "module.hpp"
+#include "core/error.hpp"
+#include "core/module.hpp"
 
 namespace ga {
 namespace {

@@ -31,7 +31,6 @@
 
 #include "backend/backend.hpp"
 #include "ops/all.hpp"
-#include "window.hpp"
 
 namespace ga {
 

@@ -10,8 +10,8 @@
 #include <cfloat>
 #include <cstdint>
 
-#include "hd.hpp"
-#include "units.hpp"
+#include "core/hd.hpp"
+#include "numbers/units.hpp"
 
 namespace ga {
 

@@ -2,7 +2,7 @@
 // What the backends say of results that they do not keep.
 #pragma once
 
-#include "error.hpp"
+#include "core/error.hpp"
 
 namespace ga {
 

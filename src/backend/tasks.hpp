@@ -10,9 +10,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "control.hpp"
+#include "numbers/control.hpp"
+#include "numbers/units.hpp"
 #include "ops/batchnorm.hpp"
-#include "units.hpp"
 
 namespace ga {
 

@@ -15,7 +15,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "error.hpp"
+#include "core/error.hpp"
 #include "ops/decay.hpp"
 
 namespace ga {

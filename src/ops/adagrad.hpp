@@ -8,7 +8,7 @@
 //   Keras   lr                            eps      0         keep = 1 - lr wd
 #pragma once
 
-#include "error.hpp"
+#include "core/error.hpp"
 #include "ops/decay.hpp"
 
 namespace ga {

@@ -10,7 +10,7 @@
 //   BERT      lr                                     eps                   1 - lr wd
 #pragma once
 
-#include "error.hpp"
+#include "core/error.hpp"
 #include "ops/op.hpp"
 
 namespace ga {

@@ -14,8 +14,8 @@
 
 #include <cstdint>
 
+#include "core/hd.hpp"
 #include "gradaccum/gradaccum.h"
-#include "hd.hpp"
 
 namespace ga {
 

@@ -15,7 +15,7 @@
 // writes p.
 #pragma once
 
-#include "error.hpp"
+#include "core/error.hpp"
 #include "ops/decay.hpp"
 
 namespace ga {

@@ -10,7 +10,7 @@
 
 #include <cmath>
 
-#include "error.hpp"
+#include "core/error.hpp"
 #include "ops/op.hpp"
 
 namespace ga {

@@ -13,7 +13,7 @@
 
 #include <cmath>
 
-#include "error.hpp"
+#include "core/error.hpp"
 #include "ops/decay.hpp"
 
 namespace ga {

@@ -11,7 +11,7 @@
 //   Keras   1      keep = 1 - lr wd
 #pragma once
 
-#include "error.hpp"
+#include "core/error.hpp"
 #include "ops/decay.hpp"
 
 namespace ga {

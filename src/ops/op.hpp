@@ -40,8 +40,8 @@
 
 #include <cstdint>
 
+#include "core/hd.hpp"
 #include "gradaccum/gradaccum.h"
-#include "hd.hpp"
 
 namespace ga {
 

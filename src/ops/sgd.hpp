@@ -3,7 +3,7 @@
 // keras.optimizers.SGD.
 #pragma once
 
-#include "error.hpp"
+#include "core/error.hpp"
 #include "ops/decay.hpp"
 
 namespace ga {

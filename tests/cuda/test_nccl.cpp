@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "../support.hpp"
-#include "comm/nccl_module.h"
+#include "core/module.hpp"
 #include "host/nccl.h"
 #include "host/simulator.hpp"
-#include "module.hpp"
+#include "ranks/comm/nccl_module.h"
 
 namespace ga::test {
 namespace {

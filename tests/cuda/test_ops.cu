@@ -10,7 +10,7 @@
 
 #include "backend/cpu/kernels.hpp"
 #include "backend/decide.hpp"
-#include "optimizer.hpp"
+#include "numbers/optimizer.hpp"
 
 namespace ga::test {
 namespace {

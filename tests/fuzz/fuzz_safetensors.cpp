@@ -8,7 +8,7 @@
 #include <cstdlib>
 
 #include "../same_header.hpp"
-#include "error.hpp"
+#include "core/error.hpp"
 
 using namespace ga::safetensors;
 

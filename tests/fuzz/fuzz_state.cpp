@@ -22,7 +22,7 @@
 #include <new>
 
 #include "../state_parts.hpp"
-#include "error.hpp"
+#include "core/error.hpp"
 #include "gradaccum/gradaccum.h"
 
 namespace {

@@ -6,8 +6,8 @@
 #include <cstdio>
 #include <iostream>
 
-#include "error.hpp"
-#include "safetensors.hpp"
+#include "core/error.hpp"
+#include "files/safetensors.hpp"
 
 namespace {
 

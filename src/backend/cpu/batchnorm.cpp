@@ -7,7 +7,7 @@
 #include <initializer_list>
 
 #include "backend/numbers.hpp"
-#include "tensor.hpp"
+#include "core/tensor.hpp"
 
 namespace ga::cpu {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "backend/decide.hpp"
 #include "backend/numbers.hpp"
-#include "optimizer.hpp"
+#include "numbers/optimizer.hpp"
 
 namespace ga::cpu {
 

@@ -10,8 +10,8 @@
 #endif
 
 #include "backend/cpu/kernels.hpp"
-#include "environment.hpp"
-#include "error.hpp"
+#include "core/environment.hpp"
+#include "core/error.hpp"
 
 namespace ga::cpu {
 

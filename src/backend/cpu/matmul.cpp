@@ -8,9 +8,9 @@
 #include <cstdio>
 
 #include "backend/newton_schulz.hpp"
-#include "error.hpp"
-#include "module.hpp"
-#include "tensor.hpp"
+#include "core/error.hpp"
+#include "core/module.hpp"
+#include "core/tensor.hpp"
 
 namespace ga::cpu {
 namespace {

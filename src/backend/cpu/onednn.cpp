@@ -16,7 +16,7 @@
 #include <type_traits>
 
 #include "backend/cpu/matmul_module.h"
-#include "module.hpp"
+#include "core/module.hpp"
 
 // Functions of the OpenMP that oneDNN uses, whichever that is; NULL if oneDNN uses none. Weak, and
 // not those of the compiler's OpenMP, which may be another one.

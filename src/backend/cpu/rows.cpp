@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "backend/decide.hpp"
-#include "tensor.hpp"
+#include "core/tensor.hpp"
 
 namespace ga::cpu {
 namespace {

@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <cmath>
 
-#include "callback.hpp"
-#include "environment.hpp"
-#include "error.hpp"
-#include "fork.hpp"
-#include "fp_mode.hpp"
+#include "core/callback.hpp"
+#include "core/environment.hpp"
+#include "core/error.hpp"
+#include "core/fork.hpp"
+#include "core/fp_mode.hpp"
 
 #ifdef _OPENMP
 #include <omp.h>

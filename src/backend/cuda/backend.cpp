@@ -16,7 +16,7 @@
 #include "backend/cuda/rows.hpp"
 #include "backend/cuda/runtime.hpp"
 #include "backend/cuda/transfer.hpp"
-#include "tensor.hpp"
+#include "core/tensor.hpp"
 
 namespace ga::cuda {
 namespace {

@@ -29,8 +29,8 @@
 #endif
 
 #include "backend/cuda/kernels.hpp"
-#include "error.hpp"
-#include "hd.hpp"
+#include "core/error.hpp"
+#include "core/hd.hpp"
 
 // GA_APART: a function that is not inlined. GA_ROLLED: a loop that is not unrolled, to save
 // registers.

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "backend/cuda/runtime.hpp"
-#include "module.hpp"
+#include "core/module.hpp"
 
 #ifndef GA_CUDA_TARGETS
 #define GA_CUDA_TARGETS "the host, for tests"

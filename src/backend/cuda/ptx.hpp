@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "hd.hpp"
+#include "core/hd.hpp"
 
 namespace ga::cuda {
 

@@ -15,7 +15,7 @@
 #include "backend/allocator.hpp"
 #include "backend/backend.hpp"
 #include "backend/cuda/kernels.hpp"
-#include "error.hpp"
+#include "core/error.hpp"
 
 struct CUctx_st;  // a context of the driver
 

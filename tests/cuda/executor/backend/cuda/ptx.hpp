@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "backend/numbers.hpp"
-#include "hd.hpp"
+#include "core/hd.hpp"
 
 namespace ga::cuda {
 

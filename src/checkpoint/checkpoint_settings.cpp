@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+// The settings of a context in a file of state: written, compared, and taken from it.
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+
+#include "checkpoint/checkpoint.hpp"
+#include "core/error.hpp"
+#include "core/tensor.hpp"
+
+namespace ga {
+namespace {
+
+// Whether the key is that of a group's optimizer, not of its clip or schedule.
+bool is_optimizer(std::string_view key) {
+  return begins_with(key, "group.") && key.find('.', std::strlen("group.")) == key.npos;
+}
+
+}  // namespace
+
+// 0.25 is better to read than 0x1p-2.
+std::string Checkpoint::readable(const char* number) {
+  const bool is_float = std::strpbrk(number, "xn") != nullptr;  // hexadecimal, inf or nan
+  double x = 0;
+  if (!is_float) return number;
+  Fields(std::string("x=") + number, "a number").get("x", x);
+  char text[32];
+  const auto end = std::to_chars(text, text + sizeof text, x).ptr;
+  return std::string(text, end);
+}
+
+// Whether some array of the parameter is rounded by keys that depend on its number (Tensor::key).
+bool Checkpoint::is_by_chance(size_t i) const {
+  const Param& p = context_.params_[i];
+  const bool average = context_.ema_ && context_.arrays_.average_of(p).format == GA_BF16;
+  return context_.params_.tensor(i).options.rounding == GA_ROUND_STOCHASTIC || average ||
+         context_.params_.group_of(p).optimizer.state_dtype == GA_BF16 ||
+         (context_.config_.accumulation == GA_ACCUMULATE_STOCHASTIC && !p.maximum &&
+          dtype_info(p.accumulator_dtype).size == 2);
+}
+
+Fields Checkpoint::param_settings(size_t i, bool with_key) const {
+  const Param& p = context_.params_[i];
+  const Tensor& t = context_.params_.tensor(i);
+  ga_param_options options = t.options;
+  if (!context_.params_.has_master(i)) options.master = GA_MASTER_NONE;
+  Fields f;
+  f.add("group", p.group);
+  f.add_fields(options);
+  f.add("accumulator_dtype", int32_t{p.accumulator_dtype});
+  f.add("lr_scale", t.lr_scale);
+  f.add("weight_decay_scale", t.weight_decay_scale);
+  f.add("frozen", p.frozen);
+  if (with_key && is_by_chance(i)) f.add("index", t.key);
+  return f;
+}
+
+// All that changes numbers, by key.
+Checkpoint::Settings Checkpoint::settings() const {
+  Settings list = settings_of_context();
+  Settings more = settings_of_tensors();
+  std::move(more.begin(), more.end(), std::back_inserter(list));
+  return list;
+}
+
+Checkpoint::Settings Checkpoint::settings_of_context() const {
+  Settings list;
+  const auto add = [&](std::string key, const auto& fields) {
+    Fields f;
+    f.add_fields(fields);
+    list.emplace_back(std::move(key), std::move(f));
+  };
+  const ga_config& config = context_.config_;
+  Fields context;
+  context.add("gradient_kind", config.gradient_kind);
+  context.add("reduce", config.reduce);
+  context.add("missing", config.missing);
+  context.add("nonfinite", config.nonfinite);
+  context.add("accumulation", config.accumulation);
+  context.add("noise_scale", config.noise_scale);
+  context.add("noise_smoothing", config.noise_smoothing);
+  context.add("loss_scale", config.loss_scale);
+  context.add("seed", config.seed);
+  list.emplace_back("context", std::move(context));
+  add("clip", context_.params_.clip);
+  if (context_.scaled_) add("loss_scaler", context_.scaler_);
+  if (context_.ema_) add("ema", *context_.ema_);
+  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
+    const Group& g = context_.params_.groups[k];
+    const std::string key = "group." + std::to_string(k);
+    add(key, g.optimizer);
+    if (g.own_clip) add(key + ".clip", g.clip);
+    if (g.schedule.struct_size == 0) continue;
+    Fields schedule;
+    schedule.add_fields(g.schedule);
+    schedule.add("table_size", g.schedule.table_size);
+    Checksum sum;
+    sum.add(g.rates.host_data(), static_cast<size_t>(g.schedule.table_size) * sizeof(double));
+    schedule.add("table_xxh3", sum.value());
+    list.emplace_back(key + ".schedule", std::move(schedule));
+  }
+  return list;
+}
+
+Checkpoint::Settings Checkpoint::settings_of_tensors(bool with_keys) const {
+  Settings list;
+  for (size_t i = 0; i < context_.params_.size(); ++i)
+    if (!context_.params_.tensor(i).removed)
+      list.emplace_back("parameter." + std::string(context_.params_.tensor(i).name),
+                        param_settings(i, with_keys));
+  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
+    const ga_bn_info layer = context_.batch_norms_.info(id);
+    Fields f;
+    f.add_fields(context_.batch_norms_.options(id));
+    f.add("frozen", layer.frozen != 0);
+    list.emplace_back("layer." + std::string(layer.name), std::move(f));
+  }
+  return list;
+}
+
+// What the contents of an open window depend on.
+Fields Checkpoint::window_settings() const {
+  const ga_config& config = context_.config_;
+  Fields f;
+  f.add("accumulation", config.accumulation);
+  f.add("nonfinite", config.nonfinite);
+  f.add("gradient_kind", config.gradient_kind);
+  f.add("noise_scale", config.noise_scale);
+  f.add("clip_micro", context_.clip_micro_);
+  f.add("scaled", context_.scaled_);
+  return f;
+}
+
+// ---- Comparing -----------------------------------------------------------------------------------
+
+// Whether GA_SETTINGS_TAKE takes it from the file.
+bool Checkpoint::may_be_taken(std::string_view key, std::string_view field) const {
+  if (key == "context") return field == "seed" || field == "loss_scale";
+  if (begins_with(key, "parameter."))
+    return field == "lr_scale" || field == "weight_decay_scale" || field == "frozen";
+  if (begins_with(key, "layer.")) return field == "frozen";
+  if (is_optimizer(key)) return field != "kind" && field != "flavor";
+  if (begins_with(key, "group.")) return true;
+  return key == "clip" || key == "loss_scaler";
+}
+
+void Checkpoint::compare_settings() const {
+  if (!file_->is_ours()) return;
+  Problems problems;
+  const bool keeps = options_.settings == GA_SETTINGS_KEEP;
+  const bool takes = options_.settings == GA_SETTINGS_TAKE;
+  const Settings ours = settings();
+  std::map<std::string_view, const Fields*> known;
+  for (const auto& setting : ours) {
+    const std::string& key = setting.first;
+    const Fields& fields = setting.second;
+    known[key] = &fields;
+    const std::string* const text = file_->find(key);
+    const bool optional = !begins_with(key, "parameter.") && !begins_with(key, "layer.");
+    if (!text) {
+      if (optional && !keeps && !(takes && may_be_taken(key, "")))
+        problems.add("the file has no " + key);
+      continue;
+    }
+    fields.each_difference(
+        Fields(*text, key.c_str()),
+        [&, &key = key](const char* field, const char* theirs, const char* here) {
+          if (keeps || (takes && may_be_taken(key, field))) return;
+          if (begins_with(key, "parameter.") && std::strcmp(field, "index") == 0 && here) return;
+          const bool kind = std::strcmp(field, "kind") == 0 && is_optimizer(key);
+          const auto text_of = [&](const char* number) {
+            return kind ? optimizer_name(number) : readable(number);
+          };
+          problems.add(key + ": " + field + " is " + text_of(theirs) + " in the file, but " +
+                       (here ? text_of(here) : "not known") + " here");
+        });
+  }
+  for (const auto& [whole_key, text] : file_->metadata()) {
+    if (!begins_with(whole_key, kOurs)) continue;
+    const std::string_view key = std::string_view(whole_key).substr(kOurs.size());
+    const bool setting = key == "loss_scaler" || key == "ema" ||
+                         (begins_with(key, "group.") && key.substr(key.rfind('.') + 1) != "state");
+    if (!setting || known.count(key) > 0 || keeps) continue;
+    if (!(takes && (key == "loss_scaler" || key.find(".clip") != std::string_view::npos ||
+                    key.find(".schedule") != std::string_view::npos)))
+      problems.add("the context has no " + std::string(key));
+  }
+  problems.fail_if_any("the settings in the file are not those of the context");
+}
+
+// Which key each parameter is to have: that in the file, so that a run goes on with its random bits whatever
+// was added and removed before it was saved. One of which the file has none gets another if its own is given
+// away.
+void Checkpoint::read_keys() {
+  constexpr int64_t kLargest = 1 << 30;  // with room for parameters to come
+  const ParamList& params = context_.params_;
+  keys_.clear();
+  next_key_ = params.next_key();
+  if (const std::string* const text = file_->find("keys")) {
+    int64_t next = 0;
+    Fields(*text, "keys").get("next", next);
+    next_key_ = std::max(
+        next_key_, static_cast<int32_t>(whole(static_cast<double>(next), 0, kLargest, "next")));
+  }
+  std::vector<std::pair<int32_t, size_t>> known;
+  std::vector<char> is_known(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    keys_.push_back(params.tensor(i).key);
+    if (params.tensor(i).removed || !is_by_chance(i)) continue;
+    const std::string* const text = file_->find("parameter." + std::string(params.name(i)));
+    if (!text) continue;
+    const Fields f(*text, params.name(i));
+    if (!f.has("index")) continue;
+    int64_t key = 0;
+    f.get("index", key);
+    keys_[i] = static_cast<int32_t>(whole(static_cast<double>(key), 0, kLargest, "index"));
+    known.emplace_back(keys_[i], i);
+    is_known[i] = true;
+    next_key_ = std::max(next_key_, keys_[i] + 1);
+  }
+  std::sort(known.begin(), known.end());
+  const auto of_key = [](const auto& a, const auto& b) { return a.first < b.first; };
+  for (size_t k = 1; k < known.size(); ++k)
+    if (known[k].first == known[k - 1].first)
+      fail(GA_ERROR_FORMAT, "\"%.200s\" and \"%.200s\" have the same index, %d",
+           params.name(known[k - 1].second), params.name(known[k].second), known[k].first);
+  for (size_t i = 0; i < params.size(); ++i)
+    if (!is_known[i] && !params.tensor(i).removed &&
+        std::binary_search(known.begin(), known.end(), std::pair(keys_[i], i), of_key))
+      keys_[i] = next_key_++;
+}
+
+// ---- Taking --------------------------------------------------------------------------------------
+
+// Reads the settings that are taken from the file, and checks them.
+void Checkpoint::take_settings() {
+  const auto read = [&](const std::string& key, auto& fields) {
+    const std::string* const text = file_->find(key);
+    if (text) Fields(*text, key.c_str()).get_fields(fields);
+    return text != nullptr;
+  };
+  taken_ = std::make_unique<Taken>();
+  Taken& t = *taken_;
+  t.clip = context_.params_.clip;
+  read("clip", t.clip);
+  check_clip(t.clip);
+  context_.check_no_sweeps(t.clip);
+  t.scaled = read("loss_scaler", t.scaler);
+  if (t.scaled) check_loss_scaler(t.scaler);
+  t.seed = context_.config_.seed;
+  t.loss_scale = context_.config_.loss_scale;
+  if (const std::string* const text = file_->find("context")) {
+    const Fields f(*text, "context");
+    f.get("seed", t.seed);
+    f.get("loss_scale", t.loss_scale);
+    if (!std::isfinite(t.loss_scale) || t.loss_scale == 0)
+      fail(GA_ERROR_FORMAT, "its loss_scale was %g", t.loss_scale);
+  }
+  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
+    const Group& g = context_.params_.groups[k];
+    const std::string key = "group." + std::to_string(k);
+    Taken::OfGroup of = {g.optimizer, false, default_clip(), {}, {}};
+    read(key, of.optimizer);
+    check_optimizer(of.optimizer);
+    check_same_state(g.optimizer, of.optimizer);
+    of.own_clip = read(key + ".clip", of.clip);
+    check_clip(of.clip);
+    if (of.own_clip) context_.check_no_sweeps(of.clip);
+    if (read(key + ".schedule", of.schedule)) take_schedule(key, of);
+    t.groups.push_back(std::move(of));
+  }
+  for (size_t i = 0; i < context_.params_.size(); ++i) {
+    const Tensor& tensor = context_.params_.tensor(i);
+    Taken::OfParam of = {tensor.lr_scale, tensor.weight_decay_scale, context_.params_[i].frozen};
+    if (const std::string* const text = file_->find("parameter." + std::string(tensor.name));
+        text && !tensor.removed) {
+      const Fields f(*text, tensor.name);
+      f.get("lr_scale", of.lr_scale);
+      f.get("weight_decay_scale", of.weight_decay_scale);
+      f.get("frozen", of.frozen);
+      check_rate("lr_scale", of.lr_scale);
+      check_rate("weight_decay_scale", of.weight_decay_scale);
+    }
+    t.params.push_back(of);
+  }
+  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
+    const ga_bn_info layer = context_.batch_norms_.info(id);
+    bool frozen = layer.frozen != 0;
+    if (const std::string* const text = file_->find("layer." + std::string(layer.name)))
+      Fields(*text, layer.name).get("frozen", frozen);
+    t.frozen_layers.push_back(frozen);
+  }
+}
+
+void Checkpoint::take_schedule(const std::string& key, Taken::OfGroup& of) const {
+  ga_schedule& s = of.schedule;
+  s.struct_size = sizeof s;
+  std::vector<double> table;
+  const auto rates = names_.find(std::string(kOurs) + key + ".rates");
+  if (s.kind == GA_SCHEDULE_TABLE && rates != names_.end())
+    table = numbers(static_cast<int64_t>(rates->second));
+  s.table = table.data();
+  s.table_size = static_cast<int64_t>(table.size());
+  check_schedule(s);
+  s.table = nullptr;
+  if (table.empty()) return;
+  of.rates = Table<double>(*context_.backend_, table.size());
+  std::copy(table.begin(), table.end(), &of.rates.edit(0));
+  of.rates.edit_all();
+  of.rates.flush(*context_.backend_);
+}
+
+// Exchanges the settings of the context with those that are taken, if any are.
+void Checkpoint::exchange() noexcept {
+  if (!taken_) return;
+  Context& c = context_;
+  Taken& t = *taken_;
+  std::swap(c.params_.clip, t.clip);
+  std::swap(c.scaled_, t.scaled);
+  std::swap(c.scaler_, t.scaler);
+  std::swap(c.config_.seed, t.seed);
+  std::swap(c.config_.loss_scale, t.loss_scale);
+  for (size_t k = 0; k < t.groups.size(); ++k) {
+    Group& g = c.params_.groups[k];
+    Taken::OfGroup& of = t.groups[k];
+    std::swap(g.optimizer, of.optimizer);
+    std::swap(g.own_clip, of.own_clip);
+    std::swap(g.clip, of.clip);
+    std::swap(g.schedule, of.schedule);
+    g.rates.swap(of.rates);
+    for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(g.optimizer, matrix != 0);
+  }
+  for (size_t i = 0; i < t.params.size(); ++i) {
+    std::swap(c.params_.tensor(i).lr_scale, t.params[i].lr_scale);
+    std::swap(c.params_.tensor(i).weight_decay_scale, t.params[i].weight_decay_scale);
+    std::swap(c.params_[i].frozen, t.params[i].frozen);
+  }
+  c.choose_path();
+}
+
+}  // namespace ga

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups and parameters as the host knows them, and the list of all that a context has.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/error.hpp"
+#include "model/division.hpp"
+#include "model/table.hpp"
+#include "numbers/optimizer.hpp"
+
+namespace ga {
+
+struct Group {
+  ga_optimizer optimizer;
+  const OptimizerInfo* info;
+  int op[2];  // position in AllOps for vectors and for matrices; -1: none
+  bool own_clip;
+  ga_clip clip;
+  ga_schedule schedule;
+  Table<double> rates;  // of a GA_SCHEDULE_TABLE
+};
+
+ga_clip default_clip();
+void check_clip(const ga_clip& clip);
+// Whether every micro-batch is clipped.
+bool is_of_micros(const ga_clip& c);
+
+// What ga_param_add and one entry of ga_params_add_flat say of a parameter.
+struct NewParam {
+  const char* name;
+  ga_group group;
+  int32_t rank;
+  const int64_t* shape;
+  int64_t offset;
+  ga_param_options options;
+};
+
+// The parameters of one pointer of ga_accumulate.
+struct Block {
+  ga_param first;
+  ga_param count;
+};
+
+// Whether the parameter was updated before its window was decided, and where the result is.
+enum class Ahead : unsigned char { kNot, kInPlace, kApart };
+
+// What the passes need of a parameter. A plain contribution needs the first cache line alone.
+struct alignas(64) Param {
+  void* accumulator = nullptr;
+  Partial* partials = nullptr;
+  int64_t count;
+  int64_t offset;                 // elements from the start of its block
+  const void* checked = nullptr;  // the last gradient address that was found to be readable
+  const void* adopted = nullptr;  // under Held::kAdopted: the gradient, in the program's buffer
+  double adopted_scale = 0;
+  unsigned char dtype;
+  unsigned char gradient_dtype;
+  unsigned char accumulator_dtype;
+  unsigned char held_as = 0;  // Held
+  bool f64 : 1;               // computed in double
+  bool acquired : 1;
+  bool adopted_late : 1;  // adopted_scale still lacks the loss scale, which only the device knows
+  bool maximum : 1;       // GA_REDUCE_MAX
+  bool busy : 1;          // a call adds to it, while calls of other threads may run
+  bool frozen = false;
+  bool stale = false;  // someone wrote the accumulator without its partials
+  bool ready = false;  // nothing more comes to it in this window
+
+  const void* checked_before = nullptr;  // the one before it: programs use two buffers in turn
+  void* data;
+  void* state[kMaxSlots] = {};
+  void* master = nullptr;
+  void* average = nullptr;
+  void* emitted = nullptr;
+  const void* summed =
+      nullptr;             // under Held::kSummed: the gradient, of the compute type; it may exist
+                           // in `share` alone
+  Range share = {0, 0};    // the elements that this rank keeps state of and updates; count: all
+  double held_weight = 0;  // GA_ACCUMULATE_RUNNING_MEAN: sum of the weights in the mean
+  int64_t contributions = 0;  // in this window
+  int64_t last_micro = -1;    // micro-batch of the last contribution
+  ga_group group;
+  bool matrix = false;     // rank >= 2
+  bool delivered = false;  // the accumulator holds the last step's gradient, for the program
+  bool pending = false;    // in the list of tasks
+  bool pair = false;       // the accumulator consists of two 16-bit arrays
+  bool owns = false;       // the arrays of the parameter exist
+  bool wanted = false;     // they are to exist although it is frozen, since another rank has them
+  bool accumulator_written = false;  // by some window since it was allocated
+  bool state_written = false;
+  bool average_written = false;
+  Ahead ahead = Ahead::kNot;
+  bool state_due = false;   // the state has yet to be filled with its initial value
+  bool unrounded = false;   // the parameter is not what the master weights round to
+  bool master_due = false;  // the master weights have yet to be copied from the parameter
+
+  Param() : f64(false), acquired(false), adopted_late(false), maximum(false), busy(false) {}
+  Held held() const { return static_cast<Held>(held_as); }
+  void hold(Held h) { held_as = static_cast<unsigned char>(h); }
+  int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
+  bool fits_accumulator() const { return accumulator_dtype == real(); }
+  bool lacks_arrays() const { return !owns && (!frozen || wanted); }
+  Array shared_data() const;  // of the parameter itself: its share
+  Array values() const { return master ? Array{master, GA_F32} : shared_data(); }
+  // The same while the master weights have yet to be copied from the parameter.
+  Array current() const { return master_due ? shared_data() : values(); }
+};
+
+// Which rank keeps the state of a parameter where the optimizer is sharded: each that of a piece, if an
+// element is updated by itself, by norms over the parameter and by sums over rows or units, none of which
+// lies in two pieces; one rank, where an update needs the whole; every rank all of it.
+enum class Keeper { kPieces, kOwner, kAll };
+
+inline UnitPattern units_of(const std::vector<int64_t>& shape, uint32_t reduced) {
+  return make_units(static_cast<int32_t>(shape.size()), shape.data(), reduced);
+}
+
+// Sums over the units of a tensor, and the clip factors computed from them.
+struct Units {
+  // both: with the sums over the parameter and the factors.
+  Units(Backend& backend, const UnitPattern& pattern, bool both);
+  static size_t bytes(const UnitPattern& pattern, bool both);  // of the arrays
+
+  Table<UnitPattern> pattern;  // one
+  Buffer block;                // of all four arrays
+  double* gradient;            // sums
+  double* param = nullptr;
+  void* factors = nullptr;  // float or double, as the parameter is computed
+  UnitTotals* totals = nullptr;
+};
+
+// What few passes need of a parameter.
+struct Tensor {
+  const char* name;  // a key of ParamList::names_
+  std::vector<int64_t> shape;
+  ga_param_options options;
+  int64_t rows;  // shape[0]
+  double lr_scale = 1, weight_decay_scale = 1;
+  bool removed = false;
+  int32_t key = 0;        // its number in the keys of random bits, which no other has or had
+  size_t made_by = 0;     // of the calls that made arrays, the one that made its own
+  void* low = nullptr;    // of a compensated accumulator
+  RowSet* set = nullptr;  // with ga_param_options.rows
+  // kClipUnits: under GA_CLIP_AGC. The other two: of a factored second moment, the sums over the last
+  // two axes as matrices.
+  enum { kClipUnits, kFactorRows, kFactorColumns, kUnits };
+  std::unique_ptr<Units> units[kUnits];
+};
+
+// The groups and parameters of a context, in the order in which they were added. A removed parameter stays
+// in the list, as one that is frozen and owns nothing.
+class ParamList {
+ public:
+  std::vector<Group> groups;
+  ga_clip clip = default_clip();  // of the groups that have none of their own
+  bool sharded = false;           // state lies on the ranks as keeper() says
+  bool whole_layers = false;      // layer-wise optimizers need the whole tensor
+
+  size_t size() const { return params_.size(); }
+  auto begin() { return params_.begin(); }
+  auto end() { return params_.end(); }
+  auto begin() const { return params_.begin(); }
+  auto end() const { return params_.end(); }
+  // Which: a ga_param, or the same number as size_t.
+  struct Which {
+    Which(size_t i) : i(i) {}
+    Which(ga_param id) : i(static_cast<size_t>(id)) {}
+    size_t i;
+  };
+  Param& operator[](Which w) { return params_[w.i]; }
+  const Param& operator[](Which w) const { return params_[w.i]; }
+  Tensor& tensor(Which w) { return tensors_[w.i]; }
+  const Tensor& tensor(Which w) const { return tensors_[w.i]; }
+  const char* name(Which w) const { return tensors_[w.i].name; }
+  Subject subject(Which w) const { return {"parameter", name(w)}; }
+  const std::vector<Tensor>& tensors() const { return tensors_; }
+  const std::vector<Block>& blocks() const { return blocks_; }
+
+  // Each of these throws GA_ERROR_INVALID_ARGUMENT if there is no such group or parameter.
+  const Group& group(ga_group id) const;
+  Group& group(ga_group id) { return const_cast<Group&>(std::as_const(*this).group(id)); }
+  const Param& get(ga_param id) const;
+  Param& get(ga_param id) { return const_cast<Param&>(std::as_const(*this).get(id)); }
+  ga_param_info info(ga_param id) const;
+  size_t slot(ga_param id) const;
+
+  ga_param find(std::string_view name) const;  // -1: there is no parameter of that name
+  // A parameter whose name is that of state of an owner with this name; -1: there is none.
+  ga_param find_state_of(const char* owner) const;
+
+  void make_room(size_t count);  // for parameters of one block, so that only names are allocated
+  ga_param add(const NewParam& e, void* data, int32_t dtype, int64_t count);
+  void add_block(ga_param first);  // of all parameters from this one on
+  void drop_from(size_t first);    // takes back what was added since
+  void remove(ga_param id);
+  int32_t next_key() const { return next_key_; }  // larger than all keys that there are or were
+  void set_next_key(int32_t key) { next_key_ = key; }
+
+  const Group& group_of(const Param& p) const { return groups[static_cast<size_t>(p.group)]; }
+  int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
+  bool has_master(Which w) const;
+  // Whether its master weights follow what the program writes to it.
+  bool follows(Which w) const { return tensor(w).options.follow_data != 0 && has_master(w); }
+  Keeper keeper(Which w) const;
+  // Elements of which each piece has a whole number: under Keeper::kPieces those of a row or of the units with
+  // an outermost index, where there are any, else a cache line.
+  int64_t grain(Which w) const;
+  // Whether its update takes norms over the parameter first.
+  bool is_layered(const Param& p) const;
+  // Whether a norm over all parameters of its optimizer clips its gradient (ga_optimizer.max_grad_norm).
+  bool is_bounded(const Param& p) const {
+    const Group& g = group_of(p);
+    return g.info->limits_norm && g.optimizer.max_grad_norm > 0;
+  }
+  // Whether these norms are of pieces on several ranks.
+  bool is_layered_over_ranks(Which w) const {
+    return sharded && is_layered((*this)[w]) && keeper(w) == Keeper::kPieces;
+  }
+
+  const ga_clip& clip_of(const Group& g) const { return g.own_clip ? g.clip : clip; }
+  const ga_clip& clip_of(const Param& p) const {
+    return p.maximum ? unclipped_ : clip_of(group_of(p));
+  }
+  bool clips_micro(const Param& p) const { return is_of_micros(clip_of(p)); }
+  // Whether this rank clips its gradients by units: contributions are clipped by whoever brings them, the
+  // gradient of a window by those who update the parameter.
+  bool needs_units(Which w) const;
+  // Whether the ranks that keep its state clip the gradient of a window by units, each those that it keeps.
+  bool is_clipped_in_parts(Which w) const;
+  // The units under GA_CLIP_AGC that this rank clips, and the rows of state that it keeps.
+  UnitPattern clip_units(Which w) const;
+  UnitPattern state_rows(Which w) const;
+  // The axes that the units of a parameter under GA_CLIP_AGC are reduced over.
+  uint32_t units_axes(Which w) const;
+  // Whether the reduced gradient is clipped by units.
+  bool by_units(Which w) const;
+  // Whether some group's reduced gradients are.
+  bool clips_units() const;
+  // Whether it can be clipped by units and updated in one pass, piece by piece.
+  bool in_pieces(Which w) const;
+  // Whether a norm of the gradient after clipping by value is needed, which accumulating passes do not
+  // compute.
+  bool norm_after_value(const Param& p) const;
+
+ private:
+  std::vector<Param> params_;
+  std::vector<Tensor> tensors_;
+  std::vector<Block> blocks_;
+  const ga_clip unclipped_ = default_clip();
+  using Names = std::map<std::string, ga_param, std::less<>>;
+  Names names_;
+  int32_t next_key_ = 0;
+  std::vector<Names::node_type> removed_names_;
+};
+
+// The last two axes of a tensor, taken as matrices.
+struct Matrices {
+  int64_t rows, columns, count;
+};
+Matrices matrices_of(const Tensor& t);
+
+// The clock of a context after so many steps with these numbers.
+Clock clock_after(const OptimizerInfo& info, const ga_optimizer& o, int64_t steps);
+
+size_t data_bytes(const Param& p);  // of the parameter itself
+
+}  // namespace ga

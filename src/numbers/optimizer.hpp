@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the library outside of the kernels knows of an optimizer: tables made from the list in
+// ops/all.hpp.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "numbers/control.hpp"
+#include "ops/op.hpp"
+
+namespace ga {
+
+struct OptimizerInfo {
+  const char* name;
+  bool (*has_flavor)(int32_t flavor);
+  void (*defaults)(ga_optimizer&);
+  void (*check)(const ga_optimizer&);           // beyond check_optimizer()'s own checks
+  int (*op)(const ga_optimizer&, bool matrix);  // position in AllOps; -1: no Op
+  // See OptimizerBase.
+  bool bf16_state, matrices_only, limits_norm;
+  const char* product;
+  bool (*lazy)(const ga_optimizer&);
+  double (*initial)(const ga_optimizer&, int slot);
+  void (*advance)(const ga_optimizer&, Clock&);
+};
+
+struct OpInfo {
+  int slots, norms;
+  Pass measuring, updating;
+  bool factored, row_state, emits, orthogonal, reads_gradient_norm;
+  SlotNames slot_names;  // factored: those of the rows and of the columns
+};
+
+// Throws GA_ERROR_INVALID_ARGUMENT for an unknown kind or flavor, GA_ERROR_UNSUPPORTED if the
+// optimizer lacks the flavor.
+const OptimizerInfo& optimizer_info(int32_t kind, int32_t flavor);
+const OpInfo& op_info(int op);
+// "AdamW" and so on, or the number itself if it is no ga_optimizer_kind.
+std::string optimizer_name(const std::string& kind);
+// The names of all state of all optimizers; some occur more than once.
+std::vector<std::string> slot_names();
+
+// Throws Error if an option is out of range or the optimizer does not support it.
+void check_optimizer(const ga_optimizer& o);
+// Throws GA_ERROR_UNSUPPORTED if a group cannot take these numbers in place of those it has, because
+// its parameters would need other state.
+void check_same_state(const ga_optimizer& before, const ga_optimizer& o);
+
+}  // namespace ga

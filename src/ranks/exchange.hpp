@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a context does together with the contexts of other ranks, over a communicator: it checks that all
+// make the same call with the same settings, adds up gradients and sums at the end of a window, and tells
+// whether a call has failed on some rank.
+//
+// Gradients are added in pieces (division.hpp): rank q receives its piece from every rank and adds them in
+// the order of the ranks, then the pieces are gathered. So the sums have the same bits on every rank and
+// with every transport, and each rank has measured its piece in the same pass. What travels together,
+// slices.hpp says. Where the optimizer is sharded, the sums stay where they were added, and updated
+// parameters are gathered.
+//   exchange.cpp            agreement, votes, sums
+//   exchange_gradients.cpp  gradients
+//   exchange_device.cpp     the end of a window on a device
+//   exchange_shards.cpp     who has what, updated parameters and pieces of state
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/background.hpp"
+#include "model/division.hpp"
+#include "model/param.hpp"
+#include "model/table.hpp"
+#include "ranks/comm/comm.hpp"
+#include "ranks/slices.hpp"
+
+namespace ga {
+
+class Context;
+
+class Exchange {
+ public:
+  // Takes the communicator; throws if another context has it.
+  Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_options& options);
+  ~Exchange();
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+
+  int32_t rank() const { return comm_->rank(); }
+  int32_t ranks() const { return comm_->ranks(); }
+  int64_t bytes() const;  // of its buffers
+  // Whether waits for a device look after what is exchanged. Of a context's exchanges one at a time may.
+  void watch(bool on);
+  // Whether a transport may write to the context's arrays even after they are freed.
+  bool may_write_late() const { return comm_->may_write_late(); }
+  bool has_failed() const { return comm_->has_failed(); }
+
+  // For ga_context_set_comm: throws unless all ranks agree, and hands out rank 0's state if asked to.
+  void agree();
+  // Settings may have changed: of the context and its groups, or of parameters and layers too.
+  void forget_settings(bool tensors) {
+    settings_known_ = false;
+    tensors_known_ = tensors_known_ && !tensors;
+  }
+
+  // A checksum of all that changes numbers.
+  uint64_t settings_digest();
+
+  // The end of a window. begin_step() replaces the totals of this rank by those of all, and returns false
+  // if another rank discards the window. add_gradients() follows if the weight is positive, then
+  // add_sums(), between the sums and the judgement of the backend.
+  bool begin_step(WindowTotals& totals);
+  const WindowSums& sums() const { return sums_; }  // of all ranks
+  void add_gradients();
+  void add_sums();
+  void discard();
+  // The end of a window on a device, in which the host waits for nothing but a transport that needs it, and
+  // every rank exchanges the gradients of all parameters that are not frozen.
+  bool on_device() const;
+  // Throws if what earlier windows have queued has failed, which may have reached parameters.
+  void check_queued() {
+    if (comm_->on_stream() && !has_failed()) comm_->watch(0);
+  }
+  // Says of all gradients that their sums are there (Held::kSummed). Before any gradient has moved, throws if
+  // ranks turn out to have different parameters, and returns false if a rank turns out to discard the window.
+  bool hold_all(bool discards);
+  // Puts the sums there. measured: the parameters whose sums are measured.
+  void exchange_all(const WindowTotals& totals, Params measured);
+  Range own_piece(ga_param id) const;  // what this rank measures of a gradient
+  // Whether something of the window has been exchanged: a failure leaves no gradients then.
+  bool has_moved() const { return moved_; }
+
+  // Gradients are exchanged in the background, as soon as they are ready (Param::ready).
+  bool overlaps() const { return options_.overlap != 0; }
+  void release_ready();
+  bool has_begun() const { return begun_; }
+  // Whether the gradient of a parameter may be summed before ga_step.
+  bool is_early(size_t param) const { return background_ && !has_rows(param); }
+  bool is_check_due() const;  // whether this window compares parameters and state
+  // Products of matrices have bits of their own on each processor, so one rank makes the update of a
+  // matrix and hands it to the others.
+  int32_t maker(ga_param id) const { return parts_.divisions[static_cast<size_t>(id)].owner; }
+  void hand_round(float* data, int64_t count, ga_param id);
+
+  // Whether each rank keeps state of a part of the parameters alone, GA_SHARD_OPTIMIZER.
+  bool shards() const { return options_.shard == GA_SHARD_OPTIMIZER; }
+  // Which rank has what of each parameter.
+  struct Parts {
+    std::vector<Division> divisions;
+    std::vector<int64_t> counts;                       // elements
+    std::vector<Keeper> keepers;                       // when it was divided
+    std::vector<std::vector<Partial>> layer_partials;  // where the state is not sharded
+  };
+  // Decides about parameters that are new; before they get arrays.
+  void divide();
+  // Clipping has changed: divides anew, or throws if arrays are divided in another way than they would be now.
+  // What is not sharded is divided anew before the first window alone, since sharded arrays may have been then.
+  // Returns the division that was before if it has changed.
+  std::optional<Parts> check_division();
+  void take_parts(Parts parts) noexcept;
+  // Throws if with the settings of now parameters would be divided in another way.
+  void check_keepers() const;
+  // Where norms over a layer, or over its clipped units, are those of pieces.
+  void describe_measure(ga_param id, UpdateTask& measure);
+  void describe_units(ga_param id, const UnitPattern& pattern, UnitTask& units) const;
+  void add_layer_norms();
+  // After the clip by units of which each rank has made a part: gives every rank the norms and the smallest
+  // factors of all parts.
+  void share_unit_totals();
+  // Gives every rank what the others have changed of the parameters that are sharded.
+  enum class Changed { kNothing, kRows, kElements };
+  void gather_parameters(const std::function<Changed(ga_param)>& changed);
+  void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take);
+
+  // A call that is to succeed on all ranks or on none: begin_call() checks that all make it; vote() throws
+  // if any rank has failed, which tells why. what: the function that was called.
+  void begin_call(const char* what);
+  void vote(const char* what, const Error* failure);
+  // In such a call: whether the window of any rank was not empty when it began.
+  bool has_open_window() const;
+  // And ga_step_result.dropped_micros of the last window, by rank.
+  std::vector<uint64_t> dropped_micros() const;
+  void check_empty(const char* what) const;  // throws, on every rank, if one was not
+  // A text of each rank.
+  std::vector<std::string> gather_texts(const char* what, std::string own);
+  // Hands every rank the bytes that rank q has: there, read(take) hands them over, in pieces of any sizes.
+  // piece: room for what travels at a time, as large on every rank.
+  void hand_round_bytes(int32_t q, int64_t bytes, std::vector<int64_t>& piece,
+                        const std::function<void(const TakePiece&)>& read, const TakePiece& take);
+
+  // The end of a sweep of a layer that has one window over all ranks (GA_BN_WINDOW): merges the records of
+  // all ranks. of: the layer and the function that was called. Where the hosts meet, throws on every rank,
+  // before anything is exchanged, unless all make that call, ready() throws on none of them, and some have
+  // micro-batches of the layer. Where the transport works on a stream, the host waits for nothing, and what
+  // ready() throws is this rank's failure alone: it has not exchanged anything yet.
+  void end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd& end,
+                 int64_t micro_batches, const std::function<void()>& ready);
+
+ private:
+  static constexpr uint64_t kDense = ~uint64_t{0};  // in place of a number of rows
+  enum Call : int64_t { kSetComm = 1, kBegin, kStep, kDiscard, kOther };
+  using Items = std::vector<std::pair<std::string, std::string>>;
+
+  // The first words of every collective call, the same number of them on all ranks.
+  struct Header {
+    int64_t call;
+    int64_t number;  // of the call
+    uint64_t name;   // of the function: a hash
+    uint64_t settings;
+    uint64_t arrays;  // arrays_digest()
+    int64_t params;
+    int64_t next_key;  // of random bits: ParamList::next_key()
+    int64_t open;      // the window holds something
+    int64_t failed;    // end_sweep(): this rank cannot make the call
+    uint64_t dropped;  // begin_call(): dropped_micros of this rank's last result
+    WindowSums sums;
+  };
+  static constexpr int64_t kHeaderWords = sizeof(Header) / sizeof(int64_t);
+
+  static constexpr int32_t kFloats[] = {GA_F32, GA_F64, GA_F16, GA_BF16};
+
+  Header header(Call call, const char* function);
+  void gather_headers(const Header& own, const std::vector<uint64_t>& payload);
+  const Header& header_of(int32_t rank) const;
+  const uint64_t* payload_of(int32_t rank) const;
+  void check_calls(const char* function);
+  uint64_t own_dropped_micros() const;
+  void check_settings();
+  uint64_t arrays_digest() const;
+  void share_arrays(const char* what);
+  void check_tensors() const;
+  void check_tensors_of_device() const;
+  uint64_t tensors_digest();
+  Items context_items() const;
+  Items tensor_items() const;
+  Items settings_items() const;  // both
+  [[noreturn]] void explain(const char* function, const Items& own);
+  template <class Work>
+  void agree_on(const char* what, Work&& work);
+  void hand_out();
+
+  // Whether the transport adds up. Not maxima: MPI and NCCL lose a NaN that is among other numbers.
+  bool adds_there(bool maximum) const {
+    return options_.adder == GA_COMM_ADDER_TRANSPORT && !maximum;
+  }
+  bool adds_there(const Slice& slice) const { return adds_there(slice.op == GA_COMM_MAX); }
+  bool stays(ga_param id) const;
+  bool is_unmeasured(size_t param) const;
+  Range summed_range(ga_param id) const;
+  int32_t wire_of(const Param& p) const;
+  Array summed(ga_param id) const;
+  Array accumulator_of(ga_param id) const;
+  // f(segment) for what this rank has of a packed slice.
+  template <class F>
+  void each_own(const Slice& slice, F&& f) const {
+    for (size_t k = slice.first; k < slice.end; ++k)
+      if (slices_.segments()[k].rank == rank()) f(slices_.segments()[k]);
+  }
+  void reserve();
+  void reserve_sums();
+  static FinishTask move(const Array& from, const Array& to, int64_t count) {
+    FinishTask task = {};
+    task.gradient = identity({from.data, from.format, 1, nullptr});
+    task.f64 = from.format == GA_F64;
+    task.target = to;
+    task.count = count;
+    return task;
+  }
+  void run_moves();
+  bool brings(ga_param id) const;
+  const int64_t* contributed_to(ga_param id) const;
+  void clear(const Slice& slice);
+  void pack(const Slice& slice, const Array& to);
+  void add_blocks(const Slice& slice);
+  static void add_partials(const Partial* partials, int64_t count, ParamSums& sums);
+  void gather(const Slice& slice);
+  void make_slices(const std::function<bool(ga_param)>& which);
+  void run(const Slice& slice);
+  void begin_slices();
+  void run_item(size_t item, Backend& adder);
+  void finish_slices();
+  void agree_on_tensors();
+  void check_state();
+  void agree_on_sweep(const Subject& of, int64_t micro_batches, const std::function<void()>& ready);
+  double* room_for_records(int64_t words);
+  void exchange_records(const BnTask& task, const BnSweepEnd& end, int64_t words);
+  void end_open_sweeps();
+  int64_t longest_record() const;
+  void check_capturing(const char* what) const;
+  const uint64_t* send_brought();
+  uint64_t shape_digest() const;
+  bool is_ready(const Slice& slice) const;
+  void await(size_t item);
+  void release_on_device();
+  void begin_on_device();
+  void reduce(const Slice& slice);
+  void unpack(const Slice& slice, const Array& all);
+  void hold_sums();
+  void measure_own();
+  int64_t piece_of(size_t param, int64_t grain) const;
+  Parts divided(Parts parts) const;
+  bool has_rows(size_t param) const;
+  void gather_rows();
+  void gather_rows_of(ga_param id, const uint64_t* counts);
+  void hand_out_rows(ga_param id);
+  void merge_statistics(std::vector<double>& out);
+
+  Context& context_;
+  const std::shared_ptr<Comm> comm_;
+  ga_comm_options options_;
+  int64_t calls_ = 0;
+  bool settings_known_ = false, tensors_known_ = false;
+  uint64_t settings_ = 0, tensors_ = 0;
+  size_t capacity_ = 0;  // words that travel behind the header
+  std::vector<uint64_t> sent_, gathered_;
+  std::vector<uint64_t> payloads_;  // of all ranks, where they do not fit behind the header
+  size_t payload_words_ = 0;
+
+  // This rank's record, then those of all ranks: of the end of a sweep, or on a device of a window.
+  Buffer records_;
+
+  // On a device.
+  bool watching_ = false;
+  uint64_t agreed_on_ = 0;     // shape_digest() when all ranks last agreed
+  bool captured_ = false;      // a window is in some graph
+  std::vector<char> brought_;  // by parameter: this rank has a gradient
+  std::vector<uint64_t> brought_bits_;
+  Buffer device_bits_;                     // the same bits
+  Buffer pieces_;                          // this rank's, then those of all ranks
+  Buffer device_partials_, device_pairs_;  // of one slice
+
+  // Of the ending window.
+  WindowSums sums_ = {};
+  int64_t micro_batches_ = 0;  // of this rank
+  bool exchanged_ = false;     // there were gradients to add
+  bool moved_ = false;
+  std::vector<char> touched_;         // by parameter, on any rank
+  std::vector<uint64_t> row_counts_;  // [parameters with rows, ranks]
+  std::vector<ParamSums> param_sums_;
+  Slices slices_;
+
+  // Of an exchange in the background. Item 0 is the agreement on the parameters, the others are slices.
+  // Nothing here is touched by two threads at a time: what runs has been released, and stops first.
+  bool begun_ = false;
+  uint64_t begun_with_ = 0;  // tensors_digest()
+  double begun_weight_ = 0;  // of this rank, which adds no more micro-batches
+  size_t released_ = 0;
+  // With ga_config.eager: the last item with a part of each parameter, and how many parameters Eager has begun
+  // with whose sums are there when an item has run.
+  std::vector<size_t> last_items_, begun_by_;
+  std::unique_ptr<Backend> own_backend_;    // one thread, for what runs in the background
+  Backend* adder_;                          // which runs the kernels of the slices now
+  std::unique_ptr<Background> background_;  // NULL: the transport allows no other thread
+
+  Parts parts_;
+  Buffer send_, received_, added_;  // of one slice
+  std::vector<Buffer> wide_;        // by parameter: sums in f32 of a 16-bit accumulator
+  std::vector<Partial> partials_;
+  std::vector<AccumulateTask> tasks_;
+  std::vector<int64_t> starts_;  // of the tasks in the block
+  std::vector<FinishTask> moves_;
+  std::vector<Pair> pairs_;
+  std::vector<NormTask> norms_;
+  std::vector<Numbers> numbers_;
+  std::vector<ga_param> measured_;
+};
+
+}  // namespace ga

@@ -1,0 +1,568 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradients: they travel to where they are added, in ga_step or before, and their sums back.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "context/context.hpp"
+#include "core/error.hpp"
+#include "core/tensor.hpp"
+#include "ranks/exchange.hpp"
+
+namespace ga {
+namespace {
+
+constexpr int64_t kRowBytes = int64_t{8} << 20;  // of an exchange
+
+int64_t size_of(int32_t dtype) { return dtype_info(dtype).size; }
+
+// What a rank without a gradient brings, which changes nothing on the others.
+double of_none(const Param& p) { return p.maximum ? -HUGE_VAL : 0; }
+
+int32_t added_in(int32_t wire) { return wire == GA_F64 ? GA_F64 : GA_F32; }
+
+}  // namespace
+
+// ---- Slices -------------------------------------------------------------------------------------
+
+// Whether the sum of a gradient stays where it is added, since nobody else updates the parameter.
+bool Exchange::stays(ga_param id) const {
+  const auto i = static_cast<size_t>(id);
+  return shards() && (parts_.keepers[i] == Keeper::kPieces ||
+                      (parts_.keepers[i] == Keeper::kOwner && parts_.divisions[i].piece == 0));
+}
+
+// What this rank has of the sum of a gradient in the end.
+Range Exchange::summed_range(ga_param id) const {
+  const Param& p = context_.params_[id];
+  return stays(id) ? p.share : Range{0, p.count};
+}
+
+// The dtype in which a gradient travels to where it is added.
+int32_t Exchange::wire_of(const Param& p) const {
+  if (p.f64) return GA_F64;
+  if (p.pair || adds_there(p.maximum)) return GA_F32;
+  if (size_of(p.accumulator_dtype) == 2)
+    return context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN ? int32_t{GA_F32}
+                                                                       : p.accumulator_dtype;
+  return options_.wire == GA_COMM_WIRE_BF16 && !p.maximum ? GA_BF16 : GA_F32;
+}
+
+// Where the sum of a gradient lies: in the accumulator, or in an array of f32.
+Array Exchange::summed(ga_param id) const {
+  const Param& p = context_.params_[id];
+  if (p.fits_accumulator() && !p.pair) return {p.accumulator, p.accumulator_dtype};
+  return whole_of({wide_[static_cast<size_t>(id)].data(), GA_F32}, summed_range(id).first);
+}
+
+// Makes room for the slices.
+void Exchange::reserve() {
+  const int64_t ranks = comm_->ranks();
+  size_t received = 0, send = 0, added = 0, chunks = 0, tasks = 0;
+  for (const Slice& s : slices_.list()) {
+    const auto elements = static_cast<size_t>(s.block * ranks);
+    const auto size = static_cast<size_t>(size_of(s.dtype));
+    if (s.stride == 0) continue;  // as a whole, where it lies
+    received = std::max(received, elements * size);
+    if (s.packed) send = std::max(send, elements * size);
+    if (s.packed && s.gathered && !adds_there(s))
+      added = std::max(added, elements * static_cast<size_t>(size_of(added_in(s.dtype))));
+    const size_t segments = s.end - s.first;
+    chunks = std::max(chunks, segments + static_cast<size_t>(chunk_count(s.block)));
+    tasks = std::max(tasks, segments + static_cast<size_t>(ranks));
+  }
+  const auto grow = [&](Buffer& buffer, size_t bytes) {
+    if (buffer.bytes() < bytes) buffer = Buffer(*context_.backend_, bytes);
+  };
+  grow(received_, received);
+  grow(send_, send);
+  grow(added_, added);
+  if (on_device()) {
+    grow(device_partials_, chunks * sizeof(Partial));
+    grow(device_pairs_, tasks * sizeof(Pair));
+  } else {
+    partials_.resize(std::max(partials_.size(), chunks));
+  }
+  tasks_.reserve(tasks);
+  moves_.reserve(tasks);
+  pairs_.reserve(tasks);
+  norms_.reserve(tasks);
+  numbers_.reserve(tasks);
+}
+
+// Makes the arrays for sums that do not fit their accumulator.
+void Exchange::reserve_sums() {
+  wide_.resize(touched_.size());
+  for (size_t i = 0; i < touched_.size(); ++i) {
+    const Param& p = context_.params_[i];
+    const bool needed = touched_[i] && (!p.fits_accumulator() || p.pair);
+    const int64_t count = needed ? summed_range(static_cast<ga_param>(i)).count : 0;
+    if (context_.params_.tensor(i).removed) wide_[i] = Buffer();
+    if (count > 0 && !wide_[i].data())
+      wide_[i] = Buffer(*context_.backend_, static_cast<size_t>(count) * sizeof(float));
+  }
+}
+
+void Exchange::run_moves() { adder_->finish({moves_.data(), moves_.size()}); }
+
+// ---- Gradients ----------------------------------------------------------------------------------
+
+// The slices of those parameters which(id) picks.
+void Exchange::make_slices(const std::function<bool(ga_param)>& which) {
+  slices_.clear();
+  const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
+  const auto add = [&](int32_t wire, bool gathered, int32_t op) {
+    slices_.add(parts_.divisions, parts_.counts, wire, gathered, op, [&](ga_param id) {
+      const Param& p = context_.params_[id];
+      if (p.count == 0 || wire_of(p) != wire || gathered == stays(id) ||
+          p.maximum != (op == GA_COMM_MAX) || !which(id))
+        return Travel::kNot;
+      const bool as_it_lies = wire == p.accumulator_dtype && !p.pair && !(running && !p.maximum);
+      if (!as_it_lies || (adds_there(p.maximum) && stays(id))) return Travel::kPacked;
+      return adds_there(p.maximum) ? Travel::kAsAWhole : Travel::kInPlace;
+    });
+  };
+  for (const int32_t wire : kFloats) {
+    add(wire, true, GA_COMM_MAX);
+    add(wire, true, GA_COMM_SUM);
+    add(wire, false, GA_COMM_SUM);
+  }
+  reserve();
+  reserve_sums();
+}
+
+void Exchange::add_gradients() {
+  moved_ = true;
+  if (!overlaps()) param_sums_.assign(touched_.size(), ParamSums());
+  if (!exchanged_) return;
+  gather_rows();
+  // In the background, gradients that may consist of rows have not been exchanged yet.
+  make_slices([&](ga_param id) {
+    const auto i = static_cast<size_t>(id);
+    return touched_[i] && context_.params_[id].held() != Held::kRows &&
+           (!overlaps() || has_rows(i));
+  });
+  for (const Slice& s : slices_.list()) run(s);
+  hold_sums();
+  measure_own();
+}
+
+void Exchange::hold_sums() {
+  for (size_t i = 0; i < touched_.size(); ++i) {
+    Param& p = context_.params_[i];
+    if (!touched_[i] || p.held() == Held::kRows) continue;
+    if (p.held() == Held::kNothing)  // the partials are those of an earlier window
+      for (int64_t k = 0; k < chunk_count(p.count); ++k) p.partials[k].noise = 0;
+    p.hold(Held::kSummed);
+    const auto id = static_cast<ga_param>(i);
+    p.summed = summed_range(id).count > 0 ? summed(id).data : nullptr;
+    p.stale = false;
+  }
+}
+
+void Exchange::run(const Slice& slice) {
+  moved_ = true;
+  if (adds_there(slice)) return reduce(slice);
+  const Segment& only = slices_.segments()[slice.first];
+  const Array send = slice.packed ? Array{send_.data(), slice.dtype}
+                                  : offset(accumulator_of(only.param), only.first);
+  if (slice.packed)
+    pack(slice, send);
+  else
+    clear(slice);
+  comm_->all_to_all("gradients", send.data, slice.stride, received_.data(), slice.block,
+                    slice.dtype);
+  add_blocks(slice);
+  if (!slice.gathered) return;
+  const Array all = slice.packed ? Array{added_.data(), added_in(slice.dtype)}
+                                 : offset(summed(only.param), only.first);
+  comm_->all_gather_arrays("sums of gradients", offset(all, rank() * slice.stride).data, all.data,
+                           slice.stride, slice.block, all.format);
+  if (slice.packed) unpack(slice, all);
+}
+
+// The transport adds.
+void Exchange::reduce(const Slice& slice) {
+  const Segment& only = slices_.segments()[slice.first];
+  const char* const what = "gradients";
+  if (!slice.packed) {
+    clear(slice);
+    return comm_->all_reduce(what, offset(accumulator_of(only.param), only.first).data, slice.block,
+                             slice.dtype, slice.op);
+  }
+  const Array send = {send_.data(), slice.dtype};
+  pack(slice, send);
+  if (slice.gathered) {
+    comm_->all_reduce(what, send.data, slice.block * comm_->ranks(), slice.dtype, slice.op);
+    return unpack(slice, send);
+  }
+  const Array own = {received_.data(), slice.dtype};
+  comm_->reduce_scatter(what, send.data, own.data, slice.block, slice.dtype, slice.op);
+  moves_.clear();
+  each_own(slice, [&](const Segment& s) {
+    moves_.push_back(
+        move(offset(own, s.at - rank() * slice.block), offset(summed(s.param), s.first), s.count));
+  });
+  run_moves();
+}
+
+// The accumulator of a gradient that travels as it lies.
+Array Exchange::accumulator_of(ga_param id) const {
+  const Param& p = context_.params_[id];
+  return {p.accumulator, p.accumulator_dtype};
+}
+
+// Whether this rank has a gradient. Where micro-batches are checked, the host of a device does not know: if
+// all are dropped, the kernels leave zeros, which is right for sums; of a maximum, contributed_to() tells kernels.
+bool Exchange::brings(ga_param id) const {
+  const Held held = context_.params_[id].held();
+  if (on_device() && held == Held::kSummed) return brought_[static_cast<size_t>(id)] != 0;
+  return held != Held::kNothing;
+}
+const int64_t* Exchange::contributed_to(ga_param id) const {
+  if (!on_device() || !context_.deferring() || !context_.params_[id].maximum) return nullptr;
+  return &context_.tables_.param_states.at(static_cast<size_t>(id))->contributed;
+}
+
+// Writes of_none() to a slice that travels as it lies, where this rank has no gradient.
+void Exchange::clear(const Slice& slice) {
+  const Segment& s = slices_.segments()[slice.first];
+  const Param& p = context_.params_[s.param];
+  const int64_t* const contributed = contributed_to(s.param);
+  const bool brought = brings(s.param);
+  if (brought && !contributed) return;
+  moves_.clear();
+  for (int64_t q = 0; q < (slice.stride > 0 ? comm_->ranks() : 1); ++q) {
+    const Array at = offset(accumulator_of(s.param), q * slice.stride + s.first);
+    moves_.push_back(move(brought ? at : Array{nullptr, p.real()}, at, s.count));
+    moves_.back().constant = of_none(p);
+    moves_.back().contributed = contributed;
+  }
+  run_moves();
+}
+
+// Copies what this rank has of a slice; of_none() where it has nothing.
+void Exchange::pack(const Slice& slice, const Array& to) {
+  const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
+  moves_.clear();
+  pairs_.clear();
+  for (size_t k = slice.first; k < slice.end; ++k) {
+    const Segment& s = slices_.segments()[k];
+    const Param& p = context_.params_[s.param];
+    FinishTask task = {};
+    task.f64 = p.f64;
+    task.target = offset(to, s.at);
+    task.count = s.count;
+    task.constant = of_none(p);
+    task.contributed = contributed_to(s.param);
+    if (brings(s.param)) {
+      Source& source = task.gradient.source;
+      source = {offset({p.accumulator, p.accumulator_dtype}, s.first).data, p.accumulator_dtype, 1,
+                nullptr};
+      if (p.pair) {
+        const Tensor& t = context_.params_.tensor(s.param);
+        pairs_.push_back({const_cast<void*>(source.data),
+                          offset({t.low, p.accumulator_dtype}, s.first).data, p.accumulator_dtype});
+        source.data = on_device() ? static_cast<Pair*>(device_pairs_.data()) + pairs_.size() - 1
+                                  : &pairs_.back();
+        source.format = kPair;
+      }
+      const auto i = static_cast<size_t>(s.param);
+      if (running && !p.maximum) {
+        if (on_device() && context_.deferring())
+          task.gradient.numbers = &context_.tables_.plans.at(i)->gradient;  // see sum_rank()
+        else
+          source.scale = context_.deferring() ? context_.param_state(i).held_weight : p.held_weight;
+      }
+    }
+    moves_.push_back(task);
+  }
+  if (on_device() && !pairs_.empty())
+    context_.backend_->write(device_pairs_.data(), pairs_.data(), pairs_.size() * sizeof(Pair));
+  run_moves();
+}
+
+void Exchange::unpack(const Slice& slice, const Array& all) {
+  moves_.clear();
+  for (size_t k = slice.first; k < slice.end; ++k) {
+    const Segment& s = slices_.segments()[k];
+    moves_.push_back(move(offset(all, s.at), offset(summed(s.param), s.first), s.count));
+  }
+  run_moves();
+}
+
+// Adds the blocks that have come, or takes the maximum, in the order of the ranks, and measures the sums.
+void Exchange::add_blocks(const Slice& slice) {
+  tasks_.clear();
+  starts_.clear();
+  const auto add = [&](const Segment& s, const Array& target, int64_t start) {
+    AccumulateTask task = {};
+    task.target = target;
+    task.count = s.count;
+    // Launches that parameters share have tables, which the second stream has to leave alone.
+    task.param = on_device() ? -1 : s.param;
+    tasks_.push_back(task);
+    starts_.push_back(start);
+  };
+  if (slice.packed) {
+    const Array added = {added_.data(), added_in(slice.dtype)};
+    each_own(slice, [&](const Segment& s) {
+      add(s, slice.gathered ? offset(added, s.at) : offset(summed(s.param), s.first),
+          s.at - rank() * slice.block);
+    });
+  } else {
+    const Segment& s = slices_.segments()[slice.first];
+    add(s, offset(summed(s.param), rank() * slice.stride + s.first), 0);
+  }
+  if (tasks_.empty()) return;
+  size_t chunks = 0;
+  Partial* const partials =
+      on_device() ? static_cast<Partial*>(device_partials_.data()) : partials_.data();
+  for (AccumulateTask& task : tasks_) {
+    task.partials = partials + chunks;
+    chunks += static_cast<size_t>(chunk_count(task.count));
+  }
+  const Array received = {received_.data(), slice.dtype};
+  // The first pass adds two ranks' blocks, each further one that of one more.
+  for (int64_t q = 0; q < comm_->ranks(); q += q == 0 ? 2 : 1) {
+    for (size_t k = 0; k < tasks_.size(); ++k) {
+      AccumulateTask& task = tasks_[k];
+      task.sources = q == 0 && comm_->ranks() > 1 ? 2 : 1;
+      const bool maximum = slice.op == GA_COMM_MAX && comm_->ranks() > 1;
+      task.keep = maximum ? kMaximum : q == 0 ? 0 : 1;
+      for (int64_t j = 0; j < task.sources; ++j)
+        task.source[j] = {offset(received, (q + j) * slice.block + starts_[k]).data, slice.dtype, 1,
+                          nullptr};
+    }
+    adder_->accumulate({tasks_.data(), tasks_.size()});
+  }
+  if (on_device()) return;  // the sums are measured where they have been gathered
+  for (const AccumulateTask& task : tasks_) {
+    const auto i = static_cast<size_t>(task.param);
+    if (!is_unmeasured(i)) add_partials(task.partials, task.count, param_sums_[i]);
+  }
+}
+
+void Exchange::add_partials(const Partial* partials, int64_t count, ParamSums& sums) {
+  for (int64_t k = 0; k < chunk_count(count); ++k) {
+    sums.squares += partials[k].sum_squares;
+    sums.nonfinite += partials[k].nonfinite != 0;
+  }
+}
+
+// Whether measure_own() measures the sums of a gradient, in place of adding it up.
+bool Exchange::is_unmeasured(size_t i) const {
+  return adds_there(context_.params_[i].maximum) || parts_.divisions[i].measured_apart;
+}
+
+// What the adding has not measured for this rank: squares of gradients clipped by value, which take the
+// weight of the window; all squares of what the transport has added, or of other pieces.
+void Exchange::measure_own() {
+  measured_.clear();
+  size_t chunks = 0;
+  for (size_t i = 0; i < touched_.size(); ++i) {
+    const Param& p = context_.params_[i];
+    if (!touched_[i] || p.held() != Held::kSummed) continue;
+    if (!is_unmeasured(i) && !context_.tables_.param_inputs[i].clamped) continue;
+    const int64_t count = parts_.divisions[i].measured(rank(), p.count).count;
+    if (count == 0) continue;
+    measured_.push_back(static_cast<ga_param>(i));
+    chunks += static_cast<size_t>(chunk_count(count));
+  }
+  if (measured_.empty()) return;
+  partials_.resize(std::max(partials_.size(), chunks));
+  norms_.clear();
+  numbers_.clear();
+  numbers_.reserve(measured_.size());
+  const double mean = context_.config_.reduce == GA_REDUCE_MEAN ? 1 / sums_.weight : 1;
+  chunks = 0;
+  for (const ga_param id : measured_) {
+    const Param& p = context_.params_[id];
+    const ParamInput& in = context_.tables_.param_inputs[static_cast<size_t>(id)];
+    const Range own = parts_.divisions[static_cast<size_t>(id)].measured(rank(), p.count);
+    NormTask task = {};
+    task.gradient = identity({offset(summed(id), own.first).data, p.real(), 1, nullptr});
+    task.f64 = p.f64;
+    task.count = own.count;
+    task.partials = &partials_[chunks];
+    chunks += static_cast<size_t>(chunk_count(own.count));
+    if (in.clamped) {
+      const GroupInput& g = context_.tables_.group_inputs[static_cast<size_t>(in.group)];
+      numbers_.push_back({g.optimizer.maximize ? -mean : mean, g.clip.max_value, 1});
+      task.gradient.numbers = &numbers_.back();
+    }
+    norms_.push_back(task);
+  }
+  context_.backend_->norm({norms_.data(), norms_.size()});
+  for (size_t m = 0; m < measured_.size(); ++m) {
+    const NormTask& task = norms_[m];
+    const auto i = static_cast<size_t>(measured_[m]);
+    ParamSums& sums = param_sums_[i];
+    if (is_unmeasured(i)) add_partials(task.partials, task.count, sums);
+    for (int64_t k = 0; task.gradient.numbers && k < chunk_count(task.count); ++k)
+      sums.clamped += task.partials[k].second_squares;
+  }
+}
+
+// ---- In the background ----------------------------------------------------------------------------
+
+// Has the slices run whose parameters are ready, in their order, which is the same on every rank.
+void Exchange::release_ready() {
+  // What layers exchange comes first: all ranks make these calls together, so that all go on in one order.
+  if (has_failed() || context_.batch_norms_.awaits_sums()) return;
+  if (on_device() && overlaps()) return release_on_device();
+  if (!background_) return;
+  if (!begun_) begin_slices();
+  const size_t before = released_;
+  const std::vector<Slice>& list = slices_.list();
+  for (; released_ < list.size() && is_ready(list[released_]); ++released_)
+    if (context_.eager_) await(1 + released_);
+  if (released_ > before) background_->release(1 + released_);
+}
+
+bool Exchange::is_ready(const Slice& slice) const {
+  for (size_t k = slice.first; k < slice.end; ++k) {
+    const Param& p = context_.params_[slices_.segments()[k].param];
+    if (!p.ready || p.held() == Held::kRows) return false;
+  }
+  return true;
+}
+
+// Has the parameters updated that are summed when this item has run.
+void Exchange::await(size_t item) {
+  const Slice& slice = slices_.list()[item - 1];
+  for (size_t k = slice.first; k < slice.end; ++k) {
+    const ga_param id = slices_.segments()[k].param;
+    size_t& last = last_items_[static_cast<size_t>(id)];
+    if (last != item) continue;
+    last = 0;  // it may have further segments in the slice
+    context_.eager_->await(id, summed(id));
+  }
+  begun_by_[item] = context_.eager_->begun();
+}
+
+// Makes the slices of a window, of which nobody knows yet what other ranks bring: they are of all
+// parameters but those of which a gradient may be rows.
+void Exchange::begin_slices() {
+  context_.prepare();
+  check_tensors();
+  begun_with_ = tensors_digest();
+  touched_.assign(context_.params_.size(), 0);
+  for (size_t i = 0; i < touched_.size(); ++i)
+    touched_[i] = !context_.params_[i].frozen && !has_rows(i);
+  make_slices([&](ga_param id) { return touched_[static_cast<size_t>(id)] != 0; });
+  param_sums_.assign(touched_.size(), ParamSums());
+  if (own_backend_)
+    own_backend_->reserve(static_cast<int64_t>(partials_.size() + tasks_.capacity()), 0, 0);
+  begun_weight_ = context_.window_.weight();
+  if (context_.eager_) {
+    last_items_.assign(touched_.size(), 0);
+    begun_by_.assign(1 + slices_.list().size(), 0);
+    for (size_t item = 1; item < begun_by_.size(); ++item) {
+      const Slice& slice = slices_.list()[item - 1];
+      for (size_t k = slice.first; k < slice.end; ++k)
+        last_items_[static_cast<size_t>(slices_.segments()[k].param)] = item;
+    }
+    context_.eager_->open();
+  }
+  moved_ = false;
+  begun_ = true;
+  released_ = 0;
+}
+
+// On one thread or the other, each with a backend of its own.
+void Exchange::run_item(size_t item, Backend& adder) {
+  adder_ = &adder;
+  if (item == 0)
+    agree_on_tensors();
+  else
+    run(slices_.list()[item - 1]);
+  if (context_.eager_ && begun_by_[item] > 0) context_.eager_->arrived(begun_by_[item]);
+}
+
+// Runs what has not run in the background.
+void Exchange::finish_slices() {
+  if (!begun_) begin_slices();
+  begun_ = false;
+  size_t item = background_ ? background_->stop() : 0;
+  for (; item < 1 + slices_.list().size(); ++item) run_item(item, *context_.backend_);
+  adder_ = context_.backend_.get();
+}
+
+// ---- Gradients of some rows -----------------------------------------------------------------------
+
+bool Exchange::has_rows(size_t i) const {
+  const Tensor& t = context_.params_.tensor(i);
+  return t.options.rows != GA_ROWS_NONE && !t.removed;
+}
+
+// Every rank adds the rows of all ranks to an empty set, in the order of the ranks, and so has the same
+// sums; a parameter of which some rank has a gradient of all rows is made dense on every rank.
+void Exchange::gather_rows() {
+  const auto ranks = static_cast<size_t>(comm_->ranks());
+  const uint64_t* counts = row_counts_.data();
+  for (size_t i = 0; i < touched_.size(); ++i) {
+    if (!has_rows(i)) continue;
+    const uint64_t* const of_ranks = counts;
+    counts += ranks;
+    if (!touched_[i] || context_.params_[i].frozen) continue;
+    const auto id = static_cast<ga_param>(i);
+    if (std::find(of_ranks, of_ranks + ranks, kDense) != of_ranks + ranks)
+      context_.make_dense(id);
+    else
+      gather_rows_of(id, of_ranks);
+  }
+}
+
+void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
+  Backend& backend = *context_.backend_;
+  Param& p = context_.params_[id];
+  const Tensor& t = context_.params_.tensor(id);
+  p.hold(Held::kRows);
+  (*context_.tables_.param_states.at(static_cast<size_t>(id))).contributed = 1;  // by some rank
+  const auto ranks = static_cast<size_t>(comm_->ranks());
+  const auto most = static_cast<size_t>(*std::max_element(counts, counts + ranks));
+  if (p.count == 0 || most == 0) return;
+  const auto columns = static_cast<size_t>(p.count / t.rows);
+  const auto size = static_cast<size_t>(size_of(p.accumulator_dtype));
+  const size_t row_bytes = columns * size;
+
+  std::vector<int64_t> indices(most, 0), all(ranks * most);
+  std::vector<char> values(most * row_bytes);
+  for (int64_t k = 0; k < t.set->size; ++k) {
+    const int64_t row = t.set->entries[k].row;
+    indices[static_cast<size_t>(k)] = row;
+    std::memcpy(&values[static_cast<size_t>(k) * row_bytes],
+                static_cast<char*>(p.accumulator) + static_cast<size_t>(row) * row_bytes,
+                row_bytes);
+  }
+  comm_->all_gather("rows of gradients", indices.data(), all.data(), static_cast<int64_t>(most),
+                    GA_I64);
+  backend.clear_rows({&context_.params_.tensor(id).set, 1});
+  RowsTask task = {};
+  task.target = {p.accumulator, p.accumulator_dtype};
+  task.rows = t.rows;
+  task.columns = static_cast<int64_t>(columns);
+  task.set = t.set;
+  task.index_dtype = GA_I64;
+  for (size_t q = 0; q < ranks; ++q) task.count += static_cast<int64_t>(counts[q]);
+  backend.prepare_rows(task, 0);
+  context_.rows_held_ += task.count;
+
+  const size_t slice = std::max<size_t>(1, static_cast<size_t>(kRowBytes) / (ranks * row_bytes));
+  std::vector<char> gathered(ranks * std::min(slice, most) * row_bytes);
+  for (size_t at = 0; at < most; at += slice) {
+    const size_t rows = std::min(slice, most - at);
+    comm_->all_gather("rows of gradients", &values[at * row_bytes], gathered.data(),
+                      static_cast<int64_t>(rows * columns), p.accumulator_dtype);
+    for (size_t q = 0; q < ranks; ++q) {
+      if (counts[q] <= at) continue;
+      task.count = static_cast<int64_t>(std::min<size_t>(counts[q] - at, rows));
+      task.indices = &all[q * most + at];
+      task.values = {&gathered[q * rows * row_bytes], p.accumulator_dtype, 1, nullptr};
+      backend.accumulate_rows(task);
+    }
+  }
+}
+
+}  // namespace ga

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ranks/slices.hpp"
+
+#include <algorithm>
+
+namespace ga {
+
+constexpr int64_t kSliceBytes = int64_t{8} << 20;
+constexpr int64_t kInPlaceBytes = int64_t{512} << 10;  // smaller parameters are packed
+
+void Slices::add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
+                 int32_t dtype, bool gathered, int32_t op,
+                 const std::function<Travel(ga_param)>& travel) {
+  const int64_t size = dtype_info(dtype).size;
+  const int64_t most = std::max(kSliceBytes / size / ranks_, int64_t{1});
+  const int64_t grain = std::min(most, kChunk);
+  for (auto& queue : queues_) queue.clear();
+  for (size_t i = divisions.size(); i-- > 0;) {
+    const auto id = static_cast<ga_param>(i);
+    Travel how = travel(id);
+    if (how == Travel::kNot) continue;
+    const Division& d = divisions[i];
+    const int64_t count = counts[i];
+    if (count * size < kInPlaceBytes || d.piece == 0) how = Travel::kPacked;
+    const auto add_slice = [&](int64_t first, int64_t block, int64_t stride) {
+      segments_.push_back({id, first, block, 0, 0});
+      slices_.push_back(
+          {dtype, false, gathered, op, segments_.size() - 1, segments_.size(), block, stride});
+    };
+    int64_t done = 0;
+    if (how == Travel::kAsAWhole)
+      for (int64_t block; done < count; done += block) {
+        block = std::min(most * ranks_, count - done);
+        add_slice(done, block, 0);
+      }
+    if (how == Travel::kAsAWhole) continue;
+    // In place, but for the end of the pieces, where some ranks have no more.
+    if (how == Travel::kInPlace)
+      for (int64_t last = d.range(ranks_ - 1, count).count, block; done < last; done += block) {
+        block = std::min(most / grain * grain, last - done);
+        add_slice(done, block, d.piece);
+      }
+    for (int32_t q = 0; q < ranks_; ++q) {
+      const Range r = d.range(q, count);
+      if (r.count > done)
+        queues_[static_cast<size_t>(q)].push_back({id, r.first + done, r.count - done, done, q});
+    }
+  }
+  pack_queues({dtype, true, gathered, op, 0, 0, 0, 0}, most, grain);
+}
+
+// Slices of what is in the queues, one for each rank, whose segments know where they begin in what the rank
+// has of the parameter (`at`).
+void Slices::pack_queues(const Slice& like, int64_t most, int64_t grain) {
+  std::vector<size_t> next(queues_.size(), 0);
+  for (;;) {
+    const size_t begin = segments_.size();
+    int64_t block = 0;
+    for (size_t q = 0; q < queues_.size(); ++q) {
+      int64_t filled = 0;
+      while (next[q] < queues_[q].size()) {
+        Segment& s = queues_[q][next[q]];
+        int64_t count = std::min(s.count, most - filled);
+        if (count < s.count) count = (s.at + count) / grain * grain - s.at;
+        if (count <= 0) break;
+        segments_.push_back({s.param, s.first, count, filled, s.rank});
+        s.first += count;
+        s.at += count;
+        s.count -= count;
+        filled += count;
+        if (s.count == 0) ++next[q];
+      }
+      block = std::max(block, filled);
+    }
+    if (block == 0) return;
+    for (size_t k = begin; k < segments_.size(); ++k) segments_[k].at += segments_[k].rank * block;
+    slices_.push_back(like);
+    slices_.back().first = begin;
+    slices_.back().end = segments_.size();
+    slices_.back().block = slices_.back().stride = block;
+  }
+}
+
+}  // namespace ga

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// What travels together between ranks. Parameters are cut into slices, each of which one exchange moves: a
+// block of every rank, or to every rank, of at most some MiB in all. A large parameter travels where it
+// lies; small ones, and what has to be converted, are packed into slices.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "model/division.hpp"
+
+namespace ga {
+
+// A part of a parameter in a slice. Packed: it begins at element `at` of the slice. In place: `first`
+// counts from the beginning of each rank's piece. As a whole: `first` is of the parameter.
+struct Segment {
+  ga_param param;
+  int64_t first, count, at;
+  int32_t rank;  // whose piece it is
+};
+
+struct Slice {
+  int32_t dtype;
+  bool packed;        // else of one parameter, where it lies
+  bool gathered;      // every rank gets the sums
+  int32_t op;         // ga_comm_op: sums, or maxima
+  size_t first, end;  // of segments()
+  int64_t block;      // elements of each rank
+  int64_t stride;     // from a rank's block to the next one; 0: of one block, which is not divided
+};
+
+// How a parameter travels: where it lies, in pieces or as a whole; packed.
+enum class Travel { kNot, kInPlace, kAsAWhole, kPacked };
+
+class Slices {
+ public:
+  explicit Slices(int32_t ranks) : ranks_(ranks), queues_(static_cast<size_t>(ranks)) {}
+
+  void clear() {
+    slices_.clear();
+    segments_.clear();
+  }
+  // Adds the slices of the parameters that travel in a dtype; travel(id) says how. The newest parameters
+  // come first, as in backward. What a rank has of a parameter is cut at the same places whatever else
+  // travels, so that its partial sums of squares have the same bits.
+  void add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
+           int32_t dtype, bool gathered, int32_t op, const std::function<Travel(ga_param)>& travel);
+
+  const std::vector<Slice>& list() const { return slices_; }
+  const std::vector<Segment>& segments() const { return segments_; }
+
+ private:
+  void pack_queues(const Slice& like, int64_t most, int64_t grain);
+
+  const int32_t ranks_;
+  std::vector<Slice> slices_;
+  std::vector<Segment> segments_;
+  std::vector<std::vector<Segment>> queues_;  // by rank: what it has of the next packed slices
+};
+
+}  // namespace ga

@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "step/eager.hpp"
+
+#include <algorithm>
+
+#include "context/context.hpp"
+#include "core/error.hpp"
+#include "core/tensor.hpp"
+#include "ranks/exchange.hpp"
+
+namespace ga {
+namespace {
+
+thread_local const Context* telling = nullptr;
+
+// Else ga_step may skip the window for its weight.
+bool is_usual(double weight) { return weight >= 0x1p-126 && weight <= 0x1p127; }
+
+}  // namespace
+
+Eager::Eager(Context& context)
+    : context_(context),
+      second_set_(context.config_, *context.backend_, context.params_, context.arrays_,
+                  context.ranges_) {
+  ga_config config = context.config_;
+  if (config.eager_threads == 0) return;
+  config.num_threads = config.eager_threads;
+  config.parallel_for = nullptr;
+  backend_ = make_cpu_backend(config);
+  thread_ = std::make_unique<Background>([this](size_t item) {
+    const FpMode mode;
+    run({&begun_[item], 1});
+  });
+}
+
+void Eager::reserve(size_t params, int64_t chunks) {
+  join();
+  for (auto* list : {&waiting_, &ready_, &early_}) list->reserve(params);
+  begun_.reserve(params);
+  moves_.reserve(params);
+  if (backend_) backend_->reserve(chunks, static_cast<int64_t>(params), 0);
+}
+
+void Eager::make_second_set() {
+  second_set_.make([this](size_t i) { return needs_second_set(i); });
+}
+
+int64_t Eager::bytes(int64_t& written) const {
+  return second_set_.bytes([this](size_t i) { return needs_second_set(i); }, written);
+}
+
+int64_t Eager::list_bytes(size_t params) const {
+  const Backend& backend = backend_ ? *backend_ : *context_.backend_;
+  return static_cast<int64_t>(params *
+                              (3 * sizeof(ga_param) + sizeof(ReadyParam) + sizeof(FinishTask))) +
+         backend.ahead_bytes(params);
+}
+
+// Whether a parameter's update reads nothing but the parameter's own gradient, and runs on any thread.
+bool Eager::may_go_ahead(size_t i) const {
+  const ParamList& params = context_.params_;
+  const Param& p = params[i];
+  const int op = params.op_of(p);
+  if (op < 0 || p.share.count == 0 || p.frozen) return false;
+  const OpInfo& info = op_info(op);
+  if (info.orthogonal) return false;  // products of matrices take all threads of the context
+  // In place, what a first pass emits takes the place of the gradient, or scratch that all parameters share.
+  if (info.emits && is_settled(i) && !p.fits_accumulator()) return false;
+  // max_grad_norm limits the norm after clipping by units, which is known only after ga_step has decided.
+  if (params.is_bounded(p) && params.clips_units()) return false;
+  if (!context_.exchange_) return true;
+  // Norms of pieces on several ranks are added up in ga_step, which also knows those of summed gradients.
+  return context_.exchange_->is_early(i) && !info.reads_gradient_norm &&
+         !params.is_layered_over_ranks(i) && !params.is_clipped_in_parts(i);
+}
+
+// Whether a parameter's update takes passes over its units, rows and columns, or the parameter first.
+bool Eager::is_in_passes(size_t i) const {
+  const ParamList& params = context_.params_;
+  const OpInfo& op = op_info(params.op_of(params[i]));
+  return op.norms > 0 || op.factored || op.row_state || params.by_units(i);
+}
+
+// Whether all that ga_step will decide about the parameter is known before.
+bool Eager::is_settled(size_t i) const {
+  const ParamList& params = context_.params_;
+  const Param& p = params[i];
+  const ga_clip& clip = params.clip_of(p);
+  return !context_.exchange_ && context_.config_.nonfinite == GA_NONFINITE_IGNORE &&
+         !(clip.scope == GA_CLIP_GLOBAL && clip.when == GA_CLIP_WHEN_STEP) && !params.is_bounded(p);
+}
+
+// Not for parameters in double, which wait for ga_step: kernels for them would be as large again.
+bool Eager::needs_second_set(size_t i) const {
+  return may_go_ahead(i) && !is_settled(i) && !context_.params_[i].f64;
+}
+
+void Eager::release(Callers::Lock& lock) {
+  Context& c = context_;
+  if (!is_usual(c.window_.weight())) return;
+  make_second_set();
+  const size_t first = begun_.size();
+  for (const ga_param id : waiting_) {
+    ready_.push_back(id);
+    const Held held = c.params_[id].held();
+    if (held == Held::kStored || held == Held::kAdopted) begin(id, nullptr);
+  }
+  waiting_.clear();
+  const Span<const ReadyParam> begun = {begun_.data() + first, begun_.size() - first};
+  if (begun.size == 0) return;
+  if (first == 0) totals_ = c.window_totals();  // which the threads read that work already
+  if (thread_) return thread_->release(begun_.size());
+  done_ = begun_.size();
+  try {
+    const Apart apart(lock);
+    run(begun);
+  } catch (const Error& e) {
+    bool in_place = false;
+    for (size_t k = 0; k < begun.size; ++k)
+      in_place = in_place || c.params_[begun.data[k].param].ahead == Ahead::kInPlace;
+    if (in_place) {  // half updated
+      c.broken_ = e;
+      throw;
+    }
+    for (size_t k = 0; k < begun.size; ++k) forget(begun.data[k]);  // ga_step does it anew
+  }
+}
+
+// Has the update of a parameter begin, if it may. sum: over the ranks; NULL: it reads the gradient that the
+// parameter holds.
+void Eager::begin(ga_param id, const Array* sum) {
+  Context& c = context_;
+  const auto i = static_cast<size_t>(id);
+  Param& p = c.params_[i];
+  const bool early = c.params_.tensor(i).options.write_early != 0;
+  if (!may_go_ahead(i) || (early && p.unrounded)) return;
+  // Ranks compare the parameter and its master weights first.
+  if ((early || c.params_.follows(i)) && sum && c.exchange_->is_check_due()) return;
+  const Targets* targets = nullptr;
+  if (!is_settled(i)) {
+    if (!needs_second_set(i)) return;
+    targets = second_set_.give(i);
+    if (!targets) {
+      ++waited_;
+      return;
+    }
+    if (early) early_.push_back(id);
+  }
+  if (sum)
+    c.tell_sum(i, *sum);
+  else
+    c.tell_param(i);
+  c.tables_.plans.at(i)->targets = targets;
+  p.ahead = targets ? Ahead::kApart : Ahead::kInPlace;
+  in_place_ = in_place_ || !targets;
+  begun_.push_back({id, !sum && c.needs_norm(i), is_in_passes(i)});
+}
+
+void Eager::open() {
+  forget_begun(0);
+  totals_ = context_.window_totals();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  open_ = true;
+  arrived_ = 0;
+}
+
+void Eager::close() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  open_ = false;
+}
+
+void Eager::await(ga_param id, const Array& sum) {
+  if (open_ && context_.params_[id].held() == Held::kStored) begin(id, &sum);
+}
+
+void Eager::arrived(size_t end) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!open_ || !is_usual(totals_.weight)) return;
+  arrived_ = end;
+  if (thread_) thread_->release(end);
+}
+
+void Eager::run_arrived() {
+  size_t end = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (open_) end = arrived_;
+  }
+  if (thread_ || end <= done_) return;
+  try {
+    run({begun_.data() + done_, end - done_});
+    done_ = end;
+  } catch (const Error&) {
+    close();
+    forget_begun(done_);  // ga_step does it anew
+  }
+}
+
+void Eager::run(Span<const ReadyParam> params) {
+  Backend& backend = backend_ ? *backend_ : *context_.backend_;
+  backend.update_ahead(totals_, params);
+  for (size_t k = 0; k < params.size; ++k)
+    if (context_.params_[params.data[k].param].ahead == Ahead::kInPlace) tell(params.data[k].param);
+}
+
+void Eager::check_not_in_place(const char* what) const {
+  if (in_place_)
+    fail(GA_ERROR_INVALID_STATE,
+         "%s was called after ga_params_ready had updated parameters of this window in place "
+         "(ga_config.eager); ga_step ends the window first",
+         what);
+}
+
+bool Eager::has_failed(const ReadyParam& begun) const {
+  return context_.params_[begun.param].ahead == Ahead::kNot;
+}
+
+bool Eager::has_begun() const {
+  return !std::all_of(begun_.begin(), begun_.end(), [this](auto& b) { return has_failed(b); });
+}
+
+void Eager::join() {
+  close();
+  const auto failed = [this](auto& b) { return has_failed(b); };
+  begun_.erase(std::remove_if(begun_.begin(), begun_.end(), failed), begun_.end());
+  done_ = std::min(done_, begun_.size());
+  if (begun_.empty()) return;
+  if (!thread_) return forget_begun(done_);
+  try {
+    forget_begun(thread_->stop());
+  } catch (const Error& e) {
+    if (in_place_) {
+      context_.broken_ = e;
+      throw;
+    }
+    forget_begun(0);
+  }
+}
+
+void Eager::recall() {
+  if (begun_.empty() || in_place_) return;
+  join();
+  count_ += static_cast<int64_t>(begun_.size());
+  redone_ += static_cast<int64_t>(begun_.size());
+  forget_begun(0);
+}
+
+void Eager::forget(const ReadyParam& begun) {
+  context_.params_[begun.param].ahead = Ahead::kNot;
+  context_.tables_.plans.at(static_cast<size_t>(begun.param))->targets = nullptr;
+}
+
+// From the one with this number on.
+void Eager::forget_begun(size_t first) {
+  for (size_t k = first; k < begun_.size(); ++k) forget(begun_[k]);
+  begun_.resize(first);
+  done_ = std::min(done_, first);
+}
+
+void Eager::settle(bool applied) {
+  Context& c = context_;
+  Backend& backend = backend_ ? *backend_ : *c.backend_;
+  moves_.clear();
+  count_ += static_cast<int64_t>(begun_.size());
+  if (!applied) {
+    forget_begun(0);
+    restore_early();
+  } else {
+    // What was written early in vain would look as if the program had written it.
+    for (const ga_param id : early_)
+      if (c.params_[id].ahead == Ahead::kNot && c.params_.follows(id))
+        add_move(c.params_[id], {c.params_[id].master, GA_F32});
+  }
+  for (const ReadyParam& b : begun_) {
+    const auto i = static_cast<size_t>(b.param);
+    Param& p = c.params_[i];
+    c.tables_.plans.at(i)->targets = nullptr;
+    const bool came_true = backend.came_true(b.param);
+    if (p.ahead == Ahead::kInPlace) {
+      if (!came_true)
+        fail(GA_ERROR_FAULT,
+             "parameter \"%s\" was updated in place by ga_params_ready, but ga_step has decided "
+             "otherwise",
+             c.params_.name(b.param));
+    } else if (came_true) {
+      const Array next = second_set_.exchange(i);
+      c.set_arrays(i);
+      if (next.data) add_move(p, next);
+    } else {
+      ++redone_;
+      if (is_written_early(b.param) && c.params_.follows(i)) add_move(p, {p.master, GA_F32});
+    }
+  }
+  c.backend_->finish(moves_.span());
+  ga_step_result& result = c.tables_.control.at()->result;
+  result.eager = count_;
+  result.eager_waited = waited_;
+  result.eager_redone = redone_;
+}
+
+void Eager::discard() {
+  join();
+  forget_begun(0);
+  moves_.clear();
+  restore_early();
+  context_.backend_->finish(moves_.span());
+  early_.clear();
+}
+
+// What was written early becomes what the master weights round to, as it was before.
+void Eager::restore_early() {
+  for (const ga_param id : early_) {
+    const Param& p = context_.params_[id];
+    add_move(p, {p.master, GA_F32});
+  }
+}
+
+void Eager::add_move(const Param& p, const Array& from) {
+  FinishTask& move = moves_.add();
+  move = {};
+  move.gradient = identity({from.data, from.format, 1, nullptr});
+  move.f64 = p.f64;
+  move.target = p.shared_data();
+  move.count = p.share.count;
+}
+
+void Eager::tell(ga_param id) noexcept {
+  const ga_config& config = context_.config_;
+  if (!config.on_param_done) return;
+  telling = &context_;
+  try {
+    const ProgramFpMode programs;
+    config.on_param_done(config.on_param_done_user, id);
+  } catch (...) {
+    threw_.store(true, std::memory_order_relaxed);
+  }
+  telling = nullptr;
+}
+
+bool Eager::is_telling(const Context& context) { return telling == &context; }
+
+void Eager::tell_done() {
+  if (!context_.config_.on_param_done) return;
+  for (const auto* list : {&ready_, &waiting_})
+    for (const ga_param id : *list)
+      if (context_.params_[id].ahead != Ahead::kInPlace) tell(id);
+}
+
+void Eager::check_callbacks() {
+  if (threw_.exchange(false, std::memory_order_relaxed))
+    fail(GA_ERROR_FAULT, "on_param_done threw an exception; nothing else is wrong");
+}
+
+void Eager::end_window() {
+  forget_begun(0);
+  ready_.clear();
+  waiting_.clear();
+  early_.clear();
+  in_place_ = false;
+  count_ = waited_ = redone_ = 0;
+}
+
+}  // namespace ga
