@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// Layers with batch normalisation.
+#include "api/call.hpp"
+
+using namespace ga::api;
+using ga::fail;
+using ga::guard;
+
+namespace {
+
+void note_shape(const ga::Context* ctx, ga_bn bn, int64_t samples, int64_t positions) {
+  ctx->note("bn", bn);
+  ctx->note("samples", static_cast<double>(samples));
+  ctx->note("positions", static_cast<double>(positions));
+}
+
+}  // namespace
+
+extern "C" {
+
+ga_status ga_bn_options_init(ga_bn_options* out, size_t struct_size, ga_flavor flavor) {
+  return guard(
+      [&] { init_struct(out, struct_size, ga::default_bn_options(flavor), "ga_bn_options"); });
+}
+
+ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
+                    ga_param beta, const ga_bn_options* options, ga_bn* out) {
+  return on(ctx, [&] {
+    const ga_bn_options defaults = ga::default_bn_options(GA_FLAVOR_TORCH);
+    const ga_bn_options o = read_struct(options, defaults, "ga_bn_options");
+    give(out, ctx->batch_norms().add(name, channels, gamma, beta, o));
+  });
+}
+
+ga_status ga_bn_count(const ga_context* ctx, int32_t* out) {
+  return ask(ctx, [&] {
+    require(out, "out");
+    *out = ctx->batch_norms().count();
+  });
+}
+
+ga_status ga_bn_find(const ga_context* ctx, const char* name, ga_bn* out) {
+  return ask(ctx, [&] {
+    require(name, "name");
+    require(out, "out");
+    const ga_bn bn = ctx->batch_norms().find(name);
+    if (bn < 0) fail(GA_ERROR_INVALID_ARGUMENT, "the context has no layer \"%s\"", name);
+    *out = bn;
+  });
+}
+
+ga_status ga_bn_info_init(ga_bn_info* out, size_t struct_size) {
+  return init_zeros(out, struct_size, "ga_bn_info");
+}
+
+ga_status ga_bn_describe(const ga_context* ctx, ga_bn bn, ga_bn_info* out) {
+  return ask(ctx, [&] {
+    check_out(out, "ga_bn_info");
+    write_struct(out, ctx->batch_norms().info(bn));
+  });
+}
+
+ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen) {
+  return on(ctx, [&] { ctx->batch_norms().set_frozen(bn, flag("frozen", frozen)); });
+}
+
+ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
+                           int64_t positions) {
+  return on(ctx, [&] {
+    note_shape(ctx, bn, samples, positions);
+    ctx->batch_norms().accumulate(bn, x, samples, positions);
+  });
+}
+
+ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
+                                 const void* spread, ga_bn_spread kind, ga_dtype dtype) {
+  return on(ctx,
+            [&] { ctx->batch_norms().accumulate_stats(bn, count, mean, spread, kind, dtype); });
+}
+
+ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn) {
+  return on(ctx, [&] { ctx->batch_norms().finalize(bn); });
+}
+
+ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
+                        int64_t positions, void* y) {
+  return on(ctx, [&] {
+    note_shape(ctx, bn, samples, positions);
+    ctx->batch_norms().forward(bn, x, samples, positions, y);
+  });
+}
+
+ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
+                                    int64_t samples, int64_t positions) {
+  return on(ctx, [&] {
+    note_shape(ctx, bn, samples, positions);
+    ctx->batch_norms().backward_accumulate(bn, x, dy, samples, positions);
+  });
+}
+
+ga_status ga_bn_backward_finalize(ga_context* ctx, ga_bn bn) {
+  return on(ctx, [&] { ctx->batch_norms().backward_finalize(bn); });
+}
+
+ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy, int64_t samples,
+                         int64_t positions, void* dx) {
+  return on(ctx, [&] {
+    note_shape(ctx, bn, samples, positions);
+    ctx->batch_norms().backward(bn, x, dy, samples, positions, dx);
+  });
+}
+
+ga_status ga_bn_infer(ga_context* ctx, ga_bn bn, const void* x, int64_t samples, int64_t positions,
+                      void* y) {
+  return ask(ctx, [&] {
+    note_shape(ctx, bn, samples, positions);
+    ctx->batch_norms().infer(bn, x, samples, positions, y);
+  });
+}
+
+ga_status ga_bn_running(ga_context* ctx, ga_bn bn, void* out_mean, void* out_variance,
+                        ga_dtype dtype, int64_t* out_steps) {
+  return ask(ctx,
+             [&] { ctx->batch_norms().running(bn, out_mean, out_variance, dtype, out_steps); });
+}
+
+ga_status ga_bn_running_set(ga_context* ctx, ga_bn bn, const void* mean, const void* variance,
+                            ga_dtype dtype, int64_t steps) {
+  return on(ctx, [&] { ctx->batch_norms().set_running(bn, mean, variance, dtype, steps); });
+}
+
+ga_status ga_bn_statistics(ga_context* ctx, ga_bn bn, void* out_mean, void* out_variance,
+                           ga_dtype dtype, int64_t* out_count) {
+  return ask(ctx,
+             [&] { ctx->batch_norms().statistics(bn, out_mean, out_variance, dtype, out_count); });
+}
+
+}  // extern "C"
