@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradients that have rows of a parameter alone, such as those of an embedding.
+#include <algorithm>
+
+#include "context/context.hpp"
+#include "core/error.hpp"
+#include "core/tensor.hpp"
+
+namespace ga {
+
+// Zeros the rows that have no gradient yet, before something adds to all rows.
+void Context::make_dense(ga_param id) {
+  Param& p = params_[id];
+  if (p.held() != Held::kRows) return;
+  FinishTask task = {};
+  task.gradient = identity(source_of(id));
+  task.f64 = p.f64;
+  task.target = target_of(id);
+  task.count = p.count;
+  window_.or_invalidate([&] { backend_->finish({&task, 1}); });
+  backend_->clear_rows({&params_.tensor(id).set, 1});
+  p.hold(Held::kStored);
+  p.stale = true;
+}
+
+void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dtype, int64_t count,
+                              const void* values) {
+  Param& p = part(id, "ga_accumulate_rows");
+  const Tensor& t = params_.tensor(id);
+  const Subject of = params_.subject(id);
+  refuse(id, "ga_accumulate_rows", false);
+  if (t.options.rows == GA_ROWS_NONE)
+    of.fail(GA_ERROR_INVALID_ARGUMENT,
+            "ga_accumulate_rows was called, but the parameter was added without "
+            "ga_param_options.rows");
+  if (index_dtype != GA_I32 && index_dtype != GA_I64)
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "index_dtype was %d, expected GA_I32 or GA_I64",
+            index_dtype);
+  const int64_t columns = t.rows > 0 ? p.count / t.rows : 0;
+  const int32_t size = dtype_info(p.gradient_dtype).size;
+  int64_t elements;
+  if (count < 0 || __builtin_mul_overflow(count, std::max<int64_t>(columns, 1), &elements) ||
+      elements > INT64_MAX / 8)
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "count was %lld, expected a number of rows", ll(count));
+  elements = count * columns;
+  if (count > 0 && (!indices || (!values && elements > 0)))
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", indices ? "values" : "indices");
+  const Micro& micro = window_.open_micro();
+  if (micro.weight == 0 || p.frozen) return;
+  const int32_t index_size = dtype_info(index_dtype).size;
+  check_values(id, "indices", indices, count, index_size);
+  check_values(id, "values", values, elements, size);
+  check_alive(id, "indices", indices, count * index_size);
+  check_alive(id, "values", values, elements * size);
+
+  const Contribution c = {id, values, p.gradient_dtype, indices, index_dtype, elements, count, 0};
+  const Source rows = contribution(values, p.gradient_dtype, micro);
+  const int64_t wrong = backend_->check_rows(rows_task(c, rows));
+  if (wrong >= 0)
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "indices[%lld] was %lld, but it has rows 0 to %lld",
+            ll(wrong),
+            index_dtype == GA_I32 ? static_cast<const int32_t*>(indices)[wrong]
+                                  : ll(static_cast<const int64_t*>(indices)[wrong]),
+            ll(t.rows - 1));
+  prepare();
+  backend_->prepare_rows(rows_task(c, rows), deferring() ? rows_held_ : 0);
+  rows_held_ += count;
+  if (deferring())
+    defer(c);
+  else
+    add_rows(c, rows, nullptr);
+}
+
+RowsTask Context::rows_task(const Contribution& c, const Source& values) const {
+  const Param& p = params_[c.param];
+  const Tensor& t = params_.tensor(c.param);
+  RowsTask task = {};
+  task.target = {p.accumulator, p.accumulator_dtype};
+  task.rows = t.rows;
+  task.columns = t.rows > 0 ? p.count / t.rows : 0;
+  task.set = t.set;
+  task.dense = p.held() == Held::kStored || p.held() == Held::kAdopted;
+  task.indices = c.indices;
+  task.index_dtype = c.index_dtype;
+  task.count = c.rows;
+  task.values = values;
+  return task;
+}
+
+void Context::add_rows(const Contribution& c, const Source& values, const MicroPlan* plan) {
+  Param& p = params_[c.param];
+  added_ = true;
+  store_adopted(c.param);
+  RowsTask task = rows_task(c, values);
+  task.plan = plan;
+  if (p.count > 0) window_.or_invalidate([&] { backend_->accumulate_rows(task); });
+  if (task.dense)
+    p.stale = true;
+  else
+    p.hold(task.set ? Held::kRows : Held::kStored);
+}
+
+}  // namespace ga
