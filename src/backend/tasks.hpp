@@ -182,9 +182,10 @@ struct AccumulateTask {
   double keep;            // 0: target is not read; or kMaximum
   double noise;           // Partial::noise [+]= noise * sum of squares of the contribution
   const MicroPlan* plan;  // replaces keep, noise and the first source's scale unless NULL
-  ga_param param;  // -1: the task shares no launch, since its scale is another than that of most,
-                   // or since it may run on a second stream
-  int32_t key;     // of the parameter, see Tensor::key
+  // A device runs many tasks in one launch, which looks up the scale by parameter. -1: the task gets a launch of its
+  // own, because its scale differs from that of the others, or because it may run on a second stream.
+  ga_param param;
+  int32_t key;  // of the parameter, see Tensor::key
   // The number of the window. Unless NULL, target is rounded stochastically with the key
   // random_key(seed, kAccumulate, *counter, contribution, key).
   const int64_t* counter;

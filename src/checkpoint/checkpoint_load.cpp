@@ -438,8 +438,8 @@ void Checkpoint::make_room() {
   list_regions();
 }
 
-// Makes the arrays of the parameters that the file has state of, also of those that are frozen, but not
-// of those that only the settings that are taken freeze.
+// Makes the arrays of the parameters that the file has state of. Those that are frozen now get theirs too. Those that
+// become frozen by the settings in the file (GA_SETTINGS_TAKE) do not.
 void Checkpoint::make_arrays() {
   Context& c = context_;
   std::vector<char> frozen;

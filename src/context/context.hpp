@@ -412,7 +412,9 @@ class Context : BnContext {
   // Working lists, sized by prepare() so that no later call allocates.
   TaskList<AccumulateTask> accumulate_tasks_;
   std::vector<const void*> listed_;  // the gradients of the ga_accumulate whose tasks the list has
-  uint64_t listed_by_ = 0;  // calls_ when it, or the ga_step after it, ended; 0: it has others
+  // The number of the call (calls_) that left these tasks: that ga_accumulate, or the ga_step after it. The next
+  // ga_accumulate may use them again if no other call came between. 0: the list has other tasks.
+  uint64_t listed_by_ = 0;
   TaskList<NormTask> norm_tasks_;
   // Parameters by the passes of their update: one; one that also clips by units; several. Rebuilt when an
   // option changes.

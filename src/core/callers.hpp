@@ -30,7 +30,8 @@ class Callers {
   int count_ = 0;
 };
 
-// Lets go of a lock while it exists. A lock without a mutex is legal: no other call runs.
+// Releases a lock for as long as this object exists, and takes it again at the end. Where only one thread may use the
+// context, there is a lock without a mutex, and nothing happens.
 class Apart {
  public:
   explicit Apart(Callers::Lock& lock) : lock_(lock) {

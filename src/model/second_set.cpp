@@ -113,7 +113,8 @@ bool SecondSet::place(size_t i) {
       array.data = base + offset;
       pool.taken = offset + size;
     });
-    // Beyond the caches, what is written would be read first, were it not stored past them.
+    // A plain store reads the line of memory that it writes. Where the arrays do not fit the caches, stores that
+    // bypass them (streaming) save that read.
     set.targets.stream = static_cast<int64_t>(allocated_) > backend_.cache_bytes() / 2;
     set.pool = k + 1;
     ++pool.users;

@@ -270,7 +270,8 @@ void Context::discard_over_devices() {
     flush();
     or_lose_window([&] { exchange_->exchange_all(totals, {}); });
     backend_->decide(totals, {}, {});
-    // Ranks in ga_step exchange what they update, of this window nothing, unless they have waited to learn it.
+    // No rank applies this window, since this one discards it. Those in ga_step do not know that yet and exchange what
+    // they have updated, which is nothing, and this rank takes part. Under FAIL they have waited for the outcome.
     if (config_.nonfinite == GA_NONFINITE_FAIL) return;
     update();
     if (shards()) gather_updates();

@@ -53,10 +53,11 @@ void Context::update() {
 }
 
 // Parameters of layer-wise optimizers, those clipped by units and those with a state by rows: passes
-// for their norms, then the update. So many at a time as the last cache holds, where the later passes
-// then find them.
+// for their norms, then the update. As many parameters are taken at a time as the last cache holds, so that the
+// later passes find them there.
 void Context::update_layers() {
-  // Clips those of list[first, end) that are clipped by units. The sums of those that were updated ahead stand.
+  // Clips the parameters of list[first, end) that are clipped by units. Parameters that were updated ahead have been
+  // measured then, and are not measured again.
   const auto clip_units = [&](const std::vector<ga_param>& list, size_t first, size_t end,
                               bool last) {
     std::vector<ga_param>& all = ids_[0];
