@@ -21,7 +21,7 @@
 //   (const void* const* ARRAY, size_t COUNT), (int32_t COUNT, const int64_t* ARRAY),
 //   (const double* ARRAY, int64_t COUNT)   an array and its length
 //
-// and a macro of C: GA_RAISE(status, null), with which constructors raise the same exception and return null.
+// and a macro of C: GA_RAISE(status, null), with which a constructor reports its status and returns null.
 //
 // What is not wrapped, and why:
 //

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Adding a layer, its state in a file, and what a window leaves to it.
 #include "batchnorm/batchnorm.hpp"
 
 #include <algorithm>

@@ -2,17 +2,13 @@
 // What a ga_context is: a ParamList with its ParamArrays, the window and the counters. The context has no
 // loop over elements and computes no number of a step: it tells a Backend what to do to which tensors, by
 // the tables of tables.hpp.
-//   context.cpp     groups, parameters and their arrays
-//   state.cpp       optimizer state by name
-//   checkpoint*.cpp state on disk
-//   ema.cpp         moving averages
-//   tables.cpp      what the host writes into the tables
-//   accumulate.cpp  contributions to a window
-//   step.cpp        the end of a window
-//   clip.cpp        clipping
-//   update.cpp      the update of parameters and optimizer state
-// With a communicator, exchange.cpp has what the context does together with those of other ranks. eager.cpp
-// has updates ahead of ga_step.
+//   context/     groups, parameters, clips, moving averages
+//   window/      contributions to a window
+//   step/        the end of a window: the step, and the update of parameters and optimizer state
+//   checkpoint/  optimizer state by name, and state on disk
+//   model/       tables.cpp: what the host writes into the tables
+// With a communicator, ranks/ has what the context does together with those of other ranks. step/eager.cpp has updates
+// ahead of ga_step.
 #pragma once
 
 #include <atomic>
@@ -95,7 +91,7 @@ class Context : BnContext {
     if (log_) log_->note(key, value);
   }
 
-  // context.cpp
+  // context/
   void set_accum_steps(int64_t k);
   void set_accum_schedule(const int64_t* from_steps, const int64_t* accum_steps, size_t count);
   ga_group add_group(const ga_optimizer& optimizer);
@@ -138,7 +134,7 @@ class Context : BnContext {
     if (eager_) eager_->check_not_in_place(what);
   }
 
-  // state.cpp
+  // checkpoint/state.cpp
   int32_t state_count(ga_param param) const;
   ga_state_info state_info(ga_param param, int32_t index) const;
   void get_state(ga_param param, const char* name, void* out, int32_t dtype, int64_t count);
@@ -146,12 +142,12 @@ class Context : BnContext {
   void reset_state(ga_param param);
   void set_steps(int64_t steps);
 
-  // ema.cpp
+  // context/ema.cpp
   void set_ema(const ga_ema* ema);
   void ema_copy_to(ga_param param, void* out, int32_t dtype);
   void ema_swap(bool on);
 
-  // accumulate.cpp
+  // window/
   void accumulate(const void* const* gradients, size_t count, double weight,
                   const ga_micro_options& options);
   void micro_begin(int64_t index, double weight, const ga_micro_options& options);
@@ -166,7 +162,7 @@ class Context : BnContext {
   void micro_abort();
   void params_ready(Span<const ga_param> ids);
 
-  // step.cpp
+  // step/step.cpp
   ga_window_info window();
   ga_step_result step();
   static ga_step_result pending();
@@ -199,7 +195,7 @@ class Context : BnContext {
     size_t partials;  // the first of its chunks among those of the micro-batch
   };
 
-  // context.cpp
+  // context/
   void check_thread(const char* function) const;
   [[noreturn]] void fail_foreign() const;
   [[noreturn]] static void fail_in_use();
@@ -222,7 +218,7 @@ class Context : BnContext {
   void make_lacking();
   void make_own();
 
-  // state.cpp
+  // checkpoint/state.cpp
   std::vector<StateArray> states_of(size_t param) const;
   StateArray state_for(ga_param id, const char* name, int32_t dtype, int64_t count,
                        const char* what);
@@ -235,11 +231,11 @@ class Context : BnContext {
   std::vector<ParamState> param_states() const;
   void set_param_state(size_t param, const ParamState& state);
 
-  // ema.cpp
+  // context/ema.cpp
   void check_ema_kept(const char* what) const;
   bool swaps_in_place(const Param& p) const;
 
-  // tables.cpp
+  // model/tables.cpp
   // The other ranks have to be asked whether they agree. tensors: on parameters and layers too.
   void settings_changed(bool tensors) final;
   Exchange* exchange() final { return exchange_.get(); }
@@ -267,7 +263,7 @@ class Context : BnContext {
   void tell_sum(size_t param, const Array& sum);
   void flush();
 
-  // accumulate.cpp
+  // window/
   Micro make_micro(double weight, const ga_micro_options& options) const;
   bool late_scale() const { return scaled_ && config_.device != GA_DEVICE_CPU; }
   Source contribution(const void* data, int32_t dtype, const Micro& micro) const final;
@@ -316,12 +312,12 @@ class Context : BnContext {
   void list_contributions(const Micro& micro);
   void add_contributions(const Micro& micro);
 
-  // clip.cpp
+  // context/clip.cpp
   void change_clip(const ga_clip* clip, ga_clip& slot, bool* own);
   void choose_path();
   void check_no_sweeps(const ga_clip& clip) const;
 
-  // step.cpp
+  // step/step.cpp
   bool norm_wanted(ga_param id) const;
   bool needs_norm(size_t param);
   bool is_told(size_t param) const;
@@ -357,7 +353,7 @@ class Context : BnContext {
     }
   }
 
-  // update.cpp
+  // step/update.cpp
   // Whether the sums of StepSums are taken before the decision.
   bool sums_first() const { return !backend_->passes_are_cut(); }
   void make_lists();

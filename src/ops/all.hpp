@@ -13,7 +13,8 @@
 //
 // Kernels, on the CPU and on devices, need no change. Then add the value to
 // tests/abi/test_abi_freeze.c and run `tests/abi/check update`, add new rows to tests/bits.txt (run
-// test_bits with GA_TEST_WRITE_BITS), the name to examples/fashion_mnist/main.cpp and README.md.
+// test_bits with GA_TEST_WRITE_BITS), the name to the facades of the languages,
+// examples/fashion_mnist/main.cpp and README.md.
 #pragma once
 
 #include "ops/adadelta.hpp"

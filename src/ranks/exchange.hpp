@@ -8,7 +8,8 @@
 // with every transport, and each rank has measured its piece in the same pass. What travels together,
 // slices.hpp says. Where the optimizer is sharded, the sums stay where they were added, and updated
 // parameters are gathered.
-//   exchange.cpp            agreement, votes, sums
+//   exchange.cpp            agreement and votes
+//   exchange_window.cpp     the end of a window: what ranks bring, and the sums
 //   exchange_gradients.cpp  gradients
 //   exchange_device.cpp     the end of a window on a device
 //   exchange_shards.cpp     who has what, updated parameters and pieces of state

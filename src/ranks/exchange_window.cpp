@@ -10,8 +10,6 @@
 
 namespace ga {
 
-// ---- The end of a window: what the ranks bring ---------------------------------------------------
-
 bool Exchange::begin_step(WindowTotals& totals) {
   if (overlaps()) finish_slices();
   comm_->check();
