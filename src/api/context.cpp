@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A context: its life, its memory, and the options that are not those of a group.
+#include <chrono>
+#include <string>
+
 #include "api/call.hpp"
 #include "core/environment.hpp"
 
 using namespace ga::api;
-using ga::fail;
 using ga::guard;
 
 extern "C" {

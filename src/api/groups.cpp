@@ -5,7 +5,6 @@
 #include "numbers/schedule.hpp"
 
 using namespace ga::api;
-using ga::fail;
 using ga::guard;
 
 namespace {

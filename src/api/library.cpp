@@ -4,7 +4,6 @@
 #include "backend/cpu/kernels.hpp"
 
 using namespace ga::api;
-using ga::fail;
 using ga::guard;
 
 #ifndef GA_MODULES  // that were built with the library

@@ -3,8 +3,6 @@
 #include "api/call.hpp"
 
 using namespace ga::api;
-using ga::fail;
-using ga::guard;
 
 namespace {
 

@@ -3,8 +3,6 @@
 #include "batchnorm/batchnorm.hpp"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <string>
 
 #include "batchnorm/layer.hpp"

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is done in a window: statistics, and the passes forward and backward.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "batchnorm/layer.hpp"
@@ -10,8 +9,6 @@
 #include "ranks/exchange.hpp"
 
 namespace ga {
-
-// ---- Arguments ----------------------------------------------------------------------------------
 
 void BatchNorms::check_array(const Layer& b, const char* what, const void* data, int64_t count,
                              int32_t dtype) const {
@@ -360,7 +357,8 @@ void BatchNorms::backward_finalize(ga_bn id) {
   if (!b.final) of.fail(GA_ERROR_INVALID_STATE, "ga_bn_finalize must be called first");
   if (b.sums_final) of.fail(GA_ERROR_INVALID_STATE, "its sums are those of all ranks already");
   if (alone) return b.check_sums(what);
-  // Those in b.dgamma and b.dbeta stay this rank's: they are gradients, which ga_step adds up.
+  // Ranks exchange the sums that dx is computed from. b.dgamma and b.dbeta keep what this rank alone has summed: they
+  // are gradients, which ga_step adds up over the ranks.
   context_.exchange()->end_sweep(of, task_of(b, 0, 0), {id, true}, b.seen(),
                                  [&] { b.check_sums(what); });
   b.sums_final = true;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Statistics that the program asks for, or sets.
+#include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "batchnorm/layer.hpp"
 #include "core/error.hpp"
-#include "core/tensor.hpp"
 
 namespace ga {
 namespace {

@@ -6,9 +6,6 @@
 #include <stdexcept>
 
 #include "core/error.hpp"
-#include "core/tensor.hpp"
-#include "files/names.hpp"
-#include "files/safetensors.hpp"
 #include "ranks/exchange.hpp"
 
 namespace ga {

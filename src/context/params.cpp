@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adding, changing and removing parameters.
 #include <algorithm>
-#include <cmath>
-#include <stdexcept>
 
 #include "context/context.hpp"
 #include "core/error.hpp"

@@ -2,7 +2,6 @@
 #include "ranks/exchange.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <optional>
@@ -11,7 +10,6 @@
 #include "context/context.hpp"
 #include "core/error.hpp"
 #include "core/fp_mode.hpp"
-#include "core/tensor.hpp"
 #include "files/fields.hpp"
 #include "files/state_file.hpp"
 #include "ranks/bits.hpp"

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The end of a window: what the ranks bring, and the sums that follow.
-#include <algorithm>
 #include <vector>
 
 #include "context/context.hpp"
-#include "core/error.hpp"
 #include "ranks/bits.hpp"
 #include "ranks/exchange.hpp"
 

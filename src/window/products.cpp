@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients that are matrix products, and accumulators that the program writes itself.
-#include <algorithm>
 
 #include "context/context.hpp"
 #include "core/error.hpp"

@@ -239,7 +239,10 @@ class NullTest {
     return found;
   }
 
-  /** The same of a copy of the package whose classes have the names of parameters. */
+  /**
+   * The parameters of a constructor or method with their names, which only the copy of the package
+   * has that was compiled with -parameters.
+   */
   private static Parameter[] named(Executable executable, ClassLoader names) throws Exception {
     Class<?> type = Class.forName(executable.getDeclaringClass().getName(), false, names);
     Executable[] all =
