@@ -45,11 +45,11 @@ void ga_context_destroy(ga_context* ctx) {
 }
 
 ga_status ga_synchronize(ga_context* ctx) {
-  return ask(ctx, [&] { ctx->synchronize(); });
+  return ask(ctx, [&] { ctx->model.backend->wait(); });
 }
 
 ga_status ga_context_set_stream(ga_context* ctx, void* stream) {
-  return ask(ctx, [&] { ctx->set_stream(stream); });
+  return ask(ctx, [&] { ctx->configuration.set_stream(stream); });
 }
 
 ga_status ga_memory_init(ga_memory* out, size_t struct_size) {
@@ -66,17 +66,17 @@ ga_status ga_context_memory(const ga_context* ctx, ga_memory* out) {
 ga_status ga_context_set_accum_steps(ga_context* ctx, int64_t accum_steps) {
   return on(ctx, [&] {
     ctx->note("accum_steps", static_cast<double>(accum_steps));
-    ctx->set_accum_steps(accum_steps);
+    ctx->model.length.set(accum_steps);
   });
 }
 
 ga_status ga_context_set_accum_schedule(ga_context* ctx, const int64_t* from_steps,
                                         const int64_t* accum_steps, size_t count) {
-  return on(ctx, [&] { ctx->set_accum_schedule(from_steps, accum_steps, count); });
+  return on(ctx, [&] { ctx->model.length.set_schedule(from_steps, accum_steps, count); });
 }
 
 ga_status ga_context_set_steps(ga_context* ctx, int64_t steps) {
-  return on(ctx, [&] { ctx->set_steps(steps); });
+  return on(ctx, [&] { ctx->configuration.set_steps(steps); });
 }
 
 ga_status ga_clip_init(ga_clip* out, size_t struct_size) {
@@ -85,14 +85,15 @@ ga_status ga_clip_init(ga_clip* out, size_t struct_size) {
 
 ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip) {
   return on(ctx, [&] {
-    set_struct(clip, ga::default_clip, "ga_clip", [&](const ga_clip* c) { ctx->set_clip(c); });
+    set_struct(clip, ga::default_clip, "ga_clip",
+               [&](const ga_clip* c) { ctx->configuration.set_clip(c); });
   });
 }
 
 ga_status ga_context_clip(const ga_context* ctx, ga_clip* out) {
   return ask(ctx, [&] {
     check_out(out, "ga_clip");
-    write_struct(out, ctx->params().clip);
+    write_struct(out, ctx->model.params.clip);
   });
 }
 
@@ -104,16 +105,16 @@ ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scal
   return on(ctx, [&] {
     set_struct(scaler, ga::default_loss_scaler, "ga_loss_scaler", [&](const ga_loss_scaler* s) {
       if (s) check_reserved("ga_loss_scaler", s->reserved);
-      ctx->set_loss_scaler(s);
+      ctx->configuration.set_loss_scaler(s);
     });
   });
 }
 
 ga_status ga_loss_scale(const ga_context* ctx, double* out_scale, const void** out_device) {
   return ask(ctx, [&] {
-    if (!out_device || !ctx->device_loss_scale()) require(out_scale, "out_scale");
-    if (out_scale) *out_scale = ctx->loss_scale();
-    give(out_device, ctx->device_loss_scale());
+    if (!out_device || !ctx->configuration.device_loss_scale()) require(out_scale, "out_scale");
+    if (out_scale) *out_scale = ctx->configuration.loss_scale();
+    give(out_device, ctx->configuration.device_loss_scale());
   });
 }
 
@@ -123,14 +124,14 @@ ga_status ga_ema_init(ga_ema* out, size_t struct_size) {
 
 ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema) {
   return on(ctx, [&] {
-    set_struct(ema, ga::default_ema, "ga_ema", [&](const ga_ema* e) { ctx->set_ema(e); });
+    set_struct(ema, ga::default_ema, "ga_ema", [&](const ga_ema* e) { ctx->averages.set(e); });
   });
 }
 
 ga_status ga_ema_swap(ga_context* ctx, int32_t on) {
   return ask(ctx, [&] {
     ctx->note("on", on);
-    ctx->ema_swap(flag("on", on));
+    ctx->averages.swap(flag("on", on));
   });
 }
 

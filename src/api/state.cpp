@@ -88,8 +88,8 @@ ga_status ga_state_write(ga_context* ctx, ga_write_fn write, void* user,
     require_function(write, "write");
     const ga_state_options o = read_state_options(options);
     const std::string call = call_of("ga_state_write", o);
-    ctx->on_all_ranks(call.c_str(), false, [&](const ga::Context::Ready& ready) {
-      ga::Checkpoint checkpoint(*ctx, o, "ga_state_write");
+    ctx->model.ranks->on_all_ranks(call.c_str(), false, [&](const ga::Ranks::Ready& ready) {
+      ga::Checkpoint checkpoint(ctx->stages, o, "ga_state_write");
       checkpoint.gather(ready);
       checkpoint.save(write_by(write, user), ready);
     });
@@ -103,8 +103,8 @@ ga_status ga_state_read(ga_context* ctx, ga_read_fn read, void* user, int64_t si
     if (size < 0)
       fail(GA_ERROR_INVALID_ARGUMENT, "size was %lld, expected >= 0", static_cast<long long>(size));
     const ga_state_options o = read_state_options(options);
-    ctx->on_all_ranks("ga_state_read", false, [&](const ga::Context::Ready& ready) {
-      ga::Checkpoint(*ctx, o, "ga_state_read").load(size, read_by(read, user), ready);
+    ctx->model.ranks->on_all_ranks("ga_state_read", false, [&](const ga::Ranks::Ready& ready) {
+      ga::Checkpoint(ctx->stages, o, "ga_state_read").load(size, read_by(read, user), ready);
     });
   });
 }
@@ -115,10 +115,10 @@ ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* opt
     require(path, "path");
     const ga_state_options o = read_state_options(options);
     const std::string call = call_of("ga_save", o);
-    ctx->on_all_ranks(call.c_str(), true, [&](const ga::Context::Ready& ready) {
-      ga::Checkpoint checkpoint(*ctx, o, "ga_save");
+    ctx->model.ranks->on_all_ranks(call.c_str(), true, [&](const ga::Ranks::Ready& ready) {
+      ga::Checkpoint checkpoint(ctx->stages, o, "ga_save");
       checkpoint.gather(ready);
-      if (ctx->rank() != 0) return checkpoint.save({}, ready);
+      if (ctx->model.ranks->rank() != 0) return checkpoint.save({}, ready);
       ga::FileWriter file(path);
       file.reserve(checkpoint.file_bytes());
       checkpoint.save(
@@ -134,8 +134,8 @@ ga_status ga_load(ga_context* ctx, const char* path, const ga_state_options* opt
     ctx->note("path", path);
     require(path, "path");
     const ga_state_options o = read_state_options(options);
-    ctx->on_all_ranks("ga_load", false, [&](const ga::Context::Ready& ready) {
-      ga::Checkpoint checkpoint(*ctx, o, "ga_load");
+    ctx->model.ranks->on_all_ranks("ga_load", false, [&](const ga::Ranks::Ready& ready) {
+      ga::Checkpoint checkpoint(ctx->stages, o, "ga_load");
       checkpoint.check_load();
       const ga::FileReader file(path);
       naming_file("ga_load", path, [&] {
@@ -154,8 +154,8 @@ ga_status ga_save_to_memory(ga_context* ctx, const ga_state_options* options, vo
     const ga_state_options o = read_state_options(options);
     const std::string call =
         call_of(out ? "ga_save_to_memory" : "ga_save_to_memory for the size", o);
-    ctx->on_all_ranks(call.c_str(), false, [&](const ga::Context::Ready& ready) {
-      ga::Checkpoint checkpoint(*ctx, o, "ga_save_to_memory");
+    ctx->model.ranks->on_all_ranks(call.c_str(), false, [&](const ga::Ranks::Ready& ready) {
+      ga::Checkpoint checkpoint(ctx->stages, o, "ga_save_to_memory");
       checkpoint.gather(ready);
       const auto size = static_cast<size_t>(checkpoint.file_bytes());
       *out_size = size;
@@ -175,16 +175,17 @@ ga_status ga_load_from_memory(ga_context* ctx, const void* data, size_t size,
   return on(ctx, [&] {
     if (size > 0) require(data, "data");
     const ga_state_options o = read_state_options(options);
-    ctx->on_all_ranks("ga_load_from_memory", false, [&](const ga::Context::Ready& ready) {
-      ga::Checkpoint checkpoint(*ctx, o, "ga_load_from_memory");
-      checkpoint.check_load();
-      checkpoint.load(
-          static_cast<int64_t>(size),
-          [&](int64_t offset, void* to, size_t bytes) {
-            std::memcpy(to, static_cast<const char*>(data) + offset, bytes);
-          },
-          ready);
-    });
+    ctx->model.ranks->on_all_ranks(
+        "ga_load_from_memory", false, [&](const ga::Ranks::Ready& ready) {
+          ga::Checkpoint checkpoint(ctx->stages, o, "ga_load_from_memory");
+          checkpoint.check_load();
+          checkpoint.load(
+              static_cast<int64_t>(size),
+              [&](int64_t offset, void* to, size_t bytes) {
+                std::memcpy(to, static_cast<const char*>(data) + offset, bytes);
+              },
+              ready);
+        });
   });
 }
 

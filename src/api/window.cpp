@@ -25,7 +25,7 @@ ga_status ga_accumulate(ga_context* ctx, const void* const* gradients, size_t co
   return on(ctx, [&] {
     ctx->note("count", static_cast<double>(count));
     ctx->note("weight", weight);
-    ctx->accumulate(gradients, count, weight, read_micro(options));
+    ctx->accumulator.accumulate(gradients, count, weight, read_micro(options));
   });
 }
 
@@ -34,14 +34,14 @@ ga_status ga_micro_begin(ga_context* ctx, int64_t index, double weight,
   return on(ctx, [&] {
     ctx->note("index", static_cast<double>(index));
     ctx->note("weight", weight);
-    ctx->micro_begin(index, weight, read_micro(options));
+    ctx->accumulator.micro_begin(index, weight, read_micro(options));
   });
 }
 
 ga_status ga_accumulate_part(ga_context* ctx, ga_param param, const void* gradient) {
   return contribute(ctx, [&] {
     ctx->note("param", param);
-    ctx->accumulate_part(param, gradient);
+    ctx->accumulator.accumulate_part(param, gradient);
   });
 }
 
@@ -50,7 +50,7 @@ ga_status ga_accumulate_rows(ga_context* ctx, ga_param param, const void* indice
   return on(ctx, [&] {
     ctx->note("param", param);
     ctx->note("count", static_cast<double>(count));
-    ctx->accumulate_rows(param, indices, index_dtype, count, values);
+    ctx->accumulator.accumulate_rows(param, indices, index_dtype, count, values);
   });
 }
 
@@ -61,7 +61,7 @@ ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const
     ctx->note("param", param);
     ctx->note("k", static_cast<double>(k));
     const bool turn_a = flag("transpose_a", transpose_a), turn_b = flag("transpose_b", transpose_b);
-    ctx->accumulate_matmul(param, k, a, lda, turn_a, b, ldb, turn_b, dtype);
+    ctx->accumulator.accumulate_matmul(param, k, a, lda, turn_a, b, ldb, turn_b, dtype);
   });
 }
 
@@ -72,26 +72,26 @@ ga_status ga_accumulator_init(ga_accumulator* out, size_t struct_size) {
 ga_status ga_accumulator_acquire(ga_context* ctx, ga_param param, ga_accumulator* out) {
   return on(ctx, [&] {
     check_out(out, "ga_accumulator");
-    write_struct(out, ctx->acquire_accumulator(param));
+    write_struct(out, ctx->accumulator.acquire(param));
   });
 }
 
 ga_status ga_accumulator_release(ga_context* ctx, ga_param param) {
   return on(ctx, [&] {
     ctx->note("param", param);
-    ctx->release_accumulator(param);
+    ctx->accumulator.release(param);
   });
 }
 
 ga_status ga_micro_end(ga_context* ctx) {
-  return on(ctx, [&] { ctx->micro_end(); });
+  return on(ctx, [&] { ctx->accumulator.micro_end(); });
 }
 
 ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count) {
   return contribute(ctx, [&] {
     ctx->note("count", static_cast<double>(count));
     if (count > 0) require(params, "params");
-    ctx->params_ready({params, count});
+    ctx->accumulator.params_ready({params, count});
   });
 }
 
@@ -106,7 +106,7 @@ ga_status ga_window_info_init(ga_window_info* out, size_t struct_size) {
 ga_status ga_window(const ga_context* ctx, ga_window_info* out) {
   return ask(ctx, [&] {
     check_out(out, "ga_window_info");
-    write_struct(out, const_cast<ga_context*>(ctx)->window());  // which may look up K
+    write_struct(out, const_cast<ga_context*>(ctx)->step.window());  // which may look up K
   });
 }
 
@@ -117,7 +117,7 @@ ga_status ga_step_result_init(ga_step_result* out, size_t struct_size) {
 ga_status ga_step(ga_context* ctx, ga_step_result* out) {
   return on(ctx, [&] {
     if (out) check_out(out, "ga_step_result");
-    const ga_step_result r = ctx->step();
+    const ga_step_result r = ctx->step.step();
     ctx->note("outcome", r.outcome);
     ctx->note("micro_batches", static_cast<double>(r.micro_batches));
     ctx->note("weight", r.weight);
@@ -131,20 +131,20 @@ ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wait, ga_s
   return ask(ctx, [&] {
     check_out(out, "ga_step_result");
     ga_step_result r = {};
-    if (!ctx->result(window, flag("wait", wait), r)) r = ga::Context::pending();
+    if (!ctx->step.result(window, flag("wait", wait), r)) r = ga::Step::pending();
     write_struct(out, r);
   });
 }
 
 ga_status ga_discard(ga_context* ctx) {
-  return on(ctx, [&] { ctx->discard(); });
+  return on(ctx, [&] { ctx->step.discard(); });
 }
 
 ga_status ga_gradient(ga_context* ctx, ga_param param, const void** out_data, ga_dtype* out_dtype,
                       int64_t* out_count) {
   return ask(ctx, [&] {
     require(out_data, "out_data");
-    *out_data = ctx->gradient(param, out_dtype, out_count);
+    *out_data = ctx->step.gradient(param, out_dtype, out_count);
   });
 }
 

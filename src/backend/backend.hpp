@@ -34,7 +34,7 @@ struct StepSums {
 };
 
 // Tasks for a backend, written in place, field by field: one that is put together first and copied
-// then makes the copy wait for its stores (measured: two thirds of the time of Context::add_task).
+// then makes the copy wait for its stores (measured: two thirds of the time of Accumulator::add_task).
 template <class Task>
 class TaskList {
  public:

@@ -8,7 +8,7 @@
 #include "batchnorm/layer.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
-#include "model/param.hpp"
+#include "files/names.hpp"
 
 namespace ga {
 ga_bn_options default_bn_options(int32_t flavor) {
@@ -27,14 +27,8 @@ ga_bn_options default_bn_options(int32_t flavor) {
   return o;
 }
 
-BatchNorms::BatchNorms(const ga_config& config, Backend& backend, Window& window,
-                       const ParamList& params, MemoryRanges& ranges, BnContext& context)
-    : config_(config),
-      backend_(backend),
-      window_(window),
-      params_(params),
-      ranges_(ranges),
-      context_(context) {}
+BatchNorms::BatchNorms(Model& model, TableWriter& writer, Accumulator& accumulator)
+    : model_(model), writer_(writer), accumulator_(accumulator) {}
 
 BatchNorms::~BatchNorms() = default;
 
@@ -47,7 +41,7 @@ const BatchNorms::Layer& BatchNorms::layer(ga_bn id) const {
 
 // The layer of a call that enqueues work; throws if that is not possible now.
 BatchNorms::Layer& BatchNorms::layer_for_work(ga_bn id) {
-  backend_.capturing();
+  model_.backend->capturing();
   return layer(id);
 }
 
@@ -55,8 +49,8 @@ BatchNorms::Layer& BatchNorms::layer_for_work(ga_bn id) {
 
 ga_bn BatchNorms::add(const char* name, int64_t channels, ga_param gamma, ga_param beta,
                       const ga_bn_options& o) {
-  window_.check_empty("ga_bn_add");
-  backend_.capturing();  // throws if no work can be enqueued now
+  model_.window.check_empty("ga_bn_add");
+  model_.backend->capturing();  // throws if no work can be enqueued now
   check_options(name, channels, o);
   check_params(name, channels, gamma, beta);
   check_mode(name, o.mode);
@@ -66,7 +60,7 @@ ga_bn BatchNorms::add(const char* name, int64_t channels, ga_param gamma, ga_par
   allocate(b);
   b.name = names_.insert(added.extract(added.begin())).position->first.c_str();
   layers_.push_back(std::move(b));
-  context_.set_tables();
+  writer_.set_tables();
   return count() - 1;
 }
 
@@ -75,7 +69,7 @@ void BatchNorms::check_options(const char* name, int64_t channels, const ga_bn_o
   const Subject of = {"layer", name};
   if (find(name) >= 0)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "the context has a layer of that name already");
-  context_.check_name(of, name);
+  check_name(of, name);
   if (channels < 1 || channels > INT64_MAX / 4096)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "channels was %lld, expected >= 1", ll(channels));
   const std::string prefix = std::string("layer \"") + name + "\": ";
@@ -89,35 +83,61 @@ void BatchNorms::check_options(const char* name, int64_t channels, const ga_bn_o
   check_positive((prefix + "eps").c_str(), o.eps);
 }
 
+void BatchNorms::check_name(const Subject& of, const char* name) const {
+  const auto is_used = [&](std::string_view owner) {
+    return model_.params.find(owner) >= 0 || find(owner) >= 0;
+  };
+  ga::check_name(of, name, is_used);
+  const auto refuse = [&](const char* other) {
+    of.fail(GA_ERROR_INVALID_ARGUMENT,
+            "\"%.200s\" is also the name of its state in a state file (ga_save)", other);
+  };
+  if (const ga_param id = model_.params.find_state_of(name); id >= 0)
+    refuse(model_.params.name(id));
+  for (ga_bn id = 0; id < count(); ++id)
+    if (const char* const layer = info(id).name; is_state_of(layer, name)) refuse(layer);
+}
+
+// Micro-batches that are clipped cannot be opened again, as the second sweep of WINDOW mode does.
+void BatchNorms::check_no_sweeps(const ga_clip& clip) const {
+  if (!is_of_micros(clip)) return;
+  if (const char* const layer = name_of_windowed())
+    fail(
+        GA_ERROR_UNSUPPORTED,
+        "clip: GA_CLIP_WHEN_MICRO was set, but batch-normalisation layer \"%s\" is in WINDOW mode, "
+        "which opens micro-batches again",
+        layer);
+}
+
 void BatchNorms::check_params(const char* name, int64_t channels, ga_param gamma,
                               ga_param beta) const {
   const Subject of = {"layer", name};
   const auto check = [&](const char* what, ga_param id) {
     if (id == -1) return;
-    const int64_t count = params_.get(id).count;
+    const int64_t count = model_.params.get(id).count;
     if (count != channels)
       of.fail(GA_ERROR_INVALID_ARGUMENT,
               "%s, parameter \"%s\", has %lld elements, expected one for each of %lld channels",
-              what, params_.name(id), ll(count), ll(channels));
-    if (params_[id].maximum)
+              what, model_.params.name(id), ll(count), ll(channels));
+    if (model_.params[id].maximum)
       of.fail(GA_ERROR_UNSUPPORTED, "%s, parameter \"%s\", has GA_REDUCE_MAX", what,
-              params_.name(id));
+              model_.params.name(id));
   };
   check("gamma", gamma);
   check("beta", beta);
   if (gamma >= 0 && gamma == beta)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "gamma and beta are both parameter \"%s\"",
-            params_.name(gamma));
+            model_.params.name(gamma));
 }
 
 void BatchNorms::check_mode(const char* name, int32_t mode) const {
   const Subject of = {"layer", name};
-  if (mode != GA_BN_MICRO && config_.nonfinite == GA_NONFINITE_DROP_MICRO)
+  if (mode != GA_BN_MICRO && model_.config.nonfinite == GA_NONFINITE_DROP_MICRO)
     of.fail(GA_ERROR_UNSUPPORTED,
             "%s mode is not supported with GA_NONFINITE_DROP_MICRO: other micro-batches would have "
             "been normalised with one that is dropped",
             mode == GA_BN_WINDOW ? "WINDOW" : "CUMULATIVE");
-  if (mode == GA_BN_WINDOW && context_.deferring())
+  if (mode == GA_BN_WINDOW && model_.options.deferring())
     of.fail(
         GA_ERROR_UNSUPPORTED,
         "WINDOW mode, which opens micro-batches again, is not supported with GA_CLIP_WHEN_MICRO");
@@ -130,21 +150,21 @@ void BatchNorms::allocate(Layer& b) {
   const size_t sums = n * static_cast<size_t>(dtype_info(b.sum_dtype()).size);
   std::vector<BnChannel> initial(n);
   for (BnChannel& c : initial) c.running_variance = 1;
-  Table<BnInput> inputs = inputs_.grown(backend_, b.input + 1);
-  b.block = Buffer(backend_, state + 2 * sums);
+  Table<BnInput> inputs = model_.tables.layers.grown(*model_.backend, b.input + 1);
+  b.block = Buffer(*model_.backend, state + 2 * sums);
   b.state = static_cast<BnChannel*>(b.block.data());
   b.dgamma = reinterpret_cast<char*>(b.state) + state;
   b.dbeta = static_cast<char*>(b.dgamma) + sums;
-  backend_.write(b.state, initial.data(), state);
-  ranges_.reserve_more(1);
+  model_.backend->write(b.state, initial.data(), state);
+  model_.ranges.reserve_more(1);
   inputs.edit(b.input) = {b.state, nullptr, b.channels, b.options.momentum, b.options.biased != 0,
                           false};
-  inputs.flush(backend_);
-  backend_.bn_reserve(b.channels);
-  ranges_.add(b.state, b.block.bytes());
+  inputs.flush(*model_.backend);
+  model_.backend->bn_reserve(b.channels);
+  model_.ranges.add(b.state, b.block.bytes());
   if (b.gamma >= 0) b.gradient[b.gradient_count++] = {b.gamma, b.dgamma, b.sum_dtype()};
   if (b.beta >= 0) b.gradient[b.gradient_count++] = {b.beta, b.dbeta, b.sum_dtype()};
-  inputs_.swap(inputs);
+  model_.tables.layers.swap(inputs);
 }
 
 ga_bn BatchNorms::count() const { return static_cast<ga_bn>(layers_.size()); }
@@ -176,13 +196,14 @@ ga_bn_info BatchNorms::info(ga_bn id) const {
 const ga_bn_options& BatchNorms::options(ga_bn id) const { return layer(id).options; }
 
 void BatchNorms::set_frozen(ga_bn id, bool frozen) {
-  window_.check_empty("ga_bn_set_frozen");
+  model_.window.check_empty("ga_bn_set_frozen");
   Layer& b = layer(id);
   b.require_unused("ga_bn_set_frozen");
   b.frozen = frozen;
-  inputs_.edit(b.input).frozen = frozen;
-  inputs_.flush(backend_);  // because only replays of a captured graph may follow
-  context_.settings_changed(true);
+  model_.tables.layers.edit(b.input).frozen = frozen;
+  model_.tables.layers.flush(
+      *model_.backend);  // because only replays of a captured graph may follow
+  writer_.settings_changed(true);
 }
 
 // ---- For a state file ---------------------------------------------------------------------------
@@ -210,7 +231,8 @@ BatchNorms::Snapshot BatchNorms::snapshot(ga_bn id) const {
   int64_t held = 0;
   for (const BnChannel& c : s.channels) held = std::max(held, c.taken);
   s.history.resize(static_cast<size_t>(held * b.channels));
-  if (held > 0) backend_.read(s.history.data(), b.history.at(), s.history.size() * sizeof(Moments));
+  if (held > 0)
+    model_.backend->read(s.history.data(), b.history.at(), s.history.size() * sizeof(Moments));
   return s;
 }
 
@@ -224,9 +246,9 @@ void BatchNorms::reserve(ga_bn id, const Snapshot& s) {
 
 void BatchNorms::restore(ga_bn id, const Snapshot& s) {
   Layer& b = layer(id);
-  backend_.write(b.state, s.channels.data(), s.channels.size() * sizeof(BnChannel));
+  model_.backend->write(b.state, s.channels.data(), s.channels.size() * sizeof(BnChannel));
   if (!s.history.empty())
-    backend_.write(b.history.at(), s.history.data(), s.history.size() * sizeof(Moments));
+    model_.backend->write(b.history.at(), s.history.data(), s.history.size() * sizeof(Moments));
   b.index = s.index;
   b.sums_of = s.sums_of;
   b.forwarded = s.forwarded;
@@ -289,8 +311,8 @@ void BatchNorms::forget(int64_t micro) {
     if (at < b.summed.size()) b.summed[at] = 0;
     if (b.sums_of == micro) b.sums_of = -1;
     if (b.seen() <= micro || b.windowed()) continue;
-    backend_.write(b.history.at(static_cast<size_t>(micro * b.channels)), none.data(),
-                   static_cast<size_t>(b.channels) * sizeof(Moments));
+    model_.backend->write(b.history.at(static_cast<size_t>(micro * b.channels)), none.data(),
+                          static_cast<size_t>(b.channels) * sizeof(Moments));
     b.taken.resize(at);
     if (b.index == micro) b.index = -1;
   }

@@ -10,52 +10,16 @@
 #include <string_view>
 #include <vector>
 
-#include "backend/backend.hpp"
 #include "core/error.hpp"
-#include "model/ranges.hpp"
-#include "model/table.hpp"
-#include "model/window.hpp"
+#include "model/model.hpp"
+#include "model/table_writer.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 
-class Exchange;
-
-// The gradient of a whole parameter.
-struct Whole {
-  ga_param param;
-  const void* gradient;
-  int32_t format;
-};
-
-// What the layers need from their context.
-class BnContext {
- public:
-  // Throws unless a layer may have that name (names.hpp).
-  virtual void check_name(const Subject& of, const char* name) const = 0;
-  // Whether micro-batches are checked or clipped as a whole when they end.
-  virtual bool deferring() const = 0;
-  // K of the window; 0 if the program decides when a window ends, or if K is not known yet.
-  virtual int64_t known_accum_steps() const = 0;
-  // data as it is added to an accumulator: divided by the loss scale, times the weight.
-  virtual Source contribution(const void* data, int32_t dtype, const Micro& micro) const = 0;
-  // Checks that these parameters can take a contribution to the open micro-batch now, and allocates
-  // their arrays. what: the function that was called.
-  virtual void prepare_parts(Span<const Whole> parts, const char* what) = 0;
-  // Adds the gradients of different parameters to the open micro-batch, in one pass.
-  virtual void contribute(Span<const Whole> given, bool may_adopt) = 0;
-  virtual void set_tables() = 0;  // tells the backend where the tables are
-  // Tells other ranks, if there are any, that options have changed. tensors: of a layer or a parameter.
-  virtual void settings_changed(bool tensors) = 0;
-  virtual Exchange* exchange() = 0;  // with other ranks; NULL: the context is alone
-
- protected:
-  ~BnContext() = default;
-};
-
 class BatchNorms {
  public:
-  BatchNorms(const ga_config& config, Backend& backend, Window& window, const ParamList& params,
-             MemoryRanges& ranges, BnContext& context);
+  BatchNorms(Model& model, TableWriter& writer, Accumulator& accumulator);
   ~BatchNorms();
   BatchNorms(const BatchNorms&) = delete;
   BatchNorms& operator=(const BatchNorms&) = delete;
@@ -107,6 +71,10 @@ class BatchNorms {
   // Whether a layer has statistics of this window, be they those of other ranks alone.
   bool has_statistics() const;
   const char* name_of_windowed() const;  // of a layer in WINDOW mode; NULL if there is none
+  // Throws if micro-batches that are clipped so cannot be opened again, as the second sweep of WINDOW mode does.
+  void check_no_sweeps(const ga_clip& clip) const;
+  // Throws unless a parameter or a layer may have that name (names.hpp).
+  void check_name(const Subject& of, const char* name) const;
   // Over ranks: whether a layer has yet to add up its backward sums, the last that it exchanges in a window.
   bool awaits_sums() const;
   // Over ranks: how many sweeps of this window have yet to be ended. From now on no call ends one.
@@ -116,8 +84,6 @@ class BatchNorms {
   bool is_swept(int64_t micro) const;
   void forget(int64_t micro);  // the newest micro-batch, which is dropped
   int64_t bytes() const;       // of the layers' arrays
-  const Table<BnInput>& inputs() const { return inputs_; }
-  void flush() { inputs_.flush(backend_); }
   void end_window();
 
  private:
@@ -151,15 +117,11 @@ class BatchNorms {
   void add_sums(Layer& b);
   std::vector<BnChannel> read(const Layer& b) const;
 
-  const ga_config& config_;
-  Backend& backend_;
-  Window& window_;
-  const ParamList& params_;
-  MemoryRanges& ranges_;
-  BnContext& context_;
+  Model& model_;
+  TableWriter& writer_;
+  Accumulator& accumulator_;
   std::vector<Layer> layers_;
   Names names_;
-  Table<BnInput> inputs_;
 };
 
 ga_bn_options default_bn_options(int32_t flavor);

@@ -21,7 +21,7 @@ struct BatchNorms::Layer {
   int64_t channels;
   ga_param gamma, beta;
   ga_bn_options options;
-  size_t input;  // index in inputs_
+  size_t input;  // index in model_.tables.layers
   bool frozen = false;
   Buffer block = {};  // holds the next three arrays
   BnChannel* state = nullptr;

@@ -6,7 +6,6 @@
 #include "batchnorm/layer.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
-#include "ranks/exchange.hpp"
 
 namespace ga {
 
@@ -14,13 +13,13 @@ void BatchNorms::check_array(const Layer& b, const char* what, const void* data,
                              int32_t dtype) const {
   if (count == 0) return;
   if (!data) b.subject().fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", what);
-  ranges_.check_readable(b.subject(), what, data, count, dtype_info(dtype).size);
+  model_.ranges.check_readable(b.subject(), what, data, count, dtype_info(dtype).size);
 }
 
 void BatchNorms::check_output(const Layer& b, const char* what, const void* data,
                               int64_t count) const {
   check_array(b, what, data, count, b.options.dtype);
-  ranges_.check_apart(b.subject(), what, data, count * dtype_info(b.options.dtype).size);
+  model_.ranges.check_apart(b.subject(), what, data, count * dtype_info(b.options.dtype).size);
 }
 
 void BatchNorms::Layer::check_overlap(const char* what, const void* in, const char* out_name,
@@ -55,11 +54,11 @@ BnTask BatchNorms::task_of(const Layer& b, int64_t samples, int64_t positions) c
                      "the shape was %lld samples of %lld positions in %lld channels", ll(samples),
                      ll(positions), ll(b.channels));
   const auto array_of = [&](ga_param id) {
-    return id < 0 ? Array{nullptr, GA_F32} : Array{params_[id].data, params_[id].dtype};
+    return id < 0 ? Array{nullptr, GA_F32} : Array{model_.params[id].data, model_.params[id].dtype};
   };
   BnTask t = {};
   t.state = b.state;
-  t.input = inputs_.at(b.input);
+  t.input = model_.tables.layers.at(b.input);
   t.channels = b.channels;
   t.samples = samples;
   t.positions = positions;
@@ -79,13 +78,13 @@ BnTask BatchNorms::task_of(const Layer& b, int64_t samples, int64_t positions) c
 // The index of the micro-batch that a call of the forward pass works on. next: the next one of a
 // sweep in WINDOW mode.
 int64_t BatchNorms::index_of(const Layer& b, int64_t next) const {
-  window_.check_takes_more();
-  if (window_.open_index() >= 0) return window_.open_index();
+  model_.window.check_takes_more();
+  if (model_.window.open_index() >= 0) return model_.window.open_index();
   if (!b.windowed()) {
-    window_.check_whole();
-    return window_.size();
+    model_.window.check_whole();
+    return model_.window.size();
   }
-  const int64_t most = context_.known_accum_steps();
+  const int64_t most = model_.length.known();
   if (most > 0 && next >= most)
     b.subject().fail(GA_ERROR_INVALID_STATE,
                      "its sweep has been over all %lld micro-batches of the window", ll(most));
@@ -114,17 +113,17 @@ void BatchNorms::make_room(Layer& b, int64_t micro_batches) {
   if (micro_batches <= b.history_size) return;
   constexpr int64_t kFew = 4;
   const int64_t size = std::max({micro_batches, 2 * b.history_size, kFew});
-  State<Moments> larger = b.history.grown(backend_, static_cast<size_t>(size * b.channels));
-  ranges_.reserve_more(1);
-  inputs_.edit(b.input).history = larger.at();
+  State<Moments> larger = b.history.grown(*model_.backend, static_cast<size_t>(size * b.channels));
+  model_.ranges.reserve_more(1);
+  model_.tables.layers.edit(b.input).history = larger.at();
   try {
-    inputs_.flush(backend_);
+    model_.tables.layers.flush(*model_.backend);
   } catch (...) {
-    inputs_.edit(b.input).history = b.history.at();
+    model_.tables.layers.edit(b.input).history = b.history.at();
     throw;
   }
-  ranges_.remove(b.history.at());
-  ranges_.add(larger.at(), static_cast<size_t>(larger.bytes()));
+  model_.ranges.remove(b.history.at());
+  model_.ranges.add(larger.at(), static_cast<size_t>(larger.bytes()));
   b.history.swap(larger);
   b.history_size = size;
 }
@@ -138,16 +137,16 @@ void BatchNorms::take(Layer& b, const char* what, int64_t index, const Taken& ta
                       Work&& work) {
   const auto at = static_cast<size_t>(index);
   if (at >= b.taken.capacity()) b.taken.reserve(std::max(at + 1, 2 * b.taken.capacity()));
-  const bool twice = !b.windowed() && window_.open_index() < 0 && b.has(index);
+  const bool twice = !b.windowed() && model_.window.open_index() < 0 && b.has(index);
   if (!b.windowed()) make_room(b, index + (twice ? 2 : 1));
   task.index = index;
   task.aside = twice;
-  window_.or_invalidate(work);
+  model_.window.or_invalidate(work);
   if (twice) {
     const auto n = static_cast<size_t>(b.channels);
     std::vector<Moments> both(2 * n);
-    backend_.read(both.data(), b.history.at(static_cast<size_t>(index * b.channels)),
-                  both.size() * sizeof(Moments));
+    model_.backend->read(both.data(), b.history.at(static_cast<size_t>(index * b.channels)),
+                         both.size() * sizeof(Moments));
     if (std::memcmp(&both[0], &both[n], n * sizeof(Moments)) != 0)
       b.subject(what).fail(
           GA_ERROR_INVALID_STATE,
@@ -171,7 +170,7 @@ void BatchNorms::accumulate(ga_bn id, const void* x, int64_t samples, int64_t po
   if (b.frozen) return;
   task.x = x;
   take(b, "ga_bn_accumulate", index, {task.elements(), true}, task,
-       [&] { backend_.bn_statistics(task); });
+       [&] { model_.backend->bn_statistics(task); });
 }
 
 void BatchNorms::accumulate_stats(ga_bn id, int64_t count, const void* mean, const void* spread,
@@ -185,7 +184,7 @@ void BatchNorms::accumulate_stats(ga_bn id, int64_t count, const void* mean, con
   const int64_t index = index_of_statistics(b, "ga_bn_accumulate_stats");
   check_array(b, "mean", mean, b.channels, dtype);
   check_array(b, "spread", spread, b.channels, dtype);
-  if (config_.device == GA_DEVICE_CPU)
+  if (model_.config.device == GA_DEVICE_CPU)
     for (int64_t c = 0; c < b.channels; ++c)
       if (element(spread, dtype, c) < 0)
         of.fail(GA_ERROR_INVALID_ARGUMENT, "spread[%lld] was %g, expected >= 0", ll(c),
@@ -197,14 +196,14 @@ void BatchNorms::accumulate_stats(ga_bn id, int64_t count, const void* mean, con
                          kind == GA_BN_M2,
                          false};
   take(b, "ga_bn_accumulate_stats", index, {count, true}, task,
-       [&] { backend_.bn_take(task, given); });
+       [&] { model_.backend->bn_take(task, given); });
 }
 
 void BatchNorms::finalize(ga_bn id) {
   Layer& b = layer_for_work(id);
   const Subject of = b.subject("ga_bn_finalize");
-  const bool alone = !context_.exchange();
-  if (alone || b.frozen) window_.check_valid();
+  const bool alone = model_.ranks->alone();
+  if (alone || b.frozen) model_.window.check_valid();
   if (!b.windowed()) of.fail(GA_ERROR_INVALID_STATE, "it is not in WINDOW mode");
   if (b.frozen) return;
   if (alone && b.taken.empty())
@@ -215,9 +214,9 @@ void BatchNorms::finalize(ga_bn id) {
   const auto make_room = [&] { b.summed.reserve(b.taken.size()); };
   if (alone) {
     make_room();
-    window_.or_invalidate([&] { backend_.bn_finalize(task); });
+    model_.window.or_invalidate([&] { model_.backend->bn_finalize(task); });
   } else {
-    context_.exchange()->end_sweep(of, task, {id, false}, b.seen(), make_room);
+    model_.ranks->end_sweep(of, task, {id, false}, b.seen(), make_room);
   }
   b.final = true;
   b.forwarded = b.sums = 0;
@@ -243,7 +242,7 @@ void BatchNorms::forward(ga_bn id, const void* x, int64_t samples, int64_t posit
     // y.
     const auto pass = [&] {
       normalised = !task.aside;
-      normalised ? backend_.bn_forward(task, true) : backend_.bn_statistics(task);
+      normalised ? model_.backend->bn_forward(task, true) : model_.backend->bn_statistics(task);
     };
     take(b, "ga_bn_forward", index, {task.elements(), false}, task, pass);
     task.aside = false;
@@ -251,12 +250,12 @@ void BatchNorms::forward(ga_bn id, const void* x, int64_t samples, int64_t posit
   if (own && b.index != index) {  // another micro-batch was visited in between
     BnGiven known = {};
     known.known = true;
-    window_.or_invalidate([&] { backend_.bn_take(task, known); });
+    model_.window.or_invalidate([&] { model_.backend->bn_take(task, known); });
     b.index = index;
     b.sums_of = -1;
   }
-  if (!normalised) window_.or_invalidate([&] { backend_.bn_forward(task, false); });
-  if (window_.open_index() < 0) ++b.forwarded;
+  if (!normalised) model_.window.or_invalidate([&] { model_.backend->bn_forward(task, false); });
+  if (model_.window.open_index() < 0) ++b.forwarded;
 }
 
 void BatchNorms::infer(ga_bn id, const void* x, int64_t samples, int64_t positions, void* y) {
@@ -264,7 +263,7 @@ void BatchNorms::infer(ga_bn id, const void* x, int64_t samples, int64_t positio
   BnTask task = task_of(b, samples, positions);
   set_forward(b, task, x, y);
   task.frozen = true;
-  backend_.bn_forward(task, false);
+  model_.backend->bn_forward(task, false);
 }
 
 void BatchNorms::set_forward(const Layer& b, BnTask& task, const void* x, void* y) const {
@@ -278,10 +277,10 @@ void BatchNorms::set_forward(const Layer& b, BnTask& task, const void* x, void* 
 // Checks the arguments that both backward calls have, and makes their task.
 BnTask BatchNorms::backward_task(const Layer& b, const char* what, const void* x, const void* dy,
                                  int64_t samples, int64_t positions) const {
-  window_.check_part(what);
+  model_.window.check_part(what);
   BnTask task = task_of(b, samples, positions);
-  const int64_t index = window_.open_index();
-  const Micro& micro = window_.open_micro();
+  const int64_t index = model_.window.open_index();
+  const Micro& micro = model_.window.open_micro();
   const Subject of = b.subject(what);
   if (!b.frozen && b.windowed()) {
     b.check_sweep(what, index, task.elements());
@@ -302,7 +301,7 @@ BnTask BatchNorms::backward_task(const Layer& b, const char* what, const void* x
   }
   task.x = x;
   task.dy = dy;
-  const Source share = context_.contribution(nullptr, GA_F32, micro);
+  const Source share = accumulator_.contribution(nullptr, GA_F32, micro);
   task.weight = read ? share.scale : 0;
   task.divisor = share.divisor;
   return task;
@@ -310,17 +309,18 @@ BnTask BatchNorms::backward_task(const Layer& b, const char* what, const void* x
 
 // Whether the backward sums of the open micro-batch are in the window. Makes room in b.summed.
 bool BatchNorms::is_summed(Layer& b) {
-  const auto index = static_cast<size_t>(window_.open_index());
+  const auto index = static_cast<size_t>(model_.window.open_index());
   if (index >= b.summed.size()) b.summed.resize(std::max(index + 1, 2 * b.summed.size()));
   return b.summed[index] != 0;
 }
 
 // Adds the backward sums of the open micro-batch to the window.
 void BatchNorms::add_sums(Layer& b) {
-  b.summed[static_cast<size_t>(window_.open_index())] = 1;
+  b.summed[static_cast<size_t>(model_.window.open_index())] = 1;
   ++b.sums;
   const Span<const Whole> gradients = b.gradients();
-  if (gradients.size > 0) window_.or_invalidate([&] { context_.contribute(gradients, false); });
+  if (gradients.size > 0)
+    model_.window.or_invalidate([&] { accumulator_.contribute(gradients, false); });
 }
 
 void BatchNorms::backward_accumulate(ga_bn id, const void* x, const void* dy, int64_t samples,
@@ -330,10 +330,11 @@ void BatchNorms::backward_accumulate(ga_bn id, const void* x, const void* dy, in
   const BnTask task = backward_task(b, what, x, dy, samples, positions);
   if (is_summed(b))
     b.subject(what).fail(GA_ERROR_INVALID_STATE, "it has the sums of micro-batch %lld already",
-                         ll(window_.open_index()));
-  context_.prepare_parts(b.gradients(), what);
-  if (task.weight != 0) window_.or_invalidate([&] { backend_.bn_backward_sums(task); });
-  b.sums_of = window_.open_index();
+                         ll(model_.window.open_index()));
+  accumulator_.prepare_parts(b.gradients(), what);
+  if (task.weight != 0)
+    model_.window.or_invalidate([&] { model_.backend->bn_backward_sums(task); });
+  b.sums_of = model_.window.open_index();
   add_sums(b);
 }
 
@@ -349,8 +350,8 @@ void BatchNorms::backward_finalize(ga_bn id) {
   Layer& b = layer_for_work(id);
   const char* const what = "ga_bn_backward_finalize";
   const Subject of = b.subject(what);
-  const bool alone = !context_.exchange();
-  if (alone || b.frozen) window_.check_valid();
+  const bool alone = model_.ranks->alone();
+  if (alone || b.frozen) model_.window.check_valid();
   if (!b.windowed()) of.fail(GA_ERROR_INVALID_STATE, "it is not in WINDOW mode");
   if (b.frozen) return;
   b.check_not_closed(of);
@@ -359,8 +360,7 @@ void BatchNorms::backward_finalize(ga_bn id) {
   if (alone) return b.check_sums(what);
   // Ranks exchange the sums that dx is computed from. b.dgamma and b.dbeta keep what this rank alone has summed: they
   // are gradients, which ga_step adds up over the ranks.
-  context_.exchange()->end_sweep(of, task_of(b, 0, 0), {id, true}, b.seen(),
-                                 [&] { b.check_sums(what); });
+  model_.ranks->end_sweep(of, task_of(b, 0, 0), {id, true}, b.seen(), [&] { b.check_sums(what); });
   b.sums_final = true;
 }
 
@@ -372,17 +372,17 @@ void BatchNorms::backward(ga_bn id, const void* x, const void* dy, int64_t sampl
   const bool windowed = b.windowed() && !b.frozen;
   // The sums of a micro-batch are added to gamma and beta once; dx needs the sums of its own x and
   // dy.
-  const int64_t index = window_.open_index();
+  const int64_t index = model_.window.open_index();
   const bool adding = !is_summed(b) && !windowed;
   const bool summing = adding || (!windowed && !b.frozen && b.sums_of != index);
-  if (summing && !adding && context_.deferring())
+  if (summing && !adding && model_.options.deferring())
     b.subject(what).fail(
         GA_ERROR_INVALID_STATE,
         "its sums over micro-batch %lld are kept to be judged with it at its end "
         "(GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO) and cannot be computed again",
         ll(index));
   if (windowed) b.check_sums(what);
-  if (windowed && !b.sums_final && context_.exchange())
+  if (windowed && !b.sums_final && !model_.ranks->alone())
     b.subject(what).fail(GA_ERROR_INVALID_STATE,
                          "ga_bn_backward_finalize must be called first, on every rank: it adds up "
                          "the sums of all ranks");
@@ -391,9 +391,10 @@ void BatchNorms::backward(ga_bn id, const void* x, const void* dy, int64_t sampl
     b.check_overlap("x", x, "dx", dx, task.count());
     b.check_overlap("dy", dy, "dx", dx, task.count());
   }
-  if (adding) context_.prepare_parts(b.gradients(), what);
+  if (adding) accumulator_.prepare_parts(b.gradients(), what);
   task.out = dx;
-  window_.or_invalidate([&] { backend_.bn_backward(task, summing && task.weight != 0); });
+  model_.window.or_invalidate(
+      [&] { model_.backend->bn_backward(task, summing && task.weight != 0); });
   b.sums_of = -1;
   if (adding) add_sums(b);
 }

@@ -27,7 +27,7 @@ void copy_out(const std::vector<BnChannel>& state, double BnChannel::*field, voi
 
 std::vector<BnChannel> BatchNorms::read(const Layer& b) const {
   std::vector<BnChannel> state(static_cast<size_t>(b.channels));
-  backend_.read(state.data(), b.state, state.size() * sizeof(BnChannel));
+  model_.backend->read(state.data(), b.state, state.size() * sizeof(BnChannel));
   return state;
 }
 
@@ -45,7 +45,7 @@ void BatchNorms::running(ga_bn id, void* mean, void* variance, int32_t dtype,
 
 void BatchNorms::set_running(ga_bn id, const void* mean, const void* variance, int32_t dtype,
                              int64_t steps) {
-  window_.check_empty("ga_bn_running_set");
+  model_.window.check_empty("ga_bn_running_set");
   Layer& b = layer_for_work(id);
   b.require_unused("ga_bn_running_set");
   const Subject of = b.subject();
@@ -66,7 +66,7 @@ void BatchNorms::set_running(ga_bn id, const void* mean, const void* variance, i
     channel.running_variance = v;
     channel.steps = steps;
   }
-  backend_.write(b.state, state.data(), state.size() * sizeof(BnChannel));
+  model_.backend->write(b.state, state.data(), state.size() * sizeof(BnChannel));
 }
 
 void BatchNorms::statistics(ga_bn id, void* mean, void* variance, int32_t dtype,

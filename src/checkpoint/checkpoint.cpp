@@ -8,7 +8,7 @@
 #include "core/callback.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
-#include "ranks/exchange.hpp"
+#include "model/pieces.hpp"
 
 namespace ga {
 namespace {
@@ -22,16 +22,17 @@ uint64_t bits_of(int64_t x) { return static_cast<uint64_t>(x); }
 
 }  // namespace
 
-Checkpoint::Checkpoint(Context& context, const ga_state_options& options, const char* what)
-    : context_(context), options_(options), what_(what) {
-  context_.window_.check_closed(what);
-  context_.check_no_capture(what);
-  if (shards()) context_.prepare();  // so that all ranks have the same arrays
+Checkpoint::Checkpoint(const Stages& stages, const ga_state_options& options, const char* what)
+    : stages_(stages), model_(stages.model), options_(options), what_(what) {
+  model_.window.check_closed(what);
+  model_.check_no_capture(what);
+  if (shards()) stages_.preparation.prepare();  // so that all ranks have the same arrays
 }
 
-Checkpoint::Checkpoint(Context& context) : context_(context), options_(), what_("") {}
+Checkpoint::Checkpoint(const Stages& stages)
+    : stages_(stages), model_(stages.model), options_(), what_("") {}
 
-bool Checkpoint::shards() const { return context_.shards(); }
+bool Checkpoint::shards() const { return model_.ranks->shards(); }
 
 // The name of a tensor, or the key of a text, of a rank's window.
 std::string Checkpoint::name_of_rank(int32_t rank, const std::string& name) {
@@ -44,11 +45,11 @@ std::string Checkpoint::name_of_rank(int32_t rank, const std::string& name) {
 // The arrays of the optimizer, the master weights and the EMA that the parameter has or may have, in the
 // shapes of PyTorch.
 std::vector<Checkpoint::NamedArray> Checkpoint::arrays_of(size_t i) const {
-  const Param& p = context_.params_[i];
-  const Tensor& t = context_.params_.tensor(i);
-  const int op = context_.params_.op_of(p);
+  const Param& p = model_.params[i];
+  const Tensor& t = model_.params.tensor(i);
+  const int op = model_.params.op_of(p);
   std::vector<NamedArray> list;
-  for (const OwnedArray& a : context_.arrays_.whole_of(i)) {
+  for (const OwnedArray& a : model_.arrays.whole_of(i)) {
     if (!a.name || a.kind < kState || a.kind > kAverage) continue;
     std::vector<int64_t> shape = t.shape;
     const bool slot = a.kind < kMaster;
@@ -113,7 +114,7 @@ void Checkpoint::save(const WriteAt& write, const Ready& ready) {
   std::vector<Region> regions;
   const auto put_regions = [&] {
     if (regions.empty()) return;
-    context_.backend_->read_pieces({regions.data(), regions.size()}, put);
+    model_.backend->read_pieces({regions.data(), regions.size()}, put);
     regions.clear();
   };
   for (size_t k = 0, end; k < saved_.size(); k = end) {
@@ -133,7 +134,7 @@ void Checkpoint::save(const WriteAt& write, const Ready& ready) {
       if (r.bytes > 0 && write) regions.push_back(r);
     if (s.shared_by < 0) continue;
     put_regions();
-    context_.each_piece(s.shared_by, s.part, s.count, put);
+    each_piece(model_, s.shared_by, s.part, s.count, put);
   }
   put_regions();
   if (failure) std::rethrow_exception(failure);
@@ -145,10 +146,10 @@ void Checkpoint::save(const WriteAt& write, const Ready& ready) {
 // Gradients that live in the program's buffers, which only a context that is alone has, are copied into the
 // accumulators. Their norms stay unknown, as they would have been.
 void Checkpoint::store_live_gradients() {
-  for (size_t i = 0; i < context_.params_.size(); ++i) {
-    Param& p = context_.params_[i];
+  for (size_t i = 0; i < model_.params.size(); ++i) {
+    Param& p = model_.params[i];
     if (p.held() != Held::kAdopted) continue;
-    context_.store_adopted(static_cast<ga_param>(i));
+    stages_.accumulator.store_adopted(static_cast<ga_param>(i));
     p.stale = true;
     writer_.reset();  // which has read other partials
   }
@@ -162,15 +163,15 @@ void Checkpoint::add_numbers(std::string name, int32_t dtype, std::vector<int64_
 // Lists what this rank has.
 void Checkpoint::collect() {
   saved_.clear();
-  context_.backend_->wait();
-  const std::vector<ParamState> states = context_.param_states();
-  for (size_t i = 0; i < context_.params_.size(); ++i)
-    if (!context_.params_.tensor(i).removed)
+  model_.backend->wait();
+  const std::vector<ParamState> states = model_.progress.param_states();
+  for (size_t i = 0; i < model_.params.size(); ++i)
+    if (!model_.params.tensor(i).removed)
       collect_param(i, i < states.size() ? states[i] : ParamState());
-  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) collect_layer(id);
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id) collect_layer(id);
   if (options_.parts != GA_STATE_PARAMETERS) {
     collect_rates();
-    if (with_window_ && context_.window_.size() > 0) collect_of_window([&] { collect_micros(); });
+    if (with_window_ && model_.window.size() > 0) collect_of_window([&] { collect_micros(); });
   }
   sort();
 }
@@ -190,12 +191,12 @@ template <class F>
 void Checkpoint::collect_of_window(F&& collect) {
   const size_t begin = saved_.size();
   collect();
-  for (size_t k = begin; k < saved_.size(); ++k) saved_[k].rank = context_.rank();
+  for (size_t k = begin; k < saved_.size(); ++k) saved_[k].rank = model_.ranks->rank();
 }
 
 void Checkpoint::collect_param(size_t i, const ParamState& state) {
-  const Param& p = context_.params_[i];
-  const Tensor& t = context_.params_.tensor(i);
+  const Param& p = model_.params[i];
+  const Tensor& t = model_.params.tensor(i);
   const std::string name = t.name;
   const auto bytes = [](int64_t count, int32_t dtype) {
     return static_cast<size_t>(count) * static_cast<size_t>(dtype_info(dtype).size);
@@ -206,8 +207,8 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
   for (const auto& [a, dtype, shape] : arrays_of(i)) {
     if (a.kind == kMaster ? p.master_due : a.kind == kAverage ? !state.averaged : p.state_due)
       continue;
-    void* const data = context_.arrays_.data(p, a.kind);
-    const bool shared = shards() && context_.params_.keeper(i) != Keeper::kAll;
+    void* const data = model_.arrays.data(p, a.kind);
+    const bool shared = shards() && model_.params.keeper(i) != Keeper::kAll;
     Saved s = {name + "." + a.name, dtype, shape, {}, {}};
     if (!shared) {
       s.regions = {{data, bytes(a.count, dtype)}};
@@ -218,8 +219,8 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
     }
     if (!shared || with_shared_) saved_.push_back(std::move(s));
   }
-  const Group& g = context_.params_.group_of(p);
-  if (context_.params_.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH && !p.state_due) {
+  const Group& g = model_.params.group_of(p);
+  if (model_.params.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH && !p.state_due) {
     add_numbers(name + ".step", GA_I64, {}, {bits_of(state.clock.step)});
     const double product = state.clock.step == 0 ? 1 : state.clock.product;
     if (g.info->product) add_numbers(name + "." + g.info->product, GA_F64, {}, {bits_of(product)});
@@ -231,12 +232,12 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
 
 // What the window holds of a parameter.
 void Checkpoint::collect_held(size_t i, const ParamState& state) {
-  const Param& p = context_.params_[i];
-  const Tensor& t = context_.params_.tensor(i);
+  const Param& p = model_.params[i];
+  const Tensor& t = model_.params.tensor(i);
   const std::string name = std::string(t.name) + ".grad_accum";
   const auto size = static_cast<size_t>(dtype_info(p.accumulator_dtype).size);
   const size_t bytes = static_cast<size_t>(p.count) * size;
-  Backend& backend = *context_.backend_;
+  Backend& backend = *model_.backend;
   const bool rows_alone = p.held() == Held::kRows, nothing = p.held() == Held::kNothing;
   add_numbers(name + ".window", GA_F64, {7},
               {bits_of(nothing      ? 0.0
@@ -281,8 +282,8 @@ void Checkpoint::collect_held(size_t i, const ParamState& state) {
 }
 
 void Checkpoint::collect_layer(ga_bn id) {
-  const ga_bn_info layer = context_.batch_norms_.info(id);
-  const BatchNorms::Snapshot s = context_.batch_norms_.snapshot(id);
+  const ga_bn_info layer = stages_.layers.info(id);
+  const BatchNorms::Snapshot s = stages_.layers.snapshot(id);
   const std::string name = layer.name;
   const int64_t channels = layer.channels;
   std::vector<uint64_t> mean, variance, steps;
@@ -324,8 +325,8 @@ void Checkpoint::collect_layer_window(const std::string& window, int64_t channel
 }
 
 void Checkpoint::collect_rates() {
-  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
-    const Group& g = context_.params_.groups[k];
+  for (size_t k = 0; k < model_.params.groups.size(); ++k) {
+    const Group& g = model_.params.groups[k];
     if (g.schedule.table_size == 0) continue;
     std::vector<uint64_t> rates;
     for (int64_t i = 0; i < g.schedule.table_size; ++i)
@@ -336,9 +337,9 @@ void Checkpoint::collect_rates() {
 }
 
 void Checkpoint::collect_micros() {
-  const Window& window = context_.window_;
+  const Window& window = model_.window;
   // A scale that only the device knows is that of the whole window.
-  const double scale = context_.loss_scale();
+  const double scale = model_.loss_scale();
   std::vector<uint64_t> micros;
   for (int64_t k = 0; k < window.size(); ++k) {
     const Micro& m = window.micro(k);
@@ -350,37 +351,38 @@ void Checkpoint::collect_micros() {
               std::move(micros));
 }
 
-std::vector<std::pair<std::string, std::string>> Checkpoint::state_items(Context& context) {
+RankState::Items Checkpoint::state_items(const Stages& stages) {
   ga_state_options whole = {};
   whole.struct_size = sizeof whole;
-  Checkpoint checkpoint(context, whole, "ga_step");
+  Model& model = stages.model;
+  Checkpoint checkpoint(stages, whole, "ga_step");
   checkpoint.with_window_ = checkpoint.with_shared_ = false;
-  context.follow_data();
+  stages.copies.follow_data();
   checkpoint.collect();
-  std::vector<std::pair<std::string, std::string>> items;
+  RankState::Items items;
   Checksum sum;
   for (const Saved& s : checkpoint.saved_) {
     sum.restart();
     sum.add(s.numbers.data(), s.numbers.size() * sizeof(uint64_t));
-    context.backend_->read_pieces({s.regions.data(), s.regions.size()},
-                                  [&](const void* piece, size_t bytes) { sum.add(piece, bytes); });
+    model.backend->read_pieces({s.regions.data(), s.regions.size()},
+                               [&](const void* piece, size_t bytes) { sum.add(piece, bytes); });
     Fields f;
     f.add("xxh3", sum.value());
     items.emplace_back(s.name, f.text());
   }
   Fields keys;
-  for (size_t i = 0; i < context.params_.size(); ++i)
-    if (!context.params_.tensor(i).removed && checkpoint.is_by_chance(i))
-      keys.add(("parameter_" + std::to_string(i)).c_str(), context.params_.tensor(i).key);
+  for (size_t i = 0; i < model.params.size(); ++i)
+    if (!model.params.tensor(i).removed && checkpoint.is_by_chance(i))
+      keys.add(("parameter_" + std::to_string(i)).c_str(), model.params.tensor(i).key);
   items.emplace_back("keys of random bits", keys.text());
-  Control control = context.control();
+  Control control = model.progress.control();
   put_counts(WindowCounts(), control);
   Fields counters;
   counters.add_fields(control);
   items.emplace_back("counters", counters.text());
-  for (size_t k = 0; k < context.params_.groups.size(); ++k) {
+  for (size_t k = 0; k < model.params.groups.size(); ++k) {
     GroupState state;
-    context.backend_->read(&state, context.tables_.group_states.at(k), sizeof state);
+    model.backend->read(&state, model.tables.group_states.at(k), sizeof state);
     Fields f;
     f.add_fields(state);
     items.emplace_back("group " + std::to_string(k), f.text());
@@ -388,10 +390,37 @@ std::vector<std::pair<std::string, std::string>> Checkpoint::state_items(Context
   return items;
 }
 
+std::vector<uint64_t> RankCheckpoint::write(const char* what, int64_t& size) {
+  ga_state_options whole = {};
+  whole.struct_size = sizeof whole;
+  stages_.copies.follow_data();
+  Checkpoint checkpoint(stages_, whole, what);
+  size = checkpoint.file_bytes();
+  std::vector<uint64_t> file((static_cast<size_t>(size) + 7) / 8);
+  checkpoint.save([&](int64_t offset, const void* data, size_t n) {
+    std::memcpy(reinterpret_cast<char*>(file.data()) + offset, data, n);
+  });
+  return file;
+}
+
+void RankCheckpoint::read(const char* what, const std::vector<uint64_t>& file, int64_t size) {
+  ga_state_options whole = {};
+  whole.struct_size = sizeof whole;
+  Checkpoint(stages_, whole, what).load(size, [&](int64_t offset, void* to, size_t n) {
+    std::memcpy(to, reinterpret_cast<const char*>(file.data()) + offset, n);
+  });
+}
+
 WindowCounts Checkpoint::window_counts() const {
-  const Control& c = context_.control();
-  return {c.weight,       c.weighted, c.window_dropped,    c.dropped_micros,
-          c.micro_finite, c.failed,   context_.rows_held_, context_.noise_repeated_};
+  const Control& c = model_.progress.control();
+  return {c.weight,
+          c.weighted,
+          c.window_dropped,
+          c.dropped_micros,
+          c.micro_finite,
+          c.failed,
+          stages_.accumulator.rows_held(),
+          stages_.accumulator.noise_repeated()};
 }
 
 // Sets the fields of the control block that are of an open window.
@@ -417,13 +446,13 @@ Metadata Checkpoint::texts() {
   add("parts", parts[options_.parts]);
   if (options_.note) add("note", options_.note);
   if (options_.parts == GA_STATE_PARAMETERS) return list;
-  Backend& backend = *context_.backend_;
-  Control control = context_.control();
+  Backend& backend = *model_.backend;
+  Control control = model_.progress.control();
   const WindowCounts window_of_0 = counts_.empty() ? window_counts() : counts_[0];
   put_counts(window_of_0, control);
   Fields counters, result;
   counters.add_fields(control);
-  counters.add("host_windows", context_.windows_);
+  counters.add("host_windows", model_.progress.windows());
   // Not Control::result, which may be that of a window that was rejected.
   ga_step_result last = {};
   if (control.windows > 0) backend.result(0, true, last);
@@ -439,9 +468,9 @@ Metadata Checkpoint::texts() {
       of_ranks.add(("rank_" + std::to_string(q)).c_str(), dropped_micros_[q]);
     add("dropped_micros", of_ranks.text());
   }
-  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
+  for (size_t k = 0; k < model_.params.groups.size(); ++k) {
     GroupState state;
-    backend.read(&state, context_.tables_.group_states.at(k), sizeof state);
+    backend.read(&state, model_.tables.group_states.at(k), sizeof state);
     Fields f;
     f.add_fields(state);
     add("group." + std::to_string(k) + ".state", f.text());
@@ -455,7 +484,7 @@ Metadata Checkpoint::texts() {
     f.add_fields(counts_[q]);
     add("rank." + std::to_string(q) + ".window", f.text());
   }
-  const ParamList& params = context_.params_;
+  const ParamList& params = model_.params;
   const auto& tensors = params.tensors();
   const auto there =
       std::count_if(tensors.begin(), tensors.end(), [](const Tensor& t) { return !t.removed; });

@@ -17,10 +17,11 @@
 #include <string>
 #include <vector>
 
-#include "context/context.hpp"
 #include "core/error.hpp"
 #include "files/fields.hpp"
 #include "files/state_file.hpp"
+#include "ranks/exchange.hpp"
+#include "ranks/stages.hpp"
 
 namespace ga {
 
@@ -52,10 +53,10 @@ class Problems {
 class Checkpoint {
  public:
   // Throws if the context cannot be saved now. what: the function that was called.
-  Checkpoint(Context& context, const ga_state_options& options, const char* what);
-  explicit Checkpoint(Context& context);  // at any time, for settings
+  Checkpoint(const Stages& stages, const ga_state_options& options, const char* what);
+  explicit Checkpoint(const Stages& stages);  // at any time, for settings
 
-  using Ready = std::function<void()>;
+  using Ready = Ranks::Ready;
 
   // Where some rank's window is open, tells the ranks what each of them has to save; else does nothing.
   // Comes before the next two, in a call that all ranks make. ready() is called whenever no rank may fail
@@ -70,14 +71,11 @@ class Checkpoint {
   void load(int64_t size, const ReadAt& read, const Ready& ready = {});
 
   // All that changes numbers, by key, in the order of groups, or of parameters and layers.
-  using Settings = std::vector<std::pair<std::string, Fields>>;
+  using Settings = RankState::Settings;
   Settings settings() const;             // both of the next two
   Settings settings_of_context() const;  // and of its groups
   Settings settings_of_tensors(bool with_keys = true) const;
-  static std::string readable(const char* number);  // a number of a Fields for people
-  // Texts that tell whether two contexts have the same parameters and state, whatever their open windows
-  // hold: by name of each tensor its checksum, and the counters.
-  static std::vector<std::pair<std::string, std::string>> state_items(Context& context);
+  static RankState::Items state_items(const Stages& stages);  // see RankState::items()
 
  private:
   // Kinds of a parameter's tensors, after those of its arrays (ArrayKind).
@@ -278,7 +276,7 @@ class Checkpoint {
   Batch batch_of(size_t param, size_t most) const;
   void exchange() noexcept;
   [[noreturn]] void fail_halfway(const char* why);
-  void tell_all();
+  void write_all();
   void list_regions();
   void place_keys();
   void place_arrays();
@@ -286,7 +284,8 @@ class Checkpoint {
   void place_param(size_t param);
   void place_counters();
 
-  Context& context_;
+  const Stages& stages_;
+  Model& model_;
   const ga_state_options options_;
   const char* const what_;
   bool with_window_ = true;  // what is collected has the contents of the open window
@@ -323,6 +322,26 @@ class Checkpoint {
   Buffer row_indices_, row_values_;      // of a batch of rows
   Buffer added_, added_low_, added_by_;  // a gradient that is added to another, and Adding
   int64_t done_ = 0, total_ = 0;         // bytes, for progress
+};
+
+// The settings and the state of a context, for other ranks.
+class RankCheckpoint final : public RankState {
+ public:
+  explicit RankCheckpoint(const Stages& stages) : stages_(stages) {}
+
+  Settings settings_of_context() const override {
+    return Checkpoint(stages_).settings_of_context();
+  }
+  // The keys of random bits are state, which rank 0 may have yet to hand out.
+  Settings settings_of_tensors() const override {
+    return Checkpoint(stages_).settings_of_tensors(false);
+  }
+  Items items() override { return Checkpoint::state_items(stages_); }
+  std::vector<uint64_t> write(const char* what, int64_t& size) override;
+  void read(const char* what, const std::vector<uint64_t>& file, int64_t size) override;
+
+ private:
+  const Stages& stages_;
 };
 
 // The note in a file; false: there is none.

@@ -11,7 +11,6 @@
 #include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "files/names.hpp"
-#include "ranks/exchange.hpp"
 
 namespace ga {
 namespace {
@@ -50,8 +49,8 @@ class Checkpoint::Exchanged {
 };
 
 void Checkpoint::check_load() const {
-  context_.window_.check_empty(what_);
-  if (context_.batch_norms_.has_statistics())
+  model_.window.check_empty(what_);
+  if (stages_.layers.has_statistics())
     fail(GA_ERROR_INVALID_STATE,
          "%s was called while a layer has statistics of the next window; ga_discard drops them",
          what_);
@@ -72,27 +71,27 @@ void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
   if (options_.settings == GA_SETTINGS_TAKE && texts_.counted) take_settings();
   if (texts_.counted) {
     const Exchanged taken(*this);  // the windows are checked against these settings
-    if (taken_ && context_.exchange_) context_.exchange_->check_keepers();
+    if (taken_) model_.ranks->check_keepers();
     join_windows();
   }
-  context_.backend_->wait();
+  model_.backend->wait();
   try {
     make_room();
     Exchanged taken(*this);
     // Last, because the units of the old settings are gone then.
-    if (taken_ && context_.prepared_ > 0) context_.arrays_.make_units();
+    if (taken_ && model_.tables.params() > 0) model_.arrays.make_units();
     if (ready) ready();
     taken.keep();
   } catch (...) {
-    tell_all();
+    write_all();
     throw;
   }
   try {
     place_keys();
     place_arrays();
     place_numbers();
-    tell_all();
-    context_.write_copies(
+    write_all();
+    stages_.copies.write(
         [this](ga_param id) {
           const auto i = static_cast<size_t>(id);
           return i < params_.size() && params_[i].has(kMaster);
@@ -107,8 +106,9 @@ void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
 void Checkpoint::fail_halfway(const char* why) {
   char text[1024];
   std::snprintf(text, sizeof text, "%s stopped half-way: %s", what_, why);
-  context_.broken_.emplace(GA_ERROR_FAULT, text);
-  throw *context_.broken_;
+  model_.health.end(Error(GA_ERROR_FAULT, text));
+  model_.health.check();
+  fail(GA_ERROR_INTERNAL, "%s", text);
 }
 
 // ---- What the file has --------------------------------------------------------------------------
@@ -144,11 +144,11 @@ bool Checkpoint::is_left_out(const std::string& name) const {
     return is_left_out(name.substr(name.find('.', kOfRank.size()) + 1));
   if (begins_with(name, kOurs)) return file_->is_ours();
   if (options_.parts == GA_STATE_ALL) return false;
-  const auto is_param = [&](std::string_view n) { return context_.params_.find(n) >= 0; };
+  const auto is_param = [&](std::string_view n) { return model_.params.find(n) >= 0; };
   if (options_.parts == GA_STATE_LIBRARY) return is_param(name);
   for (size_t dot = name.find('.'); dot != std::string::npos; dot = name.find('.', dot + 1)) {
     const std::string_view owner = std::string_view(name).substr(0, dot);
-    if (is_state_of(name, owner) && (is_param(owner) || context_.batch_norms_.find(owner) >= 0))
+    if (is_state_of(name, owner) && (is_param(owner) || stages_.layers.find(owner) >= 0))
       return true;
   }
   return false;
@@ -160,11 +160,11 @@ void Checkpoint::find_tensors() {
   for (size_t k = 0; k < tensors.size(); ++k) names_[tensors[k].name] = k;
   find_ranks();
   Problems problems;
-  params_.resize(context_.params_.size());
+  params_.resize(model_.params.size());
   for (size_t i = 0; i < params_.size(); ++i)
-    if (!context_.params_.tensor(i).removed) find_param(i, problems);
-  layers_.resize(static_cast<size_t>(context_.batch_norms_.count()));
-  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) find_layer(id, problems);
+    if (!model_.params.tensor(i).removed) find_param(i, problems);
+  layers_.resize(static_cast<size_t>(stages_.layers.count()));
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id) find_layer(id, problems);
   find_windows(problems);
   if (!options_.allow_extra)
     for (size_t k = 0; k < tensors.size(); ++k)
@@ -174,8 +174,8 @@ void Checkpoint::find_tensors() {
 }
 
 void Checkpoint::find_param(size_t i, Problems& problems) {
-  const Param& p = context_.params_[i];
-  const Tensor& t = context_.params_.tensor(i);
+  const Param& p = model_.params[i];
+  const Tensor& t = model_.params.tensor(i);
   const std::string name = t.name;
   ParamIn& in = params_[i];
   const auto missing = [&](const std::string& what) {
@@ -202,14 +202,14 @@ void Checkpoint::find_param(size_t i, Problems& problems) {
     in.state = in.state || (at >= 0 && a.kind < kMaster);
     if (at < 0 && (!in.listed || a.kind < kMaster)) lacking.push_back(key);
   }
-  const Group& g = context_.params_.group_of(p);
+  const Group& g = model_.params.group_of(p);
   const auto find_number = [&](int kind, const char* key, std::initializer_list<int32_t> dtypes) {
     const int64_t at = find(kind, name + "." + key);
     if (at < 0) return lacking.push_back(name + "." + key);
     check_tensor(at, dtypes, {}, problems);
     in.state = true;
   };
-  if (context_.params_.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH) {
+  if (model_.params.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH) {
     find_number(kStepNumber, "step", {GA_I64, GA_I32, GA_F32, GA_F64});
     if (g.info->product) find_number(kProductNumber, g.info->product, {GA_F64, GA_F32});
   }
@@ -218,7 +218,7 @@ void Checkpoint::find_param(size_t i, Problems& problems) {
 }
 
 void Checkpoint::find_layer(ga_bn id, Problems& problems) {
-  const ga_bn_info layer = context_.batch_norms_.info(id);
+  const ga_bn_info layer = stages_.layers.info(id);
   const std::string name = layer.name;
   Found<kLayerKinds>& in = layers_[static_cast<size_t>(id)];
   const auto find = [&](int kind, const std::string& key, const std::vector<int64_t>& shape,
@@ -251,7 +251,7 @@ void Checkpoint::read_texts() {
     return *found;
   };
   TextsIn& in = texts_;
-  in.control = context_.control();
+  in.control = model_.progress.control();
   const Fields counters(text("counters"), "counters");
   counters.get_fields(in.control);
   counters.get("host_windows", in.host_windows);
@@ -276,8 +276,8 @@ void Checkpoint::read_texts() {
   window.get("rows_held", counts.rows_held);
   window.get("noise_repeated", counts.noise_repeated);
   check_counts(counts);
-  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
-    const Group& g = context_.params_.groups[k];
+  for (size_t k = 0; k < model_.params.groups.size(); ++k) {
+    const Group& g = model_.params.groups[k];
     const std::string key = "group." + std::to_string(k);
     const std::string* const state = file_->find(key + ".state");
     const std::string* const optimizer = file_->find(key);
@@ -298,14 +298,14 @@ void Checkpoint::read_texts() {
 // Which micro-batches of its last window this rank has dropped. The result in the file is that of rank 0;
 // where other ranks saved it, that is all that is known.
 void Checkpoint::read_dropped_micros(uint64_t& dropped) const {
-  if (context_.rank() > 0) dropped = 0;
+  if (model_.ranks->rank() > 0) dropped = 0;
   const std::string* const text = file_->find("dropped_micros");
   if (!text) return;
   const Fields of_ranks(*text, "dropped_micros");
   int64_t ranks = 0;
   of_ranks.get("ranks", ranks);
-  if (ranks == context_.ranks())
-    of_ranks.get(("rank_" + std::to_string(context_.rank())).c_str(), dropped);
+  if (ranks == model_.ranks->ranks())
+    of_ranks.get(("rank_" + std::to_string(model_.ranks->rank())).c_str(), dropped);
 }
 
 // Reads the whole file: keeps the tensors of numbers that were claimed, and checks all checksums.
@@ -346,8 +346,8 @@ void Checkpoint::read_all() {
   }
   if (total_ == 0) report(0, true);
   for (size_t i = 0; i < params_.size(); ++i)
-    if (!context_.params_.tensor(i).removed) read_param(i);
-  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) read_layer(id);
+    if (!model_.params.tensor(i).removed) read_param(i);
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id) read_layer(id);
   read_windows();
 }
 
@@ -379,7 +379,7 @@ std::vector<int64_t> Checkpoint::integers(int64_t tensor) const {
 }
 
 void Checkpoint::read_param(size_t i) {
-  const Tensor& t = context_.params_.tensor(i);
+  const Tensor& t = model_.params.tensor(i);
   ParamIn& in = params_[i];
   const std::string name = t.name;
   if (in.has(kStepNumber))
@@ -395,10 +395,10 @@ void Checkpoint::read_param(size_t i) {
 }
 
 void Checkpoint::read_layer(ga_bn id) {
-  const ga_bn_info layer = context_.batch_norms_.info(id);
+  const ga_bn_info layer = stages_.layers.info(id);
   const std::string name = "the statistics of \"" + std::string(layer.name) + "\"";
   const Found<kLayerKinds>& in = layers_[static_cast<size_t>(id)];
-  snapshots_.push_back(context_.batch_norms_.snapshot(id));
+  snapshots_.push_back(stages_.layers.snapshot(id));
   BatchNorms::Snapshot& s = snapshots_.back();
   const auto channels = static_cast<size_t>(layer.channels);
   if (in.has(kMean)) {
@@ -430,10 +430,9 @@ void Checkpoint::read_layer(ga_bn id) {
 
 // Allocates all that the rest of the load needs, but for units of clipping.
 void Checkpoint::make_room() {
-  Context& c = context_;
   make_arrays();
-  for (ga_bn id = 0; id < c.batch_norms_.count(); ++id)
-    c.batch_norms_.reserve(id, snapshots_[static_cast<size_t>(id)]);
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id)
+    stages_.layers.reserve(id, snapshots_[static_cast<size_t>(id)]);
   reserve_joining();
   list_regions();
 }
@@ -441,13 +440,12 @@ void Checkpoint::make_room() {
 // Makes the arrays of the parameters that the file has state of. Those that are frozen now get theirs too. Those that
 // become frozen by the settings in the file (GA_SETTINGS_TAKE) do not.
 void Checkpoint::make_arrays() {
-  Context& c = context_;
   std::vector<char> frozen;
-  for (const Param& p : c.params_) frozen.push_back(p.frozen);
+  for (const Param& p : model_.params) frozen.push_back(p.frozen);
   bool wanted = false;
   for (size_t i = 0; i < params_.size(); ++i) {
     const ParamIn& in = params_[i];
-    Param& p = c.params_[i];
+    Param& p = model_.params[i];
     const bool has =
         in.state || in.has(kMaster) || in.has(kAverage) || joined_[i].held != Held::kNothing;
     wanted = wanted || (has && !p.owns);
@@ -457,11 +455,11 @@ void Checkpoint::make_arrays() {
       p.frozen = taken_->params[i].frozen;
   }
   const auto restore = [&] {
-    for (size_t i = 0; i < frozen.size(); ++i) c.params_[i].frozen = frozen[i];
+    for (size_t i = 0; i < frozen.size(); ++i) model_.params[i].frozen = frozen[i];
   };
   try {
-    for (const Param& p : c.params_) c.arrays_.look_for(p);
-    if (wanted) c.make_arrays();
+    for (const Param& p : model_.params) model_.arrays.look_for(p);
+    if (wanted) stages_.preparation.make_arrays();
   } catch (...) {
     restore();
     throw;
@@ -481,21 +479,21 @@ void Checkpoint::list_regions() {
     from_.push_back({k, static_cast<size_t>(part.first * size)});
   };
   for (size_t i = 0; i < params_.size(); ++i) {
-    const Param& p = context_.params_[i];
+    const Param& p = model_.params[i];
     const ParamIn& in = params_[i];
     if (in.has(kValues)) add(in.at(kValues), p.data);
     if (!joined_[i].dense.empty() && p.count > 0) {
       const HeldIn& first = *joined_[i].dense[0];
       add(first.at(kHeldSums), p.accumulator);
-      if (first.has(kHeldLow)) add(first.at(kHeldLow), context_.params_.tensor(i).low);
+      if (first.has(kHeldLow)) add(first.at(kHeldLow), model_.params.tensor(i).low);
     }
     for (int kind = kState; kind <= kAverage; ++kind)
-      if (in.has(kind)) add(in.at(kind), context_.arrays_.data(p, kind), &p);
+      if (in.has(kind)) add(in.at(kind), model_.arrays.data(p, kind), &p);
   }
 }
 
 void Checkpoint::place_keys() {
-  ParamList& params = context_.params_;
+  ParamList& params = model_.params;
   for (size_t i = 0; i < keys_.size(); ++i) params.tensor(i).key = keys_[i];
   if (!keys_.empty()) params.set_next_key(next_key_);
 }
@@ -525,57 +523,55 @@ void Checkpoint::place_arrays() {
     report(static_cast<int64_t>(bytes), false);
     if (left == 0) pass_over(behind);
   };
-  context_.backend_->write_pieces({regions_.data(), regions_.size()}, std::ref(fill));
+  model_.backend->write_pieces({regions_.data(), regions_.size()}, std::ref(fill));
   place_windows();
   report(total_ - done_, false);
 }
 
 void Checkpoint::place_numbers() {
-  Context& c = context_;
   for (size_t i = 0; i < params_.size(); ++i)
-    if (!c.params_.tensor(i).removed) place_param(i);
-  for (ga_bn id = 0; id < c.batch_norms_.count(); ++id) {
-    const bool frozen = c.batch_norms_.info(id).frozen != 0;
+    if (!model_.params.tensor(i).removed) place_param(i);
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id) {
+    const bool frozen = stages_.layers.info(id).frozen != 0;
     const auto k = static_cast<size_t>(id);
-    if (taken_ && (taken_->frozen_layers[k] != 0) != frozen) c.batch_norms_.set_frozen(id, !frozen);
-    c.batch_norms_.restore(id, snapshots_[k]);
+    if (taken_ && (taken_->frozen_layers[k] != 0) != frozen) stages_.layers.set_frozen(id, !frozen);
+    stages_.layers.restore(id, snapshots_[k]);
   }
-  c.forget_delivered();
+  model_.params.forget_delivered();
   if (texts_.counted) place_counters();
 }
 
 void Checkpoint::place_param(size_t i) {
-  Context& c = context_;
-  Param& p = c.params_[i];
+  Param& p = model_.params[i];
   const ParamIn& in = params_[i];
   const bool new_master = in.has(kValues) || (in.listed && options_.parts != GA_STATE_PARAMETERS);
-  if (p.master) p.unrounded = !c.params_.follows(i);  // as far as this rank knows
+  if (p.master) p.unrounded = !model_.params.follows(i);  // as far as this rank knows
   if (p.master && in.has(kMaster))
     p.master_due = false;
   else if (new_master)
-    c.arrays_.renew_master(p);
+    model_.arrays.renew_master(p);
   if (options_.parts == GA_STATE_PARAMETERS || !p.owns) return;
-  ParamState state = c.param_state(i);
+  ParamState state = model_.progress.param_state(i);
   // There was no state when the file was written, and the context has some.
   const bool reset = in.listed && !in.state && !p.state_due;
   if (in.state) state.clock = {in.step, in.product};
   if (reset) {
     state.clock = {};
-    c.arrays_.reset_state(i);
+    model_.arrays.reset_state(i);
   }
   if (in.state || reset) {
     p.state_due = false;
     p.state_written = true;
   }
-  if (c.ema_ && (in.has(kAverage) || in.listed)) {
+  if (model_.options.ema && (in.has(kAverage) || in.listed)) {
     state.averaged = in.has(kAverage);
     p.average_written = true;
-    if (!state.averaged && p.average) c.arrays_.clear_average(p);
+    if (!state.averaged && p.average) model_.arrays.clear_average(p);
   }
   const Joined& w = joined_[i];
   state.contributed = w.contributed;
   state.held_weight = w.state_held_weight;
-  c.set_param_state(i, state);
+  model_.progress.set_param_state(i, state);
   p.hold(w.held);
   p.stale = w.stale;
   p.contributions = w.contributions;
@@ -585,40 +581,36 @@ void Checkpoint::place_param(size_t i) {
 }
 
 void Checkpoint::place_counters() {
-  Context& c = context_;
   Control& control = texts_.control;
   for (size_t k = 0; k < texts_.groups.size(); ++k) {
     GroupState state = {};
-    c.backend_->read(&state, c.tables_.group_states.at(k), sizeof state);
+    model_.backend->read(&state, model_.tables.group_states.at(k), sizeof state);
     state.clock = texts_.groups[k].clock;
     state.lr = texts_.groups[k].lr;
-    c.backend_->write(c.tables_.group_states.at(k), &state, sizeof state);
+    model_.backend->write(model_.tables.group_states.at(k), &state, sizeof state);
   }
   // A scaler that the file knows nothing of stays as it is.
-  if (c.scaled_ != (file_->find("loss_scaler") != nullptr)) control.scaler = c.control().scaler;
-  control.loss_scale = static_cast<float>(c.scaled_ ? control.scaler.scale : c.config_.loss_scale);
+  if (model_.options.scaled != (file_->find("loss_scaler") != nullptr))
+    control.scaler = model_.progress.control().scaler;
+  control.loss_scale =
+      static_cast<float>(model_.options.scaled ? control.scaler.scale : model_.config.loss_scale);
   control.go = false;
   put_counts(texts_.window, control);
-  c.backend_->restore(control);
-  c.windows_ = texts_.host_windows;
-  c.steps_set_ = control.steps;
-  c.steps_set_after_ = control.windows;
-  c.rows_held_ = texts_.window.rows_held;
-  c.noise_repeated_ = texts_.window.noise_repeated;
-  c.window_.restore(std::move(texts_.micros));
-  if (control.rejected) c.window_.reject();
+  model_.backend->restore(control);
+  model_.progress.restore(texts_.host_windows, control.steps, control.windows);
+  stages_.accumulator.restore(texts_.window.rows_held, texts_.window.noise_repeated);
+  model_.window.restore(std::move(texts_.micros));
+  if (control.rejected) model_.window.reject();
 }
 
 // Writes the tables anew.
-void Checkpoint::tell_all() {
-  Context& c = context_;
-  c.tell_settings();
-  c.tell_groups();
-  for (const Param& p : c.params_) c.arrays_.look_for(p);
-  for (size_t i = 0; i < c.prepared_; ++i) c.describe(i);
-  c.lists_due_ = true;
-  c.look_up_accum_steps();
-  c.flush();
+void Checkpoint::write_all() {
+  stages_.writer.write_settings();
+  stages_.writer.write_groups();
+  for (const Param& p : model_.params) model_.arrays.look_for(p);
+  stages_.writer.describe_all();
+  model_.length.look_up();
+  stages_.writer.flush();
 }
 
 bool read_note(int64_t size, const ReadAt& read, std::string& note) {

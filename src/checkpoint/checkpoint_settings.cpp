@@ -20,32 +20,21 @@ bool is_optimizer(std::string_view key) {
 
 }  // namespace
 
-// 0.25 is better to read than 0x1p-2.
-std::string Checkpoint::readable(const char* number) {
-  const bool is_float = std::strpbrk(number, "xn") != nullptr;  // hexadecimal, inf or nan
-  double x = 0;
-  if (!is_float) return number;
-  Fields(std::string("x=") + number, "a number").get("x", x);
-  char text[32];
-  const auto end = std::to_chars(text, text + sizeof text, x).ptr;
-  return std::string(text, end);
-}
-
 // Whether some array of the parameter is rounded by keys that depend on its number (Tensor::key).
 bool Checkpoint::is_by_chance(size_t i) const {
-  const Param& p = context_.params_[i];
-  const bool average = context_.ema_ && context_.arrays_.average_of(p).format == GA_BF16;
-  return context_.params_.tensor(i).options.rounding == GA_ROUND_STOCHASTIC || average ||
-         context_.params_.group_of(p).optimizer.state_dtype == GA_BF16 ||
-         (context_.config_.accumulation == GA_ACCUMULATE_STOCHASTIC && !p.maximum &&
+  const Param& p = model_.params[i];
+  const bool average = model_.options.ema && model_.arrays.average_of(p).format == GA_BF16;
+  return model_.params.tensor(i).options.rounding == GA_ROUND_STOCHASTIC || average ||
+         model_.params.group_of(p).optimizer.state_dtype == GA_BF16 ||
+         (model_.config.accumulation == GA_ACCUMULATE_STOCHASTIC && !p.maximum &&
           dtype_info(p.accumulator_dtype).size == 2);
 }
 
 Fields Checkpoint::param_settings(size_t i, bool with_key) const {
-  const Param& p = context_.params_[i];
-  const Tensor& t = context_.params_.tensor(i);
+  const Param& p = model_.params[i];
+  const Tensor& t = model_.params.tensor(i);
   ga_param_options options = t.options;
-  if (!context_.params_.has_master(i)) options.master = GA_MASTER_NONE;
+  if (!model_.params.has_master(i)) options.master = GA_MASTER_NONE;
   Fields f;
   f.add("group", p.group);
   f.add_fields(options);
@@ -72,7 +61,7 @@ Checkpoint::Settings Checkpoint::settings_of_context() const {
     f.add_fields(fields);
     list.emplace_back(std::move(key), std::move(f));
   };
-  const ga_config& config = context_.config_;
+  const ga_config& config = model_.config;
   Fields context;
   context.add("gradient_kind", config.gradient_kind);
   context.add("reduce", config.reduce);
@@ -84,11 +73,11 @@ Checkpoint::Settings Checkpoint::settings_of_context() const {
   context.add("loss_scale", config.loss_scale);
   context.add("seed", config.seed);
   list.emplace_back("context", std::move(context));
-  add("clip", context_.params_.clip);
-  if (context_.scaled_) add("loss_scaler", context_.scaler_);
-  if (context_.ema_) add("ema", *context_.ema_);
-  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
-    const Group& g = context_.params_.groups[k];
+  add("clip", model_.params.clip);
+  if (model_.options.scaled) add("loss_scaler", model_.options.scaler);
+  if (model_.options.ema) add("ema", *model_.options.ema);
+  for (size_t k = 0; k < model_.params.groups.size(); ++k) {
+    const Group& g = model_.params.groups[k];
     const std::string key = "group." + std::to_string(k);
     add(key, g.optimizer);
     if (g.own_clip) add(key + ".clip", g.clip);
@@ -106,14 +95,14 @@ Checkpoint::Settings Checkpoint::settings_of_context() const {
 
 Checkpoint::Settings Checkpoint::settings_of_tensors(bool with_keys) const {
   Settings list;
-  for (size_t i = 0; i < context_.params_.size(); ++i)
-    if (!context_.params_.tensor(i).removed)
-      list.emplace_back("parameter." + std::string(context_.params_.tensor(i).name),
+  for (size_t i = 0; i < model_.params.size(); ++i)
+    if (!model_.params.tensor(i).removed)
+      list.emplace_back("parameter." + std::string(model_.params.tensor(i).name),
                         param_settings(i, with_keys));
-  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
-    const ga_bn_info layer = context_.batch_norms_.info(id);
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id) {
+    const ga_bn_info layer = stages_.layers.info(id);
     Fields f;
-    f.add_fields(context_.batch_norms_.options(id));
+    f.add_fields(stages_.layers.options(id));
     f.add("frozen", layer.frozen != 0);
     list.emplace_back("layer." + std::string(layer.name), std::move(f));
   }
@@ -122,14 +111,14 @@ Checkpoint::Settings Checkpoint::settings_of_tensors(bool with_keys) const {
 
 // What the contents of an open window depend on.
 Fields Checkpoint::window_settings() const {
-  const ga_config& config = context_.config_;
+  const ga_config& config = model_.config;
   Fields f;
   f.add("accumulation", config.accumulation);
   f.add("nonfinite", config.nonfinite);
   f.add("gradient_kind", config.gradient_kind);
   f.add("noise_scale", config.noise_scale);
-  f.add("clip_micro", context_.clip_micro_);
-  f.add("scaled", context_.scaled_);
+  f.add("clip_micro", model_.options.clip_micro());
+  f.add("scaled", model_.options.scaled);
   return f;
 }
 
@@ -195,7 +184,7 @@ void Checkpoint::compare_settings() const {
 // away.
 void Checkpoint::read_keys() {
   constexpr int64_t kLargest = 1 << 30;  // with room for parameters to come
-  const ParamList& params = context_.params_;
+  const ParamList& params = model_.params;
   keys_.clear();
   next_key_ = params.next_key();
   if (const std::string* const text = file_->find("keys")) {
@@ -243,14 +232,14 @@ void Checkpoint::take_settings() {
   };
   taken_ = std::make_unique<Taken>();
   Taken& t = *taken_;
-  t.clip = context_.params_.clip;
+  t.clip = model_.params.clip;
   read("clip", t.clip);
   check_clip(t.clip);
-  context_.check_no_sweeps(t.clip);
+  stages_.layers.check_no_sweeps(t.clip);
   t.scaled = read("loss_scaler", t.scaler);
   if (t.scaled) check_loss_scaler(t.scaler);
-  t.seed = context_.config_.seed;
-  t.loss_scale = context_.config_.loss_scale;
+  t.seed = model_.config.seed;
+  t.loss_scale = model_.config.loss_scale;
   if (const std::string* const text = file_->find("context")) {
     const Fields f(*text, "context");
     f.get("seed", t.seed);
@@ -258,8 +247,8 @@ void Checkpoint::take_settings() {
     if (!std::isfinite(t.loss_scale) || t.loss_scale == 0)
       fail(GA_ERROR_FORMAT, "its loss_scale was %g", t.loss_scale);
   }
-  for (size_t k = 0; k < context_.params_.groups.size(); ++k) {
-    const Group& g = context_.params_.groups[k];
+  for (size_t k = 0; k < model_.params.groups.size(); ++k) {
+    const Group& g = model_.params.groups[k];
     const std::string key = "group." + std::to_string(k);
     Taken::OfGroup of = {g.optimizer, false, default_clip(), {}, {}};
     read(key, of.optimizer);
@@ -267,13 +256,13 @@ void Checkpoint::take_settings() {
     check_same_state(g.optimizer, of.optimizer);
     of.own_clip = read(key + ".clip", of.clip);
     check_clip(of.clip);
-    if (of.own_clip) context_.check_no_sweeps(of.clip);
+    if (of.own_clip) stages_.layers.check_no_sweeps(of.clip);
     if (read(key + ".schedule", of.schedule)) take_schedule(key, of);
     t.groups.push_back(std::move(of));
   }
-  for (size_t i = 0; i < context_.params_.size(); ++i) {
-    const Tensor& tensor = context_.params_.tensor(i);
-    Taken::OfParam of = {tensor.lr_scale, tensor.weight_decay_scale, context_.params_[i].frozen};
+  for (size_t i = 0; i < model_.params.size(); ++i) {
+    const Tensor& tensor = model_.params.tensor(i);
+    Taken::OfParam of = {tensor.lr_scale, tensor.weight_decay_scale, model_.params[i].frozen};
     if (const std::string* const text = file_->find("parameter." + std::string(tensor.name));
         text && !tensor.removed) {
       const Fields f(*text, tensor.name);
@@ -285,8 +274,8 @@ void Checkpoint::take_settings() {
     }
     t.params.push_back(of);
   }
-  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
-    const ga_bn_info layer = context_.batch_norms_.info(id);
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id) {
+    const ga_bn_info layer = stages_.layers.info(id);
     bool frozen = layer.frozen != 0;
     if (const std::string* const text = file_->find("layer." + std::string(layer.name)))
       Fields(*text, layer.name).get("frozen", frozen);
@@ -306,24 +295,23 @@ void Checkpoint::take_schedule(const std::string& key, Taken::OfGroup& of) const
   check_schedule(s);
   s.table = nullptr;
   if (table.empty()) return;
-  of.rates = Table<double>(*context_.backend_, table.size());
+  of.rates = Table<double>(*model_.backend, table.size());
   std::copy(table.begin(), table.end(), &of.rates.edit(0));
   of.rates.edit_all();
-  of.rates.flush(*context_.backend_);
+  of.rates.flush(*model_.backend);
 }
 
 // Exchanges the settings of the context with those that are taken, if any are.
 void Checkpoint::exchange() noexcept {
   if (!taken_) return;
-  Context& c = context_;
   Taken& t = *taken_;
-  std::swap(c.params_.clip, t.clip);
-  std::swap(c.scaled_, t.scaled);
-  std::swap(c.scaler_, t.scaler);
-  std::swap(c.config_.seed, t.seed);
-  std::swap(c.config_.loss_scale, t.loss_scale);
+  std::swap(model_.params.clip, t.clip);
+  std::swap(model_.options.scaled, t.scaled);
+  std::swap(model_.options.scaler, t.scaler);
+  std::swap(model_.config.seed, t.seed);
+  std::swap(model_.config.loss_scale, t.loss_scale);
   for (size_t k = 0; k < t.groups.size(); ++k) {
-    Group& g = c.params_.groups[k];
+    Group& g = model_.params.groups[k];
     Taken::OfGroup& of = t.groups[k];
     std::swap(g.optimizer, of.optimizer);
     std::swap(g.own_clip, of.own_clip);
@@ -333,11 +321,11 @@ void Checkpoint::exchange() noexcept {
     for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(g.optimizer, matrix != 0);
   }
   for (size_t i = 0; i < t.params.size(); ++i) {
-    std::swap(c.params_.tensor(i).lr_scale, t.params[i].lr_scale);
-    std::swap(c.params_.tensor(i).weight_decay_scale, t.params[i].weight_decay_scale);
-    std::swap(c.params_[i].frozen, t.params[i].frozen);
+    std::swap(model_.params.tensor(i).lr_scale, t.params[i].lr_scale);
+    std::swap(model_.params.tensor(i).weight_decay_scale, t.params[i].weight_decay_scale);
+    std::swap(model_.params[i].frozen, t.params[i].frozen);
   }
-  c.choose_path();
+  model_.options.choose_path(model_.params, model_.ranks->alone());
 }
 
 }  // namespace ga

@@ -10,7 +10,6 @@
 #include "checkpoint/checkpoint.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
-#include "ranks/exchange.hpp"
 
 namespace ga {
 namespace {
@@ -32,19 +31,19 @@ struct Adding {
 // ---- Saving -------------------------------------------------------------------------------------
 
 void Checkpoint::gather(const Ready& ready) {
-  context_.check_not_in_place(what_);
-  if (context_.eager_) context_.eager_->join();  // before anything is read
-  if (options_.parts != GA_STATE_PARAMETERS) context_.follow_data();
-  Exchange* const exchange = context_.exchange_.get();
-  if (exchange && exchange->ranks() > 1) dropped_micros_ = exchange->dropped_micros();
-  if (!exchange || !exchange->has_open_window() || options_.parts == GA_STATE_PARAMETERS) return;
-  if (context_.window_.rejected())
+  model_.speculation->check_not_in_place(what_);
+  model_.speculation->join();  // before anything is read
+  if (options_.parts != GA_STATE_PARAMETERS) stages_.copies.follow_data();
+  Ranks& ranks = *model_.ranks;
+  if (ranks.ranks() > 1) dropped_micros_ = ranks.dropped_micros();
+  if (!ranks.has_open_window() || options_.parts == GA_STATE_PARAMETERS) return;
+  if (model_.window.rejected())
     fail(GA_ERROR_INVALID_STATE,
          "%s: ga_step has returned GA_ERROR_NONFINITE for the window, whose gradients are added up "
          "over the ranks by now; ga_discard must be called first",
          what_);
-  if (exchange->ranks() == 1) return;
-  context_.prepare();  // so that all ranks have the same arrays
+  if (ranks.ranks() == 1) return;
+  stages_.preparation.prepare();  // so that all ranks have the same arrays
   collect();
   const auto own_begin = std::stable_partition(saved_.begin(), saved_.end(),
                                                [](const Saved& s) { return s.rank < 0; });
@@ -65,7 +64,7 @@ void Checkpoint::gather(const Ready& ready) {
                            safetensors::write(header, kMostIndex).substr(safetensors::kLengthBytes);
   piece_.resize((size_t{1} << 20) / sizeof(int64_t));
   ready();
-  const std::vector<std::string> texts = exchange->gather_texts("what each window has", text);
+  const std::vector<std::string> texts = ranks.gather_texts("what each window has", text);
   for (size_t q = 0; q < texts.size(); ++q) {
     const auto rank = static_cast<int32_t>(q);
     const std::string_view all = texts[q], begin = all.substr(0, all.find('{'));
@@ -75,7 +74,7 @@ void Checkpoint::gather(const Ready& ready) {
     for (size_t k = 0; k < header.tensors.size(); ++k) {
       const safetensors::Tensor& t = header.tensors[k];
       Saved s = {t.name, dtype_of(t.dtype), t.shape, {}, {}};
-      if (rank == exchange->rank()) s = std::move(own[k]);
+      if (rank == ranks.rank()) s = std::move(own[k]);
       s.name = name_of_rank(rank, t.name);
       s.rank = rank;
       saved_.push_back(std::move(s));
@@ -92,10 +91,10 @@ void Checkpoint::put_windows(size_t first, size_t end, const TakePiece& put) {
     for (size_t k = first; k < end; ++k) {
       const Saved& s = saved_[k];
       if (!s.numbers.empty()) take(s.numbers.data(), s.numbers.size() * sizeof s.numbers[0]);
-      context_.backend_->read_pieces({s.regions.data(), s.regions.size()}, take);
+      model_.backend->read_pieces({s.regions.data(), s.regions.size()}, take);
     }
   };
-  context_.exchange_->hand_round_bytes(saved_[first].rank, bytes, piece_, read, put);
+  model_.ranks->hand_round_bytes(saved_[first].rank, bytes, piece_, read, put);
 }
 
 // ---- Loading: what the file has -----------------------------------------------------------------
@@ -141,7 +140,8 @@ void Checkpoint::find_windows(Problems& problems) {
     open_ = open_ || window.micro_tensor >= 0 ||
             std::any_of(window.layers.begin(), window.layers.end(),
                         [](const LayerWindowIn& b) { return b.has(kChannels); });
-    if (!open_ || q % context_.ranks() == context_.rank()) windows_.push_back(std::move(window));
+    if (!open_ || q % model_.ranks->ranks() == model_.ranks->rank())
+      windows_.push_back(std::move(window));
   }
 }
 
@@ -151,8 +151,8 @@ Checkpoint::WindowIn Checkpoint::find_window(int32_t rank, Problems& problems) {
   window.params.resize(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!params_[i].listed) continue;
-    const Param& p = context_.params_[i];
-    const Tensor& t = context_.params_.tensor(i);
+    const Param& p = model_.params[i];
+    const Tensor& t = model_.params.tensor(i);
     HeldIn& in = window.params[i];
     const auto find = [&](int kind, const char* end, int32_t dtype,
                           const std::vector<int64_t>& shape) {
@@ -169,8 +169,8 @@ Checkpoint::WindowIn Checkpoint::find_window(int32_t rank, Problems& problems) {
     find(kHeldRows, ".rows", GA_I64, {-1});
     find(kHeldValues, ".values", p.accumulator_dtype, some_rows);
   }
-  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
-    const ga_bn_info layer = context_.batch_norms_.info(id);
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id) {
+    const ga_bn_info layer = stages_.layers.info(id);
     LayerWindowIn& in = window.layers.emplace_back();
     const auto find = [&](int kind, const char* end, int32_t dtype,
                           const std::vector<int64_t>& shape) {
@@ -210,7 +210,7 @@ void Checkpoint::read_windows() {
     if (rows > window.counts.rows_held)
       fail(GA_ERROR_FORMAT, "its window has %lld rows, but says that it has %lld",
            static_cast<long long>(rows), static_cast<long long>(window.counts.rows_held));
-    for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
+    for (ga_bn id = 0; id < stages_.layers.count(); ++id) {
       LayerWindowIn& in = window.layers[static_cast<size_t>(id)];
       if (in.has(kChannels)) read_layer_window(id, in);
     }
@@ -225,8 +225,8 @@ void Checkpoint::check_counts(const WindowCounts& counts) {
 }
 
 void Checkpoint::read_held(size_t i, HeldIn& w) const {
-  const Param& p = context_.params_[i];
-  const Tensor& t = context_.params_.tensor(i);
+  const Param& p = model_.params[i];
+  const Tensor& t = model_.params.tensor(i);
   const std::string held = std::string("the window of \"") + t.name + "\"";
   const auto fail_held = [&](const char* what) {
     fail(GA_ERROR_FORMAT, "%.300s %s", held.c_str(), what);
@@ -243,7 +243,7 @@ void Checkpoint::read_held(size_t i, HeldIn& w) const {
   w.state_held_weight = n[6];
   if (w.held == Held::kNothing) return;
   if (p.count > 0 && !rows && !w.has(kHeldSums)) fail_held("has no gradient");
-  if (p.count > 0 && !rows && w.has(kHeldLow) != context_.arrays_.is_compensated(p))
+  if (p.count > 0 && !rows && w.has(kHeldLow) != model_.arrays.is_compensated(p))
     fail_held("has half of a compensated gradient");
   if (p.count > 0 && rows && t.options.rows == GA_ROWS_NONE)
     fail_held("is a gradient of some rows, but the parameter has no ga_param_options.rows");
@@ -270,7 +270,7 @@ void Checkpoint::read_held(size_t i, HeldIn& w) const {
 }
 
 void Checkpoint::read_layer_window(ga_bn id, LayerWindowIn& in) const {
-  const ga_bn_info layer = context_.batch_norms_.info(id);
+  const ga_bn_info layer = stages_.layers.info(id);
   const std::string name = "the statistics of \"" + std::string(layer.name) + "\"";
   const auto channels = static_cast<size_t>(layer.channels);
   BatchNorms::Snapshot& s = in.snapshot;
@@ -320,7 +320,7 @@ void Checkpoint::read_micros(WindowIn& window) const {
          text_of(t.shape).c_str());
   const std::vector<double> n = numbers(window.micro_tensor);
   // A scale of the context's own is not written down where only the device knows it.
-  const bool late = context_.late_scale();
+  const bool late = model_.options.late_scale();
   for (size_t k = 0; k < n.size(); k += 4) {
     const bool own = whole(n[k + 2], 0, 1, "a micro-batch") != 0;
     const bool last = whole(n[k + 3], 0, 1, "a micro-batch") != 0;
@@ -360,7 +360,7 @@ void Checkpoint::join_windows() {
   check_counts(all);
   check_accum_steps();
   for (size_t i = 0; i < params_.size(); ++i) join_param(i);
-  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) join_layer(id);
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id) join_layer(id);
 }
 
 // Checks that the context can hold the file's open windows.
@@ -381,7 +381,7 @@ void Checkpoint::check_windows() const {
     if (std::all_of(windows_.begin(), windows_.end(),
                     [&](const WindowIn& w) { return w.params[i].held == Held::kNothing; }))
       continue;
-    const Tensor& t = context_.params_.tensor(i);
+    const Tensor& t = model_.params.tensor(i);
     const std::string key = "parameter." + std::string(t.name);
     const Fields fields(*file_->find(key), key.c_str());
     int32_t reduce = 0;  // not in files of versions without GA_REDUCE_MAX
@@ -394,9 +394,7 @@ void Checkpoint::check_windows() const {
 }
 
 void Checkpoint::check_accum_steps() const {
-  int64_t k = context_.config_.accum_steps;
-  for (const AccumPhase& phase : context_.phases_)
-    if (phase.from_step <= texts_.control.steps) k = phase.accum_steps;
+  const int64_t k = model_.length.at(texts_.control.steps);
   const auto size = static_cast<int64_t>(texts_.micros.size());
   if (k <= 0 || size <= k) return;
   if (windows_.size() == 1)
@@ -410,17 +408,17 @@ void Checkpoint::check_accum_steps() const {
 }
 
 bool Checkpoint::is_running_mean(const Param& p) const {
-  return context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN && !p.maximum;
+  return model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN && !p.maximum;
 }
 
 // The weight of a running mean.
 double Checkpoint::weight_of(const HeldIn& held) const {
-  return context_.deferring() ? held.state_held_weight : held.held_weight;
+  return model_.options.deferring() ? held.state_held_weight : held.held_weight;
 }
 
 void Checkpoint::join_param(size_t i) {
   Joined& j = joined_[i];
-  const bool running = is_running_mean(context_.params_[i]);
+  const bool running = is_running_mean(model_.params[i]);
   int64_t begin = 0;  // of the micro-batches of a window
   for (const WindowIn& window : windows_) {
     const HeldIn& h = window.params[i];
@@ -434,10 +432,10 @@ void Checkpoint::join_param(size_t i) {
     if (h.held == Held::kNothing) continue;
     if (windows_.size() > 1) {
       // What a device has only made room for, since all contributions were dropped.
-      if (context_.deferring() && h.contributed == 0) continue;
+      if (model_.options.deferring() && h.contributed == 0) continue;
       if (running && !(weight_of(h) > 0 && std::isfinite(weight_of(h))))
         fail(GA_ERROR_FORMAT, "the window of \"%.200s\" is a mean over the weight %g",
-             context_.params_.name(i), weight_of(h));
+             model_.params.name(i), weight_of(h));
       j.contributed = j.contributed || h.contributed != 0;
       j.held_weight += h.held_weight;
       j.state_held_weight += h.state_held_weight;
@@ -463,7 +461,7 @@ void Checkpoint::join_param(size_t i) {
 // On as many ranks as saved it, a window is what it was. Else the statistics of its micro-batches come one
 // behind the other, without those of a micro-batch that was never opened, and each can be visited again.
 void Checkpoint::join_layer(ga_bn id) {
-  const ga_bn_info layer = context_.batch_norms_.info(id);
+  const ga_bn_info layer = stages_.layers.info(id);
   BatchNorms::Snapshot& s = snapshots_[static_cast<size_t>(id)];
   const auto channels = static_cast<size_t>(layer.channels);
   const auto put_running = [&](BatchNorms::Snapshot& to) {
@@ -473,7 +471,7 @@ void Checkpoint::join_layer(ga_bn id) {
       to.channels[c].steps = s.channels[c].steps;
     }
   };
-  if (ranks_ == context_.ranks()) {
+  if (ranks_ == model_.ranks->ranks()) {
     LayerWindowIn& in = windows_[0].layers[static_cast<size_t>(id)];
     if (!in.has(kChannels)) return;
     put_running(in.snapshot);
@@ -494,7 +492,7 @@ void Checkpoint::join_layer(ga_bn id) {
           "layer \"%.200s\" is in the middle of its sweeps (GA_BN_WINDOW), so the file loads on %d "
           "%s, as it was saved, not on %d; a state that is saved between windows loads on any "
           "number",
-          layer.name, ranks_, ranks_ == 1 ? "rank" : "ranks", context_.ranks());
+          layer.name, ranks_, ranks_ == 1 ? "rank" : "ranks", model_.ranks->ranks());
     const BatchNorms::Snapshot& from = in.snapshot;
     const size_t size = window.micros.size();
     for (size_t k = 0; k < std::min(size, from.micros.size()); ++k) {
@@ -515,32 +513,31 @@ void Checkpoint::join_layer(ga_bn id) {
 
 // Allocates what adding gradients to each other takes.
 void Checkpoint::reserve_joining() {
-  Context& c = context_;
   size_t indices = 0, values = 0, added = 0, low = 0;
   for (size_t i = 0; i < params_.size(); ++i) {
     const Joined& j = joined_[i];
-    Context::Contribution all = {};
-    all.param = static_cast<ga_param>(i);
-    all.index_dtype = GA_I64;
+    int64_t rows = 0;
     for (const HeldIn* h : j.rows) {
       if (h->rows.empty()) continue;
       const Batch batch = batch_of(i, h->rows.size());
       indices = std::max(indices, batch.rows * sizeof(int64_t));
       values = std::max(values, batch.rows * batch.row_bytes);
-      all.rows += static_cast<int64_t>(h->rows.size());
+      rows += static_cast<int64_t>(h->rows.size());
     }
-    if (all.rows > 0) c.backend_->prepare_rows(c.rows_task(all, {}), 0);
+    if (rows > 0)
+      model_.backend->prepare_rows(
+          stages_.accumulator.rows_task(static_cast<ga_param>(i), nullptr, GA_I64, rows, {}), 0);
     if (j.dense.size() < 2) continue;
-    const auto bytes = static_cast<size_t>(c.params_[i].count) *
-                       static_cast<size_t>(dtype_info(c.params_[i].accumulator_dtype).size);
+    const auto bytes = static_cast<size_t>(model_.params[i].count) *
+                       static_cast<size_t>(dtype_info(model_.params[i].accumulator_dtype).size);
     added = std::max(added, bytes);
     if (j.dense[0]->has(kHeldLow)) low = std::max(low, bytes);
   }
-  if (indices > 0) row_indices_ = Buffer(*c.backend_, indices);
-  if (values > 0) row_values_ = Buffer(*c.backend_, values);
-  if (added > 0) added_ = Buffer(*c.backend_, added);
-  if (low > 0) added_low_ = Buffer(*c.backend_, low);
-  if (added > 0) added_by_ = Buffer(*c.backend_, sizeof(Adding));
+  if (indices > 0) row_indices_ = Buffer(*model_.backend, indices);
+  if (values > 0) row_values_ = Buffer(*model_.backend, values);
+  if (added > 0) added_ = Buffer(*model_.backend, added);
+  if (low > 0) added_low_ = Buffer(*model_.backend, low);
+  if (added > 0) added_by_ = Buffer(*model_.backend, sizeof(Adding));
 }
 
 // Reads a tensor of the file to a buffer, for the second time.
@@ -548,7 +545,7 @@ void Checkpoint::fill(const Buffer& buffer, int64_t tensor) {
   const safetensors::Tensor& t = file_->tensors()[static_cast<size_t>(tensor)];
   const Region region = {buffer.data(), static_cast<size_t>(t.end - t.begin)};
   file_->seek(static_cast<size_t>(tensor));
-  context_.backend_->write_pieces({&region, 1}, [&](void* piece, size_t bytes) {
+  model_.backend->write_pieces({&region, 1}, [&](void* piece, size_t bytes) {
     file_->next(*read_, piece, bytes);
     report(static_cast<int64_t>(bytes), false);
   });
@@ -558,7 +555,7 @@ void Checkpoint::fill(const Buffer& buffer, int64_t tensor) {
 void Checkpoint::place_windows() {
   for (size_t i = 0; i < params_.size(); ++i) {
     const Joined& j = joined_[i];
-    Param& p = context_.params_[i];
+    Param& p = model_.params[i];
     if (p.count == 0) continue;
     if (!j.dense.empty()) {
       place_dense(i);
@@ -570,11 +567,10 @@ void Checkpoint::place_windows() {
 }
 
 void Checkpoint::place_dense(size_t i) {
-  Context& c = context_;
   const Joined& j = joined_[i];
   const auto id = static_cast<ga_param>(i);
-  const Param& p = c.params_[id];
-  c.backend_->write(p.partials, j.partials.data(), j.partials.size() * sizeof(Partial));
+  const Param& p = model_.params[id];
+  model_.backend->write(p.partials, j.partials.data(), j.partials.size() * sizeof(Partial));
   const bool running = is_running_mean(p);
   auto* const by = static_cast<Adding*>(added_by_.data());
   double weight = weight_of(*j.dense[0]);
@@ -584,9 +580,9 @@ void Checkpoint::place_dense(size_t i) {
     if (p.pair) fill(added_low_, h.at(kHeldLow));
     const Adding adding = {{added_.data(), added_low_.data(), p.accumulator_dtype},
                            texts_.control.windows};
-    c.backend_->write(by, &adding, sizeof adding);
+    model_.backend->write(by, &adding, sizeof adding);
     AccumulateTask task = {};
-    task.target = c.target_of(id);
+    task.target = stages_.writer.target_of(id);
     task.count = p.count;
     task.partials = p.partials;
     task.source[0] = {added_.data(), p.accumulator_dtype, 1, nullptr};
@@ -600,30 +596,29 @@ void Checkpoint::place_dense(size_t i) {
       task.keep = before / weight;
       task.source[0].scale = weight_of(h) / weight;
     }
-    if (c.config_.accumulation == GA_ACCUMULATE_STOCHASTIC && !p.maximum) {
+    if (model_.config.accumulation == GA_ACCUMULATE_STOCHASTIC && !p.maximum) {
       task.counter = &by->windows;
-      task.seed = c.config_.seed ^ c.rank_key_;
+      task.seed = model_.config.seed ^ stages_.accumulator.rank_key();
       task.contribution = j.contributions - static_cast<int64_t>(k);
-      task.key = c.params_.tensor(id).key;
+      task.key = model_.params.tensor(id).key;
     }
-    c.backend_->accumulate({&task, 1});
-    c.backend_->wait();
+    model_.backend->accumulate({&task, 1});
+    model_.backend->wait();
   }
 }
 
 // How many rows of a window are added at a time.
 Checkpoint::Batch Checkpoint::batch_of(size_t i, size_t most) const {
   constexpr size_t kMostBytes = size_t{8} << 20;
-  const Param& p = context_.params_[i];
+  const Param& p = model_.params[i];
   const auto size = static_cast<size_t>(dtype_info(p.accumulator_dtype).size);
-  const size_t row_bytes = static_cast<size_t>(p.count / context_.params_.tensor(i).rows) * size;
+  const size_t row_bytes = static_cast<size_t>(p.count / model_.params.tensor(i).rows) * size;
   const size_t rows = std::max<size_t>(1, kMostBytes / std::max<size_t>(1, row_bytes));
   return {std::min(rows, most), row_bytes};
 }
 
 // Adds the rows of a window as contributions, in the order in which they came first.
 void Checkpoint::place_rows(size_t i, const HeldIn& w) {
-  Context& c = context_;
   const Batch batch = batch_of(i, w.rows.size());
   file_->seek(static_cast<size_t>(w.at(kHeldValues)));
   const auto fill = [&](void* piece, size_t bytes) {
@@ -632,17 +627,14 @@ void Checkpoint::place_rows(size_t i, const HeldIn& w) {
   };
   for (size_t first = 0; first < w.rows.size(); first += batch.rows) {
     const size_t count = std::min(batch.rows, w.rows.size() - first);
-    c.backend_->write(row_indices_.data(), &w.rows[first], count * sizeof(int64_t));
+    model_.backend->write(row_indices_.data(), &w.rows[first], count * sizeof(int64_t));
     const Region values = {row_values_.data(), count * batch.row_bytes};
-    c.backend_->write_pieces({&values, 1}, std::ref(fill));
-    Context::Contribution some = {};
-    some.param = static_cast<ga_param>(i);
-    some.indices = row_indices_.data();
-    some.index_dtype = GA_I64;
-    some.rows = static_cast<int64_t>(count);
-    const int32_t format = c.params_[i].accumulator_dtype;
-    c.backend_->accumulate_rows(c.rows_task(some, {values.data, format, 1, nullptr}));
-    c.backend_->wait();
+    model_.backend->write_pieces({&values, 1}, std::ref(fill));
+    const int32_t format = model_.params[i].accumulator_dtype;
+    model_.backend->accumulate_rows(stages_.accumulator.rows_task(
+        static_cast<ga_param>(i), row_indices_.data(), GA_I64, static_cast<int64_t>(count),
+        {values.data, format, 1, nullptr}));
+    model_.backend->wait();
   }
 }
 

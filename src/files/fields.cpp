@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstring>
 
 #include "core/error.hpp"
 
@@ -96,6 +97,17 @@ void Fields::fail_field(const char* name) const {
   const std::string* const text = find(name);
   fail(GA_ERROR_FORMAT, "%s: %s was %.80s, which is not a number that it can be", what_, name,
        text ? text->c_str() : "missing");
+}
+
+// 0.25 is better to read than 0x1p-2.
+std::string readable(const char* number) {
+  const bool is_float = std::strpbrk(number, "xn") != nullptr;  // hexadecimal, inf or nan
+  double x = 0;
+  if (!is_float) return number;
+  Fields(std::string("x=") + number, "a number").get("x", x);
+  char text[32];
+  const auto end = std::to_chars(text, text + sizeof text, x).ptr;
+  return std::string(text, end);
 }
 
 }  // namespace ga

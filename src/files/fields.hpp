@@ -162,4 +162,7 @@ class Fields {
   List implied_;  // the values of fields that the text may lack
 };
 
+// A number of a Fields for people.
+std::string readable(const char* number);
+
 }  // namespace ga

@@ -416,8 +416,7 @@ void ParamArrays::clear_average(Param& p) {
   p.average_written = true;
 }
 
-void ParamArrays::fill_new() {
-  if (!unfilled_) return;
+void ParamArrays::fill_unfilled() {
   for (size_t i = 0; i < params_.size(); ++i) {
     Param& p = params_[i];
     if (p.master_due && p.master) copy(p, p.shared_data(), {p.master, GA_F32}, p.share.count);

@@ -42,7 +42,7 @@ struct StateArray {
   const char* name;
   int32_t dtype;
   int64_t count;
-  int kind;  // ArrayKind, or a number of the clock: see state.cpp
+  int kind;  // ArrayKind, or a number of the clock: see checkpoint/state.cpp
 };
 
 // A list of fixed capacity, so that no call for it allocates.
@@ -112,7 +112,9 @@ class ParamArrays {
   }
   // Fills new arrays whose initial value is not zero, and copies parameters to their master weights. If this
   // fails, the next call does the rest.
-  void fill_new();
+  void fill_new() {
+    if (unfilled_) fill_unfilled();
+  }
   // Copies between arrays of elements of a parameter, of any floating dtypes.
   void copy(const Param& p, const Array& from, const Array& to, int64_t count) {
     fill(p, from, 0, to, count);
@@ -149,6 +151,7 @@ class ParamArrays {
   void claim_masters();
   void hand_over(New& fresh);
   void fill(const Param& p, const Array& from, double constant, const Array& to, int64_t count);
+  void fill_unfilled();
   void fill_state(const Param& p, const OwnedArray& a);
 
   const ga_config& config_;

@@ -276,4 +276,20 @@ size_t data_bytes(const Param& p) {
   return static_cast<size_t>(p.count * dtype_info(p.dtype).size);
 }
 
+void ParamList::forget_delivered() {
+  if (any_delivered_)
+    for (Param& p : params_) p.delivered = false;
+  any_delivered_ = false;
+}
+
+Clock clock_after(const OptimizerInfo& info, const ga_optimizer& o, int64_t steps) {
+  Clock clock = {};
+  if (o.flavor == GA_FLAVOR_TORCH) clock.step = steps;  // nobody reads its product
+  while (clock.step < steps) {
+    info.advance(o, clock);
+    if (clock.product == 0) clock.step = steps;  // the product stays 0
+  }
+  return clock;
+}
+
 }  // namespace ga

@@ -161,6 +161,7 @@ class ParamList {
   ga_clip clip = default_clip();  // of the groups that have none of their own
   bool sharded = false;           // state lies on the ranks as keeper() says
   bool whole_layers = false;      // layer-wise optimizers need the whole tensor
+  bool has_maxima = false;        // a parameter with GA_REDUCE_MAX has been added
 
   size_t size() const { return params_.size(); }
   auto begin() { return params_.begin(); }
@@ -223,6 +224,10 @@ class ParamList {
     return sharded && is_layered((*this)[w]) && keeper(w) == Keeper::kPieces;
   }
 
+  // The accumulator of a parameter holds its gradient for the program, until forget_delivered().
+  void deliver(Param& p) { p.delivered = any_delivered_ = true; }
+  void forget_delivered();
+
   const ga_clip& clip_of(const Group& g) const { return g.own_clip ? g.clip : clip; }
   const ga_clip& clip_of(const Param& p) const {
     return p.maximum ? unclipped_ : clip_of(group_of(p));
@@ -256,6 +261,7 @@ class ParamList {
   using Names = std::map<std::string, ga_param, std::less<>>;
   Names names_;
   int32_t next_key_ = 0;
+  bool any_delivered_ = false;
   std::vector<Names::node_type> removed_names_;
 };
 

@@ -31,7 +31,7 @@ class SecondSet {
   }
   // The arrays of a parameter, given to it now if there is room; else NULL.
   const Targets* give(size_t param);
-  // Makes what was written the parameter's state; Context::set_arrays() is to follow. Returns what the parameter
+  // Makes what was written the parameter's state; TableWriter::set_arrays() is to follow. Returns what the parameter
   // itself is to become; without data: it is that already.
   Array exchange(size_t param);
   void forget(size_t param);  // which is removed

@@ -9,15 +9,16 @@
 //   GroupState  each group     decide.hpp; the host, when a group is added    decide.hpp
 //                              or the steps are set
 //   ParamInput  each param.    the host: describe() when an option or an      decide.hpp
-//                              array changes, tell_window() in ga_step
+//                              array changes; TableWriter in ga_step
 //   ParamState  each param.    decide.hpp, per micro-batch or per step; the   decide.hpp, the host
-//                              host, between windows (state.cpp)
+//                              host, between windows (Progress)
 //   ParamPlan   each param.    decide.hpp, per step                           the kernels
 //   Composites  each param.    the host, as ParamInput                        the kernels
 //   UpdateTask  each param.    the host, as ParamInput; once for the update,  the kernels
 //                              once for the first pass of a layer-wise Op
 //   UnitTask    each param.    the host, as ParamInput; under GA_CLIP_AGC     decide.hpp, the kernels
 //   FactorTask  each param.    the host, as ParamInput; of Adafactor          decide.hpp, the kernels
+//   BnInput     each layer     the host, when a layer is added or frozen      decide.hpp, the kernels
 #pragma once
 
 #include "model/table.hpp"
@@ -37,10 +38,13 @@ class ContextTables {
   Table<UpdateTask> updates, measures;
   Table<UnitTask> units;
   Table<FactorTask> factors;
+  Table<BnInput> layers;
+
+  size_t params() const { return param_inputs.size(); }  // so many have entries
 
   // What a table has an entry for. kLayer: a parameter, and only layer-wise Ops and clipping by units
-  // read it.
-  enum Axis { kContext, kGroup, kParam, kLayer };
+  // read it. kNorm: a layer with batch normalisation.
+  enum Axis { kContext, kGroup, kParam, kLayer, kNorm };
 
   // Copies of the tables of an axis, with room for so many groups or parameters, to be swapped in. In
   // the result, the tables of other axes are empty.
@@ -72,11 +76,12 @@ class ContextTables {
     each([&](Axis, auto& table) { table.flush(backend); }, *this);
   }
 
-  // Bytes for so many groups and parameters.
+  // Bytes for so many groups and parameters, without those of layers.
   static int64_t bytes(size_t groups, size_t params) {
     size_t sum = 0;
     const auto add = [&](Axis a, const auto& table) {
-      sum += sizeof(*table.at()) * (a == kContext ? 1 : a == kGroup ? groups : params);
+      const size_t entries = a == kContext ? 1 : a == kGroup ? groups : a == kNorm ? 0 : params;
+      sum += sizeof(*table.at()) * entries;
     };
     const ContextTables none;
     each(add, none);
@@ -102,6 +107,7 @@ class ContextTables {
     f(kLayer, sets.measures...);
     f(kLayer, sets.units...);
     f(kLayer, sets.factors...);
+    f(kNorm, sets.layers...);
   }
 };
 

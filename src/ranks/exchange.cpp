@@ -6,8 +6,6 @@
 #include <cstring>
 #include <optional>
 
-#include "checkpoint/checkpoint.hpp"
-#include "context/context.hpp"
 #include "core/error.hpp"
 #include "core/fp_mode.hpp"
 #include "files/fields.hpp"
@@ -49,12 +47,15 @@ std::string text_of(const std::vector<std::pair<std::string, std::string>>& item
 
 }  // namespace
 
-Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_options& options)
-    : context_(context),
+Exchange::Exchange(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
+                   const ga_comm_options& options)
+    : stages_(stages),
+      model_(stages.model),
+      state_(state),
       comm_(std::move(comm)),
       options_(options),
       slices_(comm_->ranks()),
-      adder_(context.backend_.get()) {
+      adder_(model_.backend.get()) {
   if (options_.adder == GA_COMM_ADDER_AUTO)
     options_.adder = options_.wire == GA_COMM_WIRE_EXACT ? comm_->default_adder()
                                                          : int32_t{GA_COMM_ADDER_LIBRARY};
@@ -64,7 +65,7 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
         "adder was GA_COMM_ADDER_TRANSPORT, but this communicator adds nothing up: MPI does, and a "
         "ga_comm_table with all_reduce and reduce_scatter");
   if (overlaps() && !on_device() && comm_->any_thread()) {
-    ga_config config = context.config_;
+    ga_config config = model_.config;
     config.num_threads = 1;
     config.parallel_for = nullptr;
     own_backend_ = make_cpu_backend(config);
@@ -73,19 +74,20 @@ Exchange::Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_o
       run_item(item, *own_backend_);
     });
   }
-  comm_->take(on_device() ? context.backend_.get() : nullptr, context.config_.device_ordinal);
-  context.params_.sharded = shards();
-  context.params_.whole_layers = on_device();
+  comm_->take(on_device() ? model_.backend.get() : nullptr, model_.config.device_ordinal);
+  model_.params.sharded = shards();
+  model_.params.whole_layers = on_device();
 }
 
 Exchange::~Exchange() {
+  if (may_write_late()) model_.backend->keep_memory();
   if (background_ && background_->close()) comm_->abort();
   background_.reset();
   if (comm_->on_stream()) {
     try {
-      if (begun_) context_.backend_->join_aside();
-      context_.backend_->wait();  // while somebody watches
-    } catch (const Error&) {      // the context has it
+      if (begun_) model_.backend->join_aside();
+      model_.backend->wait();  // while somebody watches
+    } catch (const Error&) {   // the context has it
     }
     watch(false);
   }
@@ -94,10 +96,10 @@ Exchange::~Exchange() {
 
 void Exchange::watch(bool on) {
   if (on && comm_->on_stream()) {
-    context_.backend_->set_watch([comm = comm_.get()](double seconds) { comm->watch(seconds); });
+    model_.backend->set_watch([comm = comm_.get()](double seconds) { comm->watch(seconds); });
     watching_ = true;
   } else if (watching_) {
-    context_.backend_->set_watch({});
+    model_.backend->set_watch({});
     watching_ = false;
   }
 }
@@ -119,9 +121,9 @@ Exchange::Header Exchange::header(Call call, const char* function) {
   h.number = calls_;
   h.name = call == kDiscard ? hash_of("ga_step") : hash_of(function);
   h.arrays = arrays_digest();
-  h.params = static_cast<int64_t>(context_.params_.size());
-  h.next_key = context_.params_.next_key();
-  h.open = !context_.window_.empty() || context_.batch_norms_.has_statistics();
+  h.params = static_cast<int64_t>(model_.params.size());
+  h.next_key = model_.params.next_key();
+  h.open = !model_.window.empty() || stages_.layers.has_statistics();
   if (call == kDiscard) return h;
   check_tensors();
   h.settings = settings_digest();
@@ -192,9 +194,9 @@ void Exchange::begin_call(const char* what) {
 
 // Of the last window, for which a device is waited for, as for the headers that are gathered next.
 uint64_t Exchange::own_dropped_micros() const {
-  Backend& backend = *context_.backend_;
+  Backend& backend = *model_.backend;
   ga_step_result last = {};
-  if (!backend.capturing() && context_.control().windows > 0) backend.result(0, true, last);
+  if (!backend.capturing() && model_.progress.control().windows > 0) backend.result(0, true, last);
   return last.dropped_micros;
 }
 
@@ -240,6 +242,38 @@ void Exchange::vote(const char* what, const Error* failure) {
            all[q].text);
 }
 
+void Exchange::on_all_ranks(const char* what, bool by_one,
+                            const std::function<void(const Ready&)>& work) {
+  begin_call(what);
+  by_one = by_one && !shards() && !has_open_window();
+  bool given_up = false;  // by all ranks
+  const Ready ready = [&] {
+    try {
+      vote(what, nullptr);
+    } catch (...) {
+      given_up = true;
+      throw;
+    }
+  };
+  try {
+    if (!by_one || rank() == 0) work(by_one ? Ready([] {}) : ready);
+  } catch (const Error& e) {
+    if (!given_up) vote(what, &e);
+    throw;
+  } catch (const std::exception& e) {
+    const Error error(GA_ERROR_INTERNAL, e.what());
+    if (!given_up) vote(what, &error);
+    throw;
+  }
+  ready();
+}
+
+void Exchange::begin_sharded_call(const char* what) {
+  if (!shards()) return;
+  begin_call(what);
+  check_empty(what);
+}
+
 // Runs work as this rank's part of a call; throws on every rank if it has failed on any.
 template <class Work>
 void Exchange::agree_on(const char* what, Work&& work) {
@@ -262,7 +296,7 @@ void Exchange::end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd
   const int64_t words = queues ? longest_record() : end.words(task.channels);
   const auto all_ready = [&] {
     if (!queues) check_capturing("statistics");
-    context_.window_.check_valid();
+    model_.window.check_valid();
     ready();
     room_for_records(words);
   };
@@ -311,19 +345,19 @@ void Exchange::agree_on_sweep(const Subject& of, int64_t micro_batches,
 double* Exchange::room_for_records(int64_t words) {
   const size_t bytes =
       (static_cast<size_t>(comm_->ranks()) + 1) * static_cast<size_t>(words) * sizeof(double);
-  if (records_.bytes() < bytes) records_ = Buffer(*context_.backend_, bytes);
+  if (records_.bytes() < bytes) records_ = Buffer(*model_.backend, bytes);
   return static_cast<double*>(records_.data());
 }
 
 void Exchange::exchange_records(const BnTask& task, const BnSweepEnd& end, int64_t words) {
-  Backend& backend = *context_.backend_;
+  Backend& backend = *model_.backend;
   double* const own = room_for_records(words);
   double* const all = own + words;
   backend.bn_write_record(task, end, own);
   comm_->all_gather_arrays(
       end.backward ? "backward sums of batch normalisation" : "statistics of batch normalisation",
       own, all, words, words, GA_F64);
-  context_.window_.or_invalidate([&] {
+  model_.window.or_invalidate([&] {
     backend.bn_merge_records(task, end, {all, words, comm_->ranks()});
   });
 }
@@ -339,7 +373,7 @@ Exchange::Items Exchange::context_items() const {
                                           " shard=" + std::to_string(options_.shard) +
                                           " adder=" + std::to_string(options_.adder) +
                                           " overlap=" + std::to_string(options_.overlap));
-  for (const auto& [key, fields] : Checkpoint(context_).settings_of_context())
+  for (const auto& [key, fields] : state_.settings_of_context())
     items.emplace_back(key, fields.text());
   return items;
 }
@@ -347,9 +381,9 @@ Exchange::Items Exchange::context_items() const {
 // Of parameters and layers, and their shapes.
 Exchange::Items Exchange::tensor_items() const {
   Items items;
-  for (size_t i = 0; i < context_.params_.size(); ++i) {
-    const Param& p = context_.params_[i];
-    const Tensor& t = context_.params_.tensor(i);
+  for (size_t i = 0; i < model_.params.size(); ++i) {
+    const Param& p = model_.params[i];
+    const Tensor& t = model_.params.tensor(i);
     if (t.removed) {
       items.emplace_back("removed parameter " + std::to_string(i), "");
       continue;
@@ -365,16 +399,16 @@ Exchange::Items Exchange::tensor_items() const {
     f.add("follow_data", t.options.follow_data);
     items.emplace_back("parameter " + std::string(t.name), f.text());
   }
-  for (ga_bn id = 0; id < context_.batch_norms_.count(); ++id) {
-    const ga_bn_info layer = context_.batch_norms_.info(id);
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id) {
+    const ga_bn_info layer = stages_.layers.info(id);
     Fields f;
     f.add("channels", layer.channels);
     f.add("gamma", layer.gamma);
     f.add("beta", layer.beta);
     items.emplace_back("layer " + std::string(layer.name), f.text());
   }
-  // The keys of random bits are state, which rank 0 may have yet to hand out (Checkpoint::state_items).
-  for (const auto& [key, fields] : Checkpoint(context_).settings_of_tensors(false))
+  // The keys of random bits are state, which rank 0 may have yet to hand out (RankState::items).
+  for (const auto& [key, fields] : state_.settings_of_tensors())
     items.emplace_back(key, fields.text());
   return items;
 }
@@ -414,8 +448,8 @@ void Exchange::check_settings() {
 }
 
 uint64_t Exchange::arrays_digest() const {
-  uint64_t digest = context_.params_.size();
-  for (const Param& p : context_.params_) digest = (digest ^ p.owns) * 0x100000001b3;
+  uint64_t digest = model_.params.size();
+  for (const Param& p : model_.params) digest = (digest ^ p.owns) * 0x100000001b3;
   return digest;
 }
 
@@ -426,19 +460,19 @@ void Exchange::share_arrays(const char* what) {
   for (int32_t q = 1; q < comm_->ranks(); ++q)
     same = same && header_of(q).arrays == header_of(0).arrays;
   if (same) return;
-  const size_t n = context_.params_.size(), words = words_for_bits(n);
+  const size_t n = model_.params.size(), words = words_for_bits(n);
   std::vector<uint64_t> own(words), all(static_cast<size_t>(comm_->ranks()) * words);
   for (size_t i = 0; i < n; ++i)
-    if (context_.params_[i].owns) set_bit(own.data(), i);
+    if (model_.params[i].owns) set_bit(own.data(), i);
   comm_->all_gather("which parameters have arrays", own.data(), all.data(),
                     static_cast<int64_t>(words), GA_I64);
   for (size_t k = 0; k < all.size(); ++k) own[k % words] |= all[k];
   for (size_t i = 0; i < n; ++i) {
-    Param& p = context_.params_[i];
+    Param& p = model_.params[i];
     p.wanted = p.wanted || bit(own.data(), i);
-    context_.arrays_.look_for(p);
+    model_.arrays.look_for(p);
   }
-  agree_on(what, [&] { context_.make_own(); });
+  agree_on(what, [&] { stages_.preparation.make_own(); });
 }
 
 std::vector<std::string> Exchange::gather_texts(const char* what, std::string own) {
@@ -531,8 +565,7 @@ void Exchange::explain(const char* what, const Items& own) {
                    what, key, q);
             fail(GA_ERROR_COMMUNICATION,
                  "%s differ: of \"%.200s\", %s is %s on rank %zu, but %s on rank 0", what, key,
-                 field, Checkpoint::readable(other).c_str(), q,
-                 ours ? Checkpoint::readable(ours).c_str() : "not there");
+                 field, readable(other).c_str(), q, ours ? readable(ours).c_str() : "not there");
           });
       fail(GA_ERROR_COMMUNICATION, "%s differ: \"%.200s\" of rank %zu is not that of rank 0", what,
            key, q);
@@ -553,10 +586,10 @@ void Exchange::agree_on_tensors() {
   check_calls("ga_step");
   for (int32_t q = 1; q < comm_->ranks(); ++q)
     if (header_of(q).settings != header_of(0).settings) explain("the settings", tensor_items());
-  if (!context_.eager_) return;
+  if (!model_.speculation->active()) return;
   WindowSums sums = {};
   for (int32_t q = 0; q < comm_->ranks(); ++q) add(sums, header_of(q).sums);
-  context_.eager_->agreed(sums.weight);
+  model_.speculation->agreed(sums.weight);
 }
 
 // ---- ga_context_set_comm ------------------------------------------------------------------------
@@ -570,24 +603,24 @@ void Exchange::agree() {
   check_settings();
   for (int32_t q = 0; q < comm_->ranks();
        ++q)  // so that parameters to come get the same on all ranks
-    context_.params_.set_next_key(
-        std::max(context_.params_.next_key(), static_cast<int32_t>(header_of(q).next_key)));
-  if (!shards()) context_.make_own();
+    model_.params.set_next_key(
+        std::max(model_.params.next_key(), static_cast<int32_t>(header_of(q).next_key)));
+  if (!shards()) stages_.preparation.make_own();
   share_arrays("ga_context_set_comm");
   if (options_.hand_out != 0) hand_out();
   check_state();
   if (!on_device()) return;
   agreed_on_ = shape_digest();
-  if (overlaps()) context_.backend_->aside([] {});  // makes the second stream
+  if (overlaps()) model_.backend->aside([] {});  // makes the second stream
 }
 
 bool Exchange::is_check_due() const {
-  return options_.check_every > 0 && context_.windows_ % options_.check_every == 0;
+  return options_.check_every > 0 && model_.progress.windows() % options_.check_every == 0;
 }
 
 // Throws, on every rank, the first difference of parameters and state.
 void Exchange::check_state() {
-  const Items own = Checkpoint::state_items(context_);
+  const Items own = state_.items();
   const uint64_t digest = hash_of(text_of(own));
   std::vector<uint64_t> all(static_cast<size_t>(comm_->ranks()));
   comm_->all_gather("the checksum of parameters and state", &digest, all.data(), 1, GA_I64);
@@ -598,29 +631,17 @@ void Exchange::check_state() {
 // Rank 0's parameters and state, as a state file in memory, for all ranks.
 void Exchange::hand_out() {
   const char* const what = "ga_context_set_comm";
-  ga_state_options whole = {};
-  whole.struct_size = sizeof whole;
   int64_t size = 0;
   std::vector<uint64_t> bytes;
-  const auto words = [&] { return (static_cast<size_t>(size) + 7) / 8; };
   agree_on(what, [&] {
-    if (rank() != 0) return;
-    context_.follow_data();
-    Checkpoint checkpoint(context_, whole, what);
-    size = checkpoint.file_bytes();
-    bytes.resize(words());
-    checkpoint.save([&](int64_t offset, const void* data, size_t n) {
-      std::memcpy(reinterpret_cast<char*>(bytes.data()) + offset, data, n);
-    });
+    if (rank() == 0) bytes = state_.write(what, size);
   });
   comm_->broadcast("the size of rank 0's state", &size, 1, GA_I64, 0);
-  agree_on(what, [&] { bytes.resize(words()); });
-  comm_->broadcast("rank 0's state", bytes.data(), static_cast<int64_t>(words()), GA_I64, 0);
+  const size_t words = (static_cast<size_t>(size) + 7) / 8;
+  agree_on(what, [&] { bytes.resize(words); });
+  comm_->broadcast("rank 0's state", bytes.data(), static_cast<int64_t>(words), GA_I64, 0);
   agree_on(what, [&] {
-    if (rank() == 0) return;
-    Checkpoint(context_, whole, what).load(size, [&](int64_t offset, void* to, size_t n) {
-      std::memcpy(to, reinterpret_cast<const char*>(bytes.data()) + offset, n);
-    });
+    if (rank() != 0) state_.read(what, bytes, size);
   });
 }
 

@@ -24,82 +24,105 @@
 #include <vector>
 
 #include "core/background.hpp"
-#include "model/division.hpp"
-#include "model/param.hpp"
-#include "model/table.hpp"
+#include "files/fields.hpp"
+#include "model/ranks.hpp"
 #include "ranks/comm/comm.hpp"
 #include "ranks/slices.hpp"
+#include "ranks/stages.hpp"
 
 namespace ga {
 
-class Context;
+// The settings and the state of a context, as ranks compare them and hand them out.
+class RankState {
+ public:
+  using Items = std::vector<std::pair<std::string, std::string>>;
+  using Settings = std::vector<std::pair<std::string, Fields>>;
 
-class Exchange {
+  // All that changes numbers, by key: in the order of groups, then of parameters and layers.
+  virtual Settings settings_of_context() const = 0;
+  virtual Settings settings_of_tensors() const = 0;
+  // Texts that tell whether two contexts have the same parameters and state, whatever their open windows hold: by name
+  // of each tensor its checksum, and the counters.
+  virtual Items items() = 0;
+  // All state as a file in memory, of `size` bytes. what: the function that was called.
+  virtual std::vector<uint64_t> write(const char* what, int64_t& size) = 0;
+  virtual void read(const char* what, const std::vector<uint64_t>& file, int64_t size) = 0;
+
+ protected:
+  ~RankState() = default;
+};
+
+class Exchange final : public Ranks {
  public:
   // Takes the communicator; throws if another context has it.
-  Exchange(Context& context, std::shared_ptr<Comm> comm, const ga_comm_options& options);
-  ~Exchange();
+  Exchange(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
+           const ga_comm_options& options);
+  ~Exchange() override;
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
-  int32_t rank() const { return comm_->rank(); }
-  int32_t ranks() const { return comm_->ranks(); }
-  int64_t bytes() const;  // of its buffers
-  // Whether waits for a device look after what is exchanged. Of a context's exchanges one at a time may.
-  void watch(bool on);
-  // Whether a transport may write to the context's arrays even after they are freed.
-  bool may_write_late() const { return comm_->may_write_late(); }
-  bool has_failed() const { return comm_->has_failed(); }
-
   // For ga_context_set_comm: throws unless all ranks agree, and hands out rank 0's state if asked to.
   void agree();
-  // Settings may have changed: of the context and its groups, or of parameters and layers too.
-  void forget_settings(bool tensors) {
+
+  // See model/ranks.hpp.
+  bool alone() const override { return false; }
+  int32_t rank() const override { return comm_->rank(); }
+  int32_t ranks() const override { return comm_->ranks(); }
+  bool shards() const override { return options_.shard == GA_SHARD_OPTIMIZER; }
+  bool on_device() const override;
+  int64_t bytes() const override;
+  void watch(bool on) override;
+  void forget_settings(bool tensors) override {
     settings_known_ = false;
     tensors_known_ = tensors_known_ && !tensors;
   }
-
-  // A checksum of all that changes numbers.
-  uint64_t settings_digest();
-
-  // The end of a window. begin_step() replaces the totals of this rank by those of all, and returns false
-  // if another rank discards the window. add_gradients() follows if the weight is positive, then
-  // add_sums(), between the sums and the judgement of the backend.
-  bool begin_step(WindowTotals& totals);
-  const WindowSums& sums() const { return sums_; }  // of all ranks
-  void add_gradients();
-  void add_sums();
-  void discard();
-  // The end of a window on a device, in which the host waits for nothing but a transport that needs it, and
-  // every rank exchanges the gradients of all parameters that are not frozen.
-  bool on_device() const;
-  // Throws if what earlier windows have queued has failed, which may have reached parameters.
-  void check_queued() {
-    if (comm_->on_stream() && !has_failed()) comm_->watch(0);
+  uint64_t checksum_for_device() override { return on_device() ? settings_digest() : 0; }
+  void divide() override;
+  void check_options(const Subject& of, const ga_param_options& options) const override;
+  std::function<void()> divide_anew() override;
+  void check_keepers() const override;
+  int64_t measured_count(ga_param id, int64_t count) const override {
+    return on_device() ? own_piece(id).count : count;
   }
-  // Says of all gradients that their sums are there (Held::kSummed). Before any gradient has moved, throws if
-  // ranks turn out to have different parameters, and returns false if a rank turns out to discard the window.
-  bool hold_all(bool discards);
-  // Puts the sums there. measured: the parameters whose sums are measured.
-  void exchange_all(const WindowTotals& totals, Params measured);
-  Range own_piece(ga_param id) const;  // what this rank measures of a gradient
-  // Whether something of the window has been exchanged: a failure leaves no gradients then.
-  bool has_moved() const { return moved_; }
+  void describe_measure(ga_param id, UpdateTask& measure) override;
+  void describe_units(ga_param id, const UnitPattern& pattern, UnitTask& units) const override;
+  bool overlaps() const override { return options_.overlap != 0; }
+  void prepare_release() override {
+    if (overlaps()) stages_.preparation.prepare();
+  }
+  void release_ready() override;
+  bool has_begun() const override { return begun_; }
+  bool is_early(size_t param) const override { return background_ && !has_rows(param); }
+  bool is_check_due() const override;
+  bool begin_end(WindowTotals& totals, bool discards) override;
+  void add_gradients() override;
+  OverRanks over_ranks() override;
+  void exchange_all(const WindowTotals& totals, Params& norms, Params units) override;
+  void discard() override;
+  bool has_failed() const override { return comm_->has_failed(); }
+  void add_layer_norms() override;
+  void share_unit_totals() override;
+  bool makes_update(ga_param id) const override { return shards() || maker(id) == rank(); }
+  void hand_round(float* data, int64_t count, ga_param id) override;
+  void end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd& end,
+                 int64_t micro_batches, const std::function<void()>& ready) override;
+  void on_all_ranks(const char* what, bool by_one,
+                    const std::function<void(const Ready&)>& work) override;
+  bool has_open_window() const override;
+  std::vector<uint64_t> dropped_micros() const override;
+  std::vector<std::string> gather_texts(const char* what, std::string own) override;
+  void hand_round_bytes(int32_t q, int64_t bytes, std::vector<int64_t>& piece,
+                        const std::function<void(const TakePiece&)>& read,
+                        const TakePiece& take) override;
+  void begin_sharded_call(const char* what) override;
+  void gather_parameters(const std::function<Changed(ga_param)>& changed) override;
+  void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take) override;
 
-  // Gradients are exchanged in the background, as soon as they are ready (Param::ready).
-  bool overlaps() const { return options_.overlap != 0; }
-  void release_ready();
-  bool has_begun() const { return begun_; }
-  // Whether the gradient of a parameter may be summed before ga_step.
-  bool is_early(size_t param) const { return background_ && !has_rows(param); }
-  bool is_check_due() const;  // whether this window compares parameters and state
-  // Products of matrices have bits of their own on each processor, so one rank makes the update of a
-  // matrix and hands it to the others.
-  int32_t maker(ga_param id) const { return parts_.divisions[static_cast<size_t>(id)].owner; }
-  void hand_round(float* data, int64_t count, ga_param id);
+ private:
+  static constexpr uint64_t kDense = ~uint64_t{0};  // in place of a number of rows
+  enum Call : int64_t { kSetComm = 1, kBegin, kStep, kDiscard, kOther };
+  using Items = RankState::Items;
 
-  // Whether each rank keeps state of a part of the parameters alone, GA_SHARD_OPTIMIZER.
-  bool shards() const { return options_.shard == GA_SHARD_OPTIMIZER; }
   // Which rank has what of each parameter.
   struct Parts {
     std::vector<Division> divisions;
@@ -107,55 +130,6 @@ class Exchange {
     std::vector<Keeper> keepers;                       // when it was divided
     std::vector<std::vector<Partial>> layer_partials;  // where the state is not sharded
   };
-  // Decides about parameters that are new; before they get arrays.
-  void divide();
-  // Clipping has changed: divides anew, or throws if arrays are divided in another way than they would be now.
-  // What is not sharded is divided anew before the first window alone, since sharded arrays may have been then.
-  // Returns the division that was before if it has changed.
-  std::optional<Parts> check_division();
-  void take_parts(Parts parts) noexcept;
-  // Throws if with the settings of now parameters would be divided in another way.
-  void check_keepers() const;
-  // Where norms over a layer, or over its clipped units, are those of pieces.
-  void describe_measure(ga_param id, UpdateTask& measure);
-  void describe_units(ga_param id, const UnitPattern& pattern, UnitTask& units) const;
-  void add_layer_norms();
-  // After the clip by units of which each rank has made a part: gives every rank the norms and the smallest
-  // factors of all parts.
-  void share_unit_totals();
-  // Gives every rank what the others have changed of the parameters that are sharded.
-  enum class Changed { kNothing, kRows, kElements };
-  void gather_parameters(const std::function<Changed(ga_param)>& changed);
-  void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take);
-
-  // A call that is to succeed on all ranks or on none: begin_call() checks that all make it; vote() throws
-  // if any rank has failed, which tells why. what: the function that was called.
-  void begin_call(const char* what);
-  void vote(const char* what, const Error* failure);
-  // In such a call: whether the window of any rank was not empty when it began.
-  bool has_open_window() const;
-  // And ga_step_result.dropped_micros of the last window, by rank.
-  std::vector<uint64_t> dropped_micros() const;
-  void check_empty(const char* what) const;  // throws, on every rank, if one was not
-  // A text of each rank.
-  std::vector<std::string> gather_texts(const char* what, std::string own);
-  // Hands every rank the bytes that rank q has: there, read(take) hands them over, in pieces of any sizes.
-  // piece: room for what travels at a time, as large on every rank.
-  void hand_round_bytes(int32_t q, int64_t bytes, std::vector<int64_t>& piece,
-                        const std::function<void(const TakePiece&)>& read, const TakePiece& take);
-
-  // The end of a sweep of a layer that has one window over all ranks (GA_BN_WINDOW): merges the records of
-  // all ranks. of: the layer and the function that was called. Where the hosts meet, throws on every rank,
-  // before anything is exchanged, unless all make that call, ready() throws on none of them, and some have
-  // micro-batches of the layer. Where the transport works on a stream, the host waits for nothing, and what
-  // ready() throws is this rank's failure alone: it has not exchanged anything yet.
-  void end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd& end,
-                 int64_t micro_batches, const std::function<void()>& ready);
-
- private:
-  static constexpr uint64_t kDense = ~uint64_t{0};  // in place of a number of rows
-  enum Call : int64_t { kSetComm = 1, kBegin, kStep, kDiscard, kOther };
-  using Items = std::vector<std::pair<std::string, std::string>>;
 
   // The first words of every collective call, the same number of them on all ranks.
   struct Header {
@@ -175,6 +149,14 @@ class Exchange {
 
   static constexpr int32_t kFloats[] = {GA_F32, GA_F64, GA_F16, GA_BF16};
 
+  // Runs an exchange of gradients; the window is invalid if it fails with some of them on their way.
+  template <class Work>
+  void or_lose_window(Work&& exchange);
+  // A call that is to succeed on all ranks or on none: begin_call() checks that all make it; vote() throws
+  // if any rank has failed, which tells why. what: the function that was called.
+  void begin_call(const char* what);
+  void vote(const char* what, const Error* failure);
+  void check_empty(const char* what) const;  // throws, on every rank, if a window was not empty
   Header header(Call call, const char* function);
   void gather_headers(const Header& own, const std::vector<uint64_t>& payload);
   const Header& header_of(int32_t rank) const;
@@ -187,6 +169,7 @@ class Exchange {
   void check_tensors() const;
   void check_tensors_of_device() const;
   uint64_t tensors_digest();
+  uint64_t settings_digest();  // of all that changes numbers
   Items context_items() const;
   Items tensor_items() const;
   Items settings_items() const;  // both
@@ -200,6 +183,25 @@ class Exchange {
     return options_.adder == GA_COMM_ADDER_TRANSPORT && !maximum;
   }
   bool adds_there(const Slice& slice) const { return adds_there(slice.op == GA_COMM_MAX); }
+  // Whether a transport may write to the context's arrays even after they are freed.
+  bool may_write_late() const { return comm_->may_write_late(); }
+  // Throws if what earlier windows have queued has failed, which may have reached parameters.
+  void check_queued();
+  // The end of a window, where hosts meet: replaces the totals of this rank by those of all, and returns false if
+  // another rank discards the window.
+  bool begin_step(WindowTotals& totals);
+  void sum_gradients();
+  void add_sums();
+  // On a device: says of all gradients that their sums are there (Held::kSummed). Before any gradient has moved, throws
+  // if ranks turn out to have different parameters, and returns false if a rank turns out to discard the window.
+  bool hold_all(bool discards);
+  // Puts the sums there. measured: the parameters whose sums are measured. units: those clipped in parts.
+  void put_sums(const WindowTotals& totals, Params measured, Params units);
+  Range own_piece(ga_param id) const;  // what this rank measures of a gradient
+  int32_t maker(ga_param id) const { return parts_.divisions[static_cast<size_t>(id)].owner; }
+  // Divides anew. Returns the division that was before if it has changed.
+  std::optional<Parts> check_division();
+  void take_parts(Parts parts) noexcept;
   bool stays(ga_param id) const;
   bool is_unmeasured(size_t param) const;
   Range summed_range(ga_param id) const;
@@ -229,9 +231,11 @@ class Exchange {
   void pack(const Slice& slice, const Array& to);
   void add_blocks(const Slice& slice);
   static void add_partials(const Partial* partials, int64_t count, ParamSums& sums);
+  void gather_changed(const std::function<Changed(ga_param)>& changed);
   void gather(const Slice& slice);
   void make_slices(const std::function<bool(ga_param)>& which);
   void run(const Slice& slice);
+  void run_ready();
   void begin_slices();
   void run_item(size_t item, Backend& adder);
   void finish_slices();
@@ -261,7 +265,9 @@ class Exchange {
   void hand_out_rows(ga_param id);
   void merge_statistics(std::vector<double>& out);
 
-  Context& context_;
+  const Stages stages_;
+  Model& model_;
+  RankState& state_;
   const std::shared_ptr<Comm> comm_;
   ga_comm_options options_;
   int64_t calls_ = 0;

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <string>
 
-#include "context/context.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "ranks/exchange.hpp"
@@ -20,15 +19,22 @@ namespace {
 }  // namespace
 
 Range Exchange::own_piece(ga_param id) const {
-  return parts_.divisions[static_cast<size_t>(id)].measured(rank(), context_.params_[id].count);
+  return parts_.divisions[static_cast<size_t>(id)].measured(rank(), model_.params[id].count);
 }
 
-bool Exchange::on_device() const { return context_.config_.device != GA_DEVICE_CPU; }
+bool Exchange::on_device() const { return model_.config.device != GA_DEVICE_CPU; }
+
+void Exchange::check_options(const Subject& of, const ga_param_options& o) const {
+  if (o.rows == GA_ROWS_LAZY && on_device())
+    of.fail(GA_ERROR_UNSUPPORTED,
+            "rows was GA_ROWS_LAZY, which a context on a device that has a communicator does not "
+            "take");
+}
 
 void Exchange::check_tensors_of_device() const {
-  for (size_t i = 0; i < context_.params_.size(); ++i)
-    if (has_rows(i) && context_.params_.tensor(i).options.rows == GA_ROWS_LAZY)
-      context_.params_.subject(i).fail(
+  for (size_t i = 0; i < model_.params.size(); ++i)
+    if (has_rows(i) && model_.params.tensor(i).options.rows == GA_ROWS_LAZY)
+      model_.params.subject(i).fail(
           GA_ERROR_UNSUPPORTED,
           "gradients of some rows are exchanged between devices as gradients of all rows, which an "
           "optimizer with GA_ROWS_LAZY would take for its own; GA_ROWS_DENSE is supported");
@@ -36,10 +42,10 @@ void Exchange::check_tensors_of_device() const {
 
 // A checksum of what decides how much is exchanged, which changes between windows alone.
 uint64_t Exchange::shape_digest() const {
-  uint64_t digest = context_.params_.size();
+  uint64_t digest = model_.params.size();
   const auto add = [&](uint64_t x) { digest = (digest ^ x) * 0x100000001b3; };
-  for (const Param& p : context_.params_) add(p.frozen ? 0 : static_cast<uint64_t>(p.count) + 1);
-  const Table<BnInput>& layers = context_.batch_norms_.inputs();
+  for (const Param& p : model_.params) add(p.frozen ? 0 : static_cast<uint64_t>(p.count) + 1);
+  const Table<BnInput>& layers = model_.tables.layers;
   for (size_t l = 0; l < layers.size(); ++l)
     add(2 * static_cast<uint64_t>(layers[l].channels) + layers[l].frozen);
   return digest;
@@ -47,7 +53,7 @@ uint64_t Exchange::shape_digest() const {
 
 // Throws if the hosts would have to meet while the stream is being captured.
 void Exchange::check_capturing(const char* what) const {
-  if (!context_.backend_->capturing()) return;
+  if (!model_.backend->capturing()) return;
   if (!comm_->on_stream())
     refuse_capture((std::string(what) + " are exchanged by way of the host").c_str());
   if (shape_digest() != agreed_on_)
@@ -56,7 +62,7 @@ void Exchange::check_capturing(const char* what) const {
 
 int64_t Exchange::longest_record() const {
   int64_t most = 0;
-  const Table<BnInput>& layers = context_.batch_norms_.inputs();
+  const Table<BnInput>& layers = model_.tables.layers;
   for (size_t l = 0; l < layers.size(); ++l) most = std::max(most, layers[l].channels);
   return BnSweepEnd{0, false}.words(most);
 }
@@ -69,7 +75,7 @@ void Exchange::end_open_sweeps() {
   if (!comm_->on_stream()) return;
   const int64_t words = longest_record();
   room_for_records(words);  // which may fail, and then can be tried again
-  for (int64_t left = context_.batch_norms_.close_sweeps(); left > 0; --left)
+  for (int64_t left = stages_.layers.close_sweeps(); left > 0; --left)
     exchange_records({}, {-1, false}, words);
 }
 
@@ -78,10 +84,10 @@ bool Exchange::hold_all(bool discards) {
   moved_ = begun_;
   const bool due = is_check_due();
   if (!discards) check_tensors();
-  context_.tell_checksum();
+  stages_.writer.write_checksum();
   const uint64_t digest = shape_digest();
   check_capturing("gradients");
-  if (due && context_.backend_->capturing())
+  if (due && model_.backend->capturing())
     refuse_capture("the ranks compare parameters and state (ga_comm_options.check_every)");
   // Over a transport that makes the host wait, the ranks ask each other every time, before anything moves.
   if (digest != agreed_on_ || !comm_->on_stream()) {
@@ -100,9 +106,9 @@ bool Exchange::hold_all(bool discards) {
   begun_ = false;
   for (size_t i = 0; i < touched_.size(); ++i) {
     if (!touched_[i]) continue;
-    Param& p = context_.params_[i];
+    Param& p = model_.params[i];
     const auto id = static_cast<ga_param>(i);
-    context_.make_dense(id);
+    stages_.accumulator.make_dense(id);
     brought_[i] = p.held() != Held::kNothing;
     p.hold(Held::kSummed);
     p.summed = summed_range(id).count > 0 ? summed(id).data : nullptr;
@@ -114,7 +120,7 @@ bool Exchange::hold_all(bool discards) {
 // Sends which parameters this rank has a gradient of, if that is new; a graph sends it with every replay,
 // and may have been replayed since.
 const uint64_t* Exchange::send_brought() {
-  Backend& backend = *context_.backend_;
+  Backend& backend = *model_.backend;
   std::vector<uint64_t> bits((brought_.size() + 63) / 64 + 1, 0);
   for (size_t i = 0; i < brought_.size(); ++i)
     bits[i / 64] |= static_cast<uint64_t>(brought_[i] != 0) << (i % 64);
@@ -136,7 +142,7 @@ void Exchange::release_on_device() {
     begin_on_device();
     begun_ = true;
   }
-  context_.backend_->aside([&] {
+  model_.backend->aside([&] {
     for (; released_ < slices_.list().size() && is_ready(slices_.list()[released_]); ++released_)
       run(slices_.list()[released_]);
   });
@@ -144,10 +150,10 @@ void Exchange::release_on_device() {
 
 // Makes the slices of a window.
 void Exchange::begin_on_device() {
-  touched_.assign(context_.prepared_, 0);
-  brought_.assign(context_.prepared_, 0);
+  touched_.assign(model_.tables.params(), 0);
+  brought_.assign(model_.tables.params(), 0);
   for (size_t i = 0; i < touched_.size(); ++i) {
-    const Param& p = context_.params_[i];
+    const Param& p = model_.params[i];
     touched_[i] = !p.frozen && p.owns;
   }
   make_slices([&](ga_param id) {
@@ -158,13 +164,13 @@ void Exchange::begin_on_device() {
   moved_ = true;
 }
 
-void Exchange::exchange_all(const WindowTotals& totals, Params measured) {
-  Backend& backend = *context_.backend_;
+void Exchange::put_sums(const WindowTotals& totals, Params measured, Params units) {
+  Backend& backend = *model_.backend;
   const auto ranks = static_cast<size_t>(comm_->ranks());
   int64_t channels = 0;
-  const Table<BnInput>& layers = context_.batch_norms_.inputs();
+  const Table<BnInput>& layers = model_.tables.layers;
   for (size_t l = 0; l < layers.size(); ++l) channels += layers[l].channels;
-  const int64_t words = record_words(static_cast<int64_t>(context_.prepared_), channels);
+  const int64_t words = record_words(static_cast<int64_t>(model_.tables.params()), channels);
   double* const own = room_for_records(words);
   double* const all = own + words;
 
@@ -185,21 +191,21 @@ void Exchange::exchange_all(const WindowTotals& totals, Params measured) {
   for (size_t m = 0; m < measured.size; ++m) {
     const ga_param id = measured.data[m];
     const auto i = static_cast<size_t>(id);
-    const Param& p = context_.params_[id];
+    const Param& p = model_.params[id];
     const Range own = own_piece(id);
     if (own.count == 0) continue;
     NormTask task = {};
     task.gradient = identity({offset(summed(id), own.first).data, p.real(), 1, nullptr});
-    if (context_.tables_.param_inputs[i].clamped)
-      task.gradient.numbers = &context_.tables_.plans.at(i)->raw;  // see add_ranks()
+    if (model_.tables.param_inputs[i].clamped)
+      task.gradient.numbers = &model_.tables.plans.at(i)->raw;  // see add_ranks()
     task.f64 = p.f64;
     task.count = own.count;
     task.partials = p.partials;
     norms_.push_back(task);
   }
   backend.norm({norms_.data(), norms_.size()});
-  backend.clip_units(params_of(context_.units_of_share_));
-  const int64_t numbers = kPieceWords * static_cast<int64_t>(context_.prepared_);
+  backend.clip_units(units);
+  const int64_t numbers = kPieceWords * static_cast<int64_t>(model_.tables.params());
   if (numbers == 0) return;
   const size_t size = (ranks + 1) * static_cast<size_t>(numbers) * sizeof(double);
   if (pieces_.bytes() < size) pieces_ = Buffer(backend, size);

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "context/context.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "ranks/exchange.hpp"
@@ -34,7 +33,7 @@ bool Exchange::stays(ga_param id) const {
 
 // What this rank has of the sum of a gradient in the end.
 Range Exchange::summed_range(ga_param id) const {
-  const Param& p = context_.params_[id];
+  const Param& p = model_.params[id];
   return stays(id) ? p.share : Range{0, p.count};
 }
 
@@ -43,14 +42,14 @@ int32_t Exchange::wire_of(const Param& p) const {
   if (p.f64) return GA_F64;
   if (p.pair || adds_there(p.maximum)) return GA_F32;
   if (size_of(p.accumulator_dtype) == 2)
-    return context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN ? int32_t{GA_F32}
-                                                                       : p.accumulator_dtype;
+    return model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN ? int32_t{GA_F32}
+                                                                    : p.accumulator_dtype;
   return options_.wire == GA_COMM_WIRE_BF16 && !p.maximum ? GA_BF16 : GA_F32;
 }
 
 // Where the sum of a gradient lies: in the accumulator, or in an array of f32.
 Array Exchange::summed(ga_param id) const {
-  const Param& p = context_.params_[id];
+  const Param& p = model_.params[id];
   if (p.fits_accumulator() && !p.pair) return {p.accumulator, p.accumulator_dtype};
   return whole_of({wide_[static_cast<size_t>(id)].data(), GA_F32}, summed_range(id).first);
 }
@@ -72,7 +71,7 @@ void Exchange::reserve() {
     tasks = std::max(tasks, segments + static_cast<size_t>(ranks));
   }
   const auto grow = [&](Buffer& buffer, size_t bytes) {
-    if (buffer.bytes() < bytes) buffer = Buffer(*context_.backend_, bytes);
+    if (buffer.bytes() < bytes) buffer = Buffer(*model_.backend, bytes);
   };
   grow(received_, received);
   grow(send_, send);
@@ -94,12 +93,12 @@ void Exchange::reserve() {
 void Exchange::reserve_sums() {
   wide_.resize(touched_.size());
   for (size_t i = 0; i < touched_.size(); ++i) {
-    const Param& p = context_.params_[i];
+    const Param& p = model_.params[i];
     const bool needed = touched_[i] && (!p.fits_accumulator() || p.pair);
     const int64_t count = needed ? summed_range(static_cast<ga_param>(i)).count : 0;
-    if (context_.params_.tensor(i).removed) wide_[i] = Buffer();
+    if (model_.params.tensor(i).removed) wide_[i] = Buffer();
     if (count > 0 && !wide_[i].data())
-      wide_[i] = Buffer(*context_.backend_, static_cast<size_t>(count) * sizeof(float));
+      wide_[i] = Buffer(*model_.backend, static_cast<size_t>(count) * sizeof(float));
   }
 }
 
@@ -110,10 +109,10 @@ void Exchange::run_moves() { adder_->finish({moves_.data(), moves_.size()}); }
 // The slices of those parameters which(id) picks.
 void Exchange::make_slices(const std::function<bool(ga_param)>& which) {
   slices_.clear();
-  const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
+  const bool running = model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   const auto add = [&](int32_t wire, bool gathered, int32_t op) {
     slices_.add(parts_.divisions, parts_.counts, wire, gathered, op, [&](ga_param id) {
-      const Param& p = context_.params_[id];
+      const Param& p = model_.params[id];
       if (p.count == 0 || wire_of(p) != wire || gathered == stays(id) ||
           p.maximum != (op == GA_COMM_MAX) || !which(id))
         return Travel::kNot;
@@ -131,7 +130,7 @@ void Exchange::make_slices(const std::function<bool(ga_param)>& which) {
   reserve_sums();
 }
 
-void Exchange::add_gradients() {
+void Exchange::sum_gradients() {
   moved_ = true;
   if (!overlaps()) param_sums_.assign(touched_.size(), ParamSums());
   if (!exchanged_) return;
@@ -139,8 +138,7 @@ void Exchange::add_gradients() {
   // In the background, gradients that may consist of rows have not been exchanged yet.
   make_slices([&](ga_param id) {
     const auto i = static_cast<size_t>(id);
-    return touched_[i] && context_.params_[id].held() != Held::kRows &&
-           (!overlaps() || has_rows(i));
+    return touched_[i] && model_.params[id].held() != Held::kRows && (!overlaps() || has_rows(i));
   });
   for (const Slice& s : slices_.list()) run(s);
   hold_sums();
@@ -149,7 +147,7 @@ void Exchange::add_gradients() {
 
 void Exchange::hold_sums() {
   for (size_t i = 0; i < touched_.size(); ++i) {
-    Param& p = context_.params_[i];
+    Param& p = model_.params[i];
     if (!touched_[i] || p.held() == Held::kRows) continue;
     if (p.held() == Held::kNothing)  // the partials are those of an earlier window
       for (int64_t k = 0; k < chunk_count(p.count); ++k) p.partials[k].noise = 0;
@@ -208,26 +206,26 @@ void Exchange::reduce(const Slice& slice) {
 
 // The accumulator of a gradient that travels as it lies.
 Array Exchange::accumulator_of(ga_param id) const {
-  const Param& p = context_.params_[id];
+  const Param& p = model_.params[id];
   return {p.accumulator, p.accumulator_dtype};
 }
 
 // Whether this rank has a gradient. Where micro-batches are checked, the host of a device does not know: if
 // all are dropped, the kernels leave zeros, which is right for sums; of a maximum, contributed_to() tells kernels.
 bool Exchange::brings(ga_param id) const {
-  const Held held = context_.params_[id].held();
+  const Held held = model_.params[id].held();
   if (on_device() && held == Held::kSummed) return brought_[static_cast<size_t>(id)] != 0;
   return held != Held::kNothing;
 }
 const int64_t* Exchange::contributed_to(ga_param id) const {
-  if (!on_device() || !context_.deferring() || !context_.params_[id].maximum) return nullptr;
-  return &context_.tables_.param_states.at(static_cast<size_t>(id))->contributed;
+  if (!on_device() || !model_.options.deferring() || !model_.params[id].maximum) return nullptr;
+  return &model_.tables.param_states.at(static_cast<size_t>(id))->contributed;
 }
 
 // Writes of_none() to a slice that travels as it lies, where this rank has no gradient.
 void Exchange::clear(const Slice& slice) {
   const Segment& s = slices_.segments()[slice.first];
-  const Param& p = context_.params_[s.param];
+  const Param& p = model_.params[s.param];
   const int64_t* const contributed = contributed_to(s.param);
   const bool brought = brings(s.param);
   if (brought && !contributed) return;
@@ -243,12 +241,12 @@ void Exchange::clear(const Slice& slice) {
 
 // Copies what this rank has of a slice; of_none() where it has nothing.
 void Exchange::pack(const Slice& slice, const Array& to) {
-  const bool running = context_.config_.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
+  const bool running = model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   moves_.clear();
   pairs_.clear();
   for (size_t k = slice.first; k < slice.end; ++k) {
     const Segment& s = slices_.segments()[k];
-    const Param& p = context_.params_[s.param];
+    const Param& p = model_.params[s.param];
     FinishTask task = {};
     task.f64 = p.f64;
     task.target = offset(to, s.at);
@@ -260,7 +258,7 @@ void Exchange::pack(const Slice& slice, const Array& to) {
       source = {offset({p.accumulator, p.accumulator_dtype}, s.first).data, p.accumulator_dtype, 1,
                 nullptr};
       if (p.pair) {
-        const Tensor& t = context_.params_.tensor(s.param);
+        const Tensor& t = model_.params.tensor(s.param);
         pairs_.push_back({const_cast<void*>(source.data),
                           offset({t.low, p.accumulator_dtype}, s.first).data, p.accumulator_dtype});
         source.data = on_device() ? static_cast<Pair*>(device_pairs_.data()) + pairs_.size() - 1
@@ -269,16 +267,17 @@ void Exchange::pack(const Slice& slice, const Array& to) {
       }
       const auto i = static_cast<size_t>(s.param);
       if (running && !p.maximum) {
-        if (on_device() && context_.deferring())
-          task.gradient.numbers = &context_.tables_.plans.at(i)->gradient;  // see sum_rank()
+        if (on_device() && model_.options.deferring())
+          task.gradient.numbers = &model_.tables.plans.at(i)->gradient;  // see sum_rank()
         else
-          source.scale = context_.deferring() ? context_.param_state(i).held_weight : p.held_weight;
+          source.scale = model_.options.deferring() ? model_.progress.param_state(i).held_weight
+                                                    : p.held_weight;
       }
     }
     moves_.push_back(task);
   }
   if (on_device() && !pairs_.empty())
-    context_.backend_->write(device_pairs_.data(), pairs_.data(), pairs_.size() * sizeof(Pair));
+    model_.backend->write(device_pairs_.data(), pairs_.data(), pairs_.size() * sizeof(Pair));
   run_moves();
 }
 
@@ -352,7 +351,7 @@ void Exchange::add_partials(const Partial* partials, int64_t count, ParamSums& s
 
 // Whether measure_own() measures the sums of a gradient, in place of adding it up.
 bool Exchange::is_unmeasured(size_t i) const {
-  return adds_there(context_.params_[i].maximum) || parts_.divisions[i].measured_apart;
+  return adds_there(model_.params[i].maximum) || parts_.divisions[i].measured_apart;
 }
 
 // What the adding has not measured for this rank: squares of gradients clipped by value, which take the
@@ -361,9 +360,9 @@ void Exchange::measure_own() {
   measured_.clear();
   size_t chunks = 0;
   for (size_t i = 0; i < touched_.size(); ++i) {
-    const Param& p = context_.params_[i];
+    const Param& p = model_.params[i];
     if (!touched_[i] || p.held() != Held::kSummed) continue;
-    if (!is_unmeasured(i) && !context_.tables_.param_inputs[i].clamped) continue;
+    if (!is_unmeasured(i) && !model_.tables.param_inputs[i].clamped) continue;
     const int64_t count = parts_.divisions[i].measured(rank(), p.count).count;
     if (count == 0) continue;
     measured_.push_back(static_cast<ga_param>(i));
@@ -374,11 +373,11 @@ void Exchange::measure_own() {
   norms_.clear();
   numbers_.clear();
   numbers_.reserve(measured_.size());
-  const double mean = context_.config_.reduce == GA_REDUCE_MEAN ? 1 / sums_.weight : 1;
+  const double mean = model_.config.reduce == GA_REDUCE_MEAN ? 1 / sums_.weight : 1;
   chunks = 0;
   for (const ga_param id : measured_) {
-    const Param& p = context_.params_[id];
-    const ParamInput& in = context_.tables_.param_inputs[static_cast<size_t>(id)];
+    const Param& p = model_.params[id];
+    const ParamInput& in = model_.tables.param_inputs[static_cast<size_t>(id)];
     const Range own = parts_.divisions[static_cast<size_t>(id)].measured(rank(), p.count);
     NormTask task = {};
     task.gradient = identity({offset(summed(id), own.first).data, p.real(), 1, nullptr});
@@ -387,13 +386,13 @@ void Exchange::measure_own() {
     task.partials = &partials_[chunks];
     chunks += static_cast<size_t>(chunk_count(own.count));
     if (in.clamped) {
-      const GroupInput& g = context_.tables_.group_inputs[static_cast<size_t>(in.group)];
+      const GroupInput& g = model_.tables.group_inputs[static_cast<size_t>(in.group)];
       numbers_.push_back({g.optimizer.maximize ? -mean : mean, g.clip.max_value, 1});
       task.gradient.numbers = &numbers_.back();
     }
     norms_.push_back(task);
   }
-  context_.backend_->norm({norms_.data(), norms_.size()});
+  model_.backend->norm({norms_.data(), norms_.size()});
   for (size_t m = 0; m < measured_.size(); ++m) {
     const NormTask& task = norms_[m];
     const auto i = static_cast<size_t>(measured_[m]);
@@ -407,22 +406,22 @@ void Exchange::measure_own() {
 // ---- In the background ----------------------------------------------------------------------------
 
 // Has the slices run whose parameters are ready, in their order, which is the same on every rank.
-void Exchange::release_ready() {
+void Exchange::run_ready() {
   // What layers exchange comes first: all ranks make these calls together, so that all go on in one order.
-  if (has_failed() || context_.batch_norms_.awaits_sums()) return;
+  if (has_failed() || stages_.layers.awaits_sums()) return;
   if (on_device() && overlaps()) return release_on_device();
   if (!background_) return;
   if (!begun_) begin_slices();
   const size_t before = released_;
   const std::vector<Slice>& list = slices_.list();
   for (; released_ < list.size() && is_ready(list[released_]); ++released_)
-    if (context_.eager_) await(1 + released_);
+    if (model_.speculation->active()) await(1 + released_);
   if (released_ > before) background_->release(1 + released_);
 }
 
 bool Exchange::is_ready(const Slice& slice) const {
   for (size_t k = slice.first; k < slice.end; ++k) {
-    const Param& p = context_.params_[slices_.segments()[k].param];
+    const Param& p = model_.params[slices_.segments()[k].param];
     if (!p.ready || p.held() == Held::kRows) return false;
   }
   return true;
@@ -436,26 +435,26 @@ void Exchange::await(size_t item) {
     size_t& last = last_items_[static_cast<size_t>(id)];
     if (last != item) continue;
     last = 0;  // it may have further segments in the slice
-    context_.eager_->await(id, summed(id));
+    model_.speculation->await(id, summed(id));
   }
-  begun_by_[item] = context_.eager_->begun();
+  begun_by_[item] = model_.speculation->begun();
 }
 
 // Makes the slices of a window, of which nobody knows yet what other ranks bring: they are of all
 // parameters but those of which a gradient may be rows.
 void Exchange::begin_slices() {
-  context_.prepare();
+  stages_.preparation.prepare();
   check_tensors();
   begun_with_ = tensors_digest();
-  touched_.assign(context_.params_.size(), 0);
+  touched_.assign(model_.params.size(), 0);
   for (size_t i = 0; i < touched_.size(); ++i)
-    touched_[i] = !context_.params_[i].frozen && !has_rows(i);
+    touched_[i] = !model_.params[i].frozen && !has_rows(i);
   make_slices([&](ga_param id) { return touched_[static_cast<size_t>(id)] != 0; });
   param_sums_.assign(touched_.size(), ParamSums());
   if (own_backend_)
     own_backend_->reserve(static_cast<int64_t>(partials_.size() + tasks_.capacity()), 0, 0);
-  begun_weight_ = context_.window_.weight();
-  if (context_.eager_) {
+  begun_weight_ = model_.window.weight();
+  if (model_.speculation->active()) {
     last_items_.assign(touched_.size(), 0);
     begun_by_.assign(1 + slices_.list().size(), 0);
     for (size_t item = 1; item < begun_by_.size(); ++item) {
@@ -463,7 +462,7 @@ void Exchange::begin_slices() {
       for (size_t k = slice.first; k < slice.end; ++k)
         last_items_[static_cast<size_t>(slices_.segments()[k].param)] = item;
     }
-    context_.eager_->open();
+    model_.speculation->open();
   }
   moved_ = false;
   begun_ = true;
@@ -477,7 +476,8 @@ void Exchange::run_item(size_t item, Backend& adder) {
     agree_on_tensors();
   else
     run(slices_.list()[item - 1]);
-  if (context_.eager_ && begun_by_[item] > 0) context_.eager_->arrived(begun_by_[item]);
+  if (model_.speculation->active() && begun_by_[item] > 0)
+    model_.speculation->arrived(begun_by_[item]);
 }
 
 // Runs what has not run in the background.
@@ -485,14 +485,14 @@ void Exchange::finish_slices() {
   if (!begun_) begin_slices();
   begun_ = false;
   size_t item = background_ ? background_->stop() : 0;
-  for (; item < 1 + slices_.list().size(); ++item) run_item(item, *context_.backend_);
-  adder_ = context_.backend_.get();
+  for (; item < 1 + slices_.list().size(); ++item) run_item(item, *model_.backend);
+  adder_ = model_.backend.get();
 }
 
 // ---- Gradients of some rows -----------------------------------------------------------------------
 
 bool Exchange::has_rows(size_t i) const {
-  const Tensor& t = context_.params_.tensor(i);
+  const Tensor& t = model_.params.tensor(i);
   return t.options.rows != GA_ROWS_NONE && !t.removed;
 }
 
@@ -505,21 +505,21 @@ void Exchange::gather_rows() {
     if (!has_rows(i)) continue;
     const uint64_t* const of_ranks = counts;
     counts += ranks;
-    if (!touched_[i] || context_.params_[i].frozen) continue;
+    if (!touched_[i] || model_.params[i].frozen) continue;
     const auto id = static_cast<ga_param>(i);
     if (std::find(of_ranks, of_ranks + ranks, kDense) != of_ranks + ranks)
-      context_.make_dense(id);
+      stages_.accumulator.make_dense(id);
     else
       gather_rows_of(id, of_ranks);
   }
 }
 
 void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
-  Backend& backend = *context_.backend_;
-  Param& p = context_.params_[id];
-  const Tensor& t = context_.params_.tensor(id);
+  Backend& backend = *model_.backend;
+  Param& p = model_.params[id];
+  const Tensor& t = model_.params.tensor(id);
   p.hold(Held::kRows);
-  (*context_.tables_.param_states.at(static_cast<size_t>(id))).contributed = 1;  // by some rank
+  (*model_.tables.param_states.at(static_cast<size_t>(id))).contributed = 1;  // by some rank
   const auto ranks = static_cast<size_t>(comm_->ranks());
   const auto most = static_cast<size_t>(*std::max_element(counts, counts + ranks));
   if (p.count == 0 || most == 0) return;
@@ -538,7 +538,7 @@ void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
   }
   comm_->all_gather("rows of gradients", indices.data(), all.data(), static_cast<int64_t>(most),
                     GA_I64);
-  backend.clear_rows({&context_.params_.tensor(id).set, 1});
+  backend.clear_rows({&model_.params.tensor(id).set, 1});
   RowsTask task = {};
   task.target = {p.accumulator, p.accumulator_dtype};
   task.rows = t.rows;
@@ -547,7 +547,7 @@ void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
   task.index_dtype = GA_I64;
   for (size_t q = 0; q < ranks; ++q) task.count += static_cast<int64_t>(counts[q]);
   backend.prepare_rows(task, 0);
-  context_.rows_held_ += task.count;
+  stages_.accumulator.hold_rows(task.count);
 
   const size_t slice = std::max<size_t>(1, static_cast<size_t>(kRowBytes) / (ranks * row_bytes));
   std::vector<char> gathered(ranks * std::min(slice, most) * row_bytes);

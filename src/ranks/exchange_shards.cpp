@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "context/context.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "ranks/exchange.hpp"
@@ -21,13 +20,13 @@ constexpr int64_t kRowBytes = int64_t{8} << 20;        // of an exchange
 
 // The elements of a rank's piece of a large parameter: a multiple of `grain`.
 int64_t Exchange::piece_of(size_t i, int64_t grain) const {
-  const int64_t count = context_.params_[i].count, ranks = comm_->ranks();
+  const int64_t count = model_.params[i].count, ranks = comm_->ranks();
   const int64_t grains = (count + grain - 1) / grain;
   return (grains + ranks - 1) / ranks * grain;
 }
 
 void Exchange::divide() {
-  if (parts_.divisions.size() == context_.params_.size()) return;
+  if (parts_.divisions.size() == model_.params.size()) return;
   Parts next = divided(parts_);
   auto& partials = parts_.layer_partials;  // to which tasks point
   std::swap_ranges(partials.begin(), partials.end(), next.layer_partials.begin());
@@ -40,7 +39,7 @@ void Exchange::divide() {
 // rank, since all have added the same parameters: how one that is new is divided follows from those before it,
 // also if they are removed by now, for one rank may divide one by one what another divides at a time.
 Exchange::Parts Exchange::divided(Parts parts) const {
-  const ParamList& params = context_.params_;
+  const ParamList& params = model_.params;
   const size_t known = parts.divisions.size();
   const auto ranks = static_cast<size_t>(comm_->ranks());
   std::vector<int64_t> small(ranks), kept(ranks);  // elements of each rank
@@ -99,8 +98,8 @@ Exchange::Parts Exchange::divided(Parts parts) const {
 void Exchange::take_parts(Parts parts) noexcept {
   tensors_known_ = false;
   parts_ = std::move(parts);
-  for (size_t i = 0; i < context_.params_.size(); ++i) {
-    Param& p = context_.params_[i];
+  for (size_t i = 0; i < model_.params.size(); ++i) {
+    Param& p = model_.params[i];
     p.share = {0, p.count};
     if (!shards() || i >= parts_.divisions.size()) continue;
     const Division& d = parts_.divisions[i];
@@ -133,15 +132,17 @@ void Exchange::add_layer_norms() {
   std::vector<ParamState*> layers;
   std::vector<double> own;
   for (size_t i = 0; i < parts_.divisions.size(); ++i) {
-    if (parts_.divisions[i].piece == 0 || !context_.params_.is_layered_over_ranks(i)) continue;
-    if ((context_.tables_.plans.at(i)->duty & kUpdate) == 0) continue;
-    layers.push_back(context_.tables_.param_states.at(i));
+    if (parts_.divisions[i].piece == 0 || !model_.params.is_layered_over_ranks(i)) continue;
+    if ((model_.tables.plans.at(i)->duty & kUpdate) == 0) continue;
+    layers.push_back(model_.tables.param_states.at(i));
     for (const double squares : layers.back()->norm_squares) own.push_back(squares);
   }
   if (own.empty()) return;
   std::vector<double> all(ranks * own.size());
-  comm_->all_gather("norms over layers", own.data(), all.data(), static_cast<int64_t>(own.size()),
-                    GA_F64);
+  model_.health.or_end([&] {
+    comm_->all_gather("norms over layers", own.data(), all.data(), static_cast<int64_t>(own.size()),
+                      GA_F64);
+  });
   for (size_t k = 0; k < own.size(); ++k) {
     double sum = 0;
     for (size_t q = 0; q < ranks; ++q) sum += all[q * own.size() + k];
@@ -154,41 +155,50 @@ void Exchange::share_unit_totals() {
     double squares, smallest;
   };
   std::vector<size_t> clipped;
-  for (size_t i = 0; i < context_.prepared_; ++i)
-    if (context_.params_.is_clipped_in_parts(i) && context_.tables_.param_states.at(i)->touched)
+  for (size_t i = 0; i < model_.tables.params(); ++i)
+    if (model_.params.is_clipped_in_parts(i) && model_.tables.param_states.at(i)->touched)
       clipped.push_back(i);
   std::vector<Totals> own(clipped.size()), all(static_cast<size_t>(comm_->ranks()) * own.size());
   for (size_t k = 0; k < own.size(); ++k) {
-    const ParamState& s = *context_.tables_.param_states.at(clipped[k]);
-    const bool clips = context_.params_.by_units(clipped[k]);  // some unit of it
+    const ParamState& s = *model_.tables.param_states.at(clipped[k]);
+    const bool clips = model_.params.by_units(clipped[k]);  // some unit of it
     own[k] = clips ? Totals{s.sum_squares, s.smallest} : Totals{0, 1};
   }
   if (own.empty()) return;
-  comm_->all_gather("norms of what is clipped by units", own.data(), all.data(),
-                    static_cast<int64_t>(2 * own.size()), GA_F64);
+  model_.health.or_end([&] {
+    comm_->all_gather("norms of what is clipped by units", own.data(), all.data(),
+                      static_cast<int64_t>(2 * own.size()), GA_F64);
+  });
   for (size_t k = 0; k < own.size(); ++k) {
     Totals total = {0, 1};
     for (size_t at = k; at < all.size(); at += own.size()) {
       total.squares += all[at].squares;
       total.smallest = std::min(total.smallest, all[at].smallest);
     }
-    ParamState& s = *context_.tables_.param_states.at(clipped[k]);
+    ParamState& s = *model_.tables.param_states.at(clipped[k]);
     s.sum_squares = total.squares;
     s.smallest = total.smallest;
   }
 }
 
 std::optional<Exchange::Parts> Exchange::check_division() {
-  const bool arrays = context_.prepared_ > 0;
+  const bool arrays = model_.tables.params() > 0;
   if (arrays && shards()) {
     check_keepers();
     return {};
   }
-  if (arrays && (context_.windows_ > 0 || !context_.window_.empty())) return {};
+  if (arrays && (model_.progress.windows() > 0 || !model_.window.empty())) return {};
   Parts next = arrays ? divided({}) : Parts();
   std::optional<Parts> before = std::move(parts_);
   take_parts(std::move(next));
   return before;
+}
+
+std::function<void()> Exchange::divide_anew() {
+  std::optional<Parts> before = check_division();
+  if (!before) return [] {};
+  const auto parts = std::make_shared<Parts>(std::move(*before));
+  return [this, parts] { take_parts(std::move(*parts)); };
 }
 
 void Exchange::check_keepers() const {
@@ -198,7 +208,7 @@ void Exchange::check_keepers() const {
            : keeper == Keeper::kOwner ? "whole on one rank"
                                       : "in parts on the ranks";
   };
-  const ParamList& params = context_.params_;
+  const ParamList& params = model_.params;
   for (size_t i = 0; i < parts_.divisions.size(); ++i) {
     if (params.tensor(i).removed) continue;
     const Keeper next = params.keeper(i);
@@ -216,17 +226,21 @@ void Exchange::check_keepers() const {
 
 // ---- Updated parameters ----------------------------------------------------------------------------
 
-// In the dtype of each parameter.
 void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed) {
+  if (shards()) model_.health.or_end([&] { gather_changed(changed); });
+}
+
+// In the dtype of each parameter.
+void Exchange::gather_changed(const std::function<Changed(ga_param)>& changed) {
   slices_.clear();
   const auto is_sliced = [&](ga_param id) {
     return parts_.divisions[static_cast<size_t>(id)].piece == 0 ||
-           context_.params_.keeper(id) == Keeper::kPieces;
+           model_.params.keeper(id) == Keeper::kPieces;
   };
   for (const int32_t dtype : kFloats)
     slices_.add(parts_.divisions, parts_.counts, dtype, true, GA_COMM_SUM, [&](ga_param id) {
-      const Param& p = context_.params_[id];
-      if (p.dtype != dtype || p.count == 0 || context_.params_.keeper(id) == Keeper::kAll ||
+      const Param& p = model_.params[id];
+      if (p.dtype != dtype || p.count == 0 || model_.params.keeper(id) == Keeper::kAll ||
           !is_sliced(id) || changed(id) != Changed::kElements)
         return Travel::kNot;
       return Travel::kInPlace;
@@ -235,8 +249,8 @@ void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed
   for (const Slice& s : slices_.list()) gather(s);
   for (size_t i = 0; i < parts_.divisions.size(); ++i) {
     const auto id = static_cast<ga_param>(i);
-    const Param& p = context_.params_[id];
-    if (p.count == 0 || context_.params_.keeper(id) == Keeper::kAll) continue;
+    const Param& p = model_.params[id];
+    if (p.count == 0 || model_.params.keeper(id) == Keeper::kAll) continue;
     const Changed what = changed(id);
     if (what == Changed::kRows)
       hand_out_rows(id);
@@ -250,7 +264,7 @@ void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed
 void Exchange::gather(const Slice& slice) {
   const Segment& only = slices_.segments()[slice.first];
   const auto data = [&](const Segment& s, int64_t element) {
-    const Param& p = context_.params_[s.param];
+    const Param& p = model_.params[s.param];
     return offset({p.data, p.dtype}, element);
   };
   Array send = {send_.data(), slice.dtype};
@@ -280,10 +294,10 @@ void Exchange::gather(const Slice& slice) {
 
 // The rows that each rank has updated of its part: every rank knows which.
 void Exchange::hand_out_rows(ga_param id) {
-  const Param& p = context_.params_[id];
-  const Tensor& t = context_.params_.tensor(id);
+  const Param& p = model_.params[id];
+  const Tensor& t = model_.params.tensor(id);
   const Division& d = parts_.divisions[static_cast<size_t>(id)];
-  const bool pieces = d.piece > 0 && context_.params_.keeper(id) == Keeper::kPieces;
+  const bool pieces = d.piece > 0 && model_.params.keeper(id) == Keeper::kPieces;
   const int64_t columns = p.count / t.rows;
   const auto row_bytes = static_cast<size_t>(columns * dtype_info(p.dtype).size);
   std::vector<std::vector<char*>> rows(static_cast<size_t>(comm_->ranks()));
@@ -316,7 +330,10 @@ void Exchange::hand_out_rows(ga_param id) {
 }
 
 void Exchange::hand_round(float* data, int64_t count, ga_param id) {
-  comm_->broadcast_array("an update of Newton-Schulz iterations", data, count, GA_F32, maker(id));
+  if (shards()) return;
+  model_.health.or_end([&] {
+    comm_->broadcast_array("an update of Newton-Schulz iterations", data, count, GA_F32, maker(id));
+  });
 }
 
 // Hands every rank the whole of an array of state, piece by piece in the order of its elements: take(piece,
@@ -329,14 +346,14 @@ void Exchange::each_piece(ga_param id, const Array& own, int64_t count, const Ta
     for (int64_t at = 0; at < elements; at += kPiece / size) {
       const int64_t n = std::min(kPiece / size, elements - at);
       const auto bytes = static_cast<size_t>(n * size);
-      if (q == rank()) context_.backend_->read(piece.data(), offset(own, at).data, bytes);
+      if (q == rank()) model_.backend->read(piece.data(), offset(own, at).data, bytes);
       comm_->broadcast("state", piece.data(), n, own.format, q);
       take(piece.data(), bytes);
     }
   };
   const Division& d = parts_.divisions[static_cast<size_t>(id)];
-  if (context_.params_.keeper(id) == Keeper::kOwner) return from(d.owner, count);
-  const Param& p = context_.params_[id];
+  if (model_.params.keeper(id) == Keeper::kOwner) return from(d.owner, count);
+  const Param& p = model_.params[id];
   for (int32_t q = 0; q < comm_->ranks(); ++q)
     from(q, ParamArrays::part_of(p, count, d.range(q, p.count)).count);
 }

@@ -3,26 +3,26 @@
 
 #include <algorithm>
 
-#include "context/context.hpp"
 #include "core/error.hpp"
+#include "core/fp_mode.hpp"
 #include "core/tensor.hpp"
-#include "ranks/exchange.hpp"
 
 namespace ga {
 namespace {
 
-thread_local const Context* telling = nullptr;
+thread_local const Model* telling = nullptr;
 
 // Else ga_step may skip the window for its weight.
 bool is_usual(double weight) { return weight >= 0x1p-126 && weight <= 0x1p127; }
 
 }  // namespace
 
-Eager::Eager(Context& context)
-    : context_(context),
-      second_set_(context.config_, *context.backend_, context.params_, context.arrays_,
-                  context.ranges_) {
-  ga_config config = context.config_;
+Eager::Eager(const Stages& stages)
+    : stages_(stages),
+      model_(stages.model),
+      second_set_(model_.config, *model_.backend, model_.params, model_.arrays, model_.ranges) {
+  stages.preparation.add(*this);
+  ga_config config = model_.config;
   if (config.eager_threads == 0) return;
   config.num_threads = config.eager_threads;
   config.parallel_for = nullptr;
@@ -33,7 +33,9 @@ Eager::Eager(Context& context)
   });
 }
 
-void Eager::reserve(size_t params, int64_t chunks) {
+void Eager::reserve(size_t params) {
+  int64_t chunks = 0;
+  for (const Param& p : model_.params) chunks += chunk_count(p.count);
   join();
   for (auto* list : {&waiting_, &ready_, &early_}) list->reserve(params);
   begun_.reserve(params);
@@ -50,7 +52,7 @@ int64_t Eager::bytes(int64_t& written) const {
 }
 
 int64_t Eager::list_bytes(size_t params) const {
-  const Backend& backend = backend_ ? *backend_ : *context_.backend_;
+  const Backend& backend = backend_ ? *backend_ : *model_.backend;
   return static_cast<int64_t>(params *
                               (3 * sizeof(ga_param) + sizeof(ReadyParam) + sizeof(FinishTask))) +
          backend.ahead_bytes(params);
@@ -58,7 +60,7 @@ int64_t Eager::list_bytes(size_t params) const {
 
 // Whether a parameter's update reads nothing but the parameter's own gradient, and runs on any thread.
 bool Eager::may_go_ahead(size_t i) const {
-  const ParamList& params = context_.params_;
+  const ParamList& params = model_.params;
   const Param& p = params[i];
   const int op = params.op_of(p);
   if (op < 0 || p.share.count == 0 || p.frozen) return false;
@@ -68,47 +70,47 @@ bool Eager::may_go_ahead(size_t i) const {
   if (info.emits && is_settled(i) && !p.fits_accumulator()) return false;
   // max_grad_norm limits the norm after clipping by units, which is known only after ga_step has decided.
   if (params.is_bounded(p) && params.clips_units()) return false;
-  if (!context_.exchange_) return true;
+  if (model_.ranks->alone()) return true;
   // Norms of pieces on several ranks are added up in ga_step, which also knows those of summed gradients.
-  return context_.exchange_->is_early(i) && !info.reads_gradient_norm &&
+  return model_.ranks->is_early(i) && !info.reads_gradient_norm &&
          !params.is_layered_over_ranks(i) && !params.is_clipped_in_parts(i);
 }
 
 // Whether a parameter's update takes passes over its units, rows and columns, or the parameter first.
 bool Eager::is_in_passes(size_t i) const {
-  const ParamList& params = context_.params_;
+  const ParamList& params = model_.params;
   const OpInfo& op = op_info(params.op_of(params[i]));
   return op.norms > 0 || op.factored || op.row_state || params.by_units(i);
 }
 
 // Whether all that ga_step will decide about the parameter is known before.
 bool Eager::is_settled(size_t i) const {
-  const ParamList& params = context_.params_;
+  const ParamList& params = model_.params;
   const Param& p = params[i];
   const ga_clip& clip = params.clip_of(p);
-  return !context_.exchange_ && context_.config_.nonfinite == GA_NONFINITE_IGNORE &&
+  return model_.ranks->alone() && model_.config.nonfinite == GA_NONFINITE_IGNORE &&
          !(clip.scope == GA_CLIP_GLOBAL && clip.when == GA_CLIP_WHEN_STEP) && !params.is_bounded(p);
 }
 
 // Not for parameters in double, which wait for ga_step: kernels for them would be as large again.
 bool Eager::needs_second_set(size_t i) const {
-  return may_go_ahead(i) && !is_settled(i) && !context_.params_[i].f64;
+  return may_go_ahead(i) && !is_settled(i) && !model_.params[i].f64;
 }
 
 void Eager::release(Callers::Lock& lock) {
-  Context& c = context_;
-  if (!is_usual(c.window_.weight())) return;
+  if (!model_.ranks->alone() || !is_usual(model_.window.weight())) return;
   make_second_set();
   const size_t first = begun_.size();
   for (const ga_param id : waiting_) {
     ready_.push_back(id);
-    const Held held = c.params_[id].held();
+    const Held held = model_.params[id].held();
     if (held == Held::kStored || held == Held::kAdopted) begin(id, nullptr);
   }
   waiting_.clear();
   const Span<const ReadyParam> begun = {begun_.data() + first, begun_.size() - first};
   if (begun.size == 0) return;
-  if (first == 0) totals_ = c.window_totals();  // which the threads read that work already
+  if (first == 0)
+    totals_ = stages_.accumulator.totals();  // which the threads read that work already
   if (thread_) return thread_->release(begun_.size());
   done_ = begun_.size();
   try {
@@ -117,9 +119,9 @@ void Eager::release(Callers::Lock& lock) {
   } catch (const Error& e) {
     bool in_place = false;
     for (size_t k = 0; k < begun.size; ++k)
-      in_place = in_place || c.params_[begun.data[k].param].ahead == Ahead::kInPlace;
+      in_place = in_place || model_.params[begun.data[k].param].ahead == Ahead::kInPlace;
     if (in_place) {  // half updated
-      c.broken_ = e;
+      model_.health.end(e);
       throw;
     }
     for (size_t k = 0; k < begun.size; ++k) forget(begun.data[k]);  // ga_step does it anew
@@ -129,13 +131,12 @@ void Eager::release(Callers::Lock& lock) {
 // Has the update of a parameter begin, if it may. sum: over the ranks; NULL: it reads the gradient that the
 // parameter holds.
 void Eager::begin(ga_param id, const Array* sum) {
-  Context& c = context_;
   const auto i = static_cast<size_t>(id);
-  Param& p = c.params_[i];
-  const bool early = c.params_.tensor(i).options.write_early != 0;
+  Param& p = model_.params[i];
+  const bool early = model_.params.tensor(i).options.write_early != 0;
   if (!may_go_ahead(i) || (early && p.unrounded)) return;
   // Ranks compare the parameter and its master weights first.
-  if ((early || c.params_.follows(i)) && sum && c.exchange_->is_check_due()) return;
+  if ((early || model_.params.follows(i)) && sum && model_.ranks->is_check_due()) return;
   const Targets* targets = nullptr;
   if (!is_settled(i)) {
     if (!needs_second_set(i)) return;
@@ -147,18 +148,18 @@ void Eager::begin(ga_param id, const Array* sum) {
     if (early) early_.push_back(id);
   }
   if (sum)
-    c.tell_sum(i, *sum);
+    stages_.writer.write_sum(i, *sum);
   else
-    c.tell_param(i);
-  c.tables_.plans.at(i)->targets = targets;
+    stages_.writer.write_param(i);
+  model_.tables.plans.at(i)->targets = targets;
   p.ahead = targets ? Ahead::kApart : Ahead::kInPlace;
   in_place_ = in_place_ || !targets;
-  begun_.push_back({id, !sum && c.needs_norm(i), is_in_passes(i)});
+  begun_.push_back({id, !sum && stages_.writer.needs_norm(i), is_in_passes(i)});
 }
 
 void Eager::open() {
   forget_begun(0);
-  totals_ = context_.window_totals();
+  totals_ = stages_.accumulator.totals();
   const std::lock_guard<std::mutex> lock(mutex_);
   open_ = true;
   arrived_ = 0;
@@ -170,7 +171,7 @@ void Eager::close() {
 }
 
 void Eager::await(ga_param id, const Array& sum) {
-  if (open_ && context_.params_[id].held() == Held::kStored) begin(id, &sum);
+  if (open_ && model_.params[id].held() == Held::kStored) begin(id, &sum);
 }
 
 void Eager::arrived(size_t end) {
@@ -197,10 +198,10 @@ void Eager::run_arrived() {
 }
 
 void Eager::run(Span<const ReadyParam> params) {
-  Backend& backend = backend_ ? *backend_ : *context_.backend_;
+  Backend& backend = backend_ ? *backend_ : *model_.backend;
   backend.update_ahead(totals_, params);
   for (size_t k = 0; k < params.size; ++k)
-    if (context_.params_[params.data[k].param].ahead == Ahead::kInPlace) tell(params.data[k].param);
+    if (model_.params[params.data[k].param].ahead == Ahead::kInPlace) tell(params.data[k].param);
 }
 
 void Eager::check_not_in_place(const char* what) const {
@@ -212,7 +213,7 @@ void Eager::check_not_in_place(const char* what) const {
 }
 
 bool Eager::has_failed(const ReadyParam& begun) const {
-  return context_.params_[begun.param].ahead == Ahead::kNot;
+  return model_.params[begun.param].ahead == Ahead::kNot;
 }
 
 bool Eager::has_begun() const {
@@ -230,7 +231,7 @@ void Eager::join() {
     forget_begun(thread_->stop());
   } catch (const Error& e) {
     if (in_place_) {
-      context_.broken_ = e;
+      model_.health.end(e);
       throw;
     }
     forget_begun(0);
@@ -246,8 +247,8 @@ void Eager::recall() {
 }
 
 void Eager::forget(const ReadyParam& begun) {
-  context_.params_[begun.param].ahead = Ahead::kNot;
-  context_.tables_.plans.at(static_cast<size_t>(begun.param))->targets = nullptr;
+  model_.params[begun.param].ahead = Ahead::kNot;
+  model_.tables.plans.at(static_cast<size_t>(begun.param))->targets = nullptr;
 }
 
 // From the one with this number on.
@@ -258,8 +259,7 @@ void Eager::forget_begun(size_t first) {
 }
 
 void Eager::settle(bool applied) {
-  Context& c = context_;
-  Backend& backend = backend_ ? *backend_ : *c.backend_;
+  Backend& backend = backend_ ? *backend_ : *model_.backend;
   moves_.clear();
   count_ += static_cast<int64_t>(begun_.size());
   if (!applied) {
@@ -268,31 +268,31 @@ void Eager::settle(bool applied) {
   } else {
     // What was written early in vain would look as if the program had written it.
     for (const ga_param id : early_)
-      if (c.params_[id].ahead == Ahead::kNot && c.params_.follows(id))
-        add_move(c.params_[id], {c.params_[id].master, GA_F32});
+      if (model_.params[id].ahead == Ahead::kNot && model_.params.follows(id))
+        add_move(model_.params[id], {model_.params[id].master, GA_F32});
   }
   for (const ReadyParam& b : begun_) {
     const auto i = static_cast<size_t>(b.param);
-    Param& p = c.params_[i];
-    c.tables_.plans.at(i)->targets = nullptr;
+    Param& p = model_.params[i];
+    model_.tables.plans.at(i)->targets = nullptr;
     const bool came_true = backend.came_true(b.param);
     if (p.ahead == Ahead::kInPlace) {
       if (!came_true)
         fail(GA_ERROR_FAULT,
              "parameter \"%s\" was updated in place by ga_params_ready, but ga_step has decided "
              "otherwise",
-             c.params_.name(b.param));
+             model_.params.name(b.param));
     } else if (came_true) {
       const Array next = second_set_.exchange(i);
-      c.set_arrays(i);
+      stages_.writer.set_arrays(i);
       if (next.data) add_move(p, next);
     } else {
       ++redone_;
-      if (is_written_early(b.param) && c.params_.follows(i)) add_move(p, {p.master, GA_F32});
+      if (is_written_early(b.param) && model_.params.follows(i)) add_move(p, {p.master, GA_F32});
     }
   }
-  c.backend_->finish(moves_.span());
-  ga_step_result& result = c.tables_.control.at()->result;
+  model_.backend->finish(moves_.span());
+  ga_step_result& result = model_.tables.control.at()->result;
   result.eager = count_;
   result.eager_waited = waited_;
   result.eager_redone = redone_;
@@ -303,14 +303,14 @@ void Eager::discard() {
   forget_begun(0);
   moves_.clear();
   restore_early();
-  context_.backend_->finish(moves_.span());
+  model_.backend->finish(moves_.span());
   early_.clear();
 }
 
 // What was written early becomes what the master weights round to, as it was before.
 void Eager::restore_early() {
   for (const ga_param id : early_) {
-    const Param& p = context_.params_[id];
+    const Param& p = model_.params[id];
     add_move(p, {p.master, GA_F32});
   }
 }
@@ -325,9 +325,9 @@ void Eager::add_move(const Param& p, const Array& from) {
 }
 
 void Eager::tell(ga_param id) noexcept {
-  const ga_config& config = context_.config_;
+  const ga_config& config = model_.config;
   if (!config.on_param_done) return;
-  telling = &context_;
+  telling = &model_;
   try {
     const ProgramFpMode programs;
     config.on_param_done(config.on_param_done_user, id);
@@ -337,13 +337,13 @@ void Eager::tell(ga_param id) noexcept {
   telling = nullptr;
 }
 
-bool Eager::is_telling(const Context& context) { return telling == &context; }
+bool Eager::is_telling(const Model& model) { return telling == &model; }
 
 void Eager::tell_done() {
-  if (!context_.config_.on_param_done) return;
+  if (!model_.config.on_param_done) return;
   for (const auto* list : {&ready_, &waiting_})
     for (const ga_param id : *list)
-      if (context_.params_[id].ahead != Ahead::kInPlace) tell(id);
+      if (model_.params[id].ahead != Ahead::kInPlace) tell(id);
 }
 
 void Eager::check_callbacks() {

@@ -18,61 +18,49 @@
 #include "core/background.hpp"
 #include "core/callers.hpp"
 #include "model/second_set.hpp"
+#include "ranks/stages.hpp"
 
 namespace ga {
 
-class Context;
-
-class Eager {
+class Eager final : public Speculation, HasLists {
  public:
-  explicit Eager(Context& context);
+  explicit Eager(const Stages& stages);
 
-  // Makes room for so many parameters with so many chunks, so that no later call allocates.
-  void reserve(size_t params, int64_t chunks);
-  void set_tables(const ScalarTables& tables, const TaskTables& tasks) {
+  // See model/speculation.hpp.
+  bool active() const override { return true; }
+  void set_tables(const ScalarTables& tables, const TaskTables& tasks) override {
     if (backend_) backend_->set_tables(tables, tasks);
   }
-  // Parameters, their arrays, or options that decide about the second set may have changed.
-  void look_again() { second_set_.look_again(); }
-  void make_second_set();
-  void forget(size_t param) { second_set_.forget(param); }  // which is removed
-  int64_t bytes(int64_t& written) const;                    // of the second set
-  int64_t list_bytes(size_t params) const;
-
-  // In a window:
-  void note(ga_param param) { waiting_.push_back(param); }  // it has become ready
-  // What was noted may be updated. Lets go of the lock while it is.
-  void release(Callers::Lock& lock);
-  // Where gradients are exchanged in the background, in place of release():
-  void open();                                    // the exchange begins
-  void await(ga_param param, const Array& sum);   // in the order in which the sums will be there
-  size_t begun() const { return begun_.size(); }  // how many of these will be updated
-  // From the thread that exchanges: the weight of the window over all ranks, once; then, that the sums of so
-  // many begun are there.
-  void agreed(double weight) { totals_.weight = weight; }
-  void arrived(size_t end);
-  void run_arrived();  // updates these, where no thread of the library does
-  bool has_begun() const;
-  // For calls that would read or change what is updated in place, or what that was computed with.
-  void check_not_in_place(const char* what) const;
-  // Waits for the parameter that the library's threads update. Those behind it are left to ga_step, for
-  // which all threads of the context work; after an exchange has begun, all others too.
-  void join();
-  void recall();  // options change: has ga_step compute anew what was computed with those of before
-
-  // After the decision: if the step is applied, takes over what was computed as decided.
-  void settle(bool applied);
-  void discard();
-  // Calls on_param_done for what it was not called for yet.
-  void tell_done();
-  void end_window();
-  void check_callbacks();  // throws if one has thrown an exception
-  // Whether the parameter may hold what an update ahead has made of it.
-  bool is_written_early(ga_param id) const {
+  void look_again() override { second_set_.look_again(); }
+  void make_second_set() override;
+  void forget(size_t param) override { second_set_.forget(param); }
+  int64_t bytes(int64_t& written) const override;
+  int64_t list_bytes(size_t params) const override;
+  void note(ga_param param) override { waiting_.push_back(param); }
+  void release(Callers::Lock& lock) override;
+  void open() override;
+  void await(ga_param param, const Array& sum) override;
+  size_t begun() const override { return begun_.size(); }
+  void agreed(double weight) override { totals_.weight = weight; }
+  void arrived(size_t end) override;
+  void run_arrived() override;
+  bool has_begun() const override;
+  void check_not_in_place(const char* what) const override;
+  void join() override;
+  void recall() override;
+  bool is_written_early(ga_param id) const override {
     return std::find(early_.begin(), early_.end(), id) != early_.end();
   }
-  // Whether this thread runs on_param_done of that context.
-  static bool is_telling(const Context& context);
+  void settle(bool applied) override;
+  void discard() override;
+  void tell_done() override;
+  void end_window() override;
+  void check_callbacks() override;
+
+  // Whether this thread runs on_param_done of the context with that model.
+  static bool is_telling(const Model& model);
+
+  void reserve(size_t params) override;
 
  private:
   bool may_go_ahead(size_t param) const;
@@ -89,7 +77,8 @@ class Eager {
   void add_move(const Param& p, const Array& from);
   void tell(ga_param param) noexcept;
 
-  Context& context_;
+  const Stages stages_;
+  Model& model_;
   SecondSet second_set_;
   std::unique_ptr<Backend> backend_;  // of ga_config.eager_threads; NULL: the context's
 

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients that are matrix products, and accumulators that the program writes itself.
 
-#include "context/context.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 
-void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t lda,
-                                bool transpose_a, const void* b, int64_t ldb, bool transpose_b,
-                                int32_t dtype) {
+void Accumulator::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t lda,
+                                    bool transpose_a, const void* b, int64_t ldb, bool transpose_b,
+                                    int32_t dtype) {
   Param& p = part(id, "ga_accumulate_matmul");
-  const Subject of = params_.subject(id);
+  const Subject of = model_.params.subject(id);
   const DtypeInfo info = dtype_info(dtype);
   if (info.size == 0)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "dtype was %d, expected a ga_dtype", dtype);
@@ -22,7 +22,7 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
             "products are added to f32 accumulators, but its accumulator is %s",
             dtype_info(p.accumulator_dtype).name);
   refuse(id, "ga_accumulate_matmul", true);
-  const int64_t m = params_.tensor(id).rows;
+  const int64_t m = model_.params.tensor(id).rows;
   const int64_t n = m > 0 ? p.count / m : 0;
   if (k < 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "k was %lld, expected >= 0", ll(k));
   const auto check_matrix = [&](const char* which, const void* data, int64_t rows, int64_t columns,
@@ -36,15 +36,15 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
     if (__builtin_mul_overflow(rows - 1, ld, &elements) ||
         __builtin_add_overflow(elements, columns, &elements) || elements > INT64_MAX / info.size)
       of.fail(GA_ERROR_INVALID_ARGUMENT, "%s has more elements than memory can hold", which);
-    check_values(id, which, data, elements, info.size);
+    model_.ranges.check(model_.params.subject(id), which, data, elements, info.size);
     check_alive(id, which, data, elements * info.size);
   };
   check_matrix("a", a, transpose_a ? k : m, transpose_a ? m : k, lda);
   check_matrix("b", b, transpose_b ? n : k, transpose_b ? k : n, ldb);
-  const Micro& micro = window_.open_micro();
+  const Micro& micro = model_.window.open_micro();
   if (micro.weight == 0 || p.frozen) return;
-  backend_->prepare_matmul(dtype == GA_F32 ? 0 : k * (m + n));
-  prepare();
+  model_.backend->prepare_matmul(dtype == GA_F32 ? 0 : k * (m + n));
+  preparation_.prepare();
   added_ = true;
   store_adopted(id);
   make_dense(id);
@@ -60,28 +60,29 @@ void Context::accumulate_matmul(ga_param id, int64_t k, const void* a, int64_t l
   task.divisor = scale.divisor;
   task.keep = p.held() == Held::kStored;
   bool has_partials = true;
-  if (p.count > 0) window_.or_invalidate([&] { has_partials = backend_->matmul(task); });
+  if (p.count > 0)
+    model_.window.or_invalidate([&] { has_partials = model_.backend->matmul(task); });
   p.hold(Held::kStored);
   p.stale = !has_partials;
 }
 
-ga_accumulator Context::acquire_accumulator(ga_param id) {
+ga_accumulator Accumulator::acquire(ga_param id) {
   Param& p = part(id, "ga_accumulator_acquire");
   refuse(id, "ga_accumulator_acquire", true);
-  const Micro& micro = window_.open_micro();
+  const Micro& micro = model_.window.open_micro();
   ga_accumulator out = {};
   out.struct_size = sizeof out;
   out.dtype = p.accumulator_dtype;
-  out.rows = params_.tensor(id).rows;
+  out.rows = model_.params.tensor(id).rows;
   out.columns = out.rows > 0 ? p.count / out.rows : 0;
   out.leading_dimension = out.columns;
   if (micro.weight > 0 && !p.frozen) {
-    prepare();
+    preparation_.prepare();
     added_ = true;
     store_adopted(id);
     make_dense(id);
     out.data = p.accumulator;
-    const double scale = micro.loss_scale == 0 ? loss_scale() : micro.loss_scale;
+    const double scale = micro.loss_scale == 0 ? model_.loss_scale() : micro.loss_scale;
     out.alpha = contribution(nullptr, GA_F32, {micro.weight, scale}).scale;
     out.beta = p.held() == Held::kStored ? 1 : 0;
   }
@@ -89,14 +90,14 @@ ga_accumulator Context::acquire_accumulator(ga_param id) {
   return out;
 }
 
-void Context::release_accumulator(ga_param id) {
-  window_.check_part("ga_accumulator_release");
-  Param& p = params_.get(id);
+void Accumulator::release(ga_param id) {
+  model_.window.check_part("ga_accumulator_release");
+  Param& p = model_.params.get(id);
   if (!p.acquired)
-    params_.subject(id).fail(GA_ERROR_INVALID_STATE,
-                             "its accumulator was released, but not acquired");
+    model_.params.subject(id).fail(GA_ERROR_INVALID_STATE,
+                                   "its accumulator was released, but not acquired");
   p.acquired = false;
-  if (window_.open_micro().weight == 0 || p.frozen) return;
+  if (model_.window.open_micro().weight == 0 || p.frozen) return;
   p.hold(Held::kStored);
   p.stale = true;
 }

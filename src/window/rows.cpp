@@ -2,32 +2,31 @@
 // Gradients that have rows of a parameter alone, such as those of an embedding.
 #include <algorithm>
 
-#include "context/context.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 
-// Zeros the rows that have no gradient yet, before something adds to all rows.
-void Context::make_dense(ga_param id) {
-  Param& p = params_[id];
+void Accumulator::make_dense(ga_param id) {
+  Param& p = model_.params[id];
   if (p.held() != Held::kRows) return;
   FinishTask task = {};
-  task.gradient = identity(source_of(id));
+  task.gradient = identity(writer_.source_of(id));
   task.f64 = p.f64;
-  task.target = target_of(id);
+  task.target = writer_.target_of(id);
   task.count = p.count;
-  window_.or_invalidate([&] { backend_->finish({&task, 1}); });
-  backend_->clear_rows({&params_.tensor(id).set, 1});
+  model_.window.or_invalidate([&] { model_.backend->finish({&task, 1}); });
+  model_.backend->clear_rows({&model_.params.tensor(id).set, 1});
   p.hold(Held::kStored);
   p.stale = true;
 }
 
-void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dtype, int64_t count,
-                              const void* values) {
+void Accumulator::accumulate_rows(ga_param id, const void* indices, int32_t index_dtype,
+                                  int64_t count, const void* values) {
   Param& p = part(id, "ga_accumulate_rows");
-  const Tensor& t = params_.tensor(id);
-  const Subject of = params_.subject(id);
+  const Tensor& t = model_.params.tensor(id);
+  const Subject of = model_.params.subject(id);
   refuse(id, "ga_accumulate_rows", false);
   if (t.options.rows == GA_ROWS_NONE)
     of.fail(GA_ERROR_INVALID_ARGUMENT,
@@ -45,55 +44,56 @@ void Context::accumulate_rows(ga_param id, const void* indices, int32_t index_dt
   elements = count * columns;
   if (count > 0 && (!indices || (!values && elements > 0)))
     of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", indices ? "values" : "indices");
-  const Micro& micro = window_.open_micro();
+  const Micro& micro = model_.window.open_micro();
   if (micro.weight == 0 || p.frozen) return;
   const int32_t index_size = dtype_info(index_dtype).size;
-  check_values(id, "indices", indices, count, index_size);
-  check_values(id, "values", values, elements, size);
+  model_.ranges.check(model_.params.subject(id), "indices", indices, count, index_size);
+  model_.ranges.check(model_.params.subject(id), "values", values, elements, size);
   check_alive(id, "indices", indices, count * index_size);
   check_alive(id, "values", values, elements * size);
 
   const Contribution c = {id, values, p.gradient_dtype, indices, index_dtype, elements, count, 0};
   const Source rows = contribution(values, p.gradient_dtype, micro);
-  const int64_t wrong = backend_->check_rows(rows_task(c, rows));
+  const int64_t wrong = model_.backend->check_rows(rows_task(c, rows));
   if (wrong >= 0)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "indices[%lld] was %lld, but it has rows 0 to %lld",
             ll(wrong),
             index_dtype == GA_I32 ? static_cast<const int32_t*>(indices)[wrong]
                                   : ll(static_cast<const int64_t*>(indices)[wrong]),
             ll(t.rows - 1));
-  prepare();
-  backend_->prepare_rows(rows_task(c, rows), deferring() ? rows_held_ : 0);
+  preparation_.prepare();
+  model_.backend->prepare_rows(rows_task(c, rows), model_.options.deferring() ? rows_held_ : 0);
   rows_held_ += count;
-  if (deferring())
+  if (model_.options.deferring())
     defer(c);
   else
     add_rows(c, rows, nullptr);
 }
 
-RowsTask Context::rows_task(const Contribution& c, const Source& values) const {
-  const Param& p = params_[c.param];
-  const Tensor& t = params_.tensor(c.param);
+RowsTask Accumulator::rows_task(ga_param id, const void* indices, int32_t index_dtype, int64_t rows,
+                                const Source& values) const {
+  const Param& p = model_.params[id];
+  const Tensor& t = model_.params.tensor(id);
   RowsTask task = {};
   task.target = {p.accumulator, p.accumulator_dtype};
   task.rows = t.rows;
   task.columns = t.rows > 0 ? p.count / t.rows : 0;
   task.set = t.set;
   task.dense = p.held() == Held::kStored || p.held() == Held::kAdopted;
-  task.indices = c.indices;
-  task.index_dtype = c.index_dtype;
-  task.count = c.rows;
+  task.indices = indices;
+  task.index_dtype = index_dtype;
+  task.count = rows;
   task.values = values;
   return task;
 }
 
-void Context::add_rows(const Contribution& c, const Source& values, const MicroPlan* plan) {
-  Param& p = params_[c.param];
+void Accumulator::add_rows(const Contribution& c, const Source& values, const MicroPlan* plan) {
+  Param& p = model_.params[c.param];
   added_ = true;
   store_adopted(c.param);
   RowsTask task = rows_task(c, values);
   task.plan = plan;
-  if (p.count > 0) window_.or_invalidate([&] { backend_->accumulate_rows(task); });
+  if (p.count > 0) model_.window.or_invalidate([&] { model_.backend->accumulate_rows(task); });
   if (task.dense)
     p.stale = true;
   else

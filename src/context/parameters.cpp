@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adding, changing and removing parameters.
+#include "context/parameters.hpp"
+
 #include <algorithm>
 
-#include "context/context.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
-#include "files/names.hpp"
 #include "files/safetensors.hpp"
-#include "ranks/exchange.hpp"
 
 namespace ga {
 namespace {
@@ -48,8 +46,8 @@ int32_t check_dtype(const Subject& of, const char* what, int32_t dtype) {
 
 }  // namespace
 
-void Context::check_data(const char* tensor, const void* data, int64_t count, int32_t size,
-                         ga_param self) const {
+void Parameters::check_data(const char* tensor, const void* data, int64_t count, int32_t size,
+                            ga_param self) const {
   if (count == 0) return;
   const Subject of = {"parameter", tensor};
   if (!data)
@@ -58,14 +56,14 @@ void Context::check_data(const char* tensor, const void* data, int64_t count, in
   if (static_cast<uintptr_t>(bytes) > UINTPTR_MAX - reinterpret_cast<uintptr_t>(data))
     of.fail(GA_ERROR_INVALID_ARGUMENT,
             "its %lld elements at address %p reach past the end of memory", ll(count), data);
-  ranges_.check_readable(of, "its data", data, count, size);
-  ranges_.check_apart(of, "its data", data, bytes, self);
+  model_.ranges.check_readable(of, "its data", data, count, size);
+  model_.ranges.check_apart(of, "its data", data, bytes, self);
 }
 
 // Checks that dtypes and options of a parameter fit each other and the group's optimizer.
-void Context::check_options(const NewParam& e, int32_t dtype) const {
+void Parameters::check_options(const NewParam& e, int32_t dtype) const {
   const ga_param_options& o = e.options;
-  const Group& g = params_.group(e.group);
+  const Group& g = model_.params.group(e.group);
   const OptimizerInfo& info = *g.info;
   const Subject of = subject_of(e);
   const auto choice = [&](const char* field, int32_t value, int32_t last, const char* type) {
@@ -87,12 +85,10 @@ void Context::check_options(const NewParam& e, int32_t dtype) const {
           : o.accumulator_dtype == GA_F64)
     refuse(f64 ? "accumulator_dtype was not f64, but its dtype is f64"
                : "accumulator_dtype was f64, which is for f64 parameters");
-  if (o.rows == GA_ROWS_LAZY && exchange_ && exchange_->on_device())
-    refuse(
-        "rows was GA_ROWS_LAZY, which a context on a device that has a communicator does not take");
+  model_.ranks->check_options(of, o);
   if (f64 && g.optimizer.state_dtype != 0)
     refuse("its dtype is f64, but its group has a state_dtype");
-  if (f64 && ema_ && ema_->dtype == GA_BF16)
+  if (f64 && model_.options.ema && model_.options.ema->dtype == GA_BF16)
     refuse("its dtype is f64, but the dtype of the EMA is bf16");
   if (o.reduce != 0 && o.reduce != GA_REDUCE_MAX)
     of.fail(GA_ERROR_INVALID_ARGUMENT,
@@ -128,7 +124,7 @@ void Context::check_options(const NewParam& e, int32_t dtype) const {
   if (e.rank < 1) refuse("rows was set, but its rank is 0");
   if (o.accumulator_dtype == GA_F16 || o.accumulator_dtype == GA_BF16)
     refuse("rows was set, but its accumulator has 16 bits");
-  if (config_.accumulation != GA_ACCUMULATE_PLAIN)
+  if (model_.config.accumulation != GA_ACCUMULATE_PLAIN)
     refuse("rows was set, but ga_config.accumulation is not GA_ACCUMULATE_PLAIN");
   if (o.rows == GA_ROWS_LAZY && !info.lazy(g.optimizer))
     of.fail(GA_ERROR_UNSUPPORTED,
@@ -139,15 +135,15 @@ void Context::check_options(const NewParam& e, int32_t dtype) const {
     refuse("rows was set, but it has more than 2^32 - 1 rows");
 }
 
-ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> entries) {
+ga_param Parameters::add(void* data, int32_t dtype, Span<const NewParam> entries) {
   const size_t count = entries.size;
-  window_.check_empty("a function that adds parameters");
-  if (count > static_cast<size_t>(INT32_MAX) - params_.size())
+  model_.window.check_empty("a function that adds parameters");
+  if (count > static_cast<size_t>(INT32_MAX) - model_.params.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "the context would have more than %d parameters", INT32_MAX);
-  const size_t old_params = params_.size();
+  const size_t old_params = model_.params.size();
   try {
-    params_.make_room(count);
-    ranges_.reserve_more(count);
+    model_.params.make_room(count);
+    model_.ranges.reserve_more(count);
     for (size_t i = 0; i < count; ++i) {
       const NewParam& e = entries.data[i];
       const ga_param_options& options = e.options;
@@ -155,18 +151,18 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
       if (!e.name || !*e.name)
         fail(GA_ERROR_INVALID_ARGUMENT, "parameter %zu: its name was %s", old_params + i,
              e.name ? "empty" : "NULL");
-      if (params_.find(e.name) >= 0)
+      if (model_.params.find(e.name) >= 0)
         of.fail(GA_ERROR_INVALID_ARGUMENT, "the context has a parameter of that name already");
-      check_name(of, e.name);
-      params_.group(e.group);
+      stages_.layers.check_name(of, e.name);
+      model_.params.group(e.group);
       const int32_t size = check_dtype(of, "dtype", dtype);
       const int32_t gradient_dtype = options.gradient_dtype ? options.gradient_dtype : dtype;
       check_dtype(of, "gradient_dtype", gradient_dtype);
-      if (i > 0 && gradient_dtype != params_[old_params].gradient_dtype)
+      if (i > 0 && gradient_dtype != model_.params[old_params].gradient_dtype)
         of.fail(GA_ERROR_UNSUPPORTED,
                 "gradient_dtype was %s, but that of \"%s\" in the same block is %s",
                 dtype_info(gradient_dtype).name, entries.data[0].name,
-                dtype_info(params_[old_params].gradient_dtype).name);
+                dtype_info(model_.params[old_params].gradient_dtype).name);
       if (options.accumulator_dtype)
         check_dtype(of, "accumulator_dtype", options.accumulator_dtype);
       const int64_t elements = element_count(e, std::max(size, 4));
@@ -175,110 +171,88 @@ ga_param Context::add_params(void* data, int32_t dtype, Span<const NewParam> ent
         of.fail(GA_ERROR_INVALID_ARGUMENT, "offset was %lld, expected >= 0", ll(e.offset));
       char* const at = data ? static_cast<char*>(data) + e.offset * size : nullptr;
       check_data(e.name, at, elements, size, -1);
-      const ga_param id = params_.add(e, at, dtype, elements);
-      if (params_.clip_of(params_[id]).scope == GA_CLIP_AGC) params_.units_axes(id);
-      ranges_.add(at, static_cast<size_t>(elements * size), id);
+      const ga_param id = model_.params.add(e, at, dtype, elements);
+      if (model_.params.clip_of(model_.params[id]).scope == GA_CLIP_AGC)
+        model_.params.units_axes(id);
+      model_.ranges.add(at, static_cast<size_t>(elements * size), id);
     }
   } catch (...) {
-    params_.drop_from(old_params);
-    ranges_.remove_params_from(static_cast<ga_param>(old_params));
+    model_.params.drop_from(old_params);
+    model_.ranges.remove_params_from(static_cast<ga_param>(old_params));
     throw;
   }
-  params_.add_block(static_cast<ga_param>(old_params));
-  settings_changed(true);
-  for (size_t i = old_params; i < params_.size(); ++i) {
-    arrays_.look_for(params_[i]);
-    maxima_ = maxima_ || params_[i].maximum;
+  model_.params.add_block(static_cast<ga_param>(old_params));
+  stages_.writer.settings_changed(true);
+  for (size_t i = old_params; i < model_.params.size(); ++i) {
+    model_.arrays.look_for(model_.params[i]);
+    model_.params.has_maxima = model_.params.has_maxima || model_.params[i].maximum;
   }
-  if (maxima_) choose_path();
-  forget_checks();
+  if (model_.params.has_maxima) model_.options.choose_path(model_.params, model_.ranks->alone());
+  stages_.accumulator.forget_checks();
   return static_cast<ga_param>(old_params);
 }
 
-void Context::check_name(const Subject& of, const char* name) const {
-  const auto is_used = [&](std::string_view owner) {
-    return params_.find(owner) >= 0 || batch_norms_.find(owner) >= 0;
-  };
-  ga::check_name(of, name, is_used);
-  const auto refuse = [&](const char* other) {
-    of.fail(GA_ERROR_INVALID_ARGUMENT,
-            "\"%.200s\" is also the name of its state in a state file (ga_save)", other);
-  };
-  if (const ga_param id = params_.find_state_of(name); id >= 0) refuse(params_.name(id));
-  for (ga_bn id = 0; id < batch_norms_.count(); ++id)
-    if (const char* const layer = batch_norms_.info(id).name; is_state_of(layer, name))
-      refuse(layer);
-}
-
-void Context::bind(ga_param id, void* data) {
-  window_.check_empty("ga_param_bind");
-  Param& p = params_.get(id);
-  check_data(params_.name(id), data, p.count, dtype_info(p.dtype).size, id);
+void Parameters::bind(ga_param id, void* data) {
+  model_.window.check_empty("ga_param_bind");
+  Param& p = model_.params.get(id);
+  check_data(model_.params.name(id), data, p.count, dtype_info(p.dtype).size, id);
   const size_t bytes = data_bytes(p);
-  arrays_.claim(id, data);
-  if (p.count > 0) ranges_.remove(p.data);
+  model_.arrays.claim(id, data);
+  if (p.count > 0) model_.ranges.remove(p.data);
   p.data = data;
-  if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
-  ranges_.add(data, bytes, id);
-  forget_checks();
+  if (is_prepared(id)) stages_.writer.describe(static_cast<size_t>(id));
+  model_.ranges.add(data, bytes, id);
+  stages_.accumulator.forget_checks();
 }
 
-// Gradients have to be checked again, for there is new memory that they must not overlap.
-void Context::forget_checks() {
-  if (!checked_) return;
-  for (Param& p : params_) p.checked = p.checked_before = nullptr;
-  checked_ = false;
-}
-
-void Context::set_frozen(ga_param id, bool frozen) {
-  window_.check_empty("ga_param_set_frozen");
-  Param& p = params_.get(id);
+void Parameters::set_frozen(ga_param id, bool frozen) {
+  model_.window.check_empty("ga_param_set_frozen");
+  Param& p = model_.params.get(id);
   if (p.frozen == frozen) return;
   p.frozen = frozen;
-  settings_changed(true);
-  arrays_.look_for(p);
-  if (static_cast<size_t>(id) < prepared_) describe(static_cast<size_t>(id));
+  stages_.writer.settings_changed(true);
+  model_.arrays.look_for(p);
+  if (is_prepared(id)) stages_.writer.describe(static_cast<size_t>(id));
 }
 
-void Context::set_group_frozen(ga_group id, bool frozen) {
-  window_.check_empty("ga_group_set_frozen");
-  params_.group(id);
-  for (size_t i = 0; i < params_.size(); ++i)
-    if (params_[i].group == id && !params_.tensor(i).removed)
+void Parameters::set_group_frozen(ga_group id, bool frozen) {
+  model_.window.check_empty("ga_group_set_frozen");
+  model_.params.group(id);
+  for (size_t i = 0; i < model_.params.size(); ++i)
+    if (model_.params[i].group == id && !model_.params.tensor(i).removed)
       set_frozen(static_cast<ga_param>(i), frozen);
 }
 
-void Context::set_scale(ga_param id, const char* name, double Tensor::*which, double scale) {
-  params_.get(id);
+void Parameters::set_scale(ga_param id, const char* name, double Tensor::*which, double scale) {
+  model_.params.get(id);
   check_rate(name, scale);
-  check_settable();
-  params_.tensor(id).*which = scale;
-  tell_scales(static_cast<size_t>(id));
+  model_.check_settable();
+  model_.params.tensor(id).*which = scale;
+  stages_.writer.write_scales(static_cast<size_t>(id));
 }
 
-void Context::remove(ga_param id) {
-  window_.check_empty("ga_param_remove");
-  Param& p = params_.get(id);
+void Parameters::remove(ga_param id) {
+  model_.window.check_empty("ga_param_remove");
+  Param& p = model_.params.get(id);
   const auto i = static_cast<size_t>(id);
-  if (const char* const layer = batch_norms_.name_of_user(id))
-    params_.subject(id).fail(GA_ERROR_INVALID_STATE,
-                             "layer \"%s\" has it as its gamma or beta, so it cannot be removed",
-                             layer);
-  check_no_capture("ga_param_remove");
-  params_.remove(id);
-  if (p.count > 0) ranges_.remove(p.data);
-  if (eager_) eager_->forget(i);
-  if (p.owns) arrays_.free(i);
+  if (const char* const layer = stages_.layers.name_of_user(id))
+    model_.params.subject(id).fail(
+        GA_ERROR_INVALID_STATE, "layer \"%s\" has it as its gamma or beta, so it cannot be removed",
+        layer);
+  model_.check_no_capture("ga_param_remove");
+  model_.params.remove(id);
+  if (p.count > 0) model_.ranges.remove(p.data);
+  model_.speculation->forget(i);
+  if (p.owns) model_.arrays.free(i);
   p.data = nullptr;
-  if (i < prepared_) describe(i);
-  lists_due_ = true;
-  set_tables();
+  if (is_prepared(id)) stages_.writer.describe(i);
+  stages_.writer.set_tables();
 }
 
-void Context::changed(ga_param id) {
-  window_.check_empty("ga_param_changed");
-  Param& p = params_.get(id);
-  arrays_.renew_master(p);
+void Parameters::changed(ga_param id) {
+  model_.window.check_empty("ga_param_changed");
+  Param& p = model_.params.get(id);
+  model_.arrays.renew_master(p);
 }
 
 }  // namespace ga

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the optimizer keeps for a parameter, by name: in the host's memory for the program, which may read it, write it
+// and put it back to the beginning.
+#pragma once
+
+#include <vector>
+
+#include "model/copies.hpp"
+#include "model/model.hpp"
+#include "model/preparation.hpp"
+
+namespace ga {
+
+class NamedState {
+ public:
+  NamedState(Model& model, Preparation& preparation, Copies& copies)
+      : model_(model), preparation_(preparation), copies_(copies) {}
+
+  int32_t count(ga_param param) const;
+  ga_state_info info(ga_param param, int32_t index) const;
+  void get(ga_param param, const char* name, void* out, int32_t dtype, int64_t count);
+  void set(ga_param param, const char* name, const void* data, int32_t dtype, int64_t count);
+  void reset(ga_param param);
+
+ private:
+  std::vector<StateArray> states_of(size_t param) const;
+  StateArray state_for(ga_param id, const char* name, int32_t dtype, int64_t count,
+                       const char* what);
+
+  Model& model_;
+  Preparation& preparation_;
+  Copies& copies_;
+};
+
+}  // namespace ga

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ranks/connect.hpp"
+
+#include "core/error.hpp"
+
+namespace ga {
+
+void connect(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
+             const ga_comm_options& options) {
+  Model& model = stages.model;
+  model.window.check_empty("ga_context_set_comm");
+  if (stages.layers.has_statistics())
+    fail(GA_ERROR_INVALID_STATE,
+         "ga_context_set_comm was called while a layer has statistics of the next window; "
+         "ga_discard "
+         "drops them");
+  if (comm && model.config.device != GA_DEVICE_CPU && options.overlap && !comm->on_stream())
+    fail(GA_ERROR_UNSUPPORTED,
+         "ga_comm_options.overlap was 1, but by way of the host gradients of a device are "
+         "exchanged in "
+         "ga_step alone");
+  const bool prepared = model.tables.params() > 0;
+  const bool shards = options.shard == GA_SHARD_OPTIMIZER;
+  if (prepared && (shards || model.ranks->shards()))
+    fail(GA_ERROR_INVALID_STATE, "ga_context_set_comm was called %s; %s",
+         shards ? "with GA_SHARD_OPTIMIZER after the library has made its arrays (in ga_prepare, "
+                  "for state by name, or with the first contribution to a window)"
+                : "in a context that keeps only this rank's part of the state",
+         shards ? "it is legal only before" : "another context loads a state that was saved");
+  const auto undivide = [&](bool sharded) {
+    if (prepared) return;
+    model.params.sharded = sharded;
+    model.ranks->divide_anew();
+    for (Param& p : model.params) p.share = {0, p.count};
+  };
+  undivide(false);
+  if (model.ranks->on_device()) model.backend->wait();
+  model.ranks->watch(false);
+  std::unique_ptr<Ranks> next;
+  if (comm) {
+    try {
+      auto exchange = std::make_unique<Exchange>(stages, state, std::move(comm), options);
+      exchange->watch(true);
+      exchange->agree();
+      next = std::move(exchange);
+    } catch (...) {
+      model.ranks->watch(true);
+      undivide(model.ranks->shards());
+      throw;
+    }
+  } else {
+    next = std::make_unique<Ranks>();
+  }
+  model.ranks = std::move(next);
+  stages.writer.describe_all();  // norms over layers are cut in another way
+  model.options.choose_path(model.params, model.ranks->alone());
+  model.speculation->look_again();
+}
+
+}  // namespace ga

@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// What comes to a window: gradients of whole micro-batches or of single parameters, rows, products, and what the
+// program writes into an accumulator itself.
+//   accumulator.cpp   whole gradients, and micro-batches that are checked or clipped as a whole
+//   products.cpp      matrix products, and accumulators in the program's hands
+//   rows.cpp          gradients of some rows
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/callers.hpp"
+#include "model/model.hpp"
+#include "model/preparation.hpp"
+#include "model/table_writer.hpp"
+
+namespace ga {
+
+// The gradient of a whole parameter.
+struct Whole {
+  ga_param param;
+  const void* gradient;
+  int32_t format;
+};
+
+class Accumulator : HasLists {
+ public:
+  // callers: NULL where one thread at a time may use the context. calls: the number of the call that is being made,
+  // of those that may change something.
+  Accumulator(Model& model, TableWriter& writer, Preparation& preparation, Callers* callers,
+              const uint64_t& calls);
+
+  // The functions of the ABI.
+  void accumulate(const void* const* gradients, size_t count, double weight,
+                  const ga_micro_options& options);
+  void micro_begin(int64_t index, double weight, const ga_micro_options& options);
+  void accumulate_part(ga_param param, const void* gradient);
+  void accumulate_rows(ga_param param, const void* indices, int32_t index_dtype, int64_t count,
+                       const void* values);
+  void accumulate_matmul(ga_param param, int64_t k, const void* a, int64_t lda, bool transpose_a,
+                         const void* b, int64_t ldb, bool transpose_b, int32_t dtype);
+  ga_accumulator acquire(ga_param param);
+  void release(ga_param param);
+  void micro_end();
+  void micro_abort();
+  void params_ready(Span<const ga_param> ids);
+
+  // Throws unless the open micro-batch may be aborted. kept_by: why not, for another reason; NULL: none.
+  void check_abort(const char* kept_by) const;
+
+  // ---- Contributions of layers ----
+
+  // data as it is added to an accumulator: divided by the loss scale, times the weight.
+  Source contribution(const void* data, int32_t dtype, const Micro& micro) const;
+  // Checks that these parameters can take a contribution to the open micro-batch now, and allocates their arrays.
+  // what: the function that was called.
+  void prepare_parts(Span<const Whole> parts, const char* what);
+  // Adds the gradients of different parameters to the open micro-batch, in one pass.
+  void contribute(Span<const Whole> given, bool may_adopt);
+
+  // ---- What the window holds ----
+
+  WindowTotals totals() const;                      // of the window as if it ended now
+  int64_t rows_held() const { return rows_held_; }  // rows contributed, repeated ones included
+  bool noise_repeated() const { return noise_repeated_; }
+  void restore(int64_t rows_held, bool noise_repeated);
+  void hold_rows(int64_t count) { rows_held_ += count; }  // which other ranks have brought
+  // Zeros the rows that have no gradient yet, before something adds to all rows.
+  void make_dense(ga_param id);
+  // Copies an adopted gradient into the accumulator, before something other than add_task adds to it.
+  void store_adopted(ga_param id);
+  // The task of some rows of a parameter.
+  RowsTask rows_task(ga_param id, const void* indices, int32_t index_dtype, int64_t rows,
+                     const Source& values) const;
+  uint64_t rank_key()
+      const {  // tells the random bits of accumulation apart from those of other ranks
+    return static_cast<uint64_t>(model_.ranks->rank()) * 0x9e3779b97f4a7c15;
+  }
+  void forget_checks();  // there is new memory that gradients must not overlap
+  void end_window();
+  void keep_list();  // ga_step has applied the window: the next one may add the same arrays again
+  int64_t bytes() const;
+
+  void reserve(size_t params) override;
+
+ private:
+  // A contribution that is read at the end of its micro-batch.
+  struct Contribution {
+    ga_param param;
+    const void* gradient;
+    int32_t format;       // of gradient
+    const void* indices;  // NULL: the whole gradient
+    int32_t index_dtype;
+    int64_t count;  // elements of gradient
+    int64_t rows;
+    size_t partials;  // the first of its chunks among those of the micro-batch
+  };
+
+  Micro make_micro(double weight, const ga_micro_options& options) const;
+  void set_micro(const Micro& micro, int64_t index, double window_weight) {
+    micro_ = {index, micro.weight, micro.loss_scale, window_weight};
+  }
+  Callers::Lock lock_callers() const { return callers_ ? callers_->lock() : Callers::Lock(); }
+  Param& part(ga_param id, const char* what);
+  [[noreturn]] void refuse_taken(ga_param id, const char* what) const;
+  [[noreturn]] void refuse_ready(ga_param id) const;
+  void release_ready(Callers::Lock lock);
+  void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
+  void check_gradient(ga_param id, const void* gradient);
+  void check_new_gradient(ga_param id, const void* gradient);
+  void check_alive(ga_param id, const char* what, const void* data, int64_t bytes) const;
+  void check_single(ga_param id) const;
+  AccumulateTask* add_task(ga_param id, const Source& source, bool may_adopt = true);
+  void refine(ga_param id, AccumulateTask& task, Source& source);
+  bool repeats(const void* const* gradients, size_t count) const;
+  void change_tasks(const Source& like);
+  void add(Span<const Whole> given, bool may_adopt, Callers::Lock* lock);
+  bool take_part(ga_param id, const void* gradient);
+  void accumulate_among_callers(ga_param id, const void* gradient);
+  void add_apart(Param& p, Callers::Lock& lock);
+  double unweighted() const;
+  void count_contribution(Param& p);
+  RowsTask rows_task(const Contribution& c, const Source& values) const {
+    return rows_task(c.param, c.indices, c.index_dtype, c.rows, values);
+  }
+  void add_rows(const Contribution& c, const Source& values, const MicroPlan* plan);
+  void defer(Contribution c);
+  void settle(int64_t index);
+  void list_contributions(const Micro& micro);
+  void add_contributions(const Micro& micro);
+
+  Model& model_;
+  TableWriter& writer_;
+  Preparation& preparation_;
+  Callers* const callers_;
+  const uint64_t& calls_;
+
+  bool checked_ = false;         // some Param::checked is not NULL
+  bool any_ready_ = false;       // ga_params_ready was called in this window
+  bool added_ = false;           // an accumulator has something of the open micro-batch
+  std::vector<ga_param> noted_;  // whose first gradient came with it and is adopted
+  int64_t rows_held_ = 0;
+  bool noise_repeated_ = false;
+  struct {
+    int64_t index;
+    double weight;
+    double loss_scale;     // 0: only the device knows it
+    double window_weight;  // of the window including this micro-batch
+  } micro_ = {};           // the micro-batch of add_task()
+
+  // Working lists, sized by reserve() so that no later call allocates.
+  TaskList<AccumulateTask> tasks_;
+  std::vector<const void*> listed_;  // the gradients of the ga_accumulate whose tasks the list has
+  // The number of the call that left these tasks: that ga_accumulate, or the ga_step after it. The next ga_accumulate
+  // may use them again if no other call came between. 0: the list has other tasks.
+  uint64_t listed_by_ = 0;
+
+  // Of the open micro-batch, if micro-batches are checked before they are added:
+  TaskList<NormTask> norm_tasks_;
+  std::vector<Contribution> contributions_;
+  std::vector<MicroInput> micro_inputs_;
+  std::vector<ga_param> micro_units_;  // parameters clipped by units
+  size_t micro_chunks_ = 0;
+  int64_t reserved_chunks_ = 0;  // of the backend, by defer()
+  size_t reserved_params_ = 0;
+  State<Partial> micro_partials_;
+  State<MicroPlan> micro_plans_;
+};
+
+}  // namespace ga
