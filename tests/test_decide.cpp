@@ -4,7 +4,7 @@
 // and the decision reads nothing of the gradients but these sums.
 #include <functional>
 
-#include "backend/cpu/crew.hpp"
+#include "backend/cpu/thread_group.hpp"
 #include "backend/decide.hpp"
 #include "support.hpp"
 
@@ -30,7 +30,7 @@ struct Rank {
   RowEntry entries[1] = {};
   RowSet rows = {nullptr, entries, 0, 1};
   WindowTotals totals = {};
-  cpu::Crew crew;
+  cpu::ThreadGroup threads;
 
   Rank() {
     settings.reduce = GA_REDUCE_MEAN;
@@ -92,7 +92,7 @@ struct Rank {
     control.window_dropped = dropped;
   }
 
-  void sum() { sum_window(crew, tables(), totals); }
+  void sum() { sum_window(threads, tables(), totals); }
 
   // Overwrites everything that the decision must not read.
   void forget_gradients() {
@@ -187,7 +187,7 @@ class Ranks : public testing::Test {
     all_reduce(first, second);
     each([](Rank& r) {
       r.forget_gradients();
-      judge_window(r.crew, r.tables(), true);
+      decide_window(r.threads, r.tables(), true);
     });
     expect_same(first, whole);
     expect_same(second, whole);
@@ -201,23 +201,23 @@ TEST_F(Ranks, AppliedStep) {
   EXPECT_EQ(whole.control.result.micro_batches, 3);
   EXPECT_EQ(whole.control.result.window_dropped, 1);
   EXPECT_LT(whole.control.result.clip_factor, 1);
-  EXPECT_EQ(whole.plans[0].duty, kUpdate);
-  EXPECT_EQ(whole.plans[1].duty, kUpdate);
-  EXPECT_EQ(whole.plans[2].duty, 0);
-  EXPECT_EQ(whole.plans[3].duty, kUpdateRows);
+  EXPECT_EQ(whole.plans[0].actions, kUpdate);
+  EXPECT_EQ(whole.plans[1].actions, kUpdate);
+  EXPECT_EQ(whole.plans[2].actions, 0);
+  EXPECT_EQ(whole.plans[3].actions, kUpdateRows);
 }
 
 TEST_F(Ranks, RowsOnOneRankAlone) {
   on(second, [](Rank& r) { r.hold(3, 1, 0.5); });
   whole.hold(3, 0, 1.5);
   decide();
-  EXPECT_EQ(second.plans[3].duty, kUpdate);
+  EXPECT_EQ(second.plans[3].actions, kUpdate);
 }
 
 TEST_F(Ranks, MissingGradientsAreZeros) {
   each([](Rank& r) { r.settings.missing = GA_MISSING_ZERO; });
   decide();
-  EXPECT_EQ(first.plans[2].duty, kUpdate);
+  EXPECT_EQ(first.plans[2].actions, kUpdate);
 }
 
 TEST_F(Ranks, NonfiniteOnOneRank) {
@@ -290,7 +290,7 @@ TEST_F(Ranks, DeferredMicroBatches) {
   each([](Rank& r) { r.totals.weight = NAN; });
   decide();
   EXPECT_EQ(first.control.result.weight, 8);
-  EXPECT_EQ(first.plans[1].duty, 0);  // its only contribution was dropped
+  EXPECT_EQ(first.plans[1].actions, 0);  // its only contribution was dropped
 }
 
 // The two norms that the first pass of a layer-wise Op computes.
@@ -309,7 +309,7 @@ TEST_F(Ranks, NormsOfALayer) {
     r.partials[0][1] = {y, 4 * y, 0, 0};
     measure.partials = r.partials[0];
     measure.count = r.param_inputs[0].count;
-    sum_layers(r.crew, r.tables(), &measure, &layer, 1);
+    sum_layers(r.threads, r.tables(), &measure, &layer, 1);
   };
   sum(first, 3, 0);
   sum(second, 0, 6);
@@ -320,7 +320,7 @@ TEST_F(Ranks, NormsOfALayer) {
   }
   each([&](Rank& r) {
     r.forget_gradients();
-    fold_layers(r.crew, r.tables(), &layer, 1);
+    fold_layers(r.threads, r.tables(), &layer, 1);
   });
   EXPECT_EQ(whole.plans[0].orthogonal_scale, 1.0 / 3);
   expect_same(first, whole);
@@ -330,12 +330,12 @@ TEST_F(Ranks, NormsOfALayer) {
 // ---- Plans taken from a neighbour -----------------------------------------------------------------
 
 // Plans every parameter by itself.
-struct Anew : cpu::Crew {
+struct Anew : cpu::ThreadGroup {
   bool recall(const ScalarTables&, int64_t) { return false; }
 };
 
-// Two steps, with a crew each, of four parameters of one group, of which change() makes the second differ.
-template <class Crew>
+// Two steps, with a threads each, of four parameters of one group, of which change() makes the second differ.
+template <class ThreadGroup>
 std::unique_ptr<Rank> two_steps(const std::function<void(Rank&)>& change) {
   auto rank = std::make_unique<Rank>();
   Rank& r = *rank;
@@ -354,11 +354,11 @@ std::unique_ptr<Rank> two_steps(const std::function<void(Rank&)>& change) {
   r.count(8, 3, 0);
   change(r);
   for (int step = 0; step < 2; ++step) {
-    Crew crew;
+    ThreadGroup threads;
     for (ParamState& s : r.param_states) s.contributed = 1;
     r.control.weight = 8;
-    sum_window(crew, r.tables(), r.totals);
-    judge_window(crew, r.tables(), true);
+    sum_window(threads, r.tables(), r.totals);
+    decide_window(threads, r.tables(), true);
     EXPECT_TRUE(r.control.go);
   }
   return rank;
@@ -405,7 +405,7 @@ TEST(Plans, NeighboursDifferInAnything) {
   };
   for (const auto& [what, change] : changes) {
     SCOPED_TRACE(what);
-    const auto taken = two_steps<cpu::Crew>(change), anew = two_steps<Anew>(change);
+    const auto taken = two_steps<cpu::ThreadGroup>(change), anew = two_steps<Anew>(change);
     for (int i = 0; i < kParams; ++i) {
       EXPECT_TRUE(same(taken->plans[i], anew->plans[i])) << "parameter " << i;
       EXPECT_TRUE(same(taken->param_states[i].clock, anew->param_states[i].clock));

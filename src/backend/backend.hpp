@@ -60,12 +60,69 @@ struct Region {
 using TakePiece = std::function<void(const void* piece, size_t bytes)>;
 using FillPiece = std::function<void(void* piece, size_t bytes)>;
 
-// What runs between the sums of an ending window and the judgement on them; empty: nothing.
+// What runs between the sums of an ending window and the decision on them; empty: nothing.
 using OverRanks = std::function<void()>;
+
+// What only a device does: its work is queued on a stream, and nobody waits for it.
+class DeviceWork {
+ public:
+  // Over ranks, for a decide() with totals.over_ranks; all arrays are on the device.
+  // Writes this rank's record of the window (RankRecord) to out, where brought has one bit for each
+  // parameter, read where micro-batches are not checked; adds up those of all ranks, `words` from
+  // one to the next. Writes what this rank has measured of its pieces, kPieceWords for each parameter; adds
+  // up what all ranks have.
+  virtual void sum_rank(const WindowTotals& totals, const uint64_t* brought, double* out) = 0;
+  virtual void add_ranks(const double* records, int64_t words, int32_t ranks) = 0;
+  virtual void sum_pieces(double* out) = 0;
+  virtual void add_pieces(const double* sums, int32_t ranks) = 0;
+  // From now on work is queued on that stream, a cudaStream_t, behind what the one before it has been given.
+  // What it throws leaves everything as it was.
+  virtual void set_stream(void* stream) = 0;
+  // Runs work(stream), which queues work of a transport on the stream, with the device current.
+  virtual void with_stream(const std::function<void(void* stream)>& work) = 0;
+  // Runs work() with its kernels on a second stream, behind all that the stream has been given so far; then
+  // join_aside() has the stream wait for them.
+  virtual void aside(const std::function<void()>& work) = 0;
+  virtual void join_aside() = 0;
+  // From now on a wait for the device calls watch(seconds since it began, or since the last window that
+  // ended meanwhile) again and again. What it throws ends the wait, and every later call. Empty: none.
+  virtual void set_watch(std::function<void(double seconds)> watch) = 0;
+
+ protected:
+  ~DeviceWork() = default;
+};
+
+// What only the CPU does: passes over many parameters are cut to the size of the last-level cache, so that the next
+// pass finds its data there, and parameters are updated before their window is decided.
+class HostWork {
+ public:
+  virtual int64_t cache_bytes() const = 0;  // of the last-level cache
+  // Both after decide(). last: no other parameters follow. settle_units, after clip_units: computes norms and clip
+  // factors again. update_by_units, for shared patterns, where no unit lies in two pieces: clips, updates and settles
+  // in one reading.
+  virtual void settle_units(Params params, bool last) = 0;
+  virtual void update_by_units(Params params, bool last) = 0;
+  // For parameters whose gradients are complete, when only the totals of the ending window and they are known: updates
+  // them as decide() and update() would if the step is applied and not clipped by a norm over several parameters.
+  // With ga_config.eager, several threads may be in this call and in accumulate() at once, for different parameters.
+  virtual void update_ahead(const WindowTotals& totals, Span<const ReadyParam> params) = 0;
+  // After a decide() that applies the step: whether update_ahead() has computed what update() would for a
+  // parameter. If so, update() has nothing left to do for it.
+  virtual bool matches(ga_param param) = 0;
+  // Bytes of the plans that update_ahead() keeps for so many parameters.
+  virtual int64_t ahead_bytes(size_t params) const = 0;
+
+ protected:
+  ~HostWork() = default;
+};
 
 class Backend {
  public:
   virtual ~Backend() = default;
+
+  // One of the two, and NULL for the other.
+  virtual DeviceWork* device() { return nullptr; }
+  virtual HostWork* host() { return nullptr; }
 
   // A block of zeros for arrays of the library, 64-byte aligned, on the CPU page-aligned from 1 MiB on;
   // throws std::bad_alloc. free(NULL) is legal; free() may wait.
@@ -102,61 +159,23 @@ class Backend {
   // Allocates for calls with that many chunks and parameters, so that no later call allocates.
   // accumulator_bytes, the total, tells the backend whether a window stays in the caches.
   virtual void reserve(int64_t chunks, int64_t params, int64_t accumulator_bytes) = 0;
-  // Whether passes over many parameters are cut to cache_bytes(), the size of the last-level cache,
-  // so that the next pass finds its data there. If not, nobody calls cache_bytes().
-  virtual bool passes_are_cut() const = 0;
-  virtual int64_t cache_bytes() const = 0;
   // Bytes of the backend's own tables for that many chunks and of its other buffers.
   virtual int64_t table_bytes(int64_t chunks) const = 0;
   virtual int64_t row_bytes() const = 0;  // entries of row sets
-  // Bytes of the plans that update_ahead() keeps for so many parameters.
-  virtual int64_t ahead_bytes(size_t) const { return 0; }
 
   virtual void set_tables(const ScalarTables& tables, const TaskTables& tasks) = 0;
 
   // ---- Scalars: see decide.hpp ----
 
-  // Over ranks, on a device alone, for a decide() with totals.over_ranks; all arrays are on the device.
-  // Writes this rank's record of the window (RankRecord) to out, where brought has one bit for each
-  // parameter, read where micro-batches are not checked; adds up those of all ranks, `words` from
-  // one to the next. Writes what this rank has measured of its pieces, kPieceWords for each parameter; adds
-  // up what all ranks have.
-  virtual void sum_rank(const WindowTotals& totals, const uint64_t* brought, double* out) = 0;
-  virtual void add_ranks(const double* records, int64_t words, int32_t ranks) = 0;
-  virtual void sum_pieces(double* out) = 0;
-  virtual void add_pieces(const double* sums, int32_t ranks) = 0;
-  // From now on work is queued on that stream, a cudaStream_t, behind what the one before it has been given.
-  // What it throws leaves everything as it was. On a device alone.
-  virtual void set_stream(void* stream) = 0;
-  // Runs work(stream), which queues work of a transport on the stream, with the device current. On a
-  // device alone.
-  virtual void with_stream(const std::function<void(void* stream)>& work) = 0;
-  // Runs work() with its kernels on a second stream, behind all that the stream has been given so far; then
-  // join_aside() has the stream wait for them. On a device alone.
-  virtual void aside(const std::function<void()>& work) = 0;
-  virtual void join_aside() = 0;
-  // From now on a wait for the device calls watch(seconds since it began, or since the last window that
-  // ended meanwhile) again and again. What it throws ends the wait, and every later call. Empty: none. On a device alone.
-  virtual void set_watch(std::function<void(double seconds)> watch) = 0;
   // Ends a window: decides its outcome, norm and clip factors, advances clocks, folds Ops.
   // over_ranks: on the CPU alone.
   virtual void decide(const WindowTotals& totals, const StepSums& sums,
                       const OverRanks& over_ranks) = 0;
-  // On the CPU alone, for parameters whose gradients are complete, when only the totals of the ending
-  // window and they are known: updates them as decide() and update() would if the step is applied and not
-  // clipped by a norm over several parameters. With ga_config.eager, several threads may be in this call and in
-  // accumulate() at once, for different parameters.
-  virtual void update_ahead(const WindowTotals&, Span<const ReadyParam>) {
-    fail(GA_ERROR_INTERNAL, "a device was to update parameters ahead of ga_step");
-  }
-  // After a decide() that applies the step: whether update_ahead() has computed what update() would for a
-  // parameter. If so, update() has nothing left to do for it.
-  virtual bool came_true(ga_param) { return false; }
   // Sets plans[i].view, through which norm() reads contribution inputs[i].
   virtual void open_micro(Span<const MicroInput> inputs, MicroPlan* plans) = 0;
   // After norm(): decides whether micro-batch number index is added, and sets the rest of plans[i].
-  virtual void judge_micro(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
-                           int64_t index) = 0;
+  virtual void decide_micro(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
+                            int64_t index) = 0;
   // Resets the counters of a discarded window; lowers the loss scale if ga_step had rejected it.
   virtual void clear_window() = 0;
   // Takes this control block for that of the last decide(), and forgets the results of all windows but
@@ -176,17 +195,12 @@ class Backend {
   virtual void norm(Span<const NormTask> tasks) = 0;
   virtual void finish(Span<const FinishTask> tasks) = 0;
 
-  // The next four read the task tables and skip parameters whose plan has no duty.
+  // The next four read the task tables and skip parameters whose plan has no actions.
   // Then folds the Ops again, with the norms. over_ranks runs in between, on the CPU alone.
   virtual void measure(Params params, const OverRanks& over_ranks) = 0;
   virtual void update(Params params) = 0;
   virtual void clip_units(Params params) = 0;       // sums and factors of units
   virtual void update_factored(Params params) = 0;  // FactorTask
-  // Both only where passes are cut for a cache, after decide(). last: no other parameters follow.
-  // settle_units, after clip_units: computes norms and clip factors again. update_by_units, for
-  // shared patterns, where no unit lies in two pieces: clips, updates and settles in one reading.
-  virtual void settle_units(Params params, bool last) = 0;
-  virtual void update_by_units(Params params, bool last) = 0;
 
   // Returns the position of the first index outside of [0, rows), or -1. A device always returns
   // -1; given a bad index, it adds no row of the call, and the window fails.

@@ -269,7 +269,7 @@ struct UpdateTask {
   int op;             // position in AllOps; -1: no Op
   bool f64;           // computed in double
   bool padded_state;  // the state arrays are padded to a whole cache line
-  bool by_chance;     // round param and copy stochastically, as state and average always are
+  bool stochastic;    // round param and copy stochastically, as state and average always are
   // Before param is read, its elements that do not round to those of copy become the latter (kFollowed). This
   // holds whether or not the update is taken back: param then rounds to what the program has written.
   bool follows;

@@ -19,7 +19,7 @@ void BatchNorms::check_array(const Layer& b, const char* what, const void* data,
 void BatchNorms::check_output(const Layer& b, const char* what, const void* data,
                               int64_t count) const {
   check_array(b, what, data, count, b.options.dtype);
-  model_.ranges.check_apart(b.subject(), what, data, count * dtype_info(b.options.dtype).size);
+  model_.ranges.check_disjoint(b.subject(), what, data, count * dtype_info(b.options.dtype).size);
 }
 
 void BatchNorms::Layer::check_overlap(const char* what, const void* in, const char* out_name,

@@ -148,8 +148,8 @@ void Checkpoint::save(const WriteAt& write, const Ready& ready) {
 void Checkpoint::store_live_gradients() {
   for (size_t i = 0; i < model_.params.size(); ++i) {
     Param& p = model_.params[i];
-    if (p.held() != Held::kAdopted) continue;
-    stages_.accumulator.store_adopted(static_cast<ga_param>(i));
+    if (p.held() != Held::kBorrowed) continue;
+    stages_.accumulator.store_borrowed(static_cast<ga_param>(i));
     p.stale = true;
     writer_.reset();  // which has read other partials
   }
@@ -372,7 +372,7 @@ RankState::Items Checkpoint::state_items(const Stages& stages) {
   }
   Fields keys;
   for (size_t i = 0; i < model.params.size(); ++i)
-    if (!model.params.tensor(i).removed && checkpoint.is_by_chance(i))
+    if (!model.params.tensor(i).removed && checkpoint.is_stochastic(i))
       keys.add(("parameter_" + std::to_string(i)).c_str(), model.params.tensor(i).key);
   items.emplace_back("keys of random bits", keys.text());
   Control control = model.progress.control();

@@ -184,7 +184,7 @@ class Checkpoint {
     std::vector<OfParam> params;
     std::vector<char> frozen_layers;
   };
-  class Exchanged;
+  class Swapped;
 
   // Both ways.
   struct NamedArray {
@@ -193,7 +193,7 @@ class Checkpoint {
     std::vector<int64_t> shape;
   };
   std::vector<NamedArray> arrays_of(size_t param) const;
-  bool is_by_chance(size_t param) const;
+  bool is_stochastic(size_t param) const;
   Fields param_settings(size_t param, bool with_key) const;
   Fields window_settings() const;
   void report(int64_t bytes, bool may_cancel);
@@ -274,7 +274,7 @@ class Checkpoint {
     size_t rows, row_bytes;
   };
   Batch batch_of(size_t param, size_t most) const;
-  void exchange() noexcept;
+  void swap_settings() noexcept;
   [[noreturn]] void fail_halfway(const char* why);
   void write_all();
   void list_regions();
@@ -312,7 +312,7 @@ class Checkpoint {
   TextsIn texts_;
   std::vector<int32_t> keys_;  // by parameter, as Tensor::key; empty: they stay
   int32_t next_key_ = 0;
-  std::unique_ptr<Taken> taken_;  // under GA_SETTINGS_TAKE; after exchange(), what was before
+  std::unique_ptr<Taken> taken_;  // under GA_SETTINGS_TAKE; after swap_settings(), what was before
   // To be filled: with which part of which tensor, in bytes.
   struct From {
     size_t tensor, first;

@@ -34,14 +34,16 @@ int64_t Checkpoint::whole(double x, int64_t low, int64_t high, const char* what)
 }
 
 // While it exists, or for good after keep(), the context has the settings that are taken.
-class Checkpoint::Exchanged {
+class Checkpoint::Swapped {
  public:
-  explicit Exchanged(Checkpoint& checkpoint) : checkpoint_(&checkpoint) { checkpoint.exchange(); }
-  ~Exchanged() {
-    if (checkpoint_) checkpoint_->exchange();
+  explicit Swapped(Checkpoint& checkpoint) : checkpoint_(&checkpoint) {
+    checkpoint.swap_settings();
   }
-  Exchanged(const Exchanged&) = delete;
-  Exchanged& operator=(const Exchanged&) = delete;
+  ~Swapped() {
+    if (checkpoint_) checkpoint_->swap_settings();
+  }
+  Swapped(const Swapped&) = delete;
+  Swapped& operator=(const Swapped&) = delete;
   void keep() { checkpoint_ = nullptr; }
 
  private:
@@ -70,14 +72,14 @@ void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
   read_all();
   if (options_.settings == GA_SETTINGS_TAKE && texts_.counted) take_settings();
   if (texts_.counted) {
-    const Exchanged taken(*this);  // the windows are checked against these settings
+    const Swapped taken(*this);  // the windows are checked against these settings
     if (taken_) model_.ranks->check_keepers();
     join_windows();
   }
   model_.backend->wait();
   try {
     make_room();
-    Exchanged taken(*this);
+    Swapped taken(*this);
     // Last, because the units of the old settings are gone then.
     if (taken_ && model_.tables.params() > 0) model_.arrays.make_units();
     if (ready) ready();

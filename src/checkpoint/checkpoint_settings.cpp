@@ -21,7 +21,7 @@ bool is_optimizer(std::string_view key) {
 }  // namespace
 
 // Whether some array of the parameter is rounded by keys that depend on its number (Tensor::key).
-bool Checkpoint::is_by_chance(size_t i) const {
+bool Checkpoint::is_stochastic(size_t i) const {
   const Param& p = model_.params[i];
   const bool average = model_.options.ema && model_.arrays.average_of(p).format == GA_BF16;
   return model_.params.tensor(i).options.rounding == GA_ROUND_STOCHASTIC || average ||
@@ -42,7 +42,7 @@ Fields Checkpoint::param_settings(size_t i, bool with_key) const {
   f.add("lr_scale", t.lr_scale);
   f.add("weight_decay_scale", t.weight_decay_scale);
   f.add("frozen", p.frozen);
-  if (with_key && is_by_chance(i)) f.add("index", t.key);
+  if (with_key && is_stochastic(i)) f.add("index", t.key);
   return f;
 }
 
@@ -197,7 +197,7 @@ void Checkpoint::read_keys() {
   std::vector<char> is_known(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     keys_.push_back(params.tensor(i).key);
-    if (params.tensor(i).removed || !is_by_chance(i)) continue;
+    if (params.tensor(i).removed || !is_stochastic(i)) continue;
     const std::string* const text = file_->find("parameter." + std::string(params.name(i)));
     if (!text) continue;
     const Fields f(*text, params.name(i));
@@ -302,7 +302,7 @@ void Checkpoint::take_schedule(const std::string& key, Taken::OfGroup& of) const
 }
 
 // Exchanges the settings of the context with those that are taken, if any are.
-void Checkpoint::exchange() noexcept {
+void Checkpoint::swap_settings() noexcept {
   if (!taken_) return;
   Taken& t = *taken_;
   std::swap(model_.params.clip, t.clip);

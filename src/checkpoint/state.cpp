@@ -98,7 +98,7 @@ void NamedState::get(ga_param id, const char* name, void* out, int32_t dtype, in
     std::memcpy(out, &product, sizeof product);
   } else {
     const bool none = s.kind == kAverage && !state.averaged;  // yet: that of the parameter
-    if (none) model_.arrays.copy(p, p.values(), model_.arrays.average_of(p), p.share.count);
+    if (none) model_.arrays.copy(p, p.values(), model_.arrays.average_of(p), p.shard.count);
     auto* to = static_cast<char*>(out);
     each_piece(model_, id, {model_.arrays.data(p, s.kind), s.dtype}, s.count,
                [&](const void* piece, size_t bytes) {

@@ -53,7 +53,7 @@ void Averages::copy_to(ga_param id, void* out, int32_t dtype) {
   if (!swapped_) copies_.follow_data(id);
   const bool averaged = model_.progress.param_state(static_cast<size_t>(id)).averaged;
   const bool elsewhere = averaged && swapped_ && swaps_in_place(p);
-  const Array from = elsewhere  ? p.shared_data()
+  const Array from = elsewhere  ? p.shard_data()
                      : averaged ? model_.arrays.average_of(p)
                                 : p.current();
   model_.arrays.reserve(std::max(model_.arrays.chunks(), chunk_count(p.count)),
@@ -89,14 +89,14 @@ void Averages::swap(bool on) {
     for (size_t i = 0; i < model_.tables.params(); ++i)
       if (const Param& p = model_.params[i]; p.average && states[i].averaged) f(p);
   };
-  const auto share_bytes = [](const Param& p) {
-    return static_cast<size_t>(p.share.count * dtype_info(p.dtype).size);
+  const auto shard_bytes = [](const Param& p) {
+    return static_cast<size_t>(p.shard.count * dtype_info(p.dtype).size);
   };
   each([&](const Param& p) {
     if (swaps_in_place(p))
-      piece = std::max(piece, std::min(share_bytes(p), kPiece));
+      piece = std::max(piece, std::min(shard_bytes(p), kPiece));
     else
-      kept += (share_bytes(p) + kLine - 1) / kLine * kLine;
+      kept += (shard_bytes(p) + kLine - 1) / kLine * kLine;
   });
   Buffer copies, scratch;
   if (on && kept > 0) copies = Buffer(*model_.backend, kept);
@@ -106,8 +106,8 @@ void Averages::swap(bool on) {
   model_.health.or_break([&] {
     char* original = static_cast<char*>(kept_.data());
     each([&](const Param& p) {
-      const size_t bytes = share_bytes(p);
-      char* const shared = static_cast<char*>(p.shared_data().data);
+      const size_t bytes = shard_bytes(p);
+      char* const shared = static_cast<char*>(p.shard_data().data);
       if (swaps_in_place(p)) {
         for (size_t at = 0; at < bytes; at += piece) {
           const size_t size = std::min(piece, bytes - at);
@@ -121,7 +121,7 @@ void Averages::swap(bool on) {
       }
       if (on) {
         model_.backend->copy(original, shared, bytes);
-        model_.arrays.copy(p, model_.arrays.average_of(p), {shared, p.dtype}, p.share.count);
+        model_.arrays.copy(p, model_.arrays.average_of(p), {shared, p.dtype}, p.shard.count);
       } else {
         model_.backend->copy(shared, original, bytes);
       }

@@ -197,7 +197,7 @@ void Configuration::set_stream(void* stream) {
   if (model_.config.device == GA_DEVICE_CPU)
     fail(GA_ERROR_UNSUPPORTED, "stream was %p, but the context is on the CPU, which has no streams",
          stream);
-  model_.backend->set_stream(stream);
+  model_.backend->device()->set_stream(stream);
   model_.config.stream = stream;
 }
 

@@ -8,7 +8,7 @@
 namespace ga {
 
 Context::Context(const ga_config& config)
-    : callers_(config.eager ? new Callers : nullptr), log_(Log::of(config)), model(config) {
+    : callers_(config.eager ? new ConcurrentCalls : nullptr), log_(Log::of(config)), model(config) {
   if (config.eager) model.speculation = std::make_unique<Eager>(stages);
   model.tables = model.tables.grown(*model.backend, ContextTables::kContext, 1);
   model.options.choose_path(model.params, model.ranks->alone());
@@ -64,7 +64,7 @@ Context::SharedUse::SharedUse(const Context& context, const char* function, bool
   // A callback of a call may run on the thread of the call, which then would wait for itself.
   for (const SharedUse* use = outer_; use; use = use->outer_)
     if (&use->context_ == &context) fail_in_use();
-  const Callers::Lock lock = context.callers_->lock();
+  const ConcurrentCalls::Lock lock = context.callers_->lock();
   if (!context.callers_->enter(context.in_use_)) fail_in_use();
   try {
     context.check_usable(function, changing);
@@ -78,7 +78,7 @@ Context::SharedUse::SharedUse(const Context& context, const char* function, bool
 
 Context::SharedUse::~SharedUse() {
   innermost_ = outer_;
-  const Callers::Lock lock = context_.callers_->lock();
+  const ConcurrentCalls::Lock lock = context_.callers_->lock();
   context_.callers_->leave(context_.in_use_);
 }
 
@@ -114,14 +114,14 @@ void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& option
 ga_memory Context::memory() const {
   ga_memory m = {};
   model.ranks->divide();
-  const bool adopting =
-      model.options.adopts() && model.config.accum_steps == 1 && model.length.is_fixed();
+  const bool borrowing =
+      model.options.borrows() && model.config.accum_steps == 1 && model.length.is_fixed();
   const size_t params = model.params.size(), prepared = model.tables.params();
   const auto lists = [this](size_t n) {
     return preparation_.bytes_of_lists(n) + ContextTables::bytes(0, n);
   };
   const int64_t planned =  // not resident yet
-      model.arrays.count(m, adopting) + lists(params) - lists(prepared);
+      model.arrays.count(m, borrowing) + lists(params) - lists(prepared);
   m.workspace += lists(params) + ContextTables::bytes(model.params.groups.size(), 0);
   for (const Group& g : model.params.groups) m.workspace += g.rates.bytes();
   m.workspace += accumulator.bytes();

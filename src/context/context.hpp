@@ -18,7 +18,7 @@
 #include "context/averages.hpp"
 #include "context/configuration.hpp"
 #include "context/parameters.hpp"
-#include "core/callers.hpp"
+#include "core/concurrent_calls.hpp"
 #include "core/fork.hpp"
 #include "core/fp_mode.hpp"
 #include "core/log.hpp"
@@ -31,8 +31,8 @@ class Comm;
 
 class Context {
  private:
-  mutable uint64_t calls_ = 0;              // that may have changed something
-  const std::unique_ptr<Callers> callers_;  // NULL: one thread at a time, in any call
+  mutable uint64_t calls_ = 0;                      // that may have changed something
+  const std::unique_ptr<ConcurrentCalls> callers_;  // NULL: one thread at a time, in any call
   const std::unique_ptr<Log> log_;
 
  public:
@@ -93,7 +93,7 @@ class Context {
     const Context& context_;
     const SharedUse* outer_;
   };
-  const Callers* callers() const { return callers_.get(); }  // NULL: one thread at a time
+  const ConcurrentCalls* callers() const { return callers_.get(); }  // NULL: one thread at a time
 
   Log* log() const { return log_.get(); }  // NULL: none
   template <class Value>

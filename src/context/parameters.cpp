@@ -57,7 +57,7 @@ void Parameters::check_data(const char* tensor, const void* data, int64_t count,
     of.fail(GA_ERROR_INVALID_ARGUMENT,
             "its %lld elements at address %p reach past the end of memory", ll(count), data);
   model_.ranges.check_readable(of, "its data", data, count, size);
-  model_.ranges.check_apart(of, "its data", data, bytes, self);
+  model_.ranges.check_disjoint(of, "its data", data, bytes, self);
 }
 
 // Checks that dtypes and options of a parameter fit each other and the group's optimizer.

@@ -58,7 +58,7 @@ bool ParamArrays::is_compensated(const Param& p) const {
          !p.maximum;
 }
 
-OwnedArrays ParamArrays::of(size_t i, const Range& share) const {
+OwnedArrays ParamArrays::of(size_t i, const Range& shard) const {
   const Param& p = params_[i];
   const Tensor& t = params_.tensor(i);
   const Group& g = params_.group_of(p);
@@ -76,7 +76,7 @@ OwnedArrays ParamArrays::of(size_t i, const Range& share) const {
   numbers(kAccumulator, "grad_accum", p.accumulator_dtype, p.count);
   if (is_compensated(p)) numbers(kLow, "grad_accum_low", p.accumulator_dtype, p.count);
 
-  const int op = share.count > 0 ? params_.op_of(p) : -1;
+  const int op = shard.count > 0 ? params_.op_of(p) : -1;
   if (op >= 0 && op_info(op).factored) {
     const Matrices m = matrices_of(t);
     const char* const* const names = op_info(op).slot_names.of;
@@ -84,22 +84,22 @@ OwnedArrays ParamArrays::of(size_t i, const Range& share) const {
     numbers(kState + 1, names[1], p.real(), m.count * m.columns);
     numbers(kState + 2, nullptr, p.real(), m.count);  // OuterProduct::scales
   } else if (op >= 0 && op_info(op).row_state) {
-    const int64_t rows = share.count / (p.count / t.rows);
+    const int64_t rows = shard.count / (p.count / t.rows);
     add(kState, op_info(op).slot_names.of[0], p.real(), rows,
         static_cast<size_t>(rows) * size_of(p.real()), g.info->initial(g.optimizer, 0));
   } else if (op >= 0) {
     const int32_t format = state_of(p, 0).format;
     // Kernels that compute in double go by groups of two cache lines.
-    const int64_t room = format == GA_F64 ? (share.count + 15) / 16 * 16 : share.count;
+    const int64_t room = format == GA_F64 ? (shard.count + 15) / 16 * 16 : shard.count;
     for (int k = 0; k < op_info(op).slots; ++k)
-      add(kState + k, op_info(op).slot_names.of[k], format, share.count,
+      add(kState + k, op_info(op).slot_names.of[k], format, shard.count,
           static_cast<size_t>(room) * size_of(format), g.info->initial(g.optimizer, k));
   }
-  if (share.count > 0) {
-    if (params_.has_master(i)) numbers(kMaster, "master", GA_F32, share.count);
-    if (ema_) numbers(kAverage, "ema", average_of(p).format, share.count);
+  if (shard.count > 0) {
+    if (params_.has_master(i)) numbers(kMaster, "master", GA_F32, shard.count);
+    if (ema_) numbers(kAverage, "ema", average_of(p).format, shard.count);
     if (params_.is_layered_over_ranks(i) && op_info(op).emits && !p.fits_accumulator())
-      numbers(kEmitted, nullptr, p.real(), share.count);
+      numbers(kEmitted, nullptr, p.real(), shard.count);
   }
   if (t.options.rows != GA_ROWS_NONE) {
     add(kRowSlots, nullptr, 0, t.rows, static_cast<size_t>(t.rows) * sizeof(uint32_t));
@@ -132,7 +132,7 @@ void ParamArrays::each_units(size_t i, F&& f) const {
   const Param& p = params_[i];
   const Tensor& t = params_.tensor(i);
   if (params_.needs_units(i)) f(Tensor::kClipUnits, params_.clip_units(i), true);
-  if (p.share.count == 0) return;
+  if (p.shard.count == 0) return;
   const int op = params_.op_of(p);
   if (op >= 0 && op_info(op).row_state) f(Tensor::kFactorRows, params_.state_rows(i), false);
   if (op < 0 || !op_info(op).factored) return;
@@ -149,7 +149,7 @@ void ParamArrays::each_units(size_t i, F&& f) const {
 // counted from it. On a device they begin with a line of its caches, which are 128 bytes long.
 template <class F>
 void ParamArrays::place(size_t i, Layout& l, F&& f) const {
-  constexpr size_t kLine = 64, kPage = 4096, kApart = 17 * kLine, kLarge = size_t{1} << 20;
+  constexpr size_t kLine = 64, kPage = 4096, kSpacing = 17 * kLine, kLarge = size_t{1} << 20;
   constexpr size_t kDeviceLine = 128;
   const bool on_device = config_.device != GA_DEVICE_CPU;
   const Param& p = params_[i];
@@ -157,7 +157,7 @@ void ParamArrays::place(size_t i, Layout& l, F&& f) const {
   for (const OwnedArray& a : of(i)) {
     size_t& end = l.bytes[static_cast<size_t>(a.kind)];
     size_t offset = end;
-    apart += kApart;
+    apart += kSpacing;
     const bool placed = a.kind != kPartials;  // partials lie side by side, see Layout::chunks()
     if (placed && on_device && a.bytes >= kPage) {
       offset = add_capped(offset, (kDeviceLine - offset % kDeviceLine) % kDeviceLine);
@@ -169,7 +169,7 @@ void ParamArrays::place(size_t i, Layout& l, F&& f) const {
     f(a, offset);
   }
   const int op = params_.op_of(p);
-  if (op < 0 || !op_info(op).emits || p.share.count == 0) return;
+  if (op < 0 || !op_info(op).emits || p.shard.count == 0) return;
   int64_t elements = 0;
   if (!p.fits_accumulator() && !params_.is_layered_over_ranks(i)) elements = p.count;
   if (op_info(op).orthogonal)
@@ -201,7 +201,7 @@ bool ParamArrays::gives_on_demand() const {
   return config_.device == GA_DEVICE_CPU && !config_.allocate;
 }
 
-int64_t ParamArrays::count(ga_memory& m, bool adopting) const {
+int64_t ParamArrays::count(ga_memory& m, bool borrowing) const {
   const auto add = [](int64_t& sum, size_t bytes) {
     sum = static_cast<int64_t>(add_capped(static_cast<size_t>(sum), bytes));
   };
@@ -215,7 +215,7 @@ int64_t ParamArrays::count(ga_memory& m, bool adopting) const {
   for (size_t i = 0; i < params_.size(); ++i) {
     const Param& p = params_[i];
     if (!p.owns && p.frozen) continue;
-    const bool stores = !(adopting && never_stores(i));
+    const bool stores = !(borrowing && never_stores(i));
     for (const OwnedArray& a : of(i)) {
       const auto bytes = static_cast<int64_t>(a.bytes);
       if (a.kind == kAccumulator && !stores) {
@@ -308,7 +308,7 @@ void ParamArrays::allocate(New& fresh) {
 // Claims the parameters whose master weights are new: all of them or, if this throws, none.
 void ParamArrays::claim_masters() {
   const auto is_new = [&](const Param& p, size_t i) {
-    return p.lacks_arrays() && p.share.count > 0 && params_.has_master(i);
+    return p.lacks_arrays() && p.shard.count > 0 && params_.has_master(i);
   };
   size_t i = 0;
   try {
@@ -412,14 +412,14 @@ void ParamArrays::reset_state(size_t i) {
 }
 
 void ParamArrays::clear_average(Param& p) {
-  fill(p, {nullptr, GA_F32}, 0, average_of(p), p.share.count);
+  fill(p, {nullptr, GA_F32}, 0, average_of(p), p.shard.count);
   p.average_written = true;
 }
 
 void ParamArrays::fill_unfilled() {
   for (size_t i = 0; i < params_.size(); ++i) {
     Param& p = params_[i];
-    if (p.master_due && p.master) copy(p, p.shared_data(), {p.master, GA_F32}, p.share.count);
+    if (p.master_due && p.master) copy(p, p.shard_data(), {p.master, GA_F32}, p.shard.count);
     p.master_due = false;
     if (!p.state_due) continue;
     for (const OwnedArray& a : of(i))

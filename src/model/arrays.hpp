@@ -62,19 +62,19 @@ class ParamArrays {
 
   // All arrays that a parameter has or will have, in the order of ArrayKind, except its Units. Layout,
   // accounting, allocation and filling follow this list.
-  OwnedArrays of(size_t param) const { return of(param, params_[param].share); }
+  OwnedArrays of(size_t param) const { return of(param, params_[param].shard); }
   // The same, as one rank alone would have them.
   OwnedArrays whole_of(size_t param) const { return of(param, {0, params_[param].count}); }
   // The elements that this rank has of an array of state with `count` elements.
   static Range part_of(const Param& p, int64_t count) {
-    if (p.share.count == p.count) return {0, count};
-    return p.share.count == 0 ? Range{0, 0} : part_of(p, count, p.share);
+    if (p.shard.count == p.count) return {0, count};
+    return p.shard.count == 0 ? Range{0, 0} : part_of(p, count, p.shard);
   }
   // The elements that a rank with that share of the parameter has of such an array, which has one element for each
   // of the parameter, or one for each row.
-  static Range part_of(const Param& p, int64_t count, const Range& share) {
+  static Range part_of(const Param& p, int64_t count, const Range& shard) {
     const int64_t each = p.count / count;
-    return {share.first / each, share.count / each};
+    return {shard.first / each, shard.count / each};
   }
   bool is_compensated(const Param& p) const;  // whether its accumulator is a pair
   Array state_of(const Param& p, int slot) const;
@@ -102,9 +102,9 @@ class ParamArrays {
   // Takes a parameter's arrays away, and frees those that were made with them if no parameter has any left.
   void free(size_t param);
   void claim(ga_param id, void* data);  // the parameter's new address, for its master weights
-  // Adds the bytes of arrays to `m`, and returns how many of these are not resident yet. adopting: windows
+  // Adds the bytes of arrays to `m`, and returns how many of these are not resident yet. borrowing: windows
   // consist of one gradient, which stays in the program's buffer.
-  int64_t count(ga_memory& m, bool adopting) const;
+  int64_t count(ga_memory& m, bool borrowing) const;
 
   // Has master weights, if there are any, copied from their parameter again.
   void renew_master(Param& p) {
@@ -124,7 +124,7 @@ class ParamArrays {
   void clear_average(Param& p);
 
  private:
-  OwnedArrays of(size_t param, const Range& share) const;
+  OwnedArrays of(size_t param, const Range& shard) const;
   // How much of the arenas is taken, in bytes.
   struct Layout {
     std::array<size_t, kArrayKinds> bytes = {};

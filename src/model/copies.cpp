@@ -8,12 +8,12 @@ namespace ga {
 void Copies::follow_data(ga_param id) {
   const auto i = static_cast<size_t>(id);
   const Param& p = model_.params[id];
-  if (!p.master || !model_.params.follows(id) || p.master_due || p.share.count == 0) return;
+  if (!p.master || !model_.params.follows(id) || p.master_due || p.shard.count == 0) return;
   // An update that has begun does so, and writes the parameter early maybe.
   if (p.ahead != Ahead::kNot || model_.speculation->is_written_early(id)) return;
   writer_.flush();
   const Array followed = {model_.tables.updates.at(i), kFollowed};
-  model_.arrays.copy(p, followed, {p.master, GA_F32}, p.share.count);
+  model_.arrays.copy(p, followed, {p.master, GA_F32}, p.shard.count);
 }
 
 void Copies::follow_data() {
@@ -28,9 +28,9 @@ void Copies::write(const std::function<bool(ga_param)>& written, const Ranks::Re
     if (!is_due(id)) continue;
     const Param& p = model_.params[id];
     any = true;
-    if (p.master && p.share.count > 0)
+    if (p.master && p.shard.count > 0)
       model_.health.or_break([&] {
-        model_.arrays.copy(p, {p.master, GA_F32}, p.shared_data(), p.share.count);
+        model_.arrays.copy(p, {p.master, GA_F32}, p.shard_data(), p.shard.count);
       });
   }
   if (!any || !model_.ranks->shards()) return;

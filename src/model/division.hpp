@@ -35,7 +35,7 @@ struct Division {
   int64_t measured_piece = 0;
   // Where the optimizer is not sharded, ranks add up other pieces than they take norms of. Then norms are a pass of
   // their own behind the addition, sharded or not.
-  bool measured_apart = false;
+  bool measured_separately = false;
 
   // What a rank adds up.
   Range range(int32_t rank, int64_t count) const { return of(piece, rank, count); }

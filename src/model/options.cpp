@@ -112,7 +112,7 @@ void Options::choose_path(const ParamList& params, bool alone) {
   for (const Group& g : params.groups) clip_micro_ = clip_micro_ || is_of_micros(params.clip_of(g));
   const bool plain = config_.accumulation == GA_ACCUMULATE_PLAIN && !config_.noise_scale;
   plain_path_ = plain && !params.has_maxima;
-  adopts_ = plain && !deferring() && config_.gradient_life == GA_GRADIENTS_LIVE && alone;
+  borrows_ = plain && !deferring() && config_.gradient_life == GA_GRADIENTS_LIVE && alone;
 }
 
 }  // namespace ga

@@ -23,7 +23,7 @@ class Options {
   // Whether micro-batches are checked or clipped as a whole when they end.
   bool deferring() const { return config_.nonfinite == GA_NONFINITE_DROP_MICRO || clip_micro_; }
   bool plain_path() const { return plain_path_; }  // contributions are only added
-  bool adopts() const { return adopts_; }  // first contributions stay in the program's buffers
+  bool borrows() const { return borrows_; }  // first contributions stay in the program's buffers
   // Whether only the device knows the loss scale.
   bool late_scale() const { return scaled && config_.device != GA_DEVICE_CPU; }
 
@@ -31,7 +31,7 @@ class Options {
   const ga_config& config_;
   bool clip_micro_ = false;
   bool plain_path_ = true;
-  bool adopts_ = false;
+  bool borrows_ = false;
 };
 
 ga_config default_config();

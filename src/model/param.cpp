@@ -123,7 +123,7 @@ ga_param ParamList::add(const NewParam& e, void* data, int32_t dtype, int64_t co
   Param p = {};
   p.data = data;
   p.count = count;
-  p.share = {0, count};
+  p.shard = {0, count};
   p.offset = e.offset;
   p.group = e.group;
   p.matrix = e.rank >= 2;
@@ -197,7 +197,7 @@ bool ParamList::needs_units(Which w) const {
   const Param& p = (*this)[w];
   const ga_clip& clip = clip_of(p);
   const bool of_micros = clip.when == GA_CLIP_WHEN_MICRO;
-  return clip.scope == GA_CLIP_AGC && (of_micros ? p.count : p.share.count) > 0;
+  return clip.scope == GA_CLIP_AGC && (of_micros ? p.count : p.shard.count) > 0;
 }
 
 bool ParamList::is_clipped_in_parts(Which w) const {
@@ -208,14 +208,14 @@ bool ParamList::is_clipped_in_parts(Which w) const {
 
 UnitPattern ParamList::clip_units(Which w) const {
   const UnitPattern whole = units_of(tensor(w).shape, units_axes(w));
-  const Range& share = (*this)[w].share;
-  return is_clipped_in_parts(w) ? part_of(whole, share.first, share.count) : whole;
+  const Range& shard = (*this)[w].shard;
+  return is_clipped_in_parts(w) ? part_of(whole, shard.first, shard.count) : whole;
 }
 
 UnitPattern ParamList::state_rows(Which w) const {
   const Param& p = (*this)[w];
   const int64_t rows = tensor(w).rows;
-  UnitPattern pattern = part_of(units_of({rows, p.count / rows}, 2), p.share.first, p.share.count);
+  UnitPattern pattern = part_of(units_of({rows, p.count / rows}, 2), p.shard.first, p.shard.count);
   if (rows == 1) pattern.pieces = 1;  // a row is summed as a whole, also when it is updated lazily
   return pattern;
 }
@@ -263,7 +263,7 @@ bool ParamList::norm_after_value(const Param& p) const {
          (c.scope != GA_CLIP_NONE || is_layered(p));
 }
 
-Array Param::shared_data() const { return ga::offset({data, dtype}, share.first); }
+Array Param::shard_data() const { return ga::offset({data, dtype}, shard.first); }
 
 Matrices matrices_of(const Tensor& t) {
   const size_t rank = t.shape.size();

@@ -48,26 +48,26 @@ struct Block {
 };
 
 // Whether the parameter was updated before its window was decided, and where the result is.
-enum class Ahead : unsigned char { kNot, kInPlace, kApart };
+enum class Ahead : unsigned char { kNot, kInPlace, kOutOfPlace };
 
 // What the passes need of a parameter. A plain contribution needs the first cache line alone.
 struct alignas(64) Param {
   void* accumulator = nullptr;
   Partial* partials = nullptr;
   int64_t count;
-  int64_t offset;                 // elements from the start of its block
-  const void* checked = nullptr;  // the last gradient address that was found to be readable
-  const void* adopted = nullptr;  // under Held::kAdopted: the gradient, in the program's buffer
-  double adopted_scale = 0;
+  int64_t offset;                  // elements from the start of its block
+  const void* checked = nullptr;   // the last gradient address that was found to be readable
+  const void* borrowed = nullptr;  // under Held::kBorrowed: the gradient, in the program's buffer
+  double borrowed_scale = 0;
   unsigned char dtype;
   unsigned char gradient_dtype;
   unsigned char accumulator_dtype;
   unsigned char held_as = 0;  // Held
   bool f64 : 1;               // computed in double
   bool acquired : 1;
-  bool adopted_late : 1;  // adopted_scale still lacks the loss scale, which only the device knows
-  bool maximum : 1;       // GA_REDUCE_MAX
-  bool busy : 1;          // a call adds to it, while calls of other threads may run
+  bool borrowed_late : 1;  // borrowed_scale still lacks the loss scale, which only the device knows
+  bool maximum : 1;        // GA_REDUCE_MAX
+  bool busy : 1;           // a call adds to it, while calls of other threads may run
   bool frozen = false;
   bool stale = false;  // someone wrote the accumulator without its partials
   bool ready = false;  // nothing more comes to it in this window
@@ -78,10 +78,10 @@ struct alignas(64) Param {
   void* master = nullptr;
   void* average = nullptr;
   void* emitted = nullptr;
-  const void* summed =
-      nullptr;             // under Held::kSummed: the gradient, of the compute type; it may exist
-                           // in `share` alone
-  Range share = {0, 0};    // the elements that this rank keeps state of and updates; count: all
+  const void* reduced =
+      nullptr;             // under Held::kReduced: the gradient, of the compute type; it may exist
+                           // in `shard` alone
+  Range shard = {0, 0};    // the elements that this rank keeps state of and updates; count: all
   double held_weight = 0;  // GA_ACCUMULATE_RUNNING_MEAN: sum of the weights in the mean
   int64_t contributions = 0;  // in this window
   int64_t last_micro = -1;    // micro-batch of the last contribution
@@ -100,16 +100,16 @@ struct alignas(64) Param {
   bool unrounded = false;   // the parameter is not what the master weights round to
   bool master_due = false;  // the master weights have yet to be copied from the parameter
 
-  Param() : f64(false), acquired(false), adopted_late(false), maximum(false), busy(false) {}
+  Param() : f64(false), acquired(false), borrowed_late(false), maximum(false), busy(false) {}
   Held held() const { return static_cast<Held>(held_as); }
   void hold(Held h) { held_as = static_cast<unsigned char>(h); }
   int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
   bool fits_accumulator() const { return accumulator_dtype == real(); }
   bool lacks_arrays() const { return !owns && (!frozen || wanted); }
-  Array shared_data() const;  // of the parameter itself: its share
-  Array values() const { return master ? Array{master, GA_F32} : shared_data(); }
+  Array shard_data() const;  // of the parameter itself: its share
+  Array values() const { return master ? Array{master, GA_F32} : shard_data(); }
   // The same while the master weights have yet to be copied from the parameter.
-  Array current() const { return master_due ? shared_data() : values(); }
+  Array current() const { return master_due ? shard_data() : values(); }
 };
 
 // Which rank keeps the state of a parameter where the optimizer is sharded: each that of a piece, if an

@@ -34,7 +34,7 @@ class Preparation {
   // Gives every parameter that is not frozen its arrays, if it has none yet.
   void make_arrays() {
     if (model_.arrays.lacking()) make_lacking();
-    if (model_.config.eager) model_.speculation->make_second_set();
+    if (model_.config.eager) model_.speculation->make_shadow();
   }
   // Not what updates ahead take, which depend on an exchange that the context may have yet to get.
   void make_own() {

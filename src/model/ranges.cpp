@@ -56,8 +56,8 @@ void MemoryRanges::check_readable(const Subject& of, const char* what, const voi
   if (config_.device != GA_DEVICE_CPU && count > 0) backend_.check_memory(of, what, data);
 }
 
-void MemoryRanges::check_apart(const Subject& of, const char* what, const void* data, int64_t bytes,
-                               ga_param self) const {
+void MemoryRanges::check_disjoint(const Subject& of, const char* what, const void* data,
+                                  int64_t bytes, ga_param self) const {
   const Range* const r = overlap(data, bytes, self);
   if (!r) return;
   const bool library = r->param < 0;

@@ -29,13 +29,13 @@ class MemoryRanges {
   void check_readable(const Subject& of, const char* what, const void* data, int64_t count,
                       int32_t size) const;
   // Throws the same status if the array overlaps memory of the library or a parameter other than `self`.
-  void check_apart(const Subject& of, const char* what, const void* data, int64_t bytes,
-                   ga_param self = -1) const;
+  void check_disjoint(const Subject& of, const char* what, const void* data, int64_t bytes,
+                      ga_param self = -1) const;
   // Both, of an array that a contribution comes from or that a call writes to.
   void check(const Subject& of, const char* what, const void* data, int64_t count,
              int32_t size) const {
     check_readable(of, what, data, count, size);
-    check_apart(of, what, data, count * size);
+    check_disjoint(of, what, data, count * size);
   }
 
  private:

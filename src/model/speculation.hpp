@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "backend/backend.hpp"
-#include "core/callers.hpp"
+#include "core/concurrent_calls.hpp"
 
 namespace ga {
 
@@ -19,18 +19,18 @@ class Speculation {
   // ---- Arrays ----
 
   virtual void set_tables(const ScalarTables&, const TaskTables&) {}
-  // Parameters, their arrays, or options that decide about the second set may have changed.
+  // Parameters, their arrays, or options that decide about the shadow arrays may have changed.
   virtual void look_again() {}
-  virtual void make_second_set() {}
+  virtual void make_shadow() {}
   virtual void forget(size_t param) { (void)param; }                     // which is removed
-  virtual int64_t bytes(int64_t& written) const { return written = 0; }  // of the second set
+  virtual int64_t bytes(int64_t& written) const { return written = 0; }  // of the shadow arrays
   virtual int64_t list_bytes(size_t) const { return 0; }
 
   // ---- A window ----
 
   virtual void note(ga_param) {}  // it has become ready
   // What was noted may be updated. Lets go of the lock while it is. Nothing over ranks: there, sums are updated.
-  virtual void release(Callers::Lock&) {}
+  virtual void release(ConcurrentCalls::Lock&) {}
   // Where gradients are exchanged in the background, in place of release():
   virtual void open() {}                         // the exchange begins
   virtual void await(ga_param, const Array&) {}  // in the order in which the sums will be there

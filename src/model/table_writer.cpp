@@ -152,9 +152,9 @@ void TableWriter::describe_input(size_t i) {
   in.clipped_in_parts = model_.ranks->on_device() && model_.params.is_clipped_in_parts(i);
   in.lazy = t.options.rows == GA_ROWS_LAZY;
   in.average = model_.options.ema && p.owns && p.count > 0;
-  in.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC ||
-                 model_.params.group_of(p).optimizer.state_dtype == GA_BF16 ||
-                 (in.average && model_.arrays.average_of(p).format == GA_BF16);
+  in.stochastic = t.options.rounding == GA_ROUND_STOCHASTIC ||
+                  model_.params.group_of(p).optimizer.state_dtype == GA_BF16 ||
+                  (in.average && model_.arrays.average_of(p).format == GA_BF16);
 }
 
 void TableWriter::describe_update(size_t i) {
@@ -167,15 +167,15 @@ void TableWriter::describe_update(size_t i) {
   composites.sparse = {p.accumulator, columns, t.set};
   UpdateTask& update = model_.tables.updates.edit(i);
   update.plan = model_.tables.plans.at(i);
-  update.first = p.share.first;
-  update.count = p.share.count;
+  update.first = p.shard.first;
+  update.count = p.shard.count;
   update.op = op;
   update.f64 = p.f64;
-  if (p.master) update.copy = p.shared_data();
+  if (p.master) update.copy = p.shard_data();
   update.follows = p.master && model_.params.follows(i);
   update.delivered = {op < 0 ? p.accumulator : nullptr, p.accumulator_dtype};
   update.padded_state = !model_.params.in_pieces(i);  // a piece may end where another begins
-  update.by_chance = t.options.rounding == GA_ROUND_STOCHASTIC;
+  update.stochastic = t.options.rounding == GA_ROUND_STOCHASTIC;
   update.rows = t.options.rows == GA_ROWS_LAZY ? t.set : nullptr;
   update.columns = columns;
   update.partials = p.partials;
@@ -204,10 +204,10 @@ void TableWriter::describe_factored(size_t i) {
   const bool by_rows = op_info(model_.params.op_of(p)).row_state;
   UpdateTask& update = model_.tables.updates.edit(i);
   update.state[0] = {&model_.tables.composites.at(i)->outer, kOuter};
-  if (p.share.count == 0) return;
+  if (p.shard.count == 0) return;
   const Units& rows = *t.units[Tensor::kFactorRows];
   const int64_t columns = p.count / t.rows;
-  const Matrices m = by_rows ? Matrices{p.share.count / columns, columns, 1} : matrices_of(t);
+  const Matrices m = by_rows ? Matrices{p.shard.count / columns, columns, 1} : matrices_of(t);
   FactorTask& factor = model_.tables.factors.edit(i);
   factor.plan = model_.tables.plans.at(i);
   factor.row_pattern = rows.pattern.at();
@@ -253,7 +253,7 @@ void TableWriter::set_arrays(size_t i) {
     model_.tables.units.edit(i).param = {model_.tables.updates.at(i), kFollowedWhole, 1, nullptr};
     return;
   }
-  const Array param = whole_of(update.param, p.share.first);
+  const Array param = whole_of(update.param, p.shard.first);
   model_.tables.units.edit(i).param = {param.data, param.format, 1, nullptr};
 }
 
@@ -265,14 +265,14 @@ void TableWriter::describe_layered(size_t i) {
   UpdateTask& update = model_.tables.updates.edit(i);
   UpdateTask& measure = model_.tables.measures.edit(i);
   const Array room = p.emitted              ? Array{p.emitted, p.real()}
-                     : p.fits_accumulator() ? offset({p.accumulator, p.real()}, p.share.first)
+                     : p.fits_accumulator() ? offset({p.accumulator, p.real()}, p.shard.first)
                                             : Array{model_.arrays.scratch(), p.real()};
   if (info.emits) measure.emitted = room.data;
   if (model_.config.eager)
     measure.partials = p.partials + chunk_count(p.count);  // of the gradient: the first
   model_.ranks->describe_measure(static_cast<ga_param>(i), measure);
-  const void* made = whole_of(room, p.share.first).data;
-  if (info.orthogonal && p.share.count > 0)
+  const void* made = whole_of(room, p.shard.first).data;
+  if (info.orthogonal && p.shard.count > 0)
     made = orthogonal_task(static_cast<ga_param>(i)).result();
   if (info.emits) update.gradient = identity({made, p.real(), 1, nullptr});
 }
@@ -325,14 +325,14 @@ Array TableWriter::target_of(ga_param id) const {
 Source TableWriter::source_of(ga_param id) const {
   const Param& p = model_.params[id];
   switch (p.held()) {
-    case Held::kAdopted:
-      return adopted_of(p);
+    case Held::kBorrowed:
+      return borrowed_of(p);
     case Held::kStored: {
       const Array target = target_of(id);
       return {target.data, target.format, 1, nullptr};
     }
-    case Held::kSummed:
-      return {p.summed, p.real(), 1, nullptr};
+    case Held::kReduced:
+      return {p.reduced, p.real(), 1, nullptr};
     case Held::kRows:
       return {&model_.tables.composites.at(static_cast<size_t>(id))->sparse, kSparse, 1, nullptr};
     default:
@@ -360,7 +360,7 @@ void TableWriter::each_source(size_t i, F&& f) {
 // Writes where the gradient lies into every table.
 void TableWriter::set_gradient(size_t i) {
   Source source = source_of(static_cast<ga_param>(i));
-  if (model_.params[i].held() == Held::kAdopted) known_[i] = source;
+  if (model_.params[i].held() == Held::kBorrowed) known_[i] = source;
   // The loss scale of the window that ends: by the time the step reads the gradient, the scaler holds the
   // next one.
   if (source.divisor) source.divisor = &model_.tables.control.at()->result.loss_scale;
@@ -368,9 +368,10 @@ void TableWriter::set_gradient(size_t i) {
 }
 
 bool TableWriter::move_gradient(size_t i) {
-  if (model_.config.device == GA_DEVICE_CPU || model_.tables.param_inputs[i].held != Held::kAdopted)
+  if (model_.config.device == GA_DEVICE_CPU ||
+      model_.tables.param_inputs[i].held != Held::kBorrowed)
     return false;
-  const Source source = adopted_of(model_.params[i]);
+  const Source source = borrowed_of(model_.params[i]);
   Source known = known_[i];
   known.data = source.data;
   if (!(known == source)) return false;
@@ -417,7 +418,7 @@ bool TableWriter::needs_norm(size_t i) {
   const Param& p = model_.params[i];
   const bool checked = model_.config.nonfinite != GA_NONFINITE_IGNORE;
   const bool measured = model_.config.measure_norm != 0 || model_.config.noise_scale != 0;
-  const bool unknown = p.held() == Held::kAdopted || p.stale;
+  const bool unknown = p.held() == Held::kBorrowed || p.stale;
   const bool due = unknown || model_.tables.param_inputs[i].clamped;
   const bool wanted =
       due && (checked || (measured && !p.maximum) || norm_wanted(static_cast<ga_param>(i)));
@@ -431,7 +432,7 @@ void TableWriter::write_param(size_t i) {
   const ParamInput& in = model_.tables.param_inputs[i];
   const Held held = p.held();
   const bool weighed = running && held == Held::kStored;
-  const bool moved = held == Held::kAdopted && !(known_[i] == adopted_of(p));
+  const bool moved = held == Held::kBorrowed && !(known_[i] == borrowed_of(p));
   const bool elsewhere = in.held != held || moved;
   if (!elsewhere && !weighed && held != Held::kRows) return;
   model_.tables.param_inputs.set(i, &ParamInput::weight, weighed ? p.held_weight : 1.0);
@@ -445,7 +446,7 @@ void TableWriter::write_param(size_t i) {
 void TableWriter::write_sum(size_t i, const Array& sum) {
   model_.tables.param_inputs.set(i, &ParamInput::weight, 1.0);
   model_.tables.param_inputs.set(i, &ParamInput::stale_rows, false);
-  model_.tables.param_inputs.set(i, &ParamInput::held, Held::kSummed);
+  model_.tables.param_inputs.set(i, &ParamInput::held, Held::kReduced);
   each_source(i, [&](auto& table, auto source_in) {
     source_in(table.edit(i)) = {sum.data, sum.format, 1, nullptr};
   });

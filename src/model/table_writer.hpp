@@ -42,9 +42,9 @@ class TableWriter {
   // What Newton-Schulz makes of a parameter's update, and where.
   OrthogonalizeTask orthogonal_task(ga_param id) const;
   Array target_of(ga_param id) const;  // the accumulator, in the format that it has
-  Source adopted_of(const Param& p) const {
-    return {p.adopted, p.gradient_dtype, p.adopted_scale,
-            p.adopted_late ? &model_.tables.control.at()->scaler.scale : nullptr};
+  Source borrowed_of(const Param& p) const {
+    return {p.borrowed, p.gradient_dtype, p.borrowed_scale,
+            p.borrowed_late ? &model_.tables.control.at()->scaler.scale : nullptr};
   }
   Source source_of(ga_param id) const;  // where the gradient of the window lies
 
@@ -58,7 +58,7 @@ class TableWriter {
   // Has the tables of a parameter that is updated ahead of ga_step read the sum of its gradients over the ranks, which
   // need not be there yet.
   void write_sum(size_t param, const Array& sum);
-  // If only the address of an adopted gradient is new, has just the words with the address go to a device, not the
+  // If only the address of an borrowed gradient is new, has just the words with the address go to a device, not the
   // tables. Returns false if more is new.
   bool move_gradient(size_t param);
   void send_moved();   // sends the addresses that move_gradient() collected
@@ -78,8 +78,8 @@ class TableWriter {
   bool norm_wanted(ga_param id) const;
 
   Model& model_;
-  std::vector<Source> known_;  // by parameter: the adopted gradient that the tables name
-  std::vector<Word> moved_;    // new addresses of adopted gradients, to be sent
+  std::vector<Source> known_;  // by parameter: the borrowed gradient that the tables name
+  std::vector<Word> moved_;    // new addresses of borrowed gradients, to be sent
   int64_t changes_ = 0;
   bool sends_layers_ = false;
 };

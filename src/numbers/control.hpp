@@ -48,11 +48,11 @@ struct alignas(16) OpBytes {
 
 // Where the gradient of a parameter lies during a window.
 enum class Held : uint8_t {
-  kNothing,  // no contribution yet
-  kAdopted,  // in the program's buffer, GA_GRADIENTS_LIVE
-  kStored,   // in the accumulator
-  kRows,     // in the accumulator, in the rows of the row set
-  kSummed    // added up over the ranks, where Exchange has it
+  kNothing,   // no contribution yet
+  kBorrowed,  // in the program's buffer, GA_GRADIENTS_LIVE
+  kStored,    // in the accumulator
+  kRows,      // in the accumulator, in the rows of the row set
+  kReduced    // added up over the ranks, where Exchange has it
 };
 
 // The settings of a context.
@@ -109,7 +109,7 @@ struct ParamInput {
   bool clipped_in_parts;
   bool lazy;        // only rows with a gradient are updated
   bool average;     // the parameter has an EMA
-  bool by_chance;   // some array of the parameter is rounded stochastically
+  bool stochastic;  // some array of the parameter is rounded stochastically
   bool stale_rows;  // the norm comes from the partials, not from the row set
   bool unmeasured;  // the partials do not match the gradient, and nobody reads its norm
   bool maximum;     // GA_REDUCE_MAX
@@ -162,7 +162,7 @@ struct ParamState {
 struct Targets;
 
 // What a step does to a parameter, as bit flags.
-enum Duty : int32_t {
+enum Action : int32_t {
   kUpdate = 1,      // runs the Op
   kUpdateRows = 2,  // runs the Op on the rows with a gradient
   kDeliver = 4,     // hands the gradient to the program
@@ -170,7 +170,7 @@ enum Duty : int32_t {
 };
 
 struct ParamPlan {
-  int32_t duty;      // Duty
+  int32_t actions;   // Action
   Numbers raw;       // before the clip by norm
   Numbers gradient;  // after the clip by norm: the view of the Op
   double factor;     // of the clip by norm
@@ -266,7 +266,7 @@ struct WindowTotals {
   bool last;          // no settle_units() follows
   bool over_ranks;    // Control::sums has what all ranks bring already
   // On a device over ranks, ParamSums are there already too (ranks.hpp).
-  bool summed;
+  bool reduced;
   bool discards;  // this rank discards the window
 };
 

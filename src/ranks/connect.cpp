@@ -31,7 +31,7 @@ void connect(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
     if (prepared) return;
     model.params.sharded = sharded;
     model.ranks->divide_anew();
-    for (Param& p : model.params) p.share = {0, p.count};
+    for (Param& p : model.params) p.shard = {0, p.count};
   };
   undivide(false);
   if (model.ranks->on_device()) model.backend->wait();

@@ -54,7 +54,7 @@ Exchange::Exchange(const Stages& stages, RankState& state, std::shared_ptr<Comm>
       state_(state),
       comm_(std::move(comm)),
       options_(options),
-      slices_(comm_->ranks()),
+      buckets_(comm_->ranks()),
       adder_(model_.backend.get()) {
   if (options_.adder == GA_COMM_ADDER_AUTO)
     options_.adder = options_.wire == GA_COMM_WIRE_EXACT ? comm_->default_adder()
@@ -85,7 +85,7 @@ Exchange::~Exchange() {
   background_.reset();
   if (comm_->on_stream()) {
     try {
-      if (begun_) model_.backend->join_aside();
+      if (begun_) model_.backend->device()->join_aside();
       model_.backend->wait();  // while somebody watches
     } catch (const Error&) {   // the context has it
     }
@@ -96,10 +96,11 @@ Exchange::~Exchange() {
 
 void Exchange::watch(bool on) {
   if (on && comm_->on_stream()) {
-    model_.backend->set_watch([comm = comm_.get()](double seconds) { comm->watch(seconds); });
+    model_.backend->device()->set_watch(
+        [comm = comm_.get()](double seconds) { comm->watch(seconds); });
     watching_ = true;
   } else if (watching_) {
-    model_.backend->set_watch({});
+    model_.backend->device()->set_watch({});
     watching_ = false;
   }
 }
@@ -574,7 +575,7 @@ void Exchange::explain(const char* what, const Items& own) {
   fail(GA_ERROR_INTERNAL, "%s have different checksums, but no difference was found", what);
 }
 
-// Before anything moves: all ranks cut the same parameters into slices.
+// Before anything moves: all ranks cut the same parameters into buckets.
 void Exchange::agree_on_tensors() {
   Header h = {};
   h.call = kBegin;
@@ -611,7 +612,7 @@ void Exchange::agree() {
   check_state();
   if (!on_device()) return;
   agreed_on_ = shape_digest();
-  if (overlaps()) model_.backend->aside([] {});  // makes the second stream
+  if (overlaps()) model_.backend->device()->aside([] {});  // makes the second stream
 }
 
 bool Exchange::is_check_due() const {

@@ -6,7 +6,7 @@
 // Gradients are added in pieces (division.hpp): rank q receives its piece from every rank and adds them in
 // the order of the ranks, then the pieces are gathered. So the sums have the same bits on every rank and
 // with every transport, and each rank has measured its piece in the same pass. What travels together,
-// slices.hpp says. Where the optimizer is sharded, the sums stay where they were added, and updated
+// buckets.hpp says. Where the optimizer is sharded, the sums stay where they were added, and updated
 // parameters are gathered.
 //   exchange.cpp            agreement and votes
 //   exchange_window.cpp     the end of a window: what ranks bring, and the sums
@@ -26,8 +26,8 @@
 #include "core/background.hpp"
 #include "files/fields.hpp"
 #include "model/ranks.hpp"
+#include "ranks/buckets.hpp"
 #include "ranks/comm/comm.hpp"
-#include "ranks/slices.hpp"
 #include "ranks/stages.hpp"
 
 namespace ga {
@@ -182,7 +182,7 @@ class Exchange final : public Ranks {
   bool adds_there(bool maximum) const {
     return options_.adder == GA_COMM_ADDER_TRANSPORT && !maximum;
   }
-  bool adds_there(const Slice& slice) const { return adds_there(slice.op == GA_COMM_MAX); }
+  bool adds_there(const Bucket& bucket) const { return adds_there(bucket.op == GA_COMM_MAX); }
   // Whether a transport may write to the context's arrays even after they are freed.
   bool may_write_late() const { return comm_->may_write_late(); }
   // Throws if what earlier windows have queued has failed, which may have reached parameters.
@@ -192,7 +192,7 @@ class Exchange final : public Ranks {
   bool begin_step(WindowTotals& totals);
   void sum_gradients();
   void add_sums();
-  // On a device: says of all gradients that their sums are there (Held::kSummed). Before any gradient has moved, throws
+  // On a device: says of all gradients that their sums are there (Held::kReduced). Before any gradient has moved, throws
   // if ranks turn out to have different parameters, and returns false if a rank turns out to discard the window.
   bool hold_all(bool discards);
   // Puts the sums there. measured: the parameters whose sums are measured. units: those clipped in parts.
@@ -204,15 +204,15 @@ class Exchange final : public Ranks {
   void take_parts(Parts parts) noexcept;
   bool stays(ga_param id) const;
   bool is_unmeasured(size_t param) const;
-  Range summed_range(ga_param id) const;
+  Range reduced_range(ga_param id) const;
   int32_t wire_of(const Param& p) const;
-  Array summed(ga_param id) const;
+  Array reduced(ga_param id) const;
   Array accumulator_of(ga_param id) const;
-  // f(segment) for what this rank has of a packed slice.
+  // f(segment) for what this rank has of a packed bucket.
   template <class F>
-  void each_own(const Slice& slice, F&& f) const {
-    for (size_t k = slice.first; k < slice.end; ++k)
-      if (slices_.segments()[k].rank == rank()) f(slices_.segments()[k]);
+  void each_own(const Bucket& bucket, F&& f) const {
+    for (size_t k = bucket.first; k < bucket.end; ++k)
+      if (buckets_.segments()[k].rank == rank()) f(buckets_.segments()[k]);
   }
   void reserve();
   void reserve_sums();
@@ -227,18 +227,18 @@ class Exchange final : public Ranks {
   void run_moves();
   bool brings(ga_param id) const;
   const int64_t* contributed_to(ga_param id) const;
-  void clear(const Slice& slice);
-  void pack(const Slice& slice, const Array& to);
-  void add_blocks(const Slice& slice);
+  void clear(const Bucket& bucket);
+  void pack(const Bucket& bucket, const Array& to);
+  void add_blocks(const Bucket& bucket);
   static void add_partials(const Partial* partials, int64_t count, ParamSums& sums);
   void gather_changed(const std::function<Changed(ga_param)>& changed);
-  void gather(const Slice& slice);
-  void make_slices(const std::function<bool(ga_param)>& which);
-  void run(const Slice& slice);
+  void gather(const Bucket& bucket);
+  void make_buckets(const std::function<bool(ga_param)>& which);
+  void run(const Bucket& bucket);
   void run_ready();
-  void begin_slices();
+  void begin_buckets();
   void run_item(size_t item, Backend& adder);
-  void finish_slices();
+  void finish_buckets();
   void agree_on_tensors();
   void check_state();
   void agree_on_sweep(const Subject& of, int64_t micro_batches, const std::function<void()>& ready);
@@ -249,12 +249,12 @@ class Exchange final : public Ranks {
   void check_capturing(const char* what) const;
   const uint64_t* send_brought();
   uint64_t shape_digest() const;
-  bool is_ready(const Slice& slice) const;
+  bool is_ready(const Bucket& bucket) const;
   void await(size_t item);
   void release_on_device();
   void begin_on_device();
-  void reduce(const Slice& slice);
-  void unpack(const Slice& slice, const Array& all);
+  void reduce(const Bucket& bucket);
+  void unpack(const Bucket& bucket, const Array& all);
   void hold_sums();
   void measure_own();
   int64_t piece_of(size_t param, int64_t grain) const;
@@ -289,7 +289,7 @@ class Exchange final : public Ranks {
   std::vector<uint64_t> brought_bits_;
   Buffer device_bits_;                     // the same bits
   Buffer pieces_;                          // this rank's, then those of all ranks
-  Buffer device_partials_, device_pairs_;  // of one slice
+  Buffer device_partials_, device_pairs_;  // of one bucket
 
   // Of the ending window.
   WindowSums sums_ = {};
@@ -299,9 +299,9 @@ class Exchange final : public Ranks {
   std::vector<char> touched_;         // by parameter, on any rank
   std::vector<uint64_t> row_counts_;  // [parameters with rows, ranks]
   std::vector<ParamSums> param_sums_;
-  Slices slices_;
+  Buckets buckets_;
 
-  // Of an exchange in the background. Item 0 is the agreement on the parameters, the others are slices.
+  // Of an exchange in the background. Item 0 is the agreement on the parameters, the others are buckets.
   // Nothing here is touched by two threads at a time: what runs has been released, and stops first.
   bool begun_ = false;
   uint64_t begun_with_ = 0;  // tensors_digest()
@@ -311,11 +311,11 @@ class Exchange final : public Ranks {
   // with whose sums are there when an item has run.
   std::vector<size_t> last_items_, begun_by_;
   std::unique_ptr<Backend> own_backend_;    // one thread, for what runs in the background
-  Backend* adder_;                          // which runs the kernels of the slices now
+  Backend* adder_;                          // which runs the kernels of the buckets now
   std::unique_ptr<Background> background_;  // NULL: the transport allows no other thread
 
   Parts parts_;
-  Buffer send_, received_, added_;  // of one slice
+  Buffer send_, received_, added_;  // of one bucket
   std::vector<Buffer> wide_;        // by parameter: sums in f32 of a 16-bit accumulator
   std::vector<Partial> partials_;
   std::vector<AccumulateTask> tasks_;

@@ -110,8 +110,8 @@ bool Exchange::hold_all(bool discards) {
     const auto id = static_cast<ga_param>(i);
     stages_.accumulator.make_dense(id);
     brought_[i] = p.held() != Held::kNothing;
-    p.hold(Held::kSummed);
-    p.summed = summed_range(id).count > 0 ? summed(id).data : nullptr;
+    p.hold(Held::kReduced);
+    p.reduced = reduced_range(id).count > 0 ? reduced(id).data : nullptr;
     p.stale = true;  // its partials are those of what this rank has brought
   }
   return true;
@@ -142,13 +142,13 @@ void Exchange::release_on_device() {
     begin_on_device();
     begun_ = true;
   }
-  model_.backend->aside([&] {
-    for (; released_ < slices_.list().size() && is_ready(slices_.list()[released_]); ++released_)
-      run(slices_.list()[released_]);
+  model_.backend->device()->aside([&] {
+    for (; released_ < buckets_.list().size() && is_ready(buckets_.list()[released_]); ++released_)
+      run(buckets_.list()[released_]);
   });
 }
 
-// Makes the slices of a window.
+// Makes the buckets of a window.
 void Exchange::begin_on_device() {
   touched_.assign(model_.tables.params(), 0);
   brought_.assign(model_.tables.params(), 0);
@@ -156,7 +156,7 @@ void Exchange::begin_on_device() {
     const Param& p = model_.params[i];
     touched_[i] = !p.frozen && p.owns;
   }
-  make_slices([&](ga_param id) {
+  make_buckets([&](ga_param id) {
     const auto i = static_cast<size_t>(id);
     return i < touched_.size() && touched_[i] != 0;
   });
@@ -166,6 +166,7 @@ void Exchange::begin_on_device() {
 
 void Exchange::put_sums(const WindowTotals& totals, Params measured, Params units) {
   Backend& backend = *model_.backend;
+  DeviceWork& device = *backend.device();
   const auto ranks = static_cast<size_t>(comm_->ranks());
   int64_t channels = 0;
   const Table<BnInput>& layers = model_.tables.layers;
@@ -174,18 +175,18 @@ void Exchange::put_sums(const WindowTotals& totals, Params measured, Params unit
   double* const own = room_for_records(words);
   double* const all = own + words;
 
-  backend.sum_rank(totals, send_brought(), own);
+  device.sum_rank(totals, send_brought(), own);
   const auto run_rest = [&] {
-    for (; released_ < slices_.list().size(); ++released_) run(slices_.list()[released_]);
+    for (; released_ < buckets_.list().size(); ++released_) run(buckets_.list()[released_]);
   };
   if (released_ > 0) {  // behind those that have gone before, with which they share buffers
-    backend.aside(run_rest);
-    backend.join_aside();
+    device.aside(run_rest);
+    device.join_aside();
   } else {
     run_rest();
   }
   comm_->all_gather_arrays("what each rank brings", own, all, words, words, GA_F64);
-  backend.add_ranks(all, words, comm_->ranks());
+  device.add_ranks(all, words, comm_->ranks());
 
   norms_.clear();
   for (size_t m = 0; m < measured.size; ++m) {
@@ -195,7 +196,7 @@ void Exchange::put_sums(const WindowTotals& totals, Params measured, Params unit
     const Range own = own_piece(id);
     if (own.count == 0) continue;
     NormTask task = {};
-    task.gradient = identity({offset(summed(id), own.first).data, p.real(), 1, nullptr});
+    task.gradient = identity({offset(reduced(id), own.first).data, p.real(), 1, nullptr});
     if (model_.tables.param_inputs[i].clamped)
       task.gradient.numbers = &model_.tables.plans.at(i)->raw;  // see add_ranks()
     task.f64 = p.f64;
@@ -210,9 +211,9 @@ void Exchange::put_sums(const WindowTotals& totals, Params measured, Params unit
   const size_t size = (ranks + 1) * static_cast<size_t>(numbers) * sizeof(double);
   if (pieces_.bytes() < size) pieces_ = Buffer(backend, size);
   auto* const sums = static_cast<double*>(pieces_.data());
-  backend.sum_pieces(sums);
+  device.sum_pieces(sums);
   comm_->all_gather_arrays("norms", sums, sums + numbers, numbers, numbers, GA_F64);
-  backend.add_pieces(sums + numbers, comm_->ranks());
+  device.add_pieces(sums + numbers, comm_->ranks());
 }
 
 }  // namespace ga

@@ -22,7 +22,7 @@ int32_t added_in(int32_t wire) { return wire == GA_F64 ? GA_F64 : GA_F32; }
 
 }  // namespace
 
-// ---- Slices -------------------------------------------------------------------------------------
+// ---- Buckets -------------------------------------------------------------------------------------
 
 // Whether the sum of a gradient stays where it is added, since nobody else updates the parameter.
 bool Exchange::stays(ga_param id) const {
@@ -32,9 +32,9 @@ bool Exchange::stays(ga_param id) const {
 }
 
 // What this rank has of the sum of a gradient in the end.
-Range Exchange::summed_range(ga_param id) const {
+Range Exchange::reduced_range(ga_param id) const {
   const Param& p = model_.params[id];
-  return stays(id) ? p.share : Range{0, p.count};
+  return stays(id) ? p.shard : Range{0, p.count};
 }
 
 // The dtype in which a gradient travels to where it is added.
@@ -48,17 +48,17 @@ int32_t Exchange::wire_of(const Param& p) const {
 }
 
 // Where the sum of a gradient lies: in the accumulator, or in an array of f32.
-Array Exchange::summed(ga_param id) const {
+Array Exchange::reduced(ga_param id) const {
   const Param& p = model_.params[id];
   if (p.fits_accumulator() && !p.pair) return {p.accumulator, p.accumulator_dtype};
-  return whole_of({wide_[static_cast<size_t>(id)].data(), GA_F32}, summed_range(id).first);
+  return whole_of({wide_[static_cast<size_t>(id)].data(), GA_F32}, reduced_range(id).first);
 }
 
-// Makes room for the slices.
+// Makes room for the buckets.
 void Exchange::reserve() {
   const int64_t ranks = comm_->ranks();
   size_t received = 0, send = 0, added = 0, chunks = 0, tasks = 0;
-  for (const Slice& s : slices_.list()) {
+  for (const Bucket& s : buckets_.list()) {
     const auto elements = static_cast<size_t>(s.block * ranks);
     const auto size = static_cast<size_t>(size_of(s.dtype));
     if (s.stride == 0) continue;  // as a whole, where it lies
@@ -95,7 +95,7 @@ void Exchange::reserve_sums() {
   for (size_t i = 0; i < touched_.size(); ++i) {
     const Param& p = model_.params[i];
     const bool needed = touched_[i] && (!p.fits_accumulator() || p.pair);
-    const int64_t count = needed ? summed_range(static_cast<ga_param>(i)).count : 0;
+    const int64_t count = needed ? reduced_range(static_cast<ga_param>(i)).count : 0;
     if (model_.params.tensor(i).removed) wide_[i] = Buffer();
     if (count > 0 && !wide_[i].data())
       wide_[i] = Buffer(*model_.backend, static_cast<size_t>(count) * sizeof(float));
@@ -106,12 +106,12 @@ void Exchange::run_moves() { adder_->finish({moves_.data(), moves_.size()}); }
 
 // ---- Gradients ----------------------------------------------------------------------------------
 
-// The slices of those parameters which(id) picks.
-void Exchange::make_slices(const std::function<bool(ga_param)>& which) {
-  slices_.clear();
+// The buckets of those parameters which(id) picks.
+void Exchange::make_buckets(const std::function<bool(ga_param)>& which) {
+  buckets_.clear();
   const bool running = model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   const auto add = [&](int32_t wire, bool gathered, int32_t op) {
-    slices_.add(parts_.divisions, parts_.counts, wire, gathered, op, [&](ga_param id) {
+    buckets_.add(parts_.divisions, parts_.counts, wire, gathered, op, [&](ga_param id) {
       const Param& p = model_.params[id];
       if (p.count == 0 || wire_of(p) != wire || gathered == stays(id) ||
           p.maximum != (op == GA_COMM_MAX) || !which(id))
@@ -136,11 +136,11 @@ void Exchange::sum_gradients() {
   if (!exchanged_) return;
   gather_rows();
   // In the background, gradients that may consist of rows have not been exchanged yet.
-  make_slices([&](ga_param id) {
+  make_buckets([&](ga_param id) {
     const auto i = static_cast<size_t>(id);
     return touched_[i] && model_.params[id].held() != Held::kRows && (!overlaps() || has_rows(i));
   });
-  for (const Slice& s : slices_.list()) run(s);
+  for (const Bucket& s : buckets_.list()) run(s);
   hold_sums();
   measure_own();
 }
@@ -151,55 +151,55 @@ void Exchange::hold_sums() {
     if (!touched_[i] || p.held() == Held::kRows) continue;
     if (p.held() == Held::kNothing)  // the partials are those of an earlier window
       for (int64_t k = 0; k < chunk_count(p.count); ++k) p.partials[k].noise = 0;
-    p.hold(Held::kSummed);
+    p.hold(Held::kReduced);
     const auto id = static_cast<ga_param>(i);
-    p.summed = summed_range(id).count > 0 ? summed(id).data : nullptr;
+    p.reduced = reduced_range(id).count > 0 ? reduced(id).data : nullptr;
     p.stale = false;
   }
 }
 
-void Exchange::run(const Slice& slice) {
+void Exchange::run(const Bucket& bucket) {
   moved_ = true;
-  if (adds_there(slice)) return reduce(slice);
-  const Segment& only = slices_.segments()[slice.first];
-  const Array send = slice.packed ? Array{send_.data(), slice.dtype}
-                                  : offset(accumulator_of(only.param), only.first);
-  if (slice.packed)
-    pack(slice, send);
+  if (adds_there(bucket)) return reduce(bucket);
+  const Segment& only = buckets_.segments()[bucket.first];
+  const Array send = bucket.packed ? Array{send_.data(), bucket.dtype}
+                                   : offset(accumulator_of(only.param), only.first);
+  if (bucket.packed)
+    pack(bucket, send);
   else
-    clear(slice);
-  comm_->all_to_all("gradients", send.data, slice.stride, received_.data(), slice.block,
-                    slice.dtype);
-  add_blocks(slice);
-  if (!slice.gathered) return;
-  const Array all = slice.packed ? Array{added_.data(), added_in(slice.dtype)}
-                                 : offset(summed(only.param), only.first);
-  comm_->all_gather_arrays("sums of gradients", offset(all, rank() * slice.stride).data, all.data,
-                           slice.stride, slice.block, all.format);
-  if (slice.packed) unpack(slice, all);
+    clear(bucket);
+  comm_->all_to_all("gradients", send.data, bucket.stride, received_.data(), bucket.block,
+                    bucket.dtype);
+  add_blocks(bucket);
+  if (!bucket.gathered) return;
+  const Array all = bucket.packed ? Array{added_.data(), added_in(bucket.dtype)}
+                                  : offset(reduced(only.param), only.first);
+  comm_->all_gather_arrays("sums of gradients", offset(all, rank() * bucket.stride).data, all.data,
+                           bucket.stride, bucket.block, all.format);
+  if (bucket.packed) unpack(bucket, all);
 }
 
 // The transport adds.
-void Exchange::reduce(const Slice& slice) {
-  const Segment& only = slices_.segments()[slice.first];
+void Exchange::reduce(const Bucket& bucket) {
+  const Segment& only = buckets_.segments()[bucket.first];
   const char* const what = "gradients";
-  if (!slice.packed) {
-    clear(slice);
-    return comm_->all_reduce(what, offset(accumulator_of(only.param), only.first).data, slice.block,
-                             slice.dtype, slice.op);
+  if (!bucket.packed) {
+    clear(bucket);
+    return comm_->all_reduce(what, offset(accumulator_of(only.param), only.first).data,
+                             bucket.block, bucket.dtype, bucket.op);
   }
-  const Array send = {send_.data(), slice.dtype};
-  pack(slice, send);
-  if (slice.gathered) {
-    comm_->all_reduce(what, send.data, slice.block * comm_->ranks(), slice.dtype, slice.op);
-    return unpack(slice, send);
+  const Array send = {send_.data(), bucket.dtype};
+  pack(bucket, send);
+  if (bucket.gathered) {
+    comm_->all_reduce(what, send.data, bucket.block * comm_->ranks(), bucket.dtype, bucket.op);
+    return unpack(bucket, send);
   }
-  const Array own = {received_.data(), slice.dtype};
-  comm_->reduce_scatter(what, send.data, own.data, slice.block, slice.dtype, slice.op);
+  const Array own = {received_.data(), bucket.dtype};
+  comm_->reduce_scatter(what, send.data, own.data, bucket.block, bucket.dtype, bucket.op);
   moves_.clear();
-  each_own(slice, [&](const Segment& s) {
-    moves_.push_back(
-        move(offset(own, s.at - rank() * slice.block), offset(summed(s.param), s.first), s.count));
+  each_own(bucket, [&](const Segment& s) {
+    moves_.push_back(move(offset(own, s.at - rank() * bucket.block),
+                          offset(reduced(s.param), s.first), s.count));
   });
   run_moves();
 }
@@ -214,7 +214,7 @@ Array Exchange::accumulator_of(ga_param id) const {
 // all are dropped, the kernels leave zeros, which is right for sums; of a maximum, contributed_to() tells kernels.
 bool Exchange::brings(ga_param id) const {
   const Held held = model_.params[id].held();
-  if (on_device() && held == Held::kSummed) return brought_[static_cast<size_t>(id)] != 0;
+  if (on_device() && held == Held::kReduced) return brought_[static_cast<size_t>(id)] != 0;
   return held != Held::kNothing;
 }
 const int64_t* Exchange::contributed_to(ga_param id) const {
@@ -222,16 +222,16 @@ const int64_t* Exchange::contributed_to(ga_param id) const {
   return &model_.tables.param_states.at(static_cast<size_t>(id))->contributed;
 }
 
-// Writes of_none() to a slice that travels as it lies, where this rank has no gradient.
-void Exchange::clear(const Slice& slice) {
-  const Segment& s = slices_.segments()[slice.first];
+// Writes of_none() to a bucket that travels as it lies, where this rank has no gradient.
+void Exchange::clear(const Bucket& bucket) {
+  const Segment& s = buckets_.segments()[bucket.first];
   const Param& p = model_.params[s.param];
   const int64_t* const contributed = contributed_to(s.param);
   const bool brought = brings(s.param);
   if (brought && !contributed) return;
   moves_.clear();
-  for (int64_t q = 0; q < (slice.stride > 0 ? comm_->ranks() : 1); ++q) {
-    const Array at = offset(accumulator_of(s.param), q * slice.stride + s.first);
+  for (int64_t q = 0; q < (bucket.stride > 0 ? comm_->ranks() : 1); ++q) {
+    const Array at = offset(accumulator_of(s.param), q * bucket.stride + s.first);
     moves_.push_back(move(brought ? at : Array{nullptr, p.real()}, at, s.count));
     moves_.back().constant = of_none(p);
     moves_.back().contributed = contributed;
@@ -239,13 +239,13 @@ void Exchange::clear(const Slice& slice) {
   run_moves();
 }
 
-// Copies what this rank has of a slice; of_none() where it has nothing.
-void Exchange::pack(const Slice& slice, const Array& to) {
+// Copies what this rank has of a bucket; of_none() where it has nothing.
+void Exchange::pack(const Bucket& bucket, const Array& to) {
   const bool running = model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   moves_.clear();
   pairs_.clear();
-  for (size_t k = slice.first; k < slice.end; ++k) {
-    const Segment& s = slices_.segments()[k];
+  for (size_t k = bucket.first; k < bucket.end; ++k) {
+    const Segment& s = buckets_.segments()[k];
     const Param& p = model_.params[s.param];
     FinishTask task = {};
     task.f64 = p.f64;
@@ -281,17 +281,17 @@ void Exchange::pack(const Slice& slice, const Array& to) {
   run_moves();
 }
 
-void Exchange::unpack(const Slice& slice, const Array& all) {
+void Exchange::unpack(const Bucket& bucket, const Array& all) {
   moves_.clear();
-  for (size_t k = slice.first; k < slice.end; ++k) {
-    const Segment& s = slices_.segments()[k];
-    moves_.push_back(move(offset(all, s.at), offset(summed(s.param), s.first), s.count));
+  for (size_t k = bucket.first; k < bucket.end; ++k) {
+    const Segment& s = buckets_.segments()[k];
+    moves_.push_back(move(offset(all, s.at), offset(reduced(s.param), s.first), s.count));
   }
   run_moves();
 }
 
 // Adds the blocks that have come, or takes the maximum, in the order of the ranks, and measures the sums.
-void Exchange::add_blocks(const Slice& slice) {
+void Exchange::add_blocks(const Bucket& bucket) {
   tasks_.clear();
   starts_.clear();
   const auto add = [&](const Segment& s, const Array& target, int64_t start) {
@@ -303,15 +303,15 @@ void Exchange::add_blocks(const Slice& slice) {
     tasks_.push_back(task);
     starts_.push_back(start);
   };
-  if (slice.packed) {
-    const Array added = {added_.data(), added_in(slice.dtype)};
-    each_own(slice, [&](const Segment& s) {
-      add(s, slice.gathered ? offset(added, s.at) : offset(summed(s.param), s.first),
-          s.at - rank() * slice.block);
+  if (bucket.packed) {
+    const Array added = {added_.data(), added_in(bucket.dtype)};
+    each_own(bucket, [&](const Segment& s) {
+      add(s, bucket.gathered ? offset(added, s.at) : offset(reduced(s.param), s.first),
+          s.at - rank() * bucket.block);
     });
   } else {
-    const Segment& s = slices_.segments()[slice.first];
-    add(s, offset(summed(s.param), rank() * slice.stride + s.first), 0);
+    const Segment& s = buckets_.segments()[bucket.first];
+    add(s, offset(reduced(s.param), rank() * bucket.stride + s.first), 0);
   }
   if (tasks_.empty()) return;
   size_t chunks = 0;
@@ -321,17 +321,17 @@ void Exchange::add_blocks(const Slice& slice) {
     task.partials = partials + chunks;
     chunks += static_cast<size_t>(chunk_count(task.count));
   }
-  const Array received = {received_.data(), slice.dtype};
+  const Array received = {received_.data(), bucket.dtype};
   // The first pass adds two ranks' blocks, each further one that of one more.
   for (int64_t q = 0; q < comm_->ranks(); q += q == 0 ? 2 : 1) {
     for (size_t k = 0; k < tasks_.size(); ++k) {
       AccumulateTask& task = tasks_[k];
       task.sources = q == 0 && comm_->ranks() > 1 ? 2 : 1;
-      const bool maximum = slice.op == GA_COMM_MAX && comm_->ranks() > 1;
+      const bool maximum = bucket.op == GA_COMM_MAX && comm_->ranks() > 1;
       task.keep = maximum ? kMaximum : q == 0 ? 0 : 1;
       for (int64_t j = 0; j < task.sources; ++j)
-        task.source[j] = {offset(received, (q + j) * slice.block + starts_[k]).data, slice.dtype, 1,
-                          nullptr};
+        task.source[j] = {offset(received, (q + j) * bucket.block + starts_[k]).data, bucket.dtype,
+                          1, nullptr};
     }
     adder_->accumulate({tasks_.data(), tasks_.size()});
   }
@@ -351,7 +351,7 @@ void Exchange::add_partials(const Partial* partials, int64_t count, ParamSums& s
 
 // Whether measure_own() measures the sums of a gradient, in place of adding it up.
 bool Exchange::is_unmeasured(size_t i) const {
-  return adds_there(model_.params[i].maximum) || parts_.divisions[i].measured_apart;
+  return adds_there(model_.params[i].maximum) || parts_.divisions[i].measured_separately;
 }
 
 // What the adding has not measured for this rank: squares of gradients clipped by value, which take the
@@ -361,7 +361,7 @@ void Exchange::measure_own() {
   size_t chunks = 0;
   for (size_t i = 0; i < touched_.size(); ++i) {
     const Param& p = model_.params[i];
-    if (!touched_[i] || p.held() != Held::kSummed) continue;
+    if (!touched_[i] || p.held() != Held::kReduced) continue;
     if (!is_unmeasured(i) && !model_.tables.param_inputs[i].clamped) continue;
     const int64_t count = parts_.divisions[i].measured(rank(), p.count).count;
     if (count == 0) continue;
@@ -380,7 +380,7 @@ void Exchange::measure_own() {
     const ParamInput& in = model_.tables.param_inputs[static_cast<size_t>(id)];
     const Range own = parts_.divisions[static_cast<size_t>(id)].measured(rank(), p.count);
     NormTask task = {};
-    task.gradient = identity({offset(summed(id), own.first).data, p.real(), 1, nullptr});
+    task.gradient = identity({offset(reduced(id), own.first).data, p.real(), 1, nullptr});
     task.f64 = p.f64;
     task.count = own.count;
     task.partials = &partials_[chunks];
@@ -405,23 +405,23 @@ void Exchange::measure_own() {
 
 // ---- In the background ----------------------------------------------------------------------------
 
-// Has the slices run whose parameters are ready, in their order, which is the same on every rank.
+// Has the buckets run whose parameters are ready, in their order, which is the same on every rank.
 void Exchange::run_ready() {
   // What layers exchange comes first: all ranks make these calls together, so that all go on in one order.
   if (has_failed() || stages_.layers.awaits_sums()) return;
   if (on_device() && overlaps()) return release_on_device();
   if (!background_) return;
-  if (!begun_) begin_slices();
+  if (!begun_) begin_buckets();
   const size_t before = released_;
-  const std::vector<Slice>& list = slices_.list();
+  const std::vector<Bucket>& list = buckets_.list();
   for (; released_ < list.size() && is_ready(list[released_]); ++released_)
     if (model_.speculation->active()) await(1 + released_);
   if (released_ > before) background_->release(1 + released_);
 }
 
-bool Exchange::is_ready(const Slice& slice) const {
-  for (size_t k = slice.first; k < slice.end; ++k) {
-    const Param& p = model_.params[slices_.segments()[k].param];
+bool Exchange::is_ready(const Bucket& bucket) const {
+  for (size_t k = bucket.first; k < bucket.end; ++k) {
+    const Param& p = model_.params[buckets_.segments()[k].param];
     if (!p.ready || p.held() == Held::kRows) return false;
   }
   return true;
@@ -429,38 +429,38 @@ bool Exchange::is_ready(const Slice& slice) const {
 
 // Has the parameters updated that are summed when this item has run.
 void Exchange::await(size_t item) {
-  const Slice& slice = slices_.list()[item - 1];
-  for (size_t k = slice.first; k < slice.end; ++k) {
-    const ga_param id = slices_.segments()[k].param;
+  const Bucket& bucket = buckets_.list()[item - 1];
+  for (size_t k = bucket.first; k < bucket.end; ++k) {
+    const ga_param id = buckets_.segments()[k].param;
     size_t& last = last_items_[static_cast<size_t>(id)];
     if (last != item) continue;
-    last = 0;  // it may have further segments in the slice
-    model_.speculation->await(id, summed(id));
+    last = 0;  // it may have further segments in the bucket
+    model_.speculation->await(id, reduced(id));
   }
   begun_by_[item] = model_.speculation->begun();
 }
 
-// Makes the slices of a window, of which nobody knows yet what other ranks bring: they are of all
+// Makes the buckets of a window, of which nobody knows yet what other ranks bring: they are of all
 // parameters but those of which a gradient may be rows.
-void Exchange::begin_slices() {
+void Exchange::begin_buckets() {
   stages_.preparation.prepare();
   check_tensors();
   begun_with_ = tensors_digest();
   touched_.assign(model_.params.size(), 0);
   for (size_t i = 0; i < touched_.size(); ++i)
     touched_[i] = !model_.params[i].frozen && !has_rows(i);
-  make_slices([&](ga_param id) { return touched_[static_cast<size_t>(id)] != 0; });
+  make_buckets([&](ga_param id) { return touched_[static_cast<size_t>(id)] != 0; });
   param_sums_.assign(touched_.size(), ParamSums());
   if (own_backend_)
     own_backend_->reserve(static_cast<int64_t>(partials_.size() + tasks_.capacity()), 0, 0);
   begun_weight_ = model_.window.weight();
   if (model_.speculation->active()) {
     last_items_.assign(touched_.size(), 0);
-    begun_by_.assign(1 + slices_.list().size(), 0);
+    begun_by_.assign(1 + buckets_.list().size(), 0);
     for (size_t item = 1; item < begun_by_.size(); ++item) {
-      const Slice& slice = slices_.list()[item - 1];
-      for (size_t k = slice.first; k < slice.end; ++k)
-        last_items_[static_cast<size_t>(slices_.segments()[k].param)] = item;
+      const Bucket& bucket = buckets_.list()[item - 1];
+      for (size_t k = bucket.first; k < bucket.end; ++k)
+        last_items_[static_cast<size_t>(buckets_.segments()[k].param)] = item;
     }
     model_.speculation->open();
   }
@@ -475,17 +475,17 @@ void Exchange::run_item(size_t item, Backend& adder) {
   if (item == 0)
     agree_on_tensors();
   else
-    run(slices_.list()[item - 1]);
+    run(buckets_.list()[item - 1]);
   if (model_.speculation->active() && begun_by_[item] > 0)
     model_.speculation->arrived(begun_by_[item]);
 }
 
 // Runs what has not run in the background.
-void Exchange::finish_slices() {
-  if (!begun_) begin_slices();
+void Exchange::finish_buckets() {
+  if (!begun_) begin_buckets();
   begun_ = false;
   size_t item = background_ ? background_->stop() : 0;
-  for (; item < 1 + slices_.list().size(); ++item) run_item(item, *model_.backend);
+  for (; item < 1 + buckets_.list().size(); ++item) run_item(item, *model_.backend);
   adder_ = model_.backend.get();
 }
 
@@ -549,10 +549,10 @@ void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
   backend.prepare_rows(task, 0);
   stages_.accumulator.hold_rows(task.count);
 
-  const size_t slice = std::max<size_t>(1, static_cast<size_t>(kRowBytes) / (ranks * row_bytes));
-  std::vector<char> gathered(ranks * std::min(slice, most) * row_bytes);
-  for (size_t at = 0; at < most; at += slice) {
-    const size_t rows = std::min(slice, most - at);
+  const size_t bucket = std::max<size_t>(1, static_cast<size_t>(kRowBytes) / (ranks * row_bytes));
+  std::vector<char> gathered(ranks * std::min(bucket, most) * row_bytes);
+  for (size_t at = 0; at < most; at += bucket) {
+    const size_t rows = std::min(bucket, most - at);
     comm_->all_gather("rows of gradients", &values[at * row_bytes], gathered.data(),
                       static_cast<int64_t>(rows * columns), p.accumulator_dtype);
     for (size_t q = 0; q < ranks; ++q) {

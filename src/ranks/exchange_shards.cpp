@@ -81,7 +81,7 @@ Exchange::Parts Exchange::divided(Parts parts) const {
       const int64_t grain = params.grain(i);
       const int64_t added = piece_of(i, has_rows(i) ? grain : kLine);
       d.measured_piece = by_owner ? 0 : piece_of(i, grain);
-      d.measured_apart = d.measured_piece != added;
+      d.measured_separately = d.measured_piece != added;
       d.piece = shards() ? d.measured_piece : added;
     }
     const std::vector<int64_t>& load = load_of(d);
@@ -100,11 +100,11 @@ void Exchange::take_parts(Parts parts) noexcept {
   parts_ = std::move(parts);
   for (size_t i = 0; i < model_.params.size(); ++i) {
     Param& p = model_.params[i];
-    p.share = {0, p.count};
+    p.shard = {0, p.count};
     if (!shards() || i >= parts_.divisions.size()) continue;
     const Division& d = parts_.divisions[i];
-    if (parts_.keepers[i] == Keeper::kPieces) p.share = d.range(rank(), p.count);
-    if (parts_.keepers[i] == Keeper::kOwner && d.owner != rank()) p.share = {0, 0};
+    if (parts_.keepers[i] == Keeper::kPieces) p.shard = d.range(rank(), p.count);
+    if (parts_.keepers[i] == Keeper::kOwner && d.owner != rank()) p.shard = {0, 0};
   }
 }
 
@@ -133,7 +133,7 @@ void Exchange::add_layer_norms() {
   std::vector<double> own;
   for (size_t i = 0; i < parts_.divisions.size(); ++i) {
     if (parts_.divisions[i].piece == 0 || !model_.params.is_layered_over_ranks(i)) continue;
-    if ((model_.tables.plans.at(i)->duty & kUpdate) == 0) continue;
+    if ((model_.tables.plans.at(i)->actions & kUpdate) == 0) continue;
     layers.push_back(model_.tables.param_states.at(i));
     for (const double squares : layers.back()->norm_squares) own.push_back(squares);
   }
@@ -232,21 +232,21 @@ void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed
 
 // In the dtype of each parameter.
 void Exchange::gather_changed(const std::function<Changed(ga_param)>& changed) {
-  slices_.clear();
-  const auto is_sliced = [&](ga_param id) {
+  buckets_.clear();
+  const auto is_in_buckets = [&](ga_param id) {
     return parts_.divisions[static_cast<size_t>(id)].piece == 0 ||
            model_.params.keeper(id) == Keeper::kPieces;
   };
   for (const int32_t dtype : kFloats)
-    slices_.add(parts_.divisions, parts_.counts, dtype, true, GA_COMM_SUM, [&](ga_param id) {
+    buckets_.add(parts_.divisions, parts_.counts, dtype, true, GA_COMM_SUM, [&](ga_param id) {
       const Param& p = model_.params[id];
       if (p.dtype != dtype || p.count == 0 || model_.params.keeper(id) == Keeper::kAll ||
-          !is_sliced(id) || changed(id) != Changed::kElements)
+          !is_in_buckets(id) || changed(id) != Changed::kElements)
         return Travel::kNot;
       return Travel::kInPlace;
     });
   reserve();
-  for (const Slice& s : slices_.list()) gather(s);
+  for (const Bucket& s : buckets_.list()) gather(s);
   for (size_t i = 0; i < parts_.divisions.size(); ++i) {
     const auto id = static_cast<ga_param>(i);
     const Param& p = model_.params[id];
@@ -254,41 +254,41 @@ void Exchange::gather_changed(const std::function<Changed(ga_param)>& changed) {
     const Changed what = changed(id);
     if (what == Changed::kRows)
       hand_out_rows(id);
-    else if (what == Changed::kElements && !is_sliced(id))
+    else if (what == Changed::kElements && !is_in_buckets(id))
       comm_->broadcast_array("updated parameters", p.data, p.count, p.dtype,
                              parts_.divisions[i].owner);
   }
 }
 
 // By way of a buffer: a transport that fails may write to it later, and the parameters are the program's.
-void Exchange::gather(const Slice& slice) {
-  const Segment& only = slices_.segments()[slice.first];
+void Exchange::gather(const Bucket& bucket) {
+  const Segment& only = buckets_.segments()[bucket.first];
   const auto data = [&](const Segment& s, int64_t element) {
     const Param& p = model_.params[s.param];
     return offset({p.data, p.dtype}, element);
   };
-  Array send = {send_.data(), slice.dtype};
-  if (slice.packed) {
+  Array send = {send_.data(), bucket.dtype};
+  if (bucket.packed) {
     moves_.clear();
-    each_own(slice, [&](const Segment& s) {
-      moves_.push_back(move(data(s, s.first), offset(send, s.at - rank() * slice.block), s.count));
+    each_own(bucket, [&](const Segment& s) {
+      moves_.push_back(move(data(s, s.first), offset(send, s.at - rank() * bucket.block), s.count));
     });
     run_moves();
   } else {
-    send = data(only, rank() * slice.stride + only.first);
+    send = data(only, rank() * bucket.stride + only.first);
   }
-  const Array all = {received_.data(), slice.dtype};
-  comm_->all_gather_arrays("updated parameters", send.data, all.data, slice.block, slice.block,
-                           slice.dtype);
+  const Array all = {received_.data(), bucket.dtype};
+  comm_->all_gather_arrays("updated parameters", send.data, all.data, bucket.block, bucket.block,
+                           bucket.dtype);
   moves_.clear();
-  for (size_t k = slice.first; slice.packed && k < slice.end; ++k) {
-    const Segment& s = slices_.segments()[k];
+  for (size_t k = bucket.first; bucket.packed && k < bucket.end; ++k) {
+    const Segment& s = buckets_.segments()[k];
     if (s.rank != rank()) moves_.push_back(move(offset(all, s.at), data(s, s.first), s.count));
   }
-  for (int32_t q = 0; !slice.packed && q < comm_->ranks(); ++q)
+  for (int32_t q = 0; !bucket.packed && q < comm_->ranks(); ++q)
     if (q != rank())
-      moves_.push_back(move(offset(all, q * slice.block), data(only, q * slice.stride + only.first),
-                            slice.block));
+      moves_.push_back(move(offset(all, q * bucket.block),
+                            data(only, q * bucket.stride + only.first), bucket.block));
   run_moves();
 }
 
@@ -313,7 +313,7 @@ void Exchange::hand_out_rows(ga_param id) {
   std::vector<char> send(std::min(most, longest) * row_bytes), all(send.size() * rows.size());
   for (size_t first = 0; first < longest; first += most) {
     const size_t block = std::min(most, longest - first) * row_bytes;
-    // f(row, at) for the rows of a rank in this slice, which begin at `from`.
+    // f(row, at) for the rows of a rank in this bucket, which begin at `from`.
     const auto each = [&](size_t q, char* from, auto&& f) {
       for (size_t k = first; k < std::min(first + most, rows[q].size()); ++k, from += row_bytes)
         f(rows[q][k], from);

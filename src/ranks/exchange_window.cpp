@@ -56,7 +56,7 @@ void Exchange::release_ready() {
 }
 
 bool Exchange::begin_step(WindowTotals& totals) {
-  if (overlaps()) finish_slices();
+  if (overlaps()) finish_buckets();
   comm_->check();
   moved_ = moved_ && overlaps();
   const auto ranks = comm_->ranks();
@@ -115,7 +115,7 @@ bool Exchange::begin_step(WindowTotals& totals) {
 void Exchange::discard() {
   or_lose_window([this] {
     if (has_failed()) return;
-    if (overlaps()) finish_slices();
+    if (overlaps()) finish_buckets();
     moved_ = moved_ && overlaps();
     gather_headers(header(kDiscard, "ga_discard"), {});
     check_calls("ga_discard");

@@ -20,7 +20,7 @@ bool is_usual(double weight) { return weight >= 0x1p-126 && weight <= 0x1p127; }
 Eager::Eager(const Stages& stages)
     : stages_(stages),
       model_(stages.model),
-      second_set_(model_.config, *model_.backend, model_.params, model_.arrays, model_.ranges) {
+      shadow_(model_.config, *model_.backend, model_.params, model_.arrays, model_.ranges) {
   stages.preparation.add(*this);
   ga_config config = model_.config;
   if (config.eager_threads == 0) return;
@@ -43,19 +43,19 @@ void Eager::reserve(size_t params) {
   if (backend_) backend_->reserve(chunks, static_cast<int64_t>(params), 0);
 }
 
-void Eager::make_second_set() {
-  second_set_.make([this](size_t i) { return needs_second_set(i); });
+void Eager::make_shadow() {
+  shadow_.make([this](size_t i) { return needs_shadow(i); });
 }
 
 int64_t Eager::bytes(int64_t& written) const {
-  return second_set_.bytes([this](size_t i) { return needs_second_set(i); }, written);
+  return shadow_.bytes([this](size_t i) { return needs_shadow(i); }, written);
 }
 
 int64_t Eager::list_bytes(size_t params) const {
-  const Backend& backend = backend_ ? *backend_ : *model_.backend;
+  Backend& backend = backend_ ? *backend_ : *model_.backend;
   return static_cast<int64_t>(params *
                               (3 * sizeof(ga_param) + sizeof(ReadyParam) + sizeof(FinishTask))) +
-         backend.ahead_bytes(params);
+         backend.host()->ahead_bytes(params);
 }
 
 // Whether a parameter's update reads nothing but the parameter's own gradient, and runs on any thread.
@@ -63,7 +63,7 @@ bool Eager::may_go_ahead(size_t i) const {
   const ParamList& params = model_.params;
   const Param& p = params[i];
   const int op = params.op_of(p);
-  if (op < 0 || p.share.count == 0 || p.frozen) return false;
+  if (op < 0 || p.shard.count == 0 || p.frozen) return false;
   const OpInfo& info = op_info(op);
   if (info.orthogonal) return false;  // products of matrices take all threads of the context
   // In place, what a first pass emits takes the place of the gradient, or scratch that all parameters share.
@@ -93,18 +93,18 @@ bool Eager::is_settled(size_t i) const {
 }
 
 // Not for parameters in double, which wait for ga_step: kernels for them would be as large again.
-bool Eager::needs_second_set(size_t i) const {
+bool Eager::needs_shadow(size_t i) const {
   return may_go_ahead(i) && !is_settled(i) && !model_.params[i].f64;
 }
 
-void Eager::release(Callers::Lock& lock) {
+void Eager::release(ConcurrentCalls::Lock& lock) {
   if (!model_.ranks->alone() || !is_usual(model_.window.weight())) return;
-  make_second_set();
+  make_shadow();
   const size_t first = begun_.size();
   for (const ga_param id : waiting_) {
     ready_.push_back(id);
     const Held held = model_.params[id].held();
-    if (held == Held::kStored || held == Held::kAdopted) begin(id, nullptr);
+    if (held == Held::kStored || held == Held::kBorrowed) begin(id, nullptr);
   }
   waiting_.clear();
   const Span<const ReadyParam> begun = {begun_.data() + first, begun_.size() - first};
@@ -114,7 +114,7 @@ void Eager::release(Callers::Lock& lock) {
   if (thread_) return thread_->release(begun_.size());
   done_ = begun_.size();
   try {
-    const Apart apart(lock);
+    const Unlocked unlocked(lock);
     run(begun);
   } catch (const Error& e) {
     bool in_place = false;
@@ -139,8 +139,8 @@ void Eager::begin(ga_param id, const Array* sum) {
   if ((early || model_.params.follows(i)) && sum && model_.ranks->is_check_due()) return;
   const Targets* targets = nullptr;
   if (!is_settled(i)) {
-    if (!needs_second_set(i)) return;
-    targets = second_set_.give(i);
+    if (!needs_shadow(i)) return;
+    targets = shadow_.give(i);
     if (!targets) {
       ++waited_;
       return;
@@ -152,7 +152,7 @@ void Eager::begin(ga_param id, const Array* sum) {
   else
     stages_.writer.write_param(i);
   model_.tables.plans.at(i)->targets = targets;
-  p.ahead = targets ? Ahead::kApart : Ahead::kInPlace;
+  p.ahead = targets ? Ahead::kOutOfPlace : Ahead::kInPlace;
   in_place_ = in_place_ || !targets;
   begun_.push_back({id, !sum && stages_.writer.needs_norm(i), is_in_passes(i)});
 }
@@ -199,7 +199,7 @@ void Eager::run_arrived() {
 
 void Eager::run(Span<const ReadyParam> params) {
   Backend& backend = backend_ ? *backend_ : *model_.backend;
-  backend.update_ahead(totals_, params);
+  backend.host()->update_ahead(totals_, params);
   for (size_t k = 0; k < params.size; ++k)
     if (model_.params[params.data[k].param].ahead == Ahead::kInPlace) tell(params.data[k].param);
 }
@@ -242,7 +242,7 @@ void Eager::recall() {
   if (begun_.empty() || in_place_) return;
   join();
   count_ += static_cast<int64_t>(begun_.size());
-  redone_ += static_cast<int64_t>(begun_.size());
+  rolled_back_ += static_cast<int64_t>(begun_.size());
   forget_begun(0);
 }
 
@@ -275,19 +275,19 @@ void Eager::settle(bool applied) {
     const auto i = static_cast<size_t>(b.param);
     Param& p = model_.params[i];
     model_.tables.plans.at(i)->targets = nullptr;
-    const bool came_true = backend.came_true(b.param);
+    const bool matches = backend.host()->matches(b.param);
     if (p.ahead == Ahead::kInPlace) {
-      if (!came_true)
+      if (!matches)
         fail(GA_ERROR_FAULT,
              "parameter \"%s\" was updated in place by ga_params_ready, but ga_step has decided "
              "otherwise",
              model_.params.name(b.param));
-    } else if (came_true) {
-      const Array next = second_set_.exchange(i);
+    } else if (matches) {
+      const Array next = shadow_.exchange(i);
       stages_.writer.set_arrays(i);
       if (next.data) add_move(p, next);
     } else {
-      ++redone_;
+      ++rolled_back_;
       if (is_written_early(b.param) && model_.params.follows(i)) add_move(p, {p.master, GA_F32});
     }
   }
@@ -295,7 +295,7 @@ void Eager::settle(bool applied) {
   ga_step_result& result = model_.tables.control.at()->result;
   result.eager = count_;
   result.eager_waited = waited_;
-  result.eager_redone = redone_;
+  result.eager_redone = rolled_back_;
 }
 
 void Eager::discard() {
@@ -320,8 +320,8 @@ void Eager::add_move(const Param& p, const Array& from) {
   move = {};
   move.gradient = identity({from.data, from.format, 1, nullptr});
   move.f64 = p.f64;
-  move.target = p.shared_data();
-  move.count = p.share.count;
+  move.target = p.shard_data();
+  move.count = p.shard.count;
 }
 
 void Eager::tell(ga_param id) noexcept {
@@ -357,7 +357,7 @@ void Eager::end_window() {
   waiting_.clear();
   early_.clear();
   in_place_ = false;
-  count_ = waited_ = redone_ = 0;
+  count_ = waited_ = rolled_back_ = 0;
 }
 
 }  // namespace ga

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Updates ahead of ga_step (ga_config.eager): of parameters to which nothing more comes, as soon as the
 // weight of the window is known. Where the step is bound to be applied, and no norm over several parameters
-// clips it, they are updated in place. Else a second set of arrays takes what is computed, and ga_step
-// exchanges the sets if its decision has come out as foreseen, and else computes the update from the first.
+// clips it, they are updated in place. Else a shadow arrays of arrays takes what is computed, and ga_step
+// exchanges the sets if its decision has come out as predicted, and else computes the update from the first.
 //
 // Where gradients are exchanged in the background, a parameter is updated once its sum over the ranks is there,
 // and never in place, since another rank may end the window otherwise.
@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "core/background.hpp"
-#include "core/callers.hpp"
-#include "model/second_set.hpp"
+#include "core/concurrent_calls.hpp"
+#include "model/shadow_arrays.hpp"
 #include "ranks/stages.hpp"
 
 namespace ga {
@@ -31,13 +31,13 @@ class Eager final : public Speculation, HasLists {
   void set_tables(const ScalarTables& tables, const TaskTables& tasks) override {
     if (backend_) backend_->set_tables(tables, tasks);
   }
-  void look_again() override { second_set_.look_again(); }
-  void make_second_set() override;
-  void forget(size_t param) override { second_set_.forget(param); }
+  void look_again() override { shadow_.look_again(); }
+  void make_shadow() override;
+  void forget(size_t param) override { shadow_.forget(param); }
   int64_t bytes(int64_t& written) const override;
   int64_t list_bytes(size_t params) const override;
   void note(ga_param param) override { waiting_.push_back(param); }
-  void release(Callers::Lock& lock) override;
+  void release(ConcurrentCalls::Lock& lock) override;
   void open() override;
   void await(ga_param param, const Array& sum) override;
   size_t begun() const override { return begun_.size(); }
@@ -66,7 +66,7 @@ class Eager final : public Speculation, HasLists {
   bool may_go_ahead(size_t param) const;
   bool is_in_passes(size_t param) const;
   bool is_settled(size_t param) const;
-  bool needs_second_set(size_t param) const;
+  bool needs_shadow(size_t param) const;
   void begin(ga_param id, const Array* sum);
   void run(Span<const ReadyParam> params);
   void close();
@@ -79,7 +79,7 @@ class Eager final : public Speculation, HasLists {
 
   const Stages stages_;
   Model& model_;
-  SecondSet second_set_;
+  ShadowArrays shadow_;
   std::unique_ptr<Backend> backend_;  // of ga_config.eager_threads; NULL: the context's
 
   std::vector<ga_param> waiting_, ready_;
@@ -87,8 +87,8 @@ class Eager final : public Speculation, HasLists {
   size_t done_ = 0;                // without threads of the library: how many of these are updated
   std::vector<ga_param> early_;    // of these, those that are written early
   WindowTotals totals_ = {};
-  bool in_place_ = false;                        // some are updated in place
-  int64_t count_ = 0, waited_ = 0, redone_ = 0;  // see ga_step_result
+  bool in_place_ = false;                             // some are updated in place
+  int64_t count_ = 0, waited_ = 0, rolled_back_ = 0;  // see ga_step_result
   std::atomic<bool> threw_{false};
 
   std::mutex mutex_;  // of the next two, which the thread that exchanges reads and writes

@@ -48,7 +48,7 @@ StepSums Step::write_window(bool discards) {
     if (is_written(i)) continue;
     Param& p = model_.params[i];
     const Held held = p.held();
-    const bool known = (held == Held::kSummed && !p.stale) || p.ahead != Ahead::kNot;
+    const bool known = (held == Held::kReduced && !p.stale) || p.ahead != Ahead::kNot;
     if (!discards && !p.frozen && held != Held::kNothing && !known &&
         stages_.writer.needs_norm(i)) {
       norms_.push_back(static_cast<ga_param>(i));
@@ -77,14 +77,14 @@ ga_step_result Step::step() {
   if (!model_.ranks->begin_end(totals, false)) return end_discarded();
   update_.make_lists();
   model_.ranks->add_gradients();
-  const bool may_apply = totals.summed || totals.weight > 0;
+  const bool may_apply = totals.reduced || totals.weight > 0;
   totals.last = !may_apply || !update_.settles_units();
   model_.params.forget_delivered();
   model_.health.or_break([&] {
     StepSums sums = {};
     if (may_apply) sums = write_window(false);
     stages_.writer.flush();
-    model_.ranks->exchange_all(totals, sums.norms, update_.units_of_share());
+    model_.ranks->exchange_all(totals, sums.norms, update_.units_of_shard());
     const bool goes = decide(totals, sums) && may_apply;
     model_.speculation->settle(goes);
     if (goes) apply();
@@ -215,7 +215,7 @@ void Step::discard_over_devices() {
     write_window(true);
     stages_.writer.flush();
     Params no_norms = {};
-    model_.ranks->exchange_all(totals, no_norms, update_.units_of_share());
+    model_.ranks->exchange_all(totals, no_norms, update_.units_of_shard());
     model_.backend->decide(totals, {}, {});
     // No rank applies this window, since this one discards it. Those in ga_step do not know that yet and exchange what
     // they have updated, which is nothing, and this rank takes part. Under FAIL they have waited for the outcome.

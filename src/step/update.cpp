@@ -16,7 +16,7 @@ Update::Update(Model& model, TableWriter& writer, Preparation& preparation)
 
 void Update::reserve(size_t params) {
   for (auto* list : {&plain_, &pieces_, &layers_, &layers_over_ranks_, &units_first_,
-                     &factored_first_, &units_of_share_, &ids_[0], &ids_[1], &ids_[2]})
+                     &factored_first_, &units_of_shard_, &ids_[0], &ids_[1], &ids_[2]})
     list->reserve(params);
 }
 
@@ -24,7 +24,7 @@ void Update::make_lists() {
   if (made_for_ == writer_.changes()) return;
   made_for_ = writer_.changes();
   for (auto* list : {&plain_, &pieces_, &layers_, &layers_over_ranks_, &units_first_,
-                     &factored_first_, &units_of_share_})
+                     &factored_first_, &units_of_shard_})
     list->clear();
   unit_lists_ = clipped_in_parts_ = false;
   const bool cut = !sums_first();
@@ -36,12 +36,12 @@ void Update::make_lists() {
     clipped_in_parts_ = clipped_in_parts_ || (cut && in_parts);
     if (!model_.params[i].owns) continue;
     if (model_.params.is_layered_over_ranks(i)) layers_over_ranks_.push_back(id);
-    if (model_.params.is_layered_over_ranks(i) || model_.params[i].share.count == 0) continue;
+    if (model_.params.is_layered_over_ranks(i) || model_.params[i].shard.count == 0) continue;
     const bool units = model_.params.by_units(id),
                factored = model_.tables.factors[i].row_pattern != nullptr;
     unit_lists_ = unit_lists_ || units;
     if (!cut && units)
-      (in_parts ? units_of_share_ : units_first_).push_back(id);
+      (in_parts ? units_of_shard_ : units_first_).push_back(id);
     else if (!cut && factored)
       factored_first_.push_back(id);
     if (cut && model_.params.in_pieces(id) && !bounded)
@@ -84,11 +84,11 @@ void Update::update_layers() {
       if (!model_.params.by_units(id)) continue;
       all.push_back(id);
       const bool made = model_.params[id].ahead != Ahead::kNot &&
-                        model_.tables.plans.at(static_cast<size_t>(id))->duty == 0;
+                        model_.tables.plans.at(static_cast<size_t>(id))->actions == 0;
       if (!made) due.push_back(id);
     }
     model_.backend->clip_units(params_of(due));
-    model_.backend->settle_units(params_of(all), last);
+    model_.backend->host()->settle_units(params_of(all), last);
   };
   // A norm over groups is of gradients that have been clipped by units.
   const bool bounded = model_.tables.settings[0].bounded >= 0;
@@ -100,22 +100,22 @@ void Update::update_layers() {
   const auto settle_parts = [&] {
     clip_units(layers_over_ranks_, 0, layers_over_ranks_.size(), false);
     model_.ranks->share_unit_totals();
-    model_.backend->settle_units({nullptr, 0}, true);
+    model_.backend->host()->settle_units({nullptr, 0}, true);
   };
   if (bounded && (last_unit > 0 || clipped_in_parts_)) {
     clip_units(layers_, 0, layers_.size(), !clipped_in_parts_);
     if (clipped_in_parts_) settle_parts();
   }
-  if (!pieces_.empty()) model_.backend->update_by_units(params_of(pieces_), last_unit == 0);
+  if (!pieces_.empty()) model_.backend->host()->update_by_units(params_of(pieces_), last_unit == 0);
+  HostWork* const host = model_.backend->host();
+  const int64_t most = host ? host->cache_bytes() / 2 : INT64_MAX;  // of a batch
   for (size_t first = 0, end; first < layers_.size(); first = end) {
     int64_t bytes = 0;
     for (end = first; end < layers_.size(); ++end) {
       const Param& p = model_.params[layers_[end]];
       constexpr int64_t kStreams = 4;  // parameter, gradient, state
       bytes += p.count * kStreams * (p.f64 ? 8 : 4);
-      if (end > first && model_.backend->passes_are_cut() &&
-          bytes > model_.backend->cache_bytes() / 2)
-        break;
+      if (end > first && bytes > most) break;
     }
     if (!bounded && first < last_unit) clip_units(layers_, first, end, end >= last_unit);
     update_batch({&layers_[first], end - first});
@@ -163,7 +163,7 @@ void Update::orthogonalize(ga_param id) {
   if (model_.ranks->makes_update(id)) model_.backend->orthogonalize(task);
   const bool known =
       model_.config.device == GA_DEVICE_CPU;  // else no rank knows whether it is updated
-  if (known && !(model_.tables.plans.at(static_cast<size_t>(id))->duty & kUpdate)) return;
+  if (known && !(model_.tables.plans.at(static_cast<size_t>(id))->actions & kUpdate)) return;
   model_.ranks->hand_round(task.result(), task.rows * task.columns, id);
 }
 
@@ -175,11 +175,11 @@ void Update::gather() {
     const bool prepared = i < model_.tables.params() && p.owns;
     if (model_.config.device != GA_DEVICE_CPU)  // no rank's host knows whether it is updated
       return prepared && !p.frozen ? Changed::kElements : Changed::kNothing;
-    if (p.ahead != Ahead::kNot) return Changed::kElements;  // and maybe no duty is left
-    const int32_t duty = prepared ? model_.tables.plans.at(i)->duty : 0;
-    return duty & kUpdateRows ? Changed::kRows
-           : duty & kUpdate   ? Changed::kElements
-                              : Changed::kNothing;
+    if (p.ahead != Ahead::kNot) return Changed::kElements;  // and maybe no actions is left
+    const int32_t actions = prepared ? model_.tables.plans.at(i)->actions : 0;
+    return actions & kUpdateRows ? Changed::kRows
+           : actions & kUpdate   ? Changed::kElements
+                                 : Changed::kNothing;
   });
 }
 

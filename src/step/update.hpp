@@ -21,7 +21,7 @@ class Update : HasLists {
   // Adafactor takes sums, and on a device those that this rank clips a part of, for all ranks.
   Params units_first() const { return params_of(units_first_); }
   Params factored_first() const { return params_of(factored_first_); }
-  Params units_of_share() const { return params_of(units_of_share_); }
+  Params units_of_shard() const { return params_of(units_of_shard_); }
   // Whether the decision is followed by one about the norm of what was clipped by units.
   bool settles_units() const { return settles_units_; }
 
@@ -33,7 +33,7 @@ class Update : HasLists {
 
  private:
   // Whether the sums of StepSums are taken before the decision.
-  bool sums_first() const { return !model_.backend->passes_are_cut(); }
+  bool sums_first() const { return !model_.backend->host(); }
   void update_layers();
   void update_batch(Params ids);
   void orthogonalize(ga_param id);
@@ -47,7 +47,7 @@ class Update : HasLists {
   // By the passes of their update: one; one that also clips by units; several.
   std::vector<ga_param> plain_, pieces_, layers_;
   std::vector<ga_param> layers_over_ranks_;  // whose norms are of pieces on several ranks
-  std::vector<ga_param> units_first_, factored_first_, units_of_share_;
+  std::vector<ga_param> units_first_, factored_first_, units_of_shard_;
   std::vector<ga_param> ids_[3];  // of a batch of these
 };
 

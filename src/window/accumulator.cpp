@@ -14,7 +14,7 @@
 namespace ga {
 
 Accumulator::Accumulator(Model& model, TableWriter& writer, Preparation& preparation,
-                         Callers* callers, const uint64_t& calls)
+                         ConcurrentCalls* callers, const uint64_t& calls)
     : model_(model), writer_(writer), preparation_(preparation), callers_(callers), calls_(calls) {
   preparation.add(*this);
 }
@@ -75,23 +75,23 @@ void Accumulator::refuse(ga_param id, const char* what, bool adds_elsewhere) con
 void Accumulator::check_alive(ga_param id, const char* what, const void* data,
                               int64_t bytes) const {
   const Param& p = model_.params[id];
-  if (p.held() != Held::kAdopted || p.count == 0 || bytes == 0) return;
+  if (p.held() != Held::kBorrowed || p.count == 0 || bytes == 0) return;
   const auto begin = reinterpret_cast<uintptr_t>(data);
-  const auto first = reinterpret_cast<uintptr_t>(p.adopted);
+  const auto first = reinterpret_cast<uintptr_t>(p.borrowed);
   const auto size = static_cast<uintptr_t>(p.count * dtype_info(p.gradient_dtype).size);
   if (begin < first + size && first < begin + static_cast<uintptr_t>(bytes))
     model_.params.subject(id).fail(
         GA_ERROR_INVALID_ARGUMENT,
         "%s, at %p, overlaps its first gradient in this window, at %p, which still "
         "lives (GA_GRADIENTS_LIVE)",
-        what, data, p.adopted);
+        what, data, p.borrowed);
 }
 
 // Inlined, as add_task(), because a call takes longer than what they do for a small tensor.
 inline void Accumulator::check_gradient(ga_param id, const void* gradient) {
   Param& p = model_.params[id];
   if (gradient != p.checked && gradient != p.checked_before) check_new_gradient(id, gradient);
-  if (p.held() == Held::kAdopted)
+  if (p.held() == Held::kBorrowed)
     check_alive(id, "its second gradient", gradient, p.count * dtype_info(p.gradient_dtype).size);
 }
 
@@ -112,14 +112,15 @@ void Accumulator::forget_checks() {
 
 // Adds the task of a contribution that has been checked, and records what the parameter holds after
 // the pass: if the pass fails, the window is invalid and the record is not read any more. Returns
-// NULL if the gradient is adopted in place of a task.
-inline AccumulateTask* Accumulator::add_task(ga_param id, const Source& given, bool may_adopt) {
+// NULL if the gradient is borrowed in place of a task.
+inline AccumulateTask* Accumulator::add_task(ga_param id, const Source& given, bool may_borrow) {
   Param& p = model_.params[id];
-  if (model_.options.adopts() && may_adopt && p.held() == Held::kNothing && p.fits_accumulator()) {
-    p.hold(Held::kAdopted);
-    p.adopted = given.data;
-    p.adopted_scale = p.maximum ? unweighted() : given.scale;
-    p.adopted_late = given.divisor != nullptr;
+  if (model_.options.borrows() && may_borrow && p.held() == Held::kNothing &&
+      p.fits_accumulator()) {
+    p.hold(Held::kBorrowed);
+    p.borrowed = given.data;
+    p.borrowed_scale = p.maximum ? unweighted() : given.scale;
+    p.borrowed_late = given.divisor != nullptr;
     return nullptr;
   }
   added_ = true;
@@ -134,8 +135,8 @@ inline AccumulateTask* Accumulator::add_task(ga_param id, const Source& given, b
   task.param = id;
   task.counter = nullptr;
   Source* source = &task.source[0];
-  if (p.held() == Held::kAdopted) {
-    *source++ = writer_.adopted_of(p);
+  if (p.held() == Held::kBorrowed) {
+    *source++ = writer_.borrowed_of(p);
     task.sources = 2;
   }
   *source = given;
@@ -307,7 +308,7 @@ void Accumulator::micro_begin(int64_t index, double weight, const ga_micro_optio
   contributions_.clear();
   noted_.clear();
   model_.params.forget_delivered();
-  release_ready(Callers::Lock());  // no other call runs
+  release_ready(ConcurrentCalls::Lock());  // no other call runs
 }
 
 // The parameter of a call that contributes to the open micro-batch; throws if the call is not legal
@@ -341,7 +342,7 @@ void Accumulator::refuse_ready(ga_param id) const {
 }
 
 void Accumulator::params_ready(Span<const ga_param> ids) {
-  Callers::Lock lock = lock_callers();
+  ConcurrentCalls::Lock lock = lock_callers();
   model_.check_device();
   model_.window.check_takes_more();
   for (size_t k = 0; k < ids.size; ++k) {
@@ -360,7 +361,7 @@ void Accumulator::params_ready(Span<const ga_param> ids) {
 }
 
 // Has the exchange begin of what is ready, or the update, if it may.
-void Accumulator::release_ready(Callers::Lock lock) {
+void Accumulator::release_ready(ConcurrentCalls::Lock lock) {
   if (!any_ready_ || model_.window.state() != GA_WINDOW_FULL || model_.options.deferring()) return;
   model_.ranks->release_ready();
   model_.speculation->run_arrived();
@@ -386,10 +387,10 @@ void Accumulator::accumulate_part(ga_param id, const void* gradient) {
   add({&whole, 1}, true, nullptr);
 }
 
-// Apart: a lock in the function above, taken or not, would cost small parts a nanosecond (3 % of one with 16
+// Unlocked: a lock in the function above, taken or not, would cost small parts a nanosecond (3 % of one with 16
 // elements).
 void Accumulator::accumulate_among_callers(ga_param id, const void* gradient) {
-  Callers::Lock lock = callers_->lock();
+  ConcurrentCalls::Lock lock = callers_->lock();
   if (!take_part(id, gradient)) return;
   const Whole whole = {id, gradient, model_.params[id].gradient_dtype};
   add({&whole, 1}, true, &lock);
@@ -417,12 +418,12 @@ void Accumulator::prepare_parts(Span<const Whole> parts, const char* what) {
   if (contributes && model_.window.open_micro().weight > 0) preparation_.prepare();
 }
 
-void Accumulator::contribute(Span<const Whole> given, bool may_adopt) {
-  if (model_.window.open_micro().weight > 0) add(given, may_adopt, nullptr);
+void Accumulator::contribute(Span<const Whole> given, bool may_borrow) {
+  if (model_.window.open_micro().weight > 0) add(given, may_borrow, nullptr);
 }
 
 // lock: NULL, or what the pass over one contribution lets go of.
-void Accumulator::add(Span<const Whole> given, bool may_adopt, Callers::Lock* lock) {
+void Accumulator::add(Span<const Whole> given, bool may_borrow, ConcurrentCalls::Lock* lock) {
   const Micro& micro = model_.window.open_micro();
   tasks_.clear();
   set_micro(micro, model_.window.open_index(), model_.window.weight());
@@ -435,15 +436,15 @@ void Accumulator::add(Span<const Whole> given, bool may_adopt, Callers::Lock* lo
       continue;
     }
     make_dense(g.param);
-    if (!add_task(g.param, contribution(g.gradient, g.format, micro), may_adopt))
+    if (!add_task(g.param, contribution(g.gradient, g.format, micro), may_borrow))
       noted_.push_back(g.param);
   }
-  if (lock) return add_apart(model_.params[given.data[0].param], *lock);
+  if (lock) return add_unlocked(model_.params[given.data[0].param], *lock);
   model_.window.or_invalidate([&] { model_.backend->accumulate(tasks_.span()); });
 }
 
 // Makes the pass of the one task that has been listed, if there is one, beside those of other threads.
-void Accumulator::add_apart(Param& p, Callers::Lock& lock) {
+void Accumulator::add_unlocked(Param& p, ConcurrentCalls::Lock& lock) {
   if (tasks_.span().size == 0) return;
   const AccumulateTask task = tasks_.span().data[0];  // the next caller uses the list
   struct Busy {
@@ -453,19 +454,19 @@ void Accumulator::add_apart(Param& p, Callers::Lock& lock) {
   };
   model_.window.or_invalidate([&] {
     const Busy busy(p);
-    const Apart apart(lock);
+    const Unlocked unlocked(lock);
     model_.backend->accumulate({&task, 1});
   });
 }
 
-void Accumulator::store_adopted(ga_param id) {
+void Accumulator::store_borrowed(ga_param id) {
   Param& p = model_.params[id];
-  if (p.held() != Held::kAdopted) return;
+  if (p.held() != Held::kBorrowed) return;
   AccumulateTask task = {};
   task.target = writer_.target_of(id);
   task.count = p.count;
   task.partials = p.partials;
-  task.source[0] = writer_.adopted_of(p);
+  task.source[0] = writer_.borrowed_of(p);
   task.sources = 1;
   task.param = id;
   model_.window.or_invalidate([&] { model_.backend->accumulate({&task, 1}); });
@@ -516,7 +517,7 @@ void Accumulator::settle(int64_t index) {
     writer_.flush();
     model_.backend->open_micro(inputs, micro_plans_.at());
     model_.backend->norm(norm_tasks_.span());
-    model_.backend->judge_micro(inputs, micro_plans_.at(), micro, index);
+    model_.backend->decide_micro(inputs, micro_plans_.at(), micro, index);
     const Control* const known = model_.backend->known();
     added = !known || known->micro_finite || model_.config.nonfinite != GA_NONFINITE_DROP_MICRO;
     if (added) model_.backend->clip_units(params_of(micro_units_));
@@ -640,7 +641,7 @@ WindowTotals Accumulator::totals() const {
   totals.weight = model_.window.weight();
   totals.weighted = model_.window.weighted();
   totals.noise_wanted = model_.config.noise_scale && !noise_repeated_;
-  totals.over_ranks = totals.summed = model_.ranks->on_device();
+  totals.over_ranks = totals.reduced = model_.ranks->on_device();
   return totals;
 }
 
@@ -650,13 +651,13 @@ void Accumulator::restore(int64_t rows_held, bool noise_repeated) {
 }
 
 void Accumulator::keep_list() {
-  if (listed_by_ + 1 == calls_ && !model_.options.adopts()) listed_by_ = calls_;
+  if (listed_by_ + 1 == calls_ && !model_.options.borrows()) listed_by_ = calls_;
 }
 
 void Accumulator::end_window() {
   for (Param& p : model_.params) {
     const bool written =
-        p.held() == Held::kStored || p.held() == Held::kRows || p.held() == Held::kSummed;
+        p.held() == Held::kStored || p.held() == Held::kRows || p.held() == Held::kReduced;
     p.accumulator_written = p.accumulator_written || written;
     p.hold(Held::kNothing);
     p.acquired = false;

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/callers.hpp"
+#include "core/concurrent_calls.hpp"
 #include "model/model.hpp"
 #include "model/preparation.hpp"
 #include "model/table_writer.hpp"
@@ -27,7 +27,7 @@ class Accumulator : HasLists {
  public:
   // callers: NULL where one thread at a time may use the context. calls: the number of the call that is being made,
   // of those that may change something.
-  Accumulator(Model& model, TableWriter& writer, Preparation& preparation, Callers* callers,
+  Accumulator(Model& model, TableWriter& writer, Preparation& preparation, ConcurrentCalls* callers,
               const uint64_t& calls);
 
   // The functions of the ABI.
@@ -56,7 +56,7 @@ class Accumulator : HasLists {
   // what: the function that was called.
   void prepare_parts(Span<const Whole> parts, const char* what);
   // Adds the gradients of different parameters to the open micro-batch, in one pass.
-  void contribute(Span<const Whole> given, bool may_adopt);
+  void contribute(Span<const Whole> given, bool may_borrow);
 
   // ---- What the window holds ----
 
@@ -67,8 +67,8 @@ class Accumulator : HasLists {
   void hold_rows(int64_t count) { rows_held_ += count; }  // which other ranks have brought
   // Zeros the rows that have no gradient yet, before something adds to all rows.
   void make_dense(ga_param id);
-  // Copies an adopted gradient into the accumulator, before something other than add_task adds to it.
-  void store_adopted(ga_param id);
+  // Copies an borrowed gradient into the accumulator, before something other than add_task adds to it.
+  void store_borrowed(ga_param id);
   // The task of some rows of a parameter.
   RowsTask rows_task(ga_param id, const void* indices, int32_t index_dtype, int64_t rows,
                      const Source& values) const;
@@ -100,24 +100,26 @@ class Accumulator : HasLists {
   void set_micro(const Micro& micro, int64_t index, double window_weight) {
     micro_ = {index, micro.weight, micro.loss_scale, window_weight};
   }
-  Callers::Lock lock_callers() const { return callers_ ? callers_->lock() : Callers::Lock(); }
+  ConcurrentCalls::Lock lock_callers() const {
+    return callers_ ? callers_->lock() : ConcurrentCalls::Lock();
+  }
   Param& part(ga_param id, const char* what);
   [[noreturn]] void refuse_taken(ga_param id, const char* what) const;
   [[noreturn]] void refuse_ready(ga_param id) const;
-  void release_ready(Callers::Lock lock);
+  void release_ready(ConcurrentCalls::Lock lock);
   void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   void check_gradient(ga_param id, const void* gradient);
   void check_new_gradient(ga_param id, const void* gradient);
   void check_alive(ga_param id, const char* what, const void* data, int64_t bytes) const;
   void check_single(ga_param id) const;
-  AccumulateTask* add_task(ga_param id, const Source& source, bool may_adopt = true);
+  AccumulateTask* add_task(ga_param id, const Source& source, bool may_borrow = true);
   void refine(ga_param id, AccumulateTask& task, Source& source);
   bool repeats(const void* const* gradients, size_t count) const;
   void change_tasks(const Source& like);
-  void add(Span<const Whole> given, bool may_adopt, Callers::Lock* lock);
+  void add(Span<const Whole> given, bool may_borrow, ConcurrentCalls::Lock* lock);
   bool take_part(ga_param id, const void* gradient);
   void accumulate_among_callers(ga_param id, const void* gradient);
-  void add_apart(Param& p, Callers::Lock& lock);
+  void add_unlocked(Param& p, ConcurrentCalls::Lock& lock);
   double unweighted() const;
   void count_contribution(Param& p);
   RowsTask rows_task(const Contribution& c, const Source& values) const {
@@ -132,13 +134,13 @@ class Accumulator : HasLists {
   Model& model_;
   TableWriter& writer_;
   Preparation& preparation_;
-  Callers* const callers_;
+  ConcurrentCalls* const callers_;
   const uint64_t& calls_;
 
   bool checked_ = false;         // some Param::checked is not NULL
   bool any_ready_ = false;       // ga_params_ready was called in this window
   bool added_ = false;           // an accumulator has something of the open micro-batch
-  std::vector<ga_param> noted_;  // whose first gradient came with it and is adopted
+  std::vector<ga_param> noted_;  // whose first gradient came with it and is borrowed
   int64_t rows_held_ = 0;
   bool noise_repeated_ = false;
   struct {

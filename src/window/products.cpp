@@ -46,7 +46,7 @@ void Accumulator::accumulate_matmul(ga_param id, int64_t k, const void* a, int64
   model_.backend->prepare_matmul(dtype == GA_F32 ? 0 : k * (m + n));
   preparation_.prepare();
   added_ = true;
-  store_adopted(id);
+  store_borrowed(id);
   make_dense(id);
   MatmulTask task = {};
   task.m = m, task.n = n, task.k = k;
@@ -79,7 +79,7 @@ ga_accumulator Accumulator::acquire(ga_param id) {
   if (micro.weight > 0 && !p.frozen) {
     preparation_.prepare();
     added_ = true;
-    store_adopted(id);
+    store_borrowed(id);
     make_dense(id);
     out.data = p.accumulator;
     const double scale = micro.loss_scale == 0 ? model_.loss_scale() : micro.loss_scale;

@@ -79,7 +79,7 @@ RowsTask Accumulator::rows_task(ga_param id, const void* indices, int32_t index_
   task.rows = t.rows;
   task.columns = t.rows > 0 ? p.count / t.rows : 0;
   task.set = t.set;
-  task.dense = p.held() == Held::kStored || p.held() == Held::kAdopted;
+  task.dense = p.held() == Held::kStored || p.held() == Held::kBorrowed;
   task.indices = indices;
   task.index_dtype = index_dtype;
   task.count = rows;
@@ -90,7 +90,7 @@ RowsTask Accumulator::rows_task(ga_param id, const void* indices, int32_t index_
 void Accumulator::add_rows(const Contribution& c, const Source& values, const MicroPlan* plan) {
   Param& p = model_.params[c.param];
   added_ = true;
-  store_adopted(c.param);
+  store_borrowed(c.param);
   RowsTask task = rows_task(c, values);
   task.plan = plan;
   if (p.count > 0) model_.window.or_invalidate([&] { model_.backend->accumulate_rows(task); });

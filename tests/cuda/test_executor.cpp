@@ -213,8 +213,9 @@ struct Teams {
   }
   GA_DEVICE void operator()(Block& block) const {
     block.each_warp(items, [&](int64_t i, const Warp& warp) { take(i, warp, found); });
-    block.each_octet(items,
-                     [&](int64_t i, const Octet& octet) { take(i, octet, found + 3 * items); });
+    block.each_lane_group(items, [&](int64_t i, const LaneGroup& lane_group) {
+      take(i, lane_group, found + 3 * items);
+    });
   }
 };
 

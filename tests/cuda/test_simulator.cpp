@@ -110,7 +110,8 @@ struct TileSums {
       }
       lanes[thread] = quad;
     });
-    block.octet_totals(lanes, [&](int octet, double total) { totals[octet] = total; });
+    block.lane_group_totals(lanes,
+                            [&](int lane_group, double total) { totals[lane_group] = total; });
     block.each_item(kThreads / 8, [&](int64_t i) { tiles[first + i] = totals[i]; });
     if (!block.last(arrived)) return;
     block.each_warp(1, [&](int64_t, Warp& warp) {

@@ -192,15 +192,15 @@ void accumulate(const AccumulateTask& given, int64_t offset, int64_t count, bool
     }
   }
   if (given.plan && !given.plan->active) return;
-  AccumulateTask judged;
+  AccumulateTask planned;
   if (given.plan) {
-    judged = given;
-    judged.keep = given.plan->keep;
-    judged.noise = given.plan->noise;
-    judged.source[0].scale = given.plan->scale;
-    judged.source[0].divisor = nullptr;
+    planned = given;
+    planned.keep = given.plan->keep;
+    planned.noise = given.plan->noise;
+    planned.source[0].scale = given.plan->scale;
+    planned.source[0].divisor = nullptr;
   }
-  const AccumulateTask& task = given.plan ? judged : given;
+  const AccumulateTask& task = given.plan ? planned : given;
   (task.target.format == GA_F64 ? accumulate_as<double> : accumulate_as<float>)(task, offset, count,
                                                                                 stream);
 }

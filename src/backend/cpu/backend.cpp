@@ -11,15 +11,15 @@
 #include <vector>
 
 #include "backend/allocator.hpp"
-#include "backend/cpu/ahead.hpp"
 #include "backend/cpu/batchnorm.hpp"
-#include "backend/cpu/crew.hpp"
 #include "backend/cpu/kernels.hpp"
 #include "backend/cpu/lists.hpp"
 #include "backend/cpu/matmul.hpp"
 #include "backend/cpu/memory.hpp"
+#include "backend/cpu/predictor.hpp"
 #include "backend/cpu/results.hpp"
 #include "backend/cpu/rows.hpp"
+#include "backend/cpu/thread_group.hpp"
 #include "backend/cpu/threads.hpp"
 #include "backend/decide.hpp"
 
@@ -44,9 +44,11 @@ int64_t last_level_cache() {
   return int64_t{32} << 20;
 }
 
-class CpuBackend final : public Backend {
+class CpuBackend final : public Backend, public HostWork {
  public:
   explicit CpuBackend(const ga_config& config) : CpuBackend(config, choose_isa()) {}
+
+  HostWork* host() override { return this; }
 
   void* allocate(size_t bytes) override {
     if (!allocator_.is_set()) return cpu::allocate(bytes);
@@ -99,7 +101,7 @@ class CpuBackend final : public Backend {
   void check_memory(const Subject&, const char*, const void*) override {}
 
   void reserve(int64_t chunks, int64_t params, int64_t accumulator_bytes) override {
-    if (eager_) ahead_.reserve(static_cast<size_t>(params));
+    if (eager_) predictor_.reserve(static_cast<size_t>(params));
     // A factored second moment takes two sums of every tensor; the matrix engine copies in pieces
     // of a quarter of a chunk.
     lists_.reserve(2 * static_cast<size_t>(chunks));
@@ -109,7 +111,6 @@ class CpuBackend final : public Backend {
     stream_ = 2 * accumulator_bytes > cache_;
   }
 
-  bool passes_are_cut() const override { return true; }
   int64_t cache_bytes() const override { return cache_; }
 
   int64_t table_bytes(int64_t chunks) const override {
@@ -118,31 +119,23 @@ class CpuBackend final : public Backend {
   }
 
   int64_t row_bytes() const override { return rows_.entry_bytes(); }
-  int64_t ahead_bytes(size_t params) const override { return eager_ ? Ahead::bytes(params) : 0; }
+  int64_t ahead_bytes(size_t params) const override {
+    return eager_ ? Predictor::bytes(params) : 0;
+  }
 
   void set_tables(const ScalarTables& tables, const TaskTables& tasks) override {
     tables_ = tables;
     tasks_ = tasks;
   }
 
-  void sum_rank(const WindowTotals&, const uint64_t*, double*) override { fail_device(); }
-  void add_ranks(const double*, int64_t, int32_t) override { fail_device(); }
-  void sum_pieces(double*) override { fail_device(); }
-  void add_pieces(const double*, int32_t) override { fail_device(); }
-  void set_watch(std::function<void(double)>) override { fail_device(); }
-  void aside(const std::function<void()>&) override { fail_device(); }
-  void join_aside() override { fail_device(); }
-  void set_stream(void*) override { fail_device(); }
-  void with_stream(const std::function<void(void*)>&) override { fail_device(); }
-
   void decide(const WindowTotals& totals, const StepSums& sums,
               const OverRanks& over_ranks) override {
     for (size_t k = 0; k < sums.norms.size; ++k) set_limit(totals, sums.norms.data[k]);
     take_norms(Norms{*this, sums.norms});
-    Crew crew;
-    sum_window(crew, tables_, totals);
+    ThreadGroup threads;
+    sum_window(threads, tables_, totals);
     if (over_ranks) over_ranks();
-    judge_window(crew, tables_, totals.last);
+    decide_window(threads, tables_, totals.last);
   }
 
   // A norm that is measured in the same pass as the update costs no reading of its own, but the plan cannot know
@@ -151,7 +144,7 @@ class CpuBackend final : public Backend {
     for (size_t k = 0; k < params.size; ++k)
       if (params.data[k].measured) set_limit(totals, params.data[k].param);
     take_norms(NormsBefore{*this, params});
-    ahead_.plan(tables_, totals, params);
+    predictor_.plan(tables_, totals, params);
     lists_.run(ReadyUpdates{tasks_.updates, params}, [&](const UpdateTask& task, const Work& w) {
       const ReadyParam& ready = params.data[w.task];
       if (ready.in_passes) return;
@@ -163,39 +156,39 @@ class CpuBackend final : public Backend {
       if (params.data[k].in_passes) update_in_passes(params.data[k].param);
   }
 
-  bool came_true(ga_param param) override {
-    if (!ahead_.came_true(tables_, param)) return false;
-    tables_.plans[param].duty = 0;
+  bool matches(ga_param param) override {
+    if (!predictor_.matches(tables_, param)) return false;
+    tables_.plans[param].actions = 0;
     return true;
   }
 
   void settle_units(Params params, bool last) override {
-    Crew crew;
-    crew.each_warp(static_cast<int64_t>(params.size), [&](int64_t k, Warp& warp) {
+    ThreadGroup threads;
+    threads.each_warp(static_cast<int64_t>(params.size), [&](int64_t k, Warp& warp) {
       const UnitTask& task = tasks_.units[params.data[k]];
       if (task.param.data) total_units(task, warp);
     });
     const auto count = static_cast<int64_t>(params.size);
-    sum_units(crew, tables_, tasks_.units, params.data, count);
-    ga::settle_units(crew, tables_, params.data, count, last);
+    sum_units(threads, tables_, tasks_.units, params.data, count);
+    ga::settle_units(threads, tables_, params.data, count, last);
   }
 
   void open_micro(Span<const MicroInput> inputs, MicroPlan* plans) override {
-    Crew crew;
-    ga::open_micro(crew, tables_, {inputs.data, plans, static_cast<int64_t>(inputs.size)});
+    ThreadGroup threads;
+    ga::open_micro(threads, tables_, {inputs.data, plans, static_cast<int64_t>(inputs.size)});
   }
 
-  void judge_micro(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
-                   int64_t index) override {
+  void decide_micro(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
+                    int64_t index) override {
     const Contributions of = {inputs.data, plans, static_cast<int64_t>(inputs.size)};
-    Crew crew;
-    sum_micro(crew, of);
-    ga::judge_micro(crew, tables_, of, micro, index);
+    ThreadGroup threads;
+    sum_micro(threads, of);
+    ga::decide_micro(threads, tables_, of, micro, index);
   }
 
   void clear_window() override {
-    Crew crew;
-    ga::clear_window(crew, tables_);
+    ThreadGroup threads;
+    ga::clear_window(threads, tables_);
   }
 
   void restore(const Control& control) override {
@@ -227,11 +220,11 @@ class CpuBackend final : public Backend {
 
   void measure(Params params, const OverRanks& over_ranks) override {
     measure_layers(Listed<UpdateTask>{tasks_.measures, params});
-    Crew crew;
+    ThreadGroup threads;
     const auto count = static_cast<int64_t>(params.size);
-    sum_layers(crew, tables_, tasks_.measures, params.data, count);
+    sum_layers(threads, tables_, tasks_.measures, params.data, count);
     if (over_ranks) over_ranks();
-    fold_layers(crew, tables_, params.data, count);
+    fold_layers(threads, tables_, params.data, count);
   }
 
   void update(Params params) override {
@@ -240,7 +233,7 @@ class CpuBackend final : public Backend {
         [this](const UpdateTask& task, const Work& w) { update_chunk(task, w.offset, w.count); });
     for (size_t k = 0; k < params.size; ++k) {
       const UpdateTask& task = tasks_.updates[params.data[k]];
-      if (task.rows && (task.plan->duty & kUpdateRows) != 0) rows_.update(task);
+      if (task.rows && (task.plan->actions & kUpdateRows) != 0) rows_.update(task);
     }
   }
 
@@ -275,13 +268,13 @@ class CpuBackend final : public Backend {
     norms.clear();
     for (size_t k = 0; k < params.size; ++k) {
       const FactorTask& task = tasks_.factored[params.data[k]];
-      if ((task.plan->duty & kUpdate) == 0) continue;
+      if ((task.plan->actions & kUpdate) == 0) continue;
       norms.push_back(sums_of(task, true));
       if (task.columns) norms.push_back(sums_of(task, false));
     }
     unit_norms(Given<UnitTask>{{norms.data(), norms.size()}});
-    Crew crew;
-    for (size_t k = 0; k < params.size; ++k) blend(crew, tasks_.factored[params.data[k]]);
+    ThreadGroup threads;
+    for (size_t k = 0; k < params.size; ++k) blend(threads, tasks_.factored[params.data[k]]);
   }
 
   int64_t check_rows(const RowsTask& task) override { return rows_.check(task); }
@@ -299,7 +292,7 @@ class CpuBackend final : public Backend {
   bool matmul(const MatmulTask& task) override { return matmul_.run(task, kernels_, stream_); }
 
   void orthogonalize(const OrthogonalizeTask& task) override {
-    if ((task.plan->duty & kUpdate) != 0) matmul_.orthogonalize(task, kernels_);
+    if ((task.plan->actions & kUpdate) != 0) matmul_.orthogonalize(task, kernels_);
   }
 
   void bn_reserve(int64_t channels) override { batchnorm_.reserve(channels); }
@@ -321,10 +314,6 @@ class CpuBackend final : public Backend {
   }
 
  private:
-  [[noreturn]] static void fail_device() {
-    fail(GA_ERROR_INTERNAL, "a context on the CPU was to exchange gradients as one on a device");
-  }
-
   CpuBackend(const ga_config& config, const Isa& isa)
       : allocator_(config),
         eager_(config.eager != 0),
@@ -396,7 +385,7 @@ class CpuBackend final : public Backend {
   }
 
   // An update ahead that needs sums over units, over rows and columns, or over the parameter first. To write a
-  // second set, its passes run copies of the tasks; what a first pass emits goes there too, since the gradient may
+  // shadow arrays, its passes run copies of the tasks; what a first pass emits goes there too, since the gradient may
   // be needed again.
   void update_in_passes(ga_param id) {
     const Targets* const targets = tables_.plans[id].targets;
@@ -407,14 +396,14 @@ class CpuBackend final : public Backend {
       if (op_info(update.op).reads_gradient_norm) {
         Warp warp;
         total_units(units, warp);
-        ahead_.settle_units(tables_, tasks_.units, id);
+        predictor_.settle_units(tables_, tasks_.units, id);
       }
     }
     OuterProduct outer;
     if (tasks_.factored[id].row_pattern) {
       FactorTask factor = tasks_.factored[id];
       if (targets) {
-        factor = factor_apart(factor, *targets);
+        factor = factor_out_of_place(factor, *targets);
         outer = {factor.rows, factor.columns, factor.scales, factor.row_count, factor.column_count};
         update.state[0].data = measure.state[0].data = &outer;
       }
@@ -424,33 +413,33 @@ class CpuBackend final : public Backend {
       if (targets && measure.emitted)
         update.gradient.source.data = measure.emitted = targets->emitted.data;
       measure_layers(Given<UpdateTask>{{&measure, 1}});
-      ahead_.settle_layer(tables_, tasks_.measures, id);
+      predictor_.settle_layer(tables_, tasks_.measures, id);
     }
     lists_.run(Given<UpdateTask>{{&update, 1}}, [this](const UpdateTask& task, const Work& w) {
       update_chunk(task, w.offset, w.count);
     });
   }
 
-  // Updates a chunk, after delivering its gradient or without an update, as the plan's duty says.
+  // Updates a chunk, after delivering its gradient or without an update, as the plan's actions says.
   void update_chunk(const UpdateTask& task, int64_t offset, int64_t count) const {
-    const int32_t duty = task.plan->duty;
-    if ((duty & kDeliver) != 0) {
+    const int32_t actions = task.plan->actions;
+    if ((actions & kDeliver) != 0) {
       FinishTask deliver = {};
       deliver.gradient = task.gradient;
       deliver.f64 = task.f64;
       deliver.target = task.delivered;
       kernels_.finish(deliver, offset, count);
     }
-    if ((duty & kUpdate) != 0)
+    if ((actions & kUpdate) != 0)
       kernels_.update[task.f64][task.op](task, offset, count);
-    else if ((duty & kFollow) != 0 && (duty & kUpdateRows) == 0)
+    else if ((actions & kFollow) != 0 && (actions & kUpdateRows) == 0)
       kernels_.follow(task, offset, count);
   }
 
   template <class Tasks>
   void measure_layers(const Tasks& tasks) {
     lists_.run_stretches(tasks, [this](const UpdateTask& task, const Work& w) {
-      if ((task.plan->duty & kUpdate) != 0)
+      if ((task.plan->actions & kUpdate) != 0)
         kernels_.measure[task.f64][task.op](task, w.offset, w.count);
     });
   }
@@ -481,12 +470,12 @@ class CpuBackend final : public Backend {
     UnitTask sums[] = {sums_of(task, true), {}};
     if (task.columns) sums[1] = sums_of(task, false);
     unit_norms(Given<UnitTask>{{sums, task.columns ? size_t{2} : size_t{1}}});
-    Crew crew;
-    blend(crew, task);
+    ThreadGroup threads;
+    blend(threads, task);
   }
 
-  // The task for a second set, which gets the state as it is. The state is of f32.
-  static FactorTask factor_apart(FactorTask task, const Targets& targets) {
+  // The task for a shadow arrays, which gets the state as it is. The state is of f32.
+  static FactorTask factor_out_of_place(FactorTask task, const Targets& targets) {
     const auto move = [&](void*& from, int slot, int64_t count) {
       void* const to = targets.state[slot].data;
       std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
@@ -522,7 +511,7 @@ class CpuBackend final : public Backend {
   ScalarTables tables_ = {};
   TaskTables tasks_;
   Results results_;
-  Ahead ahead_;
+  Predictor predictor_;
   std::vector<UnitTask> unit_tasks_;
 };
 

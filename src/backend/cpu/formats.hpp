@@ -210,7 +210,7 @@ void store_plain(void* data, int64_t offset, int64_t count, const T* tile, uint6
 // Runs body(i, bits) for i in [0, count) with the random bits of element index + i. The inner loop
 // is over indices with the same upper half.
 template <class Body>
-GA_INLINE void by_chance(uint64_t key, uint64_t index, int64_t count, Body&& body) {
+GA_INLINE void stochastic(uint64_t key, uint64_t index, int64_t count, Body&& body) {
   for (int64_t i = 0; i < count;) {
     const uint64_t at = index + static_cast<uint64_t>(i);
     const auto left = static_cast<int64_t>((uint64_t{1} << 32) - (at & 0xffffffff));
@@ -230,7 +230,7 @@ void store_bf16(void* data, int64_t offset, int64_t count, const T* tile, uint64
     for (int64_t i = 0; i < count; ++i) x[i] = to_bf16(static_cast<float>(tile[i]));
     return;
   }
-  by_chance(rounding.key, index, count, [&](int64_t i, uint32_t random) GA_INLINE_BODY {
+  stochastic(rounding.key, index, count, [&](int64_t i, uint32_t random) GA_INLINE_BODY {
     x[i] = to_bf16(static_cast<float>(tile[i]), random);
   });
 }
@@ -242,7 +242,7 @@ void store_bf16_pair(const Array& a, const Array& b, int64_t offset, int64_t cou
                      const T* tile_b, uint64_t index, uint64_t key) {
   uint16_t* const __restrict x = static_cast<uint16_t*>(a.data) + offset;
   uint16_t* const __restrict y = static_cast<uint16_t*>(b.data) + offset;
-  by_chance(key, index, count, [&](int64_t i, uint32_t random) GA_INLINE_BODY {
+  stochastic(key, index, count, [&](int64_t i, uint32_t random) GA_INLINE_BODY {
     x[i] = to_bf16(static_cast<float>(tile_a[i]), random);
     y[i] = to_bf16(static_cast<float>(tile_b[i]), random >> 16);
   });
@@ -253,7 +253,7 @@ void store_f16(void* data, int64_t offset, int64_t count, const T* tile, uint64_
                const Rounding& rounding) {
   uint16_t* const __restrict x = static_cast<uint16_t*>(data) + offset;
   if (rounding.stochastic) {
-    by_chance(rounding.key, index, count, [&](int64_t i, uint32_t random) GA_INLINE_BODY {
+    stochastic(rounding.key, index, count, [&](int64_t i, uint32_t random) GA_INLINE_BODY {
       x[i] = to_f16(static_cast<float>(tile[i]), random);
     });
     return;

@@ -43,7 +43,7 @@ struct Given {
 
 class Lists {
  public:
-  // shared: several threads may be in run() at once. One of them has the crew, and the others work alone.
+  // shared: several threads may be in run() at once. One of them has the threads, and the others work alone.
   Lists(Threads& threads, bool shared) : threads_(threads), shared_(shared) {}
 
   // Makes room for so many chunks.
@@ -163,7 +163,7 @@ class Lists {
     const bool is_mine_;
   };
 
-  static bool idle(const UpdateTask& task) { return (task.plan->duty & ~kUpdateRows) == 0; }
+  static bool idle(const UpdateTask& task) { return (task.plan->actions & ~kUpdateRows) == 0; }
   template <class Task>
   static bool idle(const Task&) {
     return false;
@@ -203,7 +203,7 @@ class Lists {
     });
   }
 
-  // Apart, so that the compiler inlines the rest where there is but one thread at a time.
+  // Unlocked, so that the compiler inlines the rest where there is but one thread at a time.
   template <class Tasks, class Loop, class Stretches>
   [[gnu::noinline]] void run_shared(int kind, const Tasks& tasks, Loop& loop, bool busy,
                                     Stretches& each_stretch) {

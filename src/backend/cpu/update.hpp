@@ -42,13 +42,13 @@ struct Stream {
 // block elsewhere: past the caches block by block, since tile by tile took 1.5 times as long on one core. Every Op
 // calls these, which would be large if each had them inlined.
 template <class T>
-[[gnu::noinline]] T* pad_apart(const T* from, int64_t count, T* block) {
+[[gnu::noinline]] T* pad_out_of_place(const T* from, int64_t count, T* block) {
   const Padded<T> end(from, count);
   std::memcpy(block, end.data, static_cast<size_t>(whole_groups(count)) * sizeof(T));
   return block;
 }
 template <class T>
-[[gnu::noinline]] void write_apart(bool stream, T* to, const T* block, int64_t count) {
+[[gnu::noinline]] void write_out_of_place(bool stream, T* to, const T* block, int64_t count) {
   if (count < kBlock)
     std::memcpy(to, block, static_cast<size_t>(count) * sizeof(T));
   else if (stream)
@@ -58,21 +58,21 @@ template <class T>
 }
 
 // Updates the EMA of a parameter.
-template <class T, bool kApart>
+template <class T, bool kOutOfPlace>
 GA_INLINE void move_average(const UpdateTask& task, int64_t offset, int64_t count, const T* p) {
   const auto index = static_cast<uint64_t>(task.first + offset);
   const T gain = static_cast<T>(task.plan->average_gain);
-  const Targets* const targets = kApart ? task.plan->targets : nullptr;
-  const Array* const target = kApart ? &targets->average : &task.average;
+  const Targets* const targets = kOutOfPlace ? task.plan->targets : nullptr;
+  const Array* const target = kOutOfPlace ? &targets->average : &task.average;
   Stream<T> e;
-  e.open(task.average, kApart ? target : nullptr, offset, count);
-  if (kApart && e.out) {
+  e.open(task.average, kOutOfPlace ? target : nullptr, offset, count);
+  if (kOutOfPlace && e.out) {
     alignas(64) T block[kBlock];
     for (int64_t b = 0; b < count; b += kBlock) {
       const int64_t n = smaller(kBlock, count - b);
       prefetch_block<0>(e.data + b + kAhead);
       for (int64_t i = 0; i < n; ++i) block[i] = e.data[b + i] + gain * (p[b + i] - e.data[b + i]);
-      write_apart(targets->stream, e.out + b, block, n);
+      write_out_of_place(targets->stream, e.out + b, block, n);
     }
     return;
   }
@@ -132,8 +132,8 @@ template <class Op>
 constexpr int slots_of = Op::factored ? 1 : Op::slots;
 
 // One tile of all arrays of an update.
-// kApart: written to ParamPlan::targets.
-template <class Op, bool kMeasuring, bool kApart = false>
+// kOutOfPlace: written to ParamPlan::targets.
+template <class Op, bool kMeasuring, bool kOutOfPlace = false>
 struct UpdateTile {
   using T = typename Op::Real;
   static constexpr Pass kPass = kMeasuring ? Op::measuring : Op::updating;
@@ -147,7 +147,7 @@ struct UpdateTile {
   Stream<T> state[kSlots + 1];
 
   GA_INLINE explicit UpdateTile(const UpdateTask& task)
-      : scaled(task.gradient), targets(kApart ? task.plan->targets : nullptr) {}
+      : scaled(task.gradient), targets(kOutOfPlace ? task.plan->targets : nullptr) {}
 
   GA_INLINE void open(const UpdateTask& task, int64_t offset, int64_t count) {
     g = kPass.gradient ? load<T>(task.gradient.source, task.first + offset, count, gradient_tile)
@@ -162,9 +162,9 @@ struct UpdateTile {
     p.data = p.tile;
     p.out = nullptr;
     if (kPass.parameter)
-      p.open(task.param, kApart && !kMeasuring ? &targets->param : nullptr, offset, count);
+      p.open(task.param, kOutOfPlace && !kMeasuring ? &targets->param : nullptr, offset, count);
     for (int k = 0; k < kSlots; ++k)
-      state[k].open(task.state[k], kApart ? &targets->state[k] : nullptr, offset, count);
+      state[k].open(task.state[k], kOutOfPlace ? &targets->state[k] : nullptr, offset, count);
   }
 
   GA_INLINE void prefetch(int64_t b) const {
@@ -174,8 +174,9 @@ struct UpdateTile {
       else
         prefetch_block<0>(g + b + kAhead);
     }
-    if (kPass.parameter) p.template prefetch<!kMeasuring && !kApart>(b);
-    for (int k = 0; k < kSlots; ++k) state[k].template prefetch<kPass.writes_state && !kApart>(b);
+    if (kPass.parameter) p.template prefetch<!kMeasuring && !kOutOfPlace>(b);
+    for (int k = 0; k < kSlots; ++k)
+      state[k].template prefetch<kPass.writes_state && !kOutOfPlace>(b);
   }
 
   // Runs body(g, p, state, b, n) over blocks at b of whole groups, of which n elements are not
@@ -215,7 +216,7 @@ struct UpdateTile {
   // As each_block(), where arrays are written elsewhere. Runs body(g, p, state, new_p, new_state, b, n): new_p and
   // new_state are blocks that are then written to the targets, or the tile itself.
   template <class Body>
-  GA_INLINE void each_block_apart(int64_t count, Body&& body) {
+  GA_INLINE void each_block_out_of_place(int64_t count, Body&& body) {
     alignas(64) T blocks[(kSlots + 1) * kBlock];
     for (int64_t b = 0; b < count; b += kBlock) {
       const int64_t n = smaller(kBlock, count - b);
@@ -226,22 +227,23 @@ struct UpdateTile {
         s[k] = new_s[k] = state[k].data + b;
         if (!state[k].out) continue;
         new_s[k] = blocks + k * kBlock;
-        if (end) s[k] = pad_apart(s[k], n, new_s[k]);
+        if (end) s[k] = pad_out_of_place(s[k], n, new_s[k]);
       }
       T *q = p.data + b, *new_q = q;
       if (p.out) new_q = p.tile + b;
-      if (kPass.parameter && end && p.in_place) q = new_q = pad_apart(q, n, p.tile + b);
+      if (kPass.parameter && end && p.in_place) q = new_q = pad_out_of_place(q, n, p.tile + b);
       T* const end_g = blocks + kSlots * kBlock;
-      body(kPass.gradient && end ? pad_apart(g + b, n, end_g) : g + b, q, s, new_q, new_s, b, n);
+      body(kPass.gradient && end ? pad_out_of_place(g + b, n, end_g) : g + b, q, s, new_q, new_s, b,
+           n);
       for (int k = 0; k < kSlots; ++k)
-        if (state[k].out) write_apart<T>(targets->stream, state[k].out + b, new_s[k], n);
-      if (p.out) write_apart<T>(targets->stream, p.out + b, new_q, n);
+        if (state[k].out) write_out_of_place<T>(targets->stream, state[k].out + b, new_s[k], n);
+      if (p.out) write_out_of_place<T>(targets->stream, p.out + b, new_q, n);
     }
   }
 
   GA_INLINE void close_state(const UpdateTask& task, int64_t offset, int64_t count) {
     if (!kPass.writes_state || kSlots == 0 || state[0].in_place) return;
-    const Array* const to = kApart ? targets->state : task.state;
+    const Array* const to = kOutOfPlace ? targets->state : task.state;
     const auto index = static_cast<uint64_t>(task.first + offset);
     for (int k = 0; k < kSlots; k += 2) {
       const uint64_t key = task.plan->state_key + static_cast<uint64_t>(k);
@@ -318,15 +320,15 @@ GA_INLINE bool update_tile(const Op& op, const UpdateTask& task, int64_t offset,
 }
 
 // Ends the update of a tile, whose parameter is p now: stores it, its copy, and moves the average.
-template <class T, bool kApart>
+template <class T, bool kOutOfPlace>
 GA_INLINE void store_param(const UpdateTask& task, Stream<T>& s, int64_t offset, int64_t count) {
-  const Targets* const targets = kApart ? task.plan->targets : nullptr;
-  const Array& param = kApart ? targets->param : task.param;
-  const Array& copy = kApart ? targets->copy : task.copy;
-  const T* p = kApart && s.out ? s.tile : s.data;
+  const Targets* const targets = kOutOfPlace ? task.plan->targets : nullptr;
+  const Array& param = kOutOfPlace ? targets->param : task.param;
+  const Array& copy = kOutOfPlace ? targets->copy : task.copy;
+  const T* p = kOutOfPlace && s.out ? s.tile : s.data;
   const auto store_to = [&](const Array& a) {
     store<T>(a, offset, count, p, static_cast<uint64_t>(task.first + offset),
-             {task.by_chance, task.plan->copy_key});
+             {task.stochastic, task.plan->copy_key});
   };
   if (!s.in_place) {
     store_to(param);
@@ -334,27 +336,27 @@ GA_INLINE void store_param(const UpdateTask& task, Stream<T>& s, int64_t offset,
       load<T>({param.data, param.format, 1, nullptr}, offset, count, s.tile);
   }
   if (copy.data) store_to(copy);
-  if (task.average.data) move_average<T, kApart>(task, offset, count, p);
+  if (task.average.data) move_average<T, kOutOfPlace>(task, offset, count, p);
 }
 
-// Not inlined, for the same reason as pad_apart().
+// Not inlined, for the same reason as pad_out_of_place().
 template <class T>
-[[gnu::noinline]] void store_param_apart(const UpdateTask& task, Stream<T>& s, int64_t offset,
-                                         int64_t count) {
+[[gnu::noinline]] void store_param_out_of_place(const UpdateTask& task, Stream<T>& s,
+                                                int64_t offset, int64_t count) {
   store_param<T, true>(task, s, offset, count);
 }
 
-template <class Op, bool kApart>
+template <class Op, bool kOutOfPlace>
 GA_INLINE void update_tiles(const Op& op, const UpdateTask& task, int64_t offset, int64_t count) {
   using T = typename Op::Real;
-  UpdateTile<Op, false, kApart> tile(task);
+  UpdateTile<Op, false, kOutOfPlace> tile(task);
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
     follow_data(task, offset + t, n);
     tile.open(task, offset + t, n);
-    if constexpr (kApart)
-      tile.each_block_apart(n, [&](const T* g, const T* p, T* const* state, T* new_p,
-                                   T* const* new_state, int64_t, int64_t m) {
+    if constexpr (kOutOfPlace)
+      tile.each_block_out_of_place(n, [&](const T* g, const T* p, T* const* state, T* new_p,
+                                          T* const* new_state, int64_t, int64_t m) {
         const int64_t groups = m == kBlock ? kBlock : whole_groups(m);
         update_groups(op, tile.scaled, g, p, state, new_p, new_state, groups);
       });
@@ -364,39 +366,39 @@ GA_INLINE void update_tiles(const Op& op, const UpdateTask& task, int64_t offset
                       m == kBlock ? kBlock : whole_groups(m));
       });
     tile.close_state(task, offset + t, n);
-    if constexpr (kApart)
-      store_param_apart<T>(task, tile.p, offset + t, n);
+    if constexpr (kOutOfPlace)
+      store_param_out_of_place<T>(task, tile.p, offset + t, n);
     else
       store_param<T, false>(task, tile.p, offset + t, n);
   }
-  if constexpr (kApart)
+  if constexpr (kOutOfPlace)
     if (tile.targets->stream) stream_fence();
 }
 
-// Whether a pass of an Op is ever written to a second set (Eager::may_go_ahead() and needs_second_set()).
+// Whether a pass of an Op is ever written to a shadow arrays (Eager::may_go_ahead() and needs_shadow()).
 template <class Op>
-constexpr bool goes_apart = !Op::orthogonal && std::is_same_v<typename Op::Real, float>;
+constexpr bool goes_out_of_place = !Op::orthogonal && std::is_same_v<typename Op::Real, float>;
 
-// Apart, so that it costs the update in place nothing.
+// Unlocked, so that it costs the update in place nothing.
 template <class Op>
-[[gnu::noinline]] void update_apart(const Op& op, const UpdateTask& task, int64_t offset,
-                                    int64_t count) {
+[[gnu::noinline]] void update_out_of_place(const Op& op, const UpdateTask& task, int64_t offset,
+                                           int64_t count) {
   update_tiles<Op, true>(op, task, offset, count);
 }
 
 template <class Op>
 void update(const UpdateTask& task, int64_t offset, int64_t count) {
   const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
-  if constexpr (goes_apart<Op>)
-    if (task.plan->targets) return update_apart(op, task, offset, count);
+  if constexpr (goes_out_of_place<Op>)
+    if (task.plan->targets) return update_out_of_place(op, task, offset, count);
   if (!update_tile(op, task, offset, count)) update_tiles<Op, false>(op, task, offset, count);
 }
 
-template <class Op, bool kApart>
+template <class Op, bool kOutOfPlace>
 GA_INLINE void measure_tiles(const UpdateTask& task, int64_t offset, int64_t count) {
   using T = typename Op::Real;
   const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
-  using Tile = UpdateTile<Op, true, kApart>;
+  using Tile = UpdateTile<Op, true, kOutOfPlace>;
   constexpr Pass pass = Op::measuring;
   ChunkSum<T> first_sum, second_sum;
   Tile tile(task);
@@ -429,9 +431,10 @@ GA_INLINE void measure_tiles(const UpdateTask& task, int64_t offset, int64_t cou
     };
     if (Op::measuring.parameter) follow_data(task, offset + t, n);
     tile.open(task, offset + t, n);
-    if constexpr (kApart)
-      tile.each_block_apart(n, [&](const T* g, const T* p, T* const* state, T*, T* const* new_state,
-                                   int64_t b, int64_t m) { block(g, p, state, new_state, b, m); });
+    if constexpr (kOutOfPlace)
+      tile.each_block_out_of_place(
+          n, [&](const T* g, const T* p, T* const* state, T*, T* const* new_state, int64_t b,
+                 int64_t m) { block(g, p, state, new_state, b, m); });
     else
       tile.each_block(task, n, [&](const T* g, const T* p, T* const* state, int64_t b, int64_t m) {
         block(g, p, state, state, b, m);
@@ -440,7 +443,7 @@ GA_INLINE void measure_tiles(const UpdateTask& task, int64_t offset, int64_t cou
     if (Op::norms == 2) second_sum.add_wide_tile(second);
     tile.close_state(task, offset + t, n);
   }
-  if constexpr (kApart)
+  if constexpr (kOutOfPlace)
     if (tile.targets->stream) stream_fence();
   const int64_t stretch = task.stretch(), before = offset / stretch;
   Partial& partial =
@@ -450,15 +453,15 @@ GA_INLINE void measure_tiles(const UpdateTask& task, int64_t offset, int64_t cou
 }
 
 template <class Op>
-[[gnu::noinline]] void measure_apart(const UpdateTask& task, int64_t offset, int64_t count) {
+[[gnu::noinline]] void measure_out_of_place(const UpdateTask& task, int64_t offset, int64_t count) {
   measure_tiles<Op, true>(task, offset, count);
 }
 
 // The first pass of a layer-wise optimizer.
 template <class Op>
 void measure(const UpdateTask& task, int64_t offset, int64_t count) {
-  if constexpr (goes_apart<Op> && Op::measuring.writes_state)
-    if (task.plan->targets) return measure_apart<Op>(task, offset, count);
+  if constexpr (goes_out_of_place<Op> && Op::measuring.writes_state)
+    if (task.plan->targets) return measure_out_of_place<Op>(task, offset, count);
   measure_tiles<Op, false>(task, offset, count);
 }
 

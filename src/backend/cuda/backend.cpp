@@ -35,7 +35,7 @@ class Range {
   Range& operator=(const Range&) = delete;
 };
 
-class CudaBackend final : public Backend {
+class CudaBackend final : public Backend, public DeviceWork {
  public:
   explicit CudaBackend(const ga_config& config)
       : runtime_(config),
@@ -48,6 +48,8 @@ class CudaBackend final : public Backend {
   ~CudaBackend() override { runtime_.free(bn_.partials); }
 
   // ---- Memory ----
+
+  DeviceWork* device() override { return this; }
 
   void* allocate(size_t bytes) override {
     return runtime_.call([&] { return runtime_.allocate(bytes); });
@@ -134,9 +136,6 @@ class CudaBackend final : public Backend {
     });
   }
 
-  bool passes_are_cut() const override { return false; }
-  int64_t cache_bytes() const override { fail_cut(); }
-
   int64_t table_bytes(int64_t) const override { return runtime_.own_bytes(); }
 
   int64_t row_bytes() const override { return rows_.entry_bytes(); }
@@ -195,7 +194,7 @@ class CudaBackend final : public Backend {
     traced("gradaccum exchange", [&] { work(queue().stream); });
   }
 
-  // What other ranks bring is there before, so nothing has to run between sums and judgement.
+  // What other ranks bring is there before, so nothing has to run between sums and decision.
   void decide(const WindowTotals& totals, const StepSums& sums, const OverRanks&) override {
     traced("gradaccum decide", [&] {
       const NormChunks norms = {{part_of(ListKind::kNorm, sums.norms)},
@@ -211,10 +210,10 @@ class CudaBackend final : public Backend {
            [&] { cuda::open_micro(queue(), tables_, list_of(inputs, plans)); });
   }
 
-  void judge_micro(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
-                   int64_t index) override {
-    traced("gradaccum judge_micro",
-           [&] { cuda::judge_micro(queue(), tables_, list_of(inputs, plans), micro, index); });
+  void decide_micro(Span<const MicroInput> inputs, MicroPlan* plans, const Micro& micro,
+                    int64_t index) override {
+    traced("gradaccum decide_micro",
+           [&] { cuda::decide_micro(queue(), tables_, list_of(inputs, plans), micro, index); });
   }
 
   void clear_window() override {
@@ -287,9 +286,6 @@ class CudaBackend final : public Backend {
     traced("gradaccum update_factored",
            [&] { cuda::update_factored(queue(), factors_of(params)); });
   }
-
-  void settle_units(Params, bool) override { fail_cut(); }
-  void update_by_units(Params, bool) override { fail_cut(); }
 
   // ---- Rows, matrix products ----
 
@@ -425,10 +421,6 @@ class CudaBackend final : public Backend {
     inputs_.reserve(runtime_, std::max(bytes, std::min(2 * inputs_.bytes(), 2 * bytes)));
     runtime_.write(inputs_.at<MicroInput>(), inputs.data, bytes);
     return {nullptr, inputs_.at<MicroInput>(), count, plans};
-  }
-
-  [[noreturn]] static void fail_cut() {
-    fail(GA_ERROR_INTERNAL, "passes were cut for a cache that a device does not have");
   }
 
   void clear(void* data, int32_t dtype, int64_t count) {

@@ -47,7 +47,7 @@
 namespace ga::cuda {
 
 constexpr int kThreads = 256;  // of a block
-// Threads of a block that is a grid alone and uses only each_item, each_warp, each_octet and once: it waits for
+// Threads of a block that is a grid alone and uses only each_item, each_warp, each_lane_group and once: it waits for
 // memory at each step, and more threads take fewer steps. Its kernel has kWide = true.
 constexpr int kWideThreads = 1024;
 constexpr int kLanes = 32;  // of a warp
@@ -190,7 +190,7 @@ class Team {
 #endif
 };
 using Warp = Team<kLanes>;
-using Octet = Team<8>;
+using LaneGroup = Team<8>;
 
 class Block {
  public:
@@ -235,9 +235,9 @@ class Block {
     each_team<kLanes>(n, f);
   }
 
-  // f(i, octet) for i in [0, n), in 8 lanes, neighbours in neighbouring ones.
+  // f(i, lane group) for i in [0, n), in 8 lanes, neighbours in neighbouring ones.
   template <class F>
-  GA_DEVICE void each_octet(int64_t n, F f) {
+  GA_DEVICE void each_lane_group(int64_t n, F f) {
     each_team<8>(n, f);
   }
 
@@ -289,11 +289,11 @@ class Block {
 #endif
   }
 
-  // take(o, total) with the sum of the 32 lanes of octet o, for o < kThreads / 8, in one of its threads.
-  // Octet o has the threads from 8o to 8o + 7, its thread q the lanes from 4q to 4q + 3. The lanes are
+  // take(o, total) with the sum of the 32 lanes of lane group o, for o < kThreads / 8, in one of its threads.
+  // Lane group o has the threads from 8o to 8o + 7, its thread q the lanes from 4q to 4q + 3. The lanes are
   // added by the tree of distances 16, 8, 4, 2, 1.
   template <class F>
-  GA_DEVICE void octet_totals(const PerThread<Quad>& lanes, F take) {
+  GA_DEVICE void lane_group_totals(const PerThread<Quad>& lanes, F take) {
 #ifdef __CUDACC__
     const int thread = static_cast<int>(threadIdx.x);
     Quad quad = lanes[thread];
@@ -303,15 +303,15 @@ class Block {
     if (thread % 8 == 0) take(thread / 8, total(quad));
     __syncthreads();
 #else
-    sim::each_thread(kThreads / 8, [&](int octet) {
+    sim::each_thread(kThreads / 8, [&](int lane_group) {
       Quad quads[8];
-      for (int q = 0; q < 8; ++q) quads[q] = lanes[8 * octet + q];
+      for (int q = 0; q < 8; ++q) quads[q] = lanes[8 * lane_group + q];
       for (int distance = 4; distance > 0; distance /= 2) {
         for (int q = 0; q < distance; ++q) {
           for (int l = 0; l < 4; ++l) quads[q].lane[l] += quads[q + distance].lane[l];
         }
       }
-      take(octet, total(quads[0]));
+      take(lane_group, total(quads[0]));
     });
     sim::end_phase();
 #endif

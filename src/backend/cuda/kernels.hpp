@@ -160,8 +160,8 @@ struct MicroList {
   MicroPlan* plans;
 };
 void open_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list);
-void judge_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list,
-                 const Micro& micro, int64_t index);
+void decide_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list,
+                  const Micro& micro, int64_t index);
 
 // ---- Batch normalisation ----
 

@@ -16,7 +16,7 @@ namespace ga::cuda {
 
 constexpr int kTile = 1024;
 constexpr int kTiles = static_cast<int>(kChunk / kTile);  // of a chunk
-constexpr int kOctets = kThreads / 8;
+constexpr int kLaneGroups = kThreads / 8;
 
 inline int64_t blocks_for(const Queue& queue, int64_t items) {
   return smaller(items, queue.blocks);
@@ -155,7 +155,7 @@ struct ChunkTotals {
   int nonfinite;  // in the first sum, where that is of doubles
 };
 
-// f(i, count) for thread q of an octet over its elements of a tile of n.
+// f(i, count) for thread q of a lane group over its elements of a tile of n.
 template <class F>
 GA_DEVICE void each_step(int n, int q, F f) {
   const int whole = n / kLanes * kLanes;
@@ -185,18 +185,18 @@ GA_DEVICE void each_step_ahead(int n, int q, Load load, Use use) {
 }
 constexpr int kStepsAhead = 2;
 
-// One round of sum_octets(): the first pass, or kAnew the second.
+// One round of sum_lane_groups(): the first pass, or kAnew the second.
 template <class T, class Sum, bool kAnew, int kSums, int kMost, class Body>
 GA_DEVICE void sum_round(Block& block, int round, int count, int sums,
                          double (&totals)[kSums][kMost], Body body) {
-  // Whether sum k of an octet is none, or was taken in floats and can be trusted.
-  const auto is_done = [&](int k, int octet) {
-    if (round + octet >= count || k >= sums) return true;
-    const double total = totals[k][round + octet];
+  // Whether sum k of a lane group is none, or was taken in floats and can be trusted.
+  const auto is_done = [&](int k, int lane_group) {
+    if (round + lane_group >= count || k >= sums) return true;
+    const double total = totals[k][round + lane_group];
     return kAnew && (is_trusted(total) || total == 0);
   };
-  const auto is_left = [&](int octet) {
-    return !is_done(0, octet) || (kSums > 1 && !is_done(kSums - 1, octet));
+  const auto is_left = [&](int lane_group) {
+    return !is_done(0, lane_group) || (kSums > 1 && !is_done(kSums - 1, lane_group));
   };
   if (kAnew && !block.any([&](int thread) { return is_left(thread / 8); })) return;
   PerThread<Quad> lanes[kSums];
@@ -208,41 +208,42 @@ GA_DEVICE void sum_round(Block& block, int round, int count, int sums,
     }
   });
   for (int k = 0; k < kSums; ++k) {
-    block.octet_totals(lanes[k], [&](int octet, double total) {
-      if (!is_done(k, octet)) totals[k][round + octet] = total;
+    block.lane_group_totals(lanes[k], [&](int lane_group, double total) {
+      if (!is_done(k, lane_group)) totals[k][round + lane_group] = total;
     });
   }
 }
 
 // totals[k][t] <- sum k of the SquaresOf<T, kSums, Sum> that body(t, q, Sum()) returns in thread q of the
-// octet which has tile t, for t < count and k < sums. Tiles of floats whose total is not trusted get
+// lane group which has tile t, for t < count and k < sums. Tiles of floats whose total is not trusted get
 // body(t, q, double()) in a second pass, where the arrays that the first one has written are only read. Ends
 // with a barrier.
 template <class T, class Sum = T, int kSums, int kMost, class Body>
-GA_DEVICE void sum_octets(Block& block, int count, int sums, double (&totals)[kSums][kMost],
-                          Body body) {
-  static_assert(kMost % kOctets == 0);
+GA_DEVICE void sum_lane_groups(Block& block, int count, int sums, double (&totals)[kSums][kMost],
+                               Body body) {
+  static_assert(kMost % kLaneGroups == 0);
   static_assert(kSums <= 2);
   GA_ROLLED
-  for (int round = 0; round < count; round += kOctets) {
+  for (int round = 0; round < count; round += kLaneGroups) {
     sum_round<T, Sum, false>(block, round, count, sums, totals, body);
     if constexpr (std::is_same_v<Sum, float>)
       sum_round<T, double, true>(block, round, count, sums, totals, body);
   }
 }
 
-// sum_octets() over the tiles of a chunk of `count` elements: body(first, n, q, Sum()) sums the n
+// sum_lane_groups() over the tiles of a chunk of `count` elements: body(first, n, q, Sum()) sums the n
 // elements from `first` on.
 template <class T, class Sum = T, int kSums, class Body>
 GA_DEVICE void sum_tiles(Block& block, int count, int sums, ChunkTotals<kSums>& shared, Body body) {
   if constexpr (std::is_same_v<T, double>) block.once([&] { shared.nonfinite = 0; });
-  sum_octets<T, Sum>(block, (count + kTile - 1) / kTile, sums, shared.totals,
-                     [&](int tile, int q, auto sum) {
-                       const int first = tile * kTile, left = count - first;
-                       const auto squares = body(first, left < kTile ? left : kTile, q, sum);
-                       if (std::is_same_v<T, double> && !squares.of[0].finite) shared.nonfinite = 1;
-                       return squares;
-                     });
+  sum_lane_groups<T, Sum>(block, (count + kTile - 1) / kTile, sums, shared.totals,
+                          [&](int tile, int q, auto sum) {
+                            const int first = tile * kTile, left = count - first;
+                            const auto squares = body(first, left < kTile ? left : kTile, q, sum);
+                            if (std::is_same_v<T, double> && !squares.of[0].finite)
+                              shared.nonfinite = 1;
+                            return squares;
+                          });
 }
 
 // f(total, finite) in one thread after sum_tiles, where total[k] is sum k of the chunk, for k < sums. Ends

@@ -168,7 +168,7 @@ struct EnterRows {
 
 struct RowTotals {
   ChunkTotals<1> sums;
-  int nonfinite[kOctets];  // by row
+  int nonfinite[kLaneGroups];  // by row
   Partial whole;
 };
 
@@ -266,7 +266,7 @@ struct AddRows {
   // The partials of rows of one tile each, with eight threads to a row.
   GA_DEVICE void take_rows(Block& block, int64_t d, int rows, RowTotals& shared) const {
     block.each_item(rows, [&](int64_t r) { shared.nonfinite[r] = 0; });
-    sum_octets<T>(block, rows, 1, shared.sums.totals, [&](int r, int q, auto sum) {
+    sum_lane_groups<T>(block, rows, 1, shared.sums.totals, [&](int r, int q, auto sum) {
       const auto squares =
           squares_of<decltype(sum)>(target + row_of(d + r) * columns, static_cast<int>(columns), q);
       if (!squares.of[0].finite) shared.nonfinite[r] = 1;

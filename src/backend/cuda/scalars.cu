@@ -5,7 +5,7 @@
 #include "backend/cuda/kernels.hpp"
 #include "backend/cuda/loops.hpp"
 #include "backend/decide.hpp"
-#include "backend/ranks.hpp"
+#include "backend/decide/ranks.hpp"
 
 namespace ga::cuda {
 namespace {
@@ -73,7 +73,7 @@ struct JudgeMicro {
   GA_DEVICE void operator()(Block& block, const ScalarTables& tables,
                             const Contributions& micro) const {
     sum_micro(block, micro);
-    ga::judge_micro(block, tables, micro, of, index);
+    ga::decide_micro(block, tables, micro, of, index);
   }
 };
 
@@ -194,8 +194,8 @@ void open_micro(const Queue& queue, const ScalarTables& tables, const MicroList&
   launch_micro(queue, tables, list, OpenMicro());
 }
 
-void judge_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list,
-                 const Micro& micro, int64_t index) {
+void decide_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list,
+                  const Micro& micro, int64_t index) {
   launch_micro(queue, tables, list, JudgeMicro{micro, index});
 }
 

@@ -137,7 +137,7 @@ struct Factor {
     for (int64_t k = block.index(); k < pieces.count(); k += block.count()) {
       const ChunkRef at = pieces.piece(k);
       const FactorTask& task = pieces.tasks[at.item];
-      if ((task.plan->duty & kUpdate) != 0)
+      if ((task.plan->actions & kUpdate) != 0)
         clip_piece(block, sums_of(task, pieces.is_row(k)), at.chunk, pieces.counter(k), shared);
     }
     if (!block.last(counter)) return;
@@ -148,8 +148,8 @@ struct Factor {
 
 // ---- The step -----------------------------------------------------------------------------------
 
-struct Crew : Block {
-  GA_DEVICE explicit Crew(const Block& block) : Block(block) {}
+struct ThreadGroup : Block {
+  GA_DEVICE explicit ThreadGroup(const Block& block) : Block(block) {}
   // Never: every Op is folded anew.
   GA_DEVICE bool recall(const ScalarTables&, int64_t) const { return false; }
 };
@@ -241,8 +241,8 @@ struct AllSums : NormSums {
       const bool unit = k < units.chunk_count;
       const int64_t f = k - units.chunk_count;
       const ChunkRef at = unit ? units.chunks[k] : factors.piece(f);
-      const bool gradient = window.totals.summed ? some_rank_has_gradient(window.tables, at.item)
-                                                 : has_gradient(window.tables, at.item);
+      const bool gradient = window.totals.reduced ? some_rank_has_gradient(window.tables, at.item)
+                                                  : has_gradient(window.tables, at.item);
       if (!is_touched(window.tables, at.item, gradient)) continue;
       const ParamInput& input = window.tables.param_inputs[at.item];
       if (!unit && input.lazy && !is_dense(input)) continue;  // Update sums these rows
@@ -268,12 +268,13 @@ struct AllSums : NormSums {
   }
 };
 
-// The judgement on a window whose sums are complete, and what follows from it. It could run in a
+// The decision on a window whose sums are complete, and what follows from it. It could run in a
 // launch of its own, after a sum over ranks.
 template <class Sums>
-GA_DEVICE void judge_by(Block& block, const Undecided& window, const Ring& ring, const Sums& sums) {
-  Crew crew(block);
-  judge_window(crew, window.tables, window.totals.last);
+GA_DEVICE void decide_by_sums(Block& block, const Undecided& window, const Ring& ring,
+                              const Sums& sums) {
+  ThreadGroup threads(block);
+  decide_window(threads, window.tables, window.totals.last);
   sums.settle(block, window.tables);
   publish(block, window.tables, ring);
   sums.follow(block);
@@ -283,7 +284,7 @@ GA_DEVICE void judge_by(Block& block, const Undecided& window, const Ring& ring,
 template <class Sums>
 GA_APART void decide_by(Block& block, const Undecided& window, const Ring& ring, const Sums& sums) {
   sum_window(block, window.tables, window.totals);
-  judge_by(block, window, ring, sums);
+  decide_by_sums(block, window, ring, sums);
 }
 
 template <class Sums>

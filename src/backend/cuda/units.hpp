@@ -156,7 +156,7 @@ GA_DEVICE void sum_kept(Block& block, const UnitTask& task, const Piece& piece,
 
 // ---- Units that are reduced along the innermost axis --------------------------------------------
 
-// The share of thread q of an octet in a tile of a run: sum 0 is of the gradient, sum 1 of the
+// The share of thread q of a lane group in a tile of a run: sum 0 is of the gradient, sum 1 of the
 // parameter.
 template <class T, class Sum>
 GA_APART SquaresOf<T, 2, Sum> tile_of_any(const UnitTask& task, const View<T>& view,
@@ -221,7 +221,7 @@ GA_DEVICE void sum_run_tiles(Block& block, const UnitTask& task, const View<T>& 
                              int64_t run_begin, int64_t length, int64_t tiles, int64_t first,
                              int count, PieceTotals& shared) {
   const int sums = task.param.data ? 2 : 1;
-  sum_octets<T>(block, count, sums, shared.totals, [&](int t, int q, auto sum) {
+  sum_lane_groups<T>(block, count, sums, shared.totals, [&](int t, int q, auto sum) {
     const int64_t run = quotient(first + t, tiles), tile = first + t - run * tiles;
     const int n = static_cast<int>(smaller(kTile, length - tile * kTile));
     return tile_squares<T, decltype(sum)>(task, view, run_begin + run * length + tile * kTile, n,

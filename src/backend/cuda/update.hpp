@@ -63,7 +63,7 @@ GA_APART void follow(const UpdateTask& task, const ParamPlan& plan, bool copied,
                      int64_t first, int i, int count, Four<T> p) {
   const int64_t index = task.first + first;
   if (copied && task.copy.data)
-    Writer<T>(task.copy, first, {task.by_chance, plan.copy_key}, index)(i, count, p);
+    Writer<T>(task.copy, first, {task.stochastic, plan.copy_key}, index)(i, count, p);
   if (!averaged || !task.average.data) return;
   const T gain = static_cast<T>(plan.average_gain);
   Four<T> e = Reader<T>(task.average, first)(i, count);
@@ -159,7 +159,7 @@ GA_APART void update_any(const UpdateTask& task, const ParamPlan& plan, bool row
     source.format = native<T>;
   }
   const AnyArrays<Op, false> at(task, plan, source, first);
-  const Writer<T> store(task.param, first, {task.by_chance, plan.copy_key}, task.first + first);
+  const Writer<T> store(task.param, first, {task.stochastic, plan.copy_key}, task.first + first);
   GA_ROLLED
   for (int i = from; i < count; i += step) {
     const int m = count - i < 4 ? count - i : 4;
@@ -192,9 +192,9 @@ GA_DEVICE void move_average(const UpdateTask& task, const ParamPlan& plan, int64
 template <class T>
 GA_APART void follow_any(const UpdateTask& task, const ParamPlan& plan, int64_t first, int count,
                          int from, int step) {
-  if ((plan.duty & kFollow) != 0 && task.average.data)
+  if ((plan.actions & kFollow) != 0 && task.average.data)
     move_average<T>(task, plan, first, count, from, step);
-  if ((plan.duty & kDeliver) != 0 && task.delivered.data) {
+  if ((plan.actions & kDeliver) != 0 && task.delivered.data) {
     const View<T> view(task.gradient);
     const Reader<T> gradient(task.gradient.source, task.first + first);
     const Writer<T> delivered(task.delivered, first, kNearest, first);
@@ -297,7 +297,7 @@ struct Floats {
     copy = nullptr;
     if (task.copy.data) {
       copy = advanced(task.copy.data, copy_format, first);
-      good = good && is_aligned(copy, copy_format) && (copy_format == GA_F32 || !task.by_chance);
+      good = good && is_aligned(copy, copy_format) && (copy_format == GA_F32 || !task.stochastic);
     }
     average = nullptr;
     if (task.average.data) {
@@ -379,7 +379,7 @@ GA_DEVICE void each_piece(const Block& block, const UpdateTask* tasks, const Lis
     const int shift = k < pieces.whole ? 0 : pieces.shift;
     const ChunkRef at = list.chunks[k < pieces.whole ? k : pieces.whole + (part >> shift)];
     const UpdateTask& task = tasks[at.item];
-    if ((task.plan->duty & duties) == 0) continue;
+    if ((task.plan->actions & duties) == 0) continue;
     const auto size = static_cast<int32_t>(kChunk >> shift);
     const int64_t first = at.chunk * kChunk + (part & ((1 << shift) - 1)) * size;
     const int64_t n = smaller(int64_t{size}, task.count - first);
@@ -408,7 +408,7 @@ struct Update {
     if (rows) return update_rows(block);
     each_piece(block, tasks, list, pieces, kUpdate | kFollow,
                [&](const UpdateTask& task, const ParamPlan& plan, int64_t first, int n) {
-                 if ((plan.duty & kUpdate) != 0)
+                 if ((plan.actions & kUpdate) != 0)
                    update_piece(block, task, plan, first, n);
                  else
                    follow_piece<T>(block, task, plan, first, n);
@@ -454,11 +454,11 @@ struct Update {
     for (int64_t k = 0; k < list.param_count; ++k) {
       const UpdateTask& task = tasks[list.params[k]];
       const ParamPlan& plan = *task.plan;
-      if ((plan.duty & kUpdateRows) == 0 || !task.rows) continue;
+      if ((plan.actions & kUpdateRows) == 0 || !task.rows) continue;
       int group = 8;
       while (group < kThreads && 4 * group < task.columns) group *= 2;
       const int64_t rows = task.rows->size, together = kThreads / group;
-      const int64_t batch = Op::row_state ? kOctets : together;
+      const int64_t batch = Op::row_state ? kLaneGroups : together;
       for (int64_t r = block.index() * batch; r < rows; r += block.count() * batch) {
         if constexpr (Op::row_state) sum_rows(block, task, r);
         for (int64_t e = r; e < r + batch && e < rows; e += together) {
@@ -477,11 +477,11 @@ struct Update {
     }
   }
 
-  // Brings up the state of kOctets rows of the set, from entry r on: eight threads sum a row, in the
+  // Brings up the state of kLaneGroups rows of the set, from entry r on: eight threads sum a row, in the
   // order of sum_runs().
   GA_DEVICE static void sum_rows(Block& block, const UpdateTask& task, int64_t r) {
-    GA_SHARED double totals[2][kOctets];
-    GA_SHARED double sums[kOctets];
+    GA_SHARED double totals[2][kLaneGroups];
+    GA_SHARED double sums[kLaneGroups];
     const FactorTask& state = *task.row_state;
     UnitTask unit = sums_of(state, true);
     Source& source = unit.gradient.source;
@@ -490,10 +490,10 @@ struct Update {
       source.format = native<T>;
     }
     const View<T> view = View<T>::of_units(unit.gradient);
-    const int rows = static_cast<int>(smaller(int64_t{kOctets}, task.rows->size - r));
+    const int rows = static_cast<int>(smaller(int64_t{kLaneGroups}, task.rows->size - r));
     // Rows of one element each are summed in double, as sum_kept() does.
     const bool kept = unit.pattern->kept[unit.pattern->axes - 1];
-    block.each_item(kOctets, [&](int64_t i) {
+    block.each_item(kLaneGroups, [&](int64_t i) {
       double x = 0;
       if (kept && i < rows)
         x = static_cast<double>(
@@ -503,7 +503,7 @@ struct Update {
     GA_ROLLED
     for (int64_t tile = 0; tile < task.columns && !kept; tile += kTile) {
       const int n = static_cast<int>(smaller(kTile, task.columns - tile));
-      sum_octets<T>(block, rows, 1, totals, [&](int row, int q, auto sum) {
+      sum_lane_groups<T>(block, rows, 1, totals, [&](int row, int q, auto sum) {
         const int64_t first = task.rows->entries[r + row].row * task.columns + tile;
         return tile_squares<T, decltype(sum)>(unit, view, first, n, q);
       });
@@ -556,7 +556,8 @@ struct Measure {
     for (int64_t k = block.index(); k < list.chunk_count; k += block.count()) {
       const ChunkRef at = list.chunks[k];
       const UpdateTask& task = tasks[at.item];
-      if ((task.plan->duty & kUpdate) != 0) measure_chunk(block, task, *task.plan, at.chunk, sums);
+      if ((task.plan->actions & kUpdate) != 0)
+        measure_chunk(block, task, *task.plan, at.chunk, sums);
     }
     if (block.last(counter)) fold_measured(block, tables, tasks, list);
   }

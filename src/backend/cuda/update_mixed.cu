@@ -126,7 +126,7 @@ class MixedArrays {
         index_(static_cast<uint32_t>(task.first + first)),
         of_copy_(plan.copy_key, high(task.first + first)),
         of_state_(plan.state_key, high(task.first + first)),
-        by_chance_(task.by_chance),
+        stochastic_(task.stochastic),
         is_bf16_(task.gradient.source.format == GA_BF16) {
     for (int k = 0; k < kSlots; ++k) state_[k] = advanced(task.state[k].data, kState, first);
   }
@@ -156,7 +156,7 @@ class MixedArrays {
       const float x = op(p.template get<kParam>(l), view(g.template get<GA_F32>(l)), slots);
       const uint32_t random = kState == GA_BF16 ? of_state_(index) : 0;
       for (int k = 0; k < kSlots; ++k) s[k].template set<kState>(l, slots[k], random >> 16 * k);
-      const uint32_t rounding = by_chance_ ? of_copy_(index) : to_nearest(x);
+      const uint32_t rounding = stochastic_ ? of_copy_(index) : to_nearest(x);
       p.template set<kParam>(l, x, rounding);
       c.template set<GA_BF16>(l, x, rounding);
     }
@@ -175,7 +175,7 @@ class MixedArrays {
   void* copy_;
   uint32_t index_;  // of the first element in the random bits; its lower half
   Chance of_copy_, of_state_;
-  bool by_chance_, is_bf16_;
+  bool stochastic_, is_bf16_;
 };
 
 template <class Op>
@@ -188,7 +188,7 @@ struct UpdateMixed {
   GA_DEVICE void operator()(Block& block) const {
     each_piece(block, tasks, list, pieces, kUpdate | kFollow,
                [&](const UpdateTask& task, const ParamPlan& plan, int64_t first, int n) {
-                 if ((plan.duty & kUpdate) != 0)
+                 if ((plan.actions & kUpdate) != 0)
                    update_piece(block, task, plan, first, n);
                  else
                    follow_piece<float>(block, task, plan, first, n);
@@ -262,7 +262,7 @@ bool is_mixed(const UpdateTask& task) {
       bool known = is_known(task.param) &&
                    (!copied || (task.param.format == GA_F32 && task.copy.format == GA_BF16));
       bool floats = is_float(task.param) && (!task.average.data || is_float(task.average)) &&
-                    (!copied || (is_aligned(task.copy.data, GA_BF16) && !task.by_chance));
+                    (!copied || (is_aligned(task.copy.data, GA_BF16) && !task.stochastic));
       for (int k = 0; k < Op::slots; ++k) {
         known = known && is_known(task.state[k]);
         floats = floats && is_float(task.state[k]);

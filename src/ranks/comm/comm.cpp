@@ -150,7 +150,7 @@ void Comm::run(const char* what, Call&& call) {
   };
   if (!aborted_.load()) {
     if (on_stream())
-      device_->with_stream(run_here);
+      device_->device()->with_stream(run_here);
     else
       run_here(nullptr);
   }

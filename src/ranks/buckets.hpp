@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What travels together between ranks. Parameters are cut into slices, each of which one exchange moves: a
+// What travels together between ranks. Parameters are cut into buckets, each of which one exchange moves: a
 // block of every rank, or to every rank, of at most some MiB in all. A large parameter travels where it
-// lies; small ones, and what has to be converted, are packed into slices.
+// lies; small ones, and what has to be converted, are packed into buckets.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace ga {
 
-// A part of a parameter in a slice. Packed: it begins at element `at` of the slice. In place: `first`
+// A part of a parameter in a bucket. Packed: it begins at element `at` of the bucket. In place: `first`
 // counts from the beginning of each rank's piece. As a whole: `first` is of the parameter.
 struct Segment {
   ga_param param;
@@ -20,7 +20,7 @@ struct Segment {
   int32_t rank;  // whose piece it is
 };
 
-struct Slice {
+struct Bucket {
   int32_t dtype;
   bool packed;        // else of one parameter, where it lies
   bool gathered;      // every rank gets the sums
@@ -33,30 +33,30 @@ struct Slice {
 // How a parameter travels: where it lies, in pieces or as a whole; packed.
 enum class Travel { kNot, kInPlace, kAsAWhole, kPacked };
 
-class Slices {
+class Buckets {
  public:
-  explicit Slices(int32_t ranks) : ranks_(ranks), queues_(static_cast<size_t>(ranks)) {}
+  explicit Buckets(int32_t ranks) : ranks_(ranks), queues_(static_cast<size_t>(ranks)) {}
 
   void clear() {
-    slices_.clear();
+    buckets_.clear();
     segments_.clear();
   }
-  // Adds the slices of the parameters that travel in a dtype; travel(id) says how. The newest parameters
+  // Adds the buckets of the parameters that travel in a dtype; travel(id) says how. The newest parameters
   // come first, as in backward. What a rank has of a parameter is cut at the same places whatever else
   // travels, so that its partial sums of squares have the same bits.
   void add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
            int32_t dtype, bool gathered, int32_t op, const std::function<Travel(ga_param)>& travel);
 
-  const std::vector<Slice>& list() const { return slices_; }
+  const std::vector<Bucket>& list() const { return buckets_; }
   const std::vector<Segment>& segments() const { return segments_; }
 
  private:
-  void pack_queues(const Slice& like, int64_t most, int64_t grain);
+  void pack_queues(const Bucket& like, int64_t most, int64_t grain);
 
   const int32_t ranks_;
-  std::vector<Slice> slices_;
+  std::vector<Bucket> buckets_;
   std::vector<Segment> segments_;
-  std::vector<std::vector<Segment>> queues_;  // by rank: what it has of the next packed slices
+  std::vector<std::vector<Segment>> queues_;  // by rank: what it has of the next packed buckets
 };
 
 }  // namespace ga

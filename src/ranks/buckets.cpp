@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ranks/slices.hpp"
+#include "ranks/buckets.hpp"
 
 #include <algorithm>
 
@@ -8,9 +8,9 @@ namespace ga {
 constexpr int64_t kSliceBytes = int64_t{8} << 20;
 constexpr int64_t kInPlaceBytes = int64_t{512} << 10;  // smaller parameters are packed
 
-void Slices::add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
-                 int32_t dtype, bool gathered, int32_t op,
-                 const std::function<Travel(ga_param)>& travel) {
+void Buckets::add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
+                  int32_t dtype, bool gathered, int32_t op,
+                  const std::function<Travel(ga_param)>& travel) {
   const int64_t size = dtype_info(dtype).size;
   const int64_t most = std::max(kSliceBytes / size / ranks_, int64_t{1});
   const int64_t grain = std::min(most, kChunk);
@@ -24,7 +24,7 @@ void Slices::add(const std::vector<Division>& divisions, const std::vector<int64
     if (count * size < kInPlaceBytes || d.piece == 0) how = Travel::kPacked;
     const auto add_slice = [&](int64_t first, int64_t block, int64_t stride) {
       segments_.push_back({id, first, block, 0, 0});
-      slices_.push_back(
+      buckets_.push_back(
           {dtype, false, gathered, op, segments_.size() - 1, segments_.size(), block, stride});
     };
     int64_t done = 0;
@@ -49,9 +49,9 @@ void Slices::add(const std::vector<Division>& divisions, const std::vector<int64
   pack_queues({dtype, true, gathered, op, 0, 0, 0, 0}, most, grain);
 }
 
-// Slices of what is in the queues, one for each rank, whose segments know where they begin in what the rank
+// Buckets of what is in the queues, one for each rank, whose segments know where they begin in what the rank
 // has of the parameter (`at`).
-void Slices::pack_queues(const Slice& like, int64_t most, int64_t grain) {
+void Buckets::pack_queues(const Bucket& like, int64_t most, int64_t grain) {
   std::vector<size_t> next(queues_.size(), 0);
   for (;;) {
     const size_t begin = segments_.size();
@@ -74,10 +74,10 @@ void Slices::pack_queues(const Slice& like, int64_t most, int64_t grain) {
     }
     if (block == 0) return;
     for (size_t k = begin; k < segments_.size(); ++k) segments_[k].at += segments_[k].rank * block;
-    slices_.push_back(like);
-    slices_.back().first = begin;
-    slices_.back().end = segments_.size();
-    slices_.back().block = slices_.back().stride = block;
+    buckets_.push_back(like);
+    buckets_.back().first = begin;
+    buckets_.back().end = segments_.size();
+    buckets_.back().block = buckets_.back().stride = block;
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Threads in ga_accumulate_part and ga_params_ready of one context at once, which ga_config.eager allows. A
-// thread holds the lock while it reads or changes what the context knows, and lets go of it (Apart) while it
+// thread holds the lock while it reads or changes what the context knows, and lets go of it (Unlocked) while it
 // passes over the data of its own parameters. So the passes run at the same time.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace ga {
 
-class Callers {
+class ConcurrentCalls {
  public:
   using Lock = std::unique_lock<std::mutex>;
 
@@ -32,19 +32,19 @@ class Callers {
 
 // Releases a lock for as long as this object exists, and takes it again at the end. Where only one thread may use the
 // context, there is a lock without a mutex, and nothing happens.
-class Apart {
+class Unlocked {
  public:
-  explicit Apart(Callers::Lock& lock) : lock_(lock) {
+  explicit Unlocked(ConcurrentCalls::Lock& lock) : lock_(lock) {
     if (lock_.mutex()) lock_.unlock();
   }
-  ~Apart() {
+  ~Unlocked() {
     if (lock_.mutex()) lock_.lock();
   }
-  Apart(const Apart&) = delete;
-  Apart& operator=(const Apart&) = delete;
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
 
  private:
-  Callers::Lock& lock_;
+  ConcurrentCalls::Lock& lock_;
 };
 
 }  // namespace ga

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs decide.hpp on the CPU, on one thread. A Crew serves one step.
+// Runs decide.hpp on the CPU, on one thread. A ThreadGroup serves one step.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ struct Warp {
   bool leader() const { return true; }
 };
 
-class Crew {
+class ThreadGroup {
  public:
   template <class F>
   void each_item(int64_t n, F&& f) {
@@ -49,7 +49,7 @@ class Crew {
     for (int64_t i = 0; i < n; ++i) f(i, warp);
   }
   template <class F>
-  void each_octet(int64_t n, F&& f) {
+  void each_lane_group(int64_t n, F&& f) {
     each_warp(n, f);
   }
   template <class F>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "model/second_set.hpp"
+#include "model/shadow_arrays.hpp"
 
 #include <algorithm>
 #include <new>
@@ -11,14 +11,14 @@ namespace {
 
 constexpr size_t kLine = 64, kPage = 4096;
 // See ParamArrays::place().
-constexpr size_t kApart = 17 * kLine, kLarge = size_t{1} << 20;
+constexpr size_t kSpacing = 17 * kLine, kLarge = size_t{1} << 20;
 
 }  // namespace
 
 // Master weights or the parameter, state, the rounded copy of the master weights, the average, and what a first
 // pass emits, which else takes the place of the parameter.
 template <class F>
-void SecondSet::each(size_t i, Targets& targets, F&& f) const {
+void ShadowArrays::each(size_t i, Targets& targets, F&& f) const {
   const Param& p = params_[i];
   const auto place = [&](Array& array, int32_t format, int64_t count) {
     const auto size = static_cast<size_t>(dtype_info(format).size);
@@ -26,8 +26,8 @@ void SecondSet::each(size_t i, Targets& targets, F&& f) const {
     f(array, (static_cast<size_t>(count) * size + 2 * kLine - 1) / kLine * kLine);
   };
   const bool master = params_.has_master(i);
-  place(targets.param, master ? int32_t{GA_F32} : p.dtype, p.share.count);
-  if (master && !writes_early(i)) place(targets.copy, p.dtype, p.share.count);
+  place(targets.param, master ? int32_t{GA_F32} : p.dtype, p.shard.count);
+  if (master && !writes_early(i)) place(targets.copy, p.dtype, p.shard.count);
   const OwnedArrays arrays = arrays_.of(i);
   for (const OwnedArray& a : arrays) {
     if (a.kind >= kState && a.kind < kMaster)
@@ -35,23 +35,23 @@ void SecondSet::each(size_t i, Targets& targets, F&& f) const {
     if (a.kind == kAverage) place(targets.average, a.format, a.count);
   }
   if (op_info(params_.op_of(p)).emits && targets.param.format != GA_F32)
-    place(targets.emitted, GA_F32, p.share.count);
+    place(targets.emitted, GA_F32, p.shard.count);
 }
 
-size_t SecondSet::bytes_of(size_t i) const {
+size_t ShadowArrays::bytes_of(size_t i) const {
   Targets targets = {};
   size_t sum = 0;
   each(i, targets, [&](Array&, size_t bytes) { sum += bytes + (bytes >= kLarge ? kPage : 0); });
   return sum;
 }
 
-size_t SecondSet::within_limit(size_t more) const {
+size_t ShadowArrays::within_limit(size_t more) const {
   if (config_.eager_bytes == 0) return more;
   const auto most = static_cast<size_t>(config_.eager_bytes);
   return std::min(more, most > allocated_ ? most - allocated_ : 0);
 }
 
-void SecondSet::grow(size_t bytes) {
+void ShadowArrays::grow(size_t bytes) {
   size_t room = 0;
   if (!pools_.empty()) room = pools_.back().memory.bytes() - pools_.back().taken;
   bytes = within_limit(bytes > room ? bytes - room : 0);
@@ -73,7 +73,7 @@ void SecondSet::grow(size_t bytes) {
 
 // Has the system give the memory now: the threads that update ahead have no time for it. (Measured on a virtual
 // machine: for twenty windows, pages that were given one by one hid no part of the step.)
-void SecondSet::write(const Buffer& memory) {
+void ShadowArrays::write(const Buffer& memory) {
   const auto size = static_cast<int64_t>(memory.bytes() / sizeof(float));
   const int64_t most = std::max<int64_t>(arrays_.chunks(), 1) * kChunk;  // that a call may have
   for (int64_t at = 0; at < size; at += most) {
@@ -84,28 +84,30 @@ void SecondSet::write(const Buffer& memory) {
   }
 }
 
-bool SecondSet::writes_early(size_t i) const { return params_.tensor(i).options.write_early != 0; }
+bool ShadowArrays::writes_early(size_t i) const {
+  return params_.tensor(i).options.write_early != 0;
+}
 
-const Targets* SecondSet::give(size_t i) {
+const Targets* ShadowArrays::give(size_t i) {
   if (!has(i) && !place(i)) return nullptr;
   Targets& targets = sets_[i].targets;
-  if (writes_early(i)) targets.copy = params_[i].shared_data();
+  if (writes_early(i)) targets.copy = params_[i].shard_data();
   if (targets.param.format == GA_F32) targets.emitted = targets.param;
   return &targets;
 }
 
-bool SecondSet::place(size_t i) {
+bool ShadowArrays::place(size_t i) {
   if (i >= sets_.size()) return false;
   const size_t bytes = bytes_of(i);
   for (size_t k = pools_.size(); k-- > 0;) {
     Pool& pool = pools_[k];
     if (pool.memory.bytes() - pool.taken < bytes) continue;
     Set& set = sets_[i];
-    size_t apart = arrays_.of(i).size * kApart;
+    size_t apart = arrays_.of(i).size * kSpacing;
     each(i, set.targets, [&](Array& array, size_t size) {
       char* const base = static_cast<char*>(pool.memory.data());
       size_t offset = pool.taken;
-      apart += kApart;
+      apart += kSpacing;
       if (size >= kLarge) {
         const size_t wanted = reinterpret_cast<uintptr_t>(params_[i].data) / kLine * kLine + apart;
         offset += (wanted - reinterpret_cast<uintptr_t>(base + offset)) % kPage;
@@ -115,7 +117,7 @@ bool SecondSet::place(size_t i) {
     });
     // A plain store reads the line of memory that it writes. Where the arrays do not fit the caches, stores that
     // bypass them (streaming) save that read.
-    set.targets.stream = static_cast<int64_t>(allocated_) > backend_.cache_bytes() / 2;
+    set.targets.stream = static_cast<int64_t>(allocated_) > backend_.host()->cache_bytes() / 2;
     set.pool = k + 1;
     ++pool.users;
     return true;
@@ -123,7 +125,7 @@ bool SecondSet::place(size_t i) {
   return false;
 }
 
-Array SecondSet::exchange(size_t i) {
+Array ShadowArrays::exchange(size_t i) {
   Param& p = params_[i];
   Targets& t = sets_[i].targets;
   for (int k = 0; k < kMaxSlots; ++k)
@@ -133,7 +135,7 @@ Array SecondSet::exchange(size_t i) {
   return !p.master ? t.param : writes_early(i) ? Array{nullptr, p.dtype} : t.copy;
 }
 
-void SecondSet::forget(size_t i) {
+void ShadowArrays::forget(size_t i) {
   if (!has(i)) return;
   Pool& pool = pools_[sets_[i].pool - 1];
   sets_[i] = Set();

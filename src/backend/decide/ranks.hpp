@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step over ranks decides from, on a device (exchange_device.cpp). Templates of a Crew, as in
+// What a step over ranks decides from, on a device (exchange_device.cpp). Templates of a ThreadGroup, as in
 // decide.hpp, which decides.
 //
 // The host knows neither what other ranks bring nor, where micro-batches are checked, what its own does. So
@@ -12,17 +12,17 @@
 
 namespace ga {
 
-template <class Crew>
-GA_DEVICE void sum_rank(Crew& crew, const ScalarTables& t, const WindowTotals& w,
+template <class ThreadGroup>
+GA_DEVICE void sum_rank(ThreadGroup& threads, const ScalarTables& t, const WindowTotals& w,
                         const uint64_t* brought_bits, double* out) {
-  crew.once([&] {
+  threads.once([&] {
     RankRecord& record = *reinterpret_cast<RankRecord*>(out);
     record.sums = brought_by(*t.settings, *t.control, w);
     record.sums.discarded = w.discards;
     record.settings = t.settings->checksum;
   });
   double* const of_params = out + record_words(0, 0);
-  crew.each_octet(t.params, [&](int64_t i, auto& warp) {
+  threads.each_lane_group(t.params, [&](int64_t i, auto& warp) {
     const bool brought = !t.param_inputs[i].frozen &&
                          (t.settings->deferring ? t.param_states[i].contributed != 0
                                                 : (brought_bits[i / 64] >> (i % 64) & 1) != 0);
@@ -39,7 +39,7 @@ GA_DEVICE void sum_rank(Crew& crew, const ScalarTables& t, const WindowTotals& w
   Moments* of_channels = reinterpret_cast<Moments*>(of_params + 2 * t.params);
   for (int64_t l = 0; l < t.bn_count; of_channels += t.bn[l++].channels) {
     const BnInput& layer = t.bn[l];
-    crew.each_item(layer.channels, [&](int64_t k) {
+    threads.each_item(layer.channels, [&](int64_t k) {
       BnChannel& c = layer.state[k];
       merge_up_to(c, {layer.history, layer.channels, k}, w.micro_batches);
       of_channels[k] = c.window;
@@ -49,10 +49,10 @@ GA_DEVICE void sum_rank(Crew& crew, const ScalarTables& t, const WindowTotals& w
 
 // records: those of all ranks, `words` from one to the next. Their sums go to Control::sums, ParamSums and
 // BnChannel::window.
-template <class Crew>
-GA_DEVICE void add_ranks(Crew& crew, const ScalarTables& t, const double* records, int64_t words,
-                         int32_t ranks) {
-  crew.once([&] {
+template <class ThreadGroup>
+GA_DEVICE void add_ranks(ThreadGroup& threads, const ScalarTables& t, const double* records,
+                         int64_t words, int32_t ranks) {
+  threads.once([&] {
     WindowSums sums = {};
     bool differ = false;
     for (int32_t q = 0; q < ranks; ++q) {
@@ -64,7 +64,7 @@ GA_DEVICE void add_ranks(Crew& crew, const ScalarTables& t, const double* record
     t.control->sums = sums;
   });
   const double* const of_params = records + record_words(0, 0);
-  crew.each_item(t.params, [&](int64_t i) {
+  threads.each_item(t.params, [&](int64_t i) {
     ParamSums& sums = t.param_states[i].sums;
     sums.gradients = sums.noise = 0;
     for (int32_t q = 0; q < ranks; ++q) {
@@ -76,7 +76,7 @@ GA_DEVICE void add_ranks(Crew& crew, const ScalarTables& t, const double* record
   const double* of_channels = of_params + 2 * t.params;
   for (int64_t l = 0; l < t.bn_count; of_channels += 3 * t.bn[l++].channels) {
     const BnInput& layer = t.bn[l];
-    crew.each_item(layer.channels, [&](int64_t k) {
+    threads.each_item(layer.channels, [&](int64_t k) {
       BnChannel& c = layer.state[k];
       Moments merged = {};
       for (int32_t q = 0; q < ranks; ++q)
@@ -87,9 +87,10 @@ GA_DEVICE void add_ranks(Crew& crew, const ScalarTables& t, const double* record
   }
 }
 
-template <class Crew>
-GA_DEVICE void sum_pieces(Crew& crew, const ScalarTables& t, const UnitTask* units, double* out) {
-  crew.each_octet(t.params, [&](int64_t i, auto& warp) {
+template <class ThreadGroup>
+GA_DEVICE void sum_pieces(ThreadGroup& threads, const ScalarTables& t, const UnitTask* units,
+                          double* out) {
+  threads.each_lane_group(t.params, [&](int64_t i, auto& warp) {
     const bool held = some_rank_has_gradient(t, i);
     sum_partials(warp, t, i, held, [&](double squares, double clamped, double, bool nonfinite) {
       double* const of_param = out + kPieceWords * i;
@@ -104,9 +105,10 @@ GA_DEVICE void sum_pieces(Crew& crew, const ScalarTables& t, const UnitTask* uni
 }
 
 // sums: those of all ranks, one behind the other.
-template <class Crew>
-GA_DEVICE void add_pieces(Crew& crew, const ScalarTables& t, const double* sums, int32_t ranks) {
-  crew.each_item(t.params, [&](int64_t i) {
+template <class ThreadGroup>
+GA_DEVICE void add_pieces(ThreadGroup& threads, const ScalarTables& t, const double* sums,
+                          int32_t ranks) {
+  threads.each_item(t.params, [&](int64_t i) {
     double total[kPieceWords - 1] = {};
     double smallest = 1;
     for (int32_t q = 0; q < ranks; ++q) {

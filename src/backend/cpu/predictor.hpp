@@ -7,7 +7,7 @@
 #include <mutex>
 #include <vector>
 
-#include "backend/cpu/crew.hpp"
+#include "backend/cpu/thread_group.hpp"
 #include "backend/decide.hpp"
 
 namespace ga::cpu {
@@ -16,7 +16,7 @@ namespace ga::cpu {
 // from the same and from parameter and gradient.
 struct Grounds {
   bool go;
-  int32_t duty;
+  int32_t actions;
   Numbers raw;
   double factor, lr, weight_decay, average_gain;
   Clock clock;
@@ -28,14 +28,14 @@ inline Grounds grounds_of(const ScalarTables& t, int64_t i) {
   const StepInput in = step_input(t, i, false);
   Grounds g = {};
   g.go = t.control->go;
-  g.duty = plan.duty;
+  g.actions = plan.actions;
   g.raw = plan.raw;
   g.factor = plan.factor;
   g.lr = in.lr;
   g.weight_decay = in.weight_decay;
   g.clock = in.clock;
-  if ((plan.duty & kFollow) != 0) g.average_gain = plan.average_gain;
-  if (t.param_inputs[i].by_chance) {
+  if ((plan.actions & kFollow) != 0) g.average_gain = plan.average_gain;
+  if (t.param_inputs[i].stochastic) {
     g.copy_key = plan.copy_key;
     g.state_key = plan.state_key;
   }
@@ -48,13 +48,13 @@ inline bool same(const Numbers& a, const Numbers& b) {
 
 // Whether two plans are the same, to the bit.
 inline bool same(const Grounds& a, const Grounds& b) {
-  return a.go == b.go && a.duty == b.duty && same(a.raw, b.raw) && a.factor == b.factor &&
+  return a.go == b.go && a.actions == b.actions && same(a.raw, b.raw) && a.factor == b.factor &&
          a.lr == b.lr && a.weight_decay == b.weight_decay && a.average_gain == b.average_gain &&
          a.clock.step == b.clock.step && a.clock.product == b.clock.product &&
          a.copy_key == b.copy_key && a.state_key == b.state_key;
 }
 
-class Ahead {
+class Predictor {
  public:
   void reserve(size_t params) {
     if (params <= states_.size()) return;
@@ -72,14 +72,14 @@ class Ahead {
     control_ = *tables.control;
     groups_.assign(tables.group_states, tables.group_states + tables.groups);
     const ScalarTables copies = copies_of(tables);
-    foresee(copies, totals);
-    Crew crew;
+    predict(copies, totals);
+    ThreadGroup threads;
     for (size_t k = 0; k < params.size; ++k) {
       const int64_t id = params.data[k].param;
       const auto i = static_cast<size_t>(id);
       states_[i] = tables.param_states[i];
-      if (tables.param_inputs[i].held == Held::kSummed) {
-        // Norms over ranks are not known yet, and foreseen to clip nothing.
+      if (tables.param_inputs[i].held == Held::kReduced) {
+        // Norms over ranks are not known yet, and predicted to clip nothing.
         states_[i].sums = {};
         states_[i].sums.gradients = states_[i].sums.dense = 1;
       } else {
@@ -88,7 +88,7 @@ class Ahead {
       }
       reduce_param(copies, id);
       clip_param(copies, id);
-      plan_param(crew, copies, id);
+      plan_param(threads, copies, id);
       grounds_[i] = grounds_of(copies, id);
     }
   }
@@ -97,20 +97,20 @@ class Ahead {
   void settle_units(const ScalarTables& tables, const UnitTask* units, ga_param param) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const ScalarTables copies = copies_of(tables);
-    Crew crew;
-    sum_units(crew, copies, units, &param, 1);
+    ThreadGroup threads;
+    sum_units(threads, copies, units, &param, 1);
   }
 
   // After the first pass of a layer-wise Op.
   void settle_layer(const ScalarTables& tables, const UpdateTask* measures, ga_param param) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const ScalarTables copies = copies_of(tables);
-    Crew crew;
-    sum_layers(crew, copies, measures, &param, 1);
-    fold_layers(crew, copies, &param, 1);
+    ThreadGroup threads;
+    sum_layers(threads, copies, measures, &param, 1);
+    fold_layers(threads, copies, &param, 1);
   }
 
-  bool came_true(const ScalarTables& tables, ga_param param) const {
+  bool matches(const ScalarTables& tables, ga_param param) const {
     return same(grounds_[static_cast<size_t>(param)], grounds_of(tables, param));
   }
 
@@ -125,8 +125,8 @@ class Ahead {
     return copies;
   }
 
-  // As judge_window() will if it applies the step, and no norm over several parameters clips it.
-  static void foresee(const ScalarTables& t, const WindowTotals& totals) {
+  // As decide_window() will if it applies the step, and no norm over several parameters clips it.
+  static void predict(const ScalarTables& t, const WindowTotals& totals) {
     Control& c = *t.control;
     c.sums = brought_by(*t.settings, c, totals);
     c.mean = mean_of(*t.settings, c.sums.weight);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A second set of what an update writes, for parameters that are updated before their window is decided: the
+// A shadow arrays of what an update writes, for parameters that are updated before their window is decided: the
 // update reads one set and writes the other, and ga_step exchanges them or forgets what was written.
 #pragma once
 
@@ -10,10 +10,10 @@
 
 namespace ga {
 
-class SecondSet {
+class ShadowArrays {
  public:
-  SecondSet(const ga_config& config, Backend& backend, ParamList& params, const ParamArrays& arrays,
-            MemoryRanges& ranges)
+  ShadowArrays(const ga_config& config, Backend& backend, ParamList& params,
+               const ParamArrays& arrays, MemoryRanges& ranges)
       : config_(config), backend_(backend), params_(params), arrays_(arrays), ranges_(ranges) {}
 
   // The parameters or their arrays may be others than before.
@@ -59,7 +59,7 @@ class SecondSet {
   };
 
   bool has(size_t i) const { return i < sets_.size() && sets_[i].pool != 0; }
-  // f(array, bytes) for each array of the second set.
+  // f(array, bytes) for each array of the shadow arrays.
   template <class F>
   void each(size_t param, Targets& targets, F&& f) const;
   bool writes_early(size_t param) const;
