@@ -75,6 +75,23 @@ class Gradients16 : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Dtype, Gradients16, testing::Values(GA_F16, GA_BF16),
                          [](const auto& info) { return format(info.param).name; });
 
+// The numbers at which rounding changes, and their neighbours in f64, on both sides of zero.
+TEST_P(Gradients16, EncodingIsThatOfTheDefinition) {
+  const int32_t dtype = GetParam();
+  const auto same = [=](double x) {
+    ASSERT_EQ(encode(x, dtype), encode_by_definition(x, dtype)) << std::hexfloat << x;
+    ASSERT_EQ(encode(-x, dtype), encode_by_definition(-x, dtype)) << std::hexfloat << -x;
+  };
+  for (int bits = 0; std::isfinite(decode(static_cast<uint16_t>(bits), dtype)); ++bits) {
+    const double x = decode(static_cast<uint16_t>(bits), dtype);
+    const double middle = x + format(dtype).spacing(x) / 2;
+    for (const double at : {x, middle})
+      for (const double beside : {at, std::nextafter(at, 0), std::nextafter(at, INFINITY)})
+        same(beside);
+  }
+  for (const double x : {1.0 * INFINITY, 1.0 * NAN, 0x1p-1074, 0x1p-1022, 0x1p1023}) same(x);
+}
+
 TEST_P(Gradients16, EveryValueIsConverted) {
   const int32_t dtype = GetParam();
   const Tensor g = every_value(dtype), zeros(dtype, kAll);
