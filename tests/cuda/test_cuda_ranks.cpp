@@ -63,7 +63,8 @@ struct Way {
   std::function<void(Options&)> set;
 };
 
-class CudaRanksWays : public CudaRanks, public testing::WithParamInterface<Way> {};
+class CudaRanksWays : public CudaRanks,
+                      public testing::WithParamInterface<std::tuple<Way, int32_t>> {};
 
 TEST_P(CudaRanksWays, HaveTheBitsOfTheCpu) {
   const Layout l = layout();
@@ -71,54 +72,57 @@ TEST_P(CudaRanksWays, HaveTheBitsOfTheCpu) {
   s.optimizer = optimizer(GA_OPTIMIZER_ADAMW);
   s.clip = clip(GA_CLIP_GLOBAL, 0.5);
   s.options.adder = GA_COMM_ADDER_LIBRARY;
-  GetParam().set(s);
-  for (const int32_t ranks : {1, 2, 3, 4}) {
-    const Shares shares = make_shares(l, ranks, 4);
-    const Block start = parameters(l, 3);
-    const std::vector<Ended> cpu = run(l, s, shares, start);
-    for (const bool deferred : {false, true})
-      for (const bool shards : {false, true})
-        for (const bool overlaps : {false, true}) {
-          SCOPED_TRACE(std::to_string(ranks) + (deferred ? " deferred" : "") +
-                       (shards ? " sharded" : "") + (overlaps ? " overlapped" : ""));
-          use(deferred);
-          s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
-          s.options.overlap = overlaps;
-          expect_like_the_cpu(run_on_devices(l, s, shares, start), cpu);
-        }
-    s.options.shard = GA_SHARD_NONE;
-    s.options.overlap = 0;
-  }
+  const auto& [way, ranks] = GetParam();
+  way.set(s);
+  const Shares shares = make_shares(l, ranks, 4);
+  const Block start = parameters(l, 3);
+  const std::vector<Ended> cpu = run(l, s, shares, start);
+  for (const bool deferred : {false, true})
+    for (const bool shards : {false, true})
+      for (const bool overlaps : {false, true}) {
+        SCOPED_TRACE(std::string(deferred ? " deferred" : "") + (shards ? " sharded" : "") +
+                     (overlaps ? " overlapped" : ""));
+        use(deferred);
+        s.options.shard = shards ? GA_SHARD_OPTIMIZER : GA_SHARD_NONE;
+        s.options.overlap = overlaps;
+        expect_like_the_cpu(run_on_devices(l, s, shares, start), cpu);
+      }
 }
 
 INSTANTIATE_TEST_SUITE_P(
     All, CudaRanksWays,
-    testing::Values(
-        Way{"plain", [](Options&) {}},
-        Way{"checked", [](Options& s) { s.config.nonfinite = GA_NONFINITE_DROP_MICRO; }},
-        Way{"clipped_micro",
-            [](Options& s) {
-              s.clip = clip(GA_CLIP_GLOBAL, 0.5);
-              s.clip.when = GA_CLIP_WHEN_MICRO;
-            }},
-        Way{"clamped",
-            [](Options& s) { s.clip = clip(GA_CLIP_GLOBAL, 0.5, GA_FLAVOR_TORCH, 0.01); }},
-        Way{"running_mean", [](Options& s) { s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN; }},
-        Way{"checked_running_mean",
-            [](Options& s) {
-              s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN;
-              s.config.nonfinite = GA_NONFINITE_DROP_MICRO;
-            }},
-        Way{"missing_zero", [](Options& s) { s.config.missing = GA_MISSING_ZERO; }},
-        Way{"compared", [](Options& s) { s.options.check_every = 2; }},
-        Way{"bf16_on_the_wire",
-            [](Options& s) {
-              s.options.wire = GA_COMM_WIRE_BF16;
-              s.options.adder = GA_COMM_ADDER_AUTO;  // which is the library then
-            }},
-        Way{"by_units", [](Options& s) { s.clip = clip(GA_CLIP_AGC, 0); }},
-        Way{"adafactor", [](Options& s) { s.optimizer = optimizer(GA_OPTIMIZER_ADAFACTOR); }}),
-    [](const auto& info) { return info.param.name; });
+    testing::Combine(
+        testing::Values(
+            Way{"plain", [](Options&) {}},
+            Way{"checked", [](Options& s) { s.config.nonfinite = GA_NONFINITE_DROP_MICRO; }},
+            Way{"clipped_micro",
+                [](Options& s) {
+                  s.clip = clip(GA_CLIP_GLOBAL, 0.5);
+                  s.clip.when = GA_CLIP_WHEN_MICRO;
+                }},
+            Way{"clamped",
+                [](Options& s) { s.clip = clip(GA_CLIP_GLOBAL, 0.5, GA_FLAVOR_TORCH, 0.01); }},
+            Way{"running_mean",
+                [](Options& s) { s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN; }},
+            Way{"checked_running_mean",
+                [](Options& s) {
+                  s.config.accumulation = GA_ACCUMULATE_RUNNING_MEAN;
+                  s.config.nonfinite = GA_NONFINITE_DROP_MICRO;
+                }},
+            Way{"missing_zero", [](Options& s) { s.config.missing = GA_MISSING_ZERO; }},
+            Way{"compared", [](Options& s) { s.options.check_every = 2; }},
+            Way{"bf16_on_the_wire",
+                [](Options& s) {
+                  s.options.wire = GA_COMM_WIRE_BF16;
+                  s.options.adder = GA_COMM_ADDER_AUTO;  // which is the library then
+                }},
+            Way{"by_units", [](Options& s) { s.clip = clip(GA_CLIP_AGC, 0); }},
+            Way{"adafactor", [](Options& s) { s.optimizer = optimizer(GA_OPTIMIZER_ADAFACTOR); }}),
+        testing::Values(1, 2, 3, 4)),
+    [](const auto& info) {
+      return std::get<0>(info.param).name + std::string("_") +
+             std::to_string(std::get<1>(info.param));
+    });
 
 // The norms of layers are those of whole tensors on a device, and of pieces on the CPU.
 TEST_F(CudaRanks, LayersAreThoseOfTheCpuToRounding) {
