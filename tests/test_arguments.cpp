@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "core/error.hpp"
+#include "files/safetensors.hpp"
 #include "ranks.hpp"
 #include "support.hpp"
 
@@ -1456,6 +1457,28 @@ TEST(Errors, VeryLongNames) {
   EXPECT_EQ(ga_param_add(ctx, 0, longer.c_str(), &q, GA_F32, 0, nullptr, nullptr, nullptr),
             kInvalidArgument);
   EXPECT_NE(std::string(ga_last_error()).find("4097 bytes"), std::string::npos);
+}
+
+// Where a message is cut, or a name in it, no half of a character is left, for a program may not be able to decode that.
+TEST(Errors, AreCutBetweenCharacters) {
+  float p = 0, q = 0;
+  for (const char* const character : {"\u00e9", "\u2207", "\U0001d6c1"}) {  // of 2, 3 and 4 bytes
+    for (size_t before = 0; before < 4; ++before) {
+      Context ctx;
+      std::string name(before, 'x');
+      while (name.size() < 2000) name += character;
+      ctx.param(ctx.group(plain_sgd()), name, &p, 1);
+      // The message is longer than the buffer; or the name is cut in it.
+      const std::string state_name = name + ".exp_avg";
+      for (const std::string& added : {name, state_name}) {
+        ASSERT_EQ(ga_param_add(ctx, 0, added.c_str(), &q, GA_F32, 0, nullptr, nullptr, nullptr),
+                  kInvalidArgument);
+        const std::string message = ga_last_error();
+        EXPECT_TRUE(safetensors::is_utf8(message)) << message;
+        EXPECT_NE(message.find(character), std::string::npos);
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -111,8 +111,8 @@ enum {
   GA_ERROR_CANCELLED = 12      /* a callback of the program asked to stop */
 };
 
-/* The message of this thread's last failed call, with the names and values involved; "" if there
-   was none. Belongs to the thread; valid until its next failed call. */
+/* The message of this thread's last failed call, with the names and values involved, in UTF-8; "" if
+   there was none. Belongs to the thread; valid until its next failed call. */
 GA_API const char* ga_last_error(void);
 
 /* "GA_ERROR_UNSUPPORTED" and so on; "unknown status" for any other number. Static. */

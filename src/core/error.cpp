@@ -7,10 +7,27 @@
 #include <cstdio>
 #include <cstring>
 
+#include "core/utf8.hpp"
+
 namespace ga {
 namespace {
 
 thread_local char last_text[1024] = "";
+
+// Copies what is UTF-8 and fits, and a 0 behind it. What is left out is the half of a character where a message or a
+// name in it was cut. `to` may be where the text is.
+void copy_characters(char* to, size_t room, std::string_view text) noexcept {
+  const char* const end = text.data() + text.size();
+  for (const char* p = text.data(); p < end;) {
+    const size_t size = utf8_character(p, end);
+    if (size >= room) break;
+    std::memmove(to, p, size);
+    to += size;
+    room -= size;
+    p += size > 0 ? size : 1;
+  }
+  *to = '\0';
+}
 
 // With the first `start` characters of the message written already.
 Error formatted(ga_status status, char (&text)[1024], int start, const char* format, va_list args) {
@@ -22,9 +39,7 @@ Error formatted(ga_status status, char (&text)[1024], int start, const char* for
 }  // namespace
 
 Error::Error(ga_status status, std::string_view text) noexcept : status_(status) {
-  const size_t n = std::min(text.size(), sizeof text_ - 1);
-  std::memcpy(text_, text.data(), n);
-  text_[n] = '\0';
+  copy_characters(text_, sizeof text_, text);
 }
 
 AllocatorFailed::AllocatorFailed(const char* what, size_t bytes) noexcept {
@@ -70,9 +85,7 @@ void check_positive(const char* name, double value) {
 const char* last_error() noexcept { return last_text; }
 
 ga_status set_last_error(ga_status status, const char* text) noexcept {
-  const size_t n = std::min(std::strlen(text), sizeof last_text - 1);
-  std::memmove(last_text, text, n);
-  last_text[n] = '\0';
+  copy_characters(last_text, sizeof last_text, text);
   return status;
 }
 

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.hpp"
+#include "core/utf8.hpp"
 
 namespace ga::safetensors {
 namespace {
@@ -350,22 +351,12 @@ int64_t element_size(std::string_view dtype) {
   return 0;
 }
 
-// Table 3-7 of the Unicode Standard, "Well-Formed UTF-8 Byte Sequences".
 bool is_utf8(std::string_view text) {
-  const auto* p = reinterpret_cast<const unsigned char*>(text.data());
-  const unsigned char* const end = p + text.size();
-  while (p < end) {
-    const unsigned first = *p++;
-    if (first < 0x80) continue;
-    const int more = first < 0xC2 ? 0 : first < 0xE0 ? 1 : first < 0xF0 ? 2 : first < 0xF5 ? 3 : 0;
-    if (more == 0 || end - p < more) return false;
-    const unsigned low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
-    const unsigned high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
-    if (*p < low || *p > high) return false;
-    for (int i = 1; i < more; ++i) {
-      if ((p[i] & 0xC0) != 0x80) return false;
-    }
-    p += more;
+  const char* const end = text.data() + text.size();
+  for (const char* p = text.data(); p < end;) {
+    const size_t size = utf8_character(p, end);
+    if (size == 0) return false;
+    p += size;
   }
   return true;
 }
