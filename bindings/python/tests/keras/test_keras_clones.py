@@ -146,3 +146,24 @@ def test_an_uncompiled_model_of_theirs_keeps_its_options(task: Task, tmp_path: p
     model.save(tmp_path / "model.keras")
     for other in (keras.models.load_model(tmp_path / "model.keras"), Derived.from_config(model.get_config())):
         assert vars(other._options) == vars(model._options)
+
+
+def test_a_class_made_of_inputs_and_outputs_leaves_the_others_alone() -> None:
+    class OfInputs(gk.GradientAccumulateModel):  # type: ignore[misc]
+        pass
+
+    class WithCall(gk.GradientAccumulateModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(accum_steps=2)
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+    bases = gk.GradientAccumulateModel.__bases__
+    made = [functional(OfInputs, accum_steps=2), WithCall(), functional(OfInputs, accum_steps=2)]
+    assert gk.GradientAccumulateModel.__bases__ == bases
+    for model in made:
+        model.compile("sgd", "mse")
+        model.fit(np.ones((8, 6)), np.ones((8, 3)), batch_size=2, verbose=0)
+        assert model.step_result.micro_batches == 2

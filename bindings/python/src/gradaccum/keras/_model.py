@@ -14,7 +14,7 @@ from ._batch_norm import BatchNormalization
 from ._capture import current
 from ._optimizer import GradientAccumulateOptimizer
 from ._options import Options, named, split
-from ._private import KerasSaveable, keras, registered
+from ._private import Functional, KerasSaveable, is_functional, keras, registered
 
 
 class Accumulating:
@@ -185,6 +185,11 @@ class GradientAccumulateModel(Accumulating, keras.Model):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         own, rest, of_keras = split(args, kwargs)
         options = Options(**own)
+        of_class = type(self)
+        if is_functional(rest, of_keras) and not issubclass(of_class, Functional):
+            # Keras would put Functional among the bases of this class here, and for good: then no other subclass could
+            # have a call() of its own.
+            of_class.__bases__ = (*of_class.__bases__, Functional)
         super().__init__(*rest, **of_keras)
         object.__setattr__(self, "_options", options)
 

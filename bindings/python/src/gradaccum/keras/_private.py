@@ -23,6 +23,9 @@ loss_module: Any = importlib.import_module("keras.src.losses.loss")
 cloning: Any = importlib.import_module("keras.src.models.cloning")
 # The registered names of classes, by which files have them.
 registered: Any = importlib.import_module("keras.src.saving.object_registration").GLOBAL_CUSTOM_NAMES
+# What a model is that is made of inputs and outputs, and whether these arguments of a constructor ask for one.
+Functional: Any = importlib.import_module("keras.src.models.functional").Functional
+is_functional: Any = importlib.import_module("keras.src.models.model").functional_init_arguments
 # What saving looks for in an optimizer: its attributes of this class. Makes a model of a pickle, too.
 KerasSaveable: Any = importlib.import_module("keras.src.saving.keras_saveable").KerasSaveable
 
