@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Layers with batch normalisation.
+#include "batchnorm/batchnorm.hpp"
+
 #include "api/call.hpp"
+#include "batchnorm/batchnorm.hpp"
 
 using namespace ga::api;
 using ga::fail;
@@ -28,14 +31,14 @@ ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_para
   return on(ctx, [&] {
     const ga_bn_options defaults = ga::default_bn_options(GA_FLAVOR_TORCH);
     const ga_bn_options o = read_struct(options, defaults, "ga_bn_options");
-    give(out, ctx->layers.add(name, channels, gamma, beta, o));
+    give(out, ctx->layers->add(name, channels, gamma, beta, o));
   });
 }
 
 ga_status ga_bn_count(const ga_context* ctx, int32_t* out) {
   return ask(ctx, [&] {
     require(out, "out");
-    *out = ctx->layers.count();
+    *out = ctx->layers->count();
   });
 }
 
@@ -43,7 +46,7 @@ ga_status ga_bn_find(const ga_context* ctx, const char* name, ga_bn* out) {
   return ask(ctx, [&] {
     require(name, "name");
     require(out, "out");
-    const ga_bn bn = ctx->layers.find(name);
+    const ga_bn bn = ctx->layers->find(name);
     if (bn < 0) fail(GA_ERROR_INVALID_ARGUMENT, "the context has no layer \"%s\"", name);
     *out = bn;
   });
@@ -56,36 +59,36 @@ ga_status ga_bn_info_init(ga_bn_info* out, size_t struct_size) {
 ga_status ga_bn_describe(const ga_context* ctx, ga_bn bn, ga_bn_info* out) {
   return ask(ctx, [&] {
     check_out(out, "ga_bn_info");
-    write_struct(out, ctx->layers.info(bn));
+    write_struct(out, ctx->layers->info(bn));
   });
 }
 
 ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen) {
-  return on(ctx, [&] { ctx->layers.set_frozen(bn, flag("frozen", frozen)); });
+  return on(ctx, [&] { ctx->layers->set_frozen(bn, flag("frozen", frozen)); });
 }
 
 ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                            int64_t positions) {
   return on(ctx, [&] {
     note_shape(ctx, bn, samples, positions);
-    ctx->layers.accumulate(bn, x, samples, positions);
+    ctx->layers->accumulate(bn, x, samples, positions);
   });
 }
 
 ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
                                  const void* spread, ga_bn_spread kind, ga_dtype dtype) {
-  return on(ctx, [&] { ctx->layers.accumulate_stats(bn, count, mean, spread, kind, dtype); });
+  return on(ctx, [&] { ctx->layers->accumulate_stats(bn, count, mean, spread, kind, dtype); });
 }
 
 ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn) {
-  return on(ctx, [&] { ctx->layers.finalize(bn); });
+  return on(ctx, [&] { ctx->layers->finalize(bn); });
 }
 
 ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                         int64_t positions, void* y) {
   return on(ctx, [&] {
     note_shape(ctx, bn, samples, positions);
-    ctx->layers.forward(bn, x, samples, positions, y);
+    ctx->layers->forward(bn, x, samples, positions, y);
   });
 }
 
@@ -93,19 +96,19 @@ ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, co
                                     int64_t samples, int64_t positions) {
   return on(ctx, [&] {
     note_shape(ctx, bn, samples, positions);
-    ctx->layers.backward_accumulate(bn, x, dy, samples, positions);
+    ctx->layers->backward_accumulate(bn, x, dy, samples, positions);
   });
 }
 
 ga_status ga_bn_backward_finalize(ga_context* ctx, ga_bn bn) {
-  return on(ctx, [&] { ctx->layers.backward_finalize(bn); });
+  return on(ctx, [&] { ctx->layers->backward_finalize(bn); });
 }
 
 ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy, int64_t samples,
                          int64_t positions, void* dx) {
   return on(ctx, [&] {
     note_shape(ctx, bn, samples, positions);
-    ctx->layers.backward(bn, x, dy, samples, positions, dx);
+    ctx->layers->backward(bn, x, dy, samples, positions, dx);
   });
 }
 
@@ -113,23 +116,23 @@ ga_status ga_bn_infer(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                       void* y) {
   return ask(ctx, [&] {
     note_shape(ctx, bn, samples, positions);
-    ctx->layers.infer(bn, x, samples, positions, y);
+    ctx->layers->infer(bn, x, samples, positions, y);
   });
 }
 
 ga_status ga_bn_running(ga_context* ctx, ga_bn bn, void* out_mean, void* out_variance,
                         ga_dtype dtype, int64_t* out_steps) {
-  return ask(ctx, [&] { ctx->layers.running(bn, out_mean, out_variance, dtype, out_steps); });
+  return ask(ctx, [&] { ctx->layers->running(bn, out_mean, out_variance, dtype, out_steps); });
 }
 
 ga_status ga_bn_running_set(ga_context* ctx, ga_bn bn, const void* mean, const void* variance,
                             ga_dtype dtype, int64_t steps) {
-  return on(ctx, [&] { ctx->layers.set_running(bn, mean, variance, dtype, steps); });
+  return on(ctx, [&] { ctx->layers->set_running(bn, mean, variance, dtype, steps); });
 }
 
 ga_status ga_bn_statistics(ga_context* ctx, ga_bn bn, void* out_mean, void* out_variance,
                            ga_dtype dtype, int64_t* out_count) {
-  return ask(ctx, [&] { ctx->layers.statistics(bn, out_mean, out_variance, dtype, out_count); });
+  return ask(ctx, [&] { ctx->layers->statistics(bn, out_mean, out_variance, dtype, out_count); });
 }
 
 }  // extern "C"

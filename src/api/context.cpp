@@ -4,6 +4,8 @@
 #include <string>
 
 #include "api/call.hpp"
+#include "context/averages.hpp"
+#include "context/configuration.hpp"
 #include "core/environment.hpp"
 
 using namespace ga::api;
@@ -49,7 +51,7 @@ ga_status ga_synchronize(ga_context* ctx) {
 }
 
 ga_status ga_context_set_stream(ga_context* ctx, void* stream) {
-  return ask(ctx, [&] { ctx->configuration.set_stream(stream); });
+  return ask(ctx, [&] { ctx->configuration->set_stream(stream); });
 }
 
 ga_status ga_memory_init(ga_memory* out, size_t struct_size) {
@@ -76,7 +78,7 @@ ga_status ga_context_set_accum_schedule(ga_context* ctx, const int64_t* from_ste
 }
 
 ga_status ga_context_set_steps(ga_context* ctx, int64_t steps) {
-  return on(ctx, [&] { ctx->configuration.set_steps(steps); });
+  return on(ctx, [&] { ctx->configuration->set_steps(steps); });
 }
 
 ga_status ga_clip_init(ga_clip* out, size_t struct_size) {
@@ -86,7 +88,7 @@ ga_status ga_clip_init(ga_clip* out, size_t struct_size) {
 ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip) {
   return on(ctx, [&] {
     set_struct(clip, ga::default_clip, "ga_clip",
-               [&](const ga_clip* c) { ctx->configuration.set_clip(c); });
+               [&](const ga_clip* c) { ctx->configuration->set_clip(c); });
   });
 }
 
@@ -105,16 +107,16 @@ ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scal
   return on(ctx, [&] {
     set_struct(scaler, ga::default_loss_scaler, "ga_loss_scaler", [&](const ga_loss_scaler* s) {
       if (s) check_reserved("ga_loss_scaler", s->reserved);
-      ctx->configuration.set_loss_scaler(s);
+      ctx->configuration->set_loss_scaler(s);
     });
   });
 }
 
 ga_status ga_loss_scale(const ga_context* ctx, double* out_scale, const void** out_device) {
   return ask(ctx, [&] {
-    if (!out_device || !ctx->configuration.device_loss_scale()) require(out_scale, "out_scale");
-    if (out_scale) *out_scale = ctx->configuration.loss_scale();
-    give(out_device, ctx->configuration.device_loss_scale());
+    if (!out_device || !ctx->configuration->device_loss_scale()) require(out_scale, "out_scale");
+    if (out_scale) *out_scale = ctx->configuration->loss_scale();
+    give(out_device, ctx->configuration->device_loss_scale());
   });
 }
 
@@ -124,14 +126,14 @@ ga_status ga_ema_init(ga_ema* out, size_t struct_size) {
 
 ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema) {
   return on(ctx, [&] {
-    set_struct(ema, ga::default_ema, "ga_ema", [&](const ga_ema* e) { ctx->averages.set(e); });
+    set_struct(ema, ga::default_ema, "ga_ema", [&](const ga_ema* e) { ctx->averages->set(e); });
   });
 }
 
 ga_status ga_ema_swap(ga_context* ctx, int32_t on) {
   return ask(ctx, [&] {
     ctx->note("on", on);
-    ctx->averages.swap(flag("on", on));
+    ctx->averages->swap(flag("on", on));
   });
 }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Groups: optimizers, schedules, clips.
 #include "api/call.hpp"
+#include "context/configuration.hpp"
+#include "context/parameters.hpp"
 #include "numbers/optimizer.hpp"
 #include "numbers/schedule.hpp"
 
@@ -37,27 +39,27 @@ ga_status ga_optimizer_init(ga_optimizer* out, size_t struct_size, ga_optimizer_
 }
 
 ga_status ga_group_add(ga_context* ctx, const ga_optimizer* optimizer, ga_group* out) {
-  return on(ctx, [&] { give(out, ctx->configuration.add_group(read_optimizer(optimizer))); });
+  return on(ctx, [&] { give(out, ctx->configuration->add_group(read_optimizer(optimizer))); });
 }
 
 ga_status ga_group_set_optimizer(ga_context* ctx, ga_group group, const ga_optimizer* optimizer) {
-  return on(ctx, [&] { ctx->configuration.set_optimizer(group, read_optimizer(optimizer)); });
+  return on(ctx, [&] { ctx->configuration->set_optimizer(group, read_optimizer(optimizer)); });
 }
 
 ga_status ga_group_set_frozen(ga_context* ctx, ga_group group, int32_t frozen) {
-  return on(ctx, [&] { ctx->parameters.set_group_frozen(group, flag("frozen", frozen)); });
+  return on(ctx, [&] { ctx->parameters->set_group_frozen(group, flag("frozen", frozen)); });
 }
 
 ga_status ga_group_set_lr(ga_context* ctx, ga_group group, double lr) {
   return on(ctx, [&] {
     ctx->note("group", group);
     ctx->note("lr", lr);
-    ctx->configuration.set_lr(group, lr);
+    ctx->configuration->set_lr(group, lr);
   });
 }
 
 ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weight_decay) {
-  return on(ctx, [&] { ctx->configuration.set_weight_decay(group, weight_decay); });
+  return on(ctx, [&] { ctx->configuration->set_weight_decay(group, weight_decay); });
 }
 
 ga_status ga_group_count(const ga_context* ctx, int32_t* out) {
@@ -80,33 +82,33 @@ ga_status ga_schedule_init(ga_schedule* out, size_t struct_size, ga_schedule_kin
 
 ga_status ga_group_set_schedule(ga_context* ctx, ga_group group, const ga_schedule* schedule) {
   return on(ctx, [&] {
-    if (!schedule) return ctx->configuration.set_schedule(group, nullptr);
+    if (!schedule) return ctx->configuration->set_schedule(group, nullptr);
     check_size<ga_schedule>(schedule->struct_size, "ga_schedule");
     const ga_schedule s =
         read_struct(schedule, ga::default_schedule(schedule->kind), "ga_schedule");
     check_reserved("ga_schedule", s.reserved);
-    ctx->configuration.set_schedule(group, &s);
+    ctx->configuration->set_schedule(group, &s);
   });
 }
 
 ga_status ga_group_lr(const ga_context* ctx, ga_group group, double* out) {
   return ask(ctx, [&] {
     require(out, "out");
-    *out = ctx->configuration.lr(group);
+    *out = ctx->configuration->lr(group);
   });
 }
 
 ga_status ga_group_last_lr(const ga_context* ctx, ga_group group, double* out) {
   return ask(ctx, [&] {
     require(out, "out");
-    *out = ctx->configuration.last_lr(group);
+    *out = ctx->configuration->last_lr(group);
   });
 }
 
 ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip) {
   return on(ctx, [&] {
     set_struct(clip, ga::default_clip, "ga_clip",
-               [&](const ga_clip* c) { ctx->configuration.set_group_clip(group, c); });
+               [&](const ga_clip* c) { ctx->configuration->set_group_clip(group, c); });
   });
 }
 

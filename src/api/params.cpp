@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parameters, and their state by name.
 #include "api/call.hpp"
+#include "checkpoint/state.hpp"
+#include "context/averages.hpp"
+#include "context/parameters.hpp"
 
 using namespace ga::api;
 using ga::fail;
@@ -49,7 +52,7 @@ ga_status ga_param_add(ga_context* ctx, ga_group group, const char* name, void* 
     ctx->note("group", group);
     ctx->note("dtype", dtype);
     const ga::NewParam entry = {name, group, rank, shape, 0, read_param_options(options)};
-    give(out, ctx->parameters.add(data, dtype, {&entry, 1}));
+    give(out, ctx->parameters->add(data, dtype, {&entry, 1}));
   });
 }
 
@@ -69,7 +72,7 @@ ga_status ga_params_add_flat(ga_context* ctx, void* data, ga_dtype dtype,
       list.push_back({e.name, e.group, e.rank, e.shape, e.offset,
                       e.options ? read_param_options(e.options) : common});
     }
-    give(out, ctx->parameters.add(data, dtype, {list.data(), list.size()}));
+    give(out, ctx->parameters->add(data, dtype, {list.data(), list.size()}));
   });
 }
 
@@ -118,46 +121,46 @@ ga_status ga_param_slot(const ga_context* ctx, ga_param param, size_t* out) {
 ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data) {
   return on(ctx, [&] {
     ctx->note("param", param);
-    ctx->parameters.bind(param, data);
+    ctx->parameters->bind(param, data);
   });
 }
 
 ga_status ga_param_changed(ga_context* ctx, ga_param param) {
   return on(ctx, [&] {
     ctx->note("param", param);
-    ctx->parameters.changed(param);
+    ctx->parameters->changed(param);
   });
 }
 
 ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_dtype dtype) {
-  return ask(ctx, [&] { ctx->averages.copy_to(param, out, dtype); });
+  return ask(ctx, [&] { ctx->averages->copy_to(param, out, dtype); });
 }
 
 ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen) {
   return on(ctx, [&] {
     ctx->note("param", param);
     ctx->note("frozen", frozen);
-    ctx->parameters.set_frozen(param, flag("frozen", frozen));
+    ctx->parameters->set_frozen(param, flag("frozen", frozen));
   });
 }
 
 ga_status ga_param_set_lr_scale(ga_context* ctx, ga_param param, double lr_scale) {
-  return on(ctx,
-            [&] { ctx->parameters.set_scale(param, "lr_scale", &ga::Tensor::lr_scale, lr_scale); });
+  return on(
+      ctx, [&] { ctx->parameters->set_scale(param, "lr_scale", &ga::Tensor::lr_scale, lr_scale); });
 }
 
 ga_status ga_param_set_weight_decay_scale(ga_context* ctx, ga_param param,
                                           double weight_decay_scale) {
   return on(ctx, [&] {
-    ctx->parameters.set_scale(param, "weight_decay_scale", &ga::Tensor::weight_decay_scale,
-                              weight_decay_scale);
+    ctx->parameters->set_scale(param, "weight_decay_scale", &ga::Tensor::weight_decay_scale,
+                               weight_decay_scale);
   });
 }
 
 ga_status ga_param_remove(ga_context* ctx, ga_param param) {
   return on(ctx, [&] {
     ctx->note("param", param);
-    ctx->parameters.remove(param);
+    ctx->parameters->remove(param);
   });
 }
 
@@ -168,7 +171,7 @@ ga_status ga_state_info_init(ga_state_info* out, size_t struct_size) {
 ga_status ga_state_count(const ga_context* ctx, ga_param param, int32_t* out) {
   return ask(ctx, [&] {
     require(out, "out");
-    *out = ctx->state.count(param);
+    *out = ctx->state->count(param);
   });
 }
 
@@ -176,7 +179,7 @@ ga_status ga_state_describe(const ga_context* ctx, ga_param param, int32_t index
                             ga_state_info* out) {
   return ask(ctx, [&] {
     check_out(out, "ga_state_info");
-    write_struct(out, ctx->state.info(param, index));
+    write_struct(out, ctx->state->info(param, index));
   });
 }
 
@@ -185,7 +188,7 @@ ga_status ga_state_get(ga_context* ctx, ga_param param, const char* name, void* 
   return on(ctx, [&] {
     ctx->note("param", param);
     ctx->note("name", name);
-    ctx->state.get(param, name, out, dtype, count);
+    ctx->state->get(param, name, out, dtype, count);
   });
 }
 
@@ -194,14 +197,14 @@ ga_status ga_state_set(ga_context* ctx, ga_param param, const char* name, const 
   return on(ctx, [&] {
     ctx->note("param", param);
     ctx->note("name", name);
-    ctx->state.set(param, name, data, dtype, count);
+    ctx->state->set(param, name, data, dtype, count);
   });
 }
 
 ga_status ga_state_reset(ga_context* ctx, ga_param param) {
   return on(ctx, [&] {
     ctx->note("param", param);
-    ctx->state.reset(param);
+    ctx->state->reset(param);
   });
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Communicators.
 #include "api/call.hpp"
+#include "ranks/comm/comm.hpp"
 
 using namespace ga::api;
 using ga::fail;

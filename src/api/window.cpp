@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A window: gradients, and the step at its end.
 #include "api/call.hpp"
+#include "step/step.hpp"
 
 using namespace ga::api;
 
@@ -106,7 +107,7 @@ ga_status ga_window_info_init(ga_window_info* out, size_t struct_size) {
 ga_status ga_window(const ga_context* ctx, ga_window_info* out) {
   return ask(ctx, [&] {
     check_out(out, "ga_window_info");
-    write_struct(out, const_cast<ga_context*>(ctx)->step.window());  // which may look up K
+    write_struct(out, const_cast<ga_context*>(ctx)->step->window());  // which may look up K
   });
 }
 
@@ -117,7 +118,7 @@ ga_status ga_step_result_init(ga_step_result* out, size_t struct_size) {
 ga_status ga_step(ga_context* ctx, ga_step_result* out) {
   return on(ctx, [&] {
     if (out) check_out(out, "ga_step_result");
-    const ga_step_result r = ctx->step.step();
+    const ga_step_result r = ctx->step->step();
     ctx->note("outcome", r.outcome);
     ctx->note("micro_batches", static_cast<double>(r.micro_batches));
     ctx->note("weight", r.weight);
@@ -131,20 +132,20 @@ ga_status ga_step_result_get(ga_context* ctx, int64_t window, int32_t wait, ga_s
   return ask(ctx, [&] {
     check_out(out, "ga_step_result");
     ga_step_result r = {};
-    if (!ctx->step.result(window, flag("wait", wait), r)) r = ga::Step::pending();
+    if (!ctx->step->result(window, flag("wait", wait), r)) r = ga::Step::pending();
     write_struct(out, r);
   });
 }
 
 ga_status ga_discard(ga_context* ctx) {
-  return on(ctx, [&] { ctx->step.discard(); });
+  return on(ctx, [&] { ctx->step->discard(); });
 }
 
 ga_status ga_gradient(ga_context* ctx, ga_param param, const void** out_data, ga_dtype* out_dtype,
                       int64_t* out_count) {
   return ask(ctx, [&] {
     require(out_data, "out_data");
-    *out_data = ctx->step.gradient(param, out_dtype, out_count);
+    *out_data = ctx->step->gradient(param, out_dtype, out_count);
   });
 }
 

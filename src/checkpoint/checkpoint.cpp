@@ -5,10 +5,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "batchnorm/batchnorm.hpp"
 #include "core/callback.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/copies.hpp"
 #include "model/pieces.hpp"
+#include "model/preparation.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 namespace {

@@ -17,10 +17,11 @@
 #include <string>
 #include <vector>
 
+#include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
 #include "files/fields.hpp"
 #include "files/state_file.hpp"
-#include "ranks/exchange.hpp"
+#include "ranks/rank_state.hpp"
 #include "ranks/stages.hpp"
 
 namespace ga {

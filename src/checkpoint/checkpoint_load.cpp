@@ -7,10 +7,15 @@
 #include <cstring>
 #include <functional>
 
+#include "batchnorm/batchnorm.hpp"
 #include "checkpoint/checkpoint.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "files/names.hpp"
+#include "model/copies.hpp"
+#include "model/preparation.hpp"
+#include "model/table_writer.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 namespace {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "batchnorm/batchnorm.hpp"
 #include "checkpoint/checkpoint.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"

@@ -7,9 +7,14 @@
 #include <cstring>
 #include <iterator>
 
+#include "batchnorm/batchnorm.hpp"
 #include "checkpoint/checkpoint.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/copies.hpp"
+#include "model/preparation.hpp"
+#include "model/table_writer.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 namespace {

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <functional>
 
+#include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/table_writer.hpp"
 
 namespace ga {
 

@@ -2,6 +2,7 @@
 // Groups with their optimizers, schedules and clips, and the options of the context.
 #pragma once
 
+#include "model/model.hpp"
 #include "ranks/stages.hpp"
 
 namespace ga {

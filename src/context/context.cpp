@@ -1,14 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "context/context.hpp"
 
+#include "batchnorm/batchnorm.hpp"
+#include "checkpoint/checkpoint.hpp"
+#include "checkpoint/state.hpp"
+#include "context/averages.hpp"
+#include "context/configuration.hpp"
+#include "context/parameters.hpp"
 #include "core/error.hpp"
 #include "ranks/connect.hpp"
 #include "step/eager.hpp"
+#include "step/step.hpp"
 
 namespace ga {
 
 Context::Context(const ga_config& config)
-    : callers_(config.eager ? new ConcurrentCalls : nullptr), log_(Log::of(config)), model(config) {
+    : callers_(config.eager ? new ConcurrentCalls : nullptr),
+      log_(Log::of(config)),
+      model(config),
+      layers(std::make_unique<BatchNorms>(model, writer_, accumulator)),
+      configuration(std::make_unique<Configuration>(stages)),
+      parameters(std::make_unique<Parameters>(stages)),
+      averages(std::make_unique<Averages>(model, writer_, copies_)),
+      state(std::make_unique<NamedState>(model, preparation_, copies_)),
+      step(std::make_unique<Step>(stages)),
+      rank_state_(std::make_unique<RankCheckpoint>(stages)) {
   if (config.eager) model.speculation = std::make_unique<Eager>(stages);
   model.tables = model.tables.grown(*model.backend, ContextTables::kContext, 1);
   model.options.choose_path(model.params, model.ranks->alone());
@@ -18,7 +34,9 @@ Context::Context(const ga_config& config)
 }
 
 Context::~Context() {
-  model.ranks.reset();  // its thread, which gives work to those of the speculation
+  // The thread of the exchange gives work to those of the speculation, and neither asks the model for the other: it has
+  // none while one of them ends.
+  model.ranks.reset();
   model.speculation.reset();
   for (const Tensor& t : model.params.tensors()) model.backend->free_rows(t.set);
   mark_.store(0, std::memory_order_relaxed);
@@ -90,7 +108,7 @@ void Context::fail_in_use() {
 
 inline void Context::check_usable(const char* function, bool changing) const {
   model.health.check();
-  if (changing && averages.swapped())
+  if (changing && averages->swapped())
     fail(GA_ERROR_INVALID_STATE,
          "%s was called while the parameters and their EMA are exchanged; ga_ema_swap(ctx, 0) "
          "takes that back",
@@ -101,14 +119,14 @@ inline void Context::check_usable(const char* function, bool changing) const {
 
 void Context::micro_abort() {
   const int64_t index = model.window.open_index();
-  const bool swept = index >= 0 && layers.is_swept(index);
+  const bool swept = index >= 0 && layers->is_swept(index);
   accumulator.check_abort(swept ? "a layer in WINDOW mode has the statistics of" : nullptr);
-  layers.forget(index);
+  layers->forget(index);
   accumulator.micro_abort();
 }
 
 void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& options) {
-  connect(stages, rank_state_, std::move(comm), options);
+  connect(stages, *rank_state_, std::move(comm), options);
 }
 
 ga_memory Context::memory() const {
@@ -117,24 +135,24 @@ ga_memory Context::memory() const {
   const bool borrowing =
       model.options.borrows() && model.config.accum_steps == 1 && model.length.is_fixed();
   const size_t params = model.params.size(), prepared = model.tables.params();
-  const auto lists = [this](size_t n) {
-    return preparation_.bytes_of_lists(n) + ContextTables::bytes(0, n);
+  const auto bytes = [this](size_t groups, size_t n) {
+    return preparation_.bytes_of_lists(n) + ContextTables::bytes(groups, n);
   };
   const int64_t planned =  // not resident yet
-      model.arrays.count(m, borrowing) + lists(params) - lists(prepared);
-  m.workspace += lists(params) + ContextTables::bytes(model.params.groups.size(), 0);
+      model.arrays.count(m, borrowing) + bytes(0, params) - bytes(0, prepared);
+  m.workspace += bytes(model.params.groups.size(), params);
   for (const Group& g : model.params.groups) m.workspace += g.rates.bytes();
   m.workspace += accumulator.bytes();
   m.rows += model.backend->row_bytes();
-  m.averages += averages.bytes();
+  m.averages += averages->bytes();
   int64_t written = 0;
   m.eager = model.speculation->bytes(written);
   m.workspace += model.ranks->bytes();
-  m.batch_norm = layers.bytes();
+  m.batch_norm = layers->bytes();
   m.workspace += model.backend->bn_bytes() + model.tables.layers.bytes();
-  for (const int64_t bytes : {m.accumulators, m.optimizer_state, m.workspace, m.masters, m.averages,
-                              m.rows, m.batch_norm, m.eager})
-    if (__builtin_add_overflow(m.total, bytes, &m.total)) m.total = INT64_MAX;
+  for (const int64_t part : {m.accumulators, m.optimizer_state, m.workspace, m.masters, m.averages,
+                             m.rows, m.batch_norm, m.eager})
+    if (__builtin_add_overflow(m.total, part, &m.total)) m.total = INT64_MAX;
   m.resident = m.total - planned - (m.eager - written);
   return m;
 }

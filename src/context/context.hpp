@@ -12,26 +12,32 @@
 #include <atomic>
 #include <memory>
 
-#include "batchnorm/batchnorm.hpp"
-#include "checkpoint/checkpoint.hpp"
-#include "checkpoint/state.hpp"
-#include "context/averages.hpp"
-#include "context/configuration.hpp"
-#include "context/parameters.hpp"
 #include "core/concurrent_calls.hpp"
 #include "core/fork.hpp"
 #include "core/fp_mode.hpp"
 #include "core/log.hpp"
+#include "model/copies.hpp"
+#include "model/preparation.hpp"
 #include "ranks/stages.hpp"
-#include "step/step.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 
+class Averages;
+class BatchNorms;
 class Comm;
+class Configuration;
+class NamedState;
+class Parameters;
+class RankState;
+class Step;
 
+// Members stand in the order in which they are made, each of those before it; they are destroyed in the opposite one.
 class Context {
  private:
-  mutable uint64_t calls_ = 0;                      // that may have changed something
+  static constexpr uint64_t kMark = uint64_t{0x6743'7458} << 32;
+  std::atomic<uint64_t> mark_{kMark + process_generation()};  // 0 once it is destroyed
+  mutable uint64_t calls_ = 0;                                // that may have changed something
   const std::unique_ptr<ConcurrentCalls> callers_;  // NULL: one thread at a time, in any call
   const std::unique_ptr<Log> log_;
 
@@ -48,13 +54,13 @@ class Context {
 
  public:
   Accumulator accumulator{model, writer_, preparation_, callers_.get(), calls_};
-  BatchNorms layers{model, writer_, accumulator};
-  const Stages stages{model, writer_, preparation_, copies_, accumulator, layers};
-  Configuration configuration{stages};
-  Parameters parameters{stages};
-  Averages averages{model, writer_, copies_};
-  NamedState state{model, preparation_, copies_};
-  Step step{stages};
+  const std::unique_ptr<BatchNorms> layers;
+  const Stages stages{model, writer_, preparation_, copies_, accumulator, *layers};
+  const std::unique_ptr<Configuration> configuration;
+  const std::unique_ptr<Parameters> parameters;
+  const std::unique_ptr<Averages> averages;
+  const std::unique_ptr<NamedState> state;
+  const std::unique_ptr<Step> step;
 
   // Whether this is a context that has not been destroyed, and that this process made, not its parent (see
   // fork.hpp).
@@ -115,9 +121,7 @@ class Context {
   [[noreturn]] static void fail_in_use();
 
   mutable std::atomic<bool> in_use_{false};
-  static constexpr uint64_t kMark = uint64_t{0x6743'7458} << 32;
-  std::atomic<uint64_t> mark_{kMark + process_generation()};  // 0 once it is destroyed
-  RankCheckpoint rank_state_{stages};
+  const std::unique_ptr<RankState> rank_state_;
 };
 
 }  // namespace ga

@@ -3,9 +3,12 @@
 
 #include <algorithm>
 
+#include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "files/safetensors.hpp"
+#include "model/table_writer.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 namespace {

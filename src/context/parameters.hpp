@@ -2,6 +2,7 @@
 // Adding, changing and removing parameters.
 #pragma once
 
+#include "model/model.hpp"
 #include "ranks/stages.hpp"
 
 namespace ga {

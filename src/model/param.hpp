@@ -106,7 +106,7 @@ struct alignas(64) Param {
   int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
   bool fits_accumulator() const { return accumulator_dtype == real(); }
   bool lacks_arrays() const { return !owns && (!frozen || wanted); }
-  Array shard_data() const;  // of the parameter itself: its share
+  Array shard_data() const;  // of the parameter itself: its shard
   Array values() const { return master ? Array{master, GA_F32} : shard_data(); }
   // The same while the master weights have yet to be copied from the parameter.
   Array current() const { return master_due ? shard_data() : values(); }

@@ -59,8 +59,8 @@ class Ranks {
 
   // Exchanges in the background what is ready (Param::ready), if that was asked for.
   virtual bool overlaps() const { return false; }
-  virtual void prepare_release() {
-  }  // makes what that needs, and may fail, before anything is ready
+  // Makes what that needs, and may fail, before anything is ready.
+  virtual void prepare_release() {}
   virtual void release_ready() {}
   virtual bool has_begun() const { return false; }
   // Whether the gradient of a parameter may be summed before ga_step.
@@ -70,8 +70,8 @@ class Ranks {
   // ---- The end of a window ----
 
   // Begins the end of a window, and replaces the totals of this rank by those of all. Returns false if another rank
-  // discards the window. discards: this one does. If this or one of the next three functions fails with gradients on
-  // their way, the window is invalid.
+  // discards the window. discards: this one does. If a function of this section, or release_ready(), fails
+  // with gradients on their way, the window is invalid.
   virtual bool begin_end(WindowTotals&, bool discards) {
     (void)discards;
     return true;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A shadow arrays of what an update writes, for parameters that are updated before their window is decided: the
-// update reads one set and writes the other, and ga_step exchanges them or forgets what was written.
+// Shadow arrays, a second one for each that an update writes, for parameters that are updated before their window is
+// decided: the update reads an array and writes its shadow, and ga_step swaps the two or forgets what was written.
 #pragma once
 
 #include <cstdint>
@@ -59,7 +59,7 @@ class ShadowArrays {
   };
 
   bool has(size_t i) const { return i < sets_.size() && sets_[i].pool != 0; }
-  // f(array, bytes) for each array of the shadow arrays.
+  // f(array, bytes) for each shadow array.
   template <class F>
   void each(size_t param, Targets& targets, F&& f) const;
   bool writes_early(size_t param) const;

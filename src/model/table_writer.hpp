@@ -24,8 +24,8 @@ class TableWriter {
   // The other ranks have to be asked whether they agree. tensors: on parameters and layers too.
   void settings_changed(bool tensors);
   void write_settings();
-  void
-  write_checksum();  // of the settings, for devices to compare over ranks, replays of a graph included
+  // Of the settings, for devices to compare over ranks, replays of a graph included.
+  void write_checksum();
   void write_groups();
   void write_scaler();  // sets the loss scale and its counters to their initial values
   void write_scales(size_t param);
@@ -58,7 +58,7 @@ class TableWriter {
   // Has the tables of a parameter that is updated ahead of ga_step read the sum of its gradients over the ranks, which
   // need not be there yet.
   void write_sum(size_t param, const Array& sum);
-  // If only the address of an borrowed gradient is new, has just the words with the address go to a device, not the
+  // If only the address of a borrowed gradient is new, has just the words with the address go to a device, not the
   // tables. Returns false if more is new.
   bool move_gradient(size_t param);
   void send_moved();   // sends the addresses that move_gradient() collected

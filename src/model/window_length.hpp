@@ -24,6 +24,7 @@ class WindowLength {
   // Gives the next window its K. If that depends on a step that may still be running, K is due, and found when the
   // window opens.
   void look_up();
+  bool is_due() const { return due_; }
   // Finds K, if it is due; waits for the last step.
   void find() {
     if (due_) update();

@@ -5,14 +5,14 @@
 
 namespace ga {
 
-constexpr int64_t kSliceBytes = int64_t{8} << 20;
+constexpr int64_t kBucketBytes = int64_t{8} << 20;
 constexpr int64_t kInPlaceBytes = int64_t{512} << 10;  // smaller parameters are packed
 
 void Buckets::add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
                   int32_t dtype, bool gathered, int32_t op,
                   const std::function<Travel(ga_param)>& travel) {
   const int64_t size = dtype_info(dtype).size;
-  const int64_t most = std::max(kSliceBytes / size / ranks_, int64_t{1});
+  const int64_t most = std::max(kBucketBytes / size / ranks_, int64_t{1});
   const int64_t grain = std::min(most, kChunk);
   for (auto& queue : queues_) queue.clear();
   for (size_t i = divisions.size(); i-- > 0;) {

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ranks/connect.hpp"
 
+#include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
+#include "model/model.hpp"
+#include "model/table_writer.hpp"
+#include "ranks/exchange.hpp"
 
 namespace ga {
 
@@ -27,16 +31,16 @@ void connect(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
                   "for state by name, or with the first contribution to a window)"
                 : "in a context that keeps only this rank's part of the state",
          shards ? "it is legal only before" : "another context loads a state that was saved");
+  std::unique_ptr<Ranks> next = std::make_unique<Ranks>();
+  if (!prepared) model.ranks->divide_anew();
   const auto undivide = [&](bool sharded) {
     if (prepared) return;
     model.params.sharded = sharded;
-    model.ranks->divide_anew();
     for (Param& p : model.params) p.shard = {0, p.count};
   };
   undivide(false);
   if (model.ranks->on_device()) model.backend->wait();
   model.ranks->watch(false);
-  std::unique_ptr<Ranks> next;
   if (comm) {
     try {
       auto exchange = std::make_unique<Exchange>(stages, state, std::move(comm), options);
@@ -48,8 +52,6 @@ void connect(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
       undivide(model.ranks->shards());
       throw;
     }
-  } else {
-    next = std::make_unique<Ranks>();
   }
   model.ranks = std::move(next);
   stages.writer.describe_all();  // norms over layers are cut in another way

@@ -4,7 +4,9 @@
 
 #include <memory>
 
-#include "ranks/exchange.hpp"
+#include "ranks/comm/comm.hpp"
+#include "ranks/rank_state.hpp"
+#include "ranks/stages.hpp"
 
 namespace ga {
 

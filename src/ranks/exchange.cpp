@@ -6,10 +6,12 @@
 #include <cstring>
 #include <optional>
 
+#include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
 #include "core/fp_mode.hpp"
 #include "files/fields.hpp"
 #include "files/state_file.hpp"
+#include "model/preparation.hpp"
 #include "ranks/bits.hpp"
 
 namespace ga {
@@ -80,6 +82,7 @@ Exchange::Exchange(const Stages& stages, RankState& state, std::shared_ptr<Comm>
 }
 
 Exchange::~Exchange() {
+  // Also where agree() has failed: an exchange that was given up may go on.
   if (may_write_late()) model_.backend->keep_memory();
   if (background_ && background_->close()) comm_->abort();
   background_.reset();

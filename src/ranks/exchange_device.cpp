@@ -5,9 +5,12 @@
 #include <algorithm>
 #include <string>
 
+#include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/table_writer.hpp"
 #include "ranks/exchange.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 namespace {

@@ -4,9 +4,12 @@
 #include <cmath>
 #include <cstring>
 
+#include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/preparation.hpp"
 #include "ranks/exchange.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 namespace {

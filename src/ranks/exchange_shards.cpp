@@ -194,11 +194,14 @@ std::optional<Exchange::Parts> Exchange::check_division() {
   return before;
 }
 
+// Allocates first, so that it cannot fail when it has divided.
 std::function<void()> Exchange::divide_anew() {
+  const auto kept = std::make_shared<Parts>();
+  std::function<void()> divide_back = [this, kept] { take_parts(std::move(*kept)); };
   std::optional<Parts> before = check_division();
   if (!before) return [] {};
-  const auto parts = std::make_shared<Parts>(std::move(*before));
-  return [this, parts] { take_parts(std::move(*parts)); };
+  *kept = std::move(*before);
+  return divide_back;
 }
 
 void Exchange::check_keepers() const {

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// A model and what works on it up to the end of a window, for those that need most of it.
+// A model and what works on it up to the end of a window, for those that need most of it. Whoever calls a stage includes
+// its header.
 #pragma once
 
-#include "batchnorm/batchnorm.hpp"
-#include "model/copies.hpp"
-#include "model/model.hpp"
-#include "model/preparation.hpp"
-#include "model/table_writer.hpp"
-#include "window/accumulator.hpp"
-
 namespace ga {
+
+class Accumulator;
+class BatchNorms;
+class Copies;
+struct Model;
+class Preparation;
+class TableWriter;
 
 struct Stages {
   Model& model;

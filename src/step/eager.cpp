@@ -6,6 +6,9 @@
 #include "core/error.hpp"
 #include "core/fp_mode.hpp"
 #include "core/tensor.hpp"
+#include "model/preparation.hpp"
+#include "model/table_writer.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 namespace {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Updates ahead of ga_step (ga_config.eager): of parameters to which nothing more comes, as soon as the
 // weight of the window is known. Where the step is bound to be applied, and no norm over several parameters
-// clips it, they are updated in place. Else a shadow arrays of arrays takes what is computed, and ga_step
-// exchanges the sets if its decision has come out as predicted, and else computes the update from the first.
+// clips it, they are updated in place. Else shadow arrays take what is computed, and ga_step
+// swaps them in if its decision has come out as predicted, and else computes the update anew.
 //
 // Where gradients are exchanged in the background, a parameter is updated once its sum over the ranks is there,
 // and never in place, since another rank may end the window otherwise.
@@ -17,6 +17,7 @@
 
 #include "core/background.hpp"
 #include "core/concurrent_calls.hpp"
+#include "model/preparation.hpp"
 #include "model/shadow_arrays.hpp"
 #include "ranks/stages.hpp"
 

@@ -3,8 +3,12 @@
 
 #include <cmath>
 
+#include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/preparation.hpp"
+#include "model/table_writer.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 
@@ -16,7 +20,7 @@ Step::Step(const Stages& stages)
 }
 
 ga_window_info Step::window() {
-  if (!model_.backend->capturing()) model_.length.find();
+  if (model_.length.is_due() && !model_.backend->capturing()) model_.length.find();
   ga_window_info w = {};
   w.struct_size = sizeof w;
   w.state = model_.window.state();

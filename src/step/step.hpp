@@ -6,6 +6,8 @@
 
 #include <vector>
 
+#include "model/model.hpp"
+#include "model/preparation.hpp"
 #include "ranks/stages.hpp"
 #include "step/update.hpp"
 

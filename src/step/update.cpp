@@ -175,7 +175,7 @@ void Update::gather() {
     const bool prepared = i < model_.tables.params() && p.owns;
     if (model_.config.device != GA_DEVICE_CPU)  // no rank's host knows whether it is updated
       return prepared && !p.frozen ? Changed::kElements : Changed::kNothing;
-    if (p.ahead != Ahead::kNot) return Changed::kElements;  // and maybe no actions is left
+    if (p.ahead != Ahead::kNot) return Changed::kElements;  // and maybe no action is left
     const int32_t actions = prepared ? model_.tables.plans.at(i)->actions : 0;
     return actions & kUpdateRows ? Changed::kRows
            : actions & kUpdate   ? Changed::kElements

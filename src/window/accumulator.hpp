@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What comes to a window: gradients of whole micro-batches or of single parameters, rows, products, and what the
 // program writes into an accumulator itself.
-//   accumulator.cpp   whole gradients, and micro-batches that are checked or clipped as a whole
+//   accumulator.cpp   whole gradients
+//   micro.cpp         micro-batches, those that are checked or clipped as a whole, and the end of a window
 //   products.cpp      matrix products, and accumulators in the program's hands
 //   rows.cpp          gradients of some rows
 #pragma once
@@ -67,13 +68,13 @@ class Accumulator : HasLists {
   void hold_rows(int64_t count) { rows_held_ += count; }  // which other ranks have brought
   // Zeros the rows that have no gradient yet, before something adds to all rows.
   void make_dense(ga_param id);
-  // Copies an borrowed gradient into the accumulator, before something other than add_task adds to it.
+  // Copies a borrowed gradient into the accumulator, before something other than add_task adds to it.
   void store_borrowed(ga_param id);
   // The task of some rows of a parameter.
   RowsTask rows_task(ga_param id, const void* indices, int32_t index_dtype, int64_t rows,
                      const Source& values) const;
-  uint64_t rank_key()
-      const {  // tells the random bits of accumulation apart from those of other ranks
+  // Tells the random bits of accumulation apart from those of other ranks.
+  uint64_t rank_key() const {
     return static_cast<uint64_t>(model_.ranks->rank()) * 0x9e3779b97f4a7c15;
   }
   void forget_checks();  // there is new memory that gradients must not overlap

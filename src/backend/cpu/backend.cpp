@@ -420,7 +420,7 @@ class CpuBackend final : public Backend, public HostWork {
     });
   }
 
-  // Updates a chunk, after delivering its gradient or without an update, as the plan's actions says.
+  // Updates a chunk, after delivering its gradient or without an update, as the plan's actions say.
   void update_chunk(const UpdateTask& task, int64_t offset, int64_t count) const {
     const int32_t actions = task.plan->actions;
     if ((actions & kDeliver) != 0) {
@@ -474,7 +474,7 @@ class CpuBackend final : public Backend, public HostWork {
     blend(threads, task);
   }
 
-  // The task for a shadow arrays, which gets the state as it is. The state is of f32.
+  // The task for shadow arrays, which get the state as it is. The state is of f32.
   static FactorTask factor_out_of_place(FactorTask task, const Targets& targets) {
     const auto move = [&](void*& from, int slot, int64_t count) {
       void* const to = targets.state[slot].data;

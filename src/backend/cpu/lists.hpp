@@ -203,7 +203,7 @@ class Lists {
     });
   }
 
-  // Unlocked, so that the compiler inlines the rest where there is but one thread at a time.
+  // A function of its own, so that the compiler inlines the rest where there is but one thread at a time.
   template <class Tasks, class Loop, class Stretches>
   [[gnu::noinline]] void run_shared(int kind, const Tasks& tasks, Loop& loop, bool busy,
                                     Stretches& each_stretch) {

@@ -10,7 +10,7 @@
 namespace ga::cpu {
 
 // Passes of about the same size go one way until a row of them has gone the other way in less time. They are
-// planned by all kinds of passes together, since each finds in the caches what the one before has left there.
+// decided about by all kinds of passes together, since each finds in the caches what the one before has left there.
 class Trial {
  public:
   static constexpr int kKinds = 4;

@@ -375,11 +375,11 @@ GA_INLINE void update_tiles(const Op& op, const UpdateTask& task, int64_t offset
     if (tile.targets->stream) stream_fence();
 }
 
-// Whether a pass of an Op is ever written to a shadow arrays (Eager::may_go_ahead() and needs_shadow()).
+// Whether a pass of an Op is ever written to shadow arrays (Eager::may_go_ahead() and needs_shadow()).
 template <class Op>
 constexpr bool goes_out_of_place = !Op::orthogonal && std::is_same_v<typename Op::Real, float>;
 
-// Unlocked, so that it costs the update in place nothing.
+// A function of its own, so that it costs the update in place nothing.
 template <class Op>
 [[gnu::noinline]] void update_out_of_place(const Op& op, const UpdateTask& task, int64_t offset,
                                            int64_t count) {

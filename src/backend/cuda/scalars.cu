@@ -66,7 +66,7 @@ struct OpenMicro {
   }
 };
 
-struct JudgeMicro {
+struct DecideMicro {
   Micro of;
   int64_t index;
 
@@ -196,7 +196,7 @@ void open_micro(const Queue& queue, const ScalarTables& tables, const MicroList&
 
 void decide_micro(const Queue& queue, const ScalarTables& tables, const MicroList& list,
                   const Micro& micro, int64_t index) {
-  launch_micro(queue, tables, list, JudgeMicro{micro, index});
+  launch_micro(queue, tables, list, DecideMicro{micro, index});
 }
 
 void upload(const Queue& queue, void* to, const void* from, size_t bytes) {

@@ -367,11 +367,11 @@ inline Pieces pieces_of(int64_t chunks, int64_t held) {
   return pieces;
 }
 
-// f(task, plan, first, n) for the pieces of a block, of parameters with one of the duties: n elements from `first`
+// f(task, plan, first, n) for the pieces of a block, of parameters with one of the actions: n elements from `first`
 // on.
 template <class F>
 GA_DEVICE void each_piece(const Block& block, const UpdateTask* tasks, const ListPart& list,
-                          const Pieces& pieces, int duties, F f) {
+                          const Pieces& pieces, int actions, F f) {
   GA_ROLLED
   for (auto k = static_cast<int32_t>(block.index()); k < pieces.count;
        k += static_cast<int32_t>(block.count())) {
@@ -379,7 +379,7 @@ GA_DEVICE void each_piece(const Block& block, const UpdateTask* tasks, const Lis
     const int shift = k < pieces.whole ? 0 : pieces.shift;
     const ChunkRef at = list.chunks[k < pieces.whole ? k : pieces.whole + (part >> shift)];
     const UpdateTask& task = tasks[at.item];
-    if ((task.plan->actions & duties) == 0) continue;
+    if ((task.plan->actions & actions) == 0) continue;
     const auto size = static_cast<int32_t>(kChunk >> shift);
     const int64_t first = at.chunk * kChunk + (part & ((1 << shift) - 1)) * size;
     const int64_t n = smaller(int64_t{size}, task.count - first);
