@@ -13,7 +13,7 @@
 
 namespace ga {
 
-class Step : HasLists {
+class Step final : HasLists {
  public:
   explicit Step(const Stages& stages);
 

@@ -11,7 +11,7 @@
 
 namespace ga {
 
-class Update : HasLists {
+class Update final : HasLists {
  public:
   Update(Model& model, TableWriter& writer, Preparation& preparation);
 

@@ -24,7 +24,7 @@ struct Whole {
   int32_t format;
 };
 
-class Accumulator : HasLists {
+class Accumulator final : HasLists {
  public:
   // callers: NULL where one thread at a time may use the context. calls: the number of the call that is being made,
   // of those that may change something.
