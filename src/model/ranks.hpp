@@ -58,10 +58,9 @@ class Ranks {
   // ---- A window ----
 
   // Exchanges in the background what is ready (Param::ready), if that was asked for.
-  virtual bool overlaps() const { return false; }
+  virtual void release_ready() {}
   // Makes what that needs, and may fail, before anything is ready.
   virtual void prepare_release() {}
-  virtual void release_ready() {}
   virtual bool has_begun() const { return false; }
   // Whether the gradient of a parameter may be summed before ga_step.
   virtual bool is_early(size_t) const { return true; }

@@ -56,7 +56,7 @@ class Speculation {
   // After the decision: if the step is applied, takes over what was computed as decided.
   virtual void settle(bool applied) { (void)applied; }
   virtual void discard() {}
-  virtual void tell_done() {}  // calls on_param_done for what it was not called for yet
+  virtual void report_done() {}  // calls on_param_done for what it was not called for yet
   virtual void end_window() {}
   virtual void check_callbacks() {}  // throws if one has thrown an exception
 };

@@ -67,7 +67,6 @@ class Exchange final : public Ranks {
   }
   void describe_measure(ga_param id, UpdateTask& measure) override;
   void describe_units(ga_param id, const UnitPattern& pattern, UnitTask& units) const override;
-  bool overlaps() const override { return options_.overlap != 0; }
   void prepare_release() override {
     if (overlaps()) stages_.preparation.prepare();
   }
@@ -130,6 +129,8 @@ class Exchange final : public Ranks {
 
   static constexpr int32_t kFloats[] = {GA_F32, GA_F64, GA_F16, GA_BF16};
 
+  // Whether gradients are exchanged in the background, as soon as they are ready.
+  bool overlaps() const { return options_.overlap != 0; }
   // Runs an exchange of gradients; the window is invalid if it fails with some of them on their way.
   template <class Work>
   void or_lose_window(Work&& exchange);

@@ -342,7 +342,7 @@ void Eager::tell(ga_param id) noexcept {
 
 bool Eager::is_telling(const Model& model) { return telling == &model; }
 
-void Eager::tell_done() {
+void Eager::report_done() {
   if (!model_.config.on_param_done) return;
   for (const auto* list : {&ready_, &waiting_})
     for (const ga_param id : *list)

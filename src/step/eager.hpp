@@ -54,7 +54,7 @@ class Eager final : public Speculation, HasLists {
   }
   void settle(bool applied) override;
   void discard() override;
-  void tell_done() override;
+  void report_done() override;
   void end_window() override;
   void check_callbacks() override;
 

@@ -143,7 +143,7 @@ ga_step_result Step::end_applied(const WindowTotals& totals) {
     r.micro_batches = totals.micro_batches;
     r.weight = totals.weight;
   }
-  model_.speculation->tell_done();
+  model_.speculation->report_done();
   empty_window();
   stages_.accumulator.keep_list();
   model_.speculation->check_callbacks();
@@ -153,7 +153,7 @@ ga_step_result Step::end_applied(const WindowTotals& totals) {
 // Ends a window that another rank has discarded.
 ga_step_result Step::end_discarded() {
   model_.speculation->discard();
-  model_.speculation->tell_done();
+  model_.speculation->report_done();
   drop_window();
   model_.speculation->check_callbacks();
   const Control& c = model_.progress.control();
