@@ -91,21 +91,23 @@ extern "C" {
 
 /* ---- Status ---------------------------------------------------------------------------------- */
 
-/* Treat an unknown status as a failure: later versions may add some. Functions below name only the
-   statuses beyond the three that any of them may return: INVALID_ARGUMENT, INVALID_STATE and
-   OUT_OF_MEMORY. */
+/* Functions below name only the statuses beyond the three that any of them may return:
+   INVALID_ARGUMENT, INVALID_STATE and OUT_OF_MEMORY. */
+
+/* How a call has ended. Treat an unknown status as a failure: later versions may add some. */
 typedef int32_t ga_status;
 enum {
-  GA_OK = 0,
-  GA_ERROR_INVALID_ARGUMENT = 1, /* a required pointer was NULL, an id unknown, a number illegal */
+  GA_OK = 0,                     /* the call has succeeded */
+  GA_ERROR_INVALID_ARGUMENT = 1, /* an argument is not legal: missing, an unknown id, a number out
+                                    of range, memory that is too small */
   GA_ERROR_INVALID_STATE = 2,    /* the call is not legal now */
-  GA_ERROR_OUT_OF_MEMORY = 3,
-  GA_ERROR_UNSUPPORTED = 4,    /* not in this build, on this machine or with these options */
-  GA_ERROR_NONFINITE = 5,      /* the window holds infinities or NaN, under GA_NONFINITE_FAIL */
-  GA_ERROR_FAULT = 6,          /* failed half-way: see "Errors in detail" */
-  GA_ERROR_INTERNAL = 7,       /* a defect of the library: please report the message */
-  GA_ERROR_WINDOW_FULL = 8,    /* the window holds K micro-batches: ga_step must be called next */
-  GA_ERROR_IO = 9,             /* a file could not be read or written */
+  GA_ERROR_OUT_OF_MEMORY = 3,    /* there is not enough memory */
+  GA_ERROR_UNSUPPORTED = 4,      /* not in this build, on this machine or with these options */
+  GA_ERROR_NONFINITE = 5,        /* the window holds infinities or NaN, under GA_NONFINITE_FAIL */
+  GA_ERROR_FAULT = 6,            /* failed half-way: the message says what is legal now */
+  GA_ERROR_INTERNAL = 7,         /* a defect of the library: please report the message */
+  GA_ERROR_WINDOW_FULL = 8,      /* the window holds K micro-batches: ga_step must be called next */
+  GA_ERROR_IO = 9,               /* a file could not be read or written */
   GA_ERROR_FORMAT = 10,        /* a file or buffer is not a state of this library, or is damaged */
   GA_ERROR_COMMUNICATION = 11, /* other ranks did not take part, failed, or differ from this one */
   GA_ERROR_CANCELLED = 12      /* a callback of the program asked to stop */
@@ -138,61 +140,81 @@ GA_API void ga_context_destroy(ga_context* ctx);
 
 /* ---- A group and its optimizer --------------------------------------------------------------- */
 
-/* docs/reference.md has the defaults, the fields that each optimizer reads, and the counterparts in
-   PyTorch, Keras, timm and other programs. */
+/* The rule by which parameters are updated. docs/reference.md has the defaults, the fields that each
+   optimizer reads, and the counterparts in PyTorch, Keras, timm and other programs. */
 typedef int32_t ga_optimizer_kind;
 enum {
-  GA_OPTIMIZER_SGD = 0,             /* momentum, dampening, Nesterov; Sutskever et al. 2013 */
-  GA_OPTIMIZER_ADAM = 1,            /* Kingma & Ba 2015, algorithm 1; AMSGrad: Reddi et al. 2018 */
-  GA_OPTIMIZER_ADAMW = 2,           /* Loshchilov & Hutter 2019, algorithm 2 */
-  GA_OPTIMIZER_EXTERNAL = 3,        /* the program's own, which reads ga_gradient */
-  GA_OPTIMIZER_RMSPROP = 4,         /* Tieleman & Hinton 2012; centered: Graves 2013 */
-  GA_OPTIMIZER_ADAGRAD = 5,         /* Duchi et al. 2011 */
-  GA_OPTIMIZER_ADADELTA = 6,        /* Zeiler 2012 */
-  GA_OPTIMIZER_ADAMAX = 7,          /* Kingma & Ba 2015, algorithm 2 */
-  GA_OPTIMIZER_NADAM = 8,           /* Dozat 2016 */
-  GA_OPTIMIZER_RADAM = 9,           /* Liu et al. 2020 */
-  GA_OPTIMIZER_LION = 10,           /* Chen et al. 2023 */
-  GA_OPTIMIZER_LAMB = 11,           /* You et al. 2020, as in timm */
-  GA_OPTIMIZER_LARS = 12,           /* You et al. 2017, as in timm */
-  GA_OPTIMIZER_ADAFACTOR = 13,      /* Shazeer & Stern 2018, as torch.optim.Adafactor */
-  GA_OPTIMIZER_MUON = 14,           /* Jordan et al. 2024, as torch.optim.Muon; matrices only */
-  GA_OPTIMIZER_ADOPT = 15,          /* Taniguchi et al. 2024, algorithm 2; step 1 moves nothing */
-  GA_OPTIMIZER_ADEMAMIX = 16,       /* Pagliardini et al. 2024: ADAMW and a slow moving average */
-  GA_OPTIMIZER_ROWWISE_ADAGRAD = 17 /* FBGEMM's EXACT_ROWWISE_ADAGRAD, for embeddings */
+  GA_OPTIMIZER_SGD = 0,        /* stochastic gradient descent; Nesterov: Sutskever et al. 2013 */
+  GA_OPTIMIZER_ADAM = 1,       /* Adam: Kingma & Ba 2015, algorithm 1; AMSGrad: Reddi et al.
+                                  2018 */
+  GA_OPTIMIZER_ADAMW = 2,      /* Adam with decoupled weight decay: Loshchilov & Hutter 2019,
+                                  algorithm 2 */
+  GA_OPTIMIZER_EXTERNAL = 3,   /* the program's own, which reads ga_gradient */
+  GA_OPTIMIZER_RMSPROP = 4,    /* RMSProp: Tieleman & Hinton 2012; centered: Graves 2013 */
+  GA_OPTIMIZER_ADAGRAD = 5,    /* Adagrad: Duchi et al. 2011 */
+  GA_OPTIMIZER_ADADELTA = 6,   /* Adadelta: Zeiler 2012 */
+  GA_OPTIMIZER_ADAMAX = 7,     /* AdaMax: Kingma & Ba 2015, algorithm 2 */
+  GA_OPTIMIZER_NADAM = 8,      /* NAdam: Dozat 2016 */
+  GA_OPTIMIZER_RADAM = 9,      /* RAdam: Liu et al. 2020 */
+  GA_OPTIMIZER_LION = 10,      /* Lion: Chen et al. 2023 */
+  GA_OPTIMIZER_LAMB = 11,      /* LAMB: You et al. 2020, as in timm */
+  GA_OPTIMIZER_LARS = 12,      /* LARS: You et al. 2017, as in timm */
+  GA_OPTIMIZER_ADAFACTOR = 13, /* Adafactor: Shazeer & Stern 2018, as torch.optim.Adafactor */
+  GA_OPTIMIZER_MUON = 14,      /* Muon: Jordan et al. 2024, as torch.optim.Muon; matrices only;
+                                  needs oneDNN, or cuBLAS on a device */
+  GA_OPTIMIZER_ADOPT = 15,     /* ADOPT: Taniguchi et al. 2024, algorithm 2; step 1 moves
+                                  nothing */
+  GA_OPTIMIZER_ADEMAMIX = 16,  /* AdEMAMix: Pagliardini et al. 2024: ADAMW and a slow moving
+                                  average */
+  GA_OPTIMIZER_ROWWISE_ADAGRAD = 17 /* Adagrad by rows: FBGEMM's EXACT_ROWWISE_ADAGRAD, for
+                                       embeddings: one sum of squares for each row */
 };
 
-/* Whose definition, where frameworks differ: PyTorch's and timm's, Keras's, or (ADAMW only) that of
-   AdamWeightDecay in the BERT release. */
+/* Whose definition, where frameworks differ. */
 typedef int32_t ga_flavor;
-enum { GA_FLAVOR_TORCH = 0, GA_FLAVOR_KERAS = 1, GA_FLAVOR_BERT = 2 };
+enum {
+  GA_FLAVOR_TORCH = 0, /* PyTorch's and timm's */
+  GA_FLAVOR_KERAS = 1, /* Keras's */
+  GA_FLAVOR_BERT = 2   /* ADAMW only: that of AdamWeightDecay in the BERT release */
+};
 
-/* Of elements. GA_F16 is IEEE binary16, GA_BF16 the upper half of an f32, both as the 16 bits of a
-   uint16_t; integers are indices. */
+/* The type of elements. */
 typedef int32_t ga_dtype;
-enum { GA_F32 = 1, GA_F64 = 2, GA_F16 = 3, GA_BF16 = 4, GA_I32 = 5, GA_I64 = 6 };
+enum {
+  GA_F32 = 1,  /* IEEE binary32 */
+  GA_F64 = 2,  /* IEEE binary64 */
+  GA_F16 = 3,  /* IEEE binary16, as 16 bits */
+  GA_BF16 = 4, /* bfloat16: the upper half of an f32, as 16 bits */
+  GA_I32 = 5,  /* integers of 32 bits, for indices */
+  GA_I64 = 6   /* integers of 64 bits, for indices */
+};
 
-/* MUON's factor of the learning rate for a matrix [R, C]: sqrt(max(1, R / C)); 0.2 sqrt(max(R, C)),
-   which makes steps as large as ADAMW's; 1. */
+/* MUON's factor of the learning rate for a matrix [R, C]. */
 typedef int32_t ga_adjust_lr;
-enum { GA_ADJUST_ORIGINAL = 0, GA_ADJUST_MATCH_RMS = 1, GA_ADJUST_NONE = 2 };
+enum {
+  GA_ADJUST_ORIGINAL = 0,  /* sqrt(max(1, R / C)) */
+  GA_ADJUST_MATCH_RMS = 1, /* 0.2 sqrt(max(R, C)), which makes steps as large as ADAMW's */
+  GA_ADJUST_NONE = 2       /* the factor is 1 */
+};
 
-/* Filled by ga_optimizer_init; then the program sets what is to be different. */
+/* An optimizer and its hyper-parameters. Filled by ga_optimizer_init; then the program sets what is
+   to be different. */
 typedef struct ga_optimizer {
   size_t struct_size;
-  ga_optimizer_kind kind;
-  ga_flavor flavor;
+  ga_optimizer_kind kind;     /* the rule */
+  ga_flavor flavor;           /* whose definition of it */
   double lr;                  /* learning rate, or its peak under a schedule; >= 0 */
-  double weight_decay;        /* >= 0 */
+  double weight_decay;        /* weight decay; >= 0 */
   double momentum;            /* SGD, RMSPROP, LARS, MUON; >= 0 */
   double dampening;           /* SGD, LARS; [0, 1] */
-  double beta1;               /* ADAM and its kin, LION; [0, 1) */
-  double beta2;               /* likewise */
-  double eps;                 /* >= 0 */
+  double beta1;               /* decay of the first moment: ADAM and its kin, LION; [0, 1) */
+  double beta2;               /* decay of the second moment, for LION of the momentum; [0, 1) */
+  double eps;                 /* added to denominators; >= 0 */
   int32_t nesterov;           /* 0 or 1: SGD, LARS (momentum > 0, dampening 0), MUON */
-  int32_t amsgrad;            /* 0 or 1: ADAM, ADAMW */
-  int32_t maximize;           /* 1: ascend; undone by a negative loss scale */
-  ga_dtype state_dtype;       /* 0: f32, or f64 for f64 parameters; or GA_BF16 */
+  int32_t amsgrad;            /* 0 or 1: ADAM, ADAMW: the largest second moment so far */
+  int32_t maximize;           /* 0 or 1: ascend; undone by a negative loss scale */
+  ga_dtype state_dtype;       /* dtype of the state; default 0: f32, or f64 for f64 parameters; or
+                                 GA_BF16 */
   double rho;                 /* RMSPROP (torch's alpha), ADADELTA; [0, 1) */
   double lr_decay;            /* ADAGRAD; >= 0 */
   double initial_accumulator; /* ADAGRAD, ROWWISE_ADAGRAD: initial sum of squares; >= 0 */
@@ -204,7 +226,7 @@ typedef struct ga_optimizer {
   double clip_threshold;      /* ADAFACTOR; > 0 */
   double ns_coefficients[3];  /* MUON: a, b, c of a Newton-Schulz iteration */
   int32_t ns_steps;           /* MUON: iterations; 1 to 99 */
-  ga_adjust_lr adjust_lr;     /* MUON */
+  ga_adjust_lr adjust_lr;     /* MUON: how the learning rate follows the shape of a matrix */
   int32_t centered;           /* 0 or 1: RMSPROP: divide by the standard deviation */
   int32_t decoupled;          /* 0 or 1: NADAM, RADAM, ADOPT: decoupled weight decay */
   int32_t always_adapt;       /* 0 or 1: LAMB, LARS: adapt also without weight decay */
@@ -302,68 +324,81 @@ GA_API ga_status ga_step(ga_context* ctx, ga_step_result* out);
    have a fixed length, for a static loss scale, a GPU, or threads and memory of the program's own.
    A context keeps its configuration, but K and the loss scale may be set anew. */
 
+/* Where a context computes. */
 typedef int32_t ga_device;
-enum { GA_DEVICE_CPU = 0, GA_DEVICE_CUDA = 1 };
+enum {
+  GA_DEVICE_CPU = 0, /* on the processor; tensors are in the memory of the host */
+  GA_DEVICE_CUDA = 1 /* on an NVIDIA GPU; tensors are addresses of its memory */
+};
 
-/* What gradients are: MEAN, means over their micro-batch, each then multiplied by its weight; or
-   SUM, sums, taken as they are. */
+/* What gradients are. */
 typedef int32_t ga_gradient_kind;
-enum { GA_GRADIENT_MEAN = 0, GA_GRADIENT_SUM = 1 };
+enum {
+  GA_GRADIENT_MEAN = 0, /* means over their micro-batch, each then multiplied by its weight */
+  GA_GRADIENT_SUM = 1   /* sums, taken as they are */
+};
 
-/* What the optimizer sees: the sum over the window, divided by the sum of the weights or not. MAX,
-   the largest number that each element has had in the window, is for single parameters alone: see
-   ga_param_options.reduce. */
+/* What the optimizer sees of a window. */
 typedef int32_t ga_reduce;
-enum { GA_REDUCE_MEAN = 0, GA_REDUCE_SUM = 1, GA_REDUCE_MAX = 2 };
+enum {
+  GA_REDUCE_MEAN = 0, /* the sum, divided by the sum of the weights */
+  GA_REDUCE_SUM = 1,  /* the sum */
+  GA_REDUCE_MAX = 2   /* the largest number that each element has had in the window; for single
+                         parameters alone, see ga_param_options.reduce */
+};
 
-/* What happens to a parameter without a gradient in the window: SKIP, nothing; ZERO, a step with a
-   gradient of zero, in which momentum and weight decay still move it. */
+/* What happens to a parameter without a gradient in the window. */
 typedef int32_t ga_missing;
-enum { GA_MISSING_SKIP = 0, GA_MISSING_ZERO = 1 };
+enum {
+  GA_MISSING_SKIP = 0, /* nothing */
+  GA_MISSING_ZERO = 1  /* a step with a gradient of zero, in which momentum and weight decay still
+                          move it */
+};
 
-/* What happens if a gradient is infinite or NaN.
-   SKIP_STEP    ga_step checks the accumulated gradients, skips the step
-                (GA_STEP_SKIPPED_NONFINITE) and empties the window.
-   FAIL         ga_step returns GA_ERROR_NONFINITE, and the window is kept until ga_discard.
-   DROP_MICRO   Every micro-batch is checked, in a pass of its own, before it is added. One that is
-                not finite counts toward K with weight 0: the step is that of the others. If the sum
-                overflows, ga_step skips the step.
-                Gradients by part are then read in ga_micro_end: gradients, indices and values must
-                stay in place until it returns. A backward hook that frees a gradient right after
-                ga_accumulate_part would make the library read freed memory.
-   IGNORE       Nothing is checked; the step is made with what there is. */
+/* What happens if a gradient is infinite or NaN. */
 typedef int32_t ga_nonfinite;
 enum {
+  /* ga_step checks the accumulated gradients, skips the step (GA_STEP_SKIPPED_NONFINITE) and empties
+     the window. */
   GA_NONFINITE_SKIP_STEP = 0,
+  /* ga_step fails with GA_ERROR_NONFINITE, and the window is kept until ga_discard. */
   GA_NONFINITE_FAIL = 1,
+  /* Every micro-batch is checked, in a pass of its own, before it is added. One that is not finite
+     counts toward K with weight 0: the step is that of the others. If the sum overflows, ga_step
+     skips the step.
+
+     Gradients by part are then read in ga_micro_end: gradients, indices and values must stay in
+     place until it returns. A backward hook that frees a gradient right after ga_accumulate_part
+     would make the library read freed memory. */
   GA_NONFINITE_DROP_MICRO = 2,
+  /* Nothing is checked; the step is made with what there is. */
   GA_NONFINITE_IGNORE = 3
 };
 
-/* How gradients add up in an accumulator. The last two matter for 16-bit accumulators
-   (ga_param_options.accumulator_dtype) alone; others then add up as in PLAIN.
-   PLAIN          A + g, rounded to the accumulator's dtype.
-   RUNNING_MEAN   A is the mean so far, so that no 16-bit accumulator overflows. Not more accurate.
-                  Needs GA_GRADIENT_MEAN and GA_REDUCE_MEAN.
-   COMPENSATED    A pair: the sum and what its rounding lost. Twice the memory.
-   STOCHASTIC     Rounded up or down at random, so that small terms are not lost on average. The
-                  same seed gives the same bits, with any number of threads. */
+/* How gradients add up in an accumulator. COMPENSATED and STOCHASTIC matter for 16-bit accumulators
+   (ga_param_options.accumulator_dtype) alone; others then add up as in PLAIN. */
 typedef int32_t ga_accumulation;
 enum {
-  GA_ACCUMULATE_PLAIN = 0,
-  GA_ACCUMULATE_RUNNING_MEAN = 1,
-  GA_ACCUMULATE_COMPENSATED = 2,
-  GA_ACCUMULATE_STOCHASTIC = 3
+  GA_ACCUMULATE_PLAIN = 0,        /* A + g, rounded to the accumulator's dtype */
+  GA_ACCUMULATE_RUNNING_MEAN = 1, /* A is the mean so far, so that no 16-bit accumulator overflows.
+                                     Not more accurate. Needs GA_GRADIENT_MEAN and GA_REDUCE_MEAN */
+  GA_ACCUMULATE_COMPENSATED = 2,  /* a pair: the sum and what its rounding lost. Twice the memory */
+  GA_ACCUMULATE_STOCHASTIC = 3    /* rounded up or down at random, so that small terms are not lost
+                                     on average. The same seed gives the same bits, with any number
+                                     of threads */
 };
 
-/* How long the program leaves a gradient in place.
-   CONSUMED   The library has read it when the call returns.
-   LIVE       The buffer of a parameter's first gradient in a window stays unchanged until the call
-              that brings the second one has returned, else until ga_step or ga_discard. The library
-              reads it there in place of copying it: less traffic, the same bits. It never writes to
-              it. The second gradient must not overlap the first. */
+/* How long the program leaves a gradient in place. */
 typedef int32_t ga_gradient_life;
-enum { GA_GRADIENTS_CONSUMED = 0, GA_GRADIENTS_LIVE = 1 };
+enum {
+  /* The library has read it when the call returns. */
+  GA_GRADIENTS_CONSUMED = 0,
+  /* The buffer of a parameter's first gradient in a window stays unchanged until the call that
+     brings the second one has returned, else until ga_step or ga_discard. The library reads it there
+     in place of copying it: less traffic, the same bits. It never writes to it. The second gradient
+     must not overlap the first. */
+  GA_GRADIENTS_LIVE = 1
+};
 
 /* Runs task(data, i) for every i in [0, count), each exactly once, and returns when all are done.
    It may use any threads, the calling one included, and any order, but it must run every task (else
@@ -380,47 +415,53 @@ typedef void* (*ga_allocate)(void* user, size_t bytes, ga_device device, void* s
 /* Takes back what ga_allocate has returned. */
 typedef void (*ga_free)(void* user, void* data, size_t bytes, ga_device device, void* stream);
 
-/* Receives a line for each call that the context has taken up, when it ends; no newline; valid for
-   the call:
+/* Receives a line for each call that the context has taken up, when it ends:
    "gradaccum,cpu,ga_step,outcome:0 norm:1.5,GA_OK,0.042", with the milliseconds that the call took
-   (not those of work on a device). Must not use the context. */
+   (not those of work on a device). The line has no newline and is valid for the call. Must not use
+   the context. */
 typedef void (*ga_log)(void* user, const char* line);
 
 /* Tells that a parameter which ga_params_ready has named is up to date, whether or not the step was
    applied, and that its gradient is not read any more: once in a window that ga_step ends. If the
    parameter was updated in place, it is called by ga_params_ready, or by the call that begins the
    last micro-batch, or on a thread of the library with ga_config.eager_threads; else by ga_step.
-   Must not use the context (GA_ERROR_INVALID_STATE) and must not throw. It runs in the program's
+   Must not use the context (GA_ERROR_INVALID_STATE). It must not throw. It runs in the program's
    floating-point mode, and leaves it as it was. */
 typedef void (*ga_param_done)(void* user, ga_param param);
 
+/* How a context works. */
 struct ga_config {
   size_t struct_size;
-  ga_device device;               /* default GA_DEVICE_CPU */
-  int32_t num_threads;            /* of the CPU kernels, up to 4096; default 0: as many as OpenMP
-                                     would use, or 1 without OpenMP. Small work stays on the
+  ga_device device;               /* where the context computes; default GA_DEVICE_CPU */
+  int32_t num_threads;            /* threads of the CPU kernels, up to 4096; default 0: as many as
+                                     OpenMP would use, or 1 without OpenMP. Small work stays on the
                                      calling thread */
   int64_t accum_steps;            /* K, micro-batches of a full window; default 0: any number */
-  ga_gradient_kind gradient_kind; /* default GA_GRADIENT_MEAN */
-  ga_reduce reduce;               /* default GA_REDUCE_MEAN; or GA_REDUCE_SUM */
-  ga_missing missing;             /* default GA_MISSING_SKIP */
-  ga_nonfinite nonfinite;         /* default GA_NONFINITE_SKIP_STEP */
-  ga_gradient_life gradient_life; /* default GA_GRADIENTS_CONSUMED */
-  ga_accumulation accumulation;   /* default GA_ACCUMULATE_PLAIN */
+  ga_gradient_kind gradient_kind; /* what gradients are; default GA_GRADIENT_MEAN */
+  ga_reduce reduce;               /* what the optimizer sees; default GA_REDUCE_MEAN; or
+                                     GA_REDUCE_SUM */
+  ga_missing missing;             /* what happens without a gradient; default GA_MISSING_SKIP */
+  ga_nonfinite nonfinite;         /* what happens with infinities and NaN; default
+                                     GA_NONFINITE_SKIP_STEP */
+  ga_gradient_life gradient_life; /* how long gradients stay in place; default
+                                     GA_GRADIENTS_CONSUMED */
+  ga_accumulation accumulation;   /* how gradients add up; default GA_ACCUMULATE_PLAIN */
   double loss_scale;              /* what the loss was multiplied by, divided out again; finite, not
                                      0; negative for gradients that are stored negated; default 1 */
   ga_parallel_for parallel_for;   /* the program's threads; default NULL: OpenMP's. num_threads then
                                      only says into how many pieces a matrix product is cut */
   void* parallel_for_user;        /* passed to parallel_for */
-  uint64_t seed;                  /* of stochastic rounding; default 0 */
-  int32_t noise_scale;            /* 1: estimate the gradient noise scale (ga_step_result); or 0 */
-  int32_t measure_norm;           /* 1: every ga_step_result has the norm; default 0: not where only
-                                     an extra pass would tell, see docs/reference.md */
-  double noise_smoothing;         /* of the noise scale over steps; [0, 1); default 0.9 */
+  uint64_t seed;                  /* seed of stochastic rounding; default 0 */
+  int32_t noise_scale;            /* 0 or 1: whether the gradient noise scale is estimated, see
+                                     ga_step_result.noise_scale; default 0 */
+  int32_t measure_norm;           /* 0 or 1: whether every ga_step_result has the norm; default 0:
+                                     not where only an extra pass would tell, see
+                                     docs/reference.md */
+  double noise_smoothing;         /* smoothing of the noise scale over steps; [0, 1); default 0.9 */
   int32_t device_ordinal;         /* which device of that kind; default 0 */
   int32_t reserved2;              /* 0 */
-  void* stream;                   /* the cudaStream_t that all work is queued on; must outlive the
-                                     context, unless ga_context_set_stream replaces it; default
+  void* stream;                   /* the cudaStream_t that all work is queued on, which must outlive
+                                     the context, unless ga_context_set_stream replaces it; default
                                      NULL: the legacy default stream; not cudaStreamPerThread,
                                      which is another in each thread */
   ga_allocate allocate;           /* for accumulators, optimizer state, master weights, EMA and
@@ -432,13 +473,14 @@ struct ga_config {
   ga_log log;                     /* default NULL: none, or lines to stderr if the environment has
                                      GA_VERBOSE=1 when the context is created */
   void* log_user;                 /* passed to log */
-  int32_t eager;                  /* 1: ga_params_ready begins with the update; see there. On the
-                                     CPU; default 0 */
-  int32_t eager_threads;       /* threads of the library that do this while the program goes on, up
-                                     to 4096; they run on the processors that the thread which creates
-                                     the context may use. Default 0: the call does it */
+  int32_t eager;               /* 0 or 1: whether ga_params_ready begins with the update, in place
+                                  of ga_step; see there. On the CPU; default 0 */
+  int32_t eager_threads;       /* threads of the library that do this while the program goes on,
+                                  up to 4096; they run on the processors that the thread which
+                                  creates the context may use. Default 0: ga_params_ready does
+                                  it */
   int64_t eager_bytes;         /* most bytes for the second set of arrays that this may take;
-                                     default 0: as many as it takes */
+                                  default 0: as many as it takes */
   ga_param_done on_param_done; /* default NULL: none */
   void* on_param_done_user;    /* passed to on_param_done */
 };
@@ -462,8 +504,8 @@ GA_API ga_status ga_context_set_accum_steps(ga_context* ctx, int64_t accum_steps
 GA_API ga_status ga_context_set_accum_schedule(ga_context* ctx, const int64_t* from_steps,
                                                const int64_t* accum_steps, size_t count);
 
-/* This micro-batch ends the window, which then is FULL whatever K is. */
-enum { GA_MICRO_LAST = 1 };
+/* Flags of a micro-batch. */
+enum { GA_MICRO_LAST = 1 /* it ends the window, which then is FULL whatever K is */ };
 
 /* Options of a micro-batch. */
 struct ga_micro_options {
@@ -471,30 +513,32 @@ struct ga_micro_options {
   double loss_scale; /* what its loss was multiplied by; finite; 0, the default: the loss scaler's
                         scale if there is one (see ga_context_set_loss_scaler), else
                         ga_config.loss_scale. NULL options mean the same */
-  uint32_t flags;    /* GA_MICRO_LAST, or 0, the default */
+  uint32_t flags;    /* GA_MICRO_LAST; default 0 */
   int32_t reserved;  /* 0 */
 };
 
 /* Writes the defaults. */
 GA_API ga_status ga_micro_options_init(ga_micro_options* out, size_t struct_size);
 
+/* The state of the window. */
 typedef int32_t ga_window_state;
 enum {
-  GA_WINDOW_EMPTY = 0,
-  GA_WINDOW_OPEN = 1,
+  GA_WINDOW_EMPTY = 0,  /* no micro-batch */
+  GA_WINDOW_OPEN = 1,   /* micro-batches, and room for more */
   GA_WINDOW_FULL = 2,   /* K micro-batches: ga_step must be called next */
   GA_WINDOW_INVALID = 3 /* accumulating failed half-way: ga_discard must be called next */
 };
 
+/* The window: its state and what it holds. */
 typedef struct ga_window_info {
   size_t struct_size;
-  ga_window_state state;
+  ga_window_state state; /* whether there is room for a micro-batch */
   int32_t reserved;
-  int64_t micro_batches; /* in this window, the open one included */
+  int64_t micro_batches; /* micro-batches of this window, the open one included */
   int64_t open_micro;    /* index of the open micro-batch; -1: none is open */
   int64_t accum_steps;   /* K of this window; 0: any number */
   double weight;         /* sum of the weights so far; on a device, dropped micro-batches count */
-  int64_t windows;       /* calls of ga_step that returned GA_OK, since the context was created */
+  int64_t windows;       /* calls of ga_step that succeeded, since the context was created */
   int64_t steps;         /* applied steps: of these calls, unless ga_context_set_steps has set it;
                             on a device, as far as results are known */
 } ga_window_info;
@@ -509,54 +553,57 @@ GA_API ga_status ga_window(const ga_context* ctx, ga_window_info* out);
    only a loss scaler moves, if ga_step has returned GA_ERROR_NONFINITE for this window. */
 GA_API ga_status ga_discard(ga_context* ctx);
 
+/* Whether a step was applied, or why not. */
 typedef int32_t ga_step_outcome;
 enum {
-  GA_STEP_APPLIED = 0,
+  GA_STEP_APPLIED = 0,           /* parameters and state were updated */
   GA_STEP_SKIPPED_EMPTY = 1,     /* no micro-batch, or the sum of the weights is 0 */
   GA_STEP_SKIPPED_NONFINITE = 2, /* an accumulated gradient is infinite or NaN */
   GA_STEP_SKIPPED_ERROR = 3,  /* on a device: indices of ga_accumulate_rows were out of range, and
-                                    the rows of that call were left out; or ranks have different
-                                    settings, or have ended different sweeps of batch normalisation,
-                                    see ga_context_set_comm */
+                                 the rows of that call were left out; or ranks have different
+                                 settings, or have ended different sweeps of batch normalisation,
+                                 see ga_context_set_comm */
   GA_STEP_PENDING = 4,        /* on a device: not known yet, see ga_step_result_get */
   GA_STEP_SKIPPED_WEIGHT = 5, /* the sum of the weights is too small or too large to divide by,
-                                    see docs/reference.md. Does not move a loss scaler by itself */
+                                 see docs/reference.md. Does not move a loss scaler by itself */
   GA_STEP_SKIPPED_DISCARD = 6 /* another rank has discarded the window, and so has this call; it
-                                    is not counted, but over NCCL; see ga_context_set_comm */
+                                 is not counted, but over NCCL; see ga_context_set_comm */
 };
 
+/* What a step did. */
 struct ga_step_result {
   size_t struct_size;
-  ga_step_outcome outcome;
+  ga_step_outcome outcome; /* whether the step was applied, or why not */
   int32_t reserved;
-  int64_t windows;         /* as in ga_window_info, this one included */
-  int64_t steps;           /* as in ga_window_info, this one included if applied */
-  int64_t micro_batches;   /* of this window */
-  double weight;           /* sum of their weights */
-  double norm;             /* 2-norm of the whole reduced gradient before clipping (after it, with
-                              GA_CLIP_WHEN_MICRO). NaN or infinite if the step was skipped for that,
-                              0 if it was skipped as empty or for its weight. NaN if nothing
-                              measured it: see ga_config.measure_norm. Wrong by less than 1e-6 of
-                              itself, usually by 1e-8, by 3e-7 where all elements are alike;
-                              where all is in float64, by 4e-12 */
-  double clip_factor;      /* the least factor of a clip by norm on the reduced gradient; else 1 */
-  double lr;               /* of group 0 in this step; 0 if skipped */
-  double loss_scale;       /* that ga_loss_scale returned in this window */
-  int64_t skipped;         /* windows that were not applied, since the context was created */
-  int64_t dropped;         /* micro-batches that DROP_MICRO dropped, since then */
-  int64_t window_dropped;  /* micro-batches that it dropped in this window */
-  double noise_scale;      /* with ga_config.noise_scale: tr(S) / |G|^2, the simple noise scale of
-                              McCandlish et al. 2018 (appendix A.1), in units of the weight. Windows
-                              of much less weight waste steps, of much more, samples. NaN before the
-                              first estimate; windows without one: see docs/reference.md */
-  double noise_trace;      /* tr(S): the variance of one sample's gradient */
-  double noise_signal;     /* |G|^2: of the gradient of the whole data. All three are smoothed */
+  int64_t windows;        /* windows so far, as in ga_window_info, this one included */
+  int64_t steps;          /* applied steps, as in ga_window_info, this one included if applied */
+  int64_t micro_batches;  /* micro-batches of this window */
+  double weight;          /* sum of their weights */
+  double norm;            /* 2-norm of the whole reduced gradient before clipping (after it, with
+                             GA_CLIP_WHEN_MICRO). NaN or infinite if the step was skipped for that,
+                             0 if it was skipped as empty or for its weight. NaN if nothing
+                             measured it: see ga_config.measure_norm. Wrong by less than 1e-6 of
+                             itself, usually by 1e-8, by 3e-7 where all elements are alike;
+                             where all is in float64, by 4e-12 */
+  double clip_factor;     /* the least factor of a clip by norm on the reduced gradient; else 1 */
+  double lr;              /* learning rate of group 0 in this step; 0 if skipped */
+  double loss_scale;      /* what ga_loss_scale returned in this window */
+  int64_t skipped;        /* windows that were not applied, since the context was created */
+  int64_t dropped;        /* micro-batches that DROP_MICRO dropped, since the context was created */
+  int64_t window_dropped; /* micro-batches that it dropped in this window */
+  double noise_scale;     /* with ga_config.noise_scale: tr(S) / |G|^2, the simple noise scale of
+                             McCandlish et al. 2018 (appendix A.1), in units of the weight. Windows
+                             of much less weight waste steps, of much more, samples. NaN before the
+                             first estimate; windows without one: see docs/reference.md */
+  double noise_trace;     /* tr(S): the variance of one sample's gradient */
+  double noise_signal;    /* |G|^2: the squared norm of the gradient of the whole data. All three
+                             are smoothed */
   uint64_t dropped_micros; /* bit i: micro-batch i of this window was dropped; i < 64 */
   int64_t eager;           /* with ga_config.eager: parameters that were updated before ga_step; as
                               the next two, of this rank alone */
   int64_t eager_waited;    /* those that waited for ga_step because there was no memory for a second
                               set of their arrays */
-  int64_t eager_redone;    /* of these, those that ga_step updated once more, since the step was
+  int64_t eager_redone;    /* of eager, those that ga_step updated once more, since the step was
                               clipped or an option has changed */
 };
 
@@ -615,7 +662,10 @@ GA_API ga_status ga_accumulate_rows(ga_context* ctx, ga_param param, const void*
 
 /* Whether a matrix is used as stored or transposed. */
 typedef int32_t ga_transpose;
-enum { GA_NO_TRANSPOSE = 0, GA_TRANSPOSE = 1 };
+enum {
+  GA_NO_TRANSPOSE = 0, /* as stored */
+  GA_TRANSPOSE = 1     /* transposed */
+};
 
 /* Adds the matrix product A B to one parameter: the weight gradient of a dense layer, which then is
    never in memory as a whole. The parameter is taken as a matrix [m = shape[0], n = the rest].
@@ -745,45 +795,39 @@ GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t
 
 /* The learning rate as a function of the context's applied steps. With s: steps since
    first_step, 0 up to that one; W = warmup_steps, T = total_steps; x = (s - W) / (T - W), clamped
-   to [0, 1]; end = end_factor lr:
-     s < W (linear warm-up)    lr (s + 1) / W            all kinds but TABLE and BERT
-     CONSTANT                  lr
-     LINEAR                    end + (lr - end) (1 - x)
-     COSINE                    end + (lr - end) (1 + cos(pi x)) / 2
-     POLYNOMIAL                end + (lr - end) (1 - x)^power
-     INVERSE_SQRT              lr sqrt(c / (c + s - W)), c = max(W, 1)
-     STEP                      lr gamma^floor((s - W) / step_size)
-     EXPONENTIAL               lr gamma^(s - W)
-     TABLE                     table[s]; beyond its end the last value
-     BERT                      lr s / W for s < W, else lr (1 - min(s, T) / T): the first is 0 */
+   to [0, 1]; end = end_factor lr. While s < W, all kinds but TABLE and BERT warm up: lr (s + 1) / W;
+   from then on: */
 typedef int32_t ga_schedule_kind;
 enum {
-  GA_SCHEDULE_CONSTANT = 0,
-  GA_SCHEDULE_LINEAR = 1,
-  GA_SCHEDULE_COSINE = 2,
-  GA_SCHEDULE_POLYNOMIAL = 3,
-  GA_SCHEDULE_INVERSE_SQRT = 4,
-  GA_SCHEDULE_STEP = 5,
-  GA_SCHEDULE_EXPONENTIAL = 6,
-  GA_SCHEDULE_TABLE = 7,
-  GA_SCHEDULE_BERT = 8
+  GA_SCHEDULE_CONSTANT = 0,     /* lr */
+  GA_SCHEDULE_LINEAR = 1,       /* end + (lr - end) (1 - x) */
+  GA_SCHEDULE_COSINE = 2,       /* end + (lr - end) (1 + cos(pi x)) / 2 */
+  GA_SCHEDULE_POLYNOMIAL = 3,   /* end + (lr - end) (1 - x)^power */
+  GA_SCHEDULE_INVERSE_SQRT = 4, /* lr sqrt(c / (c + s - W)), c = max(W, 1) */
+  GA_SCHEDULE_STEP = 5,         /* lr gamma^floor((s - W) / step_size) */
+  GA_SCHEDULE_EXPONENTIAL = 6,  /* lr gamma^(s - W) */
+  GA_SCHEDULE_TABLE = 7,        /* table[s]; beyond its end the last value */
+  GA_SCHEDULE_BERT = 8          /* as the BERT release: lr s / W for s < W, the first being 0, else
+                                   lr (1 - min(s, T) / T) */
 };
 
+/* A schedule of the learning rate. */
 typedef struct ga_schedule {
   size_t struct_size;
-  ga_schedule_kind kind;
-  int32_t reserved;     /* 0 */
-  int64_t warmup_steps; /* W; >= 0; default 0 */
-  int64_t total_steps;  /* T, warm-up included; LINEAR, COSINE, POLYNOMIAL: > W; BERT: >= max(W,
-                           1); else not read */
-  double end_factor;    /* >= 0; default 0 */
-  double power;         /* POLYNOMIAL; >= 0; default 1 */
-  double gamma;         /* STEP, EXPONENTIAL; >= 0; default 0.1 for STEP, 1 for EXPONENTIAL */
-  int64_t step_size;    /* STEP; > 0 */
-  const double* table;  /* TABLE: [table_size] learning rates, finite, >= 0; copied */
-  int64_t table_size;   /* TABLE; > 0 */
-  int64_t first_step;   /* applied steps before the schedule begins: ga_window_info.steps, for a
-                           group that is added later; >= 0; default 0 */
+  ga_schedule_kind kind; /* the formula */
+  int32_t reserved;      /* 0 */
+  int64_t warmup_steps;  /* W, the steps of the warm-up; >= 0; default 0 */
+  int64_t total_steps;   /* T, warm-up included; LINEAR, COSINE, POLYNOMIAL: > W; BERT: >= max(W,
+                            1); else not read */
+  double end_factor;     /* the last learning rate, as a factor of lr; >= 0; default 0 */
+  double power;          /* POLYNOMIAL; >= 0; default 1 */
+  double gamma;          /* STEP, EXPONENTIAL: the factor; >= 0; default 0.1 for STEP, 1 for
+                            EXPONENTIAL */
+  int64_t step_size;     /* STEP: after how many steps gamma is multiplied in; > 0 */
+  const double* table;   /* TABLE: [table_size] learning rates, finite, >= 0; copied */
+  int64_t table_size;    /* TABLE; > 0 */
+  int64_t first_step;    /* applied steps before the schedule begins: ga_window_info.steps, for a
+                            group that is added later; >= 0; default 0 */
 } ga_schedule;
 
 /* Writes the defaults of a kind. */
@@ -818,9 +862,11 @@ GA_API ga_status ga_context_set_steps(ga_context* ctx, int64_t steps);
      clip.scope = GA_CLIP_GLOBAL;
      clip.max_norm = 1;
      ga_context_set_clip(ctx, &clip); */
+
+/* Whose norm a gradient is clipped by. */
 typedef int32_t ga_clip_scope;
 enum {
-  GA_CLIP_NONE = 0,
+  GA_CLIP_NONE = 0,       /* none: only max_value counts */
   GA_CLIP_GLOBAL = 1,     /* by one norm over all parameters of the groups without a clip of their
                              own; in ga_group_set_clip, over those of the group */
   GA_CLIP_PER_TENSOR = 2, /* each parameter by its own norm */
@@ -830,30 +876,38 @@ enum {
                              |g| > M. Costs a pass, see docs/reference.md */
 };
 
-/* Which axes a unit of GA_CLIP_AGC spans; docs/reference.md has the table by rank. TF and NFNETS:
-   for weights [in, out] and [height, width, in, out]; TORCH: for [out, in] and [out, in, height,
-   width]. ga_param_options.agc_axes overrides this for one parameter. */
+/* Which axes a unit of GA_CLIP_AGC spans; docs/reference.md has the table by rank.
+   ga_param_options.agc_axes overrides this for one parameter. */
 typedef int32_t ga_agc_units;
-enum { GA_AGC_TF = 0, GA_AGC_NFNETS = 1, GA_AGC_TORCH = 2 };
+enum {
+  GA_AGC_TF = 0,     /* for weights [in, out] and [height, width, in, out] */
+  GA_AGC_NFNETS = 1, /* for the same weights, as the NFNets release has it */
+  GA_AGC_TORCH = 2   /* for weights [out, in] and [out, in, height, width] */
+};
 
-/* What is clipped. STEP: the reduced gradient. MICRO: the gradient of every micro-batch, unscaled,
-   before it is added, as some wrappers do. Gradients are then read twice, and gradients by part in
-   ga_micro_end: as under GA_NONFINITE_DROP_MICRO, they must stay in place until it returns. */
+/* What is clipped. */
 typedef int32_t ga_clip_when;
-enum { GA_CLIP_WHEN_STEP = 0, GA_CLIP_WHEN_MICRO = 1 };
+enum {
+  GA_CLIP_WHEN_STEP = 0, /* the reduced gradient, as that of the one large batch */
+  GA_CLIP_WHEN_MICRO = 1 /* the gradient of every micro-batch, unscaled, before it is added, as some
+                            wrappers do. Gradients are then read twice, and gradients by part in
+                            ga_micro_end: as under GA_NONFINITE_DROP_MICRO, they must stay in place
+                            until it returns */
+};
 
+/* How gradients are clipped: first by value, then by norm. */
 typedef struct ga_clip {
   size_t struct_size;
-  ga_clip_scope scope;    /* default GA_CLIP_NONE */
+  ga_clip_scope scope;    /* whose norm; default GA_CLIP_NONE */
   ga_flavor flavor;       /* the factor, for norm n and max_norm C. GA_FLAVOR_TORCH, the default:
                              min(1, C / (n + 1e-6)); GA_FLAVOR_KERAS, TensorFlow's: C / max(n, C) */
   double max_norm;        /* C >= 0; must be set for GA_CLIP_GLOBAL and GA_CLIP_PER_TENSOR: default
                              -1, which these refuse */
   double max_value;       /* clamps elements to [-max_value, max_value]; > 0; default infinity */
-  double agc_factor;      /* > 0; default 0.01 */
-  double agc_eps;         /* > 0; default 1e-3 */
-  ga_agc_units agc_units; /* default GA_AGC_TF */
-  ga_clip_when when;      /* default GA_CLIP_WHEN_STEP */
+  double agc_factor;      /* AGC: the factor; > 0; default 0.01 */
+  double agc_eps;         /* AGC: the least norm of a parameter; > 0; default 1e-3 */
+  ga_agc_units agc_units; /* AGC: which axes a unit spans; default GA_AGC_TF */
+  ga_clip_when when;      /* what is clipped; default GA_CLIP_WHEN_STEP */
 } ga_clip;
 
 /* Writes the defaults. */
@@ -887,14 +941,17 @@ GA_API ga_status ga_group_clip(const ga_context* ctx, ga_group group, ga_clip* o
    skipped for a non-finite gradient, a window with a dropped micro-batch, and under
    GA_NONFINITE_FAIL the ga_discard of such a window back it off: scale *= backoff_factor.
    growth_interval applied steps in a row without one: scale *= growth_factor. */
+
+/* A loss scale that follows the gradients, for f16. */
 typedef struct ga_loss_scaler {
   size_t struct_size;
-  double initial_scale;    /* in [min_scale, max_scale]; default 65536 */
-  double growth_factor;    /* > 1; default 2 */
-  double backoff_factor;   /* (0, 1); default 0.5 */
-  double min_scale;        /* > 0; default 2^-126 */
-  double max_scale;        /* finite as an f32; default 2^127 */
-  int64_t growth_interval; /* > 0; default 2000 */
+  double initial_scale;    /* the first scale, in [min_scale, max_scale]; default 65536 */
+  double growth_factor;    /* what the scale grows by; > 1; default 2 */
+  double backoff_factor;   /* what the scale backs off by; (0, 1); default 0.5 */
+  double min_scale;        /* the least scale; > 0; default 2^-126 */
+  double max_scale;        /* the largest scale; finite as an f32; default 2^127 */
+  int64_t growth_interval; /* applied steps in a row after which the scale grows; > 0; default
+                              2000 */
   int32_t hysteresis;      /* > 0; default 1: this many non-finite windows since the scale last grew
                               until one backs it off, and so does each one after that */
   int32_t reserved;        /* 0 */
@@ -917,24 +974,29 @@ GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out_scale, const v
 
 /* Needed to evaluate or ship a moving average of the parameters. Moved once per applied step, in
    the pass that updates the parameter: e <- e + (1 - d) (p - e) after the context's t-th step; e =
-   p in the first.
-     TORCH     d = decay, as torch.optim.swa_utils.get_ema_avg_fn
-     KARRAS    d = (1 - 1 / t)^(gamma + 1): the window grows with t (Karras et al. 2024, eq. 6)
-   The memory of TORCH is 1 / (1 - decay) steps, some thousand with 0.999; that of KARRAS is a part
-   of the run, however short. p is the master weights if there are any. A parameter that is added
+   p in the first. p is the master weights if there are any. A parameter that is added
    later begins with its first step. Parameters without a gradient, frozen and lazily updated ones
    take part, in a pass of their own; those of GA_OPTIMIZER_EXTERNAL as ga_step finds them. A
    parameter that has always been frozen has no EMA yet. */
-typedef int32_t ga_ema_kind;
-enum { GA_EMA_TORCH = 0, GA_EMA_KARRAS = 1 };
 
+/* What the decay d of step t is. */
+typedef int32_t ga_ema_kind;
+enum {
+  GA_EMA_TORCH = 0, /* d = decay, as torch.optim.swa_utils.get_ema_avg_fn. The average remembers 1 /
+                       (1 - decay) steps, some thousand with 0.999 */
+  GA_EMA_KARRAS = 1 /* d = (1 - 1 / t)^(gamma + 1), Karras et al. 2024, eq. 6. The average
+                       remembers a part of the run, however short */
+};
+
+/* A moving average of every parameter. */
 typedef struct ga_ema {
   size_t struct_size;
-  ga_ema_kind kind; /* default GA_EMA_TORCH */
-  ga_dtype dtype;   /* of the EMA; default 0: f32, or f64 for f64 parameters; or GA_BF16, rounded
-                       stochastically, not for f64 parameters */
-  double decay;     /* TORCH; [0, 1]; default 0.999 */
-  double gamma;     /* KARRAS; >= 0; default 6.94 */
+  ga_ema_kind kind; /* what the decay is; default GA_EMA_TORCH */
+  ga_dtype
+      dtype; /* dtype of the average; default 0: f32, or f64 for f64 parameters; or GA_BF16, rounded
+                stochastically, not for f64 parameters */
+  double decay; /* of TORCH; [0, 1]; default 0.999 */
+  double gamma; /* of KARRAS; >= 0; default 6.94 */
 } ga_ema;
 
 /* Writes the defaults. */
@@ -964,16 +1026,22 @@ GA_API ga_status ga_ema_swap(ga_context* ctx, int32_t on);
 /* Needed for 16-bit training, embeddings, parameters in one block of memory, transfer learning, or
    learning rates by layer. */
 
-/* F32: the library keeps master weights of a 16-bit parameter, an f32 copy that the optimizer
-   updates and the parameter is rounded from. NONE: the optimizer reads and rounds the parameter
-   itself. Master weights of two contexts over the same memory would drift apart: the call that
-   would make the second ones, or move some there, is GA_ERROR_INVALID_STATE. */
+/* Whether the library keeps master weights of a 16-bit parameter. Those of two contexts over the same
+   memory would drift apart: the call that would make the second ones, or move some there, is
+   GA_ERROR_INVALID_STATE. */
 typedef int32_t ga_master;
-enum { GA_MASTER_F32 = 0, GA_MASTER_NONE = 1 };
+enum {
+  GA_MASTER_F32 = 0, /* an f32 copy, which the optimizer updates and the parameter is rounded
+                        from */
+  GA_MASTER_NONE = 1 /* none: the optimizer reads and rounds the parameter itself */
+};
 
-/* How a 16-bit parameter is rounded: to nearest, or up or down at random (by ga_config.seed). */
+/* How a 16-bit parameter is rounded. */
 typedef int32_t ga_rounding;
-enum { GA_ROUND_NEAREST = 0, GA_ROUND_STOCHASTIC = 1 };
+enum {
+  GA_ROUND_NEAREST = 0,   /* to nearest, ties to even */
+  GA_ROUND_STOCHASTIC = 1 /* up or down at random, by ga_config.seed */
+};
 
 /* GA_REDUCE_MAX, for what is a maximum and no gradient, such as the amax of a tensor in fp8
    training. In place of a sum, the parameter collects the largest number of each element, over the
@@ -988,38 +1056,44 @@ enum { GA_ROUND_NEAREST = 0, GA_ROUND_STOCHASTIC = 1 };
    does not round them. GA_ERROR_UNSUPPORTED: ga_accumulate_rows, ga_accumulate_matmul,
    ga_accumulator_acquire, and being the gamma or beta of a layer. */
 
-/* What a step does to the rows of a parameter that ga_accumulate_rows has brought nothing for.
-   NONE: that function is not legal for it. DENSE: a step with a gradient of zeros. LAZY: they and
-   their state stay as they are, also under GA_MISSING_ZERO; for SGD (dampening 0), ADAM, ADAMW,
-   ADAGRAD and ROWWISE_ADAGRAD. */
+/* What a step does to the rows of a parameter that ga_accumulate_rows has brought nothing for. */
 typedef int32_t ga_rows;
-enum { GA_ROWS_NONE = 0, GA_ROWS_DENSE = 1, GA_ROWS_LAZY = 2 };
+enum {
+  GA_ROWS_NONE = 0,  /* ga_accumulate_rows is not legal for the parameter */
+  GA_ROWS_DENSE = 1, /* a step with a gradient of zeros */
+  GA_ROWS_LAZY = 2   /* they and their state stay as they are, also under GA_MISSING_ZERO; for SGD
+                        (dampening 0), ADAM, ADAMW, ADAGRAD and ROWWISE_ADAGRAD */
+};
 
+/* Options of a parameter. */
 struct ga_param_options {
   size_t struct_size;
-  ga_dtype gradient_dtype;    /* default 0: the parameter's. f64 only for f64 parameters, which take
-                                 any */
-  ga_dtype accumulator_dtype; /* default 0: f32, or f64 for f64 parameters, which have no other; or
-                                 GA_F32, GA_F16, GA_BF16 */
-  ga_master master;           /* default GA_MASTER_F32 */
-  ga_rounding rounding;       /* default GA_ROUND_NEAREST */
-  ga_rows rows;               /* default GA_ROWS_NONE; else rank >= 1, an f32 or f64 accumulator and
-                                 GA_ACCUMULATE_PLAIN */
-  uint32_t agc_axes;          /* bit d: a unit of GA_CLIP_AGC spans axis d; default 0: as
-                                 ga_clip.agc_units says */
-  ga_reduce reduce;           /* default 0: as ga_config.reduce says; or GA_REDUCE_MAX */
-  int32_t write_early; /* 1: with ga_config.eager, the parameter, which has 16 bits and master
-                                 weights and is rounded to nearest, may be written from
-                                 ga_params_ready on, and holds what ga_step leaves when that has
-                                 returned, so that no copy is made at the end; default 0 */
-  int32_t follow_data; /* 1: master weights follow what the program writes to the parameter: an
-                                 element that is not what its master weight rounds to is taken as
-                                 the new master weight by the next call that reads that, so that
-                                 ga_param_changed is needless. What ga_load and ga_state_set put into
-                                 master weights is rounded into the parameter in the same call. Not
-                                 with GA_ROUND_STOCHASTIC; without master weights, nothing needs to
-                                 be told either way. Default 0: the parameter may be freed or used
-                                 otherwise between steps */
+  ga_dtype gradient_dtype; /* dtype of gradients; default 0: the parameter's. f64 only for f64
+                              parameters, which take any */
+  ga_dtype
+      accumulator_dtype; /* dtype of the accumulator; default 0: f32, or f64 for f64 parameters,
+                            which have no other; or GA_F32, GA_F16, GA_BF16 */
+  ga_master master;      /* whether a 16-bit parameter has master weights; default
+                            GA_MASTER_F32 */
+  ga_rounding rounding;  /* how a 16-bit parameter is rounded; default GA_ROUND_NEAREST */
+  ga_rows rows;          /* whether gradients may come by row; default GA_ROWS_NONE; else rank
+                            >= 1, an f32 or f64 accumulator and GA_ACCUMULATE_PLAIN */
+  uint32_t agc_axes;     /* bit d: a unit of GA_CLIP_AGC spans axis d; default 0: as
+                            ga_clip.agc_units says */
+  ga_reduce reduce;      /* what the optimizer sees; default 0: as ga_config.reduce says; or
+                            GA_REDUCE_MAX */
+  int32_t write_early; /* 0 or 1: with ga_config.eager, the parameter, which has 16 bits and master
+                          weights and is rounded to nearest, may be written from
+                          ga_params_ready on, and holds what ga_step leaves when that has
+                          returned, so that no copy is made at the end; default 0 */
+  int32_t follow_data; /* 0 or 1: master weights follow what the program writes to the parameter: an
+                          element that is not what its master weight rounds to is taken as
+                          the new master weight by the next call that reads that, so that
+                          ga_param_changed is needless. What ga_load and ga_state_set put into
+                          master weights is rounded into the parameter in the same call. Not
+                          with GA_ROUND_STOCHASTIC; without master weights, nothing needs to
+                          be told either way. Default 0: the parameter may be freed or used
+                          otherwise between steps */
   int32_t reserved;    /* 0 */
 };
 
@@ -1055,22 +1129,24 @@ GA_API ga_status ga_param_count(const ga_context* ctx, int32_t* out);
 /* *out: the id of the parameter of that name. GA_ERROR_INVALID_ARGUMENT: there is none. */
 GA_API ga_status ga_param_find(const ga_context* ctx, const char* name, ga_param* out);
 
-/* name and shape point to memory of the context that stays as it is until ga_context_destroy. */
+/* What is known of a parameter. name and shape point to memory of the context that stays as it is
+   until ga_context_destroy. */
 typedef struct ga_param_info {
   size_t struct_size;
-  const char* name;
-  ga_group group;
-  ga_dtype dtype;
-  ga_dtype gradient_dtype;
-  ga_dtype accumulator_dtype;
-  void* data;           /* as given to ga_param_add or ga_param_bind */
-  const int64_t* shape; /* [rank] */
+  const char* name;           /* its name */
+  ga_group group;             /* the id of its group */
+  ga_dtype dtype;             /* dtype of its elements */
+  ga_dtype gradient_dtype;    /* dtype of its gradients */
+  ga_dtype accumulator_dtype; /* dtype of its accumulator */
+  void* data;           /* the address of its elements, as given to ga_param_add or ga_param_bind */
+  const int64_t* shape; /* [rank] its dimensions */
   int32_t rank;
-  int32_t frozen;                      /* 0 or 1 */
-  int64_t count;                       /* elements */
-  int64_t offset;                      /* elements from the start of its flat block; else 0 */
-  size_t slot;                         /* as ga_param_slot */
-  double lr_scale, weight_decay_scale; /* as last set; 1 at first */
+  int32_t frozen;            /* 0 or 1: whether it is frozen */
+  int64_t count;             /* how many elements it has */
+  int64_t offset;            /* elements from the start of its flat block; else 0 */
+  size_t slot;               /* its place in a list of gradients, as ga_param_slot */
+  double lr_scale;           /* what its group's learning rate is multiplied by; 1 at first */
+  double weight_decay_scale; /* what its group's weight decay is multiplied by; 1 at first */
 } ga_param_info;
 
 /* Prepares *out to be filled. */
@@ -1136,12 +1212,13 @@ GA_API ga_status ga_param_remove(ga_context* ctx, ga_param param);
    earlier than by that contribution, or by the first ga_state_get or ga_state_set. */
 GA_API ga_status ga_prepare(ga_context* ctx);
 
+/* An array of state of a parameter. Its name is a static string. */
 typedef struct ga_state_info {
   size_t struct_size;
-  const char* name; /* static */
-  ga_dtype dtype;
+  const char* name; /* its name, such as "exp_avg" */
+  ga_dtype dtype;   /* dtype of its elements */
   int32_t reserved; /* 0 */
-  int64_t count;    /* elements */
+  int64_t count;    /* how many elements it has */
 } ga_state_info;
 
 /* Prepares *out to be filled. */
@@ -1189,42 +1266,50 @@ GA_API ga_status ga_state_reset(ga_context* ctx, ga_param param);
    empty, on every rank. Neither while a stream is captured. Both wait. The path of a file is in the
    encoding of the system. */
 
-/* What is saved or loaded. ALL: the parameters and what the library keeps. LIBRARY: not the
-   parameters, which the program saves by itself. PARAMETERS: the parameters, and the running
-   statistics of batch normalisation: a plain model file. Loading it takes master weights anew, and
-   leaves all other state. */
+/* What is saved or loaded. */
 typedef int32_t ga_state_parts;
-enum { GA_STATE_ALL = 0, GA_STATE_LIBRARY = 1, GA_STATE_PARAMETERS = 2 };
+enum {
+  GA_STATE_ALL = 0,       /* the parameters and what the library keeps */
+  GA_STATE_LIBRARY = 1,   /* not the parameters, which the program saves by itself */
+  GA_STATE_PARAMETERS = 2 /* the parameters, and the running statistics of batch normalisation: a
+                             plain model file. Loading it takes master weights anew, and leaves all
+                             other state */
+};
 
 /* What a load does about the settings in the file: hyper-parameters, schedules, clips, loss scaler,
    seed, loss scale, lr_scale, weight_decay_scale, frozen parameters and layers; and all that is set
-   once: ga_config, EMA, options of parameters and layers.
-   COMPARE   If one differs that changes numbers, the load fails and lists what differs.
-   TAKE      Takes the former from the file, and compares the latter.
-   KEEP      Keeps those of the context. (What an open window depends on is compared always.)
-   The random bits of parameters that are rounded stochastically always go on as in the file: they
-   belong to the names, whatever the order of parameters, and whatever was removed before. */
+   once: ga_config, EMA, options of parameters and layers. The random bits of parameters that are
+   rounded stochastically always go on as in the file: they belong to the names, whatever the order of
+   parameters, and whatever was removed before. */
 typedef int32_t ga_state_settings;
-enum { GA_SETTINGS_COMPARE = 0, GA_SETTINGS_TAKE = 1, GA_SETTINGS_KEEP = 2 };
+enum {
+  GA_SETTINGS_COMPARE = 0, /* if one differs that changes numbers, the load fails and lists what
+                              differs */
+  GA_SETTINGS_TAKE = 1,    /* takes them from the file, but compares what is set once */
+  GA_SETTINGS_KEEP = 2 /* keeps those of the context. (What an open window depends on is compared
+                          always) */
+};
 
 /* Called now and then with the bytes that are done, of all. Another value than 0 ends the save, or a
    load that has not begun to change the context, with GA_ERROR_CANCELLED. Must not use the
    context. */
 typedef int32_t (*ga_progress)(void* user, int64_t done, int64_t total);
 
+/* Options of a save or a load. */
 typedef struct ga_state_options {
   size_t struct_size;
-  ga_state_parts parts;       /* default GA_STATE_ALL */
-  ga_state_settings settings; /* of a load; default GA_SETTINGS_COMPARE */
-  int32_t allow_missing; /* 1: a load leaves what the file has nothing of as it is; default 0 */
-  int32_t allow_extra;   /* 1: a load skips what the context has no place for; default 0 */
-  int32_t unmarked;      /* 1: a load takes a safetensors file without a format mark, a model
-                                 file of another program; default 0 */
+  ga_state_parts parts;       /* what is saved or loaded; default GA_STATE_ALL */
+  ga_state_settings settings; /* what a load does about settings; default GA_SETTINGS_COMPARE */
+  int32_t allow_missing; /* 0 or 1: a load leaves what the file has nothing of as it is; default
+                            0 */
+  int32_t allow_extra;   /* 0 or 1: a load skips what the context has no place for; default 0 */
+  int32_t unmarked;      /* 0 or 1: a load takes a safetensors file without a format mark, a
+                            model file of another program; default 0 */
   int32_t reserved;      /* 0 */
-  ga_progress progress;  /* default NULL */
+  ga_progress progress;  /* default NULL: none */
   void* progress_user;   /* passed to progress */
   const char* note;      /* of a save: a text of the program's own, in UTF-8, such as its place
-                                 in the data; default NULL: none. See ga_state_note */
+                            in the data; default NULL: none. See ga_state_note */
 } ga_state_options;
 
 /* Writes the defaults. */
@@ -1358,16 +1443,18 @@ GA_API ga_status ga_context_set_stream(ga_context* ctx, void* stream);
    and gradients, which are the program's. */
 typedef struct ga_memory {
   size_t struct_size;
-  int64_t accumulators; /* with GA_GRADIENTS_LIVE and K = 1 on the CPU, only those ever written */
-  int64_t optimizer_state;
-  int64_t workspace; /* partial norms and tables; after the first matrix product, its scratch */
-  int64_t total;
+  int64_t accumulators;    /* accumulators; with GA_GRADIENTS_LIVE and K = 1 on the CPU, only those
+                              ever written */
+  int64_t optimizer_state; /* state of optimizers */
+  int64_t workspace;  /* partial norms and tables; after the first matrix product, its scratch */
+  int64_t total;      /* all of it */
   int64_t masters;    /* master weights */
-  int64_t averages;   /* EMA */
-  int64_t rows;       /* for ga_param_options.rows */
-  int64_t batch_norm; /* statistics */
-  int64_t resident;   /* of total, what is written so far; on a device, what is allocated. The rest
-                         is planned, or memory that the system gives only when it is written */
+  int64_t averages;   /* moving averages */
+  int64_t rows;       /* what gradients by row need, see ga_param_options.rows */
+  int64_t batch_norm; /* statistics of batch normalisation */
+  int64_t resident;   /* of total, what is written so far; on a device, what is allocated. The
+                         rest is planned, or memory that the system gives only when it is
+                         written */
   int64_t eager;      /* with ga_config.eager: a second set of what updates write */
 } ga_memory;
 
@@ -1397,13 +1484,15 @@ GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
 
 typedef struct ga_comm ga_comm;
 
-/* LOCAL  The ranks are threads of one process, each with a context.
-   MPI    Processes of an MPI program, by libgradaccum_mpi.so.
-   TABLE  Functions of the program: ga_comm_table.
-   NCCL   One GPU each, by libgradaccum_nccl.so and the libnccl.so.2 of the machine; contexts on
-          GA_DEVICE_CUDA alone. The ranks are threads or processes. */
+/* Who the ranks are, and how they are connected. */
 typedef int32_t ga_comm_kind;
-enum { GA_COMM_LOCAL = 0, GA_COMM_MPI = 1, GA_COMM_TABLE = 2, GA_COMM_NCCL = 3 };
+enum {
+  GA_COMM_LOCAL = 0, /* threads of one process, each with a context */
+  GA_COMM_MPI = 1,   /* processes of an MPI program, by libgradaccum_mpi.so */
+  GA_COMM_TABLE = 2, /* by functions of the program: ga_comm_table */
+  GA_COMM_NCCL = 3   /* threads or processes with one GPU each, by libgradaccum_nccl.so and the
+                        libnccl.so.2 of the machine; contexts on GA_DEVICE_CUDA alone */
+};
 
 /* How a transport adds up; see all_reduce below. */
 typedef int32_t ga_comm_op;
@@ -1504,38 +1593,53 @@ GA_API ga_status ga_comm_abort(ga_comm* comm);
    MPI: before MPI_Finalize. NCCL: waits for what is queued on streams. */
 GA_API void ga_comm_destroy(ga_comm* comm);
 
-/* What travels from rank to rank. EXACT: gradients as the accumulators have them. BF16: f32 gradients
-   are rounded to bf16 on their way to where they are added, which is in f32: 3/4 of the bytes. Either
-   way 16-bit accumulators travel as they are, f64 ones as f64, and sums as f32 or f64. */
+/* What travels from rank to rank. Either way 16-bit accumulators travel as they are, f64 ones as f64,
+   and sums as f32 or f64. */
 typedef int32_t ga_comm_wire;
-enum { GA_COMM_WIRE_EXACT = 0, GA_COMM_WIRE_BF16 = 1 };
+enum {
+  GA_COMM_WIRE_EXACT = 0, /* gradients as the accumulators have them */
+  GA_COMM_WIRE_BF16 = 1   /* f32 gradients are rounded to bf16 on their way to where they are added,
+                             which is in f32: 3/4 of the bytes */
+};
 
-/* What each rank keeps of optimizer state, master weights and EMA: all of it, or a part of about
-   1 / ranks, in which case it updates that part of the parameters and gets the others' (ZeRO-1,
-   Rajbhandari et al. 2020). */
+/* What each rank keeps of optimizer state, master weights and EMA. */
 typedef int32_t ga_shard;
-enum { GA_SHARD_NONE = 0, GA_SHARD_OPTIMIZER = 1 };
+enum {
+  GA_SHARD_NONE = 0,     /* all of it */
+  GA_SHARD_OPTIMIZER = 1 /* a part of about 1 / ranks: the rank updates that part of the parameters
+                            and gets the others' (ZeRO-1, Rajbhandari et al. 2020). Calls that read
+                            or write state are then made by every rank in the same order, see
+                            ga_context_set_comm */
+};
 
-/* Who adds gradients up. LIBRARY: in the order of the ranks, with the same bits on every transport;
-   every rank exchanges a piece with every other. TRANSPORT: MPI, NCCL or the program's table, in an
-   order of its own, so that bits are those of the transport; what travels is f32, or f64 for f64
-   parameters. AUTO: TRANSPORT with GA_COMM_NCCL and GA_COMM_WIRE_EXACT, LIBRARY with all others.
-   Maxima are always taken by the library. */
+/* Who adds gradients up. Maxima are always taken by the library. */
 typedef int32_t ga_comm_adder;
-enum { GA_COMM_ADDER_LIBRARY = 0, GA_COMM_ADDER_TRANSPORT = 1, GA_COMM_ADDER_AUTO = 2 };
+enum {
+  /* The library, in the order of the ranks, with the same bits on every transport; every rank
+     exchanges a piece with every other. */
+  GA_COMM_ADDER_LIBRARY = 0,
+  /* MPI, NCCL or the program's table, in an order of its own, so that bits are those of the
+     transport; what travels is f32, or f64 for f64 parameters. Local ranks have no such
+     transport. */
+  GA_COMM_ADDER_TRANSPORT = 1,
+  /* TRANSPORT with GA_COMM_NCCL and GA_COMM_WIRE_EXACT, LIBRARY with all others. */
+  GA_COMM_ADDER_AUTO = 2
+};
 
+/* What ranks exchange and check. */
 typedef struct ga_comm_options {
   size_t struct_size;
-  ga_comm_wire wire;   /* default GA_COMM_WIRE_EXACT */
-  int32_t hand_out;    /* 1: rank 0's parameters and state become those of every rank; default 0:
-                           they must agree already */
+  ga_comm_wire wire;   /* what travels from rank to rank; default GA_COMM_WIRE_EXACT */
+  int32_t hand_out;    /* 0 or 1: rank 0's parameters and state become those of every rank; default
+                          0: they must agree already */
   int64_t check_every; /* every so many windows, ga_step compares parameters, and state that every
-                           rank has, over the ranks, bit for bit; default 0: never */
-  ga_shard shard;      /* default GA_SHARD_NONE */
-  ga_comm_adder adder; /* default GA_COMM_ADDER_AUTO */
-  int32_t overlap;     /* 1: ga_params_ready has gradients exchanged while backward goes on; every
-                          window exchanges all parameters then; default 0 */
-  int32_t reserved;    /* 0 */
+                          rank has, over the ranks, bit for bit; default 0: never */
+  ga_shard shard; /* what each rank keeps; default GA_SHARD_NONE. It is chosen before the library
+                     makes its arrays, and holds until the context ends */
+  ga_comm_adder adder; /* who adds gradients up; default GA_COMM_ADDER_AUTO */
+  int32_t overlap;  /* 0 or 1: ga_params_ready has gradients exchanged while backward goes on; every
+                       window exchanges all parameters then; default 0 */
+  int32_t reserved; /* 0 */
 } ga_comm_options;
 
 /* Writes the defaults. */
@@ -1622,17 +1726,17 @@ GA_API int32_t ga_version(void);
    Static. */
 GA_API const char* ga_build_info(void);
 
-/* What ga_build_info says, in parts. Versions are 10000 * major + 100 * minor + patch, 0 for a
-   module that could not be loaded; strings are static. */
+/* The library that is loaded, in parts. As one line: ga_build_info. Versions are 10000 * major +
+   100 * minor + patch, 0 for a module that could not be loaded. Strings are static. */
 typedef struct ga_build {
   size_t struct_size;
-  int32_t version;       /* as ga_version() */
-  int32_t onednn;        /* of the oneDNN that multiplies matrices on the CPU */
-  int32_t cuda_runtime;  /* of the CUDA that libgradaccum_cuda.so was built with */
+  int32_t version;       /* version of the library */
+  int32_t onednn;        /* version of the oneDNN that multiplies matrices on the CPU */
+  int32_t cuda_runtime;  /* version of the CUDA that libgradaccum_cuda.so was built with */
   int32_t cuda_driver;   /* the newest CUDA that this machine's driver runs; 0: no driver */
   int32_t openmp;        /* _OPENMP, a date such as 201511; 0: built without OpenMP */
   int32_t reserved;      /* 0 */
-  const char* compiler;  /* "gcc 12.2.0" */
+  const char* compiler;  /* the compiler, such as "gcc 12.2.0" */
   const char* cpu_loops; /* the CPU kernels: names for GA_CPU_ISA, separated by spaces */
 } ga_build;
 
@@ -1756,25 +1860,36 @@ GA_API ga_status ga_build_describe(ga_build* out);
  * visited again. */
 typedef int32_t ga_bn; /* 0, 1, 2, ... in the order they were added */
 
+/* Whose statistics a layer normalises by. */
 typedef int32_t ga_bn_mode;
-enum { GA_BN_MICRO = 0, GA_BN_WINDOW = 1, GA_BN_CUMULATIVE = 2 };
+enum {
+  GA_BN_MICRO = 0,     /* those of the micro-batch */
+  GA_BN_WINDOW = 1,    /* those of the whole window, in two sweeps over its micro-batches */
+  GA_BN_CUMULATIVE = 2 /* those of the micro-batches of the window so far */
+};
 
-/* [samples, channels, positions] (NCHW) or [samples, positions, channels] (NHWC). */
+/* The order of the axes of activations. */
 typedef int32_t ga_bn_layout;
-enum { GA_BN_CHANNELS_FIRST = 0, GA_BN_CHANNELS_LAST = 1 };
+enum {
+  GA_BN_CHANNELS_FIRST = 0, /* [samples, channels, positions] (NCHW) */
+  GA_BN_CHANNELS_LAST = 1   /* [samples, positions, channels] (NHWC) */
+};
 
+/* Options of a layer of batch normalisation. */
 typedef struct ga_bn_options {
   size_t struct_size;
-  ga_bn_mode mode;     /* default GA_BN_MICRO */
-  ga_bn_layout layout; /* default GA_BN_CHANNELS_FIRST, Keras GA_BN_CHANNELS_LAST */
-  ga_dtype dtype;      /* of x, y and their gradients; default GA_F32. Computed in f32, or in f64
-                          for GA_F64 */
-  int32_t biased;      /* what the running variance averages, for n elements of a channel in the
-                          window: 0, torch: the sum of squared deviations / (n - 1), which for n = 1
-                          is unknown, and the running variance stays; 1, Keras: / n */
-  double momentum;     /* running += momentum (window's - running); [0, 1]; default 0.1, Keras 0.01,
-                          which Keras itself calls 0.99 */
-  double eps;          /* > 0; default 1e-5, Keras 1e-3 */
+  ga_bn_mode mode;     /* whose statistics the layer normalises by; default GA_BN_MICRO */
+  ga_bn_layout layout; /* the order of axes; default GA_BN_CHANNELS_FIRST, Keras
+                          GA_BN_CHANNELS_LAST */
+  ga_dtype dtype;  /* dtype of x, y and their gradients; default GA_F32. Computed in f32, or in f64
+                      for GA_F64 */
+  int32_t biased;  /* 0 or 1: whether the running variance averages biased variances, which divide
+                      the sum of squared deviations of n elements by n, as in Keras; the others
+                      divide by n - 1, as in torch, which for n = 1 is unknown, and the running
+                      variance stays */
+  double momentum; /* running += momentum (window's - running); [0, 1]; default 0.1, Keras 0.01,
+                      which Keras itself calls 0.99 */
+  double eps;      /* added to the variance; > 0; default 1e-5, Keras 1e-3 */
 } ga_bn_options;
 
 /* Writes the defaults of GA_FLAVOR_TORCH or GA_FLAVOR_KERAS. */
@@ -1795,20 +1910,22 @@ GA_API ga_status ga_bn_count(const ga_context* ctx, int32_t* out);
 /* *out: the id of the layer of that name. GA_ERROR_INVALID_ARGUMENT: there is none. */
 GA_API ga_status ga_bn_find(const ga_context* ctx, const char* name, ga_bn* out);
 
-/* name points to memory of the context that stays as it is until ga_context_destroy. */
+/* What is known of a layer. name points to memory of the context that stays as it is until
+   ga_context_destroy. */
 typedef struct ga_bn_info {
   size_t struct_size;
-  const char* name;
-  int64_t channels;
-  ga_param gamma, beta; /* -1: none */
-  ga_bn_mode mode;      /* from here on, but for frozen, as in ga_bn_options */
-  ga_bn_layout layout;
-  ga_dtype dtype;
-  int32_t biased;
-  int32_t frozen; /* 0 or 1 */
+  const char* name;    /* its name */
+  int64_t channels;    /* its channels */
+  ga_param gamma;      /* the id of the parameter that scales; -1: none */
+  ga_param beta;       /* the id of the parameter that shifts; -1: none */
+  ga_bn_mode mode;     /* whose statistics it normalises by */
+  ga_bn_layout layout; /* the order of the axes of its input */
+  ga_dtype dtype;      /* dtype of its input */
+  int32_t biased;      /* 0 or 1: whether the running variance averages biased variances */
+  int32_t frozen;      /* 0 or 1: whether it is frozen */
   int32_t reserved;
-  double momentum;
-  double eps;
+  double momentum; /* how far the running statistics move to those of a window */
+  double eps;      /* what is added to the variance */
 } ga_bn_info;
 
 /* Prepares *out to be filled. */
@@ -1828,9 +1945,12 @@ GA_API ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen);
 GA_API ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                                   int64_t positions);
 
-/* What spread is: the mean squared deviation from the mean, or the sum of squared deviations. */
+/* What describes the spread of given statistics. */
 typedef int32_t ga_bn_spread;
-enum { GA_BN_VARIANCE = 0, GA_BN_M2 = 1 };
+enum {
+  GA_BN_VARIANCE = 0, /* the mean squared deviation from the mean */
+  GA_BN_M2 = 1        /* the sum of squared deviations */
+};
 
 /* Takes statistics that the program has computed itself, in place of ga_bn_accumulate. count:
    elements of each channel, >= 0. mean, spread: [channels] of dtype, GA_F32 or GA_F64. A negative
