@@ -98,8 +98,8 @@ extern "C" {
 typedef int32_t ga_status;
 enum {
   GA_OK = 0,                     /* the call has succeeded */
-  GA_ERROR_INVALID_ARGUMENT = 1, /* an argument is not legal: missing, an unknown id, a number out
-                                    of range, memory that is too small */
+  GA_ERROR_INVALID_ARGUMENT = 1, /* an argument is not legal: missing, an unknown id, a number
+                                    out of range, memory that is too small */
   GA_ERROR_INVALID_STATE = 2,    /* the call is not legal now */
   GA_ERROR_OUT_OF_MEMORY = 3,    /* there is not enough memory */
   GA_ERROR_UNSUPPORTED = 4,      /* not in this build, on this machine or with these options */
@@ -108,9 +108,11 @@ enum {
   GA_ERROR_INTERNAL = 7,         /* a defect of the library: please report the message */
   GA_ERROR_WINDOW_FULL = 8,      /* the window holds K micro-batches: ga_step must be called next */
   GA_ERROR_IO = 9,               /* a file could not be read or written */
-  GA_ERROR_FORMAT = 10,        /* a file or buffer is not a state of this library, or is damaged */
-  GA_ERROR_COMMUNICATION = 11, /* other ranks did not take part, failed, or differ from this one */
-  GA_ERROR_CANCELLED = 12      /* a callback of the program asked to stop */
+  GA_ERROR_FORMAT = 10,          /* a file or buffer is not a state of this library, or is
+                                    damaged */
+  GA_ERROR_COMMUNICATION = 11,   /* other ranks did not take part, failed, or differ from this
+                                    one */
+  GA_ERROR_CANCELLED = 12        /* a callback of the program asked to stop */
 };
 
 /* The message of this thread's last failed call, with the names and values involved, in UTF-8; "" if
@@ -144,28 +146,29 @@ GA_API void ga_context_destroy(ga_context* ctx);
    optimizer reads, and the counterparts in PyTorch, Keras, timm and other programs. */
 typedef int32_t ga_optimizer_kind;
 enum {
-  GA_OPTIMIZER_SGD = 0,        /* stochastic gradient descent; Nesterov: Sutskever et al. 2013 */
-  GA_OPTIMIZER_ADAM = 1,       /* Adam: Kingma & Ba 2015, algorithm 1; AMSGrad: Reddi et al.
-                                  2018 */
-  GA_OPTIMIZER_ADAMW = 2,      /* Adam with decoupled weight decay: Loshchilov & Hutter 2019,
-                                  algorithm 2 */
-  GA_OPTIMIZER_EXTERNAL = 3,   /* the program's own, which reads ga_gradient */
-  GA_OPTIMIZER_RMSPROP = 4,    /* RMSProp: Tieleman & Hinton 2012; centered: Graves 2013 */
-  GA_OPTIMIZER_ADAGRAD = 5,    /* Adagrad: Duchi et al. 2011 */
-  GA_OPTIMIZER_ADADELTA = 6,   /* Adadelta: Zeiler 2012 */
-  GA_OPTIMIZER_ADAMAX = 7,     /* AdaMax: Kingma & Ba 2015, algorithm 2 */
-  GA_OPTIMIZER_NADAM = 8,      /* NAdam: Dozat 2016 */
-  GA_OPTIMIZER_RADAM = 9,      /* RAdam: Liu et al. 2020 */
-  GA_OPTIMIZER_LION = 10,      /* Lion: Chen et al. 2023 */
-  GA_OPTIMIZER_LAMB = 11,      /* LAMB: You et al. 2020, as in timm */
-  GA_OPTIMIZER_LARS = 12,      /* LARS: You et al. 2017, as in timm */
-  GA_OPTIMIZER_ADAFACTOR = 13, /* Adafactor: Shazeer & Stern 2018, as torch.optim.Adafactor */
-  GA_OPTIMIZER_MUON = 14,      /* Muon: Jordan et al. 2024, as torch.optim.Muon; matrices only;
-                                  needs oneDNN, or cuBLAS on a device */
-  GA_OPTIMIZER_ADOPT = 15,     /* ADOPT: Taniguchi et al. 2024, algorithm 2; step 1 moves
-                                  nothing */
-  GA_OPTIMIZER_ADEMAMIX = 16,  /* AdEMAMix: Pagliardini et al. 2024: ADAMW and a slow moving
-                                  average */
+  GA_OPTIMIZER_SGD = 0,             /* stochastic gradient descent; Nesterov: Sutskever et al.
+                                       2013 */
+  GA_OPTIMIZER_ADAM = 1,            /* Adam: Kingma & Ba 2015, algorithm 1; AMSGrad: Reddi et al.
+                                       2018 */
+  GA_OPTIMIZER_ADAMW = 2,           /* Adam with decoupled weight decay: Loshchilov & Hutter
+                                       2019, algorithm 2 */
+  GA_OPTIMIZER_EXTERNAL = 3,        /* the program's own, which reads ga_gradient */
+  GA_OPTIMIZER_RMSPROP = 4,         /* RMSProp: Tieleman & Hinton 2012; centered: Graves 2013 */
+  GA_OPTIMIZER_ADAGRAD = 5,         /* Adagrad: Duchi et al. 2011 */
+  GA_OPTIMIZER_ADADELTA = 6,        /* Adadelta: Zeiler 2012 */
+  GA_OPTIMIZER_ADAMAX = 7,          /* AdaMax: Kingma & Ba 2015, algorithm 2 */
+  GA_OPTIMIZER_NADAM = 8,           /* NAdam: Dozat 2016 */
+  GA_OPTIMIZER_RADAM = 9,           /* RAdam: Liu et al. 2020 */
+  GA_OPTIMIZER_LION = 10,           /* Lion: Chen et al. 2023 */
+  GA_OPTIMIZER_LAMB = 11,           /* LAMB: You et al. 2020, as in timm */
+  GA_OPTIMIZER_LARS = 12,           /* LARS: You et al. 2017, as in timm */
+  GA_OPTIMIZER_ADAFACTOR = 13,      /* Adafactor: Shazeer & Stern 2018, as torch.optim.Adafactor */
+  GA_OPTIMIZER_MUON = 14,           /* Muon: Jordan et al. 2024, as torch.optim.Muon; matrices
+                                       only; needs oneDNN, or cuBLAS on a device */
+  GA_OPTIMIZER_ADOPT = 15,          /* ADOPT: Taniguchi et al. 2024, algorithm 2; step 1 moves
+                                       nothing */
+  GA_OPTIMIZER_ADEMAMIX = 16,       /* AdEMAMix: Pagliardini et al. 2024: ADAMW and a slow moving
+                                       average */
   GA_OPTIMIZER_ROWWISE_ADAGRAD = 17 /* Adagrad by rows: FBGEMM's EXACT_ROWWISE_ADAGRAD, for
                                        embeddings: one sum of squares for each row */
 };
@@ -211,10 +214,11 @@ typedef struct ga_optimizer {
   double beta2;               /* decay of the second moment, for LION of the momentum; [0, 1) */
   double eps;                 /* added to denominators; >= 0 */
   int32_t nesterov;           /* 0 or 1: SGD, LARS (momentum > 0, dampening 0), MUON */
-  int32_t amsgrad;            /* 0 or 1: ADAM, ADAMW: the largest second moment so far */
+  int32_t amsgrad;            /* 0 or 1: ADAM, ADAMW: the largest second moment so far in place
+                                 of the current one */
   int32_t maximize;           /* 0 or 1: ascend; undone by a negative loss scale */
-  ga_dtype state_dtype;       /* dtype of the state; default 0: f32, or f64 for f64 parameters; or
-                                 GA_BF16 */
+  ga_dtype state_dtype;       /* dtype of the state; default 0: f32, or f64 for f64 parameters;
+                                 or GA_BF16 */
   double rho;                 /* RMSPROP (torch's alpha), ADADELTA; [0, 1) */
   double lr_decay;            /* ADAGRAD; >= 0 */
   double initial_accumulator; /* ADAGRAD, ROWWISE_ADAGRAD: initial sum of squares; >= 0 */
@@ -351,8 +355,8 @@ enum {
 typedef int32_t ga_missing;
 enum {
   GA_MISSING_SKIP = 0, /* nothing */
-  GA_MISSING_ZERO = 1  /* a step with a gradient of zero, in which momentum and weight decay still
-                          move it */
+  GA_MISSING_ZERO = 1  /* a step with a gradient of zero, in which momentum and weight decay
+                          still move it */
 };
 
 /* What happens if a gradient is infinite or NaN. */
@@ -380,12 +384,13 @@ enum {
 typedef int32_t ga_accumulation;
 enum {
   GA_ACCUMULATE_PLAIN = 0,        /* A + g, rounded to the accumulator's dtype */
-  GA_ACCUMULATE_RUNNING_MEAN = 1, /* A is the mean so far, so that no 16-bit accumulator overflows.
-                                     Not more accurate. Needs GA_GRADIENT_MEAN and GA_REDUCE_MEAN */
+  GA_ACCUMULATE_RUNNING_MEAN = 1, /* A is the mean so far, so that no 16-bit accumulator
+                                     overflows. Not more accurate. Needs GA_GRADIENT_MEAN and
+                                     GA_REDUCE_MEAN */
   GA_ACCUMULATE_COMPENSATED = 2,  /* a pair: the sum and what its rounding lost. Twice the memory */
-  GA_ACCUMULATE_STOCHASTIC = 3    /* rounded up or down at random, so that small terms are not lost
-                                     on average. The same seed gives the same bits, with any number
-                                     of threads */
+  GA_ACCUMULATE_STOCHASTIC = 3    /* rounded up or down at random, so that small terms are not
+                                     lost on average. The same seed gives the same bits, with any
+                                     number of threads */
 };
 
 /* How long the program leaves a gradient in place. */
@@ -433,9 +438,9 @@ typedef void (*ga_param_done)(void* user, ga_param param);
 struct ga_config {
   size_t struct_size;
   ga_device device;               /* where the context computes; default GA_DEVICE_CPU */
-  int32_t num_threads;            /* threads of the CPU kernels, up to 4096; default 0: as many as
-                                     OpenMP would use, or 1 without OpenMP. Small work stays on the
-                                     calling thread */
+  int32_t num_threads;            /* threads of the CPU kernels, up to 4096; default 0: as many
+                                     as OpenMP would use, or 1 without OpenMP. Small work stays
+                                     on the calling thread */
   int64_t accum_steps;            /* K, micro-batches of a full window; default 0: any number */
   ga_gradient_kind gradient_kind; /* what gradients are; default GA_GRADIENT_MEAN */
   ga_reduce reduce;               /* what the optimizer sees; default GA_REDUCE_MEAN; or
@@ -446,43 +451,44 @@ struct ga_config {
   ga_gradient_life gradient_life; /* how long gradients stay in place; default
                                      GA_GRADIENTS_CONSUMED */
   ga_accumulation accumulation;   /* how gradients add up; default GA_ACCUMULATE_PLAIN */
-  double loss_scale;              /* what the loss was multiplied by, divided out again; finite, not
-                                     0; negative for gradients that are stored negated; default 1 */
-  ga_parallel_for parallel_for;   /* the program's threads; default NULL: OpenMP's. num_threads then
-                                     only says into how many pieces a matrix product is cut */
+  double loss_scale;              /* what the loss was multiplied by, divided out again; finite,
+                                     not 0; negative for gradients that are stored negated;
+                                     default 1 */
+  ga_parallel_for parallel_for;   /* the program's threads; default NULL: OpenMP's. num_threads
+                                     then only says into how many pieces a matrix product is cut */
   void* parallel_for_user;        /* passed to parallel_for */
   uint64_t seed;                  /* seed of stochastic rounding; default 0 */
   int32_t noise_scale;            /* 0 or 1: whether the gradient noise scale is estimated, see
                                      ga_step_result.noise_scale; default 0 */
-  int32_t measure_norm;           /* 0 or 1: whether every ga_step_result has the norm; default 0:
-                                     not where only an extra pass would tell, see
+  int32_t measure_norm;           /* 0 or 1: whether every ga_step_result has the norm; default
+                                     0: not where only an extra pass would tell, see
                                      docs/reference.md */
   double noise_smoothing;         /* smoothing of the noise scale over steps; [0, 1); default 0.9 */
   int32_t device_ordinal;         /* which device of that kind; default 0 */
   int32_t reserved2;              /* 0 */
-  void* stream;                   /* the cudaStream_t that all work is queued on, which must outlive
-                                     the context, unless ga_context_set_stream replaces it; default
-                                     NULL: the legacy default stream; not cudaStreamPerThread,
-                                     which is another in each thread */
+  void* stream;                   /* the cudaStream_t that all work is queued on, which must
+                                     outlive the context, unless ga_context_set_stream replaces
+                                     it; default NULL: the legacy default stream; not
+                                     cudaStreamPerThread, which is another in each thread */
   ga_allocate allocate;           /* for accumulators, optimizer state, master weights, EMA and
                                      whatever else the library keeps on a device; its tables and
                                      lists in host memory stay its own. GA_GRADIENTS_LIVE then
                                      saves traffic, but no memory. Default NULL: the library's */
   ga_free free;                   /* set if and only if allocate is set */
   void* allocator_user;           /* passed to allocate and free */
-  ga_log log;                     /* default NULL: none, or lines to stderr if the environment has
-                                     GA_VERBOSE=1 when the context is created */
+  ga_log log;                     /* default NULL: none, or lines to stderr if the environment
+                                     has GA_VERBOSE=1 when the context is created */
   void* log_user;                 /* passed to log */
-  int32_t eager;               /* 0 or 1: whether ga_params_ready begins with the update, in place
-                                  of ga_step; see there. On the CPU; default 0 */
-  int32_t eager_threads;       /* threads of the library that do this while the program goes on,
-                                  up to 4096; they run on the processors that the thread which
-                                  creates the context may use. Default 0: ga_params_ready does
-                                  it */
-  int64_t eager_bytes;         /* most bytes for the second set of arrays that this may take;
-                                  default 0: as many as it takes */
-  ga_param_done on_param_done; /* default NULL: none */
-  void* on_param_done_user;    /* passed to on_param_done */
+  int32_t eager;                  /* 0 or 1: whether ga_params_ready begins with the update, in
+                                     place of ga_step; see there. On the CPU; default 0 */
+  int32_t eager_threads;          /* threads of the library that do this while the program goes
+                                     on, up to 4096; they run on the processors that the thread
+                                     which creates the context may use. Default 0:
+                                     ga_params_ready does it */
+  int64_t eager_bytes;            /* most bytes for the second set of arrays that this may take;
+                                     default 0: as many as it takes */
+  ga_param_done on_param_done;    /* default NULL: none */
+  void* on_param_done_user;       /* passed to on_param_done */
 };
 
 /* Writes the defaults. struct_size, here and in every _init function: the sizeof of the struct. */
@@ -510,8 +516,8 @@ enum { GA_MICRO_LAST = 1 /* it ends the window, which then is FULL whatever K is
 /* Options of a micro-batch. */
 struct ga_micro_options {
   size_t struct_size;
-  double loss_scale; /* what its loss was multiplied by; finite; 0, the default: the loss scaler's
-                        scale if there is one (see ga_context_set_loss_scaler), else
+  double loss_scale; /* what its loss was multiplied by; finite; 0, the default: the loss
+                        scaler's scale if there is one (see ga_context_set_loss_scaler), else
                         ga_config.loss_scale. NULL options mean the same */
   uint32_t flags;    /* GA_MICRO_LAST; default 0 */
   int32_t reserved;  /* 0 */
@@ -523,9 +529,9 @@ GA_API ga_status ga_micro_options_init(ga_micro_options* out, size_t struct_size
 /* The state of the window. */
 typedef int32_t ga_window_state;
 enum {
-  GA_WINDOW_EMPTY = 0,  /* no micro-batch */
-  GA_WINDOW_OPEN = 1,   /* micro-batches, and room for more */
-  GA_WINDOW_FULL = 2,   /* K micro-batches: ga_step must be called next */
+  GA_WINDOW_EMPTY = 0,  /* there is no micro-batch */
+  GA_WINDOW_OPEN = 1,   /* there are micro-batches, and room for more */
+  GA_WINDOW_FULL = 2,   /* there are K micro-batches: ga_step must be called next */
   GA_WINDOW_INVALID = 3 /* accumulating failed half-way: ga_discard must be called next */
 };
 
@@ -539,8 +545,8 @@ typedef struct ga_window_info {
   int64_t accum_steps;   /* K of this window; 0: any number */
   double weight;         /* sum of the weights so far; on a device, dropped micro-batches count */
   int64_t windows;       /* calls of ga_step that succeeded, since the context was created */
-  int64_t steps;         /* applied steps: of these calls, unless ga_context_set_steps has set it;
-                            on a device, as far as results are known */
+  int64_t steps;         /* applied steps: of these calls, unless ga_context_set_steps has set
+                            it; on a device, as far as results are known */
 } ga_window_info;
 
 /* Prepares *out to be filled, as every _init function of a result does: zeros, and struct_size. */
@@ -559,15 +565,16 @@ enum {
   GA_STEP_APPLIED = 0,           /* parameters and state were updated */
   GA_STEP_SKIPPED_EMPTY = 1,     /* no micro-batch, or the sum of the weights is 0 */
   GA_STEP_SKIPPED_NONFINITE = 2, /* an accumulated gradient is infinite or NaN */
-  GA_STEP_SKIPPED_ERROR = 3,  /* on a device: indices of ga_accumulate_rows were out of range, and
-                                 the rows of that call were left out; or ranks have different
-                                 settings, or have ended different sweeps of batch normalisation,
-                                 see ga_context_set_comm */
-  GA_STEP_PENDING = 4,        /* on a device: not known yet, see ga_step_result_get */
-  GA_STEP_SKIPPED_WEIGHT = 5, /* the sum of the weights is too small or too large to divide by,
-                                 see docs/reference.md. Does not move a loss scaler by itself */
-  GA_STEP_SKIPPED_DISCARD = 6 /* another rank has discarded the window, and so has this call; it
-                                 is not counted, but over NCCL; see ga_context_set_comm */
+  GA_STEP_SKIPPED_ERROR = 3,     /* on a device: indices of ga_accumulate_rows were out of range,
+                                    and the rows of that call were left out; or ranks have
+                                    different settings, or have ended different sweeps of batch
+                                    normalisation, see ga_context_set_comm */
+  GA_STEP_PENDING = 4,           /* on a device: not known yet, see ga_step_result_get */
+  GA_STEP_SKIPPED_WEIGHT = 5,    /* the sum of the weights is too small or too large to divide
+                                    by, see docs/reference.md. Does not move a loss scaler by
+                                    itself */
+  GA_STEP_SKIPPED_DISCARD = 6    /* another rank has discarded the window, and so has this call;
+                                    it is not counted, but over NCCL; see ga_context_set_comm */
 };
 
 /* What a step did. */
@@ -575,34 +582,36 @@ struct ga_step_result {
   size_t struct_size;
   ga_step_outcome outcome; /* whether the step was applied, or why not */
   int32_t reserved;
-  int64_t windows;        /* windows so far, as in ga_window_info, this one included */
-  int64_t steps;          /* applied steps, as in ga_window_info, this one included if applied */
-  int64_t micro_batches;  /* micro-batches of this window */
-  double weight;          /* sum of their weights */
-  double norm;            /* 2-norm of the whole reduced gradient before clipping (after it, with
-                             GA_CLIP_WHEN_MICRO). NaN or infinite if the step was skipped for that,
-                             0 if it was skipped as empty or for its weight. NaN if nothing
-                             measured it: see ga_config.measure_norm. Wrong by less than 1e-6 of
-                             itself, usually by 1e-8, by 3e-7 where all elements are alike;
-                             where all is in float64, by 4e-12 */
-  double clip_factor;     /* the least factor of a clip by norm on the reduced gradient; else 1 */
-  double lr;              /* learning rate of group 0 in this step; 0 if skipped */
-  double loss_scale;      /* what ga_loss_scale returned in this window */
-  int64_t skipped;        /* windows that were not applied, since the context was created */
-  int64_t dropped;        /* micro-batches that DROP_MICRO dropped, since the context was created */
-  int64_t window_dropped; /* micro-batches that it dropped in this window */
-  double noise_scale;     /* with ga_config.noise_scale: tr(S) / |G|^2, the simple noise scale of
-                             McCandlish et al. 2018 (appendix A.1), in units of the weight. Windows
-                             of much less weight waste steps, of much more, samples. NaN before the
-                             first estimate; windows without one: see docs/reference.md */
-  double noise_trace;     /* tr(S): the variance of one sample's gradient */
-  double noise_signal;    /* |G|^2: the squared norm of the gradient of the whole data. All three
-                             are smoothed */
+  int64_t windows;         /* windows so far, as in ga_window_info, this one included */
+  int64_t steps;           /* applied steps, as in ga_window_info, this one included if applied */
+  int64_t micro_batches;   /* micro-batches of this window */
+  double weight;           /* sum of the weights of this window */
+  double norm;             /* 2-norm of the whole reduced gradient before clipping (after it,
+                              with GA_CLIP_WHEN_MICRO). NaN or infinite if the step was skipped
+                              for that, 0 if it was skipped as empty or for its weight. NaN if
+                              nothing measured it: see ga_config.measure_norm. Wrong by less than
+                              1e-6 of itself, usually by 1e-8, by 3e-7 where all elements are
+                              alike; where all is in float64, by 4e-12 */
+  double clip_factor;      /* the least factor of a clip by norm on the reduced gradient; else 1 */
+  double lr;               /* learning rate of group 0 in this step; 0 if skipped */
+  double loss_scale;       /* what ga_loss_scale returned in this window */
+  int64_t skipped;         /* windows that were not applied, since the context was created */
+  int64_t dropped;         /* micro-batches that DROP_MICRO dropped, since the context was
+                              created */
+  int64_t window_dropped;  /* micro-batches that it dropped in this window */
+  double noise_scale;      /* with ga_config.noise_scale: tr(S) / |G|^2, the simple noise scale
+                              of McCandlish et al. 2018 (appendix A.1), in units of the weight.
+                              Windows of much less weight waste steps, of much more, samples. NaN
+                              before the first estimate; windows without one: see
+                              docs/reference.md */
+  double noise_trace;      /* tr(S): the variance of one sample's gradient */
+  double noise_signal;     /* |G|^2: the squared norm of the gradient of the whole data. All
+                              three are smoothed */
   uint64_t dropped_micros; /* bit i: micro-batch i of this window was dropped; i < 64 */
-  int64_t eager;           /* with ga_config.eager: parameters that were updated before ga_step; as
-                              the next two, of this rank alone */
-  int64_t eager_waited;    /* those that waited for ga_step because there was no memory for a second
-                              set of their arrays */
+  int64_t eager;           /* with ga_config.eager: parameters that were updated before ga_step;
+                              as the next two, of this rank alone */
+  int64_t eager_waited;    /* those that waited for ga_step because there was no memory for a
+                              second set of their arrays */
   int64_t eager_redone;    /* of eager, those that ga_step updated once more, since the step was
                               clipped or an option has changed */
 };
@@ -799,16 +808,17 @@ GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t
    from then on: */
 typedef int32_t ga_schedule_kind;
 enum {
-  GA_SCHEDULE_CONSTANT = 0,     /* lr */
-  GA_SCHEDULE_LINEAR = 1,       /* end + (lr - end) (1 - x) */
-  GA_SCHEDULE_COSINE = 2,       /* end + (lr - end) (1 + cos(pi x)) / 2 */
-  GA_SCHEDULE_POLYNOMIAL = 3,   /* end + (lr - end) (1 - x)^power */
-  GA_SCHEDULE_INVERSE_SQRT = 4, /* lr sqrt(c / (c + s - W)), c = max(W, 1) */
-  GA_SCHEDULE_STEP = 5,         /* lr gamma^floor((s - W) / step_size) */
-  GA_SCHEDULE_EXPONENTIAL = 6,  /* lr gamma^(s - W) */
-  GA_SCHEDULE_TABLE = 7,        /* table[s]; beyond its end the last value */
-  GA_SCHEDULE_BERT = 8          /* as the BERT release: lr s / W for s < W, the first being 0, else
-                                   lr (1 - min(s, T) / T) */
+  GA_SCHEDULE_CONSTANT = 0,     /* constant: lr */
+  GA_SCHEDULE_LINEAR = 1,       /* linear decay: end + (lr - end) (1 - x) */
+  GA_SCHEDULE_COSINE = 2,       /* half a cosine: end + (lr - end) (1 + cos(pi x)) / 2 */
+  GA_SCHEDULE_POLYNOMIAL = 3,   /* a power of linear decay: end + (lr - end) (1 - x)^power */
+  GA_SCHEDULE_INVERSE_SQRT = 4, /* the inverse root: lr sqrt(c / (c + s - W)), c = max(W, 1) */
+  GA_SCHEDULE_STEP = 5,         /* by gamma every step_size steps: lr gamma^floor((s - W) /
+                                   step_size) */
+  GA_SCHEDULE_EXPONENTIAL = 6,  /* by gamma every step: lr gamma^(s - W) */
+  GA_SCHEDULE_TABLE = 7,        /* read from a table: table[s]; beyond its end the last value */
+  GA_SCHEDULE_BERT = 8          /* as the BERT release: lr s / W for s < W, the first being 0,
+                                   else lr (1 - min(s, T) / T) */
 };
 
 /* A schedule of the learning rate. */
@@ -867,13 +877,13 @@ GA_API ga_status ga_context_set_steps(ga_context* ctx, int64_t steps);
 typedef int32_t ga_clip_scope;
 enum {
   GA_CLIP_NONE = 0,       /* none: only max_value counts */
-  GA_CLIP_GLOBAL = 1,     /* by one norm over all parameters of the groups without a clip of their
-                             own; in ga_group_set_clip, over those of the group */
+  GA_CLIP_GLOBAL = 1,     /* by one norm over all parameters of the groups without a clip of
+                             their own; in ga_group_set_clip, over those of the group */
   GA_CLIP_PER_TENSOR = 2, /* each parameter by its own norm */
   GA_CLIP_AGC = 3         /* adaptive gradient clipping (Brock et al. 2021): each unit of a
-                             parameter, a filter or a neuron, by its norm against the parameter's:
-                             with M = agc_factor max(|p|, agc_eps), g <- g M / max(|g|, 1e-6) where
-                             |g| > M. Costs a pass, see docs/reference.md */
+                             parameter, a filter or a neuron, by its norm against the
+                             parameter's: with M = agc_factor max(|p|, agc_eps), g <- g M /
+                             max(|g|, 1e-6) where |g| > M. Costs a pass, see docs/reference.md */
 };
 
 /* Which axes a unit of GA_CLIP_AGC spans; docs/reference.md has the table by rank.
@@ -889,20 +899,20 @@ enum {
 typedef int32_t ga_clip_when;
 enum {
   GA_CLIP_WHEN_STEP = 0, /* the reduced gradient, as that of the one large batch */
-  GA_CLIP_WHEN_MICRO = 1 /* the gradient of every micro-batch, unscaled, before it is added, as some
-                            wrappers do. Gradients are then read twice, and gradients by part in
-                            ga_micro_end: as under GA_NONFINITE_DROP_MICRO, they must stay in place
-                            until it returns */
+  GA_CLIP_WHEN_MICRO = 1 /* the gradient of every micro-batch, unscaled, before it is added, as
+                            some wrappers do. Gradients are then read twice, and gradients by
+                            part in ga_micro_end: as under GA_NONFINITE_DROP_MICRO, they must
+                            stay in place until it returns */
 };
 
 /* How gradients are clipped: first by value, then by norm. */
 typedef struct ga_clip {
   size_t struct_size;
-  ga_clip_scope scope;    /* whose norm; default GA_CLIP_NONE */
+  ga_clip_scope scope;    /* which gradients share a norm; default GA_CLIP_NONE */
   ga_flavor flavor;       /* the factor, for norm n and max_norm C. GA_FLAVOR_TORCH, the default:
                              min(1, C / (n + 1e-6)); GA_FLAVOR_KERAS, TensorFlow's: C / max(n, C) */
-  double max_norm;        /* C >= 0; must be set for GA_CLIP_GLOBAL and GA_CLIP_PER_TENSOR: default
-                             -1, which these refuse */
+  double max_norm;        /* C >= 0; must be set for GA_CLIP_GLOBAL and GA_CLIP_PER_TENSOR:
+                             default -1, which these refuse */
   double max_value;       /* clamps elements to [-max_value, max_value]; > 0; default infinity */
   double agc_factor;      /* AGC: the factor; > 0; default 0.01 */
   double agc_eps;         /* AGC: the least norm of a parameter; > 0; default 1e-3 */
@@ -952,8 +962,8 @@ typedef struct ga_loss_scaler {
   double max_scale;        /* the largest scale; finite as an f32; default 2^127 */
   int64_t growth_interval; /* applied steps in a row after which the scale grows; > 0; default
                               2000 */
-  int32_t hysteresis;      /* > 0; default 1: this many non-finite windows since the scale last grew
-                              until one backs it off, and so does each one after that */
+  int32_t hysteresis;      /* > 0; default 1: this many non-finite windows since the scale last
+                              grew until one backs it off, and so does each one after that */
   int32_t reserved;        /* 0 */
 } ga_loss_scaler;
 
@@ -982,8 +992,8 @@ GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out_scale, const v
 /* What the decay d of step t is. */
 typedef int32_t ga_ema_kind;
 enum {
-  GA_EMA_TORCH = 0, /* d = decay, as torch.optim.swa_utils.get_ema_avg_fn. The average remembers 1 /
-                       (1 - decay) steps, some thousand with 0.999 */
+  GA_EMA_TORCH = 0, /* d = decay, as torch.optim.swa_utils.get_ema_avg_fn. The average remembers
+                       1 / (1 - decay) steps, some thousand with 0.999 */
   GA_EMA_KARRAS = 1 /* d = (1 - 1 / t)^(gamma + 1), Karras et al. 2024, eq. 6. The average
                        remembers a part of the run, however short */
 };
@@ -1061,40 +1071,40 @@ typedef int32_t ga_rows;
 enum {
   GA_ROWS_NONE = 0,  /* ga_accumulate_rows is not legal for the parameter */
   GA_ROWS_DENSE = 1, /* a step with a gradient of zeros */
-  GA_ROWS_LAZY = 2   /* they and their state stay as they are, also under GA_MISSING_ZERO; for SGD
-                        (dampening 0), ADAM, ADAMW, ADAGRAD and ROWWISE_ADAGRAD */
+  GA_ROWS_LAZY = 2   /* they and their state stay as they are, also under GA_MISSING_ZERO; for
+                        SGD (dampening 0), ADAM, ADAMW, ADAGRAD and ROWWISE_ADAGRAD */
 };
 
 /* Options of a parameter. */
 struct ga_param_options {
   size_t struct_size;
-  ga_dtype gradient_dtype; /* dtype of gradients; default 0: the parameter's. f64 only for f64
-                              parameters, which take any */
-  ga_dtype
-      accumulator_dtype; /* dtype of the accumulator; default 0: f32, or f64 for f64 parameters,
-                            which have no other; or GA_F32, GA_F16, GA_BF16 */
-  ga_master master;      /* whether a 16-bit parameter has master weights; default
-                            GA_MASTER_F32 */
-  ga_rounding rounding;  /* how a 16-bit parameter is rounded; default GA_ROUND_NEAREST */
-  ga_rows rows;          /* whether gradients may come by row; default GA_ROWS_NONE; else rank
-                            >= 1, an f32 or f64 accumulator and GA_ACCUMULATE_PLAIN */
-  uint32_t agc_axes;     /* bit d: a unit of GA_CLIP_AGC spans axis d; default 0: as
-                            ga_clip.agc_units says */
-  ga_reduce reduce;      /* what the optimizer sees; default 0: as ga_config.reduce says; or
-                            GA_REDUCE_MAX */
-  int32_t write_early; /* 0 or 1: with ga_config.eager, the parameter, which has 16 bits and master
-                          weights and is rounded to nearest, may be written from
-                          ga_params_ready on, and holds what ga_step leaves when that has
-                          returned, so that no copy is made at the end; default 0 */
-  int32_t follow_data; /* 0 or 1: master weights follow what the program writes to the parameter: an
-                          element that is not what its master weight rounds to is taken as
-                          the new master weight by the next call that reads that, so that
-                          ga_param_changed is needless. What ga_load and ga_state_set put into
-                          master weights is rounded into the parameter in the same call. Not
-                          with GA_ROUND_STOCHASTIC; without master weights, nothing needs to
-                          be told either way. Default 0: the parameter may be freed or used
-                          otherwise between steps */
-  int32_t reserved;    /* 0 */
+  ga_dtype gradient_dtype;    /* dtype of gradients; default 0: the parameter's. f64 only for f64
+                                 parameters, which take any */
+  ga_dtype accumulator_dtype; /* dtype of the accumulator; default 0: f32, or f64 for f64
+                                 parameters, which have no other; or GA_F32, GA_F16, GA_BF16 */
+  ga_master master;           /* whether a 16-bit parameter has master weights; default
+                                 GA_MASTER_F32 */
+  ga_rounding rounding;       /* how a 16-bit parameter is rounded; default GA_ROUND_NEAREST */
+  ga_rows rows;               /* whether gradients may come by row; default GA_ROWS_NONE; else
+                                 rank >= 1, an f32 or f64 accumulator and GA_ACCUMULATE_PLAIN */
+  uint32_t agc_axes;          /* bit d: a unit of GA_CLIP_AGC spans axis d; default 0: as
+                                 ga_clip.agc_units says */
+  ga_reduce reduce;           /* what the optimizer sees; default 0: as ga_config.reduce says; or
+                                 GA_REDUCE_MAX */
+  int32_t write_early;        /* 0 or 1: with ga_config.eager, the parameter, which has 16 bits
+                                 and master weights and is rounded to nearest, may be written
+                                 from ga_params_ready on, and holds what ga_step leaves when that
+                                 has returned, so that no copy is made at the end; default 0 */
+  int32_t follow_data;        /* 0 or 1: master weights follow what the program writes to the
+                                 parameter: an element that is not what its master weight rounds
+                                 to is taken as the new master weight by the next call that reads
+                                 that, so that ga_param_changed is needless. What ga_load and
+                                 ga_state_set put into master weights is rounded into the
+                                 parameter in the same call. Not with GA_ROUND_STOCHASTIC;
+                                 without master weights, nothing needs to be told either way.
+                                 Default 0: the parameter may be freed or used otherwise between
+                                 steps */
+  int32_t reserved;           /* 0 */
 };
 
 /* Writes the defaults. */
@@ -1138,8 +1148,9 @@ typedef struct ga_param_info {
   ga_dtype dtype;             /* dtype of its elements */
   ga_dtype gradient_dtype;    /* dtype of its gradients */
   ga_dtype accumulator_dtype; /* dtype of its accumulator */
-  void* data;           /* the address of its elements, as given to ga_param_add or ga_param_bind */
-  const int64_t* shape; /* [rank] its dimensions */
+  void* data;                 /* the address of its elements, as given to ga_param_add or
+                                 ga_param_bind */
+  const int64_t* shape;       /* [rank] its dimensions */
   int32_t rank;
   int32_t frozen;            /* 0 or 1: whether it is frozen */
   int64_t count;             /* how many elements it has */
@@ -1272,8 +1283,8 @@ enum {
   GA_STATE_ALL = 0,       /* the parameters and what the library keeps */
   GA_STATE_LIBRARY = 1,   /* not the parameters, which the program saves by itself */
   GA_STATE_PARAMETERS = 2 /* the parameters, and the running statistics of batch normalisation: a
-                             plain model file. Loading it takes master weights anew, and leaves all
-                             other state */
+                             plain model file. Loading it takes master weights anew, and leaves
+                             all other state */
 };
 
 /* What a load does about the settings in the file: hyper-parameters, schedules, clips, loss scaler,
@@ -1286,8 +1297,8 @@ enum {
   GA_SETTINGS_COMPARE = 0, /* if one differs that changes numbers, the load fails and lists what
                               differs */
   GA_SETTINGS_TAKE = 1,    /* takes them from the file, but compares what is set once */
-  GA_SETTINGS_KEEP = 2 /* keeps those of the context. (What an open window depends on is compared
-                          always) */
+  GA_SETTINGS_KEEP = 2     /* keeps those of the context. (What an open window depends on is
+                              compared always) */
 };
 
 /* Called now and then with the bytes that are done, of all. Another value than 0 ends the save, or a
@@ -1300,16 +1311,17 @@ typedef struct ga_state_options {
   size_t struct_size;
   ga_state_parts parts;       /* what is saved or loaded; default GA_STATE_ALL */
   ga_state_settings settings; /* what a load does about settings; default GA_SETTINGS_COMPARE */
-  int32_t allow_missing; /* 0 or 1: a load leaves what the file has nothing of as it is; default
-                            0 */
-  int32_t allow_extra;   /* 0 or 1: a load skips what the context has no place for; default 0 */
-  int32_t unmarked;      /* 0 or 1: a load takes a safetensors file without a format mark, a
-                            model file of another program; default 0 */
-  int32_t reserved;      /* 0 */
-  ga_progress progress;  /* default NULL: none */
-  void* progress_user;   /* passed to progress */
-  const char* note;      /* of a save: a text of the program's own, in UTF-8, such as its place
-                            in the data; default NULL: none. See ga_state_note */
+  int32_t allow_missing;      /* 0 or 1: a load leaves what the file has nothing of as it is;
+                                 default 0 */
+  int32_t allow_extra;        /* 0 or 1: a load skips what the context has no place for; default
+                                 0 */
+  int32_t unmarked;           /* 0 or 1: a load takes a safetensors file without a format mark, a
+                                 model file of another program; default 0 */
+  int32_t reserved;           /* 0 */
+  ga_progress progress;       /* default NULL: none */
+  void* progress_user;        /* passed to progress */
+  const char* note;           /* of a save: a text of the program's own, in UTF-8, such as its
+                                 place in the data; default NULL: none. See ga_state_note */
 } ga_state_options;
 
 /* Writes the defaults. */
@@ -1443,19 +1455,20 @@ GA_API ga_status ga_context_set_stream(ga_context* ctx, void* stream);
    and gradients, which are the program's. */
 typedef struct ga_memory {
   size_t struct_size;
-  int64_t accumulators;    /* accumulators; with GA_GRADIENTS_LIVE and K = 1 on the CPU, only those
-                              ever written */
+  int64_t accumulators;    /* accumulators; with GA_GRADIENTS_LIVE and K = 1 on the CPU, only
+                              those ever written */
   int64_t optimizer_state; /* state of optimizers */
-  int64_t workspace;  /* partial norms and tables; after the first matrix product, its scratch */
-  int64_t total;      /* all of it */
-  int64_t masters;    /* master weights */
-  int64_t averages;   /* moving averages */
-  int64_t rows;       /* what gradients by row need, see ga_param_options.rows */
-  int64_t batch_norm; /* statistics of batch normalisation */
-  int64_t resident;   /* of total, what is written so far; on a device, what is allocated. The
-                         rest is planned, or memory that the system gives only when it is
-                         written */
-  int64_t eager;      /* with ga_config.eager: a second set of what updates write */
+  int64_t workspace;       /* partial norms and tables; after the first matrix product, its
+                              scratch */
+  int64_t total;           /* all of it */
+  int64_t masters;         /* master weights */
+  int64_t averages;        /* moving averages */
+  int64_t rows;            /* what gradients by row need, see ga_param_options.rows */
+  int64_t batch_norm;      /* statistics of batch normalisation */
+  int64_t resident;        /* of total, what is written so far; on a device, what is allocated.
+                              The rest is planned, or memory that the system gives only when it
+                              is written */
+  int64_t eager;           /* with ga_config.eager: a second set of what updates write */
 } ga_memory;
 
 /* Prepares *out to be filled. */
@@ -1533,8 +1546,8 @@ typedef struct ga_comm_table {
                         void* stream);
   int32_t (*reduce_scatter)(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype,
                             ga_comm_op op, void* stream);
-  int32_t any_thread; /* 1: the library may call the functions from a thread of its own, while the
-                         program goes on; needed for ga_comm_options.overlap; default 0 */
+  int32_t any_thread; /* 1: the library may call the functions from a thread of its own, while
+                         the program goes on; needed for ga_comm_options.overlap; default 0 */
   int32_t on_stream;  /* 1: for contexts on a device, see above; default 0 */
 } ga_comm_table;
 
@@ -1551,11 +1564,11 @@ typedef struct ga_comm_config {
   const void* id;             /* LOCAL, NCCL: [GA_COMM_ID_SIZE] bytes of ga_comm_unique_id, which
                                  are copied */
   const ga_comm_table* table; /* TABLE; copied */
-  void* nccl_comm;            /* NCCL: a ncclComm_t of the program's, which stays its own and must
-                                 outlive the ga_comm; its rank and ranks count. A failure that leaves
-                                 the ga_comm of no further use, and ga_comm_abort, end it with
-                                 ncclCommAbort: the program neither uses nor destroys it then.
-                                 Default NULL: rank, ranks and id make a new one */
+  void* nccl_comm;            /* NCCL: a ncclComm_t of the program's, which stays its own and
+                                 must outlive the ga_comm; its rank and ranks count. A failure
+                                 that leaves the ga_comm of no further use, and ga_comm_abort,
+                                 end it with ncclCommAbort: the program neither uses nor destroys
+                                 it then. Default NULL: rank, ranks and id make a new one */
 } ga_comm_config;
 
 /* Writes the defaults of a kind. */
@@ -1598,18 +1611,18 @@ GA_API void ga_comm_destroy(ga_comm* comm);
 typedef int32_t ga_comm_wire;
 enum {
   GA_COMM_WIRE_EXACT = 0, /* gradients as the accumulators have them */
-  GA_COMM_WIRE_BF16 = 1   /* f32 gradients are rounded to bf16 on their way to where they are added,
-                             which is in f32: 3/4 of the bytes */
+  GA_COMM_WIRE_BF16 = 1   /* f32 gradients are rounded to bf16 on their way to where they are
+                             added, which is in f32: 3/4 of the bytes */
 };
 
 /* What each rank keeps of optimizer state, master weights and EMA. */
 typedef int32_t ga_shard;
 enum {
   GA_SHARD_NONE = 0,     /* all of it */
-  GA_SHARD_OPTIMIZER = 1 /* a part of about 1 / ranks: the rank updates that part of the parameters
-                            and gets the others' (ZeRO-1, Rajbhandari et al. 2020). Calls that read
-                            or write state are then made by every rank in the same order, see
-                            ga_context_set_comm */
+  GA_SHARD_OPTIMIZER = 1 /* a part of about 1 / ranks: the rank updates that part of the
+                            parameters and gets the others' (ZeRO-1, Rajbhandari et al. 2020).
+                            Calls that read or write state are then made by every rank in the
+                            same order, see ga_context_set_comm */
 };
 
 /* Who adds gradients up. Maxima are always taken by the library. */
@@ -1630,16 +1643,18 @@ enum {
 typedef struct ga_comm_options {
   size_t struct_size;
   ga_comm_wire wire;   /* what travels from rank to rank; default GA_COMM_WIRE_EXACT */
-  int32_t hand_out;    /* 0 or 1: rank 0's parameters and state become those of every rank; default
-                          0: they must agree already */
-  int64_t check_every; /* every so many windows, ga_step compares parameters, and state that every
-                          rank has, over the ranks, bit for bit; default 0: never */
-  ga_shard shard; /* what each rank keeps; default GA_SHARD_NONE. It is chosen before the library
-                     makes its arrays, and holds until the context ends */
+  int32_t hand_out;    /* 0 or 1: rank 0's parameters and state become those of every rank;
+                          default 0: they must agree already */
+  int64_t check_every; /* every so many windows, ga_step compares parameters, and state that
+                          every rank has, over the ranks, bit for bit; default 0: never */
+  ga_shard shard;      /* what each rank keeps of optimizer state, master weights and EMA;
+                          default GA_SHARD_NONE. It is chosen before the library makes its
+                          arrays, and holds until the context ends */
   ga_comm_adder adder; /* who adds gradients up; default GA_COMM_ADDER_AUTO */
-  int32_t overlap;  /* 0 or 1: ga_params_ready has gradients exchanged while backward goes on; every
-                       window exchanges all parameters then; default 0 */
-  int32_t reserved; /* 0 */
+  int32_t overlap;     /* 0 or 1: ga_params_ready has gradients exchanged while backward goes on,
+                          by a thread of the library or in a second stream; every window
+                          exchanges all parameters then; default 0 */
+  int32_t reserved;    /* 0 */
 } ga_comm_options;
 
 /* Writes the defaults. */
@@ -1881,15 +1896,15 @@ typedef struct ga_bn_options {
   ga_bn_mode mode;     /* whose statistics the layer normalises by; default GA_BN_MICRO */
   ga_bn_layout layout; /* the order of axes; default GA_BN_CHANNELS_FIRST, Keras
                           GA_BN_CHANNELS_LAST */
-  ga_dtype dtype;  /* dtype of x, y and their gradients; default GA_F32. Computed in f32, or in f64
-                      for GA_F64 */
-  int32_t biased;  /* 0 or 1: whether the running variance averages biased variances, which divide
-                      the sum of squared deviations of n elements by n, as in Keras; the others
-                      divide by n - 1, as in torch, which for n = 1 is unknown, and the running
-                      variance stays */
-  double momentum; /* running += momentum (window's - running); [0, 1]; default 0.1, Keras 0.01,
-                      which Keras itself calls 0.99 */
-  double eps;      /* added to the variance; > 0; default 1e-5, Keras 1e-3 */
+  ga_dtype dtype;      /* dtype of x, y and their gradients; default GA_F32. Computed in f32, or
+                          in f64 for GA_F64 */
+  int32_t biased;      /* 0 or 1: whether the running variance averages biased variances, which
+                          divide the sum of squared deviations of n elements by n, as in Keras;
+                          the others divide by n - 1, as in torch, which for n = 1 is unknown,
+                          and the running variance stays */
+  double momentum;     /* running += momentum (window's - running); [0, 1]; default 0.1, Keras
+                          0.01, which Keras itself calls 0.99 */
+  double eps;          /* added to the variance; > 0; default 1e-5, Keras 1e-3 */
 } ga_bn_options;
 
 /* Writes the defaults of GA_FLAVOR_TORCH or GA_FLAVOR_KERAS. */

@@ -152,6 +152,18 @@ def test_everything_public_is_documented() -> None:
     assert missing == []
 
 
+def test_comments_mention_what_there_is() -> None:
+    mentioned = {
+        match
+        for path in SOURCES.glob("*.py")
+        for match in re.findall(r"``([A-Z]\w+)\.(\w+)(?:\(.*?\))?``", path.read_text())
+    }
+    assert len(mentioned) > 50
+    for owner, name in mentioned:
+        kind = getattr(ga, owner)
+        assert hasattr(kind, name) or name in getattr(kind, "__dataclass_fields__", {}), f"{owner}.{name}"
+
+
 def test_types_are_strict(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     here = pathlib.Path(__file__).parent

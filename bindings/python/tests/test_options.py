@@ -8,7 +8,7 @@ import gradaccum as ga
 import numpy as np
 import pytest
 from gradaccum import _raw
-from gradaccum.options import _Struct
+from gradaccum._struct import Struct
 
 STRUCTS: list[Any] = [
     ga.Config(), ga.Optimizer(ga.OptimizerKind.ADAM), ga.Schedule(ga.ScheduleKind.STEP), ga.Clip(),
@@ -30,7 +30,7 @@ def other(value: Any) -> Any:
 
 def test_every_field_goes_to_c_and_back() -> None:
     for struct in STRUCTS:
-        kind: type[_Struct] = type(struct)
+        kind: type[Struct] = type(struct)
         fixed = set(kind._arguments)
         for name in kind._fields():
             if name in fixed:

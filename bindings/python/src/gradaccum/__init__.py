@@ -31,10 +31,9 @@ from __future__ import annotations
 import os
 
 from . import _raw
+from .batch_norm import BatchNorm
 from .communicator import Communicator
-from .context import (
-    Accumulator, BatchNorm, Context, FlatEntry, Group, MicroBatch, Param,
-)  # fmt: skip
+from .context import Context
 from .enums import (
     Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, BnSpread, ClipScope, ClipWhen, CommAdder, CommKind,
     CommShard, CommWire, Device, Dtype, EmaKind, Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing,
@@ -42,10 +41,12 @@ from .enums import (
     WindowState,
 )  # fmt: skip
 from .errors import Error
+from .micro_batch import Accumulator, MicroBatch
 from .options import (
     BatchNormInfo, BatchNormOptions, Build, Clip, CommunicatorOptions, Config, Ema, LossScaler, Memory, MicroOptions, Optimizer,
     ParamInfo, ParamOptions, Schedule, StateInfo, StateOptions, StepResult, Window,
 )  # fmt: skip
+from .params import FlatEntry, Group, Param
 from .tensor import SupportsBuffer, SupportsDLPack, Tensor, TensorLike
 
 __all__ = [

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What gradaccum.h declares: enumerations, structs and functions with their comments, as libclang reads them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from clang import cindex
+from clang.cindex import Cursor, CursorKind, TokenKind
+
+import names
+
+
+class Refused(Exception):
+    """The header says something that no binding can be made of; the message has the places."""
+
+
+@dataclass(frozen=True)
+class Enumerator:
+    """A number with a name."""
+
+    c_name: str  # GA_FLAVOR_TORCH
+    name: str  # TORCH
+    value: int
+    doc: str
+
+
+@dataclass(frozen=True)
+class Enum:
+    """An enumeration: the typedef of an integer, and the unnamed enum behind it."""
+
+    c_name: str  # ga_flavor
+    doc: str
+    enumerators: tuple[Enumerator, ...]
+    is_flags: bool
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a struct that a binding shows."""
+
+    c_name: str
+    kind: str  # enum, bool, int, double, string, address, array or callback
+    doc: str
+    enum: Enum | None = None
+    is_optional: bool = False  # kind enum: 0 is none of the enumerators, but leaves the choice to the library
+    bits: int = 0  # kind int
+    is_signed: bool = True
+    length: str | int = 0  # kind array: the field that has it, or a number
+    callback: str = ""  # the typedef
+
+
+@dataclass(frozen=True)
+class Struct:
+    """A struct of options, which an _init function fills, or of results, which a function fills."""
+
+    c_name: str
+    doc: str
+    fields: tuple[Field, ...]
+    is_result: bool
+    arguments: tuple[str, ...]  # of the _init function, which choose the defaults
+
+
+@dataclass
+class Header:
+    """All of it."""
+
+    enums: dict[str, Enum] = field(default_factory=dict)
+    structs: dict[str, Struct] = field(default_factory=dict)
+    functions: dict[str, str] = field(default_factory=dict)  # name: comment
+    callbacks: dict[str, str] = field(default_factory=dict)  # typedef: comment
+    constants: dict[str, tuple[Enum, Enumerator]] = field(default_factory=dict)
+
+
+def read(path: str, compiler: str = "cc") -> Header:
+    """Reads the header. Raises Refused with all places where something is missing."""
+    return _Reader(path, compiler).header
+
+
+class _Reader:
+    def __init__(self, path: str, compiler: str) -> None:
+        # The package of libclang has no headers of its own, such as stddef.h.
+        include = subprocess.run(
+            [compiler, "-print-file-name=include"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        arguments = ["-x", "c", "-std=c99", "-fparse-all-comments", "-isystem", include]
+        if not os.path.isfile(path):
+            raise Refused(f"{path}: there is no such file")
+        unit = cindex.Index.create().parse(path, arguments)
+        self.problems = [str(d) for d in unit.diagnostics if d.severity >= cindex.Diagnostic.Warning]
+        self.header = Header()
+        ours = os.path.dirname(os.path.realpath(path))
+        cursors = [
+            c for c in unit.cursor.get_children()
+            if c.location.file and os.path.dirname(os.path.realpath(c.location.file.name)) == ours
+        ]  # fmt: skip
+        inits = {c.spelling: c for c in cursors if c.kind == CursorKind.FUNCTION_DECL}
+        self.header.functions = {name: clean(c.raw_comment) for name, c in inits.items()}
+        taken = {
+            argument.type.get_pointee().get_declaration().spelling
+            for c in inits.values() for argument in c.get_arguments()
+            if argument.type.get_pointee().is_const_qualified()
+        }  # fmt: skip
+        before: Cursor | None = None
+        for cursor in cursors:
+            if cursor.kind == CursorKind.TYPEDEF_DECL and cursor.spelling in names.CALLBACKS:
+                self.header.callbacks[cursor.spelling] = self._comment(cursor)
+            if cursor.kind == CursorKind.ENUM_DECL:
+                self._enum(cursor, before)
+            before = cursor
+        for cursor in cursors:
+            if cursor.kind == CursorKind.STRUCT_DECL and cursor.is_definition() and cursor.spelling in names.TYPES:
+                self._struct(cursor, inits, cursor.spelling not in taken)
+        for name in names.TYPES:
+            if name not in self.header.enums and name not in self.header.structs:
+                self.problems.append(f"names.py has {name}, which the header has not")
+        if self.problems:
+            raise Refused("\n".join(self.problems))
+
+    def _complain(self, cursor: Cursor, what: str) -> None:
+        place = cursor.location
+        self.problems.append(f"{place.file}:{place.line}: {cursor.spelling} {what}")
+
+    def _comment(self, cursor: Cursor) -> str:
+        text = clean(cursor.raw_comment)
+        if not text:
+            self._complain(cursor, "has no comment")
+        return text
+
+    def _check_attributed(self, body: Cursor, comments: list[str]) -> None:
+        """Every comment within a struct or an enum belongs to a member, or says that something is reserved."""
+        for token in body.get_tokens():
+            if token.kind == TokenKind.COMMENT and clean(token.spelling) not in comments:
+                place = token.location
+                self.problems.append(
+                    f"{place.file}:{place.line}: no member has this comment: {clean(token.spelling)}"
+                )
+
+    def _enum(self, cursor: Cursor, before: Cursor | None) -> None:
+        members = [c for c in cursor.get_children() if c.kind == CursorKind.ENUM_CONSTANT_DECL]
+        unnamed = names.UNNAMED.get(members[0].spelling)
+        if unnamed is not None:
+            c_name, doc = unnamed, clean(cursor.raw_comment)
+        elif before is not None and before.kind == CursorKind.TYPEDEF_DECL:
+            c_name, doc = before.spelling, clean(before.raw_comment)
+        else:
+            c_name, doc = "", ""
+        if c_name not in names.TYPES:
+            if members[0].spelling not in names.NOT_WRAPPED:
+                self._complain(members[0], "begins an enum that names.py does not name")
+            return
+        if not doc:
+            self._complain(cursor, f"({c_name}) has no comment")
+        prefix = names.PREFIXES.get(c_name) or os.path.commonprefix([m.spelling for m in members])
+        prefix = prefix[: prefix.rfind("_") + 1]
+        enumerators = []
+        for m in members:
+            name = m.spelling.removeprefix(prefix)
+            name = names.RENAMED.get(m.spelling, name.removeprefix("GA_"))
+            enumerators.append(Enumerator(m.spelling, name, m.enum_value, self._comment(m)))
+        self._check_attributed(cursor, [e.doc for e in enumerators])
+        enum = Enum(c_name, doc, tuple(enumerators), c_name in names.FLAGS)
+        self.header.enums[c_name] = enum
+        for e in enumerators:
+            self.header.constants[e.c_name] = (enum, e)
+
+    def _struct(self, cursor: Cursor, inits: dict[str, Cursor], is_result: bool) -> None:
+        name = cursor.spelling
+        doc = clean(cursor.raw_comment)
+        if not doc:
+            self._complain(cursor, "has no comment")
+        init = inits[f"{name}_init"]
+        arguments = tuple(a.spelling for a in init.get_arguments())[2:]
+        members = [c for c in cursor.get_children() if c.kind == CursorKind.FIELD_DECL]
+        fields = [f for member in members if (f := self._field(name, member)) is not None]
+        self._check_attributed(cursor, [clean(c.raw_comment) for c in members])
+        self.header.structs[name] = Struct(name, doc, tuple(fields), is_result, arguments)
+
+    def _field(self, struct: str, cursor: Cursor) -> Field | None:
+        c_name = cursor.spelling
+        if c_name in names.NOT_FIELDS or (struct, c_name) in names.NOT_FIELDS:
+            return None
+        doc = self._comment(cursor)
+        c_type = cursor.type.spelling
+        length = names.LENGTHS.get((struct, c_name))
+        enum_name = names.FIELD_ENUMS.get((struct, c_name), c_type)
+        if enum_name in self.header.enums:
+            enum = self.header.enums[enum_name]
+            optional = all(e.value != 0 for e in enum.enumerators) and re.search(r"\b0: ", doc) is not None
+            optional = optional or (struct, c_name) in names.OPTIONAL
+            return Field(c_name, "enum", doc, enum=enum, is_optional=optional)
+        if c_type in names.CALLBACKS:
+            return Field(c_name, "callback", doc, callback=c_type)
+        if length is not None:
+            return Field(c_name, "array", doc, length=length)
+        if c_type == "const char *":
+            return Field(c_name, "string", doc)
+        if c_type.endswith("*"):
+            return Field(c_name, "address", doc)
+        if c_type == "double":
+            return Field(c_name, "double", doc)
+        if c_type == "int32_t" and re.match(r"0 or 1\b", doc):
+            return Field(c_name, "bool", doc)
+        canonical = cursor.type.get_canonical()
+        sizes = {"int": (32, True), "unsigned int": (32, False), "long": (64, True), "unsigned long": (64, False)}
+        if canonical.spelling not in sizes:
+            self._complain(cursor, f"has the type {c_type}, for which no binding has one")
+            return None
+        bits, signed = sizes[canonical.spelling]
+        return Field(c_name, "int", doc, bits=bits, is_signed=signed)
+
+
+def clean(comment: str | None) -> str:
+    """The text of a comment in C: paragraphs, which a blank line separates; lines of a list keep their breaks."""
+    if not comment:
+        return ""
+    lines = [re.sub(r"^\s*(/\*+|\*(?!/))?\s?", "", line).rstrip() for line in comment.split("\n")]
+    lines[-1] = re.sub(r"\s*\*+/$", "", lines[-1])
+    paragraphs = [" ".join(p) for p in _paragraphs(line.strip() for line in lines)]
+    return "\n\n".join(paragraphs)
+
+
+def _paragraphs(lines: Iterator[str]) -> Iterator[list[str]]:
+    paragraph: list[str] = []
+    for line in lines:
+        if line:
+            paragraph.append(line)
+        elif paragraph:
+            yield paragraph
+            paragraph = []
+    if paragraph:
+        yield paragraph

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from . import _raw
+from .enums import Device, Dtype
+from .options import Clip, Optimizer, ParamInfo, ParamOptions, Schedule, StateInfo
+from .tensor import HOST, Tensor, TensorLike, new_tensor
+
+if TYPE_CHECKING:
+    from .context import Context
+
+
+@dataclass(frozen=True)
+class FlatEntry:
+    """One parameter within a block of memory."""
+
+    name: str
+    """Its name."""
+    group: Group
+    """Its group."""
+    shape: Sequence[int]
+    """Its dimensions."""
+    offset: int
+    """Elements from the start of the block."""
+    options: ParamOptions | None = None
+    """Its options; None: the defaults."""
+
+
+class Group:
+    """Parameters that share an optimizer. Made by Context.add_group()."""
+
+    __slots__ = ("context", "id")
+
+    def __init__(self, context: Context, id: int) -> None:
+        self.context = context
+        self.id = id
+
+    def __repr__(self) -> str:
+        return f"<gradaccum.Group {self.id}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and other.context is self.context and other.id == self.id
+
+    def __hash__(self) -> int:
+        return hash((id(self.context), self.id))
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, with the learning rate and the weight decay that were set last."""
+        with self.context._guard as c:
+            struct = _raw.ga_optimizer(0, 0)
+            _raw.ga_group_optimizer(c, self.id, struct)
+            return Optimizer._read(struct)
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        with self.context._guard as c:
+            _raw.ga_group_set_optimizer(c, self.id, optimizer._write())
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next applied step. What is set is its peak under a schedule."""
+        with self.context._guard as c:
+            lr: float = _raw.ga_group_lr(c, self.id)
+            return lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        with self.context._guard as c:
+            _raw.ga_group_set_lr(c, self.id, lr)
+
+    @property
+    def last_lr(self) -> float:
+        """The learning rate of the last applied step; 0 before the first."""
+        with self.context._guard as c:
+            lr: float = _raw.ga_group_last_lr(c, self.id)
+            return lr
+
+    def set_weight_decay(self, weight_decay: float) -> None:
+        """Sets the weight decay."""
+        with self.context._guard as c:
+            _raw.ga_group_set_weight_decay(c, self.id, weight_decay)
+
+    def set_frozen(self, frozen: bool) -> None:
+        """Freezes or unfreezes each parameter that the group has now."""
+        with self.context._guard as c:
+            _raw.ga_group_set_frozen(c, self.id, int(frozen))
+
+    def set_schedule(self, schedule: Schedule | None) -> None:
+        """Sets the schedule of the learning rate; None removes it."""
+        with self.context._guard as c:
+            _raw.ga_group_set_schedule(c, self.id, None if schedule is None else schedule._write())
+
+    def set_clip(self, clip: Clip | None) -> None:
+        """Gives the group a clip of its own; None: the context's again."""
+        with self.context._guard as c:
+            _raw.ga_group_set_clip(c, self.id, None if clip is None else clip._write())
+            self.context._clips_changed(c)
+
+    @property
+    def clip(self) -> Clip:
+        """What the group is clipped by: a clip of its own, or the context's."""
+        with self.context._guard as c:
+            struct = _raw.ga_clip()
+            _raw.ga_group_clip(c, self.id, struct)
+            return Clip._read(struct)
+
+
+def describe_param(c: int, id: int) -> ParamInfo:
+    """What a context of C knows of a parameter."""
+    struct = _raw.ga_param_info()
+    _raw.ga_param_describe(c, id, struct)
+    shape = tuple(struct.dimension(axis) for axis in range(struct.rank))
+    return ParamInfo._read(struct, shape=shape)
+
+
+class Param:
+    """A parameter. Made by Context.add_param()."""
+
+    __slots__ = (
+        "_gradient", "_offset", "context", "count", "dtype", "gradient_dtype", "id", "is_removed", "name",
+        "shape",
+    )  # fmt: skip
+
+    def __init__(self, context: Context, id: int, info: ParamInfo) -> None:
+        self.context = context
+        self.id = id
+        self.name = info.name
+        self.shape = info.shape
+        self.dtype = info.dtype
+        self.gradient_dtype = info.gradient_dtype
+        self.count = info.count
+        self.is_removed = False
+        self._offset = info.offset
+        self._gradient = context._where.expect(
+            f'gradient of parameter "{info.name}"', info.gradient_dtype, info.shape
+        )
+
+    def __reduce__(self) -> NoReturn:
+        self.context.__reduce__()
+
+    def __repr__(self) -> str:
+        return f'<gradaccum.Param "{self.name}" {self.dtype.name} {list(self.shape)}>'
+
+    @property
+    def info(self) -> ParamInfo:
+        """What the library knows of the parameter."""
+        with self.context._guard as c:
+            return describe_param(c, self.id)
+
+    @property
+    def slot(self) -> int:
+        """Which gradient of accumulate() is the parameter's; those of a flat block share one."""
+        with self.context._guard as c:
+            slot: int = _raw.ga_param_slot(c, self.id)
+            return slot
+
+    def bind(self, data: TensorLike) -> None:
+        """Tells that the parameter has moved: data holds its values now. Between windows."""
+        context = self.context
+        with context._guard as c:
+            loan = context._where.borrow(
+                data, f'data of parameter "{self.name}"', self.dtype, self.shape, written=True
+            )
+            _raw.ga_param_bind(c, self.id, loan)
+            context._lent()[self.id] = loan
+
+    def changed(self) -> None:
+        """Tells that the program has written the parameter: its master weights are taken anew.
+
+        Needless without master weights, and with ``ParamOptions(follow_data=True)``.
+        """
+        with self.context._guard as c:
+            _raw.ga_param_changed(c, self.id)
+
+    def set_frozen(self, frozen: bool) -> None:
+        """Freezes the parameter, or unfreezes it. Between windows."""
+        with self.context._guard as c:
+            _raw.ga_param_set_frozen(c, self.id, int(frozen))
+
+    def set_lr_scale(self, lr_scale: float) -> None:
+        """Multiplies the group's learning rate for this parameter."""
+        with self.context._guard as c:
+            _raw.ga_param_set_lr_scale(c, self.id, lr_scale)
+
+    def set_weight_decay_scale(self, weight_decay_scale: float) -> None:
+        """Multiplies the group's weight decay for this parameter."""
+        with self.context._guard as c:
+            _raw.ga_param_set_weight_decay_scale(c, self.id, weight_decay_scale)
+
+    def remove(self) -> None:
+        """Removes the parameter: its tensor is not touched any more. Between windows."""
+        context = self.context
+        with context._guard as c:
+            slot = _raw.ga_param_slot(c, self.id)
+            _raw.ga_param_remove(c, self.id)
+            self.is_removed = True
+            context._lent().pop(self.id)
+            context._expected[slot] = context._slots[slot].expected(context._where)
+
+    def gradient(self) -> Tensor:
+        """The reduced, clipped gradient of a parameter of an EXTERNAL group, in place.
+
+        Legal after an applied step until the next accumulate(), discard() or step(); the memory is the
+        context's, and holds something else after that.
+        """
+        context = self.context
+        with context._guard as c:
+            address, dtype, count = _raw.ga_gradient(c, self.id)
+            shape = self.shape if count == self.count else (count,)
+            return Tensor(
+                address, shape, Dtype(dtype), device=context._where.device,
+                ordinal=context._where.ordinal, read_only=True, owner=context._handle,
+            )  # fmt: skip
+
+    def ema(self, out: TensorLike | None = None) -> Tensor | TensorLike:
+        """Writes the moving average of the parameter to out, of any dtype; default a new tensor.
+
+        With ``CommShard.OPTIMIZER``, on every rank.
+        """
+        context = self.context
+        with context._guard as c:
+            if out is None:
+                if context._where.device != Device.CPU:
+                    raise ValueError("a context on a device needs out, a tensor on that device")
+                out = new_tensor(self.shape, self.count, self.dtype)
+            loan = context._where.borrow(
+                out, f'moving average of parameter "{self.name}"', 0, self.shape, written=True
+            )
+            _raw.ga_ema_copy_to(c, self.id, loan, _raw.describe(loan)[1])
+            return out
+
+    # ---- State by name
+
+    @property
+    def states(self) -> list[StateInfo]:
+        """The arrays of state that the parameter has, or will have once it is not frozen."""
+        with self.context._guard as c:
+            return self._states(c)
+
+    def _states(self, c: int) -> list[StateInfo]:
+        infos = []
+        for index in range(_raw.ga_state_count(c, self.id)):
+            struct = _raw.ga_state_info()
+            _raw.ga_state_describe(c, self.id, index, struct)
+            infos.append(StateInfo._read(struct))
+        return infos
+
+    def _state(self, c: int, name: str) -> tuple[StateInfo, tuple[int, ...]]:
+        infos = self._states(c)
+        for info in infos:
+            if info.name == name:
+                return info, self.shape if info.count == self.count else (info.count,)
+        names = ", ".join(info.name for info in infos) or "none"
+        raise KeyError(f'parameter "{self.name}" has no state "{name}", but {names}')
+
+    def get_state(self, name: str, out: TensorLike | None = None) -> Tensor | TensorLike:
+        """Reads an array of state into out, in the host's memory; default a new tensor.
+
+        With ``CommShard.OPTIMIZER``, on every rank.
+        """
+        with self.context._guard as c:
+            info, shape = self._state(c, name)
+            if out is None:
+                out = new_tensor(shape, info.count, info.dtype)
+            loan = HOST.borrow(out, f'state "{name}"', info.dtype, shape, written=True)
+            _raw.ga_state_get(c, self.id, name, loan, info.dtype, info.count)
+            return out
+
+    def set_state(self, name: str, data: TensorLike) -> None:
+        """Writes an array of state whole. "step" must be written last.
+
+        With ``CommShard.OPTIMIZER``, on every rank.
+        """
+        with self.context._guard as c:
+            info, shape = self._state(c, name)
+            loan = HOST.borrow(data, f'state "{name}"', info.dtype, shape)
+            _raw.ga_state_set(c, self.id, name, loan, info.dtype, info.count)
+
+    def reset_state(self) -> None:
+        """Puts all state of the parameter back to the beginning. Between windows."""
+        with self.context._guard as c:
+            _raw.ga_state_reset(c, self.id)

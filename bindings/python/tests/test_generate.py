@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the generator of options, enumerations and results makes of headers, and what it refuses."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("clang.cindex", reason="libclang is not installed")
+HEADER = pathlib.Path(os.environ.get("GA_HEADER", ""))
+GENERATOR = HEADER.parents[2] / "bindings" / "generate" if HEADER.is_file() else None
+LANGUAGES = ("python",)
+
+
+def generate(folder: pathlib.Path, language: str, *changes: tuple[str, str]) -> tuple[int, str]:
+    """Runs the generator on the header with changes: the exit status, and the files or the message."""
+    if GENERATOR is None:
+        pytest.skip("GA_HEADER does not name gradaccum.h")
+    text = HEADER.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    header = folder / "gradaccum.h"
+    header.write_text(text)
+    out = folder / language
+    command = [sys.executable, str(GENERATOR), "--language", language, "--header", str(header), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return done.returncode, done.stderr
+    return 0, "\n".join(path.read_text() for path in sorted(out.iterdir()))
+
+
+ROUNDING = "  GA_ROUND_NEAREST = 0,   /* to nearest, ties to even */"
+BYTES = "  int64_t eager_bytes; "
+MASTER = "/* How a 16-bit parameter is rounded. */"
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_new_field_is_there_with_its_comment(tmp_path: pathlib.Path, language: str) -> None:
+    new = "  int64_t lanes_of_glass;  /* panes a window has, for GA_ROUND_NEAREST; default 7 */\n" + BYTES
+    status, text = generate(tmp_path, language, (BYTES, new))
+    assert status == 0, text
+    name = {"csharp": "LanesOfGlass", "java": "lanesOfGlass", "python": "lanes_of_glass"}[language]
+    words = " ".join(text.replace("///", " ").replace("*", " ").split())
+    assert name in words
+    assert "anes a window has, for" in words
+    assert "default 7" in words
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_new_enumerator_is_there_with_its_comment(tmp_path: pathlib.Path, language: str) -> None:
+    new = "  GA_ROUND_AWAY = 7, /* away from zero, wherever that is */\n" + ROUNDING
+    status, text = generate(tmp_path, language, (ROUNDING, new))
+    assert status == 0, text
+    assert {"csharp": "Away", "java": "AWAY", "python": "AWAY"}[language] in text
+    assert "way from zero, wherever that is" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (ROUNDING, "  GA_ROUND_NEAREST = 0,", "GA_ROUND_NEAREST has no comment"),
+        (BYTES, "  int64_t bare;\n" + BYTES, "bare has no comment"),
+        (BYTES, "  /* of nothing */\n\n  /* of */ " + BYTES.lstrip(), "no member has this comment: of nothing"),
+        (BYTES, "  float odd; /* of a kind */\n" + BYTES, "odd has the type float, for which no binding has one"),
+        (ROUNDING, ROUNDING.replace("to nearest", "as ga_frobnicate, to nearest"), "ga_frobnicate"),
+        (ROUNDING, ROUNDING.replace("to nearest", "as GA_FROBNICATE, to nearest"), "GA_FROBNICATE"),
+        (BYTES, "  struct missing gone; /* of a kind */\n" + BYTES, "incomplete type"),
+        (MASTER, "enum { GA_ODD = 3 /* odd */ };\n" + MASTER, "GA_ODD begins an enum that names.py does not name"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_attribute_is_an_error(tmp_path: pathlib.Path, old: str, new: str, why: str) -> None:
+    status, message = generate(tmp_path, "python", (old, new))
+    assert status == 1
+    assert why in message, message
+    assert "Traceback" not in message
+
+
+def test_without_a_header(tmp_path: pathlib.Path) -> None:
+    generate(tmp_path, "python")
+    command = [sys.executable, str(GENERATOR), "--language", "python", "--header", "/no/such.h", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "/no/such.h" in done.stderr and "Traceback" not in done.stderr
