@@ -7,7 +7,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, BinaryIO, NoReturn, Self
 
 from . import _native, _raw
@@ -15,14 +14,15 @@ from ._gradients import Kept, Slot
 from ._guard import Guard, Handle
 from .batch_norm import BatchNorm, describe_layer
 from .communicator import Communicator
-from .enums import ClipWhen, Device, Dtype, Settings, StepOutcome
-from .micro_batch import Accumulator, MicroBatch
+from .enums import ClipWhen, Dtype, Settings, StepOutcome
+from .micro_batch import Accumulator as Accumulator
+from .micro_batch import MicroBatch
 from .options import (
     BatchNormOptions, Clip, CommunicatorOptions, Config, Ema, LossScaler, Memory, MicroOptions, Optimizer, ParamOptions,
     StateOptions, StepResult, Window,
 )  # fmt: skip
 from .params import FlatEntry, Group, Param, describe_param
-from .tensor import Tensor, TensorLike, Where
+from .tensor import TensorLike, Where
 
 _OUTCOMES = tuple(StepOutcome)
 

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
-import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any, BinaryIO, NoReturn, TypedDict, cast
 
@@ -19,22 +17,20 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import (
-    Clip, ClipScope, Config, Context, Dtype, Ema, GradientLife, Group, LossScaler,
-    MicroBatch, MicroFlags, MicroOptions, Nonfinite, Param, ParamOptions, Rounding, Rows, Settings,
-    StateOptions, StateParts, StepOutcome, StepResult, WindowState,
+    Clip, ClipScope, Config, Context, Ema, GradientLife, Group, LossScaler, MicroBatch, MicroFlags, MicroOptions,
+    Nonfinite, ParamOptions, Rounding, Rows, Settings, StateOptions, StateParts, StepOutcome, StepResult, WindowState,
 )  # fmt: skip
-from .. import _native
 from . import _state_file as state_file
 from ._ddp import Alone, Call, ranks_of
 from ._habits import Habits, warn
 from ._kinds import Kind
 from ._layers import Layers
+from ._runtime import autograd_is_compiled, has_own_openmp
+from ._slots import DTYPES, Slot, add, fits, flat, is_sparse, like
 from ._state import State, refuse
+from ._state_dict import from_torch, take_from_torch, to_torch
 from ._streams import streams_of
 
-_DTYPES = {
-    torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
-}  # fmt: skip
 _KEY = "gradaccum"  # of a state dictionary: all that the library keeps
 # Of Config, what may differ between ranks.
 _OF_ONE_RANK = {"device_ordinal", "stream", "num_threads", "log", "on_param_done"}
@@ -63,32 +59,6 @@ class WindowOptions(TypedDict, total=False):
     """The DistributedDataParallel that reduces every backward."""
     distributed: bool
     """False allows several processes that do not train one model together; default True."""
-
-
-class _Slot:
-    """A parameter of torch, and that of the library with the same memory."""
-
-    __slots__ = (
-        "address", "dtype", "gradients", "hook", "is_whole", "own", "place", "rows", "shape", "stride",
-        "tensor", "tells", "touched", "version",
-    )  # fmt: skip
-
-    def __init__(self, tensor: Tensor, own: Param, rows: bool, follows: bool) -> None:
-        self.tensor = tensor
-        self.own = own
-        self.rows = rows
-        self.place = own.slot
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.address = tensor.data_ptr()
-        self.version = tensor._version
-        self.touched = False  # whether it has a gradient in this window
-        self.gradients = 0  # that the open micro-batch has given it
-        self.is_whole: bool | None = None  # whether a micro-batch gives it one gradient; None: not known yet
-        # Whether the library has to be told if the program writes the parameter.
-        self.tells = not follows and any(info.name == "master" for info in own.states)
-        self.hook: Any = None
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -158,8 +128,8 @@ class Optimizer(torch.optim.Optimizer):
             param_options, follow_data=param_options.rounding == Rounding.NEAREST
         )
         self._ranks = Alone()
-        self._slots: list[_Slot] = []
-        self._tensors: list[Tensor] = []  # of the slots; all contiguous: _dense
+        self._slots: list[Slot] = []
+        self._tensors: list[Tensor] = []  # of the slots; all contiguous: dense
         self._dtypes: list[torch.dtype] = []
         self._counts: list[int] = []
         self._dense = True
@@ -208,7 +178,7 @@ class Optimizer(torch.optim.Optimizer):
         self._streams = streams_of(self._device)
         changes.update(self._streams.config())
         if self._device.type == "cpu" and config.num_threads == 0:
-            changes["num_threads"] = 1 if _has_own_openmp() else torch.get_num_threads()
+            changes["num_threads"] = 1 if has_own_openmp() else torch.get_num_threads()
         self._context = Context(dataclasses.replace(config, **changes))
         if clip is not None:
             self._context.set_clip(clip)
@@ -272,11 +242,11 @@ class Optimizer(torch.optim.Optimizer):
         if "rows" in group:
             group["rows"] = int(rows)  # what torch.load takes without further ado
         options = dataclasses.replace(self._param_options, rows=rows) if rows else self._param_options
-        added: list[_Slot] = []
+        added: list[Slot] = []
         try:
             for tensor, view, name in zip(group["params"], views, names, strict=True):
                 own = self.context.add_param(own_group, name, view, options=options)
-                added.append(_Slot(tensor, own, rows != Rows.NONE, options.follow_data))
+                added.append(Slot(tensor, own, rows != Rows.NONE, options.follow_data))
             self._ranks.track((slot.own.name, slot.tensor) for slot in added)
         except BaseException:
             for slot in added:
@@ -319,7 +289,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _view(self, tensor: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The memory of a parameter as a dense tensor: its dimensions in the order of the memory."""
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise TypeError(f"a parameter was {tensor.dtype}, expected float32, float64, float16 or bfloat16")
         if tensor.layout != torch.strided or hasattr(tensor, "_local_tensor"):
             raise TypeError("a parameter was sparse or a DTensor, expected a plain tensor")
@@ -375,7 +345,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._layers.drop()
                 raise
             return
-        if _autograd_is_compiled():
+        if autograd_is_compiled():
             raise RuntimeError(
                 "compiled autograd would trace the hooks that take gradients: call loss.backward() and then "
                 "accumulate() instead"
@@ -397,7 +367,7 @@ class Optimizer(torch.optim.Optimizer):
                     _ = self.context  # back from the streams of the hooks
                     for slot in self._slots:  # of parameters that had no hook when it was opened
                         if slot.tensor.grad is not None:
-                            self._held += [slot.tensor.grad, *_add(micro, slot, slot.tensor.grad)]
+                            self._held += [slot.tensor.grad, *add(micro, slot, slot.tensor.grad)]
                             slot.tensor.grad = None
                     self._layers.tell(self._streams, self._ranks)
                     self._learn(weight)
@@ -424,7 +394,7 @@ class Optimizer(torch.optim.Optimizer):
         """Whether the next micro-batch fills the window."""
         return self.accum_steps is not None and self.context.window.micro_batches + 1 >= self.accum_steps
 
-    def _count_gradient(self, slot: _Slot) -> None:
+    def _count_gradient(self, slot: Slot) -> None:
         """Counts a gradient that backward gives to the open micro-batch, before it is added."""
         slot.gradients += 1
         if slot.gradients > 1:
@@ -433,7 +403,7 @@ class Optimizer(torch.optim.Optimizer):
                     other.is_whole = None
             slot.is_whole = False
 
-    def _tell_ready(self, slot: _Slot) -> None:
+    def _tell_ready(self, slot: Slot) -> None:
         """Has the update of a parameter begin after its gradient was added, if no other gradient follows."""
         if not (self._tells_ready and slot.is_whole):
             return
@@ -508,7 +478,7 @@ class Optimizer(torch.optim.Optimizer):
                     slot.own.changed()
                 slot.version = tensor._version
 
-    def _is_rounded_master(self, slot: _Slot) -> bool:
+    def _is_rounded_master(self, slot: Slot) -> bool:
         """Whether a 16-bit parameter is what its master weights round to, as when both were loaded."""
         master = self._masters.get(slot.own.name)
         if master is None:
@@ -516,7 +486,7 @@ class Optimizer(torch.optim.Optimizer):
                 return False
             master = from_dlpack(cast(Any, slot.own.get_state("master")))
         master = master.to(slot.tensor.dtype)
-        return torch.equal(master, self._flat(slot.tensor, slot).reshape(master.shape))
+        return torch.equal(master, flat(slot.tensor, slot).reshape(master.shape))
 
     def _take(
         self, weight: float, loss_scale: float | None, last: bool = False, *, counted: bool = False
@@ -536,11 +506,11 @@ class Optimizer(torch.optim.Optimizer):
         if self._are_plain(gradients):
             self.context.accumulate(list(map(_ADDRESS, gradients)), weight, options)
             self._all_touched = True
-        elif not any(map(_is_sparse, gradients)):
+        elif not any(map(is_sparse, gradients)):
             addresses: list[int | None] = [None] * self.context.slot_count
             for gradient, slot in zip(gradients, self._slots, strict=True):
                 if gradient is not None:
-                    alive.append(gradient if _fits(gradient, slot) else _like(gradient, slot))
+                    alive.append(gradient if fits(gradient, slot) else like(gradient, slot))
                     addresses[slot.place] = alive[-1].data_ptr()
                     slot.touched = True
             self.context.accumulate(addresses, weight, options)
@@ -548,7 +518,7 @@ class Optimizer(torch.optim.Optimizer):
             with self.context.micro_batch(weight, options=options) as micro:
                 for gradient, slot in zip(gradients, self._slots, strict=True):
                     if gradient is not None:
-                        alive += _add(micro, slot, gradient)
+                        alive += add(micro, slot, gradient)
         self._streams.keep(gradients)
         self._took(weight, any(gradient is not None for gradient in gradients), is_scaled)
         for tensor in self._tensors:
@@ -688,7 +658,7 @@ class Optimizer(torch.optim.Optimizer):
         for slot in self._slots:
             slot.touched = False
 
-    def _parameters_moved(self, slots: list[_Slot]) -> None:
+    def _parameters_moved(self, slots: list[Slot]) -> None:
         """Tells autograd that the library has written parameters."""
         torch.autograd.graph.increment_version([slot.tensor for slot in slots])
         for slot in slots:
@@ -737,24 +707,8 @@ class Optimizer(torch.optim.Optimizer):
         self._push()
         data = self.context.save_bytes(StateOptions(parts=StateParts.LIBRARY))
         header, arrays = state_file.split(data)
-        state: defaultdict[Tensor, Any] = defaultdict(dict)
-        steps = torch.tensor(float(self.context.window.steps))
-        began = {
-            key.removesuffix(".step") for key, array in arrays.items() if key.endswith(".step") and int(array)
-        }
-        for key, slot, name in self._of_torch(arrays):
-            array = arrays[key]
-            if self._kind.counts_steps and slot.own.name not in began:
-                continue  # torch has no state of a parameter that had no gradient yet
-            if not self._kind.counts_steps:
-                state[slot.tensor]["step"] = steps
-            if name == "step":
-                state[slot.tensor][name] = array.to(torch.float32)
-            else:
-                del arrays[key]
-                if array.numel() == slot.tensor.numel():
-                    array = array.as_strided(slot.tensor.shape, slot.stride)
-                state[slot.tensor][name] = array
+        steps = self.context.window.steps
+        state = to_torch(arrays, self._slots, None if self._kind.counts_steps else steps)
         self._packed_state = state
         try:
             packed = super().state_dict()
@@ -762,16 +716,6 @@ class Optimizer(torch.optim.Optimizer):
             self._packed_state = None
         packed[_KEY] = {"header": header, "arrays": arrays}
         return packed
-
-    def _of_torch(self, names: Iterable[str]) -> list[tuple[str, _Slot, str]]:
-        """Those names of arrays that are state in torch's sense: each with its parameter and the rest of it."""
-        slots = {slot.own.name: slot for slot in self._slots}
-        found = []
-        for key in names:
-            owner, _, name = key.rpartition(".")
-            if owner in slots and name not in ("master", "ema", "grad_accum"):
-                found.append((key, slots[owner], name))
-        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what state_dict() of this class has given, or that of torch's own optimizer. Between windows.
@@ -798,14 +742,7 @@ class Optimizer(torch.optim.Optimizer):
             if _KEY in state_dict:
                 arrays = dict(state_dict[_KEY]["arrays"])
                 header = bytes(state_dict[_KEY]["header"].cpu().numpy())
-                indices = {id(slot): index for index, slot in enumerate(self._slots)}
-                for key, slot, name in self._of_torch(state_file.entries(header)):
-                    if key not in arrays:
-                        if name not in state.get(indices[id(slot)], {}):
-                            raise ValueError(
-                                f'the state dictionary has no "{name}" of parameter {indices[id(slot)]}'
-                            )
-                        arrays[key] = self._flat(state[indices[id(slot)]][name], slot)
+                take_from_torch(arrays, state_file.entries(header), state, self._slots)
                 data = state_file.join(header, arrays)
                 options = StateOptions(parts=StateParts.LIBRARY, settings=Settings.KEEP)
                 self._push()
@@ -830,37 +767,8 @@ class Optimizer(torch.optim.Optimizer):
             self._push()
             raise
 
-    def _flat(self, array: Tensor, slot: _Slot) -> Tensor:
-        """An array of state in the order of memory."""
-        array = array.detach().cpu()
-        if array.numel() != slot.tensor.numel() or slot.tensor.is_contiguous():
-            return array.contiguous()
-        return (
-            torch.empty_strided(slot.tensor.shape, slot.stride, dtype=array.dtype)
-            .copy_(array)
-            .as_strided(slot.own.shape, _dense(slot.own.shape))
-        )
-
     def _load_from_torch(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        arrays: dict[str, Tensor] = {}
-        steps = 0
-        for index, slot in enumerate(self._slots):
-            infos = {info.name: info for info in slot.own.states}
-            for name, value in state.get(index, {}).items():
-                if value is None:
-                    continue
-                key = f"{slot.own.name}.{name}"
-                array = torch.as_tensor(value).detach().cpu()
-                if name == "step":
-                    steps = max(steps, int(array))
-                    if name in infos:
-                        arrays[key] = array.to(torch.int64).reshape(())
-                    continue
-                if name not in infos:
-                    raise ValueError(
-                        f'the state "{name}" of parameter {index} has no counterpart in this optimizer'
-                    )
-                arrays[key] = self._flat(array, slot).to(_TORCH[infos[name].dtype])
+        arrays, steps = from_torch(state, self._slots)
         options = StateOptions(
             parts=StateParts.LIBRARY, settings=Settings.KEEP, allow_missing=True, unmarked=True
         )
@@ -905,60 +813,11 @@ class Optimizer(torch.optim.Optimizer):
         self.__reduce__()
 
 
-def _has_own_openmp() -> bool:
-    """Whether the library's threads are of another OpenMP runtime than torch's, and would spin against them.
-
-    torch makes the symbols of its runtime global: a library that is loaded later uses that one.
-    """
-    modules = list(sys.modules)
-    if modules.index("torch") < modules.index("gradaccum"):
-        return False
-    found = []
-    for module in (_native, torch._C):
-        function = getattr(ctypes.CDLL(str(module.__file__)), "omp_get_max_threads", None)
-        if function is None:  # built without OpenMP
-            return False
-        found.append(ctypes.cast(function, ctypes.c_void_p).value)
-    return found[0] != found[1]
-
-
-_TORCH = {own: theirs for theirs, own in _DTYPES.items()} | {Dtype.I64: torch.int64}
-
-
 _GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
 _ADDRESS, _COUNT, _IS_CONTIGUOUS = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
 
 
-def _is_sparse(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is not torch.strided
-
-
-def _fits(gradient: Tensor, slot: _Slot) -> bool:
-    """Whether it has the dtype and the memory order of its parameter."""
-    if gradient.shape != slot.shape:
-        raise RuntimeError(
-            f'the gradient of parameter "{slot.own.name}" had the shape {list(gradient.shape)}, expected '
-            f"{list(slot.shape)}: the parameter has changed while a window was open"
-        )
-    return gradient.dtype is slot.dtype and gradient.stride() == slot.stride and not gradient.is_neg()
-
-
-def _like(gradient: Tensor, slot: _Slot) -> Tensor:
-    """The gradient in the dtype and the memory order of its parameter."""
-    return torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=gradient.device).copy_(
-        gradient
-    )
-
-
-def _autograd_is_compiled() -> bool:
-    """Whether backward is compiled, as far as torch's compiler is loaded at all."""
-    state, config = (sys.modules.get(f"torch._dynamo.{name}") for name in ("compiled_autograd", "config"))
-    return bool(
-        getattr(state, "compiled_autograd_enabled", False) or getattr(config, "compiled_autograd", False)
-    )
-
-
-def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
+def _hook(optimizer: Optimizer, slot: Slot) -> Callable[[Tensor], None]:
     this = weakref.ref(optimizer)
 
     def take(tensor: Tensor) -> None:
@@ -972,7 +831,7 @@ def _hook(optimizer: Optimizer, slot: _Slot) -> Callable[[Tensor], None]:
             )
         owner._count_gradient(slot)
         context = owner.context  # on the stream of this node of backward
-        alive = _add(owner._open, slot, tensor.grad)
+        alive = add(owner._open, slot, tensor.grad)
         if context._kept.late:
             owner._held += alive
         owner._streams.keep([tensor.grad])
@@ -987,34 +846,3 @@ def _options(last: bool, loss_scale: float | None = None) -> MicroOptions | None
         return None
     options = MicroOptions(flags=MicroFlags.LAST if last else MicroFlags.NONE)
     return options if loss_scale is None else dataclasses.replace(options, loss_scale=loss_scale)
-
-
-def _add(micro: MicroBatch, slot: _Slot, gradient: Tensor) -> list[Tensor]:
-    """Adds a gradient to the open micro-batch. Returns what is to live until its end."""
-    gradient = gradient.detach()
-    slot.touched = True
-    if gradient.layout is torch.sparse_coo:
-        if not slot.rows:
-            raise ValueError(
-                f'parameter "{slot.own.name}" has a sparse gradient: give its group "rows": gradaccum.Rows.LAZY '
-                "(or DENSE)"
-            )
-        if gradient.sparse_dim() != 1:
-            raise ValueError(f'the gradient of parameter "{slot.own.name}" is sparse in more than its rows')
-        indices = gradient._indices()[0].contiguous()
-        values = gradient._values().to(slot.tensor.dtype).contiguous()
-        micro.accumulate_rows(slot.own, indices, values)
-        return [indices, values]
-    if gradient.layout is not torch.strided:
-        raise ValueError(f'the gradient of parameter "{slot.own.name}" has the layout {gradient.layout}')
-    if not _fits(gradient, slot):
-        gradient = _like(gradient, slot)
-    micro.accumulate(slot.own, gradient.data_ptr())
-    return [gradient]
-
-
-def _dense(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for dimension in reversed(shape[1:]):
-        strides.append(strides[-1] * dimension)
-    return tuple(reversed(strides)) if shape else ()

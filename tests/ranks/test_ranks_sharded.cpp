@@ -189,8 +189,8 @@ TEST(RanksSharded, Muon) {
 
 // Many large tensors, each of which travels to its owner alone, and one that is too large for that.
 TEST(RanksSharded, TensorsWithOwners) {
-  std::vector<ref::Shape> shapes(12, ref::Shape{260, 260});
-  shapes.push_back({600, 400});
+  std::vector<ref::Shape> shapes(12, ref::Shape{100, 700});
+  shapes.push_back({150, 1600});
   const Layout l = Layout::of(shapes);
   const Shares shares = make_shares(l, 3, 3);
   const Block start = parameters(l, 3);

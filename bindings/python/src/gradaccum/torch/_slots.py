@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of torch beside those of the library, and gradients that fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import Dtype, MicroBatch, Param
+
+DTYPES = {
+    torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
+}  # fmt: skip
+TORCH = {own: theirs for theirs, own in DTYPES.items()} | {Dtype.I64: torch.int64}
+
+
+class Slot:
+    """A parameter of torch, and that of the library with the same memory."""
+
+    __slots__ = (
+        "address", "dtype", "gradients", "hook", "is_whole", "own", "place", "rows", "shape", "stride",
+        "tensor", "tells", "touched", "version",
+    )  # fmt: skip
+
+    def __init__(self, tensor: Tensor, own: Param, rows: bool, follows: bool) -> None:
+        self.tensor = tensor
+        self.own = own
+        self.rows = rows
+        self.place = own.slot
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.address = tensor.data_ptr()
+        self.version = tensor._version
+        self.touched = False  # whether it has a gradient in this window
+        self.gradients = 0  # that the open micro-batch has given it
+        self.is_whole: bool | None = None  # whether a micro-batch gives it one gradient; None: not known yet
+        # Whether the library has to be told if the program writes the parameter.
+        self.tells = not follows and any(info.name == "master" for info in own.states)
+        self.hook: Any = None
+
+
+def is_sparse(gradient: Tensor | None) -> bool:
+    """Whether it has some rows alone."""
+    return gradient is not None and gradient.layout is not torch.strided
+
+
+def fits(gradient: Tensor, slot: Slot) -> bool:
+    """Whether it has the dtype and the memory order of its parameter."""
+    if gradient.shape != slot.shape:
+        raise RuntimeError(
+            f'the gradient of parameter "{slot.own.name}" had the shape {list(gradient.shape)}, expected '
+            f"{list(slot.shape)}: the parameter has changed while a window was open"
+        )
+    return gradient.dtype is slot.dtype and gradient.stride() == slot.stride and not gradient.is_neg()
+
+
+def like(gradient: Tensor, slot: Slot) -> Tensor:
+    """The gradient in the dtype and the memory order of its parameter."""
+    return torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=gradient.device).copy_(
+        gradient
+    )
+
+
+def add(micro: MicroBatch, slot: Slot, gradient: Tensor) -> list[Tensor]:
+    """Adds a gradient to the open micro-batch. Returns what is to live until its end."""
+    gradient = gradient.detach()
+    slot.touched = True
+    if gradient.layout is torch.sparse_coo:
+        if not slot.rows:
+            raise ValueError(
+                f'parameter "{slot.own.name}" has a sparse gradient: give its group "rows": gradaccum.Rows.LAZY '
+                "(or DENSE)"
+            )
+        if gradient.sparse_dim() != 1:
+            raise ValueError(f'the gradient of parameter "{slot.own.name}" is sparse in more than its rows')
+        indices = gradient._indices()[0].contiguous()
+        values = gradient._values().to(slot.tensor.dtype).contiguous()
+        micro.accumulate_rows(slot.own, indices, values)
+        return [indices, values]
+    if gradient.layout is not torch.strided:
+        raise ValueError(f'the gradient of parameter "{slot.own.name}" has the layout {gradient.layout}')
+    if not fits(gradient, slot):
+        gradient = like(gradient, slot)
+    micro.accumulate(slot.own, gradient.data_ptr())
+    return [gradient]
+
+
+def dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = [1]
+    for dimension in reversed(shape[1:]):
+        strides.append(strides[-1] * dimension)
+    return tuple(reversed(strides)) if shape else ()
+
+
+def flat(array: Tensor, slot: Slot) -> Tensor:
+    """An array of state in the order of memory."""
+    array = array.detach().cpu()
+    if array.numel() != slot.tensor.numel() or slot.tensor.is_contiguous():
+        return array.contiguous()
+    return (
+        torch.empty_strided(slot.tensor.shape, slot.stride, dtype=array.dtype)
+        .copy_(array)
+        .as_strided(slot.own.shape, dense(slot.own.shape))
+    )
