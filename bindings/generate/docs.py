@@ -91,6 +91,8 @@ class Translator:
             zero = [e for e in field.enum.enumerators if e.value == 0]
             if zero:
                 text = re.sub(r"\b([Dd]efault) 0\b", rf"\1 {zero[0].c_name}", text)
+        if field.kind == "address":
+            text = text.replace("NULL", "0")
         if field.kind == "array":
             text = re.sub(r"\[\w+\] ", "", text)
         if field.kind == "callback":

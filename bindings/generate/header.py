@@ -159,8 +159,7 @@ class _Reader:
         prefix = prefix[: prefix.rfind("_") + 1]
         enumerators = []
         for m in members:
-            name = m.spelling.removeprefix(prefix)
-            name = names.RENAMED.get(m.spelling, name.removeprefix("GA_"))
+            name = m.spelling.removeprefix(prefix).removeprefix("GA_")
             enumerators.append(Enumerator(m.spelling, name, m.enum_value, self._comment(m)))
         self._check_attributed(cursor, [e.doc for e in enumerators])
         enum = Enum(c_name, doc, tuple(enumerators), c_name in names.FLAGS)

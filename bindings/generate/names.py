@@ -35,12 +35,11 @@ NOT_WRAPPED = {
     "GA_COMM_ID_SIZE": "the length of what ga_comm_unique_id returns",
 }
 
-# What enumerators begin with, where it is not what they have in common; and some with names of their own.
+# What enumerators begin with, where it is not what they have in common.
 PREFIXES = {
     "ga_status": "GA_ERROR_", "ga_dtype": "GA_", "ga_transpose": "GA_", "ga_micro_flags": "GA_MICRO_",
     "ga_bn_layout": "GA_BN_",
 }  # fmt: skip
-RENAMED = {"GA_NO_TRANSPOSE": "NO", "GA_TRANSPOSE": "YES"}
 
 # Fields that no binding shows, in any struct or in one.
 NOT_FIELDS = {

@@ -1002,11 +1002,10 @@ enum {
 typedef struct ga_ema {
   size_t struct_size;
   ga_ema_kind kind; /* what the decay is; default GA_EMA_TORCH */
-  ga_dtype
-      dtype; /* dtype of the average; default 0: f32, or f64 for f64 parameters; or GA_BF16, rounded
-                stochastically, not for f64 parameters */
-  double decay; /* of TORCH; [0, 1]; default 0.999 */
-  double gamma; /* of KARRAS; >= 0; default 6.94 */
+  ga_dtype dtype;   /* dtype of the average; default 0: f32, or f64 for f64 parameters; or
+                       GA_BF16, rounded stochastically, not for f64 parameters */
+  double decay;     /* of TORCH; [0, 1]; default 0.999 */
+  double gamma;     /* of KARRAS; >= 0; default 6.94 */
 } ga_ema;
 
 /* Writes the defaults. */

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 package org.gradaccum;
 
+import java.util.Optional;
+
 /** An enumerator with the number that C has for it. */
 interface Numbered {
   /**
@@ -23,5 +25,10 @@ interface Numbered {
             + " number "
             + value
             + ", which this version of the package does not know");
+  }
+
+  /** Where 0 leaves the choice to something else. */
+  static <E extends Enum<E> & Numbered> Optional<E> ofOptional(E[] enumerators, int value) {
+    return value == 0 ? Optional.empty() : Optional.of(of(enumerators, value));
   }
 }
