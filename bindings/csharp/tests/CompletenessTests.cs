@@ -99,8 +99,10 @@ namespace GradAccum.Tests {
 
     public void EveryEnumerator() {
       StringBuilder sources = new StringBuilder();
-      foreach (string file in Directory.GetFiles(Children.Variable("GA_TEST_ROOT") + "/bindings/csharp/GradAccum", "*.cs")) {
-        sources.Append(File.ReadAllText(file));
+      string[] folders = {Children.Variable("GA_TEST_ROOT") + "/bindings/csharp/GradAccum",
+                          Children.Variable("GA_TEST_GENERATED")};
+      foreach (string folder in folders) {
+        foreach (string file in Directory.GetFiles(folder, "*.cs")) sources.Append(File.ReadAllText(file));
       }
       HashSet<string> used = new HashSet<string>();
       foreach (Match match in Regex.Matches(sources.ToString(), @"Raw\.(GA_\w+)")) used.Add(match.Groups[1].Value);

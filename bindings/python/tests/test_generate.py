@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("clang.cindex", reason="libclang is not installed")
 HEADER = pathlib.Path(os.environ.get("GA_HEADER", ""))
 GENERATOR = HEADER.parents[2] / "bindings" / "generate" if HEADER.is_file() else None
-LANGUAGES = ("python",)
+LANGUAGES = ("csharp", "java", "python")
 
 
 def generate(folder: pathlib.Path, language: str, *changes: tuple[str, str]) -> tuple[int, str]:

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the enumerations, options and results of the C# package.
+
+Classes are partial: bindings/csharp/GradAccum has the members that do not follow from the header.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+import names
+from docs import Translator
+from header import Enum, Enumerator, Field, Header, Struct
+
+_WIDTH = 120
+
+# Names that are not the header's in C#'s spelling.
+_TYPES = {
+    "ga_dtype": "DType", "ga_memory": "MemoryUse", "ga_state_settings": "StateSettings", "ga_comm_wire": "Wire",
+    "ga_shard": "Shard", "ga_comm_adder": "Adder", "ga_comm_kind": "CommunicatorKind", "ga_bn_mode": "BatchNormMode",
+    "ga_bn_layout": "BatchNormLayout", "ga_bn_spread": "Spread",
+}  # fmt: skip
+_ENUMERATORS = {
+    "GA_OPTIMIZER_ADAMW": "AdamW", "GA_OPTIMIZER_RMSPROP": "RmsProp", "GA_OPTIMIZER_NADAM": "NAdam",
+    "GA_OPTIMIZER_RADAM": "RAdam", "GA_OPTIMIZER_ADEMAMIX": "AdEmaMix", "GA_BF16": "BF16", "GA_COMM_WIRE_BF16": "BF16",
+    "GA_AGC_NFNETS": "NfNets", "GA_NO_TRANSPOSE": "No", "GA_TRANSPOSE": "Yes",
+}  # fmt: skip
+_FIELDS = {
+    "ns_steps": "NewtonSchulzSteps", "onednn": "OneDnn", "openmp": "OpenMp", "group": "GroupId", "data": "Address",
+    "ga_bn_info.gamma": "GammaId", "ga_bn_info.beta": "BetaId", "ns_coefficients": "NewtonSchulzCoefficients",
+}  # fmt: skip
+_MEMBERS = {
+    "Context.accumulate": "Context.Accumulate(Tensor[], double, double, bool)",
+    "MicroBatch.accumulate": "MicroBatch.Accumulate(Param, Tensor)", "Param.slot": "ParamInfo.Slot",
+    "MicroBatch.accumulate_rows": "MicroBatch.AccumulateRows(Param, Tensor, Tensor)", "MicroBatch.end": "MicroBatch.Dispose",
+    "Param.set_state": "Param.SetState", "Context.load": "Context.Load(string, StateOptions)",
+    "Context.add_param": "Context.AddParam(Group, string, Tensor, ParamOptions, long[])",
+    "Context.loss_scale": "Context.LossScale", "Context.step_result": "Context.GetStepResult",
+    "Group.set_clip": "Group.SetClip", "Context.set_loss_scaler": "Context.SetLossScaler",
+}  # fmt: skip
+
+_INTERNAL = {"ga_comm_kind"}
+_BY_HAND = {"ga_micro_options", "ga_micro_flags"}  # arguments of calls
+_ADDED = {"ga_dtype": ("Default", "The choice of the library, where an option takes a type.")}
+# Members by hand: what is not a number, the argument of a constructor, and what may be null.
+_KINDS_BY_HAND = {"array", "callback", "string"}
+_FIELDS_BY_HAND = {("ga_param_options", "reduce")}
+_READ = {"ga_clip", "ga_optimizer"}  # options that a context returns
+_COPIED = {"ga_step_result", "ga_window_info"}  # by the raw layer, in one call: integers, then doubles
+_VALUES = {"ga_memory", "ga_state_info"}  # results that are structs
+
+
+def _pascal(name: str) -> str:
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_")).replace("Dtype", "DType")
+
+
+def _type_name(c_name: str) -> str:
+    return _TYPES.get(c_name) or names.TYPES[c_name]
+
+
+def _enumerator_name(e: Enumerator) -> str:
+    return _ENUMERATORS.get(e.c_name) or _pascal(e.name.lower())
+
+
+def _field_name(struct: str, name: str) -> str:
+    return _FIELDS.get(f"{struct}.{name}") or _FIELDS.get(name) or _pascal(name)
+
+
+class _Words:
+    null, false, true = "null", "false", "true"
+
+    def type(self, c_name: str) -> str:
+        return f'<see cref="GradAccum.{_type_name(c_name)}"/>'
+
+    def field(self, struct: str, name: str) -> str:
+        return f'<see cref="GradAccum.{_type_name(struct)}.{_field_name(struct, name)}"/>'
+
+    def own_field(self, struct: str, name: str) -> str:
+        return _field_name(struct, name)
+
+    def constant(self, enum: Enum, enumerator: Enumerator) -> str:
+        if enum.c_name in _BY_HAND:
+            return enumerator.name
+        return f'<see cref="GradAccum.{_type_name(enum.c_name)}.{_enumerator_name(enumerator)}"/>'
+
+    def function(self, member: str) -> str:
+        owner, name = member.split(".")
+        return f'<see cref="GradAccum.{_MEMBERS.get(member) or f"{owner}.{_pascal(name)}"}"/>'
+
+    def text(self, text: str) -> str:
+        return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def write(header: Header) -> dict[str, str]:
+    """The files: name and text."""
+    translator = Translator(header, _Words())
+    enums = [e for e in header.enums.values() if e.c_name not in _BY_HAND]
+    structs = [s for s in header.structs.values() if s.c_name not in _BY_HAND]
+    files = {
+        "Enums.cs": _file(line for e in enums for line in _enum(e, translator)),
+        "Options.cs": _file(line for s in structs if not s.is_result for line in _options(s, translator)),
+        "Results.cs": _file(line for s in structs if s.is_result for line in _result(s, translator)),
+    }
+    translator.check()
+    return files
+
+
+def _file(lines: Iterator[str]) -> str:
+    head = ["// SPDX-License-Identifier: Apache-2.0", "// Generated from gradaccum.h by bindings/generate.",
+            "using System;", "using System.Runtime.InteropServices;", "", "namespace GradAccum {"]  # fmt: skip
+    body = [f"  {line}" if line else "" for line in lines]
+    return "\n".join([*head, *body[:-1], "}"])
+
+
+def _summary(text: str) -> Iterator[str]:
+    if len(text) < _WIDTH - 34 and "\n" not in text:
+        yield f"/// <summary>{text}</summary>"
+        return
+    yield "/// <summary>"
+    paragraphs = text.split("\n\n")
+    for paragraph in paragraphs:
+        marked = f"<para>{paragraph}</para>" if len(paragraphs) > 1 else paragraph
+        # A name in a cref is not broken.
+        lines = textwrap.wrap(marked.replace("<see cref", "<see\0cref"), _WIDTH - 8, break_long_words=False)
+        yield from ("/// " + line.replace("\0", " ") for line in lines)
+    yield "/// </summary>"
+
+
+def _enum(enum: Enum, translator: Translator) -> Iterator[str]:
+    yield from _summary(translator.enum(enum))
+    yield f"{'internal' if enum.c_name in _INTERNAL else 'public'} enum {_type_name(enum.c_name)} {{"
+    if enum.c_name in _ADDED:
+        name, doc = _ADDED[enum.c_name]
+        yield from (f"  {line}" for line in _summary(doc))
+        yield f"  {name} = 0,"
+    for e in enum.enumerators:
+        yield from (f"  {line}" for line in _summary(translator.enumerator(e, enum)))
+        yield f"  {_enumerator_name(e)} = Raw.{e.c_name}{',' if e is not enum.enumerators[-1] else ''}"
+    yield from ["}", ""]
+
+
+def _kind(f: Field) -> str:
+    if f.enum is not None:
+        return _type_name(f.enum.c_name)
+    if f.kind == "int":
+        return {(32, True): "int", (32, False): "uint", (64, True): "long", (64, False): "ulong"}[f.bits, f.is_signed]
+    return {"bool": "bool", "double": "double", "string": "string", "address": "IntPtr"}[f.kind]
+
+
+def _from_c(f: Field, value: str) -> str:
+    if f.enum is not None:
+        return f"({_kind(f)}){value}"
+    return f"{value} != 0" if f.kind == "bool" else value
+
+
+def _to_c(f: Field) -> str:
+    if f.enum is not None:
+        return "(int)value"
+    return "value ? 1 : 0" if f.kind == "bool" else "value"
+
+
+def _options(struct: Struct, translator: Translator) -> Iterator[str]:
+    name = _type_name(struct.c_name)
+    yield from _summary(translator.struct(struct))
+    yield from [f"public sealed partial class {name} {{", f"  internal readonly {struct.c_name} Native;", ""]
+    if not struct.arguments:
+        yield "  /// <summary>The defaults of the library.</summary>"
+        yield from [f"  public {name}() {{", f"    Native = Natives.First(() => new {struct.c_name}());", "  }", ""]
+    if struct.c_name in _READ:
+        yield from [f"  internal {name}({struct.c_name} native) {{", "    Native = native;", "  }", ""]
+    for f in struct.fields:
+        if f.kind in _KINDS_BY_HAND or (struct.c_name, f.c_name) in _FIELDS_BY_HAND:
+            continue
+        yield from (f"  {line}" for line in _summary(translator.field(struct, f)))
+        yield f"  public {_kind(f)} {_field_name(struct.c_name, f.c_name)} {{"
+        yield f"    get {{ return {_from_c(f, f'Native.{f.c_name}')}; }}"
+        yield from [f"    set {{ Native.{f.c_name} = {_to_c(f)}; }}", "  }", ""]
+    yield from ["}", ""]
+
+
+def _result(struct: Struct, translator: Translator) -> Iterator[str]:
+    name = _type_name(struct.c_name)
+    yield from _summary(translator.struct(struct))
+    if struct.c_name in _COPIED:
+        yield from _copied(struct, name, translator)
+        return
+    kind = "struct" if struct.c_name in _VALUES else "sealed partial class"
+    yield from [f"public {kind} {name} {{", f"  internal {name}({struct.c_name} native) {{"]
+    shown = [f for f in struct.fields if f.kind != "array"]
+    for f in shown:
+        value = f"(int)native.{f.c_name}" if f.c_name == "slot" else _from_c(f, f"native.{f.c_name}")
+        yield f"    {_field_name(struct.c_name, f.c_name)} = {value};"
+    if len(shown) < len(struct.fields):
+        yield "    ReadArrays(native);"
+    yield from ["  }", ""]
+    for f in shown:
+        yield from (f"  {line}" for line in _summary(translator.field(struct, f)))
+        shown_kind = "int" if f.c_name == "slot" else _kind(f)
+        yield from [f"  public {shown_kind} {_field_name(struct.c_name, f.c_name)} {{ get; }}", ""]
+    yield from ["}", ""]
+
+
+def _copied(struct: Struct, name: str, translator: Translator) -> Iterator[str]:
+    """A struct whose fields are in the order in which the raw layer writes them: integers, then doubles."""
+    reals = [f for f in struct.fields if f.kind == "double"]
+    integers = [f for f in struct.fields if f.kind != "double"]
+    yield from ["[StructLayout(LayoutKind.Sequential)]", f"public struct {name} {{"]
+    yield from [f"  internal const int Integers = {len(integers)};", f"  internal const int Reals = {len(reals)};"]
+    yield f"  private readonly long {', '.join(map(_camel, integers))};"
+    yield f"  private readonly double {', '.join(map(_camel, reals))};"
+    for f in [*integers, *reals]:
+        value = f"unchecked((ulong){_camel(f)})" if _kind(f) == "ulong" else _from_c(f, _camel(f))
+        yield ""
+        yield from (f"  {line}" for line in _summary(translator.field(struct, f)))
+        yield f"  public {_kind(f)} {_field_name(struct.c_name, f.c_name)} {{"
+        yield from [f"    get {{ return {value}; }}", "  }"]
+    yield from ["}", ""]
+
+
+def _camel(f: Field) -> str:
+    name = _pascal(f.c_name)
+    return name[0].lower() + name[1:]
