@@ -4,18 +4,13 @@
 #include <algorithm>
 
 #include "core/tensor.hpp"
+#include "model/placer.hpp"
 
 namespace ga {
 namespace {
 
 // Axes of (matrices, rows, columns) that the sums of a factored second moment are taken over.
 constexpr uint32_t kRowSums = 4, kColumnSums = 2;
-
-// Sizes stay below what no address space holds.
-size_t add_capped(size_t a, size_t b) {
-  constexpr auto kMost = static_cast<size_t>(INT64_MAX);
-  return a > kMost || b > kMost - a ? kMost : a + b;
-}
 
 // The field of ga_memory that counts a kind of array.
 int64_t ga_memory::*purpose_of(size_t kind) {
@@ -143,30 +138,18 @@ void ParamArrays::each_units(size_t i, F&& f) const {
 }
 
 // f(array, offset) for each of a parameter's arrays, placed in the arena of its kind behind what l holds.
-// One kernel walks them all together with the parameter. Where the addresses of two streams are nearly
-// alike in their low 12 bits, a core takes the load of one for depending on the store to the other
-// (measured: half the speed), so the arrays of a large parameter lie 17 cache lines apart within a page,
-// counted from it. On a device they begin with a line of its caches, which are 128 bytes long.
 template <class F>
 void ParamArrays::place(size_t i, Layout& l, F&& f) const {
-  constexpr size_t kLine = 64, kPage = 4096, kSpacing = 17 * kLine, kLarge = size_t{1} << 20;
-  constexpr size_t kDeviceLine = 128;
-  const bool on_device = config_.device != GA_DEVICE_CPU;
   const Param& p = params_[i];
-  size_t apart = 0;
+  Placer placer(config_.device != GA_DEVICE_CPU, p.data);
   for (const OwnedArray& a : of(i)) {
     size_t& end = l.bytes[static_cast<size_t>(a.kind)];
-    size_t offset = end;
-    apart += kSpacing;
-    const bool placed = a.kind != kPartials;  // partials lie side by side, see Layout::chunks()
-    if (placed && on_device && a.bytes >= kPage) {
-      offset = add_capped(offset, (kDeviceLine - offset % kDeviceLine) % kDeviceLine);
-    } else if (placed && !on_device && a.bytes >= kLarge) {
-      const size_t wanted = reinterpret_cast<uintptr_t>(p.data) / kLine * kLine + apart;
-      offset += (wanted - offset) % kPage;
+    if (a.kind != kPartials) {
+      f(a, placer.place(end, a.bytes));
+    } else {  // partials lie side by side, see Layout::chunks()
+      f(a, end);
+      end = add_capped(end, a.bytes);
     }
-    end = add_capped(offset, a.bytes);
-    f(a, offset);
   }
   const int op = params_.op_of(p);
   if (op < 0 || !op_info(op).emits || p.shard.count == 0) return;

@@ -5,13 +5,12 @@
 #include <new>
 
 #include "core/tensor.hpp"
+#include "model/placer.hpp"
 
 namespace ga {
 namespace {
 
-constexpr size_t kLine = 64, kPage = 4096;
-// See ParamArrays::place().
-constexpr size_t kSpacing = 17 * kLine, kLarge = size_t{1} << 20;
+constexpr size_t kLine = 64;
 
 }  // namespace
 
@@ -41,7 +40,7 @@ void ShadowArrays::each(size_t i, Targets& targets, F&& f) const {
 size_t ShadowArrays::bytes_of(size_t i) const {
   Targets targets = {};
   size_t sum = 0;
-  each(i, targets, [&](Array&, size_t bytes) { sum += bytes + (bytes >= kLarge ? kPage : 0); });
+  each(i, targets, [&](Array&, size_t bytes) { sum += Placer::room(bytes); });
   return sum;
 }
 
@@ -103,17 +102,9 @@ bool ShadowArrays::place(size_t i) {
     Pool& pool = pools_[k];
     if (pool.memory.bytes() - pool.taken < bytes) continue;
     Set& set = sets_[i];
-    size_t apart = arrays_.of(i).size * kSpacing;
+    Placer placer(false, params_[i].data, arrays_.of(i).size);
     each(i, set.targets, [&](Array& array, size_t size) {
-      char* const base = static_cast<char*>(pool.memory.data());
-      size_t offset = pool.taken;
-      apart += kSpacing;
-      if (size >= kLarge) {
-        const size_t wanted = reinterpret_cast<uintptr_t>(params_[i].data) / kLine * kLine + apart;
-        offset += (wanted - reinterpret_cast<uintptr_t>(base + offset)) % kPage;
-      }
-      array.data = base + offset;
-      pool.taken = offset + size;
+      array.data = static_cast<char*>(pool.memory.data()) + placer.place(pool.taken, size);
     });
     // A plain store reads the line of memory that it writes. Where the arrays do not fit the caches, stores that
     // bypass them (streaming) save that read.

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "formats.hpp"
+#include "model/placer.hpp"
 
 namespace ga::test {
 namespace {
@@ -331,6 +332,45 @@ TEST(TwoContexts, MayShareParametersWithoutMasterWeights) {
     }
     EXPECT_EQ(p.get(0), -4);
   }
+}
+
+// ---- Where arrays lie ---------------------------------------------------------------------------
+
+// Where the streams of a kernel are alike in their low 12 bits, a load waits for a store to another stream.
+TEST(Placer, ArraysOfALargeParameterAreApartWithinAPage) {
+  constexpr size_t kLarge = size_t{4} << 20;
+  for (const size_t address : {size_t{0x7f0012340000}, size_t{0x7f0012345678}}) {
+    std::vector<size_t> streams = {address};
+    Placer first(false, reinterpret_cast<const void*>(address));
+    for (size_t end : {size_t{0}, 3 * kLarge + 192, size_t{64}})
+      streams.push_back(first.place(end, kLarge));
+    Placer more(false, reinterpret_cast<const void*>(address), 3);
+    size_t end = 0;
+    const size_t begin = more.place(end, kLarge);
+    EXPECT_EQ(end, begin + kLarge);
+    EXPECT_LE(end, Placer::room(kLarge));
+    for (size_t a = 0; a < streams.size(); ++a)
+      for (size_t b = 0; b < a; ++b) {
+        const size_t apart = (streams[a] - streams[b]) % 4096;
+        EXPECT_GE(std::min(apart, 4096 - apart), 512u) << a << " and " << b;
+      }
+    EXPECT_EQ((begin - streams[3]) % 4096, (streams[3] - streams[2]) % 4096);
+  }
+}
+
+TEST(Placer, SmallArraysLieSideBySideAndThoseOfADeviceAtALine) {
+  Placer host(false, nullptr), device(true, nullptr);
+  size_t end = 64;
+  EXPECT_EQ(host.place(end, 8192), 64u);
+  EXPECT_EQ(end, 8256u);
+  end = 64;
+  EXPECT_EQ(device.place(end, 64), 64u);
+  end = 64;
+  EXPECT_EQ(device.place(end, 8192), 128u);
+  EXPECT_EQ(end, 8320u);
+  end = INT64_MAX - 1;
+  device.place(end, INT64_MAX);
+  EXPECT_EQ(end, static_cast<size_t>(INT64_MAX)) << "what no address space holds";
 }
 
 // ---- What ga_context_memory reports -------------------------------------------------------------

@@ -52,7 +52,7 @@ class CpuBackend final : public Backend, public HostWork {
 
   void* allocate(size_t bytes) override {
     if (!allocator_.is_set()) return cpu::allocate(bytes);
-    // The distances of ParamArrays::place() are from the beginning of a page.
+    // The distances of Placer are from the beginning of a page.
     const size_t slack = bytes >= kLarge ? kPage : 0;
     void* const given = allocator_.allocate(bytes + slack);
     void* data = given;
