@@ -278,8 +278,14 @@ TEST(RanksLeave, AContextThatGoesOnAloneIsNotWaitedFor) {
 }
 
 TEST(RanksLeave, ARankThatLeavesAltogetherIsNotWaitedFor) {
+  std::atomic<bool> joined{
+      false};  // a communicator that all ranks have left by then would be another one
   on_patient_ranks(2, [&](int32_t r, ga_comm* comm) {
-    if (r == 1) return;
+    if (r == 1) {
+      EXPECT_TRUE(comes_true([&] { return joined.load(); }));
+      return;
+    }
+    joined = true;
     Small ctx;
     expect_failure(ga_context_set_comm(ctx, comm, nullptr),
                    "rank 1 has left: its ga_comm and its context were destroyed");
