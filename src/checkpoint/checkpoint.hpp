@@ -163,19 +163,11 @@ class Checkpoint {
     std::vector<GroupState> groups;
     std::vector<Micro> micros;
   };
-  // Settings that a load may take from the file.
+  // Settings that the context takes from the file.
   struct Taken {
-    struct OfGroup {
-      ga_optimizer optimizer;
-      bool own_clip;
-      ga_clip clip;
-      ga_schedule schedule;
-      Table<double> rates;
-    };
-    std::vector<OfGroup> groups;
+    std::vector<Group> groups;
     ga_clip clip;
-    bool scaled;
-    ga_loss_scaler scaler;
+    Options options;
     uint64_t seed;
     double loss_scale;
     struct OfParam {
@@ -184,8 +176,10 @@ class Checkpoint {
     };
     std::vector<OfParam> params;
     std::vector<char> frozen_layers;
+    ParamArrays::ClipUnits clip_units;
+
+    Rules rules() const { return {groups, clip}; }
   };
-  class Swapped;
 
   // Both ways.
   struct NamedArray {
@@ -242,8 +236,10 @@ class Checkpoint {
   void read_dropped_micros(uint64_t& dropped) const;
   void read_param(size_t param);
   void read_layer(ga_bn layer);
-  void take_settings();
-  void take_schedule(const std::string& key, Taken::OfGroup& of) const;
+  void read_settings();
+  void read_schedule(const std::string& key, Group& g) const;
+  // The options of the context after the load.
+  const Options& next_options() const { return taken_ ? taken_->options : model_.options; }
 
   // Loading: the open windows in the file, and what becomes of them.
   void find_ranks();
@@ -275,7 +271,7 @@ class Checkpoint {
     size_t rows, row_bytes;
   };
   Batch batch_of(size_t param, size_t most) const;
-  void swap_settings() noexcept;
+  void take_settings();
   [[noreturn]] void fail_halfway(const char* why);
   void write_all();
   void list_regions();
@@ -313,7 +309,7 @@ class Checkpoint {
   TextsIn texts_;
   std::vector<int32_t> keys_;  // by parameter, as Tensor::key; empty: they stay
   int32_t next_key_ = 0;
-  std::unique_ptr<Taken> taken_;  // under GA_SETTINGS_TAKE; after swap_settings(), what was before
+  std::unique_ptr<Taken> taken_;  // under GA_SETTINGS_TAKE, until take_settings()
   // To be filled: with which part of which tensor, in bytes.
   struct From {
     size_t tensor, first;

@@ -38,23 +38,6 @@ int64_t Checkpoint::whole(double x, int64_t low, int64_t high, const char* what)
   return static_cast<int64_t>(x);
 }
 
-// While it exists, or for good after keep(), the context has the settings that are taken.
-class Checkpoint::Swapped {
- public:
-  explicit Swapped(Checkpoint& checkpoint) : checkpoint_(&checkpoint) {
-    checkpoint.swap_settings();
-  }
-  ~Swapped() {
-    if (checkpoint_) checkpoint_->swap_settings();
-  }
-  Swapped(const Swapped&) = delete;
-  Swapped& operator=(const Swapped&) = delete;
-  void keep() { checkpoint_ = nullptr; }
-
- private:
-  Checkpoint* checkpoint_;
-};
-
 void Checkpoint::check_load() const {
   model_.window.check_empty(what_);
   if (stages_.layers.has_statistics())
@@ -75,25 +58,14 @@ void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
     read_texts();
   }
   read_all();
-  if (options_.settings == GA_SETTINGS_TAKE && texts_.counted) take_settings();
-  if (texts_.counted) {
-    const Swapped taken(*this);  // the windows are checked against these settings
-    if (taken_) model_.ranks->check_keepers();
-    join_windows();
-  }
+  if (options_.settings == GA_SETTINGS_TAKE && texts_.counted) read_settings();
+  if (taken_) model_.ranks->check_keepers(taken_->rules());
+  if (texts_.counted) join_windows();
   model_.backend->wait();
+  make_room();
+  if (ready) ready();
   try {
-    make_room();
-    Swapped taken(*this);
-    // Last, because the units of the old settings are gone then.
-    if (taken_ && model_.tables.params() > 0) model_.arrays.make_units();
-    if (ready) ready();
-    taken.keep();
-  } catch (...) {
-    write_all();
-    throw;
-  }
-  try {
+    if (taken_) take_settings();
     place_keys();
     place_arrays();
     place_numbers();
@@ -435,9 +407,11 @@ void Checkpoint::read_layer(ga_bn id) {
 
 // ---- What becomes of the context ----------------------------------------------------------------
 
-// Allocates all that the rest of the load needs, but for units of clipping.
+// Allocates all that the rest of the load needs.
 void Checkpoint::make_room() {
   make_arrays();
+  if (taken_ && model_.tables.params() > 0)
+    taken_->clip_units = model_.arrays.new_clip_units(taken_->rules());
   for (ga_bn id = 0; id < stages_.layers.count(); ++id)
     stages_.layers.reserve(id, snapshots_[static_cast<size_t>(id)]);
   reserve_joining();
@@ -447,26 +421,29 @@ void Checkpoint::make_room() {
 // Makes the arrays of the parameters that the file has state of. Those that are frozen now get theirs too. Those that
 // become frozen by the settings in the file (GA_SETTINGS_TAKE) do not.
 void Checkpoint::make_arrays() {
+  ParamList& params = model_.params;
   std::vector<char> frozen;
-  for (const Param& p : model_.params) frozen.push_back(p.frozen);
-  bool wanted = false;
+  bool lacking = false;
   for (size_t i = 0; i < params_.size(); ++i) {
     const ParamIn& in = params_[i];
-    Param& p = model_.params[i];
+    Param& p = params[i];
+    frozen.push_back(p.frozen);
     const bool has =
         in.state || in.has(kMaster) || in.has(kAverage) || joined_[i].held != Held::kNothing;
-    wanted = wanted || (has && !p.owns);
+    lacking = lacking || (has && !p.owns);
     if (has)
       p.frozen = false;
     else if (taken_)
       p.frozen = taken_->params[i].frozen;
   }
   const auto restore = [&] {
-    for (size_t i = 0; i < frozen.size(); ++i) model_.params[i].frozen = frozen[i];
+    for (size_t i = 0; i < frozen.size(); ++i) params[i].frozen = frozen[i];
+    stages_.writer.describe_all();
+    stages_.writer.flush();
   };
   try {
-    for (const Param& p : model_.params) model_.arrays.look_for(p);
-    if (wanted) stages_.preparation.make_arrays();
+    for (const Param& p : params) model_.arrays.look_for(p);
+    if (lacking) stages_.preparation.make_arrays();
   } catch (...) {
     restore();
     throw;
@@ -539,10 +516,7 @@ void Checkpoint::place_numbers() {
   for (size_t i = 0; i < params_.size(); ++i)
     if (!model_.params.tensor(i).removed) place_param(i);
   for (ga_bn id = 0; id < stages_.layers.count(); ++id) {
-    const bool frozen = stages_.layers.info(id).frozen != 0;
-    const auto k = static_cast<size_t>(id);
-    if (taken_ && (taken_->frozen_layers[k] != 0) != frozen) stages_.layers.set_frozen(id, !frozen);
-    stages_.layers.restore(id, snapshots_[k]);
+    stages_.layers.restore(id, snapshots_[static_cast<size_t>(id)]);
   }
   model_.params.forget_delivered();
   if (texts_.counted) place_counters();

@@ -118,8 +118,8 @@ Fields Checkpoint::window_settings() const {
   f.add("nonfinite", config.nonfinite);
   f.add("gradient_kind", config.gradient_kind);
   f.add("noise_scale", config.noise_scale);
-  f.add("clip_micro", model_.options.clip_micro());
-  f.add("scaled", model_.options.scaled);
+  f.add("clip_micro", next_options().clip_micro());
+  f.add("scaled", next_options().scaled);
   return f;
 }
 
@@ -225,22 +225,22 @@ void Checkpoint::read_keys() {
 // ---- Taking --------------------------------------------------------------------------------------
 
 // Reads the settings that are taken from the file, and checks them.
-void Checkpoint::take_settings() {
+void Checkpoint::read_settings() {
   const auto read = [&](const std::string& key, auto& fields) {
     const std::string* const text = file_->find(key);
     if (text) Fields(*text, key.c_str()).get_fields(fields);
     return text != nullptr;
   };
-  taken_ = std::make_unique<Taken>();
-  Taken& t = *taken_;
-  t.clip = model_.params.clip;
+  const ParamList& params = model_.params;
+  auto taken = std::make_unique<Taken>(Taken{
+      {}, params.clip, model_.options, model_.config.seed, model_.config.loss_scale, {}, {}, {}});
+  Taken& t = *taken;
   read("clip", t.clip);
   check_clip(t.clip);
   stages_.layers.check_no_sweeps(t.clip);
-  t.scaled = read("loss_scaler", t.scaler);
-  if (t.scaled) check_loss_scaler(t.scaler);
-  t.seed = model_.config.seed;
-  t.loss_scale = model_.config.loss_scale;
+  t.options.scaler = {};
+  t.options.scaled = read("loss_scaler", t.options.scaler);
+  if (t.options.scaled) check_loss_scaler(t.options.scaler);
   if (const std::string* const text = file_->find("context")) {
     const Fields f(*text, "context");
     f.get("seed", t.seed);
@@ -248,22 +248,23 @@ void Checkpoint::take_settings() {
     if (!std::isfinite(t.loss_scale) || t.loss_scale == 0)
       fail(GA_ERROR_FORMAT, "its loss_scale was %g", t.loss_scale);
   }
-  for (size_t k = 0; k < model_.params.groups.size(); ++k) {
-    const Group& g = model_.params.groups[k];
+  for (size_t k = 0; k < params.groups.size(); ++k) {
+    const Group& now = params.groups[k];
     const std::string key = "group." + std::to_string(k);
-    Taken::OfGroup of = {g.optimizer, false, default_clip(), {}, {}};
-    read(key, of.optimizer);
-    check_optimizer(of.optimizer);
-    check_same_state(g.optimizer, of.optimizer);
-    of.own_clip = read(key + ".clip", of.clip);
-    check_clip(of.clip);
-    if (of.own_clip) stages_.layers.check_no_sweeps(of.clip);
-    if (read(key + ".schedule", of.schedule)) take_schedule(key, of);
-    t.groups.push_back(std::move(of));
+    Group g = {now.optimizer, now.info, {}, false, default_clip(), {}, {}};
+    read(key, g.optimizer);
+    check_optimizer(g.optimizer);
+    check_same_state(now.optimizer, g.optimizer);
+    for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(g.optimizer, matrix != 0);
+    g.own_clip = read(key + ".clip", g.clip);
+    check_clip(g.clip);
+    if (g.own_clip) stages_.layers.check_no_sweeps(g.clip);
+    if (read(key + ".schedule", g.schedule)) read_schedule(key, g);
+    t.groups.push_back(std::move(g));
   }
-  for (size_t i = 0; i < model_.params.size(); ++i) {
-    const Tensor& tensor = model_.params.tensor(i);
-    Taken::OfParam of = {tensor.lr_scale, tensor.weight_decay_scale, model_.params[i].frozen};
+  for (size_t i = 0; i < params.size(); ++i) {
+    const Tensor& tensor = params.tensor(i);
+    Taken::OfParam of = {tensor.lr_scale, tensor.weight_decay_scale, params[i].frozen};
     if (const std::string* const text = file_->find("parameter." + std::string(tensor.name));
         text && !tensor.removed) {
       const Fields f(*text, tensor.name);
@@ -282,10 +283,12 @@ void Checkpoint::take_settings() {
       Fields(*text, layer.name).get("frozen", frozen);
     t.frozen_layers.push_back(frozen);
   }
+  t.options.choose_path(params, t.rules(), model_.ranks->alone());
+  taken_ = std::move(taken);
 }
 
-void Checkpoint::take_schedule(const std::string& key, Taken::OfGroup& of) const {
-  ga_schedule& s = of.schedule;
+void Checkpoint::read_schedule(const std::string& key, Group& g) const {
+  ga_schedule& s = g.schedule;
   s.struct_size = sizeof s;
   std::vector<double> table;
   const auto rates = names_.find(std::string(kOurs) + key + ".rates");
@@ -296,37 +299,30 @@ void Checkpoint::take_schedule(const std::string& key, Taken::OfGroup& of) const
   check_schedule(s);
   s.table = nullptr;
   if (table.empty()) return;
-  of.rates = Table<double>(*model_.backend, table.size());
-  std::copy(table.begin(), table.end(), &of.rates.edit(0));
-  of.rates.edit_all();
-  of.rates.flush(*model_.backend);
+  g.rates = Table<double>(*model_.backend, table.size());
+  std::copy(table.begin(), table.end(), &g.rates.edit(0));
+  g.rates.edit_all();
+  g.rates.flush(*model_.backend);
 }
 
-// Exchanges the settings of the context with those that are taken, if any are.
-void Checkpoint::swap_settings() noexcept {
-  if (!taken_) return;
-  Taken& t = *taken_;
-  std::swap(model_.params.clip, t.clip);
-  std::swap(model_.options.scaled, t.scaled);
-  std::swap(model_.options.scaler, t.scaler);
-  std::swap(model_.config.seed, t.seed);
-  std::swap(model_.config.loss_scale, t.loss_scale);
-  for (size_t k = 0; k < t.groups.size(); ++k) {
-    Group& g = model_.params.groups[k];
-    Taken::OfGroup& of = t.groups[k];
-    std::swap(g.optimizer, of.optimizer);
-    std::swap(g.own_clip, of.own_clip);
-    std::swap(g.clip, of.clip);
-    std::swap(g.schedule, of.schedule);
-    g.rates.swap(of.rates);
-    for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(g.optimizer, matrix != 0);
+void Checkpoint::take_settings() {
+  const std::unique_ptr<Taken> t = std::move(taken_);
+  ParamList& params = model_.params;
+  params.groups = std::move(t->groups);
+  params.clip = t->clip;
+  model_.options = t->options;
+  model_.config.seed = t->seed;
+  model_.config.loss_scale = t->loss_scale;
+  for (size_t i = 0; i < t->params.size(); ++i) {
+    params.tensor(i).lr_scale = t->params[i].lr_scale;
+    params.tensor(i).weight_decay_scale = t->params[i].weight_decay_scale;
+    params[i].frozen = t->params[i].frozen;
   }
-  for (size_t i = 0; i < t.params.size(); ++i) {
-    std::swap(model_.params.tensor(i).lr_scale, t.params[i].lr_scale);
-    std::swap(model_.params.tensor(i).weight_decay_scale, t.params[i].weight_decay_scale);
-    std::swap(model_.params[i].frozen, t.params[i].frozen);
-  }
-  model_.options.choose_path(model_.params, model_.ranks->alone());
+  model_.arrays.take_clip_units(std::move(t->clip_units));
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id)
+    if (const bool frozen = t->frozen_layers[static_cast<size_t>(id)] != 0;
+        frozen != (stages_.layers.info(id).frozen != 0))
+      stages_.layers.set_frozen(id, frozen);
 }
 
 }  // namespace ga

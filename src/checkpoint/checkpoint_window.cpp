@@ -325,7 +325,7 @@ void Checkpoint::read_micros(WindowIn& window) const {
          text_of(t.shape).c_str());
   const std::vector<double> n = numbers(window.micro_tensor);
   // A scale of the context's own is not written down where only the device knows it.
-  const bool late = model_.options.late_scale();
+  const bool late = next_options().late_scale();
   for (size_t k = 0; k < n.size(); k += 4) {
     const bool own = whole(n[k + 2], 0, 1, "a micro-batch") != 0;
     const bool last = whole(n[k + 3], 0, 1, "a micro-batch") != 0;
@@ -418,7 +418,7 @@ bool Checkpoint::is_running_mean(const Param& p) const {
 
 // The weight of a running mean.
 double Checkpoint::weight_of(const HeldIn& held) const {
-  return model_.options.deferring() ? held.state_held_weight : held.held_weight;
+  return next_options().deferring() ? held.state_held_weight : held.held_weight;
 }
 
 void Checkpoint::join_param(size_t i) {
@@ -437,7 +437,7 @@ void Checkpoint::join_param(size_t i) {
     if (h.held == Held::kNothing) continue;
     if (windows_.size() > 1) {
       // What a device has only made room for, since all contributions were dropped.
-      if (model_.options.deferring() && h.contributed == 0) continue;
+      if (next_options().deferring() && h.contributed == 0) continue;
       if (running && !(weight_of(h) > 0 && std::isfinite(weight_of(h))))
         fail(GA_ERROR_FORMAT, "the window of \"%.200s\" is a mean over the weight %g",
              model_.params.name(i), weight_of(h));

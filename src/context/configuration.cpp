@@ -162,7 +162,8 @@ void Configuration::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
         before.scope == GA_CLIP_AGC || next.scope == GA_CLIP_AGC ||
         model_.params.clip.scope == GA_CLIP_AGC;  // which a group may have had, or gets
     divide_back = model_.ranks->divide_anew();
-    if (model_.tables.params() > 0 && units) model_.arrays.make_units();
+    if (model_.tables.params() > 0 && units)
+      model_.arrays.take_clip_units(model_.arrays.new_clip_units(model_.params.rules()));
   } catch (...) {
     slot = before;
     if (own) *own = before_own;

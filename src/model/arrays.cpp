@@ -331,12 +331,15 @@ void ParamArrays::hand_over(New& fresh) {
   lacking_ = false;
 }
 
-void ParamArrays::make_units() {
-  std::vector<std::unique_ptr<Units>> made(params_.size());
-  for (size_t i = 0; i < made.size(); ++i) {
-    if (!params_[i].owns || !params_.needs_units(i)) continue;
-    made[i] = std::make_unique<Units>(backend_, params_.clip_units(i), true);
-  }
+ParamArrays::ClipUnits ParamArrays::new_clip_units(const Rules& by) const {
+  ClipUnits made(params_.size());
+  for (size_t i = 0; i < made.size(); ++i)
+    if (params_[i].owns && params_.needs_units(i, by))
+      made[i] = std::make_unique<Units>(backend_, params_.clip_units(i, by), true);
+  return made;
+}
+
+void ParamArrays::take_clip_units(ClipUnits made) noexcept {
   for (size_t i = 0; i < made.size(); ++i)
     params_.tensor(i).units[Tensor::kClipUnits].swap(made[i]);
 }

@@ -96,9 +96,11 @@ class ParamArrays {
   void make();
   // Throws GA_ERROR_OUT_OF_MEMORY with the name of the largest of the parameters that lack arrays.
   [[noreturn]] void fail_allocation() const;
-  // Allocates the arrays of units for every parameter under GA_CLIP_AGC that has its other arrays. On
-  // failure nothing has changed.
-  void make_units();
+  // Allocates the arrays of units for every parameter that has its other arrays and would be under GA_CLIP_AGC by
+  // these rules. By parameter; NULL: it needs none.
+  using ClipUnits = std::vector<std::unique_ptr<Units>>;
+  ClipUnits new_clip_units(const Rules& by) const;
+  void take_clip_units(ClipUnits made) noexcept;
   // Takes a parameter's arrays away, and frees those that were made with them if no parameter has any left.
   void free(size_t param);
   void claim(ga_param id, void* data);  // the parameter's new address, for its master weights

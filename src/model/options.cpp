@@ -80,39 +80,12 @@ void check_ema(const ga_ema& e) {
   check_rate("ema: gamma", e.gamma);
 }
 
-ga_clip default_clip() {
-  ga_clip c = {};
-  c.struct_size = sizeof c;
-  c.max_norm = -1;
-  c.max_value = HUGE_VAL;
-  c.agc_factor = 0.01;
-  c.agc_eps = 1e-3;
-  return c;
-}
-
-void check_clip(const ga_clip& c) {
-  check_choice("clip: scope", c.scope, GA_CLIP_AGC, "ga_clip_scope");
-  check_choice("clip: flavor", c.flavor, GA_FLAVOR_KERAS, "GA_FLAVOR_TORCH or GA_FLAVOR_KERAS");
-  check_choice("clip: agc_units", c.agc_units, GA_AGC_TORCH, "ga_agc_units");
-  check_choice("clip: when", c.when, GA_CLIP_WHEN_MICRO, "ga_clip_when");
-  if (c.scope == GA_CLIP_GLOBAL || c.scope == GA_CLIP_PER_TENSOR)
-    check_rate("clip: max_norm", c.max_norm);
-  if (!(c.max_value > 0))
-    fail(GA_ERROR_INVALID_ARGUMENT, "clip: max_value was %g, expected > 0", c.max_value);
-  check_positive("clip: agc_factor", c.agc_factor);
-  check_positive("clip: agc_eps", c.agc_eps);
-}
-
-bool is_of_micros(const ga_clip& c) {
-  return c.when == GA_CLIP_WHEN_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
-}
-
-void Options::choose_path(const ParamList& params, bool alone) {
-  clip_micro_ = is_of_micros(params.clip);
-  for (const Group& g : params.groups) clip_micro_ = clip_micro_ || is_of_micros(params.clip_of(g));
-  const bool plain = config_.accumulation == GA_ACCUMULATE_PLAIN && !config_.noise_scale;
+void Options::choose_path(const ParamList& params, const Rules& by, bool alone) {
+  clip_micro_ = is_of_micros(by.clip);
+  for (const Group& g : by.groups) clip_micro_ = clip_micro_ || is_of_micros(by.clip_of(g));
+  const bool plain = config_->accumulation == GA_ACCUMULATE_PLAIN && !config_->noise_scale;
   plain_path_ = plain && !params.has_maxima;
-  borrows_ = plain && !deferring() && config_.gradient_life == GA_GRADIENTS_LIVE && alone;
+  borrows_ = plain && !deferring() && config_->gradient_life == GA_GRADIENTS_LIVE && alone;
 }
 
 }  // namespace ga

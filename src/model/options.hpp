@@ -11,24 +11,27 @@ namespace ga {
 
 class Options {
  public:
-  explicit Options(const ga_config& config) : config_(config) {}
+  explicit Options(const ga_config& config) : config_(&config) {}
 
   std::optional<ga_ema> ema;
   bool scaled = false;  // the loss scale is dynamic
   ga_loss_scaler scaler = {};
 
   // Follows a change of options. alone: the context has no communicator.
-  void choose_path(const ParamList& params, bool alone);
+  void choose_path(const ParamList& params, bool alone) {
+    choose_path(params, params.rules(), alone);
+  }
+  void choose_path(const ParamList& params, const Rules& by, bool alone);
   bool clip_micro() const { return clip_micro_; }  // some clipping is GA_CLIP_WHEN_MICRO
   // Whether micro-batches are checked or clipped as a whole when they end.
-  bool deferring() const { return config_.nonfinite == GA_NONFINITE_DROP_MICRO || clip_micro_; }
+  bool deferring() const { return config_->nonfinite == GA_NONFINITE_DROP_MICRO || clip_micro_; }
   bool plain_path() const { return plain_path_; }  // contributions are only added
   bool borrows() const { return borrows_; }  // first contributions stay in the program's buffers
   // Whether only the device knows the loss scale.
-  bool late_scale() const { return scaled && config_.device != GA_DEVICE_CPU; }
+  bool late_scale() const { return scaled && config_->device != GA_DEVICE_CPU; }
 
  private:
-  const ga_config& config_;
+  const ga_config* config_;
   bool clip_micro_ = false;
   bool plain_path_ = true;
   bool borrows_ = false;

@@ -30,6 +30,35 @@ uint32_t agc_axes(int32_t units, const std::vector<int64_t>& shape) {
 
 }  // namespace
 
+ga_clip default_clip() {
+  ga_clip c = {};
+  c.struct_size = sizeof c;
+  c.max_norm = -1;
+  c.max_value = HUGE_VAL;
+  c.agc_factor = 0.01;
+  c.agc_eps = 1e-3;
+  return c;
+}
+
+void check_clip(const ga_clip& c) {
+  check_choice("clip: scope", c.scope, GA_CLIP_AGC, "ga_clip_scope");
+  check_choice("clip: flavor", c.flavor, GA_FLAVOR_KERAS, "GA_FLAVOR_TORCH or GA_FLAVOR_KERAS");
+  check_choice("clip: agc_units", c.agc_units, GA_AGC_TORCH, "ga_agc_units");
+  check_choice("clip: when", c.when, GA_CLIP_WHEN_MICRO, "ga_clip_when");
+  if (c.scope == GA_CLIP_GLOBAL || c.scope == GA_CLIP_PER_TENSOR)
+    check_rate("clip: max_norm", c.max_norm);
+  if (!(c.max_value > 0))
+    fail(GA_ERROR_INVALID_ARGUMENT, "clip: max_value was %g, expected > 0", c.max_value);
+  check_positive("clip: agc_factor", c.agc_factor);
+  check_positive("clip: agc_eps", c.agc_eps);
+}
+
+bool is_of_micros(const ga_clip& c) {
+  return c.when == GA_CLIP_WHEN_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
+}
+
+const ga_clip Rules::unclipped = default_clip();
+
 size_t Units::bytes(const UnitPattern& p, bool both) {
   const auto sums = static_cast<size_t>(p.sums()), count = static_cast<size_t>(p.units);
   return both ? sizeof(double) * (2 * sums + count) + sizeof(UnitTotals) : sizeof(double) * sums;
@@ -158,58 +187,58 @@ void ParamList::remove(ga_param id) {
   p.delivered = false;
 }
 
-bool ParamList::has_master(Which w) const {
+bool ParamList::has_master(Which w, const Rules& by) const {
   const Param& p = (*this)[w];
   return dtype_info(p.dtype).size == 2 && tensor(w).options.master == GA_MASTER_F32 &&
-         op_of(p) >= 0;
+         by.op_of(p) >= 0;
 }
 
-Keeper ParamList::keeper(Which w) const {
+Keeper ParamList::keeper(Which w, const Rules& by) const {
   const Param& p = (*this)[w];
-  const int op = op_of(p);
+  const int op = by.op_of(p);
   if (op < 0) return Keeper::kAll;
-  const ga_clip& clip = clip_of(p);
+  const ga_clip& clip = by.clip_of(p);
   const bool by_units = clip.scope == GA_CLIP_AGC;
   // Each rank clips its micro-batches by what the optimizer has, the master weights.
-  if (by_units && clip.when == GA_CLIP_WHEN_MICRO && has_master(w)) return Keeper::kAll;
+  if (by_units && clip.when == GA_CLIP_WHEN_MICRO && has_master(w, by)) return Keeper::kAll;
   const OpInfo& info = op_info(op);
   const Tensor& t = tensor(w);
   const bool whole =
       info.factored || info.orthogonal || (whole_layers && info.norms > 0) ||
       (info.row_state && t.rows == 1) ||
-      (by_units && clip.when == GA_CLIP_WHEN_STEP && !units_of(t.shape, units_axes(w)).shared);
+      (by_units && clip.when == GA_CLIP_WHEN_STEP && !units_of(t.shape, units_axes(w, by)).shared);
   return whole ? Keeper::kOwner : Keeper::kPieces;
 }
 
-int64_t ParamList::grain(Which w) const {
+int64_t ParamList::grain(Which w, const Rules& by) const {
   constexpr int64_t kLine = 16;
   const Param& p = (*this)[w];
   const Tensor& t = tensor(w);
   if (t.options.rows != GA_ROWS_NONE) return p.count / t.rows;
-  if (keeper(w) != Keeper::kPieces || op_of(p) < 0) return kLine;
-  if (op_info(op_of(p)).row_state) return p.count / t.rows;
-  const ga_clip& clip = clip_of(p);
+  if (keeper(w, by) != Keeper::kPieces || by.op_of(p) < 0) return kLine;
+  if (op_info(by.op_of(p)).row_state) return p.count / t.rows;
+  const ga_clip& clip = by.clip_of(p);
   if (clip.scope != GA_CLIP_AGC || clip.when != GA_CLIP_WHEN_STEP) return kLine;
-  return units_of(t.shape, units_axes(w)).slab();
+  return units_of(t.shape, units_axes(w, by)).slab();
 }
 
-bool ParamList::needs_units(Which w) const {
+bool ParamList::needs_units(Which w, const Rules& by) const {
   const Param& p = (*this)[w];
-  const ga_clip& clip = clip_of(p);
+  const ga_clip& clip = by.clip_of(p);
   const bool of_micros = clip.when == GA_CLIP_WHEN_MICRO;
   return clip.scope == GA_CLIP_AGC && (of_micros ? p.count : p.shard.count) > 0;
 }
 
-bool ParamList::is_clipped_in_parts(Which w) const {
+bool ParamList::is_clipped_in_parts(Which w, const Rules& by) const {
   const Param& p = (*this)[w];
-  const ga_clip& clip = clip_of(p);
-  return sharded && op_of(p) >= 0 && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_WHEN_STEP;
+  const ga_clip& clip = by.clip_of(p);
+  return sharded && by.op_of(p) >= 0 && clip.scope == GA_CLIP_AGC && clip.when == GA_CLIP_WHEN_STEP;
 }
 
-UnitPattern ParamList::clip_units(Which w) const {
-  const UnitPattern whole = units_of(tensor(w).shape, units_axes(w));
+UnitPattern ParamList::clip_units(Which w, const Rules& by) const {
+  const UnitPattern whole = units_of(tensor(w).shape, units_axes(w, by));
   const Range& shard = (*this)[w].shard;
-  return is_clipped_in_parts(w) ? part_of(whole, shard.first, shard.count) : whole;
+  return is_clipped_in_parts(w, by) ? part_of(whole, shard.first, shard.count) : whole;
 }
 
 UnitPattern ParamList::state_rows(Which w) const {
@@ -225,10 +254,10 @@ bool ParamList::is_layered(const Param& p) const {
   return op >= 0 && op_info(op).norms > 0;
 }
 
-uint32_t ParamList::units_axes(Which w) const {
+uint32_t ParamList::units_axes(Which w, const Rules& by) const {
   const Tensor& t = tensor(w);
   if (t.options.agc_axes != 0) return t.options.agc_axes;
-  const int32_t units = clip_of((*this)[w]).agc_units;
+  const int32_t units = by.clip_of((*this)[w]).agc_units;
   if (units == GA_AGC_NFNETS && t.shape.size() > 4)
     subject(w).fail(GA_ERROR_UNSUPPORTED,
                     "its rank is %zu, but GA_AGC_NFNETS defines units up to rank 4; "

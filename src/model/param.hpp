@@ -112,6 +112,23 @@ struct alignas(64) Param {
   Array current() const { return master_due ? shard_data() : values(); }
 };
 
+// What decides how the parameters are clipped and updated: the groups, and the clipping of those that have none of
+// their own.
+struct Rules {
+  const std::vector<Group>& groups;
+  const ga_clip& clip;
+
+  const Group& group_of(const Param& p) const { return groups[static_cast<size_t>(p.group)]; }
+  int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
+  const ga_clip& clip_of(const Group& g) const { return g.own_clip ? g.clip : clip; }
+  const ga_clip& clip_of(const Param& p) const {
+    return p.maximum ? unclipped : clip_of(group_of(p));
+  }
+
+ private:
+  static const ga_clip unclipped;
+};
+
 // Which rank keeps the state of a parameter where the optimizer is sharded: each that of a piece, if an
 // element is updated by itself, by norms over the parameter and by sums over rows or units, none of which
 // lies in two pieces; one rank, where an update needs the whole; every rank all of it.
@@ -203,15 +220,19 @@ class ParamList {
   int32_t next_key() const { return next_key_; }  // larger than all keys that there are or were
   void set_next_key(int32_t key) { next_key_ = key; }
 
-  const Group& group_of(const Param& p) const { return groups[static_cast<size_t>(p.group)]; }
-  int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
-  bool has_master(Which w) const;
+  // The rules that the parameters follow. A function that takes others says what would follow from those.
+  Rules rules() const { return {groups, clip}; }
+  const Group& group_of(const Param& p) const { return rules().group_of(p); }
+  int op_of(const Param& p) const { return rules().op_of(p); }
+  bool has_master(Which w) const { return has_master(w, rules()); }
   // Whether its master weights follow what the program writes to it.
   bool follows(Which w) const { return tensor(w).options.follow_data != 0 && has_master(w); }
-  Keeper keeper(Which w) const;
+  Keeper keeper(Which w) const { return keeper(w, rules()); }
+  Keeper keeper(Which w, const Rules& by) const;
   // Elements of which each piece has a whole number: under Keeper::kPieces those of a row or of the units with
   // an outermost index, where there are any, else a cache line.
-  int64_t grain(Which w) const;
+  int64_t grain(Which w) const { return grain(w, rules()); }
+  int64_t grain(Which w, const Rules& by) const;
   // Whether its update takes norms over the parameter first.
   bool is_layered(const Param& p) const;
   // Whether a norm over all parameters of its optimizer clips its gradient (ga_optimizer.max_grad_norm).
@@ -228,21 +249,21 @@ class ParamList {
   void deliver(Param& p) { p.delivered = any_delivered_ = true; }
   void forget_delivered();
 
-  const ga_clip& clip_of(const Group& g) const { return g.own_clip ? g.clip : clip; }
-  const ga_clip& clip_of(const Param& p) const {
-    return p.maximum ? unclipped_ : clip_of(group_of(p));
-  }
+  const ga_clip& clip_of(const Group& g) const { return rules().clip_of(g); }
+  const ga_clip& clip_of(const Param& p) const { return rules().clip_of(p); }
   bool clips_micro(const Param& p) const { return is_of_micros(clip_of(p)); }
   // Whether this rank clips its gradients by units: contributions are clipped by whoever brings them, the
   // gradient of a window by those who update the parameter.
-  bool needs_units(Which w) const;
+  bool needs_units(Which w) const { return needs_units(w, rules()); }
+  bool needs_units(Which w, const Rules& by) const;
   // Whether the ranks that keep its state clip the gradient of a window by units, each those that it keeps.
-  bool is_clipped_in_parts(Which w) const;
+  bool is_clipped_in_parts(Which w) const { return is_clipped_in_parts(w, rules()); }
   // The units under GA_CLIP_AGC that this rank clips, and the rows of state that it keeps.
-  UnitPattern clip_units(Which w) const;
+  UnitPattern clip_units(Which w) const { return clip_units(w, rules()); }
+  UnitPattern clip_units(Which w, const Rules& by) const;
   UnitPattern state_rows(Which w) const;
   // The axes that the units of a parameter under GA_CLIP_AGC are reduced over.
-  uint32_t units_axes(Which w) const;
+  uint32_t units_axes(Which w) const { return units_axes(w, rules()); }
   // Whether the reduced gradient is clipped by units.
   bool by_units(Which w) const;
   // Whether some group's reduced gradients are.
@@ -254,10 +275,13 @@ class ParamList {
   bool norm_after_value(const Param& p) const;
 
  private:
+  bool has_master(Which w, const Rules& by) const;
+  bool is_clipped_in_parts(Which w, const Rules& by) const;
+  uint32_t units_axes(Which w, const Rules& by) const;
+
   std::vector<Param> params_;
   std::vector<Tensor> tensors_;
   std::vector<Block> blocks_;
-  const ga_clip unclipped_ = default_clip();
   using Names = std::map<std::string, ga_param, std::less<>>;
   Names names_;
   int32_t next_key_ = 0;

@@ -11,7 +11,7 @@
 
 #include "backend/backend.hpp"
 #include "core/error.hpp"
-#include "model/division.hpp"
+#include "model/param.hpp"
 
 namespace ga {
 
@@ -47,8 +47,8 @@ class Ranks {
   virtual std::function<void()> divide_anew() {
     return [] {};
   }
-  // Throws if with the settings of now parameters would be divided in another way.
-  virtual void check_keepers() const {}
+  // Throws if by these rules parameters would be divided in another way.
+  virtual void check_keepers(const Rules& by) const { (void)by; }
   // How many of a gradient's elements this rank measures for the decision.
   virtual int64_t measured_count(ga_param, int64_t count) const { return count; }
   // Where norms over a layer, or over its clipped units, are those of pieces.

@@ -61,7 +61,7 @@ class Exchange final : public Ranks {
   void divide() override;
   void check_options(const Subject& of, const ga_param_options& options) const override;
   std::function<void()> divide_anew() override;
-  void check_keepers() const override;
+  void check_keepers(const Rules& by) const override;
   int64_t measured_count(ga_param id, int64_t count) const override {
     return on_device() ? own_piece(id).count : count;
   }

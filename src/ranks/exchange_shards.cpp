@@ -184,7 +184,7 @@ void Exchange::share_unit_totals() {
 std::optional<Exchange::Parts> Exchange::check_division() {
   const bool arrays = model_.tables.params() > 0;
   if (arrays && shards()) {
-    check_keepers();
+    check_keepers(model_.params.rules());
     return {};
   }
   if (arrays && (model_.progress.windows() > 0 || !model_.window.empty())) return {};
@@ -204,7 +204,7 @@ std::function<void()> Exchange::divide_anew() {
   return divide_back;
 }
 
-void Exchange::check_keepers() const {
+void Exchange::check_keepers(const Rules& by) const {
   if (!shards()) return;
   const auto place = [](Keeper keeper) {
     return keeper == Keeper::kAll     ? "whole on every rank"
@@ -214,10 +214,10 @@ void Exchange::check_keepers() const {
   const ParamList& params = model_.params;
   for (size_t i = 0; i < parts_.divisions.size(); ++i) {
     if (params.tensor(i).removed) continue;
-    const Keeper next = params.keeper(i);
+    const Keeper next = params.keeper(i, by);
     const int64_t piece = parts_.divisions[i].piece;
     const bool recut = next == Keeper::kPieces && next == parts_.keepers[i] && piece > 0 &&
-                       piece != piece_of(i, params.grain(i));
+                       piece != piece_of(i, params.grain(i, by));
     if (next != parts_.keepers[i] || recut)
       params.subject(i).fail(
           GA_ERROR_UNSUPPORTED,

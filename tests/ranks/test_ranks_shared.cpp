@@ -221,6 +221,54 @@ TEST(RanksFiles, HaveTheSameBytesAfterADroppedMicroBatch) {
   EXPECT_EQ(files[0], files[1]);
 }
 
+// A load makes arrays also for parameters that are frozen, if the file has state of them. If it fails then, since another
+// rank has failed, they are no less frozen than before.
+TEST(RanksFiles, AFailureOfAnotherRankLeavesParametersFrozen) {
+  const auto make = [](ga_context* ctx, ga_group group, float* p) {
+    const int64_t shape[] = {3};
+    ga_param id = -1;
+    for (const char* name : {"a", "b"})
+      EXPECT_OK(
+          ga_param_add(ctx, group, name, p + 3 * (name[0] - 'a'), GA_F32, 1, shape, nullptr, &id));
+    return id;
+  };
+  ga_config c = config();
+  c.missing = GA_MISSING_ZERO;
+  const float gradient[] = {1, 2, 3};
+  std::vector<char> file;
+  {
+    float p[6] = {1, 2, 3, 4, 5, 6};
+    Context ctx(c);
+    make(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), p);
+    ctx.accumulate({gradient, gradient});
+    ASSERT_OK(ga_step(ctx, nullptr));
+    file = saved(ctx);
+  }
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    float p[6] = {1, 2, 3, 4, 5, 6};
+    Context ctx(c);
+    const ga_param b = make(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), p);
+    ASSERT_OK(ga_param_set_frozen(ctx, b, 1));
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    ga_state_options o;
+    ASSERT_OK(ga_state_options_init(&o, sizeof o));
+    o.settings = GA_SETTINGS_KEEP;
+    EXPECT_NE(ga_load_from_memory(ctx, file.data(), r == 1 ? 9 : file.size(), &o), GA_OK);
+    ctx.accumulate({gradient, gradient});
+    ga_step_result result = {};
+    result.struct_size = sizeof result;
+    ASSERT_OK(ga_step(ctx, &result));
+    EXPECT_EQ(result.outcome, GA_STEP_APPLIED);
+    EXPECT_NE(p[0], 1);
+    for (int k = 3; k < 6; ++k) EXPECT_EQ(p[k], static_cast<float>(k + 1));
+    int64_t step = -1;
+    const ga_status status = ga_state_get(ctx, b, "step", &step, GA_I64, 1);
+    if (status == GA_OK) {
+      EXPECT_EQ(step, 0);
+    }
+  });
+}
+
 // ---- Ranks that leave ------------------------------------------------------------------------------
 
 // A context with one parameter.
