@@ -154,7 +154,7 @@ void Checkpoint::store_live_gradients() {
     Param& p = model_.params[i];
     if (p.held() != Held::kBorrowed) continue;
     stages_.accumulator.store_borrowed(static_cast<ga_param>(i));
-    p.stale = true;
+    p.window.stale = true;
     writer_.reset();  // which has read other partials
   }
 }
@@ -230,7 +230,7 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
     if (g.info->product) add_numbers(name + "." + g.info->product, GA_F64, {}, {bits_of(product)});
   }
   // Contributions that were dropped count too.
-  if (with_window_ && (p.held() != Held::kNothing || p.contributions > 0))
+  if (with_window_ && (p.held() != Held::kNothing || p.contributions.count > 0))
     collect_of_window([&] { collect_held(i, state); });
 }
 
@@ -243,13 +243,14 @@ void Checkpoint::collect_held(size_t i, const ParamState& state) {
   const size_t bytes = static_cast<size_t>(p.count) * size;
   Backend& backend = *model_.backend;
   const bool rows_alone = p.held() == Held::kRows, nothing = p.held() == Held::kNothing;
-  add_numbers(name + ".window", GA_F64, {7},
-              {bits_of(nothing      ? 0.0
-                       : rows_alone ? 2.0
-                                    : 1.0),
-               bits_of(p.stale ? 1.0 : 0.0), bits_of(static_cast<double>(p.contributions)),
-               bits_of(static_cast<double>(p.last_micro)), bits_of(p.held_weight),
-               bits_of(static_cast<double>(state.contributed)), bits_of(state.held_weight)});
+  add_numbers(
+      name + ".window", GA_F64, {7},
+      {bits_of(nothing      ? 0.0
+               : rows_alone ? 2.0
+                            : 1.0),
+       bits_of(p.window.stale ? 1.0 : 0.0), bits_of(static_cast<double>(p.contributions.count)),
+       bits_of(static_cast<double>(p.contributions.last_micro)), bits_of(p.held_weight),
+       bits_of(static_cast<double>(state.contributed)), bits_of(state.held_weight)});
   if (nothing) return;
   std::vector<Partial> partials;
   if (rows_alone && p.count > 0) {

@@ -125,10 +125,9 @@ class Checkpoint {
     double product = 1;
   };
   // What a window holds of a parameter, but for the gradient itself.
-  struct Holding {
-    Held held = Held::kNothing;
-    bool stale = false;
-    int64_t contributions = 0, last_micro = -1, contributed = 0;
+  struct Holding : InWindow {
+    ParamContributions contributions = {};
+    int64_t contributed = 0;
     double held_weight = 0, state_held_weight = 0;
   };
   struct HeldIn : Found<kHeldKinds>, Holding {

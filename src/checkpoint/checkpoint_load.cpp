@@ -553,10 +553,8 @@ void Checkpoint::place_param(size_t i) {
   state.contributed = w.contributed;
   state.held_weight = w.state_held_weight;
   model_.progress.set_param_state(i, state);
-  p.hold(w.held);
-  p.stale = w.stale;
+  p.window = w;
   p.contributions = w.contributions;
-  p.last_micro = w.last_micro;
   p.held_weight = w.held_weight;
   p.accumulator_written = p.accumulator_written || w.held != Held::kNothing;
 }

@@ -241,8 +241,8 @@ void Checkpoint::read_held(size_t i, HeldIn& w) const {
   w.held = kinds[whole(n[0], 0, 2, held.c_str())];
   const bool rows = w.held == Held::kRows;
   w.stale = whole(n[1], 0, 1, held.c_str()) != 0;
-  w.contributions = whole(n[2], 0, kMost, held.c_str());
-  w.last_micro = whole(n[3], -1, kMost, held.c_str());
+  w.contributions.count = whole(n[2], 0, kMost, held.c_str());
+  w.contributions.last_micro = whole(n[3], -1, kMost, held.c_str());
   w.held_weight = n[4];
   w.contributed = whole(n[5], 0, 1, held.c_str());
   w.state_held_weight = n[6];
@@ -430,8 +430,9 @@ void Checkpoint::join_param(size_t i) {
     if (windows_.size() == 1) {
       static_cast<Holding&>(j) = h;
     } else {
-      j.contributions += h.contributions;
-      if (h.last_micro >= 0) j.last_micro = begin + h.last_micro;
+      j.contributions.count += h.contributions.count;
+      if (h.contributions.last_micro >= 0)
+        j.contributions.last_micro = begin + h.contributions.last_micro;
     }
     begin += window.size();
     if (h.held == Held::kNothing) continue;
@@ -457,9 +458,10 @@ void Checkpoint::join_param(size_t i) {
   if (!j.dense.empty()) {
     // The pass that adds a gradient measures the sum, one that adds rows does not.
     j.stale = (j.stale && j.dense.size() == 1) || !j.rows.empty();
-    j.contributions += static_cast<int64_t>(j.dense.size()) - 1;  // each rounds by bits of its own
+    // Each rounds by bits of its own.
+    j.contributions.count += static_cast<int64_t>(j.dense.size()) - 1;
   }
-  for (const int64_t count : {j.contributions, j.last_micro})
+  for (const int64_t count : {j.contributions.count, j.contributions.last_micro})
     whole(static_cast<double>(count), -1, kMost, "a counter of its windows together");
 }
 
@@ -604,7 +606,7 @@ void Checkpoint::place_dense(size_t i) {
     if (model_.config.accumulation == GA_ACCUMULATE_STOCHASTIC && !p.maximum) {
       task.counter = &by->windows;
       task.seed = model_.config.seed ^ stages_.accumulator.rank_key();
-      task.contribution = j.contributions - static_cast<int64_t>(k);
+      task.contribution = j.contributions.count - static_cast<int64_t>(k);
       task.key = model_.params.tensor(id).key;
     }
     model_.backend->accumulate({&task, 1});

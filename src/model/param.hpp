@@ -2,6 +2,7 @@
 // Groups and parameters as the host knows them, and the list of all that a context has.
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <map>
 #include <memory>
@@ -50,6 +51,25 @@ struct Block {
 // Whether the parameter was updated before its window was decided, and where the result is.
 enum class Ahead : unsigned char { kNot, kInPlace, kOutOfPlace };
 
+// What the open window has brought to a parameter. The initial values are those of an empty window.
+struct InWindow {
+  Held held = Held::kNothing;
+  bool acquired : 1;       // the program has the accumulator
+  bool busy : 1;           // a call adds to it, while calls of other threads may run
+  bool borrowed_late : 1;  // borrowed_scale still lacks the loss scale, which only the device knows
+  bool stale = false;      // someone wrote the accumulator without its partials
+  bool ready = false;      // nothing more comes to it in this window
+
+  InWindow() : acquired(false), busy(false), borrowed_late(false) {}
+};
+
+// What some options have to know of the contributions of the open window. The initial values are those of an empty one.
+struct ParamContributions {
+  int64_t count = 0;
+  int64_t last_micro = -1;  // micro-batch of the last one
+  bool pending = false;     // one is in the list of tasks
+};
+
 // What the passes need of a parameter. A plain contribution needs the first cache line alone.
 struct alignas(64) Param {
   void* accumulator = nullptr;
@@ -62,15 +82,11 @@ struct alignas(64) Param {
   unsigned char dtype;
   unsigned char gradient_dtype;
   unsigned char accumulator_dtype;
-  unsigned char held_as = 0;  // Held
-  bool f64 : 1;               // computed in double
-  bool acquired : 1;
-  bool borrowed_late : 1;  // borrowed_scale still lacks the loss scale, which only the device knows
-  bool maximum : 1;        // GA_REDUCE_MAX
-  bool busy : 1;           // a call adds to it, while calls of other threads may run
-  bool frozen = false;
-  bool stale = false;  // someone wrote the accumulator without its partials
-  bool ready = false;  // nothing more comes to it in this window
+  // Threads that exchange in the background read these while calls write `window`.
+  bool f64 : 1;      // computed in double
+  bool maximum : 1;  // GA_REDUCE_MAX
+  bool frozen : 1;
+  InWindow window;
 
   const void* checked_before = nullptr;  // the one before it: programs use two buffers in turn
   void* data;
@@ -83,12 +99,10 @@ struct alignas(64) Param {
                            // in `shard` alone
   Range shard = {0, 0};    // the elements that this rank keeps state of and updates; count: all
   double held_weight = 0;  // GA_ACCUMULATE_RUNNING_MEAN: sum of the weights in the mean
-  int64_t contributions = 0;  // in this window
-  int64_t last_micro = -1;    // micro-batch of the last contribution
+  ParamContributions contributions;
   ga_group group;
   bool matrix = false;     // rank >= 2
   bool delivered = false;  // the accumulator holds the last step's gradient, for the program
-  bool pending = false;    // in the list of tasks
   bool pair = false;       // the accumulator consists of two 16-bit arrays
   bool owns = false;       // the arrays of the parameter exist
   bool wanted = false;     // they are to exist although it is frozen, since another rank has them
@@ -100,9 +114,9 @@ struct alignas(64) Param {
   bool unrounded = false;   // the parameter is not what the master weights round to
   bool master_due = false;  // the master weights have yet to be copied from the parameter
 
-  Param() : f64(false), acquired(false), borrowed_late(false), maximum(false), busy(false) {}
-  Held held() const { return static_cast<Held>(held_as); }
-  void hold(Held h) { held_as = static_cast<unsigned char>(h); }
+  Param() : f64(false), maximum(false), frozen(false) {}
+  Held held() const { return window.held; }
+  void hold(Held h) { window.held = h; }
   int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
   bool fits_accumulator() const { return accumulator_dtype == real(); }
   bool lacks_arrays() const { return !owns && (!frozen || wanted); }
@@ -128,6 +142,8 @@ struct Rules {
  private:
   static const ga_clip unclipped;
 };
+
+static_assert(offsetof(Param, checked_before) == 64, "the first cache line");
 
 // Which rank keeps the state of a parameter where the optimizer is sharded: each that of a piece, if an
 // element is updated by itself, by norms over the parameter and by sums over rows or units, none of which

@@ -418,7 +418,7 @@ bool TableWriter::needs_norm(size_t i) {
   const Param& p = model_.params[i];
   const bool checked = model_.config.nonfinite != GA_NONFINITE_IGNORE;
   const bool measured = model_.config.measure_norm != 0 || model_.config.noise_scale != 0;
-  const bool unknown = p.held() == Held::kBorrowed || p.stale;
+  const bool unknown = p.held() == Held::kBorrowed || p.window.stale;
   const bool due = unknown || model_.tables.param_inputs[i].clamped;
   const bool wanted =
       due && (checked || (measured && !p.maximum) || norm_wanted(static_cast<ga_param>(i)));
@@ -436,7 +436,7 @@ void TableWriter::write_param(size_t i) {
   const bool elsewhere = in.held != held || moved;
   if (!elsewhere && !weighed && held != Held::kRows) return;
   model_.tables.param_inputs.set(i, &ParamInput::weight, weighed ? p.held_weight : 1.0);
-  model_.tables.param_inputs.set(i, &ParamInput::stale_rows, held == Held::kRows && p.stale);
+  model_.tables.param_inputs.set(i, &ParamInput::stale_rows, held == Held::kRows && p.window.stale);
   if (!elsewhere) return;
   if (moved && move_gradient(i)) return;
   model_.tables.param_inputs.set(i, &ParamInput::held, held);

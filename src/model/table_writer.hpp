@@ -44,7 +44,7 @@ class TableWriter {
   Array target_of(ga_param id) const;  // the accumulator, in the format that it has
   Source borrowed_of(const Param& p) const {
     return {p.borrowed, p.gradient_dtype, p.borrowed_scale,
-            p.borrowed_late ? &model_.tables.control.at()->scaler.scale : nullptr};
+            p.window.borrowed_late ? &model_.tables.control.at()->scaler.scale : nullptr};
   }
   Source source_of(ga_param id) const;  // where the gradient of the window lies
 

@@ -115,7 +115,7 @@ bool Exchange::hold_all(bool discards) {
     brought_[i] = p.held() != Held::kNothing;
     p.hold(Held::kReduced);
     p.reduced = reduced_range(id).count > 0 ? reduced(id).data : nullptr;
-    p.stale = true;  // its partials are those of what this rank has brought
+    p.window.stale = true;  // its partials are those of what this rank has brought
   }
   return true;
 }

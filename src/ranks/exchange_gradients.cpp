@@ -157,7 +157,7 @@ void Exchange::hold_sums() {
     p.hold(Held::kReduced);
     const auto id = static_cast<ga_param>(i);
     p.reduced = reduced_range(id).count > 0 ? reduced(id).data : nullptr;
-    p.stale = false;
+    p.window.stale = false;
   }
 }
 
@@ -425,7 +425,7 @@ void Exchange::run_ready() {
 bool Exchange::is_ready(const Bucket& bucket) const {
   for (size_t k = bucket.first; k < bucket.end; ++k) {
     const Param& p = model_.params[buckets_.segments()[k].param];
-    if (!p.ready || p.held() == Held::kRows) return false;
+    if (!p.window.ready || p.held() == Held::kRows) return false;
   }
   return true;
 }

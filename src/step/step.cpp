@@ -38,7 +38,7 @@ ga_window_info Step::window() {
 inline bool Step::is_written(size_t i) const {
   const Param& p = model_.params[i];
   const ParamInput& in = model_.tables.param_inputs[i];
-  return p.held() == Held::kStored && in.held == Held::kStored && !p.stale && !in.clamped &&
+  return p.held() == Held::kStored && in.held == Held::kStored && !p.window.stale && !in.clamped &&
          !in.unmeasured && model_.config.accumulation != GA_ACCUMULATE_RUNNING_MEAN;
 }
 
@@ -52,11 +52,11 @@ StepSums Step::write_window(bool discards) {
     if (is_written(i)) continue;
     Param& p = model_.params[i];
     const Held held = p.held();
-    const bool known = (held == Held::kReduced && !p.stale) || p.ahead != Ahead::kNot;
+    const bool known = (held == Held::kReduced && !p.window.stale) || p.ahead != Ahead::kNot;
     if (!discards && !p.frozen && held != Held::kNothing && !known &&
         stages_.writer.needs_norm(i)) {
       norms_.push_back(static_cast<ga_param>(i));
-      p.stale = held == Held::kRows;  // the pass has not updated the partials of the rows
+      p.window.stale = held == Held::kRows;  // the pass has not updated the partials of the rows
     }
     stages_.writer.write_param(i);
   }

@@ -120,7 +120,7 @@ inline AccumulateTask* Accumulator::add_task(ga_param id, const Source& given, b
     p.hold(Held::kBorrowed);
     p.borrowed = given.data;
     p.borrowed_scale = p.maximum ? unweighted() : given.scale;
-    p.borrowed_late = given.divisor != nullptr;
+    p.window.borrowed_late = given.divisor != nullptr;
     return nullptr;
   }
   added_ = true;
@@ -141,7 +141,7 @@ inline AccumulateTask* Accumulator::add_task(ga_param id, const Source& given, b
   }
   *source = given;
   p.hold(Held::kStored);
-  p.stale = false;  // the pass stores the partials too
+  p.window.stale = false;  // the pass stores the partials too
   if (!model_.options.plain_path()) refine(id, task, *source);
   return &task;
 }
@@ -166,7 +166,7 @@ void Accumulator::refine(ga_param id, AccumulateTask& task, Source& source) {
   if (model_.config.accumulation == GA_ACCUMULATE_STOCHASTIC) {
     task.counter = &model_.tables.control.at()->windows;
     task.seed = model_.config.seed ^ rank_key();
-    task.contribution = p.contributions;
+    task.contribution = p.contributions.count;
     task.key = model_.params.tensor(id).key;
   }
   if (model_.config.noise_scale) {
@@ -187,9 +187,9 @@ double Accumulator::unweighted() const {
 // Counts contributions of dropped micro-batches too, because a device learns of the drop too late.
 void Accumulator::count_contribution(Param& p) {
   if (p.maximum) return;
-  noise_repeated_ = noise_repeated_ || micro_.index <= p.last_micro;
-  p.last_micro = micro_.index;
-  ++p.contributions;
+  noise_repeated_ = noise_repeated_ || micro_.index <= p.contributions.last_micro;
+  p.contributions.last_micro = micro_.index;
+  ++p.contributions.count;
 }
 
 void Accumulator::accumulate(const void* const* gradients, size_t count, double weight,
@@ -230,7 +230,7 @@ void Accumulator::accumulate(const void* const* gradients, size_t count, double 
     };
     bool contributes = false;
     each([&](ga_param id, const Param& p, const void* gradient) {
-      if (p.ready) refuse_ready(id);
+      if (p.window.ready) refuse_ready(id);
       check_gradient(id, gradient);
       contributes = true;
     });
@@ -296,14 +296,14 @@ Param& Accumulator::part(ga_param id, const char* what) {
   model_.check_device();
   model_.window.check_part(what);
   Param& p = model_.params.get(id);
-  if (p.acquired || p.busy) refuse_taken(id, what);
+  if (p.window.acquired || p.window.busy) refuse_taken(id, what);
   // As in ga_accumulate(), a call that brings nothing is legal.
-  if (p.ready && !p.frozen && model_.window.open_micro().weight > 0) refuse_ready(id);
+  if (p.window.ready && !p.frozen && model_.window.open_micro().weight > 0) refuse_ready(id);
   return p;
 }
 
 void Accumulator::refuse_taken(ga_param id, const char* what) const {
-  if (model_.params[id].busy)
+  if (model_.params[id].window.busy)
     fail(GA_ERROR_INVALID_STATE,
          "%s: another thread adds a gradient to parameter \"%s\" at the same time; calls that "
          "overlap must be for different parameters",
@@ -326,13 +326,13 @@ void Accumulator::params_ready(Span<const ga_param> ids) {
   model_.window.check_takes_more();
   for (size_t k = 0; k < ids.size; ++k) {
     const Param& p = model_.params.get(ids.data[k]);
-    if (p.acquired || p.busy) refuse_taken(ids.data[k], "ga_params_ready");
+    if (p.window.acquired || p.window.busy) refuse_taken(ids.data[k], "ga_params_ready");
   }
   model_.ranks->prepare_release();
   for (size_t k = 0; k < ids.size; ++k) {
     Param& p = model_.params[ids.data[k]];
-    if (!p.ready) model_.speculation->note(ids.data[k]);
-    p.ready = true;
+    if (!p.window.ready) model_.speculation->note(ids.data[k]);
+    p.window.ready = true;
     any_ready_ = true;
   }
   release_ready(std::move(lock));
@@ -428,8 +428,8 @@ void Accumulator::add_unlocked(Param& p, ConcurrentCalls::Lock& lock) {
   const AccumulateTask task = tasks_.span().data[0];  // the next caller uses the list
   struct Busy {
     Param& p;
-    explicit Busy(Param& p) : p(p) { p.busy = true; }
-    ~Busy() { p.busy = false; }
+    explicit Busy(Param& p) : p(p) { p.window.busy = true; }
+    ~Busy() { p.window.busy = false; }
   };
   model_.window.or_invalidate([&] {
     const Busy busy(p);
@@ -450,7 +450,7 @@ void Accumulator::store_borrowed(ga_param id) {
   task.param = id;
   model_.window.or_invalidate([&] { model_.backend->accumulate({&task, 1}); });
   p.hold(Held::kStored);
-  p.stale = false;
+  p.window.stale = false;
 }
 
 // Adds all contributions in one pass, or several where a parameter has two, and around rows.
@@ -459,7 +459,8 @@ void Accumulator::add_contributions(const Micro& micro) {
   const auto run = [&] {
     model_.window.or_invalidate([&] { model_.backend->accumulate(tasks_.span()); });
     tasks_.clear();
-    for (const Contribution& c : contributions_) model_.params[c.param].pending = false;
+    for (const Contribution& c : contributions_)
+      model_.params[c.param].contributions.pending = false;
   };
   for (size_t k = 0; k < contributions_.size(); ++k) {
     const Contribution& c = contributions_[k];
@@ -470,17 +471,17 @@ void Accumulator::add_contributions(const Micro& micro) {
       add_rows(c, source, micro_plans_.at(k));
       continue;
     }
-    if (p.pending) run();  // one pass writes an accumulator once
+    if (p.contributions.pending) run();  // one pass writes an accumulator once
     make_dense(c.param);
     if (model_.options.clip_micro() && model_.params.clips_micro(p))
       source = {&model_.tables.composites.at(static_cast<size_t>(c.param))->clipped, kClipped, 1,
                 nullptr};
-    const bool stale = p.stale;
+    const bool stale = p.window.stale;
     add_task(c.param, source)->plan = micro_plans_.at(k);
     // A device may have dropped the micro-batch: then the pass stores no partials.
     if (!model_.backend->known() && model_.config.nonfinite == GA_NONFINITE_DROP_MICRO)
-      p.stale = stale;
-    p.pending = true;
+      p.window.stale = stale;
+    p.contributions.pending = true;
   }
   run();
 }

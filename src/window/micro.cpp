@@ -34,7 +34,7 @@ void Accumulator::micro_end() {
   model_.check_device();
   model_.window.check_part("ga_micro_end");
   for (size_t i = 0; i < model_.params.size(); ++i)
-    if (model_.params[i].acquired)
+    if (model_.params[i].window.acquired)
       fail(GA_ERROR_INVALID_STATE,
            "ga_micro_end: the accumulator of parameter \"%s\" is still acquired; "
            "ga_accumulator_release must be called first",
@@ -62,7 +62,7 @@ void Accumulator::check_abort(const char* kept_by) const {
 void Accumulator::micro_abort() {
   for (const Contribution& c : contributions_) rows_held_ -= c.rows;
   for (const ga_param id : noted_) model_.params[id].hold(Held::kNothing);
-  for (Param& p : model_.params) p.acquired = false;
+  for (Param& p : model_.params) p.window.acquired = false;
   contributions_.clear();
   model_.window.abort();
 }
@@ -136,8 +136,8 @@ void Accumulator::list_contributions(const Micro& micro) {
     const auto i = static_cast<size_t>(c.param);
     Param& p = model_.params[i];
     Partial* const partials = micro_partials_.at(c.partials);
-    micro_inputs_.push_back({partials, chunk_count(c.count), c.param, p.pending});
-    p.pending = true;
+    micro_inputs_.push_back({partials, chunk_count(c.count), c.param, p.contributions.pending});
+    p.contributions.pending = true;
     NormTask& task = norm_tasks_.add();
     task.gradient = {contribution(c.gradient, c.format, {1, micro.loss_scale}),
                      &micro_plans_.at(k)->view};
@@ -153,7 +153,7 @@ void Accumulator::list_contributions(const Micro& micro) {
     model_.tables.units.edit(i).gradient = task.gradient;
     micro_units_.push_back(c.param);
   }
-  for (const Contribution& c : contributions_) model_.params[c.param].pending = false;
+  for (const Contribution& c : contributions_) model_.params[c.param].contributions.pending = false;
 }
 
 // ---- The end of a window ------------------------------------------------------------------------
@@ -183,13 +183,8 @@ void Accumulator::end_window() {
     const bool written =
         p.held() == Held::kStored || p.held() == Held::kRows || p.held() == Held::kReduced;
     p.accumulator_written = p.accumulator_written || written;
-    p.hold(Held::kNothing);
-    p.acquired = false;
-    p.stale = false;
-    p.ready = false;
-    p.pending = false;
-    p.contributions = 0;
-    p.last_micro = -1;
+    p.window = {};
+    p.contributions = {};
   }
   if (rows_held_ > 0)
     for (const Tensor& t : model_.params.tensors())

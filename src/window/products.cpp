@@ -63,7 +63,7 @@ void Accumulator::accumulate_matmul(ga_param id, int64_t k, const void* a, int64
   if (p.count > 0)
     model_.window.or_invalidate([&] { has_partials = model_.backend->matmul(task); });
   p.hold(Held::kStored);
-  p.stale = !has_partials;
+  p.window.stale = !has_partials;
 }
 
 ga_accumulator Accumulator::acquire(ga_param id) {
@@ -86,20 +86,20 @@ ga_accumulator Accumulator::acquire(ga_param id) {
     out.alpha = contribution(nullptr, GA_F32, {micro.weight, scale}).scale;
     out.beta = p.held() == Held::kStored ? 1 : 0;
   }
-  p.acquired = true;
+  p.window.acquired = true;
   return out;
 }
 
 void Accumulator::release(ga_param id) {
   model_.window.check_part("ga_accumulator_release");
   Param& p = model_.params.get(id);
-  if (!p.acquired)
+  if (!p.window.acquired)
     model_.params.subject(id).fail(GA_ERROR_INVALID_STATE,
                                    "its accumulator was released, but not acquired");
-  p.acquired = false;
+  p.window.acquired = false;
   if (model_.window.open_micro().weight == 0 || p.frozen) return;
   p.hold(Held::kStored);
-  p.stale = true;
+  p.window.stale = true;
 }
 
 }  // namespace ga

@@ -19,7 +19,7 @@ void Accumulator::make_dense(ga_param id) {
   model_.window.or_invalidate([&] { model_.backend->finish({&task, 1}); });
   model_.backend->clear_rows({&model_.params.tensor(id).set, 1});
   p.hold(Held::kStored);
-  p.stale = true;
+  p.window.stale = true;
 }
 
 void Accumulator::accumulate_rows(ga_param id, const void* indices, int32_t index_dtype,
@@ -95,7 +95,7 @@ void Accumulator::add_rows(const Contribution& c, const Source& values, const Mi
   task.plan = plan;
   if (p.count > 0) model_.window.or_invalidate([&] { model_.backend->accumulate_rows(task); });
   if (task.dense)
-    p.stale = true;
+    p.window.stale = true;
   else
     p.hold(task.set ? Held::kRows : Held::kStored);
 }
