@@ -30,13 +30,12 @@ Checkpoint::Checkpoint(const Stages& stages, const ga_state_options& options, co
     : stages_(stages), model_(stages.model), options_(options), what_(what) {
   model_.window.check_closed(what);
   model_.check_no_capture(what);
-  if (shards()) stages_.preparation.prepare();  // so that all ranks have the same arrays
+  if (model_.ranks->shards())
+    stages_.preparation.prepare();  // so that all ranks have the same arrays
 }
 
 Checkpoint::Checkpoint(const Stages& stages)
     : stages_(stages), model_(stages.model), options_(), what_("") {}
-
-bool Checkpoint::shards() const { return model_.ranks->shards(); }
 
 // The name of a tensor, or the key of a text, of a rank's window.
 std::string Checkpoint::name_of_rank(int32_t rank, const std::string& name) {
@@ -103,7 +102,7 @@ void Checkpoint::save(const WriteAt& write, const Ready& ready) {
   StateWriter& file = writer();
   total_ = file.data_bytes();
   if (ready) ready();
-  const bool together = shards() || !counts_.empty();
+  const bool together = model_.ranks->shards() || !counts_.empty();
   std::exception_ptr failure;
   const auto put = [&](const void* piece, size_t bytes) {
     if (failure) return;
@@ -212,7 +211,7 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
     if (a.kind == kMaster ? p.master_due : a.kind == kAverage ? !state.averaged : p.state_due)
       continue;
     void* const data = model_.arrays.data(p, a.kind);
-    const bool shared = shards() && model_.params.keeper(i) != Keeper::kAll;
+    const bool shared = model_.ranks->divides(static_cast<ga_param>(i));
     Saved s = {name + "." + a.name, dtype, shape, {}, {}};
     if (!shared) {
       s.regions = {{data, bytes(a.count, dtype)}};

@@ -191,7 +191,6 @@ class Checkpoint {
   Fields param_settings(size_t param, bool with_key) const;
   Fields window_settings() const;
   void report(int64_t bytes, bool may_cancel);
-  bool shards() const;  // each rank has a part of the state
   static std::string name_of_rank(int32_t rank, const std::string& name);
   static void put_counts(const WindowCounts& counts, Control& control);
 

@@ -58,7 +58,7 @@ void Averages::copy_to(ga_param id, void* out, int32_t dtype) {
                                 : p.current();
   model_.arrays.reserve(std::max(model_.arrays.chunks(), chunk_count(p.count)),
                         model_.params.size());
-  if (!model_.ranks->shards()) return model_.arrays.copy(p, from, {out, dtype}, p.count);
+  if (!model_.ranks->divides(id)) return model_.arrays.copy(p, from, {out, dtype}, p.count);
   const int64_t size = dtype_info(from.format).size;
   auto* to = static_cast<char*>(out);
   Buffer there;  // of a piece, on a device

@@ -33,13 +33,10 @@ void Copies::write(const std::function<bool(ga_param)>& written, const Ranks::Re
         model_.arrays.copy(p, {p.master, GA_F32}, p.shard_data(), p.shard.count);
       });
   }
-  if (!any || !model_.ranks->shards()) return;
-  model_.health.or_end([&] {
-    if (ready) ready();
-  });
-  model_.ranks->gather_parameters([&](ga_param id) {
+  const auto changed = [&](ga_param id) {
     return is_due(id) ? Ranks::Changed::kElements : Ranks::Changed::kNothing;
-  });
+  };
+  if (any) model_.ranks->gather_parameters(changed, ready);
 }
 
 }  // namespace ga

@@ -16,8 +16,7 @@ void begin_pieces(const Model& model, ga_param id, const char* function, const c
 
 void each_piece(const Model& model, ga_param id, const Array& own, int64_t count,
                 const TakePiece& take) {
-  if (model.ranks->shards() && model.params.keeper(id) != Keeper::kAll)
-    return model.ranks->each_piece(id, own, count, take);
+  if (model.ranks->divides(id)) return model.ranks->each_piece(id, own, count, take);
   const Region whole = {own.data, static_cast<size_t>(count * dtype_info(own.format).size)};
   model.backend->read_pieces({&whole, 1}, take);
 }

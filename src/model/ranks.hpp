@@ -22,8 +22,10 @@ class Ranks {
   virtual bool alone() const { return true; }
   virtual int32_t rank() const { return 0; }
   virtual int32_t ranks() const { return 1; }
-  // Whether each rank keeps state of a part of the parameters alone, GA_SHARD_OPTIMIZER.
+  // Whether each rank keeps state of a part of the parameters alone, GA_SHARD_OPTIMIZER; and of a parameter, whether
+  // some rank has less than all of its state.
   virtual bool shards() const { return false; }
+  virtual bool divides(ga_param) const { return false; }
   // Whether windows end on a device, whose host waits for nothing but a transport that needs it: then every rank
   // exchanges the gradients of all parameters that are not frozen.
   virtual bool on_device() const { return false; }
@@ -142,10 +144,12 @@ class Ranks {
   }
   // A call that all ranks make about what is sharded, while no window is open.
   virtual void begin_sharded_call(const char* what) { (void)what; }
-  // Gives every rank what the others have changed of the parameters that are sharded. If it fails, the context is of
-  // no use after it.
+  // Gives every rank what the others have changed of the parameters that are sharded, after ready(), unless empty. If
+  // it fails, the context is of no use after it.
   enum class Changed { kNothing, kRows, kElements };
-  virtual void gather_parameters(const std::function<Changed(ga_param)>&) {}
+  virtual void gather_parameters(const std::function<Changed(ga_param)>&, const Ready& ready = {}) {
+    (void)ready;
+  }
   // Hands over the whole of an array of state of a parameter that is sharded, piece by piece in the order of its
   // elements: take(piece, bytes). own: what this rank has of its `count` elements.
   virtual void each_piece(ga_param, const Array& own, int64_t count, const TakePiece&) {

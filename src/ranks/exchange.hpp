@@ -50,6 +50,9 @@ class Exchange final : public Ranks {
   int32_t rank() const override { return comm_->rank(); }
   int32_t ranks() const override { return comm_->ranks(); }
   bool shards() const override { return options_.shard == GA_SHARD_OPTIMIZER; }
+  bool divides(ga_param id) const override {
+    return shards() && model_.params.keeper(id) != Keeper::kAll;
+  }
   bool on_device() const override;
   int64_t bytes() const override;
   void watch(bool on) override;
@@ -95,7 +98,8 @@ class Exchange final : public Ranks {
                         const std::function<void(const TakePiece&)>& read,
                         const TakePiece& take) override;
   void begin_sharded_call(const char* what) override;
-  void gather_parameters(const std::function<Changed(ga_param)>& changed) override;
+  void gather_parameters(const std::function<Changed(ga_param)>& changed,
+                         const Ready& ready) override;
   void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take) override;
 
  private:

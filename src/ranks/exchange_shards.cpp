@@ -229,8 +229,13 @@ void Exchange::check_keepers(const Rules& by) const {
 
 // ---- Updated parameters ----------------------------------------------------------------------------
 
-void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed) {
-  if (shards()) model_.health.or_end([&] { gather_changed(changed); });
+void Exchange::gather_parameters(const std::function<Changed(ga_param)>& changed,
+                                 const Ready& ready) {
+  if (!shards()) return;
+  model_.health.or_end([&] {
+    if (ready) ready();
+    gather_changed(changed);
+  });
 }
 
 // In the dtype of each parameter.
