@@ -168,10 +168,6 @@ struct Composites {
   OuterProduct outer;  // a factored second moment, or a state by rows
 };
 
-// AccumulateTask::keep and MicroPlan::keep of a maximum: target <- maximum() of target and source, or of
-// two sources.
-constexpr double kMaximum = -1;
-
 // target <- [keep target +] sources. partials[chunk] is of the stored values.
 struct AccumulateTask {
   Array target;
@@ -179,7 +175,7 @@ struct AccumulateTask {
   Partial* partials;
   Source source[2];
   int sources;            // 1, or 2, and then target is not read
-  double keep;            // 0: target is not read; or kMaximum
+  double keep;            // 0: target is not read; or kMaximum, of the Reduction
   double noise;           // Partial::noise [+]= noise * sum of squares of the contribution
   const MicroPlan* plan;  // replaces keep, noise and the first source's scale unless NULL
   // A device runs many tasks in one launch, which looks up the scale by parameter. -1: the task gets a launch of its

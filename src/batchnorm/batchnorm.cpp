@@ -119,9 +119,9 @@ void BatchNorms::check_params(const char* name, int64_t channels, ga_param gamma
       of.fail(GA_ERROR_INVALID_ARGUMENT,
               "%s, parameter \"%s\", has %lld elements, expected one for each of %lld channels",
               what, model_.params.name(id), ll(count), ll(channels));
-    if (model_.params[id].maximum)
-      of.fail(GA_ERROR_UNSUPPORTED, "%s, parameter \"%s\", has GA_REDUCE_MAX", what,
-              model_.params.name(id));
+    if (const Reduction r = model_.params[id].reduction; !is_sum(r))
+      of.fail(GA_ERROR_UNSUPPORTED, "%s, parameter \"%s\", has %s", what, model_.params.name(id),
+              name_of(r));
   };
   check("gamma", gamma);
   check("beta", beta);

@@ -413,7 +413,7 @@ void Checkpoint::check_accum_steps() const {
 }
 
 bool Checkpoint::is_running_mean(const Param& p) const {
-  return model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN && !p.maximum;
+  return model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN && is_sum(p.reduction);
 }
 
 // The weight of a running mean.
@@ -595,15 +595,15 @@ void Checkpoint::place_dense(size_t i) {
     task.source[0] = {added_.data(), p.accumulator_dtype, 1, nullptr};
     if (p.pair) task.source[0] = {&by->pair, kPair, 1, nullptr};
     task.sources = 1;
-    task.keep = p.maximum ? kMaximum : 1;
-    task.param = p.maximum ? -1 : id;
+    task.keep = keep_of(p.reduction);
+    task.param = is_sum(p.reduction) ? id : -1;
     if (running) {
       const double before = weight;
       weight += weight_of(h);
       task.keep = before / weight;
       task.source[0].scale = weight_of(h) / weight;
     }
-    if (model_.config.accumulation == GA_ACCUMULATE_STOCHASTIC && !p.maximum) {
+    if (model_.config.accumulation == GA_ACCUMULATE_STOCHASTIC && is_sum(p.reduction)) {
       task.counter = &by->windows;
       task.seed = model_.config.seed ^ stages_.accumulator.rank_key();
       task.contribution = j.contributions.count - static_cast<int64_t>(k);

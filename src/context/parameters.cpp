@@ -188,9 +188,9 @@ ga_param Parameters::add(void* data, int32_t dtype, Span<const NewParam> entries
   stages_.writer.settings_changed(true);
   for (size_t i = old_params; i < model_.params.size(); ++i) {
     model_.arrays.look_for(model_.params[i]);
-    model_.params.has_maxima = model_.params.has_maxima || model_.params[i].maximum;
+    model_.params.only_sums = model_.params.only_sums && is_sum(model_.params[i].reduction);
   }
-  if (model_.params.has_maxima) model_.options.choose_path(model_.params, model_.ranks->alone());
+  if (!model_.params.only_sums) model_.options.choose_path(model_.params, model_.ranks->alone());
   stages_.accumulator.forget_checks();
   return static_cast<ga_param>(old_params);
 }

@@ -50,7 +50,7 @@ void set_array(Param& p, Tensor& t, int kind, void* data) {
 
 bool ParamArrays::is_compensated(const Param& p) const {
   return config_.accumulation == GA_ACCUMULATE_COMPENSATED && size_of(p.accumulator_dtype) == 2 &&
-         !p.maximum;
+         is_sum(p.reduction);
 }
 
 OwnedArrays ParamArrays::of(size_t i, const Range& shard) const {

@@ -84,7 +84,7 @@ void Options::choose_path(const ParamList& params, const Rules& by, bool alone) 
   clip_micro_ = is_of_micros(by.clip);
   for (const Group& g : by.groups) clip_micro_ = clip_micro_ || is_of_micros(by.clip_of(g));
   const bool plain = config_->accumulation == GA_ACCUMULATE_PLAIN && !config_->noise_scale;
-  plain_path_ = plain && !params.has_maxima;
+  plain_path_ = plain && params.only_sums;
   borrows_ = plain && !deferring() && config_->gradient_life == GA_GRADIENTS_LIVE && alone;
 }
 

@@ -157,7 +157,7 @@ ga_param ParamList::add(const NewParam& e, void* data, int32_t dtype, int64_t co
   p.group = e.group;
   p.matrix = e.rank >= 2;
   p.f64 = dtype == GA_F64;
-  p.maximum = options.reduce == GA_REDUCE_MAX;
+  p.reduction = reduction_of(options.reduce);
   p.dtype = static_cast<unsigned char>(dtype);
   p.gradient_dtype =
       static_cast<unsigned char>(options.gradient_dtype ? options.gradient_dtype : dtype);

@@ -83,8 +83,8 @@ struct alignas(64) Param {
   unsigned char gradient_dtype;
   unsigned char accumulator_dtype;
   // Threads that exchange in the background read these while calls write `window`.
-  bool f64 : 1;      // computed in double
-  bool maximum : 1;  // GA_REDUCE_MAX
+  bool f64 : 1;  // computed in double
+  Reduction reduction : 2;
   bool frozen : 1;
   InWindow window;
 
@@ -114,7 +114,7 @@ struct alignas(64) Param {
   bool unrounded = false;   // the parameter is not what the master weights round to
   bool master_due = false;  // the master weights have yet to be copied from the parameter
 
-  Param() : f64(false), maximum(false), frozen(false) {}
+  Param() : f64(false), reduction(Reduction::kSum), frozen(false) {}
   Held held() const { return window.held; }
   void hold(Held h) { window.held = h; }
   int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
@@ -136,7 +136,7 @@ struct Rules {
   int op_of(const Param& p) const { return group_of(p).op[p.matrix ? 1 : 0]; }
   const ga_clip& clip_of(const Group& g) const { return g.own_clip ? g.clip : clip; }
   const ga_clip& clip_of(const Param& p) const {
-    return p.maximum ? unclipped : clip_of(group_of(p));
+    return is_sum(p.reduction) ? clip_of(group_of(p)) : unclipped;
   }
 
  private:
@@ -194,7 +194,7 @@ class ParamList {
   ga_clip clip = default_clip();  // of the groups that have none of their own
   bool sharded = false;           // state lies on the ranks as keeper() says
   bool whole_layers = false;      // layer-wise optimizers need the whole tensor
-  bool has_maxima = false;        // a parameter with GA_REDUCE_MAX has been added
+  bool only_sums = true;          // no parameter with another Reduction has been added
 
   size_t size() const { return params_.size(); }
   auto begin() { return params_.begin(); }

@@ -147,7 +147,7 @@ void TableWriter::describe_input(size_t i) {
   in.f64 = p.f64;
   in.frozen = p.frozen || !p.owns;
   in.clamped = model_.params.norm_after_value(p);
-  in.maximum = p.maximum;
+  in.reduction = p.reduction;
   in.by_units = model_.params.by_units(i);
   in.clipped_in_parts = model_.ranks->on_device() && model_.params.is_clipped_in_parts(i);
   in.lazy = t.options.rows == GA_ROWS_LAZY;
@@ -420,8 +420,8 @@ bool TableWriter::needs_norm(size_t i) {
   const bool measured = model_.config.measure_norm != 0 || model_.config.noise_scale != 0;
   const bool unknown = p.held() == Held::kBorrowed || p.window.stale;
   const bool due = unknown || model_.tables.param_inputs[i].clamped;
-  const bool wanted =
-      due && (checked || (measured && !p.maximum) || norm_wanted(static_cast<ga_param>(i)));
+  const bool wanted = due && (checked || (measured && is_sum(p.reduction)) ||
+                              norm_wanted(static_cast<ga_param>(i)));
   model_.tables.param_inputs.set(i, &ParamInput::unmeasured, unknown && !wanted);
   return wanted;
 }

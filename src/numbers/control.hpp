@@ -11,6 +11,7 @@
 #include "core/hd.hpp"
 #include "numbers/loss_scale.hpp"
 #include "numbers/noise_scale.hpp"
+#include "numbers/reduction.hpp"
 #include "numbers/schedule.hpp"
 #include "ops/batchnorm.hpp"
 #include "ops/op.hpp"
@@ -112,7 +113,7 @@ struct ParamInput {
   bool stochastic;  // some array of the parameter is rounded stochastically
   bool stale_rows;  // the norm comes from the partials, not from the row set
   bool unmeasured;  // the partials do not match the gradient, and nobody reads its norm
-  bool maximum;     // GA_REDUCE_MAX
+  Reduction reduction;
 };
 
 // The sums over a window's gradients that a decision is made from: one WindowSums, and a ParamSums

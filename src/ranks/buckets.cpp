@@ -9,7 +9,7 @@ constexpr int64_t kBucketBytes = int64_t{8} << 20;
 constexpr int64_t kInPlaceBytes = int64_t{512} << 10;  // smaller parameters are packed
 
 void Buckets::add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
-                  int32_t dtype, bool gathered, int32_t op,
+                  int32_t dtype, bool gathered, Reduction reduction,
                   const std::function<Travel(ga_param)>& travel) {
   const int64_t size = dtype_info(dtype).size;
   const int64_t most = std::max(kBucketBytes / size / ranks_, int64_t{1});
@@ -24,8 +24,8 @@ void Buckets::add(const std::vector<Division>& divisions, const std::vector<int6
     if (count * size < kInPlaceBytes || d.piece == 0) how = Travel::kPacked;
     const auto add_slice = [&](int64_t first, int64_t block, int64_t stride) {
       segments_.push_back({id, first, block, 0, 0});
-      buckets_.push_back(
-          {dtype, false, gathered, op, segments_.size() - 1, segments_.size(), block, stride});
+      buckets_.push_back({dtype, false, gathered, reduction, segments_.size() - 1, segments_.size(),
+                          block, stride});
     };
     int64_t done = 0;
     if (how == Travel::kAsAWhole)
@@ -46,7 +46,7 @@ void Buckets::add(const std::vector<Division>& divisions, const std::vector<int6
         queues_[static_cast<size_t>(q)].push_back({id, r.first + done, r.count - done, done, q});
     }
   }
-  pack_queues({dtype, true, gathered, op, 0, 0, 0, 0}, most, grain);
+  pack_queues({dtype, true, gathered, reduction, 0, 0, 0, 0}, most, grain);
 }
 
 // Buckets of what is in the queues, one for each rank, whose segments know where they begin in what the rank

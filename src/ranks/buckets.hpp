@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "model/division.hpp"
+#include "numbers/reduction.hpp"
 
 namespace ga {
 
@@ -22,9 +23,9 @@ struct Segment {
 
 struct Bucket {
   int32_t dtype;
-  bool packed;        // else of one parameter, where it lies
-  bool gathered;      // every rank gets the sums
-  int32_t op;         // ga_comm_op: sums, or maxima
+  bool packed;    // else of one parameter, where it lies
+  bool gathered;  // every rank gets the sums
+  Reduction reduction;
   size_t first, end;  // of segments()
   int64_t block;      // elements of each rank
   int64_t stride;     // from a rank's block to the next one; 0: of one block, which is not divided
@@ -45,7 +46,8 @@ class Buckets {
   // come first, as in backward. What a rank has of a parameter is cut at the same places whatever else
   // travels, so that its partial sums of squares have the same bits.
   void add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
-           int32_t dtype, bool gathered, int32_t op, const std::function<Travel(ga_param)>& travel);
+           int32_t dtype, bool gathered, Reduction reduction,
+           const std::function<Travel(ga_param)>& travel);
 
   const std::vector<Bucket>& list() const { return buckets_; }
   const std::vector<Segment>& segments() const { return segments_; }

@@ -164,11 +164,10 @@ class Exchange final : public Ranks {
   void agree_on(const char* what, Work&& work);
   void hand_out();
 
-  // Whether the transport adds up. Not maxima: MPI and NCCL lose a NaN that is among other numbers.
-  bool adds_there(bool maximum) const {
-    return options_.adder == GA_COMM_ADDER_TRANSPORT && !maximum;
+  // Whether the transport adds up. Nothing but sums: of a maximum, MPI and NCCL lose a NaN that is among other numbers.
+  bool adds_there(Reduction reduction) const {
+    return options_.adder == GA_COMM_ADDER_TRANSPORT && is_sum(reduction);
   }
-  bool adds_there(const Bucket& bucket) const { return adds_there(bucket.op == GA_COMM_MAX); }
   // Whether a transport may write to the context's arrays even after they are freed.
   bool may_write_late() const { return comm_->may_write_late(); }
   // Throws if what earlier windows have queued has failed, which may have reached parameters.

@@ -18,9 +18,6 @@ constexpr int64_t kRowBytes = int64_t{8} << 20;  // of an exchange
 
 int64_t size_of(int32_t dtype) { return dtype_info(dtype).size; }
 
-// What a rank without a gradient brings, which changes nothing on the others.
-double of_none(const Param& p) { return p.maximum ? -HUGE_VAL : 0; }
-
 int32_t added_in(int32_t wire) { return wire == GA_F64 ? GA_F64 : GA_F32; }
 
 }  // namespace
@@ -43,11 +40,11 @@ Range Exchange::reduced_range(ga_param id) const {
 // The dtype in which a gradient travels to where it is added.
 int32_t Exchange::wire_of(const Param& p) const {
   if (p.f64) return GA_F64;
-  if (p.pair || adds_there(p.maximum)) return GA_F32;
+  if (p.pair || adds_there(p.reduction)) return GA_F32;
   if (size_of(p.accumulator_dtype) == 2)
     return model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN ? int32_t{GA_F32}
                                                                     : p.accumulator_dtype;
-  return options_.wire == GA_COMM_WIRE_BF16 && !p.maximum ? GA_BF16 : GA_F32;
+  return options_.wire == GA_COMM_WIRE_BF16 && is_sum(p.reduction) ? GA_BF16 : GA_F32;
 }
 
 // Where the sum of a gradient lies: in the accumulator, or in an array of f32.
@@ -67,7 +64,7 @@ void Exchange::reserve() {
     if (s.stride == 0) continue;  // as a whole, where it lies
     received = std::max(received, elements * size);
     if (s.packed) send = std::max(send, elements * size);
-    if (s.packed && s.gathered && !adds_there(s))
+    if (s.packed && s.gathered && !adds_there(s.reduction))
       added = std::max(added, elements * static_cast<size_t>(size_of(added_in(s.dtype))));
     const size_t segments = s.end - s.first;
     chunks = std::max(chunks, segments + static_cast<size_t>(chunk_count(s.block)));
@@ -113,21 +110,21 @@ void Exchange::run_moves() { adder_->finish({moves_.data(), moves_.size()}); }
 void Exchange::make_buckets(const std::function<bool(ga_param)>& which) {
   buckets_.clear();
   const bool running = model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
-  const auto add = [&](int32_t wire, bool gathered, int32_t op) {
-    buckets_.add(parts_.divisions, parts_.counts, wire, gathered, op, [&](ga_param id) {
+  const auto add = [&](int32_t wire, bool gathered, Reduction reduction) {
+    buckets_.add(parts_.divisions, parts_.counts, wire, gathered, reduction, [&](ga_param id) {
       const Param& p = model_.params[id];
-      if (p.count == 0 || wire_of(p) != wire || gathered == stays(id) ||
-          p.maximum != (op == GA_COMM_MAX) || !which(id))
+      if (p.count == 0 || wire_of(p) != wire || gathered == stays(id) || p.reduction != reduction ||
+          !which(id))
         return Travel::kNot;
-      const bool as_it_lies = wire == p.accumulator_dtype && !p.pair && !(running && !p.maximum);
-      if (!as_it_lies || (adds_there(p.maximum) && stays(id))) return Travel::kPacked;
-      return adds_there(p.maximum) ? Travel::kAsAWhole : Travel::kInPlace;
+      const bool as_it_lies =
+          wire == p.accumulator_dtype && !p.pair && !(running && is_sum(p.reduction));
+      if (!as_it_lies || (adds_there(p.reduction) && stays(id))) return Travel::kPacked;
+      return adds_there(p.reduction) ? Travel::kAsAWhole : Travel::kInPlace;
     });
   };
   for (const int32_t wire : kFloats) {
-    add(wire, true, GA_COMM_MAX);
-    add(wire, true, GA_COMM_SUM);
-    add(wire, false, GA_COMM_SUM);
+    for (const Reduction r : kReductions) add(wire, true, r);
+    add(wire, false, Reduction::kSum);
   }
   reserve();
   reserve_sums();
@@ -163,7 +160,7 @@ void Exchange::hold_sums() {
 
 void Exchange::run(const Bucket& bucket) {
   moved_ = true;
-  if (adds_there(bucket)) return reduce(bucket);
+  if (adds_there(bucket.reduction)) return reduce(bucket);
   const Segment& only = buckets_.segments()[bucket.first];
   const Array send = bucket.packed ? Array{send_.data(), bucket.dtype}
                                    : offset(accumulator_of(only.param), only.first);
@@ -189,16 +186,16 @@ void Exchange::reduce(const Bucket& bucket) {
   if (!bucket.packed) {
     clear(bucket);
     return comm_->all_reduce(what, offset(accumulator_of(only.param), only.first).data,
-                             bucket.block, bucket.dtype, bucket.op);
+                             bucket.block, bucket.dtype, GA_COMM_SUM);
   }
   const Array send = {send_.data(), bucket.dtype};
   pack(bucket, send);
   if (bucket.gathered) {
-    comm_->all_reduce(what, send.data, bucket.block * comm_->ranks(), bucket.dtype, bucket.op);
+    comm_->all_reduce(what, send.data, bucket.block * comm_->ranks(), bucket.dtype, GA_COMM_SUM);
     return unpack(bucket, send);
   }
   const Array own = {received_.data(), bucket.dtype};
-  comm_->reduce_scatter(what, send.data, own.data, bucket.block, bucket.dtype, bucket.op);
+  comm_->reduce_scatter(what, send.data, own.data, bucket.block, bucket.dtype, GA_COMM_SUM);
   moves_.clear();
   each_own(bucket, [&](const Segment& s) {
     moves_.push_back(move(offset(own, s.at - rank() * bucket.block),
@@ -214,18 +211,19 @@ Array Exchange::accumulator_of(ga_param id) const {
 }
 
 // Whether this rank has a gradient. Where micro-batches are checked, the host of a device does not know: if
-// all are dropped, the kernels leave zeros, which is right for sums; of a maximum, contributed_to() tells kernels.
+// all are dropped, the kernels leave zeros, which is right for sums; of others, contributed_to() tells kernels.
 bool Exchange::brings(ga_param id) const {
   const Held held = model_.params[id].held();
   if (on_device() && held == Held::kReduced) return brought_[static_cast<size_t>(id)] != 0;
   return held != Held::kNothing;
 }
 const int64_t* Exchange::contributed_to(ga_param id) const {
-  if (!on_device() || !model_.options.deferring() || !model_.params[id].maximum) return nullptr;
+  if (!on_device() || !model_.options.deferring() || is_sum(model_.params[id].reduction))
+    return nullptr;
   return &model_.tables.param_states.at(static_cast<size_t>(id))->contributed;
 }
 
-// Writes of_none() to a bucket that travels as it lies, where this rank has no gradient.
+// Writes neutral_of() to a bucket that travels as it lies, where this rank has no gradient.
 void Exchange::clear(const Bucket& bucket) {
   const Segment& s = buckets_.segments()[bucket.first];
   const Param& p = model_.params[s.param];
@@ -236,13 +234,13 @@ void Exchange::clear(const Bucket& bucket) {
   for (int64_t q = 0; q < (bucket.stride > 0 ? comm_->ranks() : 1); ++q) {
     const Array at = offset(accumulator_of(s.param), q * bucket.stride + s.first);
     moves_.push_back(move(brought ? at : Array{nullptr, p.real()}, at, s.count));
-    moves_.back().constant = of_none(p);
+    moves_.back().constant = neutral_of(p.reduction);
     moves_.back().contributed = contributed;
   }
   run_moves();
 }
 
-// Copies what this rank has of a bucket; of_none() where it has nothing.
+// Copies what this rank has of a bucket; neutral_of() where it has nothing.
 void Exchange::pack(const Bucket& bucket, const Array& to) {
   const bool running = model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   moves_.clear();
@@ -254,7 +252,7 @@ void Exchange::pack(const Bucket& bucket, const Array& to) {
     task.f64 = p.f64;
     task.target = offset(to, s.at);
     task.count = s.count;
-    task.constant = of_none(p);
+    task.constant = neutral_of(p.reduction);
     task.contributed = contributed_to(s.param);
     if (brings(s.param)) {
       Source& source = task.gradient.source;
@@ -269,7 +267,7 @@ void Exchange::pack(const Bucket& bucket, const Array& to) {
         source.format = kPair;
       }
       const auto i = static_cast<size_t>(s.param);
-      if (running && !p.maximum) {
+      if (running && is_sum(p.reduction)) {
         if (on_device() && model_.options.deferring())
           task.gradient.numbers = &model_.tables.plans.at(i)->gradient;  // see sum_rank()
         else
@@ -293,7 +291,7 @@ void Exchange::unpack(const Bucket& bucket, const Array& all) {
   run_moves();
 }
 
-// Adds the blocks that have come, or takes the maximum, in the order of the ranks, and measures the sums.
+// Adds the blocks that have come, or reduces them otherwise, in the order of the ranks, and measures the sums.
 void Exchange::add_blocks(const Bucket& bucket) {
   tasks_.clear();
   starts_.clear();
@@ -330,8 +328,8 @@ void Exchange::add_blocks(const Bucket& bucket) {
     for (size_t k = 0; k < tasks_.size(); ++k) {
       AccumulateTask& task = tasks_[k];
       task.sources = q == 0 && comm_->ranks() > 1 ? 2 : 1;
-      const bool maximum = bucket.op == GA_COMM_MAX && comm_->ranks() > 1;
-      task.keep = maximum ? kMaximum : q == 0 ? 0 : 1;
+      const bool first = q == 0 && (task.sources == 1 || is_sum(bucket.reduction));
+      task.keep = first ? 0 : keep_of(bucket.reduction);
       for (int64_t j = 0; j < task.sources; ++j)
         task.source[j] = {offset(received, (q + j) * bucket.block + starts_[k]).data, bucket.dtype,
                           1, nullptr};
@@ -354,7 +352,7 @@ void Exchange::add_partials(const Partial* partials, int64_t count, ParamSums& s
 
 // Whether measure_own() measures the sums of a gradient, in place of adding it up.
 bool Exchange::is_unmeasured(size_t i) const {
-  return adds_there(model_.params[i].maximum) || parts_.divisions[i].measured_separately;
+  return adds_there(model_.params[i].reduction) || parts_.divisions[i].measured_separately;
 }
 
 // What the adding has not measured for this rank: squares of gradients clipped by value, which take the

@@ -246,7 +246,7 @@ void Exchange::gather_changed(const std::function<Changed(ga_param)>& changed) {
            model_.params.keeper(id) == Keeper::kPieces;
   };
   for (const int32_t dtype : kFloats)
-    buckets_.add(parts_.divisions, parts_.counts, dtype, true, GA_COMM_SUM, [&](ga_param id) {
+    buckets_.add(parts_.divisions, parts_.counts, dtype, true, Reduction::kSum, [&](ga_param id) {
       const Param& p = model_.params[id];
       if (p.dtype != dtype || p.count == 0 || model_.params.keeper(id) == Keeper::kAll ||
           !is_in_buckets(id) || changed(id) != Changed::kElements)

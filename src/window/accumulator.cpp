@@ -56,14 +56,14 @@ Source Accumulator::contribution(const void* data, int32_t dtype, const Micro& m
   return {data, dtype, weight / m.loss_scale, nullptr};
 }
 
-// Refuses a call under the options that need every gradient as a whole and unchanged, and for maxima.
+// Refuses a call for what is no sum, and under the options that need every gradient as a whole and unchanged.
 // adds_elsewhere: a matrix product or the program writes the accumulator.
 void Accumulator::refuse(ga_param id, const char* what, bool adds_elsewhere) const {
   const auto refused = [&](const char* option) {
     fail(GA_ERROR_UNSUPPORTED, "%s for parameter \"%s\" is not supported with %s", what,
          model_.params.name(id), option);
   };
-  if (model_.params[id].maximum) refused("GA_REDUCE_MAX");
+  if (const Reduction r = model_.params[id].reduction; !is_sum(r)) refused(name_of(r));
   if (model_.config.noise_scale) refused("ga_config.noise_scale");
   if (model_.options.clip_micro()) refused("GA_CLIP_WHEN_MICRO");
   if (model_.config.accumulation != GA_ACCUMULATE_PLAIN) refused("ga_config.accumulation");
@@ -119,7 +119,7 @@ inline AccumulateTask* Accumulator::add_task(ga_param id, const Source& given, b
       p.fits_accumulator()) {
     p.hold(Held::kBorrowed);
     p.borrowed = given.data;
-    p.borrowed_scale = p.maximum ? unweighted() : given.scale;
+    p.borrowed_scale = is_sum(p.reduction) ? given.scale : unweighted();
     p.window.borrowed_late = given.divisor != nullptr;
     return nullptr;
   }
@@ -149,9 +149,9 @@ inline AccumulateTask* Accumulator::add_task(ga_param id, const Source& given, b
 // The rest of a task that does more than add.
 void Accumulator::refine(ga_param id, AccumulateTask& task, Source& source) {
   Param& p = model_.params[id];
-  if (p.maximum) {
+  if (!is_sum(p.reduction)) {
     source.scale = unweighted();
-    if (task.keep != 0 || task.sources == 2) task.keep = kMaximum;
+    if (task.keep != 0 || task.sources == 2) task.keep = keep_of(p.reduction);
     task.param = -1;
     return;
   }
@@ -179,14 +179,14 @@ void Accumulator::refine(ga_param id, AccumulateTask& task, Source& source) {
   count_contribution(p);
 }
 
-// The scale of a contribution to a maximum, but for a loss scale that only the device knows.
+// The scale of a contribution to what is no sum, but for a loss scale that only the device knows.
 double Accumulator::unweighted() const {
   return micro_.loss_scale != 0 ? 1 / micro_.loss_scale : 1;
 }
 
 // Counts contributions of dropped micro-batches too, because a device learns of the drop too late.
 void Accumulator::count_contribution(Param& p) {
-  if (p.maximum) return;
+  if (!is_sum(p.reduction)) return;
   noise_repeated_ = noise_repeated_ || micro_.index <= p.contributions.last_micro;
   p.contributions.last_micro = micro_.index;
   ++p.contributions.count;
@@ -378,7 +378,7 @@ void Accumulator::accumulate_among_callers(ga_param id, const void* gradient) {
 // Checks that the parameter has no contribution in the open micro-batch yet, if only one is
 // supported.
 void Accumulator::check_single(ga_param id) const {
-  if (!model_.options.clip_micro() || model_.params[id].maximum) return;
+  if (!model_.options.clip_micro() || !is_sum(model_.params[id].reduction)) return;
   for (const Contribution& c : contributions_)
     if (c.param == id)
       model_.params.subject(id).fail(

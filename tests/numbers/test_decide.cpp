@@ -400,7 +400,7 @@ TEST(Plans, NeighboursDifferInAnything) {
        [](Rank& r) {
          r.group_inputs[0].optimizer = optimizer(GA_OPTIMIZER_EXTERNAL);
          for (ParamInput& p : r.param_inputs) p.op = -1;
-         r.param_inputs[1].maximum = true;
+         r.param_inputs[1].reduction = Reduction::kMaximum;
        }},
   };
   for (const auto& [what, change] : changes) {

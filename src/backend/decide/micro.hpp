@@ -15,8 +15,8 @@ struct Contributions {
   GA_HD ga_group group_of(const ScalarTables& t, int64_t k) const {
     return t.param_inputs[inputs[k].param].group;
   }
-  GA_HD bool is_maximum(const ScalarTables& t, int64_t k) const {
-    return t.param_inputs[inputs[k].param].maximum;
+  GA_HD bool is_measured(const ScalarTables& t, int64_t k) const {
+    return is_sum(t.param_inputs[inputs[k].param].reduction);
   }
 };
 
@@ -58,7 +58,7 @@ GA_DEVICE void total_micro(ThreadGroup& threads, const ScalarTables& t, const Co
     } else {
       total_clip(
           warp, t, j - 2, m.count, [&](int64_t k) { return m.group_of(t, k); },
-          [&](int64_t k) { return m.is_maximum(t, k) ? 0.0 : m.plans[k].squares; });
+          [&](int64_t k) { return m.is_measured(t, k) ? m.plans[k].squares : 0.0; });
     }
   });
 }
@@ -75,9 +75,9 @@ GA_HD void plan_contribution(const ScalarTables& t, const MicroInput& in, const 
   // A nonfinite contribution is added unclipped: a clip by value would hide it from ga_step.
   const bool clips = set.clip_micro && (c.micro_finite || set.nonfinite == GA_NONFINITE_IGNORE);
   plan.active = added;
-  if (t.param_inputs[in.param].maximum) {
+  if (const Reduction r = t.param_inputs[in.param].reduction; !is_sum(r)) {
     plan.scale = 1 / (micro.loss_scale != 0 ? micro.loss_scale : c.scaler.scale);
-    plan.keep = in.again || s.contributed != 0 ? kMaximum : 0;
+    plan.keep = in.again || s.contributed != 0 ? keep_of(r) : 0;
     plan.noise = 0;
     return;
   }

@@ -13,11 +13,11 @@ GA_HD double squares_of(const ScalarTables& t, int64_t i) {
   return t.param_states[i].sums.squares * scale * scale;
 }
 
-// Sets what the clip by norm reads. Maxima are outside of all norms.
+// Sets what the clip by norm reads. What is no sum is outside of all norms.
 GA_HD void reduce_param(const ScalarTables& t, int64_t i) {
   ParamState& s = t.param_states[i];
   s.touched = is_touched(t, i, s.sums.gradients != 0);
-  if (t.param_inputs[i].maximum) s.sums.squares = 0;
+  if (!is_sum(t.param_inputs[i].reduction)) s.sums.squares = 0;
   s.sum_squares = t.param_inputs[i].clamped ? s.sums.clamped : squares_of(t, i);
 }
 
@@ -93,7 +93,7 @@ GA_HD bool divides(const ScalarTables& t, double weight) {
   if (weight >= 0x1p-126 && weight <= 0x1p127) return true;
   if (!(weight >= 0x1p-400 && weight <= 0x1p400)) return false;
   for (int64_t i = 0; i < t.params; ++i)
-    if (t.param_states[i].touched && !t.param_inputs[i].f64 && !t.param_inputs[i].maximum)
+    if (t.param_states[i].touched && !t.param_inputs[i].f64 && is_sum(t.param_inputs[i].reduction))
       return false;
   return true;
 }

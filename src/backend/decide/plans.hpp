@@ -68,7 +68,7 @@ template <class ThreadGroup>
 GA_DEVICE void take_smallest(ThreadGroup& threads, const ScalarTables& t) {
   threads.each_warp(1, [&](int64_t, auto& warp) {
     const double smallest = warp.smallest(t.params, [&](int64_t i) {
-      const bool clipped = t.param_states[i].touched && !t.param_inputs[i].maximum;
+      const bool clipped = t.param_states[i].touched && is_sum(t.param_inputs[i].reduction);
       return clipped ? t.param_states[i].smallest : 1.0;
     });
     if (warp.leader() && t.control->go) t.control->result.clip_factor = smallest < 1 ? smallest : 1;
@@ -156,7 +156,7 @@ GA_COLD void plan_anew(const ScalarTables& t, int64_t i) {
   plan.raw = raw_numbers(t, t.control->mean, i);
   plan_gradient(t, i);
   if (p.op < 0) {
-    if (p.maximum) plan.raw = plan.gradient = {1, HUGE_VAL, 1};
+    if (!is_sum(p.reduction)) plan.raw = plan.gradient = {1, HUGE_VAL, 1};
     return;
   }
   ByKind<Optimizers>::call(o.kind, [&](auto optimizer) {

@@ -26,10 +26,10 @@ GA_HD bool some_rank_has_gradient(const ScalarTables& t, int64_t i) {
   return !t.param_inputs[i].frozen && t.param_states[i].sums.gradients != 0;
 }
 
-// Whether a step updates a parameter or delivers its gradient. The maximum of nothing is not zero.
+// Whether a step updates a parameter or delivers its gradient.
 GA_HD bool is_touched(const ScalarTables& t, int64_t i, bool gradient) {
   const ParamInput& p = t.param_inputs[i];
-  return !p.frozen && (gradient || (t.settings->missing == GA_MISSING_ZERO && !p.maximum));
+  return !p.frozen && (gradient || (t.settings->missing == GA_MISSING_ZERO && is_sum(p.reduction)));
 }
 
 // Whether there is a gradient of all rows.
