@@ -283,7 +283,7 @@ void Checkpoint::read_settings() {
       Fields(*text, layer.name).get("frozen", frozen);
     t.frozen_layers.push_back(frozen);
   }
-  t.options.choose_path(params, t.rules(), model_.ranks->alone());
+  t.options.choose_path(params, t.rules());
   taken_ = std::move(taken);
 }
 

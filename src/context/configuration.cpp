@@ -171,7 +171,7 @@ void Configuration::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
     stages_.writer.describe_all();
     throw;
   }
-  model_.options.choose_path(model_.params, model_.ranks->alone());
+  model_.options.choose_path(model_.params);
   model_.speculation->look_again();
   stages_.writer.write_settings();
   stages_.writer.write_groups();

@@ -27,7 +27,7 @@ Context::Context(const ga_config& config)
       rank_state_(std::make_unique<RankCheckpoint>(stages)) {
   if (config.eager) model.speculation = std::make_unique<Eager>(stages);
   model.tables = model.tables.grown(*model.backend, ContextTables::kContext, 1);
-  model.options.choose_path(model.params, model.ranks->alone());
+  model.options.choose_path(model.params);
   writer_.write_settings();
   writer_.write_scaler();
   writer_.set_tables();

@@ -190,7 +190,7 @@ ga_param Parameters::add(void* data, int32_t dtype, Span<const NewParam> entries
     model_.arrays.look_for(model_.params[i]);
     model_.params.only_sums = model_.params.only_sums && is_sum(model_.params[i].reduction);
   }
-  if (!model_.params.only_sums) model_.options.choose_path(model_.params, model_.ranks->alone());
+  if (!model_.params.only_sums) model_.options.choose_path(model_.params);
   stages_.accumulator.forget_checks();
   return static_cast<ga_param>(old_params);
 }

@@ -80,12 +80,12 @@ void check_ema(const ga_ema& e) {
   check_rate("ema: gamma", e.gamma);
 }
 
-void Options::choose_path(const ParamList& params, const Rules& by, bool alone) {
+void Options::choose_path(const ParamList& params, const Rules& by) {
   clip_micro_ = is_of_micros(by.clip);
   for (const Group& g : by.groups) clip_micro_ = clip_micro_ || is_of_micros(by.clip_of(g));
   const bool plain = config_->accumulation == GA_ACCUMULATE_PLAIN && !config_->noise_scale;
   plain_path_ = plain && params.only_sums;
-  borrows_ = plain && !deferring() && config_->gradient_life == GA_GRADIENTS_LIVE && alone;
+  borrows_ = plain && !deferring() && config_->gradient_life == GA_GRADIENTS_LIVE && alone_;
 }
 
 }  // namespace ga

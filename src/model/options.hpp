@@ -17,11 +17,13 @@ class Options {
   bool scaled = false;  // the loss scale is dynamic
   ga_loss_scaler scaler = {};
 
-  // Follows a change of options. alone: the context has no communicator.
+  // Follows a change of options, of the rules, or of whether the context has a communicator.
+  void choose_path(const ParamList& params) { choose_path(params, params.rules()); }
+  void choose_path(const ParamList& params, const Rules& by);
   void choose_path(const ParamList& params, bool alone) {
-    choose_path(params, params.rules(), alone);
+    alone_ = alone;
+    choose_path(params);
   }
-  void choose_path(const ParamList& params, const Rules& by, bool alone);
   bool clip_micro() const { return clip_micro_; }  // some clipping is GA_CLIP_WHEN_MICRO
   // Whether micro-batches are checked or clipped as a whole when they end.
   bool deferring() const { return config_->nonfinite == GA_NONFINITE_DROP_MICRO || clip_micro_; }
@@ -32,6 +34,7 @@ class Options {
 
  private:
   const ga_config* config_;
+  bool alone_ = true;  // the context has no communicator
   bool clip_micro_ = false;
   bool plain_path_ = true;
   bool borrows_ = false;
