@@ -125,7 +125,9 @@ class Checkpoint {
     double product = 1;
   };
   // What a window holds of a parameter, but for the gradient itself.
-  struct Holding : InWindow {
+  struct Holding {
+    Held held = Held::kNothing;
+    bool stale = false;
     ParamContributions contributions = {};
     int64_t contributed = 0;
     double held_weight = 0, state_held_weight = 0;

@@ -553,7 +553,8 @@ void Checkpoint::place_param(size_t i) {
   state.contributed = w.contributed;
   state.held_weight = w.state_held_weight;
   model_.progress.set_param_state(i, state);
-  p.window = w;
+  p.hold(w.held);
+  p.window.stale = w.stale;
   p.contributions = w.contributions;
   p.held_weight = w.held_weight;
   p.accumulator_written = p.accumulator_written || w.held != Held::kNothing;
