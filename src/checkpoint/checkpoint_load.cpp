@@ -515,9 +515,8 @@ void Checkpoint::place_arrays() {
 void Checkpoint::place_numbers() {
   for (size_t i = 0; i < params_.size(); ++i)
     if (!model_.params.tensor(i).removed) place_param(i);
-  for (ga_bn id = 0; id < stages_.layers.count(); ++id) {
+  for (ga_bn id = 0; id < stages_.layers.count(); ++id)
     stages_.layers.restore(id, snapshots_[static_cast<size_t>(id)]);
-  }
   model_.params.forget_delivered();
   if (texts_.counted) place_counters();
 }

@@ -30,16 +30,6 @@ uint32_t agc_axes(int32_t units, const std::vector<int64_t>& shape) {
 
 }  // namespace
 
-ga_clip default_clip() {
-  ga_clip c = {};
-  c.struct_size = sizeof c;
-  c.max_norm = -1;
-  c.max_value = HUGE_VAL;
-  c.agc_factor = 0.01;
-  c.agc_eps = 1e-3;
-  return c;
-}
-
 void check_clip(const ga_clip& c) {
   check_choice("clip: scope", c.scope, GA_CLIP_AGC, "ga_clip_scope");
   check_choice("clip: flavor", c.flavor, GA_FLAVOR_KERAS, "GA_FLAVOR_TORCH or GA_FLAVOR_KERAS");
@@ -56,8 +46,6 @@ void check_clip(const ga_clip& c) {
 bool is_of_micros(const ga_clip& c) {
   return c.when == GA_CLIP_WHEN_MICRO && (c.scope != GA_CLIP_NONE || std::isfinite(c.max_value));
 }
-
-const ga_clip Rules::unclipped = default_clip();
 
 size_t Units::bytes(const UnitPattern& p, bool both) {
   const auto sums = static_cast<size_t>(p.sums()), count = static_cast<size_t>(p.units);

@@ -2,6 +2,7 @@
 // Groups and parameters as the host knows them, and the list of all that a context has.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <functional>
 #include <map>
@@ -27,7 +28,15 @@ struct Group {
   Table<double> rates;  // of a GA_SCHEDULE_TABLE
 };
 
-ga_clip default_clip();
+constexpr ga_clip default_clip() {
+  ga_clip c = {};
+  c.struct_size = sizeof c;
+  c.max_norm = -1;
+  c.max_value = HUGE_VAL;
+  c.agc_factor = 0.01;
+  c.agc_eps = 1e-3;
+  return c;
+}
 void check_clip(const ga_clip& clip);
 // Whether every micro-batch is clipped.
 bool is_of_micros(const ga_clip& c);
@@ -140,7 +149,8 @@ struct Rules {
   }
 
  private:
-  static const ga_clip unclipped;
+  // Not left to a constructor: those of a program that links the library statically may run earlier.
+  static constexpr ga_clip unclipped = default_clip();
 };
 
 static_assert(offsetof(Param, checked_before) == 64, "the first cache line");

@@ -262,10 +262,8 @@ TEST(RanksFiles, AFailureOfAnotherRankLeavesParametersFrozen) {
     EXPECT_NE(p[0], 1);
     for (int k = 3; k < 6; ++k) EXPECT_EQ(p[k], static_cast<float>(k + 1));
     int64_t step = -1;
-    const ga_status status = ga_state_get(ctx, b, "step", &step, GA_I64, 1);
-    if (status == GA_OK) {
-      EXPECT_EQ(step, 0);
-    }
+    ASSERT_OK(ga_state_get(ctx, b, "step", &step, GA_I64, 1));
+    EXPECT_EQ(step, 0);
   });
 }
 
@@ -326,8 +324,8 @@ TEST(RanksLeave, AContextThatGoesOnAloneIsNotWaitedFor) {
 }
 
 TEST(RanksLeave, ARankThatLeavesAltogetherIsNotWaitedFor) {
-  std::atomic<bool> joined{
-      false};  // a communicator that all ranks have left by then would be another one
+  // A communicator that all ranks have left by then would be another one.
+  std::atomic<bool> joined{false};
   on_patient_ranks(2, [&](int32_t r, ga_comm* comm) {
     if (r == 1) {
       EXPECT_TRUE(comes_true([&] { return joined.load(); }));
