@@ -1,4 +1,4 @@
-// The raw layer of every binding: gradaccum.h as it is, wrapped by SWIG.
+// The raw layer of every binding: gradaccum.h and its parts as they are, wrapped by SWIG.
 // SPDX-License-Identifier: Apache-2.0
 //
 // A language has a file of its own, bindings/<language>/gradaccum_<language>.i, which names the
@@ -280,3 +280,6 @@ static ga_status params_ready(ga_context* ctx, const void* const* params, size_t
 %}
 
 %include "gradaccum/gradaccum.h"
+%include "gradaccum/batchnorm.h"
+%include "gradaccum/comm.h"
+%include "gradaccum/state.h"

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-# cmake -DHEADER=... -DTEST=... -P every_function.cmake
-# Whether the test calls each function of the header, or passes it on to be called.
-file(READ "${HEADER}" header)
+# cmake -DHEADERS=... -DTEST=... -P every_function.cmake
+# Whether the test calls each function of the headers in the folder, or passes it on to be called.
+set(text)
+file(GLOB headers "${HEADERS}/*.h")
+foreach(header IN LISTS headers)
+  file(READ "${header}" part)
+  string(APPEND text "${part}")
+endforeach()
 file(READ "${TEST}" test)
 string(REGEX REPLACE "//[^\n]*" "" test "${test}")
-string(REGEX MATCHALL "\nGA_API [a-z0-9_ *]+\\(" declarations "${header}")
+string(REGEX MATCHALL "\nGA_API [a-z0-9_ *]+\\(" declarations "${text}")
 set(missing)
 set(count 0)
 foreach(declaration IN LISTS declarations)
@@ -15,7 +20,7 @@ foreach(declaration IN LISTS declarations)
   endif()
 endforeach()
 if(count EQUAL 0)
-  message(FATAL_ERROR "no function was found in ${HEADER}")
+  message(FATAL_ERROR "no function was found in ${HEADERS}")
 endif()
 if(missing)
   message(FATAL_ERROR "not called in ${TEST}: ${missing}")

@@ -9,7 +9,7 @@ using System.Text.RegularExpressions;
 
 namespace GradAccum.Tests {
   /// <summary>
-  /// Everything in gradaccum.h is within reach of a program: the header is read here, without SWIG, and the
+  /// Everything in gradaccum.h and its parts is within reach of a program: the headers are read here, without SWIG, and the
   /// compiled facade is searched for calls of the raw layer.
   /// </summary>
   public sealed class CompletenessTests {
@@ -47,13 +47,25 @@ namespace GradAccum.Tests {
       "ga_build"
     };
 
-    private readonly string header = Regex.Replace(
-        File.ReadAllText(Children.Variable("GA_TEST_HEADER")), @"/\*.*?\*/", "", RegexOptions.Singleline);
+    private static readonly string Root = Children.Variable("GA_TEST_ROOT");
+
+    private readonly string header = Header();
+
+    private static string Header() {
+      StringBuilder text = new StringBuilder();
+      foreach (string part in Directory.GetFiles(Root + "/include/gradaccum", "*.h")) text.Append(File.ReadAllText(part));
+      return Regex.Replace(text.ToString(), @"/\*.*?\*/", "", RegexOptions.Singleline);
+    }
+
+    private static List<string> Symbols() {
+      List<string> symbols = new List<string>();
+      foreach (string line in File.ReadAllLines(Root + "/tests/abi/symbols.txt")) symbols.Add(line.Split('@')[0]);
+      return symbols;
+    }
 
     public void EveryFunction() {
       HashSet<string> called = Called();
-      List<string> symbols = new List<string>();
-      foreach (string line in File.ReadAllLines(Children.Variable("GA_TEST_ROOT") + "/tests/abi/symbols.txt")) symbols.Add(line.Split('@')[0]);
+      List<string> symbols = Symbols();
       foreach (Match match in Regex.Matches(header, @"GA_API[^;(]*?\b(ga_\w+)\(")) {
         Expect.True(symbols.Contains(match.Groups[1].Value), match.Groups[1].Value + " is not exported");
       }
@@ -69,9 +81,11 @@ namespace GradAccum.Tests {
 
     public void EveryField() {
       HashSet<string> called = Called();
+      HashSet<string> structs = new HashSet<string>();
       int fields = 0;
       foreach (Match match in Regex.Matches(header, @"struct (ga_\w+) \{(.*?)\n\}", RegexOptions.Singleline)) {
         string type = match.Groups[1].Value;
+        structs.Add(type);
         if (type == "ga_comm_table") continue;  // functions of a C program
         foreach (string declaration in match.Groups[2].Value.Split(';')) {
           foreach (string part in declaration.Split(',')) {
@@ -95,11 +109,16 @@ namespace GradAccum.Tests {
         }
       }
       Expect.True(fields > 120, "only " + fields + " fields were found");
+      foreach (string symbol in Symbols()) {
+        if (!symbol.EndsWith("_init")) continue;
+        string type = symbol.Substring(0, symbol.Length - "_init".Length);
+        Expect.True(structs.Contains(type), type + " was not read");
+      }
     }
 
     public void EveryEnumerator() {
       StringBuilder sources = new StringBuilder();
-      string[] folders = {Children.Variable("GA_TEST_ROOT") + "/bindings/csharp/GradAccum",
+      string[] folders = {Root + "/bindings/csharp/GradAccum",
                           Children.Variable("GA_TEST_GENERATED")};
       foreach (string folder in folders) {
         foreach (string file in Directory.GetFiles(folder, "*.cs")) sources.Append(File.ReadAllText(file));

@@ -18,14 +18,17 @@ def generate(folder: pathlib.Path, language: str, *changes: tuple[str, str]) -> 
     """Runs the generator on the header with changes: the exit status, and the files or the message."""
     if GENERATOR is None:
         pytest.skip("GA_HEADER does not name gradaccum.h")
-    text = HEADER.read_text()
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    header = folder / "gradaccum.h"
-    header.write_text(text)
+    found = dict.fromkeys(changes, 0)
+    for part in HEADER.parent.glob("*.h"):
+        text = part.read_text()
+        for old, new in changes:
+            found[old, new] += text.count(old)
+            text = text.replace(old, new)
+        (folder / part.name).write_text(text)
+    assert all(count == 1 for count in found.values()), found
     out = folder / language
-    command = [sys.executable, str(GENERATOR), "--language", language, "--header", str(header), "--out", str(out)]
+    header = str(folder / HEADER.name)
+    command = [sys.executable, str(GENERATOR), "--language", language, "--header", header, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return done.returncode, done.stderr

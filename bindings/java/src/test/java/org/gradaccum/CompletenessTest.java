@@ -58,7 +58,20 @@ class CompletenessTest {
           "ga_state_options.set_note");
 
   private static String header() throws IOException {
-    return Files.readString(SOURCE.resolve("include/gradaccum/gradaccum.h"));
+    StringBuilder text = new StringBuilder();
+    try (var parts = Files.newDirectoryStream(SOURCE.resolve("include/gradaccum"), "*.h")) {
+      for (Path part : parts) {
+        text.append(Files.readString(part));
+      }
+    }
+    return text.toString();
+  }
+
+  /** The exported symbols, which abi.symbols compares with the library and the headers. */
+  private static List<String> functions() throws IOException {
+    return Files.readAllLines(SOURCE.resolve("tests/abi/symbols.txt"), StandardCharsets.UTF_8).stream()
+        .map(line -> line.replaceAll("@.*", ""))
+        .toList();
   }
 
   private static List<MatchResult> all(String pattern, String text) {
@@ -120,10 +133,7 @@ class CompletenessTest {
   void everyFunctionIsCalled() throws Exception {
     Set<String> called = called();
     int functions = 0;
-    // The exported symbols, which abi.symbols compares with the library and the header.
-    for (String line :
-        Files.readAllLines(SOURCE.resolve("tests/abi/symbols.txt"), StandardCharsets.UTF_8)) {
-      String function = line.replaceAll("@.*", "");
+    for (String function : functions()) {
       boolean reached =
           function.endsWith("_init")
               ? called.contains(function.replaceAll("_init$", ".<init>"))
@@ -139,9 +149,11 @@ class CompletenessTest {
     Set<String> called = called();
     String text = header().replaceAll("(?s)/\\*.*?\\*/", "");
     Set<String> options = new TreeSet<>();
+    Set<String> structs = new TreeSet<>();
     int fields = 0;
     for (MatchResult struct : all("^(?:typedef )?struct (ga_\\w+) \\{([^}]*)\\}", text)) {
       String type = struct.group(1);
+      structs.add(type);
       if (type.equals("ga_comm_table")) {
         continue;  // functions of a C program
       }
@@ -169,6 +181,10 @@ class CompletenessTest {
       }
     }
     assertTrue(fields > 120, fields + " fields");
+    for (String function : functions()) {
+      String struct = function.replaceAll("_init$", "");
+      assertTrue(struct.equals(function) || structs.contains(struct), struct + " was not read");
+    }
     assertEquals(
         Set.of(
             "ga_bn_options", "ga_clip", "ga_comm_config", "ga_comm_options", "ga_config", "ga_ema", "ga_flat_entry", "ga_loss_scaler",
@@ -187,7 +203,7 @@ class CompletenessTest {
       String field = name.substring(name.indexOf('.') + 1);
       assertTrue(
           Pattern.compile("\\b" + field + "\\b").matcher(text).find(),
-          name + " is not in the header");
+          name + " is not in the headers");
     }
   }
 

@@ -1,0 +1,264 @@
+/* libgradaccum: one window over several ranks. gradaccum.h includes this part, and has the conventions that hold for it.
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#ifndef GRADACCUM_COMM_H_
+#define GRADACCUM_COMM_H_
+
+#include "gradaccum.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Several ranks --------------------------------------------------------------------------- */
+
+/* Needed to train on several devices or machines at once, data-parallel: each thread or process, a
+   rank, has a context of its own with a copy of the parameters, and all ranks together hold one
+   window. What they bring to it, however unequal, gives what one batch of all samples would have
+   given. Parameters and state end every step with the same bits on every rank.
+
+     ga_comm_config config;
+     ga_comm_config_init(&config, sizeof config, GA_COMM_MPI);
+     config.mpi_comm = MPI_Comm_c2f(MPI_COMM_WORLD);
+     ga_comm* comm;
+     ga_comm_create(&config, &comm);
+     ... groups and parameters, the same on every rank ...
+     ga_context_set_comm(ctx, comm, NULL);
+     ... training as ever: ga_step adds up over the ranks ...
+
+   docs/devices.md has how to choose, how to launch, and what travels. */
+
+typedef struct ga_comm ga_comm;
+
+/* Who the ranks are, and how they are connected. */
+typedef int32_t ga_comm_kind;
+enum {
+  GA_COMM_LOCAL = 0, /* threads of one process, each with a context */
+  GA_COMM_MPI = 1,   /* processes of an MPI program, by libgradaccum_mpi.so */
+  GA_COMM_TABLE = 2, /* by functions of the program: ga_comm_table */
+  GA_COMM_NCCL = 3   /* threads or processes with one GPU each, by libgradaccum_nccl.so and the
+                        libnccl.so.2 of the machine; contexts on GA_DEVICE_CUDA alone */
+};
+
+/* How a transport adds up; see all_reduce below. */
+typedef int32_t ga_comm_op;
+enum { GA_COMM_SUM = 0, GA_COMM_MAX = 1 };
+
+/* A transport of the program's own. Every rank calls the same functions in the same order, with the
+   same count, stride, dtype and root, and each function returns when this rank may use its result
+   and overwrite what it sent. A block is count elements of dtype, any ga_dtype; of [ranks] blocks,
+   rank 0's comes first, and block q begins stride elements behind block q - 1, stride >= count.
+   Functions return 0, or a number of their own for a failure, after which no other but abort and
+   error_text is called. They keep their own time limit and run in the program's floating-point mode.
+   Memory is the host's and stream is NULL, unless on_stream is 1: then memory is that of the context's
+   device, and the functions queue their work on stream and return. */
+typedef struct ga_comm_table {
+  size_t struct_size;
+  void* user; /* passed to each function */
+  /* Block q of send, [ranks] blocks a stride apart, becomes block `rank` of recv on rank q, where
+     [ranks] blocks lie one behind the other. */
+  int32_t (*all_to_all)(void* user, const void* send, int64_t stride, void* recv, int64_t count,
+                        ga_dtype dtype, void* stream);
+  /* send, one block, becomes block `rank` of recv, [ranks] blocks a stride apart, on every rank.
+     send may be that block of recv. */
+  int32_t (*all_gather)(void* user, const void* send, void* recv, int64_t stride, int64_t count,
+                        ga_dtype dtype, void* stream);
+  /* Rank root's data, count elements, becomes that of every rank. */
+  int32_t (*broadcast)(void* user, void* data, int64_t count, ga_dtype dtype, int32_t root,
+                       void* stream);
+  /* Has the functions that wait on this rank return a failure soon; from any thread. May be NULL. */
+  void (*abort)(void* user);
+  /* What a failure means: a sentence that stays until the next call; may be NULL, as the function
+     may. */
+  const char* (*error_text)(void* user, int32_t failure);
+  /* Of GA_COMM_ADDER_TRANSPORT alone; else NULL. dtype: GA_F32 or GA_F64. Results have the same bits
+     on all ranks. all_reduce: data, count elements, becomes the sum or the maximum of all ranks'.
+     reduce_scatter: recv becomes that of block `rank` of send, [ranks] blocks one behind the other.
+     The library asks for sums; it takes maxima itself, since MPI and NCCL lose a NaN in them. */
+  int32_t (*all_reduce)(void* user, void* data, int64_t count, ga_dtype dtype, ga_comm_op op,
+                        void* stream);
+  int32_t (*reduce_scatter)(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype,
+                            ga_comm_op op, void* stream);
+  int32_t any_thread; /* 1: the library may call the functions from a thread of its own, while
+                         the program goes on; needed for ga_comm_options.overlap; default 0 */
+  int32_t on_stream;  /* 1: for contexts on a device, see above; default 0 */
+} ga_comm_table;
+
+typedef struct ga_comm_config {
+  size_t struct_size;
+  ga_comm_kind kind;
+  int32_t rank;               /* LOCAL, TABLE, NCCL: of this one, in [0, ranks) */
+  int32_t ranks;              /* LOCAL, TABLE, NCCL: how many there are; >= 1 */
+  int32_t mpi_comm;           /* MPI: MPI_Comm_c2f of a communicator of the program's, which is
+                                 duplicated and stays its own */
+  double timeout;             /* LOCAL, MPI, NCCL: seconds that a call waits for other ranks, or
+                                 for a device on which no window ends; > 0, may be infinite;
+                                 default 600 */
+  const void* id;             /* LOCAL, NCCL: [GA_COMM_ID_SIZE] bytes of ga_comm_unique_id, which
+                                 are copied */
+  const ga_comm_table* table; /* TABLE; copied */
+  void* nccl_comm;            /* NCCL: a ncclComm_t of the program's, which stays its own and
+                                 must outlive the ga_comm; its rank and ranks count. A failure
+                                 that leaves the ga_comm of no further use, and ga_comm_abort,
+                                 end it with ncclCommAbort: the program neither uses nor destroys
+                                 it then. Default NULL: rank, ranks and id make a new one */
+} ga_comm_config;
+
+/* Writes the defaults of a kind. */
+GA_API ga_status ga_comm_config_init(ga_comm_config* out, size_t struct_size, ga_comm_kind kind);
+
+/* Fills out, [size] bytes, with what tells one set of ranks from any other: LOCAL ranks in this
+   process, NCCL ranks on all machines. One rank calls it and gives the bytes to the others, and goes
+   on living until all have joined; NCCL: for one communicator alone. size: GA_COMM_ID_SIZE.
+   GA_ERROR_UNSUPPORTED: as for ga_comm_create. */
+enum { GA_COMM_ID_SIZE = 128 };
+GA_API ga_status ga_comm_unique_id(ga_comm_kind kind, void* out, size_t size);
+
+/* Joins a communicator as one of its ranks. MPI and NCCL wait for the other ranks; LOCAL and TABLE do
+   not. *out belongs to the caller, who ends it with ga_comm_destroy. NCCL: the rank gets the calling
+   thread's current CUDA device, which is NCCL's own rule and must be the context's.
+   GA_ERROR_UNSUPPORTED: libgradaccum_mpi.so or libgradaccum_nccl.so could not be loaded; the program
+   runs another MPI; there is no libnccl.so.2, or one before NCCL 2.18; nccl_comm was given, but the
+   process has not loaded libnccl.so.2.
+   GA_ERROR_COMMUNICATION: other ranks did not join in time, or NCCL failed. */
+GA_API ga_status ga_comm_create(const ga_comm_config* config, ga_comm** out);
+
+/* This rank's number and the number of ranks. Each out may be NULL. */
+GA_API ga_status ga_comm_size(const ga_comm* comm, int32_t* out_rank, int32_t* out_ranks);
+
+/* Has calls that wait for other ranks on comm fail with GA_ERROR_COMMUNICATION now, and all later
+   ones at once; LOCAL and MPI: on every rank. NCCL: also ends what is queued on streams, by
+   ncclCommAbort. From any thread, the others being in a call. */
+GA_API ga_status ga_comm_abort(ga_comm* comm);
+
+/* Leaves. A context that uses comm keeps it until ga_context_destroy or ga_context_set_comm. LOCAL and
+   MPI: when that context is gone, calls of other ranks that wait for it, and later ones, fail at once
+   with GA_ERROR_COMMUNICATION and name the rank; ranks that make no more calls notice nothing, and comm
+   may get another context on every rank. A thread that ends without that is waited for, until
+   ga_comm_config.timeout, since another thread may go on with its context. NULL is legal.
+   MPI: before MPI_Finalize. NCCL: waits for what is queued on streams. */
+GA_API void ga_comm_destroy(ga_comm* comm);
+
+/* What travels from rank to rank. Either way 16-bit accumulators travel as they are, f64 ones as f64,
+   and sums as f32 or f64. */
+typedef int32_t ga_comm_wire;
+enum {
+  GA_COMM_WIRE_EXACT = 0, /* gradients as the accumulators have them */
+  GA_COMM_WIRE_BF16 = 1   /* f32 gradients are rounded to bf16 on their way to where they are
+                             added, which is in f32: 3/4 of the bytes */
+};
+
+/* What each rank keeps of optimizer state, master weights and EMA. */
+typedef int32_t ga_shard;
+enum {
+  GA_SHARD_NONE = 0,     /* all of it */
+  GA_SHARD_OPTIMIZER = 1 /* a part of about 1 / ranks: the rank updates that part of the
+                            parameters and gets the others' (ZeRO-1, Rajbhandari et al. 2020).
+                            Calls that read or write state are then made by every rank in the
+                            same order, see ga_context_set_comm */
+};
+
+/* Who adds gradients up. Maxima are always taken by the library. */
+typedef int32_t ga_comm_adder;
+enum {
+  /* The library, in the order of the ranks, with the same bits on every transport; every rank
+     exchanges a piece with every other. */
+  GA_COMM_ADDER_LIBRARY = 0,
+  /* MPI, NCCL or the program's table, in an order of its own, so that bits are those of the
+     transport; what travels is f32, or f64 for f64 parameters. Local ranks have no such
+     transport. */
+  GA_COMM_ADDER_TRANSPORT = 1,
+  /* TRANSPORT with GA_COMM_NCCL and GA_COMM_WIRE_EXACT, LIBRARY with all others. */
+  GA_COMM_ADDER_AUTO = 2
+};
+
+/* What ranks exchange and check. */
+typedef struct ga_comm_options {
+  size_t struct_size;
+  ga_comm_wire wire;   /* what travels from rank to rank; default GA_COMM_WIRE_EXACT */
+  int32_t hand_out;    /* 0 or 1: rank 0's parameters and state become those of every rank;
+                          default 0: they must agree already */
+  int64_t check_every; /* every so many windows, ga_step compares parameters, and state that
+                          every rank has, over the ranks, bit for bit; default 0: never */
+  ga_shard shard;      /* what each rank keeps of optimizer state, master weights and EMA;
+                          default GA_SHARD_NONE. It is chosen before the library makes its
+                          arrays, and holds until the context ends */
+  ga_comm_adder adder; /* who adds gradients up; default GA_COMM_ADDER_AUTO */
+  int32_t overlap;     /* 0 or 1: ga_params_ready has gradients exchanged while backward goes on,
+                          by a thread of the library or in a second stream; every window
+                          exchanges all parameters then; default 0 */
+  int32_t reserved;    /* 0 */
+} ga_comm_options;
+
+/* Writes the defaults. */
+GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
+
+/* Makes the context one of comm's ranks. Every rank calls it, between windows, with the same groups,
+   parameters and options, K and threads excepted; the first difference is named in an error. NULL
+   makes it a context alone again, which no other rank takes part in. options: may be NULL.
+
+   From then on these are collective, called by every rank in the same order: ga_step, ga_discard,
+   ga_bn_finalize and ga_bn_backward_finalize of layers that are not frozen, ga_save, ga_load and
+   their like, ga_state_write and ga_state_read; under GA_SHARD_OPTIMIZER also ga_state_get,
+   ga_state_set, ga_ema_copy_to and ga_ema_swap. A rank may bring any number of micro-batches to a
+   window, also none. Each micro-batch is judged and clipped (DROP_MICRO, GA_CLIP_WHEN_MICRO) by the
+   rank that brings it; ga_step judges the sum. Its result counts what all ranks brought,
+   dropped_micros excepted. A parameter has a gradient if it has one on some rank. Where some ranks
+   call ga_discard and others ga_step, the window is discarded on all of them
+   (GA_STEP_SKIPPED_DISCARD). Batch normalisation: running statistics are those of all ranks' data;
+   WINDOW normalises by that data too, MICRO and CUMULATIVE by the rank's own. ga_save writes one
+   file, on rank 0, and ga_load reads it on each; ga_save_to_memory and ga_state_write give every
+   rank the whole file. It loads on any number of ranks: as many as saved it go on with their open
+   windows bit for bit; others with windows that are put together, or with none, up to rounding
+   (docs/checkpoints.md).
+
+   Under GA_SHARD_OPTIMIZER parameters and results have the same bits as without, where the library
+   adds. Large parameters are cut into a piece for each rank, between rows (ROWWISE_ADAGRAD) or units
+   that ga_step clips by (GA_CLIP_AGC). Small ones are whole on one rank, and so are those of an
+   optimizer that needs the whole tensor (ADAFACTOR, MUON; on a device LAMB and LARS too) and those
+   whose units span axis 0. Parameters of an EXTERNAL group are whole on all, and so are those whose
+   micro-batches GA_CLIP_AGC clips by master weights.
+   Sharding is chosen before the library makes its arrays, and holds until ga_context_destroy: after a
+   failure other contexts load a state that was saved.
+
+   A change of an option holds when every rank has made it: otherwise the next of these calls names
+   the difference, and the window stays as it was. If other ranks fail or do not come in time, the
+   call returns GA_ERROR_COMMUNICATION and says what it waited for; parameters and state are
+   untouched, the window is GA_WINDOW_INVALID if gradients were on their way, and comm is of no
+   further use: ga_discard and a set_comm with NULL or another comm come next. Where updated
+   parameters were on their way (MUON and GA_SHARD_OPTIMIZER), only ga_context_destroy is legal, and
+   other ranks may be a step ahead.
+
+   On a device, ga_step does not know what other ranks bring: every window exchanges the gradients of
+   all parameters that are not frozen, those of rows as all rows. Where the transport is one of the
+   device (on_stream), the host waits for nothing, and windows can be captured in graphs, whose
+   replays are collective. Ranks then learn on the device that their settings differ
+   (GA_STEP_SKIPPED_ERROR; the next call that waits for other ranks names the difference), that they
+   have called ga_bn_finalize and ga_bn_backward_finalize for other layers, or in another order
+   (GA_STEP_SKIPPED_ERROR too), or that one has called ga_discard, which counts as a skipped window;
+   parameters and layers that are added, frozen or removed have to be so on all ranks in the same
+   window, before the first ga_bn_finalize in it, and the next call that exchanges something waits
+   then; and after a failure of what was queued only ga_context_destroy is legal.
+
+   GA_ERROR_UNSUPPORTED: GA_COMM_ADDER_TRANSPORT with LOCAL, or a table without the functions for it;
+   on a device, GA_ROWS_LAZY, and overlap with a transport of the host's memory; a transport of
+   devices in a context on the CPU. GA_ERROR_INVALID_ARGUMENT: an NCCL communicator is of another
+   CUDA device. GA_ERROR_INVALID_STATE: another context has comm, the window is not empty, or it is
+   too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not come. */
+GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
+                                     const ga_comm_options* options);
+
+/* In such a context, ga_params_ready has gradients exchanged while the program goes on, if
+   ga_comm_options.overlap is set: by a thread of the library, or on a device in a second stream,
+   slice by slice, the newest parameters first, as soon as everything in a slice is ready and the
+   last micro-batch has begun (GA_MICRO_LAST, or the K-th). What has not been exchanged by then,
+   ga_step exchanges, with the same bits. Ranks need not call it alike. MPI must have been
+   initialised with MPI_THREAD_MULTIPLE, else all is exchanged in ga_step; so it is under
+   GA_NONFINITE_DROP_MICRO and GA_CLIP_WHEN_MICRO. With ga_config.eager, which ranks need not set
+   alike, parameters are updated as their gradients are summed. */
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* GRADACCUM_COMM_H_ */
