@@ -1,4 +1,5 @@
-/* libgradaccum: batch normalisation. gradaccum.h includes this part, and has the conventions that hold for it.
+/* libgradaccum: batch normalisation. A part of gradaccum.h, which includes it and has the
+ * conventions.
  * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef GRADACCUM_BATCHNORM_H_

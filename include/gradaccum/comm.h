@@ -1,4 +1,5 @@
-/* libgradaccum: one window over several ranks. gradaccum.h includes this part, and has the conventions that hold for it.
+/* libgradaccum: several ranks that hold one window. A part of gradaccum.h, which includes it and has the
+ * conventions.
  * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef GRADACCUM_COMM_H_
@@ -186,7 +187,9 @@ typedef struct ga_comm_options {
   ga_comm_adder adder; /* who adds gradients up; default GA_COMM_ADDER_AUTO */
   int32_t overlap;     /* 0 or 1: ga_params_ready has gradients exchanged while backward goes on,
                           by a thread of the library or in a second stream; every window
-                          exchanges all parameters then; default 0 */
+                          exchanges all parameters then. With an MPI that was not initialised
+                          with MPI_THREAD_MULTIPLE, ga_step exchanges all, with the same bits;
+                          default 0 */
   int32_t reserved;    /* 0 */
 } ga_comm_options;
 
@@ -198,47 +201,21 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    makes it a context alone again, which no other rank takes part in. options: may be NULL.
 
    From then on these are collective, called by every rank in the same order: ga_step, ga_discard,
-   ga_bn_finalize and ga_bn_backward_finalize of layers that are not frozen, ga_save, ga_load and
-   their like, ga_state_write and ga_state_read; under GA_SHARD_OPTIMIZER also ga_state_get,
-   ga_state_set, ga_ema_copy_to and ga_ema_swap. A rank may bring any number of micro-batches to a
-   window, also none. Each micro-batch is judged and clipped (DROP_MICRO, GA_CLIP_WHEN_MICRO) by the
-   rank that brings it; ga_step judges the sum. Its result counts what all ranks brought,
-   dropped_micros excepted. A parameter has a gradient if it has one on some rank. Where some ranks
-   call ga_discard and others ga_step, the window is discarded on all of them
-   (GA_STEP_SKIPPED_DISCARD). Batch normalisation: running statistics are those of all ranks' data;
-   WINDOW normalises by that data too, MICRO and CUMULATIVE by the rank's own. ga_save writes one
-   file, on rank 0, and ga_load reads it on each; ga_save_to_memory and ga_state_write give every
-   rank the whole file. It loads on any number of ranks: as many as saved it go on with their open
-   windows bit for bit; others with windows that are put together, or with none, up to rounding
-   (docs/checkpoints.md).
-
-   Under GA_SHARD_OPTIMIZER parameters and results have the same bits as without, where the library
-   adds. Large parameters are cut into a piece for each rank, between rows (ROWWISE_ADAGRAD) or units
-   that ga_step clips by (GA_CLIP_AGC). Small ones are whole on one rank, and so are those of an
-   optimizer that needs the whole tensor (ADAFACTOR, MUON; on a device LAMB and LARS too) and those
-   whose units span axis 0. Parameters of an EXTERNAL group are whole on all, and so are those whose
-   micro-batches GA_CLIP_AGC clips by master weights.
-   Sharding is chosen before the library makes its arrays, and holds until ga_context_destroy: after a
-   failure other contexts load a state that was saved.
+   ga_bn_finalize and ga_bn_backward_finalize of layers that are not frozen, all that saves or loads,
+   and under GA_SHARD_OPTIMIZER ga_state_get, ga_state_set, ga_ema_copy_to and ga_ema_swap. A rank may
+   bring any number of micro-batches to a window, also none. Each is judged and clipped (DROP_MICRO,
+   GA_CLIP_WHEN_MICRO) by the rank that brings it; ga_step judges the sum. A parameter has a gradient
+   if it has one on some rank.
 
    A change of an option holds when every rank has made it: otherwise the next of these calls names
-   the difference, and the window stays as it was. If other ranks fail or do not come in time, the
-   call returns GA_ERROR_COMMUNICATION and says what it waited for; parameters and state are
-   untouched, the window is GA_WINDOW_INVALID if gradients were on their way, and comm is of no
-   further use: ga_discard and a set_comm with NULL or another comm come next. Where updated
-   parameters were on their way (MUON and GA_SHARD_OPTIMIZER), only ga_context_destroy is legal, and
-   other ranks may be a step ahead.
+   the difference. If other ranks fail or do not come in time, the call returns
+   GA_ERROR_COMMUNICATION; parameters and state are untouched, the window is GA_WINDOW_INVALID if
+   gradients were on their way, and comm is of no further use: ga_discard and a set_comm with NULL or
+   another comm come next. Where updated parameters were on their way (MUON, GA_SHARD_OPTIMIZER), only
+   ga_context_destroy is legal, and ranks may differ by a step.
 
-   On a device, ga_step does not know what other ranks bring: every window exchanges the gradients of
-   all parameters that are not frozen, those of rows as all rows. Where the transport is one of the
-   device (on_stream), the host waits for nothing, and windows can be captured in graphs, whose
-   replays are collective. Ranks then learn on the device that their settings differ
-   (GA_STEP_SKIPPED_ERROR; the next call that waits for other ranks names the difference), that they
-   have called ga_bn_finalize and ga_bn_backward_finalize for other layers, or in another order
-   (GA_STEP_SKIPPED_ERROR too), or that one has called ga_discard, which counts as a skipped window;
-   parameters and layers that are added, frozen or removed have to be so on all ranks in the same
-   window, before the first ga_bn_finalize in it, and the next call that exchanges something waits
-   then; and after a failure of what was queued only ga_context_destroy is legal.
+   docs/devices.md has what travels and when, who keeps which state, what is otherwise on a device,
+   and where something fails.
 
    GA_ERROR_UNSUPPORTED: GA_COMM_ADDER_TRANSPORT with LOCAL, or a table without the functions for it;
    on a device, GA_ROWS_LAZY, and overlap with a transport of the host's memory; a transport of
@@ -247,15 +224,6 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not come. */
 GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
                                      const ga_comm_options* options);
-
-/* In such a context, ga_params_ready has gradients exchanged while the program goes on, if
-   ga_comm_options.overlap is set: by a thread of the library, or on a device in a second stream,
-   slice by slice, the newest parameters first, as soon as everything in a slice is ready and the
-   last micro-batch has begun (GA_MICRO_LAST, or the K-th). What has not been exchanged by then,
-   ga_step exchanges, with the same bits. Ranks need not call it alike. MPI must have been
-   initialised with MPI_THREAD_MULTIPLE, else all is exchanged in ga_step; so it is under
-   GA_NONFINITE_DROP_MICRO and GA_CLIP_WHEN_MICRO. With ga_config.eager, which ranks need not set
-   alike, parameters are updated as their gradients are summed. */
 
 #ifdef __cplusplus
 }

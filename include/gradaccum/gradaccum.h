@@ -54,7 +54,7 @@
  *     configured otherwise): parameters and state keep every bit, and counters, schedules, bias
  *     corrections and weight decay do not move.
  *
- * CONVENTIONS in short; "Conventions in full" is at the end, before batch normalisation.
+ * CONVENTIONS in short; "Conventions in full" is at the end.
  *   Errors     Every function that can fail returns a ga_status: GA_OK, or a failure. A call that
  *              fails has changed nothing, and ga_last_error() returns the message. The library
  *              never prints, exits or lets an exception out.
@@ -295,14 +295,17 @@ GA_API ga_status ga_step(ga_context* ctx, ga_step_result* out);
  *    Loss scale              for f16
  *    EMA                     moving averages of the parameters
  *    Parameters              options, flat blocks, queries, freezing, removing
- *    State by name           to carry over what an optimizer keeps
- *    State on disk           to stop a run and go on
  *    Groups                  new hyper-parameters, queries, an optimizer of your own
- *    Several ranks           one window over threads or processes
  *    Devices, Memory, Build
  *    Errors in detail
  *    Conventions in full     structs, memory, threads, fork(), rounding
- *    Batch normalisation
+ *
+ *  in this file, and in parts of it, which it includes:
+ *
+ *    batchnorm.h             batch normalisation
+ *    comm.h                  several ranks: one window over threads or processes
+ *    state.h                 state by name, to carry over what an optimizer keeps; state on disk, to
+ *                            stop a run and go on
  *
  *  "Between windows" marks a call that is legal only while the window is empty; others are legal at
  *  any time, and what they set holds from the next ga_step on. "Waits" marks a call that blocks
@@ -731,51 +734,23 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
    Telling it again does nothing. params: [count] ids; may be NULL if count is 0. Parameters and
    results of ga_step are the same as without this call, bit for bit.
 
-   With ga_config.eager their update begins here, and not in ga_step, while the rest of backward has
-   yet to run: as soon as the last micro-batch has begun (GA_MICRO_LAST, or the K-th); what is ready
-   before then waits. The call returns when they are updated, or with ga_config.eager_threads at
-   once. With gradients that live (GA_GRADIENTS_LIVE) a window of one micro-batch is never
-   accumulated.
+   With ga_config.eager their update begins here, while the rest of backward has yet to run: as soon
+   as the last micro-batch has begun (GA_MICRO_LAST, or the K-th). The call returns when they are
+   updated, or with ga_config.eager_threads at once.
    - Under GA_NONFINITE_IGNORE, with neither GA_CLIP_GLOBAL nor LAMB's max_grad_norm, a parameter is
      updated in place. Its gradient may go when the call returns, or with ga_config.eager_threads
      when ga_config.on_param_done comes. From then on until ga_step, ga_discard and functions that
      set options or read or save state are GA_ERROR_INVALID_STATE, and GA_ERROR_FAULT leaves the
      context of no further use.
-   - Else the decision about the step is still to come. The update reads parameter and state, and
-     writes a second set of these arrays (ga_memory.eager); ga_step then exchanges the two sets and
-     writes the parameter. If it skips the window, it forgets what was written. If it clips by
-     GA_CLIP_GLOBAL or max_grad_norm, or options have changed, it updates the parameter anew from
-     what there was before (ga_step_result.eager_redone). Gradients that live do so until ga_step.
-   What cannot begin waits for ga_step: gradients of rows; f64 parameters that are not updated in
-   place; parameters beyond ga_config.eager_bytes; those of MUON and EXTERNAL; those of LAMB with
-   max_grad_norm while some group has GA_CLIP_AGC; in place, those of LAMB and ADAFACTOR whose
-   accumulator has another dtype than the computation; and all parameters under
-   GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO, or with a communicator without
-   ga_comm_options.overlap.
-
-   With ga_config.eager, several threads may be in ga_accumulate_part and ga_params_ready at once, so
-   that gradients are added, and parameters updated, as they arrive from several places.
-   - Such calls must be for different parameters. A call for a parameter that another thread adds to
-     at that moment is GA_ERROR_INVALID_STATE.
-   - No other function may overlap with them. It is GA_ERROR_INVALID_STATE until they have returned,
-     ga_micro_end and ga_step included, and so are they while it runs.
-   - Their passes over the data run at the same time: one has the threads of the context
-     (num_threads, parallel_for), the others their own. What keeps the others waiting is the first
-     contribution after parameters were added or bound, which may allocate and fill arrays, and, with
-     a communicator and without ga_config.eager_threads, an update.
-   - ga_config.log is called on the threads of the calls, and on_param_done may be: on several at
-     once. An exception in on_param_done may come out of any of the calls.
-   - Results have the bits that the same calls from one thread give. What adds up in the order of the
-     calls is the program's to order: two gradients for one parameter, and under GA_CLIP_WHEN_MICRO
-     the norm of a micro-batch.
-
-   With a communicator, the exchange of gradients may begin here: see ga_context_set_comm. With
-   ga_config.eager an update then begins when the sum over the ranks is there, never in place, on
-   the threads of ga_config.eager_threads; without these, this call and ga_micro_begin update what
-   has been summed by then. What GA_CLIP_PER_TENSOR clips is updated anew too. Parameters in a group
-   of LARS wait for ga_step, and so do, where the optimizer is sharded, those under GA_CLIP_AGC,
-   those of LAMB, and vectors of ADAFACTOR. If the exchange fails, parameters and state are as they
-   were.
+   - Else ga_step decides. The update reads parameter and state, and writes a second set of these
+     arrays (ga_memory.eager), which ga_step takes, forgets if it skips the window, or writes anew if
+     it clips by the norm or options have changed (ga_step_result.eager_redone). Gradients that live
+     do so until ga_step.
+   Several threads may then be in ga_accumulate_part and ga_params_ready at once, for different
+   parameters; no other function may overlap with them. With a communicator and
+   ga_comm_options.overlap, the exchange of gradients begins here, and an update when the sum over the
+   ranks is there, never in place. docs/eager.md has what waits for ga_step, what threads share, and
+   how it goes on several ranks.
 
    GA_ERROR_INVALID_STATE: the window is invalid, the accumulator of one is acquired, or another
    thread adds to one.
@@ -1369,10 +1344,9 @@ GA_API ga_status ga_build_describe(ga_build* out);
 
 /* ---- Conventions in full --------------------------------------------------------------------- */
 
-/* Structs      Each begins with struct_size, its sizeof in the program. An _init function takes
- *              that size, writes the defaults (zeros, for a struct that the library fills) and
- *              struct_size, and nothing behind the fields that the program has. So programs and
- *              libraries of different versions understand each other: docs/reference.md.
+/* Structs      Each begins with struct_size, its sizeof in the program, so that programs and libraries
+ *              of different versions understand each other. An _init function takes that size, and
+ *              writes the defaults (zeros, for a struct that the library fills) and struct_size.
  *
  * Memory       Every pointer is borrowed for the call. Two outlive it: the data of a parameter,
  *              until ga_param_bind, ga_param_remove or ga_context_destroy, and gradients that the
@@ -1380,22 +1354,12 @@ GA_API ga_status ga_build_describe(ga_build* out);
  *              GA_CLIP_WHEN_MICRO). What an out parameter returns belongs to the context, except a
  *              ga_context.
  *
- * Threads      One thread at a time uses a context: a call while another one runs on the same
- *              context is GA_ERROR_INVALID_STATE and changes nothing. (ga_context_destroy cannot
- *              tell, so no other call may be running.) With ga_config.eager, calls of
- *              ga_accumulate_part and ga_params_ready may overlap: see the latter. A context may move
- *              between threads, under a lock of the program's: no call depends on the thread of
- *              another, but ga_last_error() is that of the thread whose call failed. Different
- *              contexts are independent.
- *              Callbacks (ga_parallel_for, ga_allocate, ga_free, ga_log, ga_param_done, ga_progress,
- *              ga_write_fn, ga_read_fn) must not use their context.
+ * Threads      A call while another one runs on the same context is GA_ERROR_INVALID_STATE and
+ *              changes nothing; ga_context_destroy alone cannot tell. A context may move between
+ *              threads. Callbacks must not use their context.
  *
- * Processes    After fork() the contexts of the parent are of no use in the child: every call on
- *              one is GA_ERROR_INVALID_STATE, and ga_context_destroy returns and frees nothing. The
- *              child may create contexts of its own. If the parent had loaded the library, they use
- *              one thread, whatever num_threads says, unless they have a parallel_for: gcc's OpenMP
- *              would wait for threads that only the parent has. CUDA works in the child only if the
- *              parent has not used it.
+ * Processes    After fork() the child makes contexts of its own; calls on those of the parent are
+ *              GA_ERROR_INVALID_STATE there.
  *
  * Rounding     The library computes in a floating-point mode of its own, on every thread: it rounds
  *              to nearest, keeps subnormal numbers and does not trap. The program's mode
@@ -1405,18 +1369,7 @@ GA_API ga_status ga_build_describe(ga_build* out);
  * Same bits    On one machine, results have the same bits for any number of threads and any CPU
  *              kernels; matrix products, and so MUON, excepted. Devices: docs/cuda.md.
  *
- * Environment  GA_MODULE_PATH: the only folder in which libgradaccum_onednn.so, libgradaccum_cuda.so,
- *              libgradaccum_mpi.so and libgradaccum_nccl.so are looked for, in place of the library's
- *              own. GA_CPU_ISA:
- *              scalar, x86-64-v2, x86-64-v3 or x86-64-v4: the CPU kernels of new contexts, for
- *              tests; ga_context_create is GA_ERROR_UNSUPPORTED if the build or the processor lacks
- *              them. GA_CPU_PREFETCH: 1 or 0, read when the library is loaded: whether the CPU
- *              kernels prefetch; by default where that was measured to be faster, so not on
- *              AMD's; but for batch normalisation everywhere. GA_CPU_HAND_OVER: the time in
- *              nanoseconds that new contexts assume for handing a pass to several threads; passes
- *              that would save less run on the calling thread alone. By default passes are tried
- *              both ways now and then.
- *              GA_VERBOSE: see ga_config.log. */
+ * docs/reference.md has struct_size, threads and fork() in full, and the environment variables. */
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,5 @@
-/* libgradaccum: state by name, and state on disk. gradaccum.h includes this part, and has the conventions that hold for it.
+/* libgradaccum: state by name and state on disk. A part of gradaccum.h, which includes it and has the
+ * conventions.
  * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef GRADACCUM_STATE_H_
