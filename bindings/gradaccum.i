@@ -166,6 +166,7 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %ga_struct(ga_param_options, (), ga_param_options_init)
 %ga_struct(ga_micro_options, (), ga_micro_options_init)
 %ga_struct(ga_window_info, (), ga_window_info_init)
+%ga_struct(ga_kept_info, (), ga_kept_info_init)
 %ga_struct(ga_step_result, (), ga_step_result_init)
 %ga_struct(ga_accumulator, (), ga_accumulator_init)
 %ga_struct(ga_param_info, (), ga_param_info_init)

@@ -289,6 +289,7 @@ GA_API ga_status ga_step(ga_context* ctx, ga_step_result* out);
  *    Configuration           of a context: means or sums, non-finite gradients, precision, threads
  *    Windows                 their length and state, results of steps, options of a micro-batch
  *    Gradients by part       layer by layer, rows of embeddings, products, a kernel of your own
+ *    Gradients that are kept when their memory may go
  *    Programs that add up    whose backward pass does gradient += ...
  *    Learning rate           schedules
  *    Clipping                by value, by norm, by unit
@@ -757,6 +758,35 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
    GA_ERROR_FAULT: an update in place stopped half-way (any other, ga_step makes anew); or
    on_param_done threw an exception. */
 GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count);
+
+/* ---- Gradients that are kept ----------------------------------------------------------------- */
+
+/* Needed by a program that frees gradients, or uses their memory again, as soon as it may: the
+   library tells which of them it may still read, whatever the options are.
+
+   Gradients have numbers: 1, 2, 3, ... in the order in which they come. Each pointer of ga_accumulate
+   has one, NULL too; so has each gradient by part, with its indices or as a product of two matrices.
+   A program keeps number and memory in a queue, and lets go of what has a lower number than
+   `oldest`. To find out which of the later ones may go before that one, it asks again, from the next
+   number on. */
+typedef struct ga_kept_info {
+  size_t struct_size;
+  int64_t latest; /* of the gradient that came last; pointer i of a ga_accumulate just made has the
+                     number latest - count + 1 + i */
+  int64_t oldest; /* the lowest number, not below `since`, of a gradient that a later call may read;
+                     latest + 1: there is none */
+  int64_t queued; /* on a device: as oldest, but also of a gradient that queued work may still read,
+                     for a program that does not free memory in the order of the stream. Asks
+                     without a wait, so it lags behind. What a CUDA graph reads again is not counted */
+  int32_t until_micro_end; /* 1: ga_micro_end reads gradients by part; clips decide this too */
+  int32_t reserved;
+} ga_kept_info;
+
+/* Prepares *out to be filled. */
+GA_API ga_status ga_kept_info_init(ga_kept_info* out, size_t struct_size);
+
+/* since: the lowest number to look at, >= 0; 0: all. */
+GA_API ga_status ga_gradients_kept(const ga_context* ctx, int64_t since, ga_kept_info* out);
 
 /* ---- Programs that add up themselves --------------------------------------------------------- */
 

@@ -958,6 +958,13 @@ class Context {
     check(ga_params_ready(get(), ids.data(), count));
   }
 
+  // since: the lowest number to look at.
+  ga_kept_info gradients_kept(std::int64_t since = 0) const {
+    auto info = detail::defaults<ga_kept_info>(ga_kept_info_init);
+    check(ga_gradients_kept(get(), since, &info));
+    return info;
+  }
+
   // -- Step
 
   ga_window_info window() const {

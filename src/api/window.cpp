@@ -100,6 +100,17 @@ ga_status ga_micro_abort(ga_context* ctx) {
   return on(ctx, [&] { ctx->micro_abort(); });
 }
 
+ga_status ga_kept_info_init(ga_kept_info* out, size_t struct_size) {
+  return init_zeros(out, struct_size, "ga_kept_info");
+}
+
+ga_status ga_gradients_kept(const ga_context* ctx, int64_t since, ga_kept_info* out) {
+  return ask(ctx, [&] {
+    check_out(out, "ga_kept_info");
+    write_struct(out, ctx->accumulator.kept(since));
+  });
+}
+
 ga_status ga_window_info_init(ga_window_info* out, size_t struct_size) {
   return init_zeros(out, struct_size, "ga_window_info");
 }

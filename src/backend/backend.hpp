@@ -80,6 +80,9 @@ class DeviceWork {
   virtual void set_stream(void* stream) = 0;
   // Runs work(stream), which queues work of a transport on the stream, with the device current.
   virtual void with_stream(const std::function<void(void* stream)>& work) = 0;
+  // Gives all that is queued so far a number, not below the one before; returns the highest number of which the work is
+  // known to be done. Asks the device, but does not wait.
+  virtual int64_t done(int64_t number) = 0;
   // Runs work() with its kernels on a second stream, behind all that the stream has been given so far; then
   // join_aside() has the stream wait for them.
   virtual void aside(const std::function<void()>& work) = 0;

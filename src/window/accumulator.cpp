@@ -22,7 +22,7 @@ Accumulator::Accumulator(Model& model, TableWriter& writer, Preparation& prepara
 void Accumulator::reserve(size_t params) {
   tasks_.reserve(params);
   listed_.reserve(params);
-  noted_.reserve(params);
+  borrowed_.reserve(params);
 }
 
 int64_t Accumulator::bytes() const {
@@ -113,7 +113,8 @@ void Accumulator::forget_checks() {
 // Adds the task of a contribution that has been checked, and records what the parameter holds after
 // the pass: if the pass fails, the window is invalid and the record is not read any more. Returns
 // NULL if the gradient is borrowed in place of a task.
-inline AccumulateTask* Accumulator::add_task(ga_param id, const Source& given, bool may_borrow) {
+inline AccumulateTask* Accumulator::add_task(ga_param id, int64_t number, const Source& given,
+                                             bool may_borrow) {
   Param& p = model_.params[id];
   if (model_.options.borrows() && may_borrow && p.held() == Held::kNothing &&
       p.fits_accumulator()) {
@@ -121,6 +122,7 @@ inline AccumulateTask* Accumulator::add_task(ga_param id, const Source& given, b
     p.borrowed = given.data;
     p.borrowed_scale = is_sum(p.reduction) ? given.scale : unweighted();
     p.window.borrowed_late = given.divisor != nullptr;
+    borrowed_.push_back({number, id});
     return nullptr;
   }
   added_ = true;
@@ -208,6 +210,8 @@ void Accumulator::accumulate(const void* const* gradients, size_t count, double 
     fail(GA_ERROR_INVALID_ARGUMENT, "gradients was NULL");
   model_.window.reserve_one();
   contributions_.clear();
+  const int64_t before = latest_;
+  latest_ += static_cast<int64_t>(count);
   const bool again = repeats(gradients, count) && micro.weight > 0;
   listed_by_ = 0;
   bool listed = false;
@@ -224,33 +228,33 @@ void Accumulator::accumulate(const void* const* gradients, size_t count, double 
           if (p.frozen) continue;
           const char* gradient = static_cast<const char*>(gradients[b]);
           if (p.offset != 0) gradient += p.offset * dtype_info(p.gradient_dtype).size;
-          body(id, p, gradient);
+          body(id, p, gradient, before + 1 + static_cast<int64_t>(b));
         }
       }
     };
     bool contributes = false;
-    each([&](ga_param id, const Param& p, const void* gradient) {
+    each([&](ga_param id, const Param& p, const void* gradient, int64_t) {
       if (p.window.ready) refuse_ready(id);
       check_gradient(id, gradient);
       contributes = true;
     });
     if (contributes) preparation_.prepare();
     if (model_.options.deferring()) {
-      each([&](ga_param id, const Param& p, const void* gradient) {
-        defer({id, gradient, p.gradient_dtype, nullptr, 0, p.count, 0, 0});
+      each([&](ga_param id, const Param& p, const void* gradient, int64_t number) {
+        defer({number, id, p.gradient_dtype, gradient, p.count});
       });
     } else {
       if (rows_held_ > 0)
-        each([&](ga_param id, const Param& p, const void*) {
+        each([&](ga_param id, const Param& p, const void*, int64_t) {
           if (p.held() == Held::kRows) make_dense(id);
         });
       set_micro(micro, model_.window.size(), model_.window.weight() + micro.weight);
       Source source = contribution(nullptr, GA_F32, micro);
       listed = model_.options.plain_path() && count <= listed_.capacity();
-      each([&](ga_param id, const Param& p, const void* gradient) {
+      each([&](ga_param id, const Param& p, const void* gradient, int64_t number) {
         source.data = gradient;
         source.format = p.gradient_dtype;
-        if (add_task(id, source)) return;
+        if (add_task(id, number, source)) return;
         writer_.move_gradient(static_cast<size_t>(id));
         listed = false;
       });
@@ -350,6 +354,7 @@ void Accumulator::release_ready(ConcurrentCalls::Lock lock) {
 // Checks a contribution, before the first of which arrays are made. Returns false if it is not read.
 inline bool Accumulator::take_part(ga_param id, const void* gradient) {
   Param& p = part(id, "ga_accumulate_part");
+  ++latest_;
   if (model_.window.open_micro().weight == 0 || p.frozen) return false;
   if (!gradient && p.count > 0)
     model_.params.subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "its gradient was NULL");
@@ -411,12 +416,11 @@ void Accumulator::add(Span<const Whole> given, bool may_borrow, ConcurrentCalls:
     const Param& p = model_.params[g.param];
     if (p.frozen) continue;
     if (model_.options.deferring()) {
-      defer({g.param, g.gradient, g.format, nullptr, 0, p.count, 0, 0});
+      defer({latest_, g.param, g.format, g.gradient, p.count});
       continue;
     }
     make_dense(g.param);
-    if (!add_task(g.param, contribution(g.gradient, g.format, micro), may_borrow))
-      noted_.push_back(g.param);
+    add_task(g.param, latest_, contribution(g.gradient, g.format, micro), may_borrow);
   }
   if (lock) return add_unlocked(model_.params[given.data[0].param], *lock);
   model_.window.or_invalidate([&] { model_.backend->accumulate(tasks_.span()); });
@@ -477,7 +481,7 @@ void Accumulator::add_contributions(const Micro& micro) {
       source = {&model_.tables.composites.at(static_cast<size_t>(c.param))->clipped, kClipped, 1,
                 nullptr};
     const bool stale = p.window.stale;
-    add_task(c.param, source)->plan = micro_plans_.at(k);
+    add_task(c.param, c.number, source)->plan = micro_plans_.at(k);
     // A device may have dropped the micro-batch: then the pass stores no partials.
     if (!model_.backend->known() && model_.config.nonfinite == GA_NONFINITE_DROP_MICRO)
       p.window.stale = stale;

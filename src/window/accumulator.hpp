@@ -45,6 +45,7 @@ class Accumulator final : HasLists {
   void micro_end();
   void micro_abort();
   void params_ready(Span<const ga_param> ids);
+  ga_kept_info kept(int64_t since) const;
 
   // Throws unless the open micro-batch may be aborted. kept_by: why not, for another reason; NULL: none.
   void check_abort(const char* kept_by) const;
@@ -87,14 +88,20 @@ class Accumulator final : HasLists {
  private:
   // A contribution that is read at the end of its micro-batch.
   struct Contribution {
+    int64_t number;  // see ga_kept_info
     ga_param param;
+    int32_t format;  // of gradient
     const void* gradient;
-    int32_t format;       // of gradient
-    const void* indices;  // NULL: the whole gradient
-    int32_t index_dtype;
-    int64_t count;  // elements of gradient
-    int64_t rows;
-    size_t partials;  // the first of its chunks among those of the micro-batch
+    int64_t count;                  // elements of gradient
+    const void* indices = nullptr;  // NULL: the whole gradient
+    int64_t rows = 0;
+    int32_t index_dtype = 0;
+    size_t partials = 0;  // the first of its chunks among those of the micro-batch
+  };
+  // A gradient that came to Held::kBorrowed.
+  struct Borrowed {
+    int64_t number;  // see ga_kept_info
+    ga_param param;
   };
 
   Micro make_micro(double weight, const ga_micro_options& options) const;
@@ -113,7 +120,8 @@ class Accumulator final : HasLists {
   void check_new_gradient(ga_param id, const void* gradient);
   void check_alive(ga_param id, const char* what, const void* data, int64_t bytes) const;
   void check_single(ga_param id) const;
-  AccumulateTask* add_task(ga_param id, const Source& source, bool may_borrow = true);
+  AccumulateTask* add_task(ga_param id, int64_t number, const Source& source,
+                           bool may_borrow = true);
   void refine(ga_param id, AccumulateTask& task, Source& source);
   bool repeats(const void* const* gradients, size_t count) const;
   void change_tasks(const Source& like);
@@ -126,6 +134,7 @@ class Accumulator final : HasLists {
   RowsTask rows_task(const Contribution& c, const Source& values) const {
     return rows_task(c.param, c.indices, c.index_dtype, c.rows, values);
   }
+  int64_t oldest(int64_t since) const;
   void add_rows(const Contribution& c, const Source& values, const MicroPlan* plan);
   void defer(Contribution c);
   void settle(int64_t index);
@@ -138,10 +147,12 @@ class Accumulator final : HasLists {
   ConcurrentCalls* const callers_;
   const uint64_t& calls_;
 
-  bool checked_ = false;         // some Param::checked is not NULL
-  bool any_ready_ = false;       // ga_params_ready was called in this window
-  bool added_ = false;           // an accumulator has something of the open micro-batch
-  std::vector<ga_param> noted_;  // whose first gradient came with it and is borrowed
+  bool checked_ = false;            // some Param::checked is not NULL
+  bool any_ready_ = false;          // ga_params_ready was called in this window
+  bool added_ = false;              // an accumulator has something of the open micro-batch
+  std::vector<Borrowed> borrowed_;  // in this window, in the order in which they came
+  size_t borrowed_before_ = 0;      // of these, those that came before the open micro-batch
+  int64_t latest_ = 0;              // the number of the gradient that came last
   int64_t rows_held_ = 0;
   bool noise_repeated_ = false;
   struct {

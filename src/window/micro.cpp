@@ -25,7 +25,7 @@ void Accumulator::micro_begin(int64_t index, double weight, const ga_micro_optio
   model_.window.begin(index, micro);
   added_ = again;
   contributions_.clear();
-  noted_.clear();
+  borrowed_before_ = borrowed_.size();
   model_.params.forget_delivered();
   release_ready(ConcurrentCalls::Lock());  // no other call runs
 }
@@ -61,10 +61,42 @@ void Accumulator::check_abort(const char* kept_by) const {
 
 void Accumulator::micro_abort() {
   for (const Contribution& c : contributions_) rows_held_ -= c.rows;
-  for (const ga_param id : noted_) model_.params[id].hold(Held::kNothing);
+  for (size_t i = borrowed_before_; i < borrowed_.size(); ++i)
+    model_.params[borrowed_[i].param].hold(Held::kNothing);
+  borrowed_.resize(borrowed_before_);
   for (Param& p : model_.params) p.window.acquired = false;
   contributions_.clear();
   model_.window.abort();
+}
+
+// ---- What is still to be read -------------------------------------------------------------------
+
+// The lowest number, not below `since`, of a gradient that a later call may read.
+int64_t Accumulator::oldest(int64_t since) const {
+  const auto first = [since](const auto& list) {
+    const auto before = [](const auto& entry, int64_t number) { return entry.number < number; };
+    return std::lower_bound(list.begin(), list.end(), since, before);
+  };
+  const auto c = first(contributions_);
+  const auto b = std::find_if(first(borrowed_), borrowed_.end(), [&](const Borrowed& entry) {
+    return model_.params[entry.param].held() == Held::kBorrowed;
+  });
+  return std::min(c != contributions_.end() ? c->number : latest_ + 1,
+                  b != borrowed_.end() ? b->number : latest_ + 1);
+}
+
+ga_kept_info Accumulator::kept(int64_t since) const {
+  if (since < 0) fail(GA_ERROR_INVALID_ARGUMENT, "since was %lld, expected >= 0", ll(since));
+  ga_kept_info out = {};
+  out.struct_size = sizeof out;
+  out.latest = latest_;
+  out.oldest = out.queued = oldest(since);
+  out.until_micro_end = model_.options.deferring();
+  if (DeviceWork* const device = model_.backend->device()) {
+    const int64_t done = device->done(oldest(0) - 1);  // that have been queued, or are not read
+    out.queued = std::min(out.oldest, std::max(done + 1, since));
+  }
+  return out;
 }
 
 // ---- Micro-batches that are checked or clipped as a whole ---------------------------------------
@@ -192,6 +224,7 @@ void Accumulator::end_window() {
   rows_held_ = 0;
   noise_repeated_ = any_ready_ = false;
   contributions_.clear();
+  borrowed_.clear();
 }
 
 }  // namespace ga

@@ -11,6 +11,7 @@ void Accumulator::accumulate_matmul(ga_param id, int64_t k, const void* a, int64
                                     bool transpose_a, const void* b, int64_t ldb, bool transpose_b,
                                     int32_t dtype) {
   Param& p = part(id, "ga_accumulate_matmul");
+  ++latest_;
   const Subject of = model_.params.subject(id);
   const DtypeInfo info = dtype_info(dtype);
   if (info.size == 0)

@@ -25,6 +25,7 @@ void Accumulator::make_dense(ga_param id) {
 void Accumulator::accumulate_rows(ga_param id, const void* indices, int32_t index_dtype,
                                   int64_t count, const void* values) {
   Param& p = part(id, "ga_accumulate_rows");
+  ++latest_;
   const Tensor& t = model_.params.tensor(id);
   const Subject of = model_.params.subject(id);
   refuse(id, "ga_accumulate_rows", false);
@@ -52,7 +53,8 @@ void Accumulator::accumulate_rows(ga_param id, const void* indices, int32_t inde
   check_alive(id, "indices", indices, count * index_size);
   check_alive(id, "values", values, elements * size);
 
-  const Contribution c = {id, values, p.gradient_dtype, indices, index_dtype, elements, count, 0};
+  const Contribution c = {latest_, id,    p.gradient_dtype, values, elements,
+                          indices, count, index_dtype};
   const Source rows = contribution(values, p.gradient_dtype, micro);
   const int64_t wrong = model_.backend->check_rows(rows_task(c, rows));
   if (wrong >= 0)

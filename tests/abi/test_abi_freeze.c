@@ -111,6 +111,14 @@ FIELD(ga_window_info, weight, 40, 8, 40, 8);
 FIELD(ga_window_info, windows, 48, 8, 48, 8);
 FIELD(ga_window_info, steps, 56, 8, 56, 8);
 
+SIZE(ga_kept_info, 40, 40);
+FIELD(ga_kept_info, struct_size, 0, 8, 0, 4);
+FIELD(ga_kept_info, latest, 8, 8, 8, 8);
+FIELD(ga_kept_info, oldest, 16, 8, 16, 8);
+FIELD(ga_kept_info, queued, 24, 8, 24, 8);
+FIELD(ga_kept_info, until_micro_end, 32, 4, 32, 4);
+FIELD(ga_kept_info, reserved, 36, 4, 36, 4);
+
 SIZE(ga_step_result, 160, 160);
 FIELD(ga_step_result, struct_size, 0, 8, 0, 4);
 FIELD(ga_step_result, outcome, 8, 4, 4, 4);
@@ -556,6 +564,8 @@ FUNCTION(ga_accumulator_acquire, ga_status (*)(ga_context*, ga_param, ga_accumul
 FUNCTION(ga_accumulator_release, ga_status (*)(ga_context*, ga_param));
 FUNCTION(ga_micro_end, ga_status (*)(ga_context*));
 FUNCTION(ga_micro_abort, ga_status (*)(ga_context*));
+FUNCTION(ga_kept_info_init, ga_status (*)(ga_kept_info*, size_t));
+FUNCTION(ga_gradients_kept, ga_status (*)(const ga_context*, int64_t, ga_kept_info*));
 FUNCTION(ga_schedule_init, ga_status (*)(ga_schedule*, size_t, ga_schedule_kind));
 FUNCTION(ga_group_set_schedule, ga_status (*)(ga_context*, ga_group, const ga_schedule*));
 FUNCTION(ga_group_set_lr, ga_status (*)(ga_context*, ga_group, double));

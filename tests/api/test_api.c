@@ -216,6 +216,7 @@ static void life_cycle(void) {
   ga_clip clip;
   ga_memory memory;
   ga_window_info window;
+  ga_kept_info kept;
   ga_step_result result;
   ga_accumulator accumulator;
   ga_micro_options micro;
@@ -291,6 +292,10 @@ static void life_cycle(void) {
   }
   OK(ga_accumulator_release(ctx, 0));
   OK(ga_micro_end(ctx));
+  OK(ga_kept_info_init(&kept, sizeof kept));
+  OK(ga_gradients_kept(ctx, 0, &kept));
+  CHECK(kept.latest > 0 && kept.oldest == kept.latest + 1 && kept.queued == kept.oldest);
+  CHECK(kept.until_micro_end == 0);
   OK(ga_window_info_init(&window, sizeof window));
   OK(ga_window(ctx, &window));
   CHECK(window.state == GA_WINDOW_FULL && window.micro_batches == 2 && window.weight == 4);

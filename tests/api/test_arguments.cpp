@@ -1237,6 +1237,8 @@ TEST(StructSize, OfOutputs) {
   ctx.param(ctx.group(plain_sgd()), "p", &p, 1);
   check_output_sizes<ga_window_info>("ga_window_info",
                                      [&](ga_window_info* w) { return ga_window(ctx, w); });
+  check_output_sizes<ga_kept_info>("ga_kept_info",
+                                   [&](ga_kept_info* k) { return ga_gradients_kept(ctx, 0, k); });
   check_output_sizes<ga_memory>("ga_memory",
                                 [&](ga_memory* m) { return ga_context_memory(ctx, m); });
   check_output_sizes<ga_step_result>("ga_step_result",
@@ -1382,6 +1384,7 @@ TEST(StructSize, OfInit) {
   check_init_sizes<ga_comm_options>("ga_comm_options", ga_comm_options_init);
   check_init_sizes<ga_accumulator>("ga_accumulator", ga_accumulator_init);
   check_init_sizes<ga_window_info>("ga_window_info", ga_window_info_init);
+  check_init_sizes<ga_kept_info>("ga_kept_info", ga_kept_info_init);
   check_init_sizes<ga_step_result>("ga_step_result", ga_step_result_init);
   ga_optimizer o;
   for (const int32_t kind : {-1, static_cast<int32_t>(optimizer_rows().size()), 1000}) {

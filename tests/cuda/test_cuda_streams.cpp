@@ -48,6 +48,60 @@ class Turns {
   size_t count_ = 0;
 };
 
+// ---- What is queued ------------------------------------------------------------------------------
+
+// The device reads gradients after the calls that bring them; the library says of which it has.
+TEST_F(Streams, KeepGradientsUntilTheWorkIsDone) {
+  for (const bool live : {false, true}) {
+    ga_config c = config();
+    c.gradient_life = live ? GA_GRADIENTS_LIVE : GA_GRADIENTS_CONSUMED;
+    Machine m(GA_DEVICE_CUDA, c);
+    m.add(m.group(plain_sgd()), numbers(GA_F32, 100, 1));
+    const auto kept = [&] {
+      ga_kept_info info;
+      info.struct_size = sizeof info;
+      EXPECT_OK(ga_gradients_kept(m, 0, &info));
+      return info;
+    };
+    void* const gradients[] = {m.put(numbers(GA_F32, 100, 2)), m.put(numbers(GA_F32, 100, 3))};
+    for (int64_t window = 0; window < 3; ++window) {
+      const int64_t first = 2 * window + 1;
+      m.accumulate({gradients[0]});
+      EXPECT_EQ(kept().latest, first);
+      m.stream().wait();
+      EXPECT_EQ(kept().oldest, live ? first : first + 1);
+      EXPECT_EQ(kept().queued, kept().oldest);
+      m.accumulate({gradients[1]});
+      const ga_kept_info both = kept();
+      EXPECT_EQ(both.oldest, first + 2) << "in the order of the stream, both have been read";
+      if (simulated()) {
+        EXPECT_EQ(both.queued, live ? first : first + 1);
+      }
+      m.stream().wait();
+      EXPECT_EQ(kept().queued, first + 2);
+      EXPECT_OK(ga_step(m, nullptr));
+    }
+    m.accumulate({gradients[0]});
+    m.stream().wait();
+    EXPECT_EQ(kept().queued, live ? 7 : 8);
+    EXPECT_OK(ga_step(m, nullptr));  // which reads a gradient that lives
+    const ga_kept_info stepped = kept();
+    EXPECT_EQ(stepped.oldest, 8);
+    if (simulated() && live) {
+      EXPECT_EQ(stepped.queued, 7);
+    }
+    Graph graph;
+    graph.capture(m.stream(), [&] {
+      m.accumulate({gradients[0]});
+      EXPECT_EQ(kept().latest, 8);
+      EXPECT_LE(kept().queued, 8) << "nothing can be asked within a capture";
+      EXPECT_OK(ga_step(m, nullptr));
+    });
+    m.stream().wait();
+    EXPECT_EQ(kept().queued, 9);
+  }
+}
+
 // ---- The order of work ---------------------------------------------------------------------------
 
 // A training with everything that lies in arrays of its own, which changes its stream before each call.

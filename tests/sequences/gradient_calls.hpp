@@ -37,23 +37,9 @@ class GradientCalls : public SettingCalls {
     return at + size_of(p.dtype) * (chance(0.4) ? 0 : below(2 * p.count - 1) - (p.count - 1));
   }
 
-  // The live gradient of every parameter; empty for a parameter without one.
-  static std::vector<Range> live_gradients(const World& w) {
-    std::vector<Range> list;
-    for (const Param& p : w.model->params()) list.push_back(p.live_gradient);
-    return list;
-  }
-
-  // After a call that succeeded: overwrites the memory that the library may not read later.
-  void consume(const World& w, const std::vector<Range>& before, const std::vector<Range>& given) {
-    if (w.model->config().nonfinite == GA_NONFINITE_DROP_MICRO) return;
-    const std::vector<Range> now = live_gradients(w);
-    const auto is_live = [&](const Range& r) {
-      return std::any_of(now.begin(), now.end(), [&](const Range& l) { return l.overlaps(r); });
-    };
-    for (const auto* list : {&before, &given})
-      for (const Range& r : *list)
-        if (!r.empty() && !is_live(r)) overwrite(r);
+  // After a call that succeeded: the library may read these later. back: how many gradients came after this one.
+  static void bring(World& w, const Range& given, size_t back = 0) {
+    w.kept.push_back({kept_info(w, 0).latest - static_cast<int64_t>(back), given});
   }
 
   void accumulate(World& w) {
@@ -64,6 +50,7 @@ class GradientCalls : public SettingCalls {
     for (const auto& block : blocks) {
       if (chance(0.2)) {
         gradients.push_back(nullptr);
+        given.push_back({});
         described += " NULL";
         continue;
       }
@@ -75,6 +62,7 @@ class GradientCalls : public SettingCalls {
       } else {
         const Param& last = w.model->params()[static_cast<size_t>(block.back())];
         gradients.push_back(numbers(last.dtype, last.offset + last.count));
+        given.push_back({gradients.back(), (last.offset + last.count) * size_of(last.dtype)});
         if (verbose_) described += describe(gradients.back(), last.dtype, last.offset + last.count);
       }
     }
@@ -86,12 +74,11 @@ class GradientCalls : public SettingCalls {
     gradients.resize(gradients.size() + 1);
     if (list) list = gradients.data();
     const ga_micro_options o = micro_options();
-    const auto before = live_gradients(w);
     const Statuses want = w.model->accumulate(list, count, by, o);
     SAY("%d: ga_accumulate(%zu:%s, weight %g, scale %g, flags %u)", number_of(w), count,
         described.c_str(), by, o.loss_scale, o.flags);
-    if (check("ga_accumulate", want, ga_accumulate(w.ctx, list, count, by, &o)))
-      consume(w, before, given);
+    if (!check("ga_accumulate", want, ga_accumulate(w.ctx, list, count, by, &o))) return;
+    for (size_t i = 0; i < given.size(); ++i) bring(w, given[i], given.size() - 1 - i);
   }
 
   std::string describe(const void* data, int32_t dtype, int64_t count) const {
@@ -128,21 +115,19 @@ class GradientCalls : public SettingCalls {
   void part(World& w) {
     const ga_param p = any_param(w);
     const void* g = nullptr;
-    std::vector<Range> given;
+    Range given;
     std::string described;
     if (is_param(w, p)) {
       const Param& param = w.model->params()[static_cast<size_t>(p)];
       if (!chance(0.03)) {
         g = gradient(w, param);
-        given.push_back({g, param.count * size_of(param.dtype)});
+        given = {g, param.count * size_of(param.dtype)};
         if (verbose_) described = describe(g, param.dtype, param.count);
       }
     }
-    const auto before = live_gradients(w);
     const Statuses want = w.model->accumulate_part(p, g);
     SAY("%d: ga_accumulate_part(%d,%s)", number_of(w), p, described.c_str());
-    if (check("ga_accumulate_part", want, ga_accumulate_part(w.ctx, p, g)))
-      consume(w, before, given);
+    if (check("ga_accumulate_part", want, ga_accumulate_part(w.ctx, p, g))) bring(w, given);
   }
 
   void rows(World& w) {
@@ -180,7 +165,6 @@ class GradientCalls : public SettingCalls {
     if (chance(0.02)) index_dtype = GA_F32;
     if (chance(0.02)) count = -1;
     if (read && count > 0 && chance(0.02)) values = nullptr;
-    const auto before = live_gradients(w);
     std::string described;
     if (verbose_ && values && count > 0 && index_dtype != GA_F32) {
       for (int64_t i = 0; i < count; ++i)
@@ -191,9 +175,10 @@ class GradientCalls : public SettingCalls {
     SAY("%d: ga_accumulate_rows(%d, %lld:%s)", number_of(w), p, static_cast<long long>(count),
         described.c_str());
     if (check("ga_accumulate_rows", want,
-              ga_accumulate_rows(w.ctx, p, indices, index_dtype, count, values)))
-      consume(w, before,
-              {{values, count * param.columns * size_of(param.dtype)}, {indices, 4 * 8}});
+              ga_accumulate_rows(w.ctx, p, indices, index_dtype, count, values))) {
+      bring(w, {values, count * param.columns * size_of(param.dtype)});
+      bring(w, {indices, 4 * 8});
+    }
   }
 
   void acquire(World& w) {
@@ -216,11 +201,9 @@ class GradientCalls : public SettingCalls {
       check("ga_accumulator_acquire", ga::model::kArgument | also, got);
       return;
     }
-    const auto before = live_gradients(w);
     const Statuses want = w.model->acquire(p, &wanted, &handed);
     SAY("%d: ga_accumulator_acquire(%d)", number_of(w), p);
     if (!check("ga_accumulator_acquire", want, ga_accumulator_acquire(w.ctx, p, &out))) return;
-    consume(w, before, {});
     if ((out.data != nullptr) != handed) return differ("ga_accumulator.data is NULL or is not");
     w.held.push_back({p, out});
     if (!handed) return;
@@ -280,12 +263,9 @@ class GradientCalls : public SettingCalls {
   }
 
   void abort(World& w) {
-    const auto before = live_gradients(w);
     const Statuses want = w.model->micro_abort();
     SAY("%d: ga_micro_abort()", number_of(w));
-    if (!check("ga_micro_abort", want, ga_micro_abort(w.ctx))) return;
-    consume(w, before, {});
-    w.held.clear();
+    if (check("ga_micro_abort", want, ga_micro_abort(w.ctx))) w.held.clear();
   }
 
   void discard(World& w) {

@@ -63,6 +63,13 @@ struct World {
     ga_accumulator at;
   };
   std::vector<Held> held;
+
+  // Gradients that the library may still read.
+  struct Kept {
+    int64_t number;
+    Range memory;
+  };
+  std::vector<Kept> kept;
 };
 
 // Adds a call to the log if the program is verbose.
@@ -190,13 +197,6 @@ class Program {
     return data;
   }
 
-  // Overwrites memory that the library may no longer read.
-  void overwrite(const Range& r) {
-    const Range own(scratch_.data(), kScratch);
-    if (r.begin >= own.begin && r.end <= own.end)
-      memset(reinterpret_cast<void*>(r.begin), 0xff, r.end - r.begin);
-  }
-
   // ---- Comparison -------------------------------------------------------------------------------
 
   void say(const std::string& line) { log_.push_back(line); }
@@ -226,6 +226,43 @@ class Program {
     if (got == want || (std::isnan(got) && std::isnan(want))) return;
     if (!(std::abs(got - want) <= error))
       differ(text("%s is %.17g, expected %.17g", what, got, want));
+  }
+
+  static ga_kept_info kept_info(const World& w, int64_t from) {
+    ga_kept_info info;
+    memset(&info, 0xee, sizeof info);
+    info.struct_size = sizeof info;
+    if (ga_gradients_kept(w.ctx, from, &info) != GA_OK) info.oldest = INT64_MIN;
+    return info;
+  }
+
+  // After a call: has the library say what it may still read, and overwrites all other gradients.
+  void overwrite_rest(World& w) {
+    ga_kept_info info = kept_info(w, w.kept.empty() ? 0 : w.kept.front().number);
+    if (info.oldest < 0) return differ("ga_gradients_kept failed");
+    std::vector<World::Kept> rest;
+    std::vector<Range> released;
+    for (const World::Kept& k : w.kept) {
+      if (info.oldest < k.number) info = kept_info(w, k.number);
+      if (info.oldest == k.number)
+        rest.push_back(k);
+      else
+        released.push_back(k.memory);
+    }
+    w.kept = std::move(rest);
+    for (const Range& r : released) overwrite(w, r);
+    if (w.model->reads_nothing_later())
+      equal("kept: oldest", kept_info(w, 0).oldest, info.latest + 1);
+    equal("kept: until_micro_end", info.until_micro_end, w.model->reads_at_micro_end());
+  }
+
+  // A gradient that was not read may overlap one that will be.
+  void overwrite(const World& w, const Range& r) {
+    const Range own(scratch_.data(), kScratch);
+    const bool shared = std::any_of(w.kept.begin(), w.kept.end(),
+                                    [&](const World::Kept& k) { return k.memory.overlaps(r); });
+    if (!shared && r.begin >= own.begin && r.end <= own.end)
+      memset(reinterpret_cast<void*>(r.begin), 0xff, r.end - r.begin);
   }
 
   // Compares the window, the loss scale and the program's memory with the model after a call.

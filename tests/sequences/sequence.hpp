@@ -26,6 +26,7 @@ class Sequence : public LayerCalls {
       World& w = worlds_[static_cast<size_t>(below(static_cast<int64_t>(worlds_.size())))];
       act(w);
       if (difference_.empty() && !over_) compare_window(w);
+      if (difference_.empty() && !over_) overwrite_rest(w);
     }
     return difference_.empty();
   }

@@ -302,6 +302,14 @@ class Settings {
     return 0;
   }
 
+  // What the library still reads of gradients.
+  bool reads_at_micro_end() const { return deferring(); }
+  bool reads_nothing_later() const {
+    if (deferring()) return open_ < 0;
+    return std::none_of(params_.begin(), params_.end(),
+                        [&](const Param& p) { return has_live_gradient(p); });
+  }
+
  protected:
   // ---- Checks -----------------------------------------------------------------------------------
 

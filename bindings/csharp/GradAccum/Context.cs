@@ -28,10 +28,7 @@ namespace GradAccum {
   public sealed partial class Context : IDisposable {
     private readonly Guard guard = new Guard();
     private readonly ContextHandle handle;
-    private readonly bool live;       // GradientLife.Live
-    private readonly bool dropMicro;  // Nonfinite.DropMicro
     private readonly bool onDevice;
-    private bool clipsMicros;         // as the library says whenever a clip has been set or loaded
 
     private SlotTable slots;  // null: to be asked for
     private IntPtr[] addresses = new IntPtr[0];
@@ -49,8 +46,7 @@ namespace GradAccum {
     public Context(Config config) {
       handle = Natives.First(() => Create(config));
       if (config == null) return;
-      live = config.GradientLife == GradientLife.Live;
-      dropMicro = config.Nonfinite == Nonfinite.DropMicro;
+      handle.Kept.Live = config.GradientLife == GradientLife.Live;
       onDevice = config.Device != Device.Cpu;
     }
 
@@ -333,7 +329,7 @@ namespace GradAccum {
       using (Call call = Begin()) {
         ++generation;
         Raw.ga_step_fields(call.Context, (IntPtr)fields, (IntPtr)(fields + StepResult.Integers));
-        handle.Kept.WindowEnded();
+        handle.Kept.Release(call.Context);
       }
       return result;
     }
@@ -357,7 +353,7 @@ namespace GradAccum {
         ++generation;
         Raw.ga_discard(call.Context);
         openMicro = null;
-        handle.Kept.WindowEnded();
+        handle.Kept.Release(call.Context);
       }
     }
 
@@ -378,6 +374,7 @@ namespace GradAccum {
       if (gradients == null) throw new ArgumentNullException("gradients");
       using (Call call = Begin()) {
         SlotTable table = Slots(call.Context);
+        bool live = handle.Kept.Live;
         IntPtr[] places = addresses.Length == gradients.Length ? addresses : new IntPtr[gradients.Length];
         int pinned = 0;
         try {
@@ -395,14 +392,7 @@ namespace GradAccum {
           }
           ++generation;
           Raw.ga_accumulate(call.Context, places, weight, lossScale, last ? (uint)Raw.GA_MICRO_LAST : 0);
-          if (live && weight != 0) {
-            for (int i = 0; i < gradients.Length; ++i) {
-              if (gradients[i].IsNone) continue;
-              foreach (int param in table.Params(i)) {
-                handle.Kept.Contributed(param, i < pinned ? pins[i] : null, false);
-              }
-            }
-          }
+          handle.Kept.AddedAll(call.Context, gradients.Length, pins, pinned);
         } finally {
           for (int i = 0; i < pinned; ++i) {
             if (pins[i] == null) continue;
@@ -422,7 +412,7 @@ namespace GradAccum {
     public void Accumulate(Tensor gradient, double weight = 1, double lossScale = 0, bool last = false) {
       using (Call call = Begin()) {
         SlotTable table = Slots(call.Context);
-        if (table.Length == 1 && gradient.Address != IntPtr.Zero && !live) {
+        if (table.Length == 1 && gradient.Address != IntPtr.Zero && !handle.Kept.Live) {
           table.Require(0, ref gradient);
           addresses[0] = gradient.Address;
           ++generation;
@@ -446,7 +436,7 @@ namespace GradAccum {
     public unsafe void Accumulate<T>(ReadOnlySpan<T> gradient, double weight = 1, double lossScale = 0,
                                      bool last = false) where T : struct {
       using (Call call = Begin()) {
-        if (live) RefuseSpan("Accumulate", "under GradientLife.Live the library reads a gradient after the call");
+        if (handle.Kept.Live) RefuseSpan("Accumulate", "under GradientLife.Live the library reads a gradient after the call");
         SlotTable table = Slots(call.Context);
         if (table.Length != 1) {
           throw GradAccumException.Invalid("a span is the gradient of a context with one parameter or block, and this one has " +
@@ -486,7 +476,8 @@ namespace GradAccum {
       using (Call call = Begin()) {
         ++generation;
         Raw.ga_micro_begin(call.Context, index, weight, lossScale, last ? (uint)Raw.GA_MICRO_LAST : 0);
-        return openMicro = new MicroBatch(this, weight != 0);
+        handle.Kept.Opened(call.Context);
+        return openMicro = new MicroBatch(this);
       }
     }
 
@@ -497,14 +488,12 @@ namespace GradAccum {
     public void SetClip(Clip clip) {
       using (Call call = Begin()) {
         Raw.ga_context_set_clip(call.Context, clip == null ? null : clip.Native);
-        ClipsChanged(call.Context);
       }
     }
 
     internal void SetClip(int group, Clip clip) {
       using (Call call = Begin()) {
         Raw.ga_group_set_clip(call.Context, group, clip == null ? null : clip.Native);
-        ClipsChanged(call.Context);
       }
     }
 
@@ -517,20 +506,6 @@ namespace GradAccum {
           ga_clip native = new ga_clip();
           Raw.ga_context_clip(call.Context, native);
           return new Clip(native);
-        }
-      }
-    }
-
-    // A clip with When == Micro that clips nothing counts too, although the library then reads parts in the call.
-    private void ClipsChanged(IntPtr context) {
-      using (ga_clip clip = new ga_clip()) {
-        int groups;
-        Raw.ga_group_count(context, out groups);
-        Raw.ga_context_clip(context, clip);
-        clipsMicros = clip.when == (int)ClipWhen.Micro;
-        for (int group = 0; group < groups; ++group) {
-          Raw.ga_group_clip(context, group, clip);
-          clipsMicros |= clip.when == (int)ClipWhen.Micro;
         }
       }
     }
@@ -638,7 +613,6 @@ namespace GradAccum {
       using (Transfer transfer = new Transfer(guard, options, null)) {
         ++generation;
         Raw.ga_load(call.Context, path, transfer.Options);
-        Loaded(call.Context, options);
       }
     }
 
@@ -670,7 +644,6 @@ namespace GradAccum {
         ++generation;
         long size = stream.Length - stream.Position;
         Raw.ga_state_read(call.Context, Callbacks.Read, transfer.User, size, transfer.Options);
-        Loaded(call.Context, options);
       }
     }
 
@@ -714,7 +687,6 @@ namespace GradAccum {
           IntPtr data = state.Length > 0 ? (IntPtr)address : (IntPtr)(&none);
           Raw.ga_load_from_memory(call.Context, data, (ulong)state.Length, transfer.Options);
         }
-        Loaded(call.Context, options);
       }
     }
 
@@ -801,19 +773,6 @@ namespace GradAccum {
       get { return handle.Kept; }
     }
 
-    internal bool IsLive {
-      get { return live; }
-    }
-
-    /// <summary>Whether gradients by part are read when their micro-batch ends.</summary>
-    internal bool ReadsAtMicroEnd {
-      get { return dropMicro || clipsMicros; }
-    }
-
-    internal string WhyReadsAtMicroEnd {
-      get { return dropMicro ? "under Nonfinite.DropMicro" : "under ClipWhen.Micro"; }
-    }
-
     internal long Generation {
       get { return generation; }
     }
@@ -888,10 +847,6 @@ namespace GradAccum {
           " with a Tensor, which is an array, a PinnedArray or an address with a length");
     }
 
-    private void Loaded(IntPtr context, StateOptions options) {
-      if (options != null && options.Settings == StateSettings.Take) ClipsChanged(context);
-    }
-
     internal SlotTable Slots(IntPtr context) {
       if (slots != null) return slots;
       UIntPtr count;
@@ -955,10 +910,6 @@ namespace GradAccum {
 
     internal int Length {
       get { return bytes.Length; }
-    }
-
-    internal int[] Params(int slot) {
-      return paramsOf[slot];
     }
 
     internal DType DTypeOf(int slot) {

@@ -9,11 +9,9 @@ namespace GradAccum {
   /// </summary>
   public sealed class MicroBatch : IDisposable {
     private readonly Context context;
-    private readonly bool weighs;  // weight 0: nothing is read
 
-    internal MicroBatch(Context context, bool weighs) {
+    internal MicroBatch(Context context) {
       this.context = context;
-      this.weighs = weighs;
     }
 
     /// <summary>Adds a gradient to a parameter.</summary>
@@ -29,7 +27,7 @@ namespace GradAccum {
         Pin pin = new Pin(gradient);
         try {
           Raw.ga_accumulate_part(call.Context, id, pin.Address);
-          Keep(id, pin, true);
+          context.Kept.Added(call.Context, pin);
         } finally {
           pin.Release();
         }
@@ -46,7 +44,7 @@ namespace GradAccum {
     public unsafe void Accumulate<T>(Param param, ReadOnlySpan<T> gradient) where T : struct {
       int id = context.Id(param);
       using (Call call = Begin()) {
-        RefuseSpans("Accumulate", context.IsLive);
+        RefuseSpans("Accumulate", context.Kept.Live);
         ParamInfo info = Info(call.Context, id);
         fixed (byte* address = &Spans.Address(gradient)) {
           DType dtype = DTypes.Of<T>(info == null ? DType.F32 : info.GradientDType);
@@ -80,8 +78,7 @@ namespace GradAccum {
         Pin valuePin = new Pin(values);
         try {
           Raw.ga_accumulate_rows(call.Context, id, indexPin.Address, (int)indices.DType, indices.Length, valuePin.Address);
-          Keep(id, indexPin, false);
-          if (context.ReadsAtMicroEnd) context.Kept.UntilMicroEnds(valuePin);
+          context.Kept.Added(call.Context, indexPin, valuePin);
         } finally {
           indexPin.Release();
           valuePin.Release();
@@ -111,7 +108,6 @@ namespace GradAccum {
                     Spans.Tensor((IntPtr)valueAddress, values.Length,
                                  DTypes.Of<T>(info == null ? DType.F32 : info.GradientDType)));
           Raw.ga_accumulate_rows(call.Context, id, (IntPtr)indexAddress, (int)dtype, indices.Length, (IntPtr)valueAddress);
-          Keep(id, null, false);
         }
       }
     }
@@ -140,7 +136,6 @@ namespace GradAccum {
         try {
           Raw.ga_accumulate_matmul(call.Context, id, k, pinA.Address, lda, (int)transposeA, pinB.Address, ldb,
                                    (int)transposeB, (int)a.DType);
-          Keep(id, null, false);
         } finally {
           pinA.Release();
           pinB.Release();
@@ -186,7 +181,6 @@ namespace GradAccum {
     internal void Release(int param) {
       using (Call call = Begin()) {
         Raw.ga_accumulator_release(call.Context, param);
-        Keep(param, null, false);
       }
     }
 
@@ -235,7 +229,7 @@ namespace GradAccum {
         context.MovedOn();
         Raw.ga_micro_end(call.Context);
         context.MicroClosed();
-        context.Kept.MicroEnded();
+        context.Kept.Release(call.Context);
       }
     }
 
@@ -247,7 +241,7 @@ namespace GradAccum {
         context.MovedOn();
         Raw.ga_micro_abort(call.Context);
         context.MicroClosed();
-        context.Kept.MicroAborted();
+        context.Kept.Release(call.Context);
       }
     }
 
@@ -328,17 +322,11 @@ namespace GradAccum {
       Lengths.Require(what, matrix, Lengths.Sum(what, Lengths.Product(what, rows - 1, stride), columns));
     }
 
-    // gradient: whether the library may keep the address under GradientLife.Live.
-    private void Keep(int param, Pin pin, bool gradient) {
-      if (pin != null && context.ReadsAtMicroEnd) context.Kept.UntilMicroEnds(pin);
-      if (context.IsLive && weighs) context.Kept.Contributed(param, gradient ? pin : null, true);
-    }
-
     private void RefuseSpans(string method, bool live) {
       context.RequireHost();
       if (live) Context.RefuseSpan(method, "under GradientLife.Live the library reads a gradient after the call");
-      if (context.ReadsAtMicroEnd) {
-        Context.RefuseSpan(method, context.WhyReadsAtMicroEnd + " the library reads it when the micro-batch ends");
+      if (context.Kept.Late) {
+        Context.RefuseSpan(method, "under ClipWhen.Micro and Nonfinite.DropMicro the library reads it when the micro-batch ends");
       }
     }
   }

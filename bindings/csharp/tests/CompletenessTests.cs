@@ -18,6 +18,7 @@ namespace GradAccum.Tests {
       {"ga_step", "ga_step_fields calls it"},
       {"ga_step_result_get", "ga_step_result_get_fields calls it"},
       {"ga_window", "ga_window_fields calls it"},
+      {"ga_kept_info.queued", "arrays are not on a device"},
       {"ga_status_name", "GradAccumException calls it in its constructor's arguments"},
       {"ga_config.parallel_for", "its threads are not those of the run time"},
       {"ga_config.parallel_for_user", "belongs to parallel_for"},
@@ -44,7 +45,7 @@ namespace GradAccum.Tests {
 
     private static readonly string[] Results = {
       "ga_window_info", "ga_step_result", "ga_accumulator", "ga_param_info", "ga_bn_info", "ga_state_info", "ga_memory",
-      "ga_build"
+      "ga_build", "ga_kept_info"
     };
 
     private static readonly string Root = Children.Variable("GA_TEST_ROOT");

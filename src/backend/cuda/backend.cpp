@@ -190,6 +190,10 @@ class CudaBackend final : public Backend, public DeviceWork {
     runtime_.call([&] { runtime_.set_stream(static_cast<cudaStream_t>(stream)); });
   }
 
+  int64_t done(int64_t number) override {
+    return runtime_.call([&] { return runtime_.done(number); });
+  }
+
   void with_stream(const std::function<void(void* stream)>& work) override {
     traced("gradaccum exchange", [&] { work(queue().stream); });
   }

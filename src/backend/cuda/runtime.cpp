@@ -24,7 +24,7 @@ struct Version {
 cudaError_t error_of(int result) { return static_cast<cudaError_t>(result); }
 
 // Functions of the driver: for contexts, which the runtime can only choose by their device; and to ask
-// about a stream, since the runtime leaves «not ready» as an error in the program's thread.
+// about a stream or an event, since the runtime leaves «not ready» as an error in the program's thread.
 struct Driver {
   int (*get_current)(CUctx_st**);
   int (*set_current)(CUctx_st*);
@@ -33,6 +33,7 @@ struct Driver {
   int (*release)(int device);
   int (*stream_context)(cudaStream_t, CUctx_st**);
   int (*query)(cudaStream_t);
+  int (*query_event)(cudaEvent_t);
   int (*priority)(cudaStream_t, int* priority);
 
   // Throws GA_ERROR_UNSUPPORTED. Callable where there is a device.
@@ -46,6 +47,7 @@ struct Driver {
       find("cuDevicePrimaryCtxRelease", d.release);
       find("cuStreamGetCtx", d.stream_context);
       find("cuStreamQuery", d.query);
+      find("cuEventQuery", d.query_event);
       find("cuStreamGetPriority", d.priority);
       return d;
     }();
@@ -237,7 +239,7 @@ Runtime::~Runtime() {
     std::free(mirror.host);
     free_device(mirror.at);
   }
-  for (const cudaEvent_t event : {given_so_far_, done_})
+  for (const cudaEvent_t event : {given_so_far_, done_, mark_})
     if (event && cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();
   if (second_ && cudaStreamDestroy(second_) != cudaSuccess) cudaGetLastError();
   for (void* data : kept_) free_device(data);
@@ -382,6 +384,23 @@ bool Runtime::is_idle() const {
     return true;
   };
   return is_done(queue_.stream) && (!second_ || is_done(second_));
+}
+
+int64_t Runtime::done(int64_t number) {
+  if (capturing()) return passed_;
+  const RelaxedCapture relaxed;
+  if (!mark_) check(cudaEventCreateWithFlags(&mark_, cudaEventDisableTiming), "an event");
+  while (passed_ < number) {
+    if (marked_ == passed_) {
+      check(cudaEventRecord(mark_, queue_.stream), "an event");
+      marked_ = number;
+    }
+    const cudaError_t error = error_of(Driver::get().query_event(mark_));
+    if (error == cudaErrorNotReady) break;
+    check(error, "asking whether an event has happened");
+    passed_ = marked_;
+  }
+  return passed_;
 }
 
 // Has a stream wait for all that the context's stream has been given so far.

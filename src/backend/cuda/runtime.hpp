@@ -120,6 +120,7 @@ class Runtime {
   unsigned long long capture() const { return capture_; }
   void set_window_open(bool open) noexcept { window_open_ = open; }
   void set_stream(cudaStream_t stream);  // see Backend
+  int64_t done(int64_t number);          // see DeviceWork
   // Throws GA_ERROR_INVALID_STATE while the stream is captured. what: "this call waits"
   void require_no_capture(const char* what) const;
   void wait();
@@ -171,7 +172,9 @@ class Runtime {
   // Of aside(), made by its first call with the priority that the stream has then.
   cudaStream_t second_ = nullptr;
   // Made when they are first needed, and recorded anew each time.
-  cudaEvent_t given_so_far_ = nullptr, done_ = nullptr;
+  cudaEvent_t given_so_far_ = nullptr, done_ = nullptr, mark_ = nullptr;
+  int64_t marked_ = 0,
+          passed_ = 0;  // the call that mark_ was recorded after last; the latest one that is done
   bool reads_pageable_ = false;
   unsigned long long capture_ = 0;
   bool captured_ = false;     // graphs may use what was allocated

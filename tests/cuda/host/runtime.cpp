@@ -347,6 +347,13 @@ int stream_query(cudaStream_t handle) {
   return error;
 }
 
+// As cudaEventQuery, but leaves no error in the thread.
+int event_query(cudaEvent_t event) {
+  const cudaError_t before = thread_state().last_error, error = cudaEventQuery(event);
+  thread_state().last_error = before;
+  return error;
+}
+
 int stream_context(cudaStream_t handle, CUctx_st** context) {
   const std::lock_guard<std::recursive_mutex> lock(Engine::get().mutex);
   const Stream stream = Engine::get().stream(handle);
@@ -374,6 +381,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
       {"cuDeviceGet", reinterpret_cast<void*>(device_of)},
       {"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(retain)},
       {"cuDevicePrimaryCtxRelease", reinterpret_cast<void*>(release_primary)},
+      {"cuEventQuery", reinterpret_cast<void*>(event_query)},
       {"cuStreamGetCtx", reinterpret_cast<void*>(stream_context)},
       {"cuStreamGetPriority", reinterpret_cast<void*>(stream_priority)},
       {"cuStreamQuery", reinterpret_cast<void*>(stream_query)}};

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from .enums import GradientLife, Nonfinite
+from . import _native, _raw
+from .enums import GradientLife
 from .options import Config
 from .tensor import Where
 
@@ -14,61 +16,57 @@ if TYPE_CHECKING:
 
 
 class Kept:
-    """Loans of gradients that the library reads after the call that brought them."""
-
-    _READ = object()  # in place of a first gradient that has been read
+    """Loans of gradients, for as long as the library says that it may read them."""
 
     def __init__(self, config: Config) -> None:
         self.live = config.gradient_life == GradientLife.LIVE
-        self.drops = config.nonfinite == Nonfinite.DROP_MICRO
-        self.late = self.drops  # parts are read when the micro-batch ends
-        self.first: dict[int, Any] = {}
-        self.until_step: list[Any] = []
-        self.until_end: list[Any] = []
+        self.late = False  # parts of the open micro-batch are read when it ends
+        self._loans: deque[tuple[int, Any]] = deque()  # by the number that the library gives the gradient
+        self._info = _raw.ga_kept_info()
+        self._oldest = 0
 
-    def added(self, param: Param, loan: Any, known: bool) -> None:
-        """A gradient was added; known: its micro-batch has not been opened before."""
-        if self.late:
-            self.until_end.append(loan)
+    def opened(self, c: int) -> None:
+        """A micro-batch was opened."""
+        self._ask(c, 0)
+        self.late = self._info.until_micro_end != 0
+
+    def added(self, c: int, loan: Any) -> None:
+        """A gradient by part was added."""
+        if self.live or self.late:
+            self._ask(c, self._loans[0][0] if self._loans else 0)
+            self._loans.append((self._info.latest, loan))
+            while self._loans and not self._is_read(c, self._loans[0][0]):
+                self._loans.popleft()
+
+    def added_all(self, c: int, loans: list[Any]) -> None:
+        """A micro-batch was added as a whole."""
         if self.live:
-            self.keep_first(param, loan, known)
+            self._ask(c, 0)
+            first = self._info.latest - len(loans) + 1
+            self._loans.extend((first + i, loan) for i, loan in enumerate(loans) if loan is not None)
+            self.release(c)
 
-    def added_all(self, *loans: Any) -> None:
-        """What belongs to a gradient by rows or by a product was added."""
-        if self.late:
-            self.until_end += loans
-        if self.live:
-            self.until_step += loans
+    def release(self, c: int) -> None:
+        """Lets go of what is not read any more."""
+        if self._loans:
+            self._oldest = 0
+            self._loans = deque(entry for entry in self._loans if self._is_read(c, entry[0]))
 
-    def keep_first(self, param: Param, loan: Any, known: bool) -> None:
-        """The first gradient of a parameter is read until the second one comes.
+    def _ask(self, c: int, since: int) -> None:
+        _native.ga_gradients_kept(c, since, self._info.this)
+        self._oldest = self._info.oldest
 
-        A micro-batch that is dropped or has the weight 0 is not read, so the one after it may be the first
-        that is. What is not known is kept until the step.
-        """
-        if self.drops or not known:
-            self.until_step.append(loan)
-        else:
-            self.first[param.id] = self._READ if param.id in self.first else loan
+    def _is_read(self, c: int, number: int) -> bool:
+        """For one gradient after the other."""
+        if self._oldest < number:
+            self._ask(c, number)
+        return self._oldest == number
 
-    def micro_ended(self) -> None:
-        """The micro-batch has ended."""
-        self.until_end.clear()
-
-    def window_ended(self) -> None:
-        """The window has ended."""
-        self.until_end.clear()
-        self.until_step.clear()
-        self.first.clear()
-
-    def loans(self) -> list[Any]:
-        """What is kept."""
-        first = [loan for loan in self.first.values() if loan is not self._READ]
-        return [*first, *self.until_step, *self.until_end]
-
-    def count(self) -> int:
-        """How many loans are kept."""
-        return len(self.loans())
+    def clear(self) -> list[Any]:
+        """After the context was closed: lets go of all, and returns it."""
+        loans = [loan for _, loan in self._loans]
+        self._loans.clear()
+        return loans
 
 
 class Slot:

@@ -14,7 +14,7 @@ from ._gradients import Kept, Slot
 from ._guard import Guard, Handle
 from .batch_norm import BatchNorm, describe_layer
 from .communicator import Communicator
-from .enums import ClipWhen, Dtype, Settings, StepOutcome
+from .enums import Dtype, StepOutcome
 from .micro_batch import Accumulator as Accumulator
 from .micro_batch import MicroBatch
 from .options import (
@@ -82,9 +82,8 @@ class Context:
         guard.address = 0  # no call begins any more
         with guard.lock if guard.process == os.getpid() else contextlib.nullcontext():
             if self._handle is not None:
-                self._handle.lent_gradients = self._kept.loans()  # if a view keeps the handle
+                self._handle.lent_gradients = self._kept.clear()  # if a view keeps the handle
             self._handle = None
-            self._kept.window_ended()
 
     @property
     def closed(self) -> bool:
@@ -234,11 +233,7 @@ class Context:
         with self._guard as c:
             loans = _native.borrow_all(gradients, self._expected)
             _native.ga_accumulate(c, loans, weight, None if options is None else options._write())
-            if self._kept.live and weight != 0:
-                for slot, loan in zip(self._slots, loans, strict=True):
-                    if loan is not None:
-                        for param in slot.params:
-                            self._kept.keep_first(param, loan, True)
+            self._kept.added_all(c, loans)
 
     def micro_batch(
         self, weight: float = 1.0, *, index: int = -1, options: MicroOptions | None = None
@@ -268,7 +263,7 @@ class Context:
         """Ends the window: averages, checks and clips its gradient, and updates the parameters."""
         with self._guard as c:
             _native.ga_step(c, self._result)
-            self._kept.window_ended()
+            self._kept.release(c)
             return _step_result(_native.values_of(self._result))
 
     def step_result(self, window: int = 0, *, wait: bool = True) -> StepResult:
@@ -289,7 +284,7 @@ class Context:
         """Drops the window, an open micro-batch included."""
         with self._guard as c:
             _raw.ga_discard(c)
-            self._kept.window_ended()
+            self._kept.release(c)
 
     def set_accum_steps(self, accum_steps: int) -> None:
         """Sets K of the windows to come; 0: any number of micro-batches."""
@@ -315,7 +310,6 @@ class Context:
         """Clips the gradients of all groups without a clip of their own; None: clips no more."""
         with self._guard as c:
             _raw.ga_context_set_clip(c, None if clip is None else clip._write())
-            self._clips_changed(c)
 
     @property
     def clip(self) -> Clip:
@@ -324,17 +318,6 @@ class Context:
             struct = _raw.ga_clip()
             _raw.ga_context_clip(c, struct)
             return Clip._read(struct)
-
-    def _clips_changed(self, c: int) -> None:
-        """Asks the library whether it reads parts when their micro-batch ends."""
-        struct = _raw.ga_clip()
-        _raw.ga_context_clip(c, struct)
-        whens = {struct.when}
-        for id in range(_raw.ga_group_count(c)):
-            _raw.ga_group_clip(c, id, struct)
-            whens.add(struct.when)
-        # A MICRO clip that clips nothing counts too, although the library then reads parts in the call.
-        self._kept.late = self._kept.drops or ClipWhen.MICRO in whens
 
     def set_loss_scaler(self, scaler: LossScaler | None) -> None:
         """Gives the context a dynamic loss scale; None removes it."""
@@ -476,9 +459,6 @@ class Context:
                         data = data[count:]
 
                 _raw.ga_state_read(c, _raw.read_function(), id(read), size, options._write())
-            self._kept.window_ended()
-            if options.settings == Settings.TAKE:
-                self._clips_changed(c)
 
     def save_bytes(self, options: StateOptions | None = None) -> bytearray:
         """The state of the run, in memory."""

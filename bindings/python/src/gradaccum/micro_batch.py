@@ -47,9 +47,6 @@ class MicroBatch:
         self._weight = weight
         self._index = index
         self._options = options
-        # Whether gradients are read: the weight is that of the first opening.
-        self._reads = weight != 0 or index != -1
-        self._known = index == -1
 
     def __enter__(self) -> Self:
         self.begin()
@@ -79,18 +76,19 @@ class MicroBatch:
         with self.context._guard as c:
             options = None if self._options is None else self._options._write()
             _native.ga_micro_begin(c, self._index, self._weight, options)
+            self.context._kept.opened(c)
 
     def end(self) -> None:
         """Closes the micro-batch: its gradients are in the window."""
         with self.context._guard as c:
             _native.ga_micro_end(c)
-            self.context._kept.micro_ended()
+            self.context._kept.release(c)
 
     def abort(self) -> None:
         """Drops the micro-batch as if it had never been opened, as long as nothing of it was added."""
         with self.context._guard as c:
             _raw.ga_micro_abort(c)
-            self.context._kept.micro_ended()
+            self.context._kept.release(c)
 
     def accumulate(self, param: Param, gradient: TensorLike | int) -> None:
         """Adds a gradient to one parameter. An int is an address, as in Context.accumulate()."""
@@ -101,8 +99,7 @@ class MicroBatch:
             if type(gradient) is not int:
                 loan = _native.borrow(gradient, param._gradient)
             _native.ga_accumulate_part(c, id, loan)
-            if self._reads:
-                context._kept.added(param, loan, self._known)
+            context._kept.added(c, loan)
 
     def accumulate_rows(self, param: Param, indices: TensorLike, values: TensorLike) -> None:
         """Adds a gradient that has only some rows: values[i] to row indices[i]. Needs ParamOptions.rows."""
@@ -118,7 +115,7 @@ class MicroBatch:
                 values, f"rows {of}", param.gradient_dtype, (shape[0], *param.shape[1:])
             )
             _raw.ga_accumulate_rows(c, id, rows, index_dtype, shape[0], block)
-            context._kept.added_all(rows, block)
+            context._kept.added(c, (rows, block))
 
     def accumulate_matmul(self, param: Param, a: TensorLike, b: TensorLike) -> None:
         """Adds the matrix product ``a @ b`` to a parameter: for ``y = x @ W.T``, ``(W, dy.T, x)``.
@@ -135,7 +132,7 @@ class MicroBatch:
             right, of_b, _ = self._matrix(param, b, "b", k, columns, _raw.describe(left)[1])
             dtype = _raw.describe(left)[1]
             _raw.ga_accumulate_matmul(c, id, k, left, *of_a, right, *of_b, dtype)
-            context._kept.added_all(left, right)
+            context._kept.added(c, (left, right))
 
     def _matrix(
         self, param: Param, tensor: TensorLike, name: str, rows: int, columns: int | None, dtype: int

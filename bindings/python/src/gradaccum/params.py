@@ -101,7 +101,6 @@ class Group:
         """Gives the group a clip of its own; None: the context's again."""
         with self.context._guard as c:
             _raw.ga_group_set_clip(c, self.id, None if clip is None else clip._write())
-            self.context._clips_changed(c)
 
     @property
     def clip(self) -> Clip:

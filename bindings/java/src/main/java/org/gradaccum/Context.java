@@ -209,29 +209,6 @@ public final class Context implements AutoCloseable {
     }
   }
 
-  /**
-   * Asks the library for the clips, within a call of the context c that may have changed them. A
-   * clip with {@link Clip.When#MICRO} that clips nothing counts too, although the library then
-   * reads parts in the call that brings them.
-   */
-  void clipsChanged(long c) {
-    try (ga_clip fields = new ga_clip()) {
-      int[] groups = new int[1];
-      Raw.ga_group_count(c, groups);
-      Raw.ga_context_clip(c, fields);
-      boolean micro = isOfMicros(fields);
-      for (int id = 0; id < groups[0]; ++id) {
-        Raw.ga_group_clip(c, id, fields);
-        micro |= isOfMicros(fields);
-      }
-      kept().clipsMicros(micro);
-    }
-  }
-
-  private static boolean isOfMicros(ga_clip fields) {
-    return fields.getWhen() == Clip.When.MICRO.value();
-  }
-
   // ---- Groups
 
   /**
@@ -496,7 +473,7 @@ public final class Context implements AutoCloseable {
         Buffer gradient = gradients[slot];
         to[slot] = gradient == null || skips(slot) ? 0 : slots.get(slot).address(gradient);
       }
-      accumulate(c, to, gradients, weight, options);
+      accumulate(c, to, gradients, false, weight, options);
     } finally {
       exit();
       Reference.reachabilityFence(gradients);
@@ -543,7 +520,7 @@ public final class Context implements AutoCloseable {
         Tensor gradient = gradients[slot];
         to[slot] = gradient == null || skips(slot) ? 0 : slots.get(slot).address(gradient);
       }
-      accumulate(c, to, gradients, weight, options);
+      accumulate(c, to, gradients, false, weight, options);
     } finally {
       exit();
       Reference.reachabilityFence(gradients);
@@ -581,20 +558,25 @@ public final class Context implements AutoCloseable {
         if (gradients[slot] == null || skips(slot)) {
           to[slot] = 0;
         } else {
-          copies[slot] = kept().stage(slots, slot, gradients[slot]);
+          copies[slot] = kept().copy(gradients[slot]);
           to[slot] = slots.get(slot).addressOfFloats(copies[slot]);
         }
       }
-      accumulate(c, to, copies, weight, options);
+      accumulate(c, to, copies, true, weight, options);
     } finally {
       exit();
     }
   }
 
   private void accumulate(
-      long c, long[] to, Object[] gradients, double weight, MicroOptions options) {
+      long c,
+      long[] to,
+      Object[] memory,
+      boolean areCopies,
+      double weight,
+      MicroOptions options) {
     Raw.ga_accumulate(c, to, weight, micro(options));
-    kept().added(slots, gradients, weight);
+    kept().addedAll(c, memory, areCopies);
     move();
   }
 
@@ -642,7 +624,8 @@ public final class Context implements AutoCloseable {
     try {
       Raw.ga_micro_begin(c, index, weight, micro(options));
       move();
-      return new MicroBatch(this, index == -1, weight);
+      kept().opened(c);
+      return new MicroBatch(this);
     } finally {
       exit();
     }
@@ -702,7 +685,7 @@ public final class Context implements AutoCloseable {
     long c = enter();
     try {
       Raw.ga_step(c, handle.result);
-      kept().windowEnded();
+      kept().release(c);
       move();
       handle.result.copy(result);
       return StepResult.of(result);
@@ -748,7 +731,7 @@ public final class Context implements AutoCloseable {
     long c = enter();
     try {
       Raw.ga_discard(c);
-      kept().windowEnded();
+      kept().release(c);
       move();
     } finally {
       exit();
@@ -822,7 +805,6 @@ public final class Context implements AutoCloseable {
     try (ga_clip fields = new ga_clip()) {
       clip.write(fields);
       Raw.ga_context_set_clip(c, fields);
-      clipsChanged(c);
     } finally {
       exit();
     }
@@ -833,7 +815,6 @@ public final class Context implements AutoCloseable {
     long c = enter();
     try {
       Raw.ga_context_set_clip(c, null);
-      clipsChanged(c);
     } finally {
       exit();
     }
@@ -1139,18 +1120,10 @@ public final class Context implements AutoCloseable {
     long c = enter();
     try (State state = new State(options)) {
       state.call(fields -> Raw.ga_load(c, path.toString(), fields));
-      loaded(c, options);
+      move();
     } finally {
       exit();
     }
-  }
-
-  private void loaded(long c, StateOptions options) {
-    kept().windowEnded();
-    if (options.settings() == StateOptions.Settings.TAKE) {
-      clipsChanged(c);
-    }
-    move();
   }
 
   /**
@@ -1195,7 +1168,7 @@ public final class Context implements AutoCloseable {
     try (State state = new State(options)) {
       long address = Raw.buffer_address(bytes) + bytes.position();
       state.call(fields -> Raw.ga_load_from_memory(c, address, bytes.remaining(), fields));
-      loaded(c, options);
+      move();
     } finally {
       exit();
       Reference.reachabilityFence(bytes);
@@ -1301,7 +1274,7 @@ public final class Context implements AutoCloseable {
             }
           },
           (fields, relay) -> Raw.ga_state_read(c, Raw.read_function(), relay, size, fields));
-      loaded(c, options);
+      move();
     } finally {
       exit();
     }

@@ -171,7 +171,6 @@ public final class Group {
     try (ga_clip fields = new ga_clip()) {
       clip.write(fields);
       Raw.ga_group_set_clip(c, id, fields);
-      context.clipsChanged(c);
     } finally {
       context.exit();
     }
@@ -182,7 +181,6 @@ public final class Group {
     long c = context.enter();
     try {
       Raw.ga_group_set_clip(c, id, null);
-      context.clipsChanged(c);
     } finally {
       context.exit();
     }

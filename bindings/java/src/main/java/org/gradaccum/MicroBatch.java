@@ -25,14 +25,10 @@ import java.util.List;
  */
 public final class MicroBatch implements AutoCloseable {
   private final Context context;
-  private final boolean known;
-  private final double weight;
   private boolean open = true;
 
-  MicroBatch(Context context, boolean known, double weight) {
+  MicroBatch(Context context) {
     this.context = context;
-    this.known = known;
-    this.weight = weight;
   }
 
   private long enter() {
@@ -63,7 +59,7 @@ public final class MicroBatch implements AutoCloseable {
       long address =
           Tensor.address(gradient, param.gradientDtype(), param.count(), false, "gradient", param);
       Raw.ga_accumulate_part(c, param.id(), address);
-      added(param, gradient);
+      context.kept().added(c, gradient, false);
     } finally {
       context.exit();
       Reference.reachabilityFence(gradient);
@@ -83,7 +79,7 @@ public final class MicroBatch implements AutoCloseable {
       long address =
           gradient.address(param.gradientDtype(), param.count(), false, "gradient", param);
       Raw.ga_accumulate_part(c, param.id(), address);
-      added(param, gradient);
+      context.kept().added(c, gradient, false);
     } finally {
       context.exit();
       Reference.reachabilityFence(gradient);
@@ -104,18 +100,12 @@ public final class MicroBatch implements AutoCloseable {
         throw Tensor.refuse(
             "gradient", param, "a float[] does not hold elements of " + param.gradientDtype());
       }
-      ByteBuffer copy = context.kept().stagePart(gradient);
+      ByteBuffer copy = context.kept().copy(gradient);
       long address = Tensor.address(copy, Dtype.F32, param.count(), false, "gradient", param);
       Raw.ga_accumulate_part(c, param.id(), address);
-      added(param, copy);
+      context.kept().added(c, copy, true);
     } finally {
       context.exit();
-    }
-  }
-
-  private void added(Param param, Object gradient) {
-    if (!known || weight != 0) {
-      context.kept().addedPart(param, gradient, known);
     }
   }
 
@@ -161,7 +151,7 @@ public final class MicroBatch implements AutoCloseable {
           dtype.value(),
           count,
           values.address(param.gradientDtype(), elements, false, "values", param));
-      context.kept().addedAll(indices, values);
+      context.kept().added(c, List.of(indices, values), false);
     } finally {
       context.exit();
       Reference.reachabilityFence(indices);
@@ -240,7 +230,7 @@ public final class MicroBatch implements AutoCloseable {
           ldb,
           transposeB.value(),
           dtype.value());
-      context.kept().addedAll(a, b);
+      context.kept().added(c, List.of(a, b), false);
     } finally {
       context.exit();
       Reference.reachabilityFence(a);
@@ -384,7 +374,7 @@ public final class MicroBatch implements AutoCloseable {
     try {
       Raw.ga_micro_end(c);
       open = false;
-      context.kept().microEnded();
+      context.kept().release(c);
       context.move();
     } finally {
       context.exit();
@@ -402,7 +392,7 @@ public final class MicroBatch implements AutoCloseable {
     try {
       Raw.ga_micro_abort(c);
       open = false;
-      context.kept().microEnded();
+      context.kept().release(c);
       context.move();
     } finally {
       context.exit();

@@ -33,6 +33,7 @@ class CompletenessTest {
           Map.entry("ga_config.allocate", "Java has no memory to give that stays in place"),
           Map.entry("ga_config.free", "allocate is not wrapped"),
           Map.entry("ga_config.allocator_user", "allocate is not wrapped"),
+          Map.entry("ga_kept_info.queued", "buffers of Java are not on a device"),
           Map.entry("ga_param_info.shape", "read by dimension()"),
           Map.entry("ga_param_info.rank", "read by dimension()"),
           Map.entry("ga_flat_entry.name", "set by set_name()"),
