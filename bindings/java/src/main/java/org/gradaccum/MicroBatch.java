@@ -24,10 +24,10 @@ import java.util.List;
  * micro-batch never reaches a step.
  */
 public final class MicroBatch implements AutoCloseable {
-  private final Context context;
+  private final ContextWindow context;
   private boolean open = true;
 
-  MicroBatch(Context context) {
+  MicroBatch(ContextWindow context) {
     this.context = context;
   }
 

@@ -11,7 +11,6 @@ import static org.junit.jupiter.api.Assumptions.assumeTrue;
 
 import java.io.IOException;
 import java.lang.ref.WeakReference;
-import java.lang.reflect.Field;
 import java.nio.FloatBuffer;
 import java.nio.file.Files;
 import java.nio.file.Path;
@@ -248,16 +247,10 @@ class ClosingTest {
     }
   }
 
-  private static Handle handleOf(Context context) throws ReflectiveOperationException {
-    Field field = Context.class.getDeclaredField("handle");
-    field.setAccessible(true);
-    return (Handle) field.get(context);
-  }
-
   @Test
   void aContextLeftToTheCollectorIsDestroyed() throws Exception {
     Context context = new Context(Config.builder().log(line -> {}).build());
-    Handle handle = handleOf(context);
+    Handle handle = context.handle;
     WeakReference<Context> left = new WeakReference<>(context);
     context.addParam(context.addGroup(sgd(1)), "w", floats(1), 1);
     context = null;

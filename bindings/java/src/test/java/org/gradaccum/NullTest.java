@@ -226,7 +226,13 @@ class NullTest {
     if (!RESULTS.contains(type)) {
       found.addAll(Arrays.asList(type.getConstructors()));
     }
-    for (Method method : type.getDeclaredMethods()) {
+    List<Method> methods = new ArrayList<>(Arrays.asList(type.getDeclaredMethods()));
+    for (Class<?> part = type.getSuperclass();
+        part != null && ContextCalls.class.isAssignableFrom(part);
+        part = part.getSuperclass()) {
+      methods.addAll(Arrays.asList(part.getDeclaredMethods()));
+    }
+    for (Method method : methods) {
       boolean compilers = type.isEnum() && method.getName().equals("valueOf");
       if (Modifier.isPublic(method.getModifiers())
           && !method.isSynthetic()
@@ -256,8 +262,14 @@ class NullTest {
     throw new AssertionError(executable + " was not found");
   }
 
+  /** The class that a program calls it on. */
+  private static Class<?> typeOf(Executable executable) {
+    Class<?> type = executable.getDeclaringClass();
+    return ContextCalls.class.isAssignableFrom(type) ? Context.class : type;
+  }
+
   private static String nameOf(Executable executable) {
-    String type = executable.getDeclaringClass().getName();
+    String type = typeOf(executable).getName();
     String method =
         executable instanceof Constructor
             ? executable.getDeclaringClass().getSimpleName()
@@ -309,7 +321,7 @@ class NullTest {
       Executable executable, Parameter[] parameters, int which, boolean element, Set<String> met)
       throws Exception {
     String method = executable.getName();
-    Class<?> type = executable.getDeclaringClass();
+    Class<?> type = typeOf(executable);
     try (World world = new World(type == Gradient.class)) {
       boolean none =
           executable instanceof Constructor || Modifier.isStatic(executable.getModifiers());
