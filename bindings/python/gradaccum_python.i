@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "gradaccum/gradaccum.h"
+#include "export.hpp"
 #include "tensors.hpp"
 
 namespace {

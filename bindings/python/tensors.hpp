@@ -13,67 +13,10 @@
 #include <string>
 #include <vector>
 
+#include "dlpack.hpp"
 #include "gradaccum/gradaccum.h"
 
 namespace {
-
-// ---- DLPack -------------------------------------------------------------------------------------
-
-// The structs of DLPack 1, https://dmlc.github.io/dlpack, whose layout is an ABI.
-namespace dlpack {
-
-struct Version {
-  uint32_t major, minor;
-};
-
-struct Device {
-  int32_t type, id;
-};
-enum { kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13 };
-
-struct DataType {
-  uint8_t code, bits;
-  uint16_t lanes;
-};
-enum { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4 };
-
-struct Tensor {
-  void* data;
-  Device device;
-  int32_t ndim;
-  DataType dtype;
-  int64_t* shape;
-  int64_t* strides;  // in elements; NULL: dense, row-major
-  uint64_t byte_offset;
-};
-
-struct Managed {
-  Tensor tensor;
-  void* manager_ctx;
-  void (*deleter)(Managed*);
-};
-
-struct Versioned {
-  Version version;
-  void* manager_ctx;
-  void (*deleter)(Versioned*);
-  uint64_t flags;
-  Tensor tensor;
-};
-enum { kReadOnly = 1, kIsCopied = 2 };
-
-// What a type gives in __dlpack_c_exchange_api__.
-struct Exchange {
-  Version version;
-  Exchange* previous;
-  void* allocate;
-  int (*from_object)(void* object, Versioned** out);
-  void* to_object;
-  void* borrow_object;
-  void* current_stream;
-};
-
-}  // namespace dlpack
 
 // Owns a reference, or NULL.
 class Ref {
@@ -668,72 +611,6 @@ int64_t integer_of(PyObject* object) {
 }
 
 double double_of(PyObject* object) { return PyFloat_AsDouble(object); }
-
-// ---- Export -------------------------------------------------------------------------------------
-
-// A tensor of this library's, for other frameworks: the capsule of DLPack, versioned or not.
-template <typename ManagedTensor>
-struct Exported {
-  ManagedTensor managed;
-  std::vector<int64_t> shape, strides;
-  PyObject* owner;
-
-  static void destroy(ManagedTensor* managed) {
-    auto* self = static_cast<Exported*>(managed->manager_ctx);
-    if (Py_IsInitialized() != 0) {  // a framework may let go of it on any thread
-      const PyGILState_STATE state = PyGILState_Ensure();
-      Py_DECREF(self->owner);
-      PyGILState_Release(state);
-    }
-    delete self;
-  }
-};
-
-inline void mark(dlpack::Managed*, bool) {}
-inline void mark(dlpack::Versioned* managed, bool read_only) {
-  managed->version = {1, 0};
-  managed->flags = read_only ? dlpack::kReadOnly : 0;
-}
-
-template <typename ManagedTensor>
-PyObject* new_export(void* data, int32_t dtype, std::vector<int64_t> shape, dlpack::Device device,
-                     bool read_only, PyObject* owner, const char* name,
-                     PyCapsule_Destructor destroy) {
-  auto* exported = new Exported<ManagedTensor>{{}, std::move(shape), {}, owner};
-  Py_INCREF(owner);
-  int64_t dense = 1;
-  exported->strides.resize(exported->shape.size());
-  for (size_t i = exported->shape.size(); i-- > 0;) {
-    exported->strides[i] = dense;
-    dense *= exported->shape[i];
-  }
-  const bool is_index = dtype == GA_I32 || dtype == GA_I64;
-  const int code = dtype == GA_BF16 ? dlpack::kBfloat : is_index ? dlpack::kInt : dlpack::kFloat;
-  ManagedTensor& managed = exported->managed;
-  mark(&managed, read_only);
-  managed.manager_ctx = exported;
-  managed.deleter = &Exported<ManagedTensor>::destroy;
-  managed.tensor = {data,
-                    device,
-                    static_cast<int32_t>(exported->shape.size()),
-                    {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * size_of(dtype)), 1},
-                    exported->shape.data(),
-                    exported->strides.data(),
-                    0};
-  PyObject* capsule = PyCapsule_New(&managed, name, destroy);
-  if (capsule == nullptr) managed.deleter(&managed);
-  return capsule;
-}
-
-template <typename ManagedTensor, const char* name>
-void destroy_unused(PyObject* capsule) {
-  if (PyCapsule_IsValid(capsule, name) == 0) return;  // somebody has taken it
-  auto* managed = static_cast<ManagedTensor*>(PyCapsule_GetPointer(capsule, name));
-  managed->deleter(managed);
-}
-
-constexpr char kPlain[] = "dltensor";
-constexpr char kVersioned[] = "dltensor_versioned";
 
 }  // namespace
 
