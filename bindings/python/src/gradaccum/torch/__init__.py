@@ -15,8 +15,8 @@ from torch import Tensor
 from .. import Rows
 from . import _kinds
 from ._batch_norm import convert_batchnorm
-from ._kinds import Kind
-from ._optimizer import Optimizer, WindowOptions
+from ._kinds import Kind, WindowOptions
+from ._optimizer import Optimizer
 from ._wrap import wrap
 
 __all__ = [

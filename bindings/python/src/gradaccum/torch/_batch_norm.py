@@ -87,7 +87,7 @@ class _Hooks:
         optimizer = self.owner()
         if optimizer is None or not (module.training and module.track_running_stats):
             return
-        if optimizer._layers.takes(module, None if _is_in_backward() else optimizer._tensors):
+        if optimizer._layers.takes(module, None if _is_in_backward() else optimizer._parameters.tensors):
             module.track_running_stats = False
             self._hides = True
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hyper-parameters of a group in torch's words, and in the library's."""
+"""What optimizers take: the hyper-parameters of a group in torch's words and in the library's, and the window's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
+from .. import Clip, Config, Ema, LossScaler, ParamOptions
 from .. import Optimizer as Settings
 from ..enums import AdjustLr, Flavor, OptimizerKind
 
@@ -160,3 +161,26 @@ def kind_of(optimizer: torch.optim.Optimizer) -> Kind:
         "those of torch.optim that have one are "
         + ", ".join(kind.of_torch.__name__ for kind in KINDS if kind.of_torch is not None)
     )
+
+
+class WindowOptions(TypedDict, total=False):
+    """What every optimizer takes beside torch's own arguments; Optimizer describes it."""
+
+    accum_steps: int | None
+    """Micro-batches in a window; None, the default: as many as come before ``step``."""
+    clip: Clip | None
+    """Clipping of the window's gradient, in place of ``clip_grad_norm_``."""
+    loss_scaler: LossScaler | None
+    """A dynamic loss scale, in place of a GradScaler."""
+    ema: Ema | None
+    """Moving averages of the parameters."""
+    config: Config | None
+    """Policies of the window; its device, stream and accum_steps are set by the optimizer."""
+    param_options: ParamOptions | None
+    """Options of all parameters."""
+    eager: bool
+    """Updates parameters while the last backward of a window runs; default False. See Optimizer."""
+    ddp: torch.nn.Module | None
+    """The DistributedDataParallel that reduces every backward."""
+    distributed: bool
+    """False allows several processes that do not train one model together; default True."""

@@ -8,16 +8,16 @@ import dataclasses
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter, is_
-from typing import Any, BinaryIO, NoReturn, TypedDict, cast
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any, BinaryIO, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import (
-    Clip, ClipScope, Config, Context, Ema, GradientLife, Group, LossScaler, MicroBatch, MicroFlags, MicroOptions,
+    Clip, ClipScope, Config, Context, Ema, GradientLife, LossScaler, MicroBatch, MicroFlags, MicroOptions,
     Nonfinite, ParamOptions, Rounding, Rows, Settings, StateOptions, StateParts, StepOutcome, StepResult, WindowState,
 )  # fmt: skip
 from . import _state_file as state_file
@@ -25,8 +25,9 @@ from ._ddp import Alone, Call, ranks_of
 from ._habits import Habits, warn
 from ._kinds import Kind
 from ._layers import Layers
+from ._parameters import Parameters
 from ._runtime import autograd_is_compiled, has_own_openmp
-from ._slots import DTYPES, Slot, add, fits, flat, is_sparse, like
+from ._slots import Slot, add, fits, flat, is_sparse, like
 from ._state import State, refuse
 from ._state_dict import from_torch, take_from_torch, to_torch
 from ._streams import streams_of
@@ -36,29 +37,6 @@ _KEY = "gradaccum"  # of a state dictionary: all that the library keeps
 _OF_ONE_RANK = {"device_ordinal", "stream", "num_threads", "log", "on_param_done"}
 # Of an implementation, which torch's own optimizers look for in a group that they load.
 _CHOICES = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
-
-
-class WindowOptions(TypedDict, total=False):
-    """What every optimizer takes beside torch's own arguments; Optimizer describes it."""
-
-    accum_steps: int | None
-    """Micro-batches in a window; None, the default: as many as come before ``step``."""
-    clip: Clip | None
-    """Clipping of the window's gradient, in place of ``clip_grad_norm_``."""
-    loss_scaler: LossScaler | None
-    """A dynamic loss scale, in place of a GradScaler."""
-    ema: Ema | None
-    """Moving averages of the parameters."""
-    config: Config | None
-    """Policies of the window; its device, stream and accum_steps are set by the optimizer."""
-    param_options: ParamOptions | None
-    """Options of all parameters."""
-    eager: bool
-    """Updates parameters while the last backward of a window runs; default False. See Optimizer."""
-    ddp: torch.nn.Module | None
-    """The DistributedDataParallel that reduces every backward."""
-    distributed: bool
-    """False allows several processes that do not train one model together; default True."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -120,7 +98,6 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"accum_steps was {accum_steps}, expected at least 1, or None")
         self._kind = kind
         self._context: Context | None = None
-        self._clips_by_unit = clip is not None and clip.scope == ClipScope.AGC
         param_options = ParamOptions() if param_options is None else param_options
         # What the program writes to a parameter, by .data too, goes into its master weights. Where these are rounded
         # stochastically, that cannot be seen in the numbers, and the parameter's version has to tell it.
@@ -128,14 +105,6 @@ class Optimizer(torch.optim.Optimizer):
             param_options, follow_data=param_options.rounding == Rounding.NEAREST
         )
         self._ranks = Alone()
-        self._slots: list[Slot] = []
-        self._tensors: list[Tensor] = []  # of the slots; all contiguous: dense
-        self._dtypes: list[torch.dtype] = []
-        self._counts: list[int] = []
-        self._dense = True
-        self._groups: list[Group] = []
-        self._sizes: list[int] = []  # parameters in each group
-        self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
         self._open: MicroBatch | None = None
         self._tells_ready = False  # whether the library hears of gradients that are complete
         self._held: list[Tensor] = []  # gradients that are read when the micro-batch ends
@@ -159,7 +128,9 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, {**_CHOICES, **defaults})
 
         first = next((p for group in self.param_groups for p in group["params"]), None)
-        self._device = torch.device("cpu") if first is None else first.device
+        device = torch.device("cpu") if first is None else first.device
+        by_shape = kind.by_shape or (clip is not None and clip.scope == ClipScope.AGC)
+        self._parameters = Parameters(kind, self._param_options, device, by_shape)
         config = Config() if config is None else config
         if config.gradient_life != GradientLife.CONSUMED:
             raise ValueError(
@@ -175,9 +146,9 @@ class Optimizer(torch.optim.Optimizer):
         # Whether parameters may be written before step().
         self._writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early
         changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps, "eager": self._eager}
-        self._streams = streams_of(self._device)
+        self._streams = streams_of(device)
         changes.update(self._streams.config())
-        if self._device.type == "cpu" and config.num_threads == 0:
+        if device.type == "cpu" and config.num_threads == 0:
             changes["num_threads"] = 1 if has_own_openmp() else torch.get_num_threads()
         self._context = Context(dataclasses.replace(config, **changes))
         if clip is not None:
@@ -189,12 +160,12 @@ class Optimizer(torch.optim.Optimizer):
         self._scales = loss_scaler is not None
         self._ranks = ranks_of(ddp, distributed, self._context, config)
         for group in self.param_groups:
-            self._register(group)
+            self._parameters.add(self.context, group, self._ranks.track)
         self._ranks.agree(Call.CREATE, lambda: {
             **{key: value for key, value in vars(config).items() if key not in _OF_ONE_RANK},
             "kind": kind, "accum_steps": accum_steps, "clip": clip, "loss_scaler": loss_scaler, "ema": ema,
             "param_options": param_options,
-            "params": [(slot.own.name, tuple(slot.shape), slot.dtype) for slot in self._slots],
+            "params": [(slot.own.name, tuple(slot.shape), slot.dtype) for slot in self._parameters.slots],
         })  # fmt: skip
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -222,97 +193,14 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does. Between windows."""
         if self._context is not None:
-            self._look_at_groups()
+            self._parameters.look_at_groups(self.param_groups)
         super().add_param_group(param_group)
         if self._context is not None:
             try:
-                self._register(self.param_groups[-1])
+                self._parameters.add(self.context, self.param_groups[-1], self._ranks.track)
             except BaseException:
                 self.param_groups.pop()
                 raise
-
-    def _register(self, group: dict[str, Any]) -> None:
-        self._kind.check(group)
-        views = [self._view(tensor, group) for tensor in group["params"]]
-        names = group.get("param_names") or [
-            f"param{len(self._slots) + i}" for i in range(len(group["params"]))
-        ]
-        own_group = self.context.add_group(self._kind.settings(group))
-        rows = Rows(group.get("rows", Rows.NONE))
-        if "rows" in group:
-            group["rows"] = int(rows)  # what torch.load takes without further ado
-        options = dataclasses.replace(self._param_options, rows=rows) if rows else self._param_options
-        added: list[Slot] = []
-        try:
-            for tensor, view, name in zip(group["params"], views, names, strict=True):
-                own = self.context.add_param(own_group, name, view, options=options)
-                added.append(Slot(tensor, own, rows != Rows.NONE, options.follow_data))
-            self._ranks.track((slot.own.name, slot.tensor) for slot in added)
-        except BaseException:
-            for slot in added:
-                slot.own.remove()
-            self._index()
-            raise
-        self._slots += added
-        self._index()
-        self._groups.append(own_group)
-        self._sizes.append(len(views))
-        self._known.append(self._kind.values(group))
-
-    def _look_at_groups(self) -> None:
-        """Raises if the program has taken groups away, or put other parameters into one."""
-        if len(self.param_groups) != len(self._groups):
-            raise RuntimeError(
-                f"param_groups has {len(self.param_groups)} groups, but the optimizer has {len(self._groups)}: groups "
-                "cannot be taken away, and add_param_group() adds one; for other parameters make a new optimizer"
-            )
-        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
-        if len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors)):
-            return
-        at = 0
-        for i, (group, size) in enumerate(zip(self.param_groups, self._sizes, strict=True)):
-            if len(group["params"]) != size or not all(map(is_, group["params"], self._tensors[at:])):
-                raise RuntimeError(
-                    f'the list "params" of group {i} was changed, but the optimizer has the parameters that the group '
-                    "was made of: add_param_group() adds others, requires_grad_(False) freezes one, and for the rest "
-                    "make a new optimizer"
-                )
-            at += size
-
-    def _index(self) -> None:
-        self._tensors = [slot.tensor for slot in self._slots]
-        self._dtypes = [tensor.dtype for tensor in self._tensors]
-        self._counts = [tensor.numel() for tensor in self._tensors]
-        # Places in the library are those of the list, unless a group was refused half-way.
-        in_order = [slot.place for slot in self._slots] == list(range(self.context.slot_count))
-        self._dense = in_order and all(tensor.is_contiguous() for tensor in self._tensors)
-
-    def _view(self, tensor: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """The memory of a parameter as a dense tensor: its dimensions in the order of the memory."""
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"a parameter was {tensor.dtype}, expected float32, float64, float16 or bfloat16")
-        if tensor.layout != torch.strided or hasattr(tensor, "_local_tensor"):
-            raise TypeError("a parameter was sparse or a DTensor, expected a plain tensor")
-        if tensor.device != self._device:
-            raise ValueError(f"a parameter was on {tensor.device}, but the first one is on {self._device}")
-        if self._device.type not in ("cpu", "cuda"):
-            raise ValueError(f"parameters were on {self._device}, expected the CPU or CUDA")
-        plain = tensor.detach()
-        if plain.is_contiguous():
-            return plain
-        strides: Sequence[int] = plain.stride()
-        order = sorted(range(plain.dim()), key=lambda axis: (-strides[axis], axis))
-        plain = plain.permute(order)
-        if not plain.is_contiguous():
-            raise ValueError(
-                f"a parameter of shape {list(tensor.shape)} had strides {tensor.stride()}, which are not dense"
-            )
-        if self._kind.by_shape or self._clips_by_unit or Rows(group.get("rows", Rows.NONE)):
-            raise ValueError(
-                f"a parameter of shape {list(tensor.shape)} had strides {tensor.stride()}, but this optimizer goes "
-                "by rows and columns: make it contiguous()"
-            )
-        return plain
 
     # ---- Micro-batches
 
@@ -330,7 +218,7 @@ class Optimizer(torch.optim.Optimizer):
         weight = float(weight)  # which a program may have as a tensor
         if self._open is not None:
             raise RuntimeError("a micro-batch is open already")
-        if any(tensor.grad is not None for tensor in self._tensors):
+        if any(tensor.grad is not None for tensor in self._parameters.tensors):
             raise RuntimeError(
                 "a parameter has a .grad of an earlier backward: call zero_grad() or accumulate() first"
             )
@@ -340,7 +228,7 @@ class Optimizer(torch.optim.Optimizer):
                     yield
                 self._take(weight, None, last)
             except BaseException:
-                for tensor in self._tensors:
+                for tensor in self._parameters.tensors:
                     tensor.grad = None
                 self._layers.drop()
                 raise
@@ -354,7 +242,7 @@ class Optimizer(torch.optim.Optimizer):
         self._tells_ready = self._eager and (last or self._is_last())
         if self._tells_ready:
             self._push()  # updates begin before step()
-        for slot in self._slots:
+        for slot in self._parameters.slots:
             if slot.hook is None and slot.tensor.requires_grad:
                 register: Any = slot.tensor.register_post_accumulate_grad_hook
                 slot.hook = register(_hook(self, slot))
@@ -365,14 +253,14 @@ class Optimizer(torch.optim.Optimizer):
                 try:
                     yield
                     _ = self.context  # back from the streams of the hooks
-                    for slot in self._slots:  # of parameters that had no hook when it was opened
+                    for slot in self._parameters.slots:  # of parameters that had no hook when it was opened
                         if slot.tensor.grad is not None:
                             self._held += [slot.tensor.grad, *add(micro, slot, slot.tensor.grad)]
                             slot.tensor.grad = None
                     self._layers.tell(self._streams, self._ranks)
                     self._learn(weight)
                 except BaseException:
-                    for tensor in self._tensors:
+                    for tensor in self._parameters.tensors:
                         tensor.grad = None
                     self._layers.drop()
                     raise
@@ -380,7 +268,7 @@ class Optimizer(torch.optim.Optimizer):
                     self._open = None
                     held, self._held = self._held, []
                     self._streams.keep(held)
-                    for slot in self._slots:
+                    for slot in self._parameters.slots:
                         slot.gradients = 0
         except BaseException as error:
             # A micro-batch stays open if it cannot be dropped, since parameters were updated in place.
@@ -399,7 +287,7 @@ class Optimizer(torch.optim.Optimizer):
         slot.gradients += 1
         if slot.gradients > 1:
             if slot.is_whole:  # the loop has changed, so the others may get several gradients too
-                for other in self._slots:
+                for other in self._parameters.slots:
                     other.is_whole = None
             slot.is_whole = False
 
@@ -409,12 +297,12 @@ class Optimizer(torch.optim.Optimizer):
             return
         self.context.ready(slot.own)
         if self._writes_ahead:  # backward may still read it
-            self._parameters_moved([slot])
+            self._parameters.written([slot])
 
     def _learn(self, weight: float) -> None:
         """At the end of a micro-batch: remembers which parameters have got one gradient."""
-        self._took(weight, bool(self._held) or any(slot.gradients for slot in self._slots))
-        for slot in self._slots:
+        self._took(weight, bool(self._held) or any(slot.gradients for slot in self._parameters.slots))
+        for slot in self._parameters.slots:
             if slot.gradients == 1 and slot.is_whole is None:
                 slot.is_whole = True
 
@@ -453,30 +341,10 @@ class Optimizer(torch.optim.Optimizer):
         self._habits.begins(is_first)
         self._is_explicit = not counted or (self._is_explicit and not is_first)
         if is_first:
-            self._look_at_groups()
-            self._look_at_parameters(may_move=True)
+            self._parameters.look_at_groups(self.param_groups)
+            self._parameters.look_at_memory(self._is_rounded_master, may_move=True)
             self._layers.look()
             self._rates = [float(group["lr"]) for group in self.param_groups]
-
-    def _look_at_parameters(self, *, may_move: bool) -> None:
-        for slot in self._slots:
-            tensor = slot.tensor
-            if tensor.shape != slot.shape or tensor.stride() != slot.stride or tensor.dtype is not slot.dtype:
-                raise RuntimeError(
-                    f'parameter "{slot.own.name}" was {slot.dtype} of shape {list(slot.shape)} and strides '
-                    f"{slot.stride}, and is another one now: convert a model before its optimizer is made"
-                )
-            if tensor.data_ptr() != slot.address:
-                if not may_move:
-                    raise RuntimeError(f'parameter "{slot.own.name}" has moved while a window was open')
-                slot.own.bind(self._view(tensor, {}))
-                slot.address = tensor.data_ptr()
-            if tensor._version != slot.version:
-                if slot.tells and not self._is_rounded_master(slot):
-                    if not may_move:
-                        raise RuntimeError(f'parameter "{slot.own.name}" was written while a window was open')
-                    slot.own.changed()
-                slot.version = tensor._version
 
     def _is_rounded_master(self, slot: Slot) -> bool:
         """Whether a 16-bit parameter is what its master weights round to, as when both were loaded."""
@@ -497,18 +365,18 @@ class Optimizer(torch.optim.Optimizer):
         weight = float(weight)
         is_scaled = loss_scale is not None
         self._begin(counted=counted)
-        self._habits.gathers(self._tensors)
+        self._habits.gathers(self._parameters.tensors)
         weight, loss_scale = self._ranks.take(weight, loss_scale)
         options = _options(last, loss_scale)
         self._layers.tell(self._streams, self._ranks)
-        gradients = list(map(_GRAD, self._tensors))
+        gradients = list(map(_GRAD, self._parameters.tensors))
         alive: list[Tensor] = []
-        if self._are_plain(gradients):
-            self.context.accumulate(list(map(_ADDRESS, gradients)), weight, options)
+        if self._parameters.are_plain(gradients):
+            self.context.accumulate(list(map(Tensor.data_ptr, gradients)), weight, options)
             self._all_touched = True
         elif not any(map(is_sparse, gradients)):
             addresses: list[int | None] = [None] * self.context.slot_count
-            for gradient, slot in zip(gradients, self._slots, strict=True):
+            for gradient, slot in zip(gradients, self._parameters.slots, strict=True):
                 if gradient is not None:
                     alive.append(gradient if fits(gradient, slot) else like(gradient, slot))
                     addresses[slot.place] = alive[-1].data_ptr()
@@ -516,25 +384,13 @@ class Optimizer(torch.optim.Optimizer):
             self.context.accumulate(addresses, weight, options)
         else:
             with self.context.micro_batch(weight, options=options) as micro:
-                for gradient, slot in zip(gradients, self._slots, strict=True):
+                for gradient, slot in zip(gradients, self._parameters.slots, strict=True):
                     if gradient is not None:
                         alive += add(micro, slot, gradient)
         self._streams.keep(gradients)
         self._took(weight, any(gradient is not None for gradient in gradients), is_scaled)
-        for tensor in self._tensors:
+        for tensor in self._parameters.tensors:
             tensor.grad = None
-
-    def _are_plain(self, gradients: list[Tensor]) -> bool:
-        """Whether all parameters have gradients, dense and of their dtype and size: seen with few calls."""
-        try:
-            return (
-                self._dense
-                and list(map(_DTYPE, gradients)) == self._dtypes
-                and list(map(_COUNT, gradients)) == self._counts
-                and all(map(_IS_CONTIGUOUS, gradients))
-            )
-        except (AttributeError, TypeError, RuntimeError):  # of None; of a sparse tensor
-            return False
 
     # ---- Steps
 
@@ -563,7 +419,7 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, scale: float | None) -> None:
-        took = any(tensor.grad is not None for tensor in self._tensors)
+        took = any(tensor.grad is not None for tensor in self._parameters.tensors)
         if took:
             if self._is_explicit and self.context.window.micro_batches > 0:
                 raise RuntimeError(
@@ -584,7 +440,7 @@ class Optimizer(torch.optim.Optimizer):
         if held > 0 and full:
             self._apply()
         else:
-            self._habits.steps(took, self._tensors)
+            self._habits.steps(took, self._parameters.tensors)
             if self.result is None:
                 self._opt_called = False  # a scheduler that is stepped now is stepped first, and says so
 
@@ -607,13 +463,13 @@ class Optimizer(torch.optim.Optimizer):
         Between micro-batches of an open window it does nothing, and raises if it comes after some and not after
         others, without a ``step``.
         """
-        if self._open is not None and any(slot.gradients for slot in self._slots):
+        if self._open is not None and any(slot.gradients for slot in self._parameters.slots):
             raise RuntimeError(
                 "zero_grad() was called in a micro-batch after its backward, but drops nothing of it: an exception "
                 "drops the micro-batch, and discard() the window"
             )
         if self._open is None and self._context is not None and self.context.window.micro_batches > 0:
-            self._habits.zeroes(any(tensor.grad is not None for tensor in self._tensors))
+            self._habits.zeroes(any(tensor.grad is not None for tensor in self._parameters.tensors))
         super().zero_grad(set_to_none)
 
     def discard(self) -> None:
@@ -622,7 +478,7 @@ class Optimizer(torch.optim.Optimizer):
         self._window_ended()
 
     def _apply(self) -> None:
-        self._look_at_parameters(may_move=False)
+        self._parameters.look_at_memory(self._is_rounded_master, may_move=False)
         if not self._warned and self.context.window.micro_batches > 1:
             if self._rates != [float(group["lr"]) for group in self.param_groups]:
                 self._warned = True
@@ -639,7 +495,7 @@ class Optimizer(torch.optim.Optimizer):
         if pending and self._layers:  # their statistics go to buffers of torch if it was applied
             self.result = self.context.step_result()
         if pending or self.result.applied:
-            self._parameters_moved([slot for slot in self._slots if slot.touched or self._all_touched])
+            self._parameters.written([slot for slot in self._parameters.slots if slot.touched or self._all_touched])
         if self.result.applied:
             self._layers.publish(written)
         self._window_ended()
@@ -655,32 +511,19 @@ class Optimizer(torch.optim.Optimizer):
         self._habits.window_ended()
         self._is_explicit = False
         self._all_touched = False
-        for slot in self._slots:
+        for slot in self._parameters.slots:
             slot.touched = False
-
-    def _parameters_moved(self, slots: list[Slot]) -> None:
-        """Tells autograd that the library has written parameters."""
-        torch.autograd.graph.increment_version([slot.tensor for slot in slots])
-        for slot in slots:
-            slot.version = slot.tensor._version
 
     def _push(self) -> None:
         """Passes on what was written to param_groups."""
-        self._look_at_groups()
-        for i, group in enumerate(self.param_groups):
-            values = self._kind.values(group)
-            if values != self._known[i]:
-                self._groups[i].optimizer = self._kind.settings(group)
-                self._known[i] = values
+        self._parameters.push(self.param_groups)
 
     def _values(self) -> dict[str, Any]:
         """What a step is made with."""
         values: dict[str, Any] = {"windows": self.context.window.windows}
         if self._scales:
             values["loss_scale"] = self.context.loss_scale
-        for i, known in enumerate(self._known):
-            values.update(zip((f"{key} of group {i}" for key in self._kind.keys), known, strict=True))
-        return values
+        return values | self._parameters.values()
 
     @property
     def noise_scale(self) -> float:
@@ -708,7 +551,7 @@ class Optimizer(torch.optim.Optimizer):
         data = self.context.save_bytes(StateOptions(parts=StateParts.LIBRARY))
         header, arrays = state_file.split(data)
         steps = self.context.window.steps
-        state = to_torch(arrays, self._slots, None if self._kind.counts_steps else steps)
+        state = to_torch(arrays, self._parameters.slots, None if self._kind.counts_steps else steps)
         self._packed_state = state
         try:
             packed = super().state_dict()
@@ -742,7 +585,7 @@ class Optimizer(torch.optim.Optimizer):
             if _KEY in state_dict:
                 arrays = dict(state_dict[_KEY]["arrays"])
                 header = bytes(state_dict[_KEY]["header"].cpu().numpy())
-                take_from_torch(arrays, state_file.entries(header), state, self._slots)
+                take_from_torch(arrays, state_file.entries(header), state, self._parameters.slots)
                 data = state_file.join(header, arrays)
                 options = StateOptions(parts=StateParts.LIBRARY, settings=Settings.KEEP)
                 self._push()
@@ -753,7 +596,7 @@ class Optimizer(torch.optim.Optimizer):
                     if key.endswith(".master")
                 }
                 # The library has written what these round to.
-                self._parameters_moved([slot for slot in self._slots if slot.tensor.element_size() == 2])
+                self._parameters.written([slot for slot in self._parameters.slots if slot.tensor.element_size() == 2])
                 self._layers.publish()
                 self._window_loaded()
             else:
@@ -768,13 +611,13 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def _load_from_torch(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        arrays, steps = from_torch(state, self._slots)
+        arrays, steps = from_torch(state, self._parameters.slots)
         options = StateOptions(
             parts=StateParts.LIBRARY, settings=Settings.KEEP, allow_missing=True, unmarked=True
         )
         if arrays:
             self.context.load(state_file.join(state_file.header(arrays), arrays), options)
-        for index, slot in enumerate(self._slots):
+        for index, slot in enumerate(self._parameters.slots):
             if not state.get(index):
                 slot.own.reset_state()
         self.context.set_steps(steps)
@@ -790,7 +633,7 @@ class Optimizer(torch.optim.Optimizer):
         """Loads what save() has saved, parameters too. Hyper-parameters stay those of param_groups."""
         self._push()
         self.context.load(source, dataclasses.replace(options or StateOptions(), settings=Settings.KEEP))
-        self._parameters_moved(self._slots)
+        self._parameters.written(self._parameters.slots)
         self._layers.publish()
         self._window_loaded()
 
@@ -813,8 +656,7 @@ class Optimizer(torch.optim.Optimizer):
         self.__reduce__()
 
 
-_GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
-_ADDRESS, _COUNT, _IS_CONTIGUOUS = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
+_GRAD = attrgetter("grad")
 
 
 def _hook(optimizer: Optimizer, slot: Slot) -> Callable[[Tensor], None]:

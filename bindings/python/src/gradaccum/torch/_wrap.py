@@ -10,8 +10,7 @@ import torch
 
 from .. import Rows
 from . import _kinds
-from ._optimizer import Optimizer, WindowOptions
-
+from ._optimizer import Optimizer
 
 _taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -23,7 +22,7 @@ def _refuse(*_: Any) -> NoReturn:
     )
 
 
-def wrap(optimizer: torch.optim.Optimizer, **window: Unpack[WindowOptions]) -> Optimizer:
+def wrap(optimizer: torch.optim.Optimizer, **window: Unpack[_kinds.WindowOptions]) -> Optimizer:
     """An optimizer that accumulates, in place of one of torch: ``opt = wrap(opt, accum_steps=4)``.
 
     It takes over the kind, the numbers, the groups and the state. The groups are the same dictionaries, so a

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of an optimizer of torch, as the library has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import Context, Group, ParamOptions, Rows
+from ._kinds import Kind
+from ._slots import DTYPES, Slot
+
+_DTYPE = attrgetter("dtype")
+_COUNT, _IS_CONTIGUOUS = Tensor.numel, Tensor.is_contiguous
+
+
+class Parameters:
+    """Parameters and groups of the library, beside those in param_groups of torch, which are the truth.
+
+    options: of all parameters. by_shape: the optimizer goes by rows and columns.
+    """
+
+    def __init__(self, kind: Kind, options: ParamOptions, device: torch.device, by_shape: bool) -> None:
+        self.slots: list[Slot] = []
+        self.tensors: list[Tensor] = []  # of the slots
+        self._kind = kind
+        self._options = options
+        self._device = device
+        self._by_shape = by_shape
+        self._dtypes: list[torch.dtype] = []
+        self._counts: list[int] = []
+        self._dense = True  # whether all are contiguous
+        self._groups: list[Group] = []
+        self._sizes: list[int] = []  # parameters in each group
+        self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
+
+    def add(
+        self, context: Context, group: dict[str, Any], track: Callable[[Iterable[tuple[str, Tensor]]], object]
+    ) -> None:
+        """Adds a group, as a whole or not at all. track: called with the names and tensors before they are added."""
+        self._kind.check(group)
+        views = [self._view(tensor, group) for tensor in group["params"]]
+        names = group.get("param_names") or [
+            f"param{len(self.slots) + i}" for i in range(len(group["params"]))
+        ]
+        own_group = context.add_group(self._kind.settings(group))
+        rows = Rows(group.get("rows", Rows.NONE))
+        if "rows" in group:
+            group["rows"] = int(rows)  # what torch.load takes without further ado
+        options = dataclasses.replace(self._options, rows=rows) if rows else self._options
+        added: list[Slot] = []
+        try:
+            for tensor, view, name in zip(group["params"], views, names, strict=True):
+                own = context.add_param(own_group, name, view, options=options)
+                added.append(Slot(tensor, own, rows != Rows.NONE, options.follow_data))
+            track((slot.own.name, slot.tensor) for slot in added)
+        except BaseException:
+            for slot in added:
+                slot.own.remove()
+            self._index(context)
+            raise
+        self.slots += added
+        self._index(context)
+        self._groups.append(own_group)
+        self._sizes.append(len(views))
+        self._known.append(self._kind.values(group))
+
+    def _index(self, context: Context) -> None:
+        self.tensors = [slot.tensor for slot in self.slots]
+        self._dtypes = [tensor.dtype for tensor in self.tensors]
+        self._counts = [tensor.numel() for tensor in self.tensors]
+        # Places in the library are those of the list, unless a group was refused half-way.
+        in_order = [slot.place for slot in self.slots] == list(range(context.slot_count))
+        self._dense = in_order and all(tensor.is_contiguous() for tensor in self.tensors)
+
+    def _view(self, tensor: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """The memory of a parameter as a dense tensor: its dimensions in the order of the memory."""
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"a parameter was {tensor.dtype}, expected float32, float64, float16 or bfloat16")
+        if tensor.layout != torch.strided or hasattr(tensor, "_local_tensor"):
+            raise TypeError("a parameter was sparse or a DTensor, expected a plain tensor")
+        if tensor.device != self._device:
+            raise ValueError(f"a parameter was on {tensor.device}, but the first one is on {self._device}")
+        if self._device.type not in ("cpu", "cuda"):
+            raise ValueError(f"parameters were on {self._device}, expected the CPU or CUDA")
+        plain = tensor.detach()
+        if plain.is_contiguous():
+            return plain
+        strides: Sequence[int] = plain.stride()
+        order = sorted(range(plain.dim()), key=lambda axis: (-strides[axis], axis))
+        plain = plain.permute(order)
+        if not plain.is_contiguous():
+            raise ValueError(
+                f"a parameter of shape {list(tensor.shape)} had strides {tensor.stride()}, which are not dense"
+            )
+        if self._by_shape or Rows(group.get("rows", Rows.NONE)):
+            raise ValueError(
+                f"a parameter of shape {list(tensor.shape)} had strides {tensor.stride()}, but this optimizer goes "
+                "by rows and columns: make it contiguous()"
+            )
+        return plain
+
+    def look_at_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises if the program has taken groups away, or put other parameters into one."""
+        if len(param_groups) != len(self._groups):
+            raise RuntimeError(
+                f"param_groups has {len(param_groups)} groups, but the optimizer has {len(self._groups)}: groups "
+                "cannot be taken away, and add_param_group() adds one; for other parameters make a new optimizer"
+            )
+        tensors = [tensor for group in param_groups for tensor in group["params"]]
+        if len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors)):
+            return
+        at = 0
+        for i, (group, size) in enumerate(zip(param_groups, self._sizes, strict=True)):
+            if len(group["params"]) != size or not all(map(is_, group["params"], self.tensors[at:])):
+                raise RuntimeError(
+                    f'the list "params" of group {i} was changed, but the optimizer has the parameters that the group '
+                    "was made of: add_param_group() adds others, requires_grad_(False) freezes one, and for the rest "
+                    "make a new optimizer"
+                )
+            at += size
+
+    def look_at_memory(self, is_expected: Callable[[Slot], bool], *, may_move: bool) -> None:
+        """Tells the library which parameters have moved or were written; raises if they may not.
+
+        is_expected: whether a parameter that was written holds what the library has rounded.
+        """
+        for slot in self.slots:
+            tensor = slot.tensor
+            if tensor.shape != slot.shape or tensor.stride() != slot.stride or tensor.dtype is not slot.dtype:
+                raise RuntimeError(
+                    f'parameter "{slot.own.name}" was {slot.dtype} of shape {list(slot.shape)} and strides '
+                    f"{slot.stride}, and is another one now: convert a model before its optimizer is made"
+                )
+            if tensor.data_ptr() != slot.address:
+                if not may_move:
+                    raise RuntimeError(f'parameter "{slot.own.name}" has moved while a window was open')
+                slot.own.bind(self._view(tensor, {}))
+                slot.address = tensor.data_ptr()
+            if tensor._version != slot.version:
+                if slot.tells and not is_expected(slot):
+                    if not may_move:
+                        raise RuntimeError(f'parameter "{slot.own.name}" was written while a window was open')
+                    slot.own.changed()
+                slot.version = tensor._version
+
+    def are_plain(self, gradients: list[Tensor]) -> bool:
+        """Whether all parameters have gradients, dense and of their dtype and size: seen with few calls."""
+        try:
+            return (
+                self._dense
+                and list(map(_DTYPE, gradients)) == self._dtypes
+                and list(map(_COUNT, gradients)) == self._counts
+                and all(map(_IS_CONTIGUOUS, gradients))
+            )
+        except (AttributeError, TypeError, RuntimeError):  # of None; of a sparse tensor
+            return False
+
+    def push(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Passes on what was written to param_groups."""
+        self.look_at_groups(param_groups)
+        for i, group in enumerate(param_groups):
+            values = self._kind.values(group)
+            if values != self._known[i]:
+                self._groups[i].optimizer = self._kind.settings(group)
+                self._known[i] = values
+
+    def written(self, slots: list[Slot]) -> None:
+        """Tells autograd that the library has written parameters."""
+        torch.autograd.graph.increment_version([slot.tensor for slot in slots])
+        for slot in slots:
+            slot.version = slot.tensor._version
+
+    def values(self) -> dict[str, Any]:
+        """The hyper-parameters of all groups, by names for messages."""
+        return {
+            f"{key} of group {i}": value
+            for i, known in enumerate(self._known)
+            for key, value in zip(self._kind.keys, known, strict=True)
+        }
