@@ -4,6 +4,7 @@
 // as the library lets go of it are in test_sequences.cpp.
 #include <algorithm>
 #include <deque>
+#include <thread>
 
 #include "support.hpp"
 
@@ -209,6 +210,27 @@ TEST_F(Kept, NotWhatWasSaved) {
   std::vector<char> state(size);
   EXPECT_OK(ga_save_to_memory(*ctx_, nullptr, state.data(), state.size(), &size));
   EXPECT_EQ(all(), Numbers{});
+}
+
+TEST_F(Kept, NumbersOfSeveralThreads) {
+  ga_config c = live();
+  c.eager = 1;
+  create(c);
+  for (int window = 0; window < 20; ++window) {
+    const int64_t before = latest();
+    begin();
+    std::vector<const float*> own;
+    for (size_t i = 0; i < kParams; ++i) own.push_back(gradient());
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < kParams; ++i)
+      threads.emplace_back(
+          [&, i] { EXPECT_OK(ga_accumulate_part(*ctx_, static_cast<ga_param>(i), own[i])); });
+    for (std::thread& t : threads) t.join();
+    EXPECT_EQ(all(), (Numbers{before + 1, before + 2, before + 3}));
+    end();
+    step();
+    EXPECT_EQ(all(), Numbers{});
+  }
 }
 
 TEST_F(Kept, NothingThatComputesOtherwise) {
