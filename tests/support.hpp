@@ -160,6 +160,13 @@ class Context {
 
 // ---- Threads -------------------------------------------------------------------------------------
 
+// Whether ThreadSanitizer watches, under which a pass takes fifty times as long.
+#ifdef __SANITIZE_THREAD__
+constexpr bool kWatchesThreads = true;
+#else
+constexpr bool kWatchesThreads = false;
+#endif
+
 // Whether the condition, of another thread's doing, comes true within half a minute.
 inline bool comes_true(const std::function<bool()>& condition) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
