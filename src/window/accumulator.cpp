@@ -403,6 +403,7 @@ void Accumulator::prepare_parts(Span<const Whole> parts, const char* what) {
 }
 
 void Accumulator::contribute(Span<const Whole> given, bool may_borrow) {
+  ++latest_;  // of all of them, whose memory is the layer's
   if (model_.window.open_micro().weight > 0) add(given, may_borrow, nullptr);
 }
 

@@ -93,7 +93,8 @@ ga_kept_info Accumulator::kept(int64_t since) const {
   out.oldest = out.queued = oldest(since);
   out.until_micro_end = model_.options.deferring();
   if (DeviceWork* const device = model_.backend->device()) {
-    const int64_t done = device->done(oldest(0) - 1);  // that have been queued, or are not read
+    // All that reads what lies below the lowest of all has been queued.
+    const int64_t done = device->done(oldest(0) - 1);
     out.queued = std::min(out.oldest, std::max(done + 1, since));
   }
   return out;

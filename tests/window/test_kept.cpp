@@ -200,6 +200,26 @@ TEST_F(Kept, PartsUntilTheMicroBatchEnds) {
   }
 }
 
+// The gradients of a layer lie in its own memory: they keep none that came before them.
+TEST_F(Kept, NotWhatCameBeforeALayer) {
+  ga_config c = config();
+  c.nonfinite = GA_NONFINITE_DROP_MICRO;
+  create(c);
+  ga_bn layer = -1;
+  EXPECT_OK(ga_bn_add(*ctx_, "layer", 1, 0, 1, nullptr, &layer));
+  const float x[] = {1, 2, 4, 3}, dy[] = {1, -1, 2, 1};
+  float y[4];
+  const int64_t before = whole({true, true, true}) + 2;
+  begin();
+  EXPECT_OK(ga_bn_forward(*ctx_, layer, x, 4, 1, y));
+  EXPECT_OK(ga_bn_backward_accumulate(*ctx_, layer, x, dy, 4, 1));
+  EXPECT_GT(kept(*ctx_).oldest, before);
+  const int64_t after = part(2);
+  EXPECT_EQ(all().back(), after);
+  end();
+  EXPECT_EQ(all(), Numbers{});
+}
+
 // What is saved with the window is a copy.
 TEST_F(Kept, NotWhatWasSaved) {
   create(live());

@@ -173,8 +173,8 @@ class Runtime {
   cudaStream_t second_ = nullptr;
   // Made when they are first needed, and recorded anew each time.
   cudaEvent_t given_so_far_ = nullptr, done_ = nullptr, mark_ = nullptr;
-  int64_t marked_ = 0,
-          passed_ = 0;  // the call that mark_ was recorded after last; the latest one that is done
+  int64_t marked_ = 0;  // the number that done() has given to the work before mark_
+  int64_t passed_ = 0;  // the highest number of which the work is done
   bool reads_pageable_ = false;
   unsigned long long capture_ = 0;
   bool captured_ = false;     // graphs may use what was allocated

@@ -42,7 +42,7 @@ class Parameters:
     def add(
         self, context: Context, group: dict[str, Any], track: Callable[[Iterable[tuple[str, Tensor]]], object]
     ) -> None:
-        """Adds a group, as a whole or not at all. track: called with the names and tensors before they are added."""
+        """Adds a group, as a whole or not at all. track: gets names and tensors, and may refuse them."""
         self._kind.check(group)
         views = [self._view(tensor, group) for tensor in group["params"]]
         names = group.get("param_names") or [

@@ -38,6 +38,7 @@ final class Kept {
   void closed() {
     parameters.clear();
     gradients.clear();
+    spare.clear();
     info.close();
   }
 
@@ -125,7 +126,10 @@ final class Kept {
 
   // ---- Copying
 
-  /** A copy of a gradient. Buffers come back in the order in which they were taken, so mostly the first one fits. */
+  /**
+   * A copy of a gradient. Buffers come back in the order in which they were taken, so mostly the
+   * first one fits. Where none does, a larger one takes the place of the first.
+   */
   ByteBuffer copy(float[] gradient) {
     for (Iterator<ByteBuffer> buffers = spare.iterator(); buffers.hasNext(); ) {
       ByteBuffer buffer = buffers.next();
@@ -140,6 +144,7 @@ final class Kept {
               + gradient.length
               + " elements is too long to be copied; use a Tensor of an address");
     }
+    spare.poll();
     return copy(
         ByteBuffer.allocateDirect(4 * gradient.length).order(ByteOrder.nativeOrder()), gradient);
   }
