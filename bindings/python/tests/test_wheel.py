@@ -114,6 +114,12 @@ def test_everything_is_in_one_folder(files: pathlib.Path) -> None:
     assert list(files.glob("*.dist-info/licenses/LICENSE"))
 
 
+def test_pytest_finds_the_plugin(files: pathlib.Path) -> None:
+    (entries,) = files.glob("*.dist-info/entry_points.txt")
+    assert "[pytest11]\ngradaccum = gradaccum_pytest" in entries.read_text().replace("=", " = ").replace("  ", " ")
+    assert (files / "gradaccum_pytest" / "__init__.py").exists()
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_nothing_else_is_needed(files: pathlib.Path, name: str) -> None:
     dynamic = run("readelf", "-dW", files / "gradaccum" / name)

@@ -10,6 +10,7 @@ import sys
 import types
 
 import gradaccum
+import gradaccum.check
 import gradaccum.torch
 import pytest
 
@@ -27,7 +28,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder / "pages"
 
 
-@pytest.mark.parametrize("module", [gradaccum, gradaccum.torch], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [gradaccum, gradaccum.check, gradaccum.torch], ids=lambda module: module.__name__)
 def test_every_public_name_has_its_place(pages: pathlib.Path, module: types.ModuleType) -> None:
     text = pages.joinpath(*module.__name__.split(".")).with_suffix(".html").read_text()
     places = set(re.findall(r'id="([\w.]+)"', text))
@@ -38,4 +39,4 @@ def test_every_public_name_has_its_place(pages: pathlib.Path, module: types.Modu
 
 def test_there_is_nothing_else(pages: pathlib.Path) -> None:
     found = {str(path.relative_to(pages)) for path in pages.rglob("*.html")}
-    assert found == {"index.html", "gradaccum.html", "gradaccum/torch.html"}
+    assert found == {"index.html", "gradaccum.html", "gradaccum/check.html", "gradaccum/torch.html"}

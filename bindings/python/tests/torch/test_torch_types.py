@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch adapter is typed, and has the arguments of torch's optimizers."""
+"""The torch adapter and gradaccum.check are typed, and the adapter has the arguments of torch's optimizers."""
 
 import inspect
 import os
@@ -16,7 +16,10 @@ def test_types_are_strict(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     folder = pathlib.Path(gt.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "-p", "gradaccum.torch"],
+        [
+            sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "-p", "gradaccum.torch",
+            "-p", "gradaccum.check", "-p", "gradaccum_pytest",
+        ],
         env={**os.environ, "MYPYPATH": str(folder.parent)}, cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

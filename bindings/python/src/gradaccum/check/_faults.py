@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names for what is wrong with the micro-batches of a window."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from ._timeline import Factor
+
+_TOLERANCE = 1e-4
+"""Relative, beside the error of a coefficient: losses scale by factors of f32."""
+_LOSES = 0.1
+"""The part of a gradient that may be rounded away when it is added: f16 and bf16 sums of few micro-batches keep more."""
+
+_LIBRARY = "gradaccum.torch: opt.backward(loss, weight=n) for each micro-batch, n the terms of its loss"
+ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
+    "sum for mean": (
+        "every update is as large as if the learning rate were multiplied by the number of micro-batches",
+        "divide each loss by what all micro-batches of the window average over",
+        _LIBRARY,
+    ),
+    "divided twice": (
+        "every update is as small as if the learning rate were divided by the number of micro-batches",
+        "divide once: a framework that accumulates may divide already",
+        _LIBRARY,
+    ),
+    "mean of means over uneven micro-batches": (
+        "a term (a sample, a token) in a small micro-batch pulls harder than one in a large micro-batch",
+        'use reduction="sum" and divide by the terms of the whole window, or weight each mean by n / sum of n',
+        _LIBRARY,
+    ),
+    "tail divided by N": (
+        "the last batches of each epoch pull less than the others",
+        "divide by the number of micro-batches that the window has, not by that of a full one",
+        "gradaccum.torch: opt.flush() ends a short window, which is averaged over what it holds",
+    ),
+    "only the last one": (
+        "all micro-batches but the last are computed and thrown away",
+        "call zero_grad() after step(), not before each backward",
+        "gradaccum.torch: zero_grad() belongs between windows; micro-batches are kept by the library",
+    ),
+    "micro-batch lost": (
+        "a micro-batch is computed and thrown away",
+        "call step() after the last backward of a window, and zero_grad() right after step()",
+        _LIBRARY,
+    ),
+    "not zeroed": (
+        "every update contains the gradients of all windows before it",
+        "call zero_grad() after step()",
+        "gradaccum.torch: step() ends the window and begins the next one empty",
+    ),
+    "leak from the window before": (
+        "an update contains gradients that belong to the window before it",
+        "call zero_grad() after step(), and step or drop what is left at the end of an epoch",
+        "gradaccum.torch: opt.flush() or opt.discard() at the end of an epoch",
+    ),
+    "clipped per micro-batch": (
+        "large micro-batches are cut before they are averaged, so that the sum points elsewhere",
+        "clip once, between the last backward of the window and step()",
+        "gradaccum.torch: clip=gradaccum.Clip(...) clips the window",
+    ),
+    "clipped before unscale": (
+        "the norm was compared with the limit while it was multiplied by the loss scale, so almost everything is clipped",
+        "call scaler.unscale_(optimizer) before clip_grad_norm_",
+        "gradaccum.torch: the library unscales before it clips",
+    ),
+    "non-finite gradient applied": (
+        "parameters become NaN or infinite",
+        "step through a GradScaler, or test the gradient before step()",
+        "gradaccum.torch: nonfinite=gradaccum.Nonfinite.SKIP, or DROP_MICRO",
+    ),
+    "a non-finite micro-batch swallowed": (
+        "a window counts as whole though a micro-batch with inf or NaN was replaced by other numbers",
+        "skip the window, or leave the micro-batch out of the mean",
+        "gradaccum.torch: nonfinite=gradaccum.Nonfinite.DROP_MICRO leaves it out of the mean",
+    ),
+    "lost in rounding": (
+        "a part of each micro-batch is rounded away, since the sum is kept in 16 bits",
+        "keep gradients in f32, or fewer micro-batches in a window",
+        "gradaccum.torch: sums are kept in f32",
+    ),
+    "schedule moved per micro-batch": (
+        "the schedule runs through as many times faster as a window has micro-batches",
+        "call scheduler.step() after optimizer.step() alone",
+        "gradaccum.torch: the schedule moves with the steps",
+    ),
+    "batch norm per micro-batch": (
+        "running statistics move once for each micro-batch, with variances of micro-batches",
+        "use larger micro-batches, or layers whose statistics do not depend on the batch",
+        "gradaccum.torch: convert_batchnorm() makes one batch of the window",
+    ),
+    "1/R once too often over ranks": (
+        "every update is as small as if the learning rate were divided by the number of ranks",
+        "DistributedDataParallel divides already: do not divide by the world size again",
+        _LIBRARY,
+    ),
+    "sum over ranks for mean": (
+        "every update is as large as if the learning rate were multiplied by the number of ranks",
+        "divide by the number of ranks, or by the terms of all of them",
+        _LIBRARY,
+    ),
+    "weights of ranks ignored": (
+        "a term on a rank with few of them pulls harder than one on a rank with many",
+        "multiply the loss of each rank by ranks * n / sum of n over the ranks",
+        _LIBRARY,
+    ),
+    "last micro-batch not reduced": (
+        "each rank steps with its own last micro-batch: replicas go apart",
+        "leave no_sync() before the last backward of the window",
+        _LIBRARY,
+    ),
+    "gradients not reduced over ranks": (
+        "each rank trains by itself: replicas go apart",
+        "leave no_sync() before the last backward of the window",
+        _LIBRARY,
+    ),
+}
+"""What each fault does to training, and what mends it: by hand, and by this library."""
+
+
+@dataclasses.dataclass
+class Fault:
+    """What is wrong, in how many windows."""
+
+    name: str
+    text: str
+    """With the numbers of the first window in which it was found."""
+    where: str
+    """The line of the program that does it, or empty."""
+    severity: float
+    """How far the gradient is from that of one batch, as a part of it."""
+    windows: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def effect(self) -> str:
+        return ADVICE[self.name][0]
+
+    @property
+    def fix(self) -> str:
+        return ADVICE[self.name][1]
+
+    @property
+    def library(self) -> str:
+        return ADVICE[self.name][2]
+
+
+@dataclasses.dataclass
+class Coefficient:
+    """What multiple of a micro-batch's mean loss went into an update."""
+
+    rank: int
+    micro_batch: int
+    terms: float
+    """Over how many terms the loss is a mean."""
+    value: float
+    """NaN if it is not determined."""
+    error: float
+    """Half of the 99 % interval."""
+    right: float
+    """The multiple that it has in one batch of the whole window."""
+    loss: str = ""
+    """The loss function and its line."""
+    free: bool = False
+    """Whether the program may choose the scale of the whole loss, as of a sum."""
+
+    def is_(self, value: float) -> bool:
+        return abs(self.value - value) <= self.error + _TOLERANCE * max(abs(value), abs(self.value))
+
+    def __str__(self) -> str:
+        if math.isnan(self.value):
+            return "?"
+        return f"{0 if self.is_(0) or abs(self.value) < 1e-6 * self.right else self.value:.4g}"
+
+
+@dataclasses.dataclass
+class Window:
+    """What was seen of a window, in numbers."""
+
+    index: int
+    micro_batches: int
+    """Of each rank."""
+    coefficients: list[Coefficient]
+    factors: list[Factor]
+    left: float
+    lost: list[float]
+    finite: bool
+    swallowed: list[int]
+    """The micro-batches with gradients that are not finite, if the sum is."""
+    emptied: bool
+    """Whether all micro-batches were dropped because of such gradients, and the step was made without them."""
+    rates: list[tuple[float, ...]]
+    moves: int
+    """Of the statistics of batch normalisation."""
+    backward: str = ""
+    step: str = ""
+    ranks: int = 1
+    epsilon: float = 0.0
+
+
+def find(windows: Sequence[Window]) -> list[Fault]:
+    """The faults of the windows of an optimizer, the worst first."""
+    found: dict[tuple[str, str], Fault] = {}
+    usual = _usual(windows)
+    for window in windows:
+        for fault in _of(window, usual):
+            fault = found.setdefault((fault.name, fault.where), fault)
+            if window.index not in fault.windows:
+                fault.windows.append(window.index)
+    return sorted(found.values(), key=lambda fault: -fault.severity)
+
+
+def _usual(windows: Sequence[Window]) -> int:
+    lengths = collections.Counter(window.micro_batches for window in windows)
+    return max(lengths, key=lambda length: (lengths[length], length), default=0)
+
+
+def _of(window: Window, usual: int) -> Iterable[Fault]:
+    n = window.micro_batches
+    if not window.finite:
+        yield Fault("non-finite gradient applied", "the gradient was not finite when step() was called",
+                    window.step, math.inf)  # fmt: skip
+        return
+    if window.swallowed:
+        yield Fault("a non-finite micro-batch swallowed",
+                    f"micro-batch {_listed(window.swallowed)} had inf or NaN, and the sum that was applied has not",
+                    window.step, 1.0)  # fmt: skip
+        return
+    if window.emptied:
+        yield Fault("a non-finite micro-batch swallowed",
+                    "a gradient was not finite, everything was set to 0, and the step was made all the same",
+                    window.step, 1.0)  # fmt: skip
+        return
+    yield from _left(window)
+    yield from _clips(window)
+    for line in dict.fromkeys(c.loss for c in window.coefficients):
+        own = [c for c in window.coefficients if c.loss == line]
+        fault = _pattern(own, window, usual)
+        if fault is not None:
+            yield fault
+    worst = max(window.lost, default=0.0)
+    if worst > _LOSES:
+        yield Fault("lost in rounding", f"{worst:.0%} of a micro-batch's gradient was rounded away when it was added",
+                    window.backward, worst)  # fmt: skip
+    if n > 1 and len(set(window.rates)) > 1:
+        rates = [", ".join(f"{rate:g}" for rate in each) for each in window.rates]
+        yield Fault("schedule moved per micro-batch",
+                    f"within one window the learning rate was {'; '.join(dict.fromkeys(rates))}", "", 0.5)  # fmt: skip
+    if n > 1 and window.moves > 1:
+        yield Fault("batch norm per micro-batch",
+                    f"running statistics moved {window.moves} times in a window of {n} micro-batches", "",
+                    0.1)  # fmt: skip
+
+
+def _left(window: Window) -> Iterable[Fault]:
+    if abs(window.left) <= _TOLERANCE:
+        return
+    if abs(window.left - 1) <= _TOLERANCE:
+        yield Fault("not zeroed", "the gradient of the window before is in this one, whole", window.step, 1.0)
+    else:
+        yield Fault("leak from the window before", f"{window.left:.4g} of the gradient of the window before is in this "
+                    "one", window.step, abs(window.left))  # fmt: skip
+
+
+def _clips(window: Window) -> Iterable[Fault]:
+    n = window.micro_batches
+    unscaled: Factor | None = None
+    for factor in reversed(window.factors):
+        if factor.purpose == "unscale" and factor.value:
+            unscaled = factor
+        if factor.purpose != "clip":
+            continue
+        if factor.is_exact(window.epsilon) and abs(factor.value - 1) <= _TOLERANCE:
+            continue  # it was below the limit
+        much = abs(1 - factor.value) if factor.is_exact(window.epsilon) else factor.residual
+        how = f"multiplied by {factor.value:.4g}" if factor.is_exact(window.epsilon) else "cut element by element"
+        if factor.after < n:
+            yield Fault("clipped per micro-batch",
+                        f"after micro-batch {factor.after} of {n} the sum so far was {how}", factor.where,
+                        much)  # fmt: skip
+        elif unscaled is not None and abs(unscaled.value - 1) > _TOLERANCE:
+            yield Fault("clipped before unscale",
+                        f"the gradient was {how} while it was {1 / unscaled.value:.4g} times too large", factor.where,
+                        much)  # fmt: skip
+
+
+def _pattern(own: Sequence[Coefficient], window: Window, usual: int) -> Fault | None:
+    """What the coefficients of one loss are, if they are not right."""
+    seen = [c for c in own if not math.isnan(c.value)]
+    if not seen or all(c.is_(c.right) for c in seen):
+        return None
+    ratios = [c.value / c.right for c in seen if c.right]
+    ratio = ratios[0] if ratios else 1.0
+    same_ratio = all(c.is_(c.right * ratio) for c in seen)
+    if same_ratio and seen[0].free and ratio:
+        return None
+    n, ranks = window.micro_batches, window.ranks
+    severity = math.sqrt(math.fsum((c.value - c.right) ** 2 for c in seen) /
+                         max(1e-300, math.fsum(c.right**2 for c in seen)))  # fmt: skip
+    listed = _list(seen)
+
+    def fault(name: str, text: str = "", where: str = window.backward) -> Fault:
+        return Fault(name, text or listed, where, severity)
+
+    others = [c for c in seen if c.rank != 0]
+    if others and all(c.is_(0) for c in others) and not all(c.is_(0) for c in seen):
+        return fault("gradients not reduced over ranks")
+    last = [c for c in others if c.micro_batch == n - 1]
+    if last and n > 1 and all(c.is_(0) for c in last):
+        return fault("last micro-batch not reduced")
+    zero = [c.micro_batch for c in seen if c.is_(0)]
+    kept = [c for c in seen if not c.is_(0)]
+    if zero and kept:
+        if n > 1 and {c.micro_batch for c in kept} == {n - 1}:
+            return fault("only the last one")
+        return fault("micro-batch lost", f"micro-batch {_listed(zero)} of {n} is not in the update: {listed}")
+    even = len({c.terms for c in seen}) == 1
+    equal = all(c.is_(seen[0].value) for c in seen)
+    if equal and len(seen) > 1:
+        each = seen[0]
+        if each.is_(1) or (ranks > 1 and each.is_(1 / ranks) and n > 1):
+            return fault("sum for mean")
+        if not even and each.is_(1 / len(seen)):
+            by_rank = collections.defaultdict(set)
+            for c in seen:
+                by_rank[c.rank].add(c.terms)
+            if ranks > 1 and all(len(terms) == 1 for terms in by_rank.values()):
+                return fault("weights of ranks ignored")
+            return fault("mean of means over uneven micro-batches")
+    if (equal or same_ratio) and usual != n and seen[0].is_(1 / (usual * ranks)):
+        if n < usual:
+            return fault("tail divided by N", f"{n} micro-batches were divided by {usual}: {listed}")
+        return fault("leak from the window before",
+                     f"{n} micro-batches were added up and divided by {usual}: {listed}")  # fmt: skip
+    if same_ratio:
+        if n > 1 and _near(ratio, n):
+            return fault("sum for mean")
+        if ranks > 1 and _near(ratio, ranks):
+            return fault("sum over ranks for mean")
+        if ranks > 1 and _near(ratio, 1 / ranks):
+            return fault("1/R once too often over ranks")
+        if n > 1 and _near(ratio, 1 / n):
+            return fault("divided twice")
+    return None
+
+
+def unexplained(windows: Sequence[Window]) -> list[str]:
+    """Sentences about windows whose coefficients are not right, and that have no name."""
+    usual = _usual(windows)
+    result: dict[str, int] = {}
+    for window in windows:
+        if not window.finite or window.swallowed:
+            continue
+        lines = dict.fromkeys(c.loss for c in window.coefficients)
+        for line in lines:
+            own = [c for c in window.coefficients if c.loss == line]
+            seen = [c for c in own if not math.isnan(c.value)]
+            wrong = [c for c in seen if not c.is_(c.right)]
+            if not wrong or _pattern(own, window, usual) is not None:
+                continue
+            ratio = seen[0].value / seen[0].right if seen[0].right else 1.0
+            if all(c.is_(c.right * ratio) for c in seen):
+                if window.micro_batches > 1 and not seen[0].free and len(lines) == 1:
+                    text = f"{line}: the whole window is multiplied by {ratio:.6g}, which may be meant"
+                    result.setdefault(text, window.index)
+            elif window.micro_batches > 1:
+                result.setdefault(f"{line}: the {_list(seen)} have no name here", window.index)
+        for factor in window.factors:
+            if factor.purpose not in ("clip",) and not factor.is_exact(window.epsilon) and window.ranks == 1:
+                what = factor.purpose or "something that was not seen"
+                place = f" ({factor.where})" if factor.where else ""
+                result.setdefault(
+                    f"{what}{place} changed the gradient in a way that is no multiple; what follows holds for the "
+                    "rest of it", window.index
+                )  # fmt: skip
+    return [f"{text} (window {index + 1})" for text, index in result.items()]
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-3 * abs(b)
+
+
+def _list(seen: Sequence[Coefficient]) -> str:
+    shown = [f"{c} for {c.right:.4g}" for c in seen[:8]]
+    return "coefficients " + ", ".join(shown) + (", ..." if len(seen) > 8 else "")
+
+
+def _listed(micro_batches: Iterable[int]) -> str:
+    return ", ".join(str(i + 1) for i in sorted(set(micro_batches)))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loss functions of torch average over."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Count = float | Tensor
+"""Over how many terms a loss function has averaged or added: a number, or a tensor that holds it."""
+
+
+@dataclasses.dataclass
+class Term:
+    """The value of a loss function in a micro-batch."""
+
+    name: str
+    where: str
+    """The line of the program that has called the function."""
+    reduction: str
+    """``"mean"``, ``"sum"`` or ``"none"``."""
+    count: Count
+    epsilon: float
+    """The rounding of its dtype."""
+    factors: list[Tensor] = dataclasses.field(default_factory=list)
+    """The derivative of what went backward by this value, for each backward."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.name, self.where
+
+    def resolve(self) -> tuple[float, float] | None:
+        """The factor by which the loop has scaled the mean over the terms, and their number; None: not in backward.
+
+        The derivative by a sum of n terms is 1/n of that by their mean.
+        """
+        if not self.factors:
+            return None
+        count = float(self.count)
+        total = 0.0
+        for factor in self.factors:
+            low, high = float(factor.min()), float(factor.max())
+            if high - low > 16 * self.epsilon * max(abs(low), abs(high)):
+                return None  # the terms have weights of their own
+            total += low
+        return (total if self.reduction == "mean" else total * count), count
+
+
+def _classes(given: Mapping[str, Any]) -> Count:
+    """The terms of cross entropy: targets that are not ignored, each with the weight of its class."""
+    target: Tensor = given["target"]
+    scores: Tensor = given["input"]
+    if target.is_floating_point():  # probabilities
+        return target.numel() / scores.shape[0 if scores.dim() == 1 else 1]
+    counted: Tensor = target != given["ignore_index"]
+    weight: Tensor | None = given.get("weight")
+    if weight is None:
+        return counted.sum()
+    return (weight.detach()[target.clamp(min=0)] * counted).sum()
+
+
+def _elements(given: Mapping[str, Any]) -> Count:
+    shapes = [value.shape for key, value in given.items() if key in ("input", "target", "weight", "var")
+              if isinstance(value, Tensor)]  # fmt: skip
+    broadcast: Any = torch.broadcast_shapes
+    return float(torch.Size(broadcast(*shapes)).numel())
+
+
+def _samples(given: Mapping[str, Any]) -> Count:
+    first = next(value for value in given.values() if isinstance(value, Tensor))
+    return float(first.shape[0]) if first.dim() else 1.0
+
+
+def _divergence(given: Mapping[str, Any]) -> Count:
+    return _samples(given) if given["reduction"] == "batchmean" else _elements(given)
+
+
+_COUNTS: dict[Callable[..., Any], Callable[[Mapping[str, Any]], Count]] = {
+    F.cross_entropy: _classes, F.nll_loss: _classes, F.kl_div: _divergence,
+    F.mse_loss: _elements, F.l1_loss: _elements, F.smooth_l1_loss: _elements, F.huber_loss: _elements,
+    F.binary_cross_entropy: _elements, F.binary_cross_entropy_with_logits: _elements,
+    F.poisson_nll_loss: _elements, F.gaussian_nll_loss: _elements, F.soft_margin_loss: _elements,
+    F.hinge_embedding_loss: _elements, F.multi_margin_loss: _samples, F.multilabel_margin_loss: _samples,
+    F.multilabel_soft_margin_loss: _samples, F.cosine_embedding_loss: _samples, F.margin_ranking_loss: _samples,
+    F.triplet_margin_loss: _samples, F.ctc_loss: _samples,
+}  # fmt: skip
+_SIGNATURES = {function: inspect.signature(function) for function in _COUNTS}
+FUNCTIONS = frozenset(_COUNTS)
+"""The loss functions that are understood."""
+
+
+def term(
+    function: Callable[..., Any], value: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
+) -> Term:
+    """What a call of one of FUNCTIONS has returned."""
+    bound = _SIGNATURES[function].bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    reduction = given["reduction"]
+    if given.get("size_average") is not None or given.get("reduce") is not None:  # of older programs
+        legacy: Any = F._Reduction.legacy_get_string  # type: ignore[attr-defined]
+        reduction = legacy(given.get("size_average"), given.get("reduce"))
+    given["reduction"] = reduction
+    count = _COUNTS[function](given)
+    kind = reduction if reduction in ("sum", "none") else "mean"
+    return Term(function.__name__, where, kind, count, torch.finfo(value.dtype).eps)

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches a training loop of torch, without a change to what it computes."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from . import _where
+from ._losses import FUNCTIONS, Term, term
+from ._sketch import Sketch, size_of
+from ._timeline import Change, Joined, MicroBatch, Sketches, Trace, trace
+
+_Quiet: Any = torch._C.DisableTorchFunction
+
+
+class _Parameter:
+    """A parameter whose gradient is followed."""
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self.tensor = tensor
+        self.name = name
+        self.had_gradient = False
+        self.sketch: Tensor | None = None  # of .grad as it was seen last
+        self._seen: tuple[Callable[[], Tensor | None], int] | None = None  # that .grad, and its version
+
+    def is_as_seen(self) -> bool:
+        gradient = self.tensor.grad
+        if gradient is None or self._seen is None:
+            return gradient is None and self._seen is None
+        return self._seen[0]() is gradient and self._seen[1] == gradient._version
+
+    def see(self, sketch: Tensor | None) -> None:
+        gradient = self.tensor.grad
+        self.sketch = sketch
+        self._seen = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    def forget(self) -> None:
+        """.grad is about to change in a way that its version may not tell."""
+        self._seen = (_nothing, -1)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _never_raises(method: Method) -> Method:
+    """What a loop calls without knowing: an error ends the watching, and not the loop."""
+
+    @functools.wraps(method)
+    def call(self: Recorder, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self.fail(error)
+            return None
+
+    return cast(Method, call)
+
+
+def _nothing() -> None:
+    """A reference to no tensor."""
+
+
+class Steps:
+    """The windows of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[int]) -> None:
+        self.optimizer = optimizer
+        self.parameters = parameters
+        self.begin = 0  # the first entry of its window
+        self.start: Mapping[int, Tensor | None] = {}  # the gradients with which the last window was stepped
+        self.traces: list[Trace] = []
+        self.lines: list[str] = []
+        """The line that has called step(), for each window."""
+        self.rates: list[list[tuple[float, ...]]] = []
+        """The learning rates at each micro-batch and at the step, for each window."""
+        self.moves: list[int] = []
+        """How often the statistics of batch normalisation moved, for each window."""
+        self.pending = 0
+        """Micro-batches after the last step."""
+
+
+class Recorder:
+    """Follows the gradients of parameters from backward to the optimizer."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._handles: list[Any] = []
+        self._parameters: list[_Parameter] = []
+        self._index: dict[int, int] = {}  # of a parameter, by its id
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._norms: list[Any] = []  # layers with batch normalisation
+        self._moved = 0
+        self._sketch = Sketch()
+        self._entries: list[MicroBatch | Change] = []
+        self._addresses: dict[int, int] = {}  # of gradients: the parameter
+        self._terms: list[Term] = []  # of the micro-batch to come
+        self._open: MicroBatch | None = None  # has gradients, and may get more
+        self._where = ""  # the last backward
+        self._mode: Any = None
+        self._active = False
+        self.steps: dict[int, Steps] = {}
+        """By the id of the optimizer."""
+        self.remarks: list[str] = []
+        """What could not be seen."""
+        self.knows_losses = True
+        """Whether calls of loss functions are seen."""
+        self._named = False  # whether the program names its losses itself
+
+    # ---- Beginning and end
+
+    def begin(self, model: torch.nn.Module | None) -> None:
+        self._active = True
+        if model is None:
+            self._handles.append(register_module_forward_pre_hook(self._forward))
+        else:
+            self._attach(model)
+            self._handles.append(model.register_forward_pre_hook(self._forward))
+        self._handles.append(register_optimizer_step_pre_hook(self._step))
+        if model is not None and type(model).__name__ == "OptimizedModule":
+            self.knows_losses = False
+            self.remarks.append(
+                "The model is compiled: loss functions are not seen, so that only the ratios between micro-batches are "
+                "known, unless r.loss() tells what they average over."
+            )
+        else:
+            self._mode = _Mode(self)
+            self._mode.__enter__()
+
+    def end(self) -> None:
+        self._active = False
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for steps in self.steps.values():
+            own = self._joined(steps)
+            steps.pending = sum(
+                isinstance(entry, MicroBatch) and own.has(entry.added) for entry in self._entries[steps.begin :]
+            )
+
+    def _attach(self, model: torch.nn.Module) -> None:
+        """Follows the parameters of a model."""
+        for module in model.modules():
+            if module in self._modules:
+                continue
+            self._modules.add(module)
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+                self._norms.append(module)
+        self._follow(model.named_parameters())
+
+    def _follow(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in named:
+            if id(tensor) in self._index or not tensor.requires_grad or not tensor.is_leaf:
+                continue
+            if type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor":
+                self._remark(
+                    f'Parameter "{name}" is a DTensor (FSDP2 or tensor parallelism), whose gradients are not read.'
+                )
+                continue
+            index = len(self._parameters)
+            self._index[id(tensor)] = index
+            self._parameters.append(_Parameter(tensor, name))
+            hook: Any = tensor.register_hook
+            after: Any = tensor.register_post_accumulate_grad_hook
+            self._handles.append(hook(lambda gradient, index=index: self._reached(index, gradient)))
+            self._handles.append(after(lambda _, index=index: self._accumulated(index)))
+
+    def fail(self, error: Exception) -> None:
+        self._active = False
+        self._remark(
+            f"The watching ended early, by a defect of gradaccum.check or a tensor that it does not know: "
+            f"{type(error).__name__}: {error}"
+        )
+
+    def _remark(self, text: str) -> None:
+        if text not in self.remarks:
+            self.remarks.append(text)
+
+    # ---- Forward and losses
+
+    @_never_raises
+    def _forward(self, module: torch.nn.Module, _: Any) -> None:
+        if not self._active or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+            return  # a checkpoint computes again
+        if module not in self._modules:
+            self._attach(module)
+        self._close()
+
+    def _close(self) -> None:
+        """What comes next belongs to another micro-batch."""
+        self._open = None
+
+    @_never_raises
+    def saw_loss(self, found: Callable[[], Term], value: Tensor) -> None:
+        if self._named or not value.requires_grad or torch._C._current_graph_task_id() != -1:
+            return
+        self._add(found(), value)
+
+    def name_loss(self, found: Term, value: Tensor) -> None:
+        """The program tells what a loss averages over: functions of torch are no longer asked."""
+        if not self._named:
+            self._named = True
+            self._terms = []
+        self._add(found, value)
+
+    def _add(self, found: Term, value: Tensor) -> None:
+        self._close()
+        self._terms.append(found)
+
+        def note(gradient: Tensor) -> None:
+            found.factors.append(gradient.detach())
+
+        hook: Any = value.register_hook
+        hook(note)
+
+    # ---- Backward
+
+    def went_backward(self) -> None:
+        self._where = _where.line()
+
+    @_never_raises
+    def _reached(self, index: int, gradient: Tensor) -> None:
+        """A gradient is about to be added to .grad."""
+        if not self._active:
+            return
+        with _Quiet(), torch.no_grad():
+            parameter = self._parameters[index]
+            parameter.had_gradient = True
+            micro = self._open
+            if micro is None:
+                self._observe()
+                micro = self._open = MicroBatch(self._terms, self._rates())
+                self._terms = []
+                self._entries.append(micro)
+            found = self._sketch.of(index, gradient)
+            before = micro.added.get(index)
+            micro.added[index] = found if before is None else before + found
+
+    @_never_raises
+    def _accumulated(self, index: int) -> None:
+        """A gradient was added to .grad."""
+        micro = self._open
+        if not self._active or micro is None:
+            return
+        with _Quiet(), torch.no_grad():
+            parameter = self._parameters[index]
+            gradient = parameter.tensor.grad
+            if gradient is None:
+                return
+            micro.where = self._where
+            own = micro.added.get(index)
+            # What is alone in .grad needs no second pass.
+            alone = own is not None and parameter.sketch is None
+            parameter.see(own if alone else self._sketch.of(index, gradient))
+            self._addresses[_address(gradient)] = index
+            if parameter.sketch is not None:
+                micro.after[index] = parameter.sketch
+
+    # ---- Changes of .grad between backwards
+
+    @_never_raises
+    def changes(self, gradients: Any, name: str) -> None:
+        """A function of torch is about to change tensors, which may be gradients."""
+        tensors = gradients if isinstance(gradients, (list, tuple)) else (gradients,)
+        if not tensors or not isinstance(tensors[0], Tensor) or not self._addresses:
+            return
+        with _Quiet():
+            addresses = [_address(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+            indices = [self._addresses[address] for address in addresses if address in self._addresses]
+            if not indices or torch._C._current_graph_task_id() != -1:
+                return
+            purpose, where = _where.purpose() or name, _where.line()
+            last = self._entries[-1] if self._entries else None
+            if not (isinstance(last, Change) and (last.purpose, last.where) == (purpose, where)):
+                self._observe()
+                self._entries.append(Change(purpose, where))
+            for index in indices:
+                self._parameters[index].forget()
+
+    def _observe(self) -> None:
+        """Adds what has changed in .grad since it was seen last to the change that is going on."""
+        changed: dict[int, Tensor | None] = {}
+        in_place = _is_distributed()  # a reduction writes without a new version
+        for index, parameter in enumerate(self._parameters):
+            if parameter.is_as_seen() and not (in_place and parameter.tensor.grad is not None):
+                continue
+            gradient = parameter.tensor.grad
+            found = None if gradient is None else self._sketch.of(index, gradient)
+            if found is not None and parameter.sketch is not None and torch.equal(found, parameter.sketch):
+                parameter.see(found)
+                continue
+            if gradient is not None:
+                self._addresses[_address(gradient)] = index
+            if found is not None or parameter.sketch is not None:
+                changed[index] = found
+            parameter.see(found)
+        if not changed:
+            return
+        last = self._entries[-1] if self._entries else None
+        if not isinstance(last, Change):
+            last = Change("", "")
+            self._entries.append(last)
+        last.after.update(changed)
+
+    # ---- The optimizer
+
+    def _rates(self) -> tuple[float, ...]:
+        return tuple(
+            float(group["lr"]) for steps in self.steps.values() for group in steps.optimizer.param_groups
+            if "lr" in group
+        )  # fmt: skip
+
+    def know(self, optimizer: torch.optim.Optimizer) -> Steps | None:
+        """The windows of an optimizer; None if it has no parameter that is followed."""
+        base: Any = optimizer
+        while (inner := getattr(base, "optimizer", None) or getattr(base, "_optimizer", None)) is not None:
+            base = inner  # of accelerate and Lightning
+        if id(base) not in self.steps:
+            tensors = [tensor for group in base.param_groups for tensor in group["params"]]
+            indices = [self._index[id(tensor)] for tensor in tensors if id(tensor) in self._index]
+            if not indices:
+                return None
+            if type(base).__module__.startswith("gradaccum"):
+                self._remark(
+                    f"{type(base).__name__} is an optimizer of this library, which keeps the window's gradient itself "
+                    "and not in .grad: what it adds up is not read."
+                )
+                return None
+            self.steps[id(base)] = Steps(base, indices)
+        return self.steps[id(base)]
+
+    def _step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._active:
+            return None
+        steps = self.know(optimizer)
+        if steps is None:
+            return None
+        where = _where.line()
+        given = args[1:] if args and args[0] is optimizer else args
+        closure = kwargs.get("closure", given[0] if given else None)
+        if not callable(closure):
+            self._window(steps, where)
+            return None
+
+        def called() -> Any:
+            result = closure()
+            self._window(steps, where)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": called}
+        head = args[: len(args) - len(given)]
+        return (*head, called, *given[1:]), kwargs
+
+    @_never_raises
+    def _window(self, steps: Steps, where: str) -> None:
+        """The optimizer is about to read .grad."""
+        with _Quiet(), torch.no_grad():
+            self._observe()
+            self._close()
+            epsilon = max(torch.finfo(self._parameters[index].tensor.dtype).eps for index in steps.parameters)
+            found = trace(self._entries[steps.begin :], steps.start, self._joined(steps), epsilon)
+            steps.start = {index: self._parameters[index].sketch for index in steps.parameters}
+            steps.begin = len(self._entries)
+            steps.traces.append(found)
+            steps.lines.append(where)
+            steps.rates.append([*(micro.rates for micro in found.micro_batches), self._rates()])
+            moved = sum(int(layer.num_batches_tracked) for layer in self._norms[:1])
+            steps.moves.append(moved - self._moved)
+            self._moved = moved
+            self._prune()
+        if self._limit is not None and len(steps.traces) >= self._limit:
+            self.end()
+
+    def _joined(self, steps: Steps) -> Joined:
+        return Joined({index: size_of(self._parameters[index].tensor) for index in steps.parameters})
+
+    def _prune(self) -> None:
+        """Forgets what every optimizer has behind it."""
+        first = min(steps.begin for steps in self.steps.values())
+        del self._entries[:first]
+        for steps in self.steps.values():
+            steps.begin -= first
+
+    # ---- What was seen
+
+    def names(self, chosen: Callable[[_Parameter], bool]) -> list[str]:
+        return [parameter.name for parameter in self._parameters if chosen(parameter)]
+
+    def without_gradient(self) -> list[str]:
+        return self.names(lambda parameter: not parameter.had_gradient)
+
+    def without_optimizer(self) -> list[str]:
+        held = {index for steps in self.steps.values() if steps.traces for index in steps.parameters}
+        return [
+            parameter.name for index, parameter in enumerate(self._parameters)
+            if parameter.had_gradient and index not in held
+        ]  # fmt: skip
+
+
+class _Mode(TorchFunctionMode):
+    """Sees calls of loss functions, of backward, and of functions that change gradients in place."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            self._recorder.went_backward()
+        elif args:
+            name = getattr(func, "__name__", "")
+            if name.endswith("_") and not name.endswith("__"):
+                self._recorder.changes(args[0], name)
+        value = func(*args, **kwargs)
+        if func in FUNCTIONS and isinstance(value, Tensor):
+            where = _where.line()
+            self._recorder.saw_loss(lambda: term(func, value, args, kwargs, where), value)
+        return value
+
+
+def _address(tensor: Tensor) -> int:
+    """By which a gradient is known again under another name, such as .data."""
+    return tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def _is_distributed() -> bool:
+    distributed: Any = torch.distributed
+    return bool(distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
+
+
+__all__ = ["Recorder", "Sketches", "Steps"]

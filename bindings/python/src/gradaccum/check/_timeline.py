@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened to the gradients of a window, as sketches, and which multiple of each micro-batch came out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ._losses import Term
+
+Sketches = dict[int, Tensor]
+"""Of the gradients of parameters, by their index; one that has no gradient is missing."""
+
+_EXACT = 1e-5
+"""How much of a gradient may be something else than a multiple of what it was, in f32."""
+
+
+@dataclasses.dataclass
+class MicroBatch:
+    """A backward, or several without a forward between them."""
+
+    terms: list[Term]
+    rates: tuple[float, ...] = ()
+    """The learning rates that the optimizers had."""
+    where: str = ""
+    """The line that called backward."""
+    added: Sketches = dataclasses.field(default_factory=dict)
+    """What was added to ``.grad``."""
+    after: Sketches = dataclasses.field(default_factory=dict)
+    """``.grad`` afterwards, of the parameters that had a gradient."""
+
+
+@dataclasses.dataclass
+class Change:
+    """Something else than a backward has changed ``.grad``."""
+
+    purpose: str
+    """``"clip"``, ``"unscale"``, ``"zero_grad"``, the name of a function of torch, or empty if it was not seen."""
+    where: str
+    after: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)
+    """``.grad`` afterwards, of the parameters where it has changed."""
+
+
+@dataclasses.dataclass
+class Factor:
+    """A change of a window's gradient, as the number that it has multiplied it by."""
+
+    purpose: str
+    where: str
+    after: int
+    """How many micro-batches of the window had been added by then."""
+    value: float
+    residual: float
+    """How much of the result is no multiple, as a part of its norm."""
+
+    def is_exact(self, epsilon: float) -> bool:
+        return self.residual <= max(_EXACT, 4 * epsilon)
+
+
+@dataclasses.dataclass
+class Trace:
+    """A window of an optimizer."""
+
+    micro_batches: list[MicroBatch]
+    kept: list[float]
+    """Which multiple of each micro-batch's gradient reached the optimizer, but for clipping."""
+    factors: list[Factor]
+    left: float
+    """Which multiple of the gradient of the window before is in this one."""
+    lost: list[float]
+    """Which part of each micro-batch was rounded away when it was added."""
+    skipped: int
+    """Micro-batches before it that were dropped because a gradient was not finite."""
+    emptied: bool
+    """Whether they were those of this window, which was stepped without them."""
+    finite: bool
+    """Whether the gradient that the optimizer saw is finite."""
+    target: Tensor
+    """The sketch of the gradient that the optimizer saw, before the clipping of the whole window."""
+    added: list[Tensor]
+    """The sketches of the micro-batches."""
+    gradient: Tensor
+    """The sketch of the gradient that the optimizer saw."""
+    epsilon: float
+
+
+class Joined:
+    """Makes one vector of the sketches of some parameters."""
+
+    def __init__(self, sizes: Mapping[int, int]) -> None:
+        self._sizes = sizes
+
+    def __call__(self, sketches: Mapping[int, Tensor | None]) -> Tensor:
+        parts = []
+        for index, size in self._sizes.items():
+            part = sketches.get(index)
+            parts.append(torch.zeros(size, dtype=torch.float64) if part is None else part.cpu())
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+    def has(self, sketches: Iterable[int]) -> bool:
+        return not self._sizes.keys().isdisjoint(sketches)
+
+
+def trace(
+    entries: Sequence[MicroBatch | Change], start: Mapping[int, Tensor | None], joined: Joined, epsilon: float
+) -> Trace:
+    """Follows the gradient from the end of the window before to the step.
+
+    :param start: ``.grad`` when the window before was stepped
+    :param epsilon: the rounding of the gradients' dtype
+    """
+    state: dict[int, Tensor | None] = dict(start)
+    micro_batches: list[MicroBatch] = []
+    kept: list[float] = []
+    added: list[Tensor] = []
+    lost: list[float] = []
+    factors: list[Factor] = []
+    now = joined(state)
+    target = now
+    left = 1.0 if float(now.norm()) else 0.0
+    skipped, emptied = 0, False
+    for entry in entries:
+        if isinstance(entry, MicroBatch):
+            if not joined.has(entry.added):
+                continue
+            before, emptied = now, False
+            state.update(entry.after)
+            now = target = joined(state)
+            gradient = joined(entry.added)
+            norm = float(gradient.norm())
+            rounded = float((now - before - gradient).norm())
+            lost.append(rounded / norm if 0 < norm < math.inf else 0.0)
+            micro_batches.append(entry)
+            kept.append(1.0)
+            added.append(gradient)
+            continue
+        if not joined.has(entry.after):
+            continue
+        before = now
+        state.update(entry.after)
+        now = joined(state)
+        if not float(now.norm()) and not bool(torch.isfinite(before).all()):
+            skipped += len(micro_batches)
+            emptied = True
+            micro_batches, kept, added, lost, factors, left = [], [], [], [], [], 0.0
+            target = now
+            continue
+        value, residual = _multiple(now, before)
+        factors.append(Factor(entry.purpose, entry.where, len(micro_batches), value, residual))
+        if entry.purpose == "clip":
+            continue  # what it multiplies is not what the loop gives to a micro-batch
+        kept = [each * value for each in kept]
+        left *= value
+        target = target * value if factors[-1].is_exact(epsilon) else now
+    finite = bool(torch.isfinite(now).all())
+    return Trace(micro_batches, kept, factors, left, lost, skipped, emptied, finite, target, added, now, epsilon)
+
+
+def _multiple(now: Tensor, before: Tensor) -> tuple[float, float]:
+    """The number with which one vector is the other, and what remains, relative to it."""
+    square = float(before @ before)
+    norm = float(now.norm())
+    if not norm:
+        return 0.0, 0.0
+    if not square or not math.isfinite(square):
+        return 1.0, 1.0
+    value = float(now @ before) / square
+    return value, float((now - before * value).norm()) / norm

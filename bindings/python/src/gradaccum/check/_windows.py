@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a recorder saw to the coefficients of micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._faults import Coefficient, Window
+from ._recorder import Recorder, Steps
+from ._solve import solve
+from ._timeline import Factor, Trace
+
+_F32 = 2.0**-23
+
+
+@dataclasses.dataclass
+class _Loss:
+    """A loss of a micro-batch, resolved to numbers."""
+
+    key: str
+    factor: float
+    terms: float
+    free: bool
+    epsilon: float
+
+
+@dataclasses.dataclass
+class _Part:
+    """A window as one rank has seen it."""
+
+    losses: list[list[_Loss]]
+    kept: list[float]
+    factors: list[Factor]
+    left: float
+    lost: list[float]
+    finite: bool
+    emptied: bool
+    added: list[Tensor]
+    target: Tensor
+    gradient: Tensor
+    rates: list[tuple[float, ...]]
+    moves: int
+    backward: str
+    step: str
+    epsilon: float
+
+
+def windows_of(recorder: Recorder, group: Any | None) -> list[tuple[str, list[Window]]]:
+    """For each optimizer its name and its windows, over the ranks of a group of torch.distributed if there is one."""
+    own = [(type(steps.optimizer).__name__, _parts(steps)) for steps in recorder.steps.values()]
+    ranks = [own]
+    if group is not None:
+        distributed: Any = torch.distributed
+        ranks = [own] * distributed.get_world_size(group)
+        found: list[Any] = [None] * len(ranks)
+        distributed.all_gather_object(found, own, group=group)
+        ranks = found
+    result = []
+    for which, (name, parts) in enumerate(own):
+        count = min(len(rank[which][1]) if which < len(rank) else 0 for rank in ranks)
+        windows = []
+        for index in range(count):
+            before = parts[index - 1].gradient if index else None
+            windows.append(_window(index, [rank[which][1][index] for rank in ranks], before))
+        result.append((name, windows))
+    return result
+
+
+def _parts(steps: Steps) -> list[_Part]:
+    return [
+        _part(trace, rates, moves, line)
+        for trace, rates, moves, line in zip(steps.traces, steps.rates, steps.moves, steps.lines, strict=True)
+    ]
+
+
+def _part(trace: Trace, rates: list[tuple[float, ...]], moves: int, line: str) -> _Part:
+    losses = [_losses(micro.terms) for micro in trace.micro_batches]
+    keys = {loss.key for kept, own in zip(trace.kept, losses, strict=True) if kept for loss in own}
+    # What another optimizer's losses left in .grad, and was dropped, is no micro-batch of this one.
+    own = [
+        i for i, kept in enumerate(trace.kept)
+        if kept or not losses[i] or not keys or not keys.isdisjoint(loss.key for loss in losses[i])
+    ]  # fmt: skip
+    shift = {i: sum(k < i for k in own) for i in range(len(losses) + 1)}
+    factors = [dataclasses.replace(factor, after=shift[factor.after]) for factor in trace.factors]
+    backward = trace.micro_batches[own[-1]].where if own else ""
+    return _Part(
+        [losses[i] for i in own], [trace.kept[i] for i in own], factors, trace.left, [trace.lost[i] for i in own],
+        trace.finite, trace.emptied, [trace.added[i] for i in own], trace.target, trace.gradient,
+        [rates[i] for i in own if rates[i]] + rates[-1:], moves, backward, line, trace.epsilon,
+    )  # fmt: skip
+
+
+def _losses(terms: Sequence[Any]) -> list[_Loss]:
+    result = []
+    for term in terms:
+        found = term.resolve()
+        if found is not None:
+            factor, count = found
+            result.append(_Loss(f"{term.name} in {term.where}", factor, count, term.reduction != "mean", term.epsilon))
+    return result
+
+
+def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
+    first = ranks[0]
+    kept = [[(value, 0.0) for value in part.kept] for part in ranks]
+    left = first.left
+    blurred = any(factor.purpose != "clip" and not factor.is_exact(first.epsilon) for factor in first.factors)
+    if len(ranks) > 1 or blurred:
+        kept, left = _solved(ranks, before)
+    totals: dict[str, float] = {}
+    for part in ranks:
+        for losses in part.losses:
+            for loss in losses:
+                totals[loss.key] = totals.get(loss.key, 0.0) + loss.terms
+    coefficients = []
+    for rank, part in enumerate(ranks):
+        for micro, losses in enumerate(part.losses):
+            value, error = kept[rank][micro]
+            if not totals:
+                coefficients.append(Coefficient(rank, micro, 1, value, error, 1, "", True))
+            for loss in losses:
+                right = loss.terms / totals[loss.key] if totals[loss.key] else 0.0
+                blur = abs(loss.factor) * error + 4 * max(loss.epsilon, _F32) * abs(value * loss.factor)
+                coefficients.append(
+                    Coefficient(rank, micro, loss.terms, value * loss.factor, blur, right, loss.key, loss.free)
+                )
+    swallowed = [i for i, added in enumerate(first.added) if first.kept[i] and not bool(torch.isfinite(added).all())]
+    return Window(
+        index, max(len(part.kept) for part in ranks), coefficients, first.factors, left, first.lost, first.finite,
+        swallowed, first.emptied, first.rates, first.moves, first.backward, first.step, len(ranks), first.epsilon,
+    )  # fmt: skip
+
+
+def _solved(ranks: list[_Part], before: Tensor | None) -> tuple[list[list[tuple[float, float]]], float]:
+    """The coefficients by least squares, where gradients were not followed from one change to the next."""
+    places = [(rank, micro) for rank, part in enumerate(ranks) for micro in range(len(part.added))]
+    columns = [ranks[rank].added[micro] for rank, micro in places]
+    if before is not None:
+        columns.append(before)
+    kept = [[(math.nan, math.inf)] * len(part.added) for part in ranks]
+    if not columns or len(ranks[0].target) < 2 * len(columns):
+        return kept, 0.0
+    solution = solve(columns, ranks[0].target, max(ranks[0].epsilon, _F32))
+    for (rank, micro), value, error in zip(places, solution.values, solution.errors, strict=False):
+        kept[rank][micro] = (value, error)
+    left = 0.0
+    if before is not None and abs(solution.values[-1]) > 4 * solution.errors[-1]:
+        left = solution.values[-1]
+    return kept, left
