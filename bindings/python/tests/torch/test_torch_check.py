@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import check_loops
+import gradaccum
+import gradaccum.torch as gt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,7 +87,7 @@ def test_the_multiples_are_those_of_the_loop() -> None:
     report, _ = watched(train, UNEVEN)
     assert values(report) == pytest.approx(scales, rel=1e-5)
     assert [c.right for c in report.optimizers[0].windows[0].coefficients] == [0.4, 0.2, 0.3, 0.1]
-    assert "have no name here" in str(report)
+    assert names(report) == ["unexplained"] and "0.3 for 0.4, 1.7 for 0.2" in str(report)
 
 
 def test_what_happens_between_micro_batches_is_followed() -> None:
@@ -153,6 +155,79 @@ def test_a_loss_of_the_programs_own_is_named() -> None:
             recording.loss(torch.ones(1), 1, "none")
     assert names(recording.report) == ["mean of means over uneven micro-batches"]
     assert values(recording.report) == pytest.approx([0.25] * 4)
+
+
+# ---- Optimizers of this library
+
+
+def ours(
+    take: Callable[[Any, Loop, list[int]], None], windows: list[list[int]] = UNEVEN, **options: Any
+) -> check.Report:
+    loop = Loop(windows)
+    optimizer = gt.AdamW(loop.model.parameters(), **options)
+    with check.record(loop.model, optimizer) as recording:
+        for window in windows:
+            take(optimizer, loop, window)
+    return recording.report
+
+
+def test_optimizers_of_this_library_tell_their_windows() -> None:
+    def weighs(optimizer: Any, loop: Loop, window: list[int]) -> None:
+        for samples in window:
+            optimizer.backward(loop.loss(samples), weight=samples)
+        optimizer.step()
+
+    def accumulates(optimizer: Any, loop: Loop, window: list[int]) -> None:
+        for samples in window:
+            loop.loss(samples).backward()
+            optimizer.accumulate(weight=samples)
+        optimizer.flush()
+
+    def counts(optimizer: Any, loop: Loop, window: list[int]) -> None:
+        for samples in window:
+            loop.loss(samples).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def sums(optimizer: Any, loop: Loop, window: list[int]) -> None:
+        for samples in window:
+            optimizer.backward(loop.loss(samples, "sum"), weight=samples)
+        optimizer.step()
+
+    def discards(optimizer: Any, loop: Loop, window: list[int]) -> None:
+        optimizer.backward(loop.loss(3), weight=5)
+        optimizer.discard()
+        weighs(optimizer, loop, window)
+
+    scaled = {"loss_scaler": gradaccum.LossScaler(initial_scale=1024.0)}
+    summed = {"config": gradaccum.Config(gradient_kind=gradaccum.GradientKind.SUM)}
+    for take, windows, options in (
+        (weighs, UNEVEN, {}), (weighs, UNEVEN, scaled), (accumulates, UNEVEN, {}), (counts, EVEN, {"accum_steps": 4}),
+        (sums, UNEVEN, summed), (discards, UNEVEN, {}),
+    ):  # fmt: skip
+        report = ours(take, windows, **options)
+        assert report.ok and [w.micro_batches for w in report.optimizers[0].windows] == [4, 4, 4], report
+    assert names(ours(counts, UNEVEN, accum_steps=4)) == ["mean of means over uneven micro-batches"]
+    assert names(ours(sums, UNEVEN)) == ["unexplained"], "the library is told that sums are means"
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def scales(optimizer: Any, loop: Loop, window: list[int]) -> None:
+        for samples in window:
+            scaler.scale(loop.loss(samples)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    assert ours(scales, EVEN, accum_steps=4).ok
+
+    def skipped(optimizer: Any, loop: Loop, window: list[int]) -> None:
+        optimizer.backward(loop.loss(3) * math.inf, weight=3)
+        optimizer.step()
+        weighs(optimizer, loop, window)
+
+    report = ours(skipped)
+    assert not report.faults and "3 micro-batches were dropped with their window" in str(report), report
 
 
 # ---- The parts
@@ -332,7 +407,7 @@ def test_the_page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     for name, block in blocks:
         exec(compile(block, name, "exec"), {})
     assert (tmp_path / "check.html").exists()
-    rows = re.findall(r"^\| (.+?) \| .* \|$", page.partition("## What it finds")[2].partition("Coefficients")[0], re.M)
+    rows = re.findall(r"^\| (.+?) \| .* \|$", page.partition("## What it finds")[2].partition("A loss that")[0], re.M)
     assert {name for row in rows[2:] for name in row.split(", ")} == set(ADVICE)
 
 

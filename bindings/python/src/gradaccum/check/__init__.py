@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from . import _where
-from ._faults import Coefficient, Fault, Window, find, unexplained
+from ._faults import Coefficient, Fault, Window, find, remarks
 from ._losses import Count, Term
 from ._recorder import Recorder
 from ._report import Optimizer, Report
@@ -94,28 +94,28 @@ def _report(recorder: Recorder, model: torch.nn.Module | None, alone: bool) -> R
     optimizers = [
         Optimizer(name, windows, find(windows)) for name, windows in windows_of(recorder, group)
     ]  # fmt: skip
-    remarks = list(recorder.remarks)
+    said = list(recorder.remarks)
     for optimizer in optimizers:
-        remarks += unexplained(optimizer.windows)
+        said += remarks(optimizer.windows)
         if not any(window.coefficients for window in optimizer.windows):
             continue
         if recorder.knows_losses and all(not c.loss for window in optimizer.windows for c in window.coefficients):
-            remarks.append(
+            said.append(
                 "No loss function of torch was seen: the multiples are relative to one another; r.loss(loss, weight=n) "
                 "tells what a loss averages over."
             )
     for steps in recorder.steps.values():
         if steps.pending:
-            remarks.append(f"The recording ended with {steps.pending} micro-batches that no step had applied.")
+            said.append(f"The recording ended with {steps.pending} micro-batches that no step had applied.")
         skipped = sum(trace.skipped for trace in steps.traces)
         if skipped:
-            remarks.append(f"{skipped} micro-batches were dropped with their window, for a gradient was not finite.")
+            said.append(f"{skipped} micro-batches were dropped with their window, for a gradient was not finite.")
     for names, what in (
         (recorder.without_gradient(), "had no gradient in any backward"),
         (recorder.without_optimizer(), "had gradients, but no optimizer with them made a step"),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            remarks.append(f"{', '.join(names[:3])}{more} {what}.")
+            said.append(f"{', '.join(names[:3])}{more} {what}.")
     name = type(model).__name__ if model is not None else "all models that were called"
-    return Report(f"{name}, torch {torch.__version__}", optimizers, remarks)
+    return Report(f"{name}, torch {torch.__version__}", optimizers, said)

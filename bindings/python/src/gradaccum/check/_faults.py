@@ -112,6 +112,11 @@ ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
         "leave no_sync() before the last backward of the window",
         _LIBRARY,
     ),
+    "unexplained": (
+        "micro-batches count otherwise than in one batch, in a way that has no name here",
+        "multiply the mean loss of each micro-batch by n / sum of n, in every window",
+        _LIBRARY,
+    ),
     "gradients not reduced over ranks": (
         "each rank trains by itself: replicas go apart",
         "leave no_sync() before the last backward of the window",
@@ -343,39 +348,31 @@ def _pattern(own: Sequence[Coefficient], window: Window, usual: int) -> Fault | 
             return fault("1/R once too often over ranks")
         if n > 1 and _near(ratio, 1 / n):
             return fault("divided twice")
-    return None
+        return None  # see remarks()
+    return fault("unexplained") if n > 1 or ranks > 1 else None
 
 
-def unexplained(windows: Sequence[Window]) -> list[str]:
-    """Sentences about windows whose coefficients are not right, and that have no name."""
-    usual = _usual(windows)
+def remarks(windows: Sequence[Window]) -> list[str]:
+    """Sentences about what may be meant, and about what could not be followed."""
     result: dict[str, int] = {}
     for window in windows:
         if not window.finite or window.swallowed:
             continue
-        lines = dict.fromkeys(c.loss for c in window.coefficients)
-        for line in lines:
-            own = [c for c in window.coefficients if c.loss == line]
-            seen = [c for c in own if not math.isnan(c.value)]
-            wrong = [c for c in seen if not c.is_(c.right)]
-            if not wrong or _pattern(own, window, usual) is not None:
-                continue
-            ratio = seen[0].value / seen[0].right if seen[0].right else 1.0
-            if all(c.is_(c.right * ratio) for c in seen):
-                if window.micro_batches > 1 and not seen[0].free and len(lines) == 1:
-                    text = f"{line}: the whole window is multiplied by {ratio:.6g}, which may be meant"
+        lines = {c.loss for c in window.coefficients}
+        seen = [c for c in window.coefficients if not math.isnan(c.value)]
+        if window.micro_batches > 1 and len(lines) == 1 and seen and not seen[0].free and seen[0].right:
+            ratio = seen[0].value / seen[0].right
+            if ratio and not seen[0].is_(seen[0].right) and all(c.is_(c.right * ratio) for c in seen):
+                text = f"{seen[0].loss}: the whole window is multiplied by {ratio:.6g}, which may be meant"
+                if not find([window]):
                     result.setdefault(text, window.index)
-            elif window.micro_batches > 1:
-                result.setdefault(f"{line}: the {_list(seen)} have no name here", window.index)
         for factor in window.factors:
-            if factor.purpose not in ("clip",) and not factor.is_exact(window.epsilon) and window.ranks == 1:
+            if factor.purpose != "clip" and not factor.is_exact(window.epsilon) and window.ranks == 1:
                 what = factor.purpose or "something that was not seen"
                 place = f" ({factor.where})" if factor.where else ""
-                result.setdefault(
-                    f"{what}{place} changed the gradient in a way that is no multiple; what follows holds for the "
-                    "rest of it", window.index
-                )  # fmt: skip
-    return [f"{text} (window {index + 1})" for text, index in result.items()]
+                text = f"{what}{place} changed the gradient in a way that is no multiple; what is said holds for the rest"
+                result.setdefault(text, window.index)
+    return [f"{text} (window {index + 1})." for text, index in result.items()]
 
 
 def _near(a: float, b: float) -> bool:

@@ -11,10 +11,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from . import _where
+from ._library import Ledger, ledger_of
 from ._losses import FUNCTIONS, Term, term
 from ._sketch import Sketch, size_of
 from ._timeline import Change, Joined, MicroBatch, Sketches, Trace, trace
@@ -86,6 +87,8 @@ class Steps:
         """How often the statistics of batch normalisation moved, for each window."""
         self.pending = 0
         """Micro-batches after the last step."""
+        self.ledger = ledger_of(optimizer)
+        """What an optimizer of this library tells, whose window is not in ``.grad``."""
 
 
 class Recorder:
@@ -125,6 +128,7 @@ class Recorder:
             self._attach(model)
             self._handles.append(model.register_forward_pre_hook(self._forward))
         self._handles.append(register_optimizer_step_pre_hook(self._step))
+        self._handles.append(register_optimizer_step_post_hook(self._stepped))
         if model is not None and type(model).__name__ == "OptimizedModule":
             self.knows_losses = False
             self.remarks.append(
@@ -136,6 +140,8 @@ class Recorder:
             self._mode.__enter__()
 
     def end(self) -> None:
+        if self._active:
+            self._close()
         self._active = False
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
@@ -199,6 +205,9 @@ class Recorder:
 
     def _close(self) -> None:
         """What comes next belongs to another micro-batch."""
+        for steps in self.steps.values():
+            if steps.ledger is not None:
+                self._ask(steps, steps.ledger)
         self._open = None
 
     @_never_raises
@@ -331,12 +340,6 @@ class Recorder:
             indices = [self._index[id(tensor)] for tensor in tensors if id(tensor) in self._index]
             if not indices:
                 return None
-            if type(base).__module__.startswith("gradaccum"):
-                self._remark(
-                    f"{type(base).__name__} is an optimizer of this library, which keeps the window's gradient itself "
-                    "and not in .grad: what it adds up is not read."
-                )
-                return None
             self.steps[id(base)] = Steps(base, indices)
         return self.steps[id(base)]
 
@@ -347,6 +350,10 @@ class Recorder:
         if steps is None:
             return None
         where = _where.line()
+        if steps.ledger is not None:
+            steps.ledger.begins_step(where)
+            self._close()
+            return None
         given = args[1:] if args and args[0] is optimizer else args
         closure = kwargs.get("closure", given[0] if given else None)
         if not callable(closure):
@@ -363,6 +370,21 @@ class Recorder:
         head = args[: len(args) - len(given)]
         return (*head, called, *given[1:]), kwargs
 
+    def _stepped(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._active and id(optimizer) in self.steps and self.steps[id(optimizer)].ledger is not None:
+            self._close()
+
+    @_never_raises
+    def _ask(self, steps: Steps, ledger: Ledger) -> None:
+        """What a gradaccum optimizer has taken since it was asked last, and whether it has ended a window."""
+        own = self._joined(steps)
+        micro_batches = [
+            entry for entry in self._entries[steps.begin :] if isinstance(entry, MicroBatch) and own.has(entry.added)
+        ]
+        found = ledger.ask(micro_batches)
+        if found is not None:
+            self._ended(steps, found, ledger.where)
+
     @_never_raises
     def _window(self, steps: Steps, where: str) -> None:
         """The optimizer is about to read .grad."""
@@ -372,14 +394,18 @@ class Recorder:
             epsilon = max(torch.finfo(self._parameters[index].tensor.dtype).eps for index in steps.parameters)
             found = trace(self._entries[steps.begin :], steps.start, self._joined(steps), epsilon)
             steps.start = {index: self._parameters[index].sketch for index in steps.parameters}
-            steps.begin = len(self._entries)
-            steps.traces.append(found)
-            steps.lines.append(where)
-            steps.rates.append([*(micro.rates for micro in found.micro_batches), self._rates()])
-            moved = sum(int(layer.num_batches_tracked) for layer in self._norms[:1])
-            steps.moves.append(moved - self._moved)
-            self._moved = moved
-            self._prune()
+            self._ended(steps, found, where)
+
+    def _ended(self, steps: Steps, found: Trace, where: str) -> None:
+        """An optimizer has ended a window, or is about to."""
+        steps.begin = len(self._entries)
+        steps.traces.append(found)
+        steps.lines.append(where)
+        steps.rates.append([*(micro.rates for micro in found.micro_batches), self._rates()])
+        moved = sum(int(layer.num_batches_tracked) for layer in self._norms[:1])
+        steps.moves.append(moved - self._moved)
+        self._moved = moved
+        self._prune()
         if self._limit is not None and len(steps.traces) >= self._limit:
             self.end()
 

@@ -131,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
         device = torch.device("cpu") if first is None else first.device
         by_shape = kind.by_shape or (clip is not None and clip.scope == ClipScope.AGC)
         self._parameters = Parameters(kind, self._param_options, device, by_shape)
-        config = Config() if config is None else config
+        config = self._config = Config() if config is None else config
         if config.gradient_life != GradientLife.CONSUMED:
             raise ValueError(
                 "gradient_life was LIVE, but gradients of torch are freed as soon as they are taken"
