@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.optim.swa_utils
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -247,11 +248,68 @@ def in_bf16(loop: Loop) -> None:
         loop.optimizer.zero_grad()
 
 
+def several_heads(loop: Loop) -> None:
+    """One line computes the losses of all heads."""
+    heads = [nn.Linear(CLASSES, CLASSES) for _ in range(4)]
+    for window in loop.windows:
+        for samples in window:
+            x, y = batch(samples)
+            out = loop.model(x)
+            loss = sum((F.cross_entropy(head(out), y) for head in heads), torch.zeros(()))
+            (loss * samples / sum(window)).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def penalizes(loop: Loop) -> None:
+    """torch.autograd.grad() computes gradients of parameters that go nowhere but into the loss."""
+    parameters = list(loop.model.parameters())
+    for window in loop.windows:
+        for samples in window:
+            loss = loop.loss(samples)
+            norm = sum(g.square().sum() for g in torch.autograd.grad(loss, parameters, create_graph=True))
+            ((loss + 0.01 * norm) * samples / sum(window)).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def evaluates(loop: Loop) -> None:
+    """A validation between micro-batches, with gradients enabled and without."""
+    averaged = torch.optim.swa_utils.AveragedModel(loop.model)
+    for window in loop.windows:
+        for samples in window:
+            (loop.loss(samples) * samples / sum(window)).backward()
+            with torch.no_grad():
+                loop.loss(5)
+            loop.loss(5)
+        loop.optimizer.step()
+        averaged.update_parameters(loop.model)
+        loop.optimizer.zero_grad()
+
+
+def searches_lines(loop: Loop) -> None:
+    optimizer = torch.optim.LBFGS(loop.model.parameters(), 0.1, max_iter=3)
+    for window in loop.windows:
+        batches = [batch(samples) for samples in window]
+
+        def closure(batches: list[Any] = batches, window: list[int] = window) -> float:
+            optimizer.zero_grad()
+            total = 0.0
+            for x, y in batches:
+                loss = F.cross_entropy(loop.model(x), y) * len(x) / sum(window)
+                loss.backward()
+                total += float(loss.detach())
+            return total
+
+        optimizer.step(closure)
+
+
 RIGHT: dict[str, tuple[Any, ...]] = {
     "checkpoints": (weighs, UNEVEN, lambda: Checkpointed(True), lambda: Checkpointed(False)),
     "closes": (closes, UNEVEN), "goes_back_twice": (goes_back_twice, UNEVEN),
     "means_by_hand": (means_by_hand, UNEVEN), "freezes": (freezes, UNEVEN), "ignores_tokens": (ignores_tokens, UNEVEN),
-    "in_bf16": (in_bf16, EVEN),
+    "in_bf16": (in_bf16, EVEN), "several_heads": (several_heads, UNEVEN), "penalizes": (penalizes, UNEVEN),
+    "evaluates": (evaluates, UNEVEN), "searches_lines": (searches_lines, UNEVEN),
     "divides": (divides, EVEN), "weighs": (weighs, UNEVEN), "sums": (sums, UNEVEN),
     "sums_over_terms": (sums_over_terms, UNEVEN), "clips": (clips, UNEVEN), "clips_values": (clips_values, UNEVEN),
     "divides_at_the_end": (divides_at_the_end, UNEVEN), "scales": (scales, UNEVEN),
@@ -387,6 +445,12 @@ def adds_one_sample(loop: Loop) -> None:
         loop.optimizer.zero_grad()
 
 
+def clips_in_a_hook(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
+    divides(loop)
+
+
 WRONG: dict[str, tuple[Any, ...]] = {
     "sum for mean": (sum_for_mean, EVEN),
     "divided twice": (divided_twice, EVEN),
@@ -402,5 +466,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "non-finite gradient applied": (applies_nan, EVEN),
     "a non-finite micro-batch swallowed": (swallows, EVEN),
     "batch norm per micro-batch": (divides, EVEN, lambda: nn.BatchNorm1d(300)),
+    "changed within a micro-batch": (clips_in_a_hook, EVEN),
     "lost in rounding": (adds_one_sample, [[1] * 300]),
 }

@@ -105,6 +105,28 @@ def test_what_happens_between_micro_batches_is_followed() -> None:
     assert values(report) == pytest.approx([0.125, 0.25, 0.5, 1], rel=1e-5)
 
 
+def test_hooks_of_the_program_are_seen() -> None:
+    def train(loop: Loop) -> None:
+        for parameter in loop.model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+        check_loops.divides(loop)
+
+    report, _ = watched(train, EVEN)
+    assert values(report) == pytest.approx([0.125] * 4, rel=1e-5)
+    assert "multiplied by 0.5, which may be meant" in str(report)
+
+
+def test_gradients_that_no_backward_gave() -> None:
+    def train(loop: Loop) -> None:
+        parameters = list(loop.model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loop.loss(8), parameters), strict=True):
+            parameter.grad = gradient
+        loop.optimizer.step()
+
+    report, _ = watched(train, EVEN)
+    assert "a step was made with gradients that no backward has given to .grad (window 1)" in str(report)
+
+
 def test_equal_micro_batches_are_told_apart() -> None:
     """Least squares could not: their gradients are the same."""
 

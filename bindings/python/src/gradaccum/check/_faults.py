@@ -12,6 +12,8 @@ from ._timeline import Factor
 
 _TOLERANCE = 1e-4
 """Relative, beside the error of a coefficient: losses scale by factors of f32."""
+_SIXTEEN_BITS = 1e-4
+"""Formats with a larger rounding have 16 bits."""
 _LOSES = 0.1
 """The part of a gradient that may be rounded away when it is added: f16 and bf16 sums of few micro-batches keep more."""
 
@@ -76,6 +78,11 @@ ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
         "a window counts as whole though a micro-batch with inf or NaN was replaced by other numbers",
         "skip the window, or leave the micro-batch out of the mean",
         "gradaccum.torch: nonfinite=gradaccum.Nonfinite.DROP_MICRO leaves it out of the mean",
+    ),
+    "changed within a micro-batch": (
+        "what is done to the gradient of a micro-batch, such as clipping by a hook, differs from what is done to their sum",
+        "change the sum, between the last backward of the window and step()",
+        _LIBRARY,
     ),
     "lost in rounding": (
         "a part of each micro-batch is rounded away, since the sum is kept in 16 bits",
@@ -246,9 +253,12 @@ def _of(window: Window, usual: int) -> Iterable[Fault]:
         if fault is not None:
             yield fault
     worst = max(window.lost, default=0.0)
-    if worst > _LOSES:
+    if worst > _LOSES and window.epsilon > _SIXTEEN_BITS:
         yield Fault("lost in rounding", f"{worst:.0%} of a micro-batch's gradient was rounded away when it was added",
                     window.backward, worst)  # fmt: skip
+    elif worst and window.epsilon <= _SIXTEEN_BITS:
+        yield Fault("changed within a micro-batch", f"{worst:.1%} of what a micro-batch has added is no multiple of its "
+                    "gradient", window.backward, worst)  # fmt: skip
     if n > 1 and len(set(window.rates)) > 1:
         rates = [", ".join(f"{rate:g}" for rate in each) for each in window.rates]
         yield Fault("schedule moved per micro-batch",
@@ -366,6 +376,8 @@ def remarks(windows: Sequence[Window]) -> list[str]:
                 text = f"{seen[0].loss}: the whole window is multiplied by {ratio:.6g}, which may be meant"
                 if not find([window]):
                     result.setdefault(text, window.index)
+        if not window.coefficients and window.factors and window.factors[-1].value:
+            result.setdefault("a step was made with gradients that no backward has given to .grad", window.index)
         for factor in window.factors:
             if factor.purpose != "clip" and not factor.is_exact(window.epsilon) and window.ranks == 1:
                 what = factor.purpose or "something that was not seen"

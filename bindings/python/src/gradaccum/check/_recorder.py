@@ -107,6 +107,7 @@ class Recorder:
         self._addresses: dict[int, int] = {}  # of gradients: the parameter
         self._terms: list[Term] = []  # of the micro-batch to come
         self._open: MicroBatch | None = None  # has gradients, and may get more
+        self._coming: Sketches = {}  # gradients that are about to be added, unless torch.autograd.grad() returns them
         self._where = ""  # the last backward
         self._mode: Any = None
         self._active = False
@@ -116,6 +117,8 @@ class Recorder:
         """What could not be seen."""
         self.knows_losses = True
         """Whether calls of loss functions are seen."""
+        self.is_apart = False
+        """Whether torch.autograd.grad() runs, whose gradients go nowhere by themselves."""
         self._named = False  # whether the program names its losses itself
 
     # ---- Beginning and end
@@ -205,6 +208,7 @@ class Recorder:
 
     def _close(self) -> None:
         """What comes next belongs to another micro-batch."""
+        self._coming.clear()
         for steps in self.steps.values():
             if steps.ledger is not None:
                 self._ask(steps, steps.ledger)
@@ -228,7 +232,8 @@ class Recorder:
         self._terms.append(found)
 
         def note(gradient: Tensor) -> None:
-            found.factors.append(gradient.detach())
+            if not self.is_apart:
+                found.factors.append(gradient.detach())
 
         hook: Any = value.register_hook
         hook(note)
@@ -241,20 +246,17 @@ class Recorder:
     @_never_raises
     def _reached(self, index: int, gradient: Tensor) -> None:
         """A gradient is about to be added to .grad."""
-        if not self._active:
+        if not self._active or self.is_apart:
             return
         with _Quiet(), torch.no_grad():
             parameter = self._parameters[index]
             parameter.had_gradient = True
-            micro = self._open
-            if micro is None:
+            if self._open is None:
                 self._observe()
-                micro = self._open = MicroBatch(self._terms, self._rates())
+                self._open = MicroBatch(self._terms, self._rates())
                 self._terms = []
-                self._entries.append(micro)
-            found = self._sketch.of(index, gradient)
-            before = micro.added.get(index)
-            micro.added[index] = found if before is None else before + found
+                self._entries.append(self._open)
+            self._coming[index] = self._sketch.of(index, gradient)
 
     @_never_raises
     def _accumulated(self, index: int) -> None:
@@ -268,10 +270,12 @@ class Recorder:
             if gradient is None:
                 return
             micro.where = self._where
-            own = micro.added.get(index)
-            # What is alone in .grad needs no second pass.
-            alone = own is not None and parameter.sketch is None
-            parameter.see(own if alone else self._sketch.of(index, gradient))
+            found = self._coming.pop(index, None)
+            if found is None:
+                return
+            before = micro.added.get(index)
+            micro.added[index] = found if before is None else before + found
+            parameter.see(self._sketch.of(index, gradient))
             self._addresses[_address(gradient)] = index
             if parameter.sketch is not None:
                 micro.after[index] = parameter.sketch
@@ -452,6 +456,12 @@ class _Mode(TorchFunctionMode):
             name = getattr(func, "__name__", "")
             if name.endswith("_") and not name.endswith("__"):
                 self._recorder.changes(args[0], name)
+        if func is torch.autograd.grad:
+            self._recorder.is_apart = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._recorder.is_apart = False
         value = func(*args, **kwargs)
         if func in FUNCTIONS and isinstance(value, Tensor):
             where = _where.line()

@@ -72,7 +72,7 @@ class Trace:
     left: float
     """Which multiple of the gradient of the window before is in this one."""
     lost: list[float]
-    """Which part of each micro-batch was rounded away when it was added."""
+    """Which part of what each micro-batch has added to the sum is no multiple of its gradient."""
     skipped: int
     """Micro-batches before it that were dropped because a gradient was not finite."""
     emptied: bool
@@ -131,11 +131,12 @@ def trace(
             state.update(entry.after)
             now = target = joined(state)
             gradient = joined(entry.added)
-            norm = float(gradient.norm())
-            rounded = float((now - before - gradient).norm())
-            lost.append(rounded / norm if 0 < norm < math.inf else 0.0)
+            # A hook of the program may have changed the gradient after it was seen.
+            value, residual = _multiple(now - before, gradient)
+            blur = max(_EXACT, 4 * epsilon) * max(1.0, _ratio(now.norm(), gradient.norm()))
+            lost.append(residual if residual > blur or epsilon > _EXACT else 0.0)
             micro_batches.append(entry)
-            kept.append(1.0)
+            kept.append(1.0 if abs(value - 1) <= blur or lost[-1] else value)
             added.append(gradient)
             continue
         if not joined.has(entry.after):
@@ -158,6 +159,10 @@ def trace(
         target = target * value if factors[-1].is_exact(epsilon) else now
     finite = bool(torch.isfinite(now).all())
     return Trace(micro_batches, kept, factors, left, lost, skipped, emptied, finite, target, added, now, epsilon)
+
+
+def _ratio(a: Tensor, b: Tensor) -> float:
+    return float(a) / float(b) if 0 < float(b) < math.inf else 0.0
 
 
 def _multiple(now: Tensor, before: Tensor) -> tuple[float, float]:

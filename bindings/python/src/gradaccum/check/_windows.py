@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ._faults import Coefficient, Window
+from ._losses import Term
 from ._recorder import Recorder, Steps
 from ._solve import solve
 from ._timeline import Factor, Trace
@@ -97,13 +99,19 @@ def _part(trace: Trace, rates: list[tuple[float, ...]], moves: int, line: str) -
     )  # fmt: skip
 
 
-def _losses(terms: Sequence[Any]) -> list[_Loss]:
-    result = []
+def _losses(terms: Sequence[Term]) -> list[_Loss]:
+    """Losses of several heads, by one line of the program, are told apart by their order."""
+    result: list[_Loss] = []
+    calls: collections.Counter[str] = collections.Counter()
     for term in terms:
         found = term.resolve()
-        if found is not None:
-            factor, count = found
-            result.append(_Loss(f"{term.name} in {term.where}", factor, count, term.reduction != "mean", term.epsilon))
+        if found is None:
+            continue
+        factor, count = found
+        key = f"{term.name} in {term.where}"
+        calls[key] += 1
+        key += f", call {calls[key]}" if calls[key] > 1 else ""
+        result.append(_Loss(key, factor, count, term.reduction != "mean", term.epsilon))
     return result
 
 
