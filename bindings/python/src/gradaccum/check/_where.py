@@ -1,40 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which line of a program has called into a framework."""
+"""Which line of a program has called into a library."""
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from types import FrameType
 
-_FRAMEWORKS = frozenset(
-    {"gradaccum", "torch", "lightning", "pytorch_lightning", "accelerate", "transformers", "deepspeed", "contextlib"}
-)
+_INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _WORDS = ("clip", "unscale", "zero_grad")
 
 
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "gradaccum"
+
+
+def _is_library(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(_INSTALLED) or any(folder in file for folder in _PACKAGES) or _is_ours(frame)
 
 
 def line() -> str:
-    """The innermost line outside of frameworks, as ``file:line``."""
+    """The innermost line of the program itself, as ``file:line``; of a library, if there is no other."""
+    first: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _package(frame) not in _FRAMEWORKS:
-            return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+    while frame is not None and _is_library(frame):
+        if first is None and not _is_ours(frame):
+            first = frame
         frame = frame.f_back
-    return ""
+    found = frame or first
+    return "" if found is None else f"{os.path.relpath(found.f_code.co_filename)}:{found.f_lineno}"
 
 
 def purpose() -> str:
-    """What a framework is about to do to gradients: ``"clip"``, ``"unscale"``, ``"zero_grad"`` or nothing known."""
+    """What a library is about to do to gradients: ``"clip"``, ``"unscale"``, ``"zero_grad"`` or nothing known."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         for word in _WORDS:
-            if word in frame.f_code.co_name and _package(frame) != "gradaccum":
+            if word in frame.f_code.co_name and not _is_ours(frame):
                 return word
-        if _package(frame) not in _FRAMEWORKS:
+        if not _is_library(frame):
             return ""
         frame = frame.f_back
     return ""
