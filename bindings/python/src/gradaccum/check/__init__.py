@@ -28,7 +28,7 @@ from ._recorder import Recorder
 from ._report import Optimizer, Report
 from ._windows import windows_of
 
-__all__ = ["Coefficient", "Fault", "Optimizer", "Recording", "Report", "Window", "record"]
+__all__ = ["Coefficient", "Fault", "Optimizer", "Recording", "Report", "Window", "find", "record"]
 
 
 class Recording:

@@ -365,6 +365,7 @@ def _pattern(own: Sequence[Coefficient], window: Window, usual: int) -> Fault | 
 def remarks(windows: Sequence[Window]) -> list[str]:
     """Sentences about what may be meant, and about what could not be followed."""
     result: dict[str, int] = {}
+    usual = _usual(windows)
     for window in windows:
         if not window.finite or window.swallowed:
             continue
@@ -372,10 +373,10 @@ def remarks(windows: Sequence[Window]) -> list[str]:
         seen = [c for c in window.coefficients if not math.isnan(c.value)]
         if window.micro_batches > 1 and len(lines) == 1 and seen and not seen[0].free and seen[0].right:
             ratio = seen[0].value / seen[0].right
-            if ratio and not seen[0].is_(seen[0].right) and all(c.is_(c.right * ratio) for c in seen):
+            same = ratio and not seen[0].is_(seen[0].right) and all(c.is_(c.right * ratio) for c in seen)
+            if same and _pattern(seen, window, usual) is None:
                 text = f"{seen[0].loss}: the whole window is multiplied by {ratio:.6g}, which may be meant"
-                if not find([window]):
-                    result.setdefault(text, window.index)
+                result.setdefault(text, window.index)
         if not window.coefficients and window.factors and window.factors[-1].value:
             result.setdefault("a step was made with gradients that no backward has given to .grad", window.index)
         for factor in window.factors:

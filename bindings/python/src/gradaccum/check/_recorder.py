@@ -231,12 +231,15 @@ class Recorder:
         self._close()
         self._terms.append(found)
 
-        def note(gradient: Tensor) -> None:
+        def note(gradients: tuple[Tensor, ...]) -> None:
             if not self.is_apart:
-                found.factors.append(gradient.detach())
+                found.factors.append(gradients[0].detach())
 
-        hook: Any = value.register_hook
-        hook(note)
+        with _Quiet():
+            node: Any = value.grad_fn
+            if node.name() == "AliasBackward0":  # of a class of tensors, as fastai's: a change in place drops it
+                node = node.next_functions[0][0]
+            node.register_prehook(note)
 
     # ---- Backward
 

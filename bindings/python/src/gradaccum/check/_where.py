@@ -31,7 +31,11 @@ def line() -> str:
             first = frame
         frame = frame.f_back
     found = frame or first
-    return "" if found is None else f"{os.path.relpath(found.f_code.co_filename)}:{found.f_lineno}"
+    if found is None:
+        return ""
+    path = found.f_code.co_filename
+    near = os.path.relpath(path)
+    return f"{path if near.startswith(os.pardir) else near}:{found.f_lineno}"
 
 
 def purpose() -> str:

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Releases of other packages, what of theirs is run, and what gradaccum.check finds there.
+
+A name has the packages that are installed, the arguments of loops.py, and the faults, the worst first. The torch
+environment of tests/environments has what is not named.
+"""
+
+LONG = "mean of means over uneven micro-batches"
+CASES: dict[str, tuple[str, str, list[str]]] = {
+    # Tokens: each micro-batch had the same weight, until the loss was divided by the tokens of the window.
+    "transformers-4.44-language-model": ("transformers==4.44.2 accelerate==0.33.0", "language_model 16", [LONG]),
+    "transformers-4.57-language-model": ("transformers==4.57.0 accelerate==1.10.1", "language_model 16", []),
+    # The last window of an epoch went on into the next epoch.
+    "transformers-4.49-language-model-tail": (
+        "transformers==4.49.0 accelerate==1.4.0", "language_model 21", ["unexplained"]
+    ),
+    "transformers-4.57-language-model-tail": ("transformers==4.57.0 accelerate==1.10.1", "language_model 21", []),
+    # Models that take any argument were trusted to divide.
+    "transformers-4.46-classifier": ("transformers==4.46.3 accelerate==1.0.1", "classifier 16", ["sum for mean"]),
+    "transformers-4.49-classifier": ("transformers==4.49.0 accelerate==1.4.0", "classifier 16", []),
+    "transformers-5.23-classifier": ("transformers==5.23.0", "classifier 16", ["sum for mean"]),
+    "sentence-transformers-3.3": (
+        "sentence-transformers==3.3.1 transformers==4.46.3 accelerate==1.0.1 datasets==3.1.0", "sentences 16",
+        ["sum for mean"],
+    ),
+    "sentence-transformers-5.1": (
+        "sentence-transformers==5.1.0 transformers==4.57.0 accelerate==1.10.1 datasets==4.0.0", "sentences 16", []
+    ),
+    # Tails.
+    "accelerate-0.33-tail": ("accelerate==0.33.0", "accelerate 83", ["tail divided by N"]),
+    "accelerate-1.15-tail": ("accelerate==1.15.0", "accelerate 83", ["tail divided by N"]),
+    "lightning-2.0-tail": ("lightning==2.0.9 numpy==1.26.4 setuptools==75.8.0", "lightning 83", ["tail divided by N"]),
+    "lightning-2.6-tail": ("lightning==2.6.6", "lightning 83", ["tail divided by N"]),
+    "ignite-0.5-tail": ("pytorch-ignite==0.5.5", "ignite 83", [LONG]),
+    "fastai-2.8-tail": ("fastai==2.8.12 pandas scipy pyyaml requests", "fastai 83", ["leak from the window before"]),
+    "mmengine-0.10-even-tail": ("mmengine==0.10.7", "mmengine 80", []),
+    "mmengine-0.10-tail": ("mmengine==0.10.7", "mmengine 83", [LONG]),
+}  # fmt: skip
