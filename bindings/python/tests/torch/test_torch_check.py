@@ -383,6 +383,17 @@ def test_sparse_gradients_shared_weights_and_several_optimizers() -> None:
     assert [len(optimizer.windows) for optimizer in report.optimizers] == [3, 3]
 
 
+def test_wrappers_that_keep_gradients_are_refused_by_name() -> None:
+    class DeepSpeedEngine(torch.nn.Sequential):
+        pass
+
+    loop = Loop(EVEN)
+    loop.model = DeepSpeedEngine(*loop.model)
+    with check.record(loop.model, loop.optimizer) as recording:
+        check_loops.divides(loop)
+    assert not recording.report.ok and "DeepSpeedEngine keeps gradients to itself" in str(recording.report)
+
+
 def test_a_compiled_model_is_watched_without_its_losses() -> None:
     loop = Loop(EVEN)
     compiled: Any = torch.compile(loop.model, backend="eager")

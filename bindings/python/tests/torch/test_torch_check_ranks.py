@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gradaccum.check over two ranks of a DistributedDataParallel."""
+"""gradaccum.check over two ranks of a DistributedDataParallel, and of FSDP2."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import ranks
 import torch
 from gradaccum import check
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 Loss = Callable[[Tensor, int, list[int]], Tensor]
@@ -48,14 +49,29 @@ CASES: dict[str, tuple[Loss, list[list[int]], str, str | None]] = {
 }
 
 
+SHARDED = ("mean", "weighted", "ignored", "twice")
+"""Cases that FSDP2 trains too, which reduces in every backward."""
+
+
 def trains(rank: int) -> dict[str, tuple[str, list[str]]]:
     """For each case the report of a rank, and the names of its faults."""
-    return {name: _case(rank, *case[:3]) for name, case in CASES.items()}
+    return {
+        **{name: _case(rank, *case[:3]) for name, case in CASES.items()},
+        **{f"sharded_{name}": _case(rank, *CASES[name][:3], sharded=True) for name in SHARDED},
+    }
 
 
-def _case(rank: int, scale: Loss, shares: list[list[int]], inside: str) -> tuple[str, list[str]]:
-    module = check_loops.model()
-    ddp: Any = DistributedDataParallel(module)
+def _case(
+    rank: int, scale: Loss, shares: list[list[int]], inside: str, *, sharded: bool = False
+) -> tuple[str, list[str]]:
+    torch.manual_seed(1)
+    module: Any = check_loops.model()
+    if sharded:
+        fully_shard(module[0])
+        ddp: Any = fully_shard(module)
+        inside = "---"
+    else:
+        ddp = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     torch.manual_seed(rank)
     with check.record(ddp, optimizer) as recording:
@@ -76,9 +92,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str,
     return ranks.run(tmp_path_factory.mktemp("check"), 2, trains)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(f"sharded_{name}" for name in SHARDED)])
 def test_ranks_are_one_batch_or_named(found: list[dict[str, tuple[str, list[str]]]], name: str) -> None:
-    wanted = CASES[name][3]
+    wanted = CASES[name.removeprefix("sharded_")][3]
     for rank in found:
         text, faults = rank[name]
         assert faults == ([] if wanted is None else [wanted]), text

@@ -105,6 +105,8 @@ def _report(recorder: Recorder, model: torch.nn.Module | None, alone: bool) -> R
                 "tells what a loss averages over."
             )
     for steps in recorder.steps.values():
+        if group is not None and recorder.is_sharded(steps):
+            said.append("Gradients are DTensors: that the ranks' mean is what was reduced is taken for granted.")
         if steps.pending:
             said.append(f"The recording ended with {steps.pending} micro-batches that no step had applied.")
         skipped = sum(trace.skipped for trace in steps.traces)

@@ -20,6 +20,8 @@ from ._losses import FUNCTIONS, Term, term
 from ._sketch import Sketch, size_of
 from ._timeline import Change, Joined, MicroBatch, Sketches, Trace, trace
 
+_UNREAD = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})
+"""Modules whose gradients are not in .grad of their parameters. (FSDP2's are.)"""
 _Quiet: Any = torch._C.DisableTorchFunction
 
 
@@ -29,6 +31,10 @@ class _Parameter:
     def __init__(self, tensor: Tensor, name: str) -> None:
         self.tensor = tensor
         self.name = name
+        self.is_sharded = hasattr(tensor, "to_local")
+        """A DTensor, whose gradient FSDP2 reduces before it assigns it to .grad."""
+        self.size = size_of(_local(tensor))
+        """Of a sketch."""
         self.had_gradient = False
         self.sketch: Tensor | None = None  # of .grad as it was seen last
         self._seen: tuple[Callable[[], Tensor | None], int] | None = None  # that .grad, and its version
@@ -164,6 +170,9 @@ class Recorder:
             if module in self._modules:
                 continue
             self._modules.add(module)
+            if type(module).__name__ in _UNREAD:
+                self._remark(f"{type(module).__name__} keeps gradients to itself: they are not read.")
+                return
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
                 self._norms.append(module)
         self._follow(model.named_parameters())
@@ -172,17 +181,14 @@ class Recorder:
         for name, tensor in named:
             if id(tensor) in self._index or not tensor.requires_grad or not tensor.is_leaf:
                 continue
-            if type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor":
-                self._remark(
-                    f'Parameter "{name}" is a DTensor (FSDP2 or tensor parallelism), whose gradients are not read.'
-                )
-                continue
             index = len(self._parameters)
             self._index[id(tensor)] = index
-            self._parameters.append(_Parameter(tensor, name))
+            parameter = _Parameter(tensor, name)
+            self._parameters.append(parameter)
             hook: Any = tensor.register_hook
             after: Any = tensor.register_post_accumulate_grad_hook
-            self._handles.append(hook(lambda gradient, index=index: self._reached(index, gradient)))
+            if not parameter.is_sharded:
+                self._handles.append(hook(lambda gradient, index=index: self._reached(index, gradient)))
             self._handles.append(after(lambda _, index=index: self._accumulated(index)))
 
     def fail(self, error: Exception) -> None:
@@ -209,6 +215,7 @@ class Recorder:
     def _close(self) -> None:
         """What comes next belongs to another micro-batch."""
         self._coming.clear()
+        self._observe_shards()
         for steps in self.steps.values():
             if steps.ledger is not None:
                 self._ask(steps, steps.ledger)
@@ -243,8 +250,16 @@ class Recorder:
 
     # ---- Backward
 
+    @_never_raises
     def went_backward(self) -> None:
         self._where = _where.line()
+        self._observe_shards()
+
+    def _observe_shards(self) -> None:
+        """Before a backward: once it has begun, what it adds cannot be told from what was there."""
+        if self._open is None and any(parameter.is_sharded for parameter in self._parameters):
+            with _Quiet(), torch.no_grad():
+                self._observe()
 
     @_never_raises
     def _reached(self, index: int, gradient: Tensor) -> None:
@@ -256,14 +271,19 @@ class Recorder:
             parameter.had_gradient = True
             if self._open is None:
                 self._observe()
-                self._open = MicroBatch(self._terms, self._rates())
-                self._terms = []
-                self._entries.append(self._open)
+                self._begin_micro_batch()
             self._coming[index] = self._sketch.of(index, gradient)
+
+    def _begin_micro_batch(self) -> None:
+        self._open = MicroBatch(self._terms, self._rates())
+        self._terms = []
+        self._entries.append(self._open)
 
     @_never_raises
     def _accumulated(self, index: int) -> None:
         """A gradient was added to .grad."""
+        if self._open is None and self._parameters[index].is_sharded:
+            self._begin_micro_batch()
         micro = self._open
         if not self._active or micro is None:
             return
@@ -273,12 +293,16 @@ class Recorder:
             if gradient is None:
                 return
             micro.where = self._where
+            after = self._sketch.of(index, _local(gradient))
+            if parameter.is_sharded:
+                parameter.had_gradient = True
+                self._coming[index] = after if parameter.sketch is None else after - parameter.sketch
             found = self._coming.pop(index, None)
             if found is None:
                 return
             before = micro.added.get(index)
             micro.added[index] = found if before is None else before + found
-            parameter.see(self._sketch.of(index, gradient))
+            parameter.see(after)
             self._addresses[_address(gradient)] = index
             if parameter.sketch is not None:
                 micro.after[index] = parameter.sketch
@@ -291,7 +315,7 @@ class Recorder:
         tensors = gradients if isinstance(gradients, (list, tuple)) else (gradients,)
         if not tensors or not isinstance(tensors[0], Tensor) or not self._addresses:
             return
-        with _Quiet():
+        with _Quiet(), torch.no_grad():
             addresses = [_address(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
             indices = [self._addresses[address] for address in addresses if address in self._addresses]
             if not indices or torch._C._current_graph_task_id() != -1:
@@ -312,7 +336,7 @@ class Recorder:
             if parameter.is_as_seen() and not (in_place and parameter.tensor.grad is not None):
                 continue
             gradient = parameter.tensor.grad
-            found = None if gradient is None else self._sketch.of(index, gradient)
+            found = None if gradient is None else self._sketch.of(index, _local(gradient))
             if found is not None and parameter.sketch is not None and torch.equal(found, parameter.sketch):
                 parameter.see(found)
                 continue
@@ -416,8 +440,12 @@ class Recorder:
         if self._limit is not None and len(steps.traces) >= self._limit:
             self.end()
 
+    def is_sharded(self, steps: Steps) -> bool:
+        """Whether the gradients of ranks are added up before they are seen."""
+        return any(self._parameters[index].is_sharded for index in steps.parameters)
+
     def _joined(self, steps: Steps) -> Joined:
-        return Joined({index: size_of(self._parameters[index].tensor) for index in steps.parameters})
+        return Joined({index: self._parameters[index].size for index in steps.parameters})
 
     def _prune(self) -> None:
         """Forgets what every optimizer has behind it."""
@@ -472,8 +500,19 @@ class _Mode(TorchFunctionMode):
         return value
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this rank has; another tensor itself."""
+    of: Any = getattr(tensor, "to_local", None)
+    if of is None:
+        return tensor
+    with torch.no_grad():
+        found: Tensor = of()
+    return found
+
+
 def _address(tensor: Tensor) -> int:
     """By which a gradient is known again under another name, such as .data."""
+    tensor = _local(tensor)
     return tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 

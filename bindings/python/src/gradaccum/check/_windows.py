@@ -51,11 +51,16 @@ class _Part:
     backward: str
     step: str
     epsilon: float
+    is_sharded: bool
+    """Whether the ranks' gradients were reduced before they were seen, to their mean."""
 
 
 def windows_of(recorder: Recorder, group: Any | None) -> list[tuple[str, list[Window]]]:
     """For each optimizer its name and its windows, over the ranks of a group of torch.distributed if there is one."""
-    own = [(type(steps.optimizer).__name__, _parts(steps)) for steps in recorder.steps.values()]
+    own = [
+        (type(steps.optimizer).__name__, _parts(steps, recorder.is_sharded(steps)))
+        for steps in recorder.steps.values()
+    ]
     ranks = [own]
     if group is not None:
         distributed: Any = torch.distributed
@@ -74,14 +79,14 @@ def windows_of(recorder: Recorder, group: Any | None) -> list[tuple[str, list[Wi
     return result
 
 
-def _parts(steps: Steps) -> list[_Part]:
+def _parts(steps: Steps, is_sharded: bool) -> list[_Part]:
     return [
-        _part(trace, rates, moves, line)
+        _part(trace, rates, moves, line, is_sharded)
         for trace, rates, moves, line in zip(steps.traces, steps.rates, steps.moves, steps.lines, strict=True)
     ]
 
 
-def _part(trace: Trace, rates: list[tuple[float, ...]], moves: int, line: str) -> _Part:
+def _part(trace: Trace, rates: list[tuple[float, ...]], moves: int, line: str, is_sharded: bool) -> _Part:
     losses = [_losses(micro.terms) for micro in trace.micro_batches]
     keys = {loss.key for kept, own in zip(trace.kept, losses, strict=True) if kept for loss in own}
     # What another optimizer's losses left in .grad, and was dropped, is no micro-batch of this one.
@@ -95,7 +100,7 @@ def _part(trace: Trace, rates: list[tuple[float, ...]], moves: int, line: str) -
     return _Part(
         [losses[i] for i in own], [trace.kept[i] for i in own], factors, trace.left, [trace.lost[i] for i in own],
         trace.finite, trace.emptied, [trace.added[i] for i in own], trace.target, trace.gradient,
-        [rates[i] for i in own if rates[i]] + rates[-1:], moves, backward, line, trace.epsilon,
+        [rates[i] for i in own if rates[i]] + rates[-1:], moves, backward, line, trace.epsilon, is_sharded,
     )  # fmt: skip
 
 
@@ -120,7 +125,9 @@ def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
     kept = [[(value, 0.0) for value in part.kept] for part in ranks]
     left = first.left
     blurred = any(factor.purpose != "clip" and not factor.is_exact(first.epsilon) for factor in first.factors)
-    if len(ranks) > 1 or blurred:
+    if first.is_sharded:
+        kept = [[(value / len(ranks), 0.0) for value in part.kept] for part in ranks]
+    elif len(ranks) > 1 or blurred:
         kept, left = _solved(ranks, before)
     totals: dict[str, float] = {}
     for part in ranks:
