@@ -408,6 +408,46 @@ def test_recordings_end_by_themselves() -> None:
     with check.record(loop.model, loop.optimizer, windows=2) as recording:
         check_loops.divides(loop)
     assert len(recording.report.optimizers[0].windows) == 2
+    with pytest.raises(RuntimeError, match="entered twice"), recording:
+        pass
+
+
+def test_parameters_may_come_later() -> None:
+    """A layer that is unfrozen, and joins the optimizer; statistics that have moved before."""
+    loop = Loop(EVEN, lambda: torch.nn.BatchNorm1d(300))
+    for _ in range(3):
+        loop.loss(8)
+    last: Any = list(loop.model.children())[-1]
+    last.requires_grad_(False)
+    optimizer = torch.optim.SGD(next(iter(loop.model.children())).parameters(), 0.1)
+
+    def window() -> None:
+        loop.loss(8).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with check.record(loop.model, optimizer) as recording:
+        window()
+        last.requires_grad_(True)
+        optimizer.add_param_group({"params": last.parameters(), "lr": 0.2})
+        window()
+        for _ in range(2):
+            (loop.loss(8) / 2).backward()
+            last.bias.grad.mul_(3)
+        optimizer.step()
+    report = recording.report
+    assert names(report) == ["batch norm per micro-batch"] and report.faults[0].windows == [2], report
+    assert "moved 2 times in a window of 2" in report.faults[0].text
+    assert "mul_" in str(report) and "is no multiple" in str(report), "of the layer that came later"
+
+
+def test_what_is_kept_of_a_window_is_small() -> None:
+    loop = Loop([[4, 4]] * 40)
+    with check.record(loop.model, loop.optimizer) as recording:
+        check_loops.divides(loop)
+        recorder = recording._recorder
+        traces = recorder.steps[id(loop.optimizer)].traces
+        assert len(traces) == 40 and not any(trace.added for trace in traces) and not recorder._entries
 
 
 # ---- Reports

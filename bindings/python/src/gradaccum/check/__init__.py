@@ -32,15 +32,19 @@ __all__ = ["Coefficient", "Fault", "Optimizer", "Recording", "Report", "Window",
 
 
 class Recording:
-    """Watches loops while it is entered. Not reentrant, and not for several threads."""
+    """Watches the loops of one thread while it is entered, once."""
 
     def __init__(self, model: torch.nn.Module | None, optimizer: Any, windows: int | None) -> None:
         self._model = model
         self._optimizer = optimizer
         self._recorder = Recorder(windows)
         self._report: Report | None = None
+        self._entered = False
 
     def __enter__(self) -> Recording:
+        if self._entered:
+            raise RuntimeError("a recording was entered twice: record() makes another one")
+        self._entered = True
         self._recorder.begin(self._model)
         if self._optimizer is not None:
             self._recorder.know(self._optimizer)

@@ -76,10 +76,12 @@ class Ledger:
                 factor = factor / total if total else 0.0
             kept.append(math.nan if config.reduce == Reduce.MAX else factor / scale)
         micro_batches = [micro for micro, _, _ in begun] if applied else []
+        none = [0.0] * len(kept)
         empty = torch.zeros(0, dtype=torch.float64)
         return Trace(
-            micro_batches, kept, [], 0.0, [0.0] * len(kept), 0 if applied else len(begun), False, True, empty,
-            [empty] * len(kept), empty, torch.finfo(torch.float32).eps,
+            [micro.terms for micro in micro_batches], [micro.rates for micro in micro_batches],
+            micro_batches[-1].where if micro_batches else "", kept, [], 0.0, none, 0 if applied else len(begun), False,
+            True, empty, [False] * len(kept), [empty] * len(kept), empty, torch.finfo(torch.float32).eps,
         )  # fmt: skip
 
 

@@ -96,6 +96,10 @@ class Steps:
         self.ledger = ledger_of(optimizer)
         """What an optimizer of this library tells, whose window is not in ``.grad``."""
 
+    def rates_now(self) -> tuple[float, ...]:
+        """The learning rates of the groups."""
+        return tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
+
 
 class Recorder:
     """Follows the gradients of parameters from backward to the optimizer."""
@@ -105,6 +109,7 @@ class Recorder:
         self._handles: list[Any] = []
         self._parameters: list[_Parameter] = []
         self._index: dict[int, int] = {}  # of a parameter, by its id
+        self._frozen: dict[int, tuple[str, Tensor]] = {}  # those that may have gradients later, by their ids
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._norms: list[Any] = []  # layers with batch normalisation
         self._moved = 0
@@ -173,14 +178,20 @@ class Recorder:
             if type(module).__name__ in _UNREAD:
                 self._remark(f"{type(module).__name__} keeps gradients to itself: they are not read.")
                 return
-            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.num_batches_tracked is not None:
                 self._norms.append(module)
+                if len(self._norms) == 1:
+                    self._moved = int(module.num_batches_tracked)
         self._follow(model.named_parameters())
 
     def _follow(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
-            if id(tensor) in self._index or not tensor.requires_grad or not tensor.is_leaf:
+            if id(tensor) in self._index or not tensor.is_leaf:
                 continue
+            if not tensor.requires_grad:
+                self._frozen[id(tensor)] = (name, tensor)
+                continue
+            self._frozen.pop(id(tensor), None)
             index = len(self._parameters)
             self._index[id(tensor)] = index
             parameter = _Parameter(tensor, name)
@@ -210,6 +221,9 @@ class Recorder:
             return  # a checkpoint computes again
         if module not in self._modules:
             self._attach(module)
+        unfrozen = [named for named in self._frozen.values() if named[1].requires_grad]
+        if unfrozen:
+            self._follow(unfrozen)
         self._close()
 
     def _close(self) -> None:
@@ -317,7 +331,10 @@ class Recorder:
             return
         with _Quiet(), torch.no_grad():
             addresses = [_address(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
-            indices = [self._addresses[address] for address in addresses if address in self._addresses]
+            indices = [
+                self._addresses[address] for address in addresses
+                if address in self._addresses and self._is_gradient(address)
+            ]  # fmt: skip
             if not indices or torch._C._current_graph_task_id() != -1:
                 return
             purpose, where = _where.purpose() or name, _where.line()
@@ -327,6 +344,11 @@ class Recorder:
                 self._entries.append(Change(purpose, where))
             for index in indices:
                 self._parameters[index].forget()
+
+    def _is_gradient(self, address: int) -> bool:
+        """Whether a gradient is still where one was."""
+        gradient = self._parameters[self._addresses[address]].tensor.grad
+        return gradient is not None and _address(gradient) == address
 
     def _observe(self) -> None:
         """Adds what has changed in .grad since it was seen last to the change that is going on."""
@@ -355,24 +377,21 @@ class Recorder:
 
     # ---- The optimizer
 
-    def _rates(self) -> tuple[float, ...]:
-        return tuple(
-            float(group["lr"]) for steps in self.steps.values() for group in steps.optimizer.param_groups
-            if "lr" in group
-        )  # fmt: skip
+    def _rates(self) -> dict[int, tuple[float, ...]]:
+        return {key: steps.rates_now() for key, steps in self.steps.items()}
 
     def know(self, optimizer: torch.optim.Optimizer) -> Steps | None:
         """The windows of an optimizer; None if it has no parameter that is followed."""
         base: Any = optimizer
         while (inner := getattr(base, "optimizer", None) or getattr(base, "_optimizer", None)) is not None:
             base = inner  # of accelerate and Lightning
-        if id(base) not in self.steps:
-            tensors = [tensor for group in base.param_groups for tensor in group["params"]]
-            indices = [self._index[id(tensor)] for tensor in tensors if id(tensor) in self._index]
-            if not indices:
-                return None
+        tensors = [tensor for group in base.param_groups for tensor in group["params"]]
+        indices = [self._index[id(tensor)] for tensor in tensors if id(tensor) in self._index]
+        if id(base) in self.steps:
+            self.steps[id(base)].parameters = indices  # a group may have been added
+        elif indices:
             self.steps[id(base)] = Steps(base, indices)
-        return self.steps[id(base)]
+        return self.steps.get(id(base))
 
     def _step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._active:
@@ -423,7 +442,8 @@ class Recorder:
             self._observe()
             self._close()
             epsilon = max(torch.finfo(self._parameters[index].tensor.dtype).eps for index in steps.parameters)
-            found = trace(self._entries[steps.begin :], steps.start, self._joined(steps), epsilon)
+            entries = self._entries[steps.begin :]
+            found = trace(entries, steps.start, self._joined(steps), epsilon, _is_distributed())
             steps.start = {index: self._parameters[index].sketch for index in steps.parameters}
             self._ended(steps, found, where)
 
@@ -432,13 +452,14 @@ class Recorder:
         steps.begin = len(self._entries)
         steps.traces.append(found)
         steps.lines.append(where)
-        steps.rates.append([*(micro.rates for micro in found.micro_batches), self._rates()])
-        moved = sum(int(layer.num_batches_tracked) for layer in self._norms[:1])
+        own = id(steps.optimizer)
+        steps.rates.append([*(rates.get(own, ()) for rates in found.rates), steps.rates_now()])
+        moved = int(self._norms[0].num_batches_tracked) if self._norms else 0
         steps.moves.append(moved - self._moved)
         self._moved = moved
         self._prune()
         if self._limit is not None and len(steps.traces) >= self._limit:
-            self.end()
+            self._active = False
 
     def is_sharded(self, steps: Steps) -> bool:
         """Whether the gradients of ranks are added up before they are seen."""
@@ -456,11 +477,8 @@ class Recorder:
 
     # ---- What was seen
 
-    def names(self, chosen: Callable[[_Parameter], bool]) -> list[str]:
-        return [parameter.name for parameter in self._parameters if chosen(parameter)]
-
     def without_gradient(self) -> list[str]:
-        return self.names(lambda parameter: not parameter.had_gradient)
+        return [parameter.name for parameter in self._parameters if not parameter.had_gradient]
 
     def without_optimizer(self) -> list[str]:
         held = {index for steps in self.steps.values() if steps.traces for index in steps.parameters}

@@ -24,8 +24,8 @@ class MicroBatch:
     """A backward, or several without a forward between them."""
 
     terms: list[Term]
-    rates: tuple[float, ...] = ()
-    """The learning rates that the optimizers had."""
+    rates: dict[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    """The learning rates that optimizers had, by their ids."""
     where: str = ""
     """The line that called backward."""
     added: Sketches = dataclasses.field(default_factory=dict)
@@ -65,7 +65,12 @@ class Factor:
 class Trace:
     """A window of an optimizer."""
 
-    micro_batches: list[MicroBatch]
+    terms: list[list[Term]]
+    """The losses of each micro-batch."""
+    rates: list[dict[int, tuple[float, ...]]]
+    """The learning rates at each micro-batch."""
+    where: str
+    """The line that called backward for the last one."""
     kept: list[float]
     """Which multiple of each micro-batch's gradient reached the optimizer, but for clipping."""
     factors: list[Factor]
@@ -80,11 +85,13 @@ class Trace:
     finite: bool
     """Whether the gradient that the optimizer saw is finite."""
     target: Tensor
-    """The sketch of the gradient that the optimizer saw, before the clipping of the whole window."""
+    """The sketch of the gradient that the optimizer saw, before the clipping of the whole window; kept as added is."""
+    broken: list[bool]
+    """Whether the gradient of each micro-batch has numbers that are not finite."""
     added: list[Tensor]
-    """The sketches of the micro-batches."""
+    """The sketches of the micro-batches, where what became of them was not followed."""
     gradient: Tensor
-    """The sketch of the gradient that the optimizer saw."""
+    """The sketch of the gradient that the optimizer saw; kept as added is."""
     epsilon: float
 
 
@@ -106,8 +113,9 @@ class Joined:
 
 
 def trace(
-    entries: Sequence[MicroBatch | Change], start: Mapping[int, Tensor | None], joined: Joined, epsilon: float
-) -> Trace:
+    entries: Sequence[MicroBatch | Change], start: Mapping[int, Tensor | None], joined: Joined, epsilon: float,
+    is_distributed: bool,
+) -> Trace:  # fmt: skip
     """Follows the gradient from the end of the window before to the step.
 
     :param start: ``.grad`` when the window before was stepped
@@ -158,7 +166,15 @@ def trace(
         left *= value
         target = target * value if factors[-1].is_exact(epsilon) else now
     finite = bool(torch.isfinite(now).all())
-    return Trace(micro_batches, kept, factors, left, lost, skipped, emptied, finite, target, added, now, epsilon)
+    broken = [not bool(torch.isfinite(each).all()) for each in added]
+    is_followed = all(factor.purpose == "clip" or factor.is_exact(epsilon) for factor in factors)
+    if is_followed and not is_distributed:  # the factors tell everything
+        added, target, now = [], now[:0], now[:0]
+    return Trace(
+        [micro.terms for micro in micro_batches], [micro.rates for micro in micro_batches],
+        micro_batches[-1].where if micro_batches else "", kept, factors, left, lost, skipped, emptied, finite, target,
+        broken, added, now, epsilon,
+    )  # fmt: skip
 
 
 def _ratio(a: Tensor, b: Tensor) -> float:

@@ -43,6 +43,7 @@ class _Part:
     lost: list[float]
     finite: bool
     emptied: bool
+    broken: list[int]
     added: list[Tensor]
     target: Tensor
     gradient: Tensor
@@ -87,7 +88,7 @@ def _parts(steps: Steps, is_sharded: bool) -> list[_Part]:
 
 
 def _part(trace: Trace, rates: list[tuple[float, ...]], moves: int, line: str, is_sharded: bool) -> _Part:
-    losses = [_losses(micro.terms) for micro in trace.micro_batches]
+    losses = [_losses(terms) for terms in trace.terms]
     keys = {loss.key for kept, own in zip(trace.kept, losses, strict=True) if kept for loss in own}
     # What another optimizer's losses left in .grad, and was dropped, is no micro-batch of this one.
     own = [
@@ -96,11 +97,11 @@ def _part(trace: Trace, rates: list[tuple[float, ...]], moves: int, line: str, i
     ]  # fmt: skip
     shift = {i: sum(k < i for k in own) for i in range(len(losses) + 1)}
     factors = [dataclasses.replace(factor, after=shift[factor.after]) for factor in trace.factors]
-    backward = trace.micro_batches[own[-1]].where if own else ""
     return _Part(
         [losses[i] for i in own], [trace.kept[i] for i in own], factors, trace.left, [trace.lost[i] for i in own],
-        trace.finite, trace.emptied, [trace.added[i] for i in own], trace.target, trace.gradient,
-        [rates[i] for i in own if rates[i]] + rates[-1:], moves, backward, line, trace.epsilon, is_sharded,
+        trace.finite, trace.emptied, [i for i, k in enumerate(own) if trace.broken[k]],
+        [trace.added[i] for i in own] if trace.added else [], trace.target, trace.gradient,
+        [rates[i] for i in own if rates[i]] + rates[-1:], moves, trace.where, line, trace.epsilon, is_sharded,
     )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
                 coefficients.append(
                     Coefficient(rank, micro, loss.terms, value * loss.factor, blur, right, loss.key, loss.free)
                 )
-    swallowed = [i for i, added in enumerate(first.added) if first.kept[i] and not bool(torch.isfinite(added).all())]
+    swallowed = [i for i in first.broken if first.kept[i]]
     return Window(
         index, max(len(part.kept) for part in ranks), coefficients, first.factors, left, first.lost, first.finite,
         swallowed, first.emptied, first.rates, first.moves, first.backward, first.step, len(ranks), first.epsilon,
@@ -157,6 +158,8 @@ def _solved(ranks: list[_Part], before: Tensor | None) -> tuple[list[list[tuple[
     """The coefficients by least squares, where gradients were not followed from one change to the next."""
     places = [(rank, micro) for rank, part in enumerate(ranks) for micro in range(len(part.added))]
     columns = [ranks[rank].added[micro] for rank, micro in places]
+    if before is not None and len(before) == 0:
+        before = None
     if before is not None:
         columns.append(before)
     kept = [[(math.nan, math.inf)] * len(part.added) for part in ranks]
