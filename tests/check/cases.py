@@ -12,7 +12,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "transformers-4.57-language-model": ("transformers==4.57.0 accelerate==1.10.1", "language_model 16", []),
     # The last window of an epoch went on into the next epoch.
     "transformers-4.49-language-model-tail": (
-        "transformers==4.49.0 accelerate==1.4.0", "language_model 21", ["unexplained"]
+        "transformers==4.49.0 accelerate==1.4.0", "language_model 21", ["not determined"]
     ),
     "transformers-4.57-language-model-tail": ("transformers==4.57.0 accelerate==1.10.1", "language_model 21", []),
     # Models that take any argument were trusted to divide.

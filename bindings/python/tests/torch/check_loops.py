@@ -466,6 +466,5 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "non-finite gradient applied": (applies_nan, EVEN),
     "a non-finite micro-batch swallowed": (swallows, EVEN),
     "batch norm per micro-batch": (divides, EVEN, lambda: nn.BatchNorm1d(300)),
-    "changed within a micro-batch": (clips_in_a_hook, EVEN),
     "lost in rounding": (adds_one_sample, [[1] * 300]),
 }

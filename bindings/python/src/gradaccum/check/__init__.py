@@ -23,7 +23,7 @@ import torch
 
 from . import _where
 from ._faults import Coefficient, Fault, Window, find, remarks
-from ._losses import Count, Term
+from ._losses import NAMED, Count, Term
 from ._recorder import Recorder
 from ._report import Optimizer, Report
 from ._windows import windows_of
@@ -45,9 +45,13 @@ class Recording:
         if self._entered:
             raise RuntimeError("a recording was entered twice: record() makes another one")
         self._entered = True
-        self._recorder.begin(self._model)
-        if self._optimizer is not None:
-            self._recorder.know(self._optimizer)
+        given = self._optimizer
+        optimizers = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+        try:
+            self._recorder.begin(self._model, optimizers)
+        except BaseException:
+            self._recorder.end()
+            raise
         return self
 
     def __exit__(
@@ -76,7 +80,7 @@ class Recording:
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction was {reduction!r}, expected "mean" or "sum"')
         epsilon = torch.finfo(value.dtype).eps
-        self._recorder.name_loss(Term("loss", _where.line(), reduction, weight, epsilon), value)
+        self._recorder.name_loss(Term(NAMED, _where.line(), reduction, weight, epsilon), value)
         return value
 
 
@@ -84,7 +88,8 @@ def record(model: torch.nn.Module | None = None, optimizer: Any = None, windows:
     """Watches a training loop while the result is entered as a context.
 
     :param model: None: every module that is called
-    :param optimizer: None: every optimizer of the module's parameters that makes a step
+    :param optimizer: those that are known from the start, one or a list; others of the model's parameters are found
+        when they make a step
     :param windows: after how many windows of an optimizer the watching ends; None: with the context
     """
     return Recording(model, optimizer, windows)
@@ -105,23 +110,23 @@ def _report(recorder: Recorder, model: torch.nn.Module | None, alone: bool) -> R
             continue
         if recorder.knows_losses and all(not c.loss for window in optimizer.windows for c in window.coefficients):
             said.append(
-                "No loss function of torch was seen: the multiples are relative to one another; r.loss(loss, weight=n) "
-                "tells what a loss averages over."
+                "No loss function of torch was seen whose terms count alike: what the loop did to its losses before "
+                "backward is not known; r.loss(loss, weight=n) names a loss."
             )
     for steps in recorder.steps.values():
         if group is not None and recorder.is_sharded(steps):
             said.append("Gradients are DTensors: that the ranks' mean is what was reduced is taken for granted.")
         if steps.pending:
             said.append(f"The recording ended with {steps.pending} micro-batches that no step had applied.")
-        skipped = sum(trace.skipped for trace in steps.traces)
+        skipped = steps.skipped + sum(trace.skipped for trace in steps.traces)
         if skipped:
             said.append(f"{skipped} micro-batches were dropped with their window, for a gradient was not finite.")
     for names, what in (
         (recorder.without_gradient(), "had no gradient in any backward"),
-        (recorder.without_optimizer(), "had gradients, but no optimizer with them made a step"),
+        ([] if recorder.is_limited else recorder.without_optimizer(), "had gradients, but no optimizer with them made a step"),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             said.append(f"{', '.join(names[:3])}{more} {what}.")
     name = type(model).__name__ if model is not None else "all models that were called"
-    return Report(f"{name}, torch {torch.__version__}", optimizers, said)
+    return Report(f"{name}, torch {torch.__version__}", optimizers, list(dict.fromkeys(said)), recorder.failed)

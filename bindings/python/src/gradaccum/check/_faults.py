@@ -79,11 +79,6 @@ ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
         "skip the window, or leave the micro-batch out of the mean",
         "gradaccum.torch: nonfinite=gradaccum.Nonfinite.DROP_MICRO leaves it out of the mean",
     ),
-    "changed within a micro-batch": (
-        "what is done to the gradient of a micro-batch, such as clipping by a hook, differs from what is done to their sum",
-        "change the sum, between the last backward of the window and step()",
-        _LIBRARY,
-    ),
     "lost in rounding": (
         "a part of each micro-batch is rounded away, since the sum is kept in 16 bits",
         "keep gradients in f32, or fewer micro-batches in a window",
@@ -119,11 +114,6 @@ ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
         "leave no_sync() before the last backward of the window",
         _LIBRARY,
     ),
-    "unexplained": (
-        "micro-batches count otherwise than in one batch, in a way that has no name here",
-        "multiply the mean loss of each micro-batch by n / sum of n, in every window",
-        _LIBRARY,
-    ),
     "gradients not reduced over ranks": (
         "each rank trains by itself: replicas go apart",
         "leave no_sync() before the last backward of the window",
@@ -131,6 +121,13 @@ ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
     ),
 }
 """What each fault does to training, and what mends it: by hand, and by this library."""
+
+
+UNKNOWN = "are none of the patterns"
+_SCALES = {
+    "sum for mean", "divided twice", "1/R once too often over ranks", "sum over ranks for mean",
+}  # fmt: skip
+"""Faults that are a factor of the whole window."""
 
 
 @dataclasses.dataclass
@@ -247,18 +244,17 @@ def _of(window: Window, usual: int) -> Iterable[Fault]:
         return
     yield from _left(window)
     yield from _clips(window)
-    for line in dict.fromkeys(c.loss for c in window.coefficients):
-        own = [c for c in window.coefficients if c.loss == line]
+    lines = _by_loss(window)
+    one_is_right = any(not own[0].free and all(c.is_(c.right) for c in own) for own in lines)
+    for own in lines:
         fault = _pattern(own, window, usual)
-        if fault is not None:
+        # A factor that another loss of the window has not is one that the program wants.
+        if fault is not None and not (one_is_right and fault.name in _SCALES):
             yield fault
     worst = max(window.lost, default=0.0)
     if worst > _LOSES and window.epsilon > _SIXTEEN_BITS:
         yield Fault("lost in rounding", f"{worst:.0%} of a micro-batch's gradient was rounded away when it was added",
                     window.backward, worst)  # fmt: skip
-    elif worst and window.epsilon <= _SIXTEEN_BITS:
-        yield Fault("changed within a micro-batch", f"{worst:.1%} of what a micro-batch has added is no multiple of its "
-                    "gradient", window.backward, worst)  # fmt: skip
     if n > 1 and len(set(window.rates)) > 1:
         rates = [", ".join(f"{rate:g}" for rate in each) for each in window.rates]
         yield Fault("schedule moved per micro-batch",
@@ -267,6 +263,13 @@ def _of(window: Window, usual: int) -> Iterable[Fault]:
         yield Fault("batch norm per micro-batch",
                     f"running statistics moved {window.moves} times in a window of {n} micro-batches", "",
                     0.1)  # fmt: skip
+
+
+def _by_loss(window: Window) -> list[list[Coefficient]]:
+    return [
+        [c for c in window.coefficients if c.loss == line]
+        for line in dict.fromkeys(c.loss for c in window.coefficients)
+    ]
 
 
 def _left(window: Window) -> Iterable[Fault]:
@@ -309,9 +312,9 @@ def _pattern(own: Sequence[Coefficient], window: Window, usual: int) -> Fault | 
     ratios = [c.value / c.right for c in seen if c.right]
     ratio = ratios[0] if ratios else 1.0
     same_ratio = all(c.is_(c.right * ratio) for c in seen)
-    if same_ratio and seen[0].free and ratio:
-        return None
     n, ranks = window.micro_batches, window.ranks
+    if same_ratio and seen[0].free and ratio and not (n > 1 and len(seen) > 1 and all(c.is_(1) for c in seen)):
+        return None
     severity = math.sqrt(math.fsum((c.value - c.right) ** 2 for c in seen) /
                          max(1e-300, math.fsum(c.right**2 for c in seen)))  # fmt: skip
     listed = _list(seen)
@@ -328,6 +331,8 @@ def _pattern(own: Sequence[Coefficient], window: Window, usual: int) -> Fault | 
     zero = [c.micro_batch for c in seen if c.is_(0)]
     kept = [c for c in seen if not c.is_(0)]
     if zero and kept:
+        if own[0].loss and _are_right_alone(kept):
+            return None  # the others were dropped, and the update is that of one batch of these
         if n > 1 and {c.micro_batch for c in kept} == {n - 1}:
             return fault("only the last one")
         return fault("micro-batch lost", f"micro-batch {_listed(zero)} of {n} is not in the update: {listed}")
@@ -358,8 +363,12 @@ def _pattern(own: Sequence[Coefficient], window: Window, usual: int) -> Fault | 
             return fault("1/R once too often over ranks")
         if n > 1 and _near(ratio, 1 / n):
             return fault("divided twice")
-        return None  # see remarks()
-    return fault("unexplained") if n > 1 or ranks > 1 else None
+    return None  # see remarks()
+
+
+def _are_right_alone(kept: Sequence[Coefficient]) -> bool:
+    total = math.fsum(c.terms for c in kept)
+    return total > 0 and all(c.is_(c.terms / total) for c in kept)
 
 
 def remarks(windows: Sequence[Window]) -> list[str]:
@@ -369,23 +378,40 @@ def remarks(windows: Sequence[Window]) -> list[str]:
     for window in windows:
         if not window.finite or window.swallowed:
             continue
-        lines = {c.loss for c in window.coefficients}
-        seen = [c for c in window.coefficients if not math.isnan(c.value)]
-        if window.micro_batches > 1 and len(lines) == 1 and seen and not seen[0].free and seen[0].right:
-            ratio = seen[0].value / seen[0].right
-            same = ratio and not seen[0].is_(seen[0].right) and all(c.is_(c.right * ratio) for c in seen)
-            if same and _pattern(seen, window, usual) is None:
-                text = f"{seen[0].loss}: the whole window is multiplied by {ratio:.6g}, which may be meant"
+        lines = _by_loss(window)
+        for own in lines:
+            text = _remark(own, window, usual, len(lines) == 1)
+            if text:
                 result.setdefault(text, window.index)
         if not window.coefficients and window.factors and window.factors[-1].value:
             result.setdefault("a step was made with gradients that no backward has given to .grad", window.index)
+        worst = max(window.lost, default=0.0)
+        if worst and window.epsilon <= _SIXTEEN_BITS:
+            text = "a hook changes gradients within a micro-batch: right if it is linear, as a mask, wrong if it clips"
+            result.setdefault(text, window.index)
         for factor in window.factors:
             if factor.purpose != "clip" and not factor.is_exact(window.epsilon) and window.ranks == 1:
                 what = factor.purpose or "something that was not seen"
                 place = f" ({factor.where})" if factor.where else ""
-                text = f"{what}{place} changed the gradient in a way that is no multiple; what is said holds for the rest"
+                text = f"{what}{place} changed the sum in a way that is no multiple: what remains of each micro-batch is not known"
                 result.setdefault(text, window.index)
     return [f"{text} (window {index + 1})." for text, index in result.items()]
+
+
+def _remark(own: Sequence[Coefficient], window: Window, usual: int, is_alone: bool) -> str:
+    """About coefficients that are not right, and no fault by name."""
+    seen = [c for c in own if not math.isnan(c.value)]
+    if not seen or all(c.is_(c.right) for c in seen) or _pattern(own, window, usual) is not None:
+        return ""
+    ratio = seen[0].value / seen[0].right if seen[0].right else 0.0
+    if ratio and all(c.is_(c.right * ratio) for c in seen):
+        return f"{own[0].loss}: the whole window is multiplied by {ratio:.6g}, which may be meant" if is_alone else ""
+    zero = [c.micro_batch for c in seen if c.is_(0)]
+    if zero and _are_right_alone([c for c in seen if not c.is_(0)]):
+        return f"micro-batch {_listed(zero)} of {window.micro_batches} was computed and dropped, which may be meant"
+    return (
+        f"{own[0].loss}: {_list(seen)} {UNKNOWN}: the program may weigh them itself, and if it does not, they are wrong"
+    )
 
 
 def _near(a: float, b: float) -> bool:

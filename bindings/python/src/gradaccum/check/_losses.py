@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+NAMED = "loss"
+"""The name of losses that the program names itself."""
+
 Count = float | Tensor
 """Over how many terms a loss function has averaged or added: a number, or a tensor that holds it."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Term:
     """The value of a loss function in a micro-batch."""
 
@@ -30,26 +33,33 @@ class Term:
     """The rounding of its dtype."""
     factors: list[Tensor] = dataclasses.field(default_factory=list)
     """The derivative of what went backward by this value, for each backward."""
+    resolved: tuple[float, float] | None = None
+    """The factor by which the loop has scaled the mean over the terms, and their number; None: not known."""
 
     @property
-    def key(self) -> tuple[str, str]:
-        return self.name, self.where
+    def key(self) -> str:
+        return f"{self.name} in {self.where}"
 
-    def resolve(self) -> tuple[float, float] | None:
-        """The factor by which the loop has scaled the mean over the terms, and their number; None: not in backward.
+    @property
+    def is_sum(self) -> bool:
+        """Whether the program may choose the scale: it adds terms up, or averages over them itself."""
+        return self.reduction != "mean"
+
+    def resolve(self) -> None:
+        """At the end of a window: turns the derivatives into numbers, and lets go of them.
 
         The derivative by a sum of n terms is 1/n of that by their mean.
         """
-        if not self.factors:
-            return None
-        count = float(self.count)
-        total = 0.0
-        for factor in self.factors:
+        count, total = float(self.count), 0.0
+        self.count = count
+        factors, self.factors = self.factors, []
+        for factor in factors:
             low, high = float(factor.min()), float(factor.max())
             if high - low > 16 * self.epsilon * max(abs(low), abs(high)):
-                return None  # the terms have weights of their own
+                return  # the terms have weights of their own
             total += low
-        return (total if self.reduction == "mean" else total * count), count
+        if factors:
+            self.resolved = (total * count if self.is_sum else total), count
 
 
 def _classes(given: Mapping[str, Any]) -> Count:
@@ -62,7 +72,7 @@ def _classes(given: Mapping[str, Any]) -> Count:
     weight: Tensor | None = given.get("weight")
     if weight is None:
         return counted.sum()
-    return (weight.detach()[target.clamp(min=0)] * counted).sum()
+    return (weight.detach()[target.masked_fill(~counted, 0)] * counted).sum()
 
 
 def _elements(given: Mapping[str, Any]) -> Count:
@@ -77,6 +87,11 @@ def _samples(given: Mapping[str, Any]) -> Count:
     return float(first.shape[0]) if first.dim() else 1.0
 
 
+def _sequences(given: Mapping[str, Any]) -> Count:
+    lengths = given["target_lengths"]
+    return float(lengths.numel() if isinstance(lengths, Tensor) else len(lengths))
+
+
 def _divergence(given: Mapping[str, Any]) -> Count:
     return _samples(given) if given["reduction"] == "batchmean" else _elements(given)
 
@@ -88,7 +103,7 @@ _COUNTS: dict[Callable[..., Any], Callable[[Mapping[str, Any]], Count]] = {
     F.poisson_nll_loss: _elements, F.gaussian_nll_loss: _elements, F.soft_margin_loss: _elements,
     F.hinge_embedding_loss: _elements, F.multi_margin_loss: _samples, F.multilabel_margin_loss: _samples,
     F.multilabel_soft_margin_loss: _samples, F.cosine_embedding_loss: _samples, F.margin_ranking_loss: _samples,
-    F.triplet_margin_loss: _samples, F.ctc_loss: _samples,
+    F.triplet_margin_loss: _samples, F.ctc_loss: _sequences,
 }  # fmt: skip
 _SIGNATURES = {function: inspect.signature(function) for function in _COUNTS}
 FUNCTIONS = frozenset(_COUNTS)

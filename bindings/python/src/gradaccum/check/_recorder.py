@@ -9,19 +9,23 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import Tensor, overrides
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from . import _where
 from ._library import Ledger, ledger_of
-from ._losses import FUNCTIONS, Term, term
+from ._losses import FUNCTIONS, NAMED, Term, term
 from ._sketch import Sketch, size_of
 from ._timeline import Change, Joined, MicroBatch, Sketches, Trace, trace
 
 _UNREAD = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})
 """Modules whose gradients are not in .grad of their parameters. (FSDP2's are.)"""
+_FAST = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+"""Modules that compute in another way in inference, but not under a mode of torch functions."""
+_MOST_ENTRIES = 2000
+_modes: Any = overrides  # whose functions are not typed
 _Quiet: Any = torch._C.DisableTorchFunction
 
 
@@ -83,7 +87,7 @@ class Steps:
         self.optimizer = optimizer
         self.parameters = parameters
         self.begin = 0  # the first entry of its window
-        self.start: Mapping[int, Tensor | None] = {}  # the gradients with which the last window was stepped
+        self.start: dict[int, Tensor | None] = {}  # the gradients with which the last window was stepped
         self.traces: list[Trace] = []
         self.lines: list[str] = []
         """The line that has called step(), for each window."""
@@ -93,6 +97,8 @@ class Steps:
         """How often the statistics of batch normalisation moved, for each window."""
         self.pending = 0
         """Micro-batches after the last step."""
+        self.skipped = 0
+        """Micro-batches of steps that a fused optimizer did not make, for a gradient was not finite."""
         self.ledger = ledger_of(optimizer)
         """What an optimizer of this library tells, whose window is not in ``.grad``."""
 
@@ -112,20 +118,29 @@ class Recorder:
         self._frozen: dict[int, tuple[str, Tensor]] = {}  # those that may have gradients later, by their ids
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._norms: list[Any] = []  # layers with batch normalisation
-        self._moved = 0
+        self._moved: list[int] = []  # how often the statistics of each had moved at the last step
         self._sketch = Sketch()
         self._entries: list[MicroBatch | Change] = []
+        self._group: Change | None = None  # that is going on
+        self._base: dict[int, Tensor | None] = {}  # .grad before the first entry
         self._addresses: dict[int, int] = {}  # of gradients: the parameter
-        self._terms: list[Term] = []  # of the micro-batch to come
+        self._terms: list[Term] = []  # whose backward has begun, before the first gradient
         self._open: MicroBatch | None = None  # has gradients, and may get more
         self._coming: Sketches = {}  # gradients that are about to be added, unless torch.autograd.grad() returns them
         self._where = ""  # the last backward
+        self._model: torch.nn.Module | None = None
         self._mode: Any = None
+        self._paused: list[torch.nn.Module] = []  # modules in whose forward there is no mode, the outermost first
         self._active = False
+        self._stepping: dict[int, Any] = {}  # the optimizer that was called, by the id of its Steps
         self.steps: dict[int, Steps] = {}
         """By the id of the optimizer."""
         self.remarks: list[str] = []
         """What could not be seen."""
+        self.is_limited = False
+        """Whether as many windows were watched as was asked for."""
+        self.failed = False
+        """Whether the watching has ended before the loop."""
         self.knows_losses = True
         """Whether calls of loss functions are seen."""
         self.is_apart = False
@@ -134,31 +149,36 @@ class Recorder:
 
     # ---- Beginning and end
 
-    def begin(self, model: torch.nn.Module | None) -> None:
+    def begin(self, model: torch.nn.Module | None, optimizers: Iterable[Any]) -> None:
         self._active = True
-        if model is None:
-            self._handles.append(register_module_forward_pre_hook(self._forward))
-        else:
+        self._model = model
+        if model is not None:
             self._attach(model)
-            self._handles.append(model.register_forward_pre_hook(self._forward))
-        self._handles.append(register_optimizer_step_pre_hook(self._step))
-        self._handles.append(register_optimizer_step_post_hook(self._stepped))
+        for optimizer in optimizers:
+            self.know(optimizer)
+        # Hooks of all modules: one of the model would go with it into files and copies.
+        self._handles += [
+            register_module_forward_pre_hook(self._forward),
+            register_module_forward_hook(self._forwarded, always_call=True),
+            register_optimizer_step_pre_hook(self._step),
+            register_optimizer_step_post_hook(self._stepped),
+        ]
         if model is not None and type(model).__name__ == "OptimizedModule":
             self.knows_losses = False
-            self.remarks.append(
-                "The model is compiled: loss functions are not seen, so that only the ratios between micro-batches are "
-                "known, unless r.loss() tells what they average over."
+            self.remark(
+                "The model is compiled: loss functions are not seen, so that only what happens to gradients after "
+                "backward is known, unless r.loss() names the losses."
             )
         else:
             self._mode = _Mode(self)
-            self._mode.__enter__()
+            _modes._push_mode(self._mode)
 
     def end(self) -> None:
         if self._active:
             self._close()
         self._active = False
         if self._mode is not None:
-            self._mode.__exit__(None, None, None)
+            _remove_mode(self._mode)
             self._mode = None
         for handle in self._handles:
             handle.remove()
@@ -176,12 +196,11 @@ class Recorder:
                 continue
             self._modules.add(module)
             if type(module).__name__ in _UNREAD:
-                self._remark(f"{type(module).__name__} keeps gradients to itself: they are not read.")
+                self.remark(f"{type(module).__name__} keeps gradients to itself: they are not read.")
                 return
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.num_batches_tracked is not None:
                 self._norms.append(module)
-                if len(self._norms) == 1:
-                    self._moved = int(module.num_batches_tracked)
+                self._moved.append(int(module.num_batches_tracked))
         self._follow(model.named_parameters())
 
     def _follow(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -203,13 +222,13 @@ class Recorder:
             self._handles.append(after(lambda _, index=index: self._accumulated(index)))
 
     def fail(self, error: Exception) -> None:
-        self._active = False
-        self._remark(
+        self._active, self.failed = False, True
+        self.remark(
             f"The watching ended early, by a defect of gradaccum.check or a tensor that it does not know: "
             f"{type(error).__name__}: {error}"
         )
 
-    def _remark(self, text: str) -> None:
+    def remark(self, text: str) -> None:
         if text not in self.remarks:
             self.remarks.append(text)
 
@@ -217,14 +236,25 @@ class Recorder:
 
     @_never_raises
     def _forward(self, module: torch.nn.Module, _: Any) -> None:
+        if isinstance(module, _FAST) and not module.training and _modes._get_current_function_mode() is self._mode:
+            self._paused.append(module)
+            if len(self._paused) == 1 and self._mode is not None:
+                _modes._pop_mode()
         if not self._active or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
             return  # a checkpoint computes again
-        if module not in self._modules:
+        if self._model is None and module not in self._modules:
             self._attach(module)
         unfrozen = [named for named in self._frozen.values() if named[1].requires_grad]
         if unfrozen:
             self._follow(unfrozen)
-        self._close()
+        if self._open is not None and module in self._modules:
+            self._close()
+
+    def _forwarded(self, module: torch.nn.Module, _: Any, __: Any) -> None:
+        if self._paused and self._paused[0] is module:
+            self._paused.clear()
+            if self._mode is not None:
+                _modes._push_mode(self._mode)
 
     def _close(self) -> None:
         """What comes next belongs to another micro-batch."""
@@ -237,24 +267,26 @@ class Recorder:
 
     @_never_raises
     def saw_loss(self, found: Callable[[], Term], value: Tensor) -> None:
-        if self._named or not value.requires_grad or torch._C._current_graph_task_id() != -1:
+        if not self._active or self._named or not value.requires_grad or torch._C._current_graph_task_id() != -1:
             return
         self._add(found(), value)
 
     def name_loss(self, found: Term, value: Tensor) -> None:
         """The program tells what a loss averages over: functions of torch are no longer asked."""
-        if not self._named:
-            self._named = True
-            self._terms = []
+        self._named = True
         self._add(found, value)
 
     def _add(self, found: Term, value: Tensor) -> None:
-        self._close()
-        self._terms.append(found)
+        if self._open is not None:
+            self._close()
 
         def note(gradients: tuple[Tensor, ...]) -> None:
-            if not self.is_apart:
-                found.factors.append(gradients[0].detach())
+            if self.is_apart or not self._active or (self._named and found.name != NAMED):
+                return
+            terms = self._terms if self._open is None else self._open.terms
+            if found not in terms:
+                terms.append(found)
+            found.factors.append(gradients[0].detach())
 
         with _Quiet():
             node: Any = value.grad_fn
@@ -289,6 +321,10 @@ class Recorder:
             self._coming[index] = self._sketch.of(index, gradient)
 
     def _begin_micro_batch(self) -> None:
+        if not self.steps and len(self._entries) > _MOST_ENTRIES:
+            self._active, self.failed = False, True
+            self.remark(f"The watching ended: no optimizer has made a step after {_MOST_ENTRIES} micro-batches.")
+            return
         self._open = MicroBatch(self._terms, self._rates())
         self._terms = []
         self._entries.append(self._open)
@@ -338,10 +374,12 @@ class Recorder:
             if not indices or torch._C._current_graph_task_id() != -1:
                 return
             purpose, where = _where.purpose() or name, _where.line()
-            last = self._entries[-1] if self._entries else None
-            if not (isinstance(last, Change) and (last.purpose, last.where) == (purpose, where)):
+            group = self._group
+            if group is None or (group.purpose, group.where) != (purpose, where):
                 self._observe()
-                self._entries.append(Change(purpose, where))
+                group = self._group = Change(purpose, where)
+                self._entries.append(group)
+            group.touched.update(indices)
             for index in indices:
                 self._parameters[index].forget()
 
@@ -351,7 +389,7 @@ class Recorder:
         return gradient is not None and _address(gradient) == address
 
     def _observe(self) -> None:
-        """Adds what has changed in .grad since it was seen last to the change that is going on."""
+        """Notes what has changed in .grad since it was seen last, and ends the change that is going on."""
         changed: dict[int, Tensor | None] = {}
         in_place = _is_distributed()  # a reduction writes without a new version
         for index, parameter in enumerate(self._parameters):
@@ -367,13 +405,11 @@ class Recorder:
             if found is not None or parameter.sketch is not None:
                 changed[index] = found
             parameter.see(found)
-        if not changed:
-            return
-        last = self._entries[-1] if self._entries else None
-        if not isinstance(last, Change):
-            last = Change("", "")
-            self._entries.append(last)
-        last.after.update(changed)
+        group, self._group = self._group, None
+        if group is not None:
+            group.after.update({index: changed.pop(index) for index in group.touched if index in changed})
+        if changed:
+            self._entries.append(Change("", "", changed))
 
     # ---- The optimizer
 
@@ -387,18 +423,29 @@ class Recorder:
             base = inner  # of accelerate and Lightning
         tensors = [tensor for group in base.param_groups for tensor in group["params"]]
         indices = [self._index[id(tensor)] for tensor in tensors if id(tensor) in self._index]
-        if id(base) in self.steps:
-            self.steps[id(base)].parameters = indices  # a group may have been added
-        elif indices:
-            self.steps[id(base)] = Steps(base, indices)
-        return self.steps.get(id(base))
+        steps = self.steps.get(id(base))
+        if steps is None and indices:
+            steps = self.steps[id(base)] = Steps(base, [])
+        if steps is not None:
+            new = [index for index in indices if index not in steps.start]
+            steps.start.update({index: self._gradient_at(steps.begin, index) for index in new})
+            steps.parameters = indices  # a group may have been added
+        return steps
+
+    def _gradient_at(self, position: int, index: int) -> Tensor | None:
+        """The sketch of a gradient before an entry."""
+        found = self._base.get(index)
+        for entry in self._entries[:position]:
+            found = entry.after.get(index, found)
+        return found
 
     def _step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._active:
             return None
         steps = self.know(optimizer)
-        if steps is None:
-            return None
+        if steps is None or self._stepping.get(id(steps), optimizer) is not optimizer:
+            return None  # or a wrapper of it is stepping
+        self._stepping[id(steps)] = optimizer
         where = _where.line()
         if steps.ledger is not None:
             steps.ledger.begins_step(where)
@@ -421,6 +468,8 @@ class Recorder:
         return (*head, called, *given[1:]), kwargs
 
     def _stepped(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for key in [key for key, outer in self._stepping.items() if outer is optimizer]:
+            del self._stepping[key]
         if self._active and id(optimizer) in self.steps and self.steps[id(optimizer)].ledger is not None:
             self._close()
 
@@ -445,21 +494,32 @@ class Recorder:
             entries = self._entries[steps.begin :]
             found = trace(entries, steps.start, self._joined(steps), epsilon, _is_distributed())
             steps.start = {index: self._parameters[index].sketch for index in steps.parameters}
+            # A fused optimizer unscales by itself, and skips the step by itself.
+            scale, overflow = (getattr(steps.optimizer, name, None) for name in ("grad_scale", "found_inf"))
+            if scale is not None:
+                found.unscale(float(scale), where)
+            if overflow is not None and float(overflow):
+                steps.begin = len(self._entries)
+                steps.skipped += len(found.kept)
+                return
             self._ended(steps, found, where)
 
     def _ended(self, steps: Steps, found: Trace, where: str) -> None:
         """An optimizer has ended a window, or is about to."""
+        for terms in found.terms:
+            for each in terms:
+                each.resolve()
         steps.begin = len(self._entries)
         steps.traces.append(found)
         steps.lines.append(where)
         own = id(steps.optimizer)
         steps.rates.append([*(rates.get(own, ()) for rates in found.rates), steps.rates_now()])
-        moved = int(self._norms[0].num_batches_tracked) if self._norms else 0
-        steps.moves.append(moved - self._moved)
+        moved = [int(layer.num_batches_tracked) for layer in self._norms]
+        steps.moves.append(max((now - before for now, before in zip(moved, self._moved, strict=True)), default=0))
         self._moved = moved
         self._prune()
         if self._limit is not None and len(steps.traces) >= self._limit:
-            self._active = False
+            self._active, self.is_limited = False, True
 
     def is_sharded(self, steps: Steps) -> bool:
         """Whether the gradients of ranks are added up before they are seen."""
@@ -469,8 +529,12 @@ class Recorder:
         return Joined({index: self._parameters[index].size for index in steps.parameters})
 
     def _prune(self) -> None:
-        """Forgets what every optimizer has behind it."""
+        """Forgets what every optimizer has behind it, once all optimizers are likely to be known."""
+        if any(len(steps.traces) < 2 for steps in self.steps.values()):
+            return
         first = min(steps.begin for steps in self.steps.values())
+        for entry in self._entries[:first]:
+            self._base.update(entry.after)
         del self._entries[:first]
         for steps in self.steps.values():
             steps.begin -= first
@@ -499,6 +563,8 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         if func is Tensor.backward:
             self._recorder.went_backward()
         elif args:
@@ -513,9 +579,19 @@ class _Mode(TorchFunctionMode):
                 self._recorder.is_apart = False
         value = func(*args, **kwargs)
         if func in FUNCTIONS and isinstance(value, Tensor):
-            where = _where.line()
-            self._recorder.saw_loss(lambda: term(func, value, args, kwargs, where), value)
+            self._recorder.saw_loss(lambda: term(func, value, args, kwargs, _where.line()), value)
         return value
+
+
+def _remove_mode(mode: TorchFunctionMode) -> None:
+    """Takes a mode off the stack, whatever was put upon it since."""
+    above = []
+    while (top := _modes._get_current_function_mode()) is not None and top is not mode:
+        above.append(_modes._pop_mode())
+    if top is mode:
+        _modes._pop_mode()
+    for other in reversed(above):
+        _modes._push_mode(other)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -531,7 +607,10 @@ def _local(tensor: Tensor) -> Tensor:
 def _address(tensor: Tensor) -> int:
     """By which a gradient is known again under another name, such as .data."""
     tensor = _local(tensor)
-    return tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+    try:
+        return tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+    except RuntimeError:  # of torch.func, which has no memory
+        return 0
 
 
 def _is_distributed() -> bool:

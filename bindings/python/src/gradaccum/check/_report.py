@@ -33,6 +33,8 @@ class Report:
     optimizers: list[Optimizer]
     remarks: list[str]
     """What is no fault but should be known, and what was not seen."""
+    has_failed: bool = False
+    """Whether the watching has ended before the loop."""
 
     @property
     def faults(self) -> list[Fault]:
@@ -42,8 +44,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether windows were seen, and no fault."""
-        return not self.faults and any(optimizer.windows for optimizer in self.optimizers)
+        """Whether micro-batches were seen in windows, to the end, and no fault."""
+        seen = any(window.coefficients for optimizer in self.optimizers for window in optimizer.windows)
+        return seen and not self.faults and not self.has_failed
 
     def __str__(self) -> str:
         lines = [f"gradaccum check: {self.title}", ""]
@@ -63,7 +66,8 @@ class Report:
         windows = sum(len(optimizer.windows) for optimizer in self.optimizers)
         if not windows:
             return "No window was seen: no optimizer that was followed has made a step."
-        return f"No fault was found in {windows} windows."
+        found = f"No fault was found in {windows} window{'s' if windows > 1 else ''}"
+        return f"{found}, but not all was seen." if not self.ok else f"{found}."
 
     def json(self) -> str:
         """The report as a JSON object."""

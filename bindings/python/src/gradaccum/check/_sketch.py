@@ -25,6 +25,10 @@ class Sketch:
 
     def of(self, index: int, tensor: Tensor) -> Tensor:
         """The sketch of the tensor with this index: size_of() numbers, f64 on its device."""
+        with torch.autocast(tensor.device.type, enabled=False):
+            return self._of(index, tensor)
+
+    def _of(self, index: int, tensor: Tensor) -> Tensor:
         flat = (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach().reshape(-1)
         size = flat.numel()
         if size <= _BUCKETS:

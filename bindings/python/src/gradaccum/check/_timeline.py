@@ -43,6 +43,8 @@ class Change:
     where: str
     after: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)
     """``.grad`` afterwards, of the parameters where it has changed."""
+    touched: set[int] = dataclasses.field(default_factory=set)
+    """The parameters that a function of torch was given."""
 
 
 @dataclasses.dataclass
@@ -89,10 +91,17 @@ class Trace:
     broken: list[bool]
     """Whether the gradient of each micro-batch has numbers that are not finite."""
     added: list[Tensor]
-    """The sketches of the micro-batches, where what became of them was not followed."""
+    """The sketches of the micro-batches, of several processes."""
     gradient: Tensor
     """The sketch of the gradient that the optimizer saw; kept as added is."""
     epsilon: float
+
+    def unscale(self, scale: float, where: str) -> None:
+        """The optimizer divides by a loss scale itself."""
+        self.kept = [value / scale for value in self.kept]
+        self.left /= scale
+        self.target = self.target / scale
+        self.factors.append(Factor("unscale", where, len(self.kept), 1 / scale, 0.0))
 
 
 class Joined:
@@ -131,6 +140,7 @@ def trace(
     target = now
     left = 1.0 if float(now.norm()) else 0.0
     skipped, emptied = 0, False
+    group: set[int] = set()  # the parameters of the last micro-batch
     for entry in entries:
         if isinstance(entry, MicroBatch):
             if not joined.has(entry.added):
@@ -140,12 +150,22 @@ def trace(
             now = target = joined(state)
             gradient = joined(entry.added)
             # A hook of the program may have changed the gradient after it was seen.
-            value, residual = _multiple(now - before, gradient)
+            value, residual = _multiple(now - before, gradient) if float(gradient.norm()) else (1.0, 0.0)
             blur = max(_EXACT, 4 * epsilon) * max(1.0, _ratio(now.norm(), gradient.norm()))
             lost.append(residual if residual > blur or epsilon > _EXACT else 0.0)
-            micro_batches.append(entry)
-            kept.append(1.0 if abs(value - 1) <= blur or lost[-1] else value)
-            added.append(gradient)
+            if abs(value - 1) <= blur or lost[-1]:
+                value = 1.0
+            if not group.isdisjoint(entry.added) or not micro_batches or kept[-1] != 1 or value != 1:
+                group = set()
+                micro_batches.append(MicroBatch([], entry.rates))
+                kept.append(value)
+                added.append(torch.zeros_like(gradient))
+            else:  # other parameters than the one before, as in an ensemble: it is one micro-batch
+                lost[-2:] = [max(lost[-2:])]
+            group |= entry.added.keys()
+            micro_batches[-1].terms += entry.terms
+            micro_batches[-1].where = entry.where
+            added[-1] = added[-1] + gradient
             continue
         if not joined.has(entry.after):
             continue
@@ -153,7 +173,7 @@ def trace(
         state.update(entry.after)
         now = joined(state)
         if not float(now.norm()) and not bool(torch.isfinite(before).all()):
-            skipped += len(micro_batches)
+            skipped, group = skipped + len(micro_batches), set()
             emptied = True
             micro_batches, kept, added, lost, factors, left = [], [], [], [], [], 0.0
             target = now
@@ -167,8 +187,7 @@ def trace(
         target = target * value if factors[-1].is_exact(epsilon) else now
     finite = bool(torch.isfinite(now).all())
     broken = [not bool(torch.isfinite(each).all()) for each in added]
-    is_followed = all(factor.purpose == "clip" or factor.is_exact(epsilon) for factor in factors)
-    if is_followed and not is_distributed:  # the factors tell everything
+    if not is_distributed:  # the factors tell everything, or nothing does
         added, target, now = [], now[:0], now[:0]
     return Trace(
         [micro.terms for micro in micro_batches], [micro.rates for micro in micro_batches],

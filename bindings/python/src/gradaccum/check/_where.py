@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -33,19 +34,25 @@ def line() -> str:
     found = frame or first
     if found is None:
         return ""
-    path = found.f_code.co_filename
-    near = os.path.relpath(path)
-    return f"{path if near.startswith(os.pardir) else near}:{found.f_lineno}"
+    return f"{_shown(found.f_code.co_filename)}:{found.f_lineno}"
+
+
+@functools.cache
+def _shown(path: str) -> str:
+    """A path as a reader wants it, the same after the program has changed its folder."""
+    try:
+        near = os.path.relpath(path)
+    except (OSError, ValueError):  # the folder is gone, or on another drive
+        return path
+    return path if near.startswith(os.pardir) else near
 
 
 def purpose() -> str:
     """What a library is about to do to gradients: ``"clip"``, ``"unscale"``, ``"zero_grad"`` or nothing known."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and _is_library(frame):
         for word in _WORDS:
             if word in frame.f_code.co_name and not _is_ours(frame):
                 return word
-        if not _is_library(frame):
-            return ""
         frame = frame.f_back
     return ""

@@ -26,6 +26,8 @@ class _Loss:
     """A loss of a micro-batch, resolved to numbers."""
 
     key: str
+    line: str
+    """The key without the number of the call."""
     factor: float
     terms: float
     free: bool
@@ -106,18 +108,18 @@ def _part(trace: Trace, rates: list[tuple[float, ...]], moves: int, line: str, i
 
 
 def _losses(terms: Sequence[Term]) -> list[_Loss]:
-    """Losses of several heads, by one line of the program, are told apart by their order."""
+    """Several calls by one line, as of several heads, are told apart by their order, and may have any scale."""
+    known = [term for term in terms if term.resolved is not None]
+    calls = collections.Counter(term.key for term in known)
     result: list[_Loss] = []
-    calls: collections.Counter[str] = collections.Counter()
-    for term in terms:
-        found = term.resolve()
-        if found is None:
-            continue
-        factor, count = found
-        key = f"{term.name} in {term.where}"
-        calls[key] += 1
-        key += f", call {calls[key]}" if calls[key] > 1 else ""
-        result.append(_Loss(key, factor, count, term.reduction != "mean", term.epsilon))
+    order: collections.Counter[str] = collections.Counter()
+    for term in known:
+        assert term.resolved is not None
+        factor, count = term.resolved
+        order[term.key] += 1
+        call = f", call {order[term.key]}" if order[term.key] > 1 else ""
+        free = term.is_sum or calls[term.key] > 1
+        result.append(_Loss(term.key + call, term.key, factor, count, free, term.epsilon))
     return result
 
 
@@ -125,16 +127,20 @@ def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
     first = ranks[0]
     kept = [[(value, 0.0) for value in part.kept] for part in ranks]
     left = first.left
-    blurred = any(factor.purpose != "clip" and not factor.is_exact(first.epsilon) for factor in first.factors)
     if first.is_sharded:
         kept = [[(value / len(ranks), 0.0) for value in part.kept] for part in ranks]
-    elif len(ranks) > 1 or blurred:
+    elif len(ranks) > 1:
         kept, left = _solved(ranks, before)
-    totals: dict[str, float] = {}
-    for part in ranks:
-        for losses in part.losses:
-            for loss in losses:
-                totals[loss.key] = totals.get(loss.key, 0.0) + loss.terms
+    elif any(factor.purpose != "clip" and not factor.is_exact(first.epsilon) for factor in first.factors):
+        kept = [[(math.nan, math.inf)] * len(part.kept) for part in ranks]
+    everything = [losses for part in ranks for losses in part.losses if losses]
+    totals: dict[str, float] = collections.defaultdict(float)
+    places: collections.Counter[str] = collections.Counter()  # micro-batches with a loss
+    free = {loss.line for losses in everything for loss in losses if loss.free}
+    for losses in everything:
+        for loss in losses:
+            totals[loss.key] += loss.terms
+            places[loss.key] += 1
     coefficients = []
     for rank, part in enumerate(ranks):
         for micro, losses in enumerate(part.losses):
@@ -144,8 +150,9 @@ def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
             for loss in losses:
                 right = loss.terms / totals[loss.key] if totals[loss.key] else 0.0
                 blur = abs(loss.factor) * error + 4 * max(loss.epsilon, _F32) * abs(value * loss.factor)
+                any_scale = loss.line in free or places[loss.key] < len(everything)
                 coefficients.append(
-                    Coefficient(rank, micro, loss.terms, value * loss.factor, blur, right, loss.key, loss.free)
+                    Coefficient(rank, micro, loss.terms, value * loss.factor, blur, right, loss.key, any_scale)
                 )
     swallowed = [i for i in first.broken if first.kept[i]]
     return Window(
