@@ -304,12 +304,220 @@ def searches_lines(loop: Loop) -> None:
         optimizer.step(closure)
 
 
+def two_optimizers(loop: Loop) -> None:
+    """Each clips its own part of the model, before either is zeroed."""
+    parts = [nn.ModuleList(list(loop.model.children())[:1]), nn.ModuleList(list(loop.model.children())[1:])]
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in parts]
+    for window in loop.windows:
+        for samples in window:
+            (loop.loss(samples) * samples / sum(window)).backward()
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            clip_grad_norm_(part.parameters(), 0.01)
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def two_optimizers_scaled(loop: Loop) -> None:
+    """One scaler, and optimizers that step at different rates."""
+    first, second = list(loop.model.children())[0], list(loop.model.children())[-1]
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (first, second)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for window in loop.windows:
+        for i, samples in enumerate(window):
+            scaler.scale(loop.loss(samples) / 2).backward()
+            if i % 2:
+                scaler.step(optimizers[0])
+                optimizers[0].zero_grad()
+                scaler.update()
+        scaler.step(optimizers[1])
+        scaler.update()
+        optimizers[1].zero_grad()
+
+
+def sequences(loop: Loop) -> None:
+    """Four sequences in each micro-batch, of any length."""
+    for window in loop.windows:
+        for samples in window:
+            scores = loop.model(torch.randn(10 * samples, 4, WIDTH)).log_softmax(-1)
+            lengths = torch.full((4,), 10 * samples)
+            targets = torch.randint(1, CLASSES, (4, 3))
+            (F.ctc_loss(scores, targets, lengths, torch.full((4,), 3)) / len(window)).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def weighted_classes(loop: Loop) -> None:
+    """Labels of 255 do not count, and the others with the weight of their class."""
+    criterion = nn.CrossEntropyLoss(weight=torch.arange(1.0, CLASSES + 1), ignore_index=255)
+    for window in loop.windows:
+        batches = [batch(samples + 2) for samples in window]
+        for _, y in batches:
+            y[0] = 255
+        weights = [float((y[1:] + 1).sum()) for _, y in batches]
+        for (x, y), weight in zip(batches, weights, strict=True):
+            (criterion(loop.model(x), y) * weight / sum(weights)).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def judges_two_kinds(loop: Loop) -> None:
+    """One function for the losses of real and of made samples, which are one update."""
+
+    def judge(samples: int, kind: float) -> Tensor:
+        found = loop.model(torch.randn(samples, WIDTH))
+        return F.binary_cross_entropy_with_logits(found, torch.full_like(found, kind))
+
+    for window in loop.windows:
+        judge(window[0], 1.0).backward()
+        judge(window[0], 0.0).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def decodes(loop: Loop) -> None:
+    """As many losses in a micro-batch as it has steps."""
+    for window in loop.windows:
+        for steps in window:
+            losses = [loop.loss(4) for _ in range(steps)]
+            (torch.stack(losses).sum() / len(window)).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def weighs_losses(loop: Loop) -> None:
+    for window in loop.windows:
+        for samples in window[:2]:
+            x, y = batch(samples)
+            out = loop.model(x)
+            ((F.cross_entropy(out, y) + 0.5 * F.mse_loss(out, torch.zeros_like(out))) / 2).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def different_tasks(loop: Loop) -> None:
+    for window in loop.windows:
+        for i, samples in enumerate(window):
+            x, y = batch(samples)
+            out = loop.model(x)
+            loss = F.mse_loss(out, torch.zeros_like(out)) if i == 0 else F.cross_entropy(out, y)
+            (loss / len(window)).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def has_nothing_to_learn(loop: Loop) -> None:
+    """The loss of one micro-batch is 0."""
+    for window in loop.windows:
+        for i, samples in enumerate(window):
+            out = loop.model(torch.randn(samples, WIDTH))
+            loss = F.hinge_embedding_loss(out + 1e3 * (i == 2), -torch.ones_like(out), margin=1.0)
+            (loss / len(window)).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def clip_then_divide(loop: Loop) -> None:
+    """What follows the clipping is no clipping, whatever the functions are called."""
+    for number, window in enumerate(loop.windows):
+        for samples in window:
+            loop.loss(samples).backward()
+        clip_grad_norm_(loop.model.parameters(), 0.01)
+        for parameter in loop.model.parameters():
+            assert parameter.grad is not None
+            if number == 0:
+                parameter.grad = parameter.grad / len(window)
+            elif number == 1:
+                torch.div(parameter.grad.data, len(window), out=parameter.grad.data)
+            else:
+                array = parameter.grad.numpy()
+                array /= len(window)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def looks_ahead(loop: Loop) -> None:
+    """Two backwards for each step (SAM): the first is dropped, and the update is that of the second."""
+    parameters = list(loop.model.parameters())
+    for window in loop.windows:
+        for _ in range(2):
+            loop.optimizer.zero_grad()
+            loop.loss(window[0]).backward()
+            moves = [0.01 * p.grad for p in parameters if p.grad is not None]
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, moves)
+        loop.optimizer.step()
+
+
+def fused(loop: Loop) -> None:
+    """The optimizer unscales by itself, and skips a window by itself."""
+    optimizer = torch.optim.AdamW(loop.model.parameters(), 1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number, window in enumerate(loop.windows):
+        for i, samples in enumerate(window):
+            loss = loop.loss(samples) * (float("inf") if number == 1 and i == 2 else 1.0)
+            scaler.scale(loss * samples / sum(window)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def under_autocast(loop: Loop) -> None:
+    for window in loop.windows:
+        for samples in window:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                (loop.loss(samples) * samples / sum(window)).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer within another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def wrapped(loop: Loop) -> None:
+    optimizer = Wrapper(loop.optimizer)
+    for window in loop.windows:
+        for samples in window:
+            (loop.loss(samples) * samples / sum(window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def pipelines(loop: Loop) -> None:
+    """The forward of a micro-batch comes before the backward of the one before."""
+    for window in loop.windows:
+        losses = [loop.loss(window[0]) * window[0] / sum(window)]
+        for samples in window[1:]:
+            losses.append(loop.loss(samples) * samples / sum(window))
+            losses.pop(0).backward()
+        losses.pop().backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
 RIGHT: dict[str, tuple[Any, ...]] = {
     "checkpoints": (weighs, UNEVEN, lambda: Checkpointed(True), lambda: Checkpointed(False)),
     "closes": (closes, UNEVEN), "goes_back_twice": (goes_back_twice, UNEVEN),
     "means_by_hand": (means_by_hand, UNEVEN), "freezes": (freezes, UNEVEN), "ignores_tokens": (ignores_tokens, UNEVEN),
     "in_bf16": (in_bf16, EVEN), "several_heads": (several_heads, UNEVEN), "penalizes": (penalizes, UNEVEN),
     "evaluates": (evaluates, UNEVEN), "searches_lines": (searches_lines, UNEVEN),
+    "two_optimizers": (two_optimizers, UNEVEN), "two_optimizers_scaled": (two_optimizers_scaled, EVEN),
+    "sequences": (sequences, UNEVEN), "weighted_classes": (weighted_classes, UNEVEN),
+    "judges_two_kinds": (judges_two_kinds, EVEN), "decodes": (decodes, UNEVEN), "weighs_losses": (weighs_losses, EVEN),
+    "different_tasks": (different_tasks, EVEN), "has_nothing_to_learn": (has_nothing_to_learn, EVEN),
+    "clip_then_divide": (clip_then_divide, EVEN), "looks_ahead": (looks_ahead, EVEN), "fused": (fused, UNEVEN),
+    "under_autocast": (under_autocast, UNEVEN), "wrapped": (wrapped, UNEVEN), "pipelines": (pipelines, UNEVEN),
     "divides": (divides, EVEN), "weighs": (weighs, UNEVEN), "sums": (sums, UNEVEN),
     "sums_over_terms": (sums_over_terms, UNEVEN), "clips": (clips, UNEVEN), "clips_values": (clips_values, UNEVEN),
     "divides_at_the_end": (divides_at_the_end, UNEVEN), "scales": (scales, UNEVEN),

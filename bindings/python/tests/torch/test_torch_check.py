@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """gradaccum.check: right loops are silent and unchanged, wrong ones are named, with the numbers that they have."""
 
+import contextlib
+import copy
 import json
 import math
 import os
@@ -332,6 +334,49 @@ def test_loops_that_make_no_window() -> None:
     assert not report.faults and "had no gradient in any backward" in str(report)
 
 
+def test_models_compute_and_are_copied_as_without_a_recording(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2).eval()  # has another way in inference, which zeroes what is masked
+    x, mask = torch.randn(4, 10, 32), torch.zeros(4, 10, dtype=torch.bool)
+    mask[:, 6:] = True
+    with torch.no_grad():
+        alone = encoder(x, src_key_padding_mask=mask)
+        with check.record(encoder):
+            assert torch.equal(encoder(x, src_key_padding_mask=mask), alone)
+    loop = Loop(EVEN)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()  # paths of lines are shown relative to it
+    with check.record(loop.model, loop.optimizer) as recording:
+        check_loops.divides(loop)
+        loop.loss(4).backward()
+        copied = copy.deepcopy(loop.model)
+        torch.save(loop.model, tmp_path / "model.pt")
+    torch.save(copied, tmp_path / "copied.pt")
+    assert recording.report.ok
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_what_is_put_on_is_taken_off() -> None:
+    loop = Loop(EVEN)
+    with pytest.raises(AttributeError), check.record(loop.model, [3]):
+        pass
+    assert not torch.overrides._get_current_function_mode_stack()
+    first, second = check.record(loop.model), check.record(loop.model, [loop.optimizer])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(first)
+        second.__enter__()
+        stack.close()  # the first one ends before the second
+        check_loops.sum_for_mean(loop)
+        second.__exit__(None, None, None)
+    assert names(second.report) == ["sum for mean"]
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert not loop.model._forward_pre_hooks and not torch.nn.modules.module._global_forward_pre_hooks
+
+
 def test_an_error_of_the_watching_is_not_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise ZeroDivisionError("of the test")
@@ -340,7 +385,7 @@ def test_an_error_of_the_watching_is_not_the_loops(monkeypatch: pytest.MonkeyPat
         with monkeypatch.context() as patch:
             patch.setattr(f"gradaccum.check._recorder.Recorder.{method}", fails)
             report, parameters = watched(check_loops.sum_for_mean, EVEN)
-        assert "The watching ended early" in str(report) and "ZeroDivisionError: of the test" in str(report)
+        assert not report.ok and "The watching ended early" in str(report) and "ZeroDivisionError: of the test" in str(report)
         alone = Loop(EVEN)
         torch.manual_seed(5)
         check_loops.sum_for_mean(alone)

@@ -80,7 +80,7 @@ class Recording:
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction was {reduction!r}, expected "mean" or "sum"')
         epsilon = torch.finfo(value.dtype).eps
-        self._recorder.name_loss(Term(NAMED, _where.line(), reduction, weight, epsilon), value)
+        self._recorder.name_loss(Term(NAMED, _where.line(), reduction, weight, epsilon, _where.call()), value)
         return value
 
 

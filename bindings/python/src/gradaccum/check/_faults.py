@@ -174,6 +174,8 @@ class Coefficient:
     """The loss function and its line."""
     free: bool = False
     """Whether the program may choose the scale of the whole loss, as of a sum."""
+    dropped: bool = False
+    """Whether nothing of its gradient is in the update, whatever its loss was multiplied by."""
 
     def is_(self, value: float) -> bool:
         return abs(self.value - value) <= self.error + _TOLERANCE * max(abs(value), abs(self.value))
@@ -323,13 +325,13 @@ def _pattern(own: Sequence[Coefficient], window: Window, usual: int) -> Fault | 
         return Fault(name, text or listed, where, severity)
 
     others = [c for c in seen if c.rank != 0]
-    if others and all(c.is_(0) for c in others) and not all(c.is_(0) for c in seen):
+    if others and all(c.dropped for c in others) and not all(c.dropped for c in seen):
         return fault("gradients not reduced over ranks")
     last = [c for c in others if c.micro_batch == n - 1]
-    if last and n > 1 and all(c.is_(0) for c in last):
+    if last and n > 1 and all(c.dropped for c in last):
         return fault("last micro-batch not reduced")
-    zero = [c.micro_batch for c in seen if c.is_(0)]
-    kept = [c for c in seen if not c.is_(0)]
+    zero = [c.micro_batch for c in seen if c.dropped]
+    kept = [c for c in seen if not c.dropped]
     if zero and kept:
         if own[0].loss and _are_right_alone(kept):
             return None  # the others were dropped, and the update is that of one batch of these
@@ -361,7 +363,7 @@ def _pattern(own: Sequence[Coefficient], window: Window, usual: int) -> Fault | 
             return fault("sum over ranks for mean")
         if ranks > 1 and _near(ratio, 1 / ranks):
             return fault("1/R once too often over ranks")
-        if n > 1 and _near(ratio, 1 / n):
+        if n > 2 and _near(ratio, 1 / n):  # a half of two is a factor that many losses have
             return fault("divided twice")
     return None  # see remarks()
 
@@ -406,8 +408,8 @@ def _remark(own: Sequence[Coefficient], window: Window, usual: int, is_alone: bo
     ratio = seen[0].value / seen[0].right if seen[0].right else 0.0
     if ratio and all(c.is_(c.right * ratio) for c in seen):
         return f"{own[0].loss}: the whole window is multiplied by {ratio:.6g}, which may be meant" if is_alone else ""
-    zero = [c.micro_batch for c in seen if c.is_(0)]
-    if zero and _are_right_alone([c for c in seen if not c.is_(0)]):
+    zero = [c.micro_batch for c in seen if c.dropped]
+    if zero and _are_right_alone([c for c in seen if not c.dropped]):
         return f"micro-batch {_listed(zero)} of {window.micro_batches} was computed and dropped, which may be meant"
     return (
         f"{own[0].loss}: {_list(seen)} {UNKNOWN}: the program may weigh them itself, and if it does not, they are wrong"

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import _where
+
 NAMED = "loss"
 """The name of losses that the program names itself."""
 
@@ -31,6 +33,8 @@ class Term:
     count: Count
     epsilon: float
     """The rounding of its dtype."""
+    call: int
+    """The same number for calls from the same places of the program."""
     factors: list[Tensor] = dataclasses.field(default_factory=list)
     """The derivative of what went backward by this value, for each backward."""
     resolved: tuple[float, float] | None = None
@@ -111,7 +115,7 @@ FUNCTIONS = frozenset(_COUNTS)
 
 
 def term(
-    function: Callable[..., Any], value: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
+    function: Callable[..., Any], value: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Term:
     """What a call of one of FUNCTIONS has returned."""
     bound = _SIGNATURES[function].bind(*args, **kwargs)
@@ -124,4 +128,4 @@ def term(
     given["reduction"] = reduction
     count = _COUNTS[function](given)
     kind = reduction if reduction in ("sum", "none") else "mean"
-    return Term(function.__name__, where, kind, count, torch.finfo(value.dtype).eps)
+    return Term(function.__name__, _where.line(), kind, count, torch.finfo(value.dtype).eps, _where.call())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
@@ -97,10 +98,16 @@ class Steps:
         """How often the statistics of batch normalisation moved, for each window."""
         self.pending = 0
         """Micro-batches after the last step."""
+        self.is_partial = False
+        """Whether its first window had begun before it was watched."""
         self.skipped = 0
         """Micro-batches of steps that a fused optimizer did not make, for a gradient was not finite."""
         self.ledger = ledger_of(optimizer)
         """What an optimizer of this library tells, whose window is not in ``.grad``."""
+
+    def begins(self, begin: int, start: dict[int, Tensor | None]) -> None:
+        """Its next window begins."""
+        self.begin, self.start = begin, start
 
     def rates_now(self) -> tuple[float, ...]:
         """The learning rates of the groups."""
@@ -156,20 +163,22 @@ class Recorder:
             self._attach(model)
         for optimizer in optimizers:
             self.know(optimizer)
-        # Hooks of all modules: one of the model would go with it into files and copies.
         self._handles += [
-            register_module_forward_pre_hook(self._forward),
-            register_module_forward_hook(self._forwarded, always_call=True),
-            register_optimizer_step_pre_hook(self._step),
-            register_optimizer_step_post_hook(self._stepped),
-        ]
+            register_optimizer_step_pre_hook(self._step), register_optimizer_step_post_hook(self._stepped),
+        ]  # fmt: skip
         if model is not None and type(model).__name__ == "OptimizedModule":
+            self._handles.append(model.register_forward_pre_hook(self._forward))
             self.knows_losses = False
             self.remark(
                 "The model is compiled: loss functions are not seen, so that only what happens to gradients after "
                 "backward is known, unless r.loss() names the losses."
             )
         else:
+            # Hooks of all modules: one of the model would go with it into files and copies.
+            self._handles += [
+                register_module_forward_pre_hook(self._forward),
+                register_module_forward_hook(self._forwarded, always_call=True),
+            ]
             self._mode = _Mode(self)
             _modes._push_mode(self._mode)
 
@@ -220,6 +229,10 @@ class Recorder:
             if not parameter.is_sharded:
                 self._handles.append(hook(lambda gradient, index=index: self._reached(index, gradient)))
             self._handles.append(after(lambda _, index=index: self._accumulated(index)))
+            if tensor.grad is not None:
+                with _Quiet(), torch.no_grad():
+                    parameter.see(self._sketch.of(index, _local(tensor.grad)))
+                self._base[index] = parameter.sketch
 
     def fail(self, error: Exception) -> None:
         self._active, self.failed = False, True
@@ -308,9 +321,9 @@ class Recorder:
                 self._observe()
 
     @_never_raises
-    def _reached(self, index: int, gradient: Tensor) -> None:
+    def _reached(self, index: int, gradient: Tensor | None) -> None:
         """A gradient is about to be added to .grad."""
-        if not self._active or self.is_apart:
+        if not self._active or self.is_apart or gradient is None:
             return
         with _Quiet(), torch.no_grad():
             parameter = self._parameters[index]
@@ -383,15 +396,30 @@ class Recorder:
             for index in indices:
                 self._parameters[index].forget()
 
+    @property
+    def is_within(self) -> bool:
+        """Whether a function of a library was changing gradients when it was seen last."""
+        return self._group is not None and self._group.purpose in _where.PURPOSES
+
+    @_never_raises
+    def left(self) -> None:
+        """The program goes on after that function, whatever it does to gradients itself."""
+        if torch._C._current_graph_task_id() == -1:
+            with _Quiet(), torch.no_grad():
+                self._observe()
+
     def _is_gradient(self, address: int) -> bool:
         """Whether a gradient is still where one was."""
         gradient = self._parameters[self._addresses[address]].tensor.grad
         return gradient is not None and _address(gradient) == address
 
-    def _observe(self) -> None:
-        """Notes what has changed in .grad since it was seen last, and ends the change that is going on."""
+    def _observe(self, *, all_of_them: bool = False) -> None:
+        """Notes what has changed in .grad since it was seen last, and ends the change that is going on.
+
+        :param all_of_them: versions are not trusted, which numpy and out= leave as they are
+        """
         changed: dict[int, Tensor | None] = {}
-        in_place = _is_distributed()  # a reduction writes without a new version
+        in_place = all_of_them or _is_distributed()  # a reduction writes without a new version
         for index, parameter in enumerate(self._parameters):
             if parameter.is_as_seen() and not (in_place and parameter.tensor.grad is not None):
                 continue
@@ -426,6 +454,7 @@ class Recorder:
         steps = self.steps.get(id(base))
         if steps is None and indices:
             steps = self.steps[id(base)] = Steps(base, [])
+            steps.is_partial = any(self._base.get(index) is not None for index in indices)
         if steps is not None:
             new = [index for index in indices if index not in steps.start]
             steps.start.update({index: self._gradient_at(steps.begin, index) for index in new})
@@ -482,24 +511,28 @@ class Recorder:
         ]
         found = ledger.ask(micro_batches)
         if found is not None:
+            steps.begins(len(self._entries), {})
             self._ended(steps, found, ledger.where)
 
     @_never_raises
     def _window(self, steps: Steps, where: str) -> None:
         """The optimizer is about to read .grad."""
         with _Quiet(), torch.no_grad():
-            self._observe()
+            self._observe(all_of_them=True)
             self._close()
+            if steps.is_partial:
+                steps.begins(len(self._entries), self._sketches(steps))
+                steps.is_partial = False
+                return
             epsilon = max(torch.finfo(self._parameters[index].tensor.dtype).eps for index in steps.parameters)
             entries = self._entries[steps.begin :]
             found = trace(entries, steps.start, self._joined(steps), epsilon, _is_distributed())
-            steps.start = {index: self._parameters[index].sketch for index in steps.parameters}
+            steps.begins(len(self._entries), self._sketches(steps))
             # A fused optimizer unscales by itself, and skips the step by itself.
             scale, overflow = (getattr(steps.optimizer, name, None) for name in ("grad_scale", "found_inf"))
             if scale is not None:
                 found.unscale(float(scale), where)
             if overflow is not None and float(overflow):
-                steps.begin = len(self._entries)
                 steps.skipped += len(found.kept)
                 return
             self._ended(steps, found, where)
@@ -509,7 +542,6 @@ class Recorder:
         for terms in found.terms:
             for each in terms:
                 each.resolve()
-        steps.begin = len(self._entries)
         steps.traces.append(found)
         steps.lines.append(where)
         own = id(steps.optimizer)
@@ -524,6 +556,9 @@ class Recorder:
     def is_sharded(self, steps: Steps) -> bool:
         """Whether the gradients of ranks are added up before they are seen."""
         return any(self._parameters[index].is_sharded for index in steps.parameters)
+
+    def _sketches(self, steps: Steps) -> dict[int, Tensor | None]:
+        return {index: self._parameters[index].sketch for index in steps.parameters}
 
     def _joined(self, steps: Steps) -> Joined:
         return Joined({index: self._parameters[index].size for index in steps.parameters})
@@ -565,6 +600,8 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        if self._recorder.is_within and not _where.is_library(sys._getframe(1)):
+            self._recorder.left()
         if func is Tensor.backward:
             self._recorder.went_backward()
         elif args:
@@ -579,7 +616,7 @@ class _Mode(TorchFunctionMode):
                 self._recorder.is_apart = False
         value = func(*args, **kwargs)
         if func in FUNCTIONS and isinstance(value, Tensor):
-            self._recorder.saw_loss(lambda: term(func, value, args, kwargs, _where.line()), value)
+            self._recorder.saw_loss(lambda: term(func, value, args, kwargs), value)
         return value
 
 

@@ -183,7 +183,7 @@ def trace(
         if entry.purpose == "clip":
             continue  # what it multiplies is not what the loop gives to a micro-batch
         kept = [each * value for each in kept]
-        left *= value
+        left = left * value if factors[-1].is_exact(epsilon) else 0.0
         target = target * value if factors[-1].is_exact(epsilon) else now
     finite = bool(torch.isfinite(now).all())
     broken = [not bool(torch.isfinite(each).all()) for each in added]

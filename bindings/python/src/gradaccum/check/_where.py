@@ -7,18 +7,21 @@ import functools
 import os
 import sys
 import sysconfig
+import zlib
 from types import FrameType
 
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_WORDS = ("clip", "unscale", "zero_grad")
+PURPOSES = ("clip", "unscale", "zero_grad")
+"""Words in names of functions of libraries that change gradients."""
 
 
 def _is_ours(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "gradaccum"
 
 
-def _is_library(frame: FrameType) -> bool:
+def is_library(frame: FrameType) -> bool:
+    """Whether code is not the program's own."""
     file = frame.f_code.co_filename
     return file.startswith(_INSTALLED) or any(folder in file for folder in _PACKAGES) or _is_ours(frame)
 
@@ -27,7 +30,7 @@ def line() -> str:
     """The innermost line of the program itself, as ``file:line``; of a library, if there is no other."""
     first: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_library(frame):
+    while frame is not None and is_library(frame):
         if first is None and not _is_ours(frame):
             first = frame
         frame = frame.f_back
@@ -47,11 +50,22 @@ def _shown(path: str) -> str:
     return path if near.startswith(os.pardir) else near
 
 
+def call() -> int:
+    """The same number for calls that the program makes from the same places."""
+    places = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_library(frame):
+            places.append((frame.f_code.co_filename, frame.f_lasti))
+        frame = frame.f_back
+    return zlib.crc32(repr(places).encode())
+
+
 def purpose() -> str:
     """What a library is about to do to gradients: ``"clip"``, ``"unscale"``, ``"zero_grad"`` or nothing known."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_library(frame):
-        for word in _WORDS:
+    while frame is not None and is_library(frame):
+        for word in PURPOSES:
             if word in frame.f_code.co_name and not _is_ours(frame):
                 return word
         frame = frame.f_back

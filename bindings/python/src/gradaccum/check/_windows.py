@@ -28,6 +28,7 @@ class _Loss:
     key: str
     line: str
     """The key without the number of the call."""
+    call: int
     factor: float
     terms: float
     free: bool
@@ -119,8 +120,21 @@ def _losses(terms: Sequence[Term]) -> list[_Loss]:
         order[term.key] += 1
         call = f", call {order[term.key]}" if order[term.key] > 1 else ""
         free = term.is_sum or calls[term.key] > 1
-        result.append(_Loss(term.key + call, term.key, factor, count, free, term.epsilon))
+        result.append(_Loss(term.key + call, term.key, term.call, factor, count, free, term.epsilon))
     return result
+
+
+def _tell_roles(micro_batches: list[list[_Loss]]) -> None:
+    """A function for losses that each micro-batch calls from another place, as a GAN's, computes another loss in each."""
+    calls: dict[str, list[int]] = collections.defaultdict(list)
+    for losses in micro_batches:
+        for loss in losses:
+            calls[loss.key].append(loss.call)
+    for losses in micro_batches:
+        for loss in losses:
+            places = calls[loss.key]
+            if len(places) == len(set(places)) > 1:
+                loss.key += f", place {places.index(loss.call) + 1}"
 
 
 def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
@@ -133,6 +147,8 @@ def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
         kept, left = _solved(ranks, before)
     elif any(factor.purpose != "clip" and not factor.is_exact(first.epsilon) for factor in first.factors):
         kept = [[(math.nan, math.inf)] * len(part.kept) for part in ranks]
+    for part in ranks:
+        _tell_roles(part.losses)
     everything = [losses for part in ranks for losses in part.losses if losses]
     totals: dict[str, float] = collections.defaultdict(float)
     places: collections.Counter[str] = collections.Counter()  # micro-batches with a loss
@@ -145,14 +161,15 @@ def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
     for rank, part in enumerate(ranks):
         for micro, losses in enumerate(part.losses):
             value, error = kept[rank][micro]
+            dropped = abs(value) <= error if len(ranks) > 1 else value == 0
             if not totals:
-                coefficients.append(Coefficient(rank, micro, 1, value, error, 1, "", True))
+                coefficients.append(Coefficient(rank, micro, 1, value, error, 1, "", True, dropped))
             for loss in losses:
                 right = loss.terms / totals[loss.key] if totals[loss.key] else 0.0
                 blur = abs(loss.factor) * error + 4 * max(loss.epsilon, _F32) * abs(value * loss.factor)
                 any_scale = loss.line in free or places[loss.key] < len(everything)
                 coefficients.append(
-                    Coefficient(rank, micro, loss.terms, value * loss.factor, blur, right, loss.key, any_scale)
+                    Coefficient(rank, micro, loss.terms, value * loss.factor, blur, right, loss.key, any_scale, dropped)
                 )
     swallowed = [i for i in first.broken if first.kept[i]]
     return Window(
