@@ -25,6 +25,8 @@ class Sketch:
 
     def of(self, index: int, tensor: Tensor) -> Tensor:
         """The sketch of the tensor with this index: size_of() numbers, f64 on its device."""
+        if not torch.is_autocast_enabled(tensor.device.type):
+            return self._of(index, tensor)
         with torch.autocast(tensor.device.type, enabled=False):
             return self._of(index, tensor)
 
