@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What gradaccum.check found in releases of other packages, from the windows that tests/check/history recorded."""
 
-import dataclasses
 import json
 import math
 import os
@@ -23,9 +22,7 @@ from cases import CASES  # noqa: E402
 
 def made(kind: Any, values: dict[str, Any]) -> Any:
     """A dataclass of numbers from JSON, which has null for what is not finite."""
-    return kind(**{
-        field.name: math.nan if values[field.name] is None else values[field.name] for field in dataclasses.fields(kind)
-    })  # fmt: skip
+    return kind(**{name: math.nan if value is None else value for name, value in values.items()})
 
 
 def windows(values: list[dict[str, Any]]) -> list[Window]:

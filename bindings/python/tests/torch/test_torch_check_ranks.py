@@ -56,13 +56,14 @@ SHARDED = ("mean", "weighted", "ignored", "twice")
 def trains(rank: int) -> dict[str, tuple[str, list[str]]]:
     """For each case the report of a rank, and the names of its faults."""
     return {
+        "equal": _case(rank, *CASES["mean"][:3], alike=True),
         **{name: _case(rank, *case[:3]) for name, case in CASES.items()},
         **{f"sharded_{name}": _case(rank, *CASES[name][:3], sharded=True) for name in SHARDED},
     }
 
 
 def _case(
-    rank: int, scale: Loss, shares: list[list[int]], inside: str, *, sharded: bool = False
+    rank: int, scale: Loss, shares: list[list[int]], inside: str, *, sharded: bool = False, alike: bool = False
 ) -> tuple[str, list[str]]:
     torch.manual_seed(1)
     module: Any = check_loops.model()
@@ -77,6 +78,8 @@ def _case(
     with check.record(ddp, optimizer) as recording:
         for _ in range(3):
             for share, within in zip(shares, inside, strict=True):
+                if alike:
+                    torch.manual_seed(4)
                 x, y = check_loops.batch(share[rank])
                 with ddp.no_sync() if within == "+" else contextlib.nullcontext():
                     loss = torch.nn.functional.cross_entropy(ddp(x), y)
@@ -99,3 +102,9 @@ def test_ranks_are_one_batch_or_named(found: list[dict[str, tuple[str, list[str]
         text, faults = rank[name]
         assert faults == ([] if wanted is None else [wanted]), text
     assert found[0][name] == found[1][name], "the ranks report the same"
+
+
+def test_equal_gradients_of_ranks_are_known_together(found: list[dict[str, tuple[str, list[str]]]]) -> None:
+    text, faults = found[0]["equal"]
+    assert not faults and "? ? ? ? ? ? for" in text, text
+    assert "micro-batch 3 of rank 1 are multiples of one another: only the sum of what they were multiplied by is known, 3" in text

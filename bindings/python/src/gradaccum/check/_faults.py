@@ -209,6 +209,8 @@ class Window:
     step: str = ""
     ranks: int = 1
     epsilon: float = 0.0
+    together: list[str] = dataclasses.field(default_factory=list)
+    """What is known of micro-batches whose gradients are multiples of one another."""
 
 
 def find(windows: Sequence[Window]) -> list[Fault]:
@@ -385,6 +387,8 @@ def remarks(windows: Sequence[Window]) -> list[str]:
             text = _remark(own, window, usual, len(lines) == 1)
             if text:
                 result.setdefault(text, window.index)
+        for text in window.together:
+            result.setdefault(text, window.index)
         if not window.coefficients and window.factors and window.factors[-1].value:
             result.setdefault("a step was made with gradients that no backward has given to .grad", window.index)
         worst = max(window.lost, default=0.0)

@@ -141,10 +141,11 @@ def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
     first = ranks[0]
     kept = [[(value, 0.0) for value in part.kept] for part in ranks]
     left = first.left
+    together: list[str] = []
     if first.is_sharded:
         kept = [[(value / len(ranks), 0.0) for value in part.kept] for part in ranks]
     elif len(ranks) > 1:
-        kept, left = _solved(ranks, before)
+        kept, left, together = _solved(ranks, before)
     elif any(factor.purpose != "clip" and not factor.is_exact(first.epsilon) for factor in first.factors):
         kept = [[(math.nan, math.inf)] * len(part.kept) for part in ranks]
     for part in ranks:
@@ -175,10 +176,13 @@ def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
     return Window(
         index, max(len(part.kept) for part in ranks), coefficients, first.factors, left, first.lost, first.finite,
         swallowed, first.emptied, first.rates, first.moves, first.backward, first.step, len(ranks), first.epsilon,
+        together,
     )  # fmt: skip
 
 
-def _solved(ranks: list[_Part], before: Tensor | None) -> tuple[list[list[tuple[float, float]]], float]:
+def _solved(
+    ranks: list[_Part], before: Tensor | None
+) -> tuple[list[list[tuple[float, float]]], float, list[str]]:
     """The coefficients by least squares, where gradients were not followed from one change to the next."""
     places = [(rank, micro) for rank, part in enumerate(ranks) for micro in range(len(part.added))]
     columns = [ranks[rank].added[micro] for rank, micro in places]
@@ -188,11 +192,16 @@ def _solved(ranks: list[_Part], before: Tensor | None) -> tuple[list[list[tuple[
         columns.append(before)
     kept = [[(math.nan, math.inf)] * len(part.added) for part in ranks]
     if not columns or len(ranks[0].target) < 2 * len(columns):
-        return kept, 0.0
+        return kept, 0.0, []
     solution = solve(columns, ranks[0].target, max(ranks[0].epsilon, _F32))
     for (rank, micro), value, error in zip(places, solution.values, solution.errors, strict=False):
         kept[rank][micro] = (value, error)
     left = 0.0
     if before is not None and abs(solution.values[-1]) > 4 * solution.errors[-1]:
         left = solution.values[-1]
-    return kept, left
+    names = [f"micro-batch {micro + 1} of rank {rank}" for rank, micro in places] + ["the window before"]
+    together = [
+        f"the gradients of {' and '.join(names[i] for i in group)} are multiples of one another: only the sum of what "
+        f"they were multiplied by is known, {total:.4g}" for group, total in solution.sums
+    ]  # fmt: skip
+    return kept, left, together
