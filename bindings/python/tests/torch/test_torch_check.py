@@ -307,7 +307,6 @@ def test_what_is_not_determined_is_not_told() -> None:
     assert found.sums == [([1, 2], pytest.approx(3))]
     noise = torch.randn(100, dtype=torch.float64)
     found = solve([a, b], 0.5 * a + 3 * b + 0.1 * noise, 1e-15)
-    assert found.residual == pytest.approx(0.1 / math.sqrt(9.25), rel=0.3)
     for value, error, right in zip(found.values, found.errors, (0.5, 3), strict=True):
         assert abs(value - right) < error < 0.1
 

@@ -24,7 +24,7 @@ import torch
 from . import _where
 from ._faults import Coefficient, Fault, Window, find, remarks
 from ._losses import NAMED, Count, Term
-from ._recorder import Recorder
+from ._recorder import Recorder, is_distributed
 from ._report import Optimizer, Report
 from ._windows import windows_of
 
@@ -98,8 +98,7 @@ def record(model: torch.nn.Module | None = None, optimizer: Any = None, windows:
 def _report(recorder: Recorder, model: torch.nn.Module | None, alone: bool) -> Report:
     """alone: the other ranks may have ended."""
     distributed: Any = torch.distributed
-    spread = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    group = distributed.group.WORLD if spread and not alone else None
+    group = distributed.group.WORLD if is_distributed() and not alone else None
     optimizers = [
         Optimizer(name, windows, find(windows)) for name, windows in windows_of(recorder, group)
     ]  # fmt: skip

@@ -212,6 +212,13 @@ class Window:
     together: list[str] = dataclasses.field(default_factory=list)
     """What is known of micro-batches whose gradients are multiples of one another."""
 
+    def by_loss(self) -> list[list[Coefficient]]:
+        """The coefficients of each loss."""
+        losses: dict[str, list[Coefficient]] = {}
+        for c in self.coefficients:
+            losses.setdefault(c.loss, []).append(c)
+        return list(losses.values())
+
 
 def find(windows: Sequence[Window]) -> list[Fault]:
     """The faults of the windows of an optimizer, the worst first."""
@@ -248,7 +255,7 @@ def _of(window: Window, usual: int) -> Iterable[Fault]:
         return
     yield from _left(window)
     yield from _clips(window)
-    lines = _by_loss(window)
+    lines = window.by_loss()
     one_is_right = any(not own[0].free and all(c.is_(c.right) for c in own) for own in lines)
     for own in lines:
         fault = _pattern(own, window, usual)
@@ -267,13 +274,6 @@ def _of(window: Window, usual: int) -> Iterable[Fault]:
         yield Fault("batch norm per micro-batch",
                     f"running statistics moved {window.moves} times in a window of {n} micro-batches", "",
                     0.1)  # fmt: skip
-
-
-def _by_loss(window: Window) -> list[list[Coefficient]]:
-    return [
-        [c for c in window.coefficients if c.loss == line]
-        for line in dict.fromkeys(c.loss for c in window.coefficients)
-    ]
 
 
 def _left(window: Window) -> Iterable[Fault]:
@@ -382,7 +382,7 @@ def remarks(windows: Sequence[Window]) -> list[str]:
     for window in windows:
         if not window.finite or window.swallowed:
             continue
-        lines = _by_loss(window)
+        lines = window.by_loss()
         for own in lines:
             text = _remark(own, window, usual, len(lines) == 1)
             if text:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -84,9 +84,9 @@ def _nothing() -> None:
 class Steps:
     """The windows of one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[int]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.parameters = parameters
+        self.parameters: list[int] = []
         self.begin = 0  # the first entry of its window
         self.start: dict[int, Tensor | None] = {}  # the gradients with which the last window was stepped
         self.traces: list[Trace] = []
@@ -137,7 +137,7 @@ class Recorder:
         self._where = ""  # the last backward
         self._model: torch.nn.Module | None = None
         self._mode: Any = None
-        self._paused: list[torch.nn.Module] = []  # modules in whose forward there is no mode, the outermost first
+        self._paused: torch.nn.Module | None = None  # in whose forward there is no mode
         self._active = False
         self._stepping: dict[int, Any] = {}  # the optimizer that was called, by the id of its Steps
         self.steps: dict[int, Steps] = {}
@@ -249,10 +249,10 @@ class Recorder:
 
     @_never_raises
     def _forward(self, module: torch.nn.Module, _: Any) -> None:
-        if isinstance(module, _FAST) and not module.training and _modes._get_current_function_mode() is self._mode:
-            self._paused.append(module)
-            if len(self._paused) == 1 and self._mode is not None:
-                _modes._pop_mode()
+        is_fast = isinstance(module, _FAST) and not module.training
+        if is_fast and self._mode is not None and _modes._get_current_function_mode() is self._mode:
+            self._paused = module
+            _modes._pop_mode()
         if not self._active or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
             return  # a checkpoint computes again
         if self._model is None and module not in self._modules:
@@ -264,10 +264,9 @@ class Recorder:
             self._close()
 
     def _forwarded(self, module: torch.nn.Module, _: Any, __: Any) -> None:
-        if self._paused and self._paused[0] is module:
-            self._paused.clear()
-            if self._mode is not None:
-                _modes._push_mode(self._mode)
+        if self._paused is module:
+            self._paused = None
+            _modes._push_mode(self._mode)
 
     def _close(self) -> None:
         """What comes next belongs to another micro-batch."""
@@ -419,7 +418,7 @@ class Recorder:
         :param all_of_them: versions are not trusted, which numpy and out= leave as they are
         """
         changed: dict[int, Tensor | None] = {}
-        in_place = all_of_them or _is_distributed()  # a reduction writes without a new version
+        in_place = all_of_them or is_distributed()  # a reduction writes without a new version
         for index, parameter in enumerate(self._parameters):
             if parameter.is_as_seen() and not (in_place and parameter.tensor.grad is not None):
                 continue
@@ -453,7 +452,7 @@ class Recorder:
         indices = [self._index[id(tensor)] for tensor in tensors if id(tensor) in self._index]
         steps = self.steps.get(id(base))
         if steps is None and indices:
-            steps = self.steps[id(base)] = Steps(base, [])
+            steps = self.steps[id(base)] = Steps(base)
             steps.is_partial = any(self._base.get(index) is not None for index in indices)
         if steps is not None:
             new = [index for index in indices if index not in steps.start]
@@ -526,7 +525,7 @@ class Recorder:
                 return
             epsilon = max(torch.finfo(self._parameters[index].tensor.dtype).eps for index in steps.parameters)
             entries = self._entries[steps.begin :]
-            found = trace(entries, steps.start, self._joined(steps), epsilon, _is_distributed())
+            found = trace(entries, steps.start, self._joined(steps), epsilon, is_distributed())
             steps.begins(len(self._entries), self._sketches(steps))
             # A fused optimizer unscales by itself, and skips the step by itself.
             scale, overflow = (getattr(steps.optimizer, name, None) for name in ("grad_scale", "found_inf"))
@@ -650,9 +649,8 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def _is_distributed() -> bool:
+def is_distributed() -> bool:
+    """Whether there are several processes of torch.distributed."""
     distributed: Any = torch.distributed
     return bool(distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
 
-
-__all__ = ["Recorder", "Sketches", "Steps"]

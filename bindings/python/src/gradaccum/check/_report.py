@@ -169,8 +169,8 @@ def _repeated(count: int) -> list[str]:
 
 def _cells(window: Window) -> list[str]:
     cells = []
-    for line in dict.fromkeys(c.loss for c in window.coefficients):
-        own = [c for c in window.coefficients if c.loss == line]
+    for own in window.by_loss():
+        line = own[0].loss
         values = " ".join(str(c) for c in own[:_MOST_ROWS])
         right = " ".join(f"{c.right:.4g}" for c in own[:_MOST_ROWS])
         more = f" ... {len(own)} in all" if len(own) > _MOST_ROWS else ""

@@ -24,8 +24,6 @@ class Solution:
     """Half of the 99 % interval of each coefficient."""
     sums: list[tuple[list[int], float]]
     """The columns that only have a sum that is determined, and the sum of their coefficients."""
-    residual: float
-    """The norm of what no combination explains, as a part of the target's."""
 
 
 def solve(columns: Sequence[Tensor], target: Tensor, epsilon: float) -> Solution:
@@ -39,7 +37,7 @@ def solve(columns: Sequence[Tensor], target: Tensor, epsilon: float) -> Solution
     kept = [i for i in range(count) if 0 < norms[i] < math.inf]
     goal = float(target.norm())
     if not kept or not math.isfinite(goal):
-        return Solution([math.nan] * count, errors, [], 1.0 if goal else 0.0)
+        return Solution([math.nan] * count, errors, [])
     matrix = torch.stack([columns[i] / norms[i] for i in kept], 1)
     u, s, vt = torch.linalg.svd(matrix, full_matrices=False)
     rank = int((s > s[0] * epsilon * 8 * math.sqrt(len(kept))).sum())
@@ -56,7 +54,7 @@ def solve(columns: Sequence[Tensor], target: Tensor, epsilon: float) -> Solution
     for i in set(range(count)) - set(kept):
         values[i] = math.nan
     sums = _sums([kept[k] for k in range(len(kept)) if loose[k]], columns, norms, found, kept)
-    return Solution(values, errors, sums, rest / goal if goal else 0.0)
+    return Solution(values, errors, sums)
 
 
 def _sums(
