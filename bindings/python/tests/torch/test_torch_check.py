@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from check_loops import EVEN, RIGHT, UNEVEN, WRONG, Loop
 from gradaccum import check
-from gradaccum.check._faults import ADVICE
+from gradaccum.check import _where
+from gradaccum.check._faults import ADVICE, UNKNOWN
 from gradaccum.check._sketch import Sketch
 from gradaccum.check._solve import solve
 from torch import Tensor
@@ -43,6 +44,12 @@ def names(report: check.Report) -> list[str]:
     return [fault.name for fault in report.faults]
 
 
+def doubts(report: check.Report) -> list[str]:
+    """Faults, and notes that something may be one."""
+    words = (UNKNOWN, "the whole window is multiplied", "a hook changes", "is not known")
+    return names(report) + [remark for remark in report.remarks if any(word in remark for word in words)]
+
+
 def values(report: check.Report, window: int = 0) -> list[float]:
     return [c.value for c in report.optimizers[0].windows[window].coefficients]
 
@@ -51,7 +58,8 @@ def values(report: check.Report, window: int = 0) -> list[float]:
 def test_right_loops_are_silent(name: str) -> None:
     train, *loop = RIGHT[name]
     report, _ = watched(train, *loop)
-    assert report.ok and not report.faults, report
+    allowed = 1 if name == "two_optimizers_scaled" else 0  # whose second window is twice as long, divided alike
+    assert report.ok and len(doubts(report)) == allowed, report
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -234,7 +242,8 @@ def test_optimizers_of_this_library_tell_their_windows() -> None:
         (sums, UNEVEN, summed), (discards, UNEVEN, {}),
     ):  # fmt: skip
         report = ours(take, windows, **options)
-        assert report.ok and [w.micro_batches for w in report.optimizers[0].windows] == [4, 4, 4], report
+        assert report.ok and not doubts(report)
+        assert [w.micro_batches for w in report.optimizers[0].windows] == [4, 4, 4], report
     assert names(ours(counts, UNEVEN, accum_steps=4)) == ["mean of means over uneven micro-batches"]
     assert "are none of the patterns" in str(ours(sums, UNEVEN)), "the library is told that sums are means"
 
@@ -247,7 +256,7 @@ def test_optimizers_of_this_library_tell_their_windows() -> None:
             scaler.update()
             optimizer.zero_grad()
 
-    assert ours(scales, EVEN, accum_steps=4).ok
+    assert not doubts(ours(scales, EVEN, accum_steps=4))
 
     def skipped(optimizer: Any, loop: Loop, window: list[int]) -> None:
         optimizer.backward(loop.loss(3) * math.inf, weight=3)
@@ -348,6 +357,7 @@ def test_models_compute_and_are_copied_as_without_a_recording(
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
+    _where._shown.cache_clear()
     gone.rmdir()  # paths of lines are shown relative to it
     with check.record(loop.model, loop.optimizer) as recording:
         check_loops.divides(loop)

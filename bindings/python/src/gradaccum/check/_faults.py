@@ -409,6 +409,8 @@ def _remark(own: Sequence[Coefficient], window: Window, usual: int, is_alone: bo
     seen = [c for c in own if not math.isnan(c.value)]
     if not seen or all(c.is_(c.right) for c in seen) or _pattern(own, window, usual) is not None:
         return ""
+    if seen[0].free and all(c.is_(c.terms) for c in seen):
+        return ""  # a sum over the terms of the window
     ratio = seen[0].value / seen[0].right if seen[0].right else 0.0
     if ratio and all(c.is_(c.right * ratio) for c in seen):
         return f"{own[0].loss}: the whole window is multiplied by {ratio:.6g}, which may be meant" if is_alone else ""
