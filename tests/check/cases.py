@@ -2,7 +2,7 @@
 """Releases of other packages, what of theirs is run, and what gradaccum.check finds there.
 
 A name has the packages that are installed, the arguments of loops.py, and the faults, the worst first. The torch
-environment of tests/environments has what is not named.
+environment of tests/environments has what is not named, and the keras environment for the last of them.
 """
 
 LONG = "mean of means over uneven micro-batches"
@@ -35,4 +35,16 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "fastai-2.8-tail": ("fastai==2.8.12 pandas scipy pyyaml requests", "fastai 83", ["leak from the window before"]),
     "mmengine-0.10-even-tail": ("mmengine==0.10.7", "mmengine 80", []),
     "mmengine-0.10-tail": ("mmengine==0.10.7", "mmengine 83", [LONG]),
+    # Keras on JAX, and optax.
+    "keras-3.5": ("keras==3.5.0 jax==0.4.31 jaxlib==0.4.31", "keras 64", []),
+    "keras-3.5-uneven": ("keras==3.5.0 jax==0.4.31 jaxlib==0.4.31", "keras 62", [LONG]),
+    "keras-3.5-schedule": ("keras==3.5.0 jax==0.4.31 jaxlib==0.4.31", "keras_schedule 64", ["schedule moved per micro-batch"]),
+    "keras-3.15": ("keras==3.15.1", "keras 64", []),
+    "keras-3.15-uneven": ("keras==3.15.1", "keras 62", [LONG]),
+    "keras-3.15-schedule": ("keras==3.15.1", "keras_schedule 64", ["schedule moved per micro-batch"]),
+    "keras-3.15-average": ("keras==3.15.1", "keras_average 64", ["moving average per micro-batch"]),
+    "optax-0.2.8": ("optax==0.2.8", "optax 64", []),
+    "optax-0.2.8-uneven": ("optax==0.2.8", "optax 62", [LONG]),
+    "optax-0.2.8-nan": ("optax==0.2.8", "optax_nan 64", ["non-finite gradient applied"]),
+    "optax-0.2.8-skip": ("optax==0.2.8", "optax_skip 64", []),
 }  # fmt: skip

@@ -25,7 +25,7 @@ from gradaccum import check
 from gradaccum.check import _where
 from gradaccum.check._faults import ADVICE, UNKNOWN
 from gradaccum.check._sketch import Sketch
-from gradaccum.check._solve import solve
+from gradaccum.check._torch._sketch import Sketch as TensorSketch
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
@@ -183,7 +183,7 @@ def test_a_loss_of_the_programs_own_is_named() -> None:
             loop.optimizer.zero_grad()
 
     report, _ = watched(train, UNEVEN)
-    assert not report.faults and "No loss function of torch was seen" in str(report)
+    assert not report.faults and "No loss function was seen" in str(report)
     loop = Loop(UNEVEN)
     with check.record(loop.model, loop.optimizer) as recording:
         train(loop, recording)
@@ -270,54 +270,17 @@ def test_optimizers_of_this_library_tell_their_windows() -> None:
 # ---- The parts
 
 
-def test_sketches_are_linear_and_keep_norms() -> None:
+def test_sketches_are_those_of_numpy() -> None:
     torch.manual_seed(0)
     for size in (1, 127, 128, 129, 4095, 4096, 4097, 70000, 300001):
-        sketch = Sketch()
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            x, y = torch.randn(2, size, dtype=torch.float64).to(dtype).unbind()
-            found = sketch.of(3, x) * 2 - sketch.of(3, y)
-            exact = sketch.of(3, x.double() * 2 - y.double())
-            norm = float(exact.norm())
-            assert float((found - exact).norm()) <= 1e-6 * norm
-            assert norm / float((x.double() * 2 - y.double()).norm()) == pytest.approx(1, abs=0.35)
-    row = torch.zeros(4, 300000)  # a gradient of softmax: the sum over classes is 0 everywhere
-    row[0], row[3] = 1, -1
-    assert float(Sketch().of(0, row).norm()) > 100
+        for dtype in (torch.float64, torch.float32):
+            tensor = torch.randn(size, dtype=dtype)
+            found, wanted = TensorSketch().of(3, tensor), torch.from_numpy(Sketch().of(3, tensor.numpy()))
+            assert found.dtype == torch.float64 and float((found - wanted).norm()) <= 1e-6 * float(wanted.norm())
+        half = tensor.bfloat16()
+        assert torch.equal(TensorSketch().of(3, half), TensorSketch().of(3, half.float()))
     large = torch.randn(5000, 40)
-    assert torch.equal(Sketch().of(1, large), Sketch().of(1, large.clone()))
-
-
-def test_solutions_are_as_exact_as_their_condition() -> None:
-    torch.manual_seed(0)
-    epsilon = 2.0**-52
-    for _ in range(200):
-        columns, rows = int(torch.randint(1, 9, ())), 128
-        condition = 10 ** float(torch.rand(()) * 8)
-        u = torch.linalg.qr(torch.randn(rows, columns, dtype=torch.float64))[0]
-        v = torch.linalg.qr(torch.randn(columns, columns, dtype=torch.float64))[0]
-        s = torch.logspace(0, -math.log10(condition), columns, dtype=torch.float64)
-        matrix = (u * s) @ v.T
-        wanted = torch.randn(columns, dtype=torch.float64)
-        found = solve(list(matrix.T), matrix @ wanted, epsilon)
-        norms = matrix.norm(dim=0)
-        for i, value in enumerate(found.values):
-            error = abs(value - float(wanted[i])) * float(norms[i])
-            assert error <= 10 * condition * epsilon * float((wanted * norms).norm())
-
-
-def test_what_is_not_determined_is_not_told() -> None:
-    torch.manual_seed(0)
-    a, b = torch.randn(2, 100, dtype=torch.float64).unbind()
-    zero = torch.zeros(100, dtype=torch.float64)
-    found = solve([a, b, 2 * b, zero], 0.5 * a + 3 * b, 1e-15)
-    assert found.values[0] == pytest.approx(0.5)
-    assert [math.isnan(value) for value in found.values] == [False, True, True, True]
-    assert found.sums == [([1, 2], pytest.approx(3))]
-    noise = torch.randn(100, dtype=torch.float64)
-    found = solve([a, b], 0.5 * a + 3 * b + 0.1 * noise, 1e-15)
-    for value, error, right in zip(found.values, found.errors, (0.5, 3), strict=True):
-        assert abs(value - right) < error < 0.1
+    assert torch.equal(TensorSketch().of(1, large), TensorSketch().of(1, large.clone()))
 
 
 # ---- Bad input
@@ -392,7 +355,7 @@ def test_an_error_of_the_watching_is_not_the_loops(monkeypatch: pytest.MonkeyPat
 
     for method in ("_observe", "_rates"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"gradaccum.check._recorder.Recorder.{method}", fails)
+            patch.setattr(f"gradaccum.check._torch._recorder.Recorder.{method}", fails)
             report, parameters = watched(check_loops.sum_for_mean, EVEN)
         assert not report.ok and "The watching ended early" in str(report) and "ZeroDivisionError: of the test" in str(report)
         alone = Loop(EVEN)
@@ -503,9 +466,10 @@ def test_what_is_kept_of_a_window_is_small() -> None:
     loop = Loop([[4, 4]] * 40)
     with check.record(loop.model, loop.optimizer) as recording:
         check_loops.divides(loop)
-        recorder = recording._recorder
+        recorder: Any = recording._watchers[0]
         traces = recorder.steps[id(loop.optimizer)].traces
-        assert len(traces) == 40 and not any(trace.added for trace in traces) and not recorder._entries
+        kept = [each.added for trace in traces for each in trace.contributions]
+        assert len(traces) == 40 and all(added is None for added in kept) and not recorder._entries
 
 
 # ---- Reports
@@ -534,9 +498,10 @@ def test_the_page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     page = (pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "check.md").read_text()
     blocks = re.findall(r"<!-- test: (\w+) -->\n```python\n(.*?)```", page, re.S)
-    assert len(blocks) == page.count("```python") == 2
+    assert len(blocks) == page.count("```python") == 4
     for name, block in blocks:
-        exec(compile(block, name, "exec"), {})
+        if name not in ("keras", "optax"):  # which test_keras_check.py runs
+            exec(compile(block, name, "exec"), {})
     assert (tmp_path / "check.html").exists()
     rows = re.findall(r"^\| (.+?) \| .* \|$", page.partition("## What it finds")[2].partition("Notes, which")[0], re.M)
     assert {name for row in rows[2:] for name in row.split(", ")} == set(ADVICE)

@@ -17,7 +17,10 @@ _SIXTEEN_BITS = 1e-4
 _LOSES = 0.1
 """The part of a gradient that may be rounded away when it is added: f16 and bf16 sums of few micro-batches keep more."""
 
-_LIBRARY = "gradaccum.torch: opt.backward(loss, weight=n) for each micro-batch, n the terms of its loss"
+_LIBRARY = (
+    "gradaccum.torch: opt.backward(loss, weight=n) for each micro-batch, n the terms of its loss; gradaccum.keras: "
+    "wrap(model, accum_steps=N)"
+)
 ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
     "sum for mean": (
         "every update is as large as if the learning rate were multiplied by the number of micro-batches",
@@ -37,7 +40,7 @@ ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
     "tail divided by N": (
         "the last batches of each epoch pull less than the others",
         "divide by the number of micro-batches that the window has, not by that of a full one",
-        "gradaccum.torch: opt.flush() ends a short window, which is averaged over what it holds",
+        "gradaccum.torch, gradaccum.keras: a short window is averaged over what it holds",
     ),
     "only the last one": (
         "all micro-batches but the last are computed and thrown away",
@@ -75,7 +78,8 @@ ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
         "gradaccum.torch: nonfinite=gradaccum.Nonfinite.SKIP, or DROP_MICRO",
     ),
     "a non-finite micro-batch swallowed": (
-        "a window counts as whole though a micro-batch with inf or NaN was replaced by other numbers",
+        "a window counts as whole though a micro-batch with inf or NaN was replaced by other numbers: weights decay and "
+        "the counter of bias corrections moves",
         "skip the window, or leave the micro-batch out of the mean",
         "gradaccum.torch: nonfinite=gradaccum.Nonfinite.DROP_MICRO leaves it out of the mean",
     ),
@@ -86,13 +90,20 @@ ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
     ),
     "schedule moved per micro-batch": (
         "the schedule runs through as many times faster as a window has micro-batches",
-        "call scheduler.step() after optimizer.step() alone",
-        "gradaccum.torch: the schedule moves with the steps",
+        "move it with the steps: call scheduler.step() after optimizer.step() alone; for Keras, whose schedules count "
+        "micro-batches, multiply decay_steps by their number",
+        "gradaccum.torch, gradaccum.keras: the schedule moves with the steps",
     ),
     "batch norm per micro-batch": (
         "running statistics move once for each micro-batch, with variances of micro-batches",
         "use larger micro-batches, or layers whose statistics do not depend on the batch",
-        "gradaccum.torch: convert_batchnorm() makes one batch of the window",
+        "gradaccum.torch: convert_batchnorm() makes one batch of the window; gradaccum.keras: replace_batchnorm_layers()",
+    ),
+    "moving average per micro-batch": (
+        "the average of the parameters has a shorter memory: it decays once for each micro-batch, and averages the "
+        "same parameters again",
+        "update the average after optimizer.step() alone",
+        "gradaccum.torch, gradaccum.keras: the average moves with the steps",
     ),
     "1/R once too often over ranks": (
         "every update is as small as if the learning rate were divided by the number of ranks",
@@ -211,6 +222,8 @@ class Window:
     epsilon: float = 0.0
     together: list[str] = dataclasses.field(default_factory=list)
     """What is known of micro-batches whose gradients are multiples of one another."""
+    averages: int = 0
+    """How often a moving average of the parameters moved."""
 
     def by_loss(self) -> list[list[Coefficient]]:
         """The coefficients of each loss."""
@@ -274,6 +287,10 @@ def _of(window: Window, usual: int) -> Iterable[Fault]:
         yield Fault("batch norm per micro-batch",
                     f"running statistics moved {window.moves} times in a window of {n} micro-batches", "",
                     0.1)  # fmt: skip
+    if n > 1 and window.averages > 1:
+        yield Fault("moving average per micro-batch",
+                    f"the average of the parameters moved {window.averages} times in a window of {n} micro-batches", "",
+                    0.1)  # fmt: skip
 
 
 def _left(window: Window) -> Iterable[Fault]:
@@ -335,8 +352,8 @@ def _pattern(own: Sequence[Coefficient], window: Window, usual: int) -> Fault | 
     zero = [c.micro_batch for c in seen if c.dropped]
     kept = [c for c in seen if not c.dropped]
     if zero and kept:
-        if own[0].loss and _are_right_alone(kept):
-            return None  # the others were dropped, and the update is that of one batch of these
+        if len(seen) < len(own) or (own[0].loss and _are_right_alone(kept)):
+            return None  # the others were dropped, and the update may be that of one batch of these
         if n > 1 and {c.micro_batch for c in kept} == {n - 1}:
             return fault("only the last one")
         return fault("micro-batch lost", f"micro-batch {_listed(zero)} of {n} is not in the update: {listed}")
@@ -415,7 +432,7 @@ def _remark(own: Sequence[Coefficient], window: Window, usual: int, is_alone: bo
     if ratio and all(c.is_(c.right * ratio) for c in seen):
         return f"{own[0].loss}: the whole window is multiplied by {ratio:.6g}, which may be meant" if is_alone else ""
     zero = [c.micro_batch for c in seen if c.dropped]
-    if zero and _are_right_alone([c for c in seen if not c.dropped]):
+    if zero and (len(seen) < len(own) or _are_right_alone([c for c in seen if not c.dropped])):
         return f"micro-batch {_listed(zero)} of {window.micro_batches} was computed and dropped, which may be meant"
     return (
         f"{own[0].loss}: {_list(seen)} {UNKNOWN}: the program may weigh them itself, and if it does not, they are wrong"

@@ -1,68 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few numbers in place of a tensor, from which it is seen how tensors are combined."""
+"""A few numbers in place of an array, from which it is seen how arrays are combined.
+
+In a count-sketch every element has a sign and is added to one of a few buckets. The map is linear and has a fixed seed:
+if one array is a combination of others, so are their sketches, with the same coefficients, in every process. The sign
+of an element is the product of one of its row and one of its column in a matrix of 4096 columns, so that a pass over the
+array is a product with a vector.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any
 
-_COLUMNS = 4096
+import numpy as np
+
+COLUMNS = 4096
 _CHUNK = 1 << 18  # elements that are converted at once
-_BUCKETS = 128  # of a tensor
+_BUCKETS = 128  # of an array
+
+Sketches = dict[int, Any]
+"""Of the gradients of parameters, by their index; one that has no gradient is missing."""
+
+
+def size_of(count: int) -> int:
+    """How many numbers the sketch of an array with so many elements has. Few numbers are their own sketch."""
+    return min(count, _BUCKETS)
+
+
+def signs(count: int, seed: int) -> Any:
+    """As many signs, as f64."""
+    return np.random.default_rng(seed).integers(0, 2, count).astype(np.float64) * 2 - 1
+
+
+def rows_of(count: int) -> int:
+    """How many signs the rows of an array with so many elements have."""
+    return count // COLUMNS + 1
+
+
+def fold(flat: Any, total: Any, rows: Any, columns: Any, narrow: Callable[[Any], Any], wide: Callable[[Any], Any]) -> Any:
+    """The sketch of an array of numpy or torch with more elements than buckets.
+
+    :param flat: the array, with one dimension
+    :param total: zeros of f64 for each column
+    :param rows: the signs of rows, in the dtype that narrow() makes
+    :param columns: the signs of columns, f64
+    :param narrow: makes an array of f32, or f64 if it is that
+    :param wide: makes an array of f64
+    """
+    whole = len(flat) // COLUMNS * COLUMNS
+    for begin in range(0, whole, _CHUNK):
+        part = narrow(flat[begin : min(begin + _CHUNK, whole)]).reshape(-1, COLUMNS)
+        first = begin // COLUMNS
+        total += rows[first : first + len(part)] @ part
+    total[: len(flat) - whole] += wide(flat[whole:]) * rows[-1]
+    return (total * columns).reshape(-1, _BUCKETS).sum(0)
 
 
 class Sketch:
-    """A count-sketch of each of some tensors: every element has a sign and is added to one of a few buckets.
-
-    The map is linear and has a fixed seed: if one tensor is a combination of others, so are their sketches, with the
-    same coefficients, in every process. The sign of an element is the product of one of its row and one of its column
-    in a matrix of 4096 columns, so that a pass over the tensor is a product with a vector.
-    """
+    """Makes sketches of arrays of numpy."""
 
     def __init__(self) -> None:
-        self._signs: dict[torch.device, Tensor] = {}
-        self._rows: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
+        self._columns = signs(COLUMNS, 0)
+        self._rows: dict[tuple[int, Any], Any] = {}
 
-    def of(self, index: int, tensor: Tensor) -> Tensor:
-        """The sketch of the tensor with this index: size_of() numbers, f64 on its device."""
-        if not torch.is_autocast_enabled(tensor.device.type):
-            return self._of(index, tensor)
-        with torch.autocast(tensor.device.type, enabled=False):
-            return self._of(index, tensor)
-
-    def _of(self, index: int, tensor: Tensor) -> Tensor:
-        flat = (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach().reshape(-1)
-        size = flat.numel()
-        if size <= _BUCKETS:
-            return flat.to(torch.float64, copy=True)
-        whole = size // _COLUMNS * _COLUMNS
-        dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        total = torch.zeros(_COLUMNS, dtype=torch.float64, device=flat.device)
-        signs = self._of_rows(index, size // _COLUMNS + 1, flat.device, dtype)
-        for begin in range(0, whole, _CHUNK):
-            rows = flat[begin : min(begin + _CHUNK, whole)].to(dtype).view(-1, _COLUMNS)
-            first = begin // _COLUMNS
-            total += signs[first : first + len(rows)] @ rows
-        total[: size - whole] += flat[whole:].to(torch.float64) * signs[-1]
-        return (total * self._of_columns(flat.device)).view(_BUCKETS, -1).sum(1)
-
-    def _of_rows(self, index: int, count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        key = (index, device, dtype)
-        if key not in self._rows:
-            self._rows[key] = _signs(count, index + 1).to(device, dtype)
-        return self._rows[key]
-
-    def _of_columns(self, device: torch.device) -> Tensor:
-        if device not in self._signs:
-            self._signs[device] = _signs(_COLUMNS, 0).to(device, torch.float64)
-        return self._signs[device]
-
-
-def size_of(tensor: Tensor) -> int:
-    """How many numbers the sketch of a tensor has. Few numbers are their own sketch."""
-    return min(tensor.numel(), _BUCKETS)
-
-
-def _signs(count: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
+    def of(self, index: int, array: Any) -> Any:
+        """The sketch of the array with this index: size_of() numbers, f64."""
+        flat = np.asarray(array).reshape(-1)
+        if len(flat) == size_of(len(flat)):
+            return flat.astype(np.float64)
+        dtype = np.dtype(np.float64 if flat.dtype == np.float64 else np.float32)
+        if (index, dtype) not in self._rows:
+            self._rows[index, dtype] = signs(rows_of(len(flat)), index + 1).astype(dtype)
+        return fold(
+            flat, np.zeros(COLUMNS), self._rows[index, dtype], self._columns,
+            lambda part: part.astype(dtype, copy=False), lambda part: part.astype(np.float64),
+        )  # fmt: skip

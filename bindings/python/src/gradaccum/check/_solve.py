@@ -6,9 +6,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+
+Vector = Any
+"""An array of numpy with one dimension, f64."""
 
 _QUANTILE = 2.576  # of the normal distribution, for 99 %
 _DEPENDENT = 1e-3  # of a direction that coefficients may not share with the null space
@@ -24,41 +27,48 @@ class Solution:
     """Half of the 99 % interval of each coefficient."""
     sums: list[tuple[list[int], float]]
     """The columns that only have a sum that is determined, and the sum of their coefficients."""
+    residual: float = 0.0
+    """The part of the target that is no combination of the columns."""
 
 
-def solve(columns: Sequence[Tensor], target: Tensor, epsilon: float) -> Solution:
+def norm(vector: Vector) -> float:
+    """NaN or infinity if an element is."""
+    return float(np.linalg.norm(vector))
+
+
+def solve(columns: Sequence[Vector], target: Vector, epsilon: float) -> Solution:
     """The coefficients with which vectors of f64 were added up to a target.
 
     :param epsilon: the rounding of the numbers from which the vectors come, relative to their norms
     """
-    norms = [float(column.norm()) for column in columns]
+    norms = [norm(column) for column in columns]
     count = len(columns)
     values, errors = [0.0] * count, [math.inf] * count
     kept = [i for i in range(count) if 0 < norms[i] < math.inf]
-    goal = float(target.norm())
+    goal = norm(target)
     if not kept or not math.isfinite(goal):
         return Solution([math.nan] * count, errors, [])
-    matrix = torch.stack([columns[i] / norms[i] for i in kept], 1)
-    u, s, vt = torch.linalg.svd(matrix, full_matrices=False)
+    matrix = np.stack([columns[i] / norms[i] for i in kept], 1)
+    u, s, vt = np.linalg.svd(matrix, full_matrices=False)
     rank = int((s > s[0] * epsilon * 8 * math.sqrt(len(kept))).sum())
     found = vt[:rank].T @ ((u[:, :rank].T @ target) / s[:rank])
-    rest = float((target - matrix @ found).norm())
+    rest = norm(target - matrix @ found)
     freedom = max(1, len(target) - rank)
     noise = max(rest / math.sqrt(freedom), epsilon * goal / math.sqrt(len(target)))
-    spread = _QUANTILE * noise * (vt[:rank] / s[:rank, None]).norm(dim=0)
+    spread = _QUANTILE * noise * np.linalg.norm(vt[:rank] / s[:rank, None], axis=0)
     null = vt[rank:] if rank < len(kept) else vt[:0]
-    loose = null.norm(dim=0) > _DEPENDENT
+    loose = np.linalg.norm(null, axis=0) > _DEPENDENT
     for k, i in enumerate(kept):
         values[i] = math.nan if loose[k] else float(found[k]) / norms[i]
         errors[i] = math.inf if loose[k] else float(spread[k]) / norms[i]
     for i in set(range(count)) - set(kept):
         values[i] = math.nan
     sums = _sums([kept[k] for k in range(len(kept)) if loose[k]], columns, norms, found, kept)
-    return Solution(values, errors, sums)
+    return Solution(values, errors, sums, rest / goal if goal else 0.0)
 
 
 def _sums(
-    loose: list[int], columns: Sequence[Tensor], norms: Sequence[float], found: Tensor, kept: list[int]
+    loose: list[int], columns: Sequence[Vector], norms: Sequence[float], found: Vector, kept: list[int]
 ) -> list[tuple[list[int], float]]:
     """The groups of columns that are multiples of one another: the sum of their coefficients, in the first's unit."""
     groups: list[list[int]] = []

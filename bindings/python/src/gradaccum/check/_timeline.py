@@ -6,14 +6,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from ._losses import Term
-
-Sketches = dict[int, Tensor]
-"""Of the gradients of parameters, by their index; one that has no gradient is missing."""
+from ._sketch import Sketches
+from ._solve import Vector, norm
+from ._terms import Loss, Term, losses_of
 
 _EXACT = 1e-5
 """How much of a gradient may be something else than a multiple of what it was, in f32."""
@@ -41,8 +40,8 @@ class Change:
     purpose: str
     """``"clip"``, ``"unscale"``, ``"zero_grad"``, the name of a function of torch, or empty if it was not seen."""
     where: str
-    after: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)
-    """``.grad`` afterwards, of the parameters where it has changed."""
+    after: dict[int, Any] = dataclasses.field(default_factory=dict)
+    """``.grad`` afterwards, of the parameters where it has changed; None: there is none any more."""
     touched: set[int] = dataclasses.field(default_factory=set)
     """The parameters that a function of torch was given."""
 
@@ -64,44 +63,65 @@ class Factor:
 
 
 @dataclasses.dataclass
-class Trace:
-    """A window of an optimizer."""
+class Contribution:
+    """What a micro-batch gave to a window."""
 
-    terms: list[list[Term]]
-    """The losses of each micro-batch."""
-    rates: list[dict[int, tuple[float, ...]]]
-    """The learning rates at each micro-batch."""
-    where: str
-    """The line that called backward for the last one."""
-    kept: list[float]
-    """Which multiple of each micro-batch's gradient reached the optimizer, but for clipping."""
-    factors: list[Factor]
-    left: float
-    """Which multiple of the gradient of the window before is in this one."""
-    lost: list[float]
-    """Which part of what each micro-batch has added to the sum is no multiple of its gradient."""
-    skipped: int
-    """Micro-batches before it that were dropped because a gradient was not finite."""
-    emptied: bool
-    """Whether they were those of this window, which was stepped without them."""
-    finite: bool
-    """Whether the gradient that the optimizer saw is finite."""
-    target: Tensor
-    """The sketch of the gradient that the optimizer saw, before the clipping of the whole window; kept as added is."""
-    broken: list[bool]
-    """Whether the gradient of each micro-batch has numbers that are not finite."""
-    added: list[Tensor]
-    """The sketches of the micro-batches, of several processes."""
-    gradient: Tensor
-    """The sketch of the gradient that the optimizer saw; kept as added is."""
+    losses: list[Loss]
+    kept: float
+    """Which multiple of its gradient reached the optimizer, but for clipping; NaN: it is to be solved for."""
+    rates: tuple[float, ...] = ()
+    """The learning rates at that time."""
+    lost: float = 0.0
+    """Which part of what it has added to the sum is no multiple of its gradient."""
+    is_finite: bool = True
+    """Whether its gradient is."""
+    added: Vector = None
+    """The sketch of its gradient, if that is to be solved for."""
+
+
+@dataclasses.dataclass
+class Trace:
+    """A window of an optimizer, as one process has seen it."""
+
+    contributions: list[Contribution]
     epsilon: float
+    """The rounding of the gradients' dtype."""
+    backward: str = ""
+    """The line that called backward for the last micro-batch."""
+    factors: list[Factor] = dataclasses.field(default_factory=list)
+    left: float = 0.0
+    """Which multiple of the gradient of the window before is in this one."""
+    skipped: int = 0
+    """Micro-batches before it that were dropped because a gradient was not finite."""
+    emptied: bool = False
+    """Whether they were those of this window, which was stepped without them."""
+    finite: bool = True
+    """Whether the gradient that the optimizer saw is finite."""
+    solved: bool = False
+    """Whether the multiples are to be solved for, since the gradient was not followed from one change to the next."""
+    target: Vector = None
+    """If so, the sketch of the gradient that the optimizer saw, before the clipping of the whole window."""
+    gradient: Vector = None
+    """If so, the sketch of the gradient that the optimizer saw."""
+    sharded: bool = False
+    """Whether the ranks' gradients were reduced before they were seen, to their mean."""
+    step: str = ""
+    """The line that called step()."""
+    rates: tuple[float, ...] = ()
+    """The learning rates at the step."""
+    moves: int = 0
+    """How often the statistics of batch normalisation moved."""
+    averages: int = 0
+    """How often a moving average of the parameters moved."""
 
     def unscale(self, scale: float, where: str) -> None:
         """The optimizer divides by a loss scale itself."""
-        self.kept = [value / scale for value in self.kept]
+        for each in self.contributions:
+            each.kept /= scale
         self.left /= scale
-        self.target = self.target / scale
-        self.factors.append(Factor("unscale", where, len(self.kept), 1 / scale, 0.0))
+        if self.target is not None:
+            self.target = self.target / scale
+        self.factors.append(Factor("unscale", where, len(self.contributions), 1 / scale, 0.0))
 
 
 class Joined:
@@ -110,103 +130,107 @@ class Joined:
     def __init__(self, sizes: Mapping[int, int]) -> None:
         self._sizes = sizes
 
-    def __call__(self, sketches: Mapping[int, Tensor | None]) -> Tensor:
+    def __call__(self, sketches: Mapping[int, Any]) -> Vector:
         parts = []
         for index, size in self._sizes.items():
             part = sketches.get(index)
-            parts.append(torch.zeros(size, dtype=torch.float64) if part is None else part.cpu())
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+            parts.append(np.zeros(size) if part is None else np.asarray(part.cpu() if hasattr(part, "cpu") else part))
+        return np.concatenate(parts) if parts else np.zeros(0)
 
     def has(self, sketches: Iterable[int]) -> bool:
         return not self._sizes.keys().isdisjoint(sketches)
 
 
+@np.errstate(all="ignore")
 def trace(
-    entries: Sequence[MicroBatch | Change], start: Mapping[int, Tensor | None], joined: Joined, epsilon: float,
-    is_distributed: bool,
+    entries: Sequence[MicroBatch | Change], start: Mapping[int, Any], joined: Joined, epsilon: float, key: int,
+    is_solved: bool,
 ) -> Trace:  # fmt: skip
     """Follows the gradient from the end of the window before to the step.
 
     :param start: ``.grad`` when the window before was stepped
     :param epsilon: the rounding of the gradients' dtype
+    :param key: the id of the optimizer, by which micro-batches have its learning rates
+    :param is_solved: whether the multiples are to be solved for
     """
-    state: dict[int, Tensor | None] = dict(start)
-    micro_batches: list[MicroBatch] = []
-    kept: list[float] = []
-    added: list[Tensor] = []
-    lost: list[float] = []
-    factors: list[Factor] = []
+    state: dict[int, Any] = dict(start)
+    window = Trace([], epsilon, solved=is_solved)
+    terms: list[list[Term]] = []
+    own = window.contributions
     now = joined(state)
     target = now
-    left = 1.0 if float(now.norm()) else 0.0
-    skipped, emptied = 0, False
+    window.left = 1.0 if norm(now) else 0.0
     group: set[int] = set()  # the parameters of the last micro-batch
     for entry in entries:
         if isinstance(entry, MicroBatch):
             if not joined.has(entry.added):
                 continue
-            before, emptied = now, False
+            before, window.emptied = now, False
             state.update(entry.after)
             now = target = joined(state)
             gradient = joined(entry.added)
             # A hook of the program may have changed the gradient after it was seen.
-            value, residual = _multiple(now - before, gradient) if float(gradient.norm()) else (1.0, 0.0)
-            blur = max(_EXACT, 4 * epsilon) * max(1.0, _ratio(now.norm(), gradient.norm()))
-            lost.append(residual if residual > blur or epsilon > _EXACT else 0.0)
-            if abs(value - 1) <= blur or lost[-1]:
+            value, residual = multiple(now - before, gradient) if norm(gradient) else (1.0, 0.0)
+            blur = max(_EXACT, 4 * epsilon) * max(1.0, _ratio(norm(now), norm(gradient)))
+            lost = residual if residual > blur or epsilon > _EXACT else 0.0
+            if abs(value - 1) <= blur or lost:
                 value = 1.0
-            if not group.isdisjoint(entry.added) or not micro_batches or kept[-1] != 1 or value != 1:
+            if not group.isdisjoint(entry.added) or not own or own[-1].kept != 1 or value != 1:
                 group = set()
-                micro_batches.append(MicroBatch([], entry.rates))
-                kept.append(value)
-                added.append(torch.zeros_like(gradient))
+                terms.append([])
+                own.append(Contribution([], value, entry.rates.get(key, ()), lost, added=np.zeros_like(gradient)))
             else:  # other parameters than the one before, as in an ensemble: it is one micro-batch
-                lost[-2:] = [max(lost[-2:])]
+                own[-1].lost = max(own[-1].lost, lost)
             group |= entry.added.keys()
-            micro_batches[-1].terms += entry.terms
-            micro_batches[-1].where = entry.where
-            added[-1] = added[-1] + gradient
+            terms[-1] += entry.terms
+            window.backward = entry.where
+            own[-1].added = own[-1].added + gradient
             continue
         if not joined.has(entry.after):
             continue
         before = now
         state.update(entry.after)
         now = joined(state)
-        if not float(now.norm()) and not bool(torch.isfinite(before).all()):
-            skipped, group = skipped + len(micro_batches), set()
-            emptied = True
-            micro_batches, kept, added, lost, factors, left = [], [], [], [], [], 0.0
+        if not norm(now) and not np.isfinite(before).all():
+            window.skipped, group = window.skipped + len(own), set()
+            window.emptied = True
+            own.clear()
+            terms.clear()
+            window.factors.clear()
+            window.left = 0.0
             target = now
             continue
-        value, residual = _multiple(now, before)
-        factors.append(Factor(entry.purpose, entry.where, len(micro_batches), value, residual))
+        value, residual = multiple(now, before)
+        factor = Factor(entry.purpose, entry.where, len(own), value, residual)
+        window.factors.append(factor)
         if entry.purpose == "clip":
             continue  # what it multiplies is not what the loop gives to a micro-batch
-        kept = [each * value for each in kept]
-        left = left * value if factors[-1].is_exact(epsilon) else 0.0
-        target = target * value if factors[-1].is_exact(epsilon) else now
-    finite = bool(torch.isfinite(now).all())
-    broken = [not bool(torch.isfinite(each).all()) for each in added]
-    if not is_distributed:  # the factors tell everything, or nothing does
-        added, target, now = [], now[:0], now[:0]
-    return Trace(
-        [micro.terms for micro in micro_batches], [micro.rates for micro in micro_batches],
-        micro_batches[-1].where if micro_batches else "", kept, factors, left, lost, skipped, emptied, finite, target,
-        broken, added, now, epsilon,
-    )  # fmt: skip
+        for each in own:
+            each.kept *= value
+        window.left = window.left * value if factor.is_exact(epsilon) else 0.0
+        target = target * value if factor.is_exact(epsilon) else now
+    window.finite = bool(np.isfinite(now).all())
+    for each, found in zip(own, terms, strict=True):
+        each.losses = losses_of(found)
+        each.is_finite = bool(np.isfinite(each.added).all())
+        if not is_solved:  # the factors tell everything, or nothing does
+            each.added = None
+    if is_solved:
+        window.target, window.gradient = target, now
+    return window
 
 
-def _ratio(a: Tensor, b: Tensor) -> float:
-    return float(a) / float(b) if 0 < float(b) < math.inf else 0.0
+def _ratio(a: float, b: float) -> float:
+    return a / b if 0 < b < math.inf else 0.0
 
 
-def _multiple(now: Tensor, before: Tensor) -> tuple[float, float]:
+def multiple(now: Vector, before: Vector) -> tuple[float, float]:
     """The number with which one vector is the other, and what remains, relative to it."""
     square = float(before @ before)
-    norm = float(now.norm())
-    if not norm:
+    length = norm(now)
+    if not length:
         return 0.0, 0.0
     if not square or not math.isfinite(square):
         return 1.0, 1.0
     value = float(now @ before) / square
-    return value, float((now - before * value).norm()) / norm
+    return value, norm(now - before * value) / length

@@ -1,130 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a recorder saw to the coefficients of micro-batches."""
+"""From what was seen of windows to the coefficients of micro-batches."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ._faults import Coefficient, Window
-from ._losses import Term
-from ._recorder import Recorder, Steps
-from ._solve import solve
-from ._timeline import Factor, Trace
+from ._solve import Vector, solve
+from ._terms import Loss
+from ._timeline import Trace
 
 _F32 = 2.0**-23
+_EXPLAINED = 1e-3  # what may remain of a gradient that is a sum of others, in 16 bits too
+Traces = list[tuple[str, list[Trace]]]
+"""For each optimizer its name and its windows."""
 
 
-@dataclasses.dataclass
-class _Loss:
-    """A loss of a micro-batch, resolved to numbers."""
+@np.errstate(all="ignore")
+def windows_of(seen: Traces, gather: Callable[[Any], list[Any]]) -> list[tuple[str, list[Window]]]:
+    """For each optimizer its name and its windows.
 
-    key: str
-    line: str
-    """The key without the number of the call."""
-    call: int
-    factor: float
-    terms: float
-    free: bool
-    epsilon: float
-
-
-@dataclasses.dataclass
-class _Part:
-    """A window as one rank has seen it."""
-
-    losses: list[list[_Loss]]
-    kept: list[float]
-    factors: list[Factor]
-    left: float
-    lost: list[float]
-    finite: bool
-    emptied: bool
-    broken: list[int]
-    added: list[Tensor]
-    target: Tensor
-    gradient: Tensor
-    rates: list[tuple[float, ...]]
-    moves: int
-    backward: str
-    step: str
-    epsilon: float
-    is_sharded: bool
-    """Whether the ranks' gradients were reduced before they were seen, to their mean."""
-
-
-def windows_of(recorder: Recorder, group: Any | None) -> list[tuple[str, list[Window]]]:
-    """For each optimizer its name and its windows, over the ranks of a group of torch.distributed if there is one."""
-    own = [
-        (type(steps.optimizer).__name__, _parts(steps, recorder.is_sharded(steps)))
-        for steps in recorder.steps.values()
-    ]
-    ranks = [own]
-    if group is not None:
-        distributed: Any = torch.distributed
-        ranks = [own] * distributed.get_world_size(group)
-        found: list[Any] = [None] * len(ranks)
-        distributed.all_gather_object(found, own, group=group)
-        ranks = found
+    :param gather: what is given to it, of each rank
+    """
+    own = [(name, [_own(trace) for trace in traces]) for name, traces in seen]
+    ranks = gather(own)
     result = []
-    for which, (name, parts) in enumerate(own):
+    for which, (name, traces) in enumerate(own):
         count = min(len(rank[which][1]) if which < len(rank) else 0 for rank in ranks)
         windows = []
         for index in range(count):
-            before = parts[index - 1].gradient if index else None
+            before = traces[index - 1].gradient if index else None
             windows.append(_window(index, [rank[which][1][index] for rank in ranks], before))
         result.append((name, windows))
     return result
 
 
-def _parts(steps: Steps, is_sharded: bool) -> list[_Part]:
-    return [
-        _part(trace, rates, moves, line, is_sharded)
-        for trace, rates, moves, line in zip(steps.traces, steps.rates, steps.moves, steps.lines, strict=True)
-    ]
-
-
-def _part(trace: Trace, rates: list[tuple[float, ...]], moves: int, line: str, is_sharded: bool) -> _Part:
-    losses = [_losses(terms) for terms in trace.terms]
-    keys = {loss.key for kept, own in zip(trace.kept, losses, strict=True) if kept for loss in own}
-    # What another optimizer's losses left in .grad, and was dropped, is no micro-batch of this one.
+def _own(trace: Trace) -> Trace:
+    """Without what another optimizer's losses left in .grad, and was dropped."""
+    all_of_them = trace.contributions
+    keys = {loss.key for each in all_of_them if each.kept for loss in each.losses}
     own = [
-        i for i, kept in enumerate(trace.kept)
-        if kept or not losses[i] or not keys or not keys.isdisjoint(loss.key for loss in losses[i])
+        i for i, each in enumerate(all_of_them)
+        if each.kept or not each.losses or not keys or not keys.isdisjoint(loss.key for loss in each.losses)
     ]  # fmt: skip
-    shift = {i: sum(k < i for k in own) for i in range(len(losses) + 1)}
+    shift = {i: sum(k < i for k in own) for i in range(len(all_of_them) + 1)}
     factors = [dataclasses.replace(factor, after=shift[factor.after]) for factor in trace.factors]
-    return _Part(
-        [losses[i] for i in own], [trace.kept[i] for i in own], factors, trace.left, [trace.lost[i] for i in own],
-        trace.finite, trace.emptied, [i for i, k in enumerate(own) if trace.broken[k]],
-        [trace.added[i] for i in own] if trace.added else [], trace.target, trace.gradient,
-        [rates[i] for i in own if rates[i]] + rates[-1:], moves, trace.where, line, trace.epsilon, is_sharded,
-    )  # fmt: skip
+    return dataclasses.replace(trace, contributions=[all_of_them[i] for i in own], factors=factors)
 
 
-def _losses(terms: Sequence[Term]) -> list[_Loss]:
-    """Several calls by one line, as of several heads, are told apart by their order, and may have any scale."""
-    known = [term for term in terms if term.resolved is not None]
-    calls = collections.Counter(term.key for term in known)
-    result: list[_Loss] = []
-    order: collections.Counter[str] = collections.Counter()
-    for term in known:
-        assert term.resolved is not None
-        factor, count = term.resolved
-        order[term.key] += 1
-        call = f", call {order[term.key]}" if order[term.key] > 1 else ""
-        free = term.is_sum or calls[term.key] > 1
-        result.append(_Loss(term.key + call, term.key, term.call, factor, count, free, term.epsilon))
-    return result
-
-
-def _tell_roles(micro_batches: list[list[_Loss]]) -> None:
+def _tell_roles(micro_batches: list[list[Loss]]) -> None:
     """A function for losses that each micro-batch calls from another place, as a GAN's, computes another loss in each."""
     calls: dict[str, list[int]] = collections.defaultdict(list)
     for losses in micro_batches:
@@ -137,20 +67,22 @@ def _tell_roles(micro_batches: list[list[_Loss]]) -> None:
                 loss.key += f", place {places.index(loss.call) + 1}"
 
 
-def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
+def _window(index: int, ranks: list[Trace], before: Vector) -> Window:
     first = ranks[0]
-    kept = [[(value, 0.0) for value in part.kept] for part in ranks]
+    losses_of = [[each.losses for each in trace.contributions] for trace in ranks]
+    kept = [[(each.kept, 0.0) for each in trace.contributions] for trace in ranks]
     left = first.left
     together: list[str] = []
-    if first.is_sharded:
-        kept = [[(value / len(ranks), 0.0) for value in part.kept] for part in ranks]
-    elif len(ranks) > 1:
-        kept, left, together = _solved(ranks, before)
+    explained = False  # whether what is finite may be all that reached the optimizer
+    if first.sharded:
+        kept = [[(value / len(ranks), 0.0) for value, _ in own] for own in kept]
+    elif first.solved:
+        kept, left, together, explained = _solved(ranks, before)
     elif any(factor.purpose != "clip" and not factor.is_exact(first.epsilon) for factor in first.factors):
-        kept = [[(math.nan, math.inf)] * len(part.kept) for part in ranks]
-    for part in ranks:
-        _tell_roles(part.losses)
-    everything = [losses for part in ranks for losses in part.losses if losses]
+        kept = [[(math.nan, math.inf)] * len(own) for own in kept]
+    for own in losses_of:
+        _tell_roles(own)
+    everything = [losses for own in losses_of for losses in own if losses]
     totals: dict[str, float] = collections.defaultdict(float)
     places: collections.Counter[str] = collections.Counter()  # micro-batches with a loss
     free = {loss.line for losses in everything for loss in losses if loss.free}
@@ -159,49 +91,55 @@ def _window(index: int, ranks: list[_Part], before: Tensor | None) -> Window:
             totals[loss.key] += loss.terms
             places[loss.key] += 1
     coefficients = []
-    for rank, part in enumerate(ranks):
-        for micro, losses in enumerate(part.losses):
+    for rank, own in enumerate(losses_of):
+        for micro, losses in enumerate(own):
             value, error = kept[rank][micro]
-            dropped = abs(value) <= error if len(ranks) > 1 else value == 0
+            dropped = abs(value) <= error if first.solved else value == 0
             if not totals:
                 coefficients.append(Coefficient(rank, micro, 1, value, error, 1, "", True, dropped))
             for loss in losses:
                 right = loss.terms / totals[loss.key] if totals[loss.key] else 0.0
-                blur = abs(loss.factor) * error + 4 * max(loss.epsilon, _F32) * abs(value * loss.factor)
+                factor = loss.factor if value or error else 0.0  # it may be NaN, and does not matter
+                blur = abs(factor) * error + 4 * max(loss.epsilon, _F32) * abs(value * factor)
                 any_scale = loss.line in free or places[loss.key] < len(everything)
                 coefficients.append(
-                    Coefficient(rank, micro, loss.terms, value * loss.factor, blur, right, loss.key, any_scale, dropped)
+                    Coefficient(rank, micro, loss.terms, value * factor, blur, right, loss.key, any_scale, dropped)
                 )
-    swallowed = [i for i in first.broken if first.kept[i]]
+    mine = first.contributions
+    swallowed = [i for i, each in enumerate(mine) if not each.is_finite and each.kept and not explained]
     return Window(
-        index, max(len(part.kept) for part in ranks), coefficients, first.factors, left, first.lost, first.finite,
-        swallowed, first.emptied, first.rates, first.moves, first.backward, first.step, len(ranks), first.epsilon,
-        together,
+        index, max(len(own) for own in kept), coefficients, first.factors, left, [each.lost for each in mine],
+        first.finite, swallowed, first.emptied, [each.rates for each in mine if each.rates] + [first.rates],
+        first.moves, first.backward, first.step, len(ranks), first.epsilon, together, first.averages,
     )  # fmt: skip
 
 
 def _solved(
-    ranks: list[_Part], before: Tensor | None
-) -> tuple[list[list[tuple[float, float]]], float, list[str]]:
+    ranks: Sequence[Trace], before: Vector
+) -> tuple[list[list[tuple[float, float]]], float, list[str], bool]:
     """The coefficients by least squares, where gradients were not followed from one change to the next."""
-    places = [(rank, micro) for rank, part in enumerate(ranks) for micro in range(len(part.added))]
-    columns = [ranks[rank].added[micro] for rank, micro in places]
-    if before is not None and len(before) == 0:
-        before = None
+    places = [(rank, micro) for rank, trace in enumerate(ranks) for micro in range(len(trace.contributions))]
+    columns = [ranks[rank].contributions[micro].added for rank, micro in places]
     if before is not None:
         columns.append(before)
-    kept = [[(math.nan, math.inf)] * len(part.added) for part in ranks]
-    if not columns or len(ranks[0].target) < 2 * len(columns):
-        return kept, 0.0, []
-    solution = solve(columns, ranks[0].target, max(ranks[0].epsilon, _F32))
+    target, epsilon = ranks[0].target, max(ranks[0].epsilon, _F32)
+    kept = [[(math.nan, math.inf)] * len(trace.contributions) for trace in ranks]
+    if not columns or len(target) < 2 * len(columns):
+        return kept, 0.0, [], True
+    solution = solve(columns, target, epsilon)
     for (rank, micro), value, error in zip(places, solution.values, solution.errors, strict=False):
         kept[rank][micro] = (value, error)
+    explained = solution.residual <= _EXPLAINED
+    for rank, micro in places:
+        if explained and not ranks[rank].contributions[micro].is_finite:
+            kept[rank][micro] = (0.0, 0.0)
     left = 0.0
     if before is not None and abs(solution.values[-1]) > 4 * solution.errors[-1]:
         left = solution.values[-1]
-    names = [f"micro-batch {micro + 1} of rank {rank}" for rank, micro in places] + ["the window before"]
+    names = [f"micro-batch {micro + 1}" + (f" of rank {rank}" if len(ranks) > 1 else "") for rank, micro in places]
+    names.append("the window before")
     together = [
         f"the gradients of {' and '.join(names[i] for i in group)} are multiples of one another: only the sum of what "
         f"they were multiplied by is known, {total:.4g}" for group, total in solution.sums
     ]  # fmt: skip
-    return kept, left, together
+    return kept, left, together, explained

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ._timeline import MicroBatch, Trace
+from .._terms import losses_of
+from .._timeline import Contribution, MicroBatch, Trace
 
 
 class Ledger:
@@ -69,20 +70,16 @@ class Ledger:
         from gradaccum import GradientKind, Reduce
 
         config = self._optimizer._config
-        kept = []
-        for _, weight, scale in begun if applied else []:
+        own = []
+        for micro, weight, scale in begun if applied else []:
             factor = 1.0 if config.gradient_kind == GradientKind.SUM else weight
             if config.reduce == Reduce.MEAN:
                 factor = factor / total if total else 0.0
-            kept.append(math.nan if config.reduce == Reduce.MAX else factor / scale)
-        micro_batches = [micro for micro, _, _ in begun] if applied else []
-        none = [0.0] * len(kept)
-        empty = torch.zeros(0, dtype=torch.float64)
-        return Trace(
-            [micro.terms for micro in micro_batches], [micro.rates for micro in micro_batches],
-            micro_batches[-1].where if micro_batches else "", kept, [], 0.0, none, 0 if applied else len(begun), False,
-            True, empty, [False] * len(kept), [empty] * len(kept), empty, torch.finfo(torch.float32).eps,
-        )  # fmt: skip
+            kept = math.nan if config.reduce == Reduce.MAX else factor / scale
+            rates = micro.rates.get(id(self._optimizer), ())
+            own.append(Contribution(losses_of(micro.terms), kept, rates))
+        backward = begun[-1][0].where if own else ""
+        return Trace(own, torch.finfo(torch.float32).eps, backward, skipped=0 if applied else len(begun))
 
 
 def ledger_of(optimizer: Any) -> Ledger | None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,61 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _where
+from .. import _where
+from .._terms import Term
 
-NAMED = "loss"
-"""The name of losses that the program names itself."""
-
-Count = float | Tensor
-"""Over how many terms a loss function has averaged or added: a number, or a tensor that holds it."""
-
-
-@dataclasses.dataclass(eq=False)
-class Term:
-    """The value of a loss function in a micro-batch."""
-
-    name: str
-    where: str
-    """The line of the program that has called the function."""
-    reduction: str
-    """``"mean"``, ``"sum"`` or ``"none"``."""
-    count: Count
-    epsilon: float
-    """The rounding of its dtype."""
-    call: int
-    """The same number for calls from the same places of the program."""
-    factors: list[Tensor] = dataclasses.field(default_factory=list)
-    """The derivative of what went backward by this value, for each backward."""
-    resolved: tuple[float, float] | None = None
-    """The factor by which the loop has scaled the mean over the terms, and their number; None: not known."""
-
-    @property
-    def key(self) -> str:
-        return f"{self.name} in {self.where}"
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether the program may choose the scale: it adds terms up, or averages over them itself."""
-        return self.reduction != "mean"
-
-    def resolve(self) -> None:
-        """At the end of a window: turns the derivatives into numbers, and lets go of them.
-
-        The derivative by a sum of n terms is 1/n of that by their mean.
-        """
-        count, total = float(self.count), 0.0
-        self.count = count
-        factors, self.factors = self.factors, []
-        for factor in factors:
-            low, high = float(factor.min()), float(factor.max())
-            if high - low > 16 * self.epsilon * max(abs(low), abs(high)):
-                return  # the terms have weights of their own
-            total += low
-        if factors:
-            self.resolved = (total * count if self.is_sum else total), count
-
-
-def _classes(given: Mapping[str, Any]) -> Count:
+def _classes(given: Mapping[str, Any]) -> Any:
     """The terms of cross entropy: targets that are not ignored, each with the weight of its class."""
     target: Tensor = given["target"]
     scores: Tensor = given["input"]
@@ -79,28 +27,28 @@ def _classes(given: Mapping[str, Any]) -> Count:
     return (weight.detach()[target.masked_fill(~counted, 0)] * counted).sum()
 
 
-def _elements(given: Mapping[str, Any]) -> Count:
+def _elements(given: Mapping[str, Any]) -> Any:
     shapes = [value.shape for key, value in given.items() if key in ("input", "target", "weight", "var")
               if isinstance(value, Tensor)]  # fmt: skip
     broadcast: Any = torch.broadcast_shapes
     return float(torch.Size(broadcast(*shapes)).numel())
 
 
-def _samples(given: Mapping[str, Any]) -> Count:
+def _samples(given: Mapping[str, Any]) -> Any:
     first = next(value for value in given.values() if isinstance(value, Tensor))
     return float(first.shape[0]) if first.dim() else 1.0
 
 
-def _sequences(given: Mapping[str, Any]) -> Count:
+def _sequences(given: Mapping[str, Any]) -> Any:
     lengths = given["target_lengths"]
     return float(lengths.numel() if isinstance(lengths, Tensor) else len(lengths))
 
 
-def _divergence(given: Mapping[str, Any]) -> Count:
+def _divergence(given: Mapping[str, Any]) -> Any:
     return _samples(given) if given["reduction"] == "batchmean" else _elements(given)
 
 
-_COUNTS: dict[Callable[..., Any], Callable[[Mapping[str, Any]], Count]] = {
+_COUNTS: dict[Callable[..., Any], Callable[[Mapping[str, Any]], Any]] = {
     F.cross_entropy: _classes, F.nll_loss: _classes, F.kl_div: _divergence,
     F.mse_loss: _elements, F.l1_loss: _elements, F.smooth_l1_loss: _elements, F.huber_loss: _elements,
     F.binary_cross_entropy: _elements, F.binary_cross_entropy_with_logits: _elements,

@@ -3,30 +3,29 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
-from torch import Tensor, overrides
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 
-from . import _where
+from .. import _where
+from .._sketch import Sketches, size_of
+from .._terms import NAMED, Term
+from .._timeline import Change, Joined, MicroBatch, Trace, trace
+from .._watch import Watcher, never_raises
+from .._windows import Traces
 from ._library import Ledger, ledger_of
-from ._losses import FUNCTIONS, NAMED, Term, term
-from ._sketch import Sketch, size_of
-from ._timeline import Change, Joined, MicroBatch, Sketches, Trace, trace
+from ._mode import Mode
+from ._sketch import Sketch
 
 _UNREAD = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})
 """Modules whose gradients are not in .grad of their parameters. (FSDP2's are.)"""
-_FAST = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
-"""Modules that compute in another way in inference, but not under a mode of torch functions."""
 _MOST_ENTRIES = 2000
-_modes: Any = overrides  # whose functions are not typed
 _Quiet: Any = torch._C.DisableTorchFunction
 
 
@@ -38,7 +37,7 @@ class _Parameter:
         self.name = name
         self.is_sharded = hasattr(tensor, "to_local")
         """A DTensor, whose gradient FSDP2 reduces before it assigns it to .grad."""
-        self.size = size_of(_local(tensor))
+        self.size = size_of(_local(tensor).numel())
         """Of a sketch."""
         self.had_gradient = False
         self.sketch: Tensor | None = None  # of .grad as it was seen last
@@ -60,23 +59,6 @@ class _Parameter:
         self._seen = (_nothing, -1)
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _never_raises(method: Method) -> Method:
-    """What a loop calls without knowing: an error ends the watching, and not the loop."""
-
-    @functools.wraps(method)
-    def call(self: Recorder, *args: Any) -> Any:
-        try:
-            return method(self, *args)
-        except Exception as error:
-            self.fail(error)
-            return None
-
-    return cast(Method, call)
-
-
 def _nothing() -> None:
     """A reference to no tensor."""
 
@@ -90,12 +72,6 @@ class Steps:
         self.begin = 0  # the first entry of its window
         self.start: dict[int, Tensor | None] = {}  # the gradients with which the last window was stepped
         self.traces: list[Trace] = []
-        self.lines: list[str] = []
-        """The line that has called step(), for each window."""
-        self.rates: list[list[tuple[float, ...]]] = []
-        """The learning rates at each micro-batch and at the step, for each window."""
-        self.moves: list[int] = []
-        """How often the statistics of batch normalisation moved, for each window."""
         self.pending = 0
         """Micro-batches after the last step."""
         self.is_partial = False
@@ -114,11 +90,11 @@ class Steps:
         return tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
 
 
-class Recorder:
+class Recorder(Watcher):
     """Follows the gradients of parameters from backward to the optimizer."""
 
     def __init__(self, limit: int | None) -> None:
-        self._limit = limit
+        super().__init__(limit)
         self._handles: list[Any] = []
         self._parameters: list[_Parameter] = []
         self._index: dict[int, int] = {}  # of a parameter, by its id
@@ -136,20 +112,10 @@ class Recorder:
         self._coming: Sketches = {}  # gradients that are about to be added, unless torch.autograd.grad() returns them
         self._where = ""  # the last backward
         self._model: torch.nn.Module | None = None
-        self._mode: Any = None
-        self._paused: torch.nn.Module | None = None  # in whose forward there is no mode
-        self._active = False
+        self._mode: Mode | None = None
         self._stepping: dict[int, Any] = {}  # the optimizer that was called, by the id of its Steps
         self.steps: dict[int, Steps] = {}
         """By the id of the optimizer."""
-        self.remarks: list[str] = []
-        """What could not be seen."""
-        self.is_limited = False
-        """Whether as many windows were watched as was asked for."""
-        self.failed = False
-        """Whether the watching has ended before the loop."""
-        self.knows_losses = True
-        """Whether calls of loss functions are seen."""
         self.is_apart = False
         """Whether torch.autograd.grad() runs, whose gradients go nowhere by themselves."""
         self._named = False  # whether the program names its losses itself
@@ -171,7 +137,7 @@ class Recorder:
             self.knows_losses = False
             self.remark(
                 "The model is compiled: loss functions are not seen, so that only what happens to gradients after "
-                "backward is known, unless r.loss() names the losses."
+                "backward is known, unless recording.loss() names the losses."
             )
         else:
             # Hooks of all modules: one of the model would go with it into files and copies.
@@ -179,15 +145,15 @@ class Recorder:
                 register_module_forward_pre_hook(self._forward),
                 register_module_forward_hook(self._forwarded, always_call=True),
             ]
-            self._mode = _Mode(self)
-            _modes._push_mode(self._mode)
+            self._mode = Mode(self)
+            self._mode.begin()
 
     def end(self) -> None:
         if self._active:
             self._close()
         self._active = False
         if self._mode is not None:
-            _remove_mode(self._mode)
+            self._mode.end()
             self._mode = None
         for handle in self._handles:
             handle.remove()
@@ -200,6 +166,9 @@ class Recorder:
 
     def _attach(self, model: torch.nn.Module) -> None:
         """Follows the parameters of a model."""
+        layer = getattr(sys.modules.get("keras"), "Layer", None)
+        if layer is not None and isinstance(model, layer):
+            return  # which Keras differentiates, and tells
         for module in model.modules():
             if module in self._modules:
                 continue
@@ -234,25 +203,12 @@ class Recorder:
                     parameter.see(self._sketch.of(index, _local(tensor.grad)))
                 self._base[index] = parameter.sketch
 
-    def fail(self, error: Exception) -> None:
-        self._active, self.failed = False, True
-        self.remark(
-            f"The watching ended early, by a defect of gradaccum.check or a tensor that it does not know: "
-            f"{type(error).__name__}: {error}"
-        )
-
-    def remark(self, text: str) -> None:
-        if text not in self.remarks:
-            self.remarks.append(text)
-
     # ---- Forward and losses
 
-    @_never_raises
+    @never_raises
     def _forward(self, module: torch.nn.Module, _: Any) -> None:
-        is_fast = isinstance(module, _FAST) and not module.training
-        if is_fast and self._mode is not None and _modes._get_current_function_mode() is self._mode:
-            self._paused = module
-            _modes._pop_mode()
+        if self._mode is not None:
+            self._mode.pause(module)
         if not self._active or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
             return  # a checkpoint computes again
         if self._model is None and module not in self._modules:
@@ -264,9 +220,8 @@ class Recorder:
             self._close()
 
     def _forwarded(self, module: torch.nn.Module, _: Any, __: Any) -> None:
-        if self._paused is module:
-            self._paused = None
-            _modes._push_mode(self._mode)
+        if self._mode is not None:
+            self._mode.go_on(module)
 
     def _close(self) -> None:
         """What comes next belongs to another micro-batch."""
@@ -277,16 +232,21 @@ class Recorder:
                 self._ask(steps, steps.ledger)
         self._open = None
 
-    @_never_raises
+    @never_raises
     def saw_loss(self, found: Callable[[], Term], value: Tensor) -> None:
         if not self._active or self._named or not value.requires_grad or torch._C._current_graph_task_id() != -1:
             return
         self._add(found(), value)
 
-    def name_loss(self, found: Term, value: Tensor) -> None:
-        """The program tells what a loss averages over: functions of torch are no longer asked."""
+    def knows(self, value: Any) -> bool:
+        return isinstance(value, Tensor)
+
+    def name_loss(self, value: Tensor, weight: Any, reduction: str) -> Tensor:
+        """Functions of torch are no longer asked."""
         self._named = True
+        found = Term(NAMED, _where.line(), reduction, weight, torch.finfo(value.dtype).eps, _where.call())
         self._add(found, value)
+        return value
 
     def _add(self, found: Term, value: Tensor) -> None:
         if self._open is not None:
@@ -308,7 +268,7 @@ class Recorder:
 
     # ---- Backward
 
-    @_never_raises
+    @never_raises
     def went_backward(self) -> None:
         self._where = _where.line()
         self._observe_shards()
@@ -319,7 +279,7 @@ class Recorder:
             with _Quiet(), torch.no_grad():
                 self._observe()
 
-    @_never_raises
+    @never_raises
     def _reached(self, index: int, gradient: Tensor | None) -> None:
         """A gradient is about to be added to .grad."""
         if not self._active or self.is_apart or gradient is None:
@@ -341,7 +301,7 @@ class Recorder:
         self._terms = []
         self._entries.append(self._open)
 
-    @_never_raises
+    @never_raises
     def _accumulated(self, index: int) -> None:
         """A gradient was added to .grad."""
         if self._open is None and self._parameters[index].is_sharded:
@@ -371,7 +331,7 @@ class Recorder:
 
     # ---- Changes of .grad between backwards
 
-    @_never_raises
+    @never_raises
     def changes(self, gradients: Any, name: str) -> None:
         """A function of torch is about to change tensors, which may be gradients."""
         tensors = gradients if isinstance(gradients, (list, tuple)) else (gradients,)
@@ -400,7 +360,7 @@ class Recorder:
         """Whether a function of a library was changing gradients when it was seen last."""
         return self._group is not None and self._group.purpose in _where.PURPOSES
 
-    @_never_raises
+    @never_raises
     def left(self) -> None:
         """The program goes on after that function, whatever it does to gradients itself."""
         if torch._C._current_graph_task_id() == -1:
@@ -501,7 +461,7 @@ class Recorder:
         if self._active and id(optimizer) in self.steps and self.steps[id(optimizer)].ledger is not None:
             self._close()
 
-    @_never_raises
+    @never_raises
     def _ask(self, steps: Steps, ledger: Ledger) -> None:
         """What a gradaccum optimizer has taken since it was asked last, and whether it has ended a window."""
         own = self._joined(steps)
@@ -513,7 +473,7 @@ class Recorder:
             steps.begins(len(self._entries), {})
             self._ended(steps, found, ledger.where)
 
-    @_never_raises
+    @never_raises
     def _window(self, steps: Steps, where: str) -> None:
         """The optimizer is about to read .grad."""
         with _Quiet(), torch.no_grad():
@@ -525,32 +485,29 @@ class Recorder:
                 return
             epsilon = max(torch.finfo(self._parameters[index].tensor.dtype).eps for index in steps.parameters)
             entries = self._entries[steps.begin :]
-            found = trace(entries, steps.start, self._joined(steps), epsilon, is_distributed())
+            own = id(steps.optimizer)
+            found = trace(entries, steps.start, self._joined(steps), epsilon, own, is_distributed())
             steps.begins(len(self._entries), self._sketches(steps))
             # A fused optimizer unscales by itself, and skips the step by itself.
             scale, overflow = (getattr(steps.optimizer, name, None) for name in ("grad_scale", "found_inf"))
             if scale is not None:
                 found.unscale(float(scale), where)
             if overflow is not None and float(overflow):
-                steps.skipped += len(found.kept)
+                steps.skipped += len(found.contributions)
                 return
             self._ended(steps, found, where)
 
     def _ended(self, steps: Steps, found: Trace, where: str) -> None:
         """An optimizer has ended a window, or is about to."""
-        for terms in found.terms:
-            for each in terms:
-                each.resolve()
-        steps.traces.append(found)
-        steps.lines.append(where)
-        own = id(steps.optimizer)
-        steps.rates.append([*(rates.get(own, ()) for rates in found.rates), steps.rates_now()])
         moved = [int(layer.num_batches_tracked) for layer in self._norms]
-        steps.moves.append(max((now - before for now, before in zip(moved, self._moved, strict=True)), default=0))
+        found.step = where
+        found.rates = steps.rates_now()
+        found.moves = max((now - before for now, before in zip(moved, self._moved, strict=True)), default=0)
+        found.sharded = self.is_sharded(steps)
+        steps.traces.append(found)
         self._moved = moved
         self._prune()
-        if self._limit is not None and len(steps.traces) >= self._limit:
-            self._active, self.is_limited = False, True
+        self._count_window(len(steps.traces))
 
     def is_sharded(self, steps: Steps) -> bool:
         """Whether the gradients of ranks are added up before they are seen."""
@@ -575,59 +532,42 @@ class Recorder:
 
     # ---- What was seen
 
-    def without_gradient(self) -> list[str]:
-        return [parameter.name for parameter in self._parameters if not parameter.had_gradient]
+    def title(self) -> str:
+        return f"torch {torch.__version__}"
 
-    def without_optimizer(self) -> list[str]:
+    def traces(self) -> Traces:
+        return [(type(steps.optimizer).__name__, steps.traces) for steps in self.steps.values()]
+
+    def gather(self, own: Any) -> list[Any]:
+        distributed: Any = torch.distributed
+        if not is_distributed():
+            return [own]
+        found: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(found, own)
+        return found
+
+    def notes(self, is_alone: bool) -> list[str]:
+        said = []
+        for steps in self.steps.values():
+            if is_distributed() and not is_alone and self.is_sharded(steps):
+                said.append("Gradients are DTensors: that the ranks' mean is what was reduced is taken for granted.")
+            if steps.pending:
+                said.append(f"The recording ended with {steps.pending} micro-batches that no step had applied.")
+            skipped = steps.skipped + sum(window.skipped for window in steps.traces)
+            if skipped:
+                said.append(f"{skipped} micro-batches were dropped with their window, for a gradient was not finite.")
         held = {index for steps in self.steps.values() if steps.traces for index in steps.parameters}
-        return [
-            parameter.name for index, parameter in enumerate(self._parameters)
-            if parameter.had_gradient and index not in held
-        ]  # fmt: skip
-
-
-class _Mode(TorchFunctionMode):
-    """Sees calls of loss functions, of backward, and of functions that change gradients in place."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        if self._recorder.is_within and not _where.is_library(sys._getframe(1)):
-            self._recorder.left()
-        if func is Tensor.backward:
-            self._recorder.went_backward()
-        elif args:
-            name = getattr(func, "__name__", "")
-            if name.endswith("_") and not name.endswith("__"):
-                self._recorder.changes(args[0], name)
-        if func is torch.autograd.grad:
-            self._recorder.is_apart = True
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self._recorder.is_apart = False
-        value = func(*args, **kwargs)
-        if func in FUNCTIONS and isinstance(value, Tensor):
-            self._recorder.saw_loss(lambda: term(func, value, args, kwargs), value)
-        return value
-
-
-def _remove_mode(mode: TorchFunctionMode) -> None:
-    """Takes a mode off the stack, whatever was put upon it since."""
-    above = []
-    while (top := _modes._get_current_function_mode()) is not None and top is not mode:
-        above.append(_modes._pop_mode())
-    if top is mode:
-        _modes._pop_mode()
-    for other in reversed(above):
-        _modes._push_mode(other)
+        followed = enumerate(self._parameters)
+        without_gradient = [each.name for each in self._parameters if not each.had_gradient]
+        without_optimizer = [each.name for index, each in followed if each.had_gradient and index not in held]
+        for names, what in (
+            (without_gradient, "had no gradient in any backward"),
+            ([] if self.is_limited else without_optimizer, "had gradients, but no optimizer with them made a step"),
+        ):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                said.append(f"{', '.join(names[:3])}{more} {what}.")
+        return said
 
 
 def _local(tensor: Tensor) -> Tensor:

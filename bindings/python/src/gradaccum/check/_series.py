@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows of loops that tell the gradients of their micro-batches, and those that the optimizer sees."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _where
+from ._hosts import Host, finish, host_of
+from ._sketch import Sketch, Sketches, size_of
+from ._terms import NAMED, Term, losses_of
+from ._timeline import Contribution, Factor, Joined, MicroBatch, Trace, multiple
+from ._watch import Watcher, never_raises
+from ._windows import Traces
+
+_MOST_ENTRIES = 2000
+_EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52}
+
+
+def epsilon_of(dtype: Any) -> float:
+    """The rounding of a dtype of any framework."""
+    return _EPSILONS.get(str(dtype).rpartition(".")[2].strip("'>"), 2.0**-23)
+
+
+class _Optimizer:
+    """The windows of one optimizer."""
+
+    def __init__(self, name: str, begin: int) -> None:
+        self.name = name
+        self.begin = begin  # the first entry of its window
+        self.traces: list[Trace] = []
+        self.sizes: dict[int, int] = {}  # of the sketches of its parameters
+        self.moved: collections.Counter[Any] = collections.Counter()  # at the step before
+        self.averages = 0  # since the step before
+        self.skipped = 0  # micro-batches of windows that were dropped
+
+
+class Series(Watcher):
+    """Collects what loops tell, from whatever thread a framework calls."""
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__(limit)
+        self._lock = threading.RLock()
+        self._sketch = Sketch()
+        self._indices: dict[Any, int] = {}  # of gradients, by what their parameters are known by
+        self._sizes: dict[int, int] = {}  # of their sketches
+        self._entries: list[MicroBatch] = []
+        self._terms: list[Term] = []  # whose backward has begun, before the gradients
+        self._named = False  # whether the program names its losses itself
+        self._told = False  # whether it tells its micro-batches itself
+        self._optimizers: dict[Any, _Optimizer] = {}
+        self._moves: collections.Counter[Any] = collections.Counter()  # of each layer of batch normalisation
+        self.titles: dict[str, None] = {}
+        """Of the frameworks that were watched."""
+        self._at_end: list[Callable[[], None]] = []
+        self.is_compiled = False
+        """Whether frameworks compile what was watched."""
+        self.sees_backward = False
+        """Whether the gradients of all micro-batches are seen, whoever adds them up."""
+
+    # ---- Beginning and end
+
+    def begin(self) -> None:
+        self._active = True
+        active.append(self)
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Is called at the end, the last one first."""
+        self._at_end.append(function)
+
+    def replace(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        """Until the end, a function of a framework goes to a hook, with the function itself before its arguments."""
+        own = vars(owner).get(name)
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return hook(original, *args, **kwargs) if self in active else original(*args, **kwargs)
+
+        def undo() -> None:
+            if vars(owner).get(name) is not call:
+                return  # somebody has replaced it since, and may call it
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+        setattr(owner, name, call)
+        self.at_end(undo)
+
+    def end(self) -> None:
+        if self._active or self._entries:
+            finish()
+        self._active = False
+        if self in active:
+            active.remove(self)
+        while self._at_end:
+            self._at_end.pop()()
+
+    # ---- What arrives, as numbers
+
+    @never_raises
+    def backward(self, term: Term, factor: Any, count: Any) -> None:
+        with self._lock:
+            if self._active and (term.name == NAMED or not self._named):
+                term.count = count
+                term.factors.append(np.asarray(factor, np.float64))
+                self._terms.append(term)
+
+    @never_raises
+    @np.errstate(all="ignore")
+    def add(
+        self, gradients: Mapping[Any, Any], weight: Any = None, where: str = "", is_told: bool = False,
+        term: Term | None = None,
+    ) -> None:  # fmt: skip
+        """The gradients of a micro-batch, as its backward has made them.
+
+        :param is_told: whether the program tells of them itself
+        :param term: its loss of this weight, if that is not marked
+        """
+        with self._lock:
+            if not self._active or (self._told and not is_told):
+                return
+            if is_told and not self._told:  # a tape has told of the first one
+                self._told = True
+                self._terms = [term for entry in self._entries[-1:] for term in entry.terms] + self._terms
+                self._entries.clear()
+            if len(self._entries) > _MOST_ENTRIES:
+                self._active, self.failed = False, True
+                self.remark(f"The watching ended: no optimizer has made a step after {_MOST_ENTRIES} micro-batches.")
+                return
+            terms, self._terms = self._terms, []
+            if term is not None:
+                terms = [dataclasses.replace(term, count=float(weight), factors=[np.ones(1)])]
+            self._entries.append(MicroBatch(terms, where=where, added=self._sketches(gradients)))
+
+    @never_raises
+    def rate(self, _: Mapping[Any, Any], rate: Any, key: Any = None) -> None:
+        """The learning rate of an optimizer at the micro-batch that was seen last."""
+        with self._lock:
+            if self._entries:
+                self._entries[-1].rates[id(key)] = (float(rate),)
+
+    @never_raises
+    def moved(self, _: Mapping[Any, Any], __: Any, layer: Any = None) -> None:
+        """The statistics of a layer of batch normalisation have moved."""
+        with self._lock:
+            self._moves[layer] += 1
+
+    @never_raises
+    def averaged(self, _: Mapping[Any, Any], __: Any, key: Any = None) -> None:
+        """A moving average of the parameters of an optimizer has moved."""
+        with self._lock:
+            self._optimizer(key).averages += 1
+
+    @never_raises
+    @np.errstate(all="ignore")
+    def update(
+        self, gradients: Mapping[Any, Any], is_applied: Any, rate: Any, *clipped: Any, key: Any, name: str, where: str,
+        epsilon: float, title: str = "",
+    ) -> None:  # fmt: skip
+        """An optimizer is about to use gradients.
+
+        :param is_applied: whether what it computes of them is kept
+        :param rate: the learning rate; NaN: it is not known
+        :param clipped: the gradients once they are clipped, if they are
+        """
+        with self._lock:
+            if not self._active or not bool(is_applied):
+                return
+            own = self._optimizer(key)
+            own.name = name
+            if title:
+                self.titles[title], self.is_compiled = None, True
+            sketches = self._sketches(gradients)
+            own.sizes.update({index: self._sizes[index] for index in sketches})
+            joined = Joined(own.sizes)
+            target = gradient = joined(sketches)
+            window = Trace(
+                self._contributions(own, key, joined) or [Contribution([], 1.0, added=target)], epsilon, solved=True,
+                step=where, rates=() if np.isnan(rate) else (float(rate),), finite=bool(np.isfinite(target).all()),
+                moves=max((self._moves - own.moved).values(), default=0), averages=own.averages,
+            )  # fmt: skip
+            if clipped:
+                gradient = joined(self._sketches(dict(zip(gradients, clipped, strict=True))))
+                window.factors.append(Factor("clip", where, len(window.contributions), *multiple(gradient, target)))
+            window.target, window.gradient = target, gradient
+            window.backward = next((entry.where for entry in reversed(self._entries) if joined.has(entry.added)), "")
+            own.traces.append(window)
+            self._ended(own)
+
+    @never_raises
+    def weighed(self, kept: Sequence[float] | None, key: Any, name: str, where: str, epsilon: float) -> None:
+        """An optimizer of this library has made a step with micro-batches that it multiplied by these numbers.
+
+        :param kept: None: it has dropped them
+        """
+        with self._lock:
+            if not self._active:
+                return
+            own = self._optimizer(key)
+            own.name = name
+            own.sizes = dict(self._sizes)
+            found = self._contributions(own, key, Joined(own.sizes))
+            for each, value in zip(found, kept or (), strict=kept is not None):
+                each.kept, each.added = value, None
+            if kept is None:
+                own.skipped += len(found)
+            else:
+                own.traces.append(Trace(found, epsilon, step=where))
+            self._ended(own)
+
+    def _ended(self, own: _Optimizer) -> None:
+        own.begin, own.moved, own.averages = len(self._entries), self._moves.copy(), 0
+        self._prune()
+        self._count_window(len(own.traces))
+
+    def _contributions(self, own: _Optimizer, key: Any, joined: Joined) -> list[Contribution]:
+        """Of the micro-batches since the step before."""
+        found: list[Contribution] = []
+        terms: list[list[Term]] = []
+        seen: set[int] = set()  # the parameters of the last one
+        for entry in self._entries[own.begin :]:
+            if not joined.has(entry.added):
+                continue
+            if not found or not seen.isdisjoint(entry.added):
+                seen = set()
+                terms.append([])
+                found.append(Contribution([], 1.0, entry.rates.get(id(key), ()), added=joined({})))
+            seen |= entry.added.keys()
+            terms[-1] += entry.terms
+            found[-1].added = found[-1].added + joined(entry.added)
+        for each, losses in zip(found, terms, strict=True):
+            each.losses = losses_of(losses)
+            each.is_finite = bool(np.isfinite(each.added).all())
+        return found
+
+    def _optimizer(self, key: Any) -> _Optimizer:
+        if key not in self._optimizers:
+            self._optimizers[key] = _Optimizer("", 0)
+        return self._optimizers[key]
+
+    def _sketches(self, gradients: Mapping[Any, Any]) -> Sketches:
+        found = {}
+        for key, gradient in gradients.items():
+            index = self._indices.setdefault(key, len(self._indices))
+            self._sizes[index] = size_of(gradient.size)
+            found[index] = self._sketch.of(index, gradient)
+        return found
+
+    def _prune(self) -> None:
+        """Forgets what every optimizer has behind it, once all optimizers are likely to be known."""
+        if any(len(own.traces) < 2 for own in self._optimizers.values()):
+            return
+        first = min(own.begin for own in self._optimizers.values())
+        del self._entries[:first]
+        for own in self._optimizers.values():
+            own.begin -= first
+
+    # ---- What was seen
+
+    def title(self) -> str:
+        return ", ".join(self.titles)
+
+    def traces(self) -> Traces:
+        return [(own.name, own.traces) for own in self._optimizers.values() if own.traces]
+
+    def notes(self, is_alone: bool) -> list[str]:
+        found = []
+        for own in self._optimizers.values():
+            joined = Joined(own.sizes)
+            pending = sum(joined.has(entry.added) for entry in self._entries[own.begin :])
+            if pending:
+                found.append(f"The recording ended with {pending} micro-batches that no step had applied.")
+            if own.skipped:
+                found.append(f"{own.skipped} micro-batches were dropped with their window.")
+            if own.traces and not self.sees_backward and all(len(window.contributions) == 1 for window in own.traces):
+                found.append(
+                    f"Each window of {own.name} had one micro-batch. Micro-batches that a program adds up by itself are "
+                    "seen only if it calls recording.micro_batch() for each."
+                )
+        if self.is_compiled and self.titles:
+            found.append("Compiled functions were watched by callbacks: what they compute is the same within rounding.")
+        return found
+
+    def knows(self, value: Any) -> bool:
+        return True
+
+    def name_loss(self, value: Any, weight: Any, reduction: str) -> Any:
+        self._named = True
+        where, call, epsilon = _where.line(), _where.call(), epsilon_of(value.dtype)
+        return mark(value, weight, lambda: Term(NAMED, where, reduction, weight, epsilon, call))
+
+
+active: list[Series] = []
+"""Those of the recordings that are going on."""
+
+
+def mark(value: Any, count: Any, term: Callable[[], Term]) -> Any:
+    """The value of a loss, whose backward is told to the recordings that are going on then.
+
+    :param count: over how many terms it has averaged or added
+    :param term: makes the loss, for each backward
+    """
+    host = _host(value)
+
+    def backward(factor: Any, counted: Any) -> None:
+        for series in active:
+            series.backward(term(), factor, counted)
+
+    return value if host is None else host.mark(value, count, backward)
+
+
+def tell(method: str, gradients: Mapping[Any, Any], *arrays: Any, **constants: Any) -> None:
+    """Calls a method of the recordings that are going on when what is traced runs, with numbers in place of arrays."""
+    values = list(gradients.values())
+    host = _host(next(iter([*values, *arrays]), None))
+
+    def called(*found: Any) -> None:
+        for series in active:
+            given = dict(zip(gradients, found, strict=False))
+            getattr(series, method)(given, *found[len(given) :], **constants)
+
+    if host is not None:
+        host.call(called, [*values, *arrays])
+
+
+def _host(array: Any) -> Host | None:
+    host = host_of(array)
+    refusal = host.refusal()
+    for series in active if refusal else ():
+        series.remark(refusal)
+    return None if refusal else host
+
+
+def leaves(tree: Any) -> dict[Any, Any]:
+    """The arrays of a tree, by their places in it."""
+    jax: Any = sys.modules.get("jax")
+    if jax is not None:
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    if isinstance(tree, Mapping):
+        return {f"[{key!r}]{path}": leaf for key, each in tree.items() for path, leaf in leaves(each).items()}
+    if isinstance(tree, (list, tuple)):
+        return {f"[{i}]{path}": leaf for i, each in enumerate(tree) for path, leaf in leaves(each).items()}
+    return {} if tree is None else {"": tree}
+
