@@ -405,14 +405,14 @@ def test_sparse_gradients_shared_weights_and_several_optimizers() -> None:
 
 
 def test_wrappers_that_keep_gradients_are_refused_by_name() -> None:
-    class DeepSpeedEngine(torch.nn.Sequential):
+    class FullyShardedDataParallel(torch.nn.Sequential):
         pass
 
     loop = Loop(EVEN)
-    loop.model = DeepSpeedEngine(*loop.model)
+    loop.model = FullyShardedDataParallel(*loop.model)
     with check.record(loop.model, loop.optimizer) as recording:
         check_loops.divides(loop)
-    assert not recording.report.ok and "DeepSpeedEngine keeps gradients to itself" in str(recording.report)
+    assert not recording.report.ok and "FullyShardedDataParallel keeps gradients to itself" in str(recording.report)
 
 
 def test_a_compiled_model_is_watched_without_its_losses() -> None:

@@ -45,7 +45,7 @@ class Recording:
         self._limit = windows
         self._series = Series(windows)
         self._watchers: list[Watcher] = [self._series]
-        self._imports = Imports(("torch", "keras", "gradaccum.keras"), self._imported, self._series.fail)
+        self._imports = Imports(("torch", "deepspeed", "keras", "gradaccum.keras"), self._imported, self._series.fail)
         self._report: Report | None = None
         self._entered = False
 
@@ -63,13 +63,9 @@ class Recording:
 
     def _imported(self, name: str) -> None:
         """A framework is there."""
-        if name == "torch":
+        if name in ("torch", "deepspeed"):
             if not self._is_of_keras(self._model):
-                from ._torch import Recorder
-
-                recorder = Recorder(self._limit)
-                self._watchers.insert(0, recorder)
-                recorder.begin(self._model, [each for each in self._optimizers if not self._is_of_keras(each)])
+                self._watch_torch(name)
             return
         from . import _keras
 
@@ -77,6 +73,17 @@ class Recording:
             _keras.watch(self._series)
         else:
             _keras.watch_library(self._series)
+
+    def _watch_torch(self, name: str) -> None:
+        from . import _torch
+
+        if name == "deepspeed":
+            (recorder,) = [each for each in self._watchers if isinstance(each, _torch.Recorder)]
+            recorder.watch_deepspeed()
+            return
+        recorder = _torch.Recorder(self._limit)
+        self._watchers.insert(0, recorder)
+        recorder.begin(self._model, [each for each in self._optimizers if not self._is_of_keras(each)])
 
     @staticmethod
     def _is_of_keras(thing: Any) -> bool:

@@ -13,8 +13,8 @@ def main() -> int:
     """Returns 1 if a fault was found or the program failed, 2 if no window was seen."""
     parser = argparse.ArgumentParser(
         prog="python -m gradaccum.check",
-        description="Runs a program that trains with torch, Keras or optax, and reports whether its gradient accumulation equals "
-        "larger batches.",
+        description="Runs a program that trains with torch, Keras or optax, and reports whether its gradient "
+        "accumulation equals larger batches.",
     )
     parser.add_argument("--windows", type=int, default=200, help="watch so many (default: 200), then let it run")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")

@@ -122,7 +122,7 @@ ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
     ),
     "last micro-batch not reduced": (
         "each rank steps with its own last micro-batch: replicas go apart",
-        "leave no_sync() before the last backward of the window",
+        "leave no_sync() before the last backward of the window; a framework that does so by itself has a defect",
         _LIBRARY,
     ),
     "gradients not reduced over ranks": (

@@ -17,15 +17,15 @@ class Imports(importlib.abc.MetaPathFinder):
     def __init__(
         self, names: Iterable[str], function: Callable[[str], None], failed: Callable[[Exception], None]
     ) -> None:
-        self._waiting = set(names)
+        self._waiting = list(names)
         self._function = function
         self._failed = failed  # is told of an error within an import of the program's
 
     def begin(self) -> None:
         """Calls the function with the names of modules that were imported before."""
-        there = {name for name in self._waiting if name in sys.modules}
-        self._waiting -= there
-        for name in sorted(there):
+        there = [name for name in self._waiting if name in sys.modules]
+        for name in there:
+            self._waiting.remove(name)
             self._function(name)
         sys.meta_path.insert(0, self)
 
@@ -49,7 +49,7 @@ class Imports(importlib.abc.MetaPathFinder):
         def executed(module: ModuleType) -> None:
             execute(module)
             if name in self._waiting:
-                self._waiting.discard(name)
+                self._waiting.remove(name)
                 try:
                     self._function(name)
                 except Exception as error:

@@ -16,8 +16,8 @@ import numpy as np
 from . import _where
 from ._hosts import Host, finish, host_of
 from ._sketch import Sketch, Sketches, size_of
-from ._terms import NAMED, Term, losses_of
-from ._timeline import Contribution, Factor, Joined, MicroBatch, Trace, multiple
+from ._terms import NAMED, Term
+from ._timeline import Contribution, Factor, Joined, MicroBatch, Trace, contributions, multiple
 from ._watch import Watcher, never_raises
 from ._windows import Traces
 
@@ -60,7 +60,6 @@ class Series(Watcher):
         self._moves: collections.Counter[Any] = collections.Counter()  # of each layer of batch normalisation
         self.titles: dict[str, None] = {}
         """Of the frameworks that were watched."""
-        self._at_end: list[Callable[[], None]] = []
         self.is_compiled = False
         """Whether frameworks compile what was watched."""
         self.sees_backward = False
@@ -72,38 +71,13 @@ class Series(Watcher):
         self._active = True
         active.append(self)
 
-    def at_end(self, function: Callable[[], None]) -> None:
-        """Is called at the end, the last one first."""
-        self._at_end.append(function)
-
-    def replace(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
-        """Until the end, a function of a framework goes to a hook, with the function itself before its arguments."""
-        own = vars(owner).get(name)
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return hook(original, *args, **kwargs) if self in active else original(*args, **kwargs)
-
-        def undo() -> None:
-            if vars(owner).get(name) is not call:
-                return  # somebody has replaced it since, and may call it
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-
-        setattr(owner, name, call)
-        self.at_end(undo)
-
     def end(self) -> None:
         if self._active or self._entries:
             finish()
         self._active = False
         if self in active:
             active.remove(self)
-        while self._at_end:
-            self._at_end.pop()()
+        self._undo()
 
     # ---- What arrives, as numbers
 
@@ -185,7 +159,7 @@ class Series(Watcher):
             joined = Joined(own.sizes)
             target = gradient = joined(sketches)
             window = Trace(
-                self._contributions(own, key, joined) or [Contribution([], 1.0, added=target)], epsilon, solved=True,
+                contributions(self._entries[own.begin :], id(key), joined) or [Contribution([], 1.0, added=target)], epsilon, solved=True,
                 step=where, rates=() if np.isnan(rate) else (float(rate),), finite=bool(np.isfinite(target).all()),
                 moves=max((self._moves - own.moved).values(), default=0), averages=own.averages,
             )  # fmt: skip
@@ -209,7 +183,7 @@ class Series(Watcher):
             own = self._optimizer(key)
             own.name = name
             own.sizes = dict(self._sizes)
-            found = self._contributions(own, key, Joined(own.sizes))
+            found = contributions(self._entries[own.begin :], id(key), Joined(own.sizes))
             for each, value in zip(found, kept or (), strict=kept is not None):
                 each.kept, each.added = value, None
             if kept is None:
@@ -222,26 +196,6 @@ class Series(Watcher):
         own.begin, own.moved, own.averages = len(self._entries), self._moves.copy(), 0
         self._prune()
         self._count_window(len(own.traces))
-
-    def _contributions(self, own: _Optimizer, key: Any, joined: Joined) -> list[Contribution]:
-        """Of the micro-batches since the step before."""
-        found: list[Contribution] = []
-        terms: list[list[Term]] = []
-        seen: set[int] = set()  # the parameters of the last one
-        for entry in self._entries[own.begin :]:
-            if not joined.has(entry.added):
-                continue
-            if not found or not seen.isdisjoint(entry.added):
-                seen = set()
-                terms.append([])
-                found.append(Contribution([], 1.0, entry.rates.get(id(key), ()), added=joined({})))
-            seen |= entry.added.keys()
-            terms[-1] += entry.terms
-            found[-1].added = found[-1].added + joined(entry.added)
-        for each, losses in zip(found, terms, strict=True):
-            each.losses = losses_of(losses)
-            each.is_finite = bool(np.isfinite(each.added).all())
-        return found
 
     def _optimizer(self, key: Any) -> _Optimizer:
         if key not in self._optimizers:

@@ -36,10 +36,11 @@ def norm(vector: Vector) -> float:
     return float(np.linalg.norm(vector))
 
 
-def solve(columns: Sequence[Vector], target: Vector, epsilon: float) -> Solution:
+def solve(columns: Sequence[Vector], target: Vector, epsilon: float, rounding: float = 0.0) -> Solution:
     """The coefficients with which vectors of f64 were added up to a target.
 
-    :param epsilon: the rounding of the numbers from which the vectors come, relative to their norms
+    :param epsilon: the error of the vectors, relative to their norms
+    :param rounding: that of the target, if it is larger
     """
     norms = [norm(column) for column in columns]
     count = len(columns)
@@ -54,7 +55,7 @@ def solve(columns: Sequence[Vector], target: Vector, epsilon: float) -> Solution
     found = vt[:rank].T @ ((u[:, :rank].T @ target) / s[:rank])
     rest = norm(target - matrix @ found)
     freedom = max(1, len(target) - rank)
-    noise = max(rest / math.sqrt(freedom), epsilon * goal / math.sqrt(len(target)))
+    noise = max(rest / math.sqrt(freedom), max(epsilon, rounding) * goal / math.sqrt(len(target)))
     spread = _QUANTILE * noise * np.linalg.norm(vt[:rank] / s[:rank, None], axis=0)
     null = vt[rank:] if rank < len(kept) else vt[:0]
     loose = np.linalg.norm(null, axis=0) > _DEPENDENT

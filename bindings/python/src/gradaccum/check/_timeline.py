@@ -29,6 +29,8 @@ class MicroBatch:
     """The line that called backward."""
     added: Sketches = dataclasses.field(default_factory=dict)
     """What was added to ``.grad``."""
+    parts: Sketches = dataclasses.field(default_factory=dict)
+    """Of this, what lies in this rank's part of each parameter, if the rank keeps only that."""
     after: Sketches = dataclasses.field(default_factory=dict)
     """``.grad`` afterwards, of the parameters that had a gradient."""
 
@@ -77,6 +79,8 @@ class Contribution:
     """Whether its gradient is."""
     added: Vector = None
     """The sketch of its gradient, if that is to be solved for."""
+    part: Vector = None
+    """The sketch of what lies in this rank's part of the parameters, if it keeps only that."""
 
 
 @dataclasses.dataclass
@@ -103,6 +107,8 @@ class Trace:
     """If so, the sketch of the gradient that the optimizer saw, before the clipping of the whole window."""
     gradient: Vector = None
     """If so, the sketch of the gradient that the optimizer saw."""
+    fragmented: bool = False
+    """Whether target and gradient are those of this rank's part, so that those of all ranks are to be added up."""
     sharded: bool = False
     """Whether the ranks' gradients were reduced before they were seen, to their mean."""
     step: str = ""
@@ -218,6 +224,34 @@ def trace(
     if is_solved:
         window.target, window.gradient = target, now
     return window
+
+
+def contributions(entries: Iterable[MicroBatch | Change], key: int, joined: Joined) -> list[Contribution]:
+    """What micro-batches gave to a window whose multiples are to be solved for.
+
+    Several in a row that have no parameter in common are one.
+
+    :param key: the id of the optimizer, by which micro-batches have its learning rates
+    """
+    found: list[Contribution] = []
+    terms: list[list[Term]] = []
+    seen: set[int] = set()  # the parameters of the last one
+    for entry in entries:
+        if not isinstance(entry, MicroBatch) or not joined.has(entry.added):
+            continue
+        if not found or not seen.isdisjoint(entry.added):
+            seen = set()
+            terms.append([])
+            found.append(Contribution([], 1.0, entry.rates.get(key, ()), added=joined({})))
+        seen |= entry.added.keys()
+        terms[-1] += entry.terms
+        found[-1].added = found[-1].added + joined(entry.added)
+        if entry.parts:
+            found[-1].part = joined(entry.parts)
+    for each, losses in zip(found, terms, strict=True):
+        each.losses = losses_of(losses)
+        each.is_finite = bool(np.isfinite(each.added).all())
+    return found
 
 
 def _ratio(a: float, b: float) -> float:

@@ -16,6 +16,8 @@ class Watcher:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._active = False
+        self._at_end: list[Callable[[], None]] = []
+        self._replaces = False  # functions of frameworks
         self.remarks: list[str] = []
         """What could not be seen."""
         self.is_limited = False
@@ -28,6 +30,37 @@ class Watcher:
     def end(self) -> None:
         """Ends the watching."""
         raise NotImplementedError
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Is called at the end, the last one first."""
+        self._at_end.append(function)
+
+    def replace(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        """Until the end, a function of a framework goes to a hook, with the function itself before its arguments."""
+        own = vars(owner).get(name)
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return hook(original, *args, **kwargs) if self._replaces else original(*args, **kwargs)
+
+        def undo() -> None:
+            if vars(owner).get(name) is not call:
+                return  # somebody has replaced it since, and may call it
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+        setattr(owner, name, call)
+        self._replaces = True
+        self.at_end(undo)
+
+    def _undo(self) -> None:
+        """At the end."""
+        self._replaces = False
+        while self._at_end:
+            self._at_end.pop()()
 
     def title(self) -> str:
         """What was watched; empty: nothing."""

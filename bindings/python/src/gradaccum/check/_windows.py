@@ -31,14 +31,24 @@ def windows_of(seen: Traces, gather: Callable[[Any], list[Any]]) -> list[tuple[s
     own = [(name, [_own(trace) for trace in traces]) for name, traces in seen]
     ranks = gather(own)
     result = []
-    for which, (name, traces) in enumerate(own):
+    for which, (name, _) in enumerate(own):
         count = min(len(rank[which][1]) if which < len(rank) else 0 for rank in ranks)
         windows = []
+        before: Vector = None
         for index in range(count):
-            before = traces[index - 1].gradient if index else None
-            windows.append(_window(index, [rank[which][1][index] for rank in ranks], before))
+            seen = _whole([rank[which][1][index] for rank in ranks])
+            windows.append(_window(index, seen, before))
+            before = seen[0].gradient
         result.append((name, windows))
     return result
+
+
+def _whole(ranks: list[Trace]) -> list[Trace]:
+    """With the gradients of parameters of which each rank has a part."""
+    if not ranks[0].fragmented:
+        return ranks
+    total = sum(trace.gradient for trace in ranks)
+    return [dataclasses.replace(trace, target=total, gradient=total) for trace in ranks]
 
 
 def _own(trace: Trace) -> Trace:
@@ -114,21 +124,35 @@ def _window(index: int, ranks: list[Trace], before: Vector) -> Window:
     )  # fmt: skip
 
 
+def _own_parts(ranks: Sequence[Trace]) -> list[Vector]:
+    """What would be in the gradient if each rank kept of a micro-batch its own gradient, for its part of parameters."""
+    if not ranks[0].fragmented or len({len(trace.contributions) for trace in ranks}) > 1:
+        return []
+    together = zip(*(trace.contributions for trace in ranks), strict=True)
+    return [sum(each.part for each in micro) for micro in together]
+
+
 def _solved(
     ranks: Sequence[Trace], before: Vector
 ) -> tuple[list[list[tuple[float, float]]], float, list[str], bool]:
     """The coefficients by least squares, where gradients were not followed from one change to the next."""
     places = [(rank, micro) for rank, trace in enumerate(ranks) for micro in range(len(trace.contributions))]
     columns = [ranks[rank].contributions[micro].added for rank, micro in places]
+    own = _own_parts(ranks)
+    columns += own
     if before is not None:
         columns.append(before)
-    target, epsilon = ranks[0].target, max(ranks[0].epsilon, _F32)
+    target = ranks[0].target
     kept = [[(math.nan, math.inf)] * len(trace.contributions) for trace in ranks]
     if not columns or len(target) < 2 * len(columns):
         return kept, 0.0, [], True
-    solution = solve(columns, target, epsilon)
+    solution = solve(columns, target, _F32, ranks[0].epsilon)
     for (rank, micro), value, error in zip(places, solution.values, solution.errors, strict=False):
         kept[rank][micro] = (value, error)
+    for micro in range(len(own)):
+        value, error = (found[len(places) + micro] for found in (solution.values, solution.errors))
+        if abs(value) > 4 * error:  # it was not reduced: so it is seen by the first rank
+            kept[0][micro] = (kept[0][micro][0] + value, error)
     explained = solution.residual <= _EXPLAINED
     for rank, micro in places:
         if explained and not ranks[rank].contributions[micro].is_finite:
@@ -137,7 +161,7 @@ def _solved(
     if before is not None and abs(solution.values[-1]) > 4 * solution.errors[-1]:
         left = solution.values[-1]
     names = [f"micro-batch {micro + 1}" + (f" of rank {rank}" if len(ranks) > 1 else "") for rank, micro in places]
-    names.append("the window before")
+    names += [f"micro-batch {micro + 1} as each rank has it" for micro in range(len(own))] + ["the window before"]
     together = [
         f"the gradients of {' and '.join(names[i] for i in group)} are multiples of one another: only the sum of what "
         f"they were multiplied by is known, {total:.4g}" for group, total in solution.sums

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -16,15 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .. import _where
 from .._sketch import Sketches, size_of
 from .._terms import NAMED, Term
-from .._timeline import Change, Joined, MicroBatch, Trace, trace
+from .._timeline import Change, Joined, MicroBatch, Trace, contributions, trace
 from .._watch import Watcher, never_raises
 from .._windows import Traces
+from ._deepspeed import SCALING, count_of, engines, fragment_of, has_gradients
 from ._library import Ledger, ledger_of
 from ._mode import Mode
 from ._sketch import Sketch
 
-_UNREAD = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})
-"""Modules whose gradients are not in .grad of their parameters. (FSDP2's are.)"""
+_UNREAD = frozenset({"FullyShardedDataParallel"})
+"""Modules whose gradients are not in .grad of their parameters. (FSDP2's are, and those of DeepSpeed are read.)"""
 _MOST_ENTRIES = 2000
 _Quiet: Any = torch._C.DisableTorchFunction
 
@@ -37,7 +39,7 @@ class _Parameter:
         self.name = name
         self.is_sharded = hasattr(tensor, "to_local")
         """A DTensor, whose gradient FSDP2 reduces before it assigns it to .grad."""
-        self.size = size_of(_local(tensor).numel())
+        self.size = size_of(count_of(_local(tensor)))
         """Of a sketch."""
         self.had_gradient = False
         self.sketch: Tensor | None = None  # of .grad as it was seen last
@@ -118,6 +120,7 @@ class Recorder(Watcher):
         """By the id of the optimizer."""
         self.is_apart = False
         """Whether torch.autograd.grad() runs, whose gradients go nowhere by themselves."""
+        self._scaled = -1  # the last backward whose gradients an engine has divided
         self._named = False  # whether the program names its losses itself
 
     # ---- Beginning and end
@@ -158,6 +161,7 @@ class Recorder(Watcher):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._undo()
         for steps in self.steps.values():
             own = self._joined(steps)
             steps.pending = sum(
@@ -290,7 +294,11 @@ class Recorder(Watcher):
             if self._open is None:
                 self._observe()
                 self._begin_micro_batch()
-            self._coming[index] = self._sketch.of(index, gradient)
+            before = self._coming.get(index)
+            found = self._sketch.of(index, gradient)
+            self._coming[index] = found if before is None else before + found
+            if has_gradients(parameter.tensor) and self._open is not None:
+                self._open.parts[index] = self._sketch.of(index, fragment_of(parameter.tensor, gradient))
 
     def _begin_micro_batch(self) -> None:
         if not self.steps and len(self._entries) > _MOST_ENTRIES:
@@ -460,6 +468,58 @@ class Recorder(Watcher):
             del self._stepping[key]
         if self._active and id(optimizer) in self.steps and self.steps[id(optimizer)].ledger is not None:
             self._close()
+
+    # ---- DeepSpeed, whose engine takes .grad away
+
+    def watch_deepspeed(self) -> None:
+        """It was imported."""
+        for engine in engines():
+            self.replace(engine, "step", self._step_of_engine)
+            if hasattr(engine, SCALING):
+                self.replace(engine, SCALING, self._scaled_by_engine)
+
+    def _scaled_by_engine(self, original: Callable[..., Any], engine: Any, gradient: Any) -> Any:
+        """The gradient by an output of the model, between its loss and its parameters."""
+        found = original(engine, gradient)
+        task = torch._C._current_graph_task_id()
+        if found is not gradient and task != self._scaled:
+            self._scaled = task
+            for term in self._terms:
+                term.factors[-1:] = [term.factors[-1] / engine.gradient_accumulation_steps()]
+        return found
+
+    def _step_of_engine(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+        self._window_of_engine(engine, _where.line())
+        return original(engine, *args, **kwargs)
+
+    @never_raises
+    def _window_of_engine(self, engine: Any, where: str) -> None:
+        """An engine may be about to use the gradients that it keeps."""
+        known = [p for p in engine.module.parameters() if id(p) in self._index and has_gradients(p)]
+        if not self._active or not known:
+            return
+        with _Quiet(), torch.no_grad():
+            if self._open is not None:
+                for index, found in self._coming.items():
+                    before = self._open.added.get(index)
+                    self._open.added[index] = found if before is None else before + found
+                self._open.where = self._where
+            self._close()
+            if not engine.is_gradient_accumulation_boundary():
+                return
+            optimizer = engine.optimizer
+            steps = self.steps.setdefault(id(optimizer), Steps(optimizer))
+            steps.parameters = [self._index[id(p)] for p in known]
+            joined = self._joined(steps)
+            scale = float(getattr(optimizer, "cur_scale", None) or getattr(optimizer, "loss_scale", None) or 1.0)
+            gradient = joined({self._index[id(p)]: self._sketch.of(self._index[id(p)], fragment_of(p)) for p in known})
+            found = Trace(
+                contributions(self._entries[steps.begin :], id(optimizer), joined),
+                max(torch.finfo(p.dtype).eps for p in known), self._where, solved=True, fragmented=True,
+                finite=bool(np.isfinite(gradient).all()), target=gradient / scale, gradient=gradient / scale,
+            )  # fmt: skip
+            steps.begins(len(self._entries), {})
+            self._ended(steps, found, where)
 
     @never_raises
     def _ask(self, steps: Steps, ledger: Ledger) -> None:
