@@ -659,7 +659,18 @@ def clips_in_a_hook(loop: Loop) -> None:
     divides(loop)
 
 
+def averages_each(loop: Loop) -> None:
+    average = torch.optim.swa_utils.AveragedModel(loop.model)
+    for window in loop.windows:
+        for samples in window:
+            (loop.loss(samples) / len(window)).backward()
+            average.update_parameters(loop.model)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
 WRONG: dict[str, tuple[Any, ...]] = {
+    "moving average per micro-batch": (averages_each, EVEN),
     "sum for mean": (sum_for_mean, EVEN),
     "divided twice": (divided_twice, EVEN),
     "mean of means over uneven micro-batches": (divides, UNEVEN),

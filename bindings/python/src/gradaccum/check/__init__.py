@@ -24,6 +24,7 @@ from typing import Any
 from . import _where
 from ._faults import Coefficient, Fault, Window, find, remarks
 from ._imports import Imports
+from ._journal import Journal
 from ._optax import wrap
 from ._report import Optimizer, Report
 from ._series import Series, leaves, tell
@@ -37,8 +38,9 @@ __all__ = ["Coefficient", "Fault", "Optimizer", "Recording", "Report", "Window",
 class Recording:
     """Watches the loops of one thread while it is entered, once."""
 
-    def __init__(self, model: Any, optimizer: Any, windows: int | None) -> None:
+    def __init__(self, model: Any, optimizer: Any, windows: int | None, journal: Journal | None = None) -> None:
         self._model = model
+        self._journal = journal
         self._optimizers = (
             list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
         )
@@ -81,7 +83,7 @@ class Recording:
             (recorder,) = [each for each in self._watchers if isinstance(each, _torch.Recorder)]
             recorder.watch_deepspeed()
             return
-        recorder = _torch.Recorder(self._limit)
+        recorder = _torch.Recorder(self._limit, self._journal)
         self._watchers.insert(0, recorder)
         recorder.begin(self._model, [each for each in self._optimizers if not self._is_of_keras(each)])
 

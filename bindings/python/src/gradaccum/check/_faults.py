@@ -130,6 +130,36 @@ ADVICE: dict[str, tuple[str, str, str]] = {  # by the names of faults
         "leave no_sync() before the last backward of the window",
         _LIBRARY,
     ),
+    "micro-batches lost at a resume": (
+        "the window that was open when the run ended is stepped without micro-batches, or with others",
+        "save the gradients and the place in the window with a checkpoint, or save after a step alone",
+        "gradaccum.torch: opt.state_dict() holds the open window",
+    ),
+    "parameters lost at a resume": (
+        "training goes on from other parameters than it had reached",
+        "load the model before the first forward, and save it after the last step",
+        "gradaccum.torch: parameters and state are in one file of the library",
+    ),
+    "optimizer state lost at a resume": (
+        "moments, or the count for bias corrections, begin anew",
+        "save and load optimizer.state_dict(), and load it after the optimizer was made for the model's device",
+        "gradaccum.torch: opt.state_dict()",
+    ),
+    "schedule lost at a resume": (
+        "the learning rate jumps",
+        "save and load scheduler.state_dict() and optimizer.state_dict(), which has the learning rate",
+        "gradaccum.torch: the schedule of the library is in opt.state_dict()",
+    ),
+    "other data after a resume": (
+        "samples are seen twice, or never, or with other random numbers",
+        "save the place in the data and the states of random generators, and go on from them",
+        "this is the program's to save, whatever the optimizer",
+    ),
+    "other windows after a resume": (
+        "an epoch has more or fewer steps than it would have had",
+        "save the place in the epoch and in the window",
+        "gradaccum.torch: opt.state_dict() holds the open window; the place in the data is the program's to save",
+    ),
 }
 """What each fault does to training, and what mends it: by hand, and by this library."""
 

@@ -35,6 +35,8 @@ class Report:
     """What is no fault but should be known, and what was not seen."""
     has_failed: bool = False
     """Whether the watching has ended before the loop."""
+    compared: int = 0
+    """Windows that were compared with those of another run, without their coefficients."""
 
     @property
     def faults(self) -> list[Fault]:
@@ -46,14 +48,14 @@ class Report:
     def ok(self) -> bool:
         """Whether micro-batches were seen in windows, to the end, and no fault."""
         seen = any(window.coefficients for optimizer in self.optimizers for window in optimizer.windows)
-        return seen and not self.faults and not self.has_failed
+        return (seen or self.compared > 0) and not self.faults and not self.has_failed
 
     def __str__(self) -> str:
         lines = [f"gradaccum check: {self.title}", ""]
         for number, fault in enumerate(self.faults, 1):
             lines += _paragraph(number, fault)
         for optimizer in self.optimizers:
-            lines += _table(optimizer)
+            lines += _table(optimizer) if optimizer.windows else []
         lines += [f"Note: {remark}" for remark in self.remarks]
         lines += [""] if self.remarks else []
         lines.append(self._verdict())
@@ -63,7 +65,7 @@ class Report:
         count = len(self.faults)
         if count:
             return f"{count} fault was found." if count == 1 else f"{count} faults were found."
-        windows = sum(len(optimizer.windows) for optimizer in self.optimizers)
+        windows = self.compared + sum(len(optimizer.windows) for optimizer in self.optimizers)
         if not windows:
             return "No window was seen: no optimizer that was followed has made a step."
         found = f"No fault was found in {windows} window{'s' if windows > 1 else ''}"
@@ -181,6 +183,8 @@ def _cells(window: Window) -> list[str]:
 def _shown(optimizers: Sequence[Optimizer]) -> list[tuple[str, list[Coefficient]]]:
     result = []
     for optimizer in optimizers:
+        if not optimizer.windows:
+            continue
         chosen = {fault.windows[0]: fault.name for fault in reversed(optimizer.faults)}
         if not chosen and optimizer.windows:
             chosen = {0: "right"}

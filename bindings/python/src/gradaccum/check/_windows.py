@@ -36,9 +36,9 @@ def windows_of(seen: Traces, gather: Callable[[Any], list[Any]]) -> list[tuple[s
         windows = []
         before: Vector = None
         for index in range(count):
-            seen = _whole([rank[which][1][index] for rank in ranks])
-            windows.append(_window(index, seen, before))
-            before = seen[0].gradient
+            traces = _whole([rank[which][1][index] for rank in ranks])
+            windows.append(_window(index, traces, before))
+            before = traces[0].gradient
         result.append((name, windows))
     return result
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _where
+from .._journal import Journal
 from .._sketch import Sketches, size_of
 from .._terms import NAMED, Term
 from .._timeline import Change, Joined, MicroBatch, Trace, contributions, trace
@@ -95,8 +97,9 @@ class Steps:
 class Recorder(Watcher):
     """Follows the gradients of parameters from backward to the optimizer."""
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, journal: Journal | None = None) -> None:
         super().__init__(limit)
+        self._journal = journal
         self._handles: list[Any] = []
         self._parameters: list[_Parameter] = []
         self._index: dict[int, int] = {}  # of a parameter, by its id
@@ -104,6 +107,7 @@ class Recorder(Watcher):
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._norms: list[Any] = []  # layers with batch normalisation
         self._moved: list[int] = []  # how often the statistics of each had moved at the last step
+        self._averages: collections.Counter[int] = collections.Counter()  # of parameters: how often each has moved
         self._sketch = Sketch()
         self._entries: list[MicroBatch | Change] = []
         self._group: Change | None = None  # that is going on
@@ -135,6 +139,9 @@ class Recorder(Watcher):
         self._handles += [
             register_optimizer_step_pre_hook(self._step), register_optimizer_step_post_hook(self._stepped),
         ]  # fmt: skip
+        if self._journal is not None:
+            self.replace(torch, "save", self._saved)
+        self.replace(torch.optim.swa_utils.AveragedModel, "update_parameters", self._averaged)
         if model is not None and type(model).__name__ == "OptimizedModule":
             self._handles.append(model.register_forward_pre_hook(self._forward))
             self.knows_losses = False
@@ -163,10 +170,7 @@ class Recorder(Watcher):
         self._handles.clear()
         self._undo()
         for steps in self.steps.values():
-            own = self._joined(steps)
-            steps.pending = sum(
-                isinstance(entry, MicroBatch) and own.has(entry.added) for entry in self._entries[steps.begin :]
-            )
+            steps.pending = self._pending(steps)
 
     def _attach(self, model: torch.nn.Module) -> None:
         """Follows the parameters of a model."""
@@ -226,6 +230,24 @@ class Recorder(Watcher):
     def _forwarded(self, module: torch.nn.Module, _: Any, __: Any) -> None:
         if self._mode is not None:
             self._mode.go_on(module)
+
+    def _saved(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The program has saved something, if to a file."""
+        result = original(*args, **kwargs)
+        if self._journal is not None and self._active:
+            for steps in list(self.steps.values())[:1]:
+                self._journal.saved(self._pending(steps))
+        return result
+
+    def _pending(self, steps: Steps) -> int:
+        """Micro-batches after the last step."""
+        own = self._joined(steps)
+        entries = self._entries[steps.begin :]
+        return sum(isinstance(entry, MicroBatch) and own.has(entry.added) for entry in entries)
+
+    def _averaged(self, original: Callable[..., Any], average: Any, *args: Any, **kwargs: Any) -> Any:
+        self._averages[id(average)] += 1
+        return original(average, *args, **kwargs)
 
     def _close(self) -> None:
         """What comes next belongs to another micro-batch."""
@@ -305,6 +327,8 @@ class Recorder(Watcher):
             self._active, self.failed = False, True
             self.remark(f"The watching ended: no optimizer has made a step after {_MOST_ENTRIES} micro-batches.")
             return
+        if self._journal is not None:
+            self._journal.begins_micro_batch()
         self._open = MicroBatch(self._terms, self._rates())
         self._terms = []
         self._entries.append(self._open)
@@ -539,7 +563,7 @@ class Recorder(Watcher):
         with _Quiet(), torch.no_grad():
             self._observe(all_of_them=True)
             self._close()
-            if steps.is_partial:
+            if steps.is_partial and self._journal is None:  # a resumed window is compared as it is
                 steps.begins(len(self._entries), self._sketches(steps))
                 steps.is_partial = False
                 return
@@ -563,11 +587,24 @@ class Recorder(Watcher):
         found.step = where
         found.rates = steps.rates_now()
         found.moves = max((now - before for now, before in zip(moved, self._moved, strict=True)), default=0)
+        found.averages = max(self._averages.values(), default=0)
+        self._averages.clear()
         found.sharded = self.is_sharded(steps)
         steps.traces.append(found)
+        if self._journal is not None:
+            self._journal_of(steps, self._journal)
         self._moved = moved
         self._prune()
         self._count_window(len(steps.traces))
+
+    def _journal_of(self, steps: Steps, journal: Journal) -> None:
+        joined = self._joined(steps)
+        tensors = {index: _local(self._parameters[index].tensor) for index in steps.parameters}
+        with _Quiet(), torch.no_grad():
+            parameters = joined({index: self._sketch.of(index, tensor) for index, tensor in tensors.items()})
+        name = f"{type(steps.optimizer).__name__} {list(self.steps).index(id(steps.optimizer)) + 1}"
+        gradient = joined({} if steps.ledger is not None else self._sketches(steps))
+        journal.window(name, len(steps.traces[-1].contributions), steps.rates_now(), gradient, parameters)
 
     def is_sharded(self, steps: Steps) -> bool:
         """Whether the gradients of ranks are added up before they are seen."""
