@@ -109,6 +109,33 @@ def test_a_recording_changes_nothing_and_needs_its_end() -> None:
         recording.loss(np.float64(1), weight=3)
 
 
+def test_what_an_optimizer_has_may_grow() -> None:
+    with check.record() as recording:
+        random = np.random.default_rng(2)
+        for names in ("a", "a", "ab", "ab"):
+            gradients = [{name: random.normal(size=12) for name in names} for _ in range(2)]
+            for gradient in gradients:
+                recording.micro_batch(gradient, weight=4)
+            recording.step({name: (gradients[0][name] + gradients[1][name]) / 2 for name in names})
+    assert recording.report.ok and len(recording.report.optimizers[0].windows) == 4, recording.report
+
+
+def test_what_is_kept_of_a_window_is_small() -> None:
+    with check.record() as recording:
+        train(recording, [[4, 4]] * 30)
+        traces: Any = recording._series.traces()[0][1]
+        kept = [each.added for trace in traces for each in trace.contributions]
+        assert len(traces) == 30 and all(added is None for added in kept) and len(recording._series._entries) <= 4
+        assert [trace.gradient is None and trace.target is None for trace in traces] == [True] * 29 + [False]  # with the last one's gradient
+
+
+def test_recordings_within_one_another_see_the_same() -> None:
+    with check.record() as outer, check.record() as inner:
+        train(outer)
+    for report in (outer.report, inner.report):
+        assert report.ok and len(report.optimizers[0].windows) == len(SIZES), report
+
+
 def test_windows_end_the_watching() -> None:
     with check.record(windows=2) as recording:
         train(recording, [[4, 4]] * 5)

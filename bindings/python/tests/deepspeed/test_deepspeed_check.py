@@ -24,6 +24,7 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...], list[str]]] = {
     "bf16, sums in f32": (
         1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, EVEN, []
     ),
+    "overflows": (2, {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}, EVEN, []),
     "f16": (1, {"fp16": {"enabled": True, "initial_scale_power": 8}}, EVEN, []),
 }  # fmt: skip
 
@@ -62,6 +63,8 @@ def work(rank: int, folder: str) -> None:
         report, parameters = train(rank, name)
         values = [[c.value for c in window.coefficients] for each in report.optimizers for window in each.windows]
         found[name] = str(report), [fault.name for fault in report.faults], values, report.remarks
+        if name == "overflows":
+            found["skipped"] = [remark for remark in report.remarks if "were dropped" in remark]
         if name in ("zero 1", "zero 3"):
             alone = train(rank, name, is_watched=False)[1]
             found[f"{name}, bits"] = all(torch.equal(a, b) for a, b in zip(parameters, alone, strict=True))
@@ -83,12 +86,16 @@ def test_windows_of_engines(found: list[dict[str, Any]], name: str) -> None:
     _, more, sizes, wanted = CASES[name]
     text, faults, values, remarks = found[0][name]
     assert faults == wanted, text
-    assert len(values) == 3 and all(len(each) == 6 for each in values), text
+    assert len(values) == (3 if name != "overflows" else 0) and all(len(each) == 6 for each in values), text
     exact = 1e-2 if "bf16" in more else 1e-3 if "fp16" in more else 1e-5  # of sums in 16 bits
     for each in values:  # an engine gives each micro-batch of each rank the same
         assert each == pytest.approx([1 / 6] * 6, rel=exact), text
     assert found[1][name][1:3] == found[0][name][1:3]
-    assert not remarks or sizes == UNEVEN, text
+    assert not remarks or sizes == UNEVEN or name == "overflows", text
+
+
+def test_windows_that_an_engine_skips_are_told(found: list[dict[str, Any]]) -> None:
+    assert found[0]["skipped"] == ["9 micro-batches were dropped with their window, for a gradient was not finite."]
 
 
 def test_a_recording_changes_nothing(found: list[dict[str, Any]]) -> None:

@@ -76,6 +76,7 @@ RIGHT: dict[str, Callable[[], check.Report]] = {
     "a loss by its name": lambda: fit(
         keras.Sequential([made(), keras.layers.Softmax()]), accumulating(), given="sparse_categorical_crossentropy"
     ),
+    "compiled": lambda: fit(made(), accumulating(), **({} if BACKEND == "torch" else {"jit_compile": True})),
     "eager": lambda: fit(made(), accumulating(), run_eagerly=True),
     "a penalty": lambda: fit(made(keras.layers.Dense(4, kernel_regularizer="l2")), accumulating()),
     "dropout": lambda: fit(made(keras.layers.Dropout(0.2)), accumulating()),
@@ -145,6 +146,9 @@ def test_wrong_loops_are_named(name: str) -> None:
     wanted, run = WRONG[name]
     report = run()
     assert names(report) == wanted and not report.ok, report
+    windows = report.optimizers[0].windows
+    assert [window.moves for window in windows[1:]] == [4 if name == "statistics" else 0] * (len(windows) - 1)
+    assert [window.averages for window in windows[1:]] == [4 if name == "average" else 0] * (len(windows) - 1)
 
 
 def test_a_weight_of_the_whole_loss_is_told() -> None:
@@ -310,6 +314,164 @@ def test_names_of_losses_within_compiled_functions() -> None:
     assert names(report) == [MEAN] and "loss in " in str(report), report
 
 
+def test_a_recording_may_begin_within_a_window() -> None:
+    model = made()
+    model.compile(accumulating(), loss())
+    model.fit(X[:24], Y[:24], batch_size=4, verbose=0, shuffle=False)  # two micro-batches are left
+    with check.record(model) as recording:
+        model.fit(X[:40], Y[:40], batch_size=4, verbose=0, shuffle=False)
+    report = recording.report
+    assert is_silent(report) and values(report) == pytest.approx([0.25] * 4, rel=1e-6), report
+
+
+def test_recordings_within_one_another() -> None:
+    model = made()
+    model.compile(accumulating(), loss())
+    with check.record() as outer:
+        with check.record(model) as inner:
+            model.fit(X, Y, batch_size=4, verbose=0, shuffle=False)
+    for report in (inner.report, outer.report):
+        assert report.ok and len(report.optimizers[0].windows) == 3 and len(values(report)) == 4, report
+
+
+def test_variables_may_come_later() -> None:
+    model, mean, optimizer = made(), loss(), keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    with check.record() as recording:
+        for i in range(4):
+            count = 2 if i < 2 else 4
+            gradients = GRADIENTS[BACKEND](model, mean, 4 + i, 1.0)[-count:]
+            optimizer.apply(gradients, model.trainable_variables[-count:])
+    assert recording.report.ok and len(recording.report.optimizers[0].windows) == 4, recording.report
+
+
+@pytest.mark.only("tensorflow")
+def test_what_tensorflow_computes_for_something_else() -> None:
+    import tensorflow as tf
+
+    model, mean, x = made(), loss(reduction="none"), tf.constant(X[:4])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+
+    def jacobians() -> Any:
+        with tf.GradientTape() as tape:
+            value = mean(Y[:4], model(x))
+        return tape.jacobian(value, model.trainable_variables)
+
+    def each_alone() -> Any:
+        @tf.function  # type: ignore[untyped-decorator]
+        def one(row: Any) -> Any:
+            with tf.GradientTape() as tape:
+                value = tf.reduce_sum(mean(Y[:1], model(row[None])))
+            return tape.gradient(value, model.trainable_variables)[0]
+
+        return tf.vectorized_map(one, x)
+
+    alone = jacobians(), each_alone()
+    with check.record() as recording:
+        watched = jacobians(), each_alone()
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                value = tf.reduce_mean(model(x) ** 2)
+            optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+            with tf.GradientTape() as tape:
+                value = tf.reduce_mean(tf.abs(model(tf.constant(X[4:8]))))
+            tape.gradient(value, model.trainable_variables)  # is looked at, and not applied
+    for a, b in zip(tf.nest.flatten(alone), tf.nest.flatten(watched), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15)
+    report = recording.report
+    assert not report.faults and "jacobians compute is not watched" in str(report), report
+    assert "was computed and dropped, which may be meant" in str(report)
+
+
+@pytest.mark.only("tensorflow")
+def test_a_strategy_of_tensorflow() -> None:
+    import tensorflow as tf
+
+    with check.record() as recording, tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = made()
+        model.compile(keras.optimizers.SGD(0.1), loss())
+        model.fit(X, Y, batch_size=4, verbose=0, shuffle=False)
+    assert recording.report.ok, recording.report
+    assert is_silent(fit(made(), accumulating()))
+
+
+@pytest.mark.only("tensorflow")
+def test_lines_are_those_of_the_program() -> None:
+    import tensorflow as tf
+
+    model, mean, optimizer = made(), loss(), keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            value = mean(y, model(x))
+        optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+
+    with check.record() as recording:
+        step(tf.constant(X[:4]), tf.constant(Y[:4]))
+    (window,) = recording.report.optimizers[0].windows
+    assert "test_keras_check.py:" in window.step, window.step
+
+
+@pytest.mark.only("tensorflow")
+def test_a_step_that_fails_is_passed_over() -> None:
+    import tensorflow as tf
+
+    model, mean, optimizer = made(), loss(), keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def step(x: Any, y: Any, limit: Any) -> None:
+        with tf.GradientTape() as tape:
+            value = mean(y, model(x))
+        tf.debugging.assert_less(value, limit)
+        optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+
+    with check.record(windows=30) as recording:
+        for i in range(60):
+            try:
+                step(tf.constant(X[:4]), tf.constant(Y[:4]), tf.constant(-1.0 if i == 3 else 1e9, "float64"))
+            except tf.errors.InvalidArgumentError:
+                assert i == 3
+    assert len(recording.report.optimizers[0].windows) == 30, recording.report
+
+
+@pytest.mark.only("torch")
+def test_what_torch_transforms_is_left_alone() -> None:
+    import torch
+
+    model, mean = made(), loss()
+    variables = [variable.value.detach() for variable in model.trainable_variables]
+
+    def value(variables: Any, x: Any, y: Any) -> Any:
+        return mean(y[None], model.stateless_call(list(variables), [], x[None])[0])
+
+    each = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0, 0))
+    given = variables, torch.tensor(X[:4]), torch.tensor(Y[:4])
+    alone = each(*given)
+    with check.record():
+        watched = each(*given)
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+
+
+@pytest.mark.only("torch")
+def test_a_model_of_keras_in_a_loop_of_torch() -> None:
+    import torch
+
+    model, mean = made(), loss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with check.record() as recording:
+        for _ in range(2):
+            for n in (4, 8):
+                torch.nn.functional.cross_entropy(model(torch.tensor(X[:n])), torch.tensor(Y[:n])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert names(recording.report) == ["sum for mean"], recording.report
+    assert mean is not None
+
+
 # ---- What a recording leaves
 
 
@@ -441,6 +603,58 @@ def test_optax_with_what_is_not_finite() -> None:
     kept = optax.MultiSteps(optax.sgd(0.1), 3, should_skip_update_fn=optax.skip_not_finite)
     report = through_optax(lambda _: kept, [*sizes, [4]], broken)
     assert not report.faults and "was computed and dropped" in str(report), report
+
+
+@pytest.mark.only("jax")
+def test_a_recording_may_begin_within_a_window_of_optax() -> None:
+    import jax
+    import optax
+
+    tx = check.wrap(optax.MultiSteps(optax.sgd(0.1), 3))
+    weights = RANDOM.normal(size=(6, 3))
+    state = tx.init(weights)
+
+    def value(weights: Any, x: Any) -> Any:
+        return ((x @ weights) ** 2).mean()
+
+    for i in range(8):
+        if i == 1:
+            recording = check.record().__enter__()
+        gradients = jax.grad(value)(weights, X[i : i + 4])
+        updates, state = tx.update(gradients, state)
+        weights = optax.apply_updates(weights, updates)
+    recording.__exit__(None, None, None)
+    report = recording.report
+    assert report.ok and len(report.optimizers[0].windows) == 1 and len(values(report)) == 3, report
+
+
+@pytest.mark.only("jax")
+def test_what_jax_transforms_and_wrap_take_as_without_a_recording() -> None:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    tx = check.wrap(optax.sgd(0.1))
+    parameters = {"a": jnp.ones(3), "b": 1.0}
+    tx.update({"a": jnp.ones(3), "b": 0.0}, tx.init(parameters), parameters)
+    several = check.wrap(optax.MultiSteps(optax.sgd(0.1), 2))
+    state = several.init({"a": jnp.ones(3), "b": jnp.ones(3)})
+    with jax.checking_leaks():
+        jax.jit(lambda g, s: several.update({"a": np.zeros(3), "b": g}, s))(jnp.ones(3), state)
+    assert check.wrap(tx).update({"a": jnp.ones(3), "b": 0.0}, tx.init(parameters))
+
+    model, mean = made(), loss()
+    variables = [variable.value for variable in model.trainable_variables]
+
+    def value(variables: Any) -> Any:
+        return mean(Y[:4], model.stateless_call(variables, [], X[:4])[0])
+
+    alone = jax.jvp(value, (variables,), (variables,))
+    with check.record() as recording:
+        watched = jax.jvp(value, (variables,), (variables,))
+        stacked = jax.tree.map(lambda each: jnp.stack([each, each]), {"a": jnp.ones(3), "b": jnp.ones(3)})
+        jax.vmap(several.update, in_axes=(0, None))(stacked, state)
+    assert alone == watched and "jax.vmap transforms is not watched" in str(recording.report)
 
 
 @pytest.mark.only("jax")

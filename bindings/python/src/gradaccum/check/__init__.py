@@ -66,7 +66,7 @@ class Recording:
     def _imported(self, name: str) -> None:
         """A framework is there."""
         if name in ("torch", "deepspeed"):
-            if not self._is_of_keras(self._model):
+            if not self._is_of_keras(self._model) or not all(self._is_of_keras(each) for each in self._optimizers):
                 self._watch_torch(name)
             return
         from . import _keras
@@ -80,8 +80,9 @@ class Recording:
         from . import _torch
 
         if name == "deepspeed":
-            (recorder,) = [each for each in self._watchers if isinstance(each, _torch.Recorder)]
-            recorder.watch_deepspeed()
+            for recorder in self._watchers:
+                if isinstance(recorder, _torch.Recorder):
+                    recorder.watch_deepspeed()
             return
         recorder = _torch.Recorder(self._limit, self._journal)
         self._watchers.insert(0, recorder)
@@ -166,7 +167,12 @@ def _report(watchers: list[Watcher], model: Any, said: list[str], is_alone: bool
     optimizers = []
     for watcher in watchers:
         gather = (lambda own: [own]) if is_alone else watcher.gather
-        found = [Optimizer(name, seen, find(seen)) for name, seen in windows_of(watcher.traces(), gather)]
+        try:
+            windows = windows_of(watcher.traces(), gather)
+        except Exception as error:
+            watcher.fail(error)
+            windows = []
+        found = [Optimizer(name, seen, find(seen)) for name, seen in windows]
         optimizers += found
         said += watcher.remarks
         for optimizer in found:

@@ -254,6 +254,8 @@ class Window:
     """What is known of micro-batches whose gradients are multiples of one another."""
     averages: int = 0
     """How often a moving average of the parameters moved."""
+    spare: bool = False
+    """Whether gradients are seen, too, that the program computes for something else than a step."""
 
     def by_loss(self) -> list[list[Coefficient]]:
         """The coefficients of each loss."""
@@ -382,7 +384,7 @@ def _pattern(own: Sequence[Coefficient], window: Window, usual: int) -> Fault | 
     zero = [c.micro_batch for c in seen if c.dropped]
     kept = [c for c in seen if not c.dropped]
     if zero and kept:
-        if len(seen) < len(own) or (own[0].loss and _are_right_alone(kept)):
+        if len(seen) < len(own) or (own[0].loss and _are_right_alone(kept)) or (window.spare and not own[0].loss):
             return None  # the others were dropped, and the update may be that of one batch of these
         if n > 1 and {c.micro_batch for c in kept} == {n - 1}:
             return fault("only the last one")
@@ -462,7 +464,8 @@ def _remark(own: Sequence[Coefficient], window: Window, usual: int, is_alone: bo
     if ratio and all(c.is_(c.right * ratio) for c in seen):
         return f"{own[0].loss}: the whole window is multiplied by {ratio:.6g}, which may be meant" if is_alone else ""
     zero = [c.micro_batch for c in seen if c.dropped]
-    if zero and (len(seen) < len(own) or _are_right_alone([c for c in seen if not c.dropped])):
+    kept = [c for c in seen if not c.dropped]
+    if zero and (len(seen) < len(own) or (window.spare and not own[0].loss) or _are_right_alone(kept)):
         return f"micro-batch {_listed(zero)} of {window.micro_batches} was computed and dropped, which may be meant"
     return (
         f"{own[0].loss}: {_list(seen)} {UNKNOWN}: the program may weigh them itself, and if it does not, they are wrong"

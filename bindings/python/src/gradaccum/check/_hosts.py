@@ -7,7 +7,7 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,15 +34,17 @@ class _Numpy:
         function(*(np.asarray(array) for array in arrays))
 
     def mark(self, value: Any, count: Any, function: Callable[..., None]) -> Any:
-        raise TypeError(
-            f"loss() was given a {type(value).__name__}: expected a tensor of torch, TensorFlow or JAX, whose "
-            "derivative it can see; micro_batch(gradients, weight=n) tells of gradients that the program computes"
-        )
+        return value
 
 
 class _Torch:
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
     def refusal(self) -> str:
-        return ""
+        functorch: Any = sys.modules["torch"]._C._functorch
+        wrapped = functorch.is_functorch_wrapped_tensor(self._array)
+        return "What torch.func transforms is not watched." if wrapped else ""
 
     def call(self, function: Callable[..., None], arrays: Sequence[Any]) -> None:
         function(*(_numpy_of_torch(array) for array in arrays))
@@ -71,14 +73,21 @@ class _Order:
 
     def tick(self, tf: Any) -> Any:
         """The next number. A variable is written in the order of a program, but calls of Python are not made in it."""
-        if self._clock is None:
-            with tf.init_scope(), tf.device("CPU"):
-                self._clock = tf.Variable(0, dtype="int64", trainable=False, name="gradaccum_check")
+        self.begin(tf)
         return tf.identity(self._clock.assign_add(1))
+
+    def begin(self, tf: Any) -> None:
+        """Before anything is traced. The variable is none that a strategy of the program makes."""
+        if self._clock is None:
+            variables: Any = importlib.import_module("tensorflow.python.ops.resource_variable_ops")
+            with tf.init_scope(), tf.device("CPU"):
+                self._clock = variables.ResourceVariable(0, dtype="int64", trainable=False, name="gradaccum_check")
 
     def call(self, number: int, function: Callable[[], None]) -> None:
         with self._lock:
             self._waiting[number] = function
+            if len(self._waiting) > _MOST_WAITING:  # one was never made, because its step has failed
+                self._next = min(self._waiting)
             while self._next in self._waiting:
                 self._waiting.pop(self._next)()
                 self._next += 1
@@ -91,7 +100,24 @@ class _Order:
             self._next = 1 if self._clock is None else int(self._clock) + 1
 
 
+_MOST_WAITING = 64
 _order = _Order()
+
+
+class _Parallel(threading.local):
+    is_on = False
+
+
+_parallel = _Parallel()
+
+
+def in_parallel(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls TensorFlow's pfor, in whose loops no number has an order."""
+    outer, _parallel.is_on = _parallel.is_on, True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _parallel.is_on = outer
 
 
 class _TensorFlow:
@@ -100,6 +126,8 @@ class _TensorFlow:
 
     def refusal(self) -> str:
         control_flow: Any = importlib.import_module("tensorflow.python.ops.control_flow_util")
+        if _parallel.is_on:
+            return "What tf.vectorized_map and jacobians compute is not watched."
         if self.tf.distribute.get_strategy().num_replicas_in_sync > 1:
             return "A strategy of TensorFlow with several replicas is not watched."
         graph = self.tf.compat.v1.get_default_graph()
@@ -130,10 +158,13 @@ class _TensorFlow:
 
 
 class _Jax:
-    def __init__(self) -> None:
+    def __init__(self, array: Any) -> None:
         self.jax: Any = sys.modules["jax"]
+        self._array = array
 
     def refusal(self) -> str:
+        if type(self._array).__name__ == "BatchTracer":
+            return "What jax.vmap transforms is not watched."
         devices = self.jax.device_count()
         return f"Loops over the {devices} devices of JAX are not watched." if devices > 1 else ""
 
@@ -144,33 +175,59 @@ class _Jax:
         self.jax.debug.callback(called, *arrays, ordered=True)
 
     def mark(self, value: Any, count: Any, function: Callable[..., None]) -> Any:
-        jax = self.jax
-
-        @jax.custom_vjp  # type: ignore[untyped-decorator]
-        def marked(inner: Any, count: Any) -> Any:
-            return inner
-
-        def forward(inner: Any, count: Any) -> Any:
-            return inner, count
-
-        def backward(count: Any, factor: Any) -> Any:
-            self.call(function, [factor, count])
-            return factor, jax.numpy.zeros_like(count)
-
-        marked.defvjp(forward, backward)
-        return marked(value, jax.numpy.asarray(count, "float32"))
+        return _marker().bind(value, self.jax.numpy.asarray(count, "float32"), function=function)
 
 
-def host_of(array: Any) -> Host:
-    """By the type of an array."""
+@functools.cache
+def _marker() -> Any:
+    """The identity of JAX whose transposition calls a function. With a rule of custom_vjp, nothing goes forward."""
+    ad, batching, mlir = (importlib.import_module(f"jax.interpreters.{name}") for name in ("ad", "batching", "mlir"))
+    core: Any = importlib.import_module("jax.extend.core")
+    marker = core.Primitive("gradaccum_mark")
+    marker.def_impl(lambda value, count, *, function: value)
+    marker.def_abstract_eval(lambda value, count, *, function: value)
+
+    def forward(primals: Any, tangents: Any, *, function: Any) -> Any:
+        tangent = tangents[0]
+        return primals[0], tangent if type(tangent) is ad.Zero else marker.bind(tangent, primals[1], function=function)
+
+    def transpose(factor: Any, value: Any, count: Any, *, function: Any) -> Any:
+        if type(factor) is not ad.Zero:
+            _Jax(factor).call(function, [factor, count])
+        return [factor, None]
+
+    mlir.register_lowering(marker, lambda context, value, count, *, function: [value])
+    ad.primitive_jvps[marker] = forward
+    ad.primitive_transposes[marker] = transpose
+    batching.primitive_batchers[marker] = lambda given, dims, *, function: (
+        marker.bind(*given, function=function), dims[0],
+    )  # fmt: skip
+    return marker
+
+
+def host_of(arrays: Iterable[Any]) -> Host:
+    """By the types of arrays; some may be plain numbers, or of numpy."""
     torch, tf, jax = (sys.modules.get(name) for name in ("torch", "tensorflow", "jax"))
-    if torch is not None and isinstance(array, torch.Tensor):
-        return _Torch()
-    if tf is not None and (tf.is_tensor(array) or isinstance(array, (tf.Variable, tf.IndexedSlices))):
-        return _TensorFlow()
-    if jax is not None and isinstance(array, jax.Array):
-        return _Jax()
+    for array in arrays:
+        if torch is not None and isinstance(array, torch.Tensor):
+            return _Torch(array)
+        if tf is not None and (tf.is_tensor(array) or isinstance(array, (tf.Variable, tf.IndexedSlices))):
+            return _TensorFlow()
+        if jax is not None and isinstance(array, jax.Array):
+            return _Jax(array)
     return _Numpy()
+
+
+def is_marked(value: Any) -> bool:
+    """Whether the derivative by a value can be seen."""
+    return not isinstance(host_of([value]), _Numpy)
+
+
+def begin() -> None:
+    """Before loops of TensorFlow are watched."""
+    tf: Any = sys.modules.get("tensorflow")
+    if tf is not None:
+        _order.begin(tf)
 
 
 def finish() -> None:

@@ -47,6 +47,7 @@ class Imports(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def executed(module: ModuleType) -> None:
+            del loader.exec_module
             execute(module)
             if name in self._waiting:
                 self._waiting.remove(name)

@@ -39,8 +39,12 @@ def _multi_steps(tx: Any) -> Any:
 
     def update(updates: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         tell("add", _known(updates, watched), where=_where.line())
+        tell("given", {}, math.nan, state.mini_step, key=watched)
         ends[0] = state.mini_step == tx._every_k_schedule(state.gradient_step) - 1
-        return type(tx).update(watched, updates, state, *args, **kwargs)
+        try:
+            return type(tx).update(watched, updates, state, *args, **kwargs)
+        finally:
+            ends[0] = False
 
     watched._opt = _telling(tx._opt, watched, "MultiSteps", lambda: ends[0])
     watched.update = update
@@ -53,7 +57,7 @@ def _telling(tx: Any, key: Any, name: str, is_applied: Callable[[], Any]) -> Any
 
     def update(updates: Any, *args: Any, **kwargs: Any) -> Any:
         gradients = _known(updates, key)
-        epsilon = max((epsilon_of(gradient.dtype) for gradient in gradients.values()), default=0.0)
+        epsilon = max((epsilon_of(getattr(each, "dtype", "")) for each in gradients.values()), default=0.0)
         tell("update", gradients, is_applied(), math.nan, key=key, name=name, where=_where.line(), epsilon=epsilon,
              title=title)  # fmt: skip
         return tx.update(updates, *args, **kwargs)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from . import _where
-from ._hosts import Host, finish, host_of
-from ._sketch import Sketch, Sketches, size_of
+from ._hosts import finish, host_of, is_marked
+from ._sketch import Sketch, Sketches
 from ._terms import NAMED, Term
 from ._timeline import Contribution, Factor, Joined, MicroBatch, Trace, contributions, multiple
 from ._watch import Watcher, never_raises
-from ._windows import Traces
+from ._windows import Traces, settle
 
 _MOST_ENTRIES = 2000
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52}
@@ -41,6 +41,8 @@ class _Optimizer:
         self.moved: collections.Counter[Any] = collections.Counter()  # at the step before
         self.averages = 0  # since the step before
         self.skipped = 0  # micro-batches of windows that were dropped
+        self.is_new = True  # whether no micro-batch of it was seen
+        self.is_partial = False  # whether its window had begun before it was watched
 
 
 class Series(Watcher):
@@ -53,6 +55,7 @@ class Series(Watcher):
         self._indices: dict[Any, int] = {}  # of gradients, by what their parameters are known by
         self._sizes: dict[int, int] = {}  # of their sketches
         self._entries: list[MicroBatch] = []
+        self._without_step = 0  # micro-batches since a step
         self._terms: list[Term] = []  # whose backward has begun, before the gradients
         self._named = False  # whether the program names its losses itself
         self._told = False  # whether it tells its micro-batches itself
@@ -62,6 +65,8 @@ class Series(Watcher):
         """Of the frameworks that were watched."""
         self.is_compiled = False
         """Whether frameworks compile what was watched."""
+        self.watches_keras = False
+        """Whether functions of Keras tell what they do."""
         self.sees_backward = False
         """Whether the gradients of all micro-batches are seen, whoever adds them up."""
 
@@ -72,8 +77,10 @@ class Series(Watcher):
         active.append(self)
 
     def end(self) -> None:
-        if self._active or self._entries:
+        try:
             finish()
+        except Exception as error:
+            self.fail(error)
         self._active = False
         if self in active:
             active.remove(self)
@@ -107,9 +114,10 @@ class Series(Watcher):
                 self._told = True
                 self._terms = [term for entry in self._entries[-1:] for term in entry.terms] + self._terms
                 self._entries.clear()
-            if len(self._entries) > _MOST_ENTRIES:
+            self._without_step += 1
+            if self._without_step > _MOST_ENTRIES:
                 self._active, self.failed = False, True
-                self.remark(f"The watching ended: no optimizer has made a step after {_MOST_ENTRIES} micro-batches.")
+                self.remark(f"The watching ended: no optimizer has made a step in {_MOST_ENTRIES} micro-batches.")
                 return
             terms, self._terms = self._terms, []
             if term is not None:
@@ -117,10 +125,17 @@ class Series(Watcher):
             self._entries.append(MicroBatch(terms, where=where, added=self._sketches(gradients)))
 
     @never_raises
-    def rate(self, _: Mapping[Any, Any], rate: Any, key: Any = None) -> None:
-        """The learning rate of an optimizer at the micro-batch that was seen last."""
+    def given(self, _: Mapping[Any, Any], rate: Any, place: Any, key: Any = None) -> None:
+        """An optimizer is given the micro-batch that was seen last.
+
+        :param rate: its learning rate now; NaN: it is not known
+        :param place: which micro-batch of its window it is, from 0
+        """
         with self._lock:
-            if self._entries:
+            own = self._optimizer(key)
+            own.is_partial = own.is_partial or (own.is_new and int(place) > 0)
+            own.is_new = False
+            if self._entries and not np.isnan(rate):
                 self._entries[-1].rates[id(key)] = (float(rate),)
 
     @never_raises
@@ -152,6 +167,11 @@ class Series(Watcher):
                 return
             own = self._optimizer(key)
             own.name = name
+            self._without_step = 0
+            if own.is_partial:
+                own.is_partial = False
+                self._ended(own)
+                return
             if title:
                 self.titles[title], self.is_compiled = None, True
             sketches = self._sketches(gradients)
@@ -166,8 +186,11 @@ class Series(Watcher):
             if clipped:
                 gradient = joined(self._sketches(dict(zip(gradients, clipped, strict=True))))
                 window.factors.append(Factor("clip", where, len(window.contributions), *multiple(gradient, target)))
-            window.target, window.gradient = target, gradient
+            window.target, window.gradient, window.spare = target, gradient, self.sees_backward
             window.backward = next((entry.where for entry in reversed(self._entries) if joined.has(entry.added)), "")
+            settle(window, own.traces[-1].gradient if own.traces else None)
+            for each in own.traces[-1:]:
+                each.gradient = None  # of which only the last is needed
             own.traces.append(window)
             self._ended(own)
 
@@ -206,18 +229,18 @@ class Series(Watcher):
         found = {}
         for key, gradient in gradients.items():
             index = self._indices.setdefault(key, len(self._indices))
-            self._sizes[index] = size_of(gradient.size)
             found[index] = self._sketch.of(index, gradient)
+            self._sizes[index] = len(found[index])
         return found
 
     def _prune(self) -> None:
         """Forgets what every optimizer has behind it, once all optimizers are likely to be known."""
-        if any(len(own.traces) < 2 for own in self._optimizers.values()):
-            return
-        first = min(own.begin for own in self._optimizers.values())
+        everyone = self._optimizers.values()
+        first = min(own.begin if len(own.traces) > 1 else 0 for own in everyone)
+        first = max(first, len(self._entries) - _MOST_ENTRIES)  # some may have ended
         del self._entries[:first]
-        for own in self._optimizers.values():
-            own.begin -= first
+        for own in everyone:
+            own.begin = max(0, own.begin - first)
 
     # ---- What was seen
 
@@ -250,6 +273,11 @@ class Series(Watcher):
 
     def name_loss(self, value: Any, weight: Any, reduction: str) -> Any:
         self._named = True
+        if not is_marked(value):
+            raise TypeError(
+                f"loss() was given a {type(value).__name__}: expected a tensor of torch, TensorFlow or JAX, whose "
+                "derivative it can see; micro_batch(gradients, weight=n) tells of gradients that the program computes"
+            )
         where, call, epsilon = _where.line(), _where.call(), epsilon_of(value.dtype)
         return mark(value, weight, lambda: Term(NAMED, where, reduction, weight, epsilon, call))
 
@@ -264,35 +292,41 @@ def mark(value: Any, count: Any, term: Callable[[], Term]) -> Any:
     :param count: over how many terms it has averaged or added
     :param term: makes the loss, for each backward
     """
-    host = _host(value)
 
     def backward(factor: Any, counted: Any) -> None:
         for series in active:
             series.backward(term(), factor, counted)
 
-    return value if host is None else host.mark(value, count, backward)
+    try:
+        host = host_of([value])
+        return value if host.refusal() else host.mark(value, count, backward)
+    except Exception as error:
+        for series in active:
+            series.fail(error)
+        return value
 
 
 def tell(method: str, gradients: Mapping[Any, Any], *arrays: Any, **constants: Any) -> None:
     """Calls a method of the recordings that are going on when what is traced runs, with numbers in place of arrays."""
-    values = list(gradients.values())
-    host = _host(next(iter([*values, *arrays]), None))
+
+    keys = list(gradients)
 
     def called(*found: Any) -> None:
         for series in active:
-            given = dict(zip(gradients, found, strict=False))
+            given = dict(zip(keys, found, strict=False))
             getattr(series, method)(given, *found[len(given) :], **constants)
 
-    if host is not None:
-        host.call(called, [*values, *arrays])
-
-
-def _host(array: Any) -> Host | None:
-    host = host_of(array)
-    refusal = host.refusal()
-    for series in active if refusal else ():
-        series.remark(refusal)
-    return None if refusal else host
+    try:
+        everything = [*gradients.values(), *arrays]
+        host = host_of(everything)
+        refusal = host.refusal()
+        if not refusal:
+            host.call(called, everything)
+        for series in active if refusal else ():
+            series.remark(refusal)
+    except Exception as error:
+        for series in active:
+            series.fail(error)
 
 
 def leaves(tree: Any) -> dict[Any, Any]:

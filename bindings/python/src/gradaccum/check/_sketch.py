@@ -66,6 +66,8 @@ class Sketch:
     def of(self, index: int, array: Any) -> Any:
         """The sketch of the array with this index: size_of() numbers, f64."""
         flat = np.asarray(array).reshape(-1)
+        if np.iscomplexobj(flat):
+            flat = np.concatenate([flat.real, flat.imag])
         if len(flat) == size_of(len(flat)):
             return flat.astype(np.float64)
         dtype = np.dtype(np.float64 if flat.dtype == np.float64 else np.float32)

@@ -70,7 +70,9 @@ class Contribution:
 
     losses: list[Loss]
     kept: float
-    """Which multiple of its gradient reached the optimizer, but for clipping; NaN: it is to be solved for."""
+    """Which multiple of its gradient reached the optimizer, but for clipping."""
+    error: float = 0.0
+    """Half of the 99 % interval of that."""
     rates: tuple[float, ...] = ()
     """The learning rates at that time."""
     lost: float = 0.0
@@ -102,7 +104,11 @@ class Trace:
     finite: bool = True
     """Whether the gradient that the optimizer saw is finite."""
     solved: bool = False
-    """Whether the multiples are to be solved for, since the gradient was not followed from one change to the next."""
+    """Whether the multiples are still to be solved for, since the gradient was not followed to the step."""
+    together: list[str] = dataclasses.field(default_factory=list)
+    """What is known of micro-batches whose gradients are multiples of one another."""
+    spare: bool = False
+    """Whether gradients are seen, too, that the program computes for something else than a step."""
     target: Vector = None
     """If so, the sketch of the gradient that the optimizer saw, before the clipping of the whole window."""
     gradient: Vector = None
@@ -184,7 +190,8 @@ def trace(
             if not group.isdisjoint(entry.added) or not own or own[-1].kept != 1 or value != 1:
                 group = set()
                 terms.append([])
-                own.append(Contribution([], value, entry.rates.get(key, ()), lost, added=np.zeros_like(gradient)))
+                rates = entry.rates.get(key, ())
+                own.append(Contribution([], value, rates=rates, lost=lost, added=np.zeros_like(gradient)))
             else:  # other parameters than the one before, as in an ensemble: it is one micro-batch
                 own[-1].lost = max(own[-1].lost, lost)
             group |= entry.added.keys()
@@ -242,7 +249,7 @@ def contributions(entries: Iterable[MicroBatch | Change], key: int, joined: Join
         if not found or not seen.isdisjoint(entry.added):
             seen = set()
             terms.append([])
-            found.append(Contribution([], 1.0, entry.rates.get(key, ()), added=joined({})))
+            found.append(Contribution([], 1.0, rates=entry.rates.get(key, ()), added=joined({})))
         seen |= entry.added.keys()
         terms[-1] += entry.terms
         found[-1].added = found[-1].added + joined(entry.added)

@@ -11,7 +11,8 @@ import zlib
 from types import FrameType
 
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
-_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "__autograph_generated_file")
+"""Parts of paths of what the program has not written: packages, and what TensorFlow makes of its functions."""
 PURPOSES = ("clip", "unscale", "zero_grad")
 """Words in names of functions of libraries that change gradients."""
 

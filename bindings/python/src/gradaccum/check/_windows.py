@@ -77,17 +77,26 @@ def _tell_roles(micro_batches: list[list[Loss]]) -> None:
                 loss.key += f", place {places.index(loss.call) + 1}"
 
 
+def settle(trace: Trace, before: Vector) -> None:
+    """Solves for the multiples of a window of one process, and lets go of what that needs.
+
+    :param before: the gradient of the window before, or None
+    """
+    ((kept,), trace.left, trace.together) = _solved([trace], before)
+    for each, (value, error) in zip(trace.contributions, kept, strict=True):
+        each.kept, each.error, each.added = value, error, None
+    trace.target, trace.solved = None, False
+
+
 def _window(index: int, ranks: list[Trace], before: Vector) -> Window:
     first = ranks[0]
     losses_of = [[each.losses for each in trace.contributions] for trace in ranks]
-    kept = [[(each.kept, 0.0) for each in trace.contributions] for trace in ranks]
-    left = first.left
-    together: list[str] = []
-    explained = False  # whether what is finite may be all that reached the optimizer
+    kept = [[(each.kept, each.error) for each in trace.contributions] for trace in ranks]
+    left, together = first.left, first.together
     if first.sharded:
         kept = [[(value / len(ranks), 0.0) for value, _ in own] for own in kept]
     elif first.solved:
-        kept, left, together, explained = _solved(ranks, before)
+        kept, left, together = _solved(ranks, before)
     elif any(factor.purpose != "clip" and not factor.is_exact(first.epsilon) for factor in first.factors):
         kept = [[(math.nan, math.inf)] * len(own) for own in kept]
     for own in losses_of:
@@ -104,7 +113,7 @@ def _window(index: int, ranks: list[Trace], before: Vector) -> Window:
     for rank, own in enumerate(losses_of):
         for micro, losses in enumerate(own):
             value, error = kept[rank][micro]
-            dropped = abs(value) <= error if first.solved else value == 0
+            dropped = abs(value) <= error < math.inf
             if not totals:
                 coefficients.append(Coefficient(rank, micro, 1, value, error, 1, "", True, dropped))
             for loss in losses:
@@ -116,11 +125,11 @@ def _window(index: int, ranks: list[Trace], before: Vector) -> Window:
                     Coefficient(rank, micro, loss.terms, value * factor, blur, right, loss.key, any_scale, dropped)
                 )
     mine = first.contributions
-    swallowed = [i for i, each in enumerate(mine) if not each.is_finite and each.kept and not explained]
+    swallowed = [i for i, (value, _) in enumerate(kept[0]) if value != 0 and not mine[i].is_finite]
     return Window(
         index, max(len(own) for own in kept), coefficients, first.factors, left, [each.lost for each in mine],
         first.finite, swallowed, first.emptied, [each.rates for each in mine if each.rates] + [first.rates],
-        first.moves, first.backward, first.step, len(ranks), first.epsilon, together, first.averages,
+        first.moves, first.backward, first.step, len(ranks), first.epsilon, together, first.averages, first.spare,
     )  # fmt: skip
 
 
@@ -134,29 +143,31 @@ def _own_parts(ranks: Sequence[Trace]) -> list[Vector]:
 
 def _solved(
     ranks: Sequence[Trace], before: Vector
-) -> tuple[list[list[tuple[float, float]]], float, list[str], bool]:
+) -> tuple[list[list[tuple[float, float]]], float, list[str]]:
     """The coefficients by least squares, where gradients were not followed from one change to the next."""
     places = [(rank, micro) for rank, trace in enumerate(ranks) for micro in range(len(trace.contributions))]
     columns = [ranks[rank].contributions[micro].added for rank, micro in places]
     own = _own_parts(ranks)
     columns += own
-    if before is not None:
-        columns.append(before)
     target = ranks[0].target
+    if before is not None and len(before) == len(target):  # or the optimizer has other parameters since
+        columns.append(before)
+    else:
+        before = None
     kept = [[(math.nan, math.inf)] * len(trace.contributions) for trace in ranks]
-    if not columns or len(target) < 2 * len(columns):
-        return kept, 0.0, [], True
-    solution = solve(columns, target, _F32, ranks[0].epsilon)
+    is_known = bool(columns) and len(target) >= 2 * len(columns)
+    solution = solve(columns if is_known else [], target, _F32, ranks[0].epsilon)
     for (rank, micro), value, error in zip(places, solution.values, solution.errors, strict=False):
         kept[rank][micro] = (value, error)
+    for rank, micro in places:  # what is not finite is not in a sum of the others
+        if solution.residual <= _EXPLAINED and not ranks[rank].contributions[micro].is_finite:
+            kept[rank][micro] = (0.0, 0.0)
+    if not is_known:
+        return kept, 0.0, []
     for micro in range(len(own)):
         value, error = (found[len(places) + micro] for found in (solution.values, solution.errors))
         if abs(value) > 4 * error:  # it was not reduced: so it is seen by the first rank
             kept[0][micro] = (kept[0][micro][0] + value, error)
-    explained = solution.residual <= _EXPLAINED
-    for rank, micro in places:
-        if explained and not ranks[rank].contributions[micro].is_finite:
-            kept[rank][micro] = (0.0, 0.0)
     left = 0.0
     if before is not None and abs(solution.values[-1]) > 4 * solution.errors[-1]:
         left = solution.values[-1]
@@ -166,4 +177,4 @@ def _solved(
         f"the gradients of {' and '.join(names[i] for i in group)} are multiples of one another: only the sum of what "
         f"they were multiplied by is known, {total:.4g}" for group, total in solution.sums
     ]  # fmt: skip
-    return kept, left, together, explained
+    return kept, left, together

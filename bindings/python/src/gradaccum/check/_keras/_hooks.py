@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import _where
-from .._series import Series, epsilon_of, mark, tell
+from .._hosts import begin, in_parallel
+from .._series import Series, active, epsilon_of, mark, tell
 from .._terms import Term
 from ._library import Library, known_by
 
@@ -27,6 +28,8 @@ _within = _Within()
 def watch(series: Series) -> None:
     """Changes functions of Keras until the series ends."""
     keras: Any = sys.modules["keras"]
+    if any(each.watches_keras for each in active):
+        return  # another recording, around this one, whose hooks tell both
     backend = keras.backend.backend()
     optimizers: Any = keras.optimizers
     losses: Any = sys.modules["keras.src.losses.loss"]
@@ -37,6 +40,8 @@ def watch(series: Series) -> None:
         series.remark(f"Keras {keras.__version__} on {backend} is not watched: {', '.join(missing) or 'unknown'}.")
         return
     series.titles[f"keras {keras.__version__} on {backend}"] = None
+    begin()
+    series.watches_keras = True
     series.is_compiled = backend != "torch"
     series.sees_backward = backend == "tensorflow"
     hooks = _Hooks(series, keras, backend)
@@ -51,6 +56,7 @@ def watch(series: Series) -> None:
     series.replace(keras.Model, "make_train_function", hooks.made_function)
     if backend == "tensorflow":
         series.replace(sys.modules["tensorflow"].GradientTape, "gradient", hooks.differentiated)
+        series.replace(sys.modules["tensorflow.python.ops.parallel_for.control_flow_ops"], "pfor", in_parallel)
 
 
 def watch_library(series: Series) -> None:
@@ -129,7 +135,8 @@ class _Hooks:
 
         def call() -> Any:
             if grads and optimizer.gradient_accumulation_steps:
-                tell("rate", {}, _number(optimizer.learning_rate), key=optimizer)
+                place = optimizer._iterations % optimizer.gradient_accumulation_steps
+                tell("given", {}, _number(optimizer.learning_rate), place, key=optimizer)
             return original(optimizer, grads, trainable_variables)
 
         return self._giving(grads, variables, call)
@@ -195,7 +202,7 @@ class _Hooks:
             self._models.add(model)
             self._series.at_end(lambda: setattr(model, "train_function", None))
         compiled = model.jit_compile
-        if self._backend == "tensorflow":
+        if self._backend != "jax":  # nor does torch.compile
             model.jit_compile = False
         try:
             return original(model, force=force or is_new)

@@ -77,7 +77,7 @@ class Ledger:
                 factor = factor / total if total else 0.0
             kept = math.nan if config.reduce == Reduce.MAX else factor / scale
             rates = micro.rates.get(id(self._optimizer), ())
-            own.append(Contribution(losses_of(micro.terms), kept, rates))
+            own.append(Contribution(losses_of(micro.terms), kept, rates=rates))
         backward = begun[-1][0].where if own else ""
         return Trace(own, torch.finfo(torch.float32).eps, backward, skipped=0 if applied else len(begun))
 

@@ -44,6 +44,8 @@ class _Parameter:
         self.size = size_of(count_of(_local(tensor)))
         """Of a sketch."""
         self.had_gradient = False
+        self.is_of_keras = False
+        """Whether it is of a model that optimizers of Keras may train."""
         self.sketch: Tensor | None = None  # of .grad as it was seen last
         self._seen: tuple[Callable[[], Tensor | None], int] | None = None  # that .grad, and its version
 
@@ -174,9 +176,6 @@ class Recorder(Watcher):
 
     def _attach(self, model: torch.nn.Module) -> None:
         """Follows the parameters of a model."""
-        layer = getattr(sys.modules.get("keras"), "Layer", None)
-        if layer is not None and isinstance(model, layer):
-            return  # which Keras differentiates, and tells
         for module in model.modules():
             if module in self._modules:
                 continue
@@ -187,9 +186,10 @@ class Recorder(Watcher):
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.num_batches_tracked is not None:
                 self._norms.append(module)
                 self._moved.append(int(module.num_batches_tracked))
-        self._follow(model.named_parameters())
+        layer = getattr(sys.modules.get("keras"), "Layer", None)
+        self._follow(model.named_parameters(), is_of_keras=layer is not None and isinstance(model, layer))
 
-    def _follow(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def _follow(self, named: Iterable[tuple[str, Tensor]], *, is_of_keras: bool = False) -> None:
         for name, tensor in named:
             if id(tensor) in self._index or not tensor.is_leaf:
                 continue
@@ -200,6 +200,7 @@ class Recorder(Watcher):
             index = len(self._parameters)
             self._index[id(tensor)] = index
             parameter = _Parameter(tensor, name)
+            parameter.is_of_keras = is_of_keras
             self._parameters.append(parameter)
             hook: Any = tensor.register_hook
             after: Any = tensor.register_post_accumulate_grad_hook
@@ -513,15 +514,21 @@ class Recorder(Watcher):
         return found
 
     def _step_of_engine(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-        self._window_of_engine(engine, _where.line())
-        return original(engine, *args, **kwargs)
+        skipped = engine.skipped_steps
+        steps = self._window_of_engine(engine, _where.line())
+        result = original(engine, *args, **kwargs)
+        if steps is not None and engine.skipped_steps > skipped:  # for an overflow
+            steps.skipped += len(steps.traces.pop().contributions)
+        return result
 
     @never_raises
-    def _window_of_engine(self, engine: Any, where: str) -> None:
-        """An engine may be about to use the gradients that it keeps."""
+    def _window_of_engine(self, engine: Any, where: str) -> Steps | None:
+        """An engine may be about to use the gradients that it keeps. Returns the windows, if one has ended."""
         known = [p for p in engine.module.parameters() if id(p) in self._index and has_gradients(p)]
         if not self._active or not known:
-            return
+            if self._active and not isinstance(engine.optimizer, torch.optim.Optimizer):
+                self.remark(f"DeepSpeed's {type(engine.optimizer).__name__} without ZeRO keeps gradients: not read.")
+            return None
         with _Quiet(), torch.no_grad():
             if self._open is not None:
                 for index, found in self._coming.items():
@@ -529,10 +536,18 @@ class Recorder(Watcher):
                     self._open.added[index] = found if before is None else before + found
                 self._open.where = self._where
             self._close()
-            if not engine.is_gradient_accumulation_boundary():
-                return
             optimizer = engine.optimizer
-            steps = self.steps.setdefault(id(optimizer), Steps(optimizer))
+            if id(optimizer) not in self.steps:
+                self.steps[id(optimizer)] = Steps(optimizer)
+                place = engine.micro_steps % engine.gradient_accumulation_steps()
+                self.steps[id(optimizer)].is_partial = place > 0
+            steps = self.steps[id(optimizer)]
+            if not engine.is_gradient_accumulation_boundary():
+                return None
+            if steps.is_partial:
+                steps.begins(len(self._entries), {})
+                steps.is_partial = False
+                return None
             steps.parameters = [self._index[id(p)] for p in known]
             joined = self._joined(steps)
             scale = float(getattr(optimizer, "cur_scale", None) or getattr(optimizer, "loss_scale", None) or 1.0)
@@ -544,6 +559,7 @@ class Recorder(Watcher):
             )  # fmt: skip
             steps.begins(len(self._entries), {})
             self._ended(steps, found, where)
+            return steps
 
     @never_raises
     def _ask(self, steps: Steps, ledger: Ledger) -> None:
@@ -630,7 +646,8 @@ class Recorder(Watcher):
     # ---- What was seen
 
     def title(self) -> str:
-        return f"torch {torch.__version__}"
+        is_used = self.steps or not all(each.is_of_keras for each in self._parameters)
+        return f"torch {torch.__version__}" if is_used or not self._parameters else ""
 
     def traces(self) -> Traces:
         return [(type(steps.optimizer).__name__, steps.traces) for steps in self.steps.values()]
@@ -654,8 +671,8 @@ class Recorder(Watcher):
             if skipped:
                 said.append(f"{skipped} micro-batches were dropped with their window, for a gradient was not finite.")
         held = {index for steps in self.steps.values() if steps.traces for index in steps.parameters}
-        followed = enumerate(self._parameters)
-        without_gradient = [each.name for each in self._parameters if not each.had_gradient]
+        followed = [(index, each) for index, each in enumerate(self._parameters) if not each.is_of_keras]
+        without_gradient = [each.name for _, each in followed if not each.had_gradient]
         without_optimizer = [each.name for index, each in followed if each.had_gradient and index not in held]
         for names, what in (
             (without_gradient, "had no gradient in any backward"),
