@@ -435,6 +435,7 @@ def test_a_step_that_fails_is_passed_over() -> None:
                 step(tf.constant(X[:4]), tf.constant(Y[:4]), tf.constant(-1.0 if i == 3 else 1e9, "float64"))
             except tf.errors.InvalidArgumentError:
                 assert i == 3
+        assert recording._series.is_limited  # before the end calls what is left
     assert len(recording.report.optimizers[0].windows) == 30, recording.report
 
 
@@ -503,6 +504,23 @@ def test_it_computes_the_same_and_leaves_nothing() -> None:
         keras.optimizers.LossScaleOptimizer.apply, keras.layers.BatchNormalization.call, keras.Model.make_train_function,
         sys.modules["keras.src.losses.loss"].reduce_weighted_values, gk._optimizer.Accumulation.add,
     ]  # fmt: skip
+
+
+def test_what_a_program_has_replaced_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    with check.record():
+        watched = keras.optimizers.Optimizer.apply
+
+        def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(optimizer)
+            return watched(optimizer, *args, **kwargs)
+
+        monkeypatch.setattr(keras.optimizers.Optimizer, "apply", apply)
+    model = made()
+    model.compile(accumulating(), loss())
+    model.fit(X[:8], Y[:8], batch_size=4, verbose=0)
+    assert calls and keras.optimizers.Optimizer.apply is apply
+    monkeypatch.delattr(keras.optimizers.Optimizer, "apply")
 
 
 PROGRAM = """
