@@ -252,9 +252,10 @@ inline std::vector<double> external_gradient(ga_context* ctx, ga_param param, in
   EXPECT_OK(ga_gradient(ctx, param, &data, &dtype, nullptr));
   std::vector<double> result;
   if (data == nullptr) return result;
-  const auto* bytes = static_cast<const uint8_t*>(data);
+  const auto size = static_cast<int64_t>(format(dtype).size);
+  const std::vector<uint8_t> bytes = from_library<uint8_t>(data, count * size);
   for (int64_t i = 0; i < count; ++i) {
-    result.push_back(Tensor::read(bytes + static_cast<size_t>(i) * format(dtype).size, dtype));
+    result.push_back(Tensor::read(bytes.data() + i * size, dtype));
   }
   return result;
 }

@@ -621,15 +621,16 @@ class Trial {
     ga_accumulator a;
     a.struct_size = sizeof a;
     if (!ok(ga_accumulator_acquire(ctx_, g.to->id, &a))) return false;
-    const auto add = [&](auto* to) {
-      using T = std::decay_t<decltype(*to)>;
-      for (int64_t j = 0; j < g.values.count(); ++j) {
-        const T c = static_cast<T>(a.alpha) * static_cast<T>(g.values.get(j));
+    const auto add = [&](auto to) {
+      using T = typename decltype(to)::value_type;
+      for (size_t j = 0; j < to.size(); ++j) {
+        const T c = static_cast<T>(a.alpha) * static_cast<T>(g.values.get(static_cast<int64_t>(j)));
         to[j] = a.beta == 0 ? c : static_cast<T>(a.beta) * to[j] + c;
       }
+      to_library(a.data, to);
     };
-    if (a.data && a.dtype == GA_F64) add(static_cast<double*>(a.data));
-    if (a.data && a.dtype == GA_F32) add(static_cast<float*>(a.data));
+    if (a.data && a.dtype == GA_F64) add(from_library<double>(a.data, g.values.count()));
+    if (a.data && a.dtype == GA_F32) add(from_library<float>(a.data, g.values.count()));
     return ok(ga_accumulator_release(ctx_, g.to->id));
   }
 

@@ -158,6 +158,22 @@ class Context {
   ga_context* ctx_ = nullptr;
 };
 
+// ---- Memory that the library hands out -----------------------------------------------------------
+
+// Copies from or to such memory, which may be a device's (device.cpp).
+void copy(void* to, const void* from, size_t bytes);
+
+template <class T = float>
+std::vector<T> from_library(const void* data, int64_t count) {
+  std::vector<T> values(static_cast<size_t>(count));
+  copy(values.data(), data, values.size() * sizeof(T));
+  return values;
+}
+template <class T>
+void to_library(void* data, const std::vector<T>& values) {
+  copy(data, values.data(), values.size() * sizeof(T));
+}
+
 // ---- Threads -------------------------------------------------------------------------------------
 
 // Whether ThreadSanitizer watches, under which a pass takes fifty times as long.

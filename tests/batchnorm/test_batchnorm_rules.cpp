@@ -596,9 +596,10 @@ TEST(BatchNormRules, StatisticsOfADeferredMicroBatch) {
 std::vector<Refusal> wrong_arguments() {
   using S = Script&;
   std::vector<Refusal> list;
-  static const float f32[3] = {1, 1, 1};
-  static const double f64[3] = {1, 1, 1}, nan[3] = {1, NAN, 1}, inf[3] = {1, 1, INFINITY},
-                      negative[3] = {1, 1, -1e-300};
+  static const float* const f32 = new float[3]{1, 1, 1};
+  static const double *const f64 = new double[3]{1, 1, 1}, *const nan = new double[3]{1, NAN, 1},
+                             *const inf = new double[3]{1, 1, INFINITY},
+                             *const negative = new double[3]{1, 1, -1e-300};
 
   // Layers that do not exist.
   for (const ga_bn id : {-1, 1, INT32_MAX}) {

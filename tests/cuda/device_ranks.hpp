@@ -3,7 +3,6 @@
 // Ranks with a simulated device each, over a library of NCCL's name (host/nccl.h).
 #pragma once
 
-#include <algorithm>
 #include <functional>
 
 #include "../ranks.hpp"
@@ -20,13 +19,12 @@ class CudaRanks : public testing::Test {
     sim::configure(sim::Config());
     sim::reset();
   }
-  // Work runs when somebody waits for it, or at once. Tensors are the test's, in the host's memory.
+  // Work runs when somebody waits for it, or at once. Gradients are the test's, in the host's memory.
   static void use(bool deferred) {
     sim::Config c;
     c.devices = 4;
     c.deferred = deferred;
     c.pageable_access = true;
-    c.protect = false;
     sim::configure(c);
   }
 };
@@ -44,20 +42,24 @@ inline void on_devices(int32_t ranks,
   EXPECT_EQ(ga_fake_nccl_communicators(), 0);
 }
 
-// Parameters of a rank, in memory of its device, which the host can reach here.
+// Parameters of a rank, in memory of its device.
 class Parameters {
  public:
   explicit Parameters(const Block& start) : count_(start.size()) {
     EXPECT_CUDA(cudaMalloc(reinterpret_cast<void**>(&data_), count_ * sizeof(float)));
-    std::copy(start.begin(), start.end(), data_);
+    sim::poke(data_, start.data(), count_ * sizeof(float));
   }
   explicit Parameters(size_t count) : Parameters(Block(count)) {}
   ~Parameters() { EXPECT_CUDA(cudaFree(data_)); }
   Parameters(const Parameters&) = delete;
   Parameters& operator=(const Parameters&) = delete;
   float* data() const { return data_; }
-  float operator[](size_t i) const { return data_[i]; }
-  Block get() const { return {data_, data_ + count_}; }
+  float operator[](size_t i) const { return get()[i]; }
+  Block get() const {
+    Block values(count_);
+    sim::peek(values.data(), data_, count_ * sizeof(float));
+    return values;
+  }
 
  private:
   const size_t count_;

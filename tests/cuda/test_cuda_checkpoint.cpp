@@ -2,16 +2,12 @@
 //
 // A run that is stopped on the CPU and goes on on a CUDA device, and back, after every micro-batch and
 // every window: what it computes is still that of the float64 reference.
-#include <cstdlib>
-
 #include "pairs.hpp"
 
 namespace ga::test {
 namespace {
 
 TEST(OtherDevice, EveryPairOfOptionsGoesOnThere) {
-  setenv("GA_SIM_PAGEABLE_ACCESS", "1", 1);
-  setenv("GA_SIM_PROTECT", "0", 1);  // the test writes accumulators on the host, as kernels would
   int wrong = 0;
   for (const Case& c : cases(1)) {
     SCOPED_TRACE(describe(c));

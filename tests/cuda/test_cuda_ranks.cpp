@@ -185,8 +185,7 @@ TEST_F(CudaRanks, ClippedByUnitsForTheProgram) {
   std::mutex lock;
   for (const bool shards : {false, true})
     on_devices(2, [&](int32_t r, ga_comm* comm, const Stream& stream) {
-      const Parameters p(90600);
-      std::fill(p.data(), p.data() + 90600, 1.0f);
+      const Parameters p(Block(90600, 1));
       Context ctx(on(config(), stream));
       ga_optimizer lamb = optimizer(GA_OPTIMIZER_LAMB);
       lamb.max_grad_norm = 0.1;
@@ -207,7 +206,8 @@ TEST_F(CudaRanks, ClippedByUnitsForTheProgram) {
         ASSERT_OK(ga_step(ctx, nullptr));
         const ga_step_result result = result_of(ctx);
         std::vector<double> all = external_gradient(ctx, own, 600);
-        for (size_t j = 0; j < 90000; ++j) all.push_back(p[j]);
+        const Block all_of_p = p.get();
+        all.insert(all.end(), all_of_p.begin(), all_of_p.begin() + 90000);
         const std::lock_guard<std::mutex> hold(lock);
         if (w == 0) continue;
         results.push_back(result);
@@ -313,8 +313,7 @@ TEST_F(CudaRanks, GradientsTravelBehindTheSumsOfALayer) {
   for (const bool overlap : {false, true}) {
     ended[overlap].resize(3);
     on_devices(3, [&](int32_t r, ga_comm* comm, const Stream& stream) {
-      const Parameters p(kCount + 2 * kChannels);
-      std::fill(p.data(), p.data() + kCount + 2 * kChannels, 1.0f);
+      const Parameters p(Block(kCount + 2 * kChannels, 1));
       ga_config c = config();
       c.accum_steps = 1;
       Context ctx(on(c, stream));

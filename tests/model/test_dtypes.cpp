@@ -36,9 +36,7 @@ std::vector<uint32_t> external_bits(ga_context* ctx, int64_t count) {
   int32_t dtype = 0;
   EXPECT_OK(ga_gradient(ctx, 0, &data, &dtype, nullptr));
   EXPECT_EQ(dtype, GA_F32);
-  std::vector<uint32_t> bits(static_cast<size_t>(count));
-  if (data != nullptr) memcpy(bits.data(), data, bits.size() * sizeof(uint32_t));
-  return bits;
+  return data ? from_library<uint32_t>(data, count) : std::vector<uint32_t>();
 }
 
 float as_float(uint32_t bits) {

@@ -524,8 +524,8 @@ class Dropping {
       EXPECT_OK(ga_accumulate(*ctx, list.data(), list.size(), weight, nullptr));
       return;
     }
-    static const int32_t indices[] = {3,  17, 3,  5,  29, 0,  1,  2,  4,  9,  8,  7,  6,  10, 11,
-                                      12, 13, 14, 15, 16, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27};
+    const int32_t indices[] = {3,  17, 3,  5,  29, 0,  1,  2,  4,  9,  8,  7,  6,  10, 11,
+                               12, 13, 14, 15, 16, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27};
     EXPECT_OK(ga_micro_begin(*ctx, window(*ctx).micro_batches, weight, nullptr));
     for (size_t i = 0; i < p.size(); ++i) {
       const auto param = static_cast<ga_param>(i);

@@ -492,8 +492,8 @@ class Host {
           p_.groups[static_cast<size_t>(p_.tensors[i].group)].optimizer.optimizer.kind ==
           GA_OPTIMIZER_EXTERNAL;
       if (external && ga_gradient(ctx_, id, &gradient, &dtype, &count) == GA_OK) {
-        const T* const g = static_cast<const T*>(gradient);
-        numbers.assign(g, g + n);
+        const auto g = from_library<T>(gradient, count);
+        numbers.assign(g.begin(), g.end());
       }
       a.numbers.push_back(numbers);
       numbers.clear();

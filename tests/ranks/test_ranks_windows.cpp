@@ -147,8 +147,8 @@ class Net {
     ga_dtype dtype = 0;
     int64_t count = 0;
     ASSERT_OK(ga_gradient(ctx, maxima_, &data, &dtype, &count));
-    maxima.emplace_back(static_cast<const char*>(data),
-                        static_cast<size_t>(count) * (dtype == GA_F32 ? 4 : 2));
+    const auto bytes = from_library<char>(data, count * (dtype == GA_F32 ? 4 : 2));
+    maxima.emplace_back(bytes.begin(), bytes.end());
     for (ga_bn bn = 0; bn < (setup_.cumulative ? 2 : 1); ++bn)
       running.emplace_back(ctx, bn, 3 - bn);
     kept_.clear();

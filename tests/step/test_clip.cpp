@@ -386,9 +386,10 @@ TEST_P(Norm, OfWhatTheProgramWrote) {
       ga_accumulator a;
       a.struct_size = sizeof a;
       EXPECT_OK(ga_accumulator_acquire(ctx, 0, &a));
-      auto* data = static_cast<float*>(a.data);
-      for (size_t i = 0; i < n; ++i) data[i] = a.beta == 0 ? 2.0f : data[i] + 2.0f;
+      Block data = from_library(a.data, static_cast<int64_t>(n));
+      for (float& x : data) x = a.beta == 0 ? 2.0f : x + 2.0f;
       data[n - 2] = std::isnan(theirs) ? theirs : data[n - 2];
+      to_library(a.data, data);
       EXPECT_OK(ga_accumulator_release(ctx, 0));
     }
     EXPECT_OK(ga_micro_end(ctx));
@@ -471,8 +472,8 @@ TEST(External, SeesTheReducedClippedGradient) {
                                 nullptr));
           EXPECT_EQ(dtype, i == 2 ? 0 : GA_F32);
           if (layout.counts[i] > 0) {
-            memcpy(&seen[static_cast<size_t>(layout.offsets[i])], data,
-                   static_cast<size_t>(layout.counts[i]) * sizeof(float));
+            copy(&seen[static_cast<size_t>(layout.offsets[i])], data,
+                 static_cast<size_t>(layout.counts[i]) * sizeof(float));
           }
         }
         EXPECT_TRUE(model.matches(seen)) << n << " micro-batches, clipped to " << max_norm;
@@ -502,9 +503,9 @@ TEST(External, PerTensorAndByValue) {
   EXPECT_DOUBLE_EQ(step(ctx).clip_factor, 0.5);
   const void* data = nullptr;
   ASSERT_OK(ga_gradient(ctx, 0, &data, nullptr, nullptr));
-  EXPECT_EQ(*static_cast<const float*>(data), -2);
+  EXPECT_EQ(from_library(data, 1), Block{-2});
   ASSERT_OK(ga_gradient(ctx, 1, &data, nullptr, nullptr));
-  EXPECT_EQ(*static_cast<const float*>(data), 0.5);
+  EXPECT_EQ(from_library(data, 1), Block{0.5});
 }
 
 TEST(External, LegalAfterAnAppliedStepOnly) {
@@ -527,7 +528,7 @@ TEST(External, LegalAfterAnAppliedStepOnly) {
   illegal(a);  // the window is open
   step(ctx);
   EXPECT_OK(ga_gradient(ctx, a, &data, nullptr, nullptr));
-  EXPECT_EQ(*static_cast<const float*>(data), 2);
+  EXPECT_EQ(from_library(data, 1), Block{2});
   EXPECT_OK(ga_gradient(ctx, a, &data, nullptr, nullptr));  // any number of times
   illegal(b);                                               // no gradient in this window
   EXPECT_NE(ga_gradient(ctx, c, &data, nullptr, nullptr), GA_OK) << "the group is not external";
@@ -569,7 +570,7 @@ TEST(External, MissingAsZero) {
   // gradient is zero.
   const ga_status status = ga_gradient(ctx, 1, &data, nullptr, nullptr);
   if (status == GA_OK) {
-    EXPECT_EQ(*static_cast<const float*>(data), 0);
+    EXPECT_EQ(from_library(data, 1), Block{0});
   } else {
     EXPECT_EQ(status, GA_ERROR_INVALID_STATE);
   }
@@ -601,10 +602,9 @@ TEST(External, OwnSgdEqualsTheLibrarys) {
     for (size_t i = 0; i < layout.size(); ++i) {
       const void* data = nullptr;
       ASSERT_OK(ga_gradient(b, static_cast<ga_param>(i), &data, nullptr, nullptr));
-      for (int64_t j = 0; j < layout.counts[i]; ++j) {
-        theirs[static_cast<size_t>(layout.offsets[i] + j)] -=
-            0.25f * static_cast<const float*>(data)[j];
-      }
+      const Block g = from_library(data, layout.counts[i]);
+      for (size_t j = 0; j < g.size(); ++j)
+        theirs[static_cast<size_t>(layout.offsets[i]) + j] -= 0.25f * g[j];
     }
   }
   EXPECT_TRUE(same_bits(ours, theirs));

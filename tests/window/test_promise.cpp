@@ -45,14 +45,16 @@ void register_parameters(Context& ctx, ga_group group, const Layout& layout, Rou
 // dimension.
 void write_accumulator(const ga_accumulator& a, const float* g) {
   const auto alpha = static_cast<float>(a.alpha);
-  auto* data = static_cast<float*>(a.data);
+  if (a.rows == 0) return;
+  Block data = from_library(a.data, (a.rows - 1) * a.leading_dimension + a.columns);
   for (int64_t r = 0; r < a.rows; ++r) {
     for (int64_t c = 0; c < a.columns; ++c) {
-      float& x = data[r * a.leading_dimension + c];
+      float& x = data[static_cast<size_t>(r * a.leading_dimension + c)];
       const float term = alpha * g[r * a.columns + c];
       x = a.beta == 0 ? term : term + x;
     }
   }
+  to_library(a.data, data);
 }
 
 // Hands over a micro-batch by one of the routes. Parts come in reverse order, as in a backward
@@ -547,11 +549,11 @@ TEST(Promise, ProgramsThatAddUpThemselves) {
         EXPECT_EQ(a.data, addresses[i]);
         EXPECT_EQ(a.alpha, 1);
         EXPECT_EQ(a.leading_dimension, a.columns);
-        auto* const data = static_cast<float*>(a.data);
-        const int64_t count = a.rows * a.columns;
-        if (a.beta == 0) std::fill(data, data + count, 0.0f);
-        for (int64_t j = 0; j < count; ++j)
-          data[j] += g[static_cast<size_t>(layout.offsets[i] + j)];
+        Block sums = from_library(a.data, a.rows * a.columns);
+        if (a.beta == 0) sums.assign(sums.size(), 0);
+        for (size_t j = 0; j < sums.size(); ++j)
+          sums[j] += g[static_cast<size_t>(layout.offsets[i]) + j];
+        to_library(a.data, sums);
         ASSERT_OK(ga_accumulator_release(by_acquired, static_cast<ga_param>(i)));
       }
       ASSERT_OK(ga_micro_end(by_acquired));

@@ -437,7 +437,7 @@ TEST_P(Failures, ChangeNothing) {
   const State state = static_cast<State>(GetParam());
   const auto finish = [&](Stage& t) {
     if (state == kAcquired) {
-      *static_cast<float*>(t.accumulator_.data) = static_cast<float>(t.accumulator_.alpha) * 2;
+      to_library(t.accumulator_.data, Block{static_cast<float>(t.accumulator_.alpha) * 2});
       EXPECT_OK(ga_accumulator_release(t.ctx, 1));
     }
     if (state == kMicro || state == kAcquired || state == kResumed) {
@@ -472,7 +472,7 @@ TEST_P(Failures, ChangeNothing) {
   const void *a = nullptr, *b = nullptr;
   EXPECT_OK(ga_gradient(stage.ctx, 2, &a, nullptr, nullptr));
   EXPECT_OK(ga_gradient(twin.ctx, 2, &b, nullptr, nullptr));
-  EXPECT_EQ(*static_cast<const float*>(a), *static_cast<const float*>(b));
+  EXPECT_EQ(from_library(a, 1), from_library(b, 1));
 }
 
 // ---- Counting -----------------------------------------------------------------------------------
@@ -694,10 +694,8 @@ TEST(Window, Queries) {
   ga_param_info info;
   ASSERT_OK(ga_param_info_init(&info, sizeof info));
   ASSERT_OK(ga_param_describe(ctx, id, &info));
-  for (int i = 0; i < 100; ++i) {
-    static double data[100];
-    ctx.param(0, "p" + std::to_string(i), &data[i], ref::Shape{});
-  }
+  double data[100];
+  for (int i = 0; i < 100; ++i) ctx.param(0, "p" + std::to_string(i), &data[i], ref::Shape{});
   EXPECT_STREQ(info.name, "half");
   EXPECT_EQ(info.group, adam);
   EXPECT_EQ(info.dtype, GA_F16);
@@ -964,7 +962,7 @@ TEST_P(NoTrace, OfWindowsThatWereNotApplied) {
         ga_accumulator handed;
         handed.struct_size = sizeof handed;
         EXPECT_OK(ga_accumulator_acquire(ctx, 0, &handed));
-        *static_cast<float*>(handed.data) = NAN;
+        to_library(handed.data, Block{NAN});
         EXPECT_OK(ga_discard(ctx));
         EXPECT_TRUE(same_bits(before, block));
         EXPECT_EQ(window(ctx).state, GA_WINDOW_EMPTY);
@@ -1161,18 +1159,20 @@ TEST(Micro, AcquireDescribesTheAccumulator) {
         EXPECT_GE(a.leading_dimension, 12);
         EXPECT_FLOAT_EQ(static_cast<float>(a.alpha), kind == GA_GRADIENT_MEAN ? 0.625f : 0.125f);
         EXPECT_EQ(a.beta, k == 0 ? 0 : 1) << "the first contribution of a window overwrites";
+        Block all = from_library(a.data, (a.rows - 1) * a.leading_dimension + a.columns);
         for (int64_t r = 0; r < a.rows; ++r) {
           for (int64_t col = 0; col < a.columns; ++col) {
-            float& x = static_cast<float*>(a.data)[r * a.leading_dimension + col];
+            float& x = all[static_cast<size_t>(r * a.leading_dimension + col)];
             x = static_cast<float>(a.alpha) + (k == 0 ? 0 : x);
           }
         }
+        to_library(a.data, all);
         EXPECT_EQ(ga_micro_end(ctx), GA_ERROR_INVALID_STATE);
         ASSERT_OK(ga_accumulator_release(ctx, 0));
         EXPECT_EQ(ga_accumulator_release(ctx, 0), GA_ERROR_INVALID_STATE) << "twice";
         ASSERT_OK(ga_accumulator_acquire(ctx, 1, &a));
         EXPECT_EQ(a.rows * a.columns, 1);
-        *static_cast<float*>(a.data) = 0;
+        to_library(a.data, Block{0});
         ASSERT_OK(ga_accumulator_release(ctx, 1));
         ASSERT_OK(ga_micro_end(ctx));
       }
@@ -1767,7 +1767,7 @@ TEST(Live, NormsAreComputedWhenNeeded) {
       ga_accumulator a;
       a.struct_size = sizeof a;
       EXPECT_OK(ga_accumulator_acquire(ctx, id, &a));
-      for (int i = 0; i < 4; ++i) static_cast<float*>(a.data)[i] = 2;
+      to_library(a.data, Block(4, 2));
       EXPECT_OK(ga_accumulator_release(ctx, id));
       EXPECT_OK(ga_micro_end(ctx));
     } else {
@@ -1957,7 +1957,7 @@ TEST(Window, NothingOfAnOverflowSurvives) {
       ga_accumulator a;
       a.struct_size = sizeof a;
       ASSERT_OK(ga_accumulator_acquire(ctx, 0, &a));
-      std::fill_n(static_cast<float*>(a.data), n, 1.0f);
+      to_library(a.data, Block(size, 1));
       ASSERT_OK(ga_accumulator_release(ctx, 0));
       ASSERT_OK(ga_accumulate_part(ctx, 0, g.data()));
       ASSERT_OK(ga_micro_end(ctx));

@@ -184,6 +184,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total);
 
 // ---- Memory --------------------------------------------------------------------------------------
 
+extern "C" {
 cudaError_t cudaMalloc(void** pointer, size_t size);
 cudaError_t cudaMallocManaged(void** pointer, size_t size, unsigned flags = cudaMemAttachGlobal);
 cudaError_t cudaFree(void* pointer);
@@ -205,6 +206,7 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t strea
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device);
 cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value);
 cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t size);
+}
 
 template <class T>
 cudaError_t cudaMalloc(T** pointer, size_t size) {
