@@ -427,10 +427,11 @@ class Places {
 };
 
 TEST_F(Errors, MemoryThatTheDeviceCannotRead) {
-  int pageable = 0;
-  EXPECT_CUDA(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, 0));
+  int reads_host = 0;
+  EXPECT_CUDA(
+      cudaDeviceGetAttribute(&reads_host, cudaDevAttrPageableMemoryAccessUsesHostPageTables, 0));
   Places places;
-  if (pageable == 0) {
+  if (reads_host == 0) {
     const Memory host(Memory::kHost);
     places.each(host.data(), [](const char* what, ga_status status) {
       EXPECT_TRUE(refused(status, GA_ERROR_INVALID_ARGUMENT, {"is host memory", "CUDA device 0"}))
@@ -496,12 +497,23 @@ TEST_F(Errors, MemoryThatTheDriverDoesNotKnow) {
               [](const char* what, ga_status status) { EXPECT_EQ(status, GA_OK) << what; });
 }
 
+// By the page tables of the host, not by heterogeneous memory management.
 TEST_F(Errors, MemoryThatADeviceReadsThroughThePagesOfTheHost) {
-  configure([](sim::Config& c) { c.pageable_access = true; });
   const Memory memory(Memory::kHost);
-  Places places;
-  places.each(memory.data(),
-              [](const char* what, ga_status status) { EXPECT_EQ(status, GA_OK) << what; });
+  for (const bool host_page_tables : {true, false}) {
+    configure([&](sim::Config& c) {
+      c.pageable_access = true;
+      c.host_page_tables = host_page_tables;
+    });
+    Places places;
+    places.each(memory.data(), [&](const char* what, ga_status status) {
+      if (host_page_tables) {
+        EXPECT_EQ(status, GA_OK) << what;
+      } else {
+        EXPECT_TRUE(refused(status, GA_ERROR_INVALID_ARGUMENT, {"is host memory"})) << what;
+      }
+    });
+  }
 }
 #endif
 

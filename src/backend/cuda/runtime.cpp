@@ -207,7 +207,9 @@ Runtime::Runtime(const ga_config& config)
       check(cudaDeviceGetAttribute(&value, which, ordinal), "asking for what the device is");
       return value;
     };
-    reads_pageable_ = attribute(cudaDevAttrPageableMemoryAccess) != 0;
+    // By the page tables of the host. Heterogeneous memory management reads such memory too, page by
+    // page over the bus: an address that is the host's by mistake would be slow, and no error.
+    reads_pageable_ = attribute(cudaDevAttrPageableMemoryAccessUsesHostPageTables) != 0;
     queue_.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
     queue_.blocks = queue_.multiprocessors *
                     std::max(1, attribute(cudaDevAttrMaxThreadsPerMultiProcessor) / 256);

@@ -475,7 +475,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       *value = 1;
       break;
     case cudaDevAttrPageableMemoryAccessUsesHostPageTables:
-      *value = 0;
+      *value = properties.pageableMemoryAccess != 0 && ga::sim::config().host_page_tables ? 1 : 0;
       break;
     case cudaDevAttrMemoryPoolsSupported:
       *value = properties.memoryPoolsSupported;

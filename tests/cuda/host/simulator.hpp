@@ -42,6 +42,7 @@ struct Config {
   bool protect = true;           // [GA_SIM_PROTECT]
   bool reverse_blocks = false;   // [GA_SIM_REVERSE_BLOCKS]
   bool pageable_access = false;  // [GA_SIM_PAGEABLE_ACCESS]
+  bool host_page_tables = true;  // what gives pageable_access; false: memory management of Linux
   bool registered_apart =
       false;                 // the device has registered memory at another address than the host
   bool known_only = false;   // asking about an address that CUDA does not know is an error
