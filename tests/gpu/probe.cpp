@@ -27,7 +27,6 @@ int main() {
         device, properties.name, properties.major, properties.minor, properties.multiProcessorCount,
         properties.totalGlobalMem >> 20, driver / 1000, driver % 1000 / 10, runtime / 1000,
         runtime % 1000 / 10);
-    if (device == 0) printf("pageable_memory_access %d\n", properties.pageableMemoryAccess);
   }
   return 0;
 }
