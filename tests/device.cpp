@@ -171,6 +171,7 @@ const struct Start {
 
 }  // namespace
 
+#ifndef GA_ASAN  // whose own operators tell new from new[]
 // Weak: some suites have operators of their own.
 __attribute__((weak)) void* operator new(size_t bytes) {
   void* data = heap.take(bytes);
@@ -182,6 +183,7 @@ __attribute__((weak)) void operator delete(void* data) noexcept {
   if (!heap.give_back(data)) std::free(data);
 }
 __attribute__((weak)) void operator delete(void* data, size_t) noexcept { operator delete(data); }
+#endif
 
 void ga::test::copy(void* to, const void* from, size_t bytes) {
   if (bytes == 0) return;
