@@ -114,6 +114,8 @@ class Series(Watcher):
                 self._told = True
                 self._terms = [term for entry in self._entries[-1:] for term in entry.terms] + self._terms
                 self._entries.clear()
+                for own in self._optimizers.values():
+                    own.begin = 0
             self._without_step += 1
             if self._without_step > _MOST_ENTRIES:
                 self._active, self.failed = False, True
@@ -178,16 +180,18 @@ class Series(Watcher):
             own.sizes.update({index: self._sizes[index] for index in sketches})
             joined = Joined(own.sizes)
             target = gradient = joined(sketches)
+            micro_batches = contributions(self._entries[own.begin :], id(key), joined)
             window = Trace(
-                contributions(self._entries[own.begin :], id(key), joined) or [Contribution([], 1.0, added=target)], epsilon, solved=True,
-                step=where, rates=() if np.isnan(rate) else (float(rate),), finite=bool(np.isfinite(target).all()),
+                micro_batches or [Contribution([], 1.0, added=target)], epsilon, solved=True, step=where,
+                rates=() if np.isnan(rate) else (float(rate),), finite=bool(np.isfinite(target).all()),
                 moves=max((self._moves - own.moved).values(), default=0), averages=own.averages,
+                spare=self.sees_backward,
             )  # fmt: skip
+            window.backward = next((entry.where for entry in reversed(self._entries) if joined.has(entry.added)), "")
             if clipped:
                 gradient = joined(self._sketches(dict(zip(gradients, clipped, strict=True))))
                 window.factors.append(Factor("clip", where, len(window.contributions), *multiple(gradient, target)))
-            window.target, window.gradient, window.spare = target, gradient, self.sees_backward
-            window.backward = next((entry.where for entry in reversed(self._entries) if joined.has(entry.added)), "")
+            window.target, window.gradient = target, gradient
             settle(window, own.traces[-1].gradient if own.traces else None)
             for each in own.traces[-1:]:
                 each.gradient = None  # of which only the last is needed
@@ -272,12 +276,12 @@ class Series(Watcher):
         return True
 
     def name_loss(self, value: Any, weight: Any, reduction: str) -> Any:
-        self._named = True
         if not is_marked(value):
             raise TypeError(
                 f"loss() was given a {type(value).__name__}: expected a tensor of torch, TensorFlow or JAX, whose "
                 "derivative it can see; micro_batch(gradients, weight=n) tells of gradients that the program computes"
             )
+        self._named = True
         where, call, epsilon = _where.line(), _where.call(), epsilon_of(value.dtype)
         return mark(value, weight, lambda: Term(NAMED, where, reduction, weight, epsilon, call))
 
@@ -308,7 +312,6 @@ def mark(value: Any, count: Any, term: Callable[[], Term]) -> Any:
 
 def tell(method: str, gradients: Mapping[Any, Any], *arrays: Any, **constants: Any) -> None:
     """Calls a method of the recordings that are going on when what is traced runs, with numbers in place of arrays."""
-
     keys = list(gradients)
 
     def called(*found: Any) -> None:

@@ -17,13 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _where
 from .._journal import Journal
-from .._sketch import Sketches, size_of
+from .._sketch import Sketches
 from .._terms import NAMED, Term
 from .._timeline import Change, Joined, MicroBatch, Trace, contributions, trace
 from .._watch import Watcher, never_raises
 from .._windows import Traces
-from ._deepspeed import SCALING, count_of, engines, fragment_of, has_gradients
-from ._library import Ledger, ledger_of
+from ._deepspeed import SCALING, engines, fragment_of, has_gradients
+from ._followed import Parameter, Steps, address_of, is_distributed, local
+from ._library import Ledger
 from ._mode import Mode
 from ._sketch import Sketch
 
@@ -33,69 +34,6 @@ _MOST_ENTRIES = 2000
 _Quiet: Any = torch._C.DisableTorchFunction
 
 
-class _Parameter:
-    """A parameter whose gradient is followed."""
-
-    def __init__(self, tensor: Tensor, name: str) -> None:
-        self.tensor = tensor
-        self.name = name
-        self.is_sharded = hasattr(tensor, "to_local")
-        """A DTensor, whose gradient FSDP2 reduces before it assigns it to .grad."""
-        self.size = size_of(count_of(_local(tensor)))
-        """Of a sketch."""
-        self.had_gradient = False
-        self.is_of_keras = False
-        """Whether it is of a model that optimizers of Keras may train."""
-        self.sketch: Tensor | None = None  # of .grad as it was seen last
-        self._seen: tuple[Callable[[], Tensor | None], int] | None = None  # that .grad, and its version
-
-    def is_as_seen(self) -> bool:
-        gradient = self.tensor.grad
-        if gradient is None or self._seen is None:
-            return gradient is None and self._seen is None
-        return self._seen[0]() is gradient and self._seen[1] == gradient._version
-
-    def see(self, sketch: Tensor | None) -> None:
-        gradient = self.tensor.grad
-        self.sketch = sketch
-        self._seen = None if gradient is None else (weakref.ref(gradient), gradient._version)
-
-    def forget(self) -> None:
-        """.grad is about to change in a way that its version may not tell."""
-        self._seen = (_nothing, -1)
-
-
-def _nothing() -> None:
-    """A reference to no tensor."""
-
-
-class Steps:
-    """The windows of one optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.parameters: list[int] = []
-        self.begin = 0  # the first entry of its window
-        self.start: dict[int, Tensor | None] = {}  # the gradients with which the last window was stepped
-        self.traces: list[Trace] = []
-        self.pending = 0
-        """Micro-batches after the last step."""
-        self.is_partial = False
-        """Whether its first window had begun before it was watched."""
-        self.skipped = 0
-        """Micro-batches of steps that a fused optimizer did not make, for a gradient was not finite."""
-        self.ledger = ledger_of(optimizer)
-        """What an optimizer of this library tells, whose window is not in ``.grad``."""
-
-    def begins(self, begin: int, start: dict[int, Tensor | None]) -> None:
-        """Its next window begins."""
-        self.begin, self.start = begin, start
-
-    def rates_now(self) -> tuple[float, ...]:
-        """The learning rates of the groups."""
-        return tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
-
-
 class Recorder(Watcher):
     """Follows the gradients of parameters from backward to the optimizer."""
 
@@ -103,7 +41,7 @@ class Recorder(Watcher):
         super().__init__(limit)
         self._journal = journal
         self._handles: list[Any] = []
-        self._parameters: list[_Parameter] = []
+        self._parameters: list[Parameter] = []
         self._index: dict[int, int] = {}  # of a parameter, by its id
         self._frozen: dict[int, tuple[str, Tensor]] = {}  # those that may have gradients later, by their ids
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -199,7 +137,7 @@ class Recorder(Watcher):
             self._frozen.pop(id(tensor), None)
             index = len(self._parameters)
             self._index[id(tensor)] = index
-            parameter = _Parameter(tensor, name)
+            parameter = Parameter(tensor, name)
             parameter.is_of_keras = is_of_keras
             self._parameters.append(parameter)
             hook: Any = tensor.register_hook
@@ -209,7 +147,7 @@ class Recorder(Watcher):
             self._handles.append(after(lambda _, index=index: self._accumulated(index)))
             if tensor.grad is not None:
                 with _Quiet(), torch.no_grad():
-                    parameter.see(self._sketch.of(index, _local(tensor.grad)))
+                    parameter.see(self._sketch.of(index, local(tensor.grad)))
                 self._base[index] = parameter.sketch
 
     # ---- Forward and losses
@@ -348,7 +286,7 @@ class Recorder(Watcher):
             if gradient is None:
                 return
             micro.where = self._where
-            after = self._sketch.of(index, _local(gradient))
+            after = self._sketch.of(index, local(gradient))
             if parameter.is_sharded:
                 parameter.had_gradient = True
                 self._coming[index] = after if parameter.sketch is None else after - parameter.sketch
@@ -358,7 +296,7 @@ class Recorder(Watcher):
             before = micro.added.get(index)
             micro.added[index] = found if before is None else before + found
             parameter.see(after)
-            self._addresses[_address(gradient)] = index
+            self._addresses[address_of(gradient)] = index
             if parameter.sketch is not None:
                 micro.after[index] = parameter.sketch
 
@@ -371,7 +309,7 @@ class Recorder(Watcher):
         if not tensors or not isinstance(tensors[0], Tensor) or not self._addresses:
             return
         with _Quiet(), torch.no_grad():
-            addresses = [_address(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+            addresses = [address_of(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
             indices = [
                 self._addresses[address] for address in addresses
                 if address in self._addresses and self._is_gradient(address)
@@ -403,7 +341,7 @@ class Recorder(Watcher):
     def _is_gradient(self, address: int) -> bool:
         """Whether a gradient is still where one was."""
         gradient = self._parameters[self._addresses[address]].tensor.grad
-        return gradient is not None and _address(gradient) == address
+        return gradient is not None and address_of(gradient) == address
 
     def _observe(self, *, all_of_them: bool = False) -> None:
         """Notes what has changed in .grad since it was seen last, and ends the change that is going on.
@@ -416,12 +354,12 @@ class Recorder(Watcher):
             if parameter.is_as_seen() and not (in_place and parameter.tensor.grad is not None):
                 continue
             gradient = parameter.tensor.grad
-            found = None if gradient is None else self._sketch.of(index, _local(gradient))
+            found = None if gradient is None else self._sketch.of(index, local(gradient))
             if found is not None and parameter.sketch is not None and torch.equal(found, parameter.sketch):
                 parameter.see(found)
                 continue
             if gradient is not None:
-                self._addresses[_address(gradient)] = index
+                self._addresses[address_of(gradient)] = index
             if found is not None or parameter.sketch is not None:
                 changed[index] = found
             parameter.see(found)
@@ -615,7 +553,7 @@ class Recorder(Watcher):
 
     def _journal_of(self, steps: Steps, journal: Journal) -> None:
         joined = self._joined(steps)
-        tensors = {index: _local(self._parameters[index].tensor) for index in steps.parameters}
+        tensors = {index: local(self._parameters[index].tensor) for index in steps.parameters}
         with _Quiet(), torch.no_grad():
             parameters = joined({index: self._sketch.of(index, tensor) for index, tensor in tensors.items()})
         name = f"{type(steps.optimizer).__name__} {list(self.steps).index(id(steps.optimizer)) + 1}"
@@ -682,29 +620,3 @@ class Recorder(Watcher):
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 said.append(f"{', '.join(names[:3])}{more} {what}.")
         return said
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this rank has; another tensor itself."""
-    of: Any = getattr(tensor, "to_local", None)
-    if of is None:
-        return tensor
-    with torch.no_grad():
-        found: Tensor = of()
-    return found
-
-
-def _address(tensor: Tensor) -> int:
-    """By which a gradient is known again under another name, such as .data."""
-    tensor = _local(tensor)
-    try:
-        return tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
-    except RuntimeError:  # of torch.func, which has no memory
-        return 0
-
-
-def is_distributed() -> bool:
-    """Whether there are several processes of torch.distributed."""
-    distributed: Any = torch.distributed
-    return bool(distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
-
