@@ -473,6 +473,15 @@ def test_a_model_of_keras_in_a_loop_of_torch() -> None:
     assert mean is not None
 
 
+def test_releases_that_are_not_known_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "keras.src.losses.loss", None)
+    with check.record() as recording:
+        model = made()
+        model.compile(accumulating(), loss())
+        model.fit(X[:8], Y[:8], batch_size=4, verbose=0)
+    assert not recording.report.ok and f"on {BACKEND} is not watched" in str(recording.report), recording.report
+
+
 # ---- What a recording leaves
 
 

@@ -71,10 +71,11 @@ class Recording:
             return
         from . import _keras
 
-        if name == "keras":
-            _keras.watch(self._series)
-        else:
-            _keras.watch_library(self._series)
+        watch = _keras.watch if name == "keras" else _keras.watch_library
+        try:
+            watch(self._series)
+        except Exception as error:  # a release that is not known
+            self._series.fail(error)
 
     def _watch_torch(self, name: str) -> None:
         from . import _torch

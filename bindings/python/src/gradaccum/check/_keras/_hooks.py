@@ -28,11 +28,9 @@ _within = _Within()
 def watch(series: Series) -> None:
     """Changes functions of Keras until the series ends."""
     keras: Any = sys.modules["keras"]
-    if any(each.watches_keras for each in active):
-        return  # another recording, around this one, whose hooks tell both
     backend = keras.backend.backend()
     optimizers: Any = keras.optimizers
-    losses: Any = sys.modules["keras.src.losses.loss"]
+    losses: Any = sys.modules.get("keras.src.losses.loss")
     wanted = [(optimizers.Optimizer, "_backend_apply_gradients"), (optimizers.Optimizer, "_clip_gradients"),
               (losses, "reduce_weighted_values")]  # fmt: skip
     missing = [name for owner, name in wanted if not hasattr(owner, name)]
@@ -40,10 +38,12 @@ def watch(series: Series) -> None:
         series.remark(f"Keras {keras.__version__} on {backend} is not watched: {', '.join(missing) or 'unknown'}.")
         return
     series.titles[f"keras {keras.__version__} on {backend}"] = None
-    begin()
-    series.watches_keras = True
     series.is_compiled = backend != "torch"
     series.sees_backward = backend == "tensorflow"
+    if any(each.watches_keras for each in active):
+        return  # another recording, around this one, whose hooks tell both
+    series.watches_keras = True
+    begin()
     hooks = _Hooks(series, keras, backend)
     series.replace(losses, "reduce_weighted_values", hooks.reduced)
     series.replace(optimizers.Optimizer, "apply", hooks.applied)
