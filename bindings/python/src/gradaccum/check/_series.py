@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
