@@ -209,7 +209,7 @@ def test_lines_are_those_of_the_program() -> None:
     with check.record() as recording:
         step(tf.constant(X[:4]), tf.constant(Y[:4]))
     (window,) = recording.report.optimizers[0].windows
-    assert "test_keras_check.py:" in window.step, window.step
+    assert "test_keras_check_loops.py:" in window.step, window.step
 
 
 @pytest.mark.only("tensorflow")
