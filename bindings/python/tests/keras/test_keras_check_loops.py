@@ -78,21 +78,26 @@ def test_tapes_are_seen_whoever_adds_up() -> None:
     assert names(train([[8, 4], [2, 4, 6]], False)) == [MEAN]  # by the same graph
 
 
-@pytest.mark.only("tensorflow")
-def test_what_xla_compiles_is_refused_by_name() -> None:
+def compiled_step(**options: Any) -> None:
+    """A step in a function of TensorFlow, with options of tf.function."""
     import tensorflow as tf
 
     model, mean, optimizer = made(), loss(), keras.optimizers.SGD(0.1)
     optimizer.build(model.trainable_variables)
 
-    @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
+    @tf.function(**options)  # type: ignore[untyped-decorator]
     def step(x: Any, y: Any) -> None:
         with tf.GradientTape() as tape:
             value = mean(y, model(x))
         optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
 
+    step(tf.constant(X[:4]), tf.constant(Y[:4]))
+
+
+@pytest.mark.only("tensorflow")
+def test_what_xla_compiles_is_refused_by_name() -> None:
     with check.record() as recording:
-        step(tf.constant(X[:4]), tf.constant(Y[:4]))
+        compiled_step(jit_compile=True)
     assert not recording.report.ok and "that XLA compiles is not watched" in str(recording.report)
 
 
@@ -195,19 +200,8 @@ def test_a_strategy_of_tensorflow() -> None:
 
 @pytest.mark.only("tensorflow")
 def test_lines_are_those_of_the_program() -> None:
-    import tensorflow as tf
-
-    model, mean, optimizer = made(), loss(), keras.optimizers.SGD(0.1)
-    optimizer.build(model.trainable_variables)
-
-    @tf.function  # type: ignore[untyped-decorator]
-    def step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            value = mean(y, model(x))
-        optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
-
     with check.record() as recording:
-        step(tf.constant(X[:4]), tf.constant(Y[:4]))
+        compiled_step()
     (window,) = recording.report.optimizers[0].windows
     assert "test_keras_check_loops.py:" in window.step, window.step
 

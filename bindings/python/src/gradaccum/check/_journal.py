@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ._sketch import signs
+
 _NUMBERS = 64  # that are kept of a sketch
 
 
@@ -52,7 +54,6 @@ class Journal:
 
 def _folded(sketch: Any) -> list[float]:
     """A sketch of a sketch."""
-    signs = np.random.default_rng(0).integers(0, 2, len(sketch)) * 2.0 - 1
     rest = -len(sketch) % _NUMBERS
-    folded = np.pad(sketch * signs, (0, rest)).reshape(-1, _NUMBERS).sum(0)
+    folded = np.pad(sketch * signs(len(sketch), 0), (0, rest)).reshape(-1, _NUMBERS).sum(0)
     return [float(each) for each in folded]

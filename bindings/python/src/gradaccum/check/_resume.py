@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -78,7 +79,7 @@ def _distance(a: Sequence[float], b: Sequence[float]) -> float:
     return float(np.linalg.norm(np.subtract(a, b))) / scale if scale else 0.0
 
 
-def _fault(resumed: list[Run], whole: list[Run], first: int, saved: int, limit: int = 200) -> Fault | None:
+def _fault(resumed: list[Run], whole: list[Run], first: int, saved: int, limit: float = math.inf) -> Fault | None:
     """What is not as in the whole run.
 
     first: the windows before the checkpoint

@@ -105,16 +105,16 @@ class Trace:
     """Whether the gradient that the optimizer saw is finite."""
     solved: bool = False
     """Whether the multiples are still to be solved for, since the gradient was not followed to the step."""
-    together: list[str] = dataclasses.field(default_factory=list)
-    """What is known of micro-batches whose gradients are multiples of one another."""
-    spare: bool = False
-    """Whether gradients are seen, too, that the program computes for something else than a step."""
     target: Vector = None
     """If so, the sketch of the gradient that the optimizer saw, before the clipping of the whole window."""
     gradient: Vector = None
     """If so, the sketch of the gradient that the optimizer saw."""
     fragmented: bool = False
     """Whether target and gradient are those of this rank's part, so that those of all ranks are to be added up."""
+    together: list[str] = dataclasses.field(default_factory=list)
+    """What is known of micro-batches whose gradients are multiples of one another."""
+    spare: bool = False
+    """Whether gradients are seen, too, that the program computes for something else than a step."""
     sharded: bool = False
     """Whether the ranks' gradients were reduced before they were seen, to their mean."""
     step: str = ""

@@ -169,14 +169,13 @@ class _Hooks:
     def clipped(self, original: Any, optimizer: Any, grads: Any) -> Any:
         """An optimizer is about to use gradients. On JAX it computes each step, and drops what is within a window."""
         result = original(optimizer, grads)
-        clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
         is_applied: Any = True
         if self._backend == "jax" and optimizer.gradient_accumulation_steps:
             is_applied = (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
         gradients = {known_by(variable): each for variable, each in zip(_within.variables, grads, strict=False)}
         dtypes = [epsilon_of(self._keras.backend.standardize_dtype(each.dtype)) for each in grads]
         tell(
-            "update", gradients, is_applied, _number(optimizer.learning_rate), *(result if clips else ()), key=optimizer,
+            "update", gradients, is_applied, _number(optimizer.learning_rate), *(() if result is grads else result), key=optimizer,
             name=type(optimizer).__name__, where=_where.line(), epsilon=max(dtypes, default=0.0),
         )  # fmt: skip
         return result
