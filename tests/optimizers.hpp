@@ -426,6 +426,8 @@ inline Row muon() {
   r.refuses(torch, {"ns_coefficients", "nan"}, [](O o) { o.ns_coefficients[1] = NAN; });
   r.refuses(torch, {"ns_steps", "0"}, [](O o) { o.ns_steps = 0; });
   r.refuses(torch, {"ns_steps", "100"}, [](O o) { o.ns_steps = 100; });
+  r.refuses(torch, {"ns_precision", "3"}, [](O o) { o.ns_precision = 3; });
+  r.refuses(torch, {"ns_precision", "-1"}, [](O o) { o.ns_precision = -1; });
   r.refuses(torch, {"adjust_lr", "3"}, [](O o) { o.adjust_lr = 3; });
   r.refuses(torch, {"nesterov", "2"}, [](O o) { o.nesterov = 2; });
   r.refuses(torch, {"momentum", "-1"}, [](O o) { o.momentum = -1; });

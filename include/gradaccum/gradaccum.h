@@ -200,6 +200,15 @@ enum {
   GA_ADJUST_NONE = 2       /* the factor is 1 */
 };
 
+/* What the factors of MUON's matrix products are rounded to. Products and sums are of f32. */
+typedef int32_t ga_precision;
+enum {
+  GA_PRECISION_F32 = 0,  /* not at all */
+  GA_PRECISION_TF32 = 1, /* 11 significant bits (TF32): on a GPU only */
+  GA_PRECISION_BF16 =
+      2 /* 8 significant bits (bf16): on a GPU, and on processors with AVX-512 BF16 */
+};
+
 /* An optimizer and its hyper-parameters. Filled by ga_optimizer_init; then the program sets what is
    to be different. */
 typedef struct ga_optimizer {
@@ -240,6 +249,8 @@ typedef struct ga_optimizer {
   int64_t alpha_warmup;       /* ADEMAMIX: steps until alpha has grown from 0; >= 0 */
   int64_t beta3_warmup;       /* ADEMAMIX: steps until beta3 has grown from beta1; >= 0 */
   double clip_exponent;       /* ADOPT: step t clips to (t - 1)^clip_exponent; >= 0 */
+  ga_precision ns_precision;  /* MUON: of the products of an iteration; default GA_PRECISION_F32 */
+  int32_t reserved2;          /* 0 */
 } ga_optimizer;
 
 /* Fills *out with that framework's defaults for that optimizer. struct_size: sizeof(ga_optimizer).
@@ -252,7 +263,8 @@ typedef int32_t ga_group;
 typedef int32_t ga_param;
 
 /* Adds a group: parameters that share an optimizer. Legal while the window is empty. out: may be
-   NULL. GA_ERROR_UNSUPPORTED: no such flavor, or MUON without oneDNN or cuBLAS. */
+   NULL. GA_ERROR_UNSUPPORTED: no such flavor, MUON without oneDNN or cuBLAS, or an ns_precision that
+   the device has no products of. */
 GA_API ga_status ga_group_add(ga_context* ctx, const ga_optimizer* optimizer, ga_group* out);
 
 /* ---- Parameters ------------------------------------------------------------------------------ */
@@ -1224,8 +1236,9 @@ GA_API ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, doub
 /* Gives a group other hyper-parameters: learning rate, betas, momentum, eps and so on. What decides
    which state there is may not change: kind, flavor, state_dtype, amsgrad, centered,
    initial_accumulator, and whether momentum is 0 (SGD, RMSPROP, LARS). Bias corrections use the new
-   beta, 1 - beta^t, as PyTorch's and Keras's do. GA_ERROR_UNSUPPORTED: such a field differs, or the
-   optimizer would then move rows that GA_ROWS_LAZY leaves. */
+   beta, 1 - beta^t, as PyTorch's and Keras's do. GA_ERROR_UNSUPPORTED: such a field differs, the
+   device has no products of ns_precision, or the optimizer would then move rows that GA_ROWS_LAZY
+   leaves. */
 GA_API ga_status ga_group_set_optimizer(ga_context* ctx, ga_group group,
                                         const ga_optimizer* optimizer);
 

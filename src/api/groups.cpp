@@ -25,6 +25,7 @@ ga_optimizer read_optimizer(const ga_optimizer* optimizer) {
   const ga_optimizer o =
       read_struct(optimizer, default_optimizer(optimizer->kind, optimizer->flavor), "ga_optimizer");
   check_reserved("ga_optimizer", o.reserved);
+  check_reserved("ga_optimizer", o.reserved2);
   return o;
 }
 

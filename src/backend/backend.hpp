@@ -215,9 +215,10 @@ class Backend {
   virtual void clear_rows(Span<RowSet* const> sets) = 0;
   virtual void free_rows(RowSet* set) noexcept = 0;  // frees the entries; NULL is legal
 
-  // Throws GA_ERROR_UNSUPPORTED if there is no matrix engine, before anything has changed.
-  // converted: number of elements in matrices of the next product that are not f32.
-  virtual void prepare_matmul(int64_t converted) = 0;
+  // Throws GA_ERROR_UNSUPPORTED if there is no matrix engine, or none whose products of f32 matrices
+  // have factors of that precision, before anything has changed. converted: number of elements in
+  // matrices of the next matmul() that are not f32.
+  virtual void prepare_matmul(int64_t converted, ga_precision precision) = 0;
   // Returns whether the partials were stored; if not, they are stale.
   virtual bool matmul(const MatmulTask& task) = 0;
   virtual void orthogonalize(const OrthogonalizeTask& task) = 0;

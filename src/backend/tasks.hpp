@@ -309,6 +309,7 @@ struct MatmulTask {
   int64_t ldb;
   bool transpose_b;
   int32_t dtype;  // of a and b
+  bool tf32;      // f32 factors may be rounded to TF32, see Backend::prepare_matmul()
   float* target;
   Partial* partials;
   double scale;
@@ -324,14 +325,33 @@ struct OrthogonalizeTask {
   int64_t rows, columns;
   int steps;
   float a, b, c;
-  float* scratch;  // scratch_size floats
+  ga_precision precision;  // of the factors of products
+  float* scratch;          // scratch_size floats
 
   float* result() const { return steps % 2 == 0 ? x : scratch; }
 
+  // Enough for each precision, so that a group may change it: the other X, two matrices as small as G;
+  // for bf16 also the factors.
   static int64_t scratch_size(int64_t rows, int64_t columns) {
     const int64_t small = rows < columns ? rows : columns;
-    return rows * columns + 2 * small * small;
+    const int64_t count = rows * columns;
+    return count + 2 * small * small + (count + small * small + 1) / 2;
   }
+};
+
+// A pass over matrices: to <- a *factor x + b y, and narrow <- to, rounded to bf16. factor NULL: 1.
+// x_dtype: GA_F32 or GA_BF16. y NULL: without b y; then to may be x, or NULL. With b = 1, to may be y.
+// narrow may be NULL, or x of bf16.
+struct Combination {
+  double a;
+  const double* factor;
+  const void* x;
+  int32_t x_dtype;
+  float b;
+  const float* y;
+  float* to;
+  uint16_t* narrow;
+  int64_t count;
 };
 
 // A pass over a micro-batch's tensors in a layer with batch normalisation. The compute type is

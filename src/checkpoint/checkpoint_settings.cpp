@@ -255,6 +255,7 @@ void Checkpoint::read_settings() {
     read(key, g.optimizer);
     check_optimizer(g.optimizer);
     check_same_state(now.optimizer, g.optimizer);
+    now.prepare_products(*model_.backend, g.optimizer);
     for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(g.optimizer, matrix != 0);
     g.own_clip = read(key + ".clip", g.clip);
     check_clip(g.clip);

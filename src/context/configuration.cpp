@@ -19,7 +19,7 @@ ga_group Configuration::add_group(const ga_optimizer& o) {
   if (model_.params.groups.size() >= INT32_MAX) fail(GA_ERROR_INVALID_ARGUMENT, "too many groups");
   const OptimizerInfo& info = optimizer_info(o.kind, o.flavor);
   Group g = {o, &info, {info.op(o, false), info.op(o, true)}, false, default_clip(), {}, {}};
-  if (g.op[1] >= 0 && op_info(g.op[1]).orthogonal) model_.backend->prepare_matmul(0);
+  g.prepare_products(*model_.backend, o);
   GroupState state = {};
   state.clock = clock_after(info, o,
                             model_.params.groups.empty() && model_.progress.windows() == 0
@@ -56,6 +56,7 @@ void Configuration::set_optimizer(ga_group id, ga_optimizer o) {
   const Group& g = model_.params.group(id);
   check_optimizer(o);
   check_same_state(g.optimizer, o);
+  g.prepare_products(*model_.backend, o);
   o.state_dtype = g.optimizer.state_dtype;
   for (size_t i = 0; i < model_.params.size(); ++i)
     if (model_.params[i].group == id && model_.params.tensor(i).options.rows == GA_ROWS_LAZY &&

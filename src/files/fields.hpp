@@ -36,6 +36,7 @@ void each_field(Struct& s, F&& f) {
     f("decoupled", s.decoupled), f("always_adapt", s.always_adapt), f("beta3", s.beta3);
     f("alpha", s.alpha), f("alpha_warmup", s.alpha_warmup), f("beta3_warmup", s.beta3_warmup);
     f("clip_exponent", s.clip_exponent, s.kind == GA_OPTIMIZER_ADOPT ? 0.25 : 0.0);
+    f("ns_precision", s.ns_precision, ga_precision{GA_PRECISION_F32});
   } else if constexpr (std::is_same_v<T, ga_schedule>) {
     f("kind", s.kind), f("warmup_steps", s.warmup_steps), f("total_steps", s.total_steps);
     f("end_factor", s.end_factor), f("power", s.power), f("gamma", s.gamma);

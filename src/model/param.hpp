@@ -26,6 +26,12 @@ struct Group {
   ga_clip clip;
   ga_schedule schedule;
   Table<double> rates;  // of a GA_SCHEDULE_TABLE
+
+  // Opens the engine of the matrix products that its matrices need with that optimizer, of the same
+  // kind. See Backend::prepare_matmul().
+  void prepare_products(Backend& backend, const ga_optimizer& o) const {
+    if (op[1] >= 0 && op_info(op[1]).orthogonal) backend.prepare_matmul(0, o.ns_precision);
+  }
 };
 
 constexpr ga_clip default_clip() {

@@ -290,6 +290,7 @@ OrthogonalizeTask TableWriter::orthogonal_task(ga_param id) const {
   task.a = static_cast<float>(o.ns_coefficients[0]);
   task.b = static_cast<float>(o.ns_coefficients[1]);
   task.c = static_cast<float>(o.ns_coefficients[2]);
+  task.precision = o.ns_precision;
   // Behind what may have been emitted there.
   task.scratch = static_cast<float*>(model_.arrays.scratch()) +
                  (task.x == model_.arrays.scratch() ? p.count : 0);

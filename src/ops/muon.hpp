@@ -83,6 +83,9 @@ struct Muon : OptimizerBase {
     if (o.adjust_lr < GA_ADJUST_ORIGINAL || o.adjust_lr > GA_ADJUST_NONE)
       fail(GA_ERROR_INVALID_ARGUMENT, "Muon: adjust_lr was %d, expected 0 to 2 (ga_adjust_lr)",
            o.adjust_lr);
+    if (o.ns_precision < GA_PRECISION_F32 || o.ns_precision > GA_PRECISION_BF16)
+      fail(GA_ERROR_INVALID_ARGUMENT, "Muon: ns_precision was %d, expected 0 to 2 (ga_precision)",
+           o.ns_precision);
   }
 };
 

@@ -44,7 +44,7 @@ void Accumulator::accumulate_matmul(ga_param id, int64_t k, const void* a, int64
   check_matrix("b", b, transpose_b ? n : k, transpose_b ? k : n, ldb);
   const Micro& micro = model_.window.open_micro();
   if (micro.weight == 0 || p.frozen) return;
-  model_.backend->prepare_matmul(dtype == GA_F32 ? 0 : k * (m + n));
+  model_.backend->prepare_matmul(dtype == GA_F32 ? 0 : k * (m + n), GA_PRECISION_F32);
   preparation_.prepare();
   added_ = true;
   store_borrowed(id);

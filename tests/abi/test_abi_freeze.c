@@ -25,7 +25,7 @@
 
 /* ---- Structs: size, then each field with its offset and its size ---- */
 
-SIZE(ga_optimizer, 248, 248);
+SIZE(ga_optimizer, 256, 256);
 FIELD(ga_optimizer, struct_size, 0, 8, 0, 4);
 FIELD(ga_optimizer, kind, 8, 4, 4, 4);
 FIELD(ga_optimizer, flavor, 12, 4, 8, 4);
@@ -61,6 +61,8 @@ FIELD(ga_optimizer, alpha, 216, 8, 216, 8);
 FIELD(ga_optimizer, alpha_warmup, 224, 8, 224, 8);
 FIELD(ga_optimizer, beta3_warmup, 232, 8, 232, 8);
 FIELD(ga_optimizer, clip_exponent, 240, 8, 240, 8);
+FIELD(ga_optimizer, ns_precision, 248, 4, 248, 4);
+FIELD(ga_optimizer, reserved2, 252, 4, 252, 4);
 
 SIZE(ga_config, 184, 144);
 FIELD(ga_config, struct_size, 0, 8, 0, 4);
@@ -386,6 +388,10 @@ VALUE(GA_ADJUST_ORIGINAL, 0);
 VALUE(GA_ADJUST_MATCH_RMS, 1);
 VALUE(GA_ADJUST_NONE, 2);
 
+VALUE(GA_PRECISION_F32, 0);
+VALUE(GA_PRECISION_TF32, 1);
+VALUE(GA_PRECISION_BF16, 2);
+
 VALUE(GA_DEVICE_CPU, 0);
 VALUE(GA_DEVICE_CUDA, 1);
 
@@ -502,6 +508,7 @@ _Static_assert(sizeof(ga_optimizer_kind) == 4, "ga_optimizer_kind");
 _Static_assert(sizeof(ga_flavor) == 4, "ga_flavor");
 _Static_assert(sizeof(ga_dtype) == 4, "ga_dtype");
 _Static_assert(sizeof(ga_adjust_lr) == 4, "ga_adjust_lr");
+_Static_assert(sizeof(ga_precision) == 4, "ga_precision");
 _Static_assert(sizeof(ga_group) == 4, "ga_group");
 _Static_assert(sizeof(ga_param) == 4, "ga_param");
 _Static_assert(sizeof(ga_device) == 4, "ga_device");

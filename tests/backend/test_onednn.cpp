@@ -181,6 +181,49 @@ TEST_F(OneDnn, MatchesFloat64OnLayers) {
       }
 }
 
+// Factors of bf16, whose products are exact in f32, so that only sums round.
+TEST_F(OneDnn, ProductsOfBf16MatchFloat64) {
+  if (!module_->multiply_bf16) GTEST_SKIP() << module_->version << " has none on this processor";
+  const int64_t shapes[][3] = {{1, 1, 1},    {3, 5, 7},      {16, 16, 32},   {17, 33, 65},
+                               {64, 48, 64}, {130, 97, 300}, {1, 700, 129},  {700, 1, 129},
+                               {48, 48, 3},  {257, 129, 40}, {128, 384, 128}};
+  for (const auto& [m, n, k] : shapes)
+    for (int way = 0; way < 8; ++way) {
+      SCOPED_TRACE(testing::Message() << m << " x " << n << " x " << k << " way " << way);
+      const int64_t padding = way & 4 ? 3 : 0;
+      Factor a(m, k, way & 1, padding, 5), b(k, n, way & 2, 2 * padding, 6);
+      const auto narrow = [](Factor& f) {
+        std::vector<uint16_t> result;
+        for (float& x : f.stored.all()) {
+          uint32_t bits;
+          memcpy(&bits, &x, sizeof bits);
+          bits &= 0xffff0000;  // towards zero: these numbers are of bf16
+          memcpy(&x, &bits, sizeof x);
+          result.push_back(static_cast<uint16_t>(bits >> 16));
+        }
+        return result;
+      };
+      const std::vector<uint16_t> a16 = narrow(a), b16 = narrow(b);
+      Matrix c(m, n, n + padding, 7);
+      const Matrix before = c;
+      for (int64_t i = 0; i < m; ++i)
+        for (int64_t j = 0; j < n; ++j) c.at(i, j) = kNan;
+      const char* const error =
+          module_->multiply_bf16(m, n, k, a16.data() + 1, a.stored.ld(), way & 1, b16.data() + 1,
+                                 b.stored.ld(), way >> 1 & 1, c.data(), c.ld());
+      ASSERT_EQ(error, nullptr) << error;
+      for (int64_t i = 0; i < m; ++i)
+        for (int64_t j = 0; j < n; ++j) {
+          const Sum want = dot(a, b, k, i, j, 1);
+          ASSERT_TRUE(want.holds(c.at(i, j)))
+              << "c[" << i << "][" << j << "] is " << c.at(i, j) << ", not " << want.value
+              << "; tolerance " << want.tolerance();
+          c.at(i, j) = before.at(i, j);
+        }
+      ASSERT_TRUE(same_bits(c.all(), Matrix(before).all())) << "wrote outside c";
+    }
+}
+
 TEST_F(OneDnn, EmptyProducts) {
   Matrix c(3, 5, 7, 1);
   Matrix before = c;

@@ -21,7 +21,7 @@ static const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const 
 const void* ga_module_onednn(char* error, size_t error_size);
 
 const void* ga_module_onednn(char* error, size_t error_size) {
-  static const ga_matmul_module module = {FAKE_ABI, "a fake oneDNN", multiply};
+  static const ga_matmul_module module = {FAKE_ABI, "a fake oneDNN", multiply, NULL};
   (void)error, (void)error_size;
   return &module;
 }

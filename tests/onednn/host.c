@@ -7,6 +7,7 @@
  *   host refuses <words of the message> [library that the program has loaded]
  *   host retries <folder of the module>     the first call is refused, the second is not
  *   host faults <words of the message>      the engine fails during a product
+ *   host refuses_bf16 <words of the message>
  *
  * Exits with 0 if everything is as expected, or 77 if the library to load is not on this machine. */
 #include <dlfcn.h>
@@ -88,6 +89,24 @@ static void expect_refusal(const char* words) {
   CHECK(memcmp(&before, &after, sizeof before) == 0);
 }
 
+/* Refused in a new group and in one that there is, which stays as it was. */
+static void expect_refusal_of_bf16(const char* words) {
+  ga_optimizer muon, still;
+  ga_group group = -7;
+  CHECK(ga_optimizer_init(&muon, sizeof muon, GA_OPTIMIZER_MUON, GA_FLAVOR_TORCH) == GA_OK);
+  CHECK(ga_group_add(ctx, &muon, &group) == GA_OK);
+  muon.ns_precision = GA_PRECISION_BF16;
+  muon.lr = 0.5;
+  CHECK(ga_group_set_optimizer(ctx, group, &muon) == GA_ERROR_UNSUPPORTED);
+  printf("%s\n", ga_last_error());
+  CHECK(strstr(ga_last_error(), words));
+  still.struct_size = sizeof still;
+  CHECK(ga_group_optimizer(ctx, group, &still) == GA_OK);
+  CHECK(still.ns_precision == GA_PRECISION_F32 && still.lr == 1e-3);
+  CHECK(ga_group_add(ctx, &muon, &group) == GA_ERROR_UNSUPPORTED && group == 1);
+  CHECK(strstr(ga_last_error(), words));
+}
+
 int main(int argc, char** argv) {
   const char* how = argc > 1 ? argv[1] : "";
   const char* words = argc > 2 ? argv[2] : "";
@@ -96,6 +115,11 @@ int main(int argc, char** argv) {
     return 77;
   }
   begin();
+  if (strcmp(how, "refuses_bf16") == 0) {
+    expect_refusal_of_bf16(words);
+    ga_context_destroy(ctx);
+    return 0;
+  }
   CHECK(ga_micro_begin(ctx, 0, 1, NULL) == GA_OK);
   if (strcmp(how, "works") == 0) {
     CHECK(matmul() == GA_OK);
@@ -119,7 +143,7 @@ int main(int argc, char** argv) {
     CHECK(ga_micro_begin(ctx, 0, 1, NULL) == GA_OK);
     finish(1);
   } else {
-    fprintf(stderr, "host works | refuses | retries | faults\n");
+    fprintf(stderr, "host works | refuses | retries | faults | refuses_bf16\n");
     return 2;
   }
   ga_context_destroy(ctx);

@@ -851,7 +851,9 @@ TEST(Defaults, OfEachFramework) {
                                   {"always_adapt", &O::always_adapt, 0},
                                   {"adjust_lr", &O::adjust_lr, 0},
                                   {"clip_exponent", &O::clip_exponent, 0.0},
-                                  {"reserved", &O::reserved, 0}};
+                                  {"reserved", &O::reserved, 0},
+                                  {"ns_precision", &O::ns_precision, 0},
+                                  {"reserved2", &O::reserved2, 0}};
   for (const OptimizerRow& row : optimizer_rows()) {
     for (const OptimizerRow::Defaults& defaults : row.defaults) {
       SCOPED_TRACE(testing::Message() << row.name << ", flavor " << defaults.flavor);

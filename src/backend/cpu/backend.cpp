@@ -287,7 +287,9 @@ class CpuBackend final : public Backend, public HostWork {
   }
 
   void free_rows(RowSet* set) noexcept override { rows_.free(set); }
-  void prepare_matmul(int64_t converted) override { matmul_.open(converted); }
+  void prepare_matmul(int64_t converted, ga_precision precision) override {
+    matmul_.open(converted, precision);
+  }
 
   bool matmul(const MatmulTask& task) override { return matmul_.run(task, kernels_, stream_); }
 

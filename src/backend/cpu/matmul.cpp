@@ -50,14 +50,21 @@ struct Job {
   void multiply(int64_t row, int64_t rows, int64_t column, int64_t columns, float scale, float* c,
                 bool keep) {
     const MatmulTask& t = task;
-    const bool empty = t.k == 0;  // a and b may be NULL then
-    const float* a = static_cast<const float*>(t.a);
-    const float* b = static_cast<const float*>(t.b);
-    if (!empty) a += t.transpose_a ? row : row * t.lda;
-    if (!empty) b += t.transpose_b ? column * t.ldb : column;
-    if (const char* e = module.multiply(rows, columns, t.k, scale, a, t.lda, t.transpose_a, b,
-                                        t.ldb, t.transpose_b, keep ? 1.0f : 0.0f, c, t.n))
-      error.store(e, std::memory_order_relaxed);
+    const int64_t a_at = t.transpose_a ? row : row * t.lda;
+    const int64_t b_at = t.transpose_b ? column * t.ldb : column;
+    const char* e = nullptr;
+    if (t.dtype == GA_BF16 && t.k > 0) {  // of an iteration, without scale and keep
+      e = module.multiply_bf16(rows, columns, t.k, static_cast<const uint16_t*>(t.a) + a_at, t.lda,
+                               t.transpose_a, static_cast<const uint16_t*>(t.b) + b_at, t.ldb,
+                               t.transpose_b, c, t.n);
+    } else {
+      const bool empty = t.k == 0;  // a and b may be NULL then
+      const float* const a = static_cast<const float*>(t.a) + (empty ? 0 : a_at);
+      const float* const b = static_cast<const float*>(t.b) + (empty ? 0 : b_at);
+      e = module.multiply(rows, columns, t.k, scale, a, t.lda, t.transpose_a, b, t.ldb,
+                          t.transpose_b, keep ? 1.0f : 0.0f, c, t.n);
+    }
+    if (e) error.store(e, std::memory_order_relaxed);
   }
 };
 
@@ -118,13 +125,22 @@ const ga_matmul_module* open_onednn() {
 
 }  // namespace
 
-void MatmulEngine::open(int64_t converted) {
+void MatmulEngine::open(int64_t converted, ga_precision precision) {
   if (!module_) {
     threads_.reserve(threads_.count());
     cache_ = sysconf(_SC_LEVEL2_CACHE_SIZE);
     scratch_.resize(static_cast<size_t>(threads_.count() * kScratch));
     module_ = open_onednn();
   }
+  if (precision == GA_PRECISION_TF32)
+    fail(GA_ERROR_UNSUPPORTED,
+         "ns_precision was GA_PRECISION_TF32, but there are no products of TF32 on the CPU");
+  if (precision == GA_PRECISION_BF16 && !module_->multiply_bf16)
+    fail(
+        GA_ERROR_UNSUPPORTED,
+        "ns_precision was GA_PRECISION_BF16, but %s has no fast products of bf16 on this processor "
+        "(AVX-512 BF16 or AMX)",
+        module_->version);
   if (static_cast<size_t>(converted) > converted_.size()) {
     threads_.reserve(converted / kSmallestCopy + 1);
     converted_.resize(static_cast<size_t>(converted));
@@ -165,6 +181,7 @@ bool MatmulEngine::run(const MatmulTask& given, const Kernels& kernels, bool str
     float* const b = a + a_rows * a_columns;
     convert(kernels, {task.a, task.dtype, 1, nullptr}, a_rows, a_columns, task.lda, a);
     convert(kernels, {task.b, task.dtype, 1, nullptr}, b_rows, b_columns, task.ldb, b);
+    task.dtype = GA_F32;
     task.a = a;
     task.b = b;
     task.lda = a_columns;
@@ -183,12 +200,44 @@ bool MatmulEngine::run(const MatmulTask& given, const Kernels& kernels, bool str
 }
 
 void MatmulEngine::orthogonalize(const OrthogonalizeTask& task, const Kernels& kernels) {
-  const auto scale = [&](const float* from, float factor, float* to, int64_t count) {
-    convert(kernels, {from, GA_F32, factor, nullptr}, 1, count, count, to);
+  NewtonSchulz(
+      task, [&](const MatmulTask& product) { run_direct(product); },
+      [&](const Combination& pass) { combine(pass, kernels); })
+      .run();
+}
+
+void MatmulEngine::combine(const Combination& t, const Kernels& kernels) {
+  const auto a = static_cast<double>(static_cast<float>(t.factor ? t.a * *t.factor : t.a));
+  const auto finish = [&](const Source& from, Array to, int64_t count) {
+    FinishTask task = {};
+    task.gradient = identity(from);
+    task.target = to;
+    kernels.finish(task, 0, count);
   };
-  scale(task.x, static_cast<float>(task.plan->orthogonal_scale), task.x, task.rows * task.columns);
-  newton_schulz(
-      task, [&](const MatmulTask& product) { run_direct(product); }, scale);
+  const auto pass = [&](int64_t piece) {
+    const int64_t first = piece * kSmallestCopy;
+    const int64_t count = std::min(kSmallestCopy, t.count - first);
+    const Source x = {static_cast<const char*>(t.x) + first * dtype_info(t.x_dtype).size, t.x_dtype,
+                      a, nullptr};
+    float* const to = t.to ? t.to + first : nullptr;
+    if (t.y) {
+      Partial unused;
+      AccumulateTask sum = {};
+      sum.target = {to, GA_F32};
+      sum.count = count;
+      sum.partials = &unused;
+      sum.keep = t.to == t.y ? 1 : 0;
+      sum.sources = t.to == t.y ? 1 : 2;
+      sum.source[0] = x;
+      sum.source[1] = {t.y + first, GA_F32, static_cast<double>(t.b), nullptr};
+      kernels.accumulate(sum, 0, count, false);
+    } else if (to) {
+      finish(x, {to, GA_F32}, count);
+    }
+    if (t.narrow)
+      finish(to ? Source{to, GA_F32, 1, nullptr} : x, {t.narrow + first, GA_BF16}, count);
+  };
+  threads_.run(divide_up(t.count, kSmallestCopy), t.count <= kSmallestCopy, pass);
 }
 
 void MatmulEngine::run_bands(const MatmulTask& task, const Kernels& kernels) {

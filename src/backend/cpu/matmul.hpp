@@ -16,8 +16,8 @@ class MatmulEngine {
   explicit MatmulEngine(Threads& threads) : threads_(threads) {}
 
   // Opens the module if that has not been done, and makes room for so many elements of matrices
-  // that are not f32. Throws GA_ERROR_UNSUPPORTED or std::bad_alloc.
-  void open(int64_t converted);
+  // that are not f32. See Backend::prepare_matmul().
+  void open(int64_t converted, ga_precision precision);
   // To be called after open(). Returns whether the partials were stored. Throws GA_ERROR_FAULT.
   bool run(const MatmulTask& task, const Kernels& kernels, bool stream);
   void orthogonalize(const OrthogonalizeTask& task, const Kernels& kernels);
@@ -31,6 +31,7 @@ class MatmulEngine {
                float* to);
   void run_bands(const MatmulTask& task, const Kernels& kernels);
   void run_direct(const MatmulTask& task);
+  void combine(const Combination& task, const Kernels& kernels);
   // Throws unless error is NULL.
   void check_product(const MatmulTask& task, const char* error) const;
 

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 /* Goes up with every change of the table. */
-#define GA_MATMUL_ABI 1
+#define GA_MATMUL_ABI 2
 
 typedef struct ga_matmul_module {
   int32_t abi;         /* GA_MATMUL_ABI */
@@ -20,6 +20,12 @@ typedef struct ga_matmul_module {
   const char* (*multiply)(int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
                           int transpose_a, const float* b, int64_t ldb, int transpose_b, float beta,
                           float* c, int64_t ldc);
+
+  /* The same with a and b of bf16, alpha 1 and beta 0. NULL if the processor has no instructions for
+     such products, which are then slower than those of f32. */
+  const char* (*multiply_bf16)(int64_t m, int64_t n, int64_t k, const uint16_t* a, int64_t lda,
+                               int transpose_a, const uint16_t* b, int64_t ldb, int transpose_b,
+                               float* c, int64_t ldc);
 } ga_matmul_module;
 
 #endif

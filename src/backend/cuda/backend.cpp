@@ -313,7 +313,7 @@ class CudaBackend final : public Backend, public DeviceWork {
 
   void free_rows(RowSet* set) noexcept override { rows_.free(set); }
 
-  void prepare_matmul(int64_t) override {
+  void prepare_matmul(int64_t, ga_precision) override {
     runtime_.call([&] { matmul_.open(); });
   }
 

@@ -232,9 +232,7 @@ void clear_row_sets(const Queue& queue, Span<RowSet* const> sets);
 
 // ---- Matrix products ----
 
-// to <- factor * *plan_factor * from; plan_factor NULL: 1.
-void scale(const Queue& queue, const float* from, double factor, const double* plan_factor,
-           float* to, int64_t count);
+void combine(const Queue& queue, const Combination& task);
 // alpha_beta[0] <- scale / *divisor, [1] <- beta: what a matrix product reads on the device.
 void scale_alpha(const Queue& queue, double scale, const double* divisor, float beta,
                  float* alpha_beta);

@@ -146,7 +146,7 @@ cublasStatus_t MatmulEngine::choose_stream(cublasHandle_t handle) {
 }
 
 // A row-major matrix is the transpose of a column-major one, so C' = B' A'. In the default math
-// mode cuBLAS multiplies f32 as f32 and not as TF32.
+// mode cuBLAS multiplies f32 as f32 and as TF32 only where the task says so.
 void MatmulEngine::multiply(const MatmulTask& t) {
   if (t.m == 0 || t.n == 0) return;
   const Queue& queue = runtime_.queue();
@@ -175,18 +175,17 @@ void MatmulEngine::multiply(const MatmulTask& t) {
   check(cublas().gemm(handle_, op(t.transpose_b), op(t.transpose_a), t.n, t.m, t.k,
                       known ? &alpha : alpha_beta_, t.b, type, ldb, t.a, type, lda,
                       known ? &beta : alpha_beta_ + 1, t.target, CUDA_R_32F, t.n,
-                      CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+                      t.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
+                      CUBLAS_GEMM_DEFAULT),
         "a matrix product");
 }
 
 void MatmulEngine::orthogonalize(const OrthogonalizeTask& task) {
   const Queue& queue = runtime_.queue();
-  scale(queue, task.x, 1, &task.plan->orthogonal_scale, task.x, task.rows * task.columns);
-  newton_schulz(
+  NewtonSchulz(
       task, [&](const MatmulTask& product) { multiply(product); },
-      [&](const float* from, float factor, float* to, int64_t count) {
-        scale(queue, from, static_cast<double>(factor), nullptr, to, count);
-      });
+      [&](const Combination& pass) { combine(queue, pass); })
+      .run();
 }
 
 }  // namespace ga::cuda

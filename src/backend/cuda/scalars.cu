@@ -135,18 +135,21 @@ struct UploadWords {
   }
 };
 
-struct Scale {
-  const float* from;
-  double factor;
-  const double* plan_factor;
-  float* to;
-  int64_t count;
+struct Combine {
+  Combination task;
 
   GA_DEVICE void operator()(Block& block) const {
-    const float a = static_cast<float>(plan_factor ? factor * *plan_factor : factor);
+    const Combination& t = task;
+    const float a = static_cast<float>(t.factor ? t.a * *t.factor : t.a);
     block.each([&](int thread) {
-      for (int64_t i = block.index() * kThreads + thread; i < count; i += block.count() * kThreads)
-        to[i] = from[i] * a;
+      const int64_t stride = block.count() * kThreads;
+      for (int64_t i = block.index() * kThreads + thread; i < t.count; i += stride) {
+        float sum = a * (t.x_dtype == GA_BF16 ? from_bf16(static_cast<const uint16_t*>(t.x)[i])
+                                              : static_cast<const float*>(t.x)[i]);
+        if (t.y) sum += t.y[i] * t.b;
+        if (t.to) t.to[i] = sum;
+        if (t.narrow) t.narrow[i] = to_bf16(sum);
+      }
     });
   }
 };
@@ -229,10 +232,9 @@ void scale_alpha(const Queue& queue, double scale, const double* divisor, float 
   launch(ScaleAlpha{scale, divisor, beta, alpha_beta}, 1, queue.stream);
 }
 
-void scale(const Queue& queue, const float* from, double factor, const double* plan_factor,
-           float* to, int64_t count) {
-  const int64_t blocks = (count + 4 * kThreads - 1) / (4 * kThreads);
-  launch(Scale{from, factor, plan_factor, to, count}, blocks_for(queue, blocks), queue.stream);
+void combine(const Queue& queue, const Combination& task) {
+  const int64_t blocks = (task.count + 4 * kThreads - 1) / (4 * kThreads);
+  launch(Combine{task}, blocks_for(queue, blocks), queue.stream);
 }
 
 cudaError_t load_kernels() { return Loading::all(); }

@@ -37,6 +37,18 @@ T value(T x) {
   return x;
 }
 
+// An f32 as a tensor core takes it in a product of TF32: to the nearest number of 11 significant bits.
+struct Tf32 {
+  float x;
+};
+
+float value(Tf32 t) {
+  if (!std::isfinite(t.x)) return t.x;
+  int exponent = 0;
+  const float fraction = std::frexp(t.x, &exponent);
+  return std::ldexp(std::nearbyint(std::ldexp(fraction, 11)), exponent - 11);
+}
+
 float value(Bfloat x) {
   const uint32_t bits = uint32_t{x.bits} << 16;
   float result;
@@ -281,7 +293,9 @@ cublasStatus_t cublasGemmEx_64(cublasHandle_t handle, cublasOperation_t op_a,
   if (in_double || type_c != CUDA_R_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
   switch (type_a) {
     case CUDA_R_32F:
-      return queue<float, float>(handle, product, alpha, beta);
+      return compute == CUBLAS_COMPUTE_32F_FAST_TF32
+                 ? queue<Tf32, float>(handle, product, alpha, beta)
+                 : queue<float, float>(handle, product, alpha, beta);
     case CUDA_R_16F:
       return queue<Half, float>(handle, product, alpha, beta);
     case CUDA_R_16BF:
