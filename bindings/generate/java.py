@@ -21,6 +21,7 @@ _MEMBERS = pathlib.Path(__file__).resolve().parent.parent / "java" / "src" / "ma
 # Enumerations within a record, and names that are not the header's.
 _NESTED = {
     "ga_optimizer_kind": "Optimizer.Kind", "ga_adjust_lr": "Optimizer.AdjustLr",
+    "ga_precision": "Optimizer.Precision",
     "ga_gradient_kind": "Config.GradientKind", "ga_reduce": "Config.Reduce", "ga_missing": "Config.Missing",
     "ga_nonfinite": "Config.Nonfinite", "ga_accumulation": "Config.Accumulation",
     "ga_gradient_life": "Config.GradientLife", "ga_window_state": "Window.State",

@@ -9,7 +9,8 @@ from __future__ import annotations
 # What is generated: enumerations and structs, and the name of the type.
 TYPES = {
     "ga_status": "Status", "ga_optimizer_kind": "OptimizerKind", "ga_flavor": "Flavor", "ga_dtype": "Dtype",
-    "ga_adjust_lr": "AdjustLr", "ga_device": "Device", "ga_gradient_kind": "GradientKind", "ga_reduce": "Reduce",
+    "ga_adjust_lr": "AdjustLr", "ga_precision": "Precision", "ga_device": "Device",
+    "ga_gradient_kind": "GradientKind", "ga_reduce": "Reduce",
     "ga_missing": "Missing", "ga_nonfinite": "Nonfinite", "ga_accumulation": "Accumulation",
     "ga_gradient_life": "GradientLife", "ga_micro_flags": "MicroFlags", "ga_window_state": "WindowState",
     "ga_step_outcome": "StepOutcome", "ga_transpose": "Transpose", "ga_schedule_kind": "ScheduleKind",

@@ -204,9 +204,8 @@ enum {
 typedef int32_t ga_precision;
 enum {
   GA_PRECISION_F32 = 0,  /* not at all */
-  GA_PRECISION_TF32 = 1, /* 11 significant bits (TF32): on a GPU only */
-  GA_PRECISION_BF16 =
-      2 /* 8 significant bits (bf16): on a GPU, and on processors with AVX-512 BF16 */
+  GA_PRECISION_TF32 = 1, /* 11 significant bits: on GPUs */
+  GA_PRECISION_BF16 = 2  /* 8 significant bits: on GPUs, and on CPUs with AVX-512 BF16 or AMX */
 };
 
 /* An optimizer and its hyper-parameters. Filled by ga_optimizer_init; then the program sets what is

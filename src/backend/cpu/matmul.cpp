@@ -136,11 +136,10 @@ void MatmulEngine::open(int64_t converted, ga_precision precision) {
     fail(GA_ERROR_UNSUPPORTED,
          "ns_precision was GA_PRECISION_TF32, but there are no products of TF32 on the CPU");
   if (precision == GA_PRECISION_BF16 && !module_->multiply_bf16)
-    fail(
-        GA_ERROR_UNSUPPORTED,
-        "ns_precision was GA_PRECISION_BF16, but %s has no fast products of bf16 on this processor "
-        "(AVX-512 BF16 or AMX)",
-        module_->version);
+    fail(GA_ERROR_UNSUPPORTED,
+         "ns_precision was GA_PRECISION_BF16, but %s has no fast products of bf16 on this "
+         "processor, which lacks AVX-512 BF16 and AMX",
+         module_->version);
   if (static_cast<size_t>(converted) > converted_.size()) {
     threads_.reserve(converted / kSmallestCopy + 1);
     converted_.resize(static_cast<size_t>(converted));

@@ -37,7 +37,7 @@ from .context import Context
 from .enums import (
     Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, BnSpread, ClipScope, ClipWhen, CommAdder, CommKind,
     CommShard, CommWire, Device, Dtype, EmaKind, Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing,
-    Nonfinite, OptimizerKind, Reduce, Rounding, Rows, ScheduleKind, Settings, StateParts, Status, StepOutcome,
+    Nonfinite, OptimizerKind, Precision, Reduce, Rounding, Rows, ScheduleKind, Settings, StateParts, Status, StepOutcome,
     WindowState,
 )  # fmt: skip
 from .errors import Error
@@ -56,7 +56,7 @@ __all__ = [
     "Config", "Context", "Device", "Dtype", "Ema", "EmaKind", "Error", "FlatEntry", "Flavor",
     "GradientKind", "GradientLife", "Group", "LossScaler", "Master", "Memory", "MicroBatch", "MicroFlags",
     "MicroOptions", "Missing", "Nonfinite", "Optimizer", "OptimizerKind", "Param", "ParamInfo",
-    "ParamOptions", "Reduce", "Rounding", "Rows", "Schedule", "ScheduleKind", "Settings", "StateInfo",
+    "ParamOptions", "Precision", "Reduce", "Rounding", "Rows", "Schedule", "ScheduleKind", "Settings", "StateInfo",
     "StateOptions", "StateParts", "Status", "StepOutcome", "StepResult", "SupportsBuffer", "SupportsDLPack",
     "Tensor", "TensorLike", "Window", "WindowState", "build", "build_info", "device_count",
     "no_device_reason", "state_note", "version",

@@ -188,3 +188,57 @@ def test_a_sparse_gradient_needs_rows() -> None:
     optimizer = gt.AdamW([{"params": list(table.parameters()), "rows": ga.Rows.DENSE}])
     optimizer.backward(table(torch.tensor([1])).sum())
     optimizer.step()
+
+
+def orthogonal(gradient: torch.Tensor) -> torch.Tensor:
+    """Five Newton-Schulz iterations in float64."""
+    x = gradient.double() / gradient.double().norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def muon_error(gradient: torch.Tensor, precision: str) -> float:
+    p = torch.nn.Parameter(torch.zeros_like(gradient))
+    optimizer = gt.Muon([p], lr=1.0, weight_decay=0.0, ns_precision=precision)
+    optimizer.backward((p * gradient).sum())
+    optimizer.step()
+    want = orthogonal(gradient)
+    return float((p.detach().double() + want).norm() / want.norm())
+
+
+def test_the_precision_of_muon() -> None:
+    torch.manual_seed(0)
+    low_rank = 0.01 * torch.randn(96, 128) + torch.outer(torch.randn(96), torch.randn(128))
+    theirs = torch.nn.Parameter(torch.zeros(96, 128))
+    theirs.grad = low_rank
+    torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0).step()
+    want = orthogonal(low_rank)
+    of_torch = float((theirs.detach().double() + want).norm() / want.norm())
+    assert muon_error(low_rank, "f32") < 1e-5
+    with pytest.raises(ga.Error, match="TF32 on the CPU"):
+        muon_error(low_rank, "tf32")
+    with pytest.raises(ValueError, match="ns_precision was 'fp8', expected one of 'f32', 'tf32', 'bf16'"):
+        muon_error(low_rank, "fp8")
+    try:
+        error = muon_error(low_rank, "bf16")
+    except ga.Error as refused:
+        assert refused.status == ga.Status.UNSUPPORTED
+        pytest.skip(str(refused))
+    assert 1e-5 < error < of_torch / 10
+
+
+def test_the_precision_of_muon_stays() -> None:
+    p = torch.nn.Parameter(torch.ones(4, 3))
+    theirs = torch.optim.Muon([p], lr=0.1)
+    ours = gt.Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
+    ours.param_groups[0]["ns_precision"] = "tf32"
+    with pytest.raises(ga.Error, match="TF32"):
+        ours.step()
+    ours.param_groups[0]["ns_precision"] = "f32"
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["ns_precision"] == "f32"
+    wrapped = gt.wrap(theirs)
+    assert wrapped.context.groups[0].optimizer.ns_precision == ga.Precision.F32
+    assert "ns_precision" not in theirs.state_dict()["param_groups"][0]

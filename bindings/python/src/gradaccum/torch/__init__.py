@@ -373,7 +373,11 @@ class Adafactor(Optimizer):
 
 
 class Muon(Optimizer):
-    """torch.optim.Muon, for matrices."""
+    """torch.optim.Muon, for matrices.
+
+    ns_precision: what the matrix products of an iteration round their factors to: "f32", not at all; "tf32", on a GPU;
+    "bf16", on a GPU and on processors with AVX-512 BF16 or AMX, which is what torch does, with matrices of bf16 too.
+    """
 
     def __init__(
         self,
@@ -386,6 +390,7 @@ class Muon(Optimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
+        ns_precision: str = "f32",
         **window: Unpack[WindowOptions],
     ) -> None:
         defaults = {
@@ -397,6 +402,7 @@ class Muon(Optimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
+            "ns_precision": ns_precision,
         }
         super().__init__(params, _kinds.MUON, defaults, **window)
 

@@ -11,7 +11,7 @@ import torch
 
 from .. import Clip, Config, Ema, LossScaler, ParamOptions
 from .. import Optimizer as Settings
-from ..enums import AdjustLr, Flavor, OptimizerKind
+from ..enums import AdjustLr, Flavor, OptimizerKind, Precision
 
 # Where torch or the packages that users know have another name than the library's.
 _RENAMED = {
@@ -19,7 +19,18 @@ _RENAMED = {
     "decoupled_weight_decay": "decoupled",
     "d": "clip_threshold",
 }
-_ADJUST = {None: AdjustLr.ORIGINAL, "original": AdjustLr.ORIGINAL, "match_rms_adamw": AdjustLr.MATCH_RMS}
+_CHOICES: dict[str, tuple[str, dict[Any, Any]]] = {
+    "adjust_lr_fn": (
+        "adjust_lr",
+        {None: AdjustLr.ORIGINAL, "original": AdjustLr.ORIGINAL, "match_rms_adamw": AdjustLr.MATCH_RMS},
+    ),
+    "ns_precision": (
+        "ns_precision",
+        {"f32": Precision.F32, "tf32": Precision.TF32, "bf16": Precision.BF16},
+    ),
+}
+OURS: dict[str, Any] = {"ns_precision": "f32"}
+"""Keys that groups of torch's own optimizers lack, and what that means."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +70,13 @@ class Kind:
 
     def values(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """The hyper-parameters of a group, to see whether one has changed."""
-        return tuple(_plain(group[key]) for key in self.keys)
+        return tuple(_plain(_of(group, key)) for key in self.keys)
 
     def settings(self, group: Mapping[str, Any]) -> Settings:
         """The optimizer of a group."""
         fields: dict[str, Any] = {}
         for key in self.keys:
-            value = _plain(group[key])
+            value = _plain(_of(group, key))
             if key == "betas":
                 fields.update(zip(("beta1", "beta2", "beta3"), value, strict=False))
             elif key == "eps" and isinstance(value, tuple):  # Adafactor
@@ -74,11 +85,18 @@ class Kind:
                     fields["eps"] = eps1
             elif key == "alpha" and self.optimizer == OptimizerKind.RMSPROP:
                 fields["rho"] = value
-            elif key == "adjust_lr_fn":
-                fields["adjust_lr"] = _ADJUST[value]
+            elif key in _CHOICES:
+                field, choices = _CHOICES[key]
+                if value not in choices:
+                    raise ValueError(f"{key} was {value!r}, expected one of {', '.join(map(repr, choices))}")
+                fields[field] = choices[value]
             else:
                 fields[_RENAMED.get(key, key)] = value
         return Settings(self.optimizer, self.flavor, **fields)
+
+
+def _of(group: Mapping[str, Any], key: str) -> Any:
+    return group.get(key, OURS[key]) if key in OURS else group[key]
 
 
 def _plain(value: Any) -> Any:
@@ -121,7 +139,8 @@ ADAFACTOR = Kind(
 )  # fmt: skip
 MUON = Kind(
     OptimizerKind.MUON,
-    ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+    ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
+     "ns_precision"),
     getattr(torch.optim, "Muon", None), by_shape=True,
 )  # fmt: skip
 LION = Kind(OptimizerKind.LION, ("lr", "betas", "weight_decay", "maximize"))

@@ -23,7 +23,7 @@ from .. import (
 from . import _state_file as state_file
 from ._ddp import Alone, Call, ranks_of
 from ._habits import Habits, warn
-from ._kinds import Kind
+from ._kinds import OURS, Kind
 from ._layers import Layers
 from ._parameters import Parameters
 from ._runtime import autograd_is_compiled, has_own_openmp
@@ -573,7 +573,8 @@ class Optimizer(torch.optim.Optimizer):
         try:
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             for group, loaded in zip(groups, self.param_groups, strict=True):
-                missing = [key for key in self._kind.keys if key not in loaded]
+                loaded |= {key: group[key] for key in OURS if key in group and key not in loaded}
+                missing = [key for key in self._kind.keys if key not in loaded and key not in OURS]
                 if missing:
                     raise ValueError(
                         f"the state dictionary is of another optimizer: its groups have no {missing[0]}"
