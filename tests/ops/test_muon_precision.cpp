@@ -154,7 +154,7 @@ constexpr size_t kShapes[][2] = {{64, 48}, {48, 64}, {33, 70}, {70, 33}, {128, 1
 // other one. How a GPU rounds to TF32 is not specified: the test only sees that it does.
 TEST_P(MuonPrecision, HasTheStatedError) {
   const ga_precision precision = GetParam();
-  const double stated[] = {1e-5, 1e-2, 3e-2};
+  const double stated[] = {5e-5, 2e-2, 5e-2};
   for (const auto& [rows, columns] : kShapes)
     for (const bool low_rank : {false, true}) {
       const Block g = gradient_of(rows, columns, low_rank, 7);

@@ -216,7 +216,7 @@ def test_the_precision_of_muon() -> None:
     torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0).step()
     want = orthogonal(low_rank)
     of_torch = float((theirs.detach().double() + want).norm() / want.norm())
-    assert muon_error(low_rank, "f32") < 1e-5
+    assert muon_error(low_rank, "f32") < 5e-5
     with pytest.raises(ga.Error, match="TF32 on the CPU"):
         muon_error(low_rank, "tf32")
     with pytest.raises(ValueError, match="ns_precision was 'fp8', expected one of 'f32', 'tf32', 'bf16'"):
@@ -226,17 +226,20 @@ def test_the_precision_of_muon() -> None:
     except ga.Error as refused:
         assert refused.status == ga.Status.UNSUPPORTED
         pytest.skip(str(refused))
-    assert 1e-5 < error < of_torch / 10
+    assert 5e-5 < error < of_torch / 10
 
 
 def test_the_precision_of_muon_stays() -> None:
     p = torch.nn.Parameter(torch.ones(4, 3))
     theirs = torch.optim.Muon([p], lr=0.1)
-    ours = gt.Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
+    parameter = torch.nn.Parameter(torch.ones(4, 3))
+    ours = gt.Muon([parameter], lr=0.1)
     ours.param_groups[0]["ns_precision"] = "tf32"
     with pytest.raises(ga.Error, match="TF32"):
+        ours.backward(parameter.sum())
         ours.step()
     ours.param_groups[0]["ns_precision"] = "f32"
+    ours.step()  # nothing was lost
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["ns_precision"] == "f32"
     wrapped = gt.wrap(theirs)
