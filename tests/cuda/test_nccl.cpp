@@ -357,6 +357,48 @@ TEST_P(NcclModule, IsCaptured) {
   });
 }
 
+// Runs body() as a group of the rank.
+template <class Body>
+int32_t as_group(const Rank& rank, Body body) {
+  return module().group(
+      rank.table().user, [](void* b) { (*static_cast<Body*>(b))(); }, &body);
+}
+
+// What a group is made of begins when it ends, together: the stream gets one collective, and NCCL is waited for once.
+TEST_P(NcclModule, AGroupIsOneCollective) {
+  on_ranks(3, [](const Rank& rank) {
+    const ga_comm_table& t = rank.table();
+    const auto one = static_cast<float>(rank.end.rank + 1);
+    const Memory data(as_bytes(std::vector<float>{one, -one})),
+        sent(as_bytes(std::vector<float>(3, one))), received(12), gathered(24), sum(4);
+    EXPECT_EQ(
+        as_group(
+            rank,
+            [&] {
+              for (const size_t at : {0, 4})
+                EXPECT_EQ(t.all_reduce(t.user, data.at(at), 1, GA_F32, GA_COMM_SUM, rank.stream),
+                          0);
+              EXPECT_EQ(t.all_to_all(t.user, sent.at(), 1, received.at(), 1, GA_F32, rank.stream),
+                        0);
+              EXPECT_EQ(t.all_gather(t.user, sent.at(), gathered.at(), 2, 1, GA_F32, rank.stream),
+                        0);
+              EXPECT_EQ(t.reduce_scatter(t.user, sent.at(), sum.at(), 1, GA_F32, GA_COMM_SUM,
+                                         rank.stream),
+                        0);
+              EXPECT_EQ(cudaStreamQuery(rank.stream), cudaSuccess) << "nothing has begun";
+            }),
+        0);
+    rank.wait();
+    EXPECT_EQ(as_values<float>(data.bytes()), (std::vector<float>{6, -6}));
+    EXPECT_EQ(as_values<float>(received.bytes()), (std::vector<float>{1, 2, 3}));
+    for (size_t q = 0; q < 3; ++q)
+      EXPECT_EQ(as_values<float>(gathered.bytes())[2 * q], static_cast<float>(q + 1));
+    EXPECT_EQ(as_values<float>(sum.bytes()), std::vector<float>{6});
+    EXPECT_EQ(as_group(rank, [] {}), 0);
+  });
+  EXPECT_EQ(ga_fake_nccl_collectives(), 3);
+}
+
 // ---- Failures --------------------------------------------------------------------------------------
 
 using Function = int32_t (*)(const Rank&, const Memory&);
@@ -445,6 +487,54 @@ TEST_P(NcclModule, AFailedGroupIsEnded) {
       EXPECT_EQ(part(memory.bytes(), 64, 16), std::vector<char>(16, 1));
     });
   }
+}
+
+// The first failure in a group is that of the group, which ends the communicator; calls that follow are left out.
+TEST_P(NcclModule, FailuresInAGroup) {
+  for (const Named& function : kFunctions)
+    for (const int64_t n : {1, 2}) {
+      SCOPED_TRACE(function.nccl);
+      const int64_t aborts = ga_fake_nccl_calls("ncclCommAbort");
+      on_ranks(1, [&](const Rank& rank) {
+        const Memory memory(256);
+        ga_fake_nccl_fail(function.nccl, n, ncclSystemError);
+        EXPECT_EQ(as_group(rank,
+                           [&] {
+                             for (int i = 0; i < 2; ++i) EXPECT_EQ(function.call(rank, memory), 0);
+                             EXPECT_EQ(kFunctions[6].call(rank, memory), 0);
+                           }),
+                  ncclSystemError);
+        expect_words(rank.text(ncclSystemError), "NCCL returned 2");
+        expect_words(rank.text(ncclSystemError), function.nccl);
+        EXPECT_EQ(rank.poll(), ncclSystemError);
+        EXPECT_EQ(as_group(rank, [] { ADD_FAILURE() << "after a failure"; }), ncclSystemError);
+        const Id id;
+        const Rank another(id, 0, 1);
+        EXPECT_EQ(kFunctions[0].call(another, memory), 0) << "the group has not ended";
+        another.wait();
+      });
+      EXPECT_EQ(ga_fake_nccl_calls("ncclCommAbort"), aborts + 1);
+    }
+}
+
+// ga_comm_abort of another thread waits for the group, and ends what has come of it.
+TEST_P(NcclModule, AGroupIsAborted) {
+  ga_fake_nccl_hang(1);
+  on_ranks(1, [](const Rank& rank) {
+    const ga_comm_table& t = rank.table();
+    const Memory memory(256);
+    std::thread other;
+    as_group(rank, [&] {
+      EXPECT_EQ(kFunctions[6].call(rank, memory), 0);
+      other = std::thread([&] { t.abort(t.user); });
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      EXPECT_EQ(kFunctions[4].call(rank, memory), 0);
+    });
+    other.join();
+    rank.wait();
+    EXPECT_EQ(rank.text(rank.poll()), "ga_comm_abort was called");
+  });
+  EXPECT_EQ(ga_fake_nccl_calls("ncclCommAbort"), 1);
 }
 
 TEST_P(NcclModule, FailuresOfCreation) {

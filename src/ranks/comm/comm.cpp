@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 
 #include "backend/backend.hpp"
 #include "core/callback.hpp"
@@ -48,16 +49,21 @@ Transport join_nccl(const ga_comm_config& config) {
   const int32_t status = module.join(&config, &end, error, sizeof error);
   if (status != GA_OK) fail(status, "ga_comm_create: %s", error);
   void* const user = end.table.user;
-  return {end.table,
-          end.rank,
-          end.ranks,
-          [leave = module.leave, user] { leave(user); },
-          false,
-          false,
-          [poll = module.poll, user] { return poll(user); },
-          config.timeout,
-          GA_COMM_ADDER_TRANSPORT,
-          end.device};
+  Transport transport = {end.table,
+                         end.rank,
+                         end.ranks,
+                         [leave = module.leave, user] { leave(user); },
+                         false,
+                         false,
+                         [poll = module.poll, user] { return poll(user); },
+                         config.timeout,
+                         GA_COMM_ADDER_TRANSPORT,
+                         end.device};
+  transport.group = [group = module.group, user](std::function<void()> work) {
+    return group(
+        user, [](void* arg) { (*static_cast<std::function<void()>*>(arg))(); }, &work);
+  };
+  return transport;
 }
 
 Transport join_table(const ga_comm_config& config) {
@@ -265,6 +271,25 @@ void Comm::broadcast_array(const char* what, void* data, int64_t count, int32_t 
          [&](const ga_comm_table& t, const void* at, void*, int64_t, void* stream) {
            return t.broadcast(t.user, const_cast<void*>(at), count, dtype, root, stream);
          });
+}
+
+void Comm::together(const char* what, const std::function<void()>& work) {
+  if (!groups()) return work();
+  // What work() throws passes neither through the module, which is C, nor through the backend, which would take it
+  // for a fault of its device.
+  std::exception_ptr thrown;
+  const auto calls = [&] {
+    try {
+      work();
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+  };
+  run(what, [&](const ga_comm_table&, void*) {
+    const int32_t result = transport_.group(calls);
+    return thrown ? 0 : result;
+  });
+  if (thrown) std::rethrow_exception(thrown);
 }
 
 // Memory for the host's data on its way: of the device where the transport is one of devices.

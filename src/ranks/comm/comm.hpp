@@ -34,6 +34,9 @@ struct Transport {
   // A context is about to make its first call (true), or makes no more (false), which the others may learn at
   // once. Every rank's contexts come in the same order. May be empty.
   std::function<void(bool)> attend = {};
+  // Runs work(), which does not throw, and makes one exchange of its calls for arrays; fails as a function does.
+  // Empty: every call is an exchange of its own.
+  std::function<int32_t(std::function<void()> work)> group = {};
 };
 
 class Comm {
@@ -63,6 +66,12 @@ class Comm {
   void reduce_scatter(const char* what, const void* send, void* recv, int64_t count, int32_t dtype,
                       int32_t op);
   void broadcast_array(const char* what, void* data, int64_t count, int32_t dtype, int32_t root);
+  // Runs work(), which makes calls for arrays, the same ones on every rank. If groups(), they become one exchange, which
+  // begins when work() has returned, and may consist of at most kMostTogether operations: NCCL took no more in a group
+  // until 2.11.
+  static constexpr size_t kMostTogether = 2048;
+  void together(const char* what, const std::function<void()>& work);
+  bool groups() const { return static_cast<bool>(transport_.group); }
   void all_gather(const char* what, const void* send, void* recv, int64_t count, int32_t dtype);
   void broadcast(const char* what, void* data, int64_t count, int32_t dtype, int32_t root);
   void abort() noexcept;

@@ -168,6 +168,13 @@ struct End {
   char text[640] = "";                   // of error_text
 };
 
+// The group that this thread is making.
+struct Group {
+  const End* of = nullptr;
+  int code = kSuccess;  // of the first call that failed
+};
+thread_local Group open_group;
+
 void set_failure(End& end, int32_t failure) {
   int32_t none = 0;
   end.failure.compare_exchange_strong(none, failure);
@@ -217,6 +224,13 @@ int32_t settle(End& end, std::unique_lock<std::mutex>& lock, int32_t code) {
 template <class Call>
 int32_t run(void* user, Call&& call) {
   End& end = *static_cast<End*>(user);
+  if (open_group.of == &end) {  // group() holds the mutex, and returns what fails here
+    NcclComm* const comm = end.comm.load();
+    if (!comm || open_group.code != kSuccess) return 0;
+    const int code = call(*end.nccl, comm);
+    if (code != kInProgress) open_group.code = code;  // which the end of the group returns too
+    return 0;
+  }
   std::unique_lock<std::mutex> lock(end.mutex);
   NcclComm* const comm = end.comm.load();
   if (!comm) return end.failure.load();
@@ -226,17 +240,26 @@ int32_t run(void* user, Call&& call) {
   return code == kSuccess ? 0 : fail(end, code);
 }
 
-// Runs call(q) for each rank q as one operation of NCCL.
-template <class Call>
-int group(const Nccl& nccl, int ranks, Call&& call) {
+// Runs calls(), which returns a result of NCCL, as one operation of NCCL.
+template <class Calls>
+int as_group(const Nccl& nccl, Calls&& calls) {
   if (const int code = nccl.group_start()) return code;
-  int code = kSuccess;
-  for (int q = 0; q < ranks && code == kSuccess; ++q) {
-    code = call(q);
-    if (code == kInProgress) code = kSuccess;  // the end of the group returns it too
-  }
+  const int code = calls();
   const int ended = nccl.group_end();
   return code == kSuccess ? ended : code;
+}
+
+// The same of call(q) for each rank q.
+template <class Call>
+int for_each_rank(const Nccl& nccl, int ranks, Call&& call) {
+  return as_group(nccl, [&] {
+    int code = kSuccess;
+    for (int q = 0; q < ranks && code == kSuccess; ++q) {
+      code = call(q);
+      if (code == kInProgress) code = kSuccess;  // the end of the group returns it too
+    }
+    return code;
+  });
 }
 
 int type_of(ga_dtype dtype) {
@@ -276,7 +299,7 @@ int32_t all_to_all(void* user, const void* send, int64_t stride, void* recv, int
   return run(user, [&](const Nccl& nccl, NcclComm* comm) {
     const auto n = static_cast<size_t>(count);
     const int type = type_of(dtype);
-    return group(nccl, static_cast<End*>(user)->ranks, [&](int q) {
+    return for_each_rank(nccl, static_cast<End*>(user)->ranks, [&](int q) {
       const int code = nccl.send(at_element(send, q * stride, dtype), n, type, q, comm, stream);
       if (code != kSuccess && code != kInProgress) return code;
       return nccl.recv(at_element(recv, q * count, dtype), n, type, q, comm, stream);
@@ -290,7 +313,7 @@ int32_t all_gather(void* user, const void* send, void* recv, int64_t stride, int
     const auto n = static_cast<size_t>(count);
     const int type = type_of(dtype);
     if (stride == count) return nccl.all_gather(send, recv, n, type, comm, stream);
-    return group(nccl, static_cast<End*>(user)->ranks, [&](int q) {
+    return for_each_rank(nccl, static_cast<End*>(user)->ranks, [&](int q) {
       return nccl.broadcast(send, at_element(recv, q * stride, dtype), n, type, q, comm, stream);
     });
   });
@@ -352,6 +375,18 @@ int32_t poll(void* user) {
     int state = kSuccess;
     const int code = nccl.comm_get_async_error(comm, &state);
     return code != kSuccess ? code : state == kInProgress ? kSuccess : state;
+  });
+}
+
+int32_t group(void* user, void (*body)(void*), void* arg) {
+  return run(user, [&](const Nccl& nccl, NcclComm*) {
+    return as_group(nccl, [&] {
+      open_group = {static_cast<End*>(user), kSuccess};
+      body(arg);
+      const int code = open_group.code;
+      open_group = {};
+      return code;
+    });
   });
 }
 
@@ -437,7 +472,7 @@ void leave(void* user) {
   if (code == 0) end->nccl->comm_destroy(end->comm.load());
 }
 
-constexpr ga_nccl_module kModule = {GA_NCCL_ABI, unique_id, join, poll, leave};
+constexpr ga_nccl_module kModule = {GA_NCCL_ABI, unique_id, join, poll, group, leave};
 
 }  // namespace
 

@@ -9,7 +9,7 @@
 #include "gradaccum/gradaccum.h"
 
 /* Goes up with every change of the table. */
-#define GA_NCCL_ABI 2
+#define GA_NCCL_ABI 3
 
 typedef struct ga_nccl_end {
   ga_comm_table table; /* its functions queue their work on stream and return */
@@ -29,10 +29,13 @@ typedef struct ga_nccl_module {
   ga_status (*join)(const ga_comm_config* config, ga_nccl_end* out, char* error, size_t error_size);
   /* Returns 0, or the failure that NCCL has met since in work that the functions queued. From any thread. */
   int32_t (*poll)(void* user);
+  /* Runs body(arg), and makes one group of NCCL of the calls that it makes of the table's functions: these return 0,
+     and the first failure is returned here. */
+  int32_t (*group)(void* user, void (*body)(void* arg), void* arg);
   /* Waits for queued work, unless there was a failure. No other thread may be in a call. */
   void (*leave)(void* user);
 
-  /* user: table.user. Every failure of a function or of poll ends the communicator with ncclCommAbort, as
+  /* user: table.user. Every failure of a function, of poll or of group ends the communicator with ncclCommAbort, as
      table.abort does, so that nothing of it stays on a stream; it is returned by all later calls. */
 } ga_nccl_module;
 

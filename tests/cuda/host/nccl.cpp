@@ -72,7 +72,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 struct State {
   std::map<ncclComm*, std::shared_ptr<ncclComm>> comms;
   std::map<std::string, std::shared_ptr<Clique>> cliques;  // by id
-  int64_t ids = 0;
+  int64_t ids = 0, collectives = 0;
   std::map<std::string, int64_t> calls;
   std::map<std::string, std::pair<int64_t, ncclResult_t>> failing;
   int64_t hang = 0;
@@ -302,6 +302,7 @@ ncclResult_t queue(const std::shared_ptr<ncclComm>& c, Calls list, cudaStream_t 
   if (error != cudaSuccess) return refuse(ncclUnhandledCudaError, cudaGetErrorString(error));
   ++engine.counters.library_calls;
   ++engine.counters.by_library["nccl"];
+  ++state().collectives;
   const auto calls = std::make_shared<const Calls>(std::move(list));
   std::vector<Mark> after;
   if (c->last.stream && c->last.stream != stream) after.push_back(c->last);
@@ -370,6 +371,7 @@ ncclResult_t call(const char* function, ncclComm_t comm, const Call& call, cudaS
   }
   auto& [calls, its_stream] = group().calls[comm];
   if (!calls.empty() && its_stream != stream) die("a group on several streams");
+  if (calls.size() == 2048) return refuse(ncclInvalidUsage, "more than 2048 calls in a group");
   calls.push_back(call);
   its_stream = stream;
   return ncclSuccess;
@@ -626,6 +628,11 @@ void ga_fake_nccl_version(int version) {
 int64_t ga_fake_nccl_calls(const char* function) {
   const Lock lock(mutex());
   return state().calls[function];
+}
+
+int64_t ga_fake_nccl_collectives() {
+  const Lock lock(mutex());
+  return state().collectives;
 }
 
 int64_t ga_fake_nccl_communicators() {

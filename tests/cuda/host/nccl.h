@@ -5,8 +5,8 @@
 //
 // A collective waits in its stream until those of all other ranks have come as far, and is then done on all
 // of them at once. Collectives of a rank take place in the order of its calls, and match those of the other
-// ranks by this order; a group is one, in which all ranks take part. It can be captured in a graph. Sums are
-// added in reverse order of the ranks. If the ranks do not call the same, the collective never ends and all
+// ranks by this order; a group, of at most 2048 calls, is one, in which all ranks take part. It can be captured in a
+// graph. Sums are added in reverse order of the ranks. If the ranks do not call the same, the collective never ends and all
 // of them have the asynchronous error ncclInvalidUsage. A call with a communicator that has been destroyed
 // or aborted ends the process.
 #pragma once
@@ -100,6 +100,8 @@ void ga_fake_nccl_in_progress(int64_t polls);
 void ga_fake_nccl_version(int version);
 // Calls of this function since the last reset.
 int64_t ga_fake_nccl_calls(const char* function);
+// Collectives that ranks have queued since then; a group is one for each of its ranks.
+int64_t ga_fake_nccl_collectives();
 // Communicators that were neither destroyed nor aborted.
 int64_t ga_fake_nccl_communicators();
 // Aborts all communicators, and restores the state of a new process. Before ga::sim::reset().
