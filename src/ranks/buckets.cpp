@@ -7,6 +7,7 @@ namespace ga {
 
 constexpr int64_t kBucketBytes = int64_t{8} << 20;
 constexpr int64_t kInPlaceBytes = int64_t{512} << 10;  // smaller parameters are packed
+constexpr size_t kAlignment = 256;  // of arrays in the memory of a group, in bytes
 
 void Buckets::add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
                   int32_t dtype, bool gathered, Reduction reduction,
@@ -79,6 +80,29 @@ void Buckets::pack_queues(const Bucket& like, int64_t most, int64_t grain) {
     buckets_.back().end = segments_.size();
     buckets_.back().block = buckets_.back().stride = block;
   }
+}
+
+size_t Buckets::group(size_t most_bytes, size_t most_calls,
+                      const std::function<Needs(const Bucket&)>& needs_of) {
+  const auto padded = [](size_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  size_t needed = 0, bytes = 0, calls = 0;
+  for (size_t k = 0; k < buckets_.size(); ++k) {
+    Bucket& b = buckets_[k];
+    const Needs needs = needs_of(b);
+    const size_t sent = padded(needs.room.sent), received = padded(needs.room.received);
+    const size_t all = sent + received + padded(needs.room.added);
+    b.joins = k > 0 && b.reduction == buckets_[k - 1].reduction &&
+              b.gathered == buckets_[k - 1].gathered && bytes + all <= most_bytes &&
+              calls + needs.calls <= most_calls;
+    if (!b.joins) bytes = calls = 0;
+    b.at = {bytes, bytes + sent, bytes + sent + received};
+    bytes += all;
+    calls += needs.calls;
+    needed = std::max(needed, bytes);
+  }
+  return needed;
 }
 
 }  // namespace ga

@@ -21,14 +21,26 @@ struct Segment {
   int32_t rank;  // whose piece it is
 };
 
+// Of the memory of a group: the bytes for what a bucket sends, for what it receives, and for its sums; or where these
+// begin.
+struct Room {
+  size_t sent, received, added;
+};
+struct Needs {
+  Room room;
+  size_t calls;  // of the transport's operations, in one exchange
+};
+
 struct Bucket {
   int32_t dtype;
   bool packed;    // else of one parameter, where it lies
   bool gathered;  // every rank gets the sums
   Reduction reduction;
-  size_t first, end;  // of segments()
-  int64_t block;      // elements of each rank
-  int64_t stride;     // from a rank's block to the next one; 0: of one block, which is not divided
+  size_t first, end;   // of segments()
+  int64_t block;       // elements of each rank
+  int64_t stride;      // from a rank's block to the next one; 0: of one block, which is not divided
+  bool joins = false;  // the group of the bucket before it
+  Room at = {};        // where its arrays begin
 };
 
 // How a parameter travels: where it lies, in pieces or as a whole; packed.
@@ -48,6 +60,17 @@ class Buckets {
   void add(const std::vector<Division>& divisions, const std::vector<int64_t>& counts,
            int32_t dtype, bool gathered, Reduction reduction,
            const std::function<Travel(ga_param)>& travel);
+
+  // Makes groups of buckets that come one after the other. One exchange moves a group, and groups use the same memory
+  // in turn: returns the bytes that the largest one needs. A group of several buckets needs at most so many bytes and
+  // calls.
+  size_t group(size_t most_bytes, size_t most_calls,
+               const std::function<Needs(const Bucket&)>& needs_of);
+  size_t end_of_group(size_t first) const {
+    size_t end = first + 1;
+    while (end < buckets_.size() && buckets_[end].joins) ++end;
+    return end;
+  }
 
   const std::vector<Bucket>& list() const { return buckets_; }
   const std::vector<Segment>& segments() const { return segments_; }

@@ -110,8 +110,8 @@ void Exchange::watch(bool on) {
 
 int64_t Exchange::bytes() const {
   size_t bytes =
-      send_.bytes() + received_.bytes() + added_.bytes() + device_bits_.bytes() + records_.bytes() +
-      pieces_.bytes() + device_partials_.bytes() + device_pairs_.bytes() +
+      room_.bytes() + device_bits_.bytes() + records_.bytes() + pieces_.bytes() +
+      device_partials_.bytes() + device_pairs_.bytes() +
       (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t);
   for (const Buffer& wide : wide_) bytes += wide.bytes();
   return static_cast<int64_t>(bytes);

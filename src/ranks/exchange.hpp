@@ -199,7 +199,14 @@ class Exchange final : public Ranks {
     for (size_t k = bucket.first; k < bucket.end; ++k)
       if (buckets_.segments()[k].rank == rank()) f(buckets_.segments()[k]);
   }
-  void reserve();
+  // f(bucket) for the group that begins with a bucket; returns the first bucket of the next group.
+  template <class F>
+  size_t each_of_group(size_t first, F&& f) const {
+    const size_t end = buckets_.end_of_group(first);
+    for (size_t k = first; k < end; ++k) f(buckets_.list()[k]);
+    return end;
+  }
+  void reserve(bool gradients);
   void reserve_sums();
   static FinishTask move(const Array& from, const Array& to, int64_t count) {
     FinishTask task = {};
@@ -212,14 +219,19 @@ class Exchange final : public Ranks {
   void run_moves();
   bool brings(ga_param id) const;
   const int64_t* contributed_to(ga_param id) const;
+  Array in_room(size_t at, int32_t dtype) const {
+    return {static_cast<char*>(room_.data()) + at, dtype};
+  }
   void clear(const Bucket& bucket);
   void pack(const Bucket& bucket, const Array& to);
+  void send(const Bucket& bucket);
   void add_blocks(const Bucket& bucket);
+  void gather_sums(const Bucket& bucket);
   static void add_partials(const Partial* partials, int64_t count, ParamSums& sums);
   void gather_changed(const std::function<Changed(ga_param)>& changed);
-  void gather(const Bucket& bucket);
+  size_t gather(size_t first);
   void make_buckets(const std::function<bool(ga_param)>& which);
-  void run(const Bucket& bucket);
+  size_t run(size_t first);
   void run_ready();
   void begin_buckets();
   void run_item(size_t item, Backend& adder);
@@ -238,8 +250,7 @@ class Exchange final : public Ranks {
   void await(size_t item);
   void release_on_device();
   void begin_on_device();
-  void reduce(const Bucket& bucket);
-  void unpack(const Bucket& bucket, const Array& all);
+  void unpack(const Bucket& bucket);
   void hold_sums();
   void measure_own();
   int64_t piece_of(size_t param, int64_t grain) const;
@@ -300,8 +311,8 @@ class Exchange final : public Ranks {
   std::unique_ptr<Background> background_;  // NULL: the transport allows no other thread
 
   Parts parts_;
-  Buffer send_, received_, added_;  // of one bucket
-  std::vector<Buffer> wide_;        // by parameter: sums in f32 of a 16-bit accumulator
+  Buffer room_;               // of a group of buckets
+  std::vector<Buffer> wide_;  // by parameter: sums in f32 of a 16-bit accumulator
   std::vector<Partial> partials_;
   std::vector<AccumulateTask> tasks_;
   std::vector<int64_t> starts_;  // of the tasks in the block

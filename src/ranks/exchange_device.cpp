@@ -146,8 +146,8 @@ void Exchange::release_on_device() {
     begun_ = true;
   }
   model_.backend->device()->aside([&] {
-    for (; released_ < buckets_.list().size() && is_ready(buckets_.list()[released_]); ++released_)
-      run(buckets_.list()[released_]);
+    while (released_ < buckets_.list().size() && is_ready(buckets_.list()[released_]))
+      released_ = run(released_);
   });
 }
 
@@ -180,7 +180,7 @@ void Exchange::put_sums(const WindowTotals& totals, Params measured, Params unit
 
   device.sum_rank(totals, send_brought(), own);
   const auto run_rest = [&] {
-    for (; released_ < buckets_.list().size(); ++released_) run(buckets_.list()[released_]);
+    while (released_ < buckets_.list().size()) released_ = run(released_);
   };
   if (released_ > 0) {  // behind those that have gone before, with which they share buffers
     device.aside(run_rest);

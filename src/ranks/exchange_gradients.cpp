@@ -14,7 +14,8 @@
 namespace ga {
 namespace {
 
-constexpr int64_t kRowBytes = int64_t{8} << 20;  // of an exchange
+constexpr int64_t kRowBytes = int64_t{8} << 20;   // of an exchange
+constexpr size_t kGroupBytes = size_t{64} << 20;  // of memory for a group of buckets
 
 int64_t size_of(int32_t dtype) { return dtype_info(dtype).size; }
 
@@ -54,18 +55,25 @@ Array Exchange::reduced(ga_param id) const {
   return whole_of({wide_[static_cast<size_t>(id)].data(), GA_F32}, reduced_range(id).first);
 }
 
-// Makes room for the buckets.
-void Exchange::reserve() {
+// Makes groups of the buckets, which move gradients or else gather parameters, and room for a group. Groups have to be
+// the same on every rank, so each bucket is one of its own where ranks tell differently which gradients are ready.
+void Exchange::reserve(bool gradients) {
   const int64_t ranks = comm_->ranks();
-  size_t received = 0, send = 0, added = 0, chunks = 0, tasks = 0;
+  const auto needs_of = [&](const Bucket& s) -> Needs {
+    const auto bytes = [&](int32_t dtype) { return static_cast<size_t>(s.block * size_of(dtype)); };
+    const auto n = static_cast<size_t>(ranks);
+    const size_t block = bytes(s.dtype);
+    if (s.stride == 0) return {{0, 0, 0}, 1};  // as a whole, where it lies
+    if (!gradients) return {{s.packed ? block : 0, n * block, 0}, 1};
+    if (adds_there(s.reduction)) return {{n * block, s.gathered ? 0 : block, 0}, 1};
+    const size_t sums = s.packed && s.gathered ? n * bytes(added_in(s.dtype)) : 0;
+    return {{s.packed ? n * block : 0, n * block, sums}, 2 * n};
+  };
+  const bool together = comm_->groups() && !(gradients && overlaps());
+  const size_t room =
+      buckets_.group(together ? kGroupBytes : 0, together ? Comm::kMostTogether : 1, needs_of);
+  size_t chunks = 0, tasks = 0;
   for (const Bucket& s : buckets_.list()) {
-    const auto elements = static_cast<size_t>(s.block * ranks);
-    const auto size = static_cast<size_t>(size_of(s.dtype));
-    if (s.stride == 0) continue;  // as a whole, where it lies
-    received = std::max(received, elements * size);
-    if (s.packed) send = std::max(send, elements * size);
-    if (s.packed && s.gathered && !adds_there(s.reduction))
-      added = std::max(added, elements * static_cast<size_t>(size_of(added_in(s.dtype))));
     const size_t segments = s.end - s.first;
     chunks = std::max(chunks, segments + static_cast<size_t>(chunk_count(s.block)));
     tasks = std::max(tasks, segments + static_cast<size_t>(ranks));
@@ -73,9 +81,7 @@ void Exchange::reserve() {
   const auto grow = [&](Buffer& buffer, size_t bytes) {
     if (buffer.bytes() < bytes) buffer = Buffer(*model_.backend, bytes);
   };
-  grow(received_, received);
-  grow(send_, send);
-  grow(added_, added);
+  grow(room_, room);
   if (on_device()) {
     grow(device_partials_, chunks * sizeof(Partial));
     grow(device_pairs_, tasks * sizeof(Pair));
@@ -126,7 +132,7 @@ void Exchange::make_buckets(const std::function<bool(ga_param)>& which) {
     for (const Reduction r : kReductions) add(wire, true, r);
     add(wire, false, Reduction::kSum);
   }
-  reserve();
+  reserve(true);
   reserve_sums();
 }
 
@@ -140,7 +146,7 @@ void Exchange::sum_gradients() {
     const auto i = static_cast<size_t>(id);
     return touched_[i] && model_.params[id].held() != Held::kRows && (!overlaps() || has_rows(i));
   });
-  for (const Bucket& s : buckets_.list()) run(s);
+  for (size_t k = 0; k < buckets_.list().size();) k = run(k);
   hold_sums();
   measure_own();
 }
@@ -158,50 +164,44 @@ void Exchange::hold_sums() {
   }
 }
 
-void Exchange::run(const Bucket& bucket) {
+// Exchanges the gradients of a group of buckets; returns the first bucket of the next group.
+size_t Exchange::run(size_t first) {
   moved_ = true;
-  if (adds_there(bucket.reduction)) return reduce(bucket);
+  const Bucket& like = buckets_.list()[first];
+  each_of_group(
+      first, [&](const Bucket& b) { b.packed ? pack(b, in_room(b.at.sent, b.dtype)) : clear(b); });
+  comm_->together("gradients", [&] { each_of_group(first, [&](const Bucket& b) { send(b); }); });
+  if (!adds_there(like.reduction)) {
+    each_of_group(first, [&](const Bucket& b) { add_blocks(b); });
+    if (like.gathered)
+      comm_->together("sums of gradients",
+                      [&] { each_of_group(first, [&](const Bucket& b) { gather_sums(b); }); });
+  }
+  return each_of_group(first, [&](const Bucket& b) { unpack(b); });
+}
+
+// Sends a bucket to where it is added; where the transport adds, the sums come back.
+void Exchange::send(const Bucket& bucket) {
+  const char* const what = "gradients";
   const Segment& only = buckets_.segments()[bucket.first];
-  const Array send = bucket.packed ? Array{send_.data(), bucket.dtype}
+  const Array from = bucket.packed ? in_room(bucket.at.sent, bucket.dtype)
                                    : offset(accumulator_of(only.param), only.first);
-  if (bucket.packed)
-    pack(bucket, send);
+  void* const received = in_room(bucket.at.received, bucket.dtype).data;
+  if (!adds_there(bucket.reduction))
+    comm_->all_to_all(what, from.data, bucket.stride, received, bucket.block, bucket.dtype);
+  else if (bucket.packed && !bucket.gathered)
+    comm_->reduce_scatter(what, from.data, received, bucket.block, bucket.dtype, GA_COMM_SUM);
   else
-    clear(bucket);
-  comm_->all_to_all("gradients", send.data, bucket.stride, received_.data(), bucket.block,
-                    bucket.dtype);
-  add_blocks(bucket);
-  if (!bucket.gathered) return;
-  const Array all = bucket.packed ? Array{added_.data(), added_in(bucket.dtype)}
+    comm_->all_reduce(what, from.data, bucket.block * (bucket.packed ? comm_->ranks() : 1),
+                      bucket.dtype, GA_COMM_SUM);
+}
+
+void Exchange::gather_sums(const Bucket& bucket) {
+  const Segment& only = buckets_.segments()[bucket.first];
+  const Array all = bucket.packed ? in_room(bucket.at.added, added_in(bucket.dtype))
                                   : offset(reduced(only.param), only.first);
   comm_->all_gather_arrays("sums of gradients", offset(all, rank() * bucket.stride).data, all.data,
                            bucket.stride, bucket.block, all.format);
-  if (bucket.packed) unpack(bucket, all);
-}
-
-// The transport adds.
-void Exchange::reduce(const Bucket& bucket) {
-  const Segment& only = buckets_.segments()[bucket.first];
-  const char* const what = "gradients";
-  if (!bucket.packed) {
-    clear(bucket);
-    return comm_->all_reduce(what, offset(accumulator_of(only.param), only.first).data,
-                             bucket.block, bucket.dtype, GA_COMM_SUM);
-  }
-  const Array send = {send_.data(), bucket.dtype};
-  pack(bucket, send);
-  if (bucket.gathered) {
-    comm_->all_reduce(what, send.data, bucket.block * comm_->ranks(), bucket.dtype, GA_COMM_SUM);
-    return unpack(bucket, send);
-  }
-  const Array own = {received_.data(), bucket.dtype};
-  comm_->reduce_scatter(what, send.data, own.data, bucket.block, bucket.dtype, GA_COMM_SUM);
-  moves_.clear();
-  each_own(bucket, [&](const Segment& s) {
-    moves_.push_back(move(offset(own, s.at - rank() * bucket.block),
-                          offset(reduced(s.param), s.first), s.count));
-  });
-  run_moves();
 }
 
 // The accumulator of a gradient that travels as it lies.
@@ -282,11 +282,22 @@ void Exchange::pack(const Bucket& bucket, const Array& to) {
   run_moves();
 }
 
-void Exchange::unpack(const Bucket& bucket, const Array& all) {
+// Copies sums from a packed bucket to where they are held, unless they have been added there.
+void Exchange::unpack(const Bucket& bucket) {
+  const bool there = adds_there(bucket.reduction);
+  if (!bucket.packed || (!there && !bucket.gathered)) return;
   moves_.clear();
-  for (size_t k = bucket.first; k < bucket.end; ++k) {
-    const Segment& s = buckets_.segments()[k];
-    moves_.push_back(move(offset(all, s.at), offset(reduced(s.param), s.first), s.count));
+  const auto take = [&](const Segment& s, const Array& from, int64_t at) {
+    moves_.push_back(move(offset(from, at), offset(reduced(s.param), s.first), s.count));
+  };
+  if (bucket.gathered) {
+    const Array all = there ? in_room(bucket.at.sent, bucket.dtype)
+                            : in_room(bucket.at.added, added_in(bucket.dtype));
+    for (size_t k = bucket.first; k < bucket.end; ++k)
+      take(buckets_.segments()[k], all, buckets_.segments()[k].at);
+  } else {
+    const Array own = in_room(bucket.at.received, bucket.dtype);
+    each_own(bucket, [&](const Segment& s) { take(s, own, s.at - rank() * bucket.block); });
   }
   run_moves();
 }
@@ -305,7 +316,7 @@ void Exchange::add_blocks(const Bucket& bucket) {
     starts_.push_back(start);
   };
   if (bucket.packed) {
-    const Array added = {added_.data(), added_in(bucket.dtype)};
+    const Array added = in_room(bucket.at.added, added_in(bucket.dtype));
     each_own(bucket, [&](const Segment& s) {
       add(s, bucket.gathered ? offset(added, s.at) : offset(reduced(s.param), s.first),
           s.at - rank() * bucket.block);
@@ -322,7 +333,7 @@ void Exchange::add_blocks(const Bucket& bucket) {
     task.partials = partials + chunks;
     chunks += static_cast<size_t>(chunk_count(task.count));
   }
-  const Array received = {received_.data(), bucket.dtype};
+  const Array received = in_room(bucket.at.received, bucket.dtype);
   // The first pass adds two ranks' blocks, each further one that of one more.
   for (int64_t q = 0; q < comm_->ranks(); q += q == 0 ? 2 : 1) {
     for (size_t k = 0; k < tasks_.size(); ++k) {
@@ -476,7 +487,7 @@ void Exchange::run_item(size_t item, Backend& adder) {
   if (item == 0)
     agree_on_tensors();
   else
-    run(buckets_.list()[item - 1]);
+    run(item - 1);
   if (model_.speculation->active() && begun_by_[item] > 0)
     model_.speculation->arrived(begun_by_[item]);
 }

@@ -253,51 +253,66 @@ void Exchange::gather_changed(const std::function<Changed(ga_param)>& changed) {
         return Travel::kNot;
       return Travel::kInPlace;
     });
-  reserve();
-  for (const Bucket& s : buckets_.list()) gather(s);
+  reserve(false);
+  for (size_t k = 0; k < buckets_.list().size();) k = gather(k);
+  std::vector<ga_param> whole;
   for (size_t i = 0; i < parts_.divisions.size(); ++i) {
     const auto id = static_cast<ga_param>(i);
-    const Param& p = model_.params[id];
-    if (p.count == 0 || model_.params.keeper(id) == Keeper::kAll) continue;
+    if (model_.params[id].count == 0 || model_.params.keeper(id) == Keeper::kAll) continue;
     const Changed what = changed(id);
     if (what == Changed::kRows)
       hand_out_rows(id);
     else if (what == Changed::kElements && !is_in_buckets(id))
-      comm_->broadcast_array("updated parameters", p.data, p.count, p.dtype,
-                             parts_.divisions[i].owner);
+      whole.push_back(id);
   }
+  for (size_t k = 0; k < whole.size();)
+    comm_->together("updated parameters", [&] {
+      for (const size_t end = std::min(whole.size(), k + Comm::kMostTogether); k < end; ++k) {
+        const Param& p = model_.params[whole[k]];
+        comm_->broadcast_array("updated parameters", p.data, p.count, p.dtype, maker(whole[k]));
+      }
+    });
 }
 
 // By way of a buffer: a transport that fails may write to it later, and the parameters are the program's.
-void Exchange::gather(const Bucket& bucket) {
-  const Segment& only = buckets_.segments()[bucket.first];
+size_t Exchange::gather(size_t first) {
   const auto data = [&](const Segment& s, int64_t element) {
     const Param& p = model_.params[s.param];
     return offset({p.data, p.dtype}, element);
   };
-  Array send = {send_.data(), bucket.dtype};
-  if (bucket.packed) {
+  each_of_group(first, [&](const Bucket& bucket) {
+    if (!bucket.packed) return;
+    const Array own = in_room(bucket.at.sent, bucket.dtype);
     moves_.clear();
     each_own(bucket, [&](const Segment& s) {
-      moves_.push_back(move(data(s, s.first), offset(send, s.at - rank() * bucket.block), s.count));
+      moves_.push_back(move(data(s, s.first), offset(own, s.at - rank() * bucket.block), s.count));
     });
     run_moves();
-  } else {
-    send = data(only, rank() * bucket.stride + only.first);
-  }
-  const Array all = {received_.data(), bucket.dtype};
-  comm_->all_gather_arrays("updated parameters", send.data, all.data, bucket.block, bucket.block,
-                           bucket.dtype);
-  moves_.clear();
-  for (size_t k = bucket.first; bucket.packed && k < bucket.end; ++k) {
-    const Segment& s = buckets_.segments()[k];
-    if (s.rank != rank()) moves_.push_back(move(offset(all, s.at), data(s, s.first), s.count));
-  }
-  for (int32_t q = 0; !bucket.packed && q < comm_->ranks(); ++q)
-    if (q != rank())
-      moves_.push_back(move(offset(all, q * bucket.block),
-                            data(only, q * bucket.stride + only.first), bucket.block));
-  run_moves();
+  });
+  comm_->together("updated parameters", [&] {
+    each_of_group(first, [&](const Bucket& bucket) {
+      const Segment& only = buckets_.segments()[bucket.first];
+      const Array own = bucket.packed ? in_room(bucket.at.sent, bucket.dtype)
+                                      : data(only, rank() * bucket.stride + only.first);
+      comm_->all_gather_arrays("updated parameters", own.data,
+                               in_room(bucket.at.received, bucket.dtype).data, bucket.block,
+                               bucket.block, bucket.dtype);
+    });
+  });
+  return each_of_group(first, [&](const Bucket& bucket) {
+    const Segment& only = buckets_.segments()[bucket.first];
+    const Array all = in_room(bucket.at.received, bucket.dtype);
+    moves_.clear();
+    for (size_t k = bucket.first; bucket.packed && k < bucket.end; ++k) {
+      const Segment& s = buckets_.segments()[k];
+      if (s.rank != rank()) moves_.push_back(move(offset(all, s.at), data(s, s.first), s.count));
+    }
+    for (int32_t q = 0; !bucket.packed && q < comm_->ranks(); ++q)
+      if (q != rank())
+        moves_.push_back(move(offset(all, q * bucket.block),
+                              data(only, q * bucket.stride + only.first), bucket.block));
+    run_moves();
+  });
 }
 
 // The rows that each rank has updated of its part: every rank knows which.
