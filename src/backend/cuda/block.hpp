@@ -409,8 +409,10 @@ void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
 #ifdef __CUDACC__
   // Not <<<>>> with cudaGetLastError(), which would report an error that the program has left.
   void* arguments[] = {const_cast<Kernel*>(&kernel)};
-  const cudaError_t error = cudaLaunchKernel(run<Kernel>, dim3(static_cast<unsigned>(blocks)),
-                                             dim3(kThreadsOf<Kernel>), arguments, 0, stream);
+  // The type is named because CUDA 12's header has a const here that g++ does not deduce.
+  const cudaError_t error =
+      cudaLaunchKernel<void(Kernel)>(run<Kernel>, dim3(static_cast<unsigned>(blocks)),
+                                     dim3(kThreadsOf<Kernel>), arguments, 0, stream);
 #else
   // The simulator that replaces CUDA in such a build.
   const cudaError_t error = sim::launch(

@@ -26,9 +26,17 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*)(Kernel)) {
   return ga::sim::load(typeid(Kernel));
 }
 
+template <class>
+struct Argument;
 template <class Kernel>
-cudaError_t cudaLaunchKernel(void (*run)(Kernel), dim3 blocks, dim3 threads, void** arguments,
-                             size_t, cudaStream_t stream) {
+struct Argument<void(Kernel)> {
+  using Type = Kernel;
+};
+
+template <class Function>
+cudaError_t cudaLaunchKernel(Function* run, dim3 blocks, dim3 threads, void** arguments, size_t,
+                             cudaStream_t stream) {
+  using Kernel = typename Argument<Function>::Type;
   const Kernel kernel = *static_cast<const Kernel*>(*arguments);
   return ga::sim::launch_grid(
       typeid(Kernel), sizeof(Kernel), blocks.x,
