@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "contiguous.hpp"
 #include "cublas.hpp"
 #include "harness.hpp"
 #include "layout.hpp"
@@ -28,6 +29,7 @@
 #include "simulator.hpp"
 #else
 #include <cuda.h>
+#include <cuda_profiler_api.h>
 #endif
 
 namespace bench {
@@ -41,9 +43,11 @@ struct Options {
   bool quick = false;
   bool check = false;
   std::set<std::string> only;
+  std::string profile;
   std::string json = "bench_gpu.json";
 
   bool wants(const char* id) const { return only.empty() || only.count(id) != 0; }
+  bool wants_pass(const char* name) const { return profile.empty() || profile == name; }
   int rounds() const { return check ? 1 : quick ? 7 : 15; }
 };
 
@@ -120,6 +124,23 @@ void fill(const Memory& memory, size_t size, uint32_t seed) {
                      std::min(pattern.size(), memory.bytes() - at), cudaMemcpyHostToDevice),
           "filling device memory");
   }
+}
+
+std::vector<float> read(const Memory& memory) {
+  std::vector<float> result(memory.bytes() / sizeof(float));
+  check(cudaMemcpy(result.data(), memory.as(), memory.bytes(), cudaMemcpyDeviceToHost), "a copy");
+  return result;
+}
+
+// As many blocks as the device holds, which is what the library launches.
+int64_t blocks_at_a_time() {
+  int device = 0, multiprocessors = 0, threads = 0;
+  check(cudaGetDevice(&device), "the device");
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+        "the multiprocessors");
+  check(cudaDeviceGetAttribute(&threads, cudaDevAttrMaxThreadsPerMultiProcessor, device),
+        "the threads");
+  return int64_t{multiprocessors} * (threads / 256);
 }
 
 // ---- Races on the device ------------------------------------------------------------------------
@@ -280,8 +301,31 @@ struct Pass {
   std::function<void()> run, prepare;
 };
 
+// Runs a pass twice, the second time between marks for a profiler.
+void profile(const Stream& stream, const Pass& pass) {
+  for (const bool marked : {false, true}) {
+    if (pass.prepare) pass.prepare();
+    wait(stream);
+#ifndef GA_SIMULATED
+    if (marked) check(cudaProfilerStart(), "a profiler");
+#endif
+    pass.run();
+    wait(stream);
+#ifndef GA_SIMULATED
+    if (marked) check(cudaProfilerStop(), "a profiler");
+#endif
+    if (marked) printf("profiled: %s\n", pass.name);
+  }
+}
+
 void pass_figures(const Options& options, Report& report, const Stream& stream, const Copy& copy,
                   const Layout& layout, const std::vector<Pass>& passes) {
+  if (!options.profile.empty()) {
+    for (const Pass& pass : passes) {
+      if (options.wants_pass(pass.name)) profile(stream, pass);
+    }
+    return;
+  }
   const auto n = static_cast<size_t>(layout.n);
   std::vector<Side> sides;
   for (const Pass& pass : passes) {
@@ -304,6 +348,25 @@ void pass_figures(const Options& options, Report& report, const Stream& stream, 
                          pass.text, pass.bytes, 1e3 * median(mine), 1e-9 * moved / median(mine),
                          1e-9 * copied / median(base)));
   }
+}
+
+// The same sums as the library's accumulate, in memory of its own. Throws if they are wrong.
+void check_contiguous(const Memory& gradients, const Memory& target, const Memory& squares,
+                      const std::function<void()>& accumulate, const Stream& stream) {
+  check(cudaMemset(target.as(), 0, target.bytes()), "a fill");
+  for (int time = 0; time < 2; ++time) accumulate();
+  wait(stream);
+  const std::vector<float> g = read(gradients), a = read(target);
+  std::vector<double> sums(squares.bytes() / sizeof(double));
+  check(cudaMemcpy(sums.data(), squares.as(), squares.bytes(), cudaMemcpyDeviceToHost), "a copy");
+  double want = 0, got = 0;
+  for (size_t k = 0; k < g.size(); ++k) {
+    if (a[k] != g[k] + g[k]) throw std::runtime_error("G1_accumulate_contiguous: a wrong sum");
+    want += static_cast<double>(a[k]) * static_cast<double>(a[k]);
+  }
+  for (const double sum : sums) got += sum;
+  if (!(std::fabs(got - want) <= 1e-5 * want))
+    throw std::runtime_error("G1_accumulate_contiguous: wrong sums of squares");
 }
 
 void g1(const Options& options, Report& report) {
@@ -329,6 +392,13 @@ void g1(const Options& options, Report& report) {
     open.accumulate(gradients);
     open_halves.accumulate(half_gradients);
     const auto accumulate = [&] { open.accumulate(gradients); };
+    const Memory target(4 * n), squares(8 * ((n + kContiguousChunk - 1) / kContiguousChunk));
+    const int64_t blocks = blocks_at_a_time();
+    const auto contiguous = [&] {
+      accumulate_contiguous(target.as(), g.as(), layout.n, 1, squares.as<double>(), blocks,
+                            stream.get());
+    };
+    if (options.check) check_contiguous(g, target, squares, contiguous, stream);
     pass_figures(options, report, stream, copy, layout,
                  {{"G1_accumulate_f32", 12, 0.93, "A += alpha g", accumulate, {}},
                   {"G1_accumulate_norm",
@@ -336,6 +406,12 @@ void g1(const Options& options, Report& report) {
                    0.92,
                    "the same again, which includes norm and finite check",
                    accumulate,
+                   {}},
+                  {"G1_accumulate_contiguous",
+                   12,
+                   0,
+                   "the same in one piece of memory a block, which the library does not do",
+                   contiguous,
                    {}},
                   {"G1_accumulate_bf16",
                    10,
@@ -355,6 +431,7 @@ void g1(const Options& options, Report& report) {
         Step{{"G1_sgd_momentum", 20, 0.92, "step, clip factor included", {}, {}},
              {GA_OPTIMIZER_SGD, 0.9}},
         Step{{"G1_lamb", 40, 0.85, "step, two passes", {}, {}}, {GA_OPTIMIZER_LAMB}}}) {
+    if (!options.wants_pass(step.pass.name)) continue;
     Context context(layout, p.as(), stream, step.setting);
     Pass pass = step.pass;
     pass.run = [&] { context.step(); };
@@ -539,12 +616,6 @@ class Barrier {
   const Stream& stream_;
   std::atomic<bool> open_{false}, timed_out_{false};
 };
-
-std::vector<float> read(const Memory& memory) {
-  std::vector<float> result(memory.bytes() / sizeof(float));
-  check(cudaMemcpy(result.data(), memory.as(), memory.bytes(), cudaMemcpyDeviceToHost), "a copy");
-  return result;
-}
 
 void g3(const Options& options, Report& report) {
   const Layout layout({{1031, 257}, {3}, {}, {65536}, {65537}, {17, 15}, {300007}});
@@ -757,6 +828,7 @@ void g6(const Options& options, Report& report) {
              narrow_state,
              p.as(),
              &gradients}}) {
+    if (!options.wants_pass(step.pass.name)) continue;
     Context context(layout, step.parameters, stream, step.setting);
     Pass pass = step.pass;
     pass.run = [&] { context.step(); };
@@ -765,6 +837,7 @@ void g6(const Options& options, Report& report) {
     context.require_applied();
   }
 
+  if (!options.profile.empty()) return;
   // So little data that the time is that of the decision, and of the Ops that LAMB folds between its passes.
   const Layout small(std::vector<Shape>(400, Shape{options.check ? 40 : 1024}));
   const Pointers small_gradients = small.pointers(g.as());
@@ -820,14 +893,18 @@ int measure(const Options& options) {
   if (options.wants("G3")) g3(options, report);
   if (options.wants("G5")) g5(options, report);
   if (options.wants("G6")) g6(options, report);
-  if (!options.check) report.write(options.json, text);
+  if (!options.check && options.profile.empty()) report.write(options.json, text);
   return options.check && report.missed() > 0 ? 1 : 0;
 }
 
 constexpr char kUsage[] =
     "usage: gradaccum_bench_gpu [--quick] [--check] [--only G1,G2,G3,G5,G6] [--json FILE]\n"
+    "                           [--profile FIGURE]\n"
     "  --quick  fewer rounds (7) and 124 M parameters instead of 209 M\n"
-    "  --check  runs everything once, small and untimed; exits with 1 if a count or bit is wrong\n";
+    "  --check  runs everything once, small and untimed; exits with 1 if a count or bit is wrong\n"
+    "  --profile FIGURE  runs the pass of a figure of G1 or G6 once, between cudaProfilerStart() "
+    "and "
+    "Stop()\n";
 
 int run(int argc, char** argv) {
   Options options;
@@ -841,6 +918,8 @@ int run(int argc, char** argv) {
       options.quick = true;
     } else if (name == "--check") {
       options.check = true;
+    } else if (name == "--profile") {
+      options.profile = value();
     } else if (name == "--json") {
       options.json = value();
     } else if (name == "--only") {
