@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small network, and the same data for torch and for the library."""
+"""A small network, and the same data for torch and for the library.
 
+With GA_TEST_DEVICE=cuda in the environment, what the tests make is on the GPU: tests/gpu/run does this with
+test_torch_optimizers.py and test_torch_windows.py, which are the library's own promise and say nothing of the CPU.
+"""
+
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +14,20 @@ import torch
 from torch import Tensor
 
 SIZES = (5, 2, 1)  # of the micro-batches of a window: uneven on purpose
+DEVICE = os.environ.get("GA_TEST_DEVICE", "cpu")
+MISSING = DEVICE == "cuda" and not torch.cuda.is_available()
+
+if DEVICE == "cuda" and not MISSING:
+    torch.set_default_device(DEVICE)
+    torch.backends.cudnn.allow_tf32 = False  # whose products have 10 bits
+    torch.backends.cudnn.deterministic = True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if MISSING:
+        reason = f"PyTorch {torch.__version__} finds no GPU that it can use"
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 class Task:
@@ -17,9 +36,11 @@ class Task:
     def __init__(self, dtype: torch.dtype = torch.float64, bias: bool = True) -> None:
         self.dtype = dtype
         self.bias = bias
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(40, sum(SIZES), 5, generator=generator, dtype=torch.float64)
-        self.y = torch.randn(40, sum(SIZES), 3, generator=generator, dtype=torch.float64)
+        generator = torch.Generator("cpu").manual_seed(7)
+        self.x, self.y = (
+            torch.randn(40, sum(SIZES), n, generator=generator, dtype=torch.float64, device="cpu").to(DEVICE)
+            for n in (5, 3)
+        )
 
     def net(self) -> torch.nn.Sequential:
         torch.manual_seed(3)

@@ -15,7 +15,7 @@ import gradaccum as ga
 import gradaccum.torch as gt
 import pytest
 import torch
-from conftest import Task, close, train
+from conftest import DEVICE, Task, close, train
 from torch.utils.checkpoint import checkpoint
 
 KEEP = ga.Config(nonfinite=ga.Nonfinite.DROP_MICRO)
@@ -430,7 +430,7 @@ def test_a_grad_scaler_works_on_grad(task: Task, accum_steps: int | None) -> Non
     want = train(task, adamw)
     net = task.net()
     optimizer = gt.AdamW(net.parameters(), lr=0.01, accum_steps=accum_steps)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=256.0, growth_interval=3)
     for step in range(8):
         for loss, _ in task.parts(net, step, (8,) if accum_steps is None else (4, 4)):
             optimizer.zero_grad()
@@ -445,7 +445,7 @@ def test_a_grad_scaler_works_on_grad(task: Task, accum_steps: int | None) -> Non
 def test_a_grad_scaler_that_cannot_see_gradients_is_refused(task: Task) -> None:
     net = task.net()
     optimizer = gt.AdamW(net.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(DEVICE)
     optimizer.backward(scaler.scale(task.whole(net, 0)))
     with pytest.raises(RuntimeError, match="loss_scaler="):
         scaler.step(optimizer)
