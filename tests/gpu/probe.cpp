@@ -21,12 +21,19 @@ int main() {
       printf("device %d: %s\n", device, cudaGetErrorString(cudaGetLastError()));
       return 1;
     }
+    int kilohertz = 0, bits = 0;  // 0 if the driver does not tell them
+    cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device);
+    cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device);
     printf(
         "device %d: %s, compute capability %d.%d, %d multiprocessors, %zu MiB, driver for CUDA "
-        "%d.%d, runtime %d.%d\n",
+        "%d.%d, runtime %d.%d",
         device, properties.name, properties.major, properties.minor, properties.multiProcessorCount,
         properties.totalGlobalMem >> 20, driver / 1000, driver % 1000 / 10, runtime / 1000,
         runtime % 1000 / 10);
+    // Two transfers a clock.
+    if (kilohertz > 0 && bits > 0)
+      printf(", memory %.0f GB/s by its clock", 2e3 * kilohertz * (bits / 8) * 1e-9);
+    printf("\n");
   }
   return 0;
 }
