@@ -189,6 +189,7 @@ struct Setting {
   int32_t dtype = GA_F32;  // of the parameters; or GA_BF16
   ga_master master = GA_MASTER_F32;
   int32_t state_dtype = 0;
+  ga_precision precision = GA_PRECISION_F32;
   ga_gradient_life gradient_life = GA_GRADIENTS_CONSUMED;
 };
 
@@ -211,6 +212,7 @@ class Context {
     optimizer.momentum = setting.momentum;
     optimizer.max_grad_norm = 0;
     optimizer.state_dtype = setting.state_dtype;
+    optimizer.ns_precision = setting.precision;
     ga_group group = 0;
     check(ga_group_add(made, &optimizer, &group));
     ga_clip clip;
@@ -686,6 +688,46 @@ void g3(const Options& options, Report& report) {
 
 // ---- G5: matrix products ----------------------------------------------------------------------------
 
+// The steps of Muon over the matrices of some layers of GPT-2, with each precision of its products.
+void muon_figures(const Options& options, Report& report, const Stream& stream) {
+  std::vector<Shape> shapes;
+  for (int layer = 0; layer < (options.check ? 1 : 4); ++layer) {
+    const int64_t d = options.check ? 24 : 768;
+    for (const Shape& shape : {Shape{3 * d, d}, Shape{d, d}, Shape{4 * d, d}, Shape{d, 4 * d}})
+      shapes.push_back(shape);
+  }
+  const Layout layout(shapes);
+  const auto bytes = 4 * static_cast<size_t>(layout.n);
+  const Memory g(bytes);
+  fill(g, 4, 2);
+  const Pointers gradients = layout.pointers(g.as());
+  std::vector<Memory> parameters;
+  std::vector<std::unique_ptr<Context>> contexts;
+  std::vector<Side> sides;
+  for (const ga_precision precision : {GA_PRECISION_F32, GA_PRECISION_TF32, GA_PRECISION_BF16}) {
+    parameters.emplace_back(bytes);
+    fill(parameters.back(), 4, 1);
+    Setting setting;
+    setting.optimizer = GA_OPTIMIZER_MUON;
+    setting.precision = precision;
+    contexts.push_back(std::make_unique<Context>(layout, parameters.back().as(), stream, setting));
+    Context* const context = contexts.back().get();
+    sides.push_back({[=] { context->step(); }, [=] { context->accumulate(gradients); }});
+  }
+  const std::vector<Times> t = race_on(stream, options.rounds(), sides);
+  for (const auto& context : contexts) context->require_applied();
+  for (const size_t k : {size_t{1}, size_t{2}}) {
+    const char* const name = k == 1 ? "G5_muon_tf32" : "G5_muon_bf16";
+    if (options.check)
+      printf("%s: ran\n", name);
+    else
+      report.figure(
+          name, t[0] / t[k], Sense::kNone, 0,
+          format("a step of Muon over %.0f M elements: f32 %.2f ms / %.2f ms",
+                 1e-6 * static_cast<double>(layout.n), 1e3 * median(t[0]), 1e3 * median(t[k])));
+  }
+}
+
 void g5(const Options& options, Report& report) {
   std::string missing;
   const Cublas* const cublas = open_cublas(missing);
@@ -752,6 +794,7 @@ void g5(const Options& options, Report& report) {
                   format("cuBLAS %.3f ms, %.0f TFLOP/s / ga_accumulate_matmul %.3f ms",
                          1e3 * median(t[0]), work / median(t[0]), 1e3 * median(t[1])));
   }
+  muon_figures(options, report, stream);
 }
 
 // ---- G6: steps over other arrays than f32 --------------------------------------------------------
