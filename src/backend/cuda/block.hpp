@@ -416,7 +416,7 @@ void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
 #else
   // The simulator that replaces CUDA in such a build.
   const cudaError_t error = sim::launch(
-      typeid(Kernel), sizeof(Kernel), blocks,
+      typeid(Kernel), &kernel, sizeof(Kernel), blocks,
       [kernel](int64_t index, int64_t count) {
         Block block(index, count);
         kernel(block);

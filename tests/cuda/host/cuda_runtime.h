@@ -284,8 +284,9 @@ namespace ga::sim {
 
 // Queues block(index, count) for each block of a grid. The counters list it under the name of
 // kernel. bytes: of its arguments.
-cudaError_t launch(const std::type_info& kernel, size_t bytes, int64_t blocks,
-                   std::function<void(int64_t index, int64_t count)> block, cudaStream_t stream);
+cudaError_t launch(const std::type_info& kernel, const void* arguments, size_t bytes,
+                   int64_t blocks, std::function<void(int64_t index, int64_t count)> block,
+                   cudaStream_t stream);
 // Queues a grid that runs all its blocks itself, in one call of grid().
 cudaError_t launch_grid(const std::type_info& kernel, size_t bytes, int64_t blocks,
                         std::function<void()> grid, cudaStream_t stream);

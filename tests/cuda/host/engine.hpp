@@ -148,6 +148,7 @@ class Engine {
   cudaError_t release(char* begin);
   void release_everything();
   const Allocation* find(const void* pointer) const;   // the allocation of this byte
+  std::vector<Allocation> accessible(int device) const;  // by work of the device
   bool valid(const void* pointer, size_t size) const;  // false beyond the end of an allocation
 
   // Work. enqueue: to the end of the stream, or into its capture.

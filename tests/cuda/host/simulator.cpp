@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "../ptx/compare.hpp"
 #include "engine.hpp"
 #include "fibres.hpp"
 
@@ -345,6 +346,17 @@ const Allocation* Engine::find(const void* pointer) const {
   return address - reinterpret_cast<uintptr_t>(a.begin) < a.size ? &a : nullptr;
 }
 
+std::vector<Allocation> Engine::accessible(int device) const {
+  std::vector<Allocation> found;
+  for (const auto& [address, a] : allocations_) {
+    bool elsewhere = false;
+    for (int i = 0; i < kMaxDevices; ++i)
+      elsewhere = elsewhere || (i != device && devices[i].arena.contains(a.begin));
+    if (!elsewhere) found.push_back(a);
+  }
+  return found;
+}
+
 bool Engine::valid(const void* pointer, size_t size) const {
   const Allocation* a = find(pointer);
   if (a != nullptr) {
@@ -667,34 +679,8 @@ void run_grid(int64_t blocks, const std::function<void(int64_t, int64_t)>& block
 #endif
 }
 
-std::lock_guard<std::recursive_mutex> lock() {
-  return std::lock_guard<std::recursive_mutex>(Engine::get().mutex);
-}
-
-}  // namespace
-
-cudaError_t launch(const std::type_info& kernel, size_t bytes, int64_t blocks,
-                   std::function<void(int64_t, int64_t)> block, cudaStream_t handle) {
-  return launch_grid(
-      kernel, bytes, blocks, [blocks, block = std::move(block)] { run_grid(blocks, block); },
-      handle);
-}
-
-uint64_t draw() {
-  static uint64_t state = static_cast<uint64_t>(number("GA_SIM_SEED", 1));
-  // As in Blackman and Vigna's SplitMix64.
-  uint64_t x = state += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-void end_phase() {
-  if (blocks_at_a_time) blocks_at_a_time->pause();
-}
-
-cudaError_t launch_grid(const std::type_info& kernel, size_t bytes, int64_t blocks,
-                        std::function<void()> grid, cudaStream_t handle) {
+cudaError_t queue_grid(const std::type_info& kernel, const void* arguments, size_t bytes,
+                       int64_t blocks, std::function<void()> grid, cudaStream_t handle) {
   return call([&](Engine& engine) {
     std::shared_ptr<CUstream_st> stream;
     if (blocks <= 0 || blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
@@ -710,8 +696,42 @@ cudaError_t launch_grid(const std::type_info& kernel, size_t bytes, int64_t bloc
     }
     ++engine.counters.launches;
     ++engine.counters.by_kernel[type_name(kernel)];
+    if (arguments && ptx::is_wanted())
+      grid = ptx::compared(kernel, arguments, bytes, blocks, std::move(grid), stream->device);
     return engine.enqueue(stream, {Kind::kKernel, stream->device, std::move(grid)});
   });
+}
+
+std::lock_guard<std::recursive_mutex> lock() {
+  return std::lock_guard<std::recursive_mutex>(Engine::get().mutex);
+}
+
+}  // namespace
+
+cudaError_t launch(const std::type_info& kernel, const void* arguments, size_t bytes,
+                   int64_t blocks, std::function<void(int64_t, int64_t)> block,
+                   cudaStream_t handle) {
+  return queue_grid(
+      kernel, arguments, bytes, blocks,
+      [blocks, block = std::move(block)] { run_grid(blocks, block); }, handle);
+}
+
+cudaError_t launch_grid(const std::type_info& kernel, size_t bytes, int64_t blocks,
+                        std::function<void()> grid, cudaStream_t handle) {
+  return queue_grid(kernel, nullptr, bytes, blocks, std::move(grid), handle);
+}
+
+uint64_t draw() {
+  static uint64_t state = static_cast<uint64_t>(number("GA_SIM_SEED", 1));
+  // As in Blackman and Vigna's SplitMix64.
+  uint64_t x = state += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+void end_phase() {
+  if (blocks_at_a_time) blocks_at_a_time->pause();
 }
 
 cudaError_t load(const std::type_info& kernel) {
