@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
 #include <sstream>
 
 #include "engine.hpp"
@@ -66,15 +67,28 @@ class Kernels {
     if (modules_.empty()) die("there are no PTX files in " + folder.string());
   }
 
+  static Kernels& get() {
+    static Kernels kernels;
+    return kernels;
+  }
+
   const Kernel& find(const std::type_info& type) {
     const std::string argument = demangled(type.name());
-    const std::string name = "void ga::cuda::run<" + argument + (argument.back() == '>' ? " >(" : ">(") + argument + ")";
+    return find("void ga::cuda::run<" + argument + (argument.back() == '>' ? " >(" : ">(") + argument + ")", argument);
+  }
+
+  const Kernel& find(const std::string& name, const std::string& shown) {
+    const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = entries_.find(name);
     if (found == entries_.end()) die("the PTX has no kernel " + name);
     Entry& entry = found->second;
     if (!entry.kernel) {
-      entry.kernel = entry.module->kernel(entry.name);
-      entry.kernel->name = argument;
+      try {
+        entry.kernel = entry.module->kernel(entry.name);
+      } catch (const Error& error) {
+        die(error.what());
+      }
+      entry.kernel->name = shown;
     }
     return *entry.kernel;
   }
@@ -85,6 +99,7 @@ class Kernels {
     std::string name;
     std::unique_ptr<Kernel> kernel;
   };
+  std::mutex mutex_;
   std::vector<std::unique_ptr<Module>> modules_;
   std::map<std::string, Entry> entries_;
 };
@@ -156,6 +171,8 @@ class Memory {
 };
 
 void interpret(const Kernel& kernel, const std::vector<char>& bytes, unsigned blocks, int approximation) {
+  static std::mutex mutex;  // arguments() are one thread's
+  const std::lock_guard<std::mutex> lock(mutex);
   std::memcpy(arguments(), bytes.data(), bytes.size());
   set_approximation(approximation);
   try {
@@ -174,13 +191,7 @@ bool is_wanted() {
 
 std::function<void()> compared(const std::type_info& type, const void* arguments, size_t bytes, int64_t blocks,
                                std::function<void()> simulated, int device) {
-  static Kernels kernels;
-  const Kernel* kernel;
-  try {
-    kernel = &kernels.find(type);
-  } catch (const Error& error) {
-    die(error.what());
-  }
+  const Kernel* kernel = &Kernels::get().find(type);
   if (kernel->argument_bytes != bytes) die(kernel->name + " has arguments of another size");
   const char* begin = static_cast<const char*>(arguments);
   return [=, copy = std::vector<char>(begin, begin + bytes), simulated = std::move(simulated)] {
@@ -200,6 +211,17 @@ std::function<void()> compared(const std::type_info& type, const void* arguments
     if (!after.is_current(where)) die(kernel->name + ": the PTX and the simulation differ: " + where);
     if (const char* log = std::getenv("GA_SIM_PTX_LOG")) std::ofstream(log, std::ios::app) << kernel->name << '\n';
   };
+}
+
+double device_function(const char* name, double x, double y, int units) {
+  double result = 0;
+  const struct {
+    double x, y;
+    double* to;
+  } arguments = {x, y, &result};
+  const char* begin = reinterpret_cast<const char*>(&arguments);
+  interpret(Kernels::get().find(name, name), std::vector<char>(begin, begin + sizeof arguments), 1, units);
+  return result;
 }
 
 }  // namespace ga::ptx

@@ -229,6 +229,11 @@ void add_arithmetic(Table& table, const char* const (&names)[9]) {
   add_arithmetic<T>(table, {"add.rn." #T, "sub.rn." #T, "mul.rn." #T, "div.rn." #T,           \
                             "fma.rn." #T, "sqrt.rn." #T, "rcp.rn." #T, "min." #T, "max." #T})
 
+f32 toward_zero(f64 x) {
+  const auto r = static_cast<f32>(x);
+  return std::fabs(f64{r}) > std::fabs(x) ? std::nextafter(r, 0.0f) : r;
+}
+
 int approximation = 0;
 
 // Of the 32 upper bits of a, in the 32 upper bits of the result.
@@ -250,6 +255,7 @@ void add_float_operations(Table& table) {
   GA_ARITHMETIC(f64);
   add_signs<f32, u32>(table, "neg.f32", "abs.f32");
   add_signs<f64, u64>(table, "neg.f64", "abs.f64");
+  add<f32, f32>(table, "mul.rz.f32", [](f32 a, f32 b) { return toward_zero(f64{a} * f64{b}); });
   add<f64>(table, "rcp.approx.ftz.f64", [](f64 a) { return approximate_reciprocal(a); });
 }
 
@@ -405,6 +411,7 @@ void add_conversions(Table& table) {
   GA_ROUNDED(f64);
   add<f32>(table, "cvt.f64.f32", [](f32 x) { return f64{x}; });
   add<f64>(table, "cvt.rn.f32.f64", [](f64 x) { return static_cast<f32>(x); });
+  add<f64>(table, "cvt.rz.f32.f64", [](f64 x) { return toward_zero(x); });
   add<u16>(table, "cvt.f32.f16", [](u16 x) { return widen_f16(x); });
   add<f32>(table, "cvt.rn.f16.f32", [](f32 x) { return narrow_f16(x); });
   add<f32>(table, "cvt.rn.bf16.f32", [](f32 x) { return narrow_bf16(x); });

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/ptx/ptx.hpp"
+#include "ptx/ptx.hpp"
 
 namespace ga::ptx {
 namespace {
@@ -99,6 +99,18 @@ TEST(Ptx, RoundsToNearestEven) {
       // (1 + 2^-52) (1 - 2^-52) - 1 = -2^-104, rounded once.
       {"fma.rn.f64", {0x3ff0000000000001, 0x3feffffffffffffe, 0xbff0000000000000}, 0xb970000000000000},
       {"fma.rn.f32", {0x3f800001, 0x3f7ffffe, 0xbf800000}, 0xa8800000},  // -2^-46
+  });
+}
+
+TEST(Ptx, RoundsTowardZero) {
+  expect({
+      {"mul.rz.f32", {0x3f7fffff, 0x3f7fffff}, 0x3f7ffffe},  // 1 - 2^-23 + 2^-48
+      {"mul.rz.f32", {0xbf800003, 0x3f800003}, 0xbf800006},  // of -(1 + 6 2^-23 + 9 2^-46)
+      {"mul.rz.f32", {0x3fc00001, 0x3f800001}, 0x3fc00002},  // of 1.5 + 2.5 2^-23
+      {"mul.rn.f32", {0x3fc00001, 0x3f800001}, 0x3fc00003},
+      {"cvt.rz.f32.f64", {0x3ff0000ffff00000}, 0x3f80007f},
+      {"cvt.rn.f32.f64", {0x3ff0000ffff00000}, 0x3f800080},
+      {"cvt.rz.f32.f64", {0x47efffffffffffff}, 0x7f7fffff},
   });
 }
 
