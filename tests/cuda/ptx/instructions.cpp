@@ -431,7 +431,7 @@ char* address(Warp& warp, const Instruction& i, int lane, size_t size) {
     if (offset > limit || size > limit - offset) warp.fail(i, lane, "is out of bounds");
     p = (space == Space::kShared ? warp.shared : warp.memory[lane]) + offset;
   }
-  if (reinterpret_cast<uintptr_t>(p) % size != 0) warp.fail(i, lane, "is not aligned");
+  if ((reinterpret_cast<uintptr_t>(p) & (size - 1)) != 0) warp.fail(i, lane, "is not aligned");
   return p;
 }
 

@@ -19,30 +19,51 @@ struct Running : Warp {
   State state[kLanes] = {};
 };
 
+// Memory that the next grid has again.
+class Pool {
+ public:
+  char* take(size_t size) {
+    if (size > size_) {
+      ::operator delete[](memory_, kAlignment);
+      memory_ = nullptr;
+      size_ = 0;
+      memory_ = static_cast<char*>(::operator new[](size, kAlignment));
+      size_ = size;
+    }
+    return memory_;
+  }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  char* memory_ = nullptr;
+  size_t size_ = 0;
+};
+Pool register_pool, lane_pool, shared_pool;
+
 class Grid {
  public:
   Grid(const Kernel& kernel, unsigned blocks) : kernel_(kernel), blocks_(blocks) {
     const size_t warps = (kernel.threads + kLanes - 1) / kLanes;
     const size_t registers = size_t{kernel.registers} * kLanes;
     lane_bytes_ = (kernel.lane_bytes + 63) / 64 * 64;
-    registers_ = allocate(warps * registers * sizeof(uint64_t));
-    lanes_ = allocate(warps * kLanes * lane_bytes_);
-    shared_ = allocate(kernel.shared_bytes);
+    auto* const all_registers = reinterpret_cast<uint64_t*>(register_pool.take(warps * registers * sizeof(uint64_t)));
+    char* const all_lanes = lane_pool.take(warps * kLanes * lane_bytes_);
+    shared_at_ = shared_pool.take(kernel.shared_bytes);
     warps_.resize(warps);
     for (unsigned w = 0; w < warps; ++w) {
       Running& warp = warps_[w];
       warp.kernel = &kernel;
       warp.index = w;
-      warp.registers = reinterpret_cast<uint64_t*>(registers_.get()) + w * registers;
-      warp.shared = shared_.get();
+      warp.registers = all_registers + w * registers;
+      warp.shared = shared_at_;
       for (int l = 0; l < kLanes; ++l)
-        warp.memory[l] = lanes_.get() + (w * kLanes + static_cast<size_t>(l)) * lane_bytes_;
+        warp.memory[l] = all_lanes + (w * kLanes + static_cast<size_t>(l)) * lane_bytes_;
       for (const auto& [reg, bits] : kernel.constants) std::fill_n(warp.lanes(reg), kLanes, bits);
     }
   }
 
   void run(unsigned block) {
-    std::memset(shared_.get(), 0xcd, kernel_.shared_bytes);
+    std::memset(shared_at_, 0xcd, kernel_.shared_bytes);
     for (Running& warp : warps_) start(warp, block);
     for (;;) {
       for (Running& warp : warps_) advance(warp);
@@ -51,14 +72,6 @@ class Grid {
   }
 
  private:
-  struct Free {
-    void operator()(char* p) const { ::operator delete[](p, std::align_val_t{64}); }
-  };
-  using Memory = std::unique_ptr<char[], Free>;
-  static Memory allocate(size_t size) {
-    return Memory(static_cast<char*>(::operator new[](size + 1, std::align_val_t{64})));
-  }
-
   void start(Running& warp, unsigned block) {
     for (unsigned l = 0; l < kLanes; ++l) {
       const unsigned thread = warp.index * kLanes + l;
@@ -101,7 +114,7 @@ class Grid {
 
   // Runs these lanes until they part, wait, or come to where another lane is.
   void go(Running& warp, uint32_t lanes, uint32_t at, uint32_t until) {
-    const auto set = [&](uint32_t some, uint32_t next, State state) {
+    const auto leave = [&](uint32_t some, uint32_t next, State state) {
       for (; some != 0; some &= some - 1) {
         warp.next[std::countr_zero(some)] = next;
         warp.state[std::countr_zero(some)] = state;
@@ -112,10 +125,9 @@ class Grid {
       uint32_t those = lanes;
       if (i.guard != 0) {
         const uint64_t* guard = warp.lanes(i.guard);
-        for (uint32_t some = lanes; some != 0; some &= some - 1) {
-          const int l = std::countr_zero(some);
-          if ((guard[l] != 0) == i.negated) those &= ~(uint32_t{1} << l);
-        }
+        uint32_t set = 0;
+        for (int l = 0; l < kLanes; ++l) set |= static_cast<uint32_t>(guard[l] & 1) << l;
+        those &= i.negated ? ~set : set;
       }
       switch (i.kind) {
         case Kind::kPlain:
@@ -132,8 +144,8 @@ class Grid {
             ++at;
             continue;
           }
-          set(those, i.target, State::kRuns);
-          set(lanes & ~those, at + 1, State::kRuns);
+          leave(those, i.target, State::kRuns);
+          leave(lanes & ~those, at + 1, State::kRuns);
           return;
         case Kind::kCall:
           for (uint32_t some = lanes; some != 0; some &= some - 1)
@@ -141,7 +153,7 @@ class Grid {
           at = i.target;
           continue;
         case Kind::kReturn:
-          set(lanes & ~those, at + 1, State::kRuns);
+          leave(lanes & ~those, at + 1, State::kRuns);
           for (; those != 0; those &= those - 1) {
             const int l = std::countr_zero(those);
             warp.next[l] = i.from[0] == 0 ? 0 : static_cast<uint32_t>(warp.lanes(i.from[0])[l]);
@@ -150,12 +162,12 @@ class Grid {
           return;
         case Kind::kBarrier:
         case Kind::kWarp:
-          set(lanes & ~those, at + 1, State::kRuns);
-          set(those, at, i.kind == Kind::kBarrier ? State::kAtBarrier : State::kAtWarp);
+          leave(lanes & ~those, at + 1, State::kRuns);
+          leave(those, at, i.kind == Kind::kBarrier ? State::kAtBarrier : State::kAtWarp);
           return;
       }
     }
-    set(lanes, at, State::kRuns);
+    leave(lanes, at, State::kRuns);
   }
 
   // Runs a warp operation for the lanes of a mask that have all come to it.
@@ -222,7 +234,7 @@ class Grid {
   const Kernel& kernel_;
   unsigned blocks_;
   size_t lane_bytes_;
-  Memory registers_, lanes_, shared_;
+  char* shared_at_;
   std::vector<Running> warps_;
 };
 

@@ -105,7 +105,7 @@ extern const Run kAtomicInc, kCopyLaneMemory, kToLane, kFromLane, kToShared, kFr
 // nearest number of 20 bits of fraction, plus so many units of the last of them.
 void set_approximation(int units);
 
-// Executes a grid; the arguments are at arguments(). Throws an Error.
+// Executes a grid, one at a time; the arguments are at arguments(). Throws an Error.
 void run(const Kernel& kernel, unsigned blocks);
 
 // A warp, while it runs.
