@@ -4,11 +4,13 @@
 #include <cxxabi.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <mutex>
 #include <sstream>
 
@@ -104,11 +106,35 @@ class Kernels {
   std::map<std::string, Entry> entries_;
 };
 
-// The memory of a device and that of the host which CUDA knows.
+template <class T>
+T read(const char* p) {
+  T x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+// Whether two numbers are NaN. Any NaN is another one's equal.
+template <class T>
+bool are_nan(T a, T b, T infinity) {
+  constexpr T kMost = std::numeric_limits<T>::max() >> 1;
+  return (a & kMost) > infinity && (b & kMost) > infinity;
+}
+bool are_nan_of(size_t size, const char* a, const char* b) {
+  const auto are = [&]<class T>(T infinity) { return are_nan(read<T>(a), read<T>(b), infinity); };
+  return size == 8   ? are(uint64_t{0x7ff} << 52)
+         : size == 4 ? are(uint32_t{0x7f800000})
+         : size == 2 ? are(uint16_t{0x7c00}) || are(uint16_t{0x7f80})
+                     : false;
+}
+
+// A copy of the memory of a device, and of what CUDA knows of the host's.
 class Memory {
  public:
-  explicit Memory(int device) : allocations_(sim::Engine::get().accessible(device)) {
-    for (const sim::Allocation& a : allocations_) copies_.emplace_back(a.begin, a.begin + a.size);
+  void copy(const std::vector<sim::Allocation>& allocations) {
+    allocations_ = allocations;
+    if (copies_.size() < allocations_.size()) copies_.resize(allocations_.size());
+    for (size_t k = 0; k < allocations_.size(); ++k)
+      copies_[k].assign(allocations_[k].begin, allocations_[k].begin + allocations_[k].size);
   }
 
   void restore() const {
@@ -116,70 +142,132 @@ class Memory {
       std::memcpy(allocations_[k].begin, copies_[k].data(), copies_[k].size());
   }
 
-  // Whether it is what the memory holds now; otherwise says where it is not.
-  bool is_current(std::string& where) const {
+  // Where the memory holds something else now, if anywhere.
+  std::string difference() const {
     for (size_t k = 0; k < allocations_.size(); ++k) {
       const char* now = allocations_[k].begin;
       const std::vector<char>& then = copies_[k];
       if (std::memcmp(now, then.data(), then.size()) == 0) continue;
       for (size_t at = 0; at < then.size(); ++at) {
         if (now[at] == then[at]) continue;
-        if (const size_t end = nan_around(now, then.data(), at, then.size())) {
-          at = end - 1;
-          continue;
+        bool nan = false;
+        for (const size_t size : {4, 8, 2}) {
+          const size_t begin = at / size * size;
+          nan = begin + size <= then.size() && are_nan_of(size, now + begin, then.data() + begin);
+          if (!nan) continue;
+          at = begin + size - 1;
+          break;
         }
+        if (nan) continue;
+        const size_t begin = std::min(at / 4 * 4, then.size() - std::min<size_t>(4, then.size()));
         char text[200];
-        const size_t word = at / 8 * 8;
-        std::snprintf(text, sizeof text, "byte %zu of %zu, of %016llx: %016llx", at, then.size(),
-                      static_cast<unsigned long long>(read<uint64_t>(then.data(), word, then.size())),
-                      static_cast<unsigned long long>(read<uint64_t>(now, word, then.size())));
-        where = text;
-        return false;
+        std::snprintf(text, sizeof text, "byte %zu of %zu: %08x and %08x", at, then.size(),
+                      then.size() < 4 ? then[at] & 0xffu : read<uint32_t>(then.data() + begin),
+                      then.size() < 4 ? now[at] & 0xffu : read<uint32_t>(now + begin));
+        return text;
       }
     }
-    return true;
+    return "";
   }
 
  private:
-  template <class T>
-  static T read(const char* p, size_t at, size_t size) {
-    T x = 0;
-    std::memcpy(&x, p + at, std::min(sizeof x, size - at));
-    return x;
-  }
-
-  // Any NaN is another one's equal: where the number ends that has this byte, if both are NaN, or 0.
-  static size_t nan_around(const char* a, const char* b, size_t at, size_t size) {
-    const auto both = [&]<class T>(T infinity) -> size_t {
-      const size_t begin = at / sizeof(T) * sizeof(T);
-      if (begin + sizeof(T) > size) return 0;
-      const auto is_nan = [&](const char* p) {
-        const T most = static_cast<T>(~T{0}) >> 1;
-        return static_cast<T>(read<T>(p, begin, size) & most) > infinity;
-      };
-      return is_nan(a) && is_nan(b) ? begin + sizeof(T) : 0;
-    };
-    size_t end = both(uint32_t{0x7f800000});
-    if (end == 0) end = both(uint64_t{0x7ff} << 52);
-    if (end == 0) end = both(uint16_t{0x7c00});
-    if (end == 0) end = both(uint16_t{0x7f80});
-    return end;
-  }
-
   std::vector<sim::Allocation> allocations_;
-  std::vector<std::vector<char>> copies_;
+  std::vector<std::vector<char>> copies_;  // kept for the next launch
 };
 
-void interpret(const Kernel& kernel, const std::vector<char>& bytes, unsigned blocks, int approximation) {
+// Memory of the host, as far as the interpreter has written to it.
+class HostMemory {
+ public:
+  std::vector<Store> stores;
+
+  // Keeps the stores to memory of the host alone, and what they have left.
+  void keep() {
+    const auto is_other = [](const Store& s) {
+      const sim::Allocation* a = sim::Engine::get().find(s.at);
+      return a && a->memory == sim::Memory::kDevice;
+    };
+    stores.erase(std::remove_if(stores.begin(), stores.end(), is_other), stores.end());
+    after_.clear();
+    for (const Store& s : stores) {
+      after_.push_back(0);
+      std::memcpy(&after_.back(), s.at, s.size);
+    }
+  }
+
+  void restore() const {
+    for (auto s = stores.rbegin(); s != stores.rend(); ++s) std::memcpy(s->at, &s->before, s->size);
+  }
+
+  std::string difference() const {
+    for (size_t k = 0; k < stores.size(); ++k) {
+      const Store& s = stores[k];
+      uint64_t now = 0;
+      std::memcpy(&now, s.at, s.size);
+      const auto* then = reinterpret_cast<const char*>(&after_[k]);
+      if (now == after_[k] || are_nan_of(s.size, s.at, then)) continue;
+      char text[200];
+      std::snprintf(text, sizeof text, "memory of the host: %0*llx and %0*llx", static_cast<int>(2 * s.size),
+                    static_cast<unsigned long long>(after_[k]), static_cast<int>(2 * s.size),
+                    static_cast<unsigned long long>(now));
+      return text;
+    }
+    return "";
+  }
+
+ private:
+  std::vector<uint64_t> after_;
+};
+
+void interpret(const Kernel& kernel, const std::vector<char>& bytes, unsigned blocks, int approximation,
+               std::vector<Store>* journal) {
   static std::mutex mutex;  // arguments() are one thread's
   const std::lock_guard<std::mutex> lock(mutex);
   std::memcpy(arguments(), bytes.data(), bytes.size());
   set_approximation(approximation);
+  set_journal(journal);
   try {
     run(kernel, blocks);
   } catch (const Error& error) {
     die(error.what());
   }
+  set_journal(nullptr);
+}
+
+// Runs a grid both ways. The engine is locked.
+void compare(const Kernel& kernel, const std::vector<char>& bytes, unsigned blocks,
+             const std::function<void()>& simulated, int device) {
+  static Memory before, after;
+  static HostMemory host;
+  // Where the device reads memory of malloc, which no list has, threads of the host may write to theirs meanwhile,
+  // as in the tests of ranks. Otherwise pinned memory is compared as a whole.
+  const bool by_stores = sim::Engine::get().config.pageable_access;
+  auto allocations = sim::Engine::get().accessible(device);
+  if (by_stores) {
+    const auto is_host = [](const sim::Allocation& a) { return a.memory != sim::Memory::kDevice; };
+    allocations.erase(std::remove_if(allocations.begin(), allocations.end(), is_host), allocations.end());
+  }
+  const auto check = [&](const char* what) {
+    std::string difference = after.difference();
+    if (difference.empty()) difference = host.difference();
+    if (!difference.empty()) die(kernel.name + what + difference);
+  };
+  host.stores.clear();
+  before.copy(allocations);
+  interpret(kernel, bytes, blocks, 0, by_stores ? &host.stores : nullptr);
+  after.copy(allocations);
+  host.keep();
+  for (const int units : {-1, 1}) {
+    if (!kernel.approximate) break;
+    before.restore();
+    host.restore();
+    interpret(kernel, bytes, blocks, units, nullptr);
+    check(" depends on an approximation: ");
+  }
+  before.restore();
+  host.restore();
+  simulated();
+  check(": the PTX and the simulation differ: ");
+  if (const char* log = std::getenv("GA_SIM_PTX_LOG")) std::ofstream(log, std::ios::app) << kernel.name << '\n';
 }
 
 }  // namespace
@@ -195,21 +283,7 @@ std::function<void()> compared(const std::type_info& type, const void* arguments
   if (kernel->argument_bytes != bytes) die(kernel->name + " has arguments of another size");
   const char* begin = static_cast<const char*>(arguments);
   return [=, copy = std::vector<char>(begin, begin + bytes), simulated = std::move(simulated)] {
-    if (sim::Engine::get().config.pageable_access) die("plain memory of the host is not compared");
-    const Memory before(device);
-    interpret(*kernel, copy, static_cast<unsigned>(blocks), 0);
-    const Memory after(device);
-    std::string where;
-    for (int approximation : {-1, 1}) {
-      if (!kernel->approximate) break;
-      before.restore();
-      interpret(*kernel, copy, static_cast<unsigned>(blocks), approximation);
-      if (!after.is_current(where)) die(kernel->name + " depends on an approximation: " + where);
-    }
-    before.restore();
-    simulated();
-    if (!after.is_current(where)) die(kernel->name + ": the PTX and the simulation differ: " + where);
-    if (const char* log = std::getenv("GA_SIM_PTX_LOG")) std::ofstream(log, std::ios::app) << kernel->name << '\n';
+    compare(*kernel, copy, static_cast<unsigned>(blocks), simulated, device);
   };
 }
 
@@ -220,7 +294,7 @@ double device_function(const char* name, double x, double y, int units) {
     double* to;
   } arguments = {x, y, &result};
   const char* begin = reinterpret_cast<const char*>(&arguments);
-  interpret(Kernels::get().find(name, name), std::vector<char>(begin, begin + sizeof arguments), 1, units);
+  interpret(Kernels::get().find(name, name), std::vector<char>(begin, begin + sizeof arguments), 1, units, nullptr);
   return result;
 }
 

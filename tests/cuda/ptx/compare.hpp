@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Each launch of a simulated device twice: by the interpreter of PTX, with the code that nvcc has made of the
 // kernel, and as any other; from the same memory, which must be the same afterwards, to the bit. A NaN is equal to
-// every other, because processors make different ones.
+// every other, because processors make different ones. Where a device can
+// access all memory of the host, only what the interpreter has written there is compared of it.
 //
 //   GA_SIM_PTX         the folder of the PTX files; without it nothing is compared
 //   GA_SIM_PTX_LOG     a file to which the kernels are written that were compared, a line for each launch

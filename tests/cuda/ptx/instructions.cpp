@@ -447,13 +447,29 @@ void load(Warp& warp, const Instruction& i, u32 lanes) {
   });
 }
 
+std::vector<Store>* journal = nullptr;
+
+template <class T>
+void write(char* p, T x) {
+  if (journal) {
+    T before;
+    std::memcpy(&before, p, sizeof before);
+    journal->push_back({p, sizeof before, before});
+  }
+  std::memcpy(p, &x, sizeof x);
+}
+
 template <Space space, class T>
 void store(Warp& warp, const Instruction& i, u32 lanes) {
   each(lanes, [&](int l) {
     char* p = address<space>(warp, i, l, sizeof(T) * i.count);
     for (int k = 0; k < i.count; ++k) {
-      const T x = value<T>(warp.lanes(i.from[1 + k])[l]);
-      std::memcpy(p + k * sizeof(T), &x, sizeof(T));
+      const auto x = value<T>(warp.lanes(i.from[1 + k])[l]);
+      if constexpr (space == Space::kGlobal) {
+        write(p + k * sizeof(T), static_cast<std::make_unsigned_t<T>>(x));
+      } else {
+        std::memcpy(p + k * sizeof(T), &x, sizeof(T));
+      }
     }
   });
 }
@@ -488,7 +504,7 @@ void atomic_inc(Warp& warp, const Instruction& i, u32 lanes) {
     u32 old;
     std::memcpy(&old, p, 4);
     const u32 now = old >= value<u32>(warp.lanes(i.from[1])[l]) ? 0 : old + 1;
-    std::memcpy(p, &now, 4);
+    write(p, now);
     warp.lanes(i.to[0])[l] = old;
   });
 }
@@ -580,6 +596,8 @@ const Operation* find_operation(std::string_view name) {
   const auto found = table.find(name);
   return found == table.end() ? nullptr : &found->second;
 }
+
+void set_journal(std::vector<Store>* to) { journal = to; }
 
 void set_approximation(int units) { approximation = units; }
 

@@ -105,6 +105,15 @@ extern const Run kAtomicInc, kCopyLaneMemory, kToLane, kFromLane, kToShared, kFr
 // nearest number of 20 bits of fraction, plus so many units of the last of them.
 void set_approximation(int units);
 
+// What a store of the kernel has written to global memory.
+struct Store {
+  char* at;
+  size_t size;
+  uint64_t before;
+};
+// Where stores are listed in their order, or NULL.
+void set_journal(std::vector<Store>* journal);
+
 // Executes a grid, one at a time; the arguments are at arguments(). Throws an Error.
 void run(const Kernel& kernel, unsigned blocks);
 
