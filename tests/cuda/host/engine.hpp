@@ -147,9 +147,9 @@ class Engine {
   cudaError_t register_host(void* pointer, size_t size, int device);
   cudaError_t release(char* begin);
   void release_everything();
-  const Allocation* find(const void* pointer) const;   // the allocation of this byte
+  const Allocation* find(const void* pointer) const;     // the allocation of this byte
   std::vector<Allocation> accessible(int device) const;  // by work of the device
-  bool valid(const void* pointer, size_t size) const;  // false beyond the end of an allocation
+  bool valid(const void* pointer, size_t size) const;    // false beyond the end of an allocation
 
   // Work. enqueue: to the end of the stream, or into its capture.
   std::shared_ptr<CUstream_st> stream(cudaStream_t handle);  // nullptr if there is none

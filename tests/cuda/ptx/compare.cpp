@@ -61,7 +61,8 @@ class Kernels {
       text << file.rdbuf();
       modules_.push_back(std::make_unique<Module>(text.str(), changes));
       for (const std::string& entry : modules_.back()->entries()) {
-        const auto [at, is_new] = entries_.emplace(demangled(entry), Entry{modules_.back().get(), entry, {}});
+        const auto [at, is_new] =
+            entries_.emplace(demangled(entry), Entry{modules_.back().get(), entry, {}});
         if (!is_new && at->first.find("ga::cuda::") != std::string::npos)
           die("two files have the kernel " + at->first);
       }
@@ -76,7 +77,9 @@ class Kernels {
 
   const Kernel& find(const std::type_info& type) {
     const std::string argument = demangled(type.name());
-    return find("void ga::cuda::run<" + argument + (argument.back() == '>' ? " >(" : ">(") + argument + ")", argument);
+    return find(
+        "void ga::cuda::run<" + argument + (argument.back() == '>' ? " >(" : ">(") + argument + ")",
+        argument);
   }
 
   const Kernel& find(const std::string& name, const std::string& shown) {
@@ -206,9 +209,9 @@ class HostMemory {
       const auto* then = reinterpret_cast<const char*>(&after_[k]);
       if (now == after_[k] || are_nan_of(s.size, s.at, then)) continue;
       char text[200];
-      std::snprintf(text, sizeof text, "memory of the host: %0*llx and %0*llx", static_cast<int>(2 * s.size),
-                    static_cast<unsigned long long>(after_[k]), static_cast<int>(2 * s.size),
-                    static_cast<unsigned long long>(now));
+      std::snprintf(text, sizeof text, "memory of the host: %0*llx and %0*llx",
+                    static_cast<int>(2 * s.size), static_cast<unsigned long long>(after_[k]),
+                    static_cast<int>(2 * s.size), static_cast<unsigned long long>(now));
       return text;
     }
     return "";
@@ -218,8 +221,8 @@ class HostMemory {
   std::vector<uint64_t> after_;
 };
 
-void interpret(const Kernel& kernel, const std::vector<char>& bytes, unsigned blocks, int approximation,
-               std::vector<Store>* journal) {
+void interpret(const Kernel& kernel, const std::vector<char>& bytes, unsigned blocks,
+               int approximation, std::vector<Store>* journal) {
   static std::mutex mutex;  // arguments() are one thread's
   const std::lock_guard<std::mutex> lock(mutex);
   std::memcpy(arguments(), bytes.data(), bytes.size());
@@ -244,7 +247,8 @@ void compare(const Kernel& kernel, const std::vector<char>& bytes, unsigned bloc
   auto allocations = sim::Engine::get().accessible(device);
   if (by_stores) {
     const auto is_host = [](const sim::Allocation& a) { return a.memory != sim::Memory::kDevice; };
-    allocations.erase(std::remove_if(allocations.begin(), allocations.end(), is_host), allocations.end());
+    allocations.erase(std::remove_if(allocations.begin(), allocations.end(), is_host),
+                      allocations.end());
   }
   const auto check = [&](const char* what) {
     std::string difference = after.difference();
@@ -267,7 +271,8 @@ void compare(const Kernel& kernel, const std::vector<char>& bytes, unsigned bloc
   host.restore();
   simulated();
   check(": the PTX and the simulation differ: ");
-  if (const char* log = std::getenv("GA_SIM_PTX_LOG")) std::ofstream(log, std::ios::app) << kernel.name << '\n';
+  if (const char* log = std::getenv("GA_SIM_PTX_LOG"))
+    std::ofstream(log, std::ios::app) << kernel.name << '\n';
 }
 
 }  // namespace
@@ -277,8 +282,8 @@ bool is_wanted() {
   return is;
 }
 
-std::function<void()> compared(const std::type_info& type, const void* arguments, size_t bytes, int64_t blocks,
-                               std::function<void()> simulated, int device) {
+std::function<void()> compared(const std::type_info& type, const void* arguments, size_t bytes,
+                               int64_t blocks, std::function<void()> simulated, int device) {
   const Kernel* kernel = &Kernels::get().find(type);
   if (kernel->argument_bytes != bytes) die(kernel->name + " has arguments of another size");
   const char* begin = static_cast<const char*>(arguments);
@@ -294,7 +299,8 @@ double device_function(const char* name, double x, double y, int units) {
     double* to;
   } arguments = {x, y, &result};
   const char* begin = reinterpret_cast<const char*>(&arguments);
-  interpret(Kernels::get().find(name, name), std::vector<char>(begin, begin + sizeof arguments), 1, units, nullptr);
+  interpret(Kernels::get().find(name, name), std::vector<char>(begin, begin + sizeof arguments), 1,
+            units, nullptr);
   return result;
 }
 

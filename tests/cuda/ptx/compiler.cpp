@@ -1,70 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the text of PTX to instructions.
+// From the text of a function to instructions.
 #include <algorithm>
-#include <cctype>
 #include <cstring>
 #include <set>
 
 #include "ptx.hpp"
+#include "text.hpp"
 
 namespace ga::ptx {
 namespace {
-
-bool is_space(char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; }
-bool is_name(char c) {
-  return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '$' || c == '%' || c == '.';
-}
-
-std::string_view trim(std::string_view s) {
-  while (!s.empty() && is_space(s.front())) s.remove_prefix(1);
-  while (!s.empty() && is_space(s.back())) s.remove_suffix(1);
-  return s;
-}
-
-// The part before the first of `ends`, which is removed from s; the character that ended it stays.
-std::string_view take_until(std::string_view& s, std::string_view ends) {
-  const size_t n = std::min(s.find_first_of(ends), s.size());
-  const std::string_view part = s.substr(0, n);
-  s.remove_prefix(n);
-  return trim(part);
-}
-
-std::string_view take_name(std::string_view& s) {
-  s = trim(s);
-  size_t n = 0;
-  while (n < s.size() && is_name(s[n])) ++n;
-  const std::string_view name = s.substr(0, n);
-  s.remove_prefix(n);
-  return name;
-}
-
-// The commas of a list that are not within brackets separate it.
-std::vector<std::string_view> split(std::string_view list) {
-  std::vector<std::string_view> parts;
-  int depth = 0;
-  size_t begin = 0;
-  for (size_t k = 0; k <= list.size(); ++k) {
-    if (k == list.size() || (list[k] == ',' && depth == 0)) {
-      const std::string_view part = trim(list.substr(begin, k - begin));
-      if (!part.empty()) parts.push_back(part);
-      begin = k + 1;
-    } else if (std::strchr("{[(", list[k])) {
-      ++depth;
-    } else if (std::strchr("}])", list[k])) {
-      --depth;
-    }
-  }
-  return parts;
-}
-
-std::vector<std::string_view> split_dots(std::string_view opcode) {
-  std::vector<std::string_view> parts;
-  while (!opcode.empty()) {
-    parts.push_back(take_until(opcode, "."));
-    if (!opcode.empty()) opcode.remove_prefix(1);
-  }
-  return parts;
-}
 
 bool parse_number(std::string_view s, uint64_t& bits) {
   const std::string text(s);
@@ -73,7 +17,8 @@ bool parse_number(std::string_view s, uint64_t& bits) {
     bits = std::strtoull(text.c_str() + 2, &end, 16);
     return *end == 0 && text.size() == (text[1] == 'f' ? 10 : 18);
   }
-  if (text.empty() || (text[0] != '-' && std::isdigit(static_cast<unsigned char>(text[0])) == 0)) return false;
+  if (text.empty() || (text[0] != '-' && std::isdigit(static_cast<unsigned char>(text[0])) == 0))
+    return false;
   char* end;
   bits = text[0] == '-' ? static_cast<uint64_t>(std::strtoll(text.c_str(), &end, 0))
                         : std::strtoull(text.c_str(), &end, 0);
@@ -81,46 +26,7 @@ bool parse_number(std::string_view s, uint64_t& bits) {
   return *end == 0;
 }
 
-alignas(64) char argument_memory[kMostArguments];
-
 }  // namespace
-
-char* arguments() { return argument_memory; }
-
-Module::Module(std::string text, std::map<std::string, std::string> changes)
-    : text_(std::move(text)), changes_(std::move(changes)) {
-  const std::string_view all = text_;
-  for (size_t at = 0; at < all.size();) {
-    size_t end = std::min(all.find('\n', at), all.size());
-    std::string_view line = all.substr(at, end - at);
-    const bool entry = line.find(".entry ") != line.npos;
-    // A line of a body begins with a space, or it is a label or a bracket.
-    if (line.starts_with(".") && line.find(".shared ") != line.npos) {
-      shared_.push_back(line.substr(line.find(".shared ") + 7));
-    } else if (line.starts_with(".") && (entry || line.find(".func ") != line.npos)) {
-      const size_t brace = all.find_first_of("{;", at);
-      if (brace == all.npos) throw Error("the PTX ends within a function");
-      if (all[brace] == '{') {
-        const std::string_view header = all.substr(at, brace - at);
-        end = all.find("\n}", brace);  // inner brackets are indented
-        if (end == all.npos) throw Error("the PTX ends within a function");
-        // `.func (results) name(parameters)` or `.entry name(parameters)`
-        std::string_view rest = header.substr(header.find(entry ? ".entry" : ".func") + (entry ? 6 : 5));
-        rest = trim(rest);
-        if (rest.starts_with("(")) rest.remove_prefix(rest.find(')') + 1);
-        functions_[std::string(take_name(rest))] = {header, all.substr(brace + 1, end - brace), entry};
-      }
-    }
-    at = end + 1;
-  }
-}
-
-std::vector<std::string> Module::entries() const {
-  std::vector<std::string> names;
-  for (const auto& [name, function] : functions_)
-    if (function.entry) names.push_back(name);
-  return names;
-}
 
 class Compiler {
  public:
@@ -251,7 +157,8 @@ class Compiler {
     if (const size_t at = header.find(".maxntid"); at != header.npos)
       kernel_->threads = static_cast<unsigned>(std::strtoul(header.data() + at + 8, nullptr, 10));
     std::vector<std::vector<Parameter>*> lists = {&self.parameters};
-    std::string_view rest = header.substr(header.find(entry ? ".entry" : ".func") + (entry ? 6 : 5));
+    std::string_view rest =
+        header.substr(header.find(entry ? ".entry" : ".func") + (entry ? 6 : 5));
     if (trim(rest).starts_with("(")) lists = {&self.results, &self.parameters};
     for (auto* list : lists) {
       const size_t open = rest.find('(');
@@ -266,7 +173,8 @@ class Compiler {
         symbols[name] = {entry ? Where::kArgument : Where::kLane, at, size};
       }
     }
-    if (kernel_->argument_bytes > kMostArguments) throw Error(kernel_->name + " has too many arguments");
+    if (kernel_->argument_bytes > kMostArguments)
+      throw Error(kernel_->name + " has too many arguments");
   }
 
   // ---- Statements ----
@@ -317,7 +225,8 @@ class Compiler {
       const auto [name, size] = declaration(s, align);
       const bool shared = what == ".shared";
       size_t& used = shared ? kernel_->shared_bytes : kernel_->lane_bytes;
-      scopes_.back()[name] = {shared ? Where::kShared : Where::kLane, place(used, size, align), size};
+      scopes_.back()[name] = {shared ? Where::kShared : Where::kLane, place(used, size, align),
+                              size};
     } else if (what != ".pragma" && what != ".loc") {
       fail("the directive is not known");
     }
@@ -352,11 +261,12 @@ class Compiler {
   }
 
   uint32_t special(std::string_view name) {
-    static constexpr std::pair<std::string_view, Special> kNames[] = {{"%tid.x", Special::kThread},
-                                                                      {"%ctaid.x", Special::kBlock},
-                                                                      {"%ntid.x", Special::kThreads},
-                                                                      {"%nctaid.x", Special::kBlocks},
-                                                                      {"%laneid", Special::kLane}};
+    static constexpr std::pair<std::string_view, Special> kNames[] = {
+        {"%tid.x", Special::kThread},
+        {"%ctaid.x", Special::kBlock},
+        {"%ntid.x", Special::kThreads},
+        {"%nctaid.x", Special::kBlocks},
+        {"%laneid", Special::kLane}};
     for (const auto& [known, what] : kNames) {
       if (known != name) continue;
       const auto [found, is_new] = specials_.emplace(what, 0);
@@ -447,7 +357,8 @@ class Compiler {
     } else if (!warp_operation(i, opcode, operands) && !move_of_vector(i, opcode, operands)) {
       const Operation* operation = find_operation(opcode);
       if (!operation) fail("the instruction is not known");
-      if (operands.size() != 1 + static_cast<size_t>(operation->sources)) fail("has other operands");
+      if (operands.size() != 1 + static_cast<size_t>(operation->sources))
+        fail("has other operands");
       kernel_->approximate |= opcode == "rcp.approx.ftz.f64";
       i.run = operation->run;
       i.to[0] = source(operands[0]);
@@ -490,9 +401,10 @@ class Compiler {
       i.to[0] = destination(operands.at(0));
       address(operands.at(1), i, space);
       i.from[1] = source(operands.at(2));
-    } else if (opcode == "cvta.local.u64" || opcode == "cvta.to.local.u64" || opcode == "cvta.shared.u64" ||
-               opcode == "cvta.to.shared.u64") {
-      const bool to = opcode.find(".to.") != opcode.npos, local = opcode.find("local") != opcode.npos;
+    } else if (opcode == "cvta.local.u64" || opcode == "cvta.to.local.u64" ||
+               opcode == "cvta.shared.u64" || opcode == "cvta.to.shared.u64") {
+      const bool to = opcode.find(".to.") != opcode.npos,
+                 local = opcode.find("local") != opcode.npos;
       i.run = local ? (to ? kToLane : kFromLane) : (to ? kToShared : kFromShared);
       i.to[0] = source(operands.at(0));
       i.from[0] = source(operands.at(1));
@@ -575,7 +487,8 @@ class Compiler {
       fail("has other parameters");
     const auto at = [&](std::string_view own, const Parameter& of) {
       const Symbol* symbol = find_symbol(own);
-      if (!symbol || symbol->where != Where::kLane || symbol->size != of.size) fail("has other parameters");
+      if (!symbol || symbol->where != Where::kLane || symbol->size != of.size)
+        fail("has other parameters");
       return symbol->at;
     };
     for (size_t k = 0; k < lists[1].size(); ++k) {

@@ -1,64 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each instruction does, as the PTX ISA defines it (chapter 9.7).
+// Arithmetic, comparisons and conversions, as the PTX ISA defines them (chapter 9.7).
 #include <bit>
 #include <cmath>
 #include <concepts>
-#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <unordered_map>
 
 #include "ptx.hpp"
+#include "registers.hpp"
 
 namespace ga::ptx {
 namespace {
-
-using u8 = uint8_t;
-using u16 = uint16_t;
-using u32 = uint32_t;
-using u64 = uint64_t;
-using s8 = int8_t;
-using s16 = int16_t;
-using s32 = int32_t;
-using s64 = int64_t;
-using f32 = float;
-using f64 = double;
-
-// ---- Registers -----------------------------------------------------------------------------------------
-
-template <class T>
-T value(u64 bits) {
-  if constexpr (std::same_as<T, bool>)
-    return bits != 0;
-  else if constexpr (std::integral<T>)
-    return static_cast<T>(bits);
-  else if constexpr (std::same_as<T, f32>)
-    return std::bit_cast<f32>(static_cast<u32>(bits));
-  else
-    return std::bit_cast<f64>(bits);
-}
-
-// A NaN that an f32 instruction makes is this one, whatever NaN it has read.
-constexpr u32 kNaN = 0x7fffffff;
-
-template <class T>
-u64 bits_of(T x) {
-  if constexpr (std::same_as<T, f32>)
-    return x == x ? std::bit_cast<u32>(x) : kNaN;
-  else if constexpr (std::same_as<T, f64>)
-    return std::bit_cast<u64>(x);
-  else
-    return static_cast<u64>(static_cast<s64>(x));
-}
-
-template <class F>
-void each(u32 lanes, F f) {
-  if (lanes == ~u32{0}) {
-    for (int l = 0; l < kLanes; ++l) f(l);
-  } else {
-    for (; lanes != 0; lanes &= lanes - 1) f(std::countr_zero(lanes));
-  }
-}
 
 // to[0] <- F()(from[0], ...)
 template <class F, class... From>
@@ -69,7 +22,8 @@ void compute(Warp& warp, const Instruction& i, u32 lanes) {
   each(lanes, [&](int l) {
     [&]<size_t... k>(std::index_sequence<k...>) {
       to[l] = bits_of(F()(value<From>(from[k][l])...));
-    }(std::index_sequence_for<From...>());
+    }
+    (std::index_sequence_for<From...>());
   });
 }
 
@@ -95,7 +49,8 @@ void add_integers(Table& table, const char* const (&names)[12]) {
   // What a division by 0 makes is not defined; code may divide before it looks.
   add<T, T>(table, names[6], [](T a, T b) {
     if (b == 0) return static_cast<T>(-1);
-    return std::is_signed_v<T> && b == static_cast<T>(-1) ? static_cast<T>(U(0) - U(a)) : static_cast<T>(a / b);
+    return std::is_signed_v<T> && b == static_cast<T>(-1) ? static_cast<T>(U(0) - U(a))
+                                                          : static_cast<T>(a / b);
   });
   add<T, T>(table, names[7], [](T a, T b) {
     if (b == 0) return a;
@@ -116,10 +71,9 @@ void add_integers(Table& table, const char* const (&names)[12]) {
     return static_cast<T>((P{a} * P{b}) >> kWidth);
   });
 }
-#define GA_INTEGERS(T)                                                                      \
-  add_integers<T>(table, {"add." #T, "sub." #T, "mul.lo." #T, "mad.lo." #T, "min." #T,      \
-                          "max." #T, "div." #T, "rem." #T, "shr." #T, "neg." #T, "abs." #T, \
-                          "mul.hi." #T})
+#define GA_INTEGERS(T)                                                                            \
+  add_integers<T>(table, {"add." #T, "sub." #T, "mul.lo." #T, "mad.lo." #T, "min." #T, "max." #T, \
+                          "div." #T, "rem." #T, "shr." #T, "neg." #T, "abs." #T, "mul.hi." #T})
 
 template <std::unsigned_integral T>
 void add_bits(Table& table, const char* const (&names)[6]) {
@@ -127,12 +81,10 @@ void add_bits(Table& table, const char* const (&names)[6]) {
   add<T, T>(table, names[1], [](T a, T b) { return static_cast<T>(a | b); });
   add<T, T>(table, names[2], [](T a, T b) { return static_cast<T>(a ^ b); });
   add<T>(table, names[3], [](T a) { return static_cast<T>(~a); });
-  add<T, u32>(table, names[4], [](T a, u32 by) {
-    return by < 8 * sizeof(T) ? static_cast<T>(a << by) : T{0};
-  });
-  add<T, u32>(table, names[5], [](T a, u32 by) {
-    return by < 8 * sizeof(T) ? static_cast<T>(a >> by) : T{0};
-  });
+  add<T, u32>(table, names[4],
+              [](T a, u32 by) { return by < 8 * sizeof(T) ? static_cast<T>(a << by) : T{0}; });
+  add<T, u32>(table, names[5],
+              [](T a, u32 by) { return by < 8 * sizeof(T) ? static_cast<T>(a >> by) : T{0}; });
 }
 #define GA_BITS(n) \
   add_bits<u##n>(table, {"and.b" #n, "or.b" #n, "xor.b" #n, "not.b" #n, "shl.b" #n, "shr.b" #n})
@@ -225,9 +177,9 @@ void add_arithmetic(Table& table, const char* const (&names)[9]) {
   add<T, T>(table, names[7], [](T a, T b) { return least(a, b); });
   add<T, T>(table, names[8], [](T a, T b) { return greatest(a, b); });
 }
-#define GA_ARITHMETIC(T)                                                                      \
-  add_arithmetic<T>(table, {"add.rn." #T, "sub.rn." #T, "mul.rn." #T, "div.rn." #T,           \
-                            "fma.rn." #T, "sqrt.rn." #T, "rcp.rn." #T, "min." #T, "max." #T})
+#define GA_ARITHMETIC(T)                                                                          \
+  add_arithmetic<T>(table, {"add.rn." #T, "sub.rn." #T, "mul.rn." #T, "div.rn." #T, "fma.rn." #T, \
+                            "sqrt.rn." #T, "rcp.rn." #T, "min." #T, "max." #T})
 
 f32 toward_zero(f64 x) {
   const auto r = static_cast<f32>(x);
@@ -270,7 +222,7 @@ void add_comparisons(Table& table, const char* const (&names)[6]) {
   add<T, T>(table, names[4], [](T a, T b) { return a > b; });
   add<T, T>(table, names[5], [](T a, T b) { return a >= b; });
 }
-#define GA_COMPARISONS(T)                                                                   \
+#define GA_COMPARISONS(T)                                                                \
   add_comparisons<T>(table, {"setp.eq." #T, "setp.ne." #T, "setp.lt." #T, "setp.le." #T, \
                              "setp.gt." #T, "setp.ge." #T})
 
@@ -286,8 +238,8 @@ void add_unordered(Table& table, const char* const (&names)[8]) {
   add<T, T>(table, names[6], [](T a, T b) { return a != a || b != b; });
   add<T, T>(table, names[7], [](T a, T b) { return a == a && b == b; });
 }
-#define GA_UNORDERED(T)                                                                         \
-  add_unordered<T>(table, {"setp.equ." #T, "setp.neu." #T, "setp.ltu." #T, "setp.leu." #T,      \
+#define GA_UNORDERED(T)                                                                    \
+  add_unordered<T>(table, {"setp.equ." #T, "setp.neu." #T, "setp.ltu." #T, "setp.leu." #T, \
                            "setp.gtu." #T, "setp.geu." #T, "setp.nan." #T, "setp.num." #T})
 
 template <class T>
@@ -317,10 +269,15 @@ void add_choices(Table& table) {
                                    {"setp.ne.b64", "setp.ne.u64"}}) {
     table[name] = table.at(like);
   }
-  add_moves<u16>(table, {{"mov.b16", "selp.b16"}, {"mov.u16", "selp.u16"}, {"mov.s16", "selp.s16"}});
-  add_moves<u32>(table, {{"mov.b32", "selp.b32"}, {"mov.u32", "selp.u32"}, {"mov.s32", "selp.s32"},
+  add_moves<u16>(table,
+                 {{"mov.b16", "selp.b16"}, {"mov.u16", "selp.u16"}, {"mov.s16", "selp.s16"}});
+  add_moves<u32>(table, {{"mov.b32", "selp.b32"},
+                         {"mov.u32", "selp.u32"},
+                         {"mov.s32", "selp.s32"},
                          {"mov.f32", "selp.f32"}});
-  add_moves<u64>(table, {{"mov.b64", "selp.b64"}, {"mov.u64", "selp.u64"}, {"mov.s64", "selp.s64"},
+  add_moves<u64>(table, {{"mov.b64", "selp.b64"},
+                         {"mov.u64", "selp.u64"},
+                         {"mov.s64", "selp.s64"},
                          {"mov.f64", "selp.f64"}});
   for (const char* name : {"cvta.global.u64", "cvta.to.global.u64", "cvta.param.u64"})
     table[name] = table.at("mov.u64");
@@ -373,25 +330,34 @@ void add_cut(Table& table, const char* name) {
 }
 #define GA_CUT(To, From) add_cut<To, From>(table, "cvt." #To "." #From)
 #define GA_CUTS(To) \
-  GA_CUT(To, u8); GA_CUT(To, s8); GA_CUT(To, u16); GA_CUT(To, s16); \
-  GA_CUT(To, u32); GA_CUT(To, s32); GA_CUT(To, u64); GA_CUT(To, s64)
+  GA_CUT(To, u8);   \
+  GA_CUT(To, s8);   \
+  GA_CUT(To, u16);  \
+  GA_CUT(To, s16);  \
+  GA_CUT(To, u32);  \
+  GA_CUT(To, s32);  \
+  GA_CUT(To, u64);  \
+  GA_CUT(To, s64)
 #define GA_FROM_INTEGER(To, From) add_cut<To, From>(table, "cvt.rn." #To "." #From)
 #define GA_FROM_INTEGERS(To) \
-  GA_FROM_INTEGER(To, u16); GA_FROM_INTEGER(To, s16); GA_FROM_INTEGER(To, u32); \
-  GA_FROM_INTEGER(To, s32); GA_FROM_INTEGER(To, u64); GA_FROM_INTEGER(To, s64)
-#define GA_TO_INTEGER(To, From)                            \
-  add<From>(table, "cvt.rzi." #To "." #From, [](From x) {  \
-    return saturate<To>(std::trunc(x));                    \
-  });                                                      \
-  add<From>(table, "cvt.rni." #To "." #From, [](From x) {  \
-    return saturate<To>(std::nearbyint(x));                \
-  })
+  GA_FROM_INTEGER(To, u16);  \
+  GA_FROM_INTEGER(To, s16);  \
+  GA_FROM_INTEGER(To, u32);  \
+  GA_FROM_INTEGER(To, s32);  \
+  GA_FROM_INTEGER(To, u64);  \
+  GA_FROM_INTEGER(To, s64)
+#define GA_TO_INTEGER(To, From)                                                                   \
+  add<From>(table, "cvt.rzi." #To "." #From, [](From x) { return saturate<To>(std::trunc(x)); }); \
+  add<From>(table, "cvt.rni." #To "." #From, [](From x) { return saturate<To>(std::nearbyint(x)); })
 #define GA_TO_INTEGERS(From) \
-  GA_TO_INTEGER(u32, From); GA_TO_INTEGER(s32, From); GA_TO_INTEGER(u64, From); GA_TO_INTEGER(s64, From)
-#define GA_ROUNDED(T)                                                              \
-  add<T>(table, "cvt.rzi." #T "." #T, [](T x) { return std::trunc(x); });          \
-  add<T>(table, "cvt.rmi." #T "." #T, [](T x) { return std::floor(x); });          \
-  add<T>(table, "cvt.rpi." #T "." #T, [](T x) { return std::ceil(x); });           \
+  GA_TO_INTEGER(u32, From);  \
+  GA_TO_INTEGER(s32, From);  \
+  GA_TO_INTEGER(u64, From);  \
+  GA_TO_INTEGER(s64, From)
+#define GA_ROUNDED(T)                                                     \
+  add<T>(table, "cvt.rzi." #T "." #T, [](T x) { return std::trunc(x); }); \
+  add<T>(table, "cvt.rmi." #T "." #T, [](T x) { return std::floor(x); }); \
+  add<T>(table, "cvt.rpi." #T "." #T, [](T x) { return std::ceil(x); });  \
   add<T>(table, "cvt.rni." #T "." #T, [](T x) { return std::nearbyint(x); })
 
 void add_conversions(Table& table) {
@@ -417,169 +383,6 @@ void add_conversions(Table& table) {
   add<f32>(table, "cvt.rn.bf16.f32", [](f32 x) { return narrow_bf16(x); });
 }
 
-// ---- Memory --------------------------------------------------------------------------------------------
-
-template <Space space>
-char* address(Warp& warp, const Instruction& i, int lane, size_t size) {
-  const u64 at = warp.lanes(i.from[0])[lane] + static_cast<u64>(i.number);
-  char* p;
-  if constexpr (space == Space::kGlobal) {
-    p = reinterpret_cast<char*>(at);
-  } else {
-    const u64 offset = space == Space::kShared ? u64{static_cast<u32>(at)} : at;
-    const size_t limit = space == Space::kShared ? warp.kernel->shared_bytes : warp.kernel->lane_bytes;
-    if (offset > limit || size > limit - offset) warp.fail(i, lane, "is out of bounds");
-    p = (space == Space::kShared ? warp.shared : warp.memory[lane]) + offset;
-  }
-  if ((reinterpret_cast<uintptr_t>(p) & (size - 1)) != 0) warp.fail(i, lane, "is not aligned");
-  return p;
-}
-
-template <Space space, class T>
-void load(Warp& warp, const Instruction& i, u32 lanes) {
-  each(lanes, [&](int l) {
-    const char* p = address<space>(warp, i, l, sizeof(T) * i.count);
-    for (int k = 0; k < i.count; ++k) {
-      T x;
-      std::memcpy(&x, p + k * sizeof(T), sizeof(T));
-      warp.lanes(i.to[k])[l] = bits_of(x);
-    }
-  });
-}
-
-std::vector<Store>* journal = nullptr;
-
-template <class T>
-void write(char* p, T x) {
-  if (journal) {
-    T before;
-    std::memcpy(&before, p, sizeof before);
-    journal->push_back({p, sizeof before, before});
-  }
-  std::memcpy(p, &x, sizeof x);
-}
-
-template <Space space, class T>
-void store(Warp& warp, const Instruction& i, u32 lanes) {
-  each(lanes, [&](int l) {
-    char* p = address<space>(warp, i, l, sizeof(T) * i.count);
-    for (int k = 0; k < i.count; ++k) {
-      const auto x = value<T>(warp.lanes(i.from[1 + k])[l]);
-      if constexpr (space == Space::kGlobal) {
-        write(p + k * sizeof(T), static_cast<std::make_unsigned_t<T>>(x));
-      } else {
-        std::memcpy(p + k * sizeof(T), &x, sizeof(T));
-      }
-    }
-  });
-}
-
-struct Type {
-  std::string_view name;
-  size_t size;
-  Run load[3], store[3];
-};
-template <class T>
-constexpr Type type(std::string_view name) {
-  return {name,
-          sizeof(T),
-          {load<Space::kGlobal, T>, load<Space::kShared, T>, load<Space::kLane, T>},
-          {store<Space::kGlobal, T>, store<Space::kShared, T>, store<Space::kLane, T>}};
-}
-constexpr Type kTypes[] = {
-    type<u8>("b8"),   type<u8>("u8"),   type<s8>("s8"),   type<u16>("b16"), type<u16>("u16"),
-    type<s16>("s16"), type<u32>("b32"), type<u32>("u32"), type<s32>("s32"), type<u32>("f32"),
-    type<u64>("b64"), type<u64>("u64"), type<s64>("s64"), type<u64>("f64")};
-
-const Type* find_type(std::string_view name) {
-  for (const Type& t : kTypes)
-    if (t.name == name) return &t;
-  return nullptr;
-}
-
-// The old value; counts from 0 to from[1] and then from 0 again.
-void atomic_inc(Warp& warp, const Instruction& i, u32 lanes) {
-  each(lanes, [&](int l) {
-    char* p = address<Space::kGlobal>(warp, i, l, 4);
-    u32 old;
-    std::memcpy(&old, p, 4);
-    const u32 now = old >= value<u32>(warp.lanes(i.from[1])[l]) ? 0 : old + 1;
-    write(p, now);
-    warp.lanes(i.to[0])[l] = old;
-  });
-}
-
-// The memory of a lane from from[0] on is copied to to[0].
-void copy_lane_memory(Warp& warp, const Instruction& i, u32 lanes) {
-  each(lanes, [&](int l) {
-    std::memcpy(warp.memory[l] + i.to[0], warp.memory[l] + i.from[0], static_cast<size_t>(i.number));
-  });
-}
-
-// Between generic addresses, which are the host's, and offsets.
-template <Space space, int sign>
-void convert_address(Warp& warp, const Instruction& i, u32 lanes) {
-  each(lanes, [&](int l) {
-    const auto base = reinterpret_cast<u64>(space == Space::kShared ? warp.shared : warp.memory[l]);
-    const u64 x = warp.lanes(i.from[0])[l];
-    warp.lanes(i.to[0])[l] = sign > 0 ? x + base : x - base;
-  });
-}
-
-// ---- Vectors of registers ------------------------------------------------------------------------------
-
-template <int piece_bits>
-void pack(Warp& warp, const Instruction& i, u32 lanes) {
-  each(lanes, [&](int l) {
-    u64 x = 0;
-    for (int k = 0; k < i.count; ++k) {
-      const u64 piece = warp.lanes(i.from[k])[l] & ((u64{1} << piece_bits) - 1);
-      x |= piece << (k * piece_bits);
-    }
-    warp.lanes(i.to[0])[l] = x;
-  });
-}
-
-template <int piece_bits>
-void unpack(Warp& warp, const Instruction& i, u32 lanes) {
-  each(lanes, [&](int l) {
-    const u64 x = warp.lanes(i.from[0])[l];
-    for (int k = 0; k < i.count; ++k) {
-      if (i.to[k] != 0) warp.lanes(i.to[k])[l] = x >> (k * piece_bits) & ((u64{1} << piece_bits) - 1);
-    }
-  });
-}
-
-// ---- Warps ---------------------------------------------------------------------------------------------
-
-// shfl.sync.bfly: from the lane whose number differs in from[1], within the segment that from[2] describes. The
-// last source is the mask.
-void shuffle(Warp& warp, const Instruction& i, u32 lanes) {
-  const u64* from = warp.lanes(i.from[0]);
-  u64 result[kLanes];
-  bool within[kLanes];
-  each(lanes, [&](int l) {
-    const u32 b = value<u32>(warp.lanes(i.from[1])[l]) & 31, c = value<u32>(warp.lanes(i.from[2])[l]);
-    const int segment = static_cast<int>(c >> 8 & 31), clamp = static_cast<int>(c & 31);
-    const int most = (l & segment) | (clamp & ~segment);
-    const int other = l ^ static_cast<int>(b);
-    within[l] = other <= most;
-    const int source = within[l] ? other : l;
-    if ((lanes >> source & 1) == 0) warp.fail(i, l, "reads a lane that the mask does not name");
-    result[l] = value<u32>(from[source]);
-  });
-  each(lanes, [&](int l) {
-    warp.lanes(i.to[0])[l] = result[l];
-    if (i.to[1] != 0) warp.lanes(i.to[1])[l] = within[l];
-  });
-}
-
-void ballot(Warp& warp, const Instruction& i, u32 lanes) {
-  u32 result = 0;
-  each(lanes, [&](int l) { result |= u32{warp.lanes(i.from[0])[l] != 0} << l; });
-  each(lanes, [&](int l) { warp.lanes(i.to[0])[l] = result; });
-}
-
 Table make_table() {
   Table table;
   add_integer_operations(table);
@@ -597,39 +400,6 @@ const Operation* find_operation(std::string_view name) {
   return found == table.end() ? nullptr : &found->second;
 }
 
-void set_journal(std::vector<Store>* to) { journal = to; }
-
 void set_approximation(int units) { approximation = units; }
-
-size_t size_of(std::string_view type) {
-  const Type* t = find_type(type);
-  return t ? t->size : 0;
-}
-Run load_of(Space space, std::string_view type) {
-  const Type* t = find_type(type);
-  return t ? t->load[static_cast<int>(space)] : nullptr;
-}
-Run store_of(Space space, std::string_view type) {
-  const Type* t = find_type(type);
-  return t ? t->store[static_cast<int>(space)] : nullptr;
-}
-Run pack_of(size_t bits, size_t pieces) {
-  return bits == 64 && pieces == 2   ? pack<32>
-         : bits == 64 && pieces == 4 ? pack<16>
-         : bits == 32 && pieces == 2 ? pack<16>
-                                     : nullptr;
-}
-Run unpack_of(size_t bits, size_t pieces) {
-  return bits == 64 && pieces == 2   ? unpack<32>
-         : bits == 64 && pieces == 4 ? unpack<16>
-         : bits == 32 && pieces == 2 ? unpack<16>
-                                     : nullptr;
-}
-
-const Run kAtomicInc = atomic_inc;
-const Run kCopyLaneMemory = copy_lane_memory;
-const Run kToLane = convert_address<Space::kLane, -1>, kFromLane = convert_address<Space::kLane, 1>;
-const Run kToShared = convert_address<Space::kShared, -1>, kFromShared = convert_address<Space::kShared, 1>;
-const Run kShuffle = shuffle, kBallot = ballot;
 
 }  // namespace ga::ptx

@@ -46,9 +46,10 @@ class Grid {
     const size_t warps = (kernel.threads + kLanes - 1) / kLanes;
     const size_t registers = size_t{kernel.registers} * kLanes;
     lane_bytes_ = (kernel.lane_bytes + 63) / 64 * 64;
-    auto* const all_registers = reinterpret_cast<uint64_t*>(register_pool.take(warps * registers * sizeof(uint64_t)));
+    auto* const all_registers =
+        reinterpret_cast<uint64_t*>(register_pool.take(warps * registers * sizeof(uint64_t)));
     char* const all_lanes = lane_pool.take(warps * kLanes * lane_bytes_);
-    shared_at_ = shared_pool.take(kernel.shared_bytes);
+    shared_at_ = shared_pool.take(kernel.shared_bytes + 1);
     warps_.resize(warps);
     for (unsigned w = 0; w < warps; ++w) {
       Running& warp = warps_[w];
@@ -219,7 +220,8 @@ class Grid {
         if (i.to[0] != 0) result = result || warp.lanes(i.from[0])[l] != 0;
       }
     }
-    if (any && ended) throw Error(kernel_.name + ": some threads have ended, others wait at a barrier");
+    if (any && ended)
+      throw Error(kernel_.name + ": some threads have ended, others wait at a barrier");
     for (Running& warp : warps_) {
       for (int l = 0; l < kLanes; ++l) {
         if (warp.state[l] != State::kAtBarrier) continue;
@@ -243,8 +245,8 @@ class Grid {
 void Warp::fail(const Instruction& i, int lane, const std::string& what) const {
   const char* end = i.text;
   while (*end != ';' && *end != 0) ++end;
-  throw Error(kernel->name + ": thread " + std::to_string(static_cast<int>(index) * kLanes + lane) + " " + what +
-              ": " + std::string(i.text, end));
+  throw Error(kernel->name + ": thread " + std::to_string(static_cast<int>(index) * kLanes + lane) +
+              " " + what + ": " + std::string(i.text, end));
 }
 
 void run(const Kernel& kernel, unsigned blocks) {

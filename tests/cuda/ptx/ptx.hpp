@@ -35,13 +35,13 @@ enum class Kind : uint8_t { kPlain, kBranch, kCall, kReturn, kBarrier, kWarp };
 struct Instruction {
   Run run = nullptr;
   Kind kind = Kind::kPlain;
-  bool negated = false;    // the guard
-  uint8_t count = 1;       // elements of a vector
-  uint32_t guard = 0;      // the predicate that a lane needs, or 0
-  uint32_t to[4] = {};     // registers; 0: none
+  bool negated = false;  // the guard
+  uint8_t count = 1;     // elements of a vector
+  uint32_t guard = 0;    // the predicate that a lane needs, or 0
+  uint32_t to[4] = {};   // registers; 0: none
   uint32_t from[5] = {};
-  int64_t number = 0;      // the offset of an address, or a size
-  uint32_t target = 0;     // of a branch or call
+  int64_t number = 0;   // the offset of an address, or a size
+  uint32_t target = 0;  // of a branch or call
   const char* text = nullptr;
 };
 
@@ -55,9 +55,9 @@ struct Kernel {
   std::vector<std::pair<uint32_t, uint64_t>> constants;
   std::vector<std::pair<uint32_t, Special>> specials;
   size_t argument_bytes = 0;
-  size_t lane_bytes = 0;    // local memory of a thread, and the parameters of functions
+  size_t lane_bytes = 0;  // local memory of a thread, and the parameters of functions
   size_t shared_bytes = 0;
-  unsigned threads = 0;     // of a block, by .maxntid
+  unsigned threads = 0;      // of a block, by .maxntid
   bool approximate = false;  // contains rcp.approx.ftz.f64
   std::vector<std::shared_ptr<const std::string>> texts;
 };
@@ -99,7 +99,8 @@ Run store_of(Space space, std::string_view type);
 size_t size_of(std::string_view type);  // 0: no such type
 Run pack_of(size_t bits, size_t pieces);
 Run unpack_of(size_t bits, size_t pieces);
-extern const Run kAtomicInc, kCopyLaneMemory, kToLane, kFromLane, kToShared, kFromShared, kShuffle, kBallot;
+extern const Run kAtomicInc, kCopyLaneMemory, kToLane, kFromLane, kToShared, kFromShared, kShuffle,
+    kBallot;
 
 // rcp.approx.ftz.f64 has an error that the ISA does not tell. The result of the interpreter is rounded to the
 // nearest number of 20 bits of fraction, plus so many units of the last of them.

@@ -21,7 +21,8 @@ struct Found {
   int changed = 0;
 };
 template <class Exact>
-Found compare(const char* name, double least_x, double most_x, double least_y, double most_y, Exact exact) {
+Found compare(const char* name, double least_x, double most_x, double least_y, double most_y,
+              Exact exact) {
   std::mt19937_64 random(1);
   std::uniform_real_distribution<double> x(least_x, most_x), y(least_y, most_y);
   Found found;
@@ -46,7 +47,8 @@ const auto kExp = [](long double x, long double) { return std::exp(x); };
 const auto kLog = [](long double x, long double) { return std::log(x); };
 
 void expect_below(const char* what, const Found& found, double error, int changed) {
-  std::printf("%s: %.3f ulp at most, %d of %d depend on the approximation\n", what, found.error, found.changed, kCount);
+  std::printf("%s: %.3f ulp at most, %d of %d depend on the approximation\n", what, found.error,
+              found.changed, kCount);
   EXPECT_LT(found.error, error) << what;
   EXPECT_LE(found.changed, changed) << what;
 }
@@ -57,7 +59,8 @@ constexpr double kPowError = 2, kExpError = 1, kLogError = 1;
 TEST(DeviceFunctions, HaveTheErrorsThatNvidiaStates) {
   expect_below("gamma^steps", compare("ga_pow", 0.9, 1, 1, 10000, kPow), kPowError, 0);
   expect_below("Adafactor: step^-0.8", compare("ga_pow", 1, 1e6, -0.8, -0.8, kPow), kPowError, 0);
-  expect_below("NAdam: 0.96^(step / 250)", compare("ga_pow", 0.96, 0.96, 0, 400, kPow), kPowError, 0);
+  expect_below("NAdam: 0.96^(step / 250)", compare("ga_pow", 0.96, 0.96, 0, 400, kPow), kPowError,
+               0);
   expect_below("ADOPT: step^0.3", compare("ga_pow", 1, 1e6, 0.3, 0.3, kPow), kPowError, 0);
   expect_below("KARRAS, POLYNOMIAL: x^y", compare("ga_pow", 0, 1, 0, 20, kPow), kPowError, 0);
   expect_below("AdEMAMix: exp", compare("ga_exp", -1, 0, 0, 1, kExp), kExpError, 0);

@@ -12,15 +12,15 @@ namespace ga::ptx {
 namespace {
 
 // Runs the body of an entry in one block; %rd is the address of `memory`.
-void execute(const std::string& body, void* memory, unsigned threads = 1, const std::string& before = "",
-             std::map<std::string, std::string> changes = {}) {
-  const Module module(
-      ".version 9.0\n" + before + "\n.visible .entry test(\n\t.param .u64 test_param_0\n)\n.maxntid " +
-          std::to_string(threads) +
-          ", 1, 1\n{\n.reg .pred %p<9>;\n.reg .b64 %x<9>;\n.reg .b64 %rd;\n"
-          "ld.param.u64 %rd, [test_param_0];\ncvta.to.global.u64 %rd, %rd;\n" +
-          body + "\nret;\n}\n",
-      std::move(changes));
+void execute(const std::string& body, void* memory, unsigned threads = 1,
+             const std::string& before = "", std::map<std::string, std::string> changes = {}) {
+  const Module module(".version 9.0\n" + before +
+                          "\n.visible .entry test(\n\t.param .u64 test_param_0\n)\n.maxntid " +
+                          std::to_string(threads) +
+                          ", 1, 1\n{\n.reg .pred %p<9>;\n.reg .b64 %x<9>;\n.reg .b64 %rd;\n"
+                          "ld.param.u64 %rd, [test_param_0];\ncvta.to.global.u64 %rd, %rd;\n" +
+                          body + "\nret;\n}\n",
+                      std::move(changes));
   std::memcpy(arguments(), &memory, sizeof memory);
   run(*module.kernel("test"), 1);
 }
@@ -51,7 +51,8 @@ uint64_t defined(const std::string& instruction) {
   if (instruction.rfind("setp", 0) == 0 || type == "pred") return 1;
   if (instruction.rfind("cvt", 0) == 0) {
     const size_t end = instruction.rfind('.');
-    type = instruction.substr(instruction.rfind('.', end - 1) + 1, end - 1 - instruction.rfind('.', end - 1));
+    type = instruction.substr(instruction.rfind('.', end - 1) + 1,
+                              end - 1 - instruction.rfind('.', end - 1));
   }
   const int bits = std::stoi(type.substr(type.find_first_of("123468"))) * (wide ? 2 : 1);
   return bits == 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1;
@@ -69,7 +70,8 @@ void expect(const std::vector<Case>& cases) {
   }
 }
 
-std::string error_of(const std::string& body, void* memory, unsigned threads = 1, const std::string& before = "") {
+std::string error_of(const std::string& body, void* memory, unsigned threads = 1,
+                     const std::string& before = "") {
   try {
     execute(body, memory, threads, before);
   } catch (const Error& error) {
@@ -79,7 +81,8 @@ std::string error_of(const std::string& body, void* memory, unsigned threads = 1
 }
 
 constexpr uint64_t kInf32 = 0x7f800000, kNaN32 = 0x7fffffff;
-constexpr uint64_t kInf64 = 0x7ff0000000000000, kNaN64 = 0x7ff8000000000000, kMinus64 = uint64_t{1} << 63;
+constexpr uint64_t kInf64 = 0x7ff0000000000000, kNaN64 = 0x7ff8000000000000,
+                   kMinus64 = uint64_t{1} << 63;
 
 TEST(Ptx, RoundsToNearestEven) {
   expect({
@@ -97,7 +100,9 @@ TEST(Ptx, RoundsToNearestEven) {
       {"rcp.rn.f64", {0x4008000000000000}, 0x3fd5555555555555},
       {"sqrt.rn.f64", {0x4000000000000000}, 0x3ff6a09e667f3bcd},
       // (1 + 2^-52) (1 - 2^-52) - 1 = -2^-104, rounded once.
-      {"fma.rn.f64", {0x3ff0000000000001, 0x3feffffffffffffe, 0xbff0000000000000}, 0xb970000000000000},
+      {"fma.rn.f64",
+       {0x3ff0000000000001, 0x3feffffffffffffe, 0xbff0000000000000},
+       0xb970000000000000},
       {"fma.rn.f32", {0x3f800001, 0x3f7ffffe, 0xbf800000}, 0xa8800000},  // -2^-46
   });
 }
@@ -147,7 +152,9 @@ TEST(Ptx, NaNAndInfinity) {
       {"rcp.approx.ftz.f64", {kInf64}, 0},
       {"rcp.approx.ftz.f64", {kMinus64}, kInf64 | kMinus64},
       {"rcp.approx.ftz.f64", {0x4000000000000000}, 0x3fe0000000000000},
-      {"rcp.approx.ftz.f64", {0x40080000ffffffff}, 0x3fd5555500000000},  // the lower half is not read
+      {"rcp.approx.ftz.f64",
+       {0x40080000ffffffff},
+       0x3fd5555500000000},  // the lower half is not read
   });
 }
 
@@ -311,7 +318,8 @@ st.global.u64 [%rd+48], %x7;)",
   EXPECT_EQ(memory[11], 0x33447788u);
   EXPECT_EQ(memory[12], 0x11223344u);
   EXPECT_EQ(memory[13], 0x55667788u);
-  EXPECT_NE(error_of("ld.global.v2.u32 {%x0, %x1}, [%rd+4];", memory).find("is not aligned"), std::string::npos);
+  EXPECT_NE(error_of("ld.global.v2.u32 {%x0, %x1}, [%rd+4];", memory).find("is not aligned"),
+            std::string::npos);
 }
 
 TEST(Ptx, LocalAndSharedMemory) {
@@ -336,7 +344,8 @@ st.global.u64 [%rd+8], %x7;)",
   EXPECT_EQ(memory[0], 14u);
   EXPECT_EQ(memory[1], 0xcdcdcdcdcdcdcdcd);  // not written
   const std::string shared = ".shared .align 8 .b8 own[8];\n";
-  EXPECT_NE(error_of(shared + "ld.shared.u64 %x0, [own+8];", memory).find("is out of bounds"), std::string::npos);
+  EXPECT_NE(error_of(shared + "ld.shared.u64 %x0, [own+8];", memory).find("is out of bounds"),
+            std::string::npos);
 }
 
 TEST(Ptx, BranchesAndGuards) {
@@ -365,7 +374,8 @@ setp.eq.s32 %p3, %x0, 33;
 @%p3 exit;
 st.global.u32 [%x1], %x3;)",
           memory, 40);
-  for (uint32_t t = 0; t < 40; ++t) EXPECT_EQ(memory[t], t == 33 ? 0 : t % 2 ? 100 * t : t + 1000) << t;
+  for (uint32_t t = 0; t < 40; ++t)
+    EXPECT_EQ(memory[t], t == 33 ? 0 : t % 2 ? 100 * t : t + 1000) << t;
 }
 
 TEST(Ptx, Functions) {
@@ -531,14 +541,17 @@ bar.sync 0;)",
 
 TEST(Ptx, WhatItDoesNotKnowIsNamed) {
   uint64_t memory = 0;
-  for (const char* unknown : {"ex2.approx.f32 %x0, %x1;", "add.rz.f32 %x0, %x1, %x2;", "add.rn.ftz.f32 %x0, %x1, %x2;",
-                              "mov.u32 %x0, %clock;", "ld.const.u32 %x0, [%rd];", "bar.sync 1;", "bra nowhere;",
-                              "mov.u32 %x99, 0;", "add.s32 %x0, %x1;", "red.global.add.f32 [%rd], %x0;",
-                              "shfl.sync.up.b32 %x0|%p1, %x1, 1, 0, -1;"}) {
+  for (const char* unknown :
+       {"ex2.approx.f32 %x0, %x1;", "add.rz.f32 %x0, %x1, %x2;", "add.rn.ftz.f32 %x0, %x1, %x2;",
+        "mov.u32 %x0, %clock;", "ld.const.u32 %x0, [%rd];", "bar.sync 1;", "bra nowhere;",
+        "mov.u32 %x99, 0;", "add.s32 %x0, %x1;", "red.global.add.f32 [%rd], %x0;",
+        "shfl.sync.up.b32 %x0|%p1, %x1, 1, 0, -1;"}) {
     EXPECT_NE(error_of(unknown, &memory), "") << unknown;
   }
-  EXPECT_NE(error_of("ex2.approx.f32 %x0, %x1;", &memory).find("ex2.approx.f32"), std::string::npos);
-  EXPECT_NE(error_of("call.uni self;", &memory, 1, ".func self()\n{\ncall.uni self;\nret;\n}\n").find("calls itself"),
+  EXPECT_NE(error_of("ex2.approx.f32 %x0, %x1;", &memory).find("ex2.approx.f32"),
+            std::string::npos);
+  EXPECT_NE(error_of("call.uni self;", &memory, 1, ".func self()\n{\ncall.uni self;\nret;\n}\n")
+                .find("calls itself"),
             std::string::npos);
 }
 
