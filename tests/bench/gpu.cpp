@@ -190,10 +190,11 @@ struct Setting {
   ga_master master = GA_MASTER_F32;
   int32_t state_dtype = 0;
   ga_precision precision = GA_PRECISION_F32;
+  ga_clip_scope clip = GA_CLIP_GLOBAL;
   ga_gradient_life gradient_life = GA_GRADIENTS_CONSUMED;
 };
 
-// A context over the parameters in a block, with clipping by the global norm.
+// A context over the parameters in a block, with clipping, by the global norm unless the setting says otherwise.
 class Context {
  public:
   Context(const Layout& layout, void* parameters, const Stream& stream,
@@ -217,8 +218,8 @@ class Context {
     check(ga_group_add(made, &optimizer, &group));
     ga_clip clip;
     check(ga_clip_init(&clip, sizeof clip));
-    clip.scope = GA_CLIP_GLOBAL;
-    clip.max_norm = 1e-3;
+    clip.scope = setting.clip;
+    if (setting.clip == GA_CLIP_GLOBAL) clip.max_norm = 1e-3;
     check(ga_context_set_clip(made, &clip));
     ga_param_options options{};
     options.struct_size = sizeof options;
@@ -424,6 +425,8 @@ void g1(const Options& options, Report& report) {
                   {"G1_overwrite", 8, 0.93, "the first micro-batch of a window",
                    [&] { first.accumulate(gradients); }, [&] { first.discard(); }}});
   }
+  Setting agc;
+  agc.clip = GA_CLIP_AGC;
   struct Step {
     Pass pass;
     Setting setting;
@@ -432,6 +435,7 @@ void g1(const Options& options, Report& report) {
        {Step{{"G1_adamw", 28, 0.90, "step, clip factor included", {}, {}}, {}},
         Step{{"G1_sgd_momentum", 20, 0.92, "step, clip factor included", {}, {}},
              {GA_OPTIMIZER_SGD, 0.9}},
+        Step{{"G1_adamw_agc", 36, 0, "step, after the norms of units of p and g", {}, {}}, agc},
         Step{{"G1_lamb", 40, 0.85, "step, two passes", {}, {}}, {GA_OPTIMIZER_LAMB}}}) {
     if (!options.wants_pass(step.pass.name)) continue;
     Context context(layout, p.as(), stream, step.setting);
@@ -465,6 +469,12 @@ Graph capture(const Stream& stream, const std::function<void()>& work) {
   }
   check(cudaStreamEndCapture(stream.get(), &graph), "a capture");
   return Graph(graph);
+}
+
+Executable instantiate(const Graph& graph) {
+  cudaGraphExec_t made = nullptr;
+  check(cudaGraphInstantiate(&made, graph.get(), 0), "a graph");
+  return Executable(made);
 }
 
 struct Kernels {
@@ -655,10 +665,7 @@ void g3(const Options& options, Report& report) {
     wait(stream);
     Executable executable;
     if (replayed) {
-      const Graph graph = capture(stream, [&] { trained.window(there, micros); });
-      cudaGraphExec_t made = nullptr;
-      check(cudaGraphInstantiate(&made, graph.get(), 0), "a graph");
-      executable.reset(made);
+      executable = instantiate(capture(stream, [&] { trained.window(there, micros); }));
     }
     for (int window = 0; window < windows; ++window) {
       check(cudaMemcpyAsync(held.as(), (window % 2 ? g : other).as(), held.bytes(),
@@ -684,6 +691,37 @@ void g3(const Options& options, Report& report) {
              "of as many windows outside a graph, bit for bit (steps: %lld and %lld)",
              windows, static_cast<long long>(results[1].steps),
              static_cast<long long>(results[0].steps)));
+
+  // Windows of so little data that launching them takes the time.
+  const Layout many(std::vector<Shape>(400, Shape{options.check ? 40 : 1024}));
+  const Memory p(4 * static_cast<size_t>(many.n)), small(p.bytes());
+  fill(p, 4, 1);
+  fill(small, 4, 2);
+  const Pointers small_gradients = many.pointers(small.as());
+  Context launched(many, p.as(), stream), captured(many, p.as(), stream);
+  for (Context* const each : {&launched, &captured}) each->window(small_gradients, micros);
+  wait(stream);
+  const Executable graph =
+      instantiate(capture(stream, [&] { captured.window(small_gradients, micros); }));
+  const auto each = [&](const std::function<void()>& window) {
+    return [=] {
+      for (int k = 0; k < windows; ++k) window();
+    };
+  };
+  const std::vector<Times> t =
+      race_on(stream, options.rounds(),
+              {{each([&] { launched.window(small_gradients, micros); }), {}},
+               {each([&] { check(cudaGraphLaunch(graph.get(), stream.get()), "a graph"); }), {}}});
+  for (Context* const each : {&launched, &captured}) each->require_applied();
+  if (options.check) {
+    printf("G3_graph: ran\n");
+    return;
+  }
+  report.figure(
+      "G3_graph", t[0] / t[1], Sense::kNone, 0,
+      format("windows of 4 with 400 tensors of 1024 elements, one after the other: %.1f us "
+             "each / replayed %.1f us",
+             1e6 * median(t[0]) / windows, 1e6 * median(t[1]) / windows));
 }
 
 // ---- G5: matrix products ----------------------------------------------------------------------------
@@ -802,6 +840,40 @@ void g5(const Options& options, Report& report) {
 // One element after aligned memory, as tensors of a flat block may be. (Gradients are the library's.)
 constexpr size_t kShift = 1;
 
+// Both ways through a layer of batch normalisation over images, by the statistics of the micro-batch.
+void batch_norm_figures(const Options& options, Report& report, const Stream& stream) {
+  const int64_t samples = options.check ? 3 : 64, channels = options.check ? 5 : 256;
+  const int64_t positions = options.check ? 7 : 56 * 56;
+  const Layout layout({{samples, channels, positions}});
+  const auto bytes = 4 * static_cast<size_t>(layout.n);
+  const Memory x(bytes), y(bytes), dy(bytes), dx(bytes), none(4);
+  fill(x, 4, 1);
+  fill(dy, 4, 2);
+  const Copy copy(options, stream, 20 * static_cast<size_t>(layout.n));
+  Context context(Layout({Shape{1}}), none.as(), stream);
+  ga_bn layer = 0;
+  check(ga_bn_add(context.get(), "layer", channels, -1, -1, nullptr, &layer));
+  const auto begin = [&] {
+    context.discard();
+    check(ga_micro_begin(context.get(), 0, 1.0, nullptr));
+  };
+  const auto forward = [&] {
+    check(ga_bn_forward(context.get(), layer, x.as(), samples, positions, y.as()));
+  };
+  pass_figures(
+      options, report, stream, copy, layout,
+      {{"G6_bn_forward", 12, 0, "statistics, then y; for each element of x", forward, begin},
+       {"G6_bn_backward", 20, 0, "sums, then dx; for each element of x",
+        [&] {
+          check(ga_bn_backward(context.get(), layer, x.as(), dy.as(), samples, positions, dx.as()));
+        },
+        [&] {
+          begin();
+          forward();
+        }}});
+  context.discard();
+}
+
 void g6(const Options& options, Report& report) {
   const Layout layout = options.check   ? Layout({{17}, {300, 30}, {1000, 70}, {}})
                         : options.quick ? gpt2(12)
@@ -880,6 +952,7 @@ void g6(const Options& options, Report& report) {
     context.require_applied();
   }
 
+  batch_norm_figures(options, report, stream);
   if (!options.profile.empty()) return;
   // So little data that the time is that of the decision, and of the Ops that LAMB folds between its passes.
   const Layout small(std::vector<Shape>(400, Shape{options.check ? 40 : 1024}));
