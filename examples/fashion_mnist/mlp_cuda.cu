@@ -97,9 +97,9 @@ void each(std::int64_t count, const Kernel& kernel) {
   run<<<static_cast<unsigned>((count + 255) / 256), 256>>>(count, kernel);
   check(cudaGetLastError());
 #else  // the simulated device of the tests
-  check(ga::sim::launch(
+  check(ga::sim::launch_grid(
       typeid(Kernel), sizeof(Kernel), 1,
-      [count, kernel](std::int64_t, std::int64_t) {
+      [count, kernel] {
         for (std::int64_t i = 0; i < count; ++i) kernel(i);
       },
       nullptr));
