@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/fork.hpp"
 
-#include <pthread.h>
-
 #include <new>
+
+#include "core/os/system.hpp"
 
 namespace ga {
 namespace {
@@ -23,7 +23,7 @@ std::atomic<uint32_t> fork_generation{0};
 
 void watch_forks() {
   static const bool watched = [] {
-    if (pthread_atfork(nullptr, nullptr, in_child) != 0) throw std::bad_alloc();
+    os::at_fork(in_child);
     return true;
   }();
   static_cast<void>(watched);

@@ -1,46 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/module.hpp"
 
-#include <dlfcn.h>
-#include <link.h>
-#include <unistd.h>
-
 #include <string>
 
 #include "core/error.hpp"
+#include "core/os/system.hpp"
 
 namespace ga {
-namespace {
-
-// The folder of the library or program that this code is part of; "" if the system does not tell.
-std::string own_folder() {
-  Dl_info info;
-  void* map = nullptr;
-  std::string path;
-  if (dladdr1(reinterpret_cast<void*>(&open_module), &info, &map, RTLD_DL_LINKMAP) != 0)
-    path = static_cast<link_map*>(map)->l_name;
-  if (path.empty()) {  // the program itself
-    char program[4096];
-    const ssize_t length = readlink("/proc/self/exe", program, sizeof program);
-    if (length > 0 && length < static_cast<ssize_t>(sizeof program))
-      path.assign(program, static_cast<size_t>(length));
-  }
-  const size_t slash = path.rfind('/');
-  return slash == std::string::npos ? "" : path.substr(0, slash + 1);
-}
-
-}  // namespace
 
 const void* open_module(const char* name, int32_t abi) {
-  const std::string file = std::string("libgradaccum_") + name + ".so";
+  const std::string file = os::library_file((std::string("gradaccum_") + name).c_str());
   std::string path, places;
-  if (const char* folder = secure_getenv("GA_MODULE_PATH"); folder && *folder) {
+  if (const char* folder = os::trusted_variable("GA_MODULE_PATH"); folder && *folder) {
     path = std::string(folder) + "/" + file;
     places = std::string("only in the folder that GA_MODULE_PATH names, ") + folder;
   } else {
-    path = own_folder() + file;
+    path = os::own_folder() + file;
     // A module in this folder that does not load is an error: no other one is tried.
-    if (access(path.c_str(), F_OK) == 0) {
+    if (os::file_exists(path.c_str())) {
       places = path;
     } else {
       places = "as " + path + " and where the loader looks";
@@ -48,17 +25,16 @@ const void* open_module(const char* name, int32_t abi) {
     }
   }
 
-  // RTLD_LOCAL hides the symbols of the module's libraries from the host. Never closed, because
-  // threads of an OpenMP that was loaded with the module may still run.
-  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  // Never closed, because threads of an OpenMP that was loaded with the module may still run.
+  void* const handle = os::open_library(path.c_str());
   const auto refuse = [&](const char* problem) {
-    const char* text = dlerror();
+    const char* text = os::library_error();
     fail(GA_ERROR_UNSUPPORTED, "module %s %s (looked %s): %s", file.c_str(), problem,
          places.c_str(), text ? text : "the loader gave no reason");
   };
   if (!handle) refuse("could not be loaded");
   const std::string symbol = std::string("ga_module_") + name;
-  const auto entry = reinterpret_cast<ModuleEntry>(dlsym(handle, symbol.c_str()));
+  const auto entry = reinterpret_cast<ModuleEntry>(os::find_symbol(handle, symbol.c_str()));
   if (!entry) refuse("is not one of this library");
 
   char reason[512] = "no reason given";

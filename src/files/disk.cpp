@@ -18,6 +18,7 @@
 #include <system_error>
 
 #include "core/error.hpp"
+#include "core/os/system.hpp"
 
 namespace ga {
 namespace {
@@ -188,7 +189,8 @@ void FileWriter::create_temporary(bool is_private) {
   static std::atomic<uint64_t> counter{0};
   constexpr const char* kFailed = "a temporary file could not be created beside it";
   for (int names = 0; names < kMostNames; ++names) {
-    temporary_ = prefix_ + std::to_string(getpid()) + "-" + std::to_string(counter.fetch_add(1));
+    temporary_ =
+        prefix_ + std::to_string(os::process_id()) + "-" + std::to_string(counter.fetch_add(1));
     temporary_ += kSuffix;
     const int fd = retry([&] {
       return openat(folder_.get(), temporary_.c_str(),
@@ -240,9 +242,9 @@ void FileWriter::reserve(int64_t size) {
   require_open();
   if (size <= 0) return;
   require_allowed(size);
-  if (retry([&] { return fallocate(file_.get(), FALLOC_FL_KEEP_SIZE, 0, size); }) == 0) return;
-  if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG)
-    give_up("room on the disk could not be reserved", errno);
+  const int error = os::reserve_room(file_.get(), size);
+  if (error == ENOSPC || error == EDQUOT || error == EFBIG)
+    give_up("room on the disk could not be reserved", error);
 }
 
 void FileWriter::write(int64_t offset, const void* data, size_t size) {
@@ -263,8 +265,8 @@ void FileWriter::write(int64_t offset, const void* data, size_t size) {
 
 void FileWriter::commit() {
   require_open();
-  if (retry([&] { return fsync(file_.get()); }) != 0)
-    give_up("could not be synchronized with the disk", errno);
+  if (const int error = os::synchronize(file_.get()); error != 0)
+    give_up("could not be synchronized with the disk", error);
   // Some file systems report errors of earlier writes when a descriptor is closed. The file itself
   // stays open, because the lock must last until the temporary name is gone.
   const int copy = fcntl(file_.get(), F_DUPFD_CLOEXEC, 0);
@@ -273,13 +275,13 @@ void FileWriter::commit() {
     give_up("could not be replaced by the new file", errno);
   file_.reset();
   // Some file systems have no fsync() of folders.
-  if (retry([&] { return fsync(folder_.get()); }) != 0 && errno != EINVAL && errno != EOPNOTSUPP &&
-      errno != ENOSYS)
+  const int error = os::synchronize(folder_.get());
+  if (error != 0 && error != EINVAL && error != EOPNOTSUPP && error != ENOSYS)
     fail_io(
         path_,
         "the new file is in place, but its folder could not be synchronized with the disk, so a "
         "power failure may bring back the old file",
-        errno);
+        error);
 }
 
 void FileWriter::discard() noexcept {

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <string>
@@ -22,26 +20,15 @@
 #include "backend/cpu/thread_group.hpp"
 #include "backend/cpu/threads.hpp"
 #include "backend/decide.hpp"
+#include "core/os/system.hpp"
 
 namespace ga {
 namespace cpu {
 namespace {
 
-// Bytes of the cache that a processor shares with its neighbours. The kernel says so; sysconf() tells of AMD's
-// processors how much all of a package have, which no processor sees.
 int64_t last_level_cache() {
-  int64_t largest = 0;
-  for (int index = 0; index < 8; ++index) {
-    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) +
-                       "/size");
-    int64_t size = 0;
-    char unit = 0;
-    if (file >> size >> unit) largest = std::max(largest, size << (unit == 'M' ? 20 : 10));
-  }
-  if (largest > 0) return largest;
-  for (int name : {_SC_LEVEL4_CACHE_SIZE, _SC_LEVEL3_CACHE_SIZE, _SC_LEVEL2_CACHE_SIZE})
-    if (const long bytes = sysconf(name); bytes > 0) return bytes;
-  return int64_t{32} << 20;
+  const int64_t bytes = os::last_level_cache();
+  return bytes > 0 ? bytes : int64_t{32} << 20;
 }
 
 class CpuBackend final : public Backend, public HostWork {

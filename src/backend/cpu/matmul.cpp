@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend/cpu/matmul.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -10,6 +8,7 @@
 #include "backend/newton_schulz.hpp"
 #include "core/error.hpp"
 #include "core/module.hpp"
+#include "core/os/system.hpp"
 #include "core/tensor.hpp"
 
 namespace ga::cpu {
@@ -128,7 +127,7 @@ const ga_matmul_module* open_onednn() {
 void MatmulEngine::open(int64_t converted, ga_precision precision) {
   if (!module_) {
     threads_.reserve(threads_.count());
-    cache_ = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    cache_ = os::second_level_cache();
     scratch_.resize(static_cast<size_t>(threads_.count() * kScratch));
     module_ = open_onednn();
   }

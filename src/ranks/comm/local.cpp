@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks that are threads of one process. In a collective call every rank shows its buffers, waits until
 // all have, copies what it is to receive, and waits until all have copied.
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -14,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "core/os/system.hpp"
 #include "core/tensor.hpp"
 #include "ranks/comm/comm.hpp"
 
@@ -259,7 +258,7 @@ void make_local_id(void* out) {
   Id id = {};
   Groups& all = groups();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  const uint64_t words[] = {++all.made, static_cast<uint64_t>(getpid())};
+  const uint64_t words[] = {++all.made, static_cast<uint64_t>(os::process_id())};
   std::memcpy(id.data(), words, sizeof words);
   std::memcpy(out, id.data(), id.size());
 }
