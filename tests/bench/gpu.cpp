@@ -353,7 +353,7 @@ void pass_figures(const Options& options, Report& report, const Stream& stream, 
   }
 }
 
-// The same sums as the library's accumulate, in memory of its own. Throws if they are wrong.
+// Accumulates the gradients twice and compares the sums and their squares with the host's. Throws if they differ.
 void check_contiguous(const Memory& gradients, const Memory& target, const Memory& squares,
                       const std::function<void()>& accumulate, const Stream& stream) {
   check(cudaMemset(target.as(), 0, target.bytes()), "a fill");

@@ -12,48 +12,15 @@
 namespace ga::test {
 namespace {
 
-// A matrix of float64, and products without any code of the library.
-struct Real {
-  size_t rows, columns;
-  std::vector<double> x;
-  Real(size_t r, size_t c) : rows(r), columns(c), x(r * c) {}
-  double& at(size_t i, size_t j) { return x[i * columns + j]; }
-  double at(size_t i, size_t j) const { return x[i * columns + j]; }
-};
+using ref::combine;
+using ref::Matrix;
 
-Real transposed(const Real& a) {
-  Real result(a.columns, a.rows);
-  for (size_t i = 0; i < a.rows; ++i)
-    for (size_t j = 0; j < a.columns; ++j) result.at(j, i) = a.at(i, j);
-  return result;
-}
-
-Real operator*(const Real& a, const Real& b) {
-  Real result(a.rows, b.columns);
-  for (size_t i = 0; i < a.rows; ++i)
-    for (size_t k = 0; k < a.columns; ++k)
-      for (size_t j = 0; j < b.columns; ++j) result.at(i, j) += a.at(i, k) * b.at(k, j);
-  return result;
-}
-
-Real sum(double a, const Real& x, double b, const Real& y) {
-  Real result(x.rows, x.columns);
-  for (size_t i = 0; i < x.x.size(); ++i) result.x[i] = a * x.x[i] + b * y.x[i];
-  return result;
-}
-
-double norm(const Real& a) {
-  double squares = 0;
-  for (const double x : a.x) squares += x * x;
-  return std::sqrt(squares);
-}
-
-double distance(const Real& a, const Real& b) { return norm(sum(1, a, -1, b)); }
+double distance(const Matrix& a, const Matrix& b) { return combine(1, a, -1, b).frobenius(); }
 
 // To the nearest number of so many significant bits, ties to even; 0: as it is.
-Real rounded(Real a, int bits) {
+Matrix rounded(Matrix a, int bits) {
   if (bits == 0) return a;
-  for (double& x : a.x) {
+  for (double& x : a.data) {
     int exponent = 0;
     const double fraction = std::frexp(x, &exponent);
     x = std::ldexp(std::nearbyint(std::ldexp(fraction, bits)), exponent - bits);
@@ -63,18 +30,18 @@ Real rounded(Real a, int bits) {
 
 // Newton-Schulz in float64; the factors of products have so many bits. With bf16, both terms of the
 // polynomial have the rounded G.
-Real orthogonalized(const Real& gradient, const ga_optimizer& o, int bits) {
+Matrix orthogonalized(const Matrix& gradient, const ga_optimizer& o, int bits) {
   if (gradient.rows > gradient.columns)
-    return transposed(orthogonalized(transposed(gradient), o, bits));
-  const double size = std::max(norm(gradient), o.eps);
-  Real x = sum(1 / size, gradient, 0, gradient);
+    return ref::transpose(orthogonalized(ref::transpose(gradient), o, bits));
+  const double size = std::max(gradient.frobenius(), o.eps);
+  Matrix x = combine(1 / size, gradient, 0, gradient);
   for (int step = 0; step < o.ns_steps; ++step) {
-    const Real factor = rounded(x, bits);
-    const Real gram = factor * transposed(factor);
-    const Real small = rounded(gram, bits);
-    const Real poly =
-        sum(o.ns_coefficients[1], bits == 8 ? small : gram, o.ns_coefficients[2], small * small);
-    x = sum(o.ns_coefficients[0], x, 1, rounded(poly, bits) * factor);
+    const Matrix factor = rounded(x, bits);
+    const Matrix gram = factor * ref::transpose(factor);
+    const Matrix small = rounded(gram, bits);
+    const Matrix poly = combine(o.ns_coefficients[1], bits == 8 ? small : gram,
+                                o.ns_coefficients[2], small * small);
+    x = combine(o.ns_coefficients[0], x, 1, rounded(poly, bits) * factor);
   }
   return x;
 }
@@ -101,9 +68,9 @@ Block gradient_of(size_t rows, size_t columns, bool low_rank, uint64_t seed) {
   return g;
 }
 
-Real exact(const Block& g, size_t rows, size_t columns) {
-  Real result(rows, columns);
-  for (size_t i = 0; i < g.size(); ++i) result.x[i] = double{g[i]};
+Matrix exact(const Block& g, size_t rows, size_t columns) {
+  Matrix result(rows, columns);
+  for (size_t i = 0; i < g.size(); ++i) result.data[i] = double{g[i]};
   return result;
 }
 
@@ -163,11 +130,11 @@ TEST_P(MuonPrecision, HasTheStatedError) {
                                         << (low_rank ? ", of low rank" : ""));
         ga_optimizer o = muon_of(precision);
         o.ns_steps = steps;
-        const Real got = exact(moved(o, rows, columns, {g}), rows, columns);
-        const Real want = orthogonalized(exact(g, rows, columns), o, 0);
-        const Real same = orthogonalized(exact(g, rows, columns), o, bits());
-        const double error = distance(got, want) / norm(want);
-        const double beside = distance(got, same) / norm(want);
+        const Matrix got = exact(moved(o, rows, columns, {g}), rows, columns);
+        const Matrix want = orthogonalized(exact(g, rows, columns), o, 0);
+        const Matrix same = orthogonalized(exact(g, rows, columns), o, bits());
+        const double error = distance(got, want) / want.frobenius();
+        const double beside = distance(got, same) / want.frobenius();
         EXPECT_LE(error, stated[precision]);
         if (precision == GA_PRECISION_TF32) {
           EXPECT_TRUE(error > 1e-6 || rows < 64) << error;

@@ -97,7 +97,8 @@ def test_every_enumerator_is_there() -> None:
         wanted.update({name: int(value) for name, value in re.findall(r"(GA_\w+) = (\d+)", body)})
     prefixes = {
         "Status": "ERROR_", "OptimizerKind": "OPTIMIZER_", "Flavor": "FLAVOR_", "Dtype": "",
-        "AdjustLr": "ADJUST_", "Precision": "PRECISION_", "Device": "DEVICE_", "GradientKind": "GRADIENT_", "Reduce": "REDUCE_",
+        "AdjustLr": "ADJUST_", "Precision": "PRECISION_", "Device": "DEVICE_", "GradientKind": "GRADIENT_",
+        "Reduce": "REDUCE_",
         "Missing": "MISSING_", "Nonfinite": "NONFINITE_", "Accumulation": "ACCUMULATE_",
         "GradientLife": "GRADIENTS_", "MicroFlags": "MICRO_", "WindowState": "WINDOW_",
         "StepOutcome": "STEP_", "ScheduleKind": "SCHEDULE_", "ClipScope": "CLIP_", "AgcUnits": "AGC_",

@@ -21,8 +21,9 @@ typedef struct ga_matmul_module {
                           int transpose_a, const float* b, int64_t ldb, int transpose_b, float beta,
                           float* c, int64_t ldc);
 
-  /* The same with a and b of bf16, alpha 1 and beta 0. NULL if the processor has no instructions for
-     such products, which are then slower than those of f32. */
+  /* c [m x n] <- op(a) op(b), with a and b of bf16 and c of f32; everything else is as for multiply.
+     NULL if the processor has no instructions for such products, which would be slower than those of
+     f32. */
   const char* (*multiply_bf16)(int64_t m, int64_t n, int64_t k, const uint16_t* a, int64_t lda,
                                int transpose_a, const uint16_t* b, int64_t ldb, int transpose_b,
                                float* c, int64_t ldc);

@@ -46,7 +46,7 @@ const char* library_error();
 
 // ---- Open files ---------------------------------------------------------------------------------
 
-// These return 0, or the number of an error as in errno.
+// Both functions return 0, or the number of an error as errno has it.
 
 // Finds room for that many bytes on the disk; the size of the file stays.
 int reserve_room(int file, int64_t bytes);

@@ -66,9 +66,9 @@ class Comm {
   void reduce_scatter(const char* what, const void* send, void* recv, int64_t count, int32_t dtype,
                       int32_t op);
   void broadcast_array(const char* what, void* data, int64_t count, int32_t dtype, int32_t root);
-  // Runs work(), which makes calls for arrays, the same ones on every rank. If groups(), they become one exchange, which
-  // begins when work() has returned, and may consist of at most kMostTogether operations: NCCL took no more in a group
-  // until 2.11.
+  // Runs work(), which makes calls for arrays, the same ones on every rank. If groups(), the calls become one
+  // exchange, which begins when work() has returned, and of at most kMostTogether operations: NCCL took no more in a
+  // group until 2.11.
   static constexpr size_t kMostTogether = 2048;
   void together(const char* what, const std::function<void()>& work);
   bool groups() const { return static_cast<bool>(transport_.group); }

@@ -249,7 +249,7 @@ int as_group(const Nccl& nccl, Calls&& calls) {
   return code == kSuccess ? ended : code;
 }
 
-// The same of call(q) for each rank q.
+// Runs call(q) for each rank q, as one operation of NCCL.
 template <class Call>
 int for_each_rank(const Nccl& nccl, int ranks, Call&& call) {
   return as_group(nccl, [&] {

@@ -37,8 +37,8 @@ from .context import Context
 from .enums import (
     Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, BnSpread, ClipScope, ClipWhen, CommAdder, CommKind,
     CommShard, CommWire, Device, Dtype, EmaKind, Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing,
-    Nonfinite, OptimizerKind, Precision, Reduce, Rounding, Rows, ScheduleKind, Settings, StateParts, Status, StepOutcome,
-    WindowState,
+    Nonfinite, OptimizerKind, Precision, Reduce, Rounding, Rows, ScheduleKind, Settings, StateParts, Status,
+    StepOutcome, WindowState,
 )  # fmt: skip
 from .errors import Error
 from .micro_batch import Accumulator, MicroBatch
