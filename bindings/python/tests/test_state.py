@@ -2,7 +2,10 @@
 """State by name, and on disk."""
 
 import io
+import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import gradaccum as ga
@@ -158,3 +161,43 @@ def test_state_by_name() -> None:
         net.params[0].set_state("step", np.array([1.0]))
     net.params[0].reset_state()
     assert not np.from_dlpack(net.params[0].get_state("exp_avg")).any()  # type: ignore[arg-type]
+
+
+# Saves a step of Muon in bf16, or loads it with its settings into a group of f32.
+MUON = """
+import array, sys
+import gradaccum as ga
+path, precision = sys.argv[1:]
+p, g = array.array("f", [0.0] * 4), array.array("f", range(4))
+context = ga.Context()
+group = context.add_group(ga.Optimizer(ga.OptimizerKind.MUON, ns_precision=ga.Precision[precision]))
+context.add_param(group, "p", memoryview(p).cast("B").cast("f", [2, 2]))
+try:
+    if precision == "BF16":
+        context.accumulate([memoryview(g).cast("B").cast("f", [2, 2])])
+        context.step()
+        context.save(path)
+    else:
+        context.load(path, ga.StateOptions(settings=ga.Settings.TAKE))
+except ga.Error as error:
+    print(error.status.name, error)
+print(group.optimizer.ns_precision.name, context.window.steps, list(p) == [0.0] * 4)
+"""
+
+
+def test_a_precision_that_this_processor_lacks_is_not_taken(tmp_path: pathlib.Path) -> None:
+    path = str(tmp_path / "state")
+
+    def run(precision: str, **variables: str) -> str:
+        done = subprocess.run([sys.executable, "-c", MUON, path, precision], env={**os.environ, **variables},
+                              stdout=subprocess.PIPE, text=True, check=True)  # fmt: skip
+        return done.stdout
+
+    saved = run("BF16")
+    if saved.startswith("UNSUPPORTED"):
+        pytest.skip(saved)
+    assert saved == "BF16 1 False\n"
+    assert run("F32") == saved
+    refused = run("F32", ONEDNN_MAX_CPU_ISA="AVX512_CORE")
+    assert refused.startswith("UNSUPPORTED ns_precision was GA_PRECISION_BF16")
+    assert refused.endswith("\nF32 0 True\n")
