@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# What the toolchain files beside this one have in common: clang by the package ziglang of the Python index, which
+# brings what other systems are compiled and linked with. ga_zig_target(<zig's name>) is for each of them to call.
+execute_process(COMMAND "${CMAKE_CURRENT_LIST_DIR}/../../tests/environments" zig
+                OUTPUT_VARIABLE python OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+cmake_path(GET python PARENT_PATH zig)
+file(GLOB zig "${zig}/../lib/python3*/site-packages/ziglang/zig")
+
+macro(ga_zig_target name)
+  set(CMAKE_C_COMPILER "${zig}" cc -target ${name})
+  set(CMAKE_CXX_COMPILER "${zig}" c++ -target ${name})
+  foreach(language IN ITEMS C CXX)
+    set(CMAKE_${language}_COMPILER_AR "${zig}")
+    set(CMAKE_${language}_COMPILER_RANLIB "${zig}")
+    set(CMAKE_${language}_ARCHIVE_CREATE "<CMAKE_AR> ar qc <TARGET> <LINK_FLAGS> <OBJECTS>")
+    set(CMAKE_${language}_ARCHIVE_APPEND "<CMAKE_AR> ar q <TARGET> <LINK_FLAGS> <OBJECTS>")
+    set(CMAKE_${language}_ARCHIVE_FINISH "<CMAKE_RANLIB> ranlib <TARGET>")
+  endforeach()
+  set(CMAKE_AR "${zig}")
+  set(CMAKE_RANLIB "${zig}")
+endmacro()
+
+# Libraries and packages of this machine are for another system.
+set(CMAKE_FIND_ROOT_PATH "${CMAKE_CURRENT_LIST_DIR}/none")
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
