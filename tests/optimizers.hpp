@@ -68,7 +68,6 @@ struct OptimizerRow {
   bool layer_wise = false;     // its steps take norms or means of the parameter
   bool matrices_only = false;  // takes only matrices of f32
   bool bf16_state = true;
-  bool by_pow = false;   // computes with functions of the C library other than sqrt
   bool by_sign = false;  // only the sign of its state moves the parameter
   // Suites that are not about formulas and would take long with all optimizers use those that stand
   // for the others. Each of these runs different code of the kernels.
@@ -297,7 +296,6 @@ inline Row adamax() {
 inline Row nadam() {
   Row r = {GA_OPTIMIZER_NADAM, "NAdam", "nadam"};
   r.state = [](Const, bool) { return "exp_avg exp_avg_sq"; };
-  r.by_pow = true;
   r.add_defaults(torch, {lr(2e-3), beta1(0.9), beta2(0.999), eps(1e-8), momentum_decay(4e-3)});
   r.add_defaults(keras, {lr(1e-3), beta1(0.9), beta2(0.999), eps(1e-7), momentum_decay(1)});
   r.add("Nadam", torch, 1e-2, [](O) {});
@@ -391,7 +389,7 @@ inline Row lars() {
 inline Row adafactor() {
   Row r = {GA_OPTIMIZER_ADAFACTOR, "Adafactor", "adafactor"};
   r.state = [](Const, bool matrix) { return matrix ? "row_var col_var" : "variance"; };
-  r.layer_wise = r.by_pow = r.stands_for_others = true;
+  r.layer_wise = r.stands_for_others = true;
   r.bf16_state = false;
   r.paired = {torch};
   r.add_defaults(torch, {lr(1e-2), eps(0x1p-23), eps2(1e-3), beta2_decay(-0.8), threshold(1)});
@@ -453,7 +451,6 @@ inline Row adopt() {
 inline Row ademamix() {
   Row r = {GA_OPTIMIZER_ADEMAMIX, "AdEMAMix", "ademamix"};
   r.state = [](Const, bool) { return "exp_avg exp_avg_sq exp_avg_slow"; };
-  r.by_pow = true;
   r.add_defaults(torch, {lr(1e-3), beta1(0.9), beta2(0.999), eps(1e-8), beta3(0.9999), alpha(5)});
   r.add("Ademamix", torch, 1e-2, [](O) {});
   r.add("AdemamixWarmup", torch, 1e-2, [](O o) {

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "core/hd.hpp"
+#include "core/elementary.hpp"
 #include "gradaccum/gradaccum.h"
 
 namespace ga {
@@ -49,15 +49,15 @@ struct ScheduleData {
       case GA_SCHEDULE_COSINE:
         return end + (lr - end) * (1 + cos_pi(x)) / 2;
       case GA_SCHEDULE_POLYNOMIAL:
-        return end + (lr - end) * pow(1 - x, s.power);
+        return end + (lr - end) * real_power(1 - x, s.power);
       case GA_SCHEDULE_INVERSE_SQRT: {
         const double c = warmup > 1 ? warmup : 1;
         return lr * sqrt(c / (c + t - warmup));
       }
       case GA_SCHEDULE_STEP:
-        return lr * pow(s.gamma, floor((t - warmup) / static_cast<double>(s.step_size)));
+        return lr * real_power(s.gamma, floor((t - warmup) / static_cast<double>(s.step_size)));
       case GA_SCHEDULE_EXPONENTIAL:
-        return lr * pow(s.gamma, t - warmup);
+        return lr * real_power(s.gamma, t - warmup);
       default:
         return lr;
     }

@@ -15,13 +15,14 @@
 #include <cfloat>
 #include <cmath>
 
+#include "core/elementary.hpp"
 #include "core/error.hpp"
 #include "ops/decay.hpp"
 
 namespace ga {
 
 GA_HD double adafactor_gain(const ga_optimizer& o, const Clock& clock) {
-  return pow(static_cast<double>(clock.step), o.beta2_decay);
+  return real_power(static_cast<double>(clock.step), o.beta2_decay);
 }
 
 template <class T, bool kFactored>

@@ -8,6 +8,7 @@
 //   1 / ln b = (1 - r) / ln beta1 + r / ln beta3, r = min(1, t / beta3_warmup)
 #pragma once
 
+#include "core/elementary.hpp"
 #include "ops/adam.hpp"
 
 namespace ga {
@@ -21,7 +22,9 @@ struct AdemamixOp : AdamOp<T, false, false> {
   GA_HD AdemamixOp(const ga_optimizer& o, const StepInput& in) : AdamOp<T, false, false>(o, in) {
     const auto t = static_cast<double>(in.clock.step);
     const double r = fmin(1, t / static_cast<double>(o.beta3_warmup));  // t / 0 is infinite
-    const double b = r < 1 ? exp(1 / ((1 - r) / log(o.beta1) + r / log(o.beta3))) : o.beta3;
+    const double b =
+        r < 1 ? exponential(1 / ((1 - r) / natural_log(o.beta1) + r / natural_log(o.beta3)))
+              : o.beta3;
     beta3 = T(b);
     gain3 = T(1 - b);
     slow = T(in.lr * square_root(1 - power(o.beta2, in.clock.step)) * o.alpha *

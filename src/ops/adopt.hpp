@@ -10,6 +10,7 @@
 // keep = 1 - lr wd if decoupled.
 #pragma once
 
+#include "core/elementary.hpp"
 #include "ops/decay.hpp"
 
 namespace ga {
@@ -34,9 +35,9 @@ struct AdoptOp : ElementWise {
     gain2 = T(first ? 1 : 1 - o.beta2);
     eps = T(first ? 1 : o.eps);
     const auto before = static_cast<double>(in.clock.step - 1);
-    // The roots have the same bits on every platform, which pow() has not.
+    // real_power() may differ from the roots in the last bit: runs keep those of the versions that had no such function.
     clip = T(o.clip_exponent == kClipExponent ? square_root(square_root(before))
-                                              : pow(before, o.clip_exponent));
+                                              : real_power(before, o.clip_exponent));
     lr = T(first ? 0 : in.lr);
   }
 

@@ -11,14 +11,15 @@
 //   Keras   1      keep = 1 - lr wd
 #pragma once
 
+#include "core/elementary.hpp"
 #include "core/error.hpp"
 #include "ops/decay.hpp"
 
 namespace ga {
 
-// 0.96^(t psi)
-GA_HD double nadam_power(const ga_optimizer& o, int64_t t) {
-  return power(pow(0.96, o.momentum_decay), t);
+// mu_t, of which decayed is 0.96^psi
+GA_HD double nadam_mu(const ga_optimizer& o, double decayed, int64_t t) {
+  return o.beta1 * (1 - 0.5 * power(decayed, t));
 }
 
 // Clock::product is M_t.
@@ -37,8 +38,9 @@ struct NadamOp : ElementWise {
         beta2(T(o.beta2)),
         gain2(T(1 - o.beta2)) {
     const double product = in.clock.product;
-    const double mu = o.beta1 * (1 - 0.5 * nadam_power(o, in.clock.step));
-    const double next = o.beta1 * (1 - 0.5 * nadam_power(o, in.clock.step + 1));
+    const double decayed = real_power(0.96, o.momentum_decay);
+    const double mu = nadam_mu(o, decayed, in.clock.step);
+    const double next = nadam_mu(o, decayed, in.clock.step + 1);
     const double root = square_root(1 - power(o.beta2, in.clock.step));
     of_g = T(in.lr * root * (1 - mu) / (1 - product));
     of_m = T(in.lr * root * next / (1 - product * next));
@@ -82,7 +84,8 @@ struct Nadam : OptimizerBase {
   GA_HD static void advance(const ga_optimizer& o, Clock& clock) {
     const double before = clock.step == 0 ? 1 : clock.product;
     ++clock.step;
-    clock.product = flush_small(before * (o.beta1 * (1 - 0.5 * nadam_power(o, clock.step))));
+    const double decayed = real_power(0.96, o.momentum_decay);
+    clock.product = flush_small(before * nadam_mu(o, decayed, clock.step));
   }
 };
 

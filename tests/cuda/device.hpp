@@ -286,12 +286,10 @@ class Machine {
   void note(const std::string& what, ga_status status) { note(what, int64_t{status}); }
   void note(const std::string& what, int64_t number) { note_bytes(what, 0, number); }
   void note(const std::string& what, double number, double tolerance = 0) {
-    const bool loose = uses_pow && !simulated();
-    note_bytes(what, GA_F64, number, loose ? std::max(tolerance, 1e-12) : tolerance);
+    note_bytes(what, GA_F64, number, tolerance);
   }
   void note(const std::string& what, const Tensor& t, double tolerance = 0) {
-    const bool loose = uses_pow && t.dtype() == GA_F64 && !simulated();
-    Record r = {what, t.dtype(), {}, loose ? std::max(tolerance, 1e-9) : tolerance};
+    Record r = {what, t.dtype(), {}, tolerance};
     const auto* bytes = static_cast<const uint8_t*>(t.data());
     r.bytes.assign(bytes, bytes + static_cast<size_t>(t.count()) * t.size());
     records_.push_back(std::move(r));
@@ -366,9 +364,6 @@ class Machine {
 
   const std::vector<Record>& records() const { return records_; }
   double params_tolerance = 0;
-  // The program's numbers depend on pow() of double, whose last bits differ between libraries.
-  // Numbers that are rounded to f32 do not show the difference.
-  bool uses_pow = false;
 
  private:
   // A tensor in the memory of the context's device.

@@ -67,7 +67,6 @@ std::vector<Spec> specs(bool matrices) {
 // Three windows of two micro-batches with adversarial numbers. Some parameters get no gradient in
 // the third window.
 void train(Machine& m, const ga_optimizer& o, bool matrices) {
-  m.uses_pow = row_of(o).by_pow;
   const ga_group group = m.group(o);
   std::vector<Spec> list;
   uint64_t seed = 1;
@@ -182,7 +181,6 @@ TEST_F(Bits, OfMissingGradients) {
       for (const int32_t kind : representative_kinds()) {
         expect_same(c, [kind](Machine& m) {
           ga_optimizer o = optimizer(kind);
-          m.uses_pow = row_of(o).by_pow;
           o.weight_decay = 0.01;
           if (kind == GA_OPTIMIZER_SGD) o.momentum = 0.9;
           Training t;
@@ -535,7 +533,6 @@ TEST_P(ClipBits, OfEveryOptimizer) {
       Training t;
       t.params = clipped_params();
       ga_optimizer o = optimizer(kind);
-      m.uses_pow = row_of(o).by_pow;
       o.weight_decay = 0.01;
       t.add(m, m.group(o));
       t.windows(m, 2, 2);
@@ -607,7 +604,6 @@ TEST_P(ClipBits, OfLiveGradients) {
       Training t;
       t.params = clipped_params();
       ga_optimizer o = optimizer(way.kind);
-      m.uses_pow = row_of(o).by_pow;
       o.weight_decay = 0.01;
       t.add(m, m.group(o));
       uint64_t round = 0;
@@ -718,7 +714,6 @@ TEST_F(Bits, OfEmas) {
         c.missing = missing;
         c.seed = 5;
         expect_same(c, [&](Machine& m) {
-          m.uses_pow = kind == GA_EMA_KARRAS;
           ga_ema e;
           EXPECT_OK(ga_ema_init(&e, sizeof e));
           e.kind = kind;
@@ -872,8 +867,6 @@ TEST_F(Bits, OfSchedules) {
   for (int32_t kind = GA_SCHEDULE_CONSTANT; kind <= GA_SCHEDULE_BERT; ++kind) {
     SCOPED_TRACE(kind);
     expect_same([&](Machine& m) {
-      m.uses_pow = kind == GA_SCHEDULE_POLYNOMIAL || kind == GA_SCHEDULE_STEP ||
-                   kind == GA_SCHEDULE_EXPONENTIAL;
       ga_schedule s = schedule(kind);
       s.warmup_steps = 2;
       s.total_steps = 5;

@@ -108,7 +108,6 @@ TEST_F(Asynchronous, TheBitsOfTheCpu) {
       c.nonfinite = nonfinite;
       SCOPED_TRACE(testing::Message() << nonfinite << " " << kind);
       expect_same(c, [&](Machine& m) {
-        m.uses_pow = optimizer_rows()[static_cast<size_t>(kind)].by_pow;
         const ga_clip clipped = clip(GA_CLIP_AGC, 0);
         EXPECT_OK(ga_context_set_clip(m, &clipped));
         Training t;

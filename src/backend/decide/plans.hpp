@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backend/decide/outcome.hpp"
+#include "core/elementary.hpp"
 
 namespace ga {
 
@@ -179,8 +180,8 @@ GA_DEVICE void plan_param(ThreadGroup& threads, const ScalarTables& t, int64_t i
     plan.actions |= kFollow;
     const double steps = static_cast<double>(c.steps);
     const ga_ema& e = t.settings->ema;
-    plan.average_gain =
-        !s.averaged ? 1 : 1 - (e.kind == GA_EMA_TORCH ? e.decay : pow(1 - 1 / steps, e.gamma + 1));
+    const double decay = e.kind == GA_EMA_TORCH ? e.decay : real_power(1 - 1 / steps, e.gamma + 1);
+    plan.average_gain = s.averaged ? 1 - decay : 1;
     s.averaged = true;
   }
   if (p.stochastic) {

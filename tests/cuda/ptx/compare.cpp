@@ -77,12 +77,8 @@ class Kernels {
 
   const Kernel& find(const std::type_info& type) {
     const std::string argument = demangled(type.name());
-    return find(
-        "void ga::cuda::run<" + argument + (argument.back() == '>' ? " >(" : ">(") + argument + ")",
-        argument);
-  }
-
-  const Kernel& find(const std::string& name, const std::string& shown) {
+    const std::string name =
+        "void ga::cuda::run<" + argument + (argument.back() == '>' ? " >(" : ">(") + argument + ")";
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = entries_.find(name);
     if (found == entries_.end()) die("the PTX has no kernel " + name);
@@ -93,7 +89,7 @@ class Kernels {
       } catch (const Error& error) {
         die(error.what());
       }
-      entry.kernel->name = shown;
+      entry.kernel->name = argument;
     }
     return *entry.kernel;
   }
@@ -222,11 +218,10 @@ class HostMemory {
 };
 
 void interpret(const Kernel& kernel, const std::vector<char>& bytes, unsigned blocks,
-               int approximation, std::vector<Store>* journal) {
+               std::vector<Store>* journal) {
   static std::mutex mutex;  // arguments() are one thread's
   const std::lock_guard<std::mutex> lock(mutex);
   std::memcpy(arguments(), bytes.data(), bytes.size());
-  set_approximation(approximation);
   set_journal(journal);
   try {
     run(kernel, blocks);
@@ -250,27 +245,17 @@ void compare(const Kernel& kernel, const std::vector<char>& bytes, unsigned bloc
     allocations.erase(std::remove_if(allocations.begin(), allocations.end(), is_host),
                       allocations.end());
   }
-  const auto check = [&](const char* what) {
-    std::string difference = after.difference();
-    if (difference.empty()) difference = host.difference();
-    if (!difference.empty()) die(kernel.name + what + difference);
-  };
   host.stores.clear();
   before.copy(allocations);
-  interpret(kernel, bytes, blocks, 0, by_stores ? &host.stores : nullptr);
+  interpret(kernel, bytes, blocks, by_stores ? &host.stores : nullptr);
   after.copy(allocations);
   host.keep();
-  for (const int units : {-1, 1}) {
-    if (!kernel.approximate) break;
-    before.restore();
-    host.restore();
-    interpret(kernel, bytes, blocks, units, nullptr);
-    check(" depends on an approximation: ");
-  }
   before.restore();
   host.restore();
   simulated();
-  check(": the PTX and the simulation differ: ");
+  std::string difference = after.difference();
+  if (difference.empty()) difference = host.difference();
+  if (!difference.empty()) die(kernel.name + ": the PTX and the simulation differ: " + difference);
   if (const char* log = std::getenv("GA_SIM_PTX_LOG"))
     std::ofstream(log, std::ios::app) << kernel.name << '\n';
 }
@@ -290,18 +275,6 @@ std::function<void()> compared(const std::type_info& type, const void* arguments
   return [=, copy = std::vector<char>(begin, begin + bytes), simulated = std::move(simulated)] {
     compare(*kernel, copy, static_cast<unsigned>(blocks), simulated, device);
   };
-}
-
-double device_function(const char* name, double x, double y, int units) {
-  double result = 0;
-  const struct {
-    double x, y;
-    double* to;
-  } arguments = {x, y, &result};
-  const char* begin = reinterpret_cast<const char*>(&arguments);
-  interpret(Kernels::get().find(name, name), std::vector<char>(begin, begin + sizeof arguments), 1,
-            units, nullptr);
-  return result;
 }
 
 }  // namespace ga::ptx

@@ -21,7 +21,5 @@ namespace ga::ptx {
 bool is_wanted();
 std::function<void()> compared(const std::type_info& kernel, const void* arguments, size_t bytes,
                                int64_t blocks, std::function<void()> simulated, int device);
-// f(x, y) by the kernel f of functions.cu. units: see set_approximation.
-double device_function(const char* name, double x, double y, int units = 0);
 
 }  // namespace ga::ptx

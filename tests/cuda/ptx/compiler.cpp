@@ -359,7 +359,6 @@ class Compiler {
       if (!operation) fail("the instruction is not known");
       if (operands.size() != 1 + static_cast<size_t>(operation->sources))
         fail("has other operands");
-      kernel_->approximate |= opcode == "rcp.approx.ftz.f64";
       i.run = operation->run;
       i.to[0] = source(operands[0]);
       for (size_t k = 1; k < operands.size(); ++k) i.from[k - 1] = source(operands[k]);

@@ -186,29 +186,12 @@ f32 toward_zero(f64 x) {
   return std::fabs(f64{r}) > std::fabs(x) ? std::nextafter(r, 0.0f) : r;
 }
 
-int approximation = 0;
-
-// Of the 32 upper bits of a, in the 32 upper bits of the result.
-f64 approximate_reciprocal(f64 a) {
-  const u64 upper = std::bit_cast<u64>(a) >> 32 << 32;
-  const f64 x = std::bit_cast<f64>(upper);
-  const u64 sign = upper >> 63 << 63;
-  const f64 infinite = std::bit_cast<f64>(sign | u64{0x7ff} << 52);
-  if (x != x) return x;
-  if (!std::isnormal(x)) return std::isinf(x) ? std::bit_cast<f64>(sign) : infinite;
-  const u64 exact = std::bit_cast<u64>(1 / x);
-  const u64 rounded = (exact + (u64{1} << 31)) >> 32;
-  const f64 result = std::bit_cast<f64>((rounded + static_cast<u64>(s64{approximation})) << 32);
-  return std::isnormal(result) ? result : std::bit_cast<f64>(sign);
-}
-
 void add_float_operations(Table& table) {
   GA_ARITHMETIC(f32);
   GA_ARITHMETIC(f64);
   add_signs<f32, u32>(table, "neg.f32", "abs.f32");
   add_signs<f64, u64>(table, "neg.f64", "abs.f64");
   add<f32, f32>(table, "mul.rz.f32", [](f32 a, f32 b) { return toward_zero(f64{a} * f64{b}); });
-  add<f64>(table, "rcp.approx.ftz.f64", [](f64 a) { return approximate_reciprocal(a); });
 }
 
 // ---- Comparison, selection, moves ----------------------------------------------------------------------
@@ -399,7 +382,5 @@ const Operation* find_operation(std::string_view name) {
   const auto found = table.find(name);
   return found == table.end() ? nullptr : &found->second;
 }
-
-void set_approximation(int units) { approximation = units; }
 
 }  // namespace ga::ptx

@@ -57,8 +57,7 @@ struct Kernel {
   size_t argument_bytes = 0;
   size_t lane_bytes = 0;  // local memory of a thread, and the parameters of functions
   size_t shared_bytes = 0;
-  unsigned threads = 0;      // of a block, by .maxntid
-  bool approximate = false;  // contains rcp.approx.ftz.f64
+  unsigned threads = 0;  // of a block, by .maxntid
   std::vector<std::shared_ptr<const std::string>> texts;
 };
 
@@ -101,10 +100,6 @@ Run pack_of(size_t bits, size_t pieces);
 Run unpack_of(size_t bits, size_t pieces);
 extern const Run kAtomicInc, kCopyLaneMemory, kToLane, kFromLane, kToShared, kFromShared, kShuffle,
     kBallot;
-
-// rcp.approx.ftz.f64 has an error that the ISA does not tell. The result of the interpreter is rounded to the
-// nearest number of 20 bits of fraction, plus so many units of the last of them.
-void set_approximation(int units);
 
 // What a store of the kernel has written to global memory.
 struct Store {

@@ -149,21 +149,7 @@ TEST(Ptx, NaNAndInfinity) {
       {"neg.f32", {0x3f800000}, 0xbf800000},
       {"abs.f64", {kMinus64}, 0},
       {"neg.f64", {0}, kMinus64},
-      {"rcp.approx.ftz.f64", {kInf64}, 0},
-      {"rcp.approx.ftz.f64", {kMinus64}, kInf64 | kMinus64},
-      {"rcp.approx.ftz.f64", {0x4000000000000000}, 0x3fe0000000000000},
-      {"rcp.approx.ftz.f64",
-       {0x40080000ffffffff},
-       0x3fd5555500000000},  // the lower half is not read
   });
-}
-
-TEST(Ptx, ApproximationsAreDisplaced) {
-  set_approximation(1);
-  expect({{"rcp.approx.ftz.f64", {0x4008000000000000}, 0x3fd5555600000000}});
-  set_approximation(-1);
-  expect({{"rcp.approx.ftz.f64", {0x4008000000000000}, 0x3fd5555400000000}});
-  set_approximation(0);
 }
 
 TEST(Ptx, Comparisons) {
