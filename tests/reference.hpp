@@ -871,8 +871,8 @@ inline void update(const ga_optimizer& o, double lr, int64_t t, const std::vecto
 inline void update_row(const ga_optimizer& o, double lr, int64_t t,
                        const std::vector<Real>& gradient, Tensor& tensor, int64_t row) {
   const auto columns = static_cast<int64_t>(gradient.size());
-  const auto first = tensor.elements.begin() + row * columns;
-  Tensor own = {{1, columns}, {first, first + columns}, {}, {}};
+  const auto first = tensor.elements.begin() + static_cast<std::ptrdiff_t>(row * columns);
+  Tensor own = {{1, columns}, {first, first + static_cast<std::ptrdiff_t>(columns)}, {}, {}};
   update(o, lr, t, gradient, own);
   std::copy(own.elements.begin(), own.elements.end(), first);
 }

@@ -292,7 +292,8 @@ template <class T>
 bool gaps_untouched(const Layout& layout, const std::vector<T>& block) {
   std::vector<T> gaps = block;
   for (size_t i = 0; i < layout.size(); ++i) {
-    std::fill_n(gaps.begin() + layout.offsets[i], layout.counts[i], T{kCanary});
+    std::fill_n(gaps.begin() + static_cast<std::ptrdiff_t>(layout.offsets[i]), layout.counts[i],
+                T{kCanary});
   }
   return std::all_of(gaps.begin(), gaps.end(), [](T x) { return x == T{kCanary}; });
 }

@@ -30,7 +30,7 @@
  *   }
  *   ga_context_destroy(ctx);
  *
- * The library is for Linux with glibc, on x86-64 and AArch64.
+ * The library is for Linux with glibc, on x86-64, AArch64 and 32-bit ARM.
  *
  * THE PROMISE. N micro-batches give what one batch of all their samples would have given, to
  * rounding.

@@ -70,7 +70,7 @@ void BatchNorms::check_options(const char* name, int64_t channels, const ga_bn_o
   if (find(name) >= 0)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "the context has a layer of that name already");
   check_name(of, name);
-  if (channels < 1 || channels > INT64_MAX / 4096)
+  if (channels < 1 || channels > INTPTR_MAX / 4096)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "channels was %lld, expected >= 1", ll(channels));
   const std::string prefix = std::string("layer \"") + name + "\": ";
   check_choice((prefix + "mode").c_str(), o.mode, GA_BN_CUMULATIVE, "ga_bn_mode");

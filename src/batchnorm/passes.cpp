@@ -49,7 +49,7 @@ void BatchNorms::Layer::check_sweep(const char* what, int64_t micro, int64_t cou
 BnTask BatchNorms::task_of(const Layer& b, int64_t samples, int64_t positions) const {
   int64_t count;
   if (samples < 0 || positions < 0 || __builtin_mul_overflow(samples, positions, &count) ||
-      __builtin_mul_overflow(count, b.channels, &count) || count > INT64_MAX / 8)
+      __builtin_mul_overflow(count, b.channels, &count) || count > INTPTR_MAX / 8)
     b.subject().fail(GA_ERROR_INVALID_ARGUMENT,
                      "the shape was %lld samples of %lld positions in %lld channels", ll(samples),
                      ll(positions), ll(b.channels));

@@ -32,7 +32,7 @@ int64_t element_count(const NewParam& e, int32_t element_size) {
     too_large = too_large || __builtin_mul_overflow(count, e.shape[d], &count);
   }
   if (std::find(e.shape, e.shape + e.rank, 0) != e.shape + e.rank) return 0;
-  int64_t bytes;
+  intptr_t bytes;
   if (too_large || __builtin_mul_overflow(count, element_size, &bytes))
     of.fail(GA_ERROR_INVALID_ARGUMENT, "its shape has more elements than memory can hold");
   return count;
@@ -170,7 +170,7 @@ ga_param Parameters::add(void* data, int32_t dtype, Span<const NewParam> entries
         check_dtype(of, "accumulator_dtype", options.accumulator_dtype);
       const int64_t elements = element_count(e, std::max(size, 4));
       check_options(e, dtype);
-      if (e.offset < 0 || e.offset > INT64_MAX / size - elements)
+      if (e.offset < 0 || e.offset > INTPTR_MAX / size - elements)
         of.fail(GA_ERROR_INVALID_ARGUMENT, "offset was %lld, expected >= 0", ll(e.offset));
       char* const at = data ? static_cast<char*>(data) + e.offset * size : nullptr;
       check_data(e.name, at, elements, size, -1);

@@ -60,6 +60,27 @@ class FpEnvironment {  // FPCR and FPSR
   uint64_t control_ = 0, flags_ = 0;
 };
 
+#elif defined(__ARM_FP)
+
+class FpEnvironment {  // FPSCR: the flags of exceptions, of saturation and of the last comparison
+ public:
+  static FpEnvironment now() {
+    FpEnvironment e;
+    asm volatile("vmrs %0, fpscr" : "=r"(e.bits_));
+    return e;
+  }
+  static constexpr FpEnvironment library() { return FpEnvironment(); }
+  bool has_mode_of(FpEnvironment other) const {
+    return ((bits_ ^ other.bits_) & ~0xf800009fu) == 0;
+  }
+  void load() const {
+    if (now().bits_ != bits_) asm volatile("vmsr fpscr, %0" : : "r"(bits_) : "memory");
+  }
+
+ private:
+  uint32_t bits_ = 0;
+};
+
 #else
 
 class FpEnvironment {

@@ -393,7 +393,8 @@ std::string write(const Header& header, int64_t most) {
     separator = ",";
   }
   text += '}';
-  text.append((kAlignment - text.size() % kAlignment) % kAlignment, ' ');
+  constexpr auto kAligned = static_cast<size_t>(kAlignment);
+  text.resize((text.size() + kAligned - 1) / kAligned * kAligned, ' ');
   const size_t length = text.size() - kLengthBytes;
   check_length(GA_ERROR_UNSUPPORTED, length, most);
   for (size_t i = 0; i < kLengthBytes; ++i) text[i] = static_cast<char>(length >> 8 * i);

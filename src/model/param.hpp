@@ -159,7 +159,7 @@ struct Rules {
   static constexpr ga_clip unclipped = default_clip();
 };
 
-static_assert(offsetof(Param, checked_before) == 64, "the first cache line");
+static_assert(sizeof(void*) != 8 || offsetof(Param, checked_before) == 64, "the first cache line");
 
 // Which rank keeps the state of a parameter where the optimizer is sharded: each that of a piece, if an
 // element is updated by itself, by norms over the parameter and by sums over rows or units, none of which

@@ -14,7 +14,7 @@ namespace ga {
 
 // Sizes stay below what no address space holds.
 inline size_t add_capped(size_t a, size_t b) {
-  constexpr auto kMost = static_cast<size_t>(INT64_MAX);
+  constexpr auto kMost = static_cast<size_t>(INTPTR_MAX);
   return a > kMost || b > kMost - a ? kMost : a + b;
 }
 

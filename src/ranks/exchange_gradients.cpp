@@ -569,7 +569,7 @@ void Exchange::gather_rows_of(ga_param id, const uint64_t* counts) {
                       static_cast<int64_t>(rows * columns), p.accumulator_dtype);
     for (size_t q = 0; q < ranks; ++q) {
       if (counts[q] <= at) continue;
-      task.count = static_cast<int64_t>(std::min<size_t>(counts[q] - at, rows));
+      task.count = static_cast<int64_t>(std::min<uint64_t>(counts[q] - at, rows));
       task.indices = &all[q * most + at];
       task.values = {&gathered[q * rows * row_bytes], p.accumulator_dtype, 1, nullptr};
       backend.accumulate_rows(task);

@@ -35,7 +35,7 @@ void Accumulator::accumulate_matmul(ga_param id, int64_t k, const void* a, int64
     if (!data) of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", which);
     int64_t elements;
     if (__builtin_mul_overflow(rows - 1, ld, &elements) ||
-        __builtin_add_overflow(elements, columns, &elements) || elements > INT64_MAX / info.size)
+        __builtin_add_overflow(elements, columns, &elements) || elements > INTPTR_MAX / info.size)
       of.fail(GA_ERROR_INVALID_ARGUMENT, "%s has more elements than memory can hold", which);
     model_.ranges.check(model_.params.subject(id), which, data, elements, info.size);
     check_alive(id, which, data, elements * info.size);

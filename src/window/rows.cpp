@@ -40,7 +40,7 @@ void Accumulator::accumulate_rows(ga_param id, const void* indices, int32_t inde
   const int32_t size = dtype_info(p.gradient_dtype).size;
   int64_t elements;
   if (count < 0 || __builtin_mul_overflow(count, std::max<int64_t>(columns, 1), &elements) ||
-      elements > INT64_MAX / 8)
+      elements > INTPTR_MAX / 8)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "count was %lld, expected a number of rows", ll(count));
   elements = count * columns;
   if (count > 0 && (!indices || (!values && elements > 0)))

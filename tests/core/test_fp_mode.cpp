@@ -56,6 +56,24 @@ void set_environment(uint64_t bits) {
 }
 constexpr uint64_t kFlags = 0xffffffff;
 
+#elif defined(__ARM_FP)
+
+// FPSCR: flush to zero bit 24, rounding upward 22, default NaN 25. The four highest bits are those of the last
+// comparison, which any function changes. Not every processor has traps.
+constexpr Mode kPlain = {"Plain", 0};
+constexpr Mode kModes[] = {
+    {"Flush", 1 << 24}, {"Upward", 1 << 22}, {"All", 1 << 24 | 3 << 22 | 1 << 25}};
+
+uint64_t environment() {
+  uint32_t bits;
+  asm volatile("vmrs %0, fpscr" : "=r"(bits));
+  return bits & 0xfffffff;
+}
+void set_environment(uint64_t bits) {
+  asm volatile("vmsr fpscr, %0" : : "r"(static_cast<uint32_t>(bits)));
+}
+constexpr uint64_t kFlags = 0x800009f;
+
 #else
 
 constexpr Mode kPlain = {"Plain", 0};

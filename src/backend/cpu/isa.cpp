@@ -26,7 +26,7 @@ const Kernels& kernels_x86_64_v4();
 const BnKernels& batchnorm_kernels_x86_64_v2();
 const BnKernels& batchnorm_kernels_x86_64_v3();
 const BnKernels& batchnorm_kernels_x86_64_v4();
-#else
+#elif defined(__aarch64__)
 const Kernels& kernels_neon();
 const BnKernels& batchnorm_kernels_neon();
 #endif
@@ -81,10 +81,14 @@ constexpr Isa levels[] = {{"scalar", always, kernels_scalar, batchnorm_kernels_s
                           {"x86-64-v3", has_v3, kernels_x86_64_v3, batchnorm_kernels_x86_64_v3},
                           {"x86-64-v4", has_v4, kernels_x86_64_v4, batchnorm_kernels_x86_64_v4}};
 
-#else
+#elif defined(__aarch64__)
 
 constexpr Isa levels[] = {{"scalar", always, kernels_scalar, batchnorm_kernels_scalar},
                           {"neon", always, kernels_neon, batchnorm_kernels_neon}};
+
+#else
+
+constexpr Isa levels[] = {{"scalar", always, kernels_scalar, batchnorm_kernels_scalar}};
 
 #endif
 

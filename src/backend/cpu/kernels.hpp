@@ -34,8 +34,10 @@ const Isa& choose_isa();
 // The levels in this build.
 #if defined(__x86_64__)
 #define GA_CPU_ISA_NAMES "scalar x86-64-v2 x86-64-v3 x86-64-v4"
-#else
+#elif defined(__aarch64__)
 #define GA_CPU_ISA_NAMES "scalar neon"
+#else
+#define GA_CPU_ISA_NAMES "scalar"
 #endif
 
 }  // namespace ga::cpu
