@@ -454,7 +454,8 @@ struct ga_config {
   size_t struct_size;
   ga_device device;               /* where the context computes; default GA_DEVICE_CPU */
   int32_t num_threads;            /* threads of the CPU kernels, up to 4096; default 0: as many
-                                     as OpenMP would use, or 1 without OpenMP. Small work stays
+                                     as OpenMP would use: what OMP_NUM_THREADS says, or one for
+                                     each processor that the thread may run on. Small work stays
                                      on the calling thread */
   int64_t accum_steps;            /* K, micro-batches of a full window; default 0: any number */
   ga_gradient_kind gradient_kind; /* what gradients are; default GA_GRADIENT_MEAN */
@@ -469,8 +470,9 @@ struct ga_config {
   double loss_scale;              /* what the loss was multiplied by, divided out again; finite,
                                      not 0; negative for gradients that are stored negated;
                                      default 1 */
-  ga_parallel_for parallel_for;   /* the program's threads; default NULL: OpenMP's. num_threads
-                                     then only says into how many pieces a matrix product is cut */
+  ga_parallel_for parallel_for;   /* the program's threads; default NULL: OpenMP's, or the
+                                     library's own in a build without OpenMP. num_threads then
+                                     only says into how many pieces a matrix product is cut */
   void* parallel_for_user;        /* passed to parallel_for */
   uint64_t seed;                  /* seed of stochastic rounding; default 0 */
   int32_t noise_scale;            /* 0 or 1: whether the gradient noise scale is estimated, see
@@ -1351,7 +1353,7 @@ typedef struct ga_build {
   int32_t onednn;        /* version of the oneDNN that multiplies matrices on the CPU */
   int32_t cuda_runtime;  /* version of the CUDA that libgradaccum_cuda.so was built with */
   int32_t cuda_driver;   /* the newest CUDA that this machine's driver runs; 0: no driver */
-  int32_t openmp;        /* _OPENMP, a date such as 201511; 0: built without OpenMP */
+  int32_t openmp;        /* _OPENMP, a date such as 201511; 0: the threads are the library's */
   int32_t reserved;      /* 0 */
   const char* compiler;  /* the compiler, such as "gcc 12.2.0" */
   const char* cpu_loops; /* the CPU kernels: names for GA_CPU_ISA, separated by spaces */

@@ -30,7 +30,7 @@ const char* ga_build_info(void) {
 #ifdef _OPENMP
                         "OpenMP " GA_STRING(_OPENMP)
 #else
-                        "one, or the program's own"
+                        "the library's own"
 #endif
                             "; modules: " GA_MODULES;
 }

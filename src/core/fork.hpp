@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // After fork() the child has the memory of its parent, but neither its threads nor its devices. So
 // the child cannot use the contexts of the parent, and must not use OpenMP: gcc's waits in the
-// child for threads that only the parent has.
+// child for threads that only the parent has. The library's own threads (thread_pool.hpp) start anew there.
 #pragma once
 
 #include <atomic>

@@ -3,8 +3,8 @@
 // traps. A program may use another mode: torch.set_flush_denormal and the start-up code of
 // libraries linked with -ffast-math flush subnormal numbers, fesetround changes the rounding. Every
 // thread has its own mode, and OpenMP's threads keep the one that they were created in. So an
-// FpMode encloses everything that computes: a call on its thread (Context::Use), the share of an
-// OpenMP thread in a loop, and each task that the program's parallel_for runs. Its destructor
+// FpMode encloses everything that computes: a call on its thread (Context::Use), the share of a
+// thread in a loop, and each task that the program's parallel_for runs. Its destructor
 // restores the thread's environment bit for bit, exception flags included.
 //
 // The program's parallel_for is called in the program's mode (ProgramFpMode). Changes that it makes

@@ -33,7 +33,6 @@ class ThreadsPay : public testing::Test {
 
 TEST_F(ThreadsPay, IfTheySaveMoreThanAHandOver) {
   Threads two(with(2)), four(with(4));
-  if (two.is_one()) GTEST_SKIP() << "built without OpenMP";
   EXPECT_FALSE(pays(two, 9900));
   EXPECT_TRUE(pays(two, 10100));
   EXPECT_FALSE(pays(four, 6600));
@@ -44,7 +43,6 @@ TEST_F(ThreadsPay, NeverOrAlwaysWhateverAHandOverTakes) {
   for (const char* hand_over : {"0", "1e9"}) {
     setenv("GA_CPU_HAND_OVER", hand_over, 1);
     Threads two(with(2)), one(with(1));
-    if (two.is_one()) GTEST_SKIP() << "built without OpenMP";
     EXPECT_FALSE(pays(two, 1500));
     EXPECT_TRUE(pays(two, 210e3));
     EXPECT_FALSE(pays(one, 1e9));
@@ -117,7 +115,6 @@ TEST_F(ThreadsPay, IfPassesHaveTakenLessTime) {
   unsetenv("GA_CPU_HAND_OVER");
   for (const int slower : {0, 1}) {
     Threads two(with(2));
-    if (two.is_one()) GTEST_SKIP() << "built without OpenMP";
     int together = 0;
     for (int i = 0; i < 2000; ++i) {
       two.run_pass(0, 3000, [&](bool way) {

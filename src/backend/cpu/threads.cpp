@@ -21,8 +21,8 @@ namespace {
 int default_count() { return omp_get_max_threads(); }
 bool has_threads() { return process_generation() == 0; }  // see fork.hpp
 #else
-int default_count() { return 1; }
-bool has_threads() { return false; }
+int default_count() { return default_thread_count(); }
+bool has_threads() { return true; }
 #endif
 
 }  // namespace
@@ -32,7 +32,10 @@ Threads::Threads(const ga_config& config)
       parallel_for_(config.parallel_for),
       user_(config.parallel_for_user) {
   if (!parallel_for_ && !has_threads()) count_ = 1;
-  if (!parallel_for_ && count_ > 1) ranges_.reset(new Range[static_cast<size_t>(count_)]);
+  if (!parallel_for_ && count_ > 1) {
+    ranges_.reset(new Range[static_cast<size_t>(count_)]);
+    team_ = Team(count_);
+  }
   hand_over_ = number_variable("GA_CPU_HAND_OVER").value_or(-1);
 }
 
@@ -59,33 +62,38 @@ void Threads::run_tasks(int64_t items, bool alone, ga_task body, void* data) {
   } else if (parallel_for_) {
     run_shared(items, body, data);
   } else {
-    run_openmp(items, body, data);
+    run_own(items, body, data);
   }
 }
 
-void Threads::run_openmp(int64_t items, ga_task body, void* data) {
-#ifdef _OPENMP
-  const int threads = static_cast<int>(std::min<int64_t>(count_, items));
-  for (int t = 0; t < threads; ++t) {
-    ranges_[static_cast<size_t>(t)].next.store(items * t / threads, std::memory_order_relaxed);
-    ranges_[static_cast<size_t>(t)].end = items * (t + 1) / threads;
+void Threads::run_own(int64_t items, ga_task body, void* data) {
+  struct Pass {
+    Range* ranges;
+    int threads;
+    ga_task body;
+    void* data;
+  } pass = {ranges_.get(), static_cast<int>(std::min<int64_t>(count_, items)), body, data};
+  for (int t = 0; t < pass.threads; ++t) {
+    pass.ranges[t].next.store(items * t / pass.threads, std::memory_order_relaxed);
+    pass.ranges[t].end = items * (t + 1) / pass.threads;
   }
-  Range* const ranges = ranges_.get();
-#pragma omp parallel num_threads(threads)
-  {
+  const auto share = [](void* shared, int self) {
+    const Pass& p = *static_cast<const Pass*>(shared);
     const FpMode mode;
-    const int self = omp_get_thread_num();
-    for (int t = 0; t < threads; ++t) {
-      Range& range = ranges[(self + t) % threads];
+    for (int t = 0; t < p.threads; ++t) {
+      Range& range = p.ranges[(self + t) % p.threads];
       while (range.next.load(std::memory_order_relaxed) < range.end) {
         const int64_t i = range.next.fetch_add(1, std::memory_order_relaxed);
         if (i >= range.end) break;
-        body(data, i);
+        p.body(p.data, i);
       }
     }
-  }
+  };
+#ifdef _OPENMP
+#pragma omp parallel num_threads(pass.threads)
+  share(&pass, omp_get_thread_num());
 #else
-  for (int64_t i = 0; i < items; ++i) body(data, i);
+  team_.run(pass.threads, share, &pass);
 #endif
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parallel loops: on OpenMP's threads, on the program's own (ga_config.parallel_for), or on the
-// calling thread alone.
+// Parallel loops: on OpenMP's threads or, in a build without OpenMP, on the library's own; on the program's
+// (ga_config.parallel_for); or on the calling thread alone.
 #pragma once
 
 #include <array>
@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "backend/cpu/trial.hpp"
+#include "core/thread_pool.hpp"
 #include "gradaccum/gradaccum.h"
 
 namespace ga::cpu {
@@ -49,7 +50,7 @@ class Threads {
  private:
   void run_tasks(int64_t items, bool alone, ga_task body, void* data);
   void run_shared(int64_t items, ga_task body, void* data);
-  void run_openmp(int64_t items, ga_task body, void* data);
+  void run_own(int64_t items, ga_task body, void* data);
   Trial* find_trial(double nanoseconds, bool& together);
 
   // The items of a thread. A thread that has finished its own takes those of others, so that it
@@ -63,6 +64,7 @@ class Threads {
   ga_parallel_for parallel_for_;
   void* user_;
   std::unique_ptr<Range[]> ranges_;
+  Team team_{1};                                         // where OpenMP has none
   std::unique_ptr<std::atomic<unsigned char>[]> taken_;  // by item: whether parallel_for_ ran it
   int64_t capacity_ = 0;
   double hand_over_ = -1;        // nanoseconds, from the environment; negative: it does not tell

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -10,11 +11,14 @@
 #include <cerrno>
 #include <cstdlib>
 #include <new>
+#include <system_error>
+#include <thread>
 
 #include "core/os/system.hpp"
 
 #if defined(__linux__)
 #include <link.h>
+#include <sched.h>
 
 #include <fstream>
 #elif defined(__APPLE__)
@@ -109,6 +113,12 @@ int64_t last_level_cache() {
   return size;
 }
 
+int usable_processors() {
+  cpu_set_t few;  // 1024 of them
+  if (sched_getaffinity(0, sizeof few, &few) == 0) return CPU_COUNT(&few);
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
 #else
 
 namespace {
@@ -128,6 +138,10 @@ int64_t second_level_cache() {
 }
 
 int64_t last_level_cache() { return std::max(told("hw.l3cachesize"), second_level_cache()); }
+
+int usable_processors() {
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
 
 #endif
 
@@ -202,6 +216,27 @@ int synchronize(int file) {
   if (fcntl(file, F_FULLFSYNC) == 0) return 0;
 #endif
   return error_of([&] { return fsync(file); });
+}
+
+// ---- Threads ------------------------------------------------------------------------------------
+
+bool start_thread(void (*run)(void*), void* data) {
+  // A thread begins with the mask of the one that starts it. Signals of its own faults stay, for whoever reports them.
+  sigset_t hidden, before;
+  sigfillset(&hidden);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT})
+    sigdelset(&hidden, fault);
+  pthread_sigmask(SIG_SETMASK, &hidden, &before);
+  bool started = true;
+  try {
+    std::thread(run, data).detach();
+  } catch (const std::system_error&) {
+    started = false;
+  } catch (const std::bad_alloc&) {
+    started = false;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return started;
 }
 
 // ---- The process --------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the library asks of the operating system, beside threads, which C++ has. Only this folder knows which system
-// that is.
+// What the library asks of the operating system. Only this folder knows which system that is.
 #pragma once
 
 #include <cstddef>
@@ -28,6 +27,8 @@ int64_t second_level_cache();
 // Bytes of the largest cache that a core reads through, which it may share with its neighbours; 0 if the system does
 // not tell.
 int64_t last_level_cache();
+// On how many processors the calling thread may run; 1 if the system does not tell.
+int usable_processors();
 
 // ---- Libraries ----------------------------------------------------------------------------------
 
@@ -52,6 +53,12 @@ const char* library_error();
 int reserve_room(int file, int64_t bytes);
 // Has everything that was written to a file, or the names in a folder, reach the disk.
 int synchronize(int file);
+
+// ---- Threads ------------------------------------------------------------------------------------
+
+// Runs run(data) on a new thread, on which no handler of the program runs for what is sent to the process. Nobody waits
+// for its end. Returns false if the system has no thread to spare.
+bool start_thread(void (*run)(void*), void* data);
 
 // ---- The process --------------------------------------------------------------------------------
 
